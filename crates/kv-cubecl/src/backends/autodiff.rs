@@ -1,0 +1,191 @@
+//! Gradients: straight through the quantizer, exact through attention.
+
+use burn::backend::{
+    Backend,
+    tensor::{FloatTensor, IntTensor},
+};
+use burn_autodiff::{
+    Autodiff,
+    checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
+    grads::Gradients,
+    ops::{Backward, Ops, OpsKind, unary},
+};
+
+use crate::{
+    CacheState, KvCacheOps,
+    layout::{CacheLayout, QuantSpec, StreamSpec},
+};
+
+/// Straight-through estimator: the gradient passes the quantizer unchanged.
+#[derive(Debug)]
+struct StraightThrough;
+
+impl<B: Backend> Backward<B, 1> for StraightThrough {
+    type State = ();
+
+    fn backward(self, ops: Ops<(), 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        unary::<B, _>(ops.parents, ops.node, grads, |grad| grad);
+    }
+}
+
+/// The closed form; its state is query, key, key_hat, value, value_hat, output, log-sum-exp.
+#[derive(Debug)]
+struct StreamingAttention;
+
+impl<B: KvCacheOps> Backward<B, 5> for StreamingAttention {
+    type State = ([FloatTensor<B>; 7], StreamSpec);
+
+    fn backward(self, ops: Ops<Self::State, 5>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let grad = grads.consume::<B>(&ops.node);
+        let ([query, key, key_hat, value, value_hat, output, lse], spec) = ops.state;
+        let computed = <B as KvCacheOps>::streaming_attention_backward(
+            query, key, key_hat, value, value_hat, output, lse, grad, spec,
+        );
+        let computed = [computed.0, computed.1, computed.2, computed.3, computed.4];
+        for (parent, grad) in ops.parents.into_iter().zip(computed) {
+            if let Some(node) = parent {
+                grads.register::<B>(node.id, grad);
+            }
+        }
+    }
+}
+
+impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
+    fn quantize(input: FloatTensor<Self>, spec: QuantSpec) -> IntTensor<Self> {
+        <B as KvCacheOps>::quantize(input.into_primitive(), spec)
+    }
+
+    fn dequantize(packed: IntTensor<Self>, spec: QuantSpec) -> FloatTensor<Self> {
+        <Self as burn::backend::AutodiffBackend>::from_inner(<B as KvCacheOps>::dequantize(
+            packed, spec,
+        ))
+    }
+
+    fn fake_quantize(input: FloatTensor<Self>, spec: QuantSpec, skip: usize) -> FloatTensor<Self> {
+        let node = input.node();
+        let output = <B as KvCacheOps>::fake_quantize(input.into_primitive(), spec, skip);
+        match StraightThrough.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish((), output),
+            OpsKind::UnTracked(prep) => prep.finish(output),
+        }
+    }
+
+    /// A cache is state, not part of the graph: what is written to it records no gradient.
+    fn flush(
+        state: CacheState<Self>,
+        key: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        layout: CacheLayout,
+        len: usize,
+    ) -> CacheState<Self> {
+        let (key, value) = (key.into_primitive(), value.into_primitive());
+        wrap(<B as KvCacheOps>::flush(unwrap(state), key, value, layout, len))
+    }
+
+    /// A cache is state, not part of the graph: what is written to it records no gradient.
+    fn append(
+        state: CacheState<Self>,
+        key: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        layout: CacheLayout,
+        len: usize,
+    ) -> CacheState<Self> {
+        let (key, value) = (key.into_primitive(), value.into_primitive());
+        wrap(<B as KvCacheOps>::append(unwrap(state), key, value, layout, len))
+    }
+
+    /// Attention over a cache records no gradient; train with `streaming_attention`.
+    fn decode_attention(
+        query: FloatTensor<Self>,
+        state: CacheState<Self>,
+        layout: CacheLayout,
+        len: usize,
+        tokens: usize,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let (output, lse) = <B as KvCacheOps>::decode_attention(
+            query.into_primitive(),
+            unwrap(state),
+            layout,
+            len,
+            tokens,
+        );
+        (constant::<B, C>(output), constant::<B, C>(lse))
+    }
+
+    fn streaming_attention(
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        key_hat: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        value_hat: FloatTensor<Self>,
+        spec: StreamSpec,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let inputs = [query, key, key_hat, value, value_hat];
+        let nodes = inputs.each_ref().map(|input| input.node());
+        let [query, key, key_hat, value, value_hat] = inputs.map(|input| input.into_primitive());
+        let (output, lse) = <B as KvCacheOps>::streaming_attention(
+            query.clone(),
+            key.clone(),
+            key_hat.clone(),
+            value.clone(),
+            value_hat.clone(),
+            spec,
+        );
+        let lse_out = constant::<B, C>(lse.clone());
+        let output = match StreamingAttention.prepare::<C>(nodes).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                let saved = [query, key, key_hat, value, value_hat, output.clone(), lse];
+                prep.finish((saved, spec), output)
+            }
+            OpsKind::UnTracked(prep) => prep.finish(output),
+        };
+        (output, lse_out)
+    }
+
+    fn streaming_attention_backward(
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        key_hat: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        value_hat: FloatTensor<Self>,
+        output: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        spec: StreamSpec,
+    ) -> (
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+    ) {
+        // Gradients of gradients are not recorded.
+        let (a, b, c, d, e) = <B as KvCacheOps>::streaming_attention_backward(
+            query.into_primitive(),
+            key.into_primitive(),
+            key_hat.into_primitive(),
+            value.into_primitive(),
+            value_hat.into_primitive(),
+            output.into_primitive(),
+            lse.into_primitive(),
+            grad.into_primitive(),
+            spec,
+        );
+        let wrap = constant::<B, C>;
+        (wrap(a), wrap(b), wrap(c), wrap(d), wrap(e))
+    }
+}
+
+fn constant<B: Backend, C: CheckpointStrategy>(
+    tensor: FloatTensor<B>,
+) -> FloatTensor<Autodiff<B, C>> {
+    <Autodiff<B, C> as burn::backend::AutodiffBackend>::from_inner(tensor)
+}
+
+fn unwrap<B: Backend, C: CheckpointStrategy>(state: CacheState<Autodiff<B, C>>) -> CacheState<B> {
+    CacheState { keys: state.keys, values: state.values, floats: state.floats.into_primitive() }
+}
+
+fn wrap<B: Backend, C: CheckpointStrategy>(state: CacheState<B>) -> CacheState<Autodiff<B, C>> {
+    CacheState { keys: state.keys, values: state.values, floats: constant::<B, C>(state.floats) }
+}

@@ -1,0 +1,250 @@
+//! WGPU and CUDA: Burn's CubeCL tensors bound to the kernels.
+
+use burn::{
+    backend::{
+        Backend,
+        ops::FloatTensorOps,
+        tensor::{FloatTensor, IntTensor},
+    },
+    tensor::{DType, Shape, Slice},
+};
+use burn_cubecl::{
+    CubeBackend,
+    cubecl::{ir::ElemType, prelude::BufferArg},
+    kernel::into_contiguous,
+    ops::numeric::empty_device_contiguous_dtype,
+    tensor::CubeTensor,
+};
+
+use crate::{
+    CacheState, KvCacheOps,
+    kernels::{
+        cache::{self, CacheProblem},
+        decode_attention::{self, DecodeBindings, DecodeProblem},
+        quantize::{self, RestoreProblem},
+        streaming_attention::{self, BackwardBindings, ForwardBindings, StreamProblem},
+    },
+    layout::{CacheLayout, Granularity, QuantSpec, StreamSpec},
+    shapes,
+};
+
+impl KvCacheOps for CubeBackend {
+    fn quantize(input: FloatTensor<Self>, spec: QuantSpec) -> IntTensor<Self> {
+        let shape = dims(&input);
+        let problem = restore_problem(shape, spec);
+        let input = into_contiguous(input);
+        let words = empty_like(&input, shapes::packed(shape, &spec), DType::U32);
+        let launch = match spec.granularity {
+            Granularity::PerChannel => cache::launch_quantize_keys,
+            Granularity::PerToken => cache::launch_quantize_values,
+        };
+        launch(&input.client, arg(&input), arg(&words), &problem);
+        words
+    }
+
+    fn dequantize(packed: IntTensor<Self>, spec: QuantSpec) -> FloatTensor<Self> {
+        let shape = shapes::dequantized(dims(&packed), &spec);
+        let problem = restore_problem(shape, spec);
+        let packed = into_contiguous(packed);
+        let out = empty_like(&packed, shape, DType::F32);
+        let launch = match spec.granularity {
+            Granularity::PerChannel => quantize::launch_dequantize_keys,
+            Granularity::PerToken => quantize::launch_dequantize_values,
+        };
+        launch(&packed.client, arg(&packed), arg(&out), &problem);
+        out
+    }
+
+    fn fake_quantize(input: FloatTensor<Self>, spec: QuantSpec, skip: usize) -> FloatTensor<Self> {
+        let problem = restore_problem(dims(&input), spec);
+        let data = writable(into_contiguous(input));
+        let launch = match spec.granularity {
+            Granularity::PerChannel => quantize::launch_fake_quantize_keys,
+            Granularity::PerToken => quantize::launch_fake_quantize_values,
+        };
+        launch(&data.client, arg(&data), &problem, skip);
+        data
+    }
+
+    fn flush(
+        state: CacheState<Self>,
+        key: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        layout: CacheLayout,
+        len: usize,
+    ) -> CacheState<Self> {
+        let problem = cache_problem(&state, &key, layout, len);
+        let floats = into_contiguous(state.floats);
+        let client = floats.client.clone();
+        let (mut keys, mut values) = (state.keys, state.values);
+        if let Some(spec) = layout.key_spec() {
+            keys = writable(keys);
+            let key = arg(&into_contiguous(key));
+            cache::launch_flush_keys(&client, arg(&floats), key, arg(&keys), &problem, spec);
+        }
+        if let Some(spec) = layout.value_spec() {
+            values = writable(values);
+            let value = arg(&into_contiguous(value));
+            cache::launch_flush_values(&client, arg(&floats), value, arg(&values), &problem, spec);
+        }
+        CacheState { keys, values, floats }
+    }
+
+    fn append(
+        state: CacheState<Self>,
+        key: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        layout: CacheLayout,
+        len: usize,
+    ) -> CacheState<Self> {
+        let problem = cache_problem(&state, &key, layout, len);
+        let floats = writable(into_contiguous(state.floats));
+        let (key, value) = (into_contiguous(key), into_contiguous(value));
+        let both = [arg(&floats), arg(&floats)];
+        cache::launch_append(&floats.client, arg(&key), arg(&value), both, &problem);
+        CacheState { keys: state.keys, values: state.values, floats }
+    }
+
+    fn decode_attention(
+        query: FloatTensor<Self>,
+        state: CacheState<Self>,
+        layout: CacheLayout,
+        len: usize,
+        tokens: usize,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let shape = dims(&query);
+        let query = into_contiguous(query);
+        let floats = into_contiguous(state.floats);
+        let output = empty_like(&query, shape, DType::F32);
+        let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
+        let rows = shape[1] / layout.shape().n_kv_heads * shape[2];
+        let problem = DecodeProblem { layout, len, tokens, rows, float: elem(&floats) };
+        let bindings = DecodeBindings {
+            query: arg(&query),
+            keys: arg(&state.keys),
+            values: arg(&state.values),
+            floats: arg(&floats),
+            output: arg(&output),
+            lse: arg(&lse),
+        };
+        if let Err(error) = decode_attention::launch_ref(&query.client, bindings, &problem) {
+            // Caches check this when they are made; only a direct caller of the trait gets here.
+            panic!("{error}");
+        }
+        (output, lse)
+    }
+
+    fn streaming_attention(
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        key_hat: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        value_hat: FloatTensor<Self>,
+        spec: StreamSpec,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let shape = dims(&query);
+        let problem = stream_problem(shape, dims(&key), spec);
+        let [query, key, key_hat, value, value_hat] =
+            [query, key, key_hat, value, value_hat].map(into_contiguous);
+        let output = empty_like(&query, shape, DType::F32);
+        let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
+        let bindings = ForwardBindings {
+            query: arg(&query),
+            key: arg(&key),
+            key_hat: arg(&key_hat),
+            value: arg(&value),
+            value_hat: arg(&value_hat),
+            output: arg(&output),
+            lse: arg(&lse),
+        };
+        streaming_attention::launch_forward(&query.client, bindings, &problem);
+        (output, lse)
+    }
+
+    fn streaming_attention_backward(
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        key_hat: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        value_hat: FloatTensor<Self>,
+        output: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        spec: StreamSpec,
+    ) -> (
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+    ) {
+        let (query_shape, side_shape) = (dims(&query), dims(&key));
+        let problem = stream_problem(query_shape, side_shape, spec);
+        let [batch, heads, m, _] = query_shape;
+        let delta = Self::float_sum_dim(Self::float_mul(output, grad.clone()), 3);
+        let stats = [lse, delta].map(|x| Self::float_reshape(x, Shape::new([1, batch * heads, m])));
+        let stats = into_contiguous(Self::float_cat(stats.into(), 0));
+        // Halves side by side, so that the kernels stay within eight bindings.
+        let keys = into_contiguous(Self::float_cat(vec![key, key_hat], 0));
+        let values = into_contiguous(Self::float_cat(vec![value, value_hat], 0));
+        let (query, grad) = (into_contiguous(query), into_contiguous(grad));
+        let query_grad = empty_like(&query, query_shape, DType::F32);
+        let [side_batch, kv_heads, n, head_dim] = side_shape;
+        let shape = [4 * side_batch, kv_heads, n, head_dim];
+        let side_grads = empty_like(&query, shape, DType::F32);
+        let bindings = BackwardBindings {
+            inputs: || [&query, &keys, &values, &grad, &stats].map(arg),
+            query_grad: arg(&query_grad),
+            side_grads: arg(&side_grads),
+        };
+        streaming_attention::launch_backward(&query.client, bindings, &problem);
+        let part = |i: usize| {
+            let rows = Slice::from(i * side_batch..(i + 1) * side_batch);
+            Self::float_slice(side_grads.clone(), &[rows])
+        };
+        (query_grad, part(0), part(1), part(2), part(3))
+    }
+}
+
+fn dims(tensor: &CubeTensor) -> [usize; 4] {
+    tensor.meta.shape().dims()
+}
+
+fn arg(tensor: &CubeTensor) -> BufferArg {
+    tensor.clone().into_buffer_arg()
+}
+
+fn elem(tensor: &CubeTensor) -> ElemType {
+    burn::backend::cubecl::dtype_to_elem_type(tensor.dtype)
+}
+
+fn empty_like<const D: usize>(like: &CubeTensor, shape: [usize; D], dtype: DType) -> CubeTensor {
+    let (client, device) = (like.client.clone(), like.device.clone());
+    empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype)
+}
+
+/// The tensor itself if nothing else holds it, else a copy: what makes a write in place safe.
+fn writable(tensor: CubeTensor) -> CubeTensor {
+    if tensor.can_mut() { tensor } else { tensor.copy() }
+}
+
+fn restore_problem(shape: [usize; 4], spec: QuantSpec) -> RestoreProblem {
+    let [batch, heads, tokens, head_dim] = shape;
+    RestoreProblem { slices: batch * heads, tokens, head_dim, spec }
+}
+
+fn cache_problem(
+    state: &CacheState<CubeBackend>,
+    key: &CubeTensor,
+    layout: CacheLayout,
+    len: usize,
+) -> CacheProblem {
+    CacheProblem { layout, len, added: dims(key)[2], float: elem(&state.floats) }
+}
+
+fn stream_problem(query: [usize; 4], key: [usize; 4], spec: StreamSpec) -> StreamProblem {
+    let [batch, heads, m, head_dim] = query;
+    let [_, kv_heads, n, _] = key;
+    let n_rep = heads / kv_heads;
+    StreamProblem { spec, slices: batch * kv_heads, n_rep, m, n, head_dim }
+}

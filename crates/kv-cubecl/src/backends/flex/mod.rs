@@ -1,0 +1,139 @@
+//! The CPU: slices, threads over (batch, kv head, split or block), vector loops.
+
+mod cache;
+mod decode;
+mod quantize;
+mod simd;
+mod streaming;
+mod streaming_backward;
+
+use burn::{
+    backend::{
+        Flex,
+        tensor::{FloatTensor, IntTensor},
+    },
+    tensor::{Shape, TensorData},
+};
+use burn_flex::FlexTensor;
+use rayon::prelude::*;
+
+use crate::{
+    CacheState, KvCacheOps,
+    layout::{CacheLayout, Granularity, QuantSpec, StreamSpec},
+    shapes,
+};
+
+impl KvCacheOps for Flex {
+    fn quantize(input: FloatTensor<Self>, spec: QuantSpec) -> IntTensor<Self> {
+        let shape: [usize; 4] = dims(&input);
+        let [_, _, tokens, head_dim] = shape;
+        let input = input.to_contiguous();
+        let out_shape = shapes::packed(shape, &spec);
+        let mut words = vec![0u32; out_shape.iter().product()];
+        let slice = tokens * head_dim;
+        words
+            .par_chunks_mut(out_shape[2] * out_shape[3])
+            .zip(input.storage::<f32>().par_chunks(slice))
+            .for_each(|(words, input)| quantize::quantize_slice(input, words, head_dim, &spec));
+        FlexTensor::from_data(TensorData::new(words, out_shape))
+    }
+
+    fn dequantize(packed: IntTensor<Self>, spec: QuantSpec) -> FloatTensor<Self> {
+        let shape: [usize; 4] = dims(&packed);
+        let out_shape = shapes::dequantized(shape, &spec);
+        let packed = packed.to_contiguous();
+        let mut out = vec![0.0; out_shape.iter().product()];
+        out.par_chunks_mut(out_shape[2] * out_shape[3])
+            .zip(packed.storage::<u32>().par_chunks(shape[2] * shape[3]))
+            .for_each(|(out, words)| quantize::dequantize_slice(words, out, out_shape[3], &spec));
+        tensor(out, out_shape)
+    }
+
+    fn fake_quantize(input: FloatTensor<Self>, spec: QuantSpec, skip: usize) -> FloatTensor<Self> {
+        let shape: [usize; 4] = dims(&input);
+        let [_, _, tokens, head_dim] = shape;
+        let mut output = input.to_contiguous();
+        let after = tokens.saturating_sub(skip);
+        let grouped = match spec.granularity {
+            Granularity::PerChannel => after / spec.group_size * spec.group_size,
+            Granularity::PerToken => after,
+        };
+        output.storage_mut::<f32>().par_chunks_mut(tokens * head_dim).for_each(|slice| {
+            let part = &mut slice[skip.min(tokens) * head_dim..][..grouped * head_dim];
+            let mut words = vec![0; spec.words(grouped, head_dim)];
+            quantize::quantize_slice(part, &mut words, head_dim, &spec);
+            quantize::dequantize_slice(&words, part, head_dim, &spec);
+        });
+        output
+    }
+
+    fn flush(
+        state: CacheState<Self>,
+        key: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        layout: CacheLayout,
+        len: usize,
+    ) -> CacheState<Self> {
+        cache::flush(state, key.to_contiguous(), value.to_contiguous(), &layout, len)
+    }
+
+    fn append(
+        state: CacheState<Self>,
+        key: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        layout: CacheLayout,
+        len: usize,
+    ) -> CacheState<Self> {
+        cache::append(state, key.to_contiguous(), value.to_contiguous(), &layout, len)
+    }
+
+    fn decode_attention(
+        query: FloatTensor<Self>,
+        state: CacheState<Self>,
+        layout: CacheLayout,
+        len: usize,
+        tokens: usize,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        decode::decode_attention(query.to_contiguous(), &state, &layout, len, tokens)
+    }
+
+    fn streaming_attention(
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        key_hat: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        value_hat: FloatTensor<Self>,
+        spec: StreamSpec,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        streaming::streaming_attention(query, [key, key_hat, value, value_hat], spec)
+    }
+
+    fn streaming_attention_backward(
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        key_hat: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        value_hat: FloatTensor<Self>,
+        output: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        spec: StreamSpec,
+    ) -> (
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+    ) {
+        let sides = [key, key_hat, value, value_hat];
+        streaming_backward::backward(query, sides, output, lse, grad, spec)
+    }
+}
+
+fn dims<const D: usize>(tensor: &FlexTensor) -> [usize; D] {
+    tensor.layout().shape().dims()
+}
+
+fn tensor(data: Vec<f32>, shape: impl Into<Shape>) -> FlexTensor {
+    FlexTensor::from_data(TensorData::new(data, shape.into()))
+}

@@ -1,0 +1,297 @@
+//! The streaming cache: [`KvCache`].
+
+mod state;
+mod tail;
+
+use burn::{
+    backend::Dispatch,
+    tensor::{DType, Device, Int, Tensor},
+};
+
+use crate::{
+    CacheFloat, CacheShape, Error, KvCacheConfig, KvCacheOps, Packed, QuantizedCounts, Result,
+    functions,
+    layout::{CacheLayout, StreamSpec},
+};
+use state::State;
+
+/// One layer's streaming KIVI cache.
+///
+/// Preallocated for [`KvCacheConfig::capacity`] tokens and written in place. Appending tokens one
+/// by one or many at once leaves the same codes and counts, and every row of a chunk sees what it
+/// would have seen alone.
+///
+/// A clone shares the memory until either is written: the next write copies it once. So a prefix
+/// can be kept and continued several times, as beam search and prefix caching do.
+#[derive(Clone, Debug)]
+pub struct KvCache {
+    layout: CacheLayout,
+    state: State,
+    len: usize,
+}
+
+/// Bytes a cache has allocated, by part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct MemoryBytes {
+    /// Packed keys: codes and parameters.
+    pub keys: usize,
+    /// Packed values: codes and parameters.
+    pub values: usize,
+    /// Sinks, residual windows, and sides that are not quantized.
+    pub floats: usize,
+}
+
+impl MemoryBytes {
+    /// The sum of all parts.
+    pub const fn total(&self) -> usize {
+        self.keys + self.values + self.floats
+    }
+}
+
+impl core::iter::Sum for MemoryBytes {
+    fn sum<I: Iterator<Item = Self>>(parts: I) -> Self {
+        parts.fold(Self::default(), |a, b| Self {
+            keys: a.keys + b.keys,
+            values: a.values + b.values,
+            floats: a.floats + b.floats,
+        })
+    }
+}
+
+/// The tensors of a cache, to store it away or to inspect it. See [`KvCache::into_parts`].
+#[derive(Clone, Debug)]
+pub struct CacheParts {
+    /// Packed keys, `[words]` u32.
+    pub keys: Tensor<1, Int>,
+    /// Packed values, `[words]` u32.
+    pub values: Tensor<1, Int>,
+    /// Sinks and rings, `[batch, n_kv_heads, float_rows, head_dim]`.
+    pub floats: Tensor<4>,
+    /// Tokens held.
+    pub len: usize,
+}
+
+impl KvCache {
+    /// Allocates an empty cache.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] naming the field, or [`Error::Unsupported`] when the device lacks the
+    /// float type.
+    pub fn new(config: &KvCacheConfig, shape: CacheShape, device: &Device) -> Result<Self> {
+        let layout = CacheLayout::new(config, shape)?;
+        let device = device.clone().without_autodiff();
+        if config.float == CacheFloat::F16 && !device.supports_dtype(DType::F16) {
+            return Err(Error::Unsupported {
+                what: format!("cache {config} on {device:?}"),
+                why: "the device has no f16; keep the residual in f32".to_string(),
+            });
+        }
+        Ok(Self { layout, state: State::zeros(&layout, &device), len: 0 })
+    }
+
+    /// Layout, with every size and address.
+    pub fn layout(&self) -> &CacheLayout {
+        &self.layout
+    }
+
+    /// Tokens held.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether no token is held.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Tokens it can hold.
+    pub fn capacity(&self) -> usize {
+        self.layout.config().capacity
+    }
+
+    /// How many keys and values are quantized now.
+    pub fn quantized_counts(&self) -> QuantizedCounts {
+        self.layout.window().counts(self.len)
+    }
+
+    /// Bytes allocated, by part. It does not change while the cache fills.
+    pub fn memory_bytes(&self) -> MemoryBytes {
+        self.state.memory_bytes()
+    }
+
+    /// Forgets all tokens; the memory stays allocated.
+    pub fn reset(&mut self) {
+        self.len = 0;
+    }
+
+    /// Appends the keys and values of m >= 1 tokens without attending.
+    ///
+    /// # Shapes
+    /// - `key`, `value`: `[batch, n_kv_heads, m, head_dim]`
+    ///
+    /// # Errors
+    /// [`Error::Shape`], or [`Error::CapacityExceeded`]; the cache is then unchanged.
+    pub fn append(&mut self, key: Tensor<4>, value: Tensor<4>) -> Result<()> {
+        let tokens = self.check("append", &key, &key, &value)?;
+        self.write(key, value, tokens);
+        Ok(())
+    }
+
+    /// Appends m >= 1 tokens and attends: row `i` sees the cache as it is after token `i` of the
+    /// chunk was appended alone. Scores are scaled by `1 / sqrt(head_dim)`.
+    ///
+    /// # Shapes
+    /// - `query`: `[batch, n_heads, m, head_dim]`, `n_kv_heads` divides `n_heads`
+    /// - `key`, `value`: `[batch, n_kv_heads, m, head_dim]`, keys after the position encoding
+    /// - output: the shape of `query`
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::Unsupported`] for tensors that record gradients or sit on another
+    /// device, or [`Error::CapacityExceeded`]; the cache is then unchanged.
+    pub fn attend(
+        &mut self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+    ) -> Result<Tensor<4>> {
+        let tokens = self.check("attend", &query, &key, &value)?;
+        if tokens == 1 {
+            self.write(key, value, 1);
+            return Ok(self.decode(query, self.len).0);
+        }
+        let output = self.attend_chunk(query, key.clone(), value.clone());
+        self.write(key, value, tokens);
+        Ok(output)
+    }
+
+    /// What [`attend`](Self::attend) would return, without appending: speculative decoding verifies
+    /// drafted tokens with it.
+    ///
+    /// # Errors
+    /// As [`attend`](Self::attend).
+    pub fn peek(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Result<Tensor<4>> {
+        self.check("peek", &query, &key, &value)?;
+        Ok(self.attend_chunk(query, key, value))
+    }
+
+    /// The quantized keys held now, or `None` if there are none.
+    pub fn packed_keys(&self) -> Option<Packed> {
+        let spec = self.layout.key_spec()?;
+        let count = self.quantized_counts().keys;
+        (count > 0).then(|| self.state.packed_keys(&self.layout, spec, 0..count))
+    }
+
+    /// The quantized values held now, or `None` if there are none.
+    pub fn packed_values(&self) -> Option<Packed> {
+        let spec = self.layout.value_spec()?;
+        let count = self.quantized_counts().values;
+        (count > 0).then(|| self.state.packed_values(&self.layout, spec, 0..count))
+    }
+
+    /// Takes the cache apart, for example to store a prefix.
+    pub fn into_parts(self) -> CacheParts {
+        let State { keys, values, floats } = self.state;
+        CacheParts { keys, values, floats, len: self.len }
+    }
+
+    /// Puts together what [`into_parts`](Self::into_parts) took apart.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`], [`Error::Shape`] when a tensor does not fit `config` and `shape`, or
+    /// [`Error::CapacityExceeded`].
+    pub fn from_parts(
+        config: &KvCacheConfig,
+        shape: CacheShape,
+        parts: CacheParts,
+    ) -> Result<Self> {
+        let mut cache = Self::new(config, shape, &parts.floats.device())?;
+        if parts.len > cache.capacity() {
+            let (added, capacity) = (parts.len, cache.capacity());
+            return Err(Error::CapacityExceeded { len: 0, added, capacity });
+        }
+        cache.state = cache.state.replace(parts.keys, parts.values, parts.floats)?;
+        cache.len = parts.len;
+        Ok(cache)
+    }
+
+    /// Checks everything about a call before anything is written; returns the number of tokens.
+    fn check(
+        &self,
+        op: &'static str,
+        query: &Tensor<4>,
+        key: &Tensor<4>,
+        value: &Tensor<4>,
+    ) -> Result<usize> {
+        let shape = functions::check_qkv(op, query, key, value)?;
+        let tokens = key.dims()[2];
+        if shape != self.layout.shape() || query.dims()[2] != tokens {
+            let CacheShape { batch, n_kv_heads, head_dim } = self.layout.shape();
+            let (tensor, dims) = match shape == self.layout.shape() {
+                true => ("query", query.dims()),
+                false => ("key", key.dims()),
+            };
+            let rule = format!(
+                "the cache holds batch {batch}, n_kv_heads {n_kv_heads}, head_dim {head_dim}, and \
+                 query, key and value must have the same tokens"
+            );
+            return Err(Error::Shape { op, tensor, shape: dims.to_vec(), rule });
+        }
+        let device = self.state.floats.device();
+        for (name, tensor) in [("query", query), ("key", key), ("value", value)] {
+            let why = if tensor.device().is_autodiff() {
+                "a cache records no gradients; train with streaming_attention".to_string()
+            } else if tensor.device() != device {
+                format!("the cache is on {device:?}")
+            } else {
+                continue;
+            };
+            let what = format!("{op}: {name} on {:?}", tensor.device());
+            return Err(Error::Unsupported { what, why });
+        }
+        match self.len + tokens > self.capacity() {
+            true => Err(Error::CapacityExceeded {
+                len: self.len,
+                added: tokens,
+                capacity: self.capacity(),
+            }),
+            false => Ok(tokens),
+        }
+    }
+
+    /// Quantizes what leaves the window and writes the new tokens, in place.
+    fn write(&mut self, key: Tensor<4>, value: Tensor<4>, tokens: usize) {
+        self.state.write(key, value, self.layout, self.len);
+        self.len += tokens;
+    }
+
+    /// All rows of `query` over the first `tokens` tokens.
+    fn decode(&self, query: Tensor<4>, tokens: usize) -> (Tensor<4>, Tensor<3>) {
+        let (output, lse) = <Dispatch as KvCacheOps>::decode_attention(
+            query.into_dispatch(),
+            self.state.clone().into_dispatch(),
+            self.layout,
+            self.len,
+            tokens,
+        );
+        (Tensor::from_dispatch(output), Tensor::from_dispatch(lse))
+    }
+
+    /// A chunk over the history and itself, before it is written.
+    fn attend_chunk(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Tensor<4> {
+        if self.len == 0 {
+            return functions::closed_form(query, key, value, &self.layout);
+        }
+        // Tokens before `split` look the same to every row, so they are read where they lie; the
+        // rest, fewer than the window and a group beside the chunk itself, are gathered.
+        let split = self.split(key.dims()[2]);
+        let (key, key_hat) = self.key_tail(key, split);
+        let (value, value_hat) = self.value_tail(value, split);
+        let window = self.layout.window();
+        let spec = StreamSpec { window, first_query: self.len, first_key: split };
+        let tail = functions::stream(query.clone(), key, key_hat, value, value_hat, spec);
+        match split {
+            0 => tail.0,
+            _ => functions::merge(self.decode(query, split), tail),
+        }
+    }
+}

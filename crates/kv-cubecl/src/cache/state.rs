@@ -1,0 +1,139 @@
+//! The tensors of a cache on Burn's high-level types.
+
+use core::ops::Range;
+
+use burn::{
+    backend::Dispatch,
+    tensor::{DType, Device, Int, Tensor},
+};
+
+use crate::{
+    CacheFloat, CacheState, Error, KvCacheOps, MemoryBytes, Packed, Result,
+    layout::{CacheLayout, QuantSpec},
+};
+
+#[derive(Clone, Debug)]
+pub(super) struct State {
+    pub(super) keys: Tensor<1, Int>,
+    pub(super) values: Tensor<1, Int>,
+    pub(super) floats: Tensor<4>,
+}
+
+impl State {
+    pub(super) fn zeros(layout: &CacheLayout, device: &Device) -> Self {
+        let shape = layout.shape();
+        let float = match layout.config().float {
+            CacheFloat::F32 => DType::F32,
+            CacheFloat::F16 => DType::F16,
+        };
+        let floats = [shape.batch, shape.n_kv_heads, layout.float_rows(), shape.head_dim];
+        Self {
+            keys: Tensor::zeros([layout.key_words()], (device, DType::U32)),
+            values: Tensor::zeros([layout.value_words()], (device, DType::U32)),
+            floats: Tensor::zeros(floats, (device, float)),
+        }
+    }
+
+    pub(super) fn replace(
+        self,
+        keys: Tensor<1, Int>,
+        values: Tensor<1, Int>,
+        floats: Tensor<4>,
+    ) -> Result<Self> {
+        let fail = |tensor, shape: Vec<usize>, rule| {
+            Err(Error::Shape { op: "from_parts", tensor, shape, rule })
+        };
+        for (name, new, own) in [("keys", &keys, &self.keys), ("values", &values, &self.values)] {
+            if new.dims() != own.dims() || new.dtype() != own.dtype() {
+                let rule = format!("must be {:?} of {:?}", own.dims(), own.dtype());
+                return fail(name, new.dims().to_vec(), rule);
+            }
+        }
+        if floats.dims() != self.floats.dims() || floats.dtype() != self.floats.dtype() {
+            let rule = format!("must be {:?} of {:?}", self.floats.dims(), self.floats.dtype());
+            return fail("floats", floats.dims().to_vec(), rule);
+        }
+        Ok(Self { keys, values, floats })
+    }
+
+    pub(super) fn memory_bytes(&self) -> MemoryBytes {
+        let bytes = |elements: usize, dtype: DType| elements * dtype.size();
+        MemoryBytes {
+            keys: bytes(self.keys.shape().num_elements(), self.keys.dtype()),
+            values: bytes(self.values.shape().num_elements(), self.values.dtype()),
+            floats: bytes(self.floats.shape().num_elements(), self.floats.dtype()),
+        }
+    }
+
+    pub(super) fn into_dispatch(self) -> CacheState<Dispatch> {
+        CacheState {
+            keys: self.keys.into_dispatch(),
+            values: self.values.into_dispatch(),
+            floats: self.floats.into_dispatch(),
+        }
+    }
+
+    /// Flushes what leaves the window and appends, giving the backend the only handles so that it
+    /// writes in place.
+    pub(super) fn write(
+        &mut self,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        layout: CacheLayout,
+        len: usize,
+    ) {
+        let (device, tokens) = (self.floats.device(), key.dims()[2]);
+        let empty = |dtype| Tensor::<1, Int>::empty([1], (&device, dtype));
+        let floats = Tensor::empty([1, 1, 1, 1], (&device, self.floats.dtype()));
+        let hollow = Self { keys: empty(DType::U32), values: empty(DType::U32), floats };
+        let mut state = core::mem::replace(self, hollow).into_dispatch();
+        let (key, value) = (key.into_dispatch(), value.into_dispatch());
+        let window = layout.window();
+        if window.counts(len) != window.counts(len + tokens) {
+            state = <Dispatch as KvCacheOps>::flush(state, key.clone(), value.clone(), layout, len);
+        }
+        state = <Dispatch as KvCacheOps>::append(state, key, value, layout, len);
+        *self = Self {
+            keys: Tensor::from_dispatch(state.keys),
+            values: Tensor::from_dispatch(state.values),
+            floats: Tensor::from_dispatch(state.floats),
+        };
+    }
+
+    /// Quantized keys of `tokens` (counted after the sinks, whole groups).
+    pub(super) fn packed_keys(
+        &self,
+        layout: &CacheLayout,
+        spec: QuantSpec,
+        tokens: Range<usize>,
+    ) -> Packed {
+        let shape = layout.shape();
+        let rows = layout.key_slice_words() / shape.head_dim;
+        let row = |token: usize| token / spec.group_size * spec.words_per_group();
+        let (start, end) = (row(tokens.start), row(tokens.end));
+        let words = self
+            .keys
+            .clone()
+            .reshape([shape.batch, shape.n_kv_heads, rows, shape.head_dim])
+            .narrow(2, start, end - start);
+        Packed::new(words, spec)
+    }
+
+    /// Quantized values of `tokens` (counted after the sinks).
+    pub(super) fn packed_values(
+        &self,
+        layout: &CacheLayout,
+        spec: QuantSpec,
+        tokens: Range<usize>,
+    ) -> Packed {
+        let shape = layout.shape();
+        let width = spec.words(1, shape.head_dim);
+        let rows = layout.value_slice_words() / width;
+        let words = self
+            .values
+            .clone()
+            .reshape([shape.batch, shape.n_kv_heads, rows, width])
+            .narrow(2, tokens.start, tokens.end - tokens.start);
+        Packed::new(words, spec)
+    }
+}

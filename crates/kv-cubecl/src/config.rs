@@ -1,0 +1,350 @@
+//! What a cache stores and when it quantizes: [`KvCacheConfig`].
+
+use core::{fmt, str::FromStr};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+/// Bits per stored element of one side (keys or values) of a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(into = "u8", try_from = "u8")]
+pub enum Bits {
+    /// 2 bits, 16 codes per u32 word.
+    Two,
+    /// 4 bits, 8 codes per u32 word.
+    Four,
+    /// 8 bits, 4 codes per u32 word.
+    Eight,
+    /// Left in float: this side is never quantized.
+    Float,
+}
+
+impl Bits {
+    /// Bits per code; 16 means float.
+    pub const fn n_bits(self) -> u32 {
+        match self {
+            Bits::Two => 2,
+            Bits::Four => 4,
+            Bits::Eight => 8,
+            Bits::Float => 16,
+        }
+    }
+
+    /// Whether this side is quantized at all.
+    pub const fn is_quantized(self) -> bool {
+        !matches!(self, Bits::Float)
+    }
+}
+
+impl From<Bits> for u8 {
+    fn from(bits: Bits) -> u8 {
+        bits.n_bits() as u8
+    }
+}
+
+impl TryFrom<u8> for Bits {
+    type Error = Error;
+
+    fn try_from(n_bits: u8) -> Result<Self> {
+        Ok(match n_bits {
+            2 => Bits::Two,
+            4 => Bits::Four,
+            8 => Bits::Eight,
+            16 => Bits::Float,
+            _ => return Err(invalid("n_bits", n_bits, "must be 2, 4, 8, or 16 for float")),
+        })
+    }
+}
+
+/// When tokens that leave the residual window are quantized, relative to the query at that step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Flush {
+    /// Algorithm 1 of the KIVI paper: the query already sees what its own token pushed out.
+    #[default]
+    #[serde(rename = "before")]
+    BeforeAttention,
+    /// The KIVI authors' released code: the query sees the window as the token before left it.
+    #[serde(rename = "after")]
+    AfterAttention,
+}
+
+/// Storage type of everything that stays in float: sinks, residual window, unquantized sides.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CacheFloat {
+    /// 32-bit float.
+    #[default]
+    F32,
+    /// IEEE half precision; keys and values are rounded to it when they enter the cache.
+    F16,
+}
+
+impl CacheFloat {
+    /// Bytes per element.
+    pub const fn size(self) -> usize {
+        match self {
+            CacheFloat::F32 => 4,
+            CacheFloat::F16 => 2,
+        }
+    }
+}
+
+/// A KIVI cache (Liu et al., 2024, <https://arxiv.org/abs/2402.02750>): keys quantized per channel
+/// in groups of tokens, values per token in groups of channels, recent tokens in float.
+///
+/// The same configuration drives streaming inference ([`KvCache`](crate::KvCache)) and the parallel
+/// closed form used for evaluation and training
+/// ([`streaming_attention`](crate::streaming_attention)).
+///
+/// It reads from and prints to short names: `float`, `k4v4`, `k4v2-g64-r32-s4`, `k2v2-after-f16`.
+///
+/// ```
+/// use kv_cubecl::{Bits, Flush, KvCacheConfig};
+///
+/// let config: KvCacheConfig = "k4v2-g64-r64-s4-after".parse()?;
+/// assert_eq!(config.key_bits, Bits::Four);
+/// assert_eq!(config.flush, Flush::AfterAttention);
+/// assert!(config.validate(96).is_err()); // 64 does not divide head_dim 96
+/// # Ok::<(), kv_cubecl::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KvCacheConfig {
+    /// Bits of the keys.
+    pub key_bits: Bits,
+    /// Bits of the values.
+    pub value_bits: Bits,
+    /// Elements that share one scale and minimum: tokens for keys, channels for values.
+    pub group_size: usize,
+    /// Length of the float residual window in tokens.
+    pub residual_length: usize,
+    /// When tokens leaving the window are quantized.
+    pub flush: Flush,
+    /// Number of first tokens that stay in float for good and never enter the window.
+    pub sink_tokens: usize,
+    /// Tokens a streaming cache is allocated for. The closed form does not read it.
+    pub capacity: usize,
+    /// Storage type of what stays in float.
+    pub float: CacheFloat,
+}
+
+impl KvCacheConfig {
+    /// KIVI with the paper's group size 32 and residual length 128, capacity 4096, f32 window.
+    pub const fn kivi(key_bits: Bits, value_bits: Bits) -> Self {
+        Self {
+            key_bits,
+            value_bits,
+            group_size: 32,
+            residual_length: 128,
+            flush: Flush::BeforeAttention,
+            sink_tokens: 0,
+            capacity: 4096,
+            float: CacheFloat::F32,
+        }
+    }
+
+    /// A cache that quantizes nothing.
+    pub const fn float() -> Self {
+        Self::kivi(Bits::Float, Bits::Float)
+    }
+
+    /// Sets the group size.
+    pub const fn with_group_size(mut self, group_size: usize) -> Self {
+        self.group_size = group_size;
+        self
+    }
+
+    /// Sets the residual length in tokens.
+    pub const fn with_residual_length(mut self, residual_length: usize) -> Self {
+        self.residual_length = residual_length;
+        self
+    }
+
+    /// Sets the flush order.
+    pub const fn with_flush(mut self, flush: Flush) -> Self {
+        self.flush = flush;
+        self
+    }
+
+    /// Sets the number of sink tokens.
+    pub const fn with_sink_tokens(mut self, sink_tokens: usize) -> Self {
+        self.sink_tokens = sink_tokens;
+        self
+    }
+
+    /// Sets the capacity in tokens.
+    pub const fn with_capacity(mut self, capacity: usize) -> Self {
+        self.capacity = capacity;
+        self
+    }
+
+    /// Sets the storage type of what stays in float.
+    pub const fn with_float(mut self, float: CacheFloat) -> Self {
+        self.float = float;
+        self
+    }
+
+    /// Whether either side is quantized.
+    pub const fn is_quantized(&self) -> bool {
+        self.key_bits.is_quantized() || self.value_bits.is_quantized()
+    }
+
+    /// Checks every rule that does not depend on a device.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] naming the field, its value and the rule.
+    pub fn validate(&self, head_dim: usize) -> Result<()> {
+        let Self { group_size, residual_length, .. } = *self;
+        if head_dim == 0 {
+            return Err(invalid("head_dim", head_dim, "must be at least 1"));
+        }
+        if self.capacity == 0 {
+            return Err(invalid("capacity", self.capacity, "must be at least 1 token"));
+        }
+        // Kernels address tokens, slots and words with u32.
+        if self.capacity > 1 << 24 {
+            return Err(invalid("capacity", self.capacity, "must be at most 16777216 tokens"));
+        }
+        if !self.is_quantized() {
+            return Ok(());
+        }
+        if group_size == 0 {
+            return Err(invalid("group_size", group_size, "must be at least 1"));
+        }
+        if residual_length == 0 {
+            return Err(invalid("residual_length", residual_length, "must be at least 1"));
+        }
+        for bits in [self.key_bits, self.value_bits] {
+            let codes_per_word = 32 / bits.n_bits() as usize;
+            if bits.is_quantized() && !group_size.is_multiple_of(codes_per_word) {
+                let rule = format!(
+                    "must be a multiple of the {codes_per_word} codes in a word at {} bits",
+                    bits.n_bits()
+                );
+                return Err(invalid("group_size", group_size, rule));
+            }
+        }
+        if self.key_bits.is_quantized() && !residual_length.is_multiple_of(group_size) {
+            let rule = format!("group_size {group_size} does not divide residual_length");
+            return Err(invalid("residual_length", residual_length, rule));
+        }
+        if self.value_bits.is_quantized() && !head_dim.is_multiple_of(group_size) {
+            let rule = format!("does not divide head_dim {head_dim}");
+            return Err(invalid("group_size", group_size, rule));
+        }
+        if residual_length > 1 << 20 {
+            return Err(invalid("residual_length", residual_length, "must be at most 1048576"));
+        }
+        if self.sink_tokens > 1 << 20 {
+            return Err(invalid("sink_tokens", self.sink_tokens, "must be at most 1048576"));
+        }
+        Ok(())
+    }
+}
+
+pub(crate) fn invalid(field: &'static str, value: impl ToString, rule: impl Into<String>) -> Error {
+    Error::InvalidConfig { field, value: value.to_string(), rule: rule.into() }
+}
+
+impl fmt::Display for KvCacheConfig {
+    /// The short name; fields at their defaults are left out, the capacity always is.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let default = Self::kivi(self.key_bits, self.value_bits);
+        if self.is_quantized() {
+            write!(f, "k{}v{}", self.key_bits.n_bits(), self.value_bits.n_bits())?;
+            if self.group_size != default.group_size {
+                write!(f, "-g{}", self.group_size)?;
+            }
+            if self.residual_length != default.residual_length {
+                write!(f, "-r{}", self.residual_length)?;
+            }
+            if self.sink_tokens != 0 {
+                write!(f, "-s{}", self.sink_tokens)?;
+            }
+            if self.flush == Flush::AfterAttention {
+                write!(f, "-after")?;
+            }
+        } else {
+            write!(f, "float")?;
+        }
+        match self.float {
+            CacheFloat::F32 => Ok(()),
+            CacheFloat::F16 => write!(f, "-f16"),
+        }
+    }
+}
+
+impl FromStr for KvCacheConfig {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let fail = |why: String| Error::InvalidCacheName { text: text.to_string(), why };
+        let number = |part: &str, digits: &str| {
+            let well_formed = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
+            well_formed
+                .then(|| digits.parse::<usize>().ok())
+                .flatten()
+                .ok_or_else(|| fail(format!("{part:?} needs a whole number")))
+        };
+        let mut parts = text.split('-');
+        let bits = parts.next().unwrap_or_default();
+        let mut config = if bits == "float" {
+            Self::float()
+        } else {
+            let (keys, values) = bits
+                .strip_prefix('k')
+                .and_then(|rest| rest.split_once('v'))
+                .ok_or_else(|| fail(format!("{bits:?} is neither float nor kKvV")))?;
+            let side = |digits: &str| {
+                u8::try_from(number(bits, digits)?)
+                    .ok()
+                    .and_then(|n| Bits::try_from(n).ok())
+                    .ok_or_else(|| {
+                        fail(format!("{digits} bits in {bits:?}: must be 2, 4, 8 or 16"))
+                    })
+            };
+            Self::kivi(side(keys)?, side(values)?)
+        };
+        let mut seen = Vec::new();
+        for part in parts {
+            let kind = match part {
+                "before" => {
+                    config.flush = Flush::BeforeAttention;
+                    "flush"
+                }
+                "after" => {
+                    config.flush = Flush::AfterAttention;
+                    "flush"
+                }
+                "f32" => {
+                    config.float = CacheFloat::F32;
+                    "float"
+                }
+                "f16" => {
+                    config.float = CacheFloat::F16;
+                    "float"
+                }
+                _ if part.starts_with('g') => {
+                    config.group_size = number(part, &part[1..])?;
+                    "group"
+                }
+                _ if part.starts_with('r') => {
+                    config.residual_length = number(part, &part[1..])?;
+                    "residual"
+                }
+                _ if part.starts_with('s') => {
+                    config.sink_tokens = number(part, &part[1..])?;
+                    "sinks"
+                }
+                _ => return Err(fail(format!("{part:?} is unknown"))),
+            };
+            if seen.contains(&kind) {
+                return Err(fail(format!("{part:?} is given twice")));
+            }
+            seen.push(kind);
+        }
+        Ok(config)
+    }
+}

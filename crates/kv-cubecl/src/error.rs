@@ -1,0 +1,84 @@
+//! The one error type of this crate.
+
+/// Shorthand for results of this crate.
+pub type Result<T, E = Error> = core::result::Result<T, E>;
+
+/// What can go wrong in a caller's data or on a caller's machine.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A configuration field breaks a rule.
+    #[error("{field} {value}: {rule}")]
+    InvalidConfig {
+        /// Name of the field.
+        field: &'static str,
+        /// Its offending value.
+        value: String,
+        /// The rule it breaks.
+        rule: String,
+    },
+    /// A cache description such as `k4v2-g64` could not be read.
+    #[error(
+        "cache {text:?}: {why} (expected float, or kKvV with bits 2, 4, 8 or 16, then any of -gN group size, -rN residual length, -sN sink tokens, -before, -after, -f32, -f16)"
+    )]
+    InvalidCacheName {
+        /// The text as given.
+        text: String,
+        /// The part that could not be read, and why.
+        why: String,
+    },
+    /// A tensor has a shape the operation does not accept.
+    #[error("{op}: {tensor} has shape {shape:?}: {rule}")]
+    Shape {
+        /// The operation.
+        op: &'static str,
+        /// The argument's name.
+        tensor: &'static str,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// The rule it breaks.
+        rule: String,
+    },
+    /// Appending would exceed the cache's capacity; the cache is unchanged.
+    #[error("append: {added} tokens do not fit: the cache holds {len} of capacity {capacity}")]
+    CapacityExceeded {
+        /// Tokens held.
+        len: usize,
+        /// Tokens to add.
+        added: usize,
+        /// The capacity.
+        capacity: usize,
+    },
+    /// A value is NaN or infinite where the quantizer's formula needs finite numbers.
+    #[error("{op}: {tensor} holds a NaN or an infinite value")]
+    NonFinite {
+        /// The operation.
+        op: &'static str,
+        /// The argument's name.
+        tensor: &'static str,
+    },
+    /// The target's device could not be opened on this machine.
+    #[error("{target}: no device: {why}")]
+    NoDevice {
+        /// The target's name.
+        target: &'static str,
+        /// What the driver said.
+        why: String,
+    },
+    /// A device belongs to another target than the one asked for.
+    #[error("device {device} is not a {target} device")]
+    WrongTarget {
+        /// The target's name.
+        target: &'static str,
+        /// The device, as Burn prints it.
+        device: String,
+    },
+    /// A combination that is deliberately not served.
+    #[error("{what} is not supported: {why}")]
+    Unsupported {
+        /// The thing asked for.
+        what: String,
+        /// The reason.
+        why: String,
+    },
+}

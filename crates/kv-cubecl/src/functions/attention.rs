@@ -1,0 +1,146 @@
+use burn::{
+    backend::Dispatch,
+    tensor::{DType, Tensor},
+};
+
+use crate::{
+    CacheFloat, Error, KvCacheConfig, KvCacheOps, Result,
+    layout::{CacheLayout, CacheShape, StreamSpec},
+};
+
+use super::{fake_quantize_from, quantize::debug_check_finite};
+
+/// Causal attention over a whole sequence exactly as a KIVI cache would compute it token by token,
+/// without the token loop: row `t` sees quantized keys and values by
+/// [`Window::counts`](crate::layout::Window::counts) and the rest in float. Scores are scaled by
+/// `1 / sqrt(head_dim)`.
+///
+/// Differentiable in all three inputs, straight through the quantizer: this is what
+/// quantization-aware training of the cache runs.
+///
+/// # Shapes
+/// - `query`: `[batch, n_heads, tokens, head_dim]`
+/// - `key`, `value`: `[batch, n_kv_heads, tokens, head_dim]`, keys after the position encoding;
+///   `n_kv_heads` divides `n_heads`
+/// - output: the shape of `query`
+///
+/// # Errors
+/// [`Error::Shape`] and [`Error::InvalidConfig`] naming the argument; [`Error::NonFinite`] in debug
+/// builds.
+pub fn streaming_attention(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    value: Tensor<4>,
+    config: &KvCacheConfig,
+) -> Result<Tensor<4>> {
+    let shape = check_qkv("streaming_attention", &query, &key, &value)?;
+    if query.dims()[2] != key.dims()[2] {
+        return Err(Error::Shape {
+            op: "streaming_attention",
+            tensor: "query",
+            shape: query.dims().to_vec(),
+            rule: format!("must have the {} tokens of key", key.dims()[2]),
+        });
+    }
+    let layout = CacheLayout::new(config, shape)?;
+    debug_check_finite("streaming_attention", "key", &key)?;
+    debug_check_finite("streaming_attention", "value", &value)?;
+    Ok(closed_form(query, key, value, &layout))
+}
+
+/// The closed form from an empty cache, for checked inputs.
+pub(crate) fn closed_form(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    value: Tensor<4>,
+    layout: &CacheLayout,
+) -> Tensor<4> {
+    let config = layout.config();
+    let (key, value) = (store(key, config.float), store(value, config.float));
+    let skip = config.sink_tokens;
+    let key_hat = match layout.key_spec() {
+        Some(spec) => fake_quantize_from(key.clone(), spec, skip),
+        None => key.clone(),
+    };
+    let value_hat = match layout.value_spec() {
+        Some(spec) => fake_quantize_from(value.clone(), spec, skip),
+        None => value.clone(),
+    };
+    stream(query, key, key_hat, value, value_hat, StreamSpec::whole(config)).0
+}
+
+/// Rounds to the cache's float type, as storing in the cache does.
+pub(crate) fn store(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
+    match float {
+        CacheFloat::F32 => tensor,
+        CacheFloat::F16 => {
+            let dtype = tensor.dtype();
+            tensor.cast(DType::F16).cast(dtype)
+        }
+    }
+}
+
+/// [`KvCacheOps::streaming_attention`] on tensors.
+pub(crate) fn stream(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    key_hat: Tensor<4>,
+    value: Tensor<4>,
+    value_hat: Tensor<4>,
+    spec: StreamSpec,
+) -> (Tensor<4>, Tensor<3>) {
+    let (output, lse) = <Dispatch as KvCacheOps>::streaming_attention(
+        query.into_dispatch(),
+        key.into_dispatch(),
+        key_hat.into_dispatch(),
+        value.into_dispatch(),
+        value_hat.into_dispatch(),
+        spec,
+    );
+    (Tensor::from_dispatch(output), Tensor::from_dispatch(lse))
+}
+
+/// Merges attention over two disjoint sets of tokens by their log-sum-exps.
+pub(crate) fn merge(a: (Tensor<4>, Tensor<3>), b: (Tensor<4>, Tensor<3>)) -> Tensor<4> {
+    let weight = burn::tensor::activation::sigmoid(a.1 - b.1).unsqueeze_dim::<4>(3);
+    (a.0 - b.0.clone()) * weight + b.0
+}
+
+/// Checks that query, key and value fit each other and returns the cache shape they imply.
+pub(crate) fn check_qkv(
+    op: &'static str,
+    query: &Tensor<4>,
+    key: &Tensor<4>,
+    value: &Tensor<4>,
+) -> Result<CacheShape> {
+    let fail = |tensor, shape: [usize; 4], rule: String| {
+        Err(Error::Shape { op, tensor, shape: shape.to_vec(), rule })
+    };
+    let (q, k, v) = (query.dims(), key.dims(), value.dims());
+    for (name, shape) in [("query", q), ("key", k), ("value", v)] {
+        if shape.contains(&0) {
+            return fail(name, shape, "no axis may be empty".to_string());
+        }
+    }
+    if k != v {
+        return fail("value", v, format!("must have the shape of key {k:?}"));
+    }
+    if q[0] != k[0] {
+        return fail("query", q, format!("batch must be that of key, {}", k[0]));
+    }
+    if q[3] != k[3] {
+        return fail("query", q, format!("head_dim must be that of key, {}", k[3]));
+    }
+    if !q[1].is_multiple_of(k[1]) {
+        return fail("query", q, format!("n_heads must be a multiple of n_kv_heads {}", k[1]));
+    }
+    for (name, tensor) in [("query", query), ("key", key), ("value", value)] {
+        if tensor.dtype() != DType::F32 {
+            return Err(Error::Unsupported {
+                what: format!("{op}: {name} of type {:?}", tensor.dtype()),
+                why: "attention is computed in f32; cast it first".to_string(),
+            });
+        }
+    }
+    Ok(CacheShape { batch: k[0], n_kv_heads: k[1], head_dim: k[3] })
+}

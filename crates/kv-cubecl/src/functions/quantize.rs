@@ -1,0 +1,156 @@
+use burn::{
+    backend::Dispatch,
+    tensor::{Int, Tensor, TensorData},
+};
+use half::f16;
+
+use crate::{Bits, Error, Granularity, KvCacheOps, Result, layout::QuantSpec, shapes};
+
+/// A quantized tensor: codes and parameters in one u32 buffer, in the layout of
+/// [`crate::layout`].
+#[derive(Clone, Debug)]
+pub struct Packed {
+    words: Tensor<4, Int>,
+    spec: QuantSpec,
+}
+
+/// The same numbers in the plain form other tools use, on the host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Logical {
+    /// Code words, least significant bits first, consecutive elements of the grouped axis in one
+    /// word: `[batch, n_kv_heads, tokens / codes_per_word, head_dim]` per channel,
+    /// `[batch, n_kv_heads, tokens, head_dim / codes_per_word]` per token.
+    pub codes: Vec<u32>,
+    /// One f16 scale per group, `[batch, n_kv_heads, groups, head_dim]` per channel,
+    /// `[batch, n_kv_heads, tokens, groups]` per token.
+    pub scale: Vec<f16>,
+    /// One f16 minimum per group, shaped like `scale`.
+    pub min: Vec<f16>,
+}
+
+impl Packed {
+    pub(crate) fn new(words: Tensor<4, Int>, spec: QuantSpec) -> Self {
+        Self { words, spec }
+    }
+
+    /// How it was quantized.
+    pub fn spec(&self) -> QuantSpec {
+        self.spec
+    }
+
+    /// Shape of the tensor it restores to, `[batch, n_kv_heads, tokens, head_dim]`.
+    pub fn shape(&self) -> [usize; 4] {
+        shapes::dequantized(self.words.dims(), &self.spec)
+    }
+
+    /// `code * scale + min`, f32 `[batch, n_kv_heads, tokens, head_dim]`.
+    pub fn dequantize(&self) -> Tensor<4> {
+        let words = self.words.clone().into_dispatch();
+        Tensor::from_dispatch(<Dispatch as KvCacheOps>::dequantize(words, self.spec))
+    }
+
+    /// Copies codes, scales and minima to the host in their plain order, bit for bit.
+    pub fn to_logical(&self) -> Logical {
+        let [batch, heads, rows, width] = self.words.dims();
+        let words: Vec<u32> = self.words.clone().into_data().iter::<u32>().collect();
+        let per_group = self.spec.words_per_group() - 1;
+        let mut out = Logical { codes: Vec::new(), scale: Vec::new(), min: Vec::new() };
+        let mut params = |words: &[u32]| {
+            out.scale.extend(words.iter().map(|&word| f16::from_bits(word as u16)));
+            out.min.extend(words.iter().map(|&word| f16::from_bits((word >> 16) as u16)));
+        };
+        match self.spec.granularity {
+            Granularity::PerChannel => {
+                for group in words.chunks_exact((per_group + 1) * width) {
+                    let (codes, tail) = group.split_at(per_group * width);
+                    out.codes.extend_from_slice(codes);
+                    params(tail);
+                }
+            }
+            Granularity::PerToken => {
+                let n_codes = width / (per_group + 1) * per_group;
+                for token in words.chunks_exact(width) {
+                    let (codes, tail) = token.split_at(n_codes);
+                    out.codes.extend_from_slice(codes);
+                    params(tail);
+                }
+            }
+        }
+        debug_assert_eq!(words.len(), batch * heads * rows * width);
+        out
+    }
+}
+
+/// Quantizes `input` by groups; the formula is design section "quantizer" of KIVI with f16
+/// parameters: over a group, `min = f16(min x)`, `scale = f16((max x - min x) / n)`,
+/// `code = round_half_even(clamp((x - min) / scale, 0, n))`, `n = 2^n_bits - 1`. A constant group has
+/// scale 0 and codes 0. Values beyond ±65504, the range of f16, saturate.
+///
+/// # Shapes
+/// - `input`: `[batch, n_kv_heads, tokens, head_dim]`; the grouped axis (tokens per channel, head_dim
+///   per token) must be a multiple of `group_size`.
+///
+/// # Errors
+/// [`Error::Shape`] or [`Error::InvalidConfig`] for a group size that does not fit. Non-finite
+/// values are [`Error::NonFinite`] in debug builds; in release builds they make their group's codes
+/// unspecified. [`ensure_finite`] checks in any build.
+pub fn quantize(
+    input: Tensor<4>,
+    granularity: Granularity,
+    bits: Bits,
+    group_size: usize,
+) -> Result<Packed> {
+    let spec = QuantSpec::new(granularity, bits, group_size)?;
+    spec.packed_shape("quantize", input.dims())?;
+    debug_check_finite("quantize", "input", &input)?;
+    let words = <Dispatch as KvCacheOps>::quantize(input.into_dispatch(), spec);
+    Ok(Packed::new(Tensor::from_dispatch(words), spec))
+}
+
+/// Quantizes and restores `input` in one pass, with a straight-through gradient: the derivative of
+/// the output with respect to the input is taken as the identity (Bengio et al., 2013,
+/// <https://arxiv.org/abs/1308.3432>).
+///
+/// # Shapes
+/// As [`quantize`]; the output has the shape of the input.
+///
+/// # Errors
+/// As [`quantize`].
+pub fn fake_quantize(
+    input: Tensor<4>,
+    granularity: Granularity,
+    bits: Bits,
+    group_size: usize,
+) -> Result<Tensor<4>> {
+    let spec = QuantSpec::new(granularity, bits, group_size)?;
+    spec.packed_shape("fake_quantize", input.dims())?;
+    debug_check_finite("fake_quantize", "input", &input)?;
+    Ok(fake_quantize_from(input, spec, 0))
+}
+
+/// [`fake_quantize`] that leaves the first `skip` tokens and an incomplete last group as they are.
+pub(crate) fn fake_quantize_from(input: Tensor<4>, spec: QuantSpec, skip: usize) -> Tensor<4> {
+    let output = <Dispatch as KvCacheOps>::fake_quantize(input.into_dispatch(), spec, skip);
+    Tensor::from_dispatch(output)
+}
+
+/// Reads `tensor` back and checks that it holds no NaN and no infinity.
+///
+/// # Errors
+/// [`Error::NonFinite`] naming `op` and `name`.
+pub fn ensure_finite(op: &'static str, name: &'static str, tensor: &Tensor<4>) -> Result<()> {
+    let data: TensorData = tensor.clone().into_data();
+    match data.iter::<f32>().all(f32::is_finite) {
+        true => Ok(()),
+        false => Err(Error::NonFinite { op, tensor: name }),
+    }
+}
+
+/// [`ensure_finite`] in debug builds only: it waits for the device.
+pub(crate) fn debug_check_finite(
+    op: &'static str,
+    name: &'static str,
+    tensor: &Tensor<4>,
+) -> Result<()> {
+    if cfg!(debug_assertions) { ensure_finite(op, name, tensor) } else { Ok(()) }
+}

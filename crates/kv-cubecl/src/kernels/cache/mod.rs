@@ -1,0 +1,9 @@
+//! Writing a cache in place: quantizing what leaves the window, storing what enters it.
+
+mod kernel;
+mod launch;
+
+pub use launch::{
+    CacheProblem, launch_append, launch_flush_keys, launch_flush_values, launch_quantize_keys,
+    launch_quantize_values,
+};

@@ -1,0 +1,87 @@
+//! The quantizer's arithmetic, in u32 and f32 only.
+
+use cubecl::prelude::*;
+
+/// Largest finite f16; inputs saturate here because parameters are f16.
+pub(crate) const F16_MAX: f32 = 65504.0;
+
+/// Bits of the f16 nearest to `x` (ties to even), for `|x| <= 65504`.
+#[cube]
+pub(crate) fn half_bits(x: f32) -> u32 {
+    let bits = u32::reinterpret(x);
+    let sign = (bits >> 16u32) & 0x8000u32;
+    let abs = bits & 0x7fff_ffffu32;
+    // Smallest normal f16 is 2^-14; below it the mantissa counts units of 2^-24.
+    if abs < 0x3880_0000u32 {
+        sign | u32::cast_from(round_half_even(f32::reinterpret(abs) * 16_777_216.0f32))
+    } else {
+        let rounded = (abs + 0x0fffu32 + ((abs >> 13u32) & 1u32)) >> 13u32;
+        sign | (rounded - 0x1_c000u32)
+    }
+}
+
+/// Value of the finite f16 with the low 16 `bits`.
+#[cube]
+pub(crate) fn half_value(bits: u32) -> f32 {
+    let exponent = (bits >> 10u32) & 31u32;
+    let mantissa = bits & 1023u32;
+    let magnitude = if exponent == 0u32 {
+        f32::cast_from(mantissa) * 5.960_464_5e-8f32
+    } else {
+        f32::reinterpret(((exponent + 112u32) << 23u32) | (mantissa << 13u32))
+    };
+    if (bits & 0x8000u32) == 0u32 { magnitude } else { -magnitude }
+}
+
+/// Nearest integer, ties to even, for `x >= 0`.
+#[cube]
+pub(crate) fn round_half_even(x: f32) -> f32 {
+    let floor = x.floor();
+    let rest = x - floor;
+    let odd = (u32::cast_from(floor) & 1u32) == 1u32;
+    if rest > 0.5f32 || (rest == 0.5f32 && odd) { floor + 1.0f32 } else { floor }
+}
+
+/// Limits `x` to the range of f16.
+#[cube]
+pub(crate) fn saturate(x: f32) -> f32 {
+    clamp(x, -65504.0f32, 65504.0f32)
+}
+
+/// Parameter word of a group whose saturated extremes are `min` and `max`.
+#[cube]
+pub(crate) fn parameters(min: f32, max: f32, #[comptime] n_bits: u32) -> u32 {
+    let max_code = comptime!(((1u32 << n_bits) - 1) as f32);
+    half_bits((max - min) / max_code) | (half_bits(min) << 16u32)
+}
+
+/// Scale in a parameter word.
+#[cube]
+pub(crate) fn scale_of(parameters: u32) -> f32 {
+    half_value(parameters & 0xffffu32)
+}
+
+/// Minimum in a parameter word.
+#[cube]
+pub(crate) fn min_of(parameters: u32) -> f32 {
+    half_value(parameters >> 16u32)
+}
+
+/// Code of `x` under `scale` and `min`.
+#[cube]
+pub(crate) fn encode(x: f32, scale: f32, min: f32, #[comptime] n_bits: u32) -> u32 {
+    let max_code = comptime!(((1u32 << n_bits) - 1) as f32);
+    let mut code = 0u32;
+    if scale > 0.0f32 {
+        let steps = clamp((saturate(x) - min) / scale, 0.0f32, max_code);
+        code = u32::cast_from(round_half_even(steps));
+    }
+    code
+}
+
+/// Code number `index` of `word`.
+#[cube]
+pub(crate) fn code_at(word: u32, index: usize, #[comptime] n_bits: u32) -> f32 {
+    let mask = comptime!((1u32 << n_bits) - 1);
+    f32::cast_from((word >> (index as u32 * n_bits)) & mask)
+}

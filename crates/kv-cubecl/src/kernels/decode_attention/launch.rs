@@ -1,0 +1,96 @@
+use cubecl::{client::Client, prelude::*};
+
+use super::{
+    base::{DecodeProblem, prepare},
+    kernel::{self, DecodeArgsLaunch},
+};
+use crate::{
+    Result,
+    kernels::{elementwise, n_multiprocessors},
+};
+
+/// The buffers of a launch, all contiguous.
+#[derive(Debug)]
+pub struct DecodeBindings {
+    /// f32 `[slices, rows, head_dim]`.
+    pub query: BufferArg,
+    /// Packed keys of the cache.
+    pub keys: BufferArg,
+    /// Packed values of the cache.
+    pub values: BufferArg,
+    /// Float rows of the cache.
+    pub floats: BufferArg,
+    /// f32 `[slices, rows, head_dim]`.
+    pub output: BufferArg,
+    /// f32 `[slices, rows]`.
+    pub lse: BufferArg,
+}
+
+/// Attends; two launches.
+///
+/// # Errors
+/// [`Error::Unsupported`](crate::Error::Unsupported), see [the module](super).
+pub fn launch_ref(
+    client: &Client,
+    bindings: DecodeBindings,
+    problem: &DecodeProblem,
+) -> Result<()> {
+    let (blueprint, settings) = prepare(problem, n_multiprocessors(client))?;
+    let layout = &problem.layout;
+    let (window, head_dim) = (layout.window(), layout.shape().head_dim);
+    let counts = window.counts(problem.len);
+    let rows = layout.slices() * problem.rows;
+    let partial_len = rows * settings.n_splits * (head_dim + 2);
+    let partials = client.empty(partial_len * size_of::<f32>());
+    // SAFETY: the buffer was allocated with this length just above.
+    let partials = || unsafe { BufferArg::from_raw_parts(partials.clone(), partial_len) };
+    let count = CubeCount::Static(
+        layout.slices() as u32,
+        settings.n_splits as u32,
+        settings.row_chunks as u32,
+    );
+    kernel::partial_attention::launch(
+        client,
+        count,
+        CubeDim::new_1d(blueprint.units as u32),
+        bindings.query,
+        bindings.keys,
+        bindings.values,
+        bindings.floats,
+        partials(),
+        DecodeArgsLaunch::new(
+            problem.rows,
+            problem.tokens,
+            window.sink_tokens,
+            counts.keys,
+            counts.values,
+            layout.key_ring().max(1),
+            layout.value_ring().max(1),
+            layout.key_rows(),
+            layout.float_rows(),
+            layout.key_slice_words(),
+            layout.value_slice_words(),
+            settings.sink_tiles,
+            settings.n_tiles,
+            settings.n_splits,
+            settings.tiles_per_split,
+            1.0 / (head_dim as f32).sqrt(),
+        ),
+        blueprint,
+        problem.float,
+    );
+    let n = rows * head_dim;
+    let (count, dim) = elementwise(n);
+    kernel::merge_partials::launch(
+        client,
+        count,
+        dim,
+        partials(),
+        bindings.output,
+        bindings.lse,
+        n,
+        settings.n_splits,
+        head_dim,
+    );
+    Ok(())
+}

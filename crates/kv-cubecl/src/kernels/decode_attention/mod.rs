@@ -1,0 +1,21 @@
+//! Decode attention: a few query rows over a cache, in one fused pass over its codes.
+//!
+//! The tokens are split over cubes; each cube serves the query rows of one kv head, so packed words
+//! are read once for all of them, and leaves a partial softmax `(m, l, o)` that a second kernel
+//! merges. No dequantized copy of the history exists: scales and minima are folded into the query
+//! once per group of keys.
+//!
+//! **Supported**: head_dim up to 256; any number of query heads per kv head and of query rows; 2, 4
+//! and 8 bits or float on either side; f32 and f16 float rows.
+//!
+//! **Rejected** (returns [`Error::Unsupported`](crate::Error::Unsupported)): a head_dim above 256,
+//! and group sizes that do not fit 16 KiB of shared memory.
+
+mod base;
+mod kernel;
+mod launch;
+
+pub(crate) use base::MAX_HEAD_DIM;
+pub use base::{DecodeBlueprint, DecodeProblem};
+pub(crate) use kernel::LOWEST;
+pub use launch::{DecodeBindings, launch_ref};

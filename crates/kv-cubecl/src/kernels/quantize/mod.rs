@@ -1,0 +1,12 @@
+//! Restoring packed tensors, and quantize-then-restore in place.
+//!
+//! Quantizing itself is [`super::cache::launch_flush_keys`] and its twin for values, from an empty
+//! window.
+
+mod kernel;
+mod launch;
+
+pub use launch::{
+    RestoreProblem, launch_dequantize_keys, launch_dequantize_values, launch_fake_quantize_keys,
+    launch_fake_quantize_values,
+};

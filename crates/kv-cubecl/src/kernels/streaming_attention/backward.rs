@@ -1,0 +1,246 @@
+//! Gradients, with weights recomputed from the log-sum-exp (Dao et al., 2022).
+//!
+//! `keys` and `values` are `[2, slices, n, head_dim]`: the floats, then what they restore to;
+//! `stats` is `[2, heads, m]`: the log-sum-exp, then `sum_c output_c * grad_c`.
+
+use cubecl::prelude::*;
+
+use super::kernel::{
+    KEYS, ROWS, StreamArgs, StreamBlueprint, dot, quantized_keys, quantized_values, visible,
+};
+
+/// Keys per cube of [`keys_and_values`].
+pub(super) const KEYS_PER_CUBE: usize = 4;
+/// Query rows per step of [`keys_and_values`].
+const ROWS_PER_STEP: usize = 32;
+
+/// Start of key or value `at` in the float or the restored half of its buffer.
+#[cube]
+fn element(at: usize, hat: bool, slice: usize, slices: usize, n: usize, head_dim: usize) -> usize {
+    let mut row = slice * n + at;
+    if hat {
+        row += slices * n;
+    }
+    row * head_dim
+}
+
+/// Weight of a visible (row, key) and the gradient of its score.
+#[cube]
+fn weight_and_gradient(
+    query: &[f32],
+    keys: &[f32],
+    values: &[f32],
+    grad: &[f32],
+    stats: &[f32],
+    head: usize,
+    row: usize,
+    at: usize,
+    slices: usize,
+    args: &StreamArgs,
+    #[comptime] head_dim: usize,
+) -> (f32, f32) {
+    let slice = head / args.n_rep;
+    let q = (head * args.m + row) * head_dim;
+    let k = element(at, at < quantized_keys(row, args), slice, slices, args.n, head_dim);
+    let v = element(at, at < quantized_values(row, args), slice, slices, args.n, head_dim);
+    let score = dot(query, q, keys, k, head_dim) * args.scale;
+    let p = (score - stats[head * args.m + row]).exp();
+    let dp = dot(grad, q, values, v, head_dim);
+    let delta = stats[(slices * args.n_rep + head) * args.m + row];
+    (p, p * (dp - delta) * args.scale)
+}
+
+/// Gradient of the query; one cube per (tile of rows, query head).
+#[cube(launch)]
+pub(super) fn queries(
+    query: &[f32],
+    keys: &[f32],
+    values: &[f32],
+    grad: &[f32],
+    stats: &[f32],
+    out: &mut [f32],
+    args: StreamArgs,
+    slices: usize,
+    #[comptime] bp: StreamBlueprint,
+) {
+    let head_dim = comptime!(bp.head_dim);
+    let units = comptime!(bp.units);
+    let channels = comptime!(bp.channels());
+    let unit = UNIT_POS as usize;
+    let head = CUBE_POS_Y as usize;
+    let slice = head / args.n_rep;
+    let first_row = CUBE_POS_X as usize * ROWS;
+    let mut ds = Shared::<[f32]>::new_slice(comptime!(ROWS * KEYS));
+    let mut acc = Array::<f32>::new(comptime!(ROWS * bp.channels()));
+    #[unroll]
+    for i in 0..comptime!(ROWS * bp.channels()) {
+        acc[i] = f32::new(0.0);
+    }
+    let mut last_row = first_row + ROWS - 1;
+    if last_row >= args.m {
+        last_row = args.m - 1;
+    }
+    let end = visible(last_row, &args);
+    let mut start = 0usize;
+    while start < end {
+        let mut i = unit;
+        while i < comptime!(ROWS * KEYS) {
+            let row = first_row + i / KEYS;
+            let at = start + i % KEYS;
+            let mut d = f32::new(0.0);
+            if row < args.m && at < visible(row, &args) {
+                let pair = weight_and_gradient(
+                    query, keys, values, grad, stats, head, row, at, slices, &args, head_dim,
+                );
+                d = pair.1;
+            }
+            ds[i] = d;
+            i += units;
+        }
+        sync_cube();
+        #[unroll]
+        for i in 0..channels {
+            let channel = unit + i * units;
+            if channel < head_dim {
+                #[unroll]
+                for r in 0..ROWS {
+                    let seen_hat = quantized_keys(first_row + r, &args);
+                    let mut sum = acc[r * channels + i];
+                    for t in 0..KEYS {
+                        let at = start + t;
+                        if at < end {
+                            let k = element(at, at < seen_hat, slice, slices, args.n, head_dim);
+                            sum += ds[r * KEYS + t] * keys[k + channel];
+                        }
+                    }
+                    acc[r * channels + i] = sum;
+                }
+            }
+        }
+        sync_cube();
+        start += KEYS;
+    }
+    #[unroll]
+    for r in 0..ROWS {
+        let row = first_row + r;
+        if row < args.m {
+            #[unroll]
+            for i in 0..channels {
+                let channel = unit + i * units;
+                if channel < head_dim {
+                    out[(head * args.m + row) * head_dim + channel] = acc[r * channels + i];
+                }
+            }
+        }
+    }
+}
+
+/// Gradients of key, key_hat, value and value_hat, `out` `[4, slices, n, head_dim]`; one cube per
+/// (tile of keys, slice).
+#[cube(launch)]
+pub(super) fn keys_and_values(
+    query: &[f32],
+    keys: &[f32],
+    values: &[f32],
+    grad: &[f32],
+    stats: &[f32],
+    out: &mut [f32],
+    args: StreamArgs,
+    slices: usize,
+    #[comptime] bp: StreamBlueprint,
+) {
+    let head_dim = comptime!(bp.head_dim);
+    let units = comptime!(bp.units);
+    let channels = comptime!(bp.channels());
+    let sides = comptime!(4 * KEYS_PER_CUBE);
+    let unit = UNIT_POS as usize;
+    let slice = CUBE_POS_Y as usize;
+    let first_key = CUBE_POS_X as usize * KEYS_PER_CUBE;
+    let mut ps = Shared::<[f32]>::new_slice(comptime!(ROWS_PER_STEP * KEYS_PER_CUBE));
+    let mut ds = Shared::<[f32]>::new_slice(comptime!(ROWS_PER_STEP * KEYS_PER_CUBE));
+    // Of each channel: [key, key_hat, value, value_hat] of each key.
+    let mut acc = Array::<f32>::new(comptime!(4 * KEYS_PER_CUBE * bp.channels()));
+    #[unroll]
+    for i in 0..comptime!(4 * KEYS_PER_CUBE * bp.channels()) {
+        acc[i] = f32::new(0.0);
+    }
+    // The first row that sees the first key.
+    let mut first_row = 0usize;
+    if args.first_key + first_key > args.first_query {
+        first_row = args.first_key + first_key - args.first_query;
+    }
+    for rep in 0..args.n_rep {
+        let head = slice * args.n_rep + rep;
+        let mut start = first_row;
+        while start < args.m {
+            let mut i = unit;
+            while i < comptime!(ROWS_PER_STEP * KEYS_PER_CUBE) {
+                let row = start + i / KEYS_PER_CUBE;
+                let at = first_key + i % KEYS_PER_CUBE;
+                let mut p = f32::new(0.0);
+                let mut d = f32::new(0.0);
+                if row < args.m && at < visible(row, &args) {
+                    let pair = weight_and_gradient(
+                        query, keys, values, grad, stats, head, row, at, slices, &args, head_dim,
+                    );
+                    p = pair.0;
+                    d = pair.1;
+                }
+                ps[i] = p;
+                ds[i] = d;
+                i += units;
+            }
+            sync_cube();
+            for r in 0..ROWS_PER_STEP {
+                let row = start + r;
+                if row < args.m {
+                    let hat_keys = quantized_keys(row, &args);
+                    let hat_values = quantized_values(row, &args);
+                    #[unroll]
+                    for i in 0..channels {
+                        let channel = unit + i * units;
+                        if channel < head_dim {
+                            let q = query[(head * args.m + row) * head_dim + channel];
+                            let g = grad[(head * args.m + row) * head_dim + channel];
+                            #[unroll]
+                            for t in 0..KEYS_PER_CUBE {
+                                let at = first_key + t;
+                                let dk = ds[r * KEYS_PER_CUBE + t] * q;
+                                let dv = ps[r * KEYS_PER_CUBE + t] * g;
+                                if at < hat_keys {
+                                    acc[i * sides + t * 4 + 1] += dk;
+                                } else {
+                                    acc[i * sides + t * 4] += dk;
+                                }
+                                if at < hat_values {
+                                    acc[i * sides + t * 4 + 3] += dv;
+                                } else {
+                                    acc[i * sides + t * 4 + 2] += dv;
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+            sync_cube();
+            start += ROWS_PER_STEP;
+        }
+    }
+    #[unroll]
+    for t in 0..KEYS_PER_CUBE {
+        let at = first_key + t;
+        if at < args.n {
+            #[unroll]
+            for i in 0..channels {
+                let channel = unit + i * units;
+                if channel < head_dim {
+                    #[unroll]
+                    for side in 0..4usize {
+                        let row = (side * slices + slice) * args.n + at;
+                        out[row * head_dim + channel] = acc[i * sides + t * 4 + side];
+                    }
+                }
+            }
+        }
+    }
+}

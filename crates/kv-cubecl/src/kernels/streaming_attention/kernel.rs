@@ -1,0 +1,237 @@
+use cubecl::prelude::*;
+
+use crate::kernels::decode_attention::LOWEST;
+
+/// Query rows per cube.
+pub(super) const ROWS: usize = 8;
+/// Keys per step.
+pub(super) const KEYS: usize = 32;
+
+/// What changes the generated code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct StreamBlueprint {
+    pub(super) head_dim: usize,
+    pub(super) units: usize,
+}
+
+impl StreamBlueprint {
+    pub(super) fn channels(&self) -> usize {
+        self.head_dim.div_ceil(self.units)
+    }
+}
+
+/// Run-time numbers of a launch.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct StreamArgs {
+    /// Query rows of a head.
+    pub(super) m: usize,
+    /// Keys of a slice.
+    pub(super) n: usize,
+    /// Query heads per kv head.
+    pub(super) n_rep: usize,
+    pub(super) first_query: usize,
+    pub(super) first_key: usize,
+    pub(super) sinks: usize,
+    pub(super) residual_length: usize,
+    /// Tokens by which quantization lags: 0 flushing before attention, 1 after.
+    pub(super) lag: usize,
+    /// 1 if keys are quantized, else 0.
+    pub(super) keys: usize,
+    /// 1 if values are quantized, else 0.
+    pub(super) values: usize,
+    pub(super) scale: f32,
+}
+
+/// Tokens past the sinks that count for `row`.
+#[cube]
+fn seen(row: usize, args: &StreamArgs) -> usize {
+    let len = args.first_query + row + 1;
+    let skipped = args.sinks + args.lag;
+    let mut seen = 0usize;
+    if len > skipped {
+        seen = len - skipped;
+    }
+    seen
+}
+
+#[cube]
+fn end_of(count: usize, args: &StreamArgs) -> usize {
+    let mut end = 0usize;
+    if count > 0 && args.sinks + count > args.first_key {
+        end = args.sinks + count - args.first_key;
+    }
+    end
+}
+
+/// Number of keys, from the first, that `row` sees quantized.
+#[cube]
+pub(super) fn quantized_keys(row: usize, args: &StreamArgs) -> usize {
+    let r = args.residual_length;
+    end_of(seen(row, args) / r * r * args.keys, args)
+}
+
+/// Number of values, from the first, that `row` sees quantized.
+#[cube]
+pub(super) fn quantized_values(row: usize, args: &StreamArgs) -> usize {
+    let seen = seen(row, args);
+    let mut count = 0usize;
+    if seen > args.residual_length {
+        count = (seen - args.residual_length) * args.values;
+    }
+    end_of(count, args)
+}
+
+/// Number of keys `row` sees.
+#[cube]
+pub(super) fn visible(row: usize, args: &StreamArgs) -> usize {
+    let mut end = args.first_query + row + 1 - args.first_key;
+    if end > args.n {
+        end = args.n;
+    }
+    end
+}
+
+/// Dot product of two rows.
+#[cube]
+pub(super) fn dot(
+    a: &[f32],
+    a_start: usize,
+    b: &[f32],
+    b_start: usize,
+    #[comptime] head_dim: usize,
+) -> f32 {
+    let mut sum = f32::new(0.0);
+    for c in 0..head_dim {
+        sum += a[a_start + c] * b[b_start + c];
+    }
+    sum
+}
+
+/// One cube per (tile of rows, query head).
+#[cube(launch)]
+pub(super) fn forward(
+    query: &[f32],
+    key: &[f32],
+    key_hat: &[f32],
+    value: &[f32],
+    value_hat: &[f32],
+    output: &mut [f32],
+    lse: &mut [f32],
+    args: StreamArgs,
+    #[comptime] bp: StreamBlueprint,
+) {
+    let head_dim = comptime!(bp.head_dim);
+    let units = comptime!(bp.units);
+    let channels = comptime!(bp.channels());
+    let unit = UNIT_POS as usize;
+    let head = CUBE_POS_Y as usize;
+    let first_row = CUBE_POS_X as usize * ROWS;
+    let key_base = head / args.n_rep * args.n;
+
+    let mut scores = Shared::<[f32]>::new_slice(comptime!(ROWS * KEYS));
+    let mut maxima = Shared::<[f32]>::new_slice(ROWS);
+    let mut sums = Shared::<[f32]>::new_slice(ROWS);
+    let mut rescale = Shared::<[f32]>::new_slice(ROWS);
+    let mut acc = Array::<f32>::new(comptime!(ROWS * bp.channels()));
+    if unit < ROWS {
+        maxima[unit] = f32::new(LOWEST);
+        sums[unit] = f32::new(0.0);
+    }
+    #[unroll]
+    for i in 0..comptime!(ROWS * bp.channels()) {
+        acc[i] = f32::new(0.0);
+    }
+    sync_cube();
+
+    let mut last_row = first_row + ROWS - 1;
+    if last_row >= args.m {
+        last_row = args.m - 1;
+    }
+    let end = visible(last_row, &args);
+    let mut start = 0usize;
+    while start < end {
+        let mut i = unit;
+        while i < comptime!(ROWS * KEYS) {
+            let row = first_row + i / KEYS;
+            let at = start + i % KEYS;
+            let mut score = f32::new(LOWEST);
+            if row < args.m && at < visible(row, &args) {
+                let q = (head * args.m + row) * head_dim;
+                let k = (key_base + at) * head_dim;
+                if at < quantized_keys(row, &args) {
+                    score = dot(query, q, key_hat, k, head_dim) * args.scale;
+                } else {
+                    score = dot(query, q, key, k, head_dim) * args.scale;
+                }
+            }
+            scores[i] = score;
+            i += units;
+        }
+        sync_cube();
+        if unit < ROWS {
+            let mut maximum = maxima[unit];
+            for t in 0..KEYS {
+                maximum = clamp_min(maximum, scores[unit * KEYS + t]);
+            }
+            let factor = (maxima[unit] - maximum).exp();
+            let mut sum = sums[unit] * factor;
+            for t in 0..KEYS {
+                let score = scores[unit * KEYS + t];
+                let mut p = f32::new(0.0);
+                if score > f32::new(LOWEST) {
+                    p = (score - maximum).exp();
+                }
+                scores[unit * KEYS + t] = p;
+                sum += p;
+            }
+            maxima[unit] = maximum;
+            sums[unit] = sum;
+            rescale[unit] = factor;
+        }
+        sync_cube();
+        #[unroll]
+        for i in 0..channels {
+            let channel = unit + i * units;
+            if channel < head_dim {
+                #[unroll]
+                for r in 0..ROWS {
+                    let seen_hat = quantized_values(first_row + r, &args);
+                    let mut sum = acc[r * channels + i] * rescale[r];
+                    for t in 0..KEYS {
+                        let at = start + t;
+                        if at < end {
+                            let v = (key_base + at) * head_dim + channel;
+                            let p = scores[r * KEYS + t];
+                            if at < seen_hat {
+                                sum += p * value_hat[v];
+                            } else {
+                                sum += p * value[v];
+                            }
+                        }
+                    }
+                    acc[r * channels + i] = sum;
+                }
+            }
+        }
+        sync_cube();
+        start += KEYS;
+    }
+
+    #[unroll]
+    for r in 0..ROWS {
+        let row = first_row + r;
+        if row < args.m {
+            #[unroll]
+            for i in 0..channels {
+                let channel = unit + i * units;
+                if channel < head_dim {
+                    let out = acc[r * channels + i] / sums[r];
+                    output[(head * args.m + row) * head_dim + channel] = out;
+                }
+            }
+            if unit == 0 {
+                lse[head * args.m + row] = maxima[r] + sums[r].ln();
+            }
+        }
+    }
+}

@@ -1,0 +1,368 @@
+//! Where every token lives: the arithmetic shared by all backends and by the reference.
+//!
+//! Nothing here knows a tensor. A cache of `T` tokens holds, per (batch, kv head):
+//!
+//! - **float rows** (`[key_rows + value_rows, head_dim]`): the sinks, then a ring of recent tokens,
+//!   first for the keys, then for the values;
+//! - **packed keys**: per group of G tokens `G / codes_per_word` rows of code words and one row of
+//!   parameters, each `head_dim` wide, channels innermost;
+//! - **packed values**: per token `head_dim / codes_per_word` code words, then `head_dim / G`
+//!   parameter words.
+//!
+//! A parameter word is two f16: the scale in the low half, the minimum in the high half.
+
+use crate::{Bits, Error, Flush, KvCacheConfig, Result};
+
+/// Which axis shares one scale and minimum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Granularity {
+    /// Groups of consecutive tokens within one channel: the keys of KIVI.
+    PerChannel,
+    /// Groups of consecutive channels within one token: the values of KIVI.
+    PerToken,
+}
+
+/// How one side is quantized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct QuantSpec {
+    /// Which axis is grouped.
+    pub granularity: Granularity,
+    /// Bits per code: 2, 4 or 8.
+    pub n_bits: u32,
+    /// Elements per group.
+    pub group_size: usize,
+}
+
+impl QuantSpec {
+    /// Checks the bits, and that groups fill whole words.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] naming the field.
+    pub fn new(granularity: Granularity, bits: Bits, group_size: usize) -> Result<Self> {
+        if !bits.is_quantized() {
+            return Err(crate::config::invalid("n_bits", 16, "must be 2, 4 or 8 to quantize"));
+        }
+        let spec = Self { granularity, n_bits: bits.n_bits(), group_size };
+        if group_size == 0 || !group_size.is_multiple_of(spec.codes_per_word()) {
+            let rule = format!("must be a positive multiple of {}", spec.codes_per_word());
+            return Err(crate::config::invalid("group_size", group_size, rule));
+        }
+        Ok(spec)
+    }
+
+    /// Codes in one u32 word, least significant bits first.
+    pub const fn codes_per_word(&self) -> usize {
+        32 / self.n_bits as usize
+    }
+
+    /// Largest code, `2^n_bits - 1`.
+    pub const fn max_code(&self) -> u32 {
+        (1 << self.n_bits) - 1
+    }
+
+    /// Words of one group: its codes and its parameters.
+    pub const fn words_per_group(&self) -> usize {
+        self.group_size / self.codes_per_word() + 1
+    }
+
+    /// Words of one (batch, head) slice of `tokens x head_dim` elements.
+    pub const fn words(&self, tokens: usize, head_dim: usize) -> usize {
+        tokens * head_dim / self.group_size * self.words_per_group()
+    }
+
+    /// Shape of the packed tensor of an input of `shape` `[batch, n_kv_heads, tokens, head_dim]`:
+    /// `[batch, n_kv_heads, groups, words, head_dim]` flattened to 4 axes for keys
+    /// (`groups * words_per_group` rows of `head_dim`), `[batch, n_kv_heads, tokens, words]` for
+    /// values.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when the grouped axis is not a whole number of groups.
+    pub fn packed_shape(&self, op: &'static str, shape: [usize; 4]) -> Result<[usize; 4]> {
+        let [_, _, tokens, head_dim] = shape;
+        let (axis, len) = match self.granularity {
+            Granularity::PerChannel => ("tokens", tokens),
+            Granularity::PerToken => ("head_dim", head_dim),
+        };
+        if !len.is_multiple_of(self.group_size) || shape.contains(&0) {
+            return Err(Error::Shape {
+                op,
+                tensor: "input",
+                shape: shape.to_vec(),
+                rule: format!("group_size {} must divide {axis} {len}", self.group_size),
+            });
+        }
+        Ok(crate::shapes::packed(shape, self))
+    }
+}
+
+/// How many of the first tokens after the sinks are quantized, for keys and for values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct QuantizedCounts {
+    /// Quantized keys, a multiple of the residual length.
+    pub keys: usize,
+    /// Quantized values.
+    pub values: usize,
+}
+
+/// The sliding part of the semantics: which tokens are quantized when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Window {
+    /// Whether keys are quantized.
+    pub keys: bool,
+    /// Whether values are quantized.
+    pub values: bool,
+    /// Residual length R in tokens.
+    pub residual_length: usize,
+    /// Flush order.
+    pub flush: Flush,
+    /// Sink tokens S.
+    pub sink_tokens: usize,
+}
+
+impl Window {
+    /// The window of a configuration.
+    pub const fn new(config: &KvCacheConfig) -> Self {
+        Self {
+            keys: config.key_bits.is_quantized(),
+            values: config.value_bits.is_quantized(),
+            residual_length: config.residual_length,
+            flush: config.flush,
+            sink_tokens: config.sink_tokens,
+        }
+    }
+
+    /// Quantized counts in a cache of `len` tokens, which is what the query of token `len - 1`
+    /// sees.
+    ///
+    /// `BeforeAttention`: keys `R * floor((t + 1) / R)`, values `t + 1 - R`; `AfterAttention`: keys
+    /// `R * floor(t / R)`, values `t - R`; both with `t = len - 1 - S`.
+    pub const fn counts(&self, len: usize) -> QuantizedCounts {
+        let r = self.residual_length;
+        let seen = match self.flush {
+            Flush::BeforeAttention => len.saturating_sub(self.sink_tokens),
+            Flush::AfterAttention => len.saturating_sub(self.sink_tokens + 1),
+        };
+        QuantizedCounts {
+            keys: if self.keys { seen / r * r } else { 0 },
+            values: if self.values { seen.saturating_sub(r) } else { 0 },
+        }
+    }
+
+    /// First token whose key is still in float in a cache of `len` tokens, or `sink_tokens` if none
+    /// is quantized.
+    pub const fn first_float_key(&self, len: usize) -> usize {
+        self.sink_tokens + self.counts(len).keys
+    }
+
+    /// First token past the sinks whose value is still in float in a cache of `len` tokens.
+    pub const fn first_float_value(&self, len: usize) -> usize {
+        self.sink_tokens + self.counts(len).values
+    }
+}
+
+/// Shape of what a cache holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CacheShape {
+    /// Sequences.
+    pub batch: usize,
+    /// Key/value heads.
+    pub n_kv_heads: usize,
+    /// Channels per head.
+    pub head_dim: usize,
+}
+
+/// Validated layout of a [`KvCache`](crate::KvCache): every size and address it uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CacheLayout {
+    config: KvCacheConfig,
+    shape: CacheShape,
+}
+
+impl CacheLayout {
+    /// Validates `config` for `shape`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] naming the field.
+    pub fn new(config: &KvCacheConfig, shape: CacheShape) -> Result<Self> {
+        config.validate(shape.head_dim)?;
+        for (field, value) in [("batch", shape.batch), ("n_kv_heads", shape.n_kv_heads)] {
+            if value == 0 {
+                return Err(crate::config::invalid(field, value, "must be at least 1"));
+            }
+        }
+        let layout = Self { config: *config, shape };
+        let elements = layout.slices().saturating_mul(layout.float_rows() * shape.head_dim);
+        // Kernels index every buffer with u32.
+        if elements.max(layout.key_words()).max(layout.value_words()) > u32::MAX as usize {
+            let rule = "the cache of this shape exceeds 2^32 elements in one buffer";
+            return Err(crate::config::invalid("capacity", config.capacity, rule));
+        }
+        Ok(layout)
+    }
+
+    /// The configuration.
+    pub const fn config(&self) -> &KvCacheConfig {
+        &self.config
+    }
+
+    /// The shape.
+    pub const fn shape(&self) -> CacheShape {
+        self.shape
+    }
+
+    /// The window.
+    pub const fn window(&self) -> Window {
+        Window::new(&self.config)
+    }
+
+    /// (batch, kv head) slices.
+    pub const fn slices(&self) -> usize {
+        self.shape.batch * self.shape.n_kv_heads
+    }
+
+    /// How keys are quantized, if they are.
+    pub fn key_spec(&self) -> Option<QuantSpec> {
+        self.spec(self.config.key_bits, Granularity::PerChannel)
+    }
+
+    /// How values are quantized, if they are.
+    pub fn value_spec(&self) -> Option<QuantSpec> {
+        self.spec(self.config.value_bits, Granularity::PerToken)
+    }
+
+    fn spec(&self, bits: Bits, granularity: Granularity) -> Option<QuantSpec> {
+        let group_size = self.config.group_size;
+        bits.is_quantized().then(|| QuantSpec { granularity, n_bits: bits.n_bits(), group_size })
+    }
+
+    /// Tokens between the sinks and the capacity.
+    const fn windowed_capacity(&self) -> usize {
+        self.config.capacity.saturating_sub(self.config.sink_tokens)
+    }
+
+    const fn sinks(&self) -> usize {
+        if self.config.sink_tokens < self.config.capacity {
+            self.config.sink_tokens
+        } else {
+            self.config.capacity
+        }
+    }
+
+    /// Slots of the key ring: R, or the whole capacity when keys stay in float.
+    pub fn key_ring(&self) -> usize {
+        match self.config.key_bits.is_quantized() {
+            true => self.config.residual_length.min(self.windowed_capacity()),
+            false => self.windowed_capacity(),
+        }
+    }
+
+    /// Slots of the value ring: R, R + 1 when the flush follows attention, or the whole capacity
+    /// when values stay in float.
+    pub fn value_ring(&self) -> usize {
+        let residual = match self.config.flush {
+            Flush::BeforeAttention => self.config.residual_length,
+            Flush::AfterAttention => self.config.residual_length + 1,
+        };
+        match self.config.value_bits.is_quantized() {
+            true => residual.min(self.windowed_capacity()),
+            false => self.windowed_capacity(),
+        }
+    }
+
+    /// Float rows of the keys: sinks and ring.
+    pub fn key_rows(&self) -> usize {
+        self.sinks() + self.key_ring()
+    }
+
+    /// Float rows of the values: sinks and ring.
+    pub fn value_rows(&self) -> usize {
+        self.sinks() + self.value_ring()
+    }
+
+    /// Float rows of one (batch, kv head) slice.
+    pub fn float_rows(&self) -> usize {
+        self.key_rows() + self.value_rows()
+    }
+
+    /// Float row of the key of `token`, meaningful while it is in float.
+    pub fn key_row(&self, token: usize) -> usize {
+        ring_row(token, self.sinks(), self.key_ring())
+    }
+
+    /// Float row of the value of `token`, meaningful while it is in float.
+    pub fn value_row(&self, token: usize) -> usize {
+        self.key_rows() + ring_row(token, self.sinks(), self.value_ring())
+    }
+
+    /// Packed words of the keys of one (batch, kv head) slice.
+    pub fn key_slice_words(&self) -> usize {
+        let counts = self.window().counts(self.config.capacity);
+        self.key_spec().map_or(0, |spec| spec.words(counts.keys, self.shape.head_dim))
+    }
+
+    /// Packed words of the values of one (batch, kv head) slice.
+    pub fn value_slice_words(&self) -> usize {
+        let counts = self.window().counts(self.config.capacity);
+        self.value_spec().map_or(0, |spec| spec.words(counts.values, self.shape.head_dim))
+    }
+
+    /// Words allocated for packed keys; one placeholder word when nothing is ever quantized,
+    /// because a kernel binding must not be empty.
+    pub fn key_words(&self) -> usize {
+        (self.slices() * self.key_slice_words()).max(1)
+    }
+
+    /// Words allocated for packed values; see [`key_words`](Self::key_words).
+    pub fn value_words(&self) -> usize {
+        (self.slices() * self.value_slice_words()).max(1)
+    }
+}
+
+const fn ring_row(token: usize, sinks: usize, ring: usize) -> usize {
+    if token < sinks { token } else { sinks + (token - sinks) % ring }
+}
+
+/// Which part of a sequence a call of the closed form computes, and what each row sees.
+///
+/// Row `i` is the query of token `first_query + i`; key and value `j` belong to token
+/// `first_key + j`. A row sees the tokens up to its own; of those, quantized ones by
+/// [`Window::counts`], the rest in float.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct StreamSpec {
+    /// The window.
+    pub window: Window,
+    /// Token of the first query row.
+    pub first_query: usize,
+    /// Token of the first key and value.
+    pub first_key: usize,
+}
+
+impl StreamSpec {
+    /// The whole sequence from an empty cache.
+    pub const fn whole(config: &KvCacheConfig) -> Self {
+        Self { window: Window::new(config), first_query: 0, first_key: 0 }
+    }
+
+    /// Number of keys that row `row` sees.
+    pub const fn visible(&self, row: usize) -> usize {
+        self.first_query + row + 1 - self.first_key
+    }
+
+    /// Number of the given keys, from the first, whose quantized form row `row` sees (for sinks
+    /// that form is the float itself).
+    pub const fn quantized_keys(&self, row: usize) -> usize {
+        self.end(self.window.counts(self.first_query + row + 1).keys)
+    }
+
+    /// Number of the given values, from the first, whose quantized form row `row` sees.
+    pub const fn quantized_values(&self, row: usize) -> usize {
+        self.end(self.window.counts(self.first_query + row + 1).values)
+    }
+
+    const fn end(&self, count: usize) -> usize {
+        match count {
+            0 => 0,
+            _ => (self.window.sink_tokens + count).saturating_sub(self.first_key),
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! Quantized KV caches you can train with.
+//!
+//! KIVI grouped quantization (Liu et al., 2024, <https://arxiv.org/abs/2402.02750>) as
+//! [Burn](https://burn.dev) operations: keys per channel in groups of tokens, values per token in
+//! groups of channels, 2, 4 or 8 bits, a float residual window, on the CPU, WGPU and CUDA.
+//!
+//! ```
+//! use burn::tensor::{Distribution, Tensor};
+//! use kv_cubecl::{CacheShape, Flex, KvCache, KvCacheConfig, Target, streaming_attention};
+//!
+//! let device = Flex::open()?;
+//! let [q, k, v] = [(); 3].map(|()| {
+//!     // [batch, heads, tokens, head_dim]
+//!     Tensor::<4>::random([1, 2, 200, 64], Distribution::Default, &device)
+//! });
+//! let config: KvCacheConfig = "k4v2".parse()?;
+//!
+//! // Serving: append tokens, one by one or many at once, and attend.
+//! let shape = CacheShape { batch: 1, n_kv_heads: 2, head_dim: 64 };
+//! let mut cache = KvCache::new(&config.with_capacity(256), shape, &device)?;
+//! let streamed = cache.attend(q.clone(), k.clone(), v.clone())?;
+//!
+//! // Training and evaluation: the same numbers for the whole sequence at once, with gradients.
+//! let parallel = streaming_attention(q, k, v, &config)?;
+//! assert!((streamed - parallel).abs().max().into_scalar::<f32>() < 1e-5);
+//! # Ok::<(), kv_cubecl::Error>(())
+//! ```
+//!
+//! No backend is enabled by default: choose `flex`, `wgpu` or `cuda`, and `autodiff` to train.
+
+mod backends;
+mod cache;
+mod config;
+mod error;
+mod functions;
+#[cfg(feature = "cube")]
+pub mod kernels;
+pub mod layout;
+mod ops;
+pub mod reference;
+mod shapes;
+mod target;
+
+pub use cache::{CacheParts, KvCache, MemoryBytes};
+pub use config::{Bits, CacheFloat, Flush, KvCacheConfig};
+pub use error::{Error, Result};
+pub use functions::{Logical, Packed, ensure_finite, fake_quantize, quantize, streaming_attention};
+pub use layout::{CacheShape, Granularity, QuantizedCounts};
+pub use ops::{CacheState, KvCacheOps};
+#[cfg(feature = "autodiff")]
+pub use target::Autodiff;
+#[cfg(feature = "cuda")]
+pub use target::Cuda;
+#[cfg(feature = "flex")]
+pub use target::Flex;
+#[cfg(feature = "wgpu")]
+pub use target::Wgpu;
+pub use target::{On, Target};

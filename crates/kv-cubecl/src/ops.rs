@@ -1,0 +1,128 @@
+//! The one backend-extension trait: everything a backend must provide.
+//!
+//! Users call the tensor functions of this crate, which check shapes and dispatch here.
+
+use burn::backend::{
+    Backend, ExtensionType, backend_extension,
+    tensor::{FloatTensor, IntTensor},
+};
+
+use crate::layout::{CacheLayout, QuantSpec, StreamSpec};
+#[cfg(feature = "fusion")]
+use crate::shapes::fusion as shapes;
+
+/// The tensors of a cache. Operations take it by value and give it back, so that a cache held once
+/// is written in place, and a cache that was cloned is copied on its first write.
+#[derive(Clone, Debug, ExtensionType)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct CacheState<B: Backend> {
+    /// Packed keys, u32, one axis of [`CacheLayout::key_words`].
+    pub keys: IntTensor<B>,
+    /// Packed values, u32, one axis of [`CacheLayout::value_words`].
+    pub values: IntTensor<B>,
+    /// Sinks and rings, `[batch, n_kv_heads, float_rows, head_dim]`.
+    pub floats: FloatTensor<B>,
+}
+
+/// Quantized KV-cache operations of a backend.
+///
+/// Inputs may be strided. Float inputs are f32 unless an operation says otherwise; packed tensors
+/// are u32 in the layout of [`crate::layout`].
+#[backend_extension(
+    Cube: cfg(feature = "cube"),
+    Flex: cfg(feature = "flex"),
+    Autodiff: cfg(feature = "autodiff"),
+    Fusion: cfg(feature = "fusion"),
+)]
+pub trait KvCacheOps: Backend {
+    /// Quantizes `input` `[batch, n_kv_heads, tokens, head_dim]` into
+    /// [`QuantSpec::packed_shape`].
+    #[fusion(meta = |input, spec| shapes::quantize(input, spec))]
+    fn quantize(input: FloatTensor<Self>, spec: QuantSpec) -> IntTensor<Self>;
+
+    /// Restores `[batch, n_kv_heads, tokens, head_dim]` f32 from
+    /// [`QuantSpec::packed_shape`].
+    #[fusion(meta = |packed, spec| shapes::dequantize(packed, spec))]
+    fn dequantize(packed: IntTensor<Self>, spec: QuantSpec) -> FloatTensor<Self>;
+
+    /// `dequantize(quantize(input))` in one pass, leaving the first `skip` tokens, and with
+    /// per-channel groups an incomplete last group of tokens, as they are.
+    #[fusion(meta = |input, _spec, _skip| input.clone())]
+    fn fake_quantize(input: FloatTensor<Self>, spec: QuantSpec, skip: usize) -> FloatTensor<Self>;
+
+    /// Quantizes, in place, what leaves the residual window of a cache of `len` tokens when
+    /// `key` and `value` `[batch, n_kv_heads, m, head_dim]` are appended to it. To be followed by
+    /// [`append`](Self::append) of the same tokens.
+    #[fusion(meta = |state, _key, _value, _layout, _len| state.clone())]
+    fn flush(
+        #[extension_type] state: CacheState<Self>,
+        key: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        layout: CacheLayout,
+        len: usize,
+    ) -> CacheState<Self>;
+
+    /// Writes, in place, those of the m new tokens that stay in float into their slots.
+    #[fusion(meta = |state, _key, _value, _layout, _len| state.clone())]
+    fn append(
+        #[extension_type] state: CacheState<Self>,
+        key: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        layout: CacheLayout,
+        len: usize,
+    ) -> CacheState<Self>;
+
+    /// Attention of `query` `[batch, n_heads, m, head_dim]` over the first `tokens` of a cache of
+    /// `len` tokens, all rows seeing all of them, in one fused pass over the codes.
+    ///
+    /// Returns the output `[batch, n_heads, m, head_dim]` and the log-sum-exp of the scaled scores
+    /// `[batch, n_heads, m]`, by which partial results are merged.
+    #[fusion(meta = |query, _state, _layout, _len, _tokens| shapes::attention(query))]
+    fn decode_attention(
+        query: FloatTensor<Self>,
+        #[extension_type] state: CacheState<Self>,
+        layout: CacheLayout,
+        len: usize,
+        tokens: usize,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+
+    /// Block-wise causal attention where each row sees quantized and float keys and values by
+    /// `spec`; `key_hat` and `value_hat` are the fake-quantized keys and values.
+    ///
+    /// Query `[batch, n_heads, m, head_dim]`, the others `[batch, n_kv_heads, n, head_dim]`. Returns
+    /// the output and the log-sum-exp as [`decode_attention`](Self::decode_attention) does.
+    #[fusion(meta = |query, _k, _kh, _v, _vh, _spec| shapes::attention(query))]
+    fn streaming_attention(
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        key_hat: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        value_hat: FloatTensor<Self>,
+        spec: StreamSpec,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+
+    /// Gradients of [`streaming_attention`](Self::streaming_attention)'s output with respect to
+    /// query, key, key_hat, value and value_hat, in that order, from its inputs and outputs.
+    #[allow(clippy::too_many_arguments, reason = "the inputs and outputs of the forward pass")]
+    #[allow(clippy::type_complexity, reason = "the macro reads tuples, not aliases")]
+    #[fusion(meta = |query, key, key_hat, value, value_hat, _out, _lse, _grad, _spec| {
+        (query.clone(), key.clone(), key_hat.clone(), value.clone(), value_hat.clone())
+    })]
+    fn streaming_attention_backward(
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        key_hat: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        value_hat: FloatTensor<Self>,
+        output: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        spec: StreamSpec,
+    ) -> (
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+    );
+}

@@ -1,0 +1,32 @@
+//! The oracle: plain host code that follows the paper word by word, for tests to compare with.
+//!
+//! Slow and literal on purpose, and independent of everything it checks: the quantizer is one
+//! group at a time in f32 ([`quantize_group`]), attention is one row at a time in f64
+//! ([`attend_row`]), and the streaming cache is a list of tokens from which a window takes the
+//! oldest ([`StreamOracle`]), not the closed form of [`crate::layout`]. No tensor library.
+//!
+//! Tensors are slices in row-major order with their shape
+//! `[batch, heads, tokens, head_dim]` beside them. Wrong sizes panic.
+//!
+//! ```
+//! use kv_cubecl::{KvCacheConfig, reference};
+//!
+//! let config: KvCacheConfig = "k2v2-g16-r16".parse()?;
+//! let shape = [1, 1, 40, 16]; // [batch, heads, tokens, head_dim]
+//! let x: Vec<f32> = (0..640).map(|i| (i as f32).sin()).collect();
+//! let run = reference::stream((&x, shape), (&x, shape), &x, &config);
+//! assert_eq!((run.counts[39].keys, run.counts[39].values), (32, 24));
+//! # Ok::<(), kv_cubecl::Error>(())
+//! ```
+
+mod attention;
+mod gradient;
+mod quantizer;
+mod stream;
+mod tensor;
+
+pub use attention::{attend_row, attend_row_backward, causal_attention};
+pub use gradient::{StreamGradients, stream_gradients};
+pub use quantizer::{F16_MAX, QuantizedGroup, dequantize_group, quantize_group};
+pub use stream::{Lane, StreamOracle, Streamed, stream};
+pub use tensor::{dequantize, fake_quantize, quantize};

@@ -1,0 +1,216 @@
+//! The streaming cache, literally: Algorithm 1 of the KIVI paper and the authors' released code.
+
+use std::collections::VecDeque;
+
+use super::{
+    attention::attend_row,
+    quantizer::{dequantize_group, quantize_group},
+    tensor::round_to_f16,
+};
+use crate::{Bits, CacheFloat, CacheShape, Flush, KvCacheConfig, QuantizedCounts};
+
+/// One token of one (batch, kv head).
+#[derive(Clone, Debug)]
+struct Token {
+    /// As stored in float.
+    key: Vec<f32>,
+    value: Vec<f32>,
+    /// As queries see them: the same numbers, or those the quantizer restores.
+    seen_key: Vec<f64>,
+    seen_value: Vec<f64>,
+    key_quantized: bool,
+    value_quantized: bool,
+}
+
+/// The cache of one (batch, kv head).
+#[derive(Clone, Debug, Default)]
+pub struct Lane {
+    tokens: Vec<Token>,
+    /// Tokens whose key waits in float; the window fills up and empties at once.
+    key_residual: Vec<usize>,
+    /// Tokens whose value waits in float; the window slides.
+    value_residual: VecDeque<usize>,
+}
+
+impl Lane {
+    fn push(&mut self, config: &KvCacheConfig, key: &[f32], value: &[f32]) {
+        let store = |x: &[f32]| -> Vec<f32> {
+            match config.float {
+                CacheFloat::F32 => x.to_vec(),
+                CacheFloat::F16 => x.iter().map(|&x| round_to_f16(x)).collect(),
+            }
+        };
+        let (key, value) = (store(key), store(value));
+        let new = self.tokens.len();
+        self.tokens.push(Token {
+            seen_key: to_f64(&key),
+            seen_value: to_f64(&value),
+            key,
+            value,
+            key_quantized: false,
+            value_quantized: false,
+        });
+        if new >= config.sink_tokens {
+            self.key_residual.push(new);
+            self.value_residual.push_back(new);
+        }
+    }
+
+    /// Quantizes what has left the windows.
+    fn flush(&mut self, config: &KvCacheConfig) {
+        if config.key_bits != Bits::Float && self.key_residual.len() == config.residual_length {
+            let residual = core::mem::take(&mut self.key_residual);
+            for group in residual.chunks(config.group_size) {
+                self.quantize_keys(group, config.key_bits.n_bits());
+            }
+        }
+        if config.value_bits != Bits::Float
+            && self.value_residual.len() > config.residual_length
+            && let Some(oldest) = self.value_residual.pop_front()
+        {
+            let token = &mut self.tokens[oldest];
+            let bits = config.value_bits.n_bits();
+            let groups = token.value.chunks(config.group_size);
+            let restored = groups.flat_map(|group| dequantize_group(&quantize_group(group, bits)));
+            token.seen_value = restored.map(f64::from).collect();
+            token.value_quantized = true;
+        }
+    }
+
+    /// Per channel, the tokens of `group` together.
+    fn quantize_keys(&mut self, group: &[usize], bits: u32) {
+        for channel in 0..self.tokens[group[0]].key.len() {
+            let column: Vec<f32> = group.iter().map(|&t| self.tokens[t].key[channel]).collect();
+            let restored = dequantize_group(&quantize_group(&column, bits));
+            for (&token, restored) in group.iter().zip(restored) {
+                self.tokens[token].seen_key[channel] = f64::from(restored);
+            }
+        }
+        for &token in group {
+            self.tokens[token].key_quantized = true;
+        }
+    }
+
+    /// Keys of all tokens as a query sees them now.
+    pub fn keys(&self) -> Vec<&[f64]> {
+        self.tokens.iter().map(|token| token.seen_key.as_slice()).collect()
+    }
+
+    /// Values of all tokens as a query sees them now.
+    pub fn values(&self) -> Vec<&[f64]> {
+        self.tokens.iter().map(|token| token.seen_value.as_slice()).collect()
+    }
+
+    /// Quantized tokens, counted one by one.
+    pub fn counts(&self) -> QuantizedCounts {
+        QuantizedCounts {
+            keys: self.tokens.iter().filter(|token| token.key_quantized).count(),
+            values: self.tokens.iter().filter(|token| token.value_quantized).count(),
+        }
+    }
+}
+
+/// A streaming cache as a list of tokens.
+#[derive(Clone, Debug)]
+pub struct StreamOracle {
+    config: KvCacheConfig,
+    shape: CacheShape,
+    lanes: Vec<Lane>,
+}
+
+impl StreamOracle {
+    /// An empty cache; the capacity of `config` is not enforced.
+    pub fn new(config: &KvCacheConfig, shape: CacheShape) -> Self {
+        let lanes = vec![Lane::default(); shape.batch * shape.n_kv_heads];
+        Self { config: *config, shape, lanes }
+    }
+
+    /// Appends one token (`key` and `value` are `[batch, n_kv_heads, head_dim]`), lets `see` look at
+    /// the lanes, batch by batch, as the query of this token finds them, and returns what it returns.
+    pub fn step_with<T>(
+        &mut self,
+        key: &[f32],
+        value: &[f32],
+        see: impl FnOnce(&[Lane]) -> T,
+    ) -> T {
+        let rows = key.chunks(self.shape.head_dim).zip(value.chunks(self.shape.head_dim));
+        for (lane, (key, value)) in self.lanes.iter_mut().zip(rows) {
+            lane.push(&self.config, key, value);
+            if self.config.flush == Flush::BeforeAttention {
+                lane.flush(&self.config);
+            }
+        }
+        let seen = see(&self.lanes);
+        if self.config.flush == Flush::AfterAttention {
+            self.lanes.iter_mut().for_each(|lane| lane.flush(&self.config));
+        }
+        seen
+    }
+
+    /// Appends one token and returns how many its query sees quantized.
+    pub fn append(&mut self, key: &[f32], value: &[f32]) -> QuantizedCounts {
+        self.step_with(key, value, |lanes| lanes[0].counts())
+    }
+
+    /// Appends one token and attends with `query` `[batch, n_heads, head_dim]`; returns the output,
+    /// of the same shape, and how many tokens the query saw quantized.
+    pub fn step(
+        &mut self,
+        query: &[f32],
+        key: &[f32],
+        value: &[f32],
+    ) -> (Vec<f64>, QuantizedCounts) {
+        let CacheShape { head_dim, .. } = self.shape;
+        let heads_per_lane = query.len() / head_dim / self.lanes.len();
+        self.step_with(key, value, |lanes| {
+            let rows = query.chunks(head_dim).enumerate();
+            let output = rows.flat_map(|(head, row)| {
+                let lane = &lanes[head / heads_per_lane];
+                attend_row(&to_f64(row), &lane.keys(), &lane.values())
+            });
+            (output.collect(), lanes[0].counts())
+        })
+    }
+}
+
+/// A whole sequence, token by token.
+#[derive(Clone, Debug)]
+pub struct Streamed {
+    /// Outputs, in the shape of the query.
+    pub output: Vec<f64>,
+    /// How many tokens each query saw quantized.
+    pub counts: Vec<QuantizedCounts>,
+}
+
+/// Feeds a whole sequence to a [`StreamOracle`] token by token. Query `[batch, n_heads, tokens,
+/// head_dim]`, key and value `[batch, n_kv_heads, tokens, head_dim]`.
+pub fn stream(
+    (query, query_shape): (&[f32], [usize; 4]),
+    (key, key_shape): (&[f32], [usize; 4]),
+    value: &[f32],
+    config: &KvCacheConfig,
+) -> Streamed {
+    let [batch, n_kv_heads, tokens, head_dim] = key_shape;
+    let mut oracle = StreamOracle::new(config, CacheShape { batch, n_kv_heads, head_dim });
+    let mut run = Streamed { output: vec![0.0; query.len()], counts: Vec::new() };
+    for t in 0..tokens {
+        let (query, key) = (token(query, query_shape, t), token(key, key_shape, t));
+        let (output, counts) = oracle.step(&query, &key, &token(value, key_shape, t));
+        run.counts.push(counts);
+        for (slice, row) in output.chunks(head_dim).enumerate() {
+            run.output[(slice * tokens + t) * head_dim..][..head_dim].copy_from_slice(row);
+        }
+    }
+    run
+}
+
+/// Token `t` of a `[batch, heads, tokens, head_dim]` tensor, `[batch, heads, head_dim]`.
+pub(super) fn token<T: Copy>(x: &[T], shape: [usize; 4], t: usize) -> Vec<T> {
+    let [_, _, tokens, head_dim] = shape;
+    let slices = x.chunks(tokens * head_dim);
+    slices.flat_map(|slice| slice[t * head_dim..][..head_dim].iter().copied()).collect()
+}
+
+pub(super) fn to_f64(x: &[f32]) -> Vec<f64> {
+    x.iter().map(|&x| f64::from(x)).collect()
+}

@@ -1,0 +1,141 @@
+//! Whole tensors, in the logical form that tools exchange.
+
+use half::f16;
+
+use super::quantizer::{QuantizedGroup, dequantize_group, quantize_group};
+use crate::{Granularity, Logical};
+
+/// Where the elements of every group lie: one list of indices into the tensor per group, groups in
+/// the order of their parameters.
+fn groups(shape: [usize; 4], granularity: Granularity, group_size: usize) -> Vec<Vec<usize>> {
+    let [batch, heads, tokens, head_dim] = shape;
+    let index =
+        |slice: usize, token: usize, channel: usize| (slice * tokens + token) * head_dim + channel;
+    let mut groups = Vec::new();
+    for slice in 0..batch * heads {
+        match granularity {
+            Granularity::PerChannel => {
+                assert_eq!(tokens % group_size, 0, "group_size must divide tokens");
+                for first in (0..tokens).step_by(group_size) {
+                    for channel in 0..head_dim {
+                        let tokens = first..first + group_size;
+                        groups.push(tokens.map(|token| index(slice, token, channel)).collect());
+                    }
+                }
+            }
+            Granularity::PerToken => {
+                assert_eq!(head_dim % group_size, 0, "group_size must divide head_dim");
+                for token in 0..tokens {
+                    for first in (0..head_dim).step_by(group_size) {
+                        let channels = first..first + group_size;
+                        groups.push(channels.map(|channel| index(slice, token, channel)).collect());
+                    }
+                }
+            }
+        }
+    }
+    groups
+}
+
+/// Word and shift of an element's code: consecutive elements of the grouped axis share a word,
+/// least significant bits first.
+fn place(index: usize, shape: [usize; 4], granularity: Granularity, n_bits: u32) -> (usize, u32) {
+    let [_, _, _, head_dim] = shape;
+    let per_word = 32 / n_bits as usize;
+    // A slice holds whole groups and a group whole words, so rows may be counted across slices.
+    let (row, channel) = (index / head_dim, index % head_dim);
+    match granularity {
+        Granularity::PerChannel => {
+            (row / per_word * head_dim + channel, (row % per_word) as u32 * n_bits)
+        }
+        Granularity::PerToken => (index / per_word, (channel % per_word) as u32 * n_bits),
+    }
+}
+
+/// Quantizes `input` of `shape` `[batch, heads, tokens, head_dim]`.
+pub fn quantize(
+    input: &[f32],
+    shape: [usize; 4],
+    granularity: Granularity,
+    n_bits: u32,
+    group_size: usize,
+) -> Logical {
+    assert_eq!(input.len(), shape.iter().product::<usize>(), "input and shape");
+    let mut out = Logical {
+        codes: vec![0; input.len() * n_bits as usize / 32],
+        scale: Vec::new(),
+        min: Vec::new(),
+    };
+    for elements in groups(shape, granularity, group_size) {
+        let values: Vec<f32> = elements.iter().map(|&index| input[index]).collect();
+        let group = quantize_group(&values, n_bits);
+        out.scale.push(group.scale);
+        out.min.push(group.min);
+        for (index, code) in elements.into_iter().zip(group.codes) {
+            let (word, shift) = place(index, shape, granularity, n_bits);
+            out.codes[word] |= code << shift;
+        }
+    }
+    out
+}
+
+/// Restores a tensor of `shape` `[batch, heads, tokens, head_dim]`.
+pub fn dequantize(
+    input: &Logical,
+    shape: [usize; 4],
+    granularity: Granularity,
+    n_bits: u32,
+    group_size: usize,
+) -> Vec<f32> {
+    let mut out = vec![0.0; shape.iter().product()];
+    let params = input.scale.iter().zip(&input.min);
+    for (elements, (&scale, &min)) in groups(shape, granularity, group_size).into_iter().zip(params)
+    {
+        let code = |&index: &usize| {
+            let (word, shift) = place(index, shape, granularity, n_bits);
+            (input.codes[word] >> shift) & ((1 << n_bits) - 1)
+        };
+        let codes = elements.iter().map(code).collect();
+        let values = dequantize_group(&QuantizedGroup { codes, scale, min });
+        for (index, value) in elements.into_iter().zip(values) {
+            out[index] = value;
+        }
+    }
+    out
+}
+
+/// [`dequantize`] of [`quantize`].
+pub fn fake_quantize(
+    input: &[f32],
+    shape: [usize; 4],
+    granularity: Granularity,
+    n_bits: u32,
+    group_size: usize,
+) -> Vec<f32> {
+    let packed = quantize(input, shape, granularity, n_bits, group_size);
+    dequantize(&packed, shape, granularity, n_bits, group_size)
+}
+
+/// Rounds to f16 and back, as storing in an f16 cache does.
+pub(super) fn round_to_f16(value: f32) -> f32 {
+    f16::from_f32(value).to_f32()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_by_hand() {
+        // 16 tokens x 2 channels at 2 bits: channel 0 counts up, channel 1 counts down.
+        let input: Vec<f32> = (0..16).flat_map(|t| [(t % 4) as f32, (3 - t % 4) as f32]).collect();
+        let keys = quantize(&input, [1, 1, 16, 2], Granularity::PerChannel, 2, 16);
+        assert_eq!(keys.codes, [0xe4e4_e4e4, 0x1b1b_1b1b]);
+
+        // The same numbers as one token of 32 channels at 8 bits and G = 8, 0 3 1 2 2 1 3 0 first;
+        // a third of the range is 85 steps.
+        let values = quantize(&input, [1, 1, 1, 32], Granularity::PerToken, 8, 8);
+        assert_eq!(values.codes[..2], [0xaa55_ff00, 0x00ff_55aa]);
+        assert_eq!(values.scale.len(), 4);
+    }
+}

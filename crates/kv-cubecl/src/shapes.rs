@@ -1,0 +1,54 @@
+//! Output shapes and types of the operations: one function each, called by the backends to
+//! allocate and by the Fusion annotations to describe what is not computed yet.
+
+use crate::layout::{Granularity, QuantSpec};
+
+/// Shape of what a packed tensor of `packed` shape restores to.
+pub(crate) fn dequantized(packed: [usize; 4], spec: &QuantSpec) -> [usize; 4] {
+    let [batch, heads, rows, width] = packed;
+    match spec.granularity {
+        Granularity::PerChannel => {
+            [batch, heads, rows / spec.words_per_group() * spec.group_size, width]
+        }
+        Granularity::PerToken => {
+            [batch, heads, rows, width / spec.words_per_group() * spec.group_size]
+        }
+    }
+}
+
+/// Shape of the packed form of an input of shape `input`, a whole number of groups.
+pub(crate) fn packed(input: [usize; 4], spec: &QuantSpec) -> [usize; 4] {
+    let [batch, heads, tokens, head_dim] = input;
+    let words = spec.words_per_group();
+    match spec.granularity {
+        Granularity::PerChannel => [batch, heads, tokens / spec.group_size * words, head_dim],
+        Granularity::PerToken => [batch, heads, tokens, head_dim / spec.group_size * words],
+    }
+}
+
+/// Shape of the log-sum-exp of the attention of `query`.
+pub(crate) fn log_sum_exp(query: [usize; 4]) -> [usize; 3] {
+    let [batch, heads, rows, _] = query;
+    [batch, heads, rows]
+}
+
+/// Fusion's descriptions of outputs.
+#[cfg(feature = "fusion")]
+pub(crate) mod fusion {
+    use burn::{backend::fusion::custom::TensorSpec, tensor::DType};
+
+    use crate::layout::QuantSpec;
+
+    pub(crate) fn quantize(input: &TensorSpec, spec: &QuantSpec) -> TensorSpec {
+        TensorSpec::new(super::packed(input.shape.dims(), spec).into(), DType::U32)
+    }
+
+    pub(crate) fn dequantize(packed: &TensorSpec, spec: &QuantSpec) -> TensorSpec {
+        TensorSpec::new(super::dequantized(packed.shape.dims(), spec).into(), DType::F32)
+    }
+
+    pub(crate) fn attention(query: &TensorSpec) -> (TensorSpec, TensorSpec) {
+        let lse = super::log_sum_exp(query.shape.dims());
+        (query.clone(), TensorSpec::new(lse.into(), query.dtype))
+    }
+}

@@ -1,0 +1,178 @@
+//! The backend as one type parameter: [`Target`] and [`On`].
+
+use core::{fmt, marker::PhantomData, ops::Deref};
+
+use burn::{backend::DispatchDevice, tensor::Device};
+
+use crate::{Error, KvCacheOps, Result};
+
+/// A place to run, chosen at compile time.
+///
+/// Burn chooses its backend at run time by [`Device`]. A target is the compile-time choice: it
+/// exists only if its feature is on and its backend has the operations of this crate.
+///
+/// ```
+/// use kv_cubecl::{Flex, On, Target};
+///
+/// fn report<T: Target>() -> kv_cubecl::Result<String> {
+///     let device = On::<T>::open()?;
+///     Ok(format!("{} on {:?}", T::NAME, *device))
+/// }
+/// assert!(report::<Flex>()?.starts_with("flex"));
+/// # Ok::<(), kv_cubecl::Error>(())
+/// ```
+pub trait Target: Copy + fmt::Debug + Send + Sync + 'static {
+    /// Burn's backend of this target.
+    type Backend: KvCacheOps;
+
+    /// Name as users write it.
+    const NAME: &'static str;
+
+    /// Whether `device` belongs to this target.
+    fn hosts(device: &Device) -> bool;
+
+    /// Opens the default device of this target.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] when this machine has none.
+    fn open() -> Result<Device>;
+}
+
+/// Burn's CPU backend.
+#[cfg(feature = "flex")]
+#[derive(Clone, Copy, Debug)]
+pub struct Flex;
+
+#[cfg(feature = "flex")]
+impl Target for Flex {
+    type Backend = burn::backend::Flex;
+    const NAME: &'static str = "flex";
+
+    fn hosts(device: &Device) -> bool {
+        matches!(device.as_dispatch(), DispatchDevice::Flex(_))
+    }
+
+    fn open() -> Result<Device> {
+        Ok(Device::flex())
+    }
+}
+
+/// WGPU: Vulkan, Metal, DirectX 12 or a browser.
+#[cfg(feature = "wgpu")]
+#[derive(Clone, Copy, Debug)]
+pub struct Wgpu;
+
+#[cfg(feature = "wgpu")]
+impl Target for Wgpu {
+    type Backend = burn::backend::Wgpu;
+    const NAME: &'static str = "wgpu";
+
+    fn hosts(device: &Device) -> bool {
+        is_cube(device, burn::backend::RuntimeId::Wgpu)
+    }
+
+    fn open() -> Result<Device> {
+        use std::sync::OnceLock;
+        // A runtime can be initialized only once per process; ask for it, and remember the answer.
+        static DEVICE: OnceLock<Result<Device, String>> = OnceLock::new();
+        DEVICE
+            .get_or_init(|| Device::wgpu_options().init().map_err(|error| error.to_string()))
+            .clone()
+            .map_err(|why| Error::NoDevice { target: Self::NAME, why })
+    }
+}
+
+/// NVIDIA CUDA.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug)]
+pub struct Cuda;
+
+#[cfg(feature = "cuda")]
+impl Target for Cuda {
+    type Backend = burn::backend::Cuda;
+    const NAME: &'static str = "cuda";
+
+    fn hosts(device: &Device) -> bool {
+        is_cube(device, burn::backend::RuntimeId::Cuda)
+    }
+
+    fn open() -> Result<Device> {
+        // The CUDA driver library is loaded on first use, and its absence panics.
+        std::panic::catch_unwind(|| {
+            let device = Device::cuda(burn::tensor::DeviceIndex::Default);
+            device.sync().map(|()| device).map_err(|error| format!("{error:?}"))
+        })
+        .unwrap_or_else(|_| Err("the CUDA driver could not be loaded".to_string()))
+        .map_err(|why| Error::NoDevice { target: Self::NAME, why })
+    }
+}
+
+/// Automatic differentiation over another target.
+#[cfg(feature = "autodiff")]
+#[derive(Clone, Copy, Debug)]
+pub struct Autodiff<T>(PhantomData<T>);
+
+#[cfg(feature = "autodiff")]
+impl<T: Target> Target for Autodiff<T>
+where
+    burn::backend::Autodiff<T::Backend>: KvCacheOps,
+{
+    type Backend = burn::backend::Autodiff<T::Backend>;
+    const NAME: &'static str = T::NAME;
+
+    fn hosts(device: &Device) -> bool {
+        device.is_autodiff() && T::hosts(&device.clone().without_autodiff())
+    }
+
+    fn open() -> Result<Device> {
+        T::open().map(Device::autodiff)
+    }
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn is_cube(device: &Device, runtime: burn::backend::RuntimeId) -> bool {
+    matches!(device.as_dispatch(), DispatchDevice::Cube(cube) if cube.runtime() == runtime)
+}
+
+/// A device known to belong to target `T`.
+#[derive(Clone)]
+pub struct On<T: Target> {
+    device: Device,
+    target: PhantomData<T>,
+}
+
+impl<T: Target> On<T> {
+    /// Opens the target's default device.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] when this machine has none.
+    pub fn open() -> Result<Self> {
+        T::open().and_then(Self::new)
+    }
+
+    /// Takes a device of the target.
+    ///
+    /// # Errors
+    /// [`Error::WrongTarget`] when it belongs to another one.
+    pub fn new(device: Device) -> Result<Self> {
+        if T::hosts(&device) {
+            Ok(Self { device, target: PhantomData })
+        } else {
+            Err(Error::WrongTarget { target: T::NAME, device: format!("{device:?}") })
+        }
+    }
+}
+
+impl<T: Target> Deref for On<T> {
+    type Target = Device;
+
+    fn deref(&self) -> &Device {
+        &self.device
+    }
+}
+
+impl<T: Target> fmt::Debug for On<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "On<{}>({:?})", T::NAME, self.device)
+    }
+}
