@@ -318,6 +318,46 @@ impl CacheLayout {
     }
 }
 
+impl CacheLayout {
+    /// Bytes one decode step reads of a cache of `len` tokens: every code, parameter and float row
+    /// once.
+    pub fn bytes_read(&self, len: usize) -> usize {
+        let (counts, head_dim) = (self.window().counts(len), self.shape.head_dim);
+        let words = |spec: Option<QuantSpec>, tokens| spec.map_or(0, |s| s.words(tokens, head_dim));
+        let packed = words(self.key_spec(), counts.keys) + words(self.value_spec(), counts.values);
+        let floats = (2 * len - counts.keys - counts.values) * head_dim;
+        self.slices() * (4 * packed + self.config.float.size() * floats)
+    }
+
+    /// Bytes a cache of this layout allocates.
+    pub fn memory_bytes(&self) -> MemoryBytes {
+        let floats = self.slices() * self.float_rows() * self.shape.head_dim;
+        MemoryBytes {
+            keys: 4 * self.key_words(),
+            values: 4 * self.value_words(),
+            floats: self.config.float.size() * floats,
+        }
+    }
+}
+
+/// Bytes a cache has allocated, by part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct MemoryBytes {
+    /// Packed keys: codes and parameters.
+    pub keys: usize,
+    /// Packed values: codes and parameters.
+    pub values: usize,
+    /// Sinks, residual windows, and sides that are not quantized.
+    pub floats: usize,
+}
+
+impl MemoryBytes {
+    /// The sum of all parts.
+    pub const fn total(&self) -> usize {
+        self.keys + self.values + self.floats
+    }
+}
+
 const fn ring_row(token: usize, sinks: usize, ring: usize) -> usize {
     if token < sinks { token } else { sinks + (token - sinks) % ring }
 }

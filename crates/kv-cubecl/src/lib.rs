@@ -41,11 +41,11 @@ pub mod reference;
 mod shapes;
 mod target;
 
-pub use cache::{CacheParts, KvCache, MemoryBytes};
+pub use cache::{CacheParts, KvCache};
 pub use config::{Bits, CacheFloat, Flush, KvCacheConfig};
 pub use error::{Error, Result};
 pub use functions::{Logical, Packed, ensure_finite, fake_quantize, quantize, streaming_attention};
-pub use layout::{CacheShape, Granularity, QuantizedCounts};
+pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts};
 pub use ops::{CacheState, KvCacheOps};
 #[cfg(feature = "autodiff")]
 pub use target::Autodiff;

@@ -11,7 +11,7 @@ use burn::{
 use crate::{
     CacheFloat, CacheShape, Error, KvCacheConfig, KvCacheOps, Packed, QuantizedCounts, Result,
     functions,
-    layout::{CacheLayout, StreamSpec},
+    layout::{CacheLayout, MemoryBytes, StreamSpec},
 };
 use state::State;
 
@@ -28,34 +28,6 @@ pub struct KvCache {
     layout: CacheLayout,
     state: State,
     len: usize,
-}
-
-/// Bytes a cache has allocated, by part.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct MemoryBytes {
-    /// Packed keys: codes and parameters.
-    pub keys: usize,
-    /// Packed values: codes and parameters.
-    pub values: usize,
-    /// Sinks, residual windows, and sides that are not quantized.
-    pub floats: usize,
-}
-
-impl MemoryBytes {
-    /// The sum of all parts.
-    pub const fn total(&self) -> usize {
-        self.keys + self.values + self.floats
-    }
-}
-
-impl core::iter::Sum for MemoryBytes {
-    fn sum<I: Iterator<Item = Self>>(parts: I) -> Self {
-        parts.fold(Self::default(), |a, b| Self {
-            keys: a.keys + b.keys,
-            values: a.values + b.values,
-            floats: a.floats + b.floats,
-        })
-    }
 }
 
 /// The tensors of a cache, to store it away or to inspect it. See [`KvCache::into_parts`].

@@ -2,7 +2,8 @@
 
 use super::{
     attention::attend_row_backward,
-    stream::{StreamOracle, to_f64, token},
+    sequence::token,
+    stream::{StreamOracle, to_f64},
 };
 use crate::{CacheShape, KvCacheConfig};
 
@@ -63,4 +64,40 @@ pub fn stream_gradients(
 
 fn add(to: &mut [f64], from: &[f64]) {
     to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::causal_attention;
+    use super::*;
+
+    /// Where nothing is quantized, the gradient is the derivative: central differences, whose own
+    /// error at this step is about 1e-9.
+    #[test]
+    fn float_gradients_are_derivatives() {
+        let noise = |i: usize| ((i as f32 * 12.9898).sin() * 43_758.547).fract();
+        let (query_shape, key_shape) = ([1, 2, 9, 8], [1, 1, 9, 8]);
+        let [query, key, value] = [0..144, 200..272, 300..372].map(|i| i.map(noise).collect());
+        let (query, key, value): (Vec<f32>, Vec<f32>, Vec<f32>) = (query, key, value);
+        let grad = to_f64(&(400..544).map(noise).collect::<Vec<_>>());
+        let config = KvCacheConfig::float();
+        let got =
+            stream_gradients((&query, query_shape), (&key, key_shape), &value, &grad, &config);
+
+        let inputs = [&query, &key, &value].map(|x| to_f64(x));
+        let loss = |[query, key, value]: &[Vec<f64>; 3]| -> f64 {
+            let output = causal_attention((query, query_shape), (key, key_shape), value);
+            output.iter().zip(&grad).map(|(output, grad)| output * grad).sum()
+        };
+        for (which, got) in [got.query, got.key, got.value].iter().enumerate() {
+            for (index, got) in got.iter().enumerate() {
+                let mut moved = inputs.clone();
+                moved[which][index] += 1e-4;
+                let above = loss(&moved);
+                moved[which][index] -= 2e-4;
+                let slope = (above - loss(&moved)) / 2e-4;
+                assert!((slope - got).abs() < 1e-7, "input {which} {index}: {got}, not {slope}");
+            }
+        }
+    }
 }

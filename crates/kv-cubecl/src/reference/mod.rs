@@ -22,11 +22,13 @@
 mod attention;
 mod gradient;
 mod quantizer;
+mod sequence;
 mod stream;
 mod tensor;
 
 pub use attention::{attend_row, attend_row_backward, causal_attention};
 pub use gradient::{StreamGradients, stream_gradients};
 pub use quantizer::{F16_MAX, QuantizedGroup, dequantize_group, quantize_group};
-pub use stream::{Lane, StreamOracle, Streamed, stream};
+pub use sequence::{Streamed, stream};
+pub use stream::{Lane, StreamOracle};
 pub use tensor::{dequantize, fake_quantize, quantize};

@@ -38,14 +38,13 @@ fn read<R: Float>(
     channel: usize,
     source: &Source,
 ) -> f32 {
-    let mut x = f32::new(0.0);
-    if token < source.len {
+    let x = if token < source.len {
         let row = slice * source.float_rows + row_of(token, source);
-        x = f32::cast_from(floats[row * source.head_dim + channel]);
+        f32::cast_from(floats[row * source.head_dim + channel])
     } else {
         let row = slice * source.added + token - source.len;
-        x = f32::cast_from(R::cast_from(chunk[row * source.head_dim + channel]));
-    }
+        f32::cast_from(R::cast_from(chunk[row * source.head_dim + channel]))
+    };
     saturate(x)
 }
 

@@ -1,4 +1,8 @@
-use cubecl::{client::Client, ir::ElemType, prelude::*};
+use cubecl::{
+    client::Client,
+    ir::{ElemType, FloatKind},
+    prelude::*,
+};
 
 use super::kernel::{self, SourceLaunch};
 use crate::{
@@ -183,7 +187,7 @@ pub fn launch_quantize_keys(
         spec.words(tokens, head_dim),
         spec.group_size,
         spec.n_bits,
-        f32::elem_type(),
+        ElemType::Float(FloatKind::F32),
     );
 }
 
@@ -211,6 +215,6 @@ pub fn launch_quantize_values(
         spec.words(tokens, head_dim),
         spec.group_size,
         spec.n_bits,
-        f32::elem_type(),
+        ElemType::Float(FloatKind::F32),
     );
 }

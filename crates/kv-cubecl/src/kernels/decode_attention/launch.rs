@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// The buffers of a launch, all contiguous.
-#[derive(Debug)]
+#[allow(missing_debug_implementations, reason = "buffer arguments have none")]
 pub struct DecodeBindings {
     /// f32 `[slices, rows, head_dim]`.
     pub query: BufferArg,

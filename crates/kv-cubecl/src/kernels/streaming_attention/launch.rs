@@ -53,7 +53,7 @@ impl StreamProblem {
 }
 
 /// Buffers of the forward pass, all contiguous f32.
-#[derive(Debug)]
+#[allow(missing_debug_implementations, reason = "buffer arguments have none")]
 pub struct ForwardBindings {
     /// `[slices, n_rep, m, head_dim]`.
     pub query: BufferArg,
@@ -91,7 +91,7 @@ pub fn launch_forward(client: &Client, bindings: ForwardBindings, problem: &Stre
 }
 
 /// Buffers of the backward pass, all contiguous f32; inputs are read by two kernels.
-#[derive(Debug)]
+#[allow(missing_debug_implementations, reason = "buffer arguments have none")]
 pub struct BackwardBindings<F: Fn() -> [BufferArg; 5]> {
     /// Query `[slices, n_rep, m, head_dim]`; keys and values `[2, slices, n, head_dim]`, floats
     /// then what they restore to; gradient of the output; stats `[2, slices * n_rep, m]`, the

@@ -1,0 +1,106 @@
+use std::{
+    io::{Write, stdout},
+    path::PathBuf,
+};
+
+use anyhow::{Context, Result, bail};
+use kv_cubecl::{KvCacheConfig, On, Target};
+use kv_models::{GenerateOptions, Sampling, generate};
+
+use crate::{
+    backend::{Backend, on_backend},
+    source,
+};
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// A folder with config.json, a .gguf file, or a Hugging Face model id.
+    #[arg(long)]
+    model: String,
+    /// The text to continue.
+    #[arg(long, required_unless_present = "prompt_file", conflicts_with = "prompt_file")]
+    prompt: Option<String>,
+    /// Read the text to continue from a file.
+    #[arg(long)]
+    prompt_file: Option<PathBuf>,
+    /// Use only the first tokens of the prompt.
+    #[arg(long)]
+    prompt_tokens: Option<usize>,
+    /// Where to run.
+    #[arg(long, value_enum, default_value = "flex")]
+    backend: Backend,
+    /// What the cache stores.
+    #[arg(long, default_value = "float")]
+    cache: KvCacheConfig,
+    /// Tokens the cache is allocated for; by default prompt and continuation.
+    #[arg(long)]
+    capacity: Option<usize>,
+    /// Tokens to generate, at most.
+    #[arg(long, default_value_t = 128)]
+    max_tokens: usize,
+    /// 0 picks the most likely token; higher values flatten the distribution.
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f32,
+    /// Sample from the smallest set of tokens with this much probability.
+    #[arg(long, default_value_t = 1.0)]
+    top_p: f32,
+    /// Seed of the sampling.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    on_backend!(args.backend, run_on(args))
+}
+
+fn run_on<T: Target>(args: &Args) -> Result<()> {
+    let device = On::<T>::open()?;
+    let prompt = match (&args.prompt, &args.prompt_file) {
+        (Some(prompt), _) => prompt.clone(),
+        (None, Some(path)) => std::fs::read_to_string(path)
+            .with_context(|| format!("prompt-file {}: cannot read", path.display()))?,
+        (None, None) => bail!("prompt: give --prompt or --prompt-file"),
+    };
+    let (model, tokenizer, _) = source::load(&args.model, &device)?;
+    let mut ids = tokenizer.encode(&prompt)?;
+    ids.truncate(args.prompt_tokens.unwrap_or(usize::MAX));
+    let wanted = (ids.len() + args.max_tokens).min(model.max_positions()).max(ids.len()).max(1);
+    let config = args.cache.with_capacity(args.capacity.unwrap_or(wanted));
+    let mut cache = model.new_cache(&config, 1, &device)?;
+    let sampling = if args.temperature == 0.0 {
+        Sampling::Greedy
+    } else {
+        let Args { temperature, top_p, seed, .. } = *args;
+        Sampling::TopP { temperature, top_p, seed }
+    };
+    let eos = tokenizer.eos().clone();
+    let options =
+        GenerateOptions { max_tokens: args.max_tokens, sampling, eos, ..Default::default() };
+
+    let mut text = tokenizer.stream();
+    let mut failure = None;
+    let generated = generate(&model, &mut cache, &ids, &options, &device, |id| {
+        let told = text.push(id).map_err(anyhow::Error::from).and_then(|part| {
+            print!("{part}");
+            Ok(stdout().flush()?)
+        });
+        failure = told.err();
+        failure.is_none()
+    })?;
+    if let Some(error) = failure {
+        return Err(error);
+    }
+    println!("{}", text.finish()?);
+    eprintln!(
+        "prefill {} tokens, {:.1} tokens/s; decode {} tokens, {:.1} tokens/s; cache {config}: {} of \
+         {} tokens, {:.2} MiB",
+        generated.prefill_tokens,
+        generated.prefill_tokens_per_second(),
+        generated.decode_tokens,
+        generated.decode_tokens_per_second(),
+        cache.len(),
+        config.capacity,
+        cache.memory_bytes().total() as f64 / (1 << 20) as f64,
+    );
+    Ok(())
+}

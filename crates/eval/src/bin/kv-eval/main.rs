@@ -1,0 +1,51 @@
+//! `kv-eval`: perplexity, generation and speed of language models with quantized KV caches.
+
+mod backend;
+mod bench;
+mod generate;
+mod ppl;
+mod source;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Evaluate language models with quantized KV caches.
+#[derive(Debug, Parser)]
+#[command(version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Perplexity of a text, and the divergence of each cache from the float one.
+    Ppl(ppl::Args),
+    /// Continue a prompt.
+    Generate(generate::Args),
+    /// Time decode steps by context length.
+    Bench(bench::Args),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().command {
+        Command::Ppl(args) => ppl::run(&args),
+        Command::Generate(args) => generate::run(&args),
+        Command::Bench(args) => bench::run(&args),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // One line: the message, then each cause that adds something to it.
+            let mut line = error.to_string();
+            for cause in error.chain().skip(1).map(ToString::to_string) {
+                if !line.contains(&cause) {
+                    line = format!("{line}: {cause}");
+                }
+            }
+            eprintln!("error: {}", line.split_whitespace().collect::<Vec<_>>().join(" "));
+            ExitCode::FAILURE
+        }
+    }
+}

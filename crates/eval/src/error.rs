@@ -1,0 +1,48 @@
+/// Shorthand for results of this crate.
+pub type Result<T, E = Error> = core::result::Result<T, E>;
+
+/// What can go wrong in an evaluation.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A field of the plan breaks a rule.
+    #[error("{field} {value}: {rule}")]
+    Plan {
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// The rule.
+        rule: String,
+    },
+    /// A run produced a loss that is not a number.
+    #[error("run {cache}: token {token} has negative log-likelihood {value}, which is not finite")]
+    NonFinite {
+        /// The run.
+        cache: String,
+        /// Position in the text.
+        token: usize,
+        /// The value.
+        value: f32,
+    },
+    /// The device failed while computing or copying back.
+    #[error("run {cache}: {why}")]
+    Device {
+        /// The run.
+        cache: String,
+        /// What it said.
+        why: String,
+    },
+    /// The model refused.
+    #[error(transparent)]
+    Model(#[from] kv_models::Error),
+    /// The cache refused.
+    #[error(transparent)]
+    Cache(#[from] kv_cubecl::Error),
+}
+
+impl Error {
+    pub(crate) fn plan(field: &'static str, value: impl ToString, rule: impl Into<String>) -> Self {
+        Self::Plan { field, value: value.to_string(), rule: rule.into() }
+    }
+}
