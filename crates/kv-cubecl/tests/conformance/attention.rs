@@ -1,0 +1,187 @@
+//! Attention through a cache, and in parallel, against the oracle's f64 over the same codes.
+
+use kv_cubecl::{Error, KvCache, On, Target, streaming_attention};
+
+use crate::common::{
+    CLOSE, Host, Rng, Setup, attend, check_properties, close, setups, skipped, stamp,
+};
+
+stamp!(
+    lengths_around_the_window,
+    query_groups,
+    head_dims,
+    sinks,
+    bits_of_keys_and_values_apart,
+    f16_residual,
+    any_configuration,
+    last_step_over_the_dequantized_cache,
+    a_long_text,
+    strided_inputs,
+);
+
+/// The same text token by token and in parallel: outputs and, after every step, counts.
+#[track_caller]
+fn check<T: Target>(on: &On<T>, text: &Setup) {
+    check_within(on, text, CLOSE);
+}
+
+#[track_caller]
+fn check_within<T: Target>(on: &On<T>, text: &Setup, tolerance: f64) {
+    let expected = text.reference();
+    let mut cache = text.cache(on);
+    let mut outputs = Vec::new();
+    for (t, &counts) in expected.counts.iter().enumerate() {
+        outputs.push(attend(&mut cache, &text.tokens(t..t + 1), &[1], on));
+        assert_eq!(cache.len(), t + 1, "{text:?}: len");
+        assert_eq!(cache.quantized_counts(), counts, "{text:?}: counts after token {t}");
+    }
+    let output = Host::cat(&outputs);
+    close(format!("{text:?}: token by token"), &output, &expected.output, tolerance);
+
+    let [q, k, v] = text.on(on);
+    let parallel = Host::of(streaming_attention(q, k, v, &text.config).unwrap());
+    assert_eq!(parallel.shape, text.query.shape);
+    close(format!("{text:?}: in parallel"), &parallel, &expected.output, tolerance);
+}
+
+fn lengths_around_the_window<T: Target>(on: &On<T>) {
+    for name in ["k4v2-g16-r32", "k4v2-g16-r32-after"] {
+        // R - 1, R, R + 1, and two windows likewise; primes; one token.
+        for tokens in [1, 2, 3, 13, 31, 32, 33, 61, 63, 64, 65, 97] {
+            check(on, &Setup::new(name, [1, 2, 1, tokens, 64], tokens as u64));
+        }
+    }
+}
+
+fn query_groups<T: Target>(on: &On<T>) {
+    for per_kv in 1..=8 {
+        let n_kv_heads = 1 + per_kv % 2;
+        let sizes = [2, n_kv_heads * per_kv, n_kv_heads, 41, 64];
+        check(on, &Setup::new("k2v4-g16-r16", sizes, per_kv as u64));
+    }
+}
+
+fn head_dims<T: Target>(on: &On<T>) {
+    for (head_dim, group) in [(16, 16), (64, 64), (80, 16), (96, 32), (128, 64), (256, 32)] {
+        for bits in [2, 4, 8] {
+            let name = format!("k{bits}v{bits}-g{group}-r{group}");
+            check(on, &Setup::new(&name, [1, 2, 2, group + 9, head_dim], head_dim as u64));
+        }
+    }
+}
+
+fn sinks<T: Target>(on: &On<T>) {
+    // The text is shorter than the sinks, ends with them, or goes on.
+    for (sinks, tokens) in [(1, 1), (1, 40), (4, 3), (4, 4), (4, 5), (4, 53), (19, 70), (200, 40)] {
+        for flush in ["before", "after"] {
+            let name = format!("k2v2-g16-r16-s{sinks}-{flush}");
+            check(on, &Setup::new(&name, [1, 4, 2, tokens, 64], tokens as u64));
+        }
+    }
+}
+
+fn bits_of_keys_and_values_apart<T: Target>(on: &On<T>) {
+    for key_bits in [2, 4, 8, 16] {
+        for value_bits in [2, 4, 8, 16] {
+            for rest in ["", "-s1-after"] {
+                let name = format!("k{key_bits}v{value_bits}-g32-r32{rest}");
+                check(on, &Setup::new(&name, [1, 2, 1, 67, 64], 9));
+            }
+        }
+    }
+}
+
+/// Keys and values are rounded to f16 as they enter; the oracle does the same, and what the kernels
+/// compute in f16 after that may cost up to f16's own precision, 1e-3.
+fn f16_residual<T: Target>(on: &On<T>) {
+    for name in ["k2v2-g16-r16-f16", "k4v2-g32-r32-s4-after-f16", "k16v4-g16-r32-f16", "float-f16"]
+    {
+        let text = Setup::new(name, [1, 4, 2, 71, 64], 10);
+        match KvCache::new(&text.config, text.shape(), on) {
+            Ok(_) => check_within(on, &text, 1e-3),
+            Err(error @ Error::Unsupported { .. }) => {
+                assert!(!on.supports_dtype(burn::tensor::DType::F16), "{error}");
+                skipped(&error.to_string());
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+fn any_configuration<T: Target>(on: &On<T>) {
+    check_properties(16, setups(), |text| check(on, &text));
+}
+
+/// Isolates attention from the quantizer: what the cache itself says it holds, in f64.
+fn last_step_over_the_dequantized_cache<T: Target>(on: &On<T>) {
+    for name in ["k2v2-g32-r64", "k4v8-g16-r32-after", "k16v2-g32-r32", "k8v16-g64-r64"] {
+        let text = Setup::new(name, [2, 6, 2, 150, 64], 11);
+        let mut cache = text.cache(on);
+        let output = attend(&mut cache, &text, &[150 - 1, 1], on).tokens(149..150);
+        let seen = |packed: Option<kv_cubecl::Packed>, float: &Host| match packed {
+            Some(packed) => {
+                let packed = Host::of(packed.dequantize());
+                let start = packed.shape[2];
+                Host::cat(&[packed, float.tokens(start..150)])
+            }
+            None => float.clone(),
+        };
+        let keys = seen(cache.packed_keys(), &text.key);
+        let values = seen(cache.packed_values(), &text.value);
+        assert_eq!(keys.shape, text.key.shape);
+        let mut expected = Vec::new();
+        for (head, row) in text.query.tokens(149..150).f64().chunks(64).enumerate() {
+            let lane = |x: &Host| x.f64()[head / 3 * 150 * 64..][..150 * 64].to_vec();
+            let (keys, values) = (lane(&keys), lane(&values));
+            let keys: Vec<&[f64]> = keys.chunks(64).collect();
+            let values: Vec<&[f64]> = values.chunks(64).collect();
+            expected.extend(kv_cubecl::reference::attend_row(row, &keys, &values));
+        }
+        close(format!("{text:?}"), &output, &expected, CLOSE);
+    }
+}
+
+/// Long enough for several splits and tiles; only the last rows are attended to.
+fn a_long_text<T: Target>(on: &On<T>) {
+    for name in ["k2v2-s4", "k4v4-g64-r64-after", "float"] {
+        let text = Setup::new(name, [1, 2, 1, 1301, 64], 12);
+        let run = text.reference();
+        let tail: Vec<f64> =
+            run.output.chunks(1301 * 64).flat_map(|x| &x[1290 * 64..]).copied().collect();
+        let mut cache = text.cache(on);
+        let [_, k, v] = text.tokens(0..1290).on(on);
+        cache.append(k, v).unwrap();
+        let output = attend(&mut cache, &text.tokens(1290..1301), &[1; 11], on);
+        close(format!("{text:?}: after an append"), &output, &tail, CLOSE);
+        assert_eq!(cache.quantized_counts(), run.counts[1300]);
+        let [q, k, v] = text.on(on);
+        let parallel = Host::of(streaming_attention(q, k, v, &text.config).unwrap());
+        close(format!("{text:?}: in parallel"), &parallel, &run.output, CLOSE);
+    }
+}
+
+/// Projections come as `[batch, tokens, heads, head_dim]` and parts of wider buffers.
+fn strided_inputs<T: Target>(on: &On<T>) {
+    let text = Setup::new("k2v2-g16-r16", [2, 4, 2, 50, 64], 13);
+    let expected = text.reference().output;
+    let mut rng = Rng::new(13);
+    let [q, k, v] = text.on(on).map(|tensor| {
+        // The same numbers with heads inside tokens, in the middle of a larger buffer.
+        let [batch, heads, tokens, head_dim] = tensor.dims();
+        let rest = Host::normal(&mut rng, [batch, tokens, heads, head_dim]).on(on);
+        let inner = burn::tensor::Tensor::cat(vec![rest.clone(), tensor.swap_dims(1, 2), rest], 3);
+        inner.narrow(3, head_dim, head_dim).swap_dims(1, 2)
+    });
+    let parallel = streaming_attention(q.clone(), k.clone(), v.clone(), &text.config).unwrap();
+    close("in parallel", &Host::of(parallel), &expected, CLOSE);
+    for sizes in [vec![1; 50], vec![20, 1, 29], vec![50]] {
+        let mut cache = text.cache(on);
+        let (mut outputs, mut start) = (Vec::new(), 0);
+        for &size in &sizes {
+            let [q, k, v] = [&q, &k, &v].map(|x| x.clone().narrow(2, start, size));
+            outputs.push(Host::of(cache.attend(q, k, v).unwrap()));
+            start += size;
+        }
+        close(format!("in chunks {sizes:?}"), &Host::cat(&outputs), &expected, CLOSE);
+    }
+}

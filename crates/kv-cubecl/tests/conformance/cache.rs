@@ -1,0 +1,190 @@
+//! The life of a cache: capacity, reset, clones, parts.
+
+use kv_cubecl::{CacheParts, Error, KvCache, On, Target};
+
+use crate::common::{CLOSE, Host, Rng, Setup, attend, close, equal_bits, snapshot, stamp};
+
+stamp!(
+    capacity_is_reached_and_not_passed,
+    capacity_below_the_window,
+    reset_then_reused,
+    a_clone_diverges_alone,
+    parts_round_trip,
+    parts_that_do_not_fit,
+    stored_prefix_continues,
+);
+
+const NAMES: [&str; 3] = ["k2v2-g16-r16", "k4v2-g16-r32-s3-after", "float"];
+
+fn texts() -> impl Iterator<Item = Setup> {
+    NAMES
+        .into_iter()
+        .enumerate()
+        .map(|(seed, name)| Setup::new(name, [1, 4, 2, 75, 64], 30 + seed as u64))
+}
+
+fn capacity_is_reached_and_not_passed<T: Target>(on: &On<T>) {
+    for text in texts() {
+        let expected = text.reference().output;
+        for sizes in [vec![1; 75], vec![75], vec![70, 5]] {
+            // The capacity is the text's length exactly.
+            let mut cache = text.cache(on);
+            let output = attend(&mut cache, &text, &sizes, on);
+            close(format!("{text:?}"), &output, &expected, CLOSE);
+            assert_eq!((cache.len(), cache.capacity(), cache.is_empty()), (75, 75, false));
+
+            let before = snapshot(&cache);
+            for added in [1, 2, 40] {
+                let full = Error::CapacityExceeded { len: 75, added, capacity: 75 };
+                let [q, k, v] = text.tokens(0..added).on(on);
+                let (q, k, v) = (&q, &k, &v);
+                let again = || [q.clone(), k.clone(), v.clone()];
+                let [q, k, v] = again();
+                assert_eq!(cache.attend(q, k, v).unwrap_err(), full);
+                let [q, k, v] = again();
+                assert_eq!(cache.peek(q, k, v).unwrap_err(), full);
+                let [_, k, v] = again();
+                assert_eq!(cache.append(k, v).unwrap_err(), full);
+                assert!(snapshot(&cache) == before, "{text:?}: a refused call wrote");
+            }
+        }
+        // A chunk that would fit in part is refused as a whole.
+        let mut cache = text.cache(on);
+        attend(&mut cache, &text, &[70], on);
+        let before = snapshot(&cache);
+        let [q, k, v] = text.tokens(0..6).on(on);
+        let error = cache.attend(q, k, v).unwrap_err();
+        assert_eq!(error, Error::CapacityExceeded { len: 70, added: 6, capacity: 75 });
+        assert!(snapshot(&cache) == before, "{text:?}: a refused call wrote");
+        let output = attend(&mut cache, &text.tokens(70..75), &[5], on);
+        let tail: Vec<f64> =
+            expected.chunks(75 * 64).flat_map(|x| &x[70 * 64..]).copied().collect();
+        close(format!("{text:?}: after a refusal"), &output, &tail, CLOSE);
+    }
+}
+
+/// A capacity below the residual length, of one token, and below the sinks.
+fn capacity_below_the_window<T: Target>(on: &On<T>) {
+    for name in
+        ["k2v2-g32-r64", "k2v2-g32-r64-after", "k2v2-g32-r64-s5", "k4v16-g32-r32-s200-after"]
+    {
+        for tokens in [1, 5, 6, 31] {
+            let text = Setup::new(name, [1, 2, 1, tokens, 64], 31);
+            let mut cache = text.cache(on);
+            let output = attend(&mut cache, &text, &vec![1; tokens], on);
+            close(format!("{text:?}"), &output, &text.reference().output, CLOSE);
+            assert!(cache.packed_keys().is_none() && cache.packed_values().is_none());
+        }
+    }
+}
+
+fn reset_then_reused<T: Target>(on: &On<T>) {
+    for text in texts() {
+        let second = Setup::with(text.config, [1, 4, 2, 75, 64], 99);
+        let sizes = [20, 1, 1, 30, 1, 22];
+        let mut fresh = second.cache(on);
+        let expected = attend(&mut fresh, &second, &sizes, on);
+
+        let mut reused = text.cache(on);
+        let memory = reused.memory_bytes();
+        attend(&mut reused, &text, &[75], on);
+        reused.reset();
+        assert!(reused.is_empty());
+        assert!(reused.packed_keys().is_none() && reused.packed_values().is_none());
+        let got = attend(&mut reused, &second, &sizes, on);
+        equal_bits(format!("{text:?}"), &got.data, &expected.data);
+        assert_eq!(reused.memory_bytes(), memory);
+    }
+}
+
+fn a_clone_diverges_alone<T: Target>(on: &On<T>) {
+    for text in texts() {
+        let other = Setup::with(text.config, [1, 4, 2, 75, 64], 98);
+        for prefix in [10, 33, 60] {
+            let mut cache = text.cache(on);
+            attend(&mut cache, &text, &[prefix], on);
+            let before = snapshot(&cache);
+            let mut branch = cache.clone();
+            // Single tokens and a chunk, past a flush.
+            attend(&mut branch, &other, &[1, 1, 10], on);
+            assert!(snapshot(&cache) == before, "{text:?}: the clone wrote into its origin");
+            let mut twin = cache.clone();
+            let branched = snapshot(&branch);
+            let output = attend(&mut cache, &text.tokens(prefix..75), &[1, 74 - prefix], on);
+            assert!(snapshot(&branch) == branched, "{text:?}: the origin wrote into its clone");
+            let expected = text.reference().output;
+            let tail: Vec<f64> =
+                expected.chunks(75 * 64).flat_map(|x| &x[prefix * 64..]).copied().collect();
+            close(format!("{text:?} from {prefix}"), &output, &tail, CLOSE);
+            // A branch is what a cache that had gone that way from the start is.
+            let mixed = attend(&mut twin, &other, &[1, 1, 10], on);
+            let mut again = text.cache(on);
+            attend(&mut again, &text, &[prefix], on);
+            let expected = attend(&mut again, &other, &[1, 1, 10], on);
+            equal_bits(format!("{text:?} branch"), &mixed.data, &expected.data);
+        }
+    }
+}
+
+fn parts_round_trip<T: Target>(on: &On<T>) {
+    for text in texts() {
+        for prefix in [1, 40, 75] {
+            let mut cache = text.cache(on);
+            attend(&mut cache, &text, &[prefix], on);
+            let before = snapshot(&cache);
+            let (memory, counts) = (cache.memory_bytes(), cache.quantized_counts());
+            let parts = cache.into_parts();
+            assert_eq!(parts.len, prefix);
+            let cache = KvCache::from_parts(&text.config, text.shape(), parts).unwrap();
+            assert!(snapshot(&cache) == before, "{text:?}");
+            assert_eq!((cache.memory_bytes(), cache.quantized_counts()), (memory, counts));
+        }
+    }
+}
+
+fn parts_that_do_not_fit<T: Target>(on: &On<T>) {
+    let text = Setup::new("k2v2-g16-r16", [1, 4, 2, 75, 64], 33);
+    let parts = || text.cache(on).into_parts();
+    let build = |parts| KvCache::from_parts(&text.config, text.shape(), parts).map(|_| ());
+    let smaller = text.config.with_capacity(50);
+    let other = KvCache::new(&smaller, text.shape(), on).unwrap().into_parts();
+
+    let refused = |parts: CacheParts, tensor: &str| match build(parts) {
+        Err(Error::Shape { op: "from_parts", tensor: named, .. }) => assert_eq!(named, tensor),
+        result => panic!("{tensor}: {result:?}"),
+    };
+    refused(CacheParts { keys: other.keys.clone(), ..parts() }, "keys");
+    refused(CacheParts { values: other.values.clone(), ..parts() }, "values");
+    let narrow = parts().floats.narrow(2, 0, 3);
+    refused(CacheParts { floats: narrow, ..parts() }, "floats");
+    let beyond = build(CacheParts { len: 76, ..parts() }).unwrap_err();
+    assert!(matches!(beyond, Error::CapacityExceeded { capacity: 75, .. }), "{beyond}");
+    assert!(build(CacheParts { len: 75, ..parts() }).is_ok());
+}
+
+/// A prefix kept on the host and read back on the device goes on as if nothing had happened.
+fn stored_prefix_continues<T: Target>(on: &On<T>) {
+    use burn::tensor::{DType, Int, Tensor};
+    let mut rng = Rng::new(34);
+    for text in texts() {
+        let prefix = 20 + rng.below(40);
+        let mut cache = text.cache(on);
+        attend(&mut cache, &text, &[prefix], on);
+        let stored = cache.clone().into_parts();
+        let words = |tensor: Tensor<1, Int>| {
+            Tensor::<1, Int>::from_data(tensor.into_data(), (&**on, DType::U32))
+        };
+        let parts = CacheParts {
+            keys: words(stored.keys),
+            values: words(stored.values),
+            floats: Tensor::from_data(stored.floats.into_data(), &**on),
+            len: stored.len,
+        };
+        let mut restored = KvCache::from_parts(&text.config, text.shape(), parts).unwrap();
+        let rest = text.tokens(prefix..75);
+        let sizes = [1, 3, 71 - prefix];
+        let expected: Host = attend(&mut cache, &rest, &sizes, on);
+        let got = attend(&mut restored, &rest, &sizes, on);
+        equal_bits(format!("{text:?} from {prefix}"), &got.data, &expected.data);
+    }
+}

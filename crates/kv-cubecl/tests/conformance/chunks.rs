@@ -1,0 +1,115 @@
+//! How a text is cut into chunks changes nothing.
+
+use kv_cubecl::{KvCache, On, Target};
+
+use crate::common::{
+    CLOSE, Host, Rng, Setup, attend, check_properties, chunk_sizes, close, setups, snapshot, stamp,
+};
+
+stamp!(any_chunks_leave_the_same_cache, every_cut_in_two, appended_then_attended, peek_any_chunk);
+
+/// What a cache holds, meaningfully: codes and parameters, and the float rows of tokens in float.
+#[track_caller]
+fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
+    let text = text.tokens(0..cache.len());
+    let counts = cache.quantized_counts();
+    let sinks = text.config.sink_tokens;
+    let group = text.config.group_size;
+    let layout = *cache.layout();
+    let floats = Host::of(cache.clone().into_parts().floats.cast(burn::tensor::DType::F32));
+    let sides = [
+        (&text.key, cache.packed_keys(), counts.keys, layout.key_spec()),
+        (&text.value, cache.packed_values(), counts.values, layout.value_spec()),
+    ];
+    for (side, (host, packed, count, spec)) in sides.into_iter().enumerate() {
+        let side_name = ["keys", "values"][side];
+        let what = format!("{text:?} {what}: {side_name}");
+        assert_eq!(packed.is_some(), count > 0, "{what}");
+        if let (Some(packed), Some(spec)) = (packed, spec) {
+            let host = host.tokens(sinks..sinks + count);
+            let (granularity, n_bits) = (spec.granularity, spec.n_bits);
+            let expected =
+                kv_cubecl::reference::quantize(&host.data, host.shape, granularity, n_bits, group);
+            assert!(packed.to_logical() == expected, "{what}: codes or parameters");
+        }
+        for token in (0..sinks.min(text.len())).chain(sinks + count..text.len()) {
+            let row = if side == 0 { layout.key_row(token) } else { layout.value_row(token) };
+            let (got, expected) = (floats.tokens(row..row + 1), host.tokens(token..token + 1));
+            assert!(got.data == expected.data, "{what}: float row of token {token}");
+        }
+    }
+}
+
+/// Random cuts leave the same codes, parameters, counts and window, and give the same outputs.
+fn any_chunks_leave_the_same_cache<T: Target>(on: &On<T>) {
+    check_properties(24, setups(), |text| {
+        let expected = text.reference();
+        let mut rng = Rng::new(text.seed);
+        for largest in [3, 40, text.len()] {
+            let sizes = chunk_sizes(&mut rng, text.len(), largest);
+            let what = format!("in chunks {sizes:?}");
+            let mut cache = text.cache(on);
+            let output = attend(&mut cache, &text, &sizes, on);
+            close(format!("{text:?} {what}"), &output, &expected.output, CLOSE);
+            assert_eq!(Some(&cache.quantized_counts()), expected.counts.last(), "{text:?} {what}");
+            check_contents(&cache, &text, &what);
+        }
+    });
+}
+
+/// Around every edge of the windows.
+fn every_cut_in_two<T: Target>(on: &On<T>) {
+    for name in ["k2v2-g16-r16-s1", "k4v2-g16-r32-after", "k16v2-g16-r16", "k2v16-g16-r16-s3-after"]
+    {
+        let text = Setup::new(name, [1, 2, 1, 70, 16], 20);
+        let expected = text.reference().output;
+        for cut in (1..70).filter(|cut| cut % 16 <= 4 || cut % 16 >= 14) {
+            let mut cache = text.cache(on);
+            let output = attend(&mut cache, &text, &[cut, 70 - cut], on);
+            close(format!("{text:?} cut at {cut}"), &output, &expected, CLOSE);
+            check_contents(&cache, &text, &format!("cut at {cut}"));
+        }
+    }
+}
+
+/// Appending without attending leaves the same cache as attending does.
+fn appended_then_attended<T: Target>(on: &On<T>) {
+    for (seed, name) in ["k2v2-g16-r32", "k4v4-g32-r32-s4-after", "float"].into_iter().enumerate() {
+        let text = Setup::new(name, [2, 4, 2, 101, 64], seed as u64);
+        let run = text.reference().output;
+        let expected: Vec<f64> =
+            run.chunks(101 * 64).flat_map(|x| &x[77 * 64..]).copied().collect();
+        let mut rng = Rng::new(seed as u64);
+        for largest in [1, 20, 77] {
+            let mut cache = text.cache(on);
+            let mut start = 0;
+            for size in chunk_sizes(&mut rng, 77, largest) {
+                let [_, k, v] = text.tokens(start..start + size).on(on);
+                cache.append(k, v).unwrap();
+                start += size;
+            }
+            check_contents(&cache, &text, "appended");
+            let output = attend(&mut cache, &text.tokens(77..101), &[1, 1, 7, 15], on);
+            close(format!("{text:?}"), &output, &expected, CLOSE);
+        }
+    }
+}
+
+/// From any length, for any number of tokens, `peek` is what `attend` then is.
+fn peek_any_chunk<T: Target>(on: &On<T>) {
+    check_properties(16, setups(), |text| {
+        let mut rng = Rng::new(text.seed);
+        let start = rng.below(text.len());
+        let end = start + 1 + rng.below(text.len() - start);
+        let mut cache = text.cache(on);
+        if start > 0 {
+            attend(&mut cache, &text, &[start], on);
+        }
+        let before = snapshot(&cache);
+        let [q, k, v] = text.tokens(start..end).on(on);
+        let peeked = Host::of(cache.peek(q, k, v).unwrap());
+        assert!(snapshot(&cache) == before, "{text:?}: peek wrote");
+        let attended = attend(&mut cache, &text.tokens(start..end), &[end - start], on);
+        close(format!("{text:?} peek {start}..{end}"), &peeked, &attended.f64(), CLOSE);
+    });
+}

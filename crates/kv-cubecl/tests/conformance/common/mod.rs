@@ -1,0 +1,75 @@
+//! What every case uses: devices, inputs, comparisons.
+
+mod check;
+mod data;
+mod setup;
+
+use std::io::Write;
+
+use kv_cubecl::{Error, On, Target};
+
+pub(crate) use check::{CLOSE, close, equal_bits, snapshot};
+pub(crate) use data::{Host, Rng};
+pub(crate) use setup::{Setup, attend, check_properties, chunk_sizes, setups};
+
+/// Runs a case on a target's device.
+pub(crate) fn run<T: Target>(case: fn(&On<T>)) {
+    match On::<T>::open() {
+        Ok(on) => case(&on),
+        Err(error @ Error::NoDevice { .. })
+            if std::env::var_os("KV_ALLOW_NO_DEVICE").is_some_and(|value| value == "1") =>
+        {
+            skipped(&error.to_string());
+        }
+        Err(error) => panic!("{error} (KV_ALLOW_NO_DEVICE=1 skips the tests of a missing device)"),
+    }
+}
+
+/// Says, past the test harness's capture, that something was not tested and why.
+pub(crate) fn skipped(why: &str) {
+    let test = std::thread::current().name().unwrap_or("test").to_string();
+    writeln!(std::io::stderr().lock(), "SKIPPED {test}: {why}").unwrap();
+}
+
+/// Stamps cases `fn case<T: Target>(on: &On<T>)` for every target.
+macro_rules! stamp {
+    ($($case:ident),+ $(,)?) => { $crate::common::stamp_each! {
+        flex "flex" [kv_cubecl::Flex] wgpu "wgpu" [kv_cubecl::Wgpu] cuda "cuda" [kv_cubecl::Cuda]
+        => [$($case)+]
+    } };
+}
+
+/// Stamps cases for `Autodiff` of every target.
+#[cfg(feature = "autodiff")]
+macro_rules! stamp_autodiff {
+    ($($case:ident),+ $(,)?) => { $crate::common::stamp_each! {
+        flex "flex" [kv_cubecl::Autodiff<kv_cubecl::Flex>]
+        wgpu "wgpu" [kv_cubecl::Autodiff<kv_cubecl::Wgpu>]
+        cuda "cuda" [kv_cubecl::Autodiff<kv_cubecl::Cuda>]
+        => [$($case)+]
+    } };
+}
+
+macro_rules! stamp_each {
+    ($($name:ident $feature:literal [$target:ty])+ => $cases:tt) => {
+        $($crate::common::stamp_one! { $name $feature [$target] $cases })+
+    };
+}
+
+macro_rules! stamp_one {
+    ($name:ident $feature:literal [$target:ty] [$($case:ident)+]) => {
+        #[cfg(feature = $feature)]
+        mod $name {
+            $(
+                #[test]
+                fn $case() {
+                    $crate::common::run::<$target>(super::$case);
+                }
+            )+
+        }
+    };
+}
+
+#[cfg(feature = "autodiff")]
+pub(crate) use stamp_autodiff;
+pub(crate) use {stamp, stamp_each, stamp_one};

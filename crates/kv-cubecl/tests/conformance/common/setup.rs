@@ -1,0 +1,151 @@
+//! A configuration, a shape and a random text to run through a cache.
+
+use core::fmt;
+
+use burn::tensor::{Device, Tensor};
+use kv_cubecl::{CacheShape, Flush, KvCache, KvCacheConfig, reference};
+use proptest::{
+    prelude::*,
+    test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRunner},
+};
+
+use super::{Host, Rng};
+
+/// One random text for one configuration; prints as what is needed to repeat it.
+#[derive(Clone)]
+pub(crate) struct Setup {
+    pub(crate) config: KvCacheConfig,
+    pub(crate) seed: u64,
+    pub(crate) query: Host,
+    pub(crate) key: Host,
+    pub(crate) value: Host,
+}
+
+impl fmt::Debug for Setup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { config, seed, query, key, .. } = self;
+        write!(f, "{config} query {:?} key {:?} seed {seed}", query.shape, key.shape)
+    }
+}
+
+impl Setup {
+    /// A text of `[batch, n_heads, n_kv_heads, tokens, head_dim]`; the capacity fits it exactly.
+    pub(crate) fn new(config: &str, sizes: [usize; 5], seed: u64) -> Self {
+        Self::with(config.parse().unwrap(), sizes, seed)
+    }
+
+    pub(crate) fn with(config: KvCacheConfig, sizes: [usize; 5], seed: u64) -> Self {
+        let [batch, n_heads, n_kv_heads, tokens, head_dim] = sizes;
+        let mut rng = Rng::new(seed);
+        let shape = [batch, n_kv_heads, tokens, head_dim];
+        Self {
+            config: config.with_capacity(tokens),
+            seed,
+            query: Host::normal(&mut rng, [batch, n_heads, tokens, head_dim]),
+            key: Host::keys(&mut rng, shape),
+            value: Host::normal(&mut rng, shape),
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.key.shape[2]
+    }
+
+    pub(crate) fn shape(&self) -> CacheShape {
+        let [batch, n_kv_heads, _, head_dim] = self.key.shape;
+        CacheShape { batch, n_kv_heads, head_dim }
+    }
+
+    pub(crate) fn cache(&self, device: &Device) -> KvCache {
+        KvCache::new(&self.config, self.shape(), device).unwrap()
+    }
+
+    pub(crate) fn on(&self, device: &Device) -> [Tensor<4>; 3] {
+        [&self.query, &self.key, &self.value].map(|host| host.on(device))
+    }
+
+    /// Part of the text.
+    pub(crate) fn tokens(&self, tokens: core::ops::Range<usize>) -> Self {
+        Self {
+            query: self.query.tokens(tokens.clone()),
+            key: self.key.tokens(tokens.clone()),
+            value: self.value.tokens(tokens),
+            ..self.clone()
+        }
+    }
+
+    /// What the oracle says.
+    pub(crate) fn reference(&self) -> reference::Streamed {
+        reference::stream(
+            (&self.query.data, self.query.shape),
+            (&self.key.data, self.key.shape),
+            &self.value.data,
+            &self.config,
+        )
+    }
+}
+
+/// Attends to the whole text in chunks of the given sizes.
+pub(crate) fn attend(cache: &mut KvCache, text: &Setup, sizes: &[usize], device: &Device) -> Host {
+    let mut outputs = Vec::new();
+    let mut start = 0;
+    for &size in sizes {
+        let [q, k, v] = text.tokens(start..start + size).on(device);
+        let output = cache.attend(q, k, v);
+        outputs.push(Host::of(output.unwrap_or_else(|error| panic!("{text:?}: {error}"))));
+        start += size;
+    }
+    Host::cat(&outputs)
+}
+
+/// Random sizes from 1 to `largest` that add up to `total`.
+pub(crate) fn chunk_sizes(rng: &mut Rng, total: usize, largest: usize) -> Vec<usize> {
+    let mut sizes = Vec::new();
+    let mut left = total;
+    while left > 0 {
+        let size = 1 + rng.below(largest.min(left));
+        sizes.push(size);
+        left -= size;
+    }
+    sizes
+}
+
+/// Any valid configuration with a text that fills its window up to three times.
+pub(crate) fn setups() -> impl Strategy<Value = Setup> {
+    let bits = || prop::sample::select(vec![2, 4, 8, 16]);
+    let sizes = vec![(16, 64), (16, 80), (32, 64), (32, 96), (64, 64), (64, 128), (32, 256)];
+    let window = (prop::sample::select(sizes), 1..=2usize);
+    let sinks = prop::sample::select(vec![0, 0, 1, 4, 19]);
+    let heads = (1..=2usize, 1..=2usize, 1..=4usize);
+    ((bits(), bits()), window, sinks, any::<bool>(), heads, (0.0..1.0, any::<u32>())).prop_map(
+        |((k, v), ((group, head_dim), groups), sinks, after, heads, (length, seed))| {
+            let (batch, n_kv_heads, per_kv) = heads;
+            let residual = group * groups;
+            let flush = if after { Flush::AfterAttention } else { Flush::BeforeAttention };
+            let config: KvCacheConfig = format!("k{k}v{v}").parse().unwrap();
+            let config = config
+                .with_group_size(group)
+                .with_residual_length(residual)
+                .with_sink_tokens(sinks)
+                .with_flush(flush);
+            let longest = (3 * residual + sinks).min(150) as f64;
+            let tokens = 1 + (longest * length) as usize;
+            let sizes = [batch, n_kv_heads * per_kv, n_kv_heads, tokens, head_dim];
+            Setup::with(config, sizes, seed.into())
+        },
+    )
+}
+
+/// Checks a property of `cases` random values, always the same ones. A failure prints the value,
+/// made as small as possible.
+pub(crate) fn check_properties<S: Strategy>(cases: u32, values: S, property: impl Fn(S::Value)) {
+    let config = Config { cases, failure_persistence: None, ..Config::default() };
+    let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
+    let result = TestRunner::new_with_rng(config, rng).run(&values, |value| {
+        property(value);
+        Ok::<(), TestCaseError>(())
+    });
+    if let Err(error) = result {
+        panic!("{error}");
+    }
+}

@@ -1,0 +1,269 @@
+//! Configurations: names, rules, and a parser that survives anything. No device.
+
+use kv_cubecl::{
+    Bits, CacheFloat, CacheShape, Error, Flush, Granularity, KvCacheConfig, QuantizedCounts,
+    layout::{CacheLayout, QuantSpec, Window},
+    reference::StreamOracle,
+};
+use proptest::prelude::*;
+
+use crate::common::check_properties;
+
+fn bits() -> impl Strategy<Value = Bits> {
+    prop::sample::select(vec![Bits::Two, Bits::Four, Bits::Eight, Bits::Float])
+}
+
+fn configs() -> impl Strategy<Value = KvCacheConfig> {
+    let sizes = (0..200usize, 0..1000usize, 0..50usize);
+    (bits(), bits(), sizes, any::<bool>(), any::<bool>()).prop_map(
+        |(key_bits, value_bits, (group_size, residual_length, sinks), after, half)| {
+            KvCacheConfig::kivi(key_bits, value_bits)
+                .with_group_size(group_size)
+                .with_residual_length(residual_length)
+                .with_sink_tokens(sinks)
+                .with_flush(if after { Flush::AfterAttention } else { Flush::BeforeAttention })
+                .with_float(if half { CacheFloat::F16 } else { CacheFloat::F32 })
+        },
+    )
+}
+
+#[test]
+fn names_round_trip() {
+    check_properties(2000, configs(), |config| {
+        let name = config.to_string();
+        let parsed: KvCacheConfig = name.parse().unwrap();
+        assert_eq!(parsed.to_string(), name);
+        // A float cache has no groups and no window, so its name leaves them out.
+        match config.is_quantized() {
+            true => assert_eq!(parsed, config),
+            false => assert_eq!(parsed, KvCacheConfig::float().with_float(config.float)),
+        }
+    });
+}
+
+#[test]
+fn names_by_hand() {
+    for (name, canonical) in [
+        ("float", "float"),
+        ("float-f16", "float-f16"),
+        ("k16v16", "float"),
+        ("k4v4", "k4v4"),
+        ("k2v2-g32-r128-s0-before-f32", "k2v2"),
+        ("k4v2-g64-r32-s4", "k4v2-g64-r32-s4"),
+        ("k2v2-after", "k2v2-after"),
+        ("k2v2-f16-after-s1", "k2v2-s1-after-f16"),
+        ("k16v2-g16", "k16v2-g16"),
+    ] {
+        assert_eq!(name.parse::<KvCacheConfig>().unwrap().to_string(), canonical, "{name}");
+    }
+}
+
+#[test]
+fn bad_names_say_which_part() {
+    for (name, part) in [
+        ("", "\"\""),
+        ("kivi", "\"kivi\""),
+        ("k3v2", "3"),
+        ("k2v5", "5"),
+        ("k2v258", "258"),
+        ("k2", "\"k2\""),
+        ("k2v", "\"k2v\""),
+        ("k-2v2", "\"k\""),
+        ("K2V2", "\"K2V2\""),
+        ("k2v2-", "\"\""),
+        ("k2v2-g", "\"g\""),
+        ("k2v2-gx", "\"gx\""),
+        ("k2v2-g+32", "\"g+32\""),
+        ("k2v2-r99999999999999999999999", "\"r99999999999999999999999\""),
+        ("k2v2-s1.5", "\"s1.5\""),
+        ("k2v2-q4", "\"q4\""),
+        ("k2v2-after-before", "\"before\""),
+        ("k2v2-g32-g64", "\"g64\""),
+        ("k2v2-f16-f16", "\"f16\""),
+        ("k2v2 -g32", "\"k2v2 \""),
+        ("k2v2-g３２", "\"g３２\""),
+    ] {
+        let error = name.parse::<KvCacheConfig>().expect_err(name);
+        let Error::InvalidCacheName { text, why } = &error else { panic!("{name}: {error:?}") };
+        assert_eq!(text, name);
+        assert!(why.contains(part), "{name:?}: {why}");
+        assert!(error.to_string().starts_with(&format!("cache {name:?}: ")), "{error}");
+    }
+}
+
+#[test]
+fn the_parser_survives_mutations() {
+    let edits = prop::collection::vec((any::<prop::sample::Index>(), any::<char>(), 0..6u8), 1..6);
+    let alphabet = prop::sample::select("kvgrsfbatleo0123456789-. é".chars().collect::<Vec<_>>());
+    let edits = (edits, prop::collection::vec(alphabet, 6));
+    check_properties(5000, (configs(), edits), |(config, (edits, letters))| {
+        let mut name: Vec<char> = config.to_string().chars().collect();
+        for ((place, any, kind), letter) in edits.into_iter().zip(letters) {
+            let at = place.index(name.len() + 1);
+            match kind {
+                0 => name.insert(at, any),
+                1 | 2 => name.insert(at, letter),
+                3 if at < name.len() => name[at] = letter,
+                4 if at < name.len() => drop(name.remove(at)),
+                _ => name.truncate(at),
+            }
+        }
+        let name: String = name.into_iter().collect();
+        // Either it is refused by name, or it means something that has a name of its own.
+        match name.parse::<KvCacheConfig>() {
+            Ok(parsed) => {
+                let canonical = parsed.to_string();
+                assert_eq!(canonical.parse::<KvCacheConfig>().unwrap().to_string(), canonical);
+                let _ = parsed.validate(64);
+            }
+            Err(Error::InvalidCacheName { text, .. }) => assert_eq!(text, name),
+            Err(error) => panic!("{name:?}: {error:?}"),
+        }
+    });
+}
+
+#[test]
+fn every_rule_names_field_value_and_itself() {
+    let kivi = KvCacheConfig::kivi(Bits::Two, Bits::Two);
+    let k4v16 = KvCacheConfig::kivi(Bits::Four, Bits::Float);
+    let k16v4 = KvCacheConfig::kivi(Bits::Float, Bits::Four);
+    for (config, head_dim, field, value, rule) in [
+        (kivi, 0, "head_dim", "0", "at least 1"),
+        (kivi.with_capacity(0), 64, "capacity", "0", "at least 1"),
+        (kivi.with_capacity(1 << 25), 64, "capacity", "33554432", "at most 16777216"),
+        (KvCacheConfig::float().with_capacity(0), 64, "capacity", "0", "at least 1"),
+        (kivi.with_group_size(0), 64, "group_size", "0", "at least 1"),
+        (kivi.with_residual_length(0), 64, "residual_length", "0", "at least 1"),
+        (kivi.with_group_size(8), 64, "group_size", "8", "16 codes"),
+        (kivi.with_group_size(24), 96, "group_size", "24", "16 codes"),
+        (k4v16.with_group_size(12), 64, "group_size", "12", "8 codes"),
+        (k16v4.with_group_size(12), 64, "group_size", "12", "8 codes"),
+        (kivi.with_residual_length(48), 64, "residual_length", "48", "32"),
+        (k4v16.with_residual_length(20), 64, "residual_length", "20", "32"),
+        (kivi.with_group_size(64), 96, "group_size", "64", "head_dim 96"),
+        (kivi, 80, "group_size", "32", "head_dim 80"),
+        (k16v4, 80, "group_size", "32", "head_dim 80"),
+        (kivi.with_residual_length(1 << 21), 64, "residual_length", "2097152", "at most"),
+        (kivi.with_sink_tokens(1 << 21), 64, "sink_tokens", "2097152", "at most"),
+    ] {
+        let error = config.validate(head_dim).expect_err(field);
+        let Error::InvalidConfig { field: f, value: v, rule: r } = &error else {
+            panic!("{error:?}")
+        };
+        assert_eq!((*f, v.as_str()), (field, value), "{error}");
+        assert!(r.contains(rule), "{error}: expected {rule:?}");
+        assert_eq!(error.to_string(), format!("{f} {v}: {r}"));
+    }
+    let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: 64 };
+    for (shape, field) in [
+        (CacheShape { batch: 0, ..shape }, "batch"),
+        (CacheShape { n_kv_heads: 0, ..shape }, "n_kv_heads"),
+        (CacheShape { head_dim: 0, ..shape }, "head_dim"),
+    ] {
+        let error = CacheLayout::new(&kivi, shape).expect_err(field);
+        assert!(matches!(error, Error::InvalidConfig { field: f, .. } if f == field), "{error}");
+    }
+    let large = CacheShape { batch: 1 << 12, n_kv_heads: 64, head_dim: 128 };
+    let error = CacheLayout::new(&KvCacheConfig::float(), large).unwrap_err();
+    assert!(matches!(error, Error::InvalidConfig { field: "capacity", .. }), "{error}");
+    // No number, however large, may overflow on the way to its error: batch * n_kv_heads is 2^64.
+    let wraps = CacheShape { batch: 1 << 58, n_kv_heads: 64, head_dim: 64 };
+    assert!(CacheLayout::new(&kivi, wraps).is_err(), "{wraps:?}");
+    for huge in [usize::MAX, usize::MAX / 2, 1 << 40] {
+        for config in [
+            kivi.with_capacity(huge),
+            kivi.with_group_size(huge),
+            kivi.with_residual_length(huge),
+            kivi.with_sink_tokens(huge),
+        ] {
+            assert!(CacheLayout::new(&config, shape).is_err(), "{config:?}");
+        }
+        let shape = CacheShape { batch: huge, ..shape };
+        assert!(CacheLayout::new(&kivi, shape).is_err(), "batch {huge}");
+        let shape = CacheShape { batch: 1, n_kv_heads: huge, ..shape };
+        assert!(CacheLayout::new(&kivi, shape).is_err(), "n_kv_heads {huge}");
+        let config = KvCacheConfig::float().with_capacity(100);
+        let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: huge };
+        assert!(CacheLayout::new(&config, shape).is_err(), "head_dim {huge}");
+    }
+}
+
+#[test]
+fn valid_configurations_are_accepted() {
+    for (name, head_dim) in [
+        ("k2v2", 64),
+        ("k2v2-g16", 80),
+        ("k4v4-g8-r8", 72),
+        ("k8v8-g4-r4", 4),
+        ("k2v16", 80),      // only values need groups of channels
+        ("k16v2-r100", 64), // only keys need groups of tokens
+        ("float-g5-r7", 33),
+    ] {
+        let config: KvCacheConfig = name.parse().unwrap();
+        assert_eq!(config.validate(head_dim), Ok(()), "{name}");
+    }
+}
+
+#[test]
+fn specs_of_the_quantizer() {
+    for (bits, group, field) in
+        [(Bits::Float, 32, "n_bits"), (Bits::Two, 8, "group_size"), (Bits::Four, 0, "group_size")]
+    {
+        let error = QuantSpec::new(Granularity::PerToken, bits, group).unwrap_err();
+        assert!(matches!(error, Error::InvalidConfig { field: f, .. } if f == field), "{error}");
+    }
+    for n_bits in 0..=255u8 {
+        assert_eq!(Bits::try_from(n_bits).is_ok(), matches!(n_bits, 2 | 4 | 8 | 16), "{n_bits}");
+    }
+}
+
+/// The closed form of the counts against tokens counted one by one, after every step.
+#[test]
+fn counts_are_the_oracles() {
+    let sizes = (1..4usize, 1..4usize, 0..30usize);
+    check_properties(200, (bits(), bits(), sizes, any::<bool>()), |(k, v, sizes, after)| {
+        let (groups, group, sinks) = sizes;
+        let config = KvCacheConfig::kivi(k, v)
+            .with_group_size(16 * group)
+            .with_residual_length(16 * group * groups)
+            .with_sink_tokens(sinks)
+            .with_flush(if after { Flush::AfterAttention } else { Flush::BeforeAttention });
+        let head_dim = 16 * group;
+        let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim };
+        let (mut oracle, row) = (StreamOracle::new(&config, shape), vec![1.0; head_dim]);
+        assert_eq!(Window::new(&config).counts(0), QuantizedCounts::default());
+        for t in 0..3 * config.residual_length + sinks + 2 {
+            let expected = oracle.append(&row, &row);
+            assert_eq!(Window::new(&config).counts(t + 1), expected, "{config} after token {t}");
+        }
+    });
+}
+
+/// No two tokens that are in float at the same time share a float row.
+#[test]
+fn float_rows_do_not_collide() {
+    for name in
+        ["k2v2-g16-r16", "k2v2-g16-r32-s3-after", "k16v2-g16-r16-s1", "k2v16-g16-r16", "float"]
+    {
+        for capacity in [1, 3, 16, 17, 100] {
+            let config = name.parse::<KvCacheConfig>().unwrap().with_capacity(capacity);
+            let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: 64 };
+            let layout = CacheLayout::new(&config, shape).unwrap();
+            for len in 1..=capacity {
+                let counts = layout.window().counts(len);
+                let in_float = |count: usize| {
+                    let sinks = config.sink_tokens;
+                    (0..len).filter(move |&t| t < sinks || t >= sinks + count)
+                };
+                let keys = in_float(counts.keys).map(|t| layout.key_row(t));
+                let values = in_float(counts.values).map(|t| layout.value_row(t));
+                let mut rows: Vec<usize> = keys.chain(values).collect();
+                let n_rows = rows.len();
+                rows.sort_unstable();
+                rows.dedup();
+                assert_eq!(rows.len(), n_rows, "{name} capacity {capacity} len {len}");
+                assert!(rows.last() < Some(&layout.float_rows()), "{name} {capacity} {len}");
+            }
+        }
+    }
+}

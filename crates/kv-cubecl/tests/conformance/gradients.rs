@@ -1,0 +1,210 @@
+//! Gradients: finite differences where the function is smooth, the straight-through estimator's own
+//! statement where it is not.
+
+use burn::tensor::{DType, Tensor};
+use kv_cubecl::{
+    Bits, Error, Granularity, KvCache, On, Target, fake_quantize,
+    reference::{self, causal_attention, stream_gradients},
+    streaming_attention,
+};
+
+use crate::common::{CLOSE, Host, Rng, Setup, close, equal_bits, skipped, stamp_autodiff};
+
+stamp_autodiff!(
+    fake_quantize_is_the_identity,
+    float_attention_by_finite_differences,
+    straight_through_in_every_configuration,
+    straight_through_over_several_windows,
+    strided_inputs,
+    one_input_at_a_time,
+    small_gradients_survive_an_f16_cache,
+    the_forward_pass_is_the_same,
+    caches_refuse_gradients,
+);
+
+/// Outputs and gradients of `sum(streaming_attention(..) * weight)`.
+fn gradients<T: Target>(on: &On<T>, text: &Setup, weight: &Host) -> [Host; 3] {
+    let [q, k, v] = text.on(on).map(Tensor::require_grad);
+    let output = streaming_attention(q.clone(), k.clone(), v.clone(), &text.config).unwrap();
+    let grads = (output * weight.on(on)).sum().backward();
+    [q, k, v].map(|x| Host::of(x.grad(&grads).expect("a gradient")))
+}
+
+fn weight(text: &Setup) -> Host {
+    Host::normal(&mut Rng::new(text.seed + 1000), text.query.shape)
+}
+
+/// The STE's statement, see [`stream_gradients`].
+#[track_caller]
+fn check<T: Target>(on: &On<T>, text: &Setup, tolerance: f64) {
+    let weight = weight(text);
+    let expected = stream_gradients(
+        (&text.query.data, text.query.shape),
+        (&text.key.data, text.key.shape),
+        &text.value.data,
+        &weight.f64(),
+        &text.config,
+    );
+    let [query, key, value] = gradients(on, text, &weight);
+    close(format!("{text:?}: query"), &query, &expected.query, tolerance);
+    close(format!("{text:?}: key"), &key, &expected.key, tolerance);
+    close(format!("{text:?}: value"), &value, &expected.value, tolerance);
+}
+
+fn fake_quantize_is_the_identity<T: Target>(on: &On<T>) {
+    let mut rng = Rng::new(80);
+    for (granularity, bits) in [
+        (Granularity::PerChannel, Bits::Two),
+        (Granularity::PerChannel, Bits::Eight),
+        (Granularity::PerToken, Bits::Two),
+        (Granularity::PerToken, Bits::Four),
+    ] {
+        // With a constant group and one that saturates.
+        let mut host = Host::normal(&mut rng, [2, 2, 64, 64]);
+        host.data[..64 * 64].fill(0.5);
+        host.data[64 * 64] = 1e6;
+        let weight = Host::normal(&mut rng, host.shape);
+        let input = host.on(on).require_grad();
+        let output = fake_quantize(input.clone(), granularity, bits, 32).unwrap();
+        let expected =
+            reference::fake_quantize(&host.data, host.shape, granularity, bits.n_bits(), 32);
+        equal_bits("forward", &Host::of(output.clone()).data, &expected);
+        let grads = (output * weight.on(on)).sum().backward();
+        equal_bits("gradient", &Host::of(input.grad(&grads).unwrap()).data, &weight.data);
+    }
+}
+
+/// Central differences of the plain f64 attention. With step 1e-4 their own error is about 1e-8.
+fn float_attention_by_finite_differences<T: Target>(on: &On<T>) {
+    for sizes in [[1, 2, 1, 9, 8], [2, 2, 2, 5, 16]] {
+        let text = Setup::new("float", sizes, 81);
+        let weight = weight(&text);
+        let (w, shapes) = (weight.f64(), (text.query.shape, text.key.shape));
+        let inputs = [text.query.f64(), text.key.f64(), text.value.f64()];
+        let loss = |[q, k, v]: &[Vec<f64>; 3]| -> f64 {
+            let output = causal_attention((q, shapes.0), (k, shapes.1), v);
+            output.iter().zip(&w).map(|(output, w)| output * w).sum()
+        };
+        let got = gradients(on, &text, &weight);
+        for (which, got) in got.iter().enumerate() {
+            let step = 1e-4;
+            let slope = |index: usize| {
+                let mut moved = inputs.clone();
+                moved[which][index] += step;
+                let above = loss(&moved);
+                moved[which][index] -= 2.0 * step;
+                (above - loss(&moved)) / (2.0 * step)
+            };
+            let expected: Vec<f64> = (0..inputs[which].len()).map(slope).collect();
+            let name = ["query", "key", "value"][which];
+            close(format!("{text:?}: {name}"), got, &expected, CLOSE);
+        }
+    }
+}
+
+fn straight_through_in_every_configuration<T: Target>(on: &On<T>) {
+    let names = [
+        "k2v2-g16-r16",
+        "k2v2-g16-r16-after",
+        "k4v4-g16-r32-s4",
+        "k8v2-g32-r32-s1-after",
+        "k16v2-g16-r16",
+        "k2v16-g16-r16",
+        "k2v2-g16-r16-s200",
+        "float",
+    ];
+    for (seed, name) in names.into_iter().enumerate() {
+        for sizes in [[1, 2, 2, 53, 64], [2, 6, 2, 35, 32]] {
+            check(on, &Setup::new(name, sizes, seed as u64), CLOSE);
+        }
+    }
+}
+
+fn straight_through_over_several_windows<T: Target>(on: &On<T>) {
+    for (name, head_dim) in [("k2v2-g32-r64", 64), ("k4v2-g16-r32-s4-after", 80)] {
+        check(on, &Setup::new(name, [1, 3, 1, 211, head_dim], 82), CLOSE);
+    }
+}
+
+fn strided_inputs<T: Target>(on: &On<T>) {
+    let text = Setup::new("k2v2-g16-r16", [2, 4, 2, 40, 32], 83);
+    let weight = weight(&text);
+    let expected = gradients(on, &text, &weight);
+    let leaves = text.on(on).map(|x| x.swap_dims(1, 2).mul_scalar(1.0).require_grad());
+    let [q, k, v] = leaves.clone().map(|x| x.swap_dims(1, 2));
+    let output = streaming_attention(q, k, v, &text.config).unwrap();
+    // The gradient of the output is strided as well.
+    let grads = (output.swap_dims(1, 2) * weight.on(on).swap_dims(1, 2)).sum().backward();
+    for (leaf, expected) in leaves.iter().zip(expected) {
+        let got = Host::of(leaf.grad(&grads).unwrap().swap_dims(1, 2));
+        close(format!("{text:?}"), &got, &expected.f64(), CLOSE);
+    }
+}
+
+fn one_input_at_a_time<T: Target>(on: &On<T>) {
+    let text = Setup::new("k2v2-g16-r16", [1, 2, 1, 40, 32], 84);
+    let weight = weight(&text);
+    let expected = gradients(on, &text, &weight);
+    for (which, expected) in expected.iter().enumerate() {
+        let mut inputs = text.on(on);
+        inputs[which] = inputs[which].clone().require_grad();
+        let leaf = inputs[which].clone();
+        let [q, k, v] = inputs;
+        let output = streaming_attention(q, k, v, &text.config).unwrap();
+        let grads = (output * weight.on(on)).sum().backward();
+        close(which, &Host::of(leaf.grad(&grads).unwrap()), &expected.f64(), CLOSE);
+    }
+}
+
+/// Storing in f16 rounds the forward pass; its straight-through gradient stays in f32. In f16, a
+/// mean loss over a long text would vanish: f16 ends at 6e-8.
+fn small_gradients_survive_an_f16_cache<T: Target>(on: &On<T>) {
+    if !on.supports_dtype(DType::F16) {
+        return skipped("the device has no f16");
+    }
+    for name in ["k2v2-g16-r16-f16", "float-f16"] {
+        let text = Setup::new(name, [1, 2, 1, 40, 32], 85);
+        check(on, &text, CLOSE);
+        let weight = weight(&text);
+        let small = Host { data: weight.data.iter().map(|x| x * 1e-7).collect(), ..weight.clone() };
+        let (large, small) = (gradients(on, &text, &weight), gradients(on, &text, &small));
+        for (large, small) in large.iter().zip(small) {
+            let expected: Vec<f64> = large.f64().iter().map(|x| x * 1e-7).collect();
+            close(format!("{text:?} scaled by 1e-7"), &small, &expected, CLOSE);
+        }
+    }
+}
+
+fn the_forward_pass_is_the_same<T: Target>(on: &On<T>) {
+    let text = Setup::new("k4v2-g16-r16-s4", [1, 4, 2, 60, 64], 86);
+    let plain = (**on).clone().without_autodiff();
+    let [q, k, v] = text.on(&plain);
+    let expected = Host::of(streaming_attention(q, k, v, &text.config).unwrap());
+    close("oracle", &expected, &text.reference().output, CLOSE);
+    for tracked in [false, true] {
+        let [q, k, v] = text.on(on).map(|x| if tracked { x.require_grad() } else { x });
+        let got = Host::of(streaming_attention(q, k, v, &text.config).unwrap());
+        equal_bits(format!("tracked {tracked}"), &got.data, &expected.data);
+    }
+}
+
+fn caches_refuse_gradients<T: Target>(on: &On<T>) {
+    let text = Setup::new("k2v2-g16-r16", [1, 2, 1, 8, 32], 87);
+    // An autodiff device is taken for its inner one.
+    let mut cache = KvCache::new(&text.config, text.shape(), on).unwrap();
+    let plain = (**on).clone().without_autodiff();
+    for which in 0..3 {
+        let mut inputs = text.on(&plain);
+        inputs[which] = text.on(on)[which].clone().require_grad();
+        let [q, k, v] = inputs;
+        let error = cache.attend(q, k, v).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        let message = error.to_string();
+        let name = ["query", "key", "value"][which];
+        assert!(message.contains(name) && message.contains("gradients"), "{message}");
+    }
+    assert!(cache.is_empty());
+    let [q, k, v] = text.on(&plain);
+    cache.attend(q, k, v).unwrap();
+    assert!(!T::hosts(&plain), "a device without autodiff is another target");
+}

@@ -1,0 +1,21 @@
+//! One conformance suite for every target: each case is a function of the target, stamped for Flex,
+//! WGPU and CUDA as far as their features are on.
+//!
+//! A target whose device cannot be opened fails its tests, unless `KV_ALLOW_NO_DEVICE=1`; then they
+//! say `SKIPPED` on standard error. Random inputs come from fixed seeds, which failures print.
+#![cfg(any(feature = "flex", feature = "wgpu", feature = "cuda"))]
+#![allow(clippy::unwrap_used, reason = "a failing test may panic")]
+
+mod attention;
+mod cache;
+mod chunks;
+mod common;
+mod config;
+mod envelope;
+mod errors;
+mod golden;
+#[cfg(feature = "autodiff")]
+mod gradients;
+mod memory;
+mod poison;
+mod quantize;

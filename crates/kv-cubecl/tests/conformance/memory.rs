@@ -1,0 +1,63 @@
+//! Reported bytes are the bytes allocated.
+
+use burn::tensor::{DType, Tensor, kind::Basic};
+use kv_cubecl::{CacheShape, KvCache, KvCacheConfig, On, Target, layout::CacheLayout};
+
+use crate::common::{Setup, attend, skipped, stamp};
+
+stamp!(reported_bytes_are_those_of_the_tensors, two_bits_save_what_they_promise);
+
+fn bytes<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> usize {
+    tensor.dims().iter().product::<usize>() * tensor.dtype().size()
+}
+
+fn reported_bytes_are_those_of_the_tensors<T: Target>(on: &On<T>) {
+    let names = ["k2v2", "k4v4-g64-r64-s4-after", "k16v2", "k8v16-g16-r16", "float", "k2v2-f16"];
+    for name in names {
+        if name.ends_with("f16") && !on.supports_dtype(DType::F16) {
+            skipped("the device has no f16");
+            continue;
+        }
+        let text = Setup::new(name, [2, 2, 2, 300, 64], 50);
+        let mut cache = text.cache(on);
+        let empty = cache.memory_bytes();
+        attend(&mut cache, &text, &[299, 1], on);
+        assert_eq!(cache.memory_bytes(), empty, "{name}: it changed as the cache filled");
+        let parts = cache.into_parts();
+        assert_eq!(empty.keys, bytes(&parts.keys), "{name}: keys");
+        assert_eq!(empty.values, bytes(&parts.values), "{name}: values");
+        assert_eq!(empty.floats, bytes(&parts.floats), "{name}: floats");
+        assert_eq!(empty.total(), empty.keys + empty.values + empty.floats);
+    }
+}
+
+const SHAPE: CacheShape = CacheShape { batch: 1, n_kv_heads: 2, head_dim: 64 };
+
+fn two_bits_save_what_they_promise<T: Target>(on: &On<T>) {
+    if !on.supports_dtype(DType::F16) {
+        return skipped("the device has no f16");
+    }
+    let allocated = |name: &str| {
+        let config: KvCacheConfig = name.parse().unwrap();
+        KvCache::new(&config.with_capacity(4096), SHAPE, on).unwrap().memory_bytes().total()
+    };
+    let (quantized, float) = (allocated("k2v2-f16"), allocated("float-f16"));
+    // Two bits and f16 parameters for 3968 of the 4096 tokens, f16 for the window.
+    let elements = 2 * 4096 * 2 * 64;
+    assert!(float < elements * 2 + 1024, "float-f16 allocates {float} bytes");
+    let ratio = float as f64 / quantized as f64;
+    assert!(ratio >= 4.5, "float-f16 {float} bytes is only {ratio:.2} times k2v2-f16 {quantized}");
+}
+
+/// Without a device: the bits per element of the packed part, by the design's arithmetic.
+#[test]
+fn packed_words_are_codes_and_parameters() {
+    for (name, bits) in [("k2v2", 3.0), ("k4v4", 5.0), ("k8v8", 9.0)] {
+        let config: KvCacheConfig = name.parse().unwrap();
+        let layout = CacheLayout::new(&config.with_capacity(4096), SHAPE).unwrap();
+        // Keys flush whole windows, so at full capacity none is left; values keep theirs.
+        let (keys, values) = (2.0 * 64.0 * 4096.0, 2.0 * 64.0 * 3968.0);
+        assert_eq!(layout.key_words() as f64 * 32.0, keys * bits, "{name}: keys");
+        assert_eq!(layout.value_words() as f64 * 32.0, values * bits, "{name}: values");
+    }
+}

@@ -1,0 +1,183 @@
+//! The quantizer, bit for bit against the oracle.
+
+use burn::tensor::Tensor;
+use kv_cubecl::{Bits, Granularity, On, Target, fake_quantize, quantize, reference};
+use proptest::prelude::*;
+
+use crate::common::{Host, Rng, check_properties, equal_bits, stamp};
+
+stamp!(
+    random_inputs,
+    ties_go_to_even,
+    constant_groups,
+    huge_values_saturate,
+    tiny_values,
+    strided_inputs,
+    any_scale,
+    one_token_and_one_channel,
+);
+
+const GRANULARITIES: [Granularity; 2] = [Granularity::PerChannel, Granularity::PerToken];
+const BITS: [Bits; 3] = [Bits::Two, Bits::Four, Bits::Eight];
+
+/// Asserts that `tensor`, which holds `host`, quantizes and restores as the oracle does.
+#[track_caller]
+fn check(
+    what: impl core::fmt::Display,
+    tensor: Tensor<4>,
+    host: &Host,
+    (granularity, bits, group_size): (Granularity, Bits, usize),
+) {
+    let what = format!("{what}: {:?} {granularity:?} {bits:?} G {group_size}", host.shape);
+    let n_bits = bits.n_bits();
+    let expected = reference::quantize(&host.data, host.shape, granularity, n_bits, group_size);
+    let packed = quantize(tensor.clone(), granularity, bits, group_size).unwrap();
+    let got = packed.to_logical();
+    assert!(got.scale == expected.scale, "{what}: scale");
+    assert!(got.min == expected.min, "{what}: min");
+    let wrong = got.codes.iter().zip(&expected.codes).position(|(got, expected)| got != expected);
+    if let Some(word) = wrong {
+        let (got, expected) = (got.codes[word], expected.codes[word]);
+        panic!("{what}: code word {word} is {got:#010x}, not {expected:#010x}");
+    }
+    assert_eq!(got, expected, "{what}");
+
+    let shape = host.shape;
+    let restored = reference::dequantize(&expected, shape, granularity, n_bits, group_size);
+    assert_eq!(packed.shape(), shape, "{what}: shape");
+    equal_bits(format!("{what}: dequantize"), &Host::of(packed.dequantize()).data, &restored);
+    let fake = fake_quantize(tensor, granularity, bits, group_size).unwrap();
+    assert_eq!(fake.dims(), shape, "{what}: shape of fake_quantize");
+    equal_bits(format!("{what}: fake_quantize"), &Host::of(fake).data, &restored);
+}
+
+/// All combinations over one input.
+#[track_caller]
+fn check_all<T: Target>(on: &On<T>, what: &str, host: &Host) {
+    for granularity in GRANULARITIES {
+        for bits in BITS {
+            for group_size in [16, 32, 64] {
+                check(what, host.on(on), host, (granularity, bits, group_size));
+            }
+        }
+    }
+}
+
+fn random_inputs<T: Target>(on: &On<T>) {
+    let mut rng = Rng::new(1);
+    check_all(on, "normal, seed 1", &Host::normal(&mut rng, [2, 3, 128, 64]));
+    check_all(on, "keys, seed 1", &Host::keys(&mut rng, [1, 2, 64, 128]));
+    // Sizes that fill no power of two.
+    for (head_dim, group_size) in [(80, 16), (96, 32), (256, 64), (8, 8), (24, 8)] {
+        let bits = if group_size < 16 { Bits::Four } else { Bits::Two };
+        let values = Host::normal(&mut rng, [1, 3, 7, head_dim]);
+        let spec = (Granularity::PerToken, bits, group_size);
+        check("odd tokens, seed 1", values.on(on), &values, spec);
+        let keys = Host::normal(&mut rng, [3, 1, 3 * group_size, head_dim - 3]);
+        let spec = (Granularity::PerChannel, bits, group_size);
+        check("odd channels, seed 1", keys.on(on), &keys, spec);
+    }
+}
+
+/// On a grid of quarters, many elements lie exactly between two codes.
+fn ties_go_to_even<T: Target>(on: &On<T>) {
+    let mut rng = Rng::new(2);
+    let grid = Host::from_fn([1, 2, 64, 64], || rng.below(13) as f32 * 0.25);
+    check_all(on, "quarters, seed 2", &grid);
+    let grid = Host::from_fn([1, 2, 64, 64], || rng.below(511) as f32 * 0.5);
+    check_all(on, "halves, seed 2", &grid);
+}
+
+fn constant_groups<T: Target>(on: &On<T>) {
+    for constant in [0.0, 1.0, -0.1, 1e-7, 3e-9, 65504.0, -65504.0, 70000.0] {
+        let host = Host::from_fn([1, 2, 64, 64], || constant);
+        check_all(on, &format!("constant {constant}"), &host);
+        for bits in BITS {
+            let restored = fake_quantize(host.on(on), Granularity::PerChannel, bits, 32).unwrap();
+            let expected = half::f16::from_f32(constant.clamp(-65504.0, 65504.0)).to_f32();
+            let got = Host::of(restored).data;
+            assert!(got.iter().all(|&x| x == expected), "constant {constant}: {}", got[0]);
+        }
+    }
+    // Constant channels between others.
+    let mut rng = Rng::new(3);
+    let mut host = Host::normal(&mut rng, [1, 2, 64, 64]);
+    host.data.iter_mut().skip(5).step_by(64).for_each(|x| *x = 2.5);
+    check_all(on, "one constant channel, seed 3", &host);
+}
+
+fn huge_values_saturate<T: Target>(on: &On<T>) {
+    let mut rng = Rng::new(4);
+    for size in [1e4, 65504.0, 1e6, 1e30, 3e38] {
+        let host = Host::from_fn([1, 2, 64, 64], || size * (2.0 * rng.uniform() - 1.0));
+        check_all(on, &format!("up to {size:e}, seed 4"), &host);
+    }
+    // One outlier per group drowns the rest, but nothing overflows.
+    let mut host = Host::normal(&mut rng, [1, 1, 64, 64]);
+    host.data.iter_mut().step_by(17).for_each(|x| *x *= 1e6);
+    check_all(on, "outliers, seed 4", &host);
+}
+
+/// Scales that are subnormal as f16, and ranges too small for any f16. Subnormal f32 are left out:
+/// a GPU may flush them to zero.
+fn tiny_values<T: Target>(on: &On<T>) {
+    let mut rng = Rng::new(5);
+    for size in [1e-3, 1e-5, 1e-6, 2e-7, 1e-8, 1e-20, 1e-36] {
+        let host = Host::from_fn([1, 2, 64, 64], || size * (1.0 + rng.uniform()));
+        check_all(on, &format!("about {size:e}, seed 5"), &host);
+    }
+    // A range small beside the values: the minimum's rounding error exceeds the step.
+    let host = Host::from_fn([1, 2, 64, 64], || 1000.0 + 0.1 * rng.uniform());
+    check_all(on, "1000 and a tenth, seed 5", &host);
+}
+
+fn strided_inputs<T: Target>(on: &On<T>) {
+    let mut rng = Rng::new(6);
+    // [batch, tokens, heads, head_dim], as a projection leaves it.
+    let projected = Host::normal(&mut rng, [2, 64, 3, 64]).on(on).swap_dims(1, 2);
+    // Tokens innermost.
+    let transposed = Host::normal(&mut rng, [1, 2, 64, 128]).on(on).swap_dims(2, 3);
+    // A part of every axis, which begins inside the buffer.
+    let part = Host::normal(&mut rng, [3, 4, 80, 100]).on(on);
+    let part = part.narrow(0, 1, 2).narrow(1, 1, 2).narrow(2, 9, 64).narrow(3, 5, 64);
+    // One head for all, with stride 0.
+    let shared = Host::normal(&mut rng, [2, 1, 64, 64]).on(on).expand([2, 3, 64, 64]);
+    let inputs =
+        [("projected", projected), ("transposed", transposed), ("part", part), ("shared", shared)];
+    for (what, tensor) in inputs {
+        let host = Host::of(tensor.clone());
+        for granularity in GRANULARITIES {
+            for (bits, group_size) in [(Bits::Two, 64), (Bits::Four, 16), (Bits::Eight, 32)] {
+                check(what, tensor.clone(), &host, (granularity, bits, group_size));
+            }
+        }
+    }
+}
+
+/// Any magnitude, any bits, groups from one word on.
+fn any_scale<T: Target>(on: &On<T>) {
+    let sizes = (1..=2usize, 1..=3usize, 1..=3usize, 1..=3usize);
+    let spec = (prop::sample::select(BITS.to_vec()), 1..=4usize, any::<bool>());
+    let values = (sizes, spec, -7.0f32..5.0, -7.0f32..5.0, any::<u32>());
+    check_properties(24, values, |(sizes, spec, spread, offset, seed)| {
+        let ((batch, heads, groups, other), (bits, words, per_channel)) = (sizes, spec);
+        let group_size = words * 32 / bits.n_bits() as usize;
+        let (granularity, shape) = match per_channel {
+            true => (Granularity::PerChannel, [batch, heads, groups * group_size, 5 * other]),
+            false => (Granularity::PerToken, [batch, heads, 5 * other, groups * group_size]),
+        };
+        let mut rng = Rng::new(seed.into());
+        let (spread, offset) = (10f32.powf(spread), 10f32.powf(offset));
+        let host = Host::from_fn(shape, || offset + spread * rng.normal());
+        check(format!("seed {seed}"), host.on(on), &host, (granularity, bits, group_size));
+    });
+}
+
+/// Shapes of one, and one group only.
+fn one_token_and_one_channel<T: Target>(on: &On<T>) {
+    let mut rng = Rng::new(7);
+    let token = Host::normal(&mut rng, [1, 1, 1, 64]);
+    check("one token", token.on(on), &token, (Granularity::PerToken, Bits::Two, 64));
+    let channel = Host::normal(&mut rng, [1, 1, 32, 1]);
+    check("one channel", channel.on(on), &channel, (Granularity::PerChannel, Bits::Four, 32));
+}

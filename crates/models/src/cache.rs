@@ -1,0 +1,109 @@
+//! The KV caches of all layers of a model.
+
+use burn::tensor::Device;
+use kv_cubecl::{CacheShape, KvCache, KvCacheConfig, MemoryBytes};
+
+use crate::{Error, Result};
+
+/// One [`KvCache`] per layer, growing together.
+#[derive(Clone, Debug)]
+pub struct ModelCache {
+    pub(crate) layers: Vec<KvCache>,
+    batch: usize,
+    capacity: usize,
+    max_positions: usize,
+}
+
+/// Allocated bytes of a [`ModelCache`].
+#[derive(Clone, Debug)]
+pub struct ModelCacheBytes {
+    /// One entry per layer, by part.
+    pub layers: Vec<MemoryBytes>,
+}
+
+impl ModelCacheBytes {
+    /// All layers, all parts.
+    pub fn total(&self) -> usize {
+        self.layers.iter().map(|layer| layer.total()).sum()
+    }
+}
+
+impl ModelCache {
+    pub(crate) fn new(
+        config: &KvCacheConfig,
+        n_layers: usize,
+        shape: CacheShape,
+        max_positions: usize,
+        device: &Device,
+    ) -> Result<Self> {
+        let batch = shape.batch;
+        let layers = (0..n_layers)
+            .map(|_| Ok(KvCache::new(config, shape, device)?))
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Self { layers, batch, capacity: config.capacity, max_positions })
+    }
+
+    /// Tokens in the cache.
+    pub fn len(&self) -> usize {
+        self.layers.first().map_or(0, KvCache::len)
+    }
+
+    /// Whether no token was appended since construction or [`reset`](Self::reset).
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Sequences in the batch.
+    pub fn batch(&self) -> usize {
+        self.batch
+    }
+
+    /// Tokens that may still be appended: the cache's capacity or the model's limit, whichever
+    /// comes first.
+    pub fn remaining(&self) -> usize {
+        self.capacity.min(self.max_positions).saturating_sub(self.len())
+    }
+
+    /// Forgets all tokens and keeps the allocations.
+    pub fn reset(&mut self) {
+        for layer in &mut self.layers {
+            layer.reset();
+        }
+    }
+
+    /// Allocated bytes, by layer and part.
+    pub fn memory_bytes(&self) -> ModelCacheBytes {
+        ModelCacheBytes { layers: self.layers.iter().map(|layer| layer.memory_bytes()).collect() }
+    }
+
+    /// The caches by layer, first layer first.
+    pub fn layers(&self) -> &[KvCache] {
+        &self.layers
+    }
+
+    /// Checks that `[batch, added]` more tokens fit, before any layer is touched.
+    pub(crate) fn check(&self, batch: usize, added: usize) -> Result<()> {
+        if batch != self.batch {
+            let rule = format!("the cache was made for batch {}", self.batch);
+            return Err(Error::argument("batch", batch, rule));
+        }
+        check_context(self.len(), added, "max_positions", self.max_positions)?;
+        check_context(self.len(), added, "capacity", self.capacity)
+    }
+}
+
+pub(crate) fn check_context(
+    cached: usize,
+    added: usize,
+    limit_name: &'static str,
+    limit: usize,
+) -> Result<()> {
+    if added == 0 {
+        return Err(Error::argument("seq", 0, "a pass needs at least one token"));
+    }
+    let requested = cached.saturating_add(added);
+    if requested > limit {
+        return Err(Error::ContextLength { requested, cached, added, limit_name, limit });
+    }
+    Ok(())
+}

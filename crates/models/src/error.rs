@@ -1,0 +1,204 @@
+//! What can go wrong between a file on disk and a logit.
+
+use std::{io, path::PathBuf};
+
+/// The result of this crate's functions.
+pub type Result<T, E = Error> = core::result::Result<T, E>;
+
+/// Everything a caller's file, text or request can be wrong about, one line each.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// There is nothing at `path`.
+    #[error("{}: not found{hint}", path.display())]
+    NotFound {
+        /// What was looked for.
+        path: PathBuf,
+        /// What would have been accepted, empty or starting with a comma.
+        hint: String,
+    },
+    /// The operating system could not read `path`.
+    #[error("{}: cannot read: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// The file is not what its name or magic says: truncated, or not of that format.
+    #[error("{}: not a readable {format} file: {}", path.display(), line(why))]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// The format it was read as.
+        format: &'static str,
+        /// What did not fit.
+        why: String,
+    },
+    /// A field of the model's configuration breaks a rule.
+    #[error("{}: {} = {}: {rule}", path.display(), line(field), line(value))]
+    Config {
+        /// The file.
+        path: PathBuf,
+        /// The field as the file spells it.
+        field: String,
+        /// The value found, or `missing`.
+        value: String,
+        /// The rule it breaks.
+        rule: String,
+    },
+    /// The file is readable but none of its tensors belong to the model.
+    #[error(
+        "{}: foreign file: none of its {n_tensors} tensors belongs to a {family} model (expected {expected}, found {})",
+        path.display(),
+        line(found)
+    )]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// How many tensors it holds.
+        n_tensors: usize,
+        /// The model family of the configuration.
+        family: String,
+        /// A tensor that such a model has.
+        expected: String,
+        /// The first tensor of the file.
+        found: String,
+    },
+    /// A tensor of the model is not in the file.
+    #[error("{}: tensor {tensor} is missing", path.display())]
+    MissingTensor {
+        /// The file.
+        path: PathBuf,
+        /// The tensor as the file would name it.
+        tensor: String,
+    },
+    /// A tensor's shape contradicts the configuration.
+    #[error(
+        "{}: tensor {tensor} has shape {actual:?}, the configuration needs {expected:?}",
+        path.display()
+    )]
+    Shape {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The shape found.
+        actual: Vec<usize>,
+        /// The shape the configuration asks for.
+        expected: Vec<usize>,
+    },
+    /// A tensor holds NaN or an infinity.
+    #[error("{}: tensor {tensor} holds {value} at element {index}, weights must be finite", path.display())]
+    NonFinite {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// `NaN`, `inf` or `-inf`.
+        value: f32,
+        /// The first such element, in row-major order.
+        index: usize,
+    },
+    /// A tensor's bytes cannot be read as numbers.
+    #[error("{}: tensor {}: {}", path.display(), line(tensor), line(why))]
+    Tensor {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// A valid request that this crate does not serve.
+    #[error("unsupported {}: {}", line(what), line(why))]
+    Unsupported {
+        /// The feature.
+        what: String,
+        /// The reason, naming the file where there is one.
+        why: String,
+    },
+    /// More tokens than the model or the cache has room for; nothing was appended.
+    #[error(
+        "context of {requested} tokens ({cached} cached + {added} new) exceeds {limit_name} {limit}"
+    )]
+    ContextLength {
+        /// Tokens after the call, had it gone through.
+        requested: usize,
+        /// Tokens already in the cache.
+        cached: usize,
+        /// Tokens of the call.
+        added: usize,
+        /// `max_positions` of the model or `capacity` of the cache.
+        limit_name: &'static str,
+        /// Its value.
+        limit: usize,
+    },
+    /// The arguments of a call contradict each other or the model.
+    #[error("{field} = {value}: {rule}")]
+    Argument {
+        /// The argument.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// The rule it breaks.
+        rule: String,
+    },
+    /// The tokenizer could not be built, or refused a text.
+    #[error("tokenizer: {}", line(why))]
+    Tokenizer {
+        /// What is wrong, naming the file where there is one.
+        why: String,
+    },
+    /// The cache refused.
+    #[error(transparent)]
+    Cache(#[from] kv_cubecl::Error),
+}
+
+impl Error {
+    pub(crate) fn config(
+        path: impl Into<PathBuf>,
+        field: impl Into<String>,
+        value: impl ToString,
+        rule: impl Into<String>,
+    ) -> Self {
+        Self::Config {
+            path: path.into(),
+            field: field.into(),
+            value: value.to_string(),
+            rule: rule.into(),
+        }
+    }
+
+    pub(crate) fn unsupported(what: impl Into<String>, why: impl Into<String>) -> Self {
+        Self::Unsupported { what: what.into(), why: why.into() }
+    }
+
+    pub(crate) fn argument(
+        field: &'static str,
+        value: impl ToString,
+        rule: impl Into<String>,
+    ) -> Self {
+        Self::Argument { field, value: value.to_string(), rule: rule.into() }
+    }
+
+    pub(crate) fn tokenizer(why: impl ToString) -> Self {
+        Self::Tokenizer { why: why.to_string() }
+    }
+}
+
+/// Names and values come from files, messages from other crates; a message here is one line of
+/// bounded length whatever they hold.
+fn line(text: &str) -> String {
+    const MAX: usize = 400;
+    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let mut line = String::new();
+    for c in words.chars().take(MAX) {
+        if c.is_control() { line.extend(c.escape_default()) } else { line.push(c) }
+    }
+    if words.chars().nth(MAX).is_some() {
+        line.push_str(" ..");
+    }
+    line
+}

@@ -1,0 +1,178 @@
+//! Continuing a text, token by token.
+
+mod sampler;
+
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
+
+use burn::tensor::{Device, Int, Tensor, TensorData};
+
+pub use sampler::{Sampler, Sampling};
+
+use crate::{Error, LanguageModel, ModelCache, Result};
+
+/// When [`generate`] stops and how it picks tokens.
+#[derive(Clone, Debug)]
+pub struct GenerateOptions {
+    /// The most tokens to generate.
+    pub max_tokens: usize,
+    /// How a token is picked from the logits.
+    pub sampling: Sampling,
+    /// Ids that end the text; the one generated is reported but not passed to the callback.
+    pub eos: BTreeSet<u32>,
+    /// Prompt tokens per pass: bounds memory, does not change the result.
+    pub prefill_chunk: usize,
+}
+
+impl Default for GenerateOptions {
+    /// 256 tokens, greedy, no end-of-text id, prefill by 512.
+    fn default() -> Self {
+        Self {
+            max_tokens: 256,
+            sampling: Sampling::Greedy,
+            eos: BTreeSet::new(),
+            prefill_chunk: 512,
+        }
+    }
+}
+
+/// Why [`generate`] stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Stop {
+    /// An end-of-text id was generated.
+    Eos,
+    /// `max_tokens` were generated.
+    MaxTokens,
+    /// The cache or the model has no room for another token.
+    Capacity,
+    /// The callback asked to.
+    Callback,
+}
+
+/// What [`generate`] did.
+#[derive(Clone, Debug)]
+pub struct Generated {
+    /// The generated ids, an end-of-text id included.
+    pub ids: Vec<u32>,
+    /// Why it stopped.
+    pub stop: Stop,
+    /// Prompt tokens.
+    pub prefill_tokens: usize,
+    /// Time to the first token.
+    pub prefill_time: Duration,
+    /// Tokens passed through the model one at a time after that.
+    pub decode_tokens: usize,
+    /// Time they took.
+    pub decode_time: Duration,
+}
+
+impl Generated {
+    /// Prompt tokens per second.
+    pub fn prefill_tokens_per_second(&self) -> f64 {
+        self.prefill_tokens as f64 / self.prefill_time.as_secs_f64()
+    }
+
+    /// Decoded tokens per second, zero when there were none.
+    pub fn decode_tokens_per_second(&self) -> f64 {
+        match self.decode_tokens {
+            0 => 0.0,
+            n => n as f64 / self.decode_time.as_secs_f64(),
+        }
+    }
+}
+
+/// Appends `prompt` to `cache` and continues it, passing each id to `on_token` until that returns
+/// false.
+///
+/// # Errors
+///
+/// An empty prompt, one that exceeds the cache or the model (nothing is appended), a cache of
+/// another batch than 1, invalid sampling options, or logits that are not finite.
+pub fn generate(
+    model: &LanguageModel,
+    cache: &mut ModelCache,
+    prompt: &[u32],
+    options: &GenerateOptions,
+    device: &Device,
+    mut on_token: impl FnMut(u32) -> bool,
+) -> Result<Generated> {
+    let mut sampler = Sampler::new(options.sampling)?;
+    if options.prefill_chunk == 0 {
+        return Err(Error::argument("prefill_chunk", 0, "must be at least 1"));
+    }
+    cache.check(1, prompt.len())?;
+
+    let start = Instant::now();
+    let mut logits = prefill(model, cache, prompt, options.prefill_chunk, device)?;
+    let mut out = Generated {
+        ids: vec![],
+        stop: Stop::MaxTokens,
+        prefill_tokens: prompt.len(),
+        prefill_time: start.elapsed(),
+        decode_tokens: 0,
+        decode_time: Duration::ZERO,
+    };
+
+    let start = Instant::now();
+    while out.ids.len() < options.max_tokens {
+        let id = sampler.sample(&logits)?;
+        out.ids.push(id);
+        if options.eos.contains(&id) {
+            out.stop = Stop::Eos;
+            break;
+        }
+        if !on_token(id) {
+            out.stop = Stop::Callback;
+            break;
+        }
+        if out.ids.len() == options.max_tokens {
+            break;
+        }
+        if cache.remaining() == 0 {
+            out.stop = Stop::Capacity;
+            break;
+        }
+        logits = last_logits(model, cache, &[id], device)?;
+        out.decode_tokens += 1;
+    }
+    out.decode_time = start.elapsed();
+    Ok(out)
+}
+
+/// Passes a prompt in chunks and returns the logits after its last token.
+fn prefill(
+    model: &LanguageModel,
+    cache: &mut ModelCache,
+    prompt: &[u32],
+    chunk: usize,
+    device: &Device,
+) -> Result<Vec<f32>> {
+    let (body, tail) = prompt.split_at((prompt.len() - 1) / chunk * chunk);
+    for ids in body.chunks(chunk) {
+        model.hidden_step(to_tensor(ids, device), cache)?;
+    }
+    last_logits(model, cache, tail, device)
+}
+
+/// Passes `ids` and returns the logits after the last; the head is applied to that one alone.
+fn last_logits(
+    model: &LanguageModel,
+    cache: &mut ModelCache,
+    ids: &[u32],
+    device: &Device,
+) -> Result<Vec<f32>> {
+    let hidden = model.hidden_step(to_tensor(ids, device), cache)?; // [1, seq, hidden]
+    let last = hidden.narrow(1, ids.len() - 1, 1);
+    let data = model.head(last).into_data().convert::<f32>();
+    data.try_into_vec::<f32>()
+        .map_err(|error| Error::argument("logits", format!("{error:?}"), "must be readable as f32"))
+}
+
+fn to_tensor(ids: &[u32], device: &Device) -> Tensor<2, Int> {
+    let ids: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
+    let shape = [1, ids.len()];
+    Tensor::from_data(TensorData::new(ids, shape), device)
+}

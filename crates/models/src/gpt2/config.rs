@@ -1,0 +1,142 @@
+//! `config.json` of GPT-2, resolved once.
+
+use std::path::Path;
+
+use serde::Deserialize;
+
+use crate::{
+    Error, Result,
+    llama::{positive, required},
+    nn::AttentionShape,
+};
+
+/// The MLP's nonlinearity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// The tanh approximation of GELU, as OpenAI trained.
+    GeluTanh,
+    /// GELU.
+    Gelu,
+    /// ReLU.
+    Relu,
+}
+
+/// Everything the model needs to know, with nothing left to default.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// Tokens.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the MLP.
+    pub intermediate_size: usize,
+    /// Layers.
+    pub n_layers: usize,
+    /// Heads.
+    pub n_heads: usize,
+    /// The longest context: learned positions.
+    pub max_positions: usize,
+    /// Epsilon of the norms.
+    pub norm_epsilon: f64,
+    /// The MLP's nonlinearity.
+    pub activation: Activation,
+    /// Whether the head is the embedding.
+    pub tied_head: bool,
+}
+
+impl Config {
+    /// How the QKV projection is cut.
+    pub fn attention_shape(&self) -> AttentionShape {
+        let n_heads = self.n_heads;
+        AttentionShape { n_heads, n_kv_heads: n_heads, head_dim: self.hidden_size / n_heads }
+    }
+
+    /// Checks what the tensors' shapes cannot; `path` is for the message.
+    pub(crate) fn check(&self, path: &Path) -> Result<()> {
+        for (field, value) in [
+            ("vocab_size", self.vocab_size),
+            ("n_embd", self.hidden_size),
+            ("n_inner", self.intermediate_size),
+            ("n_layer", self.n_layers),
+            ("n_head", self.n_heads),
+            ("n_positions", self.max_positions),
+        ] {
+            if value == 0 || value > 1 << 31 {
+                return Err(Error::config(path, field, value, "must be between 1 and 2147483648"));
+            }
+        }
+        if !self.hidden_size.is_multiple_of(self.n_heads) {
+            let rule = format!("is not divisible by n_head {}", self.n_heads);
+            return Err(Error::config(path, "n_embd", self.hidden_size, rule));
+        }
+        positive(path, "layer_norm_epsilon", self.norm_epsilon)
+    }
+
+    /// Resolves `config.json`.
+    ///
+    /// # Errors
+    ///
+    /// A missing or contradictory field, or a feature this crate does not compute.
+    pub fn from_json(text: &str, path: &Path) -> Result<Self> {
+        let raw: Raw = serde_json::from_str(text).map_err(|error| Error::Malformed {
+            path: path.into(),
+            format: "config.json",
+            why: error.to_string(),
+        })?;
+        raw.resolve(path)
+    }
+}
+
+/// Fields as the transformers library writes them.
+#[derive(Deserialize)]
+struct Raw {
+    vocab_size: Option<usize>,
+    n_embd: Option<usize>,
+    n_inner: Option<usize>,
+    n_layer: Option<usize>,
+    n_head: Option<usize>,
+    n_positions: Option<usize>,
+    layer_norm_epsilon: Option<f64>,
+    activation_function: Option<String>,
+    tie_word_embeddings: Option<bool>,
+    scale_attn_weights: Option<bool>,
+    scale_attn_by_inverse_layer_idx: Option<bool>,
+    add_cross_attention: Option<bool>,
+}
+
+impl Raw {
+    fn resolve(self, path: &Path) -> Result<Config> {
+        for (field, value, computed) in [
+            ("scale_attn_weights", self.scale_attn_weights, true),
+            ("scale_attn_by_inverse_layer_idx", self.scale_attn_by_inverse_layer_idx, false),
+            ("add_cross_attention", self.add_cross_attention, false),
+        ] {
+            if value.is_some_and(|value| value != computed) {
+                let why = format!("{} sets it, only {computed} is computed", path.display());
+                return Err(Error::unsupported(format!("{field} {}", !computed), why));
+            }
+        }
+        let hidden_size = required(path, "n_embd", self.n_embd)?;
+        let config = Config {
+            vocab_size: required(path, "vocab_size", self.vocab_size)?,
+            hidden_size,
+            intermediate_size: self.n_inner.unwrap_or_else(|| hidden_size.saturating_mul(4)),
+            n_layers: required(path, "n_layer", self.n_layer)?,
+            n_heads: required(path, "n_head", self.n_head)?,
+            max_positions: required(path, "n_positions", self.n_positions)?,
+            norm_epsilon: self.layer_norm_epsilon.unwrap_or(1e-5),
+            activation: match self.activation_function.as_deref().unwrap_or("gelu_new") {
+                "gelu_new" | "gelu_pytorch_tanh" | "gelu_fast" => Activation::GeluTanh,
+                "gelu" => Activation::Gelu,
+                "relu" => Activation::Relu,
+                other => {
+                    let why = format!("{} asks for {other}", path.display());
+                    return Err(Error::unsupported("activation_function", why));
+                }
+            },
+            tied_head: self.tie_word_embeddings.unwrap_or(true),
+        };
+        config.check(path)?;
+        Ok(config)
+    }
+}

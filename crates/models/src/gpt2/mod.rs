@@ -1,0 +1,8 @@
+//! GPT-2.
+
+mod config;
+mod import;
+mod model;
+
+pub use config::{Activation, Config};
+pub use model::{Gpt2, Layer};

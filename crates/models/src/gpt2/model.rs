@@ -1,0 +1,142 @@
+//! A pre-norm transformer with learned positions.
+
+use burn::{
+    module::Module,
+    nn::{Embedding, LayerNorm},
+    tensor::{Int, Tensor, activation},
+};
+use kv_cubecl::KvCacheConfig;
+
+use super::{Activation, Config};
+use crate::{
+    ModelCache, Result,
+    nn::{KvMemory, Linear, project},
+};
+
+/// GPT-2, Radford et al. 2019.
+#[derive(Module, Debug)]
+pub struct Gpt2 {
+    /// Token embeddings, `[vocab, hidden]`.
+    pub embedding: Embedding,
+    /// Position embeddings, `[max_positions, hidden]`.
+    pub positions: Embedding,
+    /// The layers, first to last.
+    pub layers: Vec<Layer>,
+    /// The final norm.
+    pub norm: LayerNorm,
+    /// The output projection; `None` when it is the embedding.
+    pub head: Option<Linear>,
+    #[module(skip)]
+    pub(super) config: Config,
+}
+
+/// One layer of [`Gpt2`].
+#[derive(Module, Debug)]
+pub struct Layer {
+    /// Norm before attention.
+    pub attention_norm: LayerNorm,
+    /// Query, key and value rows in one matrix.
+    pub qkv: Linear,
+    /// Joins the heads.
+    pub output: Linear,
+    /// Norm before the MLP.
+    pub mlp_norm: LayerNorm,
+    /// Into the MLP.
+    pub up: Linear,
+    /// Out of the MLP.
+    pub down: Linear,
+}
+
+impl Gpt2 {
+    /// What the model was built from.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Final-normed hidden states of a whole sequence, in parallel.
+    ///
+    /// # Shapes
+    ///
+    /// - ids: `[batch, seq]`
+    /// - output: `[batch, seq, hidden]`
+    ///
+    /// # Errors
+    ///
+    /// Those of [`KvMemory::attend`].
+    pub fn hidden(&self, ids: Tensor<2, Int>, cache: &KvCacheConfig) -> Result<Tensor<3>> {
+        let mut x = self.embed(ids, 0);
+        for layer in &self.layers {
+            x = layer.forward(x, &self.config, KvMemory::Parallel(cache))?;
+        }
+        Ok(self.norm.forward(x))
+    }
+
+    /// Final-normed hidden states of the tokens that follow those in `cache`.
+    ///
+    /// # Shapes
+    ///
+    /// - ids: `[batch, seq]`
+    /// - output: `[batch, seq, hidden]`
+    ///
+    /// # Errors
+    ///
+    /// Those of [`KvMemory::attend`].
+    pub fn hidden_step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
+        let mut x = self.embed(ids, cache.len());
+        for (layer, kv) in self.layers.iter().zip(&mut cache.layers) {
+            x = layer.forward(x, &self.config, KvMemory::Cached(kv))?;
+        }
+        Ok(self.norm.forward(x))
+    }
+
+    /// Logits of final-normed hidden states.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[batch, seq, hidden]`
+    /// - output: `[batch, seq, vocab]`
+    pub fn head(&self, hidden: Tensor<3>) -> Tensor<3> {
+        match &self.head {
+            Some(head) => head.forward(hidden),
+            None => project(hidden, self.embedding.weight.val()),
+        }
+    }
+
+    /// `[batch, seq]` ids to `[batch, seq, hidden]`, the first at position `start`.
+    fn embed(&self, ids: Tensor<2, Int>, start: usize) -> Tensor<3> {
+        let seq = ids.dims()[1];
+        let positions = self.positions.weight.val().narrow(0, start, seq); // [seq, hidden]
+        self.embedding.forward(ids) + positions.unsqueeze()
+    }
+}
+
+impl Layer {
+    /// Applies the layer.
+    ///
+    /// # Shapes
+    ///
+    /// - x: `[batch, seq, hidden]`
+    /// - output: `[batch, seq, hidden]`
+    ///
+    /// # Errors
+    ///
+    /// Those of [`KvMemory::attend`].
+    pub fn forward(
+        &self,
+        x: Tensor<3>,
+        config: &Config,
+        memory: KvMemory<'_>,
+    ) -> Result<Tensor<3>> {
+        let qkv = self.qkv.forward(self.attention_norm.forward(x.clone()));
+        let heads = config.attention_shape().attend(qkv, None, memory)?;
+        let x = x + self.output.forward(heads);
+
+        let up = self.up.forward(self.mlp_norm.forward(x.clone()));
+        let up = match config.activation {
+            Activation::GeluTanh => activation::gelu_approximate(up),
+            Activation::Gelu => activation::gelu(up),
+            Activation::Relu => activation::relu(up),
+        };
+        Ok(x + self.down.forward(up))
+    }
+}

@@ -1,0 +1,40 @@
+//! Language models for [Burn](https://burn.dev) that take the KV cache as a parameter.
+//!
+//! GPT-2 and the Llama family (Llama, SmolLM, Mistral without a sliding window, Qwen2, Phi-3), read
+//! from Hugging Face folders, PyTorch checkpoints and GGUF files by [`load()`]. There is no quantized
+//! twin of a model: every pass says what its cache stores.
+//!
+//! ```no_run
+//! use burn::tensor::{Device, Int, Tensor};
+//! use kv_models::kv_cubecl::KvCacheConfig;
+//!
+//! # fn main() -> kv_models::Result<()> {
+//! let device = Device::default();
+//! let loaded = kv_models::load("SmolLM2-135M-Instruct.Q4_1.gguf", &device)?;
+//! let ids = Tensor::<2, Int>::from_ints([[3717, 446, 6356]], &device);
+//!
+//! let k2v2 = "k2v2".parse::<KvCacheConfig>()?;
+//! let parallel = loaded.model.forward(ids.clone(), &k2v2)?; // closed form, differentiable
+//! let mut cache = loaded.model.new_cache(&k2v2, 1, &device)?;
+//! let streamed = loaded.model.step(ids, &mut cache)?; // the same numbers, from a cache
+//! # Ok(())
+//! # }
+//! ```
+
+mod cache;
+mod error;
+pub mod generate;
+pub mod gpt2;
+pub mod llama;
+pub mod load;
+mod model;
+pub mod nn;
+pub mod tokenizer;
+
+pub use cache::{ModelCache, ModelCacheBytes};
+pub use error::{Error, Result};
+pub use generate::{GenerateOptions, Generated, Sampler, Sampling, generate};
+pub use kv_cubecl;
+pub use load::{Loaded, load};
+pub use model::LanguageModel;
+pub use tokenizer::Tokenizer;

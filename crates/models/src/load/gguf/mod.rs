@@ -1,0 +1,174 @@
+//! GGUF files: one memory-mapped file with configuration, vocabulary and weights.
+
+mod config;
+mod header;
+mod names;
+
+use std::{borrow::Cow, collections::HashMap, fs::File, io, ops::Range, path::Path, sync::Arc};
+
+use burn::tensor::{DType, Device, Shape, TensorData};
+use burn_store::{
+    bridge,
+    burn_pack::{Error as PackError, Tensor as PackTensor},
+};
+use candle_core::{CpuStorage, quantized::GgmlDType};
+use memmap2::Mmap;
+
+use self::{
+    config::Metadata,
+    header::{Header, TensorInfo},
+};
+use super::{Format, Loaded, Weights, file_stem};
+use crate::{
+    Error, LanguageModel, Result, Tokenizer, gpt2::Gpt2, llama::Llama, nn::AttentionShape,
+};
+
+pub(crate) use header::Value;
+
+/// Reads a GGUF file.
+pub(super) fn load(path: &Path, device: &Device) -> Result<Loaded> {
+    let map = map(path)?;
+    let header = Header::read(&map, path)?;
+
+    let arch = match header.metadata.get("general.architecture") {
+        Some(Value::String(arch)) => arch.as_str(),
+        _ => {
+            let rule = "the file needs it";
+            return Err(Error::config(path, "general.architecture", "missing", rule));
+        }
+    };
+    if !["gpt2", "llama", "phi3", "qwen2"].contains(&arch) {
+        let why = format!("{} has it; gpt2, llama, phi3 and qwen2 are computed", path.display());
+        return Err(Error::unsupported(format!("GGUF architecture {arch}"), why));
+    }
+
+    let mut weights = Weights::of_gguf(path, names::speller(arch));
+    let mut rope_freqs = None;
+    for info in &header.tensors {
+        if info.name == "rope_freqs.weight" {
+            rope_freqs = Some(floats(&map, info, path)?);
+            continue;
+        }
+        let name = names::to_hugging_face(arch, &info.name);
+        weights.insert(name, deferred(&map, info, None), path);
+    }
+
+    let metadata = Metadata { header: &header, arch, path };
+    let model = if arch == "gpt2" {
+        let config = metadata.gpt2(&weights)?;
+        LanguageModel::Gpt2(Gpt2::import(config, &mut weights, device)?)
+    } else {
+        let config = metadata.llama(&weights, rope_freqs)?;
+        if arch == "llama" {
+            unpermute(&header, &map, &config.attention, path, &mut weights);
+        }
+        LanguageModel::Llama(Llama::import(config, &mut weights, device)?)
+    };
+    let name = match header.metadata.get("general.name") {
+        Some(Value::String(name)) if !name.is_empty() => name.clone(),
+        _ => file_stem(path),
+    };
+    let tokenizer = Tokenizer::from_gguf_metadata(&header.metadata, path);
+    Ok(Loaded { model, tokenizer, name, format: Format::Gguf })
+}
+
+/// The metadata alone.
+pub(crate) fn metadata(path: &Path) -> Result<HashMap<String, Value>> {
+    Ok(Header::read(&map(path)?, path)?.metadata)
+}
+
+fn map(path: &Path) -> Result<Arc<Mmap>> {
+    let io = |source: io::Error| match source.kind() {
+        io::ErrorKind::NotFound => Error::NotFound { path: path.into(), hint: String::new() },
+        _ => Error::Io { path: path.into(), source },
+    };
+    let file = File::open(path).map_err(io)?;
+    if file.metadata().map_err(io)?.len() == 0 {
+        let why = "the file is empty".into();
+        return Err(Error::Malformed { path: path.into(), format: "GGUF", why });
+    }
+    // SAFETY: the map is read-only. As with every memory-mapped reader, another process that
+    // truncates or rewrites the file meanwhile breaks the contract that `load` documents.
+    let map = unsafe { Mmap::map(&file) }.map_err(io)?;
+    Ok(Arc::new(map))
+}
+
+/// A tensor whose bytes are read and dequantized when it is taken.
+///
+/// `rows_per_head` undoes llama.cpp's reordering of query and key rows.
+fn deferred(map: &Arc<Mmap>, info: &TensorInfo, rows_per_head: Option<usize>) -> PackTensor {
+    let shape = Shape::from(info.shape.clone());
+    let dtype = match info.dtype {
+        GgmlDType::F16 => DType::F16,
+        GgmlDType::BF16 => DType::BF16,
+        _ => DType::F32,
+    };
+    let (map, info) = (map.clone(), info.clone());
+    bridge::deferred(info.name.clone(), dtype, shape.clone(), None, move || {
+        let Range { start, end } = info.bytes;
+        let bytes = match rows_per_head {
+            Some(rows) => Cow::Owned(split_halves(&map[start..end], info.shape[0], rows)),
+            None => Cow::Borrowed(&map[start..end]),
+        };
+        match info.dtype {
+            GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16 => {
+                Ok(TensorData::from_bytes_vec(bytes.into_owned(), shape.clone(), dtype))
+            }
+            blocks => {
+                let n = info.shape.iter().product();
+                match blocks.from_data(bytes).dequantize(n) {
+                    Ok(CpuStorage::F32(values)) => Ok(TensorData::new(values, shape.clone())),
+                    Ok(_) => Err(PackError::ValidationError("dequantized to another type".into())),
+                    Err(error) => Err(PackError::ValidationError(error.to_string())),
+                }
+            }
+        }
+    })
+}
+
+/// Queries and keys of architecture `llama` are stored for interleaved rotation, pairs of channels
+/// side by side; this crate rotates halves, so their rows go back to where training had them.
+fn unpermute(
+    header: &Header,
+    map: &Arc<Mmap>,
+    attention: &AttentionShape,
+    path: &Path,
+    weights: &mut Weights,
+) {
+    let AttentionShape { n_heads, n_kv_heads, head_dim } = *attention;
+    for info in &header.tensors {
+        let rows = match info.name.split('.').nth(2) {
+            Some("attn_q") => n_heads * head_dim,
+            Some("attn_k") => n_kv_heads * head_dim,
+            _ => continue,
+        };
+        // A wrong shape stays as it is, for the importer to name.
+        if info.shape[0] == rows {
+            let name = names::to_hugging_face("llama", &info.name);
+            weights.insert(name, deferred(map, info, Some(head_dim)), path);
+        }
+    }
+}
+
+/// Within each head, rows 0, 2, 4, .. first, then 1, 3, 5, ..
+fn split_halves(bytes: &[u8], rows: usize, rows_per_head: usize) -> Vec<u8> {
+    let row_bytes = bytes.len() / rows;
+    let half = rows_per_head / 2;
+    let mut out = Vec::with_capacity(bytes.len());
+    for head in bytes.chunks_exact(rows_per_head * row_bytes) {
+        for odd in 0..2 {
+            for i in 0..half {
+                let row = 2 * i + odd;
+                out.extend_from_slice(&head[row * row_bytes..(row + 1) * row_bytes]);
+            }
+        }
+    }
+    out
+}
+
+fn floats(map: &Arc<Mmap>, info: &TensorInfo, path: &Path) -> Result<Vec<f32>> {
+    let n = info.shape.iter().product();
+    let mut weights = Weights::new(path);
+    weights.insert(info.name.clone(), deferred(map, info, None), path);
+    weights.floats(&info.name, n)
+}

@@ -1,0 +1,181 @@
+//! Hugging Face folders: `config.json` beside safetensors or PyTorch weights.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::{Path, PathBuf},
+};
+
+use burn::tensor::Device;
+use burn_store::{ModuleStore, PytorchStore, SafetensorsStore};
+use serde::Deserialize;
+
+use super::{Format, Loaded, Weights, file_stem, read_to_string};
+use crate::{Error, LanguageModel, Result, Tokenizer, gpt2, gpt2::Gpt2, llama, llama::Llama};
+
+/// Reads a folder.
+pub(super) fn load(folder: &Path, device: &Device) -> Result<Loaded> {
+    if !folder.join("config.json").is_file() {
+        return Err(Error::NotFound {
+            path: folder.join("config.json"),
+            hint: ", a model is a folder with config.json and weights, or a .gguf file".into(),
+        });
+    }
+    let (format, files) = weight_files(folder)?;
+    build(folder, folder, format, &files, device)
+}
+
+/// Reads one weights file, with `config.json` beside it.
+pub(super) fn load_file(file: &Path, device: &Device) -> Result<Loaded> {
+    let folder = file.parent().unwrap_or(Path::new("."));
+    let format = match file.extension() {
+        Some(ext) if ext == "bin" => Format::Pytorch,
+        _ => Format::Safetensors,
+    };
+    build(folder, file, format, &[file.to_path_buf()], device)
+}
+
+fn build(
+    folder: &Path,
+    name: &Path,
+    format: Format,
+    files: &[PathBuf],
+    device: &Device,
+) -> Result<Loaded> {
+    let config_path = folder.join("config.json");
+    let config = read_to_string(&config_path)?;
+    let header: Header = json(&config, &config_path)?;
+
+    // One file is named itself in messages, shards by their folder.
+    let mut weights = Weights::new(if let [file] = files { file } else { folder });
+    for file in files {
+        open(format, file, &mut weights)?;
+    }
+    let model = match header.model_type.as_str() {
+        "gpt2" => {
+            let config = gpt2::Config::from_json(&config, &config_path)?;
+            LanguageModel::Gpt2(Gpt2::import(config, &mut weights, device)?)
+        }
+        "llama" | "mistral" | "qwen2" | "phi3" => {
+            let config = llama::Config::from_json(&config, &config_path)?;
+            LanguageModel::Llama(Llama::import(config, &mut weights, device)?)
+        }
+        other => {
+            let why = format!(
+                "{} asks for it; gpt2, llama, mistral, qwen2 and phi3 are computed",
+                config_path.display()
+            );
+            return Err(Error::unsupported(format!("model_type {other}"), why));
+        }
+    };
+    let mut eos = header.eos_token_id.map_or(vec![], Ids::into_vec);
+    if let Ok(text) = read_to_string(&folder.join("generation_config.json"))
+        && let Ok(Generation { eos_token_id: Some(ids) }) = serde_json::from_str(&text)
+    {
+        eos.extend(ids.into_vec());
+    }
+    let tokenizer = Tokenizer::from_file(folder.join("tokenizer.json"), &eos);
+    Ok(Loaded { model, tokenizer, name: file_stem(name), format })
+}
+
+/// The fields of `config.json` that every family has.
+#[derive(Deserialize)]
+struct Header {
+    model_type: String,
+    eos_token_id: Option<Ids>,
+}
+
+/// `generation_config.json`.
+#[derive(Deserialize)]
+struct Generation {
+    eos_token_id: Option<Ids>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Ids {
+    One(u32),
+    Many(Vec<u32>),
+}
+
+impl Ids {
+    fn into_vec(self) -> Vec<u32> {
+        match self {
+            Self::One(id) => vec![id],
+            Self::Many(ids) => ids,
+        }
+    }
+}
+
+fn json<T: for<'de> Deserialize<'de>>(text: &str, path: &Path) -> Result<T> {
+    serde_json::from_str(text).map_err(|error| Error::Malformed {
+        path: path.into(),
+        format: "json",
+        why: error.to_string(),
+    })
+}
+
+/// The files that hold the weights: one, or the shards of an index.
+fn weight_files(folder: &Path) -> Result<(Format, Vec<PathBuf>)> {
+    for (format, stem, extension) in
+        [(Format::Safetensors, "model", "safetensors"), (Format::Pytorch, "pytorch_model", "bin")]
+    {
+        let single = folder.join(format!("{stem}.{extension}"));
+        if single.is_file() {
+            return Ok((format, vec![single]));
+        }
+        let index = folder.join(format!("{stem}.{extension}.index.json"));
+        if index.is_file() {
+            return Ok((format, shards(folder, &index)?));
+        }
+    }
+    Err(Error::NotFound {
+        path: folder.join("model.safetensors"),
+        hint: ", nor model.safetensors.index.json, pytorch_model.bin, pytorch_model.bin.index.json"
+            .into(),
+    })
+}
+
+fn shards(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
+    #[derive(Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let index_text = read_to_string(index)?;
+    let Index { weight_map } = json(&index_text, index)?;
+    let names: BTreeSet<_> = weight_map.into_values().collect();
+    let mut files = Vec::new();
+    for name in names {
+        // An index may not reach outside its folder.
+        if Path::new(&name).file_name() != Some(name.as_ref()) {
+            return Err(Error::config(index, "weight_map", name, "must be a bare file name"));
+        }
+        let file = folder.join(&name);
+        if !file.is_file() {
+            let hint = format!(", listed in {}", index.display());
+            return Err(Error::NotFound { path: file, hint });
+        }
+        files.push(file);
+    }
+    Ok(files)
+}
+
+/// Lists the tensors of one file; their data stays on disk.
+fn open(format: Format, file: &Path, weights: &mut Weights) -> Result<()> {
+    let malformed = |format, why: String| Error::Malformed { path: file.into(), format, why };
+    let tensors = match format {
+        Format::Pytorch => PytorchStore::from_file(file)
+            // Layers are numbered as the importers expect them, gaps are missing tensors.
+            .map_indices_contiguous(false)
+            .get_all_tensors()
+            .map_err(|error| malformed("pytorch", error.to_string()))?
+            .clone(),
+        _ => SafetensorsStore::from_file(file)
+            .get_all_tensors()
+            .map_err(|error| malformed("safetensors", error.to_string()))?
+            .clone(),
+    };
+    for (name, tensor) in tensors {
+        weights.insert(name, tensor, file);
+    }
+    Ok(())
+}

@@ -1,0 +1,89 @@
+//! From files to a [`LanguageModel`]: Hugging Face folders, PyTorch checkpoints, GGUF.
+
+mod gguf;
+mod hf;
+mod weights;
+
+use std::{fs, io, path::Path};
+
+use burn::tensor::Device;
+
+pub(crate) use gguf::{Value as GgufValue, metadata as gguf_metadata};
+pub(crate) use weights::Weights;
+
+use crate::{Error, LanguageModel, Result, Tokenizer};
+
+/// What [`load()`] read.
+#[derive(Debug)]
+pub struct Loaded {
+    /// The model, in f32 on the device.
+    pub model: LanguageModel,
+    /// Its tokenizer, or why there is none: a model can be evaluated on ids without one.
+    pub tokenizer: Result<Tokenizer>,
+    /// The name the files give the model, else the file's or folder's.
+    pub name: String,
+    /// What it was read from.
+    pub format: Format,
+}
+
+/// The formats [`load()`] reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Format {
+    /// A folder with `config.json` and `*.safetensors`.
+    Safetensors,
+    /// A folder with `config.json` and `pytorch_model*.bin`.
+    Pytorch,
+    /// A GGUF file.
+    Gguf,
+}
+
+/// Reads a model: a folder with `config.json`, or a `.gguf` file.
+///
+/// Weights are memory mapped and converted to f32 one tensor at a time. The file must not be
+/// truncated by another process meanwhile.
+///
+/// # Errors
+///
+/// One line naming the file, the tensor or field, its value and the rule: nothing there, a
+/// truncated or foreign file, a missing tensor, a wrong shape, NaN or infinite weights, an
+/// unsupported architecture or GGML type.
+pub fn load(path: impl AsRef<Path>, device: &Device) -> Result<Loaded> {
+    let path = path.as_ref();
+    let metadata = match fs::metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Err(Error::NotFound { path: path.into(), hint: String::new() });
+        }
+        Err(source) => return Err(Error::Io { path: path.into(), source }),
+    };
+    let mut loaded = if metadata.is_dir() {
+        hf::load(path, device)?
+    } else if path.extension().is_some_and(|ext| ext == "safetensors" || ext == "bin") {
+        // A weights file: its configuration lies beside it.
+        hf::load_file(path, device)?
+    } else {
+        gguf::load(path, device)?
+    };
+
+    let vocab_size = loaded.model.vocab_size();
+    if let Ok(tokenizer) = &loaded.tokenizer
+        && tokenizer.n_ids() > vocab_size
+    {
+        let n_ids = tokenizer.n_ids();
+        let why = format!("{}: has {n_ids} ids, the model knows {vocab_size}", path.display());
+        loaded.tokenizer = Err(Error::tokenizer(why));
+    }
+    Ok(loaded)
+}
+
+fn file_stem(path: &Path) -> String {
+    path.file_stem().map_or_else(|| "model".into(), |stem| stem.to_string_lossy().into_owned())
+}
+
+fn read_to_string(path: &Path) -> Result<String> {
+    fs::read_to_string(path).map_err(|source| match source.kind() {
+        io::ErrorKind::NotFound => Error::NotFound { path: path.into(), hint: String::new() },
+        _ => Error::Io { path: path.into(), source },
+    })
+}

@@ -1,0 +1,208 @@
+//! Named tensors of a checkpoint, read one at a time.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
+
+use burn::{
+    module::Param,
+    tensor::{DType, Device, Tensor, TensorData},
+};
+use burn_store::burn_pack::Tensor as PackTensor;
+use half::{bf16, f16};
+
+use crate::{Error, Result};
+
+/// Tensors that have not been read yet, under their Hugging Face names.
+///
+/// Each is checked for presence, shape, type and finite values when taken, converted to f32, and
+/// handed to the device, so that at most one of them is in host memory beside the model.
+pub(crate) struct Weights {
+    path: PathBuf,
+    tensors: BTreeMap<String, Entry>,
+    conv1d: bool,
+    spell: fn(&str) -> String,
+    /// What [`strip_prefix`](Self::strip_prefix) took off, for messages.
+    prefix: &'static str,
+}
+
+struct Entry {
+    tensor: PackTensor,
+    /// The name in the file, for messages.
+    name: String,
+    path: PathBuf,
+}
+
+impl Weights {
+    /// No tensors yet; `path` is what messages call the checkpoint.
+    pub(crate) fn new(path: &Path) -> Self {
+        Self {
+            path: path.into(),
+            tensors: BTreeMap::new(),
+            conv1d: true,
+            spell: str::to_string,
+            prefix: "",
+        }
+    }
+
+    /// Says that this is a GGUF file: GPT-2's projections are `[d_output, d_input]`, and `spell`
+    /// gives the file's name for a tensor.
+    pub(crate) fn of_gguf(path: &Path, spell: fn(&str) -> String) -> Self {
+        Self { conv1d: false, spell, ..Self::new(path) }
+    }
+
+    /// Adds a tensor of `file` under the name the importers know.
+    pub(crate) fn insert(&mut self, name: String, tensor: PackTensor, file: &Path) {
+        let entry = Entry { name: tensor.name.clone(), tensor, path: file.into() };
+        self.tensors.insert(name, entry);
+    }
+
+    pub(crate) fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// The shape of a tensor as stored.
+    pub(crate) fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        self.tensors.get(name).map(|entry| entry.tensor.shape.to_vec())
+    }
+
+    /// Drops a prefix that some exports of a family have and others lack.
+    pub(crate) fn strip_prefix(&mut self, prefix: &'static str) {
+        if self.tensors.keys().any(|name| name.starts_with(prefix)) {
+            self.prefix = prefix;
+        }
+        self.tensors = std::mem::take(&mut self.tensors)
+            .into_iter()
+            .map(|(name, entry)| match name.strip_prefix(prefix) {
+                Some(stripped) => (stripped.to_string(), entry),
+                None => (name, entry),
+            })
+            .collect();
+    }
+
+    /// Fails when the checkpoint has nothing in common with a family's names.
+    pub(crate) fn check_family(&self, family: &str, expected: &str) -> Result<()> {
+        let layers = if family == "GPT-2" { "h.0." } else { "layers.0." };
+        if self.contains(expected) || self.tensors.keys().any(|name| name.starts_with(layers)) {
+            return Ok(());
+        }
+        Err(Error::Foreign {
+            path: self.path.clone(),
+            n_tensors: self.tensors.len(),
+            family: family.into(),
+            expected: (self.spell)(expected),
+            found: self.tensors.values().next().map_or("none".into(), |entry| entry.name.clone()),
+        })
+    }
+
+    /// Takes matrices of `[rows, columns]` and stacks their rows.
+    pub(crate) fn matrix(
+        &mut self,
+        parts: &[(String, usize)],
+        columns: usize,
+        device: &Device,
+    ) -> Result<Param<Tensor<2>>> {
+        let mut values = Vec::new();
+        let mut n_rows = 0;
+        for (name, rows) in parts {
+            self.read(name, &[*rows, columns], &mut values)?;
+            n_rows += rows;
+        }
+        Ok(Param::from_data(TensorData::new(values, [n_rows, columns]), device))
+    }
+
+    /// Takes vectors and joins them.
+    pub(crate) fn vector(
+        &mut self,
+        parts: &[(String, usize)],
+        device: &Device,
+    ) -> Result<Param<Tensor<1>>> {
+        let mut values = Vec::new();
+        for (name, len) in parts {
+            self.read(name, &[*len], &mut values)?;
+        }
+        let len = values.len();
+        Ok(Param::from_data(TensorData::new(values, [len]), device))
+    }
+
+    /// Takes a vector to the host.
+    pub(crate) fn floats(&mut self, name: &str, len: usize) -> Result<Vec<f32>> {
+        let mut values = Vec::new();
+        self.read(name, &[len], &mut values)?;
+        Ok(values)
+    }
+
+    /// Takes a GPT-2 projection as `[d_output, d_input]`, transposing where the checkpoint needs it.
+    pub(crate) fn conv1d(
+        &mut self,
+        name: &str,
+        d_input: usize,
+        d_output: usize,
+        device: &Device,
+    ) -> Result<Param<Tensor<2>>> {
+        if !self.conv1d {
+            return self.matrix(&[(name.to_string(), d_output)], d_input, device);
+        }
+        let mut stored = Vec::new();
+        self.read(name, &[d_input, d_output], &mut stored)?;
+        let mut values = vec![0.0; stored.len()];
+        for (i, row) in stored.chunks_exact(d_output).enumerate() {
+            for (o, value) in row.iter().enumerate() {
+                values[o * d_input + i] = *value;
+            }
+        }
+        Ok(Param::from_data(TensorData::new(values, [d_output, d_input]), device))
+    }
+
+    /// Takes one tensor, appending its values to `values` as f32.
+    fn read(&mut self, name: &str, expected: &[usize], values: &mut Vec<f32>) -> Result<()> {
+        let Some(Entry { tensor, name, path }) = self.tensors.remove(name) else {
+            let prefix = if name.starts_with("lm_head") { "" } else { self.prefix };
+            let tensor = format!("{prefix}{}", (self.spell)(name));
+            return Err(Error::MissingTensor { path: self.path.clone(), tensor });
+        };
+        let actual = tensor.shape.to_vec();
+        if actual != expected {
+            return Err(Error::Shape { path, tensor: name, actual, expected: expected.to_vec() });
+        }
+        let dtype = tensor.dtype;
+        let bytes = match tensor.into_bytes() {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                let why = error.to_string();
+                return Err(Error::Tensor { path, tensor: name, why });
+            }
+        };
+        let start = values.len();
+        values.reserve_exact(expected.iter().product());
+        match dtype {
+            DType::F32 => values.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes(four(b)))),
+            DType::F16 => {
+                values.extend(bytes.chunks_exact(2).map(|b| f16::from_le_bytes(two(b)).to_f32()));
+            }
+            DType::BF16 => {
+                values.extend(bytes.chunks_exact(2).map(|b| bf16::from_le_bytes(two(b)).to_f32()));
+            }
+            other => {
+                let why = format!("type {other:?} is not one of f32, f16, bf16");
+                return Err(Error::Tensor { path, tensor: name, why });
+            }
+        }
+        match values[start..].iter().position(|value| !value.is_finite()) {
+            None => Ok(()),
+            Some(index) => {
+                let value = values[start + index];
+                Err(Error::NonFinite { path, tensor: name, value, index })
+            }
+        }
+    }
+}
+
+fn four(bytes: &[u8]) -> [u8; 4] {
+    [bytes[0], bytes[1], bytes[2], bytes[3]]
+}
+
+fn two(bytes: &[u8]) -> [u8; 2] {
+    [bytes[0], bytes[1]]
+}

@@ -1,0 +1,176 @@
+//! One type for all models.
+
+use burn::{
+    module::Module,
+    tensor::{Device, Int, Tensor},
+};
+use kv_cubecl::{CacheShape, KvCacheConfig};
+
+use crate::{
+    ModelCache, Result, cache::check_context, gpt2::Gpt2, llama::Llama, nn::AttentionShape,
+};
+
+/// A decoder-only language model whose KV cache is a parameter.
+#[derive(Module, Debug)]
+pub enum LanguageModel {
+    /// GPT-2.
+    Gpt2(Gpt2),
+    /// The Llama family.
+    Llama(Llama),
+}
+
+impl LanguageModel {
+    /// Logits of a whole sequence, computed in parallel as a cache of `config` would have
+    /// produced them token by token. Differentiable.
+    ///
+    /// # Shapes
+    ///
+    /// - ids: `[batch, seq]`
+    /// - output: `[batch, seq, vocab]`
+    ///
+    /// # Errors
+    ///
+    /// More tokens than [`max_positions`](Self::max_positions), none, or a `config` that does not
+    /// fit [`head_dim`](Self::head_dim).
+    pub fn forward(&self, ids: Tensor<2, Int>, config: &KvCacheConfig) -> Result<Tensor<3>> {
+        Ok(self.head(self.hidden(ids, config)?))
+    }
+
+    /// Logits of the next tokens, any number of them, appending them to `cache`.
+    ///
+    /// # Shapes
+    ///
+    /// - ids: `[batch, seq]`
+    /// - output: `[batch, seq, vocab]`
+    ///
+    /// # Errors
+    ///
+    /// No token, a batch other than the cache's, or more tokens than the cache or the model has
+    /// room for; the cache is then as it was.
+    pub fn step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
+        Ok(self.head(self.hidden_step(ids, cache)?))
+    }
+
+    /// [`forward`](Self::forward) up to the final norm, for callers that apply
+    /// [`head`](Self::head) to a part at a time.
+    ///
+    /// # Shapes
+    ///
+    /// - ids: `[batch, seq]`
+    /// - output: `[batch, seq, hidden]`
+    ///
+    /// # Errors
+    ///
+    /// Those of [`forward`](Self::forward).
+    pub fn hidden(&self, ids: Tensor<2, Int>, config: &KvCacheConfig) -> Result<Tensor<3>> {
+        config.validate(self.head_dim())?;
+        let [_, seq] = ids.dims();
+        check_context(0, seq, "max_positions", self.max_positions())?;
+        match self {
+            Self::Gpt2(model) => model.hidden(ids, config),
+            Self::Llama(model) => model.hidden(ids, config),
+        }
+    }
+
+    /// [`step`](Self::step) up to the final norm.
+    ///
+    /// # Shapes
+    ///
+    /// - ids: `[batch, seq]`
+    /// - output: `[batch, seq, hidden]`
+    ///
+    /// # Errors
+    ///
+    /// Those of [`step`](Self::step).
+    pub fn hidden_step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
+        let [batch, seq] = ids.dims();
+        cache.check(batch, seq)?;
+        match self {
+            Self::Gpt2(model) => model.hidden_step(ids, cache),
+            Self::Llama(model) => model.hidden_step(ids, cache),
+        }
+    }
+
+    /// Logits of final-normed hidden states.
+    ///
+    /// # Shapes
+    ///
+    /// - hidden: `[batch, seq, hidden]`
+    /// - output: `[batch, seq, vocab]`
+    pub fn head(&self, hidden: Tensor<3>) -> Tensor<3> {
+        match self {
+            Self::Gpt2(model) => model.head(hidden),
+            Self::Llama(model) => model.head(hidden),
+        }
+    }
+
+    /// An empty cache for `batch` sequences.
+    ///
+    /// # Errors
+    ///
+    /// A `config` that does not fit [`head_dim`](Self::head_dim), or a device without its ops.
+    pub fn new_cache(
+        &self,
+        config: &KvCacheConfig,
+        batch: usize,
+        device: &Device,
+    ) -> Result<ModelCache> {
+        let AttentionShape { n_kv_heads, head_dim, .. } = self.attention_shape();
+        let shape = CacheShape { batch, n_kv_heads, head_dim };
+        ModelCache::new(config, self.n_layers(), shape, self.max_positions(), device)
+    }
+
+    /// Tokens the model knows.
+    pub fn vocab_size(&self) -> usize {
+        match self {
+            Self::Gpt2(model) => model.config().vocab_size,
+            Self::Llama(model) => model.config().vocab_size,
+        }
+    }
+
+    /// The longest context the model was made for.
+    pub fn max_positions(&self) -> usize {
+        match self {
+            Self::Gpt2(model) => model.config().max_positions,
+            Self::Llama(model) => model.config().max_positions,
+        }
+    }
+
+    /// Transformer layers.
+    pub fn n_layers(&self) -> usize {
+        match self {
+            Self::Gpt2(model) => model.config().n_layers,
+            Self::Llama(model) => model.config().n_layers,
+        }
+    }
+
+    /// Query heads per layer.
+    pub fn n_heads(&self) -> usize {
+        self.attention_shape().n_heads
+    }
+
+    /// Key and value heads per layer.
+    pub fn n_kv_heads(&self) -> usize {
+        self.attention_shape().n_kv_heads
+    }
+
+    /// Channels per head.
+    pub fn head_dim(&self) -> usize {
+        self.attention_shape().head_dim
+    }
+
+    /// Width of the residual stream.
+    pub fn hidden_size(&self) -> usize {
+        match self {
+            Self::Gpt2(model) => model.config().hidden_size,
+            Self::Llama(model) => model.config().hidden_size,
+        }
+    }
+
+    fn attention_shape(&self) -> AttentionShape {
+        match self {
+            Self::Gpt2(model) => model.config().attention_shape(),
+            Self::Llama(model) => model.config().attention,
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! Attention heads, and where their keys and values are remembered.
+
+use burn::tensor::Tensor;
+use kv_cubecl::{KvCache, KvCacheConfig, streaming_attention};
+
+use super::Rotation;
+use crate::Result;
+
+/// Where one layer's attention finds the keys and values of earlier tokens.
+#[derive(Debug)]
+pub enum KvMemory<'a> {
+    /// Nowhere: the whole sequence is here, and the closed form of a cache of this kind is
+    /// computed in parallel. Differentiable.
+    Parallel(&'a KvCacheConfig),
+    /// In this cache, which grows by the tokens of the call.
+    Cached(&'a mut KvCache),
+}
+
+impl KvMemory<'_> {
+    /// Causal attention over the remembered tokens and these.
+    ///
+    /// # Shapes
+    ///
+    /// - q: `[batch, n_heads, seq, head_dim]`
+    /// - k, v: `[batch, n_kv_heads, seq, head_dim]`, k after the rotary encoding
+    /// - output: `[batch, n_heads, seq, head_dim]`
+    ///
+    /// # Errors
+    ///
+    /// Those of the cache: a configuration that does not fit the head, no room left.
+    pub fn attend(self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Result<Tensor<4>> {
+        Ok(match self {
+            Self::Parallel(config) => streaming_attention(q, k, v, config)?,
+            Self::Cached(cache) => cache.attend(q, k, v)?,
+        })
+    }
+}
+
+/// How a fused QKV projection is cut into heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttentionShape {
+    /// Query heads.
+    pub n_heads: usize,
+    /// Key and value heads; a divisor of `n_heads`.
+    pub n_kv_heads: usize,
+    /// Channels per head.
+    pub head_dim: usize,
+}
+
+impl AttentionShape {
+    /// Rows of the fused projection: query heads, key heads, value heads.
+    pub fn qkv_rows(&self) -> usize {
+        (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+    }
+
+    /// Cuts `qkv` into heads, rotates queries and keys, attends, and joins the heads again.
+    ///
+    /// # Shapes
+    ///
+    /// - qkv: `[batch, seq, (n_heads + 2 * n_kv_heads) * head_dim]`
+    /// - output: `[batch, seq, n_heads * head_dim]`
+    ///
+    /// # Errors
+    ///
+    /// Those of [`KvMemory::attend`].
+    pub fn attend(
+        &self,
+        qkv: Tensor<3>,
+        rotation: Option<&Rotation>,
+        memory: KvMemory<'_>,
+    ) -> Result<Tensor<3>> {
+        let Self { n_heads, n_kv_heads, head_dim } = *self;
+        let [batch, seq, _] = qkv.dims();
+
+        // [batch, seq, heads, head_dim] -> [batch, heads, seq, head_dim]
+        let heads = qkv.reshape([batch, seq, n_heads + 2 * n_kv_heads, head_dim]).swap_dims(1, 2);
+        let v = heads.clone().narrow(1, n_heads + n_kv_heads, n_kv_heads);
+        let qk = heads.narrow(1, 0, n_heads + n_kv_heads);
+        let qk = match rotation {
+            Some(rotation) => rotation.apply(qk),
+            None => qk,
+        };
+        let q = qk.clone().narrow(1, 0, n_heads);
+        let k = qk.narrow(1, n_heads, n_kv_heads);
+
+        let out = memory.attend(q, k, v)?; // [batch, n_heads, seq, head_dim]
+        Ok(out.swap_dims(1, 2).reshape([batch, seq, n_heads * head_dim]))
+    }
+}

@@ -1,0 +1,11 @@
+//! Blocks the models share. Causality lives in `kv-cubecl`, so there is no mask in this crate.
+
+mod attention;
+mod linear;
+mod mlp;
+mod rope;
+
+pub use attention::{AttentionShape, KvMemory};
+pub use linear::{Linear, project};
+pub use mlp::SwiGlu;
+pub use rope::{Rope, RopeScaling, Rotation};

@@ -1,0 +1,131 @@
+//! Rotary position encoding in the half-split form of the transformers library.
+
+use core::f64::consts::TAU;
+
+use burn::tensor::{Device, Tensor, TensorData};
+
+/// How the rotation frequencies of a model differ from `theta^(-2i / rotary_dim)`.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// They do not.
+    Default,
+    /// Position interpolation: every frequency is divided by `factor`.
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// Llama 3.1: low frequencies are divided, high ones kept, those between blended.
+    Llama3 {
+        /// The divisor of low frequencies.
+        factor: f64,
+        /// Wavelengths above `original_max_positions / low_freq_factor` are divided.
+        low_freq_factor: f64,
+        /// Wavelengths below `original_max_positions / high_freq_factor` are kept.
+        high_freq_factor: f64,
+        /// The context length before scaling.
+        original_max_positions: f64,
+    },
+    /// One divisor per frequency, as GGUF files store Llama 3's in `rope_freqs.weight`.
+    Divisors(Vec<f32>),
+}
+
+/// The rotary encoding of one model: a frequency per pair of channels.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    inv_freq: Vec<f32>,
+}
+
+impl Rope {
+    /// Frequencies for the first `rotary_dim` channels of a head.
+    ///
+    /// # Panics
+    ///
+    /// When `rotary_dim` is odd, or [`RopeScaling::Divisors`] is not `rotary_dim / 2` long; the
+    /// models' configurations check both.
+    pub fn new(rotary_dim: usize, theta: f64, scaling: &RopeScaling) -> Self {
+        assert!(rotary_dim.is_multiple_of(2), "rotary_dim {rotary_dim} is odd");
+        if let RopeScaling::Divisors(divisors) = scaling {
+            assert_eq!(divisors.len(), rotary_dim / 2, "one divisor per frequency");
+        }
+        let inv_freq = (0..rotary_dim / 2)
+            .map(|i| {
+                let freq = theta.powf(-((2 * i) as f64) / rotary_dim as f64);
+                scale(freq, i, scaling) as f32
+            })
+            .collect();
+        Self { inv_freq }
+    }
+
+    /// Channels of a head that rotate; the rest pass unchanged.
+    pub fn rotary_dim(&self) -> usize {
+        2 * self.inv_freq.len()
+    }
+
+    /// The rotation of positions `start..start + seq`, computed once per pass for all layers.
+    ///
+    /// Computed on demand and not tabulated up to `max_positions`, which is 128k positions in
+    /// Llama 3. Angles are rounded to f32 as in training code; sine and cosine are not.
+    pub fn rotation(&self, start: usize, seq: usize, device: &Device) -> Rotation {
+        let half = self.inv_freq.len();
+        let mut cos = Vec::with_capacity(seq * half);
+        let mut sin = Vec::with_capacity(seq * half);
+        for position in start..start + seq {
+            for freq in &self.inv_freq {
+                let angle = f64::from(position as f32 * freq);
+                cos.push(angle.cos() as f32);
+                sin.push(angle.sin() as f32);
+            }
+        }
+        let tensor = |values| Tensor::from_data(TensorData::new(values, [1, 1, seq, half]), device);
+        Rotation { cos: tensor(cos), sin: tensor(sin) }
+    }
+}
+
+fn scale(freq: f64, i: usize, scaling: &RopeScaling) -> f64 {
+    match scaling {
+        RopeScaling::Default => freq,
+        RopeScaling::Linear { factor } => freq / factor,
+        RopeScaling::Divisors(divisors) => freq / f64::from(divisors[i]),
+        &RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_positions,
+        } => {
+            let turns = original_max_positions * freq / TAU;
+            let kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
+            let kept = kept.clamp(0.0, 1.0);
+            freq * (kept + (1.0 - kept) / factor)
+        }
+    }
+}
+
+/// Cosines and sines of a range of positions.
+#[derive(Clone, Debug)]
+pub struct Rotation {
+    cos: Tensor<4>, // [1, 1, seq, rotary_dim / 2]
+    sin: Tensor<4>,
+}
+
+impl Rotation {
+    /// Rotates channel `i` with channel `i + rotary_dim / 2`.
+    ///
+    /// # Shapes
+    ///
+    /// - x: `[batch, heads, seq, head_dim]`
+    /// - output: `[batch, heads, seq, head_dim]`
+    pub fn apply(&self, x: Tensor<4>) -> Tensor<4> {
+        let head_dim = x.dims()[3];
+        let half = self.cos.dims()[3];
+        let a = x.clone().narrow(3, 0, half);
+        let b = x.clone().narrow(3, half, half);
+        let (cos, sin) = (self.cos.clone(), self.sin.clone());
+        let rotated_a = a.clone() * cos.clone() - b.clone() * sin.clone();
+        let rotated_b = b * cos + a * sin;
+        let mut parts = vec![rotated_a, rotated_b];
+        if head_dim > 2 * half {
+            parts.push(x.narrow(3, 2 * half, head_dim - 2 * half));
+        }
+        Tensor::cat(parts, 3)
+    }
+}

@@ -1,0 +1,203 @@
+//! The byte-level BPE vocabulary inside a GGUF file.
+//!
+//! The file names its pre-tokenizer; what each name means is llama.cpp's `src/llama-vocab.cpp`,
+//! which follows the models' own `tokenizer.json`.
+
+use std::{collections::HashMap, path::Path};
+
+use serde_json::{Value as Json, json};
+use tokenizers::AddedToken;
+
+use crate::{Error, Result, load::GgufValue as Value};
+
+/// The regular expression of GPT-2.
+const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+/// Digits one by one, contractions in any case, line breaks kept with what precedes them.
+const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// The same with digits in groups of up to three.
+const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// `tokenizer.ggml.token_type` of control tokens and of tokens added by a user.
+const CONTROL: i64 = 3;
+const USER_DEFINED: i64 = 4;
+
+/// A named pre-tokenizer.
+struct Pre {
+    /// Applied one after the other, each to the pieces of the one before.
+    splits: &'static [&'static str],
+    /// Whether a whole piece that is a token stays one, whatever the merges say.
+    ignore_merges: bool,
+}
+
+fn pre_tokenizer(name: &str) -> Option<Pre> {
+    let (splits, ignore_merges): (&[&str], _) = match name {
+        "gpt-2" => (&[GPT2], false),
+        "default" => (&[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"], false),
+        "smollm" => (&[r"\p{N}", GPT2], false),
+        "qwen2" => (&[QWEN2], false),
+        "llama-bpe" | "llama3" | "llama-v3" => (&[LLAMA3], true),
+        _ => return None,
+    };
+    Some(Pre { splits, ignore_merges })
+}
+
+/// The tokenizer and its end-of-text ids.
+pub(super) fn build(
+    metadata: &HashMap<String, Value>,
+    path: &Path,
+) -> Result<(tokenizers::Tokenizer, Vec<u32>)> {
+    let vocabulary = Vocabulary { metadata, path };
+    let model = vocabulary.string("tokenizer.ggml.model")?;
+    if model != "gpt2" {
+        let why = format!(
+            "{} has tokenizer.ggml.model {model}; only gpt2, byte-level BPE, is read from GGUF \
+             files",
+            path.display()
+        );
+        return Err(Error::unsupported(format!("GGUF tokenizer {model}"), why));
+    }
+    // Files older than the field have llama.cpp's default.
+    let name = match metadata.get("tokenizer.ggml.pre") {
+        None => "default",
+        Some(_) => vocabulary.string("tokenizer.ggml.pre")?,
+    };
+    let Some(pre) = pre_tokenizer(name) else {
+        let why = format!(
+            "{} has tokenizer.ggml.pre {name}; gpt-2, default, smollm, qwen2 and llama-bpe are \
+             known",
+            path.display()
+        );
+        return Err(Error::unsupported(format!("pre-tokenizer {name}"), why));
+    };
+
+    let tokens = vocabulary.strings("tokenizer.ggml.tokens")?;
+    let merges = vocabulary.strings("tokenizer.ggml.merges")?;
+    // Of two tokens spelled alike the first wins, as in llama.cpp.
+    let mut vocab = serde_json::Map::with_capacity(tokens.len());
+    for (id, token) in tokens.iter().enumerate() {
+        vocab.entry(*token).or_insert_with(|| json!(id));
+    }
+    let merges = merges
+        .iter()
+        .map(|merge| match merge.split_once(' ') {
+            Some((left, right)) => Ok(json!([left, right])),
+            None => Err(Error::tokenizer(format!(
+                "{}: tokenizer.ggml.merges holds {merge:?}, not two tokens",
+                path.display()
+            ))),
+        })
+        .collect::<Result<Vec<_>>>()?;
+
+    let mut inner: tokenizers::Tokenizer = serde_json::from_value(describe(&pre, vocab, merges))
+        .map_err(|error| Error::tokenizer(format!("{}: {error}", path.display())))?;
+
+    let types = vocabulary.types(tokens.len())?;
+    let added: Vec<_> = tokens
+        .iter()
+        .zip(&types)
+        .filter(|(_, kind)| matches!(**kind, CONTROL | USER_DEFINED))
+        .map(|(token, kind)| AddedToken::from(*token, *kind == CONTROL).normalized(false))
+        .collect();
+    inner.add_tokens(added).map_err(Error::tokenizer)?;
+
+    let eos = ["eos", "eot", "eom"]
+        .iter()
+        .filter_map(|name| vocabulary.id(&format!("tokenizer.ggml.{name}_token_id")))
+        .collect();
+    Ok((inner, eos))
+}
+
+/// The tokenizer as a `tokenizer.json` would state it.
+fn describe(pre: &Pre, vocab: serde_json::Map<String, Json>, merges: Vec<Json>) -> Json {
+    let byte_level = json!({
+        "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false,
+    });
+    let mut steps: Vec<Json> = pre
+        .splits
+        .iter()
+        .map(|regex| {
+            json!({
+                "type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated",
+                "invert": false,
+            })
+        })
+        .collect();
+    steps.push(byte_level.clone());
+    json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": [],
+        "normalizer": null,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": null,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
+            "ignore_merges": pre.ignore_merges, "vocab": vocab, "merges": merges,
+        },
+    })
+}
+
+struct Vocabulary<'a> {
+    metadata: &'a HashMap<String, Value>,
+    path: &'a Path,
+}
+
+impl<'a> Vocabulary<'a> {
+    fn wrong(&self, key: &str, what: &str) -> Error {
+        let state = if self.metadata.contains_key(key) { "is not" } else { "is missing, expected" };
+        Error::tokenizer(format!("{}: {key} {state} {what}", self.path.display()))
+    }
+
+    fn string(&self, key: &str) -> Result<&'a str> {
+        match self.metadata.get(key) {
+            Some(Value::String(text)) => Ok(text),
+            _ => Err(self.wrong(key, "a string")),
+        }
+    }
+
+    fn strings(&self, key: &str) -> Result<Vec<&'a str>> {
+        let Some(Value::Array(items)) = self.metadata.get(key) else {
+            return Err(self.wrong(key, "an array of strings"));
+        };
+        items
+            .iter()
+            .map(|item| match item {
+                Value::String(text) => Ok(text.as_str()),
+                _ => Err(self.wrong(key, "an array of strings")),
+            })
+            .collect()
+    }
+
+    /// One type per token; without the key all are normal.
+    fn types(&self, n_tokens: usize) -> Result<Vec<i64>> {
+        let key = "tokenizer.ggml.token_type";
+        let types: Vec<_> = match self.metadata.get(key) {
+            None => return Ok(vec![1; n_tokens]),
+            Some(Value::Array(items)) => items
+                .iter()
+                .map(|item| match item {
+                    Value::Signed(kind) => Ok(*kind),
+                    Value::Unsigned(kind) => Ok(*kind as i64),
+                    _ => Err(self.wrong(key, "an array of integers")),
+                })
+                .collect::<Result<_>>()?,
+            Some(_) => return Err(self.wrong(key, "an array of integers")),
+        };
+        if types.len() != n_tokens {
+            let what = format!("as long as the {n_tokens} tokens but {}", types.len());
+            return Err(self.wrong(key, &what));
+        }
+        Ok(types)
+    }
+
+    fn id(&self, key: &str) -> Option<u32> {
+        match self.metadata.get(key)? {
+            Value::Unsigned(id) => u32::try_from(*id).ok(),
+            Value::Signed(id) => u32::try_from(*id).ok(),
+            _ => None,
+        }
+    }
+}

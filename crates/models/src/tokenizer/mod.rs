@@ -1,0 +1,149 @@
+//! Text to ids and back.
+
+mod gguf;
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    fmt,
+    path::Path,
+};
+
+use crate::{Error, Result, load::GgufValue};
+
+/// A tokenizer read from `tokenizer.json` or from the vocabulary of a GGUF file.
+#[derive(Clone)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    eos: BTreeSet<u32>,
+    n_ids: usize,
+}
+
+impl Tokenizer {
+    /// Reads `tokenizer.json`; `eos` are the ids that end a text.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotFound`], or [`Error::Tokenizer`] when the file is not a tokenizer.
+    pub fn from_file(path: impl AsRef<Path>, eos: &[u32]) -> Result<Self> {
+        let path = path.as_ref();
+        if !path.is_file() {
+            return Err(Error::NotFound { path: path.into(), hint: String::new() });
+        }
+        let inner = tokenizers::Tokenizer::from_file(path)
+            .map_err(|error| Error::tokenizer(format!("{}: {error}", path.display())))?;
+        Ok(Self::new(inner, eos.iter().copied()))
+    }
+
+    /// Reads the vocabulary inside a GGUF file, and nothing else of it.
+    ///
+    /// # Errors
+    ///
+    /// A file that is no GGUF file, or [`Error::Unsupported`] naming the kind of vocabulary or its
+    /// pre-tokenizer.
+    pub fn from_gguf(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        Self::from_gguf_metadata(&crate::load::gguf_metadata(path)?, path)
+    }
+
+    pub(crate) fn from_gguf_metadata(
+        metadata: &HashMap<String, GgufValue>,
+        path: &Path,
+    ) -> Result<Self> {
+        let (inner, eos) = gguf::build(metadata, path)?;
+        Ok(Self::new(inner, eos))
+    }
+
+    fn new(inner: tokenizers::Tokenizer, eos: impl IntoIterator<Item = u32>) -> Self {
+        let n_ids = inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
+        Self { inner, eos: eos.into_iter().collect(), n_ids }
+    }
+
+    /// The ids of `text`, without a begin-of-text token or any template.
+    ///
+    /// Control tokens spelled out in `text` (`<|im_end|>`) become their ids, as in the transformers
+    /// library.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Tokenizer`], when the vocabulary has no token for a part of the text.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = self.inner.encode_fast(text, false).map_err(Error::tokenizer)?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The text of `ids`, control tokens included. Incomplete characters become U+FFFD.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Tokenizer`], when the tokenizer's decoder refuses.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.inner.decode(ids, false).map_err(Error::tokenizer)
+    }
+
+    /// Decodes one id at a time, see [`TextStream`].
+    pub fn stream(&self) -> TextStream<'_> {
+        TextStream { tokenizer: self, ids: vec![], n_told: 0 }
+    }
+
+    /// The ids that end a text; may be empty.
+    pub fn eos(&self) -> &BTreeSet<u32> {
+        &self.eos
+    }
+
+    /// One more than the largest id.
+    pub fn n_ids(&self) -> usize {
+        self.n_ids
+    }
+
+    /// The id of a token by its exact spelling in the vocabulary.
+    pub fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+}
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { n_ids, eos, .. } = self;
+        f.debug_struct("Tokenizer").field("n_ids", n_ids).field("eos", eos).finish_non_exhaustive()
+    }
+}
+
+/// Text of ids as they arrive: characters that span ids are held back until complete.
+#[derive(Debug)]
+pub struct TextStream<'a> {
+    tokenizer: &'a Tokenizer,
+    /// Ids since the last boundary, the first of them already told.
+    ids: Vec<u32>,
+    /// Bytes of their text that the caller has.
+    n_told: usize,
+}
+
+impl TextStream<'_> {
+    /// The text that `id` completes, often empty inside a character.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Tokenizer::decode`].
+    pub fn push(&mut self, id: u32) -> Result<String> {
+        self.ids.push(id);
+        let text = self.tokenizer.decode(&self.ids)?;
+        if text.ends_with(char::REPLACEMENT_CHARACTER) || !text.is_char_boundary(self.n_told) {
+            return Ok(String::new());
+        }
+        let new = text[self.n_told.min(text.len())..].to_string();
+        // The last id stays as context: some decoders treat the first token of a text apart.
+        self.ids = vec![id];
+        self.n_told = self.tokenizer.decode(&self.ids)?.len();
+        Ok(new)
+    }
+
+    /// What was held back: the text ends inside a character.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Tokenizer::decode`].
+    pub fn finish(self) -> Result<String> {
+        let text = self.tokenizer.decode(&self.ids)?;
+        Ok(text.get(self.n_told..).unwrap_or_default().to_string())
+    }
+}

@@ -1,0 +1,249 @@
+//! Helpers shared by the tests.
+#![allow(dead_code, reason = "each test binary uses a part")]
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use candle_core::{
+    Device as Cpu, Tensor as CandleTensor,
+    quantized::{
+        GgmlDType, QTensor,
+        gguf_file::{self, Value},
+    },
+};
+use safetensors::SafeTensors;
+use serde_json::Value as Json;
+
+/// The project's tiny checkpoints.
+pub(crate) const TINY: [&str; 5] =
+    ["gpt2-tiny", "llama-tiny", "llama3-rope-tiny", "qwen2-tiny", "phi3-tiny"];
+
+/// The folder of one of the project's tiny checkpoints.
+pub(crate) fn tiny(name: &str) -> PathBuf {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/models")).join(name)
+}
+
+/// All golden checkpoints: the project's, or those of `KV_GOLDEN`, a folder of the same form.
+pub(crate) fn golden() -> Vec<PathBuf> {
+    let root = std::env::var_os("KV_GOLDEN").map_or_else(
+        || PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden")),
+        PathBuf::from,
+    );
+    let mut folders: Vec<_> = fs::read_dir(root.join("models"))
+        .unwrap_or_else(|error| panic!("{}: {error}", root.join("models").display()))
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.join("expected.safetensors").is_file())
+        .collect();
+    folders.sort();
+    assert!(!folders.is_empty(), "{} holds no checkpoint", root.display());
+    folders
+}
+
+pub(crate) fn fixture(name: &str) -> PathBuf {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures")).join(name)
+}
+
+/// The real model, or a loud notice and `None`.
+pub(crate) fn smollm2() -> Option<PathBuf> {
+    let path = std::env::var_os("KV_SMOLLM2").map_or_else(
+        || {
+            Path::new(env!("CARGO_MANIFEST_DIR"))
+                .join("../../target/models/SmolLM2-135M-Instruct.Q4_1.gguf")
+        },
+        PathBuf::from,
+    );
+    if path.is_file() {
+        return Some(path);
+    }
+    #[allow(clippy::print_stderr, reason = "a skipped test says so loudly")]
+    {
+        eprintln!(
+            "SKIPPED: {} is not there, run scripts/get-smollm2 or set KV_SMOLLM2",
+            path.display()
+        );
+    }
+    None
+}
+
+/// The Flex device the tests run on.
+pub(crate) fn device() -> Device {
+    Device::flex()
+}
+
+/// `input_ids` and `logits` of a checkpoint's `expected.safetensors`.
+pub(crate) struct Expected {
+    pub(crate) ids: Tensor<2, Int>,
+    pub(crate) logits: Tensor<3>,
+}
+
+pub(crate) fn expected(folder: &Path, device: &Device) -> Expected {
+    let bytes = fs::read(folder.join("expected.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let ids = tensors.tensor("input_ids").unwrap();
+    let shape: [usize; 2] = ids.shape().try_into().unwrap();
+    let values: Vec<i32> =
+        ids.data().chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().unwrap())).collect();
+    let ids = Tensor::from_data(TensorData::new(values, shape), device);
+    let logits = tensors.tensor("logits").unwrap();
+    let shape: [usize; 3] = logits.shape().try_into().unwrap();
+    let logits = Tensor::from_data(TensorData::new(f32s(logits.data()), shape), device);
+    Expected { ids, logits }
+}
+
+pub(crate) fn f32s(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+}
+
+pub(crate) fn max_difference<const D: usize>(a: Tensor<D>, b: Tensor<D>) -> f32 {
+    assert_eq!(a.dims(), b.dims());
+    (a - b).abs().max().into_scalar::<f32>()
+}
+
+/// A writable copy of a folder.
+pub(crate) fn copy(folder: &Path) -> tempfile::TempDir {
+    let to = tempfile::tempdir().unwrap();
+    for entry in fs::read_dir(folder).unwrap() {
+        let entry = entry.unwrap();
+        fs::write(to.path().join(entry.file_name()), fs::read(entry.path()).unwrap()).unwrap();
+    }
+    to
+}
+
+/// `(name, shape, values)` of a safetensors file of f32.
+pub(crate) fn read_tensors(file: &Path) -> Vec<(String, Vec<usize>, Vec<f32>)> {
+    let bytes = fs::read(file).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    tensors.iter().map(|(n, t)| (n.to_string(), t.shape().to_vec(), f32s(t.data()))).collect()
+}
+
+/// A golden checkpoint as llama.cpp's converter would write it, in `dtype` where shapes allow.
+pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[(&str, Value)]) {
+    let config: Json =
+        serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap();
+    let arch = config["model_type"].as_str().unwrap();
+    let int = |key: &str| config[key].as_u64().map(|n| n as u32);
+    let rope = &config["rope_parameters"];
+    let mut metadata: Vec<(String, Value)> =
+        vec![("general.architecture".into(), Value::String(arch.into()))];
+    let mut put = |key: &str, value: Option<Value>| {
+        metadata.extend(value.map(|value| (format!("{arch}.{key}"), value)));
+    };
+    let u32 = |value: Option<u32>| value.map(Value::U32);
+    put("embedding_length", u32(int("hidden_size").or(int("n_embd"))));
+    let ff = int("intermediate_size").or(int("n_embd").map(|n| 4 * n));
+    put("feed_forward_length", u32(ff));
+    put("block_count", u32(int("num_hidden_layers").or(int("n_layer"))));
+    put("attention.head_count", u32(int("num_attention_heads").or(int("n_head"))));
+    put("attention.head_count_kv", u32(int("num_key_value_heads")));
+    put("attention.key_length", u32(int("head_dim")));
+    put("context_length", u32(int("max_position_embeddings").or(int("n_positions"))));
+    let float = |value: &Json| value.as_f64().map(|x| Value::F32(x as f32));
+    put("attention.layer_norm_rms_epsilon", float(&config["rms_norm_eps"]));
+    put("attention.layer_norm_epsilon", float(&config["layer_norm_epsilon"]));
+    put("rope.freq_base", float(&rope["rope_theta"]));
+    if let (Some(hidden), Some(heads)) = (int("hidden_size"), int("num_attention_heads")) {
+        let head_dim = int("head_dim").unwrap_or(hidden / heads);
+        let partial = rope["partial_rotary_factor"].as_f64().unwrap_or(1.0);
+        put("rope.dimension_count", Some(Value::U32((f64::from(head_dim) * partial) as u32)));
+    }
+    for (key, value) in extra {
+        metadata.push(((*key).into(), value.clone()));
+    }
+
+    let mut tensors = vec![];
+    for (name, shape, values) in read_tensors(&folder.join("model.safetensors")) {
+        let gguf = gguf_name(&name);
+        let mut tensor = CandleTensor::from_vec(values, shape, &Cpu::Cpu).unwrap();
+        let conv1d = arch == "gpt2" && (gguf.contains("ffn") || gguf.contains("attn_"));
+        if conv1d && tensor.rank() == 2 {
+            tensor = tensor.t().unwrap().contiguous().unwrap();
+        }
+        if arch == "llama" {
+            let heads = match gguf.split('.').nth(2) {
+                Some("attn_q") => int("num_attention_heads"),
+                Some("attn_k") => int("num_key_value_heads"),
+                _ => None,
+            };
+            if let Some(heads) = heads {
+                let (rows, columns) = tensor.dims2().unwrap();
+                let halves = (heads as usize, 2, rows / heads as usize / 2, columns);
+                tensor = tensor.reshape(halves).unwrap().transpose(1, 2).unwrap();
+                tensor = tensor.contiguous().unwrap().reshape((rows, columns)).unwrap();
+            }
+        }
+        let fits = tensor.rank() == 2 && tensor.dims()[1].is_multiple_of(dtype.block_size());
+        let dtype = if fits { dtype } else { GgmlDType::F32 };
+        tensors.push((gguf, QTensor::quantize(&tensor, dtype).unwrap()));
+    }
+    if rope["rope_type"] == "llama3" {
+        let divisors = llama3_divisors(&config);
+        let n = divisors.len();
+        let tensor = CandleTensor::from_vec(divisors, n, &Cpu::Cpu).unwrap();
+        tensors.push((
+            "rope_freqs.weight".into(),
+            QTensor::quantize(&tensor, GgmlDType::F32).unwrap(),
+        ));
+    }
+    let metadata: Vec<_> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    gguf_file::write(&mut fs::File::create(file).unwrap(), &metadata, &tensors).unwrap();
+}
+
+fn gguf_name(name: &str) -> String {
+    let mut name = name.replace("model.layers.", "blk.").replace("transformer.h.", "blk.");
+    for (hf, gguf) in [
+        ("model.embed_tokens", "token_embd"),
+        ("transformer.wte", "token_embd"),
+        ("transformer.wpe", "position_embd"),
+        ("transformer.ln_f", "output_norm"),
+        ("model.norm", "output_norm"),
+        ("lm_head", "output"),
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+        ("self_attn.qkv_proj", "attn_qkv"),
+        ("self_attn.q_proj", "attn_q"),
+        ("self_attn.k_proj", "attn_k"),
+        ("self_attn.v_proj", "attn_v"),
+        ("self_attn.o_proj", "attn_output"),
+        ("mlp.gate_up_proj", "ffn_up"),
+        ("mlp.gate_proj", "ffn_gate"),
+        ("mlp.up_proj", "ffn_up"),
+        ("mlp.down_proj", "ffn_down"),
+        ("attn.c_attn", "attn_qkv"),
+        ("attn.c_proj", "attn_output"),
+        ("mlp.c_fc", "ffn_up"),
+        ("mlp.c_proj", "ffn_down"),
+        ("ln_1", "attn_norm"),
+        ("ln_2", "ffn_norm"),
+    ] {
+        name = name.replace(hf, gguf);
+    }
+    name
+}
+
+/// What llama.cpp's converter stores for `rope_type` llama3.
+fn llama3_divisors(config: &Json) -> Vec<f32> {
+    let rope = &config["rope_parameters"];
+    let get = |key: &str| rope[key].as_f64().unwrap();
+    let dim = config["head_dim"].as_u64().unwrap();
+    (0..dim / 2)
+        .map(|i| {
+            let freq = get("rope_theta").powf(-2.0 * i as f64 / dim as f64);
+            let wavelength = std::f64::consts::TAU / freq;
+            let original = get("original_max_position_embeddings");
+            let (low, high) = (get("low_freq_factor"), get("high_freq_factor"));
+            let divisor = if wavelength < original / high {
+                1.0
+            } else if wavelength > original / low {
+                get("factor")
+            } else {
+                let smooth = (original / wavelength - low) / (high - low);
+                1.0 / ((1.0 - smooth) / get("factor") + smooth)
+            };
+            divisor as f32
+        })
+        .collect()
+}

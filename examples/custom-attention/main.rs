@@ -1,0 +1,107 @@
+//! The quantized-cache attention inside a user's own Burn module: trained with the noise of the
+//! cache, then served token by token from that cache with the same numbers.
+
+use anyhow::{Result, ensure};
+use burn::{
+    module::Module,
+    nn::{Linear, LinearConfig},
+    optim::{AdamConfig, GradientsParams},
+    tensor::{Device, Distribution, Int, Tensor},
+};
+use kv_cubecl::{
+    Autodiff, CacheShape, Flex, KvCache, KvCacheConfig, On, streaming_attention,
+};
+
+const N_HEADS: usize = 4;
+const N_KV_HEADS: usize = 2;
+const HEAD_DIM: usize = 32;
+const WIDTH: usize = N_HEADS * HEAD_DIM;
+
+/// Grouped-query attention with a residual connection.
+#[derive(Module, Debug)]
+struct Attention {
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    output: Linear,
+}
+
+impl Attention {
+    fn new(device: &Device) -> Self {
+        let linear = |outputs| LinearConfig::new(WIDTH, outputs).with_bias(false).init(device);
+        Self {
+            query: linear(WIDTH),
+            key: linear(N_KV_HEADS * HEAD_DIM),
+            value: linear(N_KV_HEADS * HEAD_DIM),
+            output: linear(WIDTH),
+        }
+    }
+
+    /// `[batch, tokens, heads * head_dim]` to `[batch, heads, tokens, head_dim]`.
+    fn split(x: Tensor<3>, heads: usize) -> Tensor<4> {
+        let [batch, tokens, _] = x.dims();
+        x.reshape([batch, tokens, heads, HEAD_DIM]).swap_dims(1, 2)
+    }
+
+    fn qkv(&self, x: &Tensor<3>) -> (Tensor<4>, Tensor<4>, Tensor<4>) {
+        (
+            Self::split(self.query.forward(x.clone()), N_HEADS),
+            Self::split(self.key.forward(x.clone()), N_KV_HEADS),
+            Self::split(self.value.forward(x.clone()), N_KV_HEADS),
+        )
+    }
+
+    fn finish(&self, x: Tensor<3>, heads: Tensor<4>) -> Tensor<3> {
+        let [batch, tokens, width] = x.dims();
+        x + self.output.forward(heads.swap_dims(1, 2).reshape([batch, tokens, width]))
+    }
+
+    /// The whole sequence, as the cache would compute it token by token. Differentiable.
+    fn forward(&self, x: Tensor<3>, config: &KvCacheConfig) -> Result<Tensor<3>> {
+        let (q, k, v) = self.qkv(&x);
+        Ok(self.finish(x, streaming_attention(q, k, v, config)?))
+    }
+
+    /// The next tokens, from a cache.
+    fn step(&self, x: Tensor<3>, cache: &mut KvCache) -> Result<Tensor<3>> {
+        let (q, k, v) = self.qkv(&x);
+        Ok(self.finish(x, cache.attend(q, k, v)?))
+    }
+}
+
+fn main() -> Result<()> {
+    let config: KvCacheConfig = "k2v2-r32".parse()?;
+    let device = On::<Autodiff<Flex>>::open()?;
+    device.seed(7);
+
+    // A toy task: output the mean of all tokens so far.
+    let tokens = 128;
+    let x = Tensor::<3>::random([2, tokens, WIDTH], Distribution::Default, &*device);
+    let seen = Tensor::<1, Int>::arange(1..tokens as i64 + 1, &*device).float();
+    let target = x.clone().cumsum(1) / seen.reshape([1, tokens, 1]);
+
+    let mut model = Attention::new(&device);
+    let mut optimizer = AdamConfig::new().init();
+    for step in 0..=60 {
+        let error = model.forward(x.clone(), &config)? - target.clone();
+        let loss = error.powi_scalar(2).mean();
+        if step % 20 == 0 {
+            println!("step {step:>2}  loss with the 2-bit cache {:.5}", loss.clone().into_scalar::<f32>());
+        }
+        let grads = GradientsParams::from_grads(loss.backward(), &model);
+        model = optimizer.step(3e-3, model, grads);
+    }
+
+    // Serve what was trained, from the cache it was trained with.
+    let (model, x) = (model.valid(), x.inner());
+    let shape = CacheShape { batch: 2, n_kv_heads: N_KV_HEADS, head_dim: HEAD_DIM };
+    let mut cache = KvCache::new(&config.with_capacity(tokens), shape, &x.device())?;
+    let streamed: Vec<_> = (0..tokens)
+        .map(|t| model.step(x.clone().narrow(1, t, 1), &mut cache))
+        .collect::<Result<_>>()?;
+    let difference = Tensor::cat(streamed, 1) - model.forward(x, &config)?;
+    let worst = difference.abs().max().into_scalar::<f32>();
+    println!("token by token against all at once: largest difference {worst:.1e}");
+    ensure!(worst < 1e-3, "streaming and parallel disagree");
+    Ok(())
+}

@@ -1,0 +1,38 @@
+//! Perplexity of a real model with a quantized cache, streamed token by token, and by the closed
+//! form that needs no token loop.
+//!
+//! Usage: `streaming-perplexity MODEL TEXT [TOKENS]`
+
+use anyhow::{Context, Result};
+use kv_cubecl::{Flex, KvCacheConfig, On};
+use kv_eval::{Mode, Plan, evaluate};
+
+fn main() -> Result<()> {
+    let mut args = std::env::args().skip(1);
+    let usage = "usage: streaming-perplexity MODEL TEXT [TOKENS]";
+    let (model, text) = (args.next().context(usage)?, args.next().context(usage)?);
+    let tokens: usize = args.next().as_deref().unwrap_or("256").parse().context(usage)?;
+
+    let device = On::<Flex>::open()?;
+    let loaded = kv_models::load(model, &device)?;
+    let text = std::fs::read_to_string(&text).with_context(|| format!("{text}: cannot read"))?;
+    let ids = loaded.tokenizer?.encode(&text)?;
+    let caches: Vec<KvCacheConfig> =
+        ["k4v4", "k2v2-r64"].iter().map(|name| name.parse()).collect::<Result<_, _>>()?;
+
+    println!("{:<10} {:<10} {:>10} {:>10} {:>10}", "cache", "mode", "perplexity", "kl mean", "tokens/s");
+    for mode in [Mode::Streaming, Mode::Parallel] {
+        let plan = Plan::new(&loaded.model, mode, &caches, ids.clone(), tokens, Some(tokens))?;
+        for run in evaluate(&device, &loaded.model, &plan, |_| ())? {
+            println!(
+                "{:<10} {:<10} {:>10.4} {:>10.6} {:>10.1}",
+                run.cache,
+                run.mode.to_string(),
+                run.perplexity,
+                run.kl_mean,
+                run.tokens_per_second(),
+            );
+        }
+    }
+    Ok(())
+}
