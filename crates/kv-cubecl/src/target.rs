@@ -78,7 +78,10 @@ impl Target for Wgpu {
         DEVICE
             .get_or_init(|| Device::wgpu_options().init().map_err(|error| error.to_string()))
             .clone()
-            .map_err(|why| Error::NoDevice { target: Self::NAME, why })
+            .map_err(|why| {
+                let why = format!("{why}; is a Vulkan, Metal or DirectX 12 driver installed?");
+                Error::NoDevice { target: Self::NAME, why }
+            })
     }
 }
 

@@ -28,8 +28,24 @@ enum Command {
     Bench(bench::Args),
 }
 
+/// Help and versions as they are; of a mistake, the first paragraph on one line.
+fn usage(error: &clap::Error) -> ExitCode {
+    let text = error.to_string();
+    if error.exit_code() == 0 {
+        print!("{text}");
+        return ExitCode::SUCCESS;
+    }
+    let lines = text.lines().map(str::trim).take_while(|line| !line.is_empty());
+    eprintln!("{}", lines.collect::<Vec<_>>().join(" "));
+    ExitCode::from(2)
+}
+
 fn main() -> ExitCode {
-    let outcome = match Cli::parse().command {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return usage(&error),
+    };
+    let outcome = match cli.command {
         Command::Ppl(args) => ppl::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args),

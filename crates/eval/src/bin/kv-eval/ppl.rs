@@ -29,9 +29,10 @@ pub(crate) struct Args {
     /// -f16; repeatable.
     #[arg(long = "cache")]
     caches: Vec<KvCacheConfig>,
-    /// Tokens per window; each window starts from an empty cache.
-    #[arg(long, default_value_t = 2048)]
-    window: usize,
+    /// Tokens per window; each window starts from an empty cache. By default 2048, or the model's
+    /// limit if that is lower.
+    #[arg(long)]
+    window: Option<usize>,
     /// Use only the first tokens of the text.
     #[arg(long)]
     tokens: Option<usize>,
@@ -55,7 +56,8 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     {
         eprintln!("note: the text has {} tokens, fewer than --tokens {tokens}", ids.len());
     }
-    let plan = Plan::new(&model, args.mode, &args.caches, ids, args.window, args.tokens)?;
+    let window = args.window.unwrap_or_else(|| model.max_positions().min(2048));
+    let plan = Plan::new(&model, args.mode, &args.caches, ids, window, args.tokens)?;
 
     let total = plan.scored_tokens() * plan.caches().len();
     let style = "{bar:40} {pos}/{len} tokens, {elapsed} elapsed, {eta} left";

@@ -1,0 +1,220 @@
+//! The program as its users meet it: results, and one clear line for each mistake.
+
+mod common;
+
+use std::fs;
+
+use common::{Outcome, Workspace, kv_eval};
+
+/// The program failed with exactly one line, which holds all of `parts`, and did not panic.
+#[track_caller]
+fn assert_one_line(outcome: &Outcome, parts: &[&str]) {
+    assert_ne!(outcome.code, 0, "it succeeded: {}", outcome.stdout);
+    let lines: Vec<&str> = outcome.error_lines();
+    assert_eq!(lines.len(), 1, "not one line: {:?}", outcome.stderr);
+    assert!(lines[0].starts_with("error: "), "{}", lines[0]);
+    assert!(!outcome.stderr.contains("panicked"), "{}", outcome.stderr);
+    for part in parts {
+        assert!(lines[0].contains(part), "{part:?} is not in {:?}", lines[0]);
+    }
+}
+
+fn ppl(space: &Workspace, more: &[&str]) -> Outcome {
+    let (model, text) = (space.model(), space.text());
+    let mut args = vec!["ppl", "--model", &model, "--text", &text];
+    args.extend(more);
+    kv_eval(&args)
+}
+
+#[test]
+fn streaming_equals_parallel_and_the_report_is_complete() {
+    let space = Workspace::new();
+    let caches = ["--cache", "k8v8-g16-r16", "--cache", "k2v2-g16-r32-s3-after"];
+    let mut reports = Vec::new();
+    for mode in ["streaming", "parallel"] {
+        let json = space.path(&format!("{mode}.json"));
+        let mut args = vec!["--mode", mode, "--window", "90", "--tokens", "200", "--json", &json];
+        args.extend(caches);
+        let outcome = ppl(&space, &args);
+        assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+        assert!(outcome.stdout.contains("perplexity"));
+        let report: serde_json::Value =
+            serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+        assert!(report["command"].as_array().unwrap().iter().any(|arg| arg == "ppl"));
+        assert!(report["versions"]["burn"].is_string() && report["device"].is_string());
+        reports.push(report["runs"].as_array().unwrap().clone());
+    }
+    for (streamed, parallel) in reports[0].iter().zip(&reports[1]) {
+        let number = |run: &serde_json::Value, field: &str| run[field].as_f64().unwrap();
+        assert_eq!(streamed["cache"], parallel["cache"]);
+        assert_eq!((&streamed["mode"], &parallel["mode"]), (&"streaming".into(), &"parallel".into()));
+        for run in [streamed, parallel] {
+            // Windows of 90, 90 and 20 tokens, each scoring all but its first.
+            assert_eq!(run["tokens"], 197);
+            assert!((number(run, "perplexity") - number(run, "nll").exp()).abs() < 1e-9);
+            assert!(number(run, "seconds") > 0.0 && number(run, "nll_stderr") > 0.0);
+            assert!(number(run, "kl_mean") <= number(run, "kl_p999"));
+        }
+        // The bytes the parallel form reports are those the streaming cache allocated.
+        assert_eq!(streamed["cache_bytes"], parallel["cache_bytes"]);
+        // Float noise alone; and with 2 bits, codes that flip at rounding edges.
+        let bound = if streamed["cache"] == "float" { 1e-4 } else { 2e-2 };
+        let difference = (number(streamed, "nll") - number(parallel, "nll")).abs();
+        assert!(difference < bound, "{}: {difference}", streamed["cache"]);
+    }
+    let float = &reports[0][0];
+    assert_eq!(float["cache"], "float");
+    assert_eq!(float["cache_bytes"], float["float_cache_bytes"]);
+    assert_eq!(float["kl_mean"], 0.0);
+    assert!(reports[0][2]["kl_mean"].as_f64().unwrap() > 0.0, "two bits change something");
+}
+
+#[test]
+fn generation_streams_text_and_is_reproducible() {
+    let space = Workspace::new();
+    let model = space.model();
+    let args = ["generate", "--model", &model, "--prompt", "Hello", "--max-tokens", "12"];
+    let sampled = [&args[..], &["--temperature", "0.8", "--top-p", "0.9", "--seed", "5"]].concat();
+    for args in [args.to_vec(), sampled] {
+        let (first, second) = (kv_eval(&args), kv_eval(&args));
+        assert_eq!(first.code, 0, "{}", first.stderr);
+        assert_eq!(first.stdout, second.stdout);
+        assert!(first.stderr.contains("prefill 5 tokens") && first.stderr.contains("decode"));
+    }
+}
+
+#[test]
+fn a_truncated_gguf_is_named() {
+    let space = Workspace::new();
+    let path = space.path("short.gguf");
+    let mut bytes = b"GGUF".to_vec();
+    bytes.extend(3u32.to_le_bytes());
+    bytes.extend(7u64.to_le_bytes()); // tensors that are not there
+    bytes.extend(1u64.to_le_bytes());
+    fs::write(&path, bytes).unwrap();
+    let outcome = kv_eval(&["ppl", "--model", &path, "--text", &space.text()]);
+    assert_one_line(&outcome, &["short.gguf", "GGUF"]);
+}
+
+#[test]
+fn foreign_missing_and_misshapen_weights_are_named() {
+    let space = Workspace::new();
+    space.rewrite_weights(|_, _| None);
+    assert_one_line(&ppl(&space, &[]), &["model.safetensors"]);
+
+    let space = Workspace::new();
+    space.rewrite_weights(|name, data| {
+        (name != "model.layers.1.mlp.up_proj.weight").then(|| (name.to_string(), data))
+    });
+    let parts = ["model.safetensors", "model.layers.1.mlp.up_proj.weight", "missing"];
+    assert_one_line(&ppl(&space, &[]), &parts);
+
+    let space = Workspace::new();
+    space.rewrite_weights(|name, data| Some((format!("encoder.{name}"), data)));
+    assert_one_line(&ppl(&space, &[]), &["model.safetensors", "encoder."]);
+}
+
+#[test]
+fn nan_weights_are_named() {
+    let space = Workspace::new();
+    space.rewrite_weights(|name, mut data| {
+        if name == "model.norm.weight" {
+            data[3] = f32::NAN;
+        }
+        Some((name.to_string(), data))
+    });
+    assert_one_line(&ppl(&space, &[]), &["model.norm.weight", "NaN"]);
+}
+
+#[test]
+fn a_wrong_head_size_is_named() {
+    let space = Workspace::new();
+    space.rewrite_config("\"head_dim\": 16", "\"head_dim\": 24");
+    assert_one_line(&ppl(&space, &[]), &["[", "model.safetensors"]);
+}
+
+#[test]
+fn caches_that_do_not_fit_are_named() {
+    let space = Workspace::new();
+    // The model's head_dim is 16.
+    assert_one_line(&ppl(&space, &["--cache", "k2v2-g32"]), &["group_size 32", "head_dim 16"]);
+    let uneven = ["--cache", "k4v4-g16-r40"];
+    assert_one_line(&ppl(&space, &uneven), &["residual_length 40", "group_size 16"]);
+    assert_one_line(&ppl(&space, &["--cache", "k3v2"]), &["k3v2", "2, 4, 8 or 16"]);
+    let twice = ["--cache", "k8v8-g16", "--cache", "k8v8-g16-r128"];
+    assert_one_line(&ppl(&space, &twice), &["k8v8-g16", "twice"]);
+}
+
+#[test]
+fn a_text_too_short_to_score_is_an_error() {
+    let space = Workspace::new();
+    for text in ["", "x"] {
+        fs::write(space.text(), text).unwrap();
+        assert_one_line(&ppl(&space, &[]), &["at least two tokens"]);
+    }
+    fs::write(space.text(), [0xff, 0xfe, 0x41]).unwrap();
+    assert_one_line(&ppl(&space, &[]), &["text.txt"]);
+}
+
+#[test]
+fn contexts_beyond_the_model_or_the_cache_are_errors() {
+    let space = Workspace::new();
+    // The model's limit is 512 positions.
+    assert_one_line(&ppl(&space, &["--window", "513"]), &["513", "512"]);
+    let model = space.model();
+    let beyond = ["generate", "--model", &model, "--prompt", "Hello", "--capacity", "4"];
+    assert_one_line(&kv_eval(&beyond), &["5", "capacity 4"]);
+}
+
+#[test]
+fn what_is_not_there_is_named() {
+    let space = Workspace::new();
+    let text = space.text();
+    let gone = kv_eval(&["ppl", "--model", "no-such-model", "--text", &text]);
+    assert_one_line(&gone, &["no-such-model", "no such file"]);
+    let gone = kv_eval(&["ppl", "--model", &space.model(), "--text", "no-such-text"]);
+    assert_one_line(&gone, &["no-such-text"]);
+    assert_one_line(&ppl(&space, &["--backend", "tpu"]), &["tpu", "flex, wgpu, cuda"]);
+}
+
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn a_backend_that_is_not_built_in_says_how_to_build_it() {
+    let outcome = ppl(&Workspace::new(), &["--backend", "cuda"]);
+    assert_one_line(&outcome, &["cuda", "--features cuda"]);
+}
+
+#[cfg(feature = "wgpu")]
+#[test]
+fn a_machine_without_a_device_is_an_error() {
+    let space = Workspace::new();
+    let (model, text) = (space.model(), space.text());
+    let args = ["ppl", "--model", &model, "--text", &text, "--backend", "wgpu"];
+    let nowhere = ["VK_DRIVER_FILES", "VK_ICD_FILENAMES", "__EGL_VENDOR_LIBRARY_FILENAMES"]
+        .map(|name| (name, "/nonexistent"));
+    assert_one_line(&common::kv_eval_in(&args, &nowhere), &["wgpu: no device"]);
+}
+
+#[cfg(feature = "wgpu")]
+#[test]
+fn wgpu_gives_the_numbers_of_flex() {
+    let space = Workspace::new();
+    let mut runs = Vec::new();
+    for backend in ["flex", "wgpu"] {
+        let json = space.path(&format!("{backend}.json"));
+        let args = ["--backend", backend, "--tokens", "60", "--cache", "k4v4-g16-r16", "--json", &json];
+        for mode in ["streaming", "parallel"] {
+            let outcome = ppl(&space, &[&args[..], &["--mode", mode]].concat());
+            assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+            let report: serde_json::Value =
+                serde_json::from_str(&fs::read_to_string(&json).unwrap()).unwrap();
+            runs.push(report["runs"].as_array().unwrap().clone());
+        }
+    }
+    let nll = |i: usize, run: usize| runs[i][run]["nll"].as_f64().unwrap();
+    for mode in 0..2 {
+        // Float noise alone; and with 4 bits, codes that flip at rounding edges.
+        assert!((nll(mode, 0) - nll(mode + 2, 0)).abs() < 1e-4);
+        assert!((nll(mode, 1) - nll(mode + 2, 1)).abs() < 2e-3);
+    }
+}

@@ -1,0 +1,138 @@
+//! A scratch model and the program run on it.
+
+use std::{
+    collections::HashMap,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+
+/// What a run of the program left.
+pub struct Outcome {
+    pub code: i32,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Outcome {
+    /// Lines of the program itself: Mesa's libraries complain about a missing session directory.
+    pub fn error_lines(&self) -> Vec<&str> {
+        self.stderr.lines().filter(|line| !line.contains("XDG_RUNTIME_DIR")).collect()
+    }
+}
+
+pub fn kv_eval(args: &[&str]) -> Outcome {
+    kv_eval_in(args, &[])
+}
+
+pub fn kv_eval_in(args: &[&str], environment: &[(&str, &str)]) -> Outcome {
+    let output = Command::new(env!("CARGO_BIN_EXE_kv-eval"))
+        .args(args)
+        .envs(environment.iter().copied())
+        .output()
+        .expect("the program starts");
+    Outcome {
+        code: output.status.code().expect("it ended by itself"),
+        stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
+        stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+    }
+}
+
+/// A folder of its own with a tiny Llama, a tokenizer of single bytes, and a text.
+pub struct Workspace {
+    folder: tempfile::TempDir,
+}
+
+impl Workspace {
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let source = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../models/tests/golden/models/llama-tiny");
+        let model = folder.path().join("model");
+        fs::create_dir(&model).unwrap();
+        for file in ["config.json", "model.safetensors"] {
+            fs::copy(source.join(file), model.join(file)).unwrap();
+        }
+        fs::write(model.join("tokenizer.json"), byte_tokenizer()).unwrap();
+        let text = "The quick brown fox jumps over the lazy dog, and 0123456789. ".repeat(12);
+        fs::write(folder.path().join("text.txt"), text).unwrap();
+        Self { folder }
+    }
+
+    pub fn path(&self, name: &str) -> String {
+        self.folder.path().join(name).to_str().unwrap().to_string()
+    }
+
+    pub fn model(&self) -> String {
+        self.path("model")
+    }
+
+    pub fn text(&self) -> String {
+        self.path("text.txt")
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.folder.path().join("model").join(name)
+    }
+
+    /// Keeps, changes or drops each tensor.
+    pub fn rewrite_weights(&self, change: impl Fn(&str, Vec<f32>) -> Option<(String, Vec<f32>)>) {
+        let bytes = fs::read(self.file("model.safetensors")).unwrap();
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        let mut kept: HashMap<String, (Vec<usize>, Vec<u8>)> = HashMap::new();
+        for (name, view) in tensors.tensors() {
+            let data: Vec<f32> = view
+                .data()
+                .chunks_exact(4)
+                .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+                .collect();
+            if let Some((name, data)) = change(&name, data) {
+                let data = data.iter().flat_map(|x| x.to_le_bytes()).collect();
+                kept.insert(name, (view.shape().to_vec(), data));
+            }
+        }
+        let views = kept.iter().map(|(name, (shape, data))| {
+            (name.clone(), TensorView::new(Dtype::F32, shape.clone(), data).unwrap())
+        });
+        let bytes = safetensors::serialize(views, None).unwrap();
+        fs::write(self.file("model.safetensors"), bytes).unwrap();
+    }
+
+    pub fn rewrite_config(&self, from: &str, to: &str) {
+        let text = fs::read_to_string(self.file("config.json")).unwrap();
+        assert!(text.contains(from));
+        fs::write(self.file("config.json"), text.replace(from, to)).unwrap();
+    }
+}
+
+/// A byte-level tokenizer without merges: one id per byte.
+fn byte_tokenizer() -> String {
+    // GPT-2's alphabet: printable bytes stand for themselves, the others move past 255.
+    let printable = |b: u32| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+    let mut moved = 256;
+    let vocab: serde_json::Map<String, serde_json::Value> = (0..256u32)
+        .map(|byte| {
+            let code = if printable(byte) {
+                byte
+            } else {
+                moved += 1;
+                moved - 1
+            };
+            (char::from_u32(code).unwrap().to_string(), byte.into())
+        })
+        .collect();
+    serde_json::json!({
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {
+            "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true
+        },
+        "decoder": {
+            "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true
+        },
+        "model": { "type": "BPE", "vocab": vocab, "merges": [] }
+    })
+    .to_string()
+}
