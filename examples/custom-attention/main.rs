@@ -8,9 +8,7 @@ use burn::{
     optim::{AdamConfig, GradientsParams},
     tensor::{Device, Distribution, Int, Tensor},
 };
-use kv_cubecl::{
-    Autodiff, CacheShape, Flex, KvCache, KvCacheConfig, On, streaming_attention,
-};
+use kv_cubecl::{Autodiff, CacheShape, Flex, KvCache, KvCacheConfig, On, streaming_attention};
 
 const N_HEADS: usize = 4;
 const N_KV_HEADS: usize = 2;
@@ -86,7 +84,10 @@ fn main() -> Result<()> {
         let error = model.forward(x.clone(), &config)? - target.clone();
         let loss = error.powi_scalar(2).mean();
         if step % 20 == 0 {
-            println!("step {step:>2}  loss with the 2-bit cache {:.5}", loss.clone().into_scalar::<f32>());
+            println!(
+                "step {step:>2}  loss with the 2-bit cache {:.5}",
+                loss.clone().into_scalar::<f32>()
+            );
         }
         let grads = GradientsParams::from_grads(loss.backward(), &model);
         model = optimizer.step(3e-3, model, grads);

@@ -20,7 +20,10 @@ fn main() -> Result<()> {
     let caches: Vec<KvCacheConfig> =
         ["k4v4", "k2v2-r64"].iter().map(|name| name.parse()).collect::<Result<_, _>>()?;
 
-    println!("{:<10} {:<10} {:>10} {:>10} {:>10}", "cache", "mode", "perplexity", "kl mean", "tokens/s");
+    println!(
+        "{:<10} {:<10} {:>10} {:>10} {:>10}",
+        "cache", "mode", "perplexity", "kl mean", "tokens/s"
+    );
     for mode in [Mode::Streaming, Mode::Parallel] {
         let plan = Plan::new(&loaded.model, mode, &caches, ids.clone(), tokens, Some(tokens))?;
         for run in evaluate(&device, &loaded.model, &plan, |_| ())? {

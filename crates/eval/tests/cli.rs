@@ -47,7 +47,10 @@ fn streaming_equals_parallel_and_the_report_is_complete() {
     for (streamed, parallel) in reports[0].iter().zip(&reports[1]) {
         let number = |run: &serde_json::Value, field: &str| run[field].as_f64().unwrap();
         assert_eq!(streamed["cache"], parallel["cache"]);
-        assert_eq!((&streamed["mode"], &parallel["mode"]), (&"streaming".into(), &"parallel".into()));
+        assert_eq!(
+            (&streamed["mode"], &parallel["mode"]),
+            (&"streaming".into(), &"parallel".into())
+        );
         for run in [streamed, parallel] {
             // Windows of 90, 90 and 20 tokens, each scoring all but its first.
             assert_eq!(run["tokens"], 197);
@@ -202,7 +205,8 @@ fn wgpu_gives_the_numbers_of_flex() {
     let mut runs = Vec::new();
     for backend in ["flex", "wgpu"] {
         let json = space.path(&format!("{backend}.json"));
-        let args = ["--backend", backend, "--tokens", "60", "--cache", "k4v4-g16-r16", "--json", &json];
+        let args =
+            ["--backend", backend, "--tokens", "60", "--cache", "k4v4-g16-r16", "--json", &json];
         for mode in ["streaming", "parallel"] {
             let outcome = ppl(&space, &[&args[..], &["--mode", mode]].concat());
             assert_eq!(outcome.code, 0, "{}", outcome.stderr);

@@ -48,8 +48,8 @@ pub struct Workspace {
 impl Workspace {
     pub fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let source = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("../models/tests/golden/models/llama-tiny");
+        let source =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden/models/llama-tiny");
         let model = folder.path().join("model");
         fs::create_dir(&model).unwrap();
         for file in ["config.json", "model.safetensors"] {

@@ -1,5 +1,7 @@
 //! Decode attention: one pass over the codes, threads over (batch, kv head, split).
 
+use core::ops::Range;
+
 use burn::backend::Flex;
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
@@ -7,15 +9,11 @@ use rayon::prelude::*;
 use super::{
     cache::Floats,
     dims,
-    quantize::unpack_parameters,
-    simd::{self, dot, vectorized},
+    quantize::{dequantize_slice, unpack_parameters},
+    simd::{self, dot, dot4, vectorized},
     tensor,
 };
-use crate::{
-    CacheState,
-    layout::{CacheLayout, QuantSpec},
-    shapes,
-};
+use crate::{CacheState, layout::CacheLayout, shapes};
 
 /// Fewest tokens worth a thread's wake-up.
 const MIN_SPLIT: usize = 256;
@@ -93,6 +91,9 @@ pub(super) fn decode_attention(
     (tensor(output, shape), tensor(lse, shapes::log_sum_exp(shape)))
 }
 
+/// Rows of one side that are handed to a kernel at once: what stays in the first-level cache.
+const TILE: usize = 32;
+
 impl Slice<'_> {
     /// Attention of the rows of `query` over tokens `[start, end)`.
     fn attend(&self, query: &[f32], start: usize, end: usize) -> Partial {
@@ -108,17 +109,16 @@ impl Slice<'_> {
         if let (Some(spec), true) = (self.layout.key_spec(), from < to) {
             let out = &mut scores[from + sinks - start..];
             let kernel = match spec.n_bits {
-                2 => score_packed::<2>,
-                4 => score_packed::<4>,
-                _ => score_packed::<8>,
+                2 => score_packed::<16>,
+                4 => score_packed::<8>,
+                _ => score_packed::<4>,
             };
             kernel(self.keys, &query, out, n, from, to, head_dim, spec.group_size);
         }
-        let mut row = vec![0.0; head_dim];
-        for token in (start..end).filter(|&t| t < sinks || t >= sinks + counts.keys) {
-            self.floats.read(self.float_start + self.layout.key_row(token) * head_dim, &mut row);
-            score_row(&query, &row, &mut scores[token - start..], n);
-        }
+        let row = |token| self.layout.key_row(token);
+        self.float_tiles(start..end, sinks, counts.keys, row, |token, keys| {
+            score_rows(&query, keys, &mut scores[token - start..], n, head_dim);
+        });
 
         let m: Vec<f32> = scores.chunks_exact(n).map(simd::maximum).collect();
         let rows_of_scores = scores.chunks_exact_mut(n);
@@ -127,31 +127,51 @@ impl Slice<'_> {
         let mut o = vec![0.0; rows * head_dim];
         let (from, to) = packed_range(start, end, sinks, counts.values);
         if let (Some(spec), true) = (self.layout.value_spec(), from < to) {
-            self.add_packed(spec, &scores[from + sinks - start..], n, from, to, &mut o);
+            let width = spec.words(1, head_dim);
+            let mut tile = vec![0.0; TILE * head_dim];
+            for token in (from..to).step_by(TILE) {
+                let count = TILE.min(to - token);
+                let (words, tile) =
+                    (&self.values[token * width..][..count * width], &mut tile[..count * head_dim]);
+                dequantize_slice(words, tile, head_dim, &spec);
+                add_rows(&scores[token + sinks - start..], n, tile, &mut o, head_dim);
+            }
         }
-        for token in (start..end).filter(|&t| t < sinks || t >= sinks + counts.values) {
-            self.floats.read(self.float_start + self.layout.value_row(token) * head_dim, &mut row);
-            add_row(&scores[token - start..], n, &row, &mut o);
-        }
+        let row = |token| self.layout.value_row(token);
+        self.float_tiles(start..end, sinks, counts.values, row, |token, values| {
+            add_rows(&scores[token - start..], n, values, &mut o, head_dim);
+        });
         Partial { m, l, o }
     }
 
-    fn add_packed(
+    /// Calls `visit` with the first token and the float rows, in f32, of each run of tokens that
+    /// are not packed and lie next to one another.
+    fn float_tiles(
         &self,
-        spec: QuantSpec,
-        weights: &[f32],
-        n: usize,
-        from: usize,
-        to: usize,
-        o: &mut [f32],
+        tokens: Range<usize>,
+        sinks: usize,
+        packed: usize,
+        row: impl Fn(usize) -> usize,
+        mut visit: impl FnMut(usize, &[f32]),
     ) {
         let head_dim = self.layout.shape().head_dim;
-        let kernel = match spec.n_bits {
-            2 => add_packed::<2>,
-            4 => add_packed::<4>,
-            _ => add_packed::<8>,
-        };
-        kernel(self.values, weights, o, n, from, to, head_dim, spec.group_size);
+        let mut widened = vec![0.0; TILE * head_dim];
+        let first_recent = tokens.start.max(sinks + packed);
+        for part in [tokens.start..tokens.end.min(sinks), first_recent..tokens.end] {
+            let mut token = part.start;
+            while token < part.end {
+                let first = row(token);
+                // A ring wraps at most once within itself.
+                let wanted = TILE.min(part.end - token);
+                let count = match row(token + wanted - 1) == first + wanted - 1 {
+                    true => wanted,
+                    false => (1..wanted).find(|&i| row(token + i) != first + i).unwrap_or(wanted),
+                };
+                let start = self.float_start + first * head_dim;
+                visit(token, self.floats.rows(start, &mut widened[..count * head_dim]));
+                token += count;
+            }
+        }
     }
 }
 
@@ -162,30 +182,60 @@ fn packed_range(start: usize, end: usize, sinks: usize, count: usize) -> (usize,
 }
 
 vectorized! {
-    /// `scores[r * n] = query_r . key`.
-    fn score_row(query: &[f32], key: &[f32], scores: &mut [f32], n: usize) {
-        for (r, query) in query.chunks_exact(key.len()).enumerate() {
-            scores[r * n] = dot(query, key);
+    /// `scores[r * n + t] = query_r . key_t`.
+    fn score_rows(query: &[f32], keys: &[f32], scores: &mut [f32], n: usize, head_dim: usize) {
+        let quads = keys.chunks_exact(4 * head_dim);
+        let (rest, first) = (quads.remainder(), quads.len() * 4);
+        for (i, quad) in quads.enumerate() {
+            let (a, b) = quad.split_at(2 * head_dim);
+            let ((a, b), (c, d)) = (a.split_at(head_dim), b.split_at(head_dim));
+            for (r, query) in query.chunks_exact(head_dim).enumerate() {
+                scores[r * n + 4 * i..][..4].copy_from_slice(&dot4(query, [a, b, c, d]));
+            }
         }
-    }
-}
-
-vectorized! {
-    /// `o_r += weights[r * n] * value`.
-    fn add_row(weights: &[f32], n: usize, value: &[f32], o: &mut [f32]) {
-        for (r, o) in o.chunks_exact_mut(value.len()).enumerate() {
-            let weight = weights[r * n];
-            for (o, &value) in o.iter_mut().zip(value) {
-                *o += weight * value;
+        for (t, key) in rest.chunks_exact(head_dim).enumerate() {
+            for (r, query) in query.chunks_exact(head_dim).enumerate() {
+                scores[r * n + first + t] = dot(query, key);
             }
         }
     }
 }
 
 vectorized! {
-    /// Scores of packed keys `[from, to)`: with the group's scales folded into the query,
-    /// `score = sum_c (q_c * scale_c) * code_c + sum_c q_c * min_c`, the last sum once per group.
-    fn score_packed<const BITS: u32>(
+    /// `o_r += sum_t weights[r * n + t] * value_t`, four tokens at a time.
+    fn add_rows(weights: &[f32], n: usize, values: &[f32], o: &mut [f32], head_dim: usize) {
+        let quads = values.chunks_exact(4 * head_dim);
+        let (rest, first) = (quads.remainder(), quads.len() * 4);
+        for (i, quad) in quads.enumerate() {
+            let (a, b) = quad.split_at(2 * head_dim);
+            let ((a, b), (c, d)) = (a.split_at(head_dim), b.split_at(head_dim));
+            for (r, o) in o.chunks_exact_mut(head_dim).enumerate() {
+                let w = &weights[r * n + 4 * i..][..4];
+                let values = a.iter().zip(b).zip(c.iter().zip(d));
+                for (o, ((a, b), (c, d))) in o.iter_mut().zip(values) {
+                    *o += (w[0] * a + w[1] * b) + (w[2] * c + w[3] * d);
+                }
+            }
+        }
+        for (i, value) in rest.chunks_exact(head_dim).enumerate() {
+            for (r, o) in o.chunks_exact_mut(head_dim).enumerate() {
+                let weight = weights[r * n + first + i];
+                for (o, &value) in o.iter_mut().zip(value) {
+                    *o += weight * value;
+                }
+            }
+        }
+    }
+}
+
+vectorized! {
+    /// Scores of packed keys `[from, to)`, `CODES` codes to a word: with the group's scales folded
+    /// into the query, `score = sum_c (q_c * scale_c) * code_c + sum_c q_c * min_c`, the last sum
+    /// once per group.
+    ///
+    /// The codes of one word belong to consecutive tokens, which makes tokens the lanes: nothing is
+    /// summed across a vector.
+    fn score_packed<const CODES: usize>(
         keys: &[u32],
         query: &[f32],
         scores: &mut [f32],
@@ -195,18 +245,16 @@ vectorized! {
         head_dim: usize,
         group_size: usize,
     ) {
-        let codes_per_word = 32 / BITS as usize;
-        let mask = (1u32 << BITS) - 1;
-        let group_words = (group_size / codes_per_word + 1) * head_dim;
+        let n_bits = (32 / CODES) as u32;
+        let mask = (1u32 << n_bits) - 1;
+        let group_words = (group_size / CODES + 1) * head_dim;
         let rows = query.len() / head_dim;
         let mut folded = vec![0.0; rows * head_dim];
         let mut offset = vec![0.0; rows];
         let (mut scale, mut min) = (vec![0.0; head_dim], vec![0.0; head_dim]);
-        let mut codes = vec![0.0; head_dim];
-        let mut token = from;
-        while token < to {
-            let group = &keys[token / group_size * group_words..][..group_words];
-            let (lines, params) = group.split_at(group_words - head_dim);
+        for group in from / group_size..to.div_ceil(group_size) {
+            let words = &keys[group * group_words..][..group_words];
+            let (lines, params) = words.split_at(group_words - head_dim);
             for ((&word, scale), min) in params.iter().zip(&mut scale).zip(&mut min) {
                 (*scale, *min) = unpack_parameters(word);
             }
@@ -217,65 +265,39 @@ vectorized! {
                 }
                 *offset = dot(query, &min);
             }
-            let group_end = to.min((token / group_size + 1) * group_size);
-            while token < group_end {
-                let at = token % group_size;
-                let shift = (at % codes_per_word) as u32 * BITS;
-                let line = &lines[at / codes_per_word * head_dim..][..head_dim];
-                for (code, &word) in codes.iter_mut().zip(line) {
-                    *code = ((word >> shift) & mask) as i32 as f32;
+            for (i, line) in lines.chunks_exact(head_dim).enumerate() {
+                let first = group * group_size + i * CODES;
+                // The part of the word's tokens that was asked for.
+                let (start, end) = (from.max(first), to.min(first + CODES));
+                if start >= end {
+                    continue;
                 }
-                for (r, folded) in folded.chunks_exact(head_dim).enumerate() {
-                    scores[r * n + token - from] = dot(folded, &codes) + offset[r];
-                }
-                token += 1;
-            }
-        }
-    }
-}
-
-vectorized! {
-    /// Adds packed values `[from, to)`: `o_c += (p * scale) * code_c`, and `p * min` once per (token,
-    /// group).
-    fn add_packed<const BITS: u32>(
-        values: &[u32],
-        weights: &[f32],
-        o: &mut [f32],
-        n: usize,
-        from: usize,
-        to: usize,
-        head_dim: usize,
-        group_size: usize,
-    ) {
-        let codes_per_word = 32 / BITS as usize;
-        let mask = (1u32 << BITS) - 1;
-        let (n_words, n_groups) = (head_dim / codes_per_word, head_dim / group_size);
-        let mut codes = vec![0.0f32; head_dim];
-        let mut offset = vec![0.0f32; o.len() / group_size];
-        for token in from..to {
-            let words = &values[token * (n_words + n_groups)..][..n_words + n_groups];
-            for (codes, &word) in codes.chunks_exact_mut(codes_per_word).zip(words) {
-                for (i, code) in codes.iter_mut().enumerate() {
-                    *code = ((word >> (i as u32 * BITS)) & mask) as i32 as f32;
-                }
-            }
-            let rows = o.chunks_exact_mut(head_dim).zip(offset.chunks_exact_mut(n_groups));
-            for (r, (o, offset)) in rows.enumerate() {
-                let weight = weights[r * n + token - from];
-                let groups = o.chunks_exact_mut(group_size).zip(codes.chunks_exact(group_size));
-                for (((o, codes), offset), &param) in groups.zip(offset).zip(&words[n_words..]) {
-                    let (scale, min) = unpack_parameters(param);
-                    let folded = weight * scale;
-                    for (o, &code) in o.iter_mut().zip(codes) {
-                        *o += folded * code;
+                for (r, (folded, &offset)) in
+                    folded.chunks_exact(head_dim).zip(&offset).enumerate()
+                {
+                    let mut even = [0.0f32; CODES];
+                    let mut odd = [0.0f32; CODES];
+                    let (words, _) = line.as_chunks::<2>();
+                    let (pairs, _) = folded.as_chunks::<2>();
+                    for (&[a, b], &[p, q]) in words.iter().zip(pairs) {
+                        for t in 0..CODES {
+                            let shift = t as u32 * n_bits;
+                            even[t] += p * ((a >> shift) & mask) as i32 as f32;
+                            odd[t] += q * ((b >> shift) & mask) as i32 as f32;
+                        }
                     }
-                    *offset += weight * min;
+                    if !head_dim.is_multiple_of(2) {
+                        let (word, q) = (line[head_dim - 1], folded[head_dim - 1]);
+                        for (t, even) in even.iter_mut().enumerate() {
+                            *even += q * ((word >> (t as u32 * n_bits)) & mask) as i32 as f32;
+                        }
+                    }
+                    let out = &mut scores[r * n + start - from..][..end - start];
+                    let sums = even[start - first..].iter().zip(&odd[start - first..]);
+                    for (out, (even, odd)) in out.iter_mut().zip(sums) {
+                        *out = even + odd + offset;
+                    }
                 }
-            }
-        }
-        for (o, &offset) in o.chunks_exact_mut(group_size).zip(&offset) {
-            for o in o {
-                *o += offset;
             }
         }
     }

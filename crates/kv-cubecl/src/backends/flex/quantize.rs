@@ -113,17 +113,27 @@ vectorized! {
 }
 
 vectorized! {
-    /// Restores one token's values from its words.
-    pub(super) fn dequantize_value(words: &[u32], row: &mut [f32], group_size: usize, n_bits: u32) {
-        let codes_per_word = 32 / n_bits as usize;
+    /// Restores tokens' values from their words, `CODES` codes to a word.
+    fn dequantize_values<const CODES: usize>(
+        words: &[u32],
+        out: &mut [f32],
+        head_dim: usize,
+        group_size: usize,
+    ) {
+        let n_bits = (32 / CODES) as u32;
         let mask = (1u32 << n_bits) - 1;
-        let (codes, params) = words.split_at(row.len() / codes_per_word);
-        let lines = codes.chunks_exact(group_size / codes_per_word);
-        for ((group, line), &param) in row.chunks_exact_mut(group_size).zip(lines).zip(params) {
-            let (scale, min) = unpack_parameters(param);
-            for (&word, part) in line.iter().zip(group.chunks_exact_mut(codes_per_word)) {
-                for (i, x) in part.iter_mut().enumerate() {
-                    *x = ((word >> (i as u32 * n_bits)) & mask) as i32 as f32 * scale + min;
+        let (n_words, n_groups) = (head_dim / CODES, head_dim / group_size);
+        let tokens = words.chunks_exact(n_words + n_groups).zip(out.chunks_exact_mut(head_dim));
+        for (words, row) in tokens {
+            let (codes, params) = words.split_at(n_words);
+            let lines = codes.chunks_exact(group_size / CODES);
+            for ((group, line), &param) in row.chunks_exact_mut(group_size).zip(lines).zip(params) {
+                let (scale, min) = unpack_parameters(param);
+                let (parts, _) = group.as_chunks_mut::<CODES>();
+                for (&word, part) in line.iter().zip(parts) {
+                    for (i, x) in part.iter_mut().enumerate() {
+                        *x = ((word >> (i as u32 * n_bits)) & mask) as i32 as f32 * scale + min;
+                    }
                 }
             }
         }
@@ -160,10 +170,12 @@ pub(super) fn dequantize_slice(words: &[u32], out: &mut [f32], head_dim: usize, 
             }
         }
         Granularity::PerToken => {
-            let width = spec.words(1, head_dim);
-            for (row, words) in out.chunks_exact_mut(head_dim).zip(words.chunks_exact(width)) {
-                dequantize_value(words, row, spec.group_size, spec.n_bits);
-            }
+            let kernel = match spec.n_bits {
+                2 => dequantize_values::<16>,
+                4 => dequantize_values::<8>,
+                _ => dequantize_values::<4>,
+            };
+            kernel(words, out, head_dim, spec.group_size);
         }
     }
 }

@@ -126,6 +126,37 @@ pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
     sum_lanes(lanes) + rest
 }
 
+/// Dot products of `a` with four rows, sharing its loads and the reduction.
+#[inline(always)]
+pub(super) fn dot4(a: &[f32], rows: [&[f32]; 4]) -> [f32; 4] {
+    let (a_chunks, a_rest) = a.as_chunks::<LANES>();
+    let [r0, r1, r2, r3] = rows.map(|row| row.as_chunks::<LANES>());
+    let mut lanes = [[0.0; LANES]; 4];
+    let chunks = a_chunks.iter().zip(r0.0).zip(r1.0).zip(r2.0).zip(r3.0);
+    for ((((a, b0), b1), b2), b3) in chunks {
+        for i in 0..LANES {
+            lanes[0][i] += a[i] * b0[i];
+            lanes[1][i] += a[i] * b1[i];
+            lanes[2][i] += a[i] * b2[i];
+            lanes[3][i] += a[i] * b3[i];
+        }
+    }
+    let mut quarters = [[0.0; 4]; 4];
+    for (quarter, lanes) in quarters.iter_mut().zip(&lanes) {
+        for i in 0..4 {
+            quarter[i] = (lanes[i] + lanes[i + 4]) + (lanes[i + 8] + lanes[i + 12]);
+        }
+    }
+    let mut sums = [0.0; 4];
+    for (i, sum) in sums.iter_mut().enumerate() {
+        *sum = (quarters[i][0] + quarters[i][1]) + (quarters[i][2] + quarters[i][3]);
+    }
+    for (sum, rest) in sums.iter_mut().zip([r0.1, r1.1, r2.1, r3.1]) {
+        *sum += a_rest.iter().zip(rest).map(|(x, y)| x * y).sum::<f32>();
+    }
+    sums
+}
+
 #[inline(always)]
 fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
     let mut width = LANES / 2;
