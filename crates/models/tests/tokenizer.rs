@@ -16,7 +16,7 @@ fn smollm2_tokenizer() -> Option<Tokenizer> {
 #[test]
 fn smollm2_ids_match_an_independent_encoder() {
     let Some(tokenizer) = smollm2_tokenizer() else { return };
-    for name in ["wikitext", "mixed"] {
+    for name in ["licenses", "mixed"] {
         let text = fs::read_to_string(fixture(name).with_extension("txt")).unwrap();
         let bytes = fs::read(fixture(name).with_extension("smollm.u16")).unwrap();
         let expected: Vec<u32> =
@@ -32,8 +32,8 @@ fn smollm2_ids_match_an_independent_encoder() {
         streamed += &stream.finish().unwrap();
         assert!(streamed == text, "{name} streams another text");
     }
-    let text = fs::read_to_string(fixture("wikitext.txt")).unwrap();
-    assert_eq!(tokenizer.encode(&text).unwrap()[..7], [3717, 446, 6356, 389, 9226, 352, 446]);
+    let title = " \n = Robert Boulter = \n";
+    assert_eq!(tokenizer.encode(title).unwrap()[..7], [3717, 446, 6356, 389, 9226, 352, 446]);
     assert_eq!(tokenizer.eos().iter().copied().collect::<Vec<_>>(), [2]);
     assert_eq!(tokenizer.encode("<|im_end|>").unwrap(), [2]);
     assert_eq!(tokenizer.n_ids(), 49152);

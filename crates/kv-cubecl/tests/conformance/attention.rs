@@ -62,11 +62,19 @@ fn query_groups<T: Target>(on: &On<T>) {
 }
 
 fn head_dims<T: Target>(on: &On<T>) {
-    for (head_dim, group) in [(16, 16), (64, 64), (80, 16), (96, 32), (128, 64), (256, 32)] {
-        for bits in [2, 4, 8] {
-            let name = format!("k{bits}v{bits}-g{group}-r{group}");
-            check(on, &Setup::new(&name, [1, 2, 2, group + 9, head_dim], head_dim as u64));
-        }
+    for (head_dim, group, bits) in [
+        (16, 16, "k4v2"),
+        (64, 64, "k8v8"),
+        (80, 16, "k2v2"),
+        (80, 16, "k4v4"),
+        (96, 32, "k2v4"),
+        (128, 64, "k2v2"),
+        (128, 32, "k4v4"),
+        (256, 32, "k2v2"),
+        (256, 64, "k4v8"),
+    ] {
+        let name = format!("{bits}-g{group}-r{group}");
+        check(on, &Setup::new(&name, [1, 2, 2, group + 9, head_dim], head_dim as u64));
     }
 }
 
