@@ -1,5 +1,7 @@
 //! The program as its users meet it: results, and one clear line for each mistake.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
 mod common;
 
 use std::fs;

@@ -1,0 +1,128 @@
+//! SmolLM2-135M against PyTorch, streaming against parallel, WGPU against the CPU.
+//!
+//! The model is what `scripts/get-smollm2` leaves in `target/models`, or the file named by
+//! `KV_SMOLLM2`. `KV_WIKITEXT` may name the WikiText-2 raw test set for the published table.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(clippy::print_stderr, reason = "a skipped test says so")]
+
+use std::{env, fs, path::PathBuf};
+
+use kv_cubecl::{Flex, KvCacheConfig, On, Target};
+use kv_eval::{Mode, Plan, Run, evaluate};
+use kv_models::{Loaded, load};
+
+fn project() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// The path in `variable`, else `default` in the project; `None`, loudly, if nothing is there.
+fn find(variable: &str, default: &str, hint: &str) -> Option<PathBuf> {
+    let path = env::var_os(variable).map_or_else(|| project().join(default), PathBuf::from);
+    if path.exists() {
+        return Some(path);
+    }
+    eprintln!("SKIPPED: {} is not there; {hint}", path.display());
+    None
+}
+
+struct Case {
+    mode: Mode,
+    tokens: usize,
+    window: usize,
+    caches: &'static [&'static str],
+}
+
+/// Runs `case` on `text`, or the project's own English fixture.
+fn run<T: Target>(case: Case, text: Option<PathBuf>) -> Option<Vec<Run>> {
+    let default = "target/models/SmolLM2-135M-Instruct.Q4_1.gguf";
+    let model = find("KV_SMOLLM2", default, "run scripts/get-smollm2")?;
+    let text = text.unwrap_or_else(|| project().join("crates/models/tests/fixtures/licenses.txt"));
+    let device = On::<T>::open().unwrap();
+    let Loaded { model, tokenizer, .. } = load(model, &device).unwrap();
+    let ids = tokenizer.unwrap().encode(&fs::read_to_string(text).unwrap()).unwrap();
+    let caches: Vec<KvCacheConfig> = case.caches.iter().map(|name| name.parse().unwrap()).collect();
+    let tokens = Some(case.tokens);
+    let plan = Plan::new(&model, case.mode, &caches, ids, case.window, tokens).unwrap();
+    Some(evaluate(&device, &model, &plan, |_| ()).unwrap())
+}
+
+fn assert_nll(a: &Run, b: &Run, bound: f64) {
+    assert_eq!(a.cache, b.cache);
+    let difference = (a.nll - b.nll).abs();
+    assert!(difference < bound, "{}: {} against {}, {difference}", a.cache, a.nll, b.nll);
+}
+
+#[test]
+fn float_perplexity_is_that_of_pytorch() {
+    let case = Case { mode: Mode::Parallel, tokens: 1024, window: 1024, caches: &["k8v8"] };
+    let Some(runs) = run::<Flex>(case, None) else { return };
+    // scripts/pytorch-reference MODEL licenses.txt --tokens 1024 --window 1024, PyTorch 2.15, f32.
+    let reference = 19.2787;
+    for run in runs {
+        let error = (run.perplexity / reference - 1.0).abs();
+        // Another order of summation moves the loss by 1e-5; 8 bits by less than 1e-3.
+        assert!(error < 1e-3, "{}: {} against {reference}", run.cache, run.perplexity);
+    }
+}
+
+#[test]
+fn streaming_is_parallel_on_the_first_512_tokens() {
+    let caches: &[&str] = &["k4v4", "k2v2"];
+    let case = |mode| Case { mode, tokens: 512, window: 512, caches };
+    let Some(streamed) = run::<Flex>(case(Mode::Streaming), None) else { return };
+    let parallel = run::<Flex>(case(Mode::Parallel), None).unwrap();
+    // Float noise between the two orders of summation; at 4 and 2 bits it flips codes at rounding
+    // edges, each by one step.
+    for ((a, b), bound) in streamed.iter().zip(&parallel).zip([1e-4, 2e-3, 2e-2]) {
+        assert_nll(a, b, bound);
+        assert_eq!(a.cache_bytes, b.cache_bytes);
+    }
+}
+
+#[cfg(feature = "wgpu")]
+#[test]
+fn wgpu_is_flex() {
+    use kv_cubecl::Wgpu;
+    let caches: &[&str] = &["k4v4-r32", "k2v2-r32"];
+    for mode in [Mode::Parallel, Mode::Streaming] {
+        let tokens = if mode == Mode::Parallel { 96 } else { 48 };
+        let case = || Case { mode, tokens, window: tokens, caches };
+        let Some(gpu) = run::<Wgpu>(case(), None) else { return };
+        let cpu = run::<Flex>(case(), None).unwrap();
+        // As between streaming and parallel.
+        for ((a, b), bound) in gpu.iter().zip(&cpu).zip([1e-4, 2e-3, 2e-2]) {
+            assert_nll(a, b, bound);
+        }
+    }
+}
+
+/// The published table: two windows of 2048 tokens of WikiText-2, against PyTorch in f32.
+#[test]
+fn wikitext_perplexities_are_the_published_ones() {
+    if env::var_os("KV_WIKITEXT").is_none() {
+        eprintln!("SKIPPED: KV_WIKITEXT does not name the WikiText-2 raw test set");
+        return;
+    }
+    let Some(text) = find("KV_WIKITEXT", "", "it must be the WikiText-2 raw test set") else {
+        return;
+    };
+    // Perplexity and relative tolerance: float noise for the first two; 2-bit codes flip at rounding
+    // edges, which alone moves a run by 0.6%.
+    let expected = [
+        ("float", 18.9777, 1e-3),
+        ("k8v8", 18.9762, 1e-3),
+        ("k4v4", 19.0856, 5e-3),
+        ("k2v2", 25.5631, 2e-2),
+        ("k2v2-after", 25.0425, 2e-2),
+        ("k2v2-s4", 22.2170, 2e-2),
+        ("k4v4-s4", 19.0878, 5e-3),
+    ];
+    const CACHES: [&str; 6] = ["k8v8", "k4v4", "k2v2", "k2v2-after", "k2v2-s4", "k4v4-s4"];
+    let case = Case { mode: Mode::Parallel, tokens: 4096, window: 2048, caches: &CACHES };
+    let Some(runs) = run::<Flex>(case, Some(text)) else { return };
+    for (run, (name, perplexity, tolerance)) in runs.iter().zip(expected) {
+        assert_eq!(run.cache, name);
+        let error = (run.perplexity / perplexity - 1.0).abs();
+        assert!(error < tolerance, "{name}: {} against {perplexity}", run.perplexity);
+    }
+}
