@@ -1,5 +1,6 @@
 //! The quantized-cache attention inside a user's own Burn module: trained with the noise of the
 //! cache, then served token by token from that cache with the same numbers.
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
 
 use anyhow::{Result, ensure};
 use burn::{

@@ -2,6 +2,7 @@
 //! form that needs no token loop.
 //!
 //! Usage: `streaming-perplexity MODEL TEXT [TOKENS]`
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
 
 use anyhow::{Context, Result};
 use kv_cubecl::{Flex, KvCacheConfig, On};

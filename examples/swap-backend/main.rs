@@ -1,4 +1,5 @@
 //! One generic function on two targets: the backend is a type parameter.
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
 
 use anyhow::Result;
 use burn::tensor::{Tensor, TensorData};

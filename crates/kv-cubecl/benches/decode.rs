@@ -2,6 +2,8 @@
 //!
 //! Each row is the median of one step (append one token, attend) and the rate at which it reads the
 //! cache, beside the float cache measured in the same run.
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
+#![allow(missing_docs, reason = "a program")]
 
 use std::time::Instant;
 

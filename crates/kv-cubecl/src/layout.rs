@@ -191,10 +191,12 @@ impl CacheLayout {
             }
         }
         let layout = Self { config: *config, shape };
-        let elements = layout.slices().saturating_mul(layout.float_rows() * shape.head_dim);
-        // Kernels index every buffer with u32.
-        if elements.max(layout.key_words()).max(layout.value_words()) > u32::MAX as usize {
-            let rule = "the cache of this shape exceeds 2^32 elements in one buffer";
+        // Kernels index every buffer with u32; in u128 nothing below overflows.
+        let slices = shape.batch as u128 * shape.n_kv_heads as u128;
+        // A packed side has fewer words than its tokens have elements.
+        let rows = layout.float_rows().max(config.capacity) as u128;
+        if slices.saturating_mul(rows * shape.head_dim as u128) > u128::from(u32::MAX) {
+            let rule = format!("too large for one buffer of 2^32 elements with {shape:?}");
             return Err(crate::config::invalid("capacity", config.capacity, rule));
         }
         Ok(layout)

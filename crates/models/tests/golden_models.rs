@@ -5,11 +5,9 @@ mod common;
 
 use std::{collections::BTreeMap, fs, path::Path};
 
-use burn::tensor::{Int, Tensor, TensorData, activation};
 use candle_core::quantized::GgmlDType;
 use common::{
-    TINY, copy, device, expected, fixture, golden, max_difference, read_tensors, smollm2, tiny,
-    write_gguf,
+    TINY, copy, device, expected, fixture, golden, max_difference, read_tensors, tiny, write_gguf,
 };
 use kv_models::{kv_cubecl::KvCacheConfig, load};
 use safetensors::{Dtype, tensor::TensorView};

@@ -10,24 +10,24 @@ use std::{
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
 /// What a run of the program left.
-pub struct Outcome {
-    pub code: i32,
-    pub stdout: String,
-    pub stderr: String,
+pub(crate) struct Outcome {
+    pub(crate) code: i32,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
 }
 
 impl Outcome {
     /// Lines of the program itself: Mesa's libraries complain about a missing session directory.
-    pub fn error_lines(&self) -> Vec<&str> {
+    pub(crate) fn error_lines(&self) -> Vec<&str> {
         self.stderr.lines().filter(|line| !line.contains("XDG_RUNTIME_DIR")).collect()
     }
 }
 
-pub fn kv_eval(args: &[&str]) -> Outcome {
+pub(crate) fn kv_eval(args: &[&str]) -> Outcome {
     kv_eval_in(args, &[])
 }
 
-pub fn kv_eval_in(args: &[&str], environment: &[(&str, &str)]) -> Outcome {
+pub(crate) fn kv_eval_in(args: &[&str], environment: &[(&str, &str)]) -> Outcome {
     let output = Command::new(env!("CARGO_BIN_EXE_kv-eval"))
         .args(args)
         .envs(environment.iter().copied())
@@ -41,12 +41,12 @@ pub fn kv_eval_in(args: &[&str], environment: &[(&str, &str)]) -> Outcome {
 }
 
 /// A folder of its own with a tiny Llama, a tokenizer of single bytes, and a text.
-pub struct Workspace {
+pub(crate) struct Workspace {
     folder: tempfile::TempDir,
 }
 
 impl Workspace {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let source =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden/models/llama-tiny");
@@ -61,15 +61,15 @@ impl Workspace {
         Self { folder }
     }
 
-    pub fn path(&self, name: &str) -> String {
+    pub(crate) fn path(&self, name: &str) -> String {
         self.folder.path().join(name).to_str().unwrap().to_string()
     }
 
-    pub fn model(&self) -> String {
+    pub(crate) fn model(&self) -> String {
         self.path("model")
     }
 
-    pub fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         self.path("text.txt")
     }
 
@@ -78,7 +78,10 @@ impl Workspace {
     }
 
     /// Keeps, changes or drops each tensor.
-    pub fn rewrite_weights(&self, change: impl Fn(&str, Vec<f32>) -> Option<(String, Vec<f32>)>) {
+    pub(crate) fn rewrite_weights(
+        &self,
+        change: impl Fn(&str, Vec<f32>) -> Option<(String, Vec<f32>)>,
+    ) {
         let bytes = fs::read(self.file("model.safetensors")).unwrap();
         let tensors = SafeTensors::deserialize(&bytes).unwrap();
         let mut kept: HashMap<String, (Vec<usize>, Vec<u8>)> = HashMap::new();
@@ -100,7 +103,7 @@ impl Workspace {
         fs::write(self.file("model.safetensors"), bytes).unwrap();
     }
 
-    pub fn rewrite_config(&self, from: &str, to: &str) {
+    pub(crate) fn rewrite_config(&self, from: &str, to: &str) {
         let text = fs::read_to_string(self.file("config.json")).unwrap();
         assert!(text.contains(from));
         fs::write(self.file("config.json"), text.replace(from, to)).unwrap();

@@ -52,6 +52,7 @@ impl KvCache {
     pub fn new(config: &KvCacheConfig, shape: CacheShape, device: &Device) -> Result<Self> {
         let layout = CacheLayout::new(config, shape)?;
         let device = device.clone().without_autodiff();
+        crate::backends::check(&layout, &device)?;
         if config.float == CacheFloat::F16 && !device.supports_dtype(DType::F16) {
             return Err(Error::Unsupported {
                 what: format!("cache {config} on {device:?}"),

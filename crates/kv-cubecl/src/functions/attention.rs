@@ -8,7 +8,10 @@ use crate::{
     layout::{CacheLayout, CacheShape, StreamSpec},
 };
 
-use super::{fake_quantize_from, quantize::debug_check_finite};
+use super::{
+    fake_quantize_from,
+    quantize::{check_dtype, debug_check_finite},
+};
 
 /// Causal attention over a whole sequence exactly as a KIVI cache would compute it token by token,
 /// without the token loop: row `t` sees quantized keys and values by
@@ -43,6 +46,7 @@ pub fn streaming_attention(
         });
     }
     let layout = CacheLayout::new(config, shape)?;
+    crate::backends::check(&layout, &query.device())?;
     debug_check_finite("streaming_attention", "key", &key)?;
     debug_check_finite("streaming_attention", "value", &value)?;
     Ok(closed_form(query, key, value, &layout))
@@ -69,13 +73,19 @@ pub(crate) fn closed_form(
     stream(query, key, key_hat, value, value_hat, StreamSpec::whole(config)).0
 }
 
-/// Rounds to the cache's float type, as storing in the cache does.
+/// Rounds to the cache's float type, as storing in the cache does, with a straight-through gradient
+/// that stays in f32.
 pub(crate) fn store(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     match float {
         CacheFloat::F32 => tensor,
         CacheFloat::F16 => {
-            let dtype = tensor.dtype();
-            tensor.cast(DType::F16).cast(dtype)
+            let rounded = tensor.clone().detach().cast(DType::F16).cast(DType::F32);
+            if !tensor.device().is_autodiff() {
+                return rounded;
+            }
+            // The difference of neighbours is exact, and so is adding it back.
+            let error = rounded - tensor.clone().detach();
+            tensor + error
         }
     }
 }
@@ -135,12 +145,7 @@ pub(crate) fn check_qkv(
         return fail("query", q, format!("n_heads must be a multiple of n_kv_heads {}", k[1]));
     }
     for (name, tensor) in [("query", query), ("key", key), ("value", value)] {
-        if tensor.dtype() != DType::F32 {
-            return Err(Error::Unsupported {
-                what: format!("{op}: {name} of type {:?}", tensor.dtype()),
-                why: "attention is computed in f32; cast it first".to_string(),
-            });
-        }
+        check_dtype(op, name, tensor)?;
     }
     Ok(CacheShape { batch: k[0], n_kv_heads: k[1], head_dim: k[3] })
 }

@@ -1,6 +1,6 @@
 use burn::{
     backend::Dispatch,
-    tensor::{Int, Tensor, TensorData},
+    tensor::{DType, Int, Tensor, TensorData},
 };
 use half::f16;
 
@@ -91,7 +91,8 @@ impl Packed {
 ///   per token) must be a multiple of `group_size`.
 ///
 /// # Errors
-/// [`Error::Shape`] or [`Error::InvalidConfig`] for a group size that does not fit. Non-finite
+/// [`Error::Shape`] or [`Error::InvalidConfig`] for a group size that does not fit,
+/// [`Error::Unsupported`] for a type other than f32. Non-finite
 /// values are [`Error::NonFinite`] in debug builds; in release builds they make their group's codes
 /// unspecified. [`ensure_finite`] checks in any build.
 pub fn quantize(
@@ -102,6 +103,7 @@ pub fn quantize(
 ) -> Result<Packed> {
     let spec = QuantSpec::new(granularity, bits, group_size)?;
     spec.packed_shape("quantize", input.dims())?;
+    check_dtype("quantize", "input", &input)?;
     debug_check_finite("quantize", "input", &input)?;
     let words = <Dispatch as KvCacheOps>::quantize(input.into_dispatch(), spec);
     Ok(Packed::new(Tensor::from_dispatch(words), spec))
@@ -124,6 +126,7 @@ pub fn fake_quantize(
 ) -> Result<Tensor<4>> {
     let spec = QuantSpec::new(granularity, bits, group_size)?;
     spec.packed_shape("fake_quantize", input.dims())?;
+    check_dtype("fake_quantize", "input", &input)?;
     debug_check_finite("fake_quantize", "input", &input)?;
     Ok(fake_quantize_from(input, spec, 0))
 }
@@ -132,6 +135,17 @@ pub fn fake_quantize(
 pub(crate) fn fake_quantize_from(input: Tensor<4>, spec: QuantSpec, skip: usize) -> Tensor<4> {
     let output = <Dispatch as KvCacheOps>::fake_quantize(input.into_dispatch(), spec, skip);
     Tensor::from_dispatch(output)
+}
+
+/// Everything is computed in f32; another type would be read as if it were.
+pub(super) fn check_dtype(op: &'static str, name: &'static str, tensor: &Tensor<4>) -> Result<()> {
+    match tensor.dtype() {
+        DType::F32 => Ok(()),
+        dtype => Err(Error::Unsupported {
+            what: format!("{op}: {name} of type {dtype:?}"),
+            why: "it is computed in f32; cast it first".to_string(),
+        }),
+    }
 }
 
 /// Reads `tensor` back and checks that it holds no NaN and no infinity.

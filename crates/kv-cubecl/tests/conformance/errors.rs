@@ -33,8 +33,9 @@ fn shape_error<R: core::fmt::Debug>(result: kv_cubecl::Result<R>, op: &str, tens
     assert!(error.to_string().starts_with(&format!("{op}: {tensor} has shape {shape:?}: ")));
 }
 
-/// query, key and value that do not fit each other, and the one to blame.
-const MISFITS: [([usize; 4], [usize; 4], [usize; 4], &str); 6] = [
+type Misfit = ([usize; 4], [usize; 4], [usize; 4], &'static str);
+
+const MISFITS: [Misfit; 6] = [
     ([1, 4, 3, 64], [1, 2, 3, 64], [1, 2, 4, 64], "value"),
     ([1, 4, 3, 64], [1, 2, 3, 64], [1, 1, 3, 64], "value"),
     ([2, 4, 3, 64], [1, 2, 3, 64], [1, 2, 3, 64], "query"),

@@ -1,4 +1,5 @@
 //! `kv-eval`: perplexity, generation and speed of language models with quantized KV caches.
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
 
 mod backend;
 mod bench;

@@ -2,7 +2,6 @@
 
 use burn::{
     backend::{
-        Backend,
         ops::FloatTensorOps,
         tensor::{FloatTensor, IntTensor},
     },

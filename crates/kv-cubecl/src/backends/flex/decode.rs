@@ -11,9 +11,14 @@ use super::{
     dims,
     quantize::{dequantize_slice, unpack_parameters},
     simd::{self, dot, dot4, vectorized},
+    streaming::{Matrix, matmul},
     tensor,
 };
-use crate::{CacheState, layout::CacheLayout, shapes};
+use crate::{
+    CacheState,
+    layout::{CacheLayout, Granularity, QuantSpec},
+    shapes,
+};
 
 /// Fewest tokens worth a thread's wake-up.
 const MIN_SPLIT: usize = 256;
@@ -50,21 +55,19 @@ pub(super) fn decode_attention(
     let rows = n_heads / layout.shape().n_kv_heads * m;
     let query: &[f32] = query.storage();
     let slices = layout.slices();
+    if rows >= MANY_ROWS {
+        return many_rows(query, state, layout, len, tokens, shape);
+    }
     let wanted = (2 * rayon::current_num_threads()).div_ceil(slices);
     let n_splits = wanted.min(tokens / MIN_SPLIT).max(1);
-    let (keys, values) = (state.keys.storage::<u32>(), state.values.storage::<u32>());
     let task = |index: usize| {
         let (slice, split) = (index / n_splits, index % n_splits);
         let query = &query[slice * rows * head_dim..][..rows * head_dim];
-        let slice = Slice {
-            layout,
-            keys: &keys[slice * layout.key_slice_words()..],
-            values: &values[slice * layout.value_slice_words()..],
-            floats: Floats::of(&state.floats),
-            float_start: slice * layout.float_rows() * head_dim,
-            len,
-        };
-        slice.attend(query, split * tokens / n_splits, (split + 1) * tokens / n_splits)
+        Slice::new(state, layout, len, slice).attend(
+            query,
+            split * tokens / n_splits,
+            (split + 1) * tokens / n_splits,
+        )
     };
     let partials: Vec<Partial> = match slices * n_splits {
         // Too little work to wake a thread for.
@@ -91,10 +94,130 @@ pub(super) fn decode_attention(
     (tensor(output, shape), tensor(lse, shapes::log_sum_exp(shape)))
 }
 
+/// [`decode_attention`] of a chunk: blocks of rows against tiles of restored tokens, as matrix
+/// products.
+fn many_rows(
+    query: &[f32],
+    state: &CacheState<Flex>,
+    layout: &CacheLayout,
+    len: usize,
+    tokens: usize,
+    shape: [usize; 4],
+) -> (FlexTensor, FlexTensor) {
+    let head_dim = shape[3];
+    let slice_len = query.len() / layout.slices();
+    let mut output = vec![0.0; query.len()];
+    let mut lse = vec![0.0; query.len() / head_dim];
+    let blocks = |len: usize| len.min(ROW_BLOCK * head_dim);
+    output
+        .par_chunks_mut(slice_len)
+        .zip(lse.par_chunks_mut(slice_len / head_dim))
+        .zip(query.par_chunks(slice_len))
+        .enumerate()
+        .for_each(|(slice, ((output, lse), query))| {
+            let slice = Slice::new(state, layout, len, slice);
+            output
+                .par_chunks_mut(blocks(slice_len))
+                .zip(lse.par_chunks_mut(blocks(slice_len) / head_dim))
+                .zip(query.par_chunks(blocks(slice_len)))
+                .for_each(|((output, lse), query)| slice.attend_block(query, tokens, output, lse));
+        });
+    (tensor(output, shape), tensor(lse, shapes::log_sum_exp(shape)))
+}
+
 /// Rows of one side that are handed to a kernel at once: what stays in the first-level cache.
 const TILE: usize = 32;
 
-impl Slice<'_> {
+/// Query rows from which matrix products over restored tiles beat one pass over the codes.
+const MANY_ROWS: usize = 16;
+
+/// Query rows whose scores are in memory at once.
+const ROW_BLOCK: usize = 256;
+
+impl<'a> Slice<'a> {
+    fn new(state: &'a CacheState<Flex>, layout: &'a CacheLayout, len: usize, index: usize) -> Self {
+        Self {
+            layout,
+            keys: &state.keys.storage()[index * layout.key_slice_words()..],
+            values: &state.values.storage()[index * layout.value_slice_words()..],
+            floats: Floats::of(&state.floats),
+            float_start: index * layout.float_rows() * layout.shape().head_dim,
+            len,
+        }
+    }
+
+    /// Attention of many rows over tokens `[0, tokens)`.
+    fn attend_block(&self, query: &[f32], tokens: usize, output: &mut [f32], lse: &mut [f32]) {
+        let head_dim = self.layout.shape().head_dim;
+        let rows = query.len() / head_dim;
+        let scale = 1.0 / (head_dim as f32).sqrt();
+        let window = self.layout.window();
+        let (sinks, counts) = (window.sink_tokens, window.counts(self.len));
+        let query = Matrix::new(query, rows, head_dim, head_dim);
+
+        let mut scores = vec![0.0; rows * tokens];
+        let mut score = |token: usize, keys: &[f32]| {
+            let keys = Matrix::new(keys, keys.len() / head_dim, head_dim, head_dim).transposed();
+            matmul(&mut scores[token..], tokens, false, scale, query, keys);
+        };
+        let (_, packed) = packed_range(0, tokens, sinks, counts.keys);
+        if let Some(spec) = self.layout.key_spec() {
+            self.restored_tiles(self.keys, packed, sinks, spec, &mut score);
+        }
+        let row = |token| self.layout.key_row(token);
+        self.float_tiles(0..tokens, sinks, counts.keys, row, score);
+
+        let mut sums = vec![0.0; rows];
+        for ((row, sum), lse) in scores.chunks_exact_mut(tokens).zip(&mut sums).zip(lse) {
+            let max = simd::maximum(row);
+            *sum = simd::exp_minus_max(row, max);
+            *lse = max + sum.ln();
+        }
+
+        let mut add = |token: usize, values: &[f32]| {
+            let count = values.len() / head_dim;
+            let weights = Matrix::new(&scores[token..], rows, count, tokens);
+            let values = Matrix::new(values, count, head_dim, head_dim);
+            matmul(output, head_dim, true, 1.0, weights, values);
+        };
+        let (_, packed) = packed_range(0, tokens, sinks, counts.values);
+        if let Some(spec) = self.layout.value_spec() {
+            self.restored_tiles(self.values, packed, sinks, spec, &mut add);
+        }
+        let row = |token| self.layout.value_row(token);
+        self.float_tiles(0..tokens, sinks, counts.values, row, add);
+        for (out, sum) in output.chunks_exact_mut(head_dim).zip(sums) {
+            out.iter_mut().for_each(|x| *x /= sum);
+        }
+    }
+
+    /// Calls `visit` with the first token and the restored rows of each tile of packed tokens.
+    fn restored_tiles(
+        &self,
+        words: &[u32],
+        packed: usize,
+        sinks: usize,
+        spec: QuantSpec,
+        visit: &mut dyn FnMut(usize, &[f32]),
+    ) {
+        let head_dim = self.layout.shape().head_dim;
+        // Whole groups of keys, although fewer tokens may be asked for.
+        let group = match spec.granularity {
+            Granularity::PerChannel => spec.group_size,
+            Granularity::PerToken => 1,
+        };
+        let step = group.max(TILE / group * group);
+        let mut tile = vec![0.0; step * head_dim];
+        for token in (0..packed).step_by(step) {
+            let count = step.min(packed - token);
+            let whole = count.div_ceil(group) * group;
+            let start = spec.words(token, head_dim);
+            let words = &words[start..start + spec.words(whole, head_dim)];
+            dequantize_slice(words, &mut tile[..whole * head_dim], head_dim, &spec);
+            visit(sinks + token, &tile[..count * head_dim]);
+        }
+    }
+
     /// Attention of the rows of `query` over tokens `[start, end)`.
     fn attend(&self, query: &[f32], start: usize, end: usize) -> Partial {
         let head_dim = self.layout.shape().head_dim;

@@ -26,12 +26,12 @@ macro_rules! vectorized {
                     body $(::<$c>)? ($($arg),*)
                 }
                 match $crate::backends::flex::simd::level() {
-                    // SAFETY: `level` found these features on this CPU.
                     $crate::backends::flex::simd::Level::Avx512 => {
+                        // SAFETY: `level` found these features on this CPU.
                         return unsafe { avx512 $(::<$c>)? ($($arg),*) };
                     }
-                    // SAFETY: `level` found these features on this CPU.
                     $crate::backends::flex::simd::Level::Avx2 => {
+                        // SAFETY: `level` found these features on this CPU.
                         return unsafe { avx2 $(::<$c>)? ($($arg),*) };
                     }
                     $crate::backends::flex::simd::Level::Baseline => {}

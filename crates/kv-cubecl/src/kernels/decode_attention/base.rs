@@ -1,12 +1,12 @@
-use cubecl::ir::ElemType;
+use cubecl::ir::{ElemType, FloatKind};
 
 use crate::{Error, Result, layout::CacheLayout};
 
 /// Largest head_dim of the attention kernels.
-pub(crate) const MAX_HEAD_DIM: usize = 256;
+const MAX_HEAD_DIM: usize = 256;
 
 /// Shared memory that WebGPU guarantees, in bytes.
-pub(crate) const SHARED_BYTES: usize = 16 * 1024;
+const SHARED_BYTES: usize = 16 * 1024;
 
 /// Cubes per streaming multiprocessor that hide memory latency; a guess until measured on hardware.
 const CUBES_PER_MULTIPROCESSOR: usize = 4;
@@ -117,10 +117,32 @@ pub(super) fn prepare(
     Ok((blueprint, Settings { row_chunks, sink_tiles, n_tiles, n_splits, tiles_per_split }))
 }
 
+/// Whether a cache of this layout can be attended to on any device.
+pub(crate) fn check(layout: &CacheLayout) -> Result<()> {
+    let float = ElemType::Float(FloatKind::F32);
+    let problem = DecodeProblem { layout: *layout, len: 1, tokens: 1, rows: 1, float };
+    prepare(&problem, 1).map(|_| ())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::{CacheShape, KvCacheConfig};
+
+    #[test]
+    fn layouts_that_do_not_fit_are_errors() {
+        let layout = |name: &str, head_dim| {
+            let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim };
+            CacheLayout::new(&name.parse().unwrap(), shape).unwrap()
+        };
+        assert!(check(&layout("k2v2", 256)).is_ok());
+        for (name, head_dim, part) in
+            [("k2v2", 288, "head_dim is above 256"), ("k2v16-g4096-r4096", 64, "shared memory")]
+        {
+            let message = check(&layout(name, head_dim)).unwrap_err().to_string();
+            assert!(message.contains(part), "{message}");
+        }
+    }
 
     #[test]
     fn splits_cover_every_tile_once() {
@@ -129,7 +151,7 @@ mod tests {
                 let config: KvCacheConfig = format!("k2v2-s{sinks}").parse().unwrap();
                 let shape = CacheShape { batch: 1, n_kv_heads: 3, head_dim: 64 };
                 let layout = CacheLayout::new(&config, shape).unwrap();
-                let float = ElemType::Float(cubecl::ir::FloatKind::F32);
+                let float = ElemType::Float(FloatKind::F32);
                 let problem = DecodeProblem { layout, len: tokens, tokens, rows: 3, float };
                 let (_, settings) = prepare(&problem, 16).unwrap();
                 assert!(settings.n_splits * settings.tiles_per_split >= settings.n_tiles);

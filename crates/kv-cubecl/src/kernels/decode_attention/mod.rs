@@ -15,7 +15,7 @@ mod base;
 mod kernel;
 mod launch;
 
-pub(crate) use base::MAX_HEAD_DIM;
+pub(crate) use base::check;
 pub use base::{DecodeBlueprint, DecodeProblem};
 pub(crate) use kernel::LOWEST;
 pub use launch::{DecodeBindings, launch_ref};
