@@ -5,6 +5,7 @@ mod common;
 
 use std::{collections::BTreeMap, fs, path::Path};
 
+use burn::tensor::Tensor;
 use candle_core::quantized::GgmlDType;
 use common::{
     TINY, copy, device, expected, fixture, golden, max_difference, read_tensors, tiny, write_gguf,
