@@ -8,7 +8,7 @@ use kv_models::LanguageModel;
 
 use crate::{
     Error, Mode, Plan, Result, Run,
-    score::{kl_divergence, log_sum_exp, mean_and_stderr, negative_log_likelihood, percentile},
+    score::{kl_divergence, log_sum_exp, mean_and_stderr, negative_log_likelihood, quantile},
 };
 
 /// Rows whose logits are in memory at once.
@@ -182,7 +182,7 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally) -> Result<Run> {
         nll,
         nll_stderr,
         kl_mean,
-        kl_p999: percentile(&tally.kl, 99.9),
+        kl_p999: quantile(&tally.kl, 999),
         tokens: tally.nll.len(),
         seconds: tally.seconds,
         cache_bytes,

@@ -40,11 +40,11 @@ pub(crate) fn mean_and_stderr(samples: &[f32]) -> (f64, f64) {
     (mean, stderr)
 }
 
-/// The smallest sample that at least `percent` of 100 do not exceed.
-pub(crate) fn percentile(samples: &[f32], percent: f64) -> f64 {
+/// The smallest sample that at least `per_mille` of 1000 do not exceed.
+pub(crate) fn quantile(samples: &[f32], per_mille: usize) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f32::total_cmp);
-    let rank = (percent / 100.0 * sorted.len() as f64).ceil() as usize;
+    let rank = (per_mille * sorted.len()).div_ceil(1000);
     sorted.get(rank.saturating_sub(1)).copied().map_or(0.0, f64::from)
 }
 
@@ -60,9 +60,9 @@ mod tests {
         // Sample variance 5/3, over 4 samples.
         assert!((stderr - (5.0f64 / 3.0 / 4.0).sqrt()).abs() < 1e-12);
         let samples: Vec<f32> = (1..=1000).map(|x| x as f32).collect();
-        assert_eq!(percentile(&samples, 99.9), 999.0);
-        assert_eq!(percentile(&samples, 100.0), 1000.0);
-        assert_eq!(percentile(&[7.0], 99.9), 7.0);
+        assert_eq!(quantile(&samples, 999), 999.0);
+        assert_eq!(quantile(&samples, 1000), 1000.0);
+        assert_eq!(quantile(&[7.0], 999), 7.0);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Gradients: finite differences where the function is smooth, the straight-through estimator's own
-//! statement where it is not.
+//! statement where it is not. Head sizes are few, for each is a kernel that a software driver takes
+//! seconds to compile.
 
 use burn::tensor::{DType, Tensor};
 use kv_cubecl::{
@@ -22,7 +23,7 @@ stamp_autodiff!(
     caches_refuse_gradients,
 );
 
-/// Outputs and gradients of `sum(streaming_attention(..) * weight)`.
+/// Gradients of `sum(streaming_attention(..) * weight)`.
 fn gradients<T: Target>(on: &On<T>, text: &Setup, weight: &Host) -> [Host; 3] {
     let [q, k, v] = text.on(on).map(Tensor::require_grad);
     let output = streaming_attention(q.clone(), k.clone(), v.clone(), &text.config).unwrap();
@@ -76,7 +77,7 @@ fn fake_quantize_is_the_identity<T: Target>(on: &On<T>) {
 
 /// Central differences of the plain f64 attention. With step 1e-4 their own error is about 1e-8.
 fn float_attention_by_finite_differences<T: Target>(on: &On<T>) {
-    for sizes in [[1, 2, 1, 9, 8], [2, 2, 2, 5, 16]] {
+    for sizes in [[1, 2, 1, 9, 16], [2, 2, 2, 5, 16]] {
         let text = Setup::new("float", sizes, 81);
         let weight = weight(&text);
         let (w, shapes) = (weight.f64(), (text.query.shape, text.key.shape));
@@ -114,20 +115,20 @@ fn straight_through_in_every_configuration<T: Target>(on: &On<T>) {
         "float",
     ];
     for (seed, name) in names.into_iter().enumerate() {
-        for sizes in [[1, 2, 2, 53, 64], [2, 6, 2, 35, 32]] {
+        for sizes in [[1, 2, 2, 53, 64], [2, 6, 2, 35, 64]] {
             check(on, &Setup::new(name, sizes, seed as u64), CLOSE);
         }
     }
 }
 
 fn straight_through_over_several_windows<T: Target>(on: &On<T>) {
-    for (name, head_dim) in [("k2v2-g32-r64", 64), ("k4v2-g16-r32-s4-after", 80)] {
+    for (name, head_dim) in [("k2v2-g32-r64", 64), ("k4v2-g16-r32-s4-after", 16)] {
         check(on, &Setup::new(name, [1, 3, 1, 211, head_dim], 82), CLOSE);
     }
 }
 
 fn strided_inputs<T: Target>(on: &On<T>) {
-    let text = Setup::new("k2v2-g16-r16", [2, 4, 2, 40, 32], 83);
+    let text = Setup::new("k2v2-g16-r16", [2, 4, 2, 40, 64], 83);
     let weight = weight(&text);
     let expected = gradients(on, &text, &weight);
     let leaves = text.on(on).map(|x| x.swap_dims(1, 2).mul_scalar(1.0).require_grad());
@@ -142,7 +143,7 @@ fn strided_inputs<T: Target>(on: &On<T>) {
 }
 
 fn one_input_at_a_time<T: Target>(on: &On<T>) {
-    let text = Setup::new("k2v2-g16-r16", [1, 2, 1, 40, 32], 84);
+    let text = Setup::new("k2v2-g16-r16", [1, 2, 1, 40, 64], 84);
     let weight = weight(&text);
     let expected = gradients(on, &text, &weight);
     for (which, expected) in expected.iter().enumerate() {
@@ -163,7 +164,7 @@ fn small_gradients_survive_an_f16_cache<T: Target>(on: &On<T>) {
         return skipped("the device has no f16");
     }
     for name in ["k2v2-g16-r16-f16", "float-f16"] {
-        let text = Setup::new(name, [1, 2, 1, 40, 32], 85);
+        let text = Setup::new(name, [1, 2, 1, 40, 64], 85);
         check(on, &text, CLOSE);
         let weight = weight(&text);
         let small = Host { data: weight.data.iter().map(|x| x * 1e-7).collect(), ..weight.clone() };
@@ -189,7 +190,7 @@ fn the_forward_pass_is_the_same<T: Target>(on: &On<T>) {
 }
 
 fn caches_refuse_gradients<T: Target>(on: &On<T>) {
-    let text = Setup::new("k2v2-g16-r16", [1, 2, 1, 8, 32], 87);
+    let text = Setup::new("k2v2-g16-r16", [1, 2, 1, 8, 64], 87);
     // An autodiff device is taken for its inner one.
     let mut cache = KvCache::new(&text.config, text.shape(), on).unwrap();
     let plain = (**on).clone().without_autodiff();
