@@ -8,7 +8,7 @@ use kv_models::LanguageModel;
 
 use crate::{
     Error, Mode, Plan, Result, Run,
-    score::{kl_divergence, log_sum_exp, mean_and_stderr, negative_log_likelihood, quantile},
+    score::{kl_divergence, mean_and_stderr, negative_log_likelihood, quantile},
 };
 
 /// Rows whose logits are in memory at once.
@@ -85,21 +85,16 @@ fn stream<T: Target>(
 ) -> Result<Tensor<2>> {
     let mut cache = model.new_cache(&tally.config, 1, device)?;
     let mut states = Vec::with_capacity(ids.len() - 1);
-    let mut losses = Vec::with_capacity(ids.len() - 1);
     for (i, pair) in ids.windows(2).enumerate() {
         let start = Instant::now();
-        let hidden =
-            model.hidden_step(id_tensor(&pair[..1], device).unsqueeze_dim(0), &mut cache)?;
-        let logits: Tensor<2> = model.head(hidden.clone()).squeeze_dim(0); // [1, vocab]
-        let lse = log_sum_exp(logits.clone());
-        losses.push(negative_log_likelihood(logits, lse, id_tensor(&pair[1..], device)));
+        let hidden = model.hidden_step(id_tensor(&pair[..1], device), &mut cache)?;
+        let logits = read(tally, model.head(hidden.clone()))?;
+        tally.nll.extend(negative_log_likelihood(&logits, &pair[1..]));
+        tally.seconds += start.elapsed().as_secs_f64();
         states.push(hidden.squeeze_dim::<2>(0));
-        if i + 2 == ids.len() || i % 64 == 63 {
-            // Wait now and then: the time of asynchronous work belongs to this run.
-            tally.nll.extend(read(tally, Tensor::cat(core::mem::take(&mut losses), 0))?);
+        if i % 16 == 0 {
             progress(i + 1);
         }
-        tally.seconds += start.elapsed().as_secs_f64();
     }
     tally.cache_bytes = cache.memory_bytes().total();
     Ok(Tensor::cat(states, 0))
@@ -114,13 +109,11 @@ fn parallel<T: Target>(
 ) -> Result<Tensor<2>> {
     let start = Instant::now();
     let (inputs, targets) = (&ids[..ids.len() - 1], &ids[1..]);
-    let hidden = model.hidden(id_tensor(inputs, device).unsqueeze_dim(0), &tally.config)?;
+    let hidden = model.hidden(id_tensor(inputs, device), &tally.config)?;
     let hidden: Tensor<2> = hidden.squeeze_dim(0);
     for (block, targets) in targets.chunks(HEAD_ROWS).enumerate() {
-        let logits = head(model, &hidden, block * HEAD_ROWS, targets.len());
-        let lse = log_sum_exp(logits.clone());
-        let nll = negative_log_likelihood(logits, lse, id_tensor(targets, device));
-        tally.nll.extend(read(tally, nll)?);
+        let logits = read(tally, head(model, &hidden, block * HEAD_ROWS, targets.len()))?;
+        tally.nll.extend(negative_log_likelihood(&logits, targets));
     }
     tally.seconds += start.elapsed().as_secs_f64();
     Ok(hidden)
@@ -136,29 +129,29 @@ fn divergence(
     let [n, _] = hidden.dims();
     for start in (0..n).step_by(HEAD_ROWS) {
         let rows = HEAD_ROWS.min(n - start);
-        let [float, logits] = [float, hidden].map(|hidden| head(model, hidden, start, rows));
-        let [float_lse, lse] = [&float, &logits].map(|logits| log_sum_exp(logits.clone()));
-        tally.kl.extend(read(tally, kl_divergence(float, float_lse, logits, lse))?);
+        let float = read(tally, head(model, float, start, rows))?;
+        let logits = read(tally, head(model, hidden, start, rows))?;
+        tally.kl.extend(kl_divergence(&float, &logits, model.vocab_size()));
     }
     Ok(())
 }
 
-/// Logits `[rows, vocab]` of some rows of `hidden`.
-fn head(model: &LanguageModel, hidden: &Tensor<2>, start: usize, rows: usize) -> Tensor<2> {
-    let part = hidden.clone().narrow(0, start, rows);
-    model.head(part.unsqueeze_dim(0)).squeeze_dim(0)
+/// Logits `[1, rows, vocab]` of some rows of `hidden`.
+fn head(model: &LanguageModel, hidden: &Tensor<2>, start: usize, rows: usize) -> Tensor<3> {
+    model.head(hidden.clone().narrow(0, start, rows).unsqueeze_dim(0))
 }
 
-fn id_tensor<T: Target>(ids: &[u32], device: &On<T>) -> Tensor<1, Int> {
-    let ids: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
-    let shape = [ids.len()];
-    Tensor::from_data(TensorData::new(ids, shape), &**device)
+/// `[1, ids.len()]`.
+fn id_tensor<T: Target>(ids: &[u32], device: &On<T>) -> Tensor<2, Int> {
+    let values: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
+    Tensor::from_data(TensorData::new(values, [1, ids.len()]), &**device)
 }
 
-fn read(tally: &Tally, tensor: Tensor<1>) -> Result<Vec<f32>> {
+/// Copies logits to the host, which waits for the device.
+fn read(tally: &Tally, tensor: Tensor<3>) -> Result<Vec<f32>> {
     let fail = |why: String| Error::Device { cache: tally.config.to_string(), why };
     let data = tensor.try_into_data().map_err(|error| fail(format!("{error:?}")))?;
-    Ok(data.iter::<f32>().collect())
+    data.try_into_vec().map_err(|error| fail(format!("{error:?}")))
 }
 
 fn finish(model: &LanguageModel, plan: &Plan, tally: Tally) -> Result<Run> {

@@ -1,34 +1,35 @@
-//! Losses and divergences from logits, on the device.
+//! Losses and divergences from logits, on the host: sums in f64, rows in parallel.
 
-use burn::tensor::{Int, Tensor};
+use rayon::prelude::*;
 
-/// `log sum exp` of each row of `[n, vocab]`, `[n, 1]`.
-pub(crate) fn log_sum_exp(logits: Tensor<2>) -> Tensor<2> {
-    let max = logits.clone().max_dim(1);
-    (logits - max.clone()).exp().sum_dim(1).log() + max
+/// Negative log-likelihood in nats of each row's target; `logits` `[targets.len(), vocab]`.
+pub(crate) fn negative_log_likelihood(logits: &[f32], targets: &[u32]) -> Vec<f32> {
+    let vocab = logits.len() / targets.len();
+    let rows = logits.par_chunks_exact(vocab).zip(targets);
+    rows.map(|(row, &target)| (log_sum_exp(row) - f64::from(row[target as usize])) as f32).collect()
 }
 
-/// Negative log-likelihood in nats of each row's target, `[n]`.
-pub(crate) fn negative_log_likelihood(
-    logits: Tensor<2>,
-    lse: Tensor<2>,
-    targets: Tensor<1, Int>,
-) -> Tensor<1> {
-    let chosen = logits.gather(1, targets.unsqueeze_dim(1)); // [n, 1]
-    (lse - chosen).squeeze_dim(1)
+/// Kullback-Leibler divergence in nats of each row's distribution from the float one,
+/// `sum_i p_i (log p_i - log q_i)`; both `[rows, vocab]`.
+pub(crate) fn kl_divergence(float: &[f32], logits: &[f32], vocab: usize) -> Vec<f32> {
+    let rows = float.par_chunks_exact(vocab).zip(logits.par_chunks_exact(vocab));
+    rows.map(|(float, logits)| {
+        let (float_lse, lse) = (log_sum_exp(float), log_sum_exp(logits));
+        let expected: f64 = float
+            .iter()
+            .zip(logits)
+            .map(|(&p, &q)| f64::from((p - float_lse as f32).exp()) * f64::from(p - q))
+            .sum();
+        (expected - float_lse + lse) as f32
+    })
+    .collect()
 }
 
-/// Kullback-Leibler divergence in nats of each row's distribution from the float one:
-/// `sum_i p_i (log p_i - log q_i)`, `[n]`.
-pub(crate) fn kl_divergence(
-    float: Tensor<2>,
-    float_lse: Tensor<2>,
-    logits: Tensor<2>,
-    lse: Tensor<2>,
-) -> Tensor<1> {
-    let p = (float.clone() - float_lse.clone()).exp();
-    let expected = (p * (float - logits)).sum_dim(1);
-    (expected - float_lse + lse).squeeze_dim(1)
+/// NaN if any logit is.
+fn log_sum_exp(row: &[f32]) -> f64 {
+    let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = row.iter().map(|&x| f64::from((x - max).exp())).sum();
+    f64::from(max) + sum.ln()
 }
 
 /// Mean, and the standard error of the mean, of independent samples.
@@ -51,7 +52,6 @@ pub(crate) fn quantile(samples: &[f32], per_mille: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn::tensor::{Device, TensorData};
 
     #[test]
     fn statistics_of_known_samples() {
@@ -67,20 +67,21 @@ mod tests {
 
     #[test]
     fn losses_match_probabilities_in_f64() {
-        let device = Device::default();
         let (p, q) = ([0.1f64, 0.2, 0.7], [0.3f64, 0.3, 0.4]);
         // Logits are known up to a constant, also a large one.
         let logits = |p: [f64; 3]| p.map(|x| (x.ln() + 50.0) as f32);
-        let tensor =
-            |p| Tensor::<2>::from_data(TensorData::new(logits(p).to_vec(), [1, 3]), &device);
-        let (a, b) = (tensor(p), tensor(q));
-        let (a_lse, b_lse) = (log_sum_exp(a.clone()), log_sum_exp(b.clone()));
-        let target = Tensor::<1, Int>::from_ints([1], &device);
-        let nll = negative_log_likelihood(b.clone(), b_lse.clone(), target).into_scalar::<f32>();
+        let nll = negative_log_likelihood(&[logits(p), logits(q)].concat(), &[2, 1]);
         // f32 logits near 50 are 4e-6 apart.
-        assert!((f64::from(nll) + q[1].ln()).abs() < 1e-5, "{nll}");
-        let kl = kl_divergence(a, a_lse, b, b_lse).into_scalar::<f32>();
+        assert!((f64::from(nll[0]) + p[2].ln()).abs() < 1e-5, "{nll:?}");
+        assert!((f64::from(nll[1]) + q[1].ln()).abs() < 1e-5, "{nll:?}");
+        let kl = kl_divergence(&logits(p), &logits(q), 3);
         let expected: f64 = p.iter().zip(q).map(|(p, q)| p * (p / q).ln()).sum();
-        assert!((f64::from(kl) - expected).abs() < 1e-5, "{kl} against {expected}");
+        assert!((f64::from(kl[0]) - expected).abs() < 1e-5, "{kl:?} against {expected}");
+        assert_eq!(kl_divergence(&logits(p), &logits(p), 3), [0.0]);
+    }
+
+    #[test]
+    fn a_nan_is_not_hidden() {
+        assert!(negative_log_likelihood(&[1.0, f32::NAN, 2.0], &[0])[0].is_nan());
     }
 }

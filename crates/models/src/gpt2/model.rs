@@ -10,7 +10,7 @@ use kv_cubecl::KvCacheConfig;
 use super::{Activation, Config};
 use crate::{
     ModelCache, Result,
-    nn::{KvMemory, Linear, project},
+    nn::{KvMemory, Linear, by_rows, project},
 };
 
 /// GPT-2, Radford et al. 2019.
@@ -127,16 +127,18 @@ impl Layer {
         config: &Config,
         memory: KvMemory<'_>,
     ) -> Result<Tensor<3>> {
-        let qkv = self.qkv.forward(self.attention_norm.forward(x.clone()));
+        let qkv = by_rows(x.clone(), |x| self.qkv.forward(self.attention_norm.forward(x)));
         let heads = config.attention_shape().attend(qkv, None, memory)?;
         let x = x + self.output.forward(heads);
 
-        let up = self.up.forward(self.mlp_norm.forward(x.clone()));
-        let up = match config.activation {
-            Activation::GeluTanh => activation::gelu_approximate(up),
-            Activation::Gelu => activation::gelu(up),
-            Activation::Relu => activation::relu(up),
-        };
-        Ok(x + self.down.forward(up))
+        Ok(by_rows(x, |x| {
+            let up = self.up.forward(self.mlp_norm.forward(x.clone()));
+            let up = match config.activation {
+                Activation::GeluTanh => activation::gelu_approximate(up),
+                Activation::Gelu => activation::gelu(up),
+                Activation::Relu => activation::relu(up),
+            };
+            x + self.down.forward(up)
+        }))
     }
 }

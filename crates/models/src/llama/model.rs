@@ -10,7 +10,7 @@ use kv_cubecl::KvCacheConfig;
 use super::Config;
 use crate::{
     ModelCache, Result,
-    nn::{KvMemory, Linear, Rope, Rotation, SwiGlu, project},
+    nn::{KvMemory, Linear, Rope, Rotation, SwiGlu, by_rows, project},
 };
 
 /// A model of the Llama family, <https://arxiv.org/abs/2302.13971>.
@@ -121,9 +121,9 @@ impl Layer {
         config: &Config,
         memory: KvMemory<'_>,
     ) -> Result<Tensor<3>> {
-        let qkv = self.qkv.forward(self.attention_norm.forward(x.clone()));
+        let qkv = by_rows(x.clone(), |x| self.qkv.forward(self.attention_norm.forward(x)));
         let heads = config.attention.attend(qkv, Some(rotation), memory)?;
         let x = x + self.output.forward(heads);
-        Ok(x.clone() + self.mlp.forward(self.mlp_norm.forward(x)))
+        Ok(by_rows(x, |x| x.clone() + self.mlp.forward(self.mlp_norm.forward(x))))
     }
 }

@@ -4,8 +4,10 @@ mod attention;
 mod linear;
 mod mlp;
 mod rope;
+mod rows;
 
 pub use attention::{AttentionShape, KvMemory};
 pub use linear::{Linear, project};
 pub use mlp::SwiGlu;
 pub use rope::{Rope, RopeScaling, Rotation};
+pub(crate) use rows::by_rows;

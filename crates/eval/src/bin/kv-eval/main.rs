@@ -11,6 +11,11 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+/// Activations are allocated and freed at every layer; the system's allocator gives the pages back
+/// and faults them in again each time.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// Evaluate language models with quantized KV caches.
 #[derive(Debug, Parser)]
 #[command(version, about)]

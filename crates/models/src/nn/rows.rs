@@ -1,0 +1,37 @@
+//! Row-wise parts of a model on the CPU, several rows at a time on several threads.
+
+use burn::tensor::Tensor;
+
+/// Tokens per piece: large enough for the matrix products, small enough that a piece's widest
+/// activation stays in the cache. With SmolLM2 at 2048 tokens on 2 cores, pieces of 256 take 0.9 of
+/// the time of the whole (`docs/results/speed.md`).
+#[cfg(feature = "flex")]
+const PIECE: usize = 256;
+
+/// `f(x)` for an `f` that treats every token alone.
+///
+/// Burn's Flex backend runs element-wise operations on one thread; there, pieces of a long sequence
+/// go to all of them. Elsewhere, and where gradients are recorded, `f` runs once.
+///
+/// # Shapes
+///
+/// - x: `[batch, seq, d_input]`
+/// - output: `[batch, seq, d_output]`
+pub(crate) fn by_rows(x: Tensor<3>, f: impl Fn(Tensor<3>) -> Tensor<3> + Sync) -> Tensor<3> {
+    #[cfg(feature = "flex")]
+    {
+        use kv_cubecl::{Flex, Target};
+        use rayon::prelude::*;
+
+        let [_, seq, _] = x.dims();
+        if seq >= 2 * PIECE && Flex::hosts(&x.device()) {
+            let starts: Vec<usize> = (0..seq).step_by(PIECE).collect();
+            let pieces: Vec<Tensor<3>> = starts
+                .into_par_iter()
+                .map(|start| f(x.clone().narrow(1, start, PIECE.min(seq - start))))
+                .collect();
+            return Tensor::cat(pieces, 1);
+        }
+    }
+    f(x)
+}
