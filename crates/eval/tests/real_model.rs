@@ -25,6 +25,7 @@ fn find(variable: &str, default: &str, hint: &str) -> Option<PathBuf> {
     None
 }
 
+#[derive(Clone, Copy)]
 struct Case {
     mode: Mode,
     tokens: usize,
@@ -83,14 +84,15 @@ fn streaming_is_parallel_on_the_first_512_tokens() {
 #[test]
 fn wgpu_is_flex() {
     use kv_cubecl::Wgpu;
-    let caches: &[&str] = &["k4v4-r32", "k2v2-r32"];
-    for mode in [Mode::Parallel, Mode::Streaming] {
-        let tokens = if mode == Mode::Parallel { 96 } else { 48 };
-        let case = || Case { mode, tokens, window: tokens, caches };
-        let Some(gpu) = run::<Wgpu>(case(), None) else { return };
-        let cpu = run::<Flex>(case(), None).unwrap();
+    // Short texts, for a software driver: fewer tokens average less of the noise of flipped codes.
+    let parallel =
+        Case { mode: Mode::Parallel, tokens: 256, window: 256, caches: &["k4v4", "k2v2"] };
+    let streaming = Case { mode: Mode::Streaming, tokens: 48, window: 48, caches: &["k8v8-r32"] };
+    for (case, bounds) in [(parallel, [1e-4, 2e-3, 2e-2]), (streaming, [1e-4, 2e-3, 0.0])] {
+        let Some(gpu) = run::<Wgpu>(case, None) else { return };
+        let cpu = run::<Flex>(case, None).unwrap();
         // As between streaming and parallel.
-        for ((a, b), bound) in gpu.iter().zip(&cpu).zip([1e-4, 2e-3, 2e-2]) {
+        for ((a, b), bound) in gpu.iter().zip(&cpu).zip(bounds) {
             assert_nll(a, b, bound);
         }
     }
