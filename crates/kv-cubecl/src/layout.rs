@@ -69,30 +69,6 @@ impl QuantSpec {
     pub const fn words(&self, tokens: usize, head_dim: usize) -> usize {
         tokens * head_dim / self.group_size * self.words_per_group()
     }
-
-    /// Shape of the packed tensor of an input of `shape` `[batch, n_kv_heads, tokens, head_dim]`:
-    /// `[batch, n_kv_heads, groups, words, head_dim]` flattened to 4 axes for keys
-    /// (`groups * words_per_group` rows of `head_dim`), `[batch, n_kv_heads, tokens, words]` for
-    /// values.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] when the grouped axis is not a whole number of groups.
-    pub fn packed_shape(&self, op: &'static str, shape: [usize; 4]) -> Result<[usize; 4]> {
-        let [_, _, tokens, head_dim] = shape;
-        let (axis, len) = match self.granularity {
-            Granularity::PerChannel => ("tokens", tokens),
-            Granularity::PerToken => ("head_dim", head_dim),
-        };
-        if !len.is_multiple_of(self.group_size) || shape.contains(&0) {
-            return Err(Error::Shape {
-                op,
-                tensor: "input",
-                shape: shape.to_vec(),
-                rule: format!("group_size {} must divide {axis} {len}", self.group_size),
-            });
-        }
-        Ok(crate::shapes::packed(shape, self))
-    }
 }
 
 /// How many of the first tokens after the sinks are quantized, for keys and for values.

@@ -35,13 +35,14 @@ pub struct CacheState<B: Backend> {
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait KvCacheOps: Backend {
-    /// Quantizes `input` `[batch, n_kv_heads, tokens, head_dim]` into
-    /// [`QuantSpec::packed_shape`].
+    /// Quantizes `input` `[batch, n_kv_heads, tokens, head_dim]`, a whole number of groups, into
+    /// `[batch, n_kv_heads, tokens / group_size * words_per_group, head_dim]` per channel, or
+    /// `[batch, n_kv_heads, tokens, head_dim / group_size * words_per_group]` per token.
     #[fusion(meta = |input, spec| shapes::quantize(input, spec))]
     fn quantize(input: FloatTensor<Self>, spec: QuantSpec) -> IntTensor<Self>;
 
-    /// Restores `[batch, n_kv_heads, tokens, head_dim]` f32 from
-    /// [`QuantSpec::packed_shape`].
+    /// Restores f32 `[batch, n_kv_heads, tokens, head_dim]` from what
+    /// [`quantize`](Self::quantize) made.
     #[fusion(meta = |packed, spec| shapes::dequantize(packed, spec))]
     fn dequantize(packed: IntTensor<Self>, spec: QuantSpec) -> FloatTensor<Self>;
 

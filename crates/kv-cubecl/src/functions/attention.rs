@@ -73,17 +73,20 @@ pub(crate) fn closed_form(
     stream(query, key, key_hat, value, value_hat, StreamSpec::whole(config)).0
 }
 
-/// Rounds to the cache's float type, as storing in the cache does, with a straight-through gradient
-/// that stays in f32.
+/// Rounds to the cache's float type, saturating, as storing in the cache does, with a
+/// straight-through gradient that stays in f32.
 pub(crate) fn store(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     match float {
         CacheFloat::F32 => tensor,
         CacheFloat::F16 => {
-            let rounded = tensor.clone().detach().cast(DType::F16).cast(DType::F32);
+            let limit = half::f16::MAX.to_f32();
+            let saturated = tensor.clone().detach().clamp(-limit, limit);
+            let rounded = saturated.cast(DType::F16).cast(DType::F32);
             if !tensor.device().is_autodiff() {
                 return rounded;
             }
-            // The difference of neighbours is exact, and so is adding it back.
+            // The difference of neighbours is exact, and so is adding it back; where it saturates,
+            // both round to the limit.
             let error = rounded - tensor.clone().detach();
             tensor + error
         }

@@ -102,9 +102,7 @@ pub fn quantize(
     group_size: usize,
 ) -> Result<Packed> {
     let spec = QuantSpec::new(granularity, bits, group_size)?;
-    spec.packed_shape("quantize", input.dims())?;
-    check_dtype("quantize", "input", &input)?;
-    debug_check_finite("quantize", "input", &input)?;
+    check("quantize", &input, &spec)?;
     let words = <Dispatch as KvCacheOps>::quantize(input.into_dispatch(), spec);
     Ok(Packed::new(Tensor::from_dispatch(words), spec))
 }
@@ -125,9 +123,7 @@ pub fn fake_quantize(
     group_size: usize,
 ) -> Result<Tensor<4>> {
     let spec = QuantSpec::new(granularity, bits, group_size)?;
-    spec.packed_shape("fake_quantize", input.dims())?;
-    check_dtype("fake_quantize", "input", &input)?;
-    debug_check_finite("fake_quantize", "input", &input)?;
+    check("fake_quantize", &input, &spec)?;
     Ok(fake_quantize_from(input, spec, 0))
 }
 
@@ -135,6 +131,25 @@ pub fn fake_quantize(
 pub(crate) fn fake_quantize_from(input: Tensor<4>, spec: QuantSpec, skip: usize) -> Tensor<4> {
     let output = <Dispatch as KvCacheOps>::fake_quantize(input.into_dispatch(), spec, skip);
     Tensor::from_dispatch(output)
+}
+
+/// Whether `input` is f32 and a whole number of groups.
+fn check(op: &'static str, input: &Tensor<4>, spec: &QuantSpec) -> Result<()> {
+    let shape = input.dims();
+    let (axis, len) = match spec.granularity {
+        Granularity::PerChannel => ("tokens", shape[2]),
+        Granularity::PerToken => ("head_dim", shape[3]),
+    };
+    if !len.is_multiple_of(spec.group_size) || shape.contains(&0) {
+        return Err(Error::Shape {
+            op,
+            tensor: "input",
+            shape: shape.to_vec(),
+            rule: format!("group_size {} must divide {axis} {len}", spec.group_size),
+        });
+    }
+    check_dtype(op, "input", input)?;
+    debug_check_finite(op, "input", input)
 }
 
 /// Everything is computed in f32; another type would be read as if it were.

@@ -1,6 +1,7 @@
 //! The life of a cache: capacity, reset, clones, parts.
 
-use kv_cubecl::{CacheParts, Error, KvCache, On, Target};
+use burn::tensor::{DType, Tensor};
+use kv_cubecl::{CacheParts, Error, KvCache, On, Target, streaming_attention};
 
 use crate::common::{CLOSE, Host, Rng, Setup, attend, close, equal_bits, snapshot, stamp};
 
@@ -12,6 +13,7 @@ stamp!(
     parts_round_trip,
     parts_that_do_not_fit,
     stored_prefix_continues,
+    values_beyond_f16_saturate,
 );
 
 const NAMES: [&str; 3] = ["k2v2-g16-r16", "k4v2-g16-r32-s3-after", "float"];
@@ -187,4 +189,24 @@ fn stored_prefix_continues<T: Target>(on: &On<T>) {
         let got = attend(&mut restored, &rest, &sizes, on);
         equal_bits(format!("{text:?} from {prefix}"), &got.data, &expected.data);
     }
+}
+
+/// A value beyond the range of an f16 window is stored as its largest number, never as infinity, in
+/// streaming and in parallel.
+fn values_beyond_f16_saturate<T: Target>(on: &On<T>) {
+    if !on.supports_dtype(DType::F16) {
+        return crate::common::skipped("the device has no f16");
+    }
+    let text = Setup::new("float-f16", [1, 1, 1, 3, 16], 39);
+    let [q, k, _] = text.on(on);
+    let huge = Tensor::<4>::full([1, 1, 3, 16], 1e6, &**on);
+    let mut cache = text.cache(on);
+    for t in 0..3 {
+        let at = |x: &Tensor<4>| x.clone().narrow(2, t, 1);
+        let output = cache.attend(at(&q), at(&k), at(&huge)).unwrap();
+        // Weights sum to 1 within f32 rounding.
+        assert!(((output / 65504.0 - 1.0).abs().max().into_scalar::<f32>()) < 1e-5);
+    }
+    let parallel = streaming_attention(q, k, huge, &text.config).unwrap();
+    assert!(((parallel / 65504.0 - 1.0).abs().max().into_scalar::<f32>()) < 1e-5);
 }

@@ -2,7 +2,7 @@
 
 use burn::{backend::Flex, tensor::DType};
 use burn_flex::FlexTensor;
-use half::{f16, slice::HalfFloatSliceExt};
+use half::f16;
 use rayon::prelude::*;
 
 use super::{dims, quantize, simd::vectorized};
@@ -63,11 +63,16 @@ vectorized! {
     }
 }
 
+/// The nearest finite f16.
+fn narrow(x: f32) -> f16 {
+    f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
+}
+
 /// Rounds to the stored float type, as a token that passes through the window is.
 fn round(row: &mut [f32], float: CacheFloat) {
     if float == CacheFloat::F16 {
         for x in row {
-            *x = f16::from_f32(*x).to_f32();
+            *x = narrow(*x).to_f32();
         }
     }
 }
@@ -166,7 +171,11 @@ pub(super) fn append(
     match state.floats.dtype() {
         DType::F16 => {
             let floats = state.floats.storage_mut::<f16>();
-            all(&mut |at, row| floats[at..at + head_dim].convert_from_f32_slice(row));
+            all(&mut |at, row| {
+                for (half, &x) in floats[at..at + head_dim].iter_mut().zip(row) {
+                    *half = narrow(x);
+                }
+            });
         }
         _ => {
             let floats = state.floats.storage_mut::<f32>();

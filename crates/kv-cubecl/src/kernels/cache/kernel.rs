@@ -43,7 +43,8 @@ fn read<R: Float>(
         f32::cast_from(floats[row * source.head_dim + channel])
     } else {
         let row = slice * source.added + token - source.len;
-        f32::cast_from(R::cast_from(chunk[row * source.head_dim + channel]))
+        // Saturating first keeps a narrower type finite; the quantizer saturates anyway.
+        f32::cast_from(R::cast_from(saturate(chunk[row * source.head_dim + channel])))
     };
     saturate(x)
 }
@@ -144,7 +145,7 @@ pub(super) fn flush_values<R: Float>(
 }
 
 /// Stores one side of the chunk, one unit per (slice, token, channel); tokens between the sinks and
-/// `first_float` are packed already.
+/// `first_float` are packed already. Rows narrower than f32 saturate.
 #[cube(launch)]
 pub(super) fn append<R: Float>(
     chunk: &[f32],
@@ -152,6 +153,7 @@ pub(super) fn append<R: Float>(
     source: Source,
     n: usize,
     first_float: usize,
+    #[comptime] saturating: bool,
     #[define(R)] _dtype: ElemType,
 ) {
     if ABSOLUTE_POS < n {
@@ -161,7 +163,12 @@ pub(super) fn append<R: Float>(
         let slice = ABSOLUTE_POS / head_dim / source.added;
         if token < source.sinks || token >= first_float {
             let row = slice * source.float_rows + row_of(token, &source);
-            floats[row * head_dim + channel] = R::cast_from(chunk[ABSOLUTE_POS]);
+            let x = chunk[ABSOLUTE_POS];
+            if comptime!(saturating) {
+                floats[row * head_dim + channel] = R::cast_from(saturate(x));
+            } else {
+                floats[row * head_dim + channel] = R::cast_from(x);
+            }
         }
     }
 }

@@ -10,6 +10,8 @@ use crate::{
     layout::{CacheLayout, QuantSpec},
 };
 
+const F32: ElemType = ElemType::Float(FloatKind::F32);
+
 /// A chunk being appended to a cache.
 #[derive(Clone, Copy, Debug)]
 pub struct CacheProblem {
@@ -146,6 +148,7 @@ pub fn launch_append(
             source,
             n,
             first_float,
+            problem.float != F32,
             problem.float,
         );
     }
@@ -187,7 +190,7 @@ pub fn launch_quantize_keys(
         spec.words(tokens, head_dim),
         spec.group_size,
         spec.n_bits,
-        ElemType::Float(FloatKind::F32),
+        F32,
     );
 }
 
@@ -215,6 +218,6 @@ pub fn launch_quantize_values(
         spec.words(tokens, head_dim),
         spec.group_size,
         spec.n_bits,
-        ElemType::Float(FloatKind::F32),
+        F32,
     );
 }
