@@ -11,7 +11,7 @@
 //!
 //! A parameter word is two f16: the scale in the low half, the minimum in the high half.
 
-use crate::{Bits, Error, Flush, KvCacheConfig, Result};
+use crate::{Bits, Flush, KvCacheConfig, Result};
 
 /// Which axis shares one scale and minimum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -37,7 +37,7 @@ impl QuantSpec {
     /// Checks the bits, and that groups fill whole words.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] naming the field.
+    /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
     pub fn new(granularity: Granularity, bits: Bits, group_size: usize) -> Result<Self> {
         if !bits.is_quantized() {
             return Err(crate::config::invalid("n_bits", 16, "must be 2, 4 or 8 to quantize"));
@@ -158,7 +158,7 @@ impl CacheLayout {
     /// Validates `config` for `shape`.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] naming the field.
+    /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
     pub fn new(config: &KvCacheConfig, shape: CacheShape) -> Result<Self> {
         config.validate(shape.head_dim)?;
         for (field, value) in [("batch", shape.batch), ("n_kv_heads", shape.n_kv_heads)] {
