@@ -2,6 +2,11 @@
 //!
 //! Users call the tensor functions of this crate, which check shapes and dispatch here.
 
+#![cfg_attr(
+    feature = "fusion",
+    allow(missing_debug_implementations, reason = "the derived metadata type has none")
+)]
+
 use burn::backend::{
     Backend, ExtensionType, backend_extension,
     tensor::{FloatTensor, IntTensor},

@@ -90,7 +90,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
 pub(crate) fn device_name<T: Target>(device: &On<T>) -> String {
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
     if let Some(identity) = device.as_dispatch().identity() {
-        return format!("{identity:?}");
+        return identity.name;
     }
     match T::NAME {
         "flex" => {
