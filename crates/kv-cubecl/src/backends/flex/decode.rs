@@ -162,7 +162,7 @@ impl<'a> Slice<'a> {
         };
         let (_, packed) = packed_range(0, tokens, sinks, counts.keys);
         if let Some(spec) = self.layout.key_spec() {
-            self.restored_tiles(self.keys, packed, sinks, spec, &mut score);
+            self.restored_tiles(self.keys, 0..packed, sinks, spec, &mut score);
         }
         let row = |token| self.layout.key_row(token);
         self.float_tiles(0..tokens, sinks, counts.keys, row, score);
@@ -182,7 +182,7 @@ impl<'a> Slice<'a> {
         };
         let (_, packed) = packed_range(0, tokens, sinks, counts.values);
         if let Some(spec) = self.layout.value_spec() {
-            self.restored_tiles(self.values, packed, sinks, spec, &mut add);
+            self.restored_tiles(self.values, 0..packed, sinks, spec, &mut add);
         }
         let row = |token| self.layout.value_row(token);
         self.float_tiles(0..tokens, sinks, counts.values, row, add);
@@ -191,11 +191,12 @@ impl<'a> Slice<'a> {
         }
     }
 
-    /// Calls `visit` with the first token and the restored rows of each tile of packed tokens.
+    /// Calls `visit` with the first token and the restored rows of each tile of `packed`, tokens
+    /// counted after the sinks; of keys it starts at a group.
     fn restored_tiles(
         &self,
         words: &[u32],
-        packed: usize,
+        packed: Range<usize>,
         sinks: usize,
         spec: QuantSpec,
         visit: &mut dyn FnMut(usize, &[f32]),
@@ -208,8 +209,8 @@ impl<'a> Slice<'a> {
         };
         let step = group.max(TILE / group * group);
         let mut tile = vec![0.0; step * head_dim];
-        for token in (0..packed).step_by(step) {
-            let count = step.min(packed - token);
+        for token in packed.clone().step_by(step) {
+            let count = step.min(packed.end - token);
             let whole = count.div_ceil(group) * group;
             let start = spec.words(token, head_dim);
             let words = &words[start..start + spec.words(whole, head_dim)];
@@ -250,15 +251,9 @@ impl<'a> Slice<'a> {
         let mut o = vec![0.0; rows * head_dim];
         let (from, to) = packed_range(start, end, sinks, counts.values);
         if let (Some(spec), true) = (self.layout.value_spec(), from < to) {
-            let width = spec.words(1, head_dim);
-            let mut tile = vec![0.0; TILE * head_dim];
-            for token in (from..to).step_by(TILE) {
-                let count = TILE.min(to - token);
-                let (words, tile) =
-                    (&self.values[token * width..][..count * width], &mut tile[..count * head_dim]);
-                dequantize_slice(words, tile, head_dim, &spec);
-                add_rows(&scores[token + sinks - start..], n, tile, &mut o, head_dim);
-            }
+            self.restored_tiles(self.values, from..to, sinks, spec, &mut |token, tile| {
+                add_rows(&scores[token - start..], n, tile, &mut o, head_dim);
+            });
         }
         let row = |token| self.layout.value_row(token);
         self.float_tiles(start..end, sinks, counts.values, row, |token, values| {
