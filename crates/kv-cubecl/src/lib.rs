@@ -40,11 +40,15 @@ mod ops;
 pub mod reference;
 mod shapes;
 mod target;
+mod training;
 
 pub use cache::{CacheParts, KvCache};
 pub use config::{Bits, CacheFloat, Flush, KvCacheConfig};
 pub use error::{Error, Result};
-pub use functions::{Logical, Packed, ensure_finite, fake_quantize, quantize, streaming_attention};
+pub use functions::{
+    Logical, Packed, ensure_finite, fake_quantize, fake_quantize_with, quantize,
+    streaming_attention, streaming_attention_with,
+};
 pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts};
 pub use ops::{CacheState, KvCacheOps};
 #[cfg(feature = "autodiff")]
@@ -56,3 +60,4 @@ pub use target::Flex;
 #[cfg(feature = "wgpu")]
 pub use target::Wgpu;
 pub use target::{On, Target};
+pub use training::{FakeQuantOptions, SteGradient};

@@ -12,9 +12,12 @@ use burn::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 
-use crate::layout::{CacheLayout, QuantSpec, StreamSpec};
 #[cfg(feature = "fusion")]
 use crate::shapes::fusion as shapes;
+use crate::{
+    SteGradient,
+    layout::{CacheLayout, QuantSpec, StreamSpec},
+};
 
 /// The tensors of a cache. Operations take it by value and give it back, so that a cache held once
 /// is written in place, and a cache that was cloned is copied on its first write.
@@ -52,9 +55,25 @@ pub trait KvCacheOps: Backend {
     fn dequantize(packed: IntTensor<Self>, spec: QuantSpec) -> FloatTensor<Self>;
 
     /// `dequantize(quantize(input))` in one pass, leaving the first `skip` tokens, and with
-    /// per-channel groups an incomplete last group of tokens, as they are.
-    #[fusion(meta = |input, _spec, _skip| input.clone())]
-    fn fake_quantize(input: FloatTensor<Self>, spec: QuantSpec, skip: usize) -> FloatTensor<Self>;
+    /// per-channel groups an incomplete last group of tokens, as they are. `gradient` is for
+    /// backends that differentiate.
+    #[fusion(meta = |input, _spec, _skip, _gradient| input.clone())]
+    fn fake_quantize(
+        input: FloatTensor<Self>,
+        spec: QuantSpec,
+        skip: usize,
+        gradient: SteGradient,
+    ) -> FloatTensor<Self>;
+
+    /// [`SteGradient::ScaleMin`]: the gradient of [`fake_quantize`](Self::fake_quantize)'s input from
+    /// `grad`, that of its output.
+    #[fusion(meta = |_input, grad, _spec, _skip| grad.clone())]
+    fn fake_quantize_backward(
+        input: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        spec: QuantSpec,
+        skip: usize,
+    ) -> FloatTensor<Self>;
 
     /// Quantizes, in place, what leaves the residual window of a cache of `len` tokens when
     /// `key` and `value` `[batch, n_kv_heads, m, head_dim]` are appended to it. To be followed by

@@ -12,7 +12,7 @@ use burn_autodiff::{
 };
 
 use crate::{
-    CacheState, KvCacheOps,
+    CacheState, KvCacheOps, SteGradient,
     layout::{CacheLayout, QuantSpec, StreamSpec},
 };
 
@@ -25,6 +25,21 @@ impl<B: Backend> Backward<B, 1> for StraightThrough {
 
     fn backward(self, ops: Ops<(), 1>, grads: &mut Gradients, _: &mut Checkpointer) {
         unary::<B, _>(ops.parents, ops.node, grads, |grad| grad);
+    }
+}
+
+/// [`SteGradient::ScaleMin`]; its state is the input and where it is quantized.
+#[derive(Debug)]
+struct ThroughScale;
+
+impl<B: KvCacheOps> Backward<B, 1> for ThroughScale {
+    type State = (FloatTensor<B>, QuantSpec, usize);
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let (input, spec, skip) = ops.state;
+        unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+            <B as KvCacheOps>::fake_quantize_backward(input, grad, spec, skip)
+        });
     }
 }
 
@@ -61,13 +76,39 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         ))
     }
 
-    fn fake_quantize(input: FloatTensor<Self>, spec: QuantSpec, skip: usize) -> FloatTensor<Self> {
+    fn fake_quantize(
+        input: FloatTensor<Self>,
+        spec: QuantSpec,
+        skip: usize,
+        gradient: SteGradient,
+    ) -> FloatTensor<Self> {
         let node = input.node();
-        let output = <B as KvCacheOps>::fake_quantize(input.into_primitive(), spec, skip);
-        match StraightThrough.prepare::<C>([node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish((), output),
-            OpsKind::UnTracked(prep) => prep.finish(output),
+        let input = input.into_primitive();
+        let forward = |input| <B as KvCacheOps>::fake_quantize(input, spec, skip, gradient);
+        match gradient {
+            SteGradient::Identity => {
+                StraightThrough.prepare::<C>([node]).compute_bound().stateless(forward(input))
+            }
+            SteGradient::ScaleMin => {
+                match ThroughScale.prepare::<C>([node]).compute_bound().stateful() {
+                    OpsKind::Tracked(prep) => {
+                        prep.finish((input.clone(), spec, skip), forward(input))
+                    }
+                    OpsKind::UnTracked(prep) => prep.finish(forward(input)),
+                }
+            }
         }
+    }
+
+    fn fake_quantize_backward(
+        input: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        spec: QuantSpec,
+        skip: usize,
+    ) -> FloatTensor<Self> {
+        // Gradients of gradients are not recorded.
+        let (input, grad) = (input.into_primitive(), grad.into_primitive());
+        constant::<B, C>(<B as KvCacheOps>::fake_quantize_backward(input, grad, spec, skip))
     }
 
     /// A cache is state, not part of the graph: what is written to it records no gradient.

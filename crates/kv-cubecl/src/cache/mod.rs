@@ -9,8 +9,8 @@ use burn::{
 };
 
 use crate::{
-    CacheFloat, CacheShape, Error, KvCacheConfig, KvCacheOps, Packed, QuantizedCounts, Result,
-    functions,
+    CacheFloat, CacheShape, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps, Packed,
+    QuantizedCounts, Result, functions,
     layout::{CacheLayout, MemoryBytes, StreamSpec},
 };
 use state::State;
@@ -252,7 +252,8 @@ impl KvCache {
     /// A chunk over the history and itself, before it is written.
     fn attend_chunk(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Tensor<4> {
         if self.len == 0 {
-            return functions::closed_form(query, key, value, &self.layout);
+            let options = FakeQuantOptions::default();
+            return functions::closed_form(query, key, value, &self.layout, options);
         }
         // Tokens before `split` look the same to every row, so they are read where they lie; the
         // rest, fewer than the window and a group beside the chunk itself, are gathered.

@@ -4,7 +4,7 @@ use burn::tensor::{DType, Tensor};
 
 use super::KvCache;
 use crate::{
-    Packed,
+    Packed, SteGradient,
     functions::{fake_quantize_from, store},
     layout::QuantSpec,
 };
@@ -104,7 +104,8 @@ impl KvCache {
         let recent = concat(recent);
         let recent_hat = match side.spec {
             Some(spec) if side.grows => {
-                fake_quantize_from(recent.clone(), spec, sinks.saturating_sub(start))
+                let skip = sinks.saturating_sub(start);
+                fake_quantize_from(recent.clone(), spec, skip, SteGradient::Identity)
             }
             _ => recent.clone(),
         };

@@ -4,14 +4,11 @@ use burn::{
 };
 
 use crate::{
-    CacheFloat, Error, KvCacheConfig, KvCacheOps, Result,
+    CacheFloat, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps, Result,
     layout::{CacheLayout, CacheShape, StreamSpec},
 };
 
-use super::{
-    fake_quantize_from,
-    quantize::{check_dtype, debug_check_finite},
-};
+use super::quantize::{check_dtype, debug_check_finite, fake_quantize_from};
 
 /// Causal attention over a whole sequence exactly as a KIVI cache would compute it token by token,
 /// without the token loop: row `t` sees quantized keys and values by
@@ -36,6 +33,20 @@ pub fn streaming_attention(
     value: Tensor<4>,
     config: &KvCacheConfig,
 ) -> Result<Tensor<4>> {
+    streaming_attention_with(query, key, value, config, FakeQuantOptions::default())
+}
+
+/// [`streaming_attention`] with a choice of how training treats the quantizer.
+///
+/// # Errors
+/// Those of [`streaming_attention`].
+pub fn streaming_attention_with(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    value: Tensor<4>,
+    config: &KvCacheConfig,
+    options: FakeQuantOptions,
+) -> Result<Tensor<4>> {
     let shape = check_qkv("streaming_attention", &query, &key, &value)?;
     if query.dims()[2] != key.dims()[2] {
         return Err(Error::Shape {
@@ -49,7 +60,7 @@ pub fn streaming_attention(
     crate::backends::check(&layout, &query.device())?;
     debug_check_finite("streaming_attention", "key", &key)?;
     debug_check_finite("streaming_attention", "value", &value)?;
-    Ok(closed_form(query, key, value, &layout))
+    Ok(closed_form(query, key, value, &layout, options))
 }
 
 /// The closed form from an empty cache, for checked inputs.
@@ -58,18 +69,21 @@ pub(crate) fn closed_form(
     key: Tensor<4>,
     value: Tensor<4>,
     layout: &CacheLayout,
+    options: FakeQuantOptions,
 ) -> Tensor<4> {
     let config = layout.config();
     let (key, value) = (store(key, config.float), store(value, config.float));
-    let skip = config.sink_tokens;
-    let key_hat = match layout.key_spec() {
-        Some(spec) => fake_quantize_from(key.clone(), spec, skip),
-        None => key.clone(),
+    let skip = if options.quantize_everything { 0 } else { config.sink_tokens };
+    let hat = |side: &Tensor<4>, spec| match spec {
+        Some(spec) => fake_quantize_from(side.clone(), spec, skip, options.gradient),
+        None => side.clone(),
     };
-    let value_hat = match layout.value_spec() {
-        Some(spec) => fake_quantize_from(value.clone(), spec, skip),
-        None => value.clone(),
-    };
+    let (key_hat, value_hat) = (hat(&key, layout.key_spec()), hat(&value, layout.value_spec()));
+    if options.quantize_everything {
+        // Every row sees the restored form of every token.
+        let spec = StreamSpec::whole(&KvCacheConfig::float());
+        return stream(query, key_hat.clone(), key_hat, value_hat.clone(), value_hat, spec).0;
+    }
     stream(query, key, key_hat, value, value_hat, StreamSpec::whole(config)).0
 }
 

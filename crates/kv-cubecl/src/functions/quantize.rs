@@ -4,7 +4,7 @@ use burn::{
 };
 use half::f16;
 
-use crate::{Bits, Error, Granularity, KvCacheOps, Result, layout::QuantSpec, shapes};
+use crate::{Bits, Error, Granularity, KvCacheOps, Result, SteGradient, layout::QuantSpec, shapes};
 
 /// A quantized tensor: codes and parameters in one u32 buffer, in the layout of
 /// [`crate::layout`].
@@ -122,15 +122,35 @@ pub fn fake_quantize(
     bits: Bits,
     group_size: usize,
 ) -> Result<Tensor<4>> {
-    let spec = QuantSpec::new(granularity, bits, group_size)?;
-    check("fake_quantize", &input, &spec)?;
-    Ok(fake_quantize_from(input, spec, 0))
+    fake_quantize_with(input, granularity, bits, group_size, SteGradient::Identity)
 }
 
-/// [`fake_quantize`] that leaves the first `skip` tokens and an incomplete last group as they are.
-pub(crate) fn fake_quantize_from(input: Tensor<4>, spec: QuantSpec, skip: usize) -> Tensor<4> {
-    let output = <Dispatch as KvCacheOps>::fake_quantize(input.into_dispatch(), spec, skip);
-    Tensor::from_dispatch(output)
+/// [`fake_quantize`] with a choice of gradient.
+///
+/// # Errors
+/// As [`quantize`].
+pub fn fake_quantize_with(
+    input: Tensor<4>,
+    granularity: Granularity,
+    bits: Bits,
+    group_size: usize,
+    gradient: SteGradient,
+) -> Result<Tensor<4>> {
+    let spec = QuantSpec::new(granularity, bits, group_size)?;
+    check("fake_quantize", &input, &spec)?;
+    Ok(fake_quantize_from(input, spec, 0, gradient))
+}
+
+/// [`fake_quantize_with`] that leaves the first `skip` tokens and an incomplete last group as they
+/// are.
+pub(crate) fn fake_quantize_from(
+    input: Tensor<4>,
+    spec: QuantSpec,
+    skip: usize,
+    gradient: SteGradient,
+) -> Tensor<4> {
+    let input = input.into_dispatch();
+    Tensor::from_dispatch(<Dispatch as KvCacheOps>::fake_quantize(input, spec, skip, gradient))
 }
 
 /// Whether `input` is f32 and a whole number of groups.

@@ -2,10 +2,12 @@
 
 use super::{
     attention::attend_row_backward,
+    quantizer::{F16_MAX, quantize_group},
     sequence::token,
-    stream::{StreamOracle, to_f64},
+    stream::{StreamOracle, stored, to_f64},
+    tensor::groups,
 };
-use crate::{CacheShape, KvCacheConfig};
+use crate::{Bits, CacheShape, Granularity, KvCacheConfig, SteGradient};
 
 /// Gradients of a scalar loss with respect to the inputs of [`stream`](super::stream).
 #[derive(Clone, Debug)]
@@ -20,14 +22,16 @@ pub struct StreamGradients {
 
 /// Straight-through gradients of a streamed sequence, given the gradient of its output: every row
 /// is differentiated in f64 with respect to the keys and values it *saw*, quantized ones held fixed
-/// at what the quantizer restored, and each of those gradients is handed to the original key or value
-/// as it is. Shapes as in [`stream`](super::stream).
+/// at what the quantizer restored, and each of those gradients is handed to the original key or value,
+/// those of float ones as they are, those of quantized ones by the formula of `gradient`. Shapes as
+/// in [`stream`](super::stream).
 pub fn stream_gradients(
     (query, query_shape): (&[f32], [usize; 4]),
     (key, key_shape): (&[f32], [usize; 4]),
     value: &[f32],
     grad: &[f64],
     config: &KvCacheConfig,
+    gradient: SteGradient,
 ) -> StreamGradients {
     let [batch, n_kv_heads, tokens, head_dim] = key_shape;
     let heads_per_lane = query_shape[1] / n_kv_heads;
@@ -37,6 +41,7 @@ pub fn stream_gradients(
         key: vec![0.0; key.len()],
         value: vec![0.0; value.len()],
     };
+    let (mut key_hat, mut value_hat) = (out.key.clone(), out.value.clone());
     let at = |slice: usize, t: usize| {
         let start = (slice * tokens + t) * head_dim;
         start..start + head_dim
@@ -53,12 +58,82 @@ pub fn stream_gradients(
                     attend_row_backward(&to_f64(row), &keys, &values, grad);
                 add(&mut out.query[at(head, t)], &grad_query);
                 for (j, (grad_key, grad_value)) in grad_keys.iter().zip(&grad_values).enumerate() {
-                    add(&mut out.key[at(kv, j)], grad_key);
-                    add(&mut out.value[at(kv, j)], grad_value);
+                    let (key_quantized, value_quantized) = lanes[kv].quantized(j);
+                    let key = if key_quantized { &mut key_hat } else { &mut out.key };
+                    add(&mut key[at(kv, j)], grad_key);
+                    let value = if value_quantized { &mut value_hat } else { &mut out.value };
+                    add(&mut value[at(kv, j)], grad_value);
                 }
             }
         });
     }
+    for (to, input, hat, bits, granularity) in [
+        (&mut out.key, key, key_hat, config.key_bits, Granularity::PerChannel),
+        (&mut out.value, value, value_hat, config.value_bits, Granularity::PerToken),
+    ] {
+        let input = stored(input, config.float);
+        let through =
+            through_quantizer((&input, key_shape), &hat, (granularity, bits), config, gradient);
+        add(to, &through);
+    }
+    out
+}
+
+/// Gradient of what the quantizer of one side takes, from that of what it restores.
+fn through_quantizer(
+    (input, shape): (&[f32], [usize; 4]),
+    grad: &[f64],
+    (granularity, bits): (Granularity, Bits),
+    config: &KvCacheConfig,
+    gradient: SteGradient,
+) -> Vec<f64> {
+    let mut out = grad.to_vec();
+    if gradient == SteGradient::Identity || bits == Bits::Float {
+        return out;
+    }
+    let (sinks, group_size) = (config.sink_tokens, config.group_size);
+    let [batch, heads, tokens, head_dim] = shape;
+    let after = tokens.saturating_sub(sinks);
+    let grouped = match granularity {
+        Granularity::PerChannel => after - after % group_size,
+        Granularity::PerToken => after,
+    };
+    for slice in 0..batch * heads {
+        let first = (slice * tokens + sinks.min(tokens)) * head_dim;
+        for elements in groups([1, 1, grouped, head_dim], granularity, group_size) {
+            let elements: Vec<usize> = elements.into_iter().map(|index| first + index).collect();
+            let values: Vec<f32> = elements.iter().map(|&index| input[index]).collect();
+            let grads: Vec<f64> = elements.iter().map(|&index| grad[index]).collect();
+            let through = fake_quantize_group_backward(&values, &grads, bits.n_bits());
+            elements.iter().zip(through).for_each(|(&index, through)| out[index] = through);
+        }
+    }
+    out
+}
+
+/// [`SteGradient::ScaleMin`] of one group, from the gradient of what it restores to.
+pub fn fake_quantize_group_backward(values: &[f32], grad: &[f64], n_bits: u32) -> Vec<f64> {
+    let mut out = grad.to_vec();
+    let group = quantize_group(values, n_bits);
+    let (scale, min) = (group.scale.to_f64(), group.min.to_f64());
+    if scale == 0.0 {
+        return out;
+    }
+    let x: Vec<f64> = values.iter().map(|x| f64::from(x.clamp(-F16_MAX, F16_MAX))).collect();
+    let errors = x.iter().zip(&group.codes).map(|(x, &code)| f64::from(code) - (x - min) / scale);
+    let sum: f64 = errors.zip(grad).map(|(error, grad)| error.clamp(-0.5, 0.5) * grad).sum();
+    let (mut lowest, mut highest) = (0, 0);
+    for i in 1..x.len() {
+        if x[i] < x[lowest] {
+            lowest = i;
+        }
+        if x[i] > x[highest] {
+            highest = i;
+        }
+    }
+    let n = f64::from((1u32 << n_bits) - 1);
+    out[highest] += sum / n;
+    out[lowest] -= sum / n;
     out
 }
 
@@ -68,7 +143,7 @@ fn add(to: &mut [f64], from: &[f64]) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::causal_attention;
+    use super::super::{causal_attention, dequantize_group};
     use super::*;
 
     /// Where nothing is quantized, the gradient is the derivative: central differences, whose own
@@ -81,8 +156,14 @@ mod tests {
         let (query, key, value): (Vec<f32>, Vec<f32>, Vec<f32>) = (query, key, value);
         let grad = to_f64(&(400..544).map(noise).collect::<Vec<_>>());
         let config = KvCacheConfig::float();
-        let got =
-            stream_gradients((&query, query_shape), (&key, key_shape), &value, &grad, &config);
+        let got = stream_gradients(
+            (&query, query_shape),
+            (&key, key_shape),
+            &value,
+            &grad,
+            &config,
+            SteGradient::ScaleMin,
+        );
 
         let inputs = [&query, &key, &value].map(|x| to_f64(x));
         let loss = |[query, key, value]: &[Vec<f64>; 3]| -> f64 {
@@ -99,5 +180,23 @@ mod tests {
                 assert!((slope - got).abs() < 1e-7, "input {which} {index}: {got}, not {slope}");
             }
         }
+    }
+
+    #[test]
+    fn scale_gradients_by_hand() {
+        // min -1, max 2, scale 1, codes 0 3 0 2 2 2.
+        let values = [-1.0, 2.0, -0.5, 0.5, 0.6, 1.4];
+        let grad = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0];
+        assert_eq!(dequantize_group(&quantize_group(&values, 2))[2..], [-1.0, 1.0, 1.0, 1.0]);
+        // Errors 0, 0, -0.5, 0.5, 0.4, -0.4: -2 + 4 + 6.4 - 12.8 = -4.4, a third of it moves.
+        let got = fake_quantize_group_backward(&values, &grad, 2);
+        let expected = [1.0 + 4.4 / 3.0, 2.0 - 4.4 / 3.0, 4.0, 8.0, 16.0, 32.0];
+        for (got, expected) in got.iter().zip(expected) {
+            assert!((got - expected).abs() < 1e-5, "{got}, not {expected}");
+        }
+        // A constant group, and the first of equal extremes.
+        assert_eq!(fake_quantize_group_backward(&[0.1; 6], &grad, 4), grad);
+        let ties = fake_quantize_group_backward(&[0.0, 3.0, 0.0, 3.0, 1.25, 1.0], &grad, 2);
+        assert_eq!(ties, [1.0 + 4.0 / 3.0, 2.0 - 4.0 / 3.0, 4.0, 8.0, 16.0, 32.0]);
     }
 }

@@ -27,7 +27,7 @@ mod stream;
 mod tensor;
 
 pub use attention::{attend_row, attend_row_backward, causal_attention};
-pub use gradient::{StreamGradients, stream_gradients};
+pub use gradient::{StreamGradients, fake_quantize_group_backward, stream_gradients};
 pub use quantizer::{F16_MAX, QuantizedGroup, dequantize_group, quantize_group};
 pub use sequence::{Streamed, stream};
 pub use stream::{Lane, StreamOracle};

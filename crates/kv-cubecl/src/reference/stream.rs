@@ -34,13 +34,7 @@ pub struct Lane {
 
 impl Lane {
     fn push(&mut self, config: &KvCacheConfig, key: &[f32], value: &[f32]) {
-        let store = |x: &[f32]| -> Vec<f32> {
-            match config.float {
-                CacheFloat::F32 => x.to_vec(),
-                CacheFloat::F16 => x.iter().map(|&x| round_to_f16(x)).collect(),
-            }
-        };
-        let (key, value) = (store(key), store(value));
+        let (key, value) = (stored(key, config.float), stored(value, config.float));
         let new = self.tokens.len();
         self.tokens.push(Token {
             seen_key: to_f64(&key),
@@ -99,6 +93,11 @@ impl Lane {
     /// Values of all tokens as a query sees them now.
     pub fn values(&self) -> Vec<&[f64]> {
         self.tokens.iter().map(|token| token.seen_value.as_slice()).collect()
+    }
+
+    /// Whether the key and the value of a token are quantized now.
+    pub fn quantized(&self, token: usize) -> (bool, bool) {
+        (self.tokens[token].key_quantized, self.tokens[token].value_quantized)
     }
 
     /// Quantized tokens, counted one by one.
@@ -170,6 +169,14 @@ impl StreamOracle {
             });
             (output.collect(), lanes[0].counts())
         })
+    }
+}
+
+/// As a cache of this type holds it in float.
+pub(super) fn stored(x: &[f32], float: CacheFloat) -> Vec<f32> {
+    match float {
+        CacheFloat::F32 => x.to_vec(),
+        CacheFloat::F16 => x.iter().map(|&x| round_to_f16(x)).collect(),
     }
 }
 

@@ -7,7 +7,11 @@ use crate::{Granularity, Logical};
 
 /// Where the elements of every group lie: one list of indices into the tensor per group, groups in
 /// the order of their parameters.
-fn groups(shape: [usize; 4], granularity: Granularity, group_size: usize) -> Vec<Vec<usize>> {
+pub(super) fn groups(
+    shape: [usize; 4],
+    granularity: Granularity,
+    group_size: usize,
+) -> Vec<Vec<usize>> {
     let [batch, heads, tokens, head_dim] = shape;
     let index =
         |slice: usize, token: usize, channel: usize| (slice * tokens + token) * head_dim + channel;

@@ -2,11 +2,11 @@
 //! statement where it is not. Head sizes are few, for each is a kernel that a software driver takes
 //! seconds to compile.
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 use kv_cubecl::{
-    Bits, Error, Granularity, KvCache, On, Target, fake_quantize,
+    Bits, Error, FakeQuantOptions, Granularity, KvCache, On, SteGradient, Target, fake_quantize,
     reference::{self, causal_attention, stream_gradients},
-    streaming_attention,
+    streaming_attention, streaming_attention_with,
 };
 
 use crate::common::{CLOSE, Host, Rng, Setup, close, equal_bits, skipped, stamp_autodiff};
@@ -24,20 +24,40 @@ stamp_autodiff!(
 );
 
 /// Gradients of `sum(streaming_attention(..) * weight)`.
-fn gradients<T: Target>(on: &On<T>, text: &Setup, weight: &Host) -> [Host; 3] {
+fn gradients(on: &Device, text: &Setup, weight: &Host) -> [Host; 3] {
+    gradients_with(on, text, weight, FakeQuantOptions::default())
+}
+
+pub(crate) fn gradients_with(
+    on: &Device,
+    text: &Setup,
+    weight: &Host,
+    options: FakeQuantOptions,
+) -> [Host; 3] {
     let [q, k, v] = text.on(on).map(Tensor::require_grad);
-    let output = streaming_attention(q.clone(), k.clone(), v.clone(), &text.config).unwrap();
-    let grads = (output * weight.on(on)).sum().backward();
+    let inputs = (q.clone(), k.clone(), v.clone());
+    let output = streaming_attention_with(inputs.0, inputs.1, inputs.2, &text.config, options);
+    let grads = (output.unwrap() * weight.on(on)).sum().backward();
     [q, k, v].map(|x| Host::of(x.grad(&grads).expect("a gradient")))
 }
 
-fn weight(text: &Setup) -> Host {
+pub(crate) fn weight(text: &Setup) -> Host {
     Host::normal(&mut Rng::new(text.seed + 1000), text.query.shape)
+}
+
+#[track_caller]
+fn check<T: Target>(on: &On<T>, text: &Setup, tolerance: f64) {
+    check_with(on, text, SteGradient::Identity, tolerance);
 }
 
 /// The STE's statement, see [`stream_gradients`].
 #[track_caller]
-fn check<T: Target>(on: &On<T>, text: &Setup, tolerance: f64) {
+pub(crate) fn check_with<T: Target>(
+    on: &On<T>,
+    text: &Setup,
+    gradient: SteGradient,
+    tolerance: f64,
+) {
     let weight = weight(text);
     let expected = stream_gradients(
         (&text.query.data, text.query.shape),
@@ -45,8 +65,10 @@ fn check<T: Target>(on: &On<T>, text: &Setup, tolerance: f64) {
         &text.value.data,
         &weight.f64(),
         &text.config,
+        gradient,
     );
-    let [query, key, value] = gradients(on, text, &weight);
+    let options = FakeQuantOptions { gradient, ..FakeQuantOptions::default() };
+    let [query, key, value] = gradients_with(on, text, &weight, options);
     close(format!("{text:?}: query"), &query, &expected.query, tolerance);
     close(format!("{text:?}: key"), &key, &expected.key, tolerance);
     close(format!("{text:?}: value"), &value, &expected.value, tolerance);

@@ -19,3 +19,5 @@ mod gradients;
 mod memory;
 mod poison;
 mod quantize;
+#[cfg(feature = "autodiff")]
+mod training;

@@ -16,7 +16,7 @@ use burn_cubecl::{
 };
 
 use crate::{
-    CacheState, KvCacheOps,
+    CacheState, KvCacheOps, SteGradient,
     kernels::{
         cache::{self, CacheProblem},
         decode_attention::{self, DecodeBindings, DecodeProblem},
@@ -54,7 +54,12 @@ impl KvCacheOps for CubeBackend {
         out
     }
 
-    fn fake_quantize(input: FloatTensor<Self>, spec: QuantSpec, skip: usize) -> FloatTensor<Self> {
+    fn fake_quantize(
+        input: FloatTensor<Self>,
+        spec: QuantSpec,
+        skip: usize,
+        _: SteGradient,
+    ) -> FloatTensor<Self> {
         let problem = restore_problem(dims(&input), spec);
         let data = writable(into_contiguous(input));
         let launch = match spec.granularity {
@@ -63,6 +68,22 @@ impl KvCacheOps for CubeBackend {
         };
         launch(&data.client, arg(&data), &problem, skip);
         data
+    }
+
+    fn fake_quantize_backward(
+        input: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        spec: QuantSpec,
+        skip: usize,
+    ) -> FloatTensor<Self> {
+        let problem = restore_problem(dims(&input), spec);
+        let (input, grad) = (into_contiguous(input), writable(into_contiguous(grad)));
+        let launch = match spec.granularity {
+            Granularity::PerChannel => quantize::launch_scale_gradient_keys,
+            Granularity::PerToken => quantize::launch_scale_gradient_values,
+        };
+        launch(&grad.client, arg(&input), arg(&grad), &problem, skip);
+        grad
     }
 
     fn flush(

@@ -18,7 +18,7 @@ use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use crate::{
-    CacheState, KvCacheOps,
+    CacheState, KvCacheOps, SteGradient,
     layout::{CacheLayout, Granularity, QuantSpec, StreamSpec},
     shapes,
 };
@@ -49,22 +49,44 @@ impl KvCacheOps for Flex {
         tensor(out, out_shape)
     }
 
-    fn fake_quantize(input: FloatTensor<Self>, spec: QuantSpec, skip: usize) -> FloatTensor<Self> {
+    fn fake_quantize(
+        input: FloatTensor<Self>,
+        spec: QuantSpec,
+        skip: usize,
+        _: SteGradient,
+    ) -> FloatTensor<Self> {
         let shape: [usize; 4] = dims(&input);
         let [_, _, tokens, head_dim] = shape;
         let mut output = input.to_contiguous();
-        let after = tokens.saturating_sub(skip);
-        let grouped = match spec.granularity {
-            Granularity::PerChannel => after / spec.group_size * spec.group_size,
-            Granularity::PerToken => after,
-        };
+        let grouped = grouped(tokens, skip, &spec);
         output.storage_mut::<f32>().par_chunks_mut(tokens * head_dim).for_each(|slice| {
-            let part = &mut slice[skip.min(tokens) * head_dim..][..grouped * head_dim];
-            let mut words = vec![0; spec.words(grouped, head_dim)];
+            let part = &mut slice[grouped.start * head_dim..grouped.end * head_dim];
+            let mut words = vec![0; spec.words(grouped.len(), head_dim)];
             quantize::quantize_slice(part, &mut words, head_dim, &spec);
             quantize::dequantize_slice(&words, part, head_dim, &spec);
         });
         output
+    }
+
+    fn fake_quantize_backward(
+        input: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        spec: QuantSpec,
+        skip: usize,
+    ) -> FloatTensor<Self> {
+        let shape: [usize; 4] = dims(&input);
+        let [_, _, tokens, head_dim] = shape;
+        let (input, mut grad) = (input.to_contiguous(), grad.to_contiguous());
+        let grouped = grouped(tokens, skip, &spec);
+        let part = grouped.start * head_dim..grouped.end * head_dim;
+        grad.storage_mut::<f32>()
+            .par_chunks_mut(tokens * head_dim)
+            .zip(input.storage::<f32>().par_chunks(tokens * head_dim))
+            .for_each(|(grad, input)| {
+                let (input, grad) = (&input[part.clone()], &mut grad[part.clone()]);
+                quantize::add_scale_gradients(input, grad, head_dim, &spec);
+            });
+        grad
     }
 
     fn flush(
@@ -128,6 +150,17 @@ impl KvCacheOps for Flex {
         let sides = [key, key_hat, value, value_hat];
         streaming_backward::backward(query, sides, output, lse, grad, spec)
     }
+}
+
+/// Tokens that fake quantization restores: whole groups after the first `skip`.
+fn grouped(tokens: usize, skip: usize, spec: &QuantSpec) -> core::ops::Range<usize> {
+    let start = skip.min(tokens);
+    let after = tokens - start;
+    let len = match spec.granularity {
+        Granularity::PerChannel => after / spec.group_size * spec.group_size,
+        Granularity::PerToken => after,
+    };
+    start..start + len
 }
 
 fn dims<const D: usize>(tensor: &FlexTensor) -> [usize; D] {

@@ -180,6 +180,59 @@ pub(super) fn dequantize_slice(words: &[u32], out: &mut [f32], head_dim: usize, 
     }
 }
 
+/// Adds to `grad`, the gradient of a fake-quantized slice, what passes through the scales:
+/// [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
+pub(super) fn add_scale_gradients(
+    input: &[f32],
+    grad: &mut [f32],
+    head_dim: usize,
+    spec: &QuantSpec,
+) {
+    let group_size = spec.group_size;
+    match spec.granularity {
+        Granularity::PerChannel => {
+            let groups = input.chunks_exact(group_size * head_dim);
+            for (rows, grad) in groups.zip(grad.chunks_exact_mut(group_size * head_dim)) {
+                for channel in 0..head_dim {
+                    let (column, grad) = (&rows[channel..], &mut grad[channel..]);
+                    add_scale_gradient(column, grad, head_dim, spec.max_code());
+                }
+            }
+        }
+        Granularity::PerToken => {
+            let groups = input.chunks_exact(group_size);
+            for (group, grad) in groups.zip(grad.chunks_exact_mut(group_size)) {
+                add_scale_gradient(group, grad, 1, spec.max_code());
+            }
+        }
+    }
+}
+
+/// One group: every `stride`-th element.
+fn add_scale_gradient(input: &[f32], grad: &mut [f32], stride: usize, max_code: u32) {
+    let max_code = max_code as f32;
+    let elements = || input.iter().map(|x| x.clamp(-F16_MAX, F16_MAX)).step_by(stride);
+    let (mut lowest, mut highest) = ((F16_MAX, 0), (-F16_MAX, 0));
+    for (i, x) in elements().enumerate() {
+        if x < lowest.0 {
+            lowest = (x, i);
+        }
+        if x > highest.0 {
+            highest = (x, i);
+        }
+    }
+    let (_, scale, min) = parameters(lowest.0, highest.0, max_code);
+    if scale > 0.0 {
+        let parts = elements().zip(grad.iter().step_by(stride)).map(|(x, grad)| {
+            let error = encode(x, scale, min, max_code) - (x - min) / scale;
+            grad * error.clamp(-0.5, 0.5)
+        });
+        let sum = parts.sum::<f32>() / max_code;
+        grad[highest.1 * stride] += sum;
+        grad[lowest.1 * stride] -= sum;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

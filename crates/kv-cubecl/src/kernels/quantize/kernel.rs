@@ -65,10 +65,7 @@ pub(super) fn fake_quantize_keys(
     #[comptime] n_bits: u32,
 ) {
     if ABSOLUTE_POS < n {
-        let channel = ABSOLUTE_POS % head_dim;
-        let group = ABSOLUTE_POS / head_dim % groups;
-        let slice = ABSOLUTE_POS / head_dim / groups;
-        let base = (slice * tokens + skip + group * group_size) * head_dim + channel;
+        let base = key_group(ABSOLUTE_POS, tokens, head_dim, skip, groups, group_size);
         fake_quantize_group(data, base, head_dim, group_size, n_bits);
     }
 }
@@ -85,12 +82,7 @@ pub(super) fn fake_quantize_values(
     #[comptime] n_bits: u32,
 ) {
     if ABSOLUTE_POS < n {
-        let groups = head_dim / group_size;
-        let grouped = tokens - skip;
-        let group = ABSOLUTE_POS % groups;
-        let token = ABSOLUTE_POS / groups % grouped;
-        let slice = ABSOLUTE_POS / groups / grouped;
-        let base = (slice * tokens + skip + token) * head_dim + group * group_size;
+        let base = value_group(ABSOLUTE_POS, tokens, head_dim, skip, group_size);
         fake_quantize_group(data, base, 1, group_size, n_bits);
     }
 }
@@ -117,4 +109,118 @@ fn fake_quantize_group(
         let code = encode(data[base + i * stride], scale, min, n_bits);
         data[base + i * stride] = f32::cast_from(code) * scale + min;
     }
+}
+
+/// Adds what passes through the scales of keys; one unit per (slice, group, channel).
+#[cube(launch)]
+pub(super) fn scale_gradient_keys(
+    data: &[f32],
+    grad: &mut [f32],
+    n: usize,
+    tokens: usize,
+    head_dim: usize,
+    skip: usize,
+    groups: usize,
+    #[comptime] group_size: usize,
+    #[comptime] n_bits: u32,
+) {
+    if ABSOLUTE_POS < n {
+        let base = key_group(ABSOLUTE_POS, tokens, head_dim, skip, groups, group_size);
+        add_scale_gradient(data, grad, base, head_dim, group_size, n_bits);
+    }
+}
+
+/// Adds what passes through the scales of values; one unit per (slice, token, group).
+#[cube(launch)]
+pub(super) fn scale_gradient_values(
+    data: &[f32],
+    grad: &mut [f32],
+    n: usize,
+    tokens: usize,
+    head_dim: usize,
+    skip: usize,
+    #[comptime] group_size: usize,
+    #[comptime] n_bits: u32,
+) {
+    if ABSOLUTE_POS < n {
+        let base = value_group(ABSOLUTE_POS, tokens, head_dim, skip, group_size);
+        add_scale_gradient(data, grad, base, 1, group_size, n_bits);
+    }
+}
+
+/// `(sum grad * error) / n` for the group's maximum, its opposite for the minimum.
+#[cube]
+fn add_scale_gradient(
+    data: &[f32],
+    grad: &mut [f32],
+    base: usize,
+    stride: usize,
+    #[comptime] group_size: usize,
+    #[comptime] n_bits: u32,
+) {
+    let max_code = comptime!(((1u32 << n_bits) - 1) as f32);
+    let mut min = f32::new(F16_MAX);
+    let mut max = f32::new(-F16_MAX);
+    let mut lowest = base;
+    let mut highest = base;
+    for i in 0..group_size {
+        let at = base + i * stride;
+        let x = saturate(data[at]);
+        if x < min {
+            min = x;
+            lowest = at;
+        }
+        if x > max {
+            max = x;
+            highest = at;
+        }
+    }
+    let params = parameters(min, max, n_bits);
+    let scale = scale_of(params);
+    let min = min_of(params);
+    if scale > 0.0f32 {
+        let mut sum = f32::new(0.0);
+        for i in 0..group_size {
+            let at = base + i * stride;
+            let code = f32::cast_from(encode(data[at], scale, min, n_bits));
+            let error = code - (saturate(data[at]) - min) / scale;
+            sum += grad[at] * clamp(error, -0.5f32, 0.5f32);
+        }
+        let sum = sum / max_code;
+        grad[highest] += sum;
+        grad[lowest] -= sum;
+    }
+}
+
+/// First element of a group of keys.
+#[cube]
+fn key_group(
+    unit: usize,
+    tokens: usize,
+    head_dim: usize,
+    skip: usize,
+    groups: usize,
+    #[comptime] group_size: usize,
+) -> usize {
+    let channel = unit % head_dim;
+    let group = unit / head_dim % groups;
+    let slice = unit / head_dim / groups;
+    (slice * tokens + skip + group * group_size) * head_dim + channel
+}
+
+/// First element of a group of values.
+#[cube]
+fn value_group(
+    unit: usize,
+    tokens: usize,
+    head_dim: usize,
+    skip: usize,
+    #[comptime] group_size: usize,
+) -> usize {
+    let groups = head_dim / group_size;
+    let grouped = tokens - skip;
+    let group = unit % groups;
+    let token = unit / groups % grouped;
+    let slice = unit / groups / grouped;
+    (slice * tokens + skip + token) * head_dim + group * group_size
 }

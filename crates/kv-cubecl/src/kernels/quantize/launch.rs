@@ -20,6 +20,18 @@ impl RestoreProblem {
     fn elements(&self) -> usize {
         self.slices * self.tokens * self.head_dim
     }
+
+    /// Whole groups per channel after the first `skip` tokens, and groups in all.
+    fn key_groups(&self, skip: usize) -> (usize, usize) {
+        let groups = self.tokens.saturating_sub(skip) / self.spec.group_size;
+        (groups, self.slices * groups * self.head_dim)
+    }
+
+    /// Groups of all tokens after the first `skip`.
+    fn value_groups(&self, skip: usize) -> usize {
+        let tokens = self.tokens.saturating_sub(skip);
+        self.slices * tokens * (self.head_dim / self.spec.group_size)
+    }
 }
 
 /// Restores packed keys into `out`, f32 `[slices, tokens, head_dim]`.
@@ -77,9 +89,8 @@ pub fn launch_fake_quantize_keys(
     problem: &RestoreProblem,
     skip: usize,
 ) {
-    let RestoreProblem { slices, tokens, head_dim, spec } = *problem;
-    let groups = tokens.saturating_sub(skip) / spec.group_size;
-    let n = slices * groups * head_dim;
+    let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
+    let (groups, n) = problem.key_groups(skip);
     if n > 0 {
         let (count, dim) = elementwise(n);
         kernel::fake_quantize_keys::launch(
@@ -106,8 +117,8 @@ pub fn launch_fake_quantize_values(
     problem: &RestoreProblem,
     skip: usize,
 ) {
-    let RestoreProblem { slices, tokens, head_dim, spec } = *problem;
-    let n = slices * tokens.saturating_sub(skip) * (head_dim / spec.group_size);
+    let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
+    let n = problem.value_groups(skip);
     if n > 0 {
         let (count, dim) = elementwise(n);
         kernel::fake_quantize_values::launch(
@@ -115,6 +126,65 @@ pub fn launch_fake_quantize_values(
             count,
             dim,
             data,
+            n,
+            tokens,
+            head_dim,
+            skip,
+            spec.group_size,
+            spec.n_bits,
+        );
+    }
+}
+
+/// Adds to `grad`, the gradient of fake-quantized keys, what passes through their scales. Shapes and
+/// tokens as in [`launch_fake_quantize_keys`].
+pub fn launch_scale_gradient_keys(
+    client: &Client,
+    data: BufferArg,
+    grad: BufferArg,
+    problem: &RestoreProblem,
+    skip: usize,
+) {
+    let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
+    let (groups, n) = problem.key_groups(skip);
+    if n > 0 {
+        let (count, dim) = elementwise(n);
+        kernel::scale_gradient_keys::launch(
+            client,
+            count,
+            dim,
+            data,
+            grad,
+            n,
+            tokens,
+            head_dim,
+            skip,
+            groups,
+            spec.group_size,
+            spec.n_bits,
+        );
+    }
+}
+
+/// Adds to `grad`, the gradient of fake-quantized values, what passes through their scales. Shapes
+/// and tokens as in [`launch_fake_quantize_values`].
+pub fn launch_scale_gradient_values(
+    client: &Client,
+    data: BufferArg,
+    grad: BufferArg,
+    problem: &RestoreProblem,
+    skip: usize,
+) {
+    let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
+    let n = problem.value_groups(skip);
+    if n > 0 {
+        let (count, dim) = elementwise(n);
+        kernel::scale_gradient_values::launch(
+            client,
+            count,
+            dim,
+            data,
+            grad,
             n,
             tokens,
             head_dim,

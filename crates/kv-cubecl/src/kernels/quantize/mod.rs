@@ -1,4 +1,4 @@
-//! Restoring packed tensors, and quantize-then-restore in place.
+//! Restoring packed tensors, quantize-then-restore in place, and its gradient.
 //!
 //! Quantizing itself is [`super::cache::launch_flush_keys`] and its twin for values, from an empty
 //! window.
@@ -8,5 +8,5 @@ mod launch;
 
 pub use launch::{
     RestoreProblem, launch_dequantize_keys, launch_dequantize_values, launch_fake_quantize_keys,
-    launch_fake_quantize_values,
+    launch_fake_quantize_values, launch_scale_gradient_keys, launch_scale_gradient_values,
 };
