@@ -1,9 +1,9 @@
 //! The KV caches of all layers of a model.
 
 use burn::tensor::Device;
-use kv_cubecl::{CacheShape, KvCache, KvCacheConfig, MemoryBytes};
+use kv_cubecl::{CacheShape, KvCache, MemoryBytes};
 
-use crate::{Error, Result};
+use crate::{Error, ModelCacheConfig, Result};
 
 /// One [`KvCache`] per layer, growing together.
 #[derive(Clone, Debug)]
@@ -30,7 +30,7 @@ impl ModelCacheBytes {
 
 impl ModelCache {
     pub(crate) fn new(
-        config: &KvCacheConfig,
+        config: &ModelCacheConfig,
         n_layers: usize,
         shape: CacheShape,
         max_positions: usize,
@@ -38,9 +38,9 @@ impl ModelCache {
     ) -> Result<Self> {
         let batch = shape.batch;
         let layers = (0..n_layers)
-            .map(|_| Ok(KvCache::new(config, shape, device)?))
+            .map(|i| Ok(KvCache::new(&config.layer(i), shape, device)?))
             .collect::<Result<Vec<_>>>()?;
-        Ok(Self { layers, batch, capacity: config.capacity, max_positions })
+        Ok(Self { layers, batch, capacity: config.cache.capacity, max_positions })
     }
 
     /// Tokens in the cache.

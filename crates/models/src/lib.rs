@@ -22,6 +22,7 @@
 //! ```
 
 mod cache;
+mod cache_config;
 mod error;
 pub mod generate;
 pub mod gpt2;
@@ -32,9 +33,11 @@ pub mod nn;
 pub mod tokenizer;
 
 pub use cache::{ModelCache, ModelCacheBytes};
+pub use cache_config::{KV_CACHE_FILE, ModelCacheConfig};
 pub use error::{Error, Result};
 pub use generate::{GenerateOptions, Generated, Sampler, Sampling, generate};
 pub use kv_cubecl;
 pub use load::{Loaded, load};
 pub use model::LanguageModel;
+pub use nn::{AttentionObserver, AttentionTrace};
 pub use tokenizer::Tokenizer;

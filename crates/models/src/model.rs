@@ -4,10 +4,14 @@ use burn::{
     module::Module,
     tensor::{Device, Int, Tensor},
 };
-use kv_cubecl::{CacheShape, KvCacheConfig};
+use kv_cubecl::{CacheShape, FakeQuantOptions};
 
 use crate::{
-    ModelCache, Result, cache::check_context, gpt2::Gpt2, llama::Llama, nn::AttentionShape,
+    ModelCache, ModelCacheConfig, Result,
+    cache::check_context,
+    gpt2::Gpt2,
+    llama::Llama,
+    nn::{AttentionObserver, AttentionShape, Pass},
 };
 
 /// A decoder-only language model whose KV cache is a parameter.
@@ -31,8 +35,12 @@ impl LanguageModel {
     /// # Errors
     ///
     /// More tokens than [`max_positions`](Self::max_positions), none, or a `config` that does not
-    /// fit [`head_dim`](Self::head_dim).
-    pub fn forward(&self, ids: Tensor<2, Int>, config: &KvCacheConfig) -> Result<Tensor<3>> {
+    /// fit the model.
+    pub fn forward(
+        &self,
+        ids: Tensor<2, Int>,
+        config: impl Into<ModelCacheConfig>,
+    ) -> Result<Tensor<3>> {
         Ok(self.head(self.hidden(ids, config)?))
     }
 
@@ -62,14 +70,39 @@ impl LanguageModel {
     /// # Errors
     ///
     /// Those of [`forward`](Self::forward).
-    pub fn hidden(&self, ids: Tensor<2, Int>, config: &KvCacheConfig) -> Result<Tensor<3>> {
-        config.validate(self.head_dim())?;
-        let [_, seq] = ids.dims();
-        check_context(0, seq, "max_positions", self.max_positions())?;
-        match self {
-            Self::Gpt2(model) => model.hidden(ids, config),
-            Self::Llama(model) => model.hidden(ids, config),
-        }
+    pub fn hidden(
+        &self,
+        ids: Tensor<2, Int>,
+        config: impl Into<ModelCacheConfig>,
+    ) -> Result<Tensor<3>> {
+        self.hidden_with(ids, &config.into(), FakeQuantOptions::default(), None)
+    }
+
+    /// [`hidden`](Self::hidden) with a choice of how training treats the quantizer, showing every
+    /// layer's attention to `observer`.
+    ///
+    /// # Shapes
+    ///
+    /// - ids: `[batch, seq]`
+    /// - output: `[batch, seq, hidden]`
+    ///
+    /// # Errors
+    ///
+    /// Those of [`forward`](Self::forward).
+    pub fn hidden_with(
+        &self,
+        ids: Tensor<2, Int>,
+        config: &ModelCacheConfig,
+        options: FakeQuantOptions,
+        observer: Option<&mut AttentionObserver<'_>>,
+    ) -> Result<Tensor<3>> {
+        config.validate(self)?;
+        check_context(0, ids.dims()[1], "max_positions", self.max_positions())?;
+        let observer = match observer {
+            Some(observe) => Some(observe as &mut AttentionObserver<'_>),
+            None => None,
+        };
+        self.run(ids, Pass::Parallel { config, options, observer })
     }
 
     /// [`step`](Self::step) up to the final norm.
@@ -85,9 +118,13 @@ impl LanguageModel {
     pub fn hidden_step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
         let [batch, seq] = ids.dims();
         cache.check(batch, seq)?;
+        self.run(ids, Pass::Cached(cache))
+    }
+
+    fn run(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
         match self {
-            Self::Gpt2(model) => model.hidden_step(ids, cache),
-            Self::Llama(model) => model.hidden_step(ids, cache),
+            Self::Gpt2(model) => model.hidden(ids, pass),
+            Self::Llama(model) => model.hidden(ids, pass),
         }
     }
 
@@ -108,16 +145,18 @@ impl LanguageModel {
     ///
     /// # Errors
     ///
-    /// A `config` that does not fit [`head_dim`](Self::head_dim), or a device without its ops.
+    /// A `config` that does not fit the model, or a device without its ops.
     pub fn new_cache(
         &self,
-        config: &KvCacheConfig,
+        config: impl Into<ModelCacheConfig>,
         batch: usize,
         device: &Device,
     ) -> Result<ModelCache> {
+        let config = config.into();
+        config.validate(self)?;
         let AttentionShape { n_kv_heads, head_dim, .. } = self.attention_shape();
         let shape = CacheShape { batch, n_kv_heads, head_dim };
-        ModelCache::new(config, self.n_layers(), shape, self.max_positions(), device)
+        ModelCache::new(&config, self.n_layers(), shape, self.max_positions(), device)
     }
 
     /// Tokens the model knows.

@@ -5,12 +5,11 @@ use burn::{
     nn::{Embedding, LayerNorm},
     tensor::{Int, Tensor, activation},
 };
-use kv_cubecl::KvCacheConfig;
 
 use super::{Activation, Config};
 use crate::{
-    ModelCache, Result,
-    nn::{KvMemory, Linear, by_rows, project},
+    Result,
+    nn::{KvMemory, Linear, Pass, by_rows, project},
 };
 
 /// GPT-2, Radford et al. 2019.
@@ -53,7 +52,7 @@ impl Gpt2 {
         &self.config
     }
 
-    /// Final-normed hidden states of a whole sequence, in parallel.
+    /// Final-normed hidden states of the tokens of `pass`.
     ///
     /// # Shapes
     ///
@@ -63,28 +62,10 @@ impl Gpt2 {
     /// # Errors
     ///
     /// Those of [`KvMemory::attend`].
-    pub fn hidden(&self, ids: Tensor<2, Int>, cache: &KvCacheConfig) -> Result<Tensor<3>> {
-        let mut x = self.embed(ids, 0);
-        for layer in &self.layers {
-            x = layer.forward(x, &self.config, KvMemory::Parallel(cache))?;
-        }
-        Ok(self.norm.forward(x))
-    }
-
-    /// Final-normed hidden states of the tokens that follow those in `cache`.
-    ///
-    /// # Shapes
-    ///
-    /// - ids: `[batch, seq]`
-    /// - output: `[batch, seq, hidden]`
-    ///
-    /// # Errors
-    ///
-    /// Those of [`KvMemory::attend`].
-    pub fn hidden_step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
-        let mut x = self.embed(ids, cache.len());
-        for (layer, kv) in self.layers.iter().zip(&mut cache.layers) {
-            x = layer.forward(x, &self.config, KvMemory::Cached(kv))?;
+    pub fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
+        let mut x = self.embed(ids, pass.start());
+        for (i, layer) in self.layers.iter().enumerate() {
+            x = layer.forward(x, &self.config, pass.layer(i))?;
         }
         Ok(self.norm.forward(x))
     }

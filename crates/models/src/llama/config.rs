@@ -48,6 +48,15 @@ impl Config {
         Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling)
     }
 
+    /// Checks a configuration that no file was resolved to.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] naming the field as `config.json` spells it.
+    pub fn validate(&self) -> Result<()> {
+        self.check(Path::new("llama config"))
+    }
+
     /// Checks what the tensors' shapes cannot; `path` is for the message.
     pub(crate) fn check(&self, path: &Path) -> Result<()> {
         let AttentionShape { n_heads, n_kv_heads, head_dim } = self.attention;
@@ -75,7 +84,42 @@ impl Config {
             return Err(Error::config(path, "rotary_dim", self.rotary_dim, rule));
         }
         positive(path, "rope_theta", self.rope_theta)?;
-        positive(path, "rms_norm_eps", self.norm_epsilon)
+        positive(path, "rms_norm_eps", self.norm_epsilon)?;
+        match &self.rope_scaling {
+            RopeScaling::Default => Ok(()),
+            &RopeScaling::Linear { factor } => positive(path, "rope_scaling.factor", factor),
+            &RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_positions,
+            } => {
+                for (field, value) in [
+                    ("factor", factor),
+                    ("low_freq_factor", low_freq_factor),
+                    ("high_freq_factor", high_freq_factor),
+                    ("original_max_position_embeddings", original_max_positions),
+                ] {
+                    positive(path, &format!("rope_scaling.{field}"), value)?;
+                }
+                if high_freq_factor <= low_freq_factor {
+                    let rule = format!("must be above low_freq_factor {low_freq_factor}");
+                    let field = "rope_scaling.high_freq_factor";
+                    return Err(Error::config(path, field, high_freq_factor, rule));
+                }
+                Ok(())
+            }
+            RopeScaling::Divisors(divisors) => {
+                if divisors.len() != self.rotary_dim / 2 {
+                    let rule = format!("must be one per pair of rotary_dim {}", self.rotary_dim);
+                    let field = "number of rope_scaling divisors";
+                    return Err(Error::config(path, field, divisors.len(), rule));
+                }
+                divisors
+                    .iter()
+                    .try_for_each(|&divisor| positive(path, "rope_scaling divisor", divisor.into()))
+            }
+        }
     }
 
     /// Resolves `config.json`.
@@ -216,32 +260,20 @@ impl RawRope {
     fn scaling(&self, path: &Path) -> Result<RopeScaling> {
         let field = |name: &str, value: Option<f64>| {
             let field = format!("rope_scaling.{name}");
-            let value = value
-                .ok_or_else(|| Error::config(path, &*field, "missing", "the rope type needs it"))?;
-            positive(path, &field, value)?;
-            Ok::<_, Error>(value)
+            value.ok_or_else(|| Error::config(path, field, "missing", "the rope type needs it"))
         };
         match self.rope_type.as_deref().unwrap_or("default") {
             "default" => Ok(RopeScaling::Default),
             "linear" => Ok(RopeScaling::Linear { factor: field("factor", self.factor)? }),
-            "llama3" => {
-                let low_freq_factor = field("low_freq_factor", self.low_freq_factor)?;
-                let high_freq_factor = field("high_freq_factor", self.high_freq_factor)?;
-                if high_freq_factor <= low_freq_factor {
-                    let rule = format!("must be above low_freq_factor {low_freq_factor}");
-                    let field = "rope_scaling.high_freq_factor";
-                    return Err(Error::config(path, field, high_freq_factor, rule));
-                }
-                Ok(RopeScaling::Llama3 {
-                    factor: field("factor", self.factor)?,
-                    low_freq_factor,
-                    high_freq_factor,
-                    original_max_positions: field(
-                        "original_max_position_embeddings",
-                        self.original_max_position_embeddings,
-                    )?,
-                })
-            }
+            "llama3" => Ok(RopeScaling::Llama3 {
+                factor: field("factor", self.factor)?,
+                low_freq_factor: field("low_freq_factor", self.low_freq_factor)?,
+                high_freq_factor: field("high_freq_factor", self.high_freq_factor)?,
+                original_max_positions: field(
+                    "original_max_position_embeddings",
+                    self.original_max_position_embeddings,
+                )?,
+            }),
             other => Err(Error::unsupported(
                 format!("rope type {other}"),
                 format!("{} asks for it; default, linear and llama3 are computed", path.display()),

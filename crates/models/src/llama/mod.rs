@@ -3,6 +3,7 @@
 
 mod config;
 mod import;
+mod init;
 mod model;
 
 pub use config::Config;

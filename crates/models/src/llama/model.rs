@@ -5,12 +5,11 @@ use burn::{
     nn::{Embedding, RmsNorm},
     tensor::{Int, Tensor},
 };
-use kv_cubecl::KvCacheConfig;
 
 use super::Config;
 use crate::{
-    ModelCache, Result,
-    nn::{KvMemory, Linear, Rope, Rotation, SwiGlu, by_rows, project},
+    Result,
+    nn::{KvMemory, Linear, Pass, Rope, Rotation, SwiGlu, by_rows, project},
 };
 
 /// A model of the Llama family, <https://arxiv.org/abs/2302.13971>.
@@ -51,7 +50,7 @@ impl Llama {
         &self.config
     }
 
-    /// Final-normed hidden states of a whole sequence, in parallel.
+    /// Final-normed hidden states of the tokens of `pass`.
     ///
     /// # Shapes
     ///
@@ -61,30 +60,11 @@ impl Llama {
     /// # Errors
     ///
     /// Those of [`KvMemory::attend`].
-    pub fn hidden(&self, ids: Tensor<2, Int>, cache: &KvCacheConfig) -> Result<Tensor<3>> {
-        let rotation = self.rope.rotation(0, ids.dims()[1], &ids.device());
+    pub fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
+        let rotation = self.rope.rotation(pass.start(), ids.dims()[1], &ids.device());
         let mut x = self.embedding.forward(ids); // [batch, seq, hidden]
-        for layer in &self.layers {
-            x = layer.forward(x, &rotation, &self.config, KvMemory::Parallel(cache))?;
-        }
-        Ok(self.norm.forward(x))
-    }
-
-    /// Final-normed hidden states of the tokens that follow those in `cache`.
-    ///
-    /// # Shapes
-    ///
-    /// - ids: `[batch, seq]`
-    /// - output: `[batch, seq, hidden]`
-    ///
-    /// # Errors
-    ///
-    /// Those of [`KvMemory::attend`].
-    pub fn hidden_step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
-        let rotation = self.rope.rotation(cache.len(), ids.dims()[1], &ids.device());
-        let mut x = self.embedding.forward(ids); // [batch, seq, hidden]
-        for (layer, kv) in self.layers.iter().zip(&mut cache.layers) {
-            x = layer.forward(x, &rotation, &self.config, KvMemory::Cached(kv))?;
+        for (i, layer) in self.layers.iter().enumerate() {
+            x = layer.forward(x, &rotation, &self.config, pass.layer(i))?;
         }
         Ok(self.norm.forward(x))
     }

@@ -81,7 +81,7 @@ fn file_stem(path: &Path) -> String {
     path.file_stem().map_or_else(|| "model".into(), |stem| stem.to_string_lossy().into_owned())
 }
 
-fn read_to_string(path: &Path) -> Result<String> {
+pub(crate) fn read_to_string(path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(|source| match source.kind() {
         io::ErrorKind::NotFound => Error::NotFound { path: path.into(), hint: String::new() },
         _ => Error::Io { path: path.into(), source },

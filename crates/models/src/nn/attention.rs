@@ -1,17 +1,45 @@
 //! Attention heads, and where their keys and values are remembered.
 
+use std::fmt;
+
 use burn::tensor::Tensor;
-use kv_cubecl::{KvCache, KvCacheConfig, streaming_attention};
+use kv_cubecl::{FakeQuantOptions, KvCache, KvCacheConfig, streaming_attention_with};
 
 use super::Rotation;
 use crate::Result;
 
+/// What one layer's attention saw and gave.
+#[derive(Clone, Debug)]
+pub struct AttentionTrace {
+    /// The layer, counted from 0.
+    pub layer: usize,
+    /// Queries after the rotary encoding, `[batch, n_heads, seq, head_dim]`.
+    pub query: Tensor<4>,
+    /// Keys after the rotary encoding, `[batch, n_kv_heads, seq, head_dim]`.
+    pub key: Tensor<4>,
+    /// Values, `[batch, n_kv_heads, seq, head_dim]`.
+    pub value: Tensor<4>,
+    /// Attention before the heads are joined, `[batch, n_heads, seq, head_dim]`.
+    pub output: Tensor<4>,
+}
+
+/// Is shown every layer's attention, first layer first.
+pub type AttentionObserver<'a> = dyn FnMut(AttentionTrace) + 'a;
+
 /// Where one layer's attention finds the keys and values of earlier tokens.
-#[derive(Debug)]
 pub enum KvMemory<'a> {
     /// Nowhere: the whole sequence is here, and the closed form of a cache of this kind is
     /// computed in parallel. Differentiable.
-    Parallel(&'a KvCacheConfig),
+    Parallel {
+        /// The cache.
+        config: KvCacheConfig,
+        /// How training treats its quantizer.
+        options: FakeQuantOptions,
+        /// The layer's index, for the observer.
+        layer: usize,
+        /// Is shown the attention.
+        observer: Option<&'a mut AttentionObserver<'a>>,
+    },
     /// In this cache, which grows by the tokens of the call.
     Cached(&'a mut KvCache),
 }
@@ -30,9 +58,31 @@ impl KvMemory<'_> {
     /// Those of the cache: a configuration that does not fit the head, no room left.
     pub fn attend(self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Result<Tensor<4>> {
         Ok(match self {
-            Self::Parallel(config) => streaming_attention(q, k, v, config)?,
+            Self::Parallel { config, options, observer: None, .. } => {
+                streaming_attention_with(q, k, v, &config, options)?
+            }
+            Self::Parallel { config, options, layer, observer: Some(observe) } => {
+                let (query, key, value) = (q.clone(), k.clone(), v.clone());
+                let output = streaming_attention_with(q, k, v, &config, options)?;
+                observe(AttentionTrace { layer, query, key, value, output: output.clone() });
+                output
+            }
             Self::Cached(cache) => cache.attend(q, k, v)?,
         })
+    }
+}
+
+impl fmt::Debug for KvMemory<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Parallel { config, options, layer, .. } => f
+                .debug_struct("Parallel")
+                .field("config", config)
+                .field("options", options)
+                .field("layer", layer)
+                .finish_non_exhaustive(),
+            Self::Cached(cache) => f.debug_tuple("Cached").field(cache).finish(),
+        }
     }
 }
 

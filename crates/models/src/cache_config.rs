@@ -1,0 +1,226 @@
+//! What the caches of a model's layers store: [`ModelCacheConfig`].
+
+use std::{collections::BTreeSet, fmt, path::Path};
+
+use kv_cubecl::{Bits, CacheFloat, Flush, KvCacheConfig};
+use serde::{
+    Deserialize, Deserializer, Serialize,
+    de::{DeserializeOwned, Error as _},
+};
+use serde_json::{Map, Value};
+
+use crate::{Error, LanguageModel, Result, load::read_to_string};
+
+/// The file that says which cache a model was trained with, beside its weights.
+pub const KV_CACHE_FILE: &str = "kv_cache.json";
+
+/// One [`KvCacheConfig`] for all layers of a model but some, which stay in float.
+///
+/// In JSON the fields of [`KvCacheConfig`] and `float_layers`, which may be left out:
+///
+/// ```
+/// use kv_models::ModelCacheConfig;
+///
+/// let text = r#"{
+///     "key_bits": 2, "value_bits": 2, "group_size": 32, "residual_length": 128,
+///     "flush": "before", "sink_tokens": 4, "capacity": 4096, "float": "f32",
+///     "float_layers": [0, 29]
+/// }"#;
+/// let config: ModelCacheConfig = serde_json::from_str(text)?;
+/// assert_eq!(config.to_string(), "k2v2-s4 float layers 0,29");
+/// assert!(!config.layer(29).is_quantized());
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(into = "Fields")]
+pub struct ModelCacheConfig {
+    /// What a layer's cache stores.
+    pub cache: KvCacheConfig,
+    /// Layers, counted from 0, whose keys and values stay in float.
+    pub float_layers: BTreeSet<usize>,
+}
+
+impl ModelCacheConfig {
+    /// What the cache of layer `index` stores.
+    pub fn layer(&self, index: usize) -> KvCacheConfig {
+        if !self.float_layers.contains(&index) {
+            return self.cache;
+        }
+        KvCacheConfig { key_bits: Bits::Float, value_bits: Bits::Float, ..self.cache }
+    }
+
+    /// Checks that the configuration fits `model`.
+    ///
+    /// # Errors
+    ///
+    /// A cache that does not fit [`head_dim`](LanguageModel::head_dim), or a float layer that the
+    /// model does not have.
+    pub fn validate(&self, model: &LanguageModel) -> Result<()> {
+        self.cache.validate(model.head_dim())?;
+        let n_layers = model.n_layers();
+        match self.float_layers.last() {
+            Some(&layer) if layer >= n_layers => {
+                let rule = format!("the model has layers 0 to {}", n_layers - 1);
+                Err(Error::argument("float_layers", layer, rule))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Reads a JSON file.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotFound`], [`Error::Malformed`] for what is no JSON object, and [`Error::Config`]
+    /// naming a field that is missing, unknown or wrong.
+    pub fn read(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let text = read_to_string(path)?;
+        let fields: Map<String, Value> = serde_json::from_str(&text).map_err(|error| {
+            Error::Malformed { path: path.into(), format: "json", why: error.to_string() }
+        })?;
+        Self::from_fields(fields)
+            .map_err(|WrongField { name, value, rule }| Error::config(path, name, value, rule))
+    }
+}
+
+impl From<KvCacheConfig> for ModelCacheConfig {
+    fn from(cache: KvCacheConfig) -> Self {
+        Self { cache, float_layers: BTreeSet::new() }
+    }
+}
+
+impl From<&KvCacheConfig> for ModelCacheConfig {
+    fn from(cache: &KvCacheConfig) -> Self {
+        Self::from(*cache)
+    }
+}
+
+impl From<&ModelCacheConfig> for ModelCacheConfig {
+    fn from(config: &ModelCacheConfig) -> Self {
+        config.clone()
+    }
+}
+
+impl fmt::Display for ModelCacheConfig {
+    /// The cache's short name, then the float layers if there are any.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.cache)?;
+        for (i, layer) in self.float_layers.iter().enumerate() {
+            write!(f, "{}{layer}", if i == 0 { " float layers " } else { "," })?;
+        }
+        Ok(())
+    }
+}
+
+/// The form in files.
+#[derive(Serialize)]
+struct Fields {
+    key_bits: Bits,
+    value_bits: Bits,
+    group_size: usize,
+    residual_length: usize,
+    flush: Flush,
+    sink_tokens: usize,
+    capacity: usize,
+    float: CacheFloat,
+    float_layers: BTreeSet<usize>,
+}
+
+impl From<ModelCacheConfig> for Fields {
+    fn from(config: ModelCacheConfig) -> Self {
+        let ModelCacheConfig { cache, float_layers } = config;
+        let KvCacheConfig {
+            key_bits,
+            value_bits,
+            group_size,
+            residual_length,
+            flush,
+            sink_tokens,
+            capacity,
+            float,
+        } = cache;
+        Self {
+            key_bits,
+            value_bits,
+            group_size,
+            residual_length,
+            flush,
+            sink_tokens,
+            capacity,
+            float,
+            float_layers,
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for ModelCacheConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Self::from_fields(Map::deserialize(deserializer)?).map_err(D::Error::custom)
+    }
+}
+
+impl ModelCacheConfig {
+    /// Field by field, because serde's own messages name a field only when it is missing.
+    fn from_fields(mut fields: Map<String, Value>) -> Result<Self, WrongField> {
+        let cache = KvCacheConfig {
+            key_bits: bits(&mut fields, "key_bits")?,
+            value_bits: bits(&mut fields, "value_bits")?,
+            group_size: required(&mut fields, "group_size")?,
+            residual_length: required(&mut fields, "residual_length")?,
+            flush: required(&mut fields, "flush")?,
+            sink_tokens: required(&mut fields, "sink_tokens")?,
+            capacity: required(&mut fields, "capacity")?,
+            float: required(&mut fields, "float")?,
+        };
+        let float_layers = optional(&mut fields, "float_layers")?.unwrap_or_default();
+        match fields.into_iter().next() {
+            None => Ok(Self { cache, float_layers }),
+            Some((name, value)) => {
+                Err(WrongField { name, value: value.to_string(), rule: "unknown field".into() })
+            }
+        }
+    }
+}
+
+/// A field of a file that breaks a rule.
+#[derive(Debug, thiserror::Error)]
+#[error("{name} = {value}: {rule}")]
+struct WrongField {
+    name: String,
+    value: String,
+    rule: String,
+}
+
+fn optional<T: DeserializeOwned>(
+    fields: &mut Map<String, Value>,
+    name: &str,
+) -> Result<Option<T>, WrongField> {
+    let Some(value) = fields.remove(name) else { return Ok(None) };
+    let text = value.to_string();
+    serde_json::from_value(value).map(Some).map_err(|error| WrongField {
+        name: name.into(),
+        value: text,
+        rule: error.to_string(),
+    })
+}
+
+fn required<T: DeserializeOwned>(
+    fields: &mut Map<String, Value>,
+    name: &str,
+) -> Result<T, WrongField> {
+    optional(fields, name)?.ok_or_else(|| WrongField {
+        name: name.into(),
+        value: "missing".into(),
+        rule: "the file needs it".into(),
+    })
+}
+
+fn bits(fields: &mut Map<String, Value>, name: &str) -> Result<Bits, WrongField> {
+    let n_bits: u64 = required(fields, name)?;
+    u8::try_from(n_bits).ok().and_then(|n| Bits::try_from(n).ok()).ok_or_else(|| WrongField {
+        name: name.into(),
+        value: n_bits.to_string(),
+        rule: "must be 2, 4, 8, or 16 for float".into(),
+    })
+}
