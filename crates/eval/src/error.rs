@@ -1,7 +1,9 @@
+use std::{io, path::PathBuf};
+
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
-/// What can go wrong in an evaluation.
+/// What can go wrong in an evaluation and its report.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -32,6 +34,23 @@ pub enum Error {
         cache: String,
         /// What it said.
         why: String,
+    },
+    /// A chart cannot be drawn.
+    #[error("chart {title:?}: {why}")]
+    Chart {
+        /// Its title.
+        title: String,
+        /// What does not fit.
+        why: String,
+    },
+    /// A file or folder cannot be written.
+    #[error("{}: cannot write: {source}", path.display())]
+    Write {
+        /// The path.
+        path: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
     },
     /// The model refused.
     #[error(transparent)]

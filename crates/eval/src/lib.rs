@@ -1,16 +1,25 @@
 //! Evaluating language models with quantized KV caches: perplexity and KL divergence against the
-//! float cache, streamed token by token or in the equivalent closed form; speed by context length.
+//! float cache, streamed token by token or in the equivalent closed form; loss by position, error by
+//! layer; speed by context length; reports with charts.
 //!
 //! The `kv-eval` program is a thin shell around these functions.
 
 pub mod bench;
+pub mod chart;
 mod error;
+pub mod html;
+mod ids;
+pub mod layers;
 mod perplexity;
 mod plan;
 mod report;
 mod score;
+mod table;
 
 pub use error::{Error, Result};
+pub use html::HtmlReport;
+pub use layers::{LayerError, layer_errors};
 pub use perplexity::evaluate;
 pub use plan::{Mode, Plan};
-pub use report::{Report, Run, Versions};
+pub use report::{PositionNll, Report, Run, Versions};
+pub use table::Table;

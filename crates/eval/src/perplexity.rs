@@ -2,21 +2,28 @@
 
 use std::time::Instant;
 
-use burn::tensor::{Int, Tensor, TensorData};
-use kv_cubecl::{CacheShape, KvCacheConfig, On, Target, layout::CacheLayout};
-use kv_models::LanguageModel;
+use burn::tensor::Tensor;
+use kv_cubecl::{
+    CacheShape, KvCacheConfig, On, QuantizedCounts, Target,
+    layout::{CacheLayout, Window},
+};
+use kv_models::{LanguageModel, ModelCacheConfig};
 
 use crate::{
-    Error, Mode, Plan, Result, Run,
+    Error, Mode, Plan, PositionNll, Result, Run, ids,
     score::{kl_divergence, mean_and_stderr, negative_log_likelihood, quantile},
 };
 
 /// Rows whose logits are in memory at once.
 const HEAD_ROWS: usize = 256;
+/// Positions of a window whose losses are reported as one mean: at least this many, and few enough
+/// for [`POSITION_BUCKETS`].
+const POSITION_BUCKET: usize = 16;
+const POSITION_BUCKETS: usize = 64;
 
 /// Running sums of one cache.
 struct Tally {
-    config: KvCacheConfig,
+    config: ModelCacheConfig,
     nll: Vec<f32>,
     kl: Vec<f32>,
     seconds: f64,
@@ -38,7 +45,8 @@ pub fn evaluate<T: Target>(
     let mut tallies: Vec<Tally> = plan
         .caches()
         .iter()
-        .map(|&config| Tally { config, nll: vec![], kl: vec![], seconds: 0.0, cache_bytes: 0 })
+        .cloned()
+        .map(|config| Tally { config, nll: vec![], kl: vec![], seconds: 0.0, cache_bytes: 0 })
         .collect();
     let mut done = 0;
     for window in plan.windows() {
@@ -87,7 +95,7 @@ fn stream<T: Target>(
     let mut states = Vec::with_capacity(ids.len() - 1);
     for (i, pair) in ids.windows(2).enumerate() {
         let start = Instant::now();
-        let hidden = model.hidden_step(id_tensor(&pair[..1], device), &mut cache)?;
+        let hidden = model.hidden_step(ids::tensor(&pair[..1], device), &mut cache)?;
         let logits = read(tally, model.head(hidden.clone()))?;
         tally.nll.extend(negative_log_likelihood(&logits, &pair[1..]));
         tally.seconds += start.elapsed().as_secs_f64();
@@ -109,7 +117,7 @@ fn parallel<T: Target>(
 ) -> Result<Tensor<2>> {
     let start = Instant::now();
     let (inputs, targets) = (&ids[..ids.len() - 1], &ids[1..]);
-    let hidden = model.hidden(id_tensor(inputs, device), &tally.config)?;
+    let hidden = model.hidden(ids::tensor(inputs, device), &tally.config)?;
     let hidden: Tensor<2> = hidden.squeeze_dim(0);
     for (block, targets) in targets.chunks(HEAD_ROWS).enumerate() {
         let logits = read(tally, head(model, &hidden, block * HEAD_ROWS, targets.len()))?;
@@ -141,12 +149,6 @@ fn head(model: &LanguageModel, hidden: &Tensor<2>, start: usize, rows: usize) ->
     model.head(hidden.clone().narrow(0, start, rows).unsqueeze_dim(0))
 }
 
-/// `[1, ids.len()]`.
-fn id_tensor<T: Target>(ids: &[u32], device: &On<T>) -> Tensor<2, Int> {
-    let values: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
-    Tensor::from_data(TensorData::new(values, [1, ids.len()]), &**device)
-}
-
 /// Copies logits to the host, which waits for the device.
 fn read(tally: &Tally, tensor: Tensor<3>) -> Result<Vec<f32>> {
     let fail = |why: String| Error::Device { cache: tally.config.to_string(), why };
@@ -157,18 +159,26 @@ fn read(tally: &Tally, tensor: Tensor<3>) -> Result<Vec<f32>> {
 fn finish(model: &LanguageModel, plan: &Plan, tally: Tally) -> Result<Run> {
     let (nll, nll_stderr) = mean_and_stderr(&tally.nll);
     let (kl_mean, _) = mean_and_stderr(&tally.kl);
-    let bytes = |config: &KvCacheConfig| -> Result<usize> {
+    let bytes = |config: &ModelCacheConfig| -> Result<usize> {
         let (n_kv_heads, head_dim) = (model.n_kv_heads(), model.head_dim());
-        let layout = CacheLayout::new(config, CacheShape { batch: 1, n_kv_heads, head_dim })?;
-        Ok(layout.memory_bytes().total() * model.n_layers())
+        let shape = CacheShape { batch: 1, n_kv_heads, head_dim };
+        (0..model.n_layers())
+            .map(|i| Ok(CacheLayout::new(&config.layer(i), shape)?.memory_bytes().total()))
+            .sum()
     };
-    let float =
-        KvCacheConfig::float().with_float(tally.config.float).with_capacity(tally.config.capacity);
+    let KvCacheConfig { float, capacity, .. } = tally.config.cache;
+    let float = KvCacheConfig::float().with_float(float).with_capacity(capacity);
     let cache_bytes = match plan.mode() {
         Mode::Streaming => tally.cache_bytes,
         Mode::Parallel => bytes(&tally.config)?,
     };
+    let mut layers = (0..model.n_layers()).map(|i| tally.config.layer(i));
+    let first_quantized = layers.find(KvCacheConfig::is_quantized).and_then(|cache| {
+        let window = Window::new(&cache);
+        (1..plan.window()).find(|&len| window.counts(len) != QuantizedCounts::default())
+    });
     Ok(Run {
+        model: String::new(),
         cache: tally.config.to_string(),
         mode: plan.mode(),
         perplexity: nll.exp(),
@@ -179,6 +189,35 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally) -> Result<Run> {
         tokens: tally.nll.len(),
         seconds: tally.seconds,
         cache_bytes,
-        float_cache_bytes: bytes(&float)?,
+        float_cache_bytes: bytes(&float.into())?,
+        first_quantized,
+        position_nll: by_position(plan, &tally.nll),
+        layers: vec![],
     })
+}
+
+/// Means of `nll`, one loss per scored token of `plan`, over buckets of positions.
+fn by_position(plan: &Plan, nll: &[f32]) -> Vec<PositionNll> {
+    let per_bucket = plan.window().div_ceil(POSITION_BUCKETS);
+    let per_bucket = per_bucket.next_multiple_of(POSITION_BUCKET);
+    let mut buckets: Vec<PositionNll> = (0..plan.window())
+        .step_by(per_bucket)
+        .map(|start| PositionNll {
+            start: start.max(1),
+            end: (start + per_bucket).min(plan.window()),
+            nll: 0.0,
+            tokens: 0,
+        })
+        .collect();
+    let positions = plan.windows().flat_map(|window| 1..window.len());
+    for (position, &nll) in positions.zip(nll) {
+        let bucket = &mut buckets[position / per_bucket];
+        bucket.nll += f64::from(nll);
+        bucket.tokens += 1;
+    }
+    // The first window is a whole one: no bucket is empty.
+    for bucket in &mut buckets {
+        bucket.nll /= bucket.tokens as f64;
+    }
+    buckets
 }

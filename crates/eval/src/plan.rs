@@ -2,11 +2,11 @@
 
 use core::{fmt, ops::Range, str::FromStr};
 
-use kv_cubecl::KvCacheConfig;
-use kv_models::LanguageModel;
+use kv_cubecl::{CacheFloat, KvCacheConfig};
+use kv_models::{LanguageModel, ModelCacheConfig};
 use serde::Serialize;
 
-use crate::{Error, Result};
+use crate::{Error, Result, ids};
 
 /// How a window's tokens pass through the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -43,7 +43,7 @@ impl FromStr for Mode {
 #[derive(Clone, Debug)]
 pub struct Plan {
     mode: Mode,
-    caches: Vec<KvCacheConfig>,
+    caches: Vec<ModelCacheConfig>,
     ids: Vec<u32>,
     window: usize,
 }
@@ -54,12 +54,12 @@ impl Plan {
     ///
     /// # Errors
     /// [`Error::Plan`] for a text shorter than two tokens, a window below 2 or beyond the model's
-    /// limit, a cache named twice, or an id the model does not know; [`Error::Cache`] for a cache
-    /// that does not fit the model's heads.
+    /// limit, a cache named twice, or an id the model does not know; [`Error::Model`] for a cache that
+    /// does not fit the model's heads or layers.
     pub fn new(
         model: &LanguageModel,
         mode: Mode,
-        caches: &[KvCacheConfig],
+        caches: impl IntoIterator<Item = impl Into<ModelCacheConfig>>,
         mut ids: Vec<u32>,
         window: usize,
         tokens: Option<usize>,
@@ -78,15 +78,15 @@ impl Plan {
             let rule = format!("exceeds the model's limit of {limit} positions");
             return Err(Error::plan("window", window, rule));
         }
-        if let Some(&id) = ids.iter().find(|&&id| id as usize >= model.vocab_size()) {
-            let rule = format!("the model knows {} tokens", model.vocab_size());
-            return Err(Error::plan("token id", id, rule));
-        }
-        let mut all: Vec<KvCacheConfig> = Vec::new();
-        let float = KvCacheConfig::float();
-        for config in [float].iter().chain(caches.iter().filter(|config| **config != float)) {
-            let config = config.with_capacity(window);
-            config.validate(model.head_dim())?;
+        ids::check(&ids, model)?;
+        let is_float = |config: &ModelCacheConfig| {
+            !config.cache.is_quantized() && config.cache.float == CacheFloat::F32
+        };
+        let others = caches.into_iter().map(Into::into).filter(|config| !is_float(config));
+        let mut all: Vec<ModelCacheConfig> = Vec::new();
+        for mut config in [KvCacheConfig::float().into()].into_iter().chain(others) {
+            config.cache.capacity = window;
+            config.validate(model)?;
             if all.contains(&config) {
                 return Err(Error::plan("cache", config, "is given twice"));
             }
@@ -101,7 +101,7 @@ impl Plan {
     }
 
     /// The caches, `float` first, each with the window as capacity.
-    pub fn caches(&self) -> &[KvCacheConfig] {
+    pub fn caches(&self) -> &[ModelCacheConfig] {
         &self.caches
     }
 

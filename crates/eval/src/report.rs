@@ -1,14 +1,37 @@
-//! Results, as a table and as JSON.
+//! Results, as a table, as JSON, and as a page with charts.
 
 use core::fmt;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use serde::Serialize;
 
-use crate::Mode;
+use crate::{
+    Error, HtmlReport, LayerError, Mode, Result, Table,
+    chart::{Chart, Series, Style},
+};
+
+/// Mean loss of some positions of the windows. A position is the number of tokens the model has
+/// seen, and with them its cache holds, when it predicts.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct PositionNll {
+    /// First position.
+    pub start: usize,
+    /// Position after the last.
+    pub end: usize,
+    /// Mean negative log-likelihood, nats per token.
+    pub nll: f64,
+    /// Tokens it is the mean of, all windows together.
+    pub tokens: usize,
+}
 
 /// One cache over the whole text.
 #[derive(Clone, Debug, Serialize)]
 pub struct Run {
+    /// The model's name; empty before [`Report::add`].
+    pub model: String,
     /// The cache's short name.
     pub cache: String,
     /// How tokens passed through the model.
@@ -31,12 +54,25 @@ pub struct Run {
     pub cache_bytes: usize,
     /// Bytes a cache that quantizes nothing allocates with the same capacity and float type.
     pub float_cache_bytes: usize,
+    /// Tokens in the cache when it quantizes the first of them; `None` if it never does within a
+    /// window.
+    pub first_quantized: Option<usize>,
+    /// Loss by position, ascending.
+    pub position_nll: Vec<PositionNll>,
+    /// Error by layer; empty where it was not measured.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<LayerError>,
 }
 
 impl Run {
     /// Scored tokens per second.
     pub fn tokens_per_second(&self) -> f64 {
         self.tokens as f64 / self.seconds
+    }
+
+    /// Whether this is the run that the others of its model are compared with.
+    fn is_float(&self) -> bool {
+        self.cache == "float"
     }
 }
 
@@ -69,26 +105,26 @@ pub struct Report {
     pub backend: &'static str,
     /// The device, as the backend names it.
     pub device: String,
-    /// The model's name.
-    pub model: String,
+    /// The text's name.
+    pub text: String,
     /// Tokens of the text that were used.
     pub text_tokens: usize,
     /// Tokens per window.
     pub window: usize,
-    /// The runs, `float` first.
+    /// The runs, by model, of each the `float` one first.
     pub runs: Vec<Run>,
 }
 
-impl fmt::Display for Report {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "{} on {} ({}), {} tokens in windows of {}",
-            self.model, self.backend, self.device, self.text_tokens, self.window
-        )?;
-        writeln!(
-            f,
-            "{:<20} {:<9} {:>10} {:>8} {:>8} {:>10} {:>10} {:>10} {:>8} {:>9}",
+impl Report {
+    /// Adds the runs of one model.
+    pub fn add(&mut self, model: &str, runs: Vec<Run>) {
+        self.runs.extend(runs.into_iter().map(|run| Run { model: model.to_string(), ..run }));
+    }
+
+    /// The runs as a table, with a column for the model if there are several.
+    pub fn table(&self) -> Table {
+        let columns = [
+            "model",
             "cache",
             "mode",
             "perplexity",
@@ -98,25 +134,222 @@ impl fmt::Display for Report {
             "kl 99.9%",
             "cache MiB",
             "of float",
-            "tokens/s"
-        )?;
+            "tokens/s",
+        ];
+        let skip = usize::from(self.models().len() < 2);
+        let mut table = Table::new(columns.into_iter().skip(skip));
         for run in &self.runs {
-            writeln!(
-                f,
-                "{:<20} {:<9} {:>10.4} {:>8.4} {:>8.4} {:>10.6} {:>10.4} {:>10.2} {:>7.1}% {:>9.1}",
-                run.cache,
+            let cells = [
+                run.model.clone(),
+                run.cache.clone(),
                 run.mode.to_string(),
-                run.perplexity,
-                run.nll,
-                run.nll_stderr,
-                run.kl_mean,
-                run.kl_p999,
-                run.cache_bytes as f64 / (1 << 20) as f64,
-                100.0 * run.cache_bytes as f64 / run.float_cache_bytes as f64,
-                run.tokens_per_second(),
-            )?;
+                format!("{:.4}", run.perplexity),
+                format!("{:.4}", run.nll),
+                format!("{:.4}", run.nll_stderr),
+                format!("{:.6}", run.kl_mean),
+                format!("{:.4}", run.kl_p999),
+                format!("{:.2}", mib(run.cache_bytes)),
+                format!("{:.1}%", 100.0 * run.cache_bytes as f64 / run.float_cache_bytes as f64),
+                format!("{:.1}", run.tokens_per_second()),
+            ];
+            table.push(cells.into_iter().skip(skip));
         }
-        Ok(())
+        table
+    }
+
+    /// Loss by position in the window, one line per run.
+    pub fn position_chart(&self) -> Chart {
+        let curve = |run: &Run| run.position_nll.iter().map(|at| (at.middle(), at.nll)).collect();
+        Chart {
+            title: "Loss by position in the window".to_string(),
+            y_label: "nats per token".to_string(),
+            series: self.series(&self.runs, curve),
+            ..self.positions()
+        }
+    }
+
+    /// Loss by position beyond that of the same model's float cache, one line per other run.
+    pub fn excess_chart(&self) -> Chart {
+        let curve = |run: &Run| {
+            let float = self.runs.iter().find(|other| other.model == run.model);
+            let pairs = run.position_nll.iter().zip(float.map_or(&[][..], |f| &f.position_nll));
+            pairs.map(|(at, float)| (at.middle(), at.nll - float.nll)).collect()
+        };
+        let others: Vec<&Run> = self.runs.iter().filter(|run| !run.is_float()).collect();
+        Chart {
+            title: "What the cache adds to the loss, by position".to_string(),
+            y_label: "nats per token above the float cache".to_string(),
+            series: self.series(others, curve),
+            ..self.positions()
+        }
+    }
+
+    /// Error of the attention output by layer, one line per run that has it.
+    pub fn layers_chart(&self) -> Chart {
+        let measured = self.runs.iter().filter(|run| !run.layers.is_empty());
+        let curve = |run: &Run| {
+            run.layers.iter().map(|layer| (layer.layer as f64, layer.output_error)).collect()
+        };
+        let mut series = self.series(measured, curve);
+        series.iter_mut().for_each(|series| series.style = Style::LinePoints);
+        Chart {
+            title: "Error of the attention output by layer".to_string(),
+            x_label: "layer".to_string(),
+            y_label: "relative to the float cache's (RMS)".to_string(),
+            series,
+            ..Chart::default()
+        }
+    }
+
+    /// Perplexity against the bytes of the cache, one point per run.
+    pub fn quality_chart(&self) -> Chart {
+        let point = |run: &Run| vec![(mib(run.cache_bytes), run.perplexity)];
+        let mut series = self.series(&self.runs, point);
+        series.iter_mut().for_each(|series| series.style = Style::Points);
+        let best = self.runs.iter().map(|run| run.perplexity).fold(f64::INFINITY, f64::min);
+        Chart {
+            title: format!("Perplexity against the size of a cache of {} tokens", self.window),
+            x_label: "cache, MiB".to_string(),
+            y_label: "perplexity".to_string(),
+            log_y: self.runs.iter().any(|run| run.perplexity > 10.0 * best),
+            series,
+            ..Chart::default()
+        }
+    }
+
+    /// Writes `report.html`, and each of its charts as `NAME.svg` and `NAME.png`, into `folder`,
+    /// which is made if it is not there. The charts are `position` and `quality`, and with caches
+    /// beside the float one `excess` and `layers`, the latter if it was measured. Returns what was
+    /// written, the page first.
+    ///
+    /// # Errors
+    /// [`Error::Write`], and [`Error::Chart`] for runs that cannot be drawn, such as none.
+    pub fn write_folder(&self, folder: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
+        let folder = folder.as_ref();
+        fs::create_dir_all(folder)
+            .map_err(|source| Error::Write { path: folder.into(), source })?;
+        let page = folder.join("report.html");
+        let mut written = vec![page.clone()];
+        let charts = [
+            ("quality", self.quality_chart()),
+            ("position", self.position_chart()),
+            ("excess", self.excess_chart()),
+            ("layers", self.layers_chart()),
+        ];
+        let mut html = HtmlReport::new(format!("KV caches of {}", self.models().join(" and ")))
+            .paragraph(&self.summary())
+            .table(&self.table());
+        for (name, chart) in charts {
+            if chart.series.is_empty() && matches!(name, "excess" | "layers") {
+                continue;
+            }
+            let [svg, png] = ["svg", "png"].map(|kind| folder.join(format!("{name}.{kind}")));
+            chart.write_svg(&svg)?;
+            chart.write_png(&png)?;
+            written.extend([svg, png]);
+            html = html.chart(&chart)?;
+        }
+        for run in self.runs.iter().filter(|run| !run.layers.is_empty()) {
+            html = html
+                .heading(&format!("Error by layer: {}", self.name(run)))
+                .table(&layer_table(&run.layers));
+        }
+        let Versions { kv_eval, burn, cubecl } = self.versions;
+        html.heading("How it was made")
+            .pre(&format!(
+                "{}\n\nkv-eval {kv_eval}, burn {burn}, cubecl {cubecl}\nbackend {}, device {}",
+                self.command.join(" "),
+                self.backend,
+                self.device
+            ))
+            .write(&page)?;
+        Ok(written)
+    }
+
+    /// The models, each once.
+    fn models(&self) -> Vec<&str> {
+        let mut models: Vec<&str> = Vec::new();
+        for run in &self.runs {
+            if !models.contains(&run.model.as_str()) {
+                models.push(&run.model);
+            }
+        }
+        models
+    }
+
+    /// What tells `run` from the others.
+    fn name(&self, run: &Run) -> String {
+        match self.models().len() {
+            0 | 1 => run.cache.clone(),
+            _ => format!("{}, {}", run.model, run.cache),
+        }
+    }
+
+    fn summary(&self) -> String {
+        format!(
+            "{} on {} ({}), {} tokens of {} in windows of {}",
+            self.models().join(" and "),
+            self.backend,
+            self.device,
+            self.text_tokens,
+            self.text,
+            self.window
+        )
+    }
+
+    fn series<'a>(
+        &self,
+        runs: impl IntoIterator<Item = &'a Run>,
+        points: impl Fn(&Run) -> Vec<(f64, f64)>,
+    ) -> Vec<Series> {
+        let series = |run: &Run| Series::new(self.name(run), points(run), Style::Line);
+        runs.into_iter().map(series).collect()
+    }
+
+    /// A chart over positions, with a mark where quantizing starts.
+    fn positions(&self) -> Chart {
+        let mut starts: Vec<usize> =
+            self.runs.iter().filter_map(|run| run.first_quantized).collect();
+        starts.sort_unstable();
+        starts.dedup();
+        let mark = |start: usize| (start as f64, format!("quantized from {start}"));
+        Chart {
+            x_label: "tokens in the cache".to_string(),
+            vertical_marks: starts.into_iter().map(mark).collect(),
+            ..Chart::default()
+        }
+    }
+}
+
+impl PositionNll {
+    fn middle(&self) -> f64 {
+        (self.start + self.end - 1) as f64 / 2.0
+    }
+}
+
+fn mib(bytes: usize) -> f64 {
+    bytes as f64 / (1 << 20) as f64
+}
+
+fn layer_table(layers: &[LayerError]) -> Table {
+    let mut table = Table::new(["layer", "keys", "values", "output", "clipped", "constant"]);
+    for layer in layers {
+        table.push([
+            layer.layer.to_string(),
+            format!("{:.4}", layer.key_error),
+            format!("{:.4}", layer.value_error),
+            format!("{:.4}", layer.output_error),
+            format!("{:.2}%", 100.0 * layer.clipped),
+            format!("{:.2}%", 100.0 * layer.constant),
+        ]);
+    }
+    table
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}", self.summary())?;
+        write!(f, "{}", self.table())
     }
 }
 

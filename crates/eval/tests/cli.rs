@@ -74,6 +74,121 @@ fn streaming_equals_parallel_and_the_report_is_complete() {
     assert!(reports[0][2]["kl_mean"].as_f64().unwrap() > 0.0, "two bits change something");
 }
 
+/// The files of a report with measured layers.
+#[track_caller]
+fn assert_report(folder: &str) {
+    for name in ["quality", "position", "excess", "layers"] {
+        let svg = fs::read_to_string(format!("{folder}/{name}.svg")).unwrap();
+        assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"), "{name}");
+        assert!(
+            fs::read(format!("{folder}/{name}.png")).unwrap().starts_with(b"\x89PNG"),
+            "{name}"
+        );
+    }
+    let page = fs::read_to_string(format!("{folder}/report.html")).unwrap();
+    assert_eq!(page.matches("<svg").count(), 4);
+    for outside in ["<script", "src=", "href=", "url("] {
+        assert!(!page.contains(outside), "{outside}");
+    }
+}
+
+#[test]
+fn a_report_folder_has_the_page_and_its_charts() {
+    let space = Workspace::new();
+    let folder = space.path("made/here");
+    let args = ["--window", "90", "--tokens", "200", "--report", &folder];
+    let caches = ["--cache", "k4v4-g16-r32", "--cache", "k2v2-g16-r32-s3"];
+    let outcome = ppl(&space, &[&args[..], &caches].concat());
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    assert!(outcome.stdout.contains("report.html"), "{}", outcome.stdout);
+    assert_report(&folder);
+    let page = fs::read_to_string(format!("{folder}/report.html")).unwrap();
+    for part in ["k2v2-g16-r32-s3", "quantized from 32", "quantized from 35", "burn 0.", "--report"]
+    {
+        assert!(page.contains(part), "{part}");
+    }
+
+    // Without a cache to compare there is less to draw.
+    let folder = space.path("float");
+    let outcome = ppl(&space, &["--tokens", "60", "--report", &folder]);
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    assert!(fs::exists(format!("{folder}/position.png")).unwrap());
+    assert!(!fs::exists(format!("{folder}/layers.png")).unwrap());
+
+    let file = space.text();
+    assert_one_line(&ppl(&space, &["--tokens", "60", "--report", &file]), &["text.txt", "write"]);
+}
+
+#[test]
+fn a_models_own_cache_is_picked_up() {
+    let space = Workspace::new();
+    let (model, own) = (space.model(), "k2v2-g16-r32-s3");
+    space.write_cache(&model);
+    let outcome = ppl(&space, &["--tokens", "100"]);
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    assert!(outcome.stdout.contains(own), "{}", outcome.stdout);
+    assert!(outcome.stderr.contains("note: ") && outcome.stderr.contains("kv_cache.json"));
+    let outcome = ppl(&space, &["--tokens", "100", "--cache", "k8v8-g16"]);
+    assert!(!outcome.stdout.contains(own), "{}", outcome.stdout);
+    assert!(!outcome.stderr.contains("note: "), "{}", outcome.stderr);
+
+    let args = ["generate", "--model", &model, "--prompt", "Hello", "--max-tokens", "3"];
+    assert!(kv_eval(&args).stderr.contains(&format!("cache {own}:")));
+    let float = [&args[..], &["--cache", "float"]].concat();
+    assert!(kv_eval(&float).stderr.contains("cache float:"));
+}
+
+#[test]
+fn without_a_command_the_two_models_are_compared() {
+    let space = Workspace::new();
+    let (base, tuned) = (space.copy("base"), space.copy("tuned"));
+    let (text, folder, json) = (space.text(), space.path("report"), space.path("report.json"));
+    let mut args = vec!["--base", &base, "--tuned", &tuned, "--text", &text, "--tokens", "300"];
+    args.extend(["--report", &folder, "--json", &json]);
+    assert_one_line(&kv_eval(&args), &["tuned", "kv_cache.json"]);
+
+    space.write_cache(&tuned);
+    let outcome = kv_eval(&args);
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    assert_report(&folder);
+    let report: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+    let runs: Vec<(&str, &str)> = report["runs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|run| (run["model"].as_str().unwrap(), run["cache"].as_str().unwrap()))
+        .collect();
+    let expected = [
+        ("base", "float"),
+        ("base", "k4v4-g16-r32-s3"),
+        ("base", "k2v2-g16-r32-s3"),
+        ("tuned", "float"),
+        ("tuned", "k2v2-g16-r32-s3"),
+    ];
+    assert_eq!(runs, expected);
+    assert_eq!(report["window"], 300);
+    // One table, each run in a line.
+    let lines: Vec<&str> = outcome.stdout.lines().collect();
+    for (model, cache) in expected {
+        let row = |line: &&str| line.starts_with(model) && line.contains(&format!(" {cache} "));
+        assert_eq!(lines.iter().copied().filter(row).count(), 1, "{}", outcome.stdout);
+    }
+    assert_eq!(lines.iter().filter(|line| line.contains("perplexity")).count(), 1);
+}
+
+#[test]
+fn missing_models_to_compare_are_named() {
+    let space = Workspace::new();
+    let (model, text) = (space.model(), space.text());
+    let with = |base: &str, tuned: &str, text: &str| {
+        kv_eval(&["--base", base, "--tuned", tuned, "--text", text])
+    };
+    assert_one_line(&with("no-base", &model, &text), &["base no-base", "not found", "--base"]);
+    assert_one_line(&with(&model, "no-tuned", &text), &["tuned no-tuned", "not found"]);
+    assert_one_line(&with(&model, &model, "no-text"), &["text no-text", "not found"]);
+}
+
 #[test]
 fn generation_streams_text_and_is_reproducible() {
     let space = Workspace::new();

@@ -69,6 +69,26 @@ impl Workspace {
         self.path("model")
     }
 
+    /// A copy of the model beside it.
+    pub(crate) fn copy(&self, name: &str) -> String {
+        let copy = self.folder.path().join(name);
+        fs::create_dir(&copy).unwrap();
+        for file in ["config.json", "model.safetensors", "tokenizer.json"] {
+            fs::copy(self.file(file), copy.join(file)).unwrap();
+        }
+        self.path(name)
+    }
+
+    /// Says in the model folder `model` which cache it was trained with: 2 bits, groups of 16, a
+    /// window of 32, 3 sinks.
+    pub(crate) fn write_cache(&self, model: &str) {
+        let json = serde_json::json!({
+            "key_bits": 2, "value_bits": 2, "group_size": 16, "residual_length": 32,
+            "flush": "before", "sink_tokens": 3, "capacity": 512, "float": "f32",
+        });
+        fs::write(Path::new(model).join("kv_cache.json"), json.to_string()).unwrap();
+    }
+
     pub(crate) fn text(&self) -> String {
         self.path("text.txt")
     }

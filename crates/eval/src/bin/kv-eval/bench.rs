@@ -1,23 +1,20 @@
 use std::{hint::black_box, path::PathBuf, time::Instant};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use indicatif::ProgressBar;
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::bench::{DecodePoint, decode, median};
 
 use crate::{
-    backend::{Backend, on_backend},
-    source,
+    backend::on_backend,
+    common::{ModelArgs, write_json},
+    source::{self, Source},
 };
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// A folder with config.json, a .gguf file, or a Hugging Face model id.
-    #[arg(long)]
-    model: String,
-    /// Where to run.
-    #[arg(long, value_enum, default_value = "flex")]
-    backend: Backend,
+    #[command(flatten)]
+    on: ModelArgs,
     /// A cache to time; repeatable.
     #[arg(long = "cache", default_values_t = [KvCacheConfig::float()])]
     caches: Vec<KvCacheConfig>,
@@ -33,12 +30,12 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    on_backend!(args.backend, run_on(args))
+    on_backend!(args.on.backend, run_on(args))
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
-    let (model, _, name) = source::load(&args.model, &device)?;
+    let Source { model, name, .. } = source::load(&args.on.model, &device)?;
     println!("{name} on {}, median of {} decode steps", T::NAME, args.steps);
     println!("one thread copies host memory at {:.1} GB/s", copy_bandwidth() / 1e9);
     println!(
@@ -69,11 +66,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         }
         points.extend(of_cache);
     }
-    if let Some(path) = &args.json {
-        std::fs::write(path, serde_json::to_string_pretty(&points)? + "\n")
-            .with_context(|| format!("json {}: cannot write", path.display()))?;
-    }
-    Ok(())
+    args.json.as_deref().map_or(Ok(()), |path| write_json(path, &points))
 }
 
 /// Bytes read per second by one thread copying memory far larger than the caches.

@@ -5,18 +5,18 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_models::{GenerateOptions, Sampling, generate};
+use kv_models::{GenerateOptions, ModelCacheConfig, Sampling, generate};
 
 use crate::{
-    backend::{Backend, on_backend},
-    source,
+    backend::on_backend,
+    common::ModelArgs,
+    source::{self, Source},
 };
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// A folder with config.json, a .gguf file, or a Hugging Face model id.
-    #[arg(long)]
-    model: String,
+    #[command(flatten)]
+    on: ModelArgs,
     /// The text to continue.
     #[arg(long, required_unless_present = "prompt_file", conflicts_with = "prompt_file")]
     prompt: Option<String>,
@@ -26,12 +26,9 @@ pub(crate) struct Args {
     /// Use only the first tokens of the prompt.
     #[arg(long)]
     prompt_tokens: Option<usize>,
-    /// Where to run.
-    #[arg(long, value_enum, default_value = "flex")]
-    backend: Backend,
-    /// What the cache stores.
-    #[arg(long, default_value = "float")]
-    cache: KvCacheConfig,
+    /// What the cache stores. By default what the model's kv_cache.json says, else float.
+    #[arg(long)]
+    cache: Option<KvCacheConfig>,
     /// Tokens the cache is allocated for; by default prompt and continuation.
     #[arg(long)]
     capacity: Option<usize>,
@@ -50,7 +47,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    on_backend!(args.backend, run_on(args))
+    on_backend!(args.on.backend, run_on(args))
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
@@ -61,11 +58,13 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
             .with_context(|| format!("prompt-file {}: cannot read", path.display()))?,
         (None, None) => bail!("prompt: give --prompt or --prompt-file"),
     };
-    let (model, tokenizer, _) = source::load(&args.model, &device)?;
+    let Source { model, tokenizer, cache, .. } = source::load(&args.on.model, &device)?;
     let mut ids = tokenizer.encode(&prompt)?;
     ids.truncate(args.prompt_tokens.unwrap_or(usize::MAX));
     let wanted = (ids.len() + args.max_tokens).min(model.max_positions()).max(ids.len()).max(1);
-    let config = args.cache.with_capacity(args.capacity.unwrap_or(wanted));
+    let chosen = args.cache.map(ModelCacheConfig::from).or(cache);
+    let mut config = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
+    config.cache.capacity = args.capacity.unwrap_or(wanted);
     let mut cache = model.new_cache(&config, 1, &device)?;
     let sampling = if args.temperature == 0.0 {
         Sampling::Greedy
@@ -99,7 +98,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         generated.decode_tokens,
         generated.decode_tokens_per_second(),
         cache.len(),
-        config.capacity,
+        config.cache.capacity,
         cache.memory_bytes().total() as f64 / (1 << 20) as f64,
     );
     Ok(())

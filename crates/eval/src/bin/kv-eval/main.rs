@@ -3,6 +3,8 @@
 
 mod backend;
 mod bench;
+mod common;
+mod compare;
 mod generate;
 mod ppl;
 mod source;
@@ -17,11 +19,16 @@ use clap::{Parser, Subcommand};
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// Evaluate language models with quantized KV caches.
+///
+/// Without a command, the repository's model with float, 4-bit and 2-bit caches is compared with the
+/// same model after training with its cache: one table, and a report with charts.
 #[derive(Debug, Parser)]
-#[command(version, about)]
+#[command(version, about, args_conflicts_with_subcommands = true)]
 struct Cli {
     #[command(subcommand)]
-    command: Command,
+    command: Option<Command>,
+    #[command(flatten)]
+    compare: compare::Args,
 }
 
 #[derive(Debug, Subcommand)]
@@ -52,9 +59,10 @@ fn main() -> ExitCode {
         Err(error) => return usage(&error),
     };
     let outcome = match cli.command {
-        Command::Ppl(args) => ppl::run(&args),
-        Command::Generate(args) => generate::run(&args),
-        Command::Bench(args) => bench::run(&args),
+        None => compare::run(&cli.compare),
+        Some(Command::Ppl(args)) => ppl::run(&args),
+        Some(Command::Generate(args)) => generate::run(&args),
+        Some(Command::Bench(args)) => bench::run(&args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -5,16 +5,29 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
 use hf_hub::HFClientSync;
-use kv_models::{LanguageModel, Loaded, Tokenizer};
+use kv_models::{LanguageModel, Loaded, ModelCacheConfig, Tokenizer};
 
 /// Files of a model repository that a model is read from.
 const WANTED: [&str; 4] = ["*.json", "*.safetensors", "tokenizer*", "pytorch_model*.bin"];
 
-/// Loads a model that has a tokenizer.
-pub(crate) fn load(model: &str, device: &Device) -> Result<(LanguageModel, Tokenizer, String)> {
-    let path = resolve(model)?;
-    let Loaded { model, tokenizer, name, .. } = kv_models::load(path, device)?;
-    Ok((model, tokenizer?, name))
+/// A model with a tokenizer.
+pub(crate) struct Source {
+    pub(crate) model: LanguageModel,
+    pub(crate) tokenizer: Tokenizer,
+    pub(crate) name: String,
+    /// The cache it was trained with, if it says so.
+    pub(crate) cache: Option<ModelCacheConfig>,
+}
+
+/// Loads what `model` names.
+pub(crate) fn load(model: &str, device: &Device) -> Result<Source> {
+    read(&resolve(model)?, device)
+}
+
+/// Loads a folder or file.
+pub(crate) fn read(path: &Path, device: &Device) -> Result<Source> {
+    let Loaded { model, tokenizer, name, cache, .. } = kv_models::load(path, device)?;
+    Ok(Source { model, tokenizer: tokenizer?, name, cache })
 }
 
 /// A local path as it is, else a Hugging Face model id, downloaded once into the hub's cache.

@@ -1,0 +1,130 @@
+//! Charts of points and lines, as SVG and PNG, with the same look everywhere.
+
+mod axis;
+mod draw;
+
+use std::{io, path::Path};
+
+use plotters::prelude::{BitMapBackend, SVGBackend};
+
+use crate::{Error, Result};
+
+/// Size of the SVG in pixels; the PNG has [`PNG_SCALE`] times as many.
+const SIZE: (u32, u32) = (900, 520);
+const PNG_SCALE: f64 = 1.5;
+
+/// How the points of a series are drawn.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Style {
+    /// A line through them.
+    #[default]
+    Line,
+    /// A marker on each.
+    Points,
+    /// Both.
+    LinePoints,
+}
+
+/// Points of one kind, in the order a line passes through them.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Series {
+    /// Its name in the legend. A series of [`Style::Points`] with a single point has it beside the
+    /// point instead.
+    pub name: String,
+    /// `(x, y)`.
+    pub points: Vec<(f64, f64)>,
+    /// How they are drawn.
+    pub style: Style,
+}
+
+impl Series {
+    /// A series.
+    pub fn new(name: impl Into<String>, points: Vec<(f64, f64)>, style: Style) -> Self {
+        Self { name: name.into(), points, style }
+    }
+}
+
+/// One pair of axes and the series over them. Colors stay apart for color-blind readers; lines also
+/// differ by dashes, points by markers.
+///
+/// ```
+/// use kv_eval::chart::{Chart, Series, Style};
+///
+/// let loss = Series::new("loss", vec![(1.0, 4.2), (2.0, 3.1)], Style::Line);
+/// let chart = Chart {
+///     title: "Training".to_string(),
+///     x_label: "step".to_string(),
+///     series: vec![loss],
+///     ..Chart::default()
+/// };
+/// assert!(chart.svg()?.starts_with("<svg"));
+/// # Ok::<(), kv_eval::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Chart {
+    /// Above the chart.
+    pub title: String,
+    /// Below the horizontal axis.
+    pub x_label: String,
+    /// Beside the vertical axis.
+    pub y_label: String,
+    /// Whether the horizontal axis is logarithmic.
+    pub log_x: bool,
+    /// Whether the vertical axis is logarithmic.
+    pub log_y: bool,
+    /// What is drawn.
+    pub series: Vec<Series>,
+    /// Vertical lines with a name each; those outside the range of the points are left out.
+    pub vertical_marks: Vec<(f64, String)>,
+}
+
+impl Chart {
+    /// The chart as an `<svg>` element, 900 by 520 pixels.
+    ///
+    /// # Errors
+    /// [`Error::Chart`] for no points at all, a coordinate that is NaN, infinite or beyond 1e300, or
+    /// one that is not above 0 on a logarithmic axis.
+    pub fn svg(&self) -> Result<String> {
+        let mut svg = String::new();
+        draw::draw(self, SVGBackend::with_string(&mut svg, SIZE), 1.0)
+            .map_err(|why| self.error(why))?;
+        Ok(svg)
+    }
+
+    /// Writes [`svg`](Self::svg) to a file.
+    ///
+    /// # Errors
+    /// Those of [`svg`](Self::svg), and [`Error::Write`].
+    pub fn write_svg(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        std::fs::write(path, self.svg()?)
+            .map_err(|source| Error::Write { path: path.into(), source })
+    }
+
+    /// Writes the chart as a PNG, 1350 by 780 pixels. Its text needs no font of the system.
+    ///
+    /// # Errors
+    /// Those of [`svg`](Self::svg), [`Error::Chart`] for a path that does not end in `.png`, and
+    /// [`Error::Write`].
+    pub fn write_png(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        if !path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("png")) {
+            return Err(self.error(format!("{}: the name must end in .png", path.display())));
+        }
+        // The backend reports a file it cannot write as text only.
+        let write = |source: io::Error| Error::Write { path: path.into(), source };
+        std::fs::File::create(path).map_err(write)?;
+        let scaled = |side: u32| (f64::from(side) * PNG_SCALE) as u32;
+        let backend = BitMapBackend::new(path, (scaled(SIZE.0), scaled(SIZE.1)));
+        let drawn = draw::draw(self, backend, PNG_SCALE);
+        drawn.map_err(|why| {
+            // What was created above holds no image.
+            let _ = std::fs::remove_file(path);
+            self.error(why)
+        })
+    }
+
+    fn error(&self, why: String) -> Error {
+        Error::Chart { title: self.title.clone(), why }
+    }
+}

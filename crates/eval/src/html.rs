@@ -1,0 +1,117 @@
+//! A report in one HTML file: tables, charts as inline SVG, notes. It refers to nothing outside
+//! itself and runs no script.
+
+use std::path::Path;
+
+use crate::{Error, Result, Table, chart::Chart};
+
+const STYLE: &str = "\
+body{font:16px/1.5 sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}\
+h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2rem}\
+table{border-collapse:collapse;font-size:.9rem;margin:1rem 0}\
+th,td{padding:.25rem .7rem;border-bottom:1px solid #ddd;text-align:left}\
+th{border-bottom:2px solid #888}.number{text-align:right;font-variant-numeric:tabular-nums}\
+figure{margin:1.5rem 0}svg{max-width:100%;height:auto}\
+pre{background:#f5f5f5;padding:.8rem;white-space:pre-wrap;font-size:.85rem}";
+
+/// Builds a page from top to bottom; every text is escaped.
+#[derive(Clone, Debug)]
+pub struct HtmlReport {
+    title: String,
+    body: String,
+}
+
+impl HtmlReport {
+    /// An empty page.
+    pub fn new(title: impl Into<String>) -> Self {
+        Self { title: title.into(), body: String::new() }
+    }
+
+    /// Adds the heading of a section.
+    #[must_use]
+    pub fn heading(self, text: &str) -> Self {
+        self.element("h2", text)
+    }
+
+    /// Adds a paragraph.
+    #[must_use]
+    pub fn paragraph(self, text: &str) -> Self {
+        self.element("p", text)
+    }
+
+    /// Adds text whose spaces and line breaks count.
+    #[must_use]
+    pub fn pre(self, text: &str) -> Self {
+        self.element("pre", text)
+    }
+
+    /// Adds a table; columns of numbers are aligned to the right.
+    #[must_use]
+    pub fn table(mut self, table: &Table) -> Self {
+        let row = |name: &str, cells: &[String]| {
+            let cells = (0..table.header().len()).map(|i| {
+                let class = if table.is_numeric(i) { " class=\"number\"" } else { "" };
+                let text = escape(cells.get(i).map_or("", String::as_str));
+                format!("<{name}{class}>{text}</{name}>")
+            });
+            format!("<tr>{}</tr>\n", cells.collect::<String>())
+        };
+        self.body += "<table>\n";
+        self.body += &row("th", table.header());
+        self.body.extend(table.rows().iter().map(|cells| row("td", cells)));
+        self.body += "</table>\n";
+        self
+    }
+
+    /// Adds a chart as inline SVG.
+    ///
+    /// # Errors
+    /// Those of [`Chart::svg`].
+    pub fn chart(mut self, chart: &Chart) -> Result<Self> {
+        self.body += &format!("<figure>\n{}</figure>\n", chart.svg()?);
+        Ok(self)
+    }
+
+    /// The page.
+    pub fn html(&self) -> String {
+        let title = escape(&self.title);
+        format!(
+            "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+             <meta name=\"viewport\" content=\"width=device-width\">\n<title>{title}</title>\n\
+             <style>{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{}</body>\n</html>\n",
+            self.body
+        )
+    }
+
+    /// Writes the page.
+    ///
+    /// # Errors
+    /// [`Error::Write`] naming the path.
+    pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        std::fs::write(path, self.html())
+            .map_err(|source| Error::Write { path: path.into(), source })
+    }
+
+    fn element(mut self, name: &str, text: &str) -> Self {
+        self.body += &format!("<{name}>{}</{name}>\n", escape(text));
+        self
+    }
+}
+
+/// Text that means itself in HTML, in elements and in quoted attributes.
+pub fn escape(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => out += "&amp;",
+            '<' => out += "&lt;",
+            '>' => out += "&gt;",
+            '"' => out += "&quot;",
+            '\'' => out += "&#39;",
+            c if c.is_control() && !matches!(c, '\n' | '\t') => out.push('\u{fffd}'),
+            c => out.push(c),
+        }
+    }
+    out
+}

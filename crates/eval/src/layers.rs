@@ -1,0 +1,239 @@
+//! What quantizing a cache costs layer by layer, on the keys and values a model really computes.
+
+use burn::tensor::{Int, DType, Tensor};
+use kv_cubecl::{
+    Bits, CacheFloat, Granularity, KvCacheConfig, On, Target, layout::Window, quantize,
+    streaming_attention,
+};
+use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig};
+use serde::Serialize;
+
+use crate::{Error, Plan, Result, Run, ids};
+
+/// Errors of one layer, over the tokens that are quantized at the end of the sequence. All are 0
+/// where nothing is.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct LayerError {
+    /// The layer, counted from 0.
+    pub layer: usize,
+    /// `rms(restored - key) / rms(key)`.
+    pub key_error: f64,
+    /// `rms(restored - value) / rms(value)`.
+    pub value_error: f64,
+    /// The same of the attention output, of all tokens, against the float cache's for the same
+    /// queries, keys and values.
+    pub output_error: f64,
+    /// Share of quantized elements beyond the range of the codes, which scale and minimum, being
+    /// rounded to f16, do not quite cover.
+    pub clipped: f64,
+    /// Share of groups with scale 0: all of their elements are restored to one value.
+    pub constant: f64,
+}
+
+/// What quantizing one tensor does to it; sums and counts, to be added up.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SideError {
+    /// Sum of squares of `restored - original`.
+    pub error: f64,
+    /// Sum of squares of the original.
+    pub norm: f64,
+    /// Elements.
+    pub elements: usize,
+    /// Elements with `(x - min) / scale` outside `[0, 2^n_bits - 1]`.
+    pub clipped: usize,
+    /// Groups.
+    pub groups: usize,
+    /// Groups with scale 0.
+    pub constant: usize,
+}
+
+impl SideError {
+    /// `rms(restored - original) / rms(original)`.
+    pub fn relative(&self) -> f64 {
+        relative(self.error, self.norm)
+    }
+}
+
+/// Errors of every layer of `model` with the cache `config`. The keys and values are those of the
+/// float run over `ids`, so that no layer has the errors of the one before it.
+///
+/// # Errors
+/// [`Error::Plan`] for no ids or one the model does not know, and the model's and the cache's errors,
+/// such as more ids than the model has positions.
+pub fn layer_errors<T: Target>(
+    device: &On<T>,
+    model: &LanguageModel,
+    ids: &[u32],
+    config: impl Into<ModelCacheConfig>,
+) -> Result<Vec<LayerError>> {
+    ids::check(ids, model)?;
+    if ids.is_empty() {
+        return Err(Error::plan("tokens", 0, "the error of a layer needs at least one"));
+    }
+    layer_errors_of(model, ids::tensor(ids, device), config)
+}
+
+/// [`layer_errors`] over ids `[batch, seq]` that are on the model's device.
+///
+/// # Errors
+/// The model's and the cache's errors.
+pub fn layer_errors_of(
+    model: &LanguageModel,
+    ids: Tensor<2, Int>,
+    config: impl Into<ModelCacheConfig>,
+) -> Result<Vec<LayerError>> {
+    let config = config.into();
+    config.validate(model)?;
+    let name = config.to_string();
+    let mut errors = Ok(Vec::with_capacity(model.n_layers()));
+    let mut observe = |trace: AttentionTrace| {
+        // After the first failure the rest of the pass is of no use, but cannot be stopped.
+        if let Ok(layers) = &mut errors {
+            match of_layer(&trace, &config.layer(trace.layer), &name) {
+                Ok(layer) => layers.push(layer),
+                Err(error) => errors = Err(error),
+            }
+        }
+    };
+    let float = ModelCacheConfig::from(KvCacheConfig::float());
+    model.hidden_with(ids, &float, Default::default(), Some(&mut observe))?;
+    errors
+}
+
+/// [`layer_errors`] of the first window of `plan` for those of its runs that quantize, into
+/// [`Run::layers`].
+///
+/// # Errors
+/// Those of [`layer_errors`].
+pub fn measure_layers<T: Target>(
+    device: &On<T>,
+    model: &LanguageModel,
+    plan: &Plan,
+    runs: &mut [Run],
+) -> Result<()> {
+    let Some(window) = plan.windows().next() else { return Ok(()) };
+    for (config, run) in plan.caches().iter().zip(runs) {
+        if config.cache.is_quantized() {
+            run.layers = layer_errors(device, model, &plan.ids()[window.clone()], config)?;
+        }
+    }
+    Ok(())
+}
+
+/// Quantizes and restores `input` and compares.
+///
+/// # Shapes
+/// As [`quantize`].
+///
+/// # Errors
+/// As [`quantize`], and [`Error::Device`].
+pub fn side_error(
+    input: Tensor<4>,
+    granularity: Granularity,
+    bits: Bits,
+    group_size: usize,
+) -> Result<SideError> {
+    side(input.clone(), input, granularity, bits, group_size, "")
+}
+
+fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Result<LayerError> {
+    let AttentionTrace { layer, query, key, value, output } = trace.clone();
+    let counts = Window::new(config).counts(key.dims()[2]);
+    let error = |side_of: &Tensor<4>, granularity, bits, count: usize| {
+        if count == 0 {
+            return Ok(SideError::default());
+        }
+        let quantized = side_of.clone().narrow(2, config.sink_tokens, count);
+        let stored = stored(quantized.clone(), config.float);
+        side(quantized, stored, granularity, bits, config.group_size, name)
+    };
+    let keys = error(&key, Granularity::PerChannel, config.key_bits, counts.keys)?;
+    let values = error(&value, Granularity::PerToken, config.value_bits, counts.values)?;
+
+    let quantized = read(streaming_attention(query, key, value, config)?, name)?;
+    let (error, norm) = squares(&quantized, &read(output, name)?);
+    Ok(LayerError {
+        layer,
+        key_error: keys.relative(),
+        value_error: values.relative(),
+        output_error: relative(error, norm),
+        clipped: share(keys.clipped + values.clipped, keys.elements + values.elements),
+        constant: share(keys.constant + values.constant, keys.groups + values.groups),
+    })
+}
+
+/// `original` against what is restored of it once it is `stored`.
+fn side(
+    original: Tensor<4>,
+    stored: Tensor<4>,
+    granularity: Granularity,
+    bits: Bits,
+    group_size: usize,
+    name: &str,
+) -> Result<SideError> {
+    let [_, _, tokens, head_dim] = original.dims();
+    let packed = quantize(stored.clone(), granularity, bits, group_size)?;
+    let (error, norm) = squares(&read(packed.dequantize(), name)?, &read(original, name)?);
+    let (logical, n) = (packed.to_logical(), packed.spec().max_code() as f32);
+    let stored = read(stored, name)?;
+    let clipped = stored.iter().enumerate().filter(|&(i, &x)| {
+        let (slice, token, channel) =
+            (i / (tokens * head_dim), i / head_dim % tokens, i % head_dim);
+        let group = match granularity {
+            Granularity::PerChannel => {
+                (slice * (tokens / group_size) + token / group_size) * head_dim + channel
+            }
+            Granularity::PerToken => {
+                (slice * tokens + token) * (head_dim / group_size) + channel / group_size
+            }
+        };
+        let (scale, min) = (logical.scale[group].to_f32(), logical.min[group].to_f32());
+        scale != 0.0 && !(0.0..=n).contains(&((saturated(x) - min) / scale))
+    });
+    Ok(SideError {
+        error,
+        norm,
+        elements: stored.len(),
+        clipped: clipped.count(),
+        groups: logical.scale.len(),
+        constant: logical.scale.iter().filter(|scale| scale.to_f32() == 0.0).count(),
+    })
+}
+
+/// Rounded to the type the cache has tokens in before it quantizes them.
+fn stored(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
+    match float {
+        CacheFloat::F32 => tensor,
+        CacheFloat::F16 => {
+            let limit = saturated(f32::MAX);
+            tensor.clamp(-limit, limit).cast(DType::F16).cast(DType::F32)
+        }
+    }
+}
+
+/// Within the range of f16, as the quantizer takes it.
+fn saturated(x: f32) -> f32 {
+    x.clamp(-kv_cubecl::reference::F16_MAX, kv_cubecl::reference::F16_MAX)
+}
+
+/// Sums of squares of `restored - original` and of `original`.
+fn squares(restored: &[f32], original: &[f32]) -> (f64, f64) {
+    restored.iter().zip(original).fold((0.0, 0.0), |(error, norm), (&restored, &original)| {
+        let original = f64::from(original);
+        (error + (f64::from(restored) - original).powi(2), norm + original * original)
+    })
+}
+
+fn relative(error: f64, norm: f64) -> f64 {
+    if error == 0.0 { 0.0 } else { (error / norm).sqrt() }
+}
+
+fn share(part: usize, whole: usize) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+}
+
+fn read(tensor: Tensor<4>, name: &str) -> Result<Vec<f32>> {
+    let fail = |why: String| Error::Device { cache: name.to_string(), why };
+    let data = tensor.try_into_data().map_err(|error| fail(format!("{error:?}")))?;
+    data.try_into_vec().map_err(|error| fail(format!("{error:?}")))
+}

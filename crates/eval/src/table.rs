@@ -1,0 +1,67 @@
+//! Rows under a header, for the terminal and for HTML.
+
+use core::fmt;
+
+/// A table of text. Rows may be shorter than the header; missing cells are empty.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Table {
+    header: Vec<String>,
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// An empty table with these columns.
+    pub fn new<S: Into<String>>(header: impl IntoIterator<Item = S>) -> Self {
+        Self { header: header.into_iter().map(Into::into).collect(), rows: Vec::new() }
+    }
+
+    /// Adds a row; cells beyond the header are dropped.
+    pub fn push<S: Into<String>>(&mut self, cells: impl IntoIterator<Item = S>) {
+        let cells = cells.into_iter().map(Into::into).take(self.header.len());
+        self.rows.push(cells.collect());
+    }
+
+    /// The column names.
+    pub fn header(&self) -> &[String] {
+        &self.header
+    }
+
+    /// The rows, first to last.
+    pub fn rows(&self) -> &[Vec<String>] {
+        &self.rows
+    }
+
+    /// Whether every cell of `column` is a number, a percentage or empty.
+    pub(crate) fn is_numeric(&self, column: usize) -> bool {
+        self.rows.iter().filter_map(|row| row.get(column)).all(|cell| {
+            let digits = cell.trim().trim_end_matches('%');
+            digits.is_empty() || digits.parse::<f64>().is_ok()
+        })
+    }
+}
+
+impl fmt::Display for Table {
+    /// Columns as wide as their widest cell, numbers to the right, one line per row.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let columns: Vec<(usize, bool)> = (0..self.header.len())
+            .map(|column| {
+                let cells = self.rows.iter().filter_map(|row| row.get(column));
+                let width = cells.chain([&self.header[column]]).map(|cell| cell.chars().count());
+                (width.max().unwrap_or(0), self.is_numeric(column))
+            })
+            .collect();
+        for row in [&self.header].into_iter().chain(&self.rows) {
+            let mut line = String::new();
+            for (i, &(width, numeric)) in columns.iter().enumerate() {
+                let cell = row.get(i).map_or("", String::as_str);
+                let gap = if i == 0 { "" } else { "  " };
+                line += &match numeric {
+                    true => format!("{gap}{cell:>width$}"),
+                    false => format!("{gap}{cell:<width$}"),
+                };
+            }
+            writeln!(f, "{}", line.trim_end())?;
+        }
+        Ok(())
+    }
+}
