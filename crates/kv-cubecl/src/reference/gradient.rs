@@ -123,11 +123,11 @@ pub fn fake_quantize_group_backward(values: &[f32], grad: &[f64], n_bits: u32) -
     let errors = x.iter().zip(&group.codes).map(|(x, &code)| f64::from(code) - (x - min) / scale);
     let sum: f64 = errors.zip(grad).map(|(error, grad)| error.clamp(-0.5, 0.5) * grad).sum();
     let (mut lowest, mut highest) = (0, 0);
-    for i in 1..x.len() {
-        if x[i] < x[lowest] {
+    for (i, &value) in x.iter().enumerate() {
+        if value < x[lowest] {
             lowest = i;
         }
-        if x[i] > x[highest] {
+        if value > x[highest] {
             highest = i;
         }
     }

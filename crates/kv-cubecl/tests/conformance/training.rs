@@ -269,16 +269,12 @@ fn plain_tensor_operations_agree<T: Target>(on: &On<T>) {
                 for (which, (got, expected)) in got.iter().zip(&expected).enumerate() {
                     let name = ["query", "key", "value"][which];
                     let what = format!("{text:?} {options:?}: {name}");
-                    close(what, got, &expected.f64(), COMPOSED);
+                    close(what, got, &expected.f64(), CLOSE);
                 }
             }
         }
     }
 }
-
-/// The composition is in f32 as well, and does not limit the error of a code where f16 holds the
-/// minimum badly.
-const COMPOSED: f64 = 1e-4;
 
 /// With operations around it that recompute what they need.
 fn checkpointing_changes_nothing<T: Target>(on: &On<T>) {
