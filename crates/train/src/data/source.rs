@@ -1,0 +1,268 @@
+use std::{
+    borrow::Cow,
+    fs::File,
+    io::{BufRead, BufReader, Read},
+    path::{Path, PathBuf},
+};
+
+use serde_json::Value;
+
+use super::DataError;
+
+/// Texts on disk: plain UTF-8 files, and JSONL files (`.jsonl`) with one JSON object per line.
+///
+/// A document is a whole text file, or the text field of one line. A byte order mark at the start
+/// of a file, blank lines of JSONL and empty documents are skipped; nothing else is changed.
+#[derive(Clone, Debug)]
+pub struct Source {
+    paths: Vec<PathBuf>,
+    field: String,
+}
+
+/// An undecoded document.
+pub(super) struct Piece<'a> {
+    pub(super) path: &'a Path,
+    /// Line of a JSONL file, from 1.
+    pub(super) line: Option<u64>,
+    /// Where `bytes` starts in the file.
+    offset: u64,
+    bytes: Vec<u8>,
+}
+
+impl Source {
+    /// The files, in this order. The text of a JSONL line is its field `text`.
+    pub fn new(paths: impl IntoIterator<Item = impl Into<PathBuf>>) -> Self {
+        Self { paths: paths.into_iter().map(Into::into).collect(), field: "text".into() }
+    }
+
+    /// Names the field that holds the text of a JSONL line.
+    #[must_use]
+    pub fn with_field(mut self, field: impl Into<String>) -> Self {
+        self.field = field.into();
+        self
+    }
+
+    /// The files.
+    pub fn paths(&self) -> &[PathBuf] {
+        &self.paths
+    }
+
+    /// The field that holds the text of a JSONL line.
+    pub fn field(&self) -> &str {
+        &self.field
+    }
+
+    /// The documents, in order and all in memory: to learn a tokenizer from, say.
+    ///
+    /// # Errors
+    ///
+    /// [`DataError::NoSources`]; sources that are missing, not UTF-8 or malformed JSONL;
+    /// [`DataError::Empty`].
+    pub fn documents(&self) -> Result<Vec<String>, DataError> {
+        let Some(first) = self.paths.first() else { return Err(DataError::NoSources) };
+        let mut documents = vec![];
+        self.read(&mut Digest::new(""), |pieces| {
+            for piece in pieces {
+                let text = self.text(&piece)?;
+                if !text.is_empty() {
+                    documents.push(text.into_owned());
+                }
+            }
+            Ok(())
+        })?;
+        if documents.is_empty() {
+            return Err(DataError::Empty { first: first.clone(), n: self.paths.len() });
+        }
+        Ok(documents)
+    }
+
+    /// Adds all bytes and everything else that decides what the documents are.
+    pub(super) fn digest(&self, digest: &mut Digest) -> Result<(), DataError> {
+        for path in &self.paths {
+            self.digest_kind(path, digest);
+            digest_file(path, digest)?;
+        }
+        Ok(())
+    }
+
+    fn digest_kind(&self, path: &Path, digest: &mut Digest) {
+        digest.string(if is_jsonl(path) { self.field.as_bytes() } else { b"" });
+        digest.update(&[u8::from(is_jsonl(path))]);
+    }
+
+    /// Calls `take` with some documents at a time, in order, and adds to `digest` what
+    /// [`digest`](Self::digest) adds.
+    pub(super) fn read(
+        &self,
+        digest: &mut Digest,
+        mut take: impl FnMut(Vec<Piece<'_>>) -> Result<(), DataError>,
+    ) -> Result<(), DataError> {
+        /// Bytes of text in memory at a time, but for a larger document.
+        const AT_A_TIME: usize = 16 << 20;
+        let mut pieces = vec![];
+        let mut held = 0;
+        for path in &self.paths {
+            self.digest_kind(path, digest);
+            let failed = |source| DataError::read(path, source);
+            let mut file = BufReader::with_capacity(1 << 20, File::open(path).map_err(failed)?);
+            let (mut line, mut offset) = (is_jsonl(path).then_some(1), 0);
+            loop {
+                let mut bytes = vec![];
+                let n = match line {
+                    Some(_) => file.read_until(b'\n', &mut bytes),
+                    None => file.read_to_end(&mut bytes),
+                };
+                let n = n.map_err(failed)?;
+                if n == 0 {
+                    break;
+                }
+                digest.update(&bytes);
+                let piece = Piece { path, line, offset, bytes };
+                offset += n as u64;
+                line = line.map(|line| line + 1);
+                held += n;
+                pieces.push(piece);
+                if held >= AT_A_TIME {
+                    take(std::mem::take(&mut pieces))?;
+                    held = 0;
+                }
+            }
+            digest.number(offset);
+        }
+        if pieces.is_empty() { Ok(()) } else { take(pieces) }
+    }
+
+    /// The text of a document, empty for a blank line.
+    pub(super) fn text<'a>(&self, piece: &'a Piece<'_>) -> Result<Cow<'a, str>, DataError> {
+        let path = piece.path;
+        let bytes = match piece.offset {
+            0 => piece.bytes.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&piece.bytes),
+            _ => &piece.bytes,
+        };
+        let text = std::str::from_utf8(bytes).map_err(|error| {
+            let skipped = piece.bytes.len() - bytes.len();
+            let offset = piece.offset + (skipped + error.valid_up_to()) as u64;
+            DataError::NotUtf8 { path: path.into(), offset }
+        })?;
+        let Some(line) = piece.line else { return Ok(Cow::Borrowed(text)) };
+        if text.trim().is_empty() {
+            return Ok(Cow::Borrowed(""));
+        }
+        let not_json = |why| DataError::Json { path: path.into(), line, why };
+        let mut object = match serde_json::from_str(text.trim_end()) {
+            Ok(Value::Object(object)) => object,
+            Ok(other) => {
+                return Err(not_json(format!("is {}, it must be a JSON object", kind(&other))));
+            }
+            Err(error) => {
+                return Err(not_json(format!("not JSON: {error}").replace("line 1 ", "")));
+            }
+        };
+        let found = match object.remove(&self.field) {
+            Some(Value::String(text)) => return Ok(Cow::Owned(text)),
+            Some(other) => kind(&other),
+            None => "missing",
+        };
+        Err(DataError::Field { path: path.into(), line, field: self.field.clone(), found })
+    }
+}
+
+fn is_jsonl(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("jsonl"))
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}
+
+/// Adds a file's bytes and how many there are.
+pub(super) fn digest_file(path: &Path, digest: &mut Digest) -> Result<(), DataError> {
+    let failed = |source| DataError::read(path, source);
+    let mut file = File::open(path).map_err(failed)?;
+    let mut buffer = vec![0; 1 << 20];
+    let mut len = 0;
+    loop {
+        match file.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(n) => {
+                digest.update(&buffer[..n]);
+                len += n as u64;
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(failed(error)),
+        }
+    }
+    digest.number(len);
+    Ok(())
+}
+
+/// A 64-bit hash of bytes, however they arrive in pieces.
+///
+/// Per 8-byte word the state goes through a permutation of the states, a different one for each
+/// word: a change within one word always changes the result, other changes all but once in 2^64
+/// times. It is no defence against someone who constructs a collision.
+#[derive(Clone)]
+pub(super) struct Digest {
+    state: u64,
+    tail: [u8; 8],
+    n_tail: usize,
+}
+
+impl Digest {
+    pub(super) fn new(domain: &str) -> Self {
+        let mut digest = Self { state: 0x6a09_e667_f3bc_c908, tail: [0; 8], n_tail: 0 };
+        digest.string(domain.as_bytes());
+        digest
+    }
+
+    fn word(&mut self, word: [u8; 8]) {
+        let mixed = (self.state ^ u64::from_le_bytes(word)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.state = (mixed ^ (mixed >> 32)).wrapping_add(0x243f_6a88_85a3_08d3);
+    }
+
+    pub(super) fn update(&mut self, mut bytes: &[u8]) {
+        if self.n_tail > 0 {
+            let n = bytes.len().min(8 - self.n_tail);
+            self.tail[self.n_tail..self.n_tail + n].copy_from_slice(&bytes[..n]);
+            self.n_tail += n;
+            bytes = &bytes[n..];
+            if self.n_tail < 8 {
+                return;
+            }
+            self.word(self.tail);
+            self.n_tail = 0;
+        }
+        let (words, tail) = bytes.as_chunks::<8>();
+        for &word in words {
+            self.word(word);
+        }
+        self.tail[..tail.len()].copy_from_slice(tail);
+        self.n_tail = tail.len();
+    }
+
+    pub(super) fn number(&mut self, number: u64) {
+        self.update(&number.to_le_bytes());
+    }
+
+    /// Bytes with their number before them.
+    pub(super) fn string(&mut self, bytes: &[u8]) {
+        self.number(bytes.len() as u64);
+        self.update(bytes);
+    }
+
+    pub(super) fn finish(mut self) -> u64 {
+        let n = self.n_tail as u64;
+        self.tail[self.n_tail..].fill(0);
+        self.word(self.tail);
+        self.word(n.to_le_bytes());
+        let z = (self.state ^ (self.state >> 31)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 30)
+    }
+}

@@ -1,0 +1,382 @@
+use std::{
+    fmt,
+    fs::{self, File, OpenOptions},
+    io::{self, BufWriter, Seek, SeekFrom, Write},
+    ops::Range,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use kv_models::Tokenizer;
+use memmap2::Mmap;
+use rayon::prelude::*;
+
+use super::{
+    DataError, Source,
+    source::{Digest, digest_file},
+};
+
+/// Texts as ids, tokenized once into a file and mapped into memory.
+///
+/// The file is `HEADER` bytes and the ids, little-endian:
+///
+/// | offset | type | field                                              |
+/// |-------:|------|----------------------------------------------------|
+/// |      0 | [u8] | `KVTOKENS`                                         |
+/// |      8 | u32  | version, 1                                         |
+/// |     12 | u32  | bytes per id, 2 or 4                               |
+/// |     16 | u64  | number of ids                                      |
+/// |     24 | u64  | number of documents                                |
+/// |     32 | u64  | fingerprint of the tokenizer and the sources       |
+/// |     40 | u32  | CRC-32 of the ids                                  |
+/// |     44 | u32  | CRC-32 of the 44 bytes before                      |
+///
+/// It is written beside its place and renamed into it when complete, so several processes may share
+/// a cache folder, and a mapped file is never changed by this crate.
+pub struct TokenFile {
+    path: PathBuf,
+    map: Mmap,
+    width: usize,
+    n_documents: usize,
+    origin: Origin,
+}
+
+/// Where the ids of a [`TokenFile`] come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// A cache file of the same texts and tokenizer.
+    Reused,
+    /// Tokenized just now; there was no cache file.
+    Built,
+    /// Tokenized just now, for the reason given: the cache file was of other texts or another
+    /// tokenizer, or damaged.
+    Rebuilt(String),
+}
+
+const MAGIC: [u8; 8] = *b"KVTOKENS";
+const VERSION: u32 = 1;
+const HEADER: usize = 48;
+
+struct Header {
+    width: usize,
+    n_ids: u64,
+    n_documents: u64,
+    fingerprint: u64,
+    crc: u32,
+}
+
+impl Header {
+    fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend((self.width as u32).to_le_bytes());
+        for field in [self.n_ids, self.n_documents, self.fingerprint] {
+            bytes.extend(field.to_le_bytes());
+        }
+        bytes.extend(self.crc.to_le_bytes());
+        bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
+        bytes
+    }
+
+    /// The header of a file and its body, or why it is none of ours.
+    fn read(bytes: &[u8], fingerprint: u64) -> Result<(Self, &[u8]), String> {
+        let Some((header, body)) = bytes.split_at_checked(HEADER) else {
+            return Err(format!("it has {} bytes, a header has {HEADER}", bytes.len()));
+        };
+        let u32_at = |at: usize| le(&header[at..at + 4]) as u32;
+        let u64_at = |at: usize| le(&header[at..at + 8]);
+        if header[..8] != MAGIC {
+            return Err("it is no token cache".into());
+        }
+        if crc32fast::hash(&header[..44]) != u32_at(44) {
+            return Err("its header is damaged".into());
+        }
+        if u32_at(8) != VERSION {
+            return Err(format!("its version is {}, not {VERSION}", u32_at(8)));
+        }
+        let header = Self {
+            width: u32_at(12) as usize,
+            n_ids: u64_at(16),
+            n_documents: u64_at(24),
+            fingerprint: u64_at(32),
+            crc: u32_at(40),
+        };
+        if header.fingerprint != fingerprint {
+            return Err("the sources, the tokenizer or the settings changed".into());
+        }
+        if !matches!(header.width, 2 | 4) {
+            return Err(format!("its ids have {} bytes", header.width));
+        }
+        if header.n_ids.checked_mul(header.width as u64) != Some(body.len() as u64) {
+            let n = header.n_ids;
+            return Err(format!("it holds {} bytes, not {n} ids", body.len()));
+        }
+        if crc32fast::hash(body) != header.crc {
+            return Err("its ids are damaged".into());
+        }
+        Ok((header, body))
+    }
+}
+
+/// An unsigned little-endian number of up to 8 bytes.
+fn le(bytes: &[u8]) -> u64 {
+    bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
+}
+
+impl TokenFile {
+    /// The ids of `source` under `tokenizer`, from a file in the folder `cache` (created if
+    /// missing) if there is a whole one of the same bytes, tokenized into it otherwise.
+    ///
+    /// `tokenizer_file` is where `tokenizer` was read from: a `tokenizer.json`, a GGUF file or a
+    /// folder with a `tokenizer.json`. Its bytes are part of the fingerprint. Documents are encoded
+    /// each as a whole and joined by the smallest of the tokenizer's end-of-text ids, if it has
+    /// any.
+    ///
+    /// Opening reads every source once, tokenizing a second time; memory is about that of the
+    /// largest document. [`origin`](Self::origin) tells what happened.
+    ///
+    /// # Errors
+    ///
+    /// Sources that are missing, not UTF-8 or malformed JSONL; texts without a token; a tokenizer
+    /// that refuses a text or would truncate it; a cache folder that cannot be written, of which
+    /// nothing is left behind then.
+    pub fn open(
+        source: &Source,
+        tokenizer: &Tokenizer,
+        tokenizer_file: &Path,
+        cache: &Path,
+    ) -> Result<Self, DataError> {
+        let Some(first) = source.paths().first() else { return Err(DataError::NoSources) };
+        let tokenizer_file = if tokenizer_file.is_dir() {
+            tokenizer_file.join("tokenizer.json")
+        } else {
+            tokenizer_file.to_path_buf()
+        };
+        require_whole_documents(&tokenizer_file)?;
+        let mut settings = Digest::new("kv-train tokens");
+        digest_file(&tokenizer_file, &mut settings)?;
+        settings.number(tokenizer.n_ids() as u64);
+        settings.number(tokenizer.eos().len() as u64);
+        tokenizer.eos().iter().for_each(|&id| settings.number(id.into()));
+        let mut all = settings.clone();
+        source.digest(&mut all)?;
+        let fingerprint = all.finish();
+
+        let path = cache.join(file_name(source, first, &tokenizer_file)?);
+        let origin = match File::open(&path) {
+            Ok(file) => match Self::map(&file, &path, fingerprint, Origin::Reused) {
+                Ok(tokens) => return Ok(tokens),
+                Err(why) => Origin::Rebuilt(why),
+            },
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Origin::Built,
+            Err(error) => Origin::Rebuilt(error.to_string()),
+        };
+        let failed = |source| DataError::Cache { path: cache.into(), source };
+        fs::create_dir_all(cache).map_err(failed)?;
+        let file = build(source, tokenizer, &path, settings, fingerprint)?;
+        Self::map(&file, &path, fingerprint, origin)
+            .map_err(|why| DataError::ReadBack { path, why })
+    }
+
+    fn map(file: &File, path: &Path, fingerprint: u64, origin: Origin) -> Result<Self, String> {
+        // SAFETY: the map is read only, and its bytes are valid for the type they are used as,
+        // `u8`, whatever they are. This crate changes a cache file by renaming another over it,
+        // never in place; a foreign process that does is outside of what a memory map can be
+        // defended from.
+        let map =
+            unsafe { Mmap::map(file) }.map_err(|error| format!("it cannot be mapped: {error}"))?;
+        let (header, _) = Header::read(&map, fingerprint)?;
+        let (width, n_documents) = (header.width, header.n_documents as usize);
+        Ok(Self { path: path.into(), map, width, n_documents, origin })
+    }
+
+    /// How many ids there are, at least 1.
+    pub fn len(&self) -> usize {
+        self.body().len() / self.width
+    }
+
+    /// Never: texts without a token are an error.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// How many documents with at least one id there are.
+    pub fn n_documents(&self) -> usize {
+        self.n_documents
+    }
+
+    /// The cache file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether the cache file was there already.
+    pub fn origin(&self) -> &Origin {
+        &self.origin
+    }
+
+    /// The ids in `range`, as far as there are any.
+    pub fn ids(&self, range: Range<usize>) -> impl Iterator<Item = u32> + '_ {
+        let end = range.end.min(self.len());
+        let range = range.start.min(end) * self.width..end * self.width;
+        self.body()[range].chunks_exact(self.width).map(|id| le(id) as u32)
+    }
+
+    /// Checks every id against a model's vocabulary.
+    ///
+    /// # Errors
+    ///
+    /// [`DataError::Vocab`] naming the first id that is not below `vocab_size`.
+    pub fn require_vocab(&self, vocab_size: usize) -> Result<(), DataError> {
+        let beyond = self.ids(0..self.len()).enumerate().find(|&(_, id)| id as usize >= vocab_size);
+        beyond.map_or(Ok(()), |(index, id)| {
+            Err(DataError::Vocab { path: self.path.clone(), index, id, vocab_size })
+        })
+    }
+
+    fn body(&self) -> &[u8] {
+        &self.map[HEADER..]
+    }
+}
+
+impl fmt::Debug for TokenFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { path, n_documents, origin, .. } = self;
+        f.debug_struct("TokenFile")
+            .field("path", path)
+            .field("len", &self.len())
+            .field("n_documents", n_documents)
+            .field("origin", origin)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A name that stays the same when the contents of the files change.
+fn file_name(source: &Source, first: &Path, tokenizer_file: &Path) -> Result<String, DataError> {
+    let mut key = Digest::new("kv-train token file");
+    for path in source.paths().iter().map(PathBuf::as_path).chain([tokenizer_file]) {
+        let path = path.canonicalize().map_err(|error| DataError::read(path, error))?;
+        key.string(path.as_os_str().as_encoded_bytes());
+    }
+    key.string(source.field().as_bytes());
+    let stem = first.file_stem().unwrap_or_default().to_string_lossy();
+    let plain = |c: char| if c.is_alphanumeric() || matches!(c, '-' | '_') { c } else { '_' };
+    let stem: String = stem.chars().take(40).map(plain).collect();
+    Ok(format!("{stem}-{:016x}.tokens", key.finish()))
+}
+
+/// A `tokenizer.json` may ask for truncation or padding, which would change documents silently.
+fn require_whole_documents(tokenizer_file: &Path) -> Result<(), DataError> {
+    if tokenizer_file.extension().is_none_or(|extension| !extension.eq_ignore_ascii_case("json")) {
+        return Ok(());
+    }
+    let bytes = fs::read(tokenizer_file).map_err(|error| DataError::read(tokenizer_file, error))?;
+    // What is no JSON is refused by whoever reads the tokenizer.
+    let Ok(json) = serde_json::from_slice::<serde_json::Value>(&bytes) else { return Ok(()) };
+    let rule =
+        || format!("must be null in {}, documents are encoded whole", tokenizer_file.display());
+    if !json["truncation"].is_null() {
+        return Err(DataError::argument("truncation", &json["truncation"], rule()));
+    }
+    if !json["padding"]["strategy"]["Fixed"].is_null() {
+        return Err(DataError::argument("padding", &json["padding"]["strategy"], rule()));
+    }
+    Ok(())
+}
+
+/// A file that is removed again unless it gets its name.
+struct Temporary {
+    path: PathBuf,
+    renamed: bool,
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if !self.renamed {
+            // Best effort: the error that led here is the one to report.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Tokenizes `source` into a new file at `path`.
+fn build(
+    source: &Source,
+    tokenizer: &Tokenizer,
+    path: &Path,
+    mut digest: Digest,
+    fingerprint: u64,
+) -> Result<File, DataError> {
+    static N_BUILT: AtomicU64 = AtomicU64::new(0);
+    let failed = |source| DataError::Cache { path: path.into(), source };
+    let n = N_BUILT.fetch_add(1, Ordering::Relaxed);
+    let at = path.with_extension(format!("{}-{n}.part", std::process::id()));
+    let mut options = OpenOptions::new();
+    let file = options.read(true).write(true).create_new(true).open(&at).map_err(failed)?;
+    let mut temporary = Temporary { path: at, renamed: false };
+
+    let width = if tokenizer.n_ids() <= 1 << 16 { 2 } else { 4 };
+    let separator = tokenizer.eos().first().copied();
+    let mut out = BufWriter::with_capacity(1 << 20, file);
+    out.write_all(&[0; HEADER]).map_err(failed)?;
+    let mut crc = crc32fast::Hasher::new();
+    let (mut n_ids, mut n_documents) = (0, 0);
+    source.read(&mut digest, |pieces| {
+        let encode = |piece| {
+            let text = source.text(piece)?;
+            tokenizer.encode(&text).map_err(|error| DataError::Tokenizer {
+                path: piece.path.into(),
+                line: piece.line,
+                why: error.to_string(),
+            })
+        };
+        // All before the first error, so that it is the same one every time.
+        let documents: Vec<Result<Vec<u32>, DataError>> = pieces.par_iter().map(encode).collect();
+        for document in documents {
+            let document = document?;
+            if document.is_empty() {
+                continue;
+            }
+            let joint = separator.filter(|_| n_documents > 0);
+            let mut bytes = Vec::with_capacity((document.len() + 1) * width);
+            for id in joint.into_iter().chain(document) {
+                // Tensors of ids are i32.
+                let limit = if width == 2 { 1 << 16 } else { 1 << 31 };
+                if id >= limit {
+                    let (path, vocab_size) = (path.into(), limit as usize);
+                    let index = n_ids as usize + bytes.len() / width;
+                    return Err(DataError::Vocab { path, index, id, vocab_size });
+                }
+                bytes.extend_from_slice(&id.to_le_bytes()[..width]);
+            }
+            crc.update(&bytes);
+            out.write_all(&bytes).map_err(failed)?;
+            n_ids += (bytes.len() / width) as u64;
+            n_documents += 1;
+        }
+        Ok(())
+    })?;
+    let paths = source.paths();
+    if digest.finish() != fingerprint {
+        return Err(DataError::Changed { path: paths[0].clone() });
+    }
+    if n_ids == 0 {
+        return Err(DataError::Empty { first: paths[0].clone(), n: paths.len() });
+    }
+    let header = Header { width, n_ids, n_documents, fingerprint, crc: crc.finalize() };
+    let finish = || {
+        let mut file = out.into_inner().map_err(io::IntoInnerError::into_error)?;
+        file.seek(SeekFrom::Start(0))?;
+        file.write_all(&header.to_bytes())?;
+        file.sync_all()?;
+        fs::rename(&temporary.path, path)?;
+        Ok(file)
+    };
+    let file = finish().map_err(failed)?;
+    temporary.renamed = true;
+    // Makes the new name durable where folders can be synced; a lost one is only tokenized again.
+    if let Some(Ok(folder)) = path.parent().map(File::open) {
+        let _ = folder.sync_all();
+    }
+    Ok(file)
+}
