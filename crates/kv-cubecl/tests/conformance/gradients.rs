@@ -167,15 +167,18 @@ fn strided_inputs<T: Target>(on: &On<T>) {
 fn one_input_at_a_time<T: Target>(on: &On<T>) {
     let text = Setup::new("k2v2-g16-r16", [1, 2, 1, 40, 64], 84);
     let weight = weight(&text);
-    let expected = gradients(on, &text, &weight);
-    for (which, expected) in expected.iter().enumerate() {
-        let mut inputs = text.on(on);
-        inputs[which] = inputs[which].clone().require_grad();
-        let leaf = inputs[which].clone();
-        let [q, k, v] = inputs;
-        let output = streaming_attention(q, k, v, &text.config).unwrap();
-        let grads = (output * weight.on(on)).sum().backward();
-        close(which, &Host::of(leaf.grad(&grads).unwrap()), &expected.f64(), CLOSE);
+    for gradient in [SteGradient::Identity, SteGradient::ScaleMin] {
+        let options = FakeQuantOptions { gradient, ..FakeQuantOptions::default() };
+        let expected = gradients_with(on, &text, &weight, options);
+        for (which, expected) in expected.iter().enumerate() {
+            let mut inputs = text.on(on);
+            inputs[which] = inputs[which].clone().require_grad();
+            let leaf = inputs[which].clone();
+            let [q, k, v] = inputs;
+            let output = streaming_attention_with(q, k, v, &text.config, options).unwrap();
+            let grads = (output * weight.on(on)).sum().backward();
+            close(which, &Host::of(leaf.grad(&grads).unwrap()), &expected.f64(), CLOSE);
+        }
     }
 }
 
