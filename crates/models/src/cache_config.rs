@@ -9,7 +9,7 @@ use serde::{
 };
 use serde_json::{Map, Value};
 
-use crate::{Error, LanguageModel, Result, load::read_to_string};
+use crate::{Error, LanguageModel, Result, load::read_to_string, save};
 
 /// The file that says which cache a model was trained with, beside its weights.
 pub const KV_CACHE_FILE: &str = "kv_cache.json";
@@ -81,6 +81,15 @@ impl ModelCacheConfig {
         })?;
         Self::from_fields(fields)
             .map_err(|WrongField { name, value, rule }| Error::config(path, name, value, rule))
+    }
+
+    /// Writes a JSON file, whole or not at all.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Write`].
+    pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
+        save::write(path.as_ref(), &save::pretty(self))
     }
 }
 

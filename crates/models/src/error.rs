@@ -1,6 +1,9 @@
 //! What can go wrong between a file on disk and a logit.
 
-use std::{io, path::PathBuf};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 /// The result of this crate's functions.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
@@ -20,6 +23,15 @@ pub enum Error {
     /// The operating system could not read `path`.
     #[error("{}: cannot read: {source}", path.display())]
     Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// The operating system could not write `path`; what was there still is.
+    #[error("{}: cannot write: {source}", path.display())]
+    Write {
         /// The file.
         path: PathBuf,
         /// The system's reason.
@@ -168,6 +180,15 @@ impl Error {
             field: field.into(),
             value: value.to_string(),
             rule: rule.into(),
+        }
+    }
+
+    /// Names the file whose value broke a rule.
+    pub(crate) fn in_file(self, path: &Path) -> Self {
+        match self {
+            Self::Cache(kv_cubecl::Error::InvalidConfig { field, value, rule })
+            | Self::Argument { field, value, rule } => Self::config(path, field, value, rule),
+            other => other,
         }
     }
 

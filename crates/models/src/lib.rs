@@ -30,6 +30,7 @@ pub mod llama;
 pub mod load;
 mod model;
 pub mod nn;
+pub mod save;
 pub mod tokenizer;
 
 pub use cache::{ModelCache, ModelCacheBytes};
@@ -40,4 +41,5 @@ pub use kv_cubecl;
 pub use load::{Loaded, load};
 pub use model::LanguageModel;
 pub use nn::{AttentionObserver, AttentionTrace};
+pub use save::{SaveDtype, SaveOptions, save};
 pub use tokenizer::Tokenizer;

@@ -1,1 +1,301 @@
-//! To be written.
+//! A cache per layer, what a pass shows of its attention, and models from scratch.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use std::{fs, sync::Mutex};
+
+use burn::tensor::{Int, Tensor, TensorData, activation};
+use common::{device, expected, max_difference, tiny};
+use kv_models::{
+    AttentionTrace, Error, LanguageModel, ModelCacheConfig,
+    kv_cubecl::{FakeQuantOptions, KvCacheConfig, streaming_attention},
+    llama::{Config, Llama},
+    load,
+    nn::{AttentionShape, RopeScaling},
+};
+use serde_json::{Value as Json, json};
+
+const NAMES: [&str; 3] = ["gpt2-tiny", "llama-tiny", "phi3-tiny"];
+
+fn with_float_layers(name: &str, layers: impl IntoIterator<Item = usize>) -> ModelCacheConfig {
+    ModelCacheConfig { cache: name.parse().unwrap(), float_layers: layers.into_iter().collect() }
+}
+
+#[test]
+fn float_layers_are_float() {
+    let device = device();
+    for name in NAMES {
+        let ids = expected(&tiny(name), &device).ids;
+        let model = load(tiny(name), &device).unwrap().model;
+        let forward = |layers: &[usize]| {
+            let config = with_float_layers("k2v2-g16-r32", layers.iter().copied());
+            model.forward(ids.clone(), config).unwrap()
+        };
+        let float = model.forward(ids.clone(), KvCacheConfig::float()).unwrap();
+        let all = forward(&[0, 1]);
+        assert_eq!(all.to_data(), float.to_data(), "{name}");
+        let quantized = forward(&[]);
+        for layers in [[0], [1]] {
+            let some = forward(&layers);
+            assert!(max_difference(some.clone(), float.clone()) > 1e-4, "{name} {layers:?}");
+            assert!(max_difference(some, quantized.clone()) > 1e-4, "{name} {layers:?}");
+        }
+    }
+}
+
+#[test]
+fn streaming_with_float_layers_equals_parallel() {
+    let device = device();
+    let ids = expected(&tiny("llama-tiny"), &device).ids;
+    let [batch, seq] = ids.dims();
+    let model = load(tiny("llama-tiny"), &device).unwrap().model;
+    for layer in [0, 1] {
+        let mut config = with_float_layers("k4v4-g16-r32", [layer]);
+        config.cache.capacity = seq;
+        let forward = model.forward(ids.clone(), &config).unwrap();
+        let mut cache = model.new_cache(&config, batch, &device).unwrap();
+        let bytes = cache.memory_bytes();
+        assert!(bytes.layers[layer].total() > bytes.layers[1 - layer].total());
+        let steps = (0..seq).map(|t| model.step(ids.clone().narrow(1, t, 1), &mut cache).unwrap());
+        let steps = Tensor::cat(steps.collect(), 1);
+        // Codes may flip at rounding edges; the mean may not move.
+        let mean = (steps - forward).abs().mean().into_scalar::<f32>();
+        assert!(mean < 2e-3, "mean difference {mean}");
+    }
+}
+
+#[test]
+fn a_configuration_that_does_not_fit_the_model_is_an_error() {
+    let device = device();
+    let model = load(tiny("llama-tiny"), &device).unwrap().model;
+    let ids = Tensor::<2, Int>::zeros([1, 4], &device);
+    for (config, message) in [
+        (with_float_layers("k2v2-g16", [0, 2]), "float_layers = 2: the model has layers 0 to 1"),
+        (with_float_layers("k2v2-g16", [usize::MAX]), "the model has layers 0 to 1"),
+        (with_float_layers("k2v2", [0]), "group_size 32: does not divide head_dim 16"),
+    ] {
+        for error in [
+            config.validate(&model).unwrap_err(),
+            model.forward(ids.clone(), &config).unwrap_err(),
+            model.new_cache(&config, 1, &device).unwrap_err(),
+        ] {
+            assert!(error.to_string().contains(message), "{error}");
+        }
+    }
+}
+
+#[test]
+fn files_hold_what_was_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kv_cache.json");
+    for (name, layers, text) in [
+        ("k2v2-s4", vec![29, 0], "k2v2-s4 float layers 0,29"),
+        ("k4v2-g64-r64-after-f16", vec![], "k4v2-g64-r64-after-f16"),
+        ("float", vec![3], "float float layers 3"),
+    ] {
+        let config = with_float_layers(name, layers);
+        assert_eq!(config.to_string(), text);
+        config.write(&path).unwrap();
+        assert_eq!(ModelCacheConfig::read(&path).unwrap(), config);
+        let json: Json = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        assert_eq!(json["sink_tokens"], config.cache.sink_tokens);
+        assert_eq!(serde_json::from_value::<ModelCacheConfig>(json).unwrap(), config);
+    }
+    let cache: KvCacheConfig = "k8v4".parse().unwrap();
+    fs::write(&path, serde_json::to_string(&cache).unwrap()).unwrap();
+    assert_eq!(
+        ModelCacheConfig::read(&path).unwrap(),
+        cache.into(),
+        "float_layers may be left out"
+    );
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "no temporary file is left");
+}
+
+#[test]
+fn wrong_files_name_the_field() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kv_cache.json");
+    let good = serde_json::to_value(with_float_layers("k2v2", [1])).unwrap();
+    let fails = |text: &[u8], parts: &[&str]| {
+        fs::write(&path, text).unwrap();
+        let message = ModelCacheConfig::read(&path).unwrap_err().to_string();
+        assert!(message.contains("kv_cache.json: ") && !message.contains('\n'), "{message}");
+        for part in parts {
+            assert!(message.contains(part), "{message:?} lacks {part:?}");
+        }
+    };
+    for (field, value, rule) in [
+        ("key_bits", json!(3), "must be 2, 4, 8, or 16 for float"),
+        ("value_bits", json!(258), "must be 2, 4, 8, or 16 for float"),
+        ("value_bits", json!("2"), "expected u64"),
+        ("group_size", json!(-1), "expected usize"),
+        ("residual_length", json!(1.5), "expected usize"),
+        ("flush", json!("later"), "expected `before` or `after`"),
+        ("capacity", json!(null), "expected usize"),
+        ("float", json!("bf16"), "expected `f32` or `f16`"),
+        ("float_layers", json!(0), "expected a sequence"),
+        ("float_layers", json!([-1]), "expected usize"),
+        ("flaot_layers", json!([0]), "unknown field"),
+    ] {
+        let mut wrong = good.clone();
+        wrong[field] = value.clone();
+        fails(wrong.to_string().as_bytes(), &[&format!("{field} = {value}: "), rule]);
+    }
+    for field in good.as_object().unwrap().keys().filter(|field| *field != "float_layers") {
+        let mut wrong = good.clone();
+        wrong.as_object_mut().unwrap().remove(field);
+        fails(wrong.to_string().as_bytes(), &[&format!("{field} = missing: ")]);
+    }
+    let text = serde_json::to_vec_pretty(&good).unwrap();
+    for len in 0..text.len() {
+        fails(&text[..len], &[]);
+    }
+    for text in [&b"[]"[..], b"\xff", b"null", b"{}"] {
+        fails(text, &[]);
+    }
+    fs::remove_file(&path).unwrap();
+    assert!(matches!(ModelCacheConfig::read(&path), Err(Error::NotFound { .. })));
+}
+
+#[test]
+fn the_observer_sees_every_layer() {
+    let device = device();
+    for name in NAMES {
+        let ids = expected(&tiny(name), &device).ids;
+        let model = load(tiny(name), &device).unwrap().model;
+        let config = with_float_layers("k2v4-g16-r32", [1]);
+        let mut traces: Vec<AttentionTrace> = vec![];
+        let mut observe = |trace| traces.push(trace);
+        let options = FakeQuantOptions::default();
+        let hidden = model.hidden_with(ids.clone(), &config, options, Some(&mut observe)).unwrap();
+        let unobserved = model.hidden(ids.clone(), &config).unwrap();
+        assert_eq!(hidden.to_data(), unobserved.to_data());
+
+        assert_eq!(traces.len(), model.n_layers());
+        let [batch, seq] = ids.dims();
+        for (i, trace) in traces.into_iter().enumerate() {
+            let AttentionTrace { layer, query, key, value, output } = trace;
+            assert_eq!(layer, i);
+            assert_eq!(query.dims(), [batch, model.n_heads(), seq, model.head_dim()]);
+            assert_eq!(key.dims(), [batch, model.n_kv_heads(), seq, model.head_dim()]);
+            let attention = streaming_attention(query, key, value, &config.layer(i)).unwrap();
+            assert_eq!(attention.to_data(), output.to_data());
+        }
+
+        let mut options = FakeQuantOptions::default();
+        options.quantize_everything = true;
+        let everything = model.hidden_with(ids, &config, options, None).unwrap();
+        assert!(max_difference(everything, unobserved) > 1e-4);
+    }
+}
+
+fn small() -> Config {
+    Config {
+        vocab_size: 300,
+        hidden_size: 64,
+        intermediate_size: 160,
+        n_layers: 3,
+        attention: AttentionShape { n_heads: 4, n_kv_heads: 2, head_dim: 16 },
+        max_positions: 128,
+        norm_epsilon: 1e-5,
+        qkv_bias: false,
+        output_bias: false,
+        mlp_bias: false,
+        tied_head: true,
+        rotary_dim: 16,
+        rope_theta: 10_000.0,
+        rope_scaling: RopeScaling::Default,
+    }
+}
+
+/// The seed is one for all threads: tests that draw weights take turns.
+static SEED: Mutex<()> = Mutex::new(());
+
+/// Cross entropy of predicting some ids.
+fn loss(model: &LanguageModel, device: &burn::tensor::Device) -> Tensor<1> {
+    let ids = |start: i32| {
+        let values: Vec<i32> = (start..start + 128).map(|i| (i * i * 31 + i * 7) % 300).collect();
+        Tensor::<2, Int>::from_data(TensorData::new(values, [2, 64]), device)
+    };
+    let config: KvCacheConfig = "k2v2-g16-r32".parse().unwrap();
+    let logits = model.forward(ids(0), &config).unwrap();
+    let targets = ids(1).unsqueeze_dim::<3>(2);
+    -activation::log_softmax(logits, 2).gather(2, targets).mean()
+}
+
+#[test]
+fn a_model_from_scratch_knows_nothing_yet() {
+    let _turn = SEED.lock().unwrap();
+    let device = device();
+    for tied_head in [true, false] {
+        device.seed(7);
+        let model = Llama::init(Config { tied_head, ..small() }, &device);
+        let std = |t: Tensor<2>| t.powf_scalar(2.0).mean().sqrt().into_scalar::<f32>();
+        let layer = &model.layers[1];
+        assert!((std(model.embedding.weight.val()) - 0.02).abs() < 1e-3);
+        assert!((std(layer.qkv.weight.val()) - 0.02).abs() < 1e-3);
+        let residual = 0.02 / 6f32.sqrt();
+        assert!((std(layer.output.weight.val()) - residual).abs() < 1e-3);
+        assert!((std(layer.mlp.down.weight.val()) - residual).abs() < 1e-3);
+        assert!(layer.qkv.bias.is_none() && model.head.is_none() == tied_head);
+
+        let model = LanguageModel::Llama(model);
+        let first = loss(&model, &device).into_scalar::<f32>();
+        assert!((first - 300f32.ln()).abs() < 0.1, "loss {first}");
+        device.seed(7);
+        let again = LanguageModel::Llama(Llama::init(Config { tied_head, ..small() }, &device));
+        assert_eq!(loss(&again, &device).into_scalar::<f32>(), first, "the seed decides");
+    }
+}
+
+#[cfg(feature = "autodiff")]
+#[test]
+fn every_weight_from_scratch_has_a_gradient() {
+    let _turn = SEED.lock().unwrap();
+    let device = device().autodiff();
+    let config = Config { tied_head: false, qkv_bias: true, ..small() };
+    let model = LanguageModel::Llama(Llama::init(config, &device));
+    let grads = loss(&model, &device).backward();
+    let LanguageModel::Llama(model) = model else { panic!() };
+    let mut weights = vec![model.embedding.weight.val()];
+    weights.extend(model.head.map(|head| head.weight.val()));
+    let mut vectors = vec![model.norm.gamma.val()];
+    for layer in model.layers {
+        weights.extend([layer.qkv.weight.val(), layer.output.weight.val()]);
+        weights.extend([layer.mlp.gate_up.weight.val(), layer.mlp.down.weight.val()]);
+        vectors.extend([layer.attention_norm.gamma.val(), layer.mlp_norm.gamma.val()]);
+        vectors.extend(layer.qkv.bias.map(|bias| bias.val()));
+    }
+    for weight in weights {
+        assert!(weight.grad(&grads).unwrap().abs().max().into_scalar::<f32>() > 0.0);
+    }
+    for vector in vectors {
+        assert!(vector.grad(&grads).unwrap().abs().max().into_scalar::<f32>() > 0.0);
+    }
+}
+
+/// A change to a configuration.
+type Change = fn(&mut Config);
+
+#[test]
+fn a_configuration_from_code_is_checked() {
+    small().validate().unwrap();
+    let cases: [(Change, &str); 6] = [
+        (|c| c.vocab_size = 0, "vocab_size = 0"),
+        (|c| c.attention.n_kv_heads = 3, "num_key_value_heads = 3: does not divide"),
+        (|c| c.rotary_dim = 18, "rotary_dim = 18: must be even and at most head_dim 16"),
+        (|c| c.norm_epsilon = f64::NAN, "rms_norm_eps = NaN"),
+        (|c| c.rope_scaling = RopeScaling::Linear { factor: 0.0 }, "rope_scaling.factor = 0"),
+        (
+            |c| c.rope_scaling = RopeScaling::Divisors(vec![1.0; 7]),
+            "number of rope_scaling divisors = 7",
+        ),
+    ];
+    for (change, message) in cases {
+        let mut config = small();
+        change(&mut config);
+        let error = config.validate().unwrap_err().to_string();
+        assert!(error.starts_with("llama config: ") && error.contains(message), "{error}");
+    }
+}

@@ -3,10 +3,9 @@
 
 mod common;
 
-use std::{fs, path::Path};
+use std::fs;
 
-use candle_core::quantized::{GgmlDType, gguf_file::Value};
-use common::{device, fixture, smollm2, tiny, write_gguf};
+use common::{device, fixture, smollm2, write_vocabulary};
 use kv_models::{Error, Tokenizer, load};
 
 fn smollm2_tokenizer() -> Option<Tokenizer> {
@@ -37,33 +36,6 @@ fn smollm2_ids_match_an_independent_encoder() {
     assert_eq!(tokenizer.eos().iter().copied().collect::<Vec<_>>(), [2]);
     assert_eq!(tokenizer.encode("<|im_end|>").unwrap(), [2]);
     assert_eq!(tokenizer.n_ids(), 49152);
-}
-
-/// GPT-2's map of bytes to printable characters.
-fn byte_token(byte: u8) -> char {
-    let printable = |b: u8| matches!(b, 33..=126 | 161..=172 | 174..=255);
-    if printable(byte) {
-        return char::from(byte);
-    }
-    let rank = (0..byte).filter(|&b| !printable(b)).count();
-    char::from_u32(256 + rank as u32).unwrap()
-}
-
-/// A GGUF file whose vocabulary is the bytes, then `merges` in order.
-fn write_vocabulary(file: &Path, model: &str, pre: &str, merges: &[&str]) {
-    let mut tokens: Vec<String> = (0..=255).map(|b| byte_token(b).to_string()).collect();
-    tokens.extend(merges.iter().map(|merge| merge.replace(' ', "")));
-    let strings = |items: &[String]| {
-        Value::Array(items.iter().map(|item| Value::String(item.clone())).collect())
-    };
-    let merges: Vec<String> = merges.iter().map(ToString::to_string).collect();
-    let extra = [
-        ("tokenizer.ggml.model", Value::String(model.into())),
-        ("tokenizer.ggml.pre", Value::String(pre.into())),
-        ("tokenizer.ggml.tokens", strings(&tokens)),
-        ("tokenizer.ggml.merges", strings(&merges)),
-    ];
-    write_gguf(&tiny("gpt2-tiny"), file, GgmlDType::F32, &extra);
 }
 
 /// The pieces that a pre-tokenizer leaves to merges that would join everything they can.

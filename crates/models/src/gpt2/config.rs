@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde::Deserialize;
+use serde_json::{Map, Value, json};
 
 use crate::{
     Error, Result,
@@ -84,6 +85,33 @@ impl Config {
             why: error.to_string(),
         })?;
         raw.resolve(path)
+    }
+}
+
+impl Config {
+    /// The fields of `config.json` that [`from_json`](Self::from_json) reads.
+    pub(crate) fn to_json(&self) -> Map<String, Value> {
+        let activation = match self.activation {
+            Activation::GeluTanh => "gelu_new",
+            Activation::Gelu => "gelu",
+            Activation::Relu => "relu",
+        };
+        [
+            ("architectures", json!(["GPT2LMHeadModel"])),
+            ("model_type", json!("gpt2")),
+            ("vocab_size", json!(self.vocab_size)),
+            ("n_embd", json!(self.hidden_size)),
+            ("n_inner", json!(self.intermediate_size)),
+            ("n_layer", json!(self.n_layers)),
+            ("n_head", json!(self.n_heads)),
+            ("n_positions", json!(self.max_positions)),
+            ("layer_norm_epsilon", json!(self.norm_epsilon)),
+            ("activation_function", json!(activation)),
+            ("tie_word_embeddings", json!(self.tied_head)),
+        ]
+        .map(|(key, value)| (key.to_string(), value))
+        .into_iter()
+        .collect()
     }
 }
 

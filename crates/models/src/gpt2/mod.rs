@@ -1,6 +1,7 @@
 //! GPT-2.
 
 mod config;
+mod export;
 mod import;
 mod model;
 

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde::Deserialize;
+use serde_json::{Map, Value, json};
 
 use crate::{
     Error, Result,
@@ -135,6 +136,120 @@ impl Config {
         })?;
         raw.resolve(path)
     }
+}
+
+/// The families of the transformers library that [`Llama`](super::Llama) can be written as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Family {
+    Llama,
+    Qwen2,
+    /// Fused projections, and the only one of these where a part of a head rotates.
+    Phi3,
+}
+
+impl Config {
+    /// The family whose checkpoints compute this, if there is one.
+    pub(super) fn family(&self) -> Option<Family> {
+        let AttentionShape { n_heads, head_dim, .. } = self.attention;
+        let partial = self.rotary_dim < head_dim;
+        match (self.qkv_bias, self.output_bias, self.mlp_bias) {
+            (false, false, false) if partial => {
+                let default = self.rope_scaling == RopeScaling::Default;
+                (default && n_heads * head_dim == self.hidden_size).then_some(Family::Phi3)
+            }
+            _ if partial => None,
+            (qkv, output, _) if qkv == output => Some(Family::Llama),
+            (true, false, false) => Some(Family::Qwen2),
+            _ => None,
+        }
+    }
+
+    /// The fields of `config.json` that [`from_json`](Self::from_json) reads, in the spelling that
+    /// old and new versions of the transformers library know; `path` is for the message.
+    pub(crate) fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
+        let AttentionShape { n_heads, n_kv_heads, head_dim } = self.attention;
+        let unsupported = |what: &str| {
+            let why = format!("{}: no Hugging Face family has it", path.display());
+            Error::unsupported(format!("{what} in a saved model"), why)
+        };
+        let Some(family) = self.family() else {
+            return Err(unsupported(&format!(
+                "combination of qkv_bias {}, output_bias {}, mlp_bias {}, rotary_dim {} of \
+                 head_dim {head_dim}",
+                self.qkv_bias, self.output_bias, self.mlp_bias, self.rotary_dim,
+            )));
+        };
+        let rope_scaling = match &self.rope_scaling {
+            RopeScaling::Default => Value::Null,
+            RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
+            RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_positions,
+            } => json!({
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low_freq_factor,
+                "high_freq_factor": high_freq_factor,
+                "original_max_position_embeddings": whole(*original_max_positions),
+            }),
+            RopeScaling::Divisors(_) => {
+                return Err(unsupported("rope_scaling by the divisors of a GGUF file"));
+            }
+        };
+        let (model_type, architecture) = match family {
+            Family::Llama => ("llama", "LlamaForCausalLM"),
+            Family::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
+            Family::Phi3 => ("phi3", "Phi3ForCausalLM"),
+        };
+        let mut fields = Map::new();
+        let mut put = |key: &str, value: Value| fields.insert(key.into(), value);
+        put("architectures", json!([architecture]));
+        put("model_type", json!(model_type));
+        put("vocab_size", json!(self.vocab_size));
+        put("hidden_size", json!(self.hidden_size));
+        put("intermediate_size", json!(self.intermediate_size));
+        put("num_hidden_layers", json!(self.n_layers));
+        put("num_attention_heads", json!(n_heads));
+        put("num_key_value_heads", json!(n_kv_heads));
+        put("max_position_embeddings", json!(self.max_positions));
+        put("rms_norm_eps", json!(self.norm_epsilon));
+        put("hidden_act", json!("silu"));
+        put("tie_word_embeddings", json!(self.tied_head));
+        put("rope_theta", json!(self.rope_theta));
+        put("rope_scaling", rope_scaling);
+        match family {
+            Family::Llama => {
+                put("head_dim", json!(head_dim));
+                put("attention_bias", json!(self.qkv_bias));
+                put("mlp_bias", json!(self.mlp_bias));
+            }
+            Family::Qwen2 => {
+                put("head_dim", json!(head_dim));
+                put("use_sliding_window", json!(false));
+            }
+            Family::Phi3 => {
+                put("partial_rotary_factor", json!(self.rotary_factor()));
+            }
+        }
+        Ok(fields)
+    }
+
+    /// The share of a head that rotates, such that readers, who round down and may read the last
+    /// digit wrong, find `rotary_dim`.
+    fn rotary_factor(&self) -> f64 {
+        let head_dim = self.attention.head_dim as f64;
+        let exact = self.rotary_dim as f64 / head_dim;
+        let found = |factor: f64| (factor * head_dim) as usize == self.rotary_dim;
+        let read = serde_json::from_str(&exact.to_string()).unwrap_or(exact);
+        if found(exact) && found(read) { exact } else { (self.rotary_dim as f64 + 0.5) / head_dim }
+    }
+}
+
+/// A number of positions is written without a fraction where it has none.
+fn whole(x: f64) -> Value {
+    if x.fract() == 0.0 && x < 9e15 { json!(x as u64) } else { json!(x) }
 }
 
 /// Fields as the transformers library writes them, old and new.

@@ -2,6 +2,7 @@
 //! Phi-3.
 
 mod config;
+mod export;
 mod import;
 mod init;
 mod model;

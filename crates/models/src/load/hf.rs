@@ -10,7 +10,10 @@ use burn_store::{ModuleStore, PytorchStore, SafetensorsStore};
 use serde::Deserialize;
 
 use super::{Format, Loaded, Weights, file_stem, read_to_string};
-use crate::{Error, LanguageModel, Result, Tokenizer, gpt2, gpt2::Gpt2, llama, llama::Llama};
+use crate::{
+    Error, KV_CACHE_FILE, LanguageModel, ModelCacheConfig, Result, Tokenizer, gpt2, gpt2::Gpt2,
+    llama, llama::Llama,
+};
 
 /// Reads a folder.
 pub(super) fn load(folder: &Path, device: &Device) -> Result<Loaded> {
@@ -45,6 +48,13 @@ fn build(
     let config = read_to_string(&config_path)?;
     let header: Header = json(&config, &config_path)?;
 
+    let cache_path = folder.join(KV_CACHE_FILE);
+    let cache = match ModelCacheConfig::read(&cache_path) {
+        Ok(cache) => Some(cache),
+        Err(Error::NotFound { .. }) => None,
+        Err(error) => return Err(error),
+    };
+
     // One file is named itself in messages, shards by their folder.
     let mut weights = Weights::new(if let [file] = files { file } else { folder });
     for file in files {
@@ -67,6 +77,9 @@ fn build(
             return Err(Error::unsupported(format!("model_type {other}"), why));
         }
     };
+    if let Some(cache) = &cache {
+        cache.validate(&model).map_err(|error| error.in_file(&cache_path))?;
+    }
     let mut eos = header.eos_token_id.map_or(vec![], Ids::into_vec);
     if let Ok(text) = read_to_string(&folder.join("generation_config.json"))
         && let Ok(Generation { eos_token_id: Some(ids) }) = serde_json::from_str(&text)
@@ -74,7 +87,7 @@ fn build(
         eos.extend(ids.into_vec());
     }
     let tokenizer = Tokenizer::from_file(folder.join("tokenizer.json"), &eos);
-    Ok(Loaded { model, tokenizer, name: file_stem(name), format })
+    Ok(Loaded { model, tokenizer, cache, name: file_stem(name), format })
 }
 
 /// The fields of `config.json` that every family has.

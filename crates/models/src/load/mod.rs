@@ -11,7 +11,7 @@ use burn::tensor::Device;
 pub(crate) use gguf::{Value as GgufValue, metadata as gguf_metadata};
 pub(crate) use weights::Weights;
 
-use crate::{Error, LanguageModel, Result, Tokenizer};
+use crate::{Error, LanguageModel, ModelCacheConfig, Result, Tokenizer};
 
 /// What [`load()`] read.
 #[derive(Debug)]
@@ -20,6 +20,8 @@ pub struct Loaded {
     pub model: LanguageModel,
     /// Its tokenizer, or why there is none: a model can be evaluated on ids without one.
     pub tokenizer: Result<Tokenizer>,
+    /// The cache it was trained with: [`KV_CACHE_FILE`](crate::KV_CACHE_FILE) beside the weights.
+    pub cache: Option<ModelCacheConfig>,
     /// The name the files give the model, else the file's or folder's.
     pub name: String,
     /// What it was read from.
@@ -47,7 +49,7 @@ pub enum Format {
 ///
 /// One line naming the file, the tensor or field, its value and the rule: nothing there, a
 /// truncated or foreign file, a missing tensor, a wrong shape, NaN or infinite weights, an
-/// unsupported architecture or GGML type.
+/// unsupported architecture or GGML type, a cache configuration that does not fit the model.
 pub fn load(path: impl AsRef<Path>, device: &Device) -> Result<Loaded> {
     let path = path.as_ref();
     let metadata = match fs::metadata(path) {

@@ -1,6 +1,7 @@
 //! Text to ids and back.
 
 mod gguf;
+mod train;
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -8,7 +9,7 @@ use std::{
     path::Path,
 };
 
-use crate::{Error, Result, load::GgufValue};
+use crate::{Error, Result, load::GgufValue, save};
 
 /// A tokenizer read from `tokenizer.json` or from the vocabulary of a GGUF file.
 #[derive(Clone)]
@@ -51,6 +52,19 @@ impl Tokenizer {
     ) -> Result<Self> {
         let (inner, eos) = gguf::build(metadata, path)?;
         Ok(Self::new(inner, eos))
+    }
+
+    /// Writes `tokenizer.json`, whole or not at all. The ids that end a text are not part of it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Write`].
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        save::write(path.as_ref(), self.to_json()?.as_bytes())
+    }
+
+    pub(crate) fn to_json(&self) -> Result<String> {
+        self.inner.to_string(true).map_err(Error::tokenizer)
     }
 
     fn new(inner: tokenizers::Tokenizer, eos: impl IntoIterator<Item = u32>) -> Self {
@@ -98,6 +112,11 @@ impl Tokenizer {
     /// The id of a token by its exact spelling in the vocabulary.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
+    }
+
+    /// The spelling of an id in the vocabulary.
+    pub fn id_to_token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
     }
 }
 

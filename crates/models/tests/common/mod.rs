@@ -192,6 +192,33 @@ pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[
     gguf_file::write(&mut fs::File::create(file).unwrap(), &metadata, &tensors).unwrap();
 }
 
+/// GPT-2's map of bytes to printable characters.
+fn byte_token(byte: u8) -> char {
+    let printable = |b: u8| matches!(b, 33..=126 | 161..=172 | 174..=255);
+    if printable(byte) {
+        return char::from(byte);
+    }
+    let rank = (0..byte).filter(|&b| !printable(b)).count();
+    char::from_u32(256 + rank as u32).unwrap()
+}
+
+/// A GGUF file whose vocabulary is the bytes, then `merges` in order.
+pub(crate) fn write_vocabulary(file: &Path, model: &str, pre: &str, merges: &[&str]) {
+    let mut tokens: Vec<String> = (0..=255).map(|b| byte_token(b).to_string()).collect();
+    tokens.extend(merges.iter().map(|merge| merge.replace(' ', "")));
+    let strings = |items: &[String]| {
+        Value::Array(items.iter().map(|item| Value::String(item.clone())).collect())
+    };
+    let merges: Vec<String> = merges.iter().map(ToString::to_string).collect();
+    let extra = [
+        ("tokenizer.ggml.model", Value::String(model.into())),
+        ("tokenizer.ggml.pre", Value::String(pre.into())),
+        ("tokenizer.ggml.tokens", strings(&tokens)),
+        ("tokenizer.ggml.merges", strings(&merges)),
+    ];
+    write_gguf(&tiny("gpt2-tiny"), file, GgmlDType::F32, &extra);
+}
+
 fn gguf_name(name: &str) -> String {
     let mut name = name.replace("model.layers.", "blk.").replace("transformer.h.", "blk.");
     for (hf, gguf) in [

@@ -69,7 +69,7 @@ pub(super) fn load(path: &Path, device: &Device) -> Result<Loaded> {
         _ => file_stem(path),
     };
     let tokenizer = Tokenizer::from_gguf_metadata(&header.metadata, path);
-    Ok(Loaded { model, tokenizer, name, format: Format::Gguf })
+    Ok(Loaded { model, tokenizer, cache: None, name, format: Format::Gguf })
 }
 
 /// The metadata alone.

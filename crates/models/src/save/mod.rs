@@ -1,0 +1,298 @@
+//! From a [`LanguageModel`] to a Hugging Face folder that [`load`](crate::load()) and the
+//! transformers library read.
+
+mod staged;
+
+use std::{
+    borrow::Cow,
+    cell::RefCell,
+    collections::HashMap,
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use burn::tensor::Tensor;
+use half::f16;
+use safetensors::{Dtype, SafeTensorError, View};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+pub(crate) use self::staged::write;
+use self::staged::{Staged, failed};
+use crate::{Error, KV_CACHE_FILE, LanguageModel, ModelCacheConfig, Result, Tokenizer};
+
+/// The float type of saved weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SaveDtype {
+    /// IEEE half precision; weights are rounded to it.
+    F16,
+    /// 32-bit float, exact.
+    #[default]
+    F32,
+}
+
+/// How [`save()`] writes a model.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SaveOptions<'a> {
+    /// The float type of the weights.
+    pub dtype: SaveDtype,
+    /// The cache the model was trained with, written as [`KV_CACHE_FILE`].
+    pub cache: Option<&'a ModelCacheConfig>,
+}
+
+/// Writes a Hugging Face folder: `model.safetensors`, `config.json`, `tokenizer.json`,
+/// `tokenizer_config.json` and, with a cache, [`KV_CACHE_FILE`].
+///
+/// The folder is made if it is not there; other files in it stay, but for a [`KV_CACHE_FILE`] of an
+/// earlier model. All files are complete before the first one is replaced.
+///
+/// # Errors
+///
+/// One line naming the file: one that cannot be written, a weight that is not finite or does not
+/// fit [`SaveDtype::F16`], a configuration that no Hugging Face family has, a tokenizer with ids or
+/// a cache with layers that the model lacks. The folder then holds what it held.
+pub fn save(
+    folder: impl AsRef<Path>,
+    model: &LanguageModel,
+    tokenizer: &Tokenizer,
+    options: SaveOptions<'_>,
+) -> Result<()> {
+    let folder = folder.as_ref();
+    let SaveOptions { dtype, cache } = options;
+    let (n_ids, vocab_size) = (tokenizer.n_ids(), model.vocab_size());
+    if n_ids > vocab_size {
+        return Err(Error::tokenizer(format!("has {n_ids} ids, the model knows {vocab_size}")));
+    }
+    if let Some(cache) = cache {
+        cache.validate(model)?;
+    }
+    let config_path = folder.join("config.json");
+    let config = config(model, tokenizer, dtype, &config_path)?;
+
+    fs::create_dir_all(folder).map_err(failed(folder))?;
+    let mut staged = Staged::default();
+    // First the file that is most likely to fail.
+    write_weights(&mut staged, folder.join("model.safetensors"), exports(model), dtype)?;
+    staged.write(&config_path, &pretty(&config))?;
+    staged.write(&folder.join("tokenizer.json"), tokenizer.to_json()?.as_bytes())?;
+    let tokenizer_config = pretty(&tokenizer_config(model, tokenizer));
+    staged.write(&folder.join("tokenizer_config.json"), &tokenizer_config)?;
+    let cache_path = folder.join(KV_CACHE_FILE);
+    if let Some(cache) = cache {
+        staged.write(&cache_path, &pretty(cache))?;
+    }
+    staged.commit()?;
+    if cache.is_none() {
+        match fs::remove_file(&cache_path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(failed(&cache_path)(error));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn config(
+    model: &LanguageModel,
+    tokenizer: &Tokenizer,
+    dtype: SaveDtype,
+    path: &Path,
+) -> Result<Map<String, Value>> {
+    let mut config = match model {
+        LanguageModel::Gpt2(model) => model.config().to_json(),
+        LanguageModel::Llama(model) => model.config().to_json(path)?,
+    };
+    let eos: Vec<_> = tokenizer.eos().iter().collect();
+    let eos = match eos[..] {
+        [] => Value::Null,
+        [id] => json!(id),
+        _ => json!(eos),
+    };
+    let dtype = match dtype {
+        SaveDtype::F16 => "float16",
+        SaveDtype::F32 => "float32",
+    };
+    // Some families have defaults for these that are other models' ids.
+    for (key, value) in [
+        ("bos_token_id", Value::Null),
+        ("eos_token_id", eos),
+        ("pad_token_id", Value::Null),
+        ("torch_dtype", json!(dtype)),
+    ] {
+        config.insert(key.into(), value);
+    }
+    Ok(config)
+}
+
+fn tokenizer_config(model: &LanguageModel, tokenizer: &Tokenizer) -> Value {
+    let eos = tokenizer.eos().first().and_then(|&id| tokenizer.id_to_token(id));
+    json!({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos,
+        "model_max_length": model.max_positions(),
+        "clean_up_tokenization_spaces": false,
+    })
+}
+
+/// JSON as a person reads it.
+pub(crate) fn pretty(value: &impl Serialize) -> Vec<u8> {
+    // Only maps with keys that are no strings can fail, and none is written here.
+    let mut bytes = serde_json::to_vec_pretty(value).unwrap_or_default();
+    bytes.push(b'\n');
+    bytes
+}
+
+/// A tensor under its Hugging Face name, on the model's device.
+pub(crate) struct Export {
+    pub(crate) name: String,
+    pub(crate) values: Values,
+}
+
+/// Its values.
+pub(crate) enum Values {
+    Vector(Tensor<1>),
+    Matrix(Tensor<2>),
+}
+
+impl From<Tensor<1>> for Values {
+    fn from(tensor: Tensor<1>) -> Self {
+        Self::Vector(tensor)
+    }
+}
+
+impl From<Tensor<2>> for Values {
+    fn from(tensor: Tensor<2>) -> Self {
+        Self::Matrix(tensor)
+    }
+}
+
+impl Export {
+    pub(crate) fn new(name: impl Into<String>, values: impl Into<Values>) -> Self {
+        Self { name: name.into(), values: values.into() }
+    }
+}
+
+fn exports(model: &LanguageModel) -> Vec<Export> {
+    match model {
+        LanguageModel::Gpt2(model) => model.export(),
+        LanguageModel::Llama(model) => model.export(),
+    }
+}
+
+/// Writes the weights, one tensor at a time in host memory.
+fn write_weights(
+    staged: &mut Staged,
+    path: PathBuf,
+    exports: Vec<Export>,
+    dtype: SaveDtype,
+) -> Result<()> {
+    let failure = RefCell::new(None);
+    let (path, failure) = (path.as_path(), &failure);
+    let views = exports.into_iter().map(|Export { name, values }| {
+        let shape = match &values {
+            Values::Vector(tensor) => tensor.dims().to_vec(),
+            Values::Matrix(tensor) => tensor.dims().to_vec(),
+        };
+        (name.clone(), Weight { name, values, shape, dtype, path, failure })
+    });
+    let temporary = staged.add(path);
+    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+    let written = safetensors::serialize_to_file(views, Some(metadata), &temporary);
+    if let Some(error) = failure.take() {
+        return Err(error);
+    }
+    written.map_err(|error| match error {
+        SafeTensorError::IoError(source) => failed(path)(source),
+        other => {
+            Error::Malformed { path: path.into(), format: "safetensors", why: other.to_string() }
+        }
+    })?;
+    share(&temporary).map_err(failed(path))
+}
+
+/// The safetensors crate makes files that only their owner may read; gives this one the permissions
+/// of any new file.
+fn share(path: &Path) -> io::Result<()> {
+    let probe = path.with_extension("permissions");
+    let permissions = fs::File::create(&probe)?.metadata()?.permissions();
+    fs::remove_file(&probe)?;
+    fs::set_permissions(path, permissions)
+}
+
+/// A tensor that is converted when it is written.
+struct Weight<'a> {
+    name: String,
+    values: Values,
+    shape: Vec<usize>,
+    dtype: SaveDtype,
+    path: &'a Path,
+    /// The first thing that went wrong: the trait has no way to say so.
+    failure: &'a RefCell<Option<Error>>,
+}
+
+impl Weight<'_> {
+    fn bytes(&self) -> Result<Vec<u8>> {
+        let wrong =
+            |why: String| Error::Tensor { path: self.path.into(), tensor: self.name.clone(), why };
+        let data = match &self.values {
+            Values::Vector(tensor) => tensor.try_to_data_as::<f32>(),
+            Values::Matrix(tensor) => tensor.try_to_data_as::<f32>(),
+        };
+        let data = data.map_err(|error| wrong(error.to_string()))?;
+        let values = data.as_slice::<f32>().map_err(|error| wrong(format!("{error:?}")))?;
+
+        let mut bytes = Vec::with_capacity(self.data_len());
+        for (index, &value) in values.iter().enumerate() {
+            if !value.is_finite() {
+                let (path, tensor) = (self.path.into(), self.name.clone());
+                return Err(Error::NonFinite { path, tensor, value, index });
+            }
+            match self.dtype {
+                SaveDtype::F32 => bytes.extend_from_slice(&value.to_le_bytes()),
+                SaveDtype::F16 if value.abs() > f16::MAX.to_f32() => {
+                    return Err(wrong(format!(
+                        "holds {value} at element {index}, f16 weights must be at most {}",
+                        f16::MAX
+                    )));
+                }
+                SaveDtype::F16 => bytes.extend_from_slice(&f16::from_f32(value).to_le_bytes()),
+            }
+        }
+        Ok(bytes)
+    }
+}
+
+impl View for Weight<'_> {
+    fn dtype(&self) -> Dtype {
+        match self.dtype {
+            SaveDtype::F16 => Dtype::F16,
+            SaveDtype::F32 => Dtype::F32,
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        let mut failure = self.failure.borrow_mut();
+        if failure.is_none() {
+            match self.bytes() {
+                Ok(bytes) => return bytes.into(),
+                Err(error) => *failure = Some(error),
+            }
+        }
+        // The file will not be kept.
+        Cow::Borrowed(&[])
+    }
+
+    fn data_len(&self) -> usize {
+        let size = match self.dtype {
+            SaveDtype::F16 => 2,
+            SaveDtype::F32 => 4,
+        };
+        size * self.shape.iter().product::<usize>()
+    }
+}
