@@ -1,4 +1,44 @@
-//! Reserved for quantization-aware fine-tuning with the cache a model will be served with.
+//! Quantization-aware training (QAT) for KIVI caches: fine-tune a model with the noise its cache will
+//! add in serving, so that it keeps its quality at 2 bits.
 //!
-//! Nothing is public yet. The differentiable operation it builds on is
-//! `kv_cubecl::streaming_attention`.
+//! One [`ModelCacheConfig`](kv_models::ModelCacheConfig) drives post-training evaluation, training and
+//! serving: [`prepare`] makes the parallel forward pass use it, [`train`] adapts the weights,
+//! [`convert`](Prepared::convert) gives the plain model back with the configuration beside it.
+//!
+//! ```no_run
+//! use kv_models::kv_cubecl::{Autodiff, Flex, On};
+//! use kv_train::{QatConfig, prepare};
+//!
+//! # fn main() -> anyhow::Result<()> {
+//! let device = On::<Autodiff<Flex>>::open()?;
+//! let loaded = kv_models::load("models/austen", &device)?;
+//! let config = QatConfig::new("k2v2".parse::<kv_models::kv_cubecl::KvCacheConfig>()?);
+//! let prepared = prepare(loaded.model, config)?;
+//! // ... any training loop over `prepared.forward(ids)`, or `kv_train::train` ...
+//! prepared.convert().save("models/austen-k2v2", &loaded.tokenizer?)?;
+//! # Ok(())
+//! # }
+//! ```
+
+mod checkpoint;
+mod config;
+pub mod data;
+mod error;
+mod history;
+mod loss;
+mod metrics;
+mod qat;
+mod renderer;
+mod report;
+mod step;
+mod train;
+
+pub use checkpoint::Checkpoints;
+pub use config::{Adapter, Objective, Schedule, TrainConfig, Trainable};
+pub use error::{Error, Result};
+pub use history::{GroupShares, History, StepRecord, Tell, ValidRecord};
+pub use metrics::Measured;
+pub use qat::{Converted, Prepared, QatConfig, prepare};
+pub use report::write_report;
+pub use step::Trainee;
+pub use train::{Resume, Run, Texts, Trained, train};

@@ -1,0 +1,293 @@
+//! The command line, and the run it describes.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use kv_models::{
+    ModelCacheConfig,
+    kv_cubecl::{FakeQuantOptions, KvCacheConfig, SteGradient},
+    llama,
+    nn::{AttentionShape, RopeScaling},
+};
+use kv_train::{Adapter, Objective, QatConfig, Schedule, TrainConfig, Trainable};
+use serde::{Deserialize, Serialize};
+
+use crate::backend::Backend;
+
+/// A run as its folder keeps it, to be continued without repeating the command line.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Spec {
+    pub(crate) backend: Backend,
+    pub(crate) devices: usize,
+    pub(crate) origin: Origin,
+    pub(crate) texts: Vec<PathBuf>,
+    pub(crate) field: String,
+    pub(crate) valid_texts: Vec<PathBuf>,
+    pub(crate) config: TrainConfig,
+}
+
+/// Where the weights come from.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Origin {
+    /// A model's folder or file.
+    Model(PathBuf),
+    /// Random weights.
+    Random(Architecture),
+}
+
+/// A Llama-style model.
+#[derive(Clone, Debug, Serialize, Deserialize, clap::Args)]
+pub(crate) struct Architecture {
+    /// Ids of the tokenizer that is trained on the texts.
+    #[arg(long, default_value_t = 2048)]
+    pub(crate) vocab: usize,
+    /// Width of the residual stream.
+    #[arg(long, default_value_t = 256)]
+    pub(crate) hidden: usize,
+    /// Width of the MLP.
+    #[arg(long, default_value_t = 704)]
+    pub(crate) intermediate: usize,
+    /// Layers.
+    #[arg(long, default_value_t = 4)]
+    pub(crate) layers: usize,
+    /// Query heads.
+    #[arg(long, default_value_t = 4)]
+    pub(crate) heads: usize,
+    /// Key and value heads.
+    #[arg(long, default_value_t = 2)]
+    pub(crate) kv_heads: usize,
+    /// Channels per head.
+    #[arg(long, default_value_t = 64)]
+    pub(crate) head_dim: usize,
+    /// The longest context.
+    #[arg(long, default_value_t = 1024)]
+    pub(crate) context: usize,
+}
+
+impl Architecture {
+    pub(crate) fn config(&self) -> llama::Config {
+        llama::Config {
+            vocab_size: self.vocab,
+            hidden_size: self.hidden,
+            intermediate_size: self.intermediate,
+            n_layers: self.layers,
+            attention: AttentionShape {
+                n_heads: self.heads,
+                n_kv_heads: self.kv_heads,
+                head_dim: self.head_dim,
+            },
+            max_positions: self.context,
+            norm_epsilon: 1e-5,
+            qkv_bias: false,
+            output_bias: false,
+            mlp_bias: false,
+            tied_head: true,
+            rotary_dim: self.head_dim,
+            rope_theta: 10_000.0,
+            rope_scaling: RopeScaling::Default,
+        }
+    }
+}
+
+/// What both kinds of training take. Defaults differ, so they are in the commands.
+#[derive(Debug, clap::Args)]
+struct Training {
+    /// A text to train on: UTF-8, or .jsonl with one object per line; repeatable.
+    #[arg(long = "text", required = true)]
+    texts: Vec<PathBuf>,
+    /// The field of a .jsonl object that holds the text.
+    #[arg(long, default_value = "text")]
+    field: String,
+    /// A text to validate with, instead of the tail of the others; repeatable.
+    #[arg(long = "valid-text")]
+    valid_texts: Vec<PathBuf>,
+    /// The run's folder.
+    #[arg(long)]
+    out: PathBuf,
+    /// Where to train.
+    #[arg(long, value_enum, default_value = "flex")]
+    backend: Backend,
+    /// Devices of the backend that share each optimizer step.
+    #[arg(long, default_value_t = 1)]
+    devices: usize,
+    /// Optimizer steps.
+    #[arg(long)]
+    steps: Option<usize>,
+    /// Optimizer steps between validations and checkpoints.
+    #[arg(long)]
+    steps_per_epoch: Option<usize>,
+    /// Tokens per sequence.
+    #[arg(long)]
+    seq_len: Option<usize>,
+    /// Sequences per batch.
+    #[arg(long)]
+    batch: Option<usize>,
+    /// Batches per optimizer step.
+    #[arg(long)]
+    accumulation: Option<usize>,
+    /// The highest learning rate.
+    #[arg(long)]
+    lr: Option<f64>,
+    /// The last learning rate of the cosine.
+    #[arg(long)]
+    min_lr: Option<f64>,
+    /// Steps of linear warm-up.
+    #[arg(long)]
+    warmup: Option<usize>,
+    /// Decoupled weight decay.
+    #[arg(long)]
+    weight_decay: Option<f32>,
+    /// Decay rate of the second moment.
+    #[arg(long)]
+    beta_2: Option<f32>,
+    /// Largest global norm of the gradient; 0 for no limit.
+    #[arg(long)]
+    clip_norm: Option<f64>,
+    /// Seed of the data's order, and of new weights.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Share of the text's tail held out for validation.
+    #[arg(long)]
+    holdout: Option<f64>,
+    /// Held-out windows used in a validation, at most.
+    #[arg(long)]
+    valid_windows: Option<usize>,
+    /// Stop after as many validations without a better loss.
+    #[arg(long)]
+    patience: Option<usize>,
+    /// Recompute cheap activations in the backward pass instead of keeping them.
+    #[arg(long)]
+    gradient_checkpointing: bool,
+}
+
+impl Training {
+    fn config(&self, defaults: TrainConfig) -> TrainConfig {
+        let Schedule { lr, min_lr, warmup } = defaults.schedule;
+        let steps = self.steps.unwrap_or(defaults.steps);
+        TrainConfig {
+            seq_len: self.seq_len.unwrap_or(defaults.seq_len),
+            batch: self.batch.unwrap_or(defaults.batch),
+            accumulation: self.accumulation.unwrap_or(defaults.accumulation),
+            steps,
+            steps_per_epoch: self.steps_per_epoch.unwrap_or(defaults.steps_per_epoch.min(steps)),
+            schedule: Schedule {
+                lr: self.lr.unwrap_or(lr),
+                min_lr: self.min_lr.unwrap_or(min_lr),
+                warmup: self.warmup.unwrap_or(warmup.min(steps / 10)),
+            },
+            weight_decay: self.weight_decay.unwrap_or(defaults.weight_decay),
+            beta_2: self.beta_2.unwrap_or(defaults.beta_2),
+            clip_norm: match self.clip_norm {
+                Some(norm) => (norm != 0.0).then_some(norm),
+                None => defaults.clip_norm,
+            },
+            seed: self.seed.unwrap_or(defaults.seed),
+            holdout: self.holdout.unwrap_or(defaults.holdout),
+            valid_windows: self.valid_windows.unwrap_or(defaults.valid_windows),
+            patience: self.patience.or(defaults.patience),
+            gradient_checkpointing: self.gradient_checkpointing,
+            ..defaults
+        }
+    }
+
+    fn spec(self, origin: Origin, defaults: TrainConfig) -> (Spec, PathBuf) {
+        let config = self.config(defaults);
+        let Self { backend, devices, texts, field, valid_texts, out, .. } = self;
+        (Spec { backend, devices, origin, texts, field, valid_texts, config }, out)
+    }
+}
+
+/// Arguments of `kv-train qat`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Qat {
+    /// A folder with config.json, or a .gguf file.
+    #[arg(long)]
+    model: PathBuf,
+    /// The cache to train for: kKvV with bits 2, 4, 8 or 16, then -gN, -rN, -sN, -after, -f16.
+    #[arg(long)]
+    cache: KvCacheConfig,
+    /// Layers whose caches stay in float, by index.
+    #[arg(long = "float-layers", value_delimiter = ',')]
+    float_layers: Vec<usize>,
+    /// ce, kl (distillation from the model as it is, with a float cache), or mixed:W.
+    #[arg(long, default_value = "kl")]
+    objective: Objective,
+    /// Share of the sequences that are trained with a float cache.
+    #[arg(long, default_value_t = 0.0)]
+    float_share: f64,
+    /// Which weights are trained: all, layers, attention or qkv.
+    #[arg(long, default_value = "all")]
+    trainable: Trainable,
+    /// Train low-rank adapters of this rank instead of the weights.
+    #[arg(long)]
+    lora: Option<usize>,
+    /// Scale of the adapters, over their rank; by default twice the rank.
+    #[arg(long, requires = "lora")]
+    lora_alpha: Option<f64>,
+    /// Let gradients pass through scale and minimum as well.
+    #[arg(long)]
+    scale_gradient: bool,
+    /// Steps before the quantizer is switched on.
+    #[arg(long, default_value_t = 0)]
+    start_step: u64,
+    /// Quantize every token while training, which no cache does: for comparison only.
+    #[arg(long)]
+    quantize_everything: bool,
+    #[command(flatten)]
+    training: Training,
+}
+
+impl Qat {
+    pub(crate) fn spec(self) -> Result<(Spec, PathBuf)> {
+        let gradient = match self.scale_gradient {
+            true => SteGradient::ScaleMin,
+            false => SteGradient::Identity,
+        };
+        let quantize_everything = self.quantize_everything;
+        let cache =
+            ModelCacheConfig { cache: self.cache, float_layers: self.float_layers.into_iter().collect() };
+        let qat = QatConfig {
+            cache,
+            fake_quant: FakeQuantOptions { gradient, quantize_everything },
+            start_step: self.start_step,
+        };
+        let adapter = self.lora.map(|rank| Adapter {
+            rank,
+            alpha: self.lora_alpha.unwrap_or(2.0 * rank as f64),
+        });
+        let defaults = TrainConfig {
+            qat: Some(qat),
+            objective: self.objective,
+            float_share: self.float_share,
+            trainable: self.trainable,
+            adapter,
+            ..TrainConfig::default()
+        };
+        Ok(self.training.spec(Origin::Model(self.model), defaults))
+    }
+}
+
+/// Arguments of `kv-train pretrain`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Pretrain {
+    #[command(flatten)]
+    architecture: Architecture,
+    #[command(flatten)]
+    training: Training,
+}
+
+impl Pretrain {
+    pub(crate) fn spec(self) -> Result<(Spec, PathBuf)> {
+        let defaults = TrainConfig {
+            steps: 1000,
+            steps_per_epoch: 100,
+            schedule: Schedule { lr: 2e-3, min_lr: 1e-4, warmup: 50 },
+            weight_decay: 0.1,
+            beta_2: 0.95,
+            valid_windows: 16,
+            ..TrainConfig::default()
+        };
+        Ok(self.training.spec(Origin::Random(self.architecture), defaults))
+    }
+}

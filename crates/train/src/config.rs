@@ -1,0 +1,279 @@
+//! Everything that decides a run, and nothing that does not: a run resumed with another
+//! configuration is an error.
+
+use core::{fmt, str::FromStr};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, QatConfig, Result};
+
+/// What is minimized, per token and in nats.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Objective {
+    /// `-log p(target)`: adapts to the text.
+    CrossEntropy,
+    /// `KL(teacher || student)`, the teacher being the model as it was, frozen, with a float cache:
+    /// recovers what quantization lost (Hinton et al., 2015, <https://arxiv.org/abs/1503.02531>).
+    Distillation,
+    /// `(1 - kl_weight) * cross-entropy + kl_weight * distillation`.
+    Mixed {
+        /// Between 0 and 1.
+        kl_weight: f64,
+    },
+}
+
+impl Objective {
+    /// Weights of cross-entropy and divergence.
+    pub(crate) fn weights(self) -> (f64, f64) {
+        match self {
+            Self::CrossEntropy => (1.0, 0.0),
+            Self::Distillation => (0.0, 1.0),
+            Self::Mixed { kl_weight } => (1.0 - kl_weight, kl_weight),
+        }
+    }
+
+    /// Whether a teacher has to run.
+    pub(crate) fn needs_teacher(self) -> bool {
+        self.weights().1 != 0.0
+    }
+}
+
+impl fmt::Display for Objective {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::CrossEntropy => f.write_str("ce"),
+            Self::Distillation => f.write_str("kl"),
+            Self::Mixed { kl_weight } => write!(f, "mixed:{kl_weight}"),
+        }
+    }
+}
+
+impl FromStr for Objective {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let fail = || Error::setting("objective", text, "must be ce, kl, or mixed:W with W in 0..1");
+        match text.split_once(':') {
+            None if text == "ce" => Ok(Self::CrossEntropy),
+            None if text == "kl" => Ok(Self::Distillation),
+            Some(("mixed", weight)) => {
+                let kl_weight: f64 = weight.parse().map_err(|_| fail())?;
+                (0.0..=1.0).contains(&kl_weight).then_some(Self::Mixed { kl_weight }).ok_or(fail())
+            }
+            _ => Err(fail()),
+        }
+    }
+}
+
+/// Which weights are trained; the others are frozen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Trainable {
+    /// All.
+    #[default]
+    All,
+    /// The layers: neither embedding, final norm nor head.
+    Layers,
+    /// Attention: its norm, projections and output.
+    Attention,
+    /// The query, key and value projections.
+    Qkv,
+}
+
+impl Trainable {
+    /// Whether the weight at `path` in the model, such as `Llama.layers.0.qkv.weight`, is trained.
+    pub(crate) fn includes(self, path: &str) -> bool {
+        let any = |names: &[&str]| path.split('.').any(|part| names.contains(&part));
+        match self {
+            Self::All => true,
+            Self::Layers => any(&["layers"]),
+            Self::Attention => any(&["layers"]) && any(&["attention_norm", "qkv", "output"]),
+            Self::Qkv => any(&["layers"]) && any(&["qkv"]),
+        }
+    }
+}
+
+impl fmt::Display for Trainable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::All => "all",
+            Self::Layers => "layers",
+            Self::Attention => "attention",
+            Self::Qkv => "qkv",
+        })
+    }
+}
+
+impl FromStr for Trainable {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        [Self::All, Self::Layers, Self::Attention, Self::Qkv]
+            .into_iter()
+            .find(|which| which.to_string() == text)
+            .ok_or_else(|| {
+                Error::setting("trainable", text, "must be all, layers, attention or qkv")
+            })
+    }
+}
+
+/// Low-rank adapters in place of the weights themselves: `W + alpha / rank * A B` (Hu et al., 2021,
+/// <https://arxiv.org/abs/2106.09685>), on the matrices of the layers that
+/// [`Trainable`] names. They are merged into the weights by [`convert`](crate::Prepared::convert).
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Adapter {
+    /// Rank of the two factors.
+    pub rank: usize,
+    /// Scale of their product, over the rank.
+    pub alpha: f64,
+}
+
+/// Learning rate: linear warm-up, then a cosine to `min_lr` at the last step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Schedule {
+    /// The highest.
+    pub lr: f64,
+    /// The last.
+    pub min_lr: f64,
+    /// Optimizer steps of warm-up.
+    pub warmup: usize,
+}
+
+/// A training run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainConfig {
+    /// The cache to train for; `None` trains with a float cache.
+    pub qat: Option<QatConfig>,
+    /// What is minimized.
+    pub objective: Objective,
+    /// Share of the sequences, between 0 and 1, that are trained with a float cache: holds the model
+    /// in place for those who serve it without quantization.
+    pub float_share: f64,
+    /// Which weights are trained.
+    pub trainable: Trainable,
+    /// Train low-rank adapters in place of the weights.
+    pub adapter: Option<Adapter>,
+    /// Tokens per sequence.
+    pub seq_len: usize,
+    /// Sequences per batch.
+    pub batch: usize,
+    /// Batches per optimizer step, whose gradients are averaged.
+    pub accumulation: usize,
+    /// Optimizer steps in all, a multiple of `steps_per_epoch`.
+    pub steps: usize,
+    /// Optimizer steps between validations and checkpoints; what the dashboard calls an epoch.
+    pub steps_per_epoch: usize,
+    /// Learning rate by step.
+    pub schedule: Schedule,
+    /// Decoupled weight decay of AdamW.
+    pub weight_decay: f32,
+    /// Decay rate of AdamW's second moment; the first moment's is 0.9.
+    pub beta_2: f32,
+    /// Largest global norm of the gradient; longer ones are scaled down to it.
+    pub clip_norm: Option<f64>,
+    /// Seed of the data's order, and of new weights.
+    pub seed: u64,
+    /// Share of the text's tail held out for validation.
+    pub holdout: f64,
+    /// Held-out windows used in a validation, at most.
+    pub valid_windows: usize,
+    /// Stop after as many epochs without a better validation loss.
+    pub patience: Option<usize>,
+    /// Recompute cheap activations in the backward pass instead of keeping them.
+    pub gradient_checkpointing: bool,
+}
+
+impl Default for TrainConfig {
+    fn default() -> Self {
+        Self {
+            qat: None,
+            objective: Objective::CrossEntropy,
+            float_share: 0.0,
+            trainable: Trainable::All,
+            adapter: None,
+            seq_len: 1024,
+            batch: 2,
+            accumulation: 1,
+            steps: 100,
+            steps_per_epoch: 25,
+            schedule: Schedule { lr: 2e-5, min_lr: 0.0, warmup: 5 },
+            weight_decay: 0.0,
+            beta_2: 0.99,
+            clip_norm: Some(1.0),
+            seed: 0,
+            holdout: 0.02,
+            valid_windows: 4,
+            patience: None,
+            gradient_checkpointing: false,
+        }
+    }
+}
+
+impl TrainConfig {
+    /// Checks every field against its range.
+    ///
+    /// # Errors
+    /// [`Error::Setting`] naming the first that is out of it.
+    pub fn validate(&self) -> Result<()> {
+        for (field, value) in [
+            ("seq-len", self.seq_len),
+            ("batch", self.batch),
+            ("accumulation", self.accumulation),
+            ("steps", self.steps),
+            ("steps-per-epoch", self.steps_per_epoch),
+            ("valid-windows", self.valid_windows),
+        ] {
+            if value == 0 {
+                return Err(Error::setting(field, value, "must be at least 1"));
+            }
+        }
+        if !self.steps.is_multiple_of(self.steps_per_epoch) {
+            let rule = format!("must be a multiple of steps-per-epoch {}", self.steps_per_epoch);
+            return Err(Error::setting("steps", self.steps, rule));
+        }
+        let Schedule { lr, min_lr, warmup } = self.schedule;
+        let unit = |field, value: f64| match (0.0..=1.0).contains(&value) {
+            true => Ok(()),
+            false => Err(Error::setting(field, value, "must be between 0 and 1")),
+        };
+        unit("lr", lr)?;
+        unit("min-lr", min_lr)?;
+        unit("float-share", self.float_share)?;
+        unit("beta-2", self.beta_2.into())?;
+        if lr == 0.0 || min_lr > lr {
+            return Err(Error::setting("lr", lr, "must be above 0 and not below min-lr"));
+        }
+        if warmup >= self.steps {
+            let rule = format!("must be less than steps {}", self.steps);
+            return Err(Error::setting("warmup", warmup, rule));
+        }
+        if !(0.0..1.0).contains(&self.holdout) {
+            return Err(Error::setting("holdout", self.holdout, "must be at least 0 and below 1"));
+        }
+        if !(self.weight_decay >= 0.0 && self.weight_decay.is_finite()) {
+            let rule = "must be finite and at least 0";
+            return Err(Error::setting("weight-decay", self.weight_decay, rule));
+        }
+        if let Some(norm) = self.clip_norm
+            && !(norm > 0.0 && norm.is_finite())
+        {
+            return Err(Error::setting("clip-norm", norm, "must be finite and above 0"));
+        }
+        if let Some(Adapter { rank, alpha }) = self.adapter
+            && (rank == 0 || !(alpha > 0.0 && alpha.is_finite()))
+        {
+            let rule = format!("must have a rank of at least 1 and an alpha {alpha} above 0");
+            return Err(Error::setting("lora", rank, rule));
+        }
+        if self.patience == Some(0) {
+            return Err(Error::setting("patience", 0, "must be at least 1"));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn epochs(&self) -> usize {
+        self.steps / self.steps_per_epoch
+    }
+}

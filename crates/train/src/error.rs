@@ -1,0 +1,68 @@
+use std::path::PathBuf;
+
+use crate::data::DataError;
+
+/// What can go wrong in training.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A setting out of its range.
+    #[error("{field} {value}: {rule}")]
+    Setting {
+        /// The setting.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// What it must be.
+        rule: String,
+    },
+    /// A file that could not be read or written.
+    #[error("{path}: {source}", path = path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A file of a run that is not what was written.
+    #[error("{path}: {why}", path = path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it, and what still works.
+        why: String,
+    },
+    /// Training stopped.
+    #[error("training stopped: {0}")]
+    Stopped(String),
+    /// The texts.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// The model.
+    #[error(transparent)]
+    Model(#[from] kv_models::Error),
+    /// The cache's configuration, or the device.
+    #[error(transparent)]
+    Cache(#[from] kv_models::kv_cubecl::Error),
+    /// A report that could not be drawn or written.
+    #[error(transparent)]
+    Report(#[from] kv_eval::Error),
+}
+
+impl Error {
+    pub(crate) fn setting(
+        field: &'static str,
+        value: impl ToString,
+        rule: impl Into<String>,
+    ) -> Self {
+        Self::Setting { field, value: value.to_string(), rule: rule.into() }
+    }
+
+    pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.into();
+        |source| Self::Io { path, source }
+    }
+}
+
+/// Results of this crate.
+pub type Result<T> = core::result::Result<T, Error>;

@@ -1,0 +1,272 @@
+//! What a run measured, one line of JSON per event, appended as it happens.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{BufRead, BufReader, Write},
+    path::{Path, PathBuf},
+};
+
+use burn::train::Interrupter;
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result, loss::Sums};
+
+/// One batch of training. Losses are means over its tokens, in nats.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepRecord {
+    /// Sequences trained on before it.
+    pub position: u64,
+    /// Optimizer steps made before it.
+    pub step: u64,
+    /// The objective.
+    pub loss: f64,
+    /// Negative log-likelihood.
+    pub nll: f64,
+    /// Divergence from the teacher, where there is one.
+    pub kl: Option<f64>,
+    /// Tokens per second, forward and backward.
+    pub tokens_per_second: f64,
+}
+
+/// A validation. Losses are means over tokens, in nats.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ValidRecord {
+    /// Optimizer steps made before it.
+    pub step: u64,
+    /// Negative log-likelihood with the cache that is trained for.
+    pub nll: f64,
+    /// Negative log-likelihood with a float cache.
+    pub nll_float: f64,
+    /// Divergence of the cache that is trained for from the teacher; without a teacher, from the
+    /// model's own float cache.
+    pub kl: f64,
+    /// Divergence of the float cache from the same.
+    pub kl_float: f64,
+    /// What the quantizer met.
+    pub shares: Option<GroupShares>,
+}
+
+/// How many of the quantizer's groups and elements are special, over all layers of a sample.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct GroupShares {
+    /// Elements beyond the codes because scale and minimum are rounded to f16.
+    pub clipped: f64,
+    /// Groups whose scale is 0.
+    pub constant: f64,
+}
+
+/// One line.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Line {
+    Train(StepRecord),
+    Valid(ValidRecord),
+}
+
+/// Everything a run measured, in order.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct History {
+    /// Batches.
+    pub train: Vec<StepRecord>,
+    /// Validations.
+    pub valid: Vec<ValidRecord>,
+}
+
+impl History {
+    /// The file of a run's folder.
+    pub fn path(folder: &Path) -> PathBuf {
+        folder.join("history.jsonl")
+    }
+
+    /// Reads what a run in `folder` measured. A last line cut short by a kill is dropped.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or a line before the last that is not one of ours.
+    pub fn read(folder: &Path) -> Result<Self> {
+        let path = Self::path(folder);
+        let file = File::open(&path).map_err(Error::io(&path))?;
+        let lines: Vec<String> = BufReader::new(file)
+            .lines()
+            .collect::<std::io::Result<_>>()
+            .map_err(Error::io(&path))?;
+        let mut history = Self::default();
+        for (number, line) in lines.iter().enumerate() {
+            match serde_json::from_str(line) {
+                Ok(Line::Train(record)) => history.train.push(record),
+                Ok(Line::Valid(record)) => history.valid.push(record),
+                Err(_) if number + 1 == lines.len() => {}
+                Err(error) => {
+                    let why = format!("line {}: {error}", number + 1);
+                    return Err(Error::Damaged { path, why });
+                }
+            }
+        }
+        Ok(history)
+    }
+
+    /// Drops what came after optimizer step `step`.
+    fn truncate(&mut self, step: u64) {
+        self.train.retain(|record| record.step < step);
+        self.valid.retain(|record| record.step <= step);
+    }
+
+    fn lines(&self) -> Vec<Line> {
+        let train = self.train.iter().map(|&record| (record.step, 1, Line::Train(record)));
+        let valid = self.valid.iter().map(|&record| (record.step, 0, Line::Valid(record)));
+        let mut lines: Vec<_> = train.chain(valid).collect();
+        lines.sort_by_key(|&(step, kind, _)| (step, kind));
+        lines.into_iter().map(|(.., line)| line).collect()
+    }
+}
+
+/// Called with a line of text.
+pub type Tell = Box<dyn Fn(&str) + Send>;
+
+/// Writes the history of a run, and stops it at the first failure.
+pub(crate) struct Recorder {
+    path: PathBuf,
+    file: File,
+    tell: Option<(Tell, u64)>,
+    interrupter: Option<Interrupter>,
+    failure: Option<String>,
+    steps: u64,
+    trained: u64,
+    valid_batches: usize,
+    pending: Pending,
+}
+
+/// A validation under way.
+#[derive(Default)]
+struct Pending {
+    batches: usize,
+    quantized: Sums,
+    float: Sums,
+    shares: Option<GroupShares>,
+}
+
+impl core::fmt::Debug for Recorder {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Recorder").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+impl Recorder {
+    /// A new history in `folder`, or, to resume after `trained` optimizer steps, the part of the
+    /// old one up to there.
+    pub(crate) fn new(
+        folder: &Path,
+        trained: u64,
+        steps: u64,
+        valid_batches: usize,
+        tell: Option<(Tell, u64)>,
+    ) -> Result<Self> {
+        let path = History::path(folder);
+        let mut history = match trained {
+            0 => History::default(),
+            _ => History::read(folder)?,
+        };
+        history.truncate(trained);
+        let partial = path.with_extension("partial");
+        let write = |file: &mut File| -> std::io::Result<()> {
+            for line in history.lines() {
+                writeln!(file, "{}", serde_json::to_string(&line)?)?;
+            }
+            file.sync_all()
+        };
+        let mut file = File::create(&partial).map_err(Error::io(&partial))?;
+        write(&mut file).map_err(Error::io(&partial))?;
+        fs::rename(&partial, &path).map_err(Error::io(&path))?;
+        let file = OpenOptions::new().append(true).open(&path).map_err(Error::io(&path))?;
+        Ok(Self {
+            path,
+            file,
+            tell,
+            interrupter: None,
+            failure: None,
+            steps,
+            trained,
+            valid_batches,
+            pending: Pending::default(),
+        })
+    }
+
+    pub(crate) fn stop_by(&mut self, interrupter: Interrupter) {
+        self.interrupter = Some(interrupter);
+    }
+
+    /// Keeps the first reason and asks the run to stop.
+    pub(crate) fn fail(&mut self, why: &str) {
+        self.failure.get_or_insert_with(|| why.to_string());
+        if let Some(interrupter) = &self.interrupter {
+            interrupter.stop(Some(why));
+        }
+    }
+
+    pub(crate) fn failure(&self) -> Option<&str> {
+        self.failure.as_deref()
+    }
+
+    /// Whether the next validation batch is the first of its validation.
+    pub(crate) fn validation_starts(&self) -> bool {
+        self.pending.batches == 0
+    }
+
+    pub(crate) fn step(&mut self, record: &StepRecord) {
+        self.trained = record.step + 1;
+        self.write(&Line::Train(*record));
+        if let Some((tell, every)) = &self.tell
+            && (record.step + 1).is_multiple_of(*every)
+        {
+            let kl = record.kl.map_or(String::new(), |kl| format!("  kl {kl:.4}"));
+            tell(&format!(
+                "step {:>5}/{}  loss {:.4}  perplexity {:.3}{kl}  {:.0} tokens/s",
+                record.step + 1,
+                self.steps,
+                record.loss,
+                record.nll.exp(),
+                record.tokens_per_second,
+            ));
+        }
+    }
+
+    pub(crate) fn valid(&mut self, quantized: Sums, float: Sums, shares: Option<GroupShares>) {
+        let pending = &mut self.pending;
+        pending.quantized.add(quantized);
+        pending.float.add(float);
+        pending.shares = pending.shares.or(shares);
+        pending.batches += 1;
+        if pending.batches < self.valid_batches {
+            return;
+        }
+        let Pending { quantized, float, shares, .. } = core::mem::take(&mut self.pending);
+        let mean = |sum: f64| sum / quantized.rows.max(1) as f64;
+        let record = ValidRecord {
+            step: self.trained,
+            nll: mean(quantized.nll),
+            nll_float: mean(float.nll),
+            kl: mean(quantized.kl),
+            kl_float: mean(float.kl),
+            shares,
+        };
+        self.write(&Line::Valid(record));
+        if let Some((tell, _)) = &self.tell {
+            tell(&format!(
+                "valid after {:>5}  perplexity {:.3}  with a float cache {:.3}  kl {:.4}",
+                record.step,
+                record.nll.exp(),
+                record.nll_float.exp(),
+                record.kl,
+            ));
+        }
+    }
+
+    fn write(&mut self, line: &Line) {
+        let written = serde_json::to_string(line)
+            .map_err(std::io::Error::from)
+            .and_then(|text| self.file.write_all(format!("{text}\n").as_bytes()));
+        if let Err(error) = written {
+            let why = format!("{}: {error}", self.path.display());
+            self.fail(&why);
+        }
+    }
+}

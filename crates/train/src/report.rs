@@ -1,0 +1,125 @@
+//! Pictures of a run: curves as SVG and PNG, and one HTML page.
+
+use std::path::{Path, PathBuf};
+
+use kv_eval::{
+    Table,
+    chart::{Chart, Series, Style},
+    html::HtmlReport,
+
+};
+
+use crate::{History, Result, StepRecord, TrainConfig, ValidRecord};
+
+/// Training steps whose mean is one point of a smoothed curve, at most.
+const POINTS: usize = 200;
+
+/// Writes `loss.svg`, `loss.png`, `perplexity.svg`, `perplexity.png` and `report.html` into the run's
+/// folder and returns the path of the last.
+///
+/// # Errors
+/// A history without a step, or a file that cannot be written.
+pub fn write_report(folder: &Path, config: &TrainConfig, history: &History) -> Result<PathBuf> {
+    let charts = [("loss", loss(history)), ("perplexity", perplexity(history))];
+    let settings = serde_json::to_string_pretty(config).unwrap_or_default();
+    let mut page = HtmlReport::new("Training").table(&validations(history));
+    for (name, chart) in &charts {
+        chart.write_svg(folder.join(format!("{name}.svg")))?;
+        chart.write_png(folder.join(format!("{name}.png")))?;
+        page = page.chart(chart)?;
+    }
+    let path = folder.join("report.html");
+    page.heading("Configuration").pre(&settings).write(&path)?;
+    Ok(path)
+}
+
+/// Means of `value` over equal pieces of the run, by optimizer step.
+fn smooth(records: &[StepRecord], value: impl Fn(&StepRecord) -> Option<f64>) -> Vec<(f64, f64)> {
+    let piece = records.len().div_ceil(POINTS).max(1);
+    records
+        .chunks(piece)
+        .filter_map(|piece| {
+            let values: Vec<f64> = piece.iter().filter_map(&value).collect();
+            let step = piece.last()?.step + 1;
+            let mean = values.iter().sum::<f64>() / values.len() as f64;
+            (!values.is_empty()).then_some((step as f64, mean))
+        })
+        .collect()
+}
+
+fn by_step(records: &[ValidRecord], value: impl Fn(&ValidRecord) -> f64) -> Vec<(f64, f64)> {
+    records.iter().map(|record| (record.step as f64, value(record))).collect()
+}
+
+fn loss(history: &History) -> Chart {
+    let mut series = vec![Series::new(
+        "objective, training",
+        smooth(&history.train, |record| Some(record.loss)),
+        Style::Line,
+    )];
+    if history.train.iter().any(|record| record.kl.is_some()) {
+        series.push(Series::new(
+            "KL, validation",
+            by_step(&history.valid, |record| record.kl),
+            Style::LinePoints,
+        ));
+        series.push(Series::new(
+            "KL with a float cache, validation",
+            by_step(&history.valid, |record| record.kl_float),
+            Style::LinePoints,
+        ));
+    }
+    Chart {
+        title: "Loss".into(),
+        x_label: "optimizer step".into(),
+        y_label: "nats per token".into(),
+        series,
+        ..Chart::default()
+    }
+}
+
+fn perplexity(history: &History) -> Chart {
+    Chart {
+        title: "Perplexity of the held-out text".into(),
+        x_label: "optimizer step".into(),
+        y_label: "perplexity".into(),
+        series: vec![
+            Series::new(
+                "cache that is trained for",
+                by_step(&history.valid, |record| record.nll.exp()),
+                Style::LinePoints,
+            ),
+            Series::new(
+                "float cache",
+                by_step(&history.valid, |record| record.nll_float.exp()),
+                Style::LinePoints,
+            ),
+        ],
+        ..Chart::default()
+    }
+}
+
+fn validations(history: &History) -> Table {
+    let mut table = Table::new([
+        "step",
+        "perplexity",
+        "float cache",
+        "KL",
+        "KL float cache",
+        "clipped elements",
+        "constant groups",
+    ]);
+    for record in &history.valid {
+        let share = |share: Option<f64>| share.map_or(String::new(), |x| format!("{x:.5}"));
+        table.push([
+            record.step.to_string(),
+            format!("{:.4}", record.nll.exp()),
+            format!("{:.4}", record.nll_float.exp()),
+            format!("{:.5}", record.kl),
+            format!("{:.5}", record.kl_float),
+            share(record.shares.map(|shares| shares.clipped)),
+            share(record.shares.map(|shares| shares.constant)),
+        ]);
+    }
+    table
+}

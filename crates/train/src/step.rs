@@ -1,0 +1,344 @@
+//! One training step: what burn-train calls.
+
+use std::{
+    sync::{Arc, Mutex},
+    time::Instant,
+};
+
+use burn::{
+    module::{Module, ModuleVisitor, Param},
+    optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer},
+    tensor::{Device, Int, Tensor},
+    train::{InferenceStep, TrainOutput, TrainStep},
+};
+use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig};
+use kv_eval::layers::{LayerError, layer_errors_of};
+use rayon::prelude::*;
+
+use crate::{
+    Prepared, QatConfig, Result, StepRecord, TrainConfig,
+    data::Batch,
+    history::{GroupShares, Recorder},
+    loss::{self, Head, Sums},
+    metrics::Measured,
+};
+
+/// A prepared model and what it is trained by.
+#[derive(Module, Debug)]
+pub struct Trainee {
+    /// The model.
+    pub prepared: Prepared,
+    #[module(skip)]
+    pub(crate) task: Arc<Task>,
+}
+
+/// What stays the same from step to step.
+#[derive(Debug)]
+pub(crate) struct Task {
+    pub(crate) config: TrainConfig,
+    /// The model as it was, on a device without autodiff.
+    pub(crate) teacher: Option<LanguageModel>,
+    pub(crate) recorder: Mutex<Recorder>,
+}
+
+/// Where a sequence stands in its run.
+#[derive(Clone, Copy)]
+struct At {
+    /// Sequences before it.
+    position: u64,
+    /// Optimizer steps before it.
+    step: u64,
+}
+
+/// Whether pieces of work on `device` gain from threads of ours: Flex runs element-wise operations
+/// on the calling thread.
+pub(crate) fn on_threads(device: &Device) -> bool {
+    #[cfg(feature = "flex")]
+    {
+        use kv_models::kv_cubecl::{Flex, Target};
+        Flex::hosts(&device.clone().without_autodiff())
+    }
+    #[cfg(not(feature = "flex"))]
+    {
+        let _ = device;
+        false
+    }
+}
+
+/// The parameter whose rows give the logits.
+fn head_parameter(model: &LanguageModel) -> &Param<Tensor<2>> {
+    match model {
+        LanguageModel::Gpt2(gpt2) => {
+            gpt2.head.as_ref().map_or(&gpt2.embedding.weight, |head| &head.weight)
+        }
+        LanguageModel::Llama(llama) => {
+            llama.head.as_ref().map_or(&llama.embedding.weight, |head| &head.weight)
+        }
+    }
+}
+
+/// Final hidden states `[batch * seq, hidden]` and the head, off the autodiff graph.
+fn head(model: &LanguageModel, hidden: Tensor<3>) -> Head {
+    let [batch, seq, width] = hidden.dims();
+    Head {
+        hidden: hidden.without_autodiff().reshape([batch * seq, width]),
+        weight: head_parameter(model).val().without_autodiff(),
+    }
+}
+
+impl Trainee {
+    fn train_batch(&self, batch: Batch) -> Result<(Sums, GradientsParams)> {
+        let config = &self.task.config;
+        let [sequences, seq] = batch.inputs.dims();
+        // The mean over all tokens of the optimizer step.
+        let factor = 1.0 / (seq * sequences * config.accumulation) as f64;
+        let device = batch.inputs.device();
+        let step = self.task.step_of(&batch);
+        let row = |row: usize| {
+            let one = |ids: &Tensor<2, Int>| ids.clone().narrow(0, row, 1);
+            let at = At { position: batch.position + row as u64, step };
+            self.train_rows(one(&batch.inputs), one(&batch.targets), at, factor)
+        };
+        let parts: Vec<Result<(Sums, GradientsParams)>> = if on_threads(&device) && sequences > 1 {
+            // A fork has an autodiff graph of its own, so that backward passes run side by side.
+            (0..sequences)
+                .into_par_iter()
+                .map_with(self.clone(), |trainee, index| {
+                    let fork = trainee.clone().fork(&device);
+                    let one = |ids: &Tensor<2, Int>| ids.clone().narrow(0, index, 1);
+                    let at = At { position: batch.position + index as u64, step };
+                    fork.train_rows(one(&batch.inputs), one(&batch.targets), at, factor)
+                })
+                .collect()
+        } else if config.float_share > 0.0 {
+            (0..sequences).map(row).collect()
+        } else {
+            let at = At { position: batch.position, step };
+            vec![self.train_rows(batch.inputs, batch.targets, at, factor)]
+        };
+        let (mut sums, mut grads) = (Sums::default(), GradientsAccumulator::new());
+        for part in parts {
+            let (part_sums, part_grads) = part?;
+            sums.add(part_sums);
+            grads.accumulate(self, part_grads);
+        }
+        Ok((sums, grads.grads()))
+    }
+
+    /// Forward and backward of whole sequences `[n, seq]` that share a cache.
+    fn train_rows(
+        &self,
+        inputs: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+        at: At,
+        factor: f64,
+    ) -> Result<(Sums, GradientsParams)> {
+        let Task { config, teacher, .. } = &*self.task;
+        let model = &self.prepared.model;
+        let plain = inputs.clone().without_autodiff();
+        let hidden = match self.task.is_float(at.position) {
+            true => model.hidden(inputs, KvCacheConfig::float())?,
+            false => self.prepared.hidden(inputs, at.step)?,
+        };
+        let teacher = match teacher {
+            Some(teacher) => {
+                let hidden = teacher.hidden(plain, KvCacheConfig::float())?;
+                Some(head(teacher, hidden))
+            }
+            None => None,
+        };
+        let targets = targets.without_autodiff().flatten::<1>(0, 1);
+        let parameter = head_parameter(model);
+        let student = head(model, hidden.clone());
+        let train_head = parameter.val().is_require_grad();
+        let (sums, head_grads) = loss::gradients(
+            &student,
+            teacher.as_ref(),
+            &targets,
+            config.objective,
+            factor,
+            train_head,
+        );
+        // A scalar whose gradient with respect to the hidden states is the loss's.
+        let seed = Tensor::from_inner(head_grads.hidden.reshape(hidden.dims()));
+        let mut grads = (hidden * seed).sum().backward();
+        let mut grads = GradientsParams::from_module(&mut grads, self);
+        if let Some(weight) = head_grads.weight {
+            let sum = match grads.remove::<2>(parameter.id) {
+                Some(lookup) => lookup + weight,
+                None => weight,
+            };
+            grads.register(parameter.id, sum);
+        }
+        Ok((sums, grads))
+    }
+
+    /// Loss sums with the cache that is trained for and with a float cache; of the first batch of a
+    /// validation also what the quantizer met.
+    fn valid_batch(&self, batch: Batch) -> Result<(Sums, Sums, Option<GroupShares>)> {
+        let Task { teacher, .. } = &*self.task;
+        let targets = batch.targets.clone().flatten::<1>(0, 1);
+        let model = &self.prepared.model;
+        let float = head(model, model.hidden(batch.inputs.clone(), KvCacheConfig::float())?);
+        let reference = match teacher {
+            Some(teacher) => {
+                head(teacher, teacher.hidden(batch.inputs.clone(), KvCacheConfig::float())?)
+            }
+            None => float.clone(),
+        };
+        let float = loss::losses(&float, Some(&reference), &targets);
+        let mut shares = None;
+        let quantized = match &self.task.config.qat {
+            Some(qat) => {
+                if self.task.lock().validation_starts() {
+                    shares = Some(group_shares(model, batch.inputs.clone(), qat)?);
+                }
+                let hidden = model.hidden_with(batch.inputs, &qat.cache, qat.fake_quant, None)?;
+                loss::losses(&head(model, hidden), Some(&reference), &targets)
+            }
+            None => float,
+        };
+        Ok((quantized, float, shares))
+    }
+}
+
+/// What the quantizer meets in the first sequence of `inputs`, over all quantized layers.
+fn group_shares(
+    model: &LanguageModel,
+    inputs: Tensor<2, Int>,
+    qat: &QatConfig,
+) -> Result<GroupShares> {
+    let layers = layer_errors_of(model, inputs.narrow(0, 0, 1), &qat.cache)?;
+    let mean = |share: fn(&LayerError) -> f64| {
+        layers.iter().map(share).sum::<f64>() / layers.len().max(1) as f64
+    };
+    Ok(GroupShares { clipped: mean(|l| l.clipped), constant: mean(|l| l.constant) })
+}
+
+impl Task {
+    /// Whether the sequence at `position` is trained with a float cache: those are spread evenly.
+    fn is_float(&self, position: u64) -> bool {
+        let before = |n: u64| (n as f64 * self.config.float_share).floor();
+        before(position + 1) > before(position)
+    }
+
+    /// Optimizer steps made before `batch`.
+    fn step_of(&self, batch: &Batch) -> u64 {
+        batch.number / self.config.accumulation as u64
+    }
+}
+
+impl TrainStep for Trainee {
+    type Input = Batch;
+    type Output = Measured;
+
+    fn step(&self, batch: Batch) -> TrainOutput<Measured> {
+        let start = Instant::now();
+        let (position, step) = (batch.position, self.task.step_of(&batch));
+        let (sums, grads) = match self.train_batch(batch) {
+            Ok(done) => done,
+            Err(error) => {
+                self.task.fail(&error.to_string());
+                (Sums::default(), GradientsParams::new())
+            }
+        };
+        let config = &self.task.config;
+        let (ce, kl) = config.objective.weights();
+        let rows = sums.rows.max(1) as f64;
+        let record = StepRecord {
+            position,
+            step,
+            loss: (ce * sums.nll + kl * sums.kl) / rows,
+            nll: sums.nll / rows,
+            kl: config.objective.needs_teacher().then_some(sums.kl / rows),
+            tokens_per_second: rows / start.elapsed().as_secs_f64(),
+        };
+        if sums.rows > 0 && !record.loss.is_finite() {
+            let step = record.step;
+            self.task.fail(&format!("the loss of step {step} is {}", record.loss));
+        }
+        self.task.lock().step(&record);
+        TrainOutput { grads, item: Measured::train(&record, sums.rows) }
+    }
+
+    fn optimize(
+        self,
+        optim: &mut ModuleOptimizer,
+        lr: burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate,
+        grads: GradientsParams,
+    ) -> Self {
+        let grads = match self.task.config.clip_norm {
+            Some(limit) => clip(&self, grads, limit),
+            None => grads,
+        };
+        // Burn's optimizers take the module by value: hold it once, so that nothing is copied.
+        optim.step(lr, self, grads)
+    }
+}
+
+impl InferenceStep for Trainee {
+    type Input = Batch;
+    type Output = Measured;
+
+    fn step(&self, batch: Batch) -> Measured {
+        match self.valid_batch(batch) {
+            Ok((quantized, float, shares)) => {
+                self.task.lock().valid(quantized, float, shares);
+                Measured::valid(quantized, float, self.task.config.objective, shares)
+            }
+            Err(error) => {
+                self.task.fail(&error.to_string());
+                Measured::default()
+            }
+        }
+    }
+}
+
+/// Scales all gradients so that their joint norm is at most `limit` (Pascanu et al., 2013,
+/// <https://arxiv.org/abs/1211.5063>).
+fn clip<M: Module>(module: &M, mut grads: GradientsParams, limit: f64) -> GradientsParams {
+    struct Norm<'a> {
+        grads: &'a GradientsParams,
+        squares: Vec<Tensor<1>>,
+    }
+    impl ModuleVisitor for Norm<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if let Some(grad) = self.grads.get::<D>(param.id) {
+                self.squares.push(grad.powi_scalar(2).sum());
+            }
+        }
+    }
+    struct Scale<'a> {
+        grads: &'a mut GradientsParams,
+        factor: f64,
+    }
+    impl ModuleVisitor for Scale<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if let Some(grad) = self.grads.remove::<D>(param.id) {
+                self.grads.register(param.id, grad.mul_scalar(self.factor));
+            }
+        }
+    }
+    let mut norm = Norm { grads: &grads, squares: Vec::new() };
+    module.visit(&mut norm);
+    let squares = norm.squares;
+    if squares.is_empty() {
+        return grads;
+    }
+    let norm = Tensor::cat(squares, 0).sum().into_scalar::<f64>().sqrt();
+    if norm > limit {
+        module.visit(&mut Scale { grads: &mut grads, factor: limit / norm });
+    }
+    grads
+}
+
+impl Task {
+    pub(crate) fn fail(&self, why: &str) {
+        self.lock().fail(why);
+    }
+
+    /// A thread that panicked while recording leaves at worst a line too few.
+    pub(crate) fn lock(&self) -> std::sync::MutexGuard<'_, Recorder> {
+        self.recorder.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
