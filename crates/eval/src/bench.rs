@@ -48,7 +48,7 @@ pub fn decode<T: Target>(
     }
     let capacity = contexts.last().map_or(1, |last| last + steps);
     let config = config.with_capacity(capacity);
-    let mut cache = model.new_cache(&config, 1, device)?;
+    let mut cache = model.new_cache(config, 1, device)?;
     let mut points = Vec::with_capacity(contexts.len());
     for &context in contexts {
         while cache.len() < context {

@@ -183,7 +183,7 @@ fn losses_by_position_sum_up_to_the_mean() {
     let caches = ["k2v2-g16-r32-s3", "k2v2-g16-r32-s3-after", "k16v4-g16-r32", "k8v8-g16-r128"];
     for (tokens, window) in [(250, 100), (33, 33), (2, 2), (100, 17)] {
         let configs = caches.map(cache);
-        let plan = Plan::new(&model, Mode::Parallel, &configs, ids(tokens), window, None).unwrap();
+        let plan = Plan::new(&model, Mode::Parallel, configs, ids(tokens), window, None).unwrap();
         let runs = evaluate(&device, &model, &plan, |_| ()).unwrap();
         for run in &runs {
             let Run { position_nll, nll, tokens, .. } = run;
@@ -221,8 +221,7 @@ fn fewer_bits_err_more_in_every_layer() {
     for layer in named("float").iter().chain(&named("k2v2-g16-r256")) {
         assert_eq!(all(layer), [0.0; 5], "nothing is quantized");
     }
-    let [two, four, eight] =
-        ["k2v2-g16-r32", "k4v4-g16-r32", "k8v8-g16-r32"].map(|name| named(name));
+    let [two, four, eight] = ["k2v2-g16-r32", "k4v4-g16-r32", "k8v8-g16-r32"].map(named);
     for ((two, four), eight) in two.iter().zip(&four).zip(&eight) {
         for i in 0..3 {
             let errors = [two, four, eight].map(|layer| all(layer)[i]);
