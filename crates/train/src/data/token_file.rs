@@ -32,7 +32,8 @@ use super::{
 /// |     44 | u32  | CRC-32 of the 44 bytes before                      |
 ///
 /// It is written beside its place and renamed into it when complete, so several processes may share
-/// a cache folder, and a mapped file is never changed by this crate.
+/// a cache folder, and a mapped file is never changed by this crate. A process that is killed
+/// meanwhile leaves a file `*.part`, which nobody reads.
 pub struct TokenFile {
     path: PathBuf,
     map: Mmap,
