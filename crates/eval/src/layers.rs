@@ -1,6 +1,6 @@
 //! What quantizing a cache costs layer by layer, on the keys and values a model really computes.
 
-use burn::tensor::{Int, DType, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
     Bits, CacheFloat, Granularity, KvCacheConfig, On, Target, layout::Window, quantize,
     streaming_attention,

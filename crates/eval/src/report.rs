@@ -6,6 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use kv_cubecl::{On, Target};
 use serde::Serialize;
 
 use crate::{
@@ -116,6 +117,26 @@ pub struct Report {
 }
 
 impl Report {
+    /// A report without runs; `text_tokens` of `text` are used in windows of `window`.
+    pub fn new<T: Target>(
+        device: &On<T>,
+        command: Vec<String>,
+        text: String,
+        text_tokens: usize,
+        window: usize,
+    ) -> Self {
+        Self {
+            command,
+            versions: Versions::BUILT,
+            backend: T::NAME,
+            device: device_name(device),
+            text,
+            text_tokens,
+            window,
+            runs: vec![],
+        }
+    }
+
     /// Adds the runs of one model.
     pub fn add(&mut self, model: &str, runs: Vec<Run>) {
         self.runs.extend(runs.into_iter().map(|run| Run { model: model.to_string(), ..run }));
@@ -229,16 +250,37 @@ impl Report {
         fs::create_dir_all(folder)
             .map_err(|source| Error::Write { path: folder.into(), source })?;
         let page = folder.join("report.html");
-        let mut written = vec![page.clone()];
+        let html = HtmlReport::new(format!("KV caches of {}", self.models().join(" and ")));
+        let (html, charts) = self.write_charts(folder, html.paragraph(&self.summary()))?;
+        let Versions { kv_eval, burn, cubecl } = self.versions;
+        html.heading("How it was made")
+            .pre(&format!(
+                "{}\n\nkv-eval {kv_eval}, burn {burn}, cubecl {cubecl}\nbackend {}, device {}",
+                self.command.join(" "),
+                self.backend,
+                self.device
+            ))
+            .write(&page)?;
+        Ok([vec![page], charts].concat())
+    }
+
+    /// Writes the charts into `folder`, which must be there, and adds table, charts and errors by
+    /// layer to `html`. Returns the page and the charts' paths.
+    ///
+    /// # Errors
+    /// Those of [`write_folder`](Self::write_folder).
+    pub fn write_charts(
+        &self,
+        folder: &Path,
+        html: HtmlReport,
+    ) -> Result<(HtmlReport, Vec<PathBuf>)> {
         let charts = [
             ("quality", self.quality_chart()),
             ("position", self.position_chart()),
             ("excess", self.excess_chart()),
             ("layers", self.layers_chart()),
         ];
-        let mut html = HtmlReport::new(format!("KV caches of {}", self.models().join(" and ")))
-            .paragraph(&self.summary())
-            .table(&self.table());
+        let (mut html, mut written) = (html.table(&self.table()), Vec::new());
         for (name, chart) in charts {
             if chart.series.is_empty() && matches!(name, "excess" | "layers") {
                 continue;
@@ -254,16 +296,7 @@ impl Report {
                 .heading(&format!("Error by layer: {}", self.name(run)))
                 .table(&layer_table(&run.layers));
         }
-        let Versions { kv_eval, burn, cubecl } = self.versions;
-        html.heading("How it was made")
-            .pre(&format!(
-                "{}\n\nkv-eval {kv_eval}, burn {burn}, cubecl {cubecl}\nbackend {}, device {}",
-                self.command.join(" "),
-                self.backend,
-                self.device
-            ))
-            .write(&page)?;
-        Ok(written)
+        Ok((html, written))
     }
 
     /// The models, each once.
@@ -350,6 +383,20 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.summary())?;
         write!(f, "{}", self.table())
+    }
+}
+
+/// What the hardware calls itself, where the backend tells.
+fn device_name<T: Target>(device: &On<T>) -> String {
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    if let Some(identity) = device.as_dispatch().identity() {
+        return identity.name;
+    }
+    match T::NAME {
+        "flex" => {
+            format!("cpu, {} threads", std::thread::available_parallelism().map_or(1, |n| n.get()))
+        }
+        _ => format!("{:?}", **device),
     }
 }
 

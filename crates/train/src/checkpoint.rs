@@ -94,8 +94,9 @@ impl Checkpoints {
         for part in PARTS {
             let (path, seal) = (self.file(part, epoch), self.seal(part, epoch));
             let damaged = |why: String| Error::Damaged { path: path.clone(), why };
-            let text = fs::read_to_string(&seal)
-                .map_err(|_| damaged(format!("was not completed: {} is missing", seal.display())))?;
+            let text = fs::read_to_string(&seal).map_err(|_| {
+                damaged(format!("was not completed: {} is missing", seal.display()))
+            })?;
             let sealed: Seal = serde_json::from_str(&text)
                 .map_err(|error| damaged(format!("{}: {error}", seal.display())))?;
             let found = Seal::of(&path).map_err(|error| damaged(error.to_string()))?;
@@ -124,8 +125,10 @@ impl Checkpoints {
             Error::Damaged { path, why } => {
                 let whole = epochs.iter().rev().find(|&&other| self.check(other).is_ok());
                 let hint = match whole {
-                    Some(whole) => format!("; the checkpoint of epoch {whole} is whole: resume \
-                                            with --from-epoch {whole}"),
+                    Some(whole) => format!(
+                        "; the checkpoint of epoch {whole} is whole: resume \
+                                            with --from-epoch {whole}"
+                    ),
                     None => "; no other checkpoint is whole".into(),
                 };
                 Error::Damaged { path, why: why + &hint }
@@ -191,13 +194,13 @@ impl<R: Checkpoint> Checkpointer<R> for Part {
     fn delete(&self, epoch: usize) -> core::result::Result<(), CheckpointerError> {
         let unknown = |error: Error| CheckpointerError::Unknown(error.to_string());
         let newer = self.checkpoints.epochs().map_err(unknown)?;
-        let sealed = |other: usize| {
-            PARTS.iter().all(|part| self.checkpoints.seal(part, other).is_file())
-        };
+        let sealed =
+            |other: usize| PARTS.iter().all(|part| self.checkpoints.seal(part, other).is_file());
         if !newer.iter().any(|&other| other > epoch && sealed(other)) {
             return Ok(());
         }
-        for path in [self.checkpoints.seal(self.part, epoch), self.checkpoints.file(self.part, epoch)]
+        for path in
+            [self.checkpoints.seal(self.part, epoch), self.checkpoints.file(self.part, epoch)]
         {
             match fs::remove_file(&path) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {

@@ -53,7 +53,8 @@ impl FromStr for Objective {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let fail = || Error::setting("objective", text, "must be ce, kl, or mixed:W with W in 0..1");
+        let fail =
+            || Error::setting("objective", text, "must be ce, kl, or mixed:W with W in 0..1");
         match text.split_once(':') {
             None if text == "ce" => Ok(Self::CrossEntropy),
             None if text == "kl" => Ok(Self::Distillation),

@@ -163,11 +163,13 @@ mod tests {
         let log_p = log_softmax(hidden.clone().matmul(weight.clone().transpose()), 1);
         let picked = log_p.clone().gather(1, targets.clone().unsqueeze_dim(1).autodiff());
         let nll = picked.sum().neg();
-        let teacher = log_softmax(teacher.hidden.clone().matmul(teacher.weight.clone().transpose()), 1);
+        let teacher =
+            log_softmax(teacher.hidden.clone().matmul(teacher.weight.clone().transpose()), 1);
         let teacher = teacher.autodiff();
         let kl = (teacher.clone().exp() * (teacher - log_p)).sum();
         let (ce, weight_kl) = objective.weights();
-        let loss = (nll.clone().mul_scalar(ce) + kl.clone().mul_scalar(weight_kl)).mul_scalar(factor);
+        let loss =
+            (nll.clone().mul_scalar(ce) + kl.clone().mul_scalar(weight_kl)).mul_scalar(factor);
         let grads = loss.backward();
         (
             nll.into_scalar::<f64>(),
@@ -189,16 +191,16 @@ mod tests {
         let device = On::<Autodiff<Flex>>::open().unwrap().clone().without_autodiff();
         // More rows than one block, not a multiple of it.
         let (rows, width, vocab) = (2 * ROWS + 17, 24, 53);
-        let random = |shape, std| Tensor::<2>::random(shape, Distribution::Normal(0.0, std), &device);
-        let head = || Head { hidden: random([rows, width], 1.0), weight: random([vocab, width], 0.3) };
+        let random =
+            |shape, std| Tensor::<2>::random(shape, Distribution::Normal(0.0, std), &device);
+        let head =
+            || Head { hidden: random([rows, width], 1.0), weight: random([vocab, width], 0.3) };
         let (student, teacher) = (head(), head());
         let ids: Vec<i32> = (0..rows as i32).map(|row| row * 7 % vocab as i32).collect();
         let targets = Tensor::<1, Int>::from_data(TensorData::new(ids, [rows]), &device);
-        for objective in [
-            Objective::CrossEntropy,
-            Objective::Distillation,
-            Objective::Mixed { kl_weight: 0.3 },
-        ] {
+        for objective in
+            [Objective::CrossEntropy, Objective::Distillation, Objective::Mixed { kl_weight: 0.3 }]
+        {
             let factor = 0.25;
             let (nll, kl, hidden, weight) =
                 composed(&student, &teacher, &targets, objective, factor);

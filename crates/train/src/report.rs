@@ -3,10 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use kv_eval::{
-    Table,
+    HtmlReport, Report, Table,
     chart::{Chart, Series, Style},
-    html::HtmlReport,
-
 };
 
 use crate::{History, Result, StepRecord, TrainConfig, ValidRecord};
@@ -14,19 +12,27 @@ use crate::{History, Result, StepRecord, TrainConfig, ValidRecord};
 /// Training steps whose mean is one point of a smoothed curve, at most.
 const POINTS: usize = 200;
 
-/// Writes `loss.svg`, `loss.png`, `perplexity.svg`, `perplexity.png` and `report.html` into the run's
-/// folder and returns the path of the last.
+/// Writes charts of the run, as SVG and PNG, and `report.html` with all of them into the run's
+/// folder; `evaluation`, of the model before and after, adds its own. Returns the page's path.
 ///
 /// # Errors
 /// A history without a step, or a file that cannot be written.
-pub fn write_report(folder: &Path, config: &TrainConfig, history: &History) -> Result<PathBuf> {
+pub fn write_report(
+    folder: &Path,
+    config: &TrainConfig,
+    history: &History,
+    evaluation: Option<&Report>,
+) -> Result<PathBuf> {
     let charts = [("loss", loss(history)), ("perplexity", perplexity(history))];
     let settings = serde_json::to_string_pretty(config).unwrap_or_default();
-    let mut page = HtmlReport::new("Training").table(&validations(history));
+    let mut page = HtmlReport::new("Training").heading("Validations").table(&validations(history));
     for (name, chart) in &charts {
         chart.write_svg(folder.join(format!("{name}.svg")))?;
         chart.write_png(folder.join(format!("{name}.png")))?;
         page = page.chart(chart)?;
+    }
+    if let Some(evaluation) = evaluation {
+        page = evaluation.write_charts(folder, page.heading("Before and after"))?.0;
     }
     let path = folder.join("report.html");
     page.heading("Configuration").pre(&settings).write(&path)?;

@@ -11,8 +11,8 @@ use burn::{
     tensor::{Device, Int, Tensor},
     train::{InferenceStep, TrainOutput, TrainStep},
 };
-use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig};
 use kv_eval::layers::{LayerError, layer_errors_of};
+use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig};
 use rayon::prelude::*;
 
 use crate::{

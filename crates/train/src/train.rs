@@ -66,6 +66,32 @@ pub struct Run<'a> {
     pub devices: Option<&'a [Device]>,
 }
 
+impl<'a> Run<'a> {
+    /// A new run in `folder`, silent, on the model's device.
+    pub fn new(folder: impl Into<PathBuf>) -> Self {
+        Self {
+            folder: folder.into(),
+            resume: Resume::No,
+            dashboard: false,
+            tell: None,
+            tell_every: 1,
+            devices: None,
+        }
+    }
+}
+
+impl core::fmt::Debug for Run<'_> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let Self { folder, resume, dashboard, devices, .. } = self;
+        f.debug_struct("Run")
+            .field("folder", folder)
+            .field("resume", resume)
+            .field("dashboard", dashboard)
+            .field("devices", devices)
+            .finish_non_exhaustive()
+    }
+}
+
 /// Whether a run starts or continues.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Resume {
@@ -199,8 +225,8 @@ pub fn train<T: Target>(
         return Err(Error::Stopped(why.reason.unwrap_or_else(|| "interrupted".into())));
     }
     let history = History::read(&run.folder)?;
-    let epochs = history.valid.last().map_or(0, |valid| valid.step as usize)
-        / config.steps_per_epoch;
+    let epochs =
+        history.valid.last().map_or(0, |valid| valid.step as usize) / config.steps_per_epoch;
     // The last checkpoint was written in the background.
     checkpoints.check(epochs)?;
     Ok(Trained { model: result.model.prepared, history, epochs })
@@ -286,17 +312,13 @@ fn choose(model: LanguageModel, config: &TrainConfig) -> Result<LanguageModel> {
             }
         }
     }
-    let mut paths =
-        Paths { trainable: config.trainable, chosen: Vec::new(), path: Vec::new() };
+    let mut paths = Paths { trainable: config.trainable, chosen: Vec::new(), path: Vec::new() };
     model.visit(&mut paths);
     if let Some(adapter) = config.adapter {
         // Adapters are for the matrices of the layers: an adapted embedding would be composed anew
         // for every lookup.
-        let matrices: Vec<String> = paths
-            .chosen
-            .into_iter()
-            .filter(|path| Trainable::Layers.includes(path))
-            .collect();
+        let matrices: Vec<String> =
+            paths.chosen.into_iter().filter(|path| Trainable::Layers.includes(path)).collect();
         let group = ParamGroup::from_paths(matrices);
         return Ok(model.apply_lora(Lora::new(adapter.rank, adapter.alpha).set_param_group(group)));
     }

@@ -5,7 +5,7 @@ use std::{fs, path::Path, time::Instant};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use kv_cubecl::{On, Target};
-use kv_eval::{Plan, Report, Run, Versions, evaluate, layers::measure_layers};
+use kv_eval::{Plan, Report, Run, evaluate, layers::measure_layers};
 use kv_models::LanguageModel;
 use serde::Serialize;
 
@@ -63,16 +63,9 @@ pub(crate) fn evaluate_and_report<T: Target>(
     let bar = ProgressBar::new(total as u64).with_style(ProgressStyle::with_template(style)?);
     let start = Instant::now();
     let plan = jobs.first().map(|job| &job.plan);
-    let mut report = Report {
-        command: std::env::args().collect(),
-        versions: Versions::BUILT,
-        backend: T::NAME,
-        device: device_name::<T>(device),
-        text: text.display().to_string(),
-        text_tokens: plan.map_or(0, Plan::tokens),
-        window: plan.map_or(0, Plan::window),
-        runs: vec![],
-    };
+    let (tokens, window) = (plan.map_or(0, Plan::tokens), plan.map_or(0, Plan::window));
+    let command = std::env::args().collect();
+    let mut report = Report::new(device, command, text.display().to_string(), tokens, window);
     for job in jobs {
         report.add(&job.name, job.run(device, output.folder.is_some(), &bar)?);
     }
@@ -108,18 +101,4 @@ pub(crate) fn note_short_text(ids: &[u32], tokens: Option<usize>) {
 pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
     let json = serde_json::to_string_pretty(value)?;
     fs::write(path, json + "\n").with_context(|| format!("json {}: cannot write", path.display()))
-}
-
-/// What the hardware calls itself, where the backend tells.
-fn device_name<T: Target>(device: &On<T>) -> String {
-    #[cfg(any(feature = "wgpu", feature = "cuda"))]
-    if let Some(identity) = device.as_dispatch().identity() {
-        return identity.name;
-    }
-    match T::NAME {
-        "flex" => {
-            format!("cpu, {} threads", std::thread::available_parallelism().map_or(1, |n| n.get()))
-        }
-        _ => format!("{:?}", **device),
-    }
 }

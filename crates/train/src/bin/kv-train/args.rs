@@ -24,6 +24,7 @@ pub(crate) struct Spec {
     pub(crate) field: String,
     pub(crate) valid_texts: Vec<PathBuf>,
     pub(crate) config: TrainConfig,
+    pub(crate) eval_tokens: usize,
 }
 
 /// Where the weights come from.
@@ -156,6 +157,9 @@ struct Training {
     /// Stop after as many validations without a better loss.
     #[arg(long)]
     patience: Option<usize>,
+    /// Held-out tokens on which the model is evaluated before and after; 0 for none.
+    #[arg(long, default_value_t = 4096)]
+    eval_tokens: usize,
     /// Recompute cheap activations in the backward pass instead of keeping them.
     #[arg(long)]
     gradient_checkpointing: bool,
@@ -193,8 +197,10 @@ impl Training {
 
     fn spec(self, origin: Origin, defaults: TrainConfig) -> (Spec, PathBuf) {
         let config = self.config(defaults);
-        let Self { backend, devices, texts, field, valid_texts, out, .. } = self;
-        (Spec { backend, devices, origin, texts, field, valid_texts, config }, out)
+        let Self { backend, devices, texts, field, valid_texts, out, eval_tokens, .. } = self;
+        let spec =
+            Spec { backend, devices, origin, texts, field, valid_texts, config, eval_tokens };
+        (spec, out)
     }
 }
 
@@ -245,17 +251,18 @@ impl Qat {
             false => SteGradient::Identity,
         };
         let quantize_everything = self.quantize_everything;
-        let cache =
-            ModelCacheConfig { cache: self.cache, float_layers: self.float_layers.into_iter().collect() };
+        let cache = ModelCacheConfig {
+            cache: self.cache,
+            float_layers: self.float_layers.into_iter().collect(),
+        };
         let qat = QatConfig {
             cache,
             fake_quant: FakeQuantOptions { gradient, quantize_everything },
             start_step: self.start_step,
         };
-        let adapter = self.lora.map(|rank| Adapter {
-            rank,
-            alpha: self.lora_alpha.unwrap_or(2.0 * rank as f64),
-        });
+        let adapter = self
+            .lora
+            .map(|rank| Adapter { rank, alpha: self.lora_alpha.unwrap_or(2.0 * rank as f64) });
         let defaults = TrainConfig {
             qat: Some(qat),
             objective: self.objective,

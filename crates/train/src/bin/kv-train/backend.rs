@@ -1,5 +1,3 @@
-use anyhow::Result;
-
 /// Where to train.
 #[derive(Clone, Copy, Debug, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -12,33 +10,37 @@ pub(crate) enum Backend {
     Cuda,
 }
 
-/// Calls a function of a target with the autodiff target of the chosen backend.
-macro_rules! on_backend {
-    ($backend:expr, $function:ident($($argument:expr),*)) => {
+/// Calls a function of a target for the chosen backend, a target of which `$wrap` makes.
+macro_rules! dispatch {
+    ($backend:expr, $wrap:ident, $function:ident($($argument:expr),*)) => {
         match $backend {
             #[cfg(feature = "flex")]
             $crate::backend::Backend::Flex => {
-                $function::<kv_models::kv_cubecl::Autodiff<kv_models::kv_cubecl::Flex>>($($argument),*)
+                $function::<$crate::backend::$wrap<kv_models::kv_cubecl::Flex>>($($argument),*)
             }
             #[cfg(feature = "wgpu")]
             $crate::backend::Backend::Wgpu => {
-                $function::<kv_models::kv_cubecl::Autodiff<kv_models::kv_cubecl::Wgpu>>($($argument),*)
+                $function::<$crate::backend::$wrap<kv_models::kv_cubecl::Wgpu>>($($argument),*)
             }
             #[cfg(feature = "cuda")]
             $crate::backend::Backend::Cuda => {
-                $function::<kv_models::kv_cubecl::Autodiff<kv_models::kv_cubecl::Cuda>>($($argument),*)
+                $function::<$crate::backend::$wrap<kv_models::kv_cubecl::Cuda>>($($argument),*)
             }
             #[allow(unreachable_patterns, reason = "with every backend built in")]
-            other => $crate::backend::not_built_in(other),
+            other => Err($crate::backend::not_built_in(other)),
         }
     };
 }
-pub(crate) use on_backend;
+pub(crate) use dispatch;
+
+/// A target as it is.
+pub(crate) type Plain<T> = T;
+pub(crate) use kv_models::kv_cubecl::Autodiff;
 
 #[allow(dead_code, reason = "unused with every backend built in")]
-pub(crate) fn not_built_in(backend: Backend) -> Result<()> {
+pub(crate) fn not_built_in(backend: Backend) -> anyhow::Error {
     let name = format!("{backend:?}").to_lowercase();
-    anyhow::bail!(
+    anyhow::anyhow!(
         "backend {name} is not built into this kv-train: build it with --features {name}"
     )
 }

@@ -10,20 +10,21 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
+use kv_eval::{Mode, Plan, Report, evaluate, layers::measure_layers};
 use kv_models::{
-    LanguageModel, Loaded, SaveDtype, SaveOptions, Tokenizer,
-    kv_cubecl::{On, Target},
+    LanguageModel, Loaded, ModelCacheConfig, SaveDtype, SaveOptions, Tokenizer,
+    kv_cubecl::{Bits, KvCacheConfig, On, Target},
     llama::Llama,
 };
 use kv_train::{
-    Resume, Run, Texts, Trained,
+    Converted, Resume, Run, Texts, Trained,
     data::{Source, TokenFile},
     train, write_report,
 };
 
 use crate::{
     args::{Origin, Spec},
-    backend::on_backend,
+    backend::dispatch,
 };
 
 /// Lines of training between two that are printed.
@@ -31,7 +32,7 @@ const TELL_EVERY: u64 = 10;
 
 /// Starts a run in `folder`.
 pub(crate) fn start(spec: &Spec, folder: &Path) -> Result<()> {
-    on_backend!(spec.backend, run(spec, folder, Resume::No))
+    dispatch!(spec.backend, Autodiff, run(spec, folder, Resume::No))
 }
 
 /// Continues the run in `folder`.
@@ -40,7 +41,7 @@ pub(crate) fn resume(folder: &Path, resume: Resume) -> Result<()> {
     let text = fs::read_to_string(&path)
         .with_context(|| format!("{}: cannot read, is this a run's folder?", path.display()))?;
     let spec: Spec = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
-    on_backend!(spec.backend, run(&spec, folder, resume))
+    dispatch!(spec.backend, Autodiff, run(&spec, folder, resume))
 }
 
 fn spec_file(folder: &Path) -> PathBuf {
@@ -93,12 +94,22 @@ fn run<T: Target>(spec: &Spec, folder: &Path, resume: Resume) -> Result<()> {
     )?;
     let Trained { model, history, .. } = trained;
     let out = folder.join("model");
-    if spec.config.qat.is_some() {
-        model.convert().save(&out, &tokenizer)?;
-    } else {
-        kv_models::save(&out, &model.convert().model, &tokenizer, SaveOptions { dtype: SaveDtype::F16, cache: None })?;
+    let converted = model.convert();
+    match spec.config.qat {
+        Some(_) => converted.save(&out, &tokenizer)?,
+        None => {
+            let options = SaveOptions { dtype: SaveDtype::F16, cache: None };
+            kv_models::save(&out, &converted.model, &tokenizer, options)?;
+        }
     }
-    let report = write_report(folder, &spec.config, &history)?;
+    let evaluation = match spec.eval_tokens {
+        0 => None,
+        tokens => Some(evaluate_trained(spec, &converted, &texts, tokens)?),
+    };
+    if let Some(evaluation) = &evaluation {
+        print!("{evaluation}");
+    }
+    let report = write_report(folder, &spec.config, &history, evaluation.as_ref())?;
     println!(
         "trained in {:.0} s; the model is in {}, the report is {}",
         started.elapsed().as_secs_f64(),
@@ -106,6 +117,49 @@ fn run<T: Target>(spec: &Spec, folder: &Path, resume: Resume) -> Result<()> {
         report.display()
     );
     Ok(())
+}
+
+/// The model as it was and as it is, on held-out text, with and without its cache.
+fn evaluate_trained(
+    spec: &Spec,
+    trained: &Converted,
+    texts: &Texts,
+    tokens: usize,
+) -> Result<Report> {
+    let ids: Vec<u32> = match &texts.valid {
+        Some(valid) => valid.ids(0..tokens).collect(),
+        None => {
+            let held_out = (texts.train.len() as f64 * spec.config.holdout) as usize;
+            let start = texts.train.len() - held_out;
+            texts.train.ids(start..start + held_out.min(tokens)).collect()
+        }
+    };
+    dispatch!(spec.backend, Plain, evaluate_on(spec, trained, ids))
+}
+
+fn evaluate_on<T: Target>(spec: &Spec, trained: &Converted, ids: Vec<u32>) -> Result<Report> {
+    let device = On::<T>::open()?;
+    let window = trained.model.max_positions().min(2048).min(ids.len());
+    let text = "held-out text".to_string();
+    let mut report = Report::new(&device, std::env::args().collect(), text, ids.len(), window);
+    let mut add = |name: &str, model: &LanguageModel, caches: Vec<ModelCacheConfig>| {
+        let plan = Plan::new(model, Mode::Parallel, caches, ids.clone(), window, None)?;
+        let mut runs = evaluate(&device, model, &plan, |_| ())?;
+        measure_layers(&device, model, &plan, &mut runs)?;
+        report.add(name, runs);
+        anyhow::Ok(())
+    };
+    match &spec.origin {
+        Origin::Model(path) => {
+            add("before", &kv_models::load(path, &device)?.model, vec![trained.cache.clone()])?;
+            add("after", &trained.model, vec![trained.cache.clone()])?;
+        }
+        Origin::Random(_) => {
+            let kivi = |bits| ModelCacheConfig::from(KvCacheConfig::kivi(bits, bits));
+            add("trained", &trained.model, [Bits::Four, Bits::Two].map(kivi).to_vec())?;
+        }
+    }
+    Ok(report)
 }
 
 /// The model, its tokenizer, and the file the tokenizer was read from.

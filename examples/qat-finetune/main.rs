@@ -1,0 +1,79 @@
+//! Fine-tunes a model of yours on a text of yours so that it keeps its quality with a 2-bit cache:
+//! prepare, train, convert, evaluate.
+//!
+//! Usage: `qat-finetune MODEL TEXT OUT [CACHE] [STEPS]`
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
+
+use std::{path::Path, sync::Arc};
+
+use anyhow::{Context, Result};
+use kv_cubecl::{Autodiff, Flex, KvCacheConfig, On};
+use kv_eval::{Mode, Plan, evaluate};
+use kv_models::LanguageModel;
+use kv_train::{
+    Objective, QatConfig, Run, Schedule, Texts, TrainConfig,
+    data::{Source, TokenFile},
+    train,
+};
+
+/// Share of the text that is kept for the evaluation.
+const HELD_OUT: f64 = 0.1;
+
+fn main() -> Result<()> {
+    let mut args = std::env::args().skip(1);
+    let usage = "usage: qat-finetune MODEL TEXT OUT [CACHE] [STEPS]";
+    let [model, text, out] = [args.next(), args.next(), args.next()].map(|arg| arg.context(usage));
+    let (model, text, out) = (model?, text?, out?);
+    let cache: KvCacheConfig = args.next().as_deref().unwrap_or("k2v2").parse()?;
+    let steps: usize = args.next().as_deref().unwrap_or("50").parse().context(usage)?;
+
+    // The backend is one type parameter: `Autodiff<Wgpu>` trains on a graphics card.
+    let device = On::<Autodiff<Flex>>::open()?;
+    let loaded = kv_models::load(&model, &device)?;
+    let tokenizer = loaded.tokenizer?;
+
+    // Tokenized once; the file is found again in the next run.
+    let out = Path::new(&out);
+    let source = Source::new([&text]);
+    let tokens = TokenFile::open(&source, &tokenizer, Path::new(&model), &out.join("tokens"))?;
+    let held_out = (tokens.len() as f64 * HELD_OUT) as usize;
+    let ids: Vec<u32> = tokens.ids(tokens.len() - held_out..tokens.len()).take(4096).collect();
+    let texts = Texts { train: Arc::new(tokens), valid: None };
+
+    // Distillation: the model as it is, with a float cache, is the teacher.
+    let config = TrainConfig {
+        qat: Some(QatConfig::new(cache)),
+        objective: Objective::Distillation,
+        seq_len: loaded.model.max_positions().min(1024),
+        steps,
+        steps_per_epoch: steps,
+        schedule: Schedule { lr: 5e-5, min_lr: 0.0, warmup: steps / 20 },
+        holdout: HELD_OUT,
+        ..TrainConfig::default()
+    };
+    let run = Run { tell: Some(Box::new(|line: &str| println!("{line}"))), ..Run::new(out) };
+    let trained = train(&device, loaded.model, &texts, &config, run)?;
+
+    // The plain model again, and its cache's configuration beside it.
+    let converted = trained.model.convert();
+    converted.save(out.join("model"), &tokenizer)?;
+
+    let before = kv_models::load(&model, &On::<Flex>::open()?)?.model;
+    println!("{:<8} {:<10} {:>10} {:>10}", "model", "cache", "perplexity", "kl mean");
+    report("before", &before, cache, &ids)?;
+    report("after", &converted.model, cache, &ids)?;
+    println!(
+        "kv-eval ppl --model {} --text TEXT evaluates it with its own cache",
+        out.join("model").display()
+    );
+    Ok(())
+}
+
+fn report(name: &str, model: &LanguageModel, cache: KvCacheConfig, ids: &[u32]) -> Result<()> {
+    let window = model.max_positions().min(2048);
+    let plan = Plan::new(model, Mode::Parallel, [cache], ids.to_vec(), window, None)?;
+    for run in evaluate(&On::<Flex>::open()?, model, &plan, |_| ())? {
+        println!("{name:<8} {:<10} {:>10.3} {:>10.5}", run.cache, run.perplexity, run.kl_mean);
+    }
+    Ok(())
+}
