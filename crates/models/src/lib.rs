@@ -1,8 +1,9 @@
 //! Language models for [Burn](https://burn.dev) that take the KV cache as a parameter.
 //!
 //! GPT-2 and the Llama family (Llama, SmolLM, Mistral without a sliding window, Qwen2, Phi-3), read
-//! from Hugging Face folders, PyTorch checkpoints and GGUF files by [`load()`]. There is no quantized
-//! twin of a model: every pass says what its cache stores.
+//! from Hugging Face folders, PyTorch checkpoints and GGUF files by [`load()`] and written as Hugging
+//! Face folders by [`save()`]. There is no quantized twin of a model: every pass says what its cache
+//! stores, for all layers alike or, with a [`ModelCacheConfig`], some of them in float.
 //!
 //! ```no_run
 //! use burn::tensor::{Device, Int, Tensor};
@@ -14,8 +15,8 @@
 //! let ids = Tensor::<2, Int>::from_ints([[3717, 446, 6356]], &device);
 //!
 //! let k2v2 = "k2v2".parse::<KvCacheConfig>()?;
-//! let parallel = loaded.model.forward(ids.clone(), &k2v2)?; // closed form, differentiable
-//! let mut cache = loaded.model.new_cache(&k2v2, 1, &device)?;
+//! let parallel = loaded.model.forward(ids.clone(), k2v2)?; // closed form, differentiable
+//! let mut cache = loaded.model.new_cache(k2v2, 1, &device)?;
 //! let streamed = loaded.model.step(ids, &mut cache)?; // the same numbers, from a cache
 //! # Ok(())
 //! # }

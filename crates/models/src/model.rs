@@ -98,10 +98,7 @@ impl LanguageModel {
     ) -> Result<Tensor<3>> {
         config.validate(self)?;
         check_context(0, ids.dims()[1], "max_positions", self.max_positions())?;
-        let observer = match observer {
-            Some(observe) => Some(observe as &mut AttentionObserver<'_>),
-            None => None,
-        };
+        let observer = observer.map(|observe| observe as &mut AttentionObserver<'_>);
         self.run(ids, Pass::Parallel { config, options, observer })
     }
 

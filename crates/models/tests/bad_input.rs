@@ -315,7 +315,7 @@ fn a_context_beyond_the_limits_leaves_the_cache_as_it_was() {
     let ids = expected(&folder, &device).ids;
     let model = load(&folder, &device).unwrap().model;
     let config = KvCacheConfig::float().with_capacity(50);
-    let mut cache = model.new_cache(&config, 2, &device).unwrap();
+    let mut cache = model.new_cache(config, 2, &device).unwrap();
     model.step(ids.clone().narrow(1, 0, 40), &mut cache).unwrap();
 
     let error = model.step(ids.clone().narrow(1, 40, 11), &mut cache).unwrap_err();
@@ -326,14 +326,14 @@ fn a_context_beyond_the_limits_leaves_the_cache_as_it_was() {
 
     // The refused calls left no trace: the next step is what it would have been.
     let next = model.step(ids.clone().narrow(1, 40, 5), &mut cache).unwrap();
-    let forward = model.forward(ids.clone().narrow(1, 0, 45), &config).unwrap();
+    let forward = model.forward(ids.clone().narrow(1, 0, 45), config).unwrap();
     assert!(common::max_difference(next, forward.narrow(1, 40, 5)) < 1e-5);
 
     let long = Tensor::<2, Int>::zeros([1, model.max_positions() + 1], &device);
-    let error = model.forward(long.clone(), &KvCacheConfig::float()).unwrap_err();
+    let error = model.forward(long.clone(), KvCacheConfig::float()).unwrap_err();
     assert!(matches!(error, Error::ContextLength { limit_name: "max_positions", .. }), "{error}");
     let roomy = KvCacheConfig::float().with_capacity(4096);
-    let mut cache = model.new_cache(&roomy, 1, &device).unwrap();
+    let mut cache = model.new_cache(roomy, 1, &device).unwrap();
     let error = model.step(long, &mut cache).unwrap_err();
     assert!(matches!(error, Error::ContextLength { limit_name: "max_positions", .. }), "{error}");
     assert!(cache.is_empty());
@@ -345,7 +345,7 @@ fn a_group_size_that_does_not_divide_the_head_is_an_error() {
     let model = load(tiny("llama-tiny"), &device).unwrap().model;
     let config: KvCacheConfig = "k4v4-g32-r32".parse().unwrap(); // head_dim is 16
     let ids = Tensor::<2, Int>::zeros([1, 4], &device);
-    let error = model.forward(ids, &config).unwrap_err().to_string();
+    let error = model.forward(ids, config).unwrap_err().to_string();
     assert_contains(&error, &["group_size 32", "head_dim 16"]);
-    assert!(model.new_cache(&config, 1, &device).is_err());
+    assert!(model.new_cache(config, 1, &device).is_err());
 }

@@ -183,8 +183,7 @@ fn the_observer_sees_every_layer() {
             assert_eq!(attention.to_data(), output.to_data());
         }
 
-        let mut options = FakeQuantOptions::default();
-        options.quantize_everything = true;
+        let options = FakeQuantOptions { quantize_everything: true, ..options };
         let everything = model.hidden_with(ids, &config, options, None).unwrap();
         assert!(max_difference(everything, unobserved) > 1e-4);
     }
@@ -219,7 +218,7 @@ fn loss(model: &LanguageModel, device: &burn::tensor::Device) -> Tensor<1> {
         Tensor::<2, Int>::from_data(TensorData::new(values, [2, 64]), device)
     };
     let config: KvCacheConfig = "k2v2-g16-r32".parse().unwrap();
-    let logits = model.forward(ids(0), &config).unwrap();
+    let logits = model.forward(ids(0), config).unwrap();
     let targets = ids(1).unsqueeze_dim::<3>(2);
     -activation::log_softmax(logits, 2).gather(2, targets).mean()
 }

@@ -12,7 +12,7 @@ use kv_models::{
 fn run(model: &LanguageModel, capacity: usize, options: &GenerateOptions) -> Generated {
     let device = device();
     let config = KvCacheConfig::float().with_capacity(capacity);
-    let mut cache = model.new_cache(&config, 1, &device).unwrap();
+    let mut cache = model.new_cache(config, 1, &device).unwrap();
     let prompt: Vec<u32> = (0..30).map(|i| i * 7 % 256).collect();
     let mut streamed = vec![];
     let out = generate(model, &mut cache, &prompt, options, &device, |id| {
@@ -63,7 +63,7 @@ fn an_empty_or_too_long_prompt_is_an_error() {
     let device = device();
     let model = load(tiny("gpt2-tiny"), &device).unwrap().model;
     let config = KvCacheConfig::float().with_capacity(10);
-    let mut cache = model.new_cache(&config, 1, &device).unwrap();
+    let mut cache = model.new_cache(config, 1, &device).unwrap();
     for prompt in [vec![], vec![1; 11]] {
         let options = GenerateOptions::default();
         assert!(generate(&model, &mut cache, &prompt, &options, &device, |_| true).is_err());
@@ -78,7 +78,7 @@ fn smollm2_continues_a_sentence() {
     let loaded = load(path, &device).unwrap();
     let tokenizer = loaded.tokenizer.unwrap();
     let config = KvCacheConfig::float().with_capacity(64);
-    let mut cache = loaded.model.new_cache(&config, 1, &device).unwrap();
+    let mut cache = loaded.model.new_cache(config, 1, &device).unwrap();
     let prompt = tokenizer.encode("The capital of France is").unwrap();
     let options = GenerateOptions { max_tokens: 8, ..Default::default() };
     let out = generate(&loaded.model, &mut cache, &prompt, &options, &device, |_| true).unwrap();

@@ -19,7 +19,7 @@ fn check(path: &Path, folder: &Path, tolerance: f32) {
     let device = device();
     let expected = expected(folder, &device);
     let model = load(path, &device).unwrap().model;
-    let logits = model.forward(expected.ids, &KvCacheConfig::float()).unwrap();
+    let logits = model.forward(expected.ids, KvCacheConfig::float()).unwrap();
     let worst = max_difference(logits, expected.logits);
     assert!(worst <= tolerance, "{}: {worst} > {tolerance}", path.display());
 }
@@ -65,11 +65,11 @@ fn golden_step_equals_forward() {
         let [batch, seq] = ids.dims();
         let model = load(&folder, &device).unwrap().model;
         let config = KvCacheConfig::float().with_capacity(seq);
-        let forward = model.forward(ids.clone(), &config).unwrap();
+        let forward = model.forward(ids.clone(), config).unwrap();
         let largest = forward.clone().abs().max().into_scalar::<f32>();
         let (a, b) = (seq / 3, seq / 2);
         for chunks in [vec![1; seq], vec![a, 1, b - a - 1, seq - b], vec![seq]] {
-            let mut cache = model.new_cache(&config, batch, &device).unwrap();
+            let mut cache = model.new_cache(config, batch, &device).unwrap();
             let mut parts = vec![];
             for m in &chunks {
                 let next = ids.clone().narrow(1, cache.len(), *m);
@@ -97,11 +97,11 @@ fn quantized_step_equals_forward() {
     let ids = expected(&folder, &device).ids;
     let [batch, seq] = ids.dims();
     let model = load(&folder, &device).unwrap().model;
-    let forward = model.forward(ids.clone(), &config).unwrap();
-    let float = model.forward(ids.clone(), &KvCacheConfig::float()).unwrap();
+    let forward = model.forward(ids.clone(), config).unwrap();
+    let float = model.forward(ids.clone(), KvCacheConfig::float()).unwrap();
     assert!(max_difference(forward.clone(), float) > 1e-4, "4 bits change something");
 
-    let mut cache = model.new_cache(&config.with_capacity(seq), batch, &device).unwrap();
+    let mut cache = model.new_cache(config.with_capacity(seq), batch, &device).unwrap();
     let steps = (0..seq).map(|t| model.step(ids.clone().narrow(1, t, 1), &mut cache).unwrap());
     let steps = Tensor::cat(steps.collect(), 1);
     // Codes may flip at rounding edges; the mean may not move.

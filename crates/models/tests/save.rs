@@ -423,3 +423,15 @@ fn a_trained_vocabulary() {
     let error = empty.save(&missing).unwrap_err();
     assert!(matches!(&error, Error::Write { path, .. } if *path == missing), "{error}");
 }
+
+#[cfg(feature = "autodiff")]
+#[test]
+fn a_model_in_training_is_saved_as_it_is() {
+    let training = device().autodiff();
+    let folder = tempfile::tempdir().unwrap();
+    let model = LanguageModel::Llama(Llama::init(small(), &training));
+    save(folder.path(), &model, &words(), SaveOptions::default()).unwrap();
+    let again = load(folder.path(), &device()).unwrap().model;
+    let before = logits(&model, &training).to_data();
+    assert_eq!(logits(&again, &device()).to_data(), before);
+}

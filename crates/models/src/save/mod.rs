@@ -47,6 +47,10 @@ pub struct SaveOptions<'a> {
 /// The folder is made if it is not there; other files in it stay, but for a [`KV_CACHE_FILE`] of an
 /// earlier model. All files are complete before the first one is replaced.
 ///
+/// The transformers library loads the folder with `AutoModelForCausalLM` and `AutoTokenizer`. For
+/// models with Qwen2's biases its version 5 ignores the tokenizer's own rules in favour of Qwen2's,
+/// which normalize to NFC; `PreTrainedTokenizerFast` reads the ids of this crate there too.
+///
 /// # Errors
 ///
 /// One line naming the file: one that cannot be written, a weight that is not finite or does not
