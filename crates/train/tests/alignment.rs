@@ -1,0 +1,275 @@
+//! What is trained is what is served: the parallel pass of a prepared model against the converted
+//! model, streamed token by token through the cache.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use burn::{
+    module::Param,
+    tensor::{Device, Int, Tensor, TensorData, activation::log_softmax},
+};
+use kv_models::{
+    AttentionTrace, LanguageModel, ModelCache,
+    kv_cubecl::{
+        Autodiff, Bits, Flex, KvCache, KvCacheConfig, Logical, On, Packed, layout::QuantSpec,
+        quantize,
+    },
+    llama::{Config, Llama},
+    nn::{AttentionShape, RopeScaling},
+};
+use kv_train::{QatConfig, prepare};
+
+const TOKENS: usize = 275;
+const VOCAB: usize = 97;
+
+/// Two layers of four query heads and `n_kv_heads` key and value heads of 64 channels.
+fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
+    device.seed(11);
+    let config = Config {
+        vocab_size: VOCAB,
+        hidden_size: 192,
+        intermediate_size: 256,
+        n_layers: 2,
+        attention: AttentionShape { n_heads: 4, n_kv_heads, head_dim: 64 },
+        max_positions: 512,
+        norm_epsilon: 1e-5,
+        qkv_bias: false,
+        output_bias: false,
+        mlp_bias: false,
+        tied_head: true,
+        rotary_dim: 64,
+        rope_theta: 10_000.0,
+        rope_scaling: RopeScaling::Default,
+    };
+    let mut llama = Llama::init(config, device);
+    // Scores and logits that differ by some nats.
+    let enlarge = |param: &mut Param<Tensor<2>>, times: f32| {
+        *param = param.clone().map(|tensor| tensor.mul_scalar(times));
+    };
+    enlarge(&mut llama.embedding.weight, 15.0);
+    for layer in &mut llama.layers {
+        enlarge(&mut layer.qkv.weight, 4.0);
+    }
+    LanguageModel::Llama(llama)
+}
+
+fn ids(device: &Device) -> Tensor<2, Int> {
+    // Weyl's sequence: no period within the text.
+    let ids = (0..TOKENS as u64).map(|i| ((i * 0x9e37_79b9 >> 7) % VOCAB as u64) as i32);
+    Tensor::from_data(TensorData::new(ids.collect(), [1, TOKENS]), device)
+}
+
+fn host<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+    tensor.into_data().try_to_vec::<f32>().unwrap()
+}
+
+/// Largest difference, over the largest magnitude of `expected`.
+fn distance(got: &[f32], expected: &[f32]) -> f32 {
+    assert_eq!(got.len(), expected.len());
+    let largest = expected.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+    let difference = got.iter().zip(expected).map(|(a, b)| (a - b).abs());
+    difference.fold(0.0, f32::max) / largest
+}
+
+/// Mean negative log-likelihood of every next token.
+fn nll(logits: &Tensor<3>, ids: &Tensor<2, Int>) -> f64 {
+    let log_p = log_softmax(logits.clone().narrow(1, 0, TOKENS - 1), 2);
+    let next = ids.clone().narrow(1, 1, TOKENS - 1).unsqueeze_dim::<3>(2);
+    -log_p.gather(2, next).mean().into_scalar::<f64>()
+}
+
+/// Every code, in the order of the words.
+fn codes(packed: &Logical, spec: QuantSpec) -> Vec<u32> {
+    let per_word = spec.codes_per_word() as u32;
+    let bits = 32 / per_word;
+    packed
+        .codes
+        .iter()
+        .flat_map(|word| (0..per_word).map(move |i| word >> (i * bits) & spec.max_code()))
+        .collect()
+}
+
+/// What two ways through a model differ by.
+#[derive(Default)]
+struct Difference {
+    /// Codes, those that differ, and the largest difference in steps.
+    codes: usize,
+    differing: usize,
+    steps: u32,
+    /// Scales and minima, and those that differ.
+    params: usize,
+    differing_params: usize,
+    nll: f64,
+    /// Of the logits, over the largest.
+    logits: f32,
+}
+
+/// One side of one layer: the cache's codes against those of what the parallel pass would quantize.
+fn compare(side: Tensor<4>, packed: Option<Packed>, config: &KvCacheConfig, all: &mut Difference) {
+    let Some(packed) = packed else { return };
+    let spec = packed.spec();
+    let [_, _, count, _] = packed.shape();
+    let bits = Bits::try_from(spec.n_bits as u8).unwrap();
+    let side = side.narrow(2, config.sink_tokens, count);
+    let parallel = quantize(side, spec.granularity, bits, spec.group_size).unwrap();
+    let (parallel, streamed) = (parallel.to_logical(), packed.to_logical());
+    for (a, b) in [(&parallel.scale, &streamed.scale), (&parallel.min, &streamed.min)] {
+        assert_eq!(a.len(), b.len());
+        all.differing_params += a.iter().zip(b).filter(|(a, b)| a != b).count();
+        all.params += a.len();
+    }
+    let (parallel, streamed) = (codes(&parallel, spec), codes(&streamed, spec));
+    assert_eq!(parallel.len(), streamed.len());
+    for (a, b) in parallel.iter().zip(&streamed) {
+        all.differing += usize::from(a != b);
+        all.steps = all.steps.max(a.abs_diff(*b));
+    }
+    all.codes += parallel.len();
+}
+
+/// Both ways for one cache, and the parallel pass's attention through a cache of its own.
+fn align(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> Difference {
+    let config: KvCacheConfig = name.parse().unwrap();
+    let config = config.with_capacity(TOKENS);
+    let prepared = prepare(model.clone(), QatConfig::new(config)).unwrap();
+    let text = ids(device);
+
+    let mut traces: Vec<AttentionTrace> = Vec::new();
+    let mut observe = |trace| traces.push(trace);
+    let QatConfig { cache, fake_quant, .. } = prepared.config().clone();
+    let hidden = prepared.model.hidden_with(text.clone(), &cache, fake_quant, Some(&mut observe));
+    let parallel = prepared.model.head(hidden.unwrap());
+    let forward = prepared.forward(text.clone()).unwrap();
+    // The same computation twice.
+    assert_eq!(host(forward), host(parallel.clone()), "{name}");
+
+    let converted = prepared.convert();
+    let plain = (**device).clone().without_autodiff();
+    let mut cache: ModelCache = converted.model.new_cache(&converted.cache, 1, &plain).unwrap();
+    let text = text.without_autodiff();
+    let rows: Vec<Tensor<3>> = (0..TOKENS)
+        .map(|t| converted.model.step(text.clone().narrow(1, t, 1), &mut cache).unwrap())
+        .collect();
+    let streamed = Tensor::cat(rows, 1);
+
+    let mut all = Difference::default();
+    for (trace, streamed) in traces.into_iter().zip(cache.layers()) {
+        let AttentionTrace { query, key, value, output, layer } = trace;
+        let [query, key, value, output] =
+            [query, key, value, output].map(|tensor| tensor.without_autodiff());
+        compare(key.clone(), streamed.packed_keys(), &config, &mut all);
+        compare(value.clone(), streamed.packed_values(), &config, &mut all);
+
+        let shape = streamed.layout().shape();
+        let mut alone = KvCache::new(&config, shape, &plain).unwrap();
+        let rows: Vec<Tensor<4>> = (0..TOKENS)
+            .map(|t| {
+                let row = |tensor: &Tensor<4>| tensor.clone().narrow(2, t, 1);
+                alone.attend(row(&query), row(&key), row(&value)).unwrap()
+            })
+            .collect();
+        let far = distance(&host(Tensor::cat(rows, 2)), &host(output));
+        // The same codes on both sides; what is left is the order of f32 sums.
+        assert!(far < 1e-5, "{name}: attention of layer {layer} differs by {far}");
+    }
+    let counts = cache.layers()[0].quantized_counts();
+    assert_eq!(counts.keys > 0, config.key_bits.is_quantized(), "{name}");
+    assert_eq!(counts.values > 0, config.value_bits.is_quantized(), "{name}");
+
+    let parallel = parallel.without_autodiff();
+    all.nll = (nll(&parallel, &text) - nll(&streamed, &text)).abs();
+    all.logits = distance(&host(streamed), &host(parallel));
+    all
+}
+
+/// Checks one cache, and returns whether all codes were equal.
+#[track_caller]
+fn check(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> bool {
+    let config: KvCacheConfig = name.parse().unwrap();
+    let difference = align(model, name, device);
+    let Difference { codes, differing, steps, params, differing_params, nll, logits } = difference;
+    println!(
+        "{name} kv heads {}: {differing} of {codes} codes, {steps} step(s), {differing_params} of \
+         {params} parameters, logits {logits:.1e}, nll {nll:.1e}",
+        model.n_kv_heads()
+    );
+    // A code at a rounding edge falls either way by float noise, and moves what later layers see.
+    assert!(differing as f64 <= 1e-3 * codes as f64, "{name}: {differing} of {codes} codes differ");
+    assert!(steps <= 1, "{name}: a code differs by {steps}");
+    if differing == 0 {
+        // Over the largest logit. Two layers of f32 sums in another order, and scales and minima
+        // at a rounding edge of f16.
+        assert!(logits < 1e-4, "{name}: logits differ by {logits}");
+    }
+    // One step of a 2-bit code is a third of its group's range.
+    let coarse = [config.key_bits, config.value_bits].contains(&Bits::Two);
+    let bound = if coarse { 1e-2 } else { 1e-3 };
+    assert!(nll < bound, "{name}: mean negative log-likelihood differs by {nll}");
+    differing == 0
+}
+
+fn check_all(n_kv_heads: usize, names: &[&str]) {
+    let device = On::<Autodiff<Flex>>::open().unwrap();
+    let model = model(n_kv_heads, &device);
+    let equal = names.iter().filter(|name| check(&model, name, &device)).count();
+    // The bound on logits was put to use.
+    assert!(equal > 0, "codes differ with each of {names:?}");
+}
+
+#[test]
+fn attention_is_not_uniform() {
+    let device = On::<Autodiff<Flex>>::open().unwrap();
+    let model = model(2, &device);
+    let mut largest = Vec::new();
+    let mut observe = |trace: AttentionTrace| {
+        let last = trace.query.narrow(2, TOKENS - 1, 1).narrow(1, 0, 2);
+        let key = trace.key.narrow(1, 0, 1).repeat_dim(1, 2);
+        let scores = last.matmul(key.swap_dims(2, 3)).mul_scalar(1.0 / 8.0);
+        let p = burn::tensor::activation::softmax(scores, 3);
+        largest.push(p.max().into_scalar::<f32>() * TOKENS as f32);
+    };
+    let cache = KvCacheConfig::float().into();
+    let text = ids(&device);
+    model.hidden_with(text, &cache, Default::default(), Some(&mut observe)).unwrap();
+    assert!(largest.iter().all(|&times| times > 5.0), "times uniform: {largest:?}");
+}
+
+#[test]
+fn grouped_queries_flush_before() {
+    check_all(
+        2,
+        &[
+            "k2v2-g16-r32",
+            "k4v2-g32-r32",
+            "k2v4-g64-r128",
+            "k8v8-g64-r128",
+            "k4v4-g32-r128",
+            "k2v2-g32-r128-s4",
+            "k2v2-g16-r128",
+            "k8v8-g16-r32-s3",
+        ],
+    );
+}
+
+#[test]
+fn grouped_queries_flush_after() {
+    check_all(
+        2,
+        &[
+            "k2v2-g16-r32-after",
+            "k4v2-g16-r128-s4-after",
+            "k2v4-g32-r32-after",
+            "k8v8-g32-r128-after",
+            "k2v2-g64-r128-after",
+            "k4v4-g16-r32-s1-after",
+        ],
+    );
+}
+
+#[test]
+fn as_many_key_heads_as_query_heads() {
+    check_all(4, &["k2v2-g32-r128", "k4v4-g64-r128-after", "k8v8-g16-r32"]);
+}
+
+#[test]
+fn one_key_head_and_one_side_in_float() {
+    check_all(1, &["k2v2-g32-r32", "k2v16-g32-r128", "k16v2-g64-r32-after", "k4v2-g16-r32-s5"]);
+}

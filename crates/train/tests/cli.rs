@@ -1,0 +1,182 @@
+//! The program as its users meet it: what a run leaves, and one clear line for each mistake.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use std::fs;
+
+use common::{K2V2, World, fails, program, succeeds};
+use kv_models::kv_cubecl::{Autodiff, Flex};
+
+type Cpu = World<Autodiff<Flex>>;
+
+#[test]
+fn pretrained_then_trained_for_its_cache() {
+    let world = Cpu::new();
+    let (text, base) = (world.string("text.txt"), world.string("base"));
+    let common = [
+        "--text",
+        &text,
+        "--seq-len",
+        "64",
+        "--steps",
+        "6",
+        "--steps-per-epoch",
+        "3",
+        "--holdout",
+        "0.1",
+        "--valid-windows",
+        "2",
+        "--eval-tokens",
+        "200",
+    ];
+    let architecture = [
+        "--vocab",
+        "280",
+        "--hidden",
+        "32",
+        "--intermediate",
+        "64",
+        "--layers",
+        "1",
+        "--heads",
+        "2",
+        "--kv-heads",
+        "1",
+        "--head-dim",
+        "16",
+        "--context",
+        "128",
+    ];
+    let args = [&["pretrain", "--out", &base][..], &architecture, &common].concat();
+    let stdout = succeeds(&mut program(&args));
+    assert!(stdout.contains("parameters") && stdout.contains("valid after"), "{stdout}");
+    assert!(!stdout.contains('\u{1b}'), "no terminal, no escapes: {stdout:?}");
+    let model = format!("{base}/model");
+    for name in ["model.safetensors", "config.json", "tokenizer.json"] {
+        assert!(fs::metadata(format!("{model}/{name}")).is_ok(), "{name}");
+    }
+    assert!(fs::metadata(format!("{model}/kv_cache.json")).is_err(), "trained for no cache");
+    // The seed decides: weights, order, and so all that follows.
+    let again = world.string("again");
+    succeeds(&mut program(&[&["pretrain", "--out", &again][..], &architecture, &common].concat()));
+    let weights = |folder: &str| fs::read(format!("{folder}/model/model.safetensors")).unwrap();
+    assert!(weights(&base) == weights(&again));
+
+    let run = world.string("run");
+    let qat = ["qat", "--model", &model, "--cache", "k2v2-g16-r16", "--out", &run];
+    succeeds(&mut program(&[&qat[..], &common, &["--objective", "mixed:0.5"]].concat()));
+    let names = [
+        "model/kv_cache.json",
+        "history.jsonl",
+        "train.json",
+        "run.json",
+        "report.html",
+        "loss.svg",
+    ];
+    for name in names {
+        assert!(fs::metadata(format!("{run}/{name}")).is_ok(), "{name}");
+    }
+    let cache = fs::read_to_string(format!("{run}/model/kv_cache.json")).unwrap();
+    assert!(cache.contains("\"residual_length\": 16"), "{cache}");
+    fails(&mut program(&["resume", &run]), &["resume 2", "has done its 2 epochs"]);
+    let qat = [&qat[..], &common].concat();
+    fails(&mut program(&qat), &[&run, "checkpoints up to epoch 2"]);
+}
+
+#[test]
+fn mistakes_are_one_line() {
+    let world = Cpu::new();
+    let (model, text) = (world.save_model("base"), world.string("text.txt"));
+    world.write("short.txt", "the cat saw the moon.");
+    world.write("empty.txt", "");
+    world.write("bad.jsonl", "{\"text\": \"one\"}\n{\"body\": \"two\"}\n");
+    world.write("file", "in the way");
+    let (short, empty, bad) =
+        (world.string("short.txt"), world.string("empty.txt"), world.string("bad.jsonl"));
+    let (out, file, nowhere) = (world.string("out"), world.string("file"), world.string("nowhere"));
+
+    // Each replaces the value of one option of a command that works.
+    let good = [
+        ("--model", model.as_str()),
+        ("--text", &text),
+        ("--cache", K2V2),
+        ("--out", &out),
+        ("--seq-len", "96"),
+        ("--steps", "4"),
+        ("--steps-per-epoch", "2"),
+        ("--batch", "1"),
+        ("--lr", "1e-3"),
+        ("--eval-tokens", "0"),
+    ];
+    let with = |option: &str, value: &str, parts: &[&str]| {
+        let mut args = vec!["qat".to_string()];
+        let others = good.iter().filter(|(name, _)| *name != option);
+        args.extend(others.map(|(name, value)| format!("{name}={value}")));
+        args.push(if value.is_empty() { option.into() } else { format!("{option}={value}") });
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        fails(&mut program(&args), parts);
+    };
+    with("--model", &nowhere, &[&nowhere]);
+    with("--model", &file, &[&file]);
+    with("--text", &nowhere, &[&nowhere, "not found"]);
+    with("--text", &empty, &[&empty, "no text"]);
+    with("--text", &bad, &["line 2", "field `text` is missing"]);
+    with("--text", &short, &["seq_len = 96", "need at least"]);
+    with("--valid-text", &short, &["seq_len = 96", "need at least"]);
+    with("--cache", "k3v3", &["k3v3", "--cache"]);
+    with("--cache", "k2v2-g64-r64", &["group_size", "64", "head_dim 32"]);
+    with("--cache", "k2v2-g16-r24", &["residual_length"]);
+    with("--out", &file, &[&file]);
+    with("--out", &format!("{file}/below"), &[&file]);
+    with("--seq-len", "129", &["seq-len 129", "128 positions"]);
+    with("--seq-len", "0", &["seq-len 0"]);
+    with("--steps", "5", &["steps 5", "multiple"]);
+    with("--lr", "0", &["lr 0", "above 0"]);
+    with("--lr", "NaN", &["lr NaN"]);
+    with("--lr", "fast", &["--lr", "fast"]);
+    with("--min-lr", "1", &["lr 0.001", "min-lr"]);
+    with("--batch", "0", &["batch 0"]);
+    with("--objective", "rl", &["objective rl", "ce, kl, or mixed:W"]);
+    with("--objective", "mixed:2", &["objective mixed:2"]);
+    with("--trainable", "head", &["trainable head", "all, layers, attention or qkv"]);
+    with("--float-layers", "2", &["float_layers = 2"]);
+    with("--float-share", "2", &["float-share 2"]);
+    with("--lora", "0", &["lora 0"]);
+    with("--lora-alpha", "1", &["--lora"]);
+    with("--holdout", "1", &["holdout 1"]);
+    with("--patience", "0", &["patience 0"]);
+    with("--warmup", "4", &["warmup 4"]);
+    with("--backend", "tpu", &["tpu"]);
+    with("--devices", "2", &["devices 2"]);
+    with("--fast", "", &["--fast"]);
+    #[cfg(not(feature = "cuda"))]
+    with("--backend", "cuda", &["cuda is not built into", "--features cuda"]);
+
+    fails(&mut program(&["resume", &nowhere]), &["nowhere/run.json", "a run's folder"]);
+    fails(&mut program(&["resume", &model]), &["run.json", "a run's folder"]);
+    world.write("base/run.json", "{\"backend\": \"flex\"}");
+    fails(&mut program(&["resume", &model]), &["run.json", "missing field"]);
+    fails(&mut program(&["pretrain", "--text", &text]), &["--out"]);
+    let pretrain = |more: &[&str], parts: &[&str]| {
+        let args = ["pretrain", "--text", &text, "--out", &out];
+        fails(&mut program(&[&args[..], more].concat()), parts);
+    };
+    pretrain(&["--vocab", "100"], &["vocab_size = 100", "at least 257"]);
+    pretrain(&["--vocab", "5000"], &["vocab_size = 5000", "the texts give only"]);
+    pretrain(
+        &["--vocab", "260", "--kv-heads", "3"],
+        &["num_key_value_heads", "3", "num_attention_heads 4"],
+    );
+    pretrain(&["--vocab", "260", "--head-dim", "0"], &["head_dim", "0", "between 1"]);
+}
+
+#[test]
+fn help_and_version() {
+    assert!(succeeds(&mut program(&["--version"])).starts_with("kv-train "));
+    for args in
+        [&["--help"][..], &["qat", "--help"], &["pretrain", "--help"], &["resume", "--help"]]
+    {
+        assert!(succeeds(&mut program(args)).contains("Usage:"));
+    }
+}

@@ -1,0 +1,228 @@
+//! Runs that are killed, files that are damaged, disks that are full.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use std::{
+    fs,
+    process::{Command, Stdio},
+    thread,
+    time::Duration,
+};
+
+use common::{Losses, World, fails, program, quantized, random, succeeds};
+use kv_models::kv_cubecl::{Autodiff, Flex};
+use kv_train::{Adapter, Checkpoints, Error, History, Objective, Resume, TrainConfig};
+
+type Cpu = World<Autodiff<Flex>>;
+
+const PARTS: [&str; 3] = ["model", "optimizer", "schedule"];
+
+/// The command line of a short run.
+fn qat<'a>(model: &'a str, text: &'a str, out: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut args = vec!["qat", "--model", model, "--text", text, "--out", out];
+    args.extend(["--cache", common::K2V2, "--seq-len", "96", "--holdout", "0.1"]);
+    args.extend(["--valid-windows", "3", "--lr", "1e-3", "--warmup", "2", "--eval-tokens", "0"]);
+    args.extend(more);
+    args
+}
+
+#[test]
+fn a_killed_run_goes_on_as_if_it_had_not_been() {
+    let world = Cpu::new();
+    let (model, text) = (world.save_model("base"), world.string("text.txt"));
+    let more = ["--batch", "2", "--accumulation", "2", "--steps", "30", "--steps-per-epoch", "10"];
+    let whole = world.string("whole");
+    succeeds(&mut program(&qat(&model, &text, &whole, &more)));
+    let expected = Losses::of(&History::read(whole.as_ref()).unwrap());
+    assert_eq!((expected.train.len(), expected.valid.len()), (60, 3));
+
+    // Killed in the middle of the second epoch; on a busy machine the moment may be missed.
+    let killed = (0..5).map(|i| world.string(&format!("killed {i}"))).find(|folder| {
+        let mut command = program(&qat(&model, &text, folder, &more));
+        let mut child = command.stdout(Stdio::null()).spawn().unwrap();
+        let trained = || {
+            let history = History::read(folder.as_ref()).unwrap_or_default();
+            history.train.last().map_or(0, |record| record.step + 1)
+        };
+        while trained() < 13 && child.try_wait().unwrap().is_none() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        (13..20).contains(&trained())
+    });
+    let killed = killed.unwrap();
+    assert_eq!(Checkpoints::of(killed.as_ref()).epochs().unwrap(), [1]);
+    succeeds(&mut program(&["resume", &killed]));
+    assert_eq!(Losses::of(&History::read(killed.as_ref()).unwrap()), expected);
+    // Nor do the weights differ.
+    let weights = |folder: &str| fs::read(format!("{folder}/model/model.safetensors")).unwrap();
+    assert!(weights(&whole) == weights(&killed));
+}
+
+#[test]
+fn every_kind_of_run_resumes_exactly() {
+    let world = Cpu::new();
+    let adapter = Some(Adapter { rank: 2, alpha: 4.0 });
+    let objective = Objective::Distillation;
+    for (name, config) in [
+        ("plain", common::config()),
+        ("adapters", TrainConfig { adapter, ..quantized() }),
+        ("distilled", TrainConfig { objective, float_share: 0.25, ..quantized() }),
+    ] {
+        let _stream = random();
+        let trained = world.train(name, &config).unwrap();
+        let (expected, model) = (Losses::of(&trained.history), trained.model.convert().model);
+        let again = world.resume(name, &config, Resume::Epoch(2)).unwrap();
+        assert_eq!(Losses::of(&again.history), expected, "{name}");
+        let again = again.model.convert().model;
+        assert_eq!(common::weights(&again), common::weights(&model), "{name}");
+    }
+}
+
+#[test]
+fn damage_is_named_and_the_epoch_before_goes_on() {
+    let world = Cpu::new();
+    let expected = world.losses("run", &quantized());
+    let checkpoints = Checkpoints::of(&world.path("run"));
+    assert_eq!(checkpoints.epochs().unwrap(), [2, 3], "the last two are kept");
+    checkpoints.check(2).unwrap();
+    checkpoints.check(3).unwrap();
+
+    let refuses = |file: &str, parts: &[&str]| {
+        let error = world.resume("run", &quantized(), Resume::Last).unwrap_err();
+        assert!(matches!(error, Error::Damaged { .. }), "{error:?}");
+        let error = error.to_string();
+        assert!(!error.contains('\n') && error.contains(file), "{file} is not in {error}");
+        for part in parts {
+            assert!(error.contains(part), "{file}: {part:?} is not in {error:?}");
+        }
+    };
+    for part in PARTS {
+        for name in [format!("{part}-3.bpk"), format!("{part}-3.json")] {
+            let path = world.path("run/checkpoints").join(&name);
+            let bytes = fs::read(&path).unwrap();
+            let file = format!("{part}-3.bpk");
+            let hint = "resume with --from-epoch 2";
+            let seal = name.ends_with("json");
+
+            fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
+            refuses(&file, &[if seal { &name } else { "is truncated" }, hint]);
+            fs::write(&path, []).unwrap();
+            refuses(&file, &[hint]);
+            for at in [0, bytes.len() / 2, bytes.len() - 1] {
+                let mut flipped = bytes.clone();
+                flipped[at] ^= 1;
+                fs::write(&path, flipped).unwrap();
+                refuses(&file, &[if seal { hint } else { "is damaged" }, hint]);
+            }
+            fs::remove_file(&path).unwrap();
+            refuses(&file, &[if seal { "was not completed" } else { "No such file" }, hint]);
+            fs::write(&path, bytes).unwrap();
+            checkpoints.check(3).unwrap();
+        }
+    }
+
+    // A checkpoint whose writing was interrupted: some parts of it, none of it sealed.
+    for name in ["optimizer-3.json", "optimizer-3.bpk", "schedule-3.json", "schedule-3.bpk"] {
+        fs::remove_file(world.path("run/checkpoints").join(name)).unwrap();
+    }
+    fs::write(world.path("run/checkpoints/partial-optimizer.bpk"), [0; 1000]).unwrap();
+    refuses("optimizer-3.bpk", &["--from-epoch 2"]);
+    let again = world.resume("run", &quantized(), Resume::Epoch(2)).unwrap();
+    assert_eq!(Losses::of(&again.history), expected);
+    checkpoints.check(3).unwrap();
+
+    for epoch in [2, 3] {
+        let path = world.path(&format!("run/checkpoints/model-{epoch}.bpk"));
+        fs::write(path, "not a model").unwrap();
+    }
+    refuses("model-3.bpk", &["no other checkpoint is whole"]);
+}
+
+#[test]
+fn a_damaged_history_is_named() {
+    let world = Cpu::new();
+    let expected = world.losses("run", &quantized());
+    let path = world.path("run/history.jsonl");
+    let text = fs::read_to_string(&path).unwrap();
+    let resume = || world.resume("run", &quantized(), Resume::Epoch(2));
+
+    // Cut short by a kill: the last line is not used.
+    fs::write(&path, &text[..text.len() - 20]).unwrap();
+    assert_eq!(Losses::of(&resume().unwrap().history), expected);
+
+    fs::write(&path, text.replacen("loss", "lost", 1)).unwrap();
+    let error = resume().unwrap_err().to_string();
+    assert!(error.contains("history.jsonl") && error.contains("line 1"), "{error}");
+    fs::remove_file(&path).unwrap();
+    let error = resume().unwrap_err().to_string();
+    assert!(error.contains("history.jsonl"), "{error}");
+    fs::write(&path, &text).unwrap();
+    assert_eq!(Losses::of(&resume().unwrap().history), expected);
+}
+
+/// `kv-train` where no file may grow beyond `blocks` of 512 bytes: writes fail as on a full disk.
+fn limited(blocks: usize, args: &[&str]) -> Command {
+    let script = format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"");
+    let mut command = Command::new("sh");
+    command.arg("-c").arg(script).arg(env!("CARGO_BIN_EXE_kv-train")).args(args);
+    command
+}
+
+#[test]
+fn a_full_disk_is_an_error_and_what_was_whole_stays_whole() {
+    let world = Cpu::new();
+    let (model, text) = (world.save_model("base"), world.string("text.txt"));
+    // Weights take 0.4 MB, the optimizer's moments 0.7 MB.
+    let blocks = 1000;
+    let more = ["--batch", "1", "--steps", "12", "--steps-per-epoch", "4"];
+
+    let first = world.string("first");
+    let command = &mut limited(blocks, &qat(&model, &text, &first, &more));
+    fails(command, &["partial-optimizer.bpk", "File too large", "before it is untouched"]);
+    fails(&mut program(&["resume", &first]), &["optimizer-1.bpk", "no other checkpoint is whole"]);
+
+    // With a checkpoint to go back to.
+    let run = world.string("run");
+    succeeds(&mut program(&qat(&model, &text, &run, &more)));
+    let expected = Losses::of(&History::read(run.as_ref()).unwrap());
+    for part in PARTS {
+        for extension in ["bpk", "json"] {
+            fs::remove_file(format!("{run}/checkpoints/{part}-3.{extension}")).unwrap();
+        }
+    }
+    let resume = ["resume", &run];
+    fails(&mut limited(blocks, &resume), &["partial-optimizer.bpk", "File too large"]);
+    let checkpoints = Checkpoints::of(run.as_ref());
+    checkpoints.check(2).unwrap();
+    fails(&mut program(&resume), &["optimizer-3.bpk", "--from-epoch 2"]);
+    // Not even the part of the history that is kept can be written: it stays whole.
+    let resume = ["resume", &run, "--from-epoch", "2"];
+    fails(&mut limited(2, &resume), &["history.partial", "File too large"]);
+    succeeds(&mut program(&resume));
+    assert_eq!(Losses::of(&History::read(run.as_ref()).unwrap()), expected);
+}
+
+#[test]
+fn a_full_disk_stops_every_other_file_too() {
+    let world = Cpu::new();
+    let (model, text) = (world.save_model("base"), world.string("text.txt"));
+    let out = world.string("tokens-run");
+    let command = &mut limited(8, &qat(&model, &text, &out, &[]));
+    fails(command, &["cannot write the token cache", "File too large"]);
+    assert_eq!(fs::read_dir(format!("{out}/tokens")).unwrap().count(), 0);
+
+    // The history outgrows the limit in the first epoch.
+    let out = world.string("history-run");
+    let more = ["--batch", "1", "--seq-len", "16", "--steps", "300", "--steps-per-epoch", "300"];
+    let args = qat(&model, &text, &out, &more[..2]);
+    let args: Vec<&str> =
+        args.into_iter().filter(|arg| !["--seq-len", "96"].contains(arg)).collect();
+    let command = &mut limited(32, &[&args, &more[2..]].concat());
+    fails(command, &["history.jsonl", "File too large"]);
+    assert!(Checkpoints::of(out.as_ref()).epochs().unwrap().is_empty());
+    let history = History::read(out.as_ref()).unwrap();
+    assert!(history.train.len() > 30, "what was written can be read");
+}

@@ -1,0 +1,377 @@
+//! What a run must do with what it is asked to train. All on Flex, where equal computations give
+//! equal bits: losses are compared exactly wherever the same is computed.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use std::collections::BTreeSet;
+
+use burn::{
+    module::{Module, ModuleMapper, Param},
+    tensor::{DType, Int, Tensor, TensorData},
+};
+use common::{
+    Losses, World, architecture, config, qat, quantized, random, sentences, tiny, weights,
+};
+use kv_models::{
+    LanguageModel,
+    kv_cubecl::{Autodiff, FakeQuantOptions, Flex, On, SteGradient},
+    llama::Config,
+};
+use kv_train::{
+    Adapter, Checkpoints, Error, Objective, QatConfig, Resume, Run, Schedule, Texts, TrainConfig,
+    Trainable, train,
+};
+
+type Cpu = World<Autodiff<Flex>>;
+
+/// Paths of the weights that two models differ in.
+fn changed(before: &LanguageModel, after: &LanguageModel) -> BTreeSet<String> {
+    let (before, after) = (weights(before), weights(after));
+    assert!(before.keys().eq(after.keys()), "other weights");
+    before.into_iter().filter(|(path, data)| after[path] != *data).map(|(path, _)| path).collect()
+}
+
+#[test]
+fn learns() {
+    let world = Cpu::new();
+    let config = TrainConfig { steps: 40, steps_per_epoch: 20, ..quantized() };
+    let trained = world.train("run", &config).unwrap();
+    let history = &trained.history;
+    assert_eq!((history.train.len(), history.valid.len(), trained.epochs), (40, 2, 2));
+    let (first, last) = (history.train[0].loss, history.train[39].loss);
+    // From about log(vocabulary) to a text of 10 phrases.
+    assert!(first > 5.0 && last < 0.5 * first, "from {first} to {last}");
+    assert!(history.valid[1].nll < history.valid[0].nll);
+    assert!(history.train.iter().all(|record| record.tokens_per_second > 0.0));
+    assert!(history.train.iter().all(|record| record.kl.is_none() && record.nll == record.loss));
+    let shares = history.valid[0].shares.unwrap();
+    assert!((0.0..0.1).contains(&shares.clipped) && shares.constant == 0.0, "{shares:?}");
+}
+
+#[test]
+fn the_same_run_twice() {
+    let world = Cpu::new();
+    let adapter = Some(Adapter { rank: 2, alpha: 4.0 });
+    for (name, config) in
+        [("weights", quantized()), ("adapters", TrainConfig { adapter, ..quantized() })]
+    {
+        let _stream = random();
+        let once = world.losses(name, &config);
+        assert_eq!(once, world.losses(&format!("{name} again"), &config), "{name}");
+    }
+}
+
+#[test]
+fn a_model_without_autodiff_is_trained_too() {
+    let world = Cpu::new();
+    let expected = world.losses("autodiff", &quantized());
+    let device = On::<Flex>::open().unwrap();
+    let texts = Texts { train: world.tokens("text.txt"), valid: None };
+    let model = world.model.clone().valid();
+    let run = Run::new(world.path("plain"));
+    let trained = train(&device, model, &texts, &quantized(), run).unwrap();
+    assert_eq!(Losses::of(&trained.history), expected);
+}
+
+#[test]
+fn gradient_checkpointing_changes_nothing() {
+    let world = Cpu::new();
+    let adapter = Some(Adapter { rank: 2, alpha: 4.0 });
+    for (name, config) in [
+        ("side by side", quantized()),
+        ("one by one", TrainConfig { batch: 1, objective: Objective::Distillation, ..quantized() }),
+        ("adapted", TrainConfig { adapter, ..quantized() }),
+    ] {
+        let _stream = random();
+        let kept = world.losses(name, &config);
+        let config = TrainConfig { gradient_checkpointing: true, ..config };
+        assert_eq!(kept, world.losses(&format!("{name} recomputed"), &config), "{name}");
+    }
+}
+
+#[test]
+fn a_delayed_start_is_float_until_then() {
+    let world = Cpu::new();
+    let float = world.losses("float", &config()).objectives();
+    let delayed = QatConfig { start_step: 3, ..qat(common::K2V2) };
+    let config = TrainConfig { qat: Some(delayed), ..config() };
+    let delayed = world.losses("delayed", &config).objectives();
+    assert_eq!(float[..3], delayed[..3]);
+    assert_ne!(float[3], delayed[3]);
+}
+
+#[test]
+fn what_is_quantized() {
+    let world = Cpu::new();
+    let with = |qat: QatConfig| TrainConfig { qat: Some(qat), ..config() };
+    let float = world.losses("float", &config());
+    let exact = world.losses("exact", &quantized());
+    assert_ne!(float.train[0], exact.train[0]);
+
+    // Layers in float, and sequences in float.
+    let mut layers = qat(common::K2V2);
+    layers.cache.float_layers = [1].into();
+    let one = world.losses("one layer", &with(layers.clone()));
+    assert!(one.train[0] != float.train[0] && one.train[0] != exact.train[0]);
+    layers.cache.float_layers = [0, 1].into();
+    assert_eq!(world.losses("no layer", &with(layers)), float);
+    let all_float = TrainConfig { float_share: 1.0, ..quantized() };
+    assert_eq!(world.losses("float share", &all_float).train, float.train);
+    let half_float = TrainConfig { float_share: 0.5, ..quantized() };
+    let half = world.losses("half", &half_float);
+    assert!(half.train[0] != float.train[0] && half.train[0] != exact.train[0]);
+
+    // Every token, and the gradient.
+    let everything = FakeQuantOptions { quantize_everything: true, ..Default::default() };
+    let everything = QatConfig { fake_quant: everything, ..qat(common::K2V2) };
+    let everything = world.losses("everything", &with(everything));
+    assert_ne!(everything.train[0], exact.train[0]);
+    let scale = FakeQuantOptions { gradient: SteGradient::ScaleMin, ..Default::default() };
+    let scale = QatConfig { fake_quant: scale, ..qat(common::K2V2) };
+    let scale = world.losses("scale", &with(scale));
+    assert_eq!(scale.train[0], exact.train[0]);
+    assert_ne!(scale.train[1], exact.train[1]);
+}
+
+#[test]
+fn only_what_is_chosen_changes() {
+    let world = Cpu::new();
+    let layer = |names: &[&str]| -> BTreeSet<String> {
+        let paths = names
+            .iter()
+            .flat_map(|name| (0..2).map(move |layer| format!("Llama.layers.{layer}.{name}")));
+        paths.collect()
+    };
+    let attention = ["attention_norm.gamma", "qkv.weight", "output.weight"];
+    let mlp = ["mlp_norm.gamma", "mlp.gate_up.weight", "mlp.down.weight"];
+    let layers = &layer(&attention) | &layer(&mlp);
+    let all = weights(&world.model).into_keys().collect::<BTreeSet<_>>();
+    let matrices = layer(&["qkv.weight", "output.weight", "mlp.gate_up.weight", "mlp.down.weight"]);
+    let adapter = Some(Adapter { rank: 2, alpha: 4.0 });
+    for (trainable, adapter, expected) in [
+        (Trainable::All, None, all),
+        (Trainable::Layers, None, layers),
+        (Trainable::Attention, None, layer(&attention)),
+        (Trainable::Qkv, None, layer(&["qkv.weight"])),
+        (Trainable::All, adapter, matrices),
+        (Trainable::Attention, adapter, layer(&["qkv.weight", "output.weight"])),
+        (Trainable::Qkv, adapter, layer(&["qkv.weight"])),
+    ] {
+        let what = format!("{trainable} {}", if adapter.is_some() { "adapted" } else { "" });
+        let _stream = random();
+        let config = TrainConfig { trainable, adapter, steps: 4, ..quantized() };
+        let trained = world.train(&what, &config).unwrap();
+        assert_eq!(changed(&world.model, &trained.model.convert().model), expected, "{what}");
+    }
+}
+
+#[test]
+fn accumulated_batches_are_one_batch() {
+    let world = Cpu::new();
+    let whole = world.losses("whole", &quantized()).objectives();
+    let config = TrainConfig { batch: 1, accumulation: 2, ..quantized() };
+    let halves = world.losses("halves", &config);
+    assert_eq!(halves.train[3].1, 1, "two records per optimizer step");
+    for (whole, halves) in whole.iter().zip(halves.objectives().chunks(2)) {
+        let mean = (halves[0] + halves[1]) / 2.0;
+        // Sums of two gradients in f32, in one order or another.
+        assert!((whole - mean).abs() < 1e-6 * whole, "{whole} against {mean}");
+    }
+}
+
+#[test]
+fn stops_when_validation_gets_worse() {
+    let world = Cpu::new();
+    // Held-out letters that the text never has in this order.
+    let letters: String = (0..800u32).map(|i| char::from(b'a' + (i * i % 26) as u8)).collect();
+    world.write("letters.txt", &letters);
+    let texts = Texts { train: world.tokens("text.txt"), valid: Some(world.tokens("letters.txt")) };
+    let config = TrainConfig { patience: Some(1), steps: 40, ..quantized() };
+    let train = |name: &str, config: &TrainConfig, resume| {
+        world.train_on(world.model.clone(), &texts, name, config, resume).unwrap()
+    };
+    let trained = train("run", &config, Resume::No);
+    let valid: Vec<f64> = trained.history.valid.iter().map(|record| record.nll).collect();
+    assert!(trained.epochs < 10, "{valid:?}");
+    assert_eq!(trained.epochs, valid.len());
+    assert_eq!(trained.history.train.len(), trained.epochs * 4);
+    let (last, before) = valid.split_last().unwrap();
+    assert!(before.is_sorted_by(|a, b| a > b) && last >= before.last().unwrap(), "{valid:?}");
+    Checkpoints::of(&world.path("run")).check(trained.epochs).unwrap();
+
+    // A resumed run remembers what the best was.
+    let again = train("run", &config, Resume::Epoch(trained.epochs - 1));
+    assert_eq!(Losses::of(&again.history), Losses::of(&trained.history));
+}
+
+#[test]
+fn distillation_recovers() {
+    let mut world = Cpu::new();
+    let pretrained = TrainConfig { steps: 80, steps_per_epoch: 80, ..config() };
+    let pretrained = world.train("pretrained", &pretrained).unwrap().model.convert();
+    pretrained.save(world.path("model"), &world.tokenizer).unwrap();
+    world.model = kv_models::load(world.path("model"), &world.device).unwrap().model;
+
+    let objective = Objective::Distillation;
+    let base = TrainConfig { objective, steps: 3, steps_per_epoch: 3, ..config() };
+    let float = world.train("float", &base).unwrap();
+    let kl = float.history.train[0].kl.unwrap();
+    // The same logits twice; what is left are f32 sums over the vocabulary.
+    assert!(kl.abs() < 1e-6, "{kl}");
+
+    let base = TrainConfig { qat: Some(qat(common::K2V2)), ..base };
+    let schedule = |lr| Schedule { lr, min_lr: 0.0, warmup: 2 };
+    let still = TrainConfig { schedule: schedule(1e-12), ..base.clone() };
+    let before = world.train("before", &still).unwrap().history.valid[0];
+    assert!(before.kl > 1e-3 && before.kl_float.abs() < 1e-6, "{before:?}");
+    assert!(before.nll > before.nll_float, "{before:?}");
+
+    let config = TrainConfig { schedule: schedule(3e-4), steps: 30, ..base };
+    let trained = world.train("trained", &config).unwrap();
+    let record = trained.history.train[0];
+    assert!(record.kl.unwrap() > 1e-3 && record.loss == record.kl.unwrap(), "{record:?}");
+    let after = trained.history.valid.last().unwrap();
+    assert!(after.kl < 0.8 * before.kl, "from {before:?} to {after:?}");
+
+    let objective = Objective::Mixed { kl_weight: 0.25 };
+    let config = TrainConfig { objective, steps: 3, ..config };
+    let mixed = world.train("mixed", &config).unwrap().history.train[0];
+    let expected = 0.75 * mixed.nll + 0.25 * mixed.kl.unwrap();
+    assert!((mixed.loss - expected).abs() < 1e-12, "{mixed:?}");
+    assert_eq!(mixed.kl, record.kl);
+}
+
+/// Runs without a limit on the gradient go elsewhere than those with a small one.
+#[test]
+fn clipping_bounds_the_update() {
+    let world = Cpu::new();
+    let with = |clip_norm| TrainConfig { clip_norm, ..quantized() };
+    let free = world.losses("free", &with(None));
+    assert_eq!(free, world.losses("never reached", &with(Some(1e9))));
+    // Far below Adam's epsilon nothing moves.
+    let held = world.train("held", &with(Some(1e-13))).unwrap();
+    let before = weights(&world.model);
+    for (path, after) in weights(&held.model.convert().model) {
+        let moved = before[&path].iter().zip(&after).map(|(a, b)| (a - b).abs());
+        assert!(moved.fold(0.0, f32::max) < 1e-5, "{path}");
+    }
+}
+
+/// An embedding with one row of infinities, untied from the head.
+fn broken(token: usize, world: &Cpu) -> LanguageModel {
+    let config = Config { tied_head: false, ..architecture() };
+    let LanguageModel::Llama(mut llama) = tiny(config, &world.device) else { unreachable!() };
+    let embedding: &mut Param<Tensor<2>> = &mut llama.embedding.weight;
+    *embedding = embedding.clone().map(|tensor| {
+        let row = Tensor::full([1, 64], f32::INFINITY, &tensor.device());
+        tensor.slice_assign([token..token + 1, 0..64], row)
+    });
+    LanguageModel::Llama(llama)
+}
+
+#[test]
+fn a_loss_that_is_no_number_stops_the_run() {
+    let world = Cpu::new();
+    let id = |text: &str| world.tokenizer.encode(text).unwrap()[0] as usize;
+    let texts = Texts { train: world.tokens("text.txt"), valid: None };
+    let model = broken(id(". "), &world);
+    let error = world.train_on(model, &texts, "train", &quantized(), Resume::No).unwrap_err();
+    assert_eq!(error.to_string(), "training stopped: the loss of step 0 is NaN");
+
+    // In validation only: what would be saved is not.
+    world.write("other.txt", &format!("{}QQQ", sentences(30)));
+    let texts = Texts { valid: Some(world.tokens("other.txt")), ..texts };
+    let config = TrainConfig { seq_len: 32, valid_windows: 100, ..quantized() };
+    let model = broken(id("Q"), &world);
+    let error = world.train_on(model, &texts, "valid", &config, Resume::No).unwrap_err();
+    assert!(matches!(&error, Error::Stopped(why) if why.contains("after step 4")), "{error}");
+    assert_eq!(Checkpoints::of(&world.path("valid")).epochs().unwrap(), [0; 0]);
+}
+
+#[test]
+fn mistakes_are_named() {
+    let world = Cpu::new();
+    let says = |name: &str, config: &TrainConfig, resume, parts: &[&str]| {
+        let error = world.resume(name, config, resume).unwrap_err().to_string();
+        assert!(!error.contains('\n'), "{error}");
+        for part in parts {
+            assert!(error.contains(part), "{part:?} is not in {error:?}");
+        }
+    };
+    let new = |config: TrainConfig, parts: &[&str]| says("new", &config, Resume::No, parts);
+    new(TrainConfig { steps: 13, ..config() }, &["steps 13", "multiple of steps-per-epoch 4"]);
+    new(TrainConfig { seq_len: 129, ..config() }, &["seq-len 129", "128 positions"]);
+    new(TrainConfig { batch: 0, ..config() }, &["batch 0", "at least 1"]);
+    new(TrainConfig { float_share: 1.5, ..config() }, &["float-share 1.5"]);
+    new(TrainConfig { clip_norm: Some(f64::NAN), ..config() }, &["clip-norm NaN"]);
+    new(TrainConfig { patience: Some(0), ..config() }, &["patience 0"]);
+    new(TrainConfig { holdout: 0.0, ..config() }, &["holdout", "above 0"]);
+    let adapter = Some(Adapter { rank: 0, alpha: 1.0 });
+    new(TrainConfig { adapter, ..config() }, &["lora 0"]);
+    let schedule = |lr, warmup| Schedule { lr, min_lr: 0.0, warmup };
+    new(TrainConfig { schedule: schedule(0.0, 0), ..config() }, &["lr 0", "above 0"]);
+    new(TrainConfig { schedule: schedule(f64::NAN, 0), ..config() }, &["lr NaN"]);
+    new(TrainConfig { schedule: schedule(1e-3, 12), ..config() }, &["warmup 12", "steps 12"]);
+    new(TrainConfig { qat: Some(qat("k2v2-g64-r64")), ..config() }, &["group_size", "head_dim 32"]);
+    let mut layers = qat("k2v2");
+    layers.cache.float_layers = [2].into();
+    new(TrainConfig { qat: Some(layers), ..config() }, &["float_layers = 2", "layers 0 to 1"]);
+    assert_eq!(Checkpoints::of(&world.path("new")).epochs().unwrap(), [0; 0]);
+
+    let config = TrainConfig { steps: 8, ..quantized() };
+    says("nowhere", &config, Resume::Last, &["nowhere", "no checkpoint"]);
+    world.train("run", &config).unwrap();
+    let folder = world.string("run");
+    says("run", &config, Resume::No, &[&folder, "checkpoints up to epoch 2", "resume it"]);
+    says("run", &config, Resume::Last, &["resume 2", "has done its 2 epochs"]);
+    let other = TrainConfig { seed: 6, ..config.clone() };
+    says("run", &other, Resume::Epoch(1), &["train.json", "another configuration"]);
+    says("run", &config, Resume::Epoch(7), &["-7.bpk", "--from-epoch 2"]);
+    world.write("run/train.json", "{");
+    says("run", &config, Resume::Epoch(1), &["train.json", "EOF"]);
+}
+
+#[test]
+fn a_saved_model_is_what_was_trained() {
+    /// As a file in f16 holds it.
+    struct Half;
+    impl ModuleMapper for Half {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|tensor| tensor.cast(DType::F16).cast(DType::F32))
+        }
+    }
+    let world = Cpu::new();
+    let mut qat = qat("k4v2-g16-r32-s2-after");
+    qat.cache.float_layers = [1].into();
+    let adapter = Some(Adapter { rank: 2, alpha: 4.0 });
+    for adapter in [None, adapter] {
+        let name = if adapter.is_some() { "adapted" } else { "trained" };
+        let config = TrainConfig { qat: Some(qat.clone()), adapter, steps: 4, ..config() };
+        let trained = world.train(name, &config).unwrap();
+        let ids: Vec<i32> = world.tokens("text.txt").ids(0..96).map(|id| id as i32).collect();
+        let ids =
+            |device| Tensor::<2, Int>::from_data(TensorData::new(ids.clone(), [1, 96]), device);
+        let host = |tensor: Tensor<3>| tensor.into_data().try_to_vec::<f32>().unwrap();
+
+        let plain = (*world.device).clone().without_autodiff();
+        let devices = trained.model.devices();
+        let prepared = host(trained.model.forward(ids(&devices[0])).unwrap());
+        let converted = trained.model.convert();
+        let logits = host(converted.model.forward(ids(&plain), &converted.cache).unwrap());
+        let largest = logits.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+        let far = prepared.iter().zip(&logits).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        // Adapters are merged: f32 sums in another order, and now and then a code that flips.
+        assert!(far <= if adapter.is_some() { 2e-2 * largest } else { 0.0 }, "{far} of {largest}");
+
+        let folder = world.path(&format!("{name}/model"));
+        converted.save(&folder, &world.tokenizer).unwrap();
+        assert!(folder.join("kv_cache.json").is_file());
+        let loaded = kv_models::load(&folder, &plain).unwrap();
+        assert_eq!(loaded.cache.as_ref(), Some(&qat.cache));
+        assert_eq!(loaded.tokenizer.unwrap().n_ids(), common::VOCAB);
+        let saved = host(loaded.model.forward(ids(&plain), &qat.cache).unwrap());
+        let rounded = converted.model.map(&mut Half);
+        assert_eq!(saved, host(rounded.forward(ids(&plain), &qat.cache).unwrap()));
+    }
+}

@@ -1,0 +1,47 @@
+//! Another backend trains alike.
+#![cfg(all(feature = "flex", feature = "wgpu"))]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use common::{World, config, qat};
+use kv_models::kv_cubecl::{Autodiff, Flex, Target, Wgpu};
+use kv_train::{Objective, Schedule, TrainConfig};
+
+/// Objectives of ten steps, and the last validation.
+fn losses<T: Target>() -> (Vec<f64>, [f64; 3]) {
+    let world = World::<Autodiff<T>>::new();
+    let config = TrainConfig {
+        qat: Some(qat(common::K2V2)),
+        objective: Objective::Distillation,
+        // Adam's first steps are as long for a gradient of noise as for any other.
+        schedule: Schedule { lr: 5e-4, min_lr: 0.0, warmup: 2 },
+        batch: 1,
+        steps: 10,
+        steps_per_epoch: 10,
+        valid_windows: 1,
+        ..config()
+    };
+    let history = world.train("run", &config).unwrap().history;
+    let last = history.valid[0];
+    (history.train.iter().map(|record| record.loss).collect(), [last.nll, last.nll_float, last.kl])
+}
+
+#[test]
+fn ten_steps_as_on_flex() {
+    let (flex, flex_valid) = losses::<Flex>();
+    let (wgpu, wgpu_valid) = losses::<Wgpu>();
+    let mut worst: f64 = 0.0;
+    for (step, (flex, wgpu)) in flex.iter().zip(&wgpu).enumerate() {
+        println!("step {step}: {flex:.6} {wgpu:.6}");
+        worst = worst.max((flex - wgpu).abs());
+    }
+    for (flex, wgpu) in flex_valid.iter().zip(&wgpu_valid) {
+        worst = worst.max((flex - wgpu).abs());
+    }
+    println!("largest difference {worst:.1e}");
+    assert_eq!(flex.len(), 10);
+    assert!(flex[0] > 1e-3, "the quantizer is on: {flex:?}");
+    // Sums in another order; codes at a rounding edge that fall the other way weigh most.
+    assert!(worst < 1e-3, "{flex:?} against {wgpu:?}, {flex_valid:?} against {wgpu_valid:?}");
+}
