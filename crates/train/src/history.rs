@@ -9,7 +9,7 @@ use std::{
 use burn::train::Interrupter;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result, loss::Sums};
+use crate::{Error, Objective, Result, loss::Sums};
 
 /// One batch of training. Losses are means over its tokens, in nats.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -131,6 +131,7 @@ pub(crate) struct Recorder {
     failure: Option<String>,
     steps: u64,
     trained: u64,
+    valid: Vec<ValidRecord>,
     valid_batches: usize,
     pending: Pending,
 }
@@ -185,6 +186,7 @@ impl Recorder {
             failure: None,
             steps,
             trained,
+            valid: history.valid,
             valid_batches,
             pending: Pending::default(),
         })
@@ -209,6 +211,14 @@ impl Recorder {
     /// Whether the next validation batch is the first of its validation.
     pub(crate) fn validation_starts(&self) -> bool {
         self.pending.batches == 0
+    }
+
+    /// Validations since the one of the lowest `objective`.
+    pub(crate) fn since_best(&self, objective: Objective) -> usize {
+        let (ce, kl) = objective.weights();
+        let losses = self.valid.iter().map(|record| ce * record.nll + kl * record.kl);
+        let best = losses.enumerate().min_by(|a, b| a.1.total_cmp(&b.1));
+        best.map_or(0, |(best, _)| self.valid.len() - 1 - best)
     }
 
     pub(crate) fn step(&mut self, record: &StepRecord) {
@@ -248,6 +258,14 @@ impl Recorder {
             kl_float: mean(float.kl),
             shares,
         };
+        if ![record.nll, record.nll_float, record.kl, record.kl_float].iter().all(|x| x.is_finite())
+        {
+            let ValidRecord { step, nll, nll_float, .. } = record;
+            return self.fail(&format!(
+                "the held-out loss after step {step} is {nll}, with a float cache {nll_float}"
+            ));
+        }
+        self.valid.push(record);
         self.write(&Line::Valid(record));
         if let Some((tell, _)) = &self.tell {
             tell(&format!(

@@ -161,14 +161,6 @@ impl Numeric for Mean {
     }
 }
 
-/// The name early stopping looks for.
-pub(crate) const LOSS: &str = "Loss";
-
-/// The loss, by which early stopping decides.
-pub(crate) fn loss() -> impl Metric + Numeric {
-    Mean::new(LOSS, |item| item.loss)
-}
-
 /// Registers everything that is measured.
 pub(crate) fn register<M>(training: SupervisedTraining<M>) -> SupervisedTraining<M>
 where
@@ -182,11 +174,11 @@ where
         ..Mean::new("Tokens per second", |item| item.tokens_per_second)
     };
     training
-        .metric_train_numeric(Mean::new(LOSS, |item| item.loss))
+        .metric_train_numeric(Mean::new("Loss", |item| item.loss))
         .metric_train_numeric(perplexity("Perplexity", |item| item.nll))
         .metric_train_numeric(Mean::new("KL", |item| item.kl))
         .metric_train_numeric(rate)
-        .metric_valid_numeric(Mean::new(LOSS, |item| item.loss))
+        .metric_valid_numeric(Mean::new("Loss", |item| item.loss))
         .metric_valid_numeric(perplexity("Perplexity", |item| item.nll))
         .metric_valid_numeric(perplexity("Perplexity, float cache", |item| item.nll_float))
         .metric_valid_numeric(Mean::new("KL", |item| item.kl))

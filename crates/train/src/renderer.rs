@@ -1,15 +1,19 @@
-//! burn-train's dashboard where there is a terminal; elsewhere the recorder's lines are enough.
+//! burn-train's dashboard where there is a terminal; elsewhere the recorder's lines are enough. Nor
+//! are metrics logged beside `history.jsonl`: burn-train's log files panic on a full disk.
 
 use burn::train::{
-    logger::{EvaluationProgressLogger, TrainingProgressLogger},
-    metric::MetricDefinition,
+    logger::{EvaluationProgressLogger, MetricLogger, TrainingProgressLogger},
+    metric::{
+        MetricDefinition, NumericEntry,
+        store::{EpochSummary, MetricsUpdate, Split},
+    },
     renderer::{
         EvaluationName, MetricState, MetricsRenderer, MetricsRendererEvaluation,
         MetricsRendererTraining,
     },
 };
 
-/// Draws nothing.
+/// Draws and keeps nothing.
 pub(crate) struct Silent;
 
 impl MetricsRendererTraining for Silent {
@@ -43,4 +47,14 @@ impl EvaluationProgressLogger for Silent {
 impl MetricsRenderer for Silent {
     fn manual_close(&mut self) {}
     fn register_metric(&mut self, _: MetricDefinition) {}
+}
+
+impl MetricLogger for Silent {
+    fn log(&mut self, _: MetricsUpdate, _: usize, _: &Split) {}
+    fn log_metric_definition(&mut self, _: MetricDefinition) {}
+    fn log_epoch_summary(&mut self, _: EpochSummary) {}
+
+    fn read_numeric(&mut self, _: &str, _: usize, _: &Split) -> Result<Vec<NumericEntry>, String> {
+        Ok(Vec::new())
+    }
 }

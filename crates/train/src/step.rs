@@ -160,7 +160,7 @@ impl Trainee {
             train_head,
         );
         // A scalar whose gradient with respect to the hidden states is the loss's.
-        let seed = Tensor::from_inner(head_grads.hidden.reshape(hidden.dims()));
+        let seed = head_grads.hidden.reshape(hidden.dims());
         let mut grads = (hidden * seed).sum().backward();
         let mut grads = GradientsParams::from_module(&mut grads, self);
         if let Some(weight) = head_grads.weight {
@@ -239,7 +239,7 @@ impl TrainStep for Trainee {
             Ok(done) => done,
             Err(error) => {
                 self.task.fail(&error.to_string());
-                (Sums::default(), GradientsParams::new())
+                return TrainOutput { grads: GradientsParams::new(), item: Measured::default() };
             }
         };
         let config = &self.task.config;
@@ -253,11 +253,11 @@ impl TrainStep for Trainee {
             kl: config.objective.needs_teacher().then_some(sums.kl / rows),
             tokens_per_second: rows / start.elapsed().as_secs_f64(),
         };
-        if sums.rows > 0 && !record.loss.is_finite() {
-            let step = record.step;
+        if record.loss.is_finite() && record.nll.is_finite() {
+            self.task.lock().step(&record);
+        } else {
             self.task.fail(&format!("the loss of step {step} is {}", record.loss));
         }
-        self.task.lock().step(&record);
         TrainOutput { grads, item: Measured::train(&record, sums.rows) }
     }
 
@@ -340,5 +340,39 @@ impl Task {
     /// A thread that panicked while recording leaves at worst a line too few.
     pub(crate) fn lock(&self) -> std::sync::MutexGuard<'_, Recorder> {
         self.recorder.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::{nn::LinearConfig, tensor::TensorData};
+    use kv_models::kv_cubecl::{Autodiff, Flex, On};
+
+    use super::*;
+
+    #[test]
+    fn clipped_to_a_joint_norm() {
+        let device: Device = (*On::<Autodiff<Flex>>::open().unwrap()).clone();
+        let linear = LinearConfig::new(2, 2).init(&device);
+        let input = Tensor::<2>::from_data(TensorData::new(vec![3f32, 4.0], [1, 2]), &device);
+        let grads = || {
+            let mut grads = linear.forward(input.clone()).sum().backward();
+            GradientsParams::from_module(&mut grads, &linear)
+        };
+        let all = |mut grads: GradientsParams| -> Vec<f32> {
+            let weight = grads.remove::<2>(linear.weight.id).unwrap().into_data();
+            let bias = grads.remove::<1>(linear.bias.as_ref().unwrap().id).unwrap().into_data();
+            weight.iter::<f32>().chain(bias.iter::<f32>()).collect()
+        };
+        // The gradients are the inputs, twice, and two ones: a norm of sqrt(52).
+        let before = all(grads());
+        let norm = |grads: &[f32]| grads.iter().map(|x| f64::from(x * x)).sum::<f64>().sqrt();
+        assert!((norm(&before) - 52f64.sqrt()).abs() < 1e-6, "{before:?}");
+        assert_eq!(all(clip(&linear, grads(), 8.0)), before);
+        let after = all(clip(&linear, grads(), 0.5));
+        // One f32 factor.
+        assert!((norm(&after) - 0.5).abs() < 1e-6, "{after:?}");
+        let ratios = after.iter().zip(&before).map(|(after, before)| after / before);
+        assert!(ratios.clone().all(|ratio| (ratio - after[0] / before[0]).abs() < 1e-6));
     }
 }

@@ -12,14 +12,12 @@ use burn::{
         linear::LinearLrSchedulerConfig, module_lr_scheduler::ModuleLrScheduler,
         sequential::SequentialLrSchedulerConfig,
     },
-    module::{Lora, Module, ModuleVisitor, Param, ParamGroup},
+    module::{Lora, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup},
     optim::AdamWConfig,
     tensor::{Device, Tensor},
     train::{
-        ExecutionStrategy, Interrupter, Learner, MetricEarlyStoppingStrategy, MultiDeviceOptim,
-        StoppingCondition, SupervisedTraining,
-        checkpoint::KeepLastNCheckpoints,
-        metric::store::{Aggregate, Direction, Split},
+        EarlyStoppingStrategy, ExecutionStrategy, Interrupter, Learner, MultiDeviceOptim,
+        SupervisedTraining, checkpoint::KeepLastNCheckpoints, metric::store::EventStoreClient,
         renderer::tui::TuiMetricsRendererWrapper,
     },
 };
@@ -52,7 +50,7 @@ pub struct Texts {
 
 /// Where a run keeps its files and how it shows what it does.
 pub struct Run<'a> {
-    /// Its folder: `train.json`, `history.jsonl`, `checkpoints/`, and burn-train's logs.
+    /// Its folder: `train.json`, `history.jsonl` and `checkpoints/`.
     pub folder: PathBuf,
     /// Continue after the last checkpoint, or after that of an epoch.
     pub resume: Resume,
@@ -137,8 +135,18 @@ pub fn train<T: Target>(
     let checkpoints = Checkpoints::of(&run.folder);
     let done = start(&run, &checkpoints, config)?;
 
+    // New adapters are random.
+    device.seed(config.seed);
     let teacher = config.objective.needs_teacher().then(|| model.clone().valid());
     let qat = config.qat.clone();
+    let mut autodiff = (**device).clone().autodiff();
+    let mut model = model;
+    if config.gradient_checkpointing {
+        autodiff = autodiff.gradient_checkpointing();
+    }
+    if config.gradient_checkpointing || !model.devices().iter().all(Device::is_autodiff) {
+        model = model.map(&mut Recreate(&autodiff));
+    }
     let prepared = prepare(
         choose(model, config)?,
         qat.unwrap_or_else(|| QatConfig::new(kv_models::kv_cubecl::KvCacheConfig::float())),
@@ -158,7 +166,6 @@ pub fn train<T: Target>(
 
     let order = Order::new(config.seed, train.len())?;
     let batches = config.steps_per_epoch * config.accumulation * n_devices;
-    let autodiff = (**device).clone().autodiff();
     let train_loader =
         TrainLoader::new(train, order, config.batch, batches, done, autodiff.clone())?;
     let plain = (**device).clone().without_autodiff();
@@ -175,6 +182,7 @@ pub fn train<T: Target>(
     )
     .with_interrupter(interrupter.clone())
     .with_application_logger(None)
+    .with_metric_logger(Silent)
     .with_custom_checkpointers(
         checkpoints.part(model_part),
         checkpoints.part(optimizer_part),
@@ -195,14 +203,8 @@ pub fn train<T: Target>(
     if config.gradient_checkpointing {
         training = training.gradient_checkpointing();
     }
-    if let Some(n_epochs) = config.patience {
-        training = training.early_stopping(MetricEarlyStoppingStrategy::new(
-            &metrics::loss(),
-            Aggregate::Mean,
-            Direction::Lowest,
-            Split::Valid,
-            StoppingCondition::NoImprovementSince { n_epochs },
-        ));
+    if let Some(epochs) = config.patience {
+        training = training.early_stopping(Patience { epochs, task: task.clone() });
     }
     let devices = run.devices.map_or_else(|| vec![autodiff.clone()], <[Device]>::to_vec);
     let strategy = ExecutionStrategy::multi(devices, MultiDeviceOptim::OptimMainDevice);
@@ -239,6 +241,20 @@ fn windows(texts: &Texts, config: &TrainConfig) -> Result<(Arc<Windows>, Arc<Win
         None => train.hold_out(config.holdout)?,
     };
     Ok((Arc::new(train), Arc::new(valid)))
+}
+
+/// Stops after `epochs` validations that were not better than the best before them, those before a
+/// resumed run among them.
+#[derive(Clone)]
+struct Patience {
+    epochs: usize,
+    task: Arc<Task>,
+}
+
+impl EarlyStoppingStrategy for Patience {
+    fn should_stop(&mut self, _: usize, _: &EventStoreClient) -> bool {
+        self.task.lock().since_best(self.task.config.objective) >= self.epochs
+    }
 }
 
 /// Prepares the folder and returns the epochs that are done.
@@ -285,6 +301,15 @@ impl TrainConfig {
         let text = fs::read_to_string(path).map_err(Error::io(path))?;
         serde_json::from_str(&text)
             .map_err(|error| Error::Damaged { path: path.into(), why: error.to_string() })
+    }
+}
+
+/// Makes every weight anew on a device: moved there, it would keep its own kind of autodiff.
+struct Recreate<'a>(&'a Device);
+
+impl ModuleMapper for Recreate<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|tensor| Tensor::from_data(tensor.into_data(), self.0))
     }
 }
 

@@ -1,6 +1,7 @@
 //! What is trained is what is served: the parallel pass of a prepared model against the converted
 //! model, streamed token by token through the cache.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(clippy::print_stdout, reason = "how close is seen with --nocapture")]
 
 use burn::{
     module::Param,
@@ -53,7 +54,7 @@ fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
 
 fn ids(device: &Device) -> Tensor<2, Int> {
     // Weyl's sequence: no period within the text.
-    let ids = (0..TOKENS as u64).map(|i| ((i * 0x9e37_79b9 >> 7) % VOCAB as u64) as i32);
+    let ids = (0..TOKENS as u64).map(|i| (((i * 0x9e37_79b9) >> 7) % VOCAB as u64) as i32);
     Tensor::from_data(TensorData::new(ids.collect(), [1, TOKENS]), device)
 }
 

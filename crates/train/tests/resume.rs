@@ -56,6 +56,7 @@ fn a_killed_run_goes_on_as_if_it_had_not_been() {
     assert_eq!(Checkpoints::of(killed.as_ref()).epochs().unwrap(), [1]);
     succeeds(&mut program(&["resume", &killed]));
     assert_eq!(Losses::of(&History::read(killed.as_ref()).unwrap()), expected);
+    assert_eq!(Checkpoints::of(killed.as_ref()).epochs().unwrap(), [2, 3]);
     // Nor do the weights differ.
     let weights = |folder: &str| fs::read(format!("{folder}/model/model.safetensors")).unwrap();
     assert!(weights(&whole) == weights(&killed));

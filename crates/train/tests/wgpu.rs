@@ -1,6 +1,7 @@
 //! Another backend trains alike.
 #![cfg(all(feature = "flex", feature = "wgpu"))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(clippy::print_stdout, reason = "how close is seen with --nocapture")]
 
 mod common;
 

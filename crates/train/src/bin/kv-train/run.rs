@@ -130,6 +130,8 @@ fn evaluate_trained(
         Some(valid) => valid.ids(0..tokens).collect(),
         None => {
             let held_out = (texts.train.len() as f64 * spec.config.holdout) as usize;
+            // One window at least is.
+            let held_out = held_out.max(spec.config.seq_len);
             let start = texts.train.len() - held_out;
             texts.train.ids(start..start + held_out.min(tokens)).collect()
         }
@@ -155,8 +157,14 @@ fn evaluate_on<T: Target>(spec: &Spec, trained: &Converted, ids: Vec<u32>) -> Re
             add("after", &trained.model, vec![trained.cache.clone()])?;
         }
         Origin::Random(_) => {
-            let kivi = |bits| ModelCacheConfig::from(KvCacheConfig::kivi(bits, bits));
-            add("trained", &trained.model, [Bits::Four, Bits::Two].map(kivi).to_vec())?;
+            // The paper's group of 32, or one that fits the heads; other sizes have no KIVI cache.
+            let head_dim = trained.model.head_dim();
+            let fits = |group: &usize| head_dim.is_multiple_of(*group);
+            let kivi = [32, 16].into_iter().find(fits).map(|group| {
+                [Bits::Four, Bits::Two]
+                    .map(|bits| KvCacheConfig::kivi(bits, bits).with_group_size(group).into())
+            });
+            add("trained", &trained.model, kivi.into_iter().flatten().collect())?;
         }
     }
     Ok(report)
