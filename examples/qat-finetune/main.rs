@@ -58,10 +58,11 @@ fn main() -> Result<()> {
     let converted = trained.model.convert();
     converted.save(out.join("model"), &tokenizer)?;
 
-    let before = kv_models::load(&model, &On::<Flex>::open()?)?.model;
+    let plain = On::<Flex>::open()?;
+    let before = kv_models::load(&model, &plain)?.model;
     println!("{:<8} {:<10} {:>10} {:>10}", "model", "cache", "perplexity", "kl mean");
-    report("before", &before, cache, &ids)?;
-    report("after", &converted.model, cache, &ids)?;
+    report(&plain, "before", &before, cache, &ids)?;
+    report(&plain, "after", &converted.model, cache, &ids)?;
     println!(
         "kv-eval ppl --model {} --text TEXT evaluates it with its own cache",
         out.join("model").display()
@@ -69,10 +70,16 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-fn report(name: &str, model: &LanguageModel, cache: KvCacheConfig, ids: &[u32]) -> Result<()> {
+fn report(
+    device: &On<Flex>,
+    name: &str,
+    model: &LanguageModel,
+    cache: KvCacheConfig,
+    ids: &[u32],
+) -> Result<()> {
     let window = model.max_positions().min(2048);
     let plan = Plan::new(model, Mode::Parallel, [cache], ids.to_vec(), window, None)?;
-    for run in evaluate(&On::<Flex>::open()?, model, &plan, |_| ())? {
+    for run in evaluate(device, model, &plan, |_| ())? {
         println!("{name:<8} {:<10} {:>10.3} {:>10.5}", run.cache, run.perplexity, run.kl_mean);
     }
     Ok(())

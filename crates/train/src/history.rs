@@ -123,9 +123,11 @@ impl History {
 pub type Tell = Box<dyn Fn(&str) + Send>;
 
 /// Writes the history of a run, and stops it at the first failure.
+#[derive(Default)]
 pub(crate) struct Recorder {
     path: PathBuf,
-    file: File,
+    /// `None` keeps nothing.
+    file: Option<File>,
     tell: Option<(Tell, u64)>,
     interrupter: Option<Interrupter>,
     failure: Option<String>,
@@ -180,7 +182,7 @@ impl Recorder {
         let file = OpenOptions::new().append(true).open(&path).map_err(Error::io(&path))?;
         Ok(Self {
             path,
-            file,
+            file: Some(file),
             tell,
             interrupter: None,
             failure: None,
@@ -279,9 +281,12 @@ impl Recorder {
     }
 
     fn write(&mut self, line: &Line) {
-        let written = serde_json::to_string(line)
-            .map_err(std::io::Error::from)
-            .and_then(|text| self.file.write_all(format!("{text}\n").as_bytes()));
+        let written = serde_json::to_string(line).map_err(std::io::Error::from).and_then(|text| {
+            match &mut self.file {
+                Some(file) => file.write_all(format!("{text}\n").as_bytes()),
+                None => Ok(()),
+            }
+        });
         if let Err(error) = written {
             let why = format!("{}: {error}", self.path.display());
             self.fail(&why);

@@ -20,6 +20,7 @@
 //! # }
 //! ```
 
+pub mod bench;
 mod checkpoint;
 mod config;
 pub mod data;

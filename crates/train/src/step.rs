@@ -87,7 +87,9 @@ fn head(model: &LanguageModel, hidden: Tensor<3>) -> Head {
 }
 
 impl Trainee {
-    fn train_batch(&self, batch: Batch) -> Result<(Sums, GradientsParams)> {
+    /// Forward and backward of a batch: loss sums and the gradient of the mean over the tokens of its
+    /// optimizer step.
+    pub(crate) fn train_batch(&self, batch: Batch) -> Result<(Sums, GradientsParams)> {
         let config = &self.task.config;
         let [sequences, seq] = batch.inputs.dims();
         // The mean over all tokens of the optimizer step.

@@ -13,7 +13,7 @@ use burn::{
         sequential::SequentialLrSchedulerConfig,
     },
     module::{Lora, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup},
-    optim::AdamWConfig,
+    optim::{AdamWConfig, ModuleOptimizer},
     tensor::{Device, Tensor},
     train::{
         EarlyStoppingStrategy, ExecutionStrategy, Interrupter, Learner, MultiDeviceOptim,
@@ -138,7 +138,6 @@ pub fn train<T: Target>(
     // New adapters are random.
     device.seed(config.seed);
     let teacher = config.objective.needs_teacher().then(|| model.clone().valid());
-    let qat = config.qat.clone();
     let mut autodiff = (**device).clone().autodiff();
     let mut model = model;
     if config.gradient_checkpointing {
@@ -147,10 +146,7 @@ pub fn train<T: Target>(
     if config.gradient_checkpointing || !model.devices().iter().all(Device::is_autodiff) {
         model = model.map(&mut Recreate(&autodiff));
     }
-    let prepared = prepare(
-        choose(model, config)?,
-        qat.unwrap_or_else(|| QatConfig::new(kv_models::kv_cubecl::KvCacheConfig::float())),
-    )?;
+    let prepared = prepared(choose(model, config)?, config)?;
     let n_devices = run.devices.map_or(1, <[Device]>::len);
     let valid_batches = valid.len().min(config.valid_windows).div_ceil(config.batch);
     let recorder = Recorder::new(
@@ -210,12 +206,8 @@ pub fn train<T: Target>(
     let strategy = ExecutionStrategy::multi(devices, MultiDeviceOptim::OptimMainDevice);
     training = training.with_training_strategy(strategy.into());
 
-    let optimizer = AdamWConfig::new()
-        .with_beta_2(config.beta_2)
-        .with_weight_decay(config.weight_decay)
-        .with_epsilon(1e-8)
-        .init();
-    let result = training.launch(Learner::new(trainee, optimizer, schedule(config)?));
+    let learner = Learner::new(trainee, optimizer(config), schedule(config)?);
+    let result = training.launch(learner);
 
     if let Some(error) = result.error {
         return Err(Error::Stopped(error.to_string()));
@@ -313,8 +305,14 @@ impl ModuleMapper for Recreate<'_> {
     }
 }
 
+/// Prepares for the cache of `config`, or for a float one.
+pub(crate) fn prepared(model: LanguageModel, config: &TrainConfig) -> Result<Prepared> {
+    let float = || QatConfig::new(kv_models::kv_cubecl::KvCacheConfig::float());
+    prepare(model, config.qat.clone().unwrap_or_else(float))
+}
+
 /// Freezes what is not trained, or attaches adapters to what is.
-fn choose(model: LanguageModel, config: &TrainConfig) -> Result<LanguageModel> {
+pub(crate) fn choose(model: LanguageModel, config: &TrainConfig) -> Result<LanguageModel> {
     struct Paths {
         trainable: Trainable,
         /// Of the parameters that are trained, and of the matrices among them.
@@ -349,6 +347,14 @@ fn choose(model: LanguageModel, config: &TrainConfig) -> Result<LanguageModel> {
     }
     let group = ParamGroup::from_paths(paths.chosen);
     Ok(model.freeze().unfreeze_group(group))
+}
+
+pub(crate) fn optimizer(config: &TrainConfig) -> ModuleOptimizer {
+    AdamWConfig::new()
+        .with_beta_2(config.beta_2)
+        .with_weight_decay(config.weight_decay)
+        .with_epsilon(1e-8)
+        .init()
 }
 
 fn schedule(config: &TrainConfig) -> Result<ModuleLrScheduler> {

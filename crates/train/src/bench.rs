@@ -1,0 +1,82 @@
+//! Training steps without a run around them, to be timed.
+
+use std::sync::{Arc, Mutex};
+
+use burn::{
+    module::Module,
+    optim::ModuleOptimizer,
+    tensor::{Device, Int, Tensor, TensorData},
+    train::TrainStep,
+};
+use kv_models::{
+    LanguageModel,
+    kv_cubecl::{On, Target},
+};
+
+use crate::{
+    Error, Result, TrainConfig, Trainee,
+    data::Batch,
+    history::Recorder,
+    step::Task,
+    train::{choose, optimizer, prepared},
+};
+
+/// A model, its optimizer, and one batch that is trained on again and again.
+pub struct Stepper {
+    trainee: Trainee,
+    optimizer: ModuleOptimizer,
+    lr: f64,
+    batch: Batch,
+}
+
+impl core::fmt::Debug for Stepper {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Stepper").field("config", &self.trainee.task.config).finish_non_exhaustive()
+    }
+}
+
+impl Stepper {
+    /// Prepares `model` as [`train`](crate::train) does; the batch's ids are the same for every
+    /// model of one vocabulary.
+    ///
+    /// # Errors
+    /// A setting out of range, or a cache that does not fit the model.
+    pub fn new<T: Target>(
+        device: &On<T>,
+        model: LanguageModel,
+        config: &TrainConfig,
+    ) -> Result<Self> {
+        config.validate()?;
+        let teacher = config.objective.needs_teacher().then(|| model.clone().valid());
+        let vocab = model.vocab_size() as u64;
+        let prepared = prepared(choose(model, config)?, config)?;
+        let recorder = Mutex::new(Recorder::default());
+        let task = Arc::new(Task { config: config.clone(), teacher, recorder });
+        let ids = |offset: usize| -> Tensor<2, Int> {
+            let shape = [config.batch, config.seq_len];
+            let id = |i: usize| ((i + offset) as u64 * 2_654_435_761 % vocab) as i32;
+            let ids: Vec<i32> = (0..shape[0] * shape[1]).map(id).collect();
+            let device: Device = (**device).clone().autodiff();
+            Tensor::from_data(TensorData::new(ids, shape), &device)
+        };
+        let batch = Batch { inputs: ids(0), targets: ids(1), position: 0, number: 0 };
+        let (optimizer, lr) = (optimizer(config), config.schedule.lr);
+        Ok(Self { trainee: Trainee { prepared, task }, optimizer, lr, batch })
+    }
+
+    /// Forward, backward and update; returns the loss.
+    ///
+    /// # Errors
+    /// Those of the model, and [`Error::Stopped`] when the loss is not finite.
+    pub fn step(&mut self) -> Result<f64> {
+        let (sums, grads) = self.trainee.train_batch(self.batch.clone())?;
+        let trainee = self.trainee.clone();
+        self.trainee = TrainStep::optimize(trainee, &mut self.optimizer, self.lr.into(), grads);
+        let (ce, kl) = self.trainee.task.config.objective.weights();
+        let loss = (ce * sums.nll + kl * sums.kl) / sums.rows.max(1) as f64;
+        match loss.is_finite() {
+            true => Ok(loss),
+            false => Err(Error::Stopped(format!("the loss is {loss}"))),
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! A step with a quantized cache beside a float one: time in one process, taken in turn; peak memory
+//! in a process each.
+
+use std::{path::PathBuf, process::Command, time::Instant};
+
+use anyhow::{Context, Result, bail};
+use kv_models::kv_cubecl::{KvCacheConfig, On, Target};
+use kv_train::{Objective, QatConfig, TrainConfig, Trainable, bench::Stepper};
+
+use crate::backend::{Backend, dispatch};
+
+/// Arguments of `kv-train bench`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// A folder with config.json, or a .gguf file.
+    #[arg(long)]
+    model: PathBuf,
+    /// The cache of the quantized steps.
+    #[arg(long, default_value = "k2v2")]
+    cache: KvCacheConfig,
+    /// Where to train.
+    #[arg(long, value_enum, default_value = "flex")]
+    backend: Backend,
+    /// Tokens per sequence.
+    #[arg(long, default_value_t = 1024)]
+    seq_len: usize,
+    /// Sequences per step.
+    #[arg(long, default_value_t = 2)]
+    batch: usize,
+    /// Timed steps of each kind; one more warms up.
+    #[arg(long, default_value_t = 5)]
+    steps: usize,
+    /// Which weights are trained.
+    #[arg(long, default_value = "all")]
+    trainable: Trainable,
+    /// Take two steps of one kind and print the peak of resident memory in kB.
+    #[arg(long, hide = true)]
+    memory_of: Option<usize>,
+}
+
+/// What is compared: name, whether the cache is quantized, objective.
+const KINDS: [(&str, bool, Objective); 3] = [
+    ("float cache, cross-entropy", false, Objective::CrossEntropy),
+    ("quantized cache, cross-entropy", true, Objective::CrossEntropy),
+    ("quantized cache, distillation", true, Objective::Distillation),
+];
+
+impl Args {
+    fn config(&self, kind: usize) -> TrainConfig {
+        let (_, quantized, objective) = KINDS[kind];
+        TrainConfig {
+            qat: quantized.then(|| QatConfig::new(self.cache)),
+            objective,
+            trainable: self.trainable,
+            seq_len: self.seq_len,
+            batch: self.batch,
+            ..TrainConfig::default()
+        }
+    }
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    match args.memory_of {
+        Some(kind) => dispatch!(args.backend, Autodiff, memory(args, kind)),
+        None => dispatch!(args.backend, Autodiff, times(args)),
+    }
+}
+
+fn stepper<T: Target>(args: &Args, kind: usize) -> Result<Stepper> {
+    let device = On::<T>::open()?;
+    let model = kv_models::load(&args.model, &device)?.model;
+    Ok(Stepper::new(&device, model, &args.config(kind))?)
+}
+
+fn times<T: Target>(args: &Args) -> Result<()> {
+    let peaks: Vec<u64> = (0..KINDS.len()).map(|kind| peak(kind)).collect::<Result<_>>()?;
+    let mut steppers: Vec<Stepper> =
+        (0..KINDS.len()).map(|kind| stepper::<T>(args, kind)).collect::<Result<_>>()?;
+    let mut seconds = vec![Vec::new(); KINDS.len()];
+    for round in 0..=args.steps {
+        for (stepper, seconds) in steppers.iter_mut().zip(&mut seconds) {
+            let start = Instant::now();
+            stepper.step()?;
+            if round > 0 {
+                seconds.push(start.elapsed().as_secs_f64());
+            }
+        }
+    }
+    let median = |seconds: &mut Vec<f64>| kv_eval::bench::median(seconds);
+    let medians: Vec<f64> = seconds.iter_mut().map(median).collect();
+    println!(
+        "{} on {}, {} x {} tokens, {}, {} trained, median of {} steps taken in turn",
+        args.model.display(),
+        T::NAME,
+        args.batch,
+        args.seq_len,
+        args.cache,
+        args.trainable,
+        args.steps
+    );
+    println!(
+        "{:<32} {:>9} {:>9} {:>10} {:>9}",
+        "step", "seconds", "of float", "peak MB", "of float"
+    );
+    for (kind, (name, ..)) in KINDS.iter().enumerate() {
+        println!(
+            "{name:<32} {:>9.2} {:>9.3} {:>10.0} {:>9.3}",
+            medians[kind],
+            medians[kind] / medians[0],
+            peaks[kind] as f64 / 1e3,
+            peaks[kind] as f64 / peaks[0] as f64,
+        );
+    }
+    Ok(())
+}
+
+/// Peak of resident memory in kB of a process of its own that takes two steps.
+fn peak(kind: usize) -> Result<u64> {
+    let program = std::env::current_exe().context("this program's own path")?;
+    let out = Command::new(program)
+        .args(std::env::args_os().skip(1))
+        .arg(format!("--memory-of={kind}"))
+        .output()
+        .context("cannot start this program again")?;
+    let text = String::from_utf8_lossy(&out.stdout);
+    match text.trim().parse() {
+        Ok(peak) if out.status.success() => Ok(peak),
+        _ => bail!("{}", String::from_utf8_lossy(&out.stderr).trim()),
+    }
+}
+
+fn memory<T: Target>(args: &Args, kind: usize) -> Result<()> {
+    if kind >= KINDS.len() {
+        bail!("memory-of {kind}: must be below {}", KINDS.len());
+    }
+    let mut stepper = stepper::<T>(args, kind)?;
+    for _ in 0..2 {
+        stepper.step()?;
+    }
+    let status = std::fs::read_to_string("/proc/self/status")
+        .context("peak memory is read from /proc, which is not here")?;
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let peak = peak.and_then(|line| line.split_whitespace().next());
+    println!("{}", peak.context("/proc/self/status has no VmHWM")?);
+    Ok(())
+}
