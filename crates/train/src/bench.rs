@@ -51,7 +51,7 @@ impl Stepper {
         let vocab = model.vocab_size() as u64;
         let prepared = prepared(choose(model, config)?, config)?;
         let recorder = Mutex::new(Recorder::default());
-        let task = Arc::new(Task { config: config.clone(), teacher, recorder });
+        let task = Arc::new(Task { config: config.clone(), teacher, n_devices: 1, recorder });
         let ids = |offset: usize| -> Tensor<2, Int> {
             let shape = [config.batch, config.seq_len];
             let id = |i: usize| ((i + offset) as u64 * 2_654_435_761 % vocab) as i32;

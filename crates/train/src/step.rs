@@ -38,6 +38,8 @@ pub(crate) struct Task {
     pub(crate) config: TrainConfig,
     /// The model as it was, on a device without autodiff.
     pub(crate) teacher: Option<LanguageModel>,
+    /// Devices that share each optimizer step, and whose gradients are summed.
+    pub(crate) n_devices: usize,
     pub(crate) recorder: Mutex<Recorder>,
 }
 
@@ -93,27 +95,23 @@ impl Trainee {
         let config = &self.task.config;
         let [sequences, seq] = batch.inputs.dims();
         // The mean over all tokens of the optimizer step.
-        let factor = 1.0 / (seq * sequences * config.accumulation) as f64;
+        let per_step = seq * sequences * config.accumulation * self.task.n_devices;
+        let factor = 1.0 / per_step as f64;
         let device = batch.inputs.device();
         let step = self.task.step_of(&batch);
-        let row = |row: usize| {
-            let one = |ids: &Tensor<2, Int>| ids.clone().narrow(0, row, 1);
-            let at = At { position: batch.position + row as u64, step };
-            self.train_rows(one(&batch.inputs), one(&batch.targets), at, factor)
+        let one = |trainee: &Self, index: usize| {
+            let ids = |ids: &Tensor<2, Int>| ids.clone().narrow(0, index, 1);
+            let at = At { position: batch.position + index as u64, step };
+            trainee.train_rows(ids(&batch.inputs), ids(&batch.targets), at, factor)
         };
         let parts: Vec<Result<(Sums, GradientsParams)>> = if on_threads(&device) && sequences > 1 {
             // A fork has an autodiff graph of its own, so that backward passes run side by side.
             (0..sequences)
                 .into_par_iter()
-                .map_with(self.clone(), |trainee, index| {
-                    let fork = trainee.clone().fork(&device);
-                    let one = |ids: &Tensor<2, Int>| ids.clone().narrow(0, index, 1);
-                    let at = At { position: batch.position + index as u64, step };
-                    fork.train_rows(one(&batch.inputs), one(&batch.targets), at, factor)
-                })
+                .map_with(self.clone(), |trainee, index| one(&trainee.clone().fork(&device), index))
                 .collect()
         } else if config.float_share > 0.0 {
-            (0..sequences).map(row).collect()
+            (0..sequences).map(|index| one(self, index)).collect()
         } else {
             let at = At { position: batch.position, step };
             vec![self.train_rows(batch.inputs, batch.targets, at, factor)]
@@ -144,8 +142,10 @@ impl Trainee {
         };
         let teacher = match teacher {
             Some(teacher) => {
+                // Where it is already, but for the other devices of several.
+                let teacher = teacher.clone().to_device(&plain.device());
                 let hidden = teacher.hidden(plain, KvCacheConfig::float())?;
-                Some(head(teacher, hidden))
+                Some(head(&teacher, hidden))
             }
             None => None,
         };

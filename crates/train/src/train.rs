@@ -157,7 +157,7 @@ pub fn train<T: Target>(
         run.tell.map(|tell| (tell, run.tell_every)),
     )?;
     let recorder = Mutex::new(recorder);
-    let task = Arc::new(Task { config: config.clone(), teacher, recorder });
+    let task = Arc::new(Task { config: config.clone(), teacher, n_devices, recorder });
     let trainee = Trainee { prepared, task: task.clone() };
 
     let order = Order::new(config.seed, train.len())?;

@@ -41,13 +41,16 @@ fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
         rope_scaling: RopeScaling::Default,
     };
     let mut llama = Llama::init(config, device);
-    // Scores and logits that differ by some nats.
-    let enlarge = |param: &mut Param<Tensor<2>>, times: f32| {
+    // Scores and logits that differ by some nats, from layers that add little, as in a trained model.
+    let scale = |param: &mut Param<Tensor<2>>, times: f32| {
         *param = param.clone().map(|tensor| tensor.mul_scalar(times));
     };
-    enlarge(&mut llama.embedding.weight, 15.0);
+    scale(&mut llama.embedding.weight, 4.0);
     for layer in &mut llama.layers {
-        enlarge(&mut layer.qkv.weight, 4.0);
+        scale(&mut layer.qkv.weight, 1.1);
+        for linear in [&mut layer.output, &mut layer.mlp.gate_up, &mut layer.mlp.down] {
+            scale(&mut linear.weight, 0.28);
+        }
     }
     LanguageModel::Llama(llama)
 }

@@ -84,7 +84,7 @@ pub(crate) fn tiny(config: Config, device: &Device) -> LanguageModel {
     flex.seed(7);
     let mut llama = Llama::init(config, &flex);
     for layer in &mut llama.layers {
-        for (weight, times) in [(&mut layer.qkv.weight, 10.0), (&mut layer.output.weight, 10.0)] {
+        for (weight, times) in [(&mut layer.qkv.weight, 1.6), (&mut layer.output.weight, 1.6)] {
             *weight = weight.clone().map(|tensor| tensor.mul_scalar(times));
         }
     }
