@@ -136,7 +136,7 @@ fn wrong_files_name_the_field() {
         ("float", json!("bf16"), "expected `f32` or `f16`"),
         ("float_layers", json!(0), "expected a sequence"),
         ("float_layers", json!([-1]), "expected usize"),
-        ("flaot_layers", json!([0]), "unknown field"),
+        ("float_layer", json!([0]), "unknown field"),
     ] {
         let mut wrong = good.clone();
         wrong[field] = value.clone();
