@@ -12,12 +12,14 @@ mod ids;
 pub mod layers;
 mod perplexity;
 mod plan;
+pub mod program;
 mod report;
 mod score;
 mod table;
 
 pub use error::{Error, Result};
 pub use html::HtmlReport;
+pub use kv_cubecl;
 pub use layers::{LayerError, layer_errors};
 pub use perplexity::evaluate;
 pub use plan::{Mode, Plan};

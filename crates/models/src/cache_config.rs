@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, fmt, path::Path};
 
-use kv_cubecl::{Bits, CacheFloat, Flush, KvCacheConfig};
+use kv_cubecl::{Bits, KvCacheConfig};
 use serde::{
     Deserialize, Deserializer, Serialize,
     de::{DeserializeOwned, Error as _},
@@ -32,9 +32,9 @@ pub const KV_CACHE_FILE: &str = "kv_cache.json";
 /// # Ok::<(), serde_json::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[serde(into = "Fields")]
 pub struct ModelCacheConfig {
     /// What a layer's cache stores.
+    #[serde(flatten)]
     pub cache: KvCacheConfig,
     /// Layers, counted from 0, whose keys and values stay in float.
     pub float_layers: BTreeSet<usize>,
@@ -119,47 +119,6 @@ impl fmt::Display for ModelCacheConfig {
             write!(f, "{}{layer}", if i == 0 { " float layers " } else { "," })?;
         }
         Ok(())
-    }
-}
-
-/// The form in files.
-#[derive(Serialize)]
-struct Fields {
-    key_bits: Bits,
-    value_bits: Bits,
-    group_size: usize,
-    residual_length: usize,
-    flush: Flush,
-    sink_tokens: usize,
-    capacity: usize,
-    float: CacheFloat,
-    float_layers: BTreeSet<usize>,
-}
-
-impl From<ModelCacheConfig> for Fields {
-    fn from(config: ModelCacheConfig) -> Self {
-        let ModelCacheConfig { cache, float_layers } = config;
-        let KvCacheConfig {
-            key_bits,
-            value_bits,
-            group_size,
-            residual_length,
-            flush,
-            sink_tokens,
-            capacity,
-            float,
-        } = cache;
-        Self {
-            key_bits,
-            value_bits,
-            group_size,
-            residual_length,
-            flush,
-            sink_tokens,
-            capacity,
-            float,
-            float_layers,
-        }
     }
 }
 

@@ -212,13 +212,18 @@ impl Error {
 /// Names and values come from files, messages from other crates; a message here is one line of
 /// bounded length whatever they hold.
 fn line(text: &str) -> String {
-    const MAX: usize = 400;
+    one_line(text, 400)
+}
+
+/// `text` on one line of at most `max` characters, control characters escaped; for messages that quote
+/// files and other crates.
+pub fn one_line(text: &str, max: usize) -> String {
     let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
     let mut line = String::new();
-    for c in words.chars().take(MAX) {
+    for c in words.chars().take(max) {
         if c.is_control() { line.extend(c.escape_default()) } else { line.push(c) }
     }
-    if words.chars().nth(MAX).is_some() {
+    if words.chars().nth(max).is_some() {
         line.push_str(" ..");
     }
     line

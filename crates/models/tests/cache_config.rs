@@ -12,7 +12,7 @@ use kv_models::{
     kv_cubecl::{FakeQuantOptions, KvCacheConfig, streaming_attention},
     llama::{Config, Llama},
     load,
-    nn::{AttentionShape, RopeScaling},
+    nn::RopeScaling,
 };
 use serde_json::{Value as Json, json};
 
@@ -190,22 +190,8 @@ fn the_observer_sees_every_layer() {
 }
 
 fn small() -> Config {
-    Config {
-        vocab_size: 300,
-        hidden_size: 64,
-        intermediate_size: 160,
-        n_layers: 3,
-        attention: AttentionShape { n_heads: 4, n_kv_heads: 2, head_dim: 16 },
-        max_positions: 128,
-        norm_epsilon: 1e-5,
-        qkv_bias: false,
-        output_bias: false,
-        mlp_bias: false,
-        tied_head: true,
-        rotary_dim: 16,
-        rope_theta: 10_000.0,
-        rope_scaling: RopeScaling::Default,
-    }
+    let base = common::small();
+    Config { vocab_size: 300, intermediate_size: 160, n_layers: 3, max_positions: 128, ..base }
 }
 
 /// The seed is one for all threads: tests that draw weights take turns.

@@ -12,8 +12,8 @@ use std::{
 use burn::tensor::{Device, Tensor};
 use candle_core::quantized::GgmlDType;
 use common::{
-    TINY, copy, device, expected, fixture, max_difference, read_tensors, smollm2, tiny, write_gguf,
-    write_vocabulary,
+    TINY, copy, device, expected, fixture, max_difference, read_tensors, small, smollm2, tiny,
+    write_gguf, write_vocabulary,
 };
 use half::f16;
 use kv_models::{
@@ -295,25 +295,6 @@ fn weights_are_as_readable_as_other_files() {
     save(folder.path(), &model, &words(), SaveOptions::default()).unwrap();
     let mode = |name: &str| fs::metadata(folder.path().join(name)).unwrap().mode();
     assert_eq!(mode("model.safetensors"), mode("config.json"));
-}
-
-fn small() -> Config {
-    Config {
-        vocab_size: 256,
-        hidden_size: 64,
-        intermediate_size: 96,
-        n_layers: 2,
-        attention: AttentionShape { n_heads: 4, n_kv_heads: 2, head_dim: 16 },
-        max_positions: 512,
-        norm_epsilon: 1e-5,
-        qkv_bias: false,
-        output_bias: false,
-        mlp_bias: false,
-        tied_head: true,
-        rotary_dim: 16,
-        rope_theta: 10_000.0,
-        rope_scaling: RopeScaling::Default,
-    }
 }
 
 #[test]

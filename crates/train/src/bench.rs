@@ -3,9 +3,8 @@
 use std::sync::{Arc, Mutex};
 
 use burn::{
-    module::Module,
     optim::ModuleOptimizer,
-    tensor::{Device, Int, Tensor, TensorData},
+    tensor::{Int, Tensor, TensorData},
     train::TrainStep,
 };
 use kv_models::{
@@ -18,7 +17,7 @@ use crate::{
     data::Batch,
     history::Recorder,
     step::Task,
-    train::{choose, optimizer, prepared},
+    train::{Setup, optimizer, set_up},
 };
 
 /// A model, its optimizer, and one batch that is trained on again and again.
@@ -47,17 +46,15 @@ impl Stepper {
         config: &TrainConfig,
     ) -> Result<Self> {
         config.validate()?;
-        let teacher = config.objective.needs_teacher().then(|| model.clone().valid());
         let vocab = model.vocab_size() as u64;
-        let prepared = prepared(choose(model, config)?, config)?;
+        let Setup { prepared, teacher, autodiff } = set_up(device, model, config)?;
         let recorder = Mutex::new(Recorder::default());
         let task = Arc::new(Task { config: config.clone(), teacher, n_devices: 1, recorder });
         let ids = |offset: usize| -> Tensor<2, Int> {
             let shape = [config.batch, config.seq_len];
             let id = |i: usize| ((i + offset) as u64 * 2_654_435_761 % vocab) as i32;
             let ids: Vec<i32> = (0..shape[0] * shape[1]).map(id).collect();
-            let device: Device = (**device).clone().autodiff();
-            Tensor::from_data(TensorData::new(ids, shape), &device)
+            Tensor::from_data(TensorData::new(ids, shape), &autodiff)
         };
         let batch = Batch { inputs: ids(0), targets: ids(1), position: 0, number: 0 };
         let (optimizer, lr) = (optimizer(config), config.schedule.lr);
@@ -72,8 +69,8 @@ impl Stepper {
         let (sums, grads) = self.trainee.train_batch(self.batch.clone())?;
         let trainee = self.trainee.clone();
         self.trainee = TrainStep::optimize(trainee, &mut self.optimizer, self.lr.into(), grads);
-        let (ce, kl) = self.trainee.task.config.objective.weights();
-        let loss = (ce * sums.nll + kl * sums.kl) / sums.rows.max(1) as f64;
+        let objective = self.trainee.task.config.objective;
+        let loss = objective.value(sums.nll, sums.kl) / sums.rows.max(1) as f64;
         match loss.is_finite() {
             true => Ok(loss),
             false => Err(Error::Stopped(format!("the loss is {loss}"))),

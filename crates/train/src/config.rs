@@ -33,6 +33,12 @@ impl Objective {
         }
     }
 
+    /// What is minimized, of cross-entropy and divergence.
+    pub(crate) fn value(self, nll: f64, kl: f64) -> f64 {
+        let (ce_weight, kl_weight) = self.weights();
+        ce_weight * nll + kl_weight * kl
+    }
+
     /// Whether a teacher has to run.
     pub(crate) fn needs_teacher(self) -> bool {
         self.weights().1 != 0.0

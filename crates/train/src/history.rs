@@ -217,8 +217,7 @@ impl Recorder {
 
     /// Validations since the one of the lowest `objective`.
     pub(crate) fn since_best(&self, objective: Objective) -> usize {
-        let (ce, kl) = objective.weights();
-        let losses = self.valid.iter().map(|record| ce * record.nll + kl * record.kl);
+        let losses = self.valid.iter().map(|record| objective.value(record.nll, record.kl));
         let best = losses.enumerate().min_by(|a, b| a.1.total_cmp(&b.1));
         best.map_or(0, |(best, _)| self.valid.len() - 1 - best)
     }

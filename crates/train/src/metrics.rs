@@ -46,10 +46,9 @@ impl Measured {
         shares: Option<GroupShares>,
     ) -> Self {
         let rows = quantized.rows.max(1) as f64;
-        let (ce, kl) = objective.weights();
         Self {
             rows: quantized.rows,
-            loss: Some((ce * quantized.nll + kl * quantized.kl) / rows),
+            loss: Some(objective.value(quantized.nll, quantized.kl) / rows),
             nll: Some(quantized.nll / rows),
             nll_float: Some(float.nll / rows),
             kl: Some(quantized.kl / rows),

@@ -182,13 +182,19 @@ impl Trainee {
         let targets = batch.targets.clone().flatten::<1>(0, 1);
         let model = &self.prepared.model;
         let float = head(model, model.hidden(batch.inputs.clone(), KvCacheConfig::float())?);
-        let reference = match teacher {
+        let (reference, float) = match teacher {
             Some(teacher) => {
-                head(teacher, teacher.hidden(batch.inputs.clone(), KvCacheConfig::float())?)
+                let hidden = teacher.hidden(batch.inputs.clone(), KvCacheConfig::float())?;
+                let reference = head(teacher, hidden);
+                let sums = loss::losses(&float, Some(&reference), &targets);
+                (reference, sums)
             }
-            None => float.clone(),
+            // Its own reference, from which it does not diverge.
+            None => {
+                let sums = loss::losses(&float, None, &targets);
+                (float, sums)
+            }
         };
-        let float = loss::losses(&float, Some(&reference), &targets);
         let mut shares = None;
         let quantized = match &self.task.config.qat {
             Some(qat) => {
@@ -245,12 +251,11 @@ impl TrainStep for Trainee {
             }
         };
         let config = &self.task.config;
-        let (ce, kl) = config.objective.weights();
         let rows = sums.rows.max(1) as f64;
         let record = StepRecord {
             position,
             step,
-            loss: (ce * sums.nll + kl * sums.kl) / rows,
+            loss: config.objective.value(sums.nll, sums.kl) / rows,
             nll: sums.nll / rows,
             kl: config.objective.needs_teacher().then_some(sums.kl / rows),
             tokens_per_second: rows / start.elapsed().as_secs_f64(),
@@ -273,7 +278,6 @@ impl TrainStep for Trainee {
             Some(limit) => clip(&self, grads, limit),
             None => grads,
         };
-        // Burn's optimizers take the module by value: hold it once, so that nothing is copied.
         optim.step(lr, self, grads)
     }
 }

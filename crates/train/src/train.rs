@@ -23,7 +23,7 @@ use burn::{
 };
 use kv_models::{
     LanguageModel,
-    kv_cubecl::{On, Target},
+    kv_cubecl::{KvCacheConfig, On, Target},
 };
 
 use crate::{
@@ -135,18 +135,7 @@ pub fn train<T: Target>(
     let checkpoints = Checkpoints::of(&run.folder);
     let done = start(&run, &checkpoints, config)?;
 
-    // New adapters are random.
-    device.seed(config.seed);
-    let teacher = config.objective.needs_teacher().then(|| model.clone().valid());
-    let mut autodiff = (**device).clone().autodiff();
-    let mut model = model;
-    if config.gradient_checkpointing {
-        autodiff = autodiff.gradient_checkpointing();
-    }
-    if config.gradient_checkpointing || !model.devices().iter().all(Device::is_autodiff) {
-        model = model.map(&mut Recreate(&autodiff));
-    }
-    let prepared = prepared(choose(model, config)?, config)?;
+    let Setup { prepared, teacher, autodiff } = set_up(device, model, config)?;
     let n_devices = run.devices.map_or(1, <[Device]>::len);
     let valid_batches = valid.len().min(config.valid_windows).div_ceil(config.batch);
     let recorder = Recorder::new(
@@ -305,14 +294,38 @@ impl ModuleMapper for Recreate<'_> {
     }
 }
 
-/// Prepares for the cache of `config`, or for a float one.
-pub(crate) fn prepared(model: LanguageModel, config: &TrainConfig) -> Result<Prepared> {
-    let float = || QatConfig::new(kv_models::kv_cubecl::KvCacheConfig::float());
-    prepare(model, config.qat.clone().unwrap_or_else(float))
+/// A model ready for its first step.
+pub(crate) struct Setup {
+    pub(crate) prepared: Prepared,
+    /// The model as it was, where the objective needs it.
+    pub(crate) teacher: Option<LanguageModel>,
+    /// The device of the prepared model.
+    pub(crate) autodiff: Device,
+}
+
+/// Prepares for the cache of `config`, or for a float one, with what is trained chosen.
+pub(crate) fn set_up(
+    device: &Device,
+    mut model: LanguageModel,
+    config: &TrainConfig,
+) -> Result<Setup> {
+    // New adapters are random.
+    device.seed(config.seed);
+    let teacher = config.objective.needs_teacher().then(|| model.clone().valid());
+    let mut autodiff = device.clone().autodiff();
+    if config.gradient_checkpointing {
+        autodiff = autodiff.gradient_checkpointing();
+    }
+    if config.gradient_checkpointing || !model.devices().iter().all(Device::is_autodiff) {
+        model = model.map(&mut Recreate(&autodiff));
+    }
+    let float = || QatConfig::new(KvCacheConfig::float());
+    let prepared = prepare(choose(model, config)?, config.qat.clone().unwrap_or_else(float))?;
+    Ok(Setup { prepared, teacher, autodiff })
 }
 
 /// Freezes what is not trained, or attaches adapters to what is.
-pub(crate) fn choose(model: LanguageModel, config: &TrainConfig) -> Result<LanguageModel> {
+fn choose(model: LanguageModel, config: &TrainConfig) -> Result<LanguageModel> {
     struct Paths {
         trainable: Trainable,
         /// Of the parameters that are trained, and of the matrices among them.

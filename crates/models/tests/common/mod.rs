@@ -14,6 +14,10 @@ use candle_core::{
         gguf_file::{self, Value},
     },
 };
+use kv_models::{
+    llama::Config,
+    nn::{AttentionShape, RopeScaling},
+};
 use safetensors::SafeTensors;
 use serde_json::Value as Json;
 
@@ -273,4 +277,24 @@ fn llama3_divisors(config: &Json) -> Vec<f32> {
             divisor as f32
         })
         .collect()
+}
+
+/// A Llama of two layers.
+pub(crate) fn small() -> Config {
+    Config {
+        vocab_size: 256,
+        hidden_size: 64,
+        intermediate_size: 96,
+        n_layers: 2,
+        attention: AttentionShape { n_heads: 4, n_kv_heads: 2, head_dim: 16 },
+        max_positions: 512,
+        norm_epsilon: 1e-5,
+        qkv_bias: false,
+        output_bias: false,
+        mlp_bias: false,
+        tied_head: true,
+        rotary_dim: 16,
+        rope_theta: 10_000.0,
+        rope_scaling: RopeScaling::Default,
+    }
 }

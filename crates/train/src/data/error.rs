@@ -170,14 +170,5 @@ fn at_line(line: Option<u64>) -> String {
 
 /// Words of files and of other crates on one line of bounded length.
 fn one_line(text: &str) -> String {
-    const MAX: usize = 300;
-    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
-    let mut line = String::new();
-    for c in words.chars().take(MAX) {
-        if c.is_control() { line.extend(c.escape_default()) } else { line.push(c) }
-    }
-    if words.chars().nth(MAX).is_some() {
-        line.push_str(" ..");
-    }
-    line
+    kv_models::one_line(text, 300)
 }

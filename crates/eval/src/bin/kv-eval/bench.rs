@@ -3,10 +3,13 @@ use std::{hint::black_box, path::PathBuf, time::Instant};
 use anyhow::Result;
 use indicatif::ProgressBar;
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_eval::bench::{DecodePoint, decode, median};
+use kv_eval::{
+    bench::{DecodePoint, decode, median},
+    dispatch,
+    program::Plain,
+};
 
 use crate::{
-    backend::on_backend,
     common::{ModelArgs, write_json},
     source::{self, Source},
 };
@@ -30,7 +33,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    on_backend!(args.on.backend, run_on(args))
+    dispatch!(args.on.backend, Plain, run_on(args))
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {

@@ -5,11 +5,9 @@ use std::{fs, path::Path, time::Instant};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use kv_cubecl::{On, Target};
-use kv_eval::{Plan, Report, Run, evaluate, layers::measure_layers};
+use kv_eval::{Plan, Report, Run, evaluate, layers::measure_layers, program::Backend};
 use kv_models::LanguageModel;
 use serde::Serialize;
-
-use crate::backend::Backend;
 
 /// Which model, and where it runs.
 #[derive(Debug, clap::Args)]

@@ -4,11 +4,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use kv_cubecl::{Bits, KvCacheConfig, On, Target};
-use kv_eval::{Mode, Plan};
+use kv_eval::{
+    Mode, Plan, dispatch,
+    program::{Backend, Plain},
+};
 use kv_models::{KV_CACHE_FILE, ModelCacheConfig};
 
 use crate::{
-    backend::{Backend, on_backend},
     common::{Job, Output, evaluate_and_report, note_short_text, read_text},
     source::{self, Source},
 };
@@ -56,7 +58,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             );
         }
     }
-    on_backend!(args.backend, run_on(args))
+    dispatch!(args.backend, Plain, run_on(args))
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {

@@ -5,10 +5,10 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use kv_cubecl::{KvCacheConfig, On, Target};
+use kv_eval::{dispatch, program::Plain};
 use kv_models::{GenerateOptions, ModelCacheConfig, Sampling, generate};
 
 use crate::{
-    backend::on_backend,
     common::ModelArgs,
     source::{self, Source},
 };
@@ -47,7 +47,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    on_backend!(args.on.backend, run_on(args))
+    dispatch!(args.on.backend, Plain, run_on(args))
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {

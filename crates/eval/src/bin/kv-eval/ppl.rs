@@ -2,11 +2,10 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_eval::{Mode, Plan};
+use kv_eval::{Mode, Plan, dispatch, program::Plain};
 use kv_models::{KV_CACHE_FILE, ModelCacheConfig};
 
 use crate::{
-    backend::on_backend,
     common::{Job, ModelArgs, Output, evaluate_and_report, note_short_text, read_text},
     source::{self, Source},
 };
@@ -43,7 +42,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    on_backend!(args.on.backend, run_on(args))
+    dispatch!(args.on.backend, Plain, run_on(args))
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {

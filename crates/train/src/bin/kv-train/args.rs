@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
+use kv_eval::program::Backend;
 use kv_models::{
     ModelCacheConfig,
     kv_cubecl::{FakeQuantOptions, KvCacheConfig, SteGradient},
@@ -11,8 +12,6 @@ use kv_models::{
 };
 use kv_train::{Adapter, Objective, QatConfig, Schedule, TrainConfig, Trainable};
 use serde::{Deserialize, Serialize};
-
-use crate::backend::Backend;
 
 /// A run as its folder keeps it, to be continued without repeating the command line.
 #[derive(Clone, Debug, Serialize, Deserialize)]

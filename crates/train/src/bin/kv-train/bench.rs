@@ -4,10 +4,9 @@
 use std::{path::PathBuf, process::Command, time::Instant};
 
 use anyhow::{Context, Result, bail};
-use kv_models::kv_cubecl::{KvCacheConfig, On, Target};
+use kv_eval::{dispatch, program::Backend};
+use kv_models::kv_cubecl::{Autodiff, KvCacheConfig, On, Target};
 use kv_train::{Objective, QatConfig, TrainConfig, Trainable, bench::Stepper};
-
-use crate::backend::{Backend, dispatch};
 
 /// Arguments of `kv-train bench`.
 #[derive(Debug, clap::Args)]
@@ -73,7 +72,7 @@ fn stepper<T: Target>(args: &Args, kind: usize) -> Result<Stepper> {
 }
 
 fn times<T: Target>(args: &Args) -> Result<()> {
-    let peaks: Vec<u64> = (0..KINDS.len()).map(|kind| peak(kind)).collect::<Result<_>>()?;
+    let peaks: Vec<u64> = (0..KINDS.len()).map(peak).collect::<Result<_>>()?;
     let mut steppers: Vec<Stepper> =
         (0..KINDS.len()).map(|kind| stepper::<T>(args, kind)).collect::<Result<_>>()?;
     let mut seconds = vec![Vec::new(); KINDS.len()];

@@ -3,13 +3,13 @@
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
 
 mod args;
-mod backend;
 mod bench;
 mod run;
 
 use std::{path::PathBuf, process::ExitCode};
 
 use clap::{Parser, Subcommand};
+use kv_eval::program::{error_line, keep_freed_memory, usage_line};
 use kv_train::Resume;
 
 /// Activations are allocated and freed at every layer; the system's allocator gives the pages back
@@ -43,32 +43,19 @@ enum Command {
     },
 }
 
-/// Help and versions as they are; of a mistake, the first paragraph on one line.
-fn usage(error: &clap::Error) -> ExitCode {
-    let text = error.to_string();
-    if error.exit_code() == 0 {
-        print!("{text}");
-        return ExitCode::SUCCESS;
-    }
-    let lines = text.lines().map(str::trim).take_while(|line| !line.is_empty());
-    eprintln!("{}", lines.collect::<Vec<_>>().join(" "));
-    ExitCode::from(2)
-}
-
-/// Keeps freed memory: a training step or forward pass asks for the same again at once, and having
-/// the system clear its pages anew takes as long as computing on them.
-fn keep_freed_memory() {
-    // Milliseconds before freed pages are given back, -1 for never; mimalloc.h has the number.
-    const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
-    // SAFETY: sets an option of the allocator before other threads are started.
-    unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) }
-}
-
 fn main() -> ExitCode {
     keep_freed_memory();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return usage(&error),
+        // Help and versions are no mistakes.
+        Err(error) if error.exit_code() == 0 => {
+            print!("{error}");
+            return ExitCode::SUCCESS;
+        }
+        Err(error) => {
+            eprintln!("{}", usage_line(&error));
+            return ExitCode::from(2);
+        }
     };
     let outcome = match cli.command {
         Command::Qat(args) => args.spec().and_then(|(spec, out)| run::start(&spec, &out)),
@@ -81,14 +68,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // One line: the message, then each cause that adds something to it.
-            let mut line = error.to_string();
-            for cause in error.chain().skip(1).map(ToString::to_string) {
-                if !line.contains(&cause) {
-                    line = format!("{line}: {cause}");
-                }
-            }
-            eprintln!("error: {}", line.split_whitespace().collect::<Vec<_>>().join(" "));
+            eprintln!("error: {}", error_line(&error));
             ExitCode::FAILURE
         }
     }

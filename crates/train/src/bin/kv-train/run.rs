@@ -10,10 +10,10 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
-use kv_eval::{Mode, Plan, Report, evaluate, layers::measure_layers};
+use kv_eval::{Mode, Plan, Report, dispatch, evaluate, layers::measure_layers, program::Plain};
 use kv_models::{
     LanguageModel, Loaded, ModelCacheConfig, SaveDtype, SaveOptions, Tokenizer,
-    kv_cubecl::{Bits, KvCacheConfig, On, Target},
+    kv_cubecl::{Autodiff, Bits, KvCacheConfig, On, Target},
     llama::Llama,
 };
 use kv_train::{
@@ -22,10 +22,7 @@ use kv_train::{
     train, write_report,
 };
 
-use crate::{
-    args::{Origin, Spec},
-    backend::dispatch,
-};
+use crate::args::{Origin, Spec};
 
 /// Lines of training between two that are printed.
 const TELL_EVERY: u64 = 10;
