@@ -1,13 +1,13 @@
 //! Fine-tunes a model of yours on a text of yours so that it keeps its quality with a 2-bit cache:
 //! prepare, train, convert, evaluate.
 //!
-//! Usage: `qat-finetune MODEL TEXT OUT [CACHE] [STEPS]`
+//! Usage: `qat-finetune MODEL TEXT OUT [CACHE] [STEPS] [LR]`
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
 
 use std::{path::Path, sync::Arc};
 
 use anyhow::{Context, Result};
-use kv_cubecl::{Autodiff, Flex, KvCacheConfig, On};
+use kv_cubecl::{Autodiff, FakeQuantOptions, Flex, KvCacheConfig, On, SteGradient};
 use kv_eval::{Mode, Plan, evaluate};
 use kv_models::LanguageModel;
 use kv_train::{
@@ -18,14 +18,18 @@ use kv_train::{
 
 /// Share of the text that is kept for the evaluation.
 const HELD_OUT: f64 = 0.1;
+/// Tokens of it that are evaluated, at most.
+const EVALUATED: usize = 16_384;
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
-    let usage = "usage: qat-finetune MODEL TEXT OUT [CACHE] [STEPS]";
+    let usage = "usage: qat-finetune MODEL TEXT OUT [CACHE] [STEPS] [LR]";
     let [model, text, out] = [args.next(), args.next(), args.next()].map(|arg| arg.context(usage));
     let (model, text, out) = (model?, text?, out?);
     let cache: KvCacheConfig = args.next().as_deref().unwrap_or("k2v2").parse()?;
     let steps: usize = args.next().as_deref().unwrap_or("50").parse().context(usage)?;
+    // Small models take larger steps: 1e-3 for a million weights.
+    let lr: f64 = args.next().as_deref().unwrap_or("5e-5").parse().context(usage)?;
 
     // The backend is one type parameter: `Autodiff<Wgpu>` trains on a graphics card.
     let device = On::<Autodiff<Flex>>::open()?;
@@ -37,21 +41,28 @@ fn main() -> Result<()> {
     let source = Source::new([&text]);
     let tokens = TokenFile::open(&source, &tokenizer, Path::new(&model), &out.join("tokens"))?;
     let held_out = (tokens.len() as f64 * HELD_OUT) as usize;
-    let ids: Vec<u32> = tokens.ids(tokens.len() - held_out..tokens.len()).take(4096).collect();
+    let ids: Vec<u32> = tokens.ids(tokens.len() - held_out..tokens.len()).take(EVALUATED).collect();
     let texts = Texts { train: Arc::new(tokens), valid: None };
 
-    // Distillation: the model as it is, with a float cache, is the teacher.
+    // Distillation: the model as it is, with a float cache, is the teacher. A quarter of the sequences
+    // keep it close to that one.
+    let fake_quant = FakeQuantOptions { gradient: SteGradient::ScaleMin, ..Default::default() };
     let config = TrainConfig {
-        qat: Some(QatConfig::new(cache)),
+        qat: Some(QatConfig { fake_quant, ..QatConfig::new(cache) }),
+        float_share: 0.25,
         objective: Objective::Distillation,
         seq_len: loaded.model.max_positions().min(1024),
         steps,
         steps_per_epoch: steps,
-        schedule: Schedule { lr: 5e-5, min_lr: 0.0, warmup: steps / 20 },
+        schedule: Schedule { lr, min_lr: 0.0, warmup: steps / 20 },
         holdout: HELD_OUT,
         ..TrainConfig::default()
     };
-    let run = Run { tell: Some(Box::new(|line: &str| println!("{line}"))), ..Run::new(out) };
+    let run = Run {
+        tell: Some(Box::new(|line: &str| println!("{line}"))),
+        tell_every: 50,
+        ..Run::new(out)
+    };
     let trained = train(&device, loaded.model, &texts, &config, run)?;
 
     // The plain model again, and its cache's configuration beside it.

@@ -23,7 +23,7 @@ pub fn write_report(
     history: &History,
     evaluation: Option<&Report>,
 ) -> Result<PathBuf> {
-    let charts = [("loss", loss(history)), ("perplexity", perplexity(history))];
+    let charts = [("loss", loss(history)), ("perplexity", perplexity(config, history))];
     let settings = serde_json::to_string_pretty(config).unwrap_or_default();
     let mut page = HtmlReport::new("Training").heading("Validations").table(&validations(history));
     for (name, chart) in &charts {
@@ -84,23 +84,23 @@ fn loss(history: &History) -> Chart {
     }
 }
 
-fn perplexity(history: &History) -> Chart {
+fn perplexity(config: &TrainConfig, history: &History) -> Chart {
+    let curve = |name: &str, value: fn(&ValidRecord) -> f64| {
+        Series::new(name, by_step(&history.valid, value), Style::LinePoints)
+    };
+    let mut series = vec![curve("float cache", |record| record.nll_float.exp())];
+    if let Some(qat) = &config.qat {
+        series.insert(0, curve(&qat.cache.to_string(), |record| record.nll.exp()));
+    }
+    let values = || series.iter().flat_map(|series| &series.points).map(|point| point.1);
+    // Training from scratch starts at the size of the vocabulary.
+    let log_y = values().fold(0.0, f64::max) > 10.0 * values().fold(f64::INFINITY, f64::min);
     Chart {
         title: "Perplexity of the held-out text".into(),
         x_label: "optimizer step".into(),
         y_label: "perplexity".into(),
-        series: vec![
-            Series::new(
-                "cache that is trained for",
-                by_step(&history.valid, |record| record.nll.exp()),
-                Style::LinePoints,
-            ),
-            Series::new(
-                "float cache",
-                by_step(&history.valid, |record| record.nll_float.exp()),
-                Style::LinePoints,
-            ),
-        ],
+        log_y,
+        series,
         ..Chart::default()
     }
 }

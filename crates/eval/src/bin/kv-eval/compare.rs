@@ -30,7 +30,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE", default_value_os_t = repository("austen/heldout.txt"))]
     text: PathBuf,
     /// Use only the first tokens of the text, in windows of the model's limit or 2048.
-    #[arg(long, default_value_t = 8192)]
+    #[arg(long, default_value_t = 65536)]
     tokens: usize,
     /// Where to run.
     #[arg(long, value_enum, default_value = "flex")]
