@@ -11,7 +11,7 @@ mod source;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kv_eval::program::{error_line, keep_freed_memory, usage_line};
+use kv_eval::program::start;
 
 /// Activations are allocated and freed at every layer; the system's allocator gives the pages back
 /// and faults them in again each time.
@@ -42,30 +42,10 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    keep_freed_memory();
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
-        // Help and versions are no mistakes.
-        Err(error) if error.exit_code() == 0 => {
-            print!("{error}");
-            return ExitCode::SUCCESS;
-        }
-        Err(error) => {
-            eprintln!("{}", usage_line(&error));
-            return ExitCode::from(2);
-        }
-    };
-    let outcome = match cli.command {
+    start(|cli: Cli| match cli.command {
         None => compare::run(&cli.compare),
         Some(Command::Ppl(args)) => ppl::run(&args),
         Some(Command::Generate(args)) => generate::run(&args),
         Some(Command::Bench(args)) => bench::run(&args),
-    };
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {}", error_line(&error));
-            ExitCode::FAILURE
-        }
-    }
+    })
 }

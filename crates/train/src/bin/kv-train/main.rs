@@ -9,7 +9,7 @@ mod run;
 use std::{path::PathBuf, process::ExitCode};
 
 use clap::{Parser, Subcommand};
-use kv_eval::program::{error_line, keep_freed_memory, usage_line};
+use kv_eval::program::start;
 use kv_train::Resume;
 
 /// Activations are allocated and freed at every layer; the system's allocator gives the pages back
@@ -44,32 +44,12 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    keep_freed_memory();
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
-        // Help and versions are no mistakes.
-        Err(error) if error.exit_code() == 0 => {
-            print!("{error}");
-            return ExitCode::SUCCESS;
-        }
-        Err(error) => {
-            eprintln!("{}", usage_line(&error));
-            return ExitCode::from(2);
-        }
-    };
-    let outcome = match cli.command {
+    start(|cli: Cli| match cli.command {
         Command::Qat(args) => args.spec().and_then(|(spec, out)| run::start(&spec, &out)),
         Command::Pretrain(args) => args.spec().and_then(|(spec, out)| run::start(&spec, &out)),
         Command::Bench(args) => bench::run(&args),
         Command::Resume { run, from_epoch } => {
             run::resume(&run, from_epoch.map_or(Resume::Last, Resume::Epoch))
         }
-    };
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {}", error_line(&error));
-            ExitCode::FAILURE
-        }
-    }
+    })
 }
