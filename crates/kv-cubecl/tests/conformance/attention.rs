@@ -65,6 +65,9 @@ fn query_groups<T: Target>(on: &On<T>) {
 fn head_dims<T: Target>(on: &On<T>) {
     for (head_dim, group, bits) in [
         (16, 16, "k4v2"),
+        // Groups narrower than a CPU's vectors, and not a power of two.
+        (64, 8, "k4v8"),
+        (96, 24, "k4v4"),
         (64, 64, "k8v8"),
         (80, 16, "k2v2"),
         (80, 16, "k4v4"),

@@ -3,9 +3,10 @@
 use burn::{backend::Flex, tensor::DType};
 use burn_flex::FlexTensor;
 use half::f16;
+use macerator::Simd;
 use rayon::prelude::*;
 
-use super::{dims, quantize, simd::vectorized};
+use super::{dims, quantize};
 use crate::{CacheFloat, CacheState, layout::CacheLayout};
 
 /// Float rows of a cache in their stored type.
@@ -50,16 +51,15 @@ impl<'a> Floats<'a> {
     }
 }
 
-vectorized! {
-    /// Converts f16 to f32, exactly. Written out because conversions one by one do not vectorize.
-    fn widen(halves: &[f16], out: &mut [f32]) {
-        const WIDEN: f32 = f32::from_bits((127 + 127 - 15) << 23);
-        for (out, half) in out.iter_mut().zip(halves) {
-            let bits = u32::from(half.to_bits());
-            let magnitude = (f32::from_bits((bits & 0x7fff) << 13) * WIDEN).to_bits();
-            let special = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
-            *out = f32::from_bits(magnitude | special | (bits & 0x8000) << 16);
-        }
+/// Converts f16 to f32, exactly. Written out because conversions one by one do not vectorize.
+#[macerator::with_simd]
+fn widen<S: Simd>(halves: &[f16], out: &mut [f32]) {
+    const WIDEN: f32 = f32::from_bits((127 + 127 - 15) << 23);
+    for (out, half) in out.iter_mut().zip(halves) {
+        let bits = u32::from(half.to_bits());
+        let magnitude = (f32::from_bits((bits & 0x7fff) << 13) * WIDEN).to_bits();
+        let special = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
+        *out = f32::from_bits(magnitude | special | (bits & 0x8000) << 16);
     }
 }
 

@@ -4,13 +4,14 @@ use core::ops::Range;
 
 use burn::backend::Flex;
 use burn_flex::FlexTensor;
+use macerator::Simd;
 use rayon::prelude::*;
 
 use super::{
     cache::Floats,
-    dims,
-    quantize::{dequantize_slice, unpack_parameters},
-    simd::{self, dot, dot4, vectorized},
+    dims, packed,
+    quantize::dequantize_slice,
+    simd::{self, dot, dot4},
     streaming::{Matrix, matmul},
     tensor,
 };
@@ -59,15 +60,18 @@ pub(super) fn decode_attention(
         return many_rows(query, state, layout, len, tokens, shape);
     }
     let wanted = (2 * rayon::current_num_threads()).div_ceil(slices);
-    let n_splits = wanted.min(tokens / MIN_SPLIT).max(1);
+    let group = layout.config().group_size;
+    let n_splits = wanted.min(tokens / MIN_SPLIT.max(group)).max(1);
+    // Splits meet between groups of keys.
+    let sinks = layout.window().sink_tokens;
+    let bound = |split: usize| match split * tokens / n_splits {
+        token if split == n_splits || token <= sinks => token,
+        token => sinks + (token - sinks) / group * group,
+    };
     let task = |index: usize| {
         let (slice, split) = (index / n_splits, index % n_splits);
         let query = &query[slice * rows * head_dim..][..rows * head_dim];
-        Slice::new(state, layout, len, slice).attend(
-            query,
-            split * tokens / n_splits,
-            (split + 1) * tokens / n_splits,
-        )
+        Slice::new(state, layout, len, slice).attend(query, bound(split), bound(split + 1))
     };
     let partials: Vec<Partial> = match slices * n_splits {
         // Too little work to wake a thread for.
@@ -219,7 +223,8 @@ impl<'a> Slice<'a> {
         }
     }
 
-    /// Attention of the rows of `query` over tokens `[start, end)`.
+    /// Attention of the rows of `query` over tokens `[start, end)`; of packed keys, `start` begins a
+    /// group.
     fn attend(&self, query: &[f32], start: usize, end: usize) -> Partial {
         let head_dim = self.layout.shape().head_dim;
         let (rows, n) = (query.len() / head_dim, end - start);
@@ -231,13 +236,14 @@ impl<'a> Slice<'a> {
         let mut scores = vec![0.0; rows * n];
         let (from, to) = packed_range(start, end, sinks, counts.keys);
         if let (Some(spec), true) = (self.layout.key_spec(), from < to) {
-            let out = &mut scores[from + sinks - start..];
-            let kernel = match spec.n_bits {
-                2 => score_packed::<16>,
-                4 => score_packed::<8>,
-                _ => score_packed::<4>,
-            };
-            kernel(self.keys, &query, out, n, from, to, head_dim, spec.group_size);
+            if packed::serves(&spec) {
+                let out = &mut scores[from + sinks - start..];
+                packed::score(self.keys, &query, out, n, from..to, head_dim, &spec);
+            } else {
+                self.restored_tiles(self.keys, from..to, sinks, spec, &mut |token, tile| {
+                    score_rows(&query, tile, &mut scores[token - start..], n, head_dim);
+                });
+            }
         }
         let row = |token| self.layout.key_row(token);
         self.float_tiles(start..end, sinks, counts.keys, row, |token, keys| {
@@ -251,9 +257,14 @@ impl<'a> Slice<'a> {
         let mut o = vec![0.0; rows * head_dim];
         let (from, to) = packed_range(start, end, sinks, counts.values);
         if let (Some(spec), true) = (self.layout.value_spec(), from < to) {
-            self.restored_tiles(self.values, from..to, sinks, spec, &mut |token, tile| {
-                add_rows(&scores[token - start..], n, tile, &mut o, head_dim);
-            });
+            if packed::serves(&spec) {
+                let weights = &scores[from + sinks - start..];
+                packed::add(self.values, weights, n, &mut o, from..to, head_dim, &spec);
+            } else {
+                self.restored_tiles(self.values, from..to, sinks, spec, &mut |token, tile| {
+                    add_rows(&scores[token - start..], n, tile, &mut o, head_dim);
+                });
+            }
         }
         let row = |token| self.layout.value_row(token);
         self.float_tiles(start..end, sinks, counts.values, row, |token, values| {
@@ -299,123 +310,46 @@ fn packed_range(start: usize, end: usize, sinks: usize, count: usize) -> (usize,
     (clip(start), clip(end))
 }
 
-vectorized! {
-    /// `scores[r * n + t] = query_r . key_t`.
-    fn score_rows(query: &[f32], keys: &[f32], scores: &mut [f32], n: usize, head_dim: usize) {
-        let quads = keys.chunks_exact(4 * head_dim);
-        let (rest, first) = (quads.remainder(), quads.len() * 4);
-        for (i, quad) in quads.enumerate() {
-            let (a, b) = quad.split_at(2 * head_dim);
-            let ((a, b), (c, d)) = (a.split_at(head_dim), b.split_at(head_dim));
-            for (r, query) in query.chunks_exact(head_dim).enumerate() {
-                scores[r * n + 4 * i..][..4].copy_from_slice(&dot4(query, [a, b, c, d]));
-            }
+/// `scores[r * n + t] = query_r . key_t`.
+#[macerator::with_simd]
+fn score_rows<S: Simd>(query: &[f32], keys: &[f32], scores: &mut [f32], n: usize, head_dim: usize) {
+    let quads = keys.chunks_exact(4 * head_dim);
+    let (rest, first) = (quads.remainder(), quads.len() * 4);
+    for (i, quad) in quads.enumerate() {
+        let (a, b) = quad.split_at(2 * head_dim);
+        let ((a, b), (c, d)) = (a.split_at(head_dim), b.split_at(head_dim));
+        for (r, query) in query.chunks_exact(head_dim).enumerate() {
+            scores[r * n + 4 * i..][..4].copy_from_slice(&dot4(query, [a, b, c, d]));
         }
-        for (t, key) in rest.chunks_exact(head_dim).enumerate() {
-            for (r, query) in query.chunks_exact(head_dim).enumerate() {
-                scores[r * n + first + t] = dot(query, key);
-            }
+    }
+    for (t, key) in rest.chunks_exact(head_dim).enumerate() {
+        for (r, query) in query.chunks_exact(head_dim).enumerate() {
+            scores[r * n + first + t] = dot::<S>(query, key);
         }
     }
 }
 
-vectorized! {
-    /// `o_r += sum_t weights[r * n + t] * value_t`, four tokens at a time.
-    fn add_rows(weights: &[f32], n: usize, values: &[f32], o: &mut [f32], head_dim: usize) {
-        let quads = values.chunks_exact(4 * head_dim);
-        let (rest, first) = (quads.remainder(), quads.len() * 4);
-        for (i, quad) in quads.enumerate() {
-            let (a, b) = quad.split_at(2 * head_dim);
-            let ((a, b), (c, d)) = (a.split_at(head_dim), b.split_at(head_dim));
-            for (r, o) in o.chunks_exact_mut(head_dim).enumerate() {
-                let w = &weights[r * n + 4 * i..][..4];
-                let values = a.iter().zip(b).zip(c.iter().zip(d));
-                for (o, ((a, b), (c, d))) in o.iter_mut().zip(values) {
-                    *o += (w[0] * a + w[1] * b) + (w[2] * c + w[3] * d);
-                }
-            }
-        }
-        for (i, value) in rest.chunks_exact(head_dim).enumerate() {
-            for (r, o) in o.chunks_exact_mut(head_dim).enumerate() {
-                let weight = weights[r * n + first + i];
-                for (o, &value) in o.iter_mut().zip(value) {
-                    *o += weight * value;
-                }
+/// `o_r += sum_t weights[r * n + t] * value_t`, four tokens at a time.
+#[macerator::with_simd]
+fn add_rows<S: Simd>(weights: &[f32], n: usize, values: &[f32], o: &mut [f32], head_dim: usize) {
+    let quads = values.chunks_exact(4 * head_dim);
+    let (rest, first) = (quads.remainder(), quads.len() * 4);
+    for (i, quad) in quads.enumerate() {
+        let (a, b) = quad.split_at(2 * head_dim);
+        let ((a, b), (c, d)) = (a.split_at(head_dim), b.split_at(head_dim));
+        for (r, o) in o.chunks_exact_mut(head_dim).enumerate() {
+            let w = &weights[r * n + 4 * i..][..4];
+            let values = a.iter().zip(b).zip(c.iter().zip(d));
+            for (o, ((a, b), (c, d))) in o.iter_mut().zip(values) {
+                *o += (w[0] * a + w[1] * b) + (w[2] * c + w[3] * d);
             }
         }
     }
-}
-
-vectorized! {
-    /// Scores of packed keys `[from, to)`, `CODES` codes to a word: with the group's scales folded
-    /// into the query, `score = sum_c (q_c * scale_c) * code_c + sum_c q_c * min_c`, the last sum
-    /// once per group.
-    ///
-    /// The codes of one word belong to consecutive tokens, which makes tokens the lanes: nothing is
-    /// summed across a vector.
-    fn score_packed<const CODES: usize>(
-        keys: &[u32],
-        query: &[f32],
-        scores: &mut [f32],
-        n: usize,
-        from: usize,
-        to: usize,
-        head_dim: usize,
-        group_size: usize,
-    ) {
-        let n_bits = (32 / CODES) as u32;
-        let mask = (1u32 << n_bits) - 1;
-        let group_words = (group_size / CODES + 1) * head_dim;
-        let rows = query.len() / head_dim;
-        let mut folded = vec![0.0; rows * head_dim];
-        let mut offset = vec![0.0; rows];
-        let (mut scale, mut min) = (vec![0.0; head_dim], vec![0.0; head_dim]);
-        for group in from / group_size..to.div_ceil(group_size) {
-            let words = &keys[group * group_words..][..group_words];
-            let (lines, params) = words.split_at(group_words - head_dim);
-            for ((&word, scale), min) in params.iter().zip(&mut scale).zip(&mut min) {
-                (*scale, *min) = unpack_parameters(word);
-            }
-            let folds = query.chunks_exact(head_dim).zip(folded.chunks_exact_mut(head_dim));
-            for ((query, folded), offset) in folds.zip(&mut offset) {
-                for ((folded, &q), &scale) in folded.iter_mut().zip(query).zip(&scale) {
-                    *folded = q * scale;
-                }
-                *offset = dot(query, &min);
-            }
-            for (i, line) in lines.chunks_exact(head_dim).enumerate() {
-                let first = group * group_size + i * CODES;
-                // The part of the word's tokens that was asked for.
-                let (start, end) = (from.max(first), to.min(first + CODES));
-                if start >= end {
-                    continue;
-                }
-                for (r, (folded, &offset)) in
-                    folded.chunks_exact(head_dim).zip(&offset).enumerate()
-                {
-                    let mut even = [0.0f32; CODES];
-                    let mut odd = [0.0f32; CODES];
-                    let (words, _) = line.as_chunks::<2>();
-                    let (pairs, _) = folded.as_chunks::<2>();
-                    for (&[a, b], &[p, q]) in words.iter().zip(pairs) {
-                        for t in 0..CODES {
-                            let shift = t as u32 * n_bits;
-                            even[t] += p * ((a >> shift) & mask) as i32 as f32;
-                            odd[t] += q * ((b >> shift) & mask) as i32 as f32;
-                        }
-                    }
-                    if !head_dim.is_multiple_of(2) {
-                        let (word, q) = (line[head_dim - 1], folded[head_dim - 1]);
-                        for (t, even) in even.iter_mut().enumerate() {
-                            *even += q * ((word >> (t as u32 * n_bits)) & mask) as i32 as f32;
-                        }
-                    }
-                    let out = &mut scores[r * n + start - from..][..end - start];
-                    let sums = even[start - first..].iter().zip(&odd[start - first..]);
-                    for (out, (even, odd)) in out.iter_mut().zip(sums) {
-                        *out = even + odd + offset;
-                    }
-                }
+    for (i, value) in rest.chunks_exact(head_dim).enumerate() {
+        for (r, o) in o.chunks_exact_mut(head_dim).enumerate() {
+            let weight = weights[r * n + first + i];
+            for (o, &value) in o.iter_mut().zip(value) {
+                *o += weight * value;
             }
         }
     }

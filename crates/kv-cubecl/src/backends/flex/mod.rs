@@ -1,7 +1,13 @@
 //! The CPU: slices, threads over (batch, kv head, split or block), vector loops.
 
+#![allow(
+    clippy::extra_unused_type_parameters,
+    reason = "macerator compiles a function for its first type parameter, used or not"
+)]
+
 mod cache;
 mod decode;
+mod packed;
 mod quantize;
 mod simd;
 mod streaming;

@@ -1,8 +1,8 @@
 //! Grouped quantization on slices.
 
 use half::f16;
+use macerator::Simd;
 
-use super::simd::vectorized;
 use crate::layout::{Granularity, QuantSpec};
 
 /// Largest finite f16: parameters are f16, so inputs saturate here.
@@ -37,103 +37,113 @@ fn encode(x: f32, scale: f32, min: f32, max_code: f32) -> f32 {
     if scale == 0.0 { 0.0 } else { code }
 }
 
-vectorized! {
-    /// Quantizes one group of keys, `rows` `[group_size, head_dim]`, into its words: code rows, then
-    /// one parameter row, each `head_dim` wide.
-    pub(super) fn quantize_keys(rows: &[f32], words: &mut [u32], head_dim: usize, n_bits: u32) {
-        let codes_per_word = 32 / n_bits as usize;
-        let max_code = ((1u32 << n_bits) - 1) as f32;
-        let (codes, params) = words.split_at_mut(words.len() - head_dim);
-        let mut min = vec![F16_MAX; head_dim];
-        let mut max = vec![-F16_MAX; head_dim];
-        for row in rows.chunks_exact(head_dim) {
-            for ((min, max), &x) in min.iter_mut().zip(&mut max).zip(row) {
-                *min = min.min(x);
-                *max = max.max(x);
-            }
+/// Quantizes one group of keys, `rows` `[group_size, head_dim]`, into its words: code rows, then
+/// one parameter row, each `head_dim` wide.
+#[macerator::with_simd]
+pub(super) fn quantize_keys<S: Simd>(
+    rows: &[f32],
+    words: &mut [u32],
+    head_dim: usize,
+    n_bits: u32,
+) {
+    let codes_per_word = 32 / n_bits as usize;
+    let max_code = ((1u32 << n_bits) - 1) as f32;
+    let (codes, params) = words.split_at_mut(words.len() - head_dim);
+    let mut min = vec![F16_MAX; head_dim];
+    let mut max = vec![-F16_MAX; head_dim];
+    for row in rows.chunks_exact(head_dim) {
+        for ((min, max), &x) in min.iter_mut().zip(&mut max).zip(row) {
+            *min = min.min(x);
+            *max = max.max(x);
         }
-        let mut scale = vec![0.0; head_dim];
-        for (((word, scale), min), max) in params.iter_mut().zip(&mut scale).zip(&mut min).zip(max) {
-            let clamped = (min.max(-F16_MAX), max.min(F16_MAX));
-            (*word, *scale, *min) = parameters(clamped.0, clamped.1, max_code);
+    }
+    let mut scale = vec![0.0; head_dim];
+    for (((word, scale), min), max) in params.iter_mut().zip(&mut scale).zip(&mut min).zip(max) {
+        let clamped = (min.max(-F16_MAX), max.min(F16_MAX));
+        (*word, *scale, *min) = parameters(clamped.0, clamped.1, max_code);
+    }
+    codes.fill(0);
+    for (token, row) in rows.chunks_exact(head_dim).enumerate() {
+        let shift = (token % codes_per_word) as u32 * n_bits;
+        let line = &mut codes[token / codes_per_word * head_dim..][..head_dim];
+        for (((word, &x), &scale), &min) in line.iter_mut().zip(row).zip(&scale).zip(&min) {
+            *word |= (encode(x, scale, min, max_code) as i32 as u32) << shift;
         }
-        codes.fill(0);
-        for (token, row) in rows.chunks_exact(head_dim).enumerate() {
-            let shift = (token % codes_per_word) as u32 * n_bits;
-            let line = &mut codes[token / codes_per_word * head_dim..][..head_dim];
-            for (((word, &x), &scale), &min) in line.iter_mut().zip(row).zip(&scale).zip(&min) {
-                *word |= (encode(x, scale, min, max_code) as i32 as u32) << shift;
+    }
+}
+
+/// Quantizes one token's values `row` `[head_dim]` into its words: codes, then parameters.
+#[macerator::with_simd]
+pub(super) fn quantize_value<S: Simd>(
+    row: &[f32],
+    words: &mut [u32],
+    group_size: usize,
+    n_bits: u32,
+) {
+    let codes_per_word = 32 / n_bits as usize;
+    let max_code = ((1u32 << n_bits) - 1) as f32;
+    let (codes, params) = words.split_at_mut(row.len() / codes_per_word);
+    let lines = codes.chunks_exact_mut(group_size / codes_per_word);
+    for ((group, line), param) in row.chunks_exact(group_size).zip(lines).zip(params) {
+        let (mut min, mut max) = (F16_MAX, -F16_MAX);
+        for &x in group {
+            min = min.min(x);
+            max = max.max(x);
+        }
+        let (word, scale, min) = parameters(min.max(-F16_MAX), max.min(F16_MAX), max_code);
+        *param = word;
+        for (word, part) in line.iter_mut().zip(group.chunks_exact(codes_per_word)) {
+            *word = 0;
+            for (i, &x) in part.iter().enumerate() {
+                let code = encode(x, scale, min, max_code) as i32 as u32;
+                *word |= code << (i as u32 * n_bits);
             }
         }
     }
 }
 
-vectorized! {
-    /// Quantizes one token's values `row` `[head_dim]` into its words: codes, then parameters.
-    pub(super) fn quantize_value(row: &[f32], words: &mut [u32], group_size: usize, n_bits: u32) {
-        let codes_per_word = 32 / n_bits as usize;
-        let max_code = ((1u32 << n_bits) - 1) as f32;
-        let (codes, params) = words.split_at_mut(row.len() / codes_per_word);
-        let lines = codes.chunks_exact_mut(group_size / codes_per_word);
-        for ((group, line), param) in row.chunks_exact(group_size).zip(lines).zip(params) {
-            let (mut min, mut max) = (F16_MAX, -F16_MAX);
-            for &x in group {
-                min = min.min(x);
-                max = max.max(x);
-            }
-            let (word, scale, min) = parameters(min.max(-F16_MAX), max.min(F16_MAX), max_code);
-            *param = word;
-            for (word, part) in line.iter_mut().zip(group.chunks_exact(codes_per_word)) {
-                *word = 0;
-                for (i, &x) in part.iter().enumerate() {
-                    let code = encode(x, scale, min, max_code) as i32 as u32;
-                    *word |= code << (i as u32 * n_bits);
-                }
-            }
+/// Restores one group of keys from its words.
+#[macerator::with_simd]
+pub(super) fn dequantize_keys<S: Simd>(
+    words: &[u32],
+    rows: &mut [f32],
+    head_dim: usize,
+    n_bits: u32,
+) {
+    let codes_per_word = 32 / n_bits as usize;
+    let mask = (1u32 << n_bits) - 1;
+    let (codes, params) = words.split_at(words.len() - head_dim);
+    let (scale, min): (Vec<_>, Vec<_>) = params.iter().map(|&word| unpack_parameters(word)).unzip();
+    for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
+        let shift = (token % codes_per_word) as u32 * n_bits;
+        let line = &codes[token / codes_per_word * head_dim..][..head_dim];
+        for (((x, &word), &scale), &min) in row.iter_mut().zip(line).zip(&scale).zip(&min) {
+            *x = ((word >> shift) & mask) as i32 as f32 * scale + min;
         }
     }
 }
 
-vectorized! {
-    /// Restores one group of keys from its words.
-    pub(super) fn dequantize_keys(words: &[u32], rows: &mut [f32], head_dim: usize, n_bits: u32) {
-        let codes_per_word = 32 / n_bits as usize;
-        let mask = (1u32 << n_bits) - 1;
-        let (codes, params) = words.split_at(words.len() - head_dim);
-        let (scale, min): (Vec<_>, Vec<_>) =
-            params.iter().map(|&word| unpack_parameters(word)).unzip();
-        for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
-            let shift = (token % codes_per_word) as u32 * n_bits;
-            let line = &codes[token / codes_per_word * head_dim..][..head_dim];
-            for (((x, &word), &scale), &min) in row.iter_mut().zip(line).zip(&scale).zip(&min) {
-                *x = ((word >> shift) & mask) as i32 as f32 * scale + min;
-            }
-        }
-    }
-}
-
-vectorized! {
-    /// Restores tokens' values from their words, `CODES` codes to a word.
-    fn dequantize_values<const CODES: usize>(
-        words: &[u32],
-        out: &mut [f32],
-        head_dim: usize,
-        group_size: usize,
-    ) {
-        let n_bits = (32 / CODES) as u32;
-        let mask = (1u32 << n_bits) - 1;
-        let (n_words, n_groups) = (head_dim / CODES, head_dim / group_size);
-        let tokens = words.chunks_exact(n_words + n_groups).zip(out.chunks_exact_mut(head_dim));
-        for (words, row) in tokens {
-            let (codes, params) = words.split_at(n_words);
-            let lines = codes.chunks_exact(group_size / CODES);
-            for ((group, line), &param) in row.chunks_exact_mut(group_size).zip(lines).zip(params) {
-                let (scale, min) = unpack_parameters(param);
-                let (parts, _) = group.as_chunks_mut::<CODES>();
-                for (&word, part) in line.iter().zip(parts) {
-                    for (i, x) in part.iter_mut().enumerate() {
-                        *x = ((word >> (i as u32 * n_bits)) & mask) as i32 as f32 * scale + min;
-                    }
+/// Restores tokens' values from their words, `CODES` codes to a word.
+#[macerator::with_simd]
+fn dequantize_values<S: Simd, const CODES: usize>(
+    words: &[u32],
+    out: &mut [f32],
+    head_dim: usize,
+    group_size: usize,
+) {
+    let n_bits = (32 / CODES) as u32;
+    let mask = (1u32 << n_bits) - 1;
+    let (n_words, n_groups) = (head_dim / CODES, head_dim / group_size);
+    let tokens = words.chunks_exact(n_words + n_groups).zip(out.chunks_exact_mut(head_dim));
+    for (words, row) in tokens {
+        let (codes, params) = words.split_at(n_words);
+        let lines = codes.chunks_exact(group_size / CODES);
+        for ((group, line), &param) in row.chunks_exact_mut(group_size).zip(lines).zip(params) {
+            let (scale, min) = unpack_parameters(param);
+            let (parts, _) = group.as_chunks_mut::<CODES>();
+            for (&word, part) in line.iter().zip(parts) {
+                for (i, x) in part.iter_mut().enumerate() {
+                    *x = ((word >> (i as u32 * n_bits)) & mask) as i32 as f32 * scale + min;
                 }
             }
         }

@@ -1,76 +1,61 @@
-//! Loops compiled once per vector extension and chosen at run time.
+//! Vectors of the CPU.
+//!
+//! macerator compiles a function marked `with_simd` once per vector extension and picks one when it
+//! runs. Such a function uses its vectors, or loops over slices, which the compiler vectorizes with
+//! the same extension. Vectors must not be touched in closures that are handed to an iterator or to
+//! `from_fn`: those are functions of their own, compiled without the extension, where every
+//! operation is a call.
 
-/// Defines a function whose body is compiled for AVX-512, for AVX2 with FMA, and for the build's
-/// baseline; the best one the CPU has runs. The body must be safe code that vectorizes by itself.
-macro_rules! vectorized {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident $(<const $c:ident: $ct:ty>)? (
-        $($arg:ident: $ty:ty),* $(,)?
-    ) $(-> $ret:ty)? $body:block) => {
-        $(#[$meta])*
-        #[allow(clippy::too_many_arguments, reason = "kernels take slices and strides")]
-        $vis fn $name $(<const $c: $ct>)? ($($arg: $ty),*) $(-> $ret)? {
-            #[inline(always)]
-            #[allow(clippy::too_many_arguments, reason = "as the outer function")]
-            fn body $(<const $c: $ct>)? ($($arg: $ty),*) $(-> $ret)? $body
+use macerator::{Scalar, Simd, Vector};
 
-            #[cfg(target_arch = "x86_64")]
-            {
-                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-                #[allow(clippy::too_many_arguments, reason = "as the outer function")]
-                fn avx512 $(<const $c: $ct>)? ($($arg: $ty),*) $(-> $ret)? {
-                    body $(::<$c>)? ($($arg),*)
-                }
-                #[target_feature(enable = "avx2,fma,f16c")]
-                #[allow(clippy::too_many_arguments, reason = "as the outer function")]
-                fn avx2 $(<const $c: $ct>)? ($($arg: $ty),*) $(-> $ret)? {
-                    body $(::<$c>)? ($($arg),*)
-                }
-                match $crate::backends::flex::simd::level() {
-                    $crate::backends::flex::simd::Level::Avx512 => {
-                        // SAFETY: `level` found these features on this CPU.
-                        return unsafe { avx512 $(::<$c>)? ($($arg),*) };
-                    }
-                    $crate::backends::flex::simd::Level::Avx2 => {
-                        // SAFETY: `level` found these features on this CPU.
-                        return unsafe { avx2 $(::<$c>)? ($($arg),*) };
-                    }
-                    $crate::backends::flex::simd::Level::Baseline => {}
-                }
-            }
-            body $(::<$c>)? ($($arg),*)
-        }
-    };
-}
-pub(super) use vectorized;
+/// Most 32-bit lanes of a vector.
+pub(super) const MAX_LANES: usize = 16;
 
-/// Vector extensions with code of their own.
-#[cfg(target_arch = "x86_64")]
-#[derive(Clone, Copy)]
-pub(super) enum Level {
-    Baseline,
-    Avx2,
-    Avx512,
+/// 32-bit lanes of this CPU's vectors.
+#[macerator::with_simd]
+pub(super) fn lanes<S: Simd>() -> usize {
+    f32::lanes::<S>()
 }
 
-/// The best extension of this CPU, detected once.
-#[cfg(target_arch = "x86_64")]
-pub(super) fn level() -> Level {
-    use std::sync::OnceLock;
-    static LEVEL: OnceLock<Level> = OnceLock::new();
-    *LEVEL.get_or_init(|| {
-        let avx2 = is_x86_feature_detected!("avx2")
-            && is_x86_feature_detected!("fma")
-            && is_x86_feature_detected!("f16c");
-        let avx512 = is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vl");
-        match (avx2, avx512) {
-            (true, true) => Level::Avx512,
-            (true, false) => Level::Avx2,
-            _ => Level::Baseline,
-        }
-    })
+/// The first elements of `x`.
+#[inline(always)]
+pub(super) fn load<S: Simd, T: Scalar>(x: &[T]) -> Vector<S, T> {
+    assert!(x.len() >= T::lanes::<S>());
+    // SAFETY: the slice holds a whole vector.
+    unsafe { macerator::vload_unaligned(x.as_ptr()) }
+}
+
+/// Overwrites the first elements of `x`.
+#[inline(always)]
+pub(super) fn store<S: Simd, T: Scalar>(x: &mut [T], vector: Vector<S, T>) {
+    assert!(x.len() >= T::lanes::<S>());
+    // SAFETY: the slice holds a whole vector.
+    unsafe { macerator::vstore_unaligned(x.as_mut_ptr(), vector) }
+}
+
+/// Dot product.
+#[inline(always)]
+pub(super) fn dot<S: Simd>(a: &[f32], b: &[f32]) -> f32 {
+    let lanes = f32::lanes::<S>();
+    let (a, b) = (a.chunks_exact(lanes), b.chunks_exact(lanes));
+    let rest: f32 = a.remainder().iter().zip(b.remainder()).map(|(a, b)| a * b).sum();
+    let mut sum = 0.0f32.splat::<S>();
+    for (a, b) in a.zip(b) {
+        sum = load::<S, f32>(a).mul_add(load(b), sum);
+    }
+    sum.reduce_add() + rest
+}
+
+/// Sum of the elements.
+#[inline(always)]
+pub(super) fn sum<S: Simd>(x: &[f32]) -> f32 {
+    let chunks = x.chunks_exact(f32::lanes::<S>());
+    let rest: f32 = chunks.remainder().iter().sum();
+    let mut sum = 0.0f32.splat::<S>();
+    for x in chunks {
+        sum += load::<S, f32>(x);
+    }
+    sum.reduce_add() + rest
 }
 
 /// `e^x` for `x <= 0`, within 2 ulp; 0 below -87. Branch-free, so that loops over it vectorize.
@@ -110,20 +95,6 @@ pub(super) fn max(x: &[f32]) -> f32 {
         }
     }
     lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max)
-}
-
-/// Dot product.
-#[inline(always)]
-pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut lanes = [0.0; LANES];
-    let ((a_chunks, a_rest), (b_chunks, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
-    for (x, y) in a_chunks.iter().zip(b_chunks) {
-        for ((lane, &x), &y) in lanes.iter_mut().zip(x).zip(y) {
-            *lane += x * y;
-        }
-    }
-    let rest: f32 = a_rest.iter().zip(b_rest).map(|(x, y)| x * y).sum();
-    sum_lanes(lanes) + rest
 }
 
 /// Dot products of `a` with four rows, sharing its loads and the reduction.
@@ -169,31 +140,29 @@ fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
-vectorized! {
-    /// Replaces each score by `e^(score - maximum)` and returns their sum.
-    pub(in crate::backends::flex) fn exp_minus_max(scores: &mut [f32], maximum: f32) -> f32 {
-        let mut lanes = [0.0; LANES];
-        let (chunks, rest) = scores.as_chunks_mut::<LANES>();
-        for chunk in chunks {
-            for (lane, score) in lanes.iter_mut().zip(chunk) {
-                *score = exp_nonpositive(*score - maximum);
-                *lane += *score;
-            }
-        }
-        let mut sum = sum_lanes(lanes);
-        for score in rest {
+/// Replaces each score by `e^(score - maximum)` and returns their sum.
+#[macerator::with_simd]
+pub(in crate::backends::flex) fn exp_minus_max<S: Simd>(scores: &mut [f32], maximum: f32) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let (chunks, rest) = scores.as_chunks_mut::<LANES>();
+    for chunk in chunks {
+        for (lane, score) in lanes.iter_mut().zip(chunk) {
             *score = exp_nonpositive(*score - maximum);
-            sum += *score;
+            *lane += *score;
         }
-        sum
     }
+    let mut sum = sum_lanes(lanes);
+    for score in rest {
+        *score = exp_nonpositive(*score - maximum);
+        sum += *score;
+    }
+    sum
 }
 
-vectorized! {
-    /// Largest element, `-inf` of none.
-    pub(in crate::backends::flex) fn maximum(x: &[f32]) -> f32 {
-        max(x)
-    }
+/// Largest element, `-inf` of none.
+#[macerator::with_simd]
+pub(in crate::backends::flex) fn maximum<S: Simd>(x: &[f32]) -> f32 {
+    max(x)
 }
 
 #[cfg(test)]
@@ -214,6 +183,11 @@ mod tests {
         assert_eq!(exp_nonpositive(0.0), 1.0);
     }
 
+    #[macerator::with_simd]
+    fn dot_and_sum<S: Simd>(x: &[f32]) -> [f32; 2] {
+        [dot::<S>(x, x), sum::<S>(x)]
+    }
+
     #[test]
     fn reductions_cover_every_length() {
         for n in 0..70 {
@@ -221,7 +195,8 @@ mod tests {
             let largest = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             assert_eq!(maximum(&x), largest);
             let squares: f32 = x.iter().map(|v| v * v).sum();
-            assert_eq!(dot(&x, &x), squares, "small integers add exactly");
+            let total: f32 = x.iter().sum();
+            assert_eq!(dot_and_sum(&x), [squares, total], "small integers add exactly");
             let mut e = x.clone();
             let sum = exp_minus_max(&mut e, largest);
             let expected: f64 = x.iter().map(|&v| ((v - largest) as f64).exp()).sum();

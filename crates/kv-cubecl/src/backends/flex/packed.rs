@@ -1,0 +1,520 @@
+//! Attention over packed tokens, without restoring them.
+//!
+//! Parameters stay outside the loops over codes: keys fold theirs into the query once per group,
+//! values fold theirs into the weights once per token and group. What is left is one multiplication
+//! and addition per code and query row. A word is spread over the lanes of a vector and masked; a
+//! code stays at its place in the word, which makes it a power of two too large, the same one in a
+//! lane throughout, so it is divided out once at the end.
+
+use core::ops::Range;
+
+use macerator::{Scalar, Simd, Vector};
+
+use super::{
+    quantize::unpack_parameters,
+    simd::{self, MAX_LANES, dot, load, store, sum},
+};
+use crate::layout::QuantSpec;
+
+/// Most query rows that share the unpacking of a word; more would spill 16 vector registers.
+const MAX_ROWS: usize = 4;
+
+/// Tokens whose folded weights are in the first-level cache at once.
+const TILE: usize = 64;
+
+/// Whether every vector of codes lies within one group.
+pub(super) fn serves(spec: &QuantSpec) -> bool {
+    spec.group_size.is_multiple_of(simd::lanes())
+}
+
+/// A kernel for the bits and for up to [`MAX_ROWS`] rows.
+macro_rules! kernel {
+    ($name:ident, $spec:expr, $rows:expr) => {
+        match ($spec.n_bits, $rows) {
+            (2, 1) => $name::<16, 1>,
+            (2, 2) => $name::<16, 2>,
+            (2, 3) => $name::<16, 3>,
+            (2, _) => $name::<16, 4>,
+            (4, 1) => $name::<8, 1>,
+            (4, 2) => $name::<8, 2>,
+            (4, 3) => $name::<8, 3>,
+            (4, _) => $name::<8, 4>,
+            (_, 1) => $name::<4, 1>,
+            (_, 2) => $name::<4, 2>,
+            (_, 3) => $name::<4, 3>,
+            (_, _) => $name::<4, 4>,
+        }
+    };
+}
+
+/// Splits `rows` into runs of at most [`MAX_ROWS`]: first row and length.
+fn runs(rows: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..rows).step_by(MAX_ROWS).map(move |first| (first, MAX_ROWS.min(rows - first)))
+}
+
+/// `scores[r * n + t] = query_r . key_t` of the packed keys of `tokens`, which start at a group.
+pub(super) fn score(
+    keys: &[u32],
+    query: &[f32],
+    scores: &mut [f32],
+    n: usize,
+    tokens: Range<usize>,
+    head_dim: usize,
+    spec: &QuantSpec,
+) {
+    let start = spec.words(tokens.start, head_dim);
+    for (row, rows) in runs(query.len() / head_dim) {
+        let query = &query[row * head_dim..][..rows * head_dim];
+        let kernel = kernel!(score_rows, spec, rows);
+        let group_size = spec.group_size;
+        kernel(
+            &keys[start..],
+            query,
+            &mut scores[row * n..],
+            n,
+            tokens.len(),
+            head_dim,
+            group_size,
+        );
+    }
+}
+
+/// `o_r += sum_t weights[r * n + t] * value_t` of the packed values of `tokens`.
+pub(super) fn add(
+    values: &[u32],
+    weights: &[f32],
+    n: usize,
+    o: &mut [f32],
+    tokens: Range<usize>,
+    head_dim: usize,
+    spec: &QuantSpec,
+) {
+    let words = |token| spec.words(token, head_dim);
+    let values = &values[words(tokens.start)..words(tokens.end)];
+    for (row, rows) in runs(o.len() / head_dim) {
+        let o = &mut o[row * head_dim..][..rows * head_dim];
+        kernel!(add_rows, spec, rows)(values, &weights[row * n..], n, o, head_dim, spec.group_size);
+    }
+}
+
+/// Constants by lane, for words of `CODES` codes.
+struct Lanes<const CODES: usize>;
+
+impl<const CODES: usize> Lanes<CODES> {
+    const N_BITS: usize = 32 / CODES;
+
+    /// Which bits are the code of lane i of the word of code i: two periods, so that a vector may
+    /// start at any code.
+    const MASK: [u32; 2 * MAX_LANES] = {
+        let mut lanes = [0; 2 * MAX_LANES];
+        let mut i = 0;
+        while i < lanes.len() {
+            lanes[i] = (((1u64 << Self::N_BITS) - 1) as u32) << (Self::N_BITS * (i % CODES));
+            i += 1;
+        }
+        lanes
+    };
+
+    /// As `MASK`, for vectors that hold several words: zero in the lanes of the others.
+    const MASK_OF_WORD: [[u32; MAX_LANES]; MAX_LANES / 4] = {
+        let mut words = [[0; MAX_LANES]; MAX_LANES / 4];
+        let mut i = 0;
+        while i < MAX_LANES {
+            words[i / CODES][i] = Self::MASK[i];
+            i += 1;
+        }
+        words
+    };
+
+    /// The sign, of the last code of a word.
+    ///
+    /// Read as a signed integer, that code is negative in its upper half. With its highest bit
+    /// flipped it is the code minus half its range, exactly.
+    const FLIP: [u32; 2 * MAX_LANES] = {
+        let mut lanes = [0; 2 * MAX_LANES];
+        let mut i = CODES - 1;
+        while i < lanes.len() {
+            lanes[i] = 1 << 31;
+            i += CODES;
+        }
+        lanes
+    };
+
+    /// What `FLIP` took from a code.
+    const FLIPPED: [f32; 2 * MAX_LANES] = {
+        let mut lanes = [0.0; 2 * MAX_LANES];
+        let mut i = CODES - 1;
+        while i < lanes.len() {
+            lanes[i] = (1u64 << (Self::N_BITS - 1)) as f32;
+            i += CODES;
+        }
+        lanes
+    };
+
+    /// One over what the place of a code in its word multiplies it by.
+    const PLACE: [f32; 2 * MAX_LANES] = {
+        let mut lanes = [0.0; 2 * MAX_LANES];
+        let mut i = 0;
+        while i < lanes.len() {
+            lanes[i] = 1.0 / (1u64 << (Self::N_BITS * (i % CODES))) as f32;
+            i += 1;
+        }
+        lanes
+    };
+}
+
+/// Reads the codes of as many consecutive elements as a vector has lanes.
+struct Codes<S: Simd, const CODES: usize> {
+    masks: [Vector<S, u32>; MAX_LANES / 4],
+    flip: Vector<S, u32>,
+    flipped: Vector<S, f32>,
+    place: Vector<S, f32>,
+}
+
+impl<S: Simd, const CODES: usize> Clone for Codes<S, CODES> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<S: Simd, const CODES: usize> Copy for Codes<S, CODES> {}
+
+impl<S: Simd, const CODES: usize> Codes<S, CODES> {
+    /// Words that a vector takes codes of.
+    #[inline(always)]
+    fn words() -> usize {
+        (u32::lanes::<S>() / CODES).max(1)
+    }
+
+    /// A reader of elements from `first` on, a multiple of the lanes.
+    #[inline(always)]
+    fn at(first: usize) -> Self {
+        let code = first % CODES;
+        let mut masks = [load(&Lanes::<CODES>::MASK[code..]); MAX_LANES / 4];
+        if Self::words() > 1 {
+            for (mask, lanes) in masks.iter_mut().zip(&Lanes::<CODES>::MASK_OF_WORD) {
+                *mask = load(lanes);
+            }
+        }
+        Self {
+            masks,
+            flip: load(&Lanes::<CODES>::FLIP[code..]),
+            flipped: load(&Lanes::<CODES>::FLIPPED[code..]),
+            place: load(&Lanes::<CODES>::PLACE[code..]),
+        }
+    }
+
+    /// The codes, each times its place, less half their range where they were flipped.
+    #[inline(always)]
+    fn read(&self, word: impl Fn(usize) -> u32) -> Vector<S, f32> {
+        let mut codes = word(0).splat::<S>() & self.masks[0];
+        for i in 1..Self::words() {
+            codes |= word(i).splat::<S>() & self.masks[i];
+        }
+        (codes ^ self.flip).reinterpret::<i32>().to_float()
+    }
+
+    /// Turns `sum`, of [`read`](Self::read) codes times factors that add up to `factors`, into that
+    /// of the codes themselves, and adds `base`.
+    #[inline(always)]
+    fn restore(&self, sum: Vector<S, f32>, factors: f32, base: f32) -> Vector<S, f32> {
+        let base = self.flipped.mul_add(factors.splat(), base.splat());
+        sum.mul_add(self.place, base)
+    }
+}
+
+/// [`score`] of `ROWS` rows over `tokens` tokens; tokens are the lanes, so nothing is summed across
+/// a vector.
+#[macerator::with_simd]
+fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
+    keys: &[u32],
+    query: &[f32],
+    scores: &mut [f32],
+    n: usize,
+    tokens: usize,
+    head_dim: usize,
+    group_size: usize,
+) {
+    let lanes = u32::lanes::<S>();
+    let group_words = (group_size / CODES + 1) * head_dim;
+    let pairs = head_dim / 2;
+    let mut folded = vec![0.0; ROWS * head_dim];
+    let (mut scale, mut min) = (vec![0.0; head_dim], vec![0.0; head_dim]);
+    for (group, words) in
+        keys.chunks_exact(group_words).take(tokens.div_ceil(group_size)).enumerate()
+    {
+        let (codes, params) = words.split_at(group_words - head_dim);
+        for ((&word, scale), min) in params.iter().zip(&mut scale).zip(&mut min) {
+            (*scale, *min) = unpack_parameters(word);
+        }
+        let (mut base, mut factors) = ([0.0; ROWS], [0.0; ROWS]);
+        for r in 0..ROWS {
+            let query = &query[r * head_dim..][..head_dim];
+            let folded = &mut folded[r * head_dim..][..head_dim];
+            for ((folded, q), scale) in folded.iter_mut().zip(query).zip(&scale) {
+                *folded = q * scale;
+            }
+            base[r] = dot::<S>(query, &min);
+            factors[r] = sum::<S>(folded);
+        }
+        let folded: [_; ROWS] = core::array::from_fn(|r| {
+            &folded[r * head_dim..][..head_dim].as_chunks::<2>().0[..pairs]
+        });
+        let in_group = group_size.min(tokens - group * group_size);
+        for first in (0..in_group).step_by(lanes) {
+            let reader = Codes::<S, CODES>::at(first);
+            let lines: [_; MAX_LANES / 4] = core::array::from_fn(|i| {
+                let line = first / CODES + i % Codes::<S, CODES>::words();
+                &codes[line * head_dim..][..head_dim].as_chunks::<2>().0[..pairs]
+            });
+            let mut sums = [[0.0f32.splat::<S>(); ROWS]; 2];
+            for i in 0..pairs {
+                for (half, sums) in sums.iter_mut().enumerate() {
+                    let codes = reader.read(|word| lines[word][i][half]);
+                    for (sum, folded) in sums.iter_mut().zip(&folded) {
+                        *sum = codes.mul_add(folded[i][half].splat(), *sum);
+                    }
+                }
+            }
+            for r in 0..ROWS {
+                let scored = reader.restore(sums[0][r] + sums[1][r], factors[r], base[r]);
+                let wanted = lanes.min(in_group - first);
+                let out = &mut scores[r * n + group * group_size + first..][..wanted];
+                if wanted == lanes {
+                    store(out, scored);
+                } else {
+                    let mut all = [0.0; MAX_LANES];
+                    store(&mut all, scored);
+                    out.copy_from_slice(&all[..wanted]);
+                }
+            }
+        }
+    }
+}
+
+/// [`add`] for `ROWS` rows; channels are the lanes.
+#[macerator::with_simd]
+fn add_rows<S: Simd, const CODES: usize, const ROWS: usize>(
+    values: &[u32],
+    weights: &[f32],
+    n: usize,
+    o: &mut [f32],
+    head_dim: usize,
+    group_size: usize,
+) {
+    let lanes = u32::lanes::<S>();
+    let (n_words, groups) = (head_dim / CODES, head_dim / group_size);
+    let width = n_words + groups;
+    let (mut params, mut scale, mut min) = ([0; TILE], [0.0; TILE], [0.0; TILE]);
+    let mut folded = [[0.0; TILE]; ROWS];
+    for (tile, lines) in values.chunks(TILE * width).enumerate() {
+        let count = lines.len() / width;
+        for group in 0..groups {
+            // Gathered first, so that what follows is vectors.
+            for (param, line) in params.iter_mut().zip(lines.chunks_exact(width)) {
+                *param = line[n_words + group];
+            }
+            for ((&word, scale), min) in params.iter().zip(&mut scale).zip(&mut min) {
+                (*scale, *min) = unpack_parameters(word);
+            }
+            let (mut base, mut factors) = ([0.0; ROWS], [0.0; ROWS]);
+            for r in 0..ROWS {
+                let weights = &weights[r * n + tile * TILE..][..count];
+                let folded = &mut folded[r][..count];
+                for ((folded, weight), scale) in folded.iter_mut().zip(weights).zip(&scale) {
+                    *folded = weight * scale;
+                }
+                base[r] = dot::<S>(weights, &min[..count]);
+                factors[r] = sum::<S>(folded);
+            }
+            let channels = group * group_size..(group + 1) * group_size;
+            // Two vectors at a time where the group has them: more sums in flight.
+            let mut channel = channels.start;
+            while channel + 2 * lanes <= channels.end {
+                add_channels::<S, CODES, ROWS, 2>(
+                    lines, width, &folded, factors, base, o, channel, head_dim,
+                );
+                channel += 2 * lanes;
+            }
+            if channel < channels.end {
+                add_channels::<S, CODES, ROWS, 1>(
+                    lines, width, &folded, factors, base, o, channel, head_dim,
+                );
+            }
+        }
+    }
+}
+
+/// Adds `VECTORS` vectors of channels, from `channel` on, of the tokens in `lines`.
+#[inline(always)]
+#[allow(clippy::too_many_arguments, reason = "a part of one loop nest")]
+fn add_channels<S: Simd, const CODES: usize, const ROWS: usize, const VECTORS: usize>(
+    lines: &[u32],
+    width: usize,
+    folded: &[[f32; TILE]; ROWS],
+    factors: [f32; ROWS],
+    base: [f32; ROWS],
+    o: &mut [f32],
+    channel: usize,
+    head_dim: usize,
+) {
+    let lanes = u32::lanes::<S>();
+    let mut readers = [Codes::<S, CODES>::at(channel); VECTORS];
+    let mut first = [channel / CODES; VECTORS];
+    for i in 1..VECTORS {
+        readers[i] = Codes::at(channel + i * lanes);
+        first[i] = (channel + i * lanes) / CODES;
+    }
+    let mut sums = [[0.0f32.splat::<S>(); ROWS]; VECTORS];
+    for (t, line) in (0..TILE).zip(lines.chunks_exact(width)) {
+        for i in 0..VECTORS {
+            let words = &line[first[i]..][..Codes::<S, CODES>::words()];
+            let codes = readers[i].read(|word| words[word]);
+            for (sum, folded) in sums[i].iter_mut().zip(folded) {
+                *sum = codes.mul_add(folded[t].splat(), *sum);
+            }
+        }
+    }
+    for i in 0..VECTORS {
+        for r in 0..ROWS {
+            let out = &mut o[r * head_dim + channel + i * lanes..][..lanes];
+            let added = readers[i].restore(sums[i][r], factors[r], base[r]);
+            store(out, load::<S, f32>(out) + added);
+        }
+    }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+#[allow(clippy::print_stderr, reason = "a skipped test says so")]
+mod tests {
+    use macerator::{Arch, WithSimd};
+
+    use super::*;
+    use crate::{
+        backends::flex::quantize::{dequantize_slice, quantize_slice},
+        layout::Granularity,
+    };
+
+    const HEAD_DIM: usize = 96;
+    const GROUP: usize = 32;
+    const ROWS: usize = 3;
+
+    /// Both kernels over the same tokens: scores, then outputs.
+    struct Kernels<'a, const CODES: usize> {
+        keys: &'a [u32],
+        values: &'a [u32],
+        query: &'a [f32],
+        weights: &'a [f32],
+        tokens: usize,
+    }
+
+    impl<const CODES: usize> WithSimd for Kernels<'_, CODES> {
+        type Output = [Vec<f32>; 2];
+
+        #[inline(always)]
+        fn with_simd<S: Simd>(self) -> Self::Output {
+            let Self { keys, values, query, weights, tokens } = self;
+            // Poisoned: what is not written shows.
+            let mut scores = vec![f32::NAN; ROWS * tokens];
+            let mut o = vec![0.0; ROWS * HEAD_DIM];
+            score_rows_impl::<S, CODES, ROWS>(
+                keys,
+                query,
+                &mut scores,
+                tokens,
+                tokens,
+                HEAD_DIM,
+                GROUP,
+            );
+            add_rows_impl::<S, CODES, ROWS>(values, weights, tokens, &mut o, HEAD_DIM, GROUP);
+            [scores, o]
+        }
+    }
+
+    /// Every extension this CPU has, on lengths around vectors, groups and tiles.
+    fn check<const CODES: usize>() {
+        let n_bits = 32 / CODES as u32;
+        for tokens in [1usize, 31, 32, 37, 64, 97, 160, 199] {
+            let whole = tokens.next_multiple_of(GROUP);
+            let wave = |len: usize, pitch: f32| -> Vec<f32> {
+                (0..len).map(|i| (i as f32 * pitch).sin() + 0.3 * (i % 7) as f32).collect()
+            };
+            let query = wave(ROWS * HEAD_DIM, 0.7);
+            let weights: Vec<f32> = wave(ROWS * tokens, 1.3).iter().map(|x| x.abs()).collect();
+            let (mut packed, mut restored) = (Vec::new(), Vec::new());
+            for (granularity, count) in
+                [(Granularity::PerChannel, whole), (Granularity::PerToken, tokens)]
+            {
+                let spec = QuantSpec { granularity, n_bits, group_size: GROUP };
+                let input = wave(count * HEAD_DIM, 0.37);
+                let mut words = vec![0; spec.words(count, HEAD_DIM)];
+                quantize_slice(&input, &mut words, HEAD_DIM, &spec);
+                let mut hat = vec![0.0; input.len()];
+                dequantize_slice(&words, &mut hat, HEAD_DIM, &spec);
+                packed.push(words);
+                restored.push(hat);
+            }
+            let key = |t: usize, c: usize| f64::from(restored[0][t * HEAD_DIM + c]);
+            let value = |t: usize, c: usize| f64::from(restored[1][t * HEAD_DIM + c]);
+            let scores: Vec<f64> = (0..ROWS * tokens)
+                .map(|i| {
+                    let (r, t) = (i / tokens, i % tokens);
+                    (0..HEAD_DIM).map(|c| f64::from(query[r * HEAD_DIM + c]) * key(t, c)).sum()
+                })
+                .collect();
+            let outputs: Vec<f64> = (0..ROWS * HEAD_DIM)
+                .map(|i| {
+                    let (r, c) = (i / HEAD_DIM, i % HEAD_DIM);
+                    (0..tokens).map(|t| f64::from(weights[r * tokens + t]) * value(t, c)).sum()
+                })
+                .collect();
+            for arch in [Arch::Scalar, Arch::V2, Arch::V3, Arch::V4] {
+                if !available(arch) {
+                    eprintln!("SKIPPED: this CPU has no {arch:?}");
+                    continue;
+                }
+                let kernels = Kernels::<CODES> {
+                    keys: &packed[0],
+                    values: &packed[1],
+                    query: &query,
+                    weights: &weights,
+                    tokens,
+                };
+                // SAFETY: the CPU has the extension.
+                let actual = unsafe { arch.dispatch(kernels) };
+                for (name, actual, expected) in
+                    [("scores", &actual[0], &scores), ("output", &actual[1], &outputs)]
+                {
+                    let largest = expected.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+                    for (i, (actual, expected)) in actual.iter().zip(expected).enumerate() {
+                        // Sums of up to 199 products, each rounded to f32's 6e-8.
+                        let error = (f64::from(*actual) - expected).abs() / largest;
+                        assert!(
+                            error < 2e-6,
+                            "{arch:?}, {n_bits} bits, {tokens} tokens: {name}[{i}] is {actual}, \
+                             not {expected}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    fn available(arch: Arch) -> bool {
+        match arch {
+            Arch::Scalar => true,
+            Arch::V2 => is_x86_feature_detected!("sse4.2"),
+            Arch::V3 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Arch::V4 => simd::lanes() == MAX_LANES,
+            _ => false,
+        }
+    }
+
+    #[test]
+    fn packed_attention_is_that_over_restored_tokens_on_every_extension() {
+        check::<16>();
+        check::<8>();
+        check::<4>();
+    }
+}
