@@ -284,15 +284,15 @@ impl CacheLayout {
         self.value_spec().map_or(0, |spec| spec.words(counts.values, self.shape.head_dim))
     }
 
-    /// Words allocated for packed keys; one placeholder word when nothing is ever quantized,
-    /// because a kernel binding must not be empty.
+    /// Words allocated for packed keys; four when nothing is ever quantized, because a kernel that
+    /// reads four at once must not be given fewer.
     pub fn key_words(&self) -> usize {
-        (self.slices() * self.key_slice_words()).max(1)
+        (self.slices() * self.key_slice_words()).max(4)
     }
 
     /// Words allocated for packed values; see [`key_words`](Self::key_words).
     pub fn value_words(&self) -> usize {
-        (self.slices() * self.value_slice_words()).max(1)
+        (self.slices() * self.value_slice_words()).max(4)
     }
 }
 

@@ -11,8 +11,14 @@ const SHARED_BYTES: usize = 16 * 1024;
 /// Cubes per streaming multiprocessor that hide memory latency; a guess until measured on hardware.
 const CUBES_PER_MULTIPROCESSOR: usize = 4;
 
-/// Fewest tiles of tokens worth a cube of their own.
-const MIN_TILES_PER_SPLIT: usize = 2;
+/// Most query rows whose sums a unit keeps in registers.
+const MAX_ROWS: usize = 4;
+
+/// Most units that share the channels of a token: enough for 128 consecutive bytes.
+const MAX_LANES: usize = 8;
+
+/// Units per cube that WebGPU guarantees.
+const MAX_UNITS: usize = 256;
 
 /// Attention of `rows` query rows per (batch, kv head) over the first `tokens` tokens of a cache.
 #[derive(Clone, Copy, Debug)]
@@ -42,10 +48,55 @@ pub struct DecodeBlueprint {
     pub value_bits: u32,
     /// Elements per group.
     pub group_size: usize,
-    /// Tokens per tile: one group of keys.
-    pub tile: usize,
     /// Units per cube.
     pub units: usize,
+    /// Channels read at once: 4, or 1 where rows are not a multiple of 4 wide.
+    pub vector: usize,
+    /// Consecutive tokens whose scores a unit computes.
+    pub unit_tokens: usize,
+    /// Consecutive channels of the output that a unit adds to.
+    pub unit_channels: usize,
+    /// Units that share the channels of a token: a power of two, above 1 only with planes.
+    pub lanes: usize,
+    /// Units per plane, 1 without planes.
+    pub plane: usize,
+}
+
+impl DecodeBlueprint {
+    /// Codes in a word of keys.
+    pub(super) const fn key_codes(&self) -> usize {
+        if self.key_bits == 0 { 1 } else { 32 / self.key_bits as usize }
+    }
+
+    /// Codes in a word of values.
+    pub(super) const fn value_codes(&self) -> usize {
+        if self.value_bits == 0 { 1 } else { 32 / self.value_bits as usize }
+    }
+
+    /// Tokens whose weights are in shared memory at once.
+    pub(super) const fn tile(&self) -> usize {
+        self.units / self.lanes * self.unit_tokens
+    }
+
+    /// Units that share the tokens of a block of channels.
+    pub(super) const fn strides(&self) -> usize {
+        self.units / (self.head_dim / self.unit_channels)
+    }
+
+    /// Numbers per row that a reduction over the cube leaves in shared memory.
+    pub(super) const fn stat_entries(&self) -> usize {
+        self.units / self.plane
+    }
+
+    /// Scores of a tile, or at the end one row of outputs of all units and their sums.
+    pub(super) fn scratch_len(&self) -> usize {
+        (self.rows * self.tile()).max(self.strides() * self.head_dim + self.units)
+    }
+
+    fn shared_bytes(&self) -> usize {
+        let rows = self.rows * (self.head_dim + self.stat_entries());
+        4 * (rows + self.scratch_len())
+    }
 }
 
 /// How the work is cut; run-time numbers.
@@ -58,22 +109,23 @@ pub(super) struct Settings {
     pub(super) tiles_per_split: usize,
 }
 
-impl DecodeBlueprint {
-    /// Values that share a parameter word, or 0.
-    pub(super) fn value_groups(&self) -> usize {
-        if self.value_bits == 0 { 0 } else { self.head_dim / self.group_size }
-    }
+/// What a plan depends on of the device.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Hardware {
+    pub(super) n_multiprocessors: usize,
+    /// Units per plane if they can exchange values, else 1.
+    pub(super) plane: usize,
+}
 
-    fn shared_bytes(&self) -> usize {
-        let per_row = 2 * self.head_dim + self.tile + 4;
-        4 * (self.rows * per_row + 2 * self.tile * self.value_groups().max(1))
-    }
+impl Hardware {
+    /// One unit after another: what every device can do.
+    const PLAIN: Self = Self { n_multiprocessors: 1, plane: 1 };
 }
 
 /// Plans a launch.
 pub(super) fn prepare(
     problem: &DecodeProblem,
-    n_multiprocessors: usize,
+    hardware: Hardware,
 ) -> Result<(DecodeBlueprint, Settings)> {
     let layout = &problem.layout;
     let (config, head_dim) = (layout.config(), layout.shape().head_dim);
@@ -86,32 +138,55 @@ pub(super) fn prepare(
     }
     let bits = |spec: Option<crate::layout::QuantSpec>| spec.map_or(0, |spec| spec.n_bits);
     let (key_bits, value_bits) = (bits(layout.key_spec()), bits(layout.value_spec()));
-    let tile = if key_bits > 0 { config.group_size } else { 32 };
+    let group_size = config.group_size;
+    // Runs of elements share what is restored from a parameter word: long ones, within a group, of
+    // whole words.
+    let run = |n_bits: u32, axis: usize| match n_bits {
+        0 => [8, 4, 2, 1].into_iter().find(|&n| axis.is_multiple_of(n)).unwrap_or(1),
+        _ => [16, 8, 4].into_iter().find(|&n| group_size.is_multiple_of(n)).unwrap_or(4),
+    };
     let mut blueprint = DecodeBlueprint {
         head_dim,
-        rows: problem.rows.min(8),
+        rows: problem.rows.min(MAX_ROWS),
         key_bits,
         value_bits,
-        group_size: config.group_size,
-        tile,
-        units: if head_dim <= 64 { 64 } else { 128 },
+        group_size,
+        units: if hardware.plane > 1 { 128.max(hardware.plane) } else { 64 },
+        vector: if head_dim.is_multiple_of(4) { 4 } else { 1 },
+        unit_tokens: run(key_bits, 8),
+        unit_channels: run(value_bits, head_dim),
+        lanes: 1,
+        plane: hardware.plane,
     };
+    // Neighbouring units read neighbouring vectors of a token.
+    while 2 * blueprint.lanes <= hardware.plane.min(MAX_LANES)
+        && (head_dim / blueprint.vector).is_multiple_of(2 * blueprint.lanes)
+    {
+        blueprint.lanes *= 2;
+    }
+    while blueprint.units < head_dim / blueprint.unit_channels {
+        blueprint.units *= 2;
+    }
+    // Shorter tiles before fewer rows, which would read the cache more than once.
+    let blocks = head_dim / blueprint.unit_channels;
+    while blueprint.shared_bytes() > SHARED_BYTES
+        && blueprint.units / 2 >= blocks.max(32).max(blueprint.plane)
+    {
+        blueprint.units /= 2;
+    }
     while blueprint.shared_bytes() > SHARED_BYTES && blueprint.rows > 1 {
         blueprint.rows = blueprint.rows.div_ceil(2);
     }
-    if blueprint.shared_bytes() > SHARED_BYTES {
-        let (bytes, group) = (blueprint.shared_bytes(), config.group_size);
-        return Err(unsupported(format!(
-            "group_size {group} needs {bytes} bytes of shared memory, above {SHARED_BYTES}"
-        )));
+    if blueprint.units > MAX_UNITS || blueprint.shared_bytes() > SHARED_BYTES {
+        return Err(unsupported(format!("needs {blueprint:?}, beyond WebGPU's limits")));
     }
+    let tile = blueprint.tile();
     let sinks = config.sink_tokens.min(problem.tokens);
     let sink_tiles = sinks.div_ceil(tile);
     let n_tiles = sink_tiles + (problem.tokens - sinks).div_ceil(tile);
     let row_chunks = problem.rows.div_ceil(blueprint.rows);
-    let wanted = CUBES_PER_MULTIPROCESSOR * n_multiprocessors;
-    let n_splits =
-        wanted.div_ceil(layout.slices() * row_chunks).min(n_tiles / MIN_TILES_PER_SPLIT).max(1);
+    let wanted = CUBES_PER_MULTIPROCESSOR * hardware.n_multiprocessors;
+    let n_splits = wanted.div_ceil(layout.slices() * row_chunks).clamp(1, n_tiles);
     let tiles_per_split = n_tiles.div_ceil(n_splits);
     let n_splits = n_tiles.div_ceil(tiles_per_split);
     Ok((blueprint, Settings { row_chunks, sink_tiles, n_tiles, n_splits, tiles_per_split }))
@@ -121,7 +196,7 @@ pub(super) fn prepare(
 pub(crate) fn check(layout: &CacheLayout) -> Result<()> {
     let float = ElemType::Float(FloatKind::F32);
     let problem = DecodeProblem { layout: *layout, len: 1, tokens: 1, rows: 1, float };
-    prepare(&problem, 1).map(|_| ())
+    prepare(&problem, Hardware::PLAIN).map(|_| ())
 }
 
 #[cfg(test)]
@@ -136,12 +211,45 @@ mod tests {
             CacheLayout::new(&name.parse().unwrap(), shape).unwrap()
         };
         assert!(check(&layout("k2v2", 256)).is_ok());
-        for (name, head_dim, part) in
-            [("k2v2", 288, "head_dim is above 256"), ("k2v16-g4096-r4096", 64, "shared memory")]
-        {
-            let message = check(&layout(name, head_dim)).unwrap_err().to_string();
-            assert!(message.contains(part), "{message}");
+        assert!(check(&layout("k2v16-g4096-r4096", 64)).is_ok());
+        let message = check(&layout("k2v2", 288)).unwrap_err().to_string();
+        assert!(message.contains("head_dim is above 256"), "{message}");
+    }
+
+    /// Every plan, on every kind of device, is within WebGPU's limits and consistent.
+    #[test]
+    fn plans_fit_and_their_parts_divide() {
+        for name in ["float", "k8v8", "k4v4-g8-r8", "k4v2", "k2v4-g48-r48", "k2v16", "k16v8"] {
+            for head_dim in [16, 40, 48, 64, 80, 96, 128, 240, 256] {
+                let config: KvCacheConfig = name.parse().unwrap();
+                let shape = CacheShape { batch: 1, n_kv_heads: 2, head_dim };
+                let Ok(layout) = CacheLayout::new(&config, shape) else { continue };
+                for (rows, plane) in (1..=9).flat_map(|rows| [1, 8, 32, 64].map(|p| (rows, p))) {
+                    let float = ElemType::Float(FloatKind::F32);
+                    let problem = DecodeProblem { layout, len: 99, tokens: 99, rows, float };
+                    let hardware = Hardware { n_multiprocessors: 4, plane };
+                    let (bp, settings) = prepare(&problem, hardware).unwrap();
+                    assert!(bp.units <= 256 && bp.shared_bytes() <= 16 * 1024, "{bp:?}");
+                    assert!(bp.units.is_multiple_of(plane) && plane.is_multiple_of(bp.lanes));
+                    assert!((head_dim / bp.vector).is_multiple_of(bp.lanes), "{bp:?}");
+                    assert!(head_dim.is_multiple_of(bp.unit_channels) && bp.strides() > 0);
+                    assert!(bp.unit_tokens.is_multiple_of(bp.key_codes()), "{bp:?}");
+                    assert!(bp.unit_channels.is_multiple_of(bp.value_codes()), "{bp:?}");
+                    assert!(bp.unit_channels.is_multiple_of(bp.vector) || value_packed(&bp));
+                    if bp.key_bits > 0 {
+                        assert!(bp.group_size.is_multiple_of(bp.unit_tokens), "{bp:?}");
+                    }
+                    if value_packed(&bp) {
+                        assert!(bp.group_size.is_multiple_of(bp.unit_channels), "{bp:?}");
+                    }
+                    assert!(settings.row_chunks * bp.rows >= rows);
+                }
+            }
         }
+    }
+
+    fn value_packed(bp: &DecodeBlueprint) -> bool {
+        bp.value_bits > 0
     }
 
     #[test]
@@ -153,7 +261,8 @@ mod tests {
                 let layout = CacheLayout::new(&config, shape).unwrap();
                 let float = ElemType::Float(FloatKind::F32);
                 let problem = DecodeProblem { layout, len: tokens, tokens, rows: 3, float };
-                let (_, settings) = prepare(&problem, 16).unwrap();
+                let hardware = Hardware { n_multiprocessors: 16, plane: 1 };
+                let (_, settings) = prepare(&problem, hardware).unwrap();
                 assert!(settings.n_splits * settings.tiles_per_split >= settings.n_tiles);
                 assert!((settings.n_splits - 1) * settings.tiles_per_split < settings.n_tiles);
             }

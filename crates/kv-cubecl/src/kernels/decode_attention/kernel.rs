@@ -31,7 +31,39 @@ pub(super) struct DecodeArgs {
     pub(super) scale: f32,
 }
 
-/// First element of the float row of `token` in a ring that starts after the sinks.
+/// Consecutive tokens that are handled together, all sinks or all not.
+#[derive(CubeType)]
+struct Tile {
+    /// First token.
+    start: usize,
+    /// One past the last.
+    end: usize,
+    /// Whether the tokens come after the sinks.
+    windowed: bool,
+}
+
+/// Tile `index`: tiles of sinks come first.
+#[cube]
+fn tile_at(index: usize, args: &DecodeArgs, #[comptime] bp: DecodeBlueprint) -> Tile {
+    let tile = comptime!(bp.tile());
+    let windowed = index >= args.sink_tiles;
+    let mut start = index * tile;
+    let mut limit = args.sinks;
+    if windowed {
+        start = args.sinks + (index - args.sink_tiles) * tile;
+        limit = args.tokens;
+    }
+    if limit > args.tokens {
+        limit = args.tokens;
+    }
+    let mut end = start + tile;
+    if end > limit {
+        end = limit;
+    }
+    Tile { start, end, windowed }
+}
+
+/// Float row of `token` in a ring that starts after the sinks.
 #[cube]
 fn float_row(token: usize, ring: usize, args: &DecodeArgs) -> usize {
     let mut row = token;
@@ -41,14 +73,161 @@ fn float_row(token: usize, ring: usize, args: &DecodeArgs) -> usize {
     row
 }
 
+/// Adds to `scores` `[rows, unit_tokens]` the products of the query with the packed keys of a unit's
+/// tokens, `token` after the sinks and those that follow, over the unit's share of the channels.
+///
+/// Scale and minimum are folded into the query once per channel, not once per code.
+#[cube]
+fn score_packed<N: Size>(
+    keys: &[Vector<u32, N>],
+    slice_base: usize,
+    token: usize,
+    lane: usize,
+    query: &Shared<[f32]>,
+    scores: &mut Array<f32>,
+    #[comptime] bp: DecodeBlueprint,
+) {
+    let rows = comptime!(bp.rows);
+    let unit_tokens = comptime!(bp.unit_tokens);
+    let width = comptime!(bp.head_dim / bp.vector);
+    let codes = comptime!(bp.key_codes());
+    let group_lines = comptime!(bp.group_size / bp.key_codes());
+    let unit_lines = comptime!(bp.unit_tokens / bp.key_codes());
+    let group_base = slice_base + token / bp.group_size * ((group_lines + 1) * width);
+    let line_base = group_base + token % bp.group_size / codes * width;
+    let param_base = group_base + group_lines * width;
+    let mut lines = Array::<Vector<u32, N>>::new(unit_lines);
+    let mut folded = Array::<f32>::new(rows);
+    let mut offset = Array::<f32>::new(rows);
+    for step in 0..comptime!(bp.head_dim / bp.vector / bp.lanes) {
+        let column = step * bp.lanes + lane;
+        let params = keys[param_base + column];
+        #[unroll]
+        for i in 0..unit_lines {
+            lines[i] = keys[line_base + i * width + column];
+        }
+        #[unroll]
+        for k in 0..comptime!(bp.vector) {
+            let param = params.extract(k);
+            let scale = scale_of(param);
+            let min = min_of(param);
+            #[unroll]
+            for r in 0..rows {
+                let q = query[r * bp.head_dim + column * bp.vector + k];
+                folded[r] = q * scale;
+                offset[r] += q * min;
+            }
+            #[unroll]
+            for i in 0..unit_lines {
+                let word = lines[i].extract(k);
+                #[unroll]
+                for j in 0..codes {
+                    let code = code_at(word, j, bp.key_bits);
+                    #[unroll]
+                    for r in 0..rows {
+                        scores[r * unit_tokens + i * codes + j] += folded[r] * code;
+                    }
+                }
+            }
+        }
+    }
+    #[unroll]
+    for r in 0..rows {
+        #[unroll]
+        for t in 0..unit_tokens {
+            scores[r * unit_tokens + t] += offset[r];
+        }
+    }
+}
+
+/// As [`score_packed`], of keys in float: those of `token`, counted from the first sink, and of the
+/// ones that follow it, before `end`.
+#[cube]
+fn score_float<R: Float, N: Size>(
+    floats: &[Vector<R, N>],
+    slice_base: usize,
+    token: usize,
+    end: usize,
+    lane: usize,
+    query: &Shared<[f32]>,
+    scores: &mut Array<f32>,
+    args: &DecodeArgs,
+    #[comptime] bp: DecodeBlueprint,
+) {
+    let rows = comptime!(bp.rows);
+    let unit_tokens = comptime!(bp.unit_tokens);
+    let width = comptime!(bp.head_dim / bp.vector);
+    let mut bases = Array::<usize>::new(unit_tokens);
+    #[unroll]
+    for t in 0..unit_tokens {
+        // What lies past the end is read from its last row, and masked by the caller.
+        let mut at = token + t;
+        if at >= end {
+            at = end - 1;
+        }
+        bases[t] = slice_base + float_row(at, args.key_ring, args) * width;
+    }
+    for step in 0..comptime!(bp.head_dim / bp.vector / bp.lanes) {
+        let column = step * bp.lanes + lane;
+        #[unroll]
+        for t in 0..unit_tokens {
+            let key = floats[bases[t] + column];
+            #[unroll]
+            for k in 0..comptime!(bp.vector) {
+                let channel = f32::cast_from(key.extract(k));
+                #[unroll]
+                for r in 0..rows {
+                    let q = query[r * bp.head_dim + column * bp.vector + k];
+                    scores[r * unit_tokens + t] += q * channel;
+                }
+            }
+        }
+    }
+}
+
+/// The largest of `value` over the cube, of each row: `values` `[rows]` in, and out.
+#[cube]
+fn cube_max(
+    values: &mut Array<f32>,
+    stats: &mut Shared<[f32]>,
+    unit: usize,
+    #[comptime] bp: DecodeBlueprint,
+) {
+    let rows = comptime!(bp.rows);
+    let entries = comptime!(bp.stat_entries());
+    #[unroll]
+    for r in 0..rows {
+        if comptime!(bp.plane > 1) {
+            let largest = plane_max(values[r]);
+            if unit.is_multiple_of(bp.plane) {
+                stats[r * entries + unit / bp.plane] = largest;
+            }
+        } else {
+            stats[r * entries + unit] = values[r];
+        }
+    }
+    sync_cube();
+    #[unroll]
+    for r in 0..rows {
+        let mut largest = stats[r * entries];
+        for i in 1..entries {
+            largest = clamp_min(largest, stats[r * entries + i]);
+        }
+        values[r] = largest;
+    }
+}
+
 /// One cube per (slice, split, chunk of query rows); writes `(o, m, l)` of each row to
 /// `partials` `[slices, rows, n_splits, head_dim + 2]`.
-#[cube(launch)]
-pub(super) fn partial_attention<R: Float>(
+///
+/// Keys: a unit takes `unit_tokens` consecutive tokens and every `lanes`-th vector of their
+/// channels. Values: a unit takes `unit_channels` consecutive channels and every so many-th token.
+#[cube(launch_unchecked)]
+pub(super) fn partial_attention<R: Float, N: Size>(
     query: &[f32],
-    keys: &[u32],
+    keys: &[Vector<u32, N>],
     values: &[u32],
-    floats: &[R],
+    floats: &[Vector<R, N>],
     partials: &mut [f32],
     args: DecodeArgs,
     #[comptime] bp: DecodeBlueprint,
@@ -56,11 +235,13 @@ pub(super) fn partial_attention<R: Float>(
 ) {
     let head_dim = comptime!(bp.head_dim);
     let rows = comptime!(bp.rows);
-    let tile = comptime!(bp.tile);
+    let tile_len = comptime!(bp.tile());
     let units = comptime!(bp.units);
-    let group_size = comptime!(bp.group_size);
-    let value_groups = comptime!(bp.value_groups());
-    let channels = comptime!(bp.head_dim.div_ceil(bp.units));
+    let width = comptime!(bp.head_dim / bp.vector);
+    let unit_tokens = comptime!(bp.unit_tokens);
+    let unit_channels = comptime!(bp.unit_channels);
+    let blocks = comptime!(bp.head_dim / bp.unit_channels);
+    let strides = comptime!(bp.strides());
 
     let unit = UNIT_POS as usize;
     let slice = CUBE_POS_X as usize;
@@ -68,16 +249,9 @@ pub(super) fn partial_attention<R: Float>(
     let first_row = CUBE_POS_Z as usize * rows;
 
     let mut scaled = Shared::<[f32]>::new_slice(rows * head_dim);
-    let mut folded = Shared::<[f32]>::new_slice(rows * head_dim);
-    let mut offset = Shared::<[f32]>::new_slice(rows);
-    let mut scores = Shared::<[f32]>::new_slice(rows * tile);
-    let mut maxima = Shared::<[f32]>::new_slice(rows);
-    let mut sums = Shared::<[f32]>::new_slice(rows);
-    let mut rescale = Shared::<[f32]>::new_slice(rows);
-    let value_params = comptime!((bp.tile * bp.value_groups()).max(1));
-    let mut value_scale = Shared::<[f32]>::new_slice(value_params);
-    let mut value_min = Shared::<[f32]>::new_slice(value_params);
-    let mut acc = Array::<f32>::new(comptime!(bp.rows * bp.head_dim.div_ceil(bp.units)));
+    // Scores of a tile, then their weights; at the end, outputs to be added up.
+    let mut scratch = Shared::<[f32]>::new_slice(comptime!(bp.scratch_len()));
+    let mut stats = Shared::<[f32]>::new_slice(comptime!(bp.rows * bp.stat_entries()));
 
     let mut i = unit;
     while i < rows * head_dim {
@@ -89,189 +263,207 @@ pub(super) fn partial_attention<R: Float>(
         scaled[i] = q;
         i += units;
     }
-    if unit < rows {
-        maxima[unit] = f32::new(LOWEST);
-        sums[unit] = f32::new(0.0);
-    }
+
+    let mut maxima = Array::<f32>::new(rows);
+    let mut sums = Array::<f32>::new(rows);
+    let mut o = Array::<f32>::new(comptime!(bp.rows * bp.unit_channels));
+    // What minima add to each of the unit's channels.
+    let mut offset = Array::<f32>::new(rows);
     #[unroll]
-    for i in 0..comptime!(bp.rows * bp.head_dim.div_ceil(bp.units)) {
-        acc[i] = f32::new(0.0);
+    for r in 0..rows {
+        maxima[r] = f32::new(LOWEST);
     }
     sync_cube();
 
     let float_base = slice * args.float_rows;
-    let key_base = slice * args.key_slice_words;
-    let value_base = slice * args.value_slice_words;
-    let mut tile_end = (split + 1) * args.tiles_per_split;
-    if tile_end > args.n_tiles {
-        tile_end = args.n_tiles;
+    let lane = unit % bp.lanes;
+    let block = unit % blocks;
+    let stride = unit / blocks;
+    let mut last_tile = (split + 1) * args.tiles_per_split;
+    if last_tile > args.n_tiles {
+        last_tile = args.n_tiles;
     }
-    for index in split * args.tiles_per_split..tile_end {
-        // Tiles of sinks, then tiles of one group of tokens each.
-        let mut start = index * tile;
-        let mut end = args.sinks;
-        if index >= args.sink_tiles {
-            start = args.sinks + (index - args.sink_tiles) * tile;
-            end = args.tokens;
-        }
-        if end > args.tokens {
-            end = args.tokens;
-        }
-        let mut count = end - start;
-        if count > tile {
-            count = tile;
-        }
-        let windowed = index >= args.sink_tiles;
+    for index in split * args.tiles_per_split..last_tile {
+        let tile = tile_at(index, &args, bp);
 
-        // Fold the group's parameters into the query.
-        let mut packed = false;
-        let mut group_base = 0usize;
-        if comptime!(bp.key_bits > 0) {
-            let code_rows = comptime!(bp.group_size / (32 / bp.key_bits.max(1) as usize));
-            packed = windowed && start - args.sinks < args.packed_keys;
-            if packed {
-                let group = (start - args.sinks) / group_size;
-                group_base = key_base + group * (code_rows + 1) * head_dim;
-                let mut i = unit;
-                while i < head_dim {
-                    let params = keys[group_base + code_rows * head_dim + i];
-                    let scale = scale_of(params);
-                    for r in 0..rows {
-                        folded[r * head_dim + i] = scaled[r * head_dim + i] * scale;
-                    }
-                    i += units;
-                }
-                if unit < rows {
-                    let mut sum = f32::new(0.0);
-                    for c in 0..head_dim {
-                        let params = keys[group_base + code_rows * head_dim + c];
-                        sum += scaled[unit * head_dim + c] * min_of(params);
-                    }
-                    offset[unit] = sum;
-                }
-            }
-        }
-        if comptime!(bp.value_bits > 0) {
-            let n_words = comptime!(bp.head_dim / (32 / bp.value_bits.max(1) as usize));
-            let mut i = unit;
-            while i < tile * value_groups {
-                let token = start + i / value_groups;
-                if i / value_groups < count && windowed && token - args.sinks < args.packed_values {
-                    let line = value_base + (token - args.sinks) * (n_words + value_groups);
-                    let params = values[line + n_words + i % value_groups];
-                    value_scale[i] = scale_of(params);
-                    value_min[i] = min_of(params);
-                }
-                i += units;
-            }
-        }
-        sync_cube();
-
-        // Scores of every (row, token) of the tile.
-        let mut i = unit;
-        while i < rows * tile {
-            let r = i / tile;
-            let t = i % tile;
-            let mut score = f32::new(LOWEST);
-            if t < count {
-                score = f32::new(0.0);
+        let first = unit / bp.lanes * unit_tokens;
+        let token = tile.start + first;
+        let mut scores = Array::<f32>::new(comptime!(bp.rows * bp.unit_tokens));
+        if token < tile.end {
+            let mut packed = false;
+            if comptime!(bp.key_bits > 0) {
+                packed = tile.windowed && token - args.sinks < args.packed_keys;
                 if packed {
-                    if comptime!(bp.key_bits > 0) {
-                        let codes = comptime!(32 / bp.key_bits.max(1) as usize);
-                        let line = group_base + t / codes * head_dim;
-                        for c in 0..head_dim {
-                            let code = code_at(keys[line + c], t % codes, bp.key_bits);
-                            score += folded[r * head_dim + c] * code;
-                        }
-                        score += offset[r];
-                    }
-                } else {
-                    let row = float_base + float_row(start + t, args.key_ring, &args);
-                    for c in 0..head_dim {
-                        let k = f32::cast_from(floats[row * head_dim + c]);
-                        score += scaled[r * head_dim + c] * k;
-                    }
+                    score_packed::<N>(
+                        keys,
+                        slice * args.key_slice_words / comptime!(bp.vector),
+                        token - args.sinks,
+                        lane,
+                        &scaled,
+                        &mut scores,
+                        bp,
+                    );
                 }
             }
-            scores[i] = score;
-            i += units;
-        }
-        sync_cube();
-
-        if unit < rows {
-            let mut maximum = maxima[unit];
-            for t in 0..count {
-                maximum = clamp_min(maximum, scores[unit * tile + t]);
+            if !packed {
+                let end = tile.end;
+                score_float::<R, N>(
+                    floats,
+                    float_base * width,
+                    token,
+                    end,
+                    lane,
+                    &scaled,
+                    &mut scores,
+                    &args,
+                    bp,
+                );
             }
-            let factor = (maxima[unit] - maximum).exp();
-            let mut sum = sums[unit] * factor;
-            for t in 0..count {
-                let p = (scores[unit * tile + t] - maximum).exp();
-                scores[unit * tile + t] = p;
-                sum += p;
-            }
-            maxima[unit] = maximum;
-            sums[unit] = sum;
-            rescale[unit] = factor;
         }
-        sync_cube();
-
-        #[unroll]
-        for i in 0..channels {
-            let channel = unit + i * units;
-            if channel < head_dim {
+        if comptime!(bp.lanes > 1) {
+            #[unroll]
+            for i in 0..comptime!(bp.rows * bp.unit_tokens) {
                 #[unroll]
-                for r in 0..rows {
-                    acc[r * channels + i] *= rescale[r];
+                for step in 0..comptime!(bp.lanes.trailing_zeros()) {
+                    scores[i] += plane_shuffle_xor(scores[i], 1u32 << step);
                 }
-                for t in 0..count {
-                    let token = start + t;
-                    let mut value = f32::new(0.0);
-                    let mut in_float = true;
-                    if comptime!(bp.value_bits > 0) {
-                        let codes = comptime!(32 / bp.value_bits.max(1) as usize);
-                        let n_words = comptime!(bp.head_dim / (32 / bp.value_bits.max(1) as usize));
-                        if windowed && token - args.sinks < args.packed_values {
-                            in_float = false;
-                            let line = value_base + (token - args.sinks) * (n_words + value_groups);
-                            let word = values[line + channel / codes];
-                            let code = code_at(word, channel % codes, bp.value_bits);
-                            let at = t * value_groups + channel / group_size;
-                            value = code * value_scale[at] + value_min[at];
+            }
+        }
+        let mut largest = Array::<f32>::new(rows);
+        #[unroll]
+        for r in 0..rows {
+            largest[r] = maxima[r];
+            #[unroll]
+            for t in 0..unit_tokens {
+                // Lanes have the same sums and share writing them.
+                let mine = t % comptime!(bp.lanes) == lane;
+                if mine {
+                    let mut score = scores[r * unit_tokens + t];
+                    if token + t >= tile.end {
+                        score = f32::new(LOWEST);
+                    }
+                    largest[r] = clamp_min(largest[r], score);
+                    scratch[r * tile_len + first + t] = score;
+                }
+            }
+        }
+        cube_max(&mut largest, &mut stats, unit, bp);
+        #[unroll]
+        for r in 0..rows {
+            let factor = (maxima[r] - largest[r]).exp();
+            maxima[r] = largest[r];
+            sums[r] *= factor;
+            offset[r] *= factor;
+            #[unroll]
+            for c in 0..unit_channels {
+                o[r * unit_channels + c] *= factor;
+            }
+            // `cube_max` waited for all scores.
+            let mut t = unit;
+            while t < tile_len {
+                let weight = (scratch[r * tile_len + t] - largest[r]).exp();
+                scratch[r * tile_len + t] = weight;
+                sums[r] += weight;
+                t += units;
+            }
+        }
+        sync_cube();
+
+        if stride < strides {
+            let mut token = tile.start + stride;
+            while token < tile.end {
+                let at = token - tile.start;
+                let mut packed = false;
+                if comptime!(bp.value_bits > 0) {
+                    packed = tile.windowed && token - args.sinks < args.packed_values;
+                    if packed {
+                        let codes = comptime!(bp.value_codes());
+                        let n_words = comptime!(bp.head_dim / bp.value_codes());
+                        let line_len =
+                            comptime!(bp.head_dim / bp.value_codes() + bp.head_dim / bp.group_size);
+                        let line = slice * args.value_slice_words + (token - args.sinks) * line_len;
+                        let param = values[line + n_words + block * unit_channels / bp.group_size];
+                        let scale = scale_of(param);
+                        let min = min_of(param);
+                        let mut weights = Array::<f32>::new(rows);
+                        #[unroll]
+                        for r in 0..rows {
+                            let weight = scratch[r * tile_len + at];
+                            weights[r] = weight * scale;
+                            offset[r] += weight * min;
+                        }
+                        #[unroll]
+                        for i in 0..comptime!(bp.unit_channels / bp.value_codes()) {
+                            let word = values[line + block * (unit_channels / codes) + i];
+                            #[unroll]
+                            for j in 0..codes {
+                                let code = code_at(word, j, bp.value_bits);
+                                #[unroll]
+                                for r in 0..rows {
+                                    o[r * unit_channels + i * codes + j] += weights[r] * code;
+                                }
+                            }
                         }
                     }
-                    if in_float {
-                        let row =
-                            float_base + args.key_rows + float_row(token, args.value_ring, &args);
-                        value = f32::cast_from(floats[row * head_dim + channel]);
-                    }
+                }
+                if !packed {
+                    let row = float_base + args.key_rows + float_row(token, args.value_ring, &args);
                     #[unroll]
-                    for r in 0..rows {
-                        acc[r * channels + i] += scores[r * tile + t] * value;
+                    for i in 0..comptime!(bp.unit_channels / bp.vector) {
+                        let value = floats
+                            [row * width + block * comptime!(bp.unit_channels / bp.vector) + i];
+                        #[unroll]
+                        for k in 0..comptime!(bp.vector) {
+                            let channel = f32::cast_from(value.extract(k));
+                            #[unroll]
+                            for r in 0..rows {
+                                o[r * unit_channels + i * bp.vector + k] +=
+                                    scratch[r * tile_len + at] * channel;
+                            }
+                        }
                     }
                 }
+                token += strides;
             }
         }
         sync_cube();
     }
 
+    // Adds up what the units have, row by row.
+    let entries = comptime!(bp.units);
     #[unroll]
     for r in 0..rows {
+        if stride < strides {
+            #[unroll]
+            for c in 0..unit_channels {
+                scratch[stride * head_dim + block * unit_channels + c] =
+                    o[r * unit_channels + c] + offset[r];
+            }
+        }
+        scratch[strides * head_dim + unit] = sums[r];
+        sync_cube();
         let row = first_row + r;
         if row < args.rows {
             let base = ((slice * args.rows + row) * args.n_splits + split) * (head_dim + 2);
-            #[unroll]
-            for i in 0..channels {
-                let channel = unit + i * units;
-                if channel < head_dim {
-                    partials[base + channel] = acc[r * channels + i];
+            let mut c = unit;
+            while c < head_dim {
+                let mut total = f32::new(0.0);
+                for i in 0..strides {
+                    total += scratch[i * head_dim + c];
                 }
+                partials[base + c] = total;
+                c += units;
             }
             if unit == 0 {
+                let mut total = f32::new(0.0);
+                for i in 0..entries {
+                    total += scratch[strides * head_dim + i];
+                }
                 partials[base + head_dim] = maxima[r];
-                partials[base + head_dim + 1] = sums[r];
+                partials[base + head_dim + 1] = total;
             }
         }
+        sync_cube();
     }
 }
 

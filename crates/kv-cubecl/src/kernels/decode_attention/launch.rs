@@ -1,7 +1,7 @@
-use cubecl::{client::Client, prelude::*};
+use cubecl::{client::Client, features::Plane, prelude::*};
 
 use super::{
-    base::{DecodeProblem, prepare},
+    base::{DecodeProblem, Hardware, prepare},
     kernel::{self, DecodeArgsLaunch},
 };
 use crate::{
@@ -26,6 +26,15 @@ pub struct DecodeBindings {
     pub lse: BufferArg,
 }
 
+fn hardware(client: &Client) -> Hardware {
+    let properties = client.properties();
+    let sizes = (properties.hardware.plane_size_min, properties.hardware.plane_size_max);
+    // A plan needs to know the size, which some devices choose by kernel.
+    let known = sizes.0 == sizes.1 && properties.features.plane.contains(Plane::Ops);
+    let plane = if known { sizes.0 as usize } else { 1 };
+    Hardware { n_multiprocessors: n_multiprocessors(client), plane }
+}
+
 /// Attends; two launches.
 ///
 /// # Errors
@@ -35,7 +44,7 @@ pub fn launch_ref(
     bindings: DecodeBindings,
     problem: &DecodeProblem,
 ) -> Result<()> {
-    let (blueprint, settings) = prepare(problem, n_multiprocessors(client))?;
+    let (blueprint, settings) = prepare(problem, hardware(client))?;
     let layout = &problem.layout;
     let (window, head_dim) = (layout.window(), layout.shape().head_dim);
     let counts = window.counts(problem.len);
@@ -49,36 +58,41 @@ pub fn launch_ref(
         settings.n_splits as u32,
         settings.row_chunks as u32,
     );
-    kernel::partial_attention::launch(
-        client,
-        count,
-        CubeDim::new_1d(blueprint.units as u32),
-        bindings.query,
-        bindings.keys,
-        bindings.values,
-        bindings.floats,
-        partials(),
-        DecodeArgsLaunch::new(
-            problem.rows,
-            problem.tokens,
-            window.sink_tokens,
-            counts.keys,
-            counts.values,
-            layout.key_ring().max(1),
-            layout.value_ring().max(1),
-            layout.key_rows(),
-            layout.float_rows(),
-            layout.key_slice_words(),
-            layout.value_slice_words(),
-            settings.sink_tiles,
-            settings.n_tiles,
-            settings.n_splits,
-            settings.tiles_per_split,
-            1.0 / (head_dim as f32).sqrt(),
-        ),
-        blueprint,
-        problem.float,
-    );
+    // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
+    // the cache's length, rows and channels below theirs.
+    unsafe {
+        kernel::partial_attention::launch_unchecked(
+            client,
+            count,
+            CubeDim::new_1d(blueprint.units as u32),
+            blueprint.vector,
+            bindings.query,
+            bindings.keys,
+            bindings.values,
+            bindings.floats,
+            partials(),
+            DecodeArgsLaunch::new(
+                problem.rows,
+                problem.tokens,
+                window.sink_tokens,
+                counts.keys,
+                counts.values,
+                layout.key_ring().max(1),
+                layout.value_ring().max(1),
+                layout.key_rows(),
+                layout.float_rows(),
+                layout.key_slice_words(),
+                layout.value_slice_words(),
+                settings.sink_tiles,
+                settings.n_tiles,
+                settings.n_splits,
+                settings.tiles_per_split,
+                1.0 / (head_dim as f32).sqrt(),
+            ),
+            blueprint,
+            problem.float,
+        );
+    }
     let n = rows * head_dim;
     let (count, dim) = elementwise(n);
     kernel::merge_partials::launch(

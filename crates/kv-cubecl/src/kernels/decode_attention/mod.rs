@@ -8,8 +8,7 @@
 //! **Supported**: head_dim up to 256; any number of query heads per kv head and of query rows; 2, 4
 //! and 8 bits or float on either side; f32 and f16 float rows.
 //!
-//! **Rejected** (returns [`Error::Unsupported`](crate::Error::Unsupported)): a head_dim above 256,
-//! and group sizes that do not fit 16 KiB of shared memory.
+//! **Rejected** (returns [`Error::Unsupported`](crate::Error::Unsupported)): a head_dim above 256.
 
 mod base;
 mod kernel;
