@@ -1,12 +1,13 @@
-//! Speed by context length: what one decode step costs as the cache grows.
+//! Whole models by context length: what a step costs as the cache grows, and what a prompt costs.
 
 use std::time::Instant;
 
 use burn::tensor::{Int, Tensor, TensorData};
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_models::LanguageModel;
+use kv_models::{LanguageModel, ModelCache};
 use serde::Serialize;
 
+use super::{Subject, Timing, time_in_turn, wait};
 use crate::{Error, Result};
 
 /// Tokens per prefill pass.
@@ -19,74 +20,120 @@ pub struct DecodePoint {
     pub cache: String,
     /// Tokens in the cache.
     pub context: usize,
-    /// Median seconds of one step.
-    pub step_seconds: f64,
+    /// Seconds of one step, the head included.
+    pub seconds: Timing,
     /// Bytes of the cache that one step reads, all layers.
     pub bytes_read: usize,
 }
 
-/// Times `steps` decode steps of `model` at each of the ascending `contexts`; of each step the whole
-/// model runs, its head included.
+/// Times `samples` decode steps of `model` at each of the ascending `contexts`, with each of `caches`
+/// in turn. `progress` is told the tokens prefilled so far.
 ///
 /// # Errors
 /// [`Error::Plan`] for contexts that do not ascend, and the model's and the cache's errors.
-pub fn decode<T: Target>(
+pub fn time_decode<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
-    config: &KvCacheConfig,
+    caches: &[KvCacheConfig],
     contexts: &[usize],
-    steps: usize,
+    samples: usize,
     mut progress: impl FnMut(usize),
 ) -> Result<Vec<DecodePoint>> {
-    if steps == 0 {
-        return Err(Error::plan("steps", steps, "must be at least 1"));
-    }
+    // Samples, and the rounds that do not count.
+    let steps = samples + super::WARM_UP;
     if contexts.first() == Some(&0) || !contexts.is_sorted_by(|a, b| a + steps <= *b) {
         let rule =
             format!("must be above 0 and ascend by at least the {steps} steps timed at each");
         return Err(Error::plan("contexts", format!("{contexts:?}"), rule));
     }
     let capacity = contexts.last().map_or(1, |last| last + steps);
-    let config = config.with_capacity(capacity);
-    let mut cache = model.new_cache(config, 1, device)?;
-    let mut points = Vec::with_capacity(contexts.len());
+    let mut filled = Vec::with_capacity(caches.len());
+    for config in caches {
+        filled.push(model.new_cache(config.with_capacity(capacity), 1, device)?);
+    }
+    let mut points = Vec::with_capacity(caches.len() * contexts.len());
+    let mut done = 0;
     for &context in contexts {
-        while cache.len() < context {
-            let chunk = PREFILL_CHUNK.min(context - cache.len());
-            model
-                .hidden_step(filler(cache.len(), chunk, model.vocab_size(), device), &mut cache)?;
-            progress(cache.len());
+        for cache in &mut filled {
+            let before = done;
+            done += prefill(device, model, cache, context, |n| progress(before + n))?;
         }
-        let mut seconds = Vec::with_capacity(steps);
-        for _ in 0..steps {
-            let ids = filler(cache.len(), 1, model.vocab_size(), device);
-            let start = Instant::now();
-            let logits = model.step(ids, &mut cache)?;
-            // Reading the logits back waits for the device.
-            logits.try_into_data().map_err(|error| Error::Device {
-                cache: config.to_string(),
-                why: format!("{error:?}"),
-            })?;
-            seconds.push(start.elapsed().as_secs_f64());
-        }
-        points.push(DecodePoint {
-            cache: config.to_string(),
-            context,
-            step_seconds: median(&mut seconds),
-            bytes_read: cache.layers().iter().map(|layer| layer.layout().bytes_read(context)).sum(),
+        let subjects = filled.iter_mut().map(|cache| -> Subject<'_> {
+            Box::new(|| {
+                let ids = filler(cache.len(), 1, model.vocab_size(), device);
+                model.step(ids, cache)?;
+                wait(device)
+            })
         });
+        let timings = time_in_turn(samples, subjects.collect())?;
+        for ((config, cache), seconds) in caches.iter().zip(&filled).zip(timings) {
+            points.push(DecodePoint {
+                cache: config.to_string(),
+                context,
+                seconds,
+                bytes_read: cache.layers().iter().map(|c| c.layout().bytes_read(context)).sum(),
+            });
+        }
     }
     Ok(points)
+}
+
+/// A prompt passed into an empty cache.
+#[derive(Clone, Debug, Serialize)]
+pub struct PrefillPoint {
+    /// The cache's short name.
+    pub cache: String,
+    /// Tokens of the prompt.
+    pub tokens: usize,
+    /// Seconds to pass it, without the head.
+    pub seconds: f64,
+}
+
+/// Times passing prompts of `lengths` tokens into empty caches, chunk by chunk, once each.
+///
+/// # Errors
+/// The model's and the cache's errors.
+pub fn time_prefill<T: Target>(
+    device: &On<T>,
+    model: &LanguageModel,
+    caches: &[KvCacheConfig],
+    lengths: &[usize],
+    mut progress: impl FnMut(usize),
+) -> Result<Vec<PrefillPoint>> {
+    let mut points = Vec::with_capacity(caches.len() * lengths.len());
+    let mut done = 0;
+    for &tokens in lengths {
+        for config in caches {
+            let mut cache = model.new_cache(config.with_capacity(tokens), 1, device)?;
+            let (before, start) = (done, Instant::now());
+            done += prefill(device, model, &mut cache, tokens, |n| progress(before + n))?;
+            wait(device)?;
+            let seconds = start.elapsed().as_secs_f64();
+            points.push(PrefillPoint { cache: config.to_string(), tokens, seconds });
+        }
+    }
+    Ok(points)
+}
+
+/// Fills `cache` up to `context` tokens and returns how many that took.
+fn prefill<T: Target>(
+    device: &On<T>,
+    model: &LanguageModel,
+    cache: &mut ModelCache,
+    context: usize,
+    mut progress: impl FnMut(usize),
+) -> Result<usize> {
+    let before = cache.len();
+    while cache.len() < context {
+        let chunk = PREFILL_CHUNK.min(context - cache.len());
+        model.hidden_step(filler(cache.len(), chunk, model.vocab_size(), device), cache)?;
+        progress(cache.len() - before);
+    }
+    Ok(cache.len() - before)
 }
 
 /// Ids that differ from one another: their values do not matter to the time.
 fn filler<T: Target>(at: usize, n: usize, vocab: usize, device: &On<T>) -> Tensor<2, Int> {
     let ids: Vec<i32> = (at..at + n).map(|i| (i * 7919 % vocab) as i32).collect();
     Tensor::from_data(TensorData::new(ids, [1, n]), &**device)
-}
-
-/// The middle one, sorting in place.
-pub fn median(samples: &mut [f64]) -> f64 {
-    samples.sort_by(f64::total_cmp);
-    samples[samples.len() / 2]
 }

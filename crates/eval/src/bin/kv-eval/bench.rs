@@ -1,88 +1,376 @@
-use std::{hint::black_box, path::PathBuf, time::Instant};
+//! `kv-eval bench`: what caches cost and save in time.
 
-use anyhow::Result;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
 use indicatif::ProgressBar;
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::{
-    bench::{DecodePoint, decode, median},
+    Table,
+    bench::{
+        AttentionPlan, Timing, copy_bandwidth, time_append, time_codec, time_decode,
+        time_decode_attention, time_prefill,
+    },
+    chart::{Chart, Series, Style},
     dispatch,
-    program::Plain,
+    program::{Backend, Plain},
 };
+use serde::Serialize;
 
 use crate::{
     common::{ModelArgs, write_json},
     source::{self, Source},
 };
 
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Bench {
+    /// One layer's attention over caches of growing length: bytes read per second, and their share
+    /// of what copying memory reaches.
+    DecodeAttention(AttentionArgs),
+    /// Decode steps of a whole model by context length.
+    Decode(ModelBench),
+    /// Prompts passed into an empty cache.
+    Prefill(ModelBench),
+    /// Appending a token, and the steps in which the keys of the window are flushed.
+    Flush(AttentionArgs),
+    /// Quantizing and restoring whole tensors.
+    Quantize(CodecArgs),
+}
+
+/// What every benchmark takes.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Args {
+struct Common {
+    /// Where to run.
+    #[arg(long, value_enum, default_value = "flex")]
+    backend: Backend,
+    /// Samples; the median counts.
+    #[arg(long, default_value_t = 21)]
+    samples: usize,
+    /// Write the points here as JSON.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct AttentionArgs {
+    #[command(flatten)]
+    common: Common,
+    /// A cache to time; repeatable. The first is what the others are compared with.
+    #[arg(long = "cache", default_values = ["float", "float-f16", "k8v8", "k4v4", "k2v2"])]
+    caches: Vec<KvCacheConfig>,
+    /// Context lengths to time at.
+    #[arg(long, value_delimiter = ',', default_value = "1024,2048,4096,8192,16384,32768")]
+    contexts: Vec<usize>,
+    /// Sequences.
+    #[arg(long, default_value_t = 1)]
+    batch: usize,
+    /// Query heads; the shape by default is that of SmolLM2-135M.
+    #[arg(long, default_value_t = 9)]
+    heads: usize,
+    /// Key and value heads.
+    #[arg(long, default_value_t = 3)]
+    kv_heads: usize,
+    /// Channels per head.
+    #[arg(long, default_value_t = 64)]
+    head_dim: usize,
+    /// Tokens that are appended and attend at once.
+    #[arg(long, default_value_t = 1)]
+    tokens: usize,
+    /// Megabytes of cache that one sample reads at least: more than the processor's caches hold.
+    #[arg(long, default_value_t = 128)]
+    working_set: usize,
+    /// Draw microseconds by context length here, as SVG.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct ModelBench {
     #[command(flatten)]
     on: ModelArgs,
     /// A cache to time; repeatable.
-    #[arg(long = "cache", default_values_t = [KvCacheConfig::float()])]
+    #[arg(long = "cache", default_values = ["float", "float-f16", "k4v4", "k2v2"])]
     caches: Vec<KvCacheConfig>,
     /// Context lengths to time at, ascending.
     #[arg(long, value_delimiter = ',', default_value = "512,2048,8000")]
     contexts: Vec<usize>,
-    /// Decode steps per context length; the median counts.
+    /// Decode steps per cache and context length; the median counts.
     #[arg(long, default_value_t = 15)]
-    steps: usize,
+    samples: usize,
     /// Write the points here as JSON.
-    #[arg(long)]
+    #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Draw tokens per second by context length here, as SVG.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
 }
 
-pub(crate) fn run(args: &Args) -> Result<()> {
-    dispatch!(args.on.backend, Plain, run_on(args))
+#[derive(Debug, clap::Args)]
+pub(crate) struct CodecArgs {
+    #[command(flatten)]
+    common: Common,
+    /// Heads, tokens and channels of the tensor.
+    #[arg(long, value_delimiter = ',', num_args = 3, default_value = "3,8192,64")]
+    shape: Vec<usize>,
+    /// Elements per group.
+    #[arg(long, default_value_t = 32)]
+    group_size: usize,
 }
 
-fn run_on<T: Target>(args: &Args) -> Result<()> {
+/// What a benchmark writes as JSON.
+#[derive(Serialize)]
+struct Output<'a, P> {
+    command: Vec<String>,
+    target: &'static str,
+    device: String,
+    /// Bytes copied per second, each read once and written once.
+    copy_bandwidth: f64,
+    points: &'a [P],
+}
+
+pub(crate) fn run(bench: &Bench) -> Result<()> {
+    match bench {
+        Bench::DecodeAttention(args) => dispatch!(args.common.backend, Plain, attention(args)),
+        Bench::Flush(args) => dispatch!(args.common.backend, Plain, flush(args)),
+        Bench::Quantize(args) => dispatch!(args.common.backend, Plain, codec(args)),
+        Bench::Decode(args) => dispatch!(args.on.backend, Plain, decode(args)),
+        Bench::Prefill(args) => dispatch!(args.on.backend, Plain, prefill(args)),
+    }
+}
+
+/// Bytes of each buffer that is copied to measure the bandwidth: beyond the caches of processors, and
+/// within what WebGPU lets a kernel bind.
+const COPIED: usize = 128 << 20;
+
+/// Measures and prints the copy bandwidth.
+fn copy<T: Target>(device: &On<T>) -> Result<f64> {
+    let copied = copy_bandwidth(device, COPIED, 9)?;
+    println!("{} copies {:.1} GB/s: it reads that much and writes as much", T::NAME, copied / 1e9);
+    Ok(copied)
+}
+
+fn attention<T: Target>(args: &AttentionArgs) -> Result<()> {
+    let device = On::<T>::open()?;
+    let plan = args.plan();
+    println!("decode attention of one layer on {}: {}", T::NAME, args.describe());
+    let copied = copy(&device)?;
+    let mut table = Table::new([
+        "context", "cache", "us", "10%", "90%", "KB read", "GB/s", "of copy", "speedup",
+    ]);
+    let mut points = Vec::new();
+    let bar = ProgressBar::new(args.contexts.len() as u64);
+    for &context in &args.contexts {
+        let at = time_decode_attention(&device, &plan, &args.caches, context)?;
+        for point in &at {
+            table.push([
+                context.to_string(),
+                point.cache.clone(),
+                us(point.seconds.median),
+                us(point.seconds.low),
+                us(point.seconds.high),
+                format!("{:.0}", point.bytes_read as f64 / 1e3),
+                format!("{:.2}", point.bandwidth() / 1e9),
+                format!("{:.0}%", 100.0 * point.bandwidth() / copied),
+                format!("{:.2}", at[0].seconds.median / point.seconds.median),
+            ]);
+        }
+        points.extend(at);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    print!("{table}");
+    if let Some(path) = &args.plot {
+        let named = points.iter().map(|p| (p.cache.as_str(), p.context, p.seconds.median * 1e6));
+        let title = format!("Decode attention on {}: {}", T::NAME, args.describe());
+        by_context(title, "microseconds per layer", true, named).write_svg(path)?;
+    }
+    write(args.common.json.as_deref(), &device, copied, &points)
+}
+
+fn flush<T: Target>(args: &AttentionArgs) -> Result<()> {
+    let device = On::<T>::open()?;
+    let plan = args.plan();
+    println!("appending a token to one layer on {}: {}", T::NAME, args.describe());
+    let copied = copy(&device)?;
+    let mut table = Table::new([
+        "context",
+        "cache",
+        "append us",
+        "flush us",
+        "step us",
+        "flush step us",
+        "ratio",
+    ]);
+    let mut points = Vec::new();
+    for &context in &args.contexts {
+        for config in &args.caches {
+            let point = time_append(&device, &plan, config, context)?;
+            let optional = |timing: Option<Timing>| timing.map_or(String::new(), |t| us(t.median));
+            let ratio = point.step_flush.map(|t| t.median / point.step.median);
+            table.push([
+                context.to_string(),
+                point.cache.clone(),
+                us(point.append.median),
+                optional(point.append_flush),
+                us(point.step.median),
+                optional(point.step_flush),
+                ratio.map_or(String::new(), |ratio| format!("{ratio:.2}")),
+            ]);
+            points.push(point);
+        }
+    }
+    print!("{table}");
+    write(args.common.json.as_deref(), &device, copied, &points)
+}
+
+fn codec<T: Target>(args: &CodecArgs) -> Result<()> {
+    let device = On::<T>::open()?;
+    let &[heads, tokens, head_dim] = args.shape.as_slice() else {
+        bail!("shape {:?}: must be three numbers", args.shape);
+    };
+    println!("f32 of {heads} heads, {tokens} tokens, {head_dim} channels on {}", T::NAME);
+    let copied = copy(&device)?;
+    let shape = [heads, tokens, head_dim];
+    let points = time_codec(&device, shape, args.group_size, args.common.samples)?;
+    let mut table = Table::new(["side", "bits", "quantize us", "GB/s", "dequantize us", "GB/s"]);
+    for point in &points {
+        let rate = |t: Timing| format!("{:.2}", point.float_bytes as f64 / t.median / 1e9);
+        table.push([
+            point.side.to_string(),
+            point.n_bits.to_string(),
+            us(point.quantize.median),
+            rate(point.quantize),
+            us(point.dequantize.median),
+            rate(point.dequantize),
+        ]);
+    }
+    print!("{table}");
+    write(args.common.json.as_deref(), &device, copied, &points)
+}
+
+fn decode<T: Target>(args: &ModelBench) -> Result<()> {
     let device = On::<T>::open()?;
     let Source { model, name, .. } = source::load(&args.on.model, &device)?;
-    println!("{name} on {}, median of {} decode steps", T::NAME, args.steps);
-    println!("one thread copies host memory at {:.1} GB/s", copy_bandwidth() / 1e9);
-    println!(
-        "{:<20} {:>8} {:>10} {:>10} {:>12} {:>12} {:>8}",
-        "cache", "context", "ms/step", "tokens/s", "cache MB", "ms over 1st", "GB/s"
-    );
-    let mut points: Vec<DecodePoint> = Vec::new();
-    for config in &args.caches {
-        let bar = ProgressBar::new(args.contexts.last().copied().unwrap_or(0) as u64);
-        let set = |len| bar.set_position(len as u64);
-        let of_cache = decode(&device, &model, config, &args.contexts, args.steps, set)?;
-        bar.finish_and_clear();
-        for point in &of_cache {
-            let first = &of_cache[0];
-            let seconds = point.step_seconds - first.step_seconds;
-            let bytes = (point.bytes_read - first.bytes_read) as f64;
-            let rate = if seconds > 0.0 { bytes / seconds / 1e9 } else { 0.0 };
-            println!(
-                "{:<20} {:>8} {:>10.2} {:>10.1} {:>12.2} {:>12.2} {:>8.2}",
-                point.cache,
-                point.context,
-                point.step_seconds * 1e3,
-                1.0 / point.step_seconds,
-                point.bytes_read as f64 / 1e6,
-                seconds * 1e3,
-                rate,
-            );
-        }
-        points.extend(of_cache);
+    println!("{name} on {}, median of {} decode steps", T::NAME, args.samples);
+    let copied = copy(&device)?;
+    let bar = args.progress(args.contexts.last().copied().unwrap_or(0));
+    let set = |done: usize| bar.set_position(done as u64);
+    let (caches, contexts) = (&args.caches, &args.contexts);
+    let points = time_decode(&device, &model, caches, contexts, args.samples, set)?;
+    bar.finish_and_clear();
+    let mut table =
+        Table::new(["context", "cache", "ms/step", "10%", "90%", "tokens/s", "cache MB", "grown"]);
+    for point in &points {
+        let first = points.iter().find(|p| p.cache == point.cache).unwrap_or(point);
+        let grown = point.seconds.median - first.seconds.median;
+        table.push([
+            point.context.to_string(),
+            point.cache.clone(),
+            ms(point.seconds.median),
+            ms(point.seconds.low),
+            ms(point.seconds.high),
+            format!("{:.1}", 1.0 / point.seconds.median),
+            format!("{:.2}", point.bytes_read as f64 / 1e6),
+            ms(grown),
+        ]);
     }
-    args.json.as_deref().map_or(Ok(()), |path| write_json(path, &points))
+    print!("{table}");
+    if let Some(path) = &args.plot {
+        let named = points.iter().map(|p| (p.cache.as_str(), p.context, 1.0 / p.seconds.median));
+        let title = format!("Decoding {name} on {}", T::NAME);
+        by_context(title, "tokens per second", false, named).write_svg(path)?;
+    }
+    write(args.json.as_deref(), &device, copied, &points)
 }
 
-/// Bytes read per second by one thread copying memory far larger than the caches.
-fn copy_bandwidth() -> f64 {
-    let source = vec![1u8; 256 << 20];
-    let mut target = vec![0u8; source.len()];
-    let mut seconds: Vec<f64> = (0..5)
-        .map(|_| {
-            let start = Instant::now();
-            target.copy_from_slice(black_box(&source));
-            black_box(&target);
-            start.elapsed().as_secs_f64()
-        })
-        .collect();
-    source.len() as f64 / median(&mut seconds)
+fn prefill<T: Target>(args: &ModelBench) -> Result<()> {
+    let device = On::<T>::open()?;
+    let Source { model, name, .. } = source::load(&args.on.model, &device)?;
+    println!("{name} on {}, prompts passed once", T::NAME);
+    let copied = copy(&device)?;
+    let bar = args.progress(args.contexts.iter().sum());
+    let set = |done: usize| bar.set_position(done as u64);
+    let points = time_prefill(&device, &model, &args.caches, &args.contexts, set)?;
+    bar.finish_and_clear();
+    let mut table = Table::new(["tokens", "cache", "seconds", "tokens/s"]);
+    for point in &points {
+        table.push([
+            point.tokens.to_string(),
+            point.cache.clone(),
+            format!("{:.2}", point.seconds),
+            format!("{:.1}", point.tokens as f64 / point.seconds),
+        ]);
+    }
+    print!("{table}");
+    if let Some(path) = &args.plot {
+        let rates =
+            points.iter().map(|p| (p.cache.as_str(), p.tokens, p.tokens as f64 / p.seconds));
+        let title = format!("Prompts through {name} on {}", T::NAME);
+        by_context(title, "tokens per second", false, rates).write_svg(path)?;
+    }
+    write(args.json.as_deref(), &device, copied, &points)
+}
+
+impl AttentionArgs {
+    fn plan(&self) -> AttentionPlan {
+        AttentionPlan {
+            batch: self.batch,
+            n_heads: self.heads,
+            n_kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            tokens: self.tokens,
+            working_set: self.working_set << 20,
+            samples: self.common.samples,
+        }
+    }
+
+    fn describe(&self) -> String {
+        let Self { batch, heads, kv_heads, head_dim, tokens, .. } = self;
+        format!("batch {batch}, {heads} query heads on {kv_heads} of {head_dim}, {tokens} at once")
+    }
+}
+
+impl ModelBench {
+    /// A bar for `tokens` tokens with each cache.
+    fn progress(&self, tokens: usize) -> ProgressBar {
+        ProgressBar::new((tokens * self.caches.len()) as u64)
+    }
+}
+
+/// A line per cache over the context length.
+fn by_context<'a>(
+    title: String,
+    y_label: &str,
+    log_y: bool,
+    points: impl Iterator<Item = (&'a str, usize, f64)>,
+) -> Chart {
+    let mut series: Vec<Series> = Vec::new();
+    for (name, context, y) in points {
+        let point = (context as f64, y);
+        match series.iter_mut().find(|series| series.name == name) {
+            Some(series) => series.points.push(point),
+            None => series.push(Series::new(name, vec![point], Style::LinePoints)),
+        }
+    }
+    let (x_label, y_label) = ("tokens in the cache".to_string(), y_label.to_string());
+    Chart { title, x_label, y_label, log_x: true, log_y, series, ..Chart::default() }
+}
+
+fn us(seconds: f64) -> String {
+    format!("{:.1}", seconds * 1e6)
+}
+
+fn ms(seconds: f64) -> String {
+    format!("{:.2}", seconds * 1e3)
+}
+
+fn write<T: Target, P: Serialize>(
+    path: Option<&Path>,
+    device: &On<T>,
+    copy_bandwidth: f64,
+    points: &[P],
+) -> Result<()> {
+    let Some(path) = path else { return Ok(()) };
+    let (command, device) = (std::env::args().collect(), format!("{:?}", **device));
+    write_json(path, &Output { command, target: T::NAME, device, copy_bandwidth, points })
 }

@@ -37,8 +37,9 @@ enum Command {
     Ppl(ppl::Args),
     /// Continue a prompt.
     Generate(generate::Args),
-    /// Time decode steps by context length.
-    Bench(bench::Args),
+    /// Time attention, caches and whole models by context length.
+    #[command(subcommand)]
+    Bench(bench::Bench),
 }
 
 fn main() -> ExitCode {
@@ -46,6 +47,6 @@ fn main() -> ExitCode {
         None => compare::run(&cli.compare),
         Some(Command::Ppl(args)) => ppl::run(&args),
         Some(Command::Generate(args)) => generate::run(&args),
-        Some(Command::Bench(args)) => bench::run(&args),
+        Some(Command::Bench(bench)) => bench::run(&bench),
     })
 }

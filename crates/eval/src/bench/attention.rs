@@ -1,0 +1,210 @@
+//! One layer's cache: attending while it grows, and what growing costs.
+
+use burn::tensor::{Distribution, Tensor};
+use kv_cubecl::{CacheShape, KvCache, KvCacheConfig, On, Target};
+use serde::Serialize;
+
+use super::{Subject, Timing, time_in_turn, wait};
+use crate::{Error, Result};
+
+/// The shape of an attention layer, and how it is timed.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct AttentionPlan {
+    /// Sequences.
+    pub batch: usize,
+    /// Query heads.
+    pub n_heads: usize,
+    /// Key and value heads; a divisor of `n_heads`.
+    pub n_kv_heads: usize,
+    /// Channels per head.
+    pub head_dim: usize,
+    /// Tokens that attend at once, each also appended: 1, or more in speculative decoding.
+    pub tokens: usize,
+    /// Bytes that one timed sample reads at least, so that no cache of the processor holds them: as
+    /// many caches take turns as that needs.
+    pub working_set: usize,
+    /// Samples, of which the median counts.
+    pub samples: usize,
+}
+
+impl AttentionPlan {
+    fn shape(&self) -> CacheShape {
+        let Self { batch, n_kv_heads, head_dim, .. } = *self;
+        CacheShape { batch, n_kv_heads, head_dim }
+    }
+
+    fn check(&self) -> Result<()> {
+        let fields = [
+            ("batch", self.batch),
+            ("kv_heads", self.n_kv_heads),
+            ("head_dim", self.head_dim),
+            ("tokens", self.tokens),
+            ("samples", self.samples),
+        ];
+        for (field, value) in fields {
+            if value == 0 {
+                return Err(Error::plan(field, value, "must be at least 1"));
+            }
+        }
+        if self.n_heads == 0 || !self.n_heads.is_multiple_of(self.n_kv_heads) {
+            let rule = format!("must be a multiple of the {} kv heads", self.n_kv_heads);
+            return Err(Error::plan("heads", self.n_heads, rule));
+        }
+        Ok(())
+    }
+
+    /// Standard normal numbers for `tokens` tokens.
+    fn random<T: Target>(&self, heads: usize, tokens: usize, device: &On<T>) -> Tensor<4> {
+        let shape = [self.batch, heads, tokens, self.head_dim];
+        Tensor::random(shape, Distribution::Normal(0.0, 1.0), &**device)
+    }
+
+    /// A cache that holds `context` random tokens and has room for `room` more.
+    fn filled<T: Target>(
+        &self,
+        config: &KvCacheConfig,
+        context: usize,
+        room: usize,
+        device: &On<T>,
+    ) -> Result<KvCache> {
+        /// Tokens appended at once.
+        const CHUNK: usize = 8192;
+        let config = config.with_capacity(context + room);
+        let mut cache = KvCache::new(&config, self.shape(), device)?;
+        while cache.len() < context {
+            let tokens = CHUNK.min(context - cache.len());
+            let side = || self.random(self.n_kv_heads, tokens, device);
+            cache.append(side(), side())?;
+        }
+        Ok(cache)
+    }
+}
+
+/// Attention over one kind of cache at one context length.
+#[derive(Clone, Debug, Serialize)]
+pub struct AttentionPoint {
+    /// The cache's short name.
+    pub cache: String,
+    /// Tokens in the cache.
+    pub context: usize,
+    /// Seconds to append and attend, one layer.
+    pub seconds: Timing,
+    /// Bytes of the cache that this reads.
+    pub bytes_read: usize,
+}
+
+impl AttentionPoint {
+    /// Bytes read per second.
+    pub fn bandwidth(&self) -> f64 {
+        self.bytes_read as f64 / self.seconds.median
+    }
+}
+
+/// Times appending `plan.tokens` tokens to caches of `context` tokens and attending, each of
+/// `caches` in turn.
+///
+/// # Errors
+/// [`Error::Plan`] naming the field, those of the caches, and [`Error::Device`].
+pub fn time_decode_attention<T: Target>(
+    device: &On<T>,
+    plan: &AttentionPlan,
+    caches: &[KvCacheConfig],
+    context: usize,
+) -> Result<Vec<AttentionPoint>> {
+    plan.check()?;
+    // Samples, and the rounds that do not count.
+    let room = plan.tokens * (plan.samples + 8);
+    let mut layers = Vec::with_capacity(caches.len());
+    for config in caches {
+        let cache = plan.filled(config, context, room, device)?;
+        let n = plan.working_set.div_ceil(cache.layout().bytes_read(context).max(1)).max(1);
+        // A clone becomes its own at its first write, which is not timed.
+        layers.push(vec![cache; n]);
+    }
+    let bytes_read: Vec<usize> =
+        layers.iter().map(|layers| layers[0].layout().bytes_read(context)).collect();
+    let counts: Vec<usize> = layers.iter().map(Vec::len).collect();
+    let q = plan.random(plan.n_heads, plan.tokens, device);
+    let (k, v) = (
+        plan.random(plan.n_kv_heads, plan.tokens, device),
+        plan.random(plan.n_kv_heads, plan.tokens, device),
+    );
+    let subjects = layers.iter_mut().map(|layers| -> Subject<'_> {
+        Box::new(|| {
+            for cache in layers.iter_mut() {
+                cache.attend(q.clone(), k.clone(), v.clone())?;
+            }
+            wait(device)
+        })
+    });
+    let timings = time_in_turn(plan.samples, subjects.collect())?;
+    let points = caches.iter().zip(timings).zip(counts).zip(bytes_read);
+    Ok(points
+        .map(|(((config, timing), count), bytes_read)| AttentionPoint {
+            cache: config.to_string(),
+            context,
+            seconds: timing.divided_by(count as f64),
+            bytes_read,
+        })
+        .collect())
+}
+
+/// Steps of one cache at one context length, by whether keys leave the window in them.
+#[derive(Clone, Debug, Serialize)]
+pub struct AppendPoint {
+    /// The cache's short name.
+    pub cache: String,
+    /// Tokens in the cache.
+    pub context: usize,
+    /// Seconds to append one token.
+    pub append: Timing,
+    /// Seconds to append one token in a step in which the keys are flushed; `None` for caches that
+    /// never do.
+    pub append_flush: Option<Timing>,
+    /// Seconds to append one token and attend.
+    pub step: Timing,
+    /// The same in a step in which the keys are flushed.
+    pub step_flush: Option<Timing>,
+}
+
+/// Times steps of one token: appending alone, and appending and attending, apart for those in which
+/// the keys of the window are flushed. `plan.samples` of the latter are taken.
+///
+/// # Errors
+/// As [`time_decode_attention`].
+pub fn time_append<T: Target>(
+    device: &On<T>,
+    plan: &AttentionPlan,
+    config: &KvCacheConfig,
+    context: usize,
+) -> Result<AppendPoint> {
+    plan.check()?;
+    let period = config.residual_length;
+    let steps = (plan.samples + 1) * period;
+    let q = plan.random(plan.n_heads, 1, device);
+    let (k, v) = (plan.random(plan.n_kv_heads, 1, device), plan.random(plan.n_kv_heads, 1, device));
+    let mut timings = [false, true].into_iter().map(|attend| -> Result<_> {
+        let mut cache = plan.filled(config, context, steps, device)?;
+        let (mut plain, mut flushes) = (Vec::new(), Vec::new());
+        for step in 0..steps {
+            let keys = cache.quantized_counts().keys;
+            let start = std::time::Instant::now();
+            match attend {
+                true => drop(cache.attend(q.clone(), k.clone(), v.clone())?),
+                false => cache.append(k.clone(), v.clone())?,
+            }
+            wait(device)?;
+            let seconds = start.elapsed().as_secs_f64();
+            let flushed = cache.quantized_counts().keys > keys;
+            // The first period warms up.
+            if step >= period {
+                if flushed { &mut flushes } else { &mut plain }.push(seconds);
+            }
+        }
+        let flushes = if flushes.is_empty() { None } else { Some(Timing::of(flushes)?) };
+        Ok((Timing::of(plain)?, flushes))
+    });
+    let mut next = || timings.next().unwrap_or_else(|| Err(Error::plan("samples", 0, "of none")));
+    let ((append, append_flush), (step, step_flush)) = (next()?, next()?);
+    Ok(AppendPoint { cache: config.to_string(), context, append, append_flush, step, step_flush })
+}

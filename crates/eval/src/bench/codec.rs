@@ -1,0 +1,73 @@
+//! Quantizing and restoring whole tensors.
+
+use burn::tensor::{Distribution, Tensor};
+use kv_cubecl::{Bits, Granularity, On, Target, quantize};
+use serde::Serialize;
+
+use super::{Subject, Timing, time_in_turn, wait};
+use crate::Result;
+
+/// Quantizing and restoring one tensor.
+#[derive(Clone, Debug, Serialize)]
+pub struct CodecPoint {
+    /// Bits per code.
+    pub n_bits: u32,
+    /// `keys` for groups of tokens, `values` for groups of channels.
+    pub side: &'static str,
+    /// Bytes of the tensor in f32.
+    pub float_bytes: usize,
+    /// Seconds to quantize it.
+    pub quantize: Timing,
+    /// Seconds to restore it.
+    pub dequantize: Timing,
+}
+
+/// Times quantizing and restoring f32 `[1, heads, tokens, head_dim]` with all bits, keys and values in
+/// turn.
+///
+/// # Errors
+/// Those of [`quantize`].
+pub fn time_codec<T: Target>(
+    device: &On<T>,
+    [heads, tokens, head_dim]: [usize; 3],
+    group_size: usize,
+    samples: usize,
+) -> Result<Vec<CodecPoint>> {
+    let shape = [1, heads, tokens, head_dim];
+    let input = Tensor::<4>::random(shape, Distribution::Normal(0.0, 1.0), &**device);
+    let kinds: Vec<(&'static str, Granularity, Bits)> = [Bits::Two, Bits::Four, Bits::Eight]
+        .into_iter()
+        .flat_map(|bits| {
+            [("keys", Granularity::PerChannel, bits), ("values", Granularity::PerToken, bits)]
+        })
+        .collect();
+    let mut packed = Vec::with_capacity(kinds.len());
+    for &(_, granularity, bits) in &kinds {
+        packed.push(quantize(input.clone(), granularity, bits, group_size)?);
+    }
+    let quantizing = kinds.iter().map(|&(_, granularity, bits)| -> Subject<'_> {
+        let input = &input;
+        Box::new(move || {
+            quantize(input.clone(), granularity, bits, group_size)?;
+            wait(device)
+        })
+    });
+    let restoring = packed.iter().map(|packed| -> Subject<'_> {
+        Box::new(|| {
+            packed.dequantize();
+            wait(device)
+        })
+    });
+    let timings = time_in_turn(samples, quantizing.chain(restoring).collect())?;
+    let (quantize, dequantize) = timings.split_at(kinds.len());
+    let points = kinds.iter().zip(quantize).zip(dequantize);
+    Ok(points
+        .map(|((&(side, _, bits), &quantize), &dequantize)| CodecPoint {
+            n_bits: bits.n_bits(),
+            side,
+            float_bytes: size_of::<f32>() * shape.iter().product::<usize>(),
+            quantize,
+            dequantize,
+        })
+        .collect())
+}

@@ -1,0 +1,163 @@
+//! Speed: what attention, caches and whole models cost, as ratios measured in one run.
+//!
+//! Machines are shared and clocks vary, so everything that is compared is timed in turn, and every
+//! rate is put beside that of copying memory, measured in the same run.
+
+mod attention;
+mod codec;
+mod model;
+
+use std::{hint::black_box, time::Instant};
+
+use burn::tensor::Tensor;
+use kv_cubecl::{On, Target};
+use rayon::prelude::*;
+use serde::Serialize;
+
+pub use attention::{
+    AppendPoint, AttentionPlan, AttentionPoint, time_append, time_decode_attention,
+};
+pub use codec::{CodecPoint, time_codec};
+pub use model::{DecodePoint, PrefillPoint, time_decode, time_prefill};
+
+use crate::{Error, Result};
+
+/// Times of one thing, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Timing {
+    /// The middle one.
+    pub median: f64,
+    /// A tenth were faster.
+    pub low: f64,
+    /// A tenth were slower.
+    pub high: f64,
+    /// How many were taken.
+    pub samples: usize,
+}
+
+impl Timing {
+    /// Of samples, in any order.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for none.
+    pub fn of(mut seconds: Vec<f64>) -> Result<Self> {
+        if seconds.is_empty() {
+            return Err(Error::plan("samples", 0, "must be at least 1"));
+        }
+        let last = seconds.len() - 1;
+        let median = median(&mut seconds);
+        let at = |tenths: usize| seconds[(last * tenths + 5) / 10];
+        Ok(Self { median, low: at(1), high: at(9), samples: seconds.len() })
+    }
+
+    /// The same for a part of what was timed.
+    #[must_use]
+    pub fn divided_by(self, parts: f64) -> Self {
+        let Self { median, low, high, samples } = self;
+        Self { median: median / parts, low: low / parts, high: high / parts, samples }
+    }
+}
+
+/// The middle one, sorting in place.
+pub fn median(samples: &mut [f64]) -> f64 {
+    samples.sort_by(f64::total_cmp);
+    samples[samples.len() / 2]
+}
+
+/// Something to be timed again and again.
+pub type Subject<'a> = Box<dyn FnMut() -> Result<()> + 'a>;
+
+/// Rounds before the first that counts.
+const WARM_UP: usize = 2;
+
+/// Times each of `subjects` once per round, so that what else the machine does falls on all of them
+/// alike.
+///
+/// # Errors
+/// Those of the subjects, and [`Error::Plan`] for no rounds.
+pub fn time_in_turn(rounds: usize, mut subjects: Vec<Subject<'_>>) -> Result<Vec<Timing>> {
+    let mut seconds = vec![Vec::with_capacity(rounds); subjects.len()];
+    for round in 0..WARM_UP + rounds {
+        for (subject, seconds) in subjects.iter_mut().zip(&mut seconds) {
+            let start = Instant::now();
+            subject()?;
+            if round >= WARM_UP {
+                seconds.push(start.elapsed().as_secs_f64());
+            }
+        }
+    }
+    seconds.into_iter().map(Timing::of).collect()
+}
+
+/// Bytes copied per second between two buffers of `bytes` each: every one of them is read once and
+/// written once. On the CPU with all threads, elsewhere by the device.
+///
+/// # Errors
+/// [`Error::Device`].
+pub fn copy_bandwidth<T: Target>(device: &On<T>, bytes: usize, rounds: usize) -> Result<f64> {
+    let timing = match T::NAME {
+        "flex" => {
+            let source = vec![1u8; bytes];
+            let mut target = vec![0u8; bytes];
+            let part = bytes.div_ceil(rayon::current_num_threads());
+            let copy = move || {
+                let parts = target.par_chunks_mut(part).zip(source.par_chunks(part));
+                parts.for_each(|(target, source)| target.copy_from_slice(black_box(source)));
+                black_box(&target);
+                Ok(())
+            };
+            time_in_turn(rounds, vec![Box::new(copy)])?
+        }
+        _ => {
+            let source = Tensor::<1>::ones([bytes / size_of::<f32>()], &**device);
+            let copy = || {
+                // A clone would share the buffer. Reading an element back shows that it was written.
+                let copied = source.clone().add_scalar(1.0).narrow(0, 0, 1).try_into_data();
+                copied.map(drop).map_err(|error| Error::Device {
+                    cache: format!("copy on {}", T::NAME),
+                    why: format!("{error:?}"),
+                })
+            };
+            time_in_turn(rounds, vec![Box::new(copy)])?
+        }
+    };
+    Ok(bytes as f64 / timing[0].median)
+}
+
+/// Waits until the device has done what it was given.
+fn wait<T: Target>(device: &On<T>) -> Result<()> {
+    device.sync().map_err(|error| Error::Device {
+        cache: format!("on {}", T::NAME),
+        why: format!("{error:?}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_of_the_sorted_samples() {
+        let samples = (0..11).rev().map(f64::from).collect();
+        let timing = Timing::of(samples).unwrap();
+        assert_eq!((timing.low, timing.median, timing.high), (1.0, 5.0, 9.0));
+        assert!(Timing::of(vec![]).is_err());
+        let one = Timing::of(vec![3.0]).unwrap();
+        assert_eq!((one.low, one.median, one.high), (3.0, 3.0, 3.0));
+    }
+
+    #[test]
+    fn subjects_take_turns_and_warm_up_does_not_count() {
+        let order = std::cell::RefCell::new(Vec::new());
+        let subject = |name: char| -> Subject<'_> {
+            let order = &order;
+            Box::new(move || {
+                order.borrow_mut().push(name);
+                Ok(())
+            })
+        };
+        let timings = time_in_turn(3, vec![subject('a'), subject('b')]).unwrap();
+        assert_eq!(timings.iter().map(|t| t.samples).collect::<Vec<_>>(), [3, 3]);
+        assert_eq!(order.take(), "ab".repeat(5).chars().collect::<Vec<_>>());
+    }
+}

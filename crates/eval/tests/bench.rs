@@ -1,0 +1,124 @@
+//! `kv-eval bench`: every benchmark runs, reports what it was asked for, and names a wrong argument.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+#[allow(dead_code, reason = "each test program uses a part")]
+mod common;
+
+use std::fs;
+
+use common::{Workspace, kv_eval};
+use serde_json::Value;
+
+/// Runs a benchmark with `--json` and returns what it wrote.
+#[track_caller]
+fn bench(space: &Workspace, args: &[&str]) -> Value {
+    let json = space.path("bench.json");
+    let outcome = kv_eval(&[&["bench"], args, &["--samples", "2", "--json", &json]].concat());
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    assert!(outcome.stdout.contains("GB/s"), "the copy bandwidth is printed: {}", outcome.stdout);
+    let report: Value = serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+    assert_eq!(report["target"], "flex");
+    assert!(report["copy_bandwidth"].as_f64().unwrap() > 1e8);
+    report
+}
+
+#[track_caller]
+fn assert_timing(timing: &Value) {
+    let [low, median, high] = ["low", "median", "high"].map(|name| timing[name].as_f64().unwrap());
+    assert!(0.0 < low && low <= median && median <= high, "{timing}");
+}
+
+/// Cache and context of every point.
+fn points(report: &Value) -> Vec<(String, u64)> {
+    let points = report["points"].as_array().unwrap().iter();
+    points
+        .map(|point| {
+            let context = point.get("context").unwrap_or(&point["tokens"]);
+            (point["cache"].as_str().unwrap().to_string(), context.as_u64().unwrap())
+        })
+        .collect()
+}
+
+#[test]
+fn decode_attention_times_each_cache_at_each_context() {
+    let space = Workspace::new();
+    let plot = space.path("plot.svg");
+    let mut args = vec!["decode-attention", "--contexts", "40,300", "--working-set", "1"];
+    args.extend(["--cache", "float", "--cache", "k4v4", "--plot", &plot]);
+    for more in [vec![], vec!["--batch", "2", "--heads", "4", "--kv-heads", "2", "--tokens", "3"]] {
+        let report = bench(&space, &[args.clone(), more].concat());
+        let expected = [("float", 40), ("k4v4", 40), ("float", 300), ("k4v4", 300)];
+        assert_eq!(points(&report), expected.map(|(name, n)| (name.to_string(), n)));
+        let bytes: Vec<u64> = report["points"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .inspect(|point| assert_timing(&point["seconds"]))
+            .map(|point| point["bytes_read"].as_u64().unwrap())
+            .collect();
+        // 40 tokens are all in the window; of 300, most are packed.
+        assert_eq!(bytes[0], bytes[1]);
+        assert!(bytes[3] < bytes[2] * 2 / 3, "{bytes:?}");
+    }
+    assert!(fs::read_to_string(plot).unwrap().starts_with("<svg"));
+}
+
+#[test]
+fn flush_tells_the_steps_in_which_keys_leave_the_window() {
+    let space = Workspace::new();
+    let args = ["flush", "--contexts", "64", "--cache", "float", "--cache", "k2v2-g16-r16"];
+    let report = bench(&space, &args);
+    let points = report["points"].as_array().unwrap();
+    assert!(points[0]["append_flush"].is_null() && points[0]["step_flush"].is_null());
+    for field in ["append", "append_flush", "step", "step_flush"] {
+        assert_timing(&points[1][field]);
+    }
+    // Two windows of 16 steps were timed, in each of which one flushes.
+    assert_eq!(points[1]["append_flush"]["samples"], 2);
+    assert_eq!(points[1]["append"]["samples"], 30);
+}
+
+#[test]
+fn quantize_covers_bits_and_sides() {
+    let space = Workspace::new();
+    let report = bench(&space, &["quantize", "--shape", "2,64,32"]);
+    let points = report["points"].as_array().unwrap();
+    assert_eq!(points.len(), 6);
+    for point in points {
+        assert_eq!(point["float_bytes"], 4 * 2 * 64 * 32);
+        assert_timing(&point["quantize"]);
+        assert_timing(&point["dequantize"]);
+    }
+}
+
+#[test]
+fn models_decode_and_prefill() {
+    let space = Workspace::new();
+    let model = space.model();
+    for command in ["decode", "prefill"] {
+        let caches = ["--cache", "float", "--cache", "k2v2-g16-r16"];
+        let args = [command, "--model", &model, "--contexts", "20,60"];
+        let report = bench(&space, &[&args[..], &caches].concat());
+        assert_eq!(points(&report).len(), 4, "{command}");
+    }
+}
+
+#[test]
+fn a_wrong_argument_is_named() {
+    let space = Workspace::new();
+    let model = space.model();
+    for (args, part) in [
+        (vec!["decode-attention", "--heads", "5"], "heads 5: must be a multiple of the 3 kv heads"),
+        (vec!["decode-attention", "--samples", "0"], "samples 0: must be at least 1"),
+        (vec!["flush", "--batch", "0"], "batch 0: must be at least 1"),
+        (vec!["decode-attention", "--head-dim", "50", "--cache", "k2v2"], "head_dim"),
+        (vec!["quantize", "--group-size", "5"], "group_size 5"),
+        (vec!["decode", "--model", &model, "--contexts", "20,21"], "must be above 0 and ascend"),
+    ] {
+        let outcome = kv_eval(&[&["bench"], &args[..]].concat());
+        assert_ne!(outcome.code, 0, "{args:?}");
+        let lines = outcome.error_lines();
+        assert!(lines.len() == 1 && lines[0].contains(part), "{args:?}: {lines:?}");
+    }
+}
