@@ -82,7 +82,8 @@ fn flush_tells_the_steps_in_which_keys_leave_the_window() {
 #[test]
 fn quantize_covers_bits_and_sides() {
     let space = Workspace::new();
-    let report = bench(&space, &["quantize", "--shape", "2,64,32"]);
+    let report =
+        bench(&space, &["quantize", "--kv-heads", "2", "--tokens", "64", "--head-dim", "32"]);
     let points = report["points"].as_array().unwrap();
     assert_eq!(points.len(), 6);
     for point in points {

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use indicatif::ProgressBar;
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::{
@@ -109,9 +109,15 @@ pub(crate) struct ModelBench {
 pub(crate) struct CodecArgs {
     #[command(flatten)]
     common: Common,
-    /// Heads, tokens and channels of the tensor.
-    #[arg(long, value_delimiter = ',', num_args = 3, default_value = "3,8192,64")]
-    shape: Vec<usize>,
+    /// Heads of the tensor.
+    #[arg(long, default_value_t = 3)]
+    kv_heads: usize,
+    /// Tokens of the tensor.
+    #[arg(long, default_value_t = 8192)]
+    tokens: usize,
+    /// Channels per head.
+    #[arg(long, default_value_t = 64)]
+    head_dim: usize,
     /// Elements per group.
     #[arg(long, default_value_t = 32)]
     group_size: usize,
@@ -225,13 +231,11 @@ fn flush<T: Target>(args: &AttentionArgs) -> Result<()> {
 
 fn codec<T: Target>(args: &CodecArgs) -> Result<()> {
     let device = On::<T>::open()?;
-    let &[heads, tokens, head_dim] = args.shape.as_slice() else {
-        bail!("shape {:?}: must be three numbers", args.shape);
-    };
-    println!("f32 of {heads} heads, {tokens} tokens, {head_dim} channels on {}", T::NAME);
+    let CodecArgs { kv_heads, tokens, head_dim, group_size, .. } = *args;
+    println!("f32 of {kv_heads} heads, {tokens} tokens, {head_dim} channels on {}", T::NAME);
     let copied = copy(&device)?;
-    let shape = [heads, tokens, head_dim];
-    let points = time_codec(&device, shape, args.group_size, args.common.samples)?;
+    let shape = [kv_heads, tokens, head_dim];
+    let points = time_codec(&device, shape, group_size, args.common.samples)?;
     let mut table = Table::new(["side", "bits", "quantize us", "GB/s", "dequantize us", "GB/s"]);
     for point in &points {
         let rate = |t: Timing| format!("{:.2}", point.float_bytes as f64 / t.median / 1e9);
