@@ -1,5 +1,7 @@
 //! One layer's cache: attending while it grows, and what growing costs.
 
+use std::time::Instant;
+
 use burn::tensor::{Distribution, Tensor};
 use kv_cubecl::{CacheShape, KvCache, KvCacheConfig, On, Target};
 use serde::Serialize;
@@ -113,7 +115,7 @@ pub fn time_decode_attention<T: Target>(
 ) -> Result<Vec<AttentionPoint>> {
     plan.check()?;
     // Samples, and the rounds that do not count.
-    let room = plan.tokens * (plan.samples + 8);
+    let room = plan.tokens * (plan.samples + super::WARM_UP);
     let mut layers = Vec::with_capacity(caches.len());
     for config in caches {
         let cache = plan.filled(config, context, room, device)?;
@@ -183,12 +185,12 @@ pub fn time_append<T: Target>(
     let steps = (plan.samples + 1) * period;
     let q = plan.random(plan.n_heads, 1, device);
     let (k, v) = (plan.random(plan.n_kv_heads, 1, device), plan.random(plan.n_kv_heads, 1, device));
-    let mut timings = [false, true].into_iter().map(|attend| -> Result<_> {
+    let time = |attend: bool| -> Result<_> {
         let mut cache = plan.filled(config, context, steps, device)?;
         let (mut plain, mut flushes) = (Vec::new(), Vec::new());
         for step in 0..steps {
             let keys = cache.quantized_counts().keys;
-            let start = std::time::Instant::now();
+            let start = Instant::now();
             match attend {
                 true => drop(cache.attend(q.clone(), k.clone(), v.clone())?),
                 false => cache.append(k.clone(), v.clone())?,
@@ -203,8 +205,7 @@ pub fn time_append<T: Target>(
         }
         let flushes = if flushes.is_empty() { None } else { Some(Timing::of(flushes)?) };
         Ok((Timing::of(plain)?, flushes))
-    });
-    let mut next = || timings.next().unwrap_or_else(|| Err(Error::plan("samples", 0, "of none")));
-    let ((append, append_flush), (step, step_flush)) = (next()?, next()?);
+    };
+    let ((append, append_flush), (step, step_flush)) = (time(false)?, time(true)?);
     Ok(AppendPoint { cache: config.to_string(), context, append, append_flush, step, step_flush })
 }

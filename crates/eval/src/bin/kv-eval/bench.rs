@@ -32,7 +32,7 @@ pub(crate) enum Bench {
     /// Prompts passed into an empty cache.
     Prefill(ModelBench),
     /// Appending a token, and the steps in which the keys of the window are flushed.
-    Flush(AttentionArgs),
+    Flush(LayerArgs),
     /// Quantizing and restoring whole tensors.
     Quantize(CodecArgs),
 }
@@ -51,8 +51,9 @@ struct Common {
     json: Option<PathBuf>,
 }
 
+/// One layer's caches, and the lengths they are timed at.
 #[derive(Debug, clap::Args)]
-pub(crate) struct AttentionArgs {
+pub(crate) struct LayerArgs {
     #[command(flatten)]
     common: Common,
     /// A cache to time; repeatable. The first is what the others are compared with.
@@ -73,6 +74,12 @@ pub(crate) struct AttentionArgs {
     /// Channels per head.
     #[arg(long, default_value_t = 64)]
     head_dim: usize,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct AttentionArgs {
+    #[command(flatten)]
+    layer: LayerArgs,
     /// Tokens that are appended and attend at once.
     #[arg(long, default_value_t = 1)]
     tokens: usize,
@@ -136,7 +143,9 @@ struct Output<'a, P> {
 
 pub(crate) fn run(bench: &Bench) -> Result<()> {
     match bench {
-        Bench::DecodeAttention(args) => dispatch!(args.common.backend, Plain, attention(args)),
+        Bench::DecodeAttention(args) => {
+            dispatch!(args.layer.common.backend, Plain, attention(args))
+        }
         Bench::Flush(args) => dispatch!(args.common.backend, Plain, flush(args)),
         Bench::Quantize(args) => dispatch!(args.common.backend, Plain, codec(args)),
         Bench::Decode(args) => dispatch!(args.on.backend, Plain, decode(args)),
@@ -157,16 +166,19 @@ fn copy<T: Target>(device: &On<T>) -> Result<f64> {
 
 fn attention<T: Target>(args: &AttentionArgs) -> Result<()> {
     let device = On::<T>::open()?;
-    let plan = args.plan();
-    println!("decode attention of one layer on {}: {}", T::NAME, args.describe());
+    let AttentionArgs { layer, tokens, .. } = args;
+    let working_set = args.working_set << 20;
+    let plan = AttentionPlan { tokens: *tokens, working_set, ..layer.plan() };
+    let shape = format!("{}, {tokens} at once", layer.describe());
+    println!("decode attention of one layer on {}: {shape}", T::NAME);
     let copied = copy(&device)?;
     let mut table = Table::new([
         "context", "cache", "us", "10%", "90%", "KB read", "GB/s", "of copy", "speedup",
     ]);
     let mut points = Vec::new();
-    let bar = ProgressBar::new(args.contexts.len() as u64);
-    for &context in &args.contexts {
-        let at = time_decode_attention(&device, &plan, &args.caches, context)?;
+    let bar = ProgressBar::new(layer.contexts.len() as u64);
+    for &context in &layer.contexts {
+        let at = time_decode_attention(&device, &plan, &layer.caches, context)?;
         for point in &at {
             table.push([
                 context.to_string(),
@@ -187,13 +199,13 @@ fn attention<T: Target>(args: &AttentionArgs) -> Result<()> {
     print!("{table}");
     if let Some(path) = &args.plot {
         let named = points.iter().map(|p| (p.cache.as_str(), p.context, p.seconds.median * 1e6));
-        let title = format!("Decode attention on {}: {}", T::NAME, args.describe());
+        let title = format!("Decode attention on {}: {shape}", T::NAME);
         by_context(title, "microseconds per layer", true, named).write_svg(path)?;
     }
-    write(args.common.json.as_deref(), &device, copied, &points)
+    write(layer.common.json.as_deref(), &device, copied, &points)
 }
 
-fn flush<T: Target>(args: &AttentionArgs) -> Result<()> {
+fn flush<T: Target>(args: &LayerArgs) -> Result<()> {
     let device = On::<T>::open()?;
     let plan = args.plan();
     println!("appending a token to one layer on {}: {}", T::NAME, args.describe());
@@ -315,22 +327,23 @@ fn prefill<T: Target>(args: &ModelBench) -> Result<()> {
     write(args.json.as_deref(), &device, copied, &points)
 }
 
-impl AttentionArgs {
+impl LayerArgs {
+    /// A plan for one token at a time and one cache of a kind.
     fn plan(&self) -> AttentionPlan {
         AttentionPlan {
             batch: self.batch,
             n_heads: self.heads,
             n_kv_heads: self.kv_heads,
             head_dim: self.head_dim,
-            tokens: self.tokens,
-            working_set: self.working_set << 20,
+            tokens: 1,
+            working_set: 0,
             samples: self.common.samples,
         }
     }
 
     fn describe(&self) -> String {
-        let Self { batch, heads, kv_heads, head_dim, tokens, .. } = self;
-        format!("batch {batch}, {heads} query heads on {kv_heads} of {head_dim}, {tokens} at once")
+        let Self { batch, heads, kv_heads, head_dim, .. } = self;
+        format!("batch {batch}, {heads} query heads on {kv_heads} of {head_dim}")
     }
 }
 
