@@ -1,6 +1,10 @@
 //! Decode attention: one pass over the codes, threads over (batch, kv head, split).
 
-use core::ops::Range;
+use core::{
+    ops::Range,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+use std::sync::OnceLock;
 
 use burn::backend::Flex;
 use burn_flex::FlexTensor;
@@ -23,6 +27,9 @@ use crate::{
 
 /// Fewest tokens worth a thread's wake-up.
 const MIN_SPLIT: usize = 256;
+
+/// Tasks per thread: with more of them threads end together, although one wakes up late.
+const TASKS_PER_THREAD: usize = 4;
 
 /// Partial softmax of one split: per row the maximum m, the sum l and the unnormalized output o.
 struct Partial {
@@ -59,7 +66,7 @@ pub(super) fn decode_attention(
     if rows >= MANY_ROWS {
         return many_rows(query, state, layout, len, tokens, shape);
     }
-    let wanted = (2 * rayon::current_num_threads()).div_ceil(slices);
+    let wanted = (TASKS_PER_THREAD * rayon::current_num_threads()).div_ceil(slices);
     let group = layout.config().group_size;
     let n_splits = wanted.min(tokens / MIN_SPLIT.max(group)).max(1);
     // Splits meet between groups of keys.
@@ -76,7 +83,7 @@ pub(super) fn decode_attention(
     let partials: Vec<Partial> = match slices * n_splits {
         // Too little work to wake a thread for.
         n if tokens * slices < MIN_SPLIT => (0..n).map(task).collect(),
-        n => (0..n).into_par_iter().map(task).collect(),
+        n => with_this_thread(n, task),
     };
     let mut output = vec![0.0; query.len()];
     let mut lse = vec![0.0; slices * rows];
@@ -96,6 +103,26 @@ pub(super) fn decode_attention(
         }
     }
     (tensor(output, shape), tensor(lse, shapes::log_sum_exp(shape)))
+}
+
+/// The results of `n` tasks, to which this thread turns at once, while the others wake up.
+fn with_this_thread<T: Send + Sync>(n: usize, task: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    let next = AtomicUsize::new(0);
+    let results: Vec<OnceLock<T>> = (0..n).map(|_| OnceLock::new()).collect();
+    let work = || {
+        while let index = next.fetch_add(1, Ordering::Relaxed)
+            && index < n
+        {
+            let _ = results[index].set(task(index));
+        }
+    };
+    rayon::in_place_scope(|scope| {
+        for _ in 1..rayon::current_num_threads().min(n) {
+            scope.spawn(|_| work());
+        }
+        work();
+    });
+    results.into_iter().filter_map(OnceLock::into_inner).collect()
 }
 
 /// [`decode_attention`] of a chunk: blocks of rows against tiles of restored tokens, as matrix

@@ -245,6 +245,7 @@ fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
         keys.chunks_exact(group_words).take(tokens.div_ceil(group_size)).enumerate()
     {
         let (codes, params) = words.split_at(group_words - head_dim);
+        simd::prefetch(keys, (group + 1) * group_words, group_words);
         for ((&word, scale), min) in params.iter().zip(&mut scale).zip(&mut min) {
             (*scale, *min) = unpack_parameters(word);
         }
@@ -310,10 +311,11 @@ fn add_rows<S: Simd, const CODES: usize, const ROWS: usize>(
     let mut folded = [[0.0; TILE]; ROWS];
     for (tile, lines) in values.chunks(TILE * width).enumerate() {
         let count = lines.len() / width;
+        simd::prefetch(values, (tile + 1) * TILE * width, TILE * width);
         for group in 0..groups {
             // Gathered first, so that what follows is vectors.
             for (param, line) in params.iter_mut().zip(lines.chunks_exact(width)) {
-                *param = line[n_words + group];
+                *param = simd::load_alone(&line[n_words + group]);
             }
             for ((&word, scale), min) in params.iter().zip(&mut scale).zip(&mut min) {
                 (*scale, *min) = unpack_parameters(word);

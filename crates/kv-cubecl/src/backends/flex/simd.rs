@@ -33,6 +33,33 @@ pub(super) fn store<S: Simd, T: Scalar>(x: &mut [T], vector: Vector<S, T>) {
     unsafe { macerator::vstore_unaligned(x.as_mut_ptr(), vector) }
 }
 
+/// One element, by a load of its own: a gather of several, which the compiler would make of a loop,
+/// is slower.
+#[inline(always)]
+pub(super) fn load_alone(x: &u32) -> u32 {
+    // SAFETY: a reference is valid to read from.
+    unsafe { core::ptr::from_ref(x).read_volatile() }
+}
+
+/// Asks for `len` elements of `x` from `start` on, as far as there are so many, to be brought into
+/// the first-level cache.
+#[inline(always)]
+pub(super) fn prefetch(x: &[u32], start: usize, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        /// Elements of a cache line.
+        const LINE: usize = 16;
+        let end = x.len().min(start + len);
+        for line in x[start.min(end)..end].chunks(LINE) {
+            // SAFETY: a prefetch is a hint and every x86-64 processor has it.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (x, start, len);
+}
+
 /// Dot product.
 #[inline(always)]
 pub(super) fn dot<S: Simd>(a: &[f32], b: &[f32]) -> f32 {
@@ -58,54 +85,42 @@ pub(super) fn sum<S: Simd>(x: &[f32]) -> f32 {
     sum.reduce_add() + rest
 }
 
-/// `e^x` for `x <= 0`, within 2 ulp; 0 below -87. Branch-free, so that loops over it vectorize.
+/// `e^x` for `x` up to 87, within 2 ulp; 0 below -87.
 ///
 /// Cody-Waite reduction to `|r| <= ln2 / 2` and the degree-6 minimax polynomial of Cephes `expf`.
 #[inline(always)]
-pub(super) fn exp_nonpositive(x: f32) -> f32 {
+fn exp<S: Simd>(x: Vector<S, f32>) -> Vector<S, f32> {
+    const LOWEST: f32 = -87.0;
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
-    // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer.
-    const ROUND: f32 = 12_582_912.0;
-    let clamped = x.max(-87.0);
-    let n = (clamped * core::f32::consts::LOG2_E + ROUND) - ROUND;
-    let r = clamped - n * LN2_HIGH - n * LN2_LOW;
-    let mut p = 1.987_569_1e-4;
-    p = p * r + 1.398_199_9e-3;
-    p = p * r + 8.333_452e-3;
-    p = p * r + 4.166_579_6e-2;
-    p = p * r + 1.666_666_5e-1;
-    p = p * r + 0.5;
-    let y = p * r * r + r + 1.0;
-    let scaled = f32::from_bits(((n as i32 + 127) as u32) << 23) * y;
-    if x < -87.0 { 0.0 } else { scaled }
-}
-
-/// Independent partial results of a reduction, so that it vectorizes.
-pub(super) const LANES: usize = 16;
-
-/// Largest element, `-inf` of none.
-#[inline(always)]
-pub(super) fn max(x: &[f32]) -> f32 {
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let (chunks, rest) = x.as_chunks::<LANES>();
-    for chunk in chunks {
-        for (lane, &value) in lanes.iter_mut().zip(chunk) {
-            *lane = if value > *lane { value } else { *lane };
-        }
+    const POLYNOMIAL: [f32; 5] =
+        [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
+    // Adding 1.5 * 2^23 rounds to the nearest integer, whose low bits are then the float's.
+    let round = 12_582_912.0.splat();
+    // In this order NaN stays NaN on x86.
+    let clamped = LOWEST.splat::<S>().max(x);
+    let rounded = clamped.mul_add(core::f32::consts::LOG2_E.splat(), round);
+    let n = rounded - round;
+    let r = n.mul_add((-LN2_HIGH).splat(), clamped);
+    let r = n.mul_add((-LN2_LOW).splat(), r);
+    let mut p = 1.987_569_1e-4f32.splat::<S>();
+    for coefficient in POLYNOMIAL {
+        p = p.mul_add(r, coefficient.splat());
     }
-    lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max)
+    let y = p.mul_add(r * r, r + 1.0.splat());
+    let exponent = (rounded.reinterpret::<u32>() << 23) + (127u32 << 23).splat();
+    x.lt(LOWEST.splat()).select(0.0.splat(), exponent.reinterpret::<f32>() * y)
 }
 
 /// Dot products of `a` with four rows, sharing its loads and the reduction.
 #[inline(always)]
 pub(super) fn dot4(a: &[f32], rows: [&[f32]; 4]) -> [f32; 4] {
-    let (a_chunks, a_rest) = a.as_chunks::<LANES>();
-    let [r0, r1, r2, r3] = rows.map(|row| row.as_chunks::<LANES>());
-    let mut lanes = [[0.0; LANES]; 4];
+    let (a_chunks, a_rest) = a.as_chunks::<MAX_LANES>();
+    let [r0, r1, r2, r3] = rows.map(|row| row.as_chunks::<MAX_LANES>());
+    let mut lanes = [[0.0; MAX_LANES]; 4];
     let chunks = a_chunks.iter().zip(r0.0).zip(r1.0).zip(r2.0).zip(r3.0);
     for ((((a, b0), b1), b2), b3) in chunks {
-        for i in 0..LANES {
+        for i in 0..MAX_LANES {
             lanes[0][i] += a[i] * b0[i];
             lanes[1][i] += a[i] * b1[i];
             lanes[2][i] += a[i] * b2[i];
@@ -128,41 +143,39 @@ pub(super) fn dot4(a: &[f32], rows: [&[f32]; 4]) -> [f32; 4] {
     sums
 }
 
-#[inline(always)]
-fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            lanes[i] += lanes[i + width];
-        }
-        width /= 2;
-    }
-    lanes[0]
-}
-
 /// Replaces each score by `e^(score - maximum)` and returns their sum.
 #[macerator::with_simd]
 pub(in crate::backends::flex) fn exp_minus_max<S: Simd>(scores: &mut [f32], maximum: f32) -> f32 {
-    let mut lanes = [0.0; LANES];
-    let (chunks, rest) = scores.as_chunks_mut::<LANES>();
-    for chunk in chunks {
-        for (lane, score) in lanes.iter_mut().zip(chunk) {
-            *score = exp_nonpositive(*score - maximum);
-            *lane += *score;
-        }
+    let maximum = maximum.splat::<S>();
+    let mut sum = 0.0f32.splat::<S>();
+    let mut chunks = scores.chunks_exact_mut(f32::lanes::<S>());
+    for chunk in &mut chunks {
+        let e = exp(load(chunk) - maximum);
+        store(chunk, e);
+        sum += e;
     }
-    let mut sum = sum_lanes(lanes);
-    for score in rest {
-        *score = exp_nonpositive(*score - maximum);
-        sum += *score;
+    let rest = chunks.into_remainder();
+    if !rest.is_empty() {
+        let mut last = [f32::NEG_INFINITY; MAX_LANES];
+        last[..rest.len()].copy_from_slice(rest);
+        let e = exp(load(&last) - maximum);
+        store(&mut last, e);
+        rest.copy_from_slice(&last[..rest.len()]);
+        sum += e;
     }
-    sum
+    sum.reduce_add()
 }
 
 /// Largest element, `-inf` of none.
 #[macerator::with_simd]
 pub(in crate::backends::flex) fn maximum<S: Simd>(x: &[f32]) -> f32 {
-    max(x)
+    let mut largest = f32::NEG_INFINITY.splat::<S>();
+    let chunks = x.chunks_exact(f32::lanes::<S>());
+    let rest = chunks.remainder().iter().copied();
+    for chunk in chunks {
+        largest = load::<S, f32>(chunk).max(largest);
+    }
+    rest.fold(largest.reduce_max(), f32::max)
 }
 
 #[cfg(test)]
@@ -171,16 +184,17 @@ mod tests {
 
     #[test]
     fn exp_is_within_two_ulp_of_f64() {
-        for i in 0..870_000 {
-            let x = -(i as f32) * 1e-4;
-            let expected = (x as f64).exp();
-            let relative = (exp_nonpositive(x) as f64 - expected).abs() / expected;
+        let mut e: Vec<f32> = (0..870_000).map(|i| -(i as f32) * 1e-4).collect();
+        exp_minus_max(&mut e, 0.0);
+        for (i, e) in e.into_iter().enumerate() {
+            let expected = f64::from(-(i as f32) * 1e-4).exp();
+            let relative = (f64::from(e) - expected).abs() / expected;
             // 2 ulp of f32: 2 * 2^-23.
-            assert!(relative <= 2.4e-7, "exp({x}): relative error {relative}");
+            assert!(relative <= 2.4e-7, "exp(-{i}e-4): relative error {relative}");
         }
-        assert_eq!(exp_nonpositive(-88.0), 0.0);
-        assert_eq!(exp_nonpositive(f32::NEG_INFINITY), 0.0);
-        assert_eq!(exp_nonpositive(0.0), 1.0);
+        let mut edges = [-88.0, f32::NEG_INFINITY, 0.0];
+        assert_eq!(exp_minus_max(&mut edges, 0.0), 1.0);
+        assert_eq!(edges, [0.0, 0.0, 1.0]);
     }
 
     #[macerator::with_simd]

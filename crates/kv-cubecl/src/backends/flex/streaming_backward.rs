@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::{
     dims,
-    simd::exp_nonpositive,
+    simd::exp_minus_max,
     streaming::{Block, Matrix, Problem, gather, matmul, scores, split_band},
     tensor,
 };
@@ -106,8 +106,7 @@ fn backward_block(problem: &Problem, block: Block, inputs: &Inputs<'_>, outputs:
         let lse = inputs.lse[source(row)];
         let (seen, hidden) = p.split_at_mut(seen);
         hidden.fill(0.0);
-        // Rounding may leave a score a hair above the log-sum-exp of its row.
-        seen.iter_mut().for_each(|s| *s = exp_nonpositive((*s - lse).min(0.0)));
+        exp_minus_max(seen, lse);
     }
 
     // dV = P^T dO, apart for rows that saw the value quantized and for those that saw it in float.
