@@ -7,6 +7,8 @@
 
 pub mod cache;
 mod codec;
+#[cfg(all(test, feature = "cuda-source"))]
+mod cuda_source;
 pub mod decode_attention;
 pub mod quantize;
 pub mod streaming_attention;

@@ -1,10 +1,7 @@
 //! Decode attention: one pass over the codes, threads over (batch, kv head, split).
 
-use core::{
-    ops::Range,
-    sync::atomic::{AtomicUsize, Ordering},
-};
-use std::sync::OnceLock;
+use core::{iter, ops::Range};
+use std::sync::{Mutex, PoisonError};
 
 use burn::backend::Flex;
 use burn_flex::FlexTensor;
@@ -21,7 +18,7 @@ use super::{
 };
 use crate::{
     CacheState,
-    layout::{CacheLayout, Granularity, QuantSpec},
+    layout::{CacheLayout, Granularity, QuantSpec, QuantizedCounts},
     shapes,
 };
 
@@ -31,11 +28,50 @@ const MIN_SPLIT: usize = 256;
 /// Tasks per thread: with more of them threads end together, although one wakes up late.
 const TASKS_PER_THREAD: usize = 4;
 
-/// Partial softmax of one split: per row the maximum m, the sum l and the unnormalized output o.
-struct Partial {
-    m: Vec<f32>,
-    l: Vec<f32>,
-    o: Vec<f32>,
+/// Tokens whose scores a thread has in memory at once.
+const BLOCK: usize = 4096;
+
+/// A split of one slice, and its softmax: per row the maximum m, the sum l and the output o, not yet
+/// divided by l.
+struct Split<'a> {
+    slice: usize,
+    tokens: Range<usize>,
+    m: &'a mut [f32],
+    l: &'a mut [f32],
+    o: &'a mut [f32],
+}
+
+/// What one thread needs, each aligned to a cache line: vectors that cross lines are slow to write, and
+/// so are lines that another thread writes.
+struct Scratch<'a> {
+    /// Output of the rows.
+    o: &'a mut [f32],
+    /// Scores of a block.
+    scores: &'a mut [f32],
+    /// What the kernels need.
+    tile: &'a mut [f32],
+}
+
+impl<'a> Scratch<'a> {
+    /// Floats of a cache line.
+    const LINE: usize = 16;
+
+    /// For `threads` threads, of these lengths, in `memory`.
+    fn for_threads(
+        memory: &'a mut Vec<f32>,
+        threads: usize,
+        lens: [usize; 3],
+    ) -> impl Iterator<Item = Self> {
+        let [o, scores, tile] = lens.map(|len| len.next_multiple_of(Self::LINE));
+        let len = o + scores + tile;
+        memory.resize(threads * len + Self::LINE, 0.0);
+        let start = memory.as_ptr().align_offset(Self::LINE * size_of::<f32>());
+        memory[start..].chunks_exact_mut(len).map(move |memory| {
+            let (o_rows, memory) = memory.split_at_mut(o);
+            let (scores, tile) = memory.split_at_mut(scores);
+            Self { o: &mut o_rows[..lens[0]], scores, tile }
+        })
+    }
 }
 
 /// One (batch, kv head) slice of a cache.
@@ -66,63 +102,86 @@ pub(super) fn decode_attention(
     if rows >= MANY_ROWS {
         return many_rows(query, state, layout, len, tokens, shape);
     }
+    let scale = 1.0 / (head_dim as f32).sqrt();
+    let query: Vec<f32> = query.iter().map(|q| q * scale).collect();
     let wanted = (TASKS_PER_THREAD * rayon::current_num_threads()).div_ceil(slices);
-    let group = layout.config().group_size;
-    let n_splits = wanted.min(tokens / MIN_SPLIT.max(group)).max(1);
-    // Splits meet between groups of keys.
-    let sinks = layout.window().sink_tokens;
+    let n_splits = wanted.min(tokens / MIN_SPLIT.max(layout.config().group_size)).max(1);
     let bound = |split: usize| match split * tokens / n_splits {
-        token if split == n_splits || token <= sinks => token,
-        token => sinks + (token - sinks) / group * group,
+        _ if split == n_splits => tokens,
+        token => between_groups(layout, token),
     };
-    let task = |index: usize| {
+    let split_len = rows * (head_dim + 2);
+    let mut results = vec![0.0; slices * n_splits * split_len];
+    let splits = results.chunks_exact_mut(split_len).enumerate().map(|(index, result)| {
         let (slice, split) = (index / n_splits, index % n_splits);
-        let query = &query[slice * rows * head_dim..][..rows * head_dim];
-        Slice::new(state, layout, len, slice).attend(query, bound(split), bound(split + 1))
+        let (stats, o) = result.split_at_mut(2 * rows);
+        let (m, l) = stats.split_at_mut(rows);
+        Split { slice, tokens: bound(split)..bound(split + 1), m, l, o }
+    });
+    let threads = match tokens * slices < MIN_SPLIT {
+        true => 1,
+        false => rayon::current_num_threads().min(slices * n_splits),
     };
-    let partials: Vec<Partial> = match slices * n_splits {
-        // Too little work to wake a thread for.
-        n if tokens * slices < MIN_SPLIT => (0..n).map(task).collect(),
-        n => with_this_thread(n, task),
-    };
+    let longest = tokens / n_splits + layout.config().group_size;
+    let tile = TILE.max(packed::SCRATCH_ROWS) * head_dim;
+    let mut memory = Vec::new();
+    let lens = [rows * head_dim, rows * block(layout).min(longest), tile];
+    let scratch = Scratch::for_threads(&mut memory, threads, lens);
+    with_this_thread(scratch, splits, |scratch, split| {
+        let query = &query[split.slice * rows * head_dim..][..rows * head_dim];
+        Slice::new(state, layout, len, split.slice).attend(query, split, scratch);
+    });
     let mut output = vec![0.0; query.len()];
     let mut lse = vec![0.0; slices * rows];
-    for (slice, parts) in partials.chunks_exact(n_splits).enumerate() {
-        for row in 0..rows {
-            let m = parts.iter().map(|p| p.m[row]).fold(f32::NEG_INFINITY, f32::max);
-            let weights = parts.iter().map(|p| (p.m[row] - m).exp());
-            let l: f32 = weights.clone().zip(parts).map(|(w, p)| w * p.l[row]).sum();
-            lse[slice * rows + row] = m + l.ln();
-            let out = &mut output[(slice * rows + row) * head_dim..][..head_dim];
-            for (weight, part) in weights.zip(parts) {
-                let o = &part.o[row * head_dim..][..head_dim];
-                for (out, &o) in out.iter_mut().zip(o) {
-                    *out += weight / l * o;
-                }
+    let splits = |row: usize| {
+        let results = results.chunks_exact(split_len).skip(row / rows * n_splits).take(n_splits);
+        results.map(move |result| {
+            let (row, o) = (row % rows, 2 * rows + row % rows * head_dim);
+            (result[row], result[rows + row], &result[o..][..head_dim])
+        })
+    };
+    for (row, (out, lse)) in output.chunks_exact_mut(head_dim).zip(&mut lse).enumerate() {
+        let m = splits(row).map(|(m, ..)| m).fold(f32::NEG_INFINITY, f32::max);
+        let l: f32 = splits(row).map(|(split_m, l, _)| (split_m - m).exp() * l).sum();
+        *lse = m + l.ln();
+        for (split_m, _, o) in splits(row) {
+            let weight = (split_m - m).exp() / l;
+            for (out, &o) in out.iter_mut().zip(o) {
+                *out += weight * o;
             }
         }
     }
     (tensor(output, shape), tensor(lse, shapes::log_sum_exp(shape)))
 }
 
-/// The results of `n` tasks, to which this thread turns at once, while the others wake up.
-fn with_this_thread<T: Send + Sync>(n: usize, task: impl Fn(usize) -> T + Sync) -> Vec<T> {
-    let next = AtomicUsize::new(0);
-    let results: Vec<OnceLock<T>> = (0..n).map(|_| OnceLock::new()).collect();
-    let work = || {
-        while let index = next.fetch_add(1, Ordering::Relaxed)
-            && index < n
-        {
-            let _ = results[index].set(task(index));
-        }
+/// The last token, up to `token`, at which a group of packed keys may start.
+fn between_groups(layout: &CacheLayout, token: usize) -> usize {
+    let (sinks, group) = (layout.window().sink_tokens, layout.config().group_size);
+    if token <= sinks { token } else { sinks + (token - sinks) / group * group }
+}
+
+/// Tokens of a block: at least one group.
+fn block(layout: &CacheLayout) -> usize {
+    BLOCK.max(layout.config().group_size)
+}
+
+/// Does each task once, with a thread for each of `scratch`. This thread turns to them at once, while
+/// the others wake up.
+fn with_this_thread<S: Send, T: Send>(
+    mut scratch: impl Iterator<Item = S>,
+    tasks: impl Iterator<Item = T> + Send,
+    work: impl Fn(&mut S, T) + Sync,
+) {
+    let tasks = Mutex::new(tasks);
+    let work = &|mut scratch: S| {
+        let next = || tasks.lock().unwrap_or_else(PoisonError::into_inner).next();
+        iter::from_fn(next).for_each(|task| work(&mut scratch, task));
     };
+    let mine = scratch.next();
     rayon::in_place_scope(|scope| {
-        for _ in 1..rayon::current_num_threads().min(n) {
-            scope.spawn(|_| work());
-        }
-        work();
+        scratch.for_each(|scratch| scope.spawn(move |_| work(scratch)));
+        mine.map(work);
     });
-    results.into_iter().filter_map(OnceLock::into_inner).collect()
 }
 
 /// [`decode_attention`] of a chunk: blocks of rows against tiles of restored tokens, as matrix
@@ -183,7 +242,8 @@ impl<'a> Slice<'a> {
         let rows = query.len() / head_dim;
         let scale = 1.0 / (head_dim as f32).sqrt();
         let window = self.layout.window();
-        let (sinks, counts) = (window.sink_tokens, window.counts(self.len));
+        let (sinks, counts) = (window.sink_tokens, self.window_counts());
+        let mut widened = vec![0.0; TILE * head_dim];
         let query = Matrix::new(query, rows, head_dim, head_dim);
 
         let mut scores = vec![0.0; rows * tokens];
@@ -196,7 +256,7 @@ impl<'a> Slice<'a> {
             self.restored_tiles(self.keys, 0..packed, sinks, spec, &mut score);
         }
         let row = |token| self.layout.key_row(token);
-        self.float_tiles(0..tokens, sinks, counts.keys, row, score);
+        self.float_tiles(0..tokens, sinks, counts.keys, row, &mut widened, score);
 
         let mut sums = vec![0.0; rows];
         for ((row, sum), lse) in scores.chunks_exact_mut(tokens).zip(&mut sums).zip(lse) {
@@ -216,7 +276,7 @@ impl<'a> Slice<'a> {
             self.restored_tiles(self.values, 0..packed, sinks, spec, &mut add);
         }
         let row = |token| self.layout.value_row(token);
-        self.float_tiles(0..tokens, sinks, counts.values, row, add);
+        self.float_tiles(0..tokens, sinks, counts.values, row, &mut widened, add);
         for (out, sum) in output.chunks_exact_mut(head_dim).zip(sums) {
             out.iter_mut().for_each(|x| *x /= sum);
         }
@@ -250,68 +310,101 @@ impl<'a> Slice<'a> {
         }
     }
 
-    /// Attention of the rows of `query` over tokens `[start, end)`; of packed keys, `start` begins a
-    /// group.
-    fn attend(&self, query: &[f32], start: usize, end: usize) -> Partial {
-        let head_dim = self.layout.shape().head_dim;
-        let (rows, n) = (query.len() / head_dim, end - start);
-        let scale = 1.0 / (head_dim as f32).sqrt();
-        let query: Vec<f32> = query.iter().map(|q| q * scale).collect();
-        let window = self.layout.window();
-        let (sinks, counts) = (window.sink_tokens, window.counts(self.len));
+    /// Attention of the rows of `query`, which are scaled, over the tokens of a split; its first one
+    /// is [between groups](between_groups).
+    fn attend(&self, query: &[f32], split: Split<'_>, scratch: &mut Scratch<'_>) {
+        let Split { tokens, m, l, o: out, .. } = split;
+        let Scratch { o, scores, tile } = scratch;
+        let (head_dim, block) = (self.layout.shape().head_dim, block(self.layout));
+        m.fill(f32::NEG_INFINITY);
+        o.fill(0.0);
+        let mut start = tokens.start;
+        while start < tokens.end {
+            let end = match start + block {
+                end if end >= tokens.end => tokens.end,
+                end => between_groups(self.layout, end),
+            };
+            let n = end - start;
+            let scores = &mut scores[..m.len() * n];
+            self.score(query, start..end, scores, tile);
+            let rows = scores.chunks_exact_mut(n).zip(o.chunks_exact_mut(head_dim));
+            for ((scores, o), (m, l)) in rows.zip(m.iter_mut().zip(l.iter_mut())) {
+                let maximum = simd::maximum(scores).max(*m);
+                let kept = (*m - maximum).exp();
+                *l = *l * kept + simd::exp_minus_max(scores, maximum);
+                *m = maximum;
+                o.iter_mut().for_each(|o| *o *= kept);
+            }
+            self.add(scores, start..end, o, tile);
+            start = end;
+        }
+        out.copy_from_slice(o);
+    }
 
-        let mut scores = vec![0.0; rows * n];
-        let (from, to) = packed_range(start, end, sinks, counts.keys);
+    /// `scores[r * n + t] = query_r . key_t` of the `n` tokens.
+    fn score(
+        &self,
+        query: &[f32],
+        tokens: Range<usize>,
+        scores: &mut [f32],
+        scratch: &mut [f32],
+    ) {
+        let (head_dim, n, start) = (self.layout.shape().head_dim, tokens.len(), tokens.start);
+        let (sinks, packed) = (self.layout.window().sink_tokens, self.window_counts().keys);
+        let (from, to) = packed_range(start, tokens.end, sinks, packed);
         if let (Some(spec), true) = (self.layout.key_spec(), from < to) {
             if packed::serves(&spec) {
                 let out = &mut scores[from + sinks - start..];
-                packed::score(self.keys, &query, out, n, from..to, head_dim, &spec);
+                packed::score(self.keys, query, out, n, from..to, head_dim, &spec, scratch);
             } else {
                 self.restored_tiles(self.keys, from..to, sinks, spec, &mut |token, tile| {
-                    score_rows(&query, tile, &mut scores[token - start..], n, head_dim);
+                    score_rows(query, tile, &mut scores[token - start..], n, head_dim);
                 });
             }
         }
         let row = |token| self.layout.key_row(token);
-        self.float_tiles(start..end, sinks, counts.keys, row, |token, keys| {
-            score_rows(&query, keys, &mut scores[token - start..], n, head_dim);
+        self.float_tiles(tokens, sinks, packed, row, scratch, |token, keys| {
+            score_rows(query, keys, &mut scores[token - start..], n, head_dim);
         });
+    }
 
-        let m: Vec<f32> = scores.chunks_exact(n).map(simd::maximum).collect();
-        let rows_of_scores = scores.chunks_exact_mut(n);
-        let l = rows_of_scores.zip(&m).map(|(row, &m)| simd::exp_minus_max(row, m)).collect();
-
-        let mut o = vec![0.0; rows * head_dim];
-        let (from, to) = packed_range(start, end, sinks, counts.values);
+    /// `o_r += sum_t weights[r * n + t] * value_t` of the `n` tokens.
+    fn add(&self, weights: &[f32], tokens: Range<usize>, o: &mut [f32], scratch: &mut [f32]) {
+        let (head_dim, n, start) = (self.layout.shape().head_dim, tokens.len(), tokens.start);
+        let (sinks, packed) = (self.layout.window().sink_tokens, self.window_counts().values);
+        let (from, to) = packed_range(start, tokens.end, sinks, packed);
         if let (Some(spec), true) = (self.layout.value_spec(), from < to) {
             if packed::serves(&spec) {
-                let weights = &scores[from + sinks - start..];
-                packed::add(self.values, weights, n, &mut o, from..to, head_dim, &spec);
+                let weights = &weights[from + sinks - start..];
+                packed::add(self.values, weights, n, o, from..to, head_dim, &spec);
             } else {
                 self.restored_tiles(self.values, from..to, sinks, spec, &mut |token, tile| {
-                    add_rows(&scores[token - start..], n, tile, &mut o, head_dim);
+                    add_rows(&weights[token - start..], n, tile, o, head_dim);
                 });
             }
         }
         let row = |token| self.layout.value_row(token);
-        self.float_tiles(start..end, sinks, counts.values, row, |token, values| {
-            add_rows(&scores[token - start..], n, values, &mut o, head_dim);
+        self.float_tiles(tokens, sinks, packed, row, scratch, |token, values| {
+            add_rows(&weights[token - start..], n, values, o, head_dim);
         });
-        Partial { m, l, o }
+    }
+
+    fn window_counts(&self) -> QuantizedCounts {
+        self.layout.window().counts(self.len)
     }
 
     /// Calls `visit` with the first token and the float rows, in f32, of each run of tokens that
-    /// are not packed and lie next to one another.
+    /// are not packed and lie next to one another. `widened` has room for a tile.
     fn float_tiles(
         &self,
         tokens: Range<usize>,
         sinks: usize,
         packed: usize,
         row: impl Fn(usize) -> usize,
+        widened: &mut [f32],
         mut visit: impl FnMut(usize, &[f32]),
     ) {
         let head_dim = self.layout.shape().head_dim;
-        let mut widened = vec![0.0; TILE * head_dim];
         let first_recent = tokens.start.max(sinks + packed);
         for part in [tokens.start..tokens.end.min(sinks), first_recent..tokens.end] {
             let mut token = part.start;

@@ -19,6 +19,9 @@ use crate::layout::QuantSpec;
 /// Most query rows that share the unpacking of a word; more would spill 16 vector registers.
 const MAX_ROWS: usize = 4;
 
+/// Rows of `head_dim` elements that [`score`] needs for itself.
+pub(super) const SCRATCH_ROWS: usize = MAX_ROWS + 2;
+
 /// Tokens whose folded weights are in the first-level cache at once.
 const TILE: usize = 64;
 
@@ -53,6 +56,7 @@ fn runs(rows: usize) -> impl Iterator<Item = (usize, usize)> {
 }
 
 /// `scores[r * n + t] = query_r . key_t` of the packed keys of `tokens`, which start at a group.
+#[allow(clippy::too_many_arguments, reason = "slices of one problem")]
 pub(super) fn score(
     keys: &[u32],
     query: &[f32],
@@ -61,6 +65,7 @@ pub(super) fn score(
     tokens: Range<usize>,
     head_dim: usize,
     spec: &QuantSpec,
+    scratch: &mut [f32],
 ) {
     let start = spec.words(tokens.start, head_dim);
     for (row, rows) in runs(query.len() / head_dim) {
@@ -75,6 +80,7 @@ pub(super) fn score(
             tokens.len(),
             head_dim,
             group_size,
+            scratch,
         );
     }
 }
@@ -227,6 +233,7 @@ impl<S: Simd, const CODES: usize> Codes<S, CODES> {
 /// [`score`] of `ROWS` rows over `tokens` tokens; tokens are the lanes, so nothing is summed across
 /// a vector.
 #[macerator::with_simd]
+#[allow(clippy::too_many_arguments, reason = "slices of one problem")]
 fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
     keys: &[u32],
     query: &[f32],
@@ -235,28 +242,30 @@ fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
     tokens: usize,
     head_dim: usize,
     group_size: usize,
+    scratch: &mut [f32],
 ) {
     let lanes = u32::lanes::<S>();
     let group_words = (group_size / CODES + 1) * head_dim;
     let pairs = head_dim / 2;
-    let mut folded = vec![0.0; ROWS * head_dim];
-    let (mut scale, mut min) = (vec![0.0; head_dim], vec![0.0; head_dim]);
+    let (scale, scratch) = scratch.split_at_mut(head_dim);
+    let (min, scratch) = scratch.split_at_mut(head_dim);
+    let folded = &mut scratch[..ROWS * head_dim];
     for (group, words) in
         keys.chunks_exact(group_words).take(tokens.div_ceil(group_size)).enumerate()
     {
         let (codes, params) = words.split_at(group_words - head_dim);
         simd::prefetch(keys, (group + 1) * group_words, group_words);
-        for ((&word, scale), min) in params.iter().zip(&mut scale).zip(&mut min) {
+        for ((&word, scale), min) in params.iter().zip(&mut *scale).zip(&mut *min) {
             (*scale, *min) = unpack_parameters(word);
         }
         let (mut base, mut factors) = ([0.0; ROWS], [0.0; ROWS]);
         for r in 0..ROWS {
             let query = &query[r * head_dim..][..head_dim];
             let folded = &mut folded[r * head_dim..][..head_dim];
-            for ((folded, q), scale) in folded.iter_mut().zip(query).zip(&scale) {
+            for ((folded, q), scale) in folded.iter_mut().zip(query).zip(&*scale) {
                 *folded = q * scale;
             }
-            base[r] = dot::<S>(query, &min);
+            base[r] = dot::<S>(query, min);
             factors[r] = sum::<S>(folded);
         }
         let folded: [_; ROWS] = core::array::from_fn(|r| {
@@ -428,6 +437,7 @@ mod tests {
                 tokens,
                 HEAD_DIM,
                 GROUP,
+                &mut vec![f32::NAN; SCRATCH_ROWS * HEAD_DIM],
             );
             add_rows_impl::<S, CODES, ROWS>(values, weights, tokens, &mut o, HEAD_DIM, GROUP);
             [scores, o]

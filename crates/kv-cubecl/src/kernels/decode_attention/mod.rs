@@ -13,6 +13,8 @@
 mod base;
 mod kernel;
 mod launch;
+#[cfg(all(test, feature = "cuda-source"))]
+mod tests;
 
 pub(crate) use base::check;
 pub use base::{DecodeBlueprint, DecodeProblem};
