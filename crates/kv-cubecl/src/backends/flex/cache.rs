@@ -142,7 +142,7 @@ pub(super) fn flush(
             for (i, words) in tokens.skip(before.values).take(due) {
                 let token = sinks + i;
                 read(slice, chunk, token, layout.value_row(token), &mut row);
-                quantize::quantize_value(&row, words, spec.group_size, spec.n_bits);
+                quantize::quantize_values(&row, words, head_dim, &spec);
             }
         });
     }
@@ -158,7 +158,7 @@ fn for_each_slice(
     write: impl Fn(usize, &mut [u32]) + Sync,
 ) {
     /// Words that take as long to write as a thread to wake up.
-    const FEW: usize = 2048;
+    const FEW: usize = 16 * 1024;
     if words.len() / slice_words * due <= FEW {
         words.chunks_mut(slice_words).enumerate().for_each(|(i, words)| write(i, words));
     } else {

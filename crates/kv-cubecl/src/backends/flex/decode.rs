@@ -342,13 +342,7 @@ impl<'a> Slice<'a> {
     }
 
     /// `scores[r * n + t] = query_r . key_t` of the `n` tokens.
-    fn score(
-        &self,
-        query: &[f32],
-        tokens: Range<usize>,
-        scores: &mut [f32],
-        scratch: &mut [f32],
-    ) {
+    fn score(&self, query: &[f32], tokens: Range<usize>, scores: &mut [f32], scratch: &mut [f32]) {
         let (head_dim, n, start) = (self.layout.shape().head_dim, tokens.len(), tokens.start);
         let (sinks, packed) = (self.layout.window().sink_tokens, self.window_counts().keys);
         let (from, to) = packed_range(start, tokens.end, sinks, packed);

@@ -1,8 +1,9 @@
 //! Grouped quantization on slices.
 
 use half::f16;
-use macerator::Simd;
+use macerator::{Scalar, Simd, Vector};
 
+use super::simd::{MAX_LANES, load, store};
 use crate::layout::{Granularity, QuantSpec};
 
 /// Largest finite f16: parameters are f16, so inputs saturate here.
@@ -37,6 +38,34 @@ fn encode(x: f32, scale: f32, min: f32, max_code: f32) -> f32 {
     if scale == 0.0 { 0.0 } else { code }
 }
 
+/// A group's scale to divide by: of elements that are all alike it is zero, and their codes are 0.
+#[inline(always)]
+fn divisor(scale: f32) -> f32 {
+    if scale == 0.0 { f32::INFINITY } else { scale }
+}
+
+/// Codes of a vector of elements; `min` and `divisor` are theirs. As [`encode`], bit for bit.
+#[inline(always)]
+fn encode_vector<S: Simd>(
+    x: Vector<S, f32>,
+    min: Vector<S, f32>,
+    divisor: Vector<S, f32>,
+    max_code: u32,
+) -> Vector<S, u32> {
+    let x = x.max((-F16_MAX).splat()).min(F16_MAX.splat());
+    let code = (x - min) / divisor;
+    let code = code.max(0.0.splat()).min((max_code as f32).splat());
+    // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even; it is then the low bits.
+    (code + 12_582_912.0.splat()).reinterpret::<u32>() & max_code.splat()
+}
+
+/// The lesser and the greater of what was seen and `x`, which is left out where it is NaN.
+#[inline(always)]
+fn widen_range<S: Simd>(range: &mut [Vector<S, f32>; 2], x: Vector<S, f32>) {
+    range[0] = x.eq(x).select(x.min(range[0]), range[0]);
+    range[1] = x.eq(x).select(x.max(range[1]), range[1]);
+}
+
 /// Quantizes one group of keys, `rows` `[group_size, head_dim]`, into its words: code rows, then
 /// one parameter row, each `head_dim` wide.
 #[macerator::with_simd]
@@ -46,60 +75,127 @@ pub(super) fn quantize_keys<S: Simd>(
     head_dim: usize,
     n_bits: u32,
 ) {
-    let codes_per_word = 32 / n_bits as usize;
-    let max_code = ((1u32 << n_bits) - 1) as f32;
-    let (codes, params) = words.split_at_mut(words.len() - head_dim);
-    let mut min = vec![F16_MAX; head_dim];
-    let mut max = vec![-F16_MAX; head_dim];
-    for row in rows.chunks_exact(head_dim) {
-        for ((min, max), &x) in min.iter_mut().zip(&mut max).zip(row) {
-            *min = min.min(x);
-            *max = max.max(x);
+    let lanes = f32::lanes::<S>();
+    if head_dim < lanes {
+        // As many channels as a vector has, of which the last are nobody's.
+        let (mut wide_rows, mut wide_words) = (Vec::new(), vec![0; words.len() / head_dim * lanes]);
+        for row in rows.chunks_exact(head_dim) {
+            wide_rows.extend_from_slice(row);
+            wide_rows.resize(wide_rows.len() + lanes - head_dim, 0.0);
         }
+        quantize_channels::<S>(&wide_rows, &mut wide_words, 0, lanes, n_bits);
+        let wide = wide_words.chunks_exact(lanes);
+        for (line, wide) in words.chunks_exact_mut(head_dim).zip(wide) {
+            line.copy_from_slice(&wide[..head_dim]);
+        }
+        return;
     }
-    let mut scale = vec![0.0; head_dim];
-    for (((word, scale), min), max) in params.iter_mut().zip(&mut scale).zip(&mut min).zip(max) {
-        let clamped = (min.max(-F16_MAX), max.min(F16_MAX));
-        (*word, *scale, *min) = parameters(clamped.0, clamped.1, max_code);
+    for channel in (0..head_dim).step_by(lanes) {
+        // The last channels, some of them for the second time.
+        let channel = channel.min(head_dim - lanes);
+        quantize_channels::<S>(rows, words, channel, head_dim, n_bits);
     }
-    codes.fill(0);
-    for (token, row) in rows.chunks_exact(head_dim).enumerate() {
-        let shift = (token % codes_per_word) as u32 * n_bits;
-        let line = &mut codes[token / codes_per_word * head_dim..][..head_dim];
-        for (((word, &x), &scale), &min) in line.iter_mut().zip(row).zip(&scale).zip(&min) {
-            *word |= (encode(x, scale, min, max_code) as i32 as u32) << shift;
+}
+
+/// The part of [`quantize_keys`] for as many channels from `channel` on as a vector has lanes.
+#[inline(always)]
+fn quantize_channels<S: Simd>(
+    rows: &[f32],
+    words: &mut [u32],
+    channel: usize,
+    head_dim: usize,
+    n_bits: u32,
+) {
+    let (lanes, codes_per_word) = (f32::lanes::<S>(), 32 / n_bits as usize);
+    let max_code = (1u32 << n_bits) - 1;
+    let mut range = [F16_MAX.splat::<S>(), (-F16_MAX).splat()];
+    for row in rows.chunks_exact(head_dim) {
+        widen_range(&mut range, load(&row[channel..]));
+    }
+    let [mut min, mut max, mut divisors] = [[0.0; MAX_LANES]; 3];
+    store(&mut min, range[0].max((-F16_MAX).splat()));
+    store(&mut max, range[1].min(F16_MAX.splat()));
+    let (codes, params) = words.split_at_mut(words.len() - head_dim);
+    for (i, word) in params[channel..][..lanes].iter_mut().enumerate() {
+        let scale;
+        (*word, scale, min[i]) = parameters(min[i], max[i], max_code as f32);
+        divisors[i] = divisor(scale);
+    }
+    let (min, divisors) = (load::<S, f32>(&min), load::<S, f32>(&divisors));
+    let lines = codes.chunks_exact_mut(head_dim);
+    for (line, rows) in lines.zip(rows.chunks_exact(codes_per_word * head_dim)) {
+        let mut word = 0u32.splat::<S>();
+        for (i, row) in rows.chunks_exact(head_dim).enumerate() {
+            let code = encode_vector(load(&row[channel..]), min, divisors, max_code);
+            word |= code << (i as u32 * n_bits);
+        }
+        store(&mut line[channel..], word);
+    }
+}
+
+/// Quantizes tokens' values, rows of `[head_dim]`, each into its words: codes, `CODES` to a word, then
+/// parameters.
+#[macerator::with_simd]
+fn quantize_values_by<S: Simd, const CODES: usize>(
+    rows: &[f32],
+    words: &mut [u32],
+    head_dim: usize,
+    group_size: usize,
+) {
+    let (n_bits, lanes) = (32 / CODES as u32, f32::lanes::<S>());
+    let max_code = (1u32 << n_bits) - 1;
+    let (n_words, n_groups) = (head_dim / CODES, head_dim / group_size);
+    let tokens = rows.chunks_exact(head_dim).zip(words.chunks_exact_mut(n_words + n_groups));
+    for (row, words) in tokens {
+        let (codes, params) = words.split_at_mut(n_words);
+        let lines = codes.chunks_exact_mut(group_size / CODES);
+        for ((group, line), param) in row.chunks_exact(group_size).zip(lines).zip(params) {
+            let mut range = [F16_MAX.splat::<S>(), (-F16_MAX).splat()];
+            for part in group.chunks(MAX_LANES) {
+                let part = padded(part);
+                for i in (0..MAX_LANES).step_by(lanes) {
+                    widen_range(&mut range, load(&part[i..]));
+                }
+            }
+            let (min, max) = (range[0].reduce_min(), range[1].reduce_max());
+            let (word, scale, min) =
+                parameters(min.max(-F16_MAX), max.min(F16_MAX), max_code as f32);
+            *param = word;
+            let (min, divisor) = (min.splat::<S>(), divisor(scale).splat());
+            for (part, words) in group.chunks(MAX_LANES).zip(line.chunks_mut(MAX_LANES / CODES)) {
+                let part = padded(part);
+                let mut codes = [0; MAX_LANES];
+                for i in (0..MAX_LANES).step_by(lanes) {
+                    let code = encode_vector(load(&part[i..]), min, divisor, max_code);
+                    store(&mut codes[i..], code);
+                }
+                for (word, codes) in words.iter_mut().zip(codes.as_chunks::<CODES>().0) {
+                    *word = 0;
+                    for (i, code) in codes.iter().enumerate() {
+                        *word |= code << (i as u32 * n_bits);
+                    }
+                }
+            }
         }
     }
 }
 
-/// Quantizes one token's values `row` `[head_dim]` into its words: codes, then parameters.
-#[macerator::with_simd]
-pub(super) fn quantize_value<S: Simd>(
-    row: &[f32],
-    words: &mut [u32],
-    group_size: usize,
-    n_bits: u32,
-) {
-    let codes_per_word = 32 / n_bits as usize;
-    let max_code = ((1u32 << n_bits) - 1) as f32;
-    let (codes, params) = words.split_at_mut(row.len() / codes_per_word);
-    let lines = codes.chunks_exact_mut(group_size / codes_per_word);
-    for ((group, line), param) in row.chunks_exact(group_size).zip(lines).zip(params) {
-        let (mut min, mut max) = (F16_MAX, -F16_MAX);
-        for &x in group {
-            min = min.min(x);
-            max = max.max(x);
-        }
-        let (word, scale, min) = parameters(min.max(-F16_MAX), max.min(F16_MAX), max_code);
-        *param = word;
-        for (word, part) in line.iter_mut().zip(group.chunks_exact(codes_per_word)) {
-            *word = 0;
-            for (i, &x) in part.iter().enumerate() {
-                let code = encode(x, scale, min, max_code) as i32 as u32;
-                *word |= code << (i as u32 * n_bits);
-            }
-        }
-    }
+/// A whole number of vectors: `part`, then NaN, which is no part of a group's range.
+#[inline(always)]
+fn padded(part: &[f32]) -> [f32; MAX_LANES] {
+    let mut whole = [f32::NAN; MAX_LANES];
+    whole[..part.len()].copy_from_slice(part);
+    whole
+}
+
+/// Quantizes tokens' values, rows of `[head_dim]`.
+pub(super) fn quantize_values(rows: &[f32], words: &mut [u32], head_dim: usize, spec: &QuantSpec) {
+    let kernel = match spec.n_bits {
+        2 => quantize_values_by::<16>,
+        4 => quantize_values_by::<8>,
+        _ => quantize_values_by::<4>,
+    };
+    kernel(rows, words, head_dim, spec.group_size);
 }
 
 /// Restores one group of keys from its words.
@@ -160,12 +256,7 @@ pub(super) fn quantize_slice(input: &[f32], words: &mut [u32], head_dim: usize, 
                 quantize_keys(rows, words, head_dim, spec.n_bits);
             }
         }
-        Granularity::PerToken => {
-            let width = spec.words(1, head_dim);
-            for (row, words) in input.chunks_exact(head_dim).zip(words.chunks_exact_mut(width)) {
-                quantize_value(row, words, spec.group_size, spec.n_bits);
-            }
-        }
+        Granularity::PerToken => quantize_values(input, words, head_dim, spec),
     }
 }
 
