@@ -10,6 +10,7 @@ mod error;
 pub mod html;
 mod ids;
 pub mod layers;
+pub mod memory;
 mod perplexity;
 mod plan;
 pub mod program;

@@ -8,7 +8,7 @@ use kv_models::{LanguageModel, ModelCache};
 use serde::Serialize;
 
 use super::{Subject, Timing, time_in_turn, wait};
-use crate::{Error, Result};
+use crate::{Error, Result, memory::Tracking};
 
 /// Tokens per prefill pass.
 const PREFILL_CHUNK: usize = 512;
@@ -86,30 +86,51 @@ pub struct PrefillPoint {
     /// Tokens of the prompt.
     pub tokens: usize,
     /// Seconds to pass it, without the head.
-    pub seconds: f64,
+    pub seconds: Timing,
+    /// Bytes of the host that were allocated at once, the cache's own and those of passing.
+    pub peak_bytes: usize,
 }
 
-/// Times passing prompts of `lengths` tokens into empty caches, chunk by chunk, once each.
+/// Times passing prompts of `lengths` tokens into empty caches, chunk by chunk; each of `caches` in
+/// turn, `samples` times after once for the memory, which `memory`, the program's allocator, counts.
 ///
 /// # Errors
-/// The model's and the cache's errors.
-pub fn time_prefill<T: Target>(
+/// [`Error::Plan`] for no samples, and the model's and the cache's errors.
+pub fn time_prefill<T: Target, A>(
     device: &On<T>,
     model: &LanguageModel,
     caches: &[KvCacheConfig],
     lengths: &[usize],
+    samples: usize,
+    memory: &Tracking<A>,
     mut progress: impl FnMut(usize),
 ) -> Result<Vec<PrefillPoint>> {
     let mut points = Vec::with_capacity(caches.len() * lengths.len());
     let mut done = 0;
+    let mut pass = |config: &KvCacheConfig, tokens: usize| -> Result<f64> {
+        let start = Instant::now();
+        let mut cache = model.new_cache(config.with_capacity(tokens), 1, device)?;
+        let before = done;
+        done += prefill(device, model, &mut cache, tokens, |n| progress(before + n))?;
+        wait(device)?;
+        Ok(start.elapsed().as_secs_f64())
+    };
     for &tokens in lengths {
+        let mut peaks = Vec::with_capacity(caches.len());
         for config in caches {
-            let mut cache = model.new_cache(config.with_capacity(tokens), 1, device)?;
-            let (before, start) = (done, Instant::now());
-            done += prefill(device, model, &mut cache, tokens, |n| progress(before + n))?;
-            wait(device)?;
-            let seconds = start.elapsed().as_secs_f64();
-            points.push(PrefillPoint { cache: config.to_string(), tokens, seconds });
+            let (passed, peak) = memory.peak_of(|| pass(config, tokens));
+            passed?;
+            peaks.push(peak);
+        }
+        let mut seconds = vec![Vec::with_capacity(samples); caches.len()];
+        for _ in 0..samples {
+            for (config, seconds) in caches.iter().zip(&mut seconds) {
+                seconds.push(pass(config, tokens)?);
+            }
+        }
+        for ((config, seconds), peak_bytes) in caches.iter().zip(seconds).zip(peaks) {
+            let (cache, seconds) = (config.to_string(), Timing::of(seconds)?);
+            points.push(PrefillPoint { cache, tokens, seconds, peak_bytes });
         }
     }
     Ok(points)

@@ -18,6 +18,7 @@ use kv_eval::{
 use serde::Serialize;
 
 use crate::{
+    ALLOCATOR,
     common::{ModelArgs, write_json},
     source::{self, Source},
 };
@@ -28,9 +29,9 @@ pub(crate) enum Bench {
     /// of what copying memory reaches.
     DecodeAttention(AttentionArgs),
     /// Decode steps of a whole model by context length.
-    Decode(ModelBench),
+    Decode(DecodeArgs),
     /// Prompts passed into an empty cache.
-    Prefill(ModelBench),
+    Prefill(PrefillArgs),
     /// Appending a token, and the steps in which the keys of the window are flushed.
     Flush(LayerArgs),
     /// Quantizing and restoring whole tensors.
@@ -101,15 +102,30 @@ pub(crate) struct ModelBench {
     /// Context lengths to time at, ascending.
     #[arg(long, value_delimiter = ',', default_value = "512,2048,8000")]
     contexts: Vec<usize>,
-    /// Decode steps per cache and context length; the median counts.
-    #[arg(long, default_value_t = 15)]
-    samples: usize,
     /// Write the points here as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
     /// Draw tokens per second by context length here, as SVG.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct DecodeArgs {
+    #[command(flatten)]
+    bench: ModelBench,
+    /// Decode steps per cache and context length; the median counts.
+    #[arg(long, default_value_t = 15)]
+    samples: usize,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct PrefillArgs {
+    #[command(flatten)]
+    bench: ModelBench,
+    /// Times that each prompt is passed, after once for the memory; the median counts.
+    #[arg(long, default_value_t = 3)]
+    samples: usize,
 }
 
 #[derive(Debug, clap::Args)]
@@ -148,8 +164,8 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
         }
         Bench::Flush(args) => dispatch!(args.common.backend, Plain, flush(args)),
         Bench::Quantize(args) => dispatch!(args.common.backend, Plain, codec(args)),
-        Bench::Decode(args) => dispatch!(args.on.backend, Plain, decode(args)),
-        Bench::Prefill(args) => dispatch!(args.on.backend, Plain, prefill(args)),
+        Bench::Decode(args) => dispatch!(args.bench.on.backend, Plain, decode(args)),
+        Bench::Prefill(args) => dispatch!(args.bench.on.backend, Plain, prefill(args)),
     }
 }
 
@@ -264,15 +280,15 @@ fn codec<T: Target>(args: &CodecArgs) -> Result<()> {
     write(args.common.json.as_deref(), &device, copied, &points)
 }
 
-fn decode<T: Target>(args: &ModelBench) -> Result<()> {
+fn decode<T: Target>(DecodeArgs { bench: args, samples }: &DecodeArgs) -> Result<()> {
     let device = On::<T>::open()?;
     let Source { model, name, .. } = source::load(&args.on.model, &device)?;
-    println!("{name} on {}, median of {} decode steps", T::NAME, args.samples);
+    println!("{name} on {}, median of {samples} decode steps", T::NAME);
     let copied = copy(&device)?;
     let bar = args.progress(args.contexts.last().copied().unwrap_or(0));
     let set = |done: usize| bar.set_position(done as u64);
     let (caches, contexts) = (&args.caches, &args.contexts);
-    let points = time_decode(&device, &model, caches, contexts, args.samples, set)?;
+    let points = time_decode(&device, &model, caches, contexts, *samples, set)?;
     bar.finish_and_clear();
     let mut table =
         Table::new(["context", "cache", "ms/step", "10%", "90%", "tokens/s", "cache MB", "grown"]);
@@ -299,28 +315,32 @@ fn decode<T: Target>(args: &ModelBench) -> Result<()> {
     write(args.json.as_deref(), &device, copied, &points)
 }
 
-fn prefill<T: Target>(args: &ModelBench) -> Result<()> {
+fn prefill<T: Target>(PrefillArgs { bench: args, samples }: &PrefillArgs) -> Result<()> {
     let device = On::<T>::open()?;
     let Source { model, name, .. } = source::load(&args.on.model, &device)?;
-    println!("{name} on {}, prompts passed once", T::NAME);
+    println!("{name} on {}, prompts passed {samples} times", T::NAME);
     let copied = copy(&device)?;
-    let bar = args.progress(args.contexts.iter().sum());
+    let bar = args.progress(args.contexts.iter().sum::<usize>() * (samples + 1));
     let set = |done: usize| bar.set_position(done as u64);
-    let points = time_prefill(&device, &model, &args.caches, &args.contexts, set)?;
+    let (caches, contexts) = (&args.caches, &args.contexts);
+    let points = time_prefill(&device, &model, caches, contexts, *samples, &ALLOCATOR, set)?;
     bar.finish_and_clear();
-    let mut table = Table::new(["tokens", "cache", "seconds", "tokens/s"]);
+    let mut table = Table::new(["tokens", "cache", "seconds", "10%", "90%", "tokens/s", "peak MB"]);
     for point in &points {
         table.push([
             point.tokens.to_string(),
             point.cache.clone(),
-            format!("{:.2}", point.seconds),
-            format!("{:.1}", point.tokens as f64 / point.seconds),
+            format!("{:.2}", point.seconds.median),
+            format!("{:.2}", point.seconds.low),
+            format!("{:.2}", point.seconds.high),
+            format!("{:.1}", point.tokens as f64 / point.seconds.median),
+            format!("{:.2}", point.peak_bytes as f64 / 1e6),
         ]);
     }
     print!("{table}");
     if let Some(path) = &args.plot {
         let rates =
-            points.iter().map(|p| (p.cache.as_str(), p.tokens, p.tokens as f64 / p.seconds));
+            points.iter().map(|p| (p.cache.as_str(), p.tokens, p.tokens as f64 / p.seconds.median));
         let title = format!("Prompts through {name} on {}", T::NAME);
         by_context(title, "tokens per second", false, rates).write_svg(path)?;
     }

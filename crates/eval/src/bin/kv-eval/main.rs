@@ -11,12 +11,13 @@ mod source;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kv_eval::program::start;
+use kv_eval::{memory::Tracking, program::start};
+use mimalloc::MiMalloc;
 
 /// Activations are allocated and freed at every layer; the system's allocator gives the pages back
 /// and faults them in again each time.
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: Tracking<MiMalloc> = Tracking::new(MiMalloc);
 
 /// Evaluate language models with quantized KV caches.
 ///

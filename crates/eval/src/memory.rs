@@ -1,0 +1,74 @@
+//! What is allocated: [`Tracking`].
+
+use std::{
+    alloc::{GlobalAlloc, Layout},
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+};
+
+/// An allocator that counts what it hands out, for a program's `#[global_allocator]`.
+///
+/// Resident memory would not do: allocators keep what was freed, so a cache that fits into what loading
+/// a model left does not show.
+#[derive(Debug)]
+pub struct Tracking<A> {
+    inner: A,
+    allocations: AtomicUsize,
+    live: AtomicUsize,
+    peak: AtomicUsize,
+}
+
+impl<A> Tracking<A> {
+    /// Around `inner`, which does the work.
+    pub const fn new(inner: A) -> Self {
+        let (allocations, live) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        Self { inner, allocations, live, peak: AtomicUsize::new(0) }
+    }
+
+    /// Blocks handed out so far, reallocations included.
+    pub fn allocations(&self) -> usize {
+        self.allocations.load(Relaxed)
+    }
+
+    /// Runs `work` and returns its result and how many bytes more than before were allocated at once,
+    /// by whichever thread.
+    pub fn peak_of<T>(&self, work: impl FnOnce() -> T) -> (T, usize) {
+        let before = self.live.load(Relaxed);
+        self.peak.store(before, Relaxed);
+        let result = work();
+        (result, self.peak.load(Relaxed) - before)
+    }
+
+    fn add(&self, bytes: usize) {
+        self.allocations.fetch_add(1, Relaxed);
+        let live = self.live.fetch_add(bytes, Relaxed) + bytes;
+        self.peak.fetch_max(live, Relaxed);
+    }
+}
+
+// SAFETY: every call is passed on as it is.
+unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracking<A> {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        self.add(layout.size());
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        self.add(layout.size());
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        self.add(size);
+        self.live.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.realloc(memory, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        self.live.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.dealloc(memory, layout) }
+    }
+}
