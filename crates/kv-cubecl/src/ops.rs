@@ -75,21 +75,11 @@ pub trait KvCacheOps: Backend {
         skip: usize,
     ) -> FloatTensor<Self>;
 
-    /// Quantizes, in place, what leaves the residual window of a cache of `len` tokens when
-    /// `key` and `value` `[batch, n_kv_heads, m, head_dim]` are appended to it. To be followed by
-    /// [`append`](Self::append) of the same tokens.
+    /// Appends `key` and `value` `[batch, n_kv_heads, m, head_dim]` to a cache of `len` tokens, in
+    /// place: quantizes what leaves the residual window, and writes the new tokens that stay in float
+    /// into their slots.
     #[fusion(meta = |state, _key, _value, _layout, _len| state.clone())]
-    fn flush(
-        #[extension_type] state: CacheState<Self>,
-        key: FloatTensor<Self>,
-        value: FloatTensor<Self>,
-        layout: CacheLayout,
-        len: usize,
-    ) -> CacheState<Self>;
-
-    /// Writes, in place, those of the m new tokens that stay in float into their slots.
-    #[fusion(meta = |state, _key, _value, _layout, _len| state.clone())]
-    fn append(
+    fn write(
         #[extension_type] state: CacheState<Self>,
         key: FloatTensor<Self>,
         value: FloatTensor<Self>,

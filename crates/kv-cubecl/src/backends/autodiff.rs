@@ -112,7 +112,7 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
     }
 
     /// A cache is state, not part of the graph: what is written to it records no gradient.
-    fn flush(
+    fn write(
         state: CacheState<Self>,
         key: FloatTensor<Self>,
         value: FloatTensor<Self>,
@@ -120,19 +120,7 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         len: usize,
     ) -> CacheState<Self> {
         let (key, value) = (key.into_primitive(), value.into_primitive());
-        wrap(<B as KvCacheOps>::flush(unwrap(state), key, value, layout, len))
-    }
-
-    /// A cache is state, not part of the graph: what is written to it records no gradient.
-    fn append(
-        state: CacheState<Self>,
-        key: FloatTensor<Self>,
-        value: FloatTensor<Self>,
-        layout: CacheLayout,
-        len: usize,
-    ) -> CacheState<Self> {
-        let (key, value) = (key.into_primitive(), value.into_primitive());
-        wrap(<B as KvCacheOps>::append(unwrap(state), key, value, layout, len))
+        wrap(<B as KvCacheOps>::write(unwrap(state), key, value, layout, len))
     }
 
     /// Attention over a cache records no gradient; train with `streaming_attention`.

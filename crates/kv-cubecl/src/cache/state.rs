@@ -82,17 +82,13 @@ impl State {
         layout: CacheLayout,
         len: usize,
     ) {
-        let (device, tokens) = (self.floats.device(), key.dims()[2]);
+        let device = self.floats.device();
         let empty = |dtype| Tensor::<1, Int>::empty([1], (&device, dtype));
         let floats = Tensor::empty([1, 1, 1, 1], (&device, self.floats.dtype()));
         let hollow = Self { keys: empty(DType::U32), values: empty(DType::U32), floats };
-        let mut state = core::mem::replace(self, hollow).into_dispatch();
+        let state = core::mem::replace(self, hollow).into_dispatch();
         let (key, value) = (key.into_dispatch(), value.into_dispatch());
-        let window = layout.window();
-        if window.counts(len) != window.counts(len + tokens) {
-            state = <Dispatch as KvCacheOps>::flush(state, key.clone(), value.clone(), layout, len);
-        }
-        state = <Dispatch as KvCacheOps>::append(state, key, value, layout, len);
+        let state = <Dispatch as KvCacheOps>::write(state, key, value, layout, len);
         *self = Self {
             keys: Tensor::from_dispatch(state.keys),
             values: Tensor::from_dispatch(state.values),

@@ -18,7 +18,7 @@ use burn_cubecl::{
 use crate::{
     CacheState, KvCacheOps, SteGradient,
     kernels::{
-        cache::{self, CacheProblem},
+        cache::{self, CacheBindings, CacheProblem},
         decode_attention::{self, DecodeBindings, DecodeProblem},
         quantize::{self, RestoreProblem},
         streaming_attention::{self, BackwardBindings, ForwardBindings, StreamProblem},
@@ -86,7 +86,7 @@ impl KvCacheOps for CubeBackend {
         grad
     }
 
-    fn flush(
+    fn write(
         state: CacheState<Self>,
         key: FloatTensor<Self>,
         value: FloatTensor<Self>,
@@ -94,35 +94,33 @@ impl KvCacheOps for CubeBackend {
         len: usize,
     ) -> CacheState<Self> {
         let problem = cache_problem(&state, &key, layout, len);
-        let floats = into_contiguous(state.floats);
-        let client = floats.client.clone();
-        let (mut keys, mut values) = (state.keys, state.values);
-        if let Some(spec) = layout.key_spec() {
+        let CacheState { mut keys, mut values, floats } = state;
+        let floats = writable(into_contiguous(floats));
+        let (key, value) = (into_contiguous(key), into_contiguous(value));
+        let [key_flush, value_flush] = problem.flushes();
+        if key_flush {
             keys = writable(keys);
-            let key = arg(&into_contiguous(key));
-            cache::launch_flush_keys(&client, arg(&floats), key, arg(&keys), &problem, spec);
         }
-        if let Some(spec) = layout.value_spec() {
+        if value_flush {
             values = writable(values);
-            let value = arg(&into_contiguous(value));
-            cache::launch_flush_values(&client, arg(&floats), value, arg(&values), &problem, spec);
+        }
+        let client = &floats.client;
+        if problem.added == 1 {
+            let (keys, values, floats) = (arg(&keys), arg(&values), arg(&floats));
+            let bindings = CacheBindings { keys, values, floats };
+            cache::launch_write_token(client, arg(&key), arg(&value), bindings, &problem);
+        } else {
+            let float = || arg(&floats);
+            if let Some(spec) = layout.key_spec() {
+                cache::launch_flush_keys(client, float(), arg(&key), arg(&keys), &problem, spec);
+            }
+            if let Some(spec) = layout.value_spec() {
+                let (value, values) = (arg(&value), arg(&values));
+                cache::launch_flush_values(client, float(), value, values, &problem, spec);
+            }
+            cache::launch_append(client, arg(&key), arg(&value), [float(), float()], &problem);
         }
         CacheState { keys, values, floats }
-    }
-
-    fn append(
-        state: CacheState<Self>,
-        key: FloatTensor<Self>,
-        value: FloatTensor<Self>,
-        layout: CacheLayout,
-        len: usize,
-    ) -> CacheState<Self> {
-        let problem = cache_problem(&state, &key, layout, len);
-        let floats = writable(into_contiguous(state.floats));
-        let (key, value) = (into_contiguous(key), into_contiguous(value));
-        let both = [arg(&floats), arg(&floats)];
-        cache::launch_append(&floats.client, arg(&key), arg(&value), both, &problem);
-        CacheState { keys: state.keys, values: state.values, floats }
     }
 
     fn decode_attention(

@@ -91,14 +91,15 @@ fn round(row: &mut [f32], float: CacheFloat) {
     }
 }
 
+/// Quantizes what leaves the window when `key` and `value` are appended.
 pub(super) fn flush(
     mut state: CacheState<Flex>,
-    key: FlexTensor,
-    value: FlexTensor,
+    key: &FlexTensor,
+    value: &FlexTensor,
     layout: &CacheLayout,
     len: usize,
 ) -> CacheState<Flex> {
-    let [_, _, added, head_dim]: [usize; 4] = dims(&key);
+    let [_, _, added, head_dim]: [usize; 4] = dims(key);
     let window = layout.window();
     let (before, after) = (window.counts(len), window.counts(len + added));
     let (sinks, float) = (window.sink_tokens, layout.config().float);
@@ -166,14 +167,15 @@ fn for_each_slice(
     }
 }
 
+/// Writes those of the new tokens that stay in float into their slots.
 pub(super) fn append(
     mut state: CacheState<Flex>,
-    key: FlexTensor,
-    value: FlexTensor,
+    key: &FlexTensor,
+    value: &FlexTensor,
     layout: &CacheLayout,
     len: usize,
 ) -> CacheState<Flex> {
-    let [_, _, added, head_dim]: [usize; 4] = dims(&key);
+    let [_, _, added, head_dim]: [usize; 4] = dims(key);
     let window = layout.window();
     let end = len + added;
     let (sinks, float_rows) = (window.sink_tokens, layout.float_rows());

@@ -95,24 +95,16 @@ impl KvCacheOps for Flex {
         grad
     }
 
-    fn flush(
+    fn write(
         state: CacheState<Self>,
         key: FloatTensor<Self>,
         value: FloatTensor<Self>,
         layout: CacheLayout,
         len: usize,
     ) -> CacheState<Self> {
-        cache::flush(state, key.to_contiguous(), value.to_contiguous(), &layout, len)
-    }
-
-    fn append(
-        state: CacheState<Self>,
-        key: FloatTensor<Self>,
-        value: FloatTensor<Self>,
-        layout: CacheLayout,
-        len: usize,
-    ) -> CacheState<Self> {
-        cache::append(state, key.to_contiguous(), value.to_contiguous(), &layout, len)
+        let (key, value) = (key.to_contiguous(), value.to_contiguous());
+        let state = cache::flush(state, &key, &value, &layout, len);
+        cache::append(state, &key, &value, &layout, len)
     }
 
     fn decode_attention(

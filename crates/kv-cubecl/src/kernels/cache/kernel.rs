@@ -49,6 +49,114 @@ fn read<R: Float>(
     saturate(x)
 }
 
+/// Quantizes one channel of a group of keys into its words.
+#[cube]
+fn flush_key<R: Float>(
+    floats: &[R],
+    chunk: &[f32],
+    words: &mut [u32],
+    slice: usize,
+    group: usize,
+    channel: usize,
+    slice_words: usize,
+    source: &Source,
+    #[comptime] group_size: usize,
+    #[comptime] n_bits: u32,
+) {
+    let codes_per_word = comptime!(32 / n_bits as usize);
+    let code_rows = comptime!(group_size / (32 / n_bits as usize));
+    let head_dim = source.head_dim;
+    let token = source.sinks + group * group_size;
+    let mut min = f32::new(F16_MAX);
+    let mut max = f32::new(-F16_MAX);
+    for i in 0..group_size {
+        let x = read::<R>(floats, chunk, slice, token + i, channel, source);
+        min = clamp_max(min, x);
+        max = clamp_min(max, x);
+    }
+    let params = parameters(min, max, n_bits);
+    let scale = scale_of(params);
+    let min = min_of(params);
+    let base = slice * slice_words + group * (code_rows + 1) * head_dim + channel;
+    for line in 0..code_rows {
+        let mut word = 0u32;
+        for i in 0..codes_per_word {
+            let at = token + line * codes_per_word + i;
+            let x = read::<R>(floats, chunk, slice, at, channel, source);
+            word |= encode(x, scale, min, n_bits) << (i as u32 * n_bits);
+        }
+        words[base + line * head_dim] = word;
+    }
+    words[base + code_rows * head_dim] = params;
+}
+
+/// Quantizes one group of a token's values, `index` after the sinks, into its words.
+#[cube]
+fn flush_value<R: Float>(
+    floats: &[R],
+    chunk: &[f32],
+    words: &mut [u32],
+    slice: usize,
+    index: usize,
+    group: usize,
+    slice_words: usize,
+    source: &Source,
+    #[comptime] group_size: usize,
+    #[comptime] n_bits: u32,
+) {
+    let codes_per_word = comptime!(32 / n_bits as usize);
+    let group_words = comptime!(group_size / (32 / n_bits as usize));
+    let groups = source.head_dim / group_size;
+    let token = source.sinks + index;
+    let channel = group * group_size;
+    let mut min = f32::new(F16_MAX);
+    let mut max = f32::new(-F16_MAX);
+    for i in 0..group_size {
+        let x = read::<R>(floats, chunk, slice, token, channel + i, source);
+        min = clamp_max(min, x);
+        max = clamp_min(max, x);
+    }
+    let params = parameters(min, max, n_bits);
+    let scale = scale_of(params);
+    let min = min_of(params);
+    let base = slice * slice_words + index * groups * (group_words + 1);
+    for at in 0..group_words {
+        let mut word = 0u32;
+        for i in 0..codes_per_word {
+            let at = channel + at * codes_per_word + i;
+            let x = read::<R>(floats, chunk, slice, token, at, source);
+            word |= encode(x, scale, min, n_bits) << (i as u32 * n_bits);
+        }
+        words[base + group * group_words + at] = word;
+    }
+    words[base + groups * group_words + group] = params;
+}
+
+/// Stores one element of the chunk, unless its token is between the sinks and `first_float` and so is
+/// packed already. Rows narrower than f32 saturate.
+#[cube]
+fn store<R: Float>(
+    chunk: &[f32],
+    floats: &mut [R],
+    slice: usize,
+    token: usize,
+    channel: usize,
+    first_float: usize,
+    source: &Source,
+    #[comptime] saturating: bool,
+) {
+    if token < source.sinks || token >= first_float {
+        let from = slice * source.added + token - source.len;
+        let to = slice * source.float_rows + row_of(token, source);
+        let x = chunk[from * source.head_dim + channel];
+        if comptime!(saturating) {
+            floats[to * source.head_dim + channel] = R::cast_from(saturate(x));
+        } else {
+            floats[to * source.head_dim + channel] = R::cast_from(x);
+        }
+    }
+}
+
 /// One unit per (slice, group, channel).
 #[cube(launch)]
 pub(super) fn flush_keys<R: Float>(
@@ -65,34 +173,21 @@ pub(super) fn flush_keys<R: Float>(
     #[define(R)] _dtype: ElemType,
 ) {
     if ABSOLUTE_POS < n {
-        let codes_per_word = comptime!(32 / n_bits as usize);
-        let code_rows = comptime!(group_size / (32 / n_bits as usize));
-        let head_dim = source.head_dim;
-        let channel = ABSOLUTE_POS % head_dim;
-        let group = first_group + ABSOLUTE_POS / head_dim % groups;
-        let slice = ABSOLUTE_POS / head_dim / groups;
-        let token = source.sinks + group * group_size;
-        let mut min = f32::new(F16_MAX);
-        let mut max = f32::new(-F16_MAX);
-        for i in 0..group_size {
-            let x = read::<R>(floats, chunk, slice, token + i, channel, &source);
-            min = clamp_max(min, x);
-            max = clamp_min(max, x);
-        }
-        let params = parameters(min, max, n_bits);
-        let scale = scale_of(params);
-        let min = min_of(params);
-        let base = slice * slice_words + group * (code_rows + 1) * head_dim + channel;
-        for line in 0..code_rows {
-            let mut word = 0u32;
-            for i in 0..codes_per_word {
-                let at = token + line * codes_per_word + i;
-                let x = read::<R>(floats, chunk, slice, at, channel, &source);
-                word |= encode(x, scale, min, n_bits) << (i as u32 * n_bits);
-            }
-            words[base + line * head_dim] = word;
-        }
-        words[base + code_rows * head_dim] = params;
+        let channel = ABSOLUTE_POS % source.head_dim;
+        let row = ABSOLUTE_POS / source.head_dim;
+        let group = first_group + row % groups;
+        flush_key::<R>(
+            floats,
+            chunk,
+            words,
+            row / groups,
+            group,
+            channel,
+            slice_words,
+            &source,
+            group_size,
+            n_bits,
+        );
     }
 }
 
@@ -112,40 +207,25 @@ pub(super) fn flush_values<R: Float>(
     #[define(R)] _dtype: ElemType,
 ) {
     if ABSOLUTE_POS < n {
-        let codes_per_word = comptime!(32 / n_bits as usize);
-        let group_words = comptime!(group_size / (32 / n_bits as usize));
         let groups = source.head_dim / group_size;
-        let group = ABSOLUTE_POS % groups;
-        let index = first_token + ABSOLUTE_POS / groups % tokens;
-        let slice = ABSOLUTE_POS / groups / tokens;
-        let token = source.sinks + index;
-        let channel = group * group_size;
-        let mut min = f32::new(F16_MAX);
-        let mut max = f32::new(-F16_MAX);
-        for i in 0..group_size {
-            let x = read::<R>(floats, chunk, slice, token, channel + i, &source);
-            min = clamp_max(min, x);
-            max = clamp_min(max, x);
-        }
-        let params = parameters(min, max, n_bits);
-        let scale = scale_of(params);
-        let min = min_of(params);
-        let base = slice * slice_words + index * groups * (group_words + 1);
-        for at in 0..group_words {
-            let mut word = 0u32;
-            for i in 0..codes_per_word {
-                let at = channel + at * codes_per_word + i;
-                let x = read::<R>(floats, chunk, slice, token, at, &source);
-                word |= encode(x, scale, min, n_bits) << (i as u32 * n_bits);
-            }
-            words[base + group * group_words + at] = word;
-        }
-        words[base + groups * group_words + group] = params;
+        let row = ABSOLUTE_POS / groups;
+        let index = first_token + row % tokens;
+        flush_value::<R>(
+            floats,
+            chunk,
+            words,
+            row / tokens,
+            index,
+            ABSOLUTE_POS % groups,
+            slice_words,
+            &source,
+            group_size,
+            n_bits,
+        );
     }
 }
 
-/// Stores one side of the chunk, one unit per (slice, token, channel); tokens between the sinks and
-/// `first_float` are packed already. Rows narrower than f32 saturate.
+/// Stores one side of the chunk, one unit per (slice, token, channel).
 #[cube(launch)]
 pub(super) fn append<R: Float>(
     chunk: &[f32],
@@ -157,18 +237,123 @@ pub(super) fn append<R: Float>(
     #[define(R)] _dtype: ElemType,
 ) {
     if ABSOLUTE_POS < n {
-        let head_dim = source.head_dim;
-        let channel = ABSOLUTE_POS % head_dim;
-        let token = source.len + ABSOLUTE_POS / head_dim % source.added;
-        let slice = ABSOLUTE_POS / head_dim / source.added;
-        if token < source.sinks || token >= first_float {
-            let row = slice * source.float_rows + row_of(token, &source);
-            let x = chunk[ABSOLUTE_POS];
-            if comptime!(saturating) {
-                floats[row * head_dim + channel] = R::cast_from(saturate(x));
-            } else {
-                floats[row * head_dim + channel] = R::cast_from(x);
+        let channel = ABSOLUTE_POS % source.head_dim;
+        let row = ABSOLUTE_POS / source.head_dim;
+        let token = source.len + row % source.added;
+        let slice = row / source.added;
+        store::<R>(chunk, floats, slice, token, channel, first_float, &source, saturating);
+    }
+}
+
+/// What changes the generated code of [`write_token`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct TokenBlueprint {
+    /// Elements per group.
+    pub(super) group_size: usize,
+    /// Bits of packed keys, 0 if keys are in float.
+    pub(super) key_bits: u32,
+    /// Bits of packed values, 0 if values are in float.
+    pub(super) value_bits: u32,
+    /// Whether rows are narrower than f32.
+    pub(super) saturating: bool,
+}
+
+impl TokenBlueprint {
+    /// Channels of the values that one unit writes: those it quantizes.
+    pub(super) const fn run(&self) -> usize {
+        if self.value_bits == 0 { 1 } else { self.group_size }
+    }
+}
+
+/// Run-time numbers of [`write_token`], per side.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct TokenArgs {
+    /// Where tokens are.
+    pub(super) source: Source,
+    /// First token after the sinks that stays in float.
+    pub(super) first_float: usize,
+    /// First group of keys, or value after the sinks, that leaves the window.
+    pub(super) first: usize,
+    /// How many leave it; of values at most one.
+    pub(super) due: usize,
+    /// Words of a slice.
+    pub(super) slice_words: usize,
+}
+
+/// Appends one token, both sides, with all that leaves the window for it: one unit per (slice, group of
+/// keys that leaves or one, channel), then one per (slice, group of the value).
+///
+/// A slot that is read for what leaves and written for what comes belongs to one unit: of keys it can
+/// only be in the first group that leaves.
+#[cube(launch)]
+#[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
+pub(super) fn write_token<R: Float>(
+    key: &[f32],
+    value: &[f32],
+    floats: &mut [R],
+    key_words: &mut [u32],
+    value_words: &mut [u32],
+    keys: TokenArgs,
+    values: TokenArgs,
+    n_keys: usize,
+    n: usize,
+    #[comptime] bp: TokenBlueprint,
+    #[define(R)] _dtype: ElemType,
+) {
+    let token = keys.source.len;
+    if ABSOLUTE_POS < n_keys {
+        let channel = ABSOLUTE_POS % keys.source.head_dim;
+        let row = ABSOLUTE_POS / keys.source.head_dim;
+        let mut groups = keys.due;
+        if groups == 0 {
+            groups = 1usize;
+        }
+        let slice = row / groups;
+        if comptime!(bp.key_bits > 0) {
+            if keys.due > 0 {
+                flush_key::<R>(
+                    &*floats,
+                    key,
+                    key_words,
+                    slice,
+                    keys.first + row % groups,
+                    channel,
+                    keys.slice_words,
+                    &keys.source,
+                    bp.group_size,
+                    bp.key_bits,
+                );
             }
+        }
+        if row.is_multiple_of(groups) {
+            let first = keys.first_float;
+            store::<R>(key, floats, slice, token, channel, first, &keys.source, bp.saturating);
+        }
+    } else if ABSOLUTE_POS < n {
+        let unit = ABSOLUTE_POS - n_keys;
+        let runs = values.source.head_dim / comptime!(bp.run());
+        let slice = unit / runs;
+        if comptime!(bp.value_bits > 0) {
+            if values.due > 0 {
+                flush_value::<R>(
+                    &*floats,
+                    value,
+                    value_words,
+                    slice,
+                    values.first,
+                    unit % runs,
+                    values.slice_words,
+                    &values.source,
+                    bp.group_size,
+                    bp.value_bits,
+                );
+            }
+        }
+        let start = unit % runs * comptime!(bp.run());
+        for i in 0..comptime!(bp.run()) {
+            let first = values.first_float;
+            let channel = start + i;
+            store::<R>(value, floats, slice, token, channel, first, &values.source, bp.saturating);
         }
     }
 }

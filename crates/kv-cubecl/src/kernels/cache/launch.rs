@@ -4,10 +4,10 @@ use cubecl::{
     prelude::*,
 };
 
-use super::kernel::{self, SourceLaunch};
+use super::kernel::{self, SourceLaunch, TokenArgsLaunch, TokenBlueprint};
 use crate::{
     kernels::{elementwise, quantize::RestoreProblem},
-    layout::{CacheLayout, QuantSpec},
+    layout::{CacheLayout, QuantSpec, QuantizedCounts},
 };
 
 const F32: ElemType = ElemType::Float(FloatKind::F32);
@@ -47,6 +47,85 @@ impl CacheProblem {
     fn values(&self) -> SourceLaunch {
         self.source(self.layout.key_rows(), self.layout.value_ring())
     }
+
+    /// Keys and values that leave the window: how many left it before, and how many do now.
+    fn leaving(&self) -> [QuantizedCounts; 2] {
+        let window = self.layout.window();
+        let (before, after) = (window.counts(self.len), window.counts(self.len + self.added));
+        let [keys, values] = [after.keys - before.keys, after.values - before.values];
+        [before, QuantizedCounts { keys, values }]
+    }
+
+    /// Whether keys, whether values leave the window, so that their words are written.
+    pub fn flushes(&self) -> [bool; 2] {
+        let [_, leaving] = self.leaving();
+        [leaving.keys > 0, leaving.values > 0]
+    }
+}
+
+/// The buffers of a cache.
+#[allow(missing_debug_implementations, reason = "buffer arguments have none")]
+pub struct CacheBindings {
+    /// Packed keys.
+    pub keys: BufferArg,
+    /// Packed values.
+    pub values: BufferArg,
+    /// Float rows.
+    pub floats: BufferArg,
+}
+
+/// Appends one token, `key` and `value` f32 `[slices, head_dim]`, and quantizes what leaves the window
+/// for it, in one launch.
+pub fn launch_write_token(
+    client: &Client,
+    key: BufferArg,
+    value: BufferArg,
+    cache: CacheBindings,
+    problem: &CacheProblem,
+) {
+    let layout = &problem.layout;
+    let (window, config) = (layout.window(), layout.config());
+    let [before, leaving] = problem.leaving();
+    let bits = |spec: Option<QuantSpec>| spec.map_or(0, |spec| spec.n_bits);
+    let blueprint = TokenBlueprint {
+        group_size: config.group_size,
+        key_bits: bits(layout.key_spec()),
+        value_bits: bits(layout.value_spec()),
+        saturating: problem.float != F32,
+    };
+    let (slices, head_dim) = (layout.slices(), layout.shape().head_dim);
+    let groups = leaving.keys / config.group_size;
+    let n_keys = slices * groups.max(1) * head_dim;
+    let n = n_keys + slices * (head_dim / blueprint.run());
+    let (count, dim) = elementwise(n);
+    kernel::write_token::launch(
+        client,
+        count,
+        dim,
+        key,
+        value,
+        cache.floats,
+        cache.keys,
+        cache.values,
+        TokenArgsLaunch::new(
+            problem.keys(),
+            window.first_float_key(problem.len + 1),
+            before.keys / config.group_size,
+            groups,
+            layout.key_slice_words(),
+        ),
+        TokenArgsLaunch::new(
+            problem.values(),
+            window.first_float_value(problem.len + 1),
+            before.values,
+            leaving.values,
+            layout.value_slice_words(),
+        ),
+        n_keys,
+        n,
+        blueprint,
+        problem.float,
+    );
 }
 
 /// Quantizes the key groups that leave the window into `words`.
@@ -62,9 +141,8 @@ pub fn launch_flush_keys(
     spec: QuantSpec,
 ) {
     let layout = &problem.layout;
-    let window = layout.window();
-    let first = window.counts(problem.len).keys / spec.group_size;
-    let groups = window.counts(problem.len + problem.added).keys / spec.group_size - first;
+    let [before, leaving] = problem.leaving();
+    let (first, groups) = (before.keys / spec.group_size, leaving.keys / spec.group_size);
     let n = layout.slices() * groups * layout.shape().head_dim;
     if n > 0 {
         let (count, dim) = elementwise(n);
@@ -97,9 +175,8 @@ pub fn launch_flush_values(
     spec: QuantSpec,
 ) {
     let layout = &problem.layout;
-    let window = layout.window();
-    let first = window.counts(problem.len).values;
-    let tokens = window.counts(problem.len + problem.added).values - first;
+    let [before, leaving] = problem.leaving();
+    let (first, tokens) = (before.values, leaving.values);
     let n = layout.slices() * tokens * (layout.shape().head_dim / spec.group_size);
     if n > 0 {
         let (count, dim) = elementwise(n);

@@ -4,6 +4,6 @@ mod kernel;
 mod launch;
 
 pub use launch::{
-    CacheProblem, launch_append, launch_flush_keys, launch_flush_values, launch_quantize_keys,
-    launch_quantize_values,
+    CacheBindings, CacheProblem, launch_append, launch_flush_keys, launch_flush_values,
+    launch_quantize_keys, launch_quantize_values, launch_write_token,
 };
