@@ -111,11 +111,14 @@ pub fn copy_bandwidth<T: Target>(device: &On<T>, bytes: usize, rounds: usize) ->
         _ => {
             let source = Tensor::<1>::ones([bytes / size_of::<f32>()], &**device);
             let copy = || {
-                // A clone would share the buffer. Reading an element back shows that it was written.
-                let copied = source.clone().add_scalar(1.0).narrow(0, 0, 1).try_into_data();
-                copied.map(drop).map_err(|error| Error::Device {
-                    cache: format!("copy on {}", T::NAME),
-                    why: format!("{error:?}"),
+                // A clone would share the buffer. An element is only read back once it is looked at.
+                let last = source.dims()[0] - 1;
+                let copied = source.clone().add_scalar(1.0).narrow(0, last, 1).try_into_data();
+                copied.map(|data| _ = black_box(data.iter::<f32>().next())).map_err(|error| {
+                    Error::Device {
+                        cache: format!("copy on {}", T::NAME),
+                        why: format!("{error:?}"),
+                    }
                 })
             };
             time_in_turn(rounds, vec![Box::new(copy)])?

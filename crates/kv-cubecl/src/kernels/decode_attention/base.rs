@@ -8,8 +8,9 @@ const MAX_HEAD_DIM: usize = 256;
 /// Shared memory that WebGPU guarantees, in bytes.
 const SHARED_BYTES: usize = 16 * 1024;
 
-/// Cubes per streaming multiprocessor that hide memory latency; a guess until measured on hardware.
-const CUBES_PER_MULTIPROCESSOR: usize = 4;
+/// Cubes that a streaming multiprocessor has at once: one wave of them leaves the fewest partial results
+/// to merge. Registers allow two of 128 units with 4 query rows; a guess until measured on hardware.
+const CUBES_PER_MULTIPROCESSOR: usize = 2;
 
 /// Most query rows whose sums a unit keeps in registers.
 const MAX_ROWS: usize = 4;
@@ -169,24 +170,31 @@ pub(super) fn prepare(
     }
     // Shorter tiles before fewer rows, which would read the cache more than once.
     let blocks = head_dim / blueprint.unit_channels;
-    while blueprint.shared_bytes() > SHARED_BYTES
-        && blueprint.units / 2 >= blocks.max(32).max(blueprint.plane)
-    {
+    let fewest_units = blocks.max(32).max(blueprint.plane);
+    while blueprint.shared_bytes() > SHARED_BYTES && blueprint.units / 2 >= fewest_units {
         blueprint.units /= 2;
     }
     while blueprint.shared_bytes() > SHARED_BYTES && blueprint.rows > 1 {
         blueprint.rows = blueprint.rows.div_ceil(2);
     }
+    // Smaller cubes where the tokens are too few to occupy the device; a few sizes, so that a growing
+    // context compiles few kernels.
+    let sinks = config.sink_tokens.min(problem.tokens);
+    let row_chunks = problem.rows.div_ceil(blueprint.rows);
+    let wanted = CUBES_PER_MULTIPROCESSOR * hardware.n_multiprocessors;
+    let wanted_splits = (wanted / (layout.slices() * row_chunks)).max(1);
+    let tiles = |blueprint: &DecodeBlueprint| {
+        let sink_tiles = sinks.div_ceil(blueprint.tile());
+        (sink_tiles, sink_tiles + (problem.tokens - sinks).div_ceil(blueprint.tile()))
+    };
+    while tiles(&blueprint).1 < wanted_splits && blueprint.units / 2 >= fewest_units {
+        blueprint.units /= 2;
+    }
     if blueprint.units > MAX_UNITS || blueprint.shared_bytes() > SHARED_BYTES {
         return Err(unsupported(format!("needs {blueprint:?}, beyond WebGPU's limits")));
     }
-    let tile = blueprint.tile();
-    let sinks = config.sink_tokens.min(problem.tokens);
-    let sink_tiles = sinks.div_ceil(tile);
-    let n_tiles = sink_tiles + (problem.tokens - sinks).div_ceil(tile);
-    let row_chunks = problem.rows.div_ceil(blueprint.rows);
-    let wanted = CUBES_PER_MULTIPROCESSOR * hardware.n_multiprocessors;
-    let n_splits = wanted.div_ceil(layout.slices() * row_chunks).clamp(1, n_tiles);
+    let (sink_tiles, n_tiles) = tiles(&blueprint);
+    let n_splits = wanted_splits.min(n_tiles);
     let tiles_per_split = n_tiles.div_ceil(n_splits);
     let n_splits = n_tiles.div_ceil(tiles_per_split);
     Ok((blueprint, Settings { row_chunks, sink_tiles, n_tiles, n_splits, tiles_per_split }))
