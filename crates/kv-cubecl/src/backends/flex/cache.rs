@@ -5,7 +5,7 @@ use burn_flex::FlexTensor;
 use half::{f16, slice::HalfFloatSliceExt};
 use rayon::prelude::*;
 
-use super::{dims, quantize};
+use super::{dims, quantize, simd::prefetch};
 use crate::{CacheFloat, CacheState, layout::CacheLayout};
 
 /// Float rows of a cache in their stored type.
@@ -34,6 +34,15 @@ impl<'a> Floats<'a> {
 }
 
 impl<'a> Floats<'a> {
+    /// Asks for `len` elements from `start` on, as far as there are so many, to be brought into the
+    /// processor's cache.
+    pub(super) fn prefetch(self, start: usize, len: usize) {
+        match self {
+            Self::F32(data) => prefetch(data, start, len),
+            Self::F16(data) => prefetch(data, start, len),
+        }
+    }
+
     /// As [`read`](Self::read), without a copy where the rows are f32 already.
     #[inline]
     pub(super) fn rows<'b>(self, start: usize, scratch: &'b mut [f32]) -> &'b [f32]

@@ -44,14 +44,14 @@ pub(super) fn load_alone(x: &u32) -> u32 {
 /// Asks for `len` elements of `x` from `start` on, as far as there are so many, to be brought into
 /// the first-level cache.
 #[inline(always)]
-pub(super) fn prefetch(x: &[u32], start: usize, len: usize) {
+pub(super) fn prefetch<T>(x: &[T], start: usize, len: usize) {
     #[cfg(target_arch = "x86_64")]
     {
         use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        /// Elements of a cache line.
-        const LINE: usize = 16;
+        /// Bytes of a cache line.
+        const LINE: usize = 64;
         let end = x.len().min(start + len);
-        for line in x[start.min(end)..end].chunks(LINE) {
+        for line in x[start.min(end)..end].chunks(LINE / size_of::<T>()) {
             // SAFETY: a prefetch is a hint and every x86-64 processor has it.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
         }
