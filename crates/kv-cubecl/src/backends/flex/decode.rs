@@ -469,3 +469,65 @@ fn add_rows<S: Simd>(weights: &[f32], n: usize, values: &[f32], o: &mut [f32], h
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::TensorData;
+
+    use super::*;
+    use crate::{CacheShape, KvCacheOps};
+
+    /// Splits of caches in memory are shorter than a block on most machines; here one has three.
+    #[test]
+    fn blocks_of_a_split_make_one_softmax() {
+        const TOKENS: usize = 2 * BLOCK + 777;
+        const HEAD_DIM: usize = 32;
+        const ROWS: usize = 3;
+        let wave = |len: usize, pitch: f32| -> Vec<f32> {
+            // Grows, so that later blocks raise the maximum.
+            (0..len).map(|i| (i as f32 * pitch).sin() * (1.0 + i as f32 / len as f32)).collect()
+        };
+        for name in ["float", "float-f16", "k8v8-s4", "k4v4", "k2v2-s4"] {
+            let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: HEAD_DIM };
+            let config: crate::KvCacheConfig = name.parse().unwrap();
+            let layout = CacheLayout::new(&config.with_capacity(TOKENS), shape).unwrap();
+            let words = |n: usize| FlexTensor::from_data(TensorData::new(vec![0u32; n], [n]));
+            let rows = [1, 1, layout.float_rows(), HEAD_DIM];
+            let len = layout.float_rows() * HEAD_DIM;
+            let floats = match name {
+                "float-f16" => TensorData::new(vec![half::f16::ZERO; len], rows),
+                _ => TensorData::new(vec![0f32; len], rows),
+            };
+            let state = CacheState::<Flex> {
+                keys: words(layout.key_words()),
+                values: words(layout.value_words()),
+                floats: FlexTensor::from_data(floats),
+            };
+            let side = |pitch| tensor(wave(TOKENS * HEAD_DIM, pitch), [1, 1, TOKENS, HEAD_DIM]);
+            let state = Flex::write(state, side(0.37), side(0.61), layout, 0);
+            let query = wave(ROWS * HEAD_DIM, 0.7);
+            let whole = tensor(query.clone(), [1, ROWS, 1, HEAD_DIM]);
+            // Several splits of one block each.
+            let (expected, lse) = decode_attention(whole, &state, &layout, TOKENS, TOKENS);
+
+            let scaled: Vec<f32> = query.iter().map(|q| q / (HEAD_DIM as f32).sqrt()).collect();
+            let [mut m, mut l] = [[0.0; ROWS]; 2];
+            let mut o = [f32::NAN; ROWS * HEAD_DIM];
+            let split = Split { slice: 0, tokens: 0..TOKENS, m: &mut m, l: &mut l, o: &mut o };
+            let mut memory = Vec::new();
+            let tile = TILE.max(packed::SCRATCH_ROWS) * HEAD_DIM;
+            let lens = [ROWS * HEAD_DIM, ROWS * block(&layout), tile];
+            let mut scratch = Scratch::for_threads(&mut memory, 1, lens).next().unwrap();
+            Slice::new(&state, &layout, TOKENS, 0).attend(&scaled, split, &mut scratch);
+
+            for r in 0..ROWS {
+                // Sums of 9000 terms in another order, each rounded to 6e-8.
+                assert!((m[r] + l[r].ln() - lse.storage::<f32>()[r]).abs() < 1e-4, "{name}");
+                let expected = &expected.storage::<f32>()[r * HEAD_DIM..];
+                for (o, expected) in o[r * HEAD_DIM..][..HEAD_DIM].iter().zip(expected) {
+                    assert!((o / l[r] - expected).abs() < 1e-4, "{name}: {} {expected}", o / l[r]);
+                }
+            }
+        }
+    }
+}

@@ -105,6 +105,7 @@ impl DecodeBlueprint {
 pub(super) struct Settings {
     pub(super) row_chunks: usize,
     pub(super) sink_tiles: usize,
+    pub(super) packed_tiles: usize,
     pub(super) n_tiles: usize,
     pub(super) n_splits: usize,
     pub(super) tiles_per_split: usize,
@@ -183,21 +184,25 @@ pub(super) fn prepare(
     let row_chunks = problem.rows.div_ceil(blueprint.rows);
     let wanted = CUBES_PER_MULTIPROCESSOR * hardware.n_multiprocessors;
     let wanted_splits = (wanted / (layout.slices() * row_chunks)).max(1);
-    let tiles = |blueprint: &DecodeBlueprint| {
-        let sink_tiles = sinks.div_ceil(blueprint.tile());
-        (sink_tiles, sink_tiles + (problem.tokens - sinks).div_ceil(blueprint.tile()))
-    };
-    while tiles(&blueprint).1 < wanted_splits && blueprint.units / 2 >= fewest_units {
+    let packed = layout.window().counts(problem.len).keys.min(problem.tokens - sinks);
+    let tokens = [sinks, packed, problem.tokens - sinks - packed];
+    let tiles = |blueprint: &DecodeBlueprint| tokens.map(|n| n.div_ceil(blueprint.tile()));
+    while tiles(&blueprint).iter().sum::<usize>() < wanted_splits
+        && blueprint.units / 2 >= fewest_units
+    {
         blueprint.units /= 2;
     }
     if blueprint.units > MAX_UNITS || blueprint.shared_bytes() > SHARED_BYTES {
         return Err(unsupported(format!("needs {blueprint:?}, beyond WebGPU's limits")));
     }
-    let (sink_tiles, n_tiles) = tiles(&blueprint);
+    let [sink_tiles, packed_tiles, window_tiles] = tiles(&blueprint);
+    let n_tiles = sink_tiles + packed_tiles + window_tiles;
     let n_splits = wanted_splits.min(n_tiles);
     let tiles_per_split = n_tiles.div_ceil(n_splits);
     let n_splits = n_tiles.div_ceil(tiles_per_split);
-    Ok((blueprint, Settings { row_chunks, sink_tiles, n_tiles, n_splits, tiles_per_split }))
+    let settings =
+        Settings { row_chunks, sink_tiles, packed_tiles, n_tiles, n_splits, tiles_per_split };
+    Ok((blueprint, settings))
 }
 
 /// Whether a cache of this layout can be attended to on any device.

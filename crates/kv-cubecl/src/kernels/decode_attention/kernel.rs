@@ -25,13 +25,14 @@ pub(super) struct DecodeArgs {
     pub(super) key_slice_words: usize,
     pub(super) value_slice_words: usize,
     pub(super) sink_tiles: usize,
+    pub(super) packed_tiles: usize,
     pub(super) n_tiles: usize,
     pub(super) n_splits: usize,
     pub(super) tiles_per_split: usize,
     pub(super) scale: f32,
 }
 
-/// Consecutive tokens that are handled together, all sinks or all not.
+/// Consecutive tokens that are handled together, their keys all in one form.
 #[derive(CubeType)]
 struct Tile {
     /// First token.
@@ -40,17 +41,24 @@ struct Tile {
     end: usize,
     /// Whether the tokens come after the sinks.
     windowed: bool,
+    /// Whether their keys are packed.
+    packed: bool,
 }
 
-/// Tile `index`: tiles of sinks come first.
+/// Tile `index`: those of sinks come first, then those of packed keys, then the window.
 #[cube]
 fn tile_at(index: usize, args: &DecodeArgs, #[comptime] bp: DecodeBlueprint) -> Tile {
     let tile = comptime!(bp.tile());
     let windowed = index >= args.sink_tiles;
+    let packed = windowed && index < args.sink_tiles + args.packed_tiles;
     let mut start = index * tile;
     let mut limit = args.sinks;
-    if windowed {
+    if packed {
         start = args.sinks + (index - args.sink_tiles) * tile;
+        limit = args.sinks + args.packed_keys;
+    } else if windowed {
+        let window = args.sinks + args.packed_keys;
+        start = window + (index - args.sink_tiles - args.packed_tiles) * tile;
         limit = args.tokens;
     }
     if limit > args.tokens {
@@ -60,7 +68,7 @@ fn tile_at(index: usize, args: &DecodeArgs, #[comptime] bp: DecodeBlueprint) -> 
     if end > limit {
         end = limit;
     }
-    Tile { start, end, windowed }
+    Tile { start, end, windowed, packed }
 }
 
 /// Float row of `token` in a ring that starts after the sinks.
@@ -223,6 +231,7 @@ fn cube_max(
 /// Keys: a unit takes `unit_tokens` consecutive tokens and every `lanes`-th vector of their
 /// channels. Values: a unit takes `unit_channels` consecutive channels and every so many-th token.
 #[cube(launch_unchecked)]
+#[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn partial_attention<R: Float, N: Size>(
     query: &[f32],
     keys: &[Vector<u32, N>],
@@ -290,10 +299,8 @@ pub(super) fn partial_attention<R: Float, N: Size>(
         let token = tile.start + first;
         let mut scores = Array::<f32>::new(comptime!(bp.rows * bp.unit_tokens));
         if token < tile.end {
-            let mut packed = false;
             if comptime!(bp.key_bits > 0) {
-                packed = tile.windowed && token - args.sinks < args.packed_keys;
-                if packed {
+                if tile.packed {
                     score_packed::<N>(
                         keys,
                         slice * args.key_slice_words / comptime!(bp.vector),
@@ -305,7 +312,7 @@ pub(super) fn partial_attention<R: Float, N: Size>(
                     );
                 }
             }
-            if !packed {
+            if !tile.packed {
                 let end = tile.end;
                 score_float::<R, N>(
                     floats,

@@ -84,6 +84,7 @@ pub fn launch_ref(
                 layout.key_slice_words(),
                 layout.value_slice_words(),
                 settings.sink_tiles,
+                settings.packed_tiles,
                 settings.n_tiles,
                 settings.n_splits,
                 settings.tiles_per_split,
