@@ -1,4 +1,4 @@
-//! Decode attention: one pass over the codes, threads over (batch, kv head, split).
+//! Attention of few rows: one pass over the codes, threads over (batch, kv head, split).
 
 use core::{iter, ops::Range};
 use std::sync::{Mutex, PoisonError};
@@ -6,21 +6,14 @@ use std::sync::{Mutex, PoisonError};
 use burn::backend::Flex;
 use burn_flex::FlexTensor;
 use macerator::Simd;
-use rayon::prelude::*;
 
 use super::{
-    cache::Floats,
-    dims, packed,
-    quantize::dequantize_slice,
+    chunk, dims, packed,
     simd::{self, dot, dot4},
-    streaming::{Matrix, matmul},
+    slice::{Slice, TILE, packed_range},
     tensor,
 };
-use crate::{
-    CacheState,
-    layout::{CacheLayout, Granularity, QuantSpec, QuantizedCounts},
-    shapes,
-};
+use crate::{CacheState, layout::CacheLayout, shapes};
 
 /// Fewest tokens worth a thread's wake-up.
 const MIN_SPLIT: usize = 256;
@@ -30,6 +23,9 @@ const TASKS_PER_THREAD: usize = 4;
 
 /// Tokens whose scores a thread has in memory at once.
 const BLOCK: usize = 4096;
+
+/// Query rows from which matrix products over restored tiles beat one pass over the codes.
+const MANY_ROWS: usize = 16;
 
 /// A split of one slice, and its softmax: per row the maximum m, the sum l and the output o, not yet
 /// divided by l.
@@ -74,18 +70,6 @@ impl<'a> Scratch<'a> {
     }
 }
 
-/// One (batch, kv head) slice of a cache.
-struct Slice<'a> {
-    layout: &'a CacheLayout,
-    keys: &'a [u32],
-    values: &'a [u32],
-    floats: Floats<'a>,
-    /// First element of the slice in `floats`.
-    float_start: usize,
-    /// Tokens the cache holds.
-    len: usize,
-}
-
 pub(super) fn decode_attention(
     query: FlexTensor,
     state: &CacheState<Flex>,
@@ -100,7 +84,7 @@ pub(super) fn decode_attention(
     let query: &[f32] = query.storage();
     let slices = layout.slices();
     if rows >= MANY_ROWS {
-        return many_rows(query, state, layout, len, tokens, shape);
+        return chunk::attend(query, state, layout, len, tokens, shape);
     }
     let scale = 1.0 / (head_dim as f32).sqrt();
     let query: Vec<f32> = query.iter().map(|q| q * scale).collect();
@@ -184,132 +168,7 @@ fn with_this_thread<S: Send, T: Send>(
     });
 }
 
-/// [`decode_attention`] of a chunk: blocks of rows against tiles of restored tokens, as matrix
-/// products.
-fn many_rows(
-    query: &[f32],
-    state: &CacheState<Flex>,
-    layout: &CacheLayout,
-    len: usize,
-    tokens: usize,
-    shape: [usize; 4],
-) -> (FlexTensor, FlexTensor) {
-    let head_dim = shape[3];
-    let slice_len = query.len() / layout.slices();
-    let mut output = vec![0.0; query.len()];
-    let mut lse = vec![0.0; query.len() / head_dim];
-    let blocks = |len: usize| len.min(ROW_BLOCK * head_dim);
-    output
-        .par_chunks_mut(slice_len)
-        .zip(lse.par_chunks_mut(slice_len / head_dim))
-        .zip(query.par_chunks(slice_len))
-        .enumerate()
-        .for_each(|(slice, ((output, lse), query))| {
-            let slice = Slice::new(state, layout, len, slice);
-            output
-                .par_chunks_mut(blocks(slice_len))
-                .zip(lse.par_chunks_mut(blocks(slice_len) / head_dim))
-                .zip(query.par_chunks(blocks(slice_len)))
-                .for_each(|((output, lse), query)| slice.attend_block(query, tokens, output, lse));
-        });
-    (tensor(output, shape), tensor(lse, shapes::log_sum_exp(shape)))
-}
-
-/// Rows of one side that are handed to a kernel at once: what stays in the first-level cache.
-const TILE: usize = 32;
-
-/// Query rows from which matrix products over restored tiles beat one pass over the codes.
-const MANY_ROWS: usize = 16;
-
-/// Query rows whose scores are in memory at once.
-const ROW_BLOCK: usize = 256;
-
-impl<'a> Slice<'a> {
-    fn new(state: &'a CacheState<Flex>, layout: &'a CacheLayout, len: usize, index: usize) -> Self {
-        Self {
-            layout,
-            keys: &state.keys.storage()[index * layout.key_slice_words()..],
-            values: &state.values.storage()[index * layout.value_slice_words()..],
-            floats: Floats::of(&state.floats),
-            float_start: index * layout.float_rows() * layout.shape().head_dim,
-            len,
-        }
-    }
-
-    /// Attention of many rows over tokens `[0, tokens)`.
-    fn attend_block(&self, query: &[f32], tokens: usize, output: &mut [f32], lse: &mut [f32]) {
-        let head_dim = self.layout.shape().head_dim;
-        let rows = query.len() / head_dim;
-        let scale = 1.0 / (head_dim as f32).sqrt();
-        let window = self.layout.window();
-        let (sinks, counts) = (window.sink_tokens, self.window_counts());
-        let mut widened = vec![0.0; TILE * head_dim];
-        let query = Matrix::new(query, rows, head_dim, head_dim);
-
-        let mut scores = vec![0.0; rows * tokens];
-        let mut score = |token: usize, keys: &[f32]| {
-            let keys = Matrix::new(keys, keys.len() / head_dim, head_dim, head_dim).transposed();
-            matmul(&mut scores[token..], tokens, false, scale, query, keys);
-        };
-        let (_, packed) = packed_range(0, tokens, sinks, counts.keys);
-        if let Some(spec) = self.layout.key_spec() {
-            self.restored_tiles(self.keys, 0..packed, sinks, spec, &mut score);
-        }
-        let row = |token| self.layout.key_row(token);
-        self.float_tiles(0..tokens, sinks, counts.keys, row, &mut widened, score);
-
-        let mut sums = vec![0.0; rows];
-        for ((row, sum), lse) in scores.chunks_exact_mut(tokens).zip(&mut sums).zip(lse) {
-            let max = simd::maximum(row);
-            *sum = simd::exp_minus_max(row, max);
-            *lse = max + sum.ln();
-        }
-
-        let mut add = |token: usize, values: &[f32]| {
-            let count = values.len() / head_dim;
-            let weights = Matrix::new(&scores[token..], rows, count, tokens);
-            let values = Matrix::new(values, count, head_dim, head_dim);
-            matmul(output, head_dim, true, 1.0, weights, values);
-        };
-        let (_, packed) = packed_range(0, tokens, sinks, counts.values);
-        if let Some(spec) = self.layout.value_spec() {
-            self.restored_tiles(self.values, 0..packed, sinks, spec, &mut add);
-        }
-        let row = |token| self.layout.value_row(token);
-        self.float_tiles(0..tokens, sinks, counts.values, row, &mut widened, add);
-        for (out, sum) in output.chunks_exact_mut(head_dim).zip(sums) {
-            out.iter_mut().for_each(|x| *x /= sum);
-        }
-    }
-
-    /// Calls `visit` with the first token and the restored rows of each tile of `packed`, tokens
-    /// counted after the sinks; of keys it starts at a group.
-    fn restored_tiles(
-        &self,
-        words: &[u32],
-        packed: Range<usize>,
-        sinks: usize,
-        spec: QuantSpec,
-        visit: &mut dyn FnMut(usize, &[f32]),
-    ) {
-        let head_dim = self.layout.shape().head_dim;
-        // Whole groups of keys, although fewer tokens may be asked for.
-        let group = match spec.granularity {
-            Granularity::PerChannel => spec.group_size,
-            Granularity::PerToken => 1,
-        };
-        let step = group.max(TILE / group * group);
-        let mut tile = vec![0.0; step * head_dim];
-        for token in packed.clone().step_by(step) {
-            let count = step.min(packed.end - token);
-            let whole = count.div_ceil(group) * group;
-            let start = spec.words(token, head_dim);
-            let words = &words[start..start + spec.words(whole, head_dim)];
-            dequantize_slice(words, &mut tile[..whole * head_dim], head_dim, &spec);
-            visit(sinks + token, &tile[..count * head_dim]);
-        }
-    }
-
+impl Slice<'_> {
     /// Attention of the rows of `query`, which are scaled, over the tokens of a split; its first one
     /// is [between groups](between_groups).
     fn attend(&self, query: &[f32], split: Split<'_>, scratch: &mut Scratch<'_>) {
@@ -382,47 +241,6 @@ impl<'a> Slice<'a> {
             add_rows(&weights[token - start..], n, values, o, head_dim);
         });
     }
-
-    fn window_counts(&self) -> QuantizedCounts {
-        self.layout.window().counts(self.len)
-    }
-
-    /// Calls `visit` with the first token and the float rows, in f32, of each run of tokens that
-    /// are not packed and lie next to one another. `widened` has room for a tile.
-    fn float_tiles(
-        &self,
-        tokens: Range<usize>,
-        sinks: usize,
-        packed: usize,
-        row: impl Fn(usize) -> usize,
-        widened: &mut [f32],
-        mut visit: impl FnMut(usize, &[f32]),
-    ) {
-        let head_dim = self.layout.shape().head_dim;
-        let first_recent = tokens.start.max(sinks + packed);
-        for part in [tokens.start..tokens.end.min(sinks), first_recent..tokens.end] {
-            let mut token = part.start;
-            while token < part.end {
-                let first = row(token);
-                // A ring wraps at most once within itself.
-                let wanted = TILE.min(part.end - token);
-                let count = match row(token + wanted - 1) == first + wanted - 1 {
-                    true => wanted,
-                    false => (1..wanted).find(|&i| row(token + i) != first + i).unwrap_or(wanted),
-                };
-                let start = self.float_start + first * head_dim;
-                self.floats.prefetch(start + count * head_dim, TILE * head_dim);
-                visit(token, self.floats.rows(start, &mut widened[..count * head_dim]));
-                token += count;
-            }
-        }
-    }
-}
-
-/// The part of tokens `[start, end)` that is packed, counted after the sinks.
-fn packed_range(start: usize, end: usize, sinks: usize, count: usize) -> (usize, usize) {
-    let clip = |token: usize| token.saturating_sub(sinks).min(count);
-    (clip(start), clip(end))
 }
 
 /// `scores[r * n + t] = query_r . key_t`.

@@ -6,10 +6,12 @@
 )]
 
 mod cache;
+mod chunk;
 mod decode;
 mod packed;
 mod quantize;
 mod simd;
+mod slice;
 mod streaming;
 mod streaming_backward;
 

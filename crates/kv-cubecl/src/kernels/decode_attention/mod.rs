@@ -13,6 +13,7 @@
 mod base;
 mod kernel;
 mod launch;
+mod score;
 #[cfg(all(test, feature = "cuda-source"))]
 mod tests;
 

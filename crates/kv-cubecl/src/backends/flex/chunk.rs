@@ -1,0 +1,95 @@
+//! Attention of a chunk's rows over the history: blocks of rows against tiles of restored tokens, as
+//! matrix products. No more than a tile is restored at once.
+
+use burn::backend::Flex;
+use burn_flex::FlexTensor;
+use rayon::prelude::*;
+
+use super::{
+    simd,
+    slice::{Slice, TILE, packed_range},
+    streaming::{Matrix, matmul},
+    tensor,
+};
+use crate::{CacheState, layout::CacheLayout, shapes};
+
+/// Query rows whose scores are in memory at once.
+const ROW_BLOCK: usize = 256;
+
+/// All rows of `query` over the first `tokens` of a cache of `len` tokens.
+pub(super) fn attend(
+    query: &[f32],
+    state: &CacheState<Flex>,
+    layout: &CacheLayout,
+    len: usize,
+    tokens: usize,
+    shape: [usize; 4],
+) -> (FlexTensor, FlexTensor) {
+    let head_dim = shape[3];
+    let slice_len = query.len() / layout.slices();
+    let mut output = vec![0.0; query.len()];
+    let mut lse = vec![0.0; query.len() / head_dim];
+    let blocks = |len: usize| len.min(ROW_BLOCK * head_dim);
+    output
+        .par_chunks_mut(slice_len)
+        .zip(lse.par_chunks_mut(slice_len / head_dim))
+        .zip(query.par_chunks(slice_len))
+        .enumerate()
+        .for_each(|(slice, ((output, lse), query))| {
+            let slice = Slice::new(state, layout, len, slice);
+            output
+                .par_chunks_mut(blocks(slice_len))
+                .zip(lse.par_chunks_mut(blocks(slice_len) / head_dim))
+                .zip(query.par_chunks(blocks(slice_len)))
+                .for_each(|((output, lse), query)| slice.attend_block(query, tokens, output, lse));
+        });
+    (tensor(output, shape), tensor(lse, shapes::log_sum_exp(shape)))
+}
+
+impl Slice<'_> {
+    /// Attention of many rows over tokens `[0, tokens)`.
+    fn attend_block(&self, query: &[f32], tokens: usize, output: &mut [f32], lse: &mut [f32]) {
+        let head_dim = self.layout.shape().head_dim;
+        let rows = query.len() / head_dim;
+        let scale = 1.0 / (head_dim as f32).sqrt();
+        let window = self.layout.window();
+        let (sinks, counts) = (window.sink_tokens, self.window_counts());
+        let mut widened = vec![0.0; TILE * head_dim];
+        let query = Matrix::new(query, rows, head_dim, head_dim);
+
+        let mut scores = vec![0.0; rows * tokens];
+        let mut score = |token: usize, keys: &[f32]| {
+            let keys = Matrix::new(keys, keys.len() / head_dim, head_dim, head_dim).transposed();
+            matmul(&mut scores[token..], tokens, false, scale, query, keys);
+        };
+        let (_, packed) = packed_range(0, tokens, sinks, counts.keys);
+        if let Some(spec) = self.layout.key_spec() {
+            self.restored_tiles(self.keys, 0..packed, sinks, spec, &mut score);
+        }
+        let row = |token| self.layout.key_row(token);
+        self.float_tiles(0..tokens, sinks, counts.keys, row, &mut widened, score);
+
+        let mut sums = vec![0.0; rows];
+        for ((row, sum), lse) in scores.chunks_exact_mut(tokens).zip(&mut sums).zip(lse) {
+            let max = simd::maximum(row);
+            *sum = simd::exp_minus_max(row, max);
+            *lse = max + sum.ln();
+        }
+
+        let mut add = |token: usize, values: &[f32]| {
+            let count = values.len() / head_dim;
+            let weights = Matrix::new(&scores[token..], rows, count, tokens);
+            let values = Matrix::new(values, count, head_dim, head_dim);
+            matmul(output, head_dim, true, 1.0, weights, values);
+        };
+        let (_, packed) = packed_range(0, tokens, sinks, counts.values);
+        if let Some(spec) = self.layout.value_spec() {
+            self.restored_tiles(self.values, 0..packed, sinks, spec, &mut add);
+        }
+        let row = |token| self.layout.value_row(token);
+        self.float_tiles(0..tokens, sinks, counts.values, row, &mut widened, add);
+        for (out, sum) in output.chunks_exact_mut(head_dim).zip(sums) {
+            out.iter_mut().for_each(|x| *x /= sum);
+        }
+    }
+}

@@ -1,0 +1,130 @@
+use macerator::{Arch, WithSimd};
+
+use super::*;
+use crate::{
+    backends::flex::quantize::{dequantize_slice, quantize_slice},
+    layout::Granularity,
+};
+
+const HEAD_DIM: usize = 96;
+const GROUP: usize = 32;
+const ROWS: usize = 3;
+
+/// Both kernels over the same tokens: scores, then outputs.
+struct Kernels<'a, const CODES: usize> {
+    keys: &'a [u32],
+    values: &'a [u32],
+    query: &'a [f32],
+    weights: &'a [f32],
+    tokens: usize,
+}
+
+impl<const CODES: usize> WithSimd for Kernels<'_, CODES> {
+    type Output = [Vec<f32>; 2];
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self) -> Self::Output {
+        let Self { keys, values, query, weights, tokens } = self;
+        // Poisoned: what is not written shows.
+        let mut scores = vec![f32::NAN; ROWS * tokens];
+        let mut o = vec![0.0; ROWS * HEAD_DIM];
+        score_rows_impl::<S, CODES, ROWS>(
+            keys,
+            query,
+            &mut scores,
+            tokens,
+            tokens,
+            HEAD_DIM,
+            GROUP,
+            &mut vec![f32::NAN; SCRATCH_ROWS * HEAD_DIM],
+        );
+        add_rows_impl::<S, CODES, ROWS>(values, weights, tokens, &mut o, HEAD_DIM, GROUP);
+        [scores, o]
+    }
+}
+
+/// Every extension this CPU has, on lengths around vectors, groups and tiles.
+fn check<const CODES: usize>() {
+    let n_bits = 32 / CODES as u32;
+    for tokens in [1usize, 31, 32, 37, 64, 97, 160, 199] {
+        let whole = tokens.next_multiple_of(GROUP);
+        let wave = |len: usize, pitch: f32| -> Vec<f32> {
+            (0..len).map(|i| (i as f32 * pitch).sin() + 0.3 * (i % 7) as f32).collect()
+        };
+        let query = wave(ROWS * HEAD_DIM, 0.7);
+        let weights: Vec<f32> = wave(ROWS * tokens, 1.3).iter().map(|x| x.abs()).collect();
+        let (mut packed, mut restored) = (Vec::new(), Vec::new());
+        for (granularity, count) in
+            [(Granularity::PerChannel, whole), (Granularity::PerToken, tokens)]
+        {
+            let spec = QuantSpec { granularity, n_bits, group_size: GROUP };
+            let input = wave(count * HEAD_DIM, 0.37);
+            let mut words = vec![0; spec.words(count, HEAD_DIM)];
+            quantize_slice(&input, &mut words, HEAD_DIM, &spec);
+            let mut hat = vec![0.0; input.len()];
+            dequantize_slice(&words, &mut hat, HEAD_DIM, &spec);
+            packed.push(words);
+            restored.push(hat);
+        }
+        let key = |t: usize, c: usize| f64::from(restored[0][t * HEAD_DIM + c]);
+        let value = |t: usize, c: usize| f64::from(restored[1][t * HEAD_DIM + c]);
+        let scores: Vec<f64> = (0..ROWS * tokens)
+            .map(|i| {
+                let (r, t) = (i / tokens, i % tokens);
+                (0..HEAD_DIM).map(|c| f64::from(query[r * HEAD_DIM + c]) * key(t, c)).sum()
+            })
+            .collect();
+        let outputs: Vec<f64> = (0..ROWS * HEAD_DIM)
+            .map(|i| {
+                let (r, c) = (i / HEAD_DIM, i % HEAD_DIM);
+                (0..tokens).map(|t| f64::from(weights[r * tokens + t]) * value(t, c)).sum()
+            })
+            .collect();
+        for arch in [Arch::Scalar, Arch::V2, Arch::V3, Arch::V4] {
+            if !available(arch) {
+                eprintln!("SKIPPED: this CPU has no {arch:?}");
+                continue;
+            }
+            let kernels = Kernels::<CODES> {
+                keys: &packed[0],
+                values: &packed[1],
+                query: &query,
+                weights: &weights,
+                tokens,
+            };
+            // SAFETY: the CPU has the extension.
+            let actual = unsafe { arch.dispatch(kernels) };
+            for (name, actual, expected) in
+                [("scores", &actual[0], &scores), ("output", &actual[1], &outputs)]
+            {
+                let largest = expected.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+                for (i, (actual, expected)) in actual.iter().zip(expected).enumerate() {
+                    // Sums of up to 199 products, each rounded to f32's 6e-8.
+                    let error = (f64::from(*actual) - expected).abs() / largest;
+                    assert!(
+                        error < 2e-6,
+                        "{arch:?}, {n_bits} bits, {tokens} tokens: {name}[{i}] is {actual}, \
+                         not {expected}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+fn available(arch: Arch) -> bool {
+    match arch {
+        Arch::Scalar => true,
+        Arch::V2 => is_x86_feature_detected!("sse4.2"),
+        Arch::V3 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+        Arch::V4 => simd::lanes() == MAX_LANES,
+        _ => false,
+    }
+}
+
+#[test]
+fn packed_attention_is_that_over_restored_tokens_on_every_extension() {
+    check::<16>();
+    check::<8>();
+    check::<4>();
+}
