@@ -208,6 +208,11 @@ impl CacheLayout {
         self.spec(self.config.value_bits, Granularity::PerToken)
     }
 
+    /// Bits of a code of the keys, and of the values: 0 where they stay in float.
+    pub(crate) fn code_bits(&self) -> [u32; 2] {
+        [self.key_spec(), self.value_spec()].map(|spec| spec.map_or(0, |spec| spec.n_bits))
+    }
+
     fn spec(&self, bits: Bits, granularity: Granularity) -> Option<QuantSpec> {
         let group_size = self.config.group_size;
         bits.is_quantized().then(|| QuantSpec { granularity, n_bits: bits.n_bits(), group_size })

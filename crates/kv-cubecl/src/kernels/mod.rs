@@ -13,7 +13,7 @@ pub mod decode_attention;
 pub mod quantize;
 pub mod streaming_attention;
 
-use cubecl::{client::Client, prelude::*};
+use cubecl::prelude::*;
 
 /// Units per cube of the element-wise kernels.
 const ELEMENTWISE_UNITS: u32 = 128;
@@ -29,9 +29,4 @@ fn elementwise(n: usize) -> (CubeCount, CubeDim) {
         false => CubeCount::Static(MAX_CUBES, cubes.div_ceil(MAX_CUBES), 1),
     };
     (count, CubeDim::new_1d(ELEMENTWISE_UNITS))
-}
-
-/// Streaming multiprocessors of the device, or a middling guess where it does not tell.
-fn n_multiprocessors(client: &Client) -> usize {
-    client.properties().hardware.num_streaming_multiprocessors.unwrap_or(16) as usize
 }

@@ -31,9 +31,7 @@ impl<'a> Floats<'a> {
             Self::F16(data) => widen(&data[start..start + out.len()], out),
         }
     }
-}
 
-impl<'a> Floats<'a> {
     /// Asks for `len` elements from `start` on, as far as there are so many, to be brought into the
     /// processor's cache.
     pub(super) fn prefetch(self, start: usize, len: usize) {

@@ -52,12 +52,15 @@ impl<'a> Scratch<'a> {
     /// Floats of a cache line.
     const LINE: usize = 16;
 
-    /// For `threads` threads, of these lengths, in `memory`.
+    /// For `threads` threads, of `[rows, head_dim]` and blocks of `block` tokens, in `memory`.
     fn for_threads(
         memory: &'a mut Vec<f32>,
         threads: usize,
-        lens: [usize; 3],
+        [rows, head_dim]: [usize; 2],
+        block: usize,
     ) -> impl Iterator<Item = Self> {
+        let tile = TILE.max(packed::SCRATCH_ROWS) * head_dim;
+        let lens = [rows * head_dim, rows * block, tile];
         let [o, scores, tile] = lens.map(|len| len.next_multiple_of(Self::LINE));
         let len = o + scores + tile;
         memory.resize(threads * len + Self::LINE, 0.0);
@@ -107,10 +110,9 @@ pub(super) fn decode_attention(
         false => rayon::current_num_threads().min(slices * n_splits),
     };
     let longest = tokens / n_splits + layout.config().group_size;
-    let tile = TILE.max(packed::SCRATCH_ROWS) * head_dim;
     let mut memory = Vec::new();
-    let lens = [rows * head_dim, rows * block(layout).min(longest), tile];
-    let scratch = Scratch::for_threads(&mut memory, threads, lens);
+    let block = block(layout).min(longest);
+    let scratch = Scratch::for_threads(&mut memory, threads, [rows, head_dim], block);
     with_this_thread(scratch, splits, |scratch, split| {
         let query = &query[split.slice * rows * head_dim..][..rows * head_dim];
         Slice::new(state, layout, len, split.slice).attend(query, split, scratch);
@@ -333,9 +335,9 @@ mod tests {
             let mut o = [f32::NAN; ROWS * HEAD_DIM];
             let split = Split { slice: 0, tokens: 0..TOKENS, m: &mut m, l: &mut l, o: &mut o };
             let mut memory = Vec::new();
-            let tile = TILE.max(packed::SCRATCH_ROWS) * HEAD_DIM;
-            let lens = [ROWS * HEAD_DIM, ROWS * block(&layout), tile];
-            let mut scratch = Scratch::for_threads(&mut memory, 1, lens).next().unwrap();
+            let rows = [ROWS, HEAD_DIM];
+            let mut scratch = Scratch::for_threads(&mut memory, 1, rows, block(&layout));
+            let mut scratch = scratch.next().unwrap();
             Slice::new(&state, &layout, TOKENS, 0).attend(&scaled, split, &mut scratch);
 
             for r in 0..ROWS {

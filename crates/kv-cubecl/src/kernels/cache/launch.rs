@@ -86,11 +86,11 @@ pub fn launch_write_token(
     let layout = &problem.layout;
     let (window, config) = (layout.window(), layout.config());
     let [before, leaving] = problem.leaving();
-    let bits = |spec: Option<QuantSpec>| spec.map_or(0, |spec| spec.n_bits);
+    let [key_bits, value_bits] = layout.code_bits();
     let blueprint = TokenBlueprint {
         group_size: config.group_size,
-        key_bits: bits(layout.key_spec()),
-        value_bits: bits(layout.value_spec()),
+        key_bits,
+        value_bits,
         saturating: problem.float != F32,
     };
     let (slices, head_dim) = (layout.slices(), layout.shape().head_dim);

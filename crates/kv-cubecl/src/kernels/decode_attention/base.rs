@@ -1,4 +1,7 @@
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::{
+    features::Plane,
+    ir::{DeviceProperties, ElemType, FloatKind},
+};
 
 use crate::{Error, Result, layout::CacheLayout};
 
@@ -122,6 +125,17 @@ pub(super) struct Hardware {
 impl Hardware {
     /// One unit after another: what every device can do.
     const PLAIN: Self = Self { n_multiprocessors: 1, plane: 1 };
+
+    pub(super) fn of(properties: &DeviceProperties) -> Self {
+        let hardware = &properties.hardware;
+        let sizes = (hardware.plane_size_min, hardware.plane_size_max);
+        // A plan needs to know the size, which some devices choose by kernel.
+        let known = sizes.0 == sizes.1 && properties.features.plane.contains(Plane::Ops);
+        let plane = if known { sizes.0 as usize } else { 1 };
+        // A middling guess where the device does not tell.
+        let n_multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(16) as usize;
+        Self { n_multiprocessors, plane }
+    }
 }
 
 /// Plans a launch.
@@ -138,8 +152,7 @@ pub(super) fn prepare(
     if head_dim > MAX_HEAD_DIM {
         return Err(unsupported(format!("head_dim is above {MAX_HEAD_DIM}")));
     }
-    let bits = |spec: Option<crate::layout::QuantSpec>| spec.map_or(0, |spec| spec.n_bits);
-    let (key_bits, value_bits) = (bits(layout.key_spec()), bits(layout.value_spec()));
+    let [key_bits, value_bits] = layout.code_bits();
     let group_size = config.group_size;
     // Runs of elements share what is restored from a parameter word: long ones, within a group, of
     // whole words.

@@ -1,13 +1,10 @@
-use cubecl::{client::Client, features::Plane, prelude::*};
+use cubecl::{client::Client, prelude::*};
 
 use super::{
     base::{DecodeProblem, Hardware, prepare},
     kernel::{self, DecodeArgsLaunch},
 };
-use crate::{
-    Result,
-    kernels::{elementwise, n_multiprocessors},
-};
+use crate::{Result, kernels::elementwise};
 
 /// The buffers of a launch, all contiguous.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
@@ -26,15 +23,6 @@ pub struct DecodeBindings {
     pub lse: BufferArg,
 }
 
-fn hardware(client: &Client) -> Hardware {
-    let properties = client.properties();
-    let sizes = (properties.hardware.plane_size_min, properties.hardware.plane_size_max);
-    // A plan needs to know the size, which some devices choose by kernel.
-    let known = sizes.0 == sizes.1 && properties.features.plane.contains(Plane::Ops);
-    let plane = if known { sizes.0 as usize } else { 1 };
-    Hardware { n_multiprocessors: n_multiprocessors(client), plane }
-}
-
 /// Attends; two launches.
 ///
 /// # Errors
@@ -44,7 +32,7 @@ pub fn launch_ref(
     bindings: DecodeBindings,
     problem: &DecodeProblem,
 ) -> Result<()> {
-    let (blueprint, settings) = prepare(problem, hardware(client))?;
+    let (blueprint, settings) = prepare(problem, Hardware::of(client.properties()))?;
     let layout = &problem.layout;
     let (window, head_dim) = (layout.window(), layout.shape().head_dim);
     let counts = window.counts(problem.len);

@@ -23,11 +23,11 @@ fn source(cache: &str, head_dim: usize, rows: usize) -> (String, DecodeBlueprint
         CacheFloat::F16 => FloatKind::F16,
     });
     let problem = DecodeProblem { layout, len: 4096, tokens: 4096, rows, float };
-    let hardware = Hardware { n_multiprocessors: 132, plane: 32 };
-    let (blueprint, _) = prepare(&problem, hardware).unwrap();
+    let properties = h200();
+    let (blueprint, _) = prepare(&problem, Hardware::of(&properties)).unwrap();
     let kernel = PartialAttention::new(
         settings(blueprint.units, ExecutionMode::Unchecked),
-        h200(),
+        properties,
         Default::default(),
         buffer(),
         buffer(),
