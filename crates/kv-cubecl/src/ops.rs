@@ -101,6 +101,20 @@ pub trait KvCacheOps: Backend {
         tokens: usize,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
+    /// One decode step of a cache that holds as many tokens as `position`, i32 `[1]`, says when the
+    /// kernels run: [`write`](Self::write) of one token, then [`decode_attention`](Self::decode_attention)
+    /// of `query` `[batch, n_heads, 1, head_dim]` over all. Launches do not depend on the length, so that
+    /// they can be recorded once and replayed. A full cache is read and not written.
+    #[fusion(meta = |state, query, _key, _value, _position, _layout| (state.clone(), query.clone()))]
+    fn step(
+        #[extension_type] state: CacheState<Self>,
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        position: IntTensor<Self>,
+        layout: CacheLayout,
+    ) -> (CacheState<Self>, FloatTensor<Self>);
+
     /// Block-wise causal attention where each row sees quantized and float keys and values by
     /// `spec`; `key_hat` and `value_hat` are the fake-quantized keys and values.
     ///

@@ -141,6 +141,21 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         (constant::<B, C>(output), constant::<B, C>(lse))
     }
 
+    /// As [`write`](Self::write) and [`decode_attention`](Self::decode_attention).
+    fn step(
+        state: CacheState<Self>,
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        position: IntTensor<Self>,
+        layout: CacheLayout,
+    ) -> (CacheState<Self>, FloatTensor<Self>) {
+        let [query, key, value] = [query, key, value].map(|x| x.into_primitive());
+        let (state, output) =
+            <B as KvCacheOps>::step(unwrap(state), query, key, value, position, layout);
+        (wrap(state), constant::<B, C>(output))
+    }
+
     fn streaming_attention(
         query: FloatTensor<Self>,
         key: FloatTensor<Self>,

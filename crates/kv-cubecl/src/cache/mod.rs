@@ -137,6 +137,58 @@ impl KvCache {
         Ok(output)
     }
 
+    /// [`attend`](Self::attend) for one token, of a cache that holds as many tokens as `position` says
+    /// when the kernels run: recorded once, as by [`burn::tensor::capture`], the launches serve every
+    /// length. A full cache is read and stays as it is.
+    ///
+    /// The host is not told: [`advance`](Self::advance) counts what such steps have appended.
+    ///
+    /// # Shapes
+    /// - `query`: `[batch, n_heads, 1, head_dim]`, `n_kv_heads` divides `n_heads`
+    /// - `key`, `value`: `[batch, n_kv_heads, 1, head_dim]`, keys after the position encoding
+    /// - `position`: `[1]` i32
+    /// - output: the shape of `query`
+    ///
+    /// # Errors
+    /// [`Error::Shape`], or [`Error::Unsupported`] for tensors that record gradients or sit on another
+    /// device; the cache is then unchanged.
+    pub fn attend_at(
+        &mut self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        position: &Tensor<1, Int>,
+    ) -> Result<Tensor<4>> {
+        const OP: &str = "attend_at";
+        if self.check_tensors(OP, &query, &key, &value)? != 1 {
+            let (tensor, shape) = ("key", key.dims().to_vec());
+            return Err(Error::Shape {
+                op: OP,
+                tensor,
+                shape,
+                rule: "must be one token".to_string(),
+            });
+        }
+        if position.dims() != [1] || position.dtype() != DType::I32 {
+            let rule = format!("must be [1] of {:?}, not of {:?}", DType::I32, position.dtype());
+            let (tensor, shape) = ("position", position.dims().to_vec());
+            return Err(Error::Shape { op: OP, tensor, shape, rule });
+        }
+        self.check_device(OP, "position", &position.device())?;
+        Ok(self.state.step(query, key, value, position.clone(), self.layout))
+    }
+
+    /// Counts `tokens` that [`attend_at`](Self::attend_at) has appended from position
+    /// [`len`](Self::len) on.
+    ///
+    /// # Errors
+    /// [`Error::CapacityExceeded`].
+    pub fn advance(&mut self, tokens: usize) -> Result<()> {
+        self.check_room(tokens)?;
+        self.len += tokens;
+        Ok(())
+    }
+
     /// What [`attend`](Self::attend) would return, without appending: speculative decoding verifies
     /// drafted tokens with it.
     ///
@@ -195,6 +247,18 @@ impl KvCache {
         key: &Tensor<4>,
         value: &Tensor<4>,
     ) -> Result<usize> {
+        let tokens = self.check_tensors(op, query, key, value)?;
+        self.check_room(tokens)?;
+        Ok(tokens)
+    }
+
+    fn check_tensors(
+        &self,
+        op: &'static str,
+        query: &Tensor<4>,
+        key: &Tensor<4>,
+        value: &Tensor<4>,
+    ) -> Result<usize> {
         let shape = functions::check_qkv(op, query, key, value)?;
         let tokens = key.dims()[2];
         if shape != self.layout.shape() || query.dims()[2] != tokens {
@@ -209,25 +273,29 @@ impl KvCache {
             );
             return Err(Error::Shape { op, tensor, shape: dims.to_vec(), rule });
         }
-        let device = self.state.floats.device();
         for (name, tensor) in [("query", query), ("key", key), ("value", value)] {
-            let why = if tensor.device().is_autodiff() {
-                "a cache records no gradients; train with streaming_attention".to_string()
-            } else if tensor.device() != device {
-                format!("the cache is on {device:?}")
-            } else {
-                continue;
-            };
-            let what = format!("{op}: {name} on {:?}", tensor.device());
-            return Err(Error::Unsupported { what, why });
+            self.check_device(op, name, &tensor.device())?;
         }
-        match self.len + tokens > self.capacity() {
-            true => Err(Error::CapacityExceeded {
-                len: self.len,
-                added: tokens,
-                capacity: self.capacity(),
-            }),
-            false => Ok(tokens),
+        Ok(tokens)
+    }
+
+    fn check_device(&self, op: &'static str, name: &str, found: &Device) -> Result<()> {
+        let device = self.state.floats.device();
+        let why = if found.is_autodiff() {
+            "a cache records no gradients; train with streaming_attention".to_string()
+        } else if *found != device {
+            format!("the cache is on {device:?}")
+        } else {
+            return Ok(());
+        };
+        Err(Error::Unsupported { what: format!("{op}: {name} on {found:?}"), why })
+    }
+
+    fn check_room(&self, added: usize) -> Result<()> {
+        let (len, capacity) = (self.len, self.capacity());
+        match len.saturating_add(added) > capacity {
+            true => Err(Error::CapacityExceeded { len, added, capacity }),
+            false => Ok(()),
         }
     }
 

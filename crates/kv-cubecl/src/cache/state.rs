@@ -73,8 +73,7 @@ impl State {
         }
     }
 
-    /// Flushes what leaves the window and appends, giving the backend the only handles so that it
-    /// writes in place.
+    /// Flushes what leaves the window and appends, in place.
     pub(super) fn write(
         &mut self,
         key: Tensor<4>,
@@ -82,18 +81,42 @@ impl State {
         layout: CacheLayout,
         len: usize,
     ) {
+        let (key, value) = (key.into_dispatch(), value.into_dispatch());
+        self.update(|state| (<Dispatch as KvCacheOps>::write(state, key, value, layout, len), ()));
+    }
+
+    /// Appends one token at `position` and attends, in place.
+    pub(super) fn step(
+        &mut self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        position: Tensor<1, Int>,
+        layout: CacheLayout,
+    ) -> Tensor<4> {
+        let [query, key, value] = [query, key, value].map(Tensor::into_dispatch);
+        let position = position.into_dispatch();
+        Tensor::from_dispatch(self.update(|state| {
+            <Dispatch as KvCacheOps>::step(state, query, key, value, position, layout)
+        }))
+    }
+
+    /// Gives a backend the only handles, so that it writes in place.
+    fn update<T>(
+        &mut self,
+        write: impl FnOnce(CacheState<Dispatch>) -> (CacheState<Dispatch>, T),
+    ) -> T {
         let device = self.floats.device();
         let empty = |dtype| Tensor::<1, Int>::empty([1], (&device, dtype));
         let floats = Tensor::empty([1, 1, 1, 1], (&device, self.floats.dtype()));
         let hollow = Self { keys: empty(DType::U32), values: empty(DType::U32), floats };
-        let state = core::mem::replace(self, hollow).into_dispatch();
-        let (key, value) = (key.into_dispatch(), value.into_dispatch());
-        let state = <Dispatch as KvCacheOps>::write(state, key, value, layout, len);
+        let (state, output) = write(core::mem::replace(self, hollow).into_dispatch());
         *self = Self {
             keys: Tensor::from_dispatch(state.keys),
             values: Tensor::from_dispatch(state.values),
             floats: Tensor::from_dispatch(state.floats),
         };
+        output
     }
 
     /// Quantized keys of `tokens` (counted after the sinks, whole groups).

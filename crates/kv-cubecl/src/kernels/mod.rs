@@ -12,6 +12,7 @@ mod cuda_source;
 pub mod decode_attention;
 pub mod quantize;
 pub mod streaming_attention;
+mod window;
 
 use cubecl::prelude::*;
 

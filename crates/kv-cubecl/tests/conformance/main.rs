@@ -19,5 +19,6 @@ mod gradients;
 mod memory;
 mod poison;
 mod quantize;
+mod step;
 #[cfg(feature = "autodiff")]
 mod training;

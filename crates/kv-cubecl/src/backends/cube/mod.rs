@@ -93,34 +93,7 @@ impl KvCacheOps for CubeBackend {
         layout: CacheLayout,
         len: usize,
     ) -> CacheState<Self> {
-        let problem = cache_problem(&state, &key, layout, len);
-        let CacheState { mut keys, mut values, floats } = state;
-        let floats = writable(into_contiguous(floats));
-        let (key, value) = (into_contiguous(key), into_contiguous(value));
-        let [key_flush, value_flush] = problem.flushes();
-        if key_flush {
-            keys = writable(keys);
-        }
-        if value_flush {
-            values = writable(values);
-        }
-        let client = &floats.client;
-        if problem.added == 1 {
-            let (keys, values, floats) = (arg(&keys), arg(&values), arg(&floats));
-            let bindings = CacheBindings { keys, values, floats };
-            cache::launch_write_token(client, arg(&key), arg(&value), bindings, &problem);
-        } else {
-            let float = || arg(&floats);
-            if let Some(spec) = layout.key_spec() {
-                cache::launch_flush_keys(client, float(), arg(&key), arg(&keys), &problem, spec);
-            }
-            if let Some(spec) = layout.value_spec() {
-                let (value, values) = (arg(&value), arg(&values));
-                cache::launch_flush_values(client, float(), value, values, &problem, spec);
-            }
-            cache::launch_append(client, arg(&key), arg(&value), [float(), float()], &problem);
-        }
-        CacheState { keys, values, floats }
+        write(state, key, value, layout, len, None)
     }
 
     fn decode_attention(
@@ -130,26 +103,23 @@ impl KvCacheOps for CubeBackend {
         len: usize,
         tokens: usize,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let shape = dims(&query);
-        let query = into_contiguous(query);
-        let floats = into_contiguous(state.floats);
-        let output = empty_like(&query, shape, DType::F32);
-        let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
-        let rows = shape[1] / layout.shape().n_kv_heads * shape[2];
-        let problem = DecodeProblem { layout, len, tokens, rows, float: elem(&floats) };
-        let bindings = DecodeBindings {
-            query: arg(&query),
-            keys: arg(&state.keys),
-            values: arg(&state.values),
-            floats: arg(&floats),
-            output: arg(&output),
-            lse: arg(&lse),
-        };
-        if let Err(error) = decode_attention::launch_ref(&query.client, bindings, &problem) {
-            // Caches check this when they are made; only a direct caller of the trait gets here.
-            panic!("{error}");
-        }
-        (output, lse)
+        decode_attention(query, &state, layout, len, tokens, None)
+    }
+
+    fn step(
+        state: CacheState<Self>,
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        position: IntTensor<Self>,
+        layout: CacheLayout,
+    ) -> (CacheState<Self>, FloatTensor<Self>) {
+        let position = Some(&position);
+        // Planned for the longest context, which serves all.
+        let capacity = layout.config().capacity;
+        let state = write(state, key, value, layout, capacity, position);
+        let (output, _) = decode_attention(query, &state, layout, capacity, capacity, position);
+        (state, output)
     }
 
     fn streaming_attention(
@@ -251,13 +221,78 @@ fn restore_problem(shape: [usize; 4], spec: QuantSpec) -> RestoreProblem {
     RestoreProblem { slices: batch * heads, tokens, head_dim, spec }
 }
 
-fn cache_problem(
-    state: &CacheState<CubeBackend>,
-    key: &CubeTensor,
+/// Appends to a cache of `len` tokens, or one token to as many as `position` says.
+fn write(
+    state: CacheState<CubeBackend>,
+    key: CubeTensor,
+    value: CubeTensor,
     layout: CacheLayout,
     len: usize,
-) -> CacheProblem {
-    CacheProblem { layout, len, added: dims(key)[2], float: elem(&state.floats) }
+    position: Option<&CubeTensor>,
+) -> CacheState<CubeBackend> {
+    let CacheState { mut keys, mut values, floats } = state;
+    let floats = writable(into_contiguous(floats));
+    let (key, value) = (into_contiguous(key), into_contiguous(value));
+    let problem = CacheProblem { layout, len, added: dims(&key)[2], float: elem(&floats) };
+    let [key_flush, value_flush] = match position {
+        Some(_) => [true, true],
+        None => problem.flushes(),
+    };
+    if key_flush {
+        keys = writable(keys);
+    }
+    if value_flush {
+        values = writable(values);
+    }
+    let client = &floats.client;
+    if problem.added == 1 {
+        let (keys, values, floats) = (arg(&keys), arg(&values), arg(&floats));
+        let bindings = CacheBindings { keys, values, floats, position: position.map(arg) };
+        cache::launch_write_token(client, arg(&key), arg(&value), bindings, &problem);
+    } else {
+        let float = || arg(&floats);
+        if let Some(spec) = layout.key_spec() {
+            cache::launch_flush_keys(client, float(), arg(&key), arg(&keys), &problem, spec);
+        }
+        if let Some(spec) = layout.value_spec() {
+            let (value, values) = (arg(&value), arg(&values));
+            cache::launch_flush_values(client, float(), value, values, &problem, spec);
+        }
+        cache::launch_append(client, arg(&key), arg(&value), [float(), float()], &problem);
+    }
+    CacheState { keys, values, floats }
+}
+
+/// Attends to `tokens` of a cache of `len`, or to as many as `position` says.
+fn decode_attention(
+    query: CubeTensor,
+    state: &CacheState<CubeBackend>,
+    layout: CacheLayout,
+    len: usize,
+    tokens: usize,
+    position: Option<&CubeTensor>,
+) -> (CubeTensor, CubeTensor) {
+    let shape = dims(&query);
+    let query = into_contiguous(query);
+    let floats = into_contiguous(state.floats.clone());
+    let output = empty_like(&query, shape, DType::F32);
+    let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
+    let rows = shape[1] / layout.shape().n_kv_heads * shape[2];
+    let problem = DecodeProblem { layout, len, tokens, rows, float: elem(&floats) };
+    let bindings = DecodeBindings {
+        query: arg(&query),
+        keys: arg(&state.keys),
+        values: arg(&state.values),
+        floats: arg(&floats),
+        output: arg(&output),
+        lse: arg(&lse),
+        position: position.map(arg),
+    };
+    if let Err(error) = decode_attention::launch_ref(&query.client, bindings, &problem) {
+        // Caches check this when they are made; only a direct caller of the trait gets here.
+        panic!("{error}");
+    }
+    (output, lse)
 }
 
 fn stream_problem(query: [usize; 4], key: [usize; 4], spec: StreamSpec) -> StreamProblem {

@@ -119,6 +119,26 @@ impl KvCacheOps for Flex {
         decode::decode_attention(query.to_contiguous(), &state, &layout, len, tokens)
     }
 
+    fn step(
+        mut state: CacheState<Self>,
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        position: IntTensor<Self>,
+        layout: CacheLayout,
+    ) -> (CacheState<Self>, FloatTensor<Self>) {
+        let capacity = layout.config().capacity;
+        let mut len = usize::try_from(position.storage::<i32>()[0]).unwrap_or(capacity);
+        if len < capacity {
+            state = <Self as KvCacheOps>::write(state, key, value, layout, len);
+            len += 1;
+        }
+        let len = len.min(capacity);
+        let (output, _) =
+            decode::decode_attention(query.to_contiguous(), &state, &layout, len, len);
+        (state, output)
+    }
+
     fn streaming_attention(
         query: FloatTensor<Self>,
         key: FloatTensor<Self>,

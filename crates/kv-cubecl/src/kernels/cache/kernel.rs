@@ -1,6 +1,9 @@
 use cubecl::prelude::*;
 
-use crate::kernels::codec::{F16_MAX, encode, min_of, parameters, saturate, scale_of};
+use crate::kernels::{
+    codec::{F16_MAX, encode, min_of, parameters, saturate, scale_of},
+    window::{WindowArgs, quantized_keys, quantized_values},
+};
 
 /// Where a token's float row is: in its ring, or in the chunk that is being appended.
 #[derive(CubeType, CubeLaunch)]
@@ -265,26 +268,42 @@ impl TokenBlueprint {
     }
 }
 
-/// Run-time numbers of [`write_token`], per side.
+/// Run-time numbers of [`write_token`].
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct TokenArgs {
-    /// Where tokens are.
-    pub(super) source: Source,
-    /// First token after the sinks that stays in float.
-    pub(super) first_float: usize,
-    /// First group of keys, or value after the sinks, that leaves the window.
-    pub(super) first: usize,
-    /// How many leave it; of values at most one.
-    pub(super) due: usize,
-    /// Words of a slice.
-    pub(super) slice_words: usize,
+    pub(super) keys: Source,
+    pub(super) values: Source,
+    pub(super) window: WindowArgs,
+    pub(super) capacity: usize,
+    /// Most groups of keys that leave the window, at least 1.
+    pub(super) key_groups: usize,
+    pub(super) key_slice_words: usize,
+    pub(super) value_slice_words: usize,
+    /// Units of keys, and of both sides.
+    pub(super) n_keys: usize,
+    pub(super) n: usize,
+}
+
+/// `source` in a cache of `len` tokens.
+#[cube]
+fn source_at(len: usize, source: &Source) -> Source {
+    Source {
+        len,
+        added: source.added,
+        sinks: source.sinks,
+        ring: source.ring,
+        first_row: source.first_row,
+        float_rows: source.float_rows,
+        head_dim: source.head_dim,
+    }
 }
 
 /// Appends one token, both sides, with all that leaves the window for it: one unit per (slice, group of
-/// keys that leaves or one, channel), then one per (slice, group of the value).
+/// keys that may leave, channel), then one per (slice, group of the value).
 ///
-/// A slot that is read for what leaves and written for what comes belongs to one unit: of keys it can
-/// only be in the first group that leaves.
+/// The cache holds as many tokens as `position` says, or the sources where there is none; if it is full,
+/// nothing is written. A slot that is read for what leaves and written for what comes belongs to one
+/// unit: of keys it can only be in the first group that leaves.
 #[cube(launch)]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn write_token<R: Float>(
@@ -293,67 +312,72 @@ pub(super) fn write_token<R: Float>(
     floats: &mut [R],
     key_words: &mut [u32],
     value_words: &mut [u32],
-    keys: TokenArgs,
-    values: TokenArgs,
-    n_keys: usize,
-    n: usize,
+    position: ComptimeOption<Box<[i32]>>,
+    args: TokenArgs,
     #[comptime] bp: TokenBlueprint,
     #[define(R)] _dtype: ElemType,
 ) {
-    let token = keys.source.len;
-    if ABSOLUTE_POS < n_keys {
-        let channel = ABSOLUTE_POS % keys.source.head_dim;
-        let row = ABSOLUTE_POS / keys.source.head_dim;
-        let mut groups = keys.due;
-        if groups == 0 {
-            groups = 1usize;
-        }
-        let slice = row / groups;
+    #[comptime]
+    let len = match position {
+        ComptimeOption::Some(position) => position[0] as usize,
+        ComptimeOption::None => args.keys.len,
+    };
+    let head_dim = args.keys.head_dim;
+    if len < args.capacity && ABSOLUTE_POS < args.n_keys {
+        let source = source_at(len, &args.keys);
+        let before = quantized_keys(len, &args.window);
+        let after = quantized_keys(len + 1, &args.window);
+        let row = ABSOLUTE_POS / head_dim;
+        let slice = row / args.key_groups;
+        let index = row % args.key_groups;
+        let channel = ABSOLUTE_POS % head_dim;
         if comptime!(bp.key_bits > 0) {
-            if keys.due > 0 {
+            if index < (after - before) / bp.group_size {
                 flush_key::<R>(
                     &*floats,
                     key,
                     key_words,
                     slice,
-                    keys.first + row % groups,
+                    before / bp.group_size + index,
                     channel,
-                    keys.slice_words,
-                    &keys.source,
+                    args.key_slice_words,
+                    &source,
                     bp.group_size,
                     bp.key_bits,
                 );
             }
         }
-        if row.is_multiple_of(groups) {
-            let first = keys.first_float;
-            store::<R>(key, floats, slice, token, channel, first, &keys.source, bp.saturating);
+        if index == 0 {
+            let first = args.window.sinks + after;
+            store::<R>(key, floats, slice, len, channel, first, &source, bp.saturating);
         }
-    } else if ABSOLUTE_POS < n {
-        let unit = ABSOLUTE_POS - n_keys;
-        let runs = values.source.head_dim / comptime!(bp.run());
+    } else if len < args.capacity && ABSOLUTE_POS < args.n {
+        let source = source_at(len, &args.values);
+        let before = quantized_values(len, &args.window);
+        let after = quantized_values(len + 1, &args.window);
+        let unit = ABSOLUTE_POS - args.n_keys;
+        let runs = head_dim / comptime!(bp.run());
         let slice = unit / runs;
         if comptime!(bp.value_bits > 0) {
-            if values.due > 0 {
+            if after > before {
                 flush_value::<R>(
                     &*floats,
                     value,
                     value_words,
                     slice,
-                    values.first,
+                    before,
                     unit % runs,
-                    values.slice_words,
-                    &values.source,
+                    args.value_slice_words,
+                    &source,
                     bp.group_size,
                     bp.value_bits,
                 );
             }
         }
         let start = unit % runs * comptime!(bp.run());
+        let first = args.window.sinks + after;
         for i in 0..comptime!(bp.run()) {
-            let first = values.first_float;
-            let channel = start + i;
-            store::<R>(value, floats, slice, token, channel, first, &values.source, bp.saturating);
+            store::<R>(value, floats, slice, len, start + i, first, &source, bp.saturating);
         }
     }
 }

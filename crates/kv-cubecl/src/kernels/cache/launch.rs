@@ -72,10 +72,12 @@ pub struct CacheBindings {
     pub values: BufferArg,
     /// Float rows.
     pub floats: BufferArg,
+    /// i32 `[1]`: how many tokens there are, read by the kernel instead of being told by the problem.
+    pub position: Option<BufferArg>,
 }
 
 /// Appends one token, `key` and `value` f32 `[slices, head_dim]`, and quantizes what leaves the window
-/// for it, in one launch.
+/// for it, in one launch. A full cache is left as it is.
 pub fn launch_write_token(
     client: &Client,
     key: BufferArg,
@@ -85,7 +87,6 @@ pub fn launch_write_token(
 ) {
     let layout = &problem.layout;
     let (window, config) = (layout.window(), layout.config());
-    let [before, leaving] = problem.leaving();
     let [key_bits, value_bits] = layout.code_bits();
     let blueprint = TokenBlueprint {
         group_size: config.group_size,
@@ -94,8 +95,13 @@ pub fn launch_write_token(
         saturating: problem.float != F32,
     };
     let (slices, head_dim) = (layout.slices(), layout.shape().head_dim);
-    let groups = leaving.keys / config.group_size;
-    let n_keys = slices * groups.max(1) * head_dim;
+    let leaving = match cache.position {
+        Some(_) if window.keys => window.residual_length,
+        Some(_) => 0,
+        None => problem.leaving()[1].keys,
+    };
+    let key_groups = (leaving / config.group_size).max(1);
+    let n_keys = slices * key_groups * head_dim;
     let n = n_keys + slices * (head_dim / blueprint.run());
     let (count, dim) = elementwise(n);
     kernel::write_token::launch(
@@ -107,22 +113,18 @@ pub fn launch_write_token(
         cache.floats,
         cache.keys,
         cache.values,
+        cache.position.into(),
         TokenArgsLaunch::new(
             problem.keys(),
-            window.first_float_key(problem.len + 1),
-            before.keys / config.group_size,
-            groups,
-            layout.key_slice_words(),
-        ),
-        TokenArgsLaunch::new(
             problem.values(),
-            window.first_float_value(problem.len + 1),
-            before.values,
-            leaving.values,
+            window.args(),
+            config.capacity,
+            key_groups,
+            layout.key_slice_words(),
             layout.value_slice_words(),
+            n_keys,
+            n,
         ),
-        n_keys,
-        n,
         blueprint,
         problem.float,
     );

@@ -107,11 +107,7 @@ impl DecodeBlueprint {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Settings {
     pub(super) row_chunks: usize,
-    pub(super) sink_tiles: usize,
-    pub(super) packed_tiles: usize,
-    pub(super) n_tiles: usize,
     pub(super) n_splits: usize,
-    pub(super) tiles_per_split: usize,
 }
 
 /// What a plan depends on of the device.
@@ -199,23 +195,18 @@ pub(super) fn prepare(
     let wanted_splits = (wanted / (layout.slices() * row_chunks)).max(1);
     let packed = layout.window().counts(problem.len).keys.min(problem.tokens - sinks);
     let tokens = [sinks, packed, problem.tokens - sinks - packed];
-    let tiles = |blueprint: &DecodeBlueprint| tokens.map(|n| n.div_ceil(blueprint.tile()));
-    while tiles(&blueprint).iter().sum::<usize>() < wanted_splits
-        && blueprint.units / 2 >= fewest_units
-    {
+    let n_tiles =
+        |blueprint: &DecodeBlueprint| tokens.iter().map(|n| n.div_ceil(blueprint.tile())).sum();
+    while n_tiles(&blueprint) < wanted_splits && blueprint.units / 2 >= fewest_units {
         blueprint.units /= 2;
     }
     if blueprint.units > MAX_UNITS || blueprint.shared_bytes() > SHARED_BYTES {
         return Err(unsupported(format!("needs {blueprint:?}, beyond WebGPU's limits")));
     }
-    let [sink_tiles, packed_tiles, window_tiles] = tiles(&blueprint);
-    let n_tiles = sink_tiles + packed_tiles + window_tiles;
-    let n_splits = wanted_splits.min(n_tiles);
-    let tiles_per_split = n_tiles.div_ceil(n_splits);
-    let n_splits = n_tiles.div_ceil(tiles_per_split);
-    let settings =
-        Settings { row_chunks, sink_tiles, packed_tiles, n_tiles, n_splits, tiles_per_split };
-    Ok((blueprint, settings))
+    // The kernel deals the tiles out in runs of equal length; no split is left without one.
+    let n_tiles: usize = n_tiles(&blueprint);
+    let n_splits = n_tiles.div_ceil(n_tiles.div_ceil(wanted_splits.min(n_tiles)));
+    Ok((blueprint, Settings { row_chunks, n_splits }))
 }
 
 /// Whether a cache of this layout can be attended to on any device.
@@ -279,19 +270,18 @@ mod tests {
     }
 
     #[test]
-    fn splits_cover_every_tile_once() {
-        for tokens in [1, 31, 32, 33, 500, 4096] {
-            for sinks in [0, 4, 40] {
-                let config: KvCacheConfig = format!("k2v2-s{sinks}").parse().unwrap();
-                let shape = CacheShape { batch: 1, n_kv_heads: 3, head_dim: 64 };
-                let layout = CacheLayout::new(&config, shape).unwrap();
-                let float = ElemType::Float(FloatKind::F32);
-                let problem = DecodeProblem { layout, len: tokens, tokens, rows: 3, float };
-                let hardware = Hardware { n_multiprocessors: 16, plane: 1 };
-                let (_, settings) = prepare(&problem, hardware).unwrap();
-                assert!(settings.n_splits * settings.tiles_per_split >= settings.n_tiles);
-                assert!((settings.n_splits - 1) * settings.tiles_per_split < settings.n_tiles);
-            }
-        }
+    fn long_contexts_are_split_over_the_device() {
+        let config: KvCacheConfig = "k2v2".parse().unwrap();
+        let shape = CacheShape { batch: 1, n_kv_heads: 4, head_dim: 64 };
+        let layout = CacheLayout::new(&config, shape).unwrap();
+        let float = ElemType::Float(FloatKind::F32);
+        let hardware = Hardware { n_multiprocessors: 16, plane: 1 };
+        let n_splits = |tokens| {
+            let problem = DecodeProblem { layout, len: tokens, tokens, rows: 3, float };
+            prepare(&problem, hardware).unwrap().1.n_splits
+        };
+        assert_eq!(n_splits(1), 1);
+        // One wave of cubes.
+        assert_eq!(n_splits(1 << 20), CUBES_PER_MULTIPROCESSOR * 16 / 4);
     }
 }

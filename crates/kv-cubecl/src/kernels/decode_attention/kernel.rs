@@ -4,7 +4,10 @@ use super::{
     base::DecodeBlueprint,
     score::{score_float, score_packed},
 };
-use crate::kernels::codec::{code_at, min_of, scale_of};
+use crate::kernels::{
+    codec::{code_at, min_of, scale_of},
+    window::{WindowArgs, quantized_keys, quantized_values},
+};
 
 /// Below every score; WGSL has no infinity literal.
 pub(crate) const LOWEST: f32 = -1.0e30;
@@ -13,12 +16,12 @@ pub(crate) const LOWEST: f32 = -1.0e30;
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct DecodeArgs {
     pub(super) rows: usize,
+    /// Tokens in the cache.
+    pub(super) len: usize,
+    /// Tokens to attend to.
     pub(super) tokens: usize,
-    pub(super) sinks: usize,
-    /// Tokens after the sinks whose keys are packed.
-    pub(super) packed_keys: usize,
-    /// Tokens after the sinks whose values are packed.
-    pub(super) packed_values: usize,
+    pub(super) capacity: usize,
+    pub(super) window: WindowArgs,
     pub(super) key_ring: usize,
     pub(super) value_ring: usize,
     /// Float rows of the keys.
@@ -27,12 +30,65 @@ pub(super) struct DecodeArgs {
     pub(super) float_rows: usize,
     pub(super) key_slice_words: usize,
     pub(super) value_slice_words: usize,
-    pub(super) sink_tiles: usize,
-    pub(super) packed_tiles: usize,
-    pub(super) n_tiles: usize,
     pub(super) n_splits: usize,
-    pub(super) tiles_per_split: usize,
     pub(super) scale: f32,
+}
+
+/// What tokens a split attends to, and how they are stored.
+#[derive(CubeType)]
+struct Extent {
+    tokens: usize,
+    sinks: usize,
+    /// Tokens after the sinks whose keys are packed.
+    packed_keys: usize,
+    /// Tokens after the sinks whose values are packed.
+    packed_values: usize,
+    sink_tiles: usize,
+    packed_tiles: usize,
+    /// First tile of the split, and one past its last.
+    first_tile: usize,
+    last_tile: usize,
+}
+
+/// The share of `split`; the tiles are dealt out in runs, the last splits may get none.
+#[cube]
+fn extent_of(
+    split: usize,
+    position: &ComptimeOption<Box<[i32]>>,
+    args: &DecodeArgs,
+    #[comptime] bp: DecodeBlueprint,
+) -> Extent {
+    let tile = comptime!(bp.tile());
+    let mut len = args.len;
+    let mut tokens = args.tokens;
+    #[comptime]
+    match position {
+        ComptimeOption::Some(position) => {
+            // A full cache stays as it is.
+            len = clamp_max(position[0] as usize, args.capacity - 1) + 1;
+            tokens = len;
+        }
+        ComptimeOption::None => {}
+    }
+    let sinks = clamp_max(args.window.sinks, tokens);
+    let packed_keys = clamp_max(quantized_keys(len, &args.window), tokens - sinks);
+    let packed_values = quantized_values(len, &args.window);
+    let sink_tiles = sinks.div_ceil(tile);
+    let packed_tiles = packed_keys.div_ceil(tile);
+    let n_tiles = sink_tiles + packed_tiles + (tokens - sinks - packed_keys).div_ceil(tile);
+    let share = n_tiles.div_ceil(args.n_splits);
+    let first_tile = split * share;
+    let last_tile = clamp_max(first_tile + share, n_tiles);
+    Extent {
+        tokens,
+        sinks,
+        packed_keys,
+        packed_values,
+        sink_tiles,
+        packed_tiles,
+        first_tile,
+        last_tile,
+    }
 }
 
 /// Consecutive tokens that are handled together, their keys all in one form.
@@ -50,36 +106,31 @@ struct Tile {
 
 /// Tile `index`: those of sinks come first, then those of packed keys, then the window.
 #[cube]
-fn tile_at(index: usize, args: &DecodeArgs, #[comptime] bp: DecodeBlueprint) -> Tile {
+fn tile_at(index: usize, extent: &Extent, #[comptime] bp: DecodeBlueprint) -> Tile {
     let tile = comptime!(bp.tile());
-    let windowed = index >= args.sink_tiles;
-    let packed = windowed && index < args.sink_tiles + args.packed_tiles;
+    let windowed = index >= extent.sink_tiles;
+    let packed = windowed && index < extent.sink_tiles + extent.packed_tiles;
     let mut start = index * tile;
-    let mut limit = args.sinks;
+    let mut limit = extent.sinks;
     if packed {
-        start = args.sinks + (index - args.sink_tiles) * tile;
-        limit = args.sinks + args.packed_keys;
+        start = extent.sinks + (index - extent.sink_tiles) * tile;
+        limit = extent.sinks + extent.packed_keys;
     } else if windowed {
-        let window = args.sinks + args.packed_keys;
-        start = window + (index - args.sink_tiles - args.packed_tiles) * tile;
-        limit = args.tokens;
+        let window = extent.sinks + extent.packed_keys;
+        start = window + (index - extent.sink_tiles - extent.packed_tiles) * tile;
+        limit = extent.tokens;
     }
-    if limit > args.tokens {
-        limit = args.tokens;
-    }
-    let mut end = start + tile;
-    if end > limit {
-        end = limit;
-    }
+    let end = clamp_max(start + tile, limit);
     Tile { start, end, windowed, packed }
 }
 
 /// Float row of `token` in a ring that starts after the sinks.
 #[cube]
 pub(super) fn float_row(token: usize, ring: usize, args: &DecodeArgs) -> usize {
+    let sinks = args.window.sinks;
     let mut row = token;
-    if token >= args.sinks {
-        row = args.sinks + (token - args.sinks) % ring;
+    if token >= sinks {
+        row = sinks + (token - sinks) % ring;
     }
     row
 }
@@ -129,6 +180,7 @@ pub(super) fn partial_attention<R: Float, N: Size>(
     values: &[u32],
     floats: &[Vector<R, N>],
     partials: &mut [f32],
+    position: ComptimeOption<Box<[i32]>>,
     args: DecodeArgs,
     #[comptime] bp: DecodeBlueprint,
     #[define(R)] _dtype: ElemType,
@@ -179,12 +231,9 @@ pub(super) fn partial_attention<R: Float, N: Size>(
     let lane = unit % bp.lanes;
     let block = unit % blocks;
     let stride = unit / blocks;
-    let mut last_tile = (split + 1) * args.tiles_per_split;
-    if last_tile > args.n_tiles {
-        last_tile = args.n_tiles;
-    }
-    for index in split * args.tiles_per_split..last_tile {
-        let tile = tile_at(index, &args, bp);
+    let extent = extent_of(split, &position, &args, bp);
+    for index in extent.first_tile..extent.last_tile {
+        let tile = tile_at(index, &extent, bp);
 
         let first = unit / bp.lanes * unit_tokens;
         let token = tile.start + first;
@@ -195,7 +244,7 @@ pub(super) fn partial_attention<R: Float, N: Size>(
                     score_packed::<N>(
                         keys,
                         slice * args.key_slice_words / comptime!(bp.vector),
-                        token - args.sinks,
+                        token - extent.sinks,
                         lane,
                         &scaled,
                         &mut scores,
@@ -273,13 +322,14 @@ pub(super) fn partial_attention<R: Float, N: Size>(
                 let at = token - tile.start;
                 let mut packed = false;
                 if comptime!(bp.value_bits > 0) {
-                    packed = tile.windowed && token - args.sinks < args.packed_values;
+                    packed = tile.windowed && token - extent.sinks < extent.packed_values;
                     if packed {
                         let codes = comptime!(bp.value_codes());
                         let n_words = comptime!(bp.head_dim / bp.value_codes());
                         let line_len =
                             comptime!(bp.head_dim / bp.value_codes() + bp.head_dim / bp.group_size);
-                        let line = slice * args.value_slice_words + (token - args.sinks) * line_len;
+                        let line =
+                            slice * args.value_slice_words + (token - extent.sinks) * line_len;
                         let param = values[line + n_words + block * unit_channels / bp.group_size];
                         let scale = scale_of(param);
                         let min = min_of(param);

@@ -21,6 +21,10 @@ pub struct DecodeBindings {
     pub output: BufferArg,
     /// f32 `[slices, rows]`.
     pub lse: BufferArg,
+    /// i32 `[1]`: the position of the cache's last token, from which the kernel takes how many there
+    /// are. The problem's lengths are then only what is planned for. Past the capacity counts as the
+    /// last position.
+    pub position: Option<BufferArg>,
 }
 
 /// Attends; two launches.
@@ -34,8 +38,7 @@ pub fn launch_ref(
 ) -> Result<()> {
     let (blueprint, settings) = prepare(problem, Hardware::of(client.properties()))?;
     let layout = &problem.layout;
-    let (window, head_dim) = (layout.window(), layout.shape().head_dim);
-    let counts = window.counts(problem.len);
+    let head_dim = layout.shape().head_dim;
     let rows = layout.slices() * problem.rows;
     let partial_len = rows * settings.n_splits * (head_dim + 2);
     let partials = client.empty(partial_len * size_of::<f32>());
@@ -59,23 +62,20 @@ pub fn launch_ref(
             bindings.values,
             bindings.floats,
             partials(),
+            bindings.position.into(),
             DecodeArgsLaunch::new(
                 problem.rows,
+                problem.len,
                 problem.tokens,
-                window.sink_tokens,
-                counts.keys,
-                counts.values,
+                layout.config().capacity,
+                layout.window().args(),
                 layout.key_ring().max(1),
                 layout.value_ring().max(1),
                 layout.key_rows(),
                 layout.float_rows(),
                 layout.key_slice_words(),
                 layout.value_slice_words(),
-                settings.sink_tiles,
-                settings.packed_tiles,
-                settings.n_tiles,
                 settings.n_splits,
-                settings.tiles_per_split,
                 1.0 / (head_dim as f32).sqrt(),
             ),
             blueprint,

@@ -14,8 +14,8 @@ use crate::{
     layout::CacheLayout,
 };
 
-/// CUDA C++ of the first kernel, and the plan it was written for.
-fn source(cache: &str, head_dim: usize, rows: usize) -> (String, DecodeBlueprint) {
+/// CUDA C++ of the first kernel, with the length on the device or not, and the plan it was written for.
+fn source(cache: &str, head_dim: usize, rows: usize, at: bool) -> (String, DecodeBlueprint) {
     let shape = CacheShape { batch: 1, n_kv_heads: 8, head_dim };
     let layout = CacheLayout::new(&cache.parse().unwrap(), shape).unwrap();
     let float = ElemType::Float(match layout.config().float {
@@ -34,19 +34,24 @@ fn source(cache: &str, head_dim: usize, rows: usize) -> (String, DecodeBlueprint
         buffer(),
         buffer(),
         buffer(),
+        match at {
+            true => ComptimeOptionCompilationArg::Some(buffer()),
+            false => ComptimeOptionCompilationArg::None,
+        },
         // Scalars have no compilation arguments: the struct of them is of size zero.
         ().dynamic_cast(),
         blueprint.vector,
         blueprint,
         float,
     );
-    let name = format!("decode-{cache}-d{head_dim}-rows{rows}");
+    let at = if at { "-at" } else { "" };
+    let name = format!("decode{at}-{cache}-d{head_dim}-rows{rows}");
     (cuda_source(&name, &kernel), blueprint)
 }
 
 #[test]
 fn packed_keys_are_read_in_wide_vectors() {
-    let (source, bp) = source("k4v2-f16", 128, 4);
+    let (source, bp) = source("k4v2-f16", 128, 4, false);
     let contains = |part: &str| assert!(source.contains(part), "no {part:?} in\n{source}");
     contains("struct alignas(16) uint32_t_4 ");
     contains("struct alignas(8) __half_4 ");
@@ -62,10 +67,10 @@ fn packed_keys_are_read_in_wide_vectors() {
 fn sums_can_live_in_registers() {
     for cache in ["float", "float-f16", "k8v8", "k4v4", "k4v2-f16", "k2v2"] {
         for head_dim in [64, 128] {
-            for rows in [1, 3, 4] {
-                let (source, _) = source(cache, head_dim, rows);
+            for (rows, at) in [(1, false), (3, false), (4, false), (4, true)] {
+                let (source, _) = source(cache, head_dim, rows, at);
                 let dynamic = dynamic_indices(&source);
-                assert!(dynamic.is_empty(), "{cache} {head_dim} {rows}: {dynamic:#?}");
+                assert!(dynamic.is_empty(), "{cache} {head_dim} {rows} {at}: {dynamic:#?}");
             }
         }
     }

@@ -1,6 +1,9 @@
 use cubecl::prelude::*;
 
-use crate::kernels::decode_attention::LOWEST;
+use crate::kernels::{
+    decode_attention::LOWEST,
+    window::{self, WindowArgs},
+};
 
 /// Query rows per cube.
 pub(super) const ROWS: usize = 8;
@@ -31,34 +34,15 @@ pub(super) struct StreamArgs {
     pub(super) n_rep: usize,
     pub(super) first_query: usize,
     pub(super) first_key: usize,
-    pub(super) sinks: usize,
-    pub(super) residual_length: usize,
-    /// Tokens by which quantization lags: 0 flushing before attention, 1 after.
-    pub(super) lag: usize,
-    /// 1 if keys are quantized, else 0.
-    pub(super) keys: usize,
-    /// 1 if values are quantized, else 0.
-    pub(super) values: usize,
+    pub(super) window: WindowArgs,
     pub(super) scale: f32,
-}
-
-/// Tokens past the sinks that count for `row`.
-#[cube]
-fn seen(row: usize, args: &StreamArgs) -> usize {
-    let len = args.first_query + row + 1;
-    let skipped = args.sinks + args.lag;
-    let mut seen = 0usize;
-    if len > skipped {
-        seen = len - skipped;
-    }
-    seen
 }
 
 #[cube]
 fn end_of(count: usize, args: &StreamArgs) -> usize {
     let mut end = 0usize;
-    if count > 0 && args.sinks + count > args.first_key {
-        end = args.sinks + count - args.first_key;
+    if count > 0 && args.window.sinks + count > args.first_key {
+        end = args.window.sinks + count - args.first_key;
     }
     end
 }
@@ -66,19 +50,13 @@ fn end_of(count: usize, args: &StreamArgs) -> usize {
 /// Number of keys, from the first, that `row` sees quantized.
 #[cube]
 pub(super) fn quantized_keys(row: usize, args: &StreamArgs) -> usize {
-    let r = args.residual_length;
-    end_of(seen(row, args) / r * r * args.keys, args)
+    end_of(window::quantized_keys(args.first_query + row + 1, &args.window), args)
 }
 
 /// Number of values, from the first, that `row` sees quantized.
 #[cube]
 pub(super) fn quantized_values(row: usize, args: &StreamArgs) -> usize {
-    let seen = seen(row, args);
-    let mut count = 0usize;
-    if seen > args.residual_length {
-        count = (seen - args.residual_length) * args.values;
-    }
-    end_of(count, args)
+    end_of(window::quantized_values(args.first_query + row + 1, &args.window), args)
 }
 
 /// Number of keys `row` sees.

@@ -4,7 +4,7 @@ use super::{
     backward,
     kernel::{self, ROWS, StreamArgsLaunch, StreamBlueprint},
 };
-use crate::{Flush, layout::StreamSpec};
+use crate::layout::StreamSpec;
 
 /// Sizes of a call of the closed form.
 #[derive(Clone, Copy, Debug)]
@@ -25,18 +25,13 @@ pub struct StreamProblem {
 
 impl StreamProblem {
     fn args(&self) -> StreamArgsLaunch {
-        let window = &self.spec.window;
         StreamArgsLaunch::new(
             self.m,
             self.n,
             self.n_rep,
             self.spec.first_query,
             self.spec.first_key,
-            window.sink_tokens,
-            window.residual_length.max(1),
-            usize::from(window.flush == Flush::AfterAttention),
-            usize::from(window.keys),
-            usize::from(window.values),
+            self.spec.window.args(),
             1.0 / (self.head_dim as f32).sqrt(),
         )
     }

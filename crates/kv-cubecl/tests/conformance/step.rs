@@ -1,0 +1,161 @@
+//! Steps whose length the device holds, and their recording.
+
+use std::{cell::RefCell, rc::Rc};
+
+use burn::tensor::{DType, Device, Int, Tensor, capture, kind::Basic};
+use kv_cubecl::{Error, KvCache, On, Target};
+
+use crate::common::{CLOSE, Host, Setup, attend, check_properties, close, setups, snapshot, stamp};
+
+stamp!(
+    the_device_holds_the_length,
+    any_length_on_the_device,
+    a_full_cache_is_read_and_not_written,
+    a_recorded_step_serves_every_length,
+    wrong_tokens_and_positions,
+);
+
+const NAMES: [&str; 5] =
+    ["k2v2-g16-r16", "k4v2-g16-r32-s3-after", "k8v16-g16-r32", "k16v4-g16-r16-s20", "float"];
+
+fn at(position: usize, device: &Device) -> Tensor<1, Int> {
+    Tensor::from_data([position as i32], (device, DType::I32))
+}
+
+/// The tokens from `prefix` on one at a time, told nothing but positions on the device.
+fn check<T: Target>(on: &On<T>, text: &Setup, prefix: usize) {
+    let mut expected = text.cache(on);
+    let mut cache = text.cache(on);
+    if prefix > 0 {
+        attend(&mut expected, &text.tokens(0..prefix), &[prefix], on);
+        attend(&mut cache, &text.tokens(0..prefix), &[prefix], on);
+    }
+    let rest = text.tokens(prefix..text.len());
+    attend(&mut expected, &rest, &vec![1; rest.len()], on);
+    let mut outputs = Vec::new();
+    for t in 0..rest.len() {
+        let [q, k, v] = rest.tokens(t..t + 1).on(on);
+        outputs.push(Host::of(cache.attend_at(q, k, v, &at(prefix + t, on)).unwrap()));
+        assert_eq!(cache.len(), prefix, "{text:?}: the host is not told");
+    }
+    cache.advance(rest.len()).unwrap();
+    assert!(snapshot(&cache) == snapshot(&expected), "{text:?}: codes differ");
+    let oracle = tail(&text.reference().output, text, prefix);
+    close(format!("{text:?} from {prefix}"), &Host::cat(&outputs), &oracle, CLOSE);
+}
+
+/// The rows of the tokens from `prefix` on.
+fn tail(output: &[f64], text: &Setup, prefix: usize) -> Vec<f64> {
+    let head_dim = text.query.shape[3];
+    let slices = output.chunks(text.len() * head_dim);
+    slices.flat_map(|slice| &slice[prefix * head_dim..]).copied().collect()
+}
+
+fn the_device_holds_the_length<T: Target>(on: &On<T>) {
+    for (seed, name) in NAMES.into_iter().enumerate() {
+        let text = Setup::new(name, [2, 4, 2, 70, 64], 200 + seed as u64);
+        for prefix in [0, 45] {
+            check(on, &text, prefix);
+        }
+    }
+}
+
+fn any_length_on_the_device<T: Target>(on: &On<T>) {
+    check_properties(6, setups(), |text| check(on, &text, text.len() / 2));
+}
+
+fn a_full_cache_is_read_and_not_written<T: Target>(on: &On<T>) {
+    for (seed, name) in NAMES.into_iter().enumerate() {
+        let text = Setup::new(name, [1, 4, 2, 50, 64], 220 + seed as u64);
+        let expected = tail(&text.reference().output, &text, 49);
+        let mut cache = text.cache(on);
+        attend(&mut cache, &text, &[50], on);
+        let before = snapshot(&cache);
+        for position in [50, 51, 1 << 20, i32::MAX as usize] {
+            let [q, k, v] = text.tokens(49..50).on(on);
+            let other = Host::normal(&mut crate::common::Rng::new(1), text.tokens(0..1).key.shape);
+            let output = cache.attend_at(q, k + other.on(on), v, &at(position, on)).unwrap();
+            close(format!("{text:?} at {position}"), &Host::of(output), &expected, CLOSE);
+            assert!(snapshot(&cache) == before, "{text:?}: a full cache was written");
+        }
+        assert_eq!(
+            cache.advance(1).unwrap_err(),
+            Error::CapacityExceeded { len: 50, added: 1, capacity: 50 }
+        );
+    }
+}
+
+/// Writes all of `values` into the buffer that `tensor` has.
+fn overwrite<const D: usize, K: Basic>(tensor: &mut Tensor<D, K>, values: Tensor<D, K>) {
+    let all = values.dims().map(|n| 0..n);
+    tensor.inplace(|tensor| tensor.slice_assign(all, values));
+}
+
+/// What a recording reads and writes.
+struct Bound {
+    cache: KvCache,
+    inputs: [Tensor<4>; 3],
+    position: Tensor<1, Int>,
+}
+
+fn a_recorded_step_serves_every_length<T: Target>(on: &On<T>) {
+    for (seed, name) in NAMES.into_iter().enumerate() {
+        let text = Setup::new(name, [1, 4, 2, 70, 64], 240 + seed as u64);
+        let mut expected = text.cache(on);
+        attend(&mut expected, &text, &vec![1; 70], on);
+
+        let mut cache = text.cache(on);
+        attend(&mut cache, &text.tokens(0..20), &[20], on);
+        // Recording runs the step: past the capacity it writes nothing.
+        let inputs = text.tokens(0..1).on(on);
+        let bound = Rc::new(RefCell::new(Bound { cache, inputs, position: at(70, on) }));
+        let held = bound.clone();
+        let mut graph = capture(on, move || {
+            let Bound { cache, inputs: [q, k, v], position } = &mut *held.borrow_mut();
+            let output = cache.attend_at(q.clone(), k.clone(), v.clone(), position).unwrap();
+            position.inplace(|position| position + 1);
+            output
+        });
+        overwrite(&mut bound.borrow_mut().position, at(20, on));
+        let mut outputs = Vec::new();
+        for t in 20..70 {
+            {
+                let bound = &mut *bound.borrow_mut();
+                let new = text.tokens(t..t + 1).on(on);
+                for (input, new) in bound.inputs.iter_mut().zip(new) {
+                    overwrite(input, new);
+                }
+            }
+            // SAFETY: all the step reads and writes is in `bound` or the closure's own, and only this
+            // thread uses it.
+            let output = unsafe { graph.replay() };
+            outputs.push(Host::of(output.clone()));
+        }
+        let mut cache = bound.borrow().cache.clone();
+        cache.advance(50).unwrap();
+        assert!(snapshot(&cache) == snapshot(&expected), "{text:?}: codes differ");
+        let oracle = tail(&text.reference().output, &text, 20);
+        close(format!("{text:?}"), &Host::cat(&outputs), &oracle, CLOSE);
+        // Devices with a queue of launches record them; a fallback would not be noticed otherwise.
+        assert_eq!(graph.is_hardware(), T::NAME != "flex", "{text:?}");
+    }
+}
+
+fn wrong_tokens_and_positions<T: Target>(on: &On<T>) {
+    let text = Setup::new("k2v2-g16-r16", [1, 4, 2, 20, 64], 260);
+    let mut cache = text.cache(on);
+    let before = snapshot(&cache);
+    let message = |result: kv_cubecl::Result<Tensor<4>>| result.unwrap_err().to_string();
+    let [q, k, v] = text.tokens(0..2).on(on);
+    let two = message(cache.attend_at(q, k, v, &at(0, on)));
+    assert!(two.contains("key has shape [1, 2, 2, 64]: must be one token"), "{two}");
+    for (position, part) in [
+        (Tensor::from_data([0, 1], (&**on, DType::I32)), "position has shape [2]"),
+        (Tensor::from_data([0], (&**on, DType::U32)), "not of U32"),
+    ] {
+        let [q, k, v] = text.tokens(0..1).on(on);
+        let wrong = message(cache.attend_at(q, k, v, &position));
+        assert!(wrong.contains("must be [1] of I32") && wrong.contains(part), "{wrong}");
+    }
+    assert!(snapshot(&cache) == before, "a refused call wrote");
+}
