@@ -53,6 +53,11 @@ impl ModelCache {
         self.len() == 0
     }
 
+    /// Tokens that the layers have room for.
+    pub(crate) fn capacity(&self) -> usize {
+        self.capacity
+    }
+
     /// Sequences in the batch.
     pub fn batch(&self) -> usize {
         self.batch
@@ -62,6 +67,14 @@ impl ModelCache {
     /// comes first.
     pub fn remaining(&self) -> usize {
         self.capacity.min(self.max_positions).saturating_sub(self.len())
+    }
+
+    /// Counts `tokens` that steps at positions on the device have appended; they fit.
+    pub(crate) fn advance(&mut self, tokens: usize) -> Result<()> {
+        for layer in &mut self.layers {
+            layer.advance(tokens)?;
+        }
+        Ok(())
     }
 
     /// Forgets all tokens and keeps the allocations.

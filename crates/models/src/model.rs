@@ -11,7 +11,7 @@ use crate::{
     cache::check_context,
     gpt2::Gpt2,
     llama::Llama,
-    nn::{AttentionObserver, AttentionShape, Pass},
+    nn::{AttentionObserver, AttentionShape, Pass, Rotation},
 };
 
 /// A decoder-only language model whose KV cache is a parameter.
@@ -116,6 +116,27 @@ impl LanguageModel {
         let [batch, seq] = ids.dims();
         cache.check(batch, seq)?;
         self.run(ids, Pass::Cached(cache))
+    }
+
+    /// [`hidden_step`](Self::hidden_step) of one token whose position, `[1]` i32, is on the device;
+    /// see [`KvCache::attend_at`](kv_cubecl::KvCache::attend_at). `rotations` are those that
+    /// [`rotations`](Self::rotations) gave.
+    pub(crate) fn hidden_at(
+        &self,
+        ids: Tensor<2, Int>,
+        cache: &mut ModelCache,
+        position: &Tensor<1, Int>,
+        rotations: Option<&Rotation>,
+    ) -> Result<Tensor<3>> {
+        self.run(ids, Pass::At { cache, position, rotations })
+    }
+
+    /// The rotations of the first `n` positions, if the model rotates.
+    pub(crate) fn rotations(&self, n: usize, device: &Device) -> Option<Rotation> {
+        match self {
+            Self::Gpt2(_) => None,
+            Self::Llama(model) => Some(model.rotations(n, device)),
+        }
     }
 
     fn run(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {

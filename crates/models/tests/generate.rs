@@ -3,10 +3,13 @@
 
 mod common;
 
-use common::{device, smollm2, tiny};
+use burn::tensor::{Device, Int, Tensor};
+use common::{TINY, device, smollm2, tiny};
 use kv_models::{
-    GenerateOptions, Generated, LanguageModel, Sampling, generate, generate::Stop,
-    kv_cubecl::KvCacheConfig, load,
+    DecodeGraph, GenerateOptions, Generated, LanguageModel, ModelCache, Sampling, generate,
+    generate::Stop,
+    kv_cubecl::{KvCacheConfig, On, Target},
+    load,
 };
 
 fn run(model: &LanguageModel, capacity: usize, options: &GenerateOptions) -> Generated {
@@ -84,4 +87,123 @@ fn smollm2_continues_a_sentence() {
     let out = generate(&loaded.model, &mut cache, &prompt, &options, &device, |_| true).unwrap();
     let text = tokenizer.decode(&out.ids).unwrap();
     assert!(text.contains("Paris"), "{text:?}");
+}
+
+/// A cache that holds a prompt.
+fn prompted(model: &LanguageModel, cache: &str, device: &Device) -> ModelCache {
+    let config: KvCacheConfig = cache.parse().unwrap();
+    let mut cache = model.new_cache(config.with_capacity(60), 1, device).unwrap();
+    let prompt: Vec<i32> = (0..13).map(|i| i * 7 % 256).collect();
+    let ids = Tensor::<2, Int>::from_data(
+        [prompt.as_slice().try_into().unwrap()] as [[i32; 13]; 1],
+        device,
+    );
+    model.step(ids, &mut cache).unwrap();
+    cache
+}
+
+fn logits(model: &LanguageModel, cache: &mut ModelCache, id: u32, device: &Device) -> Vec<f32> {
+    let ids = Tensor::<2, Int>::from_data([[id as i32]], device);
+    model.step(ids, cache).unwrap().into_data().iter::<f32>().collect()
+}
+
+/// Recorded steps do what the others do: logits, greedy texts, ends, and what the cache holds then.
+fn recorded_steps<T: Target>(device: &On<T>, models: &[&str]) {
+    for name in models {
+        let model = load(tiny(name), device).unwrap().model;
+        for cache in ["k2v2-g16-r16", "k4v4-g16-r32-s4-after", "float"] {
+            let mut expected = prompted(&model, cache, device);
+            let recorded = prompted(&model, cache, device);
+            let mut graph =
+                DecodeGraph::new(&model, recorded, &Default::default(), device).unwrap();
+            assert_eq!(graph.is_captured(), T::NAME != "flex");
+            assert_eq!((graph.len(), graph.remaining()), (13, 47));
+            for id in [3, 250, 17, 17] {
+                let want = logits(&model, &mut expected, id, device);
+                let got: Vec<f32> = graph.step(&[id]).unwrap().to_data().iter::<f32>().collect();
+                close(&got, &want);
+            }
+
+            // Greedy, in calls of several lengths, until the cache is full.
+            let mut text = vec![5];
+            for n in [1, 20, 0, 22] {
+                text.extend(graph.greedy(text[text.len() - 1], n).unwrap());
+            }
+            let mut want = vec![5];
+            while expected.remaining() > 0 {
+                let logits = logits(&model, &mut expected, want[want.len() - 1], device);
+                let best = logits.iter().copied().fold(f32::MIN, f32::max);
+                want.push(logits.iter().position(|&x| x == best).unwrap() as u32);
+            }
+            assert_eq!(text, want, "{name} {cache}");
+            assert_eq!((graph.len(), graph.remaining()), (60, 0));
+            assert!(graph.greedy(1, 1).unwrap_err().to_string().contains("capacity"));
+            assert_eq!(graph.len(), 60);
+
+            // An end inside a call: nothing behind it is in the cache, which goes on without the graph.
+            let end = text[9];
+            let first = text[1..].iter().position(|&id| id == end).unwrap();
+            let mut expected = prompted(&model, cache, device);
+            for id in [3, 250, 17, 17].iter().chain(&text[..=first]) {
+                logits(&model, &mut expected, *id, device);
+            }
+            let recorded = prompted(&model, cache, device);
+            let mut graph = DecodeGraph::new(&model, recorded, &[end, 1].into(), device).unwrap();
+            for id in [3, 250, 17, 17] {
+                graph.step(&[id]).unwrap();
+            }
+            assert_eq!(graph.greedy(5, 30).unwrap(), text[1..first + 2]);
+            let mut cache = graph.into_cache();
+            assert_eq!(cache.len(), expected.len());
+            let want = logits(&model, &mut expected, 8, device);
+            close(&logits(&model, &mut cache, 8, device), &want);
+        }
+    }
+}
+
+/// Only the order of summation differs: rounding in f32 through few layers.
+#[track_caller]
+fn close(got: &[f32], want: &[f32]) {
+    let largest = want.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+    assert_eq!(got.len(), want.len());
+    for (got, want) in got.iter().zip(want) {
+        assert!((got - want).abs() <= 1e-4 * largest, "{got} for {want}, largest {largest}");
+    }
+}
+
+#[test]
+fn recorded_steps_on_flex() {
+    recorded_steps(&On::<kv_models::kv_cubecl::Flex>::open().unwrap(), &TINY);
+}
+
+#[cfg(feature = "wgpu")]
+#[test]
+fn recorded_steps_on_wgpu() {
+    let device = On::<kv_models::kv_cubecl::Wgpu>::open().unwrap();
+    recorded_steps(&device, &["gpt2-tiny", "llama-tiny"]);
+}
+
+#[test]
+fn a_graph_that_cannot_be() {
+    let device = device();
+    let model = load(tiny("gpt2-tiny"), &device).unwrap().model;
+    let other = load(tiny("llama-tiny"), &device).unwrap().model;
+    let config = KvCacheConfig::float().with_capacity(10);
+    let cache = |model: &LanguageModel, batch| model.new_cache(config, batch, &device).unwrap();
+    let error = |result: kv_models::Result<DecodeGraph>| result.unwrap_err().to_string();
+    let none = Default::default();
+    let ends = [1].into();
+    assert!(error(DecodeGraph::new(&model, cache(&model, 2), &ends, &device)).contains("batch"));
+    let beyond = [1 << 30].into();
+    let unknown = error(DecodeGraph::new(&model, cache(&model, 1), &beyond, &device));
+    assert!(unknown.contains("vocabulary"), "{unknown}");
+    error(DecodeGraph::new(&model, cache(&other, 1), &none, &device));
+
+    let mut graph = DecodeGraph::new(&model, cache(&model, 2), &none, &device).unwrap();
+    assert_eq!(graph.step(&[1, 2]).unwrap().dims(), [2, model.vocab_size()]);
+    for ids in [&[1][..], &[1, 2, 3], &[1, 1 << 30], &[]] {
+        assert!(graph.step(ids).is_err(), "{ids:?}");
+    }
+    assert!(graph.greedy(1, 1).unwrap_err().to_string().contains("batch"));
+    assert_eq!(graph.len(), 1);
 }

@@ -1,10 +1,10 @@
 //! Whole models by context length: what a step costs as the cache grows, and what a prompt costs.
 
-use std::time::Instant;
+use std::{collections::BTreeSet, time::Instant};
 
 use burn::tensor::{Int, Tensor, TensorData};
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_models::{LanguageModel, ModelCache};
+use kv_models::{DecodeGraph, LanguageModel, ModelCache};
 use serde::Serialize;
 
 use super::{Subject, Timing, time_in_turn, wait};
@@ -13,11 +13,22 @@ use crate::{Error, Result, memory::Tracking};
 /// Tokens per prefill pass.
 const PREFILL_CHUNK: usize = 512;
 
+/// What [`time_decode`] times.
+#[derive(Clone, Copy, Debug)]
+pub struct DecodeSubject {
+    /// The cache.
+    pub cache: KvCacheConfig,
+    /// Whether the step is recorded once and replayed, see [`DecodeGraph`], or launched every time.
+    pub recorded: bool,
+}
+
 /// Decode steps of one cache at one context length.
 #[derive(Clone, Debug, Serialize)]
 pub struct DecodePoint {
     /// The cache's short name.
     pub cache: String,
+    /// Whether a recording of the step was replayed, if the device can record.
+    pub recorded: bool,
     /// Tokens in the cache.
     pub context: usize,
     /// Seconds of one step, the head included.
@@ -26,7 +37,50 @@ pub struct DecodePoint {
     pub bytes_read: usize,
 }
 
-/// Times `samples` decode steps of `model` at each of the ascending `contexts`, with each of `caches`
+/// Appends one token at a time.
+enum Stepper {
+    Launched(ModelCache),
+    Recorded(Box<DecodeGraph>),
+}
+
+impl Stepper {
+    fn new<T: Target>(
+        model: &LanguageModel,
+        cache: ModelCache,
+        recorded: bool,
+        device: &On<T>,
+    ) -> Result<Self> {
+        Ok(match recorded {
+            true => {
+                let graph = DecodeGraph::new(model, cache, &BTreeSet::new(), device)?;
+                Self::Recorded(Box::new(graph))
+            }
+            false => Self::Launched(cache),
+        })
+    }
+
+    fn step<T: Target>(&mut self, model: &LanguageModel, device: &On<T>) -> Result<()> {
+        match self {
+            Self::Launched(cache) => {
+                let ids = filler(cache.len(), 1, model.vocab_size());
+                model.step(to_tensor(&ids, device), cache)?;
+            }
+            Self::Recorded(graph) => {
+                graph.step(&filler(graph.len(), 1, model.vocab_size()))?;
+            }
+        }
+        wait(device)
+    }
+
+    fn into_cache(self) -> ModelCache {
+        match self {
+            Self::Launched(cache) => cache,
+            Self::Recorded(graph) => graph.into_cache(),
+        }
+    }
+}
+
+/// Times `samples` decode steps of `model` at each of the ascending `contexts`, of each of `subjects`
 /// in turn. `progress` is told the tokens prefilled so far.
 ///
 /// # Errors
@@ -34,7 +88,7 @@ pub struct DecodePoint {
 pub fn time_decode<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
-    caches: &[KvCacheConfig],
+    subjects: &[DecodeSubject],
     contexts: &[usize],
     samples: usize,
     mut progress: impl FnMut(usize),
@@ -47,28 +101,28 @@ pub fn time_decode<T: Target>(
         return Err(Error::plan("contexts", format!("{contexts:?}"), rule));
     }
     let capacity = contexts.last().map_or(1, |last| last + steps);
-    let mut filled = Vec::with_capacity(caches.len());
-    for config in caches {
-        filled.push(model.new_cache(config.with_capacity(capacity), 1, device)?);
+    let mut filled = Vec::with_capacity(subjects.len());
+    for subject in subjects {
+        filled.push(model.new_cache(subject.cache.with_capacity(capacity), 1, device)?);
     }
-    let mut points = Vec::with_capacity(caches.len() * contexts.len());
+    let mut points = Vec::with_capacity(subjects.len() * contexts.len());
     let mut done = 0;
     for &context in contexts {
-        for cache in &mut filled {
+        let mut steppers = Vec::with_capacity(subjects.len());
+        for (mut cache, subject) in filled.into_iter().zip(subjects) {
             let before = done;
-            done += prefill(device, model, cache, context, |n| progress(before + n))?;
+            done += prefill(device, model, &mut cache, context, |n| progress(before + n))?;
+            steppers.push(Stepper::new(model, cache, subject.recorded, device)?);
         }
-        let subjects = filled.iter_mut().map(|cache| -> Subject<'_> {
-            Box::new(|| {
-                let ids = filler(cache.len(), 1, model.vocab_size(), device);
-                model.step(ids, cache)?;
-                wait(device)
-            })
-        });
-        let timings = time_in_turn(samples, subjects.collect())?;
-        for ((config, cache), seconds) in caches.iter().zip(&filled).zip(timings) {
+        let turns = steppers
+            .iter_mut()
+            .map(|stepper| -> Subject<'_> { Box::new(|| stepper.step(model, device)) });
+        let timings = time_in_turn(samples, turns.collect())?;
+        filled = steppers.into_iter().map(Stepper::into_cache).collect();
+        for ((subject, cache), seconds) in subjects.iter().zip(&filled).zip(timings) {
             points.push(DecodePoint {
-                cache: config.to_string(),
+                cache: subject.cache.to_string(),
+                recorded: subject.recorded,
                 context,
                 seconds,
                 bytes_read: cache.layers().iter().map(|c| c.layout().bytes_read(context)).sum(),
@@ -147,14 +201,20 @@ fn prefill<T: Target>(
     let before = cache.len();
     while cache.len() < context {
         let chunk = PREFILL_CHUNK.min(context - cache.len());
-        model.hidden_step(filler(cache.len(), chunk, model.vocab_size(), device), cache)?;
+        let ids = filler(cache.len(), chunk, model.vocab_size());
+        model.hidden_step(to_tensor(&ids, device), cache)?;
         progress(cache.len() - before);
     }
     Ok(cache.len() - before)
 }
 
 /// Ids that differ from one another: their values do not matter to the time.
-fn filler<T: Target>(at: usize, n: usize, vocab: usize, device: &On<T>) -> Tensor<2, Int> {
-    let ids: Vec<i32> = (at..at + n).map(|i| (i * 7919 % vocab) as i32).collect();
-    Tensor::from_data(TensorData::new(ids, [1, n]), &**device)
+fn filler(at: usize, n: usize, vocab: usize) -> Vec<u32> {
+    (at..at + n).map(|i| (i * 7919 % vocab) as u32).collect()
+}
+
+fn to_tensor<T: Target>(ids: &[u32], device: &On<T>) -> Tensor<2, Int> {
+    let ids: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
+    let shape = [1, ids.len()];
+    Tensor::from_data(TensorData::new(ids, shape), &**device)
 }

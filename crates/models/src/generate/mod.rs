@@ -1,5 +1,6 @@
 //! Continuing a text, token by token.
 
+mod graph;
 mod sampler;
 
 use std::{
@@ -9,6 +10,7 @@ use std::{
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
+pub use graph::DecodeGraph;
 pub use sampler::{Sampler, Sampling};
 
 use crate::{Error, LanguageModel, ModelCache, Result};

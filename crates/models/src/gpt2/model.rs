@@ -63,7 +63,8 @@ impl Gpt2 {
     ///
     /// Those of [`KvMemory::attend`].
     pub fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
-        let mut x = self.embed(ids, pass.start());
+        let positions = pass.rows(self.positions.weight.val(), ids.dims()[1]); // [seq, hidden]
+        let mut x = self.embedding.forward(ids) + positions.unsqueeze();
         for (i, layer) in self.layers.iter().enumerate() {
             x = layer.forward(x, &self.config, pass.layer(i))?;
         }
@@ -81,13 +82,6 @@ impl Gpt2 {
             Some(head) => head.forward(hidden),
             None => project(hidden, self.embedding.weight.val()),
         }
-    }
-
-    /// `[batch, seq]` ids to `[batch, seq, hidden]`, the first at position `start`.
-    fn embed(&self, ids: Tensor<2, Int>, start: usize) -> Tensor<3> {
-        let seq = ids.dims()[1];
-        let positions = self.positions.weight.val().narrow(0, start, seq); // [seq, hidden]
-        self.embedding.forward(ids) + positions.unsqueeze()
     }
 }
 

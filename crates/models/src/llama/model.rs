@@ -3,7 +3,7 @@
 use burn::{
     module::Module,
     nn::{Embedding, RmsNorm},
-    tensor::{Int, Tensor},
+    tensor::{Device, Int, Tensor},
 };
 
 use super::Config;
@@ -50,6 +50,11 @@ impl Llama {
         &self.config
     }
 
+    /// The rotations of the first `n` positions.
+    pub(crate) fn rotations(&self, n: usize, device: &Device) -> Rotation {
+        self.rope.rotation(0, n, device)
+    }
+
     /// Final-normed hidden states of the tokens of `pass`.
     ///
     /// # Shapes
@@ -61,7 +66,7 @@ impl Llama {
     ///
     /// Those of [`KvMemory::attend`].
     pub fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
-        let rotation = self.rope.rotation(pass.start(), ids.dims()[1], &ids.device());
+        let rotation = pass.rotation(&self.rope, ids.dims()[1], &ids.device());
         let mut x = self.embedding.forward(ids); // [batch, seq, hidden]
         for (i, layer) in self.layers.iter().enumerate() {
             x = layer.forward(x, &rotation, &self.config, pass.layer(i))?;

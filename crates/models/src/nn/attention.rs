@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor};
 use kv_cubecl::{FakeQuantOptions, KvCache, KvCacheConfig, streaming_attention_with};
 
 use super::Rotation;
@@ -42,6 +42,9 @@ pub enum KvMemory<'a> {
     },
     /// In this cache, which grows by the tokens of the call.
     Cached(&'a mut KvCache),
+    /// In this cache, which grows by one token at this position, `[1]` i32; see
+    /// [`KvCache::attend_at`].
+    At(&'a mut KvCache, &'a Tensor<1, Int>),
 }
 
 impl KvMemory<'_> {
@@ -68,6 +71,7 @@ impl KvMemory<'_> {
                 output
             }
             Self::Cached(cache) => cache.attend(q, k, v)?,
+            Self::At(cache, position) => cache.attend_at(q, k, v, position)?,
         })
     }
 }
@@ -82,6 +86,7 @@ impl fmt::Debug for KvMemory<'_> {
                 .field("layer", layer)
                 .finish_non_exhaustive(),
             Self::Cached(cache) => f.debug_tuple("Cached").field(cache).finish(),
+            Self::At(cache, _) => f.debug_tuple("At").field(cache).finish_non_exhaustive(),
         }
     }
 }

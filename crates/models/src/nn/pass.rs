@@ -2,9 +2,10 @@
 
 use std::fmt;
 
+use burn::tensor::{Device, Int, Tensor};
 use kv_cubecl::FakeQuantOptions;
 
-use super::{AttentionObserver, KvMemory};
+use super::{AttentionObserver, KvMemory, Rope, Rotation};
 use crate::{ModelCache, ModelCacheConfig};
 
 /// The [`KvMemory`] of every layer.
@@ -20,14 +21,39 @@ pub enum Pass<'a> {
     },
     /// The tokens that follow those in a cache, which grows by them.
     Cached(&'a mut ModelCache),
+    /// The one token that follows those in a cache, of which the device knows how many they are.
+    At {
+        /// The cache.
+        cache: &'a mut ModelCache,
+        /// The token's position, `[1]` i32.
+        position: &'a Tensor<1, Int>,
+        /// The rotations of all positions, if the model rotates.
+        rotations: Option<&'a Rotation>,
+    },
 }
 
 impl Pass<'_> {
-    /// The position of the first token; to be asked before the first layer runs.
-    pub(crate) fn start(&self) -> usize {
+    /// The rotation of the pass's `seq` tokens; to be asked before the first layer runs.
+    pub(crate) fn rotation(&self, rope: &Rope, seq: usize, device: &Device) -> Rotation {
         match self {
-            Self::Parallel { .. } => 0,
-            Self::Cached(cache) => cache.len(),
+            Self::Parallel { .. } => rope.rotation(0, seq, device),
+            Self::Cached(cache) => rope.rotation(cache.len(), seq, device),
+            Self::At { position, rotations, .. } => {
+                rotations.expect("a model that rotates is given rotations").at(position)
+            }
+        }
+    }
+
+    /// The rows of `table` `[max_positions, hidden]` of the pass's `seq` tokens; to be asked before the
+    /// first layer runs.
+    pub(crate) fn rows(&self, table: Tensor<2>, seq: usize) -> Tensor<2> {
+        match self {
+            Self::Parallel { .. } => table.narrow(0, 0, seq),
+            Self::Cached(cache) => table.narrow(0, cache.len(), seq),
+            Self::At { position, .. } => {
+                let last = table.dims()[0] as i32 - 1;
+                table.select(0, (*position).clone().clamp_max(last))
+            }
         }
     }
 
@@ -44,6 +70,7 @@ impl Pass<'_> {
                 },
             },
             Self::Cached(cache) => KvMemory::Cached(&mut cache.layers[index]),
+            Self::At { cache, position, .. } => KvMemory::At(&mut cache.layers[index], position),
         }
     }
 }
@@ -57,6 +84,9 @@ impl fmt::Debug for Pass<'_> {
                 .field("options", options)
                 .finish_non_exhaustive(),
             Self::Cached(cache) => f.debug_tuple("Cached").field(cache).finish(),
+            Self::At { cache, .. } => {
+                f.debug_struct("At").field("cache", cache).finish_non_exhaustive()
+            }
         }
     }
 }

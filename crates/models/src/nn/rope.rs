@@ -2,7 +2,7 @@
 
 use core::f64::consts::TAU;
 
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 
 /// How the rotation frequencies of a model differ from `theta^(-2i / rotary_dim)`.
 #[derive(Clone, Debug, PartialEq)]
@@ -63,8 +63,7 @@ impl Rope {
 
     /// The rotation of positions `start..start + seq`, computed once per pass for all layers.
     ///
-    /// Computed on demand and not tabulated up to `max_positions`, which is 128k positions in
-    /// Llama 3. Angles are rounded to f32 as in training code; sine and cosine are not.
+    /// Not tabulated up to `max_positions`, which is 128k positions in Llama 3. Angles are rounded to f32 as in training code; sine and cosine are not.
     pub fn rotation(&self, start: usize, seq: usize, device: &Device) -> Rotation {
         let half = self.inv_freq.len();
         let mut cos = Vec::with_capacity(seq * half);
@@ -108,6 +107,14 @@ pub struct Rotation {
 }
 
 impl Rotation {
+    /// That of the one position `[1]`, or of the last one for those past it.
+    pub(super) fn at(&self, position: &Tensor<1, Int>) -> Self {
+        let last = self.cos.dims()[2] as i32 - 1;
+        let position = position.clone().clamp_max(last);
+        let pick = |table: &Tensor<4>| table.clone().select(2, position.clone());
+        Self { cos: pick(&self.cos), sin: pick(&self.sin) }
+    }
+
     /// Rotates channel `i` with channel `i + rotary_dim / 2`.
     ///
     /// # Shapes

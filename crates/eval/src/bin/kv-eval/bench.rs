@@ -8,8 +8,8 @@ use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::{
     Table,
     bench::{
-        AttentionPlan, Timing, copy_bandwidth, time_append, time_codec, time_decode,
-        time_decode_attention, time_prefill,
+        AttentionPlan, DecodePoint, DecodeSubject, Timing, copy_bandwidth, time_append, time_codec,
+        time_decode, time_decode_attention, time_prefill,
     },
     chart::{Chart, Series, Style},
     dispatch,
@@ -117,6 +117,9 @@ pub(crate) struct DecodeArgs {
     /// Decode steps per cache and context length; the median counts.
     #[arg(long, default_value_t = 15)]
     samples: usize,
+    /// Also time steps that are recorded once and replayed: graphs on CUDA, prepared launches on WGPU.
+    #[arg(long)]
+    recorded: bool,
 }
 
 #[derive(Debug, clap::Args)]
@@ -214,7 +217,7 @@ fn attention<T: Target>(args: &AttentionArgs) -> Result<()> {
     bar.finish_and_clear();
     print!("{table}");
     if let Some(path) = &args.plot {
-        let named = points.iter().map(|p| (p.cache.as_str(), p.context, p.seconds.median * 1e6));
+        let named = points.iter().map(|p| (p.cache.clone(), p.context, p.seconds.median * 1e6));
         let title = format!("Decode attention on {}: {shape}", T::NAME);
         by_context(title, "microseconds per layer", true, named).write_svg(path)?;
     }
@@ -280,24 +283,30 @@ fn codec<T: Target>(args: &CodecArgs) -> Result<()> {
     write(args.common.json.as_deref(), &device, copied, &points)
 }
 
-fn decode<T: Target>(DecodeArgs { bench: args, samples }: &DecodeArgs) -> Result<()> {
+fn decode<T: Target>(DecodeArgs { bench: args, samples, recorded }: &DecodeArgs) -> Result<()> {
     let device = On::<T>::open()?;
     let Source { model, name, .. } = source::load(&args.on.model, &device)?;
     println!("{name} on {}, median of {samples} decode steps", T::NAME);
     let copied = copy(&device)?;
-    let bar = args.progress(args.contexts.last().copied().unwrap_or(0));
+    let ways = if *recorded { &[false, true][..] } else { &[false] };
+    let subject = |&cache| ways.iter().map(move |&recorded| DecodeSubject { cache, recorded });
+    let subjects: Vec<_> = args.caches.iter().flat_map(subject).collect();
+    let bar = args.progress(args.contexts.last().copied().unwrap_or(0) * ways.len());
     let set = |done: usize| bar.set_position(done as u64);
-    let (caches, contexts) = (&args.caches, &args.contexts);
-    let points = time_decode(&device, &model, caches, contexts, *samples, set)?;
+    let points = time_decode(&device, &model, &subjects, &args.contexts, *samples, set)?;
     bar.finish_and_clear();
     let mut table =
         Table::new(["context", "cache", "ms/step", "10%", "90%", "tokens/s", "cache MB", "grown"]);
+    let name_of = |p: &DecodePoint| match p.recorded {
+        true => format!("{} recorded", p.cache),
+        false => p.cache.clone(),
+    };
     for point in &points {
-        let first = points.iter().find(|p| p.cache == point.cache).unwrap_or(point);
+        let first = points.iter().find(|p| name_of(p) == name_of(point)).unwrap_or(point);
         let grown = point.seconds.median - first.seconds.median;
         table.push([
             point.context.to_string(),
-            point.cache.clone(),
+            name_of(point),
             ms(point.seconds.median),
             ms(point.seconds.low),
             ms(point.seconds.high),
@@ -308,9 +317,9 @@ fn decode<T: Target>(DecodeArgs { bench: args, samples }: &DecodeArgs) -> Result
     }
     print!("{table}");
     if let Some(path) = &args.plot {
-        let named = points.iter().map(|p| (p.cache.as_str(), p.context, 1.0 / p.seconds.median));
+        let rates = points.iter().map(|p| (name_of(p), p.context, 1.0 / p.seconds.median));
         let title = format!("Decoding {name} on {}", T::NAME);
-        by_context(title, "tokens per second", false, named).write_svg(path)?;
+        by_context(title, "tokens per second", false, rates).write_svg(path)?;
     }
     write(args.json.as_deref(), &device, copied, &points)
 }
@@ -340,7 +349,7 @@ fn prefill<T: Target>(PrefillArgs { bench: args, samples }: &PrefillArgs) -> Res
     print!("{table}");
     if let Some(path) = &args.plot {
         let rates =
-            points.iter().map(|p| (p.cache.as_str(), p.tokens, p.tokens as f64 / p.seconds.median));
+            points.iter().map(|p| (p.cache.clone(), p.tokens, p.tokens as f64 / p.seconds.median));
         let title = format!("Prompts through {name} on {}", T::NAME);
         by_context(title, "tokens per second", false, rates).write_svg(path)?;
     }
@@ -375,11 +384,11 @@ impl ModelBench {
 }
 
 /// A line per cache over the context length.
-fn by_context<'a>(
+fn by_context(
     title: String,
     y_label: &str,
     log_y: bool,
-    points: impl Iterator<Item = (&'a str, usize, f64)>,
+    points: impl Iterator<Item = (String, usize, f64)>,
 ) -> Chart {
     let mut series: Vec<Series> = Vec::new();
     for (name, context, y) in points {

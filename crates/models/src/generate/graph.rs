@@ -1,0 +1,236 @@
+//! The decode step recorded once and replayed.
+
+use std::{cell::RefCell, collections::BTreeSet, fmt, rc::Rc};
+
+use burn::tensor::{DType, Device, Graph, Int, Tensor, TensorData, capture};
+
+use crate::{Error, LanguageModel, ModelCache, Result, nn::Rotation};
+
+/// One decode step of a model over its cache, recorded with [`capture`] and replayed for every token.
+///
+/// A step is some hundred launches of small kernels, which a recording sends to the device at once: on
+/// CUDA and ROCm as a graph of the driver, on WGPU as one prepared list. Where a device cannot record
+/// ([`is_captured`](Self::is_captured)), every replay launches anew. Token and position stay on the device, so that
+/// [`greedy`](Self::greedy) waits for it once per call and not once per token.
+///
+/// ```no_run
+/// # fn main() -> kv_models::Result<()> {
+/// # use kv_models::{DecodeGraph, kv_cubecl::KvCacheConfig};
+/// # let device = burn::tensor::Device::default();
+/// # let model = kv_models::load("model.gguf", &device)?.model;
+/// let cache = model.new_cache("k4v4".parse::<KvCacheConfig>()?, 1, &device)?;
+/// let mut graph = DecodeGraph::new(&model, cache, &[2].into(), &device)?;
+/// let first = 1;
+/// let ids = graph.greedy(first, 16)?; // 16 tokens, fewer if one of them is 2
+/// let cache = graph.into_cache(); // holds `first` and all of `ids` but the last
+/// # Ok(())
+/// # }
+/// ```
+pub struct DecodeGraph {
+    graph: Graph<Tensor<2>, Box<dyn FnMut() -> Tensor<2>>>,
+    bound: Rc<RefCell<Bound>>,
+    /// The position that the device holds, if it is known.
+    position: Option<usize>,
+    eos: BTreeSet<u32>,
+    device: Device,
+}
+
+/// What the recording reads and writes: these buffers stay where they are.
+struct Bound {
+    model: LanguageModel,
+    cache: ModelCache,
+    rotations: Option<Rotation>,
+    /// The tokens to append, `[batch, 1]`; after a step the most likely next ones.
+    ids: Tensor<2, Int>,
+    /// Where they go, `[1]`.
+    position: Tensor<1, Int>,
+    /// Tokens that end the text, `[1, n]`.
+    eos: Option<Tensor<2, Int>>,
+}
+
+impl Bound {
+    /// Appends `ids` at `position` and moves both on: past the capacity, where nothing is written, if
+    /// the text has ended.
+    fn step(&mut self) -> Result<Tensor<2>> {
+        let Self { model, cache, rotations, ids, position, eos } = self;
+        let hidden = model.hidden_at(ids.clone(), cache, position, rotations.as_ref())?;
+        let logits = model.head(hidden).squeeze_dim::<2>(1); // [batch, vocab]
+        let next = logits.clone().argmax(1).cast(DType::I32); // [batch, 1]
+        let mut to = position.clone() + 1;
+        if let Some(eos) = eos {
+            let ended = next.clone().equal(eos.clone()).int().cast(DType::I32).sum();
+            to = to + ended * cache.capacity() as i32;
+        }
+        write(position, to);
+        write(ids, next);
+        Ok(logits)
+    }
+}
+
+/// Overwrites all of `tensor`, in the buffer it has.
+fn write<const D: usize>(tensor: &mut Tensor<D, Int>, values: Tensor<D, Int>) {
+    let all = values.dims().map(|n| 0..n);
+    tensor.inplace(|tensor| tensor.slice_assign(all, values));
+}
+
+fn to_tensor<const D: usize>(values: &[u32], shape: [usize; D], device: &Device) -> Tensor<D, Int> {
+    let values: Vec<i32> = values.iter().map(|&value| value as i32).collect();
+    Tensor::from_data(TensorData::new(values, shape), (device, DType::I32))
+}
+
+impl DecodeGraph {
+    /// Records a step of `model` on `device` over `cache`, which may hold tokens already. In
+    /// [`greedy`](Self::greedy), a text ends with any of `eos`.
+    ///
+    /// # Errors
+    ///
+    /// Ids in `eos` with a cache of another batch than 1, an id outside the vocabulary, or a cache that
+    /// does not fit the model.
+    pub fn new(
+        model: &LanguageModel,
+        cache: ModelCache,
+        eos: &BTreeSet<u32>,
+        device: &Device,
+    ) -> Result<Self> {
+        let batch = cache.batch();
+        if !eos.is_empty() && batch != 1 {
+            return Err(Error::argument("batch", batch, "must be 1 for texts that end"));
+        }
+        let ends: Vec<u32> = eos.iter().copied().collect();
+        check_ids(model, &ends)?;
+        // Recording runs the step a few times: past the capacity it writes nothing.
+        let position = cache.capacity();
+        let mut bound = Bound {
+            rotations: model.rotations(position, device),
+            model: model.clone(),
+            ids: to_tensor(&vec![0; batch], [batch, 1], device),
+            position: to_tensor(&[position as u32], [1], device),
+            eos: (!ends.is_empty()).then(|| to_tensor(&ends, [1, ends.len()], device)),
+            cache,
+        };
+        bound.step()?;
+        let bound = Rc::new(RefCell::new(bound));
+        let held = bound.clone();
+        let step = move || held.borrow_mut().step().expect("it went well just before");
+        let graph = capture(device, Box::new(step) as Box<dyn FnMut() -> _>);
+        Ok(Self { graph, bound, position: None, eos: eos.clone(), device: device.clone() })
+    }
+
+    /// Whether replaying sends a recording; if not, it runs the step again.
+    pub fn is_captured(&self) -> bool {
+        self.graph.is_hardware()
+    }
+
+    /// Tokens in the cache.
+    pub fn len(&self) -> usize {
+        self.bound.borrow().cache.len()
+    }
+
+    /// Whether the cache holds no token.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Tokens that may still be appended.
+    pub fn remaining(&self) -> usize {
+        self.bound.borrow().cache.remaining()
+    }
+
+    /// Appends one token to every sequence and returns the logits after it, `[batch, vocab]`, in a
+    /// buffer that the next step overwrites.
+    ///
+    /// # Errors
+    ///
+    /// Other than one id per sequence, an id outside the vocabulary, or no room for another token.
+    pub fn step(&mut self, ids: &[u32]) -> Result<&Tensor<2>> {
+        self.start(ids, 1)?;
+        self.replay();
+        if !self.eos.is_empty() {
+            // The most likely token may be an end, which the device does not go past.
+            self.position = None;
+        }
+        self.advance(1)?;
+        Ok(self.graph.output())
+    }
+
+    /// Appends `first`, then token by token the most likely one, and returns up to `max_tokens` of those,
+    /// of which the last is not appended yet: it is the `first` of the next call. Ends with an
+    /// end-of-text id. Of equal logits the device picks one.
+    ///
+    /// # Errors
+    ///
+    /// A batch other than 1, an id outside the vocabulary, or no room for `max_tokens`.
+    pub fn greedy(&mut self, first: u32, max_tokens: usize) -> Result<Vec<u32>> {
+        if max_tokens == 0 {
+            return Ok(vec![]);
+        }
+        self.start(&[first], max_tokens)?;
+        let mut chosen = to_tensor(&vec![0; max_tokens], [1, max_tokens], &self.device);
+        for i in 0..max_tokens {
+            self.replay();
+            let id = self.bound.borrow().ids.clone();
+            chosen.inplace(|chosen| chosen.slice_assign([0..1, i..i + 1], id));
+        }
+        let mut ids: Vec<u32> = chosen.into_data().iter::<u32>().collect();
+        if let Some(end) = ids.iter().position(|id| self.eos.contains(id)) {
+            // Nothing was written from there on.
+            ids.truncate(end + 1);
+            self.position = None;
+        }
+        self.advance(ids.len())?;
+        Ok(ids)
+    }
+
+    /// The cache, with all that was appended.
+    pub fn into_cache(self) -> ModelCache {
+        let Self { graph, bound, .. } = self;
+        drop(graph);
+        Rc::into_inner(bound).expect("only the recording held it as well").into_inner().cache
+    }
+
+    /// Checks that `tokens` fit, and gives the device the first of them and its position.
+    fn start(&mut self, ids: &[u32], tokens: usize) -> Result<()> {
+        let bound = &mut *self.bound.borrow_mut();
+        bound.cache.check(ids.len(), tokens)?;
+        check_ids(&bound.model, ids)?;
+        write(&mut bound.ids, to_tensor(ids, [ids.len(), 1], &self.device));
+        let position = bound.cache.len();
+        if self.position != Some(position) {
+            write(&mut bound.position, to_tensor(&[position as u32], [1], &self.device));
+            self.position = Some(position);
+        }
+        Ok(())
+    }
+
+    fn replay(&mut self) {
+        // SAFETY: what the step reads and writes is in `bound` or in the graph itself and lives as long
+        // as `self`; both are of this thread alone, so that all work is in order on one stream.
+        unsafe { self.graph.replay() };
+    }
+
+    /// Counts what was appended.
+    fn advance(&mut self, tokens: usize) -> Result<()> {
+        self.bound.borrow_mut().cache.advance(tokens)?;
+        self.position = self.position.map(|position| position + tokens);
+        Ok(())
+    }
+}
+
+fn check_ids(model: &LanguageModel, ids: &[u32]) -> Result<()> {
+    let vocab = model.vocab_size();
+    match ids.iter().find(|&&id| id as usize >= vocab) {
+        Some(id) => {
+            Err(Error::argument("id", id, format!("must be below the vocabulary, {vocab}")))
+        }
+        None => Ok(()),
+    }
+}
+
+impl fmt::Debug for DecodeGraph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DecodeGraph")
+            .field("captured", &self.is_captured())
+            .field("len", &self.len())
+            .finish_non_exhaustive()
+    }
+}
