@@ -69,6 +69,11 @@ impl ModelCache {
         self.capacity.min(self.max_positions).saturating_sub(self.len())
     }
 
+    /// The cache, in whose place one without layers is left.
+    pub(crate) fn take(&mut self) -> Self {
+        Self { layers: std::mem::take(&mut self.layers), ..*self }
+    }
+
     /// Counts `tokens` that steps at positions on the device have appended; they fit.
     pub(crate) fn advance(&mut self, tokens: usize) -> Result<()> {
         for layer in &mut self.layers {

@@ -113,10 +113,11 @@ fn recorded_steps<T: Target>(device: &On<T>, models: &[&str]) {
         let model = load(tiny(name), device).unwrap().model;
         for cache in ["k2v2-g16-r16", "k4v4-g16-r32-s4-after", "float"] {
             let mut expected = prompted(&model, cache, device);
-            let recorded = prompted(&model, cache, device);
-            let mut graph =
-                DecodeGraph::new(&model, recorded, &Default::default(), device).unwrap();
+            let mut recorded = prompted(&model, cache, device);
+            let none = Default::default();
+            let mut graph = DecodeGraph::new(&model, &mut recorded, &none, device).unwrap();
             assert_eq!(graph.is_captured(), T::NAME != "flex");
+            assert_eq!(graph.is_captured(), DecodeGraph::is_supported(device));
             assert_eq!((graph.len(), graph.remaining()), (13, 47));
             for id in [3, 250, 17, 17] {
                 let want = logits(&model, &mut expected, id, device);
@@ -147,18 +148,36 @@ fn recorded_steps<T: Target>(device: &On<T>, models: &[&str]) {
             for id in [3, 250, 17, 17].iter().chain(&text[..=first]) {
                 logits(&model, &mut expected, *id, device);
             }
-            let recorded = prompted(&model, cache, device);
-            let mut graph = DecodeGraph::new(&model, recorded, &[end, 1].into(), device).unwrap();
+            let mut recorded = prompted(&model, cache, device);
+            let ends = [end, 1].into();
+            let mut graph = DecodeGraph::new(&model, &mut recorded, &ends, device).unwrap();
             for id in [3, 250, 17, 17] {
                 graph.step(&[id]).unwrap();
             }
             assert_eq!(graph.greedy(5, 30).unwrap(), text[1..first + 2]);
-            let mut cache = graph.into_cache();
-            assert_eq!(cache.len(), expected.len());
+            drop(graph);
+            assert_eq!(recorded.len(), expected.len());
             let want = logits(&model, &mut expected, 8, device);
-            close(&logits(&model, &mut cache, 8, device), &want);
+            close(&logits(&model, &mut recorded, 8, device), &want);
         }
     }
+}
+
+#[cfg(feature = "wgpu")]
+#[test]
+fn a_recorded_text_is_the_same() {
+    let device = On::<kv_models::kv_cubecl::Wgpu>::open().unwrap();
+    let model = load(tiny("gpt2-tiny"), &device).unwrap().model;
+    let config: KvCacheConfig = "k4v4-g16-r16".parse().unwrap();
+    let texts = [false, true].map(|recorded| {
+        let mut cache = model.new_cache(config.with_capacity(60), 1, &device).unwrap();
+        let sampling = Sampling::TopP { temperature: 1.5, top_p: 0.95, seed: 3 };
+        let options = GenerateOptions { max_tokens: 80, sampling, recorded, ..Default::default() };
+        let out = generate(&model, &mut cache, &[5, 6, 7], &options, &device, |_| true).unwrap();
+        assert_eq!((out.stop, cache.len(), cache.remaining()), (Stop::Capacity, 60, 0));
+        out.ids
+    });
+    assert_eq!(texts[0], texts[1]);
 }
 
 /// Only the order of summation differs: rounding in f32 through few layers.
@@ -190,20 +209,29 @@ fn a_graph_that_cannot_be() {
     let other = load(tiny("llama-tiny"), &device).unwrap().model;
     let config = KvCacheConfig::float().with_capacity(10);
     let cache = |model: &LanguageModel, batch| model.new_cache(config, batch, &device).unwrap();
-    let error = |result: kv_models::Result<DecodeGraph>| result.unwrap_err().to_string();
-    let none = Default::default();
-    let ends = [1].into();
-    assert!(error(DecodeGraph::new(&model, cache(&model, 2), &ends, &device)).contains("batch"));
-    let beyond = [1 << 30].into();
-    let unknown = error(DecodeGraph::new(&model, cache(&model, 1), &beyond, &device));
-    assert!(unknown.contains("vocabulary"), "{unknown}");
-    error(DecodeGraph::new(&model, cache(&other, 1), &none, &device));
+    let error = |mut cache: ModelCache, eos: &[u32]| {
+        let (layers, eos) = (cache.layers().len(), eos.iter().copied().collect());
+        let error = DecodeGraph::new(&model, &mut cache, &eos, &device).unwrap_err();
+        assert_eq!((cache.layers().len(), cache.len()), (layers, 0), "the cache is whole");
+        error.to_string()
+    };
+    assert!(error(cache(&model, 2), &[1]).contains("batch"));
+    assert!(error(cache(&model, 1), &[1 << 30]).contains("vocabulary"));
+    error(cache(&other, 1), &[]);
 
-    let mut graph = DecodeGraph::new(&model, cache(&model, 2), &none, &device).unwrap();
+    let (mut two, none) = (cache(&model, 2), Default::default());
+    let mut graph = DecodeGraph::new(&model, &mut two, &none, &device).unwrap();
     assert_eq!(graph.step(&[1, 2]).unwrap().dims(), [2, model.vocab_size()]);
     for ids in [&[1][..], &[1, 2, 3], &[1, 1 << 30], &[]] {
         assert!(graph.step(ids).is_err(), "{ids:?}");
     }
     assert!(graph.greedy(1, 1).unwrap_err().to_string().contains("batch"));
     assert_eq!(graph.len(), 1);
+    drop(graph);
+
+    let mut cache = cache(&model, 1);
+    let options = GenerateOptions { recorded: true, ..Default::default() };
+    let error = generate(&model, &mut cache, &[1], &options, &device, |_| true).unwrap_err();
+    assert!(error.to_string().contains("recorded = true"), "{error}");
+    assert!(cache.is_empty());
 }

@@ -1,8 +1,8 @@
 //! One layer's cache: attending while it grows, and what growing costs.
 
-use std::time::Instant;
+use std::{cell::RefCell, rc::Rc, time::Instant};
 
-use burn::tensor::{Distribution, Tensor};
+use burn::tensor::{DType, Distribution, Int, Slice, Tensor, capture};
 use kv_cubecl::{CacheShape, KvCache, KvCacheConfig, On, Target};
 use serde::Serialize;
 
@@ -27,6 +27,8 @@ pub struct AttentionPlan {
     pub working_set: usize,
     /// Samples, of which the median counts.
     pub samples: usize,
+    /// Whether the launches of a sample are recorded once and replayed; for one token at once.
+    pub recorded: bool,
 }
 
 impl AttentionPlan {
@@ -51,6 +53,9 @@ impl AttentionPlan {
         if self.n_heads == 0 || !self.n_heads.is_multiple_of(self.n_kv_heads) {
             let rule = format!("must be a multiple of the {} kv heads", self.n_kv_heads);
             return Err(Error::plan("heads", self.n_heads, rule));
+        }
+        if self.recorded && self.tokens != 1 {
+            return Err(Error::plan("tokens", self.tokens, "must be 1 to be recorded"));
         }
         Ok(())
     }
@@ -131,15 +136,20 @@ pub fn time_decode_attention<T: Target>(
         plan.random(plan.n_kv_heads, plan.tokens, device),
         plan.random(plan.n_kv_heads, plan.tokens, device),
     );
-    let subjects = layers.iter_mut().map(|layers| -> Subject<'_> {
-        Box::new(|| {
-            for cache in layers.iter_mut() {
-                cache.attend(q.clone(), k.clone(), v.clone())?;
-            }
-            wait(device)
-        })
+    let subjects = layers.iter_mut().map(|layers| -> Result<Subject<'_>> {
+        let inputs = (q.clone(), k.clone(), v.clone());
+        match plan.recorded {
+            true => recorded(device, layers, inputs, context),
+            false => Ok(Box::new(move || {
+                for cache in layers.iter_mut() {
+                    let (q, k, v) = inputs.clone();
+                    cache.attend(q, k, v)?;
+                }
+                wait(device)
+            })),
+        }
     });
-    let timings = time_in_turn(plan.samples, subjects.collect())?;
+    let timings = time_in_turn(plan.samples, subjects.collect::<Result<_>>()?)?;
     let points = caches.iter().zip(timings).zip(counts).zip(bytes_read);
     Ok(points
         .map(|(((config, timing), count), bytes_read)| AttentionPoint {
@@ -149,6 +159,34 @@ pub fn time_decode_attention<T: Target>(
             bytes_read,
         })
         .collect())
+}
+
+/// A step of every one of `layers`, each of which holds `context` tokens, recorded.
+fn recorded<'a, T: Target>(
+    device: &'a On<T>,
+    layers: &'a mut [KvCache],
+    (q, k, v): (Tensor<4>, Tensor<4>, Tensor<4>),
+    context: usize,
+) -> Result<Subject<'a>> {
+    let position = |at: usize| Tensor::<1, Int>::from_data([at as i32], (&**device, DType::I32));
+    // Recording takes steps: past the capacity nothing is written.
+    let at = Rc::new(RefCell::new(position(layers[0].capacity())));
+    let held = at.clone();
+    let mut graph = capture(device, move || -> kv_cubecl::Result<()> {
+        let mut at = held.borrow_mut();
+        for cache in layers.iter_mut() {
+            cache.attend_at(q.clone(), k.clone(), v.clone(), &at)?;
+        }
+        at.inplace(|at| at + 1);
+        Ok(())
+    });
+    at.borrow_mut().inplace(|at| at.slice_assign([Slice::full()], position(context)));
+    Ok(Box::new(move || {
+        // SAFETY: the closure of the graph owns what it reads and borrows what it writes, but for the
+        // position, which is held here as well, and all of this thread.
+        unsafe { graph.replay() }.clone()?;
+        wait(device)
+    }))
 }
 
 /// Steps of one cache at one context length, by whether keys leave the window in them.

@@ -38,15 +38,15 @@ pub struct DecodePoint {
 }
 
 /// Appends one token at a time.
-enum Stepper {
-    Launched(ModelCache),
-    Recorded(Box<DecodeGraph>),
+enum Stepper<'a> {
+    Launched(&'a mut ModelCache),
+    Recorded(Box<DecodeGraph<'a>>),
 }
 
-impl Stepper {
+impl<'a> Stepper<'a> {
     fn new<T: Target>(
         model: &LanguageModel,
-        cache: ModelCache,
+        cache: &'a mut ModelCache,
         recorded: bool,
         device: &On<T>,
     ) -> Result<Self> {
@@ -70,13 +70,6 @@ impl Stepper {
             }
         }
         wait(device)
-    }
-
-    fn into_cache(self) -> ModelCache {
-        match self {
-            Self::Launched(cache) => cache,
-            Self::Recorded(graph) => graph.into_cache(),
-        }
     }
 }
 
@@ -109,16 +102,16 @@ pub fn time_decode<T: Target>(
     let mut done = 0;
     for &context in contexts {
         let mut steppers = Vec::with_capacity(subjects.len());
-        for (mut cache, subject) in filled.into_iter().zip(subjects) {
+        for (cache, subject) in filled.iter_mut().zip(subjects) {
             let before = done;
-            done += prefill(device, model, &mut cache, context, |n| progress(before + n))?;
+            done += prefill(device, model, cache, context, |n| progress(before + n))?;
             steppers.push(Stepper::new(model, cache, subject.recorded, device)?);
         }
         let turns = steppers
             .iter_mut()
             .map(|stepper| -> Subject<'_> { Box::new(|| stepper.step(model, device)) });
         let timings = time_in_turn(samples, turns.collect())?;
-        filled = steppers.into_iter().map(Stepper::into_cache).collect();
+        drop(steppers);
         for ((subject, cache), seconds) in subjects.iter().zip(&filled).zip(timings) {
             points.push(DecodePoint {
                 cache: subject.cache.to_string(),

@@ -7,6 +7,7 @@ use burn::tensor::{DType, Device, Graph, Int, Tensor, TensorData, capture};
 use crate::{Error, LanguageModel, ModelCache, Result, nn::Rotation};
 
 /// One decode step of a model over its cache, recorded with [`capture`] and replayed for every token.
+/// What is appended is in the cache once the graph is dropped.
 ///
 /// A step is some hundred launches of small kernels, which a recording sends to the device at once: on
 /// CUDA and ROCm as a graph of the driver, on WGPU as one prepared list. Where a device cannot record
@@ -18,15 +19,18 @@ use crate::{Error, LanguageModel, ModelCache, Result, nn::Rotation};
 /// # use kv_models::{DecodeGraph, kv_cubecl::KvCacheConfig};
 /// # let device = burn::tensor::Device::default();
 /// # let model = kv_models::load("model.gguf", &device)?.model;
-/// let cache = model.new_cache("k4v4".parse::<KvCacheConfig>()?, 1, &device)?;
-/// let mut graph = DecodeGraph::new(&model, cache, &[2].into(), &device)?;
+/// let mut cache = model.new_cache("k4v4".parse::<KvCacheConfig>()?, 1, &device)?;
+/// let mut graph = DecodeGraph::new(&model, &mut cache, &[2].into(), &device)?;
 /// let first = 1;
 /// let ids = graph.greedy(first, 16)?; // 16 tokens, fewer if one of them is 2
-/// let cache = graph.into_cache(); // holds `first` and all of `ids` but the last
+/// drop(graph);
+/// assert_eq!(cache.len(), ids.len()); // `first` and all of `ids` but the last
 /// # Ok(())
 /// # }
 /// ```
-pub struct DecodeGraph {
+pub struct DecodeGraph<'a> {
+    /// Gets its layers back in the end.
+    cache: &'a mut ModelCache,
     graph: Graph<Tensor<2>, Box<dyn FnMut() -> Tensor<2>>>,
     bound: Rc<RefCell<Bound>>,
     /// The position that the device holds, if it is known.
@@ -78,7 +82,12 @@ fn to_tensor<const D: usize>(values: &[u32], shape: [usize; D], device: &Device)
     Tensor::from_data(TensorData::new(values, shape), (device, DType::I32))
 }
 
-impl DecodeGraph {
+impl<'a> DecodeGraph<'a> {
+    /// Whether steps on `device` can be recorded.
+    pub fn is_supported(device: &Device) -> bool {
+        capture(device, || ()).is_hardware()
+    }
+
     /// Records a step of `model` on `device` over `cache`, which may hold tokens already. In
     /// [`greedy`](Self::greedy), a text ends with any of `eos`.
     ///
@@ -88,7 +97,7 @@ impl DecodeGraph {
     /// does not fit the model.
     pub fn new(
         model: &LanguageModel,
-        cache: ModelCache,
+        cache: &'a mut ModelCache,
         eos: &BTreeSet<u32>,
         device: &Device,
     ) -> Result<Self> {
@@ -106,14 +115,17 @@ impl DecodeGraph {
             ids: to_tensor(&vec![0; batch], [batch, 1], device),
             position: to_tensor(&[position as u32], [1], device),
             eos: (!ends.is_empty()).then(|| to_tensor(&ends, [1, ends.len()], device)),
-            cache,
+            cache: cache.take(),
         };
-        bound.step()?;
+        if let Err(error) = bound.step() {
+            *cache = bound.cache;
+            return Err(error);
+        }
         let bound = Rc::new(RefCell::new(bound));
         let held = bound.clone();
         let step = move || held.borrow_mut().step().expect("it went well just before");
         let graph = capture(device, Box::new(step) as Box<dyn FnMut() -> _>);
-        Ok(Self { graph, bound, position: None, eos: eos.clone(), device: device.clone() })
+        Ok(Self { cache, graph, bound, position: None, eos: eos.clone(), device: device.clone() })
     }
 
     /// Whether replaying sends a recording; if not, it runs the step again.
@@ -181,13 +193,6 @@ impl DecodeGraph {
         Ok(ids)
     }
 
-    /// The cache, with all that was appended.
-    pub fn into_cache(self) -> ModelCache {
-        let Self { graph, bound, .. } = self;
-        drop(graph);
-        Rc::into_inner(bound).expect("only the recording held it as well").into_inner().cache
-    }
-
     /// Checks that `tokens` fit, and gives the device the first of them and its position.
     fn start(&mut self, ids: &[u32], tokens: usize) -> Result<()> {
         let bound = &mut *self.bound.borrow_mut();
@@ -216,6 +221,12 @@ impl DecodeGraph {
     }
 }
 
+impl Drop for DecodeGraph<'_> {
+    fn drop(&mut self) {
+        core::mem::swap(self.cache, &mut self.bound.borrow_mut().cache);
+    }
+}
+
 fn check_ids(model: &LanguageModel, ids: &[u32]) -> Result<()> {
     let vocab = model.vocab_size();
     match ids.iter().find(|&&id| id as usize >= vocab) {
@@ -226,7 +237,7 @@ fn check_ids(model: &LanguageModel, ids: &[u32]) -> Result<()> {
     }
 }
 
-impl fmt::Debug for DecodeGraph {
+impl fmt::Debug for DecodeGraph<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DecodeGraph")
             .field("captured", &self.is_captured())

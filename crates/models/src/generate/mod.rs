@@ -26,16 +26,20 @@ pub struct GenerateOptions {
     pub eos: BTreeSet<u32>,
     /// Prompt tokens per pass: bounds memory, does not change the result.
     pub prefill_chunk: usize,
+    /// Record the step of one token once and replay it, see [`DecodeGraph`]: worth it for texts of more
+    /// than some ten tokens.
+    pub recorded: bool,
 }
 
 impl Default for GenerateOptions {
-    /// 256 tokens, greedy, no end-of-text id, prefill by 512.
+    /// 256 tokens, greedy, no end-of-text id, prefill by 512, steps not recorded.
     fn default() -> Self {
         Self {
             max_tokens: 256,
             sampling: Sampling::Greedy,
             eos: BTreeSet::new(),
             prefill_chunk: 512,
+            recorded: false,
         }
     }
 }
@@ -92,7 +96,8 @@ impl Generated {
 /// # Errors
 ///
 /// An empty prompt, one that exceeds the cache or the model (nothing is appended), a cache of
-/// another batch than 1, invalid sampling options, or logits that are not finite.
+/// another batch than 1, invalid sampling options, recording on a device that cannot, or logits that are
+/// not finite.
 pub fn generate(
     model: &LanguageModel,
     cache: &mut ModelCache,
@@ -104,6 +109,9 @@ pub fn generate(
     let mut sampler = Sampler::new(options.sampling)?;
     if options.prefill_chunk == 0 {
         return Err(Error::argument("prefill_chunk", 0, "must be at least 1"));
+    }
+    if options.recorded && !DecodeGraph::is_supported(device) {
+        return Err(Error::argument("recorded", true, "this device cannot record steps"));
     }
     cache.check(1, prompt.len())?;
 
@@ -119,6 +127,13 @@ pub fn generate(
     };
 
     let start = Instant::now();
+    let mut decoder = match options.recorded {
+        true => {
+            let graph = DecodeGraph::new(model, cache, &BTreeSet::new(), device)?;
+            Decoder::Recorded(Box::new(graph))
+        }
+        false => Decoder::Launched(cache),
+    };
     while out.ids.len() < options.max_tokens {
         let id = sampler.sample(&logits)?;
         out.ids.push(id);
@@ -133,15 +148,37 @@ pub fn generate(
         if out.ids.len() == options.max_tokens {
             break;
         }
-        if cache.remaining() == 0 {
+        if decoder.remaining() == 0 {
             out.stop = Stop::Capacity;
             break;
         }
-        logits = last_logits(model, cache, &[id], device)?;
+        logits = decoder.logits(model, id, device)?;
         out.decode_tokens += 1;
     }
     out.decode_time = start.elapsed();
     Ok(out)
+}
+
+/// Passes one token at a time.
+enum Decoder<'a> {
+    Launched(&'a mut ModelCache),
+    Recorded(Box<DecodeGraph<'a>>),
+}
+
+impl Decoder<'_> {
+    fn remaining(&self) -> usize {
+        match self {
+            Self::Launched(cache) => cache.remaining(),
+            Self::Recorded(graph) => graph.remaining(),
+        }
+    }
+
+    fn logits(&mut self, model: &LanguageModel, id: u32, device: &Device) -> Result<Vec<f32>> {
+        match self {
+            Self::Launched(cache) => last_logits(model, cache, &[id], device),
+            Self::Recorded(graph) => read(graph.step(&[id])?.clone()),
+        }
+    }
 }
 
 /// Passes a prompt in chunks and returns the logits after its last token.
@@ -168,7 +205,11 @@ fn last_logits(
 ) -> Result<Vec<f32>> {
     let hidden = model.hidden_step(to_tensor(ids, device), cache)?; // [1, seq, hidden]
     let last = hidden.narrow(1, ids.len() - 1, 1);
-    let data = model.head(last).into_data().convert::<f32>();
+    read(model.head(last))
+}
+
+fn read<const D: usize>(logits: Tensor<D>) -> Result<Vec<f32>> {
+    let data = logits.into_data().convert::<f32>();
     data.try_into_vec::<f32>()
         .map_err(|error| Error::argument("logits", format!("{error:?}"), "must be readable as f32"))
 }

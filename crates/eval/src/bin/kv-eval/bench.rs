@@ -87,6 +87,9 @@ pub(crate) struct AttentionArgs {
     /// Megabytes of cache that one sample reads at least: more than the processor's caches hold.
     #[arg(long, default_value_t = 128)]
     working_set: usize,
+    /// Record the launches once and replay them, on devices that can (CUDA, WGPU).
+    #[arg(long)]
+    recorded: bool,
     /// Draw microseconds by context length here, as SVG.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
@@ -185,10 +188,11 @@ fn copy<T: Target>(device: &On<T>) -> Result<f64> {
 
 fn attention<T: Target>(args: &AttentionArgs) -> Result<()> {
     let device = On::<T>::open()?;
-    let AttentionArgs { layer, tokens, .. } = args;
+    let &AttentionArgs { ref layer, tokens, recorded, .. } = args;
     let working_set = args.working_set << 20;
-    let plan = AttentionPlan { tokens: *tokens, working_set, ..layer.plan() };
-    let shape = format!("{}, {tokens} at once", layer.describe());
+    let plan = AttentionPlan { tokens, working_set, recorded, ..layer.plan() };
+    let how = if recorded { "recorded" } else { "launched" };
+    let shape = format!("{}, {tokens} at once, {how}", layer.describe());
     println!("decode attention of one layer on {}: {shape}", T::NAME);
     let copied = copy(&device)?;
     let mut table = Table::new([
@@ -367,6 +371,7 @@ impl LayerArgs {
             tokens: 1,
             working_set: 0,
             samples: self.common.samples,
+            recorded: false,
         }
     }
 

@@ -44,6 +44,9 @@ pub(crate) struct Args {
     /// Seed of the sampling.
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    /// Record the step of one token once and replay it, on devices that can (CUDA, WGPU).
+    #[arg(long)]
+    recorded: bool,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -73,8 +76,8 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         Sampling::TopP { temperature, top_p, seed }
     };
     let eos = tokenizer.eos().clone();
-    let options =
-        GenerateOptions { max_tokens: args.max_tokens, sampling, eos, ..Default::default() };
+    let Args { max_tokens, recorded, .. } = *args;
+    let options = GenerateOptions { max_tokens, sampling, eos, recorded, ..Default::default() };
 
     let mut text = tokenizer.stream();
     let mut failure = None;
