@@ -3,7 +3,10 @@
 
 mod common;
 
-use burn::tensor::{Device, Int, Tensor};
+use burn::{
+    module::Param,
+    tensor::{Device, Int, Tensor},
+};
 use common::{TINY, device, smollm2, tiny};
 use kv_models::{
     DecodeGraph, GenerateOptions, Generated, LanguageModel, ModelCache, Sampling, generate,
@@ -178,6 +181,34 @@ fn a_recorded_text_is_the_same() {
         out.ids
     });
     assert_eq!(texts[0], texts[1]);
+}
+
+/// The device is not asked between steps, but does not lose a failure.
+fn logits_that_are_not_finite<T: Target>(device: &On<T>) {
+    let LanguageModel::Llama(mut model) = load(tiny("llama-tiny"), device).unwrap().model else {
+        panic!("llama-tiny is a Llama");
+    };
+    for bad in [f32::NAN, f32::INFINITY] {
+        model.norm.gamma = Param::from_tensor(model.norm.gamma.val().ones_like() * bad);
+        let model = LanguageModel::Llama(model.clone());
+        let mut cache = prompted(&model, "k2v2-g16-r16", device);
+        let none = Default::default();
+        let mut graph = DecodeGraph::new(&model, &mut cache, &none, device).unwrap();
+        let error = graph.greedy(1, 5).unwrap_err().to_string();
+        assert!(error.contains("logits = not finite in 5 steps"), "{bad}: {error}");
+        assert_eq!(graph.len(), 18);
+    }
+}
+
+#[test]
+fn logits_that_are_not_finite_on_flex() {
+    logits_that_are_not_finite(&On::<kv_models::kv_cubecl::Flex>::open().unwrap());
+}
+
+#[cfg(feature = "wgpu")]
+#[test]
+fn logits_that_are_not_finite_on_wgpu() {
+    logits_that_are_not_finite(&On::<kv_models::kv_cubecl::Wgpu>::open().unwrap());
 }
 
 /// Only the order of summation differs: rounding in f32 through few layers.

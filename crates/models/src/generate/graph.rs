@@ -11,8 +11,9 @@ use crate::{Error, LanguageModel, ModelCache, Result, nn::Rotation};
 ///
 /// A step is some hundred launches of small kernels, which a recording sends to the device at once: on
 /// CUDA and ROCm as a graph of the driver, on WGPU as one prepared list. Where a device cannot record
-/// ([`is_captured`](Self::is_captured)), every replay launches anew. Token and position stay on the device, so that
-/// [`greedy`](Self::greedy) waits for it once per call and not once per token.
+/// ([`is_captured`](Self::is_captured)), every replay launches anew. Token and position stay on the
+/// device, so that [`greedy`](Self::greedy) waits for it once per call and not once per token. Beside the
+/// buffers of a step, a graph holds the rotations of all positions, 4 bytes per position and rotated channel.
 ///
 /// ```no_run
 /// # fn main() -> kv_models::Result<()> {
@@ -50,13 +51,15 @@ struct Bound {
     position: Tensor<1, Int>,
     /// Tokens that end the text, `[1, n]`.
     eos: Option<Tensor<2, Int>>,
+    /// Steps whose logits were not finite, `[1]`.
+    broken: Tensor<1, Int>,
 }
 
 impl Bound {
     /// Appends `ids` at `position` and moves both on: past the capacity, where nothing is written, if
     /// the text has ended.
     fn step(&mut self) -> Result<Tensor<2>> {
-        let Self { model, cache, rotations, ids, position, eos } = self;
+        let Self { model, cache, rotations, ids, position, eos, broken } = self;
         let hidden = model.hidden_at(ids.clone(), cache, position, rotations.as_ref())?;
         let logits = model.head(hidden).squeeze_dim::<2>(1); // [batch, vocab]
         let next = logits.clone().argmax(1).cast(DType::I32); // [batch, 1]
@@ -65,6 +68,10 @@ impl Bound {
             let ended = next.clone().equal(eos.clone()).int().cast(DType::I32).sum();
             to = to + ended * cache.capacity() as i32;
         }
+        // Infinities and what is not a number stay so in a sum, or become that.
+        let sum = logits.clone().sum();
+        let fails = sum.is_finite().bool_not().int().cast(DType::I32) + broken.clone();
+        write(broken, fails);
         write(position, to);
         write(ids, next);
         Ok(logits)
@@ -115,6 +122,7 @@ impl<'a> DecodeGraph<'a> {
             ids: to_tensor(&vec![0; batch], [batch, 1], device),
             position: to_tensor(&[position as u32], [1], device),
             eos: (!ends.is_empty()).then(|| to_tensor(&ends, [1, ends.len()], device)),
+            broken: to_tensor(&[0], [1], device),
             cache: cache.take(),
         };
         if let Err(error) = bound.step() {
@@ -171,19 +179,29 @@ impl<'a> DecodeGraph<'a> {
     ///
     /// # Errors
     ///
-    /// A batch other than 1, an id outside the vocabulary, or no room for `max_tokens`.
+    /// A batch other than 1, an id outside the vocabulary, no room for `max_tokens`, or logits that are
+    /// not finite, of whatever step; the text is then in the cache and not returned.
     pub fn greedy(&mut self, first: u32, max_tokens: usize) -> Result<Vec<u32>> {
         if max_tokens == 0 {
             return Ok(vec![]);
         }
         self.start(&[first], max_tokens)?;
-        let mut chosen = to_tensor(&vec![0; max_tokens], [1, max_tokens], &self.device);
+        write(&mut self.bound.borrow_mut().broken, to_tensor(&[0], [1], &self.device));
+        // What is chosen, and at the end how often that was in vain.
+        let mut chosen = to_tensor(&vec![0; max_tokens + 1], [1, max_tokens + 1], &self.device);
+        let mut put = |i, value| chosen.inplace(|to| to.slice_assign([0..1, i..i + 1], value));
         for i in 0..max_tokens {
             self.replay();
-            let id = self.bound.borrow().ids.clone();
-            chosen.inplace(|chosen| chosen.slice_assign([0..1, i..i + 1], id));
+            put(i, self.bound.borrow().ids.clone());
         }
+        put(max_tokens, self.bound.borrow().broken.clone().unsqueeze());
         let mut ids: Vec<u32> = chosen.into_data().iter::<u32>().collect();
+        if let Some(broken @ 1..) = ids.pop() {
+            self.position = None;
+            self.advance(max_tokens)?;
+            let rule = "must be finite";
+            return Err(Error::argument("logits", format!("not finite in {broken} steps"), rule));
+        }
         if let Some(end) = ids.iter().position(|id| self.eos.contains(id)) {
             // Nothing was written from there on.
             ids.truncate(end + 1);
