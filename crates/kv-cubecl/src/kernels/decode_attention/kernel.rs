@@ -38,13 +38,10 @@ pub(super) struct DecodeArgs {
 #[derive(CubeType)]
 struct Extent {
     tokens: usize,
-    sinks: usize,
     /// Tokens after the sinks whose keys are packed.
     packed_keys: usize,
     /// Tokens after the sinks whose values are packed.
     packed_values: usize,
-    sink_tiles: usize,
-    packed_tiles: usize,
     /// First tile of the split, and one past its last.
     first_tile: usize,
     last_tile: usize,
@@ -73,22 +70,12 @@ fn extent_of(
     let sinks = clamp_max(args.window.sinks, tokens);
     let packed_keys = clamp_max(quantized_keys(len, &args.window), tokens - sinks);
     let packed_values = quantized_values(len, &args.window);
-    let sink_tiles = sinks.div_ceil(tile);
-    let packed_tiles = packed_keys.div_ceil(tile);
-    let n_tiles = sink_tiles + packed_tiles + (tokens - sinks - packed_keys).div_ceil(tile);
+    let windowed = tokens - sinks - packed_keys;
+    let n_tiles = sinks.div_ceil(tile) + packed_keys.div_ceil(tile) + windowed.div_ceil(tile);
     let share = n_tiles.div_ceil(args.n_splits);
     let first_tile = split * share;
     let last_tile = clamp_max(first_tile + share, n_tiles);
-    Extent {
-        tokens,
-        sinks,
-        packed_keys,
-        packed_values,
-        sink_tiles,
-        packed_tiles,
-        first_tile,
-        last_tile,
-    }
+    Extent { tokens, packed_keys, packed_values, first_tile, last_tile }
 }
 
 /// Consecutive tokens that are handled together, their keys all in one form.
@@ -106,18 +93,25 @@ struct Tile {
 
 /// Tile `index`: those of sinks come first, then those of packed keys, then the window.
 #[cube]
-fn tile_at(index: usize, extent: &Extent, #[comptime] bp: DecodeBlueprint) -> Tile {
+fn tile_at(
+    index: usize,
+    extent: &Extent,
+    args: &DecodeArgs,
+    #[comptime] bp: DecodeBlueprint,
+) -> Tile {
     let tile = comptime!(bp.tile());
-    let windowed = index >= extent.sink_tiles;
-    let packed = windowed && index < extent.sink_tiles + extent.packed_tiles;
+    let sinks = clamp_max(args.window.sinks, extent.tokens);
+    let sink_tiles = sinks.div_ceil(tile);
+    let packed_tiles = extent.packed_keys.div_ceil(tile);
+    let windowed = index >= sink_tiles;
+    let packed = windowed && index < sink_tiles + packed_tiles;
     let mut start = index * tile;
-    let mut limit = extent.sinks;
+    let mut limit = sinks;
     if packed {
-        start = extent.sinks + (index - extent.sink_tiles) * tile;
-        limit = extent.sinks + extent.packed_keys;
+        start = sinks + (index - sink_tiles) * tile;
+        limit = sinks + extent.packed_keys;
     } else if windowed {
-        let window = extent.sinks + extent.packed_keys;
-        start = window + (index - extent.sink_tiles - extent.packed_tiles) * tile;
+        start = sinks + extent.packed_keys + (index - sink_tiles - packed_tiles) * tile;
         limit = extent.tokens;
     }
     let end = clamp_max(start + tile, limit);
@@ -233,7 +227,7 @@ pub(super) fn partial_attention<R: Float, N: Size>(
     let stride = unit / blocks;
     let extent = extent_of(split, &position, &args, bp);
     for index in extent.first_tile..extent.last_tile {
-        let tile = tile_at(index, &extent, bp);
+        let tile = tile_at(index, &extent, &args, bp);
 
         let first = unit / bp.lanes * unit_tokens;
         let token = tile.start + first;
@@ -244,7 +238,7 @@ pub(super) fn partial_attention<R: Float, N: Size>(
                     score_packed::<N>(
                         keys,
                         slice * args.key_slice_words / comptime!(bp.vector),
-                        token - extent.sinks,
+                        token - args.window.sinks,
                         lane,
                         &scaled,
                         &mut scores,
@@ -322,14 +316,14 @@ pub(super) fn partial_attention<R: Float, N: Size>(
                 let at = token - tile.start;
                 let mut packed = false;
                 if comptime!(bp.value_bits > 0) {
-                    packed = tile.windowed && token - extent.sinks < extent.packed_values;
+                    packed = tile.windowed && token - args.window.sinks < extent.packed_values;
                     if packed {
                         let codes = comptime!(bp.value_codes());
                         let n_words = comptime!(bp.head_dim / bp.value_codes());
                         let line_len =
                             comptime!(bp.head_dim / bp.value_codes() + bp.head_dim / bp.group_size);
                         let line =
-                            slice * args.value_slice_words + (token - extent.sinks) * line_len;
+                            slice * args.value_slice_words + (token - args.window.sinks) * line_len;
                         let param = values[line + n_words + block * unit_channels / bp.group_size];
                         let scale = scale_of(param);
                         let min = min_of(param);
