@@ -5,8 +5,8 @@ use std::{collections::HashSet, path::Path, sync::Arc};
 use cubecl::{
     Compiler,
     ir::{
-        DeviceIdentity, HardwareProperties, MemoryDeviceProperties, OpaqueType, VectorSize,
-        features::Plane,
+        DeviceIdentity, HardwareProperties, MemoryDeviceProperties, OpaqueType, PciVendor,
+        PhysicalDevice, VectorSize, features::Plane,
     },
     prelude::*,
     profile::TimingMethod,
@@ -39,10 +39,12 @@ pub(super) fn h200() -> Arc<DeviceProperties> {
     };
     let bytes = 141u64 << 30;
     let memory = MemoryDeviceProperties::new(bytes / 4, 512).with_max_memory(bytes);
+    let mut physical = PhysicalDevice::default();
+    physical.vendor = Some(PciVendor::Nvidia);
     let identity = DeviceIdentity {
         name: "NVIDIA H200".to_owned(),
         fingerprint: "ptx_sm90".to_owned(),
-        physical: None,
+        physical: Some(physical),
     };
     let mut properties =
         DeviceProperties::new(Default::default(), memory, hardware, TimingMethod::Device, identity);

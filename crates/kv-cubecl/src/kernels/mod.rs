@@ -6,11 +6,13 @@
 //! is recompiled as the context grows.
 
 pub mod cache;
+pub mod chunk_attention;
 mod codec;
 #[cfg(all(test, feature = "cuda-source"))]
 mod cuda_source;
 pub mod decode_attention;
 pub mod quantize;
+mod row_blocks;
 pub mod streaming_attention;
 mod window;
 

@@ -6,8 +6,8 @@ use crate::{Flush, layout::Window};
 
 /// Run-time numbers of a [`Window`].
 #[derive(CubeType, CubeLaunch)]
-pub(super) struct WindowArgs {
-    pub(super) sinks: usize,
+pub(crate) struct WindowArgs {
+    pub(crate) sinks: usize,
     residual_length: usize,
     /// Tokens by which quantization lags: 0 flushing before attention, 1 after.
     lag: usize,
@@ -18,7 +18,7 @@ pub(super) struct WindowArgs {
 }
 
 impl Window {
-    pub(super) fn args(&self) -> WindowArgsLaunch {
+    pub(crate) fn args(&self) -> WindowArgsLaunch {
         WindowArgsLaunch::new(
             self.sink_tokens,
             self.residual_length.max(1),
@@ -42,14 +42,14 @@ fn seen(len: usize, window: &WindowArgs) -> usize {
 
 /// [`QuantizedCounts::keys`](crate::QuantizedCounts::keys) in a cache of `len` tokens.
 #[cube]
-pub(super) fn quantized_keys(len: usize, window: &WindowArgs) -> usize {
+pub(crate) fn quantized_keys(len: usize, window: &WindowArgs) -> usize {
     let r = window.residual_length;
     seen(len, window) / r * r * window.keys
 }
 
 /// [`QuantizedCounts::values`](crate::QuantizedCounts::values) in a cache of `len` tokens.
 #[cube]
-pub(super) fn quantized_values(len: usize, window: &WindowArgs) -> usize {
+pub(crate) fn quantized_values(len: usize, window: &WindowArgs) -> usize {
     let seen = seen(len, window);
     let mut count = 0usize;
     if seen > window.residual_length {

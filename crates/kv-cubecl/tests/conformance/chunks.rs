@@ -1,12 +1,21 @@
 //! How a text is cut into chunks changes nothing.
 
+use burn::tensor::DType;
 use kv_cubecl::{KvCache, On, Target};
 
 use crate::common::{
-    CLOSE, Host, Rng, Setup, attend, check_properties, chunk_sizes, close, setups, snapshot, stamp,
+    CLOSE, Host, Rng, Setup, attend, check_properties, chunk_sizes, close, setups, skipped,
+    snapshot, stamp,
 };
 
-stamp!(any_chunks_leave_the_same_cache, every_cut_in_two, appended_then_attended, peek_any_chunk);
+stamp!(
+    any_chunks_leave_the_same_cache,
+    every_cut_in_two,
+    appended_then_attended,
+    peek_any_chunk,
+    many_rows_over_packed_history,
+    many_rows_over_f16_history,
+);
 
 /// What a cache holds, meaningfully: codes and parameters, and the float rows of tokens in float.
 #[track_caller]
@@ -16,7 +25,7 @@ fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
     let sinks = text.config.sink_tokens;
     let group = text.config.group_size;
     let layout = *cache.layout();
-    let floats = Host::of(cache.clone().into_parts().floats.cast(burn::tensor::DType::F32));
+    let floats = Host::of(cache.clone().into_parts().floats.cast(DType::F32));
     let sides = [
         (&text.key, cache.packed_keys(), counts.keys, layout.key_spec()),
         (&text.value, cache.packed_values(), counts.values, layout.value_spec()),
@@ -112,4 +121,53 @@ fn peek_any_chunk<T: Target>(on: &On<T>) {
         let attended = attend(&mut cache, &text.tokens(start..end), &[end - start], on);
         close(format!("{text:?} peek {start}..{end}"), &peeked, &attended.f64(), CLOSE);
     });
+}
+
+/// A text whose last `chunk` tokens attend at once to what was appended before.
+#[track_caller]
+fn check_last_chunk<T: Target>(on: &On<T>, text: &Setup, chunk: usize, tolerance: f64) {
+    let (start, end) = (text.len() - chunk, text.len());
+    let head_dim = text.query.shape[3];
+    let run = text.reference().output;
+    let rows = run.chunks(end * head_dim).flat_map(|x| &x[start * head_dim..]);
+    let expected: Vec<f64> = rows.copied().collect();
+    let mut cache = text.cache(on);
+    let [_, k, v] = text.tokens(0..start).on(on);
+    cache.append(k, v).unwrap();
+    let output = attend(&mut cache, &text.tokens(start..end), &[chunk], on);
+    close(format!("{text:?}: {chunk} rows after {start}"), &output, &expected, tolerance);
+}
+
+/// Enough query rows for several blocks of them, the last one incomplete; a history shorter than a
+/// tile, of some tiles and a part of one, and long enough for several splits.
+fn many_rows_over_packed_history<T: Target>(on: &On<T>) {
+    for (name, heads, history, head_dim, chunk) in [
+        ("k2v2-g16-r16", [3, 1], 24, 64, 13),
+        ("k2v2-g16-r16-s5", [3, 1], 333, 64, 13),
+        ("k2v2-g16-r16-s4", [6, 2], 1301, 64, 11),
+        ("k4v4-g8-r16-after", [2, 1], 150, 40, 21),
+        ("k4v2-g16-r32-s1", [4, 2], 203, 80, 19),
+        ("k2v16-g16-r16-s3", [2, 1], 150, 80, 9),
+        ("k2v16-g16-r48", [1, 1], 120, 68, 10),
+        ("k16v8-g20-r20-s2", [2, 1], 150, 40, 9),
+        ("k8v8-g4-r4", [1, 1], 90, 20, 17),
+        ("k8v4-g32-r32", [3, 1], 171, 128, 7),
+        ("k2v4-g64-r64", [2, 1], 200, 256, 6),
+        ("float-s4", [3, 1], 301, 64, 9),
+        ("float", [2, 1], 70, 30, 9),
+    ] {
+        let [n_heads, n_kv_heads] = heads;
+        let sizes = [1, n_heads, n_kv_heads, history + chunk, head_dim];
+        check_last_chunk(on, &Setup::new(name, sizes, history as u64), chunk, CLOSE);
+    }
+}
+
+/// f16 rows as sinks, and as keys or values of all tokens.
+fn many_rows_over_f16_history<T: Target>(on: &On<T>) {
+    if !on.supports_dtype(DType::F16) {
+        return skipped("the device has no f16");
+    }
+    for name in ["k2v2-g16-r16-s4-f16", "k16v4-g16-r32-f16", "k4v16-g16-r16-f16", "float-f16"] {
+        check_last_chunk(on, &Setup::new(name, [1, 6, 2, 180, 64], 14), 15, 1e-3);
+    }
 }

@@ -19,6 +19,7 @@ use crate::{
     CacheState, KvCacheOps, SteGradient,
     kernels::{
         cache::{self, CacheBindings, CacheProblem},
+        chunk_attention,
         decode_attention::{self, DecodeBindings, DecodeProblem},
         quantize::{self, RestoreProblem},
         streaming_attention::{self, BackwardBindings, ForwardBindings, StreamProblem},
@@ -288,7 +289,14 @@ fn decode_attention(
         lse: arg(&lse),
         position: position.map(arg),
     };
-    if let Err(error) = decode_attention::launch_ref(&query.client, bindings, &problem) {
+    let client = &query.client;
+    let plan = match position {
+        Some(_) => None,
+        None => chunk_attention::plan(&problem, client.properties()),
+    };
+    if let Some(plan) = plan {
+        chunk_attention::launch_ref(client, bindings, &problem, &plan);
+    } else if let Err(error) = decode_attention::launch_ref(client, bindings, &problem) {
         // Caches check this when they are made; only a direct caller of the trait gets here.
         panic!("{error}");
     }

@@ -6,10 +6,10 @@ use cubecl::{
 use crate::{Error, Result, layout::CacheLayout};
 
 /// Largest head_dim of the attention kernels.
-const MAX_HEAD_DIM: usize = 256;
+pub(crate) const MAX_HEAD_DIM: usize = 256;
 
 /// Shared memory that WebGPU guarantees, in bytes.
-const SHARED_BYTES: usize = 16 * 1024;
+pub(crate) const SHARED_BYTES: usize = 16 * 1024;
 
 /// Cubes that a streaming multiprocessor has at once: one wave of them leaves the fewest partial results
 /// to merge. Registers allow two of 128 units with 4 query rows; a guess until measured on hardware.
@@ -110,10 +110,17 @@ pub(super) struct Settings {
     pub(super) n_splits: usize,
 }
 
+/// How many splits, at most `wanted`, the tiles are dealt out to in runs of equal length, and that
+/// length; none is left without a tile.
+pub(crate) fn splits(n_tiles: usize, wanted: usize) -> (usize, usize) {
+    let tiles_per_split = n_tiles.div_ceil(wanted.min(n_tiles));
+    (n_tiles.div_ceil(tiles_per_split), tiles_per_split)
+}
+
 /// What a plan depends on of the device.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Hardware {
-    pub(super) n_multiprocessors: usize,
+pub(crate) struct Hardware {
+    pub(crate) n_multiprocessors: usize,
     /// Units per plane if they can exchange values, else 1.
     pub(super) plane: usize,
 }
@@ -122,7 +129,7 @@ impl Hardware {
     /// One unit after another: what every device can do.
     const PLAIN: Self = Self { n_multiprocessors: 1, plane: 1 };
 
-    pub(super) fn of(properties: &DeviceProperties) -> Self {
+    pub(crate) fn of(properties: &DeviceProperties) -> Self {
         let hardware = &properties.hardware;
         let sizes = (hardware.plane_size_min, hardware.plane_size_max);
         // A plan needs to know the size, which some devices choose by kernel.
@@ -203,9 +210,7 @@ pub(super) fn prepare(
     if blueprint.units > MAX_UNITS || blueprint.shared_bytes() > SHARED_BYTES {
         return Err(unsupported(format!("needs {blueprint:?}, beyond WebGPU's limits")));
     }
-    // The kernel deals the tiles out in runs of equal length; no split is left without one.
-    let n_tiles: usize = n_tiles(&blueprint);
-    let n_splits = n_tiles.div_ceil(n_tiles.div_ceil(wanted_splits.min(n_tiles)));
+    let (n_splits, _) = splits(n_tiles(&blueprint), wanted_splits);
     Ok((blueprint, Settings { row_chunks, n_splits }))
 }
 

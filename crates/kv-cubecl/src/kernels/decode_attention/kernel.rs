@@ -14,24 +14,24 @@ pub(crate) const LOWEST: f32 = -1.0e30;
 
 /// Run-time numbers of a launch.
 #[derive(CubeType, CubeLaunch)]
-pub(super) struct DecodeArgs {
-    pub(super) rows: usize,
+pub(crate) struct DecodeArgs {
+    pub(crate) rows: usize,
     /// Tokens in the cache.
-    pub(super) len: usize,
+    pub(crate) len: usize,
     /// Tokens to attend to.
-    pub(super) tokens: usize,
+    pub(crate) tokens: usize,
     pub(super) capacity: usize,
-    pub(super) window: WindowArgs,
-    pub(super) key_ring: usize,
-    pub(super) value_ring: usize,
+    pub(crate) window: WindowArgs,
+    pub(crate) key_ring: usize,
+    pub(crate) value_ring: usize,
     /// Float rows of the keys.
-    pub(super) key_rows: usize,
+    pub(crate) key_rows: usize,
     /// Float rows of one slice.
-    pub(super) float_rows: usize,
-    pub(super) key_slice_words: usize,
-    pub(super) value_slice_words: usize,
-    pub(super) n_splits: usize,
-    pub(super) scale: f32,
+    pub(crate) float_rows: usize,
+    pub(crate) key_slice_words: usize,
+    pub(crate) value_slice_words: usize,
+    pub(crate) n_splits: usize,
+    pub(crate) scale: f32,
 }
 
 /// What tokens a split attends to, and how they are stored.
@@ -120,7 +120,7 @@ fn tile_at(
 
 /// Float row of `token` in a ring that starts after the sinks.
 #[cube]
-pub(super) fn float_row(token: usize, ring: usize, args: &DecodeArgs) -> usize {
+pub(crate) fn float_row(token: usize, ring: usize, args: &DecodeArgs) -> usize {
     let sinks = args.window.sinks;
     let mut row = token;
     if token >= sinks {

@@ -37,15 +37,9 @@ pub fn launch_ref(
     problem: &DecodeProblem,
 ) -> Result<()> {
     let (blueprint, settings) = prepare(problem, Hardware::of(client.properties()))?;
-    let layout = &problem.layout;
-    let head_dim = layout.shape().head_dim;
-    let rows = layout.slices() * problem.rows;
-    let partial_len = rows * settings.n_splits * (head_dim + 2);
-    let partials = client.empty(partial_len * size_of::<f32>());
-    // SAFETY: the buffer was allocated with this length just above.
-    let partials = || unsafe { BufferArg::from_raw_parts(partials.clone(), partial_len) };
+    let partials = partial_results(client, problem, settings.n_splits);
     let count = CubeCount::Static(
-        layout.slices() as u32,
+        problem.layout.slices() as u32,
         settings.n_splits as u32,
         settings.row_chunks as u32,
     );
@@ -63,37 +57,61 @@ pub fn launch_ref(
             bindings.floats,
             partials(),
             bindings.position.into(),
-            DecodeArgsLaunch::new(
-                problem.rows,
-                problem.len,
-                problem.tokens,
-                layout.config().capacity,
-                layout.window().args(),
-                layout.key_ring().max(1),
-                layout.value_ring().max(1),
-                layout.key_rows(),
-                layout.float_rows(),
-                layout.key_slice_words(),
-                layout.value_slice_words(),
-                settings.n_splits,
-                1.0 / (head_dim as f32).sqrt(),
-            ),
+            args(problem, settings.n_splits),
             blueprint,
             problem.float,
         );
     }
-    let n = rows * head_dim;
+    launch_merge(client, partials(), bindings.output, bindings.lse, problem, settings.n_splits);
+    Ok(())
+}
+
+/// Run-time numbers of the first launch.
+pub(crate) fn args(problem: &DecodeProblem, n_splits: usize) -> DecodeArgsLaunch {
+    let layout = &problem.layout;
+    DecodeArgsLaunch::new(
+        problem.rows,
+        problem.len,
+        problem.tokens,
+        layout.config().capacity,
+        layout.window().args(),
+        layout.key_ring().max(1),
+        layout.value_ring().max(1),
+        layout.key_rows(),
+        layout.float_rows(),
+        layout.key_slice_words(),
+        layout.value_slice_words(),
+        n_splits,
+        1.0 / (layout.shape().head_dim as f32).sqrt(),
+    )
+}
+
+/// Allocates f32 `[slices, rows, n_splits, head_dim + 2]`: `(o, m, l)` of every split.
+pub(crate) fn partial_results(
+    client: &Client,
+    problem: &DecodeProblem,
+    n_splits: usize,
+) -> impl Fn() -> BufferArg {
+    let rows = problem.layout.slices() * problem.rows;
+    let len = rows * n_splits * (problem.layout.shape().head_dim + 2);
+    let partials = client.empty(len * size_of::<f32>());
+    // SAFETY: the buffer was allocated with this length just above.
+    move || unsafe { BufferArg::from_raw_parts(partials.clone(), len) }
+}
+
+/// Merges the splits of each row.
+pub(crate) fn launch_merge(
+    client: &Client,
+    partials: BufferArg,
+    output: BufferArg,
+    lse: BufferArg,
+    problem: &DecodeProblem,
+    n_splits: usize,
+) {
+    let head_dim = problem.layout.shape().head_dim;
+    let n = problem.layout.slices() * problem.rows * head_dim;
     let (count, dim) = elementwise(n);
     kernel::merge_partials::launch(
-        client,
-        count,
-        dim,
-        partials(),
-        bindings.output,
-        bindings.lse,
-        n,
-        settings.n_splits,
-        head_dim,
+        client, count, dim, partials, output, lse, n, n_splits, head_dim,
     );
-    Ok(())
 }

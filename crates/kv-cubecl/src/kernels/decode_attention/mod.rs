@@ -17,7 +17,8 @@ mod score;
 #[cfg(all(test, feature = "cuda-source"))]
 mod tests;
 
-pub(crate) use base::check;
 pub use base::{DecodeBlueprint, DecodeProblem};
-pub(crate) use kernel::LOWEST;
+pub(crate) use base::{Hardware, MAX_HEAD_DIM, SHARED_BYTES, check, splits};
+pub(crate) use kernel::{DecodeArgs, LOWEST, float_row};
 pub use launch::{DecodeBindings, launch_ref};
+pub(crate) use launch::{args, launch_merge, partial_results};

@@ -2,9 +2,13 @@ use cubecl::{client::Client, prelude::*};
 
 use super::{
     backward,
+    forward::{self, ForwardBlueprint},
     kernel::{self, ROWS, StreamArgsLaunch, StreamBlueprint},
 };
-use crate::layout::StreamSpec;
+use crate::{
+    kernels::row_blocks::{Processor, RowBlocks, VECTOR},
+    layout::StreamSpec,
+};
 
 /// Sizes of a call of the closed form.
 #[derive(Clone, Copy, Debug)]
@@ -41,9 +45,9 @@ impl StreamProblem {
         StreamBlueprint { head_dim: self.head_dim, units }
     }
 
-    fn row_cubes(&self) -> CubeCount {
+    fn row_cubes(&self, rows: usize) -> CubeCount {
         let heads = self.slices * self.n_rep;
-        CubeCount::Static(self.m.div_ceil(ROWS) as u32, heads as u32, 1)
+        CubeCount::Static(self.m.div_ceil(rows) as u32, heads as u32, 1)
     }
 }
 
@@ -68,10 +72,36 @@ pub struct ForwardBindings {
 
 /// Attends; one launch.
 pub fn launch_forward(client: &Client, bindings: ForwardBindings, problem: &StreamProblem) {
+    // Tokens and channels are in no groups here.
+    let processor = Processor::of(client.properties());
+    if let Some(blocks) = RowBlocks::new(problem.head_dim, 0, 0, processor) {
+        let window = &problem.spec.window;
+        let blueprint = ForwardBlueprint { blocks, keys: window.keys, values: window.values };
+        // SAFETY: every index is below the length of its buffer: rows, tokens and channels are below
+        // theirs.
+        unsafe {
+            forward::forward_blocked::launch_unchecked(
+                client,
+                problem.row_cubes(blocks.rows),
+                CubeDim::new_1d(blocks.units as u32),
+                VECTOR,
+                bindings.query,
+                bindings.key,
+                bindings.key_hat,
+                bindings.value,
+                bindings.value_hat,
+                bindings.output,
+                bindings.lse,
+                problem.args(),
+                blueprint,
+            );
+        }
+        return;
+    }
     let blueprint = problem.blueprint();
     kernel::forward::launch(
         client,
-        problem.row_cubes(),
+        problem.row_cubes(ROWS),
         CubeDim::new_1d(blueprint.units as u32),
         bindings.query,
         bindings.key,
@@ -109,7 +139,7 @@ pub fn launch_backward<F: Fn() -> [BufferArg; 5]>(
     let [query, keys, values, grad, stats] = (bindings.inputs)();
     backward::queries::launch(
         client,
-        problem.row_cubes(),
+        problem.row_cubes(ROWS),
         dim,
         query,
         keys,

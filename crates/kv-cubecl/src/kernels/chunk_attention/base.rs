@@ -1,0 +1,206 @@
+use cubecl::ir::DeviceProperties;
+
+use crate::kernels::{
+    decode_attention::{DecodeProblem, Hardware, splits},
+    row_blocks::{Processor, RowBlocks},
+};
+
+/// Fewest query rows per kv head for which a cube has enough to do.
+const MIN_ROWS: usize = 8;
+
+/// Cubes that a streaming multiprocessor has at once: so many planes of 255 registers per unit fit. A
+/// guess until measured on hardware.
+const CUBES_PER_MULTIPROCESSOR: usize = 8;
+
+/// What changes the generated code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ChunkBlueprint {
+    /// Rows, units and their runs of tokens and channels.
+    pub blocks: RowBlocks,
+    /// Bits of packed keys, 0 if keys are in float.
+    pub key_bits: u32,
+    /// Bits of packed values, 0 if values are in float.
+    pub value_bits: u32,
+    /// Elements per group.
+    pub group_size: usize,
+}
+
+impl ChunkBlueprint {
+    /// Codes in a word of keys.
+    pub(super) const fn key_codes(&self) -> usize {
+        32 / self.key_bits as usize
+    }
+
+    /// Codes in a word of values.
+    pub(super) const fn value_codes(&self) -> usize {
+        32 / self.value_bits as usize
+    }
+
+    /// Whether some keys or values are packed, so that not all tokens have one form.
+    pub(super) const fn packed(&self) -> bool {
+        self.key_bits > 0 || self.value_bits > 0
+    }
+}
+
+/// What a plan depends on of the device.
+#[derive(Clone, Copy, Debug)]
+struct Machine {
+    n_multiprocessors: usize,
+    processor: Processor,
+}
+
+/// How a launch is cut.
+#[derive(Clone, Copy, Debug)]
+pub struct ChunkPlan {
+    pub(super) blueprint: ChunkBlueprint,
+    pub(super) row_chunks: usize,
+    /// Tokens that have one form of keys and one of values.
+    pub(super) main: usize,
+    pub(super) main_tiles: usize,
+    pub(super) sink_tiles: usize,
+    pub(super) n_tiles: usize,
+    pub(super) n_splits: usize,
+    pub(super) tiles_per_split: usize,
+}
+
+/// Plans a launch; `None` for what [`decode_attention`](crate::kernels::decode_attention) does.
+pub fn plan(problem: &DecodeProblem, properties: &DeviceProperties) -> Option<ChunkPlan> {
+    let machine = Machine {
+        n_multiprocessors: Hardware::of(properties).n_multiprocessors,
+        processor: Processor::of(properties),
+    };
+    prepare(problem, machine)
+}
+
+fn prepare(problem: &DecodeProblem, machine: Machine) -> Option<ChunkPlan> {
+    let layout = &problem.layout;
+    let config = layout.config();
+    if problem.rows < MIN_ROWS {
+        return None;
+    }
+    let [key_bits, value_bits] = layout.code_bits();
+    let group_size = config.group_size;
+    let group = |n_bits: u32| if n_bits == 0 { 0 } else { group_size };
+    let (token_group, channel_group) = (group(key_bits), group(value_bits));
+    let blocks =
+        RowBlocks::new(layout.shape().head_dim, token_group, channel_group, machine.processor)?;
+    let blueprint = ChunkBlueprint { blocks, key_bits, value_bits, group_size };
+    // Most tokens have the form that old ones have; runs of packed keys start at multiples of their
+    // length.
+    let sinks = if blueprint.packed() { config.sink_tokens.min(problem.tokens) } else { 0 };
+    let counts = layout.window().counts(problem.len);
+    let mut main = problem.tokens - sinks;
+    if key_bits > 0 {
+        main = main.min(counts.keys);
+    }
+    if value_bits > 0 {
+        main = main.min(counts.values);
+    }
+    if blueprint.packed() {
+        main = main / blocks.unit_tokens * blocks.unit_tokens;
+    }
+    let tokens = [sinks, main, problem.tokens - sinks - main];
+    let [sink_tiles, main_tiles, other_tiles] = tokens.map(|n| n.div_ceil(blocks.tile()));
+    let n_tiles = sink_tiles + main_tiles + other_tiles;
+    let row_chunks = problem.rows.div_ceil(blocks.rows);
+    let wanted =
+        CUBES_PER_MULTIPROCESSOR * machine.n_multiprocessors / (layout.slices() * row_chunks);
+    let (n_splits, tiles_per_split) = splits(n_tiles, wanted.max(1));
+    Some(ChunkPlan {
+        blueprint,
+        row_chunks,
+        main,
+        main_tiles,
+        sink_tiles,
+        n_tiles,
+        n_splits,
+        tiles_per_split,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use cubecl::ir::{ElemType, FloatKind};
+
+    use super::*;
+    use crate::{CacheShape, KvCacheConfig, kernels::row_blocks::VECTOR, layout::CacheLayout};
+
+    fn problem(name: &str, head_dim: usize, tokens: usize, rows: usize) -> Option<DecodeProblem> {
+        let config: KvCacheConfig = name.parse().unwrap();
+        let shape = CacheShape { batch: 1, n_kv_heads: 2, head_dim };
+        let layout = CacheLayout::new(&config, shape).ok()?;
+        let float = ElemType::Float(FloatKind::F32);
+        Some(DecodeProblem { layout, len: tokens, tokens, rows, float })
+    }
+
+    fn machines() -> [Machine; 2] {
+        [(Processor::Gpu, 132), (Processor::Software, 16)]
+            .map(|(processor, n_multiprocessors)| Machine { n_multiprocessors, processor })
+    }
+
+    /// Every plan is within WebGPU's limits, and its runs are parts of words and groups or whole ones.
+    #[test]
+    fn plans_fit_and_their_parts_divide() {
+        let names =
+            ["float", "k8v8-g4-r4", "k8v8", "k4v4-g8-r8", "k4v2", "k2v4-g48-r48", "k2v16", "k16v8"];
+        let head_dims = [16, 20, 32, 40, 64, 80, 96, 100, 128, 160, 192, 240, 252, 256];
+        for (name, head_dim) in names.into_iter().flat_map(|name| head_dims.map(|d| (name, d))) {
+            let Some(problem) = problem(name, head_dim, 99, 65) else { continue };
+            for machine in machines() {
+                let ChunkPlan { blueprint, row_chunks, .. } = prepare(&problem, machine).unwrap();
+                let (bp, group_size) = (blueprint.blocks, blueprint.group_size);
+                assert!(bp.units <= 256 && bp.shared_bytes() <= 16 * 1024, "{bp:?}");
+                assert!(row_chunks * bp.rows >= problem.rows, "{bp:?}");
+                assert!((row_chunks - 1) * bp.rows < problem.rows, "{bp:?}");
+                assert!(head_dim.is_multiple_of(bp.unit_channels) && bp.strides() > 0, "{bp:?}");
+                let fits = |bits: u32, n: usize| {
+                    let codes = 32 / bits as usize;
+                    let words = n.is_multiple_of(codes) || codes.is_multiple_of(n);
+                    words && group_size.is_multiple_of(n)
+                };
+                assert!(bp.unit_tokens.is_multiple_of(VECTOR), "{bp:?}");
+                assert!(bp.unit_channels.is_multiple_of(VECTOR), "{bp:?}");
+                assert!(
+                    blueprint.key_bits == 0 || fits(blueprint.key_bits, bp.unit_tokens),
+                    "{bp:?}"
+                );
+                assert!(
+                    blueprint.value_bits == 0 || fits(blueprint.value_bits, bp.unit_channels),
+                    "{bp:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn splits_cover_every_token_once() {
+        for tokens in [1, 31, 32, 33, 129, 500, 4096] {
+            for name in ["float", "k2v2", "k4v2-s4", "k16v8-s40", "k8v16-s200"] {
+                let problem = problem(name, 64, tokens, 48).unwrap();
+                for machine in machines() {
+                    let plan = prepare(&problem, machine).unwrap();
+                    let sinks = match name {
+                        "float" => 0,
+                        _ => problem.layout.config().sink_tokens.min(tokens),
+                    };
+                    let parts = [sinks, plan.main, tokens - sinks - plan.main];
+                    let tiles = parts.map(|n| n.div_ceil(plan.blueprint.blocks.tile()));
+                    assert_eq!(tiles[..2], [plan.sink_tiles, plan.main_tiles]);
+                    assert_eq!(tiles.iter().sum::<usize>(), plan.n_tiles);
+                    assert!(plan.n_splits * plan.tiles_per_split >= plan.n_tiles);
+                    assert!((plan.n_splits - 1) * plan.tiles_per_split < plan.n_tiles);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_rest_is_left_to_decode_attention() {
+        let machine = machines()[0];
+        let plan = |name, head_dim, rows| {
+            prepare(&problem(name, head_dim, 99, rows).unwrap(), machine).is_some()
+        };
+        assert!(plan("k2v2", 64, MIN_ROWS) && !plan("k2v2", 64, MIN_ROWS - 1));
+        assert!(plan("k2v16", 68, 64) && !plan("k2v16", 66, 64));
+    }
+}

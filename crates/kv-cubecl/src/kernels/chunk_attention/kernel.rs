@@ -1,0 +1,339 @@
+use cubecl::prelude::*;
+
+use super::base::ChunkBlueprint;
+use crate::kernels::{
+    codec::{code_at, min_of, scale_of},
+    decode_attention::{DecodeArgs, LOWEST, float_row},
+    row_blocks::{RowState, gather, maximum, new_rows, output, read_four, sum, weigh},
+    window::{quantized_keys, quantized_values},
+};
+
+/// How the tokens are cut; run-time numbers.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct Tiles {
+    /// Tokens that have one form of keys and one of values.
+    main: usize,
+    main_tiles: usize,
+    sink_tiles: usize,
+    n_tiles: usize,
+    tiles_per_split: usize,
+}
+
+/// The packed keys of a unit's run of tokens, `token` after the sinks and those that follow, in four
+/// channels: `[unit_tokens, 4]`.
+#[cube]
+fn restore_keys<N: Size>(
+    keys: &[Vector<u32, N>],
+    slice_base: usize,
+    token: usize,
+    column: usize,
+    run: &mut Array<f32>,
+    #[comptime] bp: ChunkBlueprint,
+) {
+    let codes = comptime!(bp.key_codes());
+    let width = comptime!(bp.blocks.head_dim / 4);
+    let group_lines = comptime!(bp.group_size / bp.key_codes());
+    // A run is whole words, or a part of one.
+    let unit_lines = comptime!(bp.blocks.unit_tokens.div_ceil(bp.key_codes()));
+    let line_codes = comptime!(bp.blocks.unit_tokens.min(bp.key_codes()));
+    let group_base = slice_base + token / bp.group_size * ((group_lines + 1) * width);
+    let line_base = group_base + token % bp.group_size / codes * width + column;
+    let first_code = token % codes;
+    let params = keys[group_base + group_lines * width + column];
+    let mut scales = Array::<f32>::new(4usize);
+    let mut minima = Array::<f32>::new(4usize);
+    #[unroll]
+    for k in 0..4usize {
+        scales[k] = scale_of(params.extract(k));
+        minima[k] = min_of(params.extract(k));
+    }
+    #[unroll]
+    for i in 0..unit_lines {
+        let line = keys[line_base + i * width];
+        #[unroll]
+        for k in 0..4usize {
+            let word = line.extract(k);
+            #[unroll]
+            for j in 0..line_codes {
+                let code = if comptime!(bp.blocks.unit_tokens < bp.key_codes()) {
+                    code_at(word, first_code + j, bp.key_bits)
+                } else {
+                    code_at(word, j, bp.key_bits)
+                };
+                run[(i * line_codes + j) * 4 + k] = code * scales[k] + minima[k];
+            }
+        }
+    }
+}
+
+/// A unit's channels of the value of a packed token, `token` after the sinks.
+#[cube]
+fn restore_value(
+    values: &[u32],
+    slice_base: usize,
+    token: usize,
+    block: usize,
+    run: &mut Array<f32>,
+    #[comptime] at: usize,
+    #[comptime] bp: ChunkBlueprint,
+) {
+    let codes = comptime!(bp.value_codes());
+    let channels = comptime!(bp.blocks.unit_channels);
+    let n_words = comptime!(bp.blocks.head_dim / bp.value_codes());
+    let line_len =
+        comptime!(bp.blocks.head_dim / bp.value_codes() + bp.blocks.head_dim / bp.group_size);
+    let line = slice_base + token * line_len;
+    let param = values[line + n_words + block * channels / bp.group_size];
+    let scale = scale_of(param);
+    let min = min_of(param);
+    let word_codes = comptime!(bp.blocks.unit_channels.min(bp.value_codes()));
+    #[unroll]
+    for i in 0..comptime!(bp.blocks.unit_channels.div_ceil(bp.value_codes())) {
+        let word = values[line + block * channels / codes + i];
+        #[unroll]
+        for j in 0..word_codes {
+            let code = if comptime!(bp.blocks.unit_channels < bp.value_codes()) {
+                code_at(word, block * channels % codes + j, bp.value_bits)
+            } else {
+                code_at(word, j, bp.value_bits)
+            };
+            run[at * channels + i * word_codes + j] = code * scale + min;
+        }
+    }
+}
+
+/// Attends to the tokens from `start` to `end`, at most a tile of them: with `uniform`, all keys have
+/// the form of old ones, and all values; else each token's is looked up.
+#[cube]
+#[allow(clippy::if_same_then_else, clippy::collapsible_if, reason = "decided when compiled")]
+fn attend_tile<R: Float, N: Size>(
+    query: &[Vector<f32, N>],
+    keys: &[Vector<u32, N>],
+    values: &[u32],
+    floats: &[Vector<R, N>],
+    start: usize,
+    end: usize,
+    slice: usize,
+    first_row: usize,
+    state: &mut RowState<N>,
+    args: &DecodeArgs,
+    #[comptime] uniform: bool,
+    #[comptime] bp: ChunkBlueprint,
+) {
+    let rows = comptime!(bp.blocks.rows);
+    let unit_tokens = comptime!(bp.blocks.unit_tokens);
+    let unit_channels = comptime!(bp.blocks.unit_channels);
+    let tile_fours = comptime!(bp.blocks.tile() / 4);
+    let width = comptime!(bp.blocks.head_dim / 4);
+    let strides = comptime!(bp.blocks.strides());
+    let float_base = slice * args.float_rows;
+    let sinks = args.window.sinks;
+    let packed_keys = quantized_keys(args.len, &args.window);
+    let packed_values = quantized_values(args.len, &args.window);
+
+    let token = start + UNIT_POS as usize * unit_tokens;
+    let mut scores = Array::<f32>::new(comptime!(bp.blocks.rows * bp.blocks.unit_tokens));
+    #[unroll]
+    for i in 0..comptime!(bp.blocks.rows * bp.blocks.unit_tokens) {
+        scores[i] = f32::new(0.0);
+    }
+    if token < end {
+        let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_tokens));
+        let mut bases = Array::<usize>::new(unit_tokens);
+        if comptime!(bp.key_bits == 0 || !uniform) {
+            #[unroll]
+            for t in 0..unit_tokens {
+                // What lies past the end is read from its last row, and masked below.
+                let at = clamp_max(token + t, end - 1);
+                bases[t] = (float_base + float_row(at, args.key_ring, args)) * width;
+            }
+        }
+        let mut queries = Array::<usize>::new(rows);
+        #[unroll]
+        for r in 0..rows {
+            // Rows past the last are computed as it is, and not written.
+            let row = clamp_max(first_row + r, args.rows - 1);
+            queries[r] = (slice * args.rows + row) * width;
+        }
+        for column in 0..width {
+            let mut float = true;
+            if comptime!(bp.key_bits > 0) {
+                let base = slice * args.key_slice_words / 4;
+                if comptime!(uniform) {
+                    restore_keys::<N>(keys, base, token - sinks, column, &mut run, bp);
+                } else if token >= sinks && token - sinks < packed_keys {
+                    restore_keys::<N>(keys, base, token - sinks, column, &mut run, bp);
+                    float = false;
+                }
+            }
+            if comptime!(bp.key_bits == 0 || !uniform) {
+                if float {
+                    #[unroll]
+                    for t in 0..unit_tokens {
+                        read_four::<R, N>(floats, bases[t] + column, &mut run, t);
+                    }
+                }
+            }
+            #[unroll]
+            for r in 0..rows {
+                let q = query[queries[r] + column];
+                #[unroll]
+                for t in 0..unit_tokens {
+                    let mut score = scores[r * unit_tokens + t];
+                    #[unroll]
+                    for k in 0..4usize {
+                        score += q.extract(k) * run[t * 4 + k];
+                    }
+                    scores[r * unit_tokens + t] = score;
+                }
+            }
+        }
+    }
+    #[unroll]
+    for r in 0..rows {
+        #[unroll]
+        for t in 0..unit_tokens {
+            let mut score = scores[r * unit_tokens + t] * args.scale;
+            if token + t >= end {
+                score = f32::new(LOWEST);
+            }
+            scores[r * unit_tokens + t] = score;
+        }
+    }
+    weigh::<N>(&scores, state, comptime!(bp.blocks));
+
+    if state.stride < strides {
+        let n_fours = (end - start).div_ceil(4);
+        let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
+        let mut four = state.stride;
+        while four < n_fours {
+            #[unroll]
+            for t in 0..4usize {
+                // Past the end the weight is zero.
+                let token = clamp_max(start + four * 4 + t, end - 1);
+                let mut float = true;
+                if comptime!(bp.value_bits > 0) {
+                    let base = slice * args.value_slice_words;
+                    if comptime!(uniform) {
+                        let token = token - sinks;
+                        restore_value(values, base, token, state.block, &mut run, t, bp);
+                    } else if token >= sinks && token - sinks < packed_values {
+                        let token = token - sinks;
+                        restore_value(values, base, token, state.block, &mut run, t, bp);
+                        float = false;
+                    }
+                }
+                if comptime!(bp.value_bits == 0 || !uniform) {
+                    if float {
+                        let row = args.key_rows + float_row(token, args.value_ring, args);
+                        let fours = comptime!(bp.blocks.unit_channels / 4);
+                        let at = (float_base + row) * width + state.block * fours;
+                        #[unroll]
+                        for i in 0..fours {
+                            read_four::<R, N>(floats, at + i, &mut run, t * fours + i);
+                        }
+                    }
+                }
+            }
+            #[unroll]
+            for r in 0..rows {
+                let weights = state.weights[r * tile_fours + four];
+                #[unroll]
+                for c in 0..unit_channels {
+                    let mut sum = state.outputs[r * unit_channels + c];
+                    #[unroll]
+                    for t in 0..4usize {
+                        sum += weights.extract(t) * run[t * unit_channels + c];
+                    }
+                    state.outputs[r * unit_channels + c] = sum;
+                }
+            }
+            four += strides;
+        }
+    }
+}
+
+/// One cube per (slice, split, chunk of query rows); writes `(o, m, l)` of each row to
+/// `partials` `[slices, rows, n_splits, head_dim + 2]`.
+///
+/// Tiles of the first `main` tokens, after the sinks where something is packed, come first; then those
+/// of sinks, then those of the rest. Scores: a unit takes `unit_tokens` consecutive tokens, all query
+/// rows and all channels. Outputs: a unit takes `unit_channels` consecutive channels, all query rows
+/// and every so many-th four tokens.
+#[cube(launch_unchecked)]
+pub(super) fn partial_attention<R: Float, N: Size>(
+    query: &[Vector<f32, N>],
+    keys: &[Vector<u32, N>],
+    values: &[u32],
+    floats: &[Vector<R, N>],
+    partials: &mut [f32],
+    args: DecodeArgs,
+    tiles: Tiles,
+    #[comptime] bp: ChunkBlueprint,
+    #[define(R)] _dtype: ElemType,
+) {
+    let head_dim = comptime!(bp.blocks.head_dim);
+    let rows = comptime!(bp.blocks.rows);
+    let units = comptime!(bp.blocks.units);
+    let tile = comptime!(bp.blocks.tile());
+    let unit = UNIT_POS as usize;
+    let slice = CUBE_POS_X as usize;
+    let split = CUBE_POS_Y as usize;
+    let first_row = CUBE_POS_Z as usize * rows;
+    let mut state = new_rows::<N>(comptime!(bp.blocks));
+
+    // Two loops, because a tile of old tokens needs no branches; some drivers run both sides of each.
+    let first = split * tiles.tiles_per_split;
+    let last = clamp_max(first + tiles.tiles_per_split, tiles.n_tiles);
+    let mut main_start = 0usize;
+    if comptime!(bp.packed()) {
+        main_start = clamp_max(args.window.sinks, args.tokens);
+    }
+    let main_end = main_start + tiles.main;
+    for index in first..clamp_max(last, tiles.main_tiles) {
+        let start = main_start + index * tile;
+        let end = clamp_max(start + tile, main_end);
+        attend_tile::<R, N>(
+            query, keys, values, floats, start, end, slice, first_row, &mut state, &args, true, bp,
+        );
+    }
+    if comptime!(bp.packed()) {
+        for index in clamp_min(first, tiles.main_tiles)..last {
+            let other = index - tiles.main_tiles;
+            let mut start = other * tile;
+            let mut limit = main_start;
+            if other >= tiles.sink_tiles {
+                start = main_end + (other - tiles.sink_tiles) * tile;
+                limit = args.tokens;
+            }
+            let end = clamp_max(start + tile, limit);
+            attend_tile::<R, N>(
+                query, keys, values, floats, start, end, slice, first_row, &mut state, &args,
+                false, bp,
+            );
+        }
+    }
+
+    gather::<N>(&mut state, comptime!(bp.blocks));
+    let rows_left = clamp_max(args.rows - first_row, rows);
+    let first_partial = slice * args.rows + first_row;
+    let mut r = unit;
+    while r < rows_left {
+        let base = ((first_partial + r) * args.n_splits + split) * (head_dim + 2);
+        partials[base + head_dim] = maximum::<N>(&state, r);
+        partials[base + head_dim + 1] = sum::<N>(&state, r, comptime!(bp.blocks));
+        r += units;
+    }
+    let width = comptime!(bp.blocks.head_dim / 4);
+    let mut i = unit;
+    while i < rows_left * width {
+        let (r, column) = (i / width, i % width);
+        let total = output::<N>(&state, r, column, comptime!(bp.blocks));
+        let base = ((first_partial + r) * args.n_splits + split) * (head_dim + 2) + column * 4;
+        #[unroll]
+        for k in 0..4usize {
+            partials[base + k] = total.extract(k);
+        }
+        i += units;
+    }
+}

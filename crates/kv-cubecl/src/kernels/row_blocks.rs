@@ -1,0 +1,303 @@
+//! What attention of many query rows at once has in common: products blocked in registers, and a running
+//! softmax whose weights the units of a cube share tile by tile.
+
+use cubecl::{ir::DeviceProperties, prelude::*};
+
+use super::decode_attention::{LOWEST, MAX_HEAD_DIM, SHARED_BYTES};
+
+/// Channels and tokens are read and multiplied in fours.
+pub(super) const VECTOR: usize = 4;
+
+/// What a block of rows depends on of the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Processor {
+    /// Registers hold what a unit adds to.
+    Gpu,
+    /// A processor that plays the GPU lane by lane: a load costs as much as a hundred products, and it has
+    /// no registers to run out of.
+    Software,
+}
+
+impl Processor {
+    pub(super) fn of(properties: &DeviceProperties) -> Self {
+        if properties.identity.physical.is_some() { Self::Gpu } else { Self::Software }
+    }
+}
+
+/// Sizes of the blocks, which change the generated code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RowBlocks {
+    /// Channels.
+    pub head_dim: usize,
+    /// Query rows per cube.
+    pub rows: usize,
+    /// Units per cube.
+    pub units: usize,
+    /// Consecutive tokens whose scores a unit computes.
+    pub unit_tokens: usize,
+    /// Consecutive channels of the output that a unit adds to.
+    pub unit_channels: usize,
+}
+
+impl RowBlocks {
+    /// Blocks whose runs of tokens and of channels divide the given lengths; `None` if head_dim is not a
+    /// multiple of four up to 256.
+    pub(super) fn new(
+        head_dim: usize,
+        token_group: usize,
+        channel_group: usize,
+        processor: Processor,
+    ) -> Option<Self> {
+        if head_dim > MAX_HEAD_DIM || !head_dim.is_multiple_of(VECTOR) {
+            return None;
+        }
+        // Sums that a unit keeps of scores, and again of outputs.
+        let (sums, most_rows, fewest_units) = match processor {
+            Processor::Gpu => (64, 16, 32),
+            Processor::Software => (128, 8, 8),
+        };
+        // Short runs of channels, so that more rows share what is restored, but no more units than
+        // needed.
+        let mut unit_channels = VECTOR;
+        for n in [8, 16] {
+            let wanted = n <= sums / most_rows || head_dim / unit_channels > fewest_units;
+            if wanted && head_dim.is_multiple_of(n) && channel_group.is_multiple_of(n) {
+                unit_channels = n;
+            }
+        }
+        let rows = most_rows.min(sums / unit_channels);
+        let runs = [16, 8, VECTOR].into_iter().filter(|&n| n <= sums / rows);
+        let unit_tokens = runs.into_iter().find(|&n| token_group.is_multiple_of(n))?;
+        let units = fewest_units.max((head_dim / unit_channels).next_power_of_two());
+        let mut blocks = Self { head_dim, rows, units, unit_tokens, unit_channels };
+        while blocks.shared_bytes() > SHARED_BYTES {
+            blocks.rows /= 2;
+        }
+        Some(blocks)
+    }
+
+    /// Tokens whose weights are in shared memory at once.
+    pub(super) const fn tile(&self) -> usize {
+        self.units * self.unit_tokens
+    }
+
+    /// Blocks of channels.
+    pub(super) const fn channel_blocks(&self) -> usize {
+        self.head_dim / self.unit_channels
+    }
+
+    /// Units that share the tokens of a block of channels.
+    pub(super) const fn strides(&self) -> usize {
+        self.units / self.channel_blocks()
+    }
+
+    /// Numbers of a row in shared memory: weights of a tile, or at the end outputs of all units.
+    fn row_entries(&self) -> usize {
+        self.units * self.unit_tokens.max(self.unit_channels)
+    }
+
+    pub(super) fn shared_bytes(&self) -> usize {
+        // With what the units tell each other, a maximum and a factor.
+        4 * self.rows * (self.row_entries() + self.units + 2)
+    }
+}
+
+/// A cube's state: what its units share, and what each adds to over all tiles.
+#[derive(CubeType)]
+pub(super) struct RowState<N: Size> {
+    /// Weights of a tile, `[rows, tile]`, tokens in fours; at the end outputs to be added up,
+    /// `[rows, strides, head_dim]`, channels in fours.
+    pub(super) weights: Shared<[Vector<f32, N>]>,
+    /// What the units tell each other, `[rows, units]`.
+    stats: Shared<[f32]>,
+    /// Largest score so far of each row.
+    maxima: Shared<[f32]>,
+    /// What the last tile scaled each row by.
+    factors: Shared<[f32]>,
+    /// The unit's part of the sum of weights, `[rows]`.
+    sums: Array<f32>,
+    /// The unit's part of the outputs, `[rows, unit_channels]`.
+    pub(super) outputs: Array<f32>,
+    unit: usize,
+    /// The unit's block of channels.
+    pub(super) block: usize,
+    /// Which of the units that share a block's tokens.
+    pub(super) stride: usize,
+}
+
+#[cube]
+pub(super) fn new_rows<N: Size>(#[comptime] bp: RowBlocks) -> RowState<N> {
+    let rows = comptime!(bp.rows);
+    let blocks = comptime!(bp.channel_blocks());
+    let unit = UNIT_POS as usize;
+    let mut maxima = Shared::<[f32]>::new_slice(rows);
+    let mut r = unit;
+    while r < rows {
+        maxima[r] = f32::new(LOWEST);
+        r += comptime!(bp.units);
+    }
+    let mut sums = Array::<f32>::new(rows);
+    #[unroll]
+    for r in 0..rows {
+        sums[r] = f32::new(0.0);
+    }
+    let mut outputs = Array::<f32>::new(comptime!(bp.rows * bp.unit_channels));
+    #[unroll]
+    for i in 0..comptime!(bp.rows * bp.unit_channels) {
+        outputs[i] = f32::new(0.0);
+    }
+    RowState::<N> {
+        weights: Shared::<[Vector<f32, N>]>::new_slice(comptime!(bp.rows * bp.row_entries() / 4)),
+        stats: Shared::<[f32]>::new_slice(comptime!(bp.rows * bp.units)),
+        maxima,
+        factors: Shared::<[f32]>::new_slice(rows),
+        sums,
+        outputs,
+        unit,
+        block: unit % blocks,
+        stride: unit / blocks,
+    }
+}
+
+/// Turns the scores of the unit's run of tokens, `[rows, unit_tokens]`, into weights for all units, and
+/// scales what was added up before. The cube is in step when it returns.
+#[cube]
+pub(super) fn weigh<N: Size>(
+    scores: &Array<f32>,
+    state: &mut RowState<N>,
+    #[comptime] bp: RowBlocks,
+) {
+    let rows = comptime!(bp.rows);
+    let units = comptime!(bp.units);
+    let unit_tokens = comptime!(bp.unit_tokens);
+    let unit_channels = comptime!(bp.unit_channels);
+    let unit_fours = comptime!(bp.unit_tokens / 4);
+    let tile_fours = comptime!(bp.tile() / 4);
+    #[unroll]
+    for r in 0..rows {
+        let mut largest = f32::new(LOWEST);
+        #[unroll]
+        for t in 0..unit_tokens {
+            largest = clamp_min(largest, scores[r * unit_tokens + t]);
+        }
+        state.stats[r * units + state.unit] = largest;
+    }
+    sync_cube();
+    let mut r = state.unit;
+    while r < rows {
+        let before = state.maxima[r];
+        let mut largest = before;
+        for i in 0..units {
+            largest = clamp_min(largest, state.stats[r * units + i]);
+        }
+        state.maxima[r] = largest;
+        state.factors[r] = (before - largest).exp();
+        r += units;
+    }
+    sync_cube();
+    #[unroll]
+    for r in 0..rows {
+        let largest = state.maxima[r];
+        let factor = state.factors[r];
+        let mut sum = state.sums[r] * factor;
+        #[unroll]
+        for c in 0..unit_channels {
+            state.outputs[r * unit_channels + c] *= factor;
+        }
+        #[unroll]
+        for i in 0..unit_fours {
+            let mut four = Vector::<f32, N>::empty();
+            #[unroll]
+            for k in 0..4usize {
+                let score = scores[r * unit_tokens + i * 4 + k];
+                let mut weight = f32::new(0.0);
+                // A row may see nothing of its first tiles.
+                if score > f32::new(LOWEST) {
+                    weight = (score - largest).exp();
+                }
+                four.insert(k, weight);
+                sum += weight;
+            }
+            state.weights[r * tile_fours + state.unit * unit_fours + i] = four;
+        }
+        state.sums[r] = sum;
+    }
+    sync_cube();
+}
+
+/// Leaves the units' outputs and sums of weights where [`output`], [`maximum`] and [`sum`] find them.
+#[cube]
+pub(super) fn gather<N: Size>(state: &mut RowState<N>, #[comptime] bp: RowBlocks) {
+    let unit_channels = comptime!(bp.unit_channels);
+    let blocks = comptime!(bp.channel_blocks());
+    let strides = comptime!(bp.strides());
+    let fours = comptime!(bp.unit_channels / 4);
+    // The weights of the last tile have been read.
+    sync_cube();
+    #[unroll]
+    for r in 0..comptime!(bp.rows) {
+        state.stats[r * comptime!(bp.units) + state.unit] = state.sums[r];
+        if state.stride < strides {
+            let line = ((r * strides + state.stride) * blocks + state.block) * fours;
+            #[unroll]
+            for i in 0..fours {
+                let mut four = Vector::<f32, N>::empty();
+                #[unroll]
+                for k in 0..4usize {
+                    four.insert(k, state.outputs[r * unit_channels + i * 4 + k]);
+                }
+                state.weights[line + i] = four;
+            }
+        }
+    }
+    sync_cube();
+}
+
+/// Four channels of a row's output, not divided by its [`sum`].
+#[cube]
+pub(super) fn output<N: Size>(
+    state: &RowState<N>,
+    row: usize,
+    column: usize,
+    #[comptime] bp: RowBlocks,
+) -> Vector<f32, N> {
+    let width = comptime!(bp.head_dim / 4);
+    let strides = comptime!(bp.strides());
+    let mut total = state.weights[row * strides * width + column];
+    for stride in 1..strides {
+        total += state.weights[(row * strides + stride) * width + column];
+    }
+    total
+}
+
+/// The largest score of a row.
+#[cube]
+pub(super) fn maximum<N: Size>(state: &RowState<N>, row: usize) -> f32 {
+    state.maxima[row]
+}
+
+/// The sum of a row's weights.
+#[cube]
+pub(super) fn sum<N: Size>(state: &RowState<N>, row: usize, #[comptime] bp: RowBlocks) -> f32 {
+    let units = comptime!(bp.units);
+    let mut total = f32::new(0.0);
+    for i in 0..units {
+        total += state.stats[row * units + i];
+    }
+    total
+}
+
+/// Reads a vector in float into the fours of `run`, as number `line`.
+#[cube]
+pub(super) fn read_four<R: Float, N: Size>(
+    from: &[Vector<R, N>],
+    at: usize,
+    run: &mut Array<f32>,
+    #[comptime] line: usize,
+) {
+    let four = from[at];
+    #[unroll]
+    for k in 0..4usize {
+        run[line * 4 + k] = f32::cast_from(four.extract(k));
+    }
+}

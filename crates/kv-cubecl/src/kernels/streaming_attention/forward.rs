@@ -1,0 +1,208 @@
+//! The forward pass with products blocked in registers.
+
+use cubecl::prelude::*;
+
+use super::kernel::{StreamArgs, quantized_keys, quantized_values, visible};
+use crate::kernels::{
+    decode_attention::LOWEST,
+    row_blocks::{
+        RowBlocks, RowState, gather, maximum, new_rows, output as output_of, read_four, sum, weigh,
+    },
+};
+
+/// What changes the generated code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct ForwardBlueprint {
+    pub(super) blocks: RowBlocks,
+    /// Whether keys are quantized.
+    pub(super) keys: bool,
+    /// Whether values are quantized.
+    pub(super) values: bool,
+}
+
+/// Attends to a tile of tokens from `start`, before `end`.
+#[cube]
+fn attend_tile<N: Size>(
+    query: &[Vector<f32, N>],
+    key: &[Vector<f32, N>],
+    key_hat: &[Vector<f32, N>],
+    value: &[Vector<f32, N>],
+    value_hat: &[Vector<f32, N>],
+    start: usize,
+    end: usize,
+    head: usize,
+    first_row: usize,
+    state: &mut RowState<N>,
+    args: &StreamArgs,
+    #[comptime] bp: ForwardBlueprint,
+) {
+    let rows = comptime!(bp.blocks.rows);
+    let unit_tokens = comptime!(bp.blocks.unit_tokens);
+    let unit_channels = comptime!(bp.blocks.unit_channels);
+    let fours = comptime!(bp.blocks.unit_channels / 4);
+    let tile_fours = comptime!(bp.blocks.tile() / 4);
+    let width = comptime!(bp.blocks.head_dim / 4);
+    let strides = comptime!(bp.blocks.strides());
+    let key_base = head / args.n_rep * args.n;
+
+    let token = start + UNIT_POS as usize * unit_tokens;
+    let mut scores = Array::<f32>::new(comptime!(bp.blocks.rows * bp.blocks.unit_tokens));
+    #[unroll]
+    for i in 0..comptime!(bp.blocks.rows * bp.blocks.unit_tokens) {
+        scores[i] = f32::new(0.0);
+    }
+    if token < end {
+        let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_tokens));
+        let mut run_hat = Array::<f32>::new(comptime!(4 * bp.blocks.unit_tokens));
+        let mut queries = Array::<usize>::new(rows);
+        let mut hat_ends = Array::<usize>::new(rows);
+        #[unroll]
+        for r in 0..rows {
+            // Rows past the last are computed as it is, and not written.
+            let row = clamp_max(first_row + r, args.m - 1);
+            queries[r] = (head * args.m + row) * width;
+            hat_ends[r] = quantized_keys(row, args);
+        }
+        for column in 0..width {
+            #[unroll]
+            for t in 0..unit_tokens {
+                let at = (key_base + clamp_max(token + t, end - 1)) * width + column;
+                read_four::<f32, N>(key, at, &mut run, t);
+                if comptime!(bp.keys) {
+                    read_four::<f32, N>(key_hat, at, &mut run_hat, t);
+                }
+            }
+            #[unroll]
+            for r in 0..rows {
+                let q = query[queries[r] + column];
+                #[unroll]
+                for t in 0..unit_tokens {
+                    let mut score = scores[r * unit_tokens + t];
+                    #[unroll]
+                    for k in 0..4usize {
+                        let mut channel = run[t * 4 + k];
+                        if comptime!(bp.keys) {
+                            let hat = token + t < hat_ends[r];
+                            channel = select(hat, run_hat[t * 4 + k], channel);
+                        }
+                        score += q.extract(k) * channel;
+                    }
+                    scores[r * unit_tokens + t] = score;
+                }
+            }
+        }
+    }
+    #[unroll]
+    for r in 0..rows {
+        let seen = visible(clamp_max(first_row + r, args.m - 1), args);
+        #[unroll]
+        for t in 0..unit_tokens {
+            let score = scores[r * unit_tokens + t] * args.scale;
+            scores[r * unit_tokens + t] = select(token + t < seen, score, f32::new(LOWEST));
+        }
+    }
+    weigh::<N>(&scores, state, comptime!(bp.blocks));
+
+    if state.stride < strides {
+        let mut hat_ends = Array::<usize>::new(rows);
+        #[unroll]
+        for r in 0..rows {
+            hat_ends[r] = quantized_values(first_row + r, args);
+        }
+        let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
+        let mut run_hat = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
+        let n_fours = (end - start).div_ceil(4);
+        let mut four = state.stride;
+        while four < n_fours {
+            let token = start + four * 4;
+            #[unroll]
+            for t in 0..4usize {
+                let at = (key_base + clamp_max(token + t, end - 1)) * width + state.block * fours;
+                #[unroll]
+                for i in 0..fours {
+                    read_four::<f32, N>(value, at + i, &mut run, t * fours + i);
+                    if comptime!(bp.values) {
+                        read_four::<f32, N>(value_hat, at + i, &mut run_hat, t * fours + i);
+                    }
+                }
+            }
+            #[unroll]
+            for r in 0..rows {
+                let weights = state.weights[r * tile_fours + four];
+                #[unroll]
+                for c in 0..unit_channels {
+                    let mut sum = state.outputs[r * unit_channels + c];
+                    #[unroll]
+                    for t in 0..4usize {
+                        let mut channel = run[t * unit_channels + c];
+                        if comptime!(bp.values) {
+                            let hat = token + t < hat_ends[r];
+                            channel = select(hat, run_hat[t * unit_channels + c], channel);
+                        }
+                        sum += weights.extract(t) * channel;
+                    }
+                    state.outputs[r * unit_channels + c] = sum;
+                }
+            }
+            four += strides;
+        }
+    }
+}
+
+/// One cube per (block of rows, query head).
+#[cube(launch_unchecked)]
+pub(super) fn forward_blocked<N: Size>(
+    query: &[Vector<f32, N>],
+    key: &[Vector<f32, N>],
+    key_hat: &[Vector<f32, N>],
+    value: &[Vector<f32, N>],
+    value_hat: &[Vector<f32, N>],
+    output: &mut [Vector<f32, N>],
+    lse: &mut [f32],
+    args: StreamArgs,
+    #[comptime] bp: ForwardBlueprint,
+) {
+    let rows = comptime!(bp.blocks.rows);
+    let units = comptime!(bp.blocks.units);
+    let tile = comptime!(bp.blocks.tile());
+    let unit = UNIT_POS as usize;
+    let head = CUBE_POS_Y as usize;
+    let first_row = CUBE_POS_X as usize * rows;
+    let mut state = new_rows::<N>(comptime!(bp.blocks));
+
+    let end = visible(clamp_max(first_row + rows, args.m) - 1, &args);
+    for index in 0..end.div_ceil(tile) {
+        let start = index * tile;
+        attend_tile::<N>(
+            query,
+            key,
+            key_hat,
+            value,
+            value_hat,
+            start,
+            clamp_max(start + tile, end),
+            head,
+            first_row,
+            &mut state,
+            &args,
+            bp,
+        );
+    }
+
+    gather::<N>(&mut state, comptime!(bp.blocks));
+    let rows_left = clamp_max(args.m - first_row, rows);
+    let first = head * args.m + first_row;
+    let mut r = unit;
+    while r < rows_left {
+        lse[first + r] = maximum::<N>(&state, r) + sum::<N>(&state, r, comptime!(bp.blocks)).ln();
+        r += units;
+    }
+    let width = comptime!(bp.blocks.head_dim / 4);
+    let mut i = unit;
+    while i < rows_left * width {
+        let (r, column) = (i / width, i % width);
+        let total = Vector::<f32, N>::new(sum::<N>(&state, r, comptime!(bp.blocks)));
+        output[first * width + i] = output_of::<N>(&state, r, column, comptime!(bp.blocks)) / total;
+        i += units;
+    }
+}
