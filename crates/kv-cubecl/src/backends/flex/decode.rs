@@ -16,10 +16,10 @@ use super::{
 use crate::{CacheState, layout::CacheLayout, shapes};
 
 /// Fewest tokens worth a thread's wake-up.
-const MIN_SPLIT: usize = 256;
+const MIN_SPLIT: usize = 512;
 
 /// Tasks per thread: with more of them threads end together, although one wakes up late.
-const TASKS_PER_THREAD: usize = 4;
+const TASKS_PER_THREAD: usize = 16;
 
 /// Tokens whose scores a thread has in memory at once.
 const BLOCK: usize = 4096;
