@@ -18,7 +18,8 @@ fn bench(space: &Workspace, args: &[&str]) -> Value {
     assert_eq!(outcome.code, 0, "{}", outcome.stderr);
     assert!(outcome.stdout.contains("GB/s"), "the copy bandwidth is printed: {}", outcome.stdout);
     let report: Value = serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
-    assert_eq!(report["target"], "flex");
+    let target = if args.contains(&"wgpu") { "wgpu" } else { "flex" };
+    assert_eq!(report["target"], target);
     assert!(report["copy_bandwidth"].as_f64().unwrap() > 1e8);
     report
 }
@@ -105,6 +106,20 @@ fn models_decode_and_prefill() {
     }
 }
 
+#[cfg(feature = "wgpu")]
+#[test]
+fn recorded_steps_are_timed_beside_launched_ones() {
+    let space = Workspace::new();
+    let (model, on) =
+        (space.model(), ["--recorded", "--backend", "wgpu", "--cache", "k2v2-g16-r16"]);
+    let args = ["decode", "--model", &model, "--contexts", "20,60"];
+    let report = bench(&space, &[&args[..], &on].concat());
+    let recorded = report["points"].as_array().unwrap().iter().map(|p| p["recorded"].clone());
+    assert_eq!(recorded.collect::<Vec<_>>(), [false, true, false, true]);
+    let args = ["decode-attention", "--contexts", "40", "--working-set", "0"];
+    assert_eq!(points(&bench(&space, &[&args[..], &on].concat())).len(), 1);
+}
+
 #[test]
 fn a_wrong_argument_is_named() {
     let space = Workspace::new();
@@ -116,6 +131,15 @@ fn a_wrong_argument_is_named() {
         (vec!["decode-attention", "--head-dim", "50", "--cache", "k2v2"], "head_dim"),
         (vec!["quantize", "--group-size", "5"], "group_size 5"),
         (vec!["decode", "--model", &model, "--contexts", "20,21"], "must be above 0 and ascend"),
+        (vec!["decode-attention", "--recorded", "--tokens", "2"], "tokens 2: must be 1"),
+        (
+            vec!["decode-attention", "--recorded", "--contexts", "40", "--working-set", "0"],
+            "recorded true: flex cannot record",
+        ),
+        (
+            vec!["decode", "--recorded", "--model", &model, "--contexts", "20", "--cache", "float"],
+            "recorded true: flex cannot record",
+        ),
     ] {
         let outcome = kv_eval(&[&["bench"], &args[..]].concat());
         assert_ne!(outcome.code, 0, "{args:?}");

@@ -6,7 +6,7 @@ use burn::tensor::{DType, Distribution, Int, Slice, Tensor, capture};
 use kv_cubecl::{CacheShape, KvCache, KvCacheConfig, On, Target};
 use serde::Serialize;
 
-use super::{Subject, Timing, time_in_turn, wait};
+use super::{Subject, Timing, not_recorded, time_in_turn, wait};
 use crate::{Error, Result};
 
 /// The shape of an attention layer, and how it is timed.
@@ -180,6 +180,9 @@ fn recorded<'a, T: Target>(
         at.inplace(|at| at + 1);
         Ok(())
     });
+    if !graph.is_hardware() {
+        return Err(not_recorded::<T>());
+    }
     at.borrow_mut().inplace(|at| at.slice_assign([Slice::full()], position(context)));
     Ok(Box::new(move || {
         // SAFETY: the closure of the graph owns what it reads and borrows what it writes, but for the

@@ -127,6 +127,11 @@ pub fn copy_bandwidth<T: Target>(device: &On<T>, bytes: usize, rounds: usize) ->
     Ok(bytes as f64 / timing[0].median)
 }
 
+/// What a device that launches every step anew gets for being asked to replay a recording.
+fn not_recorded<T: Target>() -> Error {
+    Error::plan("recorded", true, format!("{} cannot record launches", T::NAME))
+}
+
 /// Waits until the device has done what it was given.
 fn wait<T: Target>(device: &On<T>) -> Result<()> {
     device.sync().map_err(|error| Error::Device {

@@ -7,7 +7,7 @@ use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{DecodeGraph, LanguageModel, ModelCache};
 use serde::Serialize;
 
-use super::{Subject, Timing, time_in_turn, wait};
+use super::{Subject, Timing, not_recorded, time_in_turn, wait};
 use crate::{Error, Result, memory::Tracking};
 
 /// Tokens per prefill pass.
@@ -27,7 +27,7 @@ pub struct DecodeSubject {
 pub struct DecodePoint {
     /// The cache's short name.
     pub cache: String,
-    /// Whether a recording of the step was replayed, if the device can record.
+    /// Whether a recording of the step was replayed.
     pub recorded: bool,
     /// Tokens in the cache.
     pub context: usize,
@@ -53,6 +53,9 @@ impl<'a> Stepper<'a> {
         Ok(match recorded {
             true => {
                 let graph = DecodeGraph::new(model, cache, &BTreeSet::new(), device)?;
+                if !graph.is_captured() {
+                    return Err(not_recorded::<T>());
+                }
                 Self::Recorded(Box::new(graph))
             }
             false => Self::Launched(cache),
@@ -77,7 +80,8 @@ impl<'a> Stepper<'a> {
 /// in turn. `progress` is told the tokens prefilled so far.
 ///
 /// # Errors
-/// [`Error::Plan`] for contexts that do not ascend, and the model's and the cache's errors.
+/// [`Error::Plan`] for contexts that do not ascend or a device that cannot record, and the model's and the
+/// cache's errors.
 pub fn time_decode<T: Target>(
     device: &On<T>,
     model: &LanguageModel,

@@ -92,7 +92,8 @@ fn to_tensor<const D: usize>(values: &[u32], shape: [usize; D], device: &Device)
 impl<'a> DecodeGraph<'a> {
     /// Whether steps on `device` can be recorded.
     pub fn is_supported(device: &Device) -> bool {
-        capture(device, || ()).is_hardware()
+        let one = Tensor::<1>::ones([1], device);
+        capture(device, move || one.clone() + 1.0).is_hardware()
     }
 
     /// Records a step of `model` on `device` over `cache`, which may hold tokens already. In

@@ -110,8 +110,9 @@ pub fn generate(
     if options.prefill_chunk == 0 {
         return Err(Error::argument("prefill_chunk", 0, "must be at least 1"));
     }
+    let cannot = || Error::argument("recorded", true, "this device cannot record the step");
     if options.recorded && !DecodeGraph::is_supported(device) {
-        return Err(Error::argument("recorded", true, "this device cannot record steps"));
+        return Err(cannot());
     }
     cache.check(1, prompt.len())?;
 
@@ -130,6 +131,9 @@ pub fn generate(
     let mut decoder = match options.recorded {
         true => {
             let graph = DecodeGraph::new(model, cache, &BTreeSet::new(), device)?;
+            if !graph.is_captured() {
+                return Err(cannot());
+            }
             Decoder::Recorded(Box::new(graph))
         }
         false => Decoder::Launched(cache),
