@@ -1,38 +1,17 @@
 use cubecl::prelude::*;
 
 use super::{
+    args::{DecodeArgs, float_row},
     base::DecodeBlueprint,
     score::{score_float, score_packed},
 };
 use crate::kernels::{
     codec::{code_at, min_of, scale_of},
-    window::{WindowArgs, quantized_keys, quantized_values},
+    window::{quantized_keys, quantized_values},
 };
 
 /// Below every score; WGSL has no infinity literal.
 pub(crate) const LOWEST: f32 = -1.0e30;
-
-/// Run-time numbers of a launch.
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct DecodeArgs {
-    pub(crate) rows: usize,
-    /// Tokens in the cache.
-    pub(crate) len: usize,
-    /// Tokens to attend to.
-    pub(crate) tokens: usize,
-    pub(super) capacity: usize,
-    pub(crate) window: WindowArgs,
-    pub(crate) key_ring: usize,
-    pub(crate) value_ring: usize,
-    /// Float rows of the keys.
-    pub(crate) key_rows: usize,
-    /// Float rows of one slice.
-    pub(crate) float_rows: usize,
-    pub(crate) key_slice_words: usize,
-    pub(crate) value_slice_words: usize,
-    pub(crate) n_splits: usize,
-    pub(crate) scale: f32,
-}
 
 /// What tokens a split attends to, and how they are stored.
 #[derive(CubeType)]
@@ -116,17 +95,6 @@ fn tile_at(
     }
     let end = clamp_max(start + tile, limit);
     Tile { start, end, windowed, packed }
-}
-
-/// Float row of `token` in a ring that starts after the sinks.
-#[cube]
-pub(crate) fn float_row(token: usize, ring: usize, args: &DecodeArgs) -> usize {
-    let sinks = args.window.sinks;
-    let mut row = token;
-    if token >= sinks {
-        row = sinks + (token - sinks) % ring;
-    }
-    row
 }
 
 /// The largest of `value` over the cube, of each row: `values` `[rows]` in, and out.

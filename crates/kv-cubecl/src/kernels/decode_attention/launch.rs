@@ -1,8 +1,9 @@
 use cubecl::{client::Client, prelude::*};
 
 use super::{
+    args::args,
     base::{DecodeProblem, Hardware, prepare},
-    kernel::{self, DecodeArgsLaunch},
+    kernel,
 };
 use crate::{Result, kernels::elementwise};
 
@@ -64,26 +65,6 @@ pub fn launch_ref(
     }
     launch_merge(client, partials(), bindings.output, bindings.lse, problem, settings.n_splits);
     Ok(())
-}
-
-/// Run-time numbers of the first launch.
-pub(crate) fn args(problem: &DecodeProblem, n_splits: usize) -> DecodeArgsLaunch {
-    let layout = &problem.layout;
-    DecodeArgsLaunch::new(
-        problem.rows,
-        problem.len,
-        problem.tokens,
-        layout.config().capacity,
-        layout.window().args(),
-        layout.key_ring().max(1),
-        layout.value_ring().max(1),
-        layout.key_rows(),
-        layout.float_rows(),
-        layout.key_slice_words(),
-        layout.value_slice_words(),
-        n_splits,
-        1.0 / (layout.shape().head_dim as f32).sqrt(),
-    )
 }
 
 /// Allocates f32 `[slices, rows, n_splits, head_dim + 2]`: `(o, m, l)` of every split.

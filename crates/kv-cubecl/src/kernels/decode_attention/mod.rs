@@ -10,6 +10,7 @@
 //!
 //! **Rejected** (returns [`Error::Unsupported`](crate::Error::Unsupported)): a head_dim above 256.
 
+mod args;
 mod base;
 mod kernel;
 mod launch;
@@ -17,8 +18,9 @@ mod score;
 #[cfg(all(test, feature = "cuda-source"))]
 mod tests;
 
+pub(crate) use args::{DecodeArgs, args, float_row};
 pub use base::{DecodeBlueprint, DecodeProblem};
 pub(crate) use base::{Hardware, MAX_HEAD_DIM, SHARED_BYTES, check, splits};
-pub(crate) use kernel::{DecodeArgs, LOWEST, float_row};
+pub(crate) use kernel::LOWEST;
 pub use launch::{DecodeBindings, launch_ref};
-pub(crate) use launch::{args, launch_merge, partial_results};
+pub(crate) use launch::{launch_merge, partial_results};

@@ -3,8 +3,8 @@
 use cubecl::prelude::*;
 
 use super::{
+    args::{DecodeArgs, float_row},
     base::DecodeBlueprint,
-    kernel::{DecodeArgs, float_row},
 };
 use crate::kernels::codec::{code_at, min_of, scale_of};
 
