@@ -63,7 +63,8 @@ impl Rope {
 
     /// The rotation of positions `start..start + seq`, computed once per pass for all layers.
     ///
-    /// Not tabulated up to `max_positions`, which is 128k positions in Llama 3. Angles are rounded to f32 as in training code; sine and cosine are not.
+    /// Not tabulated up to `max_positions`, which is 128k positions in Llama 3. Angles are rounded to
+    /// f32 as in training code; sine and cosine are not.
     pub fn rotation(&self, start: usize, seq: usize, device: &Device) -> Rotation {
         let half = self.inv_freq.len();
         let mut cos = Vec::with_capacity(seq * half);
