@@ -3,12 +3,17 @@
 use burn::tensor::Device;
 use kv_cubecl::{CacheShape, KvCache, MemoryBytes};
 
-use crate::{Error, ModelCacheConfig, Result};
+use crate::{
+    Error, ModelCacheConfig, Result,
+    nn::{Rope, Rotation},
+};
 
 /// One [`KvCache`] per layer, growing together.
 #[derive(Clone, Debug)]
 pub struct ModelCache {
     pub(crate) layers: Vec<KvCache>,
+    /// The rotations of all positions there is room for, and whose they are.
+    rotations: Option<(Rope, Rotation)>,
     batch: usize,
     capacity: usize,
     max_positions: usize,
@@ -34,13 +39,24 @@ impl ModelCache {
         n_layers: usize,
         shape: CacheShape,
         max_positions: usize,
+        rope: Option<&Rope>,
         device: &Device,
     ) -> Result<Self> {
         let batch = shape.batch;
         let layers = (0..n_layers)
             .map(|i| Ok(KvCache::new(&config.layer(i), shape, device)?))
             .collect::<Result<Vec<_>>>()?;
-        Ok(Self { layers, batch, capacity: config.cache.capacity, max_positions })
+        let capacity = config.cache.capacity;
+        let device = device.clone().without_autodiff();
+        let tabulate =
+            |rope: &Rope| (rope.clone(), rope.rotation(0, capacity.min(max_positions), &device));
+        Ok(Self { layers, rotations: rope.map(tabulate), batch, capacity, max_positions })
+    }
+
+    /// The rotations of all positions there is room for, if they were tabulated for `rope` and `device`.
+    pub(crate) fn rotations(&self, rope: &Rope, device: &Device) -> Option<&Rotation> {
+        let (owner, table) = self.rotations.as_ref()?;
+        (owner == rope && table.device() == *device && !device.is_autodiff()).then_some(table)
     }
 
     /// Tokens in the cache.
@@ -71,7 +87,8 @@ impl ModelCache {
 
     /// The cache, in whose place one without layers is left.
     pub(crate) fn take(&mut self) -> Self {
-        Self { layers: std::mem::take(&mut self.layers), ..*self }
+        let (layers, rotations) = (std::mem::take(&mut self.layers), self.rotations.take());
+        Self { layers, rotations, ..*self }
     }
 
     /// Counts `tokens` that steps at positions on the device have appended; they fit.

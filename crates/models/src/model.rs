@@ -11,7 +11,7 @@ use crate::{
     cache::check_context,
     gpt2::Gpt2,
     llama::Llama,
-    nn::{AttentionObserver, AttentionShape, Pass, Rotation},
+    nn::{AttentionObserver, AttentionShape, Pass},
 };
 
 /// A decoder-only language model whose KV cache is a parameter.
@@ -119,24 +119,14 @@ impl LanguageModel {
     }
 
     /// [`hidden_step`](Self::hidden_step) of one token whose position, `[1]` i32, is on the device;
-    /// see [`KvCache::attend_at`](kv_cubecl::KvCache::attend_at). `rotations` are those that
-    /// [`rotations`](Self::rotations) gave.
+    /// see [`KvCache::attend_at`](kv_cubecl::KvCache::attend_at).
     pub(crate) fn hidden_at(
         &self,
         ids: Tensor<2, Int>,
         cache: &mut ModelCache,
         position: &Tensor<1, Int>,
-        rotations: Option<&Rotation>,
     ) -> Result<Tensor<3>> {
-        self.run(ids, Pass::At { cache, position, rotations })
-    }
-
-    /// The rotations of the first `n` positions, if the model rotates.
-    pub(crate) fn rotations(&self, n: usize, device: &Device) -> Option<Rotation> {
-        match self {
-            Self::Gpt2(_) => None,
-            Self::Llama(model) => Some(model.rotations(n, device)),
-        }
+        self.run(ids, Pass::At { cache, position })
     }
 
     fn run(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
@@ -174,7 +164,11 @@ impl LanguageModel {
         config.validate(self)?;
         let AttentionShape { n_kv_heads, head_dim, .. } = self.attention_shape();
         let shape = CacheShape { batch, n_kv_heads, head_dim };
-        ModelCache::new(&config, self.n_layers(), shape, self.max_positions(), device)
+        let rope = match self {
+            Self::Gpt2(_) => None,
+            Self::Llama(model) => Some(model.rope()),
+        };
+        ModelCache::new(&config, self.n_layers(), shape, self.max_positions(), rope, device)
     }
 
     /// Tokens the model knows.

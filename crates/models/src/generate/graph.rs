@@ -4,7 +4,7 @@ use std::{cell::RefCell, collections::BTreeSet, fmt, rc::Rc};
 
 use burn::tensor::{DType, Device, Graph, Int, Tensor, TensorData, capture};
 
-use crate::{Error, LanguageModel, ModelCache, Result, nn::Rotation};
+use crate::{Error, LanguageModel, ModelCache, Result};
 
 /// One decode step of a model over its cache, recorded with [`capture`] and replayed for every token.
 /// What is appended is in the cache once the graph is dropped.
@@ -12,8 +12,7 @@ use crate::{Error, LanguageModel, ModelCache, Result, nn::Rotation};
 /// A step is some hundred launches of small kernels, which a recording sends to the device at once: on
 /// CUDA and ROCm as a graph of the driver, on WGPU as one prepared list. Where a device cannot record
 /// ([`is_captured`](Self::is_captured)), every replay launches anew. Token and position stay on the
-/// device, so that [`greedy`](Self::greedy) waits for it once per call and not once per token. Beside the
-/// buffers of a step, a graph holds the rotations of all positions, 4 bytes per position and rotated channel.
+/// device, so that [`greedy`](Self::greedy) waits for it once per call and not once per token.
 ///
 /// ```no_run
 /// # fn main() -> kv_models::Result<()> {
@@ -44,7 +43,6 @@ pub struct DecodeGraph<'a> {
 struct Bound {
     model: LanguageModel,
     cache: ModelCache,
-    rotations: Option<Rotation>,
     /// The tokens to append, `[batch, 1]`; after a step the most likely next ones.
     ids: Tensor<2, Int>,
     /// Where they go, `[1]`.
@@ -59,8 +57,8 @@ impl Bound {
     /// Appends `ids` at `position` and moves both on: past the capacity, where nothing is written, if
     /// the text has ended.
     fn step(&mut self) -> Result<Tensor<2>> {
-        let Self { model, cache, rotations, ids, position, eos, broken } = self;
-        let hidden = model.hidden_at(ids.clone(), cache, position, rotations.as_ref())?;
+        let Self { model, cache, ids, position, eos, broken } = self;
+        let hidden = model.hidden_at(ids.clone(), cache, position)?;
         let logits = model.head(hidden).squeeze_dim::<2>(1); // [batch, vocab]
         let next = logits.clone().argmax(1).cast(DType::I32); // [batch, 1]
         let mut to = position.clone() + 1;
@@ -118,7 +116,6 @@ impl<'a> DecodeGraph<'a> {
         // Recording runs the step a few times: past the capacity it writes nothing.
         let position = cache.capacity();
         let mut bound = Bound {
-            rotations: model.rotations(position, device),
             model: model.clone(),
             ids: to_tensor(&vec![0; batch], [batch, 1], device),
             position: to_tensor(&[position as u32], [1], device),

@@ -3,7 +3,7 @@
 use burn::{
     module::Module,
     nn::{Embedding, RmsNorm},
-    tensor::{Device, Int, Tensor},
+    tensor::{Int, Tensor},
 };
 
 use super::Config;
@@ -50,9 +50,8 @@ impl Llama {
         &self.config
     }
 
-    /// The rotations of the first `n` positions.
-    pub(crate) fn rotations(&self, n: usize, device: &Device) -> Rotation {
-        self.rope.rotation(0, n, device)
+    pub(crate) fn rope(&self) -> &Rope {
+        &self.rope
     }
 
     /// Final-normed hidden states of the tokens of `pass`.

@@ -27,8 +27,6 @@ pub enum Pass<'a> {
         cache: &'a mut ModelCache,
         /// The token's position, `[1]` i32.
         position: &'a Tensor<1, Int>,
-        /// The rotations of all positions, if the model rotates.
-        rotations: Option<&'a Rotation>,
     },
 }
 
@@ -37,10 +35,14 @@ impl Pass<'_> {
     pub(crate) fn rotation(&self, rope: &Rope, seq: usize, device: &Device) -> Rotation {
         match self {
             Self::Parallel { .. } => rope.rotation(0, seq, device),
-            Self::Cached(cache) => rope.rotation(cache.len(), seq, device),
-            Self::At { position, rotations, .. } => {
-                rotations.expect("a model that rotates is given rotations").at(position)
-            }
+            Self::Cached(cache) => match cache.rotations(rope, device) {
+                Some(table) => table.narrow(cache.len(), seq),
+                None => rope.rotation(cache.len(), seq, device),
+            },
+            Self::At { cache, position } => match cache.rotations(rope, device) {
+                Some(table) => table.at(position),
+                None => rope.rotation(0, cache.capacity(), device).at(position),
+            },
         }
     }
 

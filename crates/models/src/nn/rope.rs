@@ -61,10 +61,10 @@ impl Rope {
         2 * self.inv_freq.len()
     }
 
-    /// The rotation of positions `start..start + seq`, computed once per pass for all layers.
+    /// The rotation of positions `start..start + seq`, the same for all layers: computed once per cache for
+    /// all positions it has room for, or once per pass without one.
     ///
-    /// Not tabulated up to `max_positions`, which is 128k positions in Llama 3. Angles are rounded to
-    /// f32 as in training code; sine and cosine are not.
+    /// Angles are rounded to f32 as in training code; sine and cosine are not.
     pub fn rotation(&self, start: usize, seq: usize, device: &Device) -> Rotation {
         let half = self.inv_freq.len();
         let mut cos = Vec::with_capacity(seq * half);
@@ -108,6 +108,16 @@ pub struct Rotation {
 }
 
 impl Rotation {
+    pub(crate) fn device(&self) -> Device {
+        self.cos.device()
+    }
+
+    /// That of `seq` positions from `start` on.
+    pub(super) fn narrow(&self, start: usize, seq: usize) -> Self {
+        let part = |table: &Tensor<4>| table.clone().narrow(2, start, seq);
+        Self { cos: part(&self.cos), sin: part(&self.sin) }
+    }
+
     /// That of the one position `[1]`, or of the last one for those past it.
     pub(super) fn at(&self, position: &Tensor<1, Int>) -> Self {
         let last = self.cos.dims()[2] as i32 - 1;
