@@ -2,13 +2,12 @@
 
 use std::{collections::BTreeSet, time::Instant};
 
-use burn::tensor::{Int, Tensor, TensorData};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{DecodeGraph, LanguageModel, ModelCache};
 use serde::Serialize;
 
 use super::{Subject, Timing, not_recorded, time_in_turn, wait};
-use crate::{Error, Result, memory::Tracking};
+use crate::{Error, Result, ids, memory::Tracking};
 
 /// Tokens per prefill pass.
 const PREFILL_CHUNK: usize = 512;
@@ -66,7 +65,7 @@ impl<'a> Stepper<'a> {
         match self {
             Self::Launched(cache) => {
                 let ids = filler(cache.len(), 1, model.vocab_size());
-                model.step(to_tensor(&ids, device), cache)?;
+                model.step(ids::tensor(&ids, device), cache)?;
             }
             Self::Recorded(graph) => {
                 graph.step(&filler(graph.len(), 1, model.vocab_size()))?;
@@ -199,7 +198,7 @@ fn prefill<T: Target>(
     while cache.len() < context {
         let chunk = PREFILL_CHUNK.min(context - cache.len());
         let ids = filler(cache.len(), chunk, model.vocab_size());
-        model.hidden_step(to_tensor(&ids, device), cache)?;
+        model.hidden_step(ids::tensor(&ids, device), cache)?;
         progress(cache.len() - before);
     }
     Ok(cache.len() - before)
@@ -208,10 +207,4 @@ fn prefill<T: Target>(
 /// Ids that differ from one another: their values do not matter to the time.
 fn filler(at: usize, n: usize, vocab: usize) -> Vec<u32> {
     (at..at + n).map(|i| (i * 7919 % vocab) as u32).collect()
-}
-
-fn to_tensor<T: Target>(ids: &[u32], device: &On<T>) -> Tensor<2, Int> {
-    let ids: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
-    let shape = [1, ids.len()];
-    Tensor::from_data(TensorData::new(ids, shape), &**device)
 }

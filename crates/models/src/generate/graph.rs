@@ -2,8 +2,9 @@
 
 use std::{cell::RefCell, collections::BTreeSet, fmt, rc::Rc};
 
-use burn::tensor::{DType, Device, Graph, Int, Tensor, TensorData, capture};
+use burn::tensor::{DType, Device, Graph, Int, Tensor, capture};
 
+use super::to_tensor;
 use crate::{Error, LanguageModel, ModelCache, Result};
 
 /// One decode step of a model over its cache, recorded with [`capture`] and replayed for every token.
@@ -80,11 +81,6 @@ impl Bound {
 fn write<const D: usize>(tensor: &mut Tensor<D, Int>, values: Tensor<D, Int>) {
     let all = values.dims().map(|n| 0..n);
     tensor.inplace(|tensor| tensor.slice_assign(all, values));
-}
-
-fn to_tensor<const D: usize>(values: &[u32], shape: [usize; D], device: &Device) -> Tensor<D, Int> {
-    let values: Vec<i32> = values.iter().map(|&value| value as i32).collect();
-    Tensor::from_data(TensorData::new(values, shape), (device, DType::I32))
 }
 
 impl<'a> DecodeGraph<'a> {

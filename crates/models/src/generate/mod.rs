@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 pub use graph::DecodeGraph;
 pub use sampler::{Sampler, Sampling};
@@ -195,7 +195,7 @@ fn prefill(
 ) -> Result<Vec<f32>> {
     let (body, tail) = prompt.split_at((prompt.len() - 1) / chunk * chunk);
     for ids in body.chunks(chunk) {
-        model.hidden_step(to_tensor(ids, device), cache)?;
+        model.hidden_step(to_tensor(ids, [1, ids.len()], device), cache)?;
     }
     last_logits(model, cache, tail, device)
 }
@@ -207,7 +207,7 @@ fn last_logits(
     ids: &[u32],
     device: &Device,
 ) -> Result<Vec<f32>> {
-    let hidden = model.hidden_step(to_tensor(ids, device), cache)?; // [1, seq, hidden]
+    let hidden = model.hidden_step(to_tensor(ids, [1, ids.len()], device), cache)?; // [1, seq, hidden]
     let last = hidden.narrow(1, ids.len() - 1, 1);
     read(model.head(last))
 }
@@ -218,8 +218,7 @@ fn read<const D: usize>(logits: Tensor<D>) -> Result<Vec<f32>> {
         .map_err(|error| Error::argument("logits", format!("{error:?}"), "must be readable as f32"))
 }
 
-fn to_tensor(ids: &[u32], device: &Device) -> Tensor<2, Int> {
-    let ids: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
-    let shape = [1, ids.len()];
-    Tensor::from_data(TensorData::new(ids, shape), device)
+fn to_tensor<const D: usize>(values: &[u32], shape: [usize; D], device: &Device) -> Tensor<D, Int> {
+    let values: Vec<i32> = values.iter().map(|&value| value as i32).collect();
+    Tensor::from_data(TensorData::new(values, shape), (device, DType::I32))
 }
