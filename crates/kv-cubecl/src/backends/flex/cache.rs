@@ -5,7 +5,7 @@ use burn_flex::FlexTensor;
 use half::{f16, slice::HalfFloatSliceExt};
 use rayon::prelude::*;
 
-use super::{dims, quantize, simd::prefetch};
+use super::{dims, quantize};
 use crate::{CacheFloat, CacheState, layout::CacheLayout};
 
 /// Float rows of a cache in their stored type.
@@ -29,15 +29,6 @@ impl<'a> Floats<'a> {
         match self {
             Self::F32(data) => out.copy_from_slice(&data[start..start + out.len()]),
             Self::F16(data) => widen(&data[start..start + out.len()], out),
-        }
-    }
-
-    /// Asks for `len` elements from `start` on, as far as there are so many, to be brought into the
-    /// processor's cache.
-    pub(super) fn prefetch(self, start: usize, len: usize) {
-        match self {
-            Self::F32(data) => prefetch(data, start, len),
-            Self::F16(data) => prefetch(data, start, len),
         }
     }
 

@@ -1,7 +1,15 @@
 //! Attention of few rows: one pass over the codes, threads over (batch, kv head, split).
 
-use core::{iter, ops::Range};
-use std::sync::{Mutex, PoisonError};
+use core::{
+    hint, iter,
+    ops::Range,
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Duration,
+};
+use std::{
+    sync::{Mutex, PoisonError},
+    time::Instant,
+};
 
 use burn::backend::Flex;
 use burn_flex::FlexTensor;
@@ -9,7 +17,7 @@ use macerator::Simd;
 
 use super::{
     chunk, dims, packed,
-    simd::{self, dot, dot4},
+    simd::{self, add_scaled, dots},
     slice::{Slice, TILE, packed_range},
     tensor,
 };
@@ -164,10 +172,31 @@ fn with_this_thread<S: Send, T: Send>(
         iter::from_fn(next).for_each(|task| work(&mut scratch, task));
     };
     let mine = scratch.next();
+    let running = &AtomicUsize::new(0);
     rayon::in_place_scope(|scope| {
-        scratch.for_each(|scratch| scope.spawn(move |_| work(scratch)));
+        for scratch in scratch {
+            running.fetch_add(1, Ordering::Relaxed);
+            scope.spawn(move |_| {
+                work(scratch);
+                running.fetch_sub(1, Ordering::Release);
+            });
+        }
         mine.map(work);
+        spin_while(|| running.load(Ordering::Acquire) > 0);
     });
+}
+
+/// Waits without sleeping, which takes longer to end than the other threads' last tasks; but not for
+/// long, as one of them may not have a core.
+fn spin_while(condition: impl Fn() -> bool) {
+    const LONGEST: Duration = Duration::from_micros(100);
+    const SPINS: usize = 16;
+    let start = Instant::now();
+    while condition() && start.elapsed() < LONGEST {
+        (0..SPINS).for_each(|_| hint::spin_loop());
+    }
+    // What is between a task's end and the scope's knowing of it.
+    (0..SPINS).for_each(|_| hint::spin_loop());
 }
 
 impl Slice<'_> {
@@ -245,21 +274,19 @@ impl Slice<'_> {
     }
 }
 
-/// `scores[r * n + t] = query_r . key_t`.
+/// `scores[r * n + t] = query_r . key_t`, four tokens at a time.
 #[macerator::with_simd]
 fn score_rows<S: Simd>(query: &[f32], keys: &[f32], scores: &mut [f32], n: usize, head_dim: usize) {
-    let quads = keys.chunks_exact(4 * head_dim);
-    let (rest, first) = (quads.remainder(), quads.len() * 4);
-    for (i, quad) in quads.enumerate() {
-        let (a, b) = quad.split_at(2 * head_dim);
-        let ((a, b), (c, d)) = (a.split_at(head_dim), b.split_at(head_dim));
+    let (quads, rest) = runs_of_four(keys, head_dim);
+    for (quad, keys) in quads.enumerate() {
         for (r, query) in query.chunks_exact(head_dim).enumerate() {
-            scores[r * n + 4 * i..][..4].copy_from_slice(&dot4(query, [a, b, c, d]));
+            scores[r * n + 4 * quad..][..4].copy_from_slice(&dots::<S, 4>(query, keys));
         }
     }
-    for (t, key) in rest.chunks_exact(head_dim).enumerate() {
+    let first = keys.len() / head_dim - rest.len();
+    for (t, key) in rest.enumerate() {
         for (r, query) in query.chunks_exact(head_dim).enumerate() {
-            scores[r * n + first + t] = dot::<S>(query, key);
+            [scores[r * n + first + t]] = dots::<S, 1>(query, [key]);
         }
     }
 }
@@ -267,27 +294,34 @@ fn score_rows<S: Simd>(query: &[f32], keys: &[f32], scores: &mut [f32], n: usize
 /// `o_r += sum_t weights[r * n + t] * value_t`, four tokens at a time.
 #[macerator::with_simd]
 fn add_rows<S: Simd>(weights: &[f32], n: usize, values: &[f32], o: &mut [f32], head_dim: usize) {
-    let quads = values.chunks_exact(4 * head_dim);
-    let (rest, first) = (quads.remainder(), quads.len() * 4);
-    for (i, quad) in quads.enumerate() {
-        let (a, b) = quad.split_at(2 * head_dim);
-        let ((a, b), (c, d)) = (a.split_at(head_dim), b.split_at(head_dim));
+    let (quads, rest) = runs_of_four(values, head_dim);
+    for (quad, values) in quads.enumerate() {
         for (r, o) in o.chunks_exact_mut(head_dim).enumerate() {
-            let w = &weights[r * n + 4 * i..][..4];
-            let values = a.iter().zip(b).zip(c.iter().zip(d));
-            for (o, ((a, b), (c, d))) in o.iter_mut().zip(values) {
-                *o += (w[0] * a + w[1] * b) + (w[2] * c + w[3] * d);
-            }
+            add_scaled::<S, 4>(&weights[r * n + 4 * quad..], values, o);
         }
     }
-    for (i, value) in rest.chunks_exact(head_dim).enumerate() {
+    let first = values.len() / head_dim - rest.len();
+    for (t, value) in rest.enumerate() {
         for (r, o) in o.chunks_exact_mut(head_dim).enumerate() {
-            let weight = weights[r * n + first + i];
-            for (o, &value) in o.iter_mut().zip(value) {
-                *o += weight * value;
-            }
+            add_scaled::<S, 1>(&weights[r * n + first + t..], [value], o);
         }
     }
+}
+
+/// Rows of `head_dim` elements, four at once, then those left.
+#[inline(always)]
+fn runs_of_four(
+    rows: &[f32],
+    head_dim: usize,
+) -> (impl ExactSizeIterator<Item = [&[f32]; 4]>, impl ExactSizeIterator<Item = &[f32]>) {
+    let quads = rows.chunks_exact(4 * head_dim);
+    let rest = quads.remainder().chunks_exact(head_dim);
+    let quads = quads.map(move |quad| {
+        let (ab, cd) = quad.split_at(2 * head_dim);
+        let ((a, b), (c, d)) = (ab.split_at(head_dim), cd.split_at(head_dim));
+        [a, b, c, d]
+    });
+    (quads, rest)
 }
 
 #[cfg(test)]

@@ -11,8 +11,8 @@ use core::ops::Range;
 use macerator::{Scalar, Simd, Vector};
 
 use super::{
-    quantize::unpack_parameters,
-    simd::{self, MAX_LANES, dot, load, store, sum},
+    quantize::{unpack_parameters, unpack_vector},
+    simd::{self, MAX_LANES, load, store, store_part},
 };
 use crate::layout::QuantSpec;
 
@@ -20,7 +20,7 @@ use crate::layout::QuantSpec;
 const MAX_ROWS: usize = 4;
 
 /// Rows of `head_dim` elements that [`score`] needs for itself.
-pub(super) const SCRATCH_ROWS: usize = MAX_ROWS + 2;
+pub(super) const SCRATCH_ROWS: usize = MAX_ROWS;
 
 /// Tokens whose folded weights are in the first-level cache at once.
 const TILE: usize = 64;
@@ -169,6 +169,29 @@ impl<const CODES: usize> Lanes<CODES> {
     };
 }
 
+/// Codes and what they are multiplied with: `n` terms, each a vector of codes and a factor per row.
+struct Terms<'a> {
+    words: &'a [u32],
+    /// From the words of a term to those of the next.
+    stride: usize,
+    /// From a word of a term to its next word.
+    word_stride: usize,
+    factors: &'a [f32],
+    /// From the factors of a row to those of the next.
+    row_stride: usize,
+    n: usize,
+}
+
+impl Terms<'_> {
+    /// Panics where a term of `words` words or a factor of `rows` rows is not in the slices.
+    #[inline(always)]
+    fn check(&self, words: usize, rows: usize) {
+        let last = self.n.saturating_sub(1);
+        assert!(last * self.stride + (words - 1) * self.word_stride < self.words.len());
+        assert!((rows - 1) * self.row_stride + last < self.factors.len());
+    }
+}
+
 /// Reads the codes of as many consecutive elements as a vector has lanes.
 struct Codes<S: Simd, const CODES: usize> {
     masks: [Vector<S, u32>; MAX_LANES / 4],
@@ -221,6 +244,49 @@ impl<S: Simd, const CODES: usize> Codes<S, CODES> {
         (codes ^ self.flip).reinterpret::<i32>().to_float()
     }
 
+    /// Per row of factors, the sum of their products with the codes as [`read`](Self::read).
+    ///
+    /// One vector of codes at a time: a factor that is used once goes from memory into its
+    /// multiplication, one for two vectors takes a load of its own, which on Zen 4 costs more than it
+    /// saves.
+    #[inline(always)]
+    fn sums<const ROWS: usize>(&self, terms: &Terms<'_>) -> [Vector<S, f32>; ROWS] {
+        terms.check(Self::words(), ROWS);
+        let mut even = [0.0f32.splat::<S>(); ROWS];
+        let mut odd = even;
+        for i in 0..terms.n / 2 {
+            self.add(terms, 2 * i, &mut even);
+            self.add(terms, 2 * i + 1, &mut odd);
+        }
+        if terms.n % 2 == 1 {
+            self.add(terms, terms.n - 1, &mut even);
+        }
+        for (even, odd) in even.iter_mut().zip(odd) {
+            *even += odd;
+        }
+        even
+    }
+
+    /// Adds the products of term `i`; `terms` are checked.
+    #[inline(always)]
+    fn add<const ROWS: usize>(
+        &self,
+        terms: &Terms<'_>,
+        i: usize,
+        sums: &mut [Vector<S, f32>; ROWS],
+    ) {
+        // SAFETY: `check` has seen that the words and factors of every term are in the slices.
+        let word = |word| unsafe {
+            *terms.words.get_unchecked(i * terms.stride + word * terms.word_stride)
+        };
+        // SAFETY: as above.
+        let factor = |row| unsafe { *terms.factors.get_unchecked(row * terms.row_stride + i) };
+        let codes = self.read(word);
+        for (r, sum) in sums.iter_mut().enumerate() {
+            *sum = codes.mul_add(factor(r).splat(), *sum);
+        }
+    }
+
     /// Turns `sum`, of [`read`](Self::read) codes times factors that add up to `factors`, into that
     /// of the codes themselves, and adds `base`.
     #[inline(always)]
@@ -228,6 +294,46 @@ impl<S: Simd, const CODES: usize> Codes<S, CODES> {
         let base = self.flipped.mul_add(factors.splat(), base.splat());
         sum.mul_add(self.place, base)
     }
+}
+
+/// Multiplies `ROWS` rows of `factors`, `stride` apart, by the scales of `params`, into rows of `folded`,
+/// `folded_stride` apart. Returns by row the sum of `factors` times minima, and that of `folded`.
+#[inline(always)]
+fn fold<S: Simd, const ROWS: usize>(
+    params: &[u32],
+    factors: &[f32],
+    stride: usize,
+    folded: &mut [f32],
+    folded_stride: usize,
+) -> ([f32; ROWS], [f32; ROWS]) {
+    let lanes = u32::lanes::<S>();
+    let whole = params.len() / lanes * lanes;
+    let mut sums = [[0.0f32.splat::<S>(); ROWS]; 2];
+    for first in (0..whole).step_by(lanes) {
+        let (scale, min) = unpack_vector::<S>(load(&params[first..]));
+        for r in 0..ROWS {
+            let factor = load::<S, f32>(&factors[r * stride + first..]);
+            let scaled = factor * scale;
+            store(&mut folded[r * folded_stride + first..], scaled);
+            sums[0][r] = factor.mul_add(min, sums[0][r]);
+            sums[1][r] += scaled;
+        }
+    }
+    let (mut base, mut total) = ([0.0; ROWS], [0.0; ROWS]);
+    for r in 0..ROWS {
+        base[r] = sums[0][r].reduce_add();
+        total[r] = sums[1][r].reduce_add();
+    }
+    for (i, &word) in params.iter().enumerate().skip(whole) {
+        let (scale, min) = unpack_parameters(word);
+        for r in 0..ROWS {
+            let factor = factors[r * stride + i];
+            folded[r * folded_stride + i] = factor * scale;
+            base[r] += factor * min;
+            total[r] += factor * scale;
+        }
+    }
+    (base, total)
 }
 
 /// [`score`] of `ROWS` rows over `tokens` tokens; tokens are the lanes, so nothing is summed across
@@ -246,58 +352,29 @@ fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
 ) {
     let lanes = u32::lanes::<S>();
     let group_words = (group_size / CODES + 1) * head_dim;
-    let pairs = head_dim / 2;
-    let (scale, scratch) = scratch.split_at_mut(head_dim);
-    let (min, scratch) = scratch.split_at_mut(head_dim);
-    let folded = &mut scratch[..ROWS * head_dim];
     for (group, words) in
         keys.chunks_exact(group_words).take(tokens.div_ceil(group_size)).enumerate()
     {
         let (codes, params) = words.split_at(group_words - head_dim);
-        simd::prefetch(keys, (group + 1) * group_words, group_words);
-        for ((&word, scale), min) in params.iter().zip(&mut *scale).zip(&mut *min) {
-            (*scale, *min) = unpack_parameters(word);
-        }
-        let (mut base, mut factors) = ([0.0; ROWS], [0.0; ROWS]);
-        for r in 0..ROWS {
-            let query = &query[r * head_dim..][..head_dim];
-            let folded = &mut folded[r * head_dim..][..head_dim];
-            for ((folded, q), scale) in folded.iter_mut().zip(query).zip(&*scale) {
-                *folded = q * scale;
-            }
-            base[r] = dot::<S>(query, min);
-            factors[r] = sum::<S>(folded);
-        }
-        let folded: [_; ROWS] = core::array::from_fn(|r| {
-            &folded[r * head_dim..][..head_dim].as_chunks::<2>().0[..pairs]
-        });
+        let (base, factors) = fold::<S, ROWS>(params, query, head_dim, scratch, head_dim);
         let in_group = group_size.min(tokens - group * group_size);
         for first in (0..in_group).step_by(lanes) {
+            // The next group, a share for each vector of this one.
+            let share = group_words * lanes / group_size;
+            simd::prefetch(keys, (group + 1) * group_words + share * (first / lanes), share);
             let reader = Codes::<S, CODES>::at(first);
-            let lines: [_; MAX_LANES / 4] = core::array::from_fn(|i| {
-                let line = first / CODES + i % Codes::<S, CODES>::words();
-                &codes[line * head_dim..][..head_dim].as_chunks::<2>().0[..pairs]
+            let sums = reader.sums::<ROWS>(&Terms {
+                words: &codes[first / CODES * head_dim..],
+                stride: 1,
+                word_stride: head_dim,
+                factors: scratch,
+                row_stride: head_dim,
+                n: head_dim,
             });
-            let mut sums = [[0.0f32.splat::<S>(); ROWS]; 2];
-            for i in 0..pairs {
-                for (half, sums) in sums.iter_mut().enumerate() {
-                    let codes = reader.read(|word| lines[word][i][half]);
-                    for (sum, folded) in sums.iter_mut().zip(&folded) {
-                        *sum = codes.mul_add(folded[i][half].splat(), *sum);
-                    }
-                }
-            }
             for r in 0..ROWS {
-                let scored = reader.restore(sums[0][r] + sums[1][r], factors[r], base[r]);
+                let scored = reader.restore(sums[r], factors[r], base[r]);
                 let wanted = lanes.min(in_group - first);
-                let out = &mut scores[r * n + group * group_size + first..][..wanted];
-                if wanted == lanes {
-                    store(out, scored);
-                } else {
-                    let mut all = [0.0; MAX_LANES];
-                    store(&mut all, scored);
-                    out.copy_from_slice(&all[..wanted]);
-                }
+                store_part(&mut scores[r * n + group * group_size + first..][..wanted], scored);
             }
         }
     }
@@ -316,82 +393,37 @@ fn add_rows<S: Simd, const CODES: usize, const ROWS: usize>(
     let lanes = u32::lanes::<S>();
     let (n_words, groups) = (head_dim / CODES, head_dim / group_size);
     let width = n_words + groups;
-    let (mut params, mut scale, mut min) = ([0; TILE], [0.0; TILE], [0.0; TILE]);
+    let mut params = [0; TILE];
     let mut folded = [[0.0; TILE]; ROWS];
     for (tile, lines) in values.chunks(TILE * width).enumerate() {
         let count = lines.len() / width;
-        simd::prefetch(values, (tile + 1) * TILE * width, TILE * width);
         for group in 0..groups {
             // Gathered first, so that what follows is vectors.
             for (param, line) in params.iter_mut().zip(lines.chunks_exact(width)) {
                 *param = simd::load_alone(&line[n_words + group]);
             }
-            for ((&word, scale), min) in params.iter().zip(&mut scale).zip(&mut min) {
-                (*scale, *min) = unpack_parameters(word);
-            }
-            let (mut base, mut factors) = ([0.0; ROWS], [0.0; ROWS]);
-            for r in 0..ROWS {
-                let weights = &weights[r * n + tile * TILE..][..count];
-                let folded = &mut folded[r][..count];
-                for ((folded, weight), scale) in folded.iter_mut().zip(weights).zip(&scale) {
-                    *folded = weight * scale;
+            let weights = &weights[tile * TILE..];
+            let (base, factors) =
+                fold::<S, ROWS>(&params[..count], weights, n, folded.as_flattened_mut(), TILE);
+            for channel in (group * group_size..(group + 1) * group_size).step_by(lanes) {
+                let share = TILE * width * lanes / head_dim;
+                let next = (tile + 1) * TILE * width;
+                simd::prefetch(values, next + share * (channel / lanes), share);
+                let reader = Codes::<S, CODES>::at(channel);
+                let sums = reader.sums::<ROWS>(&Terms {
+                    words: &lines[channel / CODES..],
+                    stride: width,
+                    word_stride: 1,
+                    factors: folded.as_flattened(),
+                    row_stride: TILE,
+                    n: count,
+                });
+                for r in 0..ROWS {
+                    let out = &mut o[r * head_dim + channel..][..lanes];
+                    let added = reader.restore(sums[r], factors[r], base[r]);
+                    store(out, load::<S, f32>(out) + added);
                 }
-                base[r] = dot::<S>(weights, &min[..count]);
-                factors[r] = sum::<S>(folded);
             }
-            let channels = group * group_size..(group + 1) * group_size;
-            // Two vectors at a time where the group has them: more sums in flight.
-            let mut channel = channels.start;
-            while channel + 2 * lanes <= channels.end {
-                add_channels::<S, CODES, ROWS, 2>(
-                    lines, width, &folded, factors, base, o, channel, head_dim,
-                );
-                channel += 2 * lanes;
-            }
-            if channel < channels.end {
-                add_channels::<S, CODES, ROWS, 1>(
-                    lines, width, &folded, factors, base, o, channel, head_dim,
-                );
-            }
-        }
-    }
-}
-
-/// Adds `VECTORS` vectors of channels, from `channel` on, of the tokens in `lines`.
-#[inline(always)]
-#[allow(clippy::too_many_arguments, reason = "a part of one loop nest")]
-fn add_channels<S: Simd, const CODES: usize, const ROWS: usize, const VECTORS: usize>(
-    lines: &[u32],
-    width: usize,
-    folded: &[[f32; TILE]; ROWS],
-    factors: [f32; ROWS],
-    base: [f32; ROWS],
-    o: &mut [f32],
-    channel: usize,
-    head_dim: usize,
-) {
-    let lanes = u32::lanes::<S>();
-    let mut readers = [Codes::<S, CODES>::at(channel); VECTORS];
-    let mut first = [channel / CODES; VECTORS];
-    for i in 1..VECTORS {
-        readers[i] = Codes::at(channel + i * lanes);
-        first[i] = (channel + i * lanes) / CODES;
-    }
-    let mut sums = [[0.0f32.splat::<S>(); ROWS]; VECTORS];
-    for (t, line) in (0..TILE).zip(lines.chunks_exact(width)) {
-        for i in 0..VECTORS {
-            let words = &line[first[i]..][..Codes::<S, CODES>::words()];
-            let codes = readers[i].read(|word| words[word]);
-            for (sum, folded) in sums[i].iter_mut().zip(folded) {
-                *sum = codes.mul_add(folded[t].splat(), *sum);
-            }
-        }
-    }
-    for i in 0..VECTORS {
-        for r in 0..ROWS {
-            let out = &mut o[r * head_dim + channel + i * lanes..][..lanes];
-            let added = readers[i].restore(sums[i][r], factors[r], base[r]);
-            store(out, load::<S, f32>(out) + added);
         }
     }
 }

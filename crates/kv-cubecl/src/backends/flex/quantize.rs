@@ -18,16 +18,28 @@ fn parameters(min: f32, max: f32, max_code: f32) -> (u32, f32, f32) {
     (word, scale_half.to_f32(), min_half.to_f32())
 }
 
-/// Scale and minimum in a parameter word.
+/// What turns the bits of an f16, at the place of an f32's, into its value.
 ///
-/// Widening the exponent by multiplication is exact for every finite f16, subnormals included, and
-/// vectorizes; parameters are always finite.
+/// Widening the exponent by multiplication is exact for every finite f16, subnormals included;
+/// parameters are always finite.
+const WIDEN: f32 = f32::from_bits((127 + 127 - 15) << 23);
+
+/// Scale and minimum in a parameter word.
 #[inline(always)]
 pub(super) fn unpack_parameters(word: u32) -> (f32, f32) {
-    const WIDEN: f32 = f32::from_bits((127 + 127 - 15) << 23);
     let scale = f32::from_bits((word & 0x7fff) << 13) * WIDEN;
     let min = f32::from_bits((word >> 16 & 0x7fff) << 13) * WIDEN;
     (scale, f32::from_bits(min.to_bits() | word & 0x8000_0000))
+}
+
+/// [`unpack_parameters`] of a vector of words.
+#[inline(always)]
+pub(super) fn unpack_vector<S: Simd>(words: Vector<S, u32>) -> (Vector<S, f32>, Vector<S, f32>) {
+    let magnitude = 0x7fffu32.splat::<S>();
+    let scale = ((words & magnitude) << 13).reinterpret::<f32>() * WIDEN.splat();
+    let min = ((words >> 16 & magnitude) << 13).reinterpret::<f32>() * WIDEN.splat();
+    let sign = words & (1u32 << 31).splat();
+    (scale, (min.reinterpret::<u32>() | sign).reinterpret())
 }
 
 #[inline(always)]

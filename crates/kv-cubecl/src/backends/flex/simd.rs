@@ -33,6 +33,17 @@ pub(super) fn store<S: Simd, T: Scalar>(x: &mut [T], vector: Vector<S, T>) {
     unsafe { macerator::vstore_unaligned(x.as_mut_ptr(), vector) }
 }
 
+/// Overwrites all of `x`, at most a vector.
+#[inline(always)]
+pub(super) fn store_part<S: Simd>(x: &mut [f32], vector: Vector<S, f32>) {
+    if x.len() == f32::lanes::<S>() {
+        return store(x, vector);
+    }
+    let mut all = [0.0; MAX_LANES];
+    store(&mut all, vector);
+    x.copy_from_slice(&all[..x.len()]);
+}
+
 /// One element, by a load of its own: a gather of several, which the compiler would make of a loop,
 /// is slower.
 #[inline(always)]
@@ -50,39 +61,60 @@ pub(super) fn prefetch<T>(x: &[T], start: usize, len: usize) {
         use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         /// Bytes of a cache line.
         const LINE: usize = 64;
-        let end = x.len().min(start + len);
-        for line in x[start.min(end)..end].chunks(LINE / size_of::<T>()) {
-            // SAFETY: a prefetch is a hint and every x86-64 processor has it.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+        let step = LINE / size_of::<T>();
+        let lines = len.min(x.len().saturating_sub(start)).div_ceil(step);
+        for line in 0..lines {
+            // SAFETY: within `x`, and a prefetch is a hint, which every x86-64 processor has.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().add(start + line * step).cast()) };
         }
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = (x, start, len);
 }
 
-/// Dot product.
+/// Dot products of `a` with each row, sharing its loads.
 #[inline(always)]
-pub(super) fn dot<S: Simd>(a: &[f32], b: &[f32]) -> f32 {
+pub(super) fn dots<S: Simd, const N: usize>(a: &[f32], rows: [&[f32]; N]) -> [f32; N] {
     let lanes = f32::lanes::<S>();
-    let (a, b) = (a.chunks_exact(lanes), b.chunks_exact(lanes));
-    let rest: f32 = a.remainder().iter().zip(b.remainder()).map(|(a, b)| a * b).sum();
-    let mut sum = 0.0f32.splat::<S>();
-    for (a, b) in a.zip(b) {
-        sum = load::<S, f32>(a).mul_add(load(b), sum);
+    let whole = a.len() / lanes * lanes;
+    let mut sums = [0.0f32.splat::<S>(); N];
+    for first in (0..whole).step_by(lanes) {
+        let x = load::<S, f32>(&a[first..]);
+        for (sum, row) in sums.iter_mut().zip(rows) {
+            *sum = x.mul_add(load(&row[first..]), *sum);
+        }
     }
-    sum.reduce_add() + rest
+    let mut dots = [0.0; N];
+    for (i, dot) in dots.iter_mut().enumerate() {
+        let rest: f32 = a[whole..].iter().zip(&rows[i][whole..]).map(|(a, b)| a * b).sum();
+        *dot = sums[i].reduce_add() + rest;
+    }
+    dots
 }
 
-/// Sum of the elements.
+/// `o += sum_i weights[i] * rows[i]`, with one load and store of `o`.
 #[inline(always)]
-pub(super) fn sum<S: Simd>(x: &[f32]) -> f32 {
-    let chunks = x.chunks_exact(f32::lanes::<S>());
-    let rest: f32 = chunks.remainder().iter().sum();
-    let mut sum = 0.0f32.splat::<S>();
-    for x in chunks {
-        sum += load::<S, f32>(x);
+pub(super) fn add_scaled<S: Simd, const N: usize>(
+    weights: &[f32],
+    rows: [&[f32]; N],
+    o: &mut [f32],
+) {
+    let lanes = f32::lanes::<S>();
+    let whole = o.len() / lanes * lanes;
+    let weights = &weights[..N];
+    for first in (0..whole).step_by(lanes) {
+        let o = &mut o[first..];
+        let mut sum = load::<S, f32>(o);
+        for (row, weight) in rows.iter().zip(weights) {
+            sum = load::<S, f32>(&row[first..]).mul_add(weight.splat(), sum);
+        }
+        store(o, sum);
     }
-    sum.reduce_add() + rest
+    for i in whole..o.len() {
+        for (row, weight) in rows.iter().zip(weights) {
+            o[i] += weight * row[i];
+        }
+    }
 }
 
 /// `e^x` for `x` up to 87, within 2 ulp; 0 below -87.
@@ -110,37 +142,6 @@ fn exp<S: Simd>(x: Vector<S, f32>) -> Vector<S, f32> {
     let y = p.mul_add(r * r, r + 1.0.splat());
     let exponent = (rounded.reinterpret::<u32>() << 23) + (127u32 << 23).splat();
     x.lt(LOWEST.splat()).select(0.0.splat(), exponent.reinterpret::<f32>() * y)
-}
-
-/// Dot products of `a` with four rows, sharing its loads and the reduction.
-#[inline(always)]
-pub(super) fn dot4(a: &[f32], rows: [&[f32]; 4]) -> [f32; 4] {
-    let (a_chunks, a_rest) = a.as_chunks::<MAX_LANES>();
-    let [r0, r1, r2, r3] = rows.map(|row| row.as_chunks::<MAX_LANES>());
-    let mut lanes = [[0.0; MAX_LANES]; 4];
-    let chunks = a_chunks.iter().zip(r0.0).zip(r1.0).zip(r2.0).zip(r3.0);
-    for ((((a, b0), b1), b2), b3) in chunks {
-        for i in 0..MAX_LANES {
-            lanes[0][i] += a[i] * b0[i];
-            lanes[1][i] += a[i] * b1[i];
-            lanes[2][i] += a[i] * b2[i];
-            lanes[3][i] += a[i] * b3[i];
-        }
-    }
-    let mut quarters = [[0.0; 4]; 4];
-    for (quarter, lanes) in quarters.iter_mut().zip(&lanes) {
-        for i in 0..4 {
-            quarter[i] = (lanes[i] + lanes[i + 4]) + (lanes[i + 8] + lanes[i + 12]);
-        }
-    }
-    let mut sums = [0.0; 4];
-    for (i, sum) in sums.iter_mut().enumerate() {
-        *sum = (quarters[i][0] + quarters[i][1]) + (quarters[i][2] + quarters[i][3]);
-    }
-    for (sum, rest) in sums.iter_mut().zip([r0.1, r1.1, r2.1, r3.1]) {
-        *sum += a_rest.iter().zip(rest).map(|(x, y)| x * y).sum::<f32>();
-    }
-    sums
 }
 
 /// Replaces each score by `e^(score - maximum)` and returns their sum.
@@ -198,8 +199,8 @@ mod tests {
     }
 
     #[macerator::with_simd]
-    fn dot_and_sum<S: Simd>(x: &[f32]) -> [f32; 2] {
-        [dot::<S>(x, x), sum::<S>(x)]
+    fn squares<S: Simd>(x: &[f32]) -> [f32; 2] {
+        dots::<S, 2>(x, [x, x])
     }
 
     #[test]
@@ -208,9 +209,8 @@ mod tests {
             let x: Vec<f32> = (0..n).map(|i| ((i * 37) % 11) as f32 - 5.0).collect();
             let largest = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             assert_eq!(maximum(&x), largest);
-            let squares: f32 = x.iter().map(|v| v * v).sum();
-            let total: f32 = x.iter().sum();
-            assert_eq!(dot_and_sum(&x), [squares, total], "small integers add exactly");
+            let expected: f32 = x.iter().map(|v| v * v).sum();
+            assert_eq!(squares(&x), [expected; 2], "small integers add exactly");
             let mut e = x.clone();
             let sum = exp_minus_max(&mut e, largest);
             let expected: f64 = x.iter().map(|&v| ((v - largest) as f64).exp()).sum();

@@ -98,7 +98,6 @@ impl<'a> Slice<'a> {
                     false => (1..wanted).find(|&i| row(token + i) != first + i).unwrap_or(wanted),
                 };
                 let start = self.float_start + first * head_dim;
-                self.floats.prefetch(start + count * head_dim, TILE * head_dim);
                 visit(token, self.floats.rows(start, &mut widened[..count * head_dim]));
                 token += count;
             }
