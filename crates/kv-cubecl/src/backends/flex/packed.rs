@@ -22,8 +22,11 @@ const MAX_ROWS: usize = 4;
 /// Rows of `head_dim` elements that [`score`] needs for itself.
 pub(super) const SCRATCH_ROWS: usize = MAX_ROWS;
 
-/// Tokens whose folded weights are in the first-level cache at once.
-const TILE: usize = 64;
+/// Most tokens whose folded weights are in the first-level cache at once.
+const TILE: usize = 128;
+
+/// Most words of values there, with as many that are on their way.
+const TILE_WORDS: usize = 1280;
 
 /// Whether every vector of codes lies within one group.
 pub(super) fn serves(spec: &QuantSpec) -> bool {
@@ -393,21 +396,19 @@ fn add_rows<S: Simd, const CODES: usize, const ROWS: usize>(
     let lanes = u32::lanes::<S>();
     let (n_words, groups) = (head_dim / CODES, head_dim / group_size);
     let width = n_words + groups;
+    let tile_len = (TILE_WORDS / width / lanes * lanes).clamp(lanes, TILE);
     let mut params = [0; TILE];
     let mut folded = [[0.0; TILE]; ROWS];
-    for (tile, lines) in values.chunks(TILE * width).enumerate() {
-        let count = lines.len() / width;
+    for (tile, lines) in values.chunks(tile_len * width).enumerate() {
+        let (first, count) = (tile * tile_len, lines.len() / width);
         for group in 0..groups {
-            // Gathered first, so that what follows is vectors.
-            for (param, line) in params.iter_mut().zip(lines.chunks_exact(width)) {
-                *param = simd::load_alone(&line[n_words + group]);
-            }
-            let weights = &weights[tile * TILE..];
+            let params = &mut params[..count];
+            simd::gather(&lines[n_words + group..], width, params);
             let (base, factors) =
-                fold::<S, ROWS>(&params[..count], weights, n, folded.as_flattened_mut(), TILE);
+                fold::<S, ROWS>(params, &weights[first..], n, folded.as_flattened_mut(), TILE);
             for channel in (group * group_size..(group + 1) * group_size).step_by(lanes) {
-                let share = TILE * width * lanes / head_dim;
-                let next = (tile + 1) * TILE * width;
+                let share = tile_len * width * lanes / head_dim;
+                let next = (first + tile_len) * width;
                 simd::prefetch(values, next + share * (channel / lanes), share);
                 let reader = Codes::<S, CODES>::at(channel);
                 let sums = reader.sums::<ROWS>(&Terms {

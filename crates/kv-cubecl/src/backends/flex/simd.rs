@@ -44,12 +44,17 @@ pub(super) fn store_part<S: Simd>(x: &mut [f32], vector: Vector<S, f32>) {
     x.copy_from_slice(&all[..x.len()]);
 }
 
-/// One element, by a load of its own: a gather of several, which the compiler would make of a loop,
+/// `out[i] = x[i * stride]`, each by a load of its own: the compiler would use the processor's gather, which
 /// is slower.
 #[inline(always)]
-pub(super) fn load_alone(x: &u32) -> u32 {
-    // SAFETY: a reference is valid to read from.
-    unsafe { core::ptr::from_ref(x).read_volatile() }
+pub(super) fn gather(x: &[u32], stride: usize, out: &mut [u32]) {
+    assert!(out.is_empty() || (out.len() - 1) * stride < x.len());
+    let mut from = x.as_ptr();
+    for out in out {
+        // SAFETY: within `x`, as asserted; the pointer past the last one is not read.
+        *out = unsafe { from.read_volatile() };
+        from = from.wrapping_add(stride);
+    }
 }
 
 /// Asks for `len` elements of `x` from `start` on, as far as there are so many, to be brought into
