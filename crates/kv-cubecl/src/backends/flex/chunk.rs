@@ -1,6 +1,8 @@
 //! Attention of a chunk's rows over the history: blocks of rows against tiles of restored tokens, as
 //! matrix products. No more than a tile is restored at once.
 
+use core::f32::consts::{LN_2, LOG2_E};
+
 use burn::backend::Flex;
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
@@ -51,7 +53,8 @@ impl Slice<'_> {
     fn attend_block(&self, query: &[f32], tokens: usize, output: &mut [f32], lse: &mut [f32]) {
         let head_dim = self.layout.shape().head_dim;
         let rows = query.len() / head_dim;
-        let scale = 1.0 / (head_dim as f32).sqrt();
+        // To base 2: see `exp2_minus_max`.
+        let scale = LOG2_E / (head_dim as f32).sqrt();
         let window = self.layout.window();
         let (sinks, counts) = (window.sink_tokens, self.window_counts());
         let mut widened = vec![0.0; TILE * head_dim];
@@ -72,8 +75,8 @@ impl Slice<'_> {
         let mut sums = vec![0.0; rows];
         for ((row, sum), lse) in scores.chunks_exact_mut(tokens).zip(&mut sums).zip(lse) {
             let max = simd::maximum(row);
-            *sum = simd::exp_minus_max(row, max);
-            *lse = max + sum.ln();
+            *sum = simd::exp2_minus_max(row, max);
+            *lse = max * LN_2 + sum.ln();
         }
 
         let mut add = |token: usize, values: &[f32]| {

@@ -1,6 +1,7 @@
 //! Attention of few rows: one pass over the codes, threads over (batch, kv head, split).
 
 use core::{
+    f32::consts::{LN_2, LOG2_E},
     hint, iter,
     ops::Range,
     sync::atomic::{AtomicUsize, Ordering},
@@ -35,8 +36,8 @@ const BLOCK: usize = 4096;
 /// Query rows from which matrix products over restored tiles beat one pass over the codes.
 const MANY_ROWS: usize = 16;
 
-/// A split of one slice, and its softmax: per row the maximum m, the sum l and the output o, not yet
-/// divided by l.
+/// A split of one slice, and its softmax: per row the maximum m, to base 2, the sum l and the output o, not
+/// yet divided by l.
 struct Split<'a> {
     slice: usize,
     tokens: Range<usize>,
@@ -97,7 +98,8 @@ pub(super) fn decode_attention(
     if rows >= MANY_ROWS {
         return chunk::attend(query, state, layout, len, tokens, shape);
     }
-    let scale = 1.0 / (head_dim as f32).sqrt();
+    // To base 2: see `exp2_minus_max`.
+    let scale = LOG2_E / (head_dim as f32).sqrt();
     let query: Vec<f32> = query.iter().map(|q| q * scale).collect();
     let wanted = (TASKS_PER_THREAD * rayon::current_num_threads()).div_ceil(slices);
     let n_splits = wanted.min(tokens / MIN_SPLIT.max(layout.config().group_size)).max(1);
@@ -136,14 +138,16 @@ pub(super) fn decode_attention(
     };
     for (row, (out, lse)) in output.chunks_exact_mut(head_dim).zip(&mut lse).enumerate() {
         let m = splits(row).map(|(m, ..)| m).fold(f32::NEG_INFINITY, f32::max);
-        let l: f32 = splits(row).map(|(split_m, l, _)| (split_m - m).exp() * l).sum();
-        *lse = m + l.ln();
-        for (split_m, _, o) in splits(row) {
-            let weight = (split_m - m).exp() / l;
+        let mut l = 0.0;
+        for (split_m, split_l, o) in splits(row) {
+            let weight = (split_m - m).exp2();
+            l += weight * split_l;
             for (out, &o) in out.iter_mut().zip(o) {
                 *out += weight * o;
             }
         }
+        out.iter_mut().for_each(|out| *out /= l);
+        *lse = m * LN_2 + l.ln();
     }
     (tensor(output, shape), tensor(lse, shapes::log_sum_exp(shape)))
 }
@@ -220,8 +224,8 @@ impl Slice<'_> {
             let rows = scores.chunks_exact_mut(n).zip(o.chunks_exact_mut(head_dim));
             for ((scores, o), (m, l)) in rows.zip(m.iter_mut().zip(l.iter_mut())) {
                 let maximum = simd::maximum(scores).max(*m);
-                let kept = (*m - maximum).exp();
-                *l = *l * kept + simd::exp_minus_max(scores, maximum);
+                let kept = (*m - maximum).exp2();
+                *l = *l * kept + simd::exp2_minus_max(scores, maximum);
                 *m = maximum;
                 o.iter_mut().for_each(|o| *o *= kept);
             }
@@ -364,7 +368,8 @@ mod tests {
             // Several splits of one block each.
             let (expected, lse) = decode_attention(whole, &state, &layout, TOKENS, TOKENS);
 
-            let scaled: Vec<f32> = query.iter().map(|q| q / (HEAD_DIM as f32).sqrt()).collect();
+            let scale = LOG2_E / (HEAD_DIM as f32).sqrt();
+            let scaled: Vec<f32> = query.iter().map(|q| q * scale).collect();
             let [mut m, mut l] = [[0.0; ROWS]; 2];
             let mut o = [f32::NAN; ROWS * HEAD_DIM];
             let split = Split { slice: 0, tokens: 0..TOKENS, m: &mut m, l: &mut l, o: &mut o };
@@ -376,7 +381,7 @@ mod tests {
 
             for r in 0..ROWS {
                 // Sums of 9000 terms in another order, each rounded to 6e-8.
-                assert!((m[r] + l[r].ln() - lse.storage::<f32>()[r]).abs() < 1e-4, "{name}");
+                assert!((m[r] * LN_2 + l[r].ln() - lse.storage::<f32>()[r]).abs() < 1e-4, "{name}");
                 let expected = &expected.storage::<f32>()[r * HEAD_DIM..];
                 for (o, expected) in o[r * HEAD_DIM..][..HEAD_DIM].iter().zip(expected) {
                     assert!((o / l[r] - expected).abs() < 1e-4, "{name}: {} {expected}", o / l[r]);

@@ -1,11 +1,13 @@
 //! The closed form, block by block: each block of rows is a few matrix products.
 
+use core::f32::consts::{LN_2, LOG2_E};
+
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use super::{
     dims,
-    simd::{exp_minus_max, maximum},
+    simd::{exp2_minus_max, maximum},
     tensor,
 };
 use crate::{layout::StreamSpec, shapes};
@@ -219,7 +221,7 @@ pub(super) fn gather(problem: &Problem, block: Block, x: &[f32]) -> Vec<f32> {
     rows
 }
 
-/// Scaled scores of a block against the keys its rows see: `[rows, visible]`.
+/// Scaled scores of a block against the keys its rows see, to base 2: `[rows, visible]`.
 pub(super) fn scores(
     problem: &Problem,
     block: Block,
@@ -228,13 +230,13 @@ pub(super) fn scores(
     key_hat: &[f32],
 ) -> Vec<f32> {
     let (d, visible, hat) = (problem.head_dim, block.visible, block.hat_keys);
-    let rows = query.len() / d;
+    let (rows, scale) = (query.len() / d, problem.scale() * LOG2_E);
     let mut scores = vec![0.0; rows * visible];
     let query = Matrix::new(query, rows, d, d);
     let hats = Matrix::new(key_hat, hat, d, d).transposed();
-    matmul(&mut scores, visible, false, problem.scale(), query, hats);
+    matmul(&mut scores, visible, false, scale, query, hats);
     let floats = Matrix::new(&key[hat * d..], visible - hat, d, d).transposed();
-    matmul(&mut scores[hat..], visible, false, problem.scale(), query, floats);
+    matmul(&mut scores[hat..], visible, false, scale, query, floats);
     scores
 }
 
@@ -271,8 +273,8 @@ fn attend_block(
         let (seen, hidden) = p.split_at_mut(seen);
         hidden.fill(0.0);
         let max = maximum(seen);
-        sums[row] = exp_minus_max(seen, max);
-        lse[row] = max + sums[row].ln();
+        sums[row] = exp2_minus_max(seen, max);
+        lse[row] = max * LN_2 + sums[row].ln();
     }
     let mut out = vec![0.0; rows * d];
     let (hat, last) = (block.hat_values, block.hat_values_last);

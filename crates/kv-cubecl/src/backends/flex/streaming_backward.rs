@@ -1,12 +1,14 @@
 //! Gradients of the closed form, recomputing each block's weights from the saved log-sum-exp
 //! (Dao et al., 2022, <https://arxiv.org/abs/2205.14135>, algorithm 4).
 
+use core::f32::consts::LOG2_E;
+
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use super::{
     dims,
-    simd::exp_minus_max,
+    simd::exp2_minus_max,
     streaming::{Block, Matrix, Problem, gather, matmul, scores, split_band},
     tensor,
 };
@@ -106,7 +108,7 @@ fn backward_block(problem: &Problem, block: Block, inputs: &Inputs<'_>, outputs:
         let lse = inputs.lse[source(row)];
         let (seen, hidden) = p.split_at_mut(seen);
         hidden.fill(0.0);
-        exp_minus_max(seen, lse);
+        exp2_minus_max(seen, lse * LOG2_E);
     }
 
     // dV = P^T dO, apart for rows that saw the value quantized and for those that saw it in float.
