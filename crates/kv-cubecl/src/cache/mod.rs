@@ -13,7 +13,7 @@ use crate::{
     QuantizedCounts, Result, functions,
     layout::{CacheLayout, MemoryBytes, StreamSpec},
 };
-use state::State;
+use state::{State, Tensors};
 
 /// One layer's streaming KIVI cache.
 ///
@@ -215,7 +215,7 @@ impl KvCache {
 
     /// Takes the cache apart, for example to store a prefix.
     pub fn into_parts(self) -> CacheParts {
-        let State { keys, values, floats } = self.state;
+        let Tensors { keys, values, floats } = self.state.into_tensors();
         CacheParts { keys, values, floats, len: self.len }
     }
 
@@ -280,7 +280,7 @@ impl KvCache {
     }
 
     fn check_device(&self, op: &'static str, name: &str, found: &Device) -> Result<()> {
-        let device = self.state.floats.device();
+        let device = self.state.tensors().floats.device();
         let why = if found.is_autodiff() {
             "a cache records no gradients; train with streaming_attention".to_string()
         } else if *found != device {

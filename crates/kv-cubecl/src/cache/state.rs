@@ -12,14 +12,29 @@ use crate::{
     layout::{CacheLayout, QuantSpec},
 };
 
+/// The tensors, except while a backend writes them.
 #[derive(Clone, Debug)]
-pub(super) struct State {
+pub(super) struct State(Option<Tensors>);
+
+#[derive(Clone, Debug)]
+pub(super) struct Tensors {
     pub(super) keys: Tensor<1, Int>,
     pub(super) values: Tensor<1, Int>,
     pub(super) floats: Tensor<4>,
 }
 
+/// What using a cache after a panic says.
+const LOST: &str = "the cache is lost: its backend panicked while writing";
+
 impl State {
+    pub(super) fn tensors(&self) -> &Tensors {
+        self.0.as_ref().expect(LOST)
+    }
+
+    pub(super) fn into_tensors(self) -> Tensors {
+        self.0.expect(LOST)
+    }
+
     pub(super) fn zeros(layout: &CacheLayout, device: &Device) -> Self {
         let shape = layout.shape();
         let float = match layout.config().float {
@@ -27,11 +42,11 @@ impl State {
             CacheFloat::F16 => DType::F16,
         };
         let floats = [shape.batch, shape.n_kv_heads, layout.float_rows(), shape.head_dim];
-        Self {
+        Self(Some(Tensors {
             keys: Tensor::zeros([layout.key_words()], (device, DType::U32)),
             values: Tensor::zeros([layout.value_words()], (device, DType::U32)),
             floats: Tensor::zeros(floats, (device, float)),
-        }
+        }))
     }
 
     pub(super) fn replace(
@@ -40,36 +55,39 @@ impl State {
         values: Tensor<1, Int>,
         floats: Tensor<4>,
     ) -> Result<Self> {
+        let own = self.into_tensors();
         let fail = |tensor, shape: Vec<usize>, rule| {
             Err(Error::Shape { op: "from_parts", tensor, shape, rule })
         };
-        for (name, new, own) in [("keys", &keys, &self.keys), ("values", &values, &self.values)] {
+        for (name, new, own) in [("keys", &keys, &own.keys), ("values", &values, &own.values)] {
             if new.dims() != own.dims() || new.dtype() != own.dtype() {
                 let rule = format!("must be {:?} of {:?}", own.dims(), own.dtype());
                 return fail(name, new.dims().to_vec(), rule);
             }
         }
-        if floats.dims() != self.floats.dims() || floats.dtype() != self.floats.dtype() {
-            let rule = format!("must be {:?} of {:?}", self.floats.dims(), self.floats.dtype());
+        if floats.dims() != own.floats.dims() || floats.dtype() != own.floats.dtype() {
+            let rule = format!("must be {:?} of {:?}", own.floats.dims(), own.floats.dtype());
             return fail("floats", floats.dims().to_vec(), rule);
         }
-        Ok(Self { keys, values, floats })
+        Ok(Self(Some(Tensors { keys, values, floats })))
     }
 
     pub(super) fn memory_bytes(&self) -> MemoryBytes {
         let bytes = |elements: usize, dtype: DType| elements * dtype.size();
+        let Tensors { keys, values, floats } = self.tensors();
         MemoryBytes {
-            keys: bytes(self.keys.shape().num_elements(), self.keys.dtype()),
-            values: bytes(self.values.shape().num_elements(), self.values.dtype()),
-            floats: bytes(self.floats.shape().num_elements(), self.floats.dtype()),
+            keys: bytes(keys.shape().num_elements(), keys.dtype()),
+            values: bytes(values.shape().num_elements(), values.dtype()),
+            floats: bytes(floats.shape().num_elements(), floats.dtype()),
         }
     }
 
     pub(super) fn into_dispatch(self) -> CacheState<Dispatch> {
+        let Tensors { keys, values, floats } = self.into_tensors();
         CacheState {
-            keys: self.keys.into_dispatch(),
-            values: self.values.into_dispatch(),
-            floats: self.floats.into_dispatch(),
+            keys: keys.into_dispatch(),
+            values: values.into_dispatch(),
+            floats: floats.into_dispatch(),
         }
     }
 
@@ -106,16 +124,12 @@ impl State {
         &mut self,
         write: impl FnOnce(CacheState<Dispatch>) -> (CacheState<Dispatch>, T),
     ) -> T {
-        let device = self.floats.device();
-        let empty = |dtype| Tensor::<1, Int>::empty([1], (&device, dtype));
-        let floats = Tensor::empty([1, 1, 1, 1], (&device, self.floats.dtype()));
-        let hollow = Self { keys: empty(DType::U32), values: empty(DType::U32), floats };
-        let (state, output) = write(core::mem::replace(self, hollow).into_dispatch());
-        *self = Self {
+        let (state, output) = write(Self(self.0.take()).into_dispatch());
+        self.0 = Some(Tensors {
             keys: Tensor::from_dispatch(state.keys),
             values: Tensor::from_dispatch(state.values),
             floats: Tensor::from_dispatch(state.floats),
-        };
+        });
         output
     }
 
@@ -131,6 +145,7 @@ impl State {
         let row = |token: usize| token / spec.group_size * spec.words_per_group();
         let (start, end) = (row(tokens.start), row(tokens.end));
         let words = self
+            .tensors()
             .keys
             .clone()
             .reshape([shape.batch, shape.n_kv_heads, rows, shape.head_dim])
@@ -149,6 +164,7 @@ impl State {
         let width = spec.words(1, shape.head_dim);
         let rows = layout.value_slice_words() / width;
         let words = self
+            .tensors()
             .values
             .clone()
             .reshape([shape.batch, shape.n_kv_heads, rows, width])

@@ -130,7 +130,7 @@ impl KvCache {
                 .zip(first..)
                 .take_while(|&(token, expected)| row(token) == expected)
                 .count();
-            parts.push(self.state.floats.clone().narrow(2, first, run).cast(DType::F32));
+            parts.push(self.state.tensors().floats.clone().narrow(2, first, run).cast(DType::F32));
             start += run;
         }
         parts
