@@ -5,12 +5,8 @@ use core::{
     hint, iter,
     ops::Range,
     sync::atomic::{AtomicUsize, Ordering},
-    time::Duration,
 };
-use std::{
-    sync::{Mutex, PoisonError},
-    time::Instant,
-};
+use std::sync::{Mutex, PoisonError};
 
 use burn::backend::Flex;
 use burn_flex::FlexTensor;
@@ -193,14 +189,12 @@ fn with_this_thread<S: Send, T: Send>(
 /// Waits without sleeping, which takes longer to end than the other threads' last tasks; but not for
 /// long, as one of them may not have a core.
 fn spin_while(condition: impl Fn() -> bool) {
-    const LONGEST: Duration = Duration::from_micros(100);
-    const SPINS: usize = 16;
-    let start = Instant::now();
-    while condition() && start.elapsed() < LONGEST {
-        (0..SPINS).for_each(|_| hint::spin_loop());
+    /// Of the processor's pauses, tens to hundreds of microseconds together.
+    const LONGEST: usize = 4096;
+    if (0..LONGEST).take_while(|_| condition()).map(|_| hint::spin_loop()).count() > 0 {
+        // What is between a task's end and the scope's knowing of it.
+        (0..16).for_each(|_| hint::spin_loop());
     }
-    // What is between a task's end and the scope's knowing of it.
-    (0..SPINS).for_each(|_| hint::spin_loop());
 }
 
 impl Slice<'_> {
