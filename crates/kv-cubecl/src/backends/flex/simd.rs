@@ -206,6 +206,11 @@ mod tests {
         dots::<S, 2>(x, [x, x])
     }
 
+    #[macerator::with_simd]
+    fn add_twice<S: Simd>(x: &[f32], o: &mut [f32]) {
+        add_scaled::<S, 2>(&[2.0, 3.0], [x, x], o);
+    }
+
     #[test]
     fn reductions_cover_every_length() {
         for n in 0..70 {
@@ -214,6 +219,9 @@ mod tests {
             assert_eq!(maximum(&x), largest);
             let expected: f32 = x.iter().map(|v| v * v).sum();
             assert_eq!(squares(&x), [expected; 2], "small integers add exactly");
+            let mut o = x.clone();
+            add_twice(&x, &mut o);
+            assert_eq!(o, x.iter().map(|x| 6.0 * x).collect::<Vec<_>>());
             let mut e = x.clone();
             let sum = exp2_minus_max(&mut e, largest);
             let expected: f64 = x.iter().map(|&v| ((v - largest) as f64).exp2()).sum();
