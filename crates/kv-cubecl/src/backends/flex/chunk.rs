@@ -1,7 +1,7 @@
 //! Attention of a chunk's rows over the history: blocks of rows against tiles of restored tokens, as
 //! matrix products. No more than a tile is restored at once.
 
-use core::f32::consts::{LN_2, LOG2_E};
+use core::f32::consts::LOG2_E;
 
 use burn::backend::Flex;
 use burn_flex::FlexTensor;
@@ -76,7 +76,7 @@ impl Slice<'_> {
         for ((row, sum), lse) in scores.chunks_exact_mut(tokens).zip(&mut sums).zip(lse) {
             let max = simd::maximum(row);
             *sum = simd::exp2_minus_max(row, max);
-            *lse = max * LN_2 + sum.ln();
+            *lse = simd::log_sum_exp(max, *sum);
         }
 
         let mut add = |token: usize, values: &[f32]| {

@@ -6,6 +6,8 @@
 //! `from_fn`: those are functions of their own, compiled without the extension, where every
 //! operation is a call.
 
+use core::f32::consts::LN_2;
+
 use macerator::{Scalar, Simd, Vector};
 
 /// Most 32-bit lanes of a vector.
@@ -57,20 +59,19 @@ pub(super) fn gather(x: &[u32], stride: usize, out: &mut [u32]) {
     }
 }
 
-/// Asks for `len` elements of `x` from `start` on, as far as there are so many, to be brought into
-/// the first-level cache.
+/// Asks for `len` words of `x` from `start` on, as far as there are so many, to be brought into the
+/// first-level cache.
 #[inline(always)]
-pub(super) fn prefetch<T>(x: &[T], start: usize, len: usize) {
+pub(super) fn prefetch(x: &[u32], start: usize, len: usize) {
     #[cfg(target_arch = "x86_64")]
     {
         use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        /// Bytes of a cache line.
-        const LINE: usize = 64;
-        let step = LINE / size_of::<T>();
-        let lines = len.min(x.len().saturating_sub(start)).div_ceil(step);
+        /// Words of a cache line.
+        const LINE: usize = 64 / size_of::<u32>();
+        let lines = len.min(x.len().saturating_sub(start)).div_ceil(LINE);
         for line in 0..lines {
             // SAFETY: within `x`, and a prefetch is a hint, which every x86-64 processor has.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().add(start + line * step).cast()) };
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().add(start + line * LINE).cast()) };
         }
     }
     #[cfg(not(target_arch = "x86_64"))]
@@ -163,11 +164,15 @@ pub(in crate::backends::flex) fn exp2_minus_max<S: Simd>(scores: &mut [f32], max
         let mut last = [f32::NEG_INFINITY; MAX_LANES];
         last[..rest.len()].copy_from_slice(rest);
         let e = exp2(load(&last) - maximum);
-        store(&mut last, e);
-        rest.copy_from_slice(&last[..rest.len()]);
+        store_part(rest, e);
         sum += e;
     }
     sum.reduce_add()
+}
+
+/// Log-sum-exp, to base e, of scores to base 2 whose powers without their maximum add up to `sum`.
+pub(super) fn log_sum_exp(maximum: f32, sum: f32) -> f32 {
+    maximum * LN_2 + sum.ln()
 }
 
 /// Largest element, `-inf` of none.

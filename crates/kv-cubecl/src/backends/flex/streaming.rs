@@ -1,13 +1,13 @@
 //! The closed form, block by block: each block of rows is a few matrix products.
 
-use core::f32::consts::{LN_2, LOG2_E};
+use core::f32::consts::LOG2_E;
 
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use super::{
     dims,
-    simd::{exp2_minus_max, maximum},
+    simd::{exp2_minus_max, log_sum_exp, maximum},
     tensor,
 };
 use crate::{layout::StreamSpec, shapes};
@@ -274,7 +274,7 @@ fn attend_block(
         hidden.fill(0.0);
         let max = maximum(seen);
         sums[row] = exp2_minus_max(seen, max);
-        lse[row] = max * LN_2 + sums[row].ln();
+        lse[row] = log_sum_exp(max, sums[row]);
     }
     let mut out = vec![0.0; rows * d];
     let (hat, last) = (block.hat_values, block.hat_values_last);
