@@ -20,7 +20,7 @@ use crate::layout::QuantSpec;
 const MAX_ROWS: usize = 4;
 
 /// Rows of `head_dim` elements that [`score`] needs for itself.
-pub(super) const SCRATCH_ROWS: usize = MAX_ROWS;
+pub(super) const SCRATCH_ROWS: usize = 2 * MAX_ROWS;
 
 /// Most tokens whose folded weights are in the first-level cache at once.
 const TILE: usize = 128;
@@ -35,23 +35,26 @@ pub(super) fn serves(spec: &QuantSpec) -> bool {
 
 /// A kernel for the bits and for up to [`MAX_ROWS`] rows.
 macro_rules! kernel {
-    ($name:ident, $spec:expr, $rows:expr) => {
+    ($($name:ident)::+, $spec:expr, $rows:expr) => {
         match ($spec.n_bits, $rows) {
-            (2, 1) => $name::<16, 1>,
-            (2, 2) => $name::<16, 2>,
-            (2, 3) => $name::<16, 3>,
-            (2, _) => $name::<16, 4>,
-            (4, 1) => $name::<8, 1>,
-            (4, 2) => $name::<8, 2>,
-            (4, 3) => $name::<8, 3>,
-            (4, _) => $name::<8, 4>,
-            (_, 1) => $name::<4, 1>,
-            (_, 2) => $name::<4, 2>,
-            (_, 3) => $name::<4, 3>,
-            (_, _) => $name::<4, 4>,
+            (2, 1) => $($name)::+::<16, 1>,
+            (2, 2) => $($name)::+::<16, 2>,
+            (2, 3) => $($name)::+::<16, 3>,
+            (2, _) => $($name)::+::<16, 4>,
+            (4, 1) => $($name)::+::<8, 1>,
+            (4, 2) => $($name)::+::<8, 2>,
+            (4, 3) => $($name)::+::<8, 3>,
+            (4, _) => $($name)::+::<8, 4>,
+            (_, 1) => $($name)::+::<4, 1>,
+            (_, 2) => $($name)::+::<4, 2>,
+            (_, 3) => $($name)::+::<4, 3>,
+            (_, _) => $($name)::+::<4, 4>,
         }
     };
 }
+
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 
 /// Splits `rows` into runs of at most [`MAX_ROWS`]: first row and length.
 fn runs(rows: usize) -> impl Iterator<Item = (usize, usize)> {
@@ -74,6 +77,11 @@ pub(super) fn score(
     for (row, rows) in runs(query.len() / head_dim) {
         let query = &query[row * head_dim..][..rows * head_dim];
         let kernel = kernel!(score_rows, spec, rows);
+        #[cfg(target_arch = "x86_64")]
+        let kernel = match vnni::serves(spec, head_dim) {
+            true => kernel!(vnni::score_rows, spec, rows),
+            false => kernel,
+        };
         let group_size = spec.group_size;
         kernel(
             &keys[start..],
@@ -102,7 +110,13 @@ pub(super) fn add(
     let values = &values[words(tokens.start)..words(tokens.end)];
     for (row, rows) in runs(o.len() / head_dim) {
         let o = &mut o[row * head_dim..][..rows * head_dim];
-        kernel!(add_rows, spec, rows)(values, &weights[row * n..], n, o, head_dim, spec.group_size);
+        let kernel = kernel!(add_rows, spec, rows);
+        #[cfg(target_arch = "x86_64")]
+        let kernel = match vnni::serves(spec, head_dim) {
+            true => kernel!(vnni::add_rows, spec, rows),
+            false => kernel,
+        };
+        kernel(values, &weights[row * n..], n, o, head_dim, spec.group_size);
     }
 }
 

@@ -22,7 +22,7 @@ fn parameters(min: f32, max: f32, max_code: f32) -> (u32, f32, f32) {
 ///
 /// Widening the exponent by multiplication is exact for every finite f16, subnormals included;
 /// parameters are always finite.
-const WIDEN: f32 = f32::from_bits((127 + 127 - 15) << 23);
+pub(super) const WIDEN: f32 = f32::from_bits((127 + 127 - 15) << 23);
 
 /// Scale and minimum in a parameter word.
 #[inline(always)]

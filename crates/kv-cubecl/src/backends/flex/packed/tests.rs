@@ -11,12 +11,27 @@ const GROUP: usize = 32;
 const ROWS: usize = 3;
 
 /// Both kernels over the same tokens: scores, then outputs.
+#[derive(Clone, Copy)]
 struct Kernels<'a, const CODES: usize> {
     keys: &'a [u32],
     values: &'a [u32],
     query: &'a [f32],
     weights: &'a [f32],
     tokens: usize,
+}
+
+impl<const CODES: usize> Kernels<'_, CODES> {
+    fn in_integers(self) -> [Vec<f32>; 2] {
+        let Self { keys, values, query, weights, tokens } = self;
+        let (n, d, g) = (tokens, HEAD_DIM, GROUP);
+        // Poisoned: what is not written shows.
+        let mut scores = vec![f32::NAN; ROWS * tokens];
+        let mut o = vec![0.0; ROWS * d];
+        let scratch = &mut vec![f32::NAN; SCRATCH_ROWS * d];
+        vnni::score_rows::<CODES, ROWS>(keys, query, &mut scores, n, tokens, d, g, scratch);
+        vnni::add_rows::<CODES, ROWS>(values, weights, n, &mut o, d, g);
+        [scores, o]
+    }
 }
 
 impl<const CODES: usize> WithSimd for Kernels<'_, CODES> {
@@ -51,8 +66,12 @@ fn check<const CODES: usize>() {
         let wave = |len: usize, pitch: f32| -> Vec<f32> {
             (0..len).map(|i| (i as f32 * pitch).sin() + 0.3 * (i % 7) as f32).collect()
         };
-        let query = wave(ROWS * HEAD_DIM, 0.7);
-        let weights: Vec<f32> = wave(ROWS * tokens, 1.3).iter().map(|x| x.abs()).collect();
+        // The second row's factors are of every magnitude.
+        let wide = |row: usize, i: usize| if row == 1 { 10f32.powi(i as i32 % 9 - 6) } else { 1.0 };
+        let mut query = wave(ROWS * HEAD_DIM, 0.7);
+        let mut weights: Vec<f32> = wave(ROWS * tokens, 1.3).iter().map(|x| x.abs()).collect();
+        query.iter_mut().enumerate().for_each(|(i, x)| *x *= wide(i / HEAD_DIM, i));
+        weights.iter_mut().enumerate().for_each(|(i, x)| *x *= wide(i / tokens, i));
         let (mut packed, mut restored) = (Vec::new(), Vec::new());
         for (granularity, count) in
             [(Granularity::PerChannel, whole), (Granularity::PerToken, tokens)]
@@ -80,32 +99,42 @@ fn check<const CODES: usize>() {
                 (0..tokens).map(|t| f64::from(weights[r * tokens + t]) * value(t, c)).sum()
             })
             .collect();
-        for arch in [Arch::Scalar, Arch::V2, Arch::V3, Arch::V4] {
-            if !available(arch) {
-                eprintln!("SKIPPED: this CPU has no {arch:?}");
-                continue;
-            }
-            let kernels = Kernels::<CODES> {
-                keys: &packed[0],
-                values: &packed[1],
-                query: &query,
-                weights: &weights,
-                tokens,
-            };
+        let kernels = Kernels::<CODES> {
+            keys: &packed[0],
+            values: &packed[1],
+            query: &query,
+            weights: &weights,
+            tokens,
+        };
+        let in_floats = [Arch::Scalar, Arch::V2, Arch::V3, Arch::V4].map(|arch| {
             // SAFETY: the CPU has the extension.
-            let actual = unsafe { arch.dispatch(kernels) };
+            let actual = available(arch).then(|| unsafe { arch.dispatch(kernels) });
+            (format!("{arch:?}"), actual)
+        });
+        let in_integers = vnni::available().then(|| kernels.in_integers());
+        for (arch, actual) in in_floats.into_iter().chain([("VNNI".to_owned(), in_integers)]) {
+            let Some(actual) = actual else {
+                eprintln!("SKIPPED: this CPU has no {arch}");
+                continue;
+            };
             for (name, actual, expected) in
                 [("scores", &actual[0], &scores), ("output", &actual[1], &outputs)]
             {
-                let largest = expected.iter().fold(0.0f64, |m, x| m.max(x.abs()));
-                for (i, (actual, expected)) in actual.iter().zip(expected).enumerate() {
-                    // Sums of up to 199 products, each rounded to f32's 6e-8.
-                    let error = (f64::from(*actual) - expected).abs() / largest;
-                    assert!(
-                        error < 2e-6,
-                        "{arch:?}, {n_bits} bits, {tokens} tokens: {name}[{i}] is {actual}, \
-                         not {expected}"
-                    );
+                for (row, (actual, expected)) in actual
+                    .chunks(actual.len() / ROWS)
+                    .zip(expected.chunks(expected.len() / ROWS))
+                    .enumerate()
+                {
+                    let largest = expected.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+                    for (i, (actual, expected)) in actual.iter().zip(expected).enumerate() {
+                        // Sums of up to 199 products, each rounded to f32's 6e-8.
+                        let error = (f64::from(*actual) - expected).abs();
+                        assert!(
+                            error <= 2e-6 * largest,
+                            "{arch}, {n_bits} bits, {tokens} tokens: {name}[{row}, {i}] is \
+                             {actual}, not {expected}"
+                        );
+                    }
                 }
             }
         }
@@ -127,4 +156,46 @@ fn packed_attention_is_that_over_restored_tokens_on_every_extension() {
     check::<16>();
     check::<8>();
     check::<4>();
+}
+
+#[test]
+fn integers_keep_zeros_and_what_is_not_finite() {
+    if !vnni::available() {
+        eprintln!("SKIPPED: this CPU has no VNNI");
+        return;
+    }
+    const TOKENS: usize = 64;
+    let spec = |granularity| QuantSpec { granularity, n_bits: 4, group_size: GROUP };
+    let input: Vec<f32> = (0..TOKENS * HEAD_DIM).map(|i| (i as f32 * 0.37).sin()).collect();
+    let [keys, values] = [Granularity::PerChannel, Granularity::PerToken].map(|granularity| {
+        let mut words = vec![0; spec(granularity).words(TOKENS, HEAD_DIM)];
+        quantize_slice(&input, &mut words, HEAD_DIM, &spec(granularity));
+        words
+    });
+    let nothing = Kernels::<8> {
+        keys: &keys,
+        values: &values,
+        query: &[0.0; ROWS * HEAD_DIM],
+        weights: &[0.0; ROWS * TOKENS],
+        tokens: TOKENS,
+    };
+    assert!(nothing.in_integers().iter().flatten().all(|&x| x == 0.0));
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let (mut query, mut weights) = ([1.0; ROWS * HEAD_DIM], [1.0; ROWS * TOKENS]);
+        query[HEAD_DIM + 7] = bad;
+        weights[TOKENS + 7] = bad;
+        let kernels = Kernels::<8> {
+            keys: &keys,
+            values: &values,
+            query: &query,
+            weights: &weights,
+            tokens: TOKENS,
+        };
+        for rows in kernels.in_integers() {
+            let len = rows.len() / ROWS;
+            for (i, x) in rows.iter().enumerate() {
+                assert_eq!(x.is_finite(), i / len != 1, "{bad}: element {i} is {x}");
+            }
+        }
+    }
 }

@@ -1,0 +1,509 @@
+//! Attention over packed tokens in integers, for processors that multiply bytes: AVX-512 with VNNI.
+//!
+//! As the kernels [in floating point](super), but the factors of a group become integers relative to
+//! the largest of them, of three digits to base 256. One instruction then multiplies a digit of four
+//! terms with their codes, for 16 elements, where one in floating point multiplies one factor: three
+//! instructions for four. A factor is off by at most 2^-23 of the largest, about what rounding a sum
+//! of f32 is. Codes stay at their place in their byte.
+
+use core::{arch::x86_64::*, mem};
+
+use super::{MAX_ROWS, TILE, TILE_WORDS};
+use crate::{
+    backends::flex::{quantize::WIDEN, simd},
+    layout::QuantSpec,
+};
+
+/// 32-bit lanes of a vector.
+const LANES: usize = 16;
+
+/// Terms multiplied at once, one for each byte of a lane.
+const QUAD: usize = 4;
+
+/// Digits of a factor, a signed byte each.
+const DIGITS: usize = 3;
+
+/// What the largest factor of a group becomes: with [`ZERO`] below 2^23, also when rounded up.
+const LARGEST: f32 = 0x3f_7f00 as f32;
+
+/// The middle of f32's 23-bit mantissas, but with the middle of a byte in its two lower bytes: taken byte by
+/// byte from an integer to which it was added, it leaves signed digits.
+const ZERO: u32 = 0x40_8080;
+
+/// Factors are scaled up as if the largest were at least this, which adds nothing to a softmax.
+const SMALLEST: f32 = 1e-30;
+
+/// Whether this processor has the instructions and the layout suits them.
+pub(super) fn serves(spec: &QuantSpec, head_dim: usize) -> bool {
+    let line = Line::new(head_dim, spec.codes_per_word(), spec.group_size);
+    available() && head_dim.is_multiple_of(LANES) && line.words * LANES <= TILE_WORDS
+}
+
+pub(super) fn available() -> bool {
+    is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512vnni")
+}
+
+/// Words of one token's values.
+struct Line {
+    codes: usize,
+    groups: usize,
+    width: usize,
+    /// With those that make whole quads of them.
+    words: usize,
+}
+
+impl Line {
+    const fn new(head_dim: usize, codes_per_word: usize, group_size: usize) -> Self {
+        let (codes, groups) = (head_dim / codes_per_word, head_dim / group_size);
+        let width = codes + groups;
+        Self { codes, groups, width, words: width.next_multiple_of(QUAD) }
+    }
+}
+
+/// Constants by lane, for words of `CODES` codes.
+struct Lanes<const CODES: usize>;
+
+impl<const CODES: usize> Lanes<CODES> {
+    const N_BITS: usize = 32 / CODES;
+
+    /// Which byte of a word has the code of a lane, in each of four words.
+    const BYTES: [[u8; QUAD]; LANES] = {
+        let mut lanes = [[0; QUAD]; LANES];
+        let mut i = 0;
+        while i < LANES * QUAD {
+            let (lane, word) = (i / QUAD, i % QUAD);
+            lanes[lane][word] = (QUAD * word + lane % CODES * Self::N_BITS / 8) as u8;
+            i += 1;
+        }
+        lanes
+    };
+
+    /// Which bits of these bytes are the code.
+    const MASK: [[u8; QUAD]; LANES] = {
+        let mut lanes = [[0; QUAD]; LANES];
+        let mut i = 0;
+        while i < LANES {
+            let code = ((1u32 << Self::N_BITS) - 1) << Self::place(i);
+            lanes[i] = [code as u8; QUAD];
+            i += 1;
+        }
+        lanes
+    };
+
+    /// One over what its place in a byte multiplies the code by.
+    const PLACE: [f32; LANES] = {
+        let mut lanes = [0.0; LANES];
+        let mut i = 0;
+        while i < LANES {
+            lanes[i] = 1.0 / (1u32 << Self::place(i)) as f32;
+            i += 1;
+        }
+        lanes
+    };
+
+    const fn place(lane: usize) -> usize {
+        lane * Self::N_BITS % 8
+    }
+}
+
+/// Codes and what they are multiplied with: quads of terms, each a vector of codes and, per row, a factor.
+struct Terms<'a> {
+    /// Codes of 16 elements, of four terms side by side.
+    words: &'a [u32],
+    /// From the words of a quad to those of the next.
+    stride: usize,
+    /// From a word of a term to its next word.
+    word_stride: usize,
+    /// Of [`fold`].
+    digits: &'a [f32],
+    /// From the digits of a row to those of the next.
+    row_stride: usize,
+    quads: usize,
+}
+
+/// Reads the codes of 16 consecutive elements.
+#[derive(Clone, Copy)]
+struct Codes<const CODES: usize> {
+    bytes: __m512i,
+    mask: __m512i,
+    place: __m512,
+}
+
+impl<const CODES: usize> Codes<CODES> {
+    /// Words of a term.
+    const WORDS: usize = LANES.div_ceil(CODES);
+
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn new() -> Self {
+        Self {
+            bytes: load(Lanes::<CODES>::BYTES.as_flattened()),
+            mask: load(Lanes::<CODES>::MASK.as_flattened()),
+            place: _mm512_castsi512_ps(load(&Lanes::<CODES>::PLACE)),
+        }
+    }
+
+    /// Per row, the sum of the products of codes and factors, each code times its place.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn sums<const ROWS: usize>(&self, terms: &Terms<'_>) -> [__m512; ROWS] {
+        let last = terms.quads - 1;
+        assert!(
+            last * terms.stride + (Self::WORDS - 1) * terms.word_stride + QUAD <= terms.words.len()
+        );
+        assert!((ROWS - 1) * terms.row_stride + last * QUAD + DIGITS <= terms.digits.len());
+        let mut sums = [[_mm512_setzero_si512(); DIGITS]; ROWS];
+        for quad in 0..terms.quads {
+            // SAFETY: as asserted, the words of each quad are in the slice.
+            let words = |i: usize| unsafe {
+                let words =
+                    terms.words.get_unchecked(quad * terms.stride + i * terms.word_stride..);
+                _mm_loadu_si128(words.as_ptr().cast())
+            };
+            let mut codes = _mm512_broadcast_i32x4(words(0));
+            if Self::WORDS == 2 {
+                codes = _mm512_mask_broadcast_i32x4(codes, 0xff00, words(1));
+            } else if Self::WORDS == 4 {
+                codes = _mm512_mask_broadcast_i32x4(codes, 0x00f0, words(1));
+                codes = _mm512_mask_broadcast_i32x4(codes, 0x0f00, words(2));
+                codes = _mm512_mask_broadcast_i32x4(codes, 0xf000, words(3));
+            }
+            codes = _mm512_and_si512(_mm512_shuffle_epi8(codes, self.bytes), self.mask);
+            for (row, sums) in sums.iter_mut().enumerate() {
+                for (digit, sum) in sums.iter_mut().enumerate() {
+                    let i = row * terms.row_stride + quad * QUAD + digit;
+                    // SAFETY: as asserted, the digits of each quad are in the slice.
+                    let digits = unsafe { terms.digits.get_unchecked(i) }.to_bits();
+                    *sum = _mm512_dpbusd_epi32(*sum, codes, _mm512_set1_epi32(digits as i32));
+                }
+            }
+        }
+        let base = _mm512_set1_ps(256.0);
+        let mut totals = [_mm512_setzero_ps(); ROWS];
+        for (total, [low, middle, high]) in totals.iter_mut().zip(sums) {
+            let upper = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), base, _mm512_cvtepi32_ps(middle));
+            *total = _mm512_fmadd_ps(upper, base, _mm512_cvtepi32_ps(low));
+        }
+        totals
+    }
+
+    /// Turns one of [`sums`](Self::sums) into that of codes times factors, which were multiples of `unit`, and
+    /// adds `base`.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn restore(&self, sum: __m512, unit: f32, base: f32) -> __m512 {
+        let unit = _mm512_mul_ps(self.place, _mm512_set1_ps(unit));
+        _mm512_fmadd_ps(sum, unit, _mm512_set1_ps(base))
+    }
+}
+
+/// The first elements of `x`, bit by bit.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn load<T: Copy>(x: &[T]) -> __m512i {
+    assert!(size_of_val(x) >= size_of::<__m512i>());
+    // SAFETY: the slice holds a vector, and numbers are read as what they are in memory.
+    unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
+}
+
+/// The first four of `words`.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn load_quad(words: &[u32]) -> __m128i {
+    assert!(words.len() >= QUAD);
+    // SAFETY: the slice holds them.
+    unsafe { _mm_loadu_si128(words.as_ptr().cast()) }
+}
+
+/// What all terms of a group have in common, by row.
+#[derive(Clone, Copy)]
+struct Folded {
+    /// Sum of the factors times the minima.
+    base: [f32; MAX_ROWS],
+    /// What the factors are multiples of.
+    unit: [f32; MAX_ROWS],
+}
+
+/// Multiplies `ROWS` rows of `n` factors, `stride` apart, by the scales in the words that `params` gives for 16
+/// of them, and turns them into digits: of four factors the first digits, lowest first, then their second
+/// and third digits, a word each, and a word without meaning. Rows of `digits` are `digits_stride` apart.
+///
+/// Factors that are not finite are so in the sum with the minima.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn fold<const ROWS: usize>(
+    n: usize,
+    params: impl Fn(usize) -> __m512i,
+    factors: &[f32],
+    stride: usize,
+    digits: &mut [f32],
+    digits_stride: usize,
+) -> Folded {
+    assert!((ROWS - 1) * stride + n <= factors.len());
+    assert!((ROWS - 1) * digits_stride + n.next_multiple_of(LANES) <= digits.len());
+    let [mut base, mut largest] = [[_mm512_setzero_ps(); MAX_ROWS]; 2];
+    for first in (0..n).step_by(LANES) {
+        let (scale, min) = unpack_parameters(params(first));
+        let wanted = u16::MAX >> LANES.saturating_sub(n - first);
+        for row in 0..ROWS {
+            // SAFETY: as asserted, the factors that are wanted are in the slice.
+            let factor = unsafe {
+                let factors = factors.as_ptr().add(row * stride + first);
+                _mm512_maskz_loadu_ps(wanted, factors)
+            };
+            let scaled = _mm512_mul_ps(factor, scale);
+            // SAFETY: as asserted, there are whole vectors of digits.
+            unsafe {
+                _mm512_storeu_ps(digits.as_mut_ptr().add(row * digits_stride + first), scaled)
+            };
+            base[row] = _mm512_fmadd_ps(factor, min, base[row]);
+            largest[row] = _mm512_range_ps::<LARGER_MAGNITUDE>(largest[row], scaled);
+        }
+    }
+    let base = across(base, |a, b| _mm512_add_ps(a, b));
+    let largest = across(largest, |a, b| _mm512_max_ps(a, b));
+    let largest = largest.map(|largest| largest.max(SMALLEST));
+    let per_unit = largest.map(|largest| LARGEST / largest);
+    // Adding to 2^23 leaves no place for a fraction in a float.
+    let zero = _mm512_set1_ps(((1 << 23) + ZERO) as f32);
+    let zero_digits = _mm512_set1_epi32(ZERO as i32);
+    let by_digit = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    let by_digit = _mm512_broadcast_i32x4(by_digit);
+    for first in (0..n).step_by(LANES) {
+        for row in 0..ROWS {
+            // SAFETY: as above.
+            unsafe {
+                let digits = digits.as_mut_ptr().add(row * digits_stride + first);
+                let per_unit = _mm512_set1_ps(per_unit[row]);
+                let units = _mm512_fmadd_ps(_mm512_loadu_ps(digits), per_unit, zero);
+                let bytes = _mm512_sub_epi8(_mm512_castps_si512(units), zero_digits);
+                let bytes = _mm512_shuffle_epi8(bytes, by_digit);
+                _mm512_storeu_ps(digits, _mm512_castsi512_ps(bytes));
+            }
+        }
+    }
+    Folded { base, unit: largest.map(|largest| largest / LARGEST) }
+}
+
+/// Of two elements, the absolute value of the larger one.
+const LARGER_MAGNITUDE: i32 = 0b1011;
+
+/// Reduces each of four vectors.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn across(rows: [__m512; 4], with: impl Fn(__m512, __m512) -> __m512) -> [f32; 4] {
+    let [a, b, c, d] = rows;
+    let ab = with(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    let cd = with(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    let lanes = with(_mm512_shuffle_ps::<0x44>(ab, cd), _mm512_shuffle_ps::<0xee>(ab, cd));
+    let halves = with(lanes, _mm512_shuffle_f32x4::<0x4e>(lanes, lanes));
+    let whole = with(halves, _mm512_shuffle_f32x4::<0xb1>(halves, halves));
+    let mut out = [0.0; 4];
+    // SAFETY: the array holds a vector of four.
+    unsafe { _mm_storeu_ps(out.as_mut_ptr(), _mm512_castps512_ps128(whole)) };
+    out
+}
+
+/// [`unpack_parameters`](crate::backends::flex::quantize::unpack_parameters) of a vector of words.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn unpack_parameters(words: __m512i) -> (__m512, __m512) {
+    let magnitude = _mm512_set1_epi32(0x7fff << 13);
+    let scale = _mm512_and_si512(_mm512_slli_epi32::<13>(words), magnitude);
+    // The sign stays where it is, its copies are masked.
+    let signed = _mm512_or_si512(magnitude, _mm512_set1_epi32(i32::MIN));
+    let min = _mm512_and_si512(_mm512_srai_epi32::<3>(words), signed);
+    let widen = _mm512_set1_ps(WIDEN);
+    let scale = _mm512_mul_ps(_mm512_castsi512_ps(scale), widen);
+    (scale, _mm512_mul_ps(_mm512_castsi512_ps(min), widen))
+}
+
+/// [`score_rows`](super::score_rows) in integers.
+#[allow(clippy::too_many_arguments, reason = "slices of one problem")]
+pub(super) fn score_rows<const CODES: usize, const ROWS: usize>(
+    keys: &[u32],
+    query: &[f32],
+    scores: &mut [f32],
+    n: usize,
+    tokens: usize,
+    head_dim: usize,
+    group_size: usize,
+    scratch: &mut [f32],
+) {
+    assert!(available());
+    // SAFETY: the processor has what the function is compiled for.
+    unsafe {
+        score::<CODES, ROWS>(keys, query, scores, n, tokens, head_dim, group_size, scratch);
+    }
+}
+
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[allow(clippy::too_many_arguments, reason = "slices of one problem")]
+fn score<const CODES: usize, const ROWS: usize>(
+    keys: &[u32],
+    query: &[f32],
+    scores: &mut [f32],
+    n: usize,
+    tokens: usize,
+    head_dim: usize,
+    group_size: usize,
+    scratch: &mut [f32],
+) {
+    let reader = Codes::<CODES>::new();
+    let group_words = (group_size / CODES + 1) * head_dim;
+    let n_groups = tokens.div_ceil(group_size);
+    // A group is folded before the codes of the one before it are read, which hides how long it takes to
+    // find the largest factor.
+    let (mut digits, mut next_digits) = scratch.split_at_mut(MAX_ROWS * head_dim);
+    let mut next = Folded { base: [0.0; MAX_ROWS], unit: [0.0; MAX_ROWS] };
+    for step in 0..=n_groups {
+        mem::swap(&mut digits, &mut next_digits);
+        let folded = next;
+        if step < n_groups {
+            let params = &keys[(step + 1) * group_words - head_dim..][..head_dim];
+            let params = |i| load(&params[i..]);
+            next = fold::<ROWS>(head_dim, params, query, head_dim, next_digits, head_dim);
+        }
+        let Some(group) = step.checked_sub(1) else { continue };
+        let words = &keys[group * group_words..][..group_words];
+        let in_group = group_size.min(tokens - group * group_size);
+        for first in (0..in_group).step_by(LANES) {
+            // The next group to be folded but one, a share for each vector of this one.
+            let share = group_words * LANES / group_size;
+            simd::prefetch(keys, (group + 3) * group_words + share * (first / LANES), share);
+            let sums = reader.sums::<ROWS>(&Terms {
+                words: &words[first / CODES * head_dim..],
+                stride: QUAD,
+                word_stride: head_dim,
+                digits,
+                row_stride: head_dim,
+                quads: head_dim / QUAD,
+            });
+            for row in 0..ROWS {
+                let scored = reader.restore(sums[row], folded.unit[row], folded.base[row]);
+                let wanted = LANES.min(in_group - first);
+                let scores = &mut scores[row * n + group * group_size + first..][..wanted];
+                store_part(scores, scored);
+            }
+        }
+    }
+}
+
+/// Overwrites all of `x`, at most a vector.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn store_part(x: &mut [f32], vector: __m512) {
+    if let Some(x) = x.as_mut_array::<LANES>() {
+        // SAFETY: the array holds a vector.
+        return unsafe { _mm512_storeu_ps(x.as_mut_ptr(), vector) };
+    }
+    // SAFETY: the mask leaves out what is not in the slice.
+    unsafe { _mm512_mask_storeu_ps(x.as_mut_ptr(), u16::MAX >> (LANES - x.len()), vector) };
+}
+
+/// [`add_rows`](super::add_rows) in integers.
+pub(super) fn add_rows<const CODES: usize, const ROWS: usize>(
+    values: &[u32],
+    weights: &[f32],
+    n: usize,
+    o: &mut [f32],
+    head_dim: usize,
+    group_size: usize,
+) {
+    assert!(available());
+    // SAFETY: the processor has what the function is compiled for.
+    unsafe { add::<CODES, ROWS>(values, weights, n, o, head_dim, group_size) }
+}
+
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn add<const CODES: usize, const ROWS: usize>(
+    values: &[u32],
+    weights: &[f32],
+    n: usize,
+    o: &mut [f32],
+    head_dim: usize,
+    group_size: usize,
+) {
+    let reader = Codes::<CODES>::new();
+    let line = Line::new(head_dim, CODES, group_size);
+    let tile_len = (TILE_WORDS / line.words / LANES * LANES).clamp(LANES, TILE);
+    let mut quads = Aligned([0; TILE_WORDS]);
+    let mut digits = Aligned([[0.0; TILE]; ROWS]);
+    let digits = digits.0.as_flattened_mut();
+    for (tile, lines) in values.chunks(tile_len * line.width).enumerate() {
+        let (first, count) = (tile * tile_len, lines.len() / line.width);
+        let quads = &mut quads.0[..count.next_multiple_of(LANES) * line.words];
+        transpose(&values[first * line.width..], line.width, quads);
+        for group in 0..line.groups {
+            // Those of 16 tokens are in four quads.
+            let params = |token: usize| {
+                let stride = QUAD * line.words;
+                let all = &quads[token * line.words + (line.codes + group) * QUAD..];
+                let all = &all[..3 * stride + QUAD];
+                let quad = |i: usize| load_quad(&all[i * stride..]);
+                let params = _mm512_castsi128_si512(quad(0));
+                let params = _mm512_inserti32x4::<1>(params, quad(1));
+                let params = _mm512_inserti32x4::<2>(params, quad(2));
+                _mm512_inserti32x4::<3>(params, quad(3))
+            };
+            let folded = fold::<ROWS>(count, params, &weights[first..], n, digits, TILE);
+            for channel in (group * group_size..(group + 1) * group_size).step_by(LANES) {
+                let share = tile_len * line.width * LANES / head_dim;
+                let next = (first + tile_len) * line.width;
+                simd::prefetch(values, next + share * (channel / LANES), share);
+                let sums = reader.sums::<ROWS>(&Terms {
+                    words: &quads[channel / CODES * QUAD..],
+                    stride: line.words * QUAD,
+                    word_stride: QUAD,
+                    digits,
+                    row_stride: TILE,
+                    quads: count.div_ceil(QUAD),
+                });
+                for row in 0..ROWS {
+                    let added = reader.restore(sums[row], folded.unit[row], folded.base[row]);
+                    let o = &mut o[row * head_dim + channel..][..LANES];
+                    let sum = _mm512_add_ps(_mm512_castsi512_ps(load(o)), added);
+                    store_part(o, sum);
+                }
+            }
+        }
+    }
+}
+
+/// What crosses no cache line where vectors are read one after the other.
+#[repr(align(64))]
+struct Aligned<T>(T);
+
+/// Brings lines of `width` words in order by quads: the first words of four lines, their second
+/// words, and so on, up to whole quads of words. After the last line come zeros.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn transpose(lines: &[u32], width: usize, quads: &mut [u32]) {
+    let words = width.next_multiple_of(QUAD);
+    let by_word = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    for (quad, out) in quads.chunks_exact_mut(words * QUAD).enumerate() {
+        let first = quad * QUAD * width;
+        // Words after a line are those of the next one.
+        if first + (QUAD - 1) * width + words > lines.len() {
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = lines.get(first + i % QUAD * width + i / QUAD).copied().unwrap_or(0);
+            }
+            continue;
+        }
+        for (i, out) in out.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+            // SAFETY: so are all loads, as checked above, and the array holds a vector.
+            unsafe {
+                let from = lines.as_ptr().add(first + i * QUAD);
+                let line = |j: usize| _mm_loadu_si128(from.add(j * width).cast());
+                let four = _mm512_castsi128_si512(line(0));
+                let four = _mm512_inserti32x4::<1>(four, line(1));
+                let four = _mm512_inserti32x4::<2>(four, line(2));
+                let four = _mm512_inserti32x4::<3>(four, line(3));
+                let four = _mm512_permutexvar_epi32(by_word, four);
+                _mm512_storeu_si512(out.as_mut_ptr().cast(), four)
+            };
+        }
+    }
+}
