@@ -24,7 +24,7 @@ use crate::{CacheState, layout::CacheLayout, shapes};
 const MIN_SPLIT: usize = 512;
 
 /// Tasks per thread: with more of them threads end together, although one wakes up late.
-const TASKS_PER_THREAD: usize = 16;
+const TASKS_PER_THREAD: usize = 8;
 
 /// Tokens whose scores a thread has in memory at once.
 const BLOCK: usize = 4096;
@@ -106,7 +106,8 @@ pub(super) fn decode_attention(
     let split_len = rows * (head_dim + 2);
     let mut results = vec![0.0; slices * n_splits * split_len];
     let splits = results.chunks_exact_mut(split_len).enumerate().map(|(index, result)| {
-        let (slice, split) = (index / n_splits, index % n_splits);
+        // The last split first: it has the window, and what is long is better not left to the end.
+        let (slice, split) = (index / n_splits, (index + n_splits - 1) % n_splits);
         let (stats, o) = result.split_at_mut(2 * rows);
         let (m, l) = stats.split_at_mut(rows);
         Split { slice, tokens: bound(split)..bound(split + 1), m, l, o }

@@ -26,8 +26,8 @@ const DIGITS: usize = 3;
 /// What the largest factor of a group becomes: with [`ZERO`] below 2^23, also when rounded up.
 const LARGEST: f32 = 0x3f_7f00 as f32;
 
-/// The middle of f32's 23-bit mantissas, but with the middle of a byte in its two lower bytes: taken byte by
-/// byte from an integer to which it was added, it leaves signed digits.
+/// The middle of f32's mantissas, with that of bytes in the lower two: taken byte by byte from an
+/// integer to which it was added, it leaves signed digits.
 const ZERO: u32 = 0x40_8080;
 
 /// Factors are scaled up as if the largest were at least this, which adds nothing to a softmax.
@@ -109,7 +109,8 @@ impl<const CODES: usize> Lanes<CODES> {
     }
 }
 
-/// Codes and what they are multiplied with: quads of terms, each a vector of codes and, per row, a factor.
+/// Codes and what they are multiplied with: quads of terms, each a vector of codes and, per row, a
+/// factor.
 struct Terms<'a> {
     /// Codes of 16 elements, of four terms side by side.
     words: &'a [u32],
@@ -117,7 +118,7 @@ struct Terms<'a> {
     stride: usize,
     /// From a word of a term to its next word.
     word_stride: usize,
-    /// Of [`fold`].
+    /// Of [`to_digits`].
     digits: &'a [f32],
     /// From the digits of a row to those of the next.
     row_stride: usize,
@@ -189,8 +190,8 @@ impl<const CODES: usize> Codes<CODES> {
         totals
     }
 
-    /// Turns one of [`sums`](Self::sums) into that of codes times factors, which were multiples of `unit`, and
-    /// adds `base`.
+    /// Turns one of [`sums`](Self::sums) into that of codes times factors, which were multiples of
+    /// `unit`, and adds `base`.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn restore(&self, sum: __m512, unit: f32, base: f32) -> __m512 {
@@ -217,18 +218,17 @@ fn load_quad(words: &[u32]) -> __m128i {
     unsafe { _mm_loadu_si128(words.as_ptr().cast()) }
 }
 
-/// What all terms of a group have in common, by row.
+/// What all factors of a group have in common, by row.
 #[derive(Clone, Copy)]
 struct Folded {
     /// Sum of the factors times the minima.
     base: [f32; MAX_ROWS],
-    /// What the factors are multiples of.
-    unit: [f32; MAX_ROWS],
+    /// Largest factor times its scale.
+    largest: [f32; MAX_ROWS],
 }
 
-/// Multiplies `ROWS` rows of `n` factors, `stride` apart, by the scales in the words that `params` gives for 16
-/// of them, and turns them into digits: of four factors the first digits, lowest first, then their second
-/// and third digits, a word each, and a word without meaning. Rows of `digits` are `digits_stride` apart.
+/// Multiplies `ROWS` rows of `n` factors, `stride` apart, by their scales, into rows of `scaled`,
+/// `scaled_stride` apart. Scales and minima are in the words that `params` gives for 16 factors.
 ///
 /// Factors that are not finite are so in the sum with the minima.
 #[inline]
@@ -238,11 +238,11 @@ fn fold<const ROWS: usize>(
     params: impl Fn(usize) -> __m512i,
     factors: &[f32],
     stride: usize,
-    digits: &mut [f32],
-    digits_stride: usize,
+    scaled: &mut [f32],
+    scaled_stride: usize,
 ) -> Folded {
     assert!((ROWS - 1) * stride + n <= factors.len());
-    assert!((ROWS - 1) * digits_stride + n.next_multiple_of(LANES) <= digits.len());
+    assert!((ROWS - 1) * scaled_stride + n.next_multiple_of(LANES) <= scaled.len());
     let [mut base, mut largest] = [[_mm512_setzero_ps(); MAX_ROWS]; 2];
     for first in (0..n).step_by(LANES) {
         let (scale, min) = unpack_parameters(params(first));
@@ -253,17 +253,34 @@ fn fold<const ROWS: usize>(
                 let factors = factors.as_ptr().add(row * stride + first);
                 _mm512_maskz_loadu_ps(wanted, factors)
             };
-            let scaled = _mm512_mul_ps(factor, scale);
-            // SAFETY: as asserted, there are whole vectors of digits.
+            let product = _mm512_mul_ps(factor, scale);
+            // SAFETY: as asserted, there are whole vectors.
             unsafe {
-                _mm512_storeu_ps(digits.as_mut_ptr().add(row * digits_stride + first), scaled)
+                _mm512_storeu_ps(scaled.as_mut_ptr().add(row * scaled_stride + first), product)
             };
             base[row] = _mm512_fmadd_ps(factor, min, base[row]);
-            largest[row] = _mm512_range_ps::<LARGER_MAGNITUDE>(largest[row], scaled);
+            largest[row] = _mm512_range_ps::<LARGER_MAGNITUDE>(largest[row], product);
         }
     }
-    let base = across(base, |a, b| _mm512_add_ps(a, b));
-    let largest = across(largest, |a, b| _mm512_max_ps(a, b));
+    Folded {
+        base: across(base, |a, b| _mm512_add_ps(a, b)),
+        largest: across(largest, |a, b| _mm512_max_ps(a, b)),
+    }
+}
+
+/// Turns what [`fold`] has scaled into digits, and returns what the factors are multiples of.
+///
+/// Of four factors come the lowest digits, the middle ones and the highest, a word each, then a word
+/// without meaning.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn to_digits<const ROWS: usize>(
+    n: usize,
+    largest: [f32; MAX_ROWS],
+    scaled: &mut [f32],
+    stride: usize,
+) -> [f32; MAX_ROWS] {
+    assert!((ROWS - 1) * stride + n.next_multiple_of(LANES) <= scaled.len());
     let largest = largest.map(|largest| largest.max(SMALLEST));
     let per_unit = largest.map(|largest| LARGEST / largest);
     // Adding to 2^23 leaves no place for a fraction in a float.
@@ -273,9 +290,9 @@ fn fold<const ROWS: usize>(
     let by_digit = _mm512_broadcast_i32x4(by_digit);
     for first in (0..n).step_by(LANES) {
         for row in 0..ROWS {
-            // SAFETY: as above.
+            // SAFETY: as asserted, there are whole vectors.
             unsafe {
-                let digits = digits.as_mut_ptr().add(row * digits_stride + first);
+                let digits = scaled.as_mut_ptr().add(row * stride + first);
                 let per_unit = _mm512_set1_ps(per_unit[row]);
                 let units = _mm512_fmadd_ps(_mm512_loadu_ps(digits), per_unit, zero);
                 let bytes = _mm512_sub_epi8(_mm512_castps_si512(units), zero_digits);
@@ -284,7 +301,7 @@ fn fold<const ROWS: usize>(
             }
         }
     }
-    Folded { base, unit: largest.map(|largest| largest / LARGEST) }
+    largest.map(|largest| largest / LARGEST)
 }
 
 /// Of two elements, the absolute value of the larger one.
@@ -354,17 +371,21 @@ fn score<const CODES: usize, const ROWS: usize>(
     let reader = Codes::<CODES>::new();
     let group_words = (group_size / CODES + 1) * head_dim;
     let n_groups = tokens.div_ceil(group_size);
-    // A group is folded before the codes of the one before it are read, which hides how long it takes to
-    // find the largest factor.
-    let (mut digits, mut next_digits) = scratch.split_at_mut(MAX_ROWS * head_dim);
-    let mut next = Folded { base: [0.0; MAX_ROWS], unit: [0.0; MAX_ROWS] };
+    // A group is folded before the codes of the one before it are read, which hides how long finding
+    // the largest factor takes.
+    let (mut digits, mut scaled) = scratch.split_at_mut(MAX_ROWS * head_dim);
+    let mut next = Folded { base: [0.0; MAX_ROWS], largest: [0.0; MAX_ROWS] };
+    let mut unit = [0.0; MAX_ROWS];
     for step in 0..=n_groups {
-        mem::swap(&mut digits, &mut next_digits);
+        mem::swap(&mut digits, &mut scaled);
         let folded = next;
+        if step > 0 {
+            unit = to_digits::<ROWS>(head_dim, folded.largest, digits, head_dim);
+        }
         if step < n_groups {
             let params = &keys[(step + 1) * group_words - head_dim..][..head_dim];
             let params = |i| load(&params[i..]);
-            next = fold::<ROWS>(head_dim, params, query, head_dim, next_digits, head_dim);
+            next = fold::<ROWS>(head_dim, params, query, head_dim, scaled, head_dim);
         }
         let Some(group) = step.checked_sub(1) else { continue };
         let words = &keys[group * group_words..][..group_words];
@@ -382,7 +403,7 @@ fn score<const CODES: usize, const ROWS: usize>(
                 quads: head_dim / QUAD,
             });
             for row in 0..ROWS {
-                let scored = reader.restore(sums[row], folded.unit[row], folded.base[row]);
+                let scored = reader.restore(sums[row], unit[row], folded.base[row]);
                 let wanted = LANES.min(in_group - first);
                 let scores = &mut scores[row * n + group * group_size + first..][..wanted];
                 store_part(scores, scored);
@@ -449,6 +470,7 @@ fn add<const CODES: usize, const ROWS: usize>(
                 _mm512_inserti32x4::<3>(params, quad(3))
             };
             let folded = fold::<ROWS>(count, params, &weights[first..], n, digits, TILE);
+            let unit = to_digits::<ROWS>(count, folded.largest, digits, TILE);
             for channel in (group * group_size..(group + 1) * group_size).step_by(LANES) {
                 let share = tile_len * line.width * LANES / head_dim;
                 let next = (first + tile_len) * line.width;
@@ -462,7 +484,7 @@ fn add<const CODES: usize, const ROWS: usize>(
                     quads: count.div_ceil(QUAD),
                 });
                 for row in 0..ROWS {
-                    let added = reader.restore(sums[row], folded.unit[row], folded.base[row]);
+                    let added = reader.restore(sums[row], unit[row], folded.base[row]);
                     let o = &mut o[row * head_dim + channel..][..LANES];
                     let sum = _mm512_add_ps(_mm512_castsi512_ps(load(o)), added);
                     store_part(o, sum);
