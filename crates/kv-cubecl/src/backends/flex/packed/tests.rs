@@ -6,24 +6,22 @@ use crate::{
     layout::Granularity,
 };
 
-const HEAD_DIM: usize = 96;
-const GROUP: usize = 32;
-const ROWS: usize = 3;
-
 /// Both kernels over the same tokens: scores, then outputs.
 #[derive(Clone, Copy)]
-struct Kernels<'a, const CODES: usize> {
+struct Kernels<'a, const CODES: usize, const ROWS: usize> {
     keys: &'a [u32],
     values: &'a [u32],
     query: &'a [f32],
     weights: &'a [f32],
     tokens: usize,
+    head_dim: usize,
+    group_size: usize,
 }
 
-impl<const CODES: usize> Kernels<'_, CODES> {
+impl<const CODES: usize, const ROWS: usize> Kernels<'_, CODES, ROWS> {
     fn in_integers(self) -> [Vec<f32>; 2] {
-        let Self { keys, values, query, weights, tokens } = self;
-        let (n, d, g) = (tokens, HEAD_DIM, GROUP);
+        let Self { keys, values, query, weights, tokens, head_dim: d, group_size: g } = self;
+        let n = tokens;
         // Poisoned: what is not written shows.
         let mut scores = vec![f32::NAN; ROWS * tokens];
         let mut o = vec![0.0; ROWS * d];
@@ -34,77 +32,72 @@ impl<const CODES: usize> Kernels<'_, CODES> {
     }
 }
 
-impl<const CODES: usize> WithSimd for Kernels<'_, CODES> {
+impl<const CODES: usize, const ROWS: usize> WithSimd for Kernels<'_, CODES, ROWS> {
     type Output = [Vec<f32>; 2];
 
     #[inline(always)]
     fn with_simd<S: Simd>(self) -> Self::Output {
-        let Self { keys, values, query, weights, tokens } = self;
+        let Self { keys, values, query, weights, tokens, head_dim: d, group_size: g } = self;
+        let n = tokens;
         // Poisoned: what is not written shows.
         let mut scores = vec![f32::NAN; ROWS * tokens];
-        let mut o = vec![0.0; ROWS * HEAD_DIM];
-        score_rows_impl::<S, CODES, ROWS>(
-            keys,
-            query,
-            &mut scores,
-            tokens,
-            tokens,
-            HEAD_DIM,
-            GROUP,
-            &mut vec![f32::NAN; SCRATCH_ROWS * HEAD_DIM],
-        );
-        add_rows_impl::<S, CODES, ROWS>(values, weights, tokens, &mut o, HEAD_DIM, GROUP);
+        let mut o = vec![0.0; ROWS * d];
+        let scratch = &mut vec![f32::NAN; SCRATCH_ROWS * d];
+        score_rows_impl::<S, CODES, ROWS>(keys, query, &mut scores, n, tokens, d, g, scratch);
+        add_rows_impl::<S, CODES, ROWS>(values, weights, n, &mut o, d, g);
         [scores, o]
     }
 }
 
 /// Every extension this CPU has, on lengths around vectors, groups and tiles.
-fn check<const CODES: usize>() {
+fn check<const CODES: usize, const ROWS: usize>(head_dim: usize, group_size: usize) {
     let n_bits = 32 / CODES as u32;
     for tokens in [1usize, 31, 32, 37, 64, 97, 160, 199] {
-        let whole = tokens.next_multiple_of(GROUP);
+        let whole = tokens.next_multiple_of(group_size);
         let wave = |len: usize, pitch: f32| -> Vec<f32> {
             (0..len).map(|i| (i as f32 * pitch).sin() + 0.3 * (i % 7) as f32).collect()
         };
         // The second row's factors are of every magnitude.
         let wide = |row: usize, i: usize| if row == 1 { 10f32.powi(i as i32 % 9 - 6) } else { 1.0 };
-        let mut query = wave(ROWS * HEAD_DIM, 0.7);
+        let mut query = wave(ROWS * head_dim, 0.7);
         let mut weights: Vec<f32> = wave(ROWS * tokens, 1.3).iter().map(|x| x.abs()).collect();
-        query.iter_mut().enumerate().for_each(|(i, x)| *x *= wide(i / HEAD_DIM, i));
+        query.iter_mut().enumerate().for_each(|(i, x)| *x *= wide(i / head_dim, i));
         weights.iter_mut().enumerate().for_each(|(i, x)| *x *= wide(i / tokens, i));
         let (mut packed, mut restored) = (Vec::new(), Vec::new());
         for (granularity, count) in
             [(Granularity::PerChannel, whole), (Granularity::PerToken, tokens)]
         {
-            let spec = QuantSpec { granularity, n_bits, group_size: GROUP };
-            let input = wave(count * HEAD_DIM, 0.37);
-            let mut words = vec![0; spec.words(count, HEAD_DIM)];
-            quantize_slice(&input, &mut words, HEAD_DIM, &spec);
+            let spec = QuantSpec { granularity, n_bits, group_size };
+            let input = wave(count * head_dim, 0.37);
+            let mut words = vec![0; spec.words(count, head_dim)];
+            quantize_slice(&input, &mut words, head_dim, &spec);
             let mut hat = vec![0.0; input.len()];
-            dequantize_slice(&words, &mut hat, HEAD_DIM, &spec);
+            dequantize_slice(&words, &mut hat, head_dim, &spec);
             packed.push(words);
             restored.push(hat);
         }
-        let key = |t: usize, c: usize| f64::from(restored[0][t * HEAD_DIM + c]);
-        let value = |t: usize, c: usize| f64::from(restored[1][t * HEAD_DIM + c]);
+        let key = |t: usize, c: usize| f64::from(restored[0][t * head_dim + c]);
+        let value = |t: usize, c: usize| f64::from(restored[1][t * head_dim + c]);
         let scores: Vec<f64> = (0..ROWS * tokens)
             .map(|i| {
                 let (r, t) = (i / tokens, i % tokens);
-                (0..HEAD_DIM).map(|c| f64::from(query[r * HEAD_DIM + c]) * key(t, c)).sum()
+                (0..head_dim).map(|c| f64::from(query[r * head_dim + c]) * key(t, c)).sum()
             })
             .collect();
-        let outputs: Vec<f64> = (0..ROWS * HEAD_DIM)
+        let outputs: Vec<f64> = (0..ROWS * head_dim)
             .map(|i| {
-                let (r, c) = (i / HEAD_DIM, i % HEAD_DIM);
+                let (r, c) = (i / head_dim, i % head_dim);
                 (0..tokens).map(|t| f64::from(weights[r * tokens + t]) * value(t, c)).sum()
             })
             .collect();
-        let kernels = Kernels::<CODES> {
+        let kernels = Kernels::<CODES, ROWS> {
             keys: &packed[0],
             values: &packed[1],
             query: &query,
             weights: &weights,
             tokens,
+            head_dim,
+            group_size,
         };
         let in_floats = [Arch::Scalar, Arch::V2, Arch::V3, Arch::V4].map(|arch| {
             // SAFETY: the CPU has the extension.
@@ -131,8 +124,8 @@ fn check<const CODES: usize>() {
                         let error = (f64::from(*actual) - expected).abs();
                         assert!(
                             error <= 2e-6 * largest,
-                            "{arch}, {n_bits} bits, {tokens} tokens: {name}[{row}, {i}] is \
-                             {actual}, not {expected}"
+                            "{arch}, {n_bits} bits, head_dim {head_dim}, group {group_size}, {tokens} \
+                             tokens: {name}[{row}, {i}] is {actual}, not {expected}"
                         );
                     }
                 }
@@ -153,9 +146,19 @@ fn available(arch: Arch) -> bool {
 
 #[test]
 fn packed_attention_is_that_over_restored_tokens_on_every_extension() {
-    check::<16>();
-    check::<8>();
-    check::<4>();
+    check::<16, 3>(96, 32);
+    check::<8, 3>(96, 32);
+    check::<4, 3>(96, 32);
+}
+
+#[test]
+fn packed_attention_is_that_over_restored_tokens_in_every_shape() {
+    check::<16, 1>(64, 64);
+    check::<16, 4>(80, 16);
+    check::<8, 2>(128, 16);
+    check::<8, 4>(16, 16);
+    check::<4, 1>(256, 128);
+    check::<4, 2>(48, 16);
 }
 
 #[test]
@@ -165,6 +168,9 @@ fn integers_keep_zeros_and_what_is_not_finite() {
         return;
     }
     const TOKENS: usize = 64;
+    const HEAD_DIM: usize = 96;
+    const GROUP: usize = 32;
+    const ROWS: usize = 3;
     let spec = |granularity| QuantSpec { granularity, n_bits: 4, group_size: GROUP };
     let input: Vec<f32> = (0..TOKENS * HEAD_DIM).map(|i| (i as f32 * 0.37).sin()).collect();
     let [keys, values] = [Granularity::PerChannel, Granularity::PerToken].map(|granularity| {
@@ -172,24 +178,28 @@ fn integers_keep_zeros_and_what_is_not_finite() {
         quantize_slice(&input, &mut words, HEAD_DIM, &spec(granularity));
         words
     });
-    let nothing = Kernels::<8> {
+    let nothing = Kernels::<8, ROWS> {
         keys: &keys,
         values: &values,
         query: &[0.0; ROWS * HEAD_DIM],
         weights: &[0.0; ROWS * TOKENS],
         tokens: TOKENS,
+        head_dim: HEAD_DIM,
+        group_size: GROUP,
     };
     assert!(nothing.in_integers().iter().flatten().all(|&x| x == 0.0));
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let (mut query, mut weights) = ([1.0; ROWS * HEAD_DIM], [1.0; ROWS * TOKENS]);
         query[HEAD_DIM + 7] = bad;
         weights[TOKENS + 7] = bad;
-        let kernels = Kernels::<8> {
+        let kernels = Kernels::<8, ROWS> {
             keys: &keys,
             values: &values,
             query: &query,
             weights: &weights,
             tokens: TOKENS,
+            head_dim: HEAD_DIM,
+            group_size: GROUP,
         };
         for rows in kernels.in_integers() {
             let len = rows.len() / ROWS;
