@@ -23,7 +23,8 @@ use crate::{CacheState, layout::CacheLayout, shapes};
 /// Fewest tokens worth a thread's wake-up.
 const MIN_SPLIT: usize = 512;
 
-/// Tasks per thread: with more of them threads end together, although one wakes up late.
+/// Tasks per thread: with more of them threads end together, although one wakes up late; but each begins
+/// with memory that nobody asked for in time.
 const TASKS_PER_THREAD: usize = 8;
 
 /// Tokens whose scores a thread has in memory at once.

@@ -4,7 +4,8 @@
 //! values fold theirs into the weights once per token and group. What is left is one multiplication
 //! and addition per code and query row. A word is spread over the lanes of a vector and masked; a
 //! code stays at its place in the word, which makes it a power of two too large, the same one in a
-//! lane throughout, so it is divided out once at the end.
+//! lane throughout, so it is divided out once at the end. Processors that multiply bytes do the same in
+//! integers.
 
 use core::ops::Range;
 
