@@ -34,8 +34,8 @@ pub(super) fn serves(spec: &QuantSpec) -> bool {
     spec.group_size.is_multiple_of(simd::lanes())
 }
 
-/// A kernel for the bits and for up to [`MAX_ROWS`] rows.
-macro_rules! kernel {
+/// A function for the bits and for up to [`MAX_ROWS`] rows.
+macro_rules! by_shape {
     ($($name:ident)::+, $spec:expr, $rows:expr) => {
         match ($spec.n_bits, $rows) {
             (2, 1) => $($name)::+::<16, 1>,
@@ -52,6 +52,19 @@ macro_rules! kernel {
             (_, _) => $($name)::+::<4, 4>,
         }
     };
+}
+
+/// The kernel for a shape: in integers where the processor multiplies bytes.
+macro_rules! kernel {
+    ($name:ident, $spec:expr, $rows:expr, $head_dim:expr) => {{
+        let kernel = by_shape!($name, $spec, $rows);
+        #[cfg(target_arch = "x86_64")]
+        let kernel = match vnni::serves($spec, $head_dim) {
+            true => by_shape!(vnni::$name, $spec, $rows),
+            false => kernel,
+        };
+        kernel
+    }};
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -77,12 +90,7 @@ pub(super) fn score(
     let start = spec.words(tokens.start, head_dim);
     for (row, rows) in runs(query.len() / head_dim) {
         let query = &query[row * head_dim..][..rows * head_dim];
-        let kernel = kernel!(score_rows, spec, rows);
-        #[cfg(target_arch = "x86_64")]
-        let kernel = match vnni::serves(spec, head_dim) {
-            true => kernel!(vnni::score_rows, spec, rows),
-            false => kernel,
-        };
+        let kernel = kernel!(score_rows, spec, rows, head_dim);
         let group_size = spec.group_size;
         kernel(
             &keys[start..],
@@ -111,12 +119,7 @@ pub(super) fn add(
     let values = &values[words(tokens.start)..words(tokens.end)];
     for (row, rows) in runs(o.len() / head_dim) {
         let o = &mut o[row * head_dim..][..rows * head_dim];
-        let kernel = kernel!(add_rows, spec, rows);
-        #[cfg(target_arch = "x86_64")]
-        let kernel = match vnni::serves(spec, head_dim) {
-            true => kernel!(vnni::add_rows, spec, rows),
-            false => kernel,
-        };
+        let kernel = kernel!(add_rows, spec, rows, head_dim);
         kernel(values, &weights[row * n..], n, o, head_dim, spec.group_size);
     }
 }
@@ -187,10 +190,11 @@ impl<const CODES: usize> Lanes<CODES> {
     };
 }
 
-/// Codes and what they are multiplied with: `n` terms, each a vector of codes and a factor per row.
+/// Codes and what they are multiplied with: `n` steps, each of a term or of some side by side. A term
+/// is a vector of codes and a factor per row.
 struct Terms<'a> {
     words: &'a [u32],
-    /// From the words of a term to those of the next.
+    /// From the words of a step to those of the next.
     stride: usize,
     /// From a word of a term to its next word.
     word_stride: usize,
@@ -201,12 +205,14 @@ struct Terms<'a> {
 }
 
 impl Terms<'_> {
-    /// Panics where a term of `words` words or a factor of `rows` rows is not in the slices.
+    /// Panics where, with `abreast` terms to a step, a term of `words` words or a factor of `rows` rows
+    /// is not in the slices.
     #[inline(always)]
-    fn check(&self, words: usize, rows: usize) {
+    fn check(&self, words: usize, rows: usize, abreast: usize) {
         let last = self.n.saturating_sub(1);
-        assert!(last * self.stride + (words - 1) * self.word_stride < self.words.len());
-        assert!((rows - 1) * self.row_stride + last < self.factors.len());
+        let last_word = last * self.stride + (words - 1) * self.word_stride;
+        assert!(last_word + abreast <= self.words.len());
+        assert!((rows - 1) * self.row_stride + (last + 1) * abreast <= self.factors.len());
     }
 }
 
@@ -217,15 +223,6 @@ struct Codes<S: Simd, const CODES: usize> {
     flipped: Vector<S, f32>,
     place: Vector<S, f32>,
 }
-
-impl<S: Simd, const CODES: usize> Clone for Codes<S, CODES> {
-    #[inline(always)]
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<S: Simd, const CODES: usize> Copy for Codes<S, CODES> {}
 
 impl<S: Simd, const CODES: usize> Codes<S, CODES> {
     /// Words that a vector takes codes of.
@@ -269,7 +266,7 @@ impl<S: Simd, const CODES: usize> Codes<S, CODES> {
     /// saves.
     #[inline(always)]
     fn sums<const ROWS: usize>(&self, terms: &Terms<'_>) -> [Vector<S, f32>; ROWS] {
-        terms.check(Self::words(), ROWS);
+        terms.check(Self::words(), ROWS, 1);
         let mut even = [0.0f32.splat::<S>(); ROWS];
         let mut odd = even;
         for i in 0..terms.n / 2 {

@@ -192,15 +192,7 @@ fn integers_keep_zeros_and_what_is_not_finite() {
         let (mut query, mut weights) = ([1.0; ROWS * HEAD_DIM], [1.0; ROWS * TOKENS]);
         query[HEAD_DIM + 7] = bad;
         weights[TOKENS + 7] = bad;
-        let kernels = Kernels::<8, ROWS> {
-            keys: &keys,
-            values: &values,
-            query: &query,
-            weights: &weights,
-            tokens: TOKENS,
-            head_dim: HEAD_DIM,
-            group_size: GROUP,
-        };
+        let kernels = Kernels { query: &query, weights: &weights, ..nothing };
         for rows in kernels.in_integers() {
             let len = rows.len() / ROWS;
             for (i, x) in rows.iter().enumerate() {

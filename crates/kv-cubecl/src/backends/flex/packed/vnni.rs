@@ -8,7 +8,7 @@
 
 use core::{arch::x86_64::*, mem};
 
-use super::{MAX_ROWS, TILE, TILE_WORDS};
+use super::{MAX_ROWS, TILE, TILE_WORDS, Terms};
 use crate::{
     backends::flex::{quantize::WIDEN, simd},
     layout::QuantSpec,
@@ -109,24 +109,7 @@ impl<const CODES: usize> Lanes<CODES> {
     }
 }
 
-/// Codes and what they are multiplied with: quads of terms, each a vector of codes and, per row, a
-/// factor.
-struct Terms<'a> {
-    /// Codes of 16 elements, of four terms side by side.
-    words: &'a [u32],
-    /// From the words of a quad to those of the next.
-    stride: usize,
-    /// From a word of a term to its next word.
-    word_stride: usize,
-    /// Of [`to_digits`].
-    digits: &'a [f32],
-    /// From the digits of a row to those of the next.
-    row_stride: usize,
-    quads: usize,
-}
-
 /// Reads the codes of 16 consecutive elements.
-#[derive(Clone, Copy)]
 struct Codes<const CODES: usize> {
     bytes: __m512i,
     mask: __m512i,
@@ -146,18 +129,15 @@ impl<const CODES: usize> Codes<CODES> {
         }
     }
 
-    /// Per row, the sum of the products of codes and factors, each code times its place.
+    /// Per row, the sum of the products of codes and factors, each code times its place. A step is a
+    /// quad of terms, whose factors are [digits](to_digits).
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn sums<const ROWS: usize>(&self, terms: &Terms<'_>) -> [__m512; ROWS] {
-        let last = terms.quads - 1;
-        assert!(
-            last * terms.stride + (Self::WORDS - 1) * terms.word_stride + QUAD <= terms.words.len()
-        );
-        assert!((ROWS - 1) * terms.row_stride + last * QUAD + DIGITS <= terms.digits.len());
+        terms.check(Self::WORDS, ROWS, QUAD);
         let mut sums = [[_mm512_setzero_si512(); DIGITS]; ROWS];
-        for quad in 0..terms.quads {
-            // SAFETY: as asserted, the words of each quad are in the slice.
+        for quad in 0..terms.n {
+            // SAFETY: `check` has seen that the words of each quad are in the slice.
             let words = |i: usize| unsafe {
                 let words =
                     terms.words.get_unchecked(quad * terms.stride + i * terms.word_stride..);
@@ -175,8 +155,8 @@ impl<const CODES: usize> Codes<CODES> {
             for (row, sums) in sums.iter_mut().enumerate() {
                 for (digit, sum) in sums.iter_mut().enumerate() {
                     let i = row * terms.row_stride + quad * QUAD + digit;
-                    // SAFETY: as asserted, the digits of each quad are in the slice.
-                    let digits = unsafe { terms.digits.get_unchecked(i) }.to_bits();
+                    // SAFETY: `check` has seen that the digits of each quad are in the slice.
+                    let digits = unsafe { terms.factors.get_unchecked(i) }.to_bits();
                     *sum = _mm512_dpbusd_epi32(*sum, codes, _mm512_set1_epi32(digits as i32));
                 }
             }
@@ -216,6 +196,16 @@ fn load_quad(words: &[u32]) -> __m128i {
     assert!(words.len() >= QUAD);
     // SAFETY: the slice holds them.
     unsafe { _mm_loadu_si128(words.as_ptr().cast()) }
+}
+
+/// Four quads as one vector.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn join(quad: impl Fn(usize) -> __m128i) -> __m512i {
+    let joined = _mm512_castsi128_si512(quad(0));
+    let joined = _mm512_inserti32x4::<1>(joined, quad(1));
+    let joined = _mm512_inserti32x4::<2>(joined, quad(2));
+    _mm512_inserti32x4::<3>(joined, quad(3))
 }
 
 /// What all factors of a group have in common, by row.
@@ -398,9 +388,9 @@ fn score<const CODES: usize, const ROWS: usize>(
                 words: &words[first / CODES * head_dim..],
                 stride: QUAD,
                 word_stride: head_dim,
-                digits,
+                factors: digits,
                 row_stride: head_dim,
-                quads: head_dim / QUAD,
+                n: head_dim / QUAD,
             });
             for row in 0..ROWS {
                 let scored = reader.restore(sums[row], unit[row], folded.base[row]);
@@ -420,8 +410,9 @@ fn store_part(x: &mut [f32], vector: __m512) {
         // SAFETY: the array holds a vector.
         return unsafe { _mm512_storeu_ps(x.as_mut_ptr(), vector) };
     }
-    // SAFETY: the mask leaves out what is not in the slice.
-    unsafe { _mm512_mask_storeu_ps(x.as_mut_ptr(), u16::MAX >> (LANES - x.len()), vector) };
+    // SAFETY: they are the same bytes.
+    let all: [f32; LANES] = unsafe { mem::transmute(vector) };
+    x.copy_from_slice(&all[..x.len()]);
 }
 
 /// [`add_rows`](super::add_rows) in integers.
@@ -463,11 +454,7 @@ fn add<const CODES: usize, const ROWS: usize>(
                 let stride = QUAD * line.words;
                 let all = &quads[token * line.words + (line.codes + group) * QUAD..];
                 let all = &all[..3 * stride + QUAD];
-                let quad = |i: usize| load_quad(&all[i * stride..]);
-                let params = _mm512_castsi128_si512(quad(0));
-                let params = _mm512_inserti32x4::<1>(params, quad(1));
-                let params = _mm512_inserti32x4::<2>(params, quad(2));
-                _mm512_inserti32x4::<3>(params, quad(3))
+                join(|i| load_quad(&all[i * stride..]))
             };
             let folded = fold::<ROWS>(count, params, &weights[first..], n, digits, TILE);
             let unit = to_digits::<ROWS>(count, folded.largest, digits, TILE);
@@ -479,9 +466,9 @@ fn add<const CODES: usize, const ROWS: usize>(
                     words: &quads[channel / CODES * QUAD..],
                     stride: line.words * QUAD,
                     word_stride: QUAD,
-                    digits,
+                    factors: digits,
                     row_stride: TILE,
-                    quads: count.div_ceil(QUAD),
+                    n: count.div_ceil(QUAD),
                 });
                 for row in 0..ROWS {
                     let added = reader.restore(sums[row], unit[row], folded.base[row]);
@@ -518,11 +505,7 @@ fn transpose(lines: &[u32], width: usize, quads: &mut [u32]) {
             // SAFETY: so are all loads, as checked above, and the array holds a vector.
             unsafe {
                 let from = lines.as_ptr().add(first + i * QUAD);
-                let line = |j: usize| _mm_loadu_si128(from.add(j * width).cast());
-                let four = _mm512_castsi128_si512(line(0));
-                let four = _mm512_inserti32x4::<1>(four, line(1));
-                let four = _mm512_inserti32x4::<2>(four, line(2));
-                let four = _mm512_inserti32x4::<3>(four, line(3));
+                let four = join(|line| _mm_loadu_si128(from.add(line * width).cast()));
                 let four = _mm512_permutexvar_epi32(by_word, four);
                 _mm512_storeu_si512(out.as_mut_ptr().cast(), four)
             };
