@@ -6,9 +6,9 @@ use anyhow::{Result, ensure};
 use burn::{
     module::Module,
     nn::{Linear, LinearConfig},
-    optim::{AdamConfig, GradientsParams},
     tensor::{Device, Distribution, Int, Tensor},
 };
+use burn_optim::{AdamConfig, GradientsParams};
 use kv_cubecl::{Autodiff, CacheShape, Flex, KvCache, KvCacheConfig, On, streaming_attention};
 
 const N_HEADS: usize = 4;

@@ -2,11 +2,9 @@
 
 use std::sync::{Arc, Mutex};
 
-use burn::{
-    optim::ModuleOptimizer,
-    tensor::{Int, Tensor, TensorData},
-    train::TrainStep,
-};
+use burn::tensor::{Int, Tensor, TensorData};
+use burn_optim::ModuleOptimizer;
+use burn_train::TrainStep;
 use kv_models::{
     LanguageModel,
     kv_cubecl::{On, Target},

@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use burn::train::checkpoint::{Checkpoint, Checkpointer, CheckpointerError};
+use burn_train::checkpoint::{Checkpoint, Checkpointer, CheckpointerError};
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use burn::train::Interrupter;
+use burn_train::Interrupter;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Objective, Result, loss::Sums};

@@ -2,14 +2,12 @@
 
 use std::sync::Arc;
 
-use burn::{
-    tensor::{ExecutionError, TensorReadError},
-    train::{
-        ItemLazy, LearnerModel, SupervisedTraining,
-        metric::{
-            Adaptor, Metric, MetricAttributes, MetricMetadata, MetricName, Numeric,
-            NumericAttributes, NumericEntry, SerializedEntry,
-        },
+use burn::tensor::{ExecutionError, TensorReadError};
+use burn_train::{
+    ItemLazy, LearnerModel, SupervisedTraining,
+    metric::{
+        Adaptor, Metric, MetricAttributes, MetricMetadata, MetricName, Numeric, NumericAttributes,
+        NumericEntry, SerializedEntry,
     },
 };
 
@@ -164,8 +162,8 @@ impl Numeric for Mean {
 pub(crate) fn register<M>(training: SupervisedTraining<M>) -> SupervisedTraining<M>
 where
     M: LearnerModel,
-    <M as burn::train::TrainStep>::Output: Adaptor<Measured>,
-    <M as burn::train::InferenceStep>::Output: Adaptor<Measured>,
+    <M as burn_train::TrainStep>::Output: Adaptor<Measured>,
+    <M as burn_train::InferenceStep>::Output: Adaptor<Measured>,
 {
     let perplexity = |name, field| Mean { show: f64::exp, ..Mean::new(name, field) };
     let rate = Mean {

@@ -1,7 +1,7 @@
 //! burn-train's dashboard where there is a terminal; elsewhere the recorder's lines are enough. Nor
 //! are metrics logged beside `history.jsonl`: burn-train's log files panic on a full disk.
 
-use burn::train::{
+use burn_train::{
     logger::{EvaluationProgressLogger, MetricLogger, TrainingProgressLogger},
     metric::{
         MetricDefinition, NumericEntry,

@@ -7,10 +7,10 @@ use std::{
 
 use burn::{
     module::{Module, ModuleVisitor, Param},
-    optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer},
     tensor::{Device, Int, Tensor},
-    train::{InferenceStep, TrainOutput, TrainStep},
 };
+use burn_optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
+use burn_train::{InferenceStep, TrainOutput, TrainStep};
 use kv_eval::layers::{LayerError, layer_errors_of};
 use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig};
 use rayon::prelude::*;
@@ -271,7 +271,7 @@ impl TrainStep for Trainee {
     fn optimize(
         self,
         optim: &mut ModuleOptimizer,
-        lr: burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate,
+        lr: burn_optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate,
         grads: GradientsParams,
     ) -> Self {
         let grads = match self.task.config.clip_norm {

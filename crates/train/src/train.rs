@@ -7,19 +7,21 @@ use std::{
 };
 
 use burn::{
+    module::{Lora, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup},
+    tensor::{Device, Tensor},
+};
+use burn_optim::{
+    AdamWConfig, ModuleOptimizer,
     lr_scheduler::{
         LrSchedulerConfig, cosine::CosineAnnealingLrSchedulerConfig,
         linear::LinearLrSchedulerConfig, module_lr_scheduler::ModuleLrScheduler,
         sequential::SequentialLrSchedulerConfig,
     },
-    module::{Lora, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup},
-    optim::{AdamWConfig, ModuleOptimizer},
-    tensor::{Device, Tensor},
-    train::{
-        EarlyStoppingStrategy, ExecutionStrategy, Interrupter, Learner, MultiDeviceOptim,
-        SupervisedTraining, checkpoint::KeepLastNCheckpoints, metric::store::EventStoreClient,
-        renderer::tui::TuiMetricsRendererWrapper,
-    },
+};
+use burn_train::{
+    EarlyStoppingStrategy, ExecutionStrategy, Interrupter, Learner, MultiDeviceOptim,
+    SupervisedTraining, checkpoint::KeepLastNCheckpoints, metric::store::EventStoreClient,
+    renderer::tui::TuiMetricsRendererWrapper,
 };
 use kv_models::{
     LanguageModel,
