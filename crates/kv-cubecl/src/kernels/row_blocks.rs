@@ -1,20 +1,21 @@
-//! What attention of many query rows at once has in common: products blocked in registers, and a running
-//! softmax whose weights the units of a cube share tile by tile.
+//! Shared by the kernels that attend for many query rows at once: matrix products blocked in registers,
+//! and a running (online) softmax over tiles of tokens. The units of a cube compute the weights of a tile
+//! together and exchange them through shared memory.
 
 use cubecl::{ir::DeviceProperties, prelude::*};
 
 use super::decode_attention::{LOWEST, MAX_HEAD_DIM, SHARED_BYTES};
 
-/// Channels and tokens are read and multiplied in fours.
+/// Channels and tokens are read and multiplied as vectors of four.
 pub(super) const VECTOR: usize = 4;
 
-/// What a block of rows depends on of the device.
+/// The kind of device, on which the sizes of blocks depend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Processor {
-    /// Registers hold what a unit adds to.
+    /// A GPU: blocks are sized so that a unit's sums stay in registers.
     Gpu,
-    /// A processor that plays the GPU lane by lane: a load costs as much as a hundred products, and it has
-    /// no registers to run out of.
+    /// A CPU that emulates a GPU (Mesa's llvmpipe): a load costs as much as a hundred products, and sums
+    /// live in memory in any case, so that larger blocks pay.
     Software,
 }
 
@@ -51,13 +52,14 @@ impl RowBlocks {
         if head_dim > MAX_HEAD_DIM || !head_dim.is_multiple_of(VECTOR) {
             return None;
         }
-        // Sums that a unit keeps of scores, and again of outputs.
+        // `sums`: how many partial sums a unit keeps, of scores and again of outputs.
         let (sums, most_rows, fewest_units) = match processor {
             Processor::Gpu => (64, 16, 32),
             Processor::Software => (128, 8, 8),
         };
-        // Short runs of channels, so that more rows share what is restored, but no more units than
-        // needed.
+        // Few channels per unit leave room for more rows, which share the work of restoring keys and
+        // values. More channels per unit are taken while that does not cost rows, or while there would
+        // be more units than needed.
         let mut unit_channels = VECTOR;
         for n in [8, 16] {
             let wanted = n <= sums / most_rows || head_dim / unit_channels > fewest_units;
@@ -86,42 +88,42 @@ impl RowBlocks {
         self.head_dim / self.unit_channels
     }
 
-    /// Units that share the tokens of a block of channels.
+    /// Number of units that work on the same block of channels, each on its share of the tokens.
     pub(super) const fn strides(&self) -> usize {
         self.units / self.channel_blocks()
     }
 
-    /// Numbers of a row in shared memory: weights of a tile, or at the end outputs of all units.
+    /// Floats per row in shared memory: the weights of a tile, later the outputs of all units.
     fn row_entries(&self) -> usize {
         self.units * self.unit_tokens.max(self.unit_channels)
     }
 
     pub(super) fn shared_bytes(&self) -> usize {
-        // With what the units tell each other, a maximum and a factor.
+        // Beside these: a number of each unit (`stats`), a maximum and a factor.
         4 * self.rows * (self.row_entries() + self.units + 2)
     }
 }
 
-/// A cube's state: what its units share, and what each adds to over all tiles.
+/// The state of a cube: memory its units share, and the sums that each unit keeps over all tiles.
 #[derive(CubeType)]
 pub(super) struct RowState<N: Size> {
-    /// Weights of a tile, `[rows, tile]`, tokens in fours; at the end outputs to be added up,
-    /// `[rows, strides, head_dim]`, channels in fours.
+    /// During the loop the weights of a tile, `[rows, tile]`, in vectors of four tokens; after it the
+    /// outputs to be added up, `[rows, strides, head_dim]`, in vectors of four channels.
     pub(super) weights: Shared<[Vector<f32, N>]>,
-    /// What the units tell each other, `[rows, units]`.
+    /// One number of each unit for reductions over the cube, `[rows, units]`.
     stats: Shared<[f32]>,
     /// Largest score so far of each row.
     maxima: Shared<[f32]>,
-    /// What the last tile scaled each row by.
+    /// Factor by which the last tile scaled the earlier sums of each row.
     factors: Shared<[f32]>,
     /// The unit's part of the sum of weights, `[rows]`.
     sums: Array<f32>,
     /// The unit's part of the outputs, `[rows, unit_channels]`.
     pub(super) outputs: Array<f32>,
     unit: usize,
-    /// The unit's block of channels.
+    /// Which block of channels the unit adds to.
     pub(super) block: usize,
-    /// Which of the units that share a block's tokens.
+    /// Index of the unit among those that share its block of channels.
     pub(super) stride: usize,
 }
 

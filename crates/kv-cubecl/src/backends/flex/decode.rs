@@ -20,21 +20,22 @@ use super::{
 };
 use crate::{CacheState, layout::CacheLayout, shapes};
 
-/// Fewest tokens worth a thread's wake-up.
+/// Fewest tokens in a split: for less work, waking a thread takes longer than it saves.
 const MIN_SPLIT: usize = 512;
 
-/// Tasks per thread: with more of them threads end together, although one wakes up late; but each begins
-/// with memory that nobody asked for in time.
+/// Tasks per thread. More tasks balance the load, as a thread that wakes up late does fewer of them; but
+/// the first memory reads of each task are not prefetched.
 const TASKS_PER_THREAD: usize = 8;
 
 /// Tokens whose scores a thread has in memory at once.
 const BLOCK: usize = 4096;
 
-/// Query rows from which matrix products over restored tiles beat one pass over the codes.
+/// From this number of query rows on, restoring tiles and multiplying matrices is faster than one pass
+/// over the codes.
 const MANY_ROWS: usize = 16;
 
-/// A split of one slice, and its softmax: per row the maximum m, to base 2, the sum l and the output o, not
-/// yet divided by l.
+/// A split of one slice, and the partial softmax over its tokens: for each row the largest score m (in
+/// powers of 2), the sum of weights l, and the output o, which is not yet divided by l.
 struct Split<'a> {
     slice: usize,
     tokens: Range<usize>,
@@ -43,14 +44,14 @@ struct Split<'a> {
     o: &'a mut [f32],
 }
 
-/// What one thread needs, each aligned to a cache line: vectors that cross lines are slow to write, and
-/// so are lines that another thread writes.
+/// The scratch memory of one thread. Each part is aligned to a cache line, since writing a vector across
+/// two lines is slow, and so is writing to a line that another thread writes to.
 struct Scratch<'a> {
     /// Output of the rows.
     o: &'a mut [f32],
     /// Scores of a block.
     scores: &'a mut [f32],
-    /// What the kernels need.
+    /// Scratch of the kernels: a tile of rows or folded factors.
     tile: &'a mut [f32],
 }
 

@@ -1,11 +1,14 @@
 //! Attention over packed tokens, without restoring them.
 //!
-//! Parameters stay outside the loops over codes: keys fold theirs into the query once per group,
-//! values fold theirs into the weights once per token and group. What is left is one multiplication
-//! and addition per code and query row. A word is spread over the lanes of a vector and masked; a
-//! code stays at its place in the word, which makes it a power of two too large, the same one in a
-//! lane throughout, so it is divided out once at the end. Processors that multiply bytes do the same in
-//! integers.
+//! Scale and minimum stay outside the loops over codes: those of the keys are folded into the query
+//! once per group, those of the values into the attention weights once per token and group. What is
+//! left is one multiplication and addition per code and query row.
+//!
+//! To read codes, a u32 word is copied to every lane of a vector and each lane masks out its own code.
+//! The code is not shifted down: it stays 2^k times too large, where k is its bit offset in the word.
+//! Every lane always reads the same offset, so the factor 2^k is divided out once, at the end of a sum.
+//!
+//! Processors with AVX-512 VNNI use the integer version of these kernels, [`vnni`].
 
 use core::ops::Range;
 
@@ -17,24 +20,25 @@ use super::{
 };
 use crate::layout::QuantSpec;
 
-/// Most query rows that share the unpacking of a word; more would spill 16 vector registers.
+/// Most query rows computed together, so that each word is unpacked once for all of them. With more,
+/// their sums no longer fit into 16 vector registers.
 const MAX_ROWS: usize = 4;
 
-/// Rows of `head_dim` elements that [`score`] needs for itself.
+/// Size of the scratch memory that [`score`] takes, in rows of `head_dim` elements.
 pub(super) const SCRATCH_ROWS: usize = 2 * MAX_ROWS;
 
-/// Most tokens whose folded weights are in the first-level cache at once.
+/// Tokens of values per tile: their folded weights have to stay in the L1 cache.
 const TILE: usize = 128;
 
-/// Most words of values there, with as many that are on their way.
+/// Words of values per tile: they share the L1 cache with the next tile, which is being prefetched.
 const TILE_WORDS: usize = 1280;
 
-/// Whether every vector of codes lies within one group.
+/// Whether these kernels can read `spec`: every vector of codes must lie within one group.
 pub(super) fn serves(spec: &QuantSpec) -> bool {
     spec.group_size.is_multiple_of(simd::lanes())
 }
 
-/// A function for the bits and for up to [`MAX_ROWS`] rows.
+/// The instance of a function generic over codes per word and query rows (up to [`MAX_ROWS`]).
 macro_rules! by_shape {
     ($($name:ident)::+, $spec:expr, $rows:expr) => {
         match ($spec.n_bits, $rows) {
@@ -54,7 +58,7 @@ macro_rules! by_shape {
     };
 }
 
-/// The kernel for a shape: in integers where the processor multiplies bytes.
+/// The kernel for a shape: the integer version where the processor has it and it serves the shape.
 macro_rules! kernel {
     ($name:ident, $spec:expr, $rows:expr, $head_dim:expr) => {{
         let kernel = by_shape!($name, $spec, $rows);
@@ -124,14 +128,14 @@ pub(super) fn add(
     }
 }
 
-/// Constants by lane, for words of `CODES` codes.
+/// Constants for each lane of a vector, for words of `CODES` codes.
 struct Lanes<const CODES: usize>;
 
 impl<const CODES: usize> Lanes<CODES> {
     const N_BITS: usize = 32 / CODES;
 
-    /// Which bits are the code of lane i of the word of code i: two periods, so that a vector may
-    /// start at any code.
+    /// Entry i masks the bits of code `i % CODES` of a word. The pattern is stored twice as long as a
+    /// vector, so that a vector of masks can be loaded from any code on.
     const MASK: [u32; 2 * MAX_LANES] = {
         let mut lanes = [0; 2 * MAX_LANES];
         let mut i = 0;
@@ -142,7 +146,8 @@ impl<const CODES: usize> Lanes<CODES> {
         lanes
     };
 
-    /// As `MASK`, for vectors that hold several words: zero in the lanes of the others.
+    /// For vectors that span several words: the masks of each word, zero in the lanes that belong to
+    /// another one.
     const MASK_OF_WORD: [[u32; MAX_LANES]; MAX_LANES / 4] = {
         let mut words = [[0; MAX_LANES]; MAX_LANES / 4];
         let mut i = 0;
@@ -153,10 +158,12 @@ impl<const CODES: usize> Lanes<CODES> {
         words
     };
 
-    /// The sign, of the last code of a word.
+    /// The bit to flip in each lane: the sign bit where the lane holds the last code of a word, else
+    /// none.
     ///
-    /// Read as a signed integer, that code is negative in its upper half. With its highest bit
-    /// flipped it is the code minus half its range, exactly.
+    /// The last code contains bit 31, so that converting it as a signed integer would turn its upper
+    /// half negative. With bit 31 flipped, the signed integer is exactly the code minus half its
+    /// range; [`FLIPPED`](Self::FLIPPED) adds that half back.
     const FLIP: [u32; 2 * MAX_LANES] = {
         let mut lanes = [0; 2 * MAX_LANES];
         let mut i = CODES - 1;
@@ -167,7 +174,7 @@ impl<const CODES: usize> Lanes<CODES> {
         lanes
     };
 
-    /// What `FLIP` took from a code.
+    /// What flipping with [`FLIP`](Self::FLIP) subtracts from a code.
     const FLIPPED: [f32; 2 * MAX_LANES] = {
         let mut lanes = [0.0; 2 * MAX_LANES];
         let mut i = CODES - 1;
@@ -178,7 +185,7 @@ impl<const CODES: usize> Lanes<CODES> {
         lanes
     };
 
-    /// One over what the place of a code in its word multiplies it by.
+    /// `2^-k` for the bit offset k of each lane's code.
     const PLACE: [f32; 2 * MAX_LANES] = {
         let mut lanes = [0.0; 2 * MAX_LANES];
         let mut i = 0;
@@ -190,23 +197,24 @@ impl<const CODES: usize> Lanes<CODES> {
     };
 }
 
-/// Codes and what they are multiplied with: `n` steps, each of a term or of some side by side. A term
-/// is a vector of codes and a factor per row.
+/// The operands of a sum of products: `n` steps over packed words and factors. A step has one term,
+/// or, in the integer kernels, four terms side by side. A term is a vector of codes and, for each query
+/// row, one factor that multiplies all of them.
 struct Terms<'a> {
     words: &'a [u32],
-    /// From the words of a step to those of the next.
+    /// Distance in `words` from one step to the next.
     stride: usize,
-    /// From a word of a term to its next word.
+    /// Distance in `words` between the words of one term.
     word_stride: usize,
     factors: &'a [f32],
-    /// From the factors of a row to those of the next.
+    /// Distance in `factors` from one query row to the next.
     row_stride: usize,
     n: usize,
 }
 
 impl Terms<'_> {
-    /// Panics where, with `abreast` terms to a step, a term of `words` words or a factor of `rows` rows
-    /// is not in the slices.
+    /// Panics unless every word and factor is within its slice, for steps of `abreast` terms of
+    /// `words` words each and for `rows` query rows.
     #[inline(always)]
     fn check(&self, words: usize, rows: usize, abreast: usize) {
         let last = self.n.saturating_sub(1);
@@ -216,7 +224,7 @@ impl Terms<'_> {
     }
 }
 
-/// Reads the codes of as many consecutive elements as a vector has lanes.
+/// Reads the codes of consecutive elements, one per lane of a vector.
 struct Codes<S: Simd, const CODES: usize> {
     masks: [Vector<S, u32>; MAX_LANES / 4],
     flip: Vector<S, u32>,
@@ -225,13 +233,13 @@ struct Codes<S: Simd, const CODES: usize> {
 }
 
 impl<S: Simd, const CODES: usize> Codes<S, CODES> {
-    /// Words that a vector takes codes of.
+    /// Number of words that the codes of one vector come from.
     #[inline(always)]
     fn words() -> usize {
         (u32::lanes::<S>() / CODES).max(1)
     }
 
-    /// A reader of elements from `first` on, a multiple of the lanes.
+    /// A reader for vectors that start at element `first`, a multiple of the lanes.
     #[inline(always)]
     fn at(first: usize) -> Self {
         let code = first % CODES;
@@ -249,7 +257,8 @@ impl<S: Simd, const CODES: usize> Codes<S, CODES> {
         }
     }
 
-    /// The codes, each times its place, less half their range where they were flipped.
+    /// The codes times 2^k, as floats; less half their range where [`Lanes::FLIP`] flipped them.
+    /// [`restore`](Self::restore) corrects a sum for both.
     #[inline(always)]
     fn read(&self, word: impl Fn(usize) -> u32) -> Vector<S, f32> {
         let mut codes = word(0).splat::<S>() & self.masks[0];
@@ -259,11 +268,12 @@ impl<S: Simd, const CODES: usize> Codes<S, CODES> {
         (codes ^ self.flip).reinterpret::<i32>().to_float()
     }
 
-    /// Per row of factors, the sum of their products with the codes as [`read`](Self::read).
+    /// For each query row, the sum over all terms of factor times codes as [`read`](Self::read)
+    /// returns them.
     ///
-    /// One vector of codes at a time: a factor that is used once goes from memory into its
-    /// multiplication, one for two vectors takes a load of its own, which on Zen 4 costs more than it
-    /// saves.
+    /// Vectors of codes are taken one at a time: a factor that is used once is a memory operand of its
+    /// multiplication. Sharing a factor between two vectors needs a separate load, which was slower on
+    /// Zen 4.
     #[inline(always)]
     fn sums<const ROWS: usize>(&self, terms: &Terms<'_>) -> [Vector<S, f32>; ROWS] {
         terms.check(Self::words(), ROWS, 1);
@@ -282,7 +292,7 @@ impl<S: Simd, const CODES: usize> Codes<S, CODES> {
         even
     }
 
-    /// Adds the products of term `i`; `terms` are checked.
+    /// Adds the products of term `i` to `sums`. The caller has called [`Terms::check`].
     #[inline(always)]
     fn add<const ROWS: usize>(
         &self,
@@ -302,8 +312,8 @@ impl<S: Simd, const CODES: usize> Codes<S, CODES> {
         }
     }
 
-    /// Turns `sum`, of [`read`](Self::read) codes times factors that add up to `factors`, into that
-    /// of the codes themselves, and adds `base`.
+    /// Corrects `sum`, one of [`sums`](Self::sums), for the form in which [`read`](Self::read) returns
+    /// codes, and adds `base`. `factors` is the sum of the factors in it.
     #[inline(always)]
     fn restore(&self, sum: Vector<S, f32>, factors: f32, base: f32) -> Vector<S, f32> {
         let base = self.flipped.mul_add(factors.splat(), base.splat());
@@ -311,8 +321,9 @@ impl<S: Simd, const CODES: usize> Codes<S, CODES> {
     }
 }
 
-/// Multiplies `ROWS` rows of `factors`, `stride` apart, by the scales of `params`, into rows of `folded`,
-/// `folded_stride` apart. Returns by row the sum of `factors` times minima, and that of `folded`.
+/// Folds scales into factors: multiplies `ROWS` rows of `factors` (`stride` apart) by the scales in the
+/// parameter words `params` and writes them to `folded` (rows `folded_stride` apart). Returns for each
+/// row the sum of factors times minima, and the sum of the folded factors.
 #[inline(always)]
 fn fold<S: Simd, const ROWS: usize>(
     params: &[u32],
@@ -351,8 +362,8 @@ fn fold<S: Simd, const ROWS: usize>(
     (base, total)
 }
 
-/// [`score`] of `ROWS` rows over `tokens` tokens; tokens are the lanes, so nothing is summed across
-/// a vector.
+/// [`score`] of `ROWS` rows over `tokens` tokens. Lanes are tokens, so that no sum across the lanes of a
+/// vector is needed.
 #[macerator::with_simd]
 #[allow(clippy::too_many_arguments, reason = "slices of one problem")]
 fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
@@ -374,7 +385,7 @@ fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
         let (base, factors) = fold::<S, ROWS>(params, query, head_dim, scratch, head_dim);
         let in_group = group_size.min(tokens - group * group_size);
         for first in (0..in_group).step_by(lanes) {
-            // The next group, a share for each vector of this one.
+            // Prefetches the next group, a part of it with each vector of this one.
             let share = group_words * lanes / group_size;
             simd::prefetch(keys, (group + 1) * group_words + share * (first / lanes), share);
             let reader = Codes::<S, CODES>::at(first);
@@ -395,7 +406,7 @@ fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
     }
 }
 
-/// [`add`] for `ROWS` rows; channels are the lanes.
+/// [`add`] for `ROWS` rows. Lanes are channels.
 #[macerator::with_simd]
 fn add_rows<S: Simd, const CODES: usize, const ROWS: usize>(
     values: &[u32],

@@ -1,16 +1,18 @@
-//! Vectors of the CPU.
+//! Portable vector code for the CPU.
 //!
-//! macerator compiles a function marked `with_simd` once per vector extension and picks one when it
-//! runs. Such a function uses its vectors, or loops over slices, which the compiler vectorizes with
-//! the same extension. Vectors must not be touched in closures that are handed to an iterator or to
-//! `from_fn`: those are functions of their own, compiled without the extension, where every
-//! operation is a call.
+//! macerator compiles a function marked `with_simd` once for each vector extension (SSE, AVX2, AVX-512,
+//! NEON) and picks one when it is called. Such a function uses macerator's vectors, or plain loops over
+//! slices, which the compiler vectorizes with the same extension.
+//!
+//! Vectors must not be used in closures that are passed to an iterator or to `from_fn`: the compiler
+//! builds such closures without the extension, and every vector operation in them becomes a function
+//! call.
 
 use core::f32::consts::LN_2;
 
 use macerator::{Scalar, Simd, Vector};
 
-/// Most 32-bit lanes of a vector.
+/// The most 32-bit lanes that a vector has: 16 with AVX-512.
 pub(super) const MAX_LANES: usize = 16;
 
 /// 32-bit lanes of this CPU's vectors.
@@ -19,7 +21,7 @@ pub(super) fn lanes<S: Simd>() -> usize {
     f32::lanes::<S>()
 }
 
-/// The first elements of `x`.
+/// A vector of the first elements of `x`.
 #[inline(always)]
 pub(super) fn load<S: Simd, T: Scalar>(x: &[T]) -> Vector<S, T> {
     assert!(x.len() >= T::lanes::<S>());
@@ -27,7 +29,7 @@ pub(super) fn load<S: Simd, T: Scalar>(x: &[T]) -> Vector<S, T> {
     unsafe { macerator::vload_unaligned(x.as_ptr()) }
 }
 
-/// Overwrites the first elements of `x`.
+/// Overwrites the first elements of `x` with a vector.
 #[inline(always)]
 pub(super) fn store<S: Simd, T: Scalar>(x: &mut [T], vector: Vector<S, T>) {
     assert!(x.len() >= T::lanes::<S>());
@@ -35,7 +37,7 @@ pub(super) fn store<S: Simd, T: Scalar>(x: &mut [T], vector: Vector<S, T>) {
     unsafe { macerator::vstore_unaligned(x.as_mut_ptr(), vector) }
 }
 
-/// Overwrites all of `x`, at most a vector.
+/// Overwrites `x`, which is no longer than a vector, with the first lanes of `vector`.
 #[inline(always)]
 pub(super) fn store_part<S: Simd>(x: &mut [f32], vector: Vector<S, f32>) {
     if x.len() == f32::lanes::<S>() {
@@ -46,21 +48,21 @@ pub(super) fn store_part<S: Simd>(x: &mut [f32], vector: Vector<S, f32>) {
     x.copy_from_slice(&all[..x.len()]);
 }
 
-/// `out[i] = x[i * stride]`, each by a load of its own: the compiler would use the processor's gather, which
-/// is slower.
+/// `out[i] = x[i * stride]`. Each load is volatile, which keeps the compiler from using the processor's
+/// gather instruction, as that is slower.
 #[inline(always)]
 pub(super) fn gather(x: &[u32], stride: usize, out: &mut [u32]) {
     assert!(out.is_empty() || (out.len() - 1) * stride < x.len());
     let mut from = x.as_ptr();
     for out in out {
-        // SAFETY: within `x`, as asserted; the pointer past the last one is not read.
+        // SAFETY: the pointer is within `x`, as asserted; only past the last element it is not, and is
+        // not read.
         *out = unsafe { from.read_volatile() };
         from = from.wrapping_add(stride);
     }
 }
 
-/// Asks for `len` words of `x` from `start` on, as far as there are so many, to be brought into the
-/// first-level cache.
+/// Prefetches `len` words of `x` from `start` on into the L1 cache; words past its end are left out.
 #[inline(always)]
 pub(super) fn prefetch(x: &[u32], start: usize, len: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -70,7 +72,8 @@ pub(super) fn prefetch(x: &[u32], start: usize, len: usize) {
         const LINE: usize = 64 / size_of::<u32>();
         let lines = len.min(x.len().saturating_sub(start)).div_ceil(LINE);
         for line in 0..lines {
-            // SAFETY: within `x`, and a prefetch is a hint, which every x86-64 processor has.
+            // SAFETY: the address is within `x`; a prefetch, which every x86-64 processor has, changes no
+            // data.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().add(start + line * LINE).cast()) };
         }
     }
@@ -78,7 +81,7 @@ pub(super) fn prefetch(x: &[u32], start: usize, len: usize) {
     let _ = (x, start, len);
 }
 
-/// Dot products of `a` with each row, sharing its loads.
+/// Dot products of `a` with each row. `a` is loaded once for all of them.
 #[inline(always)]
 pub(super) fn dots<S: Simd, const N: usize>(a: &[f32], rows: [&[f32]; N]) -> [f32; N] {
     let lanes = f32::lanes::<S>();
@@ -125,18 +128,19 @@ pub(super) fn add_scaled<S: Simd, const N: usize>(
 
 /// `2^x` for `x` up to 0, within 2 ulp; 0 below -127.
 ///
-/// `x` is an integer and `|r| <= 1/2`, whose power is a polynomial of degree 5: that of the least
-/// relative error, 1.05e-7, among those that begin `1 + r ln 2`.
+/// x is split into the nearest integer and a rest r with `|r| <= 1/2`. `2^r` is a polynomial of degree 5,
+/// the one of least relative error (1.05e-7) among those that begin `1 + r ln 2`; the integer becomes
+/// the exponent of a float.
 #[inline(always)]
 fn exp2<S: Simd>(x: Vector<S, f32>) -> Vector<S, f32> {
-    /// Its integer's float has exponent 0, which is the number 0.
+    /// Here the exponent bits are 0, so that the float is the number 0.
     const LOWEST: f32 = -127.0;
     const POLYNOMIAL: [f32; 6] =
         [1.330_060_5e-3, 9.669_691e-3, 5.550_558_5e-2, 2.402_228_3e-1, LN_2, 1.0];
-    // Adding 1.5 * 2^23 rounds to the nearest integer, whose low bits are then the float's; 127 more
-    // make them the exponent's.
+    // Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits of the float. The
+    // further 127 is the bias of a float's exponent.
     let round = (12_582_912.0 + 127.0).splat();
-    // In this order NaN stays NaN on x86.
+    // x86 returns the second operand of `max` if one is NaN, so that in this order NaN stays NaN.
     let x = LOWEST.splat::<S>().max(x);
     let rounded = x + round;
     let r = x - (rounded - round);
@@ -150,7 +154,8 @@ fn exp2<S: Simd>(x: Vector<S, f32>) -> Vector<S, f32> {
 
 /// Replaces each score by `2^(score - maximum)` and returns their sum.
 ///
-/// Softmax to base 2, of scores that were multiplied by `log2 e` with their scale, is that to base e.
+/// Powers of 2 are cheaper than powers of e. The scores were multiplied by `log2 e` along with their
+/// scale, so that the softmax is the same.
 #[macerator::with_simd]
 pub(in crate::backends::flex) fn exp2_minus_max<S: Simd>(scores: &mut [f32], maximum: f32) -> f32 {
     let maximum = maximum.splat::<S>();
@@ -172,12 +177,13 @@ pub(in crate::backends::flex) fn exp2_minus_max<S: Simd>(scores: &mut [f32], max
     sum.reduce_add()
 }
 
-/// Log-sum-exp, to base e, of scores to base 2 whose powers without their maximum add up to `sum`.
+/// Log-sum-exp to base e, from the maximum of the scores to base 2 and the sum that
+/// [`exp2_minus_max`] returned for them.
 pub(super) fn log_sum_exp(maximum: f32, sum: f32) -> f32 {
     maximum * LN_2 + sum.ln()
 }
 
-/// Largest element, `-inf` of none.
+/// The largest element; `-inf` of an empty slice.
 #[macerator::with_simd]
 pub(in crate::backends::flex) fn maximum<S: Simd>(x: &[f32]) -> f32 {
     let mut largest = f32::NEG_INFINITY.splat::<S>();

@@ -1,10 +1,14 @@
 //! Attention over packed tokens in integers, for processors that multiply bytes: AVX-512 with VNNI.
 //!
-//! As the kernels [in floating point](super), but the factors of a group become integers relative to
-//! the largest of them, of three digits to base 256. One instruction then multiplies a digit of four
-//! terms with their codes, for 16 elements, where one in floating point multiplies one factor: three
-//! instructions for four. A factor is off by at most 2^-23 of the largest, about what rounding a sum
-//! of f32 is. Codes stay at their place in their byte.
+//! The same sums as the kernels [in floating point](super), computed in fixed point. The factors of a
+//! group (query or weight times scale) are divided by the largest of them and rounded to integers of 23
+//! bits, written as three signed digits to base 256. The instruction `vpdpbusd` multiplies, in each of 16
+//! lanes, four bytes (here: the codes of four terms) with four signed bytes (one digit of the four
+//! factors) and adds the products to a 32-bit sum. So four terms take three instructions, one for each
+//! digit, where floating point takes four.
+//!
+//! The rounding changes a factor by at most 2^-23 of the largest factor, about as much as rounding a
+//! sum of f32 does. As in floating point, codes are masked but not shifted down within their byte.
 
 use core::{arch::x86_64::*, mem};
 
@@ -17,23 +21,25 @@ use crate::{
 /// 32-bit lanes of a vector.
 const LANES: usize = 16;
 
-/// Terms multiplied at once, one for each byte of a lane.
+/// Terms that one instruction multiplies: one for each byte of a lane.
 const QUAD: usize = 4;
 
-/// Digits of a factor, a signed byte each.
+/// Digits to base 256 of a factor, a signed byte each.
 const DIGITS: usize = 3;
 
-/// What the largest factor of a group becomes: with [`ZERO`] below 2^23, also when rounded up.
+/// The integer that the largest factor of a group is scaled to. Its sum with [`ZERO`] is below 2^23, also
+/// when rounded up.
 const LARGEST: f32 = 0x3f_7f00 as f32;
 
-/// The middle of f32's mantissas, with that of bytes in the lower two: taken byte by byte from an
-/// integer to which it was added, it leaves signed digits.
+/// Makes the bytes of an integer its signed digits: with `x + ZERO` written to base 256, subtracting
+/// `ZERO` from it byte by byte, without borrowing, leaves three signed bytes whose value is x.
 const ZERO: u32 = 0x40_8080;
 
-/// Factors are scaled up as if the largest were at least this, which adds nothing to a softmax.
+/// A group's largest factor counts as at least this, so that no division overflows. Smaller factors add
+/// nothing to a softmax.
 const SMALLEST: f32 = 1e-30;
 
-/// Whether this processor has the instructions and the layout suits them.
+/// Whether this processor has the instructions and the shape fits the kernels.
 pub(super) fn serves(spec: &QuantSpec, head_dim: usize) -> bool {
     let line = Line::new(head_dim, spec.codes_per_word(), spec.group_size);
     available() && head_dim.is_multiple_of(LANES) && line.words * LANES <= TILE_WORDS
@@ -46,12 +52,12 @@ pub(super) fn available() -> bool {
         && is_x86_feature_detected!("avx512vnni")
 }
 
-/// Words of one token's values.
+/// The packed values of one token: words of codes, then one parameter word per group.
 struct Line {
     codes: usize,
     groups: usize,
     width: usize,
-    /// With those that make whole quads of them.
+    /// `width` rounded up to a multiple of [`QUAD`].
     words: usize,
 }
 
@@ -63,13 +69,13 @@ impl Line {
     }
 }
 
-/// Constants by lane, for words of `CODES` codes.
+/// Constants for each lane of a vector, for words of `CODES` codes.
 struct Lanes<const CODES: usize>;
 
 impl<const CODES: usize> Lanes<CODES> {
     const N_BITS: usize = 32 / CODES;
 
-    /// Which byte of a word has the code of a lane, in each of four words.
+    /// For each lane, the byte that holds its code, in each of the four words of a quad.
     const BYTES: [[u8; QUAD]; LANES] = {
         let mut lanes = [[0; QUAD]; LANES];
         let mut i = 0;
@@ -81,7 +87,7 @@ impl<const CODES: usize> Lanes<CODES> {
         lanes
     };
 
-    /// Which bits of these bytes are the code.
+    /// For each lane, which bits of these bytes are the code.
     const MASK: [[u8; QUAD]; LANES] = {
         let mut lanes = [[0; QUAD]; LANES];
         let mut i = 0;
@@ -93,7 +99,7 @@ impl<const CODES: usize> Lanes<CODES> {
         lanes
     };
 
-    /// One over what its place in a byte multiplies the code by.
+    /// `2^-k`, where k is the bit offset of a lane's code within its byte.
     const PLACE: [f32; LANES] = {
         let mut lanes = [0.0; LANES];
         let mut i = 0;
@@ -117,7 +123,7 @@ struct Codes<const CODES: usize> {
 }
 
 impl<const CODES: usize> Codes<CODES> {
-    /// Words of a term.
+    /// Number of words that the codes of one term come from.
     const WORDS: usize = LANES.div_ceil(CODES);
 
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
@@ -129,8 +135,9 @@ impl<const CODES: usize> Codes<CODES> {
         }
     }
 
-    /// Per row, the sum of the products of codes and factors, each code times its place. A step is a
-    /// quad of terms, whose factors are [digits](to_digits).
+    /// For each query row, the sum over all terms of factor times codes, where a code counts 2^k times
+    /// as it was not shifted down. A step is a quad of terms, whose factors are digits as
+    /// [`to_digits`] writes them.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn sums<const ROWS: usize>(&self, terms: &Terms<'_>) -> [__m512; ROWS] {
@@ -170,8 +177,8 @@ impl<const CODES: usize> Codes<CODES> {
         totals
     }
 
-    /// Turns one of [`sums`](Self::sums) into that of codes times factors, which were multiples of
-    /// `unit`, and adds `base`.
+    /// Turns one of [`sums`](Self::sums) into the sum of codes times factors, and adds `base`. `unit` is
+    /// the factor that the integer 1 stands for.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn restore(&self, sum: __m512, unit: f32, base: f32) -> __m512 {
@@ -180,12 +187,12 @@ impl<const CODES: usize> Codes<CODES> {
     }
 }
 
-/// The first elements of `x`, bit by bit.
+/// The first 64 bytes of `x`.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn load<T: Copy>(x: &[T]) -> __m512i {
     assert!(size_of_val(x) >= size_of::<__m512i>());
-    // SAFETY: the slice holds a vector, and numbers are read as what they are in memory.
+    // SAFETY: the slice has at least the bytes of a vector, and T is a plain number.
     unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
 }
 
@@ -194,7 +201,7 @@ fn load<T: Copy>(x: &[T]) -> __m512i {
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn load_quad(words: &[u32]) -> __m128i {
     assert!(words.len() >= QUAD);
-    // SAFETY: the slice holds them.
+    // SAFETY: the slice has at least four words.
     unsafe { _mm_loadu_si128(words.as_ptr().cast()) }
 }
 
@@ -208,19 +215,20 @@ fn join(quad: impl Fn(usize) -> __m128i) -> __m512i {
     _mm512_inserti32x4::<3>(joined, quad(3))
 }
 
-/// What all factors of a group have in common, by row.
+/// What [`fold`] returns of the factors of a group, for each query row.
 #[derive(Clone, Copy)]
 struct Folded {
-    /// Sum of the factors times the minima.
+    /// Sum of factor times minimum.
     base: [f32; MAX_ROWS],
-    /// Largest factor times its scale.
+    /// Largest magnitude of factor times scale.
     largest: [f32; MAX_ROWS],
 }
 
-/// Multiplies `ROWS` rows of `n` factors, `stride` apart, by their scales, into rows of `scaled`,
-/// `scaled_stride` apart. Scales and minima are in the words that `params` gives for 16 factors.
+/// Multiplies `ROWS` rows of `n` factors (`stride` apart) by their scales and writes them to `scaled` (rows
+/// `scaled_stride` apart). `params(i)` are the 16 parameter words of factors i to i + 15.
 ///
-/// Factors that are not finite are so in the sum with the minima.
+/// Factors that are not finite cannot be made integers; they reach the result through
+/// [`base`](Folded::base).
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn fold<const ROWS: usize>(
@@ -238,13 +246,13 @@ fn fold<const ROWS: usize>(
         let (scale, min) = unpack_parameters(params(first));
         let wanted = u16::MAX >> LANES.saturating_sub(n - first);
         for row in 0..ROWS {
-            // SAFETY: as asserted, the factors that are wanted are in the slice.
+            // SAFETY: `wanted` masks what lies past the n factors, which are in the slice as asserted.
             let factor = unsafe {
                 let factors = factors.as_ptr().add(row * stride + first);
                 _mm512_maskz_loadu_ps(wanted, factors)
             };
             let product = _mm512_mul_ps(factor, scale);
-            // SAFETY: as asserted, there are whole vectors.
+            // SAFETY: as asserted, a row of `scaled` has room for whole vectors.
             unsafe {
                 _mm512_storeu_ps(scaled.as_mut_ptr().add(row * scaled_stride + first), product)
             };
@@ -258,10 +266,11 @@ fn fold<const ROWS: usize>(
     }
 }
 
-/// Turns what [`fold`] has scaled into digits, and returns what the factors are multiples of.
+/// Overwrites the factors that [`fold`] has scaled with their digits. Returns for each row the factor that
+/// the integer 1 stands for.
 ///
-/// Of four factors come the lowest digits, the middle ones and the highest, a word each, then a word
-/// without meaning.
+/// Four factors become four words: the four lowest digits, the four middle ones, the four highest, and
+/// one word that is not read.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn to_digits<const ROWS: usize>(
@@ -273,14 +282,14 @@ fn to_digits<const ROWS: usize>(
     assert!((ROWS - 1) * stride + n.next_multiple_of(LANES) <= scaled.len());
     let largest = largest.map(|largest| largest.max(SMALLEST));
     let per_unit = largest.map(|largest| LARGEST / largest);
-    // Adding to 2^23 leaves no place for a fraction in a float.
+    // A float of 2^23 or more has no bits for a fraction, so that this addition rounds to an integer.
     let zero = _mm512_set1_ps(((1 << 23) + ZERO) as f32);
     let zero_digits = _mm512_set1_epi32(ZERO as i32);
     let by_digit = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     let by_digit = _mm512_broadcast_i32x4(by_digit);
     for first in (0..n).step_by(LANES) {
         for row in 0..ROWS {
-            // SAFETY: as asserted, there are whole vectors.
+            // SAFETY: as asserted, a row of `scaled` has room for whole vectors.
             unsafe {
                 let digits = scaled.as_mut_ptr().add(row * stride + first);
                 let per_unit = _mm512_set1_ps(per_unit[row]);
@@ -294,10 +303,10 @@ fn to_digits<const ROWS: usize>(
     largest.map(|largest| largest / LARGEST)
 }
 
-/// Of two elements, the absolute value of the larger one.
+/// Selects the operation of `vrangeps`: the larger magnitude of two elements, as a positive number.
 const LARGER_MAGNITUDE: i32 = 0b1011;
 
-/// Reduces each of four vectors.
+/// Reduces each of four vectors to one number.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn across(rows: [__m512; 4], with: impl Fn(__m512, __m512) -> __m512) -> [f32; 4] {
@@ -308,7 +317,7 @@ fn across(rows: [__m512; 4], with: impl Fn(__m512, __m512) -> __m512) -> [f32; 4
     let halves = with(lanes, _mm512_shuffle_f32x4::<0x4e>(lanes, lanes));
     let whole = with(halves, _mm512_shuffle_f32x4::<0xb1>(halves, halves));
     let mut out = [0.0; 4];
-    // SAFETY: the array holds a vector of four.
+    // SAFETY: the array has four floats.
     unsafe { _mm_storeu_ps(out.as_mut_ptr(), _mm512_castps512_ps128(whole)) };
     out
 }
@@ -319,7 +328,8 @@ fn across(rows: [__m512; 4], with: impl Fn(__m512, __m512) -> __m512) -> [f32; 4
 fn unpack_parameters(words: __m512i) -> (__m512, __m512) {
     let magnitude = _mm512_set1_epi32(0x7fff << 13);
     let scale = _mm512_and_si512(_mm512_slli_epi32::<13>(words), magnitude);
-    // The sign stays where it is, its copies are masked.
+    // An arithmetic shift keeps the sign bit in place and copies it to its right; `signed` masks the
+    // copies.
     let signed = _mm512_or_si512(magnitude, _mm512_set1_epi32(i32::MIN));
     let min = _mm512_and_si512(_mm512_srai_epi32::<3>(words), signed);
     let widen = _mm512_set1_ps(WIDEN);
@@ -340,7 +350,7 @@ pub(super) fn score_rows<const CODES: usize, const ROWS: usize>(
     scratch: &mut [f32],
 ) {
     assert!(available());
-    // SAFETY: the processor has what the function is compiled for.
+    // SAFETY: the processor has the instructions that the function is compiled for, as asserted.
     unsafe {
         score::<CODES, ROWS>(keys, query, scores, n, tokens, head_dim, group_size, scratch);
     }
@@ -361,8 +371,8 @@ fn score<const CODES: usize, const ROWS: usize>(
     let reader = Codes::<CODES>::new();
     let group_words = (group_size / CODES + 1) * head_dim;
     let n_groups = tokens.div_ceil(group_size);
-    // A group is folded before the codes of the one before it are read, which hides how long finding
-    // the largest factor takes.
+    // One step folds group `step` and then reads the codes of the group before it: the processor does
+    // the latter while it waits for the former's largest factor.
     let (mut digits, mut scaled) = scratch.split_at_mut(MAX_ROWS * head_dim);
     let mut next = Folded { base: [0.0; MAX_ROWS], largest: [0.0; MAX_ROWS] };
     let mut unit = [0.0; MAX_ROWS];
@@ -381,7 +391,7 @@ fn score<const CODES: usize, const ROWS: usize>(
         let words = &keys[group * group_words..][..group_words];
         let in_group = group_size.min(tokens - group * group_size);
         for first in (0..in_group).step_by(LANES) {
-            // The next group to be folded but one, a share for each vector of this one.
+            // Prefetches the group after the next to be folded, a part of it with each vector.
             let share = group_words * LANES / group_size;
             simd::prefetch(keys, (group + 3) * group_words + share * (first / LANES), share);
             let sums = reader.sums::<ROWS>(&Terms {
@@ -402,15 +412,15 @@ fn score<const CODES: usize, const ROWS: usize>(
     }
 }
 
-/// Overwrites all of `x`, at most a vector.
+/// Overwrites `x`, of at most 16 floats, with the first lanes of `vector`.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn store_part(x: &mut [f32], vector: __m512) {
     if let Some(x) = x.as_mut_array::<LANES>() {
-        // SAFETY: the array holds a vector.
+        // SAFETY: the array has 16 floats.
         return unsafe { _mm512_storeu_ps(x.as_mut_ptr(), vector) };
     }
-    // SAFETY: they are the same bytes.
+    // SAFETY: a vector and 16 floats have the same size and both allow any bits.
     let all: [f32; LANES] = unsafe { mem::transmute(vector) };
     x.copy_from_slice(&all[..x.len()]);
 }
@@ -425,7 +435,7 @@ pub(super) fn add_rows<const CODES: usize, const ROWS: usize>(
     group_size: usize,
 ) {
     assert!(available());
-    // SAFETY: the processor has what the function is compiled for.
+    // SAFETY: the processor has the instructions that the function is compiled for, as asserted.
     unsafe { add::<CODES, ROWS>(values, weights, n, o, head_dim, group_size) }
 }
 
@@ -449,7 +459,7 @@ fn add<const CODES: usize, const ROWS: usize>(
         let quads = &mut quads.0[..count.next_multiple_of(LANES) * line.words];
         transpose(&values[first * line.width..], line.width, quads);
         for group in 0..line.groups {
-            // Those of 16 tokens are in four quads.
+            // The parameter words of 16 tokens lie in four quads of lines.
             let params = |token: usize| {
                 let stride = QUAD * line.words;
                 let all = &quads[token * line.words + (line.codes + group) * QUAD..];
@@ -481,12 +491,12 @@ fn add<const CODES: usize, const ROWS: usize>(
     }
 }
 
-/// What crosses no cache line where vectors are read one after the other.
+/// Aligned to a cache line, so that no vector read in order crosses one.
 #[repr(align(64))]
 struct Aligned<T>(T);
 
-/// Brings lines of `width` words in order by quads: the first words of four lines, their second
-/// words, and so on, up to whole quads of words. After the last line come zeros.
+/// Transposes lines of `width` words four at a time: of each quad of lines come the four first words, the
+/// four second words, and so on, up to a multiple of four words. Lines past the last are zeros.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn transpose(lines: &[u32], width: usize, quads: &mut [u32]) {
@@ -494,7 +504,8 @@ fn transpose(lines: &[u32], width: usize, quads: &mut [u32]) {
     let by_word = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for (quad, out) in quads.chunks_exact_mut(words * QUAD).enumerate() {
         let first = quad * QUAD * width;
-        // Words after a line are those of the next one.
+        // The loop below reads a whole number of quads from each line, so past its end into the next
+        // line. Where that would leave the slice, words are copied one by one.
         if first + (QUAD - 1) * width + words > lines.len() {
             for (i, out) in out.iter_mut().enumerate() {
                 *out = lines.get(first + i % QUAD * width + i / QUAD).copied().unwrap_or(0);
@@ -502,7 +513,7 @@ fn transpose(lines: &[u32], width: usize, quads: &mut [u32]) {
             continue;
         }
         for (i, out) in out.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
-            // SAFETY: so are all loads, as checked above, and the array holds a vector.
+            // SAFETY: all loads are within `lines`, as checked above, and `out` has 16 words.
             unsafe {
                 let from = lines.as_ptr().add(first + i * QUAD);
                 let four = join(|line| _mm_loadu_si128(from.add(line * width).cast()));
