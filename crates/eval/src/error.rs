@@ -1,5 +1,3 @@
-use std::{io, path::PathBuf};
-
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
@@ -35,23 +33,9 @@ pub enum Error {
         /// What it said.
         why: String,
     },
-    /// A chart cannot be drawn.
-    #[error("chart {title:?}: {why}")]
-    Chart {
-        /// Its title.
-        title: String,
-        /// What does not fit.
-        why: String,
-    },
-    /// A file or folder cannot be written.
-    #[error("{}: cannot write: {source}", path.display())]
-    Write {
-        /// The path.
-        path: PathBuf,
-        /// The system's reason.
-        #[source]
-        source: io::Error,
-    },
+    /// The report cannot be drawn or written.
+    #[error(transparent)]
+    Report(#[from] kv_report::Error),
     /// The model refused.
     #[error(transparent)]
     Model(#[from] kv_models::Error),

@@ -5,24 +5,17 @@
 //! The `kv-eval` program is a thin shell around these functions.
 
 pub mod bench;
-pub mod chart;
 mod error;
-pub mod html;
 mod ids;
 pub mod layers;
 pub mod memory;
 mod perplexity;
 mod plan;
-pub mod program;
 mod report;
 mod score;
-mod table;
 
 pub use error::{Error, Result};
-pub use html::HtmlReport;
-pub use kv_cubecl;
 pub use layers::{LayerError, layer_errors};
 pub use perplexity::evaluate;
 pub use plan::{Mode, Plan};
 pub use report::{PositionNll, Report, Run, Versions};
-pub use table::Table;

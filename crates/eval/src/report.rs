@@ -7,12 +7,13 @@ use std::{
 };
 
 use kv_cubecl::{On, Target};
-use serde::Serialize;
-
-use crate::{
-    Error, HtmlReport, LayerError, Mode, Result, Table,
+use kv_report::{
+    HtmlReport, Table,
     chart::{Chart, Series, Style},
 };
+use serde::Serialize;
+
+use crate::{LayerError, Mode, Result};
 
 /// Mean loss of some positions of the windows. A position is the number of tokens the model has
 /// seen, and with them its cache holds, when it predicts.
@@ -244,11 +245,11 @@ impl Report {
     /// written, the page first.
     ///
     /// # Errors
-    /// [`Error::Write`], and [`Error::Chart`] for runs that cannot be drawn, such as none.
+    /// A folder or file that cannot be written, and runs that cannot be drawn, such as none.
     pub fn write_folder(&self, folder: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
         let folder = folder.as_ref();
         fs::create_dir_all(folder)
-            .map_err(|source| Error::Write { path: folder.into(), source })?;
+            .map_err(|source| kv_report::Error::Write { path: folder.into(), source })?;
         let page = folder.join("report.html");
         let html = HtmlReport::new(format!("KV caches of {}", self.models().join(" and ")));
         let (html, charts) = self.write_charts(folder, html.paragraph(&self.summary()))?;

@@ -46,7 +46,10 @@ pub enum Error {
     Cache(#[from] kv_models::kv_cubecl::Error),
     /// A report that could not be drawn or written.
     #[error(transparent)]
-    Report(#[from] kv_eval::Error),
+    Report(#[from] kv_report::Error),
+    /// An evaluation that could not be done.
+    #[error(transparent)]
+    Eval(#[from] kv_eval::Error),
 }
 
 impl Error {

@@ -2,6 +2,7 @@
 //! are metrics logged beside `history.jsonl`: burn-train's log files panic on a full disk.
 
 use burn_train::{
+    Interrupter,
     logger::{EvaluationProgressLogger, MetricLogger, TrainingProgressLogger},
     metric::{
         MetricDefinition, NumericEntry,
@@ -12,6 +13,28 @@ use burn_train::{
         MetricsRendererTraining,
     },
 };
+
+/// The dashboard, or nothing in its place. `resumed` is the epoch a run continues after.
+///
+/// # Errors
+/// A dashboard in a build without the feature `tui`.
+#[cfg_attr(not(feature = "tui"), expect(unused_variables, reason = "for the dashboard alone"))]
+pub(crate) fn new(
+    dashboard: bool,
+    interrupter: &Interrupter,
+    resumed: Option<usize>,
+) -> crate::Result<Box<dyn MetricsRenderer>> {
+    match dashboard {
+        #[cfg(feature = "tui")]
+        true => {
+            use burn_train::renderer::tui::TuiMetricsRendererWrapper;
+            Ok(Box::new(TuiMetricsRendererWrapper::new(interrupter.clone(), resumed)))
+        }
+        #[cfg(not(feature = "tui"))]
+        true => Err(crate::Error::setting("dashboard", true, "needs the feature tui")),
+        false => Ok(Box::new(Silent)),
+    }
+}
 
 /// Draws and keeps nothing.
 pub(crate) struct Silent;

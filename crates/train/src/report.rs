@@ -2,8 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use kv_eval::{
-    HtmlReport, Report, Table,
+use kv_eval::Report;
+use kv_report::{
+    HtmlReport, Table,
     chart::{Chart, Series, Style},
 };
 

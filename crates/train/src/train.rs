@@ -21,7 +21,6 @@ use burn_optim::{
 use burn_train::{
     EarlyStoppingStrategy, ExecutionStrategy, Interrupter, Learner, MultiDeviceOptim,
     SupervisedTraining, checkpoint::KeepLastNCheckpoints, metric::store::EventStoreClient,
-    renderer::tui::TuiMetricsRendererWrapper,
 };
 use kv_models::{
     LanguageModel,
@@ -34,7 +33,7 @@ use crate::{
     data::{Order, TokenFile, TrainLoader, ValidLoader, Windows},
     history::{Recorder, Tell},
     metrics, prepare,
-    renderer::Silent,
+    renderer::{self, Silent},
     step::Task,
 };
 
@@ -56,7 +55,7 @@ pub struct Run<'a> {
     pub folder: PathBuf,
     /// Continue after the last checkpoint, or after that of an epoch.
     pub resume: Resume,
-    /// burn-train's dashboard on this terminal.
+    /// burn-train's dashboard on this terminal; needs the feature `tui`.
     pub dashboard: bool,
     /// Called with a line of text for every validation, and for every `tell_every`-th step.
     pub tell: Option<Tell>,
@@ -178,11 +177,7 @@ pub fn train<T: Target>(
     .with_checkpointing_strategy(KeepLastNCheckpoints::new(KEPT))
     .grads_accumulation(config.accumulation)
     .num_epochs(config.epochs());
-    training = match run.dashboard {
-        true => training
-            .renderer(Box::new(TuiMetricsRendererWrapper::new(interrupter.clone(), resumed))),
-        false => training.renderer(Box::new(Silent)),
-    };
+    training = training.renderer(renderer::new(run.dashboard, &interrupter, resumed)?);
     training = metrics::register(training);
     if let Some(epoch) = resumed {
         training = training.checkpoint(epoch);

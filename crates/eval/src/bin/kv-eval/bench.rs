@@ -4,16 +4,15 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use indicatif::ProgressBar;
+use kv_cli::{Backend, Plain, dispatch};
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_eval::{
+use kv_eval::bench::{
+    AttentionPlan, DecodePoint, DecodeSubject, Timing, copy_bandwidth, time_append, time_codec,
+    time_decode, time_decode_attention, time_prefill,
+};
+use kv_report::{
     Table,
-    bench::{
-        AttentionPlan, DecodePoint, DecodeSubject, Timing, copy_bandwidth, time_append, time_codec,
-        time_decode, time_decode_attention, time_prefill,
-    },
     chart::{Chart, Series, Style},
-    dispatch,
-    program::{Backend, Plain},
 };
 use serde::Serialize;
 

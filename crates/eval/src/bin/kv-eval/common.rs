@@ -3,9 +3,10 @@
 use std::{fs, path::Path, time::Instant};
 
 use anyhow::{Context, Result};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
+use kv_cli::{Backend, token_bar};
 use kv_cubecl::{On, Target};
-use kv_eval::{Plan, Report, Run, evaluate, layers::measure_layers, program::Backend};
+use kv_eval::{Plan, Report, Run, evaluate, layers::measure_layers};
 use kv_models::LanguageModel;
 use serde::Serialize;
 
@@ -56,9 +57,7 @@ pub(crate) fn evaluate_and_report<T: Target>(
     jobs: &[Job<'_>],
     output: &Output<'_>,
 ) -> Result<()> {
-    let total: usize = jobs.iter().map(Job::tokens).sum();
-    let style = "{bar:40} {pos}/{len} tokens, {elapsed} elapsed, {eta} left";
-    let bar = ProgressBar::new(total as u64).with_style(ProgressStyle::with_template(style)?);
+    let bar = token_bar(jobs.iter().map(Job::tokens).sum());
     let start = Instant::now();
     let plan = jobs.first().map(|job| &job.plan);
     let (tokens, window) = (plan.map_or(0, Plan::tokens), plan.map_or(0, Plan::window));

@@ -4,8 +4,8 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use kv_cli::{Plain, dispatch};
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_eval::{dispatch, program::Plain};
 use kv_models::{GenerateOptions, ModelCacheConfig, Sampling, generate};
 
 use crate::{

@@ -11,7 +11,8 @@ mod source;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kv_eval::{memory::Tracking, program::start};
+use kv_cli::start;
+use kv_eval::memory::Tracking;
 use mimalloc::MiMalloc;
 
 /// Activations are allocated and freed at every layer; the system's allocator gives the pages back

@@ -1,8 +1,9 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
+use kv_cli::{Plain, dispatch};
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_eval::{Mode, Plan, dispatch, program::Plain};
+use kv_eval::{Mode, Plan};
 use kv_models::{KV_CACHE_FILE, ModelCacheConfig};
 
 use crate::{

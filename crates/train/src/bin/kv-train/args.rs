@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use kv_eval::program::Backend;
+use kv_cli::Backend;
 use kv_models::{
     ModelCacheConfig,
     kv_cubecl::{FakeQuantOptions, KvCacheConfig, SteGradient},

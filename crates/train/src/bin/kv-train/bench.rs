@@ -4,7 +4,7 @@
 use std::{path::PathBuf, process::Command, time::Instant};
 
 use anyhow::{Context, Result, bail};
-use kv_eval::{dispatch, program::Backend};
+use kv_cli::{Backend, dispatch};
 use kv_models::kv_cubecl::{Autodiff, KvCacheConfig, On, Target};
 use kv_train::{Objective, QatConfig, TrainConfig, Trainable, bench::Stepper};
 

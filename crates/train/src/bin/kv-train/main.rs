@@ -9,7 +9,7 @@ mod run;
 use std::{path::PathBuf, process::ExitCode};
 
 use clap::{Parser, Subcommand};
-use kv_eval::program::start;
+use kv_cli::start;
 use kv_train::Resume;
 
 /// Activations are allocated and freed at every layer; the system's allocator gives the pages back

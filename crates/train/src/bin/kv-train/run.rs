@@ -10,7 +10,8 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
-use kv_eval::{Mode, Plan, Report, dispatch, evaluate, layers::measure_layers, program::Plain};
+use kv_cli::{Plain, dispatch};
+use kv_eval::{Mode, Plan, Report, evaluate, layers::measure_layers};
 use kv_models::{
     LanguageModel, Loaded, ModelCacheConfig, SaveDtype, SaveOptions, Tokenizer,
     kv_cubecl::{Autodiff, Bits, KvCacheConfig, On, Target},

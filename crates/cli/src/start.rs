@@ -1,51 +1,9 @@
-//! What the workspace's programs share: where they run, and how they start and say what went wrong.
+//! From a command line to an exit code.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
 
 use std::process::ExitCode;
 
-use clap::{Parser, ValueEnum};
-use serde::{Deserialize, Serialize};
-
-/// Where to run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Backend {
-    /// The CPU.
-    Flex,
-    /// Vulkan, Metal or DirectX 12 through WGPU.
-    Wgpu,
-    /// NVIDIA CUDA.
-    Cuda,
-}
-
-/// A target as it is, for [`dispatch!`](crate::dispatch).
-pub type Plain<T> = T;
-
-/// Calls `$run::<$wrap<Target>>($args)` for the chosen [`Backend`], or says which feature of the
-/// calling program builds it in.
-#[macro_export]
-macro_rules! dispatch {
-    ($backend:expr, $wrap:ident, $run:ident($($arg:expr),*)) => {
-        match $backend {
-            #[cfg(feature = "flex")]
-            $crate::program::Backend::Flex => $run::<$wrap<$crate::kv_cubecl::Flex>>($($arg),*),
-            #[cfg(feature = "wgpu")]
-            $crate::program::Backend::Wgpu => $run::<$wrap<$crate::kv_cubecl::Wgpu>>($($arg),*),
-            #[cfg(feature = "cuda")]
-            $crate::program::Backend::Cuda => $run::<$wrap<$crate::kv_cubecl::Cuda>>($($arg),*),
-            #[allow(unreachable_patterns, reason = "with every backend built in")]
-            other => Err($crate::program::not_built_in(other, env!("CARGO_BIN_NAME"))),
-        }
-    };
-}
-
-/// The error for a backend whose feature is off in `program`.
-pub fn not_built_in(backend: Backend, program: &str) -> anyhow::Error {
-    let name = format!("{backend:?}").to_lowercase();
-    anyhow::anyhow!(
-        "backend {name} is not built into this {program}: build it with --features {name}"
-    )
-}
+use clap::Parser;
 
 /// The body of a `main`: parses the command line and calls `run` with it. A mistake is one line on
 /// standard error, with exit code 2 in the command line and 1 after it. To be called before other

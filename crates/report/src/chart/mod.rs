@@ -48,7 +48,7 @@ impl Series {
 /// differ by dashes, points by markers.
 ///
 /// ```
-/// use kv_eval::chart::{Chart, Series, Style};
+/// use kv_report::chart::{Chart, Series, Style};
 ///
 /// let loss = Series::new("loss", vec![(1.0, 4.2), (2.0, 3.1)], Style::Line);
 /// let chart = Chart {
@@ -58,7 +58,7 @@ impl Series {
 ///     ..Chart::default()
 /// };
 /// assert!(chart.svg()?.starts_with("<svg"));
-/// # Ok::<(), kv_eval::Error>(())
+/// # Ok::<(), kv_report::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Chart {

@@ -1,0 +1,12 @@
+//! What the workspace's programs share: where they run, how they start and say what went wrong, how
+//! they show progress, and where they get models from. No library depends on it.
+
+mod backend;
+pub mod hub;
+mod progress;
+mod start;
+
+pub use backend::{Backend, Plain, not_built_in};
+pub use kv_cubecl;
+pub use progress::token_bar;
+pub use start::start;

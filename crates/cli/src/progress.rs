@@ -1,0 +1,13 @@
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// A bar on standard error that counts `total` tokens and says how long the rest takes. Nothing is
+/// drawn where standard error is no terminal.
+pub fn token_bar(total: usize) -> ProgressBar {
+    const STYLE: &str = "{bar:40} {pos}/{len} tokens, {elapsed} elapsed, {eta} left";
+    let bar = ProgressBar::new(total as u64);
+    match ProgressStyle::with_template(STYLE) {
+        Ok(style) => bar.with_style(style),
+        // The template above has no mistake; a bar in another style would be no loss.
+        Err(_) => bar,
+    }
+}
