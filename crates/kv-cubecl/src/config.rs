@@ -207,14 +207,18 @@ impl KvCacheConfig {
         if self.capacity > 1 << 24 {
             return Err(invalid("capacity", self.capacity, "must be at most 16777216 tokens"));
         }
-        if !self.is_quantized() {
-            return Ok(());
-        }
-        if group_size == 0 {
-            return Err(invalid("group_size", group_size, "must be at least 1"));
-        }
-        if residual_length == 0 {
-            return Err(invalid("residual_length", residual_length, "must be at least 1"));
+        // Of caches in float too, whose layout reads these as well.
+        for (field, value, least) in [
+            ("group_size", group_size, 1),
+            ("residual_length", residual_length, 1),
+            ("sink_tokens", self.sink_tokens, 0),
+        ] {
+            if value < least {
+                return Err(invalid(field, value, format!("must be at least {least}")));
+            }
+            if value > 1 << 20 {
+                return Err(invalid(field, value, "must be at most 1048576"));
+            }
         }
         for bits in [self.key_bits, self.value_bits] {
             let codes_per_word = 32 / bits.n_bits() as usize;
@@ -233,12 +237,6 @@ impl KvCacheConfig {
         if self.value_bits.is_quantized() && !head_dim.is_multiple_of(group_size) {
             let rule = format!("does not divide head_dim {head_dim}");
             return Err(invalid("group_size", group_size, rule));
-        }
-        if residual_length > 1 << 20 {
-            return Err(invalid("residual_length", residual_length, "must be at most 1048576"));
-        }
-        if self.sink_tokens > 1 << 20 {
-            return Err(invalid("sink_tokens", self.sink_tokens, "must be at most 1048576"));
         }
         Ok(())
     }

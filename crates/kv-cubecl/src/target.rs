@@ -100,13 +100,21 @@ impl Target for Cuda {
     }
 
     fn open() -> Result<Device> {
-        // The CUDA driver library is loaded on first use, and its absence panics.
+        use burn::tensor::{DeviceIndex, DeviceType};
+        let no_device = |why: String| Error::NoDevice { target: Self::NAME, why };
+        // Asked first, since it neither panics nor prints where the driver is missing; opening a device
+        // does both.
+        if Device::enumerate(DeviceType::Cuda).is_empty() {
+            let why = "no NVIDIA driver, or no GPU that it shows to this process".to_string();
+            return Err(no_device(why));
+        }
+        // A driver that does not work panics too.
         std::panic::catch_unwind(|| {
-            let device = Device::cuda(burn::tensor::DeviceIndex::Default);
+            let device = Device::cuda(DeviceIndex::Default);
             device.sync().map(|()| device).map_err(|error| format!("{error:?}"))
         })
-        .unwrap_or_else(|_| Err("the CUDA driver could not be loaded".to_string()))
-        .map_err(|why| Error::NoDevice { target: Self::NAME, why })
+        .unwrap_or_else(|_| Err("the CUDA driver could not be started".to_string()))
+        .map_err(no_device)
     }
 }
 

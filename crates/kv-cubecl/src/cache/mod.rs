@@ -28,6 +28,8 @@ pub struct KvCache {
     layout: CacheLayout,
     state: State,
     len: usize,
+    /// Whether a step at a position was taken or recorded, so that there may be tokens to count.
+    stepped: bool,
 }
 
 /// The tensors of a cache, to store it away or to inspect it. See [`KvCache::into_parts`].
@@ -50,16 +52,26 @@ impl KvCache {
     /// [`Error::InvalidConfig`] naming the field, or [`Error::Unsupported`] when the device lacks the
     /// float type.
     pub fn new(config: &KvCacheConfig, shape: CacheShape, device: &Device) -> Result<Self> {
-        let layout = CacheLayout::new(config, shape)?;
         let device = device.clone().without_autodiff();
-        crate::backends::check(&layout, &device)?;
+        let layout = Self::layout_on(config, shape, &device)?;
+        Ok(Self { state: State::zeros(&layout, &device), layout, len: 0, stepped: false })
+    }
+
+    /// The layout, if the device serves it.
+    fn layout_on(
+        config: &KvCacheConfig,
+        shape: CacheShape,
+        device: &Device,
+    ) -> Result<CacheLayout> {
+        let layout = CacheLayout::new(config, shape)?;
+        crate::backends::check("cache", &layout, device)?;
         if config.float == CacheFloat::F16 && !device.supports_dtype(DType::F16) {
             return Err(Error::Unsupported {
                 what: format!("cache {config} on {device:?}"),
                 why: "the device has no f16; keep the residual in f32".to_string(),
             });
         }
-        Ok(Self { layout, state: State::zeros(&layout, &device), len: 0 })
+        Ok(layout)
     }
 
     /// Layout, with every size and address.
@@ -175,16 +187,24 @@ impl KvCache {
             return Err(Error::Shape { op: OP, tensor, shape, rule });
         }
         self.check_device(OP, "position", &position.device())?;
+        self.stepped = true;
         Ok(self.state.step(query, key, value, position.clone(), self.layout))
     }
 
     /// Counts `tokens` that [`attend_at`](Self::attend_at) has appended from position
-    /// [`len`](Self::len) on.
+    /// [`len`](Self::len) on. How many of them there are is the caller's to know: with a recorded step it
+    /// is how often it was replayed.
     ///
     /// # Errors
-    /// [`Error::CapacityExceeded`].
+    /// [`Error::CapacityExceeded`], or [`Error::Unsupported`] for a cache that has never taken a step by
+    /// `attend_at`, whose memory holds no such tokens; the cache is then unchanged.
     pub fn advance(&mut self, tokens: usize) -> Result<()> {
         self.check_room(tokens)?;
+        if tokens > 0 && !self.stepped {
+            let what = format!("advance: {tokens} tokens of a cache without steps by attend_at");
+            let why = "they were never written; use append or attend".to_string();
+            return Err(Error::Unsupported { what, why });
+        }
         self.len += tokens;
         Ok(())
     }
@@ -219,23 +239,32 @@ impl KvCache {
         CacheParts { keys, values, floats, len: self.len }
     }
 
-    /// Puts together what [`into_parts`](Self::into_parts) took apart.
+    /// Puts together what [`into_parts`](Self::into_parts) took apart. Views are read as what they show
+    /// and copied when the cache is first written.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`], [`Error::Shape`] when a tensor does not fit `config` and `shape`, or
+    /// [`Error::InvalidConfig`], [`Error::Shape`] when a tensor does not fit `config` and `shape`,
+    /// [`Error::Unsupported`] for tensors that record gradients or sit on several devices, or
     /// [`Error::CapacityExceeded`].
     pub fn from_parts(
         config: &KvCacheConfig,
         shape: CacheShape,
         parts: CacheParts,
     ) -> Result<Self> {
-        let mut cache = Self::new(config, shape, &parts.floats.device())?;
-        if parts.len > cache.capacity() {
-            let (added, capacity) = (parts.len, cache.capacity());
+        let CacheParts { keys, values, floats, len } = parts;
+        let layout = Self::layout_on(config, shape, &floats.device())?;
+        if len > config.capacity {
+            let (added, capacity) = (len, config.capacity);
             return Err(Error::CapacityExceeded { len: 0, added, capacity });
         }
-        cache.state = cache.state.replace(parts.keys, parts.values, parts.floats)?;
-        cache.len = parts.len;
+        let state = State::of(&layout, Tensors { keys, values, floats })?;
+        let cache = Self { layout, state, len, stepped: false };
+        let Tensors { keys, values, floats } = cache.state.tensors();
+        let devices =
+            [("floats", floats.device()), ("keys", keys.device()), ("values", values.device())];
+        for (name, device) in devices {
+            cache.check_device("from_parts", name, &device)?;
+        }
         Ok(cache)
     }
 

@@ -8,7 +8,7 @@ use burn::{
 };
 
 use crate::{
-    CacheFloat, CacheState, Error, KvCacheOps, MemoryBytes, Packed, Result,
+    CacheFloat, CacheShape, CacheState, Error, KvCacheOps, MemoryBytes, Packed, Result,
     layout::{CacheLayout, QuantSpec},
 };
 
@@ -26,6 +26,18 @@ pub(super) struct Tensors {
 /// What using a cache after a panic says.
 const LOST: &str = "the cache is lost: its backend panicked while writing";
 
+fn float_dims(layout: &CacheLayout) -> [usize; 4] {
+    let CacheShape { batch, n_kv_heads, head_dim } = layout.shape();
+    [batch, n_kv_heads, layout.float_rows(), head_dim]
+}
+
+fn float_dtype(layout: &CacheLayout) -> DType {
+    match layout.config().float {
+        CacheFloat::F32 => DType::F32,
+        CacheFloat::F16 => DType::F16,
+    }
+}
+
 impl State {
     pub(super) fn tensors(&self) -> &Tensors {
         self.0.as_ref().expect(LOST)
@@ -36,40 +48,29 @@ impl State {
     }
 
     pub(super) fn zeros(layout: &CacheLayout, device: &Device) -> Self {
-        let shape = layout.shape();
-        let float = match layout.config().float {
-            CacheFloat::F32 => DType::F32,
-            CacheFloat::F16 => DType::F16,
-        };
-        let floats = [shape.batch, shape.n_kv_heads, layout.float_rows(), shape.head_dim];
         Self(Some(Tensors {
             keys: Tensor::zeros([layout.key_words()], (device, DType::U32)),
             values: Tensor::zeros([layout.value_words()], (device, DType::U32)),
-            floats: Tensor::zeros(floats, (device, float)),
+            floats: Tensor::zeros(float_dims(layout), (device, float_dtype(layout))),
         }))
     }
 
-    pub(super) fn replace(
-        self,
-        keys: Tensor<1, Int>,
-        values: Tensor<1, Int>,
-        floats: Tensor<4>,
-    ) -> Result<Self> {
-        let own = self.into_tensors();
-        let fail = |tensor, shape: Vec<usize>, rule| {
-            Err(Error::Shape { op: "from_parts", tensor, shape, rule })
-        };
-        for (name, new, own) in [("keys", &keys, &own.keys), ("values", &values, &own.values)] {
-            if new.dims() != own.dims() || new.dtype() != own.dtype() {
-                let rule = format!("must be {:?} of {:?}", own.dims(), own.dtype());
-                return fail(name, new.dims().to_vec(), rule);
+    /// Tensors as [`zeros`](Self::zeros) makes them.
+    pub(super) fn of(layout: &CacheLayout, tensors: Tensors) -> Result<Self> {
+        let Tensors { keys, values, floats } = &tensors;
+        let words = |n: usize| (vec![n], DType::U32);
+        let rows = (float_dims(layout).to_vec(), float_dtype(layout));
+        for (tensor, shape, dtype, fits) in [
+            ("keys", keys.dims().to_vec(), keys.dtype(), words(layout.key_words())),
+            ("values", values.dims().to_vec(), values.dtype(), words(layout.value_words())),
+            ("floats", floats.dims().to_vec(), floats.dtype(), rows),
+        ] {
+            if (&shape, dtype) != (&fits.0, fits.1) {
+                let rule = format!("must be {:?} of {:?}, not of {dtype:?}", fits.0, fits.1);
+                return Err(Error::Shape { op: "from_parts", tensor, shape, rule });
             }
         }
-        if floats.dims() != own.floats.dims() || floats.dtype() != own.floats.dtype() {
-            let rule = format!("must be {:?} of {:?}", own.floats.dims(), own.floats.dtype());
-            return fail("floats", floats.dims().to_vec(), rule);
-        }
-        Ok(Self(Some(Tensors { keys, values, floats })))
+        Ok(Self(Some(tensors)))
     }
 
     pub(super) fn memory_bytes(&self) -> MemoryBytes {
@@ -140,17 +141,13 @@ impl State {
         spec: QuantSpec,
         tokens: Range<usize>,
     ) -> Packed {
-        let shape = layout.shape();
-        let rows = layout.key_slice_words() / shape.head_dim;
+        let width = layout.shape().head_dim;
         let row = |token: usize| token / spec.group_size * spec.words_per_group();
-        let (start, end) = (row(tokens.start), row(tokens.end));
-        let words = self
-            .tensors()
-            .keys
-            .clone()
-            .reshape([shape.batch, shape.n_kv_heads, rows, shape.head_dim])
-            .narrow(2, start, end - start);
-        Packed::new(words, spec)
+        let rows = row(tokens.start)..row(tokens.end);
+        Packed::new(
+            words(&self.tensors().keys, layout, layout.key_slice_words(), width, rows),
+            spec,
+        )
     }
 
     /// Quantized values of `tokens` (counted after the sinks).
@@ -160,15 +157,22 @@ impl State {
         spec: QuantSpec,
         tokens: Range<usize>,
     ) -> Packed {
-        let shape = layout.shape();
-        let width = spec.words(1, shape.head_dim);
-        let rows = layout.value_slice_words() / width;
-        let words = self
-            .tensors()
-            .values
-            .clone()
-            .reshape([shape.batch, shape.n_kv_heads, rows, width])
-            .narrow(2, tokens.start, tokens.end - tokens.start);
-        Packed::new(words, spec)
+        let width = spec.words(1, layout.shape().head_dim);
+        let all = &self.tensors().values;
+        Packed::new(words(all, layout, layout.value_slice_words(), width, tokens), spec)
     }
+}
+
+/// Rows of `width` words of every slice, `[batch, n_kv_heads, rows, width]`.
+fn words(
+    all: &Tensor<1, Int>,
+    layout: &CacheLayout,
+    slice_words: usize,
+    width: usize,
+    rows: Range<usize>,
+) -> Tensor<4, Int> {
+    let CacheShape { batch, n_kv_heads, .. } = layout.shape();
+    // There may be more words than those of the slices: see `CacheLayout::key_words`.
+    let all = all.clone().narrow(0, 0, layout.slices() * slice_words);
+    all.reshape([batch, n_kv_heads, slice_words / width, width]).narrow(2, rows.start, rows.len())
 }

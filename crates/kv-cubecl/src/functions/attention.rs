@@ -56,8 +56,9 @@ pub fn streaming_attention_with(
             rule: format!("must have the {} tokens of key", key.dims()[2]),
         });
     }
-    let layout = CacheLayout::new(config, shape)?;
-    crate::backends::check(&layout, &query.device())?;
+    // Nothing is stored, so any capacity does.
+    let layout = CacheLayout::new(&config.with_capacity(1), shape)?;
+    crate::backends::check("streaming_attention", &layout, &query.device())?;
     debug_check_finite("streaming_attention", "key", &key)?;
     debug_check_finite("streaming_attention", "value", &value)?;
     Ok(closed_form(query, key, value, &layout, options))

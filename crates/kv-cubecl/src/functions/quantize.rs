@@ -169,6 +169,7 @@ fn check(op: &'static str, input: &Tensor<4>, spec: &QuantSpec) -> Result<()> {
         });
     }
     check_dtype(op, "input", input)?;
+    crate::backends::check_device(op, &input.device())?;
     debug_check_finite(op, "input", input)
 }
 

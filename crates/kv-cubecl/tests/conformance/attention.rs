@@ -18,11 +18,12 @@ stamp!(
     a_long_text,
     strided_inputs,
     training_and_serving_agree,
+    the_capacity_is_not_read_in_parallel,
 );
 
 /// The same text token by token and in parallel: outputs and, after every step, counts.
 #[track_caller]
-fn check<T: Target>(on: &On<T>, text: &Setup) {
+pub(crate) fn check<T: Target>(on: &On<T>, text: &Setup) {
     check_within(on, text, CLOSE);
 }
 
@@ -227,5 +228,17 @@ fn strided_inputs<T: Target>(on: &On<T>) {
             start += size;
         }
         close(format!("in chunks {sizes:?}"), &Host::cat(&outputs), &expected, CLOSE);
+    }
+}
+
+/// No token is stored, so none is too many.
+fn the_capacity_is_not_read_in_parallel<T: Target>(on: &On<T>) {
+    let text = Setup::new("k2v2-g16-r16-s1", [1, 2, 1, 40, 64], 16);
+    let [q, k, v] = text.on(on);
+    for capacity in [0, 1, 39, usize::MAX] {
+        let config = text.config.with_capacity(capacity);
+        let parallel = streaming_attention(q.clone(), k.clone(), v.clone(), &config).unwrap();
+        let what = format!("capacity {capacity}");
+        close(what, &Host::of(parallel), &text.reference().output, CLOSE);
     }
 }

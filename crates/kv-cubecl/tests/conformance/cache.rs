@@ -161,6 +161,23 @@ fn parts_that_do_not_fit<T: Target>(on: &On<T>) {
     refused(CacheParts { floats: narrow, ..parts() }, "floats");
     let beyond = build(CacheParts { len: 76, ..parts() }).unwrap_err();
     assert!(matches!(beyond, Error::CapacityExceeded { capacity: 75, .. }), "{beyond}");
+    if on.supports_dtype(DType::F16) {
+        let half = parts().floats.cast(DType::F16);
+        refused(CacheParts { floats: half, ..parts() }, "floats");
+    }
+    #[cfg(feature = "autodiff")]
+    {
+        let recording = Tensor::zeros(parts().floats.dims(), &(**on).clone().autodiff());
+        let error = build(CacheParts { floats: recording, ..parts() }).unwrap_err();
+        assert!(error.to_string().contains("from_parts: floats"), "{error}");
+    }
+    #[cfg(feature = "flex")]
+    if T::NAME != kv_cubecl::Flex::NAME {
+        let flex = On::<kv_cubecl::Flex>::open().unwrap();
+        let elsewhere = parts().keys.to_device(&flex);
+        let error = build(CacheParts { keys: elsewhere, ..parts() }).unwrap_err();
+        assert!(error.to_string().contains("from_parts: keys"), "{error}");
+    }
     assert!(build(CacheParts { len: 75, ..parts() }).is_ok());
 }
 

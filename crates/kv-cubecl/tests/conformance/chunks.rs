@@ -19,7 +19,7 @@ stamp!(
 
 /// What a cache holds, meaningfully: codes and parameters, and the float rows of tokens in float.
 #[track_caller]
-fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
+pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
     let text = text.tokens(0..cache.len());
     let counts = cache.quantized_counts();
     let sinks = text.config.sink_tokens;

@@ -145,6 +145,16 @@ fn every_rule_names_field_value_and_itself() {
         (k16v4, 80, "group_size", "32", "head_dim 80"),
         (kivi.with_residual_length(1 << 21), 64, "residual_length", "2097152", "at most"),
         (kivi.with_sink_tokens(1 << 21), 64, "sink_tokens", "2097152", "at most"),
+        (KvCacheConfig::float().with_group_size(0), 64, "group_size", "0", "at least 1"),
+        (KvCacheConfig::float().with_residual_length(0), 64, "residual_length", "0", "at least 1"),
+        (
+            KvCacheConfig::float().with_group_size(1 << 40),
+            64,
+            "group_size",
+            "1099511627776",
+            "most",
+        ),
+        (KvCacheConfig::float().with_sink_tokens(1 << 21), 64, "sink_tokens", "2097152", "at most"),
     ] {
         let error = config.validate(head_dim).expect_err(field);
         let Error::InvalidConfig { field: f, value: v, rule: r } = &error else {

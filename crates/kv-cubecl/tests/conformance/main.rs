@@ -3,7 +3,6 @@
 //!
 //! A target whose device cannot be opened fails its tests, unless `KV_ALLOW_NO_DEVICE=1`; then they
 //! say `SKIPPED` on standard error. Random inputs come from fixed seeds, which failures print.
-#![cfg(any(feature = "flex", feature = "wgpu", feature = "cuda"))]
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
 mod attention;
@@ -19,6 +18,8 @@ mod gradients;
 mod memory;
 mod poison;
 mod quantize;
+mod small;
 mod step;
 #[cfg(feature = "autodiff")]
 mod training;
+mod views;

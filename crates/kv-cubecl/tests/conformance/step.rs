@@ -13,6 +13,7 @@ stamp!(
     a_full_cache_is_read_and_not_written,
     a_recorded_step_serves_every_length,
     wrong_tokens_and_positions,
+    only_steps_are_counted,
 );
 
 const NAMES: [&str; 5] =
@@ -23,7 +24,8 @@ fn at(position: usize, device: &Device) -> Tensor<1, Int> {
 }
 
 /// The tokens from `prefix` on one at a time, told nothing but positions on the device.
-fn check<T: Target>(on: &On<T>, text: &Setup, prefix: usize) {
+#[track_caller]
+pub(crate) fn check<T: Target>(on: &On<T>, text: &Setup, prefix: usize) {
     let mut expected = text.cache(on);
     let mut cache = text.cache(on);
     if prefix > 0 {
@@ -158,4 +160,28 @@ fn wrong_tokens_and_positions<T: Target>(on: &On<T>) {
         assert!(wrong.contains("must be [1] of I32") && wrong.contains(part), "{wrong}");
     }
     assert!(snapshot(&cache) == before, "a refused call wrote");
+}
+
+/// Memory that no step has written is not shown as tokens.
+fn only_steps_are_counted<T: Target>(on: &On<T>) {
+    let text = Setup::new("k2v2-g16-r16", [1, 4, 2, 20, 64], 261);
+    let refused = |cache: &mut KvCache| {
+        let len = cache.len();
+        let error = cache.advance(3).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        assert!(error.to_string().contains("advance: 3 tokens"), "{error}");
+        assert_eq!(cache.len(), len);
+        assert_eq!(cache.advance(0), Ok(()));
+    };
+    let mut cache = text.cache(on);
+    refused(&mut cache);
+    attend(&mut cache, &text, &[10], on);
+    refused(&mut cache);
+    let parts = cache.clone().into_parts();
+    refused(&mut KvCache::from_parts(&text.config, text.shape(), parts).unwrap());
+
+    let [q, k, v] = text.tokens(10..11).on(on);
+    cache.attend_at(q, k, v, &at(10, on)).unwrap();
+    cache.advance(1).unwrap();
+    assert_eq!(cache.len(), 11);
 }

@@ -104,7 +104,7 @@ impl KvCacheOps for CubeBackend {
         len: usize,
         tokens: usize,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        decode_attention(query, &state, layout, len, tokens, None)
+        decode_attention(query, &contiguous(state), layout, len, tokens, None)
     }
 
     fn step(
@@ -217,6 +217,14 @@ fn writable(tensor: CubeTensor) -> CubeTensor {
     if tensor.can_mut() { tensor } else { tensor.copy() }
 }
 
+/// `state` with each tensor in rows of its own; kernels index buffers, not tensors. What is contiguous
+/// already stays where it is.
+fn contiguous(state: CacheState<CubeBackend>) -> CacheState<CubeBackend> {
+    let CacheState { keys, values, floats } = state;
+    let [keys, values, floats] = [keys, values, floats].map(into_contiguous);
+    CacheState { keys, values, floats }
+}
+
 fn restore_problem(shape: [usize; 4], spec: QuantSpec) -> RestoreProblem {
     let [batch, heads, tokens, head_dim] = shape;
     RestoreProblem { slices: batch * heads, tokens, head_dim, spec }
@@ -231,8 +239,8 @@ fn write(
     len: usize,
     position: Option<&CubeTensor>,
 ) -> CacheState<CubeBackend> {
-    let CacheState { mut keys, mut values, floats } = state;
-    let floats = writable(into_contiguous(floats));
+    let CacheState { mut keys, mut values, floats } = contiguous(state);
+    let floats = writable(floats);
     let (key, value) = (into_contiguous(key), into_contiguous(value));
     let problem = CacheProblem { layout, len, added: dims(&key)[2], float: elem(&floats) };
     let [key_flush, value_flush] = match position {
@@ -264,7 +272,7 @@ fn write(
     CacheState { keys, values, floats }
 }
 
-/// Attends to `tokens` of a cache of `len`, or to as many as `position` says.
+/// Attends to `tokens` of a cache of `len`, whose tensors are contiguous, or to as many as `position` says.
 fn decode_attention(
     query: CubeTensor,
     state: &CacheState<CubeBackend>,
@@ -275,16 +283,15 @@ fn decode_attention(
 ) -> (CubeTensor, CubeTensor) {
     let shape = dims(&query);
     let query = into_contiguous(query);
-    let floats = into_contiguous(state.floats.clone());
     let output = empty_like(&query, shape, DType::F32);
     let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
     let rows = shape[1] / layout.shape().n_kv_heads * shape[2];
-    let problem = DecodeProblem { layout, len, tokens, rows, float: elem(&floats) };
+    let problem = DecodeProblem { layout, len, tokens, rows, float: elem(&state.floats) };
     let bindings = DecodeBindings {
         query: arg(&query),
         keys: arg(&state.keys),
         values: arg(&state.values),
-        floats: arg(&floats),
+        floats: arg(&state.floats),
         output: arg(&output),
         lse: arg(&lse),
         position: position.map(arg),

@@ -118,7 +118,8 @@ pub(super) fn flush(
         let words = state.keys.storage_mut::<u32>();
         let first = before.keys / spec.group_size;
         let due = after.keys / spec.group_size - first;
-        for_each_slice(words, layout.key_slice_words(), due * group_words, |slice, words| {
+        let slice_words = layout.key_slice_words();
+        for_each_slice(words, layout.slices(), slice_words, due * group_words, |slice, words| {
             let mut rows = vec![0.0; spec.group_size * head_dim];
             let groups = words.chunks_exact_mut(group_words).enumerate();
             for (group, words) in groups.skip(first).take(due) {
@@ -135,7 +136,8 @@ pub(super) fn flush(
         let width = spec.words(1, head_dim);
         let words = state.values.storage_mut::<u32>();
         let due = after.values - before.values;
-        for_each_slice(words, layout.value_slice_words(), due * width, |slice, words| {
+        let slice_words = layout.value_slice_words();
+        for_each_slice(words, layout.slices(), slice_words, due * width, |slice, words| {
             let mut row = vec![0.0; head_dim];
             let tokens = words.chunks_exact_mut(width).enumerate();
             for (i, words) in tokens.skip(before.values).take(due) {
@@ -149,16 +151,19 @@ pub(super) fn flush(
 }
 
 /// Calls `write` with each slice of `words`, of which it writes `due`; by several threads if that is
-/// worth waking them.
+/// worth waking them. There may be more words than those of the slices: see
+/// [`CacheLayout::key_words`].
 fn for_each_slice(
     words: &mut [u32],
+    slices: usize,
     slice_words: usize,
     due: usize,
     write: impl Fn(usize, &mut [u32]) + Sync,
 ) {
     /// Words that take as long to write as a thread to wake up.
     const FEW: usize = 16 * 1024;
-    if words.len() / slice_words * due <= FEW {
+    let words = &mut words[..slices * slice_words];
+    if slices * due <= FEW {
         words.chunks_mut(slice_words).enumerate().for_each(|(i, words)| write(i, words));
     } else {
         words.par_chunks_mut(slice_words).enumerate().for_each(|(i, words)| write(i, words));

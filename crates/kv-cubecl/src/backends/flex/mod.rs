@@ -105,7 +105,7 @@ impl KvCacheOps for Flex {
         len: usize,
     ) -> CacheState<Self> {
         let (key, value) = (key.to_contiguous(), value.to_contiguous());
-        let state = cache::flush(state, &key, &value, &layout, len);
+        let state = cache::flush(contiguous(state), &key, &value, &layout, len);
         cache::append(state, &key, &value, &layout, len)
     }
 
@@ -116,6 +116,7 @@ impl KvCacheOps for Flex {
         len: usize,
         tokens: usize,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let state = contiguous(state);
         decode::decode_attention(query.to_contiguous(), &state, &layout, len, tokens)
     }
 
@@ -128,7 +129,9 @@ impl KvCacheOps for Flex {
         layout: CacheLayout,
     ) -> (CacheState<Self>, FloatTensor<Self>) {
         let capacity = layout.config().capacity;
+        let position = position.to_contiguous();
         let mut len = usize::try_from(position.storage::<i32>()[0]).unwrap_or(capacity);
+        state = contiguous(state);
         if len < capacity {
             state = <Self as KvCacheOps>::write(state, key, value, layout, len);
             len += 1;
@@ -169,6 +172,17 @@ impl KvCacheOps for Flex {
     ) {
         let sides = [key, key_hat, value, value_hat];
         streaming_backward::backward(query, sides, output, lse, grad, spec)
+    }
+}
+
+/// `state` with each tensor in rows of its own. `storage` is the whole buffer, whatever part of it a
+/// tensor shows; what is a whole buffer already stays where it is.
+fn contiguous(state: CacheState<Flex>) -> CacheState<Flex> {
+    let CacheState { keys, values, floats } = state;
+    CacheState {
+        keys: keys.to_contiguous(),
+        values: values.to_contiguous(),
+        floats: floats.to_contiguous(),
     }
 }
 

@@ -1,0 +1,78 @@
+//! Caches of a few tokens, channels and heads, where one word, row or slice is all there is.
+
+use kv_cubecl::{Flush, KvCacheConfig, On, Target};
+use proptest::prelude::*;
+
+use crate::{
+    attention, chunks,
+    common::{CLOSE, Rng, Setup, attend, check_properties, chunk_sizes, close, stamp},
+    step,
+};
+
+stamp!(the_smallest_caches, any_small_cache);
+
+/// Every way through a cache of the text, against the oracle.
+#[track_caller]
+fn check<T: Target>(on: &On<T>, text: &Setup) {
+    attention::check(on, text);
+    step::check(on, text, text.len() / 2);
+    let expected = text.reference();
+    let mut rng = Rng::new(text.seed);
+    for largest in [4, text.len()] {
+        let sizes = chunk_sizes(&mut rng, text.len(), largest);
+        let mut cache = text.cache(on);
+        let output = attend(&mut cache, text, &sizes, on);
+        close(format!("{text:?} in chunks {sizes:?}"), &output, &expected.output, CLOSE);
+        chunks::check_contents(&cache, text, &format!("in chunks {sizes:?}"));
+    }
+}
+
+/// One quantized value, one group of keys, words that are fewer than what is allocated at least.
+fn the_smallest_caches<T: Target>(on: &On<T>) {
+    for (name, capacity, head_dim) in [
+        ("k2v2-g16-r16", 17, 16),
+        ("k8v8-g4-r4", 5, 4),
+        ("k8v16-g4-r4", 4, 1),
+        ("k16v8-g4-r1", 2, 4),
+        ("k4v4-g8-r8-s1-after", 11, 8),
+        ("float-g1-r1", 1, 1),
+    ] {
+        check(on, &Setup::new(name, [1, 1, 1, capacity, head_dim], 400));
+    }
+}
+
+/// Any valid configuration whose numbers are small; most have one slice, and end where something
+/// leaves the window.
+fn small_setups() -> impl Strategy<Value = Setup> {
+    let bits = || prop::sample::select(vec![2usize, 4, 8, 16]);
+    let few = || prop::sample::select(vec![1usize, 1, 1, 2]);
+    let counts = (few(), few(), few(), 1..=6usize);
+    let heads = (few(), few(), 1..=3usize);
+    let rest = (0..=3usize, 0..=2usize, any::<bool>(), 0..=4usize, any::<u32>());
+    (bits(), bits(), counts, heads, rest).prop_map(
+        |(k, v, (words, windows, groups, any), (batch, n_kv_heads, per_kv), rest)| {
+            let (sinks, spare, after, beyond, seed) = rest;
+            // A group is as many codes as words of either side have, once or twice.
+            let codes = [k, v].map(|bits| if bits == 16 { 1 } else { 32 / bits });
+            let group = words * codes[0].max(codes[1]);
+            let residual = if k == 16 { any } else { group * groups };
+            let head_dim = if v == 16 { any } else { group * groups };
+            let config: KvCacheConfig = format!("k{k}v{v}").parse().unwrap();
+            let config = config
+                .with_group_size(group)
+                .with_residual_length(residual)
+                .with_sink_tokens(sinks)
+                .with_flush(if after { Flush::AfterAttention } else { Flush::BeforeAttention });
+            let tokens = (sinks + windows * residual + beyond).saturating_sub(2).max(1);
+            let sizes = [batch, n_kv_heads * per_kv, n_kv_heads, tokens, head_dim];
+            let text = Setup::with(config, sizes, seed.into());
+            Setup { config: text.config.with_capacity(tokens + spare), ..text }
+        },
+    )
+}
+
+fn any_small_cache<T: Target>(on: &On<T>) {
+    // On a GPU every one is a set of kernels to compile.
+    let cases = if T::NAME == "flex" { 500 } else { 8 };
+    check_properties(cases, small_setups(), |text| check(on, &text));
+}
