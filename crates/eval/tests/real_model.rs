@@ -1,11 +1,14 @@
 //! SmolLM2-135M against PyTorch, streaming against parallel, WGPU against the CPU.
 //!
 //! The model is what `scripts/get-smollm2` leaves in `target/models`, or the file named by
-//! `KV_SMOLLM2`. `KV_WIKITEXT` may name the WikiText-2 raw test set for the published table.
+//! `KV_SMOLLM2`; `KV_WIKITEXT` names the WikiText-2 raw test set for the published table. So the tests
+//! are ignored unless asked for by `--ignored smollm2` and `--ignored wikitext`, as `scripts/check` does.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-#![allow(clippy::print_stderr, reason = "a skipped test says so")]
 
-use std::{env, fs, path::PathBuf};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+};
 
 use kv_cubecl::{Flex, KvCacheConfig, On, Target};
 use kv_eval::{Mode, Plan, Run, evaluate};
@@ -15,14 +18,12 @@ fn project() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// The path in `variable`, else `default` in the project; `None`, loudly, if nothing is there.
-fn find(variable: &str, default: &str, hint: &str) -> Option<PathBuf> {
-    let path = env::var_os(variable).map_or_else(|| project().join(default), PathBuf::from);
-    if path.exists() {
-        return Some(path);
-    }
-    eprintln!("SKIPPED: {} is not there; {hint}", path.display());
-    None
+fn smollm2() -> PathBuf {
+    let default = || project().join("target/models/SmolLM2-135M-Instruct.Q4_1.gguf");
+    let path = env::var_os("KV_SMOLLM2").map_or_else(default, PathBuf::from);
+    let hint = "run scripts/get-smollm2 or set KV_SMOLLM2";
+    assert!(path.is_file(), "{} is not there; {hint}", path.display());
+    path
 }
 
 #[derive(Clone, Copy)]
@@ -33,18 +34,19 @@ struct Case {
     caches: &'static [&'static str],
 }
 
-/// Runs `case` on `text`, or the project's own English fixture.
-fn run<T: Target>(case: Case, text: Option<PathBuf>) -> Option<Vec<Run>> {
-    let default = "target/models/SmolLM2-135M-Instruct.Q4_1.gguf";
-    let model = find("KV_SMOLLM2", default, "run scripts/get-smollm2")?;
-    let text = text.unwrap_or_else(|| project().join("crates/models/tests/fixtures/licenses.txt"));
+/// Runs `case` on the project's own English fixture.
+fn run<T: Target>(case: Case) -> Vec<Run> {
+    run_on::<T>(case, &project().join("crates/models/tests/fixtures/licenses.txt"))
+}
+
+fn run_on<T: Target>(case: Case, text: &Path) -> Vec<Run> {
     let device = On::<T>::open().unwrap();
-    let Loaded { model, tokenizer, .. } = load(model, &device).unwrap();
+    let Loaded { model, tokenizer, .. } = load(smollm2(), &device).unwrap();
     let ids = tokenizer.unwrap().encode(&fs::read_to_string(text).unwrap()).unwrap();
     let caches: Vec<KvCacheConfig> = case.caches.iter().map(|name| name.parse().unwrap()).collect();
     let tokens = Some(case.tokens);
     let plan = Plan::new(&model, case.mode, &caches, ids, case.window, tokens).unwrap();
-    Some(evaluate(&device, &model, &plan, |_| ()).unwrap())
+    evaluate(&device, &model, &plan, |_| ()).unwrap()
 }
 
 fn assert_nll(a: &Run, b: &Run, bound: f64) {
@@ -54,9 +56,10 @@ fn assert_nll(a: &Run, b: &Run, bound: f64) {
 }
 
 #[test]
-fn float_perplexity_is_that_of_pytorch() {
+#[ignore = "needs SmolLM2: scripts/get-smollm2 or KV_SMOLLM2"]
+fn smollm2_float_perplexity_is_that_of_pytorch() {
     let case = Case { mode: Mode::Parallel, tokens: 1024, window: 1024, caches: &["k8v8"] };
-    let Some(runs) = run::<Flex>(case, None) else { return };
+    let runs = run::<Flex>(case);
     // scripts/pytorch-reference MODEL licenses.txt --tokens 1024 --window 1024, PyTorch 2.15, f32.
     let reference = 19.2787;
     for run in runs {
@@ -67,11 +70,12 @@ fn float_perplexity_is_that_of_pytorch() {
 }
 
 #[test]
-fn streaming_is_parallel_on_the_first_512_tokens() {
+#[ignore = "needs SmolLM2: scripts/get-smollm2 or KV_SMOLLM2"]
+fn smollm2_streaming_is_parallel_on_the_first_512_tokens() {
     let caches: &[&str] = &["k4v4", "k2v2"];
     let case = |mode| Case { mode, tokens: 512, window: 512, caches };
-    let Some(streamed) = run::<Flex>(case(Mode::Streaming), None) else { return };
-    let parallel = run::<Flex>(case(Mode::Parallel), None).unwrap();
+    let streamed = run::<Flex>(case(Mode::Streaming));
+    let parallel = run::<Flex>(case(Mode::Parallel));
     // Float noise between the two orders of summation; at 4 and 2 bits it flips codes at rounding
     // edges, each by one step.
     for ((a, b), bound) in streamed.iter().zip(&parallel).zip([1e-4, 2e-3, 2e-2]) {
@@ -82,15 +86,15 @@ fn streaming_is_parallel_on_the_first_512_tokens() {
 
 #[cfg(feature = "wgpu")]
 #[test]
-fn wgpu_is_flex() {
+#[ignore = "needs SmolLM2: scripts/get-smollm2 or KV_SMOLLM2"]
+fn smollm2_on_wgpu_is_that_on_flex() {
     use kv_cubecl::Wgpu;
     // Short texts, for a software driver: fewer tokens average less of the noise of flipped codes.
     let parallel =
         Case { mode: Mode::Parallel, tokens: 256, window: 256, caches: &["k4v4", "k2v2"] };
     let streaming = Case { mode: Mode::Streaming, tokens: 48, window: 48, caches: &["k8v8-r32"] };
     for (case, bounds) in [(parallel, [1e-4, 2e-3, 2e-2]), (streaming, [1e-4, 2e-3, 0.0])] {
-        let Some(gpu) = run::<Wgpu>(case, None) else { return };
-        let cpu = run::<Flex>(case, None).unwrap();
+        let (gpu, cpu) = (run::<Wgpu>(case), run::<Flex>(case));
         // As between streaming and parallel.
         for ((a, b), bound) in gpu.iter().zip(&cpu).zip(bounds) {
             assert_nll(a, b, bound);
@@ -100,14 +104,9 @@ fn wgpu_is_flex() {
 
 /// The published table: two windows of 2048 tokens of WikiText-2, against PyTorch in f32.
 #[test]
+#[ignore = "needs SmolLM2 and the WikiText-2 raw test set: KV_WIKITEXT"]
 fn wikitext_perplexities_are_the_published_ones() {
-    if env::var_os("KV_WIKITEXT").is_none() {
-        eprintln!("SKIPPED: KV_WIKITEXT does not name the WikiText-2 raw test set");
-        return;
-    }
-    let Some(text) = find("KV_WIKITEXT", "", "it must be the WikiText-2 raw test set") else {
-        return;
-    };
+    let text = env::var_os("KV_WIKITEXT").expect("KV_WIKITEXT names the WikiText-2 raw test set");
     // Perplexity and relative tolerance: float noise for the first two; 2-bit codes flip at rounding
     // edges, which alone moves a run by 0.6%.
     let expected = [
@@ -121,7 +120,7 @@ fn wikitext_perplexities_are_the_published_ones() {
     ];
     const CACHES: [&str; 6] = ["k8v8", "k4v4", "k2v2", "k2v2-after", "k2v2-s4", "k4v4-s4"];
     let case = Case { mode: Mode::Parallel, tokens: 4096, window: 2048, caches: &CACHES };
-    let Some(runs) = run::<Flex>(case, Some(text)) else { return };
+    let runs = run_on::<Flex>(case, Path::new(&text));
     for (run, (name, perplexity, tolerance)) in runs.iter().zip(expected) {
         assert_eq!(run.cache, name);
         let error = (run.perplexity / perplexity - 1.0).abs();

@@ -163,3 +163,30 @@ fn a_device_of_another_target<T: Target>(on: &On<T>) {
         assert!(matches!(On::<T>::new(autodiff), Err(Error::WrongTarget { .. })));
     }
 }
+
+/// What no operation here serves is refused before anything is dispatched.
+#[cfg(feature = "foreign-device")]
+#[test]
+fn a_device_without_the_operations() {
+    let device = burn::tensor::Device::ndarray();
+    let refused = |error: Error| {
+        assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
+        assert!(error.to_string().contains("kv-cubecl serves"), "{error}");
+    };
+    let config = KvCacheConfig::kivi(Bits::Two, Bits::Two).with_capacity(50);
+    let shape = CacheShape { batch: 1, n_kv_heads: 2, head_dim: 64 };
+    for device in [device.clone(), device.autodiff()] {
+        let x = || Host::normal(&mut Rng::new(75), [1, 2, 32, 64]).on(&device);
+        refused(KvCache::new(&config, shape, &device).unwrap_err());
+        refused(streaming_attention(x(), x(), x(), &config).unwrap_err());
+        refused(quantize(x(), Granularity::PerChannel, Bits::Two, 32).unwrap_err());
+        refused(fake_quantize(x(), Granularity::PerToken, Bits::Two, 32).unwrap_err());
+        let parts = kv_cubecl::CacheParts {
+            keys: Tensor::zeros([4], &device),
+            values: Tensor::zeros([4], &device),
+            floats: x(),
+            len: 0,
+        };
+        refused(KvCache::from_parts(&config, shape, parts).unwrap_err());
+    }
+}

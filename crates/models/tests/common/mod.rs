@@ -50,8 +50,9 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures")).join(name)
 }
 
-/// The real model, or a loud notice and `None`.
-pub(crate) fn smollm2() -> Option<PathBuf> {
+/// The real model. Tests that load it are ignored unless asked for by `--ignored smollm2`, as `scripts/check`
+/// does.
+pub(crate) fn smollm2() -> PathBuf {
     let path = std::env::var_os("KV_SMOLLM2").map_or_else(
         || {
             Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -59,17 +60,9 @@ pub(crate) fn smollm2() -> Option<PathBuf> {
         },
         PathBuf::from,
     );
-    if path.is_file() {
-        return Some(path);
-    }
-    #[allow(clippy::print_stderr, reason = "a skipped test says so loudly")]
-    {
-        eprintln!(
-            "SKIPPED: {} is not there, run scripts/get-smollm2 or set KV_SMOLLM2",
-            path.display()
-        );
-    }
-    None
+    let hint = "run scripts/get-smollm2 or set KV_SMOLLM2";
+    assert!(path.is_file(), "{} is not there; {hint}", path.display());
+    path
 }
 
 /// The Flex device the tests run on.

@@ -453,5 +453,4 @@ fn add_rows<S: Simd, const CODES: usize, const ROWS: usize>(
 }
 
 #[cfg(all(test, target_arch = "x86_64"))]
-#[allow(clippy::print_stderr, reason = "a skipped test says so")]
 mod tests;

@@ -1,3 +1,5 @@
+use std::io::Write;
+
 use macerator::{Arch, WithSimd};
 
 use super::*;
@@ -99,17 +101,14 @@ fn check<const CODES: usize, const ROWS: usize>(head_dim: usize, group_size: usi
             head_dim,
             group_size,
         };
-        let in_floats = [Arch::Scalar, Arch::V2, Arch::V3, Arch::V4].map(|arch| {
+        let in_floats = ARCHS.map(|arch| {
             // SAFETY: the CPU has the extension.
             let actual = available(arch).then(|| unsafe { arch.dispatch(kernels) });
             (format!("{arch:?}"), actual)
         });
         let in_integers = vnni::available().then(|| kernels.in_integers());
         for (arch, actual) in in_floats.into_iter().chain([("VNNI".to_owned(), in_integers)]) {
-            let Some(actual) = actual else {
-                eprintln!("SKIPPED: this CPU has no {arch}");
-                continue;
-            };
+            let Some(actual) = actual else { continue };
             for (name, actual, expected) in
                 [("scores", &actual[0], &scores), ("output", &actual[1], &outputs)]
             {
@@ -134,6 +133,18 @@ fn check<const CODES: usize, const ROWS: usize>(head_dim: usize, group_size: usi
     }
 }
 
+const ARCHS: [Arch; 4] = [Arch::Scalar, Arch::V2, Arch::V3, Arch::V4];
+
+/// Says, past the test harness's capture, what this CPU does not test.
+fn say_what_is_missing() {
+    let test = std::thread::current().name().unwrap_or("test").to_string();
+    let archs = ARCHS.iter().filter(|arch| !available(**arch)).map(|arch| format!("{arch:?}"));
+    let vnni = (!vnni::available()).then(|| "VNNI".to_string());
+    for missing in archs.chain(vnni) {
+        writeln!(std::io::stderr().lock(), "SKIPPED {test}: this CPU has no {missing}").unwrap();
+    }
+}
+
 fn available(arch: Arch) -> bool {
     match arch {
         Arch::Scalar => true,
@@ -146,6 +157,7 @@ fn available(arch: Arch) -> bool {
 
 #[test]
 fn packed_attention_is_that_over_restored_tokens_on_every_extension() {
+    say_what_is_missing();
     check::<16, 3>(96, 32);
     check::<8, 3>(96, 32);
     check::<4, 3>(96, 32);
@@ -153,6 +165,7 @@ fn packed_attention_is_that_over_restored_tokens_on_every_extension() {
 
 #[test]
 fn packed_attention_is_that_over_restored_tokens_in_every_shape() {
+    say_what_is_missing();
     check::<16, 1>(64, 64);
     check::<16, 4>(80, 16);
     check::<8, 2>(128, 16);
@@ -164,8 +177,7 @@ fn packed_attention_is_that_over_restored_tokens_in_every_shape() {
 #[test]
 fn integers_keep_zeros_and_what_is_not_finite() {
     if !vnni::available() {
-        eprintln!("SKIPPED: this CPU has no VNNI");
-        return;
+        return say_what_is_missing();
     }
     const TOKENS: usize = 64;
     const HEAD_DIM: usize = 96;
