@@ -9,4 +9,4 @@ mod start;
 pub use backend::{Backend, Plain, not_built_in};
 pub use kv_cubecl;
 pub use progress::token_bar;
-pub use start::start;
+pub use start::{note, start};

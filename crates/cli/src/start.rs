@@ -31,6 +31,13 @@ pub fn start<C: Parser>(run: impl FnOnce(C) -> anyhow::Result<()>) -> ExitCode {
     }
 }
 
+/// Lines that a user should know while the program goes on, on standard error.
+pub fn note(lines: &[String]) {
+    for line in lines {
+        eprintln!("note: {}", line.split_whitespace().collect::<Vec<_>>().join(" "));
+    }
+}
+
 /// What is wrong with a command line, on one line: the first paragraph.
 fn usage_line(error: &clap::Error) -> String {
     let text = error.to_string();

@@ -48,8 +48,8 @@ impl ModelCache {
             .collect::<Result<Vec<_>>>()?;
         let capacity = config.cache.capacity;
         let device = device.clone().without_autodiff();
-        let tabulate =
-            |rope: &Rope| (rope.clone(), rope.rotation(0, capacity.min(max_positions), &device));
+        let room = capacity.min(max_positions);
+        let tabulate = |rope: &Rope| (rope.clone(), rope.rotation(0, room, room, &device));
         Ok(Self { layers, rotations: rope.map(tabulate), batch, capacity, max_positions })
     }
 
@@ -74,6 +74,11 @@ impl ModelCache {
         self.capacity
     }
 
+    /// Tokens that the layers have room for and the model has positions for.
+    pub(crate) fn room(&self) -> usize {
+        self.capacity.min(self.max_positions)
+    }
+
     /// Sequences in the batch.
     pub fn batch(&self) -> usize {
         self.batch
@@ -82,7 +87,7 @@ impl ModelCache {
     /// Tokens that may still be appended: the cache's capacity or the model's limit, whichever
     /// comes first.
     pub fn remaining(&self) -> usize {
-        self.capacity.min(self.max_positions).saturating_sub(self.len())
+        self.room().saturating_sub(self.len())
     }
 
     /// The cache, in whose place one without layers is left.

@@ -86,6 +86,16 @@ pub enum Error {
         /// The tensor as the file would name it.
         tensor: String,
     },
+    /// Tensors that the model has no place for: without them it would not be what was trained.
+    #[error("{}: {}", path.display(), leftover(family, tensors))]
+    Leftover {
+        /// The file, or the folder of several.
+        path: PathBuf,
+        /// The model family of the configuration.
+        family: String,
+        /// The tensors as the file names them.
+        tensors: Vec<String>,
+    },
     /// A tensor's shape contradicts the configuration.
     #[error(
         "{}: tensor {tensor} has shape {actual:?}, the configuration needs {expected:?}",
@@ -207,6 +217,19 @@ impl Error {
     pub(crate) fn tokenizer(why: impl ToString) -> Self {
         Self::Tokenizer { why: why.to_string() }
     }
+}
+
+fn leftover(family: &str, tensors: &[String]) -> String {
+    /// Named in the message; the rest is counted.
+    const SHOWN: usize = 5;
+    let have = if tensors.len() == 1 { "tensor has" } else { "tensors have" };
+    let shown = line(&tensors[..tensors.len().min(SHOWN)].join(", "));
+    let more = match tensors.len().saturating_sub(SHOWN) {
+        0 => String::new(),
+        n => format!(" and {n} more"),
+    };
+    let n = tensors.len();
+    format!("{n} {have} no place in the {family} model of its configuration: {shown}{more}")
 }
 
 /// Names and values come from files, messages from other crates; a message here is one line of

@@ -1,6 +1,6 @@
 //! Language models for [Burn](https://burn.dev) that take the KV cache as a parameter.
 //!
-//! GPT-2 and the Llama family (Llama, SmolLM, Mistral without a sliding window, Qwen2, Phi-3), read
+//! GPT-2 and the Llama family (Llama, SmolLM, Qwen2, Mistral and Phi-3 up to their sliding windows), read
 //! from Hugging Face folders, PyTorch checkpoints and GGUF files by [`load()`] and written as Hugging
 //! Face folders by [`save()`]. There is no quantized twin of a model: every pass says what its cache
 //! stores, for all layers alike or, with a [`ModelCacheConfig`], some of them in float.

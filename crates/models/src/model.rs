@@ -27,6 +27,10 @@ impl LanguageModel {
     /// Logits of a whole sequence, computed in parallel as a cache of `config` would have
     /// produced them token by token. Differentiable.
     ///
+    /// Frequencies that depend on the context
+    /// ([`RopeScaling::LongRope`](crate::nn::RopeScaling::LongRope)) are those of the capacity in
+    /// `config`, as in such a cache.
+    ///
     /// # Shapes
     ///
     /// - ids: `[batch, seq]`

@@ -3,65 +3,19 @@
 
 mod common;
 
-use std::{
-    fs,
-    io::{Seek, SeekFrom, Write},
-    path::Path,
-};
+use std::{fs, path::Path};
 
 use burn::tensor::{Int, Tensor};
-use candle_core::quantized::{GgmlDType, gguf_file::Value};
-use common::{copy, device, expected, read_tensors, tiny, write_gguf};
+use candle_core::quantized::GgmlDType;
+use common::{
+    Named, assert_contains, copy, device, expected, failure, fixture, tiny, with_config,
+    with_tensors, write_gguf,
+};
 use kv_models::{Error, LanguageModel, kv_cubecl::KvCacheConfig, load};
-use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
-use safetensors::{Dtype, tensor::TensorView};
 use serde_json::{Value as Json, json};
-
-/// The message of a failing load, checked to be one line that names the file.
-fn failure(path: &Path) -> String {
-    let message = load(path, &device()).unwrap_err().to_string();
-    assert!(!message.contains('\n'), "{message}");
-    assert!(message.contains(path.file_name().unwrap().to_str().unwrap()), "{message}");
-    message
-}
-
-fn assert_contains(message: &str, parts: &[&str]) {
-    for part in parts {
-        assert!(message.contains(part), "{message:?} lacks {part:?}");
-    }
-}
-
-/// A golden folder with a changed `config.json`.
-fn with_config(name: &str, change: impl FnOnce(&mut Json)) -> tempfile::TempDir {
-    let folder = copy(&tiny(name));
-    let path = folder.path().join("config.json");
-    let mut config: Json = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    change(&mut config);
-    fs::write(path, config.to_string()).unwrap();
-    folder
-}
 
 /// A change to a configuration.
 type Change = fn(&mut Json);
-
-type Named = (String, Vec<usize>, Vec<f32>);
-
-/// A golden folder with changed tensors.
-fn with_tensors(name: &str, change: impl FnOnce(&mut Vec<Named>)) -> tempfile::TempDir {
-    let folder = copy(&tiny(name));
-    let path = folder.path().join("model.safetensors");
-    let mut tensors = read_tensors(&path);
-    change(&mut tensors);
-    let data: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
-        .into_iter()
-        .map(|(n, shape, values)| (n, shape, values.iter().flat_map(|x| x.to_le_bytes()).collect()))
-        .collect();
-    let views = data.iter().map(|(n, shape, bytes)| {
-        (n.as_str(), TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap())
-    });
-    safetensors::serialize_to_file(views, None, &path).unwrap();
-    folder
-}
 
 #[test]
 fn nothing_there() {
@@ -78,7 +32,7 @@ fn nothing_there() {
 
 #[test]
 fn wrong_configurations_name_field_value_and_rule() {
-    let cases: [(&str, Change, &[&str]); 12] = [
+    let cases: [(&str, Change, &[&str]); 16] = [
         ("llama-tiny", |c| c["model_type"] = json!("mamba"), &["unsupported model_type mamba"]),
         ("llama-tiny", |c| c["head_dim"] = json!(24), &["q_proj.weight", "[96, 96]", "[144, 96]"]),
         (
@@ -92,13 +46,26 @@ fn wrong_configurations_name_field_value_and_rule() {
         ("llama-tiny", |c| c["hidden_act"] = json!("gelu"), &["unsupported activation", "gelu"]),
         ("llama-tiny", |c| c["vocab_size"] = json!(257), &["embed_tokens", "[256, 96]"]),
         (
-            "qwen2-tiny",
-            |c| {
-                c["sliding_window"] = json!(128);
-                c["use_sliding_window"] = json!(true);
-            },
-            &["unsupported sliding window attention", "sliding_window 128", "512"],
+            "phi3-tiny",
+            |c| c["quantization_config"] = json!({"quant_method": "gptq", "bits": 4}),
+            &["unsupported quantization_config", "quant_method gptq", "config.json"],
         ),
+        (
+            "gpt2-tiny",
+            |c| c["compression_config"] = json!({"format": "int-quantized"}),
+            &["unsupported compression_config", "config.json"],
+        ),
+        (
+            "llama-tiny",
+            |c| c["layer_types"] = json!(["full_attention", "chunked_attention"]),
+            &["unsupported attention", "chunked_attention", "sliding_attention"],
+        ),
+        (
+            "llama-tiny",
+            |c| c["layer_types"] = json!(["full_attention", "sliding_attention"]),
+            &["sliding_window = missing", "layer_types"],
+        ),
+        ("phi3-tiny", |c| c["sliding_window"] = json!(0), &["sliding_window = 0", "at least 1"]),
         (
             "llama3-rope-tiny",
             |c| c["rope_parameters"]["rope_type"] = json!("yarn"),
@@ -126,7 +93,8 @@ fn sliding_windows_that_never_bind_are_fine() {
         ("qwen2-tiny", |c| c["sliding_window"] = json!(32)),
     ];
     for (name, change) in cases {
-        load(with_config(name, change).path(), &device()).unwrap();
+        let loaded = load(with_config(name, change).path(), &device()).unwrap();
+        assert_eq!((loaded.model.max_positions(), loaded.notes), (512, vec![]));
     }
 }
 
@@ -172,6 +140,79 @@ fn wrong_tensors_are_named() {
 }
 
 #[test]
+fn tensors_that_no_part_of_the_model_takes_are_named() {
+    let vector = |name: &str, len: usize| (name.to_string(), vec![len], vec![0.25; len]);
+    let extra = |t: &mut Vec<Named>| {
+        t.push(vector("model.layers.0.self_attn.q_proj.bias", 96));
+        t.push(vector("model.layers.1.self_attn.q_norm.weight", 16));
+    };
+    let folder = with_tensors("llama-tiny", extra);
+    let message = load(folder.path(), &device()).unwrap_err().to_string();
+    assert_contains(
+        &message,
+        &[
+            "model.safetensors: 2 tensors",
+            "model.layers.0.self_attn.q_proj.bias, model.layers.1.self_attn.q_norm.weight",
+        ],
+    );
+    // One layer fewer than there are, and a head where the configuration says there is none.
+    let fewer = with_config("llama-tiny", |c| c["num_hidden_layers"] = json!(1));
+    let message = load(fewer.path(), &device()).unwrap_err().to_string();
+    assert_contains(
+        &message,
+        &["9 tensors", "model.layers.1.input_layernorm.weight", "and 4 more"],
+    );
+    for (name, head) in [("llama-tiny", "lm_head.weight"), ("gpt2-tiny", "lm_head.weight")] {
+        let other = with_tensors(name, |t| {
+            let embedding = t.iter().find(|(n, ..)| n.contains("wte") || n.contains("embed"));
+            let (_, shape, mut values) = embedding.unwrap().clone();
+            values[5] += 1.0;
+            t.push((head.into(), shape, values));
+        });
+        let message = load(other.path(), &device()).unwrap_err().to_string();
+        assert_contains(&message, &["1 tensor ", head]);
+    }
+    // One name twice, as with and without the prefix.
+    let twice = with_tensors("llama-tiny", |t| t.push(vector("norm.weight", 96)));
+    let message = load(twice.path(), &device()).unwrap_err().to_string();
+    assert_contains(&message, &["norm.weight", "twice"]);
+
+    let file = folder.path().join("leftover.gguf");
+    let norm = with_tensors("llama-tiny", |t| {
+        t.push(vector("model.layers.1.self_attn.q_norm.weight", 16));
+    });
+    write_gguf(norm.path(), &file, GgmlDType::F32, &[]);
+    assert_contains(&failure(&file), &["1 tensor ", "blk.1.attn_q_norm.weight"]);
+    let rotary = with_tensors("gpt2-tiny", |t| t.push(vector("rope_freqs.weight", 8)));
+    write_gguf(rotary.path(), &file, GgmlDType::F32, &[]);
+    assert_contains(&failure(&file), &["1 tensor ", "rope_freqs.weight"]);
+}
+
+#[test]
+fn tensors_that_say_nothing_new_are_left() {
+    let constant = |name: &str, shape: &[usize]| {
+        (name.to_string(), shape.to_vec(), vec![1.0; shape.iter().product()])
+    };
+    let folders = [
+        with_tensors("llama-tiny", |t| {
+            t.push(constant("model.layers.0.self_attn.rotary_emb.inv_freq", &[8]));
+            t.push(constant("model.rotary_emb.inv_freq", &[8]));
+            let embedding = t.iter().find(|(n, ..)| n.contains("embed_tokens")).unwrap().clone();
+            t.push(("lm_head.weight".into(), embedding.1, embedding.2));
+        }),
+        with_tensors("gpt2-tiny", |t| {
+            t.push(constant("transformer.h.0.attn.bias", &[1, 1, 256, 256]));
+            t.push(constant("transformer.h.1.attn.masked_bias", &[1]));
+            let embedding = t.iter().find(|(n, ..)| n.contains("wte")).unwrap().clone();
+            t.push(("lm_head.weight".into(), embedding.1, embedding.2));
+        }),
+    ];
+    for folder in folders {
+        load(folder.path(), &device()).unwrap();
+    }
+}
+
+#[test]
 fn broken_weight_files() {
     let folder = copy(&tiny("llama-tiny"));
     let file = folder.path().join("model.safetensors");
@@ -194,118 +235,22 @@ fn broken_weight_files() {
     assert_contains(&message, &["weight_map = ../model.safetensors", "bare file name"]);
 }
 
-/// A tiny GGUF file with a vocabulary and every kind of metadata value.
-fn tiny_gguf(folder: &Path) -> std::path::PathBuf {
-    let file = folder.join("tiny.gguf");
-    let strings = |n: usize| Value::Array((0..n).map(|i| Value::String(format!("t{i}"))).collect());
-    let extra = [
-        ("tokenizer.ggml.model", Value::String("gpt2".into())),
-        ("tokenizer.ggml.pre", Value::String("smollm".into())),
-        ("tokenizer.ggml.tokens", strings(256)),
-        ("tokenizer.ggml.merges", Value::Array(vec![])),
-        ("tokenizer.ggml.token_type", Value::Array(vec![Value::I32(1); 256])),
-        ("general.alignment", Value::U32(32)),
-        ("x.f64", Value::F64(0.5)),
-        ("x.bool", Value::Bool(true)),
-        ("x.nested", Value::Array(vec![Value::Array(vec![Value::U8(1)]); 2])),
-    ];
-    write_gguf(&tiny("llama-tiny"), &file, GgmlDType::Q8_0, &extra);
-    file
-}
-
 #[test]
-fn truncated_gguf_at_any_byte() {
-    let folder = tempfile::tempdir().unwrap();
-    let bytes = fs::read(tiny_gguf(folder.path())).unwrap();
-    let cut = folder.path().join("cut.gguf");
-    let header = (0..400).chain((400..12_000).step_by(61));
-    let data = (12_000..bytes.len() - 32).step_by(7919);
-    for len in header.chain(data) {
-        fs::write(&cut, &bytes[..len]).unwrap();
-        assert_contains(&failure(&cut), &["cut.gguf: not a readable GGUF file"]);
-    }
-}
-
-#[test]
-fn mutated_gguf_never_panics() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = tiny_gguf(folder.path());
-    let bytes = fs::read(&path).unwrap();
-    let header_len = 14_000.min(bytes.len());
-    let mut rng = Xoshiro256PlusPlus::seed_from_u64(1);
-    let mut file = fs::OpenOptions::new().write(true).open(&path).unwrap();
-    let mut n_failed = 0;
-    for _ in 0..1500 {
-        let at = rng.random_range(0..header_len - 8);
-        let n = rng.random_range(1..=8);
-        let mut patch = vec![0; n];
-        match rng.random_range(0..3) {
-            0 => patch.fill(0xff),
-            1 => {}
-            _ => rng.fill(&mut patch[..]),
+fn missing_shards_are_named() {
+    let folder = copy(&fixture("pytorch-shards"));
+    let [first, second] = [1, 2].map(|i| format!("pytorch_model-0000{i}-of-00002.bin"));
+    fs::remove_file(folder.path().join(&first)).unwrap();
+    let index = folder.path().join("pytorch_model.bin.index.json");
+    for without_index in [false, true] {
+        if without_index {
+            fs::remove_file(&index).unwrap();
         }
-        let mut write = |bytes: &[u8]| {
-            file.seek(SeekFrom::Start(at as u64)).unwrap();
-            file.write_all(bytes).unwrap();
-        };
-        write(&patch);
-        match load(&path, &device()) {
-            Ok(_) => {}
-            Err(error) => {
-                n_failed += 1;
-                assert!(!error.to_string().contains('\n'), "{error}");
-            }
+        let named = folder.path().join(&second);
+        for path in [folder.path(), named.as_path()] {
+            let message = load(path, &device()).unwrap_err().to_string();
+            assert_contains(&message, &[&first, "not found"]);
         }
-        write(&bytes[at..at + n]);
     }
-    assert!(n_failed > 100, "mutations must matter, {n_failed} failed");
-    load(&path, &device()).unwrap();
-}
-
-#[test]
-fn wrong_gguf_content_is_named() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("wrong.gguf");
-    let cases: [(&str, Value, &[&str]); 6] = [
-        (
-            "general.architecture",
-            Value::String("mamba".into()),
-            &["unsupported GGUF architecture mamba"],
-        ),
-        ("llama.attention.head_count", Value::U32(12), &["blk.0.attn_q.weight", "[192, 96]"]),
-        ("llama.attention.head_count", Value::String("6".into()), &["head_count", "integer"]),
-        ("general.alignment", Value::U32(0), &["general.alignment", "multiple of 8"]),
-        (
-            "llama.attention.sliding_window",
-            Value::U32(64),
-            &["unsupported sliding window", "sliding_window 64"],
-        ),
-        ("llama.rope.scaling.type", Value::String("yarn".into()), &["unsupported rope type yarn"]),
-    ];
-    for (key, value, parts) in cases {
-        // A later key replaces an earlier one.
-        write_gguf(&tiny("llama-tiny"), &file, GgmlDType::F32, &[(key, value)]);
-        assert_contains(&failure(&file), parts);
-    }
-    fs::write(&file, b"not a model at all").unwrap();
-    assert_contains(&failure(&file), &["magic GGUF"]);
-}
-
-#[test]
-fn unknown_ggml_types_are_named() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("iq.gguf");
-    write_gguf(&tiny("qwen2-tiny"), &file, GgmlDType::F32, &[]);
-    let mut bytes = fs::read(&file).unwrap();
-    // name, u32 n_dims, two u64 dims, u32 type
-    let name = b"token_embd.weight";
-    let at = bytes.windows(name.len()).position(|w| w == name).unwrap() + name.len() + 4 + 16;
-    bytes[at..at + 4].copy_from_slice(&20u32.to_le_bytes());
-    fs::write(&file, bytes).unwrap();
-    assert_contains(
-        &failure(&file),
-        &["unsupported GGML type 20 (IQ4_NL)", "token_embd.weight", "iq.gguf"],
-    );
 }
 
 #[test]

@@ -3,15 +3,17 @@
 
 mod common;
 
-use std::{collections::BTreeMap, fs, path::Path};
+use std::{fs, path::Path};
 
-use burn::tensor::Tensor;
-use candle_core::quantized::GgmlDType;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use candle_core::quantized::{GgmlDType, gguf_file::Value};
 use common::{
-    TINY, copy, device, expected, fixture, golden, max_difference, read_tensors, tiny, write_gguf,
+    TINY, copy, device, expected, f32s, fixture, golden, max_difference, tiny, with_config,
+    write_gguf,
 };
-use kv_models::{kv_cubecl::KvCacheConfig, load};
-use safetensors::{Dtype, tensor::TensorView};
+use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig, load};
+use safetensors::SafeTensors;
+use serde_json::json;
 
 const TOLERANCE: f32 = 2e-4;
 
@@ -38,22 +40,6 @@ fn tiny_checkpoints_survive_gguf() {
         let file = folder.path().join(name).with_extension("gguf");
         write_gguf(&tiny(name), &file, GgmlDType::F32, &[]);
         check(&file, &tiny(name), TOLERANCE);
-    }
-}
-
-#[test]
-fn gguf_block_types_load() {
-    let folder = tempfile::tempdir().unwrap();
-    for (dtype, tolerance) in [
-        (GgmlDType::F16, 5e-3),
-        (GgmlDType::BF16, 5e-2),
-        (GgmlDType::Q8_0, 5e-2),
-        (GgmlDType::Q5_1, 1.0),
-        (GgmlDType::Q4_0, 2.0),
-    ] {
-        let file = folder.path().join(format!("{dtype:?}.gguf"));
-        write_gguf(&tiny("qwen2-tiny"), &file, dtype, &[]);
-        check(&file, &tiny("qwen2-tiny"), tolerance);
     }
 }
 
@@ -119,39 +105,110 @@ fn pytorch_checkpoint_with_old_rope_fields_and_biases() {
     check(&file, &fixture("pytorch-tiny"), TOLERANCE);
 }
 
-/// Rewrites the weights as two shards of another float type.
-fn shard(folder: &Path, dtype: Dtype) {
-    let tensors = read_tensors(&folder.join("model.safetensors"));
-    fs::remove_file(folder.join("model.safetensors")).unwrap();
-    let mut map = BTreeMap::new();
-    let half = tensors.len() / 2;
-    for (i, part) in [&tensors[..half], &tensors[half..]].iter().enumerate() {
-        let file = format!("model-0000{}-of-00002.safetensors", i + 1);
-        let data: Vec<(String, Vec<usize>, Vec<u8>)> = part
-            .iter()
-            .map(|(name, shape, values)| {
-                map.insert(name.clone(), file.clone());
-                let bytes = values.iter().flat_map(|&x| match dtype {
-                    Dtype::F16 => half::f16::from_f32(x).to_le_bytes(),
-                    _ => half::bf16::from_f32(x).to_le_bytes(),
-                });
-                (name.clone(), shape.clone(), bytes.collect())
-            })
-            .collect();
-        let views = data.iter().map(|(name, shape, bytes)| {
-            (name.as_str(), TensorView::new(dtype, shape.clone(), bytes).unwrap())
-        });
-        safetensors::serialize_to_file(views, None, &folder.join(file)).unwrap();
-    }
-    let index = serde_json::json!({"metadata": {}, "weight_map": map});
-    fs::write(folder.join("model.safetensors.index.json"), index.to_string()).unwrap();
+/// `phi3-tiny` under a configuration as it is published, scaled down.
+fn phi3(config: &str) -> tempfile::TempDir {
+    let folder = copy(&tiny("phi3-tiny"));
+    fs::copy(fixture("phi3").join(config), folder.path().join("config.json")).unwrap();
+    folder
+}
+
+/// Ids, and logits of the transformers library for a part of them.
+fn phi3_expected(name: &str, device: &Device) -> (Tensor<2, Int>, Tensor<3>) {
+    let bytes = fs::read(fixture("phi3").join("expected.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let ids = tensors.tensor("input_ids").unwrap();
+    let ids: Vec<i32> =
+        ids.data().chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().unwrap())).collect();
+    let n_ids = ids.len();
+    let ids = Tensor::from_data(TensorData::new(ids, [1, n_ids]), device);
+    let logits = tensors.tensor(name).unwrap();
+    let shape: [usize; 3] = logits.shape().try_into().unwrap();
+    (ids, Tensor::from_data(TensorData::new(f32s(logits.data()), shape), device))
+}
+
+fn token_by_token(model: &LanguageModel, ids: Tensor<2, Int>, capacity: usize) -> Tensor<3> {
+    let config = KvCacheConfig::float().with_capacity(capacity);
+    let mut cache = model.new_cache(config, 1, &ids.device()).unwrap();
+    let n = ids.dims()[1];
+    let steps = (0..n).map(|t| model.step(ids.clone().narrow(1, t, 1), &mut cache).unwrap());
+    Tensor::cat(steps.collect(), 1)
 }
 
 #[test]
-fn shards_of_half_precision_load() {
-    for (dtype, tolerance) in [(Dtype::F16, 5e-3), (Dtype::BF16, 5e-2)] {
-        let folder = copy(&tiny("llama3-rope-tiny"));
-        shard(folder.path(), dtype);
-        check(folder.path(), &tiny("llama3-rope-tiny"), tolerance);
+fn phi3_is_exact_up_to_its_sliding_window() {
+    let device = device();
+    let folder = phi3("config-4k.json");
+    let (ids, expected) = phi3_expected("4k", &device); // logits of tokens 16 to 28, window 24
+    let loaded = load(folder.path(), &device).unwrap();
+    let model = loaded.model;
+    assert_eq!(model.max_positions(), 24);
+    assert_eq!(loaded.notes.len(), 1, "{:?}", loaded.notes);
+    for part in ["config.json", "sliding_window 24", "max_position_embeddings 4096", "24 tokens"] {
+        assert!(loaded.notes[0].contains(part), "{:?} lacks {part}", loaded.notes);
+    }
+    let logits = model.forward(ids.clone().narrow(1, 0, 24), KvCacheConfig::float()).unwrap();
+    let exact = expected.clone().narrow(1, 0, 8);
+    assert!(max_difference(logits.narrow(1, 16, 8), exact.clone()) < TOLERANCE);
+    let streamed = token_by_token(&model, ids.clone().narrow(1, 0, 24), 24);
+    assert!(max_difference(streamed.narrow(1, 16, 8), exact) < TOLERANCE);
+    let error = model.forward(ids.clone().narrow(1, 0, 25), KvCacheConfig::float()).unwrap_err();
+    assert!(error.to_string().contains("max_positions 24"), "{error}");
+
+    // One token more would not be: without the window, token 24 is another.
+    let path = folder.path().join("config.json");
+    let config = fs::read_to_string(&path).unwrap();
+    fs::write(&path, config.replace("\"sliding_window\": 24", "\"sliding_window\": null")).unwrap();
+    let loaded = load(folder.path(), &device).unwrap();
+    assert!(loaded.notes.is_empty(), "{:?}", loaded.notes);
+    let logits = loaded.model.forward(ids, KvCacheConfig::float()).unwrap();
+    let worst = |token| {
+        let part = logits.clone().narrow(1, token, 1);
+        max_difference(part, expected.clone().narrow(1, token - 16, 1))
+    };
+    assert!(worst(23) < TOLERANCE && worst(24) > 10.0 * TOLERANCE, "{} {}", worst(23), worst(24));
+}
+
+#[test]
+fn sliding_windows_cap_the_context_from_every_format() {
+    let device = device();
+    let capped = with_config("qwen2-tiny", |c| {
+        c["sliding_window"] = json!(128);
+        c["use_sliding_window"] = json!(true);
+        c["layer_types"] = json!(["full_attention", "sliding_attention"]);
+    });
+    let gguf = capped.path().join("window.gguf");
+    let window = [("llama.attention.sliding_window", Value::U32(128))];
+    write_gguf(&tiny("llama-tiny"), &gguf, GgmlDType::F32, &window);
+    for path in [capped.path(), &gguf] {
+        let loaded = load(path, &device).unwrap();
+        assert_eq!(loaded.model.max_positions(), 128);
+        assert!(loaded.notes[0].contains("sliding_window 128"), "{:?}", loaded.notes);
+    }
+}
+
+#[test]
+fn phi3_with_long_contexts_takes_the_factors_of_its_cache() {
+    let device = device();
+    let folder = phi3("config-128k.json"); // factors change past 32 tokens
+    let gguf = folder.path().join("longrope.gguf");
+    write_gguf(folder.path(), &gguf, GgmlDType::F32, &[]);
+    for path in [folder.path(), &gguf] {
+        let loaded = load(path, &device).unwrap();
+        let model = loaded.model;
+        assert_eq!(model.max_positions(), 512);
+        for part in [path.to_str().unwrap(), "longrope", "32 tokens"] {
+            assert!(loaded.notes[0].contains(part), "{:?} lacks {part}", loaded.notes);
+        }
+        for (name, n, room) in [("128k-32", 32, 32), ("128k-48", 48, 48), ("128k-48", 48, 4096)] {
+            let (ids, expected) = phi3_expected(name, &device); // logits of the last 12 of n tokens
+            let ids = ids.narrow(1, 0, n);
+            let config = KvCacheConfig::float().with_capacity(room);
+            let logits = model.forward(ids.clone(), config).unwrap();
+            let worst = max_difference(logits.narrow(1, n - 12, 12), expected.clone());
+            assert!(worst < TOLERANCE, "{name}: {worst}");
+            let streamed = token_by_token(&model, ids, room);
+            let worst = max_difference(streamed.narrow(1, n - 12, 12), expected);
+            assert!(worst < TOLERANCE, "{name} token by token: {worst}");
+        }
     }
 }

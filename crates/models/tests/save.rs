@@ -343,6 +343,30 @@ fn every_configuration_is_saved_or_refused() {
 }
 
 #[test]
+fn frequencies_that_follow_the_context_are_saved() {
+    let device = device();
+    for rotary_dim in [16, 10] {
+        let factors = |x: f32| (0..rotary_dim / 2).map(|i| 1.0 + x * i as f32).collect();
+        let config = Config {
+            rotary_dim,
+            rope_scaling: RopeScaling::LongRope {
+                short_factors: factors(0.1),
+                long_factors: factors(0.7),
+                original_max_positions: 100,
+                attention_factor: 1.19,
+            },
+            ..small()
+        };
+        let model = LanguageModel::Llama(Llama::init(config.clone(), &device));
+        let folder = tempfile::tempdir().unwrap();
+        save(folder.path(), &model, &words(), SaveOptions::default()).unwrap();
+        let again = load(folder.path(), &device).unwrap().model;
+        let LanguageModel::Llama(llama) = again else { panic!() };
+        assert_eq!(llama.config(), &config);
+    }
+}
+
+#[test]
 fn rotating_parts_of_a_head_survive_rounding() {
     let device = device();
     for head_dim in [24, 80, 96, 112] {

@@ -13,8 +13,11 @@ impl Gpt2 {
     /// Builds the model, taking each tensor out of `weights` as it goes.
     pub(crate) fn import(config: Config, weights: &mut Weights, device: &Device) -> Result<Self> {
         let Config { vocab_size, hidden_size, max_positions, n_layers, .. } = config;
-        weights.strip_prefix("transformer.");
+        weights.strip_prefix("transformer.")?;
         weights.check_family("GPT-2", "wte.weight")?;
+        if config.tied_head {
+            weights.forget_copy("lm_head.weight", "wte.weight")?;
+        }
 
         let mut matrix = |name: &str, rows| -> Result<Param<Tensor<2>>> {
             weights.matrix(&[(name.to_string(), rows)], hidden_size, device)
@@ -30,8 +33,15 @@ impl Gpt2 {
             .map(|i| Layer::import(&config, i, weights, device))
             .collect::<Result<Vec<_>>>()?;
         let norm = layer_norm(&config, "ln_f", weights, device)?;
+        weights.finish("GPT-2", is_harmless)?;
         Ok(Self { embedding, positions, layers, norm, head, config })
     }
+}
+
+/// The causal mask and the number it masks with are constants that older exports store: `h.0.attn.bias`
+/// is not the bias of a projection, which is `h.0.attn.c_attn.bias`.
+fn is_harmless(name: &str) -> bool {
+    name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias")
 }
 
 impl Layer {

@@ -1,8 +1,7 @@
-//! `config.json` of the Llama family, resolved once.
+//! What a model of the Llama family is: its `config.json`, resolved once.
 
 use std::path::Path;
 
-use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::{
@@ -23,7 +22,7 @@ pub struct Config {
     pub n_layers: usize,
     /// Heads.
     pub attention: AttentionShape,
-    /// The longest context.
+    /// The longest context: the model's, or the sliding window that it attends to.
     pub max_positions: usize,
     /// Epsilon of the norms.
     pub norm_epsilon: f64,
@@ -110,6 +109,28 @@ impl Config {
                 }
                 Ok(())
             }
+            RopeScaling::LongRope {
+                short_factors,
+                long_factors,
+                original_max_positions,
+                attention_factor,
+            } => {
+                for (field, factors) in
+                    [("short_factor", short_factors), ("long_factor", long_factors)]
+                {
+                    let field = format!("rope_scaling.{field}");
+                    if factors.len() != self.rotary_dim / 2 {
+                        let field = format!("length of {field}");
+                        let rule =
+                            format!("must be one per pair of rotary_dim {}", self.rotary_dim);
+                        return Err(Error::config(path, field, factors.len(), rule));
+                    }
+                    factors.iter().try_for_each(|&x| positive(path, &field, x.into()))?;
+                }
+                let original = *original_max_positions as f64;
+                positive(path, "original_max_position_embeddings", original)?;
+                positive(path, "rope_scaling.attention_factor", *attention_factor)
+            }
             RopeScaling::Divisors(divisors) => {
                 if divisors.len() != self.rotary_dim / 2 {
                     let rule = format!("must be one per pair of rotary_dim {}", self.rotary_dim);
@@ -121,20 +142,6 @@ impl Config {
                     .try_for_each(|&divisor| positive(path, "rope_scaling divisor", divisor.into()))
             }
         }
-    }
-
-    /// Resolves `config.json`.
-    ///
-    /// # Errors
-    ///
-    /// A missing or contradictory field, or a feature this crate does not compute.
-    pub fn from_json(text: &str, path: &Path) -> Result<Self> {
-        let raw: Raw = serde_json::from_str(text).map_err(|error| Error::Malformed {
-            path: path.into(),
-            format: "config.json",
-            why: error.to_string(),
-        })?;
-        raw.resolve(path)
     }
 }
 
@@ -154,8 +161,11 @@ impl Config {
         let partial = self.rotary_dim < head_dim;
         match (self.qkv_bias, self.output_bias, self.mlp_bias) {
             (false, false, false) if partial => {
-                let default = self.rope_scaling == RopeScaling::Default;
-                (default && n_heads * head_dim == self.hidden_size).then_some(Family::Phi3)
+                let known = matches!(
+                    self.rope_scaling,
+                    RopeScaling::Default | RopeScaling::LongRope { .. }
+                );
+                (known && n_heads * head_dim == self.hidden_size).then_some(Family::Phi3)
             }
             _ if partial => None,
             (qkv, output, _) if qkv == output => Some(Family::Llama),
@@ -194,6 +204,19 @@ impl Config {
                 "high_freq_factor": high_freq_factor,
                 "original_max_position_embeddings": whole(*original_max_positions),
             }),
+            RopeScaling::LongRope {
+                short_factors,
+                long_factors,
+                original_max_positions,
+                attention_factor,
+            } => json!({
+                "rope_type": "longrope",
+                "short_factor": short_factors,
+                "long_factor": long_factors,
+                "attention_factor": attention_factor,
+                "factor": self.max_positions as f64 / *original_max_positions as f64,
+                "original_max_position_embeddings": original_max_positions,
+            }),
             RopeScaling::Divisors(_) => {
                 return Err(unsupported("rope_scaling by the divisors of a GGUF file"));
             }
@@ -231,6 +254,9 @@ impl Config {
             }
             Family::Phi3 => {
                 put("partial_rotary_factor", json!(self.rotary_factor()));
+                if let RopeScaling::LongRope { original_max_positions, .. } = self.rope_scaling {
+                    put("original_max_position_embeddings", json!(original_max_positions));
+                }
             }
         }
         Ok(fields)
@@ -250,151 +276,6 @@ impl Config {
 /// A number of positions is written without a fraction where it has none.
 fn whole(x: f64) -> Value {
     if x.fract() == 0.0 && x < 9e15 { json!(x as u64) } else { json!(x) }
-}
-
-/// Fields as the transformers library writes them, old and new.
-#[derive(Deserialize)]
-struct Raw {
-    model_type: String,
-    vocab_size: Option<usize>,
-    hidden_size: Option<usize>,
-    intermediate_size: Option<usize>,
-    num_hidden_layers: Option<usize>,
-    num_attention_heads: Option<usize>,
-    num_key_value_heads: Option<usize>,
-    head_dim: Option<usize>,
-    max_position_embeddings: Option<usize>,
-    rms_norm_eps: Option<f64>,
-    hidden_act: Option<String>,
-    attention_bias: Option<bool>,
-    mlp_bias: Option<bool>,
-    tie_word_embeddings: Option<bool>,
-    sliding_window: Option<usize>,
-    use_sliding_window: Option<bool>,
-    layer_types: Option<Vec<String>>,
-    partial_rotary_factor: Option<f64>,
-    rope_theta: Option<f64>,
-    rope_scaling: Option<RawRope>,
-    rope_parameters: Option<RawRope>,
-}
-
-/// `rope_parameters`, or the older `rope_scaling`.
-#[derive(Deserialize)]
-struct RawRope {
-    #[serde(alias = "type")]
-    rope_type: Option<String>,
-    rope_theta: Option<f64>,
-    partial_rotary_factor: Option<f64>,
-    factor: Option<f64>,
-    low_freq_factor: Option<f64>,
-    high_freq_factor: Option<f64>,
-    original_max_position_embeddings: Option<f64>,
-}
-
-impl Raw {
-    fn resolve(self, path: &Path) -> Result<Config> {
-        let family = self.model_type.as_str();
-        let hidden_size = required(path, "hidden_size", self.hidden_size)?;
-        let n_heads = required(path, "num_attention_heads", self.num_attention_heads)?;
-        let n_kv_heads = self.num_key_value_heads.unwrap_or(n_heads);
-        let max_positions =
-            required(path, "max_position_embeddings", self.max_position_embeddings)?;
-        let head_dim = match self.head_dim {
-            Some(head_dim) => head_dim,
-            None if n_heads > 0 && hidden_size.is_multiple_of(n_heads) => hidden_size / n_heads,
-            None => {
-                let rule = format!("is not divisible by num_attention_heads {n_heads}");
-                return Err(Error::config(path, "hidden_size", hidden_size, rule));
-            }
-        };
-        self.check_supported(path, max_positions)?;
-
-        let new_rope = self.rope_parameters.as_ref();
-        let rope = new_rope.or(self.rope_scaling.as_ref());
-        let rope_theta =
-            new_rope.and_then(|rope| rope.rope_theta).or(self.rope_theta).unwrap_or(10_000.0);
-        let partial = new_rope
-            .and_then(|rope| rope.partial_rotary_factor)
-            .or(self.partial_rotary_factor)
-            .unwrap_or(1.0);
-        if !(partial > 0.0 && partial <= 1.0) {
-            let rule = "must be above 0 and at most 1";
-            return Err(Error::config(path, "partial_rotary_factor", partial, rule));
-        }
-        let bias = self.attention_bias.unwrap_or(false);
-        let config = Config {
-            vocab_size: required(path, "vocab_size", self.vocab_size)?,
-            hidden_size,
-            intermediate_size: required(path, "intermediate_size", self.intermediate_size)?,
-            n_layers: required(path, "num_hidden_layers", self.num_hidden_layers)?,
-            attention: AttentionShape { n_heads, n_kv_heads, head_dim },
-            max_positions,
-            norm_epsilon: self.rms_norm_eps.unwrap_or(1e-6),
-            qkv_bias: bias || family == "qwen2",
-            output_bias: bias,
-            mlp_bias: self.mlp_bias.unwrap_or(false),
-            tied_head: self.tie_word_embeddings.unwrap_or(false),
-            rotary_dim: (head_dim as f64 * partial) as usize,
-            rope_theta,
-            rope_scaling: match rope {
-                Some(rope) => rope.scaling(path)?,
-                None => RopeScaling::Default,
-            },
-        };
-        config.check(path)?;
-        Ok(config)
-    }
-
-    fn check_supported(&self, path: &Path, max_positions: usize) -> Result<()> {
-        let act = self.hidden_act.as_deref().unwrap_or("silu");
-        if act != "silu" && act != "swish" {
-            let why = format!("{} asks for hidden_act {act}, silu is computed", path.display());
-            return Err(Error::unsupported("activation", why));
-        }
-        let sliding_layers = self
-            .layer_types
-            .as_ref()
-            .is_some_and(|types| types.iter().any(|kind| kind != "full_attention"));
-        // Qwen2 carries a sliding_window that `use_sliding_window` switches off.
-        let enabled = self.use_sliding_window.unwrap_or(self.model_type != "qwen2");
-        let window = self.sliding_window.filter(|&window| enabled && window < max_positions);
-        if sliding_layers || window.is_some() {
-            let window = window.map_or("in layer_types".into(), |window| window.to_string());
-            let why = format!(
-                "{} has sliding_window {window} below max_position_embeddings {max_positions}, \
-                 only full attention is computed",
-                path.display()
-            );
-            return Err(Error::unsupported("sliding window attention", why));
-        }
-        Ok(())
-    }
-}
-
-impl RawRope {
-    fn scaling(&self, path: &Path) -> Result<RopeScaling> {
-        let field = |name: &str, value: Option<f64>| {
-            let field = format!("rope_scaling.{name}");
-            value.ok_or_else(|| Error::config(path, field, "missing", "the rope type needs it"))
-        };
-        match self.rope_type.as_deref().unwrap_or("default") {
-            "default" => Ok(RopeScaling::Default),
-            "linear" => Ok(RopeScaling::Linear { factor: field("factor", self.factor)? }),
-            "llama3" => Ok(RopeScaling::Llama3 {
-                factor: field("factor", self.factor)?,
-                low_freq_factor: field("low_freq_factor", self.low_freq_factor)?,
-                high_freq_factor: field("high_freq_factor", self.high_freq_factor)?,
-                original_max_positions: field(
-                    "original_max_position_embeddings",
-                    self.original_max_position_embeddings,
-                )?,
-            }),
-            other => Err(Error::unsupported(
-                format!("rope type {other}"),
-                format!("{} asks for it; default, linear and llama3 are computed", path.display()),
-            )),
-        }
-    }
 }
 
 pub(crate) fn required<T>(path: &Path, field: &str, value: Option<T>) -> Result<T> {

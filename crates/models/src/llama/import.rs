@@ -16,8 +16,11 @@ impl Llama {
     /// Builds the model, taking each tensor out of `weights` as it goes.
     pub(crate) fn import(config: Config, weights: &mut Weights, device: &Device) -> Result<Self> {
         let Config { vocab_size, hidden_size, n_layers, .. } = config;
-        weights.strip_prefix("model.");
+        weights.strip_prefix("model.")?;
         weights.check_family("Llama", "embed_tokens.weight")?;
+        if config.tied_head {
+            weights.forget_copy("lm_head.weight", "embed_tokens.weight")?;
+        }
 
         let embedding = Embedding {
             weight: weights.matrix(&[part("embed_tokens", vocab_size)], hidden_size, device)?,
@@ -32,8 +35,14 @@ impl Llama {
             let parts = [part("lm_head", vocab_size)];
             Some(Linear { weight: weights.matrix(&parts, hidden_size, device)?, bias: None })
         };
+        weights.finish("Llama", is_harmless)?;
         Ok(Self { embedding, layers, norm, head, rope: config.rope(), config })
     }
+}
+
+/// The rotary frequencies that older exports store follow from the configuration.
+fn is_harmless(name: &str) -> bool {
+    name.ends_with("rotary_emb.inv_freq") || name.ends_with("attn_rot_embd.weight")
 }
 
 impl Layer {

@@ -65,7 +65,8 @@ impl Llama {
     ///
     /// Those of [`KvMemory::attend`].
     pub fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
-        let rotation = pass.rotation(&self.rope, ids.dims()[1], &ids.device());
+        let (seq, max_positions) = (ids.dims()[1], self.config.max_positions);
+        let rotation = pass.rotation(&self.rope, seq, max_positions, &ids.device());
         let mut x = self.embedding.forward(ids); // [batch, seq, hidden]
         for (i, layer) in self.layers.iter().enumerate() {
             x = layer.forward(x, &rotation, &self.config, pass.layer(i))?;

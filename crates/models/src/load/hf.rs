@@ -2,14 +2,16 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fs,
     path::{Path, PathBuf},
 };
 
 use burn::tensor::Device;
 use burn_store::{ModuleStore, PytorchStore, SafetensorsStore};
 use serde::Deserialize;
+use serde_json::{Map, Value};
 
-use super::{Format, Loaded, Weights, file_stem, read_to_string};
+use super::{Format, Loaded, Weights, file_stem, parts::Part, read_to_string};
 use crate::{
     Error, KV_CACHE_FILE, LanguageModel, ModelCacheConfig, Result, Tokenizer, gpt2, gpt2::Gpt2,
     llama, llama::Llama,
@@ -24,22 +26,31 @@ pub(super) fn load(folder: &Path, device: &Device) -> Result<Loaded> {
         });
     }
     let (format, files) = weight_files(folder)?;
-    build(folder, folder, format, &files, device)
+    build(folder, file_stem(folder), format, &files, device)
 }
 
-/// Reads one weights file, with `config.json` beside it.
+/// Reads one weights file, or all of which it is one, with `config.json` beside it.
 pub(super) fn load_file(file: &Path, device: &Device) -> Result<Loaded> {
     let folder = file.parent().unwrap_or(Path::new("."));
     let format = match file.extension() {
         Some(ext) if ext == "bin" => Format::Pytorch,
         _ => Format::Safetensors,
     };
-    build(folder, file, format, &[file.to_path_buf()], device)
+    let Some(part) = Part::parse(file) else {
+        return build(folder, file_stem(file), format, &[file.to_path_buf()], device);
+    };
+    let index = folder.join(format!("{}.{}.index.json", part.stem, part.extension));
+    let files = if index.is_file() { shards(folder, &index)? } else { part.paths()? };
+    if !files.iter().any(|listed| listed.file_name() == file.file_name()) {
+        let rule = format!("does not name {}", file.display());
+        return Err(Error::config(index, "weight_map", format!("{} files", files.len()), rule));
+    }
+    build(folder, part.stem, format, &files, device)
 }
 
 fn build(
     folder: &Path,
-    name: &Path,
+    name: String,
     format: Format,
     files: &[PathBuf],
     device: &Device,
@@ -47,6 +58,7 @@ fn build(
     let config_path = folder.join("config.json");
     let config = read_to_string(&config_path)?;
     let header: Header = json(&config, &config_path)?;
+    header.check(&config_path)?;
 
     let cache_path = folder.join(KV_CACHE_FILE);
     let cache = match ModelCacheConfig::read(&cache_path) {
@@ -60,13 +72,14 @@ fn build(
     for file in files {
         open(format, file, &mut weights)?;
     }
+    let mut notes = vec![];
     let model = match header.model_type.as_str() {
         "gpt2" => {
             let config = gpt2::Config::from_json(&config, &config_path)?;
             LanguageModel::Gpt2(Gpt2::import(config, &mut weights, device)?)
         }
         "llama" | "mistral" | "qwen2" | "phi3" => {
-            let config = llama::Config::from_json(&config, &config_path)?;
+            let config = llama::Config::resolve(&config, &config_path, &mut notes)?;
             LanguageModel::Llama(Llama::import(config, &mut weights, device)?)
         }
         other => {
@@ -87,7 +100,7 @@ fn build(
         eos.extend(ids.into_vec());
     }
     let tokenizer = Tokenizer::from_file(folder.join("tokenizer.json"), &eos);
-    Ok(Loaded { model, tokenizer, cache, name: file_stem(name), format })
+    Ok(Loaded { model, tokenizer, cache, name, format, notes })
 }
 
 /// The fields of `config.json` that every family has.
@@ -95,6 +108,30 @@ fn build(
 struct Header {
     model_type: String,
     eos_token_id: Option<Ids>,
+    quantization_config: Option<Map<String, Value>>,
+    compression_config: Option<Map<String, Value>>,
+}
+
+impl Header {
+    /// Refuses quantized weights: their codes have the names of the weights they stand for.
+    fn check(&self, path: &Path) -> Result<()> {
+        for (field, config) in [
+            ("quantization_config", &self.quantization_config),
+            ("compression_config", &self.compression_config),
+        ] {
+            let Some(config) = config else { continue };
+            let method = match config.get("quant_method").and_then(Value::as_str) {
+                Some(method) => format!(" with quant_method {method}"),
+                None => String::new(),
+            };
+            let why = format!(
+                "{} has one{method}; weights in f32, f16 and bf16 are read, and blocks of GGUF files",
+                path.display()
+            );
+            return Err(Error::unsupported(field, why));
+        }
+        Ok(())
+    }
 }
 
 /// `generation_config.json`.
@@ -127,7 +164,7 @@ fn json<T: for<'de> Deserialize<'de>>(text: &str, path: &Path) -> Result<T> {
     })
 }
 
-/// The files that hold the weights: one, or the shards of an index.
+/// The files that hold the weights: one, or the shards of an index or that their names tell.
 fn weight_files(folder: &Path) -> Result<(Format, Vec<PathBuf>)> {
     for (format, stem, extension) in
         [(Format::Safetensors, "model", "safetensors"), (Format::Pytorch, "pytorch_model", "bin")]
@@ -140,12 +177,33 @@ fn weight_files(folder: &Path) -> Result<(Format, Vec<PathBuf>)> {
         if index.is_file() {
             return Ok((format, shards(folder, &index)?));
         }
+        if let Some(part) = any_part(folder, stem, extension)? {
+            return Ok((format, part.paths()?));
+        }
     }
     Err(Error::NotFound {
         path: folder.join("model.safetensors"),
         hint: ", nor model.safetensors.index.json, pytorch_model.bin, pytorch_model.bin.index.json"
             .into(),
     })
+}
+
+/// A shard in `folder`; of several kinds there is no telling which is meant.
+fn any_part(folder: &Path, stem: &str, extension: &str) -> Result<Option<Part>> {
+    let io = |source| Error::Io { path: folder.into(), source };
+    let mut parts = BTreeMap::new();
+    for entry in fs::read_dir(folder).map_err(io)? {
+        let part = Part::parse(&entry.map_err(io)?.path());
+        if let Some(part) = part.filter(|part| part.stem == stem && part.extension == extension) {
+            parts.insert(part.count, part);
+        }
+    }
+    if parts.len() > 1 {
+        let counts: Vec<_> = parts.keys().map(|count| format!("{stem}-*-of-{count}")).collect();
+        let rule = "must be the shards of one model";
+        return Err(Error::config(folder, "shards", counts.join(", "), rule));
+    }
+    Ok(parts.into_values().next())
 }
 
 fn shards(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
@@ -188,7 +246,7 @@ fn open(format: Format, file: &Path, weights: &mut Weights) -> Result<()> {
             .clone(),
     };
     for (name, tensor) in tensors {
-        weights.insert(name, tensor, file);
+        weights.insert(name, tensor, file)?;
     }
     Ok(())
 }

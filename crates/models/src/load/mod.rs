@@ -2,6 +2,7 @@
 
 mod gguf;
 mod hf;
+mod parts;
 mod weights;
 
 use std::{fs, io, path::Path};
@@ -26,6 +27,8 @@ pub struct Loaded {
     pub name: String,
     /// What it was read from.
     pub format: Format,
+    /// What a user should know of how the model is computed, a line each: programs print them.
+    pub notes: Vec<String>,
 }
 
 /// The formats [`load()`] reads.
@@ -36,11 +39,12 @@ pub enum Format {
     Safetensors,
     /// A folder with `config.json` and `pytorch_model*.bin`.
     Pytorch,
-    /// A GGUF file.
+    /// A GGUF file, or the parts of one.
     Gguf,
 }
 
-/// Reads a model: a folder with `config.json`, or a `.gguf` file.
+/// Reads a model: a folder with `config.json`, or a `.gguf` file. Of a model in several files, all are
+/// read whichever one is named.
 ///
 /// Weights are memory mapped and converted to f32 one tensor at a time. The file must not be
 /// truncated by another process meanwhile.
@@ -48,8 +52,9 @@ pub enum Format {
 /// # Errors
 ///
 /// One line naming the file, the tensor or field, its value and the rule: nothing there, a
-/// truncated or foreign file, a missing tensor, a wrong shape, NaN or infinite weights, an
-/// unsupported architecture or GGML type, a cache configuration that does not fit the model.
+/// truncated or foreign file, a missing part or tensor, a tensor the model has no place for, a wrong
+/// shape, NaN or infinite weights, quantized weights outside GGUF, an unsupported architecture or GGML
+/// type, a cache configuration that does not fit the model.
 pub fn load(path: impl AsRef<Path>, device: &Device) -> Result<Loaded> {
     let path = path.as_ref();
     let metadata = match fs::metadata(path) {

@@ -1,13 +1,13 @@
 //! Named tensors of a checkpoint, read one at a time.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map},
     path::{Path, PathBuf},
 };
 
 use burn::{
     module::Param,
-    tensor::{DType, Device, Tensor, TensorData},
+    tensor::{Bytes, DType, Device, Tensor, TensorData},
 };
 use burn_store::burn_pack::Tensor as PackTensor;
 use half::{bf16, f16};
@@ -34,6 +34,16 @@ struct Entry {
     path: PathBuf,
 }
 
+impl Entry {
+    fn bytes(&self) -> Result<Bytes> {
+        self.tensor.to_bytes().map_err(|error| Error::Tensor {
+            path: self.path.clone(),
+            tensor: self.name.clone(),
+            why: error.to_string(),
+        })
+    }
+}
+
 impl Weights {
     /// No tensors yet; `path` is what messages call the checkpoint.
     pub(crate) fn new(path: &Path) -> Self {
@@ -53,9 +63,59 @@ impl Weights {
     }
 
     /// Adds a tensor of `file` under the name the importers know.
-    pub(crate) fn insert(&mut self, name: String, tensor: PackTensor, file: &Path) {
+    ///
+    /// # Errors
+    ///
+    /// One that is there already: which of the two counts is not known.
+    pub(crate) fn insert(&mut self, name: String, tensor: PackTensor, file: &Path) -> Result<()> {
         let entry = Entry { name: tensor.name.clone(), tensor, path: file.into() };
-        self.tensors.insert(name, entry);
+        self.add(name, entry)
+    }
+
+    fn add(&mut self, name: String, entry: Entry) -> Result<()> {
+        match self.tensors.entry(name) {
+            btree_map::Entry::Vacant(place) => {
+                place.insert(entry);
+                Ok(())
+            }
+            btree_map::Entry::Occupied(other) => {
+                let Entry { name, path, .. } = other.get();
+                let why = format!("is there twice, in {} as {name}", path.display());
+                Err(Error::Tensor { path: entry.path, tensor: entry.name, why })
+            }
+        }
+    }
+
+    /// Reads a tensor that is there in another way.
+    pub(crate) fn replace(&mut self, name: &str, tensor: PackTensor) {
+        if let Some(entry) = self.tensors.get_mut(name) {
+            entry.tensor = tensor;
+        }
+    }
+
+    /// Forgets `copy` where it holds the same numbers as `original`, which stays.
+    pub(crate) fn forget_copy(&mut self, copy: &str, original: &str) -> Result<()> {
+        let (Some(a), Some(b)) = (self.tensors.get(copy), self.tensors.get(original)) else {
+            return Ok(());
+        };
+        let alike = a.tensor.shape == b.tensor.shape && a.tensor.dtype == b.tensor.dtype;
+        if alike && a.bytes()?[..] == b.bytes()?[..] {
+            self.tensors.remove(copy);
+        }
+        Ok(())
+    }
+
+    /// Ends an import: fails when tensors are left that the model has no place for. It would compute
+    /// something else than what was trained with them.
+    ///
+    /// `harmless` says which may be left because they follow from the configuration.
+    pub(crate) fn finish(&self, family: &str, harmless: fn(&str) -> bool) -> Result<()> {
+        let left = self.tensors.iter().filter(|(name, _)| !harmless(name));
+        let tensors: Vec<_> = left.map(|(_, entry)| entry.name.clone()).collect();
+        if tensors.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Leftover { path: self.path.clone(), family: family.into(), tensors })
     }
 
     pub(crate) fn contains(&self, name: &str) -> bool {
@@ -68,17 +128,19 @@ impl Weights {
     }
 
     /// Drops a prefix that some exports of a family have and others lack.
-    pub(crate) fn strip_prefix(&mut self, prefix: &'static str) {
+    ///
+    /// # Errors
+    ///
+    /// A tensor that is there with it and without.
+    pub(crate) fn strip_prefix(&mut self, prefix: &'static str) -> Result<()> {
         if self.tensors.keys().any(|name| name.starts_with(prefix)) {
             self.prefix = prefix;
         }
-        self.tensors = std::mem::take(&mut self.tensors)
-            .into_iter()
-            .map(|(name, entry)| match name.strip_prefix(prefix) {
-                Some(stripped) => (stripped.to_string(), entry),
-                None => (name, entry),
-            })
-            .collect();
+        for (name, entry) in std::mem::take(&mut self.tensors) {
+            let stripped = name.strip_prefix(prefix).map(str::to_string);
+            self.add(stripped.unwrap_or(name), entry)?;
+        }
+        Ok(())
     }
 
     /// Fails when the checkpoint has nothing in common with a family's names.
@@ -157,23 +219,18 @@ impl Weights {
 
     /// Takes one tensor, appending its values to `values` as f32.
     fn read(&mut self, name: &str, expected: &[usize], values: &mut Vec<f32>) -> Result<()> {
-        let Some(Entry { tensor, name, path }) = self.tensors.remove(name) else {
+        let Some(entry) = self.tensors.remove(name) else {
             let prefix = if name.starts_with("lm_head") { "" } else { self.prefix };
             let tensor = format!("{prefix}{}", (self.spell)(name));
             return Err(Error::MissingTensor { path: self.path.clone(), tensor });
         };
-        let actual = tensor.shape.to_vec();
+        let actual = entry.tensor.shape.to_vec();
         if actual != expected {
-            return Err(Error::Shape { path, tensor: name, actual, expected: expected.to_vec() });
+            let Entry { name: tensor, path, .. } = entry;
+            return Err(Error::Shape { path, tensor, actual, expected: expected.to_vec() });
         }
-        let dtype = tensor.dtype;
-        let bytes = match tensor.into_bytes() {
-            Ok(bytes) => bytes,
-            Err(error) => {
-                let why = error.to_string();
-                return Err(Error::Tensor { path, tensor: name, why });
-            }
-        };
+        let bytes = entry.bytes()?;
+        let Entry { tensor: PackTensor { dtype, .. }, name, path } = entry;
         let start = values.len();
         values.reserve_exact(expected.iter().product());
         match dtype {

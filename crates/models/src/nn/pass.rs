@@ -31,17 +31,27 @@ pub enum Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// The rotation of the pass's `seq` tokens; to be asked before the first layer runs.
-    pub(crate) fn rotation(&self, rope: &Rope, seq: usize, device: &Device) -> Rotation {
+    /// The rotation of the pass's `seq` tokens in a model of `max_positions`; to be asked before the first
+    /// layer runs.
+    pub(crate) fn rotation(
+        &self,
+        rope: &Rope,
+        seq: usize,
+        max_positions: usize,
+        device: &Device,
+    ) -> Rotation {
         match self {
-            Self::Parallel { .. } => rope.rotation(0, seq, device),
+            // A cache of this kind has at least room for the sequence.
+            Self::Parallel { config, .. } => {
+                rope.rotation(0, seq, seq.max(config.cache.capacity.min(max_positions)), device)
+            }
             Self::Cached(cache) => match cache.rotations(rope, device) {
                 Some(table) => table.narrow(cache.len(), seq),
-                None => rope.rotation(cache.len(), seq, device),
+                None => rope.rotation(cache.len(), seq, cache.room(), device),
             },
             Self::At { cache, position } => match cache.rotations(rope, device) {
                 Some(table) => table.at(position),
-                None => rope.rotation(0, cache.capacity(), device).at(position),
+                None => rope.rotation(0, cache.capacity(), cache.room(), device).at(position),
             },
         }
     }

@@ -25,6 +25,18 @@ pub enum RopeScaling {
         /// The context length before scaling.
         original_max_positions: f64,
     },
+    /// Phi-3 with a long context: divisors per frequency, of which there are two sets, and sines and
+    /// cosines are scaled; <https://arxiv.org/abs/2402.13753>.
+    LongRope {
+        /// The divisors in contexts of at most `original_max_positions`.
+        short_factors: Vec<f32>,
+        /// The divisors in longer ones, from the first token on.
+        long_factors: Vec<f32>,
+        /// The context length before scaling.
+        original_max_positions: usize,
+        /// Multiplies sines and cosines, and so scores by its square where all channels rotate.
+        attention_factor: f64,
+    },
     /// One divisor per frequency, as GGUF files store Llama 3's in `rope_freqs.weight`.
     Divisors(Vec<f32>),
 }
@@ -33,6 +45,10 @@ pub enum RopeScaling {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     inv_freq: Vec<f32>,
+    /// Those of contexts longer than so many tokens.
+    long: Option<(usize, Vec<f32>)>,
+    /// Multiplies sines and cosines.
+    attention_factor: f32,
 }
 
 impl Rope {
@@ -40,20 +56,45 @@ impl Rope {
     ///
     /// # Panics
     ///
-    /// When `rotary_dim` is odd, or [`RopeScaling::Divisors`] is not `rotary_dim / 2` long; the
+    /// When `rotary_dim` is odd, or there are not `rotary_dim / 2` of the divisors of `scaling`; the
     /// models' configurations check both.
     pub fn new(rotary_dim: usize, theta: f64, scaling: &RopeScaling) -> Self {
         assert!(rotary_dim.is_multiple_of(2), "rotary_dim {rotary_dim} is odd");
-        if let RopeScaling::Divisors(divisors) = scaling {
+        let frequencies = |scale: &dyn Fn(f64, usize) -> f64| -> Vec<f32> {
+            let freq = |i| theta.powf(-((2 * i) as f64) / rotary_dim as f64);
+            (0..rotary_dim / 2).map(|i| scale(freq(i), i) as f32).collect()
+        };
+        let divided = |divisors: &[f32]| {
             assert_eq!(divisors.len(), rotary_dim / 2, "one divisor per frequency");
+            frequencies(&|freq, i| freq / f64::from(divisors[i]))
+        };
+        let same = |inv_freq| Self { inv_freq, long: None, attention_factor: 1.0 };
+        match scaling {
+            RopeScaling::Default => same(frequencies(&|freq, _| freq)),
+            RopeScaling::Linear { factor } => same(frequencies(&|freq, _| freq / factor)),
+            &RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_positions,
+            } => same(frequencies(&|freq, _| {
+                let turns = original_max_positions * freq / TAU;
+                let kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                let kept = kept.clamp(0.0, 1.0);
+                freq * (kept + (1.0 - kept) / factor)
+            })),
+            RopeScaling::Divisors(divisors) => same(divided(divisors)),
+            RopeScaling::LongRope {
+                short_factors,
+                long_factors,
+                original_max_positions,
+                attention_factor,
+            } => Self {
+                inv_freq: divided(short_factors),
+                long: Some((*original_max_positions, divided(long_factors))),
+                attention_factor: *attention_factor as f32,
+            },
         }
-        let inv_freq = (0..rotary_dim / 2)
-            .map(|i| {
-                let freq = theta.powf(-((2 * i) as f64) / rotary_dim as f64);
-                scale(freq, i, scaling) as f32
-            })
-            .collect();
-        Self { inv_freq }
     }
 
     /// Channels of a head that rotate; the rest pass unchanged.
@@ -62,41 +103,28 @@ impl Rope {
     }
 
     /// The rotation of positions `start..start + seq`, the same for all layers: computed once per cache for
-    /// all positions it has room for, or once per pass without one.
+    /// all positions it has room for, or once per pass without one. `context` is the most positions there
+    /// can be, by which [`RopeScaling::LongRope`] chooses its frequencies.
     ///
     /// Angles are rounded to f32 as in training code; sine and cosine are not.
-    pub fn rotation(&self, start: usize, seq: usize, device: &Device) -> Rotation {
+    pub fn rotation(&self, start: usize, seq: usize, context: usize, device: &Device) -> Rotation {
+        let inv_freq = match &self.long {
+            Some((original, inv_freq)) if context > *original => inv_freq,
+            _ => &self.inv_freq,
+        };
+        let scale = self.attention_factor;
         let half = self.inv_freq.len();
         let mut cos = Vec::with_capacity(seq * half);
         let mut sin = Vec::with_capacity(seq * half);
         for position in start..start + seq {
-            for freq in &self.inv_freq {
+            for freq in inv_freq {
                 let angle = f64::from(position as f32 * freq);
-                cos.push(angle.cos() as f32);
-                sin.push(angle.sin() as f32);
+                cos.push(angle.cos() as f32 * scale);
+                sin.push(angle.sin() as f32 * scale);
             }
         }
         let tensor = |values| Tensor::from_data(TensorData::new(values, [1, 1, seq, half]), device);
         Rotation { cos: tensor(cos), sin: tensor(sin) }
-    }
-}
-
-fn scale(freq: f64, i: usize, scaling: &RopeScaling) -> f64 {
-    match scaling {
-        RopeScaling::Default => freq,
-        RopeScaling::Linear { factor } => freq / factor,
-        RopeScaling::Divisors(divisors) => freq / f64::from(divisors[i]),
-        &RopeScaling::Llama3 {
-            factor,
-            low_freq_factor,
-            high_freq_factor,
-            original_max_positions,
-        } => {
-            let turns = original_max_positions * freq / TAU;
-            let kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
-            let kept = kept.clamp(0.0, 1.0);
-            freq * (kept + (1.0 - kept) / factor)
-        }
     }
 }
 

@@ -18,7 +18,7 @@ use kv_models::{
     llama::Config,
     nn::{AttentionShape, RopeScaling},
 };
-use safetensors::SafeTensors;
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value as Json;
 
 /// The project's tiny checkpoints.
@@ -116,6 +116,52 @@ pub(crate) fn read_tensors(file: &Path) -> Vec<(String, Vec<usize>, Vec<f32>)> {
     tensors.iter().map(|(n, t)| (n.to_string(), t.shape().to_vec(), f32s(t.data()))).collect()
 }
 
+/// The message of a failing load, checked to be one line that names the file.
+pub(crate) fn failure(path: &Path) -> String {
+    let message = kv_models::load(path, &device()).unwrap_err().to_string();
+    assert!(!message.contains('\n'), "{message}");
+    assert!(message.contains(path.file_name().unwrap().to_str().unwrap()), "{message}");
+    message
+}
+
+/// `message` has all of `parts`.
+#[track_caller]
+pub(crate) fn assert_contains(message: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(message.contains(part), "{message:?} lacks {part:?}");
+    }
+}
+
+/// A golden folder with a changed `config.json`.
+pub(crate) fn with_config(name: &str, change: impl FnOnce(&mut Json)) -> tempfile::TempDir {
+    let folder = copy(&tiny(name));
+    let path = folder.path().join("config.json");
+    let mut config: Json = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    change(&mut config);
+    fs::write(path, config.to_string()).unwrap();
+    folder
+}
+
+/// A tensor's name, shape and values.
+pub(crate) type Named = (String, Vec<usize>, Vec<f32>);
+
+/// A golden folder with changed tensors.
+pub(crate) fn with_tensors(name: &str, change: impl FnOnce(&mut Vec<Named>)) -> tempfile::TempDir {
+    let folder = copy(&tiny(name));
+    let path = folder.path().join("model.safetensors");
+    let mut tensors = read_tensors(&path);
+    change(&mut tensors);
+    let data: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
+        .into_iter()
+        .map(|(n, shape, values)| (n, shape, values.iter().flat_map(|x| x.to_le_bytes()).collect()))
+        .collect();
+    let views = data.iter().map(|(n, shape, bytes)| {
+        (n.as_str(), TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &path).unwrap();
+    folder
+}
+
 /// A golden checkpoint as llama.cpp's converter would write it, in `dtype` where shapes allow.
 pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[(&str, Value)]) {
     let config: Json =
@@ -146,6 +192,16 @@ pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[
         let partial = rope["partial_rotary_factor"].as_f64().unwrap_or(1.0);
         put("rope.dimension_count", Some(Value::U32((f64::from(head_dim) * partial) as u32)));
     }
+    let window = config["sliding_window"].as_u64().map(|n| Value::U32(n as u32));
+    put("attention.sliding_window", window);
+    let factors = longrope_factors(&config);
+    if !factors.is_empty() {
+        let original = config["original_max_position_embeddings"].as_f64().unwrap();
+        let scale = config["max_position_embeddings"].as_f64().unwrap() / original;
+        let attention = (1.0 + scale.ln() / original.ln()).sqrt();
+        put("rope.scaling.original_context_length", Some(Value::U32(original as u32)));
+        put("rope.scaling.attn_factor", Some(Value::F32(attention as f32)));
+    }
     for (key, value) in extra {
         metadata.push(((*key).into(), value.clone()));
     }
@@ -175,15 +231,23 @@ pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[
         let dtype = if fits { dtype } else { GgmlDType::F32 };
         tensors.push((gguf, QTensor::quantize(&tensor, dtype).unwrap()));
     }
+    let mut vectors = factors;
     if rope["rope_type"] == "llama3" {
-        let divisors = llama3_divisors(&config);
-        let n = divisors.len();
-        let tensor = CandleTensor::from_vec(divisors, n, &Cpu::Cpu).unwrap();
-        tensors.push((
-            "rope_freqs.weight".into(),
-            QTensor::quantize(&tensor, GgmlDType::F32).unwrap(),
-        ));
+        vectors.push(("rope_freqs.weight".into(), llama3_divisors(&config)));
     }
+    for (name, values) in vectors {
+        let n = values.len();
+        let tensor = CandleTensor::from_vec(values, n, &Cpu::Cpu).unwrap();
+        tensors.push((name, QTensor::quantize(&tensor, GgmlDType::F32).unwrap()));
+    }
+    write_gguf_file(file, &metadata, &tensors);
+}
+
+pub(crate) fn write_gguf_file(
+    file: &Path,
+    metadata: &[(String, Value)],
+    tensors: &[(String, QTensor)],
+) {
     let metadata: Vec<_> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
     let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     gguf_file::write(&mut fs::File::create(file).unwrap(), &metadata, &tensors).unwrap();
@@ -228,6 +292,7 @@ fn gguf_name(name: &str) -> String {
         ("input_layernorm", "attn_norm"),
         ("post_attention_layernorm", "ffn_norm"),
         ("self_attn.qkv_proj", "attn_qkv"),
+        ("self_attn.q_norm", "attn_q_norm"),
         ("self_attn.q_proj", "attn_q"),
         ("self_attn.k_proj", "attn_k"),
         ("self_attn.v_proj", "attn_v"),
@@ -270,6 +335,16 @@ fn llama3_divisors(config: &Json) -> Vec<f32> {
             divisor as f32
         })
         .collect()
+}
+
+/// The factors of `rope_scaling` as tensors, for a configuration that has them.
+fn longrope_factors(config: &Json) -> Vec<(String, Vec<f32>)> {
+    let factors = |kind: &str| {
+        let factors = config["rope_scaling"][format!("{kind}_factor")].as_array()?;
+        let values = factors.iter().map(|x| x.as_f64().unwrap() as f32).collect();
+        Some((format!("rope_factors_{kind}.weight"), values))
+    };
+    ["short", "long"].into_iter().filter_map(factors).collect()
 }
 
 /// A Llama of two layers.

@@ -23,6 +23,7 @@ pub(crate) fn load(model: &str, device: &Device) -> Result<Source> {
 
 /// Loads a folder or file.
 pub(crate) fn read(path: &Path, device: &Device) -> Result<Source> {
-    let Loaded { model, tokenizer, name, cache, .. } = kv_models::load(path, device)?;
+    let Loaded { model, tokenizer, name, cache, notes, .. } = kv_models::load(path, device)?;
+    kv_cli::note(&notes);
     Ok(Source { model, tokenizer: tokenizer?, name, cache })
 }

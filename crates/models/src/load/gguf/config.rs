@@ -72,15 +72,16 @@ impl Metadata<'_> {
         Ok(config)
     }
 
+    /// Takes the tensors that belong to the rotary encoding; `notes` is what a user should know.
     pub(super) fn llama(
         &self,
-        weights: &Weights,
-        rope_freqs: Option<Vec<f32>>,
+        weights: &mut Weights,
+        notes: &mut Vec<String>,
     ) -> Result<llama::Config> {
         let hidden_size = self.size("embedding_length")?;
         let n_heads = self.size("attention.head_count")?;
         let n_kv_heads = self.optional_size("attention.head_count_kv")?.unwrap_or(n_heads);
-        let max_positions = self.size("context_length")?;
+        let context_length = self.size("context_length")?;
         let head_dim = match self.optional_size("attention.key_length")? {
             Some(head_dim) => head_dim,
             None if n_heads > 0 && hidden_size.is_multiple_of(n_heads) => hidden_size / n_heads,
@@ -90,15 +91,14 @@ impl Metadata<'_> {
                 return Err(Error::config(self.path, key, hidden_size, rule));
             }
         };
-        let window = self.optional_size("attention.sliding_window")?.unwrap_or(0);
-        if window > 0 && window < max_positions {
-            let why = format!(
-                "{} has {}.attention.sliding_window {window} below context_length \
-                 {max_positions}, only full attention is computed",
-                self.path.display(),
-                self.arch,
+        let mut max_positions = context_length;
+        // 0 is llama.cpp's spelling of none.
+        if let Some(window) = self.optional_size("attention.sliding_window")?.filter(|&n| n > 0) {
+            let fields = (
+                format!("{}.attention.sliding_window", self.arch),
+                format!("{}.context_length", self.arch),
             );
-            return Err(Error::unsupported("sliding window attention", why));
+            llama::cap_at_window(self.path, &fields, window, &mut max_positions, notes);
         }
         let rotary_dim = self.optional_size("rope.dimension_count")?.unwrap_or(head_dim);
         let config = llama::Config {
@@ -116,43 +116,51 @@ impl Metadata<'_> {
             tied_head: !weights.contains("lm_head.weight"),
             rotary_dim,
             rope_theta: self.float("rope.freq_base")?.unwrap_or(10_000.0),
-            rope_scaling: self.rope_scaling(rotary_dim, weights, rope_freqs)?,
+            rope_scaling: self.rope_scaling(rotary_dim, context_length, weights)?,
         };
         config.check(self.path)?;
+        llama::note_longrope(self.path, &config, notes);
         Ok(config)
     }
 
     fn rope_scaling(
         &self,
         rotary_dim: usize,
-        weights: &Weights,
-        rope_freqs: Option<Vec<f32>>,
+        context_length: usize,
+        weights: &mut Weights,
     ) -> Result<RopeScaling> {
-        let unsupported = |kind: &str, found: &str| {
-            let why = format!(
-                "{} has {found}; default, linear and llama3 (rope_freqs) are computed",
-                self.path.display()
-            );
-            Error::unsupported(format!("rope type {kind}"), why)
+        let mut factors = |name: &str| -> Result<Option<Vec<f32>>> {
+            if !weights.contains(name) {
+                return Ok(None);
+            }
+            let factors = weights.floats(name, rotary_dim / 2)?;
+            if let Some(factor) = factors.iter().find(|factor| **factor <= 0.0) {
+                let why = format!("holds {factor}, divisors must be above 0");
+                return Err(Error::Tensor { path: self.path.into(), tensor: name.into(), why });
+            }
+            Ok(Some(factors))
         };
-        if weights.contains("rope_factors_long.weight") {
-            return Err(unsupported("longrope", "tensor rope_factors_long.weight"));
+        if let Some(divisors) = factors("rope_freqs.weight")? {
+            return Ok(RopeScaling::Divisors(divisors));
         }
-        if let Some(divisors) = rope_freqs {
-            if divisors.len() != rotary_dim / 2 {
-                return Err(Error::Shape {
-                    path: self.path.into(),
-                    tensor: "rope_freqs.weight".into(),
-                    actual: vec![divisors.len()],
-                    expected: vec![rotary_dim / 2],
+        let [short, long] = ["short", "long"].map(|kind| format!("rope_factors_{kind}.weight"));
+        match (factors(&short)?, factors(&long)?) {
+            (None, None) => {}
+            (Some(short_factors), Some(long_factors)) => {
+                let original = self.optional_size("rope.scaling.original_context_length")?;
+                return Ok(RopeScaling::LongRope {
+                    short_factors,
+                    long_factors,
+                    original_max_positions: original.unwrap_or(context_length),
+                    attention_factor: self.float("rope.scaling.attn_factor")?.unwrap_or(1.0),
                 });
             }
-            if let Some(divisor) = divisors.iter().find(|divisor| **divisor <= 0.0) {
-                let why = format!("holds {divisor}, divisors must be above 0");
-                let tensor = "rope_freqs.weight".into();
-                return Err(Error::Tensor { path: self.path.into(), tensor, why });
+            (None, _) => {
+                return Err(Error::MissingTensor { path: self.path.into(), tensor: short });
             }
-            return Ok(RopeScaling::Divisors(divisors));
+            (_, None) => {
+                return Err(Error::MissingTensor { path: self.path.into(), tensor: long });
+            }
         }
         let factor = match self.float("rope.scaling.factor")? {
             Some(factor) => Some(factor),
@@ -169,7 +177,14 @@ impl Metadata<'_> {
                 llama::positive(self.path, "rope.scaling.factor", factor)?;
                 Ok(RopeScaling::Linear { factor })
             }
-            (other, _) => Err(unsupported(other, &format!("rope.scaling.type {other}"))),
+            (other, _) => {
+                let why = format!(
+                    "{} has rope.scaling.type {other}; none, linear, llama3 (by rope_freqs) and \
+                     longrope (by rope_factors) are computed",
+                    self.path.display()
+                );
+                Err(Error::unsupported(format!("rope type {other}"), why))
+            }
         }
     }
 }

@@ -1,10 +1,11 @@
-//! GGUF files: one memory-mapped file with configuration, vocabulary and weights.
+//! GGUF files: memory-mapped, with configuration, vocabulary and weights in one or in several parts.
 
 mod config;
 mod header;
 mod names;
+mod split;
 
-use std::{borrow::Cow, collections::HashMap, fs::File, io, ops::Range, path::Path, sync::Arc};
+use std::{borrow::Cow, collections::HashMap, ops::Range, path::Path, sync::Arc};
 
 use burn::tensor::{DType, Device, Shape, TensorData};
 use burn_store::{
@@ -14,83 +15,62 @@ use burn_store::{
 use candle_core::{CpuStorage, quantized::GgmlDType};
 use memmap2::Mmap;
 
-use self::{
-    config::Metadata,
-    header::{Header, TensorInfo},
-};
-use super::{Format, Loaded, Weights, file_stem};
+use self::{config::Metadata, header::TensorInfo, split::GgufFile};
+use super::{Format, Loaded, Weights, file_stem, parts::Part};
 use crate::{
     Error, LanguageModel, Result, Tokenizer, gpt2::Gpt2, llama::Llama, nn::AttentionShape,
 };
 
 pub(crate) use header::Value;
 
-/// Reads a GGUF file.
+/// Reads a GGUF file, or all parts of the model of which it is one.
 pub(super) fn load(path: &Path, device: &Device) -> Result<Loaded> {
-    let map = map(path)?;
-    let header = Header::read(&map, path)?;
+    let files = split::open(path)?;
+    let GgufFile { path: first, header, .. } = &files[0];
 
     let arch = match header.metadata.get("general.architecture") {
         Some(Value::String(arch)) => arch.as_str(),
         _ => {
             let rule = "the file needs it";
-            return Err(Error::config(path, "general.architecture", "missing", rule));
+            return Err(Error::config(first, "general.architecture", "missing", rule));
         }
     };
     if !["gpt2", "llama", "phi3", "qwen2"].contains(&arch) {
-        let why = format!("{} has it; gpt2, llama, phi3 and qwen2 are computed", path.display());
+        let why = format!("{} has it; gpt2, llama, phi3 and qwen2 are computed", first.display());
         return Err(Error::unsupported(format!("GGUF architecture {arch}"), why));
     }
 
     let mut weights = Weights::of_gguf(path, names::speller(arch));
-    let mut rope_freqs = None;
-    for info in &header.tensors {
-        if info.name == "rope_freqs.weight" {
-            rope_freqs = Some(floats(&map, info, path)?);
-            continue;
+    for GgufFile { path, map, header } in &files {
+        for info in &header.tensors {
+            let name = names::to_hugging_face(arch, &info.name);
+            weights.insert(name, deferred(map, info, None), path)?;
         }
-        let name = names::to_hugging_face(arch, &info.name);
-        weights.insert(name, deferred(&map, info, None), path);
     }
 
-    let metadata = Metadata { header: &header, arch, path };
+    let metadata = Metadata { header, arch, path: first };
+    let mut notes = vec![];
     let model = if arch == "gpt2" {
         let config = metadata.gpt2(&weights)?;
         LanguageModel::Gpt2(Gpt2::import(config, &mut weights, device)?)
     } else {
-        let config = metadata.llama(&weights, rope_freqs)?;
+        let config = metadata.llama(&mut weights, &mut notes)?;
         if arch == "llama" {
-            unpermute(&header, &map, &config.attention, path, &mut weights);
+            unpermute(&files, &config.attention, &mut weights);
         }
         LanguageModel::Llama(Llama::import(config, &mut weights, device)?)
     };
     let name = match header.metadata.get("general.name") {
         Some(Value::String(name)) if !name.is_empty() => name.clone(),
-        _ => file_stem(path),
+        _ => Part::parse(path).map_or_else(|| file_stem(path), |part| part.stem),
     };
-    let tokenizer = Tokenizer::from_gguf_metadata(&header.metadata, path);
-    Ok(Loaded { model, tokenizer, cache: None, name, format: Format::Gguf })
+    let tokenizer = Tokenizer::from_gguf_metadata(&header.metadata, first);
+    Ok(Loaded { model, tokenizer, cache: None, name, format: Format::Gguf, notes })
 }
 
-/// The metadata alone.
+/// The metadata alone: those of the first part, if the file is a part.
 pub(crate) fn metadata(path: &Path) -> Result<HashMap<String, Value>> {
-    Ok(Header::read(&map(path)?, path)?.metadata)
-}
-
-fn map(path: &Path) -> Result<Arc<Mmap>> {
-    let io = |source: io::Error| match source.kind() {
-        io::ErrorKind::NotFound => Error::NotFound { path: path.into(), hint: String::new() },
-        _ => Error::Io { path: path.into(), source },
-    };
-    let file = File::open(path).map_err(io)?;
-    if file.metadata().map_err(io)?.len() == 0 {
-        let why = "the file is empty".into();
-        return Err(Error::Malformed { path: path.into(), format: "GGUF", why });
-    }
-    // SAFETY: the map is read-only. As with every memory-mapped reader, another process that
-    // truncates or rewrites the file meanwhile breaks the contract that `load` documents.
-    let map = unsafe { Mmap::map(&file) }.map_err(io)?;
-    Ok(Arc::new(map))
+    Ok(split::open(path)?.swap_remove(0).header.metadata)
 }
 
 /// A tensor whose bytes are read and dequantized when it is taken.
@@ -128,24 +108,20 @@ fn deferred(map: &Arc<Mmap>, info: &TensorInfo, rows_per_head: Option<usize>) ->
 
 /// Queries and keys of architecture `llama` are stored for interleaved rotation, pairs of channels
 /// side by side; this crate rotates halves, so their rows go back to where training had them.
-fn unpermute(
-    header: &Header,
-    map: &Arc<Mmap>,
-    attention: &AttentionShape,
-    path: &Path,
-    weights: &mut Weights,
-) {
+fn unpermute(files: &[GgufFile], attention: &AttentionShape, weights: &mut Weights) {
     let AttentionShape { n_heads, n_kv_heads, head_dim } = *attention;
-    for info in &header.tensors {
-        let rows = match info.name.split('.').nth(2) {
-            Some("attn_q") => n_heads * head_dim,
-            Some("attn_k") => n_kv_heads * head_dim,
-            _ => continue,
-        };
-        // A wrong shape stays as it is, for the importer to name.
-        if info.shape[0] == rows {
-            let name = names::to_hugging_face("llama", &info.name);
-            weights.insert(name, deferred(map, info, Some(head_dim)), path);
+    for GgufFile { map, header, .. } in files {
+        for info in &header.tensors {
+            let rows = match info.name.split('.').nth(2) {
+                Some("attn_q") => n_heads * head_dim,
+                Some("attn_k") => n_kv_heads * head_dim,
+                _ => continue,
+            };
+            // A wrong shape stays as it is, for the importer to name.
+            if info.shape[0] == rows {
+                let name = names::to_hugging_face("llama", &info.name);
+                weights.replace(&name, deferred(map, info, Some(head_dim)));
+            }
         }
     }
 }
@@ -164,11 +140,4 @@ fn split_halves(bytes: &[u8], rows: usize, rows_per_head: usize) -> Vec<u8> {
         }
     }
     out
-}
-
-fn floats(map: &Arc<Mmap>, info: &TensorInfo, path: &Path) -> Result<Vec<f32>> {
-    let n = info.shape.iter().product();
-    let mut weights = Weights::new(path);
-    weights.insert(info.name.clone(), deferred(map, info, None), path);
-    weights.floats(&info.name, n)
 }

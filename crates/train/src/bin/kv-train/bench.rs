@@ -5,7 +5,10 @@ use std::{path::PathBuf, process::Command, time::Instant};
 
 use anyhow::{Context, Result, bail};
 use kv_cli::{Backend, dispatch};
-use kv_models::kv_cubecl::{Autodiff, KvCacheConfig, On, Target};
+use kv_models::{
+    Loaded,
+    kv_cubecl::{Autodiff, KvCacheConfig, On, Target},
+};
 use kv_train::{Objective, QatConfig, TrainConfig, Trainable, bench::Stepper};
 
 /// Arguments of `kv-train bench`.
@@ -67,7 +70,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 fn stepper<T: Target>(args: &Args, kind: usize) -> Result<Stepper> {
     let device = On::<T>::open()?;
-    let model = kv_models::load(&args.model, &device)?.model;
+    let Loaded { model, notes, .. } = kv_models::load(&args.model, &device)?;
+    kv_cli::note(&notes);
     Ok(Stepper::new(&device, model, &args.config(kind))?)
 }
 

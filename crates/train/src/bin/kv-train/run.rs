@@ -177,7 +177,8 @@ fn origin(
 ) -> Result<(LanguageModel, Tokenizer, PathBuf)> {
     match &spec.origin {
         Origin::Model(path) => {
-            let Loaded { model, tokenizer, .. } = kv_models::load(path, device)?;
+            let Loaded { model, tokenizer, notes, .. } = kv_models::load(path, device)?;
+            kv_cli::note(&notes);
             Ok((model, tokenizer?, path.clone()))
         }
         Origin::Random(architecture) => {

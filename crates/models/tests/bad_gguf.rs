@@ -1,0 +1,183 @@
+//! GGUF files that are wrong give one clear line and no panic.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use std::{
+    fs,
+    io::{Seek, SeekFrom, Write},
+    path::{Path, PathBuf},
+};
+
+use candle_core::quantized::{GgmlDType, gguf_file::Value};
+use common::{assert_contains, copy, device, failure, fixture, tiny, write_gguf};
+use kv_models::load;
+use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
+
+/// A tiny GGUF file with a vocabulary and every kind of metadata value.
+fn tiny_gguf(folder: &Path) -> PathBuf {
+    let file = folder.join("tiny.gguf");
+    let strings = |n: usize| Value::Array((0..n).map(|i| Value::String(format!("t{i}"))).collect());
+    let extra = [
+        ("tokenizer.ggml.model", Value::String("gpt2".into())),
+        ("tokenizer.ggml.pre", Value::String("smollm".into())),
+        ("tokenizer.ggml.tokens", strings(256)),
+        ("tokenizer.ggml.merges", Value::Array(vec![])),
+        ("tokenizer.ggml.token_type", Value::Array(vec![Value::I32(1); 256])),
+        ("general.alignment", Value::U32(32)),
+        ("x.f64", Value::F64(0.5)),
+        ("x.bool", Value::Bool(true)),
+        ("x.nested", Value::Array(vec![Value::Array(vec![Value::U8(1)]); 2])),
+    ];
+    write_gguf(&tiny("llama-tiny"), &file, GgmlDType::Q8_0, &extra);
+    file
+}
+
+#[test]
+fn truncated_gguf_at_any_byte() {
+    let folder = tempfile::tempdir().unwrap();
+    let bytes = fs::read(tiny_gguf(folder.path())).unwrap();
+    let cut = folder.path().join("cut.gguf");
+    let header = (0..400).chain((400..12_000).step_by(61));
+    let data = (12_000..bytes.len() - 32).step_by(7919);
+    for len in header.chain(data) {
+        fs::write(&cut, &bytes[..len]).unwrap();
+        assert_contains(&failure(&cut), &["cut.gguf: not a readable GGUF file"]);
+    }
+}
+
+/// Loads `path` with `n` random patches of the first `header_len` bytes of `file`, one at a time;
+/// returns how many failed.
+fn mutate(path: &Path, file: &Path, header_len: usize, n: usize) -> usize {
+    let bytes = fs::read(file).unwrap();
+    let header_len = header_len.min(bytes.len());
+    let mut rng = Xoshiro256PlusPlus::seed_from_u64(1);
+    let mut file = fs::OpenOptions::new().write(true).open(file).unwrap();
+    let mut n_failed = 0;
+    for _ in 0..n {
+        let at = rng.random_range(0..header_len - 8);
+        let n = rng.random_range(1..=8);
+        let mut patch = vec![0; n];
+        match rng.random_range(0..3) {
+            0 => patch.fill(0xff),
+            1 => {}
+            _ => rng.fill(&mut patch[..]),
+        }
+        let mut write = |bytes: &[u8]| {
+            file.seek(SeekFrom::Start(at as u64)).unwrap();
+            file.write_all(bytes).unwrap();
+        };
+        write(&patch);
+        match load(path, &device()) {
+            Ok(_) => {}
+            Err(error) => {
+                n_failed += 1;
+                assert!(!error.to_string().contains('\n'), "{error}");
+            }
+        }
+        write(&bytes[at..at + n]);
+    }
+    load(path, &device()).unwrap();
+    n_failed
+}
+
+#[test]
+fn mutated_gguf_never_panics() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = tiny_gguf(folder.path());
+    let n_failed = mutate(&path, &path, 14_000, 1500);
+    assert!(n_failed > 100, "mutations must matter, {n_failed} failed");
+
+    // The parts of a split file: their headers are short, most of their bytes matter.
+    let (_folder, [first, second, third]) = split_gguf();
+    for (named, file, header_len) in [
+        (&first, &first, 1200),
+        (&second, &first, 1200),
+        (&first, &second, 700),
+        (&third, &third, 500),
+    ] {
+        let n_failed = mutate(named, file, header_len, 700);
+        assert!(n_failed > 200, "mutations must matter, {n_failed} failed");
+    }
+}
+
+/// The split GGUF file of the fixtures in a folder of its own.
+fn split_gguf() -> (tempfile::TempDir, [PathBuf; 3]) {
+    let folder = copy(&fixture("gguf-types"));
+    let files = [1, 2, 3].map(|i| folder.path().join(format!("split-0000{i}-of-00003.gguf")));
+    (folder, files)
+}
+
+#[test]
+fn split_gguf_that_is_not_whole_is_named() {
+    let (_folder, [first, second, third]) = split_gguf();
+    let bytes = fs::read(&second).unwrap();
+    fs::remove_file(&second).unwrap();
+    for named in [&first, &third] {
+        let message = load(named, &device()).unwrap_err().to_string();
+        assert_contains(&message, &["split-00002-of-00003.gguf: not found", "part 2 of 3"]);
+    }
+    // Another part under its name.
+    fs::copy(&third, &second).unwrap();
+    let message = load(&first, &device()).unwrap_err().to_string();
+    assert_contains(&message, &["split-00002-of-00003.gguf: split.no = 2", "must be 1"]);
+    fs::write(&second, &bytes[..bytes.len() / 2]).unwrap();
+    let message = load(&first, &device()).unwrap_err().to_string();
+    assert_contains(&message, &["split-00002-of-00003.gguf: not a readable GGUF file"]);
+    fs::write(&second, &bytes).unwrap();
+    load(&first, &device()).unwrap();
+
+    // Under a name that does not say which part it is, the others cannot be found.
+    let renamed = first.with_file_name("model.gguf");
+    fs::copy(&first, &renamed).unwrap();
+    assert_contains(&failure(&renamed), &["split.count = 3", "-00001-of-00003.gguf"]);
+    // Fewer tensors than all parts should have.
+    let key = b"split.tensors.count";
+    let mut fewer = fs::read(&third).unwrap();
+    let at = fewer.windows(key.len()).position(|w| w == key).unwrap() + key.len() + 4;
+    fewer[at] += 1;
+    fs::write(&third, fewer).unwrap();
+    let message = load(&first, &device()).unwrap_err().to_string();
+    assert_contains(&message, &["split-00003-of-00003.gguf: split.tensors.count = 22", "21"]);
+}
+
+#[test]
+fn wrong_gguf_content_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("wrong.gguf");
+    let cases: [(&str, Value, &[&str]); 5] = [
+        (
+            "general.architecture",
+            Value::String("mamba".into()),
+            &["unsupported GGUF architecture mamba"],
+        ),
+        ("llama.attention.head_count", Value::U32(12), &["blk.0.attn_q.weight", "[192, 96]"]),
+        ("llama.attention.head_count", Value::String("6".into()), &["head_count", "integer"]),
+        ("general.alignment", Value::U32(0), &["general.alignment", "multiple of 8"]),
+        ("llama.rope.scaling.type", Value::String("yarn".into()), &["unsupported rope type yarn"]),
+    ];
+    for (key, value, parts) in cases {
+        // A later key replaces an earlier one.
+        write_gguf(&tiny("llama-tiny"), &file, GgmlDType::F32, &[(key, value)]);
+        assert_contains(&failure(&file), parts);
+    }
+    fs::write(&file, b"not a model at all").unwrap();
+    assert_contains(&failure(&file), &["magic GGUF"]);
+}
+
+#[test]
+fn unknown_ggml_types_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("iq.gguf");
+    write_gguf(&tiny("qwen2-tiny"), &file, GgmlDType::F32, &[]);
+    let mut bytes = fs::read(&file).unwrap();
+    // name, u32 n_dims, two u64 dims, u32 type
+    let name = b"token_embd.weight";
+    let at = bytes.windows(name.len()).position(|w| w == name).unwrap() + name.len() + 4 + 16;
+    bytes[at..at + 4].copy_from_slice(&20u32.to_le_bytes());
+    fs::write(&file, bytes).unwrap();
+    assert_contains(
+        &failure(&file),
+        &["unsupported GGML type 20 (IQ4_NL)", "token_embd.weight", "iq.gguf"],
+    );
+}
