@@ -60,41 +60,29 @@ impl Rope {
     /// models' configurations check both.
     pub fn new(rotary_dim: usize, theta: f64, scaling: &RopeScaling) -> Self {
         assert!(rotary_dim.is_multiple_of(2), "rotary_dim {rotary_dim} is odd");
-        let frequencies = |scale: &dyn Fn(f64, usize) -> f64| -> Vec<f32> {
-            let freq = |i| theta.powf(-((2 * i) as f64) / rotary_dim as f64);
-            (0..rotary_dim / 2).map(|i| scale(freq(i), i) as f32).collect()
+        let n = rotary_dim / 2;
+        let frequencies = |scaled: &dyn Fn(f64, usize) -> f64| -> Vec<f32> {
+            (0..n).map(|i| scaled(frequency(i, rotary_dim, theta), i) as f32).collect()
         };
-        let divided = |divisors: &[f32]| {
-            assert_eq!(divisors.len(), rotary_dim / 2, "one divisor per frequency");
-            frequencies(&|freq, i| freq / f64::from(divisors[i]))
-        };
-        let same = |inv_freq| Self { inv_freq, long: None, attention_factor: 1.0 };
-        match scaling {
-            RopeScaling::Default => same(frequencies(&|freq, _| freq)),
-            RopeScaling::Linear { factor } => same(frequencies(&|freq, _| freq / factor)),
-            &RopeScaling::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_max_positions,
-            } => same(frequencies(&|freq, _| {
-                let turns = original_max_positions * freq / TAU;
-                let kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
-                let kept = kept.clamp(0.0, 1.0);
-                freq * (kept + (1.0 - kept) / factor)
-            })),
-            RopeScaling::Divisors(divisors) => same(divided(divisors)),
+        let (long, attention_factor) = match scaling {
             RopeScaling::LongRope {
                 short_factors,
                 long_factors,
                 original_max_positions,
                 attention_factor,
-            } => Self {
-                inv_freq: divided(short_factors),
-                long: Some((*original_max_positions, divided(long_factors))),
-                attention_factor: *attention_factor as f32,
-            },
-        }
+            } => {
+                assert_eq!([short_factors.len(), long_factors.len()], [n, n], "one per frequency");
+                let long = frequencies(&|freq, i| freq / f64::from(long_factors[i]));
+                (Some((*original_max_positions, long)), *attention_factor as f32)
+            }
+            RopeScaling::Divisors(divisors) => {
+                assert_eq!(divisors.len(), n, "one divisor per frequency");
+                (None, 1.0)
+            }
+            _ => (None, 1.0),
+        };
+        let inv_freq = frequencies(&|freq, i| scale(freq, i, scaling));
+        Self { inv_freq, long, attention_factor }
     }
 
     /// Channels of a head that rotate; the rest pass unchanged.
@@ -125,6 +113,31 @@ impl Rope {
         }
         let tensor = |values| Tensor::from_data(TensorData::new(values, [1, 1, seq, half]), device);
         Rotation { cos: tensor(cos), sin: tensor(sin) }
+    }
+}
+
+fn frequency(i: usize, rotary_dim: usize, theta: f64) -> f64 {
+    theta.powf(-((2 * i) as f64) / rotary_dim as f64)
+}
+
+/// The frequency in a context that is not long.
+fn scale(freq: f64, i: usize, scaling: &RopeScaling) -> f64 {
+    match scaling {
+        RopeScaling::Default => freq,
+        RopeScaling::Linear { factor } => freq / factor,
+        RopeScaling::Divisors(divisors) => freq / f64::from(divisors[i]),
+        RopeScaling::LongRope { short_factors, .. } => freq / f64::from(short_factors[i]),
+        &RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_positions,
+        } => {
+            let turns = original_max_positions * freq / TAU;
+            let kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
+            let kept = kept.clamp(0.0, 1.0);
+            freq * (kept + (1.0 - kept) / factor)
+        }
     }
 }
 
