@@ -8,7 +8,7 @@
 pub mod cache;
 pub mod chunk_attention;
 mod codec;
-#[cfg(all(test, feature = "cuda-source"))]
+#[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
 mod cuda_source;
 pub mod decode_attention;
 pub mod quantize;

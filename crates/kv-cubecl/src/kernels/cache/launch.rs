@@ -10,7 +10,7 @@ use crate::{
     layout::{CacheLayout, QuantSpec, QuantizedCounts},
 };
 
-const F32: ElemType = ElemType::Float(FloatKind::F32);
+pub(super) const F32: ElemType = ElemType::Float(FloatKind::F32);
 
 /// A chunk being appended to a cache.
 #[derive(Clone, Copy, Debug)]

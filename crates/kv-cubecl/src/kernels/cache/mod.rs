@@ -2,6 +2,8 @@
 
 mod kernel;
 mod launch;
+#[cfg(all(test, feature = "cuda-ptx"))]
+mod tests;
 
 pub use launch::{
     CacheBindings, CacheProblem, launch_append, launch_flush_keys, launch_flush_values,

@@ -13,7 +13,7 @@
 mod base;
 mod kernel;
 mod launch;
-#[cfg(all(test, feature = "cuda-source"))]
+#[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
 mod tests;
 
 pub use base::{ChunkBlueprint, ChunkPlan, plan};

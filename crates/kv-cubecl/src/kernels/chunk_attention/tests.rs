@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use cubecl::{
     ir::{ElemType, FloatKind},
     prelude::*,
@@ -7,15 +9,24 @@ use super::{ChunkBlueprint, kernel::partial_attention::PartialAttention, plan};
 use crate::{
     CacheFloat, CacheShape,
     kernels::{
-        cuda_source::{buffer, cuda_source, dynamic_indices, h200, settings},
+        cuda_source::{buffer, settings},
         decode_attention::DecodeProblem,
         row_blocks::VECTOR,
     },
     layout::CacheLayout,
 };
 
-/// CUDA C++ of the first kernel, and the plan it was written for.
-fn source(cache: &str, head_dim: usize) -> (String, ChunkBlueprint) {
+/// Every width of keys and values.
+const CACHES: [&str; 6] = ["float", "float-f16", "k8v8", "k4v4", "k4v2-f16", "k2v2"];
+/// Short and long runs of channels.
+const HEAD_DIMS: [usize; 3] = [64, 128, 256];
+
+/// The first kernel for a card, its plan and a name for it.
+fn kernel(
+    properties: Arc<DeviceProperties>,
+    cache: &str,
+    head_dim: usize,
+) -> (impl CubeKernel, ChunkBlueprint, String) {
     let shape = CacheShape { batch: 1, n_kv_heads: 8, head_dim };
     let layout = CacheLayout::new(&cache.parse().unwrap(), shape).unwrap();
     let float = ElemType::Float(match layout.config().float {
@@ -23,7 +34,6 @@ fn source(cache: &str, head_dim: usize) -> (String, ChunkBlueprint) {
         CacheFloat::F16 => FloatKind::F16,
     });
     let problem = DecodeProblem { layout, len: 4096, tokens: 4096, rows: 256, float };
-    let properties = h200();
     let blueprint = plan(&problem, &properties).unwrap().blueprint;
     let kernel = PartialAttention::new(
         settings(blueprint.blocks.units, ExecutionMode::Unchecked),
@@ -41,31 +51,68 @@ fn source(cache: &str, head_dim: usize) -> (String, ChunkBlueprint) {
         blueprint,
         float,
     );
-    (cuda_source(&format!("chunk-{cache}-d{head_dim}"), &kernel), blueprint)
+    (kernel, blueprint, format!("chunk-{cache}-d{head_dim}"))
 }
 
-#[test]
-fn keys_weights_and_queries_are_read_in_wide_vectors() {
-    let (source, bp) = source("k4v2-f16", 128);
-    let contains = |part: &str| assert!(source.contains(part), "no {part:?} in\n{source}");
-    contains("struct alignas(16) uint32_t_4 ");
-    contains("struct alignas(16) float_4 ");
-    contains("struct alignas(8) __half_4 ");
-    contains(&format!("__launch_bounds__({})", bp.blocks.units));
-    for vector in ["uint32_t_4 const ", "float_4 const "] {
-        let wide = |line: &str| line.contains(vector) && line.contains(" = *");
-        assert!(source.lines().any(wide), "no load of {vector} in\n{source}");
+#[cfg(feature = "cuda-source")]
+mod cpp {
+    use super::*;
+    use crate::kernels::cuda_source::{cuda_source, dynamic_indices, h200};
+
+    #[test]
+    fn keys_weights_and_queries_are_read_in_wide_vectors() {
+        let (kernel, bp, name) = kernel(h200(), "k4v2-f16", 128);
+        let source = cuda_source(&name, &kernel);
+        let contains = |part: &str| assert!(source.contains(part), "no {part:?} in\n{source}");
+        contains("struct alignas(16) uint32_t_4 ");
+        contains("struct alignas(16) float_4 ");
+        contains("struct alignas(8) __half_4 ");
+        contains(&format!("__launch_bounds__({})", bp.blocks.units));
+        for vector in ["uint32_t_4 const ", "float_4 const "] {
+            let wide = |line: &str| line.contains(vector) && line.contains(" = *");
+            assert!(source.lines().any(wide), "no load of {vector} in\n{source}");
+        }
+    }
+
+    #[test]
+    fn sums_can_live_in_registers() {
+        for cache in CACHES {
+            for head_dim in HEAD_DIMS {
+                let (kernel, _, name) = kernel(h200(), cache, head_dim);
+                let source = cuda_source(&name, &kernel);
+                let dynamic = dynamic_indices(&source);
+                assert!(dynamic.is_empty(), "{name}: {dynamic:#?}");
+            }
+        }
     }
 }
 
-/// Every width of keys and values, and head_dims with short and long runs of channels.
-#[test]
-fn sums_can_live_in_registers() {
-    for cache in ["float", "float-f16", "k8v8", "k4v4", "k4v2-f16", "k2v2"] {
-        for head_dim in [64, 128, 256] {
-            let (source, _) = source(cache, head_dim);
-            let dynamic = dynamic_indices(&source);
-            assert!(dynamic.is_empty(), "{cache} {head_dim}: {dynamic:#?}");
-        }
+#[cfg(feature = "cuda-ptx")]
+mod ptx {
+    use super::*;
+    use crate::kernels::cuda_source::{cuda_ptx, each_ptx, named, properties};
+
+    #[test]
+    fn keys_weights_and_queries_are_read_in_wide_vectors() {
+        let (kernel, bp, name) = kernel(properties(90), "k4v2-f16", 128);
+        let ptx = cuda_ptx(&name, &kernel, 90);
+        let contains = |part: &str| assert!(ptx.contains(part), "no {part:?} in\n{ptx}");
+        contains(&format!(".reqntid {}", bp.blocks.units));
+        contains("ld.global.nc.v4.b32");
+        contains("ld.shared.v4.b32");
+    }
+
+    #[test]
+    fn no_array_is_in_local_memory() {
+        each_ptx(|card| {
+            let mut kernels = Vec::new();
+            for cache in CACHES {
+                for head_dim in HEAD_DIMS {
+                    let (kernel, _, name) = kernel(card.clone(), cache, head_dim);
+                    kernels.push(named(name, kernel));
+                }
+            }
+            kernels
+        });
     }
 }

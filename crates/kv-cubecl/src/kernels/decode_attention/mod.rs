@@ -15,7 +15,7 @@ mod base;
 mod kernel;
 mod launch;
 mod score;
-#[cfg(all(test, feature = "cuda-source"))]
+#[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
 mod tests;
 
 pub(crate) use args::{DecodeArgs, args, float_row};

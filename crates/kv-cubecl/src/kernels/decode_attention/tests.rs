@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use cubecl::{
     ir::{ElemType, FloatKind},
     prelude::*,
@@ -10,12 +12,22 @@ use super::{
 };
 use crate::{
     CacheFloat, CacheShape,
-    kernels::cuda_source::{buffer, cuda_source, dynamic_indices, h200, settings},
+    kernels::cuda_source::{buffer, settings},
     layout::CacheLayout,
 };
 
-/// CUDA C++ of the first kernel, with the length on the device or not, and the plan it was written for.
-fn source(cache: &str, head_dim: usize, rows: usize, at: bool) -> (String, DecodeBlueprint) {
+/// Every width of keys and values.
+const CACHES: [&str; 6] = ["float", "float-f16", "k8v8", "k4v4", "k4v2-f16", "k2v2"];
+/// Rows, and whether the length is on the device: what `kv-eval bench` measures on CUDA.
+const ROWS: [(usize, bool); 4] = [(1, false), (3, false), (4, false), (4, true)];
+
+/// The first kernel for a card, with the length on the device or not, its plan and a name for it.
+fn kernel(
+    properties: Arc<DeviceProperties>,
+    cache: &str,
+    head_dim: usize,
+    (rows, at): (usize, bool),
+) -> (impl CubeKernel, DecodeBlueprint, String) {
     let shape = CacheShape { batch: 1, n_kv_heads: 8, head_dim };
     let layout = CacheLayout::new(&cache.parse().unwrap(), shape).unwrap();
     let float = ElemType::Float(match layout.config().float {
@@ -23,7 +35,6 @@ fn source(cache: &str, head_dim: usize, rows: usize, at: bool) -> (String, Decod
         CacheFloat::F16 => FloatKind::F16,
     });
     let problem = DecodeProblem { layout, len: 4096, tokens: 4096, rows, float };
-    let properties = h200();
     let (blueprint, _) = prepare(&problem, Hardware::of(&properties)).unwrap();
     let kernel = PartialAttention::new(
         settings(blueprint.units, ExecutionMode::Unchecked),
@@ -45,33 +56,81 @@ fn source(cache: &str, head_dim: usize, rows: usize, at: bool) -> (String, Decod
         float,
     );
     let at = if at { "-at" } else { "" };
-    let name = format!("decode{at}-{cache}-d{head_dim}-rows{rows}");
-    (cuda_source(&name, &kernel), blueprint)
+    (kernel, blueprint, format!("decode{at}-{cache}-d{head_dim}-rows{rows}"))
 }
 
-#[test]
-fn packed_keys_are_read_in_wide_vectors() {
-    let (source, bp) = source("k4v2-f16", 128, 4, false);
-    let contains = |part: &str| assert!(source.contains(part), "no {part:?} in\n{source}");
-    contains("struct alignas(16) uint32_t_4 ");
-    contains("struct alignas(8) __half_4 ");
-    contains("uint32_t_4 const* const __restrict__ ");
-    contains(&format!("__launch_bounds__({})", bp.units));
-    let wide = |line: &str| line.contains("uint32_t_4 const ") && line.contains(" = *");
-    assert!(source.lines().any(wide), "no load of four words in\n{source}");
-    contains("__shfl_xor_sync(__activemask(), ");
-}
+#[cfg(feature = "cuda-source")]
+mod cpp {
+    use super::*;
+    use crate::kernels::cuda_source::{cuda_source, dynamic_indices, h200};
 
-/// Every width of keys and values, and what `kv-eval bench` measures on CUDA.
-#[test]
-fn sums_can_live_in_registers() {
-    for cache in ["float", "float-f16", "k8v8", "k4v4", "k4v2-f16", "k2v2"] {
-        for head_dim in [64, 128] {
-            for (rows, at) in [(1, false), (3, false), (4, false), (4, true)] {
-                let (source, _) = source(cache, head_dim, rows, at);
-                let dynamic = dynamic_indices(&source);
-                assert!(dynamic.is_empty(), "{cache} {head_dim} {rows} {at}: {dynamic:#?}");
+    #[test]
+    fn packed_keys_are_read_in_wide_vectors() {
+        let (kernel, bp, name) = kernel(h200(), "k4v2-f16", 128, (4, false));
+        let source = cuda_source(&name, &kernel);
+        let contains = |part: &str| assert!(source.contains(part), "no {part:?} in\n{source}");
+        contains("struct alignas(16) uint32_t_4 ");
+        contains("struct alignas(8) __half_4 ");
+        contains("uint32_t_4 const* const __restrict__ ");
+        contains(&format!("__launch_bounds__({})", bp.units));
+        let wide = |line: &str| line.contains("uint32_t_4 const ") && line.contains(" = *");
+        assert!(source.lines().any(wide), "no load of four words in\n{source}");
+        contains("__shfl_xor_sync(__activemask(), ");
+    }
+
+    #[test]
+    fn sums_can_live_in_registers() {
+        for cache in CACHES {
+            for head_dim in [64, 128] {
+                for rows in ROWS {
+                    let (kernel, _, name) = kernel(h200(), cache, head_dim, rows);
+                    let source = cuda_source(&name, &kernel);
+                    let dynamic = dynamic_indices(&source);
+                    assert!(dynamic.is_empty(), "{name}: {dynamic:#?}");
+                }
             }
         }
+    }
+}
+
+#[cfg(feature = "cuda-ptx")]
+mod ptx {
+    use super::*;
+    use crate::kernels::{
+        ELEMENTWISE_UNITS,
+        cuda_source::{cuda_ptx, each_ptx, named, properties},
+        decode_attention::kernel::merge_partials::MergePartials,
+    };
+
+    #[test]
+    fn packed_keys_are_read_in_wide_vectors() {
+        let (kernel, bp, name) = kernel(properties(90), "k4v2-f16", 128, (4, false));
+        let ptx = cuda_ptx(&name, &kernel, 90);
+        let contains = |part: &str| assert!(ptx.contains(part), "no {part:?} in\n{ptx}");
+        contains(".target sm_90a");
+        contains(&format!(".reqntid {}", bp.units));
+        contains("ld.global.nc.v4.b32");
+        contains("shfl.sync.bfly.b32");
+    }
+
+    #[test]
+    fn no_array_is_in_local_memory() {
+        each_ptx(|card| {
+            let settings = settings(ELEMENTWISE_UNITS as usize, ExecutionMode::Checked);
+            let [partials, output, lse] = [(); 3].map(|()| buffer());
+            let (device, target) = (card.clone(), Default::default());
+            let merge =
+                MergePartials::new(settings, device, target, partials, output, lse, (), (), ());
+            let mut kernels = vec![named("merge", merge)];
+            for cache in CACHES {
+                for (head_dim, rows) in
+                    [64, 128].into_iter().flat_map(|d| ROWS.map(|rows| (d, rows)))
+                {
+                    let (kernel, _, name) = kernel(card.clone(), cache, head_dim, rows);
+                    kernels.push(named(name, kernel));
+                }
+            }
+            kernels
+        });
     }
 }

@@ -5,6 +5,8 @@
 
 mod kernel;
 mod launch;
+#[cfg(all(test, feature = "cuda-ptx"))]
+mod tests;
 
 pub use launch::{
     RestoreProblem, launch_dequantize_keys, launch_dequantize_values, launch_fake_quantize_keys,

@@ -11,6 +11,8 @@ mod backward;
 mod forward;
 mod kernel;
 mod launch;
+#[cfg(all(test, feature = "cuda-ptx"))]
+mod tests;
 
 pub use launch::{
     BackwardBindings, ForwardBindings, StreamProblem, launch_backward, launch_forward,

@@ -1,0 +1,65 @@
+use cubecl::prelude::*;
+
+use super::{
+    backward::{keys_and_values::KeysAndValues, queries::Queries},
+    forward::{ForwardBlueprint, forward_blocked::ForwardBlocked},
+    kernel::{StreamBlueprint, forward::Forward},
+};
+use crate::kernels::{
+    cuda_source::{buffer, each_ptx, named, settings},
+    row_blocks::{Processor, RowBlocks, VECTOR},
+};
+
+/// Forward with both sides quantized, and without blocks; backward.
+#[test]
+fn no_array_is_in_local_memory() {
+    let (b, t) = (buffer, Default::default);
+    // Scalars have no compilation arguments: the struct of them is of size zero.
+    each_ptx(|card| {
+        let d = || card.clone();
+        let blocks = RowBlocks::new(128, 0, 0, Processor::of(&card)).unwrap();
+        let forward_blocked = ForwardBlocked::new(
+            settings(blocks.units, ExecutionMode::Unchecked),
+            d(),
+            t(),
+            b(),
+            b(),
+            b(),
+            b(),
+            b(),
+            b(),
+            b(),
+            ().dynamic_cast(),
+            VECTOR,
+            ForwardBlueprint { blocks, keys: true, values: true },
+        );
+        let s = || settings(128, ExecutionMode::Checked);
+        let bp = |head_dim| StreamBlueprint { head_dim, units: 128 };
+        let forward = Forward::new(
+            s(),
+            d(),
+            t(),
+            b(),
+            b(),
+            b(),
+            b(),
+            b(),
+            b(),
+            b(),
+            ().dynamic_cast(),
+            bp(126),
+        );
+        let args = || ().dynamic_cast();
+        let queries =
+            Queries::new(s(), d(), t(), b(), b(), b(), b(), b(), b(), args(), (), bp(128));
+        let args = || ().dynamic_cast();
+        let keys_and_values =
+            KeysAndValues::new(s(), d(), t(), b(), b(), b(), b(), b(), b(), args(), (), bp(128));
+        vec![
+            named("forward-d128", forward_blocked),
+            named("forward-d126", forward),
+            named("backward-queries-d128", queries),
+            named("backward-sides-d128", keys_and_values),
+        ]
+    });
+}
