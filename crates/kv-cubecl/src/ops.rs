@@ -34,7 +34,7 @@ pub struct CacheState<B: Backend> {
 
 /// Quantized KV-cache operations of a backend.
 ///
-/// Inputs may be strided. Float inputs are f32 unless an operation says otherwise; packed tensors
+/// Inputs may be views: parts of larger buffers, strided, broadcast; so may the tensors of a cache. Float inputs are f32 unless an operation says otherwise; packed tensors
 /// are u32 in the layout of [`crate::layout`].
 #[backend_extension(
     Cube: cfg(feature = "cube"),

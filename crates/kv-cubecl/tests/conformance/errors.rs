@@ -164,6 +164,39 @@ fn a_device_of_another_target<T: Target>(on: &On<T>) {
     }
 }
 
+/// Opens what there is, for [`a_missing_device_is_an_error_and_no_more`] to see what that prints.
+#[test]
+#[ignore = "a_missing_device_is_an_error_and_no_more runs it"]
+fn open_every_device() {
+    fn open<T: Target>() {
+        match On::<T>::open() {
+            Ok(_) | Err(Error::NoDevice { .. }) => (),
+            Err(error) => panic!("{error:?}"),
+        }
+    }
+    #[cfg(feature = "flex")]
+    open::<kv_cubecl::Flex>();
+    #[cfg(feature = "wgpu")]
+    open::<kv_cubecl::Wgpu>();
+    #[cfg(feature = "cuda")]
+    open::<kv_cubecl::Cuda>();
+}
+
+/// Without a driver, nothing panics on the way to the error, on no thread.
+#[test]
+fn a_missing_device_is_an_error_and_no_more() {
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", "errors::open_every_device", "--nocapture"])
+        .env("VK_DRIVER_FILES", "/nonexistent")
+        .env("VK_ICD_FILENAMES", "/nonexistent")
+        .env("CUDA_VISIBLE_DEVICES", "")
+        .output()
+        .unwrap();
+    let printed = [output.stdout, output.stderr].map(|x| String::from_utf8_lossy(&x).into_owned());
+    assert!(output.status.success() && printed[0].contains("1 passed"), "{printed:?}");
+    assert!(!printed[1].contains("panicked"), "{}", printed[1]);
+}
+
 /// What no operation here serves is refused before anything is dispatched.
 #[cfg(feature = "foreign-device")]
 #[test]
