@@ -104,8 +104,8 @@ impl KvCacheOps for Flex {
         layout: CacheLayout,
         len: usize,
     ) -> CacheState<Self> {
-        let (key, value) = (key.to_contiguous(), value.to_contiguous());
-        let state = cache::flush(contiguous(state), &key, &value, &layout, len);
+        let (key, value) = (contiguous(key), contiguous(value));
+        let state = cache::flush(contiguous_state(state), &key, &value, &layout, len);
         cache::append(state, &key, &value, &layout, len)
     }
 
@@ -116,8 +116,8 @@ impl KvCacheOps for Flex {
         len: usize,
         tokens: usize,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let state = contiguous(state);
-        decode::decode_attention(query.to_contiguous(), &state, &layout, len, tokens)
+        let state = contiguous_state(state);
+        decode::decode_attention(contiguous(query), &state, &layout, len, tokens)
     }
 
     fn step(
@@ -129,16 +129,15 @@ impl KvCacheOps for Flex {
         layout: CacheLayout,
     ) -> (CacheState<Self>, FloatTensor<Self>) {
         let capacity = layout.config().capacity;
-        let position = position.to_contiguous();
+        let position = contiguous(position);
         let mut len = usize::try_from(position.storage::<i32>()[0]).unwrap_or(capacity);
-        state = contiguous(state);
+        state = contiguous_state(state);
         if len < capacity {
             state = <Self as KvCacheOps>::write(state, key, value, layout, len);
             len += 1;
         }
         let len = len.min(capacity);
-        let (output, _) =
-            decode::decode_attention(query.to_contiguous(), &state, &layout, len, len);
+        let (output, _) = decode::decode_attention(contiguous(query), &state, &layout, len, len);
         (state, output)
     }
 
@@ -175,15 +174,20 @@ impl KvCacheOps for Flex {
     }
 }
 
-/// `state` with each tensor in rows of its own. `storage` is the whole buffer, whatever part of it a
-/// tensor shows; what is a whole buffer already stays where it is.
-fn contiguous(state: CacheState<Flex>) -> CacheState<Flex> {
+/// `tensor` as the whole of a buffer, which is what `storage` gives, whatever part of it a tensor shows. One
+/// that is so already stays where it is.
+fn contiguous(tensor: FlexTensor) -> FlexTensor {
+    let layout = tensor.layout();
+    let bytes = layout.num_elements() * tensor.dtype().size();
+    let first = layout.start_offset() == 0 && bytes == tensor.bytes().len();
+    if first && layout.is_contiguous() { tensor } else { tensor.to_contiguous() }
+}
+
+/// [`contiguous`] for each tensor of a cache.
+fn contiguous_state(state: CacheState<Flex>) -> CacheState<Flex> {
     let CacheState { keys, values, floats } = state;
-    CacheState {
-        keys: keys.to_contiguous(),
-        values: values.to_contiguous(),
-        floats: floats.to_contiguous(),
-    }
+    let [keys, values, floats] = [keys, values, floats].map(contiguous);
+    CacheState { keys, values, floats }
 }
 
 /// Tokens that fake quantization restores: whole groups after the first `skip`.
