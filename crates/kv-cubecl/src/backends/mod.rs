@@ -7,7 +7,7 @@ mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 
-use burn::{backend::DispatchDevice, tensor::Device};
+use burn::tensor::Device;
 
 use crate::{Error, Result, layout::CacheLayout};
 
@@ -22,9 +22,9 @@ pub(crate) fn check_device(op: &str, device: &Device) -> Result<()> {
     }
     match device.clone().without_autodiff().as_dispatch() {
         #[cfg(feature = "cube")]
-        DispatchDevice::Cube(_) => Ok(()),
+        burn::backend::DispatchDevice::Cube(_) => Ok(()),
         #[cfg(feature = "flex")]
-        DispatchDevice::Flex(_) => Ok(()),
+        burn::backend::DispatchDevice::Flex(_) => Ok(()),
         #[allow(unreachable_patterns, reason = "Burn may have been built with no other backend")]
         _ => unsupported("kv-cubecl serves Flex, WGPU and CUDA, each if built with its feature"),
     }
@@ -34,7 +34,8 @@ pub(crate) fn check_device(op: &str, device: &Device) -> Result<()> {
 pub(crate) fn check(op: &str, layout: &CacheLayout, device: &Device) -> Result<()> {
     check_device(op, device)?;
     #[cfg(feature = "cube")]
-    if let DispatchDevice::Cube(_) = device.clone().without_autodiff().as_dispatch() {
+    if let burn::backend::DispatchDevice::Cube(_) = device.clone().without_autodiff().as_dispatch()
+    {
         crate::kernels::decode_attention::check(layout)?;
     }
     // Flex serves every layout.

@@ -199,6 +199,7 @@ fn a_missing_device_is_an_error_and_no_more() {
 
 /// What no operation here serves is refused before anything is dispatched.
 #[cfg(feature = "foreign-device")]
+#[allow(deprecated, reason = "a backend without the operations that needs no driver")]
 #[test]
 fn a_device_without_the_operations() {
     let device = burn::tensor::Device::ndarray();

@@ -73,6 +73,6 @@ fn small_setups() -> impl Strategy<Value = Setup> {
 
 fn any_small_cache<T: Target>(on: &On<T>) {
     // On a GPU every one is a set of kernels to compile.
-    let cases = if T::NAME == "flex" { 500 } else { 8 };
+    let cases = if T::NAME == "flex" { 500 } else { 4 };
     check_properties(cases, small_setups(), |text| check(on, &text));
 }
