@@ -75,6 +75,11 @@ pub trait KvCacheOps: Backend {
         skip: usize,
     ) -> FloatTensor<Self>;
 
+    /// Rounds to the nearest finite f16 and back, as storing in an f16 cache does: what is beyond ±65504
+    /// saturates, NaN stays NaN. The gradient is that of the identity.
+    #[fusion(meta = |input| input.clone())]
+    fn round_to_f16(input: FloatTensor<Self>) -> FloatTensor<Self>;
+
     /// Appends `key` and `value` `[batch, n_kv_heads, m, head_dim]` to a cache of `len` tokens, in
     /// place: quantizes what leaves the residual window, and writes the new tokens that stay in float
     /// into their slots.

@@ -111,6 +111,12 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         constant::<B, C>(<B as KvCacheOps>::fake_quantize_backward(input, grad, spec, skip))
     }
 
+    fn round_to_f16(input: FloatTensor<Self>) -> FloatTensor<Self> {
+        let node = input.node();
+        let rounded = <B as KvCacheOps>::round_to_f16(input.into_primitive());
+        StraightThrough.prepare::<C>([node]).compute_bound().stateless(rounded)
+    }
+
     /// A cache is state, not part of the graph: what is written to it records no gradient.
     fn write(
         state: CacheState<Self>,

@@ -1,7 +1,4 @@
-use burn::{
-    backend::Dispatch,
-    tensor::{DType, Tensor},
-};
+use burn::{backend::Dispatch, tensor::Tensor};
 
 use crate::{
     CacheFloat, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps, Result,
@@ -89,21 +86,13 @@ pub(crate) fn closed_form(
 }
 
 /// Rounds to the cache's float type, saturating, as storing in the cache does, with a
-/// straight-through gradient that stays in f32.
+/// straight-through gradient.
 pub(crate) fn store(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     match float {
         CacheFloat::F32 => tensor,
         CacheFloat::F16 => {
-            let limit = half::f16::MAX.to_f32();
-            let saturated = tensor.clone().detach().clamp(-limit, limit);
-            let rounded = saturated.cast(DType::F16).cast(DType::F32);
-            if !tensor.device().is_autodiff() {
-                return rounded;
-            }
-            // The difference of neighbours is exact, and so is adding it back; where it saturates,
-            // both round to the limit.
-            let error = rounded - tensor.clone().detach();
-            tensor + error
+            let rounded = <Dispatch as KvCacheOps>::round_to_f16(tensor.into_dispatch());
+            Tensor::from_dispatch(rounded)
         }
     }
 }
@@ -130,8 +119,14 @@ pub(crate) fn stream(
 
 /// Merges attention over two disjoint sets of tokens by their log-sum-exps.
 pub(crate) fn merge(a: (Tensor<4>, Tensor<3>), b: (Tensor<4>, Tensor<3>)) -> Tensor<4> {
-    let weight = burn::tensor::activation::sigmoid(a.1 - b.1).unsqueeze_dim::<4>(3);
-    (a.0 - b.0.clone()) * weight + b.0
+    let weight = burn::tensor::activation::sigmoid(a.1.clone() - b.1.clone());
+    let weight = weight.unsqueeze_dim::<4>(3);
+    // Where all scores of a part are -inf, it has no output: 0 / 0.
+    let [a, b] = [a, b].map(|(output, lse)| {
+        let none = lse.lower_elem(f32::MIN).unsqueeze_dim::<4>(3).expand(output.dims());
+        output.mask_fill(none, 0.0)
+    });
+    (a - b.clone()) * weight + b
 }
 
 /// Checks that query, key and value fit each other and returns the cache shape they imply.

@@ -42,16 +42,40 @@ pub(crate) fn round_half_even(x: f32) -> f32 {
     if rest > 0.5f32 || (rest == 0.5f32 && odd) { floor + 1.0f32 } else { floor }
 }
 
-/// Limits `x` to the range of f16.
+/// Limits `x` to the range of f16; NaN stays NaN, which `clamp` does not promise.
 #[cube]
 pub(crate) fn saturate(x: f32) -> f32 {
-    clamp(x, -65504.0f32, 65504.0f32)
+    let high = f32::new(F16_MAX);
+    let low = f32::new(-F16_MAX);
+    select(x > high, high, select(x < low, low, x))
 }
 
-/// Parameter word of a group whose saturated extremes are `min` and `max`.
+/// Whether `x` is NaN, by its bits: compilers may take it for granted that a number equals itself.
+#[cube]
+pub(crate) fn is_nan(x: f32) -> bool {
+    (u32::reinterpret(x) & 0x7fff_ffffu32) > 0x7f80_0000u32
+}
+
+/// The lesser of `min` and `x`, or `min` if `x` is NaN.
+#[cube]
+pub(crate) fn lesser(min: f32, x: f32) -> f32 {
+    select(x < min, x, min)
+}
+
+/// The greater of `max` and `x`, or `max` if `x` is NaN.
+#[cube]
+pub(crate) fn greater(max: f32, x: f32) -> f32 {
+    select(x > max, x, max)
+}
+
+/// Parameter word of a group whose saturated extremes are `min` and `max`. In a group of nothing but
+/// NaN no number was found: its minimum is then above its maximum, and both count as 0.
 #[cube]
 pub(crate) fn parameters(min: f32, max: f32, #[comptime] n_bits: u32) -> u32 {
     let max_code = comptime!(((1u32 << n_bits) - 1) as f32);
+    let none = min > max;
+    let min = select(none, f32::new(0.0), min);
+    let max = select(none, f32::new(0.0), max);
     half_bits((max - min) / max_code) | (half_bits(min) << 16u32)
 }
 
@@ -67,12 +91,12 @@ pub(crate) fn min_of(parameters: u32) -> f32 {
     half_value(parameters >> 16u32)
 }
 
-/// Code of `x` under `scale` and `min`.
+/// Code of `x` under `scale` and `min`; 0 if it is NaN.
 #[cube]
 pub(crate) fn encode(x: f32, scale: f32, min: f32, #[comptime] n_bits: u32) -> u32 {
     let max_code = comptime!(((1u32 << n_bits) - 1) as f32);
     let mut code = 0u32;
-    if scale > 0.0f32 {
+    if scale > 0.0f32 && !is_nan(x) {
         let steps = clamp((saturate(x) - min) / scale, 0.0f32, max_code);
         code = u32::cast_from(round_half_even(steps));
     }

@@ -4,7 +4,7 @@
 
 use cubecl::{ir::DeviceProperties, prelude::*};
 
-use super::decode_attention::{LOWEST, MAX_HEAD_DIM, SHARED_BYTES};
+use super::decode_attention::{LOWEST, MAX_HEAD_DIM, SHARED_BYTES, weight_of};
 
 /// Channels and tokens are read and multiplied as vectors of four.
 pub(super) const VECTOR: usize = 4;
@@ -212,11 +212,8 @@ pub(super) fn weigh<N: Size>(
             #[unroll]
             for k in 0..4usize {
                 let score = scores[r * unit_tokens + i * 4 + k];
-                let mut weight = f32::new(0.0);
                 // A row may see nothing of its first tiles.
-                if score > f32::new(LOWEST) {
-                    weight = (score - largest).exp();
-                }
+                let weight = weight_of(score, largest);
                 four.insert(k, weight);
                 sum += weight;
             }

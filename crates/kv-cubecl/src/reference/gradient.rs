@@ -111,7 +111,8 @@ fn through_quantizer(
     out
 }
 
-/// [`SteGradient::ScaleMin`] of one group, from the gradient of what it restores to.
+/// [`SteGradient::ScaleMin`] of one group, from the gradient of what it restores to. A NaN has no
+/// rounding error.
 pub fn fake_quantize_group_backward(values: &[f32], grad: &[f64], n_bits: u32) -> Vec<f64> {
     let mut out = grad.to_vec();
     let group = quantize_group(values, n_bits);
@@ -120,10 +121,12 @@ pub fn fake_quantize_group_backward(values: &[f32], grad: &[f64], n_bits: u32) -
         return out;
     }
     let x: Vec<f64> = values.iter().map(|x| f64::from(x.clamp(-F16_MAX, F16_MAX))).collect();
-    let errors = x.iter().zip(&group.codes).map(|(x, &code)| f64::from(code) - (x - min) / scale);
-    let sum: f64 = errors.zip(grad).map(|(error, grad)| error.clamp(-0.5, 0.5) * grad).sum();
-    let (mut lowest, mut highest) = (0, 0);
-    for (i, &value) in x.iter().enumerate() {
+    let numbers = || x.iter().copied().enumerate().filter(|(_, x)| !x.is_nan());
+    let error = |i: usize, x: f64| (f64::from(group.codes[i]) - (x - min) / scale).clamp(-0.5, 0.5);
+    let sum: f64 = numbers().map(|(i, x)| error(i, x) * grad[i]).sum();
+    let first = numbers().next().map_or(0, |(i, _)| i);
+    let (mut lowest, mut highest) = (first, first);
+    for (i, value) in numbers() {
         if value < x[lowest] {
             lowest = i;
         }

@@ -2,7 +2,8 @@
 
 use half::f16;
 
-/// Largest finite f16; inputs beyond it saturate, so that scale and minimum stay finite.
+/// Largest finite f16; inputs beyond it, infinite ones too, saturate, so that scale and minimum stay
+/// finite.
 pub const F16_MAX: f32 = 65504.0;
 
 /// A quantized group.
@@ -19,19 +20,17 @@ pub struct QuantizedGroup {
 /// Quantizes the elements that share one scale and minimum. With `n = 2^n_bits - 1`:
 /// `min = f16(min x)`, `scale = f16((max x - min x) / n)`,
 /// `code = round_half_even(clamp((x - min) / scale, 0, n))`, all in f32; codes are 0 if the scale is.
+/// A NaN is left out of minimum and maximum and has code 0; both are 0 in a group of nothing else.
 pub fn quantize_group(values: &[f32], n_bits: u32) -> QuantizedGroup {
     let values: Vec<f32> = values.iter().map(|x| x.clamp(-F16_MAX, F16_MAX)).collect();
-    let mut lowest = values[0];
-    let mut highest = values[0];
-    for &x in &values {
-        lowest = lowest.min(x);
-        highest = highest.max(x);
-    }
+    let numbers = || values.iter().copied().filter(|x| !x.is_nan());
+    let lowest = numbers().reduce(f32::min).unwrap_or(0.0);
+    let highest = numbers().reduce(f32::max).unwrap_or(0.0);
     let n = ((1u32 << n_bits) - 1) as f32;
     let min = f16::from_f32(lowest);
     let scale = f16::from_f32((highest - lowest) / n);
     let code = |x: &f32| {
-        if scale == f16::ZERO {
+        if scale == f16::ZERO || x.is_nan() {
             return 0;
         }
         let steps = (x - min.to_f32()) / scale.to_f32();
@@ -69,5 +68,14 @@ mod tests {
         assert_eq!(huge.codes, [0, 3]);
         assert_eq!(huge.min.to_f32(), -F16_MAX);
         assert!(huge.scale.is_finite());
+    }
+
+    #[test]
+    fn not_finite() {
+        let infinite = quantize_group(&[f32::NEG_INFINITY, 0.0, f32::INFINITY], 2);
+        assert_eq!(infinite, quantize_group(&[-F16_MAX, 0.0, F16_MAX], 2));
+        let nan = quantize_group(&[f32::NAN, 1.0, 4.0, f32::NAN, 2.0], 2);
+        assert_eq!(dequantize_group(&nan), [1.0, 1.0, 4.0, 1.0, 2.0]);
+        assert_eq!(dequantize_group(&quantize_group(&[f32::NAN; 3], 2)), [0.0; 3]);
     }
 }

@@ -2,7 +2,7 @@
 
 use half::f16;
 
-use super::quantizer::{QuantizedGroup, dequantize_group, quantize_group};
+use super::quantizer::{F16_MAX, QuantizedGroup, dequantize_group, quantize_group};
 use crate::{Granularity, Logical};
 
 /// Where the elements of every group lie: one list of indices into the tensor per group, groups in
@@ -120,9 +120,9 @@ pub fn fake_quantize(
     dequantize(&packed, shape, granularity, n_bits, group_size)
 }
 
-/// Rounds to f16 and back, as storing in an f16 cache does.
+/// Rounds to the nearest finite f16 and back, as storing in an f16 cache does; NaN stays NaN.
 pub(super) fn round_to_f16(value: f32) -> f32 {
-    f16::from_f32(value).to_f32()
+    f16::from_f32(value.clamp(-F16_MAX, F16_MAX)).to_f32()
 }
 
 #[cfg(test)]

@@ -16,6 +16,7 @@ mod golden;
 #[cfg(feature = "autodiff")]
 mod gradients;
 mod memory;
+mod nonfinite;
 mod poison;
 mod quantize;
 mod small;

@@ -75,13 +75,13 @@ fn widen_f16c(halves: &[f16], out: &mut [f32]) {
     rest.convert_to_f32_slice(rest_out);
 }
 
-/// The nearest finite f16.
+/// The nearest finite f16, or NaN.
 fn narrow(x: f32) -> f16 {
     f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
 }
 
 /// Rounds to the stored float type, as a token that passes through the window is.
-fn round(row: &mut [f32], float: CacheFloat) {
+pub(super) fn round(row: &mut [f32], float: CacheFloat) {
     if float == CacheFloat::F16 {
         for x in row {
             *x = narrow(*x).to_f32();

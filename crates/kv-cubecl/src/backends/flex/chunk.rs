@@ -1,5 +1,5 @@
 //! Attention of a chunk's rows over the history: blocks of rows against tiles of restored tokens, as
-//! matrix products. No more than a tile is restored at once.
+//! matrix products. No more than a tile is restored at once, and no more than a block of tokens scored.
 
 use core::f32::consts::LOG2_E;
 
@@ -8,6 +8,7 @@ use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use super::{
+    decode::{between_groups, block},
     simd,
     slice::{Slice, TILE, packed_range},
     streaming::{Matrix, matmul},
@@ -60,37 +61,57 @@ impl Slice<'_> {
         let mut widened = vec![0.0; TILE * head_dim];
         let query = Matrix::new(query, rows, head_dim, head_dim);
 
-        let mut scores = vec![0.0; rows * tokens];
-        let mut score = |token: usize, keys: &[f32]| {
-            let keys = Matrix::new(keys, keys.len() / head_dim, head_dim, head_dim).transposed();
-            matmul(&mut scores[token..], tokens, false, scale, query, keys);
-        };
-        let (_, packed) = packed_range(0, tokens, sinks, counts.keys);
-        if let Some(spec) = self.layout.key_spec() {
-            self.restored_tiles(self.keys, 0..packed, sinks, spec, &mut score);
-        }
-        let row = |token| self.layout.key_row(token);
-        self.float_tiles(0..tokens, sinks, counts.keys, row, &mut widened, score);
+        let mut scores = vec![0.0; rows * block(self.layout).min(tokens)];
+        let (mut maxima, mut sums) = (vec![f32::NEG_INFINITY; rows], vec![0.0; rows]);
+        let mut start = 0;
+        while start < tokens {
+            let end = match start + block(self.layout) {
+                end if end >= tokens => tokens,
+                end => between_groups(self.layout, end),
+            };
+            let n = end - start;
+            let scores = &mut scores[..rows * n];
+            let mut score = |token: usize, keys: &[f32]| {
+                let keys = Matrix::new(keys, keys.len() / head_dim, head_dim, head_dim);
+                let scores = &mut scores[token - start..];
+                matmul(scores, n, false, scale, query, keys.transposed());
+            };
+            let (from, to) = packed_range(start, end, sinks, counts.keys);
+            if let Some(spec) = self.layout.key_spec() {
+                self.restored_tiles(self.keys, from..to, sinks, spec, &mut score);
+            }
+            let row = |token| self.layout.key_row(token);
+            self.float_tiles(start..end, sinks, counts.keys, row, &mut widened, score);
 
-        let mut sums = vec![0.0; rows];
-        for ((row, sum), lse) in scores.chunks_exact_mut(tokens).zip(&mut sums).zip(lse) {
-            let max = simd::maximum(row);
-            *sum = simd::exp2_minus_max(row, max);
+            let rows_of = scores.chunks_exact_mut(n).zip(output.chunks_exact_mut(head_dim));
+            for ((scores, out), (max, sum)) in rows_of.zip(maxima.iter_mut().zip(&mut sums)) {
+                let largest = simd::maximum(scores).max(*max);
+                let base = simd::finite_or_zero(largest);
+                let kept = (*max - base).exp2();
+                *sum = *sum * kept + simd::exp2_minus_max(scores, base);
+                *max = largest;
+                if start > 0 {
+                    out.iter_mut().for_each(|x| *x *= kept);
+                }
+            }
+
+            let mut add = |token: usize, values: &[f32]| {
+                let count = values.len() / head_dim;
+                let weights = Matrix::new(&scores[token - start..], rows, count, n);
+                let values = Matrix::new(values, count, head_dim, head_dim);
+                matmul(output, head_dim, true, 1.0, weights, values);
+            };
+            let (from, to) = packed_range(start, end, sinks, counts.values);
+            if let Some(spec) = self.layout.value_spec() {
+                self.restored_tiles(self.values, from..to, sinks, spec, &mut add);
+            }
+            let row = |token| self.layout.value_row(token);
+            self.float_tiles(start..end, sinks, counts.values, row, &mut widened, add);
+            start = end;
+        }
+        for ((lse, max), sum) in lse.iter_mut().zip(maxima).zip(&sums) {
             *lse = simd::log_sum_exp(max, *sum);
         }
-
-        let mut add = |token: usize, values: &[f32]| {
-            let count = values.len() / head_dim;
-            let weights = Matrix::new(&scores[token..], rows, count, tokens);
-            let values = Matrix::new(values, count, head_dim, head_dim);
-            matmul(output, head_dim, true, 1.0, weights, values);
-        };
-        let (_, packed) = packed_range(0, tokens, sinks, counts.values);
-        if let Some(spec) = self.layout.value_spec() {
-            self.restored_tiles(self.values, 0..packed, sinks, spec, &mut add);
-        }
-        let row = |token| self.layout.value_row(token);
-        self.float_tiles(0..tokens, sinks, counts.values, row, &mut widened, add);
         for (out, sum) in output.chunks_exact_mut(head_dim).zip(sums) {
             out.iter_mut().for_each(|x| *x /= sum);
         }

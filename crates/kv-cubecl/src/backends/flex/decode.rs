@@ -152,13 +152,13 @@ pub(super) fn decode_attention(
 }
 
 /// The last token, up to `token`, at which a group of packed keys may start.
-fn between_groups(layout: &CacheLayout, token: usize) -> usize {
+pub(super) fn between_groups(layout: &CacheLayout, token: usize) -> usize {
     let (sinks, group) = (layout.window().sink_tokens, layout.config().group_size);
     if token <= sinks { token } else { sinks + (token - sinks) / group * group }
 }
 
 /// Tokens of a block: at least one group.
-fn block(layout: &CacheLayout) -> usize {
+pub(super) fn block(layout: &CacheLayout) -> usize {
     BLOCK.max(layout.config().group_size)
 }
 
@@ -221,8 +221,9 @@ impl Slice<'_> {
             let rows = scores.chunks_exact_mut(n).zip(o.chunks_exact_mut(head_dim));
             for ((scores, o), (m, l)) in rows.zip(m.iter_mut().zip(l.iter_mut())) {
                 let maximum = simd::maximum(scores).max(*m);
-                let kept = (*m - maximum).exp2();
-                *l = *l * kept + simd::exp2_minus_max(scores, maximum);
+                let base = simd::finite_or_zero(maximum);
+                let kept = (*m - base).exp2();
+                *l = *l * kept + simd::exp2_minus_max(scores, base);
                 *m = maximum;
                 o.iter_mut().for_each(|o| *o *= kept);
             }

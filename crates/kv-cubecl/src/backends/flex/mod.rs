@@ -26,7 +26,7 @@ use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use crate::{
-    CacheState, KvCacheOps, SteGradient,
+    CacheFloat, CacheState, KvCacheOps, SteGradient,
     layout::{CacheLayout, Granularity, QuantSpec, StreamSpec},
     shapes,
 };
@@ -68,10 +68,15 @@ impl KvCacheOps for Flex {
         let mut output = input.to_contiguous();
         let grouped = grouped(tokens, skip, &spec);
         output.storage_mut::<f32>().par_chunks_mut(tokens * head_dim).for_each(|slice| {
+            // Some groups at a time: what they are packed into is thrown away.
+            let step = spec.group_size.max(RESTORED / spec.group_size * spec.group_size);
+            let mut words = vec![0; spec.words(step.min(grouped.len()), head_dim)];
             let part = &mut slice[grouped.start * head_dim..grouped.end * head_dim];
-            let mut words = vec![0; spec.words(grouped.len(), head_dim)];
-            quantize::quantize_slice(part, &mut words, head_dim, &spec);
-            quantize::dequantize_slice(&words, part, head_dim, &spec);
+            for part in part.chunks_mut(step * head_dim) {
+                let words = &mut words[..spec.words(part.len() / head_dim, head_dim)];
+                quantize::quantize_slice(part, words, head_dim, &spec);
+                quantize::dequantize_slice(words, part, head_dim, &spec);
+            }
         });
         output
     }
@@ -95,6 +100,13 @@ impl KvCacheOps for Flex {
                 quantize::add_scale_gradients(input, grad, head_dim, &spec);
             });
         grad
+    }
+
+    fn round_to_f16(input: FloatTensor<Self>) -> FloatTensor<Self> {
+        let mut output = input.to_contiguous();
+        let rounded = output.storage_mut::<f32>();
+        rounded.par_chunks_mut(1 << 14).for_each(|row| cache::round(row, CacheFloat::F16));
+        output
     }
 
     fn write(
@@ -189,6 +201,9 @@ fn contiguous_state(state: CacheState<Flex>) -> CacheState<Flex> {
     let [keys, values, floats] = [keys, values, floats].map(contiguous);
     CacheState { keys, values, floats }
 }
+
+/// Tokens that fake quantization packs at a time, at least a group.
+const RESTORED: usize = 512;
 
 /// Tokens that fake quantization restores: whole groups after the first `skip`.
 fn grouped(tokens: usize, skip: usize, spec: &QuantSpec) -> core::ops::Range<usize> {

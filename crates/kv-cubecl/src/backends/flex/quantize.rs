@@ -9,9 +9,11 @@ use crate::layout::{Granularity, QuantSpec};
 /// Largest finite f16: parameters are f16, so inputs saturate here.
 const F16_MAX: f32 = 65504.0;
 
-/// Scale and minimum of a group, as stored and as used.
+/// Scale and minimum of a group, as stored and as used. In a group of nothing but NaN no number was
+/// found: its minimum is then above its maximum.
 #[inline(always)]
 fn parameters(min: f32, max: f32, max_code: f32) -> (u32, f32, f32) {
+    let (min, max) = if min > max { (0.0, 0.0) } else { (min, max) };
     let min_half = f16::from_f32(min);
     let scale_half = f16::from_f32((max - min) / max_code);
     let word = u32::from(scale_half.to_bits()) | u32::from(min_half.to_bits()) << 16;
@@ -64,7 +66,8 @@ fn encode_vector<S: Simd>(
     divisor: Vector<S, f32>,
     max_code: u32,
 ) -> Vector<S, u32> {
-    let x = x.max((-F16_MAX).splat()).min(F16_MAX.splat());
+    // A NaN has the code of the minimum, 0.
+    let x = x.eq(x).select(x.max((-F16_MAX).splat()).min(F16_MAX.splat()), min);
     let code = (x - min) / divisor;
     let code = code.max(0.0.splat()).min((max_code as f32).splat());
     // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even; it is then the low bits.
@@ -338,7 +341,8 @@ fn add_scale_gradient(input: &[f32], grad: &mut [f32], stride: usize, max_code: 
     if scale > 0.0 {
         let parts = elements().zip(grad.iter().step_by(stride)).map(|(x, grad)| {
             let error = encode(x, scale, min, max_code) - (x - min) / scale;
-            grad * error.clamp(-0.5, 0.5)
+            // The code of a NaN rounds nothing.
+            if x.is_nan() { 0.0 } else { grad * error.clamp(-0.5, 0.5) }
         });
         let sum = parts.sum::<f32>() / max_code;
         grad[highest.1 * stride] += sum;

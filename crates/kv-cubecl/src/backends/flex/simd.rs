@@ -183,6 +183,17 @@ pub(super) fn log_sum_exp(maximum: f32, sum: f32) -> f32 {
     maximum * LN_2 + sum.ln()
 }
 
+/// What to subtract from scores whose largest is `maximum`, before they become powers of 2: with scores
+/// of nothing but `-inf`, which have weight 0, not `-inf`, as the difference would be NaN.
+pub(super) fn finite_or_zero(maximum: f32) -> f32 {
+    if maximum == f32::NEG_INFINITY { 0.0 } else { maximum }
+}
+
+/// Whether there is no NaN and no infinity. Looks at all elements, which is fast in vectors.
+pub(super) fn all_finite(x: &[f32]) -> bool {
+    x.iter().fold(true, |finite, x| finite & x.is_finite())
+}
+
 /// The largest element; `-inf` of an empty slice.
 #[macerator::with_simd]
 pub(in crate::backends::flex) fn maximum<S: Simd>(x: &[f32]) -> f32 {

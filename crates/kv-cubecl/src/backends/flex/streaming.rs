@@ -1,13 +1,13 @@
 //! The closed form, block by block: each block of rows is a few matrix products.
 
-use core::f32::consts::LOG2_E;
+use core::{f32::consts::LOG2_E, ops::Range};
 
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use super::{
     dims,
-    simd::{exp2_minus_max, log_sum_exp, maximum},
+    simd::{all_finite, exp2_minus_max, finite_or_zero, log_sum_exp, maximum},
     tensor,
 };
 use crate::{layout::StreamSpec, shapes};
@@ -15,6 +15,10 @@ use crate::{layout::StreamSpec, shapes};
 /// Query tokens per block, at most: large enough for the matrix products, small enough that a
 /// block's scores stay in the cache.
 const BLOCK: usize = 64;
+
+/// Keys whose scores with a block of rows are in memory at once, so that memory does not grow with the
+/// context.
+const COLUMNS: usize = 4096;
 
 /// Shapes shared by the forward and the backward pass.
 #[derive(Clone, Copy)]
@@ -87,9 +91,24 @@ impl Block {
         self.end - self.start
     }
 
-    /// Width of the band of values whose form differs by row.
-    pub(super) fn band(&self) -> usize {
-        self.hat_values_last - self.hat_values
+    /// The keys that the last row sees, tile by tile.
+    pub(super) fn tiles(self) -> impl Iterator<Item = Range<usize>> {
+        let starts = (0..self.visible).step_by(COLUMNS);
+        starts.map(move |start| start..(start + COLUMNS).min(self.visible))
+    }
+
+    /// The values of a tile that all rows see quantized, those whose form differs by row, and those that
+    /// all rows that see them see in float.
+    pub(super) fn parts(&self, columns: &Range<usize>) -> [Range<usize>; 3] {
+        let clip = |token: usize| token.clamp(columns.start, columns.end);
+        let (hat, last) = (clip(self.hat_values), clip(self.hat_values_last));
+        [columns.start..hat, hat..last, last..columns.end]
+    }
+
+    /// Columns of a tile that the `row`-th of all heads' rows sees.
+    pub(super) fn seen(&self, problem: &Problem, row: usize, columns: &Range<usize>) -> usize {
+        let seen = problem.spec.visible(self.start + row % self.len());
+        seen.clamp(columns.start, columns.end) - columns.start
     }
 }
 
@@ -221,39 +240,91 @@ pub(super) fn gather(problem: &Problem, block: Block, x: &[f32]) -> Vec<f32> {
     rows
 }
 
-/// Scaled scores of a block against the keys its rows see, to base 2: `[rows, visible]`.
+/// Scaled scores of a block against `columns`, some of the keys its rows see, to base 2:
+/// `[rows, columns]`.
 pub(super) fn scores(
     problem: &Problem,
     block: Block,
+    columns: &Range<usize>,
     query: &[f32],
     key: &[f32],
     key_hat: &[f32],
 ) -> Vec<f32> {
-    let (d, visible, hat) = (problem.head_dim, block.visible, block.hat_keys);
+    let (d, n) = (problem.head_dim, columns.len());
+    let hat = block.hat_keys.clamp(columns.start, columns.end);
     let (rows, scale) = (query.len() / d, problem.scale() * LOG2_E);
-    let mut scores = vec![0.0; rows * visible];
+    let mut scores = vec![0.0; rows * n];
     let query = Matrix::new(query, rows, d, d);
-    let hats = Matrix::new(key_hat, hat, d, d).transposed();
-    matmul(&mut scores, visible, false, scale, query, hats);
-    let floats = Matrix::new(&key[hat * d..], visible - hat, d, d).transposed();
-    matmul(&mut scores[hat..], visible, false, scale, query, floats);
+    let keys = |data, from: usize, to: usize| {
+        let data: &[f32] = data;
+        Matrix::new(&data[from * d..to * d], to - from, d, d).transposed()
+    };
+    let hats = keys(key_hat, columns.start, hat);
+    matmul(&mut scores, n, false, scale, query, hats);
+    let floats = keys(key, hat, columns.end);
+    matmul(&mut scores[hat - columns.start..], n, false, scale, query, floats);
     scores
 }
 
-/// Splits the columns of `p` whose value differs by row into the part of rows that see the value
-/// quantized and the part of those that see it in float: `[2, rows, band]`.
-pub(super) fn split_band(problem: &Problem, block: Block, p: &[f32]) -> (Vec<f32>, Vec<f32>) {
-    let (band, visible) = (block.band(), block.visible);
-    let rows = p.len() / visible;
-    let (mut hat, mut float) = (vec![0.0; rows * band], vec![0.0; rows * band]);
+/// Splits the columns of `p` whose value differs by row, `band` of `columns`, into the part of rows that
+/// see the value quantized and the part of those that see it in float: `[2, rows, band]`.
+pub(super) fn split_band(
+    problem: &Problem,
+    block: Block,
+    columns: &Range<usize>,
+    band: &Range<usize>,
+    p: &[f32],
+) -> (Vec<f32>, Vec<f32>) {
+    let (width, n) = (band.len(), columns.len());
+    let rows = p.len() / n;
+    let (mut hat, mut float) = (vec![0.0; rows * width], vec![0.0; rows * width]);
     for row in 0..rows {
         let token = block.start + row % block.len();
-        let seen = problem.spec.quantized_values(token) - block.hat_values;
-        let source = &p[row * visible + block.hat_values..][..band];
-        hat[row * band..][..seen].copy_from_slice(&source[..seen]);
-        float[row * band + seen..(row + 1) * band].copy_from_slice(&source[seen..]);
+        let seen = problem.spec.quantized_values(token).clamp(band.start, band.end) - band.start;
+        let source = &p[row * n + band.start - columns.start..][..width];
+        hat[row * width..][..seen].copy_from_slice(&source[..seen]);
+        float[row * width + seen..(row + 1) * width].copy_from_slice(&source[seen..]);
     }
     (hat, float)
+}
+
+/// Whether what is hidden from some rows of a block is finite, so that a matrix product may multiply it
+/// by weights of 0: `floats` and, of values whose form differs by row, `hats`.
+pub(super) fn hidden_are_finite(
+    [_, band, rest]: &[Range<usize>; 3],
+    floats: &[f32],
+    hats: &[f32],
+    head_dim: usize,
+) -> bool {
+    all_finite(&floats[band.start * head_dim..rest.end * head_dim])
+        && all_finite(&hats[band.start * head_dim..band.end * head_dim])
+}
+
+/// `to += factor * from`.
+pub(super) fn add_scaled(to: &mut [f32], factor: f32, from: &[f32]) {
+    to.iter_mut().zip(from).for_each(|(to, from)| *to += factor * from);
+}
+
+/// Attends row by row to what each row sees of `tokens`, some of `columns`.
+fn add_by_rows(
+    problem: &Problem,
+    block: Block,
+    columns: &Range<usize>,
+    tokens: Range<usize>,
+    p: &[f32],
+    [value, value_hat]: [&[f32]; 2],
+    out: &mut [f32],
+) {
+    let d = problem.head_dim;
+    let rows = p.chunks_exact(columns.len()).zip(out.chunks_exact_mut(d));
+    for (row, (p, out)) in rows.enumerate() {
+        let hat = problem.spec.quantized_values(block.start + row % block.len());
+        let end = columns.start + block.seen(problem, row, columns);
+        for token in tokens.start..tokens.end.min(end) {
+            let value = if token < hat { value_hat } else { value };
+            add_scaled(out, p[token - columns.start], &value[token * d..][..d]);
+        }
+    }
 }
 
 fn attend_block(
@@ -262,38 +333,55 @@ fn attend_block(
     query: &[f32],
     [key, key_hat, value, value_hat]: [&[f32]; 4],
 ) -> (Vec<f32>, Vec<f32>) {
-    let (d, visible) = (problem.head_dim, block.visible);
+    let d = problem.head_dim;
     let query = gather(problem, block, query);
     let rows = query.len() / d;
-    let mut p = scores(problem, block, &query, key, key_hat);
-    let mut lse = vec![0.0; rows];
-    let mut sums = vec![0.0; rows];
-    for (row, p) in p.chunks_exact_mut(visible).enumerate() {
-        let seen = problem.spec.visible(block.start + row % block.len()).min(visible);
-        let (seen, hidden) = p.split_at_mut(seen);
-        hidden.fill(0.0);
-        let max = maximum(seen);
-        sums[row] = exp2_minus_max(seen, max);
-        lse[row] = log_sum_exp(max, sums[row]);
-    }
+    let (mut maxima, mut sums) = (vec![f32::NEG_INFINITY; rows], vec![0.0; rows]);
     let mut out = vec![0.0; rows * d];
-    let (hat, last) = (block.hat_values, block.hat_values_last);
-    let part = |from: usize, to: usize| Matrix::new(&p[from..], rows, to - from, visible);
-    matmul(&mut out, d, false, 1.0, part(0, hat), Matrix::new(value_hat, hat, d, d));
-    if block.band() > 0 {
-        let (p_hat, p_float) = split_band(problem, block, &p);
-        let band = block.band();
-        for (p, values) in [(&p_hat, value_hat), (&p_float, value)] {
-            let values = Matrix::new(&values[hat * d..], band, d, d);
-            matmul(&mut out, d, true, 1.0, Matrix::new(p, rows, band, band), values);
+    for columns in block.tiles() {
+        let n = columns.len();
+        let mut p = scores(problem, block, &columns, &query, key, key_hat);
+        for (row, p) in p.chunks_exact_mut(n).enumerate() {
+            let (seen, hidden) = p.split_at_mut(block.seen(problem, row, &columns));
+            hidden.fill(0.0);
+            let largest = maximum(seen).max(maxima[row]);
+            let base = finite_or_zero(largest);
+            let kept = (maxima[row] - base).exp2();
+            sums[row] = sums[row] * kept + exp2_minus_max(seen, base);
+            maxima[row] = largest;
+            if columns.start > 0 {
+                out[row * d..][..d].iter_mut().for_each(|x| *x *= kept);
+            }
         }
+        let parts = block.parts(&columns);
+        let [hats, band, floats] = &parts;
+        let part = |part: &Range<usize>| {
+            Matrix::new(&p[part.start - columns.start..], rows, part.len(), n)
+        };
+        let rows_of = |values, part: &Range<usize>| {
+            let values: &[f32] = values;
+            Matrix::new(&values[part.start * d..], part.len(), d, d)
+        };
+        matmul(&mut out, d, true, 1.0, part(hats), rows_of(value_hat, hats));
+        if !hidden_are_finite(&parts, value, value_hat, d) {
+            let rest = band.start..floats.end;
+            add_by_rows(problem, block, &columns, rest, &p, [value, value_hat], &mut out);
+            continue;
+        }
+        if !band.is_empty() {
+            let (p_hat, p_float) = split_band(problem, block, &columns, band, &p);
+            for (p, values) in [(&p_hat, value_hat), (&p_float, value)] {
+                let p = Matrix::new(p, rows, band.len(), band.len());
+                matmul(&mut out, d, true, 1.0, p, rows_of(values, band));
+            }
+        }
+        matmul(&mut out, d, true, 1.0, part(floats), rows_of(value, floats));
     }
-    let values = Matrix::new(&value[last * d..], visible - last, d, d);
-    matmul(&mut out, d, true, 1.0, part(last, visible), values);
-    for (out, sum) in out.chunks_exact_mut(d).zip(sums) {
+    for (out, sum) in out.chunks_exact_mut(d).zip(&sums) {
         for x in out {
             *x /= sum;
         }
     }
+    let lse = maxima.into_iter().zip(sums).map(|(max, sum)| log_sum_exp(max, sum)).collect();
     (out, lse)
 }

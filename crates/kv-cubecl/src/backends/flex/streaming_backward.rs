@@ -1,15 +1,17 @@
 //! Gradients of the closed form, recomputing each block's weights from the saved log-sum-exp
 //! (Dao et al., 2022, <https://arxiv.org/abs/2205.14135>, algorithm 4).
 
-use core::f32::consts::LOG2_E;
+use core::{f32::consts::LOG2_E, ops::Range};
 
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use super::{
     dims,
-    simd::exp2_minus_max,
-    streaming::{Block, Matrix, Problem, gather, matmul, scores, split_band},
+    simd::{all_finite, exp2_minus_max},
+    streaming::{
+        Block, Matrix, Problem, add_scaled, gather, hidden_are_finite, matmul, scores, split_band,
+    },
     tensor,
 };
 use crate::layout::StreamSpec;
@@ -93,65 +95,158 @@ fn backward_slice(problem: &Problem, inputs: &Inputs<'_>) -> Outputs {
 }
 
 fn backward_block(problem: &Problem, block: Block, inputs: &Inputs<'_>, outputs: &mut Outputs) {
-    let (d, visible) = (problem.head_dim, block.visible);
-    let query = gather(problem, block, inputs.query);
-    let grad = gather(problem, block, inputs.grad);
-    let output = gather(problem, block, inputs.output);
-    let rows = query.len() / d;
-    // Token of a gathered row, and its row in the slice.
-    let token = |row: usize| block.start + row % block.len();
-    let source = |row: usize| row / block.len() * problem.m + token(row);
-
-    let mut p = scores(problem, block, &query, inputs.key, inputs.key_hat);
-    for (row, p) in p.chunks_exact_mut(visible).enumerate() {
-        let seen = problem.spec.visible(token(row)).min(visible);
-        let lse = inputs.lse[source(row)];
-        let (seen, hidden) = p.split_at_mut(seen);
-        hidden.fill(0.0);
-        exp2_minus_max(seen, lse * LOG2_E);
+    let d = problem.head_dim;
+    let [query, grad, output] =
+        [inputs.query, inputs.grad, inputs.output].map(|x| gather(problem, block, x));
+    let products = output.chunks_exact(d).zip(grad.chunks_exact(d));
+    let delta = products.map(|(output, grad)| dot(output, grad)).collect();
+    let rows = Rows { query, grad, delta };
+    let finite = all_finite(&rows.query) && all_finite(&rows.grad) && all_finite(&rows.delta);
+    // Row of the slice, of a gathered row.
+    let source = |row: usize| row / block.len() * problem.m + block.start + row % block.len();
+    let mut d_query = vec![0.0; rows.query.len()];
+    for columns in block.tiles() {
+        let mut p = scores(problem, block, &columns, &rows.query, inputs.key, inputs.key_hat);
+        for (row, p) in p.chunks_exact_mut(columns.len()).enumerate() {
+            let (seen, hidden) = p.split_at_mut(block.seen(problem, row, &columns));
+            hidden.fill(0.0);
+            let lse = inputs.lse[source(row)] * LOG2_E;
+            // No score is above the log-sum-exp but by rounding, of huge ones by far.
+            seen.iter_mut().for_each(|score| {
+                let difference = *score - lse;
+                *score = if difference > 0.0 { 0.0 } else { difference };
+            });
+            exp2_minus_max(seen, 0.0);
+        }
+        let parts = block.parts(&columns);
+        let sides = &mut outputs.sides;
+        if finite
+            && hidden_are_finite(&parts, inputs.key, inputs.key_hat, d)
+            && hidden_are_finite(&parts, inputs.value, inputs.value_hat, d)
+        {
+            backward_tile(problem, block, &columns, inputs, &rows, &p, &mut d_query, sides);
+        } else {
+            backward_by_rows(problem, block, &columns, inputs, &rows, &p, &mut d_query, sides);
+        }
     }
+    for (row, d_query) in d_query.chunks_exact(d).enumerate() {
+        outputs.query[source(row) * d..][..d].copy_from_slice(d_query);
+    }
+}
+
+/// What [`backward_block`] gathers of its rows.
+struct Rows {
+    query: Vec<f32>,
+    grad: Vec<f32>,
+    /// `sum_c output_c * grad_c` of each row.
+    delta: Vec<f32>,
+}
+
+/// Adds the gradients of a block's weights `p` of `columns`, as matrix products.
+#[allow(clippy::too_many_arguments, reason = "parts of one problem")]
+fn backward_tile(
+    problem: &Problem,
+    block: Block,
+    columns: &Range<usize>,
+    inputs: &Inputs<'_>,
+    rows: &Rows,
+    p: &[f32],
+    d_query: &mut [f32],
+    [d_key, d_key_hat, d_value, d_value_hat]: &mut [Vec<f32>; 4],
+) {
+    let (d, n, n_rows) = (problem.head_dim, columns.len(), rows.delta.len());
+    let columns_of = |data, part: &Range<usize>| {
+        let data: &[f32] = data;
+        Matrix::new(&data[part.start - columns.start..], n_rows, part.len(), n)
+    };
+    let tokens = |data, part: &Range<usize>| {
+        let data: &[f32] = data;
+        Matrix::new(&data[part.start * d..part.end * d], part.len(), d, d)
+    };
 
     // dV = P^T dO, apart for rows that saw the value quantized and for those that saw it in float.
-    let (hat, last, band) = (block.hat_values, block.hat_values_last, block.band());
-    let (p_hat, p_float) = split_band(problem, block, &p);
-    let d_out = Matrix::new(&grad, rows, d, d);
-    let columns = |from: usize, to: usize| Matrix::new(&p[from..], rows, to - from, visible);
-    let [_, _, d_value, d_value_hat] = &mut outputs.sides;
-    matmul(d_value_hat, d, true, 1.0, columns(0, hat).transposed(), d_out);
-    let band_part = |p| Matrix::new(p, rows, band, band).transposed();
-    matmul(&mut d_value_hat[hat * d..], d, true, 1.0, band_part(&p_hat), d_out);
-    matmul(&mut d_value[hat * d..], d, true, 1.0, band_part(&p_float), d_out);
-    matmul(&mut d_value[last * d..], d, true, 1.0, columns(last, visible).transposed(), d_out);
+    let [hats, band, floats] = &block.parts(columns);
+    let (p_hat, p_float) = split_band(problem, block, columns, band, p);
+    let d_out = Matrix::new(&rows.grad, n_rows, d, d);
+    let weights = columns_of(p, hats).transposed();
+    matmul(&mut d_value_hat[hats.start * d..], d, true, 1.0, weights, d_out);
+    let width = band.len();
+    let band_part = |p| Matrix::new(p, n_rows, width, width).transposed();
+    matmul(&mut d_value_hat[band.start * d..], d, true, 1.0, band_part(&p_hat), d_out);
+    matmul(&mut d_value[band.start * d..], d, true, 1.0, band_part(&p_float), d_out);
+    let weights = columns_of(p, floats).transposed();
+    matmul(&mut d_value[floats.start * d..], d, true, 1.0, weights, d_out);
 
     // dP = dO V^T with the value each row saw, then dS = P (dP - rowsum(dO O)).
-    let mut ds = vec![0.0; rows * visible];
-    let values = |data, n| Matrix::new(data, n, d, d).transposed();
-    matmul(&mut ds, visible, false, 1.0, d_out, values(inputs.value_hat, last));
-    let floats = &inputs.value[last * d..];
-    matmul(&mut ds[last..], visible, false, 1.0, d_out, values(floats, visible - last));
-    let mut d_band = vec![0.0; rows * band];
-    matmul(&mut d_band, band, false, 1.0, d_out, values(&inputs.value[hat * d..], band));
-    for row in 0..rows {
-        let (ds, p) = (&mut ds[row * visible..][..visible], &p[row * visible..][..visible]);
-        let seen = problem.spec.quantized_values(token(row));
-        ds[seen..last].copy_from_slice(&d_band[row * band + seen - hat..(row + 1) * band]);
-        let (out, grad) = (&output[row * d..][..d], &grad[row * d..][..d]);
-        let delta: f32 = out.iter().zip(grad).map(|(o, g)| o * g).sum();
+    let mut ds = vec![0.0; n_rows * n];
+    let quantized = hats.start..band.end;
+    let values = tokens(inputs.value_hat, &quantized).transposed();
+    matmul(&mut ds, n, false, 1.0, d_out, values);
+    let values = tokens(inputs.value, floats).transposed();
+    matmul(&mut ds[floats.start - columns.start..], n, false, 1.0, d_out, values);
+    let mut d_band = vec![0.0; n_rows * width];
+    let values = tokens(inputs.value, band).transposed();
+    matmul(&mut d_band, width, false, 1.0, d_out, values);
+    for row in 0..n_rows {
+        let (ds, p) = (&mut ds[row * n..][..n], &p[row * n..][..n]);
+        let token = block.start + row % block.len();
+        let seen = problem.spec.quantized_values(token).clamp(band.start, band.end);
+        ds[seen - columns.start..band.end - columns.start]
+            .copy_from_slice(&d_band[row * width + seen - band.start..(row + 1) * width]);
+        let delta = rows.delta[row];
         ds.iter_mut().zip(p).for_each(|(ds, p)| *ds = p * (*ds - delta));
     }
 
     // dQ = scale dS K, dK = scale dS^T Q.
-    let (scale, hat) = (problem.scale(), block.hat_keys);
-    let columns = |from: usize, to: usize| Matrix::new(&ds[from..], rows, to - from, visible);
-    let mut d_query = vec![0.0; rows * d];
-    matmul(&mut d_query, d, false, scale, columns(0, hat), Matrix::new(inputs.key_hat, hat, d, d));
-    let keys = Matrix::new(&inputs.key[hat * d..], visible - hat, d, d);
-    matmul(&mut d_query, d, true, scale, columns(hat, visible), keys);
-    for (row, d_query) in d_query.chunks_exact(d).enumerate() {
-        outputs.query[source(row) * d..][..d].copy_from_slice(d_query);
+    let scale = problem.scale();
+    let hat = block.hat_keys.clamp(columns.start, columns.end);
+    let query = Matrix::new(&rows.query, n_rows, d, d);
+    for (keys, d_key, part) in
+        [(inputs.key_hat, d_key_hat, columns.start..hat), (inputs.key, d_key, hat..columns.end)]
+    {
+        let ds = columns_of(&ds, &part);
+        matmul(d_query, d, true, scale, ds, tokens(keys, &part));
+        matmul(&mut d_key[part.start * d..], d, true, scale, ds.transposed(), query);
     }
-    let query = Matrix::new(&query, rows, d, d);
-    let [d_key, d_key_hat, ..] = &mut outputs.sides;
-    matmul(d_key_hat, d, true, scale, columns(0, hat).transposed(), query);
-    matmul(&mut d_key[hat * d..], d, true, scale, columns(hat, visible).transposed(), query);
+}
+
+/// As [`backward_tile`], row by row and of what each row sees alone: where something is not finite, a
+/// product with a weight of 0 is not 0.
+#[allow(clippy::too_many_arguments, reason = "parts of one problem")]
+fn backward_by_rows(
+    problem: &Problem,
+    block: Block,
+    columns: &Range<usize>,
+    inputs: &Inputs<'_>,
+    rows: &Rows,
+    p: &[f32],
+    d_query: &mut [f32],
+    [d_key, d_key_hat, d_value, d_value_hat]: &mut [Vec<f32>; 4],
+) {
+    let d = problem.head_dim;
+    for row in 0..rows.delta.len() {
+        let hat_values = problem.spec.quantized_values(block.start + row % block.len());
+        let own = row * d..(row + 1) * d;
+        let (query, grad) = (&rows.query[own.clone()], &rows.grad[own.clone()]);
+        for column in 0..block.seen(problem, row, columns) {
+            let (token, p) = (columns.start + column, p[row * columns.len() + column]);
+            let at = token * d..(token + 1) * d;
+            let (key, d_key) = match token < block.hat_keys {
+                true => (inputs.key_hat, &mut *d_key_hat),
+                false => (inputs.key, &mut *d_key),
+            };
+            let (value, d_value) = match token < hat_values {
+                true => (inputs.value_hat, &mut *d_value_hat),
+                false => (inputs.value, &mut *d_value),
+            };
+            let ds = problem.scale() * p * (dot(grad, &value[at.clone()]) - rows.delta[row]);
+            add_scaled(&mut d_query[own.clone()], ds, &key[at.clone()]);
+            add_scaled(&mut d_key[at.clone()], ds, query);
+            add_scaled(&mut d_value[at], p, grad);
+        }
+    }
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
 }

@@ -1,7 +1,7 @@
 use cubecl::prelude::*;
 
 use crate::kernels::{
-    codec::{F16_MAX, encode, min_of, parameters, saturate, scale_of},
+    codec::{F16_MAX, encode, greater, lesser, min_of, parameters, saturate, scale_of},
     window::{WindowArgs, quantized_keys, quantized_values},
 };
 
@@ -74,8 +74,8 @@ fn flush_key<R: Float>(
     let mut max = f32::new(-F16_MAX);
     for i in 0..group_size {
         let x = read::<R>(floats, chunk, slice, token + i, channel, source);
-        min = clamp_max(min, x);
-        max = clamp_min(max, x);
+        min = lesser(min, x);
+        max = greater(max, x);
     }
     let params = parameters(min, max, n_bits);
     let scale = scale_of(params);
@@ -116,8 +116,8 @@ fn flush_value<R: Float>(
     let mut max = f32::new(-F16_MAX);
     for i in 0..group_size {
         let x = read::<R>(floats, chunk, slice, token, channel + i, source);
-        min = clamp_max(min, x);
-        max = clamp_min(max, x);
+        min = lesser(min, x);
+        max = greater(max, x);
     }
     let params = parameters(min, max, n_bits);
     let scale = scale_of(params);

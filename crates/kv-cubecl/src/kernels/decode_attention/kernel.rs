@@ -10,8 +10,15 @@ use crate::kernels::{
     window::{quantized_keys, quantized_values},
 };
 
-/// Below every score; WGSL has no infinity literal.
-pub(crate) const LOWEST: f32 = -1.0e30;
+/// The score of what is masked, below every other but -inf; WGSL has no infinity literal.
+pub(crate) const LOWEST: f32 = f32::MIN;
+
+/// The weight of a score: 0 if it is masked, NaN if it is NaN.
+#[cube]
+pub(crate) fn weight_of(score: f32, largest: f32) -> f32 {
+    // Not `score > LOWEST`, which a NaN is not.
+    select(score == f32::new(LOWEST), f32::new(0.0), (score - largest).exp())
+}
 
 /// What tokens a split attends to, and how they are stored.
 #[derive(CubeType)]
@@ -270,7 +277,7 @@ pub(super) fn partial_attention<R: Float, N: Size>(
             // `cube_max` waited for all scores.
             let mut t = unit;
             while t < tile_len {
-                let weight = (scratch[r * tile_len + t] - largest[r]).exp();
+                let weight = weight_of(scratch[r * tile_len + t], largest[r]);
                 scratch[r * tile_len + t] = weight;
                 sums[r] += weight;
                 t += units;

@@ -21,6 +21,6 @@ mod tests;
 pub(crate) use args::{DecodeArgs, args, float_row};
 pub use base::{DecodeBlueprint, DecodeProblem};
 pub(crate) use base::{Hardware, MAX_HEAD_DIM, SHARED_BYTES, check, splits};
-pub(crate) use kernel::LOWEST;
+pub(crate) use kernel::{LOWEST, weight_of};
 pub use launch::{DecodeBindings, launch_ref};
 pub(crate) use launch::{launch_merge, partial_results};

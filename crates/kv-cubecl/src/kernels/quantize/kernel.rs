@@ -1,6 +1,16 @@
 use cubecl::prelude::*;
 
-use crate::kernels::codec::{F16_MAX, code_at, encode, min_of, parameters, saturate, scale_of};
+use crate::kernels::codec::{
+    F16_MAX, code_at, encode, greater, is_nan, lesser, min_of, parameters, saturate, scale_of,
+};
+
+/// Rounds to the nearest finite `R` and back; one unit per element.
+#[cube(launch, address_type = "dynamic")]
+pub(super) fn round_trip<R: Float>(data: &mut [f32], n: usize, #[define(R)] _dtype: ElemType) {
+    if ABSOLUTE_POS < n {
+        data[ABSOLUTE_POS] = f32::cast_from(R::cast_from(saturate(data[ABSOLUTE_POS])));
+    }
+}
 
 /// One unit per element `[slices, tokens, head_dim]`.
 #[cube(launch)]
@@ -99,8 +109,8 @@ fn fake_quantize_group(
     let mut max = f32::new(-F16_MAX);
     for i in 0..group_size {
         let x = saturate(data[base + i * stride]);
-        min = clamp_max(min, x);
-        max = clamp_min(max, x);
+        min = lesser(min, x);
+        max = greater(max, x);
     }
     let params = parameters(min, max, n_bits);
     let scale = scale_of(params);
@@ -184,7 +194,10 @@ fn add_scale_gradient(
             let at = base + i * stride;
             let code = f32::cast_from(encode(data[at], scale, min, n_bits));
             let error = code - (saturate(data[at]) - min) / scale;
-            sum += grad[at] * clamp(error, -0.5f32, 0.5f32);
+            // The code of a NaN rounds nothing.
+            if !is_nan(data[at]) {
+                sum += grad[at] * clamp(error, -0.5f32, 0.5f32);
+            }
         }
         let sum = sum / max_code;
         grad[highest] += sum;

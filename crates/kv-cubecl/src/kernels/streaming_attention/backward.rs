@@ -44,7 +44,9 @@ fn weight_and_gradient(
     let k = element(at, at < quantized_keys(row, args), slice, slices, args.n, head_dim);
     let v = element(at, at < quantized_values(row, args), slice, slices, args.n, head_dim);
     let score = dot(query, q, keys, k, head_dim) * args.scale;
-    let p = (score - stats[head * args.m + row]).exp();
+    // No score is above the log-sum-exp but by rounding, of huge ones by far; NaN stays NaN.
+    let difference = score - stats[head * args.m + row];
+    let p = select(difference > f32::new(0.0), f32::new(0.0), difference).exp();
     let dp = dot(grad, q, values, v, head_dim);
     let delta = stats[(slices * args.n_rep + head) * args.m + row];
     (p, p * (dp - delta) * args.scale)
@@ -105,10 +107,12 @@ pub(super) fn queries(
                 #[unroll]
                 for r in 0..ROWS {
                     let seen_hat = quantized_keys(first_row + r, &args);
+                    let seen = visible(first_row + r, &args);
                     let mut sum = acc[r * channels + i];
                     for t in 0..KEYS {
                         let at = start + t;
-                        if at < end {
+                        // Not what is hidden: its gradient is 0, but 0 times infinity is not.
+                        if at < seen {
                             let k = element(at, at < seen_hat, slice, slices, args.n, head_dim);
                             sum += ds[r * KEYS + t] * keys[k + channel];
                         }
@@ -196,6 +200,7 @@ pub(super) fn keys_and_values(
                 if row < args.m {
                     let hat_keys = quantized_keys(row, &args);
                     let hat_values = quantized_values(row, &args);
+                    let seen = visible(row, &args);
                     #[unroll]
                     for i in 0..channels {
                         let channel = unit + i * units;
@@ -205,8 +210,11 @@ pub(super) fn keys_and_values(
                             #[unroll]
                             for t in 0..KEYS_PER_CUBE {
                                 let at = first_key + t;
-                                let dk = ds[r * KEYS_PER_CUBE + t] * q;
-                                let dv = ps[r * KEYS_PER_CUBE + t] * g;
+                                // Nothing from rows that do not see the key: 0 times infinity is
+                                // not 0.
+                                let sees = at < seen;
+                                let dk = select(sees, ds[r * KEYS_PER_CUBE + t] * q, f32::new(0.0));
+                                let dv = select(sees, ps[r * KEYS_PER_CUBE + t] * g, f32::new(0.0));
                                 if at < hat_keys {
                                     acc[i * sides + t * 4 + 1] += dk;
                                 } else {

@@ -20,7 +20,7 @@ pub(super) struct ForwardBlueprint {
     pub(super) values: bool,
 }
 
-/// Attends to a tile of tokens from `start`, before `end`.
+/// Attends to a tile of tokens from `start`, before `end`; without `masked`, every row sees all of it.
 #[cube]
 fn attend_tile<N: Size>(
     query: &[Vector<f32, N>],
@@ -34,6 +34,7 @@ fn attend_tile<N: Size>(
     first_row: usize,
     state: &mut RowState<N>,
     args: &StreamArgs,
+    #[comptime] masked: bool,
     #[comptime] bp: ForwardBlueprint,
 ) {
     let rows = comptime!(bp.blocks.rows);
@@ -97,17 +98,22 @@ fn attend_tile<N: Size>(
         let seen = visible(clamp_max(first_row + r, args.m - 1), args);
         #[unroll]
         for t in 0..unit_tokens {
-            let score = scores[r * unit_tokens + t] * args.scale;
-            scores[r * unit_tokens + t] = select(token + t < seen, score, f32::new(LOWEST));
+            let mut score = scores[r * unit_tokens + t] * args.scale;
+            if comptime!(masked) {
+                score = select(token + t < seen, score, f32::new(LOWEST));
+            }
+            scores[r * unit_tokens + t] = score;
         }
     }
     weigh::<N>(&scores, state, comptime!(bp.blocks));
 
     if state.stride < strides {
         let mut hat_ends = Array::<usize>::new(rows);
+        let mut seen_ends = Array::<usize>::new(rows);
         #[unroll]
         for r in 0..rows {
             hat_ends[r] = quantized_values(first_row + r, args);
+            seen_ends[r] = visible(first_row + r, args);
         }
         let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
         let mut run_hat = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
@@ -138,6 +144,10 @@ fn attend_tile<N: Size>(
                         if comptime!(bp.values) {
                             let hat = token + t < hat_ends[r];
                             channel = select(hat, run_hat[t * unit_channels + c], channel);
+                        }
+                        if comptime!(masked) {
+                            // What is hidden has weight 0, but 0 times infinity is not 0.
+                            channel = select(token + t < seen_ends[r], channel, f32::new(0.0));
                         }
                         sum += weights.extract(t) * channel;
                     }
@@ -171,21 +181,22 @@ pub(super) fn forward_blocked<N: Size>(
     let mut state = new_rows::<N>(comptime!(bp.blocks));
 
     let end = visible(clamp_max(first_row + rows, args.m) - 1, &args);
-    for index in 0..end.div_ceil(tile) {
+    // The first row sees least.
+    let whole = visible(first_row, &args) / tile;
+    for index in 0..whole {
         let start = index * tile;
+        let end = start + tile;
         attend_tile::<N>(
-            query,
-            key,
-            key_hat,
-            value,
-            value_hat,
-            start,
-            clamp_max(start + tile, end),
-            head,
-            first_row,
-            &mut state,
-            &args,
-            bp,
+            query, key, key_hat, value, value_hat, start, end, head, first_row, &mut state, &args,
+            false, bp,
+        );
+    }
+    for index in whole..end.div_ceil(tile) {
+        let start = index * tile;
+        let end = clamp_max(start + tile, end);
+        attend_tile::<N>(
+            query, key, key_hat, value, value_hat, start, end, head, first_row, &mut state, &args,
+            true, bp,
         );
     }
 

@@ -1,7 +1,7 @@
 use cubecl::prelude::*;
 
 use crate::kernels::{
-    decode_attention::LOWEST,
+    decode_attention::{LOWEST, weight_of},
     window::{self, WindowArgs},
 };
 
@@ -155,10 +155,7 @@ pub(super) fn forward(
             let mut sum = sums[unit] * factor;
             for t in 0..KEYS {
                 let score = scores[unit * KEYS + t];
-                let mut p = f32::new(0.0);
-                if score > f32::new(LOWEST) {
-                    p = (score - maximum).exp();
-                }
+                let p = weight_of(score, maximum);
                 scores[unit * KEYS + t] = p;
                 sum += p;
             }
@@ -174,10 +171,12 @@ pub(super) fn forward(
                 #[unroll]
                 for r in 0..ROWS {
                     let seen_hat = quantized_values(first_row + r, &args);
+                    let seen = visible(first_row + r, &args);
                     let mut sum = acc[r * channels + i] * rescale[r];
                     for t in 0..KEYS {
                         let at = start + t;
-                        if at < end {
+                        // Not what is hidden: its weight is 0, but 0 times infinity is not.
+                        if at < seen {
                             let v = (key_base + at) * head_dim + channel;
                             let p = scores[r * KEYS + t];
                             if at < seen_hat {
