@@ -209,6 +209,7 @@ impl CacheLayout {
     }
 
     /// Bits of a code of the keys, and of the values: 0 where they stay in float.
+    #[cfg(feature = "cube")]
     pub(crate) fn code_bits(&self) -> [u32; 2] {
         [self.key_spec(), self.value_spec()].map(|spec| spec.map_or(0, |spec| spec.n_bits))
     }

@@ -34,7 +34,7 @@ mod config;
 mod error;
 mod functions;
 #[cfg(feature = "cube")]
-pub mod kernels;
+mod kernels;
 pub mod layout;
 mod ops;
 pub mod reference;

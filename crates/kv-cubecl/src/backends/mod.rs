@@ -9,7 +9,10 @@ mod flex;
 
 use burn::tensor::Device;
 
-use crate::{Error, Result, layout::CacheLayout};
+use crate::{
+    Error, Result,
+    layout::{CacheLayout, QuantSpec, StreamSpec},
+};
 
 /// Whether the backend of `device` has the operations, which are a matter of this crate's features:
 /// Burn may have been built with more backends.
@@ -27,6 +30,76 @@ pub(crate) fn check_device(op: &str, device: &Device) -> Result<()> {
         burn::backend::DispatchDevice::Flex(_) => Ok(()),
         #[allow(unreachable_patterns, reason = "Burn may have been built with no other backend")]
         _ => unsupported("kv-cubecl serves Flex, WGPU and CUDA, each if built with its feature"),
+    }
+}
+
+/// Whether the kernels of `device` can count the elements of an `op` that quantizes or restores a tensor
+/// of this shape.
+#[allow(unused_variables, reason = "without a CubeCL backend there is nothing to refuse")]
+pub(crate) fn check_quantize(
+    op: &str,
+    shape: [usize; 4],
+    spec: QuantSpec,
+    device: &Device,
+) -> Result<()> {
+    #[cfg(feature = "cube")]
+    if let Some(client) = client(device) {
+        use crate::kernels::Limits;
+        return cube::restore_problem(shape, spec).check(op, &Limits::of(client.properties()));
+    }
+    Ok(())
+}
+
+/// Whether the kernels of `device` can count what the closed form of these shapes takes, and its gradients
+/// on a device that records them.
+#[allow(unused_variables, reason = "without a CubeCL backend there is nothing to refuse")]
+pub(crate) fn check_stream(
+    query: [usize; 4],
+    key: [usize; 4],
+    spec: StreamSpec,
+    device: &Device,
+) -> Result<()> {
+    #[cfg(feature = "cube")]
+    if let Some(client) = client(device) {
+        let problem = cube::stream_problem(query, key, spec);
+        return problem.check(device.is_autodiff(), client.properties());
+    }
+    Ok(())
+}
+
+/// Whether the kernels of `device` can count what attention of a query of this shape over a cache of `len`
+/// tokens takes, its own tokens included.
+#[allow(unused_variables, reason = "without a CubeCL backend there is nothing to refuse")]
+pub(crate) fn check_attend(
+    layout: &CacheLayout,
+    query: [usize; 4],
+    len: usize,
+    device: &Device,
+) -> Result<()> {
+    // A query with few elements is not looked at for every token: every device can count them, with all
+    // that is computed from them.
+    #[cfg(feature = "cube")]
+    if query.iter().product::<usize>() > 1 << 20
+        && let Some(client) = client(device)
+    {
+        let shape = layout.shape();
+        let [_, _, tokens, head_dim] = query;
+        let window = layout.window();
+        let spec = StreamSpec { window, first_query: len - tokens, first_key: 0 };
+        let key = [shape.batch, shape.n_kv_heads, len, head_dim];
+        cube::stream_problem(query, key, spec).check(false, client.properties())?;
+        return cube::check_decode(layout, query, len, client.properties());
+    }
+    Ok(())
+}
+
+/// The client of a CubeCL device.
+#[cfg(feature = "cube")]
+fn client(device: &Device) -> Option<burn_cubecl::cubecl::client::Client> {
+    match device.clone().without_autodiff().as_dispatch() {
+        DispatchDevice::Cube(device) => Some(device.client()),
+        #[allow(unreachable_patterns, reason = "CubeCL may be the only backend")]
+        _ => None,
     }
 }
 

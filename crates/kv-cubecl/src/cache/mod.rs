@@ -123,7 +123,8 @@ impl KvCache {
     }
 
     /// Appends m >= 1 tokens and attends: row `i` sees the cache as it is after token `i` of the
-    /// chunk was appended alone. Scores are scaled by `1 / sqrt(head_dim)`.
+    /// chunk was appended alone. Scores are scaled by `1 / sqrt(head_dim)`. What is not finite stays where it
+    /// is seen, as [`streaming_attention`](crate::streaming_attention) says.
     ///
     /// # Shapes
     /// - `query`: `[batch, n_heads, m, head_dim]`, `n_kv_heads` divides `n_heads`
@@ -278,6 +279,8 @@ impl KvCache {
     ) -> Result<usize> {
         let tokens = self.check_tensors(op, query, key, value)?;
         self.check_room(tokens)?;
+        let (layout, len) = (&self.layout, self.len + tokens);
+        crate::backends::check_attend(layout, query.dims(), len, &query.device())?;
         Ok(tokens)
     }
 

@@ -21,9 +21,14 @@ use super::quantize::{check_dtype, debug_check_finite, fake_quantize_from};
 ///   `n_kv_heads` divides `n_heads`
 /// - output: the shape of `query`
 ///
+/// What is not finite stays where it is seen: row `t` is not finite exactly if something it sees makes it
+/// so, a NaN or infinite score, or in one channel a value. Quantized tokens are always finite, as
+/// [`quantize`](crate::quantize) says. Gradients follow the same rule. Where the cache keeps f16, what is
+/// beyond ±65504 saturates as it enters, infinities too.
+///
 /// # Errors
-/// [`Error::Shape`] and [`Error::InvalidConfig`] naming the argument; [`Error::NonFinite`] in debug
-/// builds.
+/// [`Error::Shape`] and [`Error::InvalidConfig`] naming the argument; [`Error::Unsupported`] for more
+/// elements than the device can count; [`Error::NonFinite`] in debug builds.
 pub fn streaming_attention(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -55,7 +60,10 @@ pub fn streaming_attention_with(
     }
     // Nothing is stored, so any capacity does.
     let layout = CacheLayout::new(&config.with_capacity(1), shape)?;
-    crate::backends::check("streaming_attention", &layout, &query.device())?;
+    let device = query.device();
+    crate::backends::check("streaming_attention", &layout, &device)?;
+    let spec = StreamSpec::whole(config);
+    crate::backends::check_stream(query.dims(), key.dims(), spec, &device)?;
     debug_check_finite("streaming_attention", "key", &key)?;
     debug_check_finite("streaming_attention", "value", &value)?;
     Ok(closed_form(query, key, value, &layout, options))

@@ -92,9 +92,10 @@ impl Packed {
 ///
 /// # Errors
 /// [`Error::Shape`] or [`Error::InvalidConfig`] for a group size that does not fit,
-/// [`Error::Unsupported`] for a type other than f32. Non-finite
-/// values are [`Error::NonFinite`] in debug builds; in release builds they make their group's codes
-/// unspecified. [`ensure_finite`] checks in any build.
+/// [`Error::Unsupported`] for a type other than f32, or for more elements than the device can count.
+/// Non-finite values are [`Error::NonFinite`] in debug builds. In release builds infinite ones saturate as
+/// well; a NaN is left out of minimum and maximum and has code 0, so that it is restored as the minimum,
+/// and as 0 in a group of nothing else. [`ensure_finite`] checks in any build.
 pub fn quantize(
     input: Tensor<4>,
     granularity: Granularity,
@@ -102,7 +103,7 @@ pub fn quantize(
     group_size: usize,
 ) -> Result<Packed> {
     let spec = QuantSpec::new(granularity, bits, group_size)?;
-    check("quantize", &input, &spec)?;
+    check("quantize", &input, spec)?;
     let words = <Dispatch as KvCacheOps>::quantize(input.into_dispatch(), spec);
     Ok(Packed::new(Tensor::from_dispatch(words), spec))
 }
@@ -137,7 +138,7 @@ pub fn fake_quantize_with(
     gradient: SteGradient,
 ) -> Result<Tensor<4>> {
     let spec = QuantSpec::new(granularity, bits, group_size)?;
-    check("fake_quantize", &input, &spec)?;
+    check("fake_quantize", &input, spec)?;
     Ok(fake_quantize_from(input, spec, 0, gradient))
 }
 
@@ -153,8 +154,8 @@ pub(crate) fn fake_quantize_from(
     Tensor::from_dispatch(<Dispatch as KvCacheOps>::fake_quantize(input, spec, skip, gradient))
 }
 
-/// Whether `input` is f32 and a whole number of groups.
-fn check(op: &'static str, input: &Tensor<4>, spec: &QuantSpec) -> Result<()> {
+/// Whether `input` is f32, a whole number of groups, and not too large for its device.
+fn check(op: &'static str, input: &Tensor<4>, spec: QuantSpec) -> Result<()> {
     let shape = input.dims();
     let (axis, len) = match spec.granularity {
         Granularity::PerChannel => ("tokens", shape[2]),
@@ -170,6 +171,7 @@ fn check(op: &'static str, input: &Tensor<4>, spec: &QuantSpec) -> Result<()> {
     }
     check_dtype(op, "input", input)?;
     crate::backends::check_device(op, &input.device())?;
+    crate::backends::check_quantize(op, shape, spec, &input.device())?;
     debug_check_finite(op, "input", input)
 }
 

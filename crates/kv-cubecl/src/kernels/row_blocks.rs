@@ -27,17 +27,17 @@ impl Processor {
 
 /// Sizes of the blocks, which change the generated code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct RowBlocks {
+pub(crate) struct RowBlocks {
     /// Channels.
-    pub head_dim: usize,
+    pub(crate) head_dim: usize,
     /// Query rows per cube.
-    pub rows: usize,
+    pub(crate) rows: usize,
     /// Units per cube.
-    pub units: usize,
+    pub(crate) units: usize,
     /// Consecutive tokens whose scores a unit computes.
-    pub unit_tokens: usize,
+    pub(crate) unit_tokens: usize,
     /// Consecutive channels of the output that a unit adds to.
-    pub unit_channels: usize,
+    pub(crate) unit_channels: usize,
 }
 
 impl RowBlocks {

@@ -9,14 +9,17 @@ use burn::{
 };
 use burn_cubecl::{
     CubeBackend,
-    cubecl::{ir::ElemType, prelude::BufferArg},
+    cubecl::{
+        ir::{DeviceProperties, ElemType, FloatKind},
+        prelude::BufferArg,
+    },
     kernel::into_contiguous,
     ops::numeric::empty_device_contiguous_dtype,
     tensor::CubeTensor,
 };
 
 use crate::{
-    CacheState, KvCacheOps, SteGradient,
+    CacheState, KvCacheOps, Result, SteGradient,
     kernels::{
         cache::{self, CacheBindings, CacheProblem},
         chunk_attention,
@@ -38,7 +41,7 @@ impl KvCacheOps for CubeBackend {
             Granularity::PerChannel => cache::launch_quantize_keys,
             Granularity::PerToken => cache::launch_quantize_values,
         };
-        launch(&input.client, arg(&input), arg(&words), &problem);
+        launched(launch(&input.client, arg(&input), arg(&words), &problem));
         words
     }
 
@@ -51,7 +54,7 @@ impl KvCacheOps for CubeBackend {
             Granularity::PerChannel => quantize::launch_dequantize_keys,
             Granularity::PerToken => quantize::launch_dequantize_values,
         };
-        launch(&packed.client, arg(&packed), arg(&out), &problem);
+        launched(launch(&packed.client, arg(&packed), arg(&out), &problem));
         out
     }
 
@@ -67,7 +70,7 @@ impl KvCacheOps for CubeBackend {
             Granularity::PerChannel => quantize::launch_fake_quantize_keys,
             Granularity::PerToken => quantize::launch_fake_quantize_values,
         };
-        launch(&data.client, arg(&data), &problem, skip);
+        launched(launch(&data.client, arg(&data), &problem, skip));
         data
     }
 
@@ -83,8 +86,15 @@ impl KvCacheOps for CubeBackend {
             Granularity::PerChannel => quantize::launch_scale_gradient_keys,
             Granularity::PerToken => quantize::launch_scale_gradient_values,
         };
-        launch(&grad.client, arg(&input), arg(&grad), &problem, skip);
+        launched(launch(&grad.client, arg(&input), arg(&grad), &problem, skip));
         grad
+    }
+
+    fn round_to_f16(input: FloatTensor<Self>) -> FloatTensor<Self> {
+        let data = writable(into_contiguous(input));
+        let (n, float) = (data.meta.shape().num_elements(), ElemType::Float(FloatKind::F16));
+        launched(quantize::launch_round_trip(&data.client, arg(&data), n, float));
+        data
     }
 
     fn write(
@@ -146,7 +156,7 @@ impl KvCacheOps for CubeBackend {
             output: arg(&output),
             lse: arg(&lse),
         };
-        streaming_attention::launch_forward(&query.client, bindings, &problem);
+        launched(streaming_attention::launch_forward(&query.client, bindings, &problem));
         (output, lse)
     }
 
@@ -186,12 +196,37 @@ impl KvCacheOps for CubeBackend {
             query_grad: arg(&query_grad),
             side_grads: arg(&side_grads),
         };
-        streaming_attention::launch_backward(&query.client, bindings, &problem);
+        launched(streaming_attention::launch_backward(&query.client, bindings, &problem));
         let part = |i: usize| {
             let rows = Slice::from(i * side_batch..(i + 1) * side_batch);
             Self::float_slice(side_grads.clone(), &[rows])
         };
         (query_grad, part(0), part(1), part(2), part(3))
+    }
+}
+
+/// Functions and caches check what a device serves before they come here; only a direct caller of the
+/// trait sees this panic.
+fn launched(result: Result<()>) {
+    if let Err(error) = result {
+        panic!("{error}");
+    }
+}
+
+/// Whether the device can count what attention of a query of this shape over `len` tokens takes.
+pub(super) fn check_decode(
+    layout: &CacheLayout,
+    query: [usize; 4],
+    len: usize,
+    properties: &DeviceProperties,
+) -> Result<()> {
+    let [_, heads, m, _] = query;
+    let rows = heads / layout.shape().n_kv_heads * m;
+    let float = ElemType::Float(FloatKind::F32);
+    let problem = DecodeProblem { layout: *layout, len, tokens: len, rows, float };
+    match chunk_attention::plan(&problem, properties) {
+        Some(plan) => chunk_attention::grid_of(&problem, &plan, properties).map(drop),
+        None => decode_attention::check_size(&problem, properties),
     }
 }
 
@@ -225,7 +260,7 @@ fn contiguous(state: CacheState<CubeBackend>) -> CacheState<CubeBackend> {
     CacheState { keys, values, floats }
 }
 
-fn restore_problem(shape: [usize; 4], spec: QuantSpec) -> RestoreProblem {
+pub(super) fn restore_problem(shape: [usize; 4], spec: QuantSpec) -> RestoreProblem {
     let [batch, heads, tokens, head_dim] = shape;
     RestoreProblem { slices: batch * heads, tokens, head_dim, spec }
 }
@@ -257,17 +292,19 @@ fn write(
     if problem.added == 1 {
         let (keys, values, floats) = (arg(&keys), arg(&values), arg(&floats));
         let bindings = CacheBindings { keys, values, floats, position: position.map(arg) };
-        cache::launch_write_token(client, arg(&key), arg(&value), bindings, &problem);
+        launched(cache::launch_write_token(client, arg(&key), arg(&value), bindings, &problem));
     } else {
         let float = || arg(&floats);
         if let Some(spec) = layout.key_spec() {
-            cache::launch_flush_keys(client, float(), arg(&key), arg(&keys), &problem, spec);
+            let (key, keys) = (arg(&key), arg(&keys));
+            launched(cache::launch_flush_keys(client, float(), key, keys, &problem, spec));
         }
         if let Some(spec) = layout.value_spec() {
             let (value, values) = (arg(&value), arg(&values));
-            cache::launch_flush_values(client, float(), value, values, &problem, spec);
+            launched(cache::launch_flush_values(client, float(), value, values, &problem, spec));
         }
-        cache::launch_append(client, arg(&key), arg(&value), [float(), float()], &problem);
+        let floats = [float(), float()];
+        launched(cache::launch_append(client, arg(&key), arg(&value), floats, &problem));
     }
     CacheState { keys, values, floats }
 }
@@ -301,16 +338,18 @@ fn decode_attention(
         Some(_) => None,
         None => chunk_attention::plan(&problem, client.properties()),
     };
-    if let Some(plan) = plan {
-        chunk_attention::launch_ref(client, bindings, &problem, &plan);
-    } else if let Err(error) = decode_attention::launch_ref(client, bindings, &problem) {
-        // Caches check this when they are made; only a direct caller of the trait gets here.
-        panic!("{error}");
-    }
+    launched(match plan {
+        Some(plan) => chunk_attention::launch_ref(client, bindings, &problem, &plan),
+        None => decode_attention::launch_ref(client, bindings, &problem),
+    });
     (output, lse)
 }
 
-fn stream_problem(query: [usize; 4], key: [usize; 4], spec: StreamSpec) -> StreamProblem {
+pub(super) fn stream_problem(
+    query: [usize; 4],
+    key: [usize; 4],
+    spec: StreamSpec,
+) -> StreamProblem {
     let [batch, heads, m, head_dim] = query;
     let [_, kv_heads, n, _] = key;
     let n_rep = heads / kv_heads;

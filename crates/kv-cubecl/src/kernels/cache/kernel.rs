@@ -161,7 +161,7 @@ fn store<R: Float>(
 }
 
 /// One unit per (slice, group, channel).
-#[cube(launch)]
+#[cube(launch, address_type = "dynamic")]
 pub(super) fn flush_keys<R: Float>(
     floats: &[R],
     chunk: &[f32],
@@ -195,7 +195,7 @@ pub(super) fn flush_keys<R: Float>(
 }
 
 /// One unit per (slice, token, group).
-#[cube(launch)]
+#[cube(launch, address_type = "dynamic")]
 pub(super) fn flush_values<R: Float>(
     floats: &[R],
     chunk: &[f32],
@@ -229,7 +229,7 @@ pub(super) fn flush_values<R: Float>(
 }
 
 /// Stores one side of the chunk, one unit per (slice, token, channel).
-#[cube(launch)]
+#[cube(launch, address_type = "dynamic")]
 pub(super) fn append<R: Float>(
     chunk: &[f32],
     floats: &mut [R],
@@ -304,7 +304,7 @@ fn source_at(len: usize, source: &Source) -> Source {
 /// The cache holds as many tokens as `position` says, or the sources where there is none; if it is full,
 /// nothing is written. A slot that is read for what leaves and written for what comes belongs to one
 /// unit: of keys it can only be in the first group that leaves.
-#[cube(launch)]
+#[cube(launch, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn write_token<R: Float>(
     key: &[f32],

@@ -6,6 +6,7 @@ use cubecl::{
 
 use super::kernel::{self, SourceLaunch, TokenArgsLaunch, TokenBlueprint};
 use crate::{
+    Result,
     kernels::{elementwise, quantize::RestoreProblem},
     layout::{CacheLayout, QuantSpec, QuantizedCounts},
 };
@@ -14,15 +15,15 @@ pub(super) const F32: ElemType = ElemType::Float(FloatKind::F32);
 
 /// A chunk being appended to a cache.
 #[derive(Clone, Copy, Debug)]
-pub struct CacheProblem {
+pub(crate) struct CacheProblem {
     /// The cache.
-    pub layout: CacheLayout,
+    pub(crate) layout: CacheLayout,
     /// Tokens in the cache before the chunk.
-    pub len: usize,
+    pub(crate) len: usize,
     /// Tokens of the chunk.
-    pub added: usize,
+    pub(crate) added: usize,
     /// Type of the float rows.
-    pub float: ElemType,
+    pub(crate) float: ElemType,
 }
 
 impl CacheProblem {
@@ -38,6 +39,14 @@ impl CacheProblem {
             layout.float_rows(),
             layout.shape().head_dim,
         )
+    }
+
+    /// Elements of the longest buffer, of floats or appended: a packed side has fewer words than its tokens
+    /// have elements.
+    fn elements(&self) -> usize {
+        let layout = &self.layout;
+        let rows = layout.float_rows().max(layout.config().capacity).max(self.added);
+        layout.slices() * rows * layout.shape().head_dim
     }
 
     fn keys(&self) -> SourceLaunch {
@@ -57,7 +66,7 @@ impl CacheProblem {
     }
 
     /// Whether keys, whether values leave the window, so that their words are written.
-    pub fn flushes(&self) -> [bool; 2] {
+    pub(crate) fn flushes(&self) -> [bool; 2] {
         let [_, leaving] = self.leaving();
         [leaving.keys > 0, leaving.values > 0]
     }
@@ -65,26 +74,26 @@ impl CacheProblem {
 
 /// The buffers of a cache.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
-pub struct CacheBindings {
+pub(crate) struct CacheBindings {
     /// Packed keys.
-    pub keys: BufferArg,
+    pub(crate) keys: BufferArg,
     /// Packed values.
-    pub values: BufferArg,
+    pub(crate) values: BufferArg,
     /// Float rows.
-    pub floats: BufferArg,
+    pub(crate) floats: BufferArg,
     /// i32 `[1]`: how many tokens there are, read by the kernel instead of being told by the problem.
-    pub position: Option<BufferArg>,
+    pub(crate) position: Option<BufferArg>,
 }
 
 /// Appends one token, `key` and `value` f32 `[slices, head_dim]`, and quantizes what leaves the window
 /// for it, in one launch. A full cache is left as it is.
-pub fn launch_write_token(
+pub(crate) fn launch_write_token(
     client: &Client,
     key: BufferArg,
     value: BufferArg,
     cache: CacheBindings,
     problem: &CacheProblem,
-) {
+) -> Result<()> {
     let layout = &problem.layout;
     let (window, config) = (layout.window(), layout.config());
     let [key_bits, value_bits] = layout.code_bits();
@@ -103,11 +112,12 @@ pub fn launch_write_token(
     let key_groups = (leaving / config.group_size).max(1);
     let n_keys = slices * key_groups * head_dim;
     let n = n_keys + slices * (head_dim / blueprint.run());
-    let (count, dim) = elementwise(n);
+    let grid = elementwise(client, "write", n, problem.elements())?;
     kernel::write_token::launch(
         client,
-        count,
-        dim,
+        grid.count(),
+        grid.dim(),
+        grid.address,
         key,
         value,
         cache.floats,
@@ -128,30 +138,32 @@ pub fn launch_write_token(
         blueprint,
         problem.float,
     );
+    Ok(())
 }
 
 /// Quantizes the key groups that leave the window into `words`.
 ///
 /// `floats` are the cache's float rows, `chunk` the appended keys, f32
 /// `[slices, added, head_dim]`.
-pub fn launch_flush_keys(
+pub(crate) fn launch_flush_keys(
     client: &Client,
     floats: BufferArg,
     chunk: BufferArg,
     words: BufferArg,
     problem: &CacheProblem,
     spec: QuantSpec,
-) {
+) -> Result<()> {
     let layout = &problem.layout;
     let [before, leaving] = problem.leaving();
     let (first, groups) = (before.keys / spec.group_size, leaving.keys / spec.group_size);
     let n = layout.slices() * groups * layout.shape().head_dim;
     if n > 0 {
-        let (count, dim) = elementwise(n);
+        let grid = elementwise(client, "write", n, problem.elements())?;
         kernel::flush_keys::launch(
             client,
-            count,
-            dim,
+            grid.count(),
+            grid.dim(),
+            grid.address,
             floats,
             chunk,
             words,
@@ -165,27 +177,29 @@ pub fn launch_flush_keys(
             problem.float,
         );
     }
+    Ok(())
 }
 
 /// Quantizes the values that leave the window into `words`; see [`launch_flush_keys`].
-pub fn launch_flush_values(
+pub(crate) fn launch_flush_values(
     client: &Client,
     floats: BufferArg,
     chunk: BufferArg,
     words: BufferArg,
     problem: &CacheProblem,
     spec: QuantSpec,
-) {
+) -> Result<()> {
     let layout = &problem.layout;
     let [before, leaving] = problem.leaving();
     let (first, tokens) = (before.values, leaving.values);
     let n = layout.slices() * tokens * (layout.shape().head_dim / spec.group_size);
     if n > 0 {
-        let (count, dim) = elementwise(n);
+        let grid = elementwise(client, "write", n, problem.elements())?;
         kernel::flush_values::launch(
             client,
-            count,
-            dim,
+            grid.count(),
+            grid.dim(),
+            grid.address,
             floats,
             chunk,
             words,
@@ -199,16 +213,17 @@ pub fn launch_flush_values(
             problem.float,
         );
     }
+    Ok(())
 }
 
 /// Stores the rows of `key` and `value`, f32 `[slices, added, head_dim]`, that stay in float.
-pub fn launch_append(
+pub(crate) fn launch_append(
     client: &Client,
     key: BufferArg,
     value: BufferArg,
     floats: [BufferArg; 2],
     problem: &CacheProblem,
-) {
+) -> Result<()> {
     let layout = &problem.layout;
     let (window, end) = (layout.window(), problem.len + problem.added);
     let n = layout.slices() * problem.added * layout.shape().head_dim;
@@ -217,11 +232,12 @@ pub fn launch_append(
         (value, problem.values(), window.first_float_value(end)),
     ];
     for ((chunk, source, first_float), floats) in sides.into_iter().zip(floats) {
-        let (count, dim) = elementwise(n);
+        let grid = elementwise(client, "write", n, problem.elements())?;
         kernel::append::launch(
             client,
-            count,
-            dim,
+            grid.count(),
+            grid.dim(),
+            grid.address,
             chunk,
             floats,
             source,
@@ -231,6 +247,7 @@ pub fn launch_append(
             problem.float,
         );
     }
+    Ok(())
 }
 
 /// A whole tensor as a chunk appended to nothing, all of which leaves the window.
@@ -245,20 +262,21 @@ fn no_floats(client: &Client) -> BufferArg {
 }
 
 /// Quantizes `input`, f32 `[slices, tokens, head_dim]`, as keys.
-pub fn launch_quantize_keys(
+pub(crate) fn launch_quantize_keys(
     client: &Client,
     input: BufferArg,
     words: BufferArg,
     problem: &RestoreProblem,
-) {
+) -> Result<()> {
     let RestoreProblem { slices, tokens, head_dim, spec } = *problem;
     let groups = tokens / spec.group_size;
     let n = slices * groups * head_dim;
-    let (count, dim) = elementwise(n);
+    let grid = elementwise(client, "quantize", n, problem.elements())?;
     kernel::flush_keys::launch(
         client,
-        count,
-        dim,
+        grid.count(),
+        grid.dim(),
+        grid.address,
         no_floats(client),
         input,
         words,
@@ -271,22 +289,24 @@ pub fn launch_quantize_keys(
         spec.n_bits,
         F32,
     );
+    Ok(())
 }
 
 /// Quantizes `input`, f32 `[slices, tokens, head_dim]`, as values.
-pub fn launch_quantize_values(
+pub(crate) fn launch_quantize_values(
     client: &Client,
     input: BufferArg,
     words: BufferArg,
     problem: &RestoreProblem,
-) {
+) -> Result<()> {
     let RestoreProblem { slices, tokens, head_dim, spec } = *problem;
     let n = slices * tokens * (head_dim / spec.group_size);
-    let (count, dim) = elementwise(n);
+    let grid = elementwise(client, "quantize", n, problem.elements())?;
     kernel::flush_values::launch(
         client,
-        count,
-        dim,
+        grid.count(),
+        grid.dim(),
+        grid.address,
         no_floats(client),
         input,
         words,
@@ -299,4 +319,5 @@ pub fn launch_quantize_values(
         spec.n_bits,
         F32,
     );
+    Ok(())
 }

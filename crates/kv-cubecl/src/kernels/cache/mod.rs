@@ -5,7 +5,7 @@ mod launch;
 #[cfg(all(test, feature = "cuda-ptx"))]
 mod tests;
 
-pub use launch::{
+pub(crate) use launch::{
     CacheBindings, CacheProblem, launch_append, launch_flush_keys, launch_flush_values,
     launch_quantize_keys, launch_quantize_values, launch_write_token,
 };

@@ -14,15 +14,17 @@ const CUBES_PER_MULTIPROCESSOR: usize = 8;
 
 /// What changes the generated code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct ChunkBlueprint {
+pub(crate) struct ChunkBlueprint {
     /// Rows, units and their runs of tokens and channels.
-    pub blocks: RowBlocks,
+    pub(crate) blocks: RowBlocks,
     /// Bits of packed keys, 0 if keys are in float.
-    pub key_bits: u32,
+    pub(crate) key_bits: u32,
     /// Bits of packed values, 0 if values are in float.
-    pub value_bits: u32,
+    pub(crate) value_bits: u32,
     /// Elements per group.
-    pub group_size: usize,
+    pub(crate) group_size: usize,
+    /// Whether cubes are spread over the axes as they fit.
+    pub(crate) flat: bool,
 }
 
 impl ChunkBlueprint {
@@ -51,7 +53,7 @@ struct Machine {
 
 /// How a launch is cut.
 #[derive(Clone, Copy, Debug)]
-pub struct ChunkPlan {
+pub(crate) struct ChunkPlan {
     pub(super) blueprint: ChunkBlueprint,
     pub(super) row_chunks: usize,
     /// Tokens that have one form of keys and one of values.
@@ -64,7 +66,7 @@ pub struct ChunkPlan {
 }
 
 /// Plans a launch; `None` for what [`decode_attention`](crate::kernels::decode_attention) does.
-pub fn plan(problem: &DecodeProblem, properties: &DeviceProperties) -> Option<ChunkPlan> {
+pub(crate) fn plan(problem: &DecodeProblem, properties: &DeviceProperties) -> Option<ChunkPlan> {
     let machine = Machine {
         n_multiprocessors: Hardware::of(properties).n_multiprocessors,
         processor: Processor::of(properties),
@@ -84,7 +86,7 @@ fn prepare(problem: &DecodeProblem, machine: Machine) -> Option<ChunkPlan> {
     let (token_group, channel_group) = (group(key_bits), group(value_bits));
     let blocks =
         RowBlocks::new(layout.shape().head_dim, token_group, channel_group, machine.processor)?;
-    let blueprint = ChunkBlueprint { blocks, key_bits, value_bits, group_size };
+    let blueprint = ChunkBlueprint { blocks, key_bits, value_bits, group_size, flat: false };
     // Most tokens have the form that old ones have; runs of packed keys start at multiples of their
     // length.
     let sinks = if blueprint.packed() { config.sink_tokens.min(problem.tokens) } else { 0 };

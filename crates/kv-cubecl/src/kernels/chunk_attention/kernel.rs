@@ -4,6 +4,7 @@ use super::base::ChunkBlueprint;
 use crate::kernels::{
     codec::{code_at, min_of, scale_of},
     decode_attention::{DecodeArgs, LOWEST, float_row},
+    grid::cube_at,
     row_blocks::{RowState, gather, maximum, new_rows, output, read_four, sum, weigh},
     window::{quantized_keys, quantized_values},
 };
@@ -260,7 +261,8 @@ fn attend_tile<R: Float, N: Size>(
 /// of sinks, then those of the rest. Scores: a unit takes `unit_tokens` consecutive tokens, all query
 /// rows and all channels. Outputs: a unit takes `unit_channels` consecutive channels, all query rows
 /// and every so many-th four tokens.
-#[cube(launch_unchecked)]
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn partial_attention<R: Float, N: Size>(
     query: &[Vector<f32, N>],
     keys: &[Vector<u32, N>],
@@ -277,9 +279,14 @@ pub(super) fn partial_attention<R: Float, N: Size>(
     let units = comptime!(bp.blocks.units);
     let tile = comptime!(bp.blocks.tile());
     let unit = UNIT_POS as usize;
-    let slice = CUBE_POS_X as usize;
-    let split = CUBE_POS_Y as usize;
-    let first_row = CUBE_POS_Z as usize * rows;
+    let place = cube_at(args.slices, args.n_splits, comptime!(bp.flat));
+    let (slice, split) = (place.x, place.y);
+    let first_row = place.z * rows;
+    if comptime!(bp.flat) {
+        if first_row >= args.rows {
+            terminate!();
+        }
+    }
     let mut state = new_rows::<N>(comptime!(bp.blocks));
 
     // Two loops, because a tile of old tokens needs no branches; some drivers run both sides of each.

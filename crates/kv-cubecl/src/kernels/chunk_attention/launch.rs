@@ -1,32 +1,42 @@
-use cubecl::{client::Client, prelude::*};
+use cubecl::{client::Client, ir::DeviceProperties, prelude::*};
 
 use super::{
-    base::ChunkPlan,
+    base::{ChunkBlueprint, ChunkPlan},
     kernel::{self, TilesLaunch},
 };
-use crate::kernels::{
-    decode_attention::{DecodeBindings, DecodeProblem, args, launch_merge, partial_results},
-    row_blocks::VECTOR,
+use crate::{
+    Result,
+    kernels::{
+        Grid, Limits,
+        decode_attention::{
+            DecodeBindings, DecodeProblem, args, grid, launch_merge, partial_results,
+        },
+        row_blocks::VECTOR,
+    },
 };
 
 /// Attends as planned, of a cache whose length is known; two launches.
-pub fn launch_ref(
+///
+/// # Errors
+/// As [`grid_of`].
+pub(crate) fn launch_ref(
     client: &Client,
     bindings: DecodeBindings,
     problem: &DecodeProblem,
     plan: &ChunkPlan,
-) {
-    let ChunkPlan { blueprint, n_splits, .. } = *plan;
+) -> Result<()> {
+    let n_splits = plan.n_splits;
+    let grid = grid_of(problem, plan, client.properties())?;
+    let blueprint = ChunkBlueprint { flat: grid.flat, ..plan.blueprint };
     let partials = partial_results(client, problem, n_splits);
-    let count =
-        CubeCount::Static(problem.layout.slices() as u32, n_splits as u32, plan.row_chunks as u32);
     // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
     // the cache's length, rows and channels below theirs.
     unsafe {
         kernel::partial_attention::launch_unchecked(
             client,
-            count,
-            CubeDim::new_1d(blueprint.blocks.units as u32),
+            grid.count(),
+            grid.dim(),
+            grid.address,
             VECTOR,
             bindings.query,
             bindings.keys,
@@ -45,5 +55,18 @@ pub fn launch_ref(
             problem.float,
         );
     }
-    launch_merge(client, partials(), bindings.output, bindings.lse, problem, n_splits);
+    launch_merge(client, partials(), bindings.output, bindings.lse, problem, n_splits)
+}
+
+/// Cubes of a plan.
+///
+/// # Errors
+/// [`Error::Unsupported`](crate::Error::Unsupported) where the device cannot count them.
+pub(crate) fn grid_of(
+    problem: &DecodeProblem,
+    plan: &ChunkPlan,
+    properties: &DeviceProperties,
+) -> Result<Grid> {
+    let units = plan.blueprint.blocks.units;
+    grid(problem, plan.n_splits, plan.row_chunks, units, &Limits::of(properties))
 }

@@ -16,5 +16,5 @@ mod launch;
 #[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
 mod tests;
 
-pub use base::{ChunkBlueprint, ChunkPlan, plan};
-pub use launch::launch_ref;
+pub(crate) use base::{ChunkBlueprint, ChunkPlan, plan};
+pub(crate) use launch::{grid_of, launch_ref};

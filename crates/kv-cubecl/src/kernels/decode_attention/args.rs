@@ -8,6 +8,7 @@ use crate::kernels::window::WindowArgs;
 /// Run-time numbers of a launch.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct DecodeArgs {
+    pub(crate) slices: usize,
     pub(crate) rows: usize,
     /// Tokens in the cache.
     pub(crate) len: usize,
@@ -30,6 +31,7 @@ pub(crate) struct DecodeArgs {
 pub(crate) fn args(problem: &DecodeProblem, n_splits: usize) -> DecodeArgsLaunch {
     let layout = &problem.layout;
     DecodeArgsLaunch::new(
+        layout.slices(),
         problem.rows,
         problem.len,
         problem.tokens,

@@ -26,44 +26,46 @@ const MAX_UNITS: usize = 256;
 
 /// Attention of `rows` query rows per (batch, kv head) over the first `tokens` tokens of a cache.
 #[derive(Clone, Copy, Debug)]
-pub struct DecodeProblem {
+pub(crate) struct DecodeProblem {
     /// The cache.
-    pub layout: CacheLayout,
+    pub(crate) layout: CacheLayout,
     /// Tokens in the cache.
-    pub len: usize,
+    pub(crate) len: usize,
     /// Tokens to attend to, at most `len`.
-    pub tokens: usize,
+    pub(crate) tokens: usize,
     /// Query rows per (batch, kv head): query heads per kv head times query tokens.
-    pub rows: usize,
+    pub(crate) rows: usize,
     /// Type of the float rows.
-    pub float: ElemType,
+    pub(crate) float: ElemType,
 }
 
 /// What changes the generated code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct DecodeBlueprint {
+pub(crate) struct DecodeBlueprint {
     /// Channels.
-    pub head_dim: usize,
+    pub(crate) head_dim: usize,
     /// Query rows per cube.
-    pub rows: usize,
+    pub(crate) rows: usize,
     /// Bits of packed keys, 0 if keys are in float.
-    pub key_bits: u32,
+    pub(crate) key_bits: u32,
     /// Bits of packed values, 0 if values are in float.
-    pub value_bits: u32,
+    pub(crate) value_bits: u32,
     /// Elements per group.
-    pub group_size: usize,
+    pub(crate) group_size: usize,
     /// Units per cube.
-    pub units: usize,
+    pub(crate) units: usize,
     /// Channels read at once: 4, or 1 where rows are not a multiple of 4 wide.
-    pub vector: usize,
+    pub(crate) vector: usize,
     /// Consecutive tokens whose scores a unit computes.
-    pub unit_tokens: usize,
+    pub(crate) unit_tokens: usize,
     /// Consecutive channels of the output that a unit adds to.
-    pub unit_channels: usize,
+    pub(crate) unit_channels: usize,
     /// Units that share the channels of a token: a power of two, above 1 only with planes.
-    pub lanes: usize,
+    pub(crate) lanes: usize,
     /// Units per plane, 1 without planes.
-    pub plane: usize,
+    pub(crate) plane: usize,
+    /// Whether cubes are spread over the axes as they fit.
+    pub(crate) flat: bool,
 }
 
 impl DecodeBlueprint {
@@ -175,6 +177,7 @@ pub(super) fn prepare(
         unit_channels: run(value_bits, head_dim),
         lanes: 1,
         plane: hardware.plane,
+        flat: false,
     };
     // Neighbouring units read neighbouring vectors of a token.
     while 2 * blueprint.lanes <= hardware.plane.min(MAX_LANES)

@@ -7,6 +7,7 @@ use super::{
 };
 use crate::kernels::{
     codec::{code_at, min_of, scale_of},
+    grid::cube_at,
     window::{quantized_keys, quantized_values},
 };
 
@@ -141,7 +142,7 @@ fn cube_max(
 ///
 /// Keys: a unit takes `unit_tokens` consecutive tokens and every `lanes`-th vector of their
 /// channels. Values: a unit takes `unit_channels` consecutive channels and every so many-th token.
-#[cube(launch_unchecked)]
+#[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn partial_attention<R: Float, N: Size>(
     query: &[f32],
@@ -165,9 +166,14 @@ pub(super) fn partial_attention<R: Float, N: Size>(
     let strides = comptime!(bp.strides());
 
     let unit = UNIT_POS as usize;
-    let slice = CUBE_POS_X as usize;
-    let split = CUBE_POS_Y as usize;
-    let first_row = CUBE_POS_Z as usize * rows;
+    let place = cube_at(args.slices, args.n_splits, comptime!(bp.flat));
+    let (slice, split) = (place.x, place.y);
+    let first_row = place.z * rows;
+    if comptime!(bp.flat) {
+        if first_row >= args.rows {
+            terminate!();
+        }
+    }
 
     let mut scaled = Shared::<[f32]>::new_slice(rows * head_dim);
     // Scores of a tile, then their weights; at the end, outputs to be added up.
@@ -385,7 +391,7 @@ pub(super) fn partial_attention<R: Float, N: Size>(
 }
 
 /// Merges the splits of each row; one unit per (row, channel).
-#[cube(launch)]
+#[cube(launch, address_type = "dynamic")]
 pub(super) fn merge_partials(
     partials: &[f32],
     output: &mut [f32],

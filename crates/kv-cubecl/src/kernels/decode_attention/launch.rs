@@ -1,56 +1,70 @@
-use cubecl::{client::Client, prelude::*};
+use cubecl::{client::Client, ir::DeviceProperties, prelude::*};
 
 use super::{
     args::args,
-    base::{DecodeProblem, Hardware, prepare},
+    base::{DecodeBlueprint, DecodeProblem, Hardware, Settings, prepare},
     kernel,
 };
-use crate::{Result, kernels::elementwise};
+use crate::{
+    Result,
+    kernels::{Grid, Limits, elementwise},
+};
 
 /// The buffers of a launch, all contiguous.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
-pub struct DecodeBindings {
+pub(crate) struct DecodeBindings {
     /// f32 `[slices, rows, head_dim]`.
-    pub query: BufferArg,
+    pub(crate) query: BufferArg,
     /// Packed keys of the cache.
-    pub keys: BufferArg,
+    pub(crate) keys: BufferArg,
     /// Packed values of the cache.
-    pub values: BufferArg,
+    pub(crate) values: BufferArg,
     /// Float rows of the cache.
-    pub floats: BufferArg,
+    pub(crate) floats: BufferArg,
     /// f32 `[slices, rows, head_dim]`.
-    pub output: BufferArg,
+    pub(crate) output: BufferArg,
     /// f32 `[slices, rows]`.
-    pub lse: BufferArg,
+    pub(crate) lse: BufferArg,
     /// i32 `[1]`: the position of the cache's last token, from which the kernel takes how many there
     /// are. The problem's lengths are then only what is planned for. Past the capacity counts as the
     /// last position.
-    pub position: Option<BufferArg>,
+    pub(crate) position: Option<BufferArg>,
+}
+
+/// Whether the device can count what [`launch_ref`] of this problem takes.
+///
+/// # Errors
+/// As [`launch_ref`].
+pub(crate) fn check_size(problem: &DecodeProblem, properties: &DeviceProperties) -> Result<()> {
+    let (blueprint, settings) = prepare(problem, Hardware::of(properties))?;
+    let Settings { n_splits, row_chunks } = settings;
+    grid(problem, n_splits, row_chunks, blueprint.units, &Limits::of(properties)).map(drop)
 }
 
 /// Attends; two launches.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported), see [the module](super).
-pub fn launch_ref(
+pub(crate) fn launch_ref(
     client: &Client,
     bindings: DecodeBindings,
     problem: &DecodeProblem,
 ) -> Result<()> {
-    let (blueprint, settings) = prepare(problem, Hardware::of(client.properties()))?;
-    let partials = partial_results(client, problem, settings.n_splits);
-    let count = CubeCount::Static(
-        problem.layout.slices() as u32,
-        settings.n_splits as u32,
-        settings.row_chunks as u32,
-    );
+    let properties = client.properties();
+    let (blueprint, settings) = prepare(problem, Hardware::of(properties))?;
+    let Settings { n_splits, row_chunks } = settings;
+    let limits = Limits::of(properties);
+    let grid = grid(problem, n_splits, row_chunks, blueprint.units, &limits)?;
+    let blueprint = DecodeBlueprint { flat: grid.flat, ..blueprint };
+    let partials = partial_results(client, problem, n_splits);
     // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
     // the cache's length, rows and channels below theirs.
     unsafe {
         kernel::partial_attention::launch_unchecked(
             client,
-            count,
-            CubeDim::new_1d(blueprint.units as u32),
+            grid.count(),
+            grid.dim(),
+            grid.address,
             blueprint.vector,
             bindings.query,
             bindings.keys,
@@ -58,13 +72,37 @@ pub fn launch_ref(
             bindings.floats,
             partials(),
             bindings.position.into(),
-            args(problem, settings.n_splits),
+            args(problem, n_splits),
             blueprint,
             problem.float,
         );
     }
-    launch_merge(client, partials(), bindings.output, bindings.lse, problem, settings.n_splits);
-    Ok(())
+    launch_merge(client, partials(), bindings.output, bindings.lse, problem, n_splits)
+}
+
+fn partial_elements(problem: &DecodeProblem, n_splits: usize) -> usize {
+    let rows = problem.layout.slices() * problem.rows;
+    rows * n_splits * (problem.layout.shape().head_dim + 2)
+}
+
+/// Cubes of a launch over slices, splits and chunks of rows, and the merge that follows it.
+///
+/// # Errors
+/// [`Error::Unsupported`](crate::Error::Unsupported) where the device cannot count them.
+pub(crate) fn grid(
+    problem: &DecodeProblem,
+    n_splits: usize,
+    row_chunks: usize,
+    units: usize,
+    limits: &Limits,
+) -> Result<Grid> {
+    let layout = &problem.layout;
+    let cache = layout.float_rows().max(layout.config().capacity);
+    let elements = layout.slices() * cache * layout.shape().head_dim;
+    let elements = elements.max(partial_elements(problem, n_splits));
+    Grid::elementwise("attention over a cache", elements, elements, limits)?;
+    let wanted = [layout.slices(), n_splits, row_chunks];
+    Grid::new("attention over a cache", wanted, units, elements, limits)
 }
 
 /// Allocates f32 `[slices, rows, n_splits, head_dim + 2]`: `(o, m, l)` of every split.
@@ -73,8 +111,7 @@ pub(crate) fn partial_results(
     problem: &DecodeProblem,
     n_splits: usize,
 ) -> impl Fn() -> BufferArg {
-    let rows = problem.layout.slices() * problem.rows;
-    let len = rows * n_splits * (problem.layout.shape().head_dim + 2);
+    let len = partial_elements(problem, n_splits);
     let partials = client.empty(len * size_of::<f32>());
     // SAFETY: the buffer was allocated with this length just above.
     move || unsafe { BufferArg::from_raw_parts(partials.clone(), len) }
@@ -88,11 +125,21 @@ pub(crate) fn launch_merge(
     lse: BufferArg,
     problem: &DecodeProblem,
     n_splits: usize,
-) {
+) -> Result<()> {
     let head_dim = problem.layout.shape().head_dim;
     let n = problem.layout.slices() * problem.rows * head_dim;
-    let (count, dim) = elementwise(n);
+    let grid = elementwise(client, "decode_attention", n, partial_elements(problem, n_splits))?;
     kernel::merge_partials::launch(
-        client, count, dim, partials, output, lse, n, n_splits, head_dim,
+        client,
+        grid.count(),
+        grid.dim(),
+        grid.address,
+        partials,
+        output,
+        lse,
+        n,
+        n_splits,
+        head_dim,
     );
+    Ok(())
 }

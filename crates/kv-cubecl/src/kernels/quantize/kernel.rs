@@ -13,7 +13,7 @@ pub(super) fn round_trip<R: Float>(data: &mut [f32], n: usize, #[define(R)] _dty
 }
 
 /// One unit per element `[slices, tokens, head_dim]`.
-#[cube(launch)]
+#[cube(launch, address_type = "dynamic")]
 pub(super) fn dequantize_keys(
     words: &[u32],
     out: &mut [f32],
@@ -40,7 +40,7 @@ pub(super) fn dequantize_keys(
 }
 
 /// One unit per element `[slices, tokens, head_dim]`.
-#[cube(launch)]
+#[cube(launch, address_type = "dynamic")]
 pub(super) fn dequantize_values(
     words: &[u32],
     out: &mut [f32],
@@ -63,7 +63,7 @@ pub(super) fn dequantize_values(
 }
 
 /// Replaces keys by what they restore to; one unit per (slice, group, channel).
-#[cube(launch)]
+#[cube(launch, address_type = "dynamic")]
 pub(super) fn fake_quantize_keys(
     data: &mut [f32],
     n: usize,
@@ -81,7 +81,7 @@ pub(super) fn fake_quantize_keys(
 }
 
 /// Replaces values by what they restore to; one unit per (slice, token, group).
-#[cube(launch)]
+#[cube(launch, address_type = "dynamic")]
 pub(super) fn fake_quantize_values(
     data: &mut [f32],
     n: usize,
@@ -122,7 +122,7 @@ fn fake_quantize_group(
 }
 
 /// Adds what passes through the scales of keys; one unit per (slice, group, channel).
-#[cube(launch)]
+#[cube(launch, address_type = "dynamic")]
 pub(super) fn scale_gradient_keys(
     data: &[f32],
     grad: &mut [f32],
@@ -141,7 +141,7 @@ pub(super) fn scale_gradient_keys(
 }
 
 /// Adds what passes through the scales of values; one unit per (slice, token, group).
-#[cube(launch)]
+#[cube(launch, address_type = "dynamic")]
 pub(super) fn scale_gradient_values(
     data: &[f32],
     grad: &mut [f32],

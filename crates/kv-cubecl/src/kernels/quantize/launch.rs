@@ -1,24 +1,36 @@
-use cubecl::{client::Client, prelude::*};
+use cubecl::{client::Client, ir::ElemType, prelude::*};
 
 use super::kernel;
-use crate::{kernels::elementwise, layout::QuantSpec};
+use crate::{
+    Result,
+    kernels::{Grid, Limits, elementwise},
+    layout::QuantSpec,
+};
 
 /// Sizes of a restored tensor `[slices, tokens, head_dim]`.
 #[derive(Clone, Copy, Debug)]
-pub struct RestoreProblem {
+pub(crate) struct RestoreProblem {
     /// (batch, head) pairs.
-    pub slices: usize,
+    pub(crate) slices: usize,
     /// Tokens of a slice.
-    pub tokens: usize,
+    pub(crate) tokens: usize,
     /// Channels.
-    pub head_dim: usize,
+    pub(crate) head_dim: usize,
     /// How the tensor is quantized.
-    pub spec: QuantSpec,
+    pub(crate) spec: QuantSpec,
 }
 
 impl RestoreProblem {
-    fn elements(&self) -> usize {
+    pub(crate) fn elements(&self) -> usize {
         self.slices * self.tokens * self.head_dim
+    }
+
+    /// Whether the device can count the elements: one unit per element is the longest launch.
+    ///
+    /// # Errors
+    /// [`Unsupported`](crate::Error::Unsupported) naming `what`.
+    pub(crate) fn check(&self, what: &str, limits: &Limits) -> Result<()> {
+        Grid::elementwise(what, self.elements(), self.elements(), limits).map(drop)
     }
 
     /// Whole groups per channel after the first `skip` tokens, and groups in all.
@@ -35,19 +47,20 @@ impl RestoreProblem {
 }
 
 /// Restores packed keys into `out`, f32 `[slices, tokens, head_dim]`.
-pub fn launch_dequantize_keys(
+pub(crate) fn launch_dequantize_keys(
     client: &Client,
     words: BufferArg,
     out: BufferArg,
     problem: &RestoreProblem,
-) {
+) -> Result<()> {
     let n = problem.elements();
-    let (count, dim) = elementwise(n);
+    let grid = elementwise(client, "dequantize", n, problem.elements())?;
     let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
     kernel::dequantize_keys::launch(
         client,
-        count,
-        dim,
+        grid.count(),
+        grid.dim(),
+        grid.address,
         words,
         out,
         n,
@@ -56,22 +69,24 @@ pub fn launch_dequantize_keys(
         spec.group_size,
         spec.n_bits,
     );
+    Ok(())
 }
 
 /// Restores packed values into `out`, f32 `[slices, tokens, head_dim]`.
-pub fn launch_dequantize_values(
+pub(crate) fn launch_dequantize_values(
     client: &Client,
     words: BufferArg,
     out: BufferArg,
     problem: &RestoreProblem,
-) {
+) -> Result<()> {
     let n = problem.elements();
-    let (count, dim) = elementwise(n);
+    let grid = elementwise(client, "dequantize", n, problem.elements())?;
     let RestoreProblem { head_dim, spec, .. } = *problem;
     kernel::dequantize_values::launch(
         client,
-        count,
-        dim,
+        grid.count(),
+        grid.dim(),
+        grid.address,
         words,
         out,
         n,
@@ -79,24 +94,26 @@ pub fn launch_dequantize_values(
         spec.group_size,
         spec.n_bits,
     );
+    Ok(())
 }
 
 /// Replaces `data`, f32 `[slices, tokens, head_dim]`, by what its keys restore to, from token
 /// `skip` on and up to the last whole group.
-pub fn launch_fake_quantize_keys(
+pub(crate) fn launch_fake_quantize_keys(
     client: &Client,
     data: BufferArg,
     problem: &RestoreProblem,
     skip: usize,
-) {
+) -> Result<()> {
     let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
     let (groups, n) = problem.key_groups(skip);
     if n > 0 {
-        let (count, dim) = elementwise(n);
+        let grid = elementwise(client, "fake_quantize", n, problem.elements())?;
         kernel::fake_quantize_keys::launch(
             client,
-            count,
-            dim,
+            grid.count(),
+            grid.dim(),
+            grid.address,
             data,
             n,
             tokens,
@@ -107,24 +124,26 @@ pub fn launch_fake_quantize_keys(
             spec.n_bits,
         );
     }
+    Ok(())
 }
 
 /// Replaces `data`, f32 `[slices, tokens, head_dim]`, by what its values restore to, from token
 /// `skip` on.
-pub fn launch_fake_quantize_values(
+pub(crate) fn launch_fake_quantize_values(
     client: &Client,
     data: BufferArg,
     problem: &RestoreProblem,
     skip: usize,
-) {
+) -> Result<()> {
     let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
     let n = problem.value_groups(skip);
     if n > 0 {
-        let (count, dim) = elementwise(n);
+        let grid = elementwise(client, "fake_quantize", n, problem.elements())?;
         kernel::fake_quantize_values::launch(
             client,
-            count,
-            dim,
+            grid.count(),
+            grid.dim(),
+            grid.address,
             data,
             n,
             tokens,
@@ -134,25 +153,27 @@ pub fn launch_fake_quantize_values(
             spec.n_bits,
         );
     }
+    Ok(())
 }
 
 /// Adds to `grad`, the gradient of fake-quantized keys, what passes through their scales. Shapes and
 /// tokens as in [`launch_fake_quantize_keys`].
-pub fn launch_scale_gradient_keys(
+pub(crate) fn launch_scale_gradient_keys(
     client: &Client,
     data: BufferArg,
     grad: BufferArg,
     problem: &RestoreProblem,
     skip: usize,
-) {
+) -> Result<()> {
     let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
     let (groups, n) = problem.key_groups(skip);
     if n > 0 {
-        let (count, dim) = elementwise(n);
+        let grid = elementwise(client, "gradient of fake_quantize", n, problem.elements())?;
         kernel::scale_gradient_keys::launch(
             client,
-            count,
-            dim,
+            grid.count(),
+            grid.dim(),
+            grid.address,
             data,
             grad,
             n,
@@ -164,25 +185,27 @@ pub fn launch_scale_gradient_keys(
             spec.n_bits,
         );
     }
+    Ok(())
 }
 
 /// Adds to `grad`, the gradient of fake-quantized values, what passes through their scales. Shapes
 /// and tokens as in [`launch_fake_quantize_values`].
-pub fn launch_scale_gradient_values(
+pub(crate) fn launch_scale_gradient_values(
     client: &Client,
     data: BufferArg,
     grad: BufferArg,
     problem: &RestoreProblem,
     skip: usize,
-) {
+) -> Result<()> {
     let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
     let n = problem.value_groups(skip);
     if n > 0 {
-        let (count, dim) = elementwise(n);
+        let grid = elementwise(client, "gradient of fake_quantize", n, problem.elements())?;
         kernel::scale_gradient_values::launch(
             client,
-            count,
-            dim,
+            grid.count(),
+            grid.dim(),
+            grid.address,
             data,
             grad,
             n,
@@ -193,4 +216,17 @@ pub fn launch_scale_gradient_values(
             spec.n_bits,
         );
     }
+    Ok(())
+}
+
+/// Rounds `data`, `n` elements of f32, to the nearest finite `float` and back.
+pub(crate) fn launch_round_trip(
+    client: &Client,
+    data: BufferArg,
+    n: usize,
+    float: ElemType,
+) -> Result<()> {
+    let grid = elementwise(client, "store", n, n)?;
+    kernel::round_trip::launch(client, grid.count(), grid.dim(), grid.address, data, n, float);
+    Ok(())
 }

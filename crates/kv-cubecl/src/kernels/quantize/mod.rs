@@ -8,7 +8,8 @@ mod launch;
 #[cfg(all(test, feature = "cuda-ptx"))]
 mod tests;
 
-pub use launch::{
+pub(crate) use launch::{
     RestoreProblem, launch_dequantize_keys, launch_dequantize_values, launch_fake_quantize_keys,
-    launch_fake_quantize_values, launch_scale_gradient_keys, launch_scale_gradient_values,
+    launch_fake_quantize_values, launch_round_trip, launch_scale_gradient_keys,
+    launch_scale_gradient_values,
 };

@@ -8,6 +8,7 @@ use cubecl::prelude::*;
 use super::kernel::{
     KEYS, ROWS, StreamArgs, StreamBlueprint, dot, quantized_keys, quantized_values, visible,
 };
+use crate::kernels::grid::cube_at;
 
 /// Keys per cube of [`keys_and_values`].
 pub(super) const KEYS_PER_CUBE: usize = 4;
@@ -53,7 +54,8 @@ fn weight_and_gradient(
 }
 
 /// Gradient of the query; one cube per (tile of rows, query head).
-#[cube(launch)]
+#[cube(launch, address_type = "dynamic")]
+#[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn queries(
     query: &[f32],
     keys: &[f32],
@@ -69,9 +71,15 @@ pub(super) fn queries(
     let units = comptime!(bp.units);
     let channels = comptime!(bp.channels());
     let unit = UNIT_POS as usize;
-    let head = CUBE_POS_Y as usize;
+    let place = cube_at(args.m.div_ceil(ROWS), args.heads, comptime!(bp.flat));
+    let head = place.y;
     let slice = head / args.n_rep;
-    let first_row = CUBE_POS_X as usize * ROWS;
+    let first_row = place.x * ROWS;
+    if comptime!(bp.flat) {
+        if place.z > 0 {
+            terminate!();
+        }
+    }
     let mut ds = Shared::<[f32]>::new_slice(comptime!(ROWS * KEYS));
     let mut acc = Array::<f32>::new(comptime!(ROWS * bp.channels()));
     #[unroll]
@@ -141,7 +149,8 @@ pub(super) fn queries(
 
 /// Gradients of key, key_hat, value and value_hat, `out` `[4, slices, n, head_dim]`; one cube per
 /// (tile of keys, slice).
-#[cube(launch)]
+#[cube(launch, address_type = "dynamic")]
+#[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn keys_and_values(
     query: &[f32],
     keys: &[f32],
@@ -158,8 +167,14 @@ pub(super) fn keys_and_values(
     let channels = comptime!(bp.channels());
     let sides = comptime!(4 * KEYS_PER_CUBE);
     let unit = UNIT_POS as usize;
-    let slice = CUBE_POS_Y as usize;
-    let first_key = CUBE_POS_X as usize * KEYS_PER_CUBE;
+    let place = cube_at(args.n.div_ceil(KEYS_PER_CUBE), slices, comptime!(bp.flat));
+    let slice = place.y;
+    let first_key = place.x * KEYS_PER_CUBE;
+    if comptime!(bp.flat) {
+        if place.z > 0 {
+            terminate!();
+        }
+    }
     let mut ps = Shared::<[f32]>::new_slice(comptime!(ROWS_PER_STEP * KEYS_PER_CUBE));
     let mut ds = Shared::<[f32]>::new_slice(comptime!(ROWS_PER_STEP * KEYS_PER_CUBE));
     // Of each channel: [key, key_hat, value, value_hat] of each key.

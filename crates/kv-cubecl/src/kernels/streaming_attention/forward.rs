@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 use super::kernel::{StreamArgs, quantized_keys, quantized_values, visible};
 use crate::kernels::{
     decode_attention::LOWEST,
+    grid::cube_at,
     row_blocks::{
         RowBlocks, RowState, gather, maximum, new_rows, output as output_of, read_four, sum, weigh,
     },
@@ -14,6 +15,8 @@ use crate::kernels::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ForwardBlueprint {
     pub(super) blocks: RowBlocks,
+    /// Whether cubes are spread over the axes as they fit.
+    pub(super) flat: bool,
     /// Whether keys are quantized.
     pub(super) keys: bool,
     /// Whether values are quantized.
@@ -160,7 +163,8 @@ fn attend_tile<N: Size>(
 }
 
 /// One cube per (block of rows, query head).
-#[cube(launch_unchecked)]
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn forward_blocked<N: Size>(
     query: &[Vector<f32, N>],
     key: &[Vector<f32, N>],
@@ -176,8 +180,14 @@ pub(super) fn forward_blocked<N: Size>(
     let units = comptime!(bp.blocks.units);
     let tile = comptime!(bp.blocks.tile());
     let unit = UNIT_POS as usize;
-    let head = CUBE_POS_Y as usize;
-    let first_row = CUBE_POS_X as usize * rows;
+    let place = cube_at(args.m.div_ceil(rows), args.heads, comptime!(bp.flat));
+    let head = place.y;
+    let first_row = place.x * rows;
+    if comptime!(bp.flat) {
+        if place.z > 0 {
+            terminate!();
+        }
+    }
     let mut state = new_rows::<N>(comptime!(bp.blocks));
 
     let end = visible(clamp_max(first_row + rows, args.m) - 1, &args);

@@ -2,6 +2,7 @@ use cubecl::prelude::*;
 
 use crate::kernels::{
     decode_attention::{LOWEST, weight_of},
+    grid::cube_at,
     window::{self, WindowArgs},
 };
 
@@ -15,6 +16,8 @@ pub(super) const KEYS: usize = 32;
 pub(super) struct StreamBlueprint {
     pub(super) head_dim: usize,
     pub(super) units: usize,
+    /// Whether cubes are spread over the axes as they fit.
+    pub(super) flat: bool,
 }
 
 impl StreamBlueprint {
@@ -30,6 +33,8 @@ pub(super) struct StreamArgs {
     pub(super) m: usize,
     /// Keys of a slice.
     pub(super) n: usize,
+    /// Query heads, of all sequences.
+    pub(super) heads: usize,
     /// Query heads per kv head.
     pub(super) n_rep: usize,
     pub(super) first_query: usize,
@@ -86,7 +91,8 @@ pub(super) fn dot(
 }
 
 /// One cube per (tile of rows, query head).
-#[cube(launch)]
+#[cube(launch, address_type = "dynamic")]
+#[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn forward(
     query: &[f32],
     key: &[f32],
@@ -102,8 +108,14 @@ pub(super) fn forward(
     let units = comptime!(bp.units);
     let channels = comptime!(bp.channels());
     let unit = UNIT_POS as usize;
-    let head = CUBE_POS_Y as usize;
-    let first_row = CUBE_POS_X as usize * ROWS;
+    let place = cube_at(args.m.div_ceil(ROWS), args.heads, comptime!(bp.flat));
+    let head = place.y;
+    let first_row = place.x * ROWS;
+    if comptime!(bp.flat) {
+        if place.z > 0 {
+            terminate!();
+        }
+    }
     let key_base = head / args.n_rep * args.n;
 
     let mut scores = Shared::<[f32]>::new_slice(comptime!(ROWS * KEYS));

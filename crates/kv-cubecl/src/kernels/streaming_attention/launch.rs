@@ -1,4 +1,4 @@
-use cubecl::{client::Client, prelude::*};
+use cubecl::{client::Client, ir::DeviceProperties, prelude::*};
 
 use super::{
     backward,
@@ -6,25 +6,29 @@ use super::{
     kernel::{self, ROWS, StreamArgsLaunch, StreamBlueprint},
 };
 use crate::{
-    kernels::row_blocks::{Processor, RowBlocks, VECTOR},
-    layout::StreamSpec,
+    Result,
+    kernels::{
+        Grid, Limits,
+        row_blocks::{Processor, RowBlocks, VECTOR},
+    },
+    layout::{StreamSpec, Window},
 };
 
 /// Sizes of a call of the closed form.
 #[derive(Clone, Copy, Debug)]
-pub struct StreamProblem {
+pub(crate) struct StreamProblem {
     /// Which tokens, and what each row sees.
-    pub spec: StreamSpec,
+    pub(crate) spec: StreamSpec,
     /// (batch, kv head) pairs.
-    pub slices: usize,
+    pub(crate) slices: usize,
     /// Query heads per kv head.
-    pub n_rep: usize,
+    pub(crate) n_rep: usize,
     /// Query rows of a head.
-    pub m: usize,
+    pub(crate) m: usize,
     /// Keys of a slice.
-    pub n: usize,
+    pub(crate) n: usize,
     /// Channels, at most 256.
-    pub head_dim: usize,
+    pub(crate) head_dim: usize,
 }
 
 impl StreamProblem {
@@ -32,6 +36,7 @@ impl StreamProblem {
         StreamArgsLaunch::new(
             self.m,
             self.n,
+            self.heads(),
             self.n_rep,
             self.spec.first_query,
             self.spec.first_key,
@@ -40,50 +45,102 @@ impl StreamProblem {
         )
     }
 
-    fn blueprint(&self) -> StreamBlueprint {
-        let units = if self.head_dim <= 64 { 64 } else { 128 };
-        StreamBlueprint { head_dim: self.head_dim, units }
+    fn heads(&self) -> usize {
+        self.slices * self.n_rep
     }
 
-    fn row_cubes(&self, rows: usize) -> CubeCount {
-        let heads = self.slices * self.n_rep;
-        CubeCount::Static(self.m.div_ceil(rows) as u32, heads as u32, 1)
+    /// Units per cube of the kernels that are not blocked.
+    fn units(&self) -> usize {
+        if self.head_dim <= 64 { 64 } else { 128 }
+    }
+
+    fn blueprint(&self, grid: &Grid) -> StreamBlueprint {
+        StreamBlueprint { head_dim: self.head_dim, units: self.units(), flat: grid.flat }
+    }
+
+    /// Elements of a query or of a side, of which the longest buffer has `sides`.
+    fn elements(&self, sides: usize) -> usize {
+        self.head_dim * (self.heads() * self.m).max(sides * self.slices * self.n)
+    }
+
+    /// Cubes of the forward pass.
+    fn forward_grid(&self, blocks: Option<&RowBlocks>, limits: &Limits) -> Result<Grid> {
+        let (rows, units) =
+            blocks.map_or((ROWS, self.units()), |blocks| (blocks.rows, blocks.units));
+        let wanted = [self.m.div_ceil(rows), self.heads(), 1];
+        Grid::new("streaming_attention", wanted, units, self.elements(1), limits)
+    }
+
+    /// Cubes of the backward pass: of the query's gradient, and of the sides'.
+    fn backward_grids(&self, limits: &Limits) -> Result<[Grid; 2]> {
+        let grid = |wanted| {
+            let (what, elements) = ("gradient of streaming_attention", self.elements(4));
+            Grid::new(what, wanted, self.units(), elements, limits)
+        };
+        let key_cubes = self.n.div_ceil(backward::KEYS_PER_CUBE);
+        Ok([grid([self.m.div_ceil(ROWS), self.heads(), 1])?, grid([key_cubes, self.slices, 1])?])
+    }
+
+    fn blocks(&self, properties: &DeviceProperties) -> Option<RowBlocks> {
+        // Tokens and channels are in no groups here.
+        RowBlocks::new(self.head_dim, 0, 0, Processor::of(properties))
+    }
+
+    /// Whether the device can count what attention takes, and its gradients if they are `recorded`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported).
+    pub(crate) fn check(&self, recorded: bool, properties: &DeviceProperties) -> Result<()> {
+        let limits = Limits::of(properties);
+        self.forward_grid(self.blocks(properties).as_ref(), &limits)?;
+        if recorded {
+            self.backward_grids(&limits)?;
+        }
+        Ok(())
     }
 }
 
 /// Buffers of the forward pass, all contiguous f32.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
-pub struct ForwardBindings {
+pub(crate) struct ForwardBindings {
     /// `[slices, n_rep, m, head_dim]`.
-    pub query: BufferArg,
+    pub(crate) query: BufferArg,
     /// `[slices, n, head_dim]`.
-    pub key: BufferArg,
+    pub(crate) key: BufferArg,
     /// What the keys restore to.
-    pub key_hat: BufferArg,
+    pub(crate) key_hat: BufferArg,
     /// `[slices, n, head_dim]`.
-    pub value: BufferArg,
+    pub(crate) value: BufferArg,
     /// What the values restore to.
-    pub value_hat: BufferArg,
+    pub(crate) value_hat: BufferArg,
     /// `[slices, n_rep, m, head_dim]`.
-    pub output: BufferArg,
+    pub(crate) output: BufferArg,
     /// `[slices, n_rep, m]`.
-    pub lse: BufferArg,
+    pub(crate) lse: BufferArg,
 }
 
 /// Attends; one launch.
-pub fn launch_forward(client: &Client, bindings: ForwardBindings, problem: &StreamProblem) {
-    // Tokens and channels are in no groups here.
-    let processor = Processor::of(client.properties());
-    if let Some(blocks) = RowBlocks::new(problem.head_dim, 0, 0, processor) {
-        let window = &problem.spec.window;
-        let blueprint = ForwardBlueprint { blocks, keys: window.keys, values: window.values };
+///
+/// # Errors
+/// As [`StreamProblem::check`].
+pub(crate) fn launch_forward(
+    client: &Client,
+    bindings: ForwardBindings,
+    problem: &StreamProblem,
+) -> Result<()> {
+    let blocks = problem.blocks(client.properties());
+    let grid = problem.forward_grid(blocks.as_ref(), &Limits::of(client.properties()))?;
+    if let Some(blocks) = blocks {
+        let Window { keys, values, .. } = problem.spec.window;
+        let blueprint = ForwardBlueprint { blocks, flat: grid.flat, keys, values };
         // SAFETY: every index is below the length of its buffer: rows, tokens and channels are below
         // theirs.
         unsafe {
             forward::forward_blocked::launch_unchecked(
                 client,
-                problem.row_cubes(blocks.rows),
-                CubeDim::new_1d(blocks.units as u32),
+                grid.count(),
+                grid.dim(),
+                grid.address,
                 VECTOR,
                 bindings.query,
                 bindings.key,
@@ -96,13 +153,13 @@ pub fn launch_forward(client: &Client, bindings: ForwardBindings, problem: &Stre
                 blueprint,
             );
         }
-        return;
+        return Ok(());
     }
-    let blueprint = problem.blueprint();
     kernel::forward::launch(
         client,
-        problem.row_cubes(ROWS),
-        CubeDim::new_1d(blueprint.units as u32),
+        grid.count(),
+        grid.dim(),
+        grid.address,
         bindings.query,
         bindings.key,
         bindings.key_hat,
@@ -111,36 +168,40 @@ pub fn launch_forward(client: &Client, bindings: ForwardBindings, problem: &Stre
         bindings.output,
         bindings.lse,
         problem.args(),
-        blueprint,
+        problem.blueprint(&grid),
     );
+    Ok(())
 }
 
 /// Buffers of the backward pass, all contiguous f32; inputs are read by two kernels.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
-pub struct BackwardBindings<F: Fn() -> [BufferArg; 5]> {
+pub(crate) struct BackwardBindings<F: Fn() -> [BufferArg; 5]> {
     /// Query `[slices, n_rep, m, head_dim]`; keys and values `[2, slices, n, head_dim]`, floats
     /// then what they restore to; gradient of the output; stats `[2, slices * n_rep, m]`, the
     /// log-sum-exp then `sum_c output_c * grad_c`.
-    pub inputs: F,
+    pub(crate) inputs: F,
     /// Gradient of the query.
-    pub query_grad: BufferArg,
+    pub(crate) query_grad: BufferArg,
     /// Gradients of key, key_hat, value, value_hat, `[4, slices, n, head_dim]`.
-    pub side_grads: BufferArg,
+    pub(crate) side_grads: BufferArg,
 }
 
 /// Computes the gradients; two launches.
-pub fn launch_backward<F: Fn() -> [BufferArg; 5]>(
+///
+/// # Errors
+/// As [`StreamProblem::check`].
+pub(crate) fn launch_backward<F: Fn() -> [BufferArg; 5]>(
     client: &Client,
     bindings: BackwardBindings<F>,
     problem: &StreamProblem,
-) {
-    let blueprint = problem.blueprint();
-    let dim = CubeDim::new_1d(blueprint.units as u32);
+) -> Result<()> {
+    let [rows, keys_and_values] = problem.backward_grids(&Limits::of(client.properties()))?;
     let [query, keys, values, grad, stats] = (bindings.inputs)();
     backward::queries::launch(
         client,
-        problem.row_cubes(ROWS),
-        dim,
+        rows.count(),
+        rows.dim(),
+        rows.address,
         query,
         keys,
         values,
@@ -149,14 +210,14 @@ pub fn launch_backward<F: Fn() -> [BufferArg; 5]>(
         bindings.query_grad,
         problem.args(),
         problem.slices,
-        blueprint,
+        problem.blueprint(&rows),
     );
-    let key_cubes = problem.n.div_ceil(backward::KEYS_PER_CUBE);
     let [query, keys, values, grad, stats] = (bindings.inputs)();
     backward::keys_and_values::launch(
         client,
-        CubeCount::Static(key_cubes as u32, problem.slices as u32, 1),
-        dim,
+        keys_and_values.count(),
+        keys_and_values.dim(),
+        keys_and_values.address,
         query,
         keys,
         values,
@@ -165,6 +226,7 @@ pub fn launch_backward<F: Fn() -> [BufferArg; 5]>(
         bindings.side_grads,
         problem.args(),
         problem.slices,
-        blueprint,
+        problem.blueprint(&keys_and_values),
     );
+    Ok(())
 }

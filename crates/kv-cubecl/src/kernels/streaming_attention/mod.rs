@@ -14,6 +14,6 @@ mod launch;
 #[cfg(all(test, feature = "cuda-ptx"))]
 mod tests;
 
-pub use launch::{
+pub(crate) use launch::{
     BackwardBindings, ForwardBindings, StreamProblem, launch_backward, launch_forward,
 };

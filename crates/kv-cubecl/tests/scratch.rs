@@ -1,0 +1,95 @@
+//! What the CPU allocates while it attends, beside inputs and outputs, does not grow with the context.
+#![cfg(feature = "flex")]
+#![allow(clippy::unwrap_used, reason = "a failing test may panic")]
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+};
+
+use burn::tensor::{Device, Distribution, Tensor};
+use kv_cubecl::{CacheShape, Flex, KvCache, KvCacheConfig, Target, streaming_attention};
+
+/// The system's allocator, which counts what is held and the most that ever was.
+struct Counting;
+
+static HELD: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: all is left to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        MOST.fetch_max(HELD.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        HELD.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Most bytes held above those at the start while `work` runs.
+fn peak<T>(work: impl FnOnce() -> T) -> usize {
+    let start = HELD.load(Relaxed);
+    MOST.store(start, Relaxed);
+    let result = work();
+    drop(result);
+    MOST.load(Relaxed) - start
+}
+
+/// Query heads, all of one kv head.
+const HEADS: usize = 4;
+
+fn random(device: &Device, heads: usize, tokens: usize, head_dim: usize) -> Tensor<4> {
+    Tensor::random([1, heads, tokens, head_dim], Distribution::Default, device)
+}
+
+/// A chunk of 64 tokens after `len`.
+fn chunk(device: &Device, name: &str, len: usize) -> usize {
+    let config: KvCacheConfig = name.parse().unwrap();
+    let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: 32 };
+    let mut cache = KvCache::new(&config.with_capacity(len + 64), shape, device).unwrap();
+    cache.append(random(device, 1, len, 32), random(device, 1, len, 32)).unwrap();
+    let (q, k) = (random(device, HEADS, 64, 32), random(device, 1, 64, 32));
+    peak(|| cache.attend(q, k.clone(), k).unwrap())
+}
+
+fn closed_form(device: &Device, tokens: usize) -> usize {
+    let config: KvCacheConfig = "k4v16-g8-r128".parse().unwrap();
+    let (q, k) = (random(device, HEADS, tokens, 4), random(device, 1, tokens, 4));
+    let q = if device.is_autodiff() { q.require_grad() } else { q };
+    peak(|| {
+        let output = streaming_attention(q, k.clone(), k, &config).unwrap();
+        device.is_autodiff().then(|| output.sum().backward())
+    })
+}
+
+/// One test: another one would allocate at the same time.
+#[test]
+fn scratch_memory_is_bounded() {
+    let device = Flex::open().unwrap();
+    // Scores of 256 rows with all that the longer context has more, 4 bytes each, of one thread.
+    let scores = |more: usize| 4 * 64 * HEADS * more;
+    for name in ["float", "k2v2"] {
+        let [short, long] = [16_384, 65_536].map(|len| chunk(&device, name, len));
+        let more = long.saturating_sub(short);
+        assert!(more < scores(49_152) / 10, "chunk over {name}: {short} bytes, then {long}");
+    }
+    let [short, long] = [6_144, 12_288].map(|tokens| closed_form(&device, tokens));
+    // Inputs and outputs are longer as well: 10 tensors of [HEADS, tokens, 4] and more.
+    let more = long.saturating_sub(short);
+    assert!(more < scores(6_144) / 2, "closed form: {short} bytes, then {long}");
+    #[cfg(feature = "autodiff")]
+    {
+        let device = device.autodiff();
+        let [short, long] = [6_144, 12_288].map(|tokens| closed_form(&device, tokens));
+        let more = long.saturating_sub(short);
+        assert!(more < scores(6_144), "gradients: {short} bytes, then {long}");
+    }
+}
