@@ -21,6 +21,10 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
+    /// What WebGPU guarantees.
+    #[cfg(test)]
+    pub(crate) const WEBGPU: Self = Self { max_cubes: [65_535; 3], wide: false };
+
     pub(crate) fn of(properties: &DeviceProperties) -> Self {
         let (x, y, z) = properties.hardware.max_cube_count;
         let max_cubes = [x, y, z].map(|count| count as usize);
@@ -136,7 +140,7 @@ pub(crate) fn cube_at(x: usize, y: usize, #[comptime] flat: bool) -> Place {
 mod tests {
     use super::*;
 
-    const WEBGPU: Limits = Limits { max_cubes: [65_535; 3], wide: false };
+    const WEBGPU: Limits = Limits::WEBGPU;
     const CUDA: Limits = Limits { max_cubes: [i32::MAX as usize, 65_535, 65_535], wide: true };
 
     #[test]

@@ -15,6 +15,7 @@ mod errors;
 mod golden;
 #[cfg(feature = "autodiff")]
 mod gradients;
+mod limits;
 mod memory;
 mod nonfinite;
 mod poison;

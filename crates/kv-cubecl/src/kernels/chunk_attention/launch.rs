@@ -1,4 +1,4 @@
-use cubecl::{client::Client, ir::DeviceProperties, prelude::*};
+use cubecl::{client::Client, ir::DeviceProperties};
 
 use super::{
     base::{ChunkBlueprint, ChunkPlan},

@@ -16,5 +16,5 @@ mod launch;
 #[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
 mod tests;
 
-pub(crate) use base::{ChunkBlueprint, ChunkPlan, plan};
+pub(crate) use base::plan;
 pub(crate) use launch::{grid_of, launch_ref};

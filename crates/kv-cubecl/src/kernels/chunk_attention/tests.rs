@@ -5,7 +5,7 @@ use cubecl::{
     prelude::*,
 };
 
-use super::{ChunkBlueprint, kernel::partial_attention::PartialAttention, plan};
+use super::{base::ChunkBlueprint, kernel::partial_attention::PartialAttention, plan};
 use crate::{
     CacheFloat, CacheShape,
     kernels::{

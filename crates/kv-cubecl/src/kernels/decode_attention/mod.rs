@@ -19,8 +19,7 @@ mod score;
 mod tests;
 
 pub(crate) use args::{DecodeArgs, args, float_row};
-pub(crate) use base::{DecodeBlueprint, DecodeProblem};
-pub(crate) use base::{Hardware, MAX_HEAD_DIM, SHARED_BYTES, check, splits};
+pub(crate) use base::{DecodeProblem, Hardware, MAX_HEAD_DIM, SHARED_BYTES, check, splits};
 pub(crate) use kernel::{LOWEST, weight_of};
 pub(crate) use launch::{DecodeBindings, launch_ref};
 pub(crate) use launch::{check_size, grid, launch_merge, partial_results};

@@ -6,8 +6,8 @@ use cubecl::{
 };
 
 use super::{
-    DecodeBlueprint, DecodeProblem,
-    base::{Hardware, prepare},
+    DecodeProblem,
+    base::{DecodeBlueprint, Hardware, prepare},
     kernel::partial_attention::PartialAttention,
 };
 use crate::{

@@ -230,3 +230,37 @@ pub(crate) fn launch_backward<F: Fn() -> [BufferArg; 5]>(
     );
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::KvCacheConfig;
+
+    fn problem(slices: usize, n_rep: usize, tokens: usize) -> StreamProblem {
+        let spec = StreamSpec::whole(&KvCacheConfig::float());
+        StreamProblem { spec, slices, n_rep, m: tokens, n: tokens, head_dim: 64 }
+    }
+
+    /// The gradients of both sides and what they restore to are in one buffer.
+    #[test]
+    fn sizes_beyond_u32_are_refused() {
+        let limits = &Limits::WEBGPU;
+        let fits = problem(8, 1, 1 << 20);
+        assert!(fits.forward_grid(None, limits).is_ok() && fits.backward_grids(limits).is_ok());
+        let four_times_too_long = problem(8, 1, 1 << 21);
+        assert!(four_times_too_long.forward_grid(None, limits).is_ok());
+        let message = four_times_too_long.backward_grids(limits).unwrap_err().to_string();
+        assert!(message.starts_with("gradient of streaming_attention of 4294967296"), "{message}");
+        let message = problem(8, 9, 1 << 20).forward_grid(None, limits).unwrap_err().to_string();
+        assert!(message.starts_with("streaming_attention of 4831838208"), "{message}");
+    }
+
+    #[test]
+    fn long_texts_and_many_heads_are_spread() {
+        for (slices, tokens) in [(1, 1 << 20), (1 << 17, 1 << 7)] {
+            let problem = problem(slices, 1, tokens);
+            let grids = problem.backward_grids(&Limits::WEBGPU).unwrap();
+            assert!(grids[1].flat, "{slices} slices, {tokens} tokens");
+        }
+    }
+}

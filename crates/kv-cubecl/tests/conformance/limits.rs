@@ -1,0 +1,132 @@
+//! Launches past what a device has along one axis: 65535 cubes with WebGPU. Long on that axis and short on
+//! the others, so that they take little time; through the operations themselves, because a text that long
+//! is not affordable here.
+
+use burn::{
+    backend::Dispatch,
+    tensor::{DType, Int, Tensor, TensorData},
+};
+use kv_cubecl::{
+    Bits, CacheShape, CacheState, Granularity, KvCacheConfig, KvCacheOps, On, Target,
+    fake_quantize,
+    layout::{CacheLayout, StreamSpec},
+    quantize, reference,
+};
+
+use crate::common::{CLOSE, Host, Rng, close, equal_bits, stamp};
+
+stamp!(
+    many_elements,
+    many_rows_of_the_closed_form,
+    many_keys_of_its_gradients,
+    many_rows_of_a_chunk
+);
+
+const HEAD_DIM: usize = 4;
+
+/// What every row of `query` computes over all of `key` and `value`.
+fn expected(query: &Host, key: &Host, value: &Host) -> Vec<f64> {
+    let [query, key, value] = [query, key, value].map(Host::f64);
+    let keys: Vec<&[f64]> = key.chunks(HEAD_DIM).collect();
+    let values: Vec<&[f64]> = value.chunks(HEAD_DIM).collect();
+    let rows = query.chunks(HEAD_DIM);
+    rows.flat_map(|row| reference::attend_row(row, &keys, &values)).collect()
+}
+
+fn text(rows: usize, tokens: usize) -> [Host; 3] {
+    let mut rng = Rng::new(70);
+    [rows, tokens, tokens].map(|n| Host::normal(&mut rng, [1, 1, n, HEAD_DIM]))
+}
+
+/// All rows see all tokens.
+fn spec(tokens: usize) -> StreamSpec {
+    StreamSpec { first_query: tokens - 1, ..StreamSpec::whole(&KvCacheConfig::float()) }
+}
+
+fn many_elements<T: Target>(on: &On<T>) {
+    let host = Host::normal(&mut Rng::new(71), [1, 1, 131_104, 65]);
+    let (granularity, shape) = (Granularity::PerChannel, host.shape);
+    // 8.5 million elements, and 128 units in a cube.
+    let logical = reference::quantize(&host.data, shape, granularity, 4, 8);
+    let restored = reference::dequantize(&logical, shape, granularity, 4, 8);
+    let packed = quantize(host.on(on), granularity, Bits::Four, 8).unwrap();
+    equal_bits("dequantize", &Host::of(packed.dequantize()).data, &restored);
+    let fake = fake_quantize(host.on(on), granularity, Bits::Four, 8).unwrap();
+    equal_bits("fake_quantize", &Host::of(fake).data, &restored);
+}
+
+fn many_rows_of_the_closed_form<T: Target>(on: &On<T>) {
+    const ROWS: usize = 16 * 65_535 + 5;
+    let [query, key, value] = text(ROWS, 3);
+    let [q, k, v] = [&query, &key, &value].map(|host| host.on(on).into_dispatch());
+    let (output, _) = Dispatch::streaming_attention(q, k.clone(), k, v.clone(), v, spec(3));
+    let output = Host::of(Tensor::from_dispatch(output));
+    close("many rows", &output, &expected(&query, &key, &value), CLOSE);
+}
+
+fn many_keys_of_its_gradients<T: Target>(on: &On<T>) {
+    // Keys of one row, 4 in a cube; then rows of one key, 8 in a cube.
+    for (rows, tokens) in [(1, 4 * 65_535 + 5), (8 * 65_535 + 3, 2)] {
+        let [query, key, value] = text(rows, tokens);
+        let grad = Host::normal(&mut Rng::new(72), query.shape);
+        let [q, k, v, g] = [&query, &key, &value, &grad].map(|host| host.on(on).into_dispatch());
+        let spec = spec(tokens);
+        let (output, lse) = Dispatch::streaming_attention(
+            q.clone(),
+            k.clone(),
+            k.clone(),
+            v.clone(),
+            v.clone(),
+            spec,
+        );
+        let got = Dispatch::streaming_attention_backward(
+            q,
+            k.clone(),
+            k,
+            v.clone(),
+            v,
+            output,
+            lse,
+            g,
+            spec,
+        );
+        let [key64, value64] = [&key, &value].map(Host::f64);
+        let keys: Vec<&[f64]> = key64.chunks(HEAD_DIM).collect();
+        let values: Vec<&[f64]> = value64.chunks(HEAD_DIM).collect();
+        let (mut d_query, mut d_key) = (Vec::new(), vec![0.0; key.data.len()]);
+        let mut d_value = d_key.clone();
+        let (query, grad) = (query.f64(), grad.f64());
+        for (query, grad) in query.chunks(HEAD_DIM).zip(grad.chunks(HEAD_DIM)) {
+            let (own, keys, values) = reference::attend_row_backward(query, &keys, &values, grad);
+            d_query.extend(own);
+            d_key.iter_mut().zip(keys.concat()).for_each(|(to, x)| *to += x);
+            d_value.iter_mut().zip(values.concat()).for_each(|(to, x)| *to += x);
+        }
+        let host = |tensor| Host::of(Tensor::from_dispatch(tensor));
+        let what = format!("{rows} rows, {tokens} keys");
+        close(format!("{what}: query"), &host(got.0), &d_query, 1e-4);
+        // Sums of half a million rows in f32.
+        close(format!("{what}: key"), &host(got.1), &d_key, 1e-3);
+        close(format!("{what}: value"), &host(got.3), &d_value, 1e-3);
+    }
+}
+
+fn many_rows_of_a_chunk<T: Target>(on: &On<T>) {
+    const ROWS: usize = 16 * 65_535 + 5;
+    let [query, key, value] = text(ROWS, 3);
+    let config = KvCacheConfig::float().with_capacity(3);
+    let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: HEAD_DIM };
+    let layout = CacheLayout::new(&config, shape).unwrap();
+    let words = |len: usize| {
+        let data = TensorData::new(vec![0u32; len], [len]);
+        Tensor::<1, Int>::from_data(data, (&**on, DType::U32)).into_dispatch()
+    };
+    let state = CacheState {
+        keys: words(layout.key_words()),
+        values: words(layout.value_words()),
+        floats: Host::cat(&[key.clone(), value.clone()]).on(on).into_dispatch(),
+    };
+    let (output, _) = Dispatch::decode_attention(query.on(on).into_dispatch(), state, layout, 3, 3);
+    let output = Host::of(Tensor::from_dispatch(output));
+    close("many rows", &output, &expected(&query, &key, &value), CLOSE);
+}
