@@ -16,6 +16,6 @@ mod score;
 
 pub use error::{Error, Result};
 pub use layers::{LayerError, layer_errors};
-pub use perplexity::evaluate;
+pub use perplexity::{Progress, evaluate};
 pub use plan::{Mode, Plan};
 pub use report::{PositionNll, Report, Run, Versions};

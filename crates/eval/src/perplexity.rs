@@ -11,7 +11,11 @@ use kv_models::{LanguageModel, ModelCacheConfig};
 
 use crate::{
     Error, Mode, Plan, PositionNll, Result, Run, ids,
-    score::{kl_divergence, mean_and_stderr, negative_log_likelihood, quantile},
+    plan::Span,
+    score::{
+        Divergence, divergence, mean_and_block_stderr, mean_and_stderr, negative_log_likelihood,
+        quantile,
+    },
 };
 
 /// Rows whose logits are in memory at once.
@@ -21,17 +25,35 @@ const HEAD_ROWS: usize = 256;
 const POSITION_BUCKET: usize = 16;
 const POSITION_BUCKETS: usize = 64;
 
-/// Running sums of one cache.
+/// Tokens that every cache passes before the first that is timed: what comes first allocates memory,
+/// starts threads and, on a GPU, compiles kernels.
+const WARM_UP: usize = 256;
+
+/// How far an evaluation is.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress<'a> {
+    /// Tokens scored so far, of `plan.scored_tokens() * plan.caches().len()`.
+    pub done: usize,
+    /// The caches that have scored any, in the order of the plan, each with its perplexity so far.
+    pub perplexities: &'a [(String, f64)],
+}
+
+/// What one cache scored.
 struct Tally {
     config: ModelCacheConfig,
     nll: Vec<f32>,
-    kl: Vec<f32>,
+    divergence: Vec<Divergence>,
     seconds: f64,
     cache_bytes: usize,
 }
 
-/// Evaluates every cache of `plan` and calls `progress` with the tokens done so far, of
-/// `scored_tokens * caches`.
+impl Tally {
+    fn new(config: ModelCacheConfig) -> Self {
+        Self { config, nll: vec![], divergence: vec![], seconds: 0.0, cache_bytes: 0 }
+    }
+}
+
+/// Evaluates every cache of `plan`, telling `progress` how far it is.
 ///
 /// # Errors
 /// [`Error::NonFinite`] naming the token when a loss is NaN or infinite, and the model's and the
@@ -40,60 +62,101 @@ pub fn evaluate<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
     plan: &Plan,
-    mut progress: impl FnMut(usize),
+    mut progress: impl FnMut(Progress<'_>),
 ) -> Result<Vec<Run>> {
-    let mut tallies: Vec<Tally> = plan
-        .caches()
-        .iter()
-        .cloned()
-        .map(|config| Tally { config, nll: vec![], kl: vec![], seconds: 0.0, cache_bytes: 0 })
-        .collect();
+    warm_up(device, model, plan)?;
+    let mut tallies: Vec<Tally> = plan.caches().iter().cloned().map(Tally::new).collect();
+    let mut perplexities: Vec<(String, f64)> = Vec::new();
     let mut done = 0;
-    for window in plan.windows() {
-        let first_token = window.start + 1;
-        let ids = &plan.ids()[window];
+    for Span { tokens, scored } in plan.spans() {
+        let context = scored.start - tokens.start;
+        let ids = &plan.ids()[tokens];
         // Final hidden states of the float run; its logits are computed again a few rows at a time
         // rather than kept, which for a large vocabulary would not fit in memory.
         let mut float_hidden: Option<Tensor<2>> = None;
-        for tally in &mut tallies {
-            let before = done;
-            let hidden = {
-                let mut report = |tokens| progress(before + tokens);
-                match plan.mode() {
-                    Mode::Streaming => stream(device, model, tally, ids, &mut report)?,
-                    Mode::Parallel => parallel(device, model, tally, ids)?,
-                }
+        for (i, tally) in tallies.iter_mut().enumerate() {
+            let mut report = |tokens| {
+                progress(Progress { done: done + tokens, perplexities: &perplexities });
             };
-            let scored = ids.len() - 1;
-            let start = tally.nll.len() - scored;
+            let hidden = pass(device, model, plan.mode(), tally, ids, context, &mut report)?;
+            let start = tally.nll.len() - scored.len();
             if let Some(at) = tally.nll[start..].iter().position(|nll| !nll.is_finite()) {
                 let value = tally.nll[start + at];
                 let cache = tally.config.to_string();
-                return Err(Error::NonFinite { cache, token: first_token + at, value });
+                return Err(Error::NonFinite { cache, token: scored.start + at, value });
             }
             match &float_hidden {
-                Some(float) => divergence(model, tally, float, &hidden)?,
-                None => tally.kl.extend(core::iter::repeat_n(0.0, scored)),
+                Some(float) => diverge(model, tally, float, &hidden)?,
+                None => {
+                    let none = Divergence { kl: 0.0, same_top: true };
+                    tally.divergence.extend(core::iter::repeat_n(none, scored.len()));
+                }
             }
             float_hidden.get_or_insert(hidden);
-            done += scored;
-            progress(done);
+            done += scored.len();
+            let perplexity = mean_and_stderr(&tally.nll).0.exp();
+            match perplexities.get_mut(i) {
+                Some(of_cache) => of_cache.1 = perplexity,
+                None => perplexities.push((tally.config.to_string(), perplexity)),
+            }
+            progress(Progress { done, perplexities: &perplexities });
         }
     }
-    tallies.into_iter().map(|tally| finish(model, plan, tally)).collect()
+    let float = tallies.first().map(|tally| tally.nll.clone()).unwrap_or_default();
+    tallies.into_iter().map(|tally| finish(model, plan, tally, &float)).collect()
 }
 
-/// Token by token from an empty cache; returns the hidden states `[tokens, hidden]`.
+/// Passes the first tokens with every cache, and forgets them.
+fn warm_up<T: Target>(device: &On<T>, model: &LanguageModel, plan: &Plan) -> Result<()> {
+    let Some(Span { tokens, .. }) = plan.spans().next() else { return Ok(()) };
+    // A step of one token is like any other.
+    let n = match plan.mode() {
+        Mode::Streaming => 4,
+        Mode::Parallel => WARM_UP,
+    };
+    let ids = &plan.ids()[tokens.start..tokens.end.min(tokens.start + n)];
+    for config in plan.caches() {
+        let mut tally = Tally::new(config.clone());
+        pass(device, model, plan.mode(), &mut tally, ids, 1, &mut |_| ())?;
+    }
+    Ok(())
+}
+
+/// Passes `ids` from an empty cache and scores those from `context` on, which is at least 1. Returns
+/// the hidden states `[scored, hidden]` that predict them.
+fn pass<T: Target>(
+    device: &On<T>,
+    model: &LanguageModel,
+    mode: Mode,
+    tally: &mut Tally,
+    ids: &[u32],
+    context: usize,
+    progress: &mut dyn FnMut(usize),
+) -> Result<Tensor<2>> {
+    match mode {
+        Mode::Streaming => stream(device, model, tally, ids, context, progress),
+        Mode::Parallel => parallel(device, model, tally, ids, context),
+    }
+}
+
+/// [`pass`], token by token.
 fn stream<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
     tally: &mut Tally,
     ids: &[u32],
+    context: usize,
     progress: &mut dyn FnMut(usize),
 ) -> Result<Tensor<2>> {
     let mut cache = model.new_cache(&tally.config, 1, device)?;
-    let mut states = Vec::with_capacity(ids.len() - 1);
-    for (i, pair) in ids.windows(2).enumerate() {
+    let (before, scored) = ids.split_at(context - 1);
+    if !before.is_empty() {
+        let start = Instant::now();
+        model.hidden_step(ids::tensor(before, device), &mut cache)?;
+        tally.seconds += start.elapsed().as_secs_f64();
+    }
+    let mut states = Vec::with_capacity(scored.len() - 1);
+    for (i, pair) in scored.windows(2).enumerate() {
         let start = Instant::now();
         let hidden = model.hidden_step(ids::tensor(&pair[..1], device), &mut cache)?;
         let logits = read(tally, model.head(hidden.clone()))?;
@@ -108,17 +171,22 @@ fn stream<T: Target>(
     Ok(Tensor::cat(states, 0))
 }
 
-/// The whole window at once; returns the hidden states `[tokens, hidden]`.
+/// [`pass`], all at once.
 fn parallel<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
     tally: &mut Tally,
     ids: &[u32],
+    context: usize,
 ) -> Result<Tensor<2>> {
     let start = Instant::now();
-    let (inputs, targets) = (&ids[..ids.len() - 1], &ids[1..]);
+    let (inputs, targets) = (&ids[..ids.len() - 1], &ids[context..]);
     let hidden = model.hidden(ids::tensor(inputs, device), &tally.config)?;
     let hidden: Tensor<2> = hidden.squeeze_dim(0);
+    let hidden = match context {
+        1 => hidden,
+        _ => hidden.narrow(0, context - 1, targets.len()),
+    };
     for (block, targets) in targets.chunks(HEAD_ROWS).enumerate() {
         let logits = read(tally, head(model, &hidden, block * HEAD_ROWS, targets.len()))?;
         tally.nll.extend(negative_log_likelihood(&logits, targets));
@@ -128,7 +196,7 @@ fn parallel<T: Target>(
 }
 
 /// Adds the divergence of `hidden` from the float run's.
-fn divergence(
+fn diverge(
     model: &LanguageModel,
     tally: &mut Tally,
     float: &Tensor<2>,
@@ -139,7 +207,7 @@ fn divergence(
         let rows = HEAD_ROWS.min(n - start);
         let float = read(tally, head(model, float, start, rows))?;
         let logits = read(tally, head(model, hidden, start, rows))?;
-        tally.kl.extend(kl_divergence(&float, &logits, model.vocab_size()));
+        tally.divergence.extend(divergence(&float, &logits, model.vocab_size()));
     }
     Ok(())
 }
@@ -156,9 +224,14 @@ fn read(tally: &Tally, tensor: Tensor<3>) -> Result<Vec<f32>> {
     data.try_into_vec().map_err(|error| fail(format!("{error:?}")))
 }
 
-fn finish(model: &LanguageModel, plan: &Plan, tally: Tally) -> Result<Run> {
+fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Result<Run> {
     let (nll, nll_stderr) = mean_and_stderr(&tally.nll);
-    let (kl_mean, _) = mean_and_stderr(&tally.kl);
+    let pairs = tally.nll.iter().zip(float);
+    let excess: Vec<f64> = pairs.map(|(&nll, &float)| f64::from(nll) - f64::from(float)).collect();
+    let (nll_excess, nll_excess_stderr) = mean_and_block_stderr(&excess);
+    let kl: Vec<f32> = tally.divergence.iter().map(|row| row.kl).collect();
+    let (kl_mean, _) = mean_and_stderr(&kl);
+    let same_top = tally.divergence.iter().filter(|row| row.same_top).count();
     let bytes = |config: &ModelCacheConfig| -> Result<usize> {
         let (n_kv_heads, head_dim) = (model.n_kv_heads(), model.head_dim());
         let shape = CacheShape { batch: 1, n_kv_heads, head_dim };
@@ -184,8 +257,12 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally) -> Result<Run> {
         perplexity: nll.exp(),
         nll,
         nll_stderr,
+        nll_excess,
+        nll_excess_stderr,
+        bits_per_byte: None,
         kl_mean,
-        kl_p999: quantile(&tally.kl, 999),
+        kl_p999: quantile(&kl, 999),
+        same_top: same_top as f64 / tally.nll.len() as f64,
         tokens: tally.nll.len(),
         seconds: tally.seconds,
         cache_bytes,
@@ -209,13 +286,14 @@ fn by_position(plan: &Plan, nll: &[f32]) -> Vec<PositionNll> {
             tokens: 0,
         })
         .collect();
-    let positions = plan.windows().flat_map(|window| 1..window.len());
+    let positions = plan
+        .spans()
+        .flat_map(|Span { tokens, scored }| scored.map(move |token| token - tokens.start));
     for (position, &nll) in positions.zip(nll) {
         let bucket = &mut buckets[position / per_bucket];
         bucket.nll += f64::from(nll);
         bucket.tokens += 1;
     }
-    // The first window is a whole one: no bucket is empty.
     for bucket in &mut buckets {
         bucket.nll /= bucket.tokens as f64;
     }

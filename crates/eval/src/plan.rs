@@ -46,6 +46,15 @@ pub struct Plan {
     caches: Vec<ModelCacheConfig>,
     ids: Vec<u32>,
     window: usize,
+    stride: usize,
+}
+
+/// Tokens that pass through the model together, from an empty cache, and those of them that are
+/// scored: their losses count, and each is predicted from all tokens before it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Span {
+    pub(crate) tokens: Range<usize>,
+    pub(crate) scored: Range<usize>,
 }
 
 impl Plan {
@@ -92,7 +101,21 @@ impl Plan {
             }
             all.push(config);
         }
-        Ok(Self { mode, caches: all, ids, window })
+        Ok(Self { mode, caches: all, ids, window, stride: window })
+    }
+
+    /// Lets each window begin `stride` tokens after the one before. A window then scores only the
+    /// tokens that the one before it does not reach, so that all but the first have at least
+    /// `window - stride` tokens before them. By default windows do not overlap.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for a stride of 0 or above the window.
+    pub fn with_stride(self, stride: usize) -> Result<Self> {
+        if !(1..=self.window).contains(&stride) {
+            let rule = format!("must be at least 1 and at most the window of {}", self.window);
+            return Err(Error::plan("stride", stride, rule));
+        }
+        Ok(Self { stride, ..self })
     }
 
     /// How tokens pass through the model.
@@ -110,6 +133,11 @@ impl Plan {
         self.window
     }
 
+    /// Tokens from the start of one window to that of the next.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
     /// Tokens of the text that are used.
     pub fn tokens(&self) -> usize {
         self.ids.len()
@@ -120,17 +148,24 @@ impl Plan {
         &self.ids
     }
 
-    /// Windows of at least two tokens, in order.
-    pub(crate) fn windows(&self) -> impl Iterator<Item = Range<usize>> + use<'_> {
+    /// The windows, in order. Every token but those that begin a window that overlaps no other is
+    /// scored once.
+    pub(crate) fn spans(&self) -> impl Iterator<Item = Span> + use<'_> {
         let n = self.ids.len();
+        let end = move |start: usize| (start + self.window).min(n);
         (0..n)
-            .step_by(self.window)
-            .map(move |start| start..(start + self.window).min(n))
-            .filter(|window| window.len() >= 2)
+            .step_by(self.stride)
+            .map_while(move |start| {
+                // What the window before reached; the first token of a text has nothing before it.
+                let before = start.checked_sub(self.stride).map_or(0, end);
+                let scored = before.max(start + 1)..end(start);
+                (before < n).then_some(Span { tokens: start..end(start), scored })
+            })
+            .filter(|span| !span.scored.is_empty())
     }
 
     /// Tokens scored by one run.
     pub fn scored_tokens(&self) -> usize {
-        self.windows().map(|window| window.len() - 1).sum()
+        self.spans().map(|span| span.scored.len()).sum()
     }
 }

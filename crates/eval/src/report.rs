@@ -1,6 +1,6 @@
 //! Results, as a table, as JSON, and as a page with charts.
 
-use core::fmt;
+use core::{f64::consts::LN_2, fmt};
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -44,10 +44,19 @@ pub struct Run {
     pub nll: f64,
     /// Standard error of `nll`, taking tokens as independent.
     pub nll_stderr: f64,
+    /// Mean of each token's `nll` less that of the same token in the float run.
+    pub nll_excess: f64,
+    /// Standard error of `nll_excess`, over blocks of tokens: neighbors are not independent.
+    pub nll_excess_stderr: f64,
+    /// `nll` in bits, per byte of text rather than per token; `None` before [`Report::add`] and where
+    /// the report does not know the text's bytes.
+    pub bits_per_byte: Option<f64>,
     /// Mean divergence of the next-token distribution from the float run's, nats.
     pub kl_mean: f64,
     /// The divergence that 99.9% of tokens do not exceed, nats.
     pub kl_p999: f64,
+    /// Share of tokens for which the most likely token is the float run's.
+    pub same_top: f64,
     /// Tokens scored.
     pub tokens: usize,
     /// Seconds in the model and its head, without the divergence.
@@ -111,8 +120,12 @@ pub struct Report {
     pub text: String,
     /// Tokens of the text that were used.
     pub text_tokens: usize,
+    /// Bytes that those tokens stand for, where known.
+    pub text_bytes: Option<usize>,
     /// Tokens per window.
     pub window: usize,
+    /// Tokens from the start of one window to that of the next.
+    pub stride: usize,
     /// The runs, by model, of each the `float` one first.
     pub runs: Vec<Run>,
 }
@@ -133,50 +146,75 @@ impl Report {
             device: device_name(device),
             text,
             text_tokens,
+            text_bytes: None,
             window,
+            stride: window,
             runs: vec![],
         }
     }
 
-    /// Adds the runs of one model.
-    pub fn add(&mut self, model: &str, runs: Vec<Run>) {
-        self.runs.extend(runs.into_iter().map(|run| Run { model: model.to_string(), ..run }));
+    /// The same of windows that begin every `stride` tokens, see [`Plan::with_stride`](crate::Plan::with_stride).
+    #[must_use]
+    pub fn with_stride(self, stride: usize) -> Self {
+        Self { stride, ..self }
     }
 
-    /// The runs as a table, with a column for the model if there are several.
+    /// The same of a text whose tokens stand for `bytes` bytes; to be called before runs are added.
+    #[must_use]
+    pub fn with_text_bytes(self, bytes: usize) -> Self {
+        Self { text_bytes: Some(bytes), ..self }
+    }
+
+    /// Adds the runs of one model.
+    pub fn add(&mut self, model: &str, runs: Vec<Run>) {
+        let tokens_per_byte = self.text_bytes.map(|bytes| self.text_tokens as f64 / bytes as f64);
+        self.runs.extend(runs.into_iter().map(|run| Run {
+            model: model.to_string(),
+            bits_per_byte: tokens_per_byte.map(|rate| run.nll / LN_2 * rate),
+            ..run
+        }));
+    }
+
+    /// The runs as a table, with a column for the model if there are several, and one for bits per
+    /// byte if they are known. `over float` is [`Run::nll_excess`].
     pub fn table(&self) -> Table {
-        let columns = [
-            "model",
-            "cache",
-            "mode",
-            "perplexity",
-            "nll",
-            "+-",
-            "kl mean",
-            "kl 99.9%",
-            "cache MiB",
-            "of float",
-            "tokens/s",
-        ];
-        let skip = usize::from(self.models().len() < 2);
-        let mut table = Table::new(columns.into_iter().skip(skip));
-        for run in &self.runs {
-            let cells = [
-                run.model.clone(),
-                run.cache.clone(),
-                run.mode.to_string(),
-                format!("{:.4}", run.perplexity),
-                format!("{:.4}", run.nll),
-                format!("{:.4}", run.nll_stderr),
-                format!("{:.6}", run.kl_mean),
-                format!("{:.4}", run.kl_p999),
-                format!("{:.2}", mib(run.cache_bytes)),
-                format!("{:.1}%", 100.0 * run.cache_bytes as f64 / run.float_cache_bytes as f64),
-                format!("{:.1}", run.tokens_per_second()),
-            ];
-            table.push(cells.into_iter().skip(skip));
+        let rows: Vec<_> = self.runs.iter().map(|run| self.row(run)).collect();
+        let names = rows.first().into_iter().flatten().map(|&(name, _)| name);
+        let mut table = Table::new(names);
+        for row in rows {
+            table.push(row.into_iter().map(|(_, cell)| cell));
         }
         table
+    }
+
+    /// One line of the table, with the columns' names.
+    fn row(&self, run: &Run) -> Vec<(&'static str, String)> {
+        let percent = |share: f64| format!("{:.1}%", 100.0 * share);
+        let mut row = Vec::with_capacity(14);
+        if self.models().len() > 1 {
+            row.push(("model", run.model.clone()));
+        }
+        row.extend([
+            ("cache", run.cache.clone()),
+            ("perplexity", format!("{:.4}", run.perplexity)),
+            ("nll", format!("{:.4}", run.nll)),
+            ("+-", format!("{:.4}", run.nll_stderr)),
+            ("over float", signed(run.nll_excess)),
+            ("+-", format!("{:.4}", run.nll_excess_stderr)),
+        ]);
+        if self.text_bytes.is_some() {
+            let bits = run.bits_per_byte.map_or(String::new(), |bits| format!("{bits:.4}"));
+            row.push(("bits/byte", bits));
+        }
+        row.extend([
+            ("kl mean", format!("{:.6}", run.kl_mean)),
+            ("kl 99.9%", format!("{:.4}", run.kl_p999)),
+            ("same top", percent(run.same_top)),
+            ("cache MiB", format!("{:.2}", mib(run.cache_bytes))),
+            ("of float", percent(run.cache_bytes as f64 / run.float_cache_bytes as f64)),
+            ("tokens/s", format!("{:.1}", run.tokens_per_second())),
+        ]);
+        row
     }
 
     /// Loss by position in the window, one line per run.
@@ -320,8 +358,13 @@ impl Report {
     }
 
     fn summary(&self) -> String {
+        let stride = match self.stride {
+            stride if stride == self.window => String::new(),
+            stride => format!(" every {stride}"),
+        };
+        let mode = self.runs.first().map_or(String::new(), |run| format!(", {}", run.mode));
         format!(
-            "{} on {} ({}), {} tokens of {} in windows of {}",
+            "{} on {} ({}), {} tokens of {} in windows of {}{stride}{mode}",
             self.models().join(" and "),
             self.backend,
             self.device,
@@ -359,6 +402,12 @@ impl PositionNll {
     fn middle(&self) -> f64 {
         (self.start + self.end - 1) as f64 / 2.0
     }
+}
+
+/// Four digits, without the sign of a zero.
+fn signed(x: f64) -> String {
+    let text = format!("{x:.4}");
+    if text == "-0.0000" { "0.0000".into() } else { text }
 }
 
 fn mib(bytes: usize) -> f64 {

@@ -9,9 +9,18 @@ pub(crate) fn negative_log_likelihood(logits: &[f32], targets: &[u32]) -> Vec<f3
     rows.map(|(row, &target)| (log_sum_exp(row) - f64::from(row[target as usize])) as f32).collect()
 }
 
-/// Kullback-Leibler divergence in nats of each row's distribution from the float one,
-/// `sum_i p_i (log p_i - log q_i)`; both `[rows, vocab]`.
-pub(crate) fn kl_divergence(float: &[f32], logits: &[f32], vocab: usize) -> Vec<f32> {
+/// One row of logits beside the float run's.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Divergence {
+    /// Kullback-Leibler divergence in nats of the row's distribution from the float one,
+    /// `sum_i p_i (log p_i - log q_i)`.
+    pub(crate) kl: f32,
+    /// Whether both have the same most likely token; of equals, the first.
+    pub(crate) same_top: bool,
+}
+
+/// Each row of `logits` against the same of `float`; both `[rows, vocab]`.
+pub(crate) fn divergence(float: &[f32], logits: &[f32], vocab: usize) -> Vec<Divergence> {
     let rows = float.par_chunks_exact(vocab).zip(logits.par_chunks_exact(vocab));
     rows.map(|(float, logits)| {
         let (float_lse, lse) = (log_sum_exp(float), log_sum_exp(logits));
@@ -20,9 +29,16 @@ pub(crate) fn kl_divergence(float: &[f32], logits: &[f32], vocab: usize) -> Vec<
             .zip(logits)
             .map(|(&p, &q)| f64::from((p - float_lse as f32).exp()) * f64::from(p - q))
             .sum();
-        (expected - float_lse + lse) as f32
+        let kl = (expected - float_lse + lse) as f32;
+        Divergence { kl, same_top: top(float) == top(logits) }
     })
     .collect()
+}
+
+/// The first of the largest.
+fn top(row: &[f32]) -> Option<usize> {
+    let best = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    row.iter().position(|&logit| logit == best)
 }
 
 /// NaN if any logit is.
@@ -39,6 +55,24 @@ pub(crate) fn mean_and_stderr(samples: &[f32]) -> (f64, f64) {
     let squares: f64 = samples.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum();
     let stderr = if samples.len() > 1 { (squares / (n - 1.0) / n).sqrt() } else { 0.0 };
     (mean, stderr)
+}
+
+/// Mean, and the standard error of the mean, of samples in an order in which neighbors may be alike,
+/// as the tokens of a text are: the error is that of the means of about as many blocks as each has
+/// samples. For independent samples it is that of [`mean_and_stderr`].
+pub(crate) fn mean_and_block_stderr(samples: &[f64]) -> (f64, f64) {
+    let n = samples.len();
+    let mean = samples.iter().sum::<f64>() / n as f64;
+    let n_blocks = n.isqrt().max(2).min(n);
+    if n_blocks < 2 {
+        return (mean, 0.0);
+    }
+    let squares: f64 = (0..n_blocks)
+        .map(|i| &samples[i * n / n_blocks..(i + 1) * n / n_blocks])
+        .map(|block| block.iter().map(|x| x - mean).sum::<f64>().powi(2))
+        .sum();
+    let blocks = n_blocks as f64;
+    (mean, (squares * blocks / (blocks - 1.0)).sqrt() / n as f64)
 }
 
 /// The smallest sample that at least `per_mille` of 1000 do not exceed.
@@ -74,10 +108,34 @@ mod tests {
         // f32 logits near 50 are 4e-6 apart.
         assert!((f64::from(nll[0]) + p[2].ln()).abs() < 1e-5, "{nll:?}");
         assert!((f64::from(nll[1]) + q[1].ln()).abs() < 1e-5, "{nll:?}");
-        let kl = kl_divergence(&logits(p), &logits(q), 3);
+        let kl = divergence(&logits(p), &logits(q), 3);
         let expected: f64 = p.iter().zip(q).map(|(p, q)| p * (p / q).ln()).sum();
-        assert!((f64::from(kl[0]) - expected).abs() < 1e-5, "{kl:?} against {expected}");
-        assert_eq!(kl_divergence(&logits(p), &logits(p), 3), [0.0]);
+        assert!((f64::from(kl[0].kl) - expected).abs() < 1e-5, "{kl:?} against {expected}");
+        assert!(kl[0].same_top, "the last is the most likely of both");
+        let same = Divergence { kl: 0.0, same_top: true };
+        assert_eq!(divergence(&logits(p), &logits(p), 3), [same]);
+        assert!(!divergence(&[1.0, 2.0], &[2.0, 1.0], 2)[0].same_top);
+        assert!(
+            divergence(&[1.0, 2.0, 2.0], &[1.0, 3.0, 0.0], 3)[0].same_top,
+            "of equals, the first"
+        );
+    }
+
+    #[test]
+    fn blocks_see_that_neighbors_are_alike() {
+        // 100 samples in 10 blocks, whose means are known.
+        let alike: Vec<f64> = (0..100).map(|i| f64::from(i / 10 % 2)).collect();
+        let (mean, stderr) = mean_and_block_stderr(&alike);
+        assert_eq!(mean, 0.5);
+        // Ten block means of 0 and 1: variance 10 * 0.25 / 9, over ten blocks.
+        assert!((stderr - (10.0f64 * 0.25 / 9.0 / 10.0).sqrt()).abs() < 1e-12, "{stderr}");
+        let independent: Vec<f32> = alike.iter().map(|&x| x as f32).collect();
+        assert!(stderr > 3.0 * mean_and_stderr(&independent).1);
+        // Alternating samples cancel in every block.
+        let alternating: Vec<f64> = (0..100).map(|i| f64::from(i % 2)).collect();
+        assert!(mean_and_block_stderr(&alternating).1 < 1e-12);
+        assert_eq!(mean_and_block_stderr(&[3.0]), (3.0, 0.0));
+        assert!(mean_and_block_stderr(&[1.0, 2.0, 4.0]).1 > 0.0);
     }
 
     #[test]

@@ -6,8 +6,8 @@ use anyhow::{Context, Result};
 use indicatif::ProgressBar;
 use kv_cli::{Backend, token_bar};
 use kv_cubecl::{On, Target};
-use kv_eval::{Plan, Report, Run, evaluate, layers::measure_layers};
-use kv_models::LanguageModel;
+use kv_eval::{Plan, Progress, Report, Run, evaluate, layers::measure_layers};
+use kv_models::{LanguageModel, Tokenizer};
 use serde::Serialize;
 
 /// Which model, and where it runs.
@@ -35,7 +35,12 @@ impl Job<'_> {
 
     fn run<T: Target>(&self, device: &On<T>, layers: bool, bar: &ProgressBar) -> Result<Vec<Run>> {
         let start = bar.position();
-        let set = |done: usize| bar.set_position(start + done as u64);
+        let set = |progress: Progress<'_>| {
+            let figures = progress.perplexities.iter();
+            let figures: Vec<_> = figures.map(|(cache, x)| format!("{cache} {x:.4}")).collect();
+            bar.set_message(figures.join("  "));
+            bar.set_position(start + progress.done as u64);
+        };
         let mut runs = evaluate(device, self.model, &self.plan, set)?;
         if layers {
             measure_layers(device, self.model, &self.plan, &mut runs)?;
@@ -50,19 +55,24 @@ pub(crate) struct Output<'a> {
     pub(crate) folder: Option<&'a Path>,
 }
 
-/// Runs `jobs`, whose plans are of one text, and prints and writes their report.
+/// Runs `jobs`, whose plans are of the same tokens of one text, which stand for `bytes` bytes of it,
+/// and prints and writes their report.
 pub(crate) fn evaluate_and_report<T: Target>(
     device: &On<T>,
     text: &Path,
+    bytes: usize,
     jobs: &[Job<'_>],
     output: &Output<'_>,
 ) -> Result<()> {
     let bar = token_bar(jobs.iter().map(Job::tokens).sum());
     let start = Instant::now();
     let plan = jobs.first().map(|job| &job.plan);
-    let (tokens, window) = (plan.map_or(0, Plan::tokens), plan.map_or(0, Plan::window));
+    let [tokens, window, stride] =
+        [Plan::tokens, Plan::window, Plan::stride].map(|part| plan.map_or(0, part));
     let command = std::env::args().collect();
-    let mut report = Report::new(device, command, text.display().to_string(), tokens, window);
+    let mut report = Report::new(device, command, text.display().to_string(), tokens, window)
+        .with_stride(stride)
+        .with_text_bytes(bytes);
     for job in jobs {
         report.add(&job.name, job.run(device, output.folder.is_some(), &bar)?);
     }
@@ -85,6 +95,11 @@ pub(crate) fn evaluate_and_report<T: Target>(
 /// The text to evaluate on.
 pub(crate) fn read_text(text: &Path) -> Result<String> {
     fs::read_to_string(text).with_context(|| format!("text {}: cannot read", text.display()))
+}
+
+/// The bytes of text that the first `tokens` of `ids` stand for.
+pub(crate) fn n_bytes(tokenizer: &Tokenizer, ids: &[u32], tokens: usize) -> Result<usize> {
+    Ok(tokenizer.decode(&ids[..tokens.min(ids.len())])?.len())
 }
 
 /// Says so if the text has fewer tokens than are asked for.

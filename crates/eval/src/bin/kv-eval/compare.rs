@@ -9,7 +9,7 @@ use kv_eval::{Mode, Plan};
 use kv_models::{KV_CACHE_FILE, ModelCacheConfig};
 
 use crate::{
-    common::{Job, Output, evaluate_and_report, note_short_text, read_text},
+    common::{Job, Output, evaluate_and_report, n_bytes, note_short_text, read_text},
     source::{self, Source},
 };
 
@@ -74,6 +74,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         bail!("text {}: the tokenizers of the two models disagree", args.text.display());
     }
     note_short_text(&ids, Some(args.tokens));
+    let bytes = n_bytes(&base.tokenizer, &ids, args.tokens)?;
 
     let mut of_base: Vec<ModelCacheConfig> = [Bits::Four, Bits::Two]
         .map(|bits| {
@@ -98,7 +99,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         },
     ];
     let output = Output { json: args.json.as_deref(), folder: Some(&args.report) };
-    evaluate_and_report(&device, &args.text, &jobs, &output)
+    evaluate_and_report(&device, &args.text, bytes, &jobs, &output)
 }
 
 /// The shortest ends of two paths that tell them apart.

@@ -7,7 +7,7 @@ use kv_eval::{Mode, Plan};
 use kv_models::{KV_CACHE_FILE, ModelCacheConfig};
 
 use crate::{
-    common::{Job, ModelArgs, Output, evaluate_and_report, note_short_text, read_text},
+    common::{Job, ModelArgs, Output, evaluate_and_report, n_bytes, note_short_text, read_text},
     source::{self, Source},
 };
 
@@ -30,6 +30,11 @@ pub(crate) struct Args {
     /// limit if that is lower.
     #[arg(long)]
     window: Option<usize>,
+    /// Tokens from the start of one window to that of the next, at most the window, which is the
+    /// default. With less, windows overlap and each scores its last tokens only, those that the one
+    /// before does not reach: every token is predicted from more text, at more work.
+    #[arg(long)]
+    stride: Option<usize>,
     /// Use only the first tokens of the text.
     #[arg(long)]
     tokens: Option<usize>,
@@ -58,8 +63,12 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         eprintln!("note: comparing float with {cache}, from the model's {KV_CACHE_FILE}");
         caches.push(cache);
     }
-    let plan = Plan::new(&model, args.mode, caches, ids, window, args.tokens)?;
+    let bytes = n_bytes(&tokenizer, &ids, args.tokens.unwrap_or(usize::MAX))?;
+    let mut plan = Plan::new(&model, args.mode, caches, ids, window, args.tokens)?;
+    if let Some(stride) = args.stride {
+        plan = plan.with_stride(stride)?;
+    }
     let jobs = [Job { model: &model, name, plan }];
     let output = Output { json: args.json.as_deref(), folder: args.report.as_deref() };
-    evaluate_and_report(&device, &args.text, &jobs, &output)
+    evaluate_and_report(&device, &args.text, bytes, &jobs, &output)
 }
