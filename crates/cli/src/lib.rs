@@ -3,10 +3,12 @@
 
 mod backend;
 pub mod hub;
+mod output;
 mod progress;
 mod start;
 
 pub use backend::{Backend, Plain, not_built_in};
 pub use kv_cubecl;
+pub use output::{OutFile, Screen, note, notes, open_folder};
 pub use progress::token_bar;
-pub use start::{note, start};
+pub use start::start;

@@ -1,9 +1,10 @@
 //! From a command line to an exit code.
-#![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
 
 use std::process::ExitCode;
 
 use clap::Parser;
+
+use crate::Screen;
 
 /// The body of a `main`: parses the command line and calls `run` with it. A mistake is one line on
 /// standard error, with exit code 2 in the command line and 1 after it. To be called before other
@@ -14,35 +15,36 @@ pub fn start<C: Parser>(run: impl FnOnce(C) -> anyhow::Result<()>) -> ExitCode {
         Ok(cli) => cli,
         // Help and versions are no mistakes.
         Err(error) if error.exit_code() == 0 => {
-            print!("{error}");
-            return ExitCode::SUCCESS;
+            return match Screen::Out.print(error) {
+                Ok(_) => ExitCode::SUCCESS,
+                Err(_) => ExitCode::FAILURE,
+            };
         }
         Err(error) => {
-            eprintln!("{}", usage_line(&error));
+            // Where nobody reads errors there is nobody to tell.
+            let _ = Screen::Error.line(usage_line(&error));
             return ExitCode::from(2);
         }
     };
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {}", error_line(&error));
+            let _ = Screen::Error.line(format_args!("error: {}", error_line(&error)));
             ExitCode::FAILURE
         }
     }
 }
 
-/// Lines that a user should know while the program goes on, on standard error.
-pub fn note(lines: &[String]) {
-    for line in lines {
-        eprintln!("note: {}", line.split_whitespace().collect::<Vec<_>>().join(" "));
-    }
-}
-
-/// What is wrong with a command line, on one line: the first paragraph.
+/// What is wrong with a command line, on one line: the first paragraph, and what was meant instead.
 fn usage_line(error: &clap::Error) -> String {
     let text = error.to_string();
-    let lines = text.lines().map(str::trim).take_while(|line| !line.is_empty());
-    lines.collect::<Vec<_>>().join(" ")
+    let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    let what = lines.iter().copied().take_while(|line| !line.is_empty());
+    let mut line = what.collect::<Vec<_>>().join(" ");
+    for tip in lines.iter().filter_map(|line| line.strip_prefix("tip: ")) {
+        line = format!("{line}; {tip}");
+    }
+    line
 }
 
 /// An error on one line: the message, then each cause that adds something to it.

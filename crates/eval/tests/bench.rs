@@ -106,6 +106,20 @@ fn models_decode_and_prefill() {
     }
 }
 
+#[test]
+fn contexts_end_where_the_model_does_and_no_tokenizer_is_needed() {
+    let space = Workspace::new();
+    let model = space.model();
+    fs::remove_file(space.path("model/tokenizer.json")).unwrap();
+    let caches = ["--cache", "float", "--cache", "k2v2-g16-r16"];
+    // The model has 512 positions; 2 samples after 2 that do not count need 4 of them.
+    for (command, last) in [("decode", 508), ("prefill", 512)] {
+        let report = bench(&space, &[&[command, "--model", &model][..], &caches].concat());
+        let expected = ["float", "k2v2-g16-r16"].map(|name| (name.to_string(), last));
+        assert_eq!(points(&report), expected, "{command}");
+    }
+}
+
 #[cfg(feature = "wgpu")]
 #[test]
 fn recorded_steps_are_timed_beside_launched_ones() {

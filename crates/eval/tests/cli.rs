@@ -4,7 +4,10 @@
 
 mod common;
 
-use std::fs;
+use std::{
+    fs,
+    process::{Command, Stdio},
+};
 
 use common::{Outcome, Workspace, kv_eval};
 
@@ -327,6 +330,160 @@ fn what_is_not_there_is_named() {
     let gone = kv_eval(&["ppl", "--model", &space.model(), "--text", "no-such-text"]);
     assert_one_line(&gone, &["no-such-text"]);
     assert_one_line(&ppl(&space, &["--backend", "tpu"]), &["tpu", "flex, wgpu, cuda"]);
+}
+
+/// Runs the program with an input and with standard output to `sink`, and returns code and errors.
+#[cfg(unix)]
+fn kv_eval_into(sink: impl Into<Stdio>, args: &[&str]) -> (Option<i32>, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kv-eval"));
+    let output = command.args(args).stdout(sink).stderr(Stdio::piped()).output().unwrap();
+    (output.status.code(), String::from_utf8(output.stderr).unwrap())
+}
+
+#[cfg(unix)]
+#[test]
+fn a_reader_that_goes_away_is_no_mistake() {
+    let space = Workspace::new();
+    let (model, text, json) = (space.model(), space.text(), space.path("report.json"));
+    let closed = || std::io::pipe().unwrap().1;
+    let args = ["ppl", "--model", &model, "--text", &text, "--tokens", "60", "--json", &json];
+    assert_eq!(kv_eval_into(closed(), &args), (Some(0), String::new()));
+    // What was not for that reader is there.
+    assert!(fs::read_to_string(&json).unwrap().contains("perplexity"));
+    assert_eq!(kv_eval_into(closed(), &["--help"]), (Some(0), String::new()));
+    let (code, errors) =
+        kv_eval_into(closed(), &["generate", "--model", &model, "--prompt", "Hello"]);
+    assert!(code == Some(0) && !errors.contains("panicked"), "{errors}");
+
+    // A full disk is one.
+    if let Ok(full) = fs::File::options().write(true).open("/dev/full") {
+        let (code, errors) = kv_eval_into(full, &args);
+        assert_eq!(code, Some(1));
+        assert!(errors.starts_with("error: standard output: cannot write"), "{errors}");
+    }
+}
+
+#[test]
+fn any_number_of_tokens_may_be_asked_for() {
+    let space = Workspace::new();
+    let model = space.model();
+    let most = usize::MAX.to_string();
+    let args = ["generate", "--model", &model, "--prompt", "Hello", "--max-tokens", &most];
+    let outcome = kv_eval(&args);
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    // The model's limit is 512 positions.
+    assert!(outcome.stderr.contains("of 512 tokens"), "{}", outcome.stderr);
+    let outcome = ppl(&space, &["--tokens", &most]);
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+}
+
+#[test]
+fn files_that_cannot_be_written_are_named_before_the_run() {
+    let space = Workspace::new();
+    let (missing, folder, text) = (space.path("no/such.json"), space.path(""), space.text());
+    // A model that is not there would be found first, were the run begun.
+    let before = |args: &[&str], parts: &[&str]| {
+        let start = ["--model", "no-such-model"];
+        let args: Vec<&str> = args.iter().copied().chain(start).collect();
+        assert_one_line(&kv_eval(&args), parts);
+    };
+    let ppl = ["ppl", "--text", &text];
+    before(&[&ppl[..], &["--json", &missing]].concat(), &["json", "no/such.json", "cannot write"]);
+    before(&[&ppl[..], &["--json", &folder]].concat(), &["json", "is a folder"]);
+    before(&[&ppl[..], &["--report", &text]].concat(), &["report", "text.txt", "cannot write"]);
+    let decode = ["bench", "decode"];
+    before(&[&decode[..], &["--json", &missing]].concat(), &["json", "no/such.json"]);
+    before(&[&decode[..], &["--plot", &missing]].concat(), &["plot", "no/such.json"]);
+    // Nothing is left where a run then fails, and what was there stays.
+    let kept = space.path("kept.json");
+    fs::write(&kept, "before").unwrap();
+    before(&[&ppl[..], &["--json", &kept]].concat(), &["no-such-model"]);
+    assert_eq!(fs::read_to_string(&kept).unwrap(), "before");
+    let new = space.path("new.json");
+    before(&[&ppl[..], &["--json", &new]].concat(), &["no-such-model"]);
+    assert!(!fs::exists(&new).unwrap());
+    let left: Vec<_> = fs::read_dir(space.path("")).unwrap().collect();
+    assert_eq!(left.len(), 3, "model, text, kept.json: {left:?}");
+}
+
+#[test]
+fn dashes_are_standard_input_and_output() {
+    let space = Workspace::new();
+    let model = space.model();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kv-eval"));
+    command.args(["ppl", "--model", &model, "--text", "-", "--json", "-", "--tokens", "100"]);
+    command.stdin(fs::File::open(space.text()).unwrap());
+    let output = command.output().unwrap();
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{errors}");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&report["text"], &report["text_tokens"]), (&"standard input".into(), &100.into()));
+    assert!(errors.contains("100 tokens of standard input") && errors.contains("perplexity"));
+
+    let from_file = space.path("file.json");
+    assert_eq!(ppl(&space, &["--tokens", "100", "--json", &from_file]).code, 0);
+    let other: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(from_file).unwrap()).unwrap();
+    assert_eq!(report["runs"][0]["nll"], other["runs"][0]["nll"]);
+}
+
+#[test]
+fn what_was_meant_is_suggested() {
+    let outcome = kv_eval(&["ppl", "--backen", "x"]);
+    assert_one_line(
+        &outcome,
+        &["unexpected argument '--backen'", "a similar argument exists: '--backend'"],
+    );
+    let outcome = kv_eval(&["generat"]);
+    assert_one_line(&outcome, &["a similar subcommand exists: 'generate'"]);
+}
+
+#[test]
+fn another_name_of_the_float_cache_is_explained() {
+    let space = Workspace::new();
+    let caches = ["--tokens", "60", "--cache", "k16v16", "--cache", "k8v8-g16"];
+    let outcome = ppl(&space, &caches);
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    assert!(outcome.stderr.contains("note: k16v16 is the float cache"), "{}", outcome.stderr);
+    let outcome = ppl(&space, &["--tokens", "60", "--cache", "float"]);
+    assert!(!outcome.stderr.contains("note"), "{}", outcome.stderr);
+}
+
+#[test]
+fn a_model_is_called_what_its_file_is() {
+    let space = Workspace::new();
+    let named = space.copy("Tiny-1.5B");
+    let outcome = kv_eval(&["ppl", "--model", &named, "--text", &space.text(), "--tokens", "40"]);
+    assert!(outcome.stdout.starts_with("Tiny-1.5B on flex"), "{}", outcome.stdout);
+}
+
+#[test]
+fn a_text_has_its_bits_per_byte() {
+    let space = Workspace::new();
+    let json = space.path("report.json");
+    fs::write(space.text(), "Größe: ".repeat(30)).unwrap();
+    assert_eq!(ppl(&space, &["--tokens", "90", "--json", &json]).code, 0);
+    let report: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+    // A token of this tokenizer is a byte.
+    assert_eq!((&report["text_tokens"], &report["text_bytes"]), (&90.into(), &90.into()));
+    let run = &report["runs"][0];
+    let bits = run["nll"].as_f64().unwrap() / 2f64.ln();
+    assert!((run["bits_per_byte"].as_f64().unwrap() - bits).abs() < 1e-12);
+}
+
+#[test]
+fn windows_overlap_by_the_stride() {
+    let space = Workspace::new();
+    let json = space.path("report.json");
+    let args = ["--tokens", "200", "--window", "90", "--stride", "30", "--json", &json];
+    let outcome = ppl(&space, &args);
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    assert!(outcome.stdout.contains("in windows of 90 every 30, parallel"), "{}", outcome.stdout);
+    let report: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+    assert_eq!((&report["stride"], &report["runs"][0]["tokens"]), (&30.into(), &199.into()));
+    assert_one_line(&ppl(&space, &["--window", "90", "--stride", "91"]), &["stride 91", "90"]);
 }
 
 #[cfg(not(feature = "cuda"))]

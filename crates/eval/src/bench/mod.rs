@@ -18,7 +18,7 @@ pub use attention::{
     AppendPoint, AttentionPlan, AttentionPoint, time_append, time_decode_attention,
 };
 pub use codec::{CodecPoint, time_codec};
-pub use model::{DecodePoint, DecodeSubject, PrefillPoint, time_decode, time_prefill};
+pub use model::{DecodePoint, DecodeSubject, PrefillPoint, time_decode, time_prefill, timed_steps};
 
 use crate::{Error, Result};
 

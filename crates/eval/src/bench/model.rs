@@ -75,6 +75,12 @@ impl<'a> Stepper<'a> {
     }
 }
 
+/// The tokens that [`time_decode`] appends at each context: its samples, and the steps before them that
+/// do not count.
+pub fn timed_steps(samples: usize) -> usize {
+    samples + super::WARM_UP
+}
+
 /// Times `samples` decode steps of `model` at each of the ascending `contexts`, of each of `subjects`
 /// in turn. `progress` is told the tokens prefilled so far.
 ///
@@ -89,8 +95,7 @@ pub fn time_decode<T: Target>(
     samples: usize,
     mut progress: impl FnMut(usize),
 ) -> Result<Vec<DecodePoint>> {
-    // Samples, and the rounds that do not count.
-    let steps = samples + super::WARM_UP;
+    let steps = timed_steps(samples);
     if contexts.first() == Some(&0) || !contexts.is_sorted_by(|a, b| a + steps <= *b) {
         let rule =
             format!("must be above 0 and ascend by at least the {steps} steps timed at each");

@@ -3,13 +3,15 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
+use burn::tensor::Device;
 use indicatif::ProgressBar;
-use kv_cli::{Backend, Plain, dispatch};
+use kv_cli::{Backend, OutFile, Plain, Screen, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::bench::{
     AttentionPlan, DecodePoint, DecodeSubject, Timing, copy_bandwidth, time_append, time_codec,
-    time_decode, time_decode_attention, time_prefill,
+    time_decode, time_decode_attention, time_prefill, timed_steps,
 };
+use kv_models::LanguageModel;
 use kv_report::{
     Table,
     chart::{Chart, Series, Style},
@@ -19,7 +21,7 @@ use serde::Serialize;
 use crate::{
     ALLOCATOR,
     common::{ModelArgs, write_json},
-    source::{self, Source},
+    source,
 };
 
 #[derive(Debug, clap::Subcommand)]
@@ -46,7 +48,7 @@ struct Common {
     /// Samples; the median counts.
     #[arg(long, default_value_t = 21)]
     samples: usize,
-    /// Write the points here as JSON.
+    /// Write the points here as JSON; with -, to standard output, and the table to standard error.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -101,10 +103,10 @@ pub(crate) struct ModelBench {
     /// A cache to time; repeatable.
     #[arg(long = "cache", default_values = ["float", "float-f16", "k4v4", "k2v2"])]
     caches: Vec<KvCacheConfig>,
-    /// Context lengths to time at, ascending.
-    #[arg(long, value_delimiter = ',', default_value = "512,2048,8000")]
-    contexts: Vec<usize>,
-    /// Write the points here as JSON.
+    /// Context lengths to time at, ascending. By default 512, 2048 and 8000, as far as the model goes.
+    #[arg(long, value_delimiter = ',')]
+    contexts: Option<Vec<usize>>,
+    /// Write the points here as JSON; with -, to standard output, and the table to standard error.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
     /// Draw tokens per second by context length here, as SVG.
@@ -178,11 +180,52 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
 /// within what WebGPU lets a kernel bind.
 const COPIED: usize = 128 << 20;
 
-/// Measures and prints the copy bandwidth.
-fn copy<T: Target>(device: &On<T>) -> Result<f64> {
-    let copied = copy_bandwidth(device, COPIED, 9)?;
-    println!("{} copies {:.1} GB/s: it reads that much and writes as much", T::NAME, copied / 1e9);
-    Ok(copied)
+/// Where a benchmark's results go.
+struct Sinks {
+    screen: Screen,
+    json: Option<OutFile>,
+    plot: Option<OutFile>,
+}
+
+impl Sinks {
+    /// Finds out whether the files can be written.
+    fn open(json: Option<&Path>, plot: Option<&Path>) -> Result<Self> {
+        let screen = Screen::beside([json, plot]);
+        let open = |name, path: Option<&Path>| path.map(|path| OutFile::open(name, path));
+        let (json, plot) = (open("json", json).transpose()?, open("plot", plot).transpose()?);
+        Ok(Self { screen, json, plot })
+    }
+
+    /// Prints what is timed, then measures and prints the copy bandwidth.
+    fn start<T: Target>(&self, device: &On<T>, what: &str) -> Result<f64> {
+        self.screen.line(what)?;
+        let copied = copy_bandwidth(device, COPIED, 9)?;
+        let rate = format!("{} copies {:.1} GB/s", T::NAME, copied / 1e9);
+        self.screen.line(format_args!("{rate}: it reads that much and writes as much"))?;
+        Ok(copied)
+    }
+
+    /// Prints the table and writes what was asked for. What cannot be written is said after the rest is.
+    fn finish<T: Target, P: Serialize>(
+        self,
+        device: &On<T>,
+        copy_bandwidth: f64,
+        table: &Table,
+        chart: Option<&Chart>,
+        points: &[P],
+    ) -> Result<()> {
+        let (command, device) = (std::env::args().collect(), format!("{:?}", **device));
+        let output = Output { command, target: T::NAME, device, copy_bandwidth, points };
+        let json = self.json.map_or(Ok(()), |file| write_json(file, &output));
+        let plot = match (self.plot, chart) {
+            (Some(file), Some(chart)) => {
+                chart.svg().map_err(Into::into).and_then(|svg| file.write(svg.as_bytes()))
+            }
+            _ => Ok(()),
+        };
+        self.screen.print(table)?;
+        json.and(plot)
+    }
 }
 
 fn attention<T: Target>(args: &AttentionArgs) -> Result<()> {
@@ -192,8 +235,9 @@ fn attention<T: Target>(args: &AttentionArgs) -> Result<()> {
     let plan = AttentionPlan { tokens, working_set, recorded, ..layer.plan() };
     let how = if recorded { "recorded" } else { "launched" };
     let shape = format!("{}, {tokens} at once, {how}", layer.describe());
-    println!("decode attention of one layer on {}: {shape}", T::NAME);
-    let copied = copy(&device)?;
+    let sinks = Sinks::open(layer.common.json.as_deref(), args.plot.as_deref())?;
+    let what = format!("decode attention of one layer on {}: {shape}", T::NAME);
+    let copied = sinks.start(&device, &what)?;
     let mut table = Table::new([
         "context", "cache", "us", "10%", "90%", "KB read", "GB/s", "of copy", "speedup",
     ]);
@@ -218,20 +262,18 @@ fn attention<T: Target>(args: &AttentionArgs) -> Result<()> {
         bar.inc(1);
     }
     bar.finish_and_clear();
-    print!("{table}");
-    if let Some(path) = &args.plot {
-        let named = points.iter().map(|p| (p.cache.clone(), p.context, p.seconds.median * 1e6));
-        let title = format!("Decode attention on {}: {shape}", T::NAME);
-        by_context(title, "microseconds per layer", true, named).write_svg(path)?;
-    }
-    write(layer.common.json.as_deref(), &device, copied, &points)
+    let named = points.iter().map(|p| (p.cache.clone(), p.context, p.seconds.median * 1e6));
+    let title = format!("Decode attention on {}: {shape}", T::NAME);
+    let chart = by_context(title, "microseconds per layer", true, named);
+    sinks.finish(&device, copied, &table, Some(&chart), &points)
 }
 
 fn flush<T: Target>(args: &LayerArgs) -> Result<()> {
     let device = On::<T>::open()?;
     let plan = args.plan();
-    println!("appending a token to one layer on {}: {}", T::NAME, args.describe());
-    let copied = copy(&device)?;
+    let sinks = Sinks::open(args.common.json.as_deref(), None)?;
+    let what = format!("appending a token to one layer on {}: {}", T::NAME, args.describe());
+    let copied = sinks.start(&device, &what)?;
     let mut table = Table::new([
         "context",
         "cache",
@@ -259,15 +301,16 @@ fn flush<T: Target>(args: &LayerArgs) -> Result<()> {
             points.push(point);
         }
     }
-    print!("{table}");
-    write(args.common.json.as_deref(), &device, copied, &points)
+    sinks.finish(&device, copied, &table, None, &points)
 }
 
 fn codec<T: Target>(args: &CodecArgs) -> Result<()> {
     let device = On::<T>::open()?;
     let CodecArgs { kv_heads, tokens, head_dim, group_size, .. } = *args;
-    println!("f32 of {kv_heads} heads, {tokens} tokens, {head_dim} channels on {}", T::NAME);
-    let copied = copy(&device)?;
+    let sinks = Sinks::open(args.common.json.as_deref(), None)?;
+    let what =
+        format!("f32 of {kv_heads} heads, {tokens} tokens, {head_dim} channels on {}", T::NAME);
+    let copied = sinks.start(&device, &what)?;
     let shape = [kv_heads, tokens, head_dim];
     let points = time_codec(&device, shape, group_size, args.common.samples)?;
     let mut table = Table::new(["side", "bits", "quantize us", "GB/s", "dequantize us", "GB/s"]);
@@ -282,21 +325,22 @@ fn codec<T: Target>(args: &CodecArgs) -> Result<()> {
             rate(point.dequantize),
         ]);
     }
-    print!("{table}");
-    write(args.common.json.as_deref(), &device, copied, &points)
+    sinks.finish(&device, copied, &table, None, &points)
 }
 
 fn decode<T: Target>(DecodeArgs { bench: args, samples, recorded }: &DecodeArgs) -> Result<()> {
     let device = On::<T>::open()?;
-    let Source { model, name, .. } = source::load(&args.on.model, &device)?;
-    println!("{name} on {}, median of {samples} decode steps", T::NAME);
-    let copied = copy(&device)?;
+    let sinks = Sinks::open(args.json.as_deref(), args.plot.as_deref())?;
+    let (model, name) = args.load(&device)?;
+    let contexts = args.contexts(&model, timed_steps(*samples));
+    let what = format!("{name} on {}, median of {samples} decode steps", T::NAME);
+    let copied = sinks.start(&device, &what)?;
     let ways = if *recorded { &[false, true][..] } else { &[false] };
     let subject = |&cache| ways.iter().map(move |&recorded| DecodeSubject { cache, recorded });
     let subjects: Vec<_> = args.caches.iter().flat_map(subject).collect();
-    let bar = args.progress(args.contexts.last().copied().unwrap_or(0) * ways.len());
+    let bar = args.progress(contexts.last().copied().unwrap_or(0) * ways.len());
     let set = |done: usize| bar.set_position(done as u64);
-    let points = time_decode(&device, &model, &subjects, &args.contexts, *samples, set)?;
+    let points = time_decode(&device, &model, &subjects, &contexts, *samples, set)?;
     bar.finish_and_clear();
     let mut table =
         Table::new(["context", "cache", "ms/step", "10%", "90%", "tokens/s", "cache MB", "grown"]);
@@ -318,24 +362,23 @@ fn decode<T: Target>(DecodeArgs { bench: args, samples, recorded }: &DecodeArgs)
             ms(grown),
         ]);
     }
-    print!("{table}");
-    if let Some(path) = &args.plot {
-        let rates = points.iter().map(|p| (name_of(p), p.context, 1.0 / p.seconds.median));
-        let title = format!("Decoding {name} on {}", T::NAME);
-        by_context(title, "tokens per second", false, rates).write_svg(path)?;
-    }
-    write(args.json.as_deref(), &device, copied, &points)
+    let rates = points.iter().map(|p| (name_of(p), p.context, 1.0 / p.seconds.median));
+    let title = format!("Decoding {name} on {}", T::NAME);
+    let chart = by_context(title, "tokens per second", false, rates);
+    sinks.finish(&device, copied, &table, Some(&chart), &points)
 }
 
 fn prefill<T: Target>(PrefillArgs { bench: args, samples }: &PrefillArgs) -> Result<()> {
     let device = On::<T>::open()?;
-    let Source { model, name, .. } = source::load(&args.on.model, &device)?;
-    println!("{name} on {}, prompts passed {samples} times", T::NAME);
-    let copied = copy(&device)?;
-    let bar = args.progress(args.contexts.iter().sum::<usize>() * (samples + 1));
+    let sinks = Sinks::open(args.json.as_deref(), args.plot.as_deref())?;
+    let (model, name) = args.load(&device)?;
+    let contexts = args.contexts(&model, 0);
+    let what = format!("{name} on {}, prompts passed {samples} times", T::NAME);
+    let copied = sinks.start(&device, &what)?;
+    let bar = args.progress(contexts.iter().sum::<usize>() * (samples + 1));
     let set = |done: usize| bar.set_position(done as u64);
-    let (caches, contexts) = (&args.caches, &args.contexts);
-    let points = time_prefill(&device, &model, caches, contexts, *samples, &ALLOCATOR, set)?;
+    let caches = &args.caches;
+    let points = time_prefill(&device, &model, caches, &contexts, *samples, &ALLOCATOR, set)?;
     bar.finish_and_clear();
     let mut table = Table::new(["tokens", "cache", "seconds", "10%", "90%", "tokens/s", "peak MB"]);
     for point in &points {
@@ -349,14 +392,11 @@ fn prefill<T: Target>(PrefillArgs { bench: args, samples }: &PrefillArgs) -> Res
             format!("{:.2}", point.peak_bytes as f64 / 1e6),
         ]);
     }
-    print!("{table}");
-    if let Some(path) = &args.plot {
-        let rates =
-            points.iter().map(|p| (p.cache.clone(), p.tokens, p.tokens as f64 / p.seconds.median));
-        let title = format!("Prompts through {name} on {}", T::NAME);
-        by_context(title, "tokens per second", false, rates).write_svg(path)?;
-    }
-    write(args.json.as_deref(), &device, copied, &points)
+    let rates =
+        points.iter().map(|p| (p.cache.clone(), p.tokens, p.tokens as f64 / p.seconds.median));
+    let title = format!("Prompts through {name} on {}", T::NAME);
+    let chart = by_context(title, "tokens per second", false, rates);
+    sinks.finish(&device, copied, &table, Some(&chart), &points)
 }
 
 impl LayerArgs {
@@ -381,6 +421,30 @@ impl LayerArgs {
 }
 
 impl ModelBench {
+    /// The model and its name. No text is passed, so a model without a tokenizer will do.
+    fn load(&self, device: &Device) -> Result<(LanguageModel, String)> {
+        source::load_model(&self.on, device)
+    }
+
+    /// The contexts, each followed by `steps` timed steps.
+    fn contexts(&self, model: &LanguageModel, steps: usize) -> Vec<usize> {
+        if let Some(contexts) = &self.contexts {
+            return contexts.clone();
+        }
+        let limit = model.max_positions();
+        let mut contexts: Vec<usize> = Vec::new();
+        for context in [512, 2048, 8000].map(|context: usize| context.min(limit - steps.min(limit)))
+        {
+            if contexts.last().is_none_or(|&last| context >= last + steps.max(1)) {
+                contexts.push(context);
+            }
+        }
+        if limit < 8000 + steps {
+            note(format_args!("the model has {limit} positions; contexts are {contexts:?}"));
+        }
+        contexts
+    }
+
     /// A bar for `tokens` tokens with each cache.
     fn progress(&self, tokens: usize) -> ProgressBar {
         ProgressBar::new((tokens * self.caches.len()) as u64)
@@ -412,15 +476,4 @@ fn us(seconds: f64) -> String {
 
 fn ms(seconds: f64) -> String {
     format!("{:.2}", seconds * 1e3)
-}
-
-fn write<T: Target, P: Serialize>(
-    path: Option<&Path>,
-    device: &On<T>,
-    copy_bandwidth: f64,
-    points: &[P],
-) -> Result<()> {
-    let Some(path) = path else { return Ok(()) };
-    let (command, device) = (std::env::args().collect(), format!("{:?}", **device));
-    write_json(path, &Output { command, target: T::NAME, device, copy_bandwidth, points })
 }

@@ -1,10 +1,10 @@
 //! What the commands share: arguments, running plans, and where results go.
 
-use std::{fs, path::Path, time::Instant};
+use std::{fs, io, path::Path, time::Instant};
 
 use anyhow::{Context, Result};
 use indicatif::ProgressBar;
-use kv_cli::{Backend, token_bar};
+use kv_cli::{Backend, OutFile, Screen, note, open_folder, token_bar};
 use kv_cubecl::{On, Target};
 use kv_eval::{Plan, Progress, Report, Run, evaluate, layers::measure_layers};
 use kv_models::{LanguageModel, Tokenizer};
@@ -13,9 +13,13 @@ use serde::Serialize;
 /// Which model, and where it runs.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ModelArgs {
-    /// A folder with config.json, a .gguf file, or a Hugging Face model id.
+    /// A folder with config.json, a .gguf file, or a model of the Hugging Face hub: owner/name, or
+    /// owner/name/FILE.gguf.
     #[arg(long)]
     pub(crate) model: String,
+    /// The branch, tag or commit of a model of the hub.
+    #[arg(long)]
+    pub(crate) revision: Option<String>,
     /// Where to run.
     #[arg(long, value_enum, default_value = "flex")]
     pub(crate) backend: Backend,
@@ -51,8 +55,21 @@ impl Job<'_> {
 
 /// Where the results of evaluations go, beside the terminal.
 pub(crate) struct Output<'a> {
-    pub(crate) json: Option<&'a Path>,
-    pub(crate) folder: Option<&'a Path>,
+    screen: Screen,
+    json: Option<OutFile>,
+    folder: Option<&'a Path>,
+}
+
+impl<'a> Output<'a> {
+    /// Finds out whether a file and a folder can be written.
+    pub(crate) fn open(json: Option<&Path>, folder: Option<&'a Path>) -> Result<Self> {
+        if let Some(folder) = folder {
+            open_folder("report", folder)?;
+        }
+        let screen = Screen::beside([json]);
+        let json = json.map(|path| OutFile::open("json", path)).transpose()?;
+        Ok(Self { screen, json, folder })
+    }
 }
 
 /// Runs `jobs`, whose plans are of the same tokens of one text, which stand for `bytes` bytes of it,
@@ -62,39 +79,57 @@ pub(crate) fn evaluate_and_report<T: Target>(
     text: &Path,
     bytes: usize,
     jobs: &[Job<'_>],
-    output: &Output<'_>,
+    output: Output<'_>,
 ) -> Result<()> {
+    let Output { screen, json, folder } = output;
     let bar = token_bar(jobs.iter().map(Job::tokens).sum());
     let start = Instant::now();
     let plan = jobs.first().map(|job| &job.plan);
     let [tokens, window, stride] =
         [Plan::tokens, Plan::window, Plan::stride].map(|part| plan.map_or(0, part));
     let command = std::env::args().collect();
-    let mut report = Report::new(device, command, text.display().to_string(), tokens, window)
+    let mut report = Report::new(device, command, text_name(text), tokens, window)
         .with_stride(stride)
         .with_text_bytes(bytes);
     for job in jobs {
-        report.add(&job.name, job.run(device, output.folder.is_some(), &bar)?);
+        report.add(&job.name, job.run(device, folder.is_some(), &bar)?);
     }
     bar.finish_and_clear();
 
-    print!("{report}");
-    println!("took {:.1} s", start.elapsed().as_secs_f64());
-    if let Some(path) = output.json {
-        write_json(path, &report)?;
+    // Whatever cannot be written is said after the rest is.
+    let mut told = format!("{report}took {:.1} s\n", start.elapsed().as_secs_f64());
+    let written = folder.map(|folder| report.write_folder(folder)).transpose();
+    if let Ok(Some(files)) = &written
+        && let Some(page) = files.first()
+    {
+        told += &format!("report: {} and {} charts beside it\n", page.display(), files.len() / 2);
     }
-    if let Some(folder) = output.folder {
-        let written = report.write_folder(folder)?;
-        if let Some(page) = written.first() {
-            println!("report: {} and {} charts beside it", page.display(), written.len() / 2);
-        }
+    let json = json.map_or(Ok(()), |file| write_json(file, &report));
+    screen.print(told)?;
+    written?;
+    json
+}
+
+/// Whether a path means standard input.
+fn is_stdin(path: &Path) -> bool {
+    path == Path::new("-")
+}
+
+/// What a report calls the text.
+fn text_name(text: &Path) -> String {
+    match is_stdin(text) {
+        true => "standard input".into(),
+        false => text.display().to_string(),
     }
-    Ok(())
 }
 
 /// The text to evaluate on.
 pub(crate) fn read_text(text: &Path) -> Result<String> {
-    fs::read_to_string(text).with_context(|| format!("text {}: cannot read", text.display()))
+    let read = match is_stdin(text) {
+        true => io::read_to_string(io::stdin()),
+        false => fs::read_to_string(text),
+    };
+    read.with_context(|| format!("text {}: cannot read", text.display()))
 }
 
 /// The bytes of text that the first `tokens` of `ids` stand for.
@@ -105,12 +140,11 @@ pub(crate) fn n_bytes(tokenizer: &Tokenizer, ids: &[u32], tokens: usize) -> Resu
 /// Says so if the text has fewer tokens than are asked for.
 pub(crate) fn note_short_text(ids: &[u32], tokens: Option<usize>) {
     if let Some(tokens) = tokens.filter(|&tokens| tokens > ids.len()) {
-        eprintln!("note: the text has {} tokens, fewer than --tokens {tokens}", ids.len());
+        note(format_args!("the text has {} tokens, fewer than --tokens {tokens}", ids.len()));
     }
 }
 
 /// Writes `value` as JSON for people and programs.
-pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
-    let json = serde_json::to_string_pretty(value)?;
-    fs::write(path, json + "\n").with_context(|| format!("json {}: cannot write", path.display()))
+pub(crate) fn write_json(file: OutFile, value: &impl Serialize) -> Result<()> {
+    file.write((serde_json::to_string_pretty(value)? + "\n").as_bytes())
 }

@@ -33,7 +33,7 @@ pub(crate) struct Args {
     /// Where to run.
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
-    /// Write the report here as JSON.
+    /// Write the report here as JSON; with -, to standard output, and the table to standard error.
     #[arg(long)]
     json: Option<PathBuf>,
     /// Write report.html and its charts into this folder.
@@ -61,6 +61,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
+    let output = Output::open(args.json.as_deref(), Some(&args.report))?;
     let text = read_text(&args.text)?;
     let mut base = source::read(&args.base, &device)?;
     let mut tuned = source::read(&args.tuned, &device)?;
@@ -98,8 +99,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
             plan: plan(&tuned, vec![own.clone()])?,
         },
     ];
-    let output = Output { json: args.json.as_deref(), folder: Some(&args.report) };
-    evaluate_and_report(&device, &args.text, bytes, &jobs, &output)
+    evaluate_and_report(&device, &args.text, bytes, &jobs, output)
 }
 
 /// The shortest ends of two paths that tell them apart.

@@ -1,10 +1,7 @@
-use std::{
-    io::{Write, stdout},
-    path::PathBuf,
-};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use kv_cli::{Plain, dispatch};
+use kv_cli::{Plain, Screen, dispatch};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{GenerateOptions, ModelCacheConfig, Sampling, generate};
 
@@ -61,10 +58,11 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
             .with_context(|| format!("prompt-file {}: cannot read", path.display()))?,
         (None, None) => bail!("prompt: give --prompt or --prompt-file"),
     };
-    let Source { model, tokenizer, cache, .. } = source::load(&args.on.model, &device)?;
+    let Source { model, tokenizer, cache, .. } = source::load(&args.on, &device)?;
     let mut ids = tokenizer.encode(&prompt)?;
     ids.truncate(args.prompt_tokens.unwrap_or(usize::MAX));
-    let wanted = (ids.len() + args.max_tokens).min(model.max_positions()).max(ids.len()).max(1);
+    let wanted =
+        ids.len().saturating_add(args.max_tokens).min(model.max_positions()).max(ids.len()).max(1);
     let chosen = args.cache.map(ModelCacheConfig::from).or(cache);
     let mut config = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
     config.cache.capacity = args.capacity.unwrap_or(wanted);
@@ -81,19 +79,19 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
 
     let mut text = tokenizer.stream();
     let mut failure = None;
+    // Without a reader there is no use in going on.
     let generated = generate(&model, &mut cache, &ids, &options, &device, |id| {
-        let told = text.push(id).map_err(anyhow::Error::from).and_then(|part| {
-            print!("{part}");
-            Ok(stdout().flush()?)
-        });
-        failure = told.err();
-        failure.is_none()
+        let part = text.push(id).map_err(anyhow::Error::from);
+        part.and_then(|part| Screen::Out.print(part)).unwrap_or_else(|error| {
+            failure = Some(error);
+            false
+        })
     })?;
     if let Some(error) = failure {
         return Err(error);
     }
-    println!("{}", text.finish()?);
-    eprintln!(
+    Screen::Out.line(text.finish()?)?;
+    Screen::Error.line(format_args!(
         "prefill {} tokens, {:.1} tokens/s; decode {} tokens, {:.1} tokens/s; cache {config}: {} of \
          {} tokens, {:.2} MiB",
         generated.prefill_tokens,
@@ -103,6 +101,6 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         cache.len(),
         config.cache.capacity,
         cache.memory_bytes().total() as f64 / (1 << 20) as f64,
-    );
+    ))?;
     Ok(())
 }

@@ -1,5 +1,4 @@
 //! `kv-eval`: perplexity, generation and speed of language models with quantized KV caches.
-#![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
 
 mod bench;
 mod common;

@@ -1,7 +1,7 @@
-use std::path::PathBuf;
+use std::{path::PathBuf, str::FromStr};
 
 use anyhow::Result;
-use kv_cli::{Plain, dispatch};
+use kv_cli::{Plain, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::{Mode, Plan};
 use kv_models::{KV_CACHE_FILE, ModelCacheConfig};
@@ -15,7 +15,7 @@ use crate::{
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
-    /// A UTF-8 text file.
+    /// A UTF-8 text file, or - for standard input.
     #[arg(long)]
     text: PathBuf,
     /// streaming: token by token from an empty cache; parallel: the same numbers by the closed
@@ -25,7 +25,7 @@ pub(crate) struct Args {
     /// A cache to compare with float: kKvV with bits 2, 4, 8 or 16, then -gN, -rN, -sN, -after,
     /// -f16; repeatable. By default that of the model's kv_cache.json, if it has one.
     #[arg(long = "cache")]
-    caches: Vec<KvCacheConfig>,
+    caches: Vec<NamedCache>,
     /// Tokens per window; each window starts from an empty cache. By default 2048, or the model's
     /// limit if that is lower.
     #[arg(long)]
@@ -38,7 +38,7 @@ pub(crate) struct Args {
     /// Use only the first tokens of the text.
     #[arg(long)]
     tokens: Option<usize>,
-    /// Write the report here as JSON.
+    /// Write the report here as JSON; with -, to standard output, and the table to standard error.
     #[arg(long)]
     json: Option<PathBuf>,
     /// Write report.html and its charts into this folder, with the errors of each layer over the
@@ -47,20 +47,42 @@ pub(crate) struct Args {
     report: Option<PathBuf>,
 }
 
+/// A cache as it was named.
+#[derive(Clone, Debug)]
+struct NamedCache {
+    name: String,
+    config: KvCacheConfig,
+}
+
+impl FromStr for NamedCache {
+    type Err = kv_cubecl::Error;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        Ok(Self { name: name.to_string(), config: name.parse()? })
+    }
+}
+
 pub(crate) fn run(args: &Args) -> Result<()> {
     dispatch!(args.on.backend, Plain, run_on(args))
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
+    let output = Output::open(args.json.as_deref(), args.report.as_deref())?;
     let text = read_text(&args.text)?;
-    let Source { model, tokenizer, name, cache } = source::load(&args.on.model, &device)?;
+    let Source { model, tokenizer, name, cache } = source::load(&args.on, &device)?;
     let ids = tokenizer.encode(&text)?;
     note_short_text(&ids, args.tokens);
     let window = args.window.unwrap_or_else(|| model.max_positions().min(2048));
-    let mut caches: Vec<ModelCacheConfig> = args.caches.iter().map(Into::into).collect();
+    let mut caches: Vec<ModelCacheConfig> =
+        args.caches.iter().map(|named| named.config.into()).collect();
+    for NamedCache { name, config } in &args.caches {
+        if name != "float" && config.to_string() == "float" {
+            note(format_args!("{name} is the float cache, which has its row without being named"));
+        }
+    }
     if let (true, Some(cache)) = (caches.is_empty(), cache) {
-        eprintln!("note: comparing float with {cache}, from the model's {KV_CACHE_FILE}");
+        note(format_args!("comparing float with {cache}, from the model's {KV_CACHE_FILE}"));
         caches.push(cache);
     }
     let bytes = n_bytes(&tokenizer, &ids, args.tokens.unwrap_or(usize::MAX))?;
@@ -69,6 +91,5 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         plan = plan.with_stride(stride)?;
     }
     let jobs = [Job { model: &model, name, plan }];
-    let output = Output { json: args.json.as_deref(), folder: args.report.as_deref() };
-    evaluate_and_report(&device, &args.text, bytes, &jobs, &output)
+    evaluate_and_report(&device, &args.text, bytes, &jobs, output)
 }

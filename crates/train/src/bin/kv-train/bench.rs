@@ -71,7 +71,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn stepper<T: Target>(args: &Args, kind: usize) -> Result<Stepper> {
     let device = On::<T>::open()?;
     let Loaded { model, notes, .. } = kv_models::load(&args.model, &device)?;
-    kv_cli::note(&notes);
+    kv_cli::notes(&notes);
     Ok(Stepper::new(&device, model, &args.config(kind))?)
 }
 

@@ -178,7 +178,7 @@ fn origin(
     match &spec.origin {
         Origin::Model(path) => {
             let Loaded { model, tokenizer, notes, .. } = kv_models::load(path, device)?;
-            kv_cli::note(&notes);
+            kv_cli::notes(&notes);
             Ok((model, tokenizer?, path.clone()))
         }
         Origin::Random(architecture) => {

@@ -1,0 +1,165 @@
+//! What a program writes: lines for people, and files for programs.
+//!
+//! A reader that goes away (`| head`) is no mistake of the program, and does not end it: what else it
+//! writes may still be wanted. A file is opened before the work whose result it is to hold, so that a
+//! wrong name is found at once.
+
+use core::fmt::Display;
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, ErrorKind, Write},
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result, bail};
+use tempfile::NamedTempFile;
+
+/// Where people read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Screen {
+    /// Standard output.
+    Out,
+    /// Standard error, where standard output is what another program reads.
+    Error,
+}
+
+impl Screen {
+    /// Standard output, unless one of `files` is `-`, which is written there.
+    pub fn beside<'a>(files: impl IntoIterator<Item = Option<&'a Path>>) -> Self {
+        match files.into_iter().flatten().any(is_stdout) {
+            true => Self::Error,
+            false => Self::Out,
+        }
+    }
+
+    /// Writes `text` at once. Whether there still is a reader.
+    ///
+    /// # Errors
+    /// What the system says, such as that the disk is full.
+    pub fn print(self, text: impl Display) -> Result<bool> {
+        let written = match self {
+            Self::Out => write_all(&mut io::stdout().lock(), &text),
+            Self::Error => write_all(&mut io::stderr().lock(), &text),
+        };
+        match written {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(false),
+            Err(error) => Err(error).context("standard output: cannot write"),
+        }
+    }
+
+    /// [`print`](Self::print) of `text` and the end of the line.
+    ///
+    /// # Errors
+    /// Those of [`print`](Self::print).
+    pub fn line(self, text: impl Display) -> Result<bool> {
+        self.print(format_args!("{text}\n"))
+    }
+}
+
+/// Tells on standard error what the user may not expect, if anyone reads there.
+pub fn note(text: impl Display) {
+    let _ = writeln!(io::stderr(), "note: {text}");
+}
+
+/// [`note`] of each of `lines`, on one line each.
+pub fn notes(lines: &[String]) {
+    for line in lines {
+        note(line.split_whitespace().collect::<Vec<_>>().join(" "));
+    }
+}
+
+fn write_all(to: &mut impl Write, text: &impl Display) -> io::Result<()> {
+    write!(to, "{text}")?;
+    to.flush()
+}
+
+fn is_stdout(path: &Path) -> bool {
+    path == Path::new("-")
+}
+
+/// A file that is written at the end, whole or not at all; for `-`, standard output.
+#[derive(Debug)]
+pub struct OutFile {
+    name: &'static str,
+    path: PathBuf,
+    to: To,
+}
+
+#[derive(Debug)]
+enum To {
+    Stdout,
+    /// A new file beside the one that it takes the place of.
+    Staged(NamedTempFile),
+    /// What is no regular file, such as a pipe or a terminal.
+    Direct(File),
+}
+
+impl OutFile {
+    /// Finds out whether `path` can be written, and changes nothing there yet; `name` is the argument
+    /// that messages name.
+    ///
+    /// # Errors
+    /// Why it cannot be written.
+    pub fn open(name: &'static str, path: &Path) -> Result<Self> {
+        let to = stage(path).with_context(|| format!("{name} {}: cannot write", path.display()))?;
+        Ok(Self { name, path: path.into(), to })
+    }
+
+    /// Writes `content`.
+    ///
+    /// # Errors
+    /// What the system says. The file is then as it was.
+    pub fn write(self, content: &[u8]) -> Result<()> {
+        let Self { name, path, to } = self;
+        let written = match to {
+            To::Stdout => match io::stdout().lock().write_all(content) {
+                Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+                written => written,
+            },
+            To::Direct(mut file) => file.write_all(content),
+            To::Staged(mut file) => file.write_all(content).and_then(|()| {
+                let target = fs::canonicalize(&path).unwrap_or_else(|_| path.clone());
+                file.persist(target).map(drop).map_err(|error| error.error)
+            }),
+        };
+        written.with_context(|| format!("{name} {}: cannot write", path.display()))
+    }
+}
+
+fn stage(path: &Path) -> Result<To> {
+    if is_stdout(path) {
+        return Ok(To::Stdout);
+    }
+    match fs::metadata(path) {
+        Ok(found) if found.is_dir() => bail!("is a folder"),
+        Ok(found) => {
+            // Opening for appending leaves what is there as it is.
+            let file = OpenOptions::new().append(true).open(path)?;
+            if !found.is_file() {
+                return Ok(To::Direct(file));
+            }
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound => (),
+        Err(error) => return Err(error.into()),
+    }
+    // Of a link, what it points to is replaced.
+    let target = fs::canonicalize(path).unwrap_or_else(|_| path.into());
+    let folder = match target.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    };
+    let mut file = tempfile::Builder::new();
+    #[cfg(unix)]
+    file.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    Ok(To::Staged(file.tempfile_in(folder)?))
+}
+
+/// Makes `folder` if it is not there, and finds out whether files can be written into it.
+///
+/// # Errors
+/// Why not; `name` is the argument that messages name.
+pub fn open_folder(name: &'static str, folder: &Path) -> Result<()> {
+    let tried = fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
+    tried.map(drop).with_context(|| format!("{name} {}: cannot write", folder.display()))
+}

@@ -1,0 +1,229 @@
+//! Models of the hub, from a small one on this machine.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+#[allow(dead_code, reason = "each test program uses a part")]
+mod common;
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{BufRead, BufReader, Write},
+    net::{TcpListener, TcpStream},
+    path::Path,
+    sync::{Arc, Mutex},
+    thread,
+};
+
+use common::{Outcome, Workspace, kv_eval_in};
+
+const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+const OLD_COMMIT: &str = "fedcba9876543210fedcba9876543210fedcba98";
+
+/// Files by repository, and by path within it.
+type Repositories = BTreeMap<&'static str, BTreeMap<String, Vec<u8>>>;
+
+/// A hub with the answers that a download needs. It stops with the program's end.
+struct Hub {
+    endpoint: String,
+    /// Method and path of everything that was asked for.
+    asked: Arc<Mutex<Vec<String>>>,
+}
+
+impl Hub {
+    fn serve(repositories: Repositories) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let asked = Arc::new(Mutex::new(Vec::new()));
+        let log = asked.clone();
+        let repositories = Arc::new(repositories);
+        thread::spawn(move || {
+            for stream in listener.incoming() {
+                let (log, repositories) = (log.clone(), repositories.clone());
+                thread::spawn(move || answer(&stream.unwrap(), &repositories, &log));
+            }
+        });
+        Self { endpoint, asked }
+    }
+
+    fn asked(&self, part: &str) -> usize {
+        self.asked.lock().unwrap().iter().filter(|line| line.contains(part)).count()
+    }
+
+    /// The program with this hub and a cache in `home`.
+    fn run(&self, home: &str, args: &[&str]) -> Outcome {
+        let environment = [
+            ("HF_ENDPOINT", self.endpoint.as_str()),
+            ("HF_HOME", home),
+            ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1"),
+            ("NO_PROXY", "127.0.0.1"),
+            ("no_proxy", "127.0.0.1"),
+        ];
+        kv_eval_in(args, &environment)
+    }
+}
+
+fn answer(stream: &TcpStream, repositories: &Repositories, log: &Mutex<Vec<String>>) {
+    let mut lines = BufReader::new(stream).lines().map_while(Result::ok);
+    let Some(request) = lines.next() else { return };
+    for _ in lines.by_ref().take_while(|line| !line.is_empty()) {}
+    let mut words = request.split(' ');
+    let (method, target) = (words.next().unwrap(), words.next().unwrap());
+    log.lock().unwrap().push(format!("{method} {target}"));
+    let path = target.split('?').next().unwrap();
+    let (status, headers, body) = match found(path, repositories) {
+        Some((headers, body)) => ("200 OK", headers, body),
+        None => ("404 Not Found", String::new(), b"{}".to_vec()),
+    };
+    let length = body.len();
+    let mut stream = stream;
+    let head = format!(
+        "HTTP/1.1 {status}\r\ncontent-length: {length}\r\n{headers}connection: close\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes()).unwrap();
+    if method != "HEAD" {
+        stream.write_all(&body).unwrap();
+    }
+}
+
+/// Headers and body of what lies at `path`.
+fn found(path: &str, repositories: &Repositories) -> Option<(String, Vec<u8>)> {
+    let json = "content-type: application/json\r\n".to_string();
+    let commit_of = |revision: &str| match revision {
+        "main" | COMMIT => Some(COMMIT),
+        "old" | OLD_COMMIT => Some(OLD_COMMIT),
+        _ => None,
+    };
+    for (name, files) in repositories {
+        if let Some(rest) = path.strip_prefix(&format!("/api/models/{name}/")) {
+            let (verb, revision) = rest.split_once('/')?;
+            let commit = commit_of(revision)?;
+            let answer = match verb {
+                "revision" => serde_json::json!({ "id": name, "sha": commit }),
+                "tree" => files
+                    .iter()
+                    .map(|(path, bytes)| {
+                        serde_json::json!({
+                            "type": "file", "oid": "0", "size": bytes.len(), "path": path,
+                        })
+                    })
+                    .collect(),
+                _ => return None,
+            };
+            return Some((json, answer.to_string().into_bytes()));
+        }
+        if let Some(rest) = path.strip_prefix(&format!("/{name}/resolve/")) {
+            let (revision, file) = rest.split_once('/')?;
+            let (commit, bytes) = (commit_of(revision)?, files.get(file)?);
+            let etag = format!("{commit}-{}", file.replace('.', "-"));
+            return Some((
+                format!("etag: \"{etag}\"\r\nx-repo-commit: {commit}\r\n"),
+                bytes.clone(),
+            ));
+        }
+    }
+    None
+}
+
+/// The files in `folder`, and what else a repository may have.
+fn files_of(folder: &str) -> BTreeMap<String, Vec<u8>> {
+    fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| {
+            let path = entry.unwrap().path();
+            (path.file_name().unwrap().to_str().unwrap().to_string(), fs::read(path).unwrap())
+        })
+        .collect()
+}
+
+fn ppl<'a>(model: &'a str, text: &'a str) -> Vec<&'a str> {
+    vec!["ppl", "--model", model, "--text", text, "--tokens", "40"]
+}
+
+#[test]
+fn a_model_is_downloaded_once_and_in_one_kind_of_weights() {
+    let space = Workspace::new();
+    let mut files = files_of(&space.model());
+    files.insert("pytorch_model.bin".into(), b"not to be downloaded".to_vec());
+    files.insert("other.gguf".into(), b"nor this".to_vec());
+    let hub = Hub::serve([("someone/tiny-llama", files)].into());
+    let (home, text) = (space.path("home"), space.text());
+
+    let here = kv_eval_in(&ppl(&space.model(), &text), &[]);
+    let first = hub.run(&home, &ppl("someone/tiny-llama", &text));
+    assert_eq!(first.code, 0, "{}", first.stderr);
+    assert!(first.stdout.starts_with("someone/tiny-llama on flex"), "{}", first.stdout);
+    let row = |outcome: &Outcome| {
+        let row = outcome.stdout.lines().find(|line| line.starts_with("float")).unwrap();
+        row.split_whitespace().nth(1).unwrap().to_string()
+    };
+    assert_eq!(row(&first), row(&here));
+    assert!(first.stderr.contains("note: downloading"), "{}", first.stderr);
+    assert_eq!((hub.asked("pytorch_model.bin"), hub.asked("other.gguf")), (0, 0));
+    let weights = "GET /someone/tiny-llama/resolve";
+    assert!(hub.asked(weights) >= 3);
+
+    let before = hub.asked(weights);
+    let again = hub.run(&home, &ppl("someone/tiny-llama", &text));
+    assert_eq!((again.code, hub.asked(weights)), (0, before), "{}", again.stderr);
+
+    // Without a hub, what it gave before.
+    let gone = Hub { endpoint: "http://127.0.0.1:9".into(), asked: hub.asked.clone() };
+    let offline = gone.run(&home, &ppl("someone/tiny-llama", &text));
+    assert_eq!((offline.code, row(&offline)), (0, row(&first)), "{}", offline.stderr);
+    assert!(offline.stderr.contains("did not answer"), "{}", offline.stderr);
+    let nothing = gone.run(&space.path("empty"), &ppl("someone/tiny-llama", &text));
+    assert_eq!(nothing.code, 1);
+    assert!(nothing.stderr.starts_with("error: model someone/tiny-llama: no such path here"));
+}
+
+#[test]
+fn pytorch_weights_are_taken_where_there_are_no_others() {
+    let space = Workspace::new();
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/fixtures/pytorch-tiny");
+    let mut files = files_of(path.to_str().unwrap());
+    files.insert("tokenizer.json".into(), fs::read(space.path("model/tokenizer.json")).unwrap());
+    let hub = Hub::serve([("someone/old", files)].into());
+    let args = ["bench", "prefill", "--model", "someone/old", "--cache", "float"];
+    let outcome = hub.run(&space.path("home"), &args);
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    let weights = format!("GET /someone/old/resolve/{COMMIT}/pytorch_model.bin");
+    assert_eq!(hub.asked(&weights), 1);
+    assert!(outcome.stdout.starts_with("someone/old on flex"), "{}", outcome.stdout);
+}
+
+#[test]
+fn gguf_files_are_named_behind_the_id() {
+    let space = Workspace::new();
+    let files: BTreeMap<String, Vec<u8>> =
+        ["a.Q4_0.gguf", "a.Q8_0.gguf"].map(|name| (name.into(), b"GGUF no".to_vec())).into();
+    let hub = Hub::serve([("someone/gguf", files)].into());
+    let (home, text) = (space.path("home"), space.text());
+    let outcome = hub.run(&home, &ppl("someone/gguf", &text));
+    assert_eq!(outcome.code, 1);
+    assert!(outcome.stderr.contains("a.Q4_0.gguf, a.Q8_0.gguf"), "{}", outcome.stderr);
+    // The file is downloaded, alone, and found to be none.
+    let outcome = hub.run(&home, &ppl("someone/gguf/a.Q8_0.gguf", &text));
+    assert_eq!(outcome.code, 1);
+    assert!(outcome.stderr.contains("a.Q8_0.gguf: "), "{}", outcome.stderr);
+    assert_eq!((hub.asked("a.Q4_0.gguf"), hub.asked("GET /someone/gguf/resolve")), (0, 1));
+}
+
+#[test]
+fn revisions_are_of_the_hub() {
+    let space = Workspace::new();
+    let hub = Hub::serve([("someone/tiny-llama", files_of(&space.model()))].into());
+    let (home, text, model) = (space.path("home"), space.text(), space.model());
+    let with = |model: &str, revision: &str| {
+        hub.run(&home, &[&ppl(model, &text)[..], &["--revision", revision]].concat())
+    };
+    let old = with("someone/tiny-llama", "old");
+    assert_eq!(old.code, 0, "{}", old.stderr);
+    let at = |commit: &str| hub.asked(&format!("GET /someone/tiny-llama/resolve/{commit}"));
+    assert!(at(OLD_COMMIT) > 0 && at(COMMIT) == 0);
+    let unknown = with("someone/tiny-llama", "no-such-branch");
+    assert_eq!(unknown.code, 1);
+    assert!(unknown.stderr.starts_with("error: model someone/tiny-llama"), "{}", unknown.stderr);
+    let local = with(&model, "old");
+    assert_eq!(local.code, 1);
+    assert!(local.stderr.starts_with("error: revision old: model"), "{}", local.stderr);
+}
