@@ -2,6 +2,8 @@
 
 use core::fmt;
 
+use comfy_table::{CellAlignment, presets};
+
 /// A table of text. Rows may be shorter than the header; missing cells are empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Table {
@@ -43,25 +45,14 @@ impl Table {
 impl fmt::Display for Table {
     /// Columns as wide as their widest cell, numbers to the right, one line per row.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let columns: Vec<(usize, bool)> = (0..self.header.len())
-            .map(|column| {
-                let cells = self.rows.iter().filter_map(|row| row.get(column));
-                let width = cells.chain([&self.header[column]]).map(|cell| cell.chars().count());
-                (width.max().unwrap_or(0), self.is_numeric(column))
-            })
-            .collect();
-        for row in [&self.header].into_iter().chain(&self.rows) {
-            let mut line = String::new();
-            for (i, &(width, numeric)) in columns.iter().enumerate() {
-                let cell = row.get(i).map_or("", String::as_str);
-                let gap = if i == 0 { "" } else { "  " };
-                line += &match numeric {
-                    true => format!("{gap}{cell:>width$}"),
-                    false => format!("{gap}{cell:<width$}"),
-                };
+        let mut table = comfy_table::Table::new();
+        table.load_style(presets::NOTHING).set_header(&self.header).add_rows(&self.rows);
+        for (i, column) in table.column_iter_mut().enumerate() {
+            column.set_padding((if i == 0 { 0 } else { 2 }, 0));
+            if self.is_numeric(i) {
+                column.set_cell_alignment(CellAlignment::Right);
             }
-            writeln!(f, "{}", line.trim_end())?;
         }
-        Ok(())
+        table.lines().try_for_each(|line| writeln!(f, "{}", line.trim_end()))
     }
 }
