@@ -1,9 +1,25 @@
-//! From values to a place along an axis, and where its ticks are.
+//! The range of an axis and its ticks, for the mesh of `plotters`. Its own coordinates take ranges
+//! below f64's epsilon for empty, and between powers of ten have no ticks.
+
+use core::ops::Range;
+
+use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
 
 /// Beyond this, differences of two values overflow.
 const LARGEST: f64 = 1e300;
 /// Ticks an axis aims for.
 const TICKS: f64 = 8.0;
+
+/// Why `value` cannot be drawn.
+pub(super) fn check(value: f64, log: bool) -> Result<(), String> {
+    match value {
+        _ if !value.is_finite() || value.abs() > LARGEST => Err(format!("{value} cannot be drawn")),
+        _ if log && value < 1.0 / LARGEST => {
+            Err(format!("{value} is not above 0, as a logarithmic axis needs"))
+        }
+        _ => Ok(()),
+    }
+}
 
 /// One axis; `low < high`, in powers of ten if it is logarithmic.
 #[derive(Debug)]
@@ -11,110 +27,95 @@ pub(super) struct Axis {
     low: f64,
     high: f64,
     log: bool,
-    /// Value and text.
-    pub(super) ticks: Vec<(f64, String)>,
+    /// Multiples of this, of `low` and `high`; none for powers of ten with doubles and halves.
+    step: Option<f64>,
 }
 
 impl Axis {
-    /// An axis over `values` and a margin of `margin` times their range on either side.
-    pub(super) fn new(values: &[f64], log: bool, margin: f64) -> Result<Self, String> {
-        for &value in values {
-            if !value.is_finite() || value.abs() > LARGEST {
-                return Err(format!("{value} cannot be drawn"));
-            }
-            if log && value < 1.0 / LARGEST {
-                return Err(format!("{value} is not above 0, as a logarithmic axis needs"));
-            }
-        }
+    /// An axis over `values`, each of which passes [`check`], and a margin of `margin` times their
+    /// range on either side. `None` for no values.
+    pub(super) fn new(values: &[f64], log: bool, margin: f64) -> Option<Self> {
         let placed = values.iter().map(|&value| if log { value.log10() } else { value });
-        let (mut low, mut high) = placed
+        let (low, high) = placed
             .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
-        if low > high {
-            return Err("there are no points".to_string());
-        }
         let whole = !log && values.iter().all(|value| value.fract() == 0.0);
-        let largest = low.abs().max(high.abs());
-        let widened = high - low <= largest * 1e-9;
-        if widened {
-            let middle = low / 2.0 + high / 2.0;
-            let room = match (log, whole) {
-                (true, _) => 0.3,
-                (false, true) => (largest * 0.05).max(1.0),
-                (false, false) => (largest * 0.05).max(1e-12),
-            };
-            (low, high) = (middle - room, middle + room);
-        } else {
-            let room = (high - low) * margin;
-            // An axis of counts or sizes does not go below zero.
-            let floor = if !log && low >= 0.0 { 0.0 } else { f64::NEG_INFINITY };
-            (low, high) = ((low - room).max(floor), high + room);
+        let (range, largest) = (high - low, low.abs().max(high.abs()));
+        // Equal values are given some range; one of counts or sizes does not go below zero.
+        let (room, floor) = match range <= largest * 1e-9 {
+            true if log => (0.3, f64::NEG_INFINITY),
+            true => ((largest * 0.05).max(if whole { 1.0 } else { 1e-12 }), f64::NEG_INFINITY),
+            false if !log && low >= 0.0 => (range * margin, 0.0),
+            false => (range * margin, f64::NEG_INFINITY),
+        };
+        let (low, high) = ((low - room).max(floor), high + room);
+        let ends = if log { 10f64.powf(high) - 10f64.powf(low) } else { high - low };
+        let scale = 10f64.powf((ends / TICKS).log10().floor());
+        let step = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * scale);
+        let step = step.into_iter().find(|step| step * TICKS >= ends).unwrap_or(ends);
+        let step = if whole { step.max(1.0) } else { step };
+        let step = (!log || high - low < 1.0).then_some(step);
+        (!values.is_empty()).then_some(Self { low, high, log, step })
+    }
+
+    /// Whether `value` lies within the axis.
+    pub(super) fn holds(&self, value: f64) -> bool {
+        self.range().contains(&value)
+    }
+
+    /// Where the mesh has lines, ascending.
+    pub(super) fn ticks(&self) -> Vec<f64> {
+        let Range { start, end } = self.range();
+        if let Some(step) = self.step {
+            let (first, last) = ((start / step - 1e-9).ceil(), (end / step + 1e-9).floor());
+            let n = (last - first).clamp(0.0, 4.0 * TICKS) as usize;
+            return (0..=n).map(|i| (first + i as f64) * step).collect();
         }
-        let ticks = if log { log_ticks(low, high) } else { linear_ticks(low, high, whole) };
-        Ok(Self { low, high, log, ticks })
-    }
-
-    /// Where `value` lies: 0 at the low end, 1 at the high end.
-    pub(super) fn place(&self, value: f64) -> f64 {
-        let value = if self.log { value.log10() } else { value };
-        (value - self.low) / (self.high - self.low)
+        let every = ((self.high - self.low) / TICKS).ceil() as usize;
+        let factors: &[f64] = if self.high - self.low < 3.0 { &[1.0, 2.0, 5.0] } else { &[1.0] };
+        let powers = (self.low.floor() as i32..=self.high.ceil() as i32).step_by(every);
+        let values = powers.flat_map(|power| factors.iter().map(move |x| x * 10f64.powi(power)));
+        values.filter(|value| (self.low..=self.high).contains(&value.log10())).collect()
     }
 }
 
-/// Multiples of 1, 2 or 5 times a power of ten; whole numbers only, if `whole`.
-fn linear_ticks(low: f64, high: f64, whole: bool) -> Vec<(f64, String)> {
-    let rough = (high - low) / TICKS;
-    let power = rough.log10().floor() as i32;
-    let scale = 10f64.powi(power);
-    let factor = [1.0, 2.0, 5.0, 10.0].into_iter().find(|f| f * scale >= rough).unwrap_or(10.0);
-    let step = match whole {
-        true => (factor * scale).max(1.0),
-        false => factor * scale,
-    };
-    let (first, last) = ((low / step - 1e-9).ceil(), (high / step + 1e-9).floor());
-    let count = (last - first).clamp(0.0, 4.0 * TICKS) as usize;
-    let largest = low.abs().max(high.abs());
-    (0..=count)
-        .map(|i| (first + i as f64) * step)
-        .map(|value| (value, number(value, step, largest)))
-        .collect()
+impl Ranged for Axis {
+    type FormatOption = NoDefaultFormatting;
+    type ValueType = f64;
+
+    fn map(&self, value: &f64, (first, last): (i32, i32)) -> i32 {
+        let value = if self.log { value.log10() } else { *value };
+        let place = (value - self.low) / (self.high - self.low);
+        first + (place * f64::from(last - first)).round() as i32
+    }
+
+    fn key_points<Hint: KeyPointHint>(&self, _: Hint) -> Vec<f64> {
+        self.ticks()
+    }
+
+    fn range(&self) -> Range<f64> {
+        match self.log {
+            true => 10f64.powf(self.low)..10f64.powf(self.high),
+            false => self.low..self.high,
+        }
+    }
 }
 
-/// Powers of ten, with their doubles and halves where there is room; as on a linear axis where the
-/// range is within one power.
-fn log_ticks(low: f64, high: f64) -> Vec<(f64, String)> {
-    let decades = high - low;
-    let every = (decades / TICKS).ceil().max(1.0) as i32;
-    let factors: &[f64] = if decades < 3.0 { &[1.0, 2.0, 5.0] } else { &[1.0] };
-    let ticks: Vec<(f64, String)> = (low.floor() as i32..=high.ceil() as i32)
-        .filter(|power| power % every == 0)
-        .flat_map(|power| factors.iter().map(move |factor| (factor, power)))
-        .map(|(factor, power)| {
-            let text = match power {
-                -3..=4 => format!("{:.*}", (-power).max(0) as usize, factor * 10f64.powi(power)),
-                _ => format!("{factor}e{power}"),
-            };
-            (factor * 10f64.powi(power), text)
-        })
-        .filter(|(value, _)| (low..=high).contains(&value.log10()))
-        .collect();
-    if ticks.len() < 3 && decades < 1.0 {
-        let (low, high) = (10f64.powf(low), 10f64.powf(high));
-        return linear_ticks(low, high, false).into_iter().filter(|tick| tick.0 > 0.0).collect();
+impl ValueFormatter<f64> for Axis {
+    /// With the digits that tell a tick from its neighbors.
+    fn format_ext(&self, value: &f64) -> String {
+        let step = self.step.unwrap_or(*value);
+        let digit = (step.abs().log10() + 1e-9).floor().max(-300.0) as i32;
+        match value.abs() {
+            size if size < step / 2.0 => "0".to_string(),
+            size if digit >= -6 && size < 1e6 => {
+                format!("{value:.*}", (-digit).max(0) as usize)
+            }
+            size => {
+                let digits = (size.log10() + 1e-9).floor() as i32 - digit;
+                format!("{value:.*e}", digits.clamp(0, 12) as usize)
+            }
+        }
     }
-    ticks
-}
-
-/// `value` with the digits that tell it from its neighbors `step` away, on an axis up to `largest`.
-fn number(value: f64, step: f64, largest: f64) -> String {
-    let digit = (step.log10() + 1e-9).floor() as i32;
-    if value.abs() < step / 2.0 {
-        return "0".to_string();
-    }
-    if (1e-3..1e6).contains(&largest) && digit >= -6 {
-        return format!("{value:.*}", (-digit).max(0) as usize);
-    }
-    let digits = (value.abs().log10() + 1e-9).floor() as i32 - digit;
-    format!("{value:.*e}", digits.clamp(0, 12) as usize)
 }
 
 #[cfg(test)]
@@ -123,11 +124,12 @@ mod tests {
 
     fn texts(values: &[f64], log: bool) -> Vec<String> {
         let axis = Axis::new(values, log, 0.0).unwrap();
-        assert!(axis.low < axis.high, "{axis:?}");
-        for &(value, _) in &axis.ticks {
-            assert!((-1e-6..=1.0 + 1e-6).contains(&axis.place(value)), "{value} of {axis:?}");
+        let ticks = axis.ticks();
+        assert!(axis.low < axis.high && ticks.is_sorted_by(|a, b| a < b), "{axis:?} {ticks:?}");
+        for value in &ticks {
+            assert!((0..=100_000).contains(&axis.map(value, (0, 100_000))), "{value} {axis:?}");
         }
-        axis.ticks.into_iter().map(|tick| tick.1).collect()
+        ticks.iter().map(|value| axis.format_ext(value)).collect()
     }
 
     #[test]
@@ -135,30 +137,23 @@ mod tests {
         assert_eq!(texts(&[0.0, 100.0], false), ["0", "20", "40", "60", "80", "100"]);
         assert_eq!(texts(&[0.0, 1.0, 2.0], false), ["0", "1", "2"]);
         assert_eq!(texts(&[3.1, 3.3], false), ["3.10", "3.15", "3.20", "3.25", "3.30"]);
-        assert_eq!(texts(&[1e-6, 3e-6], false), ["1.0e-6", "1.5e-6", "2.0e-6", "2.5e-6", "3.0e-6"]);
+        assert_eq!(texts(&[1e-7, 3e-7], false), ["1.0e-7", "1.5e-7", "2.0e-7", "2.5e-7", "3.0e-7"]);
         assert_eq!(texts(&[1.0, 100.0], true), ["1", "2", "5", "10", "20", "50", "100"]);
-        assert_eq!(texts(&[1e-8, 1e-4], true), ["1e-8", "1e-7", "1e-6", "1e-5", "1e-4"]);
-        assert_eq!(
-            texts(&[21.0, 24.0], true),
-            ["21.0", "21.5", "22.0", "22.5", "23.0", "23.5", "24.0"]
-        );
+        assert_eq!(texts(&[1e-9, 1e-6], true), ["1e-9", "1e-8", "1e-7", "0.000001"]);
+        let within_a_power = ["21.0", "21.5", "22.0", "22.5", "23.0", "23.5", "24.0"];
+        assert_eq!(texts(&[21.0, 24.0], true), within_a_power);
     }
 
     #[test]
     fn every_finite_range_has_ticks() {
         let large = [-1e300, -1e16, -1.0, 0.0, 1e-300, 1e-20, 0.3, 7.0, 1e16, 1e16 + 2.0, 1e300];
-        for &a in &large {
-            for &b in &large {
-                assert!(!texts(&[a, b], false).is_empty(), "{a} {b}");
-                if a > 0.0 && b > 0.0 {
-                    assert!(!texts(&[a, b], true).is_empty(), "log {a} {b}");
-                }
-            }
+        for (&a, &b) in large.iter().flat_map(|a| large.iter().map(move |b| (a, b))) {
+            assert!(!texts(&[a, b], false).is_empty(), "{a} {b}");
+            assert!(a <= 0.0 || b <= 0.0 || !texts(&[a, b], true).is_empty(), "log {a} {b}");
         }
-        for bad in [f64::NAN, f64::INFINITY, -f64::INFINITY, 1e301] {
-            Axis::new(&[1.0, bad], false, 0.1).unwrap_err();
+        for (bad, log) in [(f64::NAN, false), (f64::INFINITY, false), (1e301, false), (0.0, true)] {
+            check(bad, log).unwrap_err();
         }
-        Axis::new(&[0.0], true, 0.1).unwrap_err();
-        Axis::new(&[], false, 0.1).unwrap_err();
+        assert!(Axis::new(&[], false, 0.1).is_none());
     }
 }

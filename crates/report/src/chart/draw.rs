@@ -1,18 +1,19 @@
-//! A [`Chart`] on any drawing backend. Everything is placed in pixels, so that it looks alike on all.
+//! A [`Chart`] by `plotters`: its mesh, and its legend, which stands beside the plot in an area of its
+//! own so that it covers nothing.
 
 use std::sync::OnceLock;
 
 use plotters::{
-    coord::Shift,
-    element::DashedPathElement,
+    coord::ranged1d::ValueFormatter,
+    element::{DashedPathElement, Drawable, PointCollection},
     prelude::*,
-    style::{
-        register_font,
-        text_anchor::{HPos, Pos, VPos},
-    },
+    style::register_font,
 };
 
-use super::{Chart, Series, Style, axis::Axis};
+use super::{
+    Chart, Style,
+    axis::{Axis, check},
+};
 
 /// Okabe and Ito's palette without its yellow, which is faint on white.
 const PALETTE: [RGBColor; 7] = [
@@ -33,6 +34,11 @@ const MARK: RGBColor = RGBColor(110, 110, 110);
 
 /// The family that the embedded font is registered as; in an SVG, the reader's own.
 const FAMILY: &str = "sans-serif";
+const SIZE: f64 = 15.0;
+/// Length of the sample in the legend.
+const SAMPLE: f64 = 30.0;
+/// Legend entries that have room.
+const ENTRIES: usize = 18;
 
 type Point = (i32, i32);
 type Outcome<T = ()> = Result<T, String>;
@@ -44,338 +50,211 @@ pub(super) fn draw<DB: DrawingBackend>(chart: &Chart, backend: DB, scale: f64) -
     if !FONT.get_or_init(|| register_font(FAMILY, FontStyle::Normal, font).is_ok()) {
         return Err("the embedded font cannot be read".to_string());
     }
-    let canvas = Canvas { area: backend.into_drawing_area(), scale };
-    let plot = Plot::new(chart, &canvas)?;
-    canvas.area.fill(&WHITE).map_err(text_of)?;
-    plot.frame(chart)?;
-    plot.marks(chart)?;
-    for (i, series) in chart.series.iter().enumerate() {
-        plot.series(i, series)?;
+    let px = |length: f64| (length * scale).round() as i32;
+    let font = |size: f64| (FAMILY, size * scale).into_font().color(&TEXT);
+    // A chart of points alone keeps them off its edges.
+    let points = chart.series.iter().all(|series| series.style == Style::Points);
+    let margins = if points { (0.08, 0.08) } else { (0.02, 0.06) };
+    let x = axis(chart, "x", chart.log_x, margins.0, |point| point.0)?;
+    let y = axis(chart, "y", chart.log_y, margins.1, |point| point.1)?;
+
+    let whole = backend.into_drawing_area();
+    whole.fill(&WHITE).map_err(text_of)?;
+    let widest = |texts: Vec<String>| {
+        texts.iter().try_fold(0, |widest, text| -> Outcome<i32> {
+            let (width, _) = whole.estimate_text_size(text, &font(SIZE)).map_err(text_of)?;
+            Ok(widest.max(width as i32))
+        })
+    };
+    let ticks_width = widest(y.ticks().iter().map(|tick| y.format_ext(tick)).collect())?;
+    let marks: Vec<&(f64, String)> =
+        chart.vertical_marks.iter().filter(|(value, _)| x.holds(*value)).collect();
+    let mut looks: Vec<(String, Look)> = chart
+        .series
+        .iter()
+        .enumerate()
+        .map(|(i, series)| (short(&series.name, 32), Look::of(i, series.style, scale)))
+        .chain(marks.iter().map(|(_, name)| (short(name, 32), Look::of_mark(scale))))
+        .collect();
+    let all = looks.clone();
+    if looks.len() > ENTRIES {
+        let hidden = looks.split_off(ENTRIES - 1).len();
+        looks.push((format!("and {hidden} more"), Look::default()));
     }
-    plot.names(chart)?;
-    canvas.area.present().map_err(text_of)
+    let legend_width =
+        widest(looks.iter().map(|(name, _)| name.clone()).collect())? + px(SAMPLE + 30.0);
+    let (left, right) = whole.split_horizontally(whole.dim_in_pixel().0 as i32 - legend_width);
+
+    let mut plot = ChartBuilder::on(&left);
+    plot.caption(short(&chart.title, 70), font(20.0));
+    plot.margin(px(10.0)).x_label_area_size(px(46.0)).y_label_area_size(ticks_width + px(36.0));
+    let mut plot = plot.build_cartesian_2d(x, y).map_err(text_of)?;
+    plot.configure_mesh()
+        .light_line_style(TRANSPARENT)
+        .bold_line_style(GRID)
+        .axis_style(TEXT)
+        .label_style(font(SIZE))
+        .axis_desc_style(font(SIZE))
+        .x_desc(short(&chart.x_label, 60))
+        .y_desc(short(&chart.y_label, 50))
+        .draw()
+        .map_err(text_of)?;
+    let rows = plot.plotting_area().get_pixel_range().1;
+    let lines = chart.series.iter().map(|series| series.points.iter());
+    let lines = lines.map(|points| points.map(|point| plot.backend_coord(point)).collect());
+    let marks = marks.iter().map(|(value, _)| {
+        let (column, _) = plot.backend_coord(&(*value, chart.series[0].points[0].1));
+        vec![(column, rows.start), (column, rows.end)]
+    });
+    for (points, (_, look)) in lines.chain(marks).zip(&all) {
+        whole.draw(&look.through(points)).map_err(text_of)?;
+    }
+
+    // A plot without axes, for its legend.
+    let mut legend = ChartBuilder::on(&right);
+    let mut legend = legend.margin_top(px(40.0)).build_cartesian_2d(0..1, 0..1).map_err(text_of)?;
+    for (name, look) in looks {
+        let nothing: [Circle<(i32, i32), i32>; 0] = [];
+        let series = legend.draw_series(nothing).map_err(text_of)?.label(name);
+        series.legend(move |at| look.sample(at, px(SAMPLE)));
+    }
+    legend
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperLeft)
+        .legend_area_size(px(SAMPLE + 10.0))
+        .label_font(font(SIZE))
+        .draw()
+        .map_err(text_of)?;
+    whole.present().map_err(text_of)
 }
 
 fn text_of(error: impl std::error::Error) -> String {
     error.to_string()
 }
 
-struct Canvas<DB: DrawingBackend> {
-    area: DrawingArea<DB, Shift>,
-    scale: f64,
+/// The first `longest` characters. Control characters have no place in XML, and no glyph.
+fn short(text: &str, longest: usize) -> String {
+    let start = text.chars().take(longest).map(|c| if c.is_control() { ' ' } else { c });
+    let more = text.chars().nth(longest).map_or("", |_| "...");
+    start.chain(more.chars()).collect()
 }
 
-impl<DB: DrawingBackend> Canvas<DB> {
-    /// A length in pixels.
-    fn px(&self, length: f64) -> i32 {
-        (length * self.scale).round() as i32
-    }
-
-    fn font(&self, size: f64, color: RGBColor, h: HPos, v: VPos) -> TextStyle<'static> {
-        let style = (FAMILY, size * self.scale).into_text_style(&self.area);
-        TextStyle { color: color.to_backend_color(), pos: Pos::new(h, v), ..style }
-    }
-
-    fn width(&self, text: &str, size: f64) -> Outcome<i32> {
-        let style = self.font(size, TEXT, HPos::Left, VPos::Top);
-        Ok(self.area.estimate_text_size(text, &style).map_err(text_of)?.0 as i32)
-    }
-
-    fn text(&self, text: &str, at: Point, style: TextStyle<'_>) -> Outcome {
-        // Control characters have no place in XML, and no glyph.
-        let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-        self.area.draw(&Text::new(text, at, style)).map_err(text_of)
-    }
-
-    /// As much of `text` as fits.
-    fn fit(&self, text: &str, size: f64, width: i32) -> Outcome<String> {
-        if self.width(text, size)? <= width {
-            return Ok(text.to_string());
+/// The axis of one coordinate of all points.
+fn axis(
+    chart: &Chart,
+    name: &str,
+    log: bool,
+    margin: f64,
+    coordinate: fn(&(f64, f64)) -> f64,
+) -> Outcome<Axis> {
+    for series in &chart.series {
+        for (i, point) in series.points.iter().enumerate() {
+            check(coordinate(point), log)
+                .map_err(|why| format!("{name} of point {i} of series {}: {why}", series.name))?;
         }
-        let mut short: String = text.chars().take(200).collect();
-        while short.pop().is_some() && self.width(&format!("{short}..."), size)? > width {}
-        Ok(short + "...")
     }
-
-    fn line(
-        &self,
-        points: Vec<Point>,
-        color: RGBColor,
-        width: f64,
-        dash: Option<(f64, f64)>,
-    ) -> Outcome {
-        let style = ShapeStyle::from(&color).stroke_width((width * self.scale).round() as u32);
-        match dash {
-            None => self.area.draw(&PathElement::new(points, style)),
-            Some((dash, gap)) => {
-                let (dash, gap) = (self.px(dash), self.px(gap));
-                self.area.draw(&DashedPathElement::new(points, dash, gap, style))
-            }
-        }
-        .map_err(text_of)
-    }
-
-    /// The marker of series `i`.
-    fn marker(&self, i: usize, at: Point) -> Outcome {
-        let style = ShapeStyle::from(&PALETTE[i % PALETTE.len()]);
-        let r = self.px(4.5);
-        let corner = |dx: i32, dy: i32| (at.0 + dx * r, at.1 + dy * r);
-        match i % 4 {
-            0 => self.area.draw(&Circle::new(at, r, style.filled())),
-            1 => self.area.draw(&Rectangle::new([corner(-1, -1), corner(1, 1)], style.filled())),
-            2 => self.area.draw(&TriangleMarker::new(at, r * 5 / 4, style.filled())),
-            _ => self.area.draw(&Cross::new(at, r, style.stroke_width(self.px(2.0) as u32))),
-        }
-        .map_err(text_of)
-    }
+    let points = chart.series.iter().flat_map(|series| &series.points);
+    let axis = Axis::new(&points.map(coordinate).collect::<Vec<_>>(), log, margin);
+    axis.ok_or_else(|| "there are no points".to_string())
 }
 
-/// A rectangle in pixels.
-#[derive(Clone, Copy)]
-struct Area {
-    left: i32,
-    top: i32,
-    right: i32,
-    bottom: i32,
+/// How a series looks, in the plot and in the legend; lengths in pixels.
+#[derive(Clone, Copy, Default)]
+struct Look {
+    color: RGBColor,
+    style: Style,
+    /// Width of lines; nothing is drawn with 0.
+    width: u32,
+    dash: Option<(i32, i32)>,
+    marker: usize,
+    radius: i32,
 }
 
-impl Area {
-    fn overlaps(&self, other: &Self) -> bool {
-        self.left < other.right
-            && other.left < self.right
-            && self.top < other.bottom
-            && other.top < self.bottom
-    }
-
-    fn within(&self, other: &Self) -> bool {
-        self.left >= other.left
-            && self.right <= other.right
-            && self.top >= other.top
-            && self.bottom <= other.bottom
-    }
-}
-
-struct Plot<'a, DB: DrawingBackend> {
-    canvas: &'a Canvas<DB>,
-    x: Axis,
-    y: Axis,
-    /// Inside the axes.
-    inner: Area,
-    /// Legend entries: index and name, shortened.
-    legend: Vec<(usize, String)>,
-}
-
-const TITLE_SIZE: f64 = 20.0;
-const SIZE: f64 = 15.0;
-/// Length of the sample line in the legend.
-const SAMPLE: f64 = 30.0;
-
-/// Whether the name of the series is written beside its point.
-fn is_labelled(series: &Series) -> bool {
-    series.style == Style::Points && series.points.len() == 1
-}
-
-impl<'a, DB: DrawingBackend> Plot<'a, DB> {
-    fn new(chart: &Chart, canvas: &'a Canvas<DB>) -> Outcome<Self> {
-        let axis = |name: &str, log: bool, margin: f64, coordinate: fn(&(f64, f64)) -> f64| {
-            // A bad coordinate is found by the series it is in, to name it.
-            for series in &chart.series {
-                for (i, point) in series.points.iter().enumerate() {
-                    if let Err(why) = Axis::new(&[coordinate(point)], log, margin) {
-                        return Err(format!(
-                            "{name} of point {i} of series {}: {why}",
-                            series.name
-                        ));
-                    }
-                }
-            }
-            let points = chart.series.iter().flat_map(|series| &series.points);
-            Axis::new(&points.map(coordinate).collect::<Vec<_>>(), log, margin)
-        };
-        // Names beside points need room.
-        let margins =
-            if chart.series.iter().any(is_labelled) { (0.12, 0.12) } else { (0.02, 0.06) };
-        let x = axis("x", chart.log_x, margins.0, |point| point.0)?;
-        let y = axis("y", chart.log_y, margins.1, |point| point.1)?;
-
-        let (width, height) = canvas.area.dim_in_pixel();
-        let (width, height) = (width as i32, height as i32);
-        let mut legend = Vec::new();
-        let mut legend_width = 0;
-        for (i, series) in chart.series.iter().enumerate().filter(|(_, s)| !is_labelled(s)) {
-            let name = canvas.fit(&series.name, SIZE, width * 3 / 10)?;
-            legend_width = legend_width.max(canvas.width(&name, SIZE)?);
-            legend.push((i, name));
+impl Look {
+    /// That of series `i`.
+    fn of(i: usize, style: Style, scale: f64) -> Self {
+        let px = |length: f64| (length * scale).round() as i32;
+        Self {
+            color: PALETTE[i % PALETTE.len()],
+            style,
+            width: px(2.0) as u32,
+            dash: DASHES[i % DASHES.len()].map(|(dash, gap)| (px(dash), px(gap))),
+            marker: i,
+            radius: px(4.5),
         }
-        let right = match legend.is_empty() {
-            true => canvas.px(24.0),
-            false => legend_width + canvas.px(SAMPLE + 36.0),
-        };
-        let mut tick_width = 0;
-        for (_, text) in &y.ticks {
-            tick_width = tick_width.max(canvas.width(text, SIZE)?);
-        }
-        let marks = if chart.vertical_marks.is_empty() { 0.0 } else { 20.0 };
-        let inner = Area {
-            left: tick_width + canvas.px(46.0),
-            top: canvas.px(46.0 + marks),
-            right: width - right,
-            bottom: height - canvas.px(56.0),
-        };
-        Ok(Self { canvas, x, y, inner, legend })
     }
 
-    fn x_px(&self, value: f64) -> i32 {
-        let Area { left, right, .. } = self.inner;
-        left + (self.x.place(value) * f64::from(right - left)).round() as i32
+    /// That of a vertical mark.
+    fn of_mark(scale: f64) -> Self {
+        let style = Self::of(1, Style::Line, scale);
+        Self { color: MARK, width: style.width / 2, ..style }
     }
 
-    fn y_px(&self, value: f64) -> i32 {
-        let Area { top, bottom, .. } = self.inner;
-        bottom - (self.y.place(value) * f64::from(bottom - top)).round() as i32
-    }
-
-    /// Title, axes, grid, ticks and their labels.
-    fn frame(&self, chart: &Chart) -> Outcome {
-        let Area { left, top, right, bottom } = self.inner;
-        let canvas = self.canvas;
-        let (width, height) = canvas.area.dim_in_pixel();
-        let (width, height) = (width as i32, height as i32);
-        let gap = canvas.px(7.0);
-        for &(value, ref text) in &self.x.ticks {
-            let x = self.x_px(value);
-            canvas.line(vec![(x, top), (x, bottom)], GRID, 1.0, None)?;
-            let style = canvas.font(SIZE, TEXT, HPos::Center, VPos::Top);
-            canvas.text(text, (x, bottom + gap), style)?;
-        }
-        for &(value, ref text) in &self.y.ticks {
-            let y = self.y_px(value);
-            canvas.line(vec![(left, y), (right, y)], GRID, 1.0, None)?;
-            let style = canvas.font(SIZE, TEXT, HPos::Right, VPos::Center);
-            canvas.text(text, (left - gap, y), style)?;
-        }
-        canvas.line(vec![(left, top), (left, bottom), (right, bottom)], TEXT, 1.0, None)?;
-
-        let middle = (left + right) / 2;
-        let title = canvas.fit(&chart.title, TITLE_SIZE, width - canvas.px(32.0))?;
-        let style = canvas.font(TITLE_SIZE, TEXT, HPos::Center, VPos::Top);
-        canvas.text(&title, (width / 2, canvas.px(12.0)), style)?;
-        let label = canvas.fit(&chart.x_label, SIZE, right - left)?;
-        let style = canvas.font(SIZE, TEXT, HPos::Center, VPos::Bottom);
-        canvas.text(&label, (middle, height - canvas.px(8.0)), style)?;
-        let label = canvas.fit(&chart.y_label, SIZE, bottom - top)?;
-        let style = canvas.font(SIZE, TEXT, HPos::Center, VPos::Top);
-        let at = (canvas.px(8.0), (top + bottom) / 2);
-        canvas.text(&label, at, style.transform(FontTransform::Rotate270))
-    }
-
-    fn marks(&self, chart: &Chart) -> Outcome {
-        let Area { left, top, right, bottom } = self.inner;
-        let mut free = left;
-        for (value, name) in &chart.vertical_marks {
-            let place = self.x.place(*value);
-            if !(0.0..=1.0).contains(&place) {
-                continue;
-            }
-            let x = self.x_px(*value);
-            self.canvas.line(vec![(x, top), (x, bottom)], MARK, 1.0, Some((6.0, 4.0)))?;
-            // Names stand side by side above the axes.
-            let width = self.canvas.width(name, SIZE)?;
-            let start = (x - width / 2).min(right - width).max(free);
-            free = start + width + self.canvas.px(12.0);
-            let style = self.canvas.font(SIZE, MARK, HPos::Left, VPos::Bottom);
-            self.canvas.text(name, (start, top - self.canvas.px(4.0)), style)?;
-        }
-        Ok(())
-    }
-
-    fn series(&self, i: usize, series: &Series) -> Outcome {
-        let points: Vec<Point> =
-            series.points.iter().map(|&(x, y)| (self.x_px(x), self.y_px(y))).collect();
+    /// A line through `points`, markers on them, or both.
+    fn through(self, points: Vec<Point>) -> Drawn {
         // A line through a single point would not be seen.
         let only = points.len() == 1;
-        if matches!(series.style, Style::Points | Style::LinePoints) || only {
-            for &point in &points {
-                self.canvas.marker(i, point)?;
-            }
-        }
-        if series.style != Style::Points && !only {
-            self.canvas.line(points, PALETTE[i % PALETTE.len()], 2.0, DASHES[i % DASHES.len()])?;
-        }
-        Ok(())
+        let n_line = if self.style == Style::Points || only { 0 } else { points.len() };
+        let marked = if self.style != Style::Line || only { &points[..] } else { &[] };
+        Drawn { look: self, points: [&points[..n_line], marked].concat(), n_line }
     }
 
-    /// The legend, and names beside single points.
-    fn names(&self, chart: &Chart) -> Outcome {
-        let canvas = self.canvas;
-        let Area { top, right, bottom, .. } = self.inner;
-        let row = canvas.px(22.0);
-        let rows = ((bottom - top) / row).max(1) as usize;
-        let style = || canvas.font(SIZE, TEXT, HPos::Left, VPos::Center);
-        let hidden = self.legend.len().saturating_sub(rows);
-        let shown = if hidden > 0 { rows - 1 } else { self.legend.len() };
-        let (start, end) = (right + canvas.px(14.0), right + canvas.px(14.0 + SAMPLE));
-        for (at, &(i, ref name)) in self.legend.iter().take(shown).enumerate() {
-            let y = top + row / 2 + at as i32 * row;
-            let look = chart.series.get(i).map(|series| series.style).unwrap_or_default();
-            if look != Style::Points {
-                let color = PALETTE[i % PALETTE.len()];
-                canvas.line(vec![(start, y), (end, y)], color, 2.0, DASHES[i % DASHES.len()])?;
-            }
-            if look != Style::Line {
-                canvas.marker(i, ((start + end) / 2, y))?;
-            }
-            canvas.text(name, (end + canvas.px(7.0), y), style())?;
-        }
-        if hidden > 0 {
-            let y = top + row / 2 + shown as i32 * row;
-            canvas.text(&format!("and {} more", hidden + 1), (start, y), style())?;
-        }
-        self.labels(chart)
-    }
-
-    /// Names beside single points, each at the first of several places where it covers nothing.
-    fn labels(&self, chart: &Chart) -> Outcome {
-        let canvas = self.canvas;
-        let (gap, height) = (canvas.px(9.0), canvas.px(18.0));
-        let half = canvas.px(6.0);
-        let labelled: Vec<(&str, Point)> = chart
-            .series
-            .iter()
-            .filter(|series| is_labelled(series))
-            .flat_map(|series| series.points.iter().map(|point| (series.name.as_str(), *point)))
-            .map(|(name, (x, y))| (name, (self.x_px(x), self.y_px(y))))
-            .collect();
-        let around = |(x, y): Point| Area {
-            left: x - half,
-            top: y - half,
-            right: x + half,
-            bottom: y + half,
+    /// What stands for the series in the legend; `(x, y)` is its left end.
+    fn sample(self, (x, y): Point, length: i32) -> Drawn {
+        let ends = [(x, y), (x + length, y), (x + length / 2, y)];
+        let (points, n_line) = match self.style {
+            _ if self.width == 0 => (&ends[..0], 0),
+            Style::Line => (&ends[..2], 2),
+            Style::Points => (&ends[2..], 0),
+            Style::LinePoints => (&ends[..], 2),
         };
-        let mut taken: Vec<Area> = labelled.iter().map(|&(_, point)| around(point)).collect();
-        for (name, (x, y)) in labelled {
-            let name = canvas.fit(name, SIZE, (self.inner.right - self.inner.left) / 2)?;
-            let width = canvas.width(&name, SIZE)?;
-            let rows = [0, -1, 1, -2, 2, -3, 3, -4, 4];
-            let places = rows.into_iter().flat_map(|row| {
-                let columns = [x + gap, x - gap - width, x - width / 2];
-                // Over or under the point, not on it.
-                columns.into_iter().take(if row == 0 { 2 } else { 3 }).map(move |left| Area {
-                    left,
-                    top: y - height / 2 + row * height,
-                    right: left + width,
-                    bottom: y + height / 2 + row * height,
-                })
-            });
-            let is_free = |place: &Area| {
-                place.within(&self.inner) && !taken.iter().any(|area| area.overlaps(place))
-            };
-            let beside =
-                Area { left: x + gap, top: y - half, right: x + gap + width, bottom: y + half };
-            let place = places.into_iter().find(is_free).unwrap_or(beside);
-            let style = canvas.font(SIZE, TEXT, HPos::Left, VPos::Center);
-            canvas.text(&name, (place.left, (place.top + place.bottom) / 2), style)?;
-            taken.push(place);
+        Drawn { look: self, points: points.to_vec(), n_line }
+    }
+}
+
+/// The first `n_line` of `points` are joined, the others marked.
+struct Drawn {
+    look: Look,
+    points: Vec<Point>,
+    n_line: usize,
+}
+
+impl<'a> PointCollection<'a, Point> for &'a Drawn {
+    type Point = &'a Point;
+    type IntoIter = core::slice::Iter<'a, Point>;
+
+    fn point_iter(self) -> Self::IntoIter {
+        self.points.iter()
+    }
+}
+
+impl<DB: DrawingBackend> Drawable<DB> for Drawn {
+    fn draw<I: Iterator<Item = Point>>(
+        &self,
+        points: I,
+        to: &mut DB,
+        size: (u32, u32),
+    ) -> Result<(), plotters_backend::DrawingErrorKind<DB::ErrorType>> {
+        let Look { color, width, dash, marker, radius: r, .. } = self.look;
+        let points: Vec<Point> = points.collect();
+        let (line, marked) = points.split_at(self.n_line.min(points.len()));
+        let (style, all) = (ShapeStyle::from(&color).stroke_width(width), line.iter().copied());
+        match dash {
+            _ if line.is_empty() => (),
+            None => PathElement::new(line, style).draw(all, to, size)?,
+            Some((dash, gap)) => {
+                DashedPathElement::new(all.clone(), dash, gap, style).draw(all, to, size)?
+            }
+        }
+        for &(x, y) in marked {
+            let at = core::iter::once((x, y));
+            let corners = [(x - r, y - r), (x + r, y + r)];
+            match marker % 4 {
+                0 => Circle::new((0, 0), r, style.filled()).draw(at, to, size)?,
+                1 => Rectangle::new(corners, style.filled()).draw(corners.into_iter(), to, size)?,
+                2 => TriangleMarker::new((0, 0), r * 5 / 4, style.filled()).draw(at, to, size)?,
+                _ => Cross::new((0, 0), r, style).draw(at, to, size)?,
+            }
         }
         Ok(())
     }
