@@ -5,7 +5,7 @@ use kv_cubecl::{
     Bits, CacheFloat, Granularity, KvCacheConfig, On, Target, layout::Window, quantize,
     streaming_attention,
 };
-use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig};
+use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig, ids_to_tensor};
 use serde::Serialize;
 
 use crate::{Error, Plan, Result, Run, ids};
@@ -70,7 +70,7 @@ pub fn layer_errors<T: Target>(
     if ids.is_empty() {
         return Err(Error::plan("tokens", 0, "the error of a layer needs at least one"));
     }
-    layer_errors_of(model, ids::tensor(ids, device), config)
+    layer_errors_of(model, ids_to_tensor(ids, [1, ids.len()], device), config)
 }
 
 /// [`layer_errors`] over ids `[batch, seq]` that are on the model's device.

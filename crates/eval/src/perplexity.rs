@@ -7,10 +7,10 @@ use kv_cubecl::{
     CacheShape, KvCacheConfig, On, QuantizedCounts, Target,
     layout::{CacheLayout, Window},
 };
-use kv_models::{LanguageModel, ModelCacheConfig};
+use kv_models::{LanguageModel, ModelCacheConfig, ids_to_tensor};
 
 use crate::{
-    Error, Mode, Plan, PositionNll, Result, Run, ids,
+    Error, Mode, Plan, PositionNll, Result, Run,
     plan::Span,
     score::{
         Divergence, divergence, mean_and_block_stderr, mean_and_stderr, negative_log_likelihood,
@@ -152,13 +152,13 @@ fn stream<T: Target>(
     let (before, scored) = ids.split_at(context - 1);
     if !before.is_empty() {
         let start = Instant::now();
-        model.hidden_step(ids::tensor(before, device), &mut cache)?;
+        model.hidden_step(ids_to_tensor(before, [1, before.len()], device), &mut cache)?;
         tally.seconds += start.elapsed().as_secs_f64();
     }
     let mut states = Vec::with_capacity(scored.len() - 1);
     for (i, pair) in scored.windows(2).enumerate() {
         let start = Instant::now();
-        let hidden = model.hidden_step(ids::tensor(&pair[..1], device), &mut cache)?;
+        let hidden = model.hidden_step(ids_to_tensor(&pair[..1], [1, 1], device), &mut cache)?;
         let logits = read(tally, model.head(hidden.clone()))?;
         tally.nll.extend(negative_log_likelihood(&logits, &pair[1..]));
         tally.seconds += start.elapsed().as_secs_f64();
@@ -181,7 +181,7 @@ fn parallel<T: Target>(
 ) -> Result<Tensor<2>> {
     let start = Instant::now();
     let (inputs, targets) = (&ids[..ids.len() - 1], &ids[context..]);
-    let hidden = model.hidden(ids::tensor(inputs, device), &tally.config)?;
+    let hidden = model.hidden(ids_to_tensor(inputs, [1, inputs.len()], device), &tally.config)?;
     let hidden: Tensor<2> = hidden.squeeze_dim(0);
     let hidden = match context {
         1 => hidden,

@@ -37,7 +37,9 @@ pub mod tokenizer;
 pub use cache::{ModelCache, ModelCacheBytes};
 pub use cache_config::{KV_CACHE_FILE, ModelCacheConfig};
 pub use error::{Error, Result, one_line};
-pub use generate::{DecodeGraph, GenerateOptions, Generated, Sampler, Sampling, generate};
+pub use generate::{
+    DecodeGraph, Decoder, GenerateOptions, Generated, Sampler, Sampling, generate, ids_to_tensor,
+};
 pub use kv_cubecl;
 pub use load::{Loaded, load};
 pub use model::LanguageModel;

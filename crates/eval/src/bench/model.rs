@@ -1,13 +1,13 @@
 //! Whole models by context length: what a step costs as the cache grows, and what a prompt costs.
 
-use std::{collections::BTreeSet, time::Instant};
+use std::time::Instant;
 
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_models::{DecodeGraph, LanguageModel, ModelCache};
+use kv_models::{DecodeGraph, Decoder, LanguageModel, ModelCache, ids_to_tensor};
 use serde::Serialize;
 
 use super::{Subject, Timing, not_recorded, time_in_turn, wait};
-use crate::{Error, Result, ids, memory::Tracking};
+use crate::{Error, Result, memory::Tracking};
 
 /// Tokens per prefill pass.
 const PREFILL_CHUNK: usize = 512;
@@ -36,43 +36,11 @@ pub struct DecodePoint {
     pub bytes_read: usize,
 }
 
-/// Appends one token at a time.
-enum Stepper<'a> {
-    Launched(&'a mut ModelCache),
-    Recorded(Box<DecodeGraph<'a>>),
-}
-
-impl<'a> Stepper<'a> {
-    fn new<T: Target>(
-        model: &LanguageModel,
-        cache: &'a mut ModelCache,
-        recorded: bool,
-        device: &On<T>,
-    ) -> Result<Self> {
-        Ok(match recorded {
-            true => {
-                let graph = DecodeGraph::new(model, cache, &BTreeSet::new(), device)?;
-                if !graph.is_captured() {
-                    return Err(not_recorded::<T>());
-                }
-                Self::Recorded(Box::new(graph))
-            }
-            false => Self::Launched(cache),
-        })
-    }
-
-    fn step<T: Target>(&mut self, model: &LanguageModel, device: &On<T>) -> Result<()> {
-        match self {
-            Self::Launched(cache) => {
-                let ids = filler(cache.len(), 1, model.vocab_size());
-                model.step(ids::tensor(&ids, device), cache)?;
-            }
-            Self::Recorded(graph) => {
-                graph.step(&filler(graph.len(), 1, model.vocab_size()))?;
-            }
-        }
-        wait(device)
-    }
+/// Appends a token and waits until the device has done so.
+fn step<T: Target>(decoder: &mut Decoder<'_>, model: &LanguageModel, device: &On<T>) -> Result<()> {
+    let ids = filler(decoder.position(), 1, model.vocab_size());
+    decoder.step(model, &ids, device)?;
+    wait(device)
 }
 
 /// The tokens that [`time_decode`] appends at each context: its samples, and the steps before them that
@@ -101,6 +69,9 @@ pub fn time_decode<T: Target>(
             format!("must be above 0 and ascend by at least the {steps} steps timed at each");
         return Err(Error::plan("contexts", format!("{contexts:?}"), rule));
     }
+    if subjects.iter().any(|subject| subject.recorded) && !DecodeGraph::is_supported(device) {
+        return Err(not_recorded::<T>());
+    }
     let capacity = contexts.last().map_or(1, |last| last + steps);
     let mut filled = Vec::with_capacity(subjects.len());
     for subject in subjects {
@@ -109,17 +80,17 @@ pub fn time_decode<T: Target>(
     let mut points = Vec::with_capacity(subjects.len() * contexts.len());
     let mut done = 0;
     for &context in contexts {
-        let mut steppers = Vec::with_capacity(subjects.len());
+        let mut decoders = Vec::with_capacity(subjects.len());
         for (cache, subject) in filled.iter_mut().zip(subjects) {
             let before = done;
             done += prefill(device, model, cache, context, |n| progress(before + n))?;
-            steppers.push(Stepper::new(model, cache, subject.recorded, device)?);
+            decoders.push(Decoder::new(model, cache, subject.recorded, device)?);
         }
-        let turns = steppers
+        let turns = decoders
             .iter_mut()
-            .map(|stepper| -> Subject<'_> { Box::new(|| stepper.step(model, device)) });
+            .map(|decoder| -> Subject<'_> { Box::new(|| step(decoder, model, device)) });
         let timings = time_in_turn(samples, turns.collect())?;
-        drop(steppers);
+        drop(decoders);
         for ((subject, cache), seconds) in subjects.iter().zip(&filled).zip(timings) {
             points.push(DecodePoint {
                 cache: subject.cache.to_string(),
@@ -203,7 +174,7 @@ fn prefill<T: Target>(
     while cache.len() < context {
         let chunk = PREFILL_CHUNK.min(context - cache.len());
         let ids = filler(cache.len(), chunk, model.vocab_size());
-        model.hidden_step(ids::tensor(&ids, device), cache)?;
+        model.hidden_step(ids_to_tensor(&ids, [1, chunk], device), cache)?;
         progress(cache.len() - before);
     }
     Ok(cache.len() - before)

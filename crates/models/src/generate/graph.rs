@@ -4,7 +4,7 @@ use std::{cell::RefCell, collections::BTreeSet, fmt, rc::Rc};
 
 use burn::tensor::{DType, Device, Graph, Int, Tensor, capture};
 
-use super::to_tensor;
+use super::ids_to_tensor;
 use crate::{Error, LanguageModel, ModelCache, Result};
 
 /// One decode step of a model over its cache, recorded with [`capture`] and replayed for every token.
@@ -113,10 +113,10 @@ impl<'a> DecodeGraph<'a> {
         let position = cache.capacity();
         let mut bound = Bound {
             model: model.clone(),
-            ids: to_tensor(&vec![0; batch], [batch, 1], device),
-            position: to_tensor(&[position as u32], [1], device),
-            eos: (!ends.is_empty()).then(|| to_tensor(&ends, [1, ends.len()], device)),
-            broken: to_tensor(&[0], [1], device),
+            ids: ids_to_tensor(&vec![0; batch], [batch, 1], device),
+            position: ids_to_tensor(&[position as u32], [1], device),
+            eos: (!ends.is_empty()).then(|| ids_to_tensor(&ends, [1, ends.len()], device)),
+            broken: ids_to_tensor(&[0], [1], device),
             cache: cache.take(),
         };
         if let Err(error) = bound.step() {
@@ -180,9 +180,9 @@ impl<'a> DecodeGraph<'a> {
             return Ok(vec![]);
         }
         self.start(&[first], max_tokens)?;
-        write(&mut self.bound.borrow_mut().broken, to_tensor(&[0], [1], &self.device));
+        write(&mut self.bound.borrow_mut().broken, ids_to_tensor(&[0], [1], &self.device));
         // What is chosen, and at the end how often that was in vain.
-        let mut chosen = to_tensor(&vec![0; max_tokens + 1], [1, max_tokens + 1], &self.device);
+        let mut chosen = ids_to_tensor(&vec![0; max_tokens + 1], [1, max_tokens + 1], &self.device);
         let mut put = |i, value| chosen.inplace(|to| to.slice_assign([0..1, i..i + 1], value));
         for i in 0..max_tokens {
             self.replay();
@@ -210,10 +210,10 @@ impl<'a> DecodeGraph<'a> {
         let bound = &mut *self.bound.borrow_mut();
         bound.cache.check(ids.len(), tokens)?;
         check_ids(&bound.model, ids)?;
-        write(&mut bound.ids, to_tensor(ids, [ids.len(), 1], &self.device));
+        write(&mut bound.ids, ids_to_tensor(ids, [ids.len(), 1], &self.device));
         let position = bound.cache.len();
         if self.position != Some(position) {
-            write(&mut bound.position, to_tensor(&[position as u32], [1], &self.device));
+            write(&mut bound.position, ids_to_tensor(&[position as u32], [1], &self.device));
             self.position = Some(position);
         }
         Ok(())

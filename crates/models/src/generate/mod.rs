@@ -1,5 +1,6 @@
 //! Continuing a text, token by token.
 
+mod decoder;
 mod graph;
 mod sampler;
 
@@ -10,6 +11,7 @@ use std::{
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
+pub use decoder::Decoder;
 pub use graph::DecodeGraph;
 pub use sampler::{Sampler, Sampling};
 
@@ -110,9 +112,8 @@ pub fn generate(
     if options.prefill_chunk == 0 {
         return Err(Error::argument("prefill_chunk", 0, "must be at least 1"));
     }
-    let cannot = || Error::argument("recorded", true, "this device cannot record the step");
     if options.recorded && !DecodeGraph::is_supported(device) {
-        return Err(cannot());
+        return Err(decoder::cannot_record());
     }
     cache.check(1, prompt.len())?;
 
@@ -128,16 +129,7 @@ pub fn generate(
     };
 
     let start = Instant::now();
-    let mut decoder = match options.recorded {
-        true => {
-            let graph = DecodeGraph::new(model, cache, &BTreeSet::new(), device)?;
-            if !graph.is_captured() {
-                return Err(cannot());
-            }
-            Decoder::Recorded(Box::new(graph))
-        }
-        false => Decoder::Launched(cache),
-    };
+    let mut decoder = Decoder::new(model, cache, options.recorded, device)?;
     while out.ids.len() < options.max_tokens {
         let id = sampler.sample(&logits)?;
         out.ids.push(id);
@@ -156,33 +148,11 @@ pub fn generate(
             out.stop = Stop::Capacity;
             break;
         }
-        logits = decoder.logits(model, id, device)?;
+        logits = read(decoder.step(model, &[id], device)?)?;
         out.decode_tokens += 1;
     }
     out.decode_time = start.elapsed();
     Ok(out)
-}
-
-/// Passes one token at a time.
-enum Decoder<'a> {
-    Launched(&'a mut ModelCache),
-    Recorded(Box<DecodeGraph<'a>>),
-}
-
-impl Decoder<'_> {
-    fn remaining(&self) -> usize {
-        match self {
-            Self::Launched(cache) => cache.remaining(),
-            Self::Recorded(graph) => graph.remaining(),
-        }
-    }
-
-    fn logits(&mut self, model: &LanguageModel, id: u32, device: &Device) -> Result<Vec<f32>> {
-        match self {
-            Self::Launched(cache) => last_logits(model, cache, &[id], device),
-            Self::Recorded(graph) => read(graph.step(&[id])?.clone()),
-        }
-    }
 }
 
 /// Passes a prompt in chunks and returns the logits after its last token.
@@ -195,7 +165,7 @@ fn prefill(
 ) -> Result<Vec<f32>> {
     let (body, tail) = prompt.split_at((prompt.len() - 1) / chunk * chunk);
     for ids in body.chunks(chunk) {
-        model.hidden_step(to_tensor(ids, [1, ids.len()], device), cache)?;
+        model.hidden_step(ids_to_tensor(ids, [1, ids.len()], device), cache)?;
     }
     last_logits(model, cache, tail, device)
 }
@@ -207,7 +177,7 @@ fn last_logits(
     ids: &[u32],
     device: &Device,
 ) -> Result<Vec<f32>> {
-    let hidden = model.hidden_step(to_tensor(ids, [1, ids.len()], device), cache)?; // [1, seq, hidden]
+    let hidden = model.hidden_step(ids_to_tensor(ids, [1, ids.len()], device), cache)?; // [1, seq, hidden]
     let last = hidden.narrow(1, ids.len() - 1, 1);
     read(model.head(last))
 }
@@ -218,7 +188,12 @@ fn read<const D: usize>(logits: Tensor<D>) -> Result<Vec<f32>> {
         .map_err(|error| Error::argument("logits", format!("{error:?}"), "must be readable as f32"))
 }
 
-fn to_tensor<const D: usize>(values: &[u32], shape: [usize; D], device: &Device) -> Tensor<D, Int> {
+/// Token ids on their way into a model, as 32 bits on every backend.
+pub fn ids_to_tensor<const D: usize>(
+    values: &[u32],
+    shape: [usize; D],
+    device: &Device,
+) -> Tensor<D, Int> {
     let values: Vec<i32> = values.iter().map(|&value| value as i32).collect();
     Tensor::from_data(TensorData::new(values, shape), (device, DType::I32))
 }

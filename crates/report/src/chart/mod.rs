@@ -28,8 +28,7 @@ pub enum Style {
 /// Points of one kind, in the order a line passes through them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Series {
-    /// Its name in the legend. A series of [`Style::Points`] with a single point has it beside the
-    /// point instead.
+    /// Its name in the legend.
     pub name: String,
     /// `(x, y)`.
     pub points: Vec<(f64, f64)>,
@@ -74,7 +73,8 @@ pub struct Chart {
     pub log_y: bool,
     /// What is drawn.
     pub series: Vec<Series>,
-    /// Vertical lines with a name each; those outside the range of the points are left out.
+    /// Vertical lines with a name each, in the legend; those outside the range of the points are left
+    /// out.
     pub vertical_marks: Vec<(f64, String)>,
 }
 

@@ -119,7 +119,11 @@ fn is_stdin(path: &Path) -> bool {
 fn text_name(text: &Path) -> String {
     match is_stdin(text) {
         true => "standard input".into(),
-        false => text.display().to_string(),
+        // As it would be named from here.
+        false => {
+            let here = std::env::current_dir().unwrap_or_default();
+            text.strip_prefix(here).unwrap_or(text).display().to_string()
+        }
     }
 }
 
