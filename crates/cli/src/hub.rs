@@ -14,7 +14,7 @@ use hf_hub::{
 };
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
-use crate::note;
+use crate::{note, start::error_line};
 
 /// A local path as it is, else a model of the Hugging Face hub, as `owner/name`, or `owner/name/FILE`
 /// for one of the GGUF files of a repository that has several. What is downloaded stays in the hub's
@@ -68,6 +68,14 @@ pub fn resolve(model: &str, revision: Option<&str>) -> Result<PathBuf> {
         }
     };
     Ok(wanted.model.map_or(folder.clone(), |file| folder.join(file)))
+}
+
+/// [`resolve`] for an argument that is a path.
+///
+/// # Errors
+/// Those of [`resolve`], on one line.
+pub fn parse(model: &str) -> Result<PathBuf, String> {
+    resolve(model, None).map_err(|error| error_line(&error))
 }
 
 /// A model of the hub.

@@ -206,8 +206,9 @@ impl Training {
 /// Arguments of `kv-train qat`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Qat {
-    /// A folder with config.json, or a .gguf file.
-    #[arg(long)]
+    /// A folder with config.json, a .gguf file, or a model of the Hugging Face hub: owner/name, or
+    /// owner/name/FILE.gguf.
+    #[arg(long, value_parser = kv_cli::hub::parse)]
     model: PathBuf,
     /// The cache to train for: kKvV with bits 2, 4, 8 or 16, then -gN, -rN, -sN, -after, -f16.
     #[arg(long)]

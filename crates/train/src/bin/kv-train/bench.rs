@@ -14,8 +14,9 @@ use kv_train::{Objective, QatConfig, TrainConfig, Trainable, bench::Stepper};
 /// Arguments of `kv-train bench`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// A folder with config.json, or a .gguf file.
-    #[arg(long)]
+    /// A folder with config.json, a .gguf file, or a model of the Hugging Face hub: owner/name, or
+    /// owner/name/FILE.gguf.
+    #[arg(long, value_parser = kv_cli::hub::parse)]
     model: PathBuf,
     /// The cache of the quantized steps.
     #[arg(long, default_value = "k2v2")]
