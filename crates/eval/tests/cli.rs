@@ -429,12 +429,12 @@ fn dashes_are_standard_input_and_output() {
 
 #[test]
 fn what_was_meant_is_suggested() {
-    let outcome = kv_eval(&["ppl", "--backen", "x"]);
+    let outcome = kv_eval(&["ppl", "--backends", "x"]);
     assert_one_line(
         &outcome,
-        &["unexpected argument '--backen'", "a similar argument exists: '--backend'"],
+        &["unexpected argument '--backends'", "a similar argument exists: '--backend'"],
     );
-    let outcome = kv_eval(&["generat"]);
+    let outcome = kv_eval(&["generates"]);
     assert_one_line(&outcome, &["a similar subcommand exists: 'generate'"]);
 }
 

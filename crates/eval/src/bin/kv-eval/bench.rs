@@ -433,7 +433,8 @@ impl ModelBench {
         }
         let limit = model.max_positions();
         let mut contexts: Vec<usize> = Vec::new();
-        for context in [512, 2048, 8000].map(|context: usize| context.min(limit - steps.min(limit)))
+        for context in
+            [512, 2048, 8000].map(|context: usize| context.min(limit.saturating_sub(steps)))
         {
             if contexts.last().is_none_or(|&last| context >= last + steps.max(1)) {
                 contexts.push(context);
