@@ -97,7 +97,7 @@ pub(crate) fn check_attend(
 #[cfg(feature = "cube")]
 fn client(device: &Device) -> Option<burn_cubecl::cubecl::client::Client> {
     match device.clone().without_autodiff().as_dispatch() {
-        DispatchDevice::Cube(device) => Some(device.client()),
+        burn::backend::DispatchDevice::Cube(device) => Some(device.client()),
         #[allow(unreachable_patterns, reason = "CubeCL may be the only backend")]
         _ => None,
     }
