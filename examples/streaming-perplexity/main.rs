@@ -4,6 +4,8 @@
 //! Usage: `streaming-perplexity MODEL TEXT [TOKENS]`
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
 
+use std::fs::File;
+
 use anyhow::{Context, Result};
 use kv_cubecl::{Flex, KvCacheConfig, On};
 use kv_eval::{Mode, Plan, evaluate};
@@ -16,8 +18,11 @@ fn main() -> Result<()> {
 
     let device = On::<Flex>::open()?;
     let loaded = kv_models::load(model, &device)?;
-    let text = std::fs::read_to_string(&text).with_context(|| format!("{text}: cannot read"))?;
-    let ids = loaded.tokenizer?.encode(&text)?;
+    let tokenizer = loaded.tokenizer?;
+    let file = File::open(&text).with_context(|| format!("{text}: cannot read"))?;
+    let ids = tokenizer.encode_reader(file, &text, Some(tokens))?;
+    // Windows of models that were trained so start with their begin-of-text token.
+    let bos = tokenizer.bos().filter(|_| tokenizer.adds_bos());
     let caches: Vec<KvCacheConfig> =
         ["k4v4", "k2v2-r64"].iter().map(|name| name.parse()).collect::<Result<_, _>>()?;
 
@@ -26,7 +31,8 @@ fn main() -> Result<()> {
         "cache", "mode", "perplexity", "kl mean", "tokens/s"
     );
     for mode in [Mode::Streaming, Mode::Parallel] {
-        let plan = Plan::new(&loaded.model, mode, &caches, ids.clone(), tokens, Some(tokens))?;
+        let plan = Plan::new(&loaded.model, mode, &caches, ids.clone(), tokens, Some(tokens))?
+            .with_bos(&loaded.model, bos)?;
         for run in evaluate(&device, &loaded.model, &plan, |_| ())? {
             println!(
                 "{:<10} {:<10} {:>10.4} {:>10.6} {:>10.1}",

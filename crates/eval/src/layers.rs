@@ -111,10 +111,10 @@ pub fn measure_layers<T: Target>(
     plan: &Plan,
     runs: &mut [Run],
 ) -> Result<()> {
-    let Some(window) = plan.spans().next().map(|span| span.tokens) else { return Ok(()) };
+    let Some((ids, _)) = plan.spans().next().map(|span| plan.input(&span)) else { return Ok(()) };
     for (config, run) in plan.caches().iter().zip(runs) {
         if config.cache.is_quantized() {
-            run.layers = layer_errors(device, model, &plan.ids()[window.clone()], config)?;
+            run.layers = layer_errors(device, model, &ids, config)?;
         }
     }
     Ok(())

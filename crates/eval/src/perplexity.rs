@@ -68,9 +68,9 @@ pub fn evaluate<T: Target>(
     let mut tallies: Vec<Tally> = plan.caches().iter().cloned().map(Tally::new).collect();
     let mut perplexities: Vec<(String, f64)> = Vec::new();
     let mut done = 0;
-    for Span { tokens, scored } in plan.spans() {
-        let context = scored.start - tokens.start;
-        let ids = &plan.ids()[tokens];
+    for span in plan.spans() {
+        let (ids, context) = plan.input(&span);
+        let scored = span.scored;
         // Final hidden states of the float run; its logits are computed again a few rows at a time
         // rather than kept, which for a large vocabulary would not fit in memory.
         let mut float_hidden: Option<Tensor<2>> = None;
@@ -78,7 +78,7 @@ pub fn evaluate<T: Target>(
             let mut report = |tokens| {
                 progress(Progress { done: done + tokens, perplexities: &perplexities });
             };
-            let hidden = pass(device, model, plan.mode(), tally, ids, context, &mut report)?;
+            let hidden = pass(device, model, plan.mode(), tally, &ids, context, &mut report)?;
             let start = tally.nll.len() - scored.len();
             if let Some(at) = tally.nll[start..].iter().position(|nll| !nll.is_finite()) {
                 let value = tally.nll[start + at];
@@ -108,16 +108,17 @@ pub fn evaluate<T: Target>(
 
 /// Passes the first tokens with every cache, and forgets them.
 fn warm_up<T: Target>(device: &On<T>, model: &LanguageModel, plan: &Plan) -> Result<()> {
-    let Some(Span { tokens, .. }) = plan.spans().next() else { return Ok(()) };
+    let Some(span) = plan.spans().next() else { return Ok(()) };
     // A step of one token is like any other.
     let n = match plan.mode() {
         Mode::Streaming => 4,
         Mode::Parallel => WARM_UP,
     };
-    let ids = &plan.ids()[tokens.start..tokens.end.min(tokens.start + n)];
+    let (mut ids, _) = plan.input(&span);
+    ids.truncate(n);
     for config in plan.caches() {
         let mut tally = Tally::new(config.clone());
-        pass(device, model, plan.mode(), &mut tally, ids, 1, &mut |_| ())?;
+        pass(device, model, plan.mode(), &mut tally, &ids, 1, &mut |_| ())?;
     }
     Ok(())
 }
@@ -286,9 +287,10 @@ fn by_position(plan: &Plan, nll: &[f32]) -> Vec<PositionNll> {
             tokens: 0,
         })
         .collect();
+    let begun = usize::from(plan.bos().is_some());
     let positions = plan
         .spans()
-        .flat_map(|Span { tokens, scored }| scored.map(move |token| token - tokens.start));
+        .flat_map(|Span { tokens, scored }| scored.map(move |token| begun + token - tokens.start));
     for (position, &nll) in positions.zip(nll) {
         let bucket = &mut buckets[position / per_bucket];
         bucket.nll += f64::from(nll);

@@ -45,8 +45,11 @@ pub struct Plan {
     mode: Mode,
     caches: Vec<ModelCacheConfig>,
     ids: Vec<u32>,
+    bos: Option<u32>,
+    /// The window asked for, of which a shorter text needs less.
+    asked: usize,
     window: usize,
-    stride: usize,
+    stride: Option<usize>,
 }
 
 /// Tokens that pass through the model together, from an empty cache, and those of them that are
@@ -81,12 +84,8 @@ impl Plan {
         if window < 2 {
             return Err(Error::plan("window", window, "must be at least 2 tokens"));
         }
-        let window = window.min(ids.len());
-        let limit = model.max_positions();
-        if window > limit {
-            let rule = format!("exceeds the model's limit of {limit} positions");
-            return Err(Error::plan("window", window, rule));
-        }
+        let asked = window;
+        let window = limited(asked, ids.len(), model)?;
         ids::check(&ids, model)?;
         let is_float = |config: &ModelCacheConfig| {
             !config.cache.is_quantized() && config.cache.float == CacheFloat::F32
@@ -101,7 +100,41 @@ impl Plan {
             }
             all.push(config);
         }
-        Ok(Self { mode, caches: all, ids, window, stride: window })
+        Ok(Self { mode, caches: all, ids, bos: None, asked, window, stride: None })
+    }
+
+    /// Has every window start with the token `bos`, if there is one, as models expect that were trained on texts that
+    /// do. It is one of the window's tokens, and none of the text's: a window holds one token of the
+    /// text less, and each of them is scored, the first predicted from `bos` alone.
+    ///
+    /// Over a text that fits one window this is the loss of the transformers library for the ids of
+    /// its tokenizer. Of longer texts llama.cpp's `perplexity` puts `bos` in the place of each
+    /// window's first token, which is then neither seen nor scored, and scores the second half of
+    /// each window alone.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for an id that the model does not know, a window beyond the model's limit with
+    /// it, or one whose stride it is too short for.
+    pub fn with_bos(self, model: &LanguageModel, bos: impl Into<Option<u32>>) -> Result<Self> {
+        let Some(bos) = bos.into() else { return Ok(self) };
+        ids::check(&[bos], model)?;
+        let window = limited(self.asked, self.ids.len() + 1, model)?;
+        let mut plan = Self { bos: Some(bos), window, ..self };
+        plan.caches.iter_mut().for_each(|config| config.cache.capacity = window);
+        match plan.stride {
+            Some(stride) => plan.with_stride(stride),
+            None => Ok(plan),
+        }
+    }
+
+    /// The token that every window starts with, if there is one.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// Tokens of the text per window.
+    fn text_window(&self) -> usize {
+        self.window - usize::from(self.bos.is_some())
     }
 
     /// Lets each window begin `stride` tokens after the one before. A window then scores only the
@@ -111,11 +144,12 @@ impl Plan {
     /// # Errors
     /// [`Error::Plan`] for a stride of 0 or above the window.
     pub fn with_stride(self, stride: usize) -> Result<Self> {
-        if !(1..=self.window).contains(&stride) {
-            let rule = format!("must be at least 1 and at most the window of {}", self.window);
+        let most = self.text_window();
+        if !(1..=most).contains(&stride) {
+            let rule = format!("must be at least 1 and at most the window's {most} tokens of text");
             return Err(Error::plan("stride", stride, rule));
         }
-        Ok(Self { stride, ..self })
+        Ok(Self { stride: Some(stride), ..self })
     }
 
     /// How tokens pass through the model.
@@ -128,14 +162,14 @@ impl Plan {
         &self.caches
     }
 
-    /// Tokens per window.
+    /// Tokens per window, that which starts it included.
     pub fn window(&self) -> usize {
         self.window
     }
 
     /// Tokens from the start of one window to that of the next.
     pub fn stride(&self) -> usize {
-        self.stride
+        self.stride.unwrap_or_else(|| self.text_window())
     }
 
     /// Tokens of the text that are used.
@@ -143,22 +177,28 @@ impl Plan {
         self.ids.len()
     }
 
-    /// The token ids.
-    pub(crate) fn ids(&self) -> &[u32] {
-        &self.ids
+    /// What passes through the model for a span, and how many of its first tokens are not scored.
+    pub(crate) fn input(&self, span: &Span) -> (Vec<u32>, usize) {
+        let ids: Vec<u32> =
+            self.bos.iter().chain(&self.ids[span.tokens.clone()]).copied().collect();
+        let context = ids.len() - (span.tokens.end - span.scored.start);
+        (ids, context)
     }
 
-    /// The windows, in order. Every token but those that begin a window that overlaps no other is
-    /// scored once.
+    /// The windows, in order. Every token is scored once, but, where windows start with no token of
+    /// their own, those that begin a window that overlaps no other.
     pub(crate) fn spans(&self) -> impl Iterator<Item = Span> + use<'_> {
         let n = self.ids.len();
-        let end = move |start: usize| (start + self.window).min(n);
+        let (window, stride) = (self.text_window(), self.stride());
+        let end = move |start: usize| (start + window).min(n);
+        // Without a token before it the first of a window is not predicted.
+        let unseen = usize::from(self.bos.is_none());
         (0..n)
-            .step_by(self.stride)
+            .step_by(stride)
             .map_while(move |start| {
-                // What the window before reached; the first token of a text has nothing before it.
-                let before = start.checked_sub(self.stride).map_or(0, end);
-                let scored = before.max(start + 1)..end(start);
+                // What the window before reached.
+                let before = start.checked_sub(stride).map_or(0, end);
+                let scored = before.max(start + unseen)..end(start);
                 (before < n).then_some(Span { tokens: start..end(start), scored })
             })
             .filter(|span| !span.scored.is_empty())
@@ -168,4 +208,14 @@ impl Plan {
     pub fn scored_tokens(&self) -> usize {
         self.spans().map(|span| span.scored.len()).sum()
     }
+}
+
+/// The window for a text of `tokens`, if the model has room for it.
+fn limited(asked: usize, tokens: usize, model: &LanguageModel) -> Result<usize> {
+    let (window, limit) = (asked.min(tokens), model.max_positions());
+    if window > limit {
+        let rule = format!("exceeds the model's limit of {limit} positions");
+        return Err(Error::plan("window", window, rule));
+    }
+    Ok(window)
 }

@@ -7,6 +7,7 @@ use std::{
 };
 
 use kv_cubecl::{On, Target};
+use kv_models::one_line;
 use kv_report::{
     HtmlReport, Table,
     chart::{Chart, Series, Style},
@@ -122,8 +123,10 @@ pub struct Report {
     pub text_tokens: usize,
     /// Bytes that those tokens stand for, where known.
     pub text_bytes: Option<usize>,
-    /// Tokens per window.
+    /// Tokens per window, that which starts it included.
     pub window: usize,
+    /// The token that every window starts with, as the vocabulary spells it.
+    pub bos: Option<String>,
     /// Tokens from the start of one window to that of the next.
     pub stride: usize,
     /// The runs, by model, of each the `float` one first.
@@ -148,6 +151,7 @@ impl Report {
             text_tokens,
             text_bytes: None,
             window,
+            bos: None,
             stride: window,
             runs: vec![],
         }
@@ -157,6 +161,13 @@ impl Report {
     #[must_use]
     pub fn with_stride(self, stride: usize) -> Self {
         Self { stride, ..self }
+    }
+
+    /// The same of windows that start with a token of their own, spelled `bos`, see
+    /// [`Plan::with_bos`](crate::Plan::with_bos).
+    #[must_use]
+    pub fn with_bos(self, bos: Option<String>) -> Self {
+        Self { bos, ..self }
     }
 
     /// The same of a text whose tokens stand for `bytes` bytes; to be called before runs are added.
@@ -359,12 +370,16 @@ impl Report {
 
     fn summary(&self) -> String {
         let stride = match self.stride {
-            stride if stride == self.window => String::new(),
+            stride if stride + usize::from(self.bos.is_some()) >= self.window => String::new(),
             stride => format!(" every {stride}"),
+        };
+        let bos = match &self.bos {
+            Some(bos) => format!(", BOS {}", one_line(bos, 40)),
+            None => ", no BOS".to_string(),
         };
         let mode = self.runs.first().map_or(String::new(), |run| format!(", {}", run.mode));
         format!(
-            "{} on {} ({}), {} tokens of {} in windows of {}{stride}{mode}",
+            "{} on {} ({}), {} tokens of {} in windows of {}{stride}{mode}{bos}",
             self.models().join(" and "),
             self.backend,
             self.device,

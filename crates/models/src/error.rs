@@ -167,6 +167,20 @@ pub enum Error {
         /// The rule it breaks.
         rule: String,
     },
+    /// A text is not UTF-8.
+    #[error("{}: byte {offset} is not UTF-8; texts must be", path.display())]
+    NotUtf8 {
+        /// The file.
+        path: PathBuf,
+        /// Where the first byte is that is not, from the start of the file.
+        offset: u64,
+    },
+    /// A template of conversations is none, or refused a conversation.
+    #[error("chat template: {}", line(why))]
+    ChatTemplate {
+        /// What is wrong.
+        why: String,
+    },
     /// The tokenizer could not be built, or refused a text.
     #[error("tokenizer: {}", line(why))]
     Tokenizer {

@@ -3,10 +3,18 @@
 
 mod common;
 
-use std::fs;
+use std::{
+    collections::HashMap,
+    fs,
+    io::{self, Read},
+    path::Path,
+};
 
-use common::{device, fixture, smollm2, write_vocabulary};
-use kv_models::{Error, Tokenizer, load};
+use candle_core::quantized::{GgmlDType, gguf_file::Value};
+use common::{bos_vocabulary, copy, device, fixture, smollm2, tiny, write_gguf, write_vocabulary};
+use kv_models::{Error, SaveOptions, Tokenizer, load, save};
+use serde::Deserialize;
+use serde_json::{Value as Json, json};
 
 #[test]
 #[ignore = "needs SmolLM2: scripts/get-smollm2 or KV_SMOLLM2"]
@@ -111,4 +119,189 @@ fn broken_tokenizer_files_are_errors() {
     fs::write(&file, "{\"version\": \"1.0\"").unwrap();
     let error = Tokenizer::from_file(&file, &[]).unwrap_err().to_string();
     assert!(error.contains("tokenizer.json") && !error.contains('\n'), "{error}");
+}
+
+/// Ids of a text by transformers and by llama.cpp, see `fixtures/README.md`.
+#[derive(Deserialize)]
+struct Bos {
+    text: String,
+    ids: Vec<u32>,
+    #[serde(rename = "llama.cpp")]
+    llama_cpp: LlamaCpp,
+}
+
+#[derive(Deserialize)]
+struct LlamaCpp {
+    #[serde(rename = "llama-bpe true")]
+    ids: Vec<u32>,
+    /// Whether texts begin with the token, by pre-tokenizer and `add_bos_token`.
+    begins_with_bos: HashMap<String, bool>,
+}
+
+fn bos() -> Bos {
+    serde_json::from_slice(&fs::read(fixture("bos/expected.json")).unwrap()).unwrap()
+}
+
+/// The ids of a text as a model is to see it.
+fn with_bos(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
+    let bos = tokenizer.bos().filter(|_| tokenizer.adds_bos());
+    bos.into_iter().chain(tokenizer.encode(text).unwrap()).collect()
+}
+
+#[test]
+fn texts_begin_as_under_transformers() {
+    let Bos { text, ids, .. } = bos();
+    let tokenizer = Tokenizer::from_file(fixture("bos/tokenizer.json"), &[2]).unwrap();
+    assert_eq!((tokenizer.bos(), tokenizer.adds_bos()), (Some(1), true));
+    assert_eq!(with_bos(&tokenizer, &text), ids);
+
+    // tokenizer_config.json overrules what the tokenizer was saved with.
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tokenizer.json");
+    fs::copy(fixture("bos/tokenizer.json"), &file).unwrap();
+    let configured = |config: &str| {
+        fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
+        Tokenizer::from_folder(folder.path(), &[2])
+    };
+    for (config, bos, adds) in [
+        (r#"{"bos_token": "<s>"}"#, Some(1), true),
+        (r#"{"bos_token": "<s>", "add_bos_token": false}"#, Some(1), false),
+        (r#"{"bos_token": {"content": "</s>"}, "add_bos_token": true}"#, Some(2), true),
+        (r#"{"add_bos_token": false}"#, None, false),
+    ] {
+        let tokenizer = configured(config).unwrap();
+        assert_eq!((tokenizer.bos(), tokenizer.adds_bos()), (bos, adds), "{config}");
+        assert_eq!(tokenizer.encode(&text).unwrap(), ids[1..], "{config}");
+    }
+    let error = configured(r#"{"bos_token": "<none>", "add_bos_token": true}"#).unwrap_err();
+    assert!(error.to_string().contains("bos_token = <none>: must be a token"), "{error}");
+
+    // Two tokens before a text are not one.
+    let mut json: Json = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    let single = json["post_processor"]["processors"][1]["single"].as_array_mut().unwrap();
+    single.insert(0, single[0].clone());
+    fs::write(&file, json.to_string()).unwrap();
+    let error = configured("{}").unwrap_err().to_string();
+    assert!(error.contains("begins texts with 2 tokens [1, 1]"), "{error}");
+}
+
+#[test]
+fn texts_begin_as_under_llama_cpp() {
+    let Bos { text, llama_cpp, .. } = bos();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.gguf");
+    let written = |more: &[(&str, Value)]| {
+        let extra = bos_vocabulary(more);
+        let extra: Vec<_> =
+            extra.iter().map(|(key, value)| (key.as_str(), value.clone())).collect();
+        write_gguf(&tiny("llama-tiny"), &file, GgmlDType::F32, &extra);
+        load(&file, &device()).unwrap()
+    };
+    assert!(llama_cpp.begins_with_bos.len() > 5);
+    for (case, begins) in llama_cpp.begins_with_bos {
+        let (pre, adds) = case.split_once(' ').unwrap();
+        let mut more = vec![("tokenizer.ggml.pre", Value::String(pre.into()))];
+        if adds != "None" {
+            more.push(("tokenizer.ggml.add_bos_token", Value::Bool(adds == "True")));
+        }
+        let tokenizer = written(&more).tokenizer.unwrap();
+        assert_eq!((tokenizer.bos(), tokenizer.adds_bos()), (Some(1), begins), "{case}");
+    }
+    let adds = ("tokenizer.ggml.add_bos_token", Value::Bool(true));
+    let loaded = written(std::slice::from_ref(&adds));
+    let tokenizer = loaded.tokenizer.unwrap();
+    assert_eq!(with_bos(&tokenizer, &text), llama_cpp.ids);
+
+    // A saved model keeps it.
+    let saved = folder.path().join("saved");
+    save(&saved, &loaded.model, &tokenizer, SaveOptions::default()).unwrap();
+    assert_eq!(
+        with_bos(&load(&saved, &device()).unwrap().tokenizer.unwrap(), &text),
+        llama_cpp.ids
+    );
+    let config = fs::read_to_string(saved.join("config.json")).unwrap();
+    assert!(config.contains("\"bos_token_id\": 1"), "{config}");
+
+    let beyond = ("tokenizer.ggml.bos_token_id", Value::U32(256));
+    let error = written(&[adds, beyond]).tokenizer.unwrap_err().to_string();
+    assert!(error.contains("the begin-of-text id 256 is not in the vocabulary"), "{error}");
+}
+
+#[test]
+fn truncation_and_padding_are_ignored_and_said_so() {
+    let folder = copy(&tiny("llama-tiny"));
+    let path = folder.path().join("tokenizer.json");
+    let mut file: Json =
+        serde_json::from_slice(&fs::read(fixture("bos/tokenizer.json")).unwrap()).unwrap();
+    file["truncation"] = json!({
+        "direction": "Right", "max_length": 512, "strategy": "LongestFirst", "stride": 0,
+    });
+    file["padding"] = json!({
+        "strategy": {"Fixed": 4000}, "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "<unk>",
+    });
+    fs::write(&path, file.to_string()).unwrap();
+    let text = fs::read_to_string(fixture("licenses.txt")).unwrap();
+    let plain = Tokenizer::from_file(fixture("bos/tokenizer.json"), &[]).unwrap();
+    assert!(plain.notes().is_empty());
+    let loaded = load(folder.path(), &device()).unwrap();
+    let tokenizer = loaded.tokenizer.unwrap();
+    assert_eq!(loaded.notes, tokenizer.notes());
+    assert_eq!(tokenizer.encode(&text).unwrap(), plain.encode(&text).unwrap());
+    assert_eq!(tokenizer.encode("a").unwrap().len(), 1);
+    let [note] = tokenizer.notes() else { panic!("{:?}", tokenizer.notes()) };
+    assert!(
+        note.ends_with("truncation to 512 tokens and padding: ignored, texts are encoded whole")
+    );
+    assert!(note.contains("tokenizer.json"), "{note}");
+}
+
+/// Text without an end, and how much of it was read.
+struct Endless {
+    line: &'static [u8],
+    n_read: usize,
+}
+
+impl Read for Endless {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        for byte in buffer.iter_mut() {
+            *byte = self.line[self.n_read % self.line.len()];
+            self.n_read += 1;
+        }
+        Ok(buffer.len())
+    }
+}
+
+#[test]
+fn a_text_is_read_as_far_as_its_ids_are_asked_for() {
+    let tokenizer = Tokenizer::from_file(fixture("bos/tokenizer.json"), &[]).unwrap();
+    let line = "The licenses for most software are designed to take away your freedom.\n";
+    let mut text = Endless { line: line.as_bytes(), n_read: 0 };
+    let ids = tokenizer.encode_reader(&mut text, "endless.txt", Some(1000)).unwrap();
+    assert!(text.n_read < 200_000, "{} bytes for 1000 ids", text.n_read);
+    assert_eq!(ids, tokenizer.encode(&line.repeat(100)).unwrap()[..1000]);
+    assert_eq!(tokenizer.encode_first(&line.repeat(100), 1000).unwrap(), ids);
+    assert!(tokenizer.encode_first(line, 0).unwrap().is_empty());
+    let short = tokenizer.encode_reader(line.as_bytes(), "short.txt", Some(1000)).unwrap();
+    assert_eq!(short, tokenizer.encode(line).unwrap());
+}
+
+#[test]
+fn a_byte_order_mark_is_no_text_and_bad_bytes_are_named() {
+    let tokenizer = Tokenizer::train_bpe(["some text"].into_iter(), 260).unwrap();
+    let read = |bytes: &[u8]| tokenizer.encode_reader(bytes, Path::new("a.txt"), None);
+    assert_eq!(read("\u{feff}é text".as_bytes()).unwrap(), tokenizer.encode("é text").unwrap());
+    let twice = "\u{feff}\u{feff}a";
+    assert_eq!(read(twice.as_bytes()).unwrap(), tokenizer.encode(&twice[3..]).unwrap());
+    // What is given as text is text.
+    assert_eq!(tokenizer.decode(&tokenizer.encode(twice).unwrap()).unwrap(), twice);
+    let long = [&b"good ".repeat(50_000)[..], b"\xff bad"].concat();
+    for (bytes, at) in
+        [(&b"good \xff bad"[..], 5), (b"\xef\xbb\xbfgood \xe2\x82", 8), (&long, 250_000)]
+    {
+        match read(bytes) {
+            Err(Error::NotUtf8 { offset, .. }) => assert_eq!(offset, at),
+            other => panic!("{other:?}"),
+        }
+    }
 }

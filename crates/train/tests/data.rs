@@ -272,18 +272,38 @@ fn mistakes_in_sources_are_told_and_leave_nothing() {
 }
 
 #[test]
-fn a_tokenizer_that_truncates_is_refused() {
+fn a_tokenizer_that_truncates_encodes_whole_documents() {
     let world = World::new();
     let source = Source::new([world.write("a.txt", "the text")]);
-    let path = world.path("tokenizer.json");
-    let mut file: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let path = world.path("truncating.json");
+    let mut file: Value =
+        serde_json::from_slice(&fs::read(world.path("tokenizer.json")).unwrap()).unwrap();
     file["truncation"] = json!({
         "direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0,
     });
     fs::write(&path, file.to_string()).unwrap();
     let tokenizer = Tokenizer::from_file(&path, &[EOS]).unwrap();
-    let refused = TokenFile::open(&source, &tokenizer, &path, &world.cache());
-    assert!(message(refused).starts_with("truncation = {"));
+    let tokens = TokenFile::open(&source, &tokenizer, &path, &world.cache()).unwrap();
+    assert_eq!(all(&tokens), world.joined(&["the text"]));
+    assert!(tokens.len() > 2);
+}
+
+/// Text files are read in pieces; documents they stay.
+#[test]
+fn a_long_text_is_one_document() {
+    let world = World::new();
+    let text: String = (0..40_000).map(|i| format!("the {i} others saw. ")).collect();
+    assert!(text.len() > 10 << 16, "it is one piece");
+    let marked = format!("\u{feff}{text}");
+    let source = Source::new([world.write("a.txt", &text), world.write("b.txt", &marked)]);
+    let tokens = world.open(&source).unwrap();
+    assert!(all(&tokens) == world.joined(&[&text, &text]));
+    assert_eq!(tokens.n_documents(), 2);
+    assert!(source.documents().unwrap() == [text.clone(), text.clone()]);
+    // A mistake far into a text is found where it is.
+    let bad = [text.as_bytes(), b"\xff"].concat();
+    let message = message(world.open_one("c.txt", &bad));
+    assert!(message.contains(&format!("byte {} is not UTF-8", text.len())), "{message}");
 }
 
 // The cache file.

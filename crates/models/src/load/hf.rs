@@ -99,7 +99,7 @@ fn build(
     {
         eos.extend(ids.into_vec());
     }
-    let tokenizer = Tokenizer::from_file(folder.join("tokenizer.json"), &eos);
+    let tokenizer = Tokenizer::from_folder(folder, &eos);
     Ok(Loaded { model, tokenizer, cache, name, format, notes })
 }
 

@@ -81,6 +81,9 @@ pub fn load(path: impl AsRef<Path>, device: &Device) -> Result<Loaded> {
         let why = format!("{}: has {n_ids} ids, the model knows {vocab_size}", path.display());
         loaded.tokenizer = Err(Error::tokenizer(why));
     }
+    if let Ok(tokenizer) = &loaded.tokenizer {
+        loaded.notes.extend_from_slice(tokenizer.notes());
+    }
     Ok(loaded)
 }
 

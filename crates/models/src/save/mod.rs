@@ -120,7 +120,7 @@ fn config(
     };
     // Some families have defaults for these that are other models' ids.
     for (key, value) in [
-        ("bos_token_id", Value::Null),
+        ("bos_token_id", json!(tokenizer.bos())),
         ("eos_token_id", eos),
         ("pad_token_id", Value::Null),
         ("torch_dtype", json!(dtype)),
@@ -131,10 +131,12 @@ fn config(
 }
 
 fn tokenizer_config(model: &LanguageModel, tokenizer: &Tokenizer) -> Value {
-    let eos = tokenizer.eos().first().and_then(|&id| tokenizer.id_to_token(id));
+    let (bos, eos) = tokenizer.template_tokens();
     json!({
         "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
         "eos_token": eos,
+        "chat_template": tokenizer.chat_template(),
         "model_max_length": model.max_positions(),
         "clean_up_tokenization_spaces": false,
     })

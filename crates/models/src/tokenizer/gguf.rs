@@ -8,6 +8,7 @@ use std::{collections::HashMap, path::Path};
 use serde_json::{Value as Json, json};
 use tokenizers::AddedToken;
 
+use super::special::{Settings, begin_with};
 use crate::{Error, Result, load::GgufValue as Value};
 
 /// The regular expression of GPT-2.
@@ -27,10 +28,12 @@ struct Pre {
     splits: &'static [&'static str],
     /// Whether a whole piece that is a token stays one, whatever the merges say.
     ignore_merges: bool,
+    /// Whether texts begin with a token of their own where the file does not say.
+    adds_bos: bool,
 }
 
 fn pre_tokenizer(name: &str) -> Option<Pre> {
-    let (splits, ignore_merges): (&[&str], _) = match name {
+    let (splits, llama3): (&[&str], _) = match name {
         "gpt-2" => (&[GPT2], false),
         "default" => (&[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"], false),
         "smollm" => (&[r"\p{N}", GPT2], false),
@@ -38,14 +41,14 @@ fn pre_tokenizer(name: &str) -> Option<Pre> {
         "llama-bpe" | "llama3" | "llama-v3" => (&[LLAMA3], true),
         _ => return None,
     };
-    Some(Pre { splits, ignore_merges })
+    Some(Pre { splits, ignore_merges: llama3, adds_bos: llama3 })
 }
 
-/// The tokenizer and its end-of-text ids.
+/// The tokenizer, its end-of-text ids, and what else the file says of texts.
 pub(super) fn build(
     metadata: &HashMap<String, Value>,
     path: &Path,
-) -> Result<(tokenizers::Tokenizer, Vec<u32>)> {
+) -> Result<(tokenizers::Tokenizer, Vec<u32>, Settings)> {
     let vocabulary = Vocabulary { metadata, path };
     let model = vocabulary.string("tokenizer.ggml.model")?;
     if model != "gpt2" {
@@ -104,7 +107,27 @@ pub(super) fn build(
         .iter()
         .filter_map(|name| vocabulary.id(&format!("tokenizer.ggml.{name}_token_id")))
         .collect();
-    Ok((inner, eos))
+    let bos = vocabulary.id("tokenizer.ggml.bos_token_id");
+    let adds_bos = match metadata.get("tokenizer.ggml.add_bos_token") {
+        None => pre.adds_bos && bos.is_some(),
+        Some(&Value::Bool(adds)) => adds,
+        Some(_) => return Err(vocabulary.wrong("tokenizer.ggml.add_bos_token", "a boolean")),
+    };
+    if adds_bos {
+        let Some(bos) = bos else {
+            return Err(
+                vocabulary.wrong("tokenizer.ggml.bos_token_id", "an id to begin texts with")
+            );
+        };
+        begin_with(&mut inner, bos, path)?;
+    }
+    let chat_template = match metadata.get("tokenizer.chat_template") {
+        None => None,
+        Some(_) => Some(vocabulary.string("tokenizer.chat_template")?.to_string()),
+    };
+    let eos_token = vocabulary.id("tokenizer.ggml.eos_token_id");
+    let eos_token = eos_token.and_then(|id| inner.id_to_token(id));
+    Ok((inner, eos, Settings { bos, chat_template, eos_token, ..Settings::default() }))
 }
 
 /// The tokenizer as a `tokenizer.json` would state it.

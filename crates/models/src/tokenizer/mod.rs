@@ -1,6 +1,8 @@
 //! Text to ids and back.
 
 mod gguf;
+mod pieces;
+mod special;
 mod train;
 
 use std::{
@@ -9,6 +11,8 @@ use std::{
     path::Path,
 };
 
+pub use self::pieces::{Piece, Pieces};
+use self::{pieces::Cuts, special::Settings};
 use crate::{Error, Result, load::GgufValue, save};
 
 /// A tokenizer read from `tokenizer.json` or from the vocabulary of a GGUF file.
@@ -17,22 +21,38 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     eos: BTreeSet<u32>,
     n_ids: usize,
+    settings: Settings,
+    cuts: Cuts,
 }
 
 impl Tokenizer {
     /// Reads `tokenizer.json`; `eos` are the ids that end a text.
     ///
+    /// Its settings for truncation and padding are not used, texts are encoded whole:
+    /// [`notes`](Self::notes) says so.
+    ///
     /// # Errors
     ///
-    /// [`Error::NotFound`], or [`Error::Tokenizer`] when the file is not a tokenizer.
+    /// [`Error::NotFound`]; [`Error::Tokenizer`] when the file is not a tokenizer;
+    /// [`Error::Unsupported`] when its texts begin with more than one token of its own.
     pub fn from_file(path: impl AsRef<Path>, eos: &[u32]) -> Result<Self> {
         let path = path.as_ref();
-        if !path.is_file() {
-            return Err(Error::NotFound { path: path.into(), hint: String::new() });
-        }
-        let inner = tokenizers::Tokenizer::from_file(path)
-            .map_err(|error| Error::tokenizer(format!("{}: {error}", path.display())))?;
-        Ok(Self::new(inner, eos.iter().copied()))
+        Self::new(read(path)?, eos.iter().copied(), Settings::default(), path)
+    }
+
+    /// Reads `tokenizer.json` and, where they lie beside it, `tokenizer_config.json` and
+    /// `chat_template.jinja`; `eos` are the ids that end a text.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`from_file`](Self::from_file), and [`Error::Malformed`] for a
+    /// `tokenizer_config.json` that is none.
+    pub fn from_folder(folder: impl AsRef<Path>, eos: &[u32]) -> Result<Self> {
+        let folder = folder.as_ref();
+        let path = folder.join("tokenizer.json");
+        let mut inner = read(&path)?;
+        let settings = Settings::read(folder, &mut inner)?;
+        Self::new(inner, eos.iter().copied(), settings, &path)
     }
 
     /// Reads the vocabulary inside a GGUF file, and nothing else of it.
@@ -50,8 +70,8 @@ impl Tokenizer {
         metadata: &HashMap<String, GgufValue>,
         path: &Path,
     ) -> Result<Self> {
-        let (inner, eos) = gguf::build(metadata, path)?;
-        Ok(Self::new(inner, eos))
+        let (inner, eos, settings) = gguf::build(metadata, path)?;
+        Self::new(inner, eos, settings, path)
     }
 
     /// Writes `tokenizer.json`, whole or not at all. The ids that end a text are not part of it.
@@ -67,20 +87,33 @@ impl Tokenizer {
         self.inner.to_string(true).map_err(Error::tokenizer)
     }
 
-    fn new(inner: tokenizers::Tokenizer, eos: impl IntoIterator<Item = u32>) -> Self {
+    fn new(
+        mut inner: tokenizers::Tokenizer,
+        eos: impl IntoIterator<Item = u32>,
+        mut settings: Settings,
+        path: &Path,
+    ) -> Result<Self> {
+        settings.encode_whole(&mut inner, path)?;
+        settings.follow_template(&inner, path)?;
         let n_ids = inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
-        Self { inner, eos: eos.into_iter().collect(), n_ids }
+        let cuts = Cuts::new(&inner);
+        Ok(Self { inner, eos: eos.into_iter().collect(), n_ids, settings, cuts })
     }
 
-    /// The ids of `text`, without a begin-of-text token or any template.
+    /// The ids of `text`, without a [begin-of-text token](Self::bos) or any template.
     ///
     /// Control tokens spelled out in `text` (`<|im_end|>`) become their ids, as in the transformers
-    /// library.
+    /// library. A long text is encoded in [pieces](Self::pieces).
     ///
     /// # Errors
     ///
     /// [`Error::Tokenizer`], when the vocabulary has no token for a part of the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_first(text, usize::MAX)
+    }
+
+    /// The ids of `text` in one go.
+    fn encode_whole(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.inner.encode_fast(text, false).map_err(Error::tokenizer)?;
         Ok(encoding.get_ids().to_vec())
     }
@@ -97,6 +130,38 @@ impl Tokenizer {
     /// Decodes one id at a time, see [`TextStream`].
     pub fn stream(&self) -> TextStream<'_> {
         TextStream { tokenizer: self, ids: vec![], n_told: 0 }
+    }
+
+    /// The id that stands at the start of a text, if the files name one.
+    pub fn bos(&self) -> Option<u32> {
+        self.settings.bos
+    }
+
+    /// Whether the model was trained on texts that start with [`bos`](Self::bos): what
+    /// `add_bos_token` in `tokenizer_config.json` or in a GGUF file says, else whether the
+    /// post-processor of `tokenizer.json` puts it there, else what llama.cpp does with the
+    /// pre-tokenizer of a GGUF file. Ids of texts come without it all the same; [`bos`](Self::bos) is
+    /// put before them by who feeds a model.
+    pub fn adds_bos(&self) -> bool {
+        self.settings.adds_bos
+    }
+
+    /// The Jinja template of conversations, if the files have one; see
+    /// [`ChatTemplate`](crate::ChatTemplate).
+    pub fn chat_template(&self) -> Option<&str> {
+        self.settings.chat_template.as_deref()
+    }
+
+    /// The spellings of the tokens that templates call `bos_token` and `eos_token`.
+    pub(crate) fn template_tokens(&self) -> (Option<String>, Option<String>) {
+        let Settings { bos, ref eos_token, .. } = self.settings;
+        let first = || self.eos.first().and_then(|&id| self.id_to_token(id));
+        (bos.and_then(|id| self.id_to_token(id)), eos_token.clone().or_else(first))
+    }
+
+    /// What was found in the files and is not followed: lines to tell the user.
+    pub fn notes(&self) -> &[String] {
+        &self.settings.notes
     }
 
     /// The ids that end a text; may be empty.
@@ -120,10 +185,23 @@ impl Tokenizer {
     }
 }
 
+fn read(path: &Path) -> Result<tokenizers::Tokenizer> {
+    if !path.is_file() {
+        return Err(Error::NotFound { path: path.into(), hint: String::new() });
+    }
+    tokenizers::Tokenizer::from_file(path)
+        .map_err(|error| Error::tokenizer(format!("{}: {error}", path.display())))
+}
+
 impl fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { n_ids, eos, .. } = self;
-        f.debug_struct("Tokenizer").field("n_ids", n_ids).field("eos", eos).finish_non_exhaustive()
+        let Self { n_ids, eos, settings: Settings { bos, adds_bos, .. }, .. } = self;
+        f.debug_struct("Tokenizer")
+            .field("n_ids", n_ids)
+            .field("eos", eos)
+            .field("bos", bos)
+            .field("adds_bos", adds_bos)
+            .finish_non_exhaustive()
     }
 }
 

@@ -1,5 +1,7 @@
 //! A vocabulary from texts.
 
+use std::path::Path;
+
 use tokenizers::{
     AddedToken,
     models::{
@@ -9,7 +11,7 @@ use tokenizers::{
     pre_tokenizers::byte_level::ByteLevel,
 };
 
-use super::Tokenizer;
+use super::{Tokenizer, special::Settings};
 use crate::{Error, Result};
 
 /// The token that ends a text.
@@ -46,7 +48,7 @@ impl Tokenizer {
         let mut trainer = TrainerWrapper::from(trainer);
         inner.train(&mut trainer, texts).map_err(Error::tokenizer)?;
 
-        let tokenizer = Self::new(inner, [0]);
+        let tokenizer = Self::new(inner, [0], Settings::default(), Path::new("tokenizer"))?;
         let n_ids = tokenizer.n_ids();
         if n_ids != vocab_size {
             let rule = format!("the texts give only {n_ids} ids");

@@ -280,6 +280,33 @@ pub(crate) fn write_vocabulary(file: &Path, model: &str, pre: &str, merges: &[&s
     write_gguf(&tiny("gpt2-tiny"), file, GgmlDType::F32, &extra);
 }
 
+/// The vocabulary of `fixtures/bos/tokenizer.json` as metadata of a GGUF file, and `more`.
+pub(crate) fn bos_vocabulary(more: &[(&str, Value)]) -> Vec<(String, Value)> {
+    let file = fs::read(fixture("bos").join("tokenizer.json")).unwrap();
+    let json: Json = serde_json::from_slice(&file).unwrap();
+    let vocab = json["model"]["vocab"].as_object().unwrap();
+    let mut tokens: Vec<_> = vocab.iter().map(|(token, id)| (id.as_u64(), token)).collect();
+    tokens.sort_unstable();
+    let kinds = (0..tokens.len()).map(|id| Value::I32(if id < 3 { 3 } else { 1 })).collect();
+    let tokens = tokens.into_iter().map(|(_, token)| Value::String(token.clone())).collect();
+    let merges = json["model"]["merges"].as_array().unwrap().iter();
+    let pair =
+        |merge: &Json| format!("{} {}", merge[0].as_str().unwrap(), merge[1].as_str().unwrap());
+    let merges = merges.map(|merge| Value::String(pair(merge))).collect();
+    let mut metadata = vec![
+        ("tokenizer.ggml.model".to_string(), Value::String("gpt2".into())),
+        ("tokenizer.ggml.tokens".to_string(), Value::Array(tokens)),
+        ("tokenizer.ggml.token_type".to_string(), Value::Array(kinds)),
+        ("tokenizer.ggml.merges".to_string(), Value::Array(merges)),
+        ("tokenizer.ggml.bos_token_id".to_string(), Value::U32(1)),
+    ];
+    if more.iter().all(|(key, _)| *key != "tokenizer.ggml.pre") {
+        metadata.push(("tokenizer.ggml.pre".into(), Value::String("llama-bpe".into())));
+    }
+    metadata.extend(more.iter().map(|(key, value)| (key.to_string(), value.clone())));
+    metadata
+}
+
 fn gguf_name(name: &str) -> String {
     let mut name = name.replace("model.layers.", "blk.").replace("transformer.h.", "blk.");
     for (hf, gguf) in [

@@ -1,10 +1,11 @@
 use std::{
     borrow::Cow,
     fs::File,
-    io::{BufRead, BufReader, Read},
+    io::{self, BufRead, BufReader, Read},
     path::{Path, PathBuf},
 };
 
+use kv_models::{Error, Tokenizer, tokenizer};
 use serde_json::Value;
 
 use super::DataError;
@@ -19,14 +20,28 @@ pub struct Source {
     field: String,
 }
 
-/// An undecoded document.
+/// A document, or a part of one that can be encoded by itself.
 pub(super) struct Piece<'a> {
     pub(super) path: &'a Path,
     /// Line of a JSONL file, from 1.
     pub(super) line: Option<u64>,
-    /// Where `bytes` starts in the file.
-    offset: u64,
-    bytes: Vec<u8>,
+    content: Content,
+}
+
+enum Content {
+    /// An undecoded line, and where it starts in the file.
+    Line {
+        offset: u64,
+        bytes: Vec<u8>,
+    },
+    Text(tokenizer::Piece),
+}
+
+impl Piece<'_> {
+    /// Whether it goes on with the document of the piece before.
+    pub(super) fn continues(&self) -> bool {
+        matches!(&self.content, Content::Text(piece) if piece.continues)
+    }
 }
 
 impl Source {
@@ -60,8 +75,8 @@ impl Source {
     /// [`DataError::Empty`].
     pub fn documents(&self) -> Result<Vec<String>, DataError> {
         let Some(first) = self.paths.first() else { return Err(DataError::NoSources) };
-        let mut documents = vec![];
-        self.read(&mut Digest::new(""), |pieces| {
+        let mut documents: Vec<String> = vec![];
+        self.read(None, &mut Digest::new(""), |pieces| {
             for piece in pieces {
                 let text = self.text(&piece)?;
                 if !text.is_empty() {
@@ -91,60 +106,65 @@ impl Source {
     }
 
     /// Calls `take` with some documents at a time, in order, and adds to `digest` what
-    /// [`digest`](Self::digest) adds.
+    /// [`digest`](Self::digest) adds. Text files come in pieces that `tokenizer` encodes as it would
+    /// the whole; without one, each is a document in one piece.
     pub(super) fn read(
         &self,
+        tokenizer: Option<&Tokenizer>,
         digest: &mut Digest,
         mut take: impl FnMut(Vec<Piece<'_>>) -> Result<(), DataError>,
     ) -> Result<(), DataError> {
-        /// Bytes of text in memory at a time, but for a larger document.
-        const AT_A_TIME: usize = 16 << 20;
-        let mut pieces = vec![];
-        let mut held = 0;
+        let mut batch = Batch { pieces: vec![], held: 0, take: &mut take };
         for path in &self.paths {
             self.digest_kind(path, digest);
             let failed = |source| DataError::read(path, source);
-            let mut file = BufReader::with_capacity(1 << 20, File::open(path).map_err(failed)?);
-            let (mut line, mut offset) = (is_jsonl(path).then_some(1), 0);
-            loop {
-                let mut bytes = vec![];
-                let n = match line {
-                    Some(_) => file.read_until(b'\n', &mut bytes),
-                    None => file.read_to_end(&mut bytes),
-                };
-                let n = n.map_err(failed)?;
-                if n == 0 {
-                    break;
+            let mut file = Digested { file: File::open(path).map_err(failed)?, digest, n: 0 };
+            match (is_jsonl(path), tokenizer) {
+                (true, _) => {
+                    let mut file = BufReader::with_capacity(1 << 20, &mut file);
+                    let mut offset = 0;
+                    for line in 1.. {
+                        let mut bytes = vec![];
+                        let n = file.read_until(b'\n', &mut bytes).map_err(failed)?;
+                        if n == 0 {
+                            break;
+                        }
+                        let content = Content::Line { offset, bytes };
+                        batch.push(Piece { path, line: Some(line), content }, n)?;
+                        offset += n as u64;
+                    }
                 }
-                digest.update(&bytes);
-                let piece = Piece { path, line, offset, bytes };
-                offset += n as u64;
-                line = line.map(|line| line + 1);
-                held += n;
-                pieces.push(piece);
-                if held >= AT_A_TIME {
-                    take(std::mem::take(&mut pieces))?;
-                    held = 0;
+                (false, Some(tokenizer)) => {
+                    for piece in tokenizer.pieces(&mut file, path) {
+                        let piece = piece.map_err(refused)?;
+                        let n = piece.text.len();
+                        let content = Content::Text(piece);
+                        batch.push(Piece { path, line: None, content }, n)?;
+                    }
+                }
+                (false, None) => {
+                    let mut bytes = vec![];
+                    let n = file.read_to_end(&mut bytes).map_err(failed)?;
+                    let text = decode(path, 0, &bytes)?.to_string();
+                    let content = Content::Text(tokenizer::Piece { text, continues: false });
+                    batch.push(Piece { path, line: None, content }, n)?;
                 }
             }
-            digest.number(offset);
+            let n = file.n;
+            digest.number(n);
         }
-        if pieces.is_empty() { Ok(()) } else { take(pieces) }
+        batch.finish()
     }
 
-    /// The text of a document, empty for a blank line.
+    /// The text of a document or of its piece, empty for a blank line.
     pub(super) fn text<'a>(&self, piece: &'a Piece<'_>) -> Result<Cow<'a, str>, DataError> {
         let path = piece.path;
-        let bytes = match piece.offset {
-            0 => piece.bytes.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&piece.bytes),
-            _ => &piece.bytes,
+        let (offset, bytes) = match &piece.content {
+            Content::Text(piece) => return Ok(Cow::Borrowed(&piece.text)),
+            Content::Line { offset, bytes } => (*offset, bytes),
         };
-        let text = std::str::from_utf8(bytes).map_err(|error| {
-            let skipped = piece.bytes.len() - bytes.len();
-            let offset = piece.offset + (skipped + error.valid_up_to()) as u64;
-            DataError::NotUtf8 { path: path.into(), offset }
-        })?;
-        let Some(line) = piece.line else { return Ok(Cow::Borrowed(text)) };
+        let text = decode(path, offset, bytes)?;
+        let line = piece.line.unwrap_or_default();
         if text.trim().is_empty() {
             return Ok(Cow::Borrowed(""));
         }
@@ -164,6 +184,65 @@ impl Source {
             None => "missing",
         };
         Err(DataError::Field { path: path.into(), line, field: self.field.clone(), found })
+    }
+}
+
+/// Pieces on their way to whom they are for, some at a time.
+struct Batch<'p, 't> {
+    pieces: Vec<Piece<'p>>,
+    held: usize,
+    take: &'t mut dyn FnMut(Vec<Piece<'p>>) -> Result<(), DataError>,
+}
+
+impl<'p> Batch<'p, '_> {
+    fn push(&mut self, piece: Piece<'p>, n_bytes: usize) -> Result<(), DataError> {
+        /// Bytes of text in memory at a time, but for a larger document.
+        const AT_A_TIME: usize = 16 << 20;
+        self.pieces.push(piece);
+        self.held += n_bytes;
+        if self.held < AT_A_TIME {
+            return Ok(());
+        }
+        self.held = 0;
+        (self.take)(std::mem::take(&mut self.pieces))
+    }
+
+    fn finish(self) -> Result<(), DataError> {
+        if self.pieces.is_empty() { Ok(()) } else { (self.take)(self.pieces) }
+    }
+}
+
+/// A file whose bytes are digested as they are read.
+struct Digested<'a> {
+    file: File,
+    digest: &'a mut Digest,
+    n: u64,
+}
+
+impl Read for Digested<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let n = self.file.read(buffer)?;
+        self.digest.update(&buffer[..n]);
+        self.n += n as u64;
+        Ok(n)
+    }
+}
+
+/// The text of bytes at `offset` of a file, without the byte order mark of its start.
+fn decode<'a>(path: &Path, offset: u64, bytes: &'a [u8]) -> Result<&'a str, DataError> {
+    let text = std::str::from_utf8(bytes).map_err(|error| DataError::NotUtf8 {
+        path: path.into(),
+        offset: offset + error.valid_up_to() as u64,
+    })?;
+    Ok(if offset == 0 { text.strip_prefix('\u{feff}').unwrap_or(text) } else { text })
+}
+
+/// What cutting a text into pieces can say.
+fn refused(error: Error) -> DataError {
+    match error {
+        Error::NotUtf8 { path, offset } => DataError::NotUtf8 { path, offset },
+        Error::Io { path, source } => DataError::read(&path, source),
+        other => DataError::argument("text", other, "must be readable"),
     }
 }
 

@@ -133,13 +133,13 @@ impl TokenFile {
     /// each as a whole and joined by the smallest of the tokenizer's end-of-text ids, if it has
     /// any.
     ///
-    /// Opening reads every source once, tokenizing a second time; memory is about that of the
-    /// largest document. [`origin`](Self::origin) tells what happened.
+    /// Opening reads every source once, tokenizing a second time, a piece at a time; memory is that of
+    /// some pieces, and of the largest line of JSONL. [`origin`](Self::origin) tells what happened.
     ///
     /// # Errors
     ///
     /// Sources that are missing, not UTF-8 or malformed JSONL; texts without a token; a tokenizer
-    /// that refuses a text or would truncate it; a cache folder that cannot be written, of which
+    /// that refuses a text; a cache folder that cannot be written, of which
     /// nothing is left behind then.
     pub fn open(
         source: &Source,
@@ -153,7 +153,6 @@ impl TokenFile {
         } else {
             tokenizer_file.to_path_buf()
         };
-        require_whole_documents(&tokenizer_file)?;
         let mut settings = Digest::new("kv-train tokens");
         digest_file(&tokenizer_file, &mut settings)?;
         settings.number(tokenizer.n_ids() as u64);
@@ -266,25 +265,6 @@ fn file_name(source: &Source, first: &Path, tokenizer_file: &Path) -> Result<Str
     Ok(format!("{stem}-{:016x}.tokens", key.finish()))
 }
 
-/// A `tokenizer.json` may ask for truncation or padding, which would change documents silently.
-fn require_whole_documents(tokenizer_file: &Path) -> Result<(), DataError> {
-    if tokenizer_file.extension().is_none_or(|extension| !extension.eq_ignore_ascii_case("json")) {
-        return Ok(());
-    }
-    let bytes = fs::read(tokenizer_file).map_err(|error| DataError::read(tokenizer_file, error))?;
-    // What is no JSON is refused by whoever reads the tokenizer.
-    let Ok(json) = serde_json::from_slice::<serde_json::Value>(&bytes) else { return Ok(()) };
-    let rule =
-        || format!("must be null in {}, documents are encoded whole", tokenizer_file.display());
-    if !json["truncation"].is_null() {
-        return Err(DataError::argument("truncation", &json["truncation"], rule()));
-    }
-    if !json["padding"]["strategy"]["Fixed"].is_null() {
-        return Err(DataError::argument("padding", &json["padding"]["strategy"], rule()));
-    }
-    Ok(())
-}
-
 /// A file that is removed again unless it gets its name.
 struct Temporary {
     path: PathBuf,
@@ -321,11 +301,17 @@ fn build(
     let mut out = BufWriter::with_capacity(1 << 20, file);
     out.write_all(&[0; HEADER]).map_err(failed)?;
     let mut crc = crc32fast::Hasher::new();
-    let (mut n_ids, mut n_documents) = (0, 0);
-    source.read(&mut digest, |pieces| {
+    let (mut n_ids, mut n_documents) = (0, 0u64);
+    // Whether the document at hand has ids already.
+    let mut begun = false;
+    source.read(Some(tokenizer), &mut digest, |pieces| {
         let encode = |piece| {
             let text = source.text(piece)?;
-            tokenizer.encode(&text).map_err(|error| DataError::Tokenizer {
+            let ids = match piece.continues() {
+                true => tokenizer.encode_rest(&text),
+                false => tokenizer.encode(&text),
+            };
+            ids.map_err(|error| DataError::Tokenizer {
                 path: piece.path.into(),
                 line: piece.line,
                 why: error.to_string(),
@@ -333,12 +319,13 @@ fn build(
         };
         // All before the first error, so that it is the same one every time.
         let documents: Vec<Result<Vec<u32>, DataError>> = pieces.par_iter().map(encode).collect();
-        for document in documents {
+        for (document, piece) in documents.into_iter().zip(&pieces) {
             let document = document?;
+            begun &= piece.continues();
             if document.is_empty() {
                 continue;
             }
-            let joint = separator.filter(|_| n_documents > 0);
+            let joint = separator.filter(|_| n_documents > 0 && !begun);
             let mut bytes = Vec::with_capacity((document.len() + 1) * width);
             for id in joint.into_iter().chain(document) {
                 // Tensors of ids are i32.
@@ -353,7 +340,8 @@ fn build(
             crc.update(&bytes);
             out.write_all(&bytes).map_err(failed)?;
             n_ids += (bytes.len() / width) as u64;
-            n_documents += 1;
+            n_documents += u64::from(!begun);
+            begun = true;
         }
         Ok(())
     })?;

@@ -1,13 +1,18 @@
 //! What the commands share: arguments, running plans, and where results go.
 
-use std::{fs, io, path::Path, time::Instant};
+use std::{
+    fs::File,
+    io::{self, Read},
+    path::Path,
+    time::Instant,
+};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use indicatif::ProgressBar;
 use kv_cli::{Backend, OutFile, Screen, note, open_folder, token_bar};
 use kv_cubecl::{On, Target};
 use kv_eval::{Plan, Progress, Report, Run, evaluate, layers::measure_layers};
-use kv_models::{LanguageModel, Tokenizer};
+use kv_models::{LanguageModel, Tokenizer, tokenizer::Piece};
 use serde::Serialize;
 
 /// Which model, and where it runs.
@@ -23,6 +28,34 @@ pub(crate) struct ModelArgs {
     /// Where to run.
     #[arg(long, value_enum, default_value = "flex")]
     pub(crate) backend: Backend,
+}
+
+/// Whether texts start with the model's begin-of-text token.
+#[derive(Debug, clap::Args)]
+pub(crate) struct BosArgs {
+    /// Start with the begin-of-text token; by default as the model's files say.
+    #[arg(long, overrides_with = "no_bos")]
+    bos: bool,
+    /// Start without one, whatever the model's files say.
+    #[arg(long)]
+    no_bos: bool,
+}
+
+impl BosArgs {
+    /// Whether it is said, rather than left to the model's files.
+    pub(crate) fn is_given(&self) -> bool {
+        self.bos || self.no_bos
+    }
+
+    /// The token to start with.
+    pub(crate) fn choose(&self, tokenizer: &Tokenizer) -> Result<Option<u32>> {
+        let bos = tokenizer.bos();
+        if self.bos && bos.is_none() {
+            bail!("bos: the model's files name no begin-of-text token");
+        }
+        let adds = self.bos || tokenizer.adds_bos() && !self.no_bos;
+        Ok(bos.filter(|_| adds))
+    }
 }
 
 /// A model, its name, and what to evaluate with it.
@@ -72,12 +105,19 @@ impl<'a> Output<'a> {
     }
 }
 
-/// Runs `jobs`, whose plans are of the same tokens of one text, which stand for `bytes` bytes of it,
-/// and prints and writes their report.
+/// A text that is evaluated.
+pub(crate) struct Text<'a> {
+    pub(crate) path: &'a Path,
+    /// Bytes that its tokens stand for.
+    pub(crate) bytes: usize,
+    /// The token that windows of it start with, as it is spelled.
+    pub(crate) bos: Option<String>,
+}
+
+/// Runs `jobs`, whose plans are of the same tokens of `text`, and prints and writes their report.
 pub(crate) fn evaluate_and_report<T: Target>(
     device: &On<T>,
-    text: &Path,
-    bytes: usize,
+    text: Text<'_>,
     jobs: &[Job<'_>],
     output: Output<'_>,
 ) -> Result<()> {
@@ -88,9 +128,10 @@ pub(crate) fn evaluate_and_report<T: Target>(
     let [tokens, window, stride] =
         [Plan::tokens, Plan::window, Plan::stride].map(|part| plan.map_or(0, part));
     let command = std::env::args().collect();
-    let mut report = Report::new(device, command, text_name(text), tokens, window)
+    let mut report = Report::new(device, command, text_name(text.path), tokens, window)
         .with_stride(stride)
-        .with_text_bytes(bytes);
+        .with_bos(text.bos)
+        .with_text_bytes(text.bytes);
     for job in jobs {
         report.add(&job.name, job.run(device, folder.is_some(), &bar)?);
     }
@@ -127,18 +168,35 @@ fn text_name(text: &Path) -> String {
     }
 }
 
-/// The text to evaluate on.
-pub(crate) fn read_text(text: &Path) -> Result<String> {
-    let read = match is_stdin(text) {
-        true => io::read_to_string(io::stdin()),
-        false => fs::read_to_string(text),
+/// The ids of the text to evaluate on, of its first `tokens` at most, and the bytes of text that they
+/// stand for. No more of it is read.
+pub(crate) fn read_ids(
+    text: &Path,
+    tokenizer: &Tokenizer,
+    tokens: Option<usize>,
+) -> Result<(Vec<u32>, usize)> {
+    let cannot = || format!("text {}: cannot read", text.display());
+    let reader: Box<dyn Read> = match is_stdin(text) {
+        true => Box::new(io::stdin().lock()),
+        false => Box::new(File::open(text).with_context(cannot)?),
     };
-    read.with_context(|| format!("text {}: cannot read", text.display()))
-}
-
-/// The bytes of text that the first `tokens` of `ids` stand for.
-pub(crate) fn n_bytes(tokenizer: &Tokenizer, ids: &[u32], tokens: usize) -> Result<usize> {
-    Ok(tokenizer.decode(&ids[..tokens.min(ids.len())])?.len())
+    let (limit, mut ids, mut bytes) = (tokens.unwrap_or(usize::MAX), vec![], 0);
+    for piece in tokenizer.pieces(reader, text) {
+        let Piece { text, continues } = piece.with_context(cannot)?;
+        let new = match continues {
+            true => tokenizer.encode_rest(&text)?,
+            false => tokenizer.encode(&text)?,
+        };
+        let room = limit - ids.len();
+        if new.len() >= room {
+            ids.extend_from_slice(&new[..room]);
+            bytes += tokenizer.decode(&new[..room])?.len();
+            break;
+        }
+        ids.extend(new);
+        bytes += text.len();
+    }
+    Ok((ids, bytes))
 }
 
 /// Says so if the text has fewer tokens than are asked for.

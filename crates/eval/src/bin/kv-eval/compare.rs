@@ -9,7 +9,7 @@ use kv_eval::{Mode, Plan};
 use kv_models::{KV_CACHE_FILE, ModelCacheConfig};
 
 use crate::{
-    common::{Job, Output, evaluate_and_report, n_bytes, note_short_text, read_text},
+    common::{BosArgs, Job, Output, Text, evaluate_and_report, note_short_text, read_ids},
     source::{self, Source},
 };
 
@@ -30,6 +30,8 @@ pub(crate) struct Args {
     /// Use only the first tokens of the text, in windows of the model's limit or 2048.
     #[arg(long, default_value_t = 65536)]
     tokens: usize,
+    #[command(flatten)]
+    bos: BosArgs,
     /// Where to run.
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
@@ -62,7 +64,6 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
     let output = Output::open(args.json.as_deref(), Some(&args.report))?;
-    let text = read_text(&args.text)?;
     let mut base = source::read(&args.base, &device)?;
     let mut tuned = source::read(&args.tuned, &device)?;
     // By their folders: both may bear the name of the model they come from.
@@ -70,12 +71,13 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let Some(own) = &tuned.cache else {
         bail!("tuned {}: has no {KV_CACHE_FILE}, which names its cache", args.tuned.display());
     };
-    let ids = base.tokenizer.encode(&text)?;
-    if tuned.tokenizer.encode(&text)? != ids {
+    let ids_of = |source: &Source| read_ids(&args.text, &source.tokenizer, Some(args.tokens));
+    let bos = args.bos.choose(&base.tokenizer)?;
+    let (ids, bytes) = ids_of(&base)?;
+    if ids_of(&tuned)?.0 != ids || args.bos.choose(&tuned.tokenizer)? != bos {
         bail!("text {}: the tokenizers of the two models disagree", args.text.display());
     }
     note_short_text(&ids, Some(args.tokens));
-    let bytes = n_bytes(&base.tokenizer, &ids, args.tokens)?;
 
     let mut of_base: Vec<ModelCacheConfig> = [Bits::Four, Bits::Two]
         .map(|bits| {
@@ -89,7 +91,8 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let window = base.model.max_positions().min(tuned.model.max_positions()).min(2048);
     let plan = |source: &Source, caches: Vec<ModelCacheConfig>| {
         let tokens = Some(args.tokens);
-        Plan::new(&source.model, Mode::Parallel, caches, ids.clone(), window, tokens)
+        Plan::new(&source.model, Mode::Parallel, caches, ids.clone(), window, tokens)?
+            .with_bos(&source.model, bos)
     };
     let jobs = [
         Job { model: &base.model, name: base.name.clone(), plan: plan(&base, of_base)? },
@@ -99,7 +102,8 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
             plan: plan(&tuned, vec![own.clone()])?,
         },
     ];
-    evaluate_and_report(&device, &args.text, bytes, &jobs, output)
+    let bos = bos.and_then(|bos| base.tokenizer.id_to_token(bos));
+    evaluate_and_report(&device, Text { path: &args.text, bytes, bos }, &jobs, output)
 }
 
 /// The shortest ends of two paths that tell them apart.

@@ -7,7 +7,9 @@ use kv_eval::{Mode, Plan};
 use kv_models::{KV_CACHE_FILE, ModelCacheConfig};
 
 use crate::{
-    common::{Job, ModelArgs, Output, evaluate_and_report, n_bytes, note_short_text, read_text},
+    common::{
+        BosArgs, Job, ModelArgs, Output, Text, evaluate_and_report, note_short_text, read_ids,
+    },
     source::{self, Source},
 };
 
@@ -15,6 +17,8 @@ use crate::{
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
+    #[command(flatten)]
+    bos: BosArgs,
     /// A UTF-8 text file, or - for standard input.
     #[arg(long)]
     text: PathBuf,
@@ -35,7 +39,7 @@ pub(crate) struct Args {
     /// before does not reach: every token is predicted from more text, at more work.
     #[arg(long)]
     stride: Option<usize>,
-    /// Use only the first tokens of the text.
+    /// Use only the first tokens of the text, and read no more of it.
     #[arg(long)]
     tokens: Option<usize>,
     /// Write the report here as JSON; with -, to standard output, and the table to standard error.
@@ -69,9 +73,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
     let output = Output::open(args.json.as_deref(), args.report.as_deref())?;
-    let text = read_text(&args.text)?;
     let Source { model, tokenizer, name, cache } = source::load(&args.on, &device)?;
-    let ids = tokenizer.encode(&text)?;
+    let bos = args.bos.choose(&tokenizer)?;
+    let (ids, bytes) = read_ids(&args.text, &tokenizer, args.tokens)?;
     note_short_text(&ids, args.tokens);
     let window = args.window.unwrap_or_else(|| model.max_positions().min(2048));
     let mut caches: Vec<ModelCacheConfig> =
@@ -85,11 +89,12 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         note(format_args!("comparing float with {cache}, from the model's {KV_CACHE_FILE}"));
         caches.push(cache);
     }
-    let bytes = n_bytes(&tokenizer, &ids, args.tokens.unwrap_or(usize::MAX))?;
-    let mut plan = Plan::new(&model, args.mode, caches, ids, window, args.tokens)?;
+    let mut plan =
+        Plan::new(&model, args.mode, caches, ids, window, args.tokens)?.with_bos(&model, bos)?;
     if let Some(stride) = args.stride {
         plan = plan.with_stride(stride)?;
     }
     let jobs = [Job { model: &model, name, plan }];
-    evaluate_and_report(&device, &args.text, bytes, &jobs, output)
+    let bos = bos.and_then(|bos| tokenizer.id_to_token(bos));
+    evaluate_and_report(&device, Text { path: &args.text, bytes, bos }, &jobs, output)
 }

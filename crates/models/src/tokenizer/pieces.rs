@@ -1,0 +1,430 @@
+//! Long texts in pieces that are encoded by themselves, with the ids of the whole.
+//!
+//! Encoding takes a hundred times the memory of its text, so a text is cut. A cut is made where the
+//! pre-tokenizer splits anyway and neither side depends on the other: before a space that follows a
+//! word, if there is one. Whether the tokenizer at hand splits there whatever the words are is tried
+//! once, and again on the text around each cut, which has to give the same splits and ids in one part
+//! and in two.
+
+use std::{
+    io::Read,
+    path::{Path, PathBuf},
+};
+
+use tokenizers::{
+    NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer,
+    PreTokenizerWrapper, normalizers::NormalizerWrapper,
+};
+
+use super::Tokenizer;
+use crate::{Error, Result};
+
+/// Bytes of a piece, but where there is no place to cut for longer than that.
+const PIECE: usize = 64 << 10;
+/// Bytes on either side of a cut on which it is tried, at least.
+const CONTEXT: usize = 256;
+/// Places that are tried in one text before more of it is read.
+const ATTEMPTS: usize = 64;
+
+/// What decides where a tokenizer's texts may be cut.
+#[derive(Clone, Debug)]
+pub(super) struct Cuts {
+    words: Words,
+    /// The normalizer puts a word's mark before every text; spaces become the same mark, so the part
+    /// behind a cut goes without its space.
+    prepends: bool,
+    /// Added tokens in which a space follows another character.
+    spanning: Vec<String>,
+    context: usize,
+}
+
+/// How words are kept apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Words {
+    /// The pre-tokenizer splits.
+    Split,
+    /// A text is one piece for the model, but no token reaches from a word into the next.
+    Vocabulary,
+    /// Neither.
+    Joined,
+}
+
+impl Cuts {
+    pub(super) fn new(inner: &tokenizers::Tokenizer) -> Self {
+        let added = inner.get_added_tokens_decoder();
+        let longest = added.values().map(|token| token.content.len()).max().unwrap_or(0);
+        let spans = |text: &str| text.trim_start().contains(' ');
+        let spanning = added.values().map(|t| &t.content).filter(|t| spans(t)).cloned().collect();
+        let prepends = inner.get_normalizer().is_some_and(prepends);
+        let whole = match inner.get_pre_tokenizer() {
+            None => true,
+            Some(PreTokenizerWrapper::Metaspace(metaspace)) => !metaspace.get_split(),
+            Some(_) => false,
+        };
+        let words = match whole {
+            false if words_are_split(inner, prepends) => Words::Split,
+            true if words_are_apart(inner) => Words::Vocabulary,
+            _ => Words::Joined,
+        };
+        Self { words, prepends, spanning, context: CONTEXT.max(2 * longest) }
+    }
+}
+
+fn prepends(normalizer: &NormalizerWrapper) -> bool {
+    match normalizer {
+        NormalizerWrapper::Prepend(_) => true,
+        NormalizerWrapper::Sequence(all) => all.as_ref().iter().any(prepends),
+        _ => false,
+    }
+}
+
+/// Whether the pre-tokenizer splits before the space between words, of whatever characters they are.
+fn words_are_split(inner: &tokenizers::Tokenizer, prepends: bool) -> bool {
+    // Of every class that expressions name: cases of letters, marks, digits, punctuation, symbols.
+    const WORDS: [&str; 16] = [
+        "a", "Ab", "AB", "é", "e\u{301}", "日本", "7", "123", "½", ".", "'", "it's", "(", "--",
+        "$", "👍",
+    ];
+    let pairs = WORDS.iter().flat_map(|a| WORDS.iter().map(move |b| (a, format!(" {b}"))));
+    pairs.into_iter().all(|(before, behind)| {
+        let both = format!("{before}{behind}");
+        let parts = [&both, *before, continued(&behind, prepends)];
+        all(parts.map(|text| plain_splits(inner, text)))
+            .is_ok_and(|[whole, left, right]| whole == [left, right].concat())
+    })
+}
+
+/// What is encoded of a text behind a cut.
+fn continued(text: &str, prepends: bool) -> &str {
+    match prepends {
+        true => text.strip_prefix(' ').unwrap_or(text),
+        false => text,
+    }
+}
+
+/// Whether no token holds the character that stands for a space behind another one.
+fn words_are_apart(inner: &tokenizers::Tokenizer) -> bool {
+    let Ok(splits) = plain_splits(inner, "a b") else { return false };
+    let text: String = splits.into_iter().map(|(text, _)| text).collect();
+    let between = text.split_once('a').and_then(|(_, rest)| rest.strip_suffix('b'));
+    let Some(mark) = between.and_then(|mark| {
+        let mut chars = mark.chars();
+        chars.next().filter(|_| chars.next().is_none())
+    }) else {
+        return false;
+    };
+    inner.get_vocab(false).keys().all(|token| !token.trim_start_matches(mark).contains(mark))
+}
+
+/// What the model sees of a text: normalized pieces, and the ids of added tokens.
+type Splits = Vec<(String, Option<Vec<u32>>)>;
+
+fn splits(inner: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Splits> {
+    let vocabulary = inner.get_added_vocabulary();
+    pre_tokenize(inner, vocabulary.extract_and_normalize(inner.get_normalizer(), text))
+}
+
+/// The splits of a text in which no added token is looked for.
+fn plain_splits(inner: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Splits> {
+    let mut text = NormalizedString::from(text);
+    if let Some(normalizer) = inner.get_normalizer() {
+        normalizer.normalize(&mut text)?;
+    }
+    pre_tokenize(inner, text.into())
+}
+
+fn pre_tokenize(
+    inner: &tokenizers::Tokenizer,
+    mut split: PreTokenizedString,
+) -> tokenizers::Result<Splits> {
+    if let Some(pre_tokenizer) = inner.get_pre_tokenizer() {
+        pre_tokenizer.pre_tokenize(&mut split)?;
+    }
+    let splits = split.get_splits(OffsetReferential::Original, OffsetType::None);
+    let ids = |tokens: &Option<Vec<tokenizers::Token>>| {
+        tokens.as_ref().map(|tokens| tokens.iter().map(|token| token.id).collect())
+    };
+    Ok(splits.into_iter().map(|(text, _, tokens)| (text.to_string(), ids(tokens))).collect())
+}
+
+/// Where a text may be cut, best kind first.
+#[derive(Clone, Copy)]
+enum Place {
+    /// Between a word, with what punctuation follows it, and a space with another word.
+    Space,
+    /// Behind a letter or digit, before other white space; behind a letter, before a digit or
+    /// punctuation: in texts without spaces.
+    Other,
+}
+
+impl Place {
+    fn is_here(self, before: char, at: char, after: Option<char>) -> bool {
+        match self {
+            Self::Space => {
+                let word = after.is_some_and(|after| !after.is_whitespace());
+                !before.is_whitespace() && at == ' ' && word
+            }
+            Self::Other => {
+                let white = at != ' ' && at.is_whitespace();
+                // Full stops and brackets of Chinese and Japanese, and ASCII in its full width.
+                let wide = matches!(at, '\u{3001}'..='\u{3011}' | '\u{ff01}'..='\u{ff1f}');
+                let stop = wide || at.is_numeric() || ".,;:!?(\"{[/=".contains(at);
+                before.is_alphanumeric() && white || before.is_alphabetic() && stop
+            }
+        }
+    }
+}
+
+impl Tokenizer {
+    /// The last place, but for the end, where `text` can be cut so that its parts have the ids of the
+    /// whole, whatever follows it; `None` if it has no such place.
+    fn cut(&self, text: &str) -> Option<usize> {
+        let Cuts { words, context, .. } = self.cuts;
+        let last = text.len().checked_sub(context)?;
+        let places = match words {
+            Words::Split => &[Place::Space, Place::Other][..],
+            Words::Vocabulary => &[Place::Space],
+            Words::Joined => &[],
+        };
+        places.iter().find_map(|place| {
+            let (mut after, mut at) = (None, (text.len(), None));
+            let mut attempts = ATTEMPTS;
+            for (i, before) in text.char_indices().rev() {
+                let (position, here) = at;
+                if let Some(here) = here
+                    && position <= last
+                    && place.is_here(before, here, after)
+                {
+                    if self.parts_at(text, position) {
+                        return Some(position);
+                    }
+                    attempts -= 1;
+                    if attempts == 0 {
+                        return None;
+                    }
+                }
+                (after, at) = (here, (i, Some(before)));
+            }
+            None
+        })
+    }
+
+    /// Whether the two sides of a place have the ids of the whole, as far as the text around tells.
+    fn parts_at(&self, text: &str, at: usize) -> bool {
+        let Cuts { words, prepends, ref spanning, context } = self.cuts;
+        let start = text.floor_char_boundary(at.saturating_sub(context));
+        let end = text.ceil_char_boundary((at + context).min(text.len()));
+        let (around, at) = (&text[start..end], at - start);
+        let (before, behind) = around.split_at(at);
+        // Found even where another match hides it here: further up the text that may be otherwise.
+        let spanned = spanning.iter().any(|token| {
+            let reaches = |n| before.ends_with(&token[..n]) && behind.starts_with(&token[n..]);
+            (1..token.len()).any(|n| token.is_char_boundary(n) && reaches(n))
+        });
+        if spanned {
+            return false;
+        }
+        let parts = [before, continued(behind, prepends)];
+        if words == Words::Split {
+            let split = |text| splits(&self.inner, text);
+            let Ok([whole, left, right]) = all([around, parts[0], parts[1]].map(split)) else {
+                return false;
+            };
+            if [left, right].concat() != whole {
+                return false;
+            }
+        }
+        let encode = |text| self.encode_whole(text);
+        let Ok([whole, left, right]) = all([around, parts[0], parts[1]].map(encode)) else {
+            return false;
+        };
+        [left, right].concat() == whole
+    }
+
+    /// The ids of a [`Piece`] that continues a text, which begins as no text by itself does: some
+    /// tokenizers mark the first word of a text.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`encode`](Self::encode).
+    pub fn encode_rest(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_whole(continued(text, self.cuts.prepends))
+    }
+
+    /// The text of a UTF-8 file in pieces, read as they are asked for. A byte order mark at its
+    /// start is no part of it. `path` is for messages.
+    pub fn pieces<R: Read>(&self, reader: R, path: impl AsRef<Path>) -> Pieces<'_, R> {
+        let skip_mark = true;
+        Pieces { skip_mark, ..Pieces::new(self, reader, path.as_ref()) }
+    }
+
+    /// The ids of a UTF-8 file, `limit` of them at most: it is read no further than for these, in
+    /// memory that does not grow with it. A byte order mark at its start is no part of it. `path` is
+    /// for messages.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`encode`](Self::encode); [`Error::Io`], and [`Error::NotUtf8`] naming the byte, as
+    /// far as the file is read.
+    pub fn encode_reader(
+        &self,
+        reader: impl Read,
+        path: impl AsRef<Path>,
+        limit: Option<usize>,
+    ) -> Result<Vec<u32>> {
+        self.collect(self.pieces(reader, path), limit.unwrap_or(usize::MAX))
+    }
+
+    /// The first ids of `text`, `limit` at most, without encoding all of it.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`encode`](Self::encode).
+    pub fn encode_first(&self, text: &str, limit: usize) -> Result<Vec<u32>> {
+        self.collect(Pieces::new(self, text.as_bytes(), Path::new("")), limit)
+    }
+
+    fn collect<R: Read>(&self, pieces: Pieces<'_, R>, limit: usize) -> Result<Vec<u32>> {
+        let mut ids = vec![];
+        if limit == 0 {
+            return Ok(ids);
+        }
+        for piece in pieces {
+            let Piece { text, continues } = piece?;
+            ids.extend(match continues {
+                true => self.encode_rest(&text)?,
+                false => self.encode_whole(&text)?,
+            });
+            if ids.len() >= limit {
+                break;
+            }
+        }
+        ids.truncate(limit);
+        Ok(ids)
+    }
+}
+
+fn all<T, E>([a, b, c]: [std::result::Result<T, E>; 3]) -> std::result::Result<[T; 3], E> {
+    Ok([a?, b?, c?])
+}
+
+/// Part of a text, see [`Tokenizer::pieces`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// The part.
+    pub text: String,
+    /// Whether there is text before it.
+    pub continues: bool,
+}
+
+/// The parts of a text, in order; together they are the text.
+#[derive(Debug)]
+pub struct Pieces<'a, R> {
+    tokenizer: &'a Tokenizer,
+    reader: R,
+    path: PathBuf,
+    /// Bytes of a piece, see [`PIECE`].
+    size: usize,
+    /// Whether a byte order mark may come.
+    skip_mark: bool,
+    /// Read, and not yet handed out.
+    text: String,
+    /// Bytes of a character whose rest was not read yet.
+    partial: Vec<u8>,
+    /// Bytes of the file that were read.
+    n_read: u64,
+    at_end: bool,
+    continues: bool,
+}
+
+impl<'a, R: Read> Pieces<'a, R> {
+    fn new(tokenizer: &'a Tokenizer, reader: R, path: &Path) -> Self {
+        Self {
+            tokenizer,
+            reader,
+            path: path.into(),
+            size: PIECE,
+            skip_mark: false,
+            text: String::new(),
+            partial: vec![],
+            n_read: 0,
+            at_end: false,
+            continues: false,
+        }
+    }
+
+    /// Reads until there are `len` bytes of text, or to the end.
+    fn fill(&mut self, len: usize) -> Result<()> {
+        while !self.at_end && self.text.len() < len {
+            let mut bytes = std::mem::take(&mut self.partial);
+            let held = bytes.len();
+            let mut rest = self.reader.by_ref().take(self.size as u64);
+            let n = rest
+                .read_to_end(&mut bytes)
+                .map_err(|source| Error::Io { path: self.path.clone(), source })?;
+            self.at_end = n == 0;
+            let start = self.n_read - held as u64;
+            self.n_read += n as u64;
+            let valid = match str::from_utf8(&bytes) {
+                Ok(text) => text,
+                Err(error) => {
+                    let valid = error.valid_up_to();
+                    if error.error_len().is_some() || self.at_end {
+                        let offset = start + valid as u64;
+                        return Err(Error::NotUtf8 { path: self.path.clone(), offset });
+                    }
+                    self.partial = bytes[valid..].to_vec();
+                    str::from_utf8(&bytes[..valid]).unwrap_or_default()
+                }
+            };
+            self.text.push_str(match start {
+                0 if self.skip_mark => valid.strip_prefix('\u{feff}').unwrap_or(valid),
+                _ => valid,
+            });
+        }
+        Ok(())
+    }
+
+    fn piece(&mut self) -> Result<Option<Piece>> {
+        let mut len = self.size;
+        loop {
+            self.fill(len)?;
+            let whole = self.at_end && self.text.len() <= len;
+            let at = match whole {
+                true => self.text.len(),
+                false => match self.tokenizer.cut(&self.text) {
+                    Some(at) => at,
+                    None if self.at_end => self.text.len(),
+                    None => {
+                        len = 2 * self.text.len();
+                        continue;
+                    }
+                },
+            };
+            if at == 0 {
+                return Ok(None);
+            }
+            let rest = self.text.split_off(at);
+            let text = std::mem::replace(&mut self.text, rest);
+            let continues = std::mem::replace(&mut self.continues, true);
+            return Ok(Some(Piece { text, continues }));
+        }
+    }
+}
+
+impl<R: Read> Iterator for Pieces<'_, R> {
+    type Item = Result<Piece>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let piece = self.piece();
+        if piece.is_err() {
+            // Nothing follows an error.
+            (self.at_end, self.text) = (true, String::new());
+            self.partial.clear();
+        }
+        piece.transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests;
