@@ -24,6 +24,7 @@
 
 mod cache;
 mod cache_config;
+pub mod chat;
 mod error;
 pub mod generate;
 pub mod gpt2;
@@ -36,6 +37,7 @@ pub mod tokenizer;
 
 pub use cache::{ModelCache, ModelCacheBytes};
 pub use cache_config::{KV_CACHE_FILE, ModelCacheConfig};
+pub use chat::ChatTemplate;
 pub use error::{Error, Result, one_line};
 pub use generate::{
     DecodeGraph, Decoder, GenerateOptions, Generated, Sampler, Sampling, generate, ids_to_tensor,

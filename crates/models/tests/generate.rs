@@ -57,7 +57,7 @@ fn chunks_do_not_change_the_text_and_limits_stop_it() {
 fn sampling_repeats_with_its_seed() {
     let model = load(tiny("gpt2-tiny"), &device()).unwrap().model;
     let with = |seed| {
-        let sampling = Sampling::TopP { temperature: 1.5, top_p: 0.95, seed };
+        let sampling = Sampling { temperature: 1.5, top_p: 0.95, seed, ..Sampling::GREEDY };
         run(&model, 100, &GenerateOptions { max_tokens: 20, sampling, ..Default::default() }).ids
     };
     assert_eq!(with(1), with(1));
@@ -174,7 +174,7 @@ fn a_recorded_text_is_the_same() {
     let config: KvCacheConfig = "k4v4-g16-r16".parse().unwrap();
     let texts = [false, true].map(|recorded| {
         let mut cache = model.new_cache(config.with_capacity(60), 1, &device).unwrap();
-        let sampling = Sampling::TopP { temperature: 1.5, top_p: 0.95, seed: 3 };
+        let sampling = Sampling { temperature: 1.5, top_p: 0.95, seed: 3, ..Sampling::GREEDY };
         let options = GenerateOptions { max_tokens: 80, sampling, recorded, ..Default::default() };
         let out = generate(&model, &mut cache, &[5, 6, 7], &options, &device, |_| true).unwrap();
         assert_eq!((out.stop, cache.len(), cache.remaining()), (Stop::Capacity, 60, 0));

@@ -6,6 +6,7 @@ mod sampler;
 
 use std::{
     collections::BTreeSet,
+    fmt,
     time::{Duration, Instant},
 };
 
@@ -38,7 +39,7 @@ impl Default for GenerateOptions {
     fn default() -> Self {
         Self {
             max_tokens: 256,
-            sampling: Sampling::Greedy,
+            sampling: Sampling::GREEDY,
             eos: BTreeSet::new(),
             prefill_chunk: 512,
             recorded: false,
@@ -58,6 +59,17 @@ pub enum Stop {
     Capacity,
     /// The callback asked to.
     Callback,
+}
+
+impl fmt::Display for Stop {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Eos => "the end of the text",
+            Self::MaxTokens => "the most tokens asked for",
+            Self::Capacity => "a full cache",
+            Self::Callback => "being asked to",
+        })
+    }
 }
 
 /// What [`generate`] did.
@@ -128,10 +140,12 @@ pub fn generate(
         decode_time: Duration::ZERO,
     };
 
+    let mut text = prompt.to_vec();
     let start = Instant::now();
     let mut decoder = Decoder::new(model, cache, options.recorded, device)?;
     while out.ids.len() < options.max_tokens {
-        let id = sampler.sample(&logits)?;
+        let id = sampler.sample(&logits, &text)?;
+        text.push(id);
         out.ids.push(id);
         if options.eos.contains(&id) {
             out.stop = Stop::Eos;

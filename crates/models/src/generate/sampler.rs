@@ -4,21 +4,79 @@ use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
 use crate::{Error, Result};
 
-/// How a token is picked.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub enum Sampling {
+/// How a token is picked: the most likely one, of equals the first, or with a temperature at random
+/// among those that pass all filters.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// Divides the logits: below 1 sharpens, above 1 flattens; 0 takes the most likely token.
+    pub temperature: f32,
+    /// The most likely tokens to choose among; 0 for all.
+    pub top_k: usize,
+    /// The smallest set of most likely tokens with this much probability, up to 1 for all: the
+    /// nucleus, <https://arxiv.org/abs/1904.09751>.
+    pub top_p: f32,
+    /// Tokens at least this much as likely as the most likely one, from 0 for all,
+    /// <https://arxiv.org/abs/2407.01082>.
+    pub min_p: f32,
+    /// Above 1 makes tokens that were there less likely, <https://arxiv.org/abs/1909.05858>: their
+    /// logits are divided by it where positive, else multiplied. 1 leaves them.
+    pub repeat_penalty: f32,
+    /// Ids before the next that count for the penalty, those of the prompt too.
+    pub repeat_last: usize,
+    /// Equal seeds give equal texts.
+    pub seed: u64,
+}
+
+impl Sampling {
     /// The most likely token; of equals, the first.
-    #[default]
-    Greedy,
-    /// At random from the nucleus, <https://arxiv.org/abs/1904.09751>.
-    TopP {
-        /// Divides the logits, above 0: below 1 sharpens, above 1 flattens.
-        temperature: f32,
-        /// The smallest set of most likely tokens with this much probability, up to 1 for all.
-        top_p: f32,
-        /// Equal seeds give equal texts.
-        seed: u64,
-    },
+    pub const GREEDY: Self = Self {
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repeat_penalty: 1.0,
+        repeat_last: 64,
+        seed: 0,
+    };
+
+    /// Whether nothing is left to chance.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature == 0.0
+    }
+
+    fn check(&self) -> Result<()> {
+        let Self { temperature, top_k, top_p, min_p, repeat_penalty, .. } = *self;
+        if !(temperature.is_finite() && temperature >= 0.0) {
+            let rule = "must be finite and at least 0, which takes the most likely token";
+            return Err(Error::argument("temperature", temperature, rule));
+        }
+        if !(top_p > 0.0 && top_p <= 1.0) {
+            return Err(Error::argument("top_p", top_p, "must be above 0 and at most 1"));
+        }
+        if !(0.0..=1.0).contains(&min_p) {
+            return Err(Error::argument("min_p", min_p, "must be from 0 to 1"));
+        }
+        if !(repeat_penalty.is_finite() && repeat_penalty > 0.0) {
+            return Err(Error::argument("repeat_penalty", repeat_penalty, "must be above 0"));
+        }
+        let rule = "chooses among likely tokens, which needs a temperature above 0";
+        for (field, value, chooses) in [
+            ("top_k", top_k.to_string(), top_k != 0),
+            ("top_p", top_p.to_string(), top_p != 1.0),
+            ("min_p", min_p.to_string(), min_p != 0.0),
+        ] {
+            if self.is_greedy() && chooses {
+                return Err(Error::argument(field, value, rule));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self::GREEDY
+    }
 }
 
 /// A [`Sampling`] with its random state.
@@ -35,67 +93,80 @@ impl Sampler {
     ///
     /// # Errors
     ///
-    /// A temperature that is not finite and above 0, or a `top_p` outside `(0, 1]`.
+    /// A value outside of its range, or a filter without a temperature.
     pub fn new(sampling: Sampling) -> Result<Self> {
-        let mut seed = 0;
-        if let Sampling::TopP { temperature, top_p, seed: chosen } = sampling {
-            if !(temperature.is_finite() && temperature > 0.0) {
-                let rule = "must be finite and above 0, greedy sampling is for 0";
-                return Err(Error::argument("temperature", temperature, rule));
-            }
-            if !(top_p > 0.0 && top_p <= 1.0) {
-                return Err(Error::argument("top_p", top_p, "must be above 0 and at most 1"));
-            }
-            seed = chosen;
-        }
-        Ok(Self { sampling, rng: Xoshiro256PlusPlus::seed_from_u64(seed), candidates: vec![] })
+        sampling.check()?;
+        let rng = Xoshiro256PlusPlus::seed_from_u64(sampling.seed);
+        Ok(Self { sampling, rng, candidates: vec![] })
     }
 
-    /// Picks one of `logits.len()` ids.
+    /// Picks one of `logits.len()` ids; `before` are the ids of the text so far.
     ///
     /// # Errors
     ///
     /// No logits, or one that is NaN.
-    pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
+    pub fn sample(&mut self, logits: &[f32], before: &[u32]) -> Result<u32> {
         if let Some(id) = logits.iter().position(|logit| logit.is_nan()) {
             return Err(Error::argument("logits", format!("NaN at id {id}"), "must be numbers"));
         }
-        match self.sampling {
-            Sampling::Greedy => greedy(logits),
-            Sampling::TopP { temperature, top_p, .. } => self.nucleus(logits, temperature, top_p),
-        }
-        .ok_or_else(|| Error::argument("logits", "none", "a vocabulary has at least one token"))
+        let Sampling { repeat_penalty, repeat_last, .. } = self.sampling;
+        let penalized;
+        let logits = if repeat_penalty == 1.0 {
+            logits
+        } else {
+            let recent = &before[before.len().saturating_sub(repeat_last)..];
+            penalized = penalize(logits, recent, repeat_penalty);
+            &penalized
+        };
+        if self.sampling.is_greedy() { greedy(logits) } else { self.choose(logits) }
+            .ok_or_else(|| Error::argument("logits", "none", "a vocabulary has at least one token"))
     }
 
-    fn nucleus(&mut self, logits: &[f32], temperature: f32, top_p: f32) -> Option<u32> {
+    /// Temperature, then each filter over what the one before left, as in the transformers library.
+    fn choose(&mut self, logits: &[f32]) -> Option<u32> {
+        let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
         let best = logits[greedy(logits)? as usize];
         let weight = |logit: f32| ((logit - best) / temperature).exp();
-        let total: f32 = logits.iter().map(|&logit| weight(logit)).sum();
-        if !total.is_finite() {
+        if !best.is_finite() {
             return greedy(logits); // an infinite logit has all the probability
         }
         self.candidates.clear();
-        self.candidates.extend(logits.iter().map(|&logit| weight(logit) / total).zip(0..));
+        self.candidates.extend(logits.iter().map(|&logit| weight(logit)).zip(0..));
         self.candidates.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        if top_k > 0 {
+            self.candidates.truncate(top_k);
+        }
+        let total: f32 = self.candidates.iter().map(|(p, _)| p).sum();
+        self.candidates.iter_mut().for_each(|(p, _)| *p /= total);
 
         let mut mass = 0.0;
-        let n_nucleus = self
-            .candidates
-            .iter()
-            .position(|(p, _)| {
-                mass += p;
-                mass >= top_p
-            })
-            .map_or(self.candidates.len(), |last| last + 1);
-        let nucleus = &self.candidates[..n_nucleus];
+        let nucleus = self.candidates.iter().position(|(p, _)| {
+            mass += p;
+            mass >= top_p
+        });
+        self.candidates.truncate(nucleus.map_or(self.candidates.len(), |last| last + 1));
+        let least = min_p * self.candidates[0].0;
+        self.candidates.retain(|(p, _)| *p >= least);
+        let mass: f32 = self.candidates.iter().map(|(p, _)| p).sum();
         let mut point = self.rng.random::<f32>() * mass;
-        let chosen = nucleus.iter().find(|(p, _)| {
+        let chosen = self.candidates.iter().find(|(p, _)| {
             point -= p;
             point < 0.0
         });
         // Rounding may leave the point just behind the last candidate.
-        chosen.or(nucleus.last()).map(|(_, id)| *id)
+        chosen.or(self.candidates.last()).map(|(_, id)| *id)
     }
+}
+
+/// `logits` with those of `ids` made less likely, each once.
+fn penalize(logits: &[f32], ids: &[u32], penalty: f32) -> Vec<f32> {
+    let mut penalized = logits.to_vec();
+    for &id in ids {
+        if let (Some(new), Some(&old)) = (penalized.get_mut(id as usize), logits.get(id as usize)) {
+            *new = if old > 0.0 { old / penalty } else { old * penalty };
+        }
+    }
+    penalized
 }
 
 fn greedy(logits: &[f32]) -> Option<u32> {
@@ -113,47 +184,95 @@ fn greedy(logits: &[f32]) -> Option<u32> {
 mod tests {
     use super::*;
 
+    const RANDOM: Sampling = Sampling { temperature: 1.0, ..Sampling::GREEDY };
+
     fn draws(sampling: Sampling, logits: &[f32], n: usize) -> Vec<u32> {
         let mut sampler = Sampler::new(sampling).unwrap();
-        (0..n).map(|_| sampler.sample(logits).unwrap()).collect()
+        (0..n).map(|_| sampler.sample(logits, &[]).unwrap()).collect()
+    }
+
+    /// How often each of four ids is drawn, of 20,000.
+    fn shares(sampling: Sampling, probabilities: [f32; 4]) -> [f64; 4] {
+        let ids = draws(sampling, &probabilities.map(f32::ln), 20_000);
+        [0, 1, 2, 3].map(|id| ids.iter().filter(|&&i| i == id).count() as f64 / ids.len() as f64)
+    }
+
+    #[track_caller]
+    fn assert_shares(sampling: Sampling, expected: [f64; 4]) {
+        let found = shares(Sampling { seed: 7, ..sampling }, [0.15, 0.5, 0.05, 0.3]);
+        for (found_share, share) in found.iter().zip(expected) {
+            // Where a share is 0 nothing may be drawn.
+            assert!((found_share - share).abs() <= share.min(0.02), "{found:?}, not {expected:?}");
+        }
     }
 
     #[test]
     fn greedy_takes_the_first_of_equals() {
-        assert_eq!(draws(Sampling::Greedy, &[0.0, 3.0, -1.0, 3.0], 2), [1, 1]);
+        assert_eq!(draws(Sampling::GREEDY, &[0.0, 3.0, -1.0, 3.0], 2), [1, 1]);
     }
 
     #[test]
-    fn top_p_keeps_the_nucleus_and_its_proportions() {
-        let logits = [0.5_f32, 0.3, 0.15, 0.05].map(f32::ln);
-        let sampling = Sampling::TopP { temperature: 1.0, top_p: 0.75, seed: 7 };
-        let ids = draws(sampling, &logits, 20_000);
-        assert!(ids.iter().all(|&id| id < 2), "0.5 + 0.3 reach 0.75");
-        let first = ids.iter().filter(|&&id| id == 0).count() as f64 / ids.len() as f64;
-        assert!((first - 0.625).abs() < 0.02, "{first} is not 0.5 / 0.8");
+    fn filters_keep_the_likely_in_their_proportions() {
+        assert_shares(RANDOM, [0.15, 0.5, 0.05, 0.3]);
+        let two = [0.0, 0.625, 0.0, 0.375];
+        assert_shares(Sampling { top_p: 0.75, ..RANDOM }, two);
+        assert_shares(Sampling { top_k: 2, ..RANDOM }, two);
+        assert_shares(Sampling { min_p: 0.5, ..RANDOM }, two);
+        assert_shares(Sampling { top_k: 9, min_p: 0.2, ..RANDOM }, [0.158, 0.526, 0.0, 0.316]);
+        // The nucleus is taken of what top-k leaves: 0.625 of it is the first alone.
+        assert_shares(Sampling { top_k: 2, top_p: 0.6, ..RANDOM }, [0.0, 1.0, 0.0, 0.0]);
+        let sum = [0.15f64, 0.5, 0.05, 0.3].map(|p| p * p);
+        let total: f64 = sum.iter().sum();
+        assert_shares(Sampling { temperature: 0.5, ..RANDOM }, sum.map(|p| p / total));
+    }
+
+    #[test]
+    fn repeated_tokens_become_less_likely() {
+        let sampling = Sampling { repeat_penalty: 2.0, repeat_last: 2, ..Sampling::GREEDY };
+        let mut sampler = Sampler::new(sampling).unwrap();
+        let mut next = |logits: &[f32], before: &[u32]| sampler.sample(logits, before).unwrap();
+        assert_eq!(next(&[3.0, 2.0], &[]), 0);
+        assert_eq!(next(&[3.0, 2.0], &[0]), 1, "3 / 2 is below 2");
+        assert_eq!(next(&[3.0, 1.4], &[0, 0]), 0, "once, however often it was there");
+        assert_eq!(next(&[3.0, 2.0], &[0, 5, 6]), 0, "too long ago");
+        assert_eq!(next(&[-2.0, -3.0], &[0]), 1, "negative ones are multiplied");
     }
 
     #[test]
     fn seeds_repeat_and_differ() {
         let logits = [0.0; 50];
-        let with = |seed| Sampling::TopP { temperature: 0.8, top_p: 1.0, seed };
+        let with = |seed| Sampling { temperature: 0.8, seed, ..RANDOM };
         assert_eq!(draws(with(1), &logits, 40), draws(with(1), &logits, 40));
         assert_ne!(draws(with(1), &logits, 40), draws(with(2), &logits, 40));
     }
 
     #[test]
     fn low_temperature_is_greedy() {
-        let sampling = Sampling::TopP { temperature: 1e-3, top_p: 1.0, seed: 3 };
+        let sampling = Sampling { temperature: 1e-3, seed: 3, ..RANDOM };
         assert_eq!(draws(sampling, &[1.0, 1.5, 1.4], 5), [1; 5]);
+        assert_eq!(draws(sampling, &[1.0, f32::INFINITY, 1.4], 5), [1; 5]);
     }
 
     #[test]
     fn bad_options_and_logits_are_errors() {
-        for (temperature, top_p) in [(0.0, 1.0), (f32::NAN, 1.0), (1.0, 0.0), (1.0, 1.5)] {
-            assert!(Sampler::new(Sampling::TopP { temperature, top_p, seed: 0 }).is_err());
+        for (sampling, field) in [
+            (Sampling { temperature: -1.0, ..RANDOM }, "temperature"),
+            (Sampling { temperature: f32::NAN, ..RANDOM }, "temperature"),
+            (Sampling { top_p: 0.0, ..RANDOM }, "top_p"),
+            (Sampling { top_p: 1.5, ..RANDOM }, "top_p"),
+            (Sampling { min_p: -0.1, ..RANDOM }, "min_p"),
+            (Sampling { repeat_penalty: 0.0, ..RANDOM }, "repeat_penalty"),
+            (Sampling { top_k: 5, ..Sampling::GREEDY }, "top_k"),
+            (Sampling { top_p: 0.5, ..Sampling::GREEDY }, "top_p"),
+            (Sampling { min_p: 0.5, ..Sampling::GREEDY }, "min_p"),
+        ] {
+            let error = Sampler::new(sampling).unwrap_err().to_string();
+            assert!(error.starts_with(field), "{error}");
         }
-        let mut sampler = Sampler::new(Sampling::Greedy).unwrap();
-        assert!(sampler.sample(&[]).is_err());
-        assert!(sampler.sample(&[0.0, f32::NAN]).is_err());
+        for sampling in [Sampling::GREEDY, RANDOM] {
+            let mut sampler = Sampler::new(sampling).unwrap();
+            assert!(sampler.sample(&[], &[]).is_err());
+            assert!(sampler.sample(&[0.0, f32::NAN], &[]).is_err());
+        }
     }
 }

@@ -1,49 +1,100 @@
-use std::path::PathBuf;
+//! Continuing a text, and talking with a model.
+
+use std::{
+    fs,
+    io::{self, BufRead, IsTerminal},
+    path::PathBuf,
+};
 
 use anyhow::{Context, Result, bail};
-use kv_cli::{Plain, Screen, dispatch};
+use kv_cli::{Plain, Screen, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_models::{GenerateOptions, ModelCacheConfig, Sampling, generate};
+use kv_models::{
+    ChatTemplate, GenerateOptions, Generated, LanguageModel, ModelCache, ModelCacheConfig,
+    Sampling, Tokenizer, chat::Message, generate,
+};
 
 use crate::{
-    common::ModelArgs,
+    common::{BosArgs, ModelArgs},
     source::{self, Source},
 };
+
+/// Tokens that the cache of a conversation has room for, unless it is said otherwise.
+const CONVERSATION: usize = 4096;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
-    /// The text to continue.
-    #[arg(long, required_unless_present = "prompt_file", conflicts_with = "prompt_file")]
+    /// The text to continue, or what to say to a model with a chat template; without it, a
+    /// conversation is read from standard input, one line at a time.
+    #[arg(long, conflicts_with = "prompt_file")]
     prompt: Option<String>,
-    /// Read the text to continue from a file.
+    /// Read the prompt from a file.
     #[arg(long)]
     prompt_file: Option<PathBuf>,
+    /// Put the prompt into the model's chat template. The default for models that have one.
+    #[arg(long, overrides_with = "no_chat")]
+    chat: bool,
+    /// Continue the prompt as it is.
+    #[arg(long)]
+    no_chat: bool,
+    /// What the conversation starts with, in place of what the template has for that.
+    #[arg(long, value_name = "TEXT", conflicts_with = "no_chat")]
+    system: Option<String>,
+    #[command(flatten)]
+    bos: BosArgs,
     /// Use only the first tokens of the prompt.
     #[arg(long)]
     prompt_tokens: Option<usize>,
     /// What the cache stores. By default what the model's kv_cache.json says, else float.
     #[arg(long)]
     cache: Option<KvCacheConfig>,
-    /// Tokens the cache is allocated for; by default prompt and continuation.
+    /// Tokens the cache is allocated for; by default prompt and continuation, or 4096 for a
+    /// conversation.
     #[arg(long)]
     capacity: Option<usize>,
     /// Tokens to generate, at most.
     #[arg(long, default_value_t = 128)]
     max_tokens: usize,
-    /// 0 picks the most likely token; higher values flatten the distribution.
-    #[arg(long, default_value_t = 0.0)]
-    temperature: f32,
-    /// Sample from the smallest set of tokens with this much probability.
-    #[arg(long, default_value_t = 1.0)]
-    top_p: f32,
-    /// Seed of the sampling.
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
+    #[command(flatten)]
+    sampling: SamplingArgs,
     /// Record the step of one token once and replay it, on devices that can (CUDA, WGPU).
     #[arg(long)]
     recorded: bool,
+}
+
+#[derive(Clone, Copy, Debug, clap::Args)]
+struct SamplingArgs {
+    /// 0 picks the most likely token; higher values flatten the distribution.
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f32,
+    /// Sample from this many most likely tokens; 0 for all.
+    #[arg(long, default_value_t = 0)]
+    top_k: usize,
+    /// Sample from the smallest set of tokens with this much probability.
+    #[arg(long, default_value_t = 1.0)]
+    top_p: f32,
+    /// Sample from tokens at least this much as likely as the most likely one.
+    #[arg(long, default_value_t = 0.0)]
+    min_p: f32,
+    /// Above 1, makes tokens less likely that were there already.
+    #[arg(long, default_value_t = 1.0)]
+    repeat_penalty: f32,
+    /// How many tokens back that looks.
+    #[arg(long, default_value_t = 64)]
+    repeat_last: usize,
+    /// Seed of the sampling.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+}
+
+impl From<SamplingArgs> for Sampling {
+    fn from(args: SamplingArgs) -> Self {
+        let SamplingArgs { temperature, top_k, top_p, min_p, repeat_penalty, repeat_last, seed } =
+            args;
+        Self { temperature, top_k, top_p, min_p, repeat_penalty, repeat_last, seed }
+    }
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -53,54 +104,191 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
     let prompt = match (&args.prompt, &args.prompt_file) {
-        (Some(prompt), _) => prompt.clone(),
-        (None, Some(path)) => std::fs::read_to_string(path)
-            .with_context(|| format!("prompt-file {}: cannot read", path.display()))?,
-        (None, None) => bail!("prompt: give --prompt or --prompt-file"),
+        (Some(prompt), _) => Some(prompt.clone()),
+        (None, Some(path)) => Some(
+            fs::read_to_string(path)
+                .with_context(|| format!("prompt-file {}: cannot read", path.display()))?,
+        ),
+        (None, None) => None,
     };
     let Source { model, tokenizer, cache, .. } = source::load(&args.on, &device)?;
-    let mut ids = tokenizer.encode(&prompt)?;
-    ids.truncate(args.prompt_tokens.unwrap_or(usize::MAX));
-    let wanted =
-        ids.len().saturating_add(args.max_tokens).min(model.max_positions()).max(ids.len()).max(1);
+    let template = args.template(&tokenizer)?;
     let chosen = args.cache.map(ModelCacheConfig::from).or(cache);
-    let mut config = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
-    config.cache.capacity = args.capacity.unwrap_or(wanted);
-    let mut cache = model.new_cache(&config, 1, &device)?;
-    let sampling = if args.temperature == 0.0 {
-        Sampling::Greedy
-    } else {
-        let Args { temperature, top_p, seed, .. } = *args;
-        Sampling::TopP { temperature, top_p, seed }
+    let options = GenerateOptions {
+        max_tokens: args.max_tokens,
+        sampling: args.sampling.into(),
+        eos: tokenizer.eos().clone(),
+        recorded: args.recorded,
+        ..Default::default()
     };
-    let eos = tokenizer.eos().clone();
-    let Args { max_tokens, recorded, .. } = *args;
-    let options = GenerateOptions { max_tokens, sampling, eos, recorded, ..Default::default() };
+    let mut writer = Writer {
+        device: &device,
+        model: &model,
+        tokenizer: &tokenizer,
+        options,
+        config: chosen.unwrap_or_else(|| KvCacheConfig::float().into()),
+        capacity: args.capacity,
+        held: None,
+    };
+    let Some(template) = template else {
+        let Some(prompt) = prompt else {
+            bail!("prompt: none given, and without a chat template there is no conversation");
+        };
+        let ids = args.continued(&tokenizer, &prompt)?;
+        return writer.write(&ids).map(drop);
+    };
 
-    let mut text = tokenizer.stream();
-    let mut failure = None;
-    // Without a reader there is no use in going on.
-    let generated = generate(&model, &mut cache, &ids, &options, &device, |id| {
-        let part = text.push(id).map_err(anyhow::Error::from);
-        part.and_then(|part| Screen::Out.print(part)).unwrap_or_else(|error| {
-            failure = Some(error);
-            false
-        })
-    })?;
-    if let Some(error) = failure {
-        return Err(error);
+    let system = args.system.iter().map(|text| Message::new("system", text));
+    let mut talk: Vec<Message> = system.collect();
+    let Some(prompt) = prompt else {
+        writer.capacity.get_or_insert(CONVERSATION.min(model.max_positions()));
+        return converse(&mut writer, &template, &mut talk);
+    };
+    talk.push(Message::new("user", prompt));
+    let ids = tokenizer.encode(&template.render(&talk)?)?;
+    writer.write(&ids).map(drop)
+}
+
+impl Args {
+    /// The template to use, if any.
+    fn template(&self, tokenizer: &Tokenizer) -> Result<Option<ChatTemplate>> {
+        let template = match self.no_chat {
+            true => None,
+            false => ChatTemplate::of(tokenizer)
+                .context("--no-chat continues the prompt without the model's template")?,
+        };
+        match &template {
+            None if self.chat => bail!("chat: the model's files have no chat template"),
+            None if self.system.is_some() => {
+                bail!("system: the model's files have no chat template to put it in");
+            }
+            Some(_) => {
+                for (given, name) in
+                    [(self.prompt_tokens.is_some(), "prompt-tokens"), (self.bos.is_given(), "bos")]
+                {
+                    if given {
+                        bail!("{name}: the model's chat template decides that; give --no-chat");
+                    }
+                }
+                if !self.chat {
+                    note("talking by the model's chat template; --no-chat continues the prompt");
+                }
+            }
+            None => {}
+        }
+        Ok(template)
     }
-    Screen::Out.line(text.finish()?)?;
-    Screen::Error.line(format_args!(
-        "prefill {} tokens, {:.1} tokens/s; decode {} tokens, {:.1} tokens/s; cache {config}: {} of \
-         {} tokens, {:.2} MiB",
-        generated.prefill_tokens,
-        generated.prefill_tokens_per_second(),
-        generated.decode_tokens,
-        generated.decode_tokens_per_second(),
-        cache.len(),
-        config.cache.capacity,
-        cache.memory_bytes().total() as f64 / (1 << 20) as f64,
-    ))?;
+
+    /// The ids of a prompt that is continued as it is.
+    fn continued(&self, tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>> {
+        let limit = self.prompt_tokens.unwrap_or(usize::MAX);
+        let bos = self.bos.choose(tokenizer)?;
+        let ids: Vec<u32> = bos.into_iter().chain(tokenizer.encode_first(prompt, limit)?).collect();
+        if ids.is_empty() {
+            bail!("prompt: has no token, there is nothing to continue");
+        }
+        Ok(ids)
+    }
+}
+
+/// A conversation over standard input, one line at a time.
+fn converse<T: Target>(
+    writer: &mut Writer<'_, T>,
+    template: &ChatTemplate,
+    talk: &mut Vec<Message>,
+) -> Result<()> {
+    let stdin = io::stdin();
+    let ask = || match stdin.is_terminal() {
+        true => Screen::Error.print("> ").map(drop),
+        false => Ok(()),
+    };
+    ask()?;
+    for line in stdin.lock().lines() {
+        let line = line.context("standard input: cannot read")?;
+        if !line.trim().is_empty() {
+            talk.push(Message::new("user", line));
+            let ids = writer.tokenizer.encode(&template.render(talk)?)?;
+            let answer = writer.write(&ids)?;
+            talk.push(Message::new("assistant", answer));
+        }
+        ask()?;
+    }
     Ok(())
+}
+
+/// Writes what a model says, and keeps its cache for what is said next.
+struct Writer<'a, T: Target> {
+    device: &'a On<T>,
+    model: &'a LanguageModel,
+    tokenizer: &'a Tokenizer,
+    options: GenerateOptions,
+    config: ModelCacheConfig,
+    /// Tokens the cache is allocated for; by default those of the text.
+    capacity: Option<usize>,
+    /// A cache, and the ids in it.
+    held: Option<(ModelCache, Vec<u32>)>,
+}
+
+impl<T: Target> Writer<'_, T> {
+    /// Continues `ids`, writes the text as it comes, and why it ends. Returns the text.
+    fn write(&mut self, ids: &[u32]) -> Result<String> {
+        let (mut cache, n_held) = match self.held.take() {
+            Some((cache, held)) if ids.len() > held.len() && ids.starts_with(&held) => {
+                (cache, held.len())
+            }
+            _ => (self.new_cache(ids.len())?, 0),
+        };
+        let mut stream = self.tokenizer.stream();
+        let (mut text, mut failure) = (String::new(), None);
+        // Without a reader there is no use in going on.
+        let on_token = |id| {
+            let part = stream.push(id).map_err(anyhow::Error::from);
+            let told = part.and_then(|part| {
+                text += &part;
+                Screen::Out.print(part)
+            });
+            told.unwrap_or_else(|error| {
+                failure = Some(error);
+                false
+            })
+        };
+        let Self { model, device, options, .. } = self;
+        let new = &ids[n_held..];
+        let generated = generate(model, &mut cache, new, options, device, on_token)?;
+        if let Some(error) = failure {
+            return Err(error);
+        }
+        let rest = stream.finish()?;
+        Screen::Out.line(&rest)?;
+        text += &rest;
+        self.tell(&generated, &cache)?;
+        let mut held = [ids, &generated.ids].concat();
+        held.truncate(cache.len());
+        self.held = Some((cache, held));
+        Ok(text)
+    }
+
+    fn new_cache(&self, n_prompt: usize) -> Result<ModelCache> {
+        let most = self.model.max_positions();
+        let wanted = n_prompt.saturating_add(self.options.max_tokens).min(most).max(n_prompt);
+        let mut config = self.config.clone();
+        config.cache.capacity = self.capacity.unwrap_or(wanted);
+        Ok(self.model.new_cache(&config, 1, self.device)?)
+    }
+
+    fn tell(&self, generated: &Generated, cache: &ModelCache) -> Result<bool> {
+        Screen::Error.line(format_args!(
+            "stopped by {}; prefill {} tokens, {:.1} tokens/s; decode {} tokens, {:.1} tokens/s; \
+             cache {}: {} of {} tokens, {:.2} MiB",
+            generated.stop,
+            generated.prefill_tokens,
+            generated.prefill_tokens_per_second(),
+            generated.decode_tokens,
+            generated.decode_tokens_per_second(),
+            self.config,
+            cache.len(),
+            cache.len() + cache.remaining(),
+            cache.memory_bytes().total() as f64 / (1 << 20) as f64,
+        ))
+    }
 }

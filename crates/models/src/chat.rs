@@ -1,0 +1,146 @@
+//! Conversations as the text a model was trained on, by the Jinja template in its files.
+
+use std::{fmt, io};
+
+use minijinja::{Environment, ErrorKind, Value, context, syntax::SyntaxConfig, value::Serde};
+use serde::{Deserialize, Serialize};
+use serde_json::ser::Formatter;
+
+use crate::{Error, Result, Tokenizer};
+
+/// One turn of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    /// `system`, `user` or `assistant`, and what else a template knows.
+    pub role: String,
+    /// What is said.
+    pub content: String,
+}
+
+impl Message {
+    /// A turn of `role`.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into() }
+    }
+}
+
+/// A model's template of conversations: `chat_template` in `tokenizer_config.json` or in a GGUF file,
+/// or `chat_template.jinja`.
+///
+/// It is rendered as the transformers library does (`apply_chat_template`), but that it is not given
+/// the date: `strftime_now` is not defined, so that the same conversation has the same ids every day.
+/// Templates that use it have a date of their own for that case.
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    bos_token: Option<String>,
+    eos_token: Option<String>,
+}
+
+const NAME: &str = "chat_template";
+
+impl ChatTemplate {
+    /// The template of a tokenizer, `None` if it has none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::ChatTemplate`] when it is no template.
+    pub fn of(tokenizer: &Tokenizer) -> Result<Option<Self>> {
+        let (bos_token, eos_token) = tokenizer.template_tokens();
+        let new = |source| Self::new(source, bos_token, eos_token);
+        tokenizer.chat_template().map(new).transpose()
+    }
+
+    /// The template `source`, which sees the two tokens under their names.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::ChatTemplate`] when it is no template.
+    pub fn new(source: &str, bos_token: Option<String>, eos_token: Option<String>) -> Result<Self> {
+        let mut environment = Environment::new();
+        let mut syntax = SyntaxConfig::builder();
+        environment
+            .set_syntax(syntax.trim_blocks(true).lstrip_blocks(true).build().map_err(failed)?);
+        environment
+            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_filter("tojson", to_json);
+        environment.add_function("raise_exception", |why: String| -> Result<Value, _> {
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, why))
+        });
+        environment.add_template_owned(NAME, source.to_string()).map_err(failed)?;
+        Ok(Self { environment, bos_token, eos_token })
+    }
+
+    /// The text of a conversation, up to where the model's answer begins. It holds its own
+    /// begin-of-text token where the model has one: [`encode`](Tokenizer::encode) gives its ids.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::ChatTemplate`] when the template refuses, for roles that it does not know, say.
+    pub fn render(&self, messages: &[Message]) -> Result<String> {
+        let Self { environment, bos_token, eos_token } = self;
+        let template = environment.get_template(NAME).map_err(failed)?;
+        let context = context! {
+            messages => Value::from(Serde(messages)),
+            bos_token => bos_token.as_deref(),
+            eos_token => eos_token.as_deref(),
+            tools => Value::from(()),
+            add_generation_prompt => true,
+        };
+        template.render(context).map_err(failed)
+    }
+}
+
+impl fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChatTemplate").finish_non_exhaustive()
+    }
+}
+
+fn failed(error: minijinja::Error) -> Error {
+    let line = error.line().map_or(String::new(), |line| format!("line {line}: "));
+    let detail = error.detail().map_or_else(|| error.kind().to_string(), ToString::to_string);
+    Error::ChatTemplate { why: line + &detail }
+}
+
+/// Python's `json.dumps`, which leaves characters as they are and sets a space behind `,` and `:`.
+fn to_json(value: Value, options: minijinja::value::Kwargs) -> Result<Value, minijinja::Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    options.assert_all_used()?;
+    let mut bytes = vec![];
+    let written = match indent {
+        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, Spaced)),
+        Some(n) => {
+            let indent = " ".repeat(n);
+            let formatter = serde_json::ser::PrettyFormatter::with_indent(indent.as_bytes());
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, formatter))
+        }
+    };
+    let failed = |why: String| minijinja::Error::new(ErrorKind::InvalidOperation, why);
+    written.map_err(|error| failed(error.to_string()))?;
+    let text = String::from_utf8(bytes).map_err(|error| failed(error.to_string()))?;
+    Ok(Value::from(text))
+}
+
+struct Spaced;
+
+impl Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + io::Write>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + io::Write>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
