@@ -46,5 +46,5 @@ pub use kv_cubecl;
 pub use load::{Loaded, load};
 pub use model::LanguageModel;
 pub use nn::{AttentionObserver, AttentionTrace};
-pub use save::{SaveDtype, SaveOptions, save};
+pub use save::{SaveDtype, SaveOptions, check_savable, save};
 pub use tokenizer::Tokenizer;

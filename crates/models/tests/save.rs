@@ -18,6 +18,7 @@ use common::{
 use half::f16;
 use kv_models::{
     Error, KV_CACHE_FILE, LanguageModel, ModelCacheConfig, SaveDtype, SaveOptions, Tokenizer,
+    check_savable,
     kv_cubecl::KvCacheConfig,
     llama::{Config, Llama},
     load,
@@ -129,7 +130,7 @@ fn gguf_files_become_folders() {
     let device = device();
     let folder = tempfile::tempdir().unwrap();
     let gguf = folder.path().join("tiny.gguf");
-    for name in ["qwen2-tiny", "phi3-tiny", "llama-tiny"] {
+    for name in ["qwen2-tiny", "phi3-tiny", "llama-tiny", "llama3-rope-tiny"] {
         write_gguf(&tiny(name), &gguf, GgmlDType::Q8_0, &[]);
         let model = load(&gguf, &device).unwrap().model;
         let saved = tempfile::tempdir().unwrap();
@@ -137,6 +138,14 @@ fn gguf_files_become_folders() {
         let again = load(saved.path(), &device).unwrap().model;
         assert_eq!(logits(&model, &device).to_data(), logits(&again, &device).to_data());
     }
+    // llama.cpp writes Llama 3's scaling as divisors: they are recognized again.
+    let LanguageModel::Llama(original) = load(tiny("llama3-rope-tiny"), &device).unwrap().model
+    else {
+        panic!()
+    };
+    let LanguageModel::Llama(converted) = load(&gguf, &device).unwrap().model else { panic!() };
+    assert!(matches!(original.config().rope_scaling, RopeScaling::Llama3 { .. }));
+    assert_eq!(converted.config().rope_scaling, original.config().rope_scaling);
 
     // Bytes only: the tiny models know 256 ids.
     for pre in ["gpt-2", "smollm", "qwen2", "llama-bpe", "default"] {
@@ -312,14 +321,16 @@ fn every_configuration_is_saved_or_refused() {
             (10, RopeScaling::Default),
             (16, RopeScaling::Linear { factor: 2.5 }),
             (10, RopeScaling::Linear { factor: 2.5 }),
-            (16, RopeScaling::Divisors(vec![2.0; 8])),
+            (16, RopeScaling::Divisors(vec![1.0, 1.1, 1.7, 3.0, 4.0, 0.3, 8.0, 1e-3])),
         ] {
             let config =
                 Config { qkv_bias, output_bias, mlp_bias, rotary_dim, rope_scaling, ..small() };
             let model = LanguageModel::Llama(Llama::init(config.clone(), &device));
             let folder = tempfile::tempdir().unwrap();
+            let savable = check_savable(&model, &words(), SaveOptions::default());
             match save(folder.path(), &model, &words(), SaveOptions::default()) {
                 Ok(()) => {
+                    savable.unwrap();
                     n_saved += 1;
                     let again = load(folder.path(), &device).unwrap().model;
                     let LanguageModel::Llama(llama) = &again else { panic!() };
@@ -332,14 +343,15 @@ fn every_configuration_is_saved_or_refused() {
                 Err(error) => {
                     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
                     assert!(error.to_string().contains("config.json"), "{error}");
+                    assert!(matches!(savable, Err(Error::Unsupported { .. })), "{savable:?}");
                     assert!(files(folder.path()).is_empty());
                 }
             }
         }
     }
     // Llama with no or all attention biases, each with or without biases of the MLP; Qwen2; each
-    // with two kinds of rotation. Phi-3.
-    assert_eq!(n_saved, 5 * 2 + 1);
+    // with three kinds of rotation. Phi-3.
+    assert_eq!(n_saved, 5 * 3 + 1);
 }
 
 #[test]

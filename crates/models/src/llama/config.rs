@@ -217,9 +217,15 @@ impl Config {
                 "factor": self.max_positions as f64 / *original_max_positions as f64,
                 "original_max_position_embeddings": original_max_positions,
             }),
-            RopeScaling::Divisors(_) => {
-                return Err(unsupported("rope_scaling by the divisors of a GGUF file"));
-            }
+            // Equal factors for all contexts, and attention not scaled: nothing but the divisors.
+            RopeScaling::Divisors(divisors) => json!({
+                "rope_type": "longrope",
+                "short_factor": divisors,
+                "long_factor": divisors,
+                "attention_factor": 1.0,
+                "factor": 1.0,
+                "original_max_position_embeddings": self.max_positions,
+            }),
         };
         let (model_type, architecture) = match family {
             Family::Llama => ("llama", "LlamaForCausalLM"),

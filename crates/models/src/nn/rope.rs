@@ -37,8 +37,36 @@ pub enum RopeScaling {
         /// Multiplies sines and cosines, and so scores by its square where all channels rotate.
         attention_factor: f64,
     },
-    /// One divisor per frequency, as GGUF files store Llama 3's in `rope_freqs.weight`.
+    /// One divisor per frequency, as GGUF files store them in `rope_freqs.weight`; in a
+    /// `config.json`, `longrope` with the same factors for long and short contexts.
     Divisors(Vec<f32>),
+}
+
+impl RopeScaling {
+    /// What a GGUF file's `divisors` of the frequencies `theta^(-2i / rotary_dim)` stand for: Llama
+    /// 3's scaling where they are its own, up to the rounding of the f32 arithmetic that writes such
+    /// files, else themselves.
+    pub(crate) fn of_divisors(divisors: Vec<f32>, theta: f64) -> Self {
+        /// A few units in the last place of an f32.
+        const ROUNDING: f64 = 4e-6;
+        let factor = f64::from(divisors.last().copied().unwrap_or(1.0));
+        let inv_freq = |scaling: &Self| Rope::new(2 * divisors.len(), theta, scaling).inv_freq;
+        let given = inv_freq(&Self::Divisors(divisors.clone()));
+        let same = |scaling: &Self| {
+            let close =
+                |(a, b): (f32, &f32)| (f64::from(a) / f64::from(*b) - 1.0).abs() <= ROUNDING;
+            inv_freq(scaling).into_iter().zip(&given).all(close)
+        };
+        // The parameters of every published model but for the factor and the first context.
+        let llama3 = (4..=20).map(|log| Self::Llama3 {
+            factor,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_positions: f64::from(1 << log),
+        });
+        let known = [Self::Default].into_iter().chain(llama3).find(same);
+        known.unwrap_or(Self::Divisors(divisors))
+    }
 }
 
 /// The rotary encoding of one model: a frequency per pair of channels.

@@ -41,6 +41,38 @@ pub struct SaveOptions<'a> {
     pub cache: Option<&'a ModelCacheConfig>,
 }
 
+/// Checks that [`save()`] can write the model, but for its weights' values and the folder: to be asked
+/// before hours of training.
+///
+/// # Errors
+///
+/// A configuration that no Hugging Face family has, a tokenizer with ids or a cache with layers that
+/// the model lacks.
+pub fn check_savable(
+    model: &LanguageModel,
+    tokenizer: &Tokenizer,
+    options: SaveOptions<'_>,
+) -> Result<()> {
+    configured(model, tokenizer, options, Path::new("config.json")).map(drop)
+}
+
+/// What becomes `config.json`.
+fn configured(
+    model: &LanguageModel,
+    tokenizer: &Tokenizer,
+    options: SaveOptions<'_>,
+    path: &Path,
+) -> Result<Map<String, Value>> {
+    let (n_ids, vocab_size) = (tokenizer.n_ids(), model.vocab_size());
+    if n_ids > vocab_size {
+        return Err(Error::tokenizer(format!("has {n_ids} ids, the model knows {vocab_size}")));
+    }
+    if let Some(cache) = options.cache {
+        cache.validate(model)?;
+    }
+    config(model, tokenizer, options.dtype, path)
+}
+
 /// Writes a Hugging Face folder: `model.safetensors`, `config.json`, `tokenizer.json`,
 /// `tokenizer_config.json` and, with a cache, [`KV_CACHE_FILE`].
 ///
@@ -64,15 +96,8 @@ pub fn save(
 ) -> Result<()> {
     let folder = folder.as_ref();
     let SaveOptions { dtype, cache } = options;
-    let (n_ids, vocab_size) = (tokenizer.n_ids(), model.vocab_size());
-    if n_ids > vocab_size {
-        return Err(Error::tokenizer(format!("has {n_ids} ids, the model knows {vocab_size}")));
-    }
-    if let Some(cache) = cache {
-        cache.validate(model)?;
-    }
     let config_path = folder.join("config.json");
-    let config = config(model, tokenizer, dtype, &config_path)?;
+    let config = configured(model, tokenizer, options, &config_path)?;
 
     fs::create_dir_all(folder).map_err(failed(folder))?;
     let mut staged = Staged::default();

@@ -101,6 +101,7 @@ impl Metadata<'_> {
             llama::cap_at_window(self.path, &fields, window, &mut max_positions, notes);
         }
         let rotary_dim = self.optional_size("rope.dimension_count")?.unwrap_or(head_dim);
+        let rope_theta = self.float("rope.freq_base")?.unwrap_or(10_000.0);
         let config = llama::Config {
             vocab_size: self.vocab_size(weights, "embed_tokens.weight")?,
             hidden_size,
@@ -115,8 +116,8 @@ impl Metadata<'_> {
             mlp_bias: weights.contains("layers.0.mlp.down_proj.bias"),
             tied_head: !weights.contains("lm_head.weight"),
             rotary_dim,
-            rope_theta: self.float("rope.freq_base")?.unwrap_or(10_000.0),
-            rope_scaling: self.rope_scaling(rotary_dim, context_length, weights)?,
+            rope_theta,
+            rope_scaling: self.rope_scaling(rotary_dim, rope_theta, context_length, weights)?,
         };
         config.check(self.path)?;
         llama::note_longrope(self.path, &config, notes);
@@ -126,6 +127,7 @@ impl Metadata<'_> {
     fn rope_scaling(
         &self,
         rotary_dim: usize,
+        rope_theta: f64,
         context_length: usize,
         weights: &mut Weights,
     ) -> Result<RopeScaling> {
@@ -141,7 +143,7 @@ impl Metadata<'_> {
             Ok(Some(factors))
         };
         if let Some(divisors) = factors("rope_freqs.weight")? {
-            return Ok(RopeScaling::Divisors(divisors));
+            return Ok(RopeScaling::of_divisors(divisors, rope_theta));
         }
         let [short, long] = ["short", "long"].map(|kind| format!("rope_factors_{kind}.weight"));
         match (factors(&short)?, factors(&long)?) {
