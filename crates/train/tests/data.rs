@@ -366,7 +366,7 @@ fn a_damaged_cache_is_rebuilt() {
     let expected = world.joined(&[&text]);
     let path = world.open(&source).unwrap().path().to_path_buf();
     let good = fs::read(&path).unwrap();
-    assert_eq!(good.len(), 48 + 2 * expected.len());
+    assert_eq!(good.len(), 56 + 8 + 2 * expected.len());
 
     let check = |bytes: &[u8], what: &str| {
         fs::write(&path, bytes).unwrap();
@@ -377,7 +377,7 @@ fn a_damaged_cache_is_rebuilt() {
         assert_eq!(world.n_cached(), 1, "{what}");
     };
     let mut state = 1;
-    for at in 0..48 {
+    for at in 0..56 {
         for mask in [0x80, 1 + random(&mut state) as u8 % 255] {
             let mut bytes = good.clone();
             bytes[at] ^= mask;
@@ -385,17 +385,17 @@ fn a_damaged_cache_is_rebuilt() {
         }
     }
     for _ in 0..200 {
-        let at = 48 + random(&mut state) as usize % (good.len() - 48);
+        let at = 56 + random(&mut state) as usize % (good.len() - 56);
         let mut bytes = good.clone();
         bytes[at] ^= 1 << (random(&mut state) % 8);
         check(&bytes, &format!("byte {at}"));
     }
-    for len in (0..=48).chain([49, 50, good.len() / 2, good.len() - 2, good.len() - 1]) {
+    for len in (0..=66).chain([good.len() / 2, good.len() - 2, good.len() - 1]) {
         check(&good[..len], &format!("{len} bytes"));
     }
     check(&[&good[..], &[0, 0]].concat(), "longer");
     check(&vec![0; good.len()], "zeros");
-    check(b"something else entirely, which is longer than a header of 48 bytes", "foreign");
+    check(b"something else entirely, which is longer than a header of 56 bytes", "foreign");
     assert_eq!(world.open(&source).unwrap().origin(), &Origin::Reused);
 }
 
@@ -525,6 +525,88 @@ fn held_out_tokens_are_the_end_of_the_text() {
     let (train, valid) = train.hold_out(0.5).unwrap();
     assert_eq!((train.len(), valid.len()), (45, 45));
     assert!(valid.get(44).unwrap().eq(windows.get(89).unwrap()));
+}
+
+#[test]
+fn every_text_holds_out_its_own_tail() {
+    let world = World::new();
+    // Ids are bytes: each text has letters of its own.
+    let lengths = [500, 301, 3, 812];
+    let texts = ["a", "b", "c", "d"].map(|letter| (letter, letter.as_bytes()[0]));
+    let paths: Vec<PathBuf> = texts
+        .iter()
+        .zip(lengths)
+        .map(|((letter, _), n)| world.write(&format!("{letter}.txt"), letter.repeat(n)))
+        .collect();
+    let tokens = Arc::new(world.open(&Source::new(paths)).unwrap());
+    let ends: Vec<usize> = tokens.sources().map(|source| source.end).collect();
+    // A separator goes before each text but the first.
+    assert_eq!(ends, [500, 802, 806, 1619]);
+    let count = |ids: &[u32], letter: u8| ids.iter().filter(|&&id| id == u32::from(letter)).count();
+
+    let windows = Windows::new(tokens.clone(), 10).unwrap();
+    for fraction in [0.001, 0.1, 0.5] {
+        let (train, valid) = windows.hold_out(fraction).unwrap();
+        let part = |part: &Windows| -> Vec<Vec<u32>> {
+            (0..part.len()).map(|i| part.get(i).unwrap().collect()).collect()
+        };
+        let (trained, held_out) = (part(&train), part(&valid));
+        // 49, 30 and 80 windows lie within one text; that of three tokens has none.
+        for (&(letter, byte), whole) in texts.iter().zip([49.0f64, 30.0, 0.0, 80.0]) {
+            let expected =
+                if whole == 0.0 { 0 } else { ((whole * fraction).round() as usize).max(1) };
+            let own = held_out.iter().filter(|ids| count(ids, byte) == ids.len()).count();
+            assert_eq!(own, expected, "{letter} at {fraction}");
+        }
+        // The first of every text come first.
+        let first: Vec<u32> = held_out.iter().take(3).map(|ids| ids[5]).collect();
+        assert_eq!(first, [97, 98, 100]);
+        // Where a text ends, and the next begins, neither part has the window.
+        assert!(trained.len() + held_out.len() >= windows.len() - 3);
+        let text = valid.text(usize::MAX);
+        assert!(text.len() > 10 * held_out.len());
+        assert_eq!(valid.text(30).len(), 30);
+        for (_, byte) in [texts[0], texts[1], texts[3]] {
+            assert_eq!(count(&valid.text(30), byte), 10);
+        }
+    }
+
+    // No id that is scored is trained on: with every id another one, a window says which it has.
+    let distinct: Vec<PathBuf> = (0..3)
+        .map(|text| {
+            let chars = (0..400u32).map(|i| char::from_u32(0x4e00 + 400 * text + i).unwrap());
+            world.write(&format!("distinct {text}.txt"), chars.collect::<String>())
+        })
+        .collect();
+    let tokens = Arc::new(world.open(&Source::new(distinct)).unwrap());
+    let windows = Windows::new(tokens.clone(), 7).unwrap();
+    let (train, valid) = windows.hold_out(0.2).unwrap();
+    let at = |windows: &Windows, i: usize| windows.get(i).unwrap().collect::<Vec<u32>>();
+    let position = |ids: &[u32]| {
+        // Three bytes are a character, and no two characters are equal.
+        (0..=tokens.len() - ids.len())
+            .find(|&p| tokens.ids(p..p + ids.len()).eq(ids.iter().copied()))
+            .unwrap()
+    };
+    let positions = |windows: &Windows| -> Vec<usize> {
+        (0..windows.len()).map(|i| position(&at(windows, i))).collect()
+    };
+    let trained: BTreeSet<usize> =
+        positions(&train).into_iter().flat_map(|start| start..start + 8).collect();
+    for start in positions(&valid) {
+        for target in start + 1..start + 8 {
+            assert!(!trained.contains(&target), "{target}");
+        }
+    }
+
+    // Of a hundred small texts not each gives up a third of itself.
+    let small: Vec<PathBuf> =
+        (0..100).map(|i| world.write(&format!("small {i}.txt"), "x".repeat(35))).collect();
+    let tokens = Arc::new(world.open(&Source::new(small)).unwrap());
+    let windows = Windows::new(tokens, 10).unwrap();
+    let (train, valid) = windows.hold_out(0.02).unwrap();
+    assert!((5..=9).contains(&valid.len()), "{}", valid.len());
+    assert!(train.len() + 2 * valid.len() >= windows.len());
 }
 
 // Order.

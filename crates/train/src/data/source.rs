@@ -22,6 +22,8 @@ pub struct Source {
 
 /// A document, or a part of one that can be encoded by itself.
 pub(super) struct Piece<'a> {
+    /// The number of its file, from 0.
+    pub(super) source: usize,
     pub(super) path: &'a Path,
     /// Line of a JSONL file, from 1.
     pub(super) line: Option<u64>,
@@ -115,7 +117,7 @@ impl Source {
         mut take: impl FnMut(Vec<Piece<'_>>) -> Result<(), DataError>,
     ) -> Result<(), DataError> {
         let mut batch = Batch { pieces: vec![], held: 0, take: &mut take };
-        for path in &self.paths {
+        for (source, path) in self.paths.iter().enumerate() {
             self.digest_kind(path, digest);
             let failed = |source| DataError::read(path, source);
             let mut file = Digested { file: File::open(path).map_err(failed)?, digest, n: 0 };
@@ -130,7 +132,7 @@ impl Source {
                             break;
                         }
                         let content = Content::Line { offset, bytes };
-                        batch.push(Piece { path, line: Some(line), content }, n)?;
+                        batch.push(Piece { source, path, line: Some(line), content }, n)?;
                         offset += n as u64;
                     }
                 }
@@ -139,7 +141,7 @@ impl Source {
                         let piece = piece.map_err(refused)?;
                         let n = piece.text.len();
                         let content = Content::Text(piece);
-                        batch.push(Piece { path, line: None, content }, n)?;
+                        batch.push(Piece { source, path, line: None, content }, n)?;
                     }
                 }
                 (false, None) => {
@@ -147,7 +149,7 @@ impl Source {
                     let n = file.read_to_end(&mut bytes).map_err(failed)?;
                     let text = decode(path, 0, &bytes)?.to_string();
                     let content = Content::Text(tokenizer::Piece { text, continues: false });
-                    batch.push(Piece { path, line: None, content }, n)?;
+                    batch.push(Piece { source, path, line: None, content }, n)?;
                 }
             }
             let n = file.n;

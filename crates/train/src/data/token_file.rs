@@ -18,18 +18,20 @@ use super::{
 
 /// Texts as ids, tokenized once into a file and mapped into memory.
 ///
-/// The file is `HEADER` bytes and the ids, little-endian:
+/// The file is `HEADER` bytes, for each source the number of ids up to its end as a u64, and the ids,
+/// all little-endian:
 ///
 /// | offset | type | field                                              |
 /// |-------:|------|----------------------------------------------------|
 /// |      0 | [u8] | `KVTOKENS`                                         |
-/// |      8 | u32  | version, 1                                         |
+/// |      8 | u32  | version, 2                                         |
 /// |     12 | u32  | bytes per id, 2 or 4                               |
 /// |     16 | u64  | number of ids                                      |
 /// |     24 | u64  | number of documents                                |
 /// |     32 | u64  | fingerprint of the tokenizer and the sources       |
-/// |     40 | u32  | CRC-32 of the ids                                  |
-/// |     44 | u32  | CRC-32 of the 44 bytes before                      |
+/// |     40 | u64  | number of sources                                  |
+/// |     48 | u32  | CRC-32 of what follows the header                  |
+/// |     52 | u32  | CRC-32 of the 52 bytes before                      |
 ///
 /// It is written beside its place and renamed into it when complete, so several processes may share
 /// a cache folder, and a mapped file is never changed by this crate. A process that is killed
@@ -39,6 +41,8 @@ pub struct TokenFile {
     map: Mmap,
     width: usize,
     n_documents: usize,
+    /// Of every source, the number of ids up to its end.
+    ends: Vec<usize>,
     origin: Origin,
 }
 
@@ -55,14 +59,15 @@ pub enum Origin {
 }
 
 const MAGIC: [u8; 8] = *b"KVTOKENS";
-const VERSION: u32 = 1;
-const HEADER: usize = 48;
+const VERSION: u32 = 2;
+const HEADER: usize = 56;
 
 struct Header {
     width: usize,
     n_ids: u64,
     n_documents: u64,
     fingerprint: u64,
+    n_sources: u64,
     crc: u32,
 }
 
@@ -71,7 +76,7 @@ impl Header {
         let mut bytes = MAGIC.to_vec();
         bytes.extend(VERSION.to_le_bytes());
         bytes.extend((self.width as u32).to_le_bytes());
-        for field in [self.n_ids, self.n_documents, self.fingerprint] {
+        for field in [self.n_ids, self.n_documents, self.fingerprint, self.n_sources] {
             bytes.extend(field.to_le_bytes());
         }
         bytes.extend(self.crc.to_le_bytes());
@@ -79,7 +84,7 @@ impl Header {
         bytes
     }
 
-    /// The header of a file and its body, or why it is none of ours.
+    /// The header of a file and what follows it, or why it is none of ours.
     fn read(bytes: &[u8], fingerprint: u64) -> Result<(Self, &[u8]), String> {
         let Some((header, body)) = bytes.split_at_checked(HEADER) else {
             return Err(format!("it has {} bytes, a header has {HEADER}", bytes.len()));
@@ -89,7 +94,7 @@ impl Header {
         if header[..8] != MAGIC {
             return Err("it is no token cache".into());
         }
-        if crc32fast::hash(&header[..44]) != u32_at(44) {
+        if crc32fast::hash(&header[..HEADER - 4]) != u32_at(HEADER - 4) {
             return Err("its header is damaged".into());
         }
         if u32_at(8) != VERSION {
@@ -100,7 +105,8 @@ impl Header {
             n_ids: u64_at(16),
             n_documents: u64_at(24),
             fingerprint: u64_at(32),
-            crc: u32_at(40),
+            n_sources: u64_at(40),
+            crc: u32_at(48),
         };
         if header.fingerprint != fingerprint {
             return Err("the sources, the tokenizer or the settings changed".into());
@@ -108,9 +114,12 @@ impl Header {
         if !matches!(header.width, 2 | 4) {
             return Err(format!("its ids have {} bytes", header.width));
         }
-        if header.n_ids.checked_mul(header.width as u64) != Some(body.len() as u64) {
-            let n = header.n_ids;
-            return Err(format!("it holds {} bytes, not {n} ids", body.len()));
+        let ids = header.n_ids.checked_mul(header.width as u64);
+        let table = header.n_sources.checked_mul(8);
+        let bytes = ids.zip(table).and_then(|(ids, table)| ids.checked_add(table));
+        if bytes != Some(body.len() as u64) {
+            let (n, sources) = (header.n_ids, header.n_sources);
+            return Err(format!("it holds {} bytes, not {n} ids of {sources} sources", body.len()));
         }
         if crc32fast::hash(body) != header.crc {
             return Err("its ids are damaged".into());
@@ -185,9 +194,11 @@ impl TokenFile {
         // defended from.
         let map =
             unsafe { Mmap::map(file) }.map_err(|error| format!("it cannot be mapped: {error}"))?;
-        let (header, _) = Header::read(&map, fingerprint)?;
+        let (header, body) = Header::read(&map, fingerprint)?;
         let (width, n_documents) = (header.width, header.n_documents as usize);
-        Ok(Self { path: path.into(), map, width, n_documents, origin })
+        let table = &body[..8 * header.n_sources as usize];
+        let ends = table.chunks_exact(8).map(|end| le(end) as usize).collect();
+        Ok(Self { path: path.into(), map, width, n_documents, ends, origin })
     }
 
     /// How many ids there are, at least 1.
@@ -198,6 +209,12 @@ impl TokenFile {
     /// Never: texts without a token are an error.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The ids of each source, in order: each from the end of the one before.
+    pub fn sources(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+        let starts = [0].into_iter().chain(self.ends.iter().copied());
+        starts.zip(&self.ends).map(|(start, &end)| start..end)
     }
 
     /// How many documents with at least one id there are.
@@ -235,7 +252,7 @@ impl TokenFile {
     }
 
     fn body(&self) -> &[u8] {
-        &self.map[HEADER..]
+        &self.map[HEADER + 8 * self.ends.len()..]
     }
 }
 
@@ -299,11 +316,13 @@ fn build(
     let width = if tokenizer.n_ids() <= 1 << 16 { 2 } else { 4 };
     let separator = tokenizer.eos().first().copied();
     let mut out = BufWriter::with_capacity(1 << 20, file);
-    out.write_all(&[0; HEADER]).map_err(failed)?;
+    let paths = source.paths();
+    out.write_all(&vec![0; HEADER + 8 * paths.len()]).map_err(failed)?;
     let mut crc = crc32fast::Hasher::new();
     let (mut n_ids, mut n_documents) = (0, 0u64);
     // Whether the document at hand has ids already.
     let mut begun = false;
+    let mut ends = vec![0u64; paths.len()];
     source.read(Some(tokenizer), &mut digest, |pieces| {
         let encode = |piece| {
             let text = source.text(piece)?;
@@ -342,21 +361,35 @@ fn build(
             n_ids += (bytes.len() / width) as u64;
             n_documents += u64::from(!begun);
             begun = true;
+            ends[piece.source] = n_ids;
         }
         Ok(())
     })?;
-    let paths = source.paths();
     if digest.finish() != fingerprint {
         return Err(DataError::Changed { path: paths[0].clone() });
     }
     if n_ids == 0 {
         return Err(DataError::Empty { first: paths[0].clone(), n: paths.len() });
     }
-    let header = Header { width, n_ids, n_documents, fingerprint, crc: crc.finalize() };
+    // A source without a token ends where the one before does.
+    let table: Vec<u8> = ends
+        .iter()
+        .scan(0, |last, &end| {
+            *last = end.max(*last);
+            Some(last.to_le_bytes())
+        })
+        .flatten()
+        .collect();
+    let mut whole = crc32fast::Hasher::new();
+    whole.update(&table);
+    whole.combine(&crc);
+    let (n_sources, crc) = (paths.len() as u64, whole.finalize());
+    let header = Header { width, n_ids, n_documents, fingerprint, n_sources, crc };
     let finish = || {
         let mut file = out.into_inner().map_err(io::IntoInnerError::into_error)?;
         file.seek(SeekFrom::Start(0))?;
         file.write_all(&header.to_bytes())?;
+        file.write_all(&table)?;
         file.sync_all()?;
         fs::rename(&temporary.path, path)?;
         Ok(file)

@@ -2,17 +2,20 @@ use std::{ops::Range, sync::Arc};
 
 use super::{DataError, TokenFile};
 
-/// Consecutive windows of `seq_len + 1` ids of a [`TokenFile`]: `seq_len` inputs, and as targets
-/// the same ids one later.
+/// Windows of `seq_len + 1` ids of a [`TokenFile`]: `seq_len` inputs, and as targets the same ids one
+/// later.
 ///
 /// Neighbours overlap by one id, the last target of one and the first input of the next, so that
 /// every token but the first is predicted exactly once. An incomplete window at the end of the
-/// text, fewer than `seq_len` tokens, is dropped.
+/// texts, fewer than `seq_len` tokens, is dropped.
 #[derive(Clone, Debug)]
 pub struct Windows {
     tokens: Arc<TokenFile>,
     seq_len: usize,
-    range: Range<usize>,
+    /// In the order in which they are numbered.
+    ranges: Vec<Range<usize>>,
+    /// Windows up to the end of each range.
+    ends: Vec<usize>,
 }
 
 impl Windows {
@@ -27,9 +30,20 @@ impl Windows {
             return Err(DataError::argument("seq_len", 0, "must be at least 1"));
         }
         let n = tokens.len().saturating_sub(1) / seq_len;
-        let windows = Self { tokens, seq_len, range: 0..n };
+        let windows = Self { tokens, seq_len, ranges: Vec::new(), ends: Vec::new() };
+        let windows = windows.part([0..n]);
         windows.require(1)?;
         Ok(windows)
+    }
+
+    fn part(&self, ranges: impl IntoIterator<Item = Range<usize>>) -> Self {
+        let ranges: Vec<_> = ranges.into_iter().filter(|range| !range.is_empty()).collect();
+        let count = |n: &mut usize, range: &Range<usize>| {
+            *n += range.len();
+            Some(*n)
+        };
+        let ends = ranges.iter().scan(0, count).collect();
+        Self { tokens: self.tokens.clone(), seq_len: self.seq_len, ranges, ends }
     }
 
     fn require(&self, n: usize) -> Result<(), DataError> {
@@ -44,11 +58,13 @@ impl Windows {
         })
     }
 
-    /// Splits into windows to train on and, from the end of the text, held-out windows: `fraction`
-    /// of all, rounded, at least one.
+    /// Splits into windows to train on and held-out windows from the end of each text: `fraction` of
+    /// its windows, rounded, at least one where it has two. Of many small texts not each holds out
+    /// one, where that were more than a tenth of all windows, but they do evenly.
     ///
-    /// The two are contiguous pieces of the text, so no held-out target is ever trained on, neither
-    /// as target nor as input.
+    /// No held-out target is ever trained on, neither as target nor as input: where another text
+    /// follows, the window after the held-out ones is in neither part. The first held-out windows of
+    /// all texts come first, then the second ones, and so on.
     ///
     /// # Errors
     ///
@@ -63,24 +79,91 @@ impl Windows {
             ));
         }
         self.require(2)?;
-        let n = ((self.len() as f64 * fraction).round() as usize).max(1);
-        if n >= self.len() {
+        let tails: Vec<Range<usize>> = self.tails(fraction);
+        // What the next text shares with a tail.
+        let taken =
+            |window: usize| tails.iter().any(|tail| tail.contains(&window) || tail.end == window);
+        let mut edges: Vec<usize> =
+            tails.iter().flat_map(|t| [t.start, t.end, t.end + 1]).collect();
+        edges.sort_unstable();
+        let pieces = |range: &Range<usize>| {
+            let inside = edges.iter().copied().filter(|edge| range.contains(edge));
+            let cuts: Vec<usize> =
+                [range.start].into_iter().chain(inside).chain([range.end]).collect();
+            cuts.windows(2).map(|cut| cut[0]..cut[1]).collect::<Vec<_>>()
+        };
+        let kept = self.ranges.iter().flat_map(pieces);
+        let train = self.part(kept.filter(|range| !range.is_empty() && !taken(range.start)));
+        if train.is_empty() {
             let rule = format!("leaves nothing of {} windows to train on", self.len());
             return Err(DataError::argument("holdout", fraction, rule));
         }
-        let at = self.range.end - n;
-        let part = |range| Self { range, ..self.clone() };
-        Ok((part(self.range.start..at), part(at..self.range.end)))
+        let valid = match &tails[..] {
+            [tail] => self.part([tail.clone()]),
+            tails => {
+                let longest = tails.iter().map(Range::len).max().unwrap_or(0);
+                let nth = |n: usize| {
+                    let windows = tails.iter().map(move |tail| tail.start + n..tail.start + n + 1);
+                    windows.zip(tails).filter(|(window, tail)| tail.contains(&window.start))
+                };
+                self.part((0..longest).flat_map(nth).map(|(window, _)| window))
+            }
+        };
+        Ok((train, valid))
+    }
+
+    /// The windows at the end of each text that are held out.
+    fn tails(&self, fraction: f64) -> Vec<Range<usize>> {
+        let share = |n: usize| (n as f64 * fraction).round() as usize;
+        // Whole windows of one text, in the last of the ranges that has any.
+        let of_source = |source: Range<usize>| {
+            let first = source.start.div_ceil(self.seq_len);
+            let last = source.end.saturating_sub(1) / self.seq_len;
+            let cut = |r: &Range<usize>| r.start.max(first)..r.end.min(last);
+            self.ranges.iter().map(cut).rfind(|range| !range.is_empty())
+        };
+        let mut texts: Vec<Range<usize>> = self.tokens.sources().filter_map(of_source).collect();
+        if texts.is_empty() {
+            // Every text is shorter than a window: together they are one.
+            texts.extend(self.ranges.last().cloned());
+        }
+        let each = |range: &Range<usize>| match range.len() {
+            0 | 1 if texts.len() > 1 => 0,
+            n => share(n).max(1),
+        };
+        let mut counts: Vec<usize> = texts.iter().map(each).collect();
+        let wanted = share(self.len()).max(1);
+        if texts.len() > 1 && counts.iter().sum::<usize>() > wanted.max(self.len() / 10) {
+            let mut before = 0;
+            let upto = |before: usize| {
+                (before as f64 * wanted as f64 / self.len() as f64).round() as usize
+            };
+            counts = texts
+                .iter()
+                .map(|range| {
+                    let from = before;
+                    before += range.len();
+                    (upto(before) - upto(from)).min(range.len())
+                })
+                .collect();
+        }
+        if counts.iter().all(|&n| n == 0)
+            && let Some(last) = counts.last_mut()
+        {
+            *last = 1;
+        }
+        let tail = |(range, n): (Range<usize>, usize)| range.end.saturating_sub(n)..range.end;
+        texts.into_iter().zip(counts).filter(|&(_, n)| n > 0).map(tail).collect()
     }
 
     /// How many windows there are, at least 1.
     pub fn len(&self) -> usize {
-        self.range.len()
+        self.ends.last().copied().unwrap_or(0)
     }
 
     /// Never: a text without a window is an error.
     pub fn is_empty(&self) -> bool {
-        self.range.is_empty()
+        self.len() == 0
     }
 
     /// Ids predicted per window.
@@ -95,10 +178,32 @@ impl Windows {
 
     /// The `seq_len + 1` ids of a window, `None` beyond the last.
     pub fn get(&self, index: usize) -> Option<impl Iterator<Item = u32> + '_> {
-        if index >= self.len() {
-            return None;
-        }
-        let start = (self.range.start + index) * self.seq_len;
+        let at = self.ends.partition_point(|&end| end <= index);
+        let range = self.ranges.get(at)?;
+        let start = (range.end - (self.ends[at] - index)) * self.seq_len;
         Some(self.tokens.ids(start..start + self.seq_len + 1))
+    }
+
+    /// The ids in these windows as running text, `n` at most, of every piece of it as many. Those
+    /// that would be predicted, all but the first, are targets of these windows.
+    pub fn text(&self, n: usize) -> Vec<u32> {
+        let mut ranges = self.ranges.clone();
+        ranges.sort_by_key(|range| range.start);
+        let mut pieces: Vec<Range<usize>> = Vec::new();
+        for range in ranges {
+            match pieces.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => pieces.push(range),
+            }
+        }
+        let mut text = Vec::new();
+        for (i, piece) in pieces.iter().enumerate() {
+            let left = n.saturating_sub(text.len()) / (pieces.len() - i);
+            // The first id of a piece is the last target of the window before it.
+            let start = piece.start * self.seq_len + usize::from(i > 0);
+            let end = piece.end * self.seq_len + 1;
+            text.extend(self.tokens.ids(start..end.min(start.saturating_add(left))));
+        }
+        text
     }
 }
