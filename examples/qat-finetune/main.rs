@@ -40,8 +40,6 @@ fn main() -> Result<()> {
     let out = Path::new(&out);
     let source = Source::new([&text]);
     let tokens = TokenFile::open(&source, &tokenizer, Path::new(&model), &out.join("tokens"))?;
-    let held_out = (tokens.len() as f64 * HELD_OUT) as usize;
-    let ids: Vec<u32> = tokens.ids(tokens.len() - held_out..tokens.len()).take(EVALUATED).collect();
     let texts = Texts { train: Arc::new(tokens), valid: None };
 
     // Distillation: the model as it is, with a float cache, is the teacher. A quarter of the sequences
@@ -58,6 +56,7 @@ fn main() -> Result<()> {
         holdout: HELD_OUT,
         ..TrainConfig::default()
     };
+    let ids = texts.windows(&config)?.1.text(EVALUATED);
     let run = Run {
         tell: Some(Box::new(|line: &str| println!("{line}"))),
         tell_every: 50,

@@ -14,8 +14,9 @@ use crate::{
     Error, Result, TrainConfig, Trainee,
     data::Batch,
     history::Recorder,
+    optimize::optimizer,
+    setup::{Setup, set_up},
     step::Task,
-    train::{Setup, optimizer, set_up},
 };
 
 /// A model, its optimizer, and one batch that is trained on again and again.
@@ -55,8 +56,9 @@ impl Stepper {
             Tensor::from_data(TensorData::new(ids, shape), &autodiff)
         };
         let batch = Batch { inputs: ids(0), targets: ids(1), position: 0, number: 0 };
-        let (optimizer, lr) = (optimizer(config), config.schedule.lr);
-        Ok(Self { trainee: Trainee { prepared, task }, optimizer, lr, batch })
+        let trainee = Trainee { prepared, task };
+        let (optimizer, lr) = (optimizer(config, &trainee), config.schedule.lr);
+        Ok(Self { trainee, optimizer, lr, batch })
     }
 
     /// Forward, backward and update; returns the loss.

@@ -1,23 +1,30 @@
 //! Checkpoints that are either whole or recognized as damaged.
 //!
 //! A checkpoint is three files, written beside and renamed when complete, each with a note of its
-//! length and checksum. The one before is kept until the next is whole.
+//! length and checksum, which comes last. The one before is kept until the next is whole, and the
+//! best validated one for good.
 
 use std::{
     fs::{self, File},
-    io::{Read, Write},
+    io::{self, Read, Write},
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
-use burn_train::checkpoint::{Checkpoint, Checkpointer, CheckpointerError};
+use burn_train::{
+    checkpoint::{
+        Checkpoint, Checkpointer, CheckpointerError, CheckpointingAction, CheckpointingStrategy,
+    },
+    metric::store::EventStoreClient,
+};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::{Error, Result, step::Task};
 
 /// What a checkpoint consists of.
 pub(crate) const PARTS: [&str; 3] = ["model", "optimizer", "schedule"];
 
-/// The checkpoints of a run's folder.
+/// The checkpoints of a run's folder, named by the optimizer steps made before them.
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
     folder: PathBuf,
@@ -31,7 +38,7 @@ struct Seal {
 }
 
 impl Seal {
-    fn of(path: &Path) -> std::io::Result<Self> {
+    fn of(path: &Path) -> io::Result<Self> {
         let mut file = File::open(path)?;
         let (mut hasher, mut bytes) = (crc32fast::Hasher::new(), 0);
         let mut buffer = vec![0; 1 << 20];
@@ -53,46 +60,69 @@ impl Checkpoints {
         Self { folder: run.join("checkpoints") }
     }
 
-    fn file(&self, part: &str, epoch: usize) -> PathBuf {
-        self.folder.join(format!("{part}-{epoch}.bpk"))
+    /// The run's folder.
+    pub(crate) fn run(&self) -> &Path {
+        self.folder.parent().unwrap_or(&self.folder)
     }
 
-    fn seal(&self, part: &str, epoch: usize) -> PathBuf {
-        self.folder.join(format!("{part}-{epoch}.json"))
+    /// Where they are.
+    pub fn folder(&self) -> &Path {
+        &self.folder
     }
 
-    /// Epochs after which something was saved, ascending.
+    fn file(&self, part: &str, step: usize) -> PathBuf {
+        self.folder.join(format!("step-{step}.{part}.bpk"))
+    }
+
+    fn seal(&self, part: &str, step: usize) -> PathBuf {
+        self.folder.join(format!("step-{step}.{part}.json"))
+    }
+
+    /// Steps after which something was saved, ascending.
     ///
     /// # Errors
     /// A folder that is there and cannot be read.
-    pub fn epochs(&self) -> Result<Vec<usize>> {
+    pub fn steps(&self) -> Result<Vec<usize>> {
         let entries = match fs::read_dir(&self.folder) {
             Ok(entries) => entries,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             Err(error) => return Err(Error::io(&self.folder)(error)),
         };
-        let mut epochs = Vec::new();
+        let mut steps = Vec::new();
         for entry in entries {
             let name = entry.map_err(Error::io(&self.folder))?.file_name();
-            let epoch = name.to_str().and_then(|name| {
-                let (part, rest) = name.split_once('-')?;
-                let (epoch, _) = rest.split_once('.')?;
-                PARTS.contains(&part).then(|| epoch.parse::<usize>().ok())?
+            let step = name.to_str().and_then(|name| {
+                let (step, rest) = name.strip_prefix("step-")?.split_once('.')?;
+                let (part, _) = rest.split_once('.')?;
+                PARTS.contains(&part).then(|| step.parse::<usize>().ok())?
             });
-            epochs.extend(epoch);
+            steps.extend(step);
         }
-        epochs.sort_unstable();
-        epochs.dedup();
-        Ok(epochs)
+        steps.sort_unstable();
+        steps.dedup();
+        Ok(steps)
     }
 
-    /// Checks that the checkpoint after `epoch` is what was written.
+    /// Whether everything after `step` was written to its end.
+    pub fn is_complete(&self, step: usize) -> bool {
+        PARTS.iter().all(|part| self.seal(part, step).is_file())
+    }
+
+    /// The last that was written to its end.
+    ///
+    /// # Errors
+    /// Those of [`steps`](Self::steps).
+    pub fn last_complete(&self) -> Result<Option<usize>> {
+        Ok(self.steps()?.into_iter().rev().find(|&step| self.is_complete(step)))
+    }
+
+    /// Checks that the checkpoint after `step` is what was written.
     ///
     /// # Errors
     /// [`Error::Damaged`] naming the file that is missing, shorter or different.
-    pub fn check(&self, epoch: usize) -> Result<()> {
+    pub fn check(&self, step: usize) -> Result<()> {
         for part in PARTS {
-            let (path, seal) = (self.file(part, epoch), self.seal(part, epoch));
+            let (path, seal) = (self.file(part, step), self.seal(part, step));
             let damaged = |why: String| Error::Damaged { path: path.clone(), why };
             let text = fs::read_to_string(&seal).map_err(|_| {
                 damaged(format!("was not completed: {} is missing", seal.display()))
@@ -111,23 +141,22 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// The epoch to resume after: the last, or `wanted`.
+    /// The step to resume after: `wanted`, or that of the last checkpoint written to its end; `None`
+    /// where there is none.
     ///
     /// # Errors
-    /// No checkpoint, or a damaged one; then the message names the last that is whole.
-    pub fn resume(&self, wanted: Option<usize>) -> Result<usize> {
-        let epochs = self.epochs()?;
-        let Some(epoch) = wanted.or(epochs.last().copied()) else {
-            let why = "holds no checkpoint to resume from".into();
-            return Err(Error::Damaged { path: self.folder.clone(), why });
+    /// A damaged checkpoint; then the message names the last that is whole.
+    pub fn resume(&self, wanted: Option<usize>) -> Result<Option<usize>> {
+        let Some(step) = wanted.map_or_else(|| self.last_complete(), |step| Ok(Some(step)))? else {
+            return Ok(None);
         };
-        self.check(epoch).map(|()| epoch).map_err(|error| match error {
+        let steps = self.steps()?;
+        self.check(step).map(|()| Some(step)).map_err(|error| match error {
             Error::Damaged { path, why } => {
-                let whole = epochs.iter().rev().find(|&&other| self.check(other).is_ok());
+                let whole = steps.iter().rev().find(|&&other| self.check(other).is_ok());
                 let hint = match whole {
                     Some(whole) => format!(
-                        "; the checkpoint of epoch {whole} is whole: resume \
-                                            with --from-epoch {whole}"
+                        "; the checkpoint of step {whole} is whole: resume with --from-step {whole}"
                     ),
                     None => "; no other checkpoint is whole".into(),
                 };
@@ -137,9 +166,48 @@ impl Checkpoints {
         })
     }
 
-    /// What saves and restores one part.
+    /// Deletes what was saved after later steps than `step`, or all: the run makes them again.
+    pub(crate) fn delete_after(&self, step: Option<usize>) -> Result<()> {
+        for later in self.steps()?.into_iter().filter(|&later| Some(later) > step) {
+            for path in
+                PARTS.iter().flat_map(|part| [self.seal(part, later), self.file(part, later)])
+            {
+                remove(&path).map_err(Error::io(&path))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads one part of the checkpoint after `step`.
+    pub(crate) fn restore<R: Checkpoint>(&self, part: &str, step: usize) -> Result<R> {
+        let path = self.file(part, step);
+        R::load(path.clone()).map_err(|error| Error::Damaged { path, why: error.to_string() })
+    }
+
+    /// What saves one part.
     pub(crate) fn part(&self, part: &'static str) -> Part {
         Part { checkpoints: self.clone(), part }
+    }
+}
+
+/// Saves after every validation, and keeps the checkpoint before that one and the best validated.
+pub(crate) struct Keep {
+    pub(crate) checkpoints: Checkpoints,
+    pub(crate) task: Arc<Task>,
+}
+
+impl CheckpointingStrategy for Keep {
+    fn checkpointing(&mut self, step: usize, _: &EventStoreClient) -> Vec<CheckpointingAction> {
+        let best = self.task.lock().validations().best(self.task.config.objective).map(|b| b.step);
+        // What cannot be listed is not deleted.
+        let steps = self.checkpoints.steps().unwrap_or_default();
+        let complete = |other: &usize| *other < step && self.checkpoints.is_complete(*other);
+        let before = steps.iter().copied().filter(complete).max().unwrap_or(0);
+        let old = steps.iter().filter(|&&other| other < before && Some(other as u64) != best);
+        // First the deletions, which wait for nothing; then the checkpoint, in the background.
+        old.map(|&other| CheckpointingAction::Delete(other))
+            .chain([CheckpointingAction::Save])
+            .collect()
     }
 }
 
@@ -151,13 +219,14 @@ pub(crate) struct Part {
 
 impl Part {
     /// A file is complete before it gets its name, and named before it is sealed.
-    fn write<R: Checkpoint>(&self, epoch: usize, record: R) -> core::result::Result<(), String> {
+    fn write<R: Checkpoint>(&self, step: usize, record: R) -> core::result::Result<(), String> {
         let Self { checkpoints, part } = self;
-        let (path, seal) = (checkpoints.file(part, epoch), checkpoints.seal(part, epoch));
+        let (path, seal) = (checkpoints.file(part, step), checkpoints.seal(part, step));
         let partial = checkpoints.folder.join(format!("partial-{part}.bpk"));
+        let unsealed = checkpoints.folder.join(format!("partial-{part}.json"));
         let io = |path: &Path| {
             let path = path.display().to_string();
-            move |error: std::io::Error| format!("{path}: {error}")
+            move |error: io::Error| format!("{path}: {error}")
         };
         fs::create_dir_all(&checkpoints.folder).map_err(io(&checkpoints.folder))?;
         let written = (|| {
@@ -167,48 +236,52 @@ impl Part {
             File::open(&partial).and_then(|file| file.sync_all()).map_err(io(&partial))?;
             let sealed = Seal::of(&partial).map_err(io(&partial))?;
             let text = serde_json::to_string(&sealed).map_err(|error| error.to_string())?;
+            // An older seal is not of this file.
+            remove(&seal).map_err(io(&seal))?;
             fs::rename(&partial, &path).map_err(io(&path))?;
-            let mut file = File::create(&seal).map_err(io(&seal))?;
-            file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(io(&seal))
+            let mut file = File::create(&unsealed).map_err(io(&unsealed))?;
+            file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(io(&seal))?;
+            fs::rename(&unsealed, &seal).map_err(io(&seal))
         })();
         if written.is_err() {
             // Best effort: the space may be what was missing.
             let _ = fs::remove_file(&partial);
+            let _ = fs::remove_file(&unsealed);
         }
         written
     }
 }
 
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
 impl<R: Checkpoint> Checkpointer<R> for Part {
-    fn save(&self, epoch: usize, record: R) -> core::result::Result<(), CheckpointerError> {
-        self.write(epoch, record).map_err(|why| {
+    fn save(&self, step: usize, record: R) -> core::result::Result<(), CheckpointerError> {
+        self.write(step, record).map_err(|why| {
             CheckpointerError::Unknown(format!("{why}; the checkpoint before it is untouched"))
         })
     }
 
-    fn restore(&self, epoch: usize) -> core::result::Result<R, CheckpointerError> {
-        R::load(self.checkpoints.file(self.part, epoch))
+    fn restore(&self, step: usize) -> core::result::Result<R, CheckpointerError> {
+        R::load(self.checkpoints.file(self.part, step))
     }
 
     /// Deletes an old checkpoint, but never the last that is whole.
-    fn delete(&self, epoch: usize) -> core::result::Result<(), CheckpointerError> {
-        let unknown = |error: Error| CheckpointerError::Unknown(error.to_string());
-        let newer = self.checkpoints.epochs().map_err(unknown)?;
-        let sealed =
-            |other: usize| PARTS.iter().all(|part| self.checkpoints.seal(part, other).is_file());
-        if !newer.iter().any(|&other| other > epoch && sealed(other)) {
+    fn delete(&self, step: usize) -> core::result::Result<(), CheckpointerError> {
+        let Self { checkpoints, part } = self;
+        let last = checkpoints
+            .last_complete()
+            .map_err(|error| CheckpointerError::Unknown(error.to_string()))?;
+        if last.is_none_or(|last| last <= step) {
             return Ok(());
         }
-        for path in
-            [self.checkpoints.seal(self.part, epoch), self.checkpoints.file(self.part, epoch)]
-        {
-            match fs::remove_file(&path) {
-                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                    return Err(CheckpointerError::IOError(error));
-                }
-                _ => {}
-            }
-        }
-        Ok(())
+        [checkpoints.seal(part, step), checkpoints.file(part, step)]
+            .iter()
+            .try_for_each(|path| remove(path))
+            .map_err(CheckpointerError::IOError)
     }
 }

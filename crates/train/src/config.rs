@@ -34,7 +34,7 @@ impl Objective {
     }
 
     /// What is minimized, of cross-entropy and divergence.
-    pub(crate) fn value(self, nll: f64, kl: f64) -> f64 {
+    pub fn value(self, nll: f64, kl: f64) -> f64 {
         let (ce_weight, kl_weight) = self.weights();
         ce_weight * nll + kl_weight * kl
     }
@@ -168,13 +168,14 @@ pub struct TrainConfig {
     pub batch: usize,
     /// Batches per optimizer step, whose gradients are averaged.
     pub accumulation: usize,
-    /// Optimizer steps in all, a multiple of `steps_per_epoch`.
+    /// Optimizer steps in all.
     pub steps: usize,
-    /// Optimizer steps between validations and checkpoints; what the dashboard calls an epoch.
+    /// Optimizer steps between validations and checkpoints; what the dashboard calls an epoch. The
+    /// last may be shorter.
     pub steps_per_epoch: usize,
     /// Learning rate by step.
     pub schedule: Schedule,
-    /// Decoupled weight decay of AdamW.
+    /// Decoupled weight decay of AdamW, of matrices but embeddings.
     pub weight_decay: f32,
     /// Decay rate of AdamW's second moment; the first moment's is 0.9.
     pub beta_2: f32,
@@ -182,11 +183,11 @@ pub struct TrainConfig {
     pub clip_norm: Option<f64>,
     /// Seed of the data's order, and of new weights.
     pub seed: u64,
-    /// Share of the text's tail held out for validation.
+    /// Share of each text's tail held out for validation.
     pub holdout: f64,
     /// Held-out windows used in a validation, at most.
     pub valid_windows: usize,
-    /// Stop after as many epochs without a better validation loss.
+    /// Stop after as many validations without a better loss, and keep the best model.
     pub patience: Option<usize>,
     /// Recompute cheap activations in the backward pass instead of keeping them.
     pub gradient_checkpointing: bool,
@@ -236,10 +237,6 @@ impl TrainConfig {
                 return Err(Error::setting(field, value, "must be at least 1"));
             }
         }
-        if !self.steps.is_multiple_of(self.steps_per_epoch) {
-            let rule = format!("must be a multiple of steps-per-epoch {}", self.steps_per_epoch);
-            return Err(Error::setting("steps", self.steps, rule));
-        }
         let Schedule { lr, min_lr, warmup } = self.schedule;
         let unit = |field, value: f64| match (0.0..=1.0).contains(&value) {
             true => Ok(()),
@@ -277,10 +274,15 @@ impl TrainConfig {
         if self.patience == Some(0) {
             return Err(Error::setting("patience", 0, "must be at least 1"));
         }
-        Ok(())
+        self.qat.as_ref().map_or(Ok(()), |qat| qat.check(self.seq_len, self.steps))
     }
 
     pub(crate) fn epochs(&self) -> usize {
-        self.steps / self.steps_per_epoch
+        self.steps.div_ceil(self.steps_per_epoch)
+    }
+
+    /// Whether there is a validation, and a checkpoint, after so many steps.
+    pub(crate) fn validates_after(&self, step: usize) -> bool {
+        step.is_multiple_of(self.steps_per_epoch) || step == self.steps
     }
 }

@@ -32,9 +32,30 @@ pub enum Error {
         /// What is wrong with it, and what still works.
         why: String,
     },
-    /// Training stopped.
+    /// A folder in which no run can start.
+    #[error("{path}: {why}", path = path.display())]
+    Folder {
+        /// The folder, or the file of it that is in the way.
+        path: PathBuf,
+        /// Why, and what to do.
+        why: String,
+    },
+    /// Training failed.
     #[error("training stopped: {0}")]
     Stopped(String),
+    /// Training was asked to stop, and can go on.
+    #[error(
+        "stopped after step {step} of {steps}; the checkpoint is in {folder}",
+        folder = folder.display()
+    )]
+    Interrupted {
+        /// The run's folder.
+        folder: PathBuf,
+        /// The optimizer steps made, after which there is a checkpoint.
+        step: usize,
+        /// Those that were planned.
+        steps: usize,
+    },
     /// The texts.
     #[error(transparent)]
     Data(#[from] DataError),

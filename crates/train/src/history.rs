@@ -104,6 +104,23 @@ impl History {
         Ok(history)
     }
 
+    /// The validation after `step` optimizer steps.
+    pub fn validation(&self, step: usize) -> Option<&ValidRecord> {
+        self.valid.iter().find(|record| record.step == step as u64)
+    }
+
+    /// The first validation of the lowest `objective`.
+    pub fn best(&self, objective: Objective) -> Option<&ValidRecord> {
+        let value = |record: &&ValidRecord| objective.value(record.nll, record.kl);
+        self.valid.iter().min_by(|a, b| value(a).total_cmp(&value(b)))
+    }
+
+    /// Validations since the best.
+    pub(crate) fn since_best(&self, objective: Objective) -> usize {
+        let best = self.best(objective).map_or(0, |best| best.step);
+        self.valid.iter().filter(|record| record.step > best).count()
+    }
+
     /// Drops what came after optimizer step `step`.
     fn truncate(&mut self, step: u64) {
         self.train.retain(|record| record.step < step);
@@ -132,8 +149,9 @@ pub(crate) struct Recorder {
     interrupter: Option<Interrupter>,
     failure: Option<String>,
     steps: u64,
-    trained: u64,
-    valid: Vec<ValidRecord>,
+    made: u64,
+    /// The validations.
+    history: History,
     valid_batches: usize,
     pending: Pending,
 }
@@ -154,19 +172,20 @@ impl core::fmt::Debug for Recorder {
 }
 
 impl Recorder {
-    /// A new history in `folder`, or, to resume after `trained` optimizer steps, the part of the
-    /// old one up to there.
+    /// A new history in `folder`, or, to resume after so many optimizer steps, the part of the old
+    /// one up to there.
     pub(crate) fn new(
         folder: &Path,
-        trained: u64,
+        resumed: Option<u64>,
         steps: u64,
         valid_batches: usize,
         tell: Option<(Tell, u64)>,
     ) -> Result<Self> {
         let path = History::path(folder);
-        let mut history = match trained {
-            0 => History::default(),
-            _ => History::read(folder)?,
+        let trained = resumed.unwrap_or(0);
+        let mut history = match resumed {
+            None => History::default(),
+            Some(_) => History::read(folder)?,
         };
         history.truncate(trained);
         let partial = path.with_extension("partial");
@@ -187,8 +206,8 @@ impl Recorder {
             interrupter: None,
             failure: None,
             steps,
-            trained,
-            valid: history.valid,
+            made: trained,
+            history: History { train: Vec::new(), valid: history.valid },
             valid_batches,
             pending: Pending::default(),
         })
@@ -215,15 +234,33 @@ impl Recorder {
         self.pending.batches == 0
     }
 
-    /// Validations since the one of the lowest `objective`.
-    pub(crate) fn since_best(&self, objective: Objective) -> usize {
-        let losses = self.valid.iter().map(|record| objective.value(record.nll, record.kl));
-        let best = losses.enumerate().min_by(|a, b| a.1.total_cmp(&b.1));
-        best.map_or(0, |(best, _)| self.valid.len() - 1 - best)
+    /// Notes that so many optimizer steps are made.
+    pub(crate) fn made(&mut self, steps: usize) {
+        self.made = steps as u64;
+    }
+
+    pub(crate) fn steps_made(&self) -> usize {
+        self.made as usize
+    }
+
+    /// The validations so far.
+    pub(crate) fn validations(&self) -> &History {
+        &self.history
+    }
+
+    /// Forgets the part of a validation that was interrupted.
+    pub(crate) fn abandon_validation(&mut self) {
+        self.pending = Pending::default();
+    }
+
+    /// Tells `line`.
+    pub(crate) fn say(&self, line: &str) {
+        if let Some((tell, _)) = &self.tell {
+            tell(line);
+        }
     }
 
     pub(crate) fn step(&mut self, record: &StepRecord) {
-        self.trained = record.step + 1;
         self.write(&Line::Train(*record));
         if let Some((tell, every)) = &self.tell
             && (record.step + 1).is_multiple_of(*every)
@@ -252,7 +289,7 @@ impl Recorder {
         let Pending { quantized, float, shares, .. } = core::mem::take(&mut self.pending);
         let mean = |sum: f64| sum / quantized.rows.max(1) as f64;
         let record = ValidRecord {
-            step: self.trained,
+            step: self.made,
             nll: mean(quantized.nll),
             nll_float: mean(float.nll),
             kl: mean(quantized.kl),
@@ -266,17 +303,15 @@ impl Recorder {
                 "the held-out loss after step {step} is {nll}, with a float cache {nll_float}"
             ));
         }
-        self.valid.push(record);
+        self.history.valid.push(record);
         self.write(&Line::Valid(record));
-        if let Some((tell, _)) = &self.tell {
-            tell(&format!(
-                "valid after {:>5}  perplexity {:.3}  with a float cache {:.3}  kl {:.4}",
-                record.step,
-                record.nll.exp(),
-                record.nll_float.exp(),
-                record.kl,
-            ));
-        }
+        self.say(&format!(
+            "valid after {:>5}  perplexity {:.3}  with a float cache {:.3}  kl {:.4}",
+            record.step,
+            record.nll.exp(),
+            record.nll_float.exp(),
+            record.kl,
+        ));
     }
 
     fn write(&mut self, line: &Line) {

@@ -23,23 +23,32 @@
 pub mod bench;
 mod checkpoint;
 mod config;
+#[cfg(feature = "tui")]
+mod dashboard;
 pub mod data;
 mod error;
+mod fit;
+mod folder;
 mod history;
 mod loss;
 mod metrics;
+mod optimize;
 mod qat;
 mod renderer;
 mod report;
+mod setup;
 mod step;
 mod train;
 
 pub use checkpoint::Checkpoints;
 pub use config::{Adapter, Objective, Schedule, TrainConfig, Trainable};
+#[cfg(feature = "tui")]
+pub use dashboard::restore_terminal;
 pub use error::{Error, Result};
+pub use folder::check_new;
 pub use history::{GroupShares, History, StepRecord, Tell, ValidRecord};
 pub use metrics::Measured;
 pub use qat::{Converted, Prepared, QatConfig, prepare};
 pub use report::write_report;
 pub use step::Trainee;
-pub use train::{Resume, Run, Texts, Trained, train};
+pub use train::{Resume, Run, Texts, Trained, checkpointed, train};

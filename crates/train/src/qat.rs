@@ -8,11 +8,11 @@ use burn::{
 };
 use kv_models::{
     LanguageModel, ModelCacheConfig, SaveDtype, SaveOptions, Tokenizer,
-    kv_cubecl::{FakeQuantOptions, KvCacheConfig},
+    kv_cubecl::{FakeQuantOptions, KvCacheConfig, layout::Window},
 };
 use serde::{Deserialize, Serialize};
 
-use crate::Result;
+use crate::{Error, Result};
 
 /// What a model is prepared for: the cache it will be served with, and how training sees it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -32,6 +32,36 @@ impl QatConfig {
     /// Quantization by `cache` from the first step, with the identity as the quantizer's gradient.
     pub fn new(cache: impl Into<ModelCacheConfig>) -> Self {
         Self { cache: cache.into(), fake_quant: FakeQuantOptions::default(), start_step: 0 }
+    }
+
+    /// Refuses training that would never quantize: sequences too short for the window to fill, or a
+    /// start after the last step.
+    pub(crate) fn check(&self, seq_len: usize, steps: usize) -> Result<()> {
+        if self.start_step >= steps as u64 {
+            let rule =
+                format!("must be below steps {steps}, or the quantizer is never switched on");
+            return Err(Error::setting("start-step", self.start_step, rule));
+        }
+        let (cache, window) = (&self.cache.cache, Window::new(&self.cache.cache));
+        let missing = |len: usize| {
+            let counts = window.counts(len);
+            let sides =
+                [("keys", window.keys, counts.keys), ("values", window.values, counts.values)];
+            sides.into_iter().find(|&(_, quantized, count)| quantized && count == 0)
+        };
+        if self.fake_quant.quantize_everything {
+            return Ok(());
+        }
+        let Some((side, ..)) = missing(seq_len) else { return Ok(()) };
+        // Two tokens past sinks and window both sides are quantized, whatever the order of flushes.
+        let longest = window.sink_tokens + window.residual_length + 2;
+        let needed = (seq_len..longest).find(|&len| missing(len).is_none()).unwrap_or(longest);
+        let rule = format!(
+            "must be at least {needed} for {cache}, whose {side} stay in float until its window of \
+             {} tokens is full",
+            window.residual_length
+        );
+        Err(Error::setting("seq-len", seq_len, rule))
     }
 
     /// What the cache stores in optimizer step `step`, counted from 0.

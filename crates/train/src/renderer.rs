@@ -26,10 +26,7 @@ pub(crate) fn new(
 ) -> crate::Result<Box<dyn MetricsRenderer>> {
     match dashboard {
         #[cfg(feature = "tui")]
-        true => {
-            use burn_train::renderer::tui::TuiMetricsRendererWrapper;
-            Ok(Box::new(TuiMetricsRendererWrapper::new(interrupter.clone(), resumed)))
-        }
+        true => Ok(Box::new(crate::dashboard::new(interrupter.clone(), resumed))),
         #[cfg(not(feature = "tui"))]
         true => Err(crate::Error::setting("dashboard", true, "needs the feature tui")),
         false => Ok(Box::new(Silent)),

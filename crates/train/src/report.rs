@@ -14,7 +14,8 @@ use crate::{History, Result, StepRecord, TrainConfig, ValidRecord};
 const POINTS: usize = 200;
 
 /// Writes charts of the run, as SVG and PNG, and `report.html` with all of them into the run's
-/// folder; `evaluation`, of the model before and after, adds its own. Returns the page's path.
+/// folder; `saved` is the step after which the saved model was. `evaluation`, of the model before and
+/// after, adds its own. Returns the page's path.
 ///
 /// # Errors
 /// A history without a step, or a file that cannot be written.
@@ -22,11 +23,13 @@ pub fn write_report(
     folder: &Path,
     config: &TrainConfig,
     history: &History,
+    saved: usize,
     evaluation: Option<&Report>,
 ) -> Result<PathBuf> {
     let charts = [("loss", loss(history)), ("perplexity", perplexity(config, history))];
     let settings = serde_json::to_string_pretty(config).unwrap_or_default();
-    let mut page = HtmlReport::new("Training").heading("Validations").table(&validations(history));
+    let table = validations(config, history, saved);
+    let mut page = HtmlReport::new("Training").heading("Validations").table(&table);
     for (name, chart) in &charts {
         chart.write_svg(folder.join(format!("{name}.svg")))?;
         chart.write_png(folder.join(format!("{name}.png")))?;
@@ -106,7 +109,7 @@ fn perplexity(config: &TrainConfig, history: &History) -> Chart {
     }
 }
 
-fn validations(history: &History) -> Table {
+fn validations(config: &TrainConfig, history: &History, saved: usize) -> Table {
     let mut table = Table::new([
         "step",
         "perplexity",
@@ -115,9 +118,14 @@ fn validations(history: &History) -> Table {
         "KL float cache",
         "clipped elements",
         "constant groups",
+        "model",
     ]);
+    let best = history.best(config.objective).map(|best| best.step);
     for record in &history.valid {
         let share = |share: Option<f64>| share.map_or(String::new(), |x| format!("{x:.5}"));
+        let marks = [(best == Some(record.step), "best"), (saved as u64 == record.step, "saved")];
+        let marks: Vec<&str> =
+            marks.into_iter().filter_map(|(is, mark)| is.then_some(mark)).collect();
         table.push([
             record.step.to_string(),
             format!("{:.4}", record.nll.exp()),
@@ -126,6 +134,7 @@ fn validations(history: &History) -> Table {
             format!("{:.5}", record.kl_float),
             share(record.shares.map(|shares| shares.clipped)),
             share(record.shares.map(|shares| shares.constant)),
+            marks.join(", "),
         ]);
     }
     table

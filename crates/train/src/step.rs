@@ -224,6 +224,16 @@ fn group_shares(
 }
 
 impl Task {
+    /// Whether nothing is left to do: after the last validation, or after one that used up the
+    /// patience.
+    pub(crate) fn is_finished(&self) -> bool {
+        let (config, recorder) = (&self.config, self.lock());
+        let (made, validations) = (recorder.steps_made(), recorder.validations());
+        let impatient = |patience| validations.since_best(config.objective) >= patience;
+        validations.validation(made).is_some()
+            && (made == config.steps || config.patience.is_some_and(impatient))
+    }
+
     /// Whether the sequence at `position` is trained with a float cache: those are spread evenly.
     fn is_float(&self, position: u64) -> bool {
         let before = |n: u64| (n as f64 * self.config.float_share).floor();

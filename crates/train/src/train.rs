@@ -1,59 +1,63 @@
 //! A whole run on burn-train.
 
 use std::{
-    fs,
-    path::{Path, PathBuf},
-    sync::{Arc, Mutex},
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    path::PathBuf,
+    sync::{Arc, Mutex, atomic::AtomicBool},
 };
 
-use burn::{
-    module::{Lora, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup},
-    tensor::{Device, Tensor},
-};
-use burn_optim::{
-    AdamWConfig, ModuleOptimizer,
-    lr_scheduler::{
-        LrSchedulerConfig, cosine::CosineAnnealingLrSchedulerConfig,
-        linear::LinearLrSchedulerConfig, module_lr_scheduler::ModuleLrScheduler,
-        sequential::SequentialLrSchedulerConfig,
-    },
-};
+use burn::{module::Module, tensor::Device};
 use burn_train::{
-    EarlyStoppingStrategy, ExecutionStrategy, Interrupter, Learner, MultiDeviceOptim,
-    SupervisedTraining, checkpoint::KeepLastNCheckpoints, metric::store::EventStoreClient,
+    EarlyStoppingStrategy, Interrupter, Learner, LearningResult, SupervisedTraining,
+    TrainingStrategy, metric::store::EventStoreClient,
 };
 use kv_models::{
     LanguageModel,
-    kv_cubecl::{KvCacheConfig, On, Target},
+    kv_cubecl::{On, Target},
 };
 
 use crate::{
-    Checkpoints, Error, History, Prepared, QatConfig, Result, TrainConfig, Trainable, Trainee,
-    checkpoint::PARTS,
+    Checkpoints, Error, History, Prepared, Result, TrainConfig, Trainee,
+    checkpoint::{Keep, PARTS},
     data::{Order, TokenFile, TrainLoader, ValidLoader, Windows},
+    fit::Fit,
+    folder::{Claim, check_room, resumed, write_start},
     history::{Recorder, Tell},
-    metrics, prepare,
+    metrics,
+    optimize::{optimizer, schedule},
     renderer::{self, Silent},
+    setup::{Setup, checkpoint_bytes, set_up},
     step::Task,
 };
-
-/// Checkpoints kept: the last and the one before it.
-const KEPT: usize = 2;
 
 /// The ids a model is trained on and validated with.
 #[derive(Clone, Debug)]
 pub struct Texts {
     /// To train on.
     pub train: Arc<TokenFile>,
-    /// To validate with; `None` holds out the tail of `train`.
+    /// To validate with; `None` holds out the tail of each text of `train`.
     pub valid: Option<Arc<TokenFile>>,
+}
+
+impl Texts {
+    /// The windows that `config` trains on, and those it validates with.
+    ///
+    /// # Errors
+    /// Texts shorter than a window, or a share held out that leaves nothing.
+    pub fn windows(&self, config: &TrainConfig) -> Result<(Windows, Windows)> {
+        let train = Windows::new(self.train.clone(), config.seq_len)?;
+        Ok(match &self.valid {
+            Some(valid) => (train, Windows::new(valid.clone(), config.seq_len)?),
+            None => train.hold_out(config.holdout)?,
+        })
+    }
 }
 
 /// Where a run keeps its files and how it shows what it does.
 pub struct Run<'a> {
     /// Its folder: `train.json`, `history.jsonl` and `checkpoints/`.
     pub folder: PathBuf,
-    /// Continue after the last checkpoint, or after that of an epoch.
+    /// Continue after the last checkpoint, or after that of a step.
     pub resume: Resume,
     /// burn-train's dashboard on this terminal; needs the feature `tui`.
     pub dashboard: bool,
@@ -63,6 +67,10 @@ pub struct Run<'a> {
     pub tell_every: u64,
     /// Devices that share each optimizer step; `None` is the model's alone.
     pub devices: Option<&'a [Device]>,
+    /// Stops the run when it becomes true, with a checkpoint of the last whole optimizer step.
+    pub stop: Option<Arc<AtomicBool>>,
+    /// Names and contents of files written into the folder of a new run once it is sure to start.
+    pub files: Vec<(&'a str, Vec<u8>)>,
 }
 
 impl<'a> Run<'a> {
@@ -75,6 +83,8 @@ impl<'a> Run<'a> {
             tell: None,
             tell_every: 1,
             devices: None,
+            stop: None,
+            files: Vec::new(),
         }
     }
 }
@@ -94,32 +104,37 @@ impl core::fmt::Debug for Run<'_> {
 /// Whether a run starts or continues.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Resume {
-    /// Start; a folder with checkpoints in it is an error.
+    /// Start; a folder with a run in it is an error.
     #[default]
     No,
-    /// After the last checkpoint.
+    /// After the last checkpoint that was written to its end. A run that has made all its steps
+    /// makes none, and is returned as it ended.
     Last,
-    /// After the checkpoint of an epoch.
-    Epoch(usize),
+    /// After the checkpoint of an optimizer step; later ones are made again.
+    Step(usize),
 }
 
 /// A finished run.
 #[derive(Debug)]
 pub struct Trained {
-    /// The model as trained.
+    /// The model as trained: after the last step, or with [`patience`](TrainConfig::patience) as it
+    /// was when its validation was best.
     pub model: Prepared,
     /// What was measured.
     pub history: History,
-    /// Epochs run; fewer than planned when it stopped early.
-    pub epochs: usize,
+    /// Optimizer steps made; fewer than planned when it stopped early.
+    pub steps: usize,
+    /// The optimizer steps after which the model was as it is here.
+    pub step: usize,
 }
 
 /// Trains `model` on `texts`.
 ///
 /// # Errors
-/// A setting out of range, texts shorter than a window, a folder that cannot be written, a damaged
-/// checkpoint, and whatever stops training: a loss that is not finite, a full disk. Checkpoints
-/// written before are whole.
+/// A setting out of range, texts shorter than a window, a folder that holds another run, cannot be
+/// written or has no room, a damaged checkpoint: nothing has been changed then. Whatever stops
+/// training: a loss that is not finite, a full disk; checkpoints written before are whole.
+/// [`Error::Interrupted`] when it was asked to stop.
 pub fn train<T: Target>(
     device: &On<T>,
     model: LanguageModel,
@@ -132,254 +147,185 @@ pub fn train<T: Target>(
         let rule = format!("exceeds the model's {} positions", model.max_positions());
         return Err(Error::setting("seq-len", config.seq_len, rule));
     }
-    let (train, valid) = windows(texts, config)?;
-    let checkpoints = Checkpoints::of(&run.folder);
-    let done = start(&run, &checkpoints, config)?;
-
+    let (train, valid) = texts.windows(config)?;
+    // A run to go on with is claimed before its checkpoints are looked at, which another process
+    // might be writing; a new one when it is sure to start.
+    let claim = match run.resume {
+        Resume::No => None,
+        _ => Some(Claim::of_run(&run.folder)?),
+    };
+    let resumed = resumed(&run.folder, run.resume, config)?;
     let Setup { prepared, teacher, autodiff } = set_up(device, model, config)?;
+
+    let _claim = claim.map_or_else(|| Claim::new(&run.folder), Ok)?;
+    let [weights, moments] = checkpoint_bytes(&prepared);
+    // At worst the best, the last and the one being written; in the end the model in f16.
+    let kept = if resumed.is_some() { 1 } else { 3 };
+    let sizes = [weights, moments].repeat(kept);
+    check_room(&run.folder, &[&sizes[..], &[weights / 2]].concat())?;
+    if run.resume == Resume::No {
+        write_start(&run.folder, &run.files, config)?;
+    }
+
+    let (done, checkpoints) = (resumed.unwrap_or(0), Checkpoints::of(&run.folder));
+    checkpoints.delete_after(resumed)?;
     let n_devices = run.devices.map_or(1, <[Device]>::len);
     let valid_batches = valid.len().min(config.valid_windows).div_ceil(config.batch);
-    let recorder = Recorder::new(
+    let mut recorder = Recorder::new(
         &run.folder,
-        (done * config.steps_per_epoch) as u64,
+        resumed.map(|step| step as u64),
         config.steps as u64,
         valid_batches,
         run.tell.map(|tell| (tell, run.tell_every)),
     )?;
+    recorder.made(done);
+    if resumed.is_some() {
+        recorder.say(&format!("going on after step {done} of {}", config.steps));
+    }
     let recorder = Mutex::new(recorder);
     let task = Arc::new(Task { config: config.clone(), teacher, n_devices, recorder });
     let trainee = Trainee { prepared, task: task.clone() };
 
-    let order = Order::new(config.seed, train.len())?;
-    let batches = config.steps_per_epoch * config.accumulation * n_devices;
-    let train_loader =
-        TrainLoader::new(train, order, config.batch, batches, done, autodiff.clone())?;
-    let plain = (**device).clone().without_autodiff();
-    let valid_loader = ValidLoader::new(valid, config.batch, config.valid_windows, plain)?;
+    let trainee = if task.is_finished() {
+        trainee
+    } else {
+        let order = Order::new(config.seed, train.len())?;
+        // To the loader an epoch is one optimizer step.
+        let batches = config.accumulation * n_devices;
+        let train_loader = TrainLoader::new(
+            Arc::new(train),
+            order,
+            config.batch,
+            batches,
+            done,
+            autodiff.clone(),
+        )?;
+        let plain = (**device).clone().without_autodiff();
+        let valid_loader =
+            ValidLoader::new(Arc::new(valid), config.batch, config.valid_windows, plain)?;
 
+        let optimizer = optimizer(config, &trainee);
+        let mut learner = Learner::new(trainee, optimizer, schedule(config)?);
+        if let Some(step) = resumed {
+            let [weights, moments, rate] = PARTS;
+            learner.load_model(checkpoints.restore(weights, step)?);
+            learner.load_optim(checkpoints.restore(moments, step)?);
+            learner.load_scheduler(checkpoints.restore(rate, step)?);
+        }
+        let fit = Fit {
+            devices: run.devices.map_or_else(|| vec![autodiff.clone()], <[Device]>::to_vec),
+            task: task.clone(),
+            done,
+            stop: run.stop,
+        };
+        let training =
+            SupervisedTraining::new(&run.folder, Arc::new(train_loader), Arc::new(valid_loader));
+        launch(training, learner, fit, &checkpoints, run.dashboard)?
+    };
+
+    let (steps, history) = (task.lock().steps_made(), History::read(&run.folder)?);
+    if !task.is_finished() {
+        // The last checkpoint was written in the background.
+        checkpoints.check(steps)?;
+        return Err(Error::Interrupted { folder: run.folder, step: steps, steps: config.steps });
+    }
+    let best = history.best(config.objective).map_or(steps, |best| best.step as usize);
+    let step = if config.patience.is_some() { best } else { steps };
+    if step != steps {
+        checkpoints.check(steps)?;
+    }
+    let model = restore(trainee, &checkpoints, step)?;
+    Ok(Trained { model, history, steps, step })
+}
+
+/// Runs what is left of `fit`.
+fn launch(
+    mut training: SupervisedTraining<Trainee>,
+    learner: Learner<Trainee>,
+    fit: Fit,
+    checkpoints: &Checkpoints,
+    dashboard: bool,
+) -> Result<Trainee> {
+    let (task, config) = (fit.task.clone(), fit.task.config.clone());
     let interrupter = Interrupter::new();
     task.lock().stop_by(interrupter.clone());
-    let resumed = (done > 0).then_some(done);
     let [model_part, optimizer_part, schedule_part] = PARTS;
-    let mut training = SupervisedTraining::<Trainee>::new(
-        &run.folder,
-        Arc::new(train_loader),
-        Arc::new(valid_loader),
-    )
-    .with_interrupter(interrupter.clone())
-    .with_application_logger(None)
-    .with_metric_logger(Silent)
-    .with_custom_checkpointers(
-        checkpoints.part(model_part),
-        checkpoints.part(optimizer_part),
-        checkpoints.part(schedule_part),
-    )
-    .with_checkpointing_strategy(KeepLastNCheckpoints::new(KEPT))
-    .grads_accumulation(config.accumulation)
-    .num_epochs(config.epochs());
-    training = training.renderer(renderer::new(run.dashboard, &interrupter, resumed)?);
+    training = training
+        .with_interrupter(interrupter.clone())
+        .with_application_logger(None)
+        .with_metric_logger(Silent)
+        .with_custom_checkpointers(
+            checkpoints.part(model_part),
+            checkpoints.part(optimizer_part),
+            checkpoints.part(schedule_part),
+        )
+        .with_checkpointing_strategy(Keep { checkpoints: checkpoints.clone(), task: task.clone() })
+        .num_epochs(config.epochs());
+    let resumed = (fit.done > 0).then_some(fit.done / config.steps_per_epoch);
+    training = training.renderer(renderer::new(dashboard, &interrupter, resumed)?);
     training = metrics::register(training);
-    if let Some(epoch) = resumed {
-        training = training.checkpoint(epoch);
+    if config.patience.is_some() {
+        training = training.early_stopping(Patience { task: task.clone() });
     }
-    if config.gradient_checkpointing {
-        training = training.gradient_checkpointing();
-    }
-    if let Some(epochs) = config.patience {
-        training = training.early_stopping(Patience { epochs, task: task.clone() });
-    }
-    let devices = run.devices.map_or_else(|| vec![autodiff.clone()], <[Device]>::to_vec);
-    let strategy = ExecutionStrategy::multi(devices, MultiDeviceOptim::OptimMainDevice);
-    training = training.with_training_strategy(strategy.into());
+    training = training.with_training_strategy(TrainingStrategy::Custom(Arc::new(fit)));
 
-    let learner = Learner::new(trainee, optimizer(config), schedule(config)?);
-    let result = training.launch(learner);
-
-    if let Some(error) = result.error {
+    // The dashboard's "stop immediately" is a panic.
+    let launched = catch_unwind(AssertUnwindSafe(|| training.launch(learner)));
+    let LearningResult { model, renderer, error, .. } = match launched {
+        Ok(result) => result,
+        #[cfg(feature = "tui")]
+        Err(panic) if dashboard && crate::dashboard::is_kill(&*panic) => {
+            let step = checkpoints.last_complete()?.unwrap_or(0);
+            let folder = checkpoints.run().to_path_buf();
+            return Err(Error::Interrupted { folder, step, steps: config.steps });
+        }
+        Err(panic) => resume_unwind(panic),
+    };
+    // Gives the terminal back.
+    drop(renderer);
+    if let Some(error) = error {
         return Err(Error::Stopped(error.to_string()));
     }
-    if let Some(why) = task.lock().failure() {
-        return Err(Error::Stopped(why.to_string()));
+    match task.lock().failure() {
+        Some(why) => Err(Error::Stopped(why.to_string())),
+        None => Ok(model),
     }
-    if let Some(why) = result.interrupted {
-        return Err(Error::Stopped(why.reason.unwrap_or_else(|| "interrupted".into())));
-    }
-    let history = History::read(&run.folder)?;
-    let epochs =
-        history.valid.last().map_or(0, |valid| valid.step as usize) / config.steps_per_epoch;
-    // The last checkpoint was written in the background.
-    checkpoints.check(epochs)?;
-    Ok(Trained { model: result.model.prepared, history, epochs })
 }
 
-fn windows(texts: &Texts, config: &TrainConfig) -> Result<(Arc<Windows>, Arc<Windows>)> {
-    let train = Windows::new(texts.train.clone(), config.seq_len)?;
-    let (train, valid) = match &texts.valid {
-        Some(valid) => (train, Windows::new(valid.clone(), config.seq_len)?),
-        None => train.hold_out(config.holdout)?,
-    };
-    Ok((Arc::new(train), Arc::new(valid)))
-}
-
-/// Stops after `epochs` validations that were not better than the best before them, those before a
+/// Stops after so many validations that were not better than the best before them, those before a
 /// resumed run among them.
 #[derive(Clone)]
 struct Patience {
-    epochs: usize,
     task: Arc<Task>,
 }
 
 impl EarlyStoppingStrategy for Patience {
     fn should_stop(&mut self, _: usize, _: &EventStoreClient) -> bool {
-        self.task.lock().since_best(self.task.config.objective) >= self.epochs
+        self.task.is_finished()
     }
 }
 
-/// Prepares the folder and returns the epochs that are done.
-fn start(run: &Run<'_>, checkpoints: &Checkpoints, config: &TrainConfig) -> Result<usize> {
-    fs::create_dir_all(&run.folder).map_err(Error::io(&run.folder))?;
-    let path = run.folder.join("train.json");
-    let done = match run.resume {
-        Resume::No => {
-            if let Some(last) = checkpoints.epochs()?.last() {
-                let why = format!(
-                    "holds a run with checkpoints up to epoch {last}: resume it, or choose another \
-                     folder"
-                );
-                return Err(Error::Damaged { path: run.folder.clone(), why });
-            }
-            let text = serde_json::to_string_pretty(config)
-                .map_err(|error| Error::Stopped(error.to_string()))?;
-            fs::write(&path, text + "\n").map_err(Error::io(&path))?;
-            0
-        }
-        Resume::Last => checkpoints.resume(None)?,
-        Resume::Epoch(epoch) => checkpoints.resume(Some(epoch))?,
-    };
-    if done > 0 {
-        let saved = TrainConfig::read(&path)?;
-        if saved != *config {
-            let why = "is another configuration than the one to resume with".into();
-            return Err(Error::Damaged { path, why });
-        }
-    }
-    if done >= config.epochs() {
-        let rule = format!("the run has done its {} epochs", config.epochs());
-        return Err(Error::setting("resume", done, rule));
-    }
-    Ok(done)
+/// `model` as the run in `folder` had it after `step` optimizer steps.
+///
+/// # Errors
+/// No such checkpoint, a damaged one, or a model or configuration that is not the run's.
+pub fn checkpointed<T: Target>(
+    device: &On<T>,
+    model: LanguageModel,
+    folder: &std::path::Path,
+    step: usize,
+) -> Result<Prepared> {
+    let config = TrainConfig::read(&folder.join("train.json"))?;
+    let checkpoints = Checkpoints::of(folder);
+    checkpoints.resume(Some(step))?;
+    let Setup { prepared, teacher, .. } = set_up(device, model, &config)?;
+    let recorder = Mutex::new(Recorder::default());
+    let task = Arc::new(Task { config, teacher, n_devices: 1, recorder });
+    restore(Trainee { prepared, task }, &checkpoints, step)
 }
 
-impl TrainConfig {
-    /// Reads the configuration of a run, `train.json`.
-    ///
-    /// # Errors
-    /// A file that is missing or not a configuration.
-    pub fn read(path: &Path) -> Result<Self> {
-        let text = fs::read_to_string(path).map_err(Error::io(path))?;
-        serde_json::from_str(&text)
-            .map_err(|error| Error::Damaged { path: path.into(), why: error.to_string() })
-    }
-}
-
-/// Makes every weight anew on a device: moved there, it would keep its own kind of autodiff.
-struct Recreate<'a>(&'a Device);
-
-impl ModuleMapper for Recreate<'_> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        param.map(|tensor| Tensor::from_data(tensor.into_data(), self.0))
-    }
-}
-
-/// A model ready for its first step.
-pub(crate) struct Setup {
-    pub(crate) prepared: Prepared,
-    /// The model as it was, where the objective needs it.
-    pub(crate) teacher: Option<LanguageModel>,
-    /// The device of the prepared model.
-    pub(crate) autodiff: Device,
-}
-
-/// Prepares for the cache of `config`, or for a float one, with what is trained chosen.
-pub(crate) fn set_up(
-    device: &Device,
-    mut model: LanguageModel,
-    config: &TrainConfig,
-) -> Result<Setup> {
-    // New adapters are random.
-    device.seed(config.seed);
-    let teacher = config.objective.needs_teacher().then(|| model.clone().valid());
-    let mut autodiff = device.clone().autodiff();
-    if config.gradient_checkpointing {
-        autodiff = autodiff.gradient_checkpointing();
-    }
-    if config.gradient_checkpointing || !model.devices().iter().all(Device::is_autodiff) {
-        model = model.map(&mut Recreate(&autodiff));
-    }
-    let float = || QatConfig::new(KvCacheConfig::float());
-    let prepared = prepare(choose(model, config)?, config.qat.clone().unwrap_or_else(float))?;
-    Ok(Setup { prepared, teacher, autodiff })
-}
-
-/// Freezes what is not trained, or attaches adapters to what is.
-fn choose(model: LanguageModel, config: &TrainConfig) -> Result<LanguageModel> {
-    struct Paths {
-        trainable: Trainable,
-        /// Of the parameters that are trained, and of the matrices among them.
-        chosen: Vec<String>,
-        path: Vec<String>,
-    }
-    impl ModuleVisitor for Paths {
-        fn enter_module(&mut self, name: &str, _: &str) {
-            self.path.push(name.into());
-        }
-
-        fn exit_module(&mut self, _: &str, _: &str) {
-            self.path.pop();
-        }
-
-        fn visit_float<const D: usize>(&mut self, _: &Param<Tensor<D>>) {
-            let path = self.path.join(".");
-            if self.trainable.includes(&path) {
-                self.chosen.push(path);
-            }
-        }
-    }
-    let mut paths = Paths { trainable: config.trainable, chosen: Vec::new(), path: Vec::new() };
-    model.visit(&mut paths);
-    if let Some(adapter) = config.adapter {
-        // Adapters are for the matrices of the layers: an adapted embedding would be composed anew
-        // for every lookup.
-        let matrices: Vec<String> =
-            paths.chosen.into_iter().filter(|path| Trainable::Layers.includes(path)).collect();
-        let group = ParamGroup::from_paths(matrices);
-        return Ok(model.apply_lora(Lora::new(adapter.rank, adapter.alpha).set_param_group(group)));
-    }
-    let group = ParamGroup::from_paths(paths.chosen);
-    Ok(model.freeze().unfreeze_group(group))
-}
-
-pub(crate) fn optimizer(config: &TrainConfig) -> ModuleOptimizer {
-    AdamWConfig::new()
-        .with_beta_2(config.beta_2)
-        .with_weight_decay(config.weight_decay)
-        .with_epsilon(1e-8)
-        .init()
-}
-
-fn schedule(config: &TrainConfig) -> Result<ModuleLrScheduler> {
-    let crate::Schedule { lr, min_lr, warmup } = config.schedule;
-    let rest = config.steps - warmup;
-    let cosine = CosineAnnealingLrSchedulerConfig::new(lr, rest).with_min_lr(min_lr);
-    let fail = |why: String| Error::setting("lr", lr, why);
-    if warmup == 0 {
-        return cosine.init().map_err(fail);
-    }
-    let linear = LinearLrSchedulerConfig::new(lr / warmup as f64, lr, warmup);
-    SequentialLrSchedulerConfig::new(
-        vec![LrSchedulerConfig::Linear(linear), LrSchedulerConfig::Cosine(cosine)],
-        vec![warmup],
-    )
-    .init()
-    .map_err(fail)
+fn restore(trainee: Trainee, checkpoints: &Checkpoints, step: usize) -> Result<Prepared> {
+    checkpoints.check(step)?;
+    let [model, ..] = PARTS;
+    Ok(trainee.load_record(checkpoints.restore(model, step)?).prepared)
 }

@@ -79,9 +79,9 @@ fn pretrained_then_trained_for_its_cache() {
     }
     let cache = fs::read_to_string(format!("{run}/model/kv_cache.json")).unwrap();
     assert!(cache.contains("\"residual_length\": 16"), "{cache}");
-    fails(&mut program(&["resume", &run]), &["resume 2", "has done its 2 epochs"]);
+    fails(&mut program(&["resume", &run]), &[&run, "has done its 6 steps"]);
     let qat = [&qat[..], &common].concat();
-    fails(&mut program(&qat), &[&run, "checkpoints up to epoch 2"]);
+    fails(&mut program(&qat), &[&run, "checkpoints up to step 6"]);
 }
 
 #[test]
@@ -149,7 +149,6 @@ fn mistakes_are_one_line() {
     with("--out", &format!("{file}/below"), &[&file]);
     with("--seq-len", "129", &["seq-len 129", "128 positions"]);
     with("--seq-len", "0", &["seq-len 0"]);
-    with("--steps", "5", &["steps 5", "multiple"]);
     with("--lr", "0", &["lr 0", "above 0"]);
     with("--lr", "NaN", &["lr NaN"]);
     with("--lr", "fast", &["--lr", "fast"]);
@@ -165,6 +164,7 @@ fn mistakes_are_one_line() {
     with("--holdout", "1", &["holdout 1"]);
     with("--patience", "0", &["patience 0"]);
     with("--warmup", "4", &["warmup 4"]);
+    with("--cache", "k2v2", &["seq-len 96", "at least 129"]);
     with("--backend", "tpu", &["tpu"]);
     with("--devices", "2", &["devices 2"]);
     with("--fast", "", &["--fast"]);

@@ -35,7 +35,7 @@ fn a_killed_run_goes_on_as_if_it_had_not_been() {
     let whole = world.string("whole");
     succeeds(&mut program(&qat(&model, &text, &whole, &more)));
     let expected = Losses::of(&History::read(whole.as_ref()).unwrap());
-    assert_eq!((expected.train.len(), expected.valid.len()), (60, 3));
+    assert_eq!((expected.train.len(), expected.valid.len()), (60, 4));
 
     // Killed in the middle of the second epoch; on a busy machine the moment may be missed.
     let killed = (0..5).map(|i| world.string(&format!("killed {i}"))).find(|folder| {
@@ -53,10 +53,12 @@ fn a_killed_run_goes_on_as_if_it_had_not_been() {
         (13..20).contains(&trained())
     });
     let killed = killed.unwrap();
-    assert_eq!(Checkpoints::of(killed.as_ref()).epochs().unwrap(), [1]);
+    let checkpoints = Checkpoints::of(killed.as_ref());
+    // Its writing may still have been under way.
+    assert!(matches!(checkpoints.last_complete().unwrap(), Some(0 | 10)));
     succeeds(&mut program(&["resume", &killed]));
     assert_eq!(Losses::of(&History::read(killed.as_ref()).unwrap()), expected);
-    assert_eq!(Checkpoints::of(killed.as_ref()).epochs().unwrap(), [2, 3]);
+    assert!(checkpoints.steps().unwrap().ends_with(&[20, 30]));
     // Nor do the weights differ.
     let weights = |folder: &str| fs::read(format!("{folder}/model/model.safetensors")).unwrap();
     assert!(weights(&whole) == weights(&killed));
@@ -75,7 +77,7 @@ fn every_kind_of_run_resumes_exactly() {
         let _stream = random();
         let trained = world.train(name, &config).unwrap();
         let (expected, model) = (Losses::of(&trained.history), trained.model.convert().model);
-        let again = world.resume(name, &config, Resume::Epoch(2)).unwrap();
+        let again = world.resume(name, &config, Resume::Step(8)).unwrap();
         assert_eq!(Losses::of(&again.history), expected, "{name}");
         let again = again.model.convert().model;
         assert_eq!(common::weights(&again), common::weights(&model), "{name}");
@@ -87,9 +89,9 @@ fn damage_is_named_and_the_epoch_before_goes_on() {
     let world = Cpu::new();
     let expected = world.losses("run", &quantized());
     let checkpoints = Checkpoints::of(&world.path("run"));
-    assert_eq!(checkpoints.epochs().unwrap(), [2, 3], "the last two are kept");
-    checkpoints.check(2).unwrap();
-    checkpoints.check(3).unwrap();
+    assert!(checkpoints.steps().unwrap().ends_with(&[8, 12]), "the last two are kept");
+    checkpoints.check(8).unwrap();
+    checkpoints.check(12).unwrap();
 
     let refuses = |file: &str, parts: &[&str]| {
         let error = world.resume("run", &quantized(), Resume::Last).unwrap_err();
@@ -101,11 +103,11 @@ fn damage_is_named_and_the_epoch_before_goes_on() {
         }
     };
     for part in PARTS {
-        for name in [format!("{part}-3.bpk"), format!("{part}-3.json")] {
+        for name in [format!("step-12.{part}.bpk"), format!("step-12.{part}.json")] {
             let path = world.path("run/checkpoints").join(&name);
             let bytes = fs::read(&path).unwrap();
-            let file = format!("{part}-3.bpk");
-            let hint = "resume with --from-epoch 2";
+            let file = format!("step-12.{part}.bpk");
+            let hint = "resume with --from-step 8";
             let seal = name.ends_with("json");
 
             fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
@@ -119,27 +121,32 @@ fn damage_is_named_and_the_epoch_before_goes_on() {
                 refuses(&file, &[if seal { hint } else { "is damaged" }, hint]);
             }
             fs::remove_file(&path).unwrap();
-            refuses(&file, &[if seal { "was not completed" } else { "No such file" }, hint]);
+            if seal {
+                let error = world.resume("run", &quantized(), Resume::Step(12)).unwrap_err();
+                assert!(error.to_string().contains("was not completed"), "{error}");
+            } else {
+                refuses(&file, &["No such file", hint]);
+            }
             fs::write(&path, bytes).unwrap();
-            checkpoints.check(3).unwrap();
+            checkpoints.check(12).unwrap();
         }
     }
 
-    // A checkpoint whose writing was interrupted: some parts of it, none of it sealed.
-    for name in ["optimizer-3.json", "optimizer-3.bpk", "schedule-3.json", "schedule-3.bpk"] {
-        fs::remove_file(world.path("run/checkpoints").join(name)).unwrap();
+    // A checkpoint whose writing was interrupted, some parts of it and none of it sealed, is passed
+    // over.
+    for name in ["optimizer.json", "optimizer.bpk", "schedule.json", "schedule.bpk"] {
+        fs::remove_file(world.path("run/checkpoints").join(format!("step-12.{name}"))).unwrap();
     }
     fs::write(world.path("run/checkpoints/partial-optimizer.bpk"), [0; 1000]).unwrap();
-    refuses("optimizer-3.bpk", &["--from-epoch 2"]);
-    let again = world.resume("run", &quantized(), Resume::Epoch(2)).unwrap();
+    let again = world.resume("run", &quantized(), Resume::Last).unwrap();
     assert_eq!(Losses::of(&again.history), expected);
-    checkpoints.check(3).unwrap();
+    checkpoints.check(12).unwrap();
 
-    for epoch in [2, 3] {
-        let path = world.path(&format!("run/checkpoints/model-{epoch}.bpk"));
+    for step in [8, 12] {
+        let path = world.path(&format!("run/checkpoints/step-{step}.model.bpk"));
         fs::write(path, "not a model").unwrap();
     }
-    refuses("model-3.bpk", &["no other checkpoint is whole"]);
+    refuses("step-12.model.bpk", &["no other checkpoint is whole"]);
 }
 
 #[test]
@@ -148,7 +155,7 @@ fn a_damaged_history_is_named() {
     let expected = world.losses("run", &quantized());
     let path = world.path("run/history.jsonl");
     let text = fs::read_to_string(&path).unwrap();
-    let resume = || world.resume("run", &quantized(), Resume::Epoch(2));
+    let resume = || world.resume("run", &quantized(), Resume::Step(8));
 
     // Cut short by a kill: the last line is not used.
     fs::write(&path, &text[..text.len() - 20]).unwrap();
@@ -180,30 +187,33 @@ fn a_full_disk_is_an_error_and_what_was_whole_stays_whole() {
     let blocks = 1000;
     let more = ["--batch", "1", "--steps", "12", "--steps-per-epoch", "4"];
 
+    // Before the first step, and the same command does it where there is room.
     let first = world.string("first");
     let command = &mut limited(blocks, &qat(&model, &text, &first, &more));
-    fails(command, &["partial-optimizer.bpk", "File too large", "before it is untouched"]);
-    fails(&mut program(&["resume", &first]), &["optimizer-1.bpk", "no other checkpoint is whole"]);
+    fails(command, &[&first, "no room", "File too large"]);
+    assert!(Checkpoints::of(first.as_ref()).steps().unwrap().is_empty());
+    succeeds(&mut program(&qat(&model, &text, &first, &more)));
 
     // With a checkpoint to go back to.
     let run = world.string("run");
     succeeds(&mut program(&qat(&model, &text, &run, &more)));
     let expected = Losses::of(&History::read(run.as_ref()).unwrap());
+    assert_eq!(Losses::of(&History::read(first.as_ref()).unwrap()), expected);
     for part in PARTS {
         for extension in ["bpk", "json"] {
-            fs::remove_file(format!("{run}/checkpoints/{part}-3.{extension}")).unwrap();
+            fs::remove_file(format!("{run}/checkpoints/step-12.{part}.{extension}")).unwrap();
         }
     }
+    fs::remove_file(format!("{run}/result.json")).unwrap();
     let resume = ["resume", &run];
-    fails(&mut limited(blocks, &resume), &["partial-optimizer.bpk", "File too large"]);
+    fails(&mut limited(blocks, &resume), &["no room", "File too large"]);
+    fails(&mut limited(2, &resume), &["no room", "File too large"]);
     let checkpoints = Checkpoints::of(run.as_ref());
-    checkpoints.check(2).unwrap();
-    fails(&mut program(&resume), &["optimizer-3.bpk", "--from-epoch 2"]);
-    // Not even the part of the history that is kept can be written: it stays whole.
-    let resume = ["resume", &run, "--from-epoch", "2"];
-    fails(&mut limited(2, &resume), &["history.partial", "File too large"]);
+    checkpoints.check(8).unwrap();
     succeeds(&mut program(&resume));
     assert_eq!(Losses::of(&History::read(run.as_ref()).unwrap()), expected);
+    let weights = |run: &str| fs::read(format!("{run}/model/model.safetensors")).unwrap();
+    assert!(weights(&run) == weights(&first));
 }
 
 #[test]
@@ -211,19 +221,29 @@ fn a_full_disk_stops_every_other_file_too() {
     let world = Cpu::new();
     let (model, text) = (world.save_model("base"), world.string("text.txt"));
     let out = world.string("tokens-run");
-    let command = &mut limited(8, &qat(&model, &text, &out, &[]));
+    let command = &mut limited(8, &qat(&model, &text, &out, &["--steps", "9"]));
     fails(command, &["cannot write the token cache", "File too large"]);
     assert_eq!(fs::read_dir(format!("{out}/tokens")).unwrap().count(), 0);
 
-    // The history outgrows the limit in the first epoch.
+    // The history outgrows a limit that the checkpoints of a small model keep.
     let out = world.string("history-run");
-    let more = ["--batch", "1", "--seq-len", "16", "--steps", "300", "--steps-per-epoch", "300"];
-    let args = qat(&model, &text, &out, &more[..2]);
-    let args: Vec<&str> =
-        args.into_iter().filter(|arg| !["--seq-len", "96"].contains(arg)).collect();
-    let command = &mut limited(32, &[&args, &more[2..]].concat());
+    let small = world.save_small_model("small");
+    let args = [
+        &["qat", "--model", &small, "--text", &text, "--out", &out, "--cache", "k2v2-g16-r16"][..],
+        &["--seq-len", "32", "--batch", "1", "--steps", "2000", "--steps-per-epoch", "2000"],
+        &["--holdout", "0.1", "--valid-windows", "1", "--eval-tokens", "0", "--lr", "1e-4"],
+    ]
+    .concat();
+    let command = &mut limited(250, &args);
     fails(command, &["history.jsonl", "File too large"]);
-    assert!(Checkpoints::of(out.as_ref()).epochs().unwrap().is_empty());
+    assert_eq!(Checkpoints::of(out.as_ref()).steps().unwrap(), [0]);
     let history = History::read(out.as_ref()).unwrap();
     assert!(history.train.len() > 30, "what was written can be read");
+    // With the disk no longer full it goes on to the end of a run that had room.
+    succeeds(&mut program(&["resume", &out]));
+    let whole = world.string("whole");
+    let args: Vec<&str> = args.iter().map(|&arg| if arg == out { &whole } else { arg }).collect();
+    succeeds(&mut program(&args));
+    let weights = |run: &str| fs::read(format!("{run}/model/model.safetensors")).unwrap();
+    assert!(weights(&whole) == weights(&out));
 }

@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, fs};
 
 use burn::{
     module::{Module, ModuleMapper, Param},
@@ -38,14 +38,19 @@ fn learns() {
     let config = TrainConfig { steps: 40, steps_per_epoch: 20, ..quantized() };
     let trained = world.train("run", &config).unwrap();
     let history = &trained.history;
-    assert_eq!((history.train.len(), history.valid.len(), trained.epochs), (40, 2, 2));
+    assert_eq!((history.train.len(), history.valid.len(), trained.steps), (40, 3, 40));
+    let steps: Vec<u64> = history.valid.iter().map(|record| record.step).collect();
+    assert_eq!((steps, trained.step), (vec![0, 20, 40], 40));
     let (first, last) = (history.train[0].loss, history.train[39].loss);
     // From about log(vocabulary) to a text of 10 phrases.
     assert!(first > 5.0 && last < 0.5 * first, "from {first} to {last}");
     assert!(history.valid[1].nll < history.valid[0].nll);
     assert!(history.train.iter().all(|record| record.tokens_per_second > 0.0));
     assert!(history.train.iter().all(|record| record.kl.is_none() && record.nll == record.loss));
-    let shares = history.valid[0].shares.unwrap();
+    assert!(history.valid[2].nll < history.valid[1].nll);
+    // The untrained model's, within what the texts differ.
+    assert!((history.valid[0].nll - first).abs() < 0.5, "{:?}", history.valid[0]);
+    let shares = history.valid[1].shares.unwrap();
     assert!((0.0..0.1).contains(&shares.clipped) && shares.constant == 0.0, "{shares:?}");
 }
 
@@ -167,6 +172,36 @@ fn only_what_is_chosen_changes() {
 }
 
 #[test]
+fn only_matrices_decay() {
+    let world = Cpu::new();
+    let with = |name: &str, weight_decay| {
+        let schedule = Schedule { lr: 1e-2, min_lr: 1e-2, warmup: 0 };
+        let config = TrainConfig { weight_decay, steps: 1, schedule, ..quantized() };
+        world.train(name, &config).unwrap().model.convert().model
+    };
+    let decayed = changed(&with("still", 0.0), &with("decaying", 0.5));
+    let matrices = ["qkv.weight", "output.weight", "mlp.gate_up.weight", "mlp.down.weight"];
+    let expected = (0..2)
+        .flat_map(|layer| matrices.map(|name| format!("Llama.layers.{layer}.{name}")))
+        .collect::<BTreeSet<_>>();
+    assert_eq!(decayed, expected);
+}
+
+#[test]
+fn the_last_epoch_may_be_short() {
+    let world = Cpu::new();
+    let config = TrainConfig { steps: 10, steps_per_epoch: 4, ..quantized() };
+    let trained = world.train("run", &config).unwrap();
+    let steps: Vec<u64> = trained.history.valid.iter().map(|record| record.step).collect();
+    assert_eq!(steps, [0, 4, 8, 10]);
+    // How often it is validated changes nothing else.
+    let config = TrainConfig { steps_per_epoch: 10, ..config };
+    let whole = world.train("whole", &config).unwrap();
+    assert_eq!(Losses::of(&trained.history).train, Losses::of(&whole.history).train);
+    assert_eq!(weights(&trained.model.convert().model), weights(&whole.model.convert().model));
+}
+
+#[test]
 fn accumulated_batches_are_one_batch() {
     let world = Cpu::new();
     let whole = world.losses("whole", &quantized()).objectives();
@@ -178,31 +213,6 @@ fn accumulated_batches_are_one_batch() {
         // Sums of two gradients in f32, in one order or another.
         assert!((whole - mean).abs() < 1e-6 * whole, "{whole} against {mean}");
     }
-}
-
-#[test]
-fn stops_when_validation_gets_worse() {
-    let world = Cpu::new();
-    // Held-out letters that the text never has in this order.
-    let letters: String = (0..800u32).map(|i| char::from(b'a' + (i * i % 26) as u8)).collect();
-    world.write("letters.txt", &letters);
-    let texts = Texts { train: world.tokens("text.txt"), valid: Some(world.tokens("letters.txt")) };
-    let config = TrainConfig { patience: Some(1), steps: 40, ..quantized() };
-    let train = |name: &str, config: &TrainConfig, resume| {
-        world.train_on(world.model.clone(), &texts, name, config, resume).unwrap()
-    };
-    let trained = train("run", &config, Resume::No);
-    let valid: Vec<f64> = trained.history.valid.iter().map(|record| record.nll).collect();
-    assert!(trained.epochs < 10, "{valid:?}");
-    assert_eq!(trained.epochs, valid.len());
-    assert_eq!(trained.history.train.len(), trained.epochs * 4);
-    let (last, before) = valid.split_last().unwrap();
-    assert!(before.is_sorted_by(|a, b| a > b) && last >= before.last().unwrap(), "{valid:?}");
-    Checkpoints::of(&world.path("run")).check(trained.epochs).unwrap();
-
-    // A resumed run remembers what the best was.
-    let again = train("run", &config, Resume::Epoch(trained.epochs - 1));
-    assert_eq!(Losses::of(&again.history), Losses::of(&trained.history));
 }
 
 #[test]
@@ -223,7 +233,10 @@ fn distillation_recovers() {
     let base = TrainConfig { qat: Some(qat(common::K2V2)), ..base };
     let schedule = |lr| Schedule { lr, min_lr: 0.0, warmup: 2 };
     let still = TrainConfig { schedule: schedule(1e-12), ..base.clone() };
-    let before = world.train("before", &still).unwrap().history.valid[0];
+    let history = world.train("before", &still).unwrap().history;
+    let before = history.valid[0];
+    assert_eq!((before.step, history.valid[1].step), (0, 3));
+    assert!((before.kl - history.valid[1].kl).abs() < 1e-6, "{history:?}");
     assert!(before.kl > 1e-3 && before.kl_float.abs() < 1e-6, "{before:?}");
     assert!(before.nll > before.nll_float, "{before:?}");
 
@@ -277,16 +290,26 @@ fn a_loss_that_is_no_number_stops_the_run() {
     let texts = Texts { train: world.tokens("text.txt"), valid: None };
     let model = broken(id(". "), &world);
     let error = world.train_on(model, &texts, "train", &quantized(), Resume::No).unwrap_err();
-    assert_eq!(error.to_string(), "training stopped: the loss of step 0 is NaN");
+    assert_eq!(
+        error.to_string(),
+        "training stopped: the held-out loss after step 0 is NaN, with a float cache NaN"
+    );
 
     // In validation only: what would be saved is not.
-    world.write("other.txt", &format!("{}QQQ", sentences(30)));
+    world.write("other.txt", &sentences(60).replace("the moon", "Q"));
     let texts = Texts { valid: Some(world.tokens("other.txt")), ..texts };
-    let config = TrainConfig { seq_len: 32, valid_windows: 100, ..quantized() };
+    let config = TrainConfig { seq_len: 48, valid_windows: 100, ..quantized() };
     let model = broken(id("Q"), &world);
     let error = world.train_on(model, &texts, "valid", &config, Resume::No).unwrap_err();
-    assert!(matches!(&error, Error::Stopped(why) if why.contains("after step 4")), "{error}");
-    assert_eq!(Checkpoints::of(&world.path("valid")).epochs().unwrap(), [0; 0]);
+    assert!(matches!(&error, Error::Stopped(why) if why.contains("after step 0")), "{error}");
+    assert_eq!(Checkpoints::of(&world.path("valid")).steps().unwrap(), [0; 0]);
+
+    // In training only.
+    let texts = Texts { train: world.tokens("other.txt"), valid: Some(world.tokens("text.txt")) };
+    let model = broken(id("Q"), &world);
+    let error = world.train_on(model, &texts, "later", &config, Resume::No).unwrap_err();
+    assert!(matches!(&error, Error::Stopped(why) if why.contains("the loss of step")), "{error}");
+    assert_eq!(Checkpoints::of(&world.path("later")).steps().unwrap()[0], 0);
 }
 
 #[test]
@@ -300,7 +323,6 @@ fn mistakes_are_named() {
         }
     };
     let new = |config: TrainConfig, parts: &[&str]| says("new", &config, Resume::No, parts);
-    new(TrainConfig { steps: 13, ..config() }, &["steps 13", "multiple of steps-per-epoch 4"]);
     new(TrainConfig { seq_len: 129, ..config() }, &["seq-len 129", "128 positions"]);
     new(TrainConfig { batch: 0, ..config() }, &["batch 0", "at least 1"]);
     new(TrainConfig { float_share: 1.5, ..config() }, &["float-share 1.5"]);
@@ -314,22 +336,32 @@ fn mistakes_are_named() {
     new(TrainConfig { schedule: schedule(f64::NAN, 0), ..config() }, &["lr NaN"]);
     new(TrainConfig { schedule: schedule(1e-3, 12), ..config() }, &["warmup 12", "steps 12"]);
     new(TrainConfig { qat: Some(qat("k2v2-g64-r64")), ..config() }, &["group_size", "head_dim 32"]);
-    let mut layers = qat("k2v2");
+    let mut layers = qat(common::K2V2);
     layers.cache.float_layers = [2].into();
     new(TrainConfig { qat: Some(layers), ..config() }, &["float_layers = 2", "layers 0 to 1"]);
-    assert_eq!(Checkpoints::of(&world.path("new")).epochs().unwrap(), [0; 0]);
+    let with = |cache, seq_len| TrainConfig { qat: Some(qat(cache)), seq_len, ..config() };
+    new(with("k2v2", 64), &["seq-len 64", "at least 129 for k2v2", "window of 128 tokens"]);
+    new(with("k2v2", 128), &["seq-len 128", "values stay in float"]);
+    new(with("k2v16", 127), &["seq-len 127", "at least 128 for k2v16", "keys stay in float"]);
+    new(with("k2v2-r32-s4-after", 37), &["seq-len 37", "at least 38"]);
+    let late = QatConfig { start_step: 12, ..qat(common::K2V2) };
+    new(TrainConfig { qat: Some(late), ..config() }, &["start-step 12", "below steps 12"]);
+    assert!(!world.path("new").exists(), "a refused start leaves nothing");
 
     let config = TrainConfig { steps: 8, ..quantized() };
-    says("nowhere", &config, Resume::Last, &["nowhere", "no checkpoint"]);
+    says("nowhere", &config, Resume::Last, &["nowhere/train.json"]);
     world.train("run", &config).unwrap();
     let folder = world.string("run");
-    says("run", &config, Resume::No, &[&folder, "checkpoints up to epoch 2", "resume it"]);
-    says("run", &config, Resume::Last, &["resume 2", "has done its 2 epochs"]);
+    says("run", &config, Resume::No, &[&folder, "checkpoints up to step 8", "resume it"]);
     let other = TrainConfig { seed: 6, ..config.clone() };
-    says("run", &other, Resume::Epoch(1), &["train.json", "another configuration"]);
-    says("run", &config, Resume::Epoch(7), &["-7.bpk", "--from-epoch 2"]);
+    says("run", &other, Resume::Step(4), &["train.json", "another configuration"]);
+    says("run", &config, Resume::Step(7), &["step-7.model.bpk", "--from-step 8"]);
+    for entry in fs::read_dir(world.path("run/checkpoints")).unwrap() {
+        fs::remove_file(entry.unwrap().path()).unwrap();
+    }
+    says("run", &config, Resume::Last, &["checkpoints", "no checkpoint"]);
     world.write("run/train.json", "{");
-    says("run", &config, Resume::Epoch(1), &["train.json", "EOF"]);
+    says("run", &config, Resume::Step(4), &["train.json", "EOF"]);
 }
 
 #[test]

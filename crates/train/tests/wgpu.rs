@@ -24,7 +24,7 @@ fn losses<T: Target>() -> (Vec<f64>, [f64; 3]) {
         ..config()
     };
     let history = world.train("run", &config).unwrap().history;
-    let last = history.valid[0];
+    let last = history.valid[1];
     (history.train.iter().map(|record| record.loss).collect(), [last.nll, last.nll_float, last.kl])
 }
 

@@ -188,6 +188,23 @@ impl<T: Target> World<T> {
         Losses::of(&self.train(name, config).unwrap().history)
     }
 
+    /// A model of one narrow layer as a Hugging Face folder.
+    pub(crate) fn save_small_model(&self, name: &str) -> String {
+        let attention = AttentionShape { n_heads: 1, n_kv_heads: 1, head_dim: 16 };
+        let config = Config {
+            attention,
+            hidden_size: 16,
+            intermediate_size: 16,
+            n_layers: 1,
+            rotary_dim: 16,
+            ..architecture()
+        };
+        let model = tiny(config, &self.device).valid();
+        let options = SaveOptions { dtype: SaveDtype::F16, cache: None };
+        save(self.path(name), &model, &self.tokenizer, options).unwrap();
+        self.string(name)
+    }
+
     /// The model as a Hugging Face folder.
     pub(crate) fn save_model(&self, name: &str) -> String {
         let options = SaveOptions { dtype: SaveDtype::F16, cache: None };

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
 use kv_cli::Backend;
 use kv_models::{
     ModelCacheConfig,
@@ -90,6 +89,15 @@ impl Architecture {
     }
 }
 
+/// A new run.
+#[derive(Debug)]
+pub(crate) struct Start {
+    pub(crate) spec: Spec,
+    pub(crate) folder: PathBuf,
+    /// Lines instead of the dashboard.
+    pub(crate) plain: bool,
+}
+
 /// What both kinds of training take. Defaults differ, so they are in the commands.
 #[derive(Debug, clap::Args)]
 struct Training {
@@ -102,7 +110,7 @@ struct Training {
     /// A text to validate with, instead of the tail of the others; repeatable.
     #[arg(long = "valid-text")]
     valid_texts: Vec<PathBuf>,
-    /// The run's folder.
+    /// The run's folder, which must not hold another run.
     #[arg(long)]
     out: PathBuf,
     /// Where to train.
@@ -114,7 +122,7 @@ struct Training {
     /// Optimizer steps.
     #[arg(long)]
     steps: Option<usize>,
-    /// Optimizer steps between validations and checkpoints.
+    /// Optimizer steps between validations and checkpoints; both come after the last step too.
     #[arg(long)]
     steps_per_epoch: Option<usize>,
     /// Tokens per sequence.
@@ -135,7 +143,7 @@ struct Training {
     /// Steps of linear warm-up.
     #[arg(long)]
     warmup: Option<usize>,
-    /// Decoupled weight decay.
+    /// Decoupled weight decay, of matrices but embeddings.
     #[arg(long)]
     weight_decay: Option<f32>,
     /// Decay rate of the second moment.
@@ -147,13 +155,13 @@ struct Training {
     /// Seed of the data's order, and of new weights.
     #[arg(long)]
     seed: Option<u64>,
-    /// Share of the text's tail held out for validation.
+    /// Share of each text's tail held out for validation.
     #[arg(long)]
     holdout: Option<f64>,
     /// Held-out windows used in a validation, at most.
     #[arg(long)]
     valid_windows: Option<usize>,
-    /// Stop after as many validations without a better loss.
+    /// Stop after as many validations without a better loss, and save the best model.
     #[arg(long)]
     patience: Option<usize>,
     /// Held-out tokens on which the model is evaluated before and after; 0 for none.
@@ -162,6 +170,9 @@ struct Training {
     /// Recompute cheap activations in the backward pass instead of keeping them.
     #[arg(long)]
     gradient_checkpointing: bool,
+    /// Print a line for every few steps, on a terminal too, instead of the dashboard.
+    #[arg(long)]
+    plain: bool,
 }
 
 impl Training {
@@ -194,12 +205,13 @@ impl Training {
         }
     }
 
-    fn spec(self, origin: Origin, defaults: TrainConfig) -> (Spec, PathBuf) {
+    fn start(self, origin: Origin, defaults: TrainConfig) -> Start {
         let config = self.config(defaults);
-        let Self { backend, devices, texts, field, valid_texts, out, eval_tokens, .. } = self;
+        let Self { backend, devices, texts, field, valid_texts, out, eval_tokens, plain, .. } =
+            self;
         let spec =
             Spec { backend, devices, origin, texts, field, valid_texts, config, eval_tokens };
-        (spec, out)
+        Start { spec, folder: out, plain }
     }
 }
 
@@ -245,7 +257,7 @@ pub(crate) struct Qat {
 }
 
 impl Qat {
-    pub(crate) fn spec(self) -> Result<(Spec, PathBuf)> {
+    pub(crate) fn start(self) -> Start {
         let gradient = match self.scale_gradient {
             true => SteGradient::ScaleMin,
             false => SteGradient::Identity,
@@ -271,7 +283,7 @@ impl Qat {
             adapter,
             ..TrainConfig::default()
         };
-        Ok(self.training.spec(Origin::Model(self.model), defaults))
+        self.training.start(Origin::Model(self.model), defaults)
     }
 }
 
@@ -285,7 +297,7 @@ pub(crate) struct Pretrain {
 }
 
 impl Pretrain {
-    pub(crate) fn spec(self) -> Result<(Spec, PathBuf)> {
+    pub(crate) fn start(self) -> Start {
         let defaults = TrainConfig {
             steps: 1000,
             steps_per_epoch: 100,
@@ -295,6 +307,6 @@ impl Pretrain {
             valid_windows: 16,
             ..TrainConfig::default()
         };
-        Ok(self.training.spec(Origin::Random(self.architecture), defaults))
+        self.training.start(Origin::Random(self.architecture), defaults)
     }
 }

@@ -5,12 +5,15 @@
 mod args;
 mod bench;
 mod run;
+mod stop;
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{cell::Cell, path::PathBuf, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 use kv_cli::start;
 use kv_train::Resume;
+
+use crate::run::Ended;
 
 /// Activations are allocated and freed at every layer; the system's allocator gives the pages back
 /// and faults them in again each time.
@@ -33,23 +36,42 @@ enum Command {
     Pretrain(args::Pretrain),
     /// Time and memory of a training step with a quantized cache beside a float one.
     Bench(bench::Args),
-    /// Continue a run that was interrupted.
+    /// Continue a run that was interrupted, or finish one whose model could not be saved.
     Resume {
         /// The run's folder.
         run: PathBuf,
-        /// Continue after this epoch's checkpoint instead of the last.
+        /// Continue after this optimizer step's checkpoint instead of the last.
         #[arg(long)]
-        from_epoch: Option<usize>,
+        from_step: Option<usize>,
+        /// Print a line for every few steps, on a terminal too, instead of the dashboard.
+        #[arg(long)]
+        plain: bool,
+    },
+    /// Save the model of one of a run's checkpoints.
+    Export {
+        /// The run's folder.
+        run: PathBuf,
+        /// The optimizer step of the checkpoint instead of the last.
+        #[arg(long)]
+        step: Option<usize>,
+        /// The model's folder instead of model-STEP in the run's.
+        #[arg(long)]
+        out: Option<PathBuf>,
     },
 }
 
 fn main() -> ExitCode {
-    start(|cli: Cli| match cli.command {
-        Command::Qat(args) => args.spec().and_then(|(spec, out)| run::start(&spec, &out)),
-        Command::Pretrain(args) => args.spec().and_then(|(spec, out)| run::start(&spec, &out)),
+    let stopped = Cell::new(false);
+    let ended =
+        |result: anyhow::Result<Ended>| result.map(|ended| stopped.set(ended == Ended::Stopped));
+    let code = start(|cli: Cli| match cli.command {
+        Command::Qat(args) => ended(run::start(&args.start())),
+        Command::Pretrain(args) => ended(run::start(&args.start())),
         Command::Bench(args) => bench::run(&args),
-        Command::Resume { run, from_epoch } => {
-            run::resume(&run, from_epoch.map_or(Resume::Last, Resume::Epoch))
+        Command::Resume { run, from_step, plain } => {
+            ended(run::resume(&run, from_step.map_or(Resume::Last, Resume::Step), plain))
         }
-    })
+        Command::Export { run, step, out } => run::export(&run, step, out),
+    });
+    if stopped.get() { ExitCode::from(stop::INTERRUPTED) } else { code }
 }

@@ -2,59 +2,160 @@
 
 use std::{
     fs,
-    io::IsTerminal,
+    io::{ErrorKind, IsTerminal},
     path::{Path, PathBuf},
     sync::Arc,
     time::Instant,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
 use kv_cli::{Plain, dispatch};
 use kv_eval::{Mode, Plan, Report, evaluate, layers::measure_layers};
 use kv_models::{
-    LanguageModel, Loaded, ModelCacheConfig, SaveDtype, SaveOptions, Tokenizer,
+    LanguageModel, Loaded, ModelCacheConfig, SaveDtype, SaveOptions, Tokenizer, check_savable,
     kv_cubecl::{Autodiff, Bits, KvCacheConfig, On, Target},
     llama::Llama,
 };
 use kv_train::{
-    Converted, Resume, Run, Texts, Trained,
+    Checkpoints, Converted, Error, Resume, Run, Texts, Trained, ValidRecord, check_new,
+    checkpointed,
     data::{Source, TokenFile},
     train, write_report,
 };
+use serde::{Deserialize, Serialize};
 
-use crate::args::{Origin, Spec};
+use crate::{
+    args::{Origin, Spec, Start},
+    stop::Stop,
+};
 
 /// Lines of training between two that are printed.
 const TELL_EVERY: u64 = 10;
 
-/// Starts a run in `folder`.
-pub(crate) fn start(spec: &Spec, folder: &Path) -> Result<()> {
-    dispatch!(spec.backend, Autodiff, run(spec, folder, Resume::No))
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    /// With all it was asked for.
+    Finished,
+    /// On request, with a checkpoint to go on from.
+    Stopped,
+}
+
+/// A run to start or to go on with.
+struct Job<'a> {
+    spec: &'a Spec,
+    folder: &'a Path,
+    resume: Resume,
+    plain: bool,
+}
+
+/// Starts a run.
+pub(crate) fn start(Start { spec, folder, plain }: &Start) -> Result<Ended> {
+    // Before anything takes time; nothing has been written yet.
+    spec.config.validate()?;
+    check_new(folder)?;
+    run_on(&Job { spec, folder, resume: Resume::No, plain: *plain })
 }
 
 /// Continues the run in `folder`.
-pub(crate) fn resume(folder: &Path, resume: Resume) -> Result<()> {
-    let path = spec_file(folder);
+pub(crate) fn resume(folder: &Path, resume: Resume, plain: bool) -> Result<Ended> {
+    let spec = read_spec(folder)?;
+    if let Some(result) = read_result(folder)?
+        && resume == Resume::Last
+    {
+        bail!(
+            "{}: the run has done its {} steps, the model is in {}",
+            folder.display(),
+            result.steps,
+            model_folder(folder).display()
+        );
+    }
+    run_on(&Job { spec: &spec, folder, resume, plain })
+}
+
+fn run_on(job: &Job<'_>) -> Result<Ended> {
+    dispatch!(job.spec.backend, Autodiff, run(job))
+}
+
+/// Saves the model of a checkpoint.
+pub(crate) fn export(folder: &Path, step: Option<usize>, out: Option<PathBuf>) -> Result<()> {
+    let spec = read_spec(folder)?;
+    dispatch!(spec.backend, Autodiff, export_from(&spec, folder, step, out))
+}
+
+fn export_from<T: Target>(
+    spec: &Spec,
+    folder: &Path,
+    step: Option<usize>,
+    out: Option<PathBuf>,
+) -> Result<()> {
+    let device = On::<T>::open()?;
+    let checkpoints = Checkpoints::of(folder);
+    let Some(step) = checkpoints.resume(step)? else {
+        bail!("{}: holds no checkpoint", checkpoints.folder().display());
+    };
+    let Begun { model, tokenizer, .. } = begin(spec, folder, &device, false)?;
+    let converted = checkpointed(&device, model, folder, step)?.convert();
+    let out = out.unwrap_or_else(|| folder.join(format!("model-{step}")));
+    save(spec, &converted, &tokenizer, &out)?;
+    println!("the model after step {step} of {} is in {}", spec.config.steps, out.display());
+    Ok(())
+}
+
+fn read_spec(folder: &Path) -> Result<Spec> {
+    let path = folder.join("run.json");
     let text = fs::read_to_string(&path)
         .with_context(|| format!("{}: cannot read, is this a run's folder?", path.display()))?;
-    let spec: Spec = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
-    dispatch!(spec.backend, Autodiff, run(&spec, folder, resume))
+    serde_json::from_str(&text).with_context(|| path.display().to_string())
 }
 
-fn spec_file(folder: &Path) -> PathBuf {
-    folder.join("run.json")
+/// What a finished run leaves, last of all.
+#[derive(Debug, Serialize, Deserialize)]
+struct RunResult {
+    /// Optimizer steps made.
+    steps: usize,
+    /// The step after which the saved model was.
+    step: usize,
+    /// The validation before the first step.
+    before: Option<ValidRecord>,
+    /// That of the saved model.
+    saved: Option<ValidRecord>,
+    /// The best.
+    best: Option<ValidRecord>,
 }
 
-fn run<T: Target>(spec: &Spec, folder: &Path, resume: Resume) -> Result<()> {
+fn model_folder(folder: &Path) -> PathBuf {
+    folder.join("model")
+}
+
+fn result_file(folder: &Path) -> PathBuf {
+    folder.join("result.json")
+}
+
+fn read_result(folder: &Path) -> Result<Option<RunResult>> {
+    let path = result_file(folder);
+    match fs::read_to_string(&path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        text => text
+            .map_err(anyhow::Error::from)
+            .and_then(|text| Ok(Some(serde_json::from_str(&text)?)))
+            .with_context(|| path.display().to_string()),
+    }
+}
+
+fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
+    let Job { spec, folder, resume, plain } = *job;
     let started = Instant::now();
+    let stop = Stop::listen()?;
     let device = On::<T>::open()?;
-    fs::create_dir_all(folder).with_context(|| format!("{}: cannot create", folder.display()))?;
-    let (model, tokenizer, tokenizer_file) = origin(spec, folder, &device, resume)?;
-    if resume == Resume::No {
-        let path = spec_file(folder);
-        fs::write(&path, serde_json::to_string_pretty(spec)? + "\n")
-            .with_context(|| format!("{}: cannot write", path.display()))?;
+    let new = resume == Resume::No;
+    let Begun { model, tokenizer, tokenizer_file, mut files } = begin(spec, folder, &device, new)?;
+    // Before hours of training, not after.
+    check_savable(&model, &tokenizer, save_options(spec))?;
+    let out = model_folder(folder);
+    if out.exists() && !out.is_dir() {
+        bail!("{}: is not a folder, the model goes there", out.display());
     }
     let open = |texts: &[PathBuf]| -> Result<Arc<TokenFile>> {
         let source = Source::new(texts).with_field(&spec.field);
@@ -67,7 +168,7 @@ fn run<T: Target>(spec: &Spec, folder: &Path, resume: Resume) -> Result<()> {
         false => Some(open(&spec.valid_texts)?),
     };
     let texts = Texts { train: open(&spec.texts)?, valid };
-    let dashboard = std::io::stdout().is_terminal();
+    let dashboard = !plain && std::io::stdout().is_terminal() && std::io::stdin().is_terminal();
     println!(
         "{} parameters, {} tokens to train on, {} in {} steps",
         parameters(&model),
@@ -76,6 +177,12 @@ fn run<T: Target>(spec: &Spec, folder: &Path, resume: Resume) -> Result<()> {
         spec.config.steps
     );
     let devices = (spec.devices > 1).then(|| devices::<T>(spec.devices)).transpose()?;
+    files.push(("run.json", (serde_json::to_string_pretty(spec)? + "\n").into_bytes()));
+    if !new && let Err(error) = fs::remove_file(result_file(folder)) {
+        // None, if the run had not ended.
+        ensure!(error.kind() == ErrorKind::NotFound, "{}: {error}", result_file(folder).display());
+    }
+    stop.begin(dashboard);
     let trained = train(
         &device,
         model,
@@ -88,33 +195,103 @@ fn run<T: Target>(spec: &Spec, folder: &Path, resume: Resume) -> Result<()> {
             tell: (!dashboard).then(|| Box::new(|line: &str| println!("{line}")) as _),
             tell_every: TELL_EVERY,
             devices: devices.as_deref(),
+            stop: Some(stop.asked.clone()),
+            files,
         },
-    )?;
-    let Trained { model, history, .. } = trained;
-    let out = folder.join("model");
-    let converted = model.convert();
-    match spec.config.qat {
-        Some(_) => converted.save(&out, &tokenizer)?,
-        None => {
-            let options = SaveOptions { dtype: SaveDtype::F16, cache: None };
-            kv_models::save(&out, &converted.model, &tokenizer, options)?;
+    );
+    // What follows is done again when the run goes on.
+    stop.end();
+    let trained = match trained {
+        Err(Error::Interrupted { step, steps, .. }) => {
+            println!(
+                "stopped after step {step} of {steps}, with a checkpoint in {}; go on with \
+                 kv-train resume {}",
+                Checkpoints::of(folder).folder().display(),
+                folder.display()
+            );
+            return Ok(Ended::Stopped);
         }
-    }
+        trained => trained?,
+    };
+    finish(spec, folder, trained, &tokenizer, &texts, started)?;
+    Ok(Ended::Finished)
+}
+
+/// Saves and evaluates the model, and writes the report.
+fn finish(
+    spec: &Spec,
+    folder: &Path,
+    trained: Trained,
+    tokenizer: &Tokenizer,
+    texts: &Texts,
+    started: Instant,
+) -> Result<()> {
+    let Trained { model, history, steps, step } = trained;
+    let out = model_folder(folder);
+    let converted = model.convert();
+    save(spec, &converted, tokenizer, &out)?;
     let evaluation = match spec.eval_tokens {
         0 => None,
-        tokens => Some(evaluate_trained(spec, &converted, &texts, tokens)?),
+        tokens => Some(evaluate_trained(spec, &converted, texts, tokens)?),
     };
     if let Some(evaluation) = &evaluation {
         print!("{evaluation}");
     }
-    let report = write_report(folder, &spec.config, &history, evaluation.as_ref())?;
+    let report = write_report(folder, &spec.config, &history, step, evaluation.as_ref())?;
+    let objective = spec.config.objective;
+    let result = RunResult {
+        steps,
+        step,
+        before: history.validation(0).copied(),
+        saved: history.validation(step).copied(),
+        best: history.best(objective).copied(),
+    };
+    if let Some(line) = verdict(spec, folder, &result) {
+        println!("{line}");
+    }
+    let path = result_file(folder);
+    fs::write(&path, serde_json::to_string_pretty(&result)? + "\n")
+        .with_context(|| format!("{}: cannot write", path.display()))?;
     println!(
-        "trained in {:.0} s; the model is in {}, the report is {}",
+        "trained {steps} steps in {:.0} s; the model{} is in {}, the report is {}",
         started.elapsed().as_secs_f64(),
+        if step == steps { String::new() } else { format!(" after step {step}, the best,") },
         out.display(),
         report.display()
     );
     Ok(())
+}
+
+/// What is not as one would hope of the saved model.
+fn verdict(spec: &Spec, folder: &Path, result: &RunResult) -> Option<String> {
+    let (before, saved, best) = (result.before?, result.saved?, result.best?);
+    let value = |record: ValidRecord| spec.config.objective.value(record.nll, record.kl);
+    if best.step == 0 {
+        let (before, saved) = (value(before), value(saved));
+        return Some(format!(
+            "note: no validation was better than {before:.4}, the one before training; the saved \
+             model's is {saved:.4}"
+        ));
+    }
+    (best.step != saved.step).then(|| {
+        format!(
+            "note: the best validation was after step {}, {:.4}, that of the saved model is {:.4}; \
+             kv-train export {} --step {} saves the best",
+            best.step,
+            value(best),
+            value(saved),
+            folder.display(),
+            best.step
+        )
+    })
+}
+
+fn save_options(spec: &Spec) -> SaveOptions<'_> {
+    SaveOptions { dtype: SaveDtype::F16, cache: spec.config.qat.as_ref().map(|qat| &qat.cache) }
+}
+
+fn save(spec: &Spec, converted: &Converted, tokenizer: &Tokenizer, out: &Path) -> Result<()> {
+    Ok(kv_models::save(out, &converted.model, tokenizer, save_options(spec))?)
 }
 
 /// The model as it was and as it is, on held-out text, with and without its cache.
@@ -124,15 +301,9 @@ fn evaluate_trained(
     texts: &Texts,
     tokens: usize,
 ) -> Result<Report> {
-    let ids: Vec<u32> = match &texts.valid {
+    let ids = match &texts.valid {
         Some(valid) => valid.ids(0..tokens).collect(),
-        None => {
-            let held_out = (texts.train.len() as f64 * spec.config.holdout) as usize;
-            // One window at least is.
-            let held_out = held_out.max(spec.config.seq_len);
-            let start = texts.train.len() - held_out;
-            texts.train.ids(start..start + held_out.min(tokens)).collect()
-        }
+        None => texts.windows(&spec.config)?.1.text(tokens),
     };
     dispatch!(spec.backend, Plain, evaluate_on(spec, trained, ids))
 }
@@ -168,34 +339,53 @@ fn evaluate_on<T: Target>(spec: &Spec, trained: &Converted, ids: Vec<u32>) -> Re
     Ok(report)
 }
 
-/// The model, its tokenizer, and the file the tokenizer was read from.
-fn origin(
-    spec: &Spec,
-    folder: &Path,
-    device: &Device,
-    resume: Resume,
-) -> Result<(LanguageModel, Tokenizer, PathBuf)> {
+/// What a run begins with.
+struct Begun {
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    /// The file the tokenizer was read from.
+    tokenizer_file: PathBuf,
+    /// What of it the run's folder is to keep.
+    files: Vec<(&'static str, Vec<u8>)>,
+}
+
+/// The model before training; that of a `new` run from scratch with a tokenizer of its own.
+fn begin(spec: &Spec, folder: &Path, device: &Device, new: bool) -> Result<Begun> {
     match &spec.origin {
         Origin::Model(path) => {
             let Loaded { model, tokenizer, notes, .. } = kv_models::load(path, device)?;
             kv_cli::notes(&notes);
-            Ok((model, tokenizer?, path.clone()))
+            let (tokenizer, tokenizer_file) = (tokenizer?, path.clone());
+            Ok(Begun { model, tokenizer, tokenizer_file, files: Vec::new() })
         }
         Origin::Random(architecture) => {
-            let path = folder.join("tokenizer.json");
-            let tokenizer = match resume {
-                Resume::No => {
-                    let texts = Source::new(&spec.texts).with_field(&spec.field).documents()?;
-                    let tokenizer = Tokenizer::train_bpe(texts.iter(), architecture.vocab)?;
-                    tokenizer.save(&path)?;
-                    tokenizer
-                }
-                _ => Tokenizer::from_file(&path, &[0])?,
-            };
-            device.seed(spec.config.seed);
             let config = architecture.config();
             config.validate()?;
-            Ok((LanguageModel::Llama(Llama::init(config, device)), tokenizer, path))
+            let name = "tokenizer.json";
+            let kept = folder.join(name);
+            if new && kept.exists() {
+                bail!("{}: is there already; choose another folder", kept.display());
+            }
+            let tokenizer = match new {
+                true => {
+                    let texts = Source::new(&spec.texts).with_field(&spec.field).documents()?;
+                    Tokenizer::train_bpe(texts.iter(), architecture.vocab)?
+                }
+                false => Tokenizer::from_file(&kept, &[0])?,
+            };
+            // Beside the ids made with it, so that no other tokenizer.json is in danger.
+            let tokens = folder.join("tokens");
+            fs::create_dir_all(&tokens)
+                .with_context(|| format!("{}: cannot create", tokens.display()))?;
+            let tokenizer_file = tokens.join(name);
+            tokenizer.save(&tokenizer_file)?;
+            let files = match new {
+                true => vec![(name, fs::read(&tokenizer_file)?)],
+                false => Vec::new(),
+            };
+            device.seed(spec.config.seed);
+            let model = LanguageModel::Llama(Llama::init(config, device));
+            Ok(Begun { model, tokenizer, tokenizer_file, files })
         }
     }
 }

@@ -1,0 +1,90 @@
+//! Ctrl-C and SIGTERM: the first stops a run with a checkpoint, another one the program.
+
+use std::{
+    io::{self, Write},
+    process::exit,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+};
+
+use anyhow::{Context, Result};
+use kv_train::restore_terminal;
+
+/// The exit code of a program that was interrupted.
+pub(crate) const INTERRUPTED: u8 = 130;
+
+/// A request to stop the run in progress.
+#[derive(Clone)]
+pub(crate) struct Stop {
+    /// Becomes true with the first signal.
+    pub(crate) asked: Arc<AtomicBool>,
+    /// Whether there is a run that would notice.
+    running: Arc<AtomicBool>,
+    /// Whether there is no dashboard, so that a line can be printed.
+    plain: Arc<AtomicBool>,
+}
+
+impl Stop {
+    /// Answers signals from now on; while nothing is trained they end the program.
+    pub(crate) fn listen() -> Result<Self> {
+        let stop = Self { asked: Arc::default(), running: Arc::default(), plain: Arc::default() };
+        stop.clone().serve()?;
+        Ok(stop)
+    }
+
+    /// Has the first signal stop the run that begins, which shows a dashboard or not.
+    pub(crate) fn begin(&self, dashboard: bool) {
+        self.plain.store(!dashboard, Ordering::SeqCst);
+        self.running.store(true, Ordering::SeqCst);
+    }
+
+    /// Has signals end the program again.
+    pub(crate) fn end(&self) {
+        self.running.store(false, Ordering::SeqCst);
+    }
+
+    fn signalled(&self) {
+        if !self.running.load(Ordering::SeqCst) || self.asked.swap(true, Ordering::SeqCst) {
+            restore_terminal();
+            exit(INTERRUPTED.into());
+        }
+        if self.plain.load(Ordering::SeqCst) {
+            // Nobody may be reading.
+            let line = "stopping as soon as there is a checkpoint; a second time, at once";
+            let _ = writeln!(io::stdout(), "{line}");
+        }
+    }
+
+    #[cfg(unix)]
+    fn serve(self) -> Result<()> {
+        use signal_hook::{
+            consts::{SIGINT, SIGTERM},
+            iterator::Signals,
+        };
+        let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot listen to signals")?;
+        thread::spawn(move || signals.forever().for_each(|_| self.signalled()));
+        Ok(())
+    }
+
+    /// Elsewhere signals set a flag, which this looks at.
+    #[cfg(not(unix))]
+    fn serve(self) -> Result<()> {
+        use signal_hook::{consts::SIGINT, consts::SIGTERM, flag::register};
+        let flag = Arc::new(AtomicBool::new(false));
+        for signal in [SIGINT, SIGTERM] {
+            register(signal, flag.clone()).context("cannot listen to signals")?;
+        }
+        thread::spawn(move || {
+            loop {
+                if flag.swap(false, Ordering::SeqCst) {
+                    self.signalled();
+                }
+                thread::sleep(std::time::Duration::from_millis(50));
+            }
+        });
+        Ok(())
+    }
+}

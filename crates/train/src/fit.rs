@@ -1,0 +1,276 @@
+//! The order of things in a run: steps, validations, checkpoints, and where it may stop.
+//!
+//! Burn's own strategies stop between batches without a checkpoint, and start with a whole epoch.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
+
+use burn::{
+    data::dataloader::{Progress, split::split_dataloader},
+    module::Module,
+    tensor::Device,
+};
+use burn_optim::GradientsAccumulator;
+use burn_train::{
+    EventProcessorTraining, InferenceStep, Interrupter, Learner, LearnerEvent,
+    LearningCheckpointer, LearningResult, SupervisedLearningStrategy,
+    SupervisedTrainingEventProcessor, TrainLoader, TrainOutput, TrainingComponents, TrainingItem,
+    ValidLoader, metric::store::EventStoreClient, train::MultiDevicesTrainStep,
+};
+
+use crate::{Measured, TrainConfig, Trainee, data::Batch, step::Task};
+
+/// Trains from one optimizer step to the last, or until it is asked to stop. An epoch of its data
+/// loaders is one optimizer step, so that it can go on after any.
+pub(crate) struct Fit {
+    pub(crate) devices: Vec<Device>,
+    pub(crate) task: Arc<Task>,
+    /// Optimizer steps made before.
+    pub(crate) done: usize,
+    /// Asks the run to stop where it is.
+    pub(crate) stop: Option<Arc<AtomicBool>>,
+}
+
+/// What a run in progress works with.
+struct Course {
+    learner: Learner<Trainee>,
+    processor: SupervisedTrainingEventProcessor<Trainee>,
+    checkpointer: Option<LearningCheckpointer<Trainee>>,
+    interrupter: Interrupter,
+    store: Arc<EventStoreClient>,
+    train: Vec<TrainLoader<Trainee>>,
+    valid: ValidLoader<Trainee>,
+    /// Where several devices share a step.
+    workers: Option<MultiDevicesTrainStep<Trainee>>,
+}
+
+impl SupervisedLearningStrategy<Trainee> for Fit {
+    fn train(
+        &self,
+        learner: Learner<Trainee>,
+        train: TrainLoader<Trainee>,
+        valid: ValidLoader<Trainee>,
+        mut components: TrainingComponents<Trainee>,
+    ) -> LearningResult<Trainee> {
+        let interrupter = components.interrupter.clone();
+        let start = LearnerEvent::Start {
+            total_epochs: self.config().epochs(),
+            starting_epoch: self.epoch_after(self.done),
+            label: None,
+        };
+        interrupter.fail_on_error(components.event_processor.process_train(start));
+        let (model, mut processor) = self.fit(components, learner, train, valid, 1);
+        // The dashboard resets the interrupter when it ends.
+        let (interrupted, error) = (interrupter.interruption(), interrupter.error());
+        interrupter.fail_on_error(processor.process_train(LearnerEvent::End(None)));
+        interrupter.fail_on_error(processor.flush());
+        let model = model.valid();
+        LearningResult { model, renderer: processor.renderer(), interrupted, error }
+    }
+
+    fn fit(
+        &self,
+        components: TrainingComponents<Trainee>,
+        mut learner: Learner<Trainee>,
+        train: TrainLoader<Trainee>,
+        valid: ValidLoader<Trainee>,
+        _: usize,
+    ) -> (Trainee, SupervisedTrainingEventProcessor<Trainee>) {
+        let TrainingComponents {
+            event_processor,
+            checkpointer,
+            mut early_stopping,
+            interrupter,
+            event_store,
+            ..
+        } = components;
+        let main = &self.devices[0];
+        learner.fork(main);
+        let several = self.devices.len() > 1;
+        let mut course = Course {
+            learner,
+            processor: event_processor,
+            checkpointer,
+            interrupter,
+            store: event_store,
+            train: split_dataloader(train, &self.devices),
+            valid: valid.to_device(&main.clone().inner()),
+            workers: several.then(|| MultiDevicesTrainStep::new(&self.devices)),
+        };
+
+        let (mut step, mut saved) = (self.done, None);
+        loop {
+            if self.config().validates_after(step) {
+                if self.task.lock().validations().validation(step).is_none() {
+                    self.validate(&mut course, step);
+                    if self.stops(&course) {
+                        break;
+                    }
+                }
+                course.save(step);
+                saved = Some(step);
+                let stopping = early_stopping.as_mut();
+                if stopping.is_some_and(|stopping| stopping.should_stop(step, &course.store)) {
+                    break;
+                }
+            }
+            if step == self.config().steps || self.stops(&course) {
+                break;
+            }
+            if !self.step(&mut course, step) {
+                break;
+            }
+            step += 1;
+            self.task.lock().made(step);
+        }
+        // Asked to stop, rather than failed: the weights are those after `step`.
+        let asked = self.stops(&course) && !self.failed(&course);
+        if asked && saved != Some(step) {
+            course.save(step);
+        }
+        // Waits until all checkpoints are written.
+        drop(course.checkpointer.take());
+        (course.learner.model(), course.processor)
+    }
+}
+
+impl Fit {
+    fn config(&self) -> &TrainConfig {
+        &self.task.config
+    }
+
+    /// Whether the run was asked to stop, or failed.
+    fn stops(&self, course: &Course) -> bool {
+        let asked = self.stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed));
+        asked || course.interrupter.should_stop()
+    }
+
+    fn failed(&self, course: &Course) -> bool {
+        course.interrupter.error().is_some() || self.task.lock().failure().is_some()
+    }
+
+    /// The epoch, from 1, that goes on after `step` steps.
+    fn epoch_after(&self, step: usize) -> usize {
+        step / self.config().steps_per_epoch + 1
+    }
+
+    /// One optimizer step; `false` leaves the model as it was.
+    fn step(&self, course: &mut Course, step: usize) -> bool {
+        let config = self.config();
+        let per_step = config.batch * config.accumulation * self.devices.len();
+        let first = (self.epoch_after(step) - 1) * config.steps_per_epoch;
+        let steps = config.steps_per_epoch.min(config.steps - first);
+        let epoch = self.epoch_after(step);
+        if step == first || step == self.done {
+            let total_items = steps * per_step;
+            course.train(LearnerEvent::StartSplit { epoch_number: epoch, total_items });
+        }
+
+        let mut items = Vec::new();
+        let mut accumulator = GradientsAccumulator::new();
+        let loaders = course.train.clone();
+        let mut batches: Vec<_> = loaders.iter().map(|loader| loader.iter()).collect();
+        for _ in 0..config.accumulation {
+            let outputs = match &course.workers {
+                Some(workers) => match workers.step(&mut batches, &course.learner.model()) {
+                    Ok((outputs, _)) => outputs.into_iter().map(|done| done.output).collect(),
+                    Err(error) => {
+                        course.interrupter.fail(error);
+                        Vec::new()
+                    }
+                },
+                None => match batches[0].next() {
+                    Some(Ok(batch)) => vec![course.learner.train_step(batch)],
+                    Some(Err(error)) => {
+                        course.interrupter.fail(error);
+                        Vec::new()
+                    }
+                    None => Vec::new(),
+                },
+            };
+            for TrainOutput { grads, item } in outputs {
+                let model = course.learner.model();
+                accumulator.accumulate(&model, grads.to_device(&self.devices[0], &model));
+                items.push(item);
+            }
+            if self.failed(course) {
+                return false;
+            }
+            // Asked to stop with batches to go: they are computed anew when the run goes on.
+            if items.len() < config.accumulation * self.devices.len() && self.stops(course) {
+                return false;
+            }
+        }
+        course.learner.lr_step();
+        course.learner.optimizer_step(accumulator.grads());
+
+        let n_items = items.len();
+        for (i, item) in items.into_iter().enumerate() {
+            let done = (step - first) * per_step + (i + 1) * config.batch;
+            let progress = Progress::new(done, steps * per_step, Some("items".into()));
+            let iteration = (step - first) * n_items + i + 1;
+            let lr = course.learner.lr_current();
+            let item = TrainingItem::new(item, progress, Some(iteration), Some(lr));
+            course.train(LearnerEvent::ProcessedItem(item));
+        }
+        if config.validates_after(step + 1) {
+            course.train(LearnerEvent::EndSplit(epoch));
+        }
+        true
+    }
+
+    /// The held-out loss after `step` steps, recorded by the steps themselves when it is complete.
+    fn validate(&self, course: &mut Course, step: usize) {
+        let epoch = step.div_ceil(self.config().steps_per_epoch).max(1);
+        let total_items = course.valid.num_items();
+        course.valid(LearnerEvent::StartSplit { epoch_number: epoch, total_items });
+        let model = course.learner.model().valid();
+        let loader = course.valid.clone();
+        let mut batches = loader.iter();
+        let mut iteration = 0;
+        while let Some(batch) = batches.next() {
+            let batch: Batch = match batch {
+                Ok(batch) => batch,
+                Err(error) => {
+                    course.interrupter.fail(error);
+                    break;
+                }
+            };
+            iteration += 1;
+            let item = InferenceStep::step(&model, batch);
+            let item = TrainingItem::new(item, batches.progress(), Some(iteration), None);
+            course.valid(LearnerEvent::ProcessedItem(item));
+            if self.stops(course) {
+                break;
+            }
+        }
+        self.task.lock().abandon_validation();
+        course.valid(LearnerEvent::EndSplit(epoch));
+        if step > 0 {
+            course.train(LearnerEvent::EndEpoch(epoch));
+        }
+        let flushed = course.processor.flush();
+        course.interrupter.fail_on_error(flushed);
+    }
+}
+
+impl Course {
+    fn train(&mut self, event: LearnerEvent<Measured>) {
+        let result = self.processor.process_train(event);
+        self.interrupter.fail_on_error(result);
+    }
+
+    fn valid(&mut self, event: LearnerEvent<Measured>) {
+        let result = self.processor.process_valid(event);
+        self.interrupter.fail_on_error(result);
+    }
+
+    /// Writes a checkpoint in the background.
+    fn save(&mut self, step: usize) {
+        if let Some(checkpointer) = &mut self.checkpointer {
+            checkpointer.checkpoint(&self.learner, step, &self.store);
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! A run's folder: who may start in it, and what must fit into it.
+
+use std::{
+    fs::{self, File, TryLockError},
+    io,
+    path::{Path, PathBuf},
+    thread,
+    time::Duration,
+};
+
+use crate::{Checkpoints, Error, History, Result, Resume, TrainConfig};
+
+/// Checks that a new run can start in `folder`, and changes nothing.
+///
+/// # Errors
+/// A folder that holds a run already.
+pub fn check_new(folder: &Path) -> Result<()> {
+    let checkpoints = Checkpoints::of(folder);
+    let traces = [settings(folder), History::path(folder), checkpoints.folder().to_path_buf()];
+    let Some(trace) = traces.into_iter().find(|path| path.exists()) else { return Ok(()) };
+    let made = match checkpoints.last_complete()? {
+        Some(step) => format!(", with checkpoints up to step {step}"),
+        None => String::new(),
+    };
+    let name = trace.file_name().unwrap_or_default().to_string_lossy();
+    let why = format!("holds a run ({name}{made}): resume it, or choose another folder");
+    Err(Error::Folder { path: folder.into(), why })
+}
+
+/// Where a run's configuration is.
+fn settings(folder: &Path) -> PathBuf {
+    folder.join("train.json")
+}
+
+/// The optimizer steps to go on after; `None` starts from the beginning.
+pub(crate) fn resumed(
+    folder: &Path,
+    resume: Resume,
+    config: &TrainConfig,
+) -> Result<Option<usize>> {
+    let wanted = match resume {
+        Resume::No => return check_new(folder).map(|()| None),
+        Resume::Last => None,
+        Resume::Step(step) => Some(step),
+    };
+    let path = settings(folder);
+    if TrainConfig::read(&path)? != *config {
+        let why = "is another configuration than the one to resume with".into();
+        return Err(Error::Damaged { path, why });
+    }
+    let checkpoints = Checkpoints::of(folder);
+    let step = checkpoints.resume(wanted)?;
+    // A run has a checkpoint before its first step, unless it was killed before it could write one.
+    let begun = || History::read(folder).is_ok_and(|history| !history.train.is_empty());
+    if step.is_none() && begun() {
+        let why = "holds no checkpoint to resume from".into();
+        return Err(Error::Damaged { path: checkpoints.folder().into(), why });
+    }
+    if let Some(step) = step.filter(|&step| step > config.steps) {
+        let rule = format!("the run has {} steps", config.steps);
+        return Err(Error::setting("from-step", step, rule));
+    }
+    Ok(step)
+}
+
+/// Makes a folder and keeps other processes from training in it until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Claim {
+    /// The lock is the file's.
+    _lock: File,
+}
+
+impl Claim {
+    /// That of a run that is there already.
+    pub(crate) fn of_run(folder: &Path) -> Result<Self> {
+        TrainConfig::read(&settings(folder))?;
+        Self::new(folder)
+    }
+
+    pub(crate) fn new(folder: &Path) -> Result<Self> {
+        fs::create_dir_all(folder).map_err(Error::io(folder))?;
+        let path = folder.join("lock");
+        let lock = File::create(&path).map_err(Error::io(&path))?;
+        // A process that is just being started by this one shares its locks for a moment.
+        for _ in 0..20 {
+            match lock.try_lock() {
+                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(50)),
+                // Or on a file system without locks.
+                Ok(()) | Err(TryLockError::Error(_)) => return Ok(Self { _lock: lock }),
+            }
+        }
+        let why = "another process is training in it".into();
+        Err(Error::Folder { path: folder.into(), why })
+    }
+}
+
+/// Writes what a run starts with: its configuration last, whole or not at all.
+pub(crate) fn write_start(
+    folder: &Path,
+    files: &[(&str, Vec<u8>)],
+    config: &TrainConfig,
+) -> Result<()> {
+    let text =
+        serde_json::to_string_pretty(config).map_err(|error| Error::Stopped(error.to_string()))?;
+    let last = (settings(folder), (text + "\n").into_bytes());
+    let files = files.iter().map(|(name, bytes)| (folder.join(name), bytes.clone()));
+    for (path, bytes) in files.chain([last]) {
+        let partial = path.with_extension("partial");
+        fs::write(&partial, bytes).map_err(Error::io(&path))?;
+        fs::rename(&partial, &path).map_err(Error::io(&path))?;
+    }
+    Ok(())
+}
+
+/// Checks that files of so many bytes fit into `folder` beside each other, by reserving them and
+/// giving them back. Where the file system cannot reserve, only that it can be written.
+pub(crate) fn check_room(folder: &Path, sizes: &[u64]) -> Result<()> {
+    let probes: Vec<PathBuf> =
+        (0..sizes.len()).map(|i| folder.join(format!("room-{i}.partial"))).collect();
+    let reserved = probes.iter().zip(sizes).try_for_each(|(path, &bytes)| {
+        let file = File::create(path)?;
+        reserve(&file, bytes)
+    });
+    for path in &probes {
+        // Of those that were not made there is nothing to remove.
+        let _ = fs::remove_file(path);
+    }
+    reserved.map_err(|error| {
+        let megabytes = sizes.iter().sum::<u64>().div_ceil(1 << 20);
+        let why =
+            format!("has no room for the run's checkpoints and model, {megabytes} MiB: {error}");
+        Error::Folder { path: folder.into(), why }
+    })
+}
+
+#[cfg(target_os = "linux")]
+fn reserve(file: &File, bytes: u64) -> io::Result<()> {
+    use rustix::{
+        fs::{FallocateFlags, fallocate},
+        io::Errno,
+    };
+    match fallocate(file, FallocateFlags::empty(), 0, bytes.max(1)) {
+        Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+        result => result.map_err(io::Error::from),
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn reserve(_: &File, _: u64) -> io::Result<()> {
+    Ok(())
+}
+
+impl TrainConfig {
+    /// Reads the configuration of a run, `train.json`.
+    ///
+    /// # Errors
+    /// A file that is missing or not a configuration.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = fs::read_to_string(path).map_err(Error::io(path))?;
+        serde_json::from_str(&text)
+            .map_err(|error| Error::Damaged { path: path.into(), why: error.to_string() })
+    }
+}

@@ -1,0 +1,89 @@
+//! Optimizer and learning rate.
+
+use burn::{
+    module::{Module, ModuleVisitor, Param, ParamGroup},
+    tensor::Tensor,
+};
+use burn_optim::{
+    AdamWConfig, ModuleOptimizer,
+    lr_scheduler::{
+        LrSchedulerConfig, cosine::CosineAnnealingLrSchedulerConfig,
+        linear::LinearLrSchedulerConfig, module_lr_scheduler::ModuleLrScheduler,
+        sequential::SequentialLrSchedulerConfig,
+    },
+};
+
+use crate::{Error, Result, Schedule, TrainConfig};
+
+/// AdamW for the parameters of `module`. Only matrices decay: a norm's gain or a bias has no scale
+/// that another weight could make up for, and rows of an embedding that a batch does not have would
+/// shrink all the same.
+pub(crate) fn optimizer<M: Module>(config: &TrainConfig, module: &M) -> ModuleOptimizer {
+    struct Kept {
+        path: Vec<String>,
+        kept: Vec<String>,
+    }
+    impl ModuleVisitor for Kept {
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.path.push(name.into());
+        }
+
+        fn exit_module(&mut self, _: &str, _: &str) {
+            self.path.pop();
+        }
+
+        fn visit_float<const D: usize>(&mut self, _: &Param<Tensor<D>>) {
+            if D < 2 || self.path.iter().any(|name| name == "embedding" || name == "positions") {
+                self.kept.push(self.path.join("."));
+            }
+        }
+    }
+    let adamw = AdamWConfig::new().with_beta_2(config.beta_2).with_epsilon(1e-8);
+    let decaying = adamw.clone().with_weight_decay(config.weight_decay).init();
+    let mut kept = Kept { path: Vec::new(), kept: Vec::new() };
+    module.visit(&mut kept);
+    let still = adamw.with_weight_decay(0.0).build();
+    decaying.with_group(ParamGroup::from_paths(kept.kept), still, None)
+}
+
+/// Warm-up, then the cosine, whose last step is that of the run.
+pub(crate) fn schedule(config: &TrainConfig) -> Result<ModuleLrScheduler> {
+    let Schedule { lr, min_lr, warmup } = config.schedule;
+    // From its first step, at `lr`, to its last.
+    let rest = (config.steps - warmup - 1).max(1);
+    let cosine = CosineAnnealingLrSchedulerConfig::new(lr, rest).with_min_lr(min_lr);
+    let fail = |why: String| Error::setting("lr", lr, why);
+    if warmup == 0 {
+        return cosine.init().map_err(fail);
+    }
+    let linear = LinearLrSchedulerConfig::new(lr / warmup as f64, lr, warmup);
+    SequentialLrSchedulerConfig::new(
+        vec![LrSchedulerConfig::Linear(linear), LrSchedulerConfig::Cosine(cosine)],
+        vec![warmup],
+    )
+    .init()
+    .map_err(fail)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_step_has_the_lowest_rate() {
+        for (steps, warmup) in [(10, 0), (10, 3), (2, 0), (2, 1), (30, 29)] {
+            let schedule = Schedule { lr: 0.5, min_lr: 0.125, warmup };
+            let config = TrainConfig { steps, schedule, ..TrainConfig::default() };
+            let mut scheduler = super::schedule(&config).unwrap();
+            let rates: Vec<f64> = (0..steps).map(|_| scheduler.step().base()).collect();
+            let (up, down) = rates.split_at(warmup);
+            assert!(up.iter().all(|&rate| rate <= 0.5), "{rates:?}");
+            assert_eq!(down[0], 0.5, "{rates:?}");
+            assert!(down.is_sorted_by(|a, b| a > b), "{rates:?}");
+            // A run with one step after its warm-up ends at the highest.
+            if down.len() > 1 {
+                assert!((rates[steps - 1] - 0.125).abs() < 1e-12, "{rates:?}");
+            }
+        }
+    }
+}
