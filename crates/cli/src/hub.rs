@@ -1,6 +1,7 @@
 //! From what a user names to files on this machine.
 
 use std::{
+    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
     sync::Mutex,
@@ -168,8 +169,11 @@ fn files_of(folder: &Path) -> Result<Vec<String>> {
 /// A bar on standard error, as long as something is downloaded.
 #[derive(Default)]
 struct Told {
-    bar: Mutex<Option<(ProgressBar, Vec<(String, u64)>)>>,
+    bar: Mutex<Option<(ProgressBar, BytesOfFiles)>>,
 }
+
+/// Bytes of each file that have come so far, by its name.
+type BytesOfFiles = BTreeMap<String, u64>;
 
 impl ProgressHandler for Told {
     fn on_progress(&self, event: &ProgressEvent) {
@@ -186,17 +190,15 @@ impl ProgressHandler for Told {
                     Ok(style) => new.with_style(style),
                     Err(_) => new,
                 };
-                *bar = Some((new, Vec::new()));
+                *bar = Some((new, BytesOfFiles::new()));
             }
             (DownloadEvent::Progress { files }, Some((bar, done))) => {
                 for file in files.iter().filter(|file| file.status != FileStatus::Started) {
                     let bytes = file.bytes_completed;
-                    match done.iter_mut().find(|(name, _)| *name == file.filename) {
-                        Some(known) => known.1 = known.1.max(bytes),
-                        None => done.push((file.filename.clone(), bytes)),
-                    }
+                    let known = done.entry(file.filename.clone()).or_default();
+                    *known = bytes.max(*known);
                 }
-                bar.set_position(done.iter().map(|(_, bytes)| bytes).sum());
+                bar.set_position(done.values().sum());
             }
             (&DownloadEvent::AggregateProgress { bytes_completed, .. }, Some((bar, _))) => {
                 bar.set_position(bytes_completed.max(bar.position()));

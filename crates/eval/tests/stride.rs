@@ -35,7 +35,7 @@ fn by_hand(
         let inputs: Vec<i32> = ids[begin..end].iter().map(|&id| id as i32).collect();
         let inputs = TensorData::new(inputs, [1, end - begin]);
         let inputs = Tensor::<2, Int>::from_data(inputs, &**device);
-        let hidden = model.hidden(inputs, &ModelCacheConfig::from(*cache)).unwrap();
+        let hidden = model.hidden(inputs, ModelCacheConfig::from(*cache)).unwrap();
         let logits = model.head(hidden).into_data().try_to_vec::<f32>().unwrap();
         let rows: Vec<&[f32]> = logits.chunks_exact(model.vocab_size()).collect();
         let target_length = end - previous_end;

@@ -1,4 +1,4 @@
-use std::{ops::Range, sync::Arc};
+use std::{iter, ops::Range, sync::Arc};
 
 use super::{DataError, TokenFile};
 
@@ -31,7 +31,7 @@ impl Windows {
         }
         let n = tokens.len().saturating_sub(1) / seq_len;
         let windows = Self { tokens, seq_len, ranges: Vec::new(), ends: Vec::new() };
-        let windows = windows.part([0..n]);
+        let windows = windows.part(iter::once(0..n));
         windows.require(1)?;
         Ok(windows)
     }

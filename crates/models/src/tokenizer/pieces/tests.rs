@@ -217,7 +217,7 @@ fn strange_text(rng: &mut Xoshiro256PlusPlus) -> String {
             0 => text += &SPACES.choose(rng).unwrap().repeat(rng.random_range(1..400)),
             1 => text += &PARTS.choose(rng).unwrap().repeat(rng.random_range(1..300)),
             2 => text += &"a b ".repeat(rng.random_range(1..200)),
-            3 => text += &["<r>", "<l>", "<w>", "of the", "of", "e"].choose(rng).unwrap(),
+            3 => text += ["<r>", "<l>", "<w>", "of the", "of", "e"].choose(rng).unwrap(),
             _ => text += PARTS.choose(rng).unwrap(),
         }
         match kind {

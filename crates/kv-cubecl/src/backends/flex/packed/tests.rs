@@ -141,7 +141,8 @@ fn say_what_is_missing() {
     let archs = ARCHS.iter().filter(|arch| !available(**arch)).map(|arch| format!("{arch:?}"));
     let vnni = (!vnni::available()).then(|| "VNNI".to_string());
     for missing in archs.chain(vnni) {
-        writeln!(std::io::stderr().lock(), "SKIPPED {test}: this CPU has no {missing}").unwrap();
+        // A closed standard error is no reason to fail.
+        let _ = writeln!(std::io::stderr(), "SKIPPED {test}: this CPU has no {missing}");
     }
 }
 
