@@ -203,7 +203,8 @@ impl KvCacheConfig {
         if self.capacity == 0 {
             return Err(invalid("capacity", self.capacity, "must be at least 1 token"));
         }
-        // Kernels address tokens, slots and words with u32.
+        // So that the kernels of every device can address tokens, slots and words, with u32 where they have
+        // no more.
         if self.capacity > 1 << 24 {
             return Err(invalid("capacity", self.capacity, "must be at most 16777216 tokens"));
         }

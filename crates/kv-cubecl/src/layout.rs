@@ -167,7 +167,8 @@ impl CacheLayout {
             }
         }
         let layout = Self { config: *config, shape };
-        // Kernels index every buffer with u32; in u128 nothing below overflows.
+        // So that the kernels of every device can index every buffer, with u32 where they have no more; in
+        // u128 nothing below overflows.
         let slices = shape.batch as u128 * shape.n_kv_heads as u128;
         // A packed side has fewer words than its tokens have elements.
         let rows = layout.float_rows().max(config.capacity) as u128;
@@ -290,8 +291,8 @@ impl CacheLayout {
         self.value_spec().map_or(0, |spec| spec.words(counts.values, self.shape.head_dim))
     }
 
-    /// Words allocated for packed keys; four when nothing is ever quantized, because a kernel that
-    /// reads four at once must not be given fewer.
+    /// Words allocated for packed keys: at least four, more than the slices have where little or nothing
+    /// is ever quantized, because a kernel that reads four at once must not be given fewer.
     pub fn key_words(&self) -> usize {
         (self.slices() * self.key_slice_words()).max(4)
     }

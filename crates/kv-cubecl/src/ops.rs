@@ -34,8 +34,9 @@ pub struct CacheState<B: Backend> {
 
 /// Quantized KV-cache operations of a backend.
 ///
-/// Inputs may be views: parts of larger buffers, strided, broadcast; so may the tensors of a cache. Float inputs are f32 unless an operation says otherwise; packed tensors
-/// are u32 in the layout of [`crate::layout`].
+/// Inputs may be views: parts of larger buffers, strided, broadcast; so may the tensors of a cache. Float
+/// inputs are f32 unless an operation says otherwise; packed tensors are u32 in the layout of
+/// [`crate::layout`].
 #[backend_extension(
     Cube: cfg(feature = "cube"),
     Flex: cfg(feature = "flex"),

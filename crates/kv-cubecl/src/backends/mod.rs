@@ -7,10 +7,10 @@ mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 
-use burn::tensor::Device;
+use burn::tensor::{DType, Device};
 
 use crate::{
-    Error, Result,
+    CacheFloat, Error, Result,
     layout::{CacheLayout, QuantSpec, StreamSpec},
 };
 
@@ -106,12 +106,18 @@ fn client(device: &Device) -> Option<burn_cubecl::cubecl::client::Client> {
 /// Whether the backend of `device` can serve a cache of `layout`.
 pub(crate) fn check(op: &str, layout: &CacheLayout, device: &Device) -> Result<()> {
     check_device(op, device)?;
+    if layout.config().float == CacheFloat::F16
+        && !device.clone().without_autodiff().supports_dtype(DType::F16)
+    {
+        return Err(Error::Unsupported {
+            what: format!("{op} of {} on {device:?}", layout.config()),
+            why: "the device has no f16; keep the residual in f32".to_string(),
+        });
+    }
     #[cfg(feature = "cube")]
     if let burn::backend::DispatchDevice::Cube(_) = device.clone().without_autodiff().as_dispatch()
     {
         crate::kernels::decode_attention::check(layout)?;
     }
-    // Flex serves every layout.
-    let _ = layout;
     Ok(())
 }

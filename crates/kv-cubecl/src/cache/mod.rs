@@ -65,12 +65,6 @@ impl KvCache {
     ) -> Result<CacheLayout> {
         let layout = CacheLayout::new(config, shape)?;
         crate::backends::check("cache", &layout, device)?;
-        if config.float == CacheFloat::F16 && !device.supports_dtype(DType::F16) {
-            return Err(Error::Unsupported {
-                what: format!("cache {config} on {device:?}"),
-                why: "the device has no f16; keep the residual in f32".to_string(),
-            });
-        }
         Ok(layout)
     }
 
@@ -188,6 +182,8 @@ impl KvCache {
             return Err(Error::Shape { op: OP, tensor, shape, rule });
         }
         self.check_device(OP, "position", &position.device())?;
+        let device = query.device();
+        crate::backends::check_attend(&self.layout, query.dims(), self.capacity(), &device)?;
         self.stepped = true;
         Ok(self.state.step(query, key, value, position.clone(), self.layout))
     }

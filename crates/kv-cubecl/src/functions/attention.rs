@@ -27,8 +27,9 @@ use super::quantize::{check_dtype, debug_check_finite, fake_quantize_from};
 /// beyond ±65504 saturates as it enters, infinities too.
 ///
 /// # Errors
-/// [`Error::Shape`] and [`Error::InvalidConfig`] naming the argument; [`Error::Unsupported`] for more
-/// elements than the device can count; [`Error::NonFinite`] in debug builds.
+/// [`Error::Shape`] and [`Error::InvalidConfig`] naming the argument; [`Error::Unsupported`] for a
+/// device without the cache's float type, or more elements than it can count; [`Error::NonFinite`] in
+/// debug builds.
 pub fn streaming_attention(
     query: Tensor<4>,
     key: Tensor<4>,

@@ -9,7 +9,7 @@ use cubecl::{
 use crate::{Error, Result};
 
 /// Units per cube of the element-wise kernels.
-const ELEMENTWISE_UNITS: usize = 128;
+pub(super) const ELEMENTWISE_UNITS: usize = 128;
 
 /// What a device allows of a launch.
 #[derive(Clone, Copy, Debug)]

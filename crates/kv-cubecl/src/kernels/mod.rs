@@ -23,6 +23,8 @@ mod window;
 use cubecl::client::Client;
 
 use crate::Result;
+#[cfg(all(test, feature = "cuda-ptx"))]
+use grid::ELEMENTWISE_UNITS;
 pub(crate) use grid::{Grid, Limits};
 
 /// Cubes for `n` units of the operation `what` on the client's device; `elements` are those of its longest

@@ -46,7 +46,7 @@ fn spec(tokens: usize) -> StreamSpec {
 fn many_elements<T: Target>(on: &On<T>) {
     let host = Host::normal(&mut Rng::new(71), [1, 1, 131_104, 65]);
     let (granularity, shape) = (Granularity::PerChannel, host.shape);
-    // 8.5 million elements, and 128 units in a cube.
+    // Restoring takes a unit per element, 66576 cubes of 128; quantizing takes one per group.
     let logical = reference::quantize(&host.data, shape, granularity, 4, 8);
     let restored = reference::dequantize(&logical, shape, granularity, 4, 8);
     let packed = quantize(host.on(on), granularity, Bits::Four, 8).unwrap();
@@ -107,7 +107,7 @@ fn many_keys_of_its_gradients<T: Target>(on: &On<T>) {
         close(format!("{what}: query"), &host(got.0), &d_query, 1e-4);
         // One cube adds up all rows of a key. Mesa's software driver ends a shader's loops after 65535
         // iterations in all (LP_MAX_TGSI_LOOP_ITERATIONS), fewer than half a million rows take.
-        if rows == 1 {
+        if rows == 1 || T::NAME != "wgpu" {
             close(format!("{what}: key"), &host(got.1), &d_key, 1e-4);
             close(format!("{what}: value"), &host(got.3), &d_value, 1e-4);
         }

@@ -7,6 +7,7 @@ use std::{
 
 use kv_models::{Error, Tokenizer, tokenizer};
 use serde_json::Value;
+use xxhash_rust::xxh3::Xxh3;
 
 use super::DataError;
 
@@ -284,48 +285,20 @@ pub(super) fn digest_file(path: &Path, digest: &mut Digest) -> Result<(), DataEr
     Ok(())
 }
 
-/// A 64-bit hash of bytes, however they arrive in pieces.
-///
-/// Per 8-byte word the state goes through a permutation of the states, a different one for each
-/// word: a change within one word always changes the result, other changes all but once in 2^64
-/// times. It is no defence against someone who constructs a collision.
+/// A 64-bit hash of bytes, XXH3, however they arrive in pieces. It is no defence against someone who
+/// constructs a collision.
 #[derive(Clone)]
-pub(super) struct Digest {
-    state: u64,
-    tail: [u8; 8],
-    n_tail: usize,
-}
+pub(super) struct Digest(Xxh3);
 
 impl Digest {
     pub(super) fn new(domain: &str) -> Self {
-        let mut digest = Self { state: 0x6a09_e667_f3bc_c908, tail: [0; 8], n_tail: 0 };
+        let mut digest = Self(Xxh3::new());
         digest.string(domain.as_bytes());
         digest
     }
 
-    fn word(&mut self, word: [u8; 8]) {
-        let mixed = (self.state ^ u64::from_le_bytes(word)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        self.state = (mixed ^ (mixed >> 32)).wrapping_add(0x243f_6a88_85a3_08d3);
-    }
-
-    pub(super) fn update(&mut self, mut bytes: &[u8]) {
-        if self.n_tail > 0 {
-            let n = bytes.len().min(8 - self.n_tail);
-            self.tail[self.n_tail..self.n_tail + n].copy_from_slice(&bytes[..n]);
-            self.n_tail += n;
-            bytes = &bytes[n..];
-            if self.n_tail < 8 {
-                return;
-            }
-            self.word(self.tail);
-            self.n_tail = 0;
-        }
-        let (words, tail) = bytes.as_chunks::<8>();
-        for &word in words {
-            self.word(word);
-        }
-        self.tail[..tail.len()].copy_from_slice(tail);
-        self.n_tail = tail.len();
+    pub(super) fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
     }
 
     pub(super) fn number(&mut self, number: u64) {
@@ -338,12 +311,7 @@ impl Digest {
         self.update(bytes);
     }
 
-    pub(super) fn finish(mut self) -> u64 {
-        let n = self.n_tail as u64;
-        self.tail[self.n_tail..].fill(0);
-        self.word(self.tail);
-        self.word(n.to_le_bytes());
-        let z = (self.state ^ (self.state >> 31)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 30)
+    pub(super) fn finish(self) -> u64 {
+        self.0.digest()
     }
 }

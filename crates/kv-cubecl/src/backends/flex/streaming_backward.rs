@@ -111,7 +111,8 @@ fn backward_block(problem: &Problem, block: Block, inputs: &Inputs<'_>, outputs:
             let (seen, hidden) = p.split_at_mut(block.seen(problem, row, &columns));
             hidden.fill(0.0);
             let lse = inputs.lse[source(row)] * LOG2_E;
-            // No score is above the log-sum-exp but by rounding, of huge ones by far.
+            // A score exceeds its row's log-sum-exp only by rounding, which is large where scores are
+            // huge; its weight is then 1.
             seen.iter_mut().for_each(|score| {
                 let difference = *score - lse;
                 *score = if difference > 0.0 { 0.0 } else { difference };

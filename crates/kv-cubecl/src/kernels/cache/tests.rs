@@ -15,7 +15,7 @@ use crate::kernels::{
 /// Two bits in groups of 32 and f32, as `k2v2`: the narrowest codes, the most of them per word.
 #[test]
 fn no_array_is_in_local_memory() {
-    let s = || settings(ELEMENTWISE_UNITS as usize, ExecutionMode::Checked);
+    let s = || settings(ELEMENTWISE_UNITS, ExecutionMode::Checked);
     let (b, t) = (buffer, Default::default);
     // Scalars have no compilation arguments, and the structs of them are of size zero.
     each_ptx(|card| {

@@ -116,7 +116,7 @@ mod ptx {
     #[test]
     fn no_array_is_in_local_memory() {
         each_ptx(|card| {
-            let settings = settings(ELEMENTWISE_UNITS as usize, ExecutionMode::Checked);
+            let settings = settings(ELEMENTWISE_UNITS, ExecutionMode::Checked);
             let [partials, output, lse] = [(); 3].map(|()| buffer());
             let (device, target) = (card.clone(), Default::default());
             let merge =

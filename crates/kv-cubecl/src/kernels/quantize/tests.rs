@@ -13,7 +13,7 @@ use crate::kernels::{
 /// Two bits in groups of 32: the narrowest codes, the most of them per word.
 #[test]
 fn no_array_is_in_local_memory() {
-    let s = || settings(ELEMENTWISE_UNITS as usize, ExecutionMode::Checked);
+    let s = || settings(ELEMENTWISE_UNITS, ExecutionMode::Checked);
     let (b, t) = (buffer, Default::default);
     each_ptx(|card| {
         let d = || card.clone();

@@ -45,7 +45,8 @@ fn weight_and_gradient(
     let k = element(at, at < quantized_keys(row, args), slice, slices, args.n, head_dim);
     let v = element(at, at < quantized_values(row, args), slice, slices, args.n, head_dim);
     let score = dot(query, q, keys, k, head_dim) * args.scale;
-    // No score is above the log-sum-exp but by rounding, of huge ones by far; NaN stays NaN.
+    // A score exceeds its row's log-sum-exp only by rounding, which is large where scores are huge; its
+    // weight is then 1. NaN stays NaN.
     let difference = score - stats[head * args.m + row];
     let p = select(difference > f32::new(0.0), f32::new(0.0), difference).exp();
     let dp = dot(grad, q, values, v, head_dim);

@@ -31,10 +31,10 @@ fn no_array_is_in_local_memory() {
             b(),
             ().dynamic_cast(),
             VECTOR,
-            ForwardBlueprint { blocks, keys: true, values: true },
+            ForwardBlueprint { blocks, flat: false, keys: true, values: true },
         );
         let s = || settings(128, ExecutionMode::Checked);
-        let bp = |head_dim| StreamBlueprint { head_dim, units: 128 };
+        let bp = |head_dim| StreamBlueprint { head_dim, units: 128, flat: false };
         let forward = Forward::new(
             s(),
             d(),
