@@ -103,8 +103,8 @@ impl Plan {
         Ok(Self { mode, caches: all, ids, bos: None, asked, window, stride: None })
     }
 
-    /// Has every window start with the token `bos`, if there is one, as models expect that were trained on texts that
-    /// do. It is one of the window's tokens, and none of the text's: a window holds one token of the
+    /// Has every window start with the token `bos`, if there is one, as models expect that were trained
+    /// on texts that do. It is one of the window's tokens, and none of the text's: a window holds one token of the
     /// text less, and each of them is scored, the first predicted from `bos` alone.
     ///
     /// Over a text that fits one window this is the loss of the transformers library for the ids of
@@ -144,12 +144,13 @@ impl Plan {
     /// # Errors
     /// [`Error::Plan`] for a stride of 0 or above the window.
     pub fn with_stride(self, stride: usize) -> Result<Self> {
-        let most = self.text_window();
+        let most = self.asked - usize::from(self.bos.is_some());
         if !(1..=most).contains(&stride) {
             let rule = format!("must be at least 1 and at most the window's {most} tokens of text");
             return Err(Error::plan("stride", stride, rule));
         }
-        Ok(Self { stride: Some(stride), ..self })
+        // A text shorter than the window is one window.
+        Ok(Self { stride: Some(stride.min(self.text_window())), ..self })
     }
 
     /// How tokens pass through the model.

@@ -81,13 +81,18 @@ impl ChatTemplate {
         let template = environment.get_template(NAME).map_err(failed)?;
         let context = context! {
             messages => Value::from(Serde(messages)),
-            bos_token => bos_token.as_deref(),
-            eos_token => eos_token.as_deref(),
+            bos_token => defined(bos_token),
+            eos_token => defined(eos_token),
             tools => Value::from(()),
             add_generation_prompt => true,
         };
         template.render(context).map_err(failed)
     }
+}
+
+/// A token, or what a template finds of a name that nobody set.
+fn defined(token: &Option<String>) -> Value {
+    token.as_deref().map_or(Value::UNDEFINED, Value::from)
 }
 
 impl fmt::Debug for ChatTemplate {

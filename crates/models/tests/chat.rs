@@ -125,3 +125,10 @@ fn templates_are_found_in_files() {
     save(&saved, &loaded.model, &tokenizer, SaveOptions::default()).unwrap();
     assert_eq!(rendered(&load(&saved, &device()).unwrap().tokenizer.unwrap()), "hi</s>");
 }
+
+#[test]
+fn a_token_that_the_files_do_not_name_is_empty() {
+    let source = "{{ bos_token }}{% if eos_token is defined %}</s>{% endif %}x";
+    let template = ChatTemplate::new(source, None, None).unwrap();
+    assert_eq!(template.render(&[]).unwrap(), "x");
+}

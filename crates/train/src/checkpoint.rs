@@ -19,7 +19,7 @@ use burn_train::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result, step::Task};
+use crate::{Error, Result, ValidRecord, step::Task};
 
 /// What a checkpoint consists of.
 pub(crate) const PARTS: [&str; 3] = ["model", "optimizer", "schedule"];
@@ -198,7 +198,15 @@ pub(crate) struct Keep {
 
 impl CheckpointingStrategy for Keep {
     fn checkpointing(&mut self, step: usize, _: &EventStoreClient) -> Vec<CheckpointingAction> {
-        let best = self.task.lock().validations().best(self.task.config.objective).map(|b| b.step);
+        // The best before this one: until this one is whole, it may be the best there is.
+        let objective = self.task.config.objective;
+        let value = |record: &&ValidRecord| objective.value(record.nll, record.kl);
+        let best = {
+            let recorder = self.task.lock();
+            let earlier =
+                recorder.validations().valid.iter().filter(|record| record.step < step as u64);
+            earlier.min_by(|a, b| value(a).total_cmp(&value(b))).map(|record| record.step)
+        };
         // What cannot be listed is not deleted.
         let steps = self.checkpoints.steps().unwrap_or_default();
         let complete = |other: &usize| *other < step && self.checkpoints.is_complete(*other);

@@ -42,7 +42,10 @@ impl QatConfig {
                 format!("must be below steps {steps}, or the quantizer is never switched on");
             return Err(Error::setting("start-step", self.start_step, rule));
         }
-        let (cache, window) = (&self.cache.cache, Window::new(&self.cache.cache));
+        let cache = &self.cache.cache;
+        // The heads are not known yet; a group's size passes the rules about theirs.
+        cache.validate(cache.group_size.max(1))?;
+        let window = Window::new(cache);
         let missing = |len: usize| {
             let counts = window.counts(len);
             let sides =

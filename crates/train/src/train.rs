@@ -21,7 +21,7 @@ use crate::{
     checkpoint::{Keep, PARTS},
     data::{Order, TokenFile, TrainLoader, ValidLoader, Windows},
     fit::Fit,
-    folder::{Claim, check_room, resumed, write_start},
+    folder::{Claim, check_new, check_room, resumed, write_start},
     history::{Recorder, Tell},
     metrics,
     optimize::{optimizer, schedule},
@@ -158,6 +158,10 @@ pub fn train<T: Target>(
     let Setup { prepared, teacher, autodiff } = set_up(device, model, config)?;
 
     let _claim = claim.map_or_else(|| Claim::new(&run.folder), Ok)?;
+    if run.resume == Resume::No {
+        // Another process may have begun a run here meanwhile.
+        check_new(&run.folder)?;
+    }
     let [weights, moments] = checkpoint_bytes(&prepared);
     // At worst the best, the last and the one being written; in the end the model in f16.
     let kept = if resumed.is_some() { 1 } else { 3 };

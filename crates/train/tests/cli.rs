@@ -145,6 +145,8 @@ fn mistakes_are_one_line() {
     with("--cache", "k3v3", &["k3v3", "--cache"]);
     with("--cache", "k2v2-g64-r64", &["group_size", "64", "head_dim 32"]);
     with("--cache", "k2v2-g16-r24", &["residual_length"]);
+    with("--cache", "k2v2-r0", &["residual_length"]);
+    with("--cache", "k2v2-s18446744073709551615", &["sink_tokens"]);
     with("--out", &file, &[&file]);
     with("--out", &format!("{file}/below"), &[&file]);
     with("--seq-len", "129", &["seq-len 129", "128 positions"]);

@@ -295,6 +295,8 @@ fn a_refused_start_changes_nothing() {
         fails(&mut program(&args), parts);
     };
     pretrain(&run, &[&run, "holds a run"]);
+    // Nor is a finished run unfinished by going on from a step without a checkpoint.
+    fails(&mut program(&["resume", &run, "--from-step", "3"]), &["step-3"]);
     assert!(before == contents(run.as_ref()));
 
     // A model's own folder is not taken for a run's.
@@ -310,6 +312,18 @@ fn a_refused_start_changes_nothing() {
     late[warmup + 1] = "9";
     fails(&mut program(&late), &["warmup 9"]);
     succeeds(&mut program(&args));
+}
+
+#[test]
+fn a_reader_that_goes_away_does_not_end_a_run() {
+    let world = Cpu::new();
+    let (model, text) = (world.save_model("base"), world.string("text.txt"));
+    let run = world.string("run");
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let status = program(&qat(&model, &text, &run, "8")).stdout(writer).status().unwrap();
+    assert!(status.success(), "{status}");
+    assert!(!saved(&run).is_empty());
 }
 
 #[test]

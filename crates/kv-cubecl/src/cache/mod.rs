@@ -9,8 +9,8 @@ use burn::{
 };
 
 use crate::{
-    CacheFloat, CacheShape, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps, Packed,
-    QuantizedCounts, Result, functions,
+    CacheShape, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps, Packed, QuantizedCounts,
+    Result, functions,
     layout::{CacheLayout, MemoryBytes, StreamSpec},
 };
 use state::{State, Tensors};

@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
-use kv_cli::{Plain, dispatch};
+use kv_cli::{OutFile, Plain, Screen, dispatch};
 use kv_eval::{Mode, Plan, Report, evaluate, layers::measure_layers};
 use kv_models::{
     LanguageModel, Loaded, ModelCacheConfig, SaveDtype, SaveOptions, Tokenizer, check_savable,
@@ -99,7 +99,8 @@ fn export_from<T: Target>(
     let converted = checkpointed(&device, model, folder, step)?.convert();
     let out = out.unwrap_or_else(|| folder.join(format!("model-{step}")));
     save(spec, &converted, &tokenizer, &out)?;
-    println!("the model after step {step} of {} is in {}", spec.config.steps, out.display());
+    let (steps, out) = (spec.config.steps, out.display());
+    Screen::Out.line(format_args!("the model after step {step} of {steps} is in {out}"))?;
     Ok(())
 }
 
@@ -169,15 +170,25 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
     };
     let texts = Texts { train: open(&spec.texts)?, valid };
     let dashboard = !plain && std::io::stdout().is_terminal() && std::io::stdin().is_terminal();
-    println!(
+    Screen::Out.line(format_args!(
         "{} parameters, {} tokens to train on, {} in {} steps",
         parameters(&model),
         texts.train.len(),
         folder.display(),
         spec.config.steps
-    );
+    ))?;
+    if let Some(bos) = begins_with(&tokenizer) {
+        let bos = tokenizer.id_to_token(bos).unwrap_or_default();
+        kv_cli::note(format_args!(
+            "windows are cut anywhere in the texts and do not start with {bos}; evaluations do"
+        ));
+    }
     let devices = (spec.devices > 1).then(|| devices::<T>(spec.devices)).transpose()?;
     files.push(("run.json", (serde_json::to_string_pretty(spec)? + "\n").into_bytes()));
+    // A step without a checkpoint is refused before the finished run is none any more.
+    if let Resume::Step(step) = resume {
+        Checkpoints::of(folder).resume(Some(step))?;
+    }
     if !new && let Err(error) = fs::remove_file(result_file(folder)) {
         // None, if the run had not ended.
         ensure!(error.kind() == ErrorKind::NotFound, "{}: {error}", result_file(folder).display());
@@ -192,7 +203,8 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
             folder: folder.into(),
             resume,
             dashboard,
-            tell: (!dashboard).then(|| Box::new(|line: &str| println!("{line}")) as _),
+            // Training goes on where nobody reads, or the terminal's disk is full.
+            tell: (!dashboard).then(|| Box::new(|line: &str| drop(Screen::Out.line(line))) as _),
             tell_every: TELL_EVERY,
             devices: devices.as_deref(),
             stop: Some(stop.asked.clone()),
@@ -200,15 +212,15 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
         },
     );
     // What follows is done again when the run goes on.
-    stop.end();
+    stop.end(folder);
     let trained = match trained {
         Err(Error::Interrupted { step, steps, .. }) => {
-            println!(
+            Screen::Out.line(format_args!(
                 "stopped after step {step} of {steps}, with a checkpoint in {}; go on with \
                  kv-train resume {}",
                 Checkpoints::of(folder).folder().display(),
                 folder.display()
-            );
+            ))?;
             return Ok(Ended::Stopped);
         }
         trained => trained?,
@@ -232,10 +244,10 @@ fn finish(
     save(spec, &converted, tokenizer, &out)?;
     let evaluation = match spec.eval_tokens {
         0 => None,
-        tokens => Some(evaluate_trained(spec, &converted, texts, tokens)?),
+        tokens => Some(evaluate_trained(spec, &converted, tokenizer, texts, tokens)?),
     };
     if let Some(evaluation) = &evaluation {
-        print!("{evaluation}");
+        Screen::Out.print(evaluation)?;
     }
     let report = write_report(folder, &spec.config, &history, step, evaluation.as_ref())?;
     let objective = spec.config.objective;
@@ -247,18 +259,17 @@ fn finish(
         best: history.best(objective).copied(),
     };
     if let Some(line) = verdict(spec, folder, &result) {
-        println!("{line}");
+        Screen::Out.line(line)?;
     }
-    let path = result_file(folder);
-    fs::write(&path, serde_json::to_string_pretty(&result)? + "\n")
-        .with_context(|| format!("{}: cannot write", path.display()))?;
-    println!(
+    let text = serde_json::to_string_pretty(&result)? + "\n";
+    OutFile::open("result", &result_file(folder))?.write(text.as_bytes())?;
+    Screen::Out.line(format_args!(
         "trained {steps} steps in {:.0} s; the model{} is in {}, the report is {}",
         started.elapsed().as_secs_f64(),
         if step == steps { String::new() } else { format!(" after step {step}, the best,") },
         out.display(),
         report.display()
-    );
+    ))?;
     Ok(())
 }
 
@@ -298,6 +309,7 @@ fn save(spec: &Spec, converted: &Converted, tokenizer: &Tokenizer, out: &Path) -
 fn evaluate_trained(
     spec: &Spec,
     trained: &Converted,
+    tokenizer: &Tokenizer,
     texts: &Texts,
     tokens: usize,
 ) -> Result<Report> {
@@ -305,16 +317,24 @@ fn evaluate_trained(
         Some(valid) => valid.ids(0..tokens).collect(),
         None => texts.windows(&spec.config)?.1.text(tokens),
     };
-    dispatch!(spec.backend, Plain, evaluate_on(spec, trained, ids))
+    dispatch!(spec.backend, Plain, evaluate_on(spec, trained, tokenizer, ids))
 }
 
-fn evaluate_on<T: Target>(spec: &Spec, trained: &Converted, ids: Vec<u32>) -> Result<Report> {
+fn evaluate_on<T: Target>(
+    spec: &Spec,
+    trained: &Converted,
+    tokenizer: &Tokenizer,
+    ids: Vec<u32>,
+) -> Result<Report> {
     let device = On::<T>::open()?;
     let window = trained.model.max_positions().min(2048).min(ids.len());
     let text = "held-out text".to_string();
-    let mut report = Report::new(&device, std::env::args().collect(), text, ids.len(), window);
+    let bos = begins_with(tokenizer);
+    let mut report = Report::new(&device, std::env::args().collect(), text, ids.len(), window)
+        .with_bos(bos.and_then(|id| tokenizer.id_to_token(id)));
     let mut add = |name: &str, model: &LanguageModel, caches: Vec<ModelCacheConfig>| {
-        let plan = Plan::new(model, Mode::Parallel, caches, ids.clone(), window, None)?;
+        let plan = Plan::new(model, Mode::Parallel, caches, ids.clone(), window, None)?
+            .with_bos(model, bos)?;
         let mut runs = evaluate(&device, model, &plan, |_| ())?;
         measure_layers(&device, model, &plan, &mut runs)?;
         report.add(name, runs);
@@ -337,6 +357,11 @@ fn evaluate_on<T: Target>(spec: &Spec, trained: &Converted, ids: Vec<u32>) -> Re
         }
     }
     Ok(report)
+}
+
+/// The token that the model expects at the beginning of a text, if it does.
+fn begins_with(tokenizer: &Tokenizer) -> Option<u32> {
+    tokenizer.bos().filter(|_| tokenizer.adds_bos())
 }
 
 /// What a run begins with.

@@ -2,9 +2,10 @@
 
 use std::{
     io::{self, Write},
+    path::Path,
     process::exit,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
     thread,
@@ -25,12 +26,19 @@ pub(crate) struct Stop {
     running: Arc<AtomicBool>,
     /// Whether there is no dashboard, so that a line can be printed.
     plain: Arc<AtomicBool>,
+    /// What to say when the program ends after the last step.
+    afterwards: Arc<OnceLock<String>>,
 }
 
 impl Stop {
     /// Answers signals from now on; while nothing is trained they end the program.
     pub(crate) fn listen() -> Result<Self> {
-        let stop = Self { asked: Arc::default(), running: Arc::default(), plain: Arc::default() };
+        let stop = Self {
+            asked: Arc::default(),
+            running: Arc::default(),
+            plain: Arc::default(),
+            afterwards: Arc::default(),
+        };
         stop.clone().serve()?;
         Ok(stop)
     }
@@ -41,14 +49,20 @@ impl Stop {
         self.running.store(true, Ordering::SeqCst);
     }
 
-    /// Has signals end the program again.
-    pub(crate) fn end(&self) {
+    /// Has signals end the program again, saying how to go on with the run in `folder`.
+    pub(crate) fn end(&self, folder: &Path) {
+        let line = format!("ended; go on with kv-train resume {}", folder.display());
+        // Set once.
+        let _ = self.afterwards.set(line);
         self.running.store(false, Ordering::SeqCst);
     }
 
     fn signalled(&self) {
         if !self.running.load(Ordering::SeqCst) || self.asked.swap(true, Ordering::SeqCst) {
             restore_terminal();
+            if let Some(line) = self.afterwards.get() {
+                let _ = writeln!(io::stdout(), "{line}");
+            }
             exit(INTERRUPTED.into());
         }
         if self.plain.load(Ordering::SeqCst) {
