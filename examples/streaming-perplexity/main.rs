@@ -22,7 +22,7 @@ fn main() -> Result<()> {
     let file = File::open(&text).with_context(|| format!("{text}: cannot read"))?;
     let ids = tokenizer.encode_reader(file, &text, Some(tokens))?;
     // Windows of models that were trained so start with their begin-of-text token.
-    let bos = tokenizer.bos().filter(|_| tokenizer.adds_bos());
+    let bos = tokenizer.leading_bos();
     let caches: Vec<KvCacheConfig> =
         ["k4v4", "k2v2-r64"].iter().map(|name| name.parse()).collect::<Result<_, _>>()?;
 

@@ -144,7 +144,7 @@ fn bos() -> Bos {
 
 /// The ids of a text as a model is to see it.
 fn with_bos(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
-    let bos = tokenizer.bos().filter(|_| tokenizer.adds_bos());
+    let bos = tokenizer.leading_bos();
     bos.into_iter().chain(tokenizer.encode(text).unwrap()).collect()
 }
 

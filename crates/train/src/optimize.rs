@@ -1,9 +1,6 @@
 //! Optimizer and learning rate.
 
-use burn::{
-    module::{Module, ModuleVisitor, Param, ParamGroup},
-    tensor::Tensor,
-};
+use burn::module::{Module, ParamGroup};
 use burn_optim::{
     AdamWConfig, ModuleOptimizer,
     lr_scheduler::{
@@ -13,37 +10,19 @@ use burn_optim::{
     },
 };
 
-use crate::{Error, Result, Schedule, TrainConfig};
+use crate::{Error, Result, Schedule, TrainConfig, setup::float_parameters};
 
 /// AdamW for the parameters of `module`. Only matrices decay: a norm's gain or a bias has no scale
 /// that another weight could make up for, and rows of an embedding that a batch does not have would
 /// shrink all the same.
 pub(crate) fn optimizer<M: Module>(config: &TrainConfig, module: &M) -> ModuleOptimizer {
-    struct Kept {
-        path: Vec<String>,
-        kept: Vec<String>,
-    }
-    impl ModuleVisitor for Kept {
-        fn enter_module(&mut self, name: &str, _: &str) {
-            self.path.push(name.into());
-        }
-
-        fn exit_module(&mut self, _: &str, _: &str) {
-            self.path.pop();
-        }
-
-        fn visit_float<const D: usize>(&mut self, _: &Param<Tensor<D>>) {
-            if D < 2 || self.path.iter().any(|name| name == "embedding" || name == "positions") {
-                self.kept.push(self.path.join("."));
-            }
-        }
-    }
     let adamw = AdamWConfig::new().with_beta_2(config.beta_2).with_epsilon(1e-8);
     let decaying = adamw.clone().with_weight_decay(config.weight_decay).init();
-    let mut kept = Kept { path: Vec::new(), kept: Vec::new() };
-    module.visit(&mut kept);
+    let is_lookup = |path: &str| path.split('.').any(|p| p == "embedding" || p == "positions");
+    let kept = float_parameters(module).into_iter();
+    let kept = kept.filter(|(path, rank)| *rank < 2 || is_lookup(path)).map(|(path, _)| path);
     let still = adamw.with_weight_decay(0.0).build();
-    decaying.with_group(ParamGroup::from_paths(kept.kept), still, None)
+    decaying.with_group(ParamGroup::from_paths(kept.collect::<Vec<_>>()), still, None)
 }
 
 /// Warm-up, then the cosine, whose last step is that of the run.

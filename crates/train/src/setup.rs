@@ -47,13 +47,12 @@ pub(crate) fn set_up(
     Ok(Setup { prepared, teacher, autodiff })
 }
 
-/// Freezes what is not trained, or attaches adapters to what is.
-fn choose(model: LanguageModel, config: &TrainConfig) -> Result<LanguageModel> {
+/// The path of every float parameter, such as `Llama.layers.0.qkv.weight`, and its number of dimensions.
+pub(crate) fn float_parameters<M: Module>(module: &M) -> Vec<(String, usize)> {
+    #[derive(Default)]
     struct Paths {
-        trainable: Trainable,
-        /// Of the parameters that are trained, and of the matrices among them.
-        chosen: Vec<String>,
         path: Vec<String>,
+        found: Vec<(String, usize)>,
     }
     impl ModuleVisitor for Paths {
         fn enter_module(&mut self, name: &str, _: &str) {
@@ -65,23 +64,27 @@ fn choose(model: LanguageModel, config: &TrainConfig) -> Result<LanguageModel> {
         }
 
         fn visit_float<const D: usize>(&mut self, _: &Param<Tensor<D>>) {
-            let path = self.path.join(".");
-            if self.trainable.includes(&path) {
-                self.chosen.push(path);
-            }
+            self.found.push((self.path.join("."), D));
         }
     }
-    let mut paths = Paths { trainable: config.trainable, chosen: Vec::new(), path: Vec::new() };
-    model.visit(&mut paths);
+    let mut paths = Paths::default();
+    module.visit(&mut paths);
+    paths.found
+}
+
+/// Freezes what is not trained, or attaches adapters to what is.
+fn choose(model: LanguageModel, config: &TrainConfig) -> Result<LanguageModel> {
+    let chosen = float_parameters(&model).into_iter().map(|(path, _)| path);
+    let chosen = chosen.filter(|path| config.trainable.includes(path));
     if let Some(adapter) = config.adapter {
         // Adapters are for the matrices of the layers: an adapted embedding would be composed anew
         // for every lookup.
         let matrices: Vec<String> =
-            paths.chosen.into_iter().filter(|path| Trainable::Layers.includes(path)).collect();
+            chosen.filter(|path| Trainable::Layers.includes(path)).collect();
         let group = ParamGroup::from_paths(matrices);
         return Ok(model.apply_lora(Lora::new(adapter.rank, adapter.alpha).set_param_group(group)));
     }
-    let group = ParamGroup::from_paths(paths.chosen);
+    let group = ParamGroup::from_paths(chosen.collect::<Vec<_>>());
     Ok(model.freeze().unfreeze_group(group))
 }
 

@@ -45,20 +45,13 @@ pub(crate) fn weight(text: &Setup) -> Host {
     Host::normal(&mut Rng::new(text.seed + 1000), text.query.shape)
 }
 
-#[track_caller]
-fn check<T: Target>(on: &On<T>, text: &Setup, tolerance: f64) {
-    check_with(on, text, SteGradient::Identity, tolerance);
-}
-
-/// The STE's statement, see [`stream_gradients`].
-#[track_caller]
-pub(crate) fn check_with<T: Target>(
-    on: &On<T>,
+/// Gradients of query, key and value by the straight-through estimator's statement, see
+/// [`stream_gradients`].
+pub(crate) fn expected_gradients(
     text: &Setup,
+    weight: &Host,
     gradient: SteGradient,
-    tolerance: f64,
-) {
-    let weight = weight(text);
+) -> [Vec<f64>; 3] {
     let expected = stream_gradients(
         (&text.query.data, text.query.shape),
         (&text.key.data, text.key.shape),
@@ -67,11 +60,28 @@ pub(crate) fn check_with<T: Target>(
         &text.config,
         gradient,
     );
+    [expected.query, expected.key, expected.value]
+}
+
+#[track_caller]
+fn check<T: Target>(on: &On<T>, text: &Setup, tolerance: f64) {
+    check_with(on, text, SteGradient::Identity, tolerance);
+}
+
+#[track_caller]
+pub(crate) fn check_with<T: Target>(
+    on: &On<T>,
+    text: &Setup,
+    gradient: SteGradient,
+    tolerance: f64,
+) {
+    let weight = weight(text);
+    let expected = expected_gradients(text, &weight, gradient);
     let options = FakeQuantOptions { gradient, ..FakeQuantOptions::default() };
-    let [query, key, value] = gradients_with(on, text, &weight, options);
-    close(format!("{text:?}: query"), &query, &expected.query, tolerance);
-    close(format!("{text:?}: key"), &key, &expected.key, tolerance);
-    close(format!("{text:?}: value"), &value, &expected.value, tolerance);
+    let got = gradients_with(on, text, &weight, options);
+    for ((got, expected), side) in got.iter().zip(expected).zip(["query", "key", "value"]) {
+        close(format!("{text:?}: {side}"), got, &expected, tolerance);
+    }
 }
 
 fn fake_quantize_is_the_identity<T: Target>(on: &On<T>) {

@@ -146,6 +146,11 @@ impl Tokenizer {
         self.settings.adds_bos
     }
 
+    /// [`bos`](Self::bos) where the model [was trained](Self::adds_bos) on texts that start with it.
+    pub fn leading_bos(&self) -> Option<u32> {
+        self.bos().filter(|_| self.adds_bos())
+    }
+
     /// The Jinja template of conversations, if the files have one; see
     /// [`ChatTemplate`](crate::ChatTemplate).
     pub fn chat_template(&self) -> Option<&str> {

@@ -241,14 +241,17 @@ impl Tokenizer {
         [left, right].concat() == whole
     }
 
-    /// The ids of a [`Piece`] that continues a text, which begins as no text by itself does: some
-    /// tokenizers mark the first word of a text.
+    /// The ids of a [`Piece`] of a text. One that `continues` a text begins as no text by itself does:
+    /// some tokenizers mark the first word of a text.
     ///
     /// # Errors
     ///
     /// Those of [`encode`](Self::encode).
-    pub fn encode_rest(&self, text: &str) -> Result<Vec<u32>> {
-        self.encode_whole(continued(text, self.cuts.prepends))
+    pub fn encode_piece(&self, text: &str, continues: bool) -> Result<Vec<u32>> {
+        match continues {
+            true => self.encode_whole(continued(text, self.cuts.prepends)),
+            false => self.encode_whole(text),
+        }
     }
 
     /// The text of a UTF-8 file in pieces, read as they are asked for. A byte order mark at its
@@ -291,10 +294,7 @@ impl Tokenizer {
         }
         for piece in pieces {
             let Piece { text, continues } = piece?;
-            ids.extend(match continues {
-                true => self.encode_rest(&text)?,
-                false => self.encode_whole(&text)?,
-            });
+            ids.extend(self.encode_piece(&text, continues)?);
             if ids.len() >= limit {
                 break;
             }

@@ -326,9 +326,10 @@ fn build(
     source.read(Some(tokenizer), &mut digest, |pieces| {
         let encode = |piece| {
             let text = source.text(piece)?;
-            let ids = match piece.continues() {
-                true => tokenizer.encode_rest(&text),
-                false => tokenizer.encode(&text),
+            let ids = match piece.line {
+                // A whole document, as long as it may be.
+                Some(_) => tokenizer.encode(&text),
+                None => tokenizer.encode_piece(&text, piece.continues()),
             };
             ids.map_err(|error| DataError::Tokenizer {
                 path: piece.path.into(),

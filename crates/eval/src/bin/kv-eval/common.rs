@@ -183,10 +183,7 @@ pub(crate) fn read_ids(
     let (limit, mut ids, mut bytes) = (tokens.unwrap_or(usize::MAX), vec![], 0);
     for piece in tokenizer.pieces(reader, text) {
         let Piece { text, continues } = piece.with_context(cannot)?;
-        let new = match continues {
-            true => tokenizer.encode_rest(&text)?,
-            false => tokenizer.encode(&text)?,
-        };
+        let new = tokenizer.encode_piece(&text, continues)?;
         let room = limit - ids.len();
         if new.len() >= room {
             ids.extend_from_slice(&new[..room]);

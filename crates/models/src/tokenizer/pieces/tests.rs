@@ -237,10 +237,7 @@ fn in_pieces(tokenizer: &Tokenizer, text: &str, size: usize) -> (Vec<u32>, usize
     let pieces: Vec<Piece> = Pieces { size, ..pieces }.map(Result::unwrap).collect();
     let parts: String = pieces.iter().map(|piece| piece.text.as_str()).collect();
     assert!(parts == text, "the pieces are not the text");
-    let encode = |piece: &Piece| match piece.continues {
-        true => tokenizer.encode_rest(&piece.text).unwrap(),
-        false => tokenizer.encode_whole(&piece.text).unwrap(),
-    };
+    let encode = |piece: &Piece| tokenizer.encode_piece(&piece.text, piece.continues).unwrap();
     (pieces.iter().flat_map(encode).collect(), pieces.len())
 }
 

@@ -177,7 +177,7 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
         folder.display(),
         spec.config.steps
     ))?;
-    if let Some(bos) = begins_with(&tokenizer) {
+    if let Some(bos) = tokenizer.leading_bos() {
         let bos = tokenizer.id_to_token(bos).unwrap_or_default();
         kv_cli::note(format_args!(
             "windows are cut anywhere in the texts and do not start with {bos}; evaluations do"
@@ -329,7 +329,7 @@ fn evaluate_on<T: Target>(
     let device = On::<T>::open()?;
     let window = trained.model.max_positions().min(2048).min(ids.len());
     let text = "held-out text".to_string();
-    let bos = begins_with(tokenizer);
+    let bos = tokenizer.leading_bos();
     let mut report = Report::new(&device, std::env::args().collect(), text, ids.len(), window)
         .with_bos(bos.and_then(|id| tokenizer.id_to_token(id)));
     let mut add = |name: &str, model: &LanguageModel, caches: Vec<ModelCacheConfig>| {
@@ -357,11 +357,6 @@ fn evaluate_on<T: Target>(
         }
     }
     Ok(report)
-}
-
-/// The token that the model expects at the beginning of a text, if it does.
-fn begins_with(tokenizer: &Tokenizer) -> Option<u32> {
-    tokenizer.bos().filter(|_| tokenizer.adds_bos())
 }
 
 /// What a run begins with.
