@@ -12,6 +12,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use kv_models::save::staged;
 use tempfile::NamedTempFile;
 
 /// Where people read.
@@ -145,14 +146,7 @@ fn stage(path: &Path) -> Result<To> {
     }
     // Of a link, what it points to is replaced.
     let target = fs::canonicalize(path).unwrap_or_else(|_| path.into());
-    let folder = match target.parent() {
-        Some(folder) if folder != Path::new("") => folder,
-        _ => Path::new("."),
-    };
-    let mut file = tempfile::Builder::new();
-    #[cfg(unix)]
-    file.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    Ok(To::Staged(file.tempfile_in(folder)?))
+    Ok(To::Staged(staged::stage(&target)?))
 }
 
 /// Makes `folder` if it is not there, and finds out whether files can be written into it.

@@ -6,7 +6,7 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Read, Write},
+    io::{self, Read},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -17,6 +17,7 @@ use burn_train::{
     },
     metric::store::EventStoreClient,
 };
+use kv_models::save::staged;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result, ValidRecord, step::Task};
@@ -230,33 +231,20 @@ impl Part {
     fn write<R: Checkpoint>(&self, step: usize, record: R) -> core::result::Result<(), String> {
         let Self { checkpoints, part } = self;
         let (path, seal) = (checkpoints.file(part, step), checkpoints.seal(part, step));
-        let partial = checkpoints.folder.join(format!("partial-{part}.bpk"));
-        let unsealed = checkpoints.folder.join(format!("partial-{part}.json"));
         let io = |path: &Path| {
             let path = path.display().to_string();
             move |error: io::Error| format!("{path}: {error}")
         };
         fs::create_dir_all(&checkpoints.folder).map_err(io(&checkpoints.folder))?;
-        let written = (|| {
-            record
-                .save(partial.clone())
-                .map_err(|error| format!("{}: {error}", partial.display()))?;
-            File::open(&partial).and_then(|file| file.sync_all()).map_err(io(&partial))?;
-            let sealed = Seal::of(&partial).map_err(io(&partial))?;
-            let text = serde_json::to_string(&sealed).map_err(|error| error.to_string())?;
-            // An older seal is not of this file.
-            remove(&seal).map_err(io(&seal))?;
-            fs::rename(&partial, &path).map_err(io(&path))?;
-            let mut file = File::create(&unsealed).map_err(io(&unsealed))?;
-            file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(io(&seal))?;
-            fs::rename(&unsealed, &seal).map_err(io(&seal))
-        })();
-        if written.is_err() {
-            // Best effort: the space may be what was missing.
-            let _ = fs::remove_file(&partial);
-            let _ = fs::remove_file(&unsealed);
-        }
-        written
+        let file = staged::stage(&path).map_err(io(&path))?.into_temp_path();
+        record.save(file.to_path_buf()).map_err(|error| format!("{}: {error}", path.display()))?;
+        File::open(&file).and_then(|file| file.sync_all()).map_err(io(&path))?;
+        let sealed = Seal::of(&file).map_err(io(&path))?;
+        let text = serde_json::to_string(&sealed).map_err(|error| error.to_string())?;
+        // An older seal is not of this file.
+        remove(&seal).map_err(io(&seal))?;
+        file.persist(&path).map_err(|error| io(&path)(error.error))?;
+        staged::write(&seal, text.as_bytes()).map_err(io(&seal))
     }
 }
 

@@ -8,6 +8,8 @@ use std::{
     time::Duration,
 };
 
+use kv_models::save::staged;
+
 use crate::{Checkpoints, Error, History, Result, Resume, TrainConfig};
 
 /// Checks that a new run can start in `folder`, and changes nothing.
@@ -86,7 +88,13 @@ impl Claim {
             match lock.try_lock() {
                 Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(50)),
                 // Or on a file system without locks.
-                Ok(()) | Err(TryLockError::Error(_)) => return Ok(Self { _lock: lock }),
+                Ok(()) | Err(TryLockError::Error(_)) => {
+                    // Of a process that was killed.
+                    for part in ["", "checkpoints", "model", "tokens"] {
+                        staged::remove_unfinished(&folder.join(part));
+                    }
+                    return Ok(Self { _lock: lock });
+                }
             }
         }
         let why = "another process is training in it".into();
@@ -104,12 +112,9 @@ pub(crate) fn write_start(
         serde_json::to_string_pretty(config).map_err(|error| Error::Stopped(error.to_string()))?;
     let last = (settings(folder), (text + "\n").into_bytes());
     let files = files.iter().map(|(name, bytes)| (folder.join(name), bytes.clone()));
-    for (path, bytes) in files.chain([last]) {
-        let partial = path.with_extension("partial");
-        fs::write(&partial, bytes).map_err(Error::io(&path))?;
-        fs::rename(&partial, &path).map_err(Error::io(&path))?;
-    }
-    Ok(())
+    files
+        .chain([last])
+        .try_for_each(|(path, bytes)| staged::write(&path, &bytes).map_err(Error::io(&path)))
 }
 
 /// Checks that files of so many bytes fit into `folder` beside each other, by reserving them and

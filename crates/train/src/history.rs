@@ -1,12 +1,13 @@
 //! What a run measured, one line of JSON per event, appended as it happens.
 
 use std::{
-    fs::{self, File, OpenOptions},
+    fs::{File, OpenOptions},
     io::{BufRead, BufReader, Write},
     path::{Path, PathBuf},
 };
 
 use burn_train::Interrupter;
+use kv_models::save::staged;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Objective, Result, loss::Sums};
@@ -188,16 +189,13 @@ impl Recorder {
             Some(_) => History::read(folder)?,
         };
         history.truncate(trained);
-        let partial = path.with_extension("partial");
-        let write = |file: &mut File| -> std::io::Result<()> {
-            for line in history.lines() {
-                writeln!(file, "{}", serde_json::to_string(&line)?)?;
-            }
-            file.sync_all()
-        };
-        let mut file = File::create(&partial).map_err(Error::io(&partial))?;
-        write(&mut file).map_err(Error::io(&partial))?;
-        fs::rename(&partial, &path).map_err(Error::io(&path))?;
+        let mut lines = Vec::new();
+        for line in history.lines() {
+            serde_json::to_writer(&mut lines, &line)
+                .map_err(|error| Error::io(&path)(error.into()))?;
+            lines.push(b'\n');
+        }
+        staged::write(&path, &lines).map_err(Error::io(&path))?;
         let file = OpenOptions::new().append(true).open(&path).map_err(Error::io(&path))?;
         Ok(Self {
             path,

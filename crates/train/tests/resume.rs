@@ -5,6 +5,7 @@ mod common;
 
 use std::{
     fs,
+    path::PathBuf,
     process::{Command, Stdio},
     thread,
     time::Duration,
@@ -137,8 +138,16 @@ fn damage_is_named_and_the_epoch_before_goes_on() {
     for name in ["optimizer.json", "optimizer.bpk", "schedule.json", "schedule.bpk"] {
         fs::remove_file(world.path("run/checkpoints").join(format!("step-12.{name}"))).unwrap();
     }
-    fs::write(world.path("run/checkpoints/partial-optimizer.bpk"), [0; 1000]).unwrap();
+    // What a killed process left is removed, in every folder of the run.
+    let unfinished: Vec<PathBuf> = ["", "checkpoints/", "model/", "tokens/"]
+        .map(|folder| world.path(&format!("run/{folder}.unfinished-a1B2c3-step-12.optimizer.bpk")))
+        .into();
+    for path in &unfinished {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, [0; 1000]).unwrap();
+    }
     let again = world.resume("run", &quantized(), Resume::Last).unwrap();
+    assert!(unfinished.iter().all(|path| !path.exists()));
     assert_eq!(Losses::of(&again.history), expected);
     checkpoints.check(12).unwrap();
 

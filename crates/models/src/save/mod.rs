@@ -1,14 +1,15 @@
 //! From a [`LanguageModel`] to a Hugging Face folder that [`load`](crate::load()) and the
 //! transformers library read.
 
-mod staged;
+pub mod staged;
 
 use std::{
     borrow::Cow,
     cell::RefCell,
     collections::HashMap,
-    fs, io,
-    path::{Path, PathBuf},
+    fs,
+    io::{self, Write},
+    path::Path,
 };
 
 use burn::tensor::Tensor;
@@ -16,9 +17,9 @@ use half::f16;
 use safetensors::{Dtype, SafeTensorError, View};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use tempfile::NamedTempFile;
 
-pub(crate) use self::staged::write;
-use self::staged::{Staged, failed};
+use self::staged::stage;
 use crate::{Error, KV_CACHE_FILE, LanguageModel, ModelCacheConfig, Result, Tokenizer};
 
 /// The float type of saved weights.
@@ -100,18 +101,28 @@ pub fn save(
     let config = configured(model, tokenizer, options, &config_path)?;
 
     fs::create_dir_all(folder).map_err(failed(folder))?;
-    let mut staged = Staged::default();
-    // First the file that is most likely to fail.
-    write_weights(&mut staged, folder.join("model.safetensors"), exports(model), dtype)?;
-    staged.write(&config_path, &pretty(&config))?;
-    staged.write(&folder.join("tokenizer.json"), tokenizer.to_json()?.as_bytes())?;
-    let tokenizer_config = pretty(&tokenizer_config(model, tokenizer));
-    staged.write(&folder.join("tokenizer_config.json"), &tokenizer_config)?;
     let cache_path = folder.join(KV_CACHE_FILE);
-    if let Some(cache) = cache {
-        staged.write(&cache_path, &pretty(cache))?;
+    let mut texts = vec![
+        (config_path, pretty(&config)),
+        (folder.join("tokenizer.json"), tokenizer.to_json()?.into_bytes()),
+        (folder.join("tokenizer_config.json"), pretty(&tokenizer_config(model, tokenizer))),
+    ];
+    texts.extend(cache.map(|cache| (cache_path.clone(), pretty(cache))));
+    // First the file that is most likely to fail.
+    let weights = folder.join("model.safetensors");
+    let mut files = vec![(write_weights(&weights, exports(model), dtype)?, weights)];
+    for (path, bytes) in texts {
+        let mut file = stage(&path).map_err(failed(&path))?;
+        file.write_all(&bytes).map_err(failed(&path))?;
+        files.push((file, path));
     }
-    staged.commit()?;
+    for (file, path) in &files {
+        // By its name: who wrote it may have made it anew.
+        fs::File::open(file).and_then(|file| file.sync_all()).map_err(failed(path))?;
+    }
+    for (file, path) in files {
+        file.persist(&path).map_err(|error| failed(&path)(error.error))?;
+    }
     if cache.is_none() {
         match fs::remove_file(&cache_path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -212,15 +223,10 @@ fn exports(model: &LanguageModel) -> Vec<Export> {
     }
 }
 
-/// Writes the weights, one tensor at a time in host memory.
-fn write_weights(
-    staged: &mut Staged,
-    path: PathBuf,
-    exports: Vec<Export>,
-    dtype: SaveDtype,
-) -> Result<()> {
+/// Writes the weights that are to be at `path`, one tensor at a time in host memory.
+fn write_weights(path: &Path, exports: Vec<Export>, dtype: SaveDtype) -> Result<NamedTempFile> {
     let failure = RefCell::new(None);
-    let (path, failure) = (path.as_path(), &failure);
+    let failure = &failure;
     let views = exports.into_iter().map(|Export { name, values }| {
         let shape = match &values {
             Values::Vector(tensor) => tensor.dims().to_vec(),
@@ -228,9 +234,9 @@ fn write_weights(
         };
         (name.clone(), Weight { name, values, shape, dtype, path, failure })
     });
-    let temporary = staged.add(path);
+    let file = stage(path).map_err(failed(path))?;
     let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-    let written = safetensors::serialize_to_file(views, Some(metadata), &temporary);
+    let written = safetensors::serialize_to_file(views, Some(metadata), file.path());
     if let Some(error) = failure.take() {
         return Err(error);
     }
@@ -240,16 +246,22 @@ fn write_weights(
             Error::Malformed { path: path.into(), format: "safetensors", why: other.to_string() }
         }
     })?;
-    share(&temporary).map_err(failed(path))
+    // The safetensors crate makes a file anew, which only its owner may read.
+    let permissions = file.as_file().metadata().map(|metadata| metadata.permissions());
+    permissions
+        .and_then(|permissions| fs::set_permissions(file.path(), permissions))
+        .map_err(failed(path))?;
+    Ok(file)
 }
 
-/// The safetensors crate makes files that only their owner may read; gives this one the permissions
-/// of any new file.
-fn share(path: &Path) -> io::Result<()> {
-    let probe = path.with_extension("permissions");
-    let permissions = fs::File::create(&probe)?.metadata()?.permissions();
-    fs::remove_file(&probe)?;
-    fs::set_permissions(path, permissions)
+/// What the system says when `path` cannot be written.
+fn failed(path: &Path) -> impl FnOnce(io::Error) -> Error {
+    move |source| Error::Write { path: path.into(), source }
+}
+
+/// Writes one file, whole or not at all.
+pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    staged::write(path, bytes).map_err(failed(path))
 }
 
 /// A tensor that is converted when it is written.

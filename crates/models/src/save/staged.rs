@@ -1,73 +1,54 @@
-//! Files that appear whole or not at all.
+//! Files that appear whole or not at all: written under another name beside their place, and moved
+//! there when they are complete.
 
 use std::{
-    fs::{self, File},
-    io,
-    path::{Path, PathBuf},
-    sync::atomic::{AtomicUsize, Ordering},
+    fs,
+    io::{self, Write},
+    path::Path,
 };
 
-use crate::{Error, Result};
+use tempfile::{Builder, NamedTempFile};
 
-/// Files written beside their places and moved there together: an error or a full disk before
-/// [`commit`](Self::commit) leaves what was there.
-#[derive(Debug, Default)]
-pub(crate) struct Staged {
-    files: Vec<Entry>,
+/// How the names of files that are not complete begin.
+const UNFINISHED: &str = ".unfinished-";
+
+/// A new file that is to become `path` by [`NamedTempFile::persist`]; until then it is removed again
+/// when it is dropped. Its name ends as that of `path` does.
+///
+/// # Errors
+/// What the system says where no file can be made beside `path`.
+pub fn stage(path: &Path) -> io::Result<NamedTempFile> {
+    let folder = match path.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    };
+    let mut name = std::ffi::OsString::from("-");
+    name.push(path.file_name().unwrap_or_default());
+    let mut file = Builder::new();
+    // Those of any new file, for its owner alone otherwise.
+    #[cfg(unix)]
+    file.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    file.prefix(UNFINISHED).suffix(&name).tempfile_in(folder)
 }
 
-#[derive(Debug)]
-struct Entry {
-    temporary: PathBuf,
-    path: PathBuf,
+/// Writes the file at `path`, and waits until it is on the disk.
+///
+/// # Errors
+/// What the system says. What was at `path` is then still there.
+pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = stage(path)?;
+    file.write_all(bytes)?;
+    file.as_file().sync_all()?;
+    file.persist(path)?;
+    Ok(())
 }
 
-impl Staged {
-    /// The place to write what will become `path`.
-    pub(crate) fn add(&mut self, path: &Path) -> PathBuf {
-        static N: AtomicUsize = AtomicUsize::new(0);
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let n = N.fetch_add(1, Ordering::Relaxed);
-        let temporary = path.with_file_name(format!(".{name}.{}-{n}.tmp", std::process::id()));
-        self.files.push(Entry { temporary: temporary.clone(), path: path.into() });
-        temporary
-    }
-
-    /// Writes what will become `path`.
-    pub(crate) fn write(&mut self, path: &Path, bytes: &[u8]) -> Result<()> {
-        fs::write(self.add(path), bytes).map_err(failed(path))
-    }
-
-    /// Moves the files to their places, in the order they were added.
-    pub(crate) fn commit(mut self) -> Result<()> {
-        for Entry { temporary, path } in &self.files {
-            File::open(temporary).and_then(|file| file.sync_all()).map_err(failed(path))?;
-        }
-        for Entry { temporary, path } in &self.files {
-            fs::rename(temporary, path).map_err(failed(path))?;
-        }
-        self.files.clear();
-        Ok(())
-    }
-}
-
-impl Drop for Staged {
-    fn drop(&mut self) {
-        for Entry { temporary, .. } in &self.files {
-            // Nothing to do about a file that cannot be removed, or was moved already.
-            let _ = fs::remove_file(temporary);
+/// Removes what writers that were killed left in `folder`, where no others are at work.
+pub fn remove_unfinished(folder: &Path) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        if entry.file_name().to_string_lossy().starts_with(UNFINISHED) {
+            // What cannot be removed takes room and does no other harm.
+            let _ = fs::remove_file(entry.path());
         }
     }
-}
-
-/// What the system says when `path` cannot be written.
-pub(crate) fn failed(path: &Path) -> impl FnOnce(io::Error) -> Error {
-    move |source| Error::Write { path: path.into(), source }
-}
-
-/// Writes one file, whole or not at all.
-pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    let mut staged = Staged::default();
-    staged.write(path, bytes)?;
-    staged.commit()
 }

@@ -1,13 +1,12 @@
 use std::{
     fmt,
-    fs::{self, File, OpenOptions},
+    fs::{self, File},
     io::{self, BufWriter, Seek, SeekFrom, Write},
     ops::Range,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
 };
 
-use kv_models::Tokenizer;
+use kv_models::{Tokenizer, save::staged::stage};
 use memmap2::Mmap;
 use rayon::prelude::*;
 
@@ -282,21 +281,6 @@ fn file_name(source: &Source, first: &Path, tokenizer_file: &Path) -> Result<Str
     Ok(format!("{stem}-{:016x}.tokens", key.finish()))
 }
 
-/// A file that is removed again unless it gets its name.
-struct Temporary {
-    path: PathBuf,
-    renamed: bool,
-}
-
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        if !self.renamed {
-            // Best effort: the error that led here is the one to report.
-            let _ = fs::remove_file(&self.path);
-        }
-    }
-}
-
 /// Tokenizes `source` into a new file at `path`.
 fn build(
     source: &Source,
@@ -305,13 +289,8 @@ fn build(
     mut digest: Digest,
     fingerprint: u64,
 ) -> Result<File, DataError> {
-    static N_BUILT: AtomicU64 = AtomicU64::new(0);
     let failed = |source| DataError::Cache { path: path.into(), source };
-    let n = N_BUILT.fetch_add(1, Ordering::Relaxed);
-    let at = path.with_extension(format!("{}-{n}.part", std::process::id()));
-    let mut options = OpenOptions::new();
-    let file = options.read(true).write(true).create_new(true).open(&at).map_err(failed)?;
-    let mut temporary = Temporary { path: at, renamed: false };
+    let file = stage(path).map_err(failed)?;
 
     let width = if tokenizer.n_ids() <= 1 << 16 { 2 } else { 4 };
     let separator = tokenizer.eos().first().copied();
@@ -391,12 +370,10 @@ fn build(
         file.seek(SeekFrom::Start(0))?;
         file.write_all(&header.to_bytes())?;
         file.write_all(&table)?;
-        file.sync_all()?;
-        fs::rename(&temporary.path, path)?;
-        Ok(file)
+        file.as_file().sync_all()?;
+        Ok(file.persist(path)?)
     };
     let file = finish().map_err(failed)?;
-    temporary.renamed = true;
     // Makes the new name durable where folders can be synced; a lost one is only tokenized again.
     if let Some(Ok(folder)) = path.parent().map(File::open) {
         let _ = folder.sync_all();
