@@ -1,32 +1,67 @@
 //! From what a user names to files on this machine.
 
 use std::{
-    collections::BTreeMap,
-    fs,
+    env, fs,
     path::{Path, PathBuf},
-    sync::Mutex,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use hf_hub::{
-    HFClientSync,
-    progress::{DownloadEvent, FileStatus, ProgressEvent, ProgressHandler},
-    repository::RepoTreeEntry,
+    Cache, Repo, RepoType,
+    api::{
+        RepoInfo,
+        sync::{Api, ApiBuilder},
+    },
 };
-use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
-use crate::{note, start::error_line};
+use crate::note;
+
+/// The model that a program is told of.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ModelSource {
+    /// A folder with config.json, a .gguf file, or a model of the Hugging Face hub: owner/name, or
+    /// owner/name/FILE.gguf.
+    #[arg(long)]
+    model: String,
+    /// The branch, tag or commit of a model of the hub.
+    #[arg(long)]
+    revision: Option<String>,
+}
+
+impl ModelSource {
+    /// Where it lies on this machine, downloaded if need be. What is downloaded stays in the hub's
+    /// cache and is not downloaded again.
+    ///
+    /// # Errors
+    /// What is neither path nor id, a revision of a local path, a repository without weights or with
+    /// several GGUF files to choose from, and what the hub does not give.
+    pub fn find(&self) -> Result<PathBuf> {
+        resolve(&self.model, self.revision.as_deref())
+    }
+
+    /// What it is called: on the hub what it is called there, else its file's or folder's name.
+    pub fn name(&self) -> String {
+        match Path::new(&self.model) {
+            path if path.exists() => name_of(path),
+            _ => self.model.clone(),
+        }
+    }
+}
+
+/// The name of a model's file or folder.
+pub fn name_of(path: &Path) -> String {
+    // A path such as `.` has no name of its own.
+    let whole = path.canonicalize().unwrap_or_else(|_| path.into());
+    let name = if whole.is_dir() { whole.file_name() } else { whole.file_stem() };
+    name.map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into_owned())
+}
 
 /// A local path as it is, else a model of the Hugging Face hub, as `owner/name`, or `owner/name/FILE`
 /// for one of the GGUF files of a repository that has several. What is downloaded stays in the hub's
 /// cache and is not downloaded again. `revision` is a branch, tag or commit of a model of the hub.
 ///
 /// Of the weights a repository has, one kind is downloaded: safetensors, else PyTorch's, else GGUF.
-///
-/// # Errors
-/// What is neither path nor id, a revision of a local path, a repository without weights or with
-/// several GGUF files to choose from, and what the hub does not give.
-pub fn resolve(model: &str, revision: Option<&str>) -> Result<PathBuf> {
+fn resolve(model: &str, revision: Option<&str>) -> Result<PathBuf> {
     let path = Path::new(model);
     if path.exists() {
         if let Some(revision) = revision {
@@ -38,45 +73,75 @@ pub fn resolve(model: &str, revision: Option<&str>) -> Result<PathBuf> {
         bail!("model {model}: no such file or folder, and not a model id of the form owner/name");
     };
     let context = || format!("model {model}: no such path here, and the hub did not give it");
-    let repository = HFClientSync::new().with_context(context)?.model(id.owner, id.name);
-    let of = revision.map(String::from);
-    let listed = repository.list_tree().maybe_revision(of.clone()).send();
-    let (files, known) = match listed {
-        Ok(entries) => {
-            let files = entries.into_iter().filter_map(|entry| match entry {
-                RepoTreeEntry::File { path, .. } => Some(path),
-                RepoTreeEntry::Directory { .. } => None,
-            });
-            (files.collect(), None)
+    let repository = |revision: &str| {
+        let id = format!("{}/{}", id.owner, id.name);
+        Repo::with_revision(id, RepoType::Model, revision.into())
+    };
+    let asked = repository(revision.unwrap_or("main"));
+    let (cache, api) = open().with_context(context)?;
+    let (commit, files) = match api.repo(asked.clone()).info() {
+        Ok(RepoInfo { siblings, sha }) => {
+            let top = siblings.into_iter().map(|file| file.rfilename).filter(|f| !f.contains('/'));
+            (sha, top.collect())
         }
         Err(error) => {
             // Perhaps there is no network, and no need for it.
-            let known = repository.snapshot_download().maybe_revision(of.clone());
-            let Ok(folder) = known.local_files_only(true).send() else {
+            let Some((commit, files)) = known(&cache, &asked) else {
                 return Err(error).with_context(context);
             };
             note(format_args!("the hub did not answer ({error}); {model} is what it gave before"));
-            (files_of(&folder)?, Some(folder))
+            (commit, files)
         }
     };
+    if !commit.chars().all(|c| c.is_ascii_alphanumeric()) {
+        return Err(anyhow!("{commit:?} is no commit")).with_context(context);
+    }
     let wanted = wanted(&files, id.file).with_context(|| format!("model {model}"))?;
-    let folder = match known {
-        Some(folder) => folder,
-        None => {
-            let files = repository.snapshot_download().maybe_revision(of);
-            let files = files.allow_patterns(wanted.files).progress(Told::default());
-            files.send().with_context(context)?
-        }
-    };
+    // All files of one commit, whatever happens to the branch meanwhile.
+    let at = repository(&commit);
+    let folder = cache.repo(at.clone()).pointer_path(&commit);
+    let missing: Vec<_> = wanted.files.iter().filter(|file| !folder.join(file).exists()).collect();
+    if !missing.is_empty() {
+        note(format_args!("downloading {} files of {model}", missing.len()));
+    }
+    for file in missing {
+        api.repo(at.clone()).download(file).with_context(|| file.clone()).with_context(context)?;
+    }
+    cache.repo(asked).create_ref(&commit).with_context(context)?;
     Ok(wanted.model.map_or(folder.clone(), |file| folder.join(file)))
 }
 
-/// [`resolve`] for an argument that is a path.
-///
-/// # Errors
-/// Those of [`resolve`], on one line.
-pub fn parse(model: &str) -> Result<PathBuf, String> {
-    resolve(model, None).map_err(|error| error_line(&error))
+/// The cache, and the way to the hub, where the environment variables of the `huggingface_hub` package
+/// say.
+fn open() -> Result<(Cache, Api)> {
+    let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let home = set("HF_HOME")
+        .or_else(|| Some(set("XDG_CACHE_HOME")?.join("huggingface")))
+        .or_else(|| Some(env::home_dir()?.join(".cache/huggingface")))
+        .context("there is no home folder; HF_HOME names one for what is downloaded")?;
+    let cache = Cache::new(set("HF_HUB_CACHE").unwrap_or_else(|| home.join("hub")));
+    let of_file = || fs::read_to_string(set("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token")));
+    let token = match set("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
+        Some(_) => None,
+        None => env::var("HF_TOKEN").or_else(|_| of_file()).ok(),
+    };
+    let token = token.map(|token| token.trim().to_string()).filter(|token| !token.is_empty());
+    let mut api = ApiBuilder::from_cache(cache.clone()).with_token(token).with_retries(3);
+    if let Ok(endpoint) = env::var("HF_ENDPOINT") {
+        api = api.with_endpoint(endpoint.trim_end_matches('/').into());
+    }
+    Ok((cache, api.build()?))
+}
+
+/// The commit of a repository that is in the cache, and its files there.
+fn known(cache: &Cache, repository: &Repo) -> Option<(String, Vec<String>)> {
+    let revision = repository.revision();
+    let of_branch = cache.path().join(repository.folder_name()).join("refs").join(revision);
+    let commit = fs::read_to_string(of_branch).map_or(revision.into(), |s| s.trim().to_string());
+    let folder = cache.repo(repository.clone()).pointer_path(&commit);
+    let entries = fs::read_dir(folder).ok()?;
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    Some((commit, names.collect()))
 }
 
 /// A model of the hub.
@@ -157,55 +222,6 @@ fn wanted(files: &[String], chosen: Option<&str>) -> Result<Wanted> {
         Some(file) if parts_of(file, files).len() == gguf.len() => Ok(of_gguf(file)),
         Some(_) => bail!("the repository has several files; name one behind the id: {}", all()),
         None => bail!("the repository has no model*.safetensors, pytorch_model*.bin or *.gguf"),
-    }
-}
-
-/// The names of the files in `folder`.
-fn files_of(folder: &Path) -> Result<Vec<String>> {
-    let entries = fs::read_dir(folder).with_context(|| folder.display().to_string())?;
-    Ok(entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect())
-}
-
-/// A bar on standard error, as long as something is downloaded.
-#[derive(Default)]
-struct Told {
-    bar: Mutex<Option<(ProgressBar, BytesOfFiles)>>,
-}
-
-/// Bytes of each file that have come so far, by its name.
-type BytesOfFiles = BTreeMap<String, u64>;
-
-impl ProgressHandler for Told {
-    fn on_progress(&self, event: &ProgressEvent) {
-        let (ProgressEvent::Download(event), Ok(mut bar)) = (event, self.bar.lock()) else {
-            return;
-        };
-        match (event, &mut *bar) {
-            // The first is of everything, those after it of single files.
-            (&DownloadEvent::Start { total_bytes, .. }, None) if total_bytes > 0 => {
-                note(format_args!("downloading {}", HumanBytes(total_bytes)));
-                const STYLE: &str = "{bar:40} {bytes}/{total_bytes}, {bytes_per_sec}, {eta} left";
-                let new = ProgressBar::new(total_bytes);
-                let new = match ProgressStyle::with_template(STYLE) {
-                    Ok(style) => new.with_style(style),
-                    Err(_) => new,
-                };
-                *bar = Some((new, BytesOfFiles::new()));
-            }
-            (DownloadEvent::Progress { files }, Some((bar, done))) => {
-                for file in files.iter().filter(|file| file.status != FileStatus::Started) {
-                    let bytes = file.bytes_completed;
-                    let known = done.entry(file.filename.clone()).or_default();
-                    *known = bytes.max(*known);
-                }
-                bar.set_position(done.values().sum());
-            }
-            (&DownloadEvent::AggregateProgress { bytes_completed, .. }, Some((bar, _))) => {
-                bar.set_position(bytes_completed.max(bar.position()));
-            }
-            (DownloadEvent::Complete, Some((bar, _))) => bar.finish_and_clear(),
-            _ => (),
-        }
     }
 }
 

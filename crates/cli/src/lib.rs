@@ -2,12 +2,13 @@
 //! they show progress, and where they get models from. No library depends on it.
 
 mod backend;
-pub mod hub;
+mod hub;
 mod output;
 mod progress;
 mod start;
 
 pub use backend::{Backend, Plain, not_built_in};
+pub use hub::{ModelSource, name_of};
 pub use kv_cubecl;
 pub use output::{OutFile, Screen, note, notes, open_folder};
 pub use progress::token_bar;

@@ -25,7 +25,7 @@ type Repositories = BTreeMap<&'static str, BTreeMap<String, Vec<u8>>>;
 /// A hub with the answers that a download needs. It stops with the program's end.
 struct Hub {
     endpoint: String,
-    /// Method and path of everything that was asked for.
+    /// Everything that was asked for, and from which byte on: `GET /PATH bytes=0-`.
     asked: Arc<Mutex<Vec<String>>>,
 }
 
@@ -49,6 +49,12 @@ impl Hub {
         self.asked.lock().unwrap().iter().filter(|line| line.contains(part)).count()
     }
 
+    /// How many files of `part` were downloaded, rather than asked about.
+    fn downloaded(&self, part: &str) -> usize {
+        let asked = self.asked.lock().unwrap();
+        asked.iter().filter(|line| line.contains(part) && line.ends_with(" bytes=0-")).count()
+    }
+
     /// The program with this hub and a cache in `home`.
     fn run(&self, home: &str, args: &[&str]) -> Outcome {
         let environment = [
@@ -65,14 +71,29 @@ impl Hub {
 fn answer(stream: &TcpStream, repositories: &Repositories, log: &Mutex<Vec<String>>) {
     let mut lines = BufReader::new(stream).lines().map_while(Result::ok);
     let Some(request) = lines.next() else { return };
-    for _ in lines.by_ref().take_while(|line| !line.is_empty()) {}
+    let headers: Vec<String> = lines.by_ref().take_while(|line| !line.is_empty()).collect();
+    let range = headers.iter().find_map(|line| {
+        let (name, value) = line.split_once(':')?;
+        name.eq_ignore_ascii_case("range").then(|| value.trim().to_string())
+    });
     let mut words = request.split(' ');
     let (method, target) = (words.next().unwrap(), words.next().unwrap());
-    log.lock().unwrap().push(format!("{method} {target}"));
+    log.lock().unwrap().push(format!("{method} {target} {}", range.as_deref().unwrap_or("")));
     let path = target.split('?').next().unwrap();
-    let (status, headers, body) = match found(path, repositories) {
+    let (status, mut headers, mut body) = match found(path, repositories) {
         Some((headers, body)) => ("200 OK", headers, body),
         None => ("404 Not Found", String::new(), b"{}".to_vec()),
+    };
+    let status = match range.filter(|_| status == "200 OK") {
+        Some(range) => {
+            let (first, last) = range.strip_prefix("bytes=").unwrap().split_once('-').unwrap();
+            let first: usize = first.parse().unwrap();
+            let last = last.parse().unwrap_or(body.len() - 1);
+            headers += &format!("content-range: bytes {first}-{last}/{}\r\n", body.len());
+            body = body[first..=last].to_vec();
+            "206 Partial Content"
+        }
+        None => status,
     };
     let length = body.len();
     let mut stream = stream;
@@ -95,20 +116,10 @@ fn found(path: &str, repositories: &Repositories) -> Option<(String, Vec<u8>)> {
     };
     for (name, files) in repositories {
         if let Some(rest) = path.strip_prefix(&format!("/api/models/{name}/")) {
-            let (verb, revision) = rest.split_once('/')?;
-            let commit = commit_of(revision)?;
-            let answer = match verb {
-                "revision" => serde_json::json!({ "id": name, "sha": commit }),
-                "tree" => files
-                    .iter()
-                    .map(|(path, bytes)| {
-                        serde_json::json!({
-                            "type": "file", "oid": "0", "size": bytes.len(), "path": path,
-                        })
-                    })
-                    .collect(),
-                _ => return None,
-            };
+            let commit = commit_of(rest.strip_prefix("revision/")?)?;
+            let siblings: Vec<_> =
+                files.keys().map(|path| serde_json::json!({ "rfilename": path })).collect();
+            let answer = serde_json::json!({ "id": name, "sha": commit, "siblings": siblings });
             return Some((json, answer.to_string().into_bytes()));
         }
         if let Some(rest) = path.strip_prefix(&format!("/{name}/resolve/")) {
@@ -145,6 +156,7 @@ fn a_model_is_downloaded_once_and_in_one_kind_of_weights() {
     let mut files = files_of(&space.model());
     files.insert("pytorch_model.bin".into(), b"not to be downloaded".to_vec());
     files.insert("other.gguf".into(), b"nor this".to_vec());
+    files.insert("onnx/config.json".into(), b"nor that".to_vec());
     let hub = Hub::serve([("someone/tiny-llama", files)].into());
     let (home, text) = (space.path("home"), space.text());
 
@@ -158,13 +170,15 @@ fn a_model_is_downloaded_once_and_in_one_kind_of_weights() {
     };
     assert_eq!(row(&first), row(&here));
     assert!(first.stderr.contains("note: downloading"), "{}", first.stderr);
-    assert_eq!((hub.asked("pytorch_model.bin"), hub.asked("other.gguf")), (0, 0));
-    let weights = "GET /someone/tiny-llama/resolve";
-    assert!(hub.asked(weights) >= 3);
+    let others = ["pytorch_model.bin", "other.gguf", "onnx"].map(|part| hub.asked(part));
+    assert_eq!(others, [0, 0, 0]);
+    let files = "GET /someone/tiny-llama/resolve";
+    assert!(hub.downloaded(files) >= 3);
 
-    let before = hub.asked(weights);
+    let before = hub.asked(files);
     let again = hub.run(&home, &ppl("someone/tiny-llama", &text));
-    assert_eq!((again.code, hub.asked(weights)), (0, before), "{}", again.stderr);
+    assert_eq!((again.code, hub.asked(files)), (0, before), "{}", again.stderr);
+    assert!(!again.stderr.contains("downloading"), "{}", again.stderr);
 
     // Without a hub, what it gave before.
     let gone = Hub { endpoint: "http://127.0.0.1:9".into(), asked: hub.asked.clone() };
@@ -187,7 +201,7 @@ fn pytorch_weights_are_taken_where_there_are_no_others() {
     let outcome = hub.run(&space.path("home"), &args);
     assert_eq!(outcome.code, 0, "{}", outcome.stderr);
     let weights = format!("GET /someone/old/resolve/{COMMIT}/pytorch_model.bin");
-    assert_eq!(hub.asked(&weights), 1);
+    assert_eq!(hub.downloaded(&weights), 1);
     assert!(outcome.stdout.starts_with("someone/old on flex"), "{}", outcome.stdout);
 }
 
@@ -205,7 +219,7 @@ fn gguf_files_are_named_behind_the_id() {
     let outcome = hub.run(&home, &ppl("someone/gguf/a.Q8_0.gguf", &text));
     assert_eq!(outcome.code, 1);
     assert!(outcome.stderr.contains("a.Q8_0.gguf: "), "{}", outcome.stderr);
-    assert_eq!((hub.asked("a.Q4_0.gguf"), hub.asked("GET /someone/gguf/resolve")), (0, 1));
+    assert_eq!((hub.asked("a.Q4_0.gguf"), hub.downloaded("GET /someone/gguf/resolve")), (0, 1));
 }
 
 #[test]

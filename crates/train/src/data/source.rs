@@ -1,6 +1,6 @@
 use std::{
     borrow::Cow,
-    fs::File,
+    fs::{self, File},
     io::{self, BufRead, BufReader, Read},
     path::{Path, PathBuf},
 };
@@ -68,6 +68,26 @@ impl Source {
     /// The field that holds the text of a JSONL line.
     pub fn field(&self) -> &str {
         &self.field
+    }
+
+    /// Whether the files are there and can be opened; their content is not looked at.
+    ///
+    /// # Errors
+    ///
+    /// [`DataError::Read`] of the first that cannot be read.
+    pub fn check_readable(&self) -> Result<(), DataError> {
+        for path in &self.paths {
+            let failed = |source| DataError::read(path, source);
+            let metadata = fs::metadata(path).map_err(failed)?;
+            if metadata.is_dir() {
+                return Err(failed(io::ErrorKind::IsADirectory.into()));
+            }
+            // A pipe is opened once, by its reader.
+            if metadata.is_file() {
+                File::open(path).map_err(failed)?;
+            }
+        }
+        Ok(())
     }
 
     /// The documents, in order and all in memory: to learn a tokenizer from, say.

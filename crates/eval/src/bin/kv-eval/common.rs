@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use indicatif::ProgressBar;
-use kv_cli::{Backend, OutFile, Screen, note, open_folder, token_bar};
+use kv_cli::{Backend, ModelSource, OutFile, Screen, note, open_folder, token_bar};
 use kv_cubecl::{On, Target};
 use kv_eval::{Plan, Progress, Report, Run, evaluate, layers::measure_layers};
 use kv_models::{LanguageModel, Tokenizer, tokenizer::Piece};
@@ -18,13 +18,8 @@ use serde::Serialize;
 /// Which model, and where it runs.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ModelArgs {
-    /// A folder with config.json, a .gguf file, or a model of the Hugging Face hub: owner/name, or
-    /// owner/name/FILE.gguf.
-    #[arg(long)]
-    pub(crate) model: String,
-    /// The branch, tag or commit of a model of the hub.
-    #[arg(long)]
-    pub(crate) revision: Option<String>,
+    #[command(flatten)]
+    pub(crate) source: ModelSource,
     /// Where to run.
     #[arg(long, value_enum, default_value = "flex")]
     pub(crate) backend: Backend,

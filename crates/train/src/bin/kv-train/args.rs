@@ -2,14 +2,17 @@
 
 use std::path::PathBuf;
 
-use kv_cli::Backend;
+use anyhow::Result;
+use kv_cli::{Backend, ModelSource};
 use kv_models::{
     ModelCacheConfig,
     kv_cubecl::{FakeQuantOptions, KvCacheConfig, SteGradient},
     llama,
     nn::{AttentionShape, RopeScaling},
 };
-use kv_train::{Adapter, Objective, QatConfig, Schedule, TrainConfig, Trainable};
+use kv_train::{
+    Adapter, Objective, QatConfig, Schedule, TrainConfig, Trainable, check_new, data::Source,
+};
 use serde::{Deserialize, Serialize};
 
 /// A run as its folder keeps it, to be continued without repeating the command line.
@@ -205,23 +208,31 @@ impl Training {
         }
     }
 
-    fn start(self, origin: Origin, defaults: TrainConfig) -> Start {
+    /// Refuses what can be known to be wrong before it finds out where the weights come from, which
+    /// may download them. Nothing has been written by then.
+    fn start(
+        self,
+        origin: impl FnOnce() -> Result<Origin>,
+        defaults: TrainConfig,
+    ) -> Result<Start> {
         let config = self.config(defaults);
+        config.validate()?;
+        check_new(&self.out)?;
+        Source::new(self.texts.iter().chain(&self.valid_texts)).check_readable()?;
+        let origin = origin()?;
         let Self { backend, devices, texts, field, valid_texts, out, eval_tokens, plain, .. } =
             self;
         let spec =
             Spec { backend, devices, origin, texts, field, valid_texts, config, eval_tokens };
-        Start { spec, folder: out, plain }
+        Ok(Start { spec, folder: out, plain })
     }
 }
 
 /// Arguments of `kv-train qat`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Qat {
-    /// A folder with config.json, a .gguf file, or a model of the Hugging Face hub: owner/name, or
-    /// owner/name/FILE.gguf.
-    #[arg(long, value_parser = kv_cli::hub::parse)]
-    model: PathBuf,
+    #[command(flatten)]
+    model: ModelSource,
     /// The cache to train for: kKvV with bits 2, 4, 8 or 16, then -gN, -rN, -sN, -after, -f16.
     #[arg(long)]
     cache: KvCacheConfig,
@@ -257,7 +268,7 @@ pub(crate) struct Qat {
 }
 
 impl Qat {
-    pub(crate) fn start(self) -> Start {
+    pub(crate) fn start(self) -> Result<Start> {
         let gradient = match self.scale_gradient {
             true => SteGradient::ScaleMin,
             false => SteGradient::Identity,
@@ -283,7 +294,8 @@ impl Qat {
             adapter,
             ..TrainConfig::default()
         };
-        self.training.start(Origin::Model(self.model), defaults)
+        let origin = || Ok(Origin::Model(self.model.find()?));
+        self.training.start(origin, defaults)
     }
 }
 
@@ -297,7 +309,7 @@ pub(crate) struct Pretrain {
 }
 
 impl Pretrain {
-    pub(crate) fn start(self) -> Start {
+    pub(crate) fn start(self) -> Result<Start> {
         let defaults = TrainConfig {
             steps: 1000,
             steps_per_epoch: 100,
@@ -307,6 +319,7 @@ impl Pretrain {
             valid_windows: 16,
             ..TrainConfig::default()
         };
-        self.training.start(Origin::Random(self.architecture), defaults)
+        let origin = || Ok(Origin::Random(self.architecture));
+        self.training.start(origin, defaults)
     }
 }

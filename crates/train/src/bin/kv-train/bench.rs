@@ -1,10 +1,10 @@
 //! A step with a quantized cache beside a float one: time in one process, taken in turn; peak memory
 //! in a process each.
 
-use std::{path::PathBuf, process::Command, time::Instant};
+use std::{path::Path, process::Command, time::Instant};
 
 use anyhow::{Context, Result, bail};
-use kv_cli::{Backend, dispatch};
+use kv_cli::{Backend, ModelSource, dispatch};
 use kv_models::{
     Loaded,
     kv_cubecl::{Autodiff, KvCacheConfig, On, Target},
@@ -14,10 +14,8 @@ use kv_train::{Objective, QatConfig, TrainConfig, Trainable, bench::Stepper};
 /// Arguments of `kv-train bench`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// A folder with config.json, a .gguf file, or a model of the Hugging Face hub: owner/name, or
-    /// owner/name/FILE.gguf.
-    #[arg(long, value_parser = kv_cli::hub::parse)]
-    model: PathBuf,
+    #[command(flatten)]
+    model: ModelSource,
     /// The cache of the quantized steps.
     #[arg(long, default_value = "k2v2")]
     cache: KvCacheConfig,
@@ -63,23 +61,27 @@ impl Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    for kind in 0..KINDS.len() {
+        args.config(kind).validate()?;
+    }
+    let model = args.model.find()?;
     match args.memory_of {
-        Some(kind) => dispatch!(args.backend, Autodiff, memory(args, kind)),
-        None => dispatch!(args.backend, Autodiff, times(args)),
+        Some(kind) => dispatch!(args.backend, Autodiff, memory(args, &model, kind)),
+        None => dispatch!(args.backend, Autodiff, times(args, &model)),
     }
 }
 
-fn stepper<T: Target>(args: &Args, kind: usize) -> Result<Stepper> {
+fn stepper<T: Target>(args: &Args, model: &Path, kind: usize) -> Result<Stepper> {
     let device = On::<T>::open()?;
-    let Loaded { model, notes, .. } = kv_models::load(&args.model, &device)?;
+    let Loaded { model, notes, .. } = kv_models::load(model, &device)?;
     kv_cli::notes(&notes);
     Ok(Stepper::new(&device, model, &args.config(kind))?)
 }
 
-fn times<T: Target>(args: &Args) -> Result<()> {
+fn times<T: Target>(args: &Args, model: &Path) -> Result<()> {
     let peaks: Vec<u64> = (0..KINDS.len()).map(peak).collect::<Result<_>>()?;
     let mut steppers: Vec<Stepper> =
-        (0..KINDS.len()).map(|kind| stepper::<T>(args, kind)).collect::<Result<_>>()?;
+        (0..KINDS.len()).map(|kind| stepper::<T>(args, model, kind)).collect::<Result<_>>()?;
     let mut seconds = vec![Vec::new(); KINDS.len()];
     for round in 0..=args.steps {
         for (stepper, seconds) in steppers.iter_mut().zip(&mut seconds) {
@@ -94,7 +96,7 @@ fn times<T: Target>(args: &Args) -> Result<()> {
     let medians: Vec<f64> = seconds.iter_mut().map(median).collect();
     println!(
         "{} on {}, {} x {} tokens, {}, {} trained, median of {} steps taken in turn",
-        args.model.display(),
+        args.model.name(),
         T::NAME,
         args.batch,
         args.seq_len,
@@ -133,11 +135,11 @@ fn peak(kind: usize) -> Result<u64> {
     }
 }
 
-fn memory<T: Target>(args: &Args, kind: usize) -> Result<()> {
+fn memory<T: Target>(args: &Args, model: &Path, kind: usize) -> Result<()> {
     if kind >= KINDS.len() {
         bail!("memory-of {kind}: must be below {}", KINDS.len());
     }
-    let mut stepper = stepper::<T>(args, kind)?;
+    let mut stepper = stepper::<T>(args, model, kind)?;
     for _ in 0..2 {
         stepper.step()?;
     }

@@ -65,8 +65,8 @@ fn main() -> ExitCode {
     let ended =
         |result: anyhow::Result<Ended>| result.map(|ended| stopped.set(ended == Ended::Stopped));
     let code = start(|cli: Cli| match cli.command {
-        Command::Qat(args) => ended(run::start(&args.start())),
-        Command::Pretrain(args) => ended(run::start(&args.start())),
+        Command::Qat(args) => ended(args.start().and_then(|start| run::start(&start))),
+        Command::Pretrain(args) => ended(args.start().and_then(|start| run::start(&start))),
         Command::Bench(args) => bench::run(&args),
         Command::Resume { run, from_step, plain } => {
             ended(run::resume(&run, from_step.map_or(Resume::Last, Resume::Step), plain))

@@ -18,8 +18,7 @@ use kv_models::{
     llama::Llama,
 };
 use kv_train::{
-    Checkpoints, Converted, Error, Resume, Run, Texts, Trained, ValidRecord, check_new,
-    checkpointed,
+    Checkpoints, Converted, Error, Resume, Run, Texts, Trained, ValidRecord, checkpointed,
     data::{Source, TokenFile},
     train, write_report,
 };
@@ -52,9 +51,6 @@ struct Job<'a> {
 
 /// Starts a run.
 pub(crate) fn start(Start { spec, folder, plain }: &Start) -> Result<Ended> {
-    // Before anything takes time; nothing has been written yet.
-    spec.config.validate()?;
-    check_new(folder)?;
     run_on(&Job { spec, folder, resume: Resume::No, plain: *plain })
 }
 
