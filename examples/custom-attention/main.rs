@@ -94,7 +94,7 @@ fn main() -> Result<()> {
         model = optimizer.step(3e-3, model, grads);
     }
 
-    // Serve what was trained, from the cache it was trained with.
+    // Serve the trained module, with the same kind of cache it was trained for.
     let (model, x) = (model.valid(), x.inner());
     let shape = CacheShape { batch: 2, n_kv_heads: N_KV_HEADS, head_dim: HEAD_DIM };
     let mut cache = KvCache::new(&config.with_capacity(tokens), shape, &x.device())?;

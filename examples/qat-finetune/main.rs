@@ -18,7 +18,7 @@ use kv_train::{
 
 /// Share of the text that is kept for the evaluation.
 const HELD_OUT: f64 = 0.1;
-/// Tokens of it that are evaluated, at most.
+/// The most tokens of the held-out text that are evaluated.
 const EVALUATED: usize = 16_384;
 
 fn main() -> Result<()> {
@@ -28,7 +28,7 @@ fn main() -> Result<()> {
     let (model, text, out) = (model?, text?, out?);
     let cache: KvCacheConfig = args.next().as_deref().unwrap_or("k2v2").parse()?;
     let steps: usize = args.next().as_deref().unwrap_or("50").parse().context(usage)?;
-    // Small models take larger steps: 1e-3 for a million weights.
+    // Small models take larger learning rates: 1e-3 for a million weights.
     let lr: f64 = args.next().as_deref().unwrap_or("5e-5").parse().context(usage)?;
 
     // The backend is one type parameter: `Autodiff<Wgpu>` trains on a graphics card.
@@ -36,14 +36,15 @@ fn main() -> Result<()> {
     let loaded = kv_models::load(&model, &device)?;
     let tokenizer = loaded.tokenizer?;
 
-    // Tokenized once; the file is found again in the next run.
+    // The text is tokenized once; the next run uses the same file.
     let out = Path::new(&out);
     let source = Source::new([&text]);
     let tokens = TokenFile::open(&source, &tokenizer, Path::new(&model), &out.join("tokens"))?;
     let texts = Texts { train: Arc::new(tokens), valid: None };
 
-    // Distillation: the model as it is, with a float cache, is the teacher. A quarter of the sequences
-    // keep it close to that one.
+    // Distillation: the model as it is, with a float cache, is the teacher. A quarter of the
+    // sequences are trained with a float cache, which keeps the model close to the teacher without
+    // quantization.
     let fake_quant = FakeQuantOptions { gradient: SteGradient::ScaleMin, ..Default::default() };
     let config = TrainConfig {
         qat: Some(QatConfig { fake_quant, ..QatConfig::new(cache) }),

@@ -1,5 +1,5 @@
-//! Perplexity of a real model with a quantized cache, streamed token by token, and by the closed
-//! form that needs no token loop.
+//! Perplexity of a real model with a quantized cache, streamed token by token, and in the parallel
+//! form that needs no loop over tokens.
 //!
 //! Usage: `streaming-perplexity MODEL TEXT [TOKENS]`
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
@@ -21,7 +21,7 @@ fn main() -> Result<()> {
     let tokenizer = loaded.tokenizer?;
     let file = File::open(&text).with_context(|| format!("{text}: cannot read"))?;
     let ids = tokenizer.encode_reader(file, &text, Some(tokens))?;
-    // Windows of models that were trained so start with their begin-of-text token.
+    // If the model was trained on texts with a begin-of-text token, every window starts with it.
     let bos = tokenizer.leading_bos();
     let caches: Vec<KvCacheConfig> =
         ["k4v4", "k2v2-r64"].iter().map(|name| name.parse()).collect::<Result<_, _>>()?;

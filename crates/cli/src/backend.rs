@@ -1,4 +1,4 @@
-//! Where a program runs, as an argument.
+//! The backend that a program runs on, as a command-line argument.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,8 @@ pub enum Backend {
     Cuda,
 }
 
-/// A target as it is, for [`dispatch!`](crate::dispatch).
+/// The `$wrap` of [`dispatch!`](crate::dispatch) that passes the target on unchanged; the other one
+/// in use is `Autodiff`.
 pub type Plain<T> = T;
 
 /// Calls `$run::<$wrap<Target>>($args)` for the chosen [`Backend`], or says which feature of the

@@ -7,7 +7,7 @@ pub fn token_bar(total: usize) -> ProgressBar {
     let bar = ProgressBar::new(total as u64);
     match ProgressStyle::with_template(STYLE) {
         Ok(style) => bar.with_style(style),
-        // The template above has no mistake; a bar in another style would be no loss.
+        // The template above is valid, so this does not happen; the default style would do.
         Err(_) => bar,
     }
 }

@@ -6,14 +6,14 @@ use clap::Parser;
 
 use crate::Screen;
 
-/// The body of a `main`: parses the command line and calls `run` with it. A mistake is one line on
-/// standard error, with exit code 2 in the command line and 1 after it. To be called before other
-/// threads are started.
+/// The body of a `main`: parses the command line and calls `run` with it. An error is one line on
+/// standard error; the exit code is 2 for a mistake in the command line and 1 for any other error.
+/// Must be called before other threads are started.
 pub fn start<C: Parser>(run: impl FnOnce(C) -> anyhow::Result<()>) -> ExitCode {
     keep_freed_memory();
     let cli = match C::try_parse() {
         Ok(cli) => cli,
-        // Help and versions are no mistakes.
+        // `--help` and `--version` are not errors.
         Err(error) if error.exit_code() == 0 => {
             return match Screen::Out.print(error) {
                 Ok(_) => ExitCode::SUCCESS,
@@ -21,7 +21,7 @@ pub fn start<C: Parser>(run: impl FnOnce(C) -> anyhow::Result<()>) -> ExitCode {
             };
         }
         Err(error) => {
-            // Where nobody reads errors there is nobody to tell.
+            // If standard error cannot be written, there is nowhere to report that.
             let _ = Screen::Error.line(usage_line(&error));
             return ExitCode::from(2);
         }
@@ -35,7 +35,8 @@ pub fn start<C: Parser>(run: impl FnOnce(C) -> anyhow::Result<()>) -> ExitCode {
     }
 }
 
-/// What is wrong with a command line, on one line: the first paragraph, and what was meant instead.
+/// What is wrong with a command line, on one line: the first paragraph of clap's message, then its
+/// tips.
 fn usage_line(error: &clap::Error) -> String {
     let text = error.to_string();
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
@@ -58,11 +59,12 @@ pub(crate) fn error_line(error: &anyhow::Error) -> String {
     line.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Has mimalloc, where it is the allocator, keep freed memory: a training step or forward pass asks
-/// for the same again at once, and having the system clear its pages anew takes as long as computing
-/// on them. To be called before other threads are started.
+/// Makes mimalloc, if it is the allocator, keep freed memory. The next training step or forward
+/// pass asks for the same amounts again, and new pages, which the system has to clear, take as long
+/// as the computation on them. Must be called before other threads are started.
 fn keep_freed_memory() {
-    // Milliseconds before freed pages are given back, -1 for never; mimalloc.h has the number.
+    // The option for the milliseconds before freed pages are given back, -1 for never. Its number
+    // is the one in mimalloc.h.
     const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
     // SAFETY: sets an option of the allocator before other threads are started.
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) }

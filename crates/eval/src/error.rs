@@ -30,16 +30,16 @@ pub enum Error {
     Device {
         /// The run.
         cache: String,
-        /// What it said.
+        /// What the device reported.
         why: String,
     },
     /// The report cannot be drawn or written.
     #[error(transparent)]
     Report(#[from] kv_report::Error),
-    /// The model refused.
+    /// An error of the model.
     #[error(transparent)]
     Model(#[from] kv_models::Error),
-    /// The cache refused.
+    /// An error of the KV cache.
     #[error(transparent)]
     Cache(#[from] kv_cubecl::Error),
 }

@@ -1,4 +1,4 @@
-//! Token ids on their way into a model.
+//! Checks of token ids.
 
 use kv_models::LanguageModel;
 

@@ -10,8 +10,8 @@ use serde::Serialize;
 
 use crate::{Error, Plan, Result, Run, ids};
 
-/// Errors of one layer, over the tokens that are quantized at the end of the sequence. All are 0
-/// where nothing is.
+/// Errors of one layer, over the tokens that its cache holds quantized at the end of the sequence.
+/// All are 0 if it holds none.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LayerError {
     /// The layer, counted from 0.
@@ -20,11 +20,11 @@ pub struct LayerError {
     pub key_error: f64,
     /// `rms(restored - value) / rms(value)`.
     pub value_error: f64,
-    /// The same of the attention output, of all tokens, against the float cache's for the same
-    /// queries, keys and values.
+    /// The same for the attention output of all tokens, compared with that of a float cache for the
+    /// same queries, keys and values.
     pub output_error: f64,
-    /// Share of quantized elements beyond the range of the codes, which scale and minimum, being
-    /// rounded to f16, do not quite cover.
+    /// Share of quantized elements outside the range of the codes, which is a little too small
+    /// where scale and minimum were rounded to f16.
     pub clipped: f64,
     /// Share of groups with scale 0: all of their elements are restored to one value.
     pub constant: f64,
@@ -55,7 +55,8 @@ impl SideError {
 }
 
 /// Errors of every layer of `model` with the cache `config`. The keys and values are those of the
-/// float run over `ids`, so that no layer has the errors of the one before it.
+/// float run over `ids`, so that the errors of a layer do not include those of the layers before
+/// it.
 ///
 /// # Errors
 /// [`Error::Plan`] for no ids or one the model does not know, and the model's and the cache's errors,
@@ -100,8 +101,8 @@ pub fn layer_errors_of(
     errors
 }
 
-/// [`layer_errors`] of the first window of `plan` for those of its runs that quantize, into
-/// [`Run::layers`].
+/// Sets [`Run::layers`] of those `runs` of `plan` that quantize to their [`layer_errors`] over its
+/// first window.
 ///
 /// # Errors
 /// Those of [`layer_errors`].
@@ -120,7 +121,7 @@ pub fn measure_layers<T: Target>(
     Ok(())
 }
 
-/// Quantizes and restores `input` and compares.
+/// Quantizes `input`, restores it and compares.
 ///
 /// # Shapes
 /// As [`quantize`].
@@ -162,7 +163,8 @@ fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Resul
     })
 }
 
-/// `original` against what is restored of it once it is `stored`.
+/// Compares `original` with what is restored from it when `stored`, the same tensor rounded to the
+/// cache's float type, is quantized.
 fn side(
     original: Tensor<4>,
     stored: Tensor<4>,
@@ -200,7 +202,7 @@ fn side(
     })
 }
 
-/// Rounded to the type the cache has tokens in before it quantizes them.
+/// Rounds to the float type in which the cache holds tokens before it quantizes them.
 fn stored(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     match float {
         CacheFloat::F32 => tensor,
@@ -211,7 +213,7 @@ fn stored(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     }
 }
 
-/// Within the range of f16, as the quantizer takes it.
+/// Clamps to the range of f16, as the quantizer does.
 fn saturated(x: f32) -> f32 {
     x.clamp(-kv_cubecl::reference::F16_MAX, kv_cubecl::reference::F16_MAX)
 }

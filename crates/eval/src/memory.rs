@@ -1,4 +1,4 @@
-//! What is allocated: [`Tracking`].
+//! Counts what a program allocates: [`Tracking`].
 
 use std::{
     alloc::{GlobalAlloc, Layout},
@@ -7,8 +7,8 @@ use std::{
 
 /// An allocator that counts what it hands out, for a program's `#[global_allocator]`.
 ///
-/// Resident memory would not do: allocators keep what was freed, so a cache that fits into what loading
-/// a model left does not show.
+/// The process's resident memory would not show a cache that fits into memory freed after loading
+/// the model, because allocators keep what was freed.
 #[derive(Debug)]
 pub struct Tracking<A> {
     inner: A,
@@ -18,7 +18,7 @@ pub struct Tracking<A> {
 }
 
 impl<A> Tracking<A> {
-    /// Around `inner`, which does the work.
+    /// Wraps `inner`, which does the allocation.
     pub const fn new(inner: A) -> Self {
         let (allocations, live) = (AtomicUsize::new(0), AtomicUsize::new(0));
         Self { inner, allocations, live, peak: AtomicUsize::new(0) }
@@ -29,8 +29,8 @@ impl<A> Tracking<A> {
         self.allocations.load(Relaxed)
     }
 
-    /// Runs `work` and returns its result and how many bytes more than before were allocated at once,
-    /// by whichever thread.
+    /// Runs `work` and returns its result, and the most bytes that were allocated at any moment, by
+    /// any thread, beyond those allocated before.
     pub fn peak_of<T>(&self, work: impl FnOnce() -> T) -> (T, usize) {
         let before = self.live.load(Relaxed);
         self.peak.store(before, Relaxed);
@@ -45,30 +45,30 @@ impl<A> Tracking<A> {
     }
 }
 
-// SAFETY: every call is passed on as it is.
+// SAFETY: every call is passed on unchanged.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracking<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         self.add(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of this method.
         unsafe { self.inner.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         self.add(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of this method.
         unsafe { self.inner.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         self.add(size);
         self.live.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of this method.
         unsafe { self.inner.realloc(memory, layout, size) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         self.live.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of this method.
         unsafe { self.inner.dealloc(memory, layout) }
     }
 }

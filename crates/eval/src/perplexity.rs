@@ -20,13 +20,13 @@ use crate::{
 
 /// Rows whose logits are in memory at once.
 const HEAD_ROWS: usize = 256;
-/// Positions of a window whose losses are reported as one mean: at least this many, and few enough
-/// for [`POSITION_BUCKETS`].
+/// Losses are reported as means over buckets of this many positions of a window, or of a multiple
+/// of it so that there are at most [`POSITION_BUCKETS`].
 const POSITION_BUCKET: usize = 16;
 const POSITION_BUCKETS: usize = 64;
 
-/// Tokens that every cache passes before the first that is timed: what comes first allocates memory,
-/// starts threads and, on a GPU, compiles kernels.
+/// Tokens that are passed with every cache, in parallel mode, before the first that is timed: the
+/// first pass allocates memory, starts threads and, on a GPU, compiles kernels.
 const WARM_UP: usize = 256;
 
 /// How far an evaluation is.
@@ -34,7 +34,8 @@ const WARM_UP: usize = 256;
 pub struct Progress<'a> {
     /// Tokens scored so far, of `plan.scored_tokens() * plan.caches().len()`.
     pub done: usize,
-    /// The caches that have scored any, in the order of the plan, each with its perplexity so far.
+    /// The caches that have scored any tokens, in the order of the plan, each with its perplexity
+    /// so far.
     pub perplexities: &'a [(String, f64)],
 }
 
@@ -106,10 +107,10 @@ pub fn evaluate<T: Target>(
     tallies.into_iter().map(|tally| finish(model, plan, tally, &float)).collect()
 }
 
-/// Passes the first tokens with every cache, and forgets them.
+/// Passes the first tokens with every cache and drops the results.
 fn warm_up<T: Target>(device: &On<T>, model: &LanguageModel, plan: &Plan) -> Result<()> {
     let Some(span) = plan.spans().next() else { return Ok(()) };
-    // A step of one token is like any other.
+    // Every streaming step passes one token, so a few of them are enough.
     let n = match plan.mode() {
         Mode::Streaming => 4,
         Mode::Parallel => WARM_UP,
@@ -196,7 +197,7 @@ fn parallel<T: Target>(
     Ok(hidden)
 }
 
-/// Adds the divergence of `hidden` from the float run's.
+/// Adds the divergence of `hidden` from the hidden states of the float run.
 fn diverge(
     model: &LanguageModel,
     tally: &mut Tally,

@@ -12,9 +12,10 @@ use crate::{Error, Result, ids};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// Token by token from an empty cache, as in serving: generates nothing, recomputes nothing.
+    /// Token by token from an empty cache, as in serving.
     Streaming,
-    /// All at once by the closed form, which gives the same numbers.
+    /// All at once, with the keys and values that each token would find in the cache: the same
+    /// numbers up to rounding.
     Parallel,
 }
 
@@ -46,7 +47,7 @@ pub struct Plan {
     caches: Vec<ModelCacheConfig>,
     ids: Vec<u32>,
     bos: Option<u32>,
-    /// The window asked for, of which a shorter text needs less.
+    /// The window that was asked for; `window` is smaller for a text shorter than that.
     asked: usize,
     window: usize,
     stride: Option<usize>,
@@ -103,18 +104,19 @@ impl Plan {
         Ok(Self { mode, caches: all, ids, bos: None, asked, window, stride: None })
     }
 
-    /// Has every window start with the token `bos`, if there is one, as models expect that were trained
-    /// on texts that do. It is one of the window's tokens, and none of the text's: a window holds one token of the
-    /// text less, and each of them is scored, the first predicted from `bos` alone.
+    /// Starts every window with the token `bos`, if it is given, as models expect that were trained
+    /// on texts with a begin-of-text token. It counts as one of the window's tokens but is not part
+    /// of the text: a window holds one token of the text less, and all of them are scored, the
+    /// first predicted from `bos` alone.
     ///
-    /// Over a text that fits one window this is the loss of the transformers library for the ids of
-    /// its tokenizer. Of longer texts llama.cpp's `perplexity` puts `bos` in the place of each
-    /// window's first token, which is then neither seen nor scored, and scores the second half of
-    /// each window alone.
+    /// For a text that fits one window, this is the loss that the transformers library computes
+    /// from the ids of its tokenizer. For longer texts llama.cpp's `perplexity` differs: it
+    /// replaces each window's first token by `bos`, so that this token is neither seen nor scored,
+    /// and it scores only the second half of each window.
     ///
     /// # Errors
-    /// [`Error::Plan`] for an id that the model does not know, a window beyond the model's limit with
-    /// it, or one whose stride it is too short for.
+    /// [`Error::Plan`] for an id that the model does not know, a window that exceeds the model's
+    /// limit with it, or a stride that is too long for the tokens of text left in a window.
     pub fn with_bos(self, model: &LanguageModel, bos: impl Into<Option<u32>>) -> Result<Self> {
         let Some(bos) = bos.into() else { return Ok(self) };
         ids::check(&[bos], model)?;
@@ -137,7 +139,7 @@ impl Plan {
         self.window - usize::from(self.bos.is_some())
     }
 
-    /// Lets each window begin `stride` tokens after the one before. A window then scores only the
+    /// Makes each window begin `stride` tokens after the one before. A window then scores only the
     /// tokens that the one before it does not reach, so that all but the first have at least
     /// `window - stride` tokens before them. By default windows do not overlap.
     ///
@@ -163,7 +165,7 @@ impl Plan {
         &self.caches
     }
 
-    /// Tokens per window, that which starts it included.
+    /// Tokens per window, including the begin-of-text token it may start with.
     pub fn window(&self) -> usize {
         self.window
     }
@@ -186,18 +188,19 @@ impl Plan {
         (ids, context)
     }
 
-    /// The windows, in order. Every token is scored once, but, where windows start with no token of
-    /// their own, those that begin a window that overlaps no other.
+    /// The windows, in order. Every token is scored once. The exceptions, if windows do not start
+    /// with a begin-of-text token, are the tokens that begin a window that does not overlap the one
+    /// before: nothing predicts them.
     pub(crate) fn spans(&self) -> impl Iterator<Item = Span> + use<'_> {
         let n = self.ids.len();
         let (window, stride) = (self.text_window(), self.stride());
         let end = move |start: usize| (start + window).min(n);
-        // Without a token before it the first of a window is not predicted.
+        // Without a begin-of-text token before it, the first token of a window is not predicted.
         let unseen = usize::from(self.bos.is_none());
         (0..n)
             .step_by(stride)
             .map_while(move |start| {
-                // What the window before reached.
+                // The end of the window before.
                 let before = start.checked_sub(stride).map_or(0, end);
                 let scored = before.max(start + unseen)..end(start);
                 (before < n).then_some(Span { tokens: start..end(start), scored })

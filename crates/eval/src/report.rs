@@ -30,7 +30,7 @@ pub struct PositionNll {
     pub tokens: usize,
 }
 
-/// One cache over the whole text.
+/// The results of one cache over the whole text.
 #[derive(Clone, Debug, Serialize)]
 pub struct Run {
     /// The model's name; empty before [`Report::add`].
@@ -47,7 +47,8 @@ pub struct Run {
     pub nll_stderr: f64,
     /// Mean of each token's `nll` less that of the same token in the float run.
     pub nll_excess: f64,
-    /// Standard error of `nll_excess`, over blocks of tokens: neighbors are not independent.
+    /// Standard error of `nll_excess`, computed from blocks of tokens, because neighboring tokens
+    /// are not independent.
     pub nll_excess_stderr: f64,
     /// `nll` in bits, per byte of text rather than per token; `None` before [`Report::add`] and where
     /// the report does not know the text's bytes.
@@ -60,7 +61,7 @@ pub struct Run {
     pub same_top: f64,
     /// Tokens scored.
     pub tokens: usize,
-    /// Seconds in the model and its head, without the divergence.
+    /// Seconds in the model and its head; computing the divergence is not counted.
     pub seconds: f64,
     /// Bytes the cache of one window allocates, all layers.
     pub cache_bytes: usize,
@@ -88,7 +89,7 @@ impl Run {
     }
 }
 
-/// Versions of what computed the numbers.
+/// Versions of the software that computed the numbers.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Versions {
     /// This crate.
@@ -123,13 +124,13 @@ pub struct Report {
     pub text_tokens: usize,
     /// Bytes that those tokens stand for, where known.
     pub text_bytes: Option<usize>,
-    /// Tokens per window, that which starts it included.
+    /// Tokens per window, including the begin-of-text token it may start with.
     pub window: usize,
     /// The token that every window starts with, as the vocabulary spells it.
     pub bos: Option<String>,
     /// Tokens from the start of one window to that of the next.
     pub stride: usize,
-    /// The runs, by model, of each the `float` one first.
+    /// The runs, grouped by model, the `float` run of each model first.
     pub runs: Vec<Run>,
 }
 
@@ -157,20 +158,22 @@ impl Report {
         }
     }
 
-    /// The same of windows that begin every `stride` tokens, see [`Plan::with_stride`](crate::Plan::with_stride).
+    /// The same report, of windows that begin every `stride` tokens, see
+    /// [`Plan::with_stride`](crate::Plan::with_stride).
     #[must_use]
     pub fn with_stride(self, stride: usize) -> Self {
         Self { stride, ..self }
     }
 
-    /// The same of windows that start with a token of their own, spelled `bos`, see
+    /// The same report, of windows that start with a begin-of-text token, spelled `bos`, see
     /// [`Plan::with_bos`](crate::Plan::with_bos).
     #[must_use]
     pub fn with_bos(self, bos: Option<String>) -> Self {
         Self { bos, ..self }
     }
 
-    /// The same of a text whose tokens stand for `bytes` bytes; to be called before runs are added.
+    /// The same report, of a text whose tokens stand for `bytes` bytes. Must be called before runs
+    /// are added.
     #[must_use]
     pub fn with_text_bytes(self, bytes: usize) -> Self {
         Self { text_bytes: Some(bytes), ..self }
@@ -239,7 +242,7 @@ impl Report {
         }
     }
 
-    /// Loss by position beyond that of the same model's float cache, one line per other run.
+    /// Loss by position less that of the same model's float run, one line per other run.
     pub fn excess_chart(&self) -> Chart {
         let curve = |run: &Run| {
             let float = self.runs.iter().find(|other| other.model == run.model);
@@ -360,7 +363,7 @@ impl Report {
         models
     }
 
-    /// What tells `run` from the others.
+    /// A name that distinguishes `run` from the others.
     fn name(&self, run: &Run) -> String {
         match self.models().len() {
             0 | 1 => run.cache.clone(),
@@ -419,7 +422,7 @@ impl PositionNll {
     }
 }
 
-/// Four digits, without the sign of a zero.
+/// Four decimals, without a minus sign before zero.
 fn signed(x: f64) -> String {
     let text = format!("{x:.4}");
     if text == "-0.0000" { "0.0000".into() } else { text }
@@ -451,7 +454,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// What the hardware calls itself, where the backend tells.
+/// The name of the hardware, where the backend knows it.
 fn device_name<T: Target>(device: &On<T>) -> String {
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
     if let Some(identity) = device.as_dispatch().identity() {

@@ -9,7 +9,7 @@ pub(crate) fn negative_log_likelihood(logits: &[f32], targets: &[u32]) -> Vec<f3
     rows.map(|(row, &target)| (log_sum_exp(row) - f64::from(row[target as usize])) as f32).collect()
 }
 
-/// One row of logits beside the float run's.
+/// One row of logits compared with the float run's.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Divergence {
     /// Kullback-Leibler divergence in nats of the row's distribution from the float one,
@@ -19,7 +19,7 @@ pub(crate) struct Divergence {
     pub(crate) same_top: bool,
 }
 
-/// Each row of `logits` against the same of `float`; both `[rows, vocab]`.
+/// Compares each row of `logits` with the same row of `float`; both are `[rows, vocab]`.
 pub(crate) fn divergence(float: &[f32], logits: &[f32], vocab: usize) -> Vec<Divergence> {
     let rows = float.par_chunks_exact(vocab).zip(logits.par_chunks_exact(vocab));
     rows.map(|(float, logits)| {
@@ -35,7 +35,7 @@ pub(crate) fn divergence(float: &[f32], logits: &[f32], vocab: usize) -> Vec<Div
     .collect()
 }
 
-/// The first of the largest.
+/// The index of the largest logit, the first of equals.
 fn top(row: &[f32]) -> Option<usize> {
     let best = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     row.iter().position(|&logit| logit == best)
@@ -57,9 +57,10 @@ pub(crate) fn mean_and_stderr(samples: &[f32]) -> (f64, f64) {
     (mean, stderr)
 }
 
-/// Mean, and the standard error of the mean, of samples in an order in which neighbors may be alike,
-/// as the tokens of a text are: the error is that of the means of about as many blocks as each has
-/// samples. For independent samples it is that of [`mean_and_stderr`].
+/// Mean, and the standard error of the mean, of samples whose neighbors may be correlated, as those
+/// of the tokens of a text: the samples are cut into about `sqrt(n)` blocks of about as many
+/// samples each, and the error is computed from the means of the blocks. For independent samples it
+/// estimates the same as [`mean_and_stderr`].
 pub(crate) fn mean_and_block_stderr(samples: &[f64]) -> (f64, f64) {
     let n = samples.len();
     let mean = samples.iter().sum::<f64>() / n as f64;
@@ -75,7 +76,7 @@ pub(crate) fn mean_and_block_stderr(samples: &[f64]) -> (f64, f64) {
     (mean, (squares * blocks / (blocks - 1.0)).sqrt() / n as f64)
 }
 
-/// The smallest sample that at least `per_mille` of 1000 do not exceed.
+/// The smallest sample that at least `per_mille` thousandths of the samples do not exceed.
 pub(crate) fn quantile(samples: &[f32], per_mille: usize) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f32::total_cmp);
@@ -102,7 +103,7 @@ mod tests {
     #[test]
     fn losses_match_probabilities_in_f64() {
         let (p, q) = ([0.1f64, 0.2, 0.7], [0.3f64, 0.3, 0.4]);
-        // Logits are known up to a constant, also a large one.
+        // A constant added to all logits, even a large one, changes nothing.
         let logits = |p: [f64; 3]| p.map(|x| (x.ln() + 50.0) as f32);
         let nll = negative_log_likelihood(&[logits(p), logits(q)].concat(), &[2, 1]);
         // f32 logits near 50 are 4e-6 apart.

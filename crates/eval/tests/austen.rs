@@ -1,4 +1,5 @@
-//! The models of the repository: what 2 bits cost the one, and what training gave the other back.
+//! The repository's two models: what a 2-bit cache costs the first, and how much of that training
+//! recovered in the second.
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
 use std::path::Path;
@@ -33,9 +34,11 @@ fn training_wins_back_most_of_what_two_bits_cost() {
     let after = runs(&tuned.model, &ids, &[k2v2]);
     let [float, four_bits, two_bits] = [0, 1, 2].map(|run| before[run].perplexity);
     let cost = two_bits - float;
-    // Clearly more than the float noise of codes at rounding edges, a fraction of a percent.
+    // Clearly more than the fraction of a percent that codes at rounding edges cause by float
+    // noise.
     assert!(cost > 0.1 * float, "{two_bits} against {float}");
-    // A step is a fifth of that of 2 bits, its squared error a twenty-fifth.
+    // The step between two 4-bit codes is a fifth of that of 2 bits, and its squared error a
+    // twenty-fifth.
     assert!(four_bits - float < cost / 10.0, "{four_bits} and {two_bits} against {float}");
     let won_back = (two_bits - after[1].perplexity) / cost;
     assert!(won_back >= 0.7, "{won_back} of {cost} won back");

@@ -58,7 +58,7 @@ fn decode_attention_times_each_cache_at_each_context() {
             .inspect(|point| assert_timing(&point["seconds"]))
             .map(|point| point["bytes_read"].as_u64().unwrap())
             .collect();
-        // 40 tokens are all in the window; of 300, most are packed.
+        // 40 tokens are all in the window; of 300, most are quantized.
         assert_eq!(bytes[0], bytes[1]);
         assert!(bytes[3] < bytes[2] * 2 / 3, "{bytes:?}");
     }
@@ -75,7 +75,7 @@ fn flush_tells_the_steps_in_which_keys_leave_the_window() {
     for field in ["append", "append_flush", "step", "step_flush"] {
         assert_timing(&points[1][field]);
     }
-    // Two windows of 16 steps were timed, in each of which one flushes.
+    // Two windows of 16 steps were timed, with one flush in each.
     assert_eq!(points[1]["append_flush"]["samples"], 2);
     assert_eq!(points[1]["append"]["samples"], 30);
 }
@@ -112,7 +112,7 @@ fn contexts_end_where_the_model_does_and_no_tokenizer_is_needed() {
     let model = space.model();
     fs::remove_file(space.path("model/tokenizer.json")).unwrap();
     let caches = ["--cache", "float", "--cache", "k2v2-g16-r16"];
-    // The model has 512 positions; 2 samples after 2 that do not count need 4 of them.
+    // The model has 512 positions; 2 samples and 2 warm-up steps need 4 of them.
     for (command, last) in [("decode", 508), ("prefill", 512)] {
         let report = bench(&space, &[&[command, "--model", &model][..], &caches].concat());
         let expected = ["float", "k2v2-g16-r16"].map(|name| (name.to_string(), last));

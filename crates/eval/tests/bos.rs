@@ -75,7 +75,7 @@ fn strides_score_every_token_once_behind_bos() {
         let plan = plan(40).unwrap().with_bos(&model, 1).unwrap().with_stride(stride).unwrap();
         assert_eq!(plan.scored_tokens(), 100, "{stride}");
     }
-    // A window of 101 sees all before each token, whatever the stride.
+    // In a window of 101 every token sees all tokens before it, whatever the stride.
     let strided = whole.clone().with_stride(7).unwrap();
     let (a, b) = (nll(&device, &model, &whole), nll(&device, &model, &strided));
     assert!((a.0 - b.0).abs() < 1e-5 && a.1 == b.1, "{a:?} {b:?}");

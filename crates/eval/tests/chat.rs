@@ -1,4 +1,5 @@
-//! Talking with a model: what it is given, and why it stops. SmolLM2 answers a plain question.
+//! Conversations with a model: the prompt it is given, and why it stops. SmolLM2 answers a plain
+//! question.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 #[allow(dead_code, reason = "each test program uses a part")]
@@ -66,7 +67,7 @@ fn the_reason_of_stopping_is_told() {
     };
     stops(&[], "the most tokens asked for");
     stops(&["--capacity", "3"], "a full cache");
-    // Any token ends the text.
+    // Every id is an end-of-text id.
     let all: Vec<String> = (0..256).map(|id| id.to_string()).collect();
     let config = format!(r#"{{"eos_token_id": [{}]}}"#, all.join(","));
     fs::write(Path::new(&space.model()).join("generation_config.json"), config).unwrap();
@@ -119,7 +120,7 @@ fn what_cannot_be_talked_to_is_named() {
 fn a_text_is_read_no_further_than_for_its_tokens() {
     let space = Workspace::new();
     let text = fs::read(space.text()).unwrap();
-    // Behind some ten thousand times the tokens that are asked for comes what is no text.
+    // The byte that is not UTF-8 comes long after the tokens that are asked for.
     let long = [&text.repeat(1000)[..], b"\xff"].concat();
     fs::write(space.text(), long).unwrap();
     let (model, text) = (space.model(), space.text());

@@ -1,4 +1,4 @@
-//! The program as its users meet it: results, and one clear line for each mistake.
+//! The program as users run it: results, and one clear line for each mistake.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -65,7 +65,7 @@ fn streaming_equals_parallel_and_the_report_is_complete() {
         }
         // The bytes the parallel form reports are those the streaming cache allocated.
         assert_eq!(streamed["cache_bytes"], parallel["cache_bytes"]);
-        // Float noise alone; and with 2 bits, codes that flip at rounding edges.
+        // With a float cache only float noise; with 2 bits, also codes that flip at rounding edges.
         let bound = if streamed["cache"] == "float" { 1e-4 } else { 2e-2 };
         let difference = (number(streamed, "nll") - number(parallel, "nll")).abs();
         assert!(difference < bound, "{}: {difference}", streamed["cache"]);
@@ -348,14 +348,14 @@ fn a_reader_that_goes_away_is_no_mistake() {
     let closed = || std::io::pipe().unwrap().1;
     let args = ["ppl", "--model", &model, "--text", &text, "--tokens", "60", "--json", &json];
     assert_eq!(kv_eval_into(closed(), &args), (Some(0), String::new()));
-    // What was not for that reader is there.
+    // The JSON file, which does not go to that reader, was written.
     assert!(fs::read_to_string(&json).unwrap().contains("perplexity"));
     assert_eq!(kv_eval_into(closed(), &["--help"]), (Some(0), String::new()));
     let (code, errors) =
         kv_eval_into(closed(), &["generate", "--model", &model, "--prompt", "Hello"]);
     assert!(code == Some(0) && !errors.contains("panicked"), "{errors}");
 
-    // A full disk is one.
+    // A full disk is an error.
     if let Ok(full) = fs::File::options().write(true).open("/dev/full") {
         let (code, errors) = kv_eval_into(full, &args);
         assert_eq!(code, Some(1));
@@ -381,7 +381,7 @@ fn any_number_of_tokens_may_be_asked_for() {
 fn files_that_cannot_be_written_are_named_before_the_run() {
     let space = Workspace::new();
     let (missing, folder, text) = (space.path("no/such.json"), space.path(""), space.text());
-    // A model that is not there would be found first, were the run begun.
+    // Outputs are checked first: had the run begun, it would have reported the missing model.
     let before = |args: &[&str], parts: &[&str]| {
         let start = ["--model", "no-such-model"];
         let args: Vec<&str> = args.iter().copied().chain(start).collect();
@@ -394,7 +394,7 @@ fn files_that_cannot_be_written_are_named_before_the_run() {
     let decode = ["bench", "decode"];
     before(&[&decode[..], &["--json", &missing]].concat(), &["json", "no/such.json"]);
     before(&[&decode[..], &["--plot", &missing]].concat(), &["plot", "no/such.json"]);
-    // Nothing is left where a run then fails, and what was there stays.
+    // A run that fails later leaves no new file, and files from before as they were.
     let kept = space.path("kept.json");
     fs::write(&kept, "before").unwrap();
     before(&[&ppl[..], &["--json", &kept]].concat(), &["no-such-model"]);
@@ -523,7 +523,7 @@ fn wgpu_gives_the_numbers_of_flex() {
     }
     let nll = |i: usize, run: usize| runs[i][run]["nll"].as_f64().unwrap();
     for mode in 0..2 {
-        // Float noise alone; and with 4 bits, codes that flip at rounding edges.
+        // With a float cache only float noise; with 4 bits, also codes that flip at rounding edges.
         assert!((nll(mode, 0) - nll(mode + 2, 0)).abs() < 1e-4);
         assert!((nll(mode, 1) - nll(mode + 2, 1)).abs() < 2e-3);
     }

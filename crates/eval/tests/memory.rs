@@ -1,4 +1,5 @@
-//! What caches allocate: steps as often at every length, prompts never more than with a float cache.
+//! What caches allocate: a step makes as many allocations at every length, and a prompt never needs
+//! more memory than with a float cache.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::{alloc::System, path::Path};
@@ -11,10 +12,10 @@ use kv_models::{LanguageModel, ModelCache, load};
 #[global_allocator]
 static ALLOCATOR: Tracking<System> = Tracking::new(System);
 
-/// Tokens of the window.
+/// Tokens of the window (the residual length).
 const PERIOD: usize = 32;
 
-/// A tiny model of two layers with 512 positions, its caches by their short names, without the window.
+/// A tiny model of two layers with 512 positions, to make caches for.
 struct Caches {
     device: On<Flex>,
     model: LanguageModel,
@@ -43,7 +44,7 @@ impl Caches {
     }
 }
 
-/// With one thread, since how often threads meet is not up to the step.
+/// Runs on one thread, because with several the number of allocations also depends on scheduling.
 #[test]
 fn memory_of_steps_and_prompts() {
     rayon::ThreadPoolBuilder::new().num_threads(1).build_global().unwrap();

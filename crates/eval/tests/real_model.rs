@@ -76,8 +76,8 @@ fn smollm2_streaming_is_parallel_on_the_first_512_tokens() {
     let case = |mode| Case { mode, tokens: 512, window: 512, caches };
     let streamed = run::<Flex>(case(Mode::Streaming));
     let parallel = run::<Flex>(case(Mode::Parallel));
-    // Float noise between the two orders of summation; at 4 and 2 bits it flips codes at rounding
-    // edges, each by one step.
+    // The two ways sum in different orders. The float noise from that flips codes of 4 and 2 bits
+    // at rounding edges, each by one step.
     for ((a, b), bound) in streamed.iter().zip(&parallel).zip([1e-4, 2e-3, 2e-2]) {
         assert_nll(a, b, bound);
         assert_eq!(a.cache_bytes, b.cache_bytes);
@@ -95,7 +95,7 @@ fn smollm2_on_wgpu_is_that_on_flex() {
     let streaming = Case { mode: Mode::Streaming, tokens: 48, window: 48, caches: &["k8v8-r32"] };
     for (case, bounds) in [(parallel, [1e-4, 2e-3, 2e-2]), (streaming, [1e-4, 2e-3, 0.0])] {
         let (gpu, cpu) = (run::<Wgpu>(case), run::<Flex>(case));
-        // As between streaming and parallel.
+        // The same bounds as between streaming and parallel.
         for ((a, b), bound) in gpu.iter().zip(&cpu).zip(bounds) {
             assert_nll(a, b, bound);
         }

@@ -46,7 +46,7 @@ fn losses_by_position_sum_up_to_the_mean() {
         if window == 100 {
             let starts: Vec<_> = runs.iter().map(|run| run.first_quantized).collect();
             assert_eq!(starts, [None, Some(35), Some(36), Some(33), None]);
-            // Before quantizing starts a cache is the float cache.
+            // Before quantizing starts, a cache gives the same as the float cache.
             assert_eq!(runs[1].position_nll[..2], runs[0].position_nll[..2]);
             assert_ne!(runs[1].position_nll[3], runs[0].position_nll[3]);
         }
@@ -77,7 +77,8 @@ fn fewer_bits_err_more_in_every_layer() {
             assert!(errors[0] > 2.0 * errors[1] && errors[1] > 2.0 * errors[2], "{errors:?}");
             assert!(errors[2] > 0.0 && errors[0] < 1.0, "{errors:?}");
         }
-        // Of a group at most its ends are beyond the codes.
+        // At most the smallest and the largest element of a group are outside the range of the
+        // codes.
         assert!(two.clipped > 0.0 && two.clipped <= 2.5 / 16.0, "{two:?}");
         assert_eq!(two.constant, 0.0);
     }

@@ -1,5 +1,5 @@
-//! Overlapping windows, differences from float, and what is told on the way, each against a plain
-//! computation from the model's own logits.
+//! Overlapping windows, differences from the float cache, and reports of progress, each against a
+//! plain computation from the model's own logits.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::path::Path;
@@ -76,7 +76,7 @@ fn strides_score_what_the_transformers_library_scores() {
             let plan = plan.with_stride(stride).unwrap();
             assert_eq!(plan.scored_tokens(), float.len(), "{window} {stride}");
             let runs = runs(&device, &plan, &model);
-            // Flipped 4-bit codes move single losses of the streamed form.
+            // In streaming mode, 4-bit codes that flip at rounding edges move single losses.
             for (run, by_hand, bound) in [(&runs[0], &float, 1e-5), (&runs[1], &quantized, 2e-3)] {
                 let mean = by_hand.iter().map(|x| x.0).sum::<f64>() / by_hand.len() as f64;
                 assert_eq!(run.tokens, by_hand.len());
@@ -122,7 +122,7 @@ fn differences_from_float_are_paired() {
     let variance = blocks.iter().map(|sum| sum * sum).sum::<f64>() / 13.0;
     let stderr = (14.0 * variance).sqrt() / n;
     assert!((runs[1].nll_excess_stderr - stderr).abs() < 1e-3 * stderr);
-    // Pairs vary less than the losses themselves do.
+    // Differences between paired losses vary less than the losses themselves.
     assert!(stderr > 0.0 && stderr < runs[1].nll_stderr);
 
     let same = quantized.iter().zip(&float).filter(|(q, f)| q.1 == f.1).count() as f64 / n;
@@ -146,7 +146,7 @@ fn perplexities_so_far_end_in_the_final_ones() {
         let (done, last) = told.last().unwrap();
         assert_eq!((*done, last), (2 * 87, &finals.collect::<Vec<_>>()));
         assert!(told.is_sorted_by(|a, b| a.0 <= b.0));
-        // The float cache's is known before the first window of the other is done.
+        // The float cache's perplexity is known before the first window of the other cache is done.
         let first = told.iter().find(|(_, figures)| !figures.is_empty()).unwrap();
         assert_eq!((first.0, first.1[0].0.as_str()), (29, "float"));
     }

@@ -8,11 +8,11 @@ use crate::{
     nn::{Rope, Rotation},
 };
 
-/// One [`KvCache`] per layer, growing together.
+/// One [`KvCache`] per layer; all of them hold the same number of tokens.
 #[derive(Clone, Debug)]
 pub struct ModelCache {
     pub(crate) layers: Vec<KvCache>,
-    /// The rotations of all positions there is room for, and whose they are.
+    /// The rotary table of all positions below `room()`, and the [`Rope`] it was computed by.
     rotations: Option<(Rope, Rotation)>,
     batch: usize,
     capacity: usize,
@@ -22,12 +22,12 @@ pub struct ModelCache {
 /// Allocated bytes of a [`ModelCache`].
 #[derive(Clone, Debug)]
 pub struct ModelCacheBytes {
-    /// One entry per layer, by part.
+    /// One entry per layer: the bytes of each part of its cache.
     pub layers: Vec<MemoryBytes>,
 }
 
 impl ModelCacheBytes {
-    /// All layers, all parts.
+    /// Bytes of all parts of all layers.
     pub fn total(&self) -> usize {
         self.layers.iter().map(|layer| layer.total()).sum()
     }
@@ -53,7 +53,8 @@ impl ModelCache {
         Ok(Self { layers, rotations: rope.map(tabulate), batch, capacity, max_positions })
     }
 
-    /// The rotations of all positions there is room for, if they were tabulated for `rope` and `device`.
+    /// The rotary table, if it was computed by `rope` and lies on `device`; `None` on a device that
+    /// records gradients.
     pub(crate) fn rotations(&self, rope: &Rope, device: &Device) -> Option<&Rotation> {
         let (owner, table) = self.rotations.as_ref()?;
         (owner == rope && table.device() == *device && !device.is_autodiff()).then_some(table)
@@ -90,13 +91,14 @@ impl ModelCache {
         self.room().saturating_sub(self.len())
     }
 
-    /// The cache, in whose place one without layers is left.
+    /// Moves the layers and the rotary table out, and leaves a cache without them.
     pub(crate) fn take(&mut self) -> Self {
         let (layers, rotations) = (std::mem::take(&mut self.layers), self.rotations.take());
         Self { layers, rotations, ..*self }
     }
 
-    /// Counts `tokens` that steps at positions on the device have appended; they fit.
+    /// Adds `tokens` to the length of every layer, for tokens that [`KvCache::attend_at`] appended
+    /// on the device without the host's knowing. The caller has checked that they fit.
     pub(crate) fn advance(&mut self, tokens: usize) -> Result<()> {
         for layer in &mut self.layers {
             layer.advance(tokens)?;
@@ -121,7 +123,7 @@ impl ModelCache {
         &self.layers
     }
 
-    /// Checks that `[batch, added]` more tokens fit, before any layer is touched.
+    /// Checks that `added` more tokens of each of `batch` sequences fit, before any layer changes.
     pub(crate) fn check(&self, batch: usize, added: usize) -> Result<()> {
         if batch != self.batch {
             let rule = format!("the cache was made for batch {}", self.batch);

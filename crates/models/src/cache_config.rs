@@ -14,9 +14,9 @@ use crate::{Error, LanguageModel, Result, load::read_to_string, save};
 /// The file that says which cache a model was trained with, beside its weights.
 pub const KV_CACHE_FILE: &str = "kv_cache.json";
 
-/// One [`KvCacheConfig`] for all layers of a model but some, which stay in float.
+/// The [`KvCacheConfig`] of all layers of a model, except for some layers that stay in float.
 ///
-/// In JSON the fields of [`KvCacheConfig`] and `float_layers`, which may be left out:
+/// Its JSON has the fields of [`KvCacheConfig`], and `float_layers`, which may be left out:
 ///
 /// ```
 /// use kv_models::ModelCacheConfig;
@@ -71,8 +71,9 @@ impl ModelCacheConfig {
     ///
     /// # Errors
     ///
-    /// [`Error::NotFound`], [`Error::Malformed`] for what is no JSON object, and [`Error::Config`]
-    /// naming a field that is missing, unknown or wrong.
+    /// [`Error::NotFound`] or [`Error::Io`] for a file that cannot be read, [`Error::Malformed`]
+    /// for one that is not a JSON object, and [`Error::Config`] naming a field that is missing,
+    /// unknown or wrong.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let text = read_to_string(path)?;
@@ -129,7 +130,8 @@ impl<'de> Deserialize<'de> for ModelCacheConfig {
 }
 
 impl ModelCacheConfig {
-    /// Field by field, because serde's own messages name a field only when it is missing.
+    /// Reads the fields one by one, because serde's own messages name a field only when it is
+    /// missing.
     fn from_fields(mut fields: Map<String, Value>) -> Result<Self, WrongField> {
         let cache = KvCacheConfig {
             key_bits: bits(&mut fields, "key_bits")?,

@@ -1,4 +1,4 @@
-//! Conversations as the text a model was trained on, by the Jinja template in its files.
+//! Renders conversations as the text a model was trained on, with the Jinja template in its files.
 
 use std::{fmt, io};
 
@@ -11,14 +11,14 @@ use crate::{Error, Result, Tokenizer};
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
-    /// `system`, `user` or `assistant`, and what else a template knows.
+    /// `system`, `user`, `assistant`, or another role that the template knows.
     pub role: String,
-    /// What is said.
+    /// The text of the turn.
     pub content: String,
 }
 
 impl Message {
-    /// A turn of `role`.
+    /// A turn by `role`.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
         Self { role: role.into(), content: content.into() }
     }
@@ -27,9 +27,9 @@ impl Message {
 /// A model's template of conversations: `chat_template` in `tokenizer_config.json` or in a GGUF file,
 /// or `chat_template.jinja`.
 ///
-/// It is rendered as the transformers library does (`apply_chat_template`), but that it is not given
-/// the date: `strftime_now` is not defined, so that the same conversation has the same ids every day.
-/// Templates that use it have a date of their own for that case.
+/// It is rendered as by `apply_chat_template` of the transformers library, except that
+/// `strftime_now` is not defined: without today's date, the same conversation has the same ids
+/// every day. Templates that use the date contain a fixed one for this case.
 pub struct ChatTemplate {
     environment: Environment<'static>,
     bos_token: Option<String>,
@@ -43,18 +43,18 @@ impl ChatTemplate {
     ///
     /// # Errors
     ///
-    /// [`Error::ChatTemplate`] when it is no template.
+    /// [`Error::ChatTemplate`] when it is not a valid template.
     pub fn of(tokenizer: &Tokenizer) -> Result<Option<Self>> {
         let (bos_token, eos_token) = tokenizer.template_tokens();
         let new = |source| Self::new(source, bos_token, eos_token);
         tokenizer.chat_template().map(new).transpose()
     }
 
-    /// The template `source`, which sees the two tokens under their names.
+    /// Parses the template `source`, which can use the two tokens as `bos_token` and `eos_token`.
     ///
     /// # Errors
     ///
-    /// [`Error::ChatTemplate`] when it is no template.
+    /// [`Error::ChatTemplate`] when it is not a valid template.
     pub fn new(source: &str, bos_token: Option<String>, eos_token: Option<String>) -> Result<Self> {
         let mut environment = Environment::new();
         let mut syntax = SyntaxConfig::builder();
@@ -70,12 +70,14 @@ impl ChatTemplate {
         Ok(Self { environment, bos_token, eos_token })
     }
 
-    /// The text of a conversation, up to where the model's answer begins. It holds its own
-    /// begin-of-text token where the model has one: [`encode`](Tokenizer::encode) gives its ids.
+    /// The text of a conversation, up to where the model's answer begins. The template writes the
+    /// begin-of-text token, where the model has one, so [`encode`](Tokenizer::encode) gives the ids
+    /// without anything to add.
     ///
     /// # Errors
     ///
-    /// [`Error::ChatTemplate`] when the template refuses, for roles that it does not know, say.
+    /// [`Error::ChatTemplate`] when the template rejects the conversation, for example because of a
+    /// role that it does not know.
     pub fn render(&self, messages: &[Message]) -> Result<String> {
         let Self { environment, bos_token, eos_token } = self;
         let template = environment.get_template(NAME).map_err(failed)?;
@@ -90,7 +92,7 @@ impl ChatTemplate {
     }
 }
 
-/// A token, or what a template finds of a name that nobody set.
+/// The token as a template's value; without one the value is undefined, which a template can test.
 fn defined(token: &Option<String>) -> Value {
     token.as_deref().map_or(Value::UNDEFINED, Value::from)
 }
@@ -107,7 +109,8 @@ fn failed(error: minijinja::Error) -> Error {
     Error::ChatTemplate { why: line + &detail }
 }
 
-/// Python's `json.dumps`, which leaves characters as they are and sets a space behind `,` and `:`.
+/// The filter `tojson`: JSON as by Python's `json.dumps` with `ensure_ascii=False`, that is, with a
+/// space after `,` and `:` and without escapes for non-ASCII characters.
 fn to_json(value: Value, options: minijinja::value::Kwargs) -> Result<Value, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
     options.assert_all_used()?;

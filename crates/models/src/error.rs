@@ -1,4 +1,4 @@
-//! What can go wrong between a file on disk and a logit.
+//! The errors of this crate.
 
 use std::{
     io,
@@ -8,7 +8,7 @@ use std::{
 /// The result of this crate's functions.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
-/// Everything a caller's file, text or request can be wrong about, one line each.
+/// What can be wrong with a caller's file, text or request. Every message is one line.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -29,7 +29,7 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// The operating system could not write `path`; what was there still is.
+    /// The operating system could not write `path`; what was there before is unchanged.
     #[error("{}: cannot write: {source}", path.display())]
     Write {
         /// The file.
@@ -86,7 +86,8 @@ pub enum Error {
         /// The tensor as the file would name it.
         tensor: String,
     },
-    /// Tensors that the model has no place for: without them it would not be what was trained.
+    /// The file has tensors that the model has no place for: without them the model would not
+    /// compute what was trained.
     #[error("{}: {}", path.display(), leftover(family, tensors))]
     Leftover {
         /// The file, or the folder of several.
@@ -154,7 +155,7 @@ pub enum Error {
         added: usize,
         /// `max_positions` of the model or `capacity` of the cache.
         limit_name: &'static str,
-        /// Its value.
+        /// The value of that limit.
         limit: usize,
     },
     /// The arguments of a call contradict each other or the model.
@@ -172,10 +173,10 @@ pub enum Error {
     NotUtf8 {
         /// The file.
         path: PathBuf,
-        /// Where the first byte is that is not, from the start of the file.
+        /// The offset of the first byte that is not UTF-8, from the start of the file.
         offset: u64,
     },
-    /// A template of conversations is none, or refused a conversation.
+    /// A chat template is not valid, or rejected a conversation.
     #[error("chat template: {}", line(why))]
     ChatTemplate {
         /// What is wrong.
@@ -187,7 +188,7 @@ pub enum Error {
         /// What is wrong, naming the file where there is one.
         why: String,
     },
-    /// The cache refused.
+    /// An error of the KV cache.
     #[error(transparent)]
     Cache(#[from] kv_cubecl::Error),
 }
@@ -207,7 +208,7 @@ impl Error {
         }
     }
 
-    /// Names the file whose value broke a rule.
+    /// Turns an error about a value into one that also names the file it was read from.
     pub(crate) fn in_file(self, path: &Path) -> Self {
         match self {
             Self::Cache(kv_cubecl::Error::InvalidConfig { field, value, rule })
@@ -234,7 +235,7 @@ impl Error {
 }
 
 fn leftover(family: &str, tensors: &[String]) -> String {
-    /// Named in the message; the rest is counted.
+    /// How many tensors the message names; it only counts the others.
     const SHOWN: usize = 5;
     let have = if tensors.len() == 1 { "tensor has" } else { "tensors have" };
     let shown = line(&tensors[..tensors.len().min(SHOWN)].join(", "));
@@ -246,14 +247,15 @@ fn leftover(family: &str, tensors: &[String]) -> String {
     format!("{n} {have} no place in the {family} model of its configuration: {shown}{more}")
 }
 
-/// Names and values come from files, messages from other crates; a message here is one line of
-/// bounded length whatever they hold.
+/// Names and values come from files, and some texts are messages of other crates: this makes any of
+/// them one line of bounded length.
 fn line(text: &str) -> String {
     one_line(text, 400)
 }
 
-/// `text` on one line of at most `max` characters, control characters escaped; for messages that quote
-/// files and other crates.
+/// `text` on one line: white space becomes single spaces, control characters are escaped, and what
+/// follows the first `max` characters is replaced by ` ..`. For messages that quote files and other
+/// crates.
 pub fn one_line(text: &str, max: usize) -> String {
     let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
     let mut line = String::new();

@@ -1,9 +1,10 @@
 //! Language models for [Burn](https://burn.dev) that take the KV cache as a parameter.
 //!
-//! GPT-2 and the Llama family (Llama, SmolLM, Qwen2, Mistral and Phi-3 up to their sliding windows), read
-//! from Hugging Face folders, PyTorch checkpoints and GGUF files by [`load()`] and written as Hugging
-//! Face folders by [`save()`]. There is no quantized twin of a model: every pass says what its cache
-//! stores, for all layers alike or, with a [`ModelCacheConfig`], some of them in float.
+//! GPT-2 and the Llama family (Llama, SmolLM, Qwen2, and Mistral and Phi-3 in contexts up to their
+//! sliding windows), read from Hugging Face folders, PyTorch checkpoints and GGUF files by
+//! [`load()`] and written as Hugging Face folders by [`save()`]. A model is not converted for a
+//! quantized cache: every pass says what its cache stores, the same in all layers or, with a
+//! [`ModelCacheConfig`], with some layers in float.
 //!
 //! ```no_run
 //! use burn::tensor::{Device, Int, Tensor};

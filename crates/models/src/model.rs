@@ -27,9 +27,9 @@ impl LanguageModel {
     /// Logits of a whole sequence, computed in parallel as a cache of `config` would have
     /// produced them token by token. Differentiable.
     ///
-    /// Frequencies that depend on the context
-    /// ([`RopeScaling::LongRope`](crate::nn::RopeScaling::LongRope)) are those of the capacity in
-    /// `config`, as in such a cache.
+    /// Rotary frequencies that depend on the context length
+    /// ([`RopeScaling::LongRope`](crate::nn::RopeScaling::LongRope)) are chosen by the capacity in
+    /// `config`, as in such a cache, or by the sequence if it is longer.
     ///
     /// # Shapes
     ///
@@ -38,8 +38,8 @@ impl LanguageModel {
     ///
     /// # Errors
     ///
-    /// More tokens than [`max_positions`](Self::max_positions), none, or a `config` that does not
-    /// fit the model.
+    /// No token, more tokens than [`max_positions`](Self::max_positions), or a `config` that does
+    /// not fit the model.
     pub fn forward(
         &self,
         ids: Tensor<2, Int>,
@@ -48,7 +48,7 @@ impl LanguageModel {
         Ok(self.head(self.hidden(ids, config)?))
     }
 
-    /// Logits of the next tokens, any number of them, appending them to `cache`.
+    /// Appends any number of tokens to `cache` and returns the logits after each of them.
     ///
     /// # Shapes
     ///
@@ -63,8 +63,8 @@ impl LanguageModel {
         Ok(self.head(self.hidden_step(ids, cache)?))
     }
 
-    /// [`forward`](Self::forward) up to the final norm, for callers that apply
-    /// [`head`](Self::head) to a part at a time.
+    /// [`forward`](Self::forward) up to the final norm, for callers that apply [`head`](Self::head)
+    /// to a few positions at a time.
     ///
     /// # Shapes
     ///
@@ -82,8 +82,8 @@ impl LanguageModel {
         self.hidden_with(ids, &config.into(), FakeQuantOptions::default(), None)
     }
 
-    /// [`hidden`](Self::hidden) with a choice of how training treats the quantizer, showing every
-    /// layer's attention to `observer`.
+    /// [`hidden`](Self::hidden) with a choice of how training treats the quantizer; `observer` is
+    /// called with every layer's attention.
     ///
     /// # Shapes
     ///
@@ -122,8 +122,8 @@ impl LanguageModel {
         self.run(ids, Pass::Cached(cache))
     }
 
-    /// [`hidden_step`](Self::hidden_step) of one token whose position, `[1]` i32, is on the device;
-    /// see [`KvCache::attend_at`](kv_cubecl::KvCache::attend_at).
+    /// [`hidden_step`](Self::hidden_step) for one token whose position, `[1]` i32, is on the
+    /// device; see [`KvCache::attend_at`](kv_cubecl::KvCache::attend_at).
     pub(crate) fn hidden_at(
         &self,
         ids: Tensor<2, Int>,
@@ -157,7 +157,7 @@ impl LanguageModel {
     ///
     /// # Errors
     ///
-    /// A `config` that does not fit the model, or a device without its ops.
+    /// A `config` that does not fit the model, or a device that the cache does not support.
     pub fn new_cache(
         &self,
         config: impl Into<ModelCacheConfig>,

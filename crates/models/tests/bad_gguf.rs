@@ -117,7 +117,7 @@ fn split_gguf_that_is_not_whole_is_named() {
         let message = load(named, &device()).unwrap_err().to_string();
         assert_contains(&message, &["split-00002-of-00003.gguf: not found", "part 2 of 3"]);
     }
-    // Another part under its name.
+    // The third part under the name of the second.
     fs::copy(&third, &second).unwrap();
     let message = load(&first, &device()).unwrap_err().to_string();
     assert_contains(&message, &["split-00002-of-00003.gguf: split.no = 2", "must be 1"]);
@@ -131,7 +131,7 @@ fn split_gguf_that_is_not_whole_is_named() {
     let renamed = first.with_file_name("model.gguf");
     fs::copy(&first, &renamed).unwrap();
     assert_contains(&failure(&renamed), &["split.count = 3", "-00001-of-00003.gguf"]);
-    // Fewer tensors than all parts should have.
+    // A part that counts more tensors than all parts hold.
     let key = b"split.tensors.count";
     let mut fewer = fs::read(&third).unwrap();
     let at = fewer.windows(key.len()).position(|w| w == key).unwrap() + key.len() + 4;

@@ -172,7 +172,7 @@ fn tensors_that_no_part_of_the_model_takes_are_named() {
         let message = load(other.path(), &device()).unwrap_err().to_string();
         assert_contains(&message, &["1 tensor ", head]);
     }
-    // One name twice, as with and without the prefix.
+    // The same tensor twice, with the prefix and without it.
     let twice = with_tensors("llama-tiny", |t| t.push(vector("norm.weight", 96)));
     let message = load(twice.path(), &device()).unwrap_err().to_string();
     assert_contains(&message, &["norm.weight", "twice"]);

@@ -1,4 +1,4 @@
-//! A cache per layer, what a pass shows of its attention, and models from scratch.
+//! Caches that differ by layer, what a pass shows of its attention, and models with random weights.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -59,7 +59,7 @@ fn streaming_with_float_layers_equals_parallel() {
         assert!(bytes.layers[layer].total() > bytes.layers[1 - layer].total());
         let steps = (0..seq).map(|t| model.step(ids.clone().narrow(1, t, 1), &mut cache).unwrap());
         let steps = Tensor::cat(steps.collect(), 1);
-        // Codes may flip at rounding edges; the mean may not move.
+        // Single codes may flip at rounding edges, but the mean difference stays small.
         let mean = (steps - forward).abs().mean().into_scalar::<f32>();
         assert!(mean < 2e-3, "mean difference {mean}");
     }
@@ -194,7 +194,7 @@ fn small() -> Config {
     Config { vocab_size: 300, intermediate_size: 160, n_layers: 3, max_positions: 128, ..base }
 }
 
-/// The seed is one for all threads: tests that draw weights take turns.
+/// All threads share one seed, so tests that draw weights take turns.
 static SEED: Mutex<()> = Mutex::new(());
 
 /// Cross entropy of predicting some ids.
@@ -233,7 +233,7 @@ fn a_model_from_scratch_knows_nothing_yet() {
 
         let model = LanguageModel::Llama(model);
         let first = loss(&model, &device).into_scalar::<f32>();
-        // Logits of variance 1 cost half a nat more than uniform ones.
+        // Random logits of variance 1 have a loss half a nat above that of uniform ones.
         assert!((first - 300f32.ln() - 0.5).abs() < 0.2, "loss {first}");
         device.seed(7);
         let again = LanguageModel::Llama(Llama::init(Config { tied_head, ..small() }, &device));

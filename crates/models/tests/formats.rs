@@ -166,7 +166,7 @@ fn shards_load_by_the_folder_or_any_of_them() {
                 check(path, &tiny("llama3-rope-tiny"), tolerance);
             }
         }
-        // Named after what its shards are part of.
+        // The model is named by what the names of its shards have in common.
         assert_eq!(load(&files[1], &device()).unwrap().name, "model");
     }
     let folder = fixture("pytorch-shards");
@@ -180,9 +180,9 @@ fn rms(a: &Tensor<3>, b: &Tensor<3>) -> f32 {
     (a.clone() - b.clone()).powi_scalar(2).mean().into_scalar::<f32>().sqrt()
 }
 
-/// Writes the Llama in `folder` with each of `types` and compares its logits with `logits`: the difference
-/// must be a small part of what leaving out a layer makes, of the layer that makes least. `types` says how
-/// small: one and a half times what was measured.
+/// Writes the Llama in `folder` with each of `types` and compares its logits with `logits`: the
+/// difference must be a small share of the least difference that leaving out a layer makes. `types`
+/// gives that share, one and a half times what was measured.
 fn compare_with_a_missing_layer(
     folder: &Path,
     ids: &Tensor<2, Int>,
@@ -206,7 +206,7 @@ fn compare_with_a_missing_layer(
         let file = scratch.path().join(format!("{dtype:?}.gguf"));
         write_gguf(folder, &file, dtype, &[]);
         let of_layer = changed(llama(&file)) / layer;
-        // Far less would be another type than the one asked for.
+        // A far smaller difference would mean that another type was written than asked for.
         if !(share / 3.0..=share).contains(&of_layer) {
             wrong.push((dtype, of_layer, share));
         }

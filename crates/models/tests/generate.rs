@@ -110,7 +110,8 @@ fn logits(model: &LanguageModel, cache: &mut ModelCache, id: u32, device: &Devic
     model.step(ids, cache).unwrap().into_data().iter::<f32>().collect()
 }
 
-/// Recorded steps do what the others do: logits, greedy texts, ends, and what the cache holds then.
+/// Recorded steps give the same as launched ones: logits, greedy texts, ends of texts, and the
+/// contents of the cache after that.
 fn recorded_steps<T: Target>(device: &On<T>, models: &[&str]) {
     for name in models {
         let model = load(tiny(name), device).unwrap().model;
@@ -144,7 +145,8 @@ fn recorded_steps<T: Target>(device: &On<T>, models: &[&str]) {
             assert!(graph.greedy(1, 1).unwrap_err().to_string().contains("capacity"));
             assert_eq!(graph.len(), 60);
 
-            // An end inside a call: nothing behind it is in the cache, which goes on without the graph.
+            // An end-of-text id inside a call: nothing after it is in the cache, which can be used
+            // further without the graph.
             let end = text[9];
             let first = text[1..].iter().position(|&id| id == end).unwrap();
             let mut expected = prompted(&model, cache, device);
@@ -183,7 +185,7 @@ fn a_recorded_text_is_the_same() {
     assert_eq!(texts[0], texts[1]);
 }
 
-/// The device is not asked between steps, but does not lose a failure.
+/// The host does not read logits between steps, but still learns that some were not finite.
 fn logits_that_are_not_finite<T: Target>(device: &On<T>) {
     let LanguageModel::Llama(mut model) = load(tiny("llama-tiny"), device).unwrap().model else {
         panic!("llama-tiny is a Llama");
@@ -211,7 +213,7 @@ fn logits_that_are_not_finite_on_wgpu() {
     logits_that_are_not_finite(&On::<kv_models::kv_cubecl::Wgpu>::open().unwrap());
 }
 
-/// Only the order of summation differs: rounding in f32 through few layers.
+/// Allows for the rounding of f32 sums in another order through a few layers.
 #[track_caller]
 fn close(got: &[f32], want: &[f32]) {
     let largest = want.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));

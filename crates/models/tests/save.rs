@@ -147,7 +147,7 @@ fn gguf_files_become_folders() {
     assert!(matches!(original.config().rope_scaling, RopeScaling::Llama3 { .. }));
     assert_eq!(converted.config().rope_scaling, original.config().rope_scaling);
 
-    // Bytes only: the tiny models know 256 ids.
+    // A vocabulary of the 256 bytes alone, because the tiny models know 256 ids.
     for pre in ["gpt-2", "smollm", "qwen2", "llama-bpe", "default"] {
         write_vocabulary(&gguf, "gpt2", pre, &[]);
         let loaded = load(&gguf, &device).unwrap();
@@ -259,7 +259,7 @@ fn a_failed_save_leaves_what_was_there() {
         (f32::NEG_INFINITY, "holds -inf at element 35"),
     ] {
         let LanguageModel::Llama(mut broken) = model.clone() else { panic!() };
-        // Row 3 of the key rows, which follow 96 query rows of 96 columns.
+        // The first of the key rows, which follow 96 query rows; element 35 of it.
         let weight = broken.layers[1].qkv.weight.val();
         let value = Tensor::full([1, 1], value, &device);
         let weight = weight.slice_assign([96..97, 35..36], value);

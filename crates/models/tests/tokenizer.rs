@@ -43,7 +43,8 @@ fn smollm2_ids_match_an_independent_encoder() {
     assert_eq!(tokenizer.n_ids(), 49152);
 }
 
-/// The pieces that a pre-tokenizer leaves to merges that would join everything they can.
+/// The tokens of `text`. With `merges` that would join all of it, they show where the pre-tokenizer
+/// splits.
 fn pieces(pre: &str, merges: &[&str], text: &str) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("vocabulary.gguf");
@@ -80,7 +81,8 @@ fn pre_tokenizers_split_contractions_and_lines_as_their_models_do() {
 
 #[test]
 fn llama_bpe_keeps_whole_tokens_that_no_merge_reaches() {
-    // "ab" is a token only through b+c first; ignoring merges finds it whole.
+    // The merge of b and c comes first and keeps "abc" from being built; a tokenizer that ignores
+    // merges finds it in the vocabulary.
     let merges = ["b c", "a b", "ab c"];
     assert_eq!(pieces("gpt-2", &merges, "abc"), ["a", "bc"]);
     assert_eq!(pieces("llama-bpe", &merges, "abc"), ["abc"]);
@@ -142,7 +144,7 @@ fn bos() -> Bos {
     serde_json::from_slice(&fs::read(fixture("bos/expected.json")).unwrap()).unwrap()
 }
 
-/// The ids of a text as a model is to see it.
+/// The ids of a text as a model is given them.
 fn with_bos(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
     let bos = tokenizer.leading_bos();
     bos.into_iter().chain(tokenizer.encode(text).unwrap()).collect()
@@ -176,7 +178,7 @@ fn texts_begin_as_under_transformers() {
     let error = configured(r#"{"bos_token": "<none>", "add_bos_token": true}"#).unwrap_err();
     assert!(error.to_string().contains("bos_token = <none>: must be a token"), "{error}");
 
-    // Two tokens before a text are not one.
+    // Two tokens before a text are refused.
     let mut json: Json = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
     let single = json["post_processor"]["processors"][1]["single"].as_array_mut().unwrap();
     single.insert(0, single[0].clone());
@@ -293,7 +295,7 @@ fn a_byte_order_mark_is_no_text_and_bad_bytes_are_named() {
     assert_eq!(read("\u{feff}é text".as_bytes()).unwrap(), tokenizer.encode("é text").unwrap());
     let twice = "\u{feff}\u{feff}a";
     assert_eq!(read(twice.as_bytes()).unwrap(), tokenizer.encode(&twice[3..]).unwrap());
-    // What is given as text is text.
+    // In a text that is given as a string, the marks are kept.
     assert_eq!(tokenizer.decode(&tokenizer.encode(twice).unwrap()).unwrap(), twice);
     let long = [&b"good ".repeat(50_000)[..], b"\xff bad"].concat();
     for (bytes, at) in

@@ -39,7 +39,7 @@ impl HtmlReport {
         self.element("p", text)
     }
 
-    /// Adds text whose spaces and line breaks count.
+    /// Adds text whose spaces and line breaks are kept.
     #[must_use]
     pub fn pre(self, text: &str) -> Self {
         self.element("pre", text)
@@ -99,7 +99,8 @@ impl HtmlReport {
     }
 }
 
-/// Text that means itself in HTML, in elements and in quoted attributes.
+/// Escapes `text` for HTML elements and quoted attributes. Control characters, except line feeds
+/// and tabs, become U+FFFD.
 pub fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {

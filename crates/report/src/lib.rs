@@ -1,5 +1,5 @@
-//! What a measurement is shown as: [`Table`]s for the terminal, [`Chart`](chart::Chart)s as SVG and
-//! PNG, and both on an [`HtmlReport`], a page in one file.
+//! Shows measurements: [`Table`]s for the terminal, [`Chart`](chart::Chart)s as SVG and PNG, and
+//! both on an [`HtmlReport`], a page in one file.
 
 pub mod chart;
 mod error;

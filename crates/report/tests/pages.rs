@@ -94,7 +94,7 @@ fn odd_data_is_drawn_or_refused_but_does_not_panic() {
     for points in fine {
         assert_well_formed(&chart(vec![line(points)]).svg().unwrap());
     }
-    // One empty series among others.
+    // One empty series among others is allowed.
     chart(vec![line(&[]), line(&[(1.0, 1.0)])]).svg().unwrap();
 
     let refused = |chart: Chart, part: &str| {

@@ -1,4 +1,4 @@
-//! Training steps without a run around them, to be timed.
+//! Single training steps, outside of a run, to be timed.
 
 use std::sync::{Arc, Mutex};
 

@@ -1,5 +1,5 @@
-//! Everything that decides a run, and nothing that does not: a run resumed with another
-//! configuration is an error.
+//! The settings that decide the result of a run, and no others: resuming a run with other settings
+//! is an error.
 
 use core::{fmt, str::FromStr};
 
@@ -33,7 +33,7 @@ impl Objective {
         }
     }
 
-    /// What is minimized, of cross-entropy and divergence.
+    /// The value of the objective, given the cross-entropy `nll` and the divergence `kl`.
     pub fn value(self, nll: f64, kl: f64) -> f64 {
         let (ce_weight, kl_weight) = self.weights();
         ce_weight * nll + kl_weight * kl
@@ -132,16 +132,16 @@ impl FromStr for Trainable {
 pub struct Adapter {
     /// Rank of the two factors.
     pub rank: usize,
-    /// Scale of their product, over the rank.
+    /// Scale of the product of the factors, which is multiplied by `alpha / rank`.
     pub alpha: f64,
 }
 
 /// Learning rate: linear warm-up, then a cosine to `min_lr` at the last step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Schedule {
-    /// The highest.
+    /// The highest rate, which ends the warm-up.
     pub lr: f64,
-    /// The last.
+    /// The rate of the last step.
     pub min_lr: f64,
     /// Optimizer steps of warm-up.
     pub warmup: usize,
@@ -155,8 +155,8 @@ pub struct TrainConfig {
     pub qat: Option<QatConfig>,
     /// What is minimized.
     pub objective: Objective,
-    /// Share of the sequences, between 0 and 1, that are trained with a float cache: holds the model
-    /// in place for those who serve it without quantization.
+    /// Share of the sequences, between 0 and 1, that are trained with a float cache, so that the
+    /// model stays good when it is served without quantization.
     pub float_share: f64,
     /// Which weights are trained.
     pub trainable: Trainable,
@@ -175,19 +175,19 @@ pub struct TrainConfig {
     pub steps_per_epoch: usize,
     /// Learning rate by step.
     pub schedule: Schedule,
-    /// Decoupled weight decay of AdamW, of matrices but embeddings.
+    /// Decoupled weight decay of AdamW, applied to all matrices except embeddings.
     pub weight_decay: f32,
     /// Decay rate of AdamW's second moment; the first moment's is 0.9.
     pub beta_2: f32,
-    /// Largest global norm of the gradient; longer ones are scaled down to it.
+    /// Largest global norm of the gradient; a longer gradient is scaled down to it.
     pub clip_norm: Option<f64>,
     /// Seed of the data's order, and of new weights.
     pub seed: u64,
-    /// Share of each text's tail held out for validation.
+    /// Share of each text, at its end, that is held out for validation.
     pub holdout: f64,
     /// Held-out windows used in a validation, at most.
     pub valid_windows: usize,
-    /// Stop after as many validations without a better loss, and keep the best model.
+    /// Stop after this many validations in a row without a better loss, and keep the best model.
     pub patience: Option<usize>,
     /// Recompute cheap activations in the backward pass instead of keeping them.
     pub gradient_checkpointing: bool,
@@ -223,7 +223,7 @@ impl TrainConfig {
     /// Checks every field against its range.
     ///
     /// # Errors
-    /// [`Error::Setting`] naming the first that is out of it.
+    /// [`Error::Setting`] naming the first field that is out of its range.
     pub fn validate(&self) -> Result<()> {
         for (field, value) in [
             ("seq-len", self.seq_len),
@@ -281,7 +281,7 @@ impl TrainConfig {
         self.steps.div_ceil(self.steps_per_epoch)
     }
 
-    /// Whether there is a validation, and a checkpoint, after so many steps.
+    /// Whether there is a validation, and a checkpoint, after `step` optimizer steps.
     pub(crate) fn validates_after(&self, step: usize) -> bool {
         step.is_multiple_of(self.steps_per_epoch) || step == self.steps
     }

@@ -1,4 +1,4 @@
-//! burn-train's dashboard, on a terminal whose Ctrl-C still is a signal.
+//! burn-train's dashboard, with Ctrl-C still sent as a signal.
 
 use std::{any::Any, io};
 
@@ -18,21 +18,21 @@ pub(crate) fn new(interrupter: Interrupter, resumed: Option<usize>) -> TuiMetric
     dashboard
 }
 
-/// The dashboard reads keys in raw mode, in which a terminal passes Ctrl-C on as a key, and the
-/// dashboard ignores it.
+/// Makes the terminal send a signal for Ctrl-C again: the dashboard reads keys in raw mode, in
+/// which Ctrl-C is an ordinary key, and the dashboard ignores that key.
 #[cfg(unix)]
 fn keep_interrupts() {
     use rustix::termios::{LocalModes, OptionalActions, SpecialCodeIndex, tcgetattr, tcsetattr};
 
-    /// What no key sends.
+    /// The value that switches a special character off.
     const NONE: u8 = if cfg!(target_os = "linux") { 0 } else { 0xff };
-    // A thread of the dashboard's switches the mode.
+    // A thread of the dashboard switches to raw mode; wait for that.
     for _ in 0..200 {
         let Ok(mut mode) = tcgetattr(io::stdin()) else { return };
         let raw = is_raw_mode_enabled().unwrap_or(false);
         if raw && !mode.local_modes.contains(LocalModes::ICANON) {
             mode.local_modes |= LocalModes::ISIG;
-            // To suspend the program here would leave the terminal raw.
+            // Suspend and quit are switched off: they would leave the terminal in raw mode.
             for key in [SpecialCodeIndex::VSUSP, SpecialCodeIndex::VQUIT] {
                 mode.special_codes[key] = NONE;
             }
@@ -44,16 +44,17 @@ fn keep_interrupts() {
     }
 }
 
-/// Gives the terminal back where a program ends at once, if the dashboard has it.
+/// Restores the terminal if the dashboard is using it, for a program that is about to exit.
 pub fn restore_terminal() {
     if is_raw_mode_enabled().unwrap_or(false) {
-        // Nothing can be done for a terminal that cannot be written.
+        // Errors are ignored: nothing can be done about a terminal that cannot be written.
         let _ = disable_raw_mode();
         let _ = execute!(io::stdout(), DisableMouseCapture, LeaveAlternateScreen, Show);
     }
 }
 
-/// Whether a panic is the dashboard's way to stop immediately; it has left the screen then.
+/// Whether a panic is the one that the dashboard raises to stop immediately. The dashboard has left
+/// the alternate screen by then, so this only shows the cursor again.
 pub(crate) fn is_kill(panic: &(dyn Any + Send)) -> bool {
     let text = panic.downcast_ref::<&str>().copied();
     let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));

@@ -24,7 +24,7 @@ pub enum Error {
         /// Why.
         source: std::io::Error,
     },
-    /// A file of a run that is not what was written.
+    /// A file of a run is damaged: it is not what was written.
     #[error("{path}: {why}", path = path.display())]
     Damaged {
         /// The file.
@@ -56,13 +56,13 @@ pub enum Error {
         /// Those that were planned.
         steps: usize,
     },
-    /// The texts.
+    /// An error of the texts.
     #[error(transparent)]
     Data(#[from] DataError),
-    /// The model.
+    /// An error of the model.
     #[error(transparent)]
     Model(#[from] kv_models::Error),
-    /// The cache's configuration, or the device.
+    /// An error of the cache's configuration or of the device.
     #[error(transparent)]
     Cache(#[from] kv_models::kv_cubecl::Error),
     /// A report that could not be drawn or written.

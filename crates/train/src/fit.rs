@@ -1,6 +1,7 @@
-//! The order of things in a run: steps, validations, checkpoints, and where it may stop.
+//! The loop of a run: optimizer steps, validations, checkpoints, and where the run may stop.
 //!
-//! Burn's own strategies stop between batches without a checkpoint, and start with a whole epoch.
+//! Burn's own training strategies are not used, because they stop between batches without a
+//! checkpoint, and can only start at the beginning of an epoch.
 
 use std::sync::{
     Arc,
@@ -22,14 +23,14 @@ use burn_train::{
 
 use crate::{Measured, TrainConfig, Trainee, data::Batch, step::Task};
 
-/// Trains from one optimizer step to the last, or until it is asked to stop. An epoch of its data
-/// loaders is one optimizer step, so that it can go on after any.
+/// Trains from optimizer step `done` to the last, or until it is asked to stop. One epoch of its
+/// data loaders is one optimizer step, so that a run can resume after any step.
 pub(crate) struct Fit {
     pub(crate) devices: Vec<Device>,
     pub(crate) task: Arc<Task>,
-    /// Optimizer steps made before.
+    /// Optimizer steps made before this starts; 0 in a new run.
     pub(crate) done: usize,
-    /// Asks the run to stop where it is.
+    /// Becomes true when the run shall stop.
     pub(crate) stop: Option<Arc<AtomicBool>>,
 }
 
@@ -42,7 +43,7 @@ struct Course {
     store: Arc<EventStoreClient>,
     train: Vec<TrainLoader<Trainee>>,
     valid: ValidLoader<Trainee>,
-    /// Where several devices share a step.
+    /// Computes a step on several devices; `None` with a single one.
     workers: Option<MultiDevicesTrainStep<Trainee>>,
 }
 
@@ -125,7 +126,7 @@ impl SupervisedLearningStrategy<Trainee> for Fit {
             step += 1;
             self.task.lock().made(step);
         }
-        // Asked to stop, rather than failed: the weights are those after `step`.
+        // If the run was asked to stop and did not fail, the weights are those after `step` steps.
         let asked = self.stops(&course) && !self.failed(&course);
         if asked && saved != Some(step) {
             course.save(step);
@@ -151,12 +152,13 @@ impl Fit {
         course.interrupter.error().is_some() || self.task.lock().failure().is_some()
     }
 
-    /// The epoch, from 1, that goes on after `step` steps.
+    /// The epoch, counted from 1, of the optimizer step that follows `step` steps.
     fn epoch_after(&self, step: usize) -> usize {
         step / self.config().steps_per_epoch + 1
     }
 
-    /// One optimizer step; `false` leaves the model as it was.
+    /// Makes one optimizer step. Returns `false`, with the model as it was, if the run failed or is
+    /// to stop.
     fn step(&self, course: &mut Course, step: usize) -> bool {
         let config = self.config();
         let per_step = config.batch * config.accumulation * self.devices.len();
@@ -198,7 +200,8 @@ impl Fit {
             if self.failed(course) {
                 return false;
             }
-            // Asked to stop with batches to go: they are computed anew when the run goes on.
+            // Asked to stop before the last batch of the step: a resumed run computes the whole
+            // step again.
             if items.len() < config.accumulation * self.devices.len() && self.stops(course) {
                 return false;
             }
@@ -221,7 +224,8 @@ impl Fit {
         true
     }
 
-    /// The held-out loss after `step` steps, recorded by the steps themselves when it is complete.
+    /// Measures the held-out loss after `step` steps. The task's recorder adds up the batches, and
+    /// records the loss when all of them were measured.
     fn validate(&self, course: &mut Course, step: usize) {
         let epoch = step.div_ceil(self.config().steps_per_epoch).max(1);
         let total_items = course.valid.num_items();

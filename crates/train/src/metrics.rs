@@ -13,7 +13,7 @@ use burn_train::{
 
 use crate::{Objective, StepRecord, history::GroupShares, loss::Sums};
 
-/// What one batch measured; fields that it did not are `None`.
+/// What was measured with one batch; a field that was not is `None`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Measured {
     rows: usize,
@@ -68,7 +68,7 @@ impl Adaptor<Measured> for Measured {
     }
 }
 
-/// The mean of one field, over tokens; of a perplexity, its logarithm's.
+/// The mean of one field over tokens. A perplexity is shown from the mean of its logarithm.
 #[derive(Clone)]
 struct Mean {
     name: MetricName,

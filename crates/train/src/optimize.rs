@@ -12,9 +12,9 @@ use burn_optim::{
 
 use crate::{Error, Result, Schedule, TrainConfig, setup::float_parameters};
 
-/// AdamW for the parameters of `module`. Only matrices decay: a norm's gain or a bias has no scale
-/// that another weight could make up for, and rows of an embedding that a batch does not have would
-/// shrink all the same.
+/// AdamW for the parameters of `module`. Only matrices decay, and of these not the embeddings: the
+/// scale of a norm's gain or of a bias cannot be made up for by another weight, and rows of an
+/// embedding would shrink even in steps whose batch does not contain their tokens.
 pub(crate) fn optimizer<M: Module>(config: &TrainConfig, module: &M) -> ModuleOptimizer {
     let adamw = AdamWConfig::new().with_beta_2(config.beta_2).with_epsilon(1e-8);
     let decaying = adamw.clone().with_weight_decay(config.weight_decay).init();
@@ -28,7 +28,7 @@ pub(crate) fn optimizer<M: Module>(config: &TrainConfig, module: &M) -> ModuleOp
 /// Warm-up, then the cosine, whose last step is that of the run.
 pub(crate) fn schedule(config: &TrainConfig) -> Result<ModuleLrScheduler> {
     let Schedule { lr, min_lr, warmup } = config.schedule;
-    // From its first step, at `lr`, to its last.
+    // The steps of the cosine from its first, at `lr`, to its last.
     let rest = (config.steps - warmup - 1).max(1);
     let cosine = CosineAnnealingLrSchedulerConfig::new(lr, rest).with_min_lr(min_lr);
     let fail = |why: String| Error::setting("lr", lr, why);
@@ -59,7 +59,7 @@ mod tests {
             assert!(up.iter().all(|&rate| rate <= 0.5), "{rates:?}");
             assert_eq!(down[0], 0.5, "{rates:?}");
             assert!(down.is_sorted_by(|a, b| a > b), "{rates:?}");
-            // A run with one step after its warm-up ends at the highest.
+            // A run with one step after its warm-up ends at the highest rate.
             if down.len() > 1 {
                 assert!((rates[steps - 1] - 0.125).abs() < 1e-12, "{rates:?}");
             }

@@ -20,7 +20,7 @@ use crate::{Error, Result};
 pub struct QatConfig {
     /// The cache in serving; training uses the same.
     pub cache: ModelCacheConfig,
-    /// The gradient of the quantizer, and the mode that quantizes everything.
+    /// How training treats the quantizer: its gradient, and whether to quantize every token.
     #[serde(default)]
     pub fake_quant: FakeQuantOptions,
     /// Optimizer steps before the quantizer is switched on; until then the cache is float.
@@ -43,7 +43,8 @@ impl QatConfig {
             return Err(Error::setting("start-step", self.start_step, rule));
         }
         let cache = &self.cache.cache;
-        // The heads are not known yet; a group's size passes the rules about theirs.
+        // The model's `head_dim` is not known yet. The group size takes its place, because it
+        // passes the rules that relate the two.
         cache.validate(cache.group_size.max(1))?;
         let window = Window::new(cache);
         let missing = |len: usize| {
@@ -76,7 +77,7 @@ impl QatConfig {
 /// A model whose parallel forward pass computes what streaming through its cache would.
 #[derive(Module, Debug)]
 pub struct Prepared {
-    /// The model; its weights are those that are trained.
+    /// The model whose weights are trained.
     pub model: LanguageModel,
     #[module(skip)]
     config: QatConfig,
@@ -92,7 +93,7 @@ pub fn prepare(model: LanguageModel, config: QatConfig) -> Result<Prepared> {
 }
 
 impl Prepared {
-    /// What it was prepared for.
+    /// The configuration the model was prepared with.
     pub fn config(&self) -> &QatConfig {
         &self.config
     }
@@ -143,7 +144,8 @@ impl Converted {
     /// `kv_cache.json`, which `kv-eval` and [`kv_models::load()`] pick up.
     ///
     /// # Errors
-    /// A file that cannot be written, named; an earlier folder is then as it was.
+    /// A file that cannot be written; the error names it, and an earlier model in the folder is
+    /// unchanged.
     pub fn save(&self, folder: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<()> {
         let options = SaveOptions { dtype: SaveDtype::F16, cache: Some(&self.cache) };
         Ok(kv_models::save(folder, &self.model, tokenizer, options)?)

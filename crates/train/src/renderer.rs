@@ -1,5 +1,6 @@
-//! burn-train's dashboard where there is a terminal; elsewhere the recorder's lines are enough. Nor
-//! are metrics logged beside `history.jsonl`: burn-train's log files panic on a full disk.
+//! burn-train's dashboard, or nothing where the lines of text that a run reports are enough.
+//! Metrics are logged in `history.jsonl` only, because burn-train's own log files panic on a full
+//! disk.
 
 use burn_train::{
     Interrupter,

@@ -1,4 +1,4 @@
-//! Pictures of a run: curves as SVG and PNG, and one HTML page.
+//! The report of a run: curves as SVG and PNG, and one HTML page.
 
 use std::path::{Path, PathBuf};
 
@@ -10,12 +10,12 @@ use kv_report::{
 
 use crate::{History, Result, StepRecord, TrainConfig, ValidRecord};
 
-/// Training steps whose mean is one point of a smoothed curve, at most.
+/// The most points that a smoothed curve of training steps has.
 const POINTS: usize = 200;
 
 /// Writes charts of the run, as SVG and PNG, and `report.html` with all of them into the run's
-/// folder; `saved` is the step after which the saved model was. `evaluation`, of the model before and
-/// after, adds its own. Returns the page's path.
+/// folder; `saved` is the optimizer step after which the saved model was taken. `evaluation`, of
+/// the model before and after training, adds its own charts. Returns the page's path.
 ///
 /// # Errors
 /// A history without a step, or a file that cannot be written.
@@ -97,7 +97,7 @@ fn perplexity(config: &TrainConfig, history: &History) -> Chart {
         series.insert(0, curve(&qat.cache.to_string(), |record| record.nll.exp()));
     }
     let values = || series.iter().flat_map(|series| &series.points).map(|point| point.1);
-    // Training from scratch starts at the size of the vocabulary.
+    // Training from scratch starts with a perplexity of about the size of the vocabulary.
     let log_y = values().fold(0.0, f64::max) > 10.0 * values().fold(f64::INFINITY, f64::min);
     Chart {
         title: "Perplexity of the held-out text".into(),

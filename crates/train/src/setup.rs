@@ -8,7 +8,8 @@ use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig};
 
 use crate::{Prepared, QatConfig, Result, TrainConfig, Trainable, prepare};
 
-/// Makes every weight anew on a device: moved there, it would keep its own kind of autodiff.
+/// Creates every weight anew on a device. A weight that is moved there would keep its own autodiff
+/// settings.
 struct Recreate<'a>(&'a Device);
 
 impl ModuleMapper for Recreate<'_> {
@@ -26,13 +27,14 @@ pub(crate) struct Setup {
     pub(crate) autodiff: Device,
 }
 
-/// Prepares for the cache of `config`, or for a float one, with what is trained chosen.
+/// Prepares `model` for the cache of `config`, or for a float cache, and marks the weights that are
+/// trained.
 pub(crate) fn set_up(
     device: &Device,
     mut model: LanguageModel,
     config: &TrainConfig,
 ) -> Result<Setup> {
-    // New adapters are random.
+    // The weights of new adapters are random.
     device.seed(config.seed);
     let teacher = config.objective.needs_teacher().then(|| model.clone().valid());
     let mut autodiff = device.clone().autodiff();
@@ -77,8 +79,8 @@ fn choose(model: LanguageModel, config: &TrainConfig) -> Result<LanguageModel> {
     let chosen = float_parameters(&model).into_iter().map(|(path, _)| path);
     let chosen = chosen.filter(|path| config.trainable.includes(path));
     if let Some(adapter) = config.adapter {
-        // Adapters are for the matrices of the layers: an adapted embedding would be composed anew
-        // for every lookup.
+        // Adapters are for the matrices of the layers: an adapted embedding would be computed as a
+        // whole for every lookup.
         let matrices: Vec<String> =
             chosen.filter(|path| Trainable::Layers.includes(path)).collect();
         let group = ParamGroup::from_paths(matrices);

@@ -23,7 +23,7 @@ use crate::{
     metrics::Measured,
 };
 
-/// A prepared model and what it is trained by.
+/// A prepared model and the task it is trained on.
 #[derive(Module, Debug)]
 pub struct Trainee {
     /// The model.
@@ -52,8 +52,8 @@ struct At {
     step: u64,
 }
 
-/// Whether pieces of work on `device` gain from threads of ours: Flex runs element-wise operations
-/// on the calling thread.
+/// Whether work on `device` is faster when this crate splits it over threads: Flex runs
+/// element-wise operations on the calling thread.
 pub(crate) fn on_threads(device: &Device) -> bool {
     #[cfg(feature = "flex")]
     {
@@ -125,7 +125,8 @@ impl Trainee {
         Ok((sums, grads.grads()))
     }
 
-    /// Forward and backward of whole sequences `[n, seq]` that share a cache.
+    /// Forward and backward of whole sequences `[n, seq]` that are trained with the same kind of
+    /// cache.
     fn train_rows(
         &self,
         inputs: Tensor<2, Int>,
@@ -142,7 +143,7 @@ impl Trainee {
         };
         let teacher = match teacher {
             Some(teacher) => {
-                // Where it is already, but for the other devices of several.
+                // This only moves the teacher on further devices; on the first it is in place.
                 let teacher = teacher.clone().to_device(&plain.device());
                 let hidden = teacher.hidden(plain, KvCacheConfig::float())?;
                 Some(head(&teacher, hidden))
@@ -161,7 +162,7 @@ impl Trainee {
             factor,
             train_head,
         );
-        // A scalar whose gradient with respect to the hidden states is the loss's.
+        // A scalar with the same gradient with respect to the hidden states as the loss.
         let seed = head_grads.hidden.reshape(hidden.dims());
         let mut grads = (hidden * seed).sum().backward();
         let mut grads = GradientsParams::from_module(&mut grads, self);
@@ -175,8 +176,8 @@ impl Trainee {
         Ok((sums, grads))
     }
 
-    /// Loss sums with the cache that is trained for and with a float cache; of the first batch of a
-    /// validation also what the quantizer met.
+    /// Loss sums with the cache that is trained for and with a float cache; for the first batch of
+    /// a validation also the shares of clipped elements and constant groups.
     fn valid_batch(&self, batch: Batch) -> Result<(Sums, Sums, Option<GroupShares>)> {
         let Task { teacher, .. } = &*self.task;
         let targets = batch.targets.clone().flatten::<1>(0, 1);
@@ -189,7 +190,7 @@ impl Trainee {
                 let sums = loss::losses(&float, Some(&reference), &targets);
                 (reference, sums)
             }
-            // Its own reference, from which it does not diverge.
+            // Without a teacher the float run is its own reference, from which it does not diverge.
             None => {
                 let sums = loss::losses(&float, None, &targets);
                 (float, sums)
@@ -210,7 +211,8 @@ impl Trainee {
     }
 }
 
-/// What the quantizer meets in the first sequence of `inputs`, over all quantized layers.
+/// The shares of clipped elements and constant groups in the first sequence of `inputs`, as means
+/// over all layers; a layer in float counts as 0.
 fn group_shares(
     model: &LanguageModel,
     inputs: Tensor<2, Int>,
@@ -234,7 +236,8 @@ impl Task {
             && (made == config.steps || config.patience.is_some_and(impatient))
     }
 
-    /// Whether the sequence at `position` is trained with a float cache: those are spread evenly.
+    /// Whether the sequence at `position` is trained with a float cache. Such sequences are spread
+    /// evenly over the run.
     fn is_float(&self, position: u64) -> bool {
         let before = |n: u64| (n as f64 * self.config.float_share).floor();
         before(position + 1) > before(position)
@@ -353,7 +356,7 @@ impl Task {
         self.lock().fail(why);
     }
 
-    /// A thread that panicked while recording leaves at worst a line too few.
+    /// The recorder, even if a thread panicked while it held the lock: at worst a line is missing.
     pub(crate) fn lock(&self) -> std::sync::MutexGuard<'_, Recorder> {
         self.recorder.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
@@ -386,7 +389,7 @@ mod tests {
         assert!((norm(&before) - 52f64.sqrt()).abs() < 1e-6, "{before:?}");
         assert_eq!(all(clip(&linear, grads(), 8.0)), before);
         let after = all(clip(&linear, grads(), 0.5));
-        // One f32 factor.
+        // The rounding of one f32 factor.
         assert!((norm(&after) - 0.5).abs() < 1e-6, "{after:?}");
         let ratios = after.iter().zip(&before).map(|(after, before)| after / before);
         assert!(ratios.clone().all(|ratio| (ratio - after[0] / before[0]).abs() < 1e-6));

@@ -30,7 +30,7 @@ use crate::{
     step::Task,
 };
 
-/// The ids a model is trained on and validated with.
+/// The token ids that a model is trained on and validated with.
 #[derive(Clone, Debug)]
 pub struct Texts {
     /// To train on.
@@ -57,13 +57,14 @@ impl Texts {
 pub struct Run<'a> {
     /// Its folder: `train.json`, `history.jsonl` and `checkpoints/`.
     pub folder: PathBuf,
-    /// Continue after the last checkpoint, or after that of a step.
+    /// Whether to start a new run, or to continue after the last checkpoint or that of a given
+    /// step.
     pub resume: Resume,
     /// burn-train's dashboard on this terminal; needs the feature `tui`.
     pub dashboard: bool,
     /// Called with a line of text for every validation, and for every `tell_every`-th step.
     pub tell: Option<Tell>,
-    /// Steps between two that are told.
+    /// Optimizer steps from one that is told to the next.
     pub tell_every: u64,
     /// Devices that share each optimizer step; `None` is the model's alone.
     pub devices: Option<&'a [Device]>,
@@ -124,7 +125,7 @@ pub struct Trained {
     pub history: History,
     /// Optimizer steps made; fewer than planned when it stopped early.
     pub steps: usize,
-    /// The optimizer steps after which the model was as it is here.
+    /// The number of optimizer steps after which the model had these weights.
     pub step: usize,
 }
 
@@ -132,9 +133,9 @@ pub struct Trained {
 ///
 /// # Errors
 /// A setting out of range, texts shorter than a window, a folder that holds another run, cannot be
-/// written or has no room, a damaged checkpoint: nothing has been changed then. Whatever stops
-/// training: a loss that is not finite, a full disk; checkpoints written before are whole.
-/// [`Error::Interrupted`] when it was asked to stop.
+/// written or has no room, or a damaged checkpoint: nothing has been changed then. Whatever stops
+/// training, such as a loss that is not finite or a full disk: checkpoints written before are
+/// complete. [`Error::Interrupted`] when it was asked to stop.
 pub fn train<T: Target>(
     device: &On<T>,
     model: LanguageModel,
@@ -148,8 +149,8 @@ pub fn train<T: Target>(
         return Err(Error::setting("seq-len", config.seq_len, rule));
     }
     let (train, valid) = texts.windows(config)?;
-    // A run to go on with is claimed before its checkpoints are looked at, which another process
-    // might be writing; a new one when it is sure to start.
+    // The folder of a run that is resumed is claimed before its checkpoints are read, since another
+    // process might be writing them. A new folder is claimed once the run is sure to start.
     let claim = match run.resume {
         Resume::No => None,
         _ => Some(Claim::of_run(&run.folder)?),
@@ -163,7 +164,8 @@ pub fn train<T: Target>(
         check_new(&run.folder)?;
     }
     let [weights, moments] = checkpoint_bytes(&prepared);
-    // At worst the best, the last and the one being written; in the end the model in f16.
+    // At worst there are three checkpoints: the best, the last, and the one being written. At the
+    // end the model is added in f16.
     let kept = if resumed.is_some() { 1 } else { 3 };
     let sizes = [weights, moments].repeat(kept);
     check_room(&run.folder, &[&sizes[..], &[weights / 2]].concat())?;
@@ -285,7 +287,7 @@ fn launch(
         }
         Err(panic) => resume_unwind(panic),
     };
-    // Gives the terminal back.
+    // Restores the terminal.
     drop(renderer);
     if let Some(error) = error {
         return Err(Error::Stopped(error.to_string()));
@@ -296,8 +298,8 @@ fn launch(
     }
 }
 
-/// Stops after so many validations that were not better than the best before them, those before a
-/// resumed run among them.
+/// Stops after as many validations as the configured patience have not improved on the best.
+/// Validations from before the run was resumed count as well.
 #[derive(Clone)]
 struct Patience {
     task: Arc<Task>,

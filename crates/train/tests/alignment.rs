@@ -1,5 +1,5 @@
-//! What is trained is what is served: the parallel pass of a prepared model against the converted
-//! model, streamed token by token through the cache.
+//! Training computes what serving does: the parallel pass of a prepared model is compared with the
+//! converted model, streamed token by token through the cache.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(clippy::print_stdout, reason = "how close is seen with --nocapture")]
 
@@ -41,7 +41,8 @@ fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
         rope_scaling: RopeScaling::Default,
     };
     let mut llama = Llama::init(config, device);
-    // Scores and logits that differ by some nats, from layers that add little, as in a trained model.
+    // As in a trained model, scores and logits differ by some nats, and each layer adds little to
+    // the residual stream.
     let scale = |param: &mut Param<Tensor<2>>, times: f32| {
         *param = param.clone().map(|tensor| tensor.mul_scalar(times));
     };
@@ -91,7 +92,7 @@ fn codes(packed: &Logical, spec: QuantSpec) -> Vec<u32> {
         .collect()
 }
 
-/// What two ways through a model differ by.
+/// The differences between two ways through a model.
 #[derive(Default)]
 struct Difference {
     /// Codes, those that differ, and the largest difference in steps.
@@ -102,7 +103,7 @@ struct Difference {
     params: usize,
     differing_params: usize,
     nll: f64,
-    /// Of the logits, over the largest.
+    /// Largest difference of the logits, over the largest logit.
     logits: f32,
 }
 
@@ -129,7 +130,8 @@ fn compare(side: Tensor<4>, packed: Option<Packed>, config: &KvCacheConfig, all:
     all.codes += parallel.len();
 }
 
-/// Both ways for one cache, and the parallel pass's attention through a cache of its own.
+/// Compares both ways for one cache, and the attention of the parallel pass with that of a cache
+/// fed with the same keys and values.
 fn align(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> Difference {
     let config: KvCacheConfig = name.parse().unwrap();
     let config = config.with_capacity(TOKENS);
@@ -142,7 +144,7 @@ fn align(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> Diff
     let hidden = prepared.model.hidden_with(text.clone(), &cache, fake_quant, Some(&mut observe));
     let parallel = prepared.model.head(hidden.unwrap());
     let forward = prepared.forward(text.clone()).unwrap();
-    // The same computation twice.
+    // The same computation twice gives the same bits.
     assert_eq!(host(forward), host(parallel.clone()), "{name}");
 
     let converted = prepared.convert();
@@ -171,7 +173,7 @@ fn align(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> Diff
             })
             .collect();
         let far = distance(&host(Tensor::cat(rows, 2)), &host(output));
-        // The same codes on both sides; what is left is the order of f32 sums.
+        // Both sides have the same codes and differ only in the order of f32 sums.
         assert!(far < 1e-5, "{name}: attention of layer {layer} differs by {far}");
     }
     let counts = cache.layers()[0].quantized_counts();
@@ -195,12 +197,13 @@ fn check(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> bool
          {params} parameters, logits {logits:.1e}, nll {nll:.1e}",
         model.n_kv_heads()
     );
-    // A code at a rounding edge falls either way by float noise, and moves what later layers see.
+    // Float noise decides which way a code at a rounding edge falls, and that changes the input of
+    // later layers.
     assert!(differing as f64 <= 1e-3 * codes as f64, "{name}: {differing} of {codes} codes differ");
     assert!(steps <= 1, "{name}: a code differs by {steps}");
     if differing == 0 {
-        // Over the largest logit. Two layers of f32 sums in another order, and scales and minima
-        // at a rounding edge of f16.
+        // What is left are two layers of f32 sums in another order, and scales and minima at a
+        // rounding edge of f16.
         assert!(logits < 1e-4, "{name}: logits differ by {logits}");
     }
     // One step of a 2-bit code is a third of its group's range.
@@ -214,7 +217,7 @@ fn check_all(n_kv_heads: usize, names: &[&str]) {
     let device = On::<Autodiff<Flex>>::open().unwrap();
     let model = model(n_kv_heads, &device);
     let equal = names.iter().filter(|name| check(&model, name, &device)).count();
-    // The bound on logits was put to use.
+    // The bound on logits was checked at least once.
     assert!(equal > 0, "codes differ with each of {names:?}");
 }
 

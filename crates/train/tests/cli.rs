@@ -1,4 +1,4 @@
-//! The program as its users meet it: what a run leaves, and one clear line for each mistake.
+//! The program as users run it: what a run leaves, and one clear line for each mistake.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -57,7 +57,7 @@ fn pretrained_then_trained_for_its_cache() {
         assert!(fs::metadata(format!("{model}/{name}")).is_ok(), "{name}");
     }
     assert!(fs::metadata(format!("{model}/kv_cache.json")).is_err(), "trained for no cache");
-    // The seed decides: weights, order, and so all that follows.
+    // The seed decides the initial weights and the order of the data, and so the result.
     let again = world.string("again");
     succeeds(&mut program(&[&["pretrain", "--out", &again][..], &architecture, &common].concat()));
     let weights = |folder: &str| fs::read(format!("{folder}/model/model.safetensors")).unwrap();

@@ -1,4 +1,5 @@
-//! Texts to batches: cache files that are never silently wrong, orders that resume anywhere.
+//! From texts to batches: a wrong cache file is always noticed, and an order resumes at any
+//! position.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::{
@@ -94,7 +95,7 @@ impl World {
         self.open(&Source::new([self.write(name, bytes)]))
     }
 
-    /// What documents must become.
+    /// The ids that documents must become.
     fn joined(&self, documents: &[&str]) -> Vec<u32> {
         let ids: Vec<_> =
             documents.iter().map(|text| self.tokenizer.encode(text).unwrap()).collect();
@@ -288,7 +289,7 @@ fn a_tokenizer_that_truncates_encodes_whole_documents() {
     assert!(tokens.len() > 2);
 }
 
-/// Text files are read in pieces; documents they stay.
+/// A text file is read in pieces, but stays one document.
 #[test]
 fn a_long_text_is_one_document() {
     let world = World::new();
@@ -300,7 +301,7 @@ fn a_long_text_is_one_document() {
     assert!(all(&tokens) == world.joined(&[&text, &text]));
     assert_eq!(tokens.n_documents(), 2);
     assert!(source.documents().unwrap() == [text.clone(), text.clone()]);
-    // A mistake far into a text is found where it is.
+    // A bad byte far into a text is reported at its offset.
     let bad = [text.as_bytes(), b"\xff"].concat();
     let message = message(world.open_one("c.txt", &bad));
     assert!(message.contains(&format!("byte {} is not UTF-8", text.len())), "{message}");
@@ -315,7 +316,7 @@ fn a_cache_follows_its_sources_and_its_tokenizer() {
     assert_eq!(world.open(&source).unwrap().origin(), &Origin::Built);
     assert_eq!(world.open(&source).unwrap().origin(), &Origin::Reused);
 
-    // Same length, same time stamp even.
+    // Another text of the same length, even with the same time stamp.
     let old = world.open(&source).unwrap();
     let modified = fs::metadata(&source.paths()[0]).unwrap().modified().unwrap();
     world.write("a.txt", "the two");
@@ -334,7 +335,7 @@ fn a_cache_follows_its_sources_and_its_tokenizer() {
     assert_eq!(world.open(&source).unwrap().origin(), &Origin::Reused);
     assert_eq!(world.n_cached(), 2);
 
-    // As many tokens, other merges.
+    // A tokenizer with as many tokens but other merges.
     let path = world.path("tokenizer.json");
     write_tokenizer(&path, &[("t", "h"), ("th", "e"), ("t", "w")]);
     let tokenizer = Tokenizer::from_file(&path, &[EOS]).unwrap();
@@ -344,7 +345,7 @@ fn a_cache_follows_its_sources_and_its_tokenizer() {
     assert_ne!(tokenizer.encode("the two").unwrap(), world.tokenizer.encode("the two").unwrap());
     let documents = ["the two", "more"].map(|text| tokenizer.encode(text).unwrap());
     assert_eq!(all(&new), documents.join(&EOS));
-    // The same file, another end of text.
+    // The same file with another end-of-text id.
     rebuilt(&open(&Tokenizer::from_file(&path, &[10]).unwrap()));
 }
 
@@ -413,7 +414,7 @@ fn a_cache_that_cannot_be_written_is_an_error() {
     }
     assert_eq!(fs::read(file).unwrap(), b"in the way");
 
-    // A folder where the file belongs.
+    // A folder in place of the file.
     let path = world.open(&source).unwrap().path().to_path_buf();
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
@@ -520,7 +521,7 @@ fn held_out_tokens_are_the_end_of_the_text() {
         }
         assert!(train.get(train.len()).is_none() && valid.get(valid.len()).is_none());
     }
-    // Again: the end of what is left.
+    // Held out a second time: the end of what is left.
     let (train, _) = windows.hold_out(0.1).unwrap();
     let (train, valid) = train.hold_out(0.5).unwrap();
     assert_eq!((train.len(), valid.len()), (45, 45));
@@ -558,10 +559,10 @@ fn every_text_holds_out_its_own_tail() {
             let own = held_out.iter().filter(|ids| count(ids, byte) == ids.len()).count();
             assert_eq!(own, expected, "{letter} at {fraction}");
         }
-        // The first of every text come first.
+        // The first held-out window of every text comes first.
         let first: Vec<u32> = held_out.iter().take(3).map(|ids| ids[5]).collect();
         assert_eq!(first, [97, 98, 100]);
-        // Where a text ends, and the next begins, neither part has the window.
+        // The window in which one text ends and the next begins is in neither part.
         assert!(trained.len() + held_out.len() >= windows.len() - 3);
         let text = valid.text(usize::MAX);
         assert!(text.len() > 10 * held_out.len());
@@ -571,7 +572,8 @@ fn every_text_holds_out_its_own_tail() {
         }
     }
 
-    // No id that is scored is trained on: with every id another one, a window says which it has.
+    // No id that is scored is trained on. In these texts no character occurs twice, so ids show
+    // their position.
     let distinct: Vec<PathBuf> = (0..3)
         .map(|text| {
             let chars = (0..400u32).map(|i| char::from_u32(0x4e00 + 400 * text + i).unwrap());
@@ -599,7 +601,8 @@ fn every_text_holds_out_its_own_tail() {
         }
     }
 
-    // Of a hundred small texts not each gives up a third of itself.
+    // A hundred small texts: not every one of them holds out a window, which would be a third of
+    // it.
     let small: Vec<PathBuf> =
         (0..100).map(|i| world.write(&format!("small {i}.txt"), "x".repeat(35))).collect();
     let tokens = Arc::new(world.open(&Source::new(small)).unwrap());
@@ -646,12 +649,12 @@ fn an_order_depends_on_the_seed_and_the_position_only() {
     };
     let orders: BTreeSet<Vec<usize>> = (0..200).map(of).collect();
     assert_eq!(orders.len(), 200);
-    // Neighbouring seeds are not the same passes at another time.
+    // A neighboring seed does not give the same passes at another time.
     assert!(!orders.contains(&whole[100..200]));
     order.window_at(u64::MAX);
     message(Order::new(1, 0));
     message(Order::new(1, (1 << 32) + 1));
-    // The numbers of this order are part of what a checkpoint means.
+    // A run that resumes from a checkpoint relies on this order, so it must never change.
     assert_eq!(whole[..8], PINNED);
 }
 
@@ -659,7 +662,7 @@ const PINNED: [usize; 8] = [83, 88, 11, 30, 97, 35, 50, 28];
 
 #[test]
 fn an_order_is_uniform() {
-    // Each of the 24 orders of 4 windows, about as often.
+    // Each of the 24 orders of 4 windows comes up about as often as the others.
     let order = Order::new(11, 4).unwrap();
     let mut counts = std::collections::BTreeMap::<Vec<usize>, f64>::new();
     for pass in 0..24_000 {
@@ -744,7 +747,7 @@ fn epochs_follow_the_order_and_resume_anywhere() {
             assert_eq!(&epoch(&resumed), e);
         }
     }
-    // A loader that moves goes on with its next epoch, and so does the one it came from.
+    // A loader that is moved continues with its next epoch, and so does the one it was moved from.
     let loader = new(2);
     epoch(&loader);
     let moved = loader.to_device(&device());

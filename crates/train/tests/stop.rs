@@ -23,7 +23,7 @@ use kv_train::{Checkpoints, Error, History, Resume, Run, Texts, TrainConfig, che
 
 type Cpu = World<Autodiff<Flex>>;
 
-/// Below `n`, from a linear congruential generator.
+/// A number below `n`, from a linear congruential generator.
 fn pick(state: &mut u64, n: u64) -> u64 {
     *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     (*state >> 33) % n
@@ -76,7 +76,8 @@ fn two_hundred_stops_change_nothing() {
     let texts = Texts { train: world.tokens("text.txt"), valid: None };
     let (mut state, mut stops, mut before) = (3, 0, 0);
     let trained = loop {
-        // Within a step, between two, or in a validation: wherever a line is told.
+        // The run is asked to stop when a line is told: within a step, between two, or in a
+        // validation.
         let asked = Arc::new(AtomicBool::new(false));
         let (stop, lines) = (asked.clone(), AtomicUsize::new(0));
         let after = 1 + pick(&mut state, 5) as usize;
@@ -110,7 +111,7 @@ fn two_hundred_stops_change_nothing() {
 #[test]
 fn stops_when_validation_gets_worse() {
     let world = Cpu::new();
-    // Held-out letters that the text never has in this order.
+    // Held-out letters in an order that never occurs in the text.
     let letters: String = (0..800u32).map(|i| char::from(b'a' + (i * i % 26) as u8)).collect();
     world.write("letters.txt", &letters);
     let texts = Texts { train: world.tokens("text.txt"), valid: Some(world.tokens("letters.txt")) };
@@ -127,12 +128,13 @@ fn stops_when_validation_gets_worse() {
     assert!(before.is_sorted_by(|a, b| a > b) && last >= before.last().unwrap(), "{valid:?}");
     Checkpoints::of(&world.path("run")).check(trained.steps).unwrap();
 
-    // The model is the best one, not the last: here that before training.
+    // The model is the best one, not the last.
     assert_eq!(trained.step, trained.steps - 4);
     let best = weights(&trained.model.convert().model);
     assert_eq!(trained.step == 0, best == weights(&world.model));
 
-    // With more patience, one in the middle. Its checkpoint is kept, and so is the last.
+    // With more patience, the best model is one in the middle. Its checkpoint is kept, and so is
+    // the last.
     let patient = TrainConfig { patience: Some(100), ..config.clone() };
     let patient = train("patient", &patient, Resume::No);
     let valid: Vec<f64> = patient.history.valid.iter().map(|record| record.nll).collect();
@@ -152,7 +154,7 @@ fn stops_when_validation_gets_worse() {
     let again = train("run", &config, Resume::Step(trained.step));
     assert_eq!(Losses::of(&again.history), Losses::of(&trained.history));
     assert_eq!(weights(&again.model.convert().model), best);
-    // One that is done is returned as it was.
+    // A finished run is returned as it ended.
     let again = train("run", &config, Resume::Last);
     assert_eq!(Losses::of(&again.history), Losses::of(&trained.history));
     assert_eq!((again.steps, again.step), (trained.steps, trained.step));
@@ -165,7 +167,7 @@ fn signal(child: &Child, name: &str) {
     assert!(Command::new("kill").args([name, &id]).status().unwrap().success());
 }
 
-/// The program, killed and asked to stop at random moments until it has had time to end.
+/// The program is killed or asked to stop at random moments, and resumed, until it ends by itself.
 #[cfg(unix)]
 #[test]
 fn signals_at_any_time_change_nothing() {
@@ -191,7 +193,7 @@ fn signals_at_any_time_change_nothing() {
         match output.status.code() {
             Some(0) => break,
             Some(130) => stopped += 1,
-            // Killed, or asked before it listened.
+            // It was killed, or got the signal before it handled signals.
             None => {}
             Some(_) => panic!("{:?}: {stderr}", output.status),
         }
@@ -295,7 +297,7 @@ fn a_refused_start_changes_nothing() {
         fails(&mut program(&args), parts);
     };
     pretrain(&run, &[&run, "holds a run"]);
-    // Nor is a finished run unfinished by going on from a step without a checkpoint.
+    // Resuming a finished run from a step without a checkpoint fails and leaves it finished.
     fails(&mut program(&["resume", &run, "--from-step", "3"]), &["step-3"]);
     assert!(before == contents(run.as_ref()));
 
@@ -304,7 +306,7 @@ fn a_refused_start_changes_nothing() {
     pretrain(&model, &["tokenizer.json", "is there already"]);
     assert!(before == contents(model.as_ref()));
 
-    // Refused for another reason: the same folder can be used at once.
+    // After a start that is refused for another reason, the same folder can be used at once.
     let new = world.string("new");
     let args = qat(&model, &text, &new, "8");
     let mut late = args.clone();
@@ -335,7 +337,7 @@ fn a_run_that_could_not_save_is_finished_by_resume() {
     let (expected, weights) = (losses(&run), saved(&run));
     fails(&mut program(&["resume", &run]), &[&run, "has done its 8 steps"]);
 
-    // As after a failure to save: all steps, and no model.
+    // As after a failure to save: all steps were made, but there is no model.
     fs::remove_file(format!("{run}/result.json")).unwrap();
     fs::remove_dir_all(format!("{run}/model")).unwrap();
     fs::write(format!("{run}/model"), "in the way").unwrap();
@@ -360,10 +362,10 @@ fn a_run_that_could_not_save_is_finished_by_resume() {
     fails(&mut program(&["export", &run, "--step", "5"]), &["step-5.model.bpk", "step 8 is whole"]);
     fails(&mut program(&["export", &short]), &["run.json", "a run's folder"]);
 
-    // From an earlier step it makes the later ones again, to the same end.
+    // Resumed from an earlier step, it makes the later ones again, with the same result.
     succeeds(&mut program(&["resume", &run, "--from-step", "4"]));
     assert!(saved(&run) == weights && losses(&run) == expected);
-    // One more stays where writing one takes longer than the steps to the next.
+    // An older checkpoint may remain too, if writing one takes longer than the steps to the next.
     assert!(Checkpoints::of(run.as_ref()).steps().unwrap().ends_with(&[4, 8]));
 }
 

@@ -42,13 +42,13 @@ fn learns() {
     let steps: Vec<u64> = history.valid.iter().map(|record| record.step).collect();
     assert_eq!((steps, trained.step), (vec![0, 20, 40], 40));
     let (first, last) = (history.train[0].loss, history.train[39].loss);
-    // From about log(vocabulary) to a text of 10 phrases.
+    // The loss starts at about log(vocabulary) and falls, because the text repeats a few phrases.
     assert!(first > 5.0 && last < 0.5 * first, "from {first} to {last}");
     assert!(history.valid[1].nll < history.valid[0].nll);
     assert!(history.train.iter().all(|record| record.tokens_per_second > 0.0));
     assert!(history.train.iter().all(|record| record.kl.is_none() && record.nll == record.loss));
     assert!(history.valid[2].nll < history.valid[1].nll);
-    // The untrained model's, within what the texts differ.
+    // The loss of the untrained model, except for the difference between the texts.
     assert!((history.valid[0].nll - first).abs() < 0.5, "{:?}", history.valid[0]);
     let shares = history.valid[1].shares.unwrap();
     assert!((0.0..0.1).contains(&shares.clipped) && shares.constant == 0.0, "{shares:?}");
@@ -127,7 +127,7 @@ fn what_is_quantized() {
     let half = world.losses("half", &half_float);
     assert!(half.train[0] != float.train[0] && half.train[0] != exact.train[0]);
 
-    // Every token, and the gradient.
+    // Quantizing every token, and another gradient of the quantizer.
     let everything = FakeQuantOptions { quantize_everything: true, ..Default::default() };
     let everything = QatConfig { fake_quant: everything, ..qat(common::K2V2) };
     let everything = world.losses("everything", &with(everything));
@@ -227,7 +227,8 @@ fn distillation_recovers() {
     let base = TrainConfig { objective, steps: 3, steps_per_epoch: 3, ..config() };
     let float = world.train("float", &base).unwrap();
     let kl = float.history.train[0].kl.unwrap();
-    // The same logits twice; what is left are f32 sums over the vocabulary.
+    // Teacher and student have the same logits; only the rounding of f32 sums over the vocabulary
+    // is left.
     assert!(kl.abs() < 1e-6, "{kl}");
 
     let base = TrainConfig { qat: Some(qat(common::K2V2)), ..base };
@@ -255,7 +256,7 @@ fn distillation_recovers() {
     assert_eq!(mixed.kl, record.kl);
 }
 
-/// Runs without a limit on the gradient go elsewhere than those with a small one.
+/// A small limit on the gradient gives another result than no limit.
 #[test]
 fn clipping_bounds_the_update() {
     let world = Cpu::new();
@@ -295,7 +296,7 @@ fn a_loss_that_is_no_number_stops_the_run() {
         "training stopped: the held-out loss after step 0 is NaN, with a float cache NaN"
     );
 
-    // In validation only: what would be saved is not.
+    // An infinity in validation only: no checkpoint is written.
     world.write("other.txt", &sentences(60).replace("the moon", "Q"));
     let texts = Texts { valid: Some(world.tokens("other.txt")), ..texts };
     let config = TrainConfig { seq_len: 48, valid_windows: 100, ..quantized() };
@@ -304,7 +305,7 @@ fn a_loss_that_is_no_number_stops_the_run() {
     assert!(matches!(&error, Error::Stopped(why) if why.contains("after step 0")), "{error}");
     assert_eq!(Checkpoints::of(&world.path("valid")).steps().unwrap(), [0; 0]);
 
-    // In training only.
+    // An infinity in training only.
     let texts = Texts { train: world.tokens("other.txt"), valid: Some(world.tokens("text.txt")) };
     let model = broken(id("Q"), &world);
     let error = world.train_on(model, &texts, "later", &config, Resume::No).unwrap_err();
@@ -366,7 +367,7 @@ fn mistakes_are_named() {
 
 #[test]
 fn a_saved_model_is_what_was_trained() {
-    /// As a file in f16 holds it.
+    /// Rounds weights as a file in f16 does.
     struct Half;
     impl ModuleMapper for Half {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
@@ -393,7 +394,7 @@ fn a_saved_model_is_what_was_trained() {
         let logits = host(converted.model.forward(ids(&plain), &converted.cache).unwrap());
         let largest = logits.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
         let far = prepared.iter().zip(&logits).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        // Adapters are merged: f32 sums in another order, and now and then a code that flips.
+        // Merging adapters changes the order of f32 sums, and now and then flips a code.
         assert!(far <= if adapter.is_some() { 2e-2 * largest } else { 0.0 }, "{far} of {largest}");
 
         let folder = world.path(&format!("{name}/model"));

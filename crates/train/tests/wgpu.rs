@@ -1,4 +1,4 @@
-//! Another backend trains alike.
+//! Training on another backend gives the same losses, up to rounding.
 #![cfg(all(feature = "flex", feature = "wgpu"))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(clippy::print_stdout, reason = "how close is seen with --nocapture")]
@@ -15,7 +15,8 @@ fn losses<T: Target>() -> (Vec<f64>, [f64; 3]) {
     let config = TrainConfig {
         qat: Some(qat(common::K2V2)),
         objective: Objective::Distillation,
-        // Adam's first steps are as long for a gradient of noise as for any other.
+        // A low rate: Adam's first steps are as long for a gradient that is only noise as for any
+        // other.
         schedule: Schedule { lr: 5e-4, min_lr: 0.0, warmup: 2 },
         batch: 1,
         steps: 10,
@@ -43,6 +44,7 @@ fn ten_steps_as_on_flex() {
     println!("largest difference {worst:.1e}");
     assert_eq!(flex.len(), 10);
     assert!(flex[0] > 1e-3, "the quantizer is on: {flex:?}");
-    // Sums in another order; codes at a rounding edge that fall the other way weigh most.
+    // The backends sum in different orders; codes that flip at a rounding edge make most of the
+    // difference.
     assert!(worst < 1e-3, "{flex:?} against {wgpu:?}, {flex_valid:?} against {wgpu_valid:?}");
 }

@@ -22,12 +22,12 @@ pub struct AttentionPlan {
     pub head_dim: usize,
     /// Tokens that attend at once, each also appended: 1, or more in speculative decoding.
     pub tokens: usize,
-    /// Bytes that one timed sample reads at least, so that no cache of the processor holds them: as
-    /// many caches take turns as that needs.
+    /// The least number of bytes that one timed sample reads, so that the processor's caches do not
+    /// hold them: a sample uses as many KV caches in turn as this takes.
     pub working_set: usize,
     /// Samples, of which the median counts.
     pub samples: usize,
-    /// Whether the launches of a sample are recorded once and replayed; for one token at once.
+    /// Whether the launches of a sample are recorded once and replayed; requires `tokens` to be 1.
     pub recorded: bool,
 }
 
@@ -119,13 +119,13 @@ pub fn time_decode_attention<T: Target>(
     context: usize,
 ) -> Result<Vec<AttentionPoint>> {
     plan.check()?;
-    // Samples, and the rounds that do not count.
+    // The tokens of all samples and of the warm-up rounds.
     let room = plan.tokens * (plan.samples + super::WARM_UP);
     let mut layers = Vec::with_capacity(caches.len());
     for config in caches {
         let cache = plan.filled(config, context, room, device)?;
         let n = plan.working_set.div_ceil(cache.layout().bytes_read(context).max(1)).max(1);
-        // A clone becomes its own at its first write, which is not timed.
+        // The clones share memory until each is first written, which happens in the warm-up.
         layers.push(vec![cache; n]);
     }
     let bytes_read: Vec<usize> =
@@ -161,7 +161,7 @@ pub fn time_decode_attention<T: Target>(
         .collect())
 }
 
-/// A step of every one of `layers`, each of which holds `context` tokens, recorded.
+/// Records one step of every one of `layers`, each of which holds `context` tokens.
 fn recorded<'a, T: Target>(
     device: &'a On<T>,
     layers: &'a mut [KvCache],
@@ -169,7 +169,7 @@ fn recorded<'a, T: Target>(
     context: usize,
 ) -> Result<Subject<'a>> {
     let position = |at: usize| Tensor::<1, Int>::from_data([at as i32], (&**device, DType::I32));
-    // Recording takes steps: past the capacity nothing is written.
+    // Recording runs the step, so it starts past the capacity, where nothing is written.
     let at = Rc::new(RefCell::new(position(layers[0].capacity())));
     let held = at.clone();
     let mut graph = capture(device, move || -> kv_cubecl::Result<()> {
@@ -185,14 +185,15 @@ fn recorded<'a, T: Target>(
     }
     at.borrow_mut().inplace(|at| at.slice_assign([Slice::full()], position(context)));
     Ok(Box::new(move || {
-        // SAFETY: the closure of the graph owns what it reads and borrows what it writes, but for the
-        // position, which is held here as well, and all of this thread.
+        // SAFETY: the closure of the graph owns or borrows all that the step reads and writes, and
+        // so keeps it alive; all of it is used by this thread alone.
         unsafe { graph.replay() }.clone()?;
         wait(device)
     }))
 }
 
-/// Steps of one cache at one context length, by whether keys leave the window in them.
+/// Steps of one cache at one context length. Steps in which the keys of the window are flushed,
+/// that is, leave it and are quantized, are timed apart from the others.
 #[derive(Clone, Debug, Serialize)]
 pub struct AppendPoint {
     /// The cache's short name.
@@ -206,12 +207,12 @@ pub struct AppendPoint {
     pub append_flush: Option<Timing>,
     /// Seconds to append one token and attend.
     pub step: Timing,
-    /// The same in a step in which the keys are flushed.
+    /// The same in a step in which the keys are flushed; `None` for caches that never do.
     pub step_flush: Option<Timing>,
 }
 
-/// Times steps of one token: appending alone, and appending and attending, apart for those in which
-/// the keys of the window are flushed. `plan.samples` of the latter are taken.
+/// Times steps of one token: appending alone, and appending and attending, each with separate times
+/// for steps in which the keys of the window are flushed, of which `plan.samples` are timed.
 ///
 /// # Errors
 /// As [`time_decode_attention`].

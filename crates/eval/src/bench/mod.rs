@@ -36,7 +36,7 @@ pub struct Timing {
 }
 
 impl Timing {
-    /// Of samples, in any order.
+    /// The statistics of samples in any order.
     ///
     /// # Errors
     /// [`Error::Plan`] for none.
@@ -50,7 +50,7 @@ impl Timing {
         Ok(Self { median, low: at(1), high: at(9), samples: seconds.len() })
     }
 
-    /// The same for a part of what was timed.
+    /// The times of one of `parts` equal parts of what was timed.
     #[must_use]
     pub fn divided_by(self, parts: f64) -> Self {
         let Self { median, low, high, samples } = self;
@@ -58,7 +58,7 @@ impl Timing {
     }
 }
 
-/// The middle one, sorting in place.
+/// The median; sorts `samples` in place.
 pub fn median(samples: &mut [f64]) -> f64 {
     samples.sort_by(f64::total_cmp);
     samples[samples.len() / 2]
@@ -111,7 +111,8 @@ pub fn copy_bandwidth<T: Target>(device: &On<T>, bytes: usize, rounds: usize) ->
         _ => {
             let source = Tensor::<1>::ones([bytes / size_of::<f32>()], &**device);
             let copy = || {
-                // A clone would share the buffer. An element is only read back once it is looked at.
+                // Adding 1 copies the data, where a clone would share the buffer. An element is
+                // read back to wait for the device; it is only read when its value is used.
                 let last = source.dims()[0] - 1;
                 let copied = source.clone().add_scalar(1.0).narrow(0, last, 1).try_into_data();
                 copied.map(|data| _ = black_box(data.iter::<f32>().next())).map_err(|error| {
@@ -127,7 +128,7 @@ pub fn copy_bandwidth<T: Target>(device: &On<T>, bytes: usize, rounds: usize) ->
     Ok(bytes as f64 / timing[0].median)
 }
 
-/// What a device that launches every step anew gets for being asked to replay a recording.
+/// The error for a device that is asked to record launches and cannot.
 fn not_recorded<T: Target>() -> Error {
     Error::plan("recorded", true, format!("{} cannot record launches", T::NAME))
 }

@@ -43,14 +43,14 @@ fn step<T: Target>(decoder: &mut Decoder<'_>, model: &LanguageModel, device: &On
     wait(device)
 }
 
-/// The tokens that [`time_decode`] appends at each context: its samples, and the steps before them that
-/// do not count.
+/// The tokens that [`time_decode`] appends at each context: its samples and the warm-up steps
+/// before them.
 pub fn timed_steps(samples: usize) -> usize {
     samples + super::WARM_UP
 }
 
-/// Times `samples` decode steps of `model` at each of the ascending `contexts`, of each of `subjects`
-/// in turn. `progress` is told the tokens prefilled so far.
+/// Times `samples` decode steps of `model` at each of the ascending `contexts`, for each of
+/// `subjects` in turn. `progress` is told the tokens prefilled so far.
 ///
 /// # Errors
 /// [`Error::Plan`] for contexts that do not ascend or a device that cannot record, and the model's and the
@@ -113,12 +113,14 @@ pub struct PrefillPoint {
     pub tokens: usize,
     /// Seconds to pass it, without the head.
     pub seconds: Timing,
-    /// Bytes of the host that were allocated at once, the cache's own and those of passing.
+    /// The most bytes of host memory that were allocated at any moment, by the cache and by the
+    /// pass.
     pub peak_bytes: usize,
 }
 
-/// Times passing prompts of `lengths` tokens into empty caches, chunk by chunk; each of `caches` in
-/// turn, `samples` times after once for the memory, which `memory`, the program's allocator, counts.
+/// Times passing prompts of `lengths` tokens into empty caches, chunk by chunk, `samples` times for
+/// each of `caches` in turn. Before that, each cache is filled once to measure its memory with
+/// `memory`, the program's allocator. `progress` is told the tokens passed so far.
 ///
 /// # Errors
 /// [`Error::Plan`] for no samples, and the model's and the cache's errors.
@@ -180,7 +182,8 @@ fn prefill<T: Target>(
     Ok(cache.len() - before)
 }
 
-/// Ids that differ from one another: their values do not matter to the time.
+/// Ids to pass through the model. They differ from one another; otherwise their values do not
+/// matter to the time.
 fn filler(at: usize, n: usize, vocab: usize) -> Vec<u32> {
     (at..at + n).map(|i| (i * 7919 % vocab) as u32).collect()
 }

@@ -9,7 +9,7 @@ use std::{
 
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
-/// What a run of the program left.
+/// The exit code and output of a run of the program.
 pub(crate) struct Outcome {
     pub(crate) code: i32,
     pub(crate) stdout: String,
@@ -17,7 +17,8 @@ pub(crate) struct Outcome {
 }
 
 impl Outcome {
-    /// Lines of the program itself: Mesa's libraries complain about a missing session directory.
+    /// The error lines of the program itself, without the complaint of Mesa's libraries about a
+    /// missing session directory.
     pub(crate) fn error_lines(&self) -> Vec<&str> {
         self.stderr.lines().filter(|line| !line.contains("XDG_RUNTIME_DIR")).collect()
     }
@@ -79,8 +80,8 @@ impl Workspace {
         self.path(name)
     }
 
-    /// Says in the model folder `model` which cache it was trained with: 2 bits, groups of 16, a
-    /// window of 32, 3 sinks.
+    /// Writes a `kv_cache.json` into the model folder `model`: 2 bits, groups of 16, a window of
+    /// 32, 3 sinks.
     pub(crate) fn write_cache(&self, model: &str) {
         let json = serde_json::json!({
             "key_bits": 2, "value_bits": 2, "group_size": 16, "residual_length": 32,

@@ -9,9 +9,9 @@ use crate::{Error, LanguageModel, ModelCache, Result};
 /// replaying a recording of it.
 #[derive(Debug)]
 pub enum Decoder<'a> {
-    /// Every step is launched.
+    /// The kernels of every step are launched one by one.
     Launched(&'a mut ModelCache),
-    /// The step was recorded once.
+    /// The step was recorded once and is replayed.
     Recorded(Box<DecodeGraph<'a>>),
 }
 
@@ -20,7 +20,7 @@ impl<'a> Decoder<'a> {
     ///
     /// # Errors
     ///
-    /// Recording on a device that cannot, and the errors of [`DecodeGraph::new`].
+    /// `recorded` on a device that cannot record, and the errors of [`DecodeGraph::new`].
     pub fn new(
         model: &LanguageModel,
         cache: &'a mut ModelCache,
@@ -45,7 +45,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Tokens there is room for.
+    /// Tokens that may still be appended.
     pub fn remaining(&self) -> usize {
         match self {
             Self::Launched(cache) => cache.remaining(),
@@ -58,7 +58,8 @@ impl<'a> Decoder<'a> {
     ///
     /// # Errors
     ///
-    /// Other than one id per sequence, or no room for another token.
+    /// A number of ids other than one per sequence, no room for another token, or, when recorded,
+    /// an id outside the vocabulary.
     pub fn step(
         &mut self,
         model: &LanguageModel,
@@ -75,7 +76,7 @@ impl<'a> Decoder<'a> {
     }
 }
 
-/// The error for a device that launches every step anew.
+/// The error for a device that cannot record the step.
 pub(super) fn cannot_record() -> Error {
     Error::argument("recorded", true, "this device cannot record the step")
 }

@@ -7,13 +7,15 @@ use burn::tensor::{DType, Device, Graph, Int, Tensor, capture};
 use super::ids_to_tensor;
 use crate::{Error, LanguageModel, ModelCache, Result};
 
-/// One decode step of a model over its cache, recorded with [`capture`] and replayed for every token.
-/// What is appended is in the cache once the graph is dropped.
+/// One decode step of a model over its cache, recorded with [`capture`] and replayed for every
+/// token. While the graph lives it holds the layers of the cache; dropping it gives them back, with
+/// the tokens that were appended.
 ///
-/// A step is some hundred launches of small kernels, which a recording sends to the device at once: on
-/// CUDA and ROCm as a graph of the driver, on WGPU as one prepared list. Where a device cannot record
-/// ([`is_captured`](Self::is_captured)), every replay launches anew. Token and position stay on the
-/// device, so that [`greedy`](Self::greedy) waits for it once per call and not once per token.
+/// A step is some hundred launches of small kernels, which a recording sends to the device at once:
+/// on CUDA and ROCm as a graph of the driver, on WGPU as one prepared list. On a device that cannot
+/// record (see [`is_captured`](Self::is_captured)), every replay launches the kernels again. Token
+/// and position stay on the device, so that [`greedy`](Self::greedy) waits for it once per call and
+/// not once per token.
 ///
 /// ```no_run
 /// # fn main() -> kv_models::Result<()> {
@@ -30,33 +32,34 @@ use crate::{Error, LanguageModel, ModelCache, Result};
 /// # }
 /// ```
 pub struct DecodeGraph<'a> {
-    /// Gets its layers back in the end.
+    /// Gets its layers back when the graph is dropped.
     cache: &'a mut ModelCache,
     graph: Graph<Tensor<2>, Box<dyn FnMut() -> Tensor<2>>>,
     bound: Rc<RefCell<Bound>>,
-    /// The position that the device holds, if it is known.
+    /// The position stored on the device; `None` when the host does not know it.
     position: Option<usize>,
     eos: BTreeSet<u32>,
     device: Device,
 }
 
-/// What the recording reads and writes: these buffers stay where they are.
+/// The buffers that the recording reads and writes, which therefore must stay the same.
 struct Bound {
     model: LanguageModel,
     cache: ModelCache,
     /// The tokens to append, `[batch, 1]`; after a step the most likely next ones.
     ids: Tensor<2, Int>,
-    /// Where they go, `[1]`.
+    /// The position at which they are appended, `[1]`.
     position: Tensor<1, Int>,
     /// Tokens that end the text, `[1, n]`.
     eos: Option<Tensor<2, Int>>,
-    /// Steps whose logits were not finite, `[1]`.
+    /// The number of steps with a logit that was not finite, `[1]`.
     broken: Tensor<1, Int>,
 }
 
 impl Bound {
-    /// Appends `ids` at `position` and moves both on: past the capacity, where nothing is written, if
-    /// the text has ended.
+    /// Appends `ids` at `position`, then sets `ids` to the most likely next tokens and `position`
+    /// to the next one. If the text has ended, it moves `position` past the capacity, where further
+    /// steps write nothing.
     fn step(&mut self) -> Result<Tensor<2>> {
         let Self { model, cache, ids, position, eos, broken } = self;
         let hidden = model.hidden_at(ids.clone(), cache, position)?;
@@ -67,7 +70,8 @@ impl Bound {
             let ended = next.clone().equal(eos.clone()).int().cast(DType::I32).sum();
             to = to + ended * cache.capacity() as i32;
         }
-        // Infinities and what is not a number stay so in a sum, or become that.
+        // The sum shows whether any logit is not finite: a NaN makes it NaN, and infinities make it
+        // infinite or NaN.
         let sum = logits.clone().sum();
         let fails = sum.is_finite().bool_not().int().cast(DType::I32) + broken.clone();
         write(broken, fails);
@@ -77,7 +81,7 @@ impl Bound {
     }
 }
 
-/// Overwrites all of `tensor`, in the buffer it has.
+/// Overwrites all values of `tensor` without giving it another buffer.
 fn write<const D: usize>(tensor: &mut Tensor<D, Int>, values: Tensor<D, Int>) {
     let all = values.dims().map(|n| 0..n);
     tensor.inplace(|tensor| tensor.slice_assign(all, values));
@@ -90,13 +94,13 @@ impl<'a> DecodeGraph<'a> {
         capture(device, move || one.clone() + 1.0).is_hardware()
     }
 
-    /// Records a step of `model` on `device` over `cache`, which may hold tokens already. In
-    /// [`greedy`](Self::greedy), a text ends with any of `eos`.
+    /// Records a step of `model` on `device` over `cache`, which may hold tokens already.
+    /// [`greedy`](Self::greedy) stops after any id in `eos`.
     ///
     /// # Errors
     ///
-    /// Ids in `eos` with a cache of another batch than 1, an id outside the vocabulary, or a cache that
-    /// does not fit the model.
+    /// A non-empty `eos` with a cache for a batch other than 1, an id outside the vocabulary, or a
+    /// cache that does not fit the model.
     pub fn new(
         model: &LanguageModel,
         cache: &'a mut ModelCache,
@@ -109,7 +113,7 @@ impl<'a> DecodeGraph<'a> {
         }
         let ends: Vec<u32> = eos.iter().copied().collect();
         check_ids(model, &ends)?;
-        // Recording runs the step a few times: past the capacity it writes nothing.
+        // Recording runs the step a few times. Past the capacity, these runs write nothing.
         let position = cache.capacity();
         let mut bound = Bound {
             model: model.clone(),
@@ -130,7 +134,7 @@ impl<'a> DecodeGraph<'a> {
         Ok(Self { cache, graph, bound, position: None, eos: eos.clone(), device: device.clone() })
     }
 
-    /// Whether replaying sends a recording; if not, it runs the step again.
+    /// Whether a replay sends a recording to the device; if not, it runs the step again.
     pub fn is_captured(&self) -> bool {
         self.graph.is_hardware()
     }
@@ -155,33 +159,36 @@ impl<'a> DecodeGraph<'a> {
     ///
     /// # Errors
     ///
-    /// Other than one id per sequence, an id outside the vocabulary, or no room for another token.
+    /// A number of ids other than one per sequence, an id outside the vocabulary, or no room for
+    /// another token.
     pub fn step(&mut self, ids: &[u32]) -> Result<&Tensor<2>> {
         self.start(ids, 1)?;
         self.replay();
         if !self.eos.is_empty() {
-            // The most likely token may be an end, which the device does not go past.
+            // If the most likely token ends the text, the step has moved the device's position past
+            // the capacity, and the host cannot tell.
             self.position = None;
         }
         self.advance(1)?;
         Ok(self.graph.output())
     }
 
-    /// Appends `first`, then token by token the most likely one, and returns up to `max_tokens` of those,
-    /// of which the last is not appended yet: it is the `first` of the next call. Ends with an
-    /// end-of-text id. Of equal logits the device picks one.
+    /// Appends `first`, then one by one the most likely next tokens, and returns these, up to
+    /// `max_tokens`. The last of them is not appended yet: it is the `first` of the next call.
+    /// Stops after an end-of-text id. Which of equal logits is chosen depends on the device.
     ///
     /// # Errors
     ///
-    /// A batch other than 1, an id outside the vocabulary, no room for `max_tokens`, or logits that are
-    /// not finite, of whatever step; the text is then in the cache and not returned.
+    /// A batch other than 1, an id outside the vocabulary, no room for `max_tokens`, or logits of
+    /// any step that are not finite; in that case the tokens are in the cache but not returned.
     pub fn greedy(&mut self, first: u32, max_tokens: usize) -> Result<Vec<u32>> {
         if max_tokens == 0 {
             return Ok(vec![]);
         }
         self.start(&[first], max_tokens)?;
         write(&mut self.bound.borrow_mut().broken, ids_to_tensor(&[0], [1], &self.device));
-        // What is chosen, and at the end how often that was in vain.
+        // The chosen ids, and in the last place the number of steps with logits that were not
+        // finite.
         let mut chosen = ids_to_tensor(&vec![0; max_tokens + 1], [1, max_tokens + 1], &self.device);
         let mut put = |i, value| chosen.inplace(|to| to.slice_assign([0..1, i..i + 1], value));
         for i in 0..max_tokens {
@@ -197,7 +204,7 @@ impl<'a> DecodeGraph<'a> {
             return Err(Error::argument("logits", format!("not finite in {broken} steps"), rule));
         }
         if let Some(end) = ids.iter().position(|id| self.eos.contains(id)) {
-            // Nothing was written from there on.
+            // The steps after it wrote nothing.
             ids.truncate(end + 1);
             self.position = None;
         }
@@ -205,7 +212,8 @@ impl<'a> DecodeGraph<'a> {
         Ok(ids)
     }
 
-    /// Checks that `tokens` fit, and gives the device the first of them and its position.
+    /// Checks that `tokens` more tokens fit, and writes the first ids and their position to the
+    /// device.
     fn start(&mut self, ids: &[u32], tokens: usize) -> Result<()> {
         let bound = &mut *self.bound.borrow_mut();
         bound.cache.check(ids.len(), tokens)?;
@@ -220,12 +228,13 @@ impl<'a> DecodeGraph<'a> {
     }
 
     fn replay(&mut self) {
-        // SAFETY: what the step reads and writes is in `bound` or in the graph itself and lives as long
-        // as `self`; both are of this thread alone, so that all work is in order on one stream.
+        // SAFETY: what the step reads and writes is in `bound` or in the graph itself and lives as
+        // long as `self`; both are used by this thread alone, so that all work is in order on one
+        // stream.
         unsafe { self.graph.replay() };
     }
 
-    /// Counts what was appended.
+    /// Adds the appended tokens to the lengths that the host keeps.
     fn advance(&mut self, tokens: usize) -> Result<()> {
         self.bound.borrow_mut().cache.advance(tokens)?;
         self.position = self.position.map(|position| position + tokens);

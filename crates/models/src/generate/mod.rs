@@ -25,12 +25,13 @@ pub struct GenerateOptions {
     pub max_tokens: usize,
     /// How a token is picked from the logits.
     pub sampling: Sampling,
-    /// Ids that end the text; the one generated is reported but not passed to the callback.
+    /// Ids that end the text. The one that is generated is in [`Generated::ids`], but is not passed
+    /// to the callback.
     pub eos: BTreeSet<u32>,
-    /// Prompt tokens per pass: bounds memory, does not change the result.
+    /// Prompt tokens per pass; it bounds the memory and does not change the result.
     pub prefill_chunk: usize,
-    /// Record the step of one token once and replay it, see [`DecodeGraph`]: worth it for texts of more
-    /// than some ten tokens.
+    /// Record the step of one token once and replay it, see [`DecodeGraph`]. Recording takes time,
+    /// which pays off from about ten tokens on.
     pub recorded: bool,
 }
 
@@ -57,7 +58,7 @@ pub enum Stop {
     MaxTokens,
     /// The cache or the model has no room for another token.
     Capacity,
-    /// The callback asked to.
+    /// The callback returned `false`.
     Callback,
 }
 
@@ -81,11 +82,11 @@ pub struct Generated {
     pub stop: Stop,
     /// Prompt tokens.
     pub prefill_tokens: usize,
-    /// Time to the first token.
+    /// Time to the logits of the first token.
     pub prefill_time: Duration,
     /// Tokens passed through the model one at a time after that.
     pub decode_tokens: usize,
-    /// Time they took.
+    /// Time from the end of the prefill to the end, sampling and recording included.
     pub decode_time: Duration,
 }
 
@@ -110,8 +111,8 @@ impl Generated {
 /// # Errors
 ///
 /// An empty prompt, one that exceeds the cache or the model (nothing is appended), a cache of
-/// another batch than 1, invalid sampling options, recording on a device that cannot, or logits that are
-/// not finite.
+/// another batch than 1, invalid sampling options, recording on a device that cannot record, or
+/// logits that are not finite.
 pub fn generate(
     model: &LanguageModel,
     cache: &mut ModelCache,
@@ -202,7 +203,7 @@ fn read<const D: usize>(logits: Tensor<D>) -> Result<Vec<f32>> {
         .map_err(|error| Error::argument("logits", format!("{error:?}"), "must be readable as f32"))
 }
 
-/// Token ids on their way into a model, as 32 bits on every backend.
+/// A tensor of token ids for a model, with 32-bit integers on every backend.
 pub fn ids_to_tensor<const D: usize>(
     values: &[u32],
     shape: [usize; D],

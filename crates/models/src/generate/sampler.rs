@@ -4,24 +4,25 @@ use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
 use crate::{Error, Result};
 
-/// How a token is picked: the most likely one, of equals the first, or with a temperature at random
-/// among those that pass all filters.
+/// How a token is picked: with a temperature of 0 the most likely one (the first of equals), else
+/// at random among the tokens that pass all filters.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
     /// Divides the logits: below 1 sharpens, above 1 flattens; 0 takes the most likely token.
     pub temperature: f32,
-    /// The most likely tokens to choose among; 0 for all.
+    /// Keeps this many of the most likely tokens; 0 keeps all.
     pub top_k: usize,
-    /// The smallest set of most likely tokens with this much probability, up to 1 for all: the
-    /// nucleus, <https://arxiv.org/abs/1904.09751>.
+    /// Keeps the smallest set of most likely tokens with at least this much probability, the
+    /// nucleus of <https://arxiv.org/abs/1904.09751>; 1 keeps all.
     pub top_p: f32,
-    /// Tokens at least this much as likely as the most likely one, from 0 for all,
-    /// <https://arxiv.org/abs/2407.01082>.
+    /// Keeps the tokens whose probability is at least this share of the most likely one's,
+    /// <https://arxiv.org/abs/2407.01082>; 0 keeps all.
     pub min_p: f32,
-    /// Above 1 makes tokens that were there less likely, <https://arxiv.org/abs/1909.05858>: their
-    /// logits are divided by it where positive, else multiplied. 1 leaves them.
+    /// A value above 1 makes tokens that occurred recently less likely,
+    /// <https://arxiv.org/abs/1909.05858>: their logits are divided by it where positive, else
+    /// multiplied. 1 changes nothing.
     pub repeat_penalty: f32,
-    /// Ids before the next that count for the penalty, those of the prompt too.
+    /// How many of the latest ids, the prompt's included, the penalty applies to.
     pub repeat_last: usize,
     /// Equal seeds give equal texts.
     pub seed: u64,
@@ -39,7 +40,7 @@ impl Sampling {
         seed: 0,
     };
 
-    /// Whether nothing is left to chance.
+    /// Whether the most likely token is always picked.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0
     }
@@ -84,7 +85,7 @@ impl Default for Sampling {
 pub struct Sampler {
     sampling: Sampling,
     rng: Xoshiro256PlusPlus,
-    /// Reused between tokens: `(logit, then probability; id)`.
+    /// `(probability, id)` of the tokens to choose among; kept to reuse its memory for every token.
     candidates: Vec<(f32, u32)>,
 }
 
@@ -122,7 +123,8 @@ impl Sampler {
             .ok_or_else(|| Error::argument("logits", "none", "a vocabulary has at least one token"))
     }
 
-    /// Temperature, then each filter over what the one before left, as in the transformers library.
+    /// Applies the temperature, then each filter to the tokens that the one before it kept, as the
+    /// transformers library does.
     fn choose(&mut self, logits: &[f32]) -> Option<u32> {
         let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
         let best = logits[greedy(logits)? as usize];
@@ -153,7 +155,7 @@ impl Sampler {
             point -= p;
             point < 0.0
         });
-        // Rounding may leave the point just behind the last candidate.
+        // Rounding may leave the point just past the last candidate.
         chosen.or(self.candidates.last()).map(|(_, id)| *id)
     }
 }
@@ -191,7 +193,7 @@ mod tests {
         (0..n).map(|_| sampler.sample(logits, &[]).unwrap()).collect()
     }
 
-    /// How often each of four ids is drawn, of 20,000.
+    /// The share that each of four ids has of 20,000 draws.
     fn shares(sampling: Sampling, probabilities: [f32; 4]) -> [f64; 4] {
         let ids = draws(sampling, &probabilities.map(f32::ln), 20_000);
         [0, 1, 2, 3].map(|id| ids.iter().filter(|&&i| i == id).count() as f64 / ids.len() as f64)
@@ -219,7 +221,7 @@ mod tests {
         assert_shares(Sampling { top_k: 2, ..RANDOM }, two);
         assert_shares(Sampling { min_p: 0.5, ..RANDOM }, two);
         assert_shares(Sampling { top_k: 9, min_p: 0.2, ..RANDOM }, [0.158, 0.526, 0.0, 0.316]);
-        // The nucleus is taken of what top-k leaves: 0.625 of it is the first alone.
+        // Top-p is taken of what top-k leaves, of which the first token alone has 0.625.
         assert_shares(Sampling { top_k: 2, top_p: 0.6, ..RANDOM }, [0.0, 1.0, 0.0, 0.0]);
         let sum = [0.15f64, 0.5, 0.05, 0.3].map(|p| p * p);
         let total: f64 = sum.iter().sum();

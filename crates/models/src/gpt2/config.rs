@@ -14,7 +14,7 @@ use crate::{
 /// The MLP's nonlinearity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
-    /// The tanh approximation of GELU, as OpenAI trained.
+    /// The tanh approximation of GELU, which OpenAI trained GPT-2 with.
     GeluTanh,
     /// GELU.
     Gelu,
@@ -22,7 +22,7 @@ pub enum Activation {
     Relu,
 }
 
-/// Everything the model needs to know, with nothing left to default.
+/// Everything the model needs to know, with all defaults filled in.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// Tokens.
@@ -35,24 +35,24 @@ pub struct Config {
     pub n_layers: usize,
     /// Heads.
     pub n_heads: usize,
-    /// The longest context: learned positions.
+    /// The longest context, which is the number of learned positions.
     pub max_positions: usize,
     /// Epsilon of the norms.
     pub norm_epsilon: f64,
     /// The MLP's nonlinearity.
     pub activation: Activation,
-    /// Whether the head is the embedding.
+    /// Whether the output projection is the token embedding.
     pub tied_head: bool,
 }
 
 impl Config {
-    /// How the QKV projection is cut.
+    /// How the QKV projection is cut into heads.
     pub fn attention_shape(&self) -> AttentionShape {
         let n_heads = self.n_heads;
         AttentionShape { n_heads, n_kv_heads: n_heads, head_dim: self.hidden_size / n_heads }
     }
 
-    /// Checks what the tensors' shapes cannot; `path` is for the message.
+    /// Checks the values that the shapes of the tensors do not check; `path` is for the message.
     pub(crate) fn check(&self, path: &Path) -> Result<()> {
         for (field, value) in [
             ("vocab_size", self.vocab_size),

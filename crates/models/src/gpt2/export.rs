@@ -33,7 +33,7 @@ impl Gpt2 {
     }
 }
 
-/// Checkpoints hold `[d_input, d_output]`.
+/// GPT-2 checkpoints hold projections as `[d_input, d_output]`, the transpose of [`Linear`].
 fn conv1d(exports: &mut Vec<Export>, name: &str, linear: &Linear) {
     let weight = linear.weight.val().detach().transpose();
     exports.push(Export::new(format!("{name}.weight"), weight));

@@ -38,8 +38,8 @@ impl Gpt2 {
     }
 }
 
-/// The causal mask and the number it masks with are constants that older exports store: `h.0.attn.bias`
-/// is not the bias of a projection, which is `h.0.attn.c_attn.bias`.
+/// Whether a tensor may be left out: older exports store the causal mask, as `h.0.attn.bias`, and
+/// the number it masks with. (The bias of a projection is named like `h.0.attn.c_attn.bias`.)
 fn is_harmless(name: &str) -> bool {
     name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias")
 }

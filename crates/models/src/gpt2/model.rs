@@ -23,7 +23,7 @@ pub struct Gpt2 {
     pub layers: Vec<Layer>,
     /// The final norm.
     pub norm: LayerNorm,
-    /// The output projection; `None` when it is the embedding.
+    /// The output projection; `None` when the token embedding is used for it.
     pub head: Option<Linear>,
     #[module(skip)]
     pub(super) config: Config,
@@ -36,18 +36,18 @@ pub struct Layer {
     pub attention_norm: LayerNorm,
     /// Query, key and value rows in one matrix.
     pub qkv: Linear,
-    /// Joins the heads.
+    /// The output projection of attention.
     pub output: Linear,
     /// Norm before the MLP.
     pub mlp_norm: LayerNorm,
-    /// Into the MLP.
+    /// The first projection of the MLP, `[intermediate, hidden]`.
     pub up: Linear,
-    /// Out of the MLP.
+    /// The second projection of the MLP, `[hidden, intermediate]`.
     pub down: Linear,
 }
 
 impl Gpt2 {
-    /// What the model was built from.
+    /// The configuration the model was built from.
     pub fn config(&self) -> &Config {
         &self.config
     }

@@ -9,7 +9,7 @@ use crate::{
     nn::{AttentionShape, Rope, RopeScaling},
 };
 
-/// Everything the model needs to know, with nothing left to default.
+/// Everything the model needs to know, with all defaults filled in.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// Tokens.
@@ -20,9 +20,9 @@ pub struct Config {
     pub intermediate_size: usize,
     /// Layers.
     pub n_layers: usize,
-    /// Heads.
+    /// Heads of attention.
     pub attention: AttentionShape,
-    /// The longest context: the model's, or the sliding window that it attends to.
+    /// The longest context: the model's own limit, or its sliding window if that is shorter.
     pub max_positions: usize,
     /// Epsilon of the norms.
     pub norm_epsilon: f64,
@@ -32,13 +32,13 @@ pub struct Config {
     pub output_bias: bool,
     /// Whether the MLP has biases.
     pub mlp_bias: bool,
-    /// Whether the head is the embedding.
+    /// Whether the output projection is the token embedding.
     pub tied_head: bool,
     /// Channels of a head that rotate.
     pub rotary_dim: usize,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
-    /// Their scaling.
+    /// Scaling of the rotary frequencies.
     pub rope_scaling: RopeScaling,
 }
 
@@ -48,7 +48,7 @@ impl Config {
         Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling)
     }
 
-    /// Checks a configuration that no file was resolved to.
+    /// Checks a configuration that was made in code rather than read from a file.
     ///
     /// # Errors
     ///
@@ -57,7 +57,7 @@ impl Config {
         self.check(Path::new("llama config"))
     }
 
-    /// Checks what the tensors' shapes cannot; `path` is for the message.
+    /// Checks the values that the shapes of the tensors do not check; `path` is for the message.
     pub(crate) fn check(&self, path: &Path) -> Result<()> {
         let AttentionShape { n_heads, n_kv_heads, head_dim } = self.attention;
         for (field, value) in [
@@ -150,12 +150,13 @@ impl Config {
 pub(super) enum Family {
     Llama,
     Qwen2,
-    /// Fused projections, and the only one of these where a part of a head rotates.
+    /// Has fused projections, and is the only one of these in which only a part of a head may
+    /// rotate.
     Phi3,
 }
 
 impl Config {
-    /// The family whose checkpoints compute this, if there is one.
+    /// The family that this configuration can be written as, if there is one.
     pub(super) fn family(&self) -> Option<Family> {
         let AttentionShape { n_heads, head_dim, .. } = self.attention;
         let partial = self.rotary_dim < head_dim;
@@ -175,7 +176,7 @@ impl Config {
     }
 
     /// The fields of `config.json` that [`from_json`](Self::from_json) reads, in the spelling that
-    /// old and new versions of the transformers library know; `path` is for the message.
+    /// both old and new versions of the transformers library read; `path` is for the message.
     pub(crate) fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
         let AttentionShape { n_heads, n_kv_heads, head_dim } = self.attention;
         let unsupported = |what: &str| {
@@ -217,7 +218,8 @@ impl Config {
                 "factor": self.max_positions as f64 / *original_max_positions as f64,
                 "original_max_position_embeddings": original_max_positions,
             }),
-            // Equal factors for all contexts, and attention not scaled: nothing but the divisors.
+            // `longrope` with the same factors for short and long contexts and without scaling of
+            // attention does nothing but divide the frequencies.
             RopeScaling::Divisors(divisors) => json!({
                 "rope_type": "longrope",
                 "short_factor": divisors,
@@ -268,8 +270,8 @@ impl Config {
         Ok(fields)
     }
 
-    /// The share of a head that rotates, such that readers, who round down and may read the last
-    /// digit wrong, find `rotary_dim`.
+    /// The share of a head that rotates, as a number that gives readers exactly `rotary_dim`: they
+    /// multiply it by `head_dim` and round down, and their parser may get its last digit wrong.
     fn rotary_factor(&self) -> f64 {
         let head_dim = self.attention.head_dim as f64;
         let exact = self.rotary_dim as f64 / head_dim;

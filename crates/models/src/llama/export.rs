@@ -9,7 +9,8 @@ use crate::{
 };
 
 impl Llama {
-    /// The tensors of a checkpoint of [`Config::family`](super::Config::family).
+    /// The tensors of a checkpoint of the family that [`Config::family`](super::Config::family)
+    /// returns.
     pub(crate) fn export(&self) -> Vec<Export> {
         let mut exports = vec![
             Export::new("model.embed_tokens.weight", self.embedding.weight.val().detach()),

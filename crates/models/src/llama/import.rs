@@ -40,7 +40,8 @@ impl Llama {
     }
 }
 
-/// The rotary frequencies that older exports store follow from the configuration.
+/// Whether a tensor may be left out: older exports store the rotary frequencies, which follow from
+/// the configuration.
 fn is_harmless(name: &str) -> bool {
     name.ends_with("rotary_emb.inv_freq") || name.ends_with("attn_rot_embd.weight")
 }

@@ -10,11 +10,13 @@ use super::{Config, Layer, Llama};
 use crate::nn::{Linear, SwiGlu};
 
 impl Llama {
-    /// Random weights: normal with variance `1 / d_input`, which keeps the scale of activations at
-    /// every width, so that attention is not uniform at first (a fixed 0.02 is that for a width of
-    /// 2500); divided by `2 n_layers`, as in GPT-2, in the two projections per layer that write to the
-    /// residual stream. Embeddings have variance `1 / hidden_size`, norms are 1, biases 0. The
-    /// device's seed decides them.
+    /// A model with random weights, which depend on the device's seed.
+    ///
+    /// Weights are normal with variance `1 / d_input`. This keeps the scale of activations at every
+    /// width, so that attention is not uniform at first; a fixed standard deviation of 0.02 would
+    /// do so only at a width of 2500. In the two projections per layer that write to the residual
+    /// stream, the variance is divided by `2 n_layers`, as in GPT-2. The variance of embeddings is
+    /// `1 / hidden_size`; norms are 1, biases 0.
     ///
     /// # Panics
     ///
@@ -60,11 +62,12 @@ fn linear(shape: [usize; 2], gain: f64, bias: bool, device: &Device) -> Linear {
     }
 }
 
-/// Of standard deviation `gain / sqrt(d_input)`, for a shape of `[d_output, d_input]`.
+/// Normal values of standard deviation `gain / sqrt(d_input)`, in the shape `[d_output, d_input]`.
 fn normal(shape: [usize; 2], gain: f64, device: &Device) -> Param<Tensor<2>> {
     let std = gain / (shape[1] as f64).sqrt();
     let param = Initializer::Normal { mean: 0.0, std }.init(shape, device);
-    // Burn draws on first use; here, so that the seed and not the order of use decides.
+    // Burn draws the values on first use. They are used here, so that they depend on the seed alone
+    // and not on the order in which weights are used later.
     param.val();
     param
 }

@@ -1,5 +1,5 @@
-//! The Llama family: Llama 2 and 3, SmolLM and SmolLM2, Mistral and Phi-3 up to their sliding windows,
-//! Qwen2.
+//! The Llama family: Llama 2 and 3, SmolLM and SmolLM2, Qwen2, and Mistral and Phi-3 in contexts up
+//! to their sliding windows.
 
 mod config;
 mod export;

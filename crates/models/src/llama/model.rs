@@ -21,7 +21,7 @@ pub struct Llama {
     pub layers: Vec<Layer>,
     /// The final norm.
     pub norm: RmsNorm,
-    /// The output projection; `None` when it is the embedding.
+    /// The output projection; `None` when the token embedding is used for it.
     pub head: Option<Linear>,
     #[module(skip)]
     pub(super) rope: Rope,
@@ -36,7 +36,7 @@ pub struct Layer {
     pub attention_norm: RmsNorm,
     /// Query, key and value rows in one matrix.
     pub qkv: Linear,
-    /// Joins the heads.
+    /// The output projection of attention.
     pub output: Linear,
     /// Norm before the MLP.
     pub mlp_norm: RmsNorm,
@@ -45,7 +45,7 @@ pub struct Layer {
 }
 
 impl Llama {
-    /// What the model was built from.
+    /// The configuration the model was built from.
     pub fn config(&self) -> &Config {
         &self.config
     }

@@ -11,8 +11,8 @@ use crate::{
 };
 
 impl Config {
-    /// Resolves `config.json`. A sliding window caps [`max_positions`](Self::max_positions): up to there
-    /// it hides nothing.
+    /// Resolves `config.json`. A sliding window caps [`max_positions`](Self::max_positions),
+    /// because it hides no token in contexts up to its length.
     ///
     /// # Errors
     ///
@@ -32,7 +32,7 @@ impl Config {
     }
 }
 
-/// Fields as the transformers library writes them, old and new.
+/// Fields as old and new versions of the transformers library write them.
 #[derive(Deserialize)]
 struct Raw {
     model_type: String,
@@ -153,7 +153,7 @@ impl Raw {
         Ok(())
     }
 
-    /// The tokens that some layer attends to, if not all.
+    /// The length of the sliding window, if some layer has one.
     fn window(&self, path: &Path) -> Result<Option<usize>> {
         let sliding_layers = self.layer_types.iter().flatten().any(|kind| kind == SLIDING);
         // Qwen2 carries a sliding_window that `use_sliding_window` switches off.
@@ -176,8 +176,9 @@ impl Raw {
 const FULL: &str = "full_attention";
 const SLIDING: &str = "sliding_attention";
 
-/// Caps the context at a sliding window, if that is shorter: as long as no more tokens than those are
-/// there, every token sees all before it, as this crate computes it. `fields` are the names of both.
+/// Caps the context at a sliding window that is shorter. Up to that length every token sees all
+/// tokens before it, and that is the attention this crate computes. `fields` are the names of the
+/// window's and of the context's field, for the note.
 pub(crate) fn cap_at_window(
     path: &Path,
     fields: &(String, String),
@@ -197,7 +198,7 @@ pub(crate) fn cap_at_window(
     *max_positions = window;
 }
 
-/// Says when the frequencies of `config` follow the cache.
+/// Adds a note if the rotary frequencies of `config` depend on the capacity of the cache.
 pub(crate) fn note_longrope(path: &Path, config: &Config, notes: &mut Vec<String>) {
     if let RopeScaling::LongRope { original_max_positions, .. } = config.rope_scaling
         && original_max_positions < config.max_positions
@@ -211,7 +212,8 @@ pub(crate) fn note_longrope(path: &Path, config: &Config, notes: &mut Vec<String
 }
 
 impl RawRope {
-    /// `original` is what stands outside of `rope_scaling`, where Phi-3 has it.
+    /// `original` is `original_max_position_embeddings` outside of `rope_scaling`, where Phi-3 has
+    /// it.
     fn scaling(
         &self,
         path: &Path,
@@ -234,7 +236,7 @@ impl RawRope {
                     self.original_max_position_embeddings,
                 )?,
             }),
-            // "su" is what the first Phi-3 called it.
+            // The first Phi-3 models call it "su".
             "longrope" | "su" => {
                 let factors = |name: &str, factors: &Option<Vec<f32>>| {
                     let field = format!("rope_scaling.{name}");

@@ -29,7 +29,7 @@ pub(super) fn load(folder: &Path, device: &Device) -> Result<Loaded> {
     build(folder, file_stem(folder), format, &files, device)
 }
 
-/// Reads one weights file, or all of which it is one, with `config.json` beside it.
+/// Reads one weights file, or all shards if it is one of several, with the `config.json` beside it.
 pub(super) fn load_file(file: &Path, device: &Device) -> Result<Loaded> {
     let folder = file.parent().unwrap_or(Path::new("."));
     let format = match file.extension() {
@@ -67,7 +67,7 @@ fn build(
         Err(error) => return Err(error),
     };
 
-    // One file is named itself in messages, shards by their folder.
+    // Messages name a single file, or the folder of several shards.
     let mut weights = Weights::new(if let [file] = files { file } else { folder });
     for file in files {
         open(format, file, &mut weights)?;
@@ -113,7 +113,7 @@ struct Header {
 }
 
 impl Header {
-    /// Refuses quantized weights: their codes have the names of the weights they stand for.
+    /// Refuses quantized weights, whose tensors have the names of ordinary weights but hold codes.
     fn check(&self, path: &Path) -> Result<()> {
         for (field, config) in [
             ("quantization_config", &self.quantization_config),
@@ -164,7 +164,8 @@ fn json<T: for<'de> Deserialize<'de>>(text: &str, path: &Path) -> Result<T> {
     })
 }
 
-/// The files that hold the weights: one, or the shards of an index or that their names tell.
+/// The files that hold the weights: a single file, the shards that an index lists, or the shards
+/// that are found by their names.
 fn weight_files(folder: &Path) -> Result<(Format, Vec<PathBuf>)> {
     for (format, stem, extension) in
         [(Format::Safetensors, "model", "safetensors"), (Format::Pytorch, "pytorch_model", "bin")]
@@ -188,7 +189,8 @@ fn weight_files(folder: &Path) -> Result<(Format, Vec<PathBuf>)> {
     })
 }
 
-/// A shard in `folder`; of several kinds there is no telling which is meant.
+/// One of the shards in `folder`, if there are any. Shards of different counts are an error,
+/// because it is not known which of them are meant.
 fn any_part(folder: &Path, stem: &str, extension: &str) -> Result<Option<Part>> {
     let io = |source| Error::Io { path: folder.into(), source };
     let mut parts = BTreeMap::new();
@@ -235,7 +237,7 @@ fn open(format: Format, file: &Path, weights: &mut Weights) -> Result<()> {
     let malformed = |format, why: String| Error::Malformed { path: file.into(), format, why };
     let tensors = match format {
         Format::Pytorch => PytorchStore::from_file(file)
-            // Layers are numbered as the importers expect them, gaps are missing tensors.
+            // Keep the layer numbers of the file: the importers report a gap as a missing tensor.
             .map_indices_contiguous(false)
             .get_all_tensors()
             .map_err(|error| malformed("pytorch", error.to_string()))?

@@ -8,10 +8,10 @@ use crate::{Error, Result};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Part {
     folder: PathBuf,
-    /// What all parts' names start with, and how they end.
+    /// What the names of all parts start with; `extension` is how they end.
     pub(super) stem: String,
     pub(super) extension: String,
-    /// Digits of a number.
+    /// Digits of each number in a name.
     width: usize,
     /// Which part it is, from 1.
     pub(super) index: usize,
@@ -46,11 +46,11 @@ impl Part {
         folder.join(format!("{stem}-{index:0width$}-of-{count:0width$}.{extension}"))
     }
 
-    /// Where all of them lie, in order.
+    /// The paths of all parts, in order.
     ///
     /// # Errors
     ///
-    /// [`Error::NotFound`] naming the first that does not.
+    /// [`Error::NotFound`] naming the first part that is not there.
     pub(super) fn paths(&self) -> Result<Vec<PathBuf>> {
         let find = |index| {
             let path = self.path(index);

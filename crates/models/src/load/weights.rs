@@ -23,7 +23,7 @@ pub(crate) struct Weights {
     tensors: BTreeMap<String, Entry>,
     conv1d: bool,
     spell: fn(&str) -> String,
-    /// What [`strip_prefix`](Self::strip_prefix) took off, for messages.
+    /// The prefix that [`strip_prefix`](Self::strip_prefix) removed, for messages.
     prefix: &'static str,
 }
 
@@ -56,8 +56,8 @@ impl Weights {
         }
     }
 
-    /// Says that this is a GGUF file: GPT-2's projections are `[d_output, d_input]`, and `spell`
-    /// gives the file's name for a tensor.
+    /// [`new`](Self::new) for a GGUF file, in which GPT-2's projections are `[d_output, d_input]`;
+    /// `spell` gives the file's name for a tensor.
     pub(crate) fn of_gguf(path: &Path, spell: fn(&str) -> String) -> Self {
         Self { conv1d: false, spell, ..Self::new(path) }
     }
@@ -66,7 +66,7 @@ impl Weights {
     ///
     /// # Errors
     ///
-    /// One that is there already: which of the two counts is not known.
+    /// A name that is there already: it is not known which of the two tensors is meant.
     pub(crate) fn insert(&mut self, name: String, tensor: PackTensor, file: &Path) -> Result<()> {
         let entry = Entry { name: tensor.name.clone(), tensor, path: file.into() };
         self.add(name, entry)
@@ -86,7 +86,7 @@ impl Weights {
         }
     }
 
-    /// Reads a tensor that is there in another way.
+    /// Replaces the data of a tensor that was inserted before.
     pub(crate) fn replace(&mut self, name: &str, tensor: PackTensor) {
         if let Some(entry) = self.tensors.get_mut(name) {
             entry.tensor = tensor;
@@ -105,8 +105,8 @@ impl Weights {
         Ok(())
     }
 
-    /// Ends an import: fails when tensors are left that the model has no place for. It would compute
-    /// something else than what was trained with them.
+    /// Ends an import: fails when tensors are left that the model has no place for, because without
+    /// them it would not compute what was trained.
     ///
     /// `harmless` says which may be left because they follow from the configuration.
     pub(crate) fn finish(&self, family: &str, harmless: fn(&str) -> bool) -> Result<()> {
@@ -131,7 +131,7 @@ impl Weights {
     ///
     /// # Errors
     ///
-    /// A tensor that is there with it and without.
+    /// A tensor that is there both with the prefix and without it.
     pub(crate) fn strip_prefix(&mut self, prefix: &'static str) -> Result<()> {
         if self.tensors.keys().any(|name| name.starts_with(prefix)) {
             self.prefix = prefix;

@@ -8,7 +8,7 @@ use kv_cubecl::{FakeQuantOptions, KvCache, KvCacheConfig, streaming_attention_wi
 use super::Rotation;
 use crate::Result;
 
-/// What one layer's attention saw and gave.
+/// The inputs and the output of one layer's attention.
 #[derive(Clone, Debug)]
 pub struct AttentionTrace {
     /// The layer, counted from 0.
@@ -23,32 +23,32 @@ pub struct AttentionTrace {
     pub output: Tensor<4>,
 }
 
-/// Is shown every layer's attention, first layer first.
+/// A callback that is given every layer's attention, first layer first.
 pub type AttentionObserver<'a> = dyn FnMut(AttentionTrace) + 'a;
 
 /// Where one layer's attention finds the keys and values of earlier tokens.
 pub enum KvMemory<'a> {
-    /// Nowhere: the whole sequence is here, and the closed form of a cache of this kind is
-    /// computed in parallel. Differentiable.
+    /// There are no earlier tokens: the whole sequence is passed at once, and what a cache of this
+    /// configuration would give token by token is computed in parallel. Differentiable.
     Parallel {
-        /// The cache.
+        /// The configuration of the cache.
         config: KvCacheConfig,
-        /// How training treats its quantizer.
+        /// How training treats the quantizer.
         options: FakeQuantOptions,
         /// The layer's index, for the observer.
         layer: usize,
-        /// Is shown the attention.
+        /// Is called with the attention's inputs and output.
         observer: Option<&'a mut AttentionObserver<'a>>,
     },
     /// In this cache, which grows by the tokens of the call.
     Cached(&'a mut KvCache),
-    /// In this cache, which grows by one token at this position, `[1]` i32; see
+    /// In this cache, which grows by one token at the given position, `[1]` i32; see
     /// [`KvCache::attend_at`].
     At(&'a mut KvCache, &'a Tensor<1, Int>),
 }
 
 impl KvMemory<'_> {
-    /// Causal attention over the remembered tokens and these.
+    /// Causal attention of the given tokens over the earlier ones and themselves.
     ///
     /// # Shapes
     ///

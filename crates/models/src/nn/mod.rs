@@ -1,4 +1,5 @@
-//! Blocks the models share. Causality lives in `kv-cubecl`, so there is no mask in this crate.
+//! Blocks that the models share. `kv-cubecl` applies the causal mask, so there is none in this
+//! crate.
 
 mod attention;
 mod linear;

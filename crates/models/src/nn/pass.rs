@@ -12,16 +12,16 @@ use crate::{ModelCache, ModelCacheConfig};
 pub enum Pass<'a> {
     /// The whole sequence at once.
     Parallel {
-        /// The cache whose closed form is computed.
+        /// The cache whose result is computed in parallel.
         config: &'a ModelCacheConfig,
-        /// How training treats its quantizer.
+        /// How training treats the quantizer.
         options: FakeQuantOptions,
-        /// Is shown every layer's attention.
+        /// Is called with every layer's attention.
         observer: Option<&'a mut AttentionObserver<'a>>,
     },
     /// The tokens that follow those in a cache, which grows by them.
     Cached(&'a mut ModelCache),
-    /// The one token that follows those in a cache, of which the device knows how many they are.
+    /// One token that follows those in a cache, at a position that is stored on the device.
     At {
         /// The cache.
         cache: &'a mut ModelCache,
@@ -31,8 +31,8 @@ pub enum Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// The rotation of the pass's `seq` tokens in a model of `max_positions`; to be asked before the first
-    /// layer runs.
+    /// The rotation of the pass's `seq` tokens in a model of `max_positions`. Must be called before
+    /// the first layer runs, because each layer adds the tokens to its cache.
     pub(crate) fn rotation(
         &self,
         rope: &Rope,
@@ -41,7 +41,7 @@ impl Pass<'_> {
         device: &Device,
     ) -> Rotation {
         match self {
-            // A cache of this kind has at least room for the sequence.
+            // The context is the capacity of the cache, or the sequence if that is longer.
             Self::Parallel { config, .. } => {
                 rope.rotation(0, seq, seq.max(config.cache.capacity.min(max_positions)), device)
             }
@@ -56,8 +56,8 @@ impl Pass<'_> {
         }
     }
 
-    /// The rows of `table` `[max_positions, hidden]` of the pass's `seq` tokens; to be asked before the
-    /// first layer runs.
+    /// The rows of `table` `[max_positions, hidden]` at the positions of the pass's `seq` tokens.
+    /// Must be called before the first layer runs, because each layer adds the tokens to its cache.
     pub(crate) fn rows(&self, table: Tensor<2>, seq: usize) -> Tensor<2> {
         match self {
             Self::Parallel { .. } => table.narrow(0, 0, seq),

@@ -7,7 +7,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 /// How the rotation frequencies of a model differ from `theta^(-2i / rotary_dim)`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// They do not.
+    /// They do not differ.
     Default,
     /// Position interpolation: every frequency is divided by `factor`.
     Linear {
@@ -25,16 +25,17 @@ pub enum RopeScaling {
         /// The context length before scaling.
         original_max_positions: f64,
     },
-    /// Phi-3 with a long context: divisors per frequency, of which there are two sets, and sines and
-    /// cosines are scaled; <https://arxiv.org/abs/2402.13753>.
+    /// Phi-3 with a long context: every frequency has a divisor, of which there are two sets, and
+    /// sines and cosines are scaled; <https://arxiv.org/abs/2402.13753>.
     LongRope {
         /// The divisors in contexts of at most `original_max_positions`.
         short_factors: Vec<f32>,
-        /// The divisors in longer ones, from the first token on.
+        /// The divisors in longer contexts, which apply from the first token on.
         long_factors: Vec<f32>,
         /// The context length before scaling.
         original_max_positions: usize,
-        /// Multiplies sines and cosines, and so scores by its square where all channels rotate.
+        /// Multiplies sines and cosines, and so multiplies attention scores by its square where all
+        /// channels rotate.
         attention_factor: f64,
     },
     /// One divisor per frequency, as GGUF files store them in `rope_freqs.weight`; in a
@@ -43,9 +44,9 @@ pub enum RopeScaling {
 }
 
 impl RopeScaling {
-    /// What a GGUF file's `divisors` of the frequencies `theta^(-2i / rotary_dim)` stand for: Llama
-    /// 3's scaling where they are its own, up to the rounding of the f32 arithmetic that writes such
-    /// files, else themselves.
+    /// The scaling that a GGUF file's `divisors` of the frequencies `theta^(-2i / rotary_dim)`
+    /// stand for: none or Llama 3's, if that gives the same frequencies up to the rounding of the
+    /// f32 arithmetic by which such files are written; else [`Divisors`](Self::Divisors).
     pub(crate) fn of_divisors(divisors: Vec<f32>, theta: f64) -> Self {
         /// A few units in the last place of an f32.
         const ROUNDING: f64 = 4e-6;
@@ -57,7 +58,9 @@ impl RopeScaling {
                 |(a, b): (f32, &f32)| (f64::from(a) / f64::from(*b) - 1.0).abs() <= ROUNDING;
             inv_freq(scaling).into_iter().zip(&given).all(close)
         };
-        // The parameters of every published model but for the factor and the first context.
+        // The parameters of every published model, except for the factor, which is the last
+        // divisor, and the original context length, for which all powers of two up to 2^20 are
+        // tried.
         let llama3 = (4..=20).map(|log| Self::Llama3 {
             factor,
             low_freq_factor: 1.0,
@@ -73,7 +76,7 @@ impl RopeScaling {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     inv_freq: Vec<f32>,
-    /// Those of contexts longer than so many tokens.
+    /// A number of tokens, and the frequencies in contexts longer than that.
     long: Option<(usize, Vec<f32>)>,
     /// Multiplies sines and cosines.
     attention_factor: f32,
@@ -84,8 +87,8 @@ impl Rope {
     ///
     /// # Panics
     ///
-    /// When `rotary_dim` is odd, or there are not `rotary_dim / 2` of the divisors of `scaling`; the
-    /// models' configurations check both.
+    /// When `rotary_dim` is odd, or `scaling` has a number of divisors other than `rotary_dim / 2`;
+    /// the models' configurations check both.
     pub fn new(rotary_dim: usize, theta: f64, scaling: &RopeScaling) -> Self {
         assert!(rotary_dim.is_multiple_of(2), "rotary_dim {rotary_dim} is odd");
         let n = rotary_dim / 2;
@@ -118,11 +121,12 @@ impl Rope {
         2 * self.inv_freq.len()
     }
 
-    /// The rotation of positions `start..start + seq`, the same for all layers: computed once per cache for
-    /// all positions it has room for, or once per pass without one. `context` is the most positions there
-    /// can be, by which [`RopeScaling::LongRope`] chooses its frequencies.
+    /// The rotation of positions `start..start + seq`, which is the same for all layers: a cache
+    /// computes it once for all positions it has room for, a pass without a cache once for its
+    /// tokens. `context` is the largest number of positions there can be, by which
+    /// [`RopeScaling::LongRope`] chooses its frequencies.
     ///
-    /// Angles are rounded to f32 as in training code; sine and cosine are not.
+    /// Angles are rounded to f32 as in training code; their sines and cosines are computed in f64.
     pub fn rotation(&self, start: usize, seq: usize, context: usize, device: &Device) -> Rotation {
         let inv_freq = match &self.long {
             Some((original, inv_freq)) if context > *original => inv_freq,
@@ -148,7 +152,7 @@ fn frequency(i: usize, rotary_dim: usize, theta: f64) -> f64 {
     theta.powf(-((2 * i) as f64) / rotary_dim as f64)
 }
 
-/// The frequency in a context that is not long.
+/// The scaled frequency; for [`RopeScaling::LongRope`], that of short contexts.
 fn scale(freq: f64, i: usize, scaling: &RopeScaling) -> f64 {
     match scaling {
         RopeScaling::Default => freq,
@@ -181,13 +185,13 @@ impl Rotation {
         self.cos.device()
     }
 
-    /// That of `seq` positions from `start` on.
+    /// The rotation of `seq` positions from `start` on.
     pub(super) fn narrow(&self, start: usize, seq: usize) -> Self {
         let part = |table: &Tensor<4>| table.clone().narrow(2, start, seq);
         Self { cos: part(&self.cos), sin: part(&self.sin) }
     }
 
-    /// That of the one position `[1]`, or of the last one for those past it.
+    /// The rotation of one position `[1]`; one past the table gets that of its last position.
     pub(super) fn at(&self, position: &Tensor<1, Int>) -> Self {
         let last = self.cos.dims()[2] as i32 - 1;
         let position = position.clone().clamp_max(last);

@@ -3,15 +3,15 @@
 use burn::tensor::Tensor;
 
 /// Tokens per piece: large enough for the matrix products, small enough that a piece's widest
-/// activation stays in the cache. With SmolLM2 at 2048 tokens on 2 cores, pieces of 256 take 0.9 of
-/// the time of the whole (`docs/results/speed.md`).
+/// activation stays in the processor's cache. With SmolLM2 at 2048 tokens on 2 cores, pieces of 256
+/// take 0.9 of the time of the whole (`docs/results/speed.md`).
 #[cfg(feature = "flex")]
 const PIECE: usize = 256;
 
-/// `f(x)` for an `f` that treats every token alone.
+/// Computes `f(x)` for an `f` that treats every token independently of the others.
 ///
-/// Burn's Flex backend runs element-wise operations on one thread; there, pieces of a long sequence
-/// go to all of them. Elsewhere, and where gradients are recorded, `f` runs once.
+/// Burn's Flex backend runs element-wise operations on one thread; there, a long sequence is cut
+/// into pieces that run on all threads. Elsewhere, and where gradients are recorded, `f` runs once.
 ///
 /// # Shapes
 ///

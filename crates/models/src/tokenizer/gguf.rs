@@ -24,11 +24,11 @@ const USER_DEFINED: i64 = 4;
 
 /// A named pre-tokenizer.
 struct Pre {
-    /// Applied one after the other, each to the pieces of the one before.
+    /// Regular expressions, applied one after the other, each to the pieces of the one before.
     splits: &'static [&'static str],
     /// Whether a whole piece that is a token stays one, whatever the merges say.
     ignore_merges: bool,
-    /// Whether texts begin with a token of their own where the file does not say.
+    /// Whether texts start with the begin-of-text token where the file does not say.
     adds_bos: bool,
 }
 
@@ -44,7 +44,7 @@ fn pre_tokenizer(name: &str) -> Option<Pre> {
     Some(Pre { splits, ignore_merges: llama3, adds_bos: llama3 })
 }
 
-/// The tokenizer, its end-of-text ids, and what else the file says of texts.
+/// The tokenizer, its end-of-text ids, and the file's other settings for texts.
 pub(super) fn build(
     metadata: &HashMap<String, Value>,
     path: &Path,
@@ -59,7 +59,7 @@ pub(super) fn build(
         );
         return Err(Error::unsupported(format!("GGUF tokenizer {model}"), why));
     }
-    // Files older than the field have llama.cpp's default.
+    // Files from before this field was introduced use llama.cpp's default.
     let name = match metadata.get("tokenizer.ggml.pre") {
         None => "default",
         Some(_) => vocabulary.string("tokenizer.ggml.pre")?,

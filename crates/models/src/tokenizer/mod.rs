@@ -28,13 +28,13 @@ pub struct Tokenizer {
 impl Tokenizer {
     /// Reads `tokenizer.json`; `eos` are the ids that end a text.
     ///
-    /// Its settings for truncation and padding are not used, texts are encoded whole:
-    /// [`notes`](Self::notes) says so.
+    /// Its settings for truncation and padding are ignored, because texts are encoded whole;
+    /// [`notes`](Self::notes) then says so.
     ///
     /// # Errors
     ///
     /// [`Error::NotFound`]; [`Error::Tokenizer`] when the file is not a tokenizer;
-    /// [`Error::Unsupported`] when its texts begin with more than one token of its own.
+    /// [`Error::Unsupported`] when it puts more than one token before a text.
     pub fn from_file(path: impl AsRef<Path>, eos: &[u32]) -> Result<Self> {
         let path = path.as_ref();
         Self::new(read(path)?, eos.iter().copied(), Settings::default(), path)
@@ -46,7 +46,7 @@ impl Tokenizer {
     /// # Errors
     ///
     /// Those of [`from_file`](Self::from_file), and [`Error::Malformed`] for a
-    /// `tokenizer_config.json` that is none.
+    /// `tokenizer_config.json` that cannot be parsed.
     pub fn from_folder(folder: impl AsRef<Path>, eos: &[u32]) -> Result<Self> {
         let folder = folder.as_ref();
         let path = folder.join("tokenizer.json");
@@ -59,8 +59,8 @@ impl Tokenizer {
     ///
     /// # Errors
     ///
-    /// A file that is no GGUF file, or [`Error::Unsupported`] naming the kind of vocabulary or its
-    /// pre-tokenizer.
+    /// A file that is not a GGUF file, or [`Error::Unsupported`] naming the kind of vocabulary or
+    /// its pre-tokenizer.
     pub fn from_gguf(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         Self::from_gguf_metadata(&crate::load::gguf_metadata(path)?, path)
@@ -112,7 +112,7 @@ impl Tokenizer {
         self.encode_first(text, usize::MAX)
     }
 
-    /// The ids of `text` in one go.
+    /// The ids of `text`, encoded without cutting it into pieces.
     fn encode_whole(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.inner.encode_fast(text, false).map_err(Error::tokenizer)?;
         Ok(encoding.get_ids().to_vec())
@@ -140,8 +140,8 @@ impl Tokenizer {
     /// Whether the model was trained on texts that start with [`bos`](Self::bos): what
     /// `add_bos_token` in `tokenizer_config.json` or in a GGUF file says, else whether the
     /// post-processor of `tokenizer.json` puts it there, else what llama.cpp does with the
-    /// pre-tokenizer of a GGUF file. Ids of texts come without it all the same; [`bos`](Self::bos) is
-    /// put before them by who feeds a model.
+    /// pre-tokenizer of a GGUF file. [`encode`](Self::encode) does not add it in any case: whoever
+    /// feeds the ids to a model puts [`bos`](Self::bos) before them.
     pub fn adds_bos(&self) -> bool {
         self.settings.adds_bos
     }
@@ -164,7 +164,7 @@ impl Tokenizer {
         (bos.and_then(|id| self.id_to_token(id)), eos_token.clone().or_else(first))
     }
 
-    /// What was found in the files and is not followed: lines to tell the user.
+    /// Settings of the files that are ignored, a line each, to tell the user.
     pub fn notes(&self) -> &[String] {
         &self.settings.notes
     }
@@ -210,18 +210,19 @@ impl fmt::Debug for Tokenizer {
     }
 }
 
-/// Text of ids as they arrive: characters that span ids are held back until complete.
+/// The text of ids as they arrive; a character that spans several ids is held back until it is
+/// complete.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// Ids since the last boundary, the first of them already told.
+    /// The id that last completed a text, if there is one, then the ids that are held back.
     ids: Vec<u32>,
-    /// Bytes of their text that the caller has.
+    /// Bytes of the text of `ids` that were returned already.
     n_told: usize,
 }
 
 impl TextStream<'_> {
-    /// The text that `id` completes, often empty inside a character.
+    /// The text that `id` completes; empty while a character is incomplete.
     ///
     /// # Errors
     ///
@@ -233,13 +234,13 @@ impl TextStream<'_> {
             return Ok(String::new());
         }
         let new = text[self.n_told.min(text.len())..].to_string();
-        // The last id stays as context: some decoders treat the first token of a text apart.
+        // The last id stays as context: some decoders treat the first token of a text differently.
         self.ids = vec![id];
         self.n_told = self.tokenizer.decode(&self.ids)?.len();
         Ok(new)
     }
 
-    /// What was held back: the text ends inside a character.
+    /// The text that is still held back, if the ids end inside a character.
     ///
     /// # Errors
     ///

@@ -1,10 +1,10 @@
-//! Long texts in pieces that are encoded by themselves, with the ids of the whole.
+//! Encodes a long text in separate pieces, with the same ids as the whole text.
 //!
-//! Encoding takes a hundred times the memory of its text, so a text is cut. A cut is made where the
-//! pre-tokenizer splits anyway and neither side depends on the other: before a space that follows a
-//! word, if there is one. Whether the tokenizer at hand splits there whatever the words are is tried
-//! once, and again on the text around each cut, which has to give the same splits and ids in one part
-//! and in two.
+//! Encoding takes a hundred times the memory of its text, so long texts are cut. A cut is made
+//! where the pre-tokenizer splits anyway and neither side depends on the other: before a space that
+//! follows a word, if there is one. Whether a tokenizer splits there for all kinds of words is
+//! tested once, when it is read. Each cut is tested as well: the text around it must have the same
+//! splits and ids in two parts as in one.
 
 use std::{
     io::Read,
@@ -19,19 +19,19 @@ use tokenizers::{
 use super::Tokenizer;
 use crate::{Error, Result};
 
-/// Bytes of a piece, but where there is no place to cut for longer than that.
+/// Bytes of a piece, about; a piece is longer where the text has no place to cut it.
 const PIECE: usize = 64 << 10;
-/// Bytes on either side of a cut on which it is tried, at least.
+/// Bytes of text on either side with which a cut is tested, at least.
 const CONTEXT: usize = 256;
-/// Places that are tried in one text before more of it is read.
+/// Places that are tested before more of the text is read.
 const ATTEMPTS: usize = 64;
 
 /// What decides where a tokenizer's texts may be cut.
 #[derive(Clone, Debug)]
 pub(super) struct Cuts {
     words: Words,
-    /// The normalizer puts a word's mark before every text; spaces become the same mark, so the part
-    /// behind a cut goes without its space.
+    /// Whether the normalizer puts the mark that stands for a space before every text. The part
+    /// after a cut is then encoded without its leading space, which would be marked twice.
     prepends: bool,
     /// Added tokens in which a space follows another character.
     spanning: Vec<String>,
@@ -41,11 +41,11 @@ pub(super) struct Cuts {
 /// How words are kept apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Words {
-    /// The pre-tokenizer splits.
+    /// The pre-tokenizer splits between them.
     Split,
-    /// A text is one piece for the model, but no token reaches from a word into the next.
+    /// The pre-tokenizer does not split, but no token reaches from one word into the next.
     Vocabulary,
-    /// Neither.
+    /// Neither, so texts are not cut.
     Joined,
 }
 
@@ -80,7 +80,8 @@ fn prepends(normalizer: &NormalizerWrapper) -> bool {
 
 /// Whether the pre-tokenizer splits before the space between words, of whatever characters they are.
 fn words_are_split(inner: &tokenizers::Tokenizer, prepends: bool) -> bool {
-    // Of every class that expressions name: cases of letters, marks, digits, punctuation, symbols.
+    // Words of every class of characters that pre-tokenizers distinguish: cases of letters, marks,
+    // digits, punctuation, symbols.
     const WORDS: [&str; 16] = [
         "a", "Ab", "AB", "é", "e\u{301}", "日本", "7", "123", "½", ".", "'", "it's", "(", "--",
         "$", "👍",
@@ -94,7 +95,7 @@ fn words_are_split(inner: &tokenizers::Tokenizer, prepends: bool) -> bool {
     })
 }
 
-/// What is encoded of a text behind a cut.
+/// The part of `text` that is encoded when `text` follows a cut.
 fn continued(text: &str, prepends: bool) -> &str {
     match prepends {
         true => text.strip_prefix(' ').unwrap_or(text),
@@ -102,7 +103,7 @@ fn continued(text: &str, prepends: bool) -> &str {
     }
 }
 
-/// Whether no token holds the character that stands for a space behind another one.
+/// Whether no token holds the character that stands for a space after another character.
 fn words_are_apart(inner: &tokenizers::Tokenizer) -> bool {
     let Ok(splits) = plain_splits(inner, "a b") else { return false };
     let text: String = splits.into_iter().map(|(text, _)| text).collect();
@@ -116,7 +117,7 @@ fn words_are_apart(inner: &tokenizers::Tokenizer) -> bool {
     inner.get_vocab(false).keys().all(|token| !token.trim_start_matches(mark).contains(mark))
 }
 
-/// What the model sees of a text: normalized pieces, and the ids of added tokens.
+/// What the tokenizer's model is given of a text: normalized pieces, and the ids of added tokens.
 type Splits = Vec<(String, Option<Vec<u32>>)>;
 
 fn splits(inner: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Splits> {
@@ -124,7 +125,7 @@ fn splits(inner: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Split
     pre_tokenize(inner, vocabulary.extract_and_normalize(inner.get_normalizer(), text))
 }
 
-/// The splits of a text in which no added token is looked for.
+/// The splits of a text, without looking for added tokens in it.
 fn plain_splits(inner: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Splits> {
     let mut text = NormalizedString::from(text);
     if let Some(normalizer) = inner.get_normalizer() {
@@ -150,10 +151,10 @@ fn pre_tokenize(
 /// Where a text may be cut, best kind first.
 #[derive(Clone, Copy)]
 enum Place {
-    /// Between a word, with what punctuation follows it, and a space with another word.
+    /// After a word and the punctuation that follows it, before a space and another word.
     Space,
-    /// Behind a letter or digit, before other white space; behind a letter, before a digit or
-    /// punctuation: in texts without spaces.
+    /// For texts without spaces: between a letter or digit and other white space, and between a
+    /// letter and a digit or punctuation.
     Other,
 }
 
@@ -166,7 +167,8 @@ impl Place {
             }
             Self::Other => {
                 let white = at != ' ' && at.is_whitespace();
-                // Full stops and brackets of Chinese and Japanese, and ASCII in its full width.
+                // Punctuation of Chinese and Japanese, and full-width forms of ASCII digits and
+                // punctuation.
                 let wide = matches!(at, '\u{3001}'..='\u{3011}' | '\u{ff01}'..='\u{ff1f}');
                 let stop = wide || at.is_numeric() || ".,;:!?(\"{[/=".contains(at);
                 before.is_alphanumeric() && white || before.is_alphabetic() && stop
@@ -176,8 +178,8 @@ impl Place {
 }
 
 impl Tokenizer {
-    /// The last place, but for the end, where `text` can be cut so that its parts have the ids of the
-    /// whole, whatever follows it; `None` if it has no such place.
+    /// The last place before the end of `text` where it can be cut so that the parts have the ids
+    /// of the whole, whatever text follows; `None` if no such place was found.
     fn cut(&self, text: &str) -> Option<usize> {
         let Cuts { words, context, .. } = self.cuts;
         let last = text.len().checked_sub(context)?;
@@ -209,14 +211,16 @@ impl Tokenizer {
         })
     }
 
-    /// Whether the two sides of a place have the ids of the whole, as far as the text around tells.
+    /// Whether the text around `at` has the same splits and ids in two parts, cut at `at`, as in
+    /// one.
     fn parts_at(&self, text: &str, at: usize) -> bool {
         let Cuts { words, prepends, ref spanning, context } = self.cuts;
         let start = text.floor_char_boundary(at.saturating_sub(context));
         let end = text.ceil_char_boundary((at + context).min(text.len()));
         let (around, at) = (&text[start..end], at - start);
         let (before, behind) = around.split_at(at);
-        // Found even where another match hides it here: further up the text that may be otherwise.
+        // An added token that spans the place rules it out even if the excerpt is matched
+        // otherwise: with the text before the excerpt, the match may be another.
         let spanned = spanning.iter().any(|token| {
             let reaches = |n| before.ends_with(&token[..n]) && behind.starts_with(&token[n..]);
             (1..token.len()).any(|n| token.is_char_boundary(n) && reaches(n))
@@ -241,8 +245,8 @@ impl Tokenizer {
         [left, right].concat() == whole
     }
 
-    /// The ids of a [`Piece`] of a text. One that `continues` a text begins as no text by itself does:
-    /// some tokenizers mark the first word of a text.
+    /// The ids of a [`Piece`] of a text. One that `continues` a text is not encoded as the start of
+    /// a text, whose first word some tokenizers mark.
     ///
     /// # Errors
     ///
@@ -254,21 +258,21 @@ impl Tokenizer {
         }
     }
 
-    /// The text of a UTF-8 file in pieces, read as they are asked for. A byte order mark at its
-    /// start is no part of it. `path` is for messages.
+    /// The text of a UTF-8 file in pieces, which are read as they are asked for. A byte order mark
+    /// at the start of the file is skipped. `path` is for messages.
     pub fn pieces<R: Read>(&self, reader: R, path: impl AsRef<Path>) -> Pieces<'_, R> {
         let skip_mark = true;
         Pieces { skip_mark, ..Pieces::new(self, reader, path.as_ref()) }
     }
 
-    /// The ids of a UTF-8 file, `limit` of them at most: it is read no further than for these, in
-    /// memory that does not grow with it. A byte order mark at its start is no part of it. `path` is
+    /// The ids of a UTF-8 file, at most `limit` of them. The file is read only as far as these
+    /// need, in pieces rather than as a whole. A byte order mark at its start is skipped. `path` is
     /// for messages.
     ///
     /// # Errors
     ///
-    /// Those of [`encode`](Self::encode); [`Error::Io`], and [`Error::NotUtf8`] naming the byte, as
-    /// far as the file is read.
+    /// Those of [`encode`](Self::encode); [`Error::Io`], and [`Error::NotUtf8`] naming the byte, in
+    /// the part of the file that is read.
     pub fn encode_reader(
         &self,
         reader: impl Read,
@@ -325,11 +329,11 @@ pub struct Pieces<'a, R> {
     path: PathBuf,
     /// Bytes of a piece, see [`PIECE`].
     size: usize,
-    /// Whether a byte order mark may come.
+    /// Whether to skip a byte order mark at the start.
     skip_mark: bool,
-    /// Read, and not yet handed out.
+    /// Text that was read and not yet returned.
     text: String,
-    /// Bytes of a character whose rest was not read yet.
+    /// The first bytes of a character whose other bytes were not read yet.
     partial: Vec<u8>,
     /// Bytes of the file that were read.
     n_read: u64,

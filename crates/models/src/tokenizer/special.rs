@@ -1,5 +1,5 @@
-//! What files say about texts besides their vocabulary: the token that begins them, the template of
-//! conversations, settings that are not followed.
+//! What the files of a tokenizer say besides its vocabulary: the begin-of-text token, the chat
+//! template, and settings that are ignored.
 
 use std::{collections::HashMap, path::Path};
 
@@ -43,7 +43,7 @@ impl Spelling {
     }
 }
 
-/// One template, or several of which that called `default` is the one for conversations.
+/// One template, or several, of which the one called `default` is for conversations.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Templates {
@@ -86,7 +86,7 @@ impl Settings {
         let bos_token = bos_token.map(Spelling::into_string);
         let bos = bos_token.as_ref().and_then(|token| inner.token_to_id(token));
         match (add_bos_token, bos) {
-            // What the tokenizer was saved with counts.
+            // The post-processor in `tokenizer.json` is kept.
             (None, _) => {}
             (Some(false), _) => {
                 inner.with_post_processor(None::<PostProcessorWrapper>);
@@ -97,7 +97,7 @@ impl Settings {
                 return Err(Error::config(path, "bos_token", value, rule));
             }
         }
-        // A file of its own is newer than the field.
+        // The file wins: it is the newer way to store the template.
         let chat_template = match read_to_string(&folder.join("chat_template.jinja")) {
             Ok(template) => Some(template),
             Err(Error::NotFound { .. }) => chat_template.and_then(Templates::default),
@@ -136,7 +136,7 @@ impl Settings {
         path: &Path,
     ) -> Result<()> {
         let Some(template) = inner.get_post_processor() else { return Ok(()) };
-        // A token that no vocabulary has stands for the text.
+        // An id that no vocabulary has stands for the text.
         let text = Token::new(u32::MAX, String::new(), (0, 0));
         let encoding = Encoding::from_tokens(vec![text], 0);
         let encoding = template.process(encoding, None, true).map_err(Error::tokenizer)?;
@@ -155,7 +155,7 @@ impl Settings {
     }
 }
 
-/// Has texts begin with `bos`, whatever they began with before.
+/// Makes texts begin with `bos`, in place of what the post-processor put before them.
 pub(super) fn begin_with(inner: &mut tokenizers::Tokenizer, bos: u32, path: &Path) -> Result<()> {
     let Some(token) = inner.id_to_token(bos) else {
         let why =

@@ -340,7 +340,7 @@ fn gguf_name(name: &str) -> String {
     name
 }
 
-/// What llama.cpp's converter stores for `rope_type` llama3.
+/// The divisors that llama.cpp's converter stores for `rope_type` llama3.
 fn llama3_divisors(config: &Json) -> Vec<f32> {
     let rope = &config["rope_parameters"];
     let get = |key: &str| rope[key].as_f64().unwrap();

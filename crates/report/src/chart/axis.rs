@@ -1,5 +1,6 @@
-//! The range of an axis and its ticks, for the mesh of `plotters`. Its own coordinates take ranges
-//! below f64's epsilon for empty, and between powers of ten have no ticks.
+//! The range of an axis and its ticks, for the mesh of `plotters`. The coordinates of `plotters`
+//! itself take ranges below f64's epsilon for empty, and their logarithmic axes have no ticks
+//! between powers of ten.
 
 use core::ops::Range;
 
@@ -27,7 +28,8 @@ pub(super) struct Axis {
     low: f64,
     high: f64,
     log: bool,
-    /// Multiples of this, of `low` and `high`; none for powers of ten with doubles and halves.
+    /// The distance of ticks, in data units. `None` on a logarithmic axis over at least a power of
+    /// ten: its ticks are powers of ten, and on a short one also 2 and 5 times these.
     step: Option<f64>,
 }
 
@@ -40,7 +42,8 @@ impl Axis {
             .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
         let whole = !log && values.iter().all(|value| value.fract() == 0.0);
         let (range, largest) = (high - low, low.abs().max(high.abs()));
-        // Equal values are given some range; one of counts or sizes does not go below zero.
+        // Equal values are given some range. Elsewhere, an axis of values that are not negative
+        // does not go below zero.
         let (room, floor) = match range <= largest * 1e-9 {
             true if log => (0.3, f64::NEG_INFINITY),
             true => ((largest * 0.05).max(if whole { 1.0 } else { 1e-12 }), f64::NEG_INFINITY),
@@ -101,7 +104,7 @@ impl Ranged for Axis {
 }
 
 impl ValueFormatter<f64> for Axis {
-    /// With the digits that tell a tick from its neighbors.
+    /// Formats a tick with enough digits to distinguish it from its neighbors.
     fn format_ext(&self, value: &f64) -> String {
         let step = self.step.unwrap_or(*value);
         let digit = (step.abs().log10() + 1e-9).floor().max(-300.0) as i32;

@@ -1,5 +1,5 @@
-//! A [`Chart`] by `plotters`: its mesh, and its legend, which stands beside the plot in an area of its
-//! own so that it covers nothing.
+//! Draws a [`Chart`] with `plotters`. The legend has an area of its own beside the plot, so that it
+//! covers nothing.
 
 use std::sync::OnceLock;
 
@@ -32,12 +32,13 @@ const TEXT: RGBColor = RGBColor(40, 40, 40);
 const GRID: RGBColor = RGBColor(225, 225, 225);
 const MARK: RGBColor = RGBColor(110, 110, 110);
 
-/// The family that the embedded font is registered as; in an SVG, the reader's own.
+/// The font family that the embedded font is registered as. An SVG names only this family, and its
+/// viewer chooses the font.
 const FAMILY: &str = "sans-serif";
 const SIZE: f64 = 15.0;
-/// Length of the sample in the legend.
+/// Length of a series' sample in the legend.
 const SAMPLE: f64 = 30.0;
-/// Legend entries that have room.
+/// The number of legend entries there is room for.
 const ENTRIES: usize = 18;
 
 type Point = (i32, i32);
@@ -52,7 +53,7 @@ pub(super) fn draw<DB: DrawingBackend>(chart: &Chart, backend: DB, scale: f64) -
     }
     let px = |length: f64| (length * scale).round() as i32;
     let font = |size: f64| (FAMILY, size * scale).into_font().color(&TEXT);
-    // A chart of points alone keeps them off its edges.
+    // In a chart of points alone, wider margins keep them off the edges.
     let points = chart.series.iter().all(|series| series.style == Style::Points);
     let margins = if points { (0.08, 0.08) } else { (0.02, 0.06) };
     let x = axis(chart, "x", chart.log_x, margins.0, |point| point.0)?;
@@ -132,7 +133,8 @@ fn text_of(error: impl std::error::Error) -> String {
     error.to_string()
 }
 
-/// The first `longest` characters. Control characters have no place in XML, and no glyph.
+/// The first `longest` characters. Control characters, which XML forbids and fonts have no glyph
+/// for, become spaces.
 fn short(text: &str, longest: usize) -> String {
     let start = text.chars().take(longest).map(|c| if c.is_control() { ' ' } else { c });
     let more = text.chars().nth(longest).map_or("", |_| "...");
@@ -171,7 +173,7 @@ struct Look {
 }
 
 impl Look {
-    /// That of series `i`.
+    /// The look of series `i`.
     fn of(i: usize, style: Style, scale: f64) -> Self {
         let px = |length: f64| (length * scale).round() as i32;
         Self {
@@ -184,7 +186,7 @@ impl Look {
         }
     }
 
-    /// That of a vertical mark.
+    /// The look of a vertical mark.
     fn of_mark(scale: f64) -> Self {
         let style = Self::of(1, Style::Line, scale);
         Self { color: MARK, width: style.width / 2, ..style }

@@ -23,10 +23,10 @@ pub struct Batch {
     pub inputs: Tensor<2, Int>,
     /// The ids that follow each of the inputs, `[batch, seq]`.
     pub targets: Tensor<2, Int>,
-    /// Position of the first window in the order of the whole run, from 0; of the others, one more
-    /// each.
+    /// Position of the first window in the order of the whole run, counted from 0; the other
+    /// windows are at the positions that follow.
     pub position: u64,
-    /// Batches that come before it from the same loader, in this epoch and all epochs from 0 on.
+    /// The number of batches of the same loader before this one, over all epochs from 0 on.
     pub number: u64,
 }
 
@@ -48,7 +48,7 @@ pub struct TrainLoader {
     batch: usize,
     /// Items of a whole epoch.
     epoch_items: usize,
-    /// Those of them that are this loader's.
+    /// The items of an epoch that are this loader's.
     share: Range<usize>,
     next_epoch: AtomicUsize,
     device: Device,
@@ -86,7 +86,8 @@ impl TrainLoader {
     fn part(&self, share: Range<usize>, device: &Device) -> Arc<dyn DataLoader<Batch>> {
         Arc::new(Self {
             windows: self.windows.clone(),
-            // Not a clone: workers in different passes must not evict each other's permutation.
+            // A clone would share the permutation in memory, and workers in different passes over
+            // the data would replace each other's.
             order: self.order.detached(),
             batch: self.batch,
             epoch_items: self.epoch_items,
@@ -187,7 +188,7 @@ fn at_least_one(field: &'static str, value: usize) -> Result<(), DataError> {
     Ok(())
 }
 
-/// Items `start..end` of a share, cut to what it has.
+/// Items `start..end` of a share, limited to those it has.
 fn sub_range(share: &Range<usize>, start: usize, end: usize) -> Range<usize> {
     let end = end.min(share.len());
     let start = start.min(end);
@@ -198,7 +199,7 @@ fn sub_range(share: &Range<usize>, start: usize, end: usize) -> Range<usize> {
 struct Batches<'a, F> {
     windows: &'a Windows,
     share: Range<usize>,
-    /// The item to go on with.
+    /// The next item.
     next: usize,
     batch: usize,
     epoch: u64,
@@ -214,7 +215,7 @@ impl<F: Fn(u64) -> usize> Batches<'_, F> {
         let before = self.epoch.checked_mul(self.epoch_items).ok_or_else(beyond)?;
         before.checked_add(items.end as u64).ok_or_else(beyond)?;
         let position = before + items.start as u64;
-        // No more batches than items: in range as well.
+        // This does not overflow either, because an epoch has no more batches than items.
         let of_epoch = self.share.len().div_ceil(self.batch) as u64;
         let number = self.epoch * of_epoch + ((items.start - self.share.start) / self.batch) as u64;
 
@@ -252,7 +253,7 @@ impl<F: Fn(u64) -> usize> Iterator for Batches<'_, F> {
         }
         let end = self.share.end.min(self.next.saturating_add(self.batch));
         let batch = self.batch(self.next..end);
-        // After an error there is nothing to go on with.
+        // Nothing follows an error.
         self.next = if batch.is_ok() { end } else { self.share.end };
         Some(batch.map_err(DatasetError::new))
     }

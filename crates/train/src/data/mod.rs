@@ -1,5 +1,5 @@
-//! Texts into batches: tokenized once into a file, cut into windows, shuffled so that a run resumes
-//! at any position.
+//! From texts to batches: texts are tokenized once into a file, cut into windows, and shuffled in a
+//! way that lets a run resume at any position.
 //!
 //! ```no_run
 //! use std::{path::Path, sync::Arc};

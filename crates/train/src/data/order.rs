@@ -51,12 +51,13 @@ impl Order {
         self.n_windows
     }
 
-    /// The window at a position counted from the start of training, below
-    /// [`n_windows`](Self::n_windows). Position `n_windows` starts the second pass.
+    /// The index of the window, below [`n_windows`](Self::n_windows), at a position counted from
+    /// the start of training. Position `n_windows` starts the second pass.
     pub fn window_at(&self, position: u64) -> usize {
         let n = self.n_windows as u64;
         let (number, index) = (position / n, (position % n) as usize);
-        // A pass is replaced whole, so one left by a thread that panicked is good.
+        // A pass is only ever replaced as a whole, so the one left by a thread that panicked is
+        // valid.
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let pass = match last.take() {
             Some(pass) if pass.number == number => pass,
@@ -66,7 +67,7 @@ impl Order {
     }
 
     fn pass(&self, number: u64) -> Pass {
-        // Seed and number enter through the generator, so that neighbouring seeds share no pass.
+        // Both seed and number go through the generator, so that neighboring seeds share no pass.
         let mut random = SplitMix64(SplitMix64(self.seed).next() ^ number);
         random = SplitMix64(random.next());
         let mut windows: Vec<u32> = (0..self.n_windows).map(|i| i as u32).collect();
@@ -92,7 +93,8 @@ impl SplitMix64 {
     fn below(&mut self, n: u64) -> u64 {
         loop {
             let product = u128::from(self.next()) * u128::from(n);
-            // The low half says whether this multiple of n is one of the over-represented.
+            // Without this rejection, some results would come up more often than others (Lemire,
+            // 2019).
             if (product as u64) >= n.wrapping_neg() % n {
                 return (product >> 64) as u64;
             }

@@ -2,19 +2,20 @@ use std::{iter, ops::Range, sync::Arc};
 
 use super::{DataError, TokenFile};
 
-/// Windows of `seq_len + 1` ids of a [`TokenFile`]: `seq_len` inputs, and as targets the same ids one
-/// later.
+/// Windows of `seq_len + 1` ids of a [`TokenFile`]: `seq_len` inputs and, one id later, as many
+/// targets.
 ///
-/// Neighbours overlap by one id, the last target of one and the first input of the next, so that
+/// Neighbors overlap by one id, the last target of one and the first input of the next, so that
 /// every token but the first is predicted exactly once. An incomplete window at the end of the
 /// texts, fewer than `seq_len` tokens, is dropped.
 #[derive(Clone, Debug)]
 pub struct Windows {
     tokens: Arc<TokenFile>,
     seq_len: usize,
-    /// In the order in which they are numbered.
+    /// The windows, as ranges of windows of the whole text, in the order in which they are
+    /// numbered.
     ranges: Vec<Range<usize>>,
-    /// Windows up to the end of each range.
+    /// The number of windows up to the end of each range.
     ends: Vec<usize>,
 }
 
@@ -58,13 +59,15 @@ impl Windows {
         })
     }
 
-    /// Splits into windows to train on and held-out windows from the end of each text: `fraction` of
-    /// its windows, rounded, at least one where it has two. Of many small texts not each holds out
-    /// one, where that were more than a tenth of all windows, but they do evenly.
+    /// Splits into windows to train on and held-out windows from the end of each text: `fraction`
+    /// of its windows, rounded, and at least one if it has two. Where that would be more than a
+    /// tenth of all windows, as with many small texts, only some texts hold out a window, evenly
+    /// spread over all of them.
     ///
     /// No held-out target is ever trained on, neither as target nor as input: where another text
-    /// follows, the window after the held-out ones is in neither part. The first held-out windows of
-    /// all texts come first, then the second ones, and so on.
+    /// follows, the window after the held-out ones, which starts with their last target, is in
+    /// neither part. The first held-out windows of all texts come first, then the second ones, and
+    /// so on.
     ///
     /// # Errors
     ///
@@ -80,7 +83,7 @@ impl Windows {
         }
         self.require(2)?;
         let tails: Vec<Range<usize>> = self.tails(fraction);
-        // What the next text shares with a tail.
+        // The window after a tail is excluded as well: it starts with the tail's last target.
         let taken =
             |window: usize| tails.iter().any(|tail| tail.contains(&window) || tail.end == window);
         let mut edges: Vec<usize> =
@@ -124,7 +127,7 @@ impl Windows {
         };
         let mut texts: Vec<Range<usize>> = self.tokens.sources().filter_map(of_source).collect();
         if texts.is_empty() {
-            // Every text is shorter than a window: together they are one.
+            // Every text is shorter than a window: they are treated as one text.
             texts.extend(self.ranges.last().cloned());
         }
         let each = |range: &Range<usize>| match range.len() {
@@ -161,7 +164,7 @@ impl Windows {
         self.ends.last().copied().unwrap_or(0)
     }
 
-    /// Never: a text without a window is an error.
+    /// Always false, because a text without a window is an error.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -184,8 +187,8 @@ impl Windows {
         Some(self.tokens.ids(start..start + self.seq_len + 1))
     }
 
-    /// The ids in these windows as running text, `n` at most, of every piece of it as many. Those
-    /// that would be predicted, all but the first, are targets of these windows.
+    /// The ids in these windows as running text, at most `n`, taken in equal parts from every
+    /// contiguous piece of text. All ids but the first are targets of these windows.
     pub fn text(&self, n: usize) -> Vec<u32> {
         let mut ranges = self.ranges.clone();
         ranges.sort_by_key(|range| range.start);

@@ -28,10 +28,10 @@ use kv_train::{
 use tempfile::TempDir;
 
 pub(crate) const VOCAB: usize = 288;
-/// With sequences of 96 and a window of 32, most of what a row sees is quantized.
+/// With sequences of 96 tokens and a window of 32, most tokens that a query sees are quantized.
 pub(crate) const K2V2: &str = "k2v2-g16-r32";
 
-/// Burn's random numbers are one stream per process.
+/// A process has a single stream of Burn's random numbers, so tests that use it hold this lock.
 pub(crate) fn random() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     LOCK.lock().unwrap_or_else(PoisonError::into_inner)
@@ -70,8 +70,8 @@ pub(crate) fn architecture() -> Config {
     }
 }
 
-/// Random weights, on every backend the same; those of keys and values enlarged, so that quantizing
-/// them matters.
+/// A model with random weights, the same on every backend; those of keys and values are enlarged,
+/// so that quantizing them matters.
 pub(crate) fn tiny(config: Config, device: &Device) -> LanguageModel {
     struct Copy<'a>(&'a Device);
     impl ModuleMapper for Copy<'_> {

@@ -130,7 +130,7 @@ pub(crate) struct DecodeArgs {
 pub(crate) struct PrefillArgs {
     #[command(flatten)]
     bench: ModelBench,
-    /// Times that each prompt is passed, after once for the memory; the median counts.
+    /// Times that each prompt is passed, after one pass that measures memory; the median counts.
     #[arg(long, default_value_t = 3)]
     samples: usize,
 }
@@ -176,8 +176,8 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
     }
 }
 
-/// Bytes of each buffer that is copied to measure the bandwidth: beyond the caches of processors, and
-/// within what WebGPU lets a kernel bind.
+/// Bytes of each buffer that is copied to measure the bandwidth: more than processors' caches hold,
+/// and within the size of a buffer that WebGPU lets a kernel bind.
 const COPIED: usize = 128 << 20;
 
 /// Where a benchmark's results go.
@@ -188,7 +188,7 @@ struct Sinks {
 }
 
 impl Sinks {
-    /// Finds out whether the files can be written.
+    /// Opens the outputs, so that a file that cannot be written is reported before the measurement.
     fn open(json: Option<&Path>, plot: Option<&Path>) -> Result<Self> {
         let screen = Screen::beside([json, plot]);
         let open = |name, path: Option<&Path>| path.map(|path| OutFile::open(name, path));
@@ -205,7 +205,8 @@ impl Sinks {
         Ok(copied)
     }
 
-    /// Prints the table and writes what was asked for. What cannot be written is said after the rest is.
+    /// Prints the table and writes what was asked for. If a file cannot be written, the error is
+    /// returned after the rest was written.
     fn finish<T: Target, P: Serialize>(
         self,
         device: &On<T>,
@@ -400,7 +401,7 @@ fn prefill<T: Target>(PrefillArgs { bench: args, samples }: &PrefillArgs) -> Res
 }
 
 impl LayerArgs {
-    /// A plan for one token at a time and one cache of a kind.
+    /// A plan for one token at a time, and for one cache of each kind.
     fn plan(&self) -> AttentionPlan {
         AttentionPlan {
             batch: self.batch,

@@ -1,4 +1,5 @@
-//! The main job: what a quantized cache costs a model, and what training with it gives back.
+//! `kv-eval` without a command: what a quantized cache costs a model, and how much of that training
+//! with the cache recovers.
 
 use std::path::{Path, PathBuf};
 
@@ -66,7 +67,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let output = Output::open(args.json.as_deref(), Some(&args.report))?;
     let mut base = source::read(&args.base, &device)?;
     let mut tuned = source::read(&args.tuned, &device)?;
-    // By their folders: both may bear the name of the model they come from.
+    // Name the models by their folders, because both files may give the name of the original model.
     (base.name, tuned.name) = names(&args.base, &args.tuned);
     let Some(own) = &tuned.cache else {
         bail!("tuned {}: has no {KV_CACHE_FILE}, which names its cache", args.tuned.display());

@@ -1,4 +1,4 @@
-//! Continuing a text, and talking with a model.
+//! `kv-eval generate`: continues a text, or holds a conversation with a model.
 
 use std::{
     fs,
@@ -19,7 +19,7 @@ use crate::{
     source::{self, Source},
 };
 
-/// Tokens that the cache of a conversation has room for, unless it is said otherwise.
+/// Tokens that the cache of a conversation has room for by default.
 const CONVERSATION: usize = 4096;
 
 #[derive(Debug, clap::Args)]
@@ -39,7 +39,7 @@ pub(crate) struct Args {
     /// Continue the prompt as it is.
     #[arg(long)]
     no_chat: bool,
-    /// What the conversation starts with, in place of what the template has for that.
+    /// System message to start the conversation with, in place of the template's own.
     #[arg(long, value_name = "TEXT", conflicts_with = "no_chat")]
     system: Option<String>,
     #[command(flatten)]
@@ -78,10 +78,10 @@ struct SamplingArgs {
     /// Sample from tokens at least this much as likely as the most likely one.
     #[arg(long, default_value_t = 0.0)]
     min_p: f32,
-    /// Above 1, makes tokens less likely that were there already.
+    /// Above 1, makes tokens that occurred already less likely.
     #[arg(long, default_value_t = 1.0)]
     repeat_penalty: f32,
-    /// How many tokens back that looks.
+    /// How many of the last tokens the repeat penalty looks at.
     #[arg(long, default_value_t = 64)]
     repeat_last: usize,
     /// Seed of the sampling.
@@ -216,21 +216,21 @@ fn converse<T: Target>(
     Ok(())
 }
 
-/// Writes what a model says, and keeps its cache for what is said next.
+/// Writes what a model generates, and keeps its cache for the next turn.
 struct Writer<'a, T: Target> {
     device: &'a On<T>,
     model: &'a LanguageModel,
     tokenizer: &'a Tokenizer,
     options: GenerateOptions,
     config: ModelCacheConfig,
-    /// Tokens the cache is allocated for; by default those of the text.
+    /// Tokens the cache is allocated for; by default the prompt and its continuation.
     capacity: Option<usize>,
     /// A cache, and the ids in it.
     held: Option<(ModelCache, Vec<u32>)>,
 }
 
 impl<T: Target> Writer<'_, T> {
-    /// Continues `ids`, writes the text as it comes, and why it ends. Returns the text.
+    /// Continues `ids`, writes the text as it is generated, then why it ended. Returns the text.
     fn write(&mut self, ids: &[u32]) -> Result<String> {
         let (mut cache, n_held) = match self.held.take() {
             Some((cache, held)) if ids.len() > held.len() && ids.starts_with(&held) => {
@@ -240,7 +240,7 @@ impl<T: Target> Writer<'_, T> {
         };
         let mut stream = self.tokenizer.stream();
         let (mut text, mut failure) = (String::new(), None);
-        // Without a reader there is no use in going on.
+        // Generation stops when nobody reads the output any more.
         let on_token = |id| {
             let part = stream.push(id).map_err(anyhow::Error::from);
             let told = part.and_then(|part| {

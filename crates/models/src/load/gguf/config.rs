@@ -1,4 +1,4 @@
-//! GGUF metadata to the configurations that `config.json` also resolves to.
+//! From GGUF metadata to the configurations that are also read from `config.json`.
 
 use std::path::Path;
 
@@ -49,7 +49,8 @@ impl Metadata<'_> {
         }
     }
 
-    /// Rows of the token embedding: files need not say how many tokens they know.
+    /// The size of the vocabulary, which is the number of rows of the token embedding: files need
+    /// not state it.
     fn vocab_size(&self, weights: &Weights, name: &str) -> Result<usize> {
         weights.shape(name).and_then(|shape| shape.first().copied()).ok_or_else(|| {
             Error::MissingTensor { path: self.path.into(), tensor: "token_embd.weight".into() }
@@ -72,7 +73,8 @@ impl Metadata<'_> {
         Ok(config)
     }
 
-    /// Takes the tensors that belong to the rotary encoding; `notes` is what a user should know.
+    /// The configuration of a model of the Llama family. Takes the tensors of the rotary encoding
+    /// out of `weights`, and adds to `notes` what a user should know.
     pub(super) fn llama(
         &self,
         weights: &mut Weights,
@@ -92,7 +94,7 @@ impl Metadata<'_> {
             }
         };
         let mut max_positions = context_length;
-        // 0 is llama.cpp's spelling of none.
+        // llama.cpp writes 0 for no sliding window.
         if let Some(window) = self.optional_size("attention.sliding_window")?.filter(|&n| n > 0) {
             let fields = (
                 format!("{}.attention.sliding_window", self.arch),

@@ -1,8 +1,9 @@
 //! The header of a GGUF file, read with every length checked against the file.
 //!
-//! Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>. `candle-core` reads the same
-//! header but divides by an alignment of zero, and names no tensor when its type is unknown; its
-//! block types do the dequantization here.
+//! Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>. `candle-core` also has a
+//! reader of this header, but it divides by an alignment of zero, and its error for an unknown type
+//! does not name the tensor. Only the block types of `candle-core` are used, for the
+//! dequantization.
 
 use std::{collections::HashMap, ops::Range, path::Path};
 
@@ -10,7 +11,7 @@ use candle_core::quantized::GgmlDType;
 
 use crate::{Error, Result};
 
-/// A metadata value. Numbers keep only what a configuration can use.
+/// A metadata value. Numbers of all widths are widened to 64 bits.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Value {
     Unsigned(u64),
@@ -25,7 +26,7 @@ pub(crate) enum Value {
 #[derive(Clone, Debug)]
 pub(crate) struct TensorInfo {
     pub(crate) name: String,
-    /// Rows first, as in every other format.
+    /// Outermost dimension first, as in every other format; the file has the reverse order.
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: GgmlDType,
     pub(crate) bytes: Range<usize>,
@@ -38,7 +39,7 @@ pub(crate) struct Header {
     pub(crate) tensors: Vec<TensorInfo>,
 }
 
-/// Arrays of arrays deeper than this are hostile.
+/// Arrays may not nest deeper than this, so that a hostile file cannot overflow the stack.
 const MAX_DEPTH: usize = 4;
 const MAX_DIMS: usize = 4;
 
@@ -148,7 +149,7 @@ impl<'a> Cursor<'a> {
     fn string(&mut self, what: &str) -> Result<String> {
         let n = self.count(what, 1)?;
         let bytes = self.take(n, what)?;
-        // Vocabularies in the wild hold invalid UTF-8; a lossy token is still a token.
+        // Some published vocabularies hold invalid UTF-8, which is replaced rather than refused.
         Ok(String::from_utf8_lossy(bytes).into_owned())
     }
 

@@ -68,14 +68,14 @@ pub(super) fn load(path: &Path, device: &Device) -> Result<Loaded> {
     Ok(Loaded { model, tokenizer, cache: None, name, format: Format::Gguf, notes })
 }
 
-/// The metadata alone: those of the first part, if the file is a part.
+/// Reads the metadata alone, those of the first part if the file is one of several.
 pub(crate) fn metadata(path: &Path) -> Result<HashMap<String, Value>> {
     Ok(split::open(path)?.swap_remove(0).header.metadata)
 }
 
 /// A tensor whose bytes are read and dequantized when it is taken.
 ///
-/// `rows_per_head` undoes llama.cpp's reordering of query and key rows.
+/// With `rows_per_head`, llama.cpp's reordering of query and key rows is undone.
 fn deferred(map: &Arc<Mmap>, info: &TensorInfo, rows_per_head: Option<usize>) -> PackTensor {
     let shape = Shape::from(info.shape.clone());
     let dtype = match info.dtype {
@@ -107,7 +107,8 @@ fn deferred(map: &Arc<Mmap>, info: &TensorInfo, rows_per_head: Option<usize>) ->
 }
 
 /// Queries and keys of architecture `llama` are stored for interleaved rotation, pairs of channels
-/// side by side; this crate rotates halves, so their rows go back to where training had them.
+/// side by side; this crate rotates halves, so their rows are put back in the order they were
+/// trained in.
 fn unpermute(files: &[GgufFile], attention: &AttentionShape, weights: &mut Weights) {
     let AttentionShape { n_heads, n_kv_heads, head_dim } = *attention;
     for GgufFile { map, header, .. } in files {
@@ -117,7 +118,7 @@ fn unpermute(files: &[GgufFile], attention: &AttentionShape, weights: &mut Weigh
                 Some("attn_k") => n_kv_heads * head_dim,
                 _ => continue,
             };
-            // A wrong shape stays as it is, for the importer to name.
+            // A tensor of a wrong shape is left as it is; the importer reports it.
             if info.shape[0] == rows {
                 let name = names::to_hugging_face("llama", &info.name);
                 weights.replace(&name, deferred(map, info, Some(head_dim)));
@@ -126,7 +127,7 @@ fn unpermute(files: &[GgufFile], attention: &AttentionShape, weights: &mut Weigh
     }
 }
 
-/// Within each head, rows 0, 2, 4, .. first, then 1, 3, 5, ..
+/// Puts rows 0, 2, 4, .. of each head first, then rows 1, 3, 5, ..
 fn split_halves(bytes: &[u8], rows: usize, rows_per_head: usize) -> Vec<u8> {
     let row_bytes = bytes.len() / rows;
     let half = rows_per_head / 2;

@@ -1,6 +1,6 @@
 //! GGUF tensor names and their Hugging Face counterparts, without the model's prefix.
 
-/// `(GGUF, Hugging Face)` of tensors outside the layers, then inside.
+/// Pairs of `(GGUF, Hugging Face)`: the prefix of layers, and the names outside and inside of them.
 struct Names {
     layer: (&'static str, &'static str),
     outer: &'static [(&'static str, &'static str)],

@@ -24,7 +24,7 @@ pub(super) struct GgufFile {
 ///
 /// # Errors
 ///
-/// A file that is no GGUF file, a part that is missing or is not the one its name says.
+/// A file that is not a GGUF file, or a part that is missing or is not the one its name says.
 pub(super) fn open(path: &Path) -> Result<Vec<GgufFile>> {
     let named = GgufFile::open(path)?;
     let count = match named.integer("split.count")? {

@@ -72,7 +72,8 @@ fn tokenizer(model: &Json, normalizer: Json, pre: Json, added: &[Json]) -> Token
     Tokenizer::new(inner, [], Settings::default(), Path::new("tokenizer.json")).unwrap()
 }
 
-/// Tokenizers of models, and strange ones; and whether English text is cut under them.
+/// Tokenizers like those of published models, and unusual ones, each with whether it allows cuts in
+/// English text.
 fn tokenizers() -> Vec<(&'static str, Tokenizer, bool)> {
     let (bytes, marks) = (model(true), model(false));
     let level = |regex: bool, prefix: bool| {
@@ -221,7 +222,7 @@ fn strange_text(rng: &mut Xoshiro256PlusPlus) -> String {
             _ => text += PARTS.choose(rng).unwrap(),
         }
         match kind {
-            0 => {} // no white space but in runs
+            0 => {} // white space only in the runs above
             1 if rng.random_bool(0.5) => text += SPACES.choose(rng).unwrap(),
             1 => {}
             2 => text += SPACES.choose(rng).unwrap(),

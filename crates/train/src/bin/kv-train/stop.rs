@@ -1,4 +1,5 @@
-//! Ctrl-C and SIGTERM: the first stops a run with a checkpoint, another one the program.
+//! Ctrl-C and SIGTERM: the first signal stops the run, with a checkpoint; a second one ends the
+//! program.
 
 use std::{
     io::{self, Write},
@@ -22,7 +23,7 @@ pub(crate) const INTERRUPTED: u8 = 130;
 pub(crate) struct Stop {
     /// Becomes true with the first signal.
     pub(crate) asked: Arc<AtomicBool>,
-    /// Whether there is a run that would notice.
+    /// Whether a run is in progress, which watches `asked`.
     running: Arc<AtomicBool>,
     /// Whether there is no dashboard, so that a line can be printed.
     plain: Arc<AtomicBool>,
@@ -31,7 +32,7 @@ pub(crate) struct Stop {
 }
 
 impl Stop {
-    /// Answers signals from now on; while nothing is trained they end the program.
+    /// Handles signals from now on. While no run is in progress, they end the program.
     pub(crate) fn listen() -> Result<Self> {
         let stop = Self {
             asked: Arc::default(),
@@ -43,16 +44,18 @@ impl Stop {
         Ok(stop)
     }
 
-    /// Has the first signal stop the run that begins, which shows a dashboard or not.
+    /// Makes the first signal stop the run that begins now. `dashboard` says whether the run shows
+    /// one.
     pub(crate) fn begin(&self, dashboard: bool) {
         self.plain.store(!dashboard, Ordering::SeqCst);
         self.running.store(true, Ordering::SeqCst);
     }
 
-    /// Has signals end the program again, saying how to go on with the run in `folder`.
+    /// Makes signals end the program again, with a line that says how to resume the run in
+    /// `folder`.
     pub(crate) fn end(&self, folder: &Path) {
         let line = format!("ended; go on with kv-train resume {}", folder.display());
-        // Set once.
+        // Only the first call sets it.
         let _ = self.afterwards.set(line);
         self.running.store(false, Ordering::SeqCst);
     }
@@ -66,7 +69,7 @@ impl Stop {
             exit(INTERRUPTED.into());
         }
         if self.plain.load(Ordering::SeqCst) {
-            // Nobody may be reading.
+            // An error is ignored, because standard output may be closed.
             let line = "stopping as soon as there is a checkpoint; a second time, at once";
             let _ = writeln!(io::stdout(), "{line}");
         }
@@ -83,7 +86,7 @@ impl Stop {
         Ok(())
     }
 
-    /// Elsewhere signals set a flag, which this looks at.
+    /// On other systems a signal sets a flag, which a thread polls.
     #[cfg(not(unix))]
     fn serve(self) -> Result<()> {
         use signal_hook::{consts::SIGINT, consts::SIGTERM, flag::register};
