@@ -177,8 +177,9 @@ fn the_observer_sees_every_layer() {
         for (i, trace) in traces.into_iter().enumerate() {
             let AttentionTrace { layer, query, key, value, output } = trace;
             assert_eq!(layer, i);
-            assert_eq!(query.dims(), [batch, model.n_heads(), seq, model.head_dim()]);
-            assert_eq!(key.dims(), [batch, model.n_kv_heads(), seq, model.head_dim()]);
+            let spec = model.spec().layers[i];
+            assert_eq!(query.dims(), [batch, spec.n_heads, seq, spec.head_dim]);
+            assert_eq!(key.dims(), [batch, spec.n_kv_heads, seq, spec.head_dim]);
             let attention = streaming_attention(query, key, value, &config.layer(i)).unwrap();
             assert_eq!(attention.to_data(), output.to_data());
         }
@@ -231,12 +232,12 @@ fn a_model_from_scratch_knows_nothing_yet() {
         near(std(layer.mlp.down.weight.val()), intermediate_size, residual);
         assert!(layer.qkv.bias.is_none() && model.head.is_none() == tied_head);
 
-        let model = LanguageModel::Llama(model);
+        let model = LanguageModel::new(model);
         let first = loss(&model, &device).into_scalar::<f32>();
         // Random logits of variance 1 have a loss half a nat above that of uniform ones.
         assert!((first - 300f32.ln() - 0.5).abs() < 0.2, "loss {first}");
         device.seed(7);
-        let again = LanguageModel::Llama(Llama::init(Config { tied_head, ..small() }, &device));
+        let again = LanguageModel::new(Llama::init(Config { tied_head, ..small() }, &device));
         assert_eq!(loss(&again, &device).into_scalar::<f32>(), first, "the seed decides");
     }
 }
@@ -247,9 +248,9 @@ fn every_weight_from_scratch_has_a_gradient() {
     let _turn = SEED.lock().unwrap();
     let device = device().autodiff();
     let config = Config { tied_head: false, qkv_bias: true, ..small() };
-    let model = LanguageModel::Llama(Llama::init(config, &device));
+    let model = LanguageModel::new(Llama::init(config, &device));
     let grads = loss(&model, &device).backward();
-    let LanguageModel::Llama(model) = model else { panic!() };
+    let model = model.downcast::<Llama>().unwrap();
     let mut weights = vec![model.embedding.weight.val()];
     weights.extend(model.head.map(|head| head.weight.val()));
     let mut vectors = vec![model.norm.gamma.val()];

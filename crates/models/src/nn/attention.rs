@@ -5,7 +5,6 @@ use std::fmt;
 use burn::tensor::{Int, Tensor};
 use kv_cubecl::{FakeQuantOptions, KvCache, KvCacheConfig, streaming_attention_with};
 
-use super::Rotation;
 use crate::Result;
 
 /// The inputs and the output of one layer's attention.
@@ -88,57 +87,5 @@ impl fmt::Debug for KvMemory<'_> {
             Self::Cached(cache) => f.debug_tuple("Cached").field(cache).finish(),
             Self::At(cache, _) => f.debug_tuple("At").field(cache).finish_non_exhaustive(),
         }
-    }
-}
-
-/// How a fused QKV projection is cut into heads.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AttentionShape {
-    /// Query heads.
-    pub n_heads: usize,
-    /// Key and value heads; a divisor of `n_heads`.
-    pub n_kv_heads: usize,
-    /// Channels per head.
-    pub head_dim: usize,
-}
-
-impl AttentionShape {
-    /// Rows of the fused projection: query heads, key heads, value heads.
-    pub fn qkv_rows(&self) -> usize {
-        (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
-    }
-
-    /// Cuts `qkv` into heads, rotates queries and keys, attends, and joins the heads again.
-    ///
-    /// # Shapes
-    ///
-    /// - qkv: `[batch, seq, (n_heads + 2 * n_kv_heads) * head_dim]`
-    /// - output: `[batch, seq, n_heads * head_dim]`
-    ///
-    /// # Errors
-    ///
-    /// Those of [`KvMemory::attend`].
-    pub fn attend(
-        &self,
-        qkv: Tensor<3>,
-        rotation: Option<&Rotation>,
-        memory: KvMemory<'_>,
-    ) -> Result<Tensor<3>> {
-        let Self { n_heads, n_kv_heads, head_dim } = *self;
-        let [batch, seq, _] = qkv.dims();
-
-        // [batch, seq, heads, head_dim] -> [batch, heads, seq, head_dim]
-        let heads = qkv.reshape([batch, seq, n_heads + 2 * n_kv_heads, head_dim]).swap_dims(1, 2);
-        let v = heads.clone().narrow(1, n_heads + n_kv_heads, n_kv_heads);
-        let qk = heads.narrow(1, 0, n_heads + n_kv_heads);
-        let qk = match rotation {
-            Some(rotation) => rotation.apply(qk),
-            None => qk,
-        };
-        let q = qk.clone().narrow(1, 0, n_heads);
-        let k = qk.narrow(1, n_heads, n_kv_heads);
-
-        let out = memory.attend(q, k, v)?; // [batch, n_heads, seq, head_dim]
-        Ok(out.swap_dims(1, 2).reshape([batch, seq, n_heads * head_dim]))
     }
 }

@@ -5,8 +5,10 @@ use std::fmt;
 use burn::tensor::{Device, Int, Tensor};
 use kv_cubecl::FakeQuantOptions;
 
-use super::{AttentionObserver, KvMemory, Rope, Rotation};
-use crate::{ModelCache, ModelCacheConfig};
+use crate::{
+    ModelCache, ModelCacheConfig, ModelSpec,
+    nn::{AttentionObserver, KvMemory, Rotation},
+};
 
 /// The [`KvMemory`] of every layer.
 pub enum Pass<'a> {
@@ -31,19 +33,16 @@ pub enum Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// The rotation of the pass's `seq` tokens in a model of `max_positions`. Must be called before
-    /// the first layer runs, because each layer adds the tokens to its cache.
-    pub(crate) fn rotation(
-        &self,
-        rope: &Rope,
-        seq: usize,
-        max_positions: usize,
-        device: &Device,
-    ) -> Rotation {
-        match self {
+    /// The rotation of the pass's `seq` tokens in a model of `spec`; `None` for a model without
+    /// rotary positions. Must be called before the first layer runs, because each layer adds the
+    /// tokens to its cache.
+    pub fn rotation(&self, spec: &ModelSpec, seq: usize, device: &Device) -> Option<Rotation> {
+        let rope = spec.rope.as_ref()?;
+        Some(match self {
             // The context is the capacity of the cache, or the sequence if that is longer.
             Self::Parallel { config, .. } => {
-                rope.rotation(0, seq, seq.max(config.cache.capacity.min(max_positions)), device)
+                let capacity = config.cache.capacity.min(spec.max_positions);
+                rope.rotation(0, seq, seq.max(capacity), device)
             }
             Self::Cached(cache) => match cache.rotations(rope, device) {
                 Some(table) => table.narrow(cache.len(), seq),
@@ -53,12 +52,12 @@ impl Pass<'_> {
                 Some(table) => table.at(position),
                 None => rope.rotation(0, cache.capacity(), cache.room(), device).at(position),
             },
-        }
+        })
     }
 
     /// The rows of `table` `[max_positions, hidden]` at the positions of the pass's `seq` tokens.
     /// Must be called before the first layer runs, because each layer adds the tokens to its cache.
-    pub(crate) fn rows(&self, table: Tensor<2>, seq: usize) -> Tensor<2> {
+    pub fn rows(&self, table: Tensor<2>, seq: usize) -> Tensor<2> {
         match self {
             Self::Parallel { .. } => table.narrow(0, 0, seq),
             Self::Cached(cache) => table.narrow(0, cache.len(), seq),
@@ -70,7 +69,11 @@ impl Pass<'_> {
     }
 
     /// The memory of layer `index`.
-    pub(crate) fn layer(&mut self, index: usize) -> KvMemory<'_> {
+    ///
+    /// # Panics
+    ///
+    /// When the cache has no such layer.
+    pub fn layer(&mut self, index: usize) -> KvMemory<'_> {
         match self {
             Self::Parallel { config, options, observer } => KvMemory::Parallel {
                 config: config.layer(index),
