@@ -61,7 +61,7 @@ pub(crate) fn check_stream(
 ) -> Result<()> {
     #[cfg(feature = "cube")]
     if let Some(client) = client(device) {
-        let problem = cube::stream_problem(query, key, spec);
+        let problem = cube::stream_problem(query, key, spec, crate::AttentionOptions::default());
         return problem.check(device.is_autodiff(), client.properties());
     }
     Ok(())
@@ -84,10 +84,11 @@ pub(crate) fn check_attend(
     {
         let shape = layout.shape();
         let [_, _, tokens, head_dim] = query;
-        let window = layout.window();
-        let spec = StreamSpec { window, first_query: len - tokens, first_key: 0 };
+        let schedule = layout.schedule();
+        let spec = StreamSpec { schedule, first_query: len - tokens, first_key: 0 };
         let key = [shape.batch, shape.n_kv_heads, len, head_dim];
-        cube::stream_problem(query, key, spec).check(false, client.properties())?;
+        let options = crate::AttentionOptions::default();
+        cube::stream_problem(query, key, spec, options).check(false, client.properties())?;
         return cube::check_decode(layout, query, len, client.properties());
     }
     Ok(())

@@ -219,7 +219,7 @@ fn a_device_without_the_operations() {
             keys: Tensor::zeros([4], &device),
             values: Tensor::zeros([4], &device),
             floats: x(),
-            len: 0,
+            lens: vec![0],
         };
         refused(KvCache::from_parts(&config, shape, parts).unwrap_err());
     }

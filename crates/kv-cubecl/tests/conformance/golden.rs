@@ -132,7 +132,7 @@ fn stream_files<T: Target>(on: &On<T>) {
             if t % 7 == 0 && ahead > t {
                 let before = snapshot(&cache);
                 let [q, k, v] = text.tokens(t + 1..ahead + 1).on(on);
-                let peeked = Host::of(cache.peek(q, k, v).unwrap());
+                let peeked = Host::of(cache.peek(q, k, v).unwrap().output);
                 let expected = expected.tokens(t + 1..ahead + 1).f64();
                 close(format!("{}: peek after {t}", file.name), &peeked, &expected, CLOSE);
                 assert!(snapshot(&cache) == before, "{}: peek wrote after {t}", file.name);
@@ -146,7 +146,7 @@ fn stream_files_in_parallel<T: Target>(on: &On<T>) {
     for file in files("stream_") {
         let text = file.text();
         let [q, k, v] = text.on(on);
-        let output = streaming_attention(q, k, v, &text.config).unwrap();
+        let output = streaming_attention(q, k, v, &text.config).unwrap().output;
         close(&file.name, &Host::of(output), &file.host("output").f64(), CLOSE);
     }
 }

@@ -1,12 +1,17 @@
 //! Writing a cache: flush and append, in place.
 
+use core::ops::Range;
+
 use burn::{backend::Flex, tensor::DType};
 use burn_flex::FlexTensor;
 use half::{f16, slice::HalfFloatSliceExt};
 use rayon::prelude::*;
 
-use super::{dims, quantize};
-use crate::{CacheFloat, CacheState, layout::CacheLayout};
+use super::quantize;
+use crate::{
+    CacheFloat, CacheState,
+    layout::{CacheLayout, Side, Sides},
+};
 
 /// Float rows of a cache in their stored type.
 #[derive(Clone, Copy)]
@@ -89,61 +94,54 @@ pub(super) fn round(row: &mut [f32], float: CacheFloat) {
     }
 }
 
-/// Quantizes what leaves the window when `key` and `value` are appended.
+/// Quantizes what leaves the window when `chunks`, keys and values `[.., added, head_dim]`, are appended to
+/// the `len` tokens of some of the slices.
 pub(super) fn flush(
     mut state: CacheState<Flex>,
-    key: &FlexTensor,
-    value: &FlexTensor,
+    chunks: Sides<&[f32]>,
     layout: &CacheLayout,
+    slices: &Range<usize>,
     len: usize,
+    added: usize,
 ) -> CacheState<Flex> {
-    let [_, _, added, head_dim]: [usize; 4] = dims(key);
-    let window = layout.window();
-    let (before, after) = (window.counts(len), window.counts(len + added));
-    let (sinks, float) = (window.sink_tokens, layout.config().float);
+    let head_dim = layout.shape().head_dim;
+    let (schedule, sides, float) = (layout.schedule(), layout.sides(), layout.config().float);
+    let (before, after) = (schedule.counts(len), schedule.counts(len + added));
     let floats = Floats::of(&state.floats);
     let slice_rows = layout.float_rows();
-    // Row of a token that is in its ring, or in the chunk.
-    let read = |slice: usize, chunk: &[f32], token: usize, row: usize, out: &mut [f32]| {
-        if token < len {
-            floats.read((slice * slice_rows + row) * head_dim, out);
-        } else {
-            out.copy_from_slice(&chunk[(slice * added + token - len) * head_dim..][..head_dim]);
-            round(out, float);
+    for side in Side::BOTH {
+        let (place, chunk) = (&sides[side], chunks[side]);
+        let Some(spec) = place.spec else { continue };
+        if after[side] == before[side] {
+            continue;
         }
-    };
-    if let (Some(spec), true) = (layout.key_spec(), after.keys > before.keys) {
-        let chunk: &[f32] = key.storage();
-        let group_words = spec.words_per_group() * head_dim;
-        let words = state.keys.storage_mut::<u32>();
-        let first = before.keys / spec.group_size;
-        let due = after.keys / spec.group_size - first;
-        let slice_words = layout.key_slice_words();
-        for_each_slice(words, layout.slices(), slice_words, due * group_words, |slice, words| {
-            let mut rows = vec![0.0; spec.group_size * head_dim];
-            let groups = words.chunks_exact_mut(group_words).enumerate();
-            for (group, words) in groups.skip(first).take(due) {
-                for (i, row) in rows.chunks_exact_mut(head_dim).enumerate() {
-                    let token = sinks + group * spec.group_size + i;
-                    read(slice, chunk, token, layout.key_row(token), row);
-                }
-                quantize::quantize_keys(&rows, words, head_dim, spec.n_bits);
+        // A token is in its ring, or in the chunk.
+        let read = |slice: usize, token: usize, out: &mut [f32]| {
+            if token < len {
+                floats.read((slice * slice_rows + place.row(token)) * head_dim, out);
+            } else {
+                out.copy_from_slice(&chunk[(slice * added + token - len) * head_dim..][..head_dim]);
+                round(out, float);
             }
-        });
-    }
-    if let (Some(spec), true) = (layout.value_spec(), after.values > before.values) {
-        let chunk: &[f32] = value.storage();
-        let width = spec.words(1, head_dim);
-        let words = state.values.storage_mut::<u32>();
-        let due = after.values - before.values;
-        let slice_words = layout.value_slice_words();
-        for_each_slice(words, layout.slices(), slice_words, due * width, |slice, words| {
-            let mut row = vec![0.0; head_dim];
-            let tokens = words.chunks_exact_mut(width).enumerate();
-            for (i, words) in tokens.skip(before.values).take(due) {
-                let token = sinks + i;
-                read(slice, chunk, token, layout.value_row(token), &mut row);
-                quantize::quantize_values(&row, words, head_dim, &spec);
+        };
+        let granule = spec.granule();
+        let granule_words = spec.words(granule, head_dim);
+        let words = match side {
+            Side::Keys => state.keys.storage_mut::<u32>(),
+            Side::Values => state.values.storage_mut::<u32>(),
+        };
+        let first = before[side] / granule;
+        let due = after[side] / granule - first;
+        let slice_words = place.slice_words();
+        let due_words = due * granule_words;
+        for_each_slice(words, slices, slice_words, due_words, |slice, words| {
+            let mut rows = vec![0.0; granule * head_dim];
+            let granules = words.chunks_exact_mut(granule_words).enumerate();
+            for (index, words) in granules.skip(first).take(due) {
+                for (i, row) in rows.chunks_exact_mut(head_dim).enumerate() {
+                    read(slice, schedule.sink_tokens + index * granule + i, row);
+                }
+                quantize::quantize_slice(&rows, words, head_dim, &spec);
             }
         });
     }
@@ -151,71 +149,75 @@ pub(super) fn flush(
 }
 
 /// Calls `write` with each slice of `words`, of which it writes `due`; by several threads if that is
-/// worth waking them. There may be more words than those of the slices: see
-/// [`CacheLayout::key_words`].
+/// worth waking them. There may be more words than those of the slices: see [`SideLayout::words`](crate::layout::SideLayout::words).
 fn for_each_slice(
     words: &mut [u32],
-    slices: usize,
+    slices: &Range<usize>,
     slice_words: usize,
     due: usize,
     write: impl Fn(usize, &mut [u32]) + Sync,
 ) {
     /// Words that take as long to write as a thread to wake up.
     const FEW: usize = 16 * 1024;
-    let words = &mut words[..slices * slice_words];
-    if slices * due <= FEW {
-        words.chunks_mut(slice_words).enumerate().for_each(|(i, words)| write(i, words));
+    let words = &mut words[slices.start * slice_words..slices.end * slice_words];
+    let write = |(i, words): (usize, &mut [u32])| write(slices.start + i, words);
+    if slices.len() * due <= FEW {
+        words.chunks_mut(slice_words).enumerate().for_each(write);
     } else {
-        words.par_chunks_mut(slice_words).enumerate().for_each(|(i, words)| write(i, words));
+        words.par_chunks_mut(slice_words).enumerate().for_each(write);
     }
 }
 
-/// Writes those of the new tokens that stay in float into their slots.
+/// Writes those of the new tokens of some slices that stay in float into their slots.
 pub(super) fn append(
     mut state: CacheState<Flex>,
-    key: &FlexTensor,
-    value: &FlexTensor,
+    chunks: Sides<&[f32]>,
     layout: &CacheLayout,
+    slices: &Range<usize>,
     len: usize,
+    added: usize,
 ) -> CacheState<Flex> {
-    let [_, _, added, head_dim]: [usize; 4] = dims(key);
-    let window = layout.window();
-    let end = len + added;
-    let (sinks, float_rows) = (window.sink_tokens, layout.float_rows());
-    let (first_key, first_value) = (window.first_float_key(end), window.first_float_value(end));
-    let (key, value): (&[f32], &[f32]) = (key.storage(), value.storage());
-    // (source, destination row) of every row that stays in float.
-    let moves = |slice: usize,
-                 side: &[f32],
-                 first: usize,
-                 row: &dyn Fn(usize) -> usize,
-                 store: &mut dyn FnMut(usize, &[f32])| {
-        for token in (len..end).filter(|&token| token < sinks || token >= first) {
-            let source = &side[(slice * added + token - len) * head_dim..][..head_dim];
-            store((slice * float_rows + row(token)) * head_dim, source);
-        }
-    };
-    let all = |store: &mut dyn FnMut(usize, &[f32])| {
-        for slice in 0..layout.slices() {
-            moves(slice, key, first_key, &|token| layout.key_row(token), store);
-            moves(slice, value, first_value, &|token| layout.value_row(token), store);
-        }
-    };
     match state.floats.dtype() {
         DType::F16 => {
             let floats = state.floats.storage_mut::<f16>();
-            all(&mut |at, row| {
-                for (half, &x) in floats[at..at + head_dim].iter_mut().zip(row) {
+            store_rows(floats, chunks, layout, slices, len, added, |halves, row| {
+                for (half, &x) in halves.iter_mut().zip(row) {
                     *half = narrow(x);
                 }
             });
         }
         _ => {
             let floats = state.floats.storage_mut::<f32>();
-            all(&mut |at, row| floats[at..at + head_dim].copy_from_slice(row));
+            store_rows(floats, chunks, layout, slices, len, added, <[f32]>::copy_from_slice);
         }
     }
     state
+}
+
+/// Calls `store` with the slot and the row of each new token that stays in float.
+fn store_rows<R>(
+    floats: &mut [R],
+    chunks: Sides<&[f32]>,
+    layout: &CacheLayout,
+    slices: &Range<usize>,
+    len: usize,
+    added: usize,
+    store: impl Fn(&mut [R], &[f32]),
+) {
+    let head_dim = layout.shape().head_dim;
+    let (sides, first_float) = (layout.sides(), layout.schedule().first_float(len + added));
+    let float_rows = layout.float_rows();
+    for slice in slices.clone() {
+        for side in Side::BOTH {
+            let (place, first) = (&sides[side], first_float[side]);
+            let stays = |&token: &usize| token < place.sinks || token >= first;
+            for token in (len..len + added).filter(stays) {
+                let from = (slice * added + token - len) * head_dim;
+                let to = (slice * float_rows + place.row(token)) * head_dim;
+                store(&mut floats[to..][..head_dim], &chunks[side][from..][..head_dim]);
+            }
+        }
+    }
 }
 
 #[cfg(test)]

@@ -33,7 +33,7 @@ fn kernel(
         CacheFloat::F32 => FloatKind::F32,
         CacheFloat::F16 => FloatKind::F16,
     });
-    let problem = DecodeProblem { layout, len: 4096, tokens: 4096, rows: 256, float };
+    let problem = DecodeProblem { layout, len: 4096, tokens: 4096, rows: 256, float, scale: 1.0 };
     let blueprint = plan(&problem, &properties).unwrap().blueprint;
     let kernel = PartialAttention::new(
         settings(blueprint.blocks.units, ExecutionMode::Unchecked),

@@ -25,10 +25,10 @@ pub(crate) struct DecodeBindings {
     pub(crate) output: BufferArg,
     /// f32 `[slices, rows]`.
     pub(crate) lse: BufferArg,
-    /// i32 `[1]`: the position of the cache's last token, from which the kernel takes how many there
-    /// are. The problem's lengths are then only what is planned for. Past the capacity counts as the
-    /// last position.
-    pub(crate) position: Option<BufferArg>,
+    /// i32, `[1]` or one for each sequence: the position of the cache's last token, from which the kernel takes
+    /// how many there are; and how many positions there are. The problem's lengths are then only what is
+    /// planned for. Past the capacity counts as the last position.
+    pub(crate) position: Option<(BufferArg, usize)>,
 }
 
 /// Whether the device can count what [`launch_ref`] of this problem takes.
@@ -57,6 +57,7 @@ pub(crate) fn launch_ref(
     let grid = grid(problem, n_splits, row_chunks, blueprint.units, &limits)?;
     let blueprint = DecodeBlueprint { flat: grid.flat, ..blueprint };
     let partials = partial_results(client, problem, n_splits);
+    let (position, n_positions) = bindings.position.unzip();
     // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
     // the cache's length, rows and channels below theirs.
     unsafe {
@@ -71,8 +72,8 @@ pub(crate) fn launch_ref(
             bindings.values,
             bindings.floats,
             partials(),
-            bindings.position.into(),
-            args(problem, n_splits),
+            position.into(),
+            args(problem, n_splits, n_positions.unwrap_or(1)),
             blueprint,
             problem.float,
         );

@@ -34,7 +34,7 @@ fn kernel(
         CacheFloat::F32 => FloatKind::F32,
         CacheFloat::F16 => FloatKind::F16,
     });
-    let problem = DecodeProblem { layout, len: 4096, tokens: 4096, rows, float };
+    let problem = DecodeProblem { layout, len: 4096, tokens: 4096, rows, float, scale: 1.0 };
     let (blueprint, _) = prepare(&problem, Hardware::of(&properties)).unwrap();
     let kernel = PartialAttention::new(
         settings(blueprint.units, ExecutionMode::Unchecked),
