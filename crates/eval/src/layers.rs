@@ -202,12 +202,10 @@ fn side(
 
 /// Rounded to the type the cache has tokens in before it quantizes them.
 fn stored(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
+    let limit = float.round(f32::MAX).min(f32::MAX);
     match float {
         CacheFloat::F32 => tensor,
-        CacheFloat::F16 => {
-            let limit = saturated(f32::MAX);
-            tensor.clamp(-limit, limit).cast(DType::F16).cast(DType::F32)
-        }
+        _ => tensor.clamp(-limit, limit).cast(float.dtype()).cast(DType::F32),
     }
 }
 

@@ -33,6 +33,7 @@ mod backends;
 mod cache;
 mod config;
 mod error;
+mod formats;
 mod functions;
 #[cfg(feature = "cube")]
 mod kernels;
@@ -45,8 +46,9 @@ mod training;
 
 pub use attention::{Attention, AttentionOptions};
 pub use cache::{CacheParts, KvCache};
-pub use config::{Bits, CacheFloat, Flush, KvCacheConfig};
+pub use config::{Bits, Flush, KvCacheConfig};
 pub use error::{Error, Result};
+pub use formats::CacheFloat;
 pub use functions::{
     Logical, Packed, ensure_finite, fake_quantize, fake_quantize_with, quantize,
     streaming_attention, streaming_attention_with,

@@ -15,7 +15,7 @@ use burn::backend::{
 #[cfg(feature = "fusion")]
 use crate::shapes::fusion as shapes;
 use crate::{
-    AttentionOptions, SteGradient,
+    AttentionOptions, CacheFloat, SteGradient,
     layout::{CacheLayout, QuantSpec, StreamSpec},
 };
 
@@ -76,10 +76,10 @@ pub trait KvCacheOps: Backend {
         skip: usize,
     ) -> FloatTensor<Self>;
 
-    /// Rounds to the nearest finite f16 and back, as storing in an f16 cache does: what is beyond ±65504
-    /// saturates, NaN stays NaN. The gradient is that of the identity.
-    #[fusion(meta = |input| input.clone())]
-    fn round_to_f16(input: FloatTensor<Self>) -> FloatTensor<Self>;
+    /// Rounds as storing in a cache of this type does ([`CacheFloat::round`]), and stays f32. The gradient is
+    /// that of the identity.
+    #[fusion(meta = |input, _float| input.clone())]
+    fn round_to(input: FloatTensor<Self>, float: CacheFloat) -> FloatTensor<Self>;
 
     /// Appends `key` and `value` `[batch, n_kv_heads, m, head_dim]` to a cache of `len` tokens, in
     /// place: quantizes what leaves the residual window, and writes the new tokens that stay in float

@@ -12,7 +12,7 @@ use burn_autodiff::{
 };
 
 use crate::{
-    AttentionOptions, CacheState, KvCacheOps, SteGradient,
+    AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient,
     layout::{CacheLayout, QuantSpec, StreamSpec},
 };
 
@@ -111,9 +111,9 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         constant::<B, C>(<B as KvCacheOps>::fake_quantize_backward(input, grad, spec, skip))
     }
 
-    fn round_to_f16(input: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn round_to(input: FloatTensor<Self>, float: CacheFloat) -> FloatTensor<Self> {
         let node = input.node();
-        let rounded = <B as KvCacheOps>::round_to_f16(input.into_primitive());
+        let rounded = <B as KvCacheOps>::round_to(input.into_primitive(), float);
         StraightThrough.prepare::<C>([node]).compute_bound().stateless(rounded)
     }
 

@@ -7,10 +7,10 @@ mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 
-use burn::tensor::{DType, Device};
+use burn::tensor::Device;
 
 use crate::{
-    CacheFloat, Error, Result,
+    Error, Result,
     layout::{CacheLayout, QuantSpec, StreamSpec},
 };
 
@@ -107,12 +107,11 @@ fn client(device: &Device) -> Option<burn_cubecl::cubecl::client::Client> {
 /// Whether the backend of `device` can serve a cache of `layout`.
 pub(crate) fn check(op: &str, layout: &CacheLayout, device: &Device) -> Result<()> {
     check_device(op, device)?;
-    if layout.config().float == CacheFloat::F16
-        && !device.clone().without_autodiff().supports_dtype(DType::F16)
-    {
+    let float = layout.config().float;
+    if !device.clone().without_autodiff().supports_dtype(float.dtype()) {
         return Err(Error::Unsupported {
             what: format!("{op} of {} on {device:?}", layout.config()),
-            why: "the device has no f16; keep the residual in f32".to_string(),
+            why: format!("the device has no {}; keep the residual in f32", float.name()),
         });
     }
     #[cfg(feature = "cube")]

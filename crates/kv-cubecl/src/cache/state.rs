@@ -8,8 +8,8 @@ use burn::{
 };
 
 use crate::{
-    Attention, AttentionOptions, CacheFloat, CacheShape, CacheState, Error, KvCacheOps,
-    MemoryBytes, Packed, Result,
+    Attention, AttentionOptions, CacheShape, CacheState, Error, KvCacheOps, MemoryBytes, Packed,
+    Result,
     layout::{CacheLayout, QuantSpec, Side, Sides},
     shapes,
 };
@@ -33,13 +33,6 @@ fn float_dims(layout: &CacheLayout) -> [usize; 4] {
     [batch, n_kv_heads, layout.float_rows(), head_dim]
 }
 
-fn float_dtype(layout: &CacheLayout) -> DType {
-    match layout.config().float {
-        CacheFloat::F32 => DType::F32,
-        CacheFloat::F16 => DType::F16,
-    }
-}
-
 impl State {
     pub(super) fn tensors(&self) -> &Tensors {
         self.0.as_ref().expect(LOST)
@@ -54,7 +47,7 @@ impl State {
         Self(Some(Tensors {
             keys: Tensor::zeros([words.keys], (device, DType::U32)),
             values: Tensor::zeros([words.values], (device, DType::U32)),
-            floats: Tensor::zeros(float_dims(layout), (device, float_dtype(layout))),
+            floats: Tensor::zeros(float_dims(layout), (device, layout.config().float.dtype())),
         }))
     }
 
@@ -62,7 +55,7 @@ impl State {
     pub(super) fn of(layout: &CacheLayout, tensors: Tensors) -> Result<Self> {
         let Tensors { keys, values, floats } = &tensors;
         let words = layout.sides().map(|side| (vec![side.words(layout.slices())], DType::U32));
-        let rows = (float_dims(layout).to_vec(), float_dtype(layout));
+        let rows = (float_dims(layout).to_vec(), layout.config().float.dtype());
         for (tensor, shape, dtype, fits) in [
             ("keys", keys.dims().to_vec(), keys.dtype(), words.keys),
             ("values", values.dims().to_vec(), values.dtype(), words.values),

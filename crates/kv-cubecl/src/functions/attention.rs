@@ -105,14 +105,12 @@ pub(crate) fn closed_form(
     stream(query, key, key_hat, value, value_hat, StreamSpec::whole(config), options)
 }
 
-/// Rounds to the cache's float type, saturating, as storing in the cache does, with a
-/// straight-through gradient.
+/// Rounds to the cache's float type, as storing in the cache does, with a straight-through gradient.
 pub(crate) fn store(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     match float {
         CacheFloat::F32 => tensor,
-        CacheFloat::F16 => {
-            let rounded = <Dispatch as KvCacheOps>::round_to_f16(tensor.into_dispatch());
-            Tensor::from_dispatch(rounded)
+        _ => {
+            Tensor::from_dispatch(<Dispatch as KvCacheOps>::round_to(tensor.into_dispatch(), float))
         }
     }
 }

@@ -19,7 +19,7 @@ use burn_cubecl::{
 };
 
 use crate::{
-    AttentionOptions, CacheState, KvCacheOps, Result, SteGradient,
+    AttentionOptions, CacheFloat, CacheState, KvCacheOps, Result, SteGradient,
     kernels::{
         cache::{self, CacheBindings, CacheProblem},
         chunk_attention,
@@ -75,9 +75,9 @@ impl KvCacheOps for CubeBackend {
         grad
     }
 
-    fn round_to_f16(input: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn round_to(input: FloatTensor<Self>, float: CacheFloat) -> FloatTensor<Self> {
         let data = writable(into_contiguous(input));
-        let (n, float) = (data.meta.shape().num_elements(), ElemType::Float(FloatKind::F16));
+        let n = data.meta.shape().num_elements();
         launched(quantize::launch_round_trip(&data.client, arg(&data), n, float));
         data
     }

@@ -102,10 +102,11 @@ impl KvCacheOps for Flex {
         grad
     }
 
-    fn round_to_f16(input: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn round_to(input: FloatTensor<Self>, float: CacheFloat) -> FloatTensor<Self> {
         let mut output = input.to_contiguous();
         let rounded = output.storage_mut::<f32>();
-        rounded.par_chunks_mut(1 << 14).for_each(|row| cache::round(row, CacheFloat::F16));
+        let round = |row: &mut [f32]| row.iter_mut().for_each(|x| *x = float.round(*x));
+        rounded.par_chunks_mut(1 << 14).for_each(round);
         output
     }
 

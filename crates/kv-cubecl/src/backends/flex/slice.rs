@@ -45,7 +45,7 @@ impl<'a> Slice<'a> {
             words: &words.storage()[index * place.slice_words()..],
             place,
             n_packed,
-            floats: Floats::of(&state.floats),
+            floats: Floats::of(&state.floats, layout.config().float),
             float_start,
         };
         Self {

@@ -82,8 +82,11 @@ pub(crate) fn launch_write_token(
     let (slices, head_dim) = (layout.slices(), layout.shape().head_dim);
     let sides = layout.sides();
     let specs = sides.map(|side| side.spec);
-    let blueprint =
-        TokenBlueprint { keys: specs.keys, values: specs.values, saturating: problem.float != F32 };
+    let blueprint = TokenBlueprint {
+        keys: specs.keys,
+        values: specs.values,
+        saturating: layout.config().float.saturates(),
+    };
     let (position, n_positions) = cache.position.unzip();
     let leaving = match position {
         // As many as ever leave at once.
@@ -188,7 +191,7 @@ pub(crate) fn launch_append(
         layout.sides()[side].args(),
         n,
         first_float,
-        problem.float != F32,
+        layout.config().float.saturates(),
         problem.float,
     );
     Ok(())

@@ -11,7 +11,7 @@ use super::{
     kernel::partial_attention::PartialAttention,
 };
 use crate::{
-    CacheFloat, CacheShape,
+    CacheShape,
     kernels::cuda_source::{buffer, settings},
     layout::CacheLayout,
 };
@@ -30,10 +30,7 @@ fn kernel(
 ) -> (impl CubeKernel, DecodeBlueprint, String) {
     let shape = CacheShape { batch: 1, n_kv_heads: 8, head_dim };
     let layout = CacheLayout::new(&cache.parse().unwrap(), shape).unwrap();
-    let float = ElemType::Float(match layout.config().float {
-        CacheFloat::F32 => FloatKind::F32,
-        CacheFloat::F16 => FloatKind::F16,
-    });
+    let float = layout.config().float.elem();
     let problem = DecodeProblem { layout, len: 4096, tokens: 4096, rows, float, scale: 1.0 };
     let (blueprint, _) = prepare(&problem, Hardware::of(&properties)).unwrap();
     let kernel = PartialAttention::new(

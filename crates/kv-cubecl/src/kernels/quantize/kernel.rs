@@ -7,11 +7,20 @@ use crate::{
     layout::{Granularity, QuantSpec},
 };
 
-/// Rounds to the nearest finite `R` and back; one unit per element.
+/// Rounds to the nearest `R` and back; one unit per element.
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn round_trip<R: Float>(data: &mut [f32], n: usize, #[define(R)] _dtype: ElemType) {
+pub(super) fn round_trip<R: Float>(
+    data: &mut [f32],
+    n: usize,
+    #[comptime] saturating: bool,
+    #[define(R)] _dtype: ElemType,
+) {
     if ABSOLUTE_POS < n {
-        data[ABSOLUTE_POS] = f32::cast_from(R::cast_from(saturate(data[ABSOLUTE_POS])));
+        let mut x = data[ABSOLUTE_POS];
+        if comptime!(saturating) {
+            x = saturate(x);
+        }
+        data[ABSOLUTE_POS] = f32::cast_from(R::cast_from(x));
     }
 }
 

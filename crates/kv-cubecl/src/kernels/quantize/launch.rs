@@ -1,8 +1,8 @@
-use cubecl::{client::Client, ir::ElemType, prelude::*};
+use cubecl::{client::Client, prelude::*};
 
 use super::kernel::{self, RestoredLaunch};
 use crate::{
-    Result,
+    CacheFloat, Result,
     kernels::{Grid, Limits, elementwise},
     layout::QuantSpec,
 };
@@ -119,14 +119,16 @@ pub(crate) fn launch_scale_gradient(
     Ok(())
 }
 
-/// Rounds `data`, `n` elements of f32, to the nearest finite `float` and back.
+/// Rounds `data`, `n` elements of f32, as storing them in a cache of this type does.
 pub(crate) fn launch_round_trip(
     client: &Client,
     data: BufferArg,
     n: usize,
-    float: ElemType,
+    float: CacheFloat,
 ) -> Result<()> {
     let grid = elementwise(client, "store", n, n)?;
-    kernel::round_trip::launch(client, grid.count(), grid.dim(), grid.address, data, n, float);
+    let (count, dim, saturating) = (grid.count(), grid.dim(), float.saturates());
+    let elem = float.elem();
+    kernel::round_trip::launch(client, count, dim, grid.address, data, n, saturating, elem);
     Ok(())
 }
