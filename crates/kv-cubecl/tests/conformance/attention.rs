@@ -1,6 +1,6 @@
 //! Attention through a cache, and in parallel, against the oracle's f64 over the same codes.
 
-use kv_cubecl::{Error, KvCache, KvCacheConfig, On, Side, Target, streaming_attention};
+use kv_cubecl::{CacheFloat, Error, KvCache, KvCacheConfig, On, Side, Target, streaming_attention};
 
 use crate::common::{
     CLOSE, Host, Rng, Setup, attend, check_properties, close, setups, skipped, stamp,
@@ -12,7 +12,7 @@ stamp!(
     head_dims,
     sinks,
     bits_of_keys_and_values_apart,
-    f16_residual,
+    narrow_floats,
     any_configuration,
     last_step_over_the_dequantized_cache,
     a_long_text,
@@ -99,19 +99,22 @@ fn bits_of_keys_and_values_apart<T: Target>(on: &On<T>) {
     }
 }
 
-/// Keys and values are rounded to f16 as they enter, and so they are in the oracle. Nothing else is in
-/// f16, so what is left are the errors of f32; a cache that did not round would be off by 1e-4 and more.
-fn f16_residual<T: Target>(on: &On<T>) {
-    for name in ["k2v2-g16-r16-f16", "k4v2-g32-r32-s4-after-f16", "k16v4-g16-r32-f16", "float-f16"]
-    {
-        let text = Setup::new(name, [1, 4, 2, 71, 64], 10);
-        match KvCache::new(&text.config, text.shape(), on) {
-            Ok(_) => check(on, &text),
-            Err(error @ Error::Unsupported { .. }) => {
-                assert!(!on.supports_dtype(burn::tensor::DType::F16), "{error}");
-                skipped(&error.to_string());
+/// Keys and values are rounded to the cache's float type as they enter, and so they are in the oracle.
+/// Nothing else is, so what is left are the errors of f32; a cache that did not round would be off by 1e-4
+/// and more.
+fn narrow_floats<T: Target>(on: &On<T>) {
+    for name in ["k2v2-g16-r16", "k4v2-g32-r32-s4-after", "k16v4-g16-r32", "float"] {
+        for &float in CacheFloat::ALL {
+            let text = Setup::new(name, [1, 4, 2, 71, 64], 10);
+            let text = Setup { config: text.config.with_float(float), ..text };
+            match KvCache::new(&text.config, text.shape(), on) {
+                Ok(_) => check(on, &text),
+                Err(error @ Error::Unsupported { .. }) => {
+                    assert!(!on.supports_dtype(float.dtype()), "{error}");
+                    skipped(&error.to_string());
+                }
+                Err(error) => panic!("{error}"),
             }
-            Err(error) => panic!("{error}"),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! How a text is cut into chunks changes nothing.
 
 use burn::tensor::DType;
-use kv_cubecl::{KvCache, On, Side, Target};
+use kv_cubecl::{CacheFloat, KvCache, On, Side, Target};
 
 use crate::common::{
     CLOSE, Host, Rng, Setup, attend, check_properties, chunk_sizes, close, setups, skipped,
@@ -14,7 +14,7 @@ stamp!(
     appended_then_attended,
     peek_any_chunk,
     many_rows_over_packed_history,
-    many_rows_over_f16_history,
+    many_rows_over_narrow_floats,
 );
 
 /// What a cache holds, meaningfully: codes and parameters, and the float rows of tokens in float.
@@ -158,13 +158,18 @@ fn many_rows_over_packed_history<T: Target>(on: &On<T>) {
     }
 }
 
-/// f16 rows as sinks, and as keys or values of all tokens. They are widened, so that the errors are those
+/// Narrow rows as sinks, and as keys or values of all tokens. They are widened, so that the errors are those
 /// of f32.
-fn many_rows_over_f16_history<T: Target>(on: &On<T>) {
-    if !on.supports_dtype(DType::F16) {
-        return skipped("the device has no f16");
-    }
-    for name in ["k2v2-g16-r16-s4-f16", "k16v4-g16-r32-f16", "k4v16-g16-r16-f16", "float-f16"] {
-        check_last_chunk(on, &Setup::new(name, [1, 6, 2, 180, 64], 14), 15);
+fn many_rows_over_narrow_floats<T: Target>(on: &On<T>) {
+    for &float in CacheFloat::ALL {
+        if !on.supports_dtype(float.dtype()) {
+            skipped(&format!("the device has no {}", float.name()));
+            continue;
+        }
+        for name in ["k2v2-g16-r16-s4", "k16v4-g16-r32", "k4v16-g16-r16", "float"] {
+            let text = Setup::new(name, [1, 6, 2, 180, 64], 14);
+            let config = text.config.with_float(float);
+            check_last_chunk(on, &Setup { config, ..text }, 15);
+        }
     }
 }
