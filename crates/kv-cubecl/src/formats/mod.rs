@@ -2,6 +2,7 @@
 //!
 //! Whatever the format, sums and scores are f32.
 
+mod bf16;
 mod f16;
 mod f32;
 
@@ -20,16 +21,19 @@ pub enum CacheFloat {
     F32,
     /// IEEE half precision; keys and values are rounded to it when they enter the cache.
     F16,
+    /// bfloat16, with the range of f32; keys and values are rounded to it when they enter the cache.
+    Bf16,
 }
 
 impl CacheFloat {
     /// All there are.
-    pub const ALL: &[Self] = &[Self::F32, Self::F16];
+    pub const ALL: &[Self] = &[Self::F32, Self::F16, Self::Bf16];
 
     fn format(self) -> &'static dyn FloatFormat {
         match self {
             Self::F32 => &f32::F32,
             Self::F16 => &f16::F16,
+            Self::Bf16 => &bf16::Bf16,
         }
     }
 
