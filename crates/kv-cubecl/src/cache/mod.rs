@@ -142,7 +142,7 @@ impl KvCache {
     /// # Shapes
     /// - `query`: `[batch, n_heads, m, head_dim]`, `n_kv_heads` divides `n_heads`
     /// - `key`, `value`: `[batch, n_kv_heads, m, head_dim]`, keys after the position encoding
-    /// - output: the shape of `query`, and its [`lse`](Attention::lse)
+    /// - all three f32, f16 or bf16; output: the shape and type of `query`, and its [`lse`](Attention::lse)
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::Unsupported`] for tensors that record gradients or sit on another
@@ -182,7 +182,7 @@ impl KvCache {
     /// - `query`: `[batch, n_heads, 1, head_dim]`, `n_kv_heads` divides `n_heads`
     /// - `key`, `value`: `[batch, n_kv_heads, 1, head_dim]`, keys after the position encoding
     /// - `position`: i32, `[1]` for all sequences or `[batch]`, one for each
-    /// - output: the shape of `query`, and its [`lse`](Attention::lse)
+    /// - all three f32, f16 or bf16; output: the shape and type of `query`, and its [`lse`](Attention::lse)
     ///
     /// # Errors
     /// [`Error::Shape`], or [`Error::Unsupported`] for tensors that record gradients or sit on another
@@ -433,6 +433,11 @@ impl KvCache {
 
     /// Quantizes what leaves the window and writes the new tokens, in place.
     fn write(&mut self, key: Tensor<4>, value: Tensor<4>, tokens: usize) {
+        // A single token is read in its own type.
+        let [key, value] = match tokens {
+            1 => [key, value],
+            _ => [key, value].map(functions::floats),
+        };
         self.state.write(key, value, self.layout, self.len());
         self.lens.iter_mut().for_each(|len| *len += tokens);
     }
@@ -457,6 +462,8 @@ impl KvCache {
             let layout = &self.layout;
             return functions::closed_form(query, key, value, layout, fake_quant, self.options);
         }
+        let dtype = query.dtype();
+        let [query, key, value] = [query, key, value].map(functions::floats);
         // Tokens before `split` look the same to every row, so they are read where they lie; the
         // rest, fewer than the window and a group beside the chunk itself, are gathered.
         let split = self.split(key.dims()[2]);
@@ -470,5 +477,6 @@ impl KvCache {
             0 => tail,
             _ => self.decode(query, split).merge(tail),
         }
+        .with_dtype(dtype)
     }
 }

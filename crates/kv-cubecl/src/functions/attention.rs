@@ -1,6 +1,6 @@
 use burn::{
     backend::Dispatch,
-    tensor::{Tensor, activation},
+    tensor::{DType, Tensor, activation},
 };
 
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
     layout::{CacheLayout, CacheShape, SideLayout, StreamSpec},
 };
 
-use super::quantize::{check_dtype, debug_check_finite, fake_quantize_from};
+use super::quantize::{debug_check_finite, fake_quantize_from};
 
 /// Causal attention over a whole sequence exactly as a KIVI cache would compute it token by token,
 /// without the token loop: row `t` sees quantized keys and values by
@@ -22,8 +22,8 @@ use super::quantize::{check_dtype, debug_check_finite, fake_quantize_from};
 /// # Shapes
 /// - `query`: `[batch, n_heads, tokens, head_dim]`
 /// - `key`, `value`: `[batch, n_kv_heads, tokens, head_dim]`, keys after the position encoding;
-///   `n_kv_heads` divides `n_heads`
-/// - output: the shape of `query`, and its [`lse`](Attention::lse)
+///   `n_kv_heads` divides `n_heads`; all three f32, f16 or bf16, sums are f32
+/// - output: the shape and type of `query`, and its [`lse`](Attention::lse)
 ///
 /// What is not finite stays where it is seen: row `t` is not finite exactly if something it sees makes it
 /// so, a NaN or infinite score, or in one channel a value. Quantized tokens are always finite, as
@@ -88,6 +88,8 @@ pub(crate) fn closed_form(
     options: AttentionOptions,
 ) -> Attention {
     let config = layout.config();
+    let dtype = query.dtype();
+    let [query, key, value] = [query, key, value].map(floats);
     let (key, value) = (store(key, config.float), store(value, config.float));
     let skip = if fake_quant.quantize_everything { 0 } else { config.sink_tokens };
     let sides = layout.sides();
@@ -100,9 +102,18 @@ pub(crate) fn closed_form(
         // Every row sees the restored form of every token.
         let spec = StreamSpec::whole(&KvCacheConfig::float());
         let (key, value) = (key_hat.clone(), value_hat.clone());
-        return stream(query, key, key_hat, value, value_hat, spec, options);
+        return stream(query, key, key_hat, value, value_hat, spec, options).with_dtype(dtype);
     }
-    stream(query, key, key_hat, value, value_hat, StreamSpec::whole(config), options)
+    let spec = StreamSpec::whole(config);
+    stream(query, key, key_hat, value, value_hat, spec, options).with_dtype(dtype)
+}
+
+/// A query, keys or values in f32.
+pub(crate) fn floats(tensor: Tensor<4>) -> Tensor<4> {
+    match tensor.dtype() {
+        DType::F32 => tensor,
+        _ => tensor.cast(DType::F32),
+    }
 }
 
 /// Rounds to the cache's float type, as storing in the cache does, with a straight-through gradient.
@@ -138,6 +149,14 @@ pub(crate) fn stream(
 }
 
 impl Attention {
+    /// With the output in the type of the query.
+    pub(crate) fn with_dtype(self, dtype: DType) -> Self {
+        match self.output.dtype() == dtype {
+            true => self,
+            false => Self { output: self.output.cast(dtype), ..self },
+        }
+    }
+
     /// Attention over the tokens of both, which have none in common.
     pub(crate) fn merge(self, other: Self) -> Self {
         let difference = self.lse.clone() - other.lse.clone();
@@ -185,8 +204,20 @@ pub(crate) fn check_qkv(
     if !q[1].is_multiple_of(k[1]) {
         return fail("query", q, format!("n_heads must be a multiple of n_kv_heads {}", k[1]));
     }
-    for (name, tensor) in [("query", query), ("key", key), ("value", value)] {
-        check_dtype(op, name, tensor)?;
+    let dtype = query.dtype();
+    if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+        return Err(Error::Unsupported {
+            what: format!("{op}: query of type {dtype:?}"),
+            why: "query, key and value are f32, f16 or bf16".to_string(),
+        });
+    }
+    for (name, tensor) in [("key", key), ("value", value)] {
+        if tensor.dtype() != dtype {
+            return Err(Error::Unsupported {
+                what: format!("{op}: {name} of type {:?}", tensor.dtype()),
+                why: format!("the query is of type {dtype:?}"),
+            });
+        }
     }
     Ok(CacheShape { batch: k[0], n_kv_heads: k[1], head_dim: k[3] })
 }

@@ -3,15 +3,16 @@
 use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
     Attention, AttentionOptions, FakeQuantOptions, On, Target, reference::StreamOracle,
-    streaming_attention_with,
+    streaming_attention, streaming_attention_with,
 };
 
-use crate::common::{CLOSE, Host, Setup, close, stamp};
+use crate::common::{CLOSE, Host, Setup, close, equal_bits, skipped, snapshot, stamp};
 
 stamp!(
     log_sum_exps_are_those_of_the_scores,
     scores_are_scaled_as_asked,
     scales_without_meaning_are_refused,
+    narrow_inputs,
 );
 
 /// Output and log-sum-exp of every row in f64, over what the oracle's cache shows it.
@@ -125,5 +126,48 @@ fn scales_without_meaning_are_refused<T: Target>(on: &On<T>) {
         let fake_quant = FakeQuantOptions::default();
         let error = streaming_attention_with(q, k, v, &text.config, fake_quant, options);
         assert!(error.unwrap_err().to_string().contains(&expected));
+    }
+}
+
+/// Queries, keys and values that are narrow: the same numbers as in f32, in which all is computed, and the
+/// output rounded to their type.
+fn narrow_inputs<T: Target>(on: &On<T>) {
+    for dtype in [DType::F16, DType::BF16] {
+        if !on.supports_dtype(dtype) {
+            skipped(&format!("the device has no {dtype:?}"));
+            continue;
+        }
+        for (seed, name) in NAMES.into_iter().enumerate() {
+            let text = Setup::new(name, [2, 4, 2, 60, 64], 30 + seed as u64);
+            let narrow = |x: Tensor<4>| x.cast(dtype);
+            let wide = |x: Tensor<4>| x.cast(dtype).cast(DType::F32);
+            let sizes = [1usize, 20, 1, 1, 30, 1, 6];
+            let (mut narrow_cache, mut wide_cache) = (text.cache(on), text.cache(on));
+            let mut start = 0;
+            let check = |what: &str, got: Attention, want: Attention| {
+                let what = format!("{text:?} {dtype:?} {what}");
+                assert_eq!(got.output.dtype(), dtype, "{what}");
+                let want_rounded = Host::of(wide(want.output));
+                equal_bits(&what, &Host::of(got.output.cast(DType::F32)).data, &want_rounded.data);
+                assert_eq!(got.lse.dtype(), DType::F32, "{what}");
+                let [got, want] = [got.lse, want.lse].map(|lse| Host::of(lse.unsqueeze_dim(3)));
+                equal_bits(format!("{what}, log-sum-exp"), &got.data, &want.data);
+            };
+            for size in sizes {
+                let part = || text.tokens(start..start + size).on(on);
+                let [q, k, v] = part().map(narrow);
+                let [wide_q, wide_k, wide_v] = part().map(wide);
+                let got = narrow_cache.attend(q, k, v).unwrap();
+                let want = wide_cache.attend(wide_q, wide_k, wide_v).unwrap();
+                check(&format!("{size} from {start}"), got, want);
+                start += size;
+            }
+            assert!(snapshot(&narrow_cache) == snapshot(&wide_cache), "{text:?} {dtype:?}");
+            let [q, k, v] = text.on(on).map(narrow);
+            let [wide_q, wide_k, wide_v] = text.on(on).map(wide);
+            let got = streaming_attention(q, k, v, &text.config).unwrap();
+            let want = streaming_attention(wide_q, wide_k, wide_v, &text.config).unwrap();
+            check("in parallel", got, want);
+        }
     }
 }

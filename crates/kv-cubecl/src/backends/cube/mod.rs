@@ -5,7 +5,7 @@ use burn::{
         ops::FloatTensorOps,
         tensor::{FloatTensor, IntTensor},
     },
-    tensor::{DType, Shape, Slice},
+    tensor::{DType, FloatDType, Shape, Slice},
 };
 use burn_cubecl::{
     CubeBackend,
@@ -214,7 +214,8 @@ pub(super) fn check_decode(
     let [_, heads, m, _] = query;
     let rows = heads / layout.shape().n_kv_heads * m;
     let float = ElemType::Float(FloatKind::F32);
-    let problem = DecodeProblem { layout: *layout, len, tokens: len, rows, float, scale: 1.0 };
+    let (query, scale) = (float, 1.0);
+    let problem = DecodeProblem { layout: *layout, len, tokens: len, rows, float, query, scale };
     match chunk_attention::plan(&problem, properties) {
         Some(plan) => chunk_attention::grid_of(&problem, &plan, properties).map(drop),
         None => decode_attention::check_size(&problem, properties),
@@ -288,7 +289,8 @@ fn write(
     if problem.added == 1 {
         let (keys, values, floats) = (arg(&keys), arg(&values), arg(&floats));
         let bindings = CacheBindings { keys, values, floats, position: position.map(positions) };
-        launched(cache::launch_write_token(client, arg(&key), arg(&value), bindings, &problem));
+        let (chunk, key, value) = (elem(&key), arg(&key), arg(&value));
+        launched(cache::launch_write_token(client, key, value, bindings, chunk, &problem));
     } else {
         // Both sides, before rows are written over that they read.
         let sides = [(Side::Keys, &key, &keys), (Side::Values, &value, &values)];
@@ -313,13 +315,23 @@ fn decode_attention(
     options: AttentionOptions,
     position: Option<&CubeTensor>,
 ) -> (CubeTensor, CubeTensor) {
-    let shape = dims(&query);
-    let query = into_contiguous(query);
-    let output = empty_like(&query, shape, DType::F32);
-    let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
+    let (shape, dtype) = (dims(&query), query.dtype);
     let rows = shape[1] / layout.shape().n_kv_heads * shape[2];
     let (float, scale) = (elem(&state.floats), options.scale(shape[3]));
-    let problem = DecodeProblem { layout, len, tokens, rows, float, scale };
+    let problem = DecodeProblem { layout, len, tokens, rows, float, query: elem(&query), scale };
+    let plan = match position {
+        Some(_) => None,
+        None => chunk_attention::plan(&problem, query.client.properties()),
+    };
+    // Chunks are read in vectors, and are f32.
+    let query = match plan {
+        Some(_) => CubeBackend::float_cast(query, FloatDType::F32),
+        None => query,
+    };
+    let problem = DecodeProblem { query: elem(&query), ..problem };
+    let query = into_contiguous(query);
+    let output = empty_like(&query, shape, query.dtype);
+    let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
     let bindings = DecodeBindings {
         query: arg(&query),
         keys: arg(&state.keys),
@@ -330,15 +342,11 @@ fn decode_attention(
         position: position.map(positions),
     };
     let client = &query.client;
-    let plan = match position {
-        Some(_) => None,
-        None => chunk_attention::plan(&problem, client.properties()),
-    };
     launched(match plan {
         Some(plan) => chunk_attention::launch_ref(client, bindings, &problem, &plan),
         None => decode_attention::launch_ref(client, bindings, &problem),
     });
-    (output, lse)
+    (CubeBackend::float_cast(output, dtype.into()), lse)
 }
 
 pub(super) fn stream_problem(

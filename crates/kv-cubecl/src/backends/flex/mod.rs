@@ -18,9 +18,10 @@ mod streaming_backward;
 use burn::{
     backend::{
         Flex,
+        ops::FloatTensorOps,
         tensor::{FloatTensor, IntTensor},
     },
-    tensor::{Shape, TensorData},
+    tensor::{DType, Shape, TensorData},
 };
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
@@ -118,7 +119,7 @@ impl KvCacheOps for Flex {
         len: usize,
     ) -> CacheState<Self> {
         let [_, _, added, _]: [usize; 4] = dims(&key);
-        let (key, value) = (contiguous(key), contiguous(value));
+        let (key, value) = (floats(key), floats(value));
         let chunks = Sides { keys: key.storage(), values: value.storage() };
         let (state, slices) = (contiguous_state(state), 0..layout.slices());
         let state = cache::flush(state, chunks, &layout, &slices, len, added);
@@ -134,10 +135,10 @@ impl KvCacheOps for Flex {
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let (state, slices) = (contiguous_state(state), 0..layout.slices());
-        let (shape, query) = (dims(&query), contiguous(query));
+        let (shape, dtype, query) = (dims(&query), query.dtype(), floats(query));
         let attend = decode::Attend { layout: &layout, len, tokens, slices, options };
         let (output, lse) = attend.run(query.storage(), shape, &state);
-        (tensor(output, shape), tensor(lse, shapes::log_sum_exp(shape)))
+        (cast(tensor(output, shape), dtype), tensor(lse, shapes::log_sum_exp(shape)))
     }
 
     fn step(
@@ -149,8 +150,9 @@ impl KvCacheOps for Flex {
         layout: CacheLayout,
         options: AttentionOptions,
     ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>) {
-        let (capacity, shape) = (layout.config().capacity, dims(&query));
-        let [query, key, value, position] = [query, key, value, position].map(contiguous);
+        let (capacity, shape, dtype) = (layout.config().capacity, dims(&query), query.dtype());
+        let [query, key, value] = [query, key, value].map(floats);
+        let position = contiguous(position);
         let positions: &[i32] = position.storage();
         let slices = layout.slices() / positions.len();
         let chunks = Sides { keys: key.storage(), values: value.storage() };
@@ -170,7 +172,8 @@ impl KvCacheOps for Flex {
             outputs.extend(output);
             lses.extend(lse);
         }
-        (state, tensor(outputs, shape), tensor(lses, shapes::log_sum_exp(shape)))
+        let output = cast(tensor(outputs, shape), dtype);
+        (state, output, tensor(lses, shapes::log_sum_exp(shape)))
     }
 
     fn streaming_attention(
@@ -215,6 +218,16 @@ fn contiguous(tensor: FlexTensor) -> FlexTensor {
     let bytes = layout.num_elements() * tensor.dtype().size();
     let first = layout.start_offset() == 0 && bytes == tensor.bytes().len();
     if first && layout.is_contiguous() { tensor } else { tensor.to_contiguous() }
+}
+
+/// A query, keys or values in f32, as the whole of a buffer.
+fn floats(tensor: FlexTensor) -> FlexTensor {
+    contiguous(cast(tensor, DType::F32))
+}
+
+/// `tensor` as `dtype`, a float type; as it is if it has that already.
+fn cast(tensor: FlexTensor, dtype: DType) -> FlexTensor {
+    if tensor.dtype() == dtype { tensor } else { Flex::float_cast(tensor, dtype.into()) }
 }
 
 /// [`contiguous`] for each tensor of a cache.

@@ -23,9 +23,9 @@ pub(super) struct Source {
 /// One channel of a token past the sinks, from its ring or from the chunk, rounded to the stored type
 /// and saturated.
 #[cube]
-fn read<R: Float>(
+fn read<R: Float, C: Float>(
     floats: &[R],
-    chunk: &[f32],
+    chunk: &[C],
     slice: usize,
     token: usize,
     channel: usize,
@@ -38,16 +38,17 @@ fn read<R: Float>(
     } else {
         let row = slice * source.added + token - source.len;
         // Saturating first keeps a narrower type finite; the quantizer saturates anyway.
-        f32::cast_from(R::cast_from(saturate(chunk[row * source.head_dim + channel])))
+        let x = f32::cast_from(chunk[row * source.head_dim + channel]);
+        f32::cast_from(R::cast_from(saturate(x)))
     };
     saturate(x)
 }
 
 /// Quantizes group `group` of a granule, counted after the sinks, into its words.
 #[cube]
-fn flush_group<R: Float>(
+fn flush_group<R: Float, C: Float>(
     floats: &[R],
-    chunk: &[f32],
+    chunk: &[C],
     words: &mut [u32],
     slice: usize,
     granule: usize,
@@ -78,7 +79,7 @@ fn flush_group<R: Float>(
     let mut max = f32::new(-F16_MAX);
     for i in 0..group_size {
         let (token, channel) = (token + i * token_step, channel + i * channel_step);
-        let x = read::<R>(floats, chunk, slice, token, channel, source, side);
+        let x = read::<R, C>(floats, chunk, slice, token, channel, source, side);
         min = lesser(min, x);
         max = greater(max, x);
     }
@@ -91,7 +92,7 @@ fn flush_group<R: Float>(
         for i in 0..codes_per_word {
             let nth = at * codes_per_word + i;
             let (token, channel) = (token + nth * token_step, channel + nth * channel_step);
-            let x = read::<R>(floats, chunk, slice, token, channel, source, side);
+            let x = read::<R, C>(floats, chunk, slice, token, channel, source, side);
             word |= encode(x, scale, min, spec.n_bits) << (i as u32 * spec.n_bits);
         }
         words[base + first_word + at * stride] = word;
@@ -102,8 +103,8 @@ fn flush_group<R: Float>(
 /// Stores one element of the chunk, unless its token is between the sinks and `first_float` and so is
 /// packed already. Rows narrower than f32 saturate.
 #[cube]
-fn store<R: Float>(
-    chunk: &[f32],
+fn store<R: Float, C: Float>(
+    chunk: &[C],
     floats: &mut [R],
     slice: usize,
     token: usize,
@@ -116,7 +117,7 @@ fn store<R: Float>(
     if token < side.sinks || token >= first_float {
         let from = slice * source.added + token - source.len;
         let to = slice * source.float_rows + float_row(token, side);
-        let x = chunk[from * source.head_dim + channel];
+        let x = f32::cast_from(chunk[from * source.head_dim + channel]);
         if comptime!(saturating) {
             floats[to * source.head_dim + channel] = R::cast_from(saturate(x));
         } else {
@@ -144,7 +145,7 @@ pub(super) fn flush<R: Float>(
         let group = ABSOLUTE_POS % groups;
         let row = ABSOLUTE_POS / groups;
         let granule = first_granule + row % granules;
-        flush_group::<R>(
+        flush_group::<R, f32>(
             floats,
             chunk,
             words,
@@ -175,7 +176,17 @@ pub(super) fn append<R: Float>(
         let row = ABSOLUTE_POS / source.head_dim;
         let token = source.len + row % source.added;
         let slice = row / source.added;
-        store::<R>(chunk, floats, slice, token, channel, first_float, &source, &side, saturating);
+        store::<R, f32>(
+            chunk,
+            floats,
+            slice,
+            token,
+            channel,
+            first_float,
+            &source,
+            &side,
+            saturating,
+        );
     }
 }
 
@@ -219,8 +230,8 @@ pub(super) struct TokenArgs {
 /// A slot that is read for what leaves and written for what comes belongs to one unit: it can only be in
 /// the first granule that leaves.
 #[cube]
-fn write_side<R: Float>(
-    chunk: &[f32],
+fn write_side<R: Float, C: Float>(
+    chunk: &[C],
     floats: &mut [R],
     words: &mut [u32],
     position: &ComptimeOption<Box<[i32]>>,
@@ -250,7 +261,7 @@ fn write_side<R: Float>(
         };
         let index = row % granules;
         let group = unit % runs;
-        write_unit::<R>(
+        write_unit::<R, C>(
             chunk,
             floats,
             words,
@@ -269,8 +280,8 @@ fn write_side<R: Float>(
 
 /// What one unit of [`write_side`] does where the cache has room.
 #[cube]
-fn write_unit<R: Float>(
-    chunk: &[f32],
+fn write_unit<R: Float, C: Float>(
+    chunk: &[C],
     floats: &mut [R],
     words: &mut [u32],
     slice: usize,
@@ -290,7 +301,7 @@ fn write_unit<R: Float>(
         Some(spec) => {
             let granule = comptime!(spec.granule());
             if index < (after - before) / granule {
-                flush_group::<R>(
+                flush_group::<R, C>(
                     &*floats,
                     chunk,
                     words,
@@ -309,7 +320,17 @@ fn write_unit<R: Float>(
         let channel = group * comptime!(run(&spec));
         let (token, first) = (source.len, cache.schedule.sinks + after);
         for i in 0..comptime!(run(&spec)) {
-            store::<R>(chunk, floats, slice, token, channel + i, first, source, side, saturating);
+            store::<R, C>(
+                chunk,
+                floats,
+                slice,
+                token,
+                channel + i,
+                first,
+                source,
+                side,
+                saturating,
+            );
         }
     }
 }
@@ -320,9 +341,9 @@ fn write_unit<R: Float>(
 /// A sequence holds as many tokens as its position says, or as the source where there is none; if it is full,
 /// nothing is written.
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn write_token<R: Float>(
-    key: &[f32],
-    value: &[f32],
+pub(super) fn write_token<R: Float, C: Float>(
+    key: &[C],
+    value: &[C],
     floats: &mut [R],
     key_words: &mut [u32],
     value_words: &mut [u32],
@@ -330,10 +351,11 @@ pub(super) fn write_token<R: Float>(
     args: TokenArgs,
     #[comptime] bp: TokenBlueprint,
     #[define(R)] _dtype: ElemType,
+    #[define(C)] _chunk: ElemType,
 ) {
     let cache = &args.cache;
     if ABSOLUTE_POS < args.n_keys {
-        write_side::<R>(
+        write_side::<R, C>(
             key,
             floats,
             key_words,
@@ -347,7 +369,7 @@ pub(super) fn write_token<R: Float>(
             bp.saturating,
         );
     } else if ABSOLUTE_POS < args.n {
-        write_side::<R>(
+        write_side::<R, C>(
             value,
             floats,
             value_words,

@@ -69,13 +69,14 @@ pub(crate) struct CacheBindings {
     pub(crate) position: Option<(BufferArg, usize)>,
 }
 
-/// Appends one token, `key` and `value` f32 `[slices, head_dim]`, and quantizes what leaves the window
-/// for it, in one launch. A full cache is left as it is.
+/// Appends one token, `key` and `value` of type `chunk`, `[slices, head_dim]`, and quantizes what leaves the
+/// window for it, in one launch. A full cache is left as it is.
 pub(crate) fn launch_write_token(
     client: &Client,
     key: BufferArg,
     value: BufferArg,
     cache: CacheBindings,
+    chunk: ElemType,
     problem: &CacheProblem,
 ) -> Result<()> {
     let layout = &problem.layout;
@@ -122,6 +123,7 @@ pub(crate) fn launch_write_token(
         ),
         blueprint,
         problem.float,
+        chunk,
     );
     Ok(())
 }

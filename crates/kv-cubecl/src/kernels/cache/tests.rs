@@ -28,7 +28,7 @@ fn no_array_is_in_local_memory() {
         let args = || ().dynamic_cast();
         let write_token = {
             let args = ().dynamic_cast();
-            WriteToken::new(s(), d(), t(), b(), b(), b(), b(), b(), position, args, token, F32)
+            WriteToken::new(s(), d(), t(), b(), b(), b(), b(), b(), position, args, token, F32, F32)
         };
         let flush = |spec| {
             let side = ().dynamic_cast();

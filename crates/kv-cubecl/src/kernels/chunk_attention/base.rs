@@ -132,7 +132,7 @@ mod tests {
         let shape = CacheShape { batch: 1, n_kv_heads: 2, head_dim };
         let layout = CacheLayout::new(&config, shape).ok()?;
         let float = ElemType::Float(FloatKind::F32);
-        Some(DecodeProblem { layout, len: tokens, tokens, rows, float, scale: 1.0 })
+        Some(DecodeProblem { layout, len: tokens, tokens, rows, float, query: float, scale: 1.0 })
     }
 
     fn machines() -> [Machine; 2] {

@@ -30,7 +30,15 @@ fn kernel(
     let shape = CacheShape { batch: 1, n_kv_heads: 8, head_dim };
     let layout = CacheLayout::new(&cache.parse().unwrap(), shape).unwrap();
     let float = layout.config().float.elem();
-    let problem = DecodeProblem { layout, len: 4096, tokens: 4096, rows: 256, float, scale: 1.0 };
+    let problem = DecodeProblem {
+        layout,
+        len: 4096,
+        tokens: 4096,
+        rows: 256,
+        float,
+        query: float,
+        scale: 1.0,
+    };
     let blueprint = plan(&problem, &properties).unwrap().blueprint;
     let kernel = PartialAttention::new(
         settings(blueprint.blocks.units, ExecutionMode::Unchecked),

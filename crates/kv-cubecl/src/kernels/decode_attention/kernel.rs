@@ -147,8 +147,8 @@ fn cube_max(
 /// channels. Values: a unit takes `unit_channels` consecutive channels and every so many-th token.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
-pub(super) fn partial_attention<R: Float, N: Size>(
-    query: &[f32],
+pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
+    query: &[Q],
     keys: &[Vector<u32, N>],
     values: &[u32],
     floats: &[Vector<R, N>],
@@ -157,6 +157,7 @@ pub(super) fn partial_attention<R: Float, N: Size>(
     args: DecodeArgs,
     #[comptime] bp: DecodeBlueprint,
     #[define(R)] _dtype: ElemType,
+    #[define(Q)] _query: ElemType,
 ) {
     let head_dim = comptime!(bp.head_dim);
     let rows = comptime!(bp.rows);
@@ -188,7 +189,8 @@ pub(super) fn partial_attention<R: Float, N: Size>(
         let row = first_row + i / head_dim;
         let mut q = f32::new(0.0);
         if row < args.rows {
-            q = query[(slice * args.rows + row) * head_dim + i % head_dim] * args.scale;
+            let at = (slice * args.rows + row) * head_dim + i % head_dim;
+            q = f32::cast_from(query[at]) * args.scale;
         }
         scaled[i] = q;
         i += units;
@@ -396,13 +398,14 @@ pub(super) fn partial_attention<R: Float, N: Size>(
 
 /// Merges the splits of each row; one unit per (row, channel).
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn merge_partials(
+pub(super) fn merge_partials<Q: Float>(
     partials: &[f32],
-    output: &mut [f32],
+    output: &mut [Q],
     lse: &mut [f32],
     n: usize,
     n_splits: usize,
     head_dim: usize,
+    #[define(Q)] _query: ElemType,
 ) {
     if ABSOLUTE_POS < n {
         let row = ABSOLUTE_POS / head_dim;
@@ -421,7 +424,7 @@ pub(super) fn merge_partials(
             sum += weight * partials[at + head_dim + 1];
             out += weight * partials[at + channel];
         }
-        output[ABSOLUTE_POS] = out / sum;
+        output[ABSOLUTE_POS] = Q::cast_from(out / sum);
         if channel == 0 {
             lse[row] = maximum + sum.ln();
         }

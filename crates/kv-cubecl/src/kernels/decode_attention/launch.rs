@@ -13,7 +13,7 @@ use crate::{
 /// The buffers of a launch, all contiguous.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
 pub(crate) struct DecodeBindings {
-    /// f32 `[slices, rows, head_dim]`.
+    /// `[slices, rows, head_dim]` of the problem's type.
     pub(crate) query: BufferArg,
     /// Packed keys of the cache.
     pub(crate) keys: BufferArg,
@@ -21,7 +21,7 @@ pub(crate) struct DecodeBindings {
     pub(crate) values: BufferArg,
     /// Float rows of the cache.
     pub(crate) floats: BufferArg,
-    /// f32 `[slices, rows, head_dim]`.
+    /// `[slices, rows, head_dim]` of the problem's type.
     pub(crate) output: BufferArg,
     /// f32 `[slices, rows]`.
     pub(crate) lse: BufferArg,
@@ -76,6 +76,7 @@ pub(crate) fn launch_ref(
             args(problem, n_splits, n_positions.unwrap_or(1)),
             blueprint,
             problem.float,
+            problem.query,
         );
     }
     launch_merge(client, partials(), bindings.output, bindings.lse, problem, n_splits)
@@ -141,6 +142,7 @@ pub(crate) fn launch_merge(
         n,
         n_splits,
         head_dim,
+        problem.query,
     );
     Ok(())
 }
