@@ -179,7 +179,8 @@ fn the_observer_sees_every_layer() {
             assert_eq!(layer, i);
             assert_eq!(query.dims(), [batch, model.n_heads(), seq, model.head_dim()]);
             assert_eq!(key.dims(), [batch, model.n_kv_heads(), seq, model.head_dim()]);
-            let attention = streaming_attention(query, key, value, &config.layer(i)).unwrap();
+            let attention =
+                streaming_attention(query, key, value, &config.layer(i)).unwrap().output;
             assert_eq!(attention.to_data(), output.to_data());
         }
 

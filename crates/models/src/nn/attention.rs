@@ -62,16 +62,17 @@ impl KvMemory<'_> {
     pub fn attend(self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Result<Tensor<4>> {
         Ok(match self {
             Self::Parallel { config, options, observer: None, .. } => {
-                streaming_attention_with(q, k, v, &config, options)?
+                streaming_attention_with(q, k, v, &config, options, Default::default())?.output
             }
             Self::Parallel { config, options, layer, observer: Some(observe) } => {
                 let (query, key, value) = (q.clone(), k.clone(), v.clone());
-                let output = streaming_attention_with(q, k, v, &config, options)?;
+                let output =
+                    streaming_attention_with(q, k, v, &config, options, Default::default())?.output;
                 observe(AttentionTrace { layer, query, key, value, output: output.clone() });
                 output
             }
-            Self::Cached(cache) => cache.attend(q, k, v)?,
-            Self::At(cache, position) => cache.attend_at(q, k, v, position)?,
+            Self::Cached(cache) => cache.attend(q, k, v)?.output,
+            Self::At(cache, position) => cache.attend_at(q, k, v, position)?.output,
         })
     }
 }
