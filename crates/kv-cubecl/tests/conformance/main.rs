@@ -19,6 +19,7 @@ mod gradients;
 mod limits;
 mod memory;
 mod nonfinite;
+mod operations;
 mod options;
 mod poison;
 mod quantize;
