@@ -58,13 +58,13 @@ impl Attention {
     /// The whole sequence, as the cache would compute it token by token. Differentiable.
     fn forward(&self, x: Tensor<3>, config: &KvCacheConfig) -> Result<Tensor<3>> {
         let (q, k, v) = self.qkv(&x);
-        Ok(self.finish(x, streaming_attention(q, k, v, config)?))
+        Ok(self.finish(x, streaming_attention(q, k, v, config)?.output))
     }
 
     /// The next tokens, from a cache.
     fn step(&self, x: Tensor<3>, cache: &mut KvCache) -> Result<Tensor<3>> {
         let (q, k, v) = self.qkv(&x);
-        Ok(self.finish(x, cache.attend(q, k, v)?))
+        Ok(self.finish(x, cache.attend(q, k, v)?.output))
     }
 }
 

@@ -22,7 +22,7 @@ fn last_output<T: Target>(config: &KvCacheConfig) -> Result<Vec<f32>> {
     let mut output = None;
     for t in 0..300 {
         let at = |x: &Tensor<4>| x.clone().narrow(2, t, 1);
-        output = Some(cache.attend(at(&q), at(&k), at(&v))?);
+        output = Some(cache.attend(at(&q), at(&k), at(&v))?.output);
     }
     let output: Vec<f32> = output.map_or(vec![], |x| x.into_data().iter::<f32>().collect());
     let counts = cache.quantized_counts();

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
-    Bits, CacheFloat, Granularity, KvCacheConfig, On, Target, layout::Window, quantize,
-    streaming_attention,
+    Bits, CacheFloat, FakeQuantOptions, Granularity, KvCacheConfig, On, Target, layout::Schedule,
+    quantize, streaming_attention_with,
 };
 use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig, ids_to_tensor};
 use serde::Serialize;
@@ -138,8 +138,8 @@ pub fn side_error(
 }
 
 fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Result<LayerError> {
-    let AttentionTrace { layer, query, key, value, output } = trace.clone();
-    let counts = Window::new(config).counts(key.dims()[2]);
+    let AttentionTrace { layer, query, key, value, output, options } = trace.clone();
+    let counts = Schedule::new(config).counts(key.dims()[2]);
     let error = |side_of: &Tensor<4>, granularity, bits, count: usize| {
         if count == 0 {
             return Ok(SideError::default());
@@ -151,7 +151,9 @@ fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Resul
     let keys = error(&key, Granularity::PerChannel, config.key_bits, counts.keys)?;
     let values = error(&value, Granularity::PerToken, config.value_bits, counts.values)?;
 
-    let quantized = read(streaming_attention(query, key, value, config)?, name)?;
+    let fake_quant = FakeQuantOptions::default();
+    let quantized = streaming_attention_with(query, key, value, config, fake_quant, options)?;
+    let quantized = read(quantized.output, name)?;
     let (error, norm) = squares(&quantized, &read(output, name)?);
     Ok(LayerError {
         layer,
@@ -204,12 +206,10 @@ fn side(
 
 /// Rounds to the float type in which the cache holds tokens before it quantizes them.
 fn stored(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
+    let limit = float.round(f32::MAX).min(f32::MAX);
     match float {
         CacheFloat::F32 => tensor,
-        CacheFloat::F16 => {
-            let limit = saturated(f32::MAX);
-            tensor.clamp(-limit, limit).cast(DType::F16).cast(DType::F32)
-        }
+        _ => tensor.clamp(-limit, limit).cast(float.dtype()).cast(DType::F32),
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 use burn::tensor::Tensor;
 use kv_cubecl::{
     KvCacheConfig, On, QuantizedCounts, Target,
-    layout::{CacheLayout, Window},
+    layout::{CacheLayout, Schedule},
 };
 use kv_models::{LanguageModel, LayerSpec, ModelCacheConfig, ids_to_tensor};
 
@@ -249,8 +249,8 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Re
     };
     let mut layers = (0..model.n_layers()).map(|i| tally.config.layer(i));
     let first_quantized = layers.find(KvCacheConfig::is_quantized).and_then(|cache| {
-        let window = Window::new(&cache);
-        (1..plan.window()).find(|&len| window.counts(len) != QuantizedCounts::default())
+        let schedule = Schedule::new(&cache);
+        (1..plan.window()).find(|&len| schedule.counts(len) != QuantizedCounts::default())
     });
     Ok(Run {
         model: String::new(),

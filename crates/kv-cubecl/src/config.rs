@@ -4,7 +4,7 @@ use core::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::{CacheFloat, Error, Result};
 
 /// Bits per stored element of one side (keys or values) of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -68,27 +68,6 @@ pub enum Flush {
     /// The KIVI authors' released code: the query sees the window as the token before left it.
     #[serde(rename = "after")]
     AfterAttention,
-}
-
-/// Storage type of everything that stays in float: sinks, residual window, unquantized sides.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum CacheFloat {
-    /// 32-bit float.
-    #[default]
-    F32,
-    /// IEEE half precision; keys and values are rounded to it when they enter the cache.
-    F16,
-}
-
-impl CacheFloat {
-    /// Bytes per element.
-    pub const fn size(self) -> usize {
-        match self {
-            CacheFloat::F32 => 4,
-            CacheFloat::F16 => 2,
-        }
-    }
 }
 
 /// A KIVI cache (Liu et al., 2024, <https://arxiv.org/abs/2402.02750>): keys quantized per channel
@@ -270,7 +249,7 @@ impl fmt::Display for KvCacheConfig {
         }
         match self.float {
             CacheFloat::F32 => Ok(()),
-            CacheFloat::F16 => write!(f, "-f16"),
+            float => write!(f, "-{}", float.name()),
         }
     }
 }
@@ -317,12 +296,8 @@ impl FromStr for KvCacheConfig {
                     config.flush = Flush::AfterAttention;
                     "flush"
                 }
-                "f32" => {
-                    config.float = CacheFloat::F32;
-                    "float"
-                }
-                "f16" => {
-                    config.float = CacheFloat::F16;
+                _ if let Some(&float) = CacheFloat::ALL.iter().find(|f| f.name() == part) => {
+                    config.float = float;
                     "float"
                 }
                 _ if part.starts_with('g') => {

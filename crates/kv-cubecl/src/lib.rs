@@ -18,20 +18,22 @@
 //! // Serving: append tokens, one by one or many at once, and attend.
 //! let shape = CacheShape { batch: 1, n_kv_heads: 2, head_dim: 64 };
 //! let mut cache = KvCache::new(&config.with_capacity(256), shape, &device)?;
-//! let streamed = cache.attend(q.clone(), k.clone(), v.clone())?;
+//! let streamed = cache.attend(q.clone(), k.clone(), v.clone())?.output;
 //!
 //! // Training and evaluation: the same numbers for the whole sequence at once, with gradients.
-//! let parallel = streaming_attention(q, k, v, &config)?;
+//! let parallel = streaming_attention(q, k, v, &config)?.output;
 //! assert!((streamed - parallel).abs().max().into_scalar::<f32>() < 1e-5);
 //! # Ok::<(), kv_cubecl::Error>(())
 //! ```
 //!
 //! No backend is enabled by default: choose `flex`, `wgpu` or `cuda`, and `autodiff` to train.
 
+mod attention;
 mod backends;
 mod cache;
 mod config;
 mod error;
+mod formats;
 mod functions;
 #[cfg(feature = "cube")]
 mod kernels;
@@ -42,14 +44,16 @@ mod shapes;
 mod target;
 mod training;
 
+pub use attention::{Attention, AttentionOptions};
 pub use cache::{CacheParts, KvCache};
-pub use config::{Bits, CacheFloat, Flush, KvCacheConfig};
+pub use config::{Bits, Flush, KvCacheConfig};
 pub use error::{Error, Result};
+pub use formats::CacheFloat;
 pub use functions::{
     Logical, Packed, ensure_finite, fake_quantize, fake_quantize_with, quantize,
     streaming_attention, streaming_attention_with,
 };
-pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts};
+pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts, Side, Sides};
 pub use ops::{CacheState, KvCacheOps};
 #[cfg(feature = "autodiff")]
 pub use target::Autodiff;

@@ -15,7 +15,7 @@ use burn::backend::{
 #[cfg(feature = "fusion")]
 use crate::shapes::fusion as shapes;
 use crate::{
-    SteGradient,
+    AttentionOptions, CacheFloat, SteGradient,
     layout::{CacheLayout, QuantSpec, StreamSpec},
 };
 
@@ -24,9 +24,9 @@ use crate::{
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct CacheState<B: Backend> {
-    /// Packed keys, u32, one axis of [`CacheLayout::key_words`].
+    /// Packed keys, u32, one axis, see [`SideLayout::words`](crate::layout::SideLayout::words).
     pub keys: IntTensor<B>,
-    /// Packed values, u32, one axis of [`CacheLayout::value_words`].
+    /// Packed values, u32, one axis, as the keys.
     pub values: IntTensor<B>,
     /// Sinks and rings, `[batch, n_kv_heads, float_rows, head_dim]`.
     pub floats: FloatTensor<B>,
@@ -76,10 +76,10 @@ pub trait KvCacheOps: Backend {
         skip: usize,
     ) -> FloatTensor<Self>;
 
-    /// Rounds to the nearest finite f16 and back, as storing in an f16 cache does: what is beyond ±65504
-    /// saturates, NaN stays NaN. The gradient is that of the identity.
-    #[fusion(meta = |input| input.clone())]
-    fn round_to_f16(input: FloatTensor<Self>) -> FloatTensor<Self>;
+    /// Rounds as storing in a cache of this type does ([`CacheFloat::round`]), and stays f32. The gradient is
+    /// that of the identity.
+    #[fusion(meta = |input, _float| input.clone())]
+    fn round_to(input: FloatTensor<Self>, float: CacheFloat) -> FloatTensor<Self>;
 
     /// Appends `key` and `value` `[batch, n_kv_heads, m, head_dim]` to a cache of `len` tokens, in
     /// place: quantizes what leaves the residual window, and writes the new tokens that stay in float
@@ -98,20 +98,24 @@ pub trait KvCacheOps: Backend {
     ///
     /// Returns the output `[batch, n_heads, m, head_dim]` and the log-sum-exp of the scaled scores
     /// `[batch, n_heads, m]`, by which partial results are merged.
-    #[fusion(meta = |query, _state, _layout, _len, _tokens| shapes::attention(query))]
+    #[fusion(meta = |query, _state, _layout, _len, _tokens, _options| shapes::attention(query))]
     fn decode_attention(
         query: FloatTensor<Self>,
         #[extension_type] state: CacheState<Self>,
         layout: CacheLayout,
         len: usize,
         tokens: usize,
+        options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
-    /// One decode step of a cache that holds as many tokens as `position`, i32 `[1]`, says when the
-    /// kernels run: [`write`](Self::write) of one token, then [`decode_attention`](Self::decode_attention)
+    /// One decode step of a cache whose sequences hold as many tokens as `position` says when the kernels run,
+    /// i32 `[1]` for all or `[batch]` for each: [`write`](Self::write) of one token, then [`decode_attention`](Self::decode_attention)
     /// of `query` `[batch, n_heads, 1, head_dim]` over all. Launches do not depend on the length, so that
     /// they can be recorded once and replayed. A full cache is read and not written.
-    #[fusion(meta = |state, query, _key, _value, _position, _layout| (state.clone(), query.clone()))]
+    #[fusion(meta = |state, query, _key, _value, _position, _layout, _options| {
+        let (output, lse) = shapes::attention(query);
+        (state.clone(), output, lse)
+    })]
     fn step(
         #[extension_type] state: CacheState<Self>,
         query: FloatTensor<Self>,
@@ -119,14 +123,15 @@ pub trait KvCacheOps: Backend {
         value: FloatTensor<Self>,
         position: IntTensor<Self>,
         layout: CacheLayout,
-    ) -> (CacheState<Self>, FloatTensor<Self>);
+        options: AttentionOptions,
+    ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>);
 
     /// Block-wise causal attention where each row sees quantized and float keys and values by
     /// `spec`; `key_hat` and `value_hat` are the fake-quantized keys and values.
     ///
     /// Query `[batch, n_heads, m, head_dim]`, the others `[batch, n_kv_heads, n, head_dim]`. Returns
     /// the output and the log-sum-exp as [`decode_attention`](Self::decode_attention) does.
-    #[fusion(meta = |query, _k, _kh, _v, _vh, _spec| shapes::attention(query))]
+    #[fusion(meta = |query, _k, _kh, _v, _vh, _spec, _options| shapes::attention(query))]
     fn streaming_attention(
         query: FloatTensor<Self>,
         key: FloatTensor<Self>,
@@ -134,13 +139,14 @@ pub trait KvCacheOps: Backend {
         value: FloatTensor<Self>,
         value_hat: FloatTensor<Self>,
         spec: StreamSpec,
+        options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
     /// Gradients of [`streaming_attention`](Self::streaming_attention)'s output with respect to
     /// query, key, key_hat, value and value_hat, in that order, from its inputs and outputs.
     #[allow(clippy::too_many_arguments, reason = "the inputs and outputs of the forward pass")]
     #[allow(clippy::type_complexity, reason = "the macro reads tuples, not aliases")]
-    #[fusion(meta = |query, key, key_hat, value, value_hat, _out, _lse, _grad, _spec| {
+    #[fusion(meta = |query, key, key_hat, value, value_hat, _out, _lse, _grad, _spec, _options| {
         (query.clone(), key.clone(), key_hat.clone(), value.clone(), value_hat.clone())
     })]
     fn streaming_attention_backward(
@@ -153,6 +159,7 @@ pub trait KvCacheOps: Backend {
         lse: FloatTensor<Self>,
         grad: FloatTensor<Self>,
         spec: StreamSpec,
+        options: AttentionOptions,
     ) -> (
         FloatTensor<Self>,
         FloatTensor<Self>,

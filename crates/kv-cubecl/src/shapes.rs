@@ -49,6 +49,6 @@ pub(crate) mod fusion {
 
     pub(crate) fn attention(query: &TensorSpec) -> (TensorSpec, TensorSpec) {
         let lse = super::log_sum_exp(query.shape.dims());
-        (query.clone(), TensorSpec::new(lse.into(), query.dtype))
+        (query.clone(), TensorSpec::new(lse.into(), DType::F32))
     }
 }

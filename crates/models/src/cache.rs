@@ -41,7 +41,8 @@ impl ModelCache {
         device: &Device,
     ) -> Result<Self> {
         let new = |(i, layer): (usize, &LayerSpec)| {
-            Ok(KvCache::new(&config.layer(i), layer.cache_shape(batch), device)?)
+            let cache = KvCache::new(&config.layer(i), layer.cache_shape(batch), device)?;
+            Ok(cache.with_options(layer.options)?)
         };
         let layers = spec.layers.iter().enumerate().map(new).collect::<Result<Vec<_>>>()?;
         let (capacity, max_positions) = (config.cache.capacity, spec.max_positions);

@@ -124,13 +124,14 @@ impl LanguageModel {
         &self,
         ids: Tensor<2, Int>,
         config: &ModelCacheConfig,
-        options: FakeQuantOptions,
+        fake_quant: FakeQuantOptions,
         observer: Option<&mut AttentionObserver<'_>>,
     ) -> Result<Tensor<3>> {
         config.validate(self)?;
         check_context(0, ids.dims()[1], "max_positions", self.max_positions())?;
         let observer = observer.map(|observe| observe as &mut AttentionObserver<'_>);
-        self.decoder().hidden(ids, Pass::Parallel { config, options, observer })
+        self.decoder()
+            .hidden(ids, Pass::Parallel { spec: self.spec(), config, fake_quant, observer })
     }
 
     /// [`step`](Self::step) up to the final norm.

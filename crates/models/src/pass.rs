@@ -14,10 +14,12 @@ use crate::{
 pub enum Pass<'a> {
     /// The whole sequence at once.
     Parallel {
+        /// The model.
+        spec: &'a ModelSpec,
         /// The cache whose result is computed in parallel.
         config: &'a ModelCacheConfig,
         /// How training treats the quantizer.
-        options: FakeQuantOptions,
+        fake_quant: FakeQuantOptions,
         /// Is called with every layer's attention.
         observer: Option<&'a mut AttentionObserver<'a>>,
     },
@@ -72,12 +74,13 @@ impl Pass<'_> {
     ///
     /// # Panics
     ///
-    /// When the cache has no such layer.
+    /// When the model or the cache has no such layer.
     pub fn layer(&mut self, index: usize) -> KvMemory<'_> {
         match self {
-            Self::Parallel { config, options, observer } => KvMemory::Parallel {
+            Self::Parallel { spec, config, fake_quant, observer } => KvMemory::Parallel {
                 config: config.layer(index),
-                options: *options,
+                fake_quant: *fake_quant,
+                options: spec.layers[index].options,
                 layer: index,
                 observer: match observer {
                     Some(observe) => Some(&mut **observe),
@@ -93,10 +96,10 @@ impl Pass<'_> {
 impl fmt::Debug for Pass<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Parallel { config, options, .. } => f
+            Self::Parallel { config, fake_quant, .. } => f
                 .debug_struct("Parallel")
                 .field("config", config)
-                .field("options", options)
+                .field("fake_quant", fake_quant)
                 .finish_non_exhaustive(),
             Self::Cached(cache) => f.debug_tuple("Cached").field(cache).finish(),
             Self::At { cache, .. } => {

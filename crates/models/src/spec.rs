@@ -2,7 +2,7 @@
 //! ask of it.
 
 use burn::tensor::Tensor;
-use kv_cubecl::CacheShape;
+use kv_cubecl::{AttentionOptions, CacheShape};
 
 use crate::{
     Result,
@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// The attention of one layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LayerSpec {
     /// Query heads.
@@ -19,12 +19,21 @@ pub struct LayerSpec {
     pub n_kv_heads: usize,
     /// Channels per head.
     pub head_dim: usize,
+    /// How scores become weights.
+    pub options: AttentionOptions,
 }
 
 impl LayerSpec {
-    /// `n_heads` query heads over `n_kv_heads` key and value heads of `head_dim` channels.
-    pub const fn new(n_heads: usize, n_kv_heads: usize, head_dim: usize) -> Self {
-        Self { n_heads, n_kv_heads, head_dim }
+    /// `n_heads` query heads over `n_kv_heads` key and value heads of `head_dim` channels, whose
+    /// scores are scaled by `1 / sqrt(head_dim)`.
+    pub fn new(n_heads: usize, n_kv_heads: usize, head_dim: usize) -> Self {
+        Self { n_heads, n_kv_heads, head_dim, options: AttentionOptions::default() }
+    }
+
+    /// The same layer with other options.
+    #[must_use]
+    pub fn with_options(self, options: AttentionOptions) -> Self {
+        Self { options, ..self }
     }
 
     /// What the layer's cache holds for `batch` sequences.
@@ -38,8 +47,7 @@ impl LayerSpec {
         (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
     }
 
-    /// Cuts `qkv` into heads, rotates queries and keys, attends, and joins the heads again. Scores
-    /// are scaled by `1 / sqrt(head_dim)`.
+    /// Cuts `qkv` into heads, rotates queries and keys, attends, and joins the heads again.
     ///
     /// # Shapes
     ///
@@ -55,7 +63,7 @@ impl LayerSpec {
         rotation: Option<&Rotation>,
         memory: KvMemory<'_>,
     ) -> Result<Tensor<3>> {
-        let Self { n_heads, n_kv_heads, head_dim } = *self;
+        let Self { n_heads, n_kv_heads, head_dim, .. } = *self;
         let [batch, seq, _] = qkv.dims();
 
         // [batch, seq, heads, head_dim] -> [batch, heads, seq, head_dim]

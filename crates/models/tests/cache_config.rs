@@ -175,12 +175,13 @@ fn the_observer_sees_every_layer() {
         assert_eq!(traces.len(), model.n_layers());
         let [batch, seq] = ids.dims();
         for (i, trace) in traces.into_iter().enumerate() {
-            let AttentionTrace { layer, query, key, value, output } = trace;
+            let AttentionTrace { layer, query, key, value, output, .. } = trace;
             assert_eq!(layer, i);
             let spec = model.spec().layers[i];
             assert_eq!(query.dims(), [batch, spec.n_heads, seq, spec.head_dim]);
             assert_eq!(key.dims(), [batch, spec.n_kv_heads, seq, spec.head_dim]);
-            let attention = streaming_attention(query, key, value, &config.layer(i)).unwrap();
+            let attention =
+                streaming_attention(query, key, value, &config.layer(i)).unwrap().output;
             assert_eq!(attention.to_data(), output.to_data());
         }
 

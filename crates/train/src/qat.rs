@@ -8,7 +8,10 @@ use burn::{
 };
 use kv_models::{
     LanguageModel, ModelCacheConfig, SaveDtype, SaveOptions, Tokenizer,
-    kv_cubecl::{FakeQuantOptions, KvCacheConfig, layout::Window},
+    kv_cubecl::{
+        FakeQuantOptions, KvCacheConfig, Side,
+        layout::{Schedule, SideSchedule},
+    },
 };
 use serde::{Deserialize, Serialize};
 
@@ -46,24 +49,23 @@ impl QatConfig {
         // The model's `head_dim` is not known yet. The group size takes its place, because it
         // passes the rules that relate the two.
         cache.validate(cache.group_size.max(1))?;
-        let window = Window::new(cache);
+        let schedule = Schedule::new(cache);
         let missing = |len: usize| {
-            let counts = window.counts(len);
-            let sides =
-                [("keys", window.keys, counts.keys), ("values", window.values, counts.values)];
-            sides.into_iter().find(|&(_, quantized, count)| quantized && count == 0)
+            let counts = schedule.counts(len);
+            let quantized = |side: &Side| schedule.sides[*side] != SideSchedule::NEVER;
+            Side::BOTH.into_iter().filter(quantized).find(|&side| counts[side] == 0)
         };
         if self.fake_quant.quantize_everything {
             return Ok(());
         }
-        let Some((side, ..)) = missing(seq_len) else { return Ok(()) };
+        let Some(side) = missing(seq_len) else { return Ok(()) };
         // Two tokens past sinks and window both sides are quantized, whatever the order of flushes.
-        let longest = window.sink_tokens + window.residual_length + 2;
+        let longest = cache.sink_tokens + cache.residual_length + 2;
         let needed = (seq_len..longest).find(|&len| missing(len).is_none()).unwrap_or(longest);
         let rule = format!(
             "must be at least {needed} for {cache}, whose {side} stay in float until its window of \
              {} tokens is full",
-            window.residual_length
+            cache.residual_length
         );
         Err(Error::setting("seq-len", seq_len, rule))
     }

@@ -10,7 +10,7 @@ use burn::{
 use kv_models::{
     AttentionTrace, LanguageModel, LayerSpec, ModelCache,
     kv_cubecl::{
-        Autodiff, Bits, Flex, KvCache, KvCacheConfig, Logical, On, Packed, layout::QuantSpec,
+        Autodiff, Bits, Flex, KvCache, KvCacheConfig, Logical, On, Packed, Side, layout::QuantSpec,
         quantize,
     },
     llama::{Config, Llama},
@@ -158,18 +158,18 @@ fn align(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> Diff
 
     let mut all = Difference::default();
     for (trace, streamed) in traces.into_iter().zip(cache.layers()) {
-        let AttentionTrace { query, key, value, output, layer } = trace;
+        let AttentionTrace { query, key, value, output, layer, .. } = trace;
         let [query, key, value, output] =
             [query, key, value, output].map(|tensor| tensor.without_autodiff());
-        compare(key.clone(), streamed.packed_keys(), &config, &mut all);
-        compare(value.clone(), streamed.packed_values(), &config, &mut all);
+        compare(key.clone(), streamed.packed(Side::Keys), &config, &mut all);
+        compare(value.clone(), streamed.packed(Side::Values), &config, &mut all);
 
         let shape = streamed.layout().shape();
         let mut alone = KvCache::new(&config, shape, &plain).unwrap();
         let rows: Vec<Tensor<4>> = (0..TOKENS)
             .map(|t| {
                 let row = |tensor: &Tensor<4>| tensor.clone().narrow(2, t, 1);
-                alone.attend(row(&query), row(&key), row(&value)).unwrap()
+                alone.attend(row(&query), row(&key), row(&value)).unwrap().output
             })
             .collect();
         let far = distance(&host(Tensor::cat(rows, 2)), &host(output));

@@ -12,7 +12,7 @@ use burn_autodiff::{
 };
 
 use crate::{
-    CacheState, KvCacheOps, SteGradient,
+    AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient,
     layout::{CacheLayout, QuantSpec, StreamSpec},
 };
 
@@ -48,13 +48,13 @@ impl<B: KvCacheOps> Backward<B, 1> for ThroughScale {
 struct StreamingAttention;
 
 impl<B: KvCacheOps> Backward<B, 5> for StreamingAttention {
-    type State = ([FloatTensor<B>; 7], StreamSpec);
+    type State = ([FloatTensor<B>; 7], StreamSpec, AttentionOptions);
 
     fn backward(self, ops: Ops<Self::State, 5>, grads: &mut Gradients, _: &mut Checkpointer) {
         let grad = grads.consume::<B>(&ops.node);
-        let ([query, key, key_hat, value, value_hat, output, lse], spec) = ops.state;
+        let ([query, key, key_hat, value, value_hat, output, lse], spec, options) = ops.state;
         let computed = <B as KvCacheOps>::streaming_attention_backward(
-            query, key, key_hat, value, value_hat, output, lse, grad, spec,
+            query, key, key_hat, value, value_hat, output, lse, grad, spec, options,
         );
         let computed = [computed.0, computed.1, computed.2, computed.3, computed.4];
         for (parent, grad) in ops.parents.into_iter().zip(computed) {
@@ -111,9 +111,9 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         constant::<B, C>(<B as KvCacheOps>::fake_quantize_backward(input, grad, spec, skip))
     }
 
-    fn round_to_f16(input: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn round_to(input: FloatTensor<Self>, float: CacheFloat) -> FloatTensor<Self> {
         let node = input.node();
-        let rounded = <B as KvCacheOps>::round_to_f16(input.into_primitive());
+        let rounded = <B as KvCacheOps>::round_to(input.into_primitive(), float);
         StraightThrough.prepare::<C>([node]).compute_bound().stateless(rounded)
     }
 
@@ -136,6 +136,7 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         layout: CacheLayout,
         len: usize,
         tokens: usize,
+        options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let (output, lse) = <B as KvCacheOps>::decode_attention(
             query.into_primitive(),
@@ -143,6 +144,7 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
             layout,
             len,
             tokens,
+            options,
         );
         (constant::<B, C>(output), constant::<B, C>(lse))
     }
@@ -155,11 +157,12 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         value: FloatTensor<Self>,
         position: IntTensor<Self>,
         layout: CacheLayout,
-    ) -> (CacheState<Self>, FloatTensor<Self>) {
+        options: AttentionOptions,
+    ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>) {
         let [query, key, value] = [query, key, value].map(|x| x.into_primitive());
-        let (state, output) =
-            <B as KvCacheOps>::step(unwrap(state), query, key, value, position, layout);
-        (wrap(state), constant::<B, C>(output))
+        let (state, output, lse) =
+            <B as KvCacheOps>::step(unwrap(state), query, key, value, position, layout, options);
+        (wrap(state), constant::<B, C>(output), constant::<B, C>(lse))
     }
 
     fn streaming_attention(
@@ -169,6 +172,7 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         value: FloatTensor<Self>,
         value_hat: FloatTensor<Self>,
         spec: StreamSpec,
+        options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let inputs = [query, key, key_hat, value, value_hat];
         let nodes = inputs.each_ref().map(|input| input.node());
@@ -180,12 +184,13 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
             value.clone(),
             value_hat.clone(),
             spec,
+            options,
         );
         let lse_out = constant::<B, C>(lse.clone());
         let output = match StreamingAttention.prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
                 let saved = [query, key, key_hat, value, value_hat, output.clone(), lse];
-                prep.finish((saved, spec), output)
+                prep.finish((saved, spec, options), output)
             }
             OpsKind::UnTracked(prep) => prep.finish(output),
         };
@@ -202,6 +207,7 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         lse: FloatTensor<Self>,
         grad: FloatTensor<Self>,
         spec: StreamSpec,
+        options: AttentionOptions,
     ) -> (
         FloatTensor<Self>,
         FloatTensor<Self>,
@@ -220,6 +226,7 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
             lse.into_primitive(),
             grad.into_primitive(),
             spec,
+            options,
         );
         let wrap = constant::<B, C>;
         (wrap(a), wrap(b), wrap(c), wrap(d), wrap(e))

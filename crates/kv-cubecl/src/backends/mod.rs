@@ -7,10 +7,10 @@ mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 
-use burn::tensor::{DType, Device};
+use burn::tensor::Device;
 
 use crate::{
-    CacheFloat, Error, Result,
+    Error, Result,
     layout::{CacheLayout, QuantSpec, StreamSpec},
 };
 
@@ -61,7 +61,7 @@ pub(crate) fn check_stream(
 ) -> Result<()> {
     #[cfg(feature = "cube")]
     if let Some(client) = client(device) {
-        let problem = cube::stream_problem(query, key, spec);
+        let problem = cube::stream_problem(query, key, spec, crate::AttentionOptions::default());
         return problem.check(device.is_autodiff(), client.properties());
     }
     Ok(())
@@ -84,10 +84,11 @@ pub(crate) fn check_attend(
     {
         let shape = layout.shape();
         let [_, _, tokens, head_dim] = query;
-        let window = layout.window();
-        let spec = StreamSpec { window, first_query: len - tokens, first_key: 0 };
+        let schedule = layout.schedule();
+        let spec = StreamSpec { schedule, first_query: len - tokens, first_key: 0 };
         let key = [shape.batch, shape.n_kv_heads, len, head_dim];
-        cube::stream_problem(query, key, spec).check(false, client.properties())?;
+        let options = crate::AttentionOptions::default();
+        cube::stream_problem(query, key, spec, options).check(false, client.properties())?;
         return cube::check_decode(layout, query, len, client.properties());
     }
     Ok(())
@@ -106,12 +107,11 @@ fn client(device: &Device) -> Option<burn_cubecl::cubecl::client::Client> {
 /// Whether the backend of `device` can serve a cache of `layout`.
 pub(crate) fn check(op: &str, layout: &CacheLayout, device: &Device) -> Result<()> {
     check_device(op, device)?;
-    if layout.config().float == CacheFloat::F16
-        && !device.clone().without_autodiff().supports_dtype(DType::F16)
-    {
+    let float = layout.config().float;
+    if !device.clone().without_autodiff().supports_dtype(float.dtype()) {
         return Err(Error::Unsupported {
             what: format!("{op} of {} on {device:?}", layout.config()),
-            why: "the device has no f16; keep the residual in f32".to_string(),
+            why: format!("the device has no {}; keep the residual in f32", float.name()),
         });
     }
     #[cfg(feature = "cube")]

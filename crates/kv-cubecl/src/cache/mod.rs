@@ -5,13 +5,13 @@ mod tail;
 
 use burn::{
     backend::Dispatch,
-    tensor::{DType, Device, Int, Tensor},
+    tensor::{DType, Device, Int, Tensor, TensorData},
 };
 
 use crate::{
-    CacheShape, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps, Packed, QuantizedCounts,
-    Result, functions,
-    layout::{CacheLayout, MemoryBytes, StreamSpec},
+    Attention, AttentionOptions, CacheShape, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps,
+    Packed, QuantizedCounts, Result, functions,
+    layout::{CacheLayout, MemoryBytes, Side, StreamSpec},
 };
 use state::{State, Tensors};
 
@@ -26,8 +26,10 @@ use state::{State, Tensors};
 #[derive(Clone, Debug)]
 pub struct KvCache {
     layout: CacheLayout,
+    options: AttentionOptions,
     state: State,
-    len: usize,
+    /// Tokens that each sequence holds.
+    lens: Vec<usize>,
     /// Whether a step at a position was taken or recorded, so that there may be tokens to count.
     stepped: bool,
 }
@@ -41,8 +43,8 @@ pub struct CacheParts {
     pub values: Tensor<1, Int>,
     /// Sinks and rings, `[batch, n_kv_heads, float_rows, head_dim]`.
     pub floats: Tensor<4>,
-    /// Tokens held.
-    pub len: usize,
+    /// Tokens that each sequence holds.
+    pub lens: Vec<usize>,
 }
 
 impl KvCache {
@@ -54,7 +56,17 @@ impl KvCache {
     pub fn new(config: &KvCacheConfig, shape: CacheShape, device: &Device) -> Result<Self> {
         let device = device.clone().without_autodiff();
         let layout = Self::layout_on(config, shape, &device)?;
-        Ok(Self { state: State::zeros(&layout, &device), layout, len: 0, stepped: false })
+        let (state, options) = (State::zeros(&layout, &device), AttentionOptions::default());
+        Ok(Self { layout, options, state, lens: vec![0; shape.batch], stepped: false })
+    }
+
+    /// Sets how scores become weights, for all attention of this cache.
+    ///
+    /// # Errors
+    /// Those of [`AttentionOptions::validate`].
+    pub fn with_options(self, options: AttentionOptions) -> Result<Self> {
+        options.validate()?;
+        Ok(Self { options, ..self })
     }
 
     /// The layout, if the device serves it.
@@ -73,14 +85,19 @@ impl KvCache {
         &self.layout
     }
 
-    /// Tokens held.
+    /// Tokens held by the longest sequence.
     pub fn len(&self) -> usize {
-        self.len
+        self.lens.iter().copied().max().unwrap_or(0)
+    }
+
+    /// Tokens that each sequence holds: the same number unless caches were [joined](Self::join).
+    pub fn lens(&self) -> &[usize] {
+        &self.lens
     }
 
     /// Whether no token is held.
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.len() == 0
     }
 
     /// Tokens it can hold.
@@ -88,9 +105,9 @@ impl KvCache {
         self.layout.config().capacity
     }
 
-    /// How many keys and values are quantized now.
+    /// How many keys and values are quantized now, in the longest sequence.
     pub fn quantized_counts(&self) -> QuantizedCounts {
-        self.layout.window().counts(self.len)
+        self.layout.schedule().counts(self.len())
     }
 
     /// Bytes allocated, by part. It does not change while the cache fills.
@@ -100,7 +117,7 @@ impl KvCache {
 
     /// Forgets all tokens; the memory stays allocated.
     pub fn reset(&mut self) {
-        self.len = 0;
+        self.lens.fill(0);
     }
 
     /// Appends the keys and values of m >= 1 tokens without attending.
@@ -109,43 +126,54 @@ impl KvCache {
     /// - `key`, `value`: `[batch, n_kv_heads, m, head_dim]`
     ///
     /// # Errors
-    /// [`Error::Shape`], or [`Error::CapacityExceeded`]; the cache is then unchanged.
+    /// [`Error::Shape`], [`Error::CapacityExceeded`], or [`Error::Unsupported`] where sequences have
+    /// different lengths; the cache is then unchanged.
     pub fn append(&mut self, key: Tensor<4>, value: Tensor<4>) -> Result<()> {
         let tokens = self.check("append", &key, &key, &value)?;
+        self.check_even("append")?;
         self.write(key, value, tokens);
         Ok(())
     }
 
     /// Appends m >= 1 tokens and attends: row `i` sees the cache as it is after token `i` of the
-    /// chunk was appended alone. Scores are scaled by `1 / sqrt(head_dim)`. What is not finite stays where it
+    /// chunk was appended alone. What is not finite stays where it
     /// is seen, as [`streaming_attention`](crate::streaming_attention) says.
     ///
     /// # Shapes
     /// - `query`: `[batch, n_heads, m, head_dim]`, `n_kv_heads` divides `n_heads`
     /// - `key`, `value`: `[batch, n_kv_heads, m, head_dim]`, keys after the position encoding
-    /// - output: the shape of `query`
+    /// - all three f32, f16 or bf16; output: the shape and type of `query`, and its [`lse`](Attention::lse)
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::Unsupported`] for tensors that record gradients or sit on another
-    /// device, or [`Error::CapacityExceeded`]; the cache is then unchanged.
+    /// device and for more than one token where sequences have different lengths, or
+    /// [`Error::CapacityExceeded`]; the cache is then unchanged.
     pub fn attend(
         &mut self,
         query: Tensor<4>,
         key: Tensor<4>,
         value: Tensor<4>,
-    ) -> Result<Tensor<4>> {
+    ) -> Result<Attention> {
         let tokens = self.check("attend", &query, &key, &value)?;
+        if tokens == 1 && self.check_even("attend").is_err() {
+            let positions: Vec<i32> = self.lens.iter().map(|&len| len as i32).collect();
+            let positions = TensorData::new(positions, [self.lens.len()]);
+            let positions = Tensor::from_data(positions, (&query.device(), DType::I32));
+            self.lens.iter_mut().for_each(|len| *len += 1);
+            return Ok(self.state.step(query, key, value, positions, self.layout, self.options));
+        }
+        self.check_even("attend")?;
         if tokens == 1 {
             self.write(key, value, 1);
-            return Ok(self.decode(query, self.len).0);
+            return Ok(self.decode(query, self.len()));
         }
-        let output = self.attend_chunk(query, key.clone(), value.clone());
+        let attention = self.attend_chunk(query, key.clone(), value.clone());
         self.write(key, value, tokens);
-        Ok(output)
+        Ok(attention)
     }
 
-    /// [`attend`](Self::attend) for one token, of a cache that holds as many tokens as `position` says
-    /// when the kernels run: recorded once, as by [`burn::tensor::capture`], the launches serve every
+    /// [`attend`](Self::attend) for one token, of a cache whose sequences hold as many tokens as `position`
+    /// says when the kernels run: recorded once, as by [`burn::tensor::capture`], the launches serve every
     /// length. A full cache is read and stays as it is.
     ///
     /// The host is not told: [`advance`](Self::advance) counts what such steps have appended.
@@ -153,8 +181,8 @@ impl KvCache {
     /// # Shapes
     /// - `query`: `[batch, n_heads, 1, head_dim]`, `n_kv_heads` divides `n_heads`
     /// - `key`, `value`: `[batch, n_kv_heads, 1, head_dim]`, keys after the position encoding
-    /// - `position`: `[1]` i32
-    /// - output: the shape of `query`
+    /// - `position`: i32, `[1]` for all sequences or `[batch]`, one for each
+    /// - all three f32, f16 or bf16; output: the shape and type of `query`, and its [`lse`](Attention::lse)
     ///
     /// # Errors
     /// [`Error::Shape`], or [`Error::Unsupported`] for tensors that record gradients or sit on another
@@ -165,7 +193,7 @@ impl KvCache {
         key: Tensor<4>,
         value: Tensor<4>,
         position: &Tensor<1, Int>,
-    ) -> Result<Tensor<4>> {
+    ) -> Result<Attention> {
         const OP: &str = "attend_at";
         if self.check_tensors(OP, &query, &key, &value)? != 1 {
             let (tensor, shape) = ("key", key.dims().to_vec());
@@ -176,8 +204,12 @@ impl KvCache {
                 rule: "must be one token".to_string(),
             });
         }
-        if position.dims() != [1] || position.dtype() != DType::I32 {
-            let rule = format!("must be [1] of {:?}, not of {:?}", DType::I32, position.dtype());
+        let [positions] = position.dims();
+        let batch = self.layout.shape().batch;
+        if ![1, batch].contains(&positions) || position.dtype() != DType::I32 {
+            let (wanted, found) = (DType::I32, position.dtype());
+            let of_each = if batch > 1 { format!(" or [{batch}]") } else { String::new() };
+            let rule = format!("must be [1]{of_each} of {wanted:?}, not of {found:?}");
             let (tensor, shape) = ("position", position.dims().to_vec());
             return Err(Error::Shape { op: OP, tensor, shape, rule });
         }
@@ -185,7 +217,7 @@ impl KvCache {
         let device = query.device();
         crate::backends::check_attend(&self.layout, query.dims(), self.capacity(), &device)?;
         self.stepped = true;
-        Ok(self.state.step(query, key, value, position.clone(), self.layout))
+        Ok(self.state.step(query, key, value, position.clone(), self.layout, self.options))
     }
 
     /// Counts `tokens` that [`attend_at`](Self::attend_at) has appended from position
@@ -202,7 +234,7 @@ impl KvCache {
             let why = "they were never written; use append or attend".to_string();
             return Err(Error::Unsupported { what, why });
         }
-        self.len += tokens;
+        self.lens.iter_mut().for_each(|len| *len += tokens);
         Ok(())
     }
 
@@ -211,29 +243,79 @@ impl KvCache {
     ///
     /// # Errors
     /// As [`attend`](Self::attend).
-    pub fn peek(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Result<Tensor<4>> {
+    pub fn peek(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Result<Attention> {
         self.check("peek", &query, &key, &value)?;
+        self.check_even("peek")?;
         Ok(self.attend_chunk(query, key, value))
     }
 
-    /// The quantized keys held now, or `None` if there are none.
-    pub fn packed_keys(&self) -> Option<Packed> {
-        let spec = self.layout.key_spec()?;
-        let count = self.quantized_counts().keys;
-        (count > 0).then(|| self.state.packed_keys(&self.layout, spec, 0..count))
+    /// The keys or values that are quantized now in every sequence, or `None` if there are none.
+    pub fn packed(&self, side: Side) -> Option<Packed> {
+        let spec = self.layout.sides()[side].spec?;
+        let shortest = self.lens.iter().copied().min()?;
+        let count = self.layout.schedule().counts(shortest)[side];
+        (count > 0).then(|| self.state.packed(&self.layout, side, spec, 0..count))?
     }
 
-    /// The quantized values held now, or `None` if there are none.
-    pub fn packed_values(&self) -> Option<Packed> {
-        let spec = self.layout.value_spec()?;
-        let count = self.quantized_counts().values;
-        (count > 0).then(|| self.state.packed_values(&self.layout, spec, 0..count))
+    /// A cache of the given sequences of the batch, in this order: beam search drops some and continues
+    /// others several times. Their memory is copied.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for no sequence at all or one that the batch does not have.
+    pub fn select(&self, sequences: &[usize]) -> Result<Self> {
+        let shape = self.layout.shape();
+        if let Some(&sequence) = sequences.iter().find(|&&sequence| sequence >= shape.batch) {
+            let rule = format!("must be below batch {}", shape.batch);
+            return Err(crate::config::invalid("sequence", sequence, rule));
+        }
+        let shape = CacheShape { batch: sequences.len(), ..shape };
+        let layout = CacheLayout::new(self.layout.config(), shape)?;
+        let state = self.state.select(&self.layout, &layout, sequences);
+        let lens = sequences.iter().map(|&sequence| self.lens[sequence]).collect();
+        Ok(Self { layout, state, lens, options: self.options, stepped: self.stepped })
+    }
+
+    /// One cache of the sequences of several, in this order, with lengths of their own: texts that were
+    /// read alone go on as a batch, a token each per step. Their memory is copied.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for no cache at all, and for caches whose configuration, heads, options or
+    /// device are not those of the first.
+    pub fn join(caches: &[Self]) -> Result<Self> {
+        let different = |index: usize, what: &str| {
+            let what = format!("join: {what} of cache {index}");
+            Error::Unsupported { what, why: "must be that of cache 0".to_string() }
+        };
+        let Some(first) = caches.first() else {
+            let why = "there must be at least one".to_string();
+            return Err(Error::Unsupported { what: "join of no caches".to_string(), why });
+        };
+        let heads = |cache: &Self| CacheShape { batch: 1, ..cache.layout.shape() };
+        for (index, cache) in caches.iter().enumerate() {
+            for (what, same) in [
+                ("configuration", cache.layout.config() == first.layout.config()),
+                ("heads", heads(cache) == heads(first)),
+                ("options", cache.options == first.options),
+                ("device", cache.device() == first.device()),
+            ] {
+                if !same {
+                    return Err(different(index, what));
+                }
+            }
+        }
+        let lens: Vec<usize> = caches.iter().flat_map(|cache| cache.lens.clone()).collect();
+        let shape = CacheShape { batch: lens.len(), ..heads(first) };
+        let layout = CacheLayout::new(first.layout.config(), shape)?;
+        let parts = caches.iter().map(|cache| (&cache.layout, &cache.state));
+        let state = State::join(&layout, parts);
+        let stepped = caches.iter().any(|cache| cache.stepped);
+        Ok(Self { layout, options: first.options, state, lens, stepped })
     }
 
     /// Takes the cache apart, for example to store a prefix.
     pub fn into_parts(self) -> CacheParts {
         let Tensors { keys, values, floats } = self.state.into_tensors();
-        CacheParts { keys, values, floats, len: self.len }
+        CacheParts { keys, values, floats, lens: self.lens }
     }
 
     /// Puts together what [`into_parts`](Self::into_parts) took apart. Views are read as what they show
@@ -248,14 +330,20 @@ impl KvCache {
         shape: CacheShape,
         parts: CacheParts,
     ) -> Result<Self> {
-        let CacheParts { keys, values, floats, len } = parts;
+        let CacheParts { keys, values, floats, lens } = parts;
         let layout = Self::layout_on(config, shape, &floats.device())?;
-        if len > config.capacity {
-            let (added, capacity) = (len, config.capacity);
+        if lens.len() != shape.batch {
+            let rule = format!("must be one for each sequence of batch {}", shape.batch);
+            let (tensor, shape) = ("lens", vec![lens.len()]);
+            return Err(Error::Shape { op: "from_parts", tensor, shape, rule });
+        }
+        if let Some(&added) = lens.iter().find(|&&len| len > config.capacity) {
+            let capacity = config.capacity;
             return Err(Error::CapacityExceeded { len: 0, added, capacity });
         }
         let state = State::of(&layout, Tensors { keys, values, floats })?;
-        let cache = Self { layout, state, len, stepped: false };
+        let options = AttentionOptions::default();
+        let cache = Self { layout, options, state, lens, stepped: false };
         let Tensors { keys, values, floats } = cache.state.tensors();
         let devices =
             [("floats", floats.device()), ("keys", keys.device()), ("values", values.device())];
@@ -275,7 +363,7 @@ impl KvCache {
     ) -> Result<usize> {
         let tokens = self.check_tensors(op, query, key, value)?;
         self.check_room(tokens)?;
-        let (layout, len) = (&self.layout, self.len + tokens);
+        let (layout, len) = (&self.layout, self.len() + tokens);
         crate::backends::check_attend(layout, query.dims(), len, &query.device())?;
         Ok(tokens)
     }
@@ -308,7 +396,7 @@ impl KvCache {
     }
 
     fn check_device(&self, op: &'static str, name: &str, found: &Device) -> Result<()> {
-        let device = self.state.tensors().floats.device();
+        let device = self.device();
         let why = if found.is_autodiff() {
             "a cache records no gradients; train with streaming_attention".to_string()
         } else if *found != device {
@@ -319,8 +407,24 @@ impl KvCache {
         Err(Error::Unsupported { what: format!("{op}: {name} on {found:?}"), why })
     }
 
+    fn device(&self) -> Device {
+        self.state.tensors().floats.device()
+    }
+
+    /// Whether all sequences hold the same number of tokens, as chunks and recorded lengths need.
+    fn check_even(&self, op: &str) -> Result<()> {
+        match self.lens.iter().all(|&len| len == self.lens[0]) {
+            true => Ok(()),
+            false => Err(Error::Unsupported {
+                what: format!("{op} of several tokens to sequences of {:?} tokens", self.lens),
+                why: "sequences of different lengths take one token at a time, by attend"
+                    .to_string(),
+            }),
+        }
+    }
+
     fn check_room(&self, added: usize) -> Result<()> {
-        let (len, capacity) = (self.len, self.capacity());
+        let (len, capacity) = (self.len(), self.capacity());
         match len.saturating_add(added) > capacity {
             true => Err(Error::CapacityExceeded { len, added, capacity }),
             false => Ok(()),
@@ -329,39 +433,50 @@ impl KvCache {
 
     /// Quantizes what leaves the window and writes the new tokens, in place.
     fn write(&mut self, key: Tensor<4>, value: Tensor<4>, tokens: usize) {
-        self.state.write(key, value, self.layout, self.len);
-        self.len += tokens;
+        // A single token is read in its own type.
+        let [key, value] = match tokens {
+            1 => [key, value],
+            _ => [key, value].map(functions::floats),
+        };
+        self.state.write(key, value, self.layout, self.len());
+        self.lens.iter_mut().for_each(|len| *len += tokens);
     }
 
     /// All rows of `query` over the first `tokens` tokens.
-    fn decode(&self, query: Tensor<4>, tokens: usize) -> (Tensor<4>, Tensor<3>) {
+    fn decode(&self, query: Tensor<4>, tokens: usize) -> Attention {
         let (output, lse) = <Dispatch as KvCacheOps>::decode_attention(
             query.into_dispatch(),
             self.state.clone().into_dispatch(),
             self.layout,
-            self.len,
+            self.len(),
             tokens,
+            self.options,
         );
-        (Tensor::from_dispatch(output), Tensor::from_dispatch(lse))
+        Attention { output: Tensor::from_dispatch(output), lse: Tensor::from_dispatch(lse) }
     }
 
     /// A chunk over the history and itself, before it is written.
-    fn attend_chunk(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Tensor<4> {
-        if self.len == 0 {
-            let options = FakeQuantOptions::default();
-            return functions::closed_form(query, key, value, &self.layout, options);
+    fn attend_chunk(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Attention {
+        if self.is_empty() {
+            let fake_quant = FakeQuantOptions::default();
+            let layout = &self.layout;
+            return functions::closed_form(query, key, value, layout, fake_quant, self.options);
         }
+        let dtype = query.dtype();
+        let [query, key, value] = [query, key, value].map(functions::floats);
         // Tokens before `split` look the same to every row, so they are read where they lie; the
         // rest, fewer than the window and a group beside the chunk itself, are gathered.
         let split = self.split(key.dims()[2]);
-        let (key, key_hat) = self.key_tail(key, split);
-        let (value, value_hat) = self.value_tail(value, split);
-        let window = self.layout.window();
-        let spec = StreamSpec { window, first_query: self.len, first_key: split };
-        let tail = functions::stream(query.clone(), key, key_hat, value, value_hat, spec);
+        let (key, key_hat) = self.tail(Side::Keys, key, split);
+        let (value, value_hat) = self.tail(Side::Values, value, split);
+        let schedule = self.layout.schedule();
+        let spec = StreamSpec { schedule, first_query: self.len(), first_key: split };
+        let options = self.options;
+        let tail = functions::stream(query.clone(), key, key_hat, value, value_hat, spec, options);
         match split {
-            0 => tail.0,
-            _ => functions::merge(self.decode(query, split), tail),
+            0 => tail,
+            _ => self.decode(query, split).merge(tail),
         }
+        .with_dtype(dtype)
     }
 }

@@ -4,12 +4,14 @@ use core::ops::Range;
 
 use burn::{
     backend::Dispatch,
-    tensor::{DType, Device, Int, Tensor},
+    tensor::{DType, Device, Int, Tensor, TensorData},
 };
 
 use crate::{
-    CacheFloat, CacheShape, CacheState, Error, KvCacheOps, MemoryBytes, Packed, Result,
-    layout::{CacheLayout, QuantSpec},
+    Attention, AttentionOptions, CacheShape, CacheState, Error, KvCacheOps, MemoryBytes, Packed,
+    Result,
+    layout::{CacheLayout, QuantSpec, Side, Sides},
+    shapes,
 };
 
 /// The tensors, except while a backend writes them.
@@ -31,13 +33,6 @@ fn float_dims(layout: &CacheLayout) -> [usize; 4] {
     [batch, n_kv_heads, layout.float_rows(), head_dim]
 }
 
-fn float_dtype(layout: &CacheLayout) -> DType {
-    match layout.config().float {
-        CacheFloat::F32 => DType::F32,
-        CacheFloat::F16 => DType::F16,
-    }
-}
-
 impl State {
     pub(super) fn tensors(&self) -> &Tensors {
         self.0.as_ref().expect(LOST)
@@ -48,21 +43,22 @@ impl State {
     }
 
     pub(super) fn zeros(layout: &CacheLayout, device: &Device) -> Self {
+        let words = layout.sides().map(|side| side.words(layout.slices()));
         Self(Some(Tensors {
-            keys: Tensor::zeros([layout.key_words()], (device, DType::U32)),
-            values: Tensor::zeros([layout.value_words()], (device, DType::U32)),
-            floats: Tensor::zeros(float_dims(layout), (device, float_dtype(layout))),
+            keys: Tensor::zeros([words.keys], (device, DType::U32)),
+            values: Tensor::zeros([words.values], (device, DType::U32)),
+            floats: Tensor::zeros(float_dims(layout), (device, layout.config().float.dtype())),
         }))
     }
 
     /// Tensors as [`zeros`](Self::zeros) makes them.
     pub(super) fn of(layout: &CacheLayout, tensors: Tensors) -> Result<Self> {
         let Tensors { keys, values, floats } = &tensors;
-        let words = |n: usize| (vec![n], DType::U32);
-        let rows = (float_dims(layout).to_vec(), float_dtype(layout));
+        let words = layout.sides().map(|side| (vec![side.words(layout.slices())], DType::U32));
+        let rows = (float_dims(layout).to_vec(), layout.config().float.dtype());
         for (tensor, shape, dtype, fits) in [
-            ("keys", keys.dims().to_vec(), keys.dtype(), words(layout.key_words())),
-            ("values", values.dims().to_vec(), values.dtype(), words(layout.value_words())),
+            ("keys", keys.dims().to_vec(), keys.dtype(), words.keys),
+            ("values", values.dims().to_vec(), values.dtype(), words.values),
             ("floats", floats.dims().to_vec(), floats.dtype(), rows),
         ] {
             if (&shape, dtype) != (&fits.0, fits.1) {
@@ -112,12 +108,16 @@ impl State {
         value: Tensor<4>,
         position: Tensor<1, Int>,
         layout: CacheLayout,
-    ) -> Tensor<4> {
+        options: AttentionOptions,
+    ) -> Attention {
         let [query, key, value] = [query, key, value].map(Tensor::into_dispatch);
         let position = position.into_dispatch();
-        Tensor::from_dispatch(self.update(|state| {
-            <Dispatch as KvCacheOps>::step(state, query, key, value, position, layout)
-        }))
+        let (output, lse) = self.update(|state| {
+            let (state, output, lse) =
+                <Dispatch as KvCacheOps>::step(state, query, key, value, position, layout, options);
+            (state, (output, lse))
+        });
+        Attention { output: Tensor::from_dispatch(output), lse: Tensor::from_dispatch(lse) }
     }
 
     /// Gives a backend the only handles, so that it writes in place.
@@ -134,45 +134,79 @@ impl State {
         output
     }
 
-    /// Quantized keys of `tokens` (counted after the sinks, whole groups).
-    pub(super) fn packed_keys(
-        &self,
-        layout: &CacheLayout,
-        spec: QuantSpec,
-        tokens: Range<usize>,
-    ) -> Packed {
-        let width = layout.shape().head_dim;
-        let row = |token: usize| token / spec.group_size * spec.words_per_group();
-        let rows = row(tokens.start)..row(tokens.end);
-        Packed::new(
-            words(&self.tensors().keys, layout, layout.key_slice_words(), width, rows),
-            spec,
-        )
+    /// The tensors of some sequences of a batch with the layout `from`; `to` is theirs.
+    pub(super) fn select(&self, from: &CacheLayout, to: &CacheLayout, sequences: &[usize]) -> Self {
+        let Tensors { floats, .. } = self.tensors();
+        let index: Vec<i32> = sequences.iter().map(|&sequence| sequence as i32).collect();
+        let index = TensorData::new(index, [sequences.len()]);
+        let index = Tensor::<1, Int>::from_data(index, (&floats.device(), DType::I32));
+        let words = |side| self.words(from, side).map(|words| words.select(0, index.clone()));
+        Self::of_sequences(to, Sides::from_fn(words), floats.clone().select(0, index.clone()))
     }
 
-    /// Quantized values of `tokens` (counted after the sinks).
-    pub(super) fn packed_values(
+    /// The tensors of all sequences of several caches; `to` is their layout.
+    pub(super) fn join<'a>(
+        to: &CacheLayout,
+        parts: impl Iterator<Item = (&'a CacheLayout, &'a Self)> + Clone,
+    ) -> Self {
+        let words = |side| {
+            let words = parts.clone().map(|(layout, state)| state.words(layout, side));
+            words.collect::<Option<Vec<_>>>().map(|words| Tensor::cat(words, 0))
+        };
+        let floats = parts.clone().map(|(_, state)| state.tensors().floats.clone());
+        Self::of_sequences(to, Sides::from_fn(words), Tensor::cat(floats.collect(), 0))
+    }
+
+    /// The words of one side, `[batch, words]`, if there are any. The tensor may have more: see
+    /// [`SideLayout::words`](crate::layout::SideLayout::words).
+    fn words(&self, layout: &CacheLayout, side: Side) -> Option<Tensor<2, Int>> {
+        let Tensors { keys, values, .. } = self.tensors();
+        let all = match side {
+            Side::Keys => keys,
+            Side::Values => values,
+        };
+        let (batch, words) = (layout.shape().batch, layout.sides()[side].slice_words());
+        let words = layout.slices() / batch * words;
+        (words > 0).then(|| all.clone().narrow(0, 0, batch * words).reshape([batch, words]))
+    }
+
+    /// Tensors as [`zeros`](Self::zeros) makes them, with the words of each sequence and its float rows.
+    fn of_sequences(
+        layout: &CacheLayout,
+        words: Sides<Option<Tensor<2, Int>>>,
+        floats: Tensor<4>,
+    ) -> Self {
+        let mut zeros = Self::zeros(layout, &floats.device()).into_tensors();
+        for (all, words) in [&mut zeros.keys, &mut zeros.values].into_iter().zip(words.into_array())
+        {
+            if let Some(words) = words {
+                let words: Tensor<1, Int> = words.flatten(0, 1);
+                let more = all.dims()[0] - words.dims()[0];
+                *all = match more {
+                    0 => words,
+                    _ => Tensor::cat(vec![words, all.clone().narrow(0, 0, more)], 0),
+                };
+            }
+        }
+        Self(Some(Tensors { floats, ..zeros }))
+    }
+
+    /// Packed tokens of one side, if it has any; `tokens` are counted after the sinks and whole granules.
+    pub(super) fn packed(
         &self,
         layout: &CacheLayout,
+        side: Side,
         spec: QuantSpec,
         tokens: Range<usize>,
-    ) -> Packed {
-        let width = spec.words(1, layout.shape().head_dim);
-        let all = &self.tensors().values;
-        Packed::new(words(all, layout, layout.value_slice_words(), width, tokens), spec)
+    ) -> Option<Packed> {
+        let CacheShape { batch, n_kv_heads, head_dim } = layout.shape();
+        let slice_words = layout.sides()[side].slice_words();
+        // Rows as `quantize` gives them.
+        let [_, _, rows, width] = shapes::packed([1, 1, spec.granule(), head_dim], &spec);
+        let first = tokens.start / spec.granule() * rows;
+        let last = tokens.end / spec.granule() * rows;
+        let words = self.words(layout, side)?;
+        let words = words.reshape([batch, n_kv_heads, slice_words / width, width]);
+        Some(Packed::new(words.narrow(2, first, last - first), spec))
     }
-}
-
-/// Rows of `width` words of every slice, `[batch, n_kv_heads, rows, width]`.
-fn words(
-    all: &Tensor<1, Int>,
-    layout: &CacheLayout,
-    slice_words: usize,
-    width: usize,
-    rows: Range<usize>,
-) -> Tensor<4, Int> {
-    let CacheShape { batch, n_kv_heads, .. } = layout.shape();
-    // There may be more words than those of the slices: see `CacheLayout::key_words`.
-    let all = all.clone().narrow(0, 0, layout.slices() * slice_words);
-    all.reshape([batch, n_kv_heads, slice_words / width, width]).narrow(2, rows.start, rows.len())
 }

@@ -1,109 +1,66 @@
 //! Gathering the recent tokens of a cache whose form changes while a chunk is appended.
 
+use core::ops::Range;
+
 use burn::tensor::{DType, Tensor};
 
 use super::KvCache;
 use crate::{
-    Packed, SteGradient,
+    SteGradient,
     functions::{fake_quantize_from, store},
-    layout::QuantSpec,
+    layout::{Side, SideLayout},
 };
-
-/// One side of the cache, as far as gathering it goes.
-struct Side {
-    /// How it is quantized, if it is.
-    spec: Option<QuantSpec>,
-    /// Tokens after the sinks quantized now.
-    count: usize,
-    /// Whether the chunk quantizes more of them.
-    grows: bool,
-}
 
 impl KvCache {
     /// First token that some row of a chunk of `tokens` sees in another form than the cache holds,
-    /// rounded down so that packed groups are whole; 0 if the sinks would be cut.
+    /// rounded down so that packed granules are whole; 0 if the sinks would be cut.
     pub(super) fn split(&self, tokens: usize) -> usize {
-        let window = self.layout.window();
-        let (now, then) = (window.counts(self.len), window.counts(self.len + tokens));
-        let sinks = window.sink_tokens;
-        let mut split = self.len;
-        if then.keys > now.keys {
-            split = split.min(sinks + now.keys);
-        }
-        if then.values > now.values {
-            split = split.min(sinks + now.values);
-        }
-        if split <= sinks {
-            return 0;
-        }
-        match split < sinks + now.keys {
-            true => {
-                let group = self.layout.config().group_size;
-                match (split - sinks) / group * group {
-                    0 => 0,
-                    aligned => sinks + aligned,
-                }
-            }
-            false => split,
+        let (schedule, sides) = (self.layout.schedule(), self.layout.sides());
+        let (now, then) = (schedule.counts(self.len()), schedule.counts(self.len() + tokens));
+        let sinks = schedule.sink_tokens;
+        let grows = |side: &Side| then[*side] > now[*side];
+        let changing = Side::BOTH.into_iter().filter(grows).map(|side| sinks + now[side]);
+        let split = changing.min().unwrap_or(self.len()).min(self.len());
+        let Some(after_sinks) = split.checked_sub(sinks).filter(|&n| n > 0) else { return 0 };
+        let aligned = Side::BOTH.into_iter().fold(after_sinks, |n, side| match sides[side].spec {
+            Some(spec) if n < now[side] => n / spec.granule() * spec.granule(),
+            _ => n,
+        });
+        match aligned {
+            0 => 0,
+            aligned => sinks + aligned,
         }
     }
 
-    /// Keys from `split` on, the chunk's included, in float and fake-quantized.
-    pub(super) fn key_tail(&self, chunk: Tensor<4>, split: usize) -> (Tensor<4>, Tensor<4>) {
-        let window = self.layout.window();
-        let count = window.counts(self.len).keys;
-        let grows = window.counts(self.len + chunk.dims()[2]).keys > count;
-        let side = Side { spec: self.layout.key_spec(), count, grows };
-        self.tail(
-            chunk,
-            split,
-            side,
-            |spec, tokens| self.state.packed_keys(&self.layout, spec, tokens),
-            |token| self.layout.key_row(token),
-        )
-    }
-
-    /// Values from `split` on, the chunk's included, in float and fake-quantized.
-    pub(super) fn value_tail(&self, chunk: Tensor<4>, split: usize) -> (Tensor<4>, Tensor<4>) {
-        let window = self.layout.window();
-        let count = window.counts(self.len).values;
-        let grows = window.counts(self.len + chunk.dims()[2]).values > count;
-        let side = Side { spec: self.layout.value_spec(), count, grows };
-        self.tail(
-            chunk,
-            split,
-            side,
-            |spec, tokens| self.state.packed_values(&self.layout, spec, tokens),
-            |token| self.layout.value_row(token),
-        )
-    }
-
-    fn tail(
+    /// Keys or values from `split` on, the chunk's included, in float and fake-quantized.
+    pub(super) fn tail(
         &self,
+        side: Side,
         chunk: Tensor<4>,
         split: usize,
-        side: Side,
-        packed: impl Fn(QuantSpec, core::ops::Range<usize>) -> Packed,
-        row: impl Fn(usize) -> usize,
     ) -> (Tensor<4>, Tensor<4>) {
-        let sinks = self.layout.config().sink_tokens;
+        let (schedule, place) = (self.layout.schedule(), self.layout.sides()[side]);
+        let sinks = schedule.sink_tokens;
+        let count = schedule.counts(self.len())[side];
+        let grows = schedule.counts(self.len() + chunk.dims()[2])[side] > count;
         // Parts that are what they are to every row: sinks, then packed tokens.
         let mut fixed = Vec::new();
-        if split < sinks.min(self.len) {
-            fixed.extend(self.rows(split..sinks.min(self.len), &row));
+        if split < sinks.min(self.len()) {
+            fixed.extend(self.rows(split..sinks.min(self.len()), &place));
         }
-        let quantized = sinks + side.count;
-        if let (Some(spec), true) = (side.spec, split.max(sinks) < quantized) {
-            let tokens = split.max(sinks) - sinks..side.count;
-            fixed.push(packed(spec, tokens).dequantize());
+        let quantized = sinks + count;
+        if let (Some(spec), true) = (place.spec, split.max(sinks) < quantized) {
+            let tokens = split.max(sinks) - sinks..count;
+            let packed = self.state.packed(&self.layout, side, spec, tokens);
+            fixed.extend(packed.map(|packed| packed.dequantize()));
         }
         // Parts in float now, quantized to later rows.
-        let start = split.max(quantized).min(self.len);
-        let mut recent: Vec<_> = self.rows(start..self.len, &row);
+        let start = split.max(quantized).min(self.len());
+        let mut recent: Vec<_> = self.rows(start..self.len(), &place);
         recent.push(store(chunk, self.layout.config().float));
         let recent = concat(recent);
-        let recent_hat = match side.spec {
-            Some(spec) if side.grows => {
+        let recent_hat = match place.spec {
+            Some(spec) if grows => {
                 let skip = sinks.saturating_sub(start);
                 fake_quantize_from(recent.clone(), spec, skip, SteGradient::Identity)
             }
@@ -117,18 +74,14 @@ impl KvCache {
     }
 
     /// Float rows of consecutive tokens, in f32: one slice, or two where the ring wraps.
-    fn rows(
-        &self,
-        tokens: core::ops::Range<usize>,
-        row: impl Fn(usize) -> usize,
-    ) -> Vec<Tensor<4>> {
+    fn rows(&self, tokens: Range<usize>, place: &SideLayout) -> Vec<Tensor<4>> {
         let mut parts = Vec::new();
         let mut start = tokens.start;
         while start < tokens.end {
-            let first = row(start);
+            let first = place.row(start);
             let run = (start..tokens.end)
                 .zip(first..)
-                .take_while(|&(token, expected)| row(token) == expected)
+                .take_while(|&(token, expected)| place.row(token) == expected)
                 .count();
             parts.push(self.state.tensors().floats.clone().narrow(2, first, run).cast(DType::F32));
             start += run;

@@ -1,15 +1,19 @@
-use burn::{backend::Dispatch, tensor::Tensor};
-
-use crate::{
-    CacheFloat, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps, Result,
-    layout::{CacheLayout, CacheShape, StreamSpec},
+use burn::{
+    backend::Dispatch,
+    tensor::{DType, Tensor, activation},
 };
 
-use super::quantize::{check_dtype, debug_check_finite, fake_quantize_from};
+use crate::{
+    Attention, AttentionOptions, CacheFloat, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps,
+    Result,
+    layout::{CacheLayout, CacheShape, SideLayout, StreamSpec},
+};
+
+use super::quantize::{debug_check_finite, fake_quantize_from};
 
 /// Causal attention over a whole sequence exactly as a KIVI cache would compute it token by token,
 /// without the token loop: row `t` sees quantized keys and values by
-/// [`Window::counts`](crate::layout::Window::counts) and the rest in float. Scores are scaled by
+/// [`Schedule::counts`](crate::layout::Schedule::counts) and the rest in float. Scores are scaled by
 /// `1 / sqrt(head_dim)`.
 ///
 /// Differentiable in all three inputs, straight through the quantizer: this is what
@@ -18,8 +22,8 @@ use super::quantize::{check_dtype, debug_check_finite, fake_quantize_from};
 /// # Shapes
 /// - `query`: `[batch, n_heads, tokens, head_dim]`
 /// - `key`, `value`: `[batch, n_kv_heads, tokens, head_dim]`, keys after the position encoding;
-///   `n_kv_heads` divides `n_heads`
-/// - output: the shape of `query`
+///   `n_kv_heads` divides `n_heads`; all three f32, f16 or bf16, sums are f32
+/// - output: the shape and type of `query`, and its [`lse`](Attention::lse)
 ///
 /// What is not finite stays where it is seen: row `t` is not finite exactly if something it sees makes it
 /// so, a NaN or infinite score, or in one channel a value. Quantized tokens are always finite, as
@@ -35,11 +39,13 @@ pub fn streaming_attention(
     key: Tensor<4>,
     value: Tensor<4>,
     config: &KvCacheConfig,
-) -> Result<Tensor<4>> {
-    streaming_attention_with(query, key, value, config, FakeQuantOptions::default())
+) -> Result<Attention> {
+    let (fake_quant, options) = (FakeQuantOptions::default(), AttentionOptions::default());
+    streaming_attention_with(query, key, value, config, fake_quant, options)
 }
 
-/// [`streaming_attention`] with a choice of how training treats the quantizer.
+/// [`streaming_attention`] with a choice of how training treats the quantizer, and of how scores become
+/// weights.
 ///
 /// # Errors
 /// Those of [`streaming_attention`].
@@ -48,8 +54,10 @@ pub fn streaming_attention_with(
     key: Tensor<4>,
     value: Tensor<4>,
     config: &KvCacheConfig,
-    options: FakeQuantOptions,
-) -> Result<Tensor<4>> {
+    fake_quant: FakeQuantOptions,
+    options: AttentionOptions,
+) -> Result<Attention> {
+    options.validate()?;
     let shape = check_qkv("streaming_attention", &query, &key, &value)?;
     if query.dims()[2] != key.dims()[2] {
         return Err(Error::Shape {
@@ -67,7 +75,7 @@ pub fn streaming_attention_with(
     crate::backends::check_stream(query.dims(), key.dims(), spec, &device)?;
     debug_check_finite("streaming_attention", "key", &key)?;
     debug_check_finite("streaming_attention", "value", &value)?;
-    Ok(closed_form(query, key, value, &layout, options))
+    Ok(closed_form(query, key, value, &layout, fake_quant, options))
 }
 
 /// The closed form from an empty cache, for checked inputs.
@@ -76,32 +84,44 @@ pub(crate) fn closed_form(
     key: Tensor<4>,
     value: Tensor<4>,
     layout: &CacheLayout,
-    options: FakeQuantOptions,
-) -> Tensor<4> {
+    fake_quant: FakeQuantOptions,
+    options: AttentionOptions,
+) -> Attention {
     let config = layout.config();
+    let dtype = query.dtype();
+    let [query, key, value] = [query, key, value].map(floats);
     let (key, value) = (store(key, config.float), store(value, config.float));
-    let skip = if options.quantize_everything { 0 } else { config.sink_tokens };
-    let hat = |side: &Tensor<4>, spec| match spec {
-        Some(spec) => fake_quantize_from(side.clone(), spec, skip, options.gradient),
-        None => side.clone(),
+    let skip = if fake_quant.quantize_everything { 0 } else { config.sink_tokens };
+    let sides = layout.sides();
+    let hat = |tensor: &Tensor<4>, side: SideLayout| match side.spec {
+        Some(spec) => fake_quantize_from(tensor.clone(), spec, skip, fake_quant.gradient),
+        None => tensor.clone(),
     };
-    let (key_hat, value_hat) = (hat(&key, layout.key_spec()), hat(&value, layout.value_spec()));
-    if options.quantize_everything {
+    let (key_hat, value_hat) = (hat(&key, sides.keys), hat(&value, sides.values));
+    if fake_quant.quantize_everything {
         // Every row sees the restored form of every token.
         let spec = StreamSpec::whole(&KvCacheConfig::float());
-        return stream(query, key_hat.clone(), key_hat, value_hat.clone(), value_hat, spec).0;
+        let (key, value) = (key_hat.clone(), value_hat.clone());
+        return stream(query, key, key_hat, value, value_hat, spec, options).with_dtype(dtype);
     }
-    stream(query, key, key_hat, value, value_hat, StreamSpec::whole(config)).0
+    let spec = StreamSpec::whole(config);
+    stream(query, key, key_hat, value, value_hat, spec, options).with_dtype(dtype)
 }
 
-/// Rounds to the cache's float type, saturating, as storing in the cache does, with a
-/// straight-through gradient.
+/// A query, keys or values in f32.
+pub(crate) fn floats(tensor: Tensor<4>) -> Tensor<4> {
+    match tensor.dtype() {
+        DType::F32 => tensor,
+        _ => tensor.cast(DType::F32),
+    }
+}
+
+/// Rounds to the cache's float type, as storing in the cache does, with a straight-through gradient.
 pub(crate) fn store(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     match float {
         CacheFloat::F32 => tensor,
-        CacheFloat::F16 => {
-            let rounded = <Dispatch as KvCacheOps>::round_to_f16(tensor.into_dispatch());
-            Tensor::from_dispatch(rounded)
+        _ => {
+            Tensor::from_dispatch(<Dispatch as KvCacheOps>::round_to(tensor.into_dispatch(), float))
         }
     }
 }
@@ -114,7 +134,8 @@ pub(crate) fn stream(
     value: Tensor<4>,
     value_hat: Tensor<4>,
     spec: StreamSpec,
-) -> (Tensor<4>, Tensor<3>) {
+    options: AttentionOptions,
+) -> Attention {
     let (output, lse) = <Dispatch as KvCacheOps>::streaming_attention(
         query.into_dispatch(),
         key.into_dispatch(),
@@ -122,20 +143,37 @@ pub(crate) fn stream(
         value.into_dispatch(),
         value_hat.into_dispatch(),
         spec,
+        options,
     );
-    (Tensor::from_dispatch(output), Tensor::from_dispatch(lse))
+    Attention { output: Tensor::from_dispatch(output), lse: Tensor::from_dispatch(lse) }
 }
 
-/// Merges attention over two disjoint sets of tokens by their log-sum-exps.
-pub(crate) fn merge(a: (Tensor<4>, Tensor<3>), b: (Tensor<4>, Tensor<3>)) -> Tensor<4> {
-    let weight = burn::tensor::activation::sigmoid(a.1.clone() - b.1.clone());
-    let weight = weight.unsqueeze_dim::<4>(3);
-    // Where all scores of a part are -inf, it has no output: 0 / 0.
-    let [a, b] = [a, b].map(|(output, lse)| {
-        let none = lse.lower_elem(f32::MIN).unsqueeze_dim::<4>(3).expand(output.dims());
-        output.mask_fill(none, 0.0)
-    });
-    (a - b.clone()) * weight + b
+impl Attention {
+    /// With the output in the type of the query.
+    pub(crate) fn with_dtype(self, dtype: DType) -> Self {
+        match self.output.dtype() == dtype {
+            true => self,
+            false => Self { output: self.output.cast(dtype), ..self },
+        }
+    }
+
+    /// Attention over the tokens of both, which have none in common.
+    pub(crate) fn merge(self, other: Self) -> Self {
+        let difference = self.lse.clone() - other.lse.clone();
+        let weight = activation::sigmoid(difference.clone());
+        // ln(e^a + e^b), of the greater one and the difference; where both are -inf, that is NaN.
+        let lse = self.lse.clone().max_pair(other.lse.clone())
+            + activation::softplus(-difference.abs(), 1.0);
+        let none = self.lse.clone().max_pair(other.lse.clone()).lower_elem(f32::MIN);
+        let lse = lse.mask_fill(none, f32::NEG_INFINITY);
+        let weight = weight.unsqueeze_dim::<4>(3);
+        // Where all scores of a part are -inf, it has no output: 0 / 0.
+        let [a, b] = [self, other].map(|Self { output, lse }| {
+            let none = lse.lower_elem(f32::MIN).unsqueeze_dim::<4>(3).expand(output.dims());
+            output.mask_fill(none, 0.0)
+        });
+        Self { output: (a - b.clone()) * weight + b, lse }
+    }
 }
 
 /// Checks that query, key and value fit each other and returns the cache shape they imply.
@@ -166,8 +204,20 @@ pub(crate) fn check_qkv(
     if !q[1].is_multiple_of(k[1]) {
         return fail("query", q, format!("n_heads must be a multiple of n_kv_heads {}", k[1]));
     }
-    for (name, tensor) in [("query", query), ("key", key), ("value", value)] {
-        check_dtype(op, name, tensor)?;
+    let dtype = query.dtype();
+    if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+        return Err(Error::Unsupported {
+            what: format!("{op}: query of type {dtype:?}"),
+            why: "query, key and value are f32, f16 or bf16".to_string(),
+        });
+    }
+    for (name, tensor) in [("key", key), ("value", value)] {
+        if tensor.dtype() != dtype {
+            return Err(Error::Unsupported {
+                what: format!("{op}: {name} of type {:?}", tensor.dtype()),
+                why: format!("the query is of type {dtype:?}"),
+            });
+        }
     }
     Ok(CacheShape { batch: k[0], n_kv_heads: k[1], head_dim: k[3] })
 }

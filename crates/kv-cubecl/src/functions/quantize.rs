@@ -176,7 +176,7 @@ fn check(op: &'static str, input: &Tensor<4>, spec: QuantSpec) -> Result<()> {
 }
 
 /// Everything is computed in f32; another type would be read as if it were.
-pub(super) fn check_dtype(op: &'static str, name: &'static str, tensor: &Tensor<4>) -> Result<()> {
+fn check_dtype(op: &'static str, name: &'static str, tensor: &Tensor<4>) -> Result<()> {
     match tensor.dtype() {
         DType::F32 => Ok(()),
         dtype => Err(Error::Unsupported {

@@ -15,10 +15,10 @@ mod codec;
 mod cuda_source;
 pub(crate) mod decode_attention;
 mod grid;
+mod layout;
 pub(crate) mod quantize;
 mod row_blocks;
 pub(crate) mod streaming_attention;
-mod window;
 
 use cubecl::client::Client;
 

@@ -5,7 +5,6 @@ use std::collections::VecDeque;
 use super::{
     attention::attend_row,
     quantizer::{dequantize_group, quantize_group},
-    tensor::round_to_f16,
 };
 use crate::{Bits, CacheFloat, CacheShape, Flush, KvCacheConfig, QuantizedCounts};
 
@@ -174,10 +173,7 @@ impl StreamOracle {
 
 /// As a cache of this type holds it in float.
 pub(super) fn stored(x: &[f32], float: CacheFloat) -> Vec<f32> {
-    match float {
-        CacheFloat::F32 => x.to_vec(),
-        CacheFloat::F16 => x.iter().map(|&x| round_to_f16(x)).collect(),
-    }
+    x.iter().map(|&x| float.round(x)).collect()
 }
 
 pub(super) fn to_f64(x: &[f32]) -> Vec<f64> {

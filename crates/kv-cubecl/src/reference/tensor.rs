@@ -1,8 +1,6 @@
 //! Whole tensors, in the logical form that tools exchange.
 
-use half::f16;
-
-use super::quantizer::{F16_MAX, QuantizedGroup, dequantize_group, quantize_group};
+use super::quantizer::{QuantizedGroup, dequantize_group, quantize_group};
 use crate::{Granularity, Logical};
 
 /// Where the elements of every group lie: one list of indices into the tensor per group, groups in
@@ -118,11 +116,6 @@ pub fn fake_quantize(
 ) -> Vec<f32> {
     let packed = quantize(input, shape, granularity, n_bits, group_size);
     dequantize(&packed, shape, granularity, n_bits, group_size)
-}
-
-/// Rounds to the nearest finite f16 and back, as storing in an f16 cache does; NaN stays NaN.
-pub(super) fn round_to_f16(value: f32) -> f32 {
-    f16::from_f32(value.clamp(-F16_MAX, F16_MAX)).to_f32()
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Attention through a cache, and in parallel, against the oracle's f64 over the same codes.
 
-use kv_cubecl::{Error, KvCache, KvCacheConfig, On, Target, streaming_attention};
+use kv_cubecl::{CacheFloat, Error, KvCache, KvCacheConfig, On, Side, Target, streaming_attention};
 
 use crate::common::{
     CLOSE, Host, Rng, Setup, attend, check_properties, close, setups, skipped, stamp,
@@ -12,7 +12,7 @@ stamp!(
     head_dims,
     sinks,
     bits_of_keys_and_values_apart,
-    f16_residual,
+    narrow_floats,
     any_configuration,
     last_step_over_the_dequantized_cache,
     a_long_text,
@@ -36,7 +36,7 @@ pub(crate) fn check<T: Target>(on: &On<T>, text: &Setup) {
     close(format!("{text:?}: token by token"), &output, &expected.output, CLOSE);
 
     let [q, k, v] = text.on(on);
-    let parallel = Host::of(streaming_attention(q, k, v, &text.config).unwrap());
+    let parallel = Host::of(streaming_attention(q, k, v, &text.config).unwrap().output);
     assert_eq!(parallel.shape, text.query.shape);
     close(format!("{text:?}: in parallel"), &parallel, &expected.output, CLOSE);
 }
@@ -99,19 +99,22 @@ fn bits_of_keys_and_values_apart<T: Target>(on: &On<T>) {
     }
 }
 
-/// Keys and values are rounded to f16 as they enter, and so they are in the oracle. Nothing else is in
-/// f16, so what is left are the errors of f32; a cache that did not round would be off by 1e-4 and more.
-fn f16_residual<T: Target>(on: &On<T>) {
-    for name in ["k2v2-g16-r16-f16", "k4v2-g32-r32-s4-after-f16", "k16v4-g16-r32-f16", "float-f16"]
-    {
-        let text = Setup::new(name, [1, 4, 2, 71, 64], 10);
-        match KvCache::new(&text.config, text.shape(), on) {
-            Ok(_) => check(on, &text),
-            Err(error @ Error::Unsupported { .. }) => {
-                assert!(!on.supports_dtype(burn::tensor::DType::F16), "{error}");
-                skipped(&error.to_string());
+/// Keys and values are rounded to the cache's float type as they enter, and so they are in the oracle.
+/// Nothing else is, so what is left are the errors of f32; a cache that did not round would be off by 1e-4
+/// and more.
+fn narrow_floats<T: Target>(on: &On<T>) {
+    for name in ["k2v2-g16-r16", "k4v2-g32-r32-s4-after", "k16v4-g16-r32", "float"] {
+        for &float in CacheFloat::ALL {
+            let text = Setup::new(name, [1, 4, 2, 71, 64], 10);
+            let text = Setup { config: text.config.with_float(float), ..text };
+            match KvCache::new(&text.config, text.shape(), on) {
+                Ok(_) => check(on, &text),
+                Err(error @ Error::Unsupported { .. }) => {
+                    assert!(!on.supports_dtype(float.dtype()), "{error}");
+                    skipped(&error.to_string());
+                }
+                Err(error) => panic!("{error}"),
             }
-            Err(error) => panic!("{error}"),
         }
     }
 }
@@ -134,8 +137,8 @@ fn last_step_over_the_dequantized_cache<T: Target>(on: &On<T>) {
             }
             None => float.clone(),
         };
-        let keys = seen(cache.packed_keys(), &text.key);
-        let values = seen(cache.packed_values(), &text.value);
+        let keys = seen(cache.packed(Side::Keys), &text.key);
+        let values = seen(cache.packed(Side::Values), &text.value);
         assert_eq!(keys.shape, text.key.shape);
         let mut expected = Vec::new();
         for (head, row) in text.query.tokens(149..150).f64().chunks(64).enumerate() {
@@ -163,7 +166,7 @@ fn a_long_text<T: Target>(on: &On<T>) {
         close(format!("{text:?}: after an append"), &output, &tail, CLOSE);
         assert_eq!(cache.quantized_counts(), run.counts[1300]);
         let [q, k, v] = text.on(on);
-        let parallel = Host::of(streaming_attention(q, k, v, &text.config).unwrap());
+        let parallel = Host::of(streaming_attention(q, k, v, &text.config).unwrap().output);
         close(format!("{text:?}: in parallel"), &parallel, &run.output, CLOSE);
     }
 }
@@ -194,7 +197,7 @@ fn training_and_serving_agree<T: Target>(on: &On<T>) {
             let counts = cache.quantized_counts();
             assert!(counts.keys == 2 * config.residual_length && counts.values > 0, "{counts:?}");
             let [q, k, v] = text.on(on);
-            let parallel = Host::of(streaming_attention(q, k, v, &text.config).unwrap());
+            let parallel = Host::of(streaming_attention(q, k, v, &text.config).unwrap().output);
             close(format!("{text:?}"), &streamed, &parallel.f64(), tolerance);
         }
     }
@@ -212,14 +215,15 @@ fn strided_inputs<T: Target>(on: &On<T>) {
         let inner = burn::tensor::Tensor::cat(vec![rest.clone(), tensor.swap_dims(1, 2), rest], 3);
         inner.narrow(3, head_dim, head_dim).swap_dims(1, 2)
     });
-    let parallel = streaming_attention(q.clone(), k.clone(), v.clone(), &text.config).unwrap();
+    let parallel =
+        streaming_attention(q.clone(), k.clone(), v.clone(), &text.config).unwrap().output;
     close("in parallel", &Host::of(parallel), &expected, CLOSE);
     for sizes in [vec![1; 50], vec![20, 1, 29], vec![50]] {
         let mut cache = text.cache(on);
         let (mut outputs, mut start) = (Vec::new(), 0);
         for &size in &sizes {
             let [q, k, v] = [&q, &k, &v].map(|x| x.clone().narrow(2, start, size));
-            outputs.push(Host::of(cache.attend(q, k, v).unwrap()));
+            outputs.push(Host::of(cache.attend(q, k, v).unwrap().output));
             start += size;
         }
         close(format!("in chunks {sizes:?}"), &Host::cat(&outputs), &expected, CLOSE);
@@ -232,7 +236,8 @@ fn the_capacity_is_not_read_in_parallel<T: Target>(on: &On<T>) {
     let [q, k, v] = text.on(on);
     for capacity in [0, 1, 39, usize::MAX] {
         let config = text.config.with_capacity(capacity);
-        let parallel = streaming_attention(q.clone(), k.clone(), v.clone(), &config).unwrap();
+        let parallel =
+            streaming_attention(q.clone(), k.clone(), v.clone(), &config).unwrap().output;
         let what = format!("capacity {capacity}");
         close(what, &Host::of(parallel), &text.reference().output, CLOSE);
     }

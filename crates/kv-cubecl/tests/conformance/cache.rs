@@ -1,7 +1,7 @@
 //! The life of a cache: capacity, reset, clones, parts.
 
 use burn::tensor::{DType, Tensor};
-use kv_cubecl::{CacheParts, Error, KvCache, On, Target, streaming_attention};
+use kv_cubecl::{CacheParts, Error, KvCache, On, Side, Target, streaming_attention};
 
 use crate::common::{CLOSE, Host, Rng, Setup, attend, close, equal_bits, snapshot, stamp};
 
@@ -75,7 +75,7 @@ fn capacity_below_the_window<T: Target>(on: &On<T>) {
             let mut cache = text.cache(on);
             let output = attend(&mut cache, &text, &vec![1; tokens], on);
             close(format!("{text:?}"), &output, &text.reference().output, CLOSE);
-            assert!(cache.packed_keys().is_none() && cache.packed_values().is_none());
+            assert!(Side::BOTH.iter().all(|&side| cache.packed(side).is_none()));
         }
     }
 }
@@ -92,7 +92,7 @@ fn reset_then_reused<T: Target>(on: &On<T>) {
         attend(&mut reused, &text, &[75], on);
         reused.reset();
         assert!(reused.is_empty());
-        assert!(reused.packed_keys().is_none() && reused.packed_values().is_none());
+        assert!(Side::BOTH.iter().all(|&side| reused.packed(side).is_none()));
         let got = attend(&mut reused, &second, &sizes, on);
         equal_bits(format!("{text:?}"), &got.data, &expected.data);
         assert_eq!(reused.memory_bytes(), memory);
@@ -136,7 +136,7 @@ fn parts_round_trip<T: Target>(on: &On<T>) {
             let before = snapshot(&cache);
             let (memory, counts) = (cache.memory_bytes(), cache.quantized_counts());
             let parts = cache.into_parts();
-            assert_eq!(parts.len, prefix);
+            assert_eq!(parts.lens, [prefix].repeat(text.shape().batch));
             let cache = KvCache::from_parts(&text.config, text.shape(), parts).unwrap();
             assert!(snapshot(&cache) == before, "{text:?}");
             assert_eq!((cache.memory_bytes(), cache.quantized_counts()), (memory, counts));
@@ -159,7 +159,8 @@ fn parts_that_do_not_fit<T: Target>(on: &On<T>) {
     refused(CacheParts { values: other.values.clone(), ..parts() }, "values");
     let narrow = parts().floats.narrow(2, 0, 3);
     refused(CacheParts { floats: narrow, ..parts() }, "floats");
-    let beyond = build(CacheParts { len: 76, ..parts() }).unwrap_err();
+    refused(CacheParts { lens: vec![1, 1], ..parts() }, "lens");
+    let beyond = build(CacheParts { lens: vec![76], ..parts() }).unwrap_err();
     assert!(matches!(beyond, Error::CapacityExceeded { capacity: 75, .. }), "{beyond}");
     if on.supports_dtype(DType::F16) {
         let half = parts().floats.cast(DType::F16);
@@ -178,7 +179,7 @@ fn parts_that_do_not_fit<T: Target>(on: &On<T>) {
         let error = build(CacheParts { keys: elsewhere, ..parts() }).unwrap_err();
         assert!(error.to_string().contains("from_parts: keys"), "{error}");
     }
-    assert!(build(CacheParts { len: 75, ..parts() }).is_ok());
+    assert!(build(CacheParts { lens: vec![75], ..parts() }).is_ok());
 }
 
 /// A prefix kept on the host and read back on the device goes on as if nothing had happened.
@@ -197,7 +198,7 @@ fn stored_prefix_continues<T: Target>(on: &On<T>) {
             keys: words(stored.keys),
             values: words(stored.values),
             floats: Tensor::from_data(stored.floats.into_data(), &**on),
-            len: stored.len,
+            lens: stored.lens,
         };
         let mut restored = KvCache::from_parts(&text.config, text.shape(), parts).unwrap();
         let rest = text.tokens(prefix..75);
@@ -220,10 +221,10 @@ fn values_beyond_f16_saturate<T: Target>(on: &On<T>) {
     let mut cache = text.cache(on);
     for t in 0..3 {
         let at = |x: &Tensor<4>| x.clone().narrow(2, t, 1);
-        let output = cache.attend(at(&q), at(&k), at(&huge)).unwrap();
+        let output = cache.attend(at(&q), at(&k), at(&huge)).unwrap().output;
         // Weights sum to 1 within f32 rounding.
         assert!(((output / 65504.0 - 1.0).abs().max().into_scalar::<f32>()) < 1e-5);
     }
-    let parallel = streaming_attention(q, k, huge, &text.config).unwrap();
+    let parallel = streaming_attention(q, k, huge, &text.config).unwrap().output;
     assert!(((parallel / 65504.0 - 1.0).abs().max().into_scalar::<f32>()) < 1e-5);
 }

@@ -1,7 +1,7 @@
 //! How a text is cut into chunks changes nothing.
 
 use burn::tensor::DType;
-use kv_cubecl::{KvCache, On, Target};
+use kv_cubecl::{CacheFloat, KvCache, On, Side, Target};
 
 use crate::common::{
     CLOSE, Host, Rng, Setup, attend, check_properties, chunk_sizes, close, setups, skipped,
@@ -14,7 +14,7 @@ stamp!(
     appended_then_attended,
     peek_any_chunk,
     many_rows_over_packed_history,
-    many_rows_over_f16_history,
+    many_rows_over_narrow_floats,
 );
 
 /// What a cache holds, meaningfully: codes and parameters, and the float rows of tokens in float.
@@ -24,15 +24,11 @@ pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
     let counts = cache.quantized_counts();
     let sinks = text.config.sink_tokens;
     let group = text.config.group_size;
-    let layout = *cache.layout();
+    let sides = cache.layout().sides();
     let floats = Host::of(cache.clone().into_parts().floats.cast(DType::F32));
-    let sides = [
-        (&text.key, cache.packed_keys(), counts.keys, layout.key_spec()),
-        (&text.value, cache.packed_values(), counts.values, layout.value_spec()),
-    ];
-    for (side, (host, packed, count, spec)) in sides.into_iter().enumerate() {
-        let side_name = ["keys", "values"][side];
-        let what = format!("{text:?} {what}: {side_name}");
+    for (side, host) in [(Side::Keys, &text.key), (Side::Values, &text.value)] {
+        let (packed, count, spec) = (cache.packed(side), counts[side], sides[side].spec);
+        let what = format!("{text:?} {what}: {side}");
         assert_eq!(packed.is_some(), count > 0, "{what}");
         if let (Some(packed), Some(spec)) = (packed, spec) {
             let host = host.tokens(sinks..sinks + count);
@@ -42,7 +38,7 @@ pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
             assert!(packed.to_logical() == expected, "{what}: codes or parameters");
         }
         for token in (0..sinks.min(text.len())).chain(sinks + count..text.len()) {
-            let row = if side == 0 { layout.key_row(token) } else { layout.value_row(token) };
+            let row = sides[side].row(token);
             let (got, expected) = (floats.tokens(row..row + 1), host.tokens(token..token + 1));
             assert!(got.data == expected.data, "{what}: float row of token {token}");
         }
@@ -116,7 +112,7 @@ fn peek_any_chunk<T: Target>(on: &On<T>) {
         }
         let before = snapshot(&cache);
         let [q, k, v] = text.tokens(start..end).on(on);
-        let peeked = Host::of(cache.peek(q, k, v).unwrap());
+        let peeked = Host::of(cache.peek(q, k, v).unwrap().output);
         assert!(snapshot(&cache) == before, "{text:?}: peek wrote");
         let attended = attend(&mut cache, &text.tokens(start..end), &[end - start], on);
         close(format!("{text:?} peek {start}..{end}"), &peeked, &attended.f64(), CLOSE);
@@ -162,13 +158,18 @@ fn many_rows_over_packed_history<T: Target>(on: &On<T>) {
     }
 }
 
-/// f16 rows as sinks, and as keys or values of all tokens. They are widened, so that the errors are those
+/// Narrow rows as sinks, and as keys or values of all tokens. They are widened, so that the errors are those
 /// of f32.
-fn many_rows_over_f16_history<T: Target>(on: &On<T>) {
-    if !on.supports_dtype(DType::F16) {
-        return skipped("the device has no f16");
-    }
-    for name in ["k2v2-g16-r16-s4-f16", "k16v4-g16-r32-f16", "k4v16-g16-r16-f16", "float-f16"] {
-        check_last_chunk(on, &Setup::new(name, [1, 6, 2, 180, 64], 14), 15);
+fn many_rows_over_narrow_floats<T: Target>(on: &On<T>) {
+    for &float in CacheFloat::ALL {
+        if !on.supports_dtype(float.dtype()) {
+            skipped(&format!("the device has no {}", float.name()));
+            continue;
+        }
+        for name in ["k2v2-g16-r16-s4", "k16v4-g16-r32", "k4v16-g16-r16", "float"] {
+            let text = Setup::new(name, [1, 6, 2, 180, 64], 14);
+            let config = text.config.with_float(float);
+            check_last_chunk(on, &Setup { config, ..text }, 15);
+        }
     }
 }

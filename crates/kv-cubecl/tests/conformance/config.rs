@@ -2,7 +2,7 @@
 
 use kv_cubecl::{
     Bits, CacheFloat, CacheShape, Error, Flush, Granularity, KvCacheConfig, QuantizedCounts,
-    layout::{CacheLayout, QuantSpec, Window},
+    layout::{CacheLayout, QuantSpec, Schedule},
     reference::StreamOracle,
 };
 use proptest::prelude::*;
@@ -241,10 +241,10 @@ fn counts_are_the_oracles() {
         let head_dim = 16 * group;
         let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim };
         let (mut oracle, row) = (StreamOracle::new(&config, shape), vec![1.0; head_dim]);
-        assert_eq!(Window::new(&config).counts(0), QuantizedCounts::default());
+        assert_eq!(Schedule::new(&config).counts(0), QuantizedCounts::default());
         for t in 0..3 * config.residual_length + sinks + 2 {
             let expected = oracle.append(&row, &row);
-            assert_eq!(Window::new(&config).counts(t + 1), expected, "{config} after token {t}");
+            assert_eq!(Schedule::new(&config).counts(t + 1), expected, "{config} after token {t}");
         }
     });
 }
@@ -259,14 +259,15 @@ fn float_rows_do_not_collide() {
             let config = name.parse::<KvCacheConfig>().unwrap().with_capacity(capacity);
             let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: 64 };
             let layout = CacheLayout::new(&config, shape).unwrap();
+            let sides = layout.sides();
             for len in 1..=capacity {
-                let counts = layout.window().counts(len);
+                let counts = layout.schedule().counts(len);
                 let in_float = |count: usize| {
                     let sinks = config.sink_tokens;
                     (0..len).filter(move |&t| t < sinks || t >= sinks + count)
                 };
-                let keys = in_float(counts.keys).map(|t| layout.key_row(t));
-                let values = in_float(counts.values).map(|t| layout.value_row(t));
+                let keys = in_float(counts.keys).map(|t| sides.keys.row(t));
+                let values = in_float(counts.values).map(|t| sides.values.row(t));
                 let mut rows: Vec<usize> = keys.chain(values).collect();
                 let n_rows = rows.len();
                 rows.sort_unstable();

@@ -1,7 +1,7 @@
 //! How far a quantized cache is from attention over the original values: never at zero, never
 //! beyond what was measured.
 
-use kv_cubecl::{On, Target, reference, streaming_attention};
+use kv_cubecl::{On, Side, Target, reference, streaming_attention};
 
 use crate::common::{Host, Setup, attend, stamp};
 
@@ -42,7 +42,7 @@ fn error_within_its_envelope<T: Target>(on: &On<T>) {
         let want = original(&text);
         let streamed = attend(&mut text.cache(on), &text, &[100, 1, 1, 98], on);
         let [q, k, v] = text.on(on);
-        let parallel = Host::of(streaming_attention(q, k, v, &text.config).unwrap());
+        let parallel = Host::of(streaming_attention(q, k, v, &text.config).unwrap().output);
         for (how, got) in [("streamed", streamed), ("parallel", parallel)] {
             let error = distance(&got.data, &want);
             assert!(
@@ -78,7 +78,10 @@ fn keys_and_values_are_each_quantized<T: Target>(on: &On<T>) {
         let restored = Host::of(packed.expect("something is quantized").dequantize());
         distance(&restored.data, &host.tokens(0..restored.shape[2]).f64())
     };
-    let errors = (error(cache.packed_keys(), &text.key), error(cache.packed_values(), &text.value));
+    let errors = (
+        error(cache.packed(Side::Keys), &text.key),
+        error(cache.packed(Side::Values), &text.value),
+    );
     // Two bits: half a step is a sixth of a group's range.
     assert!(errors.0 > 0.01 && errors.0 < 0.3, "keys are off by {}", errors.0);
     assert!(errors.1 > 0.01 && errors.1 < 0.3, "values are off by {}", errors.1);

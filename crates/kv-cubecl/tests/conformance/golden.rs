@@ -4,13 +4,13 @@
 use std::{collections::HashMap, fs, path::PathBuf};
 
 use kv_cubecl::{
-    Bits, Flush, Granularity, KvCacheConfig, Logical, On, QuantizedCounts, Target, quantize,
-    reference, streaming_attention,
+    Bits, CacheFloat, Flush, Granularity, KvCacheConfig, Logical, On, QuantizedCounts, Target,
+    quantize, reference, streaming_attention,
 };
 use safetensors::SafeTensors;
 
 use crate::common::{
-    CLOSE, Host, Rng, Setup, attend, chunk_sizes, close, equal_bits, snapshot, stamp,
+    CLOSE, Host, Rng, Setup, attend, chunk_sizes, close, equal_bits, skipped, snapshot, stamp,
 };
 
 stamp!(quantizer_files, stream_files, stream_files_in_parallel, stream_files_in_chunks);
@@ -84,6 +84,10 @@ impl File {
             .with_residual_length(self.number("residual_length"))
             .with_sink_tokens(self.number("sink_tokens"))
             .with_capacity(key.shape[2])
+            .with_float(match self.metadata.get("float") {
+                None => CacheFloat::F32,
+                Some(name) => *CacheFloat::ALL.iter().find(|float| float.name() == name).unwrap(),
+            })
             .with_flush(match self.metadata["flush"].as_str() {
                 "before" => Flush::BeforeAttention,
                 "after" => Flush::AfterAttention,
@@ -119,9 +123,23 @@ fn quantizer_files<T: Target>(on: &On<T>) {
     }
 }
 
+/// The streams of caches whose float type the device has.
+fn streams<T: Target>(on: &On<T>) -> Vec<File> {
+    let mut files = files("stream_");
+    files.retain(|file| {
+        let float = file.text().config.float;
+        let has = on.supports_dtype(float.dtype());
+        if !has {
+            skipped(&format!("{}: the device has no {}", file.name, float.name()));
+        }
+        has
+    });
+    files
+}
+
 /// One token at a time; before each, what `peek` says must be what `attend` then says.
 fn stream_files<T: Target>(on: &On<T>) {
-    for file in files("stream_") {
+    for file in streams(on) {
         let (text, expected, counts) = (file.text(), file.host("output"), file.counts());
         let mut cache = text.cache(on);
         let mut outputs = Vec::new();
@@ -132,7 +150,7 @@ fn stream_files<T: Target>(on: &On<T>) {
             if t % 7 == 0 && ahead > t {
                 let before = snapshot(&cache);
                 let [q, k, v] = text.tokens(t + 1..ahead + 1).on(on);
-                let peeked = Host::of(cache.peek(q, k, v).unwrap());
+                let peeked = Host::of(cache.peek(q, k, v).unwrap().output);
                 let expected = expected.tokens(t + 1..ahead + 1).f64();
                 close(format!("{}: peek after {t}", file.name), &peeked, &expected, CLOSE);
                 assert!(snapshot(&cache) == before, "{}: peek wrote after {t}", file.name);
@@ -143,16 +161,16 @@ fn stream_files<T: Target>(on: &On<T>) {
 }
 
 fn stream_files_in_parallel<T: Target>(on: &On<T>) {
-    for file in files("stream_") {
+    for file in streams(on) {
         let text = file.text();
         let [q, k, v] = text.on(on);
-        let output = streaming_attention(q, k, v, &text.config).unwrap();
+        let output = streaming_attention(q, k, v, &text.config).unwrap().output;
         close(&file.name, &Host::of(output), &file.host("output").f64(), CLOSE);
     }
 }
 
 fn stream_files_in_chunks<T: Target>(on: &On<T>) {
-    for (seed, file) in files("stream_").into_iter().enumerate() {
+    for (seed, file) in streams(on).into_iter().enumerate() {
         let (text, counts) = (file.text(), file.counts());
         let mut rng = Rng::new(seed as u64);
         for largest in [5, 40, text.len()] {

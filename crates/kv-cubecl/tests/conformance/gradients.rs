@@ -4,7 +4,8 @@
 
 use burn::tensor::{DType, Device, Tensor};
 use kv_cubecl::{
-    Bits, Error, FakeQuantOptions, Granularity, KvCache, On, SteGradient, Target, fake_quantize,
+    AttentionOptions, Bits, Error, FakeQuantOptions, Granularity, KvCache, On, SteGradient, Target,
+    fake_quantize,
     reference::{self, causal_attention, stream_gradients},
     streaming_attention, streaming_attention_with,
 };
@@ -36,8 +37,15 @@ pub(crate) fn gradients_with(
 ) -> [Host; 3] {
     let [q, k, v] = text.on(on).map(Tensor::require_grad);
     let inputs = (q.clone(), k.clone(), v.clone());
-    let output = streaming_attention_with(inputs.0, inputs.1, inputs.2, &text.config, options);
-    let grads = (output.unwrap() * weight.on(on)).sum().backward();
+    let output = streaming_attention_with(
+        inputs.0,
+        inputs.1,
+        inputs.2,
+        &text.config,
+        options,
+        AttentionOptions::default(),
+    );
+    let grads = (output.unwrap().output * weight.on(on)).sum().backward();
     [q, k, v].map(|x| Host::of(x.grad(&grads).expect("a gradient")))
 }
 
@@ -165,7 +173,7 @@ fn strided_inputs<T: Target>(on: &On<T>) {
     let expected = gradients(on, &text, &weight);
     let leaves = text.on(on).map(|x| x.swap_dims(1, 2).mul_scalar(1.0).require_grad());
     let [q, k, v] = leaves.clone().map(|x| x.swap_dims(1, 2));
-    let output = streaming_attention(q, k, v, &text.config).unwrap();
+    let output = streaming_attention(q, k, v, &text.config).unwrap().output;
     // The gradient of the output is strided as well.
     let grads = (output.swap_dims(1, 2) * weight.on(on).swap_dims(1, 2)).sum().backward();
     for (leaf, expected) in leaves.iter().zip(expected) {
@@ -185,7 +193,16 @@ fn one_input_at_a_time<T: Target>(on: &On<T>) {
             inputs[which] = inputs[which].clone().require_grad();
             let leaf = inputs[which].clone();
             let [q, k, v] = inputs;
-            let output = streaming_attention_with(q, k, v, &text.config, options).unwrap();
+            let output = streaming_attention_with(
+                q,
+                k,
+                v,
+                &text.config,
+                options,
+                AttentionOptions::default(),
+            )
+            .unwrap()
+            .output;
             let grads = (output * weight.on(on)).sum().backward();
             close(which, &Host::of(leaf.grad(&grads).unwrap()), &expected.f64(), CLOSE);
         }
@@ -215,11 +232,11 @@ fn the_forward_pass_is_the_same<T: Target>(on: &On<T>) {
     let text = Setup::new("k4v2-g16-r16-s4", [1, 4, 2, 60, 64], 86);
     let plain = (**on).clone().without_autodiff();
     let [q, k, v] = text.on(&plain);
-    let expected = Host::of(streaming_attention(q, k, v, &text.config).unwrap());
+    let expected = Host::of(streaming_attention(q, k, v, &text.config).unwrap().output);
     close("oracle", &expected, &text.reference().output, CLOSE);
     for tracked in [false, true] {
         let [q, k, v] = text.on(on).map(|x| if tracked { x.require_grad() } else { x });
-        let got = Host::of(streaming_attention(q, k, v, &text.config).unwrap());
+        let got = Host::of(streaming_attention(q, k, v, &text.config).unwrap().output);
         equal_bits(format!("tracked {tracked}"), &got.data, &expected.data);
     }
 }
@@ -241,6 +258,6 @@ fn caches_refuse_gradients<T: Target>(on: &On<T>) {
     }
     assert!(cache.is_empty());
     let [q, k, v] = text.on(&plain);
-    cache.attend(q, k, v).unwrap();
+    cache.attend(q, k, v).unwrap().output;
     assert!(!T::hosts(&plain), "a device without autodiff is another target");
 }

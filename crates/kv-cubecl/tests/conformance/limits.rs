@@ -7,8 +7,8 @@ use burn::{
     tensor::{DType, Int, Tensor, TensorData},
 };
 use kv_cubecl::{
-    Bits, CacheShape, CacheState, Granularity, KvCacheConfig, KvCacheOps, On, Target,
-    fake_quantize,
+    AttentionOptions, Bits, CacheShape, CacheState, Granularity, KvCacheConfig, KvCacheOps, On,
+    Target, fake_quantize,
     layout::{CacheLayout, StreamSpec},
     quantize, reference,
 };
@@ -59,7 +59,15 @@ fn many_rows_of_the_closed_form<T: Target>(on: &On<T>) {
     const ROWS: usize = 16 * 65_535 + 5;
     let [query, key, value] = text(ROWS, 3);
     let [q, k, v] = [&query, &key, &value].map(|host| host.on(on).into_dispatch());
-    let (output, _) = Dispatch::streaming_attention(q, k.clone(), k, v.clone(), v, spec(3));
+    let (output, _) = Dispatch::streaming_attention(
+        q,
+        k.clone(),
+        k,
+        v.clone(),
+        v,
+        spec(3),
+        AttentionOptions::default(),
+    );
     let output = Host::of(Tensor::from_dispatch(output));
     close("many rows", &output, &expected(&query, &key, &value), CLOSE);
 }
@@ -78,6 +86,7 @@ fn many_keys_of_its_gradients<T: Target>(on: &On<T>) {
             v.clone(),
             v.clone(),
             spec,
+            AttentionOptions::default(),
         );
         let got = Dispatch::streaming_attention_backward(
             q,
@@ -89,6 +98,7 @@ fn many_keys_of_its_gradients<T: Target>(on: &On<T>) {
             lse,
             g,
             spec,
+            AttentionOptions::default(),
         );
         let [key64, value64] = [&key, &value].map(Host::f64);
         let keys: Vec<&[f64]> = key64.chunks(HEAD_DIM).collect();
@@ -124,12 +134,20 @@ fn many_rows_of_a_chunk<T: Target>(on: &On<T>) {
         let data = TensorData::new(vec![0u32; len], [len]);
         Tensor::<1, Int>::from_data(data, (&**on, DType::U32)).into_dispatch()
     };
+    let sides = layout.sides();
     let state = CacheState {
-        keys: words(layout.key_words()),
-        values: words(layout.value_words()),
+        keys: words(sides.keys.words(layout.slices())),
+        values: words(sides.values.words(layout.slices())),
         floats: Host::cat(&[key.clone(), value.clone()]).on(on).into_dispatch(),
     };
-    let (output, _) = Dispatch::decode_attention(query.on(on).into_dispatch(), state, layout, 3, 3);
+    let (output, _) = Dispatch::decode_attention(
+        query.on(on).into_dispatch(),
+        state,
+        layout,
+        3,
+        3,
+        AttentionOptions::default(),
+    );
     let output = Host::of(Tensor::from_dispatch(output));
     close("many rows", &output, &expected(&query, &key, &value), CLOSE);
 }

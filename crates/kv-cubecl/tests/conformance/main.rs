@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
 mod attention;
+mod batch;
 mod cache;
 mod chunks;
 mod common;
@@ -18,6 +19,8 @@ mod gradients;
 mod limits;
 mod memory;
 mod nonfinite;
+mod operations;
+mod options;
 mod poison;
 mod quantize;
 mod small;

@@ -57,7 +57,8 @@ fn packed_words_are_codes_and_parameters() {
         let layout = CacheLayout::new(&config.with_capacity(4096), SHAPE).unwrap();
         // Keys flush whole windows, so at full capacity none is left; values keep theirs.
         let (keys, values) = (2.0 * 64.0 * 4096.0, 2.0 * 64.0 * 3968.0);
-        assert_eq!(layout.key_words() as f64 * 32.0, keys * bits, "{name}: keys");
-        assert_eq!(layout.value_words() as f64 * 32.0, values * bits, "{name}: values");
+        let words = layout.sides().map(|side| side.words(layout.slices()));
+        assert_eq!(words.keys as f64 * 32.0, keys * bits, "{name}: keys");
+        assert_eq!(words.values as f64 * 32.0, values * bits, "{name}: values");
     }
 }

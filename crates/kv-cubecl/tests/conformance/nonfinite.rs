@@ -99,7 +99,7 @@ fn attention_of_poisoned_texts<T: Target>(on: &On<T>) {
             // Scores of a query of 1e30 differ by more than its neighbours in f32.
             let tolerance = if which == 0 { f64::INFINITY } else { 2e-2 };
             let [q, k, v] = text.on(on);
-            let parallel = Host::of(streaming_attention(q, k, v, &text.config).unwrap());
+            let parallel = Host::of(streaming_attention(q, k, v, &text.config).unwrap().output);
             alike(&format!("{name} {what} in parallel"), &parallel, &expected, tolerance);
             for sizes in [vec![1; TOKENS], vec![TOKENS], vec![2, 10, 1, 25, 7]] {
                 let streamed = attend(&mut text.cache(on), &text, &sizes, on);
@@ -255,7 +255,7 @@ mod gradients {
         // One token sees itself alone, so that the output is what was stored.
         text = text.tokens(super::TOKENS - 1..super::TOKENS);
         let [q, k, v] = text.on(on).map(Tensor::require_grad);
-        let output = streaming_attention(q, k, v.clone(), &text.config).unwrap();
+        let output = streaming_attention(q, k, v.clone(), &text.config).unwrap().output;
         let grads = output.clone().sum().backward();
         let got = Host::of(output);
         for (got, poison) in got.data.chunks(got.data.len() / POISON.len()).zip(POISON) {
@@ -267,7 +267,7 @@ mod gradients {
         }
         let inner = (**on).clone().without_autodiff();
         let [q, k, v2] = text.on(&inner);
-        let plain = Host::of(streaming_attention(q, k, v2, &text.config).unwrap());
+        let plain = Host::of(streaming_attention(q, k, v2, &text.config).unwrap().output);
         for (got, plain) in got.data.iter().zip(&plain.data) {
             assert!(got == plain || got.is_nan() && plain.is_nan(), "{got}, unrecorded {plain}");
         }

@@ -20,7 +20,7 @@ fn poisoned<T: Target>(text: &Setup, on: &On<T>) -> KvCache {
         keys: words(parts.keys),
         values: words(parts.values),
         floats: Tensor::full(parts.floats.dims(), f32::NAN, (&**on, parts.floats.dtype())),
-        len: 0,
+        lens: parts.lens,
     };
     KvCache::from_parts(&text.config, text.shape(), parts).unwrap()
 }

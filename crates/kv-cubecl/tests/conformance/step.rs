@@ -37,7 +37,7 @@ pub(crate) fn check<T: Target>(on: &On<T>, text: &Setup, prefix: usize) {
     let mut outputs = Vec::new();
     for t in 0..rest.len() {
         let [q, k, v] = rest.tokens(t..t + 1).on(on);
-        outputs.push(Host::of(cache.attend_at(q, k, v, &at(prefix + t, on)).unwrap()));
+        outputs.push(Host::of(cache.attend_at(q, k, v, &at(prefix + t, on)).unwrap().output));
         assert_eq!(cache.len(), prefix, "{text:?}: the host is not told");
     }
     cache.advance(rest.len()).unwrap();
@@ -76,7 +76,7 @@ fn a_full_cache_is_read_and_not_written<T: Target>(on: &On<T>) {
         for position in [50, 51, 1 << 20, i32::MAX as usize] {
             let [q, k, v] = text.tokens(49..50).on(on);
             let other = Host::normal(&mut crate::common::Rng::new(1), text.tokens(0..1).key.shape);
-            let output = cache.attend_at(q, k + other.on(on), v, &at(position, on)).unwrap();
+            let output = cache.attend_at(q, k + other.on(on), v, &at(position, on)).unwrap().output;
             close(format!("{text:?} at {position}"), &Host::of(output), &expected, CLOSE);
             assert!(snapshot(&cache) == before, "{text:?}: a full cache was written");
         }
@@ -114,7 +114,7 @@ fn a_recorded_step_serves_every_length<T: Target>(on: &On<T>) {
         let held = bound.clone();
         let mut graph = capture(on, move || {
             let Bound { cache, inputs: [q, k, v], position } = &mut *held.borrow_mut();
-            let output = cache.attend_at(q.clone(), k.clone(), v.clone(), position).unwrap();
+            let output = cache.attend_at(q.clone(), k.clone(), v.clone(), position).unwrap().output;
             position.inplace(|position| position + 1);
             output
         });
@@ -147,7 +147,7 @@ fn wrong_tokens_and_positions<T: Target>(on: &On<T>) {
     let text = Setup::new("k2v2-g16-r16", [1, 4, 2, 20, 64], 260);
     let mut cache = text.cache(on);
     let before = snapshot(&cache);
-    let message = |result: kv_cubecl::Result<Tensor<4>>| result.unwrap_err().to_string();
+    let message = |result: kv_cubecl::Result<kv_cubecl::Attention>| result.unwrap_err().to_string();
     let [q, k, v] = text.tokens(0..2).on(on);
     let two = message(cache.attend_at(q, k, v, &at(0, on)));
     assert!(two.contains("key has shape [1, 2, 2, 64]: must be one token"), "{two}");
@@ -181,7 +181,7 @@ fn only_steps_are_counted<T: Target>(on: &On<T>) {
     refused(&mut KvCache::from_parts(&text.config, text.shape(), parts).unwrap());
 
     let [q, k, v] = text.tokens(10..11).on(on);
-    cache.attend_at(q, k, v, &at(10, on)).unwrap();
+    cache.attend_at(q, k, v, &at(10, on)).unwrap().output;
     cache.advance(1).unwrap();
     assert_eq!(cache.len(), 11);
 }

@@ -2,8 +2,8 @@
 
 use burn::tensor::{Device, Tensor, TensorData, activation::softmax};
 use kv_cubecl::{
-    Bits, FakeQuantOptions, Flush, Granularity, KvCacheConfig, On, SteGradient, Target,
-    fake_quantize, fake_quantize_with,
+    AttentionOptions, Bits, FakeQuantOptions, Flush, Granularity, KvCacheConfig, On, SteGradient,
+    Target, fake_quantize, fake_quantize_with,
     reference::{self, causal_attention, fake_quantize_group_backward, stream_gradients},
     streaming_attention, streaming_attention_with,
 };
@@ -120,9 +120,13 @@ fn scale_gradient_in_every_configuration<T: Target>(on: &On<T>) {
         assert!(distance(&scale[side], &identity[side]) > 1e-3, "the scale passes something on");
     }
     let [q, k, v] = text.on(on).map(Tensor::require_grad);
-    let identity = streaming_attention(q.clone(), k.clone(), v.clone(), &text.config).unwrap();
+    let identity =
+        streaming_attention(q.clone(), k.clone(), v.clone(), &text.config).unwrap().output;
     let options = options(SteGradient::ScaleMin);
-    let scale = streaming_attention_with(q, k, v, &text.config, options).unwrap();
+    let scale =
+        streaming_attention_with(q, k, v, &text.config, options, AttentionOptions::default())
+            .unwrap()
+            .output;
     equal_bits("forward", &Host::of(scale).data, &Host::of(identity).data);
 }
 
@@ -291,7 +295,16 @@ fn checkpointing_changes_nothing<T: Target>(on: &On<T>) {
                 let leaves = text.on(device).map(Tensor::require_grad);
                 let [q, k, v] = leaves.clone();
                 let (q, k, v) = (q.tanh() * 2.0, k.clone() * k.mul_scalar(0.5).cos(), v.exp());
-                let output = streaming_attention_with(q, k, v, &text.config, options).unwrap();
+                let output = streaming_attention_with(
+                    q,
+                    k,
+                    v,
+                    &text.config,
+                    options,
+                    AttentionOptions::default(),
+                )
+                .unwrap()
+                .output;
                 let output = output.clone() * output.tanh() * weight(&text).on(device);
                 let grads = output.exp().log1p().sum().backward();
                 leaves.map(|x| Host::of(x.grad(&grads).expect("a gradient")))
@@ -330,8 +343,13 @@ fn quantizing_everything<T: Target>(on: &On<T>) {
         let (q, k, v) = (text.query.f64(), key.f64(), value.f64());
         let expected = causal_attention((&q, shape), (&k, kv_shape), &v);
         let [q, k, v] = text.on(on);
-        let exact = streaming_attention(q.clone(), k.clone(), v.clone(), &text.config).unwrap();
-        let got = Host::of(streaming_attention_with(q, k, v, &text.config, options).unwrap());
+        let exact =
+            streaming_attention(q.clone(), k.clone(), v.clone(), &text.config).unwrap().output;
+        let got = Host::of(
+            streaming_attention_with(q, k, v, &text.config, options, AttentionOptions::default())
+                .unwrap()
+                .output,
+        );
         close(format!("{text:?}"), &got, &expected, CLOSE);
         assert!(distance(&got, &Host::of(exact)) > 1e-2, "{name}: no cache quantizes everything");
 

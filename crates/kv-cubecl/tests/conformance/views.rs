@@ -128,7 +128,7 @@ fn views_are_attended_to_in_parallel<T: Target>(on: &On<T>) {
     let text = text("k4v2-g16-r16-s1");
     for (what, inputs) in inputs(&text.on(on)) {
         let all = |[q, k, v]: [Tensor<4>; 3]| {
-            Host::of(streaming_attention(q, k, v, &text.config).unwrap())
+            Host::of(streaming_attention(q, k, v, &text.config).unwrap().output)
         };
         let plain = all(inputs.each_ref().map(copy));
         equal_bits(what, &all(inputs).data, &plain.data);
@@ -142,14 +142,14 @@ fn run(cache: &mut KvCache, [q, k, v]: &[Tensor<4>; 3]) -> Vec<Host> {
     let part = |start: usize, len: usize| [q, k, v].map(|x| x.clone().narrow(2, start, len));
     for (start, len) in [(0, 19), (19, 15), (34, 1)] {
         let [q, k, v] = part(start, len);
-        outputs.push(cache.peek(q.clone(), k.clone(), v.clone()).unwrap());
-        outputs.push(cache.attend(q, k, v).unwrap());
+        outputs.push(cache.peek(q.clone(), k.clone(), v.clone()).unwrap().output);
+        outputs.push(cache.attend(q, k, v).unwrap().output);
     }
     let [_, k, v] = part(35, 11);
     cache.append(k, v).unwrap();
     let position = Tensor::from_data([46], (&q.device(), DType::I32));
     let [q, k, v] = part(46, 1);
-    outputs.push(cache.attend_at(q, k, v, &position).unwrap());
+    outputs.push(cache.attend_at(q, k, v, &position).unwrap().output);
     cache.advance(1).unwrap();
     outputs.into_iter().map(Host::of).collect()
 }
@@ -190,7 +190,7 @@ fn views_are_positions<T: Target>(on: &On<T>) {
             let mut cache = text.cache(on);
             attend(&mut cache, &text.tokens(0..20), &[20], on);
             let [q, k, v] = text.tokens(20..21).on(on);
-            let output = Host::of(cache.attend_at(q, k, v, position).unwrap());
+            let output = Host::of(cache.attend_at(q, k, v, position).unwrap().output);
             (output, snapshot(&cache))
         };
         let expected = step(&position);
@@ -212,8 +212,8 @@ fn go_on(text: &Setup, parts: CacheParts, start: usize, on: &Device) -> (Vec<Hos
     for (start, len) in [(start, 1), (start + 1, 5), (start + 6, 1)] {
         let [q, k, v] = text.tokens(start..start + len).on(on);
         // Read before anything is written, too.
-        outputs.push(Host::of(cache.peek(q.clone(), k.clone(), v.clone()).unwrap()));
-        outputs.push(Host::of(cache.attend(q, k, v).unwrap()));
+        outputs.push(Host::of(cache.peek(q.clone(), k.clone(), v.clone()).unwrap().output));
+        outputs.push(Host::of(cache.attend(q, k, v).unwrap().output));
     }
     (outputs, snapshot(&cache))
 }
@@ -234,7 +234,7 @@ fn views_are_parts_of_a_cache<T: Target>(on: &On<T>) {
             keys: copy(&parts.keys),
             values: copy(&parts.values),
             floats: copy(&parts.floats),
-            len: parts.len,
+            lens: parts.lens.clone(),
         };
         let expected = go_on(&text, plain(), start, on);
         let check = |what: &str, parts: CacheParts| {

@@ -62,7 +62,7 @@ impl Config {
 
     /// Checks the values that the shapes of the tensors do not check; `path` is for the message.
     pub(super) fn check(&self, path: &Path) -> Result<()> {
-        let LayerSpec { n_heads, n_kv_heads, head_dim } = self.attention;
+        let LayerSpec { n_heads, n_kv_heads, head_dim, .. } = self.attention;
         let fields = [
             ("vocab_size", self.vocab_size),
             ("hidden_size", self.hidden_size),
@@ -178,7 +178,7 @@ impl Config {
     /// The fields of `config.json` that [`from_json`](Self::from_json) reads, in the spelling that
     /// both old and new versions of the transformers library read; `path` is for the message.
     pub(super) fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
-        let LayerSpec { n_heads, n_kv_heads, head_dim } = self.attention;
+        let LayerSpec { n_heads, n_kv_heads, head_dim, .. } = self.attention;
         let unsupported = |what: &str| {
             let why = format!("{}: no Hugging Face family has it", path.display());
             Error::unsupported(format!("{what} in a saved model"), why)

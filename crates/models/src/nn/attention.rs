@@ -3,7 +3,9 @@
 use std::fmt;
 
 use burn::tensor::{Int, Tensor};
-use kv_cubecl::{FakeQuantOptions, KvCache, KvCacheConfig, streaming_attention_with};
+use kv_cubecl::{
+    AttentionOptions, FakeQuantOptions, KvCache, KvCacheConfig, streaming_attention_with,
+};
 
 use crate::Result;
 
@@ -20,6 +22,8 @@ pub struct AttentionTrace {
     pub value: Tensor<4>,
     /// Attention before the heads are joined, `[batch, n_heads, seq, head_dim]`.
     pub output: Tensor<4>,
+    /// How scores became weights.
+    pub options: AttentionOptions,
 }
 
 /// A callback that is given every layer's attention, first layer first.
@@ -33,7 +37,9 @@ pub enum KvMemory<'a> {
         /// The configuration of the cache.
         config: KvCacheConfig,
         /// How training treats the quantizer.
-        options: FakeQuantOptions,
+        fake_quant: FakeQuantOptions,
+        /// How scores become weights.
+        options: AttentionOptions,
         /// The layer's index, for the observer.
         layer: usize,
         /// Is called with the attention's inputs and output.
@@ -60,17 +66,18 @@ impl KvMemory<'_> {
     /// Those of the cache: a configuration that does not fit the head, no room left.
     pub fn attend(self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Result<Tensor<4>> {
         Ok(match self {
-            Self::Parallel { config, options, observer: None, .. } => {
-                streaming_attention_with(q, k, v, &config, options)?
-            }
-            Self::Parallel { config, options, layer, observer: Some(observe) } => {
-                let (query, key, value) = (q.clone(), k.clone(), v.clone());
-                let output = streaming_attention_with(q, k, v, &config, options)?;
-                observe(AttentionTrace { layer, query, key, value, output: output.clone() });
+            Self::Parallel { config, fake_quant, options, layer, observer } => {
+                let seen = observer.map(|observe| (observe, [q.clone(), k.clone(), v.clone()]));
+                let output =
+                    streaming_attention_with(q, k, v, &config, fake_quant, options)?.output;
+                if let Some((observe, [query, key, value])) = seen {
+                    let output = output.clone();
+                    observe(AttentionTrace { layer, query, key, value, output, options });
+                }
                 output
             }
-            Self::Cached(cache) => cache.attend(q, k, v)?,
-            Self::At(cache, position) => cache.attend_at(q, k, v, position)?,
+            Self::Cached(cache) => cache.attend(q, k, v)?.output,
+            Self::At(cache, position) => cache.attend_at(q, k, v, position)?.output,
         })
     }
 }
@@ -78,9 +85,10 @@ impl KvMemory<'_> {
 impl fmt::Debug for KvMemory<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Parallel { config, options, layer, .. } => f
+            Self::Parallel { config, fake_quant, options, layer, .. } => f
                 .debug_struct("Parallel")
                 .field("config", config)
+                .field("fake_quant", fake_quant)
                 .field("options", options)
                 .field("layer", layer)
                 .finish_non_exhaustive(),

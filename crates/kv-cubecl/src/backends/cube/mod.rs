@@ -5,7 +5,7 @@ use burn::{
         ops::FloatTensorOps,
         tensor::{FloatTensor, IntTensor},
     },
-    tensor::{DType, Shape, Slice},
+    tensor::{DType, FloatDType, Shape, Slice},
 };
 use burn_cubecl::{
     CubeBackend,
@@ -19,7 +19,7 @@ use burn_cubecl::{
 };
 
 use crate::{
-    CacheState, KvCacheOps, Result, SteGradient,
+    AttentionOptions, CacheFloat, CacheState, KvCacheOps, Result, SteGradient,
     kernels::{
         cache::{self, CacheBindings, CacheProblem},
         chunk_attention,
@@ -27,7 +27,7 @@ use crate::{
         quantize::{self, RestoreProblem},
         streaming_attention::{self, BackwardBindings, ForwardBindings, StreamProblem},
     },
-    layout::{CacheLayout, Granularity, QuantSpec, StreamSpec},
+    layout::{CacheLayout, QuantSpec, Side, Sides, StreamSpec},
     shapes,
 };
 
@@ -37,11 +37,7 @@ impl KvCacheOps for CubeBackend {
         let problem = restore_problem(shape, spec);
         let input = into_contiguous(input);
         let words = empty_like(&input, shapes::packed(shape, &spec), DType::U32);
-        let launch = match spec.granularity {
-            Granularity::PerChannel => cache::launch_quantize_keys,
-            Granularity::PerToken => cache::launch_quantize_values,
-        };
-        launched(launch(&input.client, arg(&input), arg(&words), &problem));
+        launched(cache::launch_quantize(&input.client, arg(&input), arg(&words), &problem));
         words
     }
 
@@ -50,11 +46,7 @@ impl KvCacheOps for CubeBackend {
         let problem = restore_problem(shape, spec);
         let packed = into_contiguous(packed);
         let out = empty_like(&packed, shape, DType::F32);
-        let launch = match spec.granularity {
-            Granularity::PerChannel => quantize::launch_dequantize_keys,
-            Granularity::PerToken => quantize::launch_dequantize_values,
-        };
-        launched(launch(&packed.client, arg(&packed), arg(&out), &problem));
+        launched(quantize::launch_dequantize(&packed.client, arg(&packed), arg(&out), &problem));
         out
     }
 
@@ -66,11 +58,7 @@ impl KvCacheOps for CubeBackend {
     ) -> FloatTensor<Self> {
         let problem = restore_problem(dims(&input), spec);
         let data = writable(into_contiguous(input));
-        let launch = match spec.granularity {
-            Granularity::PerChannel => quantize::launch_fake_quantize_keys,
-            Granularity::PerToken => quantize::launch_fake_quantize_values,
-        };
-        launched(launch(&data.client, arg(&data), &problem, skip));
+        launched(quantize::launch_fake_quantize(&data.client, arg(&data), &problem, skip));
         data
     }
 
@@ -82,17 +70,14 @@ impl KvCacheOps for CubeBackend {
     ) -> FloatTensor<Self> {
         let problem = restore_problem(dims(&input), spec);
         let (input, grad) = (into_contiguous(input), writable(into_contiguous(grad)));
-        let launch = match spec.granularity {
-            Granularity::PerChannel => quantize::launch_scale_gradient_keys,
-            Granularity::PerToken => quantize::launch_scale_gradient_values,
-        };
-        launched(launch(&grad.client, arg(&input), arg(&grad), &problem, skip));
+        let client = &grad.client;
+        launched(quantize::launch_scale_gradient(client, arg(&input), arg(&grad), &problem, skip));
         grad
     }
 
-    fn round_to_f16(input: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn round_to(input: FloatTensor<Self>, float: CacheFloat) -> FloatTensor<Self> {
         let data = writable(into_contiguous(input));
-        let (n, float) = (data.meta.shape().num_elements(), ElemType::Float(FloatKind::F16));
+        let n = data.meta.shape().num_elements();
         launched(quantize::launch_round_trip(&data.client, arg(&data), n, float));
         data
     }
@@ -113,8 +98,9 @@ impl KvCacheOps for CubeBackend {
         layout: CacheLayout,
         len: usize,
         tokens: usize,
+        options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        decode_attention(query, &contiguous(state), layout, len, tokens, None)
+        decode_attention(query, &contiguous(state), layout, len, tokens, options, None)
     }
 
     fn step(
@@ -124,13 +110,16 @@ impl KvCacheOps for CubeBackend {
         value: FloatTensor<Self>,
         position: IntTensor<Self>,
         layout: CacheLayout,
-    ) -> (CacheState<Self>, FloatTensor<Self>) {
+        options: AttentionOptions,
+    ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        let position = into_contiguous(position);
         let position = Some(&position);
         // Planned for the longest context, which serves all.
         let capacity = layout.config().capacity;
         let state = write(state, key, value, layout, capacity, position);
-        let (output, _) = decode_attention(query, &state, layout, capacity, capacity, position);
-        (state, output)
+        let (output, lse) =
+            decode_attention(query, &state, layout, capacity, capacity, options, position);
+        (state, output, lse)
     }
 
     fn streaming_attention(
@@ -140,9 +129,10 @@ impl KvCacheOps for CubeBackend {
         value: FloatTensor<Self>,
         value_hat: FloatTensor<Self>,
         spec: StreamSpec,
+        options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let shape = dims(&query);
-        let problem = stream_problem(shape, dims(&key), spec);
+        let problem = stream_problem(shape, dims(&key), spec, options);
         let [query, key, key_hat, value, value_hat] =
             [query, key, key_hat, value, value_hat].map(into_contiguous);
         let output = empty_like(&query, shape, DType::F32);
@@ -170,6 +160,7 @@ impl KvCacheOps for CubeBackend {
         lse: FloatTensor<Self>,
         grad: FloatTensor<Self>,
         spec: StreamSpec,
+        options: AttentionOptions,
     ) -> (
         FloatTensor<Self>,
         FloatTensor<Self>,
@@ -178,7 +169,7 @@ impl KvCacheOps for CubeBackend {
         FloatTensor<Self>,
     ) {
         let (query_shape, side_shape) = (dims(&query), dims(&key));
-        let problem = stream_problem(query_shape, side_shape, spec);
+        let problem = stream_problem(query_shape, side_shape, spec, options);
         let [batch, heads, m, _] = query_shape;
         let delta = Self::float_sum_dim(Self::float_mul(output, grad.clone()), 3);
         let stats = [lse, delta].map(|x| Self::float_reshape(x, Shape::new([1, batch * heads, m])));
@@ -223,7 +214,8 @@ pub(super) fn check_decode(
     let [_, heads, m, _] = query;
     let rows = heads / layout.shape().n_kv_heads * m;
     let float = ElemType::Float(FloatKind::F32);
-    let problem = DecodeProblem { layout: *layout, len, tokens: len, rows, float };
+    let (query, scale) = (float, 1.0);
+    let problem = DecodeProblem { layout: *layout, len, tokens: len, rows, float, query, scale };
     match chunk_attention::plan(&problem, properties) {
         Some(plan) => chunk_attention::grid_of(&problem, &plan, properties).map(drop),
         None => decode_attention::check_size(&problem, properties),
@@ -232,6 +224,11 @@ pub(super) fn check_decode(
 
 fn dims(tensor: &CubeTensor) -> [usize; 4] {
     tensor.meta.shape().dims()
+}
+
+/// Positions, and how many there are.
+fn positions(tensor: &CubeTensor) -> (BufferArg, usize) {
+    (arg(tensor), tensor.meta.shape().num_elements())
 }
 
 fn arg(tensor: &CubeTensor) -> BufferArg {
@@ -278,33 +275,32 @@ fn write(
     let floats = writable(floats);
     let (key, value) = (into_contiguous(key), into_contiguous(value));
     let problem = CacheProblem { layout, len, added: dims(&key)[2], float: elem(&floats) };
-    let [key_flush, value_flush] = match position {
-        Some(_) => [true, true],
+    let flushes = match position {
+        Some(_) => Sides { keys: true, values: true },
         None => problem.flushes(),
     };
-    if key_flush {
+    if flushes.keys {
         keys = writable(keys);
     }
-    if value_flush {
+    if flushes.values {
         values = writable(values);
     }
     let client = &floats.client;
     if problem.added == 1 {
         let (keys, values, floats) = (arg(&keys), arg(&values), arg(&floats));
-        let bindings = CacheBindings { keys, values, floats, position: position.map(arg) };
-        launched(cache::launch_write_token(client, arg(&key), arg(&value), bindings, &problem));
+        let bindings = CacheBindings { keys, values, floats, position: position.map(positions) };
+        let (chunk, key, value) = (elem(&key), arg(&key), arg(&value));
+        launched(cache::launch_write_token(client, key, value, bindings, chunk, &problem));
     } else {
-        let float = || arg(&floats);
-        if let Some(spec) = layout.key_spec() {
-            let (key, keys) = (arg(&key), arg(&keys));
-            launched(cache::launch_flush_keys(client, float(), key, keys, &problem, spec));
+        // Both sides, before rows are written over that they read.
+        let sides = [(Side::Keys, &key, &keys), (Side::Values, &value, &values)];
+        for (side, chunk, words) in sides {
+            let (floats, chunk, words) = (arg(&floats), arg(chunk), arg(words));
+            launched(cache::launch_flush(client, floats, chunk, words, &problem, side));
         }
-        if let Some(spec) = layout.value_spec() {
-            let (value, values) = (arg(&value), arg(&values));
-            launched(cache::launch_flush_values(client, float(), value, values, &problem, spec));
+        for (side, chunk, _) in sides {
+            launched(cache::launch_append(client, arg(chunk), arg(&floats), &problem, side));
         }
-        let floats = [float(), float()];
-        launched(cache::launch_append(client, arg(&key), arg(&value), floats, &problem));
     }
     CacheState { keys, values, floats }
 }
@@ -316,14 +312,26 @@ fn decode_attention(
     layout: CacheLayout,
     len: usize,
     tokens: usize,
+    options: AttentionOptions,
     position: Option<&CubeTensor>,
 ) -> (CubeTensor, CubeTensor) {
-    let shape = dims(&query);
-    let query = into_contiguous(query);
-    let output = empty_like(&query, shape, DType::F32);
-    let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
+    let (shape, dtype) = (dims(&query), query.dtype);
     let rows = shape[1] / layout.shape().n_kv_heads * shape[2];
-    let problem = DecodeProblem { layout, len, tokens, rows, float: elem(&state.floats) };
+    let (float, scale) = (elem(&state.floats), options.scale(shape[3]));
+    let problem = DecodeProblem { layout, len, tokens, rows, float, query: elem(&query), scale };
+    let plan = match position {
+        Some(_) => None,
+        None => chunk_attention::plan(&problem, query.client.properties()),
+    };
+    // Chunks are read in vectors, and are f32.
+    let query = match plan {
+        Some(_) => CubeBackend::float_cast(query, FloatDType::F32),
+        None => query,
+    };
+    let problem = DecodeProblem { query: elem(&query), ..problem };
+    let query = into_contiguous(query);
+    let output = empty_like(&query, shape, query.dtype);
+    let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
     let bindings = DecodeBindings {
         query: arg(&query),
         keys: arg(&state.keys),
@@ -331,27 +339,25 @@ fn decode_attention(
         floats: arg(&state.floats),
         output: arg(&output),
         lse: arg(&lse),
-        position: position.map(arg),
+        position: position.map(positions),
     };
     let client = &query.client;
-    let plan = match position {
-        Some(_) => None,
-        None => chunk_attention::plan(&problem, client.properties()),
-    };
     launched(match plan {
         Some(plan) => chunk_attention::launch_ref(client, bindings, &problem, &plan),
         None => decode_attention::launch_ref(client, bindings, &problem),
     });
-    (output, lse)
+    (CubeBackend::float_cast(output, dtype.into()), lse)
 }
 
 pub(super) fn stream_problem(
     query: [usize; 4],
     key: [usize; 4],
     spec: StreamSpec,
+    options: AttentionOptions,
 ) -> StreamProblem {
     let [batch, heads, m, head_dim] = query;
     let [_, kv_heads, n, _] = key;
     let n_rep = heads / kv_heads;
-    StreamProblem { spec, slices: batch * kv_heads, n_rep, m, n, head_dim }
+    let scale = options.scale(head_dim);
+    StreamProblem { spec, slices: batch * kv_heads, n_rep, m, n, head_dim, scale }
 }

@@ -1,63 +1,59 @@
 //! Attention of a chunk's rows over the history: blocks of rows against tiles of restored tokens, as
 //! matrix products. No more than a tile is restored at once, and no more than a block of tokens scored.
 
-use core::f32::consts::LOG2_E;
-
-use burn::backend::Flex;
-use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use super::{
     decode::{between_groups, block},
     simd,
-    slice::{Slice, TILE, packed_range},
+    slice::{Slice, TILE},
     streaming::{Matrix, matmul},
-    tensor,
 };
-use crate::{CacheState, layout::CacheLayout, shapes};
 
 /// Query rows whose scores are in memory at once.
 const ROW_BLOCK: usize = 256;
 
-/// All rows of `query` over the first `tokens` of a cache of `len` tokens.
-pub(super) fn attend(
+/// The rows of `query`, `[.., rows, head_dim]`, over the first `tokens` of the slice they belong to; `scale`
+/// is that of the scores, to base 2: see `exp2_minus_max`.
+pub(super) fn attend<'a>(
     query: &[f32],
-    state: &CacheState<Flex>,
-    layout: &CacheLayout,
-    len: usize,
+    slice: impl Fn(usize) -> Slice<'a> + Sync,
     tokens: usize,
-    shape: [usize; 4],
-) -> (FlexTensor, FlexTensor) {
-    let head_dim = shape[3];
-    let slice_len = query.len() / layout.slices();
-    let mut output = vec![0.0; query.len()];
-    let mut lse = vec![0.0; query.len() / head_dim];
-    let blocks = |len: usize| len.min(ROW_BLOCK * head_dim);
+    [rows, head_dim]: [usize; 2],
+    scale: f32,
+    output: &mut [f32],
+    lse: &mut [f32],
+) {
+    let block = rows.min(ROW_BLOCK);
     output
-        .par_chunks_mut(slice_len)
-        .zip(lse.par_chunks_mut(slice_len / head_dim))
-        .zip(query.par_chunks(slice_len))
+        .par_chunks_mut(rows * head_dim)
+        .zip(lse.par_chunks_mut(rows))
+        .zip(query.par_chunks(rows * head_dim))
         .enumerate()
-        .for_each(|(slice, ((output, lse), query))| {
-            let slice = Slice::new(state, layout, len, slice);
+        .for_each(|(index, ((output, lse), query))| {
+            let slice = slice(index);
             output
-                .par_chunks_mut(blocks(slice_len))
-                .zip(lse.par_chunks_mut(blocks(slice_len) / head_dim))
-                .zip(query.par_chunks(blocks(slice_len)))
-                .for_each(|((output, lse), query)| slice.attend_block(query, tokens, output, lse));
+                .par_chunks_mut(block * head_dim)
+                .zip(lse.par_chunks_mut(block))
+                .zip(query.par_chunks(block * head_dim))
+                .for_each(|((output, lse), query)| {
+                    slice.attend_block(query, tokens, scale, output, lse);
+                });
         });
-    (tensor(output, shape), tensor(lse, shapes::log_sum_exp(shape)))
 }
 
 impl Slice<'_> {
     /// Attention of many rows over tokens `[0, tokens)`.
-    fn attend_block(&self, query: &[f32], tokens: usize, output: &mut [f32], lse: &mut [f32]) {
+    fn attend_block(
+        &self,
+        query: &[f32],
+        tokens: usize,
+        scale: f32,
+        output: &mut [f32],
+        lse: &mut [f32],
+    ) {
         let head_dim = self.layout.shape().head_dim;
         let rows = query.len() / head_dim;
-        // To base 2: see `exp2_minus_max`.
-        let scale = LOG2_E / (head_dim as f32).sqrt();
-        let window = self.layout.window();
-        let (sinks, counts) = (window.sink_tokens, self.window_counts());
         let mut widened = vec![0.0; TILE * head_dim];
         let query = Matrix::new(query, rows, head_dim, head_dim);
 
@@ -71,17 +67,11 @@ impl Slice<'_> {
             };
             let n = end - start;
             let scores = &mut scores[..rows * n];
-            let mut score = |token: usize, keys: &[f32]| {
+            self.keys.tiles(start..end, &mut widened, |token, keys| {
                 let keys = Matrix::new(keys, keys.len() / head_dim, head_dim, head_dim);
                 let scores = &mut scores[token - start..];
                 matmul(scores, n, false, scale, query, keys.transposed());
-            };
-            let (from, to) = packed_range(start, end, sinks, counts.keys);
-            if let Some(spec) = self.layout.key_spec() {
-                self.restored_tiles(self.keys, from..to, sinks, spec, &mut score);
-            }
-            let row = |token| self.layout.key_row(token);
-            self.float_tiles(start..end, sinks, counts.keys, row, &mut widened, score);
+            });
 
             let rows_of = scores.chunks_exact_mut(n).zip(output.chunks_exact_mut(head_dim));
             for ((scores, out), (max, sum)) in rows_of.zip(maxima.iter_mut().zip(&mut sums)) {
@@ -95,18 +85,12 @@ impl Slice<'_> {
                 }
             }
 
-            let mut add = |token: usize, values: &[f32]| {
+            self.values.tiles(start..end, &mut widened, |token, values| {
                 let count = values.len() / head_dim;
                 let weights = Matrix::new(&scores[token - start..], rows, count, n);
                 let values = Matrix::new(values, count, head_dim, head_dim);
                 matmul(output, head_dim, true, 1.0, weights, values);
-            };
-            let (from, to) = packed_range(start, end, sinks, counts.values);
-            if let Some(spec) = self.layout.value_spec() {
-                self.restored_tiles(self.values, from..to, sinks, spec, &mut add);
-            }
-            let row = |token| self.layout.value_row(token);
-            self.float_tiles(start..end, sinks, counts.values, row, &mut widened, add);
+            });
             start = end;
         }
         for ((lse, max), sum) in lse.iter_mut().zip(maxima).zip(&sums) {

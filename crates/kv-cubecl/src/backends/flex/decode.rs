@@ -9,16 +9,14 @@ use core::{
 use std::sync::{Mutex, PoisonError};
 
 use burn::backend::Flex;
-use burn_flex::FlexTensor;
 use macerator::Simd;
 
 use super::{
-    chunk, dims, packed,
+    chunk, packed,
     simd::{self, add_scaled, dots},
-    slice::{Slice, TILE, packed_range},
-    tensor,
+    slice::{Slice, TILE},
 };
-use crate::{CacheState, layout::CacheLayout, shapes};
+use crate::{AttentionOptions, CacheState, layout::CacheLayout};
 
 /// Fewest tokens in a split: for less work, waking a thread takes longer than it saves.
 const MIN_SPLIT: usize = 512;
@@ -80,80 +78,99 @@ impl<'a> Scratch<'a> {
     }
 }
 
-pub(super) fn decode_attention(
-    query: FlexTensor,
-    state: &CacheState<Flex>,
-    layout: &CacheLayout,
-    len: usize,
-    tokens: usize,
-) -> (FlexTensor, FlexTensor) {
-    let shape: [usize; 4] = dims(&query);
-    let [_, n_heads, m, head_dim] = shape;
-    // The query heads of one kv head are adjacent, so its rows are one run of the query.
-    let rows = n_heads / layout.shape().n_kv_heads * m;
-    let query: &[f32] = query.storage();
-    let slices = layout.slices();
-    if rows >= MANY_ROWS {
-        return chunk::attend(query, state, layout, len, tokens, shape);
-    }
-    // To base 2: see `exp2_minus_max`.
-    let scale = LOG2_E / (head_dim as f32).sqrt();
-    let query: Vec<f32> = query.iter().map(|q| q * scale).collect();
-    let wanted = (TASKS_PER_THREAD * rayon::current_num_threads()).div_ceil(slices);
-    let n_splits = wanted.min(tokens / MIN_SPLIT.max(layout.config().group_size)).max(1);
-    let bound = |split: usize| match split * tokens / n_splits {
-        _ if split == n_splits => tokens,
-        token => between_groups(layout, token),
-    };
-    let split_len = rows * (head_dim + 2);
-    let mut results = vec![0.0; slices * n_splits * split_len];
-    let splits = results.chunks_exact_mut(split_len).enumerate().map(|(index, result)| {
-        // The last split first: it has the window, and what is long is better not left to the end.
-        let (slice, split) = (index / n_splits, (index + n_splits - 1) % n_splits);
-        let (stats, o) = result.split_at_mut(2 * rows);
-        let (m, l) = stats.split_at_mut(rows);
-        Split { slice, tokens: bound(split)..bound(split + 1), m, l, o }
-    });
-    let threads = match tokens * slices < MIN_SPLIT {
-        true => 1,
-        false => rayon::current_num_threads().min(slices * n_splits),
-    };
-    let longest = tokens / n_splits + layout.config().group_size;
-    let mut memory = Vec::new();
-    let block = block(layout).min(longest);
-    let scratch = Scratch::for_threads(&mut memory, threads, [rows, head_dim], block);
-    with_this_thread(scratch, splits, |scratch, split| {
-        let query = &query[split.slice * rows * head_dim..][..rows * head_dim];
-        Slice::new(state, layout, len, split.slice).attend(query, split, scratch);
-    });
-    let mut output = vec![0.0; query.len()];
-    let mut lse = vec![0.0; slices * rows];
-    let splits = |row: usize| {
-        let results = results.chunks_exact(split_len).skip(row / rows * n_splits).take(n_splits);
-        results.map(move |result| {
-            let (row, o) = (row % rows, 2 * rows + row % rows * head_dim);
-            (result[row], result[rows + row], &result[o..][..head_dim])
-        })
-    };
-    for (row, (out, lse)) in output.chunks_exact_mut(head_dim).zip(&mut lse).enumerate() {
-        let m = splits(row).map(|(m, ..)| m).fold(f32::NEG_INFINITY, f32::max);
-        let mut l = 0.0;
-        for (split_m, split_l, o) in splits(row) {
-            let weight = (split_m - m).exp2();
-            l += weight * split_l;
-            for (out, &o) in out.iter_mut().zip(o) {
-                *out += weight * o;
-            }
+/// Attention over a cache.
+pub(super) struct Attend<'a> {
+    pub(super) layout: &'a CacheLayout,
+    /// Tokens the cache holds, in the sequences of `slices`.
+    pub(super) len: usize,
+    /// Of those, the first ones to attend to.
+    pub(super) tokens: usize,
+    pub(super) slices: Range<usize>,
+    pub(super) options: AttentionOptions,
+}
+
+impl Attend<'_> {
+    /// Output and log-sum-exp of the rows of the slices; `query` is that of all slices, `[batch, n_heads, m,
+    /// head_dim]`.
+    pub(super) fn run(
+        &self,
+        query: &[f32],
+        [_, n_heads, m, head_dim]: [usize; 4],
+        state: &CacheState<Flex>,
+    ) -> (Vec<f32>, Vec<f32>) {
+        let Self { layout, len, tokens, ref slices, options } = *self;
+        // The query heads of one kv head are adjacent, so its rows are one run of the query.
+        let rows = n_heads / layout.shape().n_kv_heads * m;
+        let query = &query[slices.start * rows * head_dim..slices.end * rows * head_dim];
+        // To base 2: see `exp2_minus_max`.
+        let scale = LOG2_E * options.scale(head_dim);
+        if rows >= MANY_ROWS {
+            let mut output = vec![0.0; query.len()];
+            let mut lse = vec![0.0; query.len() / head_dim];
+            let slice = |slice: usize| Slice::new(state, layout, len, slices.start + slice);
+            chunk::attend(query, slice, tokens, [rows, head_dim], scale, &mut output, &mut lse);
+            return (output, lse);
         }
-        out.iter_mut().for_each(|out| *out /= l);
-        *lse = simd::log_sum_exp(m, l);
+        let first = slices.start;
+        let slices = slices.len();
+        let query: Vec<f32> = query.iter().map(|q| q * scale).collect();
+        let wanted = (TASKS_PER_THREAD * rayon::current_num_threads()).div_ceil(slices);
+        let n_splits = wanted.min(tokens / MIN_SPLIT.max(layout.config().group_size)).max(1);
+        let bound = |split: usize| match split * tokens / n_splits {
+            _ if split == n_splits => tokens,
+            token => between_groups(layout, token),
+        };
+        let split_len = rows * (head_dim + 2);
+        let mut results = vec![0.0; slices * n_splits * split_len];
+        let splits = results.chunks_exact_mut(split_len).enumerate().map(|(index, result)| {
+            // The last split first: it has the window, and what is long is better not left to the end.
+            let (slice, split) = (index / n_splits, (index + n_splits - 1) % n_splits);
+            let (stats, o) = result.split_at_mut(2 * rows);
+            let (m, l) = stats.split_at_mut(rows);
+            Split { slice, tokens: bound(split)..bound(split + 1), m, l, o }
+        });
+        let threads = match tokens * slices < MIN_SPLIT {
+            true => 1,
+            false => rayon::current_num_threads().min(slices * n_splits),
+        };
+        let longest = tokens / n_splits + layout.config().group_size;
+        let mut memory = Vec::new();
+        let block = block(layout).min(longest);
+        let scratch = Scratch::for_threads(&mut memory, threads, [rows, head_dim], block);
+        with_this_thread(scratch, splits, |scratch, split| {
+            let query = &query[split.slice * rows * head_dim..][..rows * head_dim];
+            Slice::new(state, layout, len, first + split.slice).attend(query, split, scratch);
+        });
+        let mut output = vec![0.0; query.len()];
+        let mut lse = vec![0.0; slices * rows];
+        let splits = |row: usize| {
+            let results =
+                results.chunks_exact(split_len).skip(row / rows * n_splits).take(n_splits);
+            results.map(move |result| {
+                let (row, o) = (row % rows, 2 * rows + row % rows * head_dim);
+                (result[row], result[rows + row], &result[o..][..head_dim])
+            })
+        };
+        for (row, (out, lse)) in output.chunks_exact_mut(head_dim).zip(&mut lse).enumerate() {
+            let m = splits(row).map(|(m, ..)| m).fold(f32::NEG_INFINITY, f32::max);
+            let mut l = 0.0;
+            for (split_m, split_l, o) in splits(row) {
+                let weight = (split_m - m).exp2();
+                l += weight * split_l;
+                for (out, &o) in out.iter_mut().zip(o) {
+                    *out += weight * o;
+                }
+            }
+            out.iter_mut().for_each(|out| *out /= l);
+            *lse = simd::log_sum_exp(m, l);
+        }
+        (output, lse)
     }
-    (tensor(output, shape), tensor(lse, shapes::log_sum_exp(shape)))
 }
 
 /// The last token, up to `token`, at which a group of packed keys may start.
 pub(super) fn between_groups(layout: &CacheLayout, token: usize) -> usize {
-    let (sinks, group) = (layout.window().sink_tokens, layout.config().group_size);
+    let (sinks, group) = (layout.config().sink_tokens, layout.config().group_size);
     if token <= sinks { token } else { sinks + (token - sinks) / group * group }
 }
 
@@ -236,20 +253,17 @@ impl Slice<'_> {
     /// `scores[r * n + t] = query_r . key_t` of the `n` tokens.
     fn score(&self, query: &[f32], tokens: Range<usize>, scores: &mut [f32], scratch: &mut [f32]) {
         let (head_dim, n, start) = (self.layout.shape().head_dim, tokens.len(), tokens.start);
-        let (sinks, packed) = (self.layout.window().sink_tokens, self.window_counts().keys);
-        let (from, to) = packed_range(start, tokens.end, sinks, packed);
-        if let (Some(spec), true) = (self.layout.key_spec(), from < to) {
-            if packed::serves(&spec) {
-                let out = &mut scores[from + sinks - start..];
-                packed::score(self.keys, query, out, n, from..to, head_dim, &spec, scratch);
+        let keys = &self.keys;
+        if let Some(run) = keys.packed(&tokens) {
+            if packed::serves(&run.spec) {
+                packed::score(&run, query, &mut scores[run.skipped..], n, head_dim, scratch);
             } else {
-                self.restored_tiles(self.keys, from..to, sinks, spec, &mut |token, tile| {
+                keys.restored_tiles(&run, |token, tile| {
                     score_rows(query, tile, &mut scores[token - start..], n, head_dim);
                 });
             }
         }
-        let row = |token| self.layout.key_row(token);
-        self.float_tiles(tokens, sinks, packed, row, scratch, |token, keys| {
+        keys.float_tiles(tokens, scratch, |token, keys| {
             score_rows(query, keys, &mut scores[token - start..], n, head_dim);
         });
     }
@@ -257,20 +271,17 @@ impl Slice<'_> {
     /// `o_r += sum_t weights[r * n + t] * value_t` of the `n` tokens.
     fn add(&self, weights: &[f32], tokens: Range<usize>, o: &mut [f32], scratch: &mut [f32]) {
         let (head_dim, n, start) = (self.layout.shape().head_dim, tokens.len(), tokens.start);
-        let (sinks, packed) = (self.layout.window().sink_tokens, self.window_counts().values);
-        let (from, to) = packed_range(start, tokens.end, sinks, packed);
-        if let (Some(spec), true) = (self.layout.value_spec(), from < to) {
-            if packed::serves(&spec) {
-                let weights = &weights[from + sinks - start..];
-                packed::add(self.values, weights, n, o, from..to, head_dim, &spec);
+        let values = &self.values;
+        if let Some(run) = values.packed(&tokens) {
+            if packed::serves(&run.spec) {
+                packed::add(&run, &weights[run.skipped..], n, o, head_dim);
             } else {
-                self.restored_tiles(self.values, from..to, sinks, spec, &mut |token, tile| {
+                values.restored_tiles(&run, |token, tile| {
                     add_rows(&weights[token - start..], n, tile, o, head_dim);
                 });
             }
         }
-        let row = |token| self.layout.value_row(token);
-        self.float_tiles(tokens, sinks, packed, row, scratch, |token, values| {
+        values.float_tiles(tokens, scratch, |token, values| {
             add_rows(&weights[token - start..], n, values, o, head_dim);
         });
     }
@@ -329,9 +340,10 @@ fn runs_of_four(
 #[cfg(test)]
 mod tests {
     use burn::tensor::TensorData;
+    use burn_flex::FlexTensor;
 
     use super::*;
-    use crate::{CacheShape, KvCacheOps};
+    use crate::{CacheShape, KvCacheOps, backends::flex::tensor};
 
     /// Splits of caches in memory are shorter than a block on most machines; here one has three.
     #[test]
@@ -355,16 +367,17 @@ mod tests {
                 _ => TensorData::new(vec![0f32; len], rows),
             };
             let state = CacheState::<Flex> {
-                keys: words(layout.key_words()),
-                values: words(layout.value_words()),
+                keys: words(layout.sides().keys.words(1)),
+                values: words(layout.sides().values.words(1)),
                 floats: FlexTensor::from_data(floats),
             };
             let side = |pitch| tensor(wave(TOKENS * HEAD_DIM, pitch), [1, 1, TOKENS, HEAD_DIM]);
             let state = Flex::write(state, side(0.37), side(0.61), layout, 0);
             let query = wave(ROWS * HEAD_DIM, 0.7);
-            let whole = tensor(query.clone(), [1, ROWS, 1, HEAD_DIM]);
             // Several splits of one block each.
-            let (expected, lse) = decode_attention(whole, &state, &layout, TOKENS, TOKENS);
+            let (len, tokens, options) = (TOKENS, TOKENS, AttentionOptions::default());
+            let attend = Attend { layout: &layout, len, tokens, slices: 0..1, options };
+            let (expected, lse) = attend.run(&query, [1, ROWS, 1, HEAD_DIM], &state);
 
             let scale = LOG2_E / (HEAD_DIM as f32).sqrt();
             let scaled: Vec<f32> = query.iter().map(|q| q * scale).collect();
@@ -379,11 +392,8 @@ mod tests {
 
             for r in 0..ROWS {
                 // Sums of 9000 terms in another order, each rounded to 6e-8.
-                assert!(
-                    (simd::log_sum_exp(m[r], l[r]) - lse.storage::<f32>()[r]).abs() < 1e-4,
-                    "{name}"
-                );
-                let expected = &expected.storage::<f32>()[r * HEAD_DIM..];
+                assert!((simd::log_sum_exp(m[r], l[r]) - lse[r]).abs() < 1e-4, "{name}");
+                let expected = &expected[r * HEAD_DIM..];
                 for (o, expected) in o[r * HEAD_DIM..][..HEAD_DIM].iter().zip(expected) {
                     assert!((o / l[r] - expected).abs() < 1e-4, "{name}: {} {expected}", o / l[r]);
                 }

@@ -18,16 +18,17 @@ mod streaming_backward;
 use burn::{
     backend::{
         Flex,
+        ops::FloatTensorOps,
         tensor::{FloatTensor, IntTensor},
     },
-    tensor::{Shape, TensorData},
+    tensor::{DType, Shape, TensorData},
 };
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use crate::{
-    CacheFloat, CacheState, KvCacheOps, SteGradient,
-    layout::{CacheLayout, Granularity, QuantSpec, StreamSpec},
+    AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient,
+    layout::{CacheLayout, QuantSpec, Sides, StreamSpec},
     shapes,
 };
 
@@ -102,10 +103,11 @@ impl KvCacheOps for Flex {
         grad
     }
 
-    fn round_to_f16(input: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn round_to(input: FloatTensor<Self>, float: CacheFloat) -> FloatTensor<Self> {
         let mut output = input.to_contiguous();
         let rounded = output.storage_mut::<f32>();
-        rounded.par_chunks_mut(1 << 14).for_each(|row| cache::round(row, CacheFloat::F16));
+        let round = |row: &mut [f32]| row.iter_mut().for_each(|x| *x = float.round(*x));
+        rounded.par_chunks_mut(1 << 14).for_each(round);
         output
     }
 
@@ -116,9 +118,12 @@ impl KvCacheOps for Flex {
         layout: CacheLayout,
         len: usize,
     ) -> CacheState<Self> {
-        let (key, value) = (contiguous(key), contiguous(value));
-        let state = cache::flush(contiguous_state(state), &key, &value, &layout, len);
-        cache::append(state, &key, &value, &layout, len)
+        let [_, _, added, _]: [usize; 4] = dims(&key);
+        let (key, value) = (floats(key), floats(value));
+        let chunks = Sides { keys: key.storage(), values: value.storage() };
+        let (state, slices) = (contiguous_state(state), 0..layout.slices());
+        let state = cache::flush(state, chunks, &layout, &slices, len, added);
+        cache::append(state, chunks, &layout, &slices, len, added)
     }
 
     fn decode_attention(
@@ -127,9 +132,13 @@ impl KvCacheOps for Flex {
         layout: CacheLayout,
         len: usize,
         tokens: usize,
+        options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let state = contiguous_state(state);
-        decode::decode_attention(contiguous(query), &state, &layout, len, tokens)
+        let (state, slices) = (contiguous_state(state), 0..layout.slices());
+        let (shape, dtype, query) = (dims(&query), query.dtype(), floats(query));
+        let attend = decode::Attend { layout: &layout, len, tokens, slices, options };
+        let (output, lse) = attend.run(query.storage(), shape, &state);
+        (cast(tensor(output, shape), dtype), tensor(lse, shapes::log_sum_exp(shape)))
     }
 
     fn step(
@@ -139,18 +148,32 @@ impl KvCacheOps for Flex {
         value: FloatTensor<Self>,
         position: IntTensor<Self>,
         layout: CacheLayout,
-    ) -> (CacheState<Self>, FloatTensor<Self>) {
-        let capacity = layout.config().capacity;
+        options: AttentionOptions,
+    ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        let (capacity, shape, dtype) = (layout.config().capacity, dims(&query), query.dtype());
+        let [query, key, value] = [query, key, value].map(floats);
         let position = contiguous(position);
-        let mut len = usize::try_from(position.storage::<i32>()[0]).unwrap_or(capacity);
+        let positions: &[i32] = position.storage();
+        let slices = layout.slices() / positions.len();
+        let chunks = Sides { keys: key.storage(), values: value.storage() };
         state = contiguous_state(state);
-        if len < capacity {
-            state = <Self as KvCacheOps>::write(state, key, value, layout, len);
-            len += 1;
+        let (mut outputs, mut lses) = (Vec::new(), Vec::new());
+        for (i, &position) in positions.iter().enumerate() {
+            let slices = i * slices..(i + 1) * slices;
+            let mut len = usize::try_from(position).unwrap_or(capacity);
+            if len < capacity {
+                state = cache::flush(state, chunks, &layout, &slices, len, 1);
+                state = cache::append(state, chunks, &layout, &slices, len, 1);
+                len += 1;
+            }
+            let len = len.min(capacity);
+            let attend = decode::Attend { layout: &layout, len, tokens: len, slices, options };
+            let (output, lse) = attend.run(query.storage(), shape, &state);
+            outputs.extend(output);
+            lses.extend(lse);
         }
-        let len = len.min(capacity);
-        let (output, _) = decode::decode_attention(contiguous(query), &state, &layout, len, len);
-        (state, output)
+        let output = cast(tensor(outputs, shape), dtype);
+        (state, output, tensor(lses, shapes::log_sum_exp(shape)))
     }
 
     fn streaming_attention(
@@ -160,8 +183,9 @@ impl KvCacheOps for Flex {
         value: FloatTensor<Self>,
         value_hat: FloatTensor<Self>,
         spec: StreamSpec,
+        options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        streaming::streaming_attention(query, [key, key_hat, value, value_hat], spec)
+        streaming::streaming_attention(query, [key, key_hat, value, value_hat], spec, options)
     }
 
     fn streaming_attention_backward(
@@ -174,6 +198,7 @@ impl KvCacheOps for Flex {
         lse: FloatTensor<Self>,
         grad: FloatTensor<Self>,
         spec: StreamSpec,
+        options: AttentionOptions,
     ) -> (
         FloatTensor<Self>,
         FloatTensor<Self>,
@@ -182,7 +207,7 @@ impl KvCacheOps for Flex {
         FloatTensor<Self>,
     ) {
         let sides = [key, key_hat, value, value_hat];
-        streaming_backward::backward(query, sides, output, lse, grad, spec)
+        streaming_backward::backward(query, sides, output, lse, grad, spec, options)
     }
 }
 
@@ -193,6 +218,16 @@ fn contiguous(tensor: FlexTensor) -> FlexTensor {
     let bytes = layout.num_elements() * tensor.dtype().size();
     let first = layout.start_offset() == 0 && bytes == tensor.bytes().len();
     if first && layout.is_contiguous() { tensor } else { tensor.to_contiguous() }
+}
+
+/// A query, keys or values in f32, as the whole of a buffer.
+fn floats(tensor: FlexTensor) -> FlexTensor {
+    contiguous(cast(tensor, DType::F32))
+}
+
+/// `tensor` as `dtype`, a float type; as it is if it has that already.
+fn cast(tensor: FlexTensor, dtype: DType) -> FlexTensor {
+    if tensor.dtype() == dtype { tensor } else { Flex::float_cast(tensor, dtype.into()) }
 }
 
 /// [`contiguous`] for each tensor of a cache.
@@ -209,11 +244,7 @@ const RESTORED: usize = 512;
 fn grouped(tokens: usize, skip: usize, spec: &QuantSpec) -> core::ops::Range<usize> {
     let start = skip.min(tokens);
     let after = tokens - start;
-    let len = match spec.granularity {
-        Granularity::PerChannel => after / spec.group_size * spec.group_size,
-        Granularity::PerToken => after,
-    };
-    start..start + len
+    start..start + after / spec.granule() * spec.granule()
 }
 
 fn dims<const D: usize>(tensor: &FlexTensor) -> [usize; D] {

@@ -10,13 +10,12 @@
 //!
 //! Processors with AVX-512 VNNI use the integer version of these kernels, [`vnni`].
 
-use core::ops::Range;
-
 use macerator::{Scalar, Simd, Vector};
 
 use super::{
     quantize::{unpack_parameters, unpack_vector},
     simd::{self, MAX_LANES, load, store, store_part},
+    slice::PackedRun,
 };
 use crate::layout::QuantSpec;
 
@@ -79,18 +78,16 @@ fn runs(rows: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..rows).step_by(MAX_ROWS).map(move |first| (first, MAX_ROWS.min(rows - first)))
 }
 
-/// `scores[r * n + t] = query_r . key_t` of the packed keys of `tokens`, which start at a group.
-#[allow(clippy::too_many_arguments, reason = "slices of one problem")]
+/// `scores[r * n + t] = query_r . key_t` of the packed keys, which start at a group.
 pub(super) fn score(
-    keys: &[u32],
+    keys: &PackedRun<'_>,
     query: &[f32],
     scores: &mut [f32],
     n: usize,
-    tokens: Range<usize>,
     head_dim: usize,
-    spec: &QuantSpec,
     scratch: &mut [f32],
 ) {
+    let PackedRun { words: keys, ref spec, ref tokens, .. } = *keys;
     let start = spec.words(tokens.start, head_dim);
     for (row, rows) in runs(query.len() / head_dim) {
         let query = &query[row * head_dim..][..rows * head_dim];
@@ -109,16 +106,15 @@ pub(super) fn score(
     }
 }
 
-/// `o_r += sum_t weights[r * n + t] * value_t` of the packed values of `tokens`.
+/// `o_r += sum_t weights[r * n + t] * value_t` of the packed values.
 pub(super) fn add(
-    values: &[u32],
+    values: &PackedRun<'_>,
     weights: &[f32],
     n: usize,
     o: &mut [f32],
-    tokens: Range<usize>,
     head_dim: usize,
-    spec: &QuantSpec,
 ) {
+    let PackedRun { words: values, ref spec, ref tokens, .. } = *values;
     let words = |token| spec.words(token, head_dim);
     let values = &values[words(tokens.start)..words(tokens.end)];
     for (row, rows) in runs(o.len() / head_dim) {

@@ -3,11 +3,12 @@
 use core::ops::Range;
 
 use burn::backend::Flex;
+use burn_flex::FlexTensor;
 
 use super::{cache::Floats, quantize::dequantize_slice};
 use crate::{
     CacheState,
-    layout::{CacheLayout, Granularity, QuantSpec, QuantizedCounts},
+    layout::{CacheLayout, QuantSpec, SideLayout},
 };
 
 /// Rows of one side that are handed to a kernel at once: what stays in the first-level cache.
@@ -16,13 +17,19 @@ pub(super) const TILE: usize = 32;
 /// One (batch, kv head) slice of a cache.
 pub(super) struct Slice<'a> {
     pub(super) layout: &'a CacheLayout,
-    pub(super) keys: &'a [u32],
-    pub(super) values: &'a [u32],
+    pub(super) keys: SideSlice<'a>,
+    pub(super) values: SideSlice<'a>,
+}
+
+/// The keys or the values of a slice.
+pub(super) struct SideSlice<'a> {
+    place: SideLayout,
+    /// How many tokens are packed, the first ones after the sinks.
+    n_packed: usize,
+    words: &'a [u32],
     floats: Floats<'a>,
     /// First element of the slice in `floats`.
     float_start: usize,
-    /// Tokens the cache holds.
-    len: usize,
 }
 
 impl<'a> Slice<'a> {
@@ -32,45 +39,59 @@ impl<'a> Slice<'a> {
         len: usize,
         index: usize,
     ) -> Self {
+        let (sides, counts) = (layout.sides(), layout.schedule().counts(len));
+        let float_start = index * layout.float_rows() * layout.shape().head_dim;
+        let side = |words: &'a FlexTensor, place: SideLayout, n_packed| SideSlice {
+            words: &words.storage()[index * place.slice_words()..],
+            place,
+            n_packed,
+            floats: Floats::of(&state.floats, layout.config().float),
+            float_start,
+        };
         Self {
             layout,
-            keys: &state.keys.storage()[index * layout.key_slice_words()..],
-            values: &state.values.storage()[index * layout.value_slice_words()..],
-            floats: Floats::of(&state.floats),
-            float_start: index * layout.float_rows() * layout.shape().head_dim,
-            len,
+            keys: side(&state.keys, sides.keys, counts.keys),
+            values: side(&state.values, sides.values, counts.values),
         }
     }
+}
 
-    pub(super) fn window_counts(&self) -> QuantizedCounts {
-        self.layout.window().counts(self.len)
+/// The packed ones of a run of tokens, counted after the sinks.
+pub(super) struct PackedRun<'a> {
+    pub(super) words: &'a [u32],
+    pub(super) spec: QuantSpec,
+    pub(super) tokens: Range<usize>,
+    /// Tokens of the run before them.
+    pub(super) skipped: usize,
+}
+
+impl SideSlice<'_> {
+    /// The tokens of `tokens` that are packed, if there are any.
+    pub(super) fn packed(&self, tokens: &Range<usize>) -> Option<PackedRun<'_>> {
+        let sinks = self.place.sinks;
+        let clip = |token: usize| token.saturating_sub(sinks).min(self.n_packed);
+        let packed = clip(tokens.start)..clip(tokens.end);
+        let spec = self.place.spec.filter(|_| !packed.is_empty())?;
+        let skipped = packed.start + sinks - tokens.start;
+        Some(PackedRun { words: self.words, spec, tokens: packed, skipped })
     }
 
-    /// Calls `visit` with the first token and the restored rows of each tile of `packed`, tokens
-    /// counted after the sinks; of keys it starts at a group.
-    pub(super) fn restored_tiles(
-        &self,
-        words: &[u32],
-        packed: Range<usize>,
-        sinks: usize,
-        spec: QuantSpec,
-        visit: &mut dyn FnMut(usize, &[f32]),
-    ) {
-        let head_dim = self.layout.shape().head_dim;
-        // Whole groups of keys, although fewer tokens may be asked for.
-        let group = match spec.granularity {
-            Granularity::PerChannel => spec.group_size,
-            Granularity::PerToken => 1,
-        };
-        let step = group.max(TILE / group * group);
+    /// Calls `visit` with the first token and the restored rows of each tile of `run`, which starts at a
+    /// granule.
+    pub(super) fn restored_tiles(&self, run: &PackedRun<'_>, mut visit: impl FnMut(usize, &[f32])) {
+        let PackedRun { spec, ref tokens, .. } = *run;
+        let head_dim = self.place.head_dim;
+        // Whole granules, although fewer tokens may be asked for.
+        let granule = spec.granule();
+        let step = granule.max(TILE / granule * granule);
         let mut tile = vec![0.0; step * head_dim];
-        for token in packed.clone().step_by(step) {
-            let count = step.min(packed.end - token);
-            let whole = count.div_ceil(group) * group;
+        for token in tokens.clone().step_by(step) {
+            let count = step.min(tokens.end - token);
+            let whole = count.next_multiple_of(granule);
             let start = spec.words(token, head_dim);
-            let words = &words[start..start + spec.words(whole, head_dim)];
+            let words = &run.words[start..start + spec.words(whole, head_dim)];
             dequantize_slice(words, &mut tile[..whole * head_dim], head_dim, &spec);
-            visit(sinks + token, &tile[..count * head_dim]);
+            visit(self.place.sinks + token, &tile[..count * head_dim]);
         }
     }
 
@@ -79,23 +100,22 @@ impl<'a> Slice<'a> {
     pub(super) fn float_tiles(
         &self,
         tokens: Range<usize>,
-        sinks: usize,
-        packed: usize,
-        row: impl Fn(usize) -> usize,
         widened: &mut [f32],
         mut visit: impl FnMut(usize, &[f32]),
     ) {
-        let head_dim = self.layout.shape().head_dim;
-        let first_recent = tokens.start.max(sinks + packed);
-        for part in [tokens.start..tokens.end.min(sinks), first_recent..tokens.end] {
+        let place = &self.place;
+        let head_dim = place.head_dim;
+        let first_recent = tokens.start.max(place.sinks + self.n_packed);
+        for part in [tokens.start..tokens.end.min(place.sinks), first_recent..tokens.end] {
             let mut token = part.start;
             while token < part.end {
-                let first = row(token);
+                let first = place.row(token);
                 // A ring wraps at most once within itself.
                 let wanted = TILE.min(part.end - token);
-                let count = match row(token + wanted - 1) == first + wanted - 1 {
+                let follows = |i: usize| place.row(token + i) == first + i;
+                let count = match follows(wanted - 1) {
                     true => wanted,
-                    false => (1..wanted).find(|&i| row(token + i) != first + i).unwrap_or(wanted),
+                    false => (1..wanted).find(|&i| !follows(i)).unwrap_or(wanted),
                 };
                 let start = self.float_start + first * head_dim;
                 visit(token, self.floats.rows(start, &mut widened[..count * head_dim]));
@@ -103,10 +123,17 @@ impl<'a> Slice<'a> {
             }
         }
     }
-}
 
-/// The part of tokens `[start, end)` that is packed, counted after the sinks.
-pub(super) fn packed_range(start: usize, end: usize, sinks: usize, count: usize) -> (usize, usize) {
-    let clip = |token: usize| token.saturating_sub(sinks).min(count);
-    (clip(start), clip(end))
+    /// Calls `visit` with the first token and the rows, in f32, of each tile of `tokens`, packed or not.
+    pub(super) fn tiles(
+        &self,
+        tokens: Range<usize>,
+        widened: &mut [f32],
+        mut visit: impl FnMut(usize, &[f32]),
+    ) {
+        if let Some(run) = self.packed(&tokens) {
+            self.restored_tiles(&run, &mut visit);
+        }
+        self.float_tiles(tokens, widened, visit);
+    }
 }

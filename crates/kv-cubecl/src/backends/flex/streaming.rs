@@ -10,7 +10,7 @@ use super::{
     simd::{all_finite, exp2_minus_max, finite_or_zero, log_sum_exp, maximum},
     tensor,
 };
-use crate::{layout::StreamSpec, shapes};
+use crate::{AttentionOptions, layout::StreamSpec, shapes};
 
 /// Query tokens per block, at most: large enough for the matrix products, small enough that a
 /// block's scores stay in the cache.
@@ -33,18 +33,22 @@ pub(super) struct Problem {
     /// Keys.
     pub(super) n: usize,
     pub(super) head_dim: usize,
+    /// What scores are multiplied with.
+    pub(super) scale: f32,
 }
 
 impl Problem {
-    pub(super) fn new(query: [usize; 4], key: [usize; 4], spec: StreamSpec) -> Self {
+    pub(super) fn new(
+        query: [usize; 4],
+        key: [usize; 4],
+        spec: StreamSpec,
+        options: AttentionOptions,
+    ) -> Self {
         let [batch, n_heads, m, head_dim] = query;
         let [_, n_kv_heads, n, _] = key;
         let n_rep = n_heads / n_kv_heads;
-        Self { spec, slices: batch * n_kv_heads, n_rep, m, n, head_dim }
-    }
-
-    pub(super) fn scale(&self) -> f32 {
-        1.0 / (self.head_dim as f32).sqrt()
+        let scale = options.scale(head_dim);
+        Self { spec, slices: batch * n_kv_heads, n_rep, m, n, head_dim, scale }
     }
 
     /// Blocks of rows that see the same quantized keys.
@@ -52,18 +56,19 @@ impl Problem {
         let mut blocks = Vec::new();
         let mut start = 0;
         while start < self.m {
-            let keys = self.spec.quantized_keys(start);
+            let first = self.spec.view(start);
             let mut end = (start + BLOCK).min(self.m);
-            while self.spec.quantized_keys(end - 1) != keys {
+            while self.spec.view(end - 1).key_hat_end != first.key_hat_end {
                 end -= 1;
             }
+            let last = self.spec.view(end - 1);
             blocks.push(Block {
                 start,
                 end,
-                visible: self.spec.visible(end - 1).min(self.n),
-                hat_keys: keys,
-                hat_values: self.spec.quantized_values(start),
-                hat_values_last: self.spec.quantized_values(end - 1),
+                visible: last.end.min(self.n),
+                hat_keys: first.key_hat_end,
+                hat_values: first.value_hat_end,
+                hat_values_last: last.value_hat_end,
             });
             start = end;
         }
@@ -107,7 +112,7 @@ impl Block {
 
     /// Columns of a tile that the `row`-th of all heads' rows sees.
     pub(super) fn seen(&self, problem: &Problem, row: usize, columns: &Range<usize>) -> usize {
-        let seen = problem.spec.visible(self.start + row % self.len());
+        let seen = problem.spec.view(self.start + row % self.len()).end;
         seen.clamp(columns.start, columns.end) - columns.start
     }
 }
@@ -193,9 +198,10 @@ pub(super) fn streaming_attention(
     query: FlexTensor,
     sides: [FlexTensor; 4],
     spec: StreamSpec,
+    options: AttentionOptions,
 ) -> (FlexTensor, FlexTensor) {
     let shape: [usize; 4] = dims(&query);
-    let problem = Problem::new(shape, dims(&sides[0]), spec);
+    let problem = Problem::new(shape, dims(&sides[0]), spec, options);
     let Problem { slices, n_rep, m, n, head_dim, .. } = problem;
     let query = query.to_contiguous();
     let sides = sides.map(|side| side.to_contiguous());
@@ -252,7 +258,7 @@ pub(super) fn scores(
 ) -> Vec<f32> {
     let (d, n) = (problem.head_dim, columns.len());
     let hat = block.hat_keys.clamp(columns.start, columns.end);
-    let (rows, scale) = (query.len() / d, problem.scale() * LOG2_E);
+    let (rows, scale) = (query.len() / d, problem.scale * LOG2_E);
     let mut scores = vec![0.0; rows * n];
     let query = Matrix::new(query, rows, d, d);
     let keys = |data, from: usize, to: usize| {
@@ -280,7 +286,7 @@ pub(super) fn split_band(
     let (mut hat, mut float) = (vec![0.0; rows * width], vec![0.0; rows * width]);
     for row in 0..rows {
         let token = block.start + row % block.len();
-        let seen = problem.spec.quantized_values(token).clamp(band.start, band.end) - band.start;
+        let seen = problem.spec.view(token).value_hat_end.clamp(band.start, band.end) - band.start;
         let source = &p[row * n + band.start - columns.start..][..width];
         hat[row * width..][..seen].copy_from_slice(&source[..seen]);
         float[row * width + seen..(row + 1) * width].copy_from_slice(&source[seen..]);
@@ -318,7 +324,7 @@ fn add_by_rows(
     let d = problem.head_dim;
     let rows = p.chunks_exact(columns.len()).zip(out.chunks_exact_mut(d));
     for (row, (p, out)) in rows.enumerate() {
-        let hat = problem.spec.quantized_values(block.start + row % block.len());
+        let hat = problem.spec.view(block.start + row % block.len()).value_hat_end;
         let end = columns.start + block.seen(problem, row, columns);
         for token in tokens.start..tokens.end.min(end) {
             let value = if token < hat { value_hat } else { value };

@@ -14,7 +14,7 @@ use super::{
     },
     tensor,
 };
-use crate::layout::StreamSpec;
+use crate::{AttentionOptions, layout::StreamSpec};
 
 type Grads = (FlexTensor, FlexTensor, FlexTensor, FlexTensor, FlexTensor);
 
@@ -44,9 +44,10 @@ pub(super) fn backward(
     lse: FlexTensor,
     grad: FlexTensor,
     spec: StreamSpec,
+    options: AttentionOptions,
 ) -> Grads {
     let (query_shape, side_shape): ([usize; 4], [usize; 4]) = (dims(&query), dims(&sides[0]));
-    let problem = Problem::new(query_shape, side_shape, spec);
+    let problem = Problem::new(query_shape, side_shape, spec, options);
     let Problem { slices, n_rep, m, n, head_dim, .. } = problem;
     let rows = [query, output, lse, grad].map(|x| x.to_contiguous());
     let sides = sides.map(|x| x.to_contiguous());
@@ -191,7 +192,7 @@ fn backward_tile(
     for row in 0..n_rows {
         let (ds, p) = (&mut ds[row * n..][..n], &p[row * n..][..n]);
         let token = block.start + row % block.len();
-        let seen = problem.spec.quantized_values(token).clamp(band.start, band.end);
+        let seen = problem.spec.view(token).value_hat_end.clamp(band.start, band.end);
         ds[seen - columns.start..band.end - columns.start]
             .copy_from_slice(&d_band[row * width + seen - band.start..(row + 1) * width]);
         let delta = rows.delta[row];
@@ -199,7 +200,7 @@ fn backward_tile(
     }
 
     // dQ = scale dS K, dK = scale dS^T Q.
-    let scale = problem.scale();
+    let scale = problem.scale;
     let hat = block.hat_keys.clamp(columns.start, columns.end);
     let query = Matrix::new(&rows.query, n_rows, d, d);
     for (keys, d_key, part) in
@@ -226,7 +227,7 @@ fn backward_by_rows(
 ) {
     let d = problem.head_dim;
     for row in 0..rows.delta.len() {
-        let hat_values = problem.spec.quantized_values(block.start + row % block.len());
+        let hat_values = problem.spec.view(block.start + row % block.len()).value_hat_end;
         let own = row * d..(row + 1) * d;
         let (query, grad) = (&rows.query[own.clone()], &rows.grad[own.clone()]);
         for column in 0..block.seen(problem, row, columns) {
@@ -240,7 +241,7 @@ fn backward_by_rows(
                 true => (inputs.value_hat, &mut *d_value_hat),
                 false => (inputs.value, &mut *d_value),
             };
-            let ds = problem.scale() * p * (dot(grad, &value[at.clone()]) - rows.delta[row]);
+            let ds = problem.scale * p * (dot(grad, &value[at.clone()]) - rows.delta[row]);
             add_scaled(&mut d_query[own.clone()], ds, &key[at.clone()]);
             add_scaled(&mut d_key[at.clone()], ds, query);
             add_scaled(&mut d_value[at], p, grad);

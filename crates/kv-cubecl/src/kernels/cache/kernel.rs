@@ -1,157 +1,123 @@
 use cubecl::prelude::*;
 
-use crate::kernels::{
-    codec::{F16_MAX, encode, greater, lesser, min_of, parameters, saturate, scale_of},
-    window::{WindowArgs, quantized_keys, quantized_values},
+use crate::{
+    kernels::{
+        codec::{F16_MAX, encode, greater, lesser, min_of, parameters, saturate, scale_of},
+        layout::{CacheArgs, SideArgs, SideScheduleArgs, float_row, quantized},
+    },
+    layout::{Granularity, QuantSpec},
 };
 
-/// Where a token's float row is: in its ring, or in the chunk that is being appended.
+/// The tokens that are appended, and those they follow.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct Source {
     /// Tokens in the cache before the chunk.
     pub(super) len: usize,
     /// Tokens of the chunk.
     pub(super) added: usize,
-    pub(super) sinks: usize,
-    pub(super) ring: usize,
-    /// First float row of this side.
-    pub(super) first_row: usize,
-    /// Float rows of one slice.
+    /// Float rows of one slice of the cache.
     pub(super) float_rows: usize,
     pub(super) head_dim: usize,
 }
 
-/// Float row of `token`.
+/// One channel of a token past the sinks, from its ring or from the chunk, rounded to the stored type
+/// and saturated.
 #[cube]
-fn row_of(token: usize, source: &Source) -> usize {
-    let mut row = token;
-    if token >= source.sinks {
-        row = source.sinks + (token - source.sinks) % source.ring;
-    }
-    source.first_row + row
-}
-
-/// One channel of a token past the sinks, rounded to the stored type and saturated.
-#[cube]
-fn read<R: Float>(
+fn read<R: Float, C: Float>(
     floats: &[R],
-    chunk: &[f32],
+    chunk: &[C],
     slice: usize,
     token: usize,
     channel: usize,
     source: &Source,
+    side: &SideArgs,
 ) -> f32 {
     let x = if token < source.len {
-        let row = slice * source.float_rows + row_of(token, source);
+        let row = slice * source.float_rows + float_row(token, side);
         f32::cast_from(floats[row * source.head_dim + channel])
     } else {
         let row = slice * source.added + token - source.len;
         // Saturating first keeps a narrower type finite; the quantizer saturates anyway.
-        f32::cast_from(R::cast_from(saturate(chunk[row * source.head_dim + channel])))
+        let x = f32::cast_from(chunk[row * source.head_dim + channel]);
+        f32::cast_from(R::cast_from(saturate(x)))
     };
     saturate(x)
 }
 
-/// Quantizes one channel of a group of keys into its words.
+/// Quantizes group `group` of a granule, counted after the sinks, into its words.
 #[cube]
-fn flush_key<R: Float>(
+fn flush_group<R: Float, C: Float>(
     floats: &[R],
-    chunk: &[f32],
+    chunk: &[C],
     words: &mut [u32],
     slice: usize,
+    granule: usize,
     group: usize,
-    channel: usize,
-    slice_words: usize,
     source: &Source,
-    #[comptime] group_size: usize,
-    #[comptime] n_bits: u32,
+    side: &SideArgs,
+    #[comptime] spec: QuantSpec,
 ) {
-    let codes_per_word = comptime!(32 / n_bits as usize);
-    let code_rows = comptime!(group_size / (32 / n_bits as usize));
-    let head_dim = source.head_dim;
-    let token = source.sinks + group * group_size;
-    let mut min = f32::new(F16_MAX);
-    let mut max = f32::new(-F16_MAX);
-    for i in 0..group_size {
-        let x = read::<R>(floats, chunk, slice, token + i, channel, source);
-        min = lesser(min, x);
-        max = greater(max, x);
+    let group_size = comptime!(spec.group_size);
+    let codes_per_word = comptime!(spec.codes_per_word());
+    let code_words = comptime!(spec.words_per_group() - 1);
+    // The group's elements, and the distance between its words.
+    let token = side.sinks + granule * comptime!(spec.granule());
+    let mut channel = group;
+    let mut groups = source.head_dim;
+    let mut first_word = group;
+    let mut stride = source.head_dim;
+    if comptime!(spec.granularity == Granularity::PerToken) {
+        channel = group * group_size;
+        groups = source.head_dim / group_size;
+        first_word = group * code_words;
+        stride = 1;
     }
-    let params = parameters(min, max, n_bits);
-    let scale = scale_of(params);
-    let min = min_of(params);
-    let base = slice * slice_words + group * (code_rows + 1) * head_dim + channel;
-    for line in 0..code_rows {
-        let mut word = 0u32;
-        for i in 0..codes_per_word {
-            let at = token + line * codes_per_word + i;
-            let x = read::<R>(floats, chunk, slice, at, channel, source);
-            word |= encode(x, scale, min, n_bits) << (i as u32 * n_bits);
-        }
-        words[base + line * head_dim] = word;
-    }
-    words[base + code_rows * head_dim] = params;
-}
+    let token_step = comptime!(usize::from(spec.granularity == Granularity::PerChannel));
+    let channel_step = comptime!(usize::from(spec.granularity == Granularity::PerToken));
 
-/// Quantizes one group of a token's values, `index` after the sinks, into its words.
-#[cube]
-fn flush_value<R: Float>(
-    floats: &[R],
-    chunk: &[f32],
-    words: &mut [u32],
-    slice: usize,
-    index: usize,
-    group: usize,
-    slice_words: usize,
-    source: &Source,
-    #[comptime] group_size: usize,
-    #[comptime] n_bits: u32,
-) {
-    let codes_per_word = comptime!(32 / n_bits as usize);
-    let group_words = comptime!(group_size / (32 / n_bits as usize));
-    let groups = source.head_dim / group_size;
-    let token = source.sinks + index;
-    let channel = group * group_size;
     let mut min = f32::new(F16_MAX);
     let mut max = f32::new(-F16_MAX);
     for i in 0..group_size {
-        let x = read::<R>(floats, chunk, slice, token, channel + i, source);
+        let (token, channel) = (token + i * token_step, channel + i * channel_step);
+        let x = read::<R, C>(floats, chunk, slice, token, channel, source, side);
         min = lesser(min, x);
         max = greater(max, x);
     }
-    let params = parameters(min, max, n_bits);
+    let params = parameters(min, max, spec.n_bits);
     let scale = scale_of(params);
     let min = min_of(params);
-    let base = slice * slice_words + index * groups * (group_words + 1);
-    for at in 0..group_words {
+    let base = slice * side.slice_words + granule * groups * (code_words + 1);
+    for at in 0..code_words {
         let mut word = 0u32;
         for i in 0..codes_per_word {
-            let at = channel + at * codes_per_word + i;
-            let x = read::<R>(floats, chunk, slice, token, at, source);
-            word |= encode(x, scale, min, n_bits) << (i as u32 * n_bits);
+            let nth = at * codes_per_word + i;
+            let (token, channel) = (token + nth * token_step, channel + nth * channel_step);
+            let x = read::<R, C>(floats, chunk, slice, token, channel, source, side);
+            word |= encode(x, scale, min, spec.n_bits) << (i as u32 * spec.n_bits);
         }
-        words[base + group * group_words + at] = word;
+        words[base + first_word + at * stride] = word;
     }
-    words[base + groups * group_words + group] = params;
+    words[base + groups * code_words + group] = params;
 }
 
 /// Stores one element of the chunk, unless its token is between the sinks and `first_float` and so is
 /// packed already. Rows narrower than f32 saturate.
 #[cube]
-fn store<R: Float>(
-    chunk: &[f32],
+fn store<R: Float, C: Float>(
+    chunk: &[C],
     floats: &mut [R],
     slice: usize,
     token: usize,
     channel: usize,
     first_float: usize,
     source: &Source,
+    side: &SideArgs,
     #[comptime] saturating: bool,
 ) {
-    if token < source.sinks || token >= first_float {
+    if token < side.sinks || token >= first_float {
         let from = slice * source.added + token - source.len;
-        let to = slice * source.float_rows + row_of(token, source);
-        let x = chunk[from * source.head_dim + channel];
+        let to = slice * source.float_rows + float_row(token, side);
+        let x = f32::cast_from(chunk[from * source.head_dim + channel]);
         if comptime!(saturating) {
             floats[to * source.head_dim + channel] = R::cast_from(saturate(x));
         } else {
@@ -160,70 +126,35 @@ fn store<R: Float>(
     }
 }
 
-/// One unit per (slice, group, channel).
+/// One unit per (slice, granule, group).
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn flush_keys<R: Float>(
+pub(super) fn flush<R: Float>(
     floats: &[R],
     chunk: &[f32],
     words: &mut [u32],
     source: Source,
+    side: SideArgs,
     n: usize,
-    first_group: usize,
+    first_granule: usize,
+    granules: usize,
     groups: usize,
-    slice_words: usize,
-    #[comptime] group_size: usize,
-    #[comptime] n_bits: u32,
+    #[comptime] spec: QuantSpec,
     #[define(R)] _dtype: ElemType,
 ) {
     if ABSOLUTE_POS < n {
-        let channel = ABSOLUTE_POS % source.head_dim;
-        let row = ABSOLUTE_POS / source.head_dim;
-        let group = first_group + row % groups;
-        flush_key::<R>(
-            floats,
-            chunk,
-            words,
-            row / groups,
-            group,
-            channel,
-            slice_words,
-            &source,
-            group_size,
-            n_bits,
-        );
-    }
-}
-
-/// One unit per (slice, token, group).
-#[cube(launch, address_type = "dynamic")]
-pub(super) fn flush_values<R: Float>(
-    floats: &[R],
-    chunk: &[f32],
-    words: &mut [u32],
-    source: Source,
-    n: usize,
-    first_token: usize,
-    tokens: usize,
-    slice_words: usize,
-    #[comptime] group_size: usize,
-    #[comptime] n_bits: u32,
-    #[define(R)] _dtype: ElemType,
-) {
-    if ABSOLUTE_POS < n {
-        let groups = source.head_dim / group_size;
+        let group = ABSOLUTE_POS % groups;
         let row = ABSOLUTE_POS / groups;
-        let index = first_token + row % tokens;
-        flush_value::<R>(
+        let granule = first_granule + row % granules;
+        flush_group::<R, f32>(
             floats,
             chunk,
             words,
-            row / tokens,
-            index,
-            ABSOLUTE_POS % groups,
-            slice_words,
+            row / granules,
+            granule,
+            group,
             &source,
-            group_size,
-            n_bits,
+            &side,
+            spec,
         );
     }
 }
@@ -234,6 +165,7 @@ pub(super) fn append<R: Float>(
     chunk: &[f32],
     floats: &mut [R],
     source: Source,
+    side: SideArgs,
     n: usize,
     first_float: usize,
     #[comptime] saturating: bool,
@@ -244,71 +176,174 @@ pub(super) fn append<R: Float>(
         let row = ABSOLUTE_POS / source.head_dim;
         let token = source.len + row % source.added;
         let slice = row / source.added;
-        store::<R>(chunk, floats, slice, token, channel, first_float, &source, saturating);
+        store::<R, f32>(
+            chunk,
+            floats,
+            slice,
+            token,
+            channel,
+            first_float,
+            &source,
+            &side,
+            saturating,
+        );
     }
 }
 
 /// What changes the generated code of [`write_token`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct TokenBlueprint {
-    /// Elements per group.
-    pub(super) group_size: usize,
-    /// Bits of packed keys, 0 if keys are in float.
-    pub(super) key_bits: u32,
-    /// Bits of packed values, 0 if values are in float.
-    pub(super) value_bits: u32,
+    /// How keys are quantized, if they are.
+    pub(super) keys: Option<QuantSpec>,
+    /// How values are quantized, if they are.
+    pub(super) values: Option<QuantSpec>,
     /// Whether rows are narrower than f32.
     pub(super) saturating: bool,
 }
 
-impl TokenBlueprint {
-    /// Channels of the values that one unit writes: those it quantizes.
-    pub(super) const fn run(&self) -> usize {
-        if self.value_bits == 0 { 1 } else { self.group_size }
+/// Channels of a side that one unit stores: those of the group that it quantizes.
+pub(super) const fn run(spec: &Option<QuantSpec>) -> usize {
+    match spec {
+        Some(QuantSpec { granularity: Granularity::PerToken, group_size, .. }) => *group_size,
+        _ => 1,
     }
 }
 
 /// Run-time numbers of [`write_token`].
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct TokenArgs {
-    pub(super) keys: Source,
-    pub(super) values: Source,
-    pub(super) window: WindowArgs,
-    pub(super) capacity: usize,
-    /// Most groups of keys that leave the window, at least 1.
-    pub(super) key_groups: usize,
-    pub(super) key_slice_words: usize,
-    pub(super) value_slice_words: usize,
+    pub(super) source: Source,
+    pub(super) cache: CacheArgs,
+    /// Most granules of keys, and of values, that leave the window; at least 1.
+    pub(super) key_granules: usize,
+    pub(super) value_granules: usize,
+    /// Slices that share a position.
+    pub(super) position_slices: usize,
     /// Units of keys, and of both sides.
     pub(super) n_keys: usize,
     pub(super) n: usize,
 }
 
-/// `source` in a cache of `len` tokens.
+/// Writes one side of a token that is appended to `source.len` others, and quantizes what leaves the
+/// window for it: `unit` counts (slice, granule that may leave, run of channels).
+///
+/// A slot that is read for what leaves and written for what comes belongs to one unit: it can only be in
+/// the first granule that leaves.
 #[cube]
-fn source_at(len: usize, source: &Source) -> Source {
-    Source {
-        len,
-        added: source.added,
-        sinks: source.sinks,
-        ring: source.ring,
-        first_row: source.first_row,
-        float_rows: source.float_rows,
-        head_dim: source.head_dim,
+fn write_side<R: Float, C: Float>(
+    chunk: &[C],
+    floats: &mut [R],
+    words: &mut [u32],
+    position: &ComptimeOption<Box<[i32]>>,
+    unit: usize,
+    granules: usize,
+    args: &TokenArgs,
+    side: &SideArgs,
+    schedule: &SideScheduleArgs,
+    #[comptime] spec: Option<QuantSpec>,
+    #[comptime] saturating: bool,
+) {
+    let runs = args.source.head_dim / comptime!(run(&spec));
+    let row = unit / runs;
+    let slice = row / granules;
+    let mut len = args.source.len;
+    #[comptime]
+    match position {
+        ComptimeOption::Some(position) => len = position[slice / args.position_slices] as usize,
+        ComptimeOption::None => {}
+    }
+    if len < args.cache.capacity {
+        let source = Source {
+            len,
+            added: args.source.added,
+            float_rows: args.source.float_rows,
+            head_dim: args.source.head_dim,
+        };
+        let index = row % granules;
+        let group = unit % runs;
+        write_unit::<R, C>(
+            chunk,
+            floats,
+            words,
+            slice,
+            index,
+            group,
+            &source,
+            side,
+            schedule,
+            &args.cache,
+            spec,
+            saturating,
+        );
     }
 }
 
-/// Appends one token, both sides, with all that leaves the window for it: one unit per (slice, group of
-/// keys that may leave, channel), then one per (slice, group of the value).
+/// What one unit of [`write_side`] does where the cache has room.
+#[cube]
+fn write_unit<R: Float, C: Float>(
+    chunk: &[C],
+    floats: &mut [R],
+    words: &mut [u32],
+    slice: usize,
+    index: usize,
+    group: usize,
+    source: &Source,
+    side: &SideArgs,
+    schedule: &SideScheduleArgs,
+    cache: &CacheArgs,
+    #[comptime] spec: Option<QuantSpec>,
+    #[comptime] saturating: bool,
+) {
+    let before = quantized(source.len, schedule, &cache.schedule);
+    let after = quantized(source.len + 1, schedule, &cache.schedule);
+    #[comptime]
+    match spec {
+        Some(spec) => {
+            let granule = comptime!(spec.granule());
+            if index < (after - before) / granule {
+                flush_group::<R, C>(
+                    &*floats,
+                    chunk,
+                    words,
+                    slice,
+                    before / granule + index,
+                    group,
+                    source,
+                    side,
+                    spec,
+                );
+            }
+        }
+        None => {}
+    }
+    if index == 0 {
+        let channel = group * comptime!(run(&spec));
+        let (token, first) = (source.len, cache.schedule.sinks + after);
+        for i in 0..comptime!(run(&spec)) {
+            store::<R, C>(
+                chunk,
+                floats,
+                slice,
+                token,
+                channel + i,
+                first,
+                source,
+                side,
+                saturating,
+            );
+        }
+    }
+}
+
+/// Appends one token, both sides, with all that leaves the window for it: first the units of the keys,
+/// then those of the values.
 ///
-/// The cache holds as many tokens as `position` says, or the sources where there is none; if it is full,
-/// nothing is written. A slot that is read for what leaves and written for what comes belongs to one
-/// unit: of keys it can only be in the first group that leaves.
+/// A sequence holds as many tokens as its position says, or as the source where there is none; if it is full,
+/// nothing is written.
 #[cube(launch, address_type = "dynamic")]
-#[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
-pub(super) fn write_token<R: Float>(
-    key: &[f32],
-    value: &[f32],
+pub(super) fn write_token<R: Float, C: Float>(
+    key: &[C],
+    value: &[C],
     floats: &mut [R],
     key_words: &mut [u32],
     value_words: &mut [u32],
@@ -316,68 +351,36 @@ pub(super) fn write_token<R: Float>(
     args: TokenArgs,
     #[comptime] bp: TokenBlueprint,
     #[define(R)] _dtype: ElemType,
+    #[define(C)] _chunk: ElemType,
 ) {
-    #[comptime]
-    let len = match position {
-        ComptimeOption::Some(position) => position[0] as usize,
-        ComptimeOption::None => args.keys.len,
-    };
-    let head_dim = args.keys.head_dim;
-    if len < args.capacity && ABSOLUTE_POS < args.n_keys {
-        let source = source_at(len, &args.keys);
-        let before = quantized_keys(len, &args.window);
-        let after = quantized_keys(len + 1, &args.window);
-        let row = ABSOLUTE_POS / head_dim;
-        let slice = row / args.key_groups;
-        let index = row % args.key_groups;
-        let channel = ABSOLUTE_POS % head_dim;
-        if comptime!(bp.key_bits > 0) {
-            if index < (after - before) / bp.group_size {
-                flush_key::<R>(
-                    &*floats,
-                    key,
-                    key_words,
-                    slice,
-                    before / bp.group_size + index,
-                    channel,
-                    args.key_slice_words,
-                    &source,
-                    bp.group_size,
-                    bp.key_bits,
-                );
-            }
-        }
-        if index == 0 {
-            let first = args.window.sinks + after;
-            store::<R>(key, floats, slice, len, channel, first, &source, bp.saturating);
-        }
-    } else if len < args.capacity && ABSOLUTE_POS < args.n {
-        let source = source_at(len, &args.values);
-        let before = quantized_values(len, &args.window);
-        let after = quantized_values(len + 1, &args.window);
-        let unit = ABSOLUTE_POS - args.n_keys;
-        let runs = head_dim / comptime!(bp.run());
-        let slice = unit / runs;
-        if comptime!(bp.value_bits > 0) {
-            if after > before {
-                flush_value::<R>(
-                    &*floats,
-                    value,
-                    value_words,
-                    slice,
-                    before,
-                    unit % runs,
-                    args.value_slice_words,
-                    &source,
-                    bp.group_size,
-                    bp.value_bits,
-                );
-            }
-        }
-        let start = unit % runs * comptime!(bp.run());
-        let first = args.window.sinks + after;
-        for i in 0..comptime!(bp.run()) {
-            store::<R>(value, floats, slice, len, start + i, first, &source, bp.saturating);
-        }
+    let cache = &args.cache;
+    if ABSOLUTE_POS < args.n_keys {
+        write_side::<R, C>(
+            key,
+            floats,
+            key_words,
+            &position,
+            ABSOLUTE_POS,
+            args.key_granules,
+            &args,
+            &cache.keys,
+            &cache.schedule.keys,
+            bp.keys,
+            bp.saturating,
+        );
+    } else if ABSOLUTE_POS < args.n {
+        write_side::<R, C>(
+            value,
+            floats,
+            value_words,
+            &position,
+            ABSOLUTE_POS - args.n_keys,
+            args.value_granules,
+            &args,
+            &cache.values,
+            &cache.schedule.values,
+            bp.values,
+            bp.saturating,
+        );
     }
 }

@@ -7,8 +7,8 @@ use cubecl::{
 use super::kernel::{self, SourceLaunch, TokenArgsLaunch, TokenBlueprint};
 use crate::{
     Result,
-    kernels::{elementwise, quantize::RestoreProblem},
-    layout::{CacheLayout, QuantSpec, QuantizedCounts},
+    kernels::{elementwise, layout::SideArgsLaunch, quantize::RestoreProblem},
+    layout::{CacheLayout, QuantizedCounts, Side, Sides},
 };
 
 pub(super) const F32: ElemType = ElemType::Float(FloatKind::F32);
@@ -27,18 +27,10 @@ pub(crate) struct CacheProblem {
 }
 
 impl CacheProblem {
-    fn source(&self, first_row: usize, ring: usize) -> SourceLaunch {
+    fn source(&self) -> SourceLaunch {
         let layout = &self.layout;
-        SourceLaunch::new(
-            self.len,
-            self.added,
-            layout.window().sink_tokens,
-            // A ring without slots is never read, but its length divides.
-            ring.max(1),
-            first_row,
-            layout.float_rows(),
-            layout.shape().head_dim,
-        )
+        let (rows, head_dim) = (layout.float_rows(), layout.shape().head_dim);
+        SourceLaunch::new(self.len, self.added, rows, head_dim)
     }
 
     /// Elements of the longest buffer, of floats or appended: a packed side has fewer words than its tokens
@@ -49,26 +41,17 @@ impl CacheProblem {
         layout.slices() * rows * layout.shape().head_dim
     }
 
-    fn keys(&self) -> SourceLaunch {
-        self.source(0, self.layout.key_ring())
-    }
-
-    fn values(&self) -> SourceLaunch {
-        self.source(self.layout.key_rows(), self.layout.value_ring())
-    }
-
-    /// Keys and values that leave the window: how many left it before, and how many do now.
+    /// Tokens of each side that left the window before, and those that do now.
     fn leaving(&self) -> [QuantizedCounts; 2] {
-        let window = self.layout.window();
-        let (before, after) = (window.counts(self.len), window.counts(self.len + self.added));
-        let [keys, values] = [after.keys - before.keys, after.values - before.values];
-        [before, QuantizedCounts { keys, values }]
+        let schedule = self.layout.schedule();
+        let before = schedule.counts(self.len);
+        let after = schedule.counts(self.len + self.added);
+        [before, Sides::from_fn(|side| after[side] - before[side])]
     }
 
-    /// Whether keys, whether values leave the window, so that their words are written.
-    pub(crate) fn flushes(&self) -> [bool; 2] {
-        let [_, leaving] = self.leaving();
-        [leaving.keys > 0, leaving.values > 0]
+    /// Whether tokens of a side leave the window, so that its words are written.
+    pub(crate) fn flushes(&self) -> Sides<bool> {
+        self.leaving()[1].map(|leaving| leaving > 0)
     }
 }
 
@@ -81,37 +64,42 @@ pub(crate) struct CacheBindings {
     pub(crate) values: BufferArg,
     /// Float rows.
     pub(crate) floats: BufferArg,
-    /// i32 `[1]`: how many tokens there are, read by the kernel instead of being told by the problem.
-    pub(crate) position: Option<BufferArg>,
+    /// i32, `[1]` or one for each sequence: how many tokens there are, read by the kernel instead of being told
+    /// by the problem. How many positions there are is beside it.
+    pub(crate) position: Option<(BufferArg, usize)>,
 }
 
-/// Appends one token, `key` and `value` f32 `[slices, head_dim]`, and quantizes what leaves the window
-/// for it, in one launch. A full cache is left as it is.
+/// Appends one token, `key` and `value` of type `chunk`, `[slices, head_dim]`, and quantizes what leaves the
+/// window for it, in one launch. A full cache is left as it is.
 pub(crate) fn launch_write_token(
     client: &Client,
     key: BufferArg,
     value: BufferArg,
     cache: CacheBindings,
+    chunk: ElemType,
     problem: &CacheProblem,
 ) -> Result<()> {
     let layout = &problem.layout;
-    let (window, config) = (layout.window(), layout.config());
-    let [key_bits, value_bits] = layout.code_bits();
-    let blueprint = TokenBlueprint {
-        group_size: config.group_size,
-        key_bits,
-        value_bits,
-        saturating: problem.float != F32,
-    };
     let (slices, head_dim) = (layout.slices(), layout.shape().head_dim);
-    let leaving = match cache.position {
-        Some(_) if window.keys => window.residual_length,
-        Some(_) => 0,
-        None => problem.leaving()[1].keys,
+    let sides = layout.sides();
+    let specs = sides.map(|side| side.spec);
+    let blueprint = TokenBlueprint {
+        keys: specs.keys,
+        values: specs.values,
+        saturating: layout.config().float.saturates(),
     };
-    let key_groups = (leaving / config.group_size).max(1);
-    let n_keys = slices * key_groups * head_dim;
-    let n = n_keys + slices * (head_dim / blueprint.run());
+    let (position, n_positions) = cache.position.unzip();
+    let leaving = match position {
+        // As many as ever leave at once.
+        Some(_) => sides.map(|side| side.schedule.step),
+        None => problem.leaving()[1],
+    };
+    let granules = Sides::from_fn(|side| {
+        specs[side].map_or(1, |spec| (leaving[side] / spec.granule()).max(1))
+    });
+    let units =
+        Sides::from_fn(|side| slices * granules[side] * (head_dim / kernel::run(&specs[side])));
+    let n = units.keys + units.values;
     let grid = elementwise(client, "write", n, problem.elements())?;
     kernel::write_token::launch(
         client,
@@ -123,200 +111,124 @@ pub(crate) fn launch_write_token(
         cache.floats,
         cache.keys,
         cache.values,
-        cache.position.into(),
+        position.into(),
         TokenArgsLaunch::new(
-            problem.keys(),
-            problem.values(),
-            window.args(),
-            config.capacity,
-            key_groups,
-            layout.key_slice_words(),
-            layout.value_slice_words(),
-            n_keys,
+            problem.source(),
+            layout.args(),
+            granules.keys,
+            granules.values,
+            slices / n_positions.unwrap_or(1),
+            units.keys,
             n,
         ),
         blueprint,
+        problem.float,
+        chunk,
+    );
+    Ok(())
+}
+
+/// Quantizes the tokens of `side` that leave the window into `words`.
+///
+/// `floats` are the cache's float rows, `chunk` the appended keys or values, f32
+/// `[slices, added, head_dim]`.
+pub(crate) fn launch_flush(
+    client: &Client,
+    floats: BufferArg,
+    chunk: BufferArg,
+    words: BufferArg,
+    problem: &CacheProblem,
+    side: Side,
+) -> Result<()> {
+    let layout = &problem.layout;
+    let place = layout.sides()[side];
+    let Some(spec) = place.spec else { return Ok(()) };
+    let [first, granules] = problem.leaving().map(|tokens| tokens[side] / spec.granule());
+    let groups = spec.groups(place.head_dim);
+    let n = layout.slices() * granules * groups;
+    if n > 0 {
+        let grid = elementwise(client, "write", n, problem.elements())?;
+        kernel::flush::launch(
+            client,
+            grid.count(),
+            grid.dim(),
+            grid.address,
+            floats,
+            chunk,
+            words,
+            problem.source(),
+            place.args(),
+            n,
+            first,
+            granules,
+            groups,
+            spec,
+            problem.float,
+        );
+    }
+    Ok(())
+}
+
+/// Stores the rows of `chunk`, the appended keys or values, f32 `[slices, added, head_dim]`, that stay in
+/// float.
+pub(crate) fn launch_append(
+    client: &Client,
+    chunk: BufferArg,
+    floats: BufferArg,
+    problem: &CacheProblem,
+    side: Side,
+) -> Result<()> {
+    let layout = &problem.layout;
+    let first_float = layout.schedule().first_float(problem.len + problem.added)[side];
+    let n = layout.slices() * problem.added * layout.shape().head_dim;
+    let grid = elementwise(client, "write", n, problem.elements())?;
+    kernel::append::launch(
+        client,
+        grid.count(),
+        grid.dim(),
+        grid.address,
+        chunk,
+        floats,
+        problem.source(),
+        layout.sides()[side].args(),
+        n,
+        first_float,
+        layout.config().float.saturates(),
         problem.float,
     );
     Ok(())
 }
 
-/// Quantizes the key groups that leave the window into `words`.
-///
-/// `floats` are the cache's float rows, `chunk` the appended keys, f32
-/// `[slices, added, head_dim]`.
-pub(crate) fn launch_flush_keys(
+/// Quantizes `input`, f32 `[slices, tokens, head_dim]`: a chunk that is appended to nothing, and all of
+/// which leaves the window.
+pub(crate) fn launch_quantize(
     client: &Client,
-    floats: BufferArg,
-    chunk: BufferArg,
+    input: BufferArg,
     words: BufferArg,
-    problem: &CacheProblem,
-    spec: QuantSpec,
+    problem: &RestoreProblem,
 ) -> Result<()> {
-    let layout = &problem.layout;
-    let [before, leaving] = problem.leaving();
-    let (first, groups) = (before.keys / spec.group_size, leaving.keys / spec.group_size);
-    let n = layout.slices() * groups * layout.shape().head_dim;
-    if n > 0 {
-        let grid = elementwise(client, "write", n, problem.elements())?;
-        kernel::flush_keys::launch(
-            client,
-            grid.count(),
-            grid.dim(),
-            grid.address,
-            floats,
-            chunk,
-            words,
-            problem.keys(),
-            n,
-            first,
-            groups,
-            layout.key_slice_words(),
-            spec.group_size,
-            spec.n_bits,
-            problem.float,
-        );
-    }
-    Ok(())
-}
-
-/// Quantizes the values that leave the window into `words`; see [`launch_flush_keys`].
-pub(crate) fn launch_flush_values(
-    client: &Client,
-    floats: BufferArg,
-    chunk: BufferArg,
-    words: BufferArg,
-    problem: &CacheProblem,
-    spec: QuantSpec,
-) -> Result<()> {
-    let layout = &problem.layout;
-    let [before, leaving] = problem.leaving();
-    let (first, tokens) = (before.values, leaving.values);
-    let n = layout.slices() * tokens * (layout.shape().head_dim / spec.group_size);
-    if n > 0 {
-        let grid = elementwise(client, "write", n, problem.elements())?;
-        kernel::flush_values::launch(
-            client,
-            grid.count(),
-            grid.dim(),
-            grid.address,
-            floats,
-            chunk,
-            words,
-            problem.values(),
-            n,
-            first,
-            tokens,
-            layout.value_slice_words(),
-            spec.group_size,
-            spec.n_bits,
-            problem.float,
-        );
-    }
-    Ok(())
-}
-
-/// Stores the rows of `key` and `value`, f32 `[slices, added, head_dim]`, that stay in float.
-pub(crate) fn launch_append(
-    client: &Client,
-    key: BufferArg,
-    value: BufferArg,
-    floats: [BufferArg; 2],
-    problem: &CacheProblem,
-) -> Result<()> {
-    let layout = &problem.layout;
-    let (window, end) = (layout.window(), problem.len + problem.added);
-    let n = layout.slices() * problem.added * layout.shape().head_dim;
-    let sides = [
-        (key, problem.keys(), window.first_float_key(end)),
-        (value, problem.values(), window.first_float_value(end)),
-    ];
-    for ((chunk, source, first_float), floats) in sides.into_iter().zip(floats) {
-        let grid = elementwise(client, "write", n, problem.elements())?;
-        kernel::append::launch(
-            client,
-            grid.count(),
-            grid.dim(),
-            grid.address,
-            chunk,
-            floats,
-            source,
-            n,
-            first_float,
-            problem.float != F32,
-            problem.float,
-        );
-    }
-    Ok(())
-}
-
-/// A whole tensor as a chunk appended to nothing, all of which leaves the window.
-fn whole(problem: &RestoreProblem) -> SourceLaunch {
-    SourceLaunch::new(0, problem.tokens, 0, 1, 0, 1, problem.head_dim)
-}
-
-/// The float rows of a cache without any: never read, but a binding must not be empty.
-fn no_floats(client: &Client) -> BufferArg {
+    let RestoreProblem { slices, tokens, head_dim, spec } = *problem;
+    let (granules, groups) = (tokens / spec.granule(), spec.groups(head_dim));
+    let n = slices * granules * groups;
+    let grid = elementwise(client, "quantize", n, problem.elements())?;
+    // Of float rows there are none: they are never read, but a binding must not be empty.
     // SAFETY: the buffer is allocated with this length.
-    unsafe { BufferArg::from_raw_parts(client.empty(size_of::<f32>()), 1) }
-}
-
-/// Quantizes `input`, f32 `[slices, tokens, head_dim]`, as keys.
-pub(crate) fn launch_quantize_keys(
-    client: &Client,
-    input: BufferArg,
-    words: BufferArg,
-    problem: &RestoreProblem,
-) -> Result<()> {
-    let RestoreProblem { slices, tokens, head_dim, spec } = *problem;
-    let groups = tokens / spec.group_size;
-    let n = slices * groups * head_dim;
-    let grid = elementwise(client, "quantize", n, problem.elements())?;
-    kernel::flush_keys::launch(
+    let floats = unsafe { BufferArg::from_raw_parts(client.empty(size_of::<f32>()), 1) };
+    kernel::flush::launch(
         client,
         grid.count(),
         grid.dim(),
         grid.address,
-        no_floats(client),
+        floats,
         input,
         words,
-        whole(problem),
+        SourceLaunch::new(0, tokens, 1, head_dim),
+        SideArgsLaunch::new(0, 1, 0, spec.words(tokens, head_dim)),
         n,
         0,
+        granules,
         groups,
-        spec.words(tokens, head_dim),
-        spec.group_size,
-        spec.n_bits,
-        F32,
-    );
-    Ok(())
-}
-
-/// Quantizes `input`, f32 `[slices, tokens, head_dim]`, as values.
-pub(crate) fn launch_quantize_values(
-    client: &Client,
-    input: BufferArg,
-    words: BufferArg,
-    problem: &RestoreProblem,
-) -> Result<()> {
-    let RestoreProblem { slices, tokens, head_dim, spec } = *problem;
-    let n = slices * tokens * (head_dim / spec.group_size);
-    let grid = elementwise(client, "quantize", n, problem.elements())?;
-    kernel::flush_values::launch(
-        client,
-        grid.count(),
-        grid.dim(),
-        grid.address,
-        no_floats(client),
-        input,
-        words,
-        whole(problem),
-        n,
-        0,
-        tokens,
-        spec.words(tokens, head_dim),
-        spec.group_size,
-        spec.n_bits,
+        spec,
         F32,
     );
     Ok(())

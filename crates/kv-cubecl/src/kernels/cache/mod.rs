@@ -6,6 +6,5 @@ mod launch;
 mod tests;
 
 pub(crate) use launch::{
-    CacheBindings, CacheProblem, launch_append, launch_flush_keys, launch_flush_values,
-    launch_quantize_keys, launch_quantize_values, launch_write_token,
+    CacheBindings, CacheProblem, launch_append, launch_flush, launch_quantize, launch_write_token,
 };

@@ -1,15 +1,16 @@
 use cubecl::prelude::*;
 
 use super::{
-    kernel::{
-        TokenBlueprint, append::Append, flush_keys::FlushKeys, flush_values::FlushValues,
-        write_token::WriteToken,
-    },
+    kernel::{TokenBlueprint, append::Append, flush::Flush, write_token::WriteToken},
     launch::F32,
 };
-use crate::kernels::{
-    ELEMENTWISE_UNITS,
-    cuda_source::{buffer, each_ptx, named, settings},
+use crate::{
+    Bits, Granularity,
+    kernels::{
+        ELEMENTWISE_UNITS,
+        cuda_source::{buffer, each_ptx, named, settings},
+    },
+    layout::QuantSpec,
 };
 
 /// Two bits in groups of 32 and f32, as `k2v2`: the narrowest codes, the most of them per word.
@@ -17,24 +18,28 @@ use crate::kernels::{
 fn no_array_is_in_local_memory() {
     let s = || settings(ELEMENTWISE_UNITS, ExecutionMode::Checked);
     let (b, t) = (buffer, Default::default);
+    let [keys, values] = [Granularity::PerChannel, Granularity::PerToken]
+        .map(|granularity| QuantSpec::new(granularity, Bits::Two, 32).unwrap());
     // Scalars have no compilation arguments, and the structs of them are of size zero.
     each_ptx(|card| {
         let d = || card.clone();
-        let token =
-            TokenBlueprint { group_size: 32, key_bits: 2, value_bits: 2, saturating: false };
+        let token = TokenBlueprint { keys: Some(keys), values: Some(values), saturating: false };
         let position = ComptimeOptionCompilationArg::None;
-        let (args, source) = (().dynamic_cast(), || ().dynamic_cast());
-        let write_token =
-            WriteToken::new(s(), d(), t(), b(), b(), b(), b(), b(), position, args, token, F32);
-        let flush_keys =
-            FlushKeys::new(s(), d(), t(), b(), b(), b(), source(), (), (), (), (), 32, 2, F32);
-        let flush_values =
-            FlushValues::new(s(), d(), t(), b(), b(), b(), source(), (), (), (), (), 32, 2, F32);
-        let append = Append::new(s(), d(), t(), b(), b(), source(), (), (), false, F32);
+        let args = || ().dynamic_cast();
+        let write_token = {
+            let args = ().dynamic_cast();
+            WriteToken::new(s(), d(), t(), b(), b(), b(), b(), b(), position, args, token, F32, F32)
+        };
+        let flush = |spec| {
+            let side = ().dynamic_cast();
+            Flush::new(s(), d(), t(), b(), b(), b(), args(), side, (), (), (), (), spec, F32)
+        };
+        let side = ().dynamic_cast();
+        let append = Append::new(s(), d(), t(), b(), b(), args(), side, (), (), false, F32);
         vec![
             named("write-token-k2v2", write_token),
-            named("flush-keys-k2", flush_keys),
-            named("flush-values-v2", flush_values),
+            named("flush-keys-k2", flush(keys)),
+            named("flush-values-v2", flush(values)),
             named("append-float", append),
         ]
     });

@@ -90,7 +90,7 @@ fn prepare(problem: &DecodeProblem, machine: Machine) -> Option<ChunkPlan> {
     // Most tokens have the form that old ones have; runs of packed keys start at multiples of their
     // length.
     let sinks = if blueprint.packed() { config.sink_tokens.min(problem.tokens) } else { 0 };
-    let counts = layout.window().counts(problem.len);
+    let counts = layout.schedule().counts(problem.len);
     let mut main = problem.tokens - sinks;
     if key_bits > 0 {
         main = main.min(counts.keys);
@@ -132,7 +132,7 @@ mod tests {
         let shape = CacheShape { batch: 1, n_kv_heads: 2, head_dim };
         let layout = CacheLayout::new(&config, shape).ok()?;
         let float = ElemType::Float(FloatKind::F32);
-        Some(DecodeProblem { layout, len: tokens, tokens, rows, float })
+        Some(DecodeProblem { layout, len: tokens, tokens, rows, float, query: float, scale: 1.0 })
     }
 
     fn machines() -> [Machine; 2] {

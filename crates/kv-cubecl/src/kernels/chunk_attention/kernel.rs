@@ -3,10 +3,10 @@ use cubecl::prelude::*;
 use super::base::ChunkBlueprint;
 use crate::kernels::{
     codec::{code_at, min_of, scale_of},
-    decode_attention::{DecodeArgs, LOWEST, float_row},
+    decode_attention::{DecodeArgs, LOWEST},
     grid::cube_at,
+    layout::{float_row, quantized},
     row_blocks::{RowState, gather, maximum, new_rows, output, read_four, sum, weigh},
-    window::{quantized_keys, quantized_values},
 };
 
 /// How the tokens are cut; run-time numbers.
@@ -127,10 +127,12 @@ fn attend_tile<R: Float, N: Size>(
     let tile_fours = comptime!(bp.blocks.tile() / 4);
     let width = comptime!(bp.blocks.head_dim / 4);
     let strides = comptime!(bp.blocks.strides());
-    let float_base = slice * args.float_rows;
-    let sinks = args.window.sinks;
-    let packed_keys = quantized_keys(args.len, &args.window);
-    let packed_values = quantized_values(args.len, &args.window);
+    let cache = &args.cache;
+    let schedule = &cache.schedule;
+    let float_base = slice * cache.float_rows;
+    let sinks = schedule.sinks;
+    let packed_keys = quantized(args.len, &schedule.keys, schedule);
+    let packed_values = quantized(args.len, &schedule.values, schedule);
 
     let token = start + UNIT_POS as usize * unit_tokens;
     let mut scores = Array::<f32>::new(comptime!(bp.blocks.rows * bp.blocks.unit_tokens));
@@ -146,7 +148,7 @@ fn attend_tile<R: Float, N: Size>(
             for t in 0..unit_tokens {
                 // What lies past the end is read from its last row, and masked below.
                 let at = clamp_max(token + t, end - 1);
-                bases[t] = (float_base + float_row(at, args.key_ring, args)) * width;
+                bases[t] = (float_base + float_row(at, &cache.keys)) * width;
             }
         }
         let mut queries = Array::<usize>::new(rows);
@@ -159,7 +161,7 @@ fn attend_tile<R: Float, N: Size>(
         for column in 0..width {
             let mut float = true;
             if comptime!(bp.key_bits > 0) {
-                let base = slice * args.key_slice_words / 4;
+                let base = slice * cache.keys.slice_words / 4;
                 if comptime!(uniform) {
                     restore_keys::<N>(keys, base, token - sinks, column, &mut run, bp);
                 } else if token >= sinks && token - sinks < packed_keys {
@@ -214,7 +216,7 @@ fn attend_tile<R: Float, N: Size>(
                 let token = clamp_max(start + four * 4 + t, end - 1);
                 let mut float = true;
                 if comptime!(bp.value_bits > 0) {
-                    let base = slice * args.value_slice_words;
+                    let base = slice * cache.values.slice_words;
                     if comptime!(uniform) {
                         let token = token - sinks;
                         restore_value(values, base, token, state.block, &mut run, t, bp);
@@ -226,7 +228,7 @@ fn attend_tile<R: Float, N: Size>(
                 }
                 if comptime!(bp.value_bits == 0 || !uniform) {
                     if float {
-                        let row = args.key_rows + float_row(token, args.value_ring, args);
+                        let row = float_row(token, &cache.values);
                         let fours = comptime!(bp.blocks.unit_channels / 4);
                         let at = (float_base + row) * width + state.block * fours;
                         #[unroll]
@@ -294,7 +296,7 @@ pub(super) fn partial_attention<R: Float, N: Size>(
     let last = clamp_max(first + tiles.tiles_per_split, tiles.n_tiles);
     let mut main_start = 0usize;
     if comptime!(bp.packed()) {
-        main_start = clamp_max(args.window.sinks, args.tokens);
+        main_start = clamp_max(args.cache.schedule.sinks, args.tokens);
     }
     let main_end = main_start + tiles.main;
     for index in first..clamp_max(last, tiles.main_tiles) {

@@ -43,7 +43,7 @@ pub(crate) fn launch_ref(
             bindings.values,
             bindings.floats,
             partials(),
-            args(problem, n_splits),
+            args(problem, n_splits, 1),
             TilesLaunch::new(
                 plan.main,
                 plan.main_tiles,

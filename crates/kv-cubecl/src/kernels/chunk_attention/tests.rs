@@ -7,7 +7,7 @@ use cubecl::{
 
 use super::{base::ChunkBlueprint, kernel::partial_attention::PartialAttention, plan};
 use crate::{
-    CacheFloat, CacheShape,
+    CacheShape,
     kernels::{
         cuda_source::{buffer, settings},
         decode_attention::DecodeProblem,
@@ -29,11 +29,16 @@ fn kernel(
 ) -> (impl CubeKernel, ChunkBlueprint, String) {
     let shape = CacheShape { batch: 1, n_kv_heads: 8, head_dim };
     let layout = CacheLayout::new(&cache.parse().unwrap(), shape).unwrap();
-    let float = ElemType::Float(match layout.config().float {
-        CacheFloat::F32 => FloatKind::F32,
-        CacheFloat::F16 => FloatKind::F16,
-    });
-    let problem = DecodeProblem { layout, len: 4096, tokens: 4096, rows: 256, float };
+    let float = layout.config().float.elem();
+    let problem = DecodeProblem {
+        layout,
+        len: 4096,
+        tokens: 4096,
+        rows: 256,
+        float,
+        query: float,
+        scale: 1.0,
+    };
     let blueprint = plan(&problem, &properties).unwrap().blueprint;
     let kernel = PartialAttention::new(
         settings(blueprint.blocks.units, ExecutionMode::Unchecked),

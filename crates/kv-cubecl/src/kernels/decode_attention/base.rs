@@ -37,6 +37,10 @@ pub(crate) struct DecodeProblem {
     pub(crate) rows: usize,
     /// Type of the float rows.
     pub(crate) float: ElemType,
+    /// Type of query and output.
+    pub(crate) query: ElemType,
+    /// What scores are multiplied with.
+    pub(crate) scale: f32,
 }
 
 /// What changes the generated code.
@@ -203,7 +207,7 @@ pub(super) fn prepare(
     let row_chunks = problem.rows.div_ceil(blueprint.rows);
     let wanted = CUBES_PER_MULTIPROCESSOR * hardware.n_multiprocessors;
     let wanted_splits = (wanted / (layout.slices() * row_chunks)).max(1);
-    let packed = layout.window().counts(problem.len).keys.min(problem.tokens - sinks);
+    let packed = layout.schedule().counts(problem.len).keys.min(problem.tokens - sinks);
     let tokens = [sinks, packed, problem.tokens - sinks - packed];
     let n_tiles =
         |blueprint: &DecodeBlueprint| tokens.iter().map(|n| n.div_ceil(blueprint.tile())).sum();
@@ -220,7 +224,15 @@ pub(super) fn prepare(
 /// Whether a cache of this layout can be attended to on any device.
 pub(crate) fn check(layout: &CacheLayout) -> Result<()> {
     let float = ElemType::Float(FloatKind::F32);
-    let problem = DecodeProblem { layout: *layout, len: 1, tokens: 1, rows: 1, float };
+    let problem = DecodeProblem {
+        layout: *layout,
+        len: 1,
+        tokens: 1,
+        rows: 1,
+        float,
+        query: float,
+        scale: 1.0,
+    };
     prepare(&problem, Hardware::PLAIN).map(|_| ())
 }
 
@@ -251,7 +263,15 @@ mod tests {
                 let Ok(layout) = CacheLayout::new(&config, shape) else { continue };
                 for (rows, plane) in (1..=9).flat_map(|rows| [1, 8, 32, 64].map(|p| (rows, p))) {
                     let float = ElemType::Float(FloatKind::F32);
-                    let problem = DecodeProblem { layout, len: 99, tokens: 99, rows, float };
+                    let problem = DecodeProblem {
+                        layout,
+                        len: 99,
+                        tokens: 99,
+                        rows,
+                        float,
+                        query: float,
+                        scale: 1.0,
+                    };
                     let hardware = Hardware { n_multiprocessors: 4, plane };
                     let (bp, settings) = prepare(&problem, hardware).unwrap();
                     assert!(bp.units <= 256 && bp.shared_bytes() <= 16 * 1024, "{bp:?}");
@@ -285,7 +305,15 @@ mod tests {
         let float = ElemType::Float(FloatKind::F32);
         let hardware = Hardware { n_multiprocessors: 16, plane: 1 };
         let n_splits = |tokens| {
-            let problem = DecodeProblem { layout, len: tokens, tokens, rows: 3, float };
+            let problem = DecodeProblem {
+                layout,
+                len: tokens,
+                tokens,
+                rows: 3,
+                float,
+                query: float,
+                scale: 1.0,
+            };
             prepare(&problem, hardware).unwrap().1.n_splits
         };
         assert_eq!(n_splits(1), 1);

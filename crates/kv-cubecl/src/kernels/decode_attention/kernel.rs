@@ -1,14 +1,14 @@
 use cubecl::prelude::*;
 
 use super::{
-    args::{DecodeArgs, float_row},
+    args::DecodeArgs,
     base::DecodeBlueprint,
     score::{score_float, score_packed},
 };
 use crate::kernels::{
     codec::{code_at, min_of, scale_of},
     grid::cube_at,
-    window::{quantized_keys, quantized_values},
+    layout::{float_row, quantized},
 };
 
 /// The score of what is masked, below every other but -inf; WGSL has no infinity literal.
@@ -37,6 +37,7 @@ struct Extent {
 /// The share of `split`; the tiles are dealt out in runs, the last splits may get none.
 #[cube]
 fn extent_of(
+    slice: usize,
     split: usize,
     position: &ComptimeOption<Box<[i32]>>,
     args: &DecodeArgs,
@@ -49,14 +50,16 @@ fn extent_of(
     match position {
         ComptimeOption::Some(position) => {
             // A full cache stays as it is.
-            len = clamp_max(position[0] as usize, args.capacity - 1) + 1;
+            let position = position[slice / args.position_slices] as usize;
+            len = clamp_max(position, args.cache.capacity - 1) + 1;
             tokens = len;
         }
         ComptimeOption::None => {}
     }
-    let sinks = clamp_max(args.window.sinks, tokens);
-    let packed_keys = clamp_max(quantized_keys(len, &args.window), tokens - sinks);
-    let packed_values = quantized_values(len, &args.window);
+    let schedule = &args.cache.schedule;
+    let sinks = clamp_max(schedule.sinks, tokens);
+    let packed_keys = clamp_max(quantized(len, &schedule.keys, schedule), tokens - sinks);
+    let packed_values = quantized(len, &schedule.values, schedule);
     let windowed = tokens - sinks - packed_keys;
     let n_tiles = sinks.div_ceil(tile) + packed_keys.div_ceil(tile) + windowed.div_ceil(tile);
     let share = n_tiles.div_ceil(args.n_splits);
@@ -87,7 +90,7 @@ fn tile_at(
     #[comptime] bp: DecodeBlueprint,
 ) -> Tile {
     let tile = comptime!(bp.tile());
-    let sinks = clamp_max(args.window.sinks, extent.tokens);
+    let sinks = clamp_max(args.cache.schedule.sinks, extent.tokens);
     let sink_tiles = sinks.div_ceil(tile);
     let packed_tiles = extent.packed_keys.div_ceil(tile);
     let windowed = index >= sink_tiles;
@@ -144,8 +147,8 @@ fn cube_max(
 /// channels. Values: a unit takes `unit_channels` consecutive channels and every so many-th token.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
-pub(super) fn partial_attention<R: Float, N: Size>(
-    query: &[f32],
+pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
+    query: &[Q],
     keys: &[Vector<u32, N>],
     values: &[u32],
     floats: &[Vector<R, N>],
@@ -154,6 +157,7 @@ pub(super) fn partial_attention<R: Float, N: Size>(
     args: DecodeArgs,
     #[comptime] bp: DecodeBlueprint,
     #[define(R)] _dtype: ElemType,
+    #[define(Q)] _query: ElemType,
 ) {
     let head_dim = comptime!(bp.head_dim);
     let rows = comptime!(bp.rows);
@@ -185,7 +189,8 @@ pub(super) fn partial_attention<R: Float, N: Size>(
         let row = first_row + i / head_dim;
         let mut q = f32::new(0.0);
         if row < args.rows {
-            q = query[(slice * args.rows + row) * head_dim + i % head_dim] * args.scale;
+            let at = (slice * args.rows + row) * head_dim + i % head_dim;
+            q = f32::cast_from(query[at]) * args.scale;
         }
         scaled[i] = q;
         i += units;
@@ -202,11 +207,11 @@ pub(super) fn partial_attention<R: Float, N: Size>(
     }
     sync_cube();
 
-    let float_base = slice * args.float_rows;
+    let float_base = slice * args.cache.float_rows;
     let lane = unit % bp.lanes;
     let block = unit % blocks;
     let stride = unit / blocks;
-    let extent = extent_of(split, &position, &args, bp);
+    let extent = extent_of(slice, split, &position, &args, bp);
     for index in extent.first_tile..extent.last_tile {
         let tile = tile_at(index, &extent, &args, bp);
 
@@ -218,8 +223,8 @@ pub(super) fn partial_attention<R: Float, N: Size>(
                 if tile.packed {
                     score_packed::<N>(
                         keys,
-                        slice * args.key_slice_words / comptime!(bp.vector),
-                        token - args.window.sinks,
+                        slice * args.cache.keys.slice_words / comptime!(bp.vector),
+                        token - args.cache.schedule.sinks,
                         lane,
                         &scaled,
                         &mut scores,
@@ -237,7 +242,7 @@ pub(super) fn partial_attention<R: Float, N: Size>(
                     lane,
                     &scaled,
                     &mut scores,
-                    &args,
+                    &args.cache.keys,
                     bp,
                 );
             }
@@ -297,14 +302,15 @@ pub(super) fn partial_attention<R: Float, N: Size>(
                 let at = token - tile.start;
                 let mut packed = false;
                 if comptime!(bp.value_bits > 0) {
-                    packed = tile.windowed && token - args.window.sinks < extent.packed_values;
+                    packed =
+                        tile.windowed && token - args.cache.schedule.sinks < extent.packed_values;
                     if packed {
                         let codes = comptime!(bp.value_codes());
                         let n_words = comptime!(bp.head_dim / bp.value_codes());
                         let line_len =
                             comptime!(bp.head_dim / bp.value_codes() + bp.head_dim / bp.group_size);
-                        let line =
-                            slice * args.value_slice_words + (token - args.window.sinks) * line_len;
+                        let line = slice * args.cache.values.slice_words
+                            + (token - args.cache.schedule.sinks) * line_len;
                         let param = values[line + n_words + block * unit_channels / bp.group_size];
                         let scale = scale_of(param);
                         let min = min_of(param);
@@ -330,7 +336,7 @@ pub(super) fn partial_attention<R: Float, N: Size>(
                     }
                 }
                 if !packed {
-                    let row = float_base + args.key_rows + float_row(token, args.value_ring, &args);
+                    let row = float_base + float_row(token, &args.cache.values);
                     #[unroll]
                     for i in 0..comptime!(bp.unit_channels / bp.vector) {
                         let value = floats
@@ -392,13 +398,14 @@ pub(super) fn partial_attention<R: Float, N: Size>(
 
 /// Merges the splits of each row; one unit per (row, channel).
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn merge_partials(
+pub(super) fn merge_partials<Q: Float>(
     partials: &[f32],
-    output: &mut [f32],
+    output: &mut [Q],
     lse: &mut [f32],
     n: usize,
     n_splits: usize,
     head_dim: usize,
+    #[define(Q)] _query: ElemType,
 ) {
     if ABSOLUTE_POS < n {
         let row = ABSOLUTE_POS / head_dim;
@@ -417,7 +424,7 @@ pub(super) fn merge_partials(
             sum += weight * partials[at + head_dim + 1];
             out += weight * partials[at + channel];
         }
-        output[ABSOLUTE_POS] = out / sum;
+        output[ABSOLUTE_POS] = Q::cast_from(out / sum);
         if channel == 0 {
             lse[row] = maximum + sum.ln();
         }

@@ -13,7 +13,7 @@ use crate::{
 /// The buffers of a launch, all contiguous.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
 pub(crate) struct DecodeBindings {
-    /// f32 `[slices, rows, head_dim]`.
+    /// `[slices, rows, head_dim]` of the problem's type.
     pub(crate) query: BufferArg,
     /// Packed keys of the cache.
     pub(crate) keys: BufferArg,
@@ -21,14 +21,14 @@ pub(crate) struct DecodeBindings {
     pub(crate) values: BufferArg,
     /// Float rows of the cache.
     pub(crate) floats: BufferArg,
-    /// f32 `[slices, rows, head_dim]`.
+    /// `[slices, rows, head_dim]` of the problem's type.
     pub(crate) output: BufferArg,
     /// f32 `[slices, rows]`.
     pub(crate) lse: BufferArg,
-    /// i32 `[1]`: the position of the cache's last token, from which the kernel takes how many there
-    /// are. The problem's lengths are then only what is planned for. Past the capacity counts as the
-    /// last position.
-    pub(crate) position: Option<BufferArg>,
+    /// i32, `[1]` or one for each sequence: the position of the cache's last token, from which the kernel takes
+    /// how many there are; and how many positions there are. The problem's lengths are then only what is
+    /// planned for. Past the capacity counts as the last position.
+    pub(crate) position: Option<(BufferArg, usize)>,
 }
 
 /// Whether the device can count what [`launch_ref`] of this problem takes.
@@ -57,6 +57,7 @@ pub(crate) fn launch_ref(
     let grid = grid(problem, n_splits, row_chunks, blueprint.units, &limits)?;
     let blueprint = DecodeBlueprint { flat: grid.flat, ..blueprint };
     let partials = partial_results(client, problem, n_splits);
+    let (position, n_positions) = bindings.position.unzip();
     // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
     // the cache's length, rows and channels below theirs.
     unsafe {
@@ -71,10 +72,11 @@ pub(crate) fn launch_ref(
             bindings.values,
             bindings.floats,
             partials(),
-            bindings.position.into(),
-            args(problem, n_splits),
+            position.into(),
+            args(problem, n_splits, n_positions.unwrap_or(1)),
             blueprint,
             problem.float,
+            problem.query,
         );
     }
     launch_merge(client, partials(), bindings.output, bindings.lse, problem, n_splits)
@@ -140,6 +142,7 @@ pub(crate) fn launch_merge(
         n,
         n_splits,
         head_dim,
+        problem.query,
     );
     Ok(())
 }

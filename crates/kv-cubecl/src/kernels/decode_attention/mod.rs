@@ -18,7 +18,7 @@ mod score;
 #[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
 mod tests;
 
-pub(crate) use args::{DecodeArgs, args, float_row};
+pub(crate) use args::{DecodeArgs, args};
 pub(crate) use base::{DecodeProblem, Hardware, MAX_HEAD_DIM, SHARED_BYTES, check, splits};
 pub(crate) use kernel::{LOWEST, weight_of};
 pub(crate) use launch::{DecodeBindings, launch_ref};

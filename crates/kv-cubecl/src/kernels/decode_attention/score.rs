@@ -2,11 +2,11 @@
 
 use cubecl::prelude::*;
 
-use super::{
-    args::{DecodeArgs, float_row},
-    base::DecodeBlueprint,
+use super::base::DecodeBlueprint;
+use crate::kernels::{
+    codec::{code_at, min_of, scale_of},
+    layout::{SideArgs, float_row},
 };
-use crate::kernels::codec::{code_at, min_of, scale_of};
 
 /// Adds to `scores` `[rows, unit_tokens]` the products of the query with the packed keys of a unit's
 /// tokens, `token` after the sinks and those that follow, over the unit's share of the channels.
@@ -86,7 +86,7 @@ pub(super) fn score_float<R: Float, N: Size>(
     lane: usize,
     query: &Shared<[f32]>,
     scores: &mut Array<f32>,
-    args: &DecodeArgs,
+    side: &SideArgs,
     #[comptime] bp: DecodeBlueprint,
 ) {
     let rows = comptime!(bp.rows);
@@ -100,7 +100,7 @@ pub(super) fn score_float<R: Float, N: Size>(
         if at >= end {
             at = end - 1;
         }
-        bases[t] = slice_base + float_row(at, args.key_ring, args) * width;
+        bases[t] = slice_base + float_row(at, side) * width;
     }
     for step in 0..comptime!(bp.head_dim / bp.vector / bp.lanes) {
         let column = step * bp.lanes + lane;

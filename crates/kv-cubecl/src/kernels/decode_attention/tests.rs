@@ -11,7 +11,7 @@ use super::{
     kernel::partial_attention::PartialAttention,
 };
 use crate::{
-    CacheFloat, CacheShape,
+    CacheShape,
     kernels::cuda_source::{buffer, settings},
     layout::CacheLayout,
 };
@@ -30,11 +30,9 @@ fn kernel(
 ) -> (impl CubeKernel, DecodeBlueprint, String) {
     let shape = CacheShape { batch: 1, n_kv_heads: 8, head_dim };
     let layout = CacheLayout::new(&cache.parse().unwrap(), shape).unwrap();
-    let float = ElemType::Float(match layout.config().float {
-        CacheFloat::F32 => FloatKind::F32,
-        CacheFloat::F16 => FloatKind::F16,
-    });
-    let problem = DecodeProblem { layout, len: 4096, tokens: 4096, rows, float };
+    let float = layout.config().float.elem();
+    let problem =
+        DecodeProblem { layout, len: 4096, tokens: 4096, rows, float, query: float, scale: 1.0 };
     let (blueprint, _) = prepare(&problem, Hardware::of(&properties)).unwrap();
     let kernel = PartialAttention::new(
         settings(blueprint.units, ExecutionMode::Unchecked),
@@ -54,6 +52,7 @@ fn kernel(
         blueprint.vector,
         blueprint,
         float,
+        ElemType::Float(FloatKind::F32),
     );
     let at = if at { "-at" } else { "" };
     (kernel, blueprint, format!("decode{at}-{cache}-d{head_dim}-rows{rows}"))
@@ -119,8 +118,18 @@ mod ptx {
             let settings = settings(ELEMENTWISE_UNITS, ExecutionMode::Checked);
             let [partials, output, lse] = [(); 3].map(|()| buffer());
             let (device, target) = (card.clone(), Default::default());
-            let merge =
-                MergePartials::new(settings, device, target, partials, output, lse, (), (), ());
+            let merge = MergePartials::new(
+                settings,
+                device,
+                target,
+                partials,
+                output,
+                lse,
+                (),
+                (),
+                (),
+                F32,
+            );
             let mut kernels = vec![named("merge", merge)];
             for cache in CACHES {
                 for (head_dim, rows) in

@@ -1,99 +1,104 @@
 use cubecl::prelude::*;
 
-use crate::kernels::codec::{
-    F16_MAX, code_at, encode, greater, is_nan, lesser, min_of, parameters, saturate, scale_of,
+use crate::{
+    kernels::codec::{
+        F16_MAX, code_at, encode, greater, is_nan, lesser, min_of, parameters, saturate, scale_of,
+    },
+    layout::{Granularity, QuantSpec},
 };
 
-/// Rounds to the nearest finite `R` and back; one unit per element.
+/// Rounds to the nearest `R` and back; one unit per element.
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn round_trip<R: Float>(data: &mut [f32], n: usize, #[define(R)] _dtype: ElemType) {
-    if ABSOLUTE_POS < n {
-        data[ABSOLUTE_POS] = f32::cast_from(R::cast_from(saturate(data[ABSOLUTE_POS])));
-    }
-}
-
-/// One unit per element `[slices, tokens, head_dim]`.
-#[cube(launch, address_type = "dynamic")]
-pub(super) fn dequantize_keys(
-    words: &[u32],
-    out: &mut [f32],
+pub(super) fn round_trip<R: Float>(
+    data: &mut [f32],
     n: usize,
-    tokens: usize,
-    head_dim: usize,
-    #[comptime] group_size: usize,
-    #[comptime] n_bits: u32,
+    #[comptime] saturating: bool,
+    #[define(R)] _dtype: ElemType,
 ) {
     if ABSOLUTE_POS < n {
-        let codes_per_word = comptime!(32 / n_bits as usize);
-        let code_rows = comptime!(group_size / (32 / n_bits as usize));
-        let channel = ABSOLUTE_POS % head_dim;
-        let token = ABSOLUTE_POS / head_dim % tokens;
-        let slice = ABSOLUTE_POS / head_dim / tokens;
-        let group = slice * (tokens / group_size) + token / group_size;
-        let base = group * (code_rows + 1) * head_dim + channel;
-        let at = token % group_size;
-        let word = words[base + at / codes_per_word * head_dim];
-        let params = words[base + code_rows * head_dim];
-        let code = code_at(word, at % codes_per_word, n_bits);
-        out[ABSOLUTE_POS] = code * scale_of(params) + min_of(params);
+        let mut x = data[ABSOLUTE_POS];
+        if comptime!(saturating) {
+            x = saturate(x);
+        }
+        data[ABSOLUTE_POS] = f32::cast_from(R::cast_from(x));
     }
 }
 
-/// One unit per element `[slices, tokens, head_dim]`.
+/// Restores packed tokens; one unit per element `[slices, tokens, head_dim]`.
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn dequantize_values(
+pub(super) fn dequantize(
     words: &[u32],
     out: &mut [f32],
     n: usize,
     head_dim: usize,
-    #[comptime] group_size: usize,
-    #[comptime] n_bits: u32,
+    #[comptime] spec: QuantSpec,
 ) {
     if ABSOLUTE_POS < n {
-        let codes_per_word = comptime!(32 / n_bits as usize);
+        let group_size = comptime!(spec.group_size);
+        let codes_per_word = comptime!(spec.codes_per_word());
+        let code_words = comptime!(spec.words_per_group() - 1);
         let channel = ABSOLUTE_POS % head_dim;
+        // Slices are whole granules.
         let token = ABSOLUTE_POS / head_dim;
-        let n_words = head_dim / codes_per_word;
-        let base = token * (n_words + head_dim / group_size);
-        let word = words[base + channel / codes_per_word];
-        let params = words[base + n_words + channel / group_size];
-        let code = code_at(word, channel % codes_per_word, n_bits);
+        let granule = token / comptime!(spec.granule());
+        let mut groups = head_dim;
+        let mut group = channel;
+        let mut at = token % group_size;
+        let mut word = at / codes_per_word * head_dim + channel;
+        if comptime!(spec.granularity == Granularity::PerToken) {
+            groups = head_dim / group_size;
+            group = channel / group_size;
+            at = channel % group_size;
+            word = channel / codes_per_word;
+        }
+        let base = granule * groups * (code_words + 1);
+        let params = words[base + groups * code_words + group];
+        let code = code_at(words[base + word], at % codes_per_word, spec.n_bits);
         out[ABSOLUTE_POS] = code * scale_of(params) + min_of(params);
     }
 }
 
-/// Replaces keys by what they restore to; one unit per (slice, group, channel).
-#[cube(launch, address_type = "dynamic")]
-pub(super) fn fake_quantize_keys(
-    data: &mut [f32],
-    n: usize,
-    tokens: usize,
-    head_dim: usize,
-    skip: usize,
-    groups: usize,
-    #[comptime] group_size: usize,
-    #[comptime] n_bits: u32,
-) {
-    if ABSOLUTE_POS < n {
-        let base = key_group(ABSOLUTE_POS, tokens, head_dim, skip, groups, group_size);
-        fake_quantize_group(data, base, head_dim, group_size, n_bits);
-    }
+/// Which tokens `[slices, tokens, head_dim]` are quantized and restored.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct Restored {
+    pub(super) tokens: usize,
+    pub(super) head_dim: usize,
+    /// First tokens of a slice that stay as they are.
+    pub(super) skip: usize,
+    /// Granules of a slice.
+    pub(super) granules: usize,
 }
 
-/// Replaces values by what they restore to; one unit per (slice, token, group).
+/// The first element of a unit's group, and the distance to the next; one unit per (slice, granule,
+/// group).
+#[cube]
+fn group_of(unit: usize, restored: &Restored, #[comptime] spec: QuantSpec) -> (usize, usize) {
+    let head_dim = restored.head_dim;
+    let mut groups = head_dim;
+    let mut width = 1usize;
+    let mut stride = head_dim;
+    if comptime!(spec.granularity == Granularity::PerToken) {
+        groups = head_dim / spec.group_size;
+        width = comptime!(spec.group_size);
+        stride = 1usize;
+    }
+    let row = unit / groups;
+    let token = restored.skip + row % restored.granules * comptime!(spec.granule());
+    let first = row / restored.granules * restored.tokens + token;
+    (first * head_dim + unit % groups * width, stride)
+}
+
+/// Replaces each group by what it restores to; one unit per (slice, granule, group).
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn fake_quantize_values(
+pub(super) fn fake_quantize(
     data: &mut [f32],
     n: usize,
-    tokens: usize,
-    head_dim: usize,
-    skip: usize,
-    #[comptime] group_size: usize,
-    #[comptime] n_bits: u32,
+    restored: Restored,
+    #[comptime] spec: QuantSpec,
 ) {
     if ABSOLUTE_POS < n {
-        let base = value_group(ABSOLUTE_POS, tokens, head_dim, skip, group_size);
-        fake_quantize_group(data, base, 1, group_size, n_bits);
+        let group = group_of(ABSOLUTE_POS, &restored, spec);
+        fake_quantize_group(data, group.0, group.1, spec.group_size, spec.n_bits);
     }
 }
 
@@ -121,40 +126,18 @@ fn fake_quantize_group(
     }
 }
 
-/// Adds what passes through the scales of keys; one unit per (slice, group, channel).
+/// Adds what passes through the scales; one unit per (slice, granule, group).
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn scale_gradient_keys(
+pub(super) fn scale_gradient(
     data: &[f32],
     grad: &mut [f32],
     n: usize,
-    tokens: usize,
-    head_dim: usize,
-    skip: usize,
-    groups: usize,
-    #[comptime] group_size: usize,
-    #[comptime] n_bits: u32,
+    restored: Restored,
+    #[comptime] spec: QuantSpec,
 ) {
     if ABSOLUTE_POS < n {
-        let base = key_group(ABSOLUTE_POS, tokens, head_dim, skip, groups, group_size);
-        add_scale_gradient(data, grad, base, head_dim, group_size, n_bits);
-    }
-}
-
-/// Adds what passes through the scales of values; one unit per (slice, token, group).
-#[cube(launch, address_type = "dynamic")]
-pub(super) fn scale_gradient_values(
-    data: &[f32],
-    grad: &mut [f32],
-    n: usize,
-    tokens: usize,
-    head_dim: usize,
-    skip: usize,
-    #[comptime] group_size: usize,
-    #[comptime] n_bits: u32,
-) {
-    if ABSOLUTE_POS < n {
-        let base = value_group(ABSOLUTE_POS, tokens, head_dim, skip, group_size);
-        add_scale_gradient(data, grad, base, 1, group_size, n_bits);
+        let group = group_of(ABSOLUTE_POS, &restored, spec);
+        add_scale_gradient(data, grad, group.0, group.1, spec.group_size, spec.n_bits);
     }
 }
 
@@ -203,37 +186,4 @@ fn add_scale_gradient(
         grad[highest] += sum;
         grad[lowest] -= sum;
     }
-}
-
-/// First element of a group of keys.
-#[cube]
-fn key_group(
-    unit: usize,
-    tokens: usize,
-    head_dim: usize,
-    skip: usize,
-    groups: usize,
-    #[comptime] group_size: usize,
-) -> usize {
-    let channel = unit % head_dim;
-    let group = unit / head_dim % groups;
-    let slice = unit / head_dim / groups;
-    (slice * tokens + skip + group * group_size) * head_dim + channel
-}
-
-/// First element of a group of values.
-#[cube]
-fn value_group(
-    unit: usize,
-    tokens: usize,
-    head_dim: usize,
-    skip: usize,
-    #[comptime] group_size: usize,
-) -> usize {
-    let groups = head_dim / group_size;
-    let grouped = tokens - skip;
-    let group = unit % groups;
-    let token = unit / groups % grouped;
-    let slice = unit / groups / grouped;
-    (slice * tokens + skip + token) * head_dim + group * group_size
 }

@@ -1,8 +1,8 @@
-use cubecl::{client::Client, ir::ElemType, prelude::*};
+use cubecl::{client::Client, prelude::*};
 
-use super::kernel;
+use super::kernel::{self, RestoredLaunch};
 use crate::{
-    Result,
+    CacheFloat, Result,
     kernels::{Grid, Limits, elementwise},
     layout::QuantSpec,
 };
@@ -33,56 +33,27 @@ impl RestoreProblem {
         Grid::elementwise(what, self.elements(), self.elements(), limits).map(drop)
     }
 
-    /// Whole groups per channel after the first `skip` tokens, and groups in all.
-    fn key_groups(&self, skip: usize) -> (usize, usize) {
-        let groups = self.tokens.saturating_sub(skip) / self.spec.group_size;
-        (groups, self.slices * groups * self.head_dim)
-    }
-
-    /// Groups of all tokens after the first `skip`.
-    fn value_groups(&self, skip: usize) -> usize {
-        let tokens = self.tokens.saturating_sub(skip);
-        self.slices * tokens * (self.head_dim / self.spec.group_size)
+    /// Which tokens are restored after the first `skip`, whole granules of them, and how many groups these
+    /// have in all slices.
+    fn restored(&self, skip: usize) -> (RestoredLaunch, usize) {
+        let Self { slices, tokens, head_dim, spec } = *self;
+        let granules = tokens.saturating_sub(skip) / spec.granule();
+        let n = slices * granules * spec.groups(head_dim);
+        (RestoredLaunch::new(tokens, head_dim, skip, granules), n)
     }
 }
 
-/// Restores packed keys into `out`, f32 `[slices, tokens, head_dim]`.
-pub(crate) fn launch_dequantize_keys(
+/// Restores packed tokens into `out`, f32 `[slices, tokens, head_dim]`.
+pub(crate) fn launch_dequantize(
     client: &Client,
     words: BufferArg,
     out: BufferArg,
     problem: &RestoreProblem,
 ) -> Result<()> {
     let n = problem.elements();
-    let grid = elementwise(client, "dequantize", n, problem.elements())?;
-    let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
-    kernel::dequantize_keys::launch(
-        client,
-        grid.count(),
-        grid.dim(),
-        grid.address,
-        words,
-        out,
-        n,
-        tokens,
-        head_dim,
-        spec.group_size,
-        spec.n_bits,
-    );
-    Ok(())
-}
-
-/// Restores packed values into `out`, f32 `[slices, tokens, head_dim]`.
-pub(crate) fn launch_dequantize_values(
-    client: &Client,
-    words: BufferArg,
-    out: BufferArg,
-    problem: &RestoreProblem,
-) -> Result<()> {
-    let n = problem.elements();
-    let grid = elementwise(client, "dequantize", n, problem.elements())?;
+    let grid = elementwise(client, "dequantize", n, n)?;
     let RestoreProblem { head_dim, spec, .. } = *problem;
-    kernel::dequantize_values::launch(
+    kernel::dequantize::launch(
         client,
         grid.count(),
         grid.dim(),
@@ -91,85 +62,49 @@ pub(crate) fn launch_dequantize_values(
         out,
         n,
         head_dim,
-        spec.group_size,
-        spec.n_bits,
+        spec,
     );
     Ok(())
 }
 
-/// Replaces `data`, f32 `[slices, tokens, head_dim]`, by what its keys restore to, from token
-/// `skip` on and up to the last whole group.
-pub(crate) fn launch_fake_quantize_keys(
+/// Replaces `data`, f32 `[slices, tokens, head_dim]`, by what it restores to, from token `skip` on and up
+/// to the last whole granule.
+pub(crate) fn launch_fake_quantize(
     client: &Client,
     data: BufferArg,
     problem: &RestoreProblem,
     skip: usize,
 ) -> Result<()> {
-    let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
-    let (groups, n) = problem.key_groups(skip);
+    let (restored, n) = problem.restored(skip);
     if n > 0 {
         let grid = elementwise(client, "fake_quantize", n, problem.elements())?;
-        kernel::fake_quantize_keys::launch(
+        kernel::fake_quantize::launch(
             client,
             grid.count(),
             grid.dim(),
             grid.address,
             data,
             n,
-            tokens,
-            head_dim,
-            skip,
-            groups,
-            spec.group_size,
-            spec.n_bits,
+            restored,
+            problem.spec,
         );
     }
     Ok(())
 }
 
-/// Replaces `data`, f32 `[slices, tokens, head_dim]`, by what its values restore to, from token
-/// `skip` on.
-pub(crate) fn launch_fake_quantize_values(
-    client: &Client,
-    data: BufferArg,
-    problem: &RestoreProblem,
-    skip: usize,
-) -> Result<()> {
-    let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
-    let n = problem.value_groups(skip);
-    if n > 0 {
-        let grid = elementwise(client, "fake_quantize", n, problem.elements())?;
-        kernel::fake_quantize_values::launch(
-            client,
-            grid.count(),
-            grid.dim(),
-            grid.address,
-            data,
-            n,
-            tokens,
-            head_dim,
-            skip,
-            spec.group_size,
-            spec.n_bits,
-        );
-    }
-    Ok(())
-}
-
-/// Adds to `grad`, the gradient of fake-quantized keys, what passes through their scales. Shapes and
-/// tokens as in [`launch_fake_quantize_keys`].
-pub(crate) fn launch_scale_gradient_keys(
+/// Adds to `grad`, the gradient of what [`launch_fake_quantize`] makes of `data`, what passes through the
+/// scales.
+pub(crate) fn launch_scale_gradient(
     client: &Client,
     data: BufferArg,
     grad: BufferArg,
     problem: &RestoreProblem,
     skip: usize,
 ) -> Result<()> {
-    let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
-    let (groups, n) = problem.key_groups(skip);
+    let (restored, n) = problem.restored(skip);
     if n > 0 {
         let grid = elementwise(client, "gradient of fake_quantize", n, problem.elements())?;
-        kernel::scale_gradient_keys::launch(
+        kernel::scale_gradient::launch(
             client,
             grid.count(),
             grid.dim(),
@@ -177,56 +112,23 @@ pub(crate) fn launch_scale_gradient_keys(
             data,
             grad,
             n,
-            tokens,
-            head_dim,
-            skip,
-            groups,
-            spec.group_size,
-            spec.n_bits,
+            restored,
+            problem.spec,
         );
     }
     Ok(())
 }
 
-/// Adds to `grad`, the gradient of fake-quantized values, what passes through their scales. Shapes
-/// and tokens as in [`launch_fake_quantize_values`].
-pub(crate) fn launch_scale_gradient_values(
-    client: &Client,
-    data: BufferArg,
-    grad: BufferArg,
-    problem: &RestoreProblem,
-    skip: usize,
-) -> Result<()> {
-    let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
-    let n = problem.value_groups(skip);
-    if n > 0 {
-        let grid = elementwise(client, "gradient of fake_quantize", n, problem.elements())?;
-        kernel::scale_gradient_values::launch(
-            client,
-            grid.count(),
-            grid.dim(),
-            grid.address,
-            data,
-            grad,
-            n,
-            tokens,
-            head_dim,
-            skip,
-            spec.group_size,
-            spec.n_bits,
-        );
-    }
-    Ok(())
-}
-
-/// Rounds `data`, `n` elements of f32, to the nearest finite `float` and back.
+/// Rounds `data`, `n` elements of f32, as storing them in a cache of this type does.
 pub(crate) fn launch_round_trip(
     client: &Client,
     data: BufferArg,
     n: usize,
-    float: ElemType,
+    float: CacheFloat,
 ) -> Result<()> {
     let grid = elementwise(client, "store", n, n)?;
-    kernel::round_trip::launch(client, grid.count(), grid.dim(), grid.address, data, n, float);
+    let (count, dim, saturating) = (grid.count(), grid.dim(), float.saturates());
+    let elem = float.elem();
+    kernel::round_trip::launch(client, count, dim, grid.address, data, n, saturating, elem);
     Ok(())
 }

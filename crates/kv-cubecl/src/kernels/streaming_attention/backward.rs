@@ -5,9 +5,7 @@
 
 use cubecl::prelude::*;
 
-use super::kernel::{
-    KEYS, ROWS, StreamArgs, StreamBlueprint, dot, quantized_keys, quantized_values, visible,
-};
+use super::kernel::{KEYS, ROWS, StreamArgs, StreamBlueprint, dot, hat_end, visible};
 use crate::kernels::grid::cube_at;
 
 /// Keys per cube of [`keys_and_values`].
@@ -42,8 +40,16 @@ fn weight_and_gradient(
 ) -> (f32, f32) {
     let slice = head / args.n_rep;
     let q = (head * args.m + row) * head_dim;
-    let k = element(at, at < quantized_keys(row, args), slice, slices, args.n, head_dim);
-    let v = element(at, at < quantized_values(row, args), slice, slices, args.n, head_dim);
+    let k =
+        element(at, at < hat_end(row, &args.schedule.keys, args), slice, slices, args.n, head_dim);
+    let v = element(
+        at,
+        at < hat_end(row, &args.schedule.values, args),
+        slice,
+        slices,
+        args.n,
+        head_dim,
+    );
     let score = dot(query, q, keys, k, head_dim) * args.scale;
     // A score exceeds its row's log-sum-exp only by rounding, which is large where scores are huge; its
     // weight is then 1. NaN stays NaN.
@@ -115,7 +121,7 @@ pub(super) fn queries(
             if channel < head_dim {
                 #[unroll]
                 for r in 0..ROWS {
-                    let seen_hat = quantized_keys(first_row + r, &args);
+                    let seen_hat = hat_end(first_row + r, &args.schedule.keys, &args);
                     let seen = visible(first_row + r, &args);
                     let mut sum = acc[r * channels + i];
                     for t in 0..KEYS {
@@ -214,8 +220,8 @@ pub(super) fn keys_and_values(
             for r in 0..ROWS_PER_STEP {
                 let row = start + r;
                 if row < args.m {
-                    let hat_keys = quantized_keys(row, &args);
-                    let hat_values = quantized_values(row, &args);
+                    let hat_keys = hat_end(row, &args.schedule.keys, &args);
+                    let hat_values = hat_end(row, &args.schedule.values, &args);
                     let seen = visible(row, &args);
                     #[unroll]
                     for i in 0..channels {

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::kernel::{StreamArgs, quantized_keys, quantized_values, visible};
+use super::kernel::{StreamArgs, hat_end, visible};
 use crate::kernels::{
     decode_attention::LOWEST,
     grid::cube_at,
@@ -65,7 +65,7 @@ fn attend_tile<N: Size>(
             // Rows past the last are computed as it is, and not written.
             let row = clamp_max(first_row + r, args.m - 1);
             queries[r] = (head * args.m + row) * width;
-            hat_ends[r] = quantized_keys(row, args);
+            hat_ends[r] = hat_end(row, &args.schedule.keys, args);
         }
         for column in 0..width {
             #[unroll]
@@ -115,7 +115,7 @@ fn attend_tile<N: Size>(
         let mut seen_ends = Array::<usize>::new(rows);
         #[unroll]
         for r in 0..rows {
-            hat_ends[r] = quantized_values(first_row + r, args);
+            hat_ends[r] = hat_end(first_row + r, &args.schedule.values, args);
             seen_ends[r] = visible(first_row + r, args);
         }
         let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));

@@ -3,7 +3,7 @@ use cubecl::prelude::*;
 use crate::kernels::{
     decode_attention::{LOWEST, weight_of},
     grid::cube_at,
-    window::{self, WindowArgs},
+    layout::{ScheduleArgs, SideScheduleArgs, quantized},
 };
 
 /// Query rows per cube.
@@ -39,32 +39,23 @@ pub(super) struct StreamArgs {
     pub(super) n_rep: usize,
     pub(super) first_query: usize,
     pub(super) first_key: usize,
-    pub(super) window: WindowArgs,
+    pub(super) schedule: ScheduleArgs,
     pub(super) scale: f32,
 }
 
+/// Number of keys or values, from the first, that `row` sees quantized: `key_hat_end` or `value_hat_end` of
+/// its [`RowView`](crate::layout::RowView).
 #[cube]
-fn end_of(count: usize, args: &StreamArgs) -> usize {
+pub(super) fn hat_end(row: usize, side: &SideScheduleArgs, args: &StreamArgs) -> usize {
+    let count = quantized(args.first_query + row + 1, side, &args.schedule);
     let mut end = 0usize;
-    if count > 0 && args.window.sinks + count > args.first_key {
-        end = args.window.sinks + count - args.first_key;
+    if count > 0 && args.schedule.sinks + count > args.first_key {
+        end = args.schedule.sinks + count - args.first_key;
     }
     end
 }
 
-/// Number of keys, from the first, that `row` sees quantized.
-#[cube]
-pub(super) fn quantized_keys(row: usize, args: &StreamArgs) -> usize {
-    end_of(window::quantized_keys(args.first_query + row + 1, &args.window), args)
-}
-
-/// Number of values, from the first, that `row` sees quantized.
-#[cube]
-pub(super) fn quantized_values(row: usize, args: &StreamArgs) -> usize {
-    end_of(window::quantized_values(args.first_query + row + 1, &args.window), args)
-}
-
-/// Number of keys `row` sees.
+/// Number of keys and values that `row` sees: `end` of its [`RowView`](crate::layout::RowView).
 #[cube]
 pub(super) fn visible(row: usize, args: &StreamArgs) -> usize {
     let mut end = args.first_query + row + 1 - args.first_key;
@@ -148,7 +139,7 @@ pub(super) fn forward(
             if row < args.m && at < visible(row, &args) {
                 let q = (head * args.m + row) * head_dim;
                 let k = (key_base + at) * head_dim;
-                if at < quantized_keys(row, &args) {
+                if at < hat_end(row, &args.schedule.keys, &args) {
                     score = dot(query, q, key_hat, k, head_dim) * args.scale;
                 } else {
                     score = dot(query, q, key, k, head_dim) * args.scale;
@@ -182,7 +173,7 @@ pub(super) fn forward(
             if channel < head_dim {
                 #[unroll]
                 for r in 0..ROWS {
-                    let seen_hat = quantized_values(first_row + r, &args);
+                    let seen_hat = hat_end(first_row + r, &args.schedule.values, &args);
                     let seen = visible(first_row + r, &args);
                     let mut sum = acc[r * channels + i] * rescale[r];
                     for t in 0..KEYS {

@@ -11,7 +11,7 @@ use crate::{
         Grid, Limits,
         row_blocks::{Processor, RowBlocks, VECTOR},
     },
-    layout::{StreamSpec, Window},
+    layout::{SideSchedule, StreamSpec},
 };
 
 /// Sizes of a call of the closed form.
@@ -29,6 +29,8 @@ pub(crate) struct StreamProblem {
     pub(crate) n: usize,
     /// Channels, at most 256.
     pub(crate) head_dim: usize,
+    /// What scores are multiplied with.
+    pub(crate) scale: f32,
 }
 
 impl StreamProblem {
@@ -40,8 +42,8 @@ impl StreamProblem {
             self.n_rep,
             self.spec.first_query,
             self.spec.first_key,
-            self.spec.window.args(),
-            1.0 / (self.head_dim as f32).sqrt(),
+            self.spec.schedule.args(),
+            self.scale,
         )
     }
 
@@ -131,8 +133,9 @@ pub(crate) fn launch_forward(
     let blocks = problem.blocks(client.properties());
     let grid = problem.forward_grid(blocks.as_ref(), &Limits::of(client.properties()))?;
     if let Some(blocks) = blocks {
-        let Window { keys, values, .. } = problem.spec.window;
-        let blueprint = ForwardBlueprint { blocks, flat: grid.flat, keys, values };
+        let sides = problem.spec.schedule.sides.map(|side| side != SideSchedule::NEVER);
+        let flat = grid.flat;
+        let blueprint = ForwardBlueprint { blocks, flat, keys: sides.keys, values: sides.values };
         // SAFETY: every index is below the length of its buffer: rows, tokens and channels are below
         // theirs.
         unsafe {
@@ -238,7 +241,7 @@ mod tests {
 
     fn problem(slices: usize, n_rep: usize, tokens: usize) -> StreamProblem {
         let spec = StreamSpec::whole(&KvCacheConfig::float());
-        StreamProblem { spec, slices, n_rep, m: tokens, n: tokens, head_dim: 64 }
+        StreamProblem { spec, slices, n_rep, m: tokens, n: tokens, head_dim: 64, scale: 1.0 }
     }
 
     /// The gradients of both sides and what they restore to are in one buffer.

@@ -52,6 +52,6 @@ fn bits<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Vec<u8> {
 /// Everything a cache holds, used or not, to compare bit for bit.
 pub(crate) fn snapshot(cache: &KvCache) -> [Vec<u8>; 4] {
     let parts = cache.clone().into_parts();
-    let len = parts.len.to_le_bytes().to_vec();
+    let len = parts.lens.iter().flat_map(|len| len.to_le_bytes()).collect();
     [bits(parts.keys), bits(parts.values), bits(parts.floats), len]
 }

@@ -91,8 +91,8 @@ pub(crate) fn attend(cache: &mut KvCache, text: &Setup, sizes: &[usize], device:
     let mut start = 0;
     for &size in sizes {
         let [q, k, v] = text.tokens(start..start + size).on(device);
-        let output = cache.attend(q, k, v);
-        outputs.push(Host::of(output.unwrap_or_else(|error| panic!("{text:?}: {error}"))));
+        let attention = cache.attend(q, k, v).unwrap_or_else(|error| panic!("{text:?}: {error}"));
+        outputs.push(Host::of(attention.output));
         start += size;
     }
     Host::cat(&outputs)

@@ -1,0 +1,98 @@
+//! The kernels' copy of [`layout`](crate::layout): where tokens are, and which are quantized when. The
+//! conformance suite holds it to the original.
+
+use cubecl::prelude::*;
+
+use crate::layout::{CacheLayout, Schedule, SideLayout, SideSchedule};
+
+/// A [`SideSchedule`].
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct SideScheduleArgs {
+    step: usize,
+    keep: usize,
+}
+
+impl SideSchedule {
+    fn args(&self) -> SideScheduleArgsLaunch {
+        SideScheduleArgsLaunch::new(self.step, self.keep)
+    }
+}
+
+/// A [`Schedule`].
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct ScheduleArgs {
+    pub(crate) sinks: usize,
+    lag: usize,
+    pub(crate) keys: SideScheduleArgs,
+    pub(crate) values: SideScheduleArgs,
+}
+
+impl Schedule {
+    pub(crate) fn args(&self) -> ScheduleArgsLaunch {
+        let [keys, values] = self.sides.map(|side| side.args()).into_array();
+        ScheduleArgsLaunch::new(self.sink_tokens, self.lag(), keys, values)
+    }
+}
+
+/// How many tokens of a side, one of those of `schedule`, are quantized in a cache of `len` tokens:
+/// [`Schedule::counts`].
+#[cube]
+pub(crate) fn quantized(len: usize, side: &SideScheduleArgs, schedule: &ScheduleArgs) -> usize {
+    let unseen = schedule.sinks + schedule.lag + side.keep;
+    let mut count = 0usize;
+    if len > unseen {
+        count = (len - unseen) / side.step * side.step;
+    }
+    count
+}
+
+/// A [`SideLayout`] but for its formats, which decide the code that is generated.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct SideArgs {
+    pub(crate) sinks: usize,
+    pub(crate) ring: usize,
+    pub(crate) first_row: usize,
+    /// Packed words of one slice.
+    pub(crate) slice_words: usize,
+}
+
+impl SideLayout {
+    pub(crate) fn args(&self) -> SideArgsLaunch {
+        // A ring without slots is never read, but its length divides.
+        SideArgsLaunch::new(self.sinks, self.ring.max(1), self.first_row, self.slice_words())
+    }
+}
+
+/// Float row of `token` among those of both sides: [`SideLayout::row`].
+#[cube]
+pub(crate) fn float_row(token: usize, side: &SideArgs) -> usize {
+    let mut row = token;
+    if token >= side.sinks {
+        row = side.sinks + (token - side.sinks) % side.ring;
+    }
+    side.first_row + row
+}
+
+/// What kernels are told of a cache.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct CacheArgs {
+    pub(crate) schedule: ScheduleArgs,
+    pub(crate) keys: SideArgs,
+    pub(crate) values: SideArgs,
+    /// Float rows of one slice, those of both sides.
+    pub(crate) float_rows: usize,
+    pub(crate) capacity: usize,
+}
+
+impl CacheLayout {
+    /// Bits of a code of the keys, and of the values: 0 where they stay in float.
+    pub(crate) fn code_bits(&self) -> [u32; 2] {
+        self.sides().map(|side| side.spec.map_or(0, |spec| spec.n_bits)).into_array()
+    }
+
+    pub(crate) fn args(&self) -> CacheArgsLaunch {
+        let [keys, values] = self.sides().map(|side| side.args()).into_array();
+        let (rows, capacity) = (self.float_rows(), self.config().capacity);
+        CacheArgsLaunch::new(self.schedule().args(), keys, values, rows, capacity)
+    }
+}

@@ -1,0 +1,157 @@
+//! Where every token lives: the arithmetic shared by all backends and by the reference.
+//!
+//! Nothing here knows a tensor. A cache of `T` tokens holds, per (batch, kv head):
+//!
+//! - **float rows** (`[key_rows + value_rows, head_dim]`): the sinks, then a ring of recent tokens,
+//!   first for the keys, then for the values;
+//! - **packed keys**: per group of G tokens `G / codes_per_word` rows of code words and one row of
+//!   parameters, each `head_dim` wide, channels innermost;
+//! - **packed values**: per token `head_dim / codes_per_word` code words, then `head_dim / G`
+//!   parameter words.
+//!
+//! A parameter word is two f16: the scale in the low half, the minimum in the high half.
+
+mod schedule;
+mod side;
+mod view;
+
+pub use schedule::{QuantizedCounts, Schedule, SideSchedule};
+pub use side::{Granularity, QuantSpec, Side, SideLayout, Sides};
+pub use view::{RowView, StreamSpec};
+
+use crate::{KvCacheConfig, Result};
+
+/// Shape of what a cache holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CacheShape {
+    /// Sequences.
+    pub batch: usize,
+    /// Key/value heads.
+    pub n_kv_heads: usize,
+    /// Channels per head.
+    pub head_dim: usize,
+}
+
+/// Validated layout of a [`KvCache`](crate::KvCache): every size and address it uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CacheLayout {
+    config: KvCacheConfig,
+    shape: CacheShape,
+}
+
+impl CacheLayout {
+    /// Validates `config` for `shape`.
+    ///
+    /// # Errors
+    /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
+    pub fn new(config: &KvCacheConfig, shape: CacheShape) -> Result<Self> {
+        config.validate(shape.head_dim)?;
+        for (field, value) in [("batch", shape.batch), ("n_kv_heads", shape.n_kv_heads)] {
+            if value == 0 {
+                return Err(crate::config::invalid(field, value, "must be at least 1"));
+            }
+        }
+        let layout = Self { config: *config, shape };
+        // So that the kernels of every device can index every buffer, with u32 where they have no more; in
+        // u128 nothing below overflows.
+        let slices = shape.batch as u128 * shape.n_kv_heads as u128;
+        // A packed side has fewer words than its tokens have elements.
+        let rows = layout.float_rows().max(config.capacity) as u128;
+        if slices.saturating_mul(rows * shape.head_dim as u128) > u128::from(u32::MAX) {
+            let rule = format!("too large for one buffer of 2^32 elements with {shape:?}");
+            return Err(crate::config::invalid("capacity", config.capacity, rule));
+        }
+        Ok(layout)
+    }
+
+    /// The configuration.
+    pub const fn config(&self) -> &KvCacheConfig {
+        &self.config
+    }
+
+    /// The shape.
+    pub const fn shape(&self) -> CacheShape {
+        self.shape
+    }
+
+    /// When tokens are quantized.
+    pub const fn schedule(&self) -> Schedule {
+        Schedule::new(&self.config)
+    }
+
+    /// (batch, kv head) slices.
+    pub const fn slices(&self) -> usize {
+        self.shape.batch * self.shape.n_kv_heads
+    }
+
+    /// Where the tokens of each side are.
+    pub fn sides(&self) -> Sides<SideLayout> {
+        let keys = self.side(Side::Keys, 0);
+        Sides { keys, values: self.side(Side::Values, keys.rows()) }
+    }
+
+    fn side(&self, side: Side, first_row: usize) -> SideLayout {
+        let KvCacheConfig { capacity, sink_tokens, group_size, .. } = self.config;
+        let (bits, granularity) = match side {
+            Side::Keys => (self.config.key_bits, Granularity::PerChannel),
+            Side::Values => (self.config.value_bits, Granularity::PerToken),
+        };
+        let spec = QuantSpec { granularity, n_bits: bits.n_bits(), group_size };
+        let schedule = self.schedule();
+        let after_sinks = capacity.saturating_sub(sink_tokens);
+        SideLayout {
+            spec: bits.is_quantized().then_some(spec),
+            schedule: schedule.sides[side],
+            packed_tokens: schedule.counts(capacity)[side],
+            sinks: sink_tokens.min(capacity),
+            ring: schedule.sides[side].slots(schedule.lag()).min(after_sinks),
+            first_row,
+            head_dim: self.shape.head_dim,
+        }
+    }
+
+    /// Float rows of one (batch, kv head) slice, those of both sides.
+    pub fn float_rows(&self) -> usize {
+        self.sides().map(|side| side.rows()).into_array().iter().sum()
+    }
+
+    /// Bytes one decode step reads of a cache of `len` tokens: every code, parameter and float row
+    /// once.
+    pub fn bytes_read(&self, len: usize) -> usize {
+        let (sides, counts) = (self.sides(), self.schedule().counts(len));
+        let bytes = Side::BOTH.map(|side| {
+            let floats = (len - counts[side]) * self.shape.head_dim;
+            4 * sides[side].packed_words(counts[side]) + self.config.float.size() * floats
+        });
+        self.slices() * bytes.iter().sum::<usize>()
+    }
+
+    /// Bytes a cache of this layout allocates.
+    pub fn memory_bytes(&self) -> MemoryBytes {
+        let words = self.sides().map(|side| side.words(self.slices()));
+        let floats = self.slices() * self.float_rows() * self.shape.head_dim;
+        MemoryBytes {
+            keys: 4 * words.keys,
+            values: 4 * words.values,
+            floats: self.config.float.size() * floats,
+        }
+    }
+}
+
+/// Bytes a cache has allocated, by part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct MemoryBytes {
+    /// Packed keys: codes and parameters.
+    pub keys: usize,
+    /// Packed values: codes and parameters.
+    pub values: usize,
+    /// Sinks, residual windows, and sides that are not quantized.
+    pub floats: usize,
+}
+
+impl MemoryBytes {
+    /// The sum of all parts.
+    pub const fn total(&self) -> usize {
+        self.keys + self.values + self.floats
+    }
+}

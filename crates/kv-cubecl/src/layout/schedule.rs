@@ -1,0 +1,102 @@
+//! When tokens are quantized.
+
+use super::Sides;
+use crate::{Flush, KvCacheConfig};
+
+/// When the tokens of one side are quantized: of `n` tokens after the sinks the first
+/// `step * floor((n - keep) / step)`, and none while `n < keep`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SideSchedule {
+    /// Tokens that are quantized at once, at least 1.
+    pub step: usize,
+    /// Recent tokens that are never quantized; those since the last step come on top.
+    pub keep: usize,
+}
+
+impl SideSchedule {
+    /// All tokens stay in float: no context is as long. Kernels add the sinks to it in u32.
+    pub const NEVER: Self = Self { step: 1, keep: 1 << 31 };
+
+    /// A window of `length` tokens is quantized as a whole when it is full: the keys of KIVI.
+    pub const fn blocks(length: usize) -> Self {
+        Self { step: length, keep: 0 }
+    }
+
+    /// The oldest token of a full window of `length` tokens is quantized for every new one: the values of
+    /// KIVI.
+    pub const fn sliding(length: usize) -> Self {
+        Self { step: 1, keep: length }
+    }
+
+    /// Slots of the ring that holds the tokens in float, where quantization lags behind the tokens
+    /// appended by `lag`, at most one.
+    pub(super) const fn slots(&self, lag: usize) -> usize {
+        match self.step {
+            1 => self.keep.saturating_add(lag),
+            // The token that completes a step is stored like the others, so it has room for the lag, too.
+            step => self.keep.saturating_add(step),
+        }
+    }
+
+    /// How many of the first of `n` tokens after the sinks are quantized.
+    pub const fn quantized(&self, n: usize) -> usize {
+        n.saturating_sub(self.keep) / self.step * self.step
+    }
+}
+
+/// How many of the first tokens after the sinks are quantized, for keys and for values.
+pub type QuantizedCounts = Sides<usize>;
+
+/// Which tokens of a cache are quantized when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Schedule {
+    /// That of each side.
+    pub sides: Sides<SideSchedule>,
+    /// Whether a query sees the tokens that its own token pushes out quantized.
+    pub flush: Flush,
+    /// Sink tokens S, which stay in float for good.
+    pub sink_tokens: usize,
+}
+
+impl Schedule {
+    /// That of a configuration.
+    pub const fn new(config: &KvCacheConfig) -> Self {
+        let length = config.residual_length;
+        let keys = match config.key_bits.is_quantized() {
+            true => SideSchedule::blocks(length),
+            false => SideSchedule::NEVER,
+        };
+        let values = match config.value_bits.is_quantized() {
+            true => SideSchedule::sliding(length),
+            false => SideSchedule::NEVER,
+        };
+        let sides = Sides { keys, values };
+        Self { sides, flush: config.flush, sink_tokens: config.sink_tokens }
+    }
+
+    /// Tokens by which quantization lags behind the tokens appended: the newest one, if it is quantized
+    /// after its own attention.
+    pub const fn lag(&self) -> usize {
+        match self.flush {
+            Flush::BeforeAttention => 0,
+            Flush::AfterAttention => 1,
+        }
+    }
+
+    /// Quantized counts in a cache of `len` tokens, which is what the query of token `len - 1`
+    /// sees.
+    ///
+    /// With a window of R tokens `BeforeAttention` quantizes keys `R * floor((t + 1) / R)` and values
+    /// `t + 1 - R`, `AfterAttention` keys `R * floor(t / R)` and values `t - R`; `t = len - 1 - S`.
+    pub const fn counts(&self, len: usize) -> QuantizedCounts {
+        let n = len.saturating_sub(self.sink_tokens + self.lag());
+        let Sides { keys, values } = &self.sides;
+        Sides { keys: keys.quantized(n), values: values.quantized(n) }
+    }
+
+    /// First token past the sinks of each side that is still in float in a cache of `len` tokens.
+    pub const fn first_float(&self, len: usize) -> Sides<usize> {
+        let Sides { keys, values } = self.counts(len);
+        Sides { keys: self.sink_tokens + keys, values: self.sink_tokens + values }
+    }
+}

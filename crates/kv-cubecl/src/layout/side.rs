@@ -1,0 +1,210 @@
+//! Keys and values: how each side of a cache is stored.
+
+use core::{
+    fmt,
+    ops::{Index, IndexMut},
+};
+
+use super::SideSchedule;
+use crate::{Bits, Result};
+
+/// Which of the two a number or a tensor belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// The keys.
+    Keys,
+    /// The values.
+    Values,
+}
+
+impl Side {
+    /// Both, in the order in which a cache stores them.
+    pub const BOTH: [Self; 2] = [Self::Keys, Self::Values];
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Keys => "keys",
+            Self::Values => "values",
+        })
+    }
+}
+
+/// One of something for the keys and one for the values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Sides<T> {
+    /// That of the keys.
+    pub keys: T,
+    /// That of the values.
+    pub values: T,
+}
+
+impl<T> Sides<T> {
+    /// What `make` returns for each side.
+    pub fn from_fn(mut make: impl FnMut(Side) -> T) -> Self {
+        let [keys, values] = Side::BOTH.map(&mut make);
+        Self { keys, values }
+    }
+
+    /// `f` of each side.
+    pub fn map<U>(self, f: impl FnMut(T) -> U) -> Sides<U> {
+        let [keys, values] = [self.keys, self.values].map(f);
+        Sides { keys, values }
+    }
+
+    /// Keys, then values.
+    pub fn into_array(self) -> [T; 2] {
+        [self.keys, self.values]
+    }
+}
+
+impl<T> Index<Side> for Sides<T> {
+    type Output = T;
+
+    fn index(&self, side: Side) -> &T {
+        match side {
+            Side::Keys => &self.keys,
+            Side::Values => &self.values,
+        }
+    }
+}
+
+impl<T> IndexMut<Side> for Sides<T> {
+    fn index_mut(&mut self, side: Side) -> &mut T {
+        match side {
+            Side::Keys => &mut self.keys,
+            Side::Values => &mut self.values,
+        }
+    }
+}
+
+/// Which axis shares one scale and minimum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Granularity {
+    /// Groups of consecutive tokens within one channel: the keys of KIVI.
+    PerChannel,
+    /// Groups of consecutive channels within one token: the values of KIVI.
+    PerToken,
+}
+
+/// How a tensor `[.., tokens, head_dim]` is quantized, and where its words are.
+///
+/// Tokens are packed in granules of [`granule`](Self::granule) tokens, the fewest that hold whole groups.
+/// A granule has [`groups`](Self::groups) groups: first come the code words of all of them, then one
+/// parameter word for each. The words of a group are next to one another per token; per channel, those of
+/// neighboring channels are, so that word `j` of a group is `head_dim` words after word `j - 1`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct QuantSpec {
+    /// Which axis is grouped.
+    pub granularity: Granularity,
+    /// Bits per code: 2, 4 or 8.
+    pub n_bits: u32,
+    /// Elements per group.
+    pub group_size: usize,
+}
+
+impl QuantSpec {
+    /// Checks the bits, and that groups fill whole words.
+    ///
+    /// # Errors
+    /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
+    pub fn new(granularity: Granularity, bits: Bits, group_size: usize) -> Result<Self> {
+        if !bits.is_quantized() {
+            return Err(crate::config::invalid("n_bits", 16, "must be 2, 4 or 8 to quantize"));
+        }
+        let spec = Self { granularity, n_bits: bits.n_bits(), group_size };
+        if group_size == 0 || !group_size.is_multiple_of(spec.codes_per_word()) {
+            let rule = format!("must be a positive multiple of {}", spec.codes_per_word());
+            return Err(crate::config::invalid("group_size", group_size, rule));
+        }
+        Ok(spec)
+    }
+
+    /// Codes in one u32 word, least significant bits first.
+    pub const fn codes_per_word(&self) -> usize {
+        32 / self.n_bits as usize
+    }
+
+    /// Largest code, `2^n_bits - 1`.
+    pub const fn max_code(&self) -> u32 {
+        (1 << self.n_bits) - 1
+    }
+
+    /// Words of one group: its codes and its parameters.
+    pub const fn words_per_group(&self) -> usize {
+        self.group_size / self.codes_per_word() + 1
+    }
+
+    /// Tokens that are packed together: a group of them per channel, one per token.
+    pub const fn granule(&self) -> usize {
+        match self.granularity {
+            Granularity::PerChannel => self.group_size,
+            Granularity::PerToken => 1,
+        }
+    }
+
+    /// Groups of a granule.
+    pub const fn groups(&self, head_dim: usize) -> usize {
+        match self.granularity {
+            Granularity::PerChannel => head_dim,
+            Granularity::PerToken => head_dim / self.group_size,
+        }
+    }
+
+    /// Words of one (batch, head) slice of `tokens x head_dim` elements.
+    pub const fn words(&self, tokens: usize, head_dim: usize) -> usize {
+        tokens * head_dim / self.group_size * self.words_per_group()
+    }
+}
+
+/// Where the tokens of one side of a cache are, per (batch, kv head): its sinks and the tokens of its
+/// window in float rows, the others packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SideLayout {
+    /// How tokens that leave the window are quantized; `None` if all stay in float.
+    pub spec: Option<QuantSpec>,
+    /// When they do.
+    pub schedule: SideSchedule,
+    /// Tokens that are quantized when the cache is full.
+    pub packed_tokens: usize,
+    /// Float rows of sinks.
+    pub sinks: usize,
+    /// Slots of the ring of recent tokens; all tokens after the sinks where nothing is quantized.
+    pub ring: usize,
+    /// The first of this side's float rows among those of both sides.
+    pub first_row: usize,
+    /// Channels.
+    pub head_dim: usize,
+}
+
+impl SideLayout {
+    /// Float rows: sinks and ring.
+    pub const fn rows(&self) -> usize {
+        self.sinks + self.ring
+    }
+
+    /// Float row of `token` among those of both sides, meaningful while the token is in float.
+    pub const fn row(&self, token: usize) -> usize {
+        let row =
+            if token < self.sinks { token } else { self.sinks + (token - self.sinks) % self.ring };
+        self.first_row + row
+    }
+
+    /// Packed words of one (batch, kv head) slice.
+    pub fn slice_words(&self) -> usize {
+        self.packed_words(self.packed_tokens)
+    }
+
+    /// Words of `tokens` packed tokens of one (batch, kv head) slice.
+    pub fn packed_words(&self, tokens: usize) -> usize {
+        self.spec.map_or(0, |spec| spec.words(tokens, self.head_dim))
+    }
+
+    /// Words allocated for `slices` (batch, kv head) slices: at least four, more than the slices have
+    /// where little or nothing is ever quantized, because a kernel that reads four at once must not be
+    /// given fewer.
+    pub fn words(&self, slices: usize) -> usize {
+        (slices * self.slice_words()).max(4)
+    }
+}

@@ -1,0 +1,56 @@
+//! What each query row sees.
+
+use super::Schedule;
+use crate::KvCacheConfig;
+
+/// The keys and values that one query row sees, by their index in the tensors it attends to: `0..end`, of
+/// which those before `key_hat_end` and `value_hat_end` are quantized and the others in float.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RowView {
+    /// Keys before it are seen quantized. Sinks are among them: their quantized form is the float itself.
+    pub key_hat_end: usize,
+    /// Values before it are seen quantized, as keys.
+    pub value_hat_end: usize,
+    /// The first key and value that the row does not see.
+    pub end: usize,
+}
+
+/// Which part of a sequence a call of the closed form computes, and what each row sees.
+///
+/// Row `i` is the query of token `first_query + i`; key and value `j` belong to token
+/// `first_key + j`. A row sees the tokens up to its own; of those, quantized ones by
+/// [`Schedule::counts`], the rest in float.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct StreamSpec {
+    /// When tokens are quantized.
+    pub schedule: Schedule,
+    /// Token of the first query row.
+    pub first_query: usize,
+    /// Token of the first key and value.
+    pub first_key: usize,
+}
+
+impl StreamSpec {
+    /// The whole sequence from an empty cache.
+    pub const fn whole(config: &KvCacheConfig) -> Self {
+        Self { schedule: Schedule::new(config), first_query: 0, first_key: 0 }
+    }
+
+    /// What row `row` sees.
+    pub const fn view(&self, row: usize) -> RowView {
+        let len = self.first_query + row + 1;
+        let counts = self.schedule.counts(len);
+        RowView {
+            key_hat_end: self.hat_end(counts.keys),
+            value_hat_end: self.hat_end(counts.values),
+            end: len - self.first_key,
+        }
+    }
+
+    const fn hat_end(&self, count: usize) -> usize {
+        match count {
+            0 => 0,
+            _ => (self.schedule.sink_tokens + count).saturating_sub(self.first_key),
+        }
+    }
+}

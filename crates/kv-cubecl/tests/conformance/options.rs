@@ -1,0 +1,173 @@
+//! What attention returns beside its output, and the options it takes.
+
+use burn::tensor::{DType, Int, Tensor};
+use kv_cubecl::{
+    Attention, AttentionOptions, FakeQuantOptions, On, Target, reference::StreamOracle,
+    streaming_attention, streaming_attention_with,
+};
+
+use crate::common::{CLOSE, Host, Setup, close, equal_bits, skipped, snapshot, stamp};
+
+stamp!(
+    log_sum_exps_are_those_of_the_scores,
+    scores_are_scaled_as_asked,
+    scales_without_meaning_are_refused,
+    narrow_inputs,
+);
+
+/// Output and log-sum-exp of every row in f64, over what the oracle's cache shows it.
+fn expected(text: &Setup, scale: f64) -> [Vec<f64>; 2] {
+    let [batch, n_heads, tokens, head_dim] = text.query.shape;
+    let n_rep = n_heads / text.key.shape[1];
+    let mut oracle = StreamOracle::new(&text.config, text.shape());
+    let mut output = vec![0.0; text.query.data.len()];
+    let mut lse = vec![0.0; batch * n_heads * tokens];
+    for t in 0..tokens {
+        let Setup { query, key, value, .. } = text.tokens(t..t + 1);
+        oracle.step_with(&key.data, &value.data, |lanes| {
+            for (slice, query) in query.data.chunks(head_dim).enumerate() {
+                let lane = &lanes[slice / n_rep];
+                let dot = |key: &&[f64]| -> f64 {
+                    key.iter().zip(query).map(|(key, &query)| key * f64::from(query)).sum()
+                };
+                let scores: Vec<f64> = lane.keys().iter().map(|key| dot(key) * scale).collect();
+                let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let sum: f64 = scores.iter().map(|score| (score - largest).exp()).sum();
+                let row = slice * tokens + t;
+                lse[row] = largest + sum.ln();
+                for (score, value) in scores.iter().zip(lane.values()) {
+                    let weight = (score - lse[row]).exp();
+                    let output = &mut output[row * head_dim..][..head_dim];
+                    output.iter_mut().zip(value).for_each(|(out, value)| *out += weight * value);
+                }
+            }
+        });
+    }
+    [output, lse]
+}
+
+/// All ways to attend to a text: token by token, at positions on the device, in chunks, looking ahead,
+/// and in parallel.
+fn check<T: Target>(on: &On<T>, text: &Setup, options: AttentionOptions, scale: f64) {
+    let [output, lse] = expected(text, scale);
+    let what = |how: &str| format!("{text:?} {options:?} {how}");
+    let check_parts = |how: &str, parts: Vec<Attention>| {
+        let of = |part: fn(&Attention) -> Tensor<4>| {
+            Host::cat(&parts.iter().map(|attention| Host::of(part(attention))).collect::<Vec<_>>())
+        };
+        close(what(how), &of(|part| part.output.clone()), &output, CLOSE);
+        let lses = of(|part| part.lse.clone().unsqueeze_dim(3));
+        // Sums of some hundred weights, and scores that are sums of head_dim products, in f32.
+        close(what(&format!("{how}, log-sum-exp")), &lses, &lse, CLOSE);
+    };
+    let cache = || text.cache(on).with_options(options).unwrap();
+    let part = |range: core::ops::Range<usize>| text.tokens(range).on(on);
+    let tokens = text.len();
+
+    let mut streaming = cache();
+    let steps = (0..tokens).map(|t| {
+        let [q, k, v] = part(t..t + 1);
+        streaming.attend(q, k, v).unwrap()
+    });
+    check_parts("token by token", steps.collect());
+
+    let mut stepping = cache();
+    let steps = (0..tokens).map(|t| {
+        let [q, k, v] = part(t..t + 1);
+        let position = Tensor::<1, Int>::from_data([t as i32], (&**on, DType::I32));
+        stepping.attend_at(q, k, v, &position).unwrap()
+    });
+    check_parts("at positions", steps.collect());
+
+    // Few rows, many rows, and what is left.
+    let bounds = [0, tokens / 3, tokens / 3 + 2, tokens];
+    let mut chunked = cache();
+    let chunks = bounds.windows(2).map(|bounds| {
+        let [q, k, v] = part(bounds[0]..bounds[1]);
+        let ahead = chunked.peek(q.clone(), k.clone(), v.clone()).unwrap();
+        let attention = chunked.attend(q, k, v).unwrap();
+        (ahead, attention)
+    });
+    let (ahead, chunks): (Vec<_>, Vec<_>) = chunks.unzip();
+    check_parts("in chunks", chunks);
+    check_parts("looking ahead", ahead);
+
+    let [q, k, v] = text.on(on);
+    let fake_quant = FakeQuantOptions::default();
+    let parallel = streaming_attention_with(q, k, v, &text.config, fake_quant, options).unwrap();
+    check_parts("in parallel", vec![parallel]);
+}
+
+const NAMES: [&str; 4] = ["float", "k4v4-g16-r16", "k2v2-g16-r16-s3-after", "k8v16-g16-r32-s2"];
+
+fn log_sum_exps_are_those_of_the_scores<T: Target>(on: &On<T>) {
+    for (seed, name) in NAMES.into_iter().enumerate() {
+        let text = Setup::new(name, [2, 4, 2, 75, 64], seed as u64);
+        check(on, &text, AttentionOptions::default(), 1.0 / 8.0);
+    }
+}
+
+fn scores_are_scaled_as_asked<T: Target>(on: &On<T>) {
+    for (seed, name) in NAMES.into_iter().enumerate() {
+        let text = Setup::new(name, [1, 3, 1, 70, 64], 10 + seed as u64);
+        // A power of two, so that f32 and f64 have the same.
+        check(on, &text, AttentionOptions::default().with_scale(0.0625), 0.0625);
+    }
+}
+
+fn scales_without_meaning_are_refused<T: Target>(on: &On<T>) {
+    let text = Setup::new("k4v4", [1, 1, 1, 4, 64], 3);
+    for scale in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let options = AttentionOptions::default().with_scale(scale);
+        let expected = format!("scale {scale}: must be finite and above 0");
+        let error = text.cache(on).with_options(options).unwrap_err().to_string();
+        assert!(error.contains(&expected), "{error}");
+        let [q, k, v] = text.on(on);
+        let fake_quant = FakeQuantOptions::default();
+        let error = streaming_attention_with(q, k, v, &text.config, fake_quant, options);
+        assert!(error.unwrap_err().to_string().contains(&expected));
+    }
+}
+
+/// Queries, keys and values that are narrow: the same numbers as in f32, in which all is computed, and the
+/// output rounded to their type.
+fn narrow_inputs<T: Target>(on: &On<T>) {
+    for dtype in [DType::F16, DType::BF16] {
+        if !on.supports_dtype(dtype) {
+            skipped(&format!("the device has no {dtype:?}"));
+            continue;
+        }
+        for (seed, name) in NAMES.into_iter().enumerate() {
+            let text = Setup::new(name, [2, 4, 2, 60, 64], 30 + seed as u64);
+            let narrow = |x: Tensor<4>| x.cast(dtype);
+            let wide = |x: Tensor<4>| x.cast(dtype).cast(DType::F32);
+            let sizes = [1usize, 20, 1, 1, 30, 1, 6];
+            let (mut narrow_cache, mut wide_cache) = (text.cache(on), text.cache(on));
+            let mut start = 0;
+            let check = |what: &str, got: Attention, want: Attention| {
+                let what = format!("{text:?} {dtype:?} {what}");
+                assert_eq!(got.output.dtype(), dtype, "{what}");
+                let want_rounded = Host::of(wide(want.output));
+                equal_bits(&what, &Host::of(got.output.cast(DType::F32)).data, &want_rounded.data);
+                assert_eq!(got.lse.dtype(), DType::F32, "{what}");
+                let [got, want] = [got.lse, want.lse].map(|lse| Host::of(lse.unsqueeze_dim(3)));
+                equal_bits(format!("{what}, log-sum-exp"), &got.data, &want.data);
+            };
+            for size in sizes {
+                let part = || text.tokens(start..start + size).on(on);
+                let [q, k, v] = part().map(narrow);
+                let [wide_q, wide_k, wide_v] = part().map(wide);
+                let got = narrow_cache.attend(q, k, v).unwrap();
+                let want = wide_cache.attend(wide_q, wide_k, wide_v).unwrap();
+                check(&format!("{size} from {start}"), got, want);
+                start += size;
+            }
+            assert!(snapshot(&narrow_cache) == snapshot(&wide_cache), "{text:?} {dtype:?}");
+            let [q, k, v] = text.on(on).map(narrow);
+            let [wide_q, wide_k, wide_v] = text.on(on).map(wide);
+            let got = streaming_attention(q, k, v, &text.config).unwrap();
+            let want = streaming_attention(wide_q, wide_k, wide_v, &text.config).unwrap();
+            check("in parallel", got, want);
+        }
+    }
+}
