@@ -1,10 +1,10 @@
 //! Burn's [`Module`] behind a pointer.
 //!
 //! [`Module::visit`] and [`Module::map`] are generic over the visitor, and a visitor's methods over
-//! the rank of a parameter, so there is no `dyn Module`. Here both become object-safe: [`Forward`] is
-//! the visitor that a module sees; it passes every parameter on as `dyn Any` with its rank, and the
-//! other end, [`AnyVisitor`] or [`AnyMapper`] for the visitor that the caller has, turns it back into
-//! a parameter of that rank.
+//! the rank of a parameter, so there is no `dyn Module`. Here a visitor is a function of what it
+//! meets, in which a parameter is a `dyn Any` with its rank: the module sees [`Forward`], which calls
+//! that function, and [`visit`] and [`map`], at the other end, turn it back into a call of the
+//! visitor that the caller has.
 
 use std::any::Any;
 
@@ -21,7 +21,7 @@ use crate::Decoder;
 pub(crate) trait Erased: Any + Send + Sync {
     fn decoder(&self) -> &dyn Decoder;
     fn boxed_clone(&self) -> Box<dyn Erased>;
-    fn accept(&self, visitor: &mut dyn AnyVisitor);
+    fn accept(&self, visitor: Visitor<'_>);
     fn changed(self: Box<Self>, change: Change<'_>) -> Box<dyn Erased>;
     fn validation(&self) -> Box<dyn Erased>;
     fn add_devices(&self, devices: Devices) -> Devices;
@@ -30,7 +30,7 @@ pub(crate) trait Erased: Any + Send + Sync {
 
 /// What consumes a module and gives another one of the same type.
 pub(crate) enum Change<'a> {
-    Map(&'a mut dyn AnyMapper),
+    Map(Mapper<'a>),
     ToDevice(&'a Device),
     Fork(&'a Device),
     Train,
@@ -46,7 +46,7 @@ impl<M: Decoder + Module + ModuleDisplay> Erased for M {
         Box::new(self.clone())
     }
 
-    fn accept(&self, visitor: &mut dyn AnyVisitor) {
+    fn accept(&self, visitor: Visitor<'_>) {
         self.visit(&mut Forward(visitor));
     }
 
@@ -73,30 +73,29 @@ impl<M: Decoder + Module + ModuleDisplay> Erased for M {
     }
 }
 
-/// A [`ModuleVisitor`] that gets parameters without their types: a `Param` of a float, int or bool
-/// tensor of `rank`.
-pub(crate) trait AnyVisitor {
-    fn float(&mut self, rank: usize, param: &dyn Any);
-    fn int(&mut self, rank: usize, param: &dyn Any);
-    fn bool(&mut self, rank: usize, param: &dyn Any);
-    fn flag(&mut self, flag: &Param<Flag>);
-    fn enter(&mut self, name: &str, container: &str);
-    fn exit(&mut self, name: &str, container: &str);
+/// What a visitor meets; a parameter is a `Param` of a tensor with its rank.
+pub(crate) enum Met<'a> {
+    Float(usize, &'a dyn Any),
+    Int(usize, &'a dyn Any),
+    Bool(usize, &'a dyn Any),
+    Flag(&'a Param<Flag>),
+    Enter(&'a str, &'a str),
+    Exit(&'a str, &'a str),
 }
 
-/// A [`ModuleMapper`] that gets parameters without their types, and gives back others of the same
-/// types.
-pub(crate) trait AnyMapper {
-    fn float(&mut self, rank: usize, param: Box<dyn Any>) -> Box<dyn Any>;
-    fn int(&mut self, rank: usize, param: Box<dyn Any>) -> Box<dyn Any>;
-    fn bool(&mut self, rank: usize, param: Box<dyn Any>) -> Box<dyn Any>;
-    fn flag(&mut self, flag: Param<Flag>) -> Param<Flag>;
-    fn enter(&mut self, name: &str, container: &str);
-    fn exit(&mut self, name: &str, container: &str);
+pub(crate) type Visitor<'a> = &'a mut dyn FnMut(Met<'_>);
+
+/// What a mapper is given; for a parameter or a flag it returns another of the same type.
+pub(crate) enum Given<'a> {
+    Float(usize, Box<dyn Any>),
+    Int(usize, Box<dyn Any>),
+    Bool(usize, Box<dyn Any>),
+    Flag(Param<Flag>),
+    Enter(&'a str, &'a str),
+    Exit(&'a str, &'a str),
 }
 
-/// Passes everything on to a visitor or mapper without its type.
-struct Forward<'a, T: ?Sized>(&'a mut T);
+pub(crate) type Mapper<'a> = &'a mut dyn FnMut(Given<'_>) -> Box<dyn Any>;
 
 /// Evaluates `$body` with the constant `$D` equal to `$rank`, which [`rank`] has checked.
 macro_rules! with_rank {
@@ -125,109 +124,92 @@ fn owned<P: 'static>(param: Box<dyn Any>) -> P {
     *param.downcast().expect("the rank and kind were passed on with it")
 }
 
-impl ModuleVisitor for Forward<'_, dyn AnyVisitor + '_> {
+/// Calls the method of `visitor` for what was met.
+pub(crate) fn visit(visitor: &mut impl ModuleVisitor, met: Met<'_>) {
+    match met {
+        Met::Float(rank, param) => {
+            with_rank!(rank, D => visitor.visit_float::<D>(borrowed(param)))
+        }
+        Met::Int(rank, param) => with_rank!(rank, D => visitor.visit_int::<D>(borrowed(param))),
+        Met::Bool(rank, param) => with_rank!(rank, D => visitor.visit_bool::<D>(borrowed(param))),
+        Met::Flag(flag) => visitor.visit_flag(flag),
+        Met::Enter(name, container) => visitor.enter_module(name, container),
+        Met::Exit(name, container) => visitor.exit_module(name, container),
+    }
+}
+
+/// Calls the method of `mapper` for what was given.
+pub(crate) fn map(mapper: &mut impl ModuleMapper, given: Given<'_>) -> Box<dyn Any> {
+    match given {
+        Given::Float(rank, param) => {
+            with_rank!(rank, D => Box::new(mapper.map_float::<D>(owned(param))))
+        }
+        Given::Int(rank, param) => {
+            with_rank!(rank, D => Box::new(mapper.map_int::<D>(owned(param))))
+        }
+        Given::Bool(rank, param) => {
+            with_rank!(rank, D => Box::new(mapper.map_bool::<D>(owned(param))))
+        }
+        Given::Flag(flag) => Box::new(mapper.map_flag(flag)),
+        Given::Enter(name, container) => Box::new(mapper.enter_module(name, container)),
+        Given::Exit(name, container) => Box::new(mapper.exit_module(name, container)),
+    }
+}
+
+/// The visitor or mapper that a module sees.
+struct Forward<F>(F);
+
+impl ModuleVisitor for Forward<Visitor<'_>> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.0.float(rank::<D>(), param);
+        (self.0)(Met::Float(rank::<D>(), param));
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
-        self.0.int(rank::<D>(), param);
+        (self.0)(Met::Int(rank::<D>(), param));
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
-        self.0.bool(rank::<D>(), param);
+        (self.0)(Met::Bool(rank::<D>(), param));
     }
 
     fn visit_flag(&mut self, flag: &Param<Flag>) {
-        self.0.flag(flag);
+        (self.0)(Met::Flag(flag));
     }
 
     fn enter_module(&mut self, name: &str, container: &str) {
-        self.0.enter(name, container);
+        (self.0)(Met::Enter(name, container));
     }
 
     fn exit_module(&mut self, name: &str, container: &str) {
-        self.0.exit(name, container);
+        (self.0)(Met::Exit(name, container));
     }
 }
 
-impl<V: ModuleVisitor> AnyVisitor for V {
-    fn float(&mut self, rank: usize, param: &dyn Any) {
-        with_rank!(rank, D => self.visit_float::<D>(borrowed(param)));
-    }
-
-    fn int(&mut self, rank: usize, param: &dyn Any) {
-        with_rank!(rank, D => self.visit_int::<D>(borrowed(param)));
-    }
-
-    fn bool(&mut self, rank: usize, param: &dyn Any) {
-        with_rank!(rank, D => self.visit_bool::<D>(borrowed(param)));
-    }
-
-    fn flag(&mut self, flag: &Param<Flag>) {
-        self.visit_flag(flag);
-    }
-
-    fn enter(&mut self, name: &str, container: &str) {
-        self.enter_module(name, container);
-    }
-
-    fn exit(&mut self, name: &str, container: &str) {
-        self.exit_module(name, container);
-    }
-}
-
-impl ModuleMapper for Forward<'_, dyn AnyMapper + '_> {
+impl ModuleMapper for Forward<Mapper<'_>> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        owned(self.0.float(rank::<D>(), Box::new(param)))
+        owned((self.0)(Given::Float(rank::<D>(), Box::new(param))))
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        owned(self.0.int(rank::<D>(), Box::new(param)))
+        owned((self.0)(Given::Int(rank::<D>(), Box::new(param))))
     }
 
     fn map_bool<const D: usize>(
         &mut self,
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
-        owned(self.0.bool(rank::<D>(), Box::new(param)))
+        owned((self.0)(Given::Bool(rank::<D>(), Box::new(param))))
     }
 
     fn map_flag(&mut self, flag: Param<Flag>) -> Param<Flag> {
-        self.0.flag(flag)
+        owned((self.0)(Given::Flag(flag)))
     }
 
     fn enter_module(&mut self, name: &str, container: &str) {
-        self.0.enter(name, container);
+        (self.0)(Given::Enter(name, container));
     }
 
     fn exit_module(&mut self, name: &str, container: &str) {
-        self.0.exit(name, container);
-    }
-}
-
-impl<M: ModuleMapper> AnyMapper for M {
-    fn float(&mut self, rank: usize, param: Box<dyn Any>) -> Box<dyn Any> {
-        with_rank!(rank, D => Box::new(self.map_float::<D>(owned(param))))
-    }
-
-    fn int(&mut self, rank: usize, param: Box<dyn Any>) -> Box<dyn Any> {
-        with_rank!(rank, D => Box::new(self.map_int::<D>(owned(param))))
-    }
-
-    fn bool(&mut self, rank: usize, param: Box<dyn Any>) -> Box<dyn Any> {
-        with_rank!(rank, D => Box::new(self.map_bool::<D>(owned(param))))
-    }
-
-    fn flag(&mut self, flag: Param<Flag>) -> Param<Flag> {
-        self.map_flag(flag)
-    }
-
-    fn enter(&mut self, name: &str, container: &str) {
-        self.enter_module(name, container);
-    }
-
-    fn exit(&mut self, name: &str, container: &str) {
-        self.exit_module(name, container);
+        (self.0)(Given::Exit(name, container));
     }
 }

@@ -14,7 +14,7 @@ use kv_cubecl::FakeQuantOptions;
 use crate::{
     Decoder, ModelCache, ModelCacheConfig, ModelSpec, Pass, Result, Roles,
     cache::check_context,
-    erased::{Change, Erased},
+    erased::{self, Change, Erased},
     nn::{AttentionObserver, project},
 };
 
@@ -268,14 +268,14 @@ impl Module for LanguageModel {
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         let name = self.decoder().name();
         visitor.enter_module(name, CONTAINER);
-        self.0.accept(visitor);
+        self.0.accept(&mut |met| erased::visit(visitor, met));
         visitor.exit_module(name, CONTAINER);
     }
 
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         let name = self.decoder().name();
         mapper.enter_module(name, CONTAINER);
-        let mapped = self.change(Change::Map(mapper));
+        let mapped = self.change(Change::Map(&mut |given| erased::map(mapper, given)));
         mapper.exit_module(name, CONTAINER);
         mapped
     }

@@ -114,7 +114,8 @@ fn layers_may_differ() {
         (50..80).map(|t| model.step(ids.clone().narrow(1, t, 1), &mut cache).unwrap()).collect();
     let streamed = Tensor::cat([vec![first], rest].concat(), 1);
     let worst = (streamed - parallel.clone()).abs().max().into_scalar::<f32>();
-    assert!(worst < 1e-4, "{worst}");
+    let largest = parallel.clone().abs().max().into_scalar::<f32>();
+    assert!(worst < 1e-4 * largest, "{worst} of {largest}");
     for (cache, layer) in cache.layers().iter().zip(&model.spec().layers) {
         assert_eq!(cache.layout().shape(), layer.cache_shape(1));
     }
@@ -156,7 +157,10 @@ fn a_boxed_decoder_is_its_module() {
 
     let mut negate = Negate(vec![]);
     let negated = model.clone().map(&mut negate);
-    assert_eq!(negate.0, ["Toy", "embedding", "weight", "qkv", "0", "weight", "1", "weight"]);
+    let linear = ["weight", "bias"];
+    let entered =
+        [&["Toy", "embedding", "weight", "qkv", "0"][..], &linear, &["1"], &linear].concat();
+    assert_eq!(negate.0, entered);
     assert_eq!(list_param_ids(&negated), list_param_ids(&toy));
     let weight = |model: &LanguageModel| model.decoder().head_weight().val().to_data();
     assert_eq!(weight(&negated), (-toy.embedding.weight.val()).to_data());
@@ -245,7 +249,7 @@ fn parameters_keep_their_paths() {
     for (name, path) in [
         ("gpt2-tiny", "Gpt2.positions.weight"),
         ("gpt2-tiny", "Gpt2.layers.0.up.bias"),
-        ("llama-tiny", "Llama.head.weight"),
+        ("llama-tiny", "Llama.norm.gamma"),
         ("llama-tiny", "Llama.layers.1.mlp.gate_up.weight"),
     ] {
         let mut paths = Paths::default();
