@@ -9,7 +9,7 @@ use burn::{
     tensor::{Device, Distribution, Int, Tensor},
 };
 use burn_optim::{AdamConfig, GradientsParams};
-use kv_cubecl::{Autodiff, CacheShape, Flex, KvCache, KvCacheConfig, On, streaming_attention};
+use kv_cubecl::{Autodiff, CacheShape, Flex, KvCache, KvCacheConfig, KvMemory, On};
 
 const N_HEADS: usize = 4;
 const N_KV_HEADS: usize = 2;
@@ -42,29 +42,15 @@ impl Attention {
         x.reshape([batch, tokens, heads, HEAD_DIM]).swap_dims(1, 2)
     }
 
-    fn qkv(&self, x: &Tensor<3>) -> (Tensor<4>, Tensor<4>, Tensor<4>) {
-        (
-            Self::split(self.query.forward(x.clone()), N_HEADS),
-            Self::split(self.key.forward(x.clone()), N_KV_HEADS),
-            Self::split(self.value.forward(x.clone()), N_KV_HEADS),
-        )
-    }
-
-    fn finish(&self, x: Tensor<3>, heads: Tensor<4>) -> Tensor<3> {
+    /// All there is to attention over a cache: `memory` says whether the whole sequence is here, to be
+    /// computed as the cache would token by token, with gradients, or the next tokens of a cache.
+    fn forward(&self, x: Tensor<3>, memory: KvMemory<'_>) -> Result<Tensor<3>> {
+        let q = Self::split(self.query.forward(x.clone()), N_HEADS);
+        let k = Self::split(self.key.forward(x.clone()), N_KV_HEADS);
+        let v = Self::split(self.value.forward(x.clone()), N_KV_HEADS);
+        let heads = memory.attend(q, k, v)?.output;
         let [batch, tokens, width] = x.dims();
-        x + self.output.forward(heads.swap_dims(1, 2).reshape([batch, tokens, width]))
-    }
-
-    /// The whole sequence, as the cache would compute it token by token. Differentiable.
-    fn forward(&self, x: Tensor<3>, config: &KvCacheConfig) -> Result<Tensor<3>> {
-        let (q, k, v) = self.qkv(&x);
-        Ok(self.finish(x, streaming_attention(q, k, v, config)?.output))
-    }
-
-    /// The next tokens, from a cache.
-    fn step(&self, x: Tensor<3>, cache: &mut KvCache) -> Result<Tensor<3>> {
-        let (q, k, v) = self.qkv(&x);
-        Ok(self.finish(x, cache.attend(q, k, v)?.output))
+        Ok(x + self.output.forward(heads.swap_dims(1, 2).reshape([batch, tokens, width])))
     }
 }
 
@@ -82,7 +68,7 @@ fn main() -> Result<()> {
     let mut model = Attention::new(&device);
     let mut optimizer = AdamConfig::new().init();
     for step in 0..=60 {
-        let error = model.forward(x.clone(), &config)? - target.clone();
+        let error = model.forward(x.clone(), KvMemory::parallel(config))? - target.clone();
         let loss = error.powi_scalar(2).mean();
         if step % 20 == 0 {
             println!(
@@ -99,9 +85,9 @@ fn main() -> Result<()> {
     let shape = CacheShape { batch: 2, n_kv_heads: N_KV_HEADS, head_dim: HEAD_DIM };
     let mut cache = KvCache::new(&config.with_capacity(tokens), shape, &x.device())?;
     let streamed: Vec<_> = (0..tokens)
-        .map(|t| model.step(x.clone().narrow(1, t, 1), &mut cache))
+        .map(|t| model.forward(x.clone().narrow(1, t, 1), KvMemory::Cached(&mut cache)))
         .collect::<Result<_>>()?;
-    let difference = Tensor::cat(streamed, 1) - model.forward(x, &config)?;
+    let difference = Tensor::cat(streamed, 1) - model.forward(x, KvMemory::parallel(config))?;
     let worst = difference.abs().max().into_scalar::<f32>();
     println!("token by token against all at once: largest difference {worst:.1e}");
     ensure!(worst < 1e-3, "streaming and parallel disagree");

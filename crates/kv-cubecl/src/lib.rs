@@ -38,6 +38,7 @@ mod functions;
 #[cfg(feature = "cube")]
 mod kernels;
 pub mod layout;
+mod memory;
 mod ops;
 pub mod reference;
 mod shapes;
@@ -54,6 +55,7 @@ pub use functions::{
     streaming_attention, streaming_attention_with,
 };
 pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts, Side, Sides};
+pub use memory::KvMemory;
 pub use ops::{CacheState, KvCacheOps};
 #[cfg(feature = "autodiff")]
 pub use target::Autodiff;

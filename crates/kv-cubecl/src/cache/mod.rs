@@ -1,5 +1,7 @@
 //! The streaming cache: [`KvCache`].
 
+mod batch;
+mod parts;
 mod state;
 mod tail;
 
@@ -13,7 +15,8 @@ use crate::{
     Packed, QuantizedCounts, Result, functions,
     layout::{CacheLayout, MemoryBytes, Side, StreamSpec},
 };
-use state::{State, Tensors};
+pub use parts::CacheParts;
+use state::State;
 
 /// One layer's streaming KIVI cache.
 ///
@@ -32,19 +35,6 @@ pub struct KvCache {
     lens: Vec<usize>,
     /// Whether a step at a position was taken or recorded, so that there may be tokens to count.
     stepped: bool,
-}
-
-/// The tensors of a cache, to store it away or to inspect it. See [`KvCache::into_parts`].
-#[derive(Clone, Debug)]
-pub struct CacheParts {
-    /// Packed keys, `[words]` u32.
-    pub keys: Tensor<1, Int>,
-    /// Packed values, `[words]` u32.
-    pub values: Tensor<1, Int>,
-    /// Sinks and rings, `[batch, n_kv_heads, float_rows, head_dim]`.
-    pub floats: Tensor<4>,
-    /// Tokens that each sequence holds.
-    pub lens: Vec<usize>,
 }
 
 impl KvCache {
@@ -255,102 +245,6 @@ impl KvCache {
         let shortest = self.lens.iter().copied().min()?;
         let count = self.layout.schedule().counts(shortest)[side];
         (count > 0).then(|| self.state.packed(&self.layout, side, spec, 0..count))?
-    }
-
-    /// A cache of the given sequences of the batch, in this order: beam search drops some and continues
-    /// others several times. Their memory is copied.
-    ///
-    /// # Errors
-    /// [`Error::InvalidConfig`] for no sequence at all or one that the batch does not have.
-    pub fn select(&self, sequences: &[usize]) -> Result<Self> {
-        let shape = self.layout.shape();
-        if let Some(&sequence) = sequences.iter().find(|&&sequence| sequence >= shape.batch) {
-            let rule = format!("must be below batch {}", shape.batch);
-            return Err(crate::config::invalid("sequence", sequence, rule));
-        }
-        let shape = CacheShape { batch: sequences.len(), ..shape };
-        let layout = CacheLayout::new(self.layout.config(), shape)?;
-        let state = self.state.select(&self.layout, &layout, sequences);
-        let lens = sequences.iter().map(|&sequence| self.lens[sequence]).collect();
-        Ok(Self { layout, state, lens, options: self.options, stepped: self.stepped })
-    }
-
-    /// One cache of the sequences of several, in this order, with lengths of their own: texts that were
-    /// read alone go on as a batch, a token each per step. Their memory is copied.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] for no cache at all, and for caches whose configuration, heads, options or
-    /// device are not those of the first.
-    pub fn join(caches: &[Self]) -> Result<Self> {
-        let different = |index: usize, what: &str| {
-            let what = format!("join: {what} of cache {index}");
-            Error::Unsupported { what, why: "must be that of cache 0".to_string() }
-        };
-        let Some(first) = caches.first() else {
-            let why = "there must be at least one".to_string();
-            return Err(Error::Unsupported { what: "join of no caches".to_string(), why });
-        };
-        let heads = |cache: &Self| CacheShape { batch: 1, ..cache.layout.shape() };
-        for (index, cache) in caches.iter().enumerate() {
-            for (what, same) in [
-                ("configuration", cache.layout.config() == first.layout.config()),
-                ("heads", heads(cache) == heads(first)),
-                ("options", cache.options == first.options),
-                ("device", cache.device() == first.device()),
-            ] {
-                if !same {
-                    return Err(different(index, what));
-                }
-            }
-        }
-        let lens: Vec<usize> = caches.iter().flat_map(|cache| cache.lens.clone()).collect();
-        let shape = CacheShape { batch: lens.len(), ..heads(first) };
-        let layout = CacheLayout::new(first.layout.config(), shape)?;
-        let parts = caches.iter().map(|cache| (&cache.layout, &cache.state));
-        let state = State::join(&layout, parts);
-        let stepped = caches.iter().any(|cache| cache.stepped);
-        Ok(Self { layout, options: first.options, state, lens, stepped })
-    }
-
-    /// Takes the cache apart, for example to store a prefix.
-    pub fn into_parts(self) -> CacheParts {
-        let Tensors { keys, values, floats } = self.state.into_tensors();
-        CacheParts { keys, values, floats, lens: self.lens }
-    }
-
-    /// Puts together what [`into_parts`](Self::into_parts) took apart. Views are read as what they show
-    /// and copied when the cache is first written.
-    ///
-    /// # Errors
-    /// [`Error::InvalidConfig`], [`Error::Shape`] when a tensor does not fit `config` and `shape`,
-    /// [`Error::Unsupported`] for tensors that record gradients or sit on several devices, or
-    /// [`Error::CapacityExceeded`].
-    pub fn from_parts(
-        config: &KvCacheConfig,
-        shape: CacheShape,
-        parts: CacheParts,
-    ) -> Result<Self> {
-        let CacheParts { keys, values, floats, lens } = parts;
-        let layout = Self::layout_on(config, shape, &floats.device())?;
-        if lens.len() != shape.batch {
-            let rule = format!("must be one for each sequence of batch {}", shape.batch);
-            let (tensor, shape) = ("lens", vec![lens.len()]);
-            return Err(Error::Shape { op: "from_parts", tensor, shape, rule });
-        }
-        if let Some(&added) = lens.iter().find(|&&len| len > config.capacity) {
-            let capacity = config.capacity;
-            return Err(Error::CapacityExceeded { len: 0, added, capacity });
-        }
-        let state = State::of(&layout, Tensors { keys, values, floats })?;
-        let options = AttentionOptions::default();
-        let cache = Self { layout, options, state, lens, stepped: false };
-        let Tensors { keys, values, floats } = cache.state.tensors();
-        let devices =
-            [("floats", floats.device()), ("keys", keys.device()), ("values", values.device())];
-        for (name, device) in devices {
-            cache.check_device("from_parts", name, &device)?;
-        }
-        Ok(cache)
     }
 
     /// Checks everything about a call before anything is written; returns the number of tokens.

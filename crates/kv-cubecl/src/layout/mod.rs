@@ -37,6 +37,7 @@ pub struct CacheShape {
 pub struct CacheLayout {
     config: KvCacheConfig,
     shape: CacheShape,
+    sides: Sides<SideLayout>,
 }
 
 impl CacheLayout {
@@ -51,7 +52,9 @@ impl CacheLayout {
                 return Err(crate::config::invalid(field, value, "must be at least 1"));
             }
         }
-        let layout = Self { config: *config, shape };
+        let keys = side(config, shape, Side::Keys, 0);
+        let values = side(config, shape, Side::Values, keys.rows());
+        let layout = Self { config: *config, shape, sides: Sides { keys, values } };
         // So that the kernels of every device can index every buffer, with u32 where they have no more; in
         // u128 nothing below overflows.
         let slices = shape.batch as u128 * shape.n_kv_heads as u128;
@@ -85,34 +88,13 @@ impl CacheLayout {
     }
 
     /// Where the tokens of each side are.
-    pub fn sides(&self) -> Sides<SideLayout> {
-        let keys = self.side(Side::Keys, 0);
-        Sides { keys, values: self.side(Side::Values, keys.rows()) }
-    }
-
-    fn side(&self, side: Side, first_row: usize) -> SideLayout {
-        let KvCacheConfig { capacity, sink_tokens, group_size, .. } = self.config;
-        let (bits, granularity) = match side {
-            Side::Keys => (self.config.key_bits, Granularity::PerChannel),
-            Side::Values => (self.config.value_bits, Granularity::PerToken),
-        };
-        let spec = QuantSpec { granularity, n_bits: bits.n_bits(), group_size };
-        let schedule = self.schedule();
-        let after_sinks = capacity.saturating_sub(sink_tokens);
-        SideLayout {
-            spec: bits.is_quantized().then_some(spec),
-            schedule: schedule.sides[side],
-            packed_tokens: schedule.counts(capacity)[side],
-            sinks: sink_tokens.min(capacity),
-            ring: schedule.sides[side].slots(schedule.lag()).min(after_sinks),
-            first_row,
-            head_dim: self.shape.head_dim,
-        }
+    pub const fn sides(&self) -> Sides<SideLayout> {
+        self.sides
     }
 
     /// Float rows of one (batch, kv head) slice, those of both sides.
-    pub fn float_rows(&self) -> usize {
-        self.sides().map(|side| side.rows()).into_array().iter().sum()
+    pub const fn float_rows(&self) -> usize {
+        self.sides.values.first_row + self.sides.values.rows()
     }
 
     /// Bytes one decode step reads of a cache of `len` tokens: every code, parameter and float row
@@ -135,6 +117,27 @@ impl CacheLayout {
             values: 4 * words.values,
             floats: self.config.float.size() * floats,
         }
+    }
+}
+
+/// Where the tokens of a side are whose float rows begin at `first_row`.
+fn side(config: &KvCacheConfig, shape: CacheShape, side: Side, first_row: usize) -> SideLayout {
+    let KvCacheConfig { capacity, sink_tokens, group_size, .. } = *config;
+    let (bits, granularity) = match side {
+        Side::Keys => (config.key_bits, Granularity::PerChannel),
+        Side::Values => (config.value_bits, Granularity::PerToken),
+    };
+    let spec = QuantSpec { granularity, n_bits: bits.n_bits(), group_size };
+    let schedule = Schedule::new(config);
+    let after_sinks = capacity.saturating_sub(sink_tokens);
+    SideLayout {
+        spec: bits.is_quantized().then_some(spec),
+        schedule: schedule.sides[side],
+        packed_tokens: schedule.counts(capacity)[side],
+        sinks: sink_tokens.min(capacity),
+        ring: schedule.sides[side].slots(schedule.lag()).min(after_sinks),
+        first_row,
+        head_dim: shape.head_dim,
     }
 }
 

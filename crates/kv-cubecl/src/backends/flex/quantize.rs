@@ -81,15 +81,10 @@ fn widen_range<S: Simd>(range: &mut [Vector<S, f32>; 2], x: Vector<S, f32>) {
     range[1] = x.eq(x).select(x.max(range[1]), range[1]);
 }
 
-/// Quantizes one group of keys, `rows` `[group_size, head_dim]`, into its words: code rows, then
+/// Quantizes one group of tokens, `rows` `[group_size, head_dim]`, into its words: code rows, then
 /// one parameter row, each `head_dim` wide.
 #[macerator::with_simd]
-pub(super) fn quantize_keys<S: Simd>(
-    rows: &[f32],
-    words: &mut [u32],
-    head_dim: usize,
-    n_bits: u32,
-) {
+fn quantize_per_channel<S: Simd>(rows: &[f32], words: &mut [u32], head_dim: usize, n_bits: u32) {
     let lanes = f32::lanes::<S>();
     if head_dim < lanes {
         // As many channels as a vector has, of which the last are nobody's.
@@ -112,7 +107,7 @@ pub(super) fn quantize_keys<S: Simd>(
     }
 }
 
-/// The part of [`quantize_keys`] for as many channels from `channel` on as a vector has lanes.
+/// The part of [`quantize_per_channel`] for as many channels from `channel` on as a vector has lanes.
 #[inline(always)]
 fn quantize_channels<S: Simd>(
     rows: &[f32],
@@ -148,10 +143,10 @@ fn quantize_channels<S: Simd>(
     }
 }
 
-/// Quantizes tokens' values, rows of `[head_dim]`, each into its words: codes, `CODES` to a word, then
+/// Quantizes tokens, rows of `[head_dim]`, each into its words: codes, `CODES` to a word, then
 /// parameters.
 #[macerator::with_simd]
-fn quantize_values_by<S: Simd, const CODES: usize>(
+fn quantize_per_token_by<S: Simd, const CODES: usize>(
     rows: &[f32],
     words: &mut [u32],
     head_dim: usize,
@@ -203,24 +198,19 @@ fn padded(part: &[f32]) -> [f32; MAX_LANES] {
     whole
 }
 
-/// Quantizes tokens' values, rows of `[head_dim]`.
-pub(super) fn quantize_values(rows: &[f32], words: &mut [u32], head_dim: usize, spec: &QuantSpec) {
+/// Quantizes tokens, rows of `[head_dim]`.
+fn quantize_per_token(rows: &[f32], words: &mut [u32], head_dim: usize, spec: &QuantSpec) {
     let kernel = match spec.n_bits {
-        2 => quantize_values_by::<16>,
-        4 => quantize_values_by::<8>,
-        _ => quantize_values_by::<4>,
+        2 => quantize_per_token_by::<16>,
+        4 => quantize_per_token_by::<8>,
+        _ => quantize_per_token_by::<4>,
     };
     kernel(rows, words, head_dim, spec.group_size);
 }
 
 /// Restores one group of keys from its words.
 #[macerator::with_simd]
-pub(super) fn dequantize_keys<S: Simd>(
-    words: &[u32],
-    rows: &mut [f32],
-    head_dim: usize,
-    n_bits: u32,
-) {
+fn dequantize_per_channel<S: Simd>(words: &[u32], rows: &mut [f32], head_dim: usize, n_bits: u32) {
     let codes_per_word = 32 / n_bits as usize;
     let mask = (1u32 << n_bits) - 1;
     let (codes, params) = words.split_at(words.len() - head_dim);
@@ -234,9 +224,9 @@ pub(super) fn dequantize_keys<S: Simd>(
     }
 }
 
-/// Restores tokens' values from their words, `CODES` codes to a word.
+/// Restores tokens from their words, `CODES` codes to a word.
 #[macerator::with_simd]
-fn dequantize_values<S: Simd, const CODES: usize>(
+fn dequantize_per_token<S: Simd, const CODES: usize>(
     words: &[u32],
     out: &mut [f32],
     head_dim: usize,
@@ -268,10 +258,10 @@ pub(super) fn quantize_slice(input: &[f32], words: &mut [u32], head_dim: usize, 
         Granularity::PerChannel => {
             let groups = input.chunks_exact(spec.group_size * head_dim);
             for (rows, words) in groups.zip(words.chunks_exact_mut(per_group * head_dim)) {
-                quantize_keys(rows, words, head_dim, spec.n_bits);
+                quantize_per_channel(rows, words, head_dim, spec.n_bits);
             }
         }
-        Granularity::PerToken => quantize_values(input, words, head_dim, spec),
+        Granularity::PerToken => quantize_per_token(input, words, head_dim, spec),
     }
 }
 
@@ -282,14 +272,14 @@ pub(super) fn dequantize_slice(words: &[u32], out: &mut [f32], head_dim: usize, 
         Granularity::PerChannel => {
             let groups = out.chunks_exact_mut(spec.group_size * head_dim);
             for (rows, words) in groups.zip(words.chunks_exact(per_group * head_dim)) {
-                dequantize_keys(words, rows, head_dim, spec.n_bits);
+                dequantize_per_channel(words, rows, head_dim, spec.n_bits);
             }
         }
         Granularity::PerToken => {
             let kernel = match spec.n_bits {
-                2 => dequantize_values::<16>,
-                4 => dequantize_values::<8>,
-                _ => dequantize_values::<4>,
+                2 => dequantize_per_token::<16>,
+                4 => dequantize_per_token::<8>,
+                _ => dequantize_per_token::<4>,
             };
             kernel(words, out, head_dim, spec.group_size);
         }

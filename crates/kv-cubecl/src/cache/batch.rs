@@ -1,0 +1,61 @@
+//! The sequences of a batch: chosen, reordered, repeated, joined.
+
+use super::{KvCache, state::State};
+use crate::{CacheShape, Error, Result, layout::CacheLayout};
+
+impl KvCache {
+    /// A cache of the given sequences of the batch, in this order: beam search drops some and continues
+    /// others several times. Their memory is copied.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for no sequence at all or one that the batch does not have.
+    pub fn select(&self, sequences: &[usize]) -> Result<Self> {
+        let shape = self.layout.shape();
+        if let Some(&sequence) = sequences.iter().find(|&&sequence| sequence >= shape.batch) {
+            let rule = format!("must be below batch {}", shape.batch);
+            return Err(crate::config::invalid("sequence", sequence, rule));
+        }
+        let shape = CacheShape { batch: sequences.len(), ..shape };
+        let layout = CacheLayout::new(self.layout.config(), shape)?;
+        let state = self.state.select(&self.layout, &layout, sequences);
+        let lens = sequences.iter().map(|&sequence| self.lens[sequence]).collect();
+        Ok(Self { layout, state, lens, options: self.options, stepped: self.stepped })
+    }
+
+    /// One cache of the sequences of several, in this order, with lengths of their own: texts that were
+    /// read alone go on as a batch, a token each per step. Their memory is copied.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for no cache at all, and for caches whose configuration, heads, options or
+    /// device are not those of the first.
+    pub fn join(caches: &[Self]) -> Result<Self> {
+        let different = |index: usize, what: &str| {
+            let what = format!("join: {what} of cache {index}");
+            Error::Unsupported { what, why: "must be that of cache 0".to_string() }
+        };
+        let Some(first) = caches.first() else {
+            let why = "there must be at least one".to_string();
+            return Err(Error::Unsupported { what: "join of no caches".to_string(), why });
+        };
+        let heads = |cache: &Self| CacheShape { batch: 1, ..cache.layout.shape() };
+        for (index, cache) in caches.iter().enumerate() {
+            for (what, same) in [
+                ("configuration", cache.layout.config() == first.layout.config()),
+                ("heads", heads(cache) == heads(first)),
+                ("options", cache.options == first.options),
+                ("device", cache.device() == first.device()),
+            ] {
+                if !same {
+                    return Err(different(index, what));
+                }
+            }
+        }
+        let lens: Vec<usize> = caches.iter().flat_map(|cache| cache.lens.clone()).collect();
+        let shape = CacheShape { batch: lens.len(), ..heads(first) };
+        let layout = CacheLayout::new(first.layout.config(), shape)?;
+        let parts = caches.iter().map(|cache| (&cache.layout, &cache.state));
+        let state = State::join(&layout, parts);
+        let stepped = caches.iter().any(|cache| cache.stepped);
+        Ok(Self { layout, options: first.options, state, lens, stepped })
+    }
+}

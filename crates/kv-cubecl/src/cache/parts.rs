@@ -1,0 +1,65 @@
+//! A cache taken apart and put together again.
+
+use burn::tensor::{Int, Tensor};
+
+use super::{
+    KvCache,
+    state::{State, Tensors},
+};
+use crate::{AttentionOptions, CacheShape, Error, KvCacheConfig, Result};
+
+/// The tensors of a cache, to store it away or to inspect it. See [`KvCache::into_parts`].
+#[derive(Clone, Debug)]
+pub struct CacheParts {
+    /// Packed keys, `[words]` u32.
+    pub keys: Tensor<1, Int>,
+    /// Packed values, `[words]` u32.
+    pub values: Tensor<1, Int>,
+    /// Sinks and rings, `[batch, n_kv_heads, float_rows, head_dim]`.
+    pub floats: Tensor<4>,
+    /// Tokens that each sequence holds.
+    pub lens: Vec<usize>,
+}
+
+impl KvCache {
+    /// Takes the cache apart, for example to store a prefix.
+    pub fn into_parts(self) -> CacheParts {
+        let Tensors { keys, values, floats } = self.state.into_tensors();
+        CacheParts { keys, values, floats, lens: self.lens }
+    }
+
+    /// Puts together what [`into_parts`](Self::into_parts) took apart. Views are read as what they show
+    /// and copied when the cache is first written.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`], [`Error::Shape`] when a tensor does not fit `config` and `shape`,
+    /// [`Error::Unsupported`] for tensors that record gradients or sit on several devices, or
+    /// [`Error::CapacityExceeded`].
+    pub fn from_parts(
+        config: &KvCacheConfig,
+        shape: CacheShape,
+        parts: CacheParts,
+    ) -> Result<Self> {
+        let CacheParts { keys, values, floats, lens } = parts;
+        let layout = Self::layout_on(config, shape, &floats.device())?;
+        if lens.len() != shape.batch {
+            let rule = format!("must be one for each sequence of batch {}", shape.batch);
+            let (tensor, shape) = ("lens", vec![lens.len()]);
+            return Err(Error::Shape { op: "from_parts", tensor, shape, rule });
+        }
+        if let Some(&added) = lens.iter().find(|&&len| len > config.capacity) {
+            let capacity = config.capacity;
+            return Err(Error::CapacityExceeded { len: 0, added, capacity });
+        }
+        let state = State::of(&layout, Tensors { keys, values, floats })?;
+        let options = AttentionOptions::default();
+        let cache = Self { layout, options, state, lens, stepped: false };
+        let Tensors { keys, values, floats } = cache.state.tensors();
+        let devices =
+            [("floats", floats.device()), ("keys", keys.device()), ("values", values.device())];
+        for (name, device) in devices {
+            cache.check_device("from_parts", name, &device)?;
+        }
+        Ok(cache)
+    }
+}

@@ -1,0 +1,56 @@
+//! Where an attention layer remembers: [`KvMemory`].
+
+use burn::tensor::{Int, Tensor};
+
+use crate::{
+    Attention, AttentionOptions, FakeQuantOptions, KvCache, KvCacheConfig, Result,
+    streaming_attention_with,
+};
+
+/// Where one layer's attention finds the keys and values of earlier tokens: a layer that takes one serves
+/// training, evaluation and streaming with the same code.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum KvMemory<'a> {
+    /// Nowhere: the whole sequence is here, and the closed form of a cache of this kind is computed in
+    /// parallel. Differentiable.
+    Parallel {
+        /// The cache.
+        config: KvCacheConfig,
+        /// How training treats its quantizer.
+        fake_quant: FakeQuantOptions,
+        /// How scores become weights.
+        options: AttentionOptions,
+    },
+    /// In this cache, which grows by the tokens of the call.
+    Cached(&'a mut KvCache),
+    /// In this cache, which grows by one token at this position; see [`KvCache::attend_at`].
+    At(&'a mut KvCache, &'a Tensor<1, Int>),
+}
+
+impl KvMemory<'_> {
+    /// [`Parallel`](Self::Parallel) with the defaults of its options.
+    pub fn parallel(config: KvCacheConfig) -> Self {
+        let (fake_quant, options) = (FakeQuantOptions::default(), AttentionOptions::default());
+        Self::Parallel { config, fake_quant, options }
+    }
+
+    /// Causal attention over the remembered tokens and these.
+    ///
+    /// # Shapes
+    /// - `query`: `[batch, n_heads, tokens, head_dim]`
+    /// - `key`, `value`: `[batch, n_kv_heads, tokens, head_dim]`, keys after the position encoding
+    /// - output: the shape of `query`
+    ///
+    /// # Errors
+    /// Those of [`streaming_attention_with`], [`KvCache::attend`] and [`KvCache::attend_at`].
+    pub fn attend(self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Result<Attention> {
+        match self {
+            Self::Parallel { config, fake_quant, options } => {
+                streaming_attention_with(query, key, value, &config, fake_quant, options)
+            }
+            Self::Cached(cache) => cache.attend(query, key, value),
+            Self::At(cache, position) => cache.attend_at(query, key, value, position),
+        }
+    }
+}
