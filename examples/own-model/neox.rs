@@ -14,7 +14,7 @@ use kv_models::{
     Roles,
     checkpoint::{Exports, Names, Weights},
     fields::{head_dim, positive, sizes},
-    nn::{KvMemory, Linear, Rope, RopeScaling, Rotation},
+    nn::{Linear, Memory, Rope, RopeScaling, Rotation},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -122,7 +122,7 @@ impl Layer {
         x: Tensor<3>,
         spec: &LayerSpec,
         rotation: Option<&Rotation>,
-        memory: KvMemory<'_>,
+        memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let [batch, seq, width] = x.dims();
         let LayerSpec { n_heads, head_dim, .. } = *spec;

@@ -32,7 +32,7 @@ pub trait Decoder: Any + Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// Those of [`KvMemory::attend`](crate::nn::KvMemory::attend).
+    /// Those of [`Memory::attend`](crate::nn::Memory::attend).
     fn hidden(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>>;
 
     /// The rows whose products with a final hidden state are the logits, `[vocab, hidden]`: the

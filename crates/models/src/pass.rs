@@ -3,14 +3,14 @@
 use std::fmt;
 
 use burn::tensor::{Device, Int, Tensor};
-use kv_cubecl::FakeQuantOptions;
+use kv_cubecl::{FakeQuantOptions, KvMemory};
 
 use crate::{
     ModelCache, ModelCacheConfig, ModelSpec,
-    nn::{AttentionObserver, KvMemory, Rotation},
+    nn::{AttentionObserver, Memory, Rotation},
 };
 
-/// The [`KvMemory`] of every layer.
+/// The [`Memory`] of every layer.
 pub enum Pass<'a> {
     /// The whole sequence at once.
     Parallel {
@@ -75,20 +75,21 @@ impl Pass<'_> {
     /// # Panics
     ///
     /// When the model or the cache has no such layer.
-    pub fn layer(&mut self, index: usize) -> KvMemory<'_> {
+    pub fn layer(&mut self, index: usize) -> Memory<'_> {
         match self {
-            Self::Parallel { spec, config, fake_quant, observer } => KvMemory::Parallel {
-                config: config.layer(index),
-                fake_quant: *fake_quant,
-                options: spec.layers[index].options,
-                layer: index,
-                observer: match observer {
-                    Some(observe) => Some(&mut **observe),
-                    None => None,
-                },
-            },
-            Self::Cached(cache) => KvMemory::Cached(&mut cache.layers[index]),
-            Self::At { cache, position, .. } => KvMemory::At(&mut cache.layers[index], position),
+            Self::Parallel { spec, config, fake_quant, observer } => {
+                let (config, fake_quant) = (config.layer(index), *fake_quant);
+                let options = spec.layers[index].options;
+                let memory = Memory::from(KvMemory::Parallel { config, fake_quant, options });
+                match observer {
+                    Some(observe) => memory.shown_to(&mut **observe, index, options),
+                    None => memory,
+                }
+            }
+            Self::Cached(cache) => KvMemory::Cached(&mut cache.layers[index]).into(),
+            Self::At { cache, position, .. } => {
+                KvMemory::At(&mut cache.layers[index], position).into()
+            }
         }
     }
 }

@@ -6,7 +6,7 @@ use kv_cubecl::{AttentionOptions, CacheShape};
 
 use crate::{
     Result,
-    nn::{KvMemory, Rope, Rotation},
+    nn::{Memory, Rope, Rotation},
 };
 
 /// The attention of one layer.
@@ -56,12 +56,12 @@ impl LayerSpec {
     ///
     /// # Errors
     ///
-    /// Those of [`KvMemory::attend`].
+    /// Those of [`Memory::attend`].
     pub fn attend(
         &self,
         qkv: Tensor<3>,
         rotation: Option<&Rotation>,
-        memory: KvMemory<'_>,
+        memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let Self { n_heads, n_kv_heads, head_dim, .. } = *self;
         let [batch, seq, _] = qkv.dims();

@@ -133,7 +133,7 @@ fn wrong_files_name_the_field() {
         ("residual_length", json!(1.5), "expected usize"),
         ("flush", json!("later"), "expected `before` or `after`"),
         ("capacity", json!(null), "expected usize"),
-        ("float", json!("bf16"), "expected `f32` or `f16`"),
+        ("float", json!("f64"), "expected one of `f32`, `f16`, `bf16`"),
         ("float_layers", json!(0), "expected a sequence"),
         ("float_layers", json!([-1]), "expected usize"),
         ("float_layer", json!([0]), "unknown field"),

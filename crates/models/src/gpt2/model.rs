@@ -13,7 +13,7 @@ use super::{Activation, Config};
 use crate::{
     Decoder, LayerSpec, ModelSpec, Pass, Result, Role, Roles,
     checkpoint::Exports,
-    nn::{KvMemory, Linear, by_rows},
+    nn::{Linear, Memory, by_rows},
 };
 
 /// GPT-2, Radford et al. 2019.
@@ -115,13 +115,13 @@ impl Layer {
     ///
     /// # Errors
     ///
-    /// Those of [`KvMemory::attend`].
+    /// Those of [`Memory::attend`].
     pub fn forward(
         &self,
         x: Tensor<3>,
         spec: &LayerSpec,
         nonlinearity: Activation,
-        memory: KvMemory<'_>,
+        memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let qkv = by_rows(x.clone(), |x| self.qkv.forward(self.attention_norm.forward(x)));
         let heads = spec.attend(qkv, None, memory)?;

@@ -13,7 +13,7 @@ use super::Config;
 use crate::{
     Decoder, LayerSpec, ModelSpec, Pass, Result, Role, Roles,
     checkpoint::Exports,
-    nn::{KvMemory, Linear, Rotation, SwiGlu, by_rows},
+    nn::{Linear, Memory, Rotation, SwiGlu, by_rows},
 };
 
 /// A model of the Llama family, <https://arxiv.org/abs/2302.13971>.
@@ -110,13 +110,13 @@ impl Layer {
     ///
     /// # Errors
     ///
-    /// Those of [`KvMemory::attend`].
+    /// Those of [`Memory::attend`].
     pub fn forward(
         &self,
         x: Tensor<3>,
         rotation: Option<&Rotation>,
         spec: &LayerSpec,
-        memory: KvMemory<'_>,
+        memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let qkv = by_rows(x.clone(), |x| self.qkv.forward(self.attention_norm.forward(x)));
         let heads = spec.attend(qkv, rotation, memory)?;

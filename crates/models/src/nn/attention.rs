@@ -2,10 +2,8 @@
 
 use std::fmt;
 
-use burn::tensor::{Int, Tensor};
-use kv_cubecl::{
-    AttentionOptions, FakeQuantOptions, KvCache, KvCacheConfig, streaming_attention_with,
-};
+use burn::tensor::Tensor;
+use kv_cubecl::{AttentionOptions, KvMemory};
 
 use crate::Result;
 
@@ -29,31 +27,46 @@ pub struct AttentionTrace {
 /// A callback that is given every layer's attention, first layer first.
 pub type AttentionObserver<'a> = dyn FnMut(AttentionTrace) + 'a;
 
-/// Where one layer's attention finds the keys and values of earlier tokens.
-pub enum KvMemory<'a> {
-    /// There are no earlier tokens: the whole sequence is passed at once, and what a cache of this
-    /// configuration would give token by token is computed in parallel. Differentiable.
-    Parallel {
-        /// The configuration of the cache.
-        config: KvCacheConfig,
-        /// How training treats the quantizer.
-        fake_quant: FakeQuantOptions,
-        /// How scores become weights.
-        options: AttentionOptions,
-        /// The layer's index, for the observer.
-        layer: usize,
-        /// Is called with the attention's inputs and output.
-        observer: Option<&'a mut AttentionObserver<'a>>,
-    },
-    /// In this cache, which grows by the tokens of the call.
-    Cached(&'a mut KvCache),
-    /// In this cache, which grows by one token at the given position, `[1]` i32; see
-    /// [`KvCache::attend_at`].
-    At(&'a mut KvCache, &'a Tensor<1, Int>),
+/// Where one layer's attention finds the keys and values of earlier tokens: a [`KvMemory`], and who
+/// is shown the attention.
+#[derive(Debug)]
+pub struct Memory<'a> {
+    kv: KvMemory<'a>,
+    observer: Option<Observer<'a>>,
 }
 
-impl KvMemory<'_> {
-    /// Causal attention of the given tokens over the earlier ones and themselves.
+/// An [`AttentionObserver`] and what it is told of the layer.
+struct Observer<'a> {
+    layer: usize,
+    options: AttentionOptions,
+    observe: &'a mut AttentionObserver<'a>,
+}
+
+impl fmt::Debug for Observer<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Observer").field("layer", &self.layer).finish_non_exhaustive()
+    }
+}
+
+impl<'a> From<KvMemory<'a>> for Memory<'a> {
+    fn from(kv: KvMemory<'a>) -> Self {
+        Self { kv, observer: None }
+    }
+}
+
+impl<'a> Memory<'a> {
+    /// Shows the attention to `observe`.
+    #[must_use]
+    pub fn shown_to(
+        self,
+        observe: &'a mut AttentionObserver<'a>,
+        layer: usize,
+        options: AttentionOptions,
+    ) -> Self {
+        Self { observer: Some(Observer { layer, options, observe }), ..self }
+    }
+
+    /// Causal attention over the remembered tokens and these.
     ///
     /// # Shapes
     ///
@@ -65,35 +78,12 @@ impl KvMemory<'_> {
     ///
     /// Those of the cache: a configuration that does not fit the head, no room left.
     pub fn attend(self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Result<Tensor<4>> {
-        Ok(match self {
-            Self::Parallel { config, fake_quant, options, layer, observer } => {
-                let seen = observer.map(|observe| (observe, [q.clone(), k.clone(), v.clone()]));
-                let output =
-                    streaming_attention_with(q, k, v, &config, fake_quant, options)?.output;
-                if let Some((observe, [query, key, value])) = seen {
-                    let output = output.clone();
-                    observe(AttentionTrace { layer, query, key, value, output, options });
-                }
-                output
-            }
-            Self::Cached(cache) => cache.attend(q, k, v)?.output,
-            Self::At(cache, position) => cache.attend_at(q, k, v, position)?.output,
-        })
-    }
-}
-
-impl fmt::Debug for KvMemory<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Parallel { config, fake_quant, options, layer, .. } => f
-                .debug_struct("Parallel")
-                .field("config", config)
-                .field("fake_quant", fake_quant)
-                .field("options", options)
-                .field("layer", layer)
-                .finish_non_exhaustive(),
-            Self::Cached(cache) => f.debug_tuple("Cached").field(cache).finish(),
-            Self::At(cache, _) => f.debug_tuple("At").field(cache).finish_non_exhaustive(),
-        }
+        let Some(Observer { layer, options, observe }) = self.observer else {
+            return Ok(self.kv.attend(q, k, v)?.output);
+        };
+        let (query, key, value) = (q.clone(), k.clone(), v.clone());
+        let output = self.kv.attend(q, k, v)?.output;
+        observe(AttentionTrace { layer, query, key, value, output: output.clone(), options });
+        Ok(output)
     }
 }

@@ -7,7 +7,7 @@ mod mlp;
 mod rope;
 mod rows;
 
-pub use attention::{AttentionObserver, AttentionTrace, KvMemory};
+pub use attention::{AttentionObserver, AttentionTrace, Memory};
 pub use linear::{Linear, project};
 pub use mlp::SwiGlu;
 pub use rope::{Rope, RopeScaling, Rotation};
