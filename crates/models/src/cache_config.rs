@@ -60,7 +60,7 @@ impl ModelCacheConfig {
         layers.iter().try_for_each(|layer| self.cache.validate(layer.head_dim))?;
         match self.float_layers.last() {
             Some(&layer) if layer >= layers.len() => {
-                let rule = format!("the model has layers 0 to {}", layers.len() - 1);
+                let rule = format!("the model has layers 0 to {}", layers.len().saturating_sub(1));
                 Err(Error::argument("float_layers", layer, rule))
             }
             _ => Ok(()),

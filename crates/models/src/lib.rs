@@ -6,6 +6,9 @@
 //! quantized cache: every pass says what its cache stores, the same in all layers or, with a
 //! [`ModelCacheConfig`], with some layers in float.
 //!
+//! A [`LanguageModel`] is a [`Decoder`] of any type. Models of other crates implement it and
+//! [`Family`], and [`register`] makes them known to [`load()`].
+//!
 //! ```no_run
 //! use burn::tensor::{Device, Int, Tensor};
 //! use kv_models::kv_cubecl::KvCacheConfig;
