@@ -1,6 +1,7 @@
-//! Where every token lives: the arithmetic shared by all backends and by the reference.
+//! The memory layout of a cache: where each token is stored and when it is quantized. Arithmetic
+//! only, shared by all backends.
 //!
-//! Nothing here knows a tensor. A cache of `T` tokens holds, per (batch, kv head):
+//! A cache holds, per (batch, kv head):
 //!
 //! - **float rows** (`[key_rows + value_rows, head_dim]`): the sinks, then a ring of recent tokens,
 //!   first for the keys, then for the values;
@@ -13,7 +14,7 @@
 
 use crate::{Bits, Flush, KvCacheConfig, Result};
 
-/// Which axis shares one scale and minimum.
+/// Along which axis elements are grouped; a group shares one scale and minimum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Granularity {
     /// Groups of consecutive tokens within one channel: the keys of KIVI.
@@ -80,7 +81,7 @@ pub struct QuantizedCounts {
     pub values: usize,
 }
 
-/// The sliding part of the semantics: which tokens are quantized when.
+/// Which tokens of a cache of a given length are quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Window {
     /// Whether keys are quantized.
@@ -107,11 +108,12 @@ impl Window {
         }
     }
 
-    /// Quantized counts in a cache of `len` tokens, which is what the query of token `len - 1`
-    /// sees.
+    /// How many keys and values are quantized in a cache of `len` tokens. This is what the query of
+    /// token `len - 1` sees.
     ///
-    /// `BeforeAttention`: keys `R * floor((t + 1) / R)`, values `t + 1 - R`; `AfterAttention`: keys
-    /// `R * floor(t / R)`, values `t - R`; both with `t = len - 1 - S`.
+    /// With `t = len - 1 - S`: `BeforeAttention` has keys `R * floor((t + 1) / R)`, values
+    /// `t + 1 - R`; `AfterAttention` has keys `R * floor(t / R)`, values `t - R`; at least 0, and 0
+    /// for a side that stays in float.
     pub const fn counts(&self, len: usize) -> QuantizedCounts {
         let r = self.residual_length;
         let seen = match self.flush {
@@ -124,13 +126,14 @@ impl Window {
         }
     }
 
-    /// First token whose key is still in float in a cache of `len` tokens, or `sink_tokens` if none
-    /// is quantized.
+    /// First token past the sinks whose key is in float in a cache of `len` tokens; `len` or more
+    /// if there is none.
     pub const fn first_float_key(&self, len: usize) -> usize {
         self.sink_tokens + self.counts(len).keys
     }
 
-    /// First token past the sinks whose value is still in float in a cache of `len` tokens.
+    /// First token past the sinks whose value is in float in a cache of `len` tokens; `len` or more
+    /// if there is none.
     pub const fn first_float_value(&self, len: usize) -> usize {
         self.sink_tokens + self.counts(len).values
     }
@@ -167,8 +170,8 @@ impl CacheLayout {
             }
         }
         let layout = Self { config: *config, shape };
-        // So that the kernels of every device can index every buffer, with u32 where they have no more; in
-        // u128 nothing below overflows.
+        // Kernels of devices without 64-bit indices must be able to index every buffer with a u32.
+        // Computed in u128, where nothing below overflows.
         let slices = shape.batch as u128 * shape.n_kv_heads as u128;
         // A packed side has fewer words than its tokens have elements.
         let rows = layout.float_rows().max(config.capacity) as u128;
@@ -209,7 +212,7 @@ impl CacheLayout {
         self.spec(self.config.value_bits, Granularity::PerToken)
     }
 
-    /// Bits of a code of the keys, and of the values: 0 where they stay in float.
+    /// Bits per code of the keys and of the values; 0 for a side that stays in float.
     #[cfg(feature = "cube")]
     pub(crate) fn code_bits(&self) -> [u32; 2] {
         [self.key_spec(), self.value_spec()].map(|spec| spec.map_or(0, |spec| spec.n_bits))
@@ -220,7 +223,7 @@ impl CacheLayout {
         bits.is_quantized().then(|| QuantSpec { granularity, n_bits: bits.n_bits(), group_size })
     }
 
-    /// Tokens between the sinks and the capacity.
+    /// Most tokens that the cache holds beside the sinks.
     const fn windowed_capacity(&self) -> usize {
         self.config.capacity.saturating_sub(self.config.sink_tokens)
     }
@@ -233,7 +236,8 @@ impl CacheLayout {
         }
     }
 
-    /// Slots of the key ring: R, or the whole capacity when keys stay in float.
+    /// Slots of the key ring: R, or all tokens beside the sinks if keys stay in float or R is
+    /// larger.
     pub fn key_ring(&self) -> usize {
         match self.config.key_bits.is_quantized() {
             true => self.config.residual_length.min(self.windowed_capacity()),
@@ -241,8 +245,8 @@ impl CacheLayout {
         }
     }
 
-    /// Slots of the value ring: R, R + 1 when the flush follows attention, or the whole capacity
-    /// when values stay in float.
+    /// Slots of the value ring: R, or R + 1 when the flush follows attention, or all tokens beside
+    /// the sinks if values stay in float or the ring would be larger.
     pub fn value_ring(&self) -> usize {
         let residual = match self.config.flush {
             Flush::BeforeAttention => self.config.residual_length,
@@ -269,12 +273,12 @@ impl CacheLayout {
         self.key_rows() + self.value_rows()
     }
 
-    /// Float row of the key of `token`, meaningful while it is in float.
+    /// Float row of the key of `token` within its slice; valid while the key is in float.
     pub fn key_row(&self, token: usize) -> usize {
         ring_row(token, self.sinks(), self.key_ring())
     }
 
-    /// Float row of the value of `token`, meaningful while it is in float.
+    /// Float row of the value of `token` within its slice; valid while the value is in float.
     pub fn value_row(&self, token: usize) -> usize {
         self.key_rows() + ring_row(token, self.sinks(), self.value_ring())
     }
@@ -291,8 +295,8 @@ impl CacheLayout {
         self.value_spec().map_or(0, |spec| spec.words(counts.values, self.shape.head_dim))
     }
 
-    /// Words allocated for packed keys: at least four, more than the slices have where little or nothing
-    /// is ever quantized, because a kernel that reads four at once must not be given fewer.
+    /// Words allocated for the packed keys of all slices: at least four, even if little or nothing
+    /// is ever quantized, because some kernels read four words at once.
     pub fn key_words(&self) -> usize {
         (self.slices() * self.key_slice_words()).max(4)
     }
@@ -304,8 +308,8 @@ impl CacheLayout {
 }
 
 impl CacheLayout {
-    /// Bytes one decode step reads of a cache of `len` tokens: every code, parameter and float row
-    /// once.
+    /// Bytes that one decode step reads of a cache of `len` tokens: every code, parameter and float
+    /// row once.
     pub fn bytes_read(&self, len: usize) -> usize {
         let (counts, head_dim) = (self.window().counts(len), self.shape.head_dim);
         let words = |spec: Option<QuantSpec>, tokens| spec.map_or(0, |s| s.words(tokens, head_dim));
@@ -347,11 +351,13 @@ const fn ring_row(token: usize, sinks: usize, ring: usize) -> usize {
     if token < sinks { token } else { sinks + (token - sinks) % ring }
 }
 
-/// Which part of a sequence a call of the closed form computes, and what each row sees.
+/// Which part of a sequence a call of
+/// [`KvCacheOps::streaming_attention`](crate::KvCacheOps::streaming_attention) computes, and in
+/// which form each row sees keys and values.
 ///
 /// Row `i` is the query of token `first_query + i`; key and value `j` belong to token
-/// `first_key + j`. A row sees the tokens up to its own; of those, quantized ones by
-/// [`Window::counts`], the rest in float.
+/// `first_key + j`. A row sees the tokens up to its own: as many of the first ones quantized as
+/// [`Window::counts`] says, the rest in float.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StreamSpec {
     /// The window.
@@ -368,18 +374,19 @@ impl StreamSpec {
         Self { window: Window::new(config), first_query: 0, first_key: 0 }
     }
 
-    /// Number of keys that row `row` sees.
+    /// How many of the given keys, from the first, row `row` may see; may exceed their number.
     pub const fn visible(&self, row: usize) -> usize {
         self.first_query + row + 1 - self.first_key
     }
 
-    /// Number of the given keys, from the first, whose quantized form row `row` sees (for sinks
-    /// that form is the float itself).
+    /// How many of the given keys, from the first, row `row` sees in quantized form. Sinks among
+    /// them are not quantized: their quantized form is the float.
     pub const fn quantized_keys(&self, row: usize) -> usize {
         self.end(self.window.counts(self.first_query + row + 1).keys)
     }
 
-    /// Number of the given values, from the first, whose quantized form row `row` sees.
+    /// How many of the given values, from the first, row `row` sees in quantized form; sinks as in
+    /// [`quantized_keys`](Self::quantized_keys).
     pub const fn quantized_values(&self, row: usize) -> usize {
         self.end(self.window.counts(self.first_query + row + 1).values)
     }

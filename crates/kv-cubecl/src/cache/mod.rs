@@ -19,16 +19,17 @@ use state::{State, Tensors};
 ///
 /// Preallocated for [`KvCacheConfig::capacity`] tokens and written in place. Appending tokens one
 /// by one or many at once leaves the same codes and counts, and every row of a chunk sees what it
-/// would have seen alone.
+/// would have seen if the tokens had been appended one by one.
 ///
-/// A clone shares the memory until either is written: the next write copies it once. So a prefix
-/// can be kept and continued several times, as beam search and prefix caching do.
+/// A clone shares the memory until one of the two is written: that write copies it once. So a
+/// prefix can be kept and continued several times, as beam search and prefix caching do.
 #[derive(Clone, Debug)]
 pub struct KvCache {
     layout: CacheLayout,
     state: State,
     len: usize,
-    /// Whether a step at a position was taken or recorded, so that there may be tokens to count.
+    /// Whether [`KvCache::attend_at`] was ever called, so that [`KvCache::advance`] may have tokens
+    /// to count.
     stepped: bool,
 }
 
@@ -57,7 +58,7 @@ impl KvCache {
         Ok(Self { state: State::zeros(&layout, &device), layout, len: 0, stepped: false })
     }
 
-    /// The layout, if the device serves it.
+    /// The layout, checked against the limits of the device.
     fn layout_on(
         config: &KvCacheConfig,
         shape: CacheShape,
@@ -68,7 +69,7 @@ impl KvCache {
         Ok(layout)
     }
 
-    /// Layout, with every size and address.
+    /// The layout, which gives every size and address of the cache.
     pub fn layout(&self) -> &CacheLayout {
         &self.layout
     }
@@ -117,8 +118,8 @@ impl KvCache {
     }
 
     /// Appends m >= 1 tokens and attends: row `i` sees the cache as it is after token `i` of the
-    /// chunk was appended alone. Scores are scaled by `1 / sqrt(head_dim)`. What is not finite stays where it
-    /// is seen, as [`streaming_attention`](crate::streaming_attention) says.
+    /// chunk was appended alone. Scores are scaled by `1 / sqrt(head_dim)`. NaN and infinite inputs
+    /// affect only rows that see them: see [`streaming_attention`](crate::streaming_attention).
     ///
     /// # Shapes
     /// - `query`: `[batch, n_heads, m, head_dim]`, `n_kv_heads` divides `n_heads`
@@ -144,11 +145,13 @@ impl KvCache {
         Ok(output)
     }
 
-    /// [`attend`](Self::attend) for one token, of a cache that holds as many tokens as `position` says
-    /// when the kernels run: recorded once, as by [`burn::tensor::capture`], the launches serve every
-    /// length. A full cache is read and stays as it is.
+    /// [`attend`](Self::attend) for one token, where the cache's length is read on the device:
+    /// `position` says how many tokens the cache holds when the kernels run. So launches that were
+    /// recorded once, as by [`burn::tensor::capture`], serve every length. A full cache is attended
+    /// to but not written.
     ///
-    /// The host is not told: [`advance`](Self::advance) counts what such steps have appended.
+    /// [`len`](Self::len) does not change: [`advance`](Self::advance) counts what such steps have
+    /// appended.
     ///
     /// # Shapes
     /// - `query`: `[batch, n_heads, 1, head_dim]`, `n_kv_heads` divides `n_heads`
@@ -188,9 +191,9 @@ impl KvCache {
         Ok(self.state.step(query, key, value, position.clone(), self.layout))
     }
 
-    /// Counts `tokens` that [`attend_at`](Self::attend_at) has appended from position
-    /// [`len`](Self::len) on. How many of them there are is the caller's to know: with a recorded step it
-    /// is how often it was replayed.
+    /// Adds to [`len`](Self::len) the `tokens` that [`attend_at`](Self::attend_at) has appended
+    /// from there on. Only the caller knows how many there are; for a recorded step it is how often
+    /// it was replayed.
     ///
     /// # Errors
     /// [`Error::CapacityExceeded`], or [`Error::Unsupported`] for a cache that has never taken a step by
@@ -206,8 +209,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// What [`attend`](Self::attend) would return, without appending: speculative decoding verifies
-    /// drafted tokens with it.
+    /// Returns what [`attend`](Self::attend) would, for the same shapes, without appending:
+    /// speculative decoding verifies drafted tokens with it.
     ///
     /// # Errors
     /// As [`attend`](Self::attend).
@@ -236,8 +239,8 @@ impl KvCache {
         CacheParts { keys, values, floats, len: self.len }
     }
 
-    /// Puts together what [`into_parts`](Self::into_parts) took apart. Views are read as what they show
-    /// and copied when the cache is first written.
+    /// Rebuilds a cache from its parts, as [`into_parts`](Self::into_parts) returns them. Tensors
+    /// that are views of larger buffers are copied when the cache is first written.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`], [`Error::Shape`] when a tensor does not fit `config` and `shape`,
@@ -333,7 +336,8 @@ impl KvCache {
         self.len += tokens;
     }
 
-    /// All rows of `query` over the first `tokens` tokens.
+    /// Attention of `query` over the first `tokens` tokens of the cache, which all its rows see;
+    /// returns output and log-sum-exp.
     fn decode(&self, query: Tensor<4>, tokens: usize) -> (Tensor<4>, Tensor<3>) {
         let (output, lse) = <Dispatch as KvCacheOps>::decode_attention(
             query.into_dispatch(),
@@ -345,14 +349,15 @@ impl KvCache {
         (Tensor::from_dispatch(output), Tensor::from_dispatch(lse))
     }
 
-    /// A chunk over the history and itself, before it is written.
+    /// Attention of a chunk over the cache and itself, before the chunk is written.
     fn attend_chunk(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Tensor<4> {
         if self.len == 0 {
             let options = FakeQuantOptions::default();
             return functions::closed_form(query, key, value, &self.layout, options);
         }
-        // Tokens before `split` look the same to every row, so they are read where they lie; the
-        // rest, fewer than the window and a group beside the chunk itself, are gathered.
+        // Every row of the chunk sees the tokens before `split` in the form in which the cache
+        // holds them, so they are read there. The rest, at most about a window and a group beside
+        // the chunk itself, is gathered.
         let split = self.split(key.dims()[2]);
         let (key, key_hat) = self.key_tail(key, split);
         let (value, value_hat) = self.value_tail(value, split);

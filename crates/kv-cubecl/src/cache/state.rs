@@ -1,4 +1,4 @@
-//! The tensors of a cache on Burn's high-level types.
+//! The tensors of a cache as Burn's high-level tensors.
 
 use core::ops::Range;
 
@@ -12,7 +12,7 @@ use crate::{
     layout::{CacheLayout, QuantSpec},
 };
 
-/// The tensors, except while a backend writes them.
+/// The tensors; `None` only while a backend writes them.
 #[derive(Clone, Debug)]
 pub(super) struct State(Option<Tensors>);
 
@@ -23,7 +23,7 @@ pub(super) struct Tensors {
     pub(super) floats: Tensor<4>,
 }
 
-/// What using a cache after a panic says.
+/// Panic message for a cache that is used after its backend panicked while writing it.
 const LOST: &str = "the cache is lost: its backend panicked while writing";
 
 fn float_dims(layout: &CacheLayout) -> [usize; 4] {
@@ -55,7 +55,10 @@ impl State {
         }))
     }
 
-    /// Tensors as [`zeros`](Self::zeros) makes them.
+    /// Takes tensors of the shapes and types that [`zeros`](Self::zeros) makes.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] naming a tensor that differs.
     pub(super) fn of(layout: &CacheLayout, tensors: Tensors) -> Result<Self> {
         let Tensors { keys, values, floats } = &tensors;
         let words = |n: usize| (vec![n], DType::U32);
@@ -92,7 +95,7 @@ impl State {
         }
     }
 
-    /// Flushes what leaves the window and appends, in place.
+    /// [`KvCacheOps::write`], in place.
     pub(super) fn write(
         &mut self,
         key: Tensor<4>,
@@ -104,7 +107,7 @@ impl State {
         self.update(|state| (<Dispatch as KvCacheOps>::write(state, key, value, layout, len), ()));
     }
 
-    /// Appends one token at `position` and attends, in place.
+    /// [`KvCacheOps::step`], in place; returns the output.
     pub(super) fn step(
         &mut self,
         query: Tensor<4>,
@@ -120,7 +123,7 @@ impl State {
         }))
     }
 
-    /// Gives a backend the only handles, so that it writes in place.
+    /// Gives `write` the only handles to the tensors, so that the backend writes in place.
     fn update<T>(
         &mut self,
         write: impl FnOnce(CacheState<Dispatch>) -> (CacheState<Dispatch>, T),
@@ -163,7 +166,7 @@ impl State {
     }
 }
 
-/// Rows of `width` words of every slice, `[batch, n_kv_heads, rows, width]`.
+/// Rows `rows` of the packed words of every slice, `[batch, n_kv_heads, rows, width]`.
 fn words(
     all: &Tensor<1, Int>,
     layout: &CacheLayout,
@@ -172,7 +175,7 @@ fn words(
     rows: Range<usize>,
 ) -> Tensor<4, Int> {
     let CacheShape { batch, n_kv_heads, .. } = layout.shape();
-    // There may be more words than those of the slices: see `CacheLayout::key_words`.
+    // `all` may have more words than the slices together: see `CacheLayout::key_words`.
     let all = all.clone().narrow(0, 0, layout.slices() * slice_words);
     all.reshape([batch, n_kv_heads, slice_words / width, width]).narrow(2, rows.start, rows.len())
 }

@@ -1,4 +1,5 @@
-//! Gathering the recent tokens of a cache whose form changes while a chunk is appended.
+//! Gathers the tail of a cache for attention of a chunk: the recent tokens, which some rows of the
+//! chunk may see in another form than the cache holds now.
 
 use burn::tensor::{DType, Tensor};
 
@@ -9,19 +10,20 @@ use crate::{
     layout::QuantSpec,
 };
 
-/// One side of the cache, as far as gathering it goes.
+/// What gathering the tail needs to know of the keys or of the values.
 struct Side {
     /// How it is quantized, if it is.
     spec: Option<QuantSpec>,
-    /// Tokens after the sinks quantized now.
+    /// How many tokens after the sinks are quantized now.
     count: usize,
-    /// Whether the chunk quantizes more of them.
+    /// Whether appending the chunk quantizes more of them.
     grows: bool,
 }
 
 impl KvCache {
-    /// First token that some row of a chunk of `tokens` sees in another form than the cache holds,
-    /// rounded down so that packed groups are whole; 0 if the sinks would be cut.
+    /// First token of the tail: the first that some row of a chunk of `tokens` sees in another form
+    /// than the cache holds, rounded down so that packed groups are whole; 0 if it is not past the
+    /// sinks or in the first packed group of keys.
     pub(super) fn split(&self, tokens: usize) -> usize {
         let window = self.layout.window();
         let (now, then) = (window.counts(self.len), window.counts(self.len + tokens));
@@ -48,7 +50,8 @@ impl KvCache {
         }
     }
 
-    /// Keys from `split` on, the chunk's included, in float and fake-quantized.
+    /// Keys from `split` on, the chunk's included, as two tensors: float where the cache has
+    /// floats, and fake-quantized.
     pub(super) fn key_tail(&self, chunk: Tensor<4>, split: usize) -> (Tensor<4>, Tensor<4>) {
         let window = self.layout.window();
         let count = window.counts(self.len).keys;
@@ -63,7 +66,8 @@ impl KvCache {
         )
     }
 
-    /// Values from `split` on, the chunk's included, in float and fake-quantized.
+    /// Values from `split` on, the chunk's included, as two tensors: float where the cache has
+    /// floats, and fake-quantized.
     pub(super) fn value_tail(&self, chunk: Tensor<4>, split: usize) -> (Tensor<4>, Tensor<4>) {
         let window = self.layout.window();
         let count = window.counts(self.len).values;
@@ -87,7 +91,7 @@ impl KvCache {
         row: impl Fn(usize) -> usize,
     ) -> (Tensor<4>, Tensor<4>) {
         let sinks = self.layout.config().sink_tokens;
-        // Parts that are what they are to every row: sinks, then packed tokens.
+        // Tokens that all rows see in the same form: sinks, then those that are packed already.
         let mut fixed = Vec::new();
         if split < sinks.min(self.len) {
             fixed.extend(self.rows(split..sinks.min(self.len), &row));
@@ -97,7 +101,7 @@ impl KvCache {
             let tokens = split.max(sinks) - sinks..side.count;
             fixed.push(packed(spec, tokens).dequantize());
         }
-        // Parts in float now, quantized to later rows.
+        // Tokens that are in float now and may be quantized to later rows.
         let start = split.max(quantized).min(self.len);
         let mut recent: Vec<_> = self.rows(start..self.len, &row);
         recent.push(store(chunk, self.layout.config().float));

@@ -21,10 +21,11 @@ use super::quantize::{check_dtype, debug_check_finite, fake_quantize_from};
 ///   `n_kv_heads` divides `n_heads`
 /// - output: the shape of `query`
 ///
-/// What is not finite stays where it is seen: row `t` is not finite exactly if something it sees makes it
-/// so, a NaN or infinite score, or in one channel a value. Quantized tokens are always finite, as
-/// [`quantize`](crate::quantize) says. Gradients follow the same rule. Where the cache keeps f16, what is
-/// beyond ±65504 saturates as it enters, infinities too.
+/// NaN and infinite inputs spread no further than in a cache: the output of row `t` is not finite
+/// exactly if something that the row sees makes it so, a NaN or infinite score (the whole row) or
+/// an element of a value (its channel). Quantized tokens are always finite, as
+/// [`quantize`](crate::quantize) says. Gradients follow the same rule. An f16 cache saturates
+/// values beyond ±65504, infinities too, when they enter.
 ///
 /// # Errors
 /// [`Error::Shape`] and [`Error::InvalidConfig`] naming the argument; [`Error::Unsupported`] for a
@@ -59,7 +60,7 @@ pub fn streaming_attention_with(
             rule: format!("must have the {} tokens of key", key.dims()[2]),
         });
     }
-    // Nothing is stored, so any capacity does.
+    // No cache is allocated here, so any valid capacity will do.
     let layout = CacheLayout::new(&config.with_capacity(1), shape)?;
     let device = query.device();
     crate::backends::check("streaming_attention", &layout, &device)?;
@@ -70,7 +71,7 @@ pub fn streaming_attention_with(
     Ok(closed_form(query, key, value, &layout, options))
 }
 
-/// The closed form from an empty cache, for checked inputs.
+/// [`streaming_attention_with`] without the checks, for a sequence that starts with an empty cache.
 pub(crate) fn closed_form(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -94,8 +95,8 @@ pub(crate) fn closed_form(
     stream(query, key, key_hat, value, value_hat, StreamSpec::whole(config)).0
 }
 
-/// Rounds to the cache's float type, saturating, as storing in the cache does, with a
-/// straight-through gradient.
+/// Rounds to the cache's float type and saturates, as storing in the cache does; the gradient is
+/// that of the identity.
 pub(crate) fn store(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     match float {
         CacheFloat::F32 => tensor,
@@ -106,7 +107,7 @@ pub(crate) fn store(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     }
 }
 
-/// [`KvCacheOps::streaming_attention`] on tensors.
+/// [`KvCacheOps::streaming_attention`] on Burn's high-level tensors.
 pub(crate) fn stream(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -130,7 +131,7 @@ pub(crate) fn stream(
 pub(crate) fn merge(a: (Tensor<4>, Tensor<3>), b: (Tensor<4>, Tensor<3>)) -> Tensor<4> {
     let weight = burn::tensor::activation::sigmoid(a.1.clone() - b.1.clone());
     let weight = weight.unsqueeze_dim::<4>(3);
-    // Where all scores of a part are -inf, it has no output: 0 / 0.
+    // A part whose scores are all -inf has output 0 / 0 = NaN; it counts as 0.
     let [a, b] = [a, b].map(|(output, lse)| {
         let none = lse.lower_elem(f32::MIN).unsqueeze_dim::<4>(3).expand(output.dims());
         output.mask_fill(none, 0.0)

@@ -1,4 +1,4 @@
-//! The kernels' copy of [`Window`]: what of a cache of some length is quantized.
+//! The arithmetic of [`Window`] for kernels: how many keys and values of a cache are quantized.
 
 use cubecl::prelude::*;
 
@@ -9,7 +9,7 @@ use crate::{Flush, layout::Window};
 pub(crate) struct WindowArgs {
     pub(crate) sinks: usize,
     residual_length: usize,
-    /// Tokens by which quantization lags: 0 flushing before attention, 1 after.
+    /// Tokens that quantization lags behind: 0 if it precedes attention, 1 if it follows.
     lag: usize,
     /// 1 if keys are quantized, else 0.
     keys: usize,
@@ -29,7 +29,7 @@ impl Window {
     }
 }
 
-/// Tokens past the sinks that count in a cache of `len` tokens.
+/// Number of tokens after the sinks that quantization has seen in a cache of `len` tokens.
 #[cube]
 fn seen(len: usize, window: &WindowArgs) -> usize {
     let skipped = window.sinks + window.lag;

@@ -1,4 +1,4 @@
-//! Writing a cache: flush and append, in place.
+//! Writing a cache in place: flush (quantize what leaves the window) and append.
 
 use burn::{backend::Flex, tensor::DType};
 use burn_flex::FlexTensor;
@@ -59,7 +59,8 @@ fn widen(halves: &[f16], out: &mut [f32]) {
     halves.convert_to_f32_slice(out);
 }
 
-/// As half's conversion, which calls a function for every eight.
+/// [`widen`] with F16C instructions. The conversion of the half crate makes a function call for
+/// every eight elements.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx,f16c")]
 fn widen_f16c(halves: &[f16], out: &mut [f32]) {
@@ -75,12 +76,13 @@ fn widen_f16c(halves: &[f16], out: &mut [f32]) {
     rest.convert_to_f32_slice(rest_out);
 }
 
-/// The nearest finite f16, or NaN.
+/// The nearest finite f16; NaN stays NaN.
 fn narrow(x: f32) -> f16 {
     f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
 }
 
-/// Rounds to the stored float type, as a token that passes through the window is.
+/// Rounds a row to the stored float type. Tokens of a chunk that are quantized without having been
+/// stored must be rounded as if they had been.
 pub(super) fn round(row: &mut [f32], float: CacheFloat) {
     if float == CacheFloat::F16 {
         for x in row {
@@ -103,7 +105,7 @@ pub(super) fn flush(
     let (sinks, float) = (window.sink_tokens, layout.config().float);
     let floats = Floats::of(&state.floats);
     let slice_rows = layout.float_rows();
-    // Row of a token that is in its ring, or in the chunk.
+    // Reads the row of `token`: float row `row` of the cache or, for a new token, from the chunk.
     let read = |slice: usize, chunk: &[f32], token: usize, row: usize, out: &mut [f32]| {
         if token < len {
             floats.read((slice * slice_rows + row) * head_dim, out);
@@ -150,9 +152,9 @@ pub(super) fn flush(
     state
 }
 
-/// Calls `write` with each slice of `words`, of which it writes `due`; by several threads if that is
-/// worth waking them. There may be more words than those of the slices: see
-/// [`CacheLayout::key_words`].
+/// Calls `write` with the index and the words of each slice, on several threads if `due`, the
+/// number of words that each call writes, makes that worthwhile. `words` may be longer than all
+/// slices together: see [`CacheLayout::key_words`].
 fn for_each_slice(
     words: &mut [u32],
     slices: usize,
@@ -160,7 +162,7 @@ fn for_each_slice(
     due: usize,
     write: impl Fn(usize, &mut [u32]) + Sync,
 ) {
-    /// Words that take as long to write as a thread to wake up.
+    /// Number of words whose writing takes about as long as waking a thread.
     const FEW: usize = 16 * 1024;
     let words = &mut words[..slices * slice_words];
     if slices * due <= FEW {
@@ -170,7 +172,7 @@ fn for_each_slice(
     }
 }
 
-/// Writes those of the new tokens that stay in float into their slots.
+/// Writes the float rows of the new tokens that are not quantized at once.
 pub(super) fn append(
     mut state: CacheState<Flex>,
     key: &FlexTensor,
@@ -184,7 +186,7 @@ pub(super) fn append(
     let (sinks, float_rows) = (window.sink_tokens, layout.float_rows());
     let (first_key, first_value) = (window.first_float_key(end), window.first_float_value(end));
     let (key, value): (&[f32], &[f32]) = (key.storage(), value.storage());
-    // (source, destination row) of every row that stays in float.
+    // Calls `store` with the first destination element and the source row of every such token.
     let moves = |slice: usize,
                  side: &[f32],
                  first: usize,
@@ -224,7 +226,8 @@ mod tests {
 
     #[test]
     fn every_half_widens_exactly() {
-        // One less than a multiple of eight, so that some are left over.
+        // 65535 elements, not a multiple of eight, so that the conversion of a remainder is tested
+        // too.
         let halves: Vec<f16> = (0..u16::MAX).map(f16::from_bits).collect();
         let mut out = vec![0.0; halves.len()];
         widen(&halves, &mut out);

@@ -1,5 +1,6 @@
-//! Attention of a chunk's rows over the history: blocks of rows against tiles of restored tokens, as
-//! matrix products. No more than a tile is restored at once, and no more than a block of tokens scored.
+//! Attention of many query rows over a cache: matrix products of blocks of rows with tiles of
+//! restored tokens. Only one tile is restored at a time, and only one block of tokens has its
+//! scores in memory.
 
 use core::f32::consts::LOG2_E;
 
@@ -19,7 +20,8 @@ use crate::{CacheState, layout::CacheLayout, shapes};
 /// Query rows whose scores are in memory at once.
 const ROW_BLOCK: usize = 256;
 
-/// All rows of `query` over the first `tokens` of a cache of `len` tokens.
+/// Attention of all rows of `query`, whose shape is `shape`, over the first `tokens` of a cache of
+/// `len` tokens; returns the output and its log-sum-exp.
 pub(super) fn attend(
     query: &[f32],
     state: &CacheState<Flex>,
@@ -54,7 +56,7 @@ impl Slice<'_> {
     fn attend_block(&self, query: &[f32], tokens: usize, output: &mut [f32], lse: &mut [f32]) {
         let head_dim = self.layout.shape().head_dim;
         let rows = query.len() / head_dim;
-        // To base 2: see `exp2_minus_max`.
+        // The softmax is computed with powers of 2: see `exp2_minus_max`.
         let scale = LOG2_E / (head_dim as f32).sqrt();
         let window = self.layout.window();
         let (sinks, counts) = (window.sink_tokens, self.window_counts());

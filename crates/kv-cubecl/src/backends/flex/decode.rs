@@ -1,4 +1,5 @@
-//! Attention of few rows: one pass over the codes, threads over (batch, kv head, split).
+//! Attention of few query rows over a cache: one pass over the codes, threads over (batch, kv head,
+//! split of the tokens).
 
 use core::{
     f32::consts::LOG2_E,
@@ -89,14 +90,14 @@ pub(super) fn decode_attention(
 ) -> (FlexTensor, FlexTensor) {
     let shape: [usize; 4] = dims(&query);
     let [_, n_heads, m, head_dim] = shape;
-    // The query heads of one kv head are adjacent, so its rows are one run of the query.
+    // The query heads of one kv head are adjacent, so that the rows of a kv head are contiguous.
     let rows = n_heads / layout.shape().n_kv_heads * m;
     let query: &[f32] = query.storage();
     let slices = layout.slices();
     if rows >= MANY_ROWS {
         return chunk::attend(query, state, layout, len, tokens, shape);
     }
-    // To base 2: see `exp2_minus_max`.
+    // The softmax is computed with powers of 2: see `exp2_minus_max`.
     let scale = LOG2_E / (head_dim as f32).sqrt();
     let query: Vec<f32> = query.iter().map(|q| q * scale).collect();
     let wanted = (TASKS_PER_THREAD * rayon::current_num_threads()).div_ceil(slices);
@@ -108,7 +109,8 @@ pub(super) fn decode_attention(
     let split_len = rows * (head_dim + 2);
     let mut results = vec![0.0; slices * n_splits * split_len];
     let splits = results.chunks_exact_mut(split_len).enumerate().map(|(index, result)| {
-        // The last split first: it has the window, and what is long is better not left to the end.
+        // The last split first: it also has the window and takes longest; started last, it would
+        // keep the other threads waiting.
         let (slice, split) = (index / n_splits, (index + n_splits - 1) % n_splits);
         let (stats, o) = result.split_at_mut(2 * rows);
         let (m, l) = stats.split_at_mut(rows);
@@ -151,19 +153,20 @@ pub(super) fn decode_attention(
     (tensor(output, shape), tensor(lse, shapes::log_sum_exp(shape)))
 }
 
-/// The last token, up to `token`, at which a group of packed keys may start.
+/// The last token up to `token` where a block may end without cutting a group of packed keys; among
+/// the sinks this is any token.
 pub(super) fn between_groups(layout: &CacheLayout, token: usize) -> usize {
     let (sinks, group) = (layout.window().sink_tokens, layout.config().group_size);
     if token <= sinks { token } else { sinks + (token - sinks) / group * group }
 }
 
-/// Tokens of a block: at least one group.
+/// Most tokens of a block: enough for at least one group.
 pub(super) fn block(layout: &CacheLayout) -> usize {
     BLOCK.max(layout.config().group_size)
 }
 
-/// Does each task once, with a thread for each of `scratch`. This thread turns to them at once, while
-/// the others wake up.
+/// Does each task once, on as many threads as there are items in `scratch`. The calling thread
+/// starts at once, while the others wake up.
 fn with_this_thread<S: Send, T: Send>(
     mut scratch: impl Iterator<Item = S>,
     tasks: impl Iterator<Item = T> + Send,
@@ -189,20 +192,20 @@ fn with_this_thread<S: Send, T: Send>(
     });
 }
 
-/// Waits without sleeping, which takes longer to end than the other threads' last tasks; but not for
-/// long, as one of them may not have a core.
+/// Spins while `condition` holds: the other threads' last tasks usually end sooner than a sleeping
+/// thread would wake up. Gives up after a while, as one of them may be waiting for a core.
 fn spin_while(condition: impl Fn() -> bool) {
-    /// Of the processor's pauses, tens to hundreds of microseconds together.
+    /// Most pause instructions to wait for; together they take tens to hundreds of microseconds.
     const LONGEST: usize = 4096;
     if (0..LONGEST).take_while(|_| condition()).map(|_| hint::spin_loop()).count() > 0 {
-        // What is between a task's end and the scope's knowing of it.
+        // Time for rayon's scope to notice that the last task has ended.
         (0..16).for_each(|_| hint::spin_loop());
     }
 }
 
 impl Slice<'_> {
-    /// Attention of the rows of `query`, which are scaled, over the tokens of a split; its first one
-    /// is [between groups](between_groups).
+    /// Attention of the rows of `query`, already scaled, over the tokens of a split, which starts
+    /// [between groups](between_groups).
     fn attend(&self, query: &[f32], split: Split<'_>, scratch: &mut Scratch<'_>) {
         let Split { tokens, m, l, o: out, .. } = split;
         let Scratch { o, scores, tile } = scratch;
@@ -233,7 +236,7 @@ impl Slice<'_> {
         out.copy_from_slice(o);
     }
 
-    /// `scores[r * n + t] = query_r . key_t` of the `n` tokens.
+    /// `scores[r * n + t] = query_r . key_t` for the `n` tokens of `tokens`.
     fn score(&self, query: &[f32], tokens: Range<usize>, scores: &mut [f32], scratch: &mut [f32]) {
         let (head_dim, n, start) = (self.layout.shape().head_dim, tokens.len(), tokens.start);
         let (sinks, packed) = (self.layout.window().sink_tokens, self.window_counts().keys);
@@ -254,7 +257,7 @@ impl Slice<'_> {
         });
     }
 
-    /// `o_r += sum_t weights[r * n + t] * value_t` of the `n` tokens.
+    /// `o_r += sum_t weights[r * n + t] * value_t` for the `n` tokens of `tokens`.
     fn add(&self, weights: &[f32], tokens: Range<usize>, o: &mut [f32], scratch: &mut [f32]) {
         let (head_dim, n, start) = (self.layout.shape().head_dim, tokens.len(), tokens.start);
         let (sinks, packed) = (self.layout.window().sink_tokens, self.window_counts().values);
@@ -310,7 +313,8 @@ fn add_rows<S: Simd>(weights: &[f32], n: usize, values: &[f32], o: &mut [f32], h
     }
 }
 
-/// Rows of `head_dim` elements, four at once, then those left.
+/// Splits `rows` into rows of `head_dim` elements: an iterator over four at once, and one over
+/// those left.
 #[inline(always)]
 fn runs_of_four(
     rows: &[f32],
@@ -333,7 +337,7 @@ mod tests {
     use super::*;
     use crate::{CacheShape, KvCacheOps};
 
-    /// Splits of caches in memory are shorter than a block on most machines; here one has three.
+    /// Most splits are shorter than a block; the one tested here has three blocks.
     #[test]
     fn blocks_of_a_split_make_one_softmax() {
         const TOKENS: usize = 2 * BLOCK + 777;
@@ -363,7 +367,7 @@ mod tests {
             let state = Flex::write(state, side(0.37), side(0.61), layout, 0);
             let query = wave(ROWS * HEAD_DIM, 0.7);
             let whole = tensor(query.clone(), [1, ROWS, 1, HEAD_DIM]);
-            // Several splits of one block each.
+            // This call uses several splits of one block each.
             let (expected, lse) = decode_attention(whole, &state, &layout, TOKENS, TOKENS);
 
             let scale = LOG2_E / (HEAD_DIM as f32).sqrt();
@@ -378,7 +382,7 @@ mod tests {
             Slice::new(&state, &layout, TOKENS, 0).attend(&scaled, split, &mut scratch);
 
             for r in 0..ROWS {
-                // Sums of 9000 terms in another order, each rounded to 6e-8.
+                // The two differ by the order in which 9000 terms are added, each rounded to 6e-8.
                 assert!(
                     (simd::log_sum_exp(m[r], l[r]) - lse.storage::<f32>()[r]).abs() < 1e-4,
                     "{name}"

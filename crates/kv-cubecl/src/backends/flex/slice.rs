@@ -10,7 +10,7 @@ use crate::{
     layout::{CacheLayout, Granularity, QuantSpec, QuantizedCounts},
 };
 
-/// Rows of one side that are handed to a kernel at once: what stays in the first-level cache.
+/// Tokens per tile, small enough for the rows of a tile to stay in the L1 cache.
 pub(super) const TILE: usize = 32;
 
 /// One (batch, kv head) slice of a cache.
@@ -46,8 +46,9 @@ impl<'a> Slice<'a> {
         self.layout.window().counts(self.len)
     }
 
-    /// Calls `visit` with the first token and the restored rows of each tile of `packed`, tokens
-    /// counted after the sinks; of keys it starts at a group.
+    /// Restores the tokens `packed` of one side, counted after the sinks, tile by tile, and calls
+    /// `visit` with the first token (counted from the first sink) and the rows of each tile. A
+    /// range of keys must start at a group.
     pub(super) fn restored_tiles(
         &self,
         words: &[u32],
@@ -57,7 +58,7 @@ impl<'a> Slice<'a> {
         visit: &mut dyn FnMut(usize, &[f32]),
     ) {
         let head_dim = self.layout.shape().head_dim;
-        // Whole groups of keys, although fewer tokens may be asked for.
+        // Keys are restored in whole groups, even if the range ends within one.
         let group = match spec.granularity {
             Granularity::PerChannel => spec.group_size,
             Granularity::PerToken => 1,
@@ -74,8 +75,9 @@ impl<'a> Slice<'a> {
         }
     }
 
-    /// Calls `visit` with the first token and the float rows, in f32, of each run of tokens that
-    /// are not packed and lie next to one another. `widened` has room for a tile.
+    /// Calls `visit` with the first token and the f32 rows of each run of tokens that are not
+    /// packed and have adjacent float rows. `packed` is how many tokens after the sinks are packed,
+    /// `row` the float row of a token; `widened` is scratch memory for a tile.
     pub(super) fn float_tiles(
         &self,
         tokens: Range<usize>,
@@ -105,7 +107,8 @@ impl<'a> Slice<'a> {
     }
 }
 
-/// The part of tokens `[start, end)` that is packed, counted after the sinks.
+/// The packed part of tokens `[start, end)`, counted after the sinks; `count` tokens after the
+/// sinks are packed.
 pub(super) fn packed_range(start: usize, end: usize, sinks: usize, count: usize) -> (usize, usize) {
     let clip = |token: usize| token.saturating_sub(sinks).min(count);
     (clip(start), clip(end))

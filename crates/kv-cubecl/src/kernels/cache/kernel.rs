@@ -5,7 +5,8 @@ use crate::kernels::{
     window::{WindowArgs, quantized_keys, quantized_values},
 };
 
-/// Where a token's float row is: in its ring, or in the chunk that is being appended.
+/// Where to read a token's float row: from the cache's ring, or from the chunk that is being
+/// appended.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct Source {
     /// Tokens in the cache before the chunk.
@@ -31,7 +32,8 @@ fn row_of(token: usize, source: &Source) -> usize {
     source.first_row + row
 }
 
-/// One channel of a token past the sinks, rounded to the stored type and saturated.
+/// One channel of a token past the sinks, rounded to the stored type and saturated to the range of
+/// f16.
 #[cube]
 fn read<R: Float>(
     floats: &[R],
@@ -46,7 +48,8 @@ fn read<R: Float>(
         f32::cast_from(floats[row * source.head_dim + channel])
     } else {
         let row = slice * source.added + token - source.len;
-        // Saturating first keeps a narrower type finite; the quantizer saturates anyway.
+        // Without saturation the conversion to a narrower type could overflow to infinity. For f32
+        // it makes no difference, as the result is saturated anyway.
         f32::cast_from(R::cast_from(saturate(chunk[row * source.head_dim + channel])))
     };
     saturate(x)
@@ -93,7 +96,8 @@ fn flush_key<R: Float>(
     words[base + code_rows * head_dim] = params;
 }
 
-/// Quantizes one group of a token's values, `index` after the sinks, into its words.
+/// Quantizes one group of a token's values into its words; `index` counts the token after the
+/// sinks.
 #[cube]
 fn flush_value<R: Float>(
     floats: &[R],
@@ -160,7 +164,7 @@ fn store<R: Float>(
     }
 }
 
-/// One unit per (slice, group, channel).
+/// Quantizes the groups of keys that leave the window; one unit per (slice, group, channel).
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn flush_keys<R: Float>(
     floats: &[R],
@@ -194,7 +198,7 @@ pub(super) fn flush_keys<R: Float>(
     }
 }
 
-/// One unit per (slice, token, group).
+/// Quantizes the values that leave the window; one unit per (slice, token, group).
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn flush_values<R: Float>(
     floats: &[R],
@@ -262,7 +266,7 @@ pub(super) struct TokenBlueprint {
 }
 
 impl TokenBlueprint {
-    /// Channels of the values that one unit writes: those it quantizes.
+    /// Channels of the new value that one unit stores: the group that it quantizes, or one.
     pub(super) const fn run(&self) -> usize {
         if self.value_bits == 0 { 1 } else { self.group_size }
     }
@@ -275,16 +279,17 @@ pub(super) struct TokenArgs {
     pub(super) values: Source,
     pub(super) window: WindowArgs,
     pub(super) capacity: usize,
-    /// Most groups of keys that leave the window, at least 1.
+    /// Most groups of keys of a slice that this token may push out of the window, at least 1.
     pub(super) key_groups: usize,
     pub(super) key_slice_words: usize,
     pub(super) value_slice_words: usize,
-    /// Units of keys, and of both sides.
+    /// Units that work on keys; those that follow work on values.
     pub(super) n_keys: usize,
+    /// Units that work on either side.
     pub(super) n: usize,
 }
 
-/// `source` in a cache of `len` tokens.
+/// A copy of `source` for a cache of `len` tokens.
 #[cube]
 fn source_at(len: usize, source: &Source) -> Source {
     Source {
@@ -298,12 +303,14 @@ fn source_at(len: usize, source: &Source) -> Source {
     }
 }
 
-/// Appends one token, both sides, with all that leaves the window for it: one unit per (slice, group of
-/// keys that may leave, channel), then one per (slice, group of the value).
+/// Appends the key and the value of one token and quantizes all that leaves the window for it: one
+/// unit per (slice, group of keys that may leave, channel), then one per (slice, group of the
+/// value).
 ///
-/// The cache holds as many tokens as `position` says, or the sources where there is none; if it is full,
-/// nothing is written. A slot that is read for what leaves and written for what comes belongs to one
-/// unit: of keys it can only be in the first group that leaves.
+/// The cache holds as many tokens as `position` says or, without it, `args.keys.len`; if it is
+/// full, nothing is written. The new token may take the slot of a token that leaves. The same unit
+/// then reads the old row and writes the new one: among keys, that slot can only be in the first
+/// group that leaves.
 #[cube(launch, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn write_token<R: Float>(

@@ -33,7 +33,7 @@ impl CacheProblem {
             self.len,
             self.added,
             layout.window().sink_tokens,
-            // A ring without slots is never read, but its length divides.
+            // A ring without slots is never read, but kernels divide by its length.
             ring.max(1),
             first_row,
             layout.float_rows(),
@@ -41,8 +41,8 @@ impl CacheProblem {
         )
     }
 
-    /// Elements of the longest buffer, of floats or appended: a packed side has fewer words than its tokens
-    /// have elements.
+    /// Elements of the longest buffer: the cache's float rows or the appended tokens. Packed words
+    /// are fewer than the elements of the tokens that they hold.
     fn elements(&self) -> usize {
         let layout = &self.layout;
         let rows = layout.float_rows().max(layout.config().capacity).max(self.added);
@@ -57,7 +57,8 @@ impl CacheProblem {
         self.source(self.layout.key_rows(), self.layout.value_ring())
     }
 
-    /// Keys and values that leave the window: how many left it before, and how many do now.
+    /// How many keys and values were quantized before the chunk, and how many leave the window for
+    /// it.
     fn leaving(&self) -> [QuantizedCounts; 2] {
         let window = self.layout.window();
         let (before, after) = (window.counts(self.len), window.counts(self.len + self.added));
@@ -65,7 +66,7 @@ impl CacheProblem {
         [before, QuantizedCounts { keys, values }]
     }
 
-    /// Whether keys, whether values leave the window, so that their words are written.
+    /// Whether keys leave the window, and whether values do, so that their words are written.
     pub(crate) fn flushes(&self) -> [bool; 2] {
         let [_, leaving] = self.leaving();
         [leaving.keys > 0, leaving.values > 0]
@@ -81,7 +82,8 @@ pub(crate) struct CacheBindings {
     pub(crate) values: BufferArg,
     /// Float rows.
     pub(crate) floats: BufferArg,
-    /// i32 `[1]`: how many tokens there are, read by the kernel instead of being told by the problem.
+    /// i32 `[1]`: how many tokens the cache holds, read by the kernel in place of
+    /// [`CacheProblem::len`].
     pub(crate) position: Option<BufferArg>,
 }
 
@@ -141,7 +143,7 @@ pub(crate) fn launch_write_token(
     Ok(())
 }
 
-/// Quantizes the key groups that leave the window into `words`.
+/// Quantizes the groups of keys that leave the window into `words`.
 ///
 /// `floats` are the cache's float rows, `chunk` the appended keys, f32
 /// `[slices, added, head_dim]`.
@@ -250,18 +252,18 @@ pub(crate) fn launch_append(
     Ok(())
 }
 
-/// A whole tensor as a chunk appended to nothing, all of which leaves the window.
+/// A whole tensor as a chunk that is appended to an empty cache and flushed at once.
 fn whole(problem: &RestoreProblem) -> SourceLaunch {
     SourceLaunch::new(0, problem.tokens, 0, 1, 0, 1, problem.head_dim)
 }
 
-/// The float rows of a cache without any: never read, but a binding must not be empty.
+/// Stands for the float rows of an empty cache: never read, but a binding must not be empty.
 fn no_floats(client: &Client) -> BufferArg {
     // SAFETY: the buffer is allocated with this length.
     unsafe { BufferArg::from_raw_parts(client.empty(size_of::<f32>()), 1) }
 }
 
-/// Quantizes `input`, f32 `[slices, tokens, head_dim]`, as keys.
+/// Quantizes `input`, f32 `[slices, tokens, head_dim]`, per channel into `words`.
 pub(crate) fn launch_quantize_keys(
     client: &Client,
     input: BufferArg,
@@ -292,7 +294,7 @@ pub(crate) fn launch_quantize_keys(
     Ok(())
 }
 
-/// Quantizes `input`, f32 `[slices, tokens, head_dim]`, as values.
+/// Quantizes `input`, f32 `[slices, tokens, head_dim]`, per token into `words`.
 pub(crate) fn launch_quantize_values(
     client: &Client,
     input: BufferArg,

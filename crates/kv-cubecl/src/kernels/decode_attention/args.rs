@@ -1,4 +1,4 @@
-//! What the kernels of this folder and of chunk attention are told of a cache.
+//! Run-time arguments of the kernels of decode attention and chunk attention.
 
 use cubecl::prelude::*;
 
@@ -48,7 +48,7 @@ pub(crate) fn args(problem: &DecodeProblem, n_splits: usize) -> DecodeArgsLaunch
     )
 }
 
-/// Float row of `token` in a ring that starts after the sinks.
+/// Float row of `token` within its side: the sinks come first, then the ring.
 #[cube]
 pub(crate) fn float_row(token: usize, ring: usize, args: &DecodeArgs) -> usize {
     let sinks = args.window.sinks;

@@ -12,7 +12,7 @@ pub(super) fn round_trip<R: Float>(data: &mut [f32], n: usize, #[define(R)] _dty
     }
 }
 
-/// One unit per element `[slices, tokens, head_dim]`.
+/// Restores keys; one unit per element `[slices, tokens, head_dim]`.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn dequantize_keys(
     words: &[u32],
@@ -39,7 +39,7 @@ pub(super) fn dequantize_keys(
     }
 }
 
-/// One unit per element `[slices, tokens, head_dim]`.
+/// Restores values; one unit per element `[slices, tokens, head_dim]`.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn dequantize_values(
     words: &[u32],
@@ -62,7 +62,7 @@ pub(super) fn dequantize_values(
     }
 }
 
-/// Replaces keys by what they restore to; one unit per (slice, group, channel).
+/// Quantizes and restores keys in place; one unit per (slice, group, channel).
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn fake_quantize_keys(
     data: &mut [f32],
@@ -80,7 +80,7 @@ pub(super) fn fake_quantize_keys(
     }
 }
 
-/// Replaces values by what they restore to; one unit per (slice, token, group).
+/// Quantizes and restores values in place; one unit per (slice, token, group).
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn fake_quantize_values(
     data: &mut [f32],
@@ -121,7 +121,8 @@ fn fake_quantize_group(
     }
 }
 
-/// Adds what passes through the scales of keys; one unit per (slice, group, channel).
+/// Adds to the gradient of keys what passes through their scales; one unit per (slice, group,
+/// channel).
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn scale_gradient_keys(
     data: &[f32],
@@ -140,7 +141,8 @@ pub(super) fn scale_gradient_keys(
     }
 }
 
-/// Adds what passes through the scales of values; one unit per (slice, token, group).
+/// Adds to the gradient of values what passes through their scales; one unit per (slice, token,
+/// group).
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn scale_gradient_values(
     data: &[f32],
@@ -158,7 +160,8 @@ pub(super) fn scale_gradient_values(
     }
 }
 
-/// `(sum grad * error) / n` for the group's maximum, its opposite for the minimum.
+/// Adds `(sum grad * error) / n` to the gradient of the group's maximum and subtracts it from that
+/// of its minimum: [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
 #[cube]
 fn add_scale_gradient(
     data: &[f32],
@@ -194,7 +197,7 @@ fn add_scale_gradient(
             let at = base + i * stride;
             let code = f32::cast_from(encode(data[at], scale, min, n_bits));
             let error = code - (saturate(data[at]) - min) / scale;
-            // The code of a NaN rounds nothing.
+            // A NaN has no rounding error.
             if !is_nan(data[at]) {
                 sum += grad[at] * clamp(error, -0.5f32, 0.5f32);
             }
@@ -205,7 +208,7 @@ fn add_scale_gradient(
     }
 }
 
-/// First element of a group of keys.
+/// Index of the first element of the group of keys that `unit` works on.
 #[cube]
 fn key_group(
     unit: usize,
@@ -221,7 +224,7 @@ fn key_group(
     (slice * tokens + skip + group * group_size) * head_dim + channel
 }
 
-/// First element of a group of values.
+/// Index of the first element of the group of values that `unit` works on.
 #[cube]
 fn value_group(
     unit: usize,

@@ -25,7 +25,8 @@ impl RestoreProblem {
         self.slices * self.tokens * self.head_dim
     }
 
-    /// Whether the device can count the elements: one unit per element is the longest launch.
+    /// Checks that the device has enough cubes and wide enough indices for one unit per element,
+    /// the longest launch.
     ///
     /// # Errors
     /// [`Unsupported`](crate::Error::Unsupported) naming `what`.
@@ -97,8 +98,8 @@ pub(crate) fn launch_dequantize_values(
     Ok(())
 }
 
-/// Replaces `data`, f32 `[slices, tokens, head_dim]`, by what its keys restore to, from token
-/// `skip` on and up to the last whole group.
+/// Quantizes and restores keys in place: `data`, f32 `[slices, tokens, head_dim]`, from token
+/// `skip` on up to the last whole group.
 pub(crate) fn launch_fake_quantize_keys(
     client: &Client,
     data: BufferArg,
@@ -127,7 +128,7 @@ pub(crate) fn launch_fake_quantize_keys(
     Ok(())
 }
 
-/// Replaces `data`, f32 `[slices, tokens, head_dim]`, by what its values restore to, from token
+/// Quantizes and restores values in place: `data`, f32 `[slices, tokens, head_dim]`, from token
 /// `skip` on.
 pub(crate) fn launch_fake_quantize_values(
     client: &Client,

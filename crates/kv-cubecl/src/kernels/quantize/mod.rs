@@ -1,7 +1,7 @@
-//! Restoring packed tensors, quantize-then-restore in place, and its gradient.
+//! Restoring packed tensors, fake quantization (quantizing and restoring in place) and its
+//! gradient.
 //!
-//! Quantizing itself is [`super::cache::launch_flush_keys`] and its twin for values, from an empty
-//! window.
+//! Quantizing into packed tensors is in [`super::cache`]: a flush of the whole tensor.
 
 mod kernel;
 mod launch;
