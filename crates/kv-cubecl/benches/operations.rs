@@ -1,6 +1,6 @@
-//! The operations one by one, for work on them: `cargo bench -p kv-cubecl --features flex`.
+//! Benchmarks of single operations, for development: `cargo bench -p kv-cubecl --features flex`.
 //!
-//! What is published comes from `kv-eval bench`, which times what it compares in turn.
+//! Published numbers come from `kv-eval bench`, which takes turns between the things it compares.
 #![allow(missing_docs, reason = "a program")]
 
 use std::cell::RefCell;
@@ -72,7 +72,7 @@ benches! {
 }
 
 fn append_and_attend<T: Target>(bencher: Bencher<'_, '_>, cache: &str, context: usize) {
-    /// Steps before the cache is emptied and filled again, which is not timed.
+    /// Steps timed before the cache is emptied and refilled; refilling is not timed.
     const STEPS: usize = 64;
     let on = open::<T>();
     let (n_heads, n_kv_heads, head_dim) = SHAPE;

@@ -61,11 +61,13 @@ impl TryFrom<u8> for Bits {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Flush {
-    /// Algorithm 1 of the KIVI paper: the query already sees what its own token pushed out.
+    /// Algorithm 1 of the KIVI paper: quantization comes first, so a token's query already sees in
+    /// quantized form what its own token pushed out of the window.
     #[default]
     #[serde(rename = "before")]
     BeforeAttention,
-    /// The KIVI authors' released code: the query sees the window as the token before left it.
+    /// The KIVI authors' released code: attention comes first, so a token's query still sees in
+    /// float what its own token pushes out of the window.
     #[serde(rename = "after")]
     AfterAttention,
 }
@@ -77,7 +79,8 @@ pub enum Flush {
 /// closed form used for evaluation and training
 /// ([`streaming_attention`](crate::streaming_attention)).
 ///
-/// It reads from and prints to short names: `float`, `k4v4`, `k4v2-g64-r32-s4`, `k2v2-after-f16`.
+/// It is parsed from and printed as a short name: `float`, `k4v4`, `k4v2-g64-r32-s4`,
+/// `k2v2-after-f16`.
 ///
 /// ```
 /// use kv_cubecl::{Bits, Flush, KvCacheConfig};
@@ -182,12 +185,11 @@ impl KvCacheConfig {
         if self.capacity == 0 {
             return Err(invalid("capacity", self.capacity, "must be at least 1 token"));
         }
-        // So that the kernels of every device can address tokens, slots and words, with u32 where they have
-        // no more.
+        // A bound for kernels that address tokens, ring slots and words with u32.
         if self.capacity > 1 << 24 {
             return Err(invalid("capacity", self.capacity, "must be at most 16777216 tokens"));
         }
-        // Of caches in float too, whose layout reads these as well.
+        // Float caches are checked as well, because their layout reads these fields too.
         for (field, value, least) in [
             ("group_size", group_size, 1),
             ("residual_length", residual_length, 1),
@@ -227,7 +229,7 @@ pub(crate) fn invalid(field: &'static str, value: impl ToString, rule: impl Into
 }
 
 impl fmt::Display for KvCacheConfig {
-    /// The short name; fields at their defaults are left out, the capacity always is.
+    /// The short name. It leaves out fields at their defaults, and the capacity always.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Self::kivi(self.key_bits, self.value_bits);
         if self.is_quantized() {

@@ -1,4 +1,4 @@
-//! The one error type of this crate.
+//! The error type of this crate.
 
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
@@ -62,7 +62,7 @@ pub enum Error {
     NoDevice {
         /// The target's name.
         target: &'static str,
-        /// What the driver said.
+        /// What is missing, or what the driver said.
         why: String,
     },
     /// A device belongs to another target than the one asked for.
@@ -73,7 +73,7 @@ pub enum Error {
         /// The device, as Burn prints it.
         device: String,
     },
-    /// A combination that is deliberately not served.
+    /// A combination of inputs, configuration and device that this crate does not support.
     #[error("{what} is not supported: {why}")]
     Unsupported {
         /// The thing asked for.

@@ -1,4 +1,4 @@
-//! The one backend-extension trait: everything a backend must provide.
+//! The backend extension trait [`KvCacheOps`]: all that a backend must provide.
 //!
 //! Users call the tensor functions of this crate, which check shapes and dispatch here.
 
@@ -19,8 +19,8 @@ use crate::{
     layout::{CacheLayout, QuantSpec, StreamSpec},
 };
 
-/// The tensors of a cache. Operations take it by value and give it back, so that a cache held once
-/// is written in place, and a cache that was cloned is copied on its first write.
+/// The tensors of a cache. Operations take it by value and return it: if nobody else holds the
+/// tensors, they are written in place; if the cache was cloned, the first write copies them.
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct CacheState<B: Backend> {
@@ -28,15 +28,15 @@ pub struct CacheState<B: Backend> {
     pub keys: IntTensor<B>,
     /// Packed values, u32, one axis, as the keys.
     pub values: IntTensor<B>,
-    /// Sinks and rings, `[batch, n_kv_heads, float_rows, head_dim]`.
+    /// Sinks and rings, of the cache's float type, `[batch, n_kv_heads, float_rows, head_dim]`.
     pub floats: FloatTensor<B>,
 }
 
 /// Quantized KV-cache operations of a backend.
 ///
-/// Inputs may be views: parts of larger buffers, strided, broadcast; so may the tensors of a cache. Float
-/// inputs are f32 unless an operation says otherwise; packed tensors are u32 in the layout of
-/// [`crate::layout`].
+/// Inputs, the tensors of a cache among them, may be views: parts of larger buffers, strided or
+/// broadcast. Float inputs are f32, except the float rows of an f16 cache; packed tensors are u32
+/// in the layout of [`crate::layout`].
 #[backend_extension(
     Cube: cfg(feature = "cube"),
     Flex: cfg(feature = "flex"),
@@ -55,9 +55,9 @@ pub trait KvCacheOps: Backend {
     #[fusion(meta = |packed, spec| shapes::dequantize(packed, spec))]
     fn dequantize(packed: IntTensor<Self>, spec: QuantSpec) -> FloatTensor<Self>;
 
-    /// `dequantize(quantize(input))` in one pass, leaving the first `skip` tokens, and with
-    /// per-channel groups an incomplete last group of tokens, as they are. `gradient` is for
-    /// backends that differentiate.
+    /// `dequantize(quantize(input))` in one pass, except for the first `skip` tokens and, with
+    /// per-channel groups, an incomplete last group of tokens, which are returned unchanged.
+    /// `gradient` matters only to backends that differentiate.
     #[fusion(meta = |input, _spec, _skip, _gradient| input.clone())]
     fn fake_quantize(
         input: FloatTensor<Self>,
@@ -66,8 +66,8 @@ pub trait KvCacheOps: Backend {
         gradient: SteGradient,
     ) -> FloatTensor<Self>;
 
-    /// [`SteGradient::ScaleMin`]: the gradient of [`fake_quantize`](Self::fake_quantize)'s input from
-    /// `grad`, that of its output.
+    /// The backward pass of [`fake_quantize`](Self::fake_quantize) under [`SteGradient::ScaleMin`]:
+    /// returns the gradient of its `input` from `grad`, the gradient of its output.
     #[fusion(meta = |_input, grad, _spec, _skip| grad.clone())]
     fn fake_quantize_backward(
         input: FloatTensor<Self>,
@@ -93,8 +93,9 @@ pub trait KvCacheOps: Backend {
         len: usize,
     ) -> CacheState<Self>;
 
-    /// Attention of `query` `[batch, n_heads, m, head_dim]` over the first `tokens` of a cache of
-    /// `len` tokens, all rows seeing all of them, in one fused pass over the codes.
+    /// Attention of `query` `[batch, n_heads, m, head_dim]` over the first `tokens` tokens of a
+    /// cache of `len` tokens. There is no causal mask: every row sees all of them. The packed form
+    /// is read directly, without a restored copy of the cache.
     ///
     /// Returns the output `[batch, n_heads, m, head_dim]` and the log-sum-exp of the scaled scores
     /// `[batch, n_heads, m]`, by which partial results are merged.
@@ -126,8 +127,9 @@ pub trait KvCacheOps: Backend {
         options: AttentionOptions,
     ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>);
 
-    /// Block-wise causal attention where each row sees quantized and float keys and values by
-    /// `spec`; `key_hat` and `value_hat` are the fake-quantized keys and values.
+    /// Causal attention of a sequence, or a part of it, where each row sees keys and values
+    /// quantized or in float as `spec` says. `key_hat` and `value_hat` are the fake-quantized keys
+    /// and values.
     ///
     /// Query `[batch, n_heads, m, head_dim]`, the others `[batch, n_kv_heads, n, head_dim]`. Returns
     /// the output and the log-sum-exp as [`decode_attention`](Self::decode_attention) does.
@@ -142,8 +144,9 @@ pub trait KvCacheOps: Backend {
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
-    /// Gradients of [`streaming_attention`](Self::streaming_attention)'s output with respect to
-    /// query, key, key_hat, value and value_hat, in that order, from its inputs and outputs.
+    /// The backward pass of [`streaming_attention`](Self::streaming_attention), from its inputs and
+    /// outputs and `grad`, the gradient of the output. Returns the gradients of query, key,
+    /// key_hat, value and value_hat, in that order.
     #[allow(clippy::too_many_arguments, reason = "the inputs and outputs of the forward pass")]
     #[allow(clippy::type_complexity, reason = "the macro reads tuples, not aliases")]
     #[fusion(meta = |query, key, key_hat, value, value_hat, _out, _lse, _grad, _spec, _options| {

@@ -1,9 +1,9 @@
-//! Output shapes and types of the operations: one function each, called by the backends to
-//! allocate and by the Fusion annotations to describe what is not computed yet.
+//! Output shapes and types of the operations, in one place for two users: backends allocate outputs
+//! by them, and Burn's Fusion describes outputs by them before they are computed.
 
 use crate::layout::{Granularity, QuantSpec};
 
-/// Shape of what a packed tensor of `packed` shape restores to.
+/// Shape of the tensor that a packed tensor of shape `packed` restores to.
 pub(crate) fn dequantized(packed: [usize; 4], spec: &QuantSpec) -> [usize; 4] {
     let [batch, heads, rows, width] = packed;
     match spec.granularity {
@@ -16,7 +16,7 @@ pub(crate) fn dequantized(packed: [usize; 4], spec: &QuantSpec) -> [usize; 4] {
     }
 }
 
-/// Shape of the packed form of an input of shape `input`, a whole number of groups.
+/// Shape of the packed form of an input of shape `input`, which must be a whole number of groups.
 pub(crate) fn packed(input: [usize; 4], spec: &QuantSpec) -> [usize; 4] {
     let [batch, heads, tokens, head_dim] = input;
     let words = spec.words_per_group();

@@ -1,4 +1,4 @@
-//! The backend as one type parameter: [`Target`] and [`On`].
+//! Backends as types: [`Target`], and [`On`], a device of a target.
 
 use core::{fmt, marker::PhantomData, ops::Deref};
 
@@ -8,8 +8,8 @@ use crate::{Error, KvCacheOps, Result};
 
 /// A place to run, chosen at compile time.
 ///
-/// Burn chooses its backend at run time by [`Device`]. A target is the compile-time choice: it
-/// exists only if its feature is on and its backend has the operations of this crate.
+/// Burn chooses its backend at run time by [`Device`]. A target is the same choice as a type, which
+/// exists only if the feature of its backend is on.
 ///
 /// ```
 /// use kv_cubecl::{Flex, On, Target};
@@ -25,7 +25,7 @@ pub trait Target: Copy + fmt::Debug + Send + Sync + 'static {
     /// Burn's backend of this target.
     type Backend: KvCacheOps;
 
-    /// Name as users write it.
+    /// Name for users to read and write, such as `flex`.
     const NAME: &'static str;
 
     /// Whether `device` belongs to this target.
@@ -73,7 +73,7 @@ impl Target for Wgpu {
 
     fn open() -> Result<Device> {
         use std::sync::OnceLock;
-        // A runtime can be initialized only once per process; ask for it, and remember the answer.
+        // A runtime can be initialized only once per process, so the result is kept.
         static DEVICE: OnceLock<Result<Device, String>> = OnceLock::new();
         DEVICE
             .get_or_init(|| Device::wgpu_options().init().map_err(|error| error.to_string()))
@@ -102,13 +102,13 @@ impl Target for Cuda {
     fn open() -> Result<Device> {
         use burn::tensor::{DeviceIndex, DeviceType};
         let no_device = |why: String| Error::NoDevice { target: Self::NAME, why };
-        // Asked first, since it neither panics nor prints where the driver is missing; opening a device
-        // does both.
+        // Enumerating devices first, because opening one panics and prints where the driver is
+        // missing.
         if Device::enumerate(DeviceType::Cuda).is_empty() {
             let why = "no NVIDIA driver, or no GPU that it shows to this process".to_string();
             return Err(no_device(why));
         }
-        // A driver that does not work panics too.
+        // Opening a device panics as well if the driver does not work.
         std::panic::catch_unwind(|| {
             let device = Device::cuda(DeviceIndex::Default);
             device.sync().map(|()| device).map_err(|error| format!("{error:?}"))

@@ -1,12 +1,13 @@
-//! How training treats the quantizer: [`FakeQuantOptions`].
+//! How training differentiates and applies the quantizer: [`FakeQuantOptions`].
 
 use serde::{Deserialize, Serialize};
 
-/// What the backward pass takes for the derivative of the quantizer, whose own is zero almost
-/// everywhere. The forward pass is the same for all.
+/// What the backward pass uses as the derivative of the quantizer, whose true derivative is zero
+/// almost everywhere. The forward pass is the same for all.
 ///
-/// Below, over one group of `x`: `scale`, `min`, `code` and `n` of [`quantize`](crate::quantize),
-/// `x_hat = code * scale + min`, and `g`, the gradient of the loss with respect to `x_hat`.
+/// The formulas are for one group of `x`: `scale`, `min`, `code` and `n` are those of
+/// [`quantize`](crate::quantize), `x_hat = code * scale + min`, and `g` is the gradient of the loss
+/// with respect to `x_hat`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -20,10 +21,10 @@ pub enum SteGradient {
     /// minimum that are read off the group):
     ///
     /// `dL/dx_i = g_i + (sum_j g_j e_j) * ([i = argmax x] - [i = argmin x]) / n`, where
-    /// `e_j = code_j - (x_j - min) / scale` is the rounding error in steps. The minimum adds nothing: a
-    /// shift of the group moves `min` and `x` alike. The first of equal extremes is taken; a group of
-    /// scale 0 passes `g` unchanged. `e_j` is limited to ±1/2, which it exceeds only where f16 cannot
-    /// tell `min` to half a step.
+    /// `e_j = code_j - (x_j - min) / scale` is the rounding error in steps. There is no term for
+    /// the minimum: a shift of the whole group moves `min` and `x` alike. Of equal extremes the
+    /// first is taken; a group of scale 0 passes `g` unchanged. `e_j` is limited to ±1/2, which it
+    /// exceeds only where f16 is too coarse for `min` or `scale`.
     ScaleMin,
 }
 
@@ -33,8 +34,8 @@ pub enum SteGradient {
 pub struct FakeQuantOptions {
     /// How gradients pass the quantizer.
     pub gradient: SteGradient,
-    /// Quantize every token, the query's own included, instead of those outside the residual window
-    /// and the sinks; with per-channel groups an incomplete last group stays in float. No cache works
-    /// like this: it is here to be compared with.
+    /// Quantize every token, that of the query itself included, instead of only those that have
+    /// left the residual window and are not sinks; with per-channel groups an incomplete last group
+    /// stays in float. No cache works like this: the option is for comparison.
     pub quantize_everything: bool,
 }

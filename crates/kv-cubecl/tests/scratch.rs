@@ -1,4 +1,5 @@
-//! What the CPU allocates while it attends, beside inputs and outputs, does not grow with the context.
+//! What the CPU backend allocates while it attends, beside inputs and outputs, does not grow with
+//! the length of the context.
 #![cfg(feature = "flex")]
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
@@ -10,23 +11,24 @@ use std::{
 use burn::tensor::{Device, Distribution, Tensor};
 use kv_cubecl::{CacheShape, Flex, KvCache, KvCacheConfig, Target, streaming_attention};
 
-/// The system's allocator, which counts what is held and the most that ever was.
+/// The system's allocator, which also counts the bytes that are allocated and the most that ever
+/// were.
 struct Counting;
 
 static HELD: AtomicUsize = AtomicUsize::new(0);
 static MOST: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: all is left to the system's allocator.
+// SAFETY: every call is passed on to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         MOST.fetch_max(HELD.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the same contract.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         HELD.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the same contract.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
@@ -34,7 +36,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Most bytes held above those at the start while `work` runs.
+/// Most bytes allocated at a time by `work`, beyond what was allocated before.
 fn peak<T>(work: impl FnOnce() -> T) -> usize {
     let start = HELD.load(Relaxed);
     MOST.store(start, Relaxed);
@@ -50,7 +52,7 @@ fn random(device: &Device, heads: usize, tokens: usize, head_dim: usize) -> Tens
     Tensor::random([1, heads, tokens, head_dim], Distribution::Default, device)
 }
 
-/// A chunk of 64 tokens after `len`.
+/// Peak of attending with a chunk of 64 tokens to a cache of `len` tokens.
 fn chunk(device: &Device, name: &str, len: usize) -> usize {
     let config: KvCacheConfig = name.parse().unwrap();
     let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: 32 };
@@ -60,6 +62,7 @@ fn chunk(device: &Device, name: &str, len: usize) -> usize {
     peak(|| cache.attend(q, k.clone(), k).unwrap().output)
 }
 
+/// Peak of `streaming_attention` of `tokens` tokens and, on an autodiff device, its gradients.
 fn closed_form(device: &Device, tokens: usize) -> usize {
     let config: KvCacheConfig = "k4v16-g8-r128".parse().unwrap();
     let (q, k) = (random(device, HEADS, tokens, 4), random(device, 1, tokens, 4));
@@ -70,11 +73,12 @@ fn closed_form(device: &Device, tokens: usize) -> usize {
     })
 }
 
-/// One test: another one would allocate at the same time.
+/// The only test of this program: another one would allocate at the same time.
 #[test]
 fn scratch_memory_is_bounded() {
     let device = Flex::open().unwrap();
-    // Scores of 256 rows with all that the longer context has more, 4 bytes each, of one thread.
+    // How much more a thread would allocate for a context longer by `more` tokens if it held all
+    // scores of a block of rows: 64 tokens by the query heads, in f32.
     let scores = |more: usize| 4 * 64 * HEADS * more;
     for name in ["float", "k2v2"] {
         let [short, long] = [16_384, 65_536].map(|len| chunk(&device, name, len));
@@ -82,7 +86,7 @@ fn scratch_memory_is_bounded() {
         assert!(more < scores(49_152) / 10, "chunk over {name}: {short} bytes, then {long}");
     }
     let [short, long] = [6_144, 12_288].map(|tokens| closed_form(&device, tokens));
-    // Inputs and outputs are longer as well: 10 tensors of [HEADS, tokens, 4] and more.
+    // Inputs and outputs grow as well, by 10 tensors of [HEADS, tokens, 4] and more.
     let more = long.saturating_sub(short);
     assert!(more < scores(6_144) / 2, "closed form: {short} bytes, then {long}");
     #[cfg(feature = "autodiff")]

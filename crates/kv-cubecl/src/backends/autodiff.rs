@@ -28,7 +28,8 @@ impl<B: Backend> Backward<B, 1> for StraightThrough {
     }
 }
 
-/// [`SteGradient::ScaleMin`]; its state is the input and where it is quantized.
+/// [`SteGradient::ScaleMin`]; its state is the input, how it is quantized, and the number of first
+/// tokens that are not.
 #[derive(Debug)]
 struct ThroughScale;
 
@@ -43,7 +44,8 @@ impl<B: KvCacheOps> Backward<B, 1> for ThroughScale {
     }
 }
 
-/// The closed form; its state is query, key, key_hat, value, value_hat, output, log-sum-exp.
+/// [`KvCacheOps::streaming_attention`]; its state is query, key, key_hat, value, value_hat, output
+/// and log-sum-exp.
 #[derive(Debug)]
 struct StreamingAttention;
 
@@ -149,7 +151,8 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         (constant::<B, C>(output), constant::<B, C>(lse))
     }
 
-    /// As [`write`](Self::write) and [`decode_attention`](Self::decode_attention).
+    /// Records no gradient, like [`write`](Self::write) and
+    /// [`decode_attention`](Self::decode_attention).
     fn step(
         state: CacheState<Self>,
         query: FloatTensor<Self>,
@@ -233,6 +236,7 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
     }
 }
 
+/// A tensor that records no gradient.
 fn constant<B: Backend, C: CheckpointStrategy>(
     tensor: FloatTensor<B>,
 ) -> FloatTensor<Autodiff<B, C>> {

@@ -14,8 +14,11 @@ use crate::{
     layout::{CacheLayout, QuantSpec, StreamSpec},
 };
 
-/// Whether the backend of `device` has the operations, which are a matter of this crate's features:
-/// Burn may have been built with more backends.
+/// Checks that `device` belongs to a backend that this crate's features give its operations: Burn
+/// may have been built with other backends as well.
+///
+/// # Errors
+/// [`Error::Unsupported`] naming `op`.
 pub(crate) fn check_device(op: &str, device: &Device) -> Result<()> {
     let unsupported = |why: &str| {
         Err(Error::Unsupported { what: format!("{op} on {device:?}"), why: why.to_string() })
@@ -33,8 +36,11 @@ pub(crate) fn check_device(op: &str, device: &Device) -> Result<()> {
     }
 }
 
-/// Whether the kernels of `device` can count the elements of an `op` that quantizes or restores a tensor
-/// of this shape.
+/// Checks that `device` has enough cubes and wide enough indices for the kernels of `op`, which
+/// quantizes or restores a tensor of this shape.
+///
+/// # Errors
+/// [`Error::Unsupported`] naming `op`.
 #[allow(unused_variables, reason = "without a CubeCL backend there is nothing to refuse")]
 pub(crate) fn check_quantize(
     op: &str,
@@ -50,8 +56,11 @@ pub(crate) fn check_quantize(
     Ok(())
 }
 
-/// Whether the kernels of `device` can count what the closed form of these shapes takes, and its gradients
-/// on a device that records them.
+/// Checks that `device` has enough cubes and wide enough indices for `streaming_attention` of these
+/// shapes and, if it records gradients, for the backward pass.
+///
+/// # Errors
+/// [`Error::Unsupported`].
 #[allow(unused_variables, reason = "without a CubeCL backend there is nothing to refuse")]
 pub(crate) fn check_stream(
     query: [usize; 4],
@@ -67,8 +76,11 @@ pub(crate) fn check_stream(
     Ok(())
 }
 
-/// Whether the kernels of `device` can count what attention of a query of this shape over a cache of `len`
-/// tokens takes, its own tokens included.
+/// Checks that `device` has enough cubes and wide enough indices for a query of this shape to
+/// attend to a cache of `len` tokens, which include the tokens of the query.
+///
+/// # Errors
+/// [`Error::Unsupported`].
 #[allow(unused_variables, reason = "without a CubeCL backend there is nothing to refuse")]
 pub(crate) fn check_attend(
     layout: &CacheLayout,
@@ -76,8 +88,8 @@ pub(crate) fn check_attend(
     len: usize,
     device: &Device,
 ) -> Result<()> {
-    // A query with few elements is not looked at for every token: every device can count them, with all
-    // that is computed from them.
+    // Small queries, such as those of decode steps, skip the check: every device can index them and
+    // all that is computed from them.
     #[cfg(feature = "cube")]
     if query.iter().product::<usize>() > 1 << 20
         && let Some(client) = client(device)
@@ -94,7 +106,7 @@ pub(crate) fn check_attend(
     Ok(())
 }
 
-/// The client of a CubeCL device.
+/// The client of a CubeCL device, `None` on other devices.
 #[cfg(feature = "cube")]
 fn client(device: &Device) -> Option<burn_cubecl::cubecl::client::Client> {
     match device.clone().without_autodiff().as_dispatch() {
@@ -104,7 +116,11 @@ fn client(device: &Device) -> Option<burn_cubecl::cubecl::client::Client> {
     }
 }
 
-/// Whether the backend of `device` can serve a cache of `layout`.
+/// Checks that the backend of `device` can serve a cache of `layout`: operations, float type, and
+/// limits of the kernels.
+///
+/// # Errors
+/// [`Error::Unsupported`] naming `op` or the limit.
 pub(crate) fn check(op: &str, layout: &CacheLayout, device: &Device) -> Result<()> {
     check_device(op, device)?;
     let float = layout.config().float;

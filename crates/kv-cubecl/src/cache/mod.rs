@@ -22,10 +22,10 @@ use state::State;
 ///
 /// Preallocated for [`KvCacheConfig::capacity`] tokens and written in place. Appending tokens one
 /// by one or many at once leaves the same codes and counts, and every row of a chunk sees what it
-/// would have seen alone.
+/// would have seen if the tokens had been appended one by one.
 ///
-/// A clone shares the memory until either is written: the next write copies it once. So a prefix
-/// can be kept and continued several times, as beam search and prefix caching do.
+/// A clone shares the memory until one of the two is written: that write copies it once. So a
+/// prefix can be kept and continued several times, as beam search and prefix caching do.
 #[derive(Clone, Debug)]
 pub struct KvCache {
     layout: CacheLayout,
@@ -59,7 +59,7 @@ impl KvCache {
         Ok(Self { options, ..self })
     }
 
-    /// The layout, if the device serves it.
+    /// The layout, checked against the limits of the device.
     fn layout_on(
         config: &KvCacheConfig,
         shape: CacheShape,
@@ -70,7 +70,7 @@ impl KvCache {
         Ok(layout)
     }
 
-    /// Layout, with every size and address.
+    /// The layout, which gives every size and address of the cache.
     pub fn layout(&self) -> &CacheLayout {
         &self.layout
     }
@@ -166,7 +166,8 @@ impl KvCache {
     /// says when the kernels run: recorded once, as by [`burn::tensor::capture`], the launches serve every
     /// length. A full cache is read and stays as it is.
     ///
-    /// The host is not told: [`advance`](Self::advance) counts what such steps have appended.
+    /// [`len`](Self::len) does not change: [`advance`](Self::advance) counts what such steps have
+    /// appended.
     ///
     /// # Shapes
     /// - `query`: `[batch, n_heads, 1, head_dim]`, `n_kv_heads` divides `n_heads`
@@ -210,9 +211,9 @@ impl KvCache {
         Ok(self.state.step(query, key, value, position.clone(), self.layout, self.options))
     }
 
-    /// Counts `tokens` that [`attend_at`](Self::attend_at) has appended from position
-    /// [`len`](Self::len) on. How many of them there are is the caller's to know: with a recorded step it
-    /// is how often it was replayed.
+    /// Adds to [`len`](Self::len) the `tokens` that [`attend_at`](Self::attend_at) has appended
+    /// from there on. Only the caller knows how many there are; for a recorded step it is how often
+    /// it was replayed.
     ///
     /// # Errors
     /// [`Error::CapacityExceeded`], or [`Error::Unsupported`] for a cache that has never taken a step by
@@ -228,8 +229,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// What [`attend`](Self::attend) would return, without appending: speculative decoding verifies
-    /// drafted tokens with it.
+    /// Returns what [`attend`](Self::attend) would, for the same shapes, without appending:
+    /// speculative decoding verifies drafted tokens with it.
     ///
     /// # Errors
     /// As [`attend`](Self::attend).

@@ -1,4 +1,4 @@
-//! The tensors of a cache on Burn's high-level types.
+//! The tensors of a cache as Burn's high-level tensors.
 
 use core::ops::Range;
 
@@ -14,7 +14,7 @@ use crate::{
     shapes,
 };
 
-/// The tensors, except while a backend writes them.
+/// The tensors; `None` only while a backend writes them.
 #[derive(Clone, Debug)]
 pub(super) struct State(Option<Tensors>);
 
@@ -25,7 +25,7 @@ pub(super) struct Tensors {
     pub(super) floats: Tensor<4>,
 }
 
-/// What using a cache after a panic says.
+/// Panic message for a cache that is used after its backend panicked while writing it.
 const LOST: &str = "the cache is lost: its backend panicked while writing";
 
 fn float_dims(layout: &CacheLayout) -> [usize; 4] {
@@ -51,7 +51,10 @@ impl State {
         }))
     }
 
-    /// Tensors as [`zeros`](Self::zeros) makes them.
+    /// Takes tensors of the shapes and types that [`zeros`](Self::zeros) makes.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] naming a tensor that differs.
     pub(super) fn of(layout: &CacheLayout, tensors: Tensors) -> Result<Self> {
         let Tensors { keys, values, floats } = &tensors;
         let words = layout.sides().map(|side| (vec![side.words(layout.slices())], DType::U32));
@@ -88,7 +91,7 @@ impl State {
         }
     }
 
-    /// Flushes what leaves the window and appends, in place.
+    /// [`KvCacheOps::write`], in place.
     pub(super) fn write(
         &mut self,
         key: Tensor<4>,
@@ -100,7 +103,7 @@ impl State {
         self.update(|state| (<Dispatch as KvCacheOps>::write(state, key, value, layout, len), ()));
     }
 
-    /// Appends one token at `position` and attends, in place.
+    /// [`KvCacheOps::step`], in place; returns the output.
     pub(super) fn step(
         &mut self,
         query: Tensor<4>,
@@ -120,7 +123,7 @@ impl State {
         Attention { output: Tensor::from_dispatch(output), lse: Tensor::from_dispatch(lse) }
     }
 
-    /// Gives a backend the only handles, so that it writes in place.
+    /// Gives `write` the only handles to the tensors, so that the backend writes in place.
     fn update<T>(
         &mut self,
         write: impl FnOnce(CacheState<Dispatch>) -> (CacheState<Dispatch>, T),

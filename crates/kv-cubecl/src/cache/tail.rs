@@ -1,4 +1,5 @@
-//! Gathering the recent tokens of a cache whose form changes while a chunk is appended.
+//! Gathers the tail of a cache for attention of a chunk: the recent tokens, which some rows of the
+//! chunk may see in another form than the cache holds now.
 
 use core::ops::Range;
 

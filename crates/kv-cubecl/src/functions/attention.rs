@@ -25,10 +25,11 @@ use super::quantize::{debug_check_finite, fake_quantize_from};
 ///   `n_kv_heads` divides `n_heads`; all three f32, f16 or bf16, sums are f32
 /// - output: the shape and type of `query`, and its [`lse`](Attention::lse)
 ///
-/// What is not finite stays where it is seen: row `t` is not finite exactly if something it sees makes it
-/// so, a NaN or infinite score, or in one channel a value. Quantized tokens are always finite, as
-/// [`quantize`](crate::quantize) says. Gradients follow the same rule. Where the cache keeps f16, what is
-/// beyond ±65504 saturates as it enters, infinities too.
+/// NaN and infinite inputs spread no further than in a cache: the output of row `t` is not finite
+/// exactly if something that the row sees makes it so, a NaN or infinite score (the whole row) or
+/// an element of a value (its channel). Quantized tokens are always finite, as
+/// [`quantize`](crate::quantize) says. Gradients follow the same rule. An f16 cache saturates
+/// values beyond ±65504, infinities too, when they enter.
 ///
 /// # Errors
 /// [`Error::Shape`] and [`Error::InvalidConfig`] naming the argument; [`Error::Unsupported`] for a
@@ -67,7 +68,7 @@ pub fn streaming_attention_with(
             rule: format!("must have the {} tokens of key", key.dims()[2]),
         });
     }
-    // Nothing is stored, so any capacity does.
+    // No cache is allocated here, so any valid capacity will do.
     let layout = CacheLayout::new(&config.with_capacity(1), shape)?;
     let device = query.device();
     crate::backends::check("streaming_attention", &layout, &device)?;
@@ -78,7 +79,7 @@ pub fn streaming_attention_with(
     Ok(closed_form(query, key, value, &layout, fake_quant, options))
 }
 
-/// The closed form from an empty cache, for checked inputs.
+/// [`streaming_attention_with`] without the checks, for a sequence that starts with an empty cache.
 pub(crate) fn closed_form(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -126,7 +127,7 @@ pub(crate) fn store(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     }
 }
 
-/// [`KvCacheOps::streaming_attention`] on tensors.
+/// [`KvCacheOps::streaming_attention`] on Burn's high-level tensors.
 pub(crate) fn stream(
     query: Tensor<4>,
     key: Tensor<4>,

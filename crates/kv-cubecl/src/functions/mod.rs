@@ -1,4 +1,5 @@
-//! Public tensor functions: check, dispatch, wrap. The only callers of `Dispatch`.
+//! Public tensor functions, which check their arguments and call [`KvCacheOps`](crate::KvCacheOps),
+//! and parts of them that the cache uses.
 
 mod attention;
 mod quantize;

@@ -14,7 +14,7 @@ pub struct Packed {
     spec: QuantSpec,
 }
 
-/// The same numbers in the plain form other tools use, on the host.
+/// A quantized tensor on the host in a plain form: codes, scales and minima in separate lists.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Logical {
     /// Code words, least significant bits first, consecutive elements of the grouped axis in one
@@ -81,10 +81,10 @@ impl Packed {
     }
 }
 
-/// Quantizes `input` by groups; the formula is design section "quantizer" of KIVI with f16
-/// parameters: over a group, `min = f16(min x)`, `scale = f16((max x - min x) / n)`,
-/// `code = round_half_even(clamp((x - min) / scale, 0, n))`, `n = 2^n_bits - 1`. A constant group has
-/// scale 0 and codes 0. Values beyond ±65504, the range of f16, saturate.
+/// Quantizes `input` by groups, with scale and minimum in f16. Over a group, with
+/// `n = 2^n_bits - 1`: `min = f16(min x)`, `scale = f16((max x - min x) / n)`,
+/// `code = round_half_even(clamp((x - min) / scale, 0, n))`. A constant group has scale 0 and codes
+/// 0. Values beyond ±65504, the range of f16, saturate.
 ///
 /// # Shapes
 /// - `input`: `[batch, n_kv_heads, tokens, head_dim]`; the grouped axis (tokens per channel, head_dim
@@ -93,9 +93,9 @@ impl Packed {
 /// # Errors
 /// [`Error::Shape`] or [`Error::InvalidConfig`] for a group size that does not fit,
 /// [`Error::Unsupported`] for a type other than f32, or for more elements than the device can count.
-/// Non-finite values are [`Error::NonFinite`] in debug builds. In release builds infinite ones saturate as
-/// well; a NaN is left out of minimum and maximum and has code 0, so that it is restored as the minimum,
-/// and as 0 in a group of nothing else. [`ensure_finite`] checks in any build.
+/// Non-finite values are [`Error::NonFinite`] in debug builds. In release builds infinite ones
+/// saturate as well; a NaN does not count for minimum and maximum and has code 0, so that it is
+/// restored as the minimum, or as 0 if the group is all NaN. [`ensure_finite`] checks in any build.
 pub fn quantize(
     input: Tensor<4>,
     granularity: Granularity,
@@ -126,7 +126,7 @@ pub fn fake_quantize(
     fake_quantize_with(input, granularity, bits, group_size, SteGradient::Identity)
 }
 
-/// [`fake_quantize`] with a choice of gradient.
+/// [`fake_quantize`] with a choice of gradient, for the same shapes.
 ///
 /// # Errors
 /// As [`quantize`].
@@ -142,8 +142,8 @@ pub fn fake_quantize_with(
     Ok(fake_quantize_from(input, spec, 0, gradient))
 }
 
-/// [`fake_quantize_with`] that leaves the first `skip` tokens and an incomplete last group as they
-/// are.
+/// [`fake_quantize_with`] without the checks. The first `skip` tokens and, with per-channel groups,
+/// an incomplete last group are returned unchanged.
 pub(crate) fn fake_quantize_from(
     input: Tensor<4>,
     spec: QuantSpec,
@@ -154,7 +154,8 @@ pub(crate) fn fake_quantize_from(
     Tensor::from_dispatch(<Dispatch as KvCacheOps>::fake_quantize(input, spec, skip, gradient))
 }
 
-/// Whether `input` is f32, a whole number of groups, and not too large for its device.
+/// Checks that `input` is f32, a whole number of groups, and not too large for its device; in debug
+/// builds also that it is finite.
 fn check(op: &'static str, input: &Tensor<4>, spec: QuantSpec) -> Result<()> {
     let shape = input.dims();
     let (axis, len) = match spec.granularity {
@@ -198,7 +199,7 @@ pub fn ensure_finite(op: &'static str, name: &'static str, tensor: &Tensor<4>) -
     }
 }
 
-/// [`ensure_finite`] in debug builds only: it waits for the device.
+/// [`ensure_finite`] in debug builds only, because it waits for the device.
 pub(crate) fn debug_check_finite(
     op: &'static str,
     name: &'static str,

@@ -1,5 +1,5 @@
-//! How many cubes a launch takes along which axis, and how wide its indices are: planned on the host,
-//! against what the device allows.
+//! The number of cubes of a launch along each axis and the width of its indices, planned on the
+//! host within the limits of the device.
 
 use cubecl::{
     ir::{AddressType, DeviceProperties},
@@ -38,16 +38,16 @@ pub(crate) struct Grid {
     counts: [u32; 3],
     /// Units per cube.
     units: usize,
-    /// Whether the cubes are spread over the axes as they fit, some more than there is work for, so that
-    /// a kernel finds its place by [`cube_at`].
+    /// Whether the wanted cubes exceed the limit of an axis, so that they are spread over all axes.
+    /// There may then be a few without work, and kernels compute their place by [`cube_at`].
     pub(crate) flat: bool,
     /// Type of the kernel's indices.
     pub(crate) address: AddressType,
 }
 
 impl Grid {
-    /// `wanted` cubes of `units` along each axis, for the operation `what`, whose longest buffer has
-    /// `elements`.
+    /// A grid of `wanted` cubes along each axis, of `units` each, for the operation `what`, whose
+    /// longest buffer has `elements`.
     ///
     /// # Errors
     /// [`Error::Unsupported`] where the device has too few cubes or too short indices.
@@ -78,11 +78,11 @@ impl Grid {
         if address == AddressType::U64 && !limits.wide {
             return Err(unsupported(format!("the device counts up to {}", u32::MAX)));
         }
-        // At most what the device allows, which is a u32.
+        // The counts fit: they are at most what the device allows, which is a u32.
         Ok(Self { counts: counts.map(|count| count as u32), units, flat: !fits, address })
     }
 
-    /// Cubes for `n` units of work.
+    /// A grid of at least `n` units, one for each piece of work.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -106,7 +106,8 @@ impl Grid {
     }
 }
 
-/// At least `total` cubes, at most `most` along each axis, and few more.
+/// At least `total` cubes, few more, and at most `most` along each axis; `None` if that is
+/// impossible.
 fn spread(total: usize, most: [usize; 3]) -> Option<[usize; 3]> {
     let rows = total.div_ceil(most[0]);
     let layers = rows.div_ceil(most[1]);
@@ -117,16 +118,17 @@ fn spread(total: usize, most: [usize; 3]) -> Option<[usize; 3]> {
     Some([total.div_ceil(rows * layers), rows, layers])
 }
 
-/// Where a cube is in a grid of any size.
+/// Position of a cube in a planned grid, whether spread over the axes or not.
 #[derive(CubeType)]
 pub(crate) struct Place {
     pub(crate) x: usize,
     pub(crate) y: usize,
-    /// Past the last of the grid in cubes that have no work.
+    /// At or beyond the planned grid's end in cubes that have no work.
     pub(crate) z: usize,
 }
 
-/// Where this cube is in a grid of `x` times `y` times any number of cubes.
+/// Position of this cube in a planned grid of `x` times `y` times any number of cubes; `flat` is
+/// [`Grid::flat`].
 #[cube]
 pub(crate) fn cube_at(x: usize, y: usize, #[comptime] flat: bool) -> Place {
     if comptime!(flat) {
@@ -184,7 +186,8 @@ mod tests {
         let message = message.to_string();
         assert!(message.contains("quantize of 4294971392 elements"), "{message}");
         assert!(message.contains("the device counts up to 4294967295"), "{message}");
-        // Few units, but a long buffer; and units past the last, which must not wrap around.
+        // A buffer too long for u32 with few units is refused. So are 2^32 units, whose index would
+        // wrap around.
         assert!(Grid::elementwise("test", 1, elements, &WEBGPU).is_err());
         let last = u32::MAX as usize;
         assert!(Grid::elementwise("test", last - 200_000_000, last, &WEBGPU).is_ok());

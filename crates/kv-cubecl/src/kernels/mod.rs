@@ -1,12 +1,17 @@
 //! CubeCL kernels, written once for WGPU and CUDA.
 //!
-//! They know a client and bindings, never a Burn tensor. All respect the WebGPU limits: at most 8
-//! storage bindings, 256 units per cube, 16 KiB of shared memory; codes and parameters are u32
-//! words, so that no f16, u8 or i8 buffer is needed; lengths are run-time scalars, so that nothing
-//! is recompiled as the context grows.
+//! CubeCL's words: a unit is a thread, a plane a warp or subgroup, a cube a thread block or
+//! workgroup.
 //!
-//! Launch functions trust their callers for the lengths of buffers, so that they are not public. What a
-//! device cannot count, cubes or elements, is an error before the launch ([`grid`]).
+//! Launch functions take a client and buffer bindings, not Burn tensors. All kernels respect the
+//! WebGPU limits: at most 8 storage bindings, 256 units per cube, 16 KiB of shared memory. Codes
+//! and parameters are u32 words, so that no u8 or i8 buffer is needed, and f16 buffers only for
+//! caches that store f16. Lengths are run-time scalars, so that a growing context compiles a few
+//! kernels at most (cubes of a few sizes).
+//!
+//! Launch functions trust their callers for the lengths of buffers, so they are not public. A
+//! launch that needs more cubes or wider indices than the device has is an error before it starts
+//! ([`grid`]).
 
 pub(crate) mod cache;
 pub(crate) mod chunk_attention;
@@ -27,8 +32,8 @@ use crate::Result;
 use grid::ELEMENTWISE_UNITS;
 pub(crate) use grid::{Grid, Limits};
 
-/// Cubes for `n` units of the operation `what` on the client's device; `elements` are those of its longest
-/// buffer.
+/// Cubes for `n` units of the operation `what` on the client's device; its longest buffer has
+/// `elements`.
 fn elementwise(client: &Client, what: &str, n: usize, elements: usize) -> Result<Grid> {
     Grid::elementwise(what, n, elements, &Limits::of(client.properties()))
 }

@@ -1,6 +1,6 @@
-//! Shared by the kernels that attend for many query rows at once: matrix products blocked in registers,
-//! and a running (online) softmax over tiles of tokens. The units of a cube compute the weights of a tile
-//! together and exchange them through shared memory.
+//! Parts of the kernels that attend for many query rows at once: matrix products blocked in
+//! registers, and a running (online) softmax over tiles of tokens. The units of a cube compute the
+//! weights of a tile together and exchange them through shared memory.
 
 use cubecl::{ir::DeviceProperties, prelude::*};
 
@@ -41,8 +41,9 @@ pub(crate) struct RowBlocks {
 }
 
 impl RowBlocks {
-    /// Blocks whose runs of tokens and of channels divide the given lengths; `None` if head_dim is not a
-    /// multiple of four up to 256.
+    /// Blocks whose runs of tokens divide `token_group` and whose runs of channels divide
+    /// `channel_group` (0 where nothing is grouped); `None` if head_dim is not a multiple of four
+    /// up to 256.
     pub(super) fn new(
         head_dim: usize,
         token_group: usize,
@@ -99,7 +100,8 @@ impl RowBlocks {
     }
 
     pub(super) fn shared_bytes(&self) -> usize {
-        // Beside these: a number of each unit (`stats`), a maximum and a factor.
+        // The other shared arrays of [`RowState`]: a number of each unit (`stats`), a maximum and a
+        // factor.
         4 * self.rows * (self.row_entries() + self.units + 2)
     }
 }
@@ -161,8 +163,9 @@ pub(super) fn new_rows<N: Size>(#[comptime] bp: RowBlocks) -> RowState<N> {
     }
 }
 
-/// Turns the scores of the unit's run of tokens, `[rows, unit_tokens]`, into weights for all units, and
-/// scales what was added up before. The cube is in step when it returns.
+/// Turns the scores of the unit's run of tokens, `[rows, unit_tokens]`, into weights in shared
+/// memory, and scales the sums so far to the new maxima. Ends with a barrier, after which all
+/// weights of the tile may be read.
 #[cube]
 pub(super) fn weigh<N: Size>(
     scores: &Array<f32>,
@@ -212,7 +215,7 @@ pub(super) fn weigh<N: Size>(
             #[unroll]
             for k in 0..4usize {
                 let score = scores[r * unit_tokens + i * 4 + k];
-                // A row may see nothing of its first tiles.
+                // All scores so far may be masked: a row may see nothing of its first tiles.
                 let weight = weight_of(score, largest);
                 four.insert(k, weight);
                 sum += weight;
@@ -224,14 +227,15 @@ pub(super) fn weigh<N: Size>(
     sync_cube();
 }
 
-/// Leaves the units' outputs and sums of weights where [`output`], [`maximum`] and [`sum`] find them.
+/// Writes the units' outputs and sums of weights to shared memory, for [`output`], [`maximum`] and
+/// [`sum`].
 #[cube]
 pub(super) fn gather<N: Size>(state: &mut RowState<N>, #[comptime] bp: RowBlocks) {
     let unit_channels = comptime!(bp.unit_channels);
     let blocks = comptime!(bp.channel_blocks());
     let strides = comptime!(bp.strides());
     let fours = comptime!(bp.unit_channels / 4);
-    // The weights of the last tile have been read.
+    // Outputs overwrite the weights of the last tile, which all units must have read.
     sync_cube();
     #[unroll]
     for r in 0..comptime!(bp.rows) {
@@ -252,7 +256,7 @@ pub(super) fn gather<N: Size>(state: &mut RowState<N>, #[comptime] bp: RowBlocks
     sync_cube();
 }
 
-/// Four channels of a row's output, not divided by its [`sum`].
+/// Four channels of a row's output, added up over the units and not yet divided by its [`sum`].
 #[cube]
 pub(super) fn output<N: Size>(
     state: &RowState<N>,
@@ -286,7 +290,7 @@ pub(super) fn sum<N: Size>(state: &RowState<N>, row: usize, #[comptime] bp: RowB
     total
 }
 
-/// Reads a vector in float into the fours of `run`, as number `line`.
+/// Reads the four elements of `from[at]` as f32 into `run`, from element `4 * line` on.
 #[cube]
 pub(super) fn read_four<R: Float, N: Size>(
     from: &[Vector<R, N>],

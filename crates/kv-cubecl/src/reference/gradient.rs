@@ -1,4 +1,4 @@
-//! What a straight-through gradient of a streaming cache is, by its own statement.
+//! Straight-through gradients of a streaming cache, computed directly from their definition.
 
 use super::{
     attention::attend_row_backward,
@@ -20,11 +20,11 @@ pub struct StreamGradients {
     pub value: Vec<f64>,
 }
 
-/// Straight-through gradients of a streamed sequence, given the gradient of its output: every row
-/// is differentiated in f64 with respect to the keys and values it *saw*, quantized ones held fixed
-/// at what the quantizer restored, and each of those gradients is handed to the original key or value,
-/// those of float ones as they are, those of quantized ones by the formula of `gradient`. Shapes as
-/// in [`stream`](super::stream).
+/// Straight-through gradients of a streamed sequence, given the gradient of its output. Every row
+/// is differentiated in f64 with respect to the keys and values that it *saw*, quantized ones held
+/// fixed at what the quantizer restored. Each of these gradients goes to the original key or value:
+/// unchanged if the row saw it in float, by the formula of `gradient` if quantized. Shapes as in
+/// [`stream`](super::stream).
 pub fn stream_gradients(
     (query, query_shape): (&[f32], [usize; 4]),
     (key, key_shape): (&[f32], [usize; 4]),
@@ -79,7 +79,7 @@ pub fn stream_gradients(
     out
 }
 
-/// Gradient of what the quantizer of one side takes, from that of what it restores.
+/// Gradient of the quantizer's input on one side (keys or values), from `grad`, that of its output.
 fn through_quantizer(
     (input, shape): (&[f32], [usize; 4]),
     grad: &[f64],
@@ -111,8 +111,8 @@ fn through_quantizer(
     out
 }
 
-/// [`SteGradient::ScaleMin`] of one group, from the gradient of what it restores to. A NaN has no
-/// rounding error.
+/// [`SteGradient::ScaleMin`] for one group: the gradient of `values` from `grad`, that of what they
+/// restore to. A NaN has no rounding error.
 pub fn fake_quantize_group_backward(values: &[f32], grad: &[f64], n_bits: u32) -> Vec<f64> {
     let mut out = grad.to_vec();
     let group = quantize_group(values, n_bits);
@@ -149,8 +149,8 @@ mod tests {
     use super::super::{causal_attention, dequantize_group};
     use super::*;
 
-    /// Where nothing is quantized, the gradient is the derivative: central differences, whose own
-    /// error at this step is about 1e-9.
+    /// Where nothing is quantized, the straight-through gradient is the true one. Compared with
+    /// central differences, whose own error at this step is about 1e-9.
     #[test]
     fn float_gradients_are_derivatives() {
         let noise = |i: usize| ((i as f32 * 12.9898).sin() * 43_758.547).fract();

@@ -1,9 +1,9 @@
-//! The oracle: plain host code that follows the paper word by word, for tests to compare with.
+//! The oracle: plain host code that follows the KIVI paper word by word, for tests to compare with.
 //!
 //! Slow and literal on purpose, and independent of everything it checks: the quantizer is one
 //! group at a time in f32 ([`quantize_group`]), attention is one row at a time in f64
 //! ([`attend_row`]), and the streaming cache is a list of tokens from which a window takes the
-//! oldest ([`StreamOracle`]), not the closed form of [`crate::layout`]. No tensor library.
+//! oldest ([`StreamOracle`]), not the formulas of [`crate::layout`]. No tensor library.
 //!
 //! Tensors are slices in row-major order with their shape
 //! `[batch, heads, tokens, head_dim]` beside them. Wrong sizes panic.

@@ -1,4 +1,4 @@
-//! One group: the formula of the quantizer.
+//! The formula of the quantizer, for one group.
 
 use half::f16;
 
@@ -20,7 +20,7 @@ pub struct QuantizedGroup {
 /// Quantizes the elements that share one scale and minimum. With `n = 2^n_bits - 1`:
 /// `min = f16(min x)`, `scale = f16((max x - min x) / n)`,
 /// `code = round_half_even(clamp((x - min) / scale, 0, n))`, all in f32; codes are 0 if the scale is.
-/// A NaN is left out of minimum and maximum and has code 0; both are 0 in a group of nothing else.
+/// A NaN does not count for minimum and maximum and has code 0; if all are NaN, both are 0.
 pub fn quantize_group(values: &[f32], n_bits: u32) -> QuantizedGroup {
     let values: Vec<f32> = values.iter().map(|x| x.clamp(-F16_MAX, F16_MAX)).collect();
     let numbers = || values.iter().copied().filter(|x| !x.is_nan());

@@ -11,10 +11,10 @@ use crate::{Bits, CacheFloat, CacheShape, Flush, KvCacheConfig, QuantizedCounts}
 /// One token of one (batch, kv head).
 #[derive(Clone, Debug)]
 struct Token {
-    /// As stored in float.
+    /// Key and value, rounded to the float type of the cache.
     key: Vec<f32>,
     value: Vec<f32>,
-    /// As queries see them: the same numbers, or those the quantizer restores.
+    /// Key and value as queries see them: the same numbers, or what the quantizer restores.
     seen_key: Vec<f64>,
     seen_value: Vec<f64>,
     key_quantized: bool,
@@ -25,9 +25,9 @@ struct Token {
 #[derive(Clone, Debug, Default)]
 pub struct Lane {
     tokens: Vec<Token>,
-    /// Tokens whose key waits in float; the window fills up and empties at once.
+    /// Tokens past the sinks whose key is in float; the window fills up and is flushed as a whole.
     key_residual: Vec<usize>,
-    /// Tokens whose value waits in float; the window slides.
+    /// Tokens past the sinks whose value is in float; the window slides.
     value_residual: VecDeque<usize>,
 }
 
@@ -70,7 +70,7 @@ impl Lane {
         }
     }
 
-    /// Per channel, the tokens of `group` together.
+    /// Quantizes the keys of the tokens in `group`, each channel a group of its own.
     fn quantize_keys(&mut self, group: &[usize], bits: u32) {
         for channel in 0..self.tokens[group[0]].key.len() {
             let column: Vec<f32> = group.iter().map(|&t| self.tokens[t].key[channel]).collect();
@@ -123,8 +123,9 @@ impl StreamOracle {
         Self { config: *config, shape, lanes }
     }
 
-    /// Appends one token (`key` and `value` are `[batch, n_kv_heads, head_dim]`), lets `see` look at
-    /// the lanes, batch by batch, as the query of this token finds them, and returns what it returns.
+    /// Appends one token (`key` and `value` are `[batch, n_kv_heads, head_dim]`), calls `see` with
+    /// the lanes, batch by batch, as the query of this token finds them, and returns what `see`
+    /// returns.
     pub fn step_with<T>(
         &mut self,
         key: &[f32],
@@ -171,7 +172,7 @@ impl StreamOracle {
     }
 }
 
-/// As a cache of this type holds it in float.
+/// `x` rounded to the float type of a cache.
 pub(super) fn stored(x: &[f32], float: CacheFloat) -> Vec<f32> {
     x.iter().map(|&x| float.round(x)).collect()
 }

@@ -1,10 +1,10 @@
-//! Whole tensors, in the logical form that tools exchange.
+//! The quantizer on whole tensors, packed as [`Logical`].
 
 use super::quantizer::{QuantizedGroup, dequantize_group, quantize_group};
 use crate::{Granularity, Logical};
 
-/// Where the elements of every group lie: one list of indices into the tensor per group, groups in
-/// the order of their parameters.
+/// The elements of every group, as indices into the tensor; groups are in the order of their
+/// parameters.
 pub(super) fn groups(
     shape: [usize; 4],
     granularity: Granularity,
@@ -39,8 +39,8 @@ pub(super) fn groups(
     groups
 }
 
-/// Word and shift of an element's code: consecutive elements of the grouped axis share a word,
-/// least significant bits first.
+/// Index of the word that holds an element's code, and the code's bit offset in it: consecutive
+/// elements of the grouped axis share a word, least significant bits first.
 fn place(index: usize, shape: [usize; 4], granularity: Granularity, n_bits: u32) -> (usize, u32) {
     let [_, _, _, head_dim] = shape;
     let per_word = 32 / n_bits as usize;

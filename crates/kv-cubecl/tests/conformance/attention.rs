@@ -1,4 +1,5 @@
-//! Attention through a cache, and in parallel, against the oracle's f64 over the same codes.
+//! Attention through a cache and in parallel, compared with the oracle's in f64 over the same
+//! codes.
 
 use kv_cubecl::{CacheFloat, Error, KvCache, KvCacheConfig, On, Side, Target, streaming_attention};
 
@@ -21,7 +22,8 @@ stamp!(
     the_capacity_is_not_read_in_parallel,
 );
 
-/// The same text token by token and in parallel: outputs and, after every step, counts.
+/// Compares a text with the oracle, token by token and in parallel: outputs and, after every step,
+/// counts.
 #[track_caller]
 pub(crate) fn check<T: Target>(on: &On<T>, text: &Setup) {
     let expected = text.reference();
@@ -43,7 +45,7 @@ pub(crate) fn check<T: Target>(on: &On<T>, text: &Setup) {
 
 fn lengths_around_the_window<T: Target>(on: &On<T>) {
     for name in ["k4v2-g16-r32", "k4v2-g16-r32-after"] {
-        // R - 1, R, R + 1, and two windows likewise; primes; one token.
+        // One token; around one window of R tokens and around two; primes.
         for tokens in [1, 2, 3, 13, 31, 32, 33, 61, 63, 64, 65, 97] {
             check(on, &Setup::new(name, [1, 2, 1, tokens, 64], tokens as u64));
         }
@@ -61,7 +63,7 @@ fn query_groups<T: Target>(on: &On<T>) {
 fn head_dims<T: Target>(on: &On<T>) {
     for (head_dim, group, bits) in [
         (16, 16, "k4v2"),
-        // Groups narrower than a CPU's vectors, and not a power of two.
+        // Groups narrower than some CPUs' vectors, and groups whose size is no power of two.
         (64, 8, "k4v8"),
         (96, 24, "k4v4"),
         (64, 64, "k8v8"),
@@ -123,7 +125,8 @@ fn any_configuration<T: Target>(on: &On<T>) {
     check_properties(16, setups(), |text| check(on, &text));
 }
 
-/// Isolates attention from the quantizer: what the cache itself says it holds, in f64.
+/// Tests attention apart from the quantizer: compared with f64 attention over what the cache itself
+/// restores.
 fn last_step_over_the_dequantized_cache<T: Target>(on: &On<T>) {
     for name in ["k2v2-g32-r64", "k4v8-g16-r32-after", "k16v2-g32-r32", "k8v16-g64-r64"] {
         let text = Setup::new(name, [2, 6, 2, 150, 64], 11);
@@ -172,9 +175,9 @@ fn a_long_text<T: Target>(on: &On<T>) {
 }
 
 /// What training computes in parallel is what the cache serves token by token: groups of 16, 32 and
-/// 64, windows of 32 and 128, both flush orders, keys and values with bits of their own, several
-/// query heads per kv head. Directly, not by way of the oracle; on a GPU exponentials and the order of
-/// sums differ more than on the CPU.
+/// 64, windows of 32 and 128, both flush orders, different bits for keys and values, several query
+/// heads per kv head. Compared directly, not through the oracle; on a GPU, exponentials and the
+/// order of sums differ more than on the CPU.
 fn training_and_serving_agree<T: Target>(on: &On<T>) {
     let tolerance = if T::NAME == "flex" { 1e-5 } else { 1e-4 };
     for (seed, (window, bits)) in [
@@ -189,7 +192,7 @@ fn training_and_serving_agree<T: Target>(on: &On<T>) {
     {
         for flush in ["before", "after"] {
             let config: KvCacheConfig = format!("{bits}-{window}-{flush}").parse().unwrap();
-            // Two flushes of keys, and not at a multiple of anything.
+            // Two flushes of keys, and a length that is no multiple of a group.
             let tokens = 2 * config.residual_length + 13;
             let text = Setup::with(config, [1, 4, 2, tokens, 64], seed as u64);
             let mut cache = text.cache(on);
@@ -203,7 +206,8 @@ fn training_and_serving_agree<T: Target>(on: &On<T>) {
     }
 }
 
-/// Projections come as `[batch, tokens, heads, head_dim]` and parts of wider buffers.
+/// A projection may leave its output as `[batch, tokens, heads, head_dim]`, or as a part of a wider
+/// buffer.
 fn strided_inputs<T: Target>(on: &On<T>) {
     let text = Setup::new("k2v2-g16-r16", [2, 4, 2, 50, 64], 13);
     let expected = text.reference().output;
@@ -230,7 +234,7 @@ fn strided_inputs<T: Target>(on: &On<T>) {
     }
 }
 
-/// No token is stored, so none is too many.
+/// Without a cache no token is stored, so that any capacity will do.
 fn the_capacity_is_not_read_in_parallel<T: Target>(on: &On<T>) {
     let text = Setup::new("k2v2-g16-r16-s1", [1, 2, 1, 40, 64], 16);
     let [q, k, v] = text.on(on);

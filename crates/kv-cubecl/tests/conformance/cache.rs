@@ -118,7 +118,7 @@ fn a_clone_diverges_alone<T: Target>(on: &On<T>) {
             let tail: Vec<f64> =
                 expected.chunks(75 * 64).flat_map(|x| &x[prefix * 64..]).copied().collect();
             close(format!("{text:?} from {prefix}"), &output, &tail, CLOSE);
-            // A branch is what a cache that had gone that way from the start is.
+            // A branch computes what a cache does that took the same way from the start.
             let mixed = attend(&mut twin, &other, &[1, 1, 10], on);
             let mut again = text.cache(on);
             attend(&mut again, &text, &[prefix], on);
@@ -182,7 +182,7 @@ fn parts_that_do_not_fit<T: Target>(on: &On<T>) {
     assert!(build(CacheParts { lens: vec![75], ..parts() }).is_ok());
 }
 
-/// A prefix kept on the host and read back on the device goes on as if nothing had happened.
+/// A prefix that was copied to the host and back to the device continues as the original does.
 fn stored_prefix_continues<T: Target>(on: &On<T>) {
     use burn::tensor::{DType, Int, Tensor};
     let mut rng = Rng::new(34);
@@ -209,8 +209,8 @@ fn stored_prefix_continues<T: Target>(on: &On<T>) {
     }
 }
 
-/// A value beyond the range of an f16 window is stored as its largest number, never as infinity, in
-/// streaming and in parallel.
+/// A value beyond the range of f16 is stored in an f16 cache as the largest finite f16, never as
+/// infinity, in streaming and in parallel.
 fn values_beyond_f16_saturate<T: Target>(on: &On<T>) {
     if !on.supports_dtype(DType::F16) {
         return crate::common::skipped("the device has no f16");

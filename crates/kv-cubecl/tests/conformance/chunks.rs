@@ -17,7 +17,8 @@ stamp!(
     many_rows_over_narrow_floats,
 );
 
-/// What a cache holds, meaningfully: codes and parameters, and the float rows of tokens in float.
+/// Checks all of a cache that has a meaning: codes and parameters, and the float rows of tokens
+/// that are in float.
 #[track_caller]
 pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
     let text = text.tokens(0..cache.len());
@@ -62,7 +63,7 @@ fn any_chunks_leave_the_same_cache<T: Target>(on: &On<T>) {
     });
 }
 
-/// Around every edge of the windows.
+/// Cuts around every multiple of 16, where groups and windows end.
 fn every_cut_in_two<T: Target>(on: &On<T>) {
     for name in ["k2v2-g16-r16-s1", "k4v2-g16-r32-after", "k16v2-g16-r16", "k2v16-g16-r16-s3-after"]
     {
@@ -100,7 +101,7 @@ fn appended_then_attended<T: Target>(on: &On<T>) {
     }
 }
 
-/// From any length, for any number of tokens, `peek` is what `attend` then is.
+/// From any length, for any number of tokens, `peek` returns what `attend` then returns.
 fn peek_any_chunk<T: Target>(on: &On<T>) {
     check_properties(16, setups(), |text| {
         let mut rng = Rng::new(text.seed);
@@ -119,7 +120,7 @@ fn peek_any_chunk<T: Target>(on: &On<T>) {
     });
 }
 
-/// A text whose last `chunk` tokens attend at once to what was appended before.
+/// Appends all but the last `chunk` tokens of a text, then attends with those at once.
 #[track_caller]
 fn check_last_chunk<T: Target>(on: &On<T>, text: &Setup, chunk: usize) {
     let (start, end) = (text.len() - chunk, text.len());

@@ -1,4 +1,4 @@
-//! Configurations: names, rules, and a parser that survives anything. No device.
+//! Configurations: names, rules, and a parser that never panics. No device is needed.
 
 use kv_cubecl::{
     Bits, CacheFloat, CacheShape, Error, Flush, Granularity, KvCacheConfig, QuantizedCounts,
@@ -109,7 +109,8 @@ fn the_parser_survives_mutations() {
             }
         }
         let name: String = name.into_iter().collect();
-        // Either it is refused by name, or it means something that has a name of its own.
+        // Either the error quotes the name, or the name means a configuration that has a canonical
+        // name.
         match name.parse::<KvCacheConfig>() {
             Ok(parsed) => {
                 let canonical = parsed.to_string();
@@ -176,7 +177,8 @@ fn every_rule_names_field_value_and_itself() {
     let large = CacheShape { batch: 1 << 12, n_kv_heads: 64, head_dim: 128 };
     let error = CacheLayout::new(&KvCacheConfig::float(), large).unwrap_err();
     assert!(matches!(error, Error::InvalidConfig { field: "capacity", .. }), "{error}");
-    // No number, however large, may overflow on the way to its error: batch * n_kv_heads is 2^64.
+    // However large the numbers are, nothing may overflow before the error is returned. Here batch
+    // * n_kv_heads is 2^64.
     let wraps = CacheShape { batch: 1 << 58, n_kv_heads: 64, head_dim: 64 };
     assert!(CacheLayout::new(&kivi, wraps).is_err(), "{wraps:?}");
     for huge in [usize::MAX, usize::MAX / 2, 1 << 40] {
@@ -227,7 +229,7 @@ fn specs_of_the_quantizer() {
     }
 }
 
-/// The closed form of the counts against tokens counted one by one, after every step.
+/// The formula for the counts agrees with tokens counted one by one, after every step.
 #[test]
 fn counts_are_the_oracles() {
     let sizes = (1..4usize, 1..4usize, 0..30usize);

@@ -1,5 +1,5 @@
-//! How far a quantized cache is from attention over the original values: never at zero, never
-//! beyond what was measured.
+//! The error of a quantized cache against attention over the original values: neither zero nor
+//! larger than measured.
 
 use kv_cubecl::{On, Side, Target, reference, streaming_attention};
 
@@ -24,8 +24,8 @@ fn text(name: &str) -> Setup {
     Setup::new(name, [2, 6, 2, 200, 64], 60)
 }
 
-/// Largest error over the largest magnitude, of `text(name)`, measured with the oracle in f64.
-/// Allowed is half as much again.
+/// Largest error over the largest magnitude for `text(name)`, measured with the oracle in f64. Half
+/// as much to one and a half times as much is allowed.
 const MEASURED: [(&str, f64); 7] = [
     ("k2v2-g32-r64", 0.159),
     ("k2v2-g32-r64-after", 0.158),
@@ -53,7 +53,7 @@ fn error_within_its_envelope<T: Target>(on: &On<T>) {
     }
 }
 
-/// The table itself, so that a change of the oracle or of the inputs is seen as such.
+/// The table agrees with the oracle, so that a change of the oracle or of the inputs is noticed.
 #[test]
 fn envelope_is_the_oracles() {
     let mut wrong = Vec::new();
@@ -69,7 +69,8 @@ fn envelope_is_the_oracles() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// A cache that quantizes nothing would pass every comparison with itself.
+/// The other cases compare implementations with each other, so a cache that quantizes nothing could
+/// pass them.
 fn keys_and_values_are_each_quantized<T: Target>(on: &On<T>) {
     let text = Setup::new("k2v2-g32-r32", [1, 2, 1, 65, 64], 61);
     let mut cache = text.cache(on);
@@ -86,7 +87,7 @@ fn keys_and_values_are_each_quantized<T: Target>(on: &On<T>) {
     assert!(errors.0 > 0.01 && errors.0 < 0.3, "keys are off by {}", errors.0);
     assert!(errors.1 > 0.01 && errors.1 < 0.3, "values are off by {}", errors.1);
 
-    // Each reaches the output by itself.
+    // Quantizing only one of the two sides changes the output as well.
     for name in ["k2v16-g32-r32", "k16v2-g32-r32"] {
         let text = Setup { config: name.parse().unwrap(), ..text.clone() };
         let text = Setup { config: text.config.with_capacity(65), ..text };

@@ -1,4 +1,4 @@
-//! Bad calls: each an error that names the argument, and nothing written.
+//! Bad calls: each returns an error that names the argument, and writes nothing.
 
 use burn::tensor::{DType, Tensor};
 use kv_cubecl::{
@@ -22,7 +22,7 @@ fn tensor<T: Target>(on: &On<T>, shape: [usize; 4]) -> Tensor<4> {
     Host::normal(&mut Rng::new(70), shape).on(on)
 }
 
-/// Asserts [`Error::Shape`] of `op` and `tensor`, whose message says both and the shape.
+/// Asserts that `result` is an [`Error::Shape`] whose message names `op`, `tensor` and the shape.
 #[track_caller]
 fn shape_error<R: core::fmt::Debug>(result: kv_cubecl::Result<R>, op: &str, tensor: &str) {
     let error = result.unwrap_err();
@@ -56,7 +56,7 @@ fn shapes_of_a_cache_call<T: Target>(on: &On<T>) {
         shape_error(cache.peek(q.clone(), k.clone(), v.clone()), "peek", blamed);
         shape_error(cache.attend(q, k, v), "attend", blamed);
     }
-    // They fit each other and not the cache.
+    // Shapes that fit each other but not the cache.
     for shape in [[2, 2, 3, 64], [1, 4, 3, 64], [1, 2, 3, 32]] {
         let [q, k, v] = [0; 3].map(|_| tensor(on, shape));
         shape_error(cache.attend(q, k.clone(), v.clone()), "attend", "key");
@@ -109,7 +109,7 @@ fn other_float_types<T: Target>(on: &On<T>) {
     let error = cache.attend(q, k, v.cast(DType::F16)).unwrap_err();
     assert!(error.to_string().contains("value"), "{error}");
     assert!(cache.is_empty());
-    // The quantizer takes f32 too, and must not read anything else as if it were.
+    // The quantizer also takes f32 only, and must not misread another type.
     let input = tensor(on, [1, 1, 32, 64]).cast(DType::F16);
     let error = quantize(input.clone(), Granularity::PerToken, Bits::Two, 32).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
@@ -134,7 +134,7 @@ fn values_that_are_not_finite<T: Target>(on: &On<T>) {
         host.data[777] = bad;
         let expected = Error::NonFinite { op: "test", tensor: "input" };
         assert_eq!(ensure_finite("test", "input", &host.on(on)), Err(expected));
-        // Documented as unspecified in release builds, so only that it returns.
+        // Only debug builds refuse such values.
         let result = quantize(host.on(on), Granularity::PerToken, Bits::Two, 32);
         assert_eq!(result.is_err(), cfg!(debug_assertions));
     }
@@ -149,7 +149,7 @@ fn a_device_of_another_target<T: Target>(on: &On<T>) {
         assert!(matches!(error, Error::WrongTarget { target: "flex", .. }), "{error}");
         let flex = On::<kv_cubecl::Flex>::open().unwrap();
         assert!(matches!(On::<T>::new((*flex).clone()), Err(Error::WrongTarget { .. })));
-        // A tensor of another device than the cache's.
+        // Tensors on another device than the cache's.
         let text = Setup::new("k2v2", [1, 1, 1, 3, 64], 73);
         let mut cache = text.cache(on);
         let [q, k, v] = text.on(&flex);
@@ -164,7 +164,8 @@ fn a_device_of_another_target<T: Target>(on: &On<T>) {
     }
 }
 
-/// Opens what there is, for [`a_missing_device_is_an_error_and_no_more`] to see what that prints.
+/// Opens the device of every target; [`a_missing_device_is_an_error_and_no_more`] runs this and
+/// looks at what it prints.
 #[test]
 #[ignore = "a_missing_device_is_an_error_and_no_more runs it"]
 fn open_every_device() {
@@ -182,7 +183,7 @@ fn open_every_device() {
     open::<kv_cubecl::Cuda>();
 }
 
-/// Without a driver, nothing panics on the way to the error, on no thread.
+/// Without drivers, opening a device returns an error, and no thread panics.
 #[test]
 fn a_missing_device_is_an_error_and_no_more() {
     let output = std::process::Command::new(std::env::current_exe().unwrap())
@@ -197,7 +198,8 @@ fn a_missing_device_is_an_error_and_no_more() {
     assert!(!printed[1].contains("panicked"), "{}", printed[1]);
 }
 
-/// What no operation here serves is refused before anything is dispatched.
+/// A device whose backend lacks the operations of this crate is refused before anything is
+/// dispatched to it.
 #[cfg(feature = "foreign-device")]
 #[allow(deprecated, reason = "a backend without the operations that needs no driver")]
 #[test]

@@ -1,5 +1,5 @@
-//! Files of numbers from an independent implementation, in `tests/golden`; `KV_GOLDEN=DIR` reads
-//! another folder of the same form.
+//! Compares with files of numbers from an independent implementation, in `tests/golden`;
+//! `KV_GOLDEN=DIR` reads another folder of the same form.
 
 use std::{collections::HashMap, fs, path::PathBuf};
 
@@ -15,7 +15,7 @@ use crate::common::{
 
 stamp!(quantizer_files, stream_files, stream_files_in_parallel, stream_files_in_chunks);
 
-/// One fixture, read whole.
+/// One file of numbers (safetensors), read whole.
 struct File {
     name: String,
     bytes: Vec<u8>,
@@ -75,7 +75,7 @@ impl File {
         })
     }
 
-    /// The text of a stream file.
+    /// The configuration and inputs of a stream file.
     fn text(&self) -> Setup {
         let bits = |field| Bits::try_from(u8::try_from(self.number(field)).unwrap()).unwrap();
         let key = self.host("key");
@@ -184,7 +184,7 @@ fn stream_files_in_chunks<T: Target>(on: &On<T>) {
     }
 }
 
-/// The oracle is held to the same files.
+/// The oracle, too, agrees with the files.
 #[test]
 fn oracle_quantizer() {
     for file in files("quant_") {

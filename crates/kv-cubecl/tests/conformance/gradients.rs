@@ -1,6 +1,6 @@
-//! Gradients: finite differences where the function is smooth, the straight-through estimator's own
-//! statement where it is not. Head sizes are few, for each is a kernel that a software driver takes
-//! seconds to compile.
+//! Gradients, compared with finite differences where the function is smooth, and with the
+//! definition of the straight-through estimator where it is not. Few head sizes, because a software
+//! driver takes seconds to compile the kernels of each.
 
 use burn::tensor::{DType, Device, Tensor};
 use kv_cubecl::{
@@ -53,7 +53,7 @@ pub(crate) fn weight(text: &Setup) -> Host {
     Host::normal(&mut Rng::new(text.seed + 1000), text.query.shape)
 }
 
-/// Gradients of query, key and value by the straight-through estimator's statement, see
+/// Gradients of query, key and value by the definition of the straight-through estimator; see
 /// [`stream_gradients`].
 pub(crate) fn expected_gradients(
     text: &Setup,
@@ -100,7 +100,7 @@ fn fake_quantize_is_the_identity<T: Target>(on: &On<T>) {
         (Granularity::PerToken, Bits::Two),
         (Granularity::PerToken, Bits::Four),
     ] {
-        // With a constant group and one that saturates.
+        // The input has constant groups and one that saturates.
         let mut host = Host::normal(&mut rng, [2, 2, 64, 64]);
         host.data[..64 * 64].fill(0.5);
         host.data[64 * 64] = 1e6;
@@ -115,7 +115,8 @@ fn fake_quantize_is_the_identity<T: Target>(on: &On<T>) {
     }
 }
 
-/// Central differences of the plain f64 attention. With step 1e-4 their own error is about 1e-8.
+/// Compared with central differences of plain f64 attention, whose own error with step 1e-4 is
+/// about 1e-8.
 fn float_attention_by_finite_differences<T: Target>(on: &On<T>) {
     for sizes in [[1, 2, 1, 9, 16], [2, 2, 2, 5, 16]] {
         let text = Setup::new("float", sizes, 81);
@@ -209,8 +210,8 @@ fn one_input_at_a_time<T: Target>(on: &On<T>) {
     }
 }
 
-/// Storing in f16 rounds the forward pass; its straight-through gradient stays in f32. In f16, a
-/// mean loss over a long text would vanish: f16 ends at 6e-8.
+/// Storing in f16 rounds the forward pass only: the straight-through gradient stays in f32. In f16,
+/// whose smallest number is 6e-8, the gradient of a mean loss over a long text would vanish.
 fn small_gradients_survive_an_f16_cache<T: Target>(on: &On<T>) {
     if !on.supports_dtype(DType::F16) {
         return skipped("the device has no f16");
@@ -243,7 +244,7 @@ fn the_forward_pass_is_the_same<T: Target>(on: &On<T>) {
 
 fn caches_refuse_gradients<T: Target>(on: &On<T>) {
     let text = Setup::new("k2v2-g16-r16", [1, 2, 1, 8, 64], 87);
-    // An autodiff device is taken for its inner one.
+    // `KvCache::new` takes an autodiff device as its inner device.
     let mut cache = KvCache::new(&text.config, text.shape(), on).unwrap();
     let plain = (**on).clone().without_autodiff();
     for which in 0..3 {

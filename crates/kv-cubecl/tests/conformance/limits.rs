@@ -1,6 +1,6 @@
-//! Launches past what a device has along one axis: 65535 cubes with WebGPU. Long on that axis and short on
-//! the others, so that they take little time; through the operations themselves, because a text that long
-//! is not affordable here.
+//! Launches that need more cubes than a device has along one axis: 65535 with WebGPU. They are long
+//! on that axis and short on the others, so that they take little time. They call the operations
+//! directly, because a whole text of that length takes too long.
 
 use burn::{
     backend::Dispatch,
@@ -24,7 +24,7 @@ stamp!(
 
 const HEAD_DIM: usize = 4;
 
-/// What every row of `query` computes over all of `key` and `value`.
+/// Attention of every row of `query` over all of `key` and `value`, in f64.
 fn expected(query: &Host, key: &Host, value: &Host) -> Vec<f64> {
     let [query, key, value] = [query, key, value].map(Host::f64);
     let keys: Vec<&[f64]> = key.chunks(HEAD_DIM).collect();
@@ -38,7 +38,7 @@ fn text(rows: usize, tokens: usize) -> [Host; 3] {
     [rows, tokens, tokens].map(|n| Host::normal(&mut rng, [1, 1, n, HEAD_DIM]))
 }
 
-/// All rows see all tokens.
+/// A spec by which all rows see all `tokens` tokens.
 fn spec(tokens: usize) -> StreamSpec {
     StreamSpec { first_query: tokens - 1, ..StreamSpec::whole(&KvCacheConfig::float()) }
 }
@@ -46,7 +46,7 @@ fn spec(tokens: usize) -> StreamSpec {
 fn many_elements<T: Target>(on: &On<T>) {
     let host = Host::normal(&mut Rng::new(71), [1, 1, 131_104, 65]);
     let (granularity, shape) = (Granularity::PerChannel, host.shape);
-    // Restoring takes a unit per element, 66576 cubes of 128; quantizing takes one per group.
+    // Restoring takes a unit per element: 66577 cubes of 128 units. Quantizing takes one per group.
     let logical = reference::quantize(&host.data, shape, granularity, 4, 8);
     let restored = reference::dequantize(&logical, shape, granularity, 4, 8);
     let packed = quantize(host.on(on), granularity, Bits::Four, 8).unwrap();
@@ -73,7 +73,8 @@ fn many_rows_of_the_closed_form<T: Target>(on: &On<T>) {
 }
 
 fn many_keys_of_its_gradients<T: Target>(on: &On<T>) {
-    // Keys of one row, 4 in a cube; then rows of one key, 8 in a cube.
+    // First many keys seen by one row (4 keys per cube), then many rows that see two keys (8 rows
+    // per cube).
     for (rows, tokens) in [(1, 4 * 65_535 + 5), (8 * 65_535 + 3, 2)] {
         let [query, key, value] = text(rows, tokens);
         let grad = Host::normal(&mut Rng::new(72), query.shape);
@@ -115,8 +116,9 @@ fn many_keys_of_its_gradients<T: Target>(on: &On<T>) {
         let host = |tensor| Host::of(Tensor::from_dispatch(tensor));
         let what = format!("{rows} rows, {tokens} keys");
         close(format!("{what}: query"), &host(got.0), &d_query, 1e-4);
-        // One cube adds up all rows of a key. Mesa's software driver ends a shader's loops after 65535
-        // iterations in all (LP_MAX_TGSI_LOOP_ITERATIONS), fewer than half a million rows take.
+        // One cube adds up what all rows give to a key. Mesa's software driver ends the loops of a
+        // shader after 65535 iterations in all (LP_MAX_TGSI_LOOP_ITERATIONS), too few for half a
+        // million rows.
         if rows == 1 || T::NAME != "wgpu" {
             close(format!("{what}: key"), &host(got.1), &d_key, 1e-4);
             close(format!("{what}: value"), &host(got.3), &d_value, 1e-4);

@@ -1,5 +1,5 @@
-//! One conformance suite for every target: each case is a function of the target, stamped for Flex,
-//! WGPU and CUDA as far as their features are on.
+//! One conformance suite for every target: each case is a function generic over the target, from
+//! which `stamp!` makes a test for each of Flex, WGPU and CUDA whose feature is on.
 //!
 //! A target whose device cannot be opened fails its tests, unless `KV_ALLOW_NO_DEVICE=1`; then they
 //! say `SKIPPED` on standard error. Random inputs come from fixed seeds, which failures print.

@@ -42,20 +42,21 @@ fn two_bits_save_what_they_promise<T: Target>(on: &On<T>) {
         KvCache::new(&config.with_capacity(4096), SHAPE, on).unwrap().memory_bytes().total()
     };
     let (quantized, float) = (allocated("k2v2-f16"), allocated("float-f16"));
-    // Two bits and f16 parameters for 3968 of the 4096 tokens, f16 for the window.
+    // Quantized: two bits and f16 parameters for 3968 of the 4096 tokens, f16 for the window.
     let elements = 2 * 4096 * 2 * 64;
     assert!(float < elements * 2 + 1024, "float-f16 allocates {float} bytes");
     let ratio = float as f64 / quantized as f64;
     assert!(ratio >= 4.5, "float-f16 {float} bytes is only {ratio:.2} times k2v2-f16 {quantized}");
 }
 
-/// Without a device: the bits per element of the packed part, by the design's arithmetic.
+/// Needs no device: bits per element of the packed parts, parameters included, with groups of 32.
 #[test]
 fn packed_words_are_codes_and_parameters() {
     for (name, bits) in [("k2v2", 3.0), ("k4v4", 5.0), ("k8v8", 9.0)] {
         let config: KvCacheConfig = name.parse().unwrap();
         let layout = CacheLayout::new(&config.with_capacity(4096), SHAPE).unwrap();
-        // Keys flush whole windows, so at full capacity none is left; values keep theirs.
+        // Keys flush whole windows, so that none is in float at full capacity; the last 128 values
+        // are.
         let (keys, values) = (2.0 * 64.0 * 4096.0, 2.0 * 64.0 * 3968.0);
         let words = layout.sides().map(|side| side.words(layout.slices()));
         assert_eq!(words.keys as f64 * 32.0, keys * bits, "{name}: keys");

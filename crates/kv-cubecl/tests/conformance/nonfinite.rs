@@ -1,5 +1,6 @@
-//! Infinite, NaN and huge inputs: a row's output is not finite exactly where what the row sees makes it
-//! so, on every path. What is hidden from a row, and what a row sees in quantized form only, cannot.
+//! Infinite, NaN and huge inputs: on every path, a row's output is not finite exactly where
+//! something that the row sees makes it so. Tokens that are hidden from a row, or that it sees in
+//! quantized form only, cannot.
 
 use kv_cubecl::{
     Bits, Granularity, On, Target, fake_quantize, quantize, reference, streaming_attention,
@@ -14,20 +15,20 @@ stamp!(
     groups_of_the_quantizer,
 );
 
-/// Placed alone into an otherwise normal text, one per sequence of a batch. Each of the last four is
-/// finite, but may not be in f16 or squared.
+/// Each is placed into an otherwise normal text, one per sequence of a batch. The last six are
+/// finite, but their squares or their values in f16 may not be.
 pub(crate) const POISON: [f32; 9] =
     [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30, -1e30, 1e9, 65520.0, 65504.0, -65520.0];
 
-/// Tokens of the texts, and where a poison is placed, one per kv head: among the sinks, the quantized
-/// tokens (first and middle of a group), the window, and last.
+/// Number of tokens of the texts, and at which of them a poison is placed, one per kv head: among
+/// the sinks, twice among the quantized tokens, in the window, and last.
 const TOKENS: usize = 45;
 const PLACES: [usize; 5] = [1, 3, 11, 38, TOKENS - 1];
 
 pub(crate) const NAMES: [&str; 6] = [
     "k2v2-g16-r16-s3",
     "k4v4-g16-r16-s3-after",
-    // Groups narrower than a CPU's vectors.
+    // Groups narrower than some CPUs' vectors.
     "k8v8-g8-r8",
     "k2v16-g16-r16",
     "float",
@@ -45,7 +46,8 @@ pub(crate) fn poisoned(name: &str, which: usize, head_dim: usize) -> Setup {
             let lane = sequence * host.shape[1] + head;
             let channel = (5 * lane + 7) % head_dim;
             let token = PLACES[head / per_place];
-            // Products of a query with codes at their place in a word, 2^32 times, must not overflow.
+            // On the CPU a code may count 2^32 times in a sum, which must not overflow with a
+            // finite query.
             let huge = which == 0 && poison.is_finite();
             let poison = if huge { poison.clamp(-1e25, 1e25) } else { poison };
             host.data[(lane * TOKENS + token) * head_dim + channel] = poison;
@@ -54,8 +56,8 @@ pub(crate) fn poisoned(name: &str, which: usize, head_dim: usize) -> Setup {
     text
 }
 
-/// Asserts that exactly what `want` has is not finite, and that the rest is close. The largest poison a
-/// sum can hold leaves of the others what f32 does: of a product with 65504, 4e-3.
+/// Asserts that `got` is not finite exactly where `want` is not, and that the rest is close. The
+/// tolerance has to be coarse: a sum that includes the poison 65504 loses digits below 4e-3.
 #[track_caller]
 pub(crate) fn alike(what: &str, got: &Host, want: &[f64], tolerance: f64) {
     assert_eq!(got.data.len(), want.len(), "{what}: number of elements");
@@ -73,7 +75,7 @@ pub(crate) fn alike(what: &str, got: &Host, want: &[f64], tolerance: f64) {
     }
 }
 
-/// Debug builds refuse such inputs before they reach a kernel.
+/// Whether this is a debug build, where such inputs are refused before they reach a kernel.
 pub(crate) fn refused_earlier() -> bool {
     if cfg!(debug_assertions) {
         skipped("debug builds return an error for input that is not finite");
@@ -86,7 +88,7 @@ fn attention_of_poisoned_texts<T: Target>(on: &On<T>) {
         return;
     }
     let names = NAMES.map(|name| (name, 64));
-    // A head_dim that is read one by one.
+    // 18 is no multiple of 4, so kernels read its channels one by one.
     for (name, head_dim) in names.into_iter().chain([("k2v16-g16-r16", 18)]) {
         if name.ends_with("f16") && !on.supports_dtype(burn::tensor::DType::F16) {
             skipped("the device has no f16");
@@ -96,7 +98,8 @@ fn attention_of_poisoned_texts<T: Target>(on: &On<T>) {
             let text = poisoned(name, which, head_dim);
             let expected = text.reference().output;
             assert!(expected.iter().any(|x| !x.is_finite()));
-            // Scores of a query of 1e30 differ by more than its neighbours in f32.
+            // With a huge query, rounding in f32 alone changes scores enough to change the softmax:
+            // only whether outputs are finite is compared.
             let tolerance = if which == 0 { f64::INFINITY } else { 2e-2 };
             let [q, k, v] = text.on(on);
             let parallel = Host::of(streaming_attention(q, k, v, &text.config).unwrap().output);
@@ -110,7 +113,7 @@ fn attention_of_poisoned_texts<T: Target>(on: &On<T>) {
     }
 }
 
-/// Chunks of many rows over a history of several tiles: a score that is NaN is no masked one.
+/// Chunks of many rows over a history of several tiles: a NaN score must not count as a masked one.
 fn long_history_of_a_poisoned_text<T: Target>(on: &On<T>) {
     if refused_earlier() {
         return;
@@ -130,7 +133,8 @@ fn long_history_of_a_poisoned_text<T: Target>(on: &On<T>) {
     }
 }
 
-/// Keys of -inf are read by nobody, whatever the rest of their split or part scores.
+/// Tokens with score -inf have weight 0, even if all other scores of their split or part of the
+/// cache are -inf as well.
 fn a_token_that_no_score_reaches<T: Target>(on: &On<T>) {
     if refused_earlier() {
         return;
@@ -149,8 +153,8 @@ fn a_token_that_no_score_reaches<T: Target>(on: &On<T>) {
     }
 }
 
-/// Infinite elements saturate as all beyond f16 do, a NaN is restored as its group's minimum: bit for
-/// bit as the oracle has it.
+/// Infinite elements saturate like all beyond the range of f16, and a NaN is restored as its
+/// group's minimum: bit for bit as by the oracle.
 fn groups_of_the_quantizer<T: Target>(on: &On<T>) {
     if refused_earlier() {
         return;
@@ -159,7 +163,8 @@ fn groups_of_the_quantizer<T: Target>(on: &On<T>) {
     for granularity in [Granularity::PerChannel, Granularity::PerToken] {
         for (bits, group_size) in [(Bits::Two, 16), (Bits::Four, 8), (Bits::Eight, 32)] {
             let mut host = Host::normal(&mut rng, [1, 2, 64, 32]);
-            // A group of nothing but NaN, of NaN and one number, and of everything.
+            // Special groups 0 to 4: all NaN; NaN but for one number; poisons; normal numbers and a
+            // NaN with its sign bit set; all infinite.
             for i in 0..group_size {
                 let at = |group: usize| match granularity {
                     Granularity::PerChannel => i * 32 + group,
@@ -219,14 +224,15 @@ mod gradients {
                     let got = gradients_with(on, &text, &weight, options);
                     for ((got, want), side) in got.iter().zip(sides).zip(["query", "key", "value"])
                     {
-                        // Differences of products with the poison have no digits left.
+                        // Products with the poison cancel to rounding errors: only whether
+                        // gradients are finite is compared.
                         let what = format!("{name} {gradient:?}: {which}, gradient of {side}");
                         alike(&what, got, &want, f64::INFINITY);
                     }
                 }
             }
         }
-        // Rows with no poison in sight have the very gradients.
+        // Here the finite gradients are compared too, those of rows that see no poison among them.
         let mut text = Setup::new("k2v2-g16-r16-s3", [1, 2, 1, 45, 64], 63);
         text.query.data[44 * 64 + 3] = f32::NAN;
         text.value.data[40 * 64 + 4] = f32::INFINITY;
@@ -242,8 +248,8 @@ mod gradients {
         }
     }
 
-    /// Recorded for gradients or not, an f16 cache rounds and saturates alike; its gradient is the
-    /// identity.
+    /// An f16 cache rounds and saturates alike whether gradients are recorded or not, and its
+    /// gradient is the identity.
     fn saturation_is_the_same_when_recorded<T: Target>(on: &On<T>) {
         if refused_earlier() {
             return;

@@ -1,4 +1,4 @@
-//! What lies in a cache's unused capacity reaches no output, even NaN.
+//! Memory of a cache that holds no token affects no output, even if it is NaN.
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use kv_cubecl::{CacheParts, KvCache, On, Target};
@@ -25,7 +25,7 @@ fn poisoned<T: Target>(text: &Setup, on: &On<T>) -> KvCache {
     KvCache::from_parts(&text.config, text.shape(), parts).unwrap()
 }
 
-/// The same run with and without, also with capacity left at the end.
+/// The same run with and without poison, with a capacity that the text fills and with a larger one.
 #[track_caller]
 fn check<T: Target>(on: &On<T>, text: &Setup, sizes: &[usize]) {
     for spare in [0, 45] {

@@ -51,7 +51,7 @@ fn check(
     equal_bits(format!("{what}: fake_quantize"), &Host::of(fake).data, &restored);
 }
 
-/// All combinations over one input.
+/// Checks one input with every granularity, number of bits and group size.
 #[track_caller]
 fn check_all<T: Target>(on: &On<T>, what: &str, host: &Host) {
     for granularity in GRANULARITIES {
@@ -67,7 +67,7 @@ fn random_inputs<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(1);
     check_all(on, "normal, seed 1", &Host::normal(&mut rng, [2, 3, 128, 64]));
     check_all(on, "keys, seed 1", &Host::keys(&mut rng, [1, 2, 64, 128]));
-    // Sizes that fill no power of two.
+    // Sizes that are not powers of two.
     for (head_dim, group_size) in [(80, 16), (96, 32), (256, 64), (8, 8), (24, 8)] {
         let bits = if group_size < 16 { Bits::Four } else { Bits::Two };
         let values = Host::normal(&mut rng, [1, 3, 7, head_dim]);
@@ -99,7 +99,7 @@ fn constant_groups<T: Target>(on: &On<T>) {
             assert!(got.iter().all(|&x| x == expected), "constant {constant}: {}", got[0]);
         }
     }
-    // Constant channels between others.
+    // One constant channel between others.
     let mut rng = Rng::new(3);
     let mut host = Host::normal(&mut rng, [1, 2, 64, 64]);
     host.data.iter_mut().skip(5).step_by(64).for_each(|x| *x = 2.5);
@@ -112,35 +112,36 @@ fn huge_values_saturate<T: Target>(on: &On<T>) {
         let host = Host::from_fn([1, 2, 64, 64], || size * (2.0 * rng.uniform() - 1.0));
         check_all(on, &format!("up to {size:e}, seed 4"), &host);
     }
-    // One outlier per group drowns the rest, but nothing overflows.
+    // Outliers take the whole range of their groups, but nothing overflows.
     let mut host = Host::normal(&mut rng, [1, 1, 64, 64]);
     host.data.iter_mut().step_by(17).for_each(|x| *x *= 1e6);
     check_all(on, "outliers, seed 4", &host);
 }
 
-/// Scales that are subnormal as f16, and ranges too small for any f16. Subnormal f32 are left out:
-/// a GPU may flush them to zero.
+/// Scales that are subnormal as f16, and ranges too small for any f16. No subnormal f32: a GPU may
+/// flush them to zero.
 fn tiny_values<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(5);
     for size in [1e-3, 1e-5, 1e-6, 2e-7, 1e-8, 1e-20, 1e-36] {
         let host = Host::from_fn([1, 2, 64, 64], || size * (1.0 + rng.uniform()));
         check_all(on, &format!("about {size:e}, seed 5"), &host);
     }
-    // A range small beside the values: the minimum's rounding error exceeds the step.
+    // A range that is small compared with the values: the rounding error of the f16 minimum exceeds
+    // a step.
     let host = Host::from_fn([1, 2, 64, 64], || 1000.0 + 0.1 * rng.uniform());
     check_all(on, "1000 and a tenth, seed 5", &host);
 }
 
 fn strided_inputs<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(6);
-    // [batch, tokens, heads, head_dim], as a projection leaves it.
+    // Stored as [batch, tokens, heads, head_dim], the output of a projection.
     let projected = Host::normal(&mut rng, [2, 64, 3, 64]).on(on).swap_dims(1, 2);
-    // Tokens innermost.
+    // Stored with tokens innermost.
     let transposed = Host::normal(&mut rng, [1, 2, 64, 128]).on(on).swap_dims(2, 3);
-    // A part of every axis, which begins inside the buffer.
+    // A part of every axis; the view begins inside the buffer.
     let part = Host::normal(&mut rng, [3, 4, 80, 100]).on(on);
     let part = part.narrow(0, 1, 2).narrow(1, 1, 2).narrow(2, 9, 64).narrow(3, 5, 64);
-    // One head for all, with stride 0.
+    // One head repeated for all, with stride 0.
     let shared = Host::normal(&mut rng, [2, 1, 64, 64]).on(on).expand([2, 3, 64, 64]);
     let inputs =
         [("projected", projected), ("transposed", transposed), ("part", part), ("shared", shared)];
@@ -154,7 +155,7 @@ fn strided_inputs<T: Target>(on: &On<T>) {
     }
 }
 
-/// Any magnitude, any bits, groups from one word on.
+/// Any magnitude, any number of bits, groups of one to four words.
 fn any_scale<T: Target>(on: &On<T>) {
     let sizes = (1..=2usize, 1..=3usize, 1..=3usize, 1..=3usize);
     let spec = (prop::sample::select(BITS.to_vec()), 1..=4usize, any::<bool>());
@@ -173,7 +174,7 @@ fn any_scale<T: Target>(on: &On<T>) {
     });
 }
 
-/// Shapes of one, and one group only.
+/// One token, or one channel, with a single group.
 fn one_token_and_one_channel<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(7);
     let token = Host::normal(&mut rng, [1, 1, 1, 64]);

@@ -11,7 +11,8 @@ use crate::{
 
 stamp!(the_smallest_caches, any_small_cache);
 
-/// Every way through a cache of the text, against the oracle.
+/// Compares every way to attend through a cache with the oracle: token by token, in parallel, with
+/// the length on the device, and in chunks.
 #[track_caller]
 fn check<T: Target>(on: &On<T>, text: &Setup) {
     attention::check(on, text);
@@ -27,7 +28,8 @@ fn check<T: Target>(on: &On<T>, text: &Setup) {
     }
 }
 
-/// One quantized value, one group of keys, words that are fewer than what is allocated at least.
+/// Caches with one quantized value, with one group of keys, and with fewer packed words than the
+/// least that is allocated.
 fn the_smallest_caches<T: Target>(on: &On<T>) {
     for (name, capacity, head_dim) in [
         ("k2v2-g16-r16", 17, 16),
@@ -41,8 +43,8 @@ fn the_smallest_caches<T: Target>(on: &On<T>) {
     }
 }
 
-/// Any valid configuration whose numbers are small; most have one slice, and end where something
-/// leaves the window.
+/// Any valid configuration with small numbers. Most have one slice, and a text that ends where
+/// something leaves the window.
 fn small_setups() -> impl Strategy<Value = Setup> {
     let bits = || prop::sample::select(vec![2usize, 4, 8, 16]);
     let few = || prop::sample::select(vec![1usize, 1, 1, 2]);
@@ -52,7 +54,7 @@ fn small_setups() -> impl Strategy<Value = Setup> {
     (bits(), bits(), counts, heads, rest).prop_map(
         |(k, v, (words, windows, groups, any), (batch, n_kv_heads, per_kv), rest)| {
             let (sinks, spare, after, beyond, seed) = rest;
-            // A group is as many codes as words of either side have, once or twice.
+            // A group fills one or two whole words of the side with fewer bits.
             let codes = [k, v].map(|bits| if bits == 16 { 1 } else { 32 / bits });
             let group = words * codes[0].max(codes[1]);
             let residual = if k == 16 { any } else { group * groups };
@@ -72,7 +74,7 @@ fn small_setups() -> impl Strategy<Value = Setup> {
 }
 
 fn any_small_cache<T: Target>(on: &On<T>) {
-    // On a GPU every one is a set of kernels to compile.
+    // Few on a GPU, where each case compiles a set of kernels.
     let cases = if T::NAME == "flex" { 500 } else { 4 };
     check_properties(cases, small_setups(), |text| check(on, &text));
 }

@@ -1,4 +1,4 @@
-//! Steps whose length the device holds, and their recording.
+//! Decode steps (`attend_at`) for which only the device knows the length, and their recording.
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -23,7 +23,8 @@ fn at(position: usize, device: &Device) -> Tensor<1, Int> {
     Tensor::from_data([position as i32], (device, DType::I32))
 }
 
-/// The tokens from `prefix` on one at a time, told nothing but positions on the device.
+/// Attends with the tokens from `prefix` on one at a time, the positions given on the device;
+/// compares outputs with the oracle and the cache with one filled by `attend`.
 #[track_caller]
 pub(crate) fn check<T: Target>(on: &On<T>, text: &Setup, prefix: usize) {
     let mut expected = text.cache(on);
@@ -46,7 +47,7 @@ pub(crate) fn check<T: Target>(on: &On<T>, text: &Setup, prefix: usize) {
     close(format!("{text:?} from {prefix}"), &Host::cat(&outputs), &oracle, CLOSE);
 }
 
-/// The rows of the tokens from `prefix` on.
+/// The output rows of the tokens from `prefix` on.
 fn tail(output: &[f64], text: &Setup, prefix: usize) -> Vec<f64> {
     let head_dim = text.query.shape[3];
     let slices = output.chunks(text.len() * head_dim);
@@ -87,13 +88,13 @@ fn a_full_cache_is_read_and_not_written<T: Target>(on: &On<T>) {
     }
 }
 
-/// Writes all of `values` into the buffer that `tensor` has.
+/// Overwrites the buffer of `tensor` with `values`.
 fn overwrite<const D: usize, K: Basic>(tensor: &mut Tensor<D, K>, values: Tensor<D, K>) {
     let all = values.dims().map(|n| 0..n);
     tensor.inplace(|tensor| tensor.slice_assign(all, values));
 }
 
-/// What a recording reads and writes.
+/// All tensors that a recording reads and writes.
 struct Bound {
     cache: KvCache,
     inputs: [Tensor<4>; 3],
@@ -108,7 +109,8 @@ fn a_recorded_step_serves_every_length<T: Target>(on: &On<T>) {
 
         let mut cache = text.cache(on);
         attend(&mut cache, &text.tokens(0..20), &[20], on);
-        // Recording runs the step: past the capacity it writes nothing.
+        // Recording runs the step, so it starts at a position past the capacity, where nothing is
+        // written.
         let inputs = text.tokens(0..1).on(on);
         let bound = Rc::new(RefCell::new(Bound { cache, inputs, position: at(70, on) }));
         let held = bound.clone();
@@ -128,8 +130,8 @@ fn a_recorded_step_serves_every_length<T: Target>(on: &On<T>) {
                     overwrite(input, new);
                 }
             }
-            // SAFETY: all the step reads and writes is in `bound` or the closure's own, and only this
-            // thread uses it.
+            // SAFETY: everything that the step reads and writes is in `bound` or owned by the
+            // closure, and only this thread uses it.
             let output = unsafe { graph.replay() };
             outputs.push(Host::of(output.clone()));
         }
@@ -138,7 +140,8 @@ fn a_recorded_step_serves_every_length<T: Target>(on: &On<T>) {
         assert!(snapshot(&cache) == snapshot(&expected), "{text:?}: codes differ");
         let oracle = tail(&text.reference().output, &text, 20);
         close(format!("{text:?}"), &Host::cat(&outputs), &oracle, CLOSE);
-        // Devices with a queue of launches record them; a fallback would not be noticed otherwise.
+        // WGPU and CUDA record their launches; without this check a fallback would go unnoticed.
+        // unnoticed.
         assert_eq!(graph.is_hardware(), T::NAME != "flex", "{text:?}");
     }
 }
@@ -162,7 +165,8 @@ fn wrong_tokens_and_positions<T: Target>(on: &On<T>) {
     assert!(snapshot(&cache) == before, "a refused call wrote");
 }
 
-/// Memory that no step has written is not shown as tokens.
+/// `advance` is refused for caches that never took a step, as it would count memory that was never
+/// written.
 fn only_steps_are_counted<T: Target>(on: &On<T>) {
     let text = Setup::new("k2v2-g16-r16", [1, 4, 2, 20, 64], 261);
     let refused = |cache: &mut KvCache| {

@@ -1,4 +1,4 @@
-//! How training may treat the quantizer: the gradient of its scale, and quantizing everything.
+//! The options of training: the gradient through the quantizer's scale, and quantizing everything.
 
 use burn::tensor::{Device, Tensor, TensorData, activation::softmax};
 use kv_cubecl::{
@@ -36,8 +36,8 @@ fn distance(a: &Host, b: &Host) -> f32 {
     difference.fold(0.0, f32::max) / largest
 }
 
-/// Group by group against the formula, with a constant group, one that saturates, one whose f16
-/// minimum is off by more than half a step, and ties.
+/// Compared with the oracle's formula group by group; special groups are constant, saturate, have
+/// an f16 minimum that is off by more than half a step, or have ties for the extremes.
 fn scale_gradient_of_one_tensor<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(90);
     for (granularity, bits) in [
@@ -130,7 +130,7 @@ fn scale_gradient_in_every_configuration<T: Target>(on: &On<T>) {
     equal_bits("forward", &Host::of(scale).data, &Host::of(identity).data);
 }
 
-/// Padding, for example.
+/// Constant groups have scale 0; padding is an example.
 fn scale_gradient_of_constant_groups<T: Target>(on: &On<T>) {
     let mut text = Setup::new("k2v2-g16-r16", [1, 2, 1, 53, 64], 91);
     for token in 0..53 {
@@ -143,7 +143,8 @@ fn scale_gradient_of_constant_groups<T: Target>(on: &On<T>) {
     check_with(on, &text, SteGradient::ScaleMin, CLOSE);
 }
 
-/// The keys and values that are quantized were rounded to f16 before; so are their extremes.
+/// Keys and values are rounded to f16 before they are quantized, and so are the extremes of their
+/// groups.
 fn scale_gradient_of_an_f16_cache<T: Target>(on: &On<T>) {
     if !on.supports_dtype(burn::tensor::DType::F16) {
         return skipped("the device has no f16");
@@ -152,8 +153,9 @@ fn scale_gradient_of_an_f16_cache<T: Target>(on: &On<T>) {
     check_with(on, &text, SteGradient::ScaleMin, CLOSE);
 }
 
-/// One side restored by plain operations: `x + (x_hat - x).detach()`, or with a scale and a minimum
-/// that have gradients, where only rounding, to f16 and to codes, is passed straight.
+/// One side fake-quantized by plain tensor operations. For the identity gradient this is
+/// `x + (x_hat - x).detach()`; for `ScaleMin`, scale and minimum have gradients too, and only
+/// rounding (to f16 and to codes) is straight-through.
 fn restored(
     x: Tensor<4>,
     host: &Host,
@@ -214,7 +216,7 @@ fn restored(
     Tensor::cat(parts, 2)
 }
 
-/// Gradients of the same loss as [`gradients_with`], by matrix products, masks and a softmax.
+/// Gradients of the same loss as [`gradients_with`], by plain matrix products, masks and a softmax.
 fn composed(on: &Device, text: &Setup, weight: &Host, options: FakeQuantOptions) -> [Host; 3] {
     let config = text.config;
     let (window, sinks) = match options.quantize_everything {
@@ -237,12 +239,12 @@ fn composed(on: &Device, text: &Setup, weight: &Host, options: FakeQuantOptions)
             .repeat_dim(2, per_kv)
             .reshape([batch, n_heads, tokens, head_dim])
     });
-    // 1 where row t sees token j so.
+    // 1 where `sees(t, j)` for row t and token j, else 0.
     let mask = |sees: &dyn Fn(usize, usize) -> bool| {
         let data = (0..tokens * tokens).map(|i| f32::from(sees(i / tokens, i % tokens))).collect();
         Host { data, shape: [1, 1, tokens, tokens] }.on(on)
     };
-    // Tokens after the sinks that a flush of row t has seen.
+    // Number of tokens after the sinks that the last flush before the attention of row t has seen.
     let seen = |t: usize| match config.flush {
         Flush::BeforeAttention => (t + 1).saturating_sub(sinks),
         Flush::AfterAttention => t.saturating_sub(sinks),
@@ -260,7 +262,8 @@ fn composed(on: &Device, text: &Setup, weight: &Host, options: FakeQuantOptions)
     leaves.map(|x| Host::of(x.grad(&grads).expect("a gradient")))
 }
 
-/// Both gradients, and quantizing everything, against a composition that shares nothing with them.
+/// Both gradients, with and without quantizing everything, compared with attention composed of
+/// Burn's tensor operations.
 fn plain_tensor_operations_agree<T: Target>(on: &On<T>) {
     for (name, seed) in [("k2v2-g16-r16", 93), ("k4v2-g16-r32-s4-after", 94)] {
         let text = Setup::new(name, [2, 4, 2, 53, 64], seed);
@@ -280,7 +283,8 @@ fn plain_tensor_operations_agree<T: Target>(on: &On<T>) {
     }
 }
 
-/// With operations around it that recompute what they need.
+/// Gradient checkpointing recomputes the operations around attention, which must not change the
+/// gradients.
 fn checkpointing_changes_nothing<T: Target>(on: &On<T>) {
     let checkpointing = (**on).clone().gradient_checkpointing();
     assert_ne!(
@@ -319,7 +323,8 @@ fn checkpointing_changes_nothing<T: Target>(on: &On<T>) {
     }
 }
 
-/// Attention over what every key and value restores to; only an incomplete group of keys is float.
+/// With `quantize_everything`, attention sees the restored form of every key and value, except keys
+/// of an incomplete group.
 fn quantizing_everything<T: Target>(on: &On<T>) {
     for name in ["k2v2-g16-r16-s4", "k4v2-g16-r32-after", "k16v2-g16-r16", "k2v16-g16-r16-s3-after"]
     {

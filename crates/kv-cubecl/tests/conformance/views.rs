@@ -1,5 +1,5 @@
-//! Tensors that are views of other buffers are read as what they show: every operation gives, bit for
-//! bit, what it gives for a copy in rows of its own.
+//! Views of larger or differently ordered buffers as inputs: every operation gives, bit for bit,
+//! what it gives for a contiguous copy.
 
 use burn::tensor::{DType, Device, Int, Slice, Tensor, kind::Basic};
 use kv_cubecl::{
@@ -18,7 +18,7 @@ stamp!(
     one_row_for_all_is_parts_of_a_cache,
 );
 
-/// `tensor` in a buffer of its own, row after row.
+/// A contiguous copy of `tensor` in a buffer of its own.
 fn copy<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> Tensor<D, K> {
     let (device, dtype) = (tensor.device(), tensor.dtype());
     Tensor::from_data(tensor.clone().into_data(), (&device, dtype))
@@ -31,12 +31,13 @@ struct View<const D: usize, K: Basic> {
     view: Tensor<D, K>,
 }
 
-/// The numbers of `tensor` as parts of larger buffers, backwards, and as every second element.
+/// Views that show the numbers of `tensor`: parts of larger buffers, reversed axes, and every
+/// second element.
 fn parts_and_strides<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> Vec<View<D, K>> {
     let mut views = Vec::new();
     for axis in 0..D {
         let len = tensor.dims()[axis];
-        // Other numbers around them; with one row before them, and with a whole tensor of rows.
+        // Between other numbers; the view starts after one row, or after as many rows as it has.
         let other = copy(&tensor.clone().flip([0]).flip([D - 1]));
         for before in [1, len] {
             let around = other.clone().narrow(axis, 0, before);
@@ -58,7 +59,7 @@ fn parts_and_strides<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> Vec<Vie
     views
 }
 
-/// [`parts_and_strides`], and with axes in another order.
+/// [`parts_and_strides`], and views with permuted axes.
 fn views(tensor: &Tensor<4>) -> Vec<View<4, burn::tensor::Float>> {
     let mut views = parts_and_strides(tensor);
     for (order, back) in [
@@ -78,7 +79,7 @@ fn views(tensor: &Tensor<4>) -> Vec<View<4, burn::tensor::Float>> {
     views
 }
 
-/// `tensor` with the first row of an axis in the place of all, by a stride of 0.
+/// For each axis, `tensor` with its first entry along the axis repeated, by a stride of 0.
 fn broadcast(tensor: &Tensor<4>) -> impl Iterator<Item = (String, Tensor<4>)> {
     (0..4).filter(|&axis| tensor.dims()[axis] > 1).map(|axis| {
         let first = copy(&tensor.clone().narrow(axis, 0, 1));
@@ -86,7 +87,8 @@ fn broadcast(tensor: &Tensor<4>) -> impl Iterator<Item = (String, Tensor<4>)> {
     })
 }
 
-/// What [`views`] and [`broadcast`] make of each of `tensors`, all three at a time.
+/// Triples of query, key and value, each one of the views that [`views`] and [`broadcast`] make of
+/// it.
 fn inputs(tensors: &[Tensor<4>; 3]) -> Vec<(String, [Tensor<4>; 3])> {
     let all: Vec<Vec<(String, Tensor<4>)>> = tensors
         .iter()
@@ -135,8 +137,8 @@ fn views_are_attended_to_in_parallel<T: Target>(on: &On<T>) {
     }
 }
 
-/// A chunk into an empty cache, one into a filled one, one token, one at a position on the device, and
-/// what `peek` and `append` do.
+/// Outputs of every way into a cache: a chunk into an empty one, a chunk into a filled one, single
+/// tokens with the length on the host and on the device, and `peek` and `append`.
 fn run(cache: &mut KvCache, [q, k, v]: &[Tensor<4>; 3]) -> Vec<Host> {
     let mut outputs = Vec::new();
     let part = |start: usize, len: usize| [q, k, v].map(|x| x.clone().narrow(2, start, len));
@@ -205,7 +207,8 @@ fn bytes<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> Vec<u8> {
     tensor.clone().into_data().as_bytes().to_vec()
 }
 
-/// What a cache of `parts` does from `text`'s token `start` on, and what it holds then.
+/// Builds a cache from `parts` and continues `text` at token `start`: the outputs, and what the
+/// cache then holds.
 fn go_on(text: &Setup, parts: CacheParts, start: usize, on: &Device) -> (Vec<Host>, [Vec<u8>; 4]) {
     let mut cache = KvCache::from_parts(&text.config, text.shape(), parts).unwrap();
     let mut outputs = Vec::new();
@@ -225,7 +228,7 @@ fn views_are_parts_of_a_cache<T: Target>(on: &On<T>) {
     }
     for name in names {
         let text = text(name);
-        // The next token pushes a window of keys out.
+        // Where keys are quantized, one of the next two tokens flushes a window of them.
         let start = 31 + text.config.sink_tokens;
         let mut cache = text.cache(on);
         attend(&mut cache, &text, &[start], on);

@@ -114,7 +114,7 @@ impl KvCacheOps for CubeBackend {
     ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>) {
         let position = into_contiguous(position);
         let position = Some(&position);
-        // Planned for the longest context, which serves all.
+        // Launches are planned for a full cache, so that one recording of them serves every length.
         let capacity = layout.config().capacity;
         let state = write(state, key, value, layout, capacity, position);
         let (output, lse) =
@@ -174,7 +174,8 @@ impl KvCacheOps for CubeBackend {
         let delta = Self::float_sum_dim(Self::float_mul(output, grad.clone()), 3);
         let stats = [lse, delta].map(|x| Self::float_reshape(x, Shape::new([1, batch * heads, m])));
         let stats = into_contiguous(Self::float_cat(stats.into(), 0));
-        // Halves side by side, so that the kernels stay within eight bindings.
+        // Floats and their restored forms share a buffer, so that the kernels stay within the eight
+        // bindings that WebGPU guarantees.
         let keys = into_contiguous(Self::float_cat(vec![key, key_hat], 0));
         let values = into_contiguous(Self::float_cat(vec![value, value_hat], 0));
         let (query, grad) = (into_contiguous(query), into_contiguous(grad));
@@ -196,15 +197,19 @@ impl KvCacheOps for CubeBackend {
     }
 }
 
-/// Functions and caches check what a device serves before they come here; only a direct caller of the
-/// trait sees this panic.
+/// Unwraps the result of a launch. The crate's functions and caches have checked the limits of the
+/// device before; only direct calls of [`KvCacheOps`] can panic here.
 fn launched(result: Result<()>) {
     if let Err(error) = result {
         panic!("{error}");
     }
 }
 
-/// Whether the device can count what attention of a query of this shape over `len` tokens takes.
+/// Checks that the device has enough cubes and wide enough indices for attention of a query of this
+/// shape over `len` tokens.
+///
+/// # Errors
+/// [`Error::Unsupported`](crate::Error::Unsupported).
 pub(super) fn check_decode(
     layout: &CacheLayout,
     query: [usize; 4],
@@ -249,8 +254,8 @@ fn writable(tensor: CubeTensor) -> CubeTensor {
     if tensor.can_mut() { tensor } else { tensor.copy() }
 }
 
-/// `state` with each tensor in rows of its own; kernels index buffers, not tensors. What is contiguous
-/// already stays where it is.
+/// Copies each tensor of `state` that is not contiguous into a buffer of its own, because kernels
+/// index buffers and know no strides.
 fn contiguous(state: CacheState<CubeBackend>) -> CacheState<CubeBackend> {
     let CacheState { keys, values, floats } = state;
     let [keys, values, floats] = [keys, values, floats].map(into_contiguous);
@@ -262,7 +267,8 @@ pub(super) fn restore_problem(shape: [usize; 4], spec: QuantSpec) -> RestoreProb
     RestoreProblem { slices: batch * heads, tokens, head_dim, spec }
 }
 
-/// Appends to a cache of `len` tokens, or one token to as many as `position` says.
+/// Appends `key` and `value` to a cache of `len` tokens. With `position`, the kernel reads from it
+/// how many tokens the cache holds; `len` is then only what the launch is planned for.
 fn write(
     state: CacheState<CubeBackend>,
     key: CubeTensor,
@@ -305,7 +311,9 @@ fn write(
     CacheState { keys, values, floats }
 }
 
-/// Attends to `tokens` of a cache of `len`, whose tensors are contiguous, or to as many as `position` says.
+/// Attends to the first `tokens` of a cache of `len` tokens, whose tensors are contiguous. With
+/// `position`, the kernel reads from it the position of the last token; `len` and `tokens` are then
+/// only what the launch is planned for.
 fn decode_attention(
     query: CubeTensor,
     state: &CacheState<CubeBackend>,

@@ -1,4 +1,4 @@
-//! Writing a cache: flush and append, in place.
+//! Writing a cache in place: flush (quantize what leaves the window) and append.
 
 use core::ops::Range;
 
@@ -105,7 +105,7 @@ fn for_each_slice(
     due: usize,
     write: impl Fn(usize, &mut [u32]) + Sync,
 ) {
-    /// Words that take as long to write as a thread to wake up.
+    /// Number of words whose writing takes about as long as waking a thread.
     const FEW: usize = 16 * 1024;
     let words = &mut words[slices.start * slice_words..slices.end * slice_words];
     let write = |(i, words): (usize, &mut [u32])| write(slices.start + i, words);

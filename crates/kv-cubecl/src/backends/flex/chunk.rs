@@ -1,5 +1,6 @@
-//! Attention of a chunk's rows over the history: blocks of rows against tiles of restored tokens, as
-//! matrix products. No more than a tile is restored at once, and no more than a block of tokens scored.
+//! Attention of many query rows over a cache: matrix products of blocks of rows with tiles of
+//! restored tokens. Only one tile is restored at a time, and only one block of tokens has its
+//! scores in memory.
 
 use rayon::prelude::*;
 

@@ -1,4 +1,5 @@
-//! Attention of few rows: one pass over the codes, threads over (batch, kv head, split).
+//! Attention of few query rows over a cache: one pass over the codes, threads over (batch, kv head,
+//! split of the tokens).
 
 use core::{
     f32::consts::LOG2_E,
@@ -168,19 +169,20 @@ impl Attend<'_> {
     }
 }
 
-/// The last token, up to `token`, at which a group of packed keys may start.
+/// The last token up to `token` where a block may end without cutting a group of packed keys; among
+/// the sinks this is any token.
 pub(super) fn between_groups(layout: &CacheLayout, token: usize) -> usize {
     let (sinks, group) = (layout.config().sink_tokens, layout.config().group_size);
     if token <= sinks { token } else { sinks + (token - sinks) / group * group }
 }
 
-/// Tokens of a block: at least one group.
+/// Most tokens of a block: enough for at least one group.
 pub(super) fn block(layout: &CacheLayout) -> usize {
     BLOCK.max(layout.config().group_size)
 }
 
-/// Does each task once, with a thread for each of `scratch`. This thread turns to them at once, while
-/// the others wake up.
+/// Does each task once, on as many threads as there are items in `scratch`. The calling thread
+/// starts at once, while the others wake up.
 fn with_this_thread<S: Send, T: Send>(
     mut scratch: impl Iterator<Item = S>,
     tasks: impl Iterator<Item = T> + Send,
@@ -206,20 +208,20 @@ fn with_this_thread<S: Send, T: Send>(
     });
 }
 
-/// Waits without sleeping, which takes longer to end than the other threads' last tasks; but not for
-/// long, as one of them may not have a core.
+/// Spins while `condition` holds: the other threads' last tasks usually end sooner than a sleeping
+/// thread would wake up. Gives up after a while, as one of them may be waiting for a core.
 fn spin_while(condition: impl Fn() -> bool) {
-    /// Of the processor's pauses, tens to hundreds of microseconds together.
+    /// Most pause instructions to wait for; together they take tens to hundreds of microseconds.
     const LONGEST: usize = 4096;
     if (0..LONGEST).take_while(|_| condition()).map(|_| hint::spin_loop()).count() > 0 {
-        // What is between a task's end and the scope's knowing of it.
+        // Time for rayon's scope to notice that the last task has ended.
         (0..16).for_each(|_| hint::spin_loop());
     }
 }
 
 impl Slice<'_> {
-    /// Attention of the rows of `query`, which are scaled, over the tokens of a split; its first one
-    /// is [between groups](between_groups).
+    /// Attention of the rows of `query`, already scaled, over the tokens of a split, which starts
+    /// [between groups](between_groups).
     fn attend(&self, query: &[f32], split: Split<'_>, scratch: &mut Scratch<'_>) {
         let Split { tokens, m, l, o: out, .. } = split;
         let Scratch { o, scores, tile } = scratch;
@@ -250,7 +252,7 @@ impl Slice<'_> {
         out.copy_from_slice(o);
     }
 
-    /// `scores[r * n + t] = query_r . key_t` of the `n` tokens.
+    /// `scores[r * n + t] = query_r . key_t` for the `n` tokens of `tokens`.
     fn score(&self, query: &[f32], tokens: Range<usize>, scores: &mut [f32], scratch: &mut [f32]) {
         let (head_dim, n, start) = (self.layout.shape().head_dim, tokens.len(), tokens.start);
         let keys = &self.keys;
@@ -268,7 +270,7 @@ impl Slice<'_> {
         });
     }
 
-    /// `o_r += sum_t weights[r * n + t] * value_t` of the `n` tokens.
+    /// `o_r += sum_t weights[r * n + t] * value_t` for the `n` tokens of `tokens`.
     fn add(&self, weights: &[f32], tokens: Range<usize>, o: &mut [f32], scratch: &mut [f32]) {
         let (head_dim, n, start) = (self.layout.shape().head_dim, tokens.len(), tokens.start);
         let values = &self.values;
@@ -321,7 +323,8 @@ fn add_rows<S: Simd>(weights: &[f32], n: usize, values: &[f32], o: &mut [f32], h
     }
 }
 
-/// Rows of `head_dim` elements, four at once, then those left.
+/// Splits `rows` into rows of `head_dim` elements: an iterator over four at once, and one over
+/// those left.
 #[inline(always)]
 fn runs_of_four(
     rows: &[f32],
@@ -345,7 +348,7 @@ mod tests {
     use super::*;
     use crate::{CacheShape, KvCacheOps, backends::flex::tensor};
 
-    /// Splits of caches in memory are shorter than a block on most machines; here one has three.
+    /// Most splits are shorter than a block; the one tested here has three blocks.
     #[test]
     fn blocks_of_a_split_make_one_softmax() {
         const TOKENS: usize = 2 * BLOCK + 777;

@@ -1,4 +1,5 @@
-//! The CPU: slices, threads over (batch, kv head, split or block), vector loops.
+//! The CPU backend: kernels on slices, threads over (batch, kv head) and parts of the tokens or
+//! query rows, vector code within a thread.
 
 #![allow(
     clippy::extra_unused_type_parameters,
@@ -69,7 +70,7 @@ impl KvCacheOps for Flex {
         let mut output = input.to_contiguous();
         let grouped = grouped(tokens, skip, &spec);
         output.storage_mut::<f32>().par_chunks_mut(tokens * head_dim).for_each(|slice| {
-            // Some groups at a time: what they are packed into is thrown away.
+            // A few groups at a time, in one small buffer: their packed form is not kept.
             let step = spec.group_size.max(RESTORED / spec.group_size * spec.group_size);
             let mut words = vec![0; spec.words(step.min(grouped.len()), head_dim)];
             let part = &mut slice[grouped.start * head_dim..grouped.end * head_dim];
@@ -211,8 +212,8 @@ impl KvCacheOps for Flex {
     }
 }
 
-/// `tensor` as the whole of a buffer, which is what `storage` gives, whatever part of it a tensor shows. One
-/// that is so already stays where it is.
+/// `tensor` in row-major order and alone in its buffer: `storage` returns the whole buffer, even
+/// where the tensor is a view of a part. A tensor that is so already is not copied.
 fn contiguous(tensor: FlexTensor) -> FlexTensor {
     let layout = tensor.layout();
     let bytes = layout.num_elements() * tensor.dtype().size();
@@ -237,10 +238,11 @@ fn contiguous_state(state: CacheState<Flex>) -> CacheState<Flex> {
     CacheState { keys, values, floats }
 }
 
-/// Tokens that fake quantization packs at a time, at least a group.
+/// About how many tokens fake quantization packs at a time; whole groups, at least one.
 const RESTORED: usize = 512;
 
-/// Tokens that fake quantization restores: whole groups after the first `skip`.
+/// The tokens that fake quantization changes: those after the first `skip`; with per-channel groups
+/// without an incomplete last group.
 fn grouped(tokens: usize, skip: usize, spec: &QuantSpec) -> core::ops::Range<usize> {
     let start = skip.min(tokens);
     let after = tokens - start;

@@ -193,9 +193,9 @@ impl<const CODES: usize> Lanes<CODES> {
     };
 }
 
-/// The operands of a sum of products: `n` steps over packed words and factors. A step has one term,
-/// or, in the integer kernels, four terms side by side. A term is a vector of codes and, for each query
-/// row, one factor that multiplies all of them.
+/// The operands of a sum of products, which has `n` steps over packed words and factors. A step has
+/// one term, or, in the integer kernels, four terms side by side. A term is a vector of codes and,
+/// for each query row, one factor that multiplies all of them.
 struct Terms<'a> {
     words: &'a [u32],
     /// Distance in `words` from one step to the next.
@@ -253,8 +253,8 @@ impl<S: Simd, const CODES: usize> Codes<S, CODES> {
         }
     }
 
-    /// The codes times 2^k, as floats; less half their range where [`Lanes::FLIP`] flipped them.
-    /// [`restore`](Self::restore) corrects a sum for both.
+    /// The codes times 2^k, as floats. Where [`Lanes::FLIP`] flipped a bit, half the range of a
+    /// code is missing. [`restore`](Self::restore) corrects a sum for both.
     #[inline(always)]
     fn read(&self, word: impl Fn(usize) -> u32) -> Vector<S, f32> {
         let mut codes = word(0).splat::<S>() & self.masks[0];
@@ -381,7 +381,7 @@ fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
         let (base, factors) = fold::<S, ROWS>(params, query, head_dim, scratch, head_dim);
         let in_group = group_size.min(tokens - group * group_size);
         for first in (0..in_group).step_by(lanes) {
-            // Prefetches the next group, a part of it with each vector of this one.
+            // Prefetches the next group: a share of it with each vector of this one.
             let share = group_words * lanes / group_size;
             simd::prefetch(keys, (group + 1) * group_words + share * (first / lanes), share);
             let reader = Codes::<S, CODES>::at(first);

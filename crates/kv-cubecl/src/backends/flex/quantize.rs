@@ -1,4 +1,4 @@
-//! Grouped quantization on slices.
+//! Grouped quantization of slices of f32: packing, restoring, and the gradient through scales.
 
 use half::f16;
 use macerator::{Scalar, Simd, Vector};
@@ -9,8 +9,9 @@ use crate::layout::{Granularity, QuantSpec};
 /// Largest finite f16: parameters are f16, so inputs saturate here.
 const F16_MAX: f32 = 65504.0;
 
-/// Scale and minimum of a group, as stored and as used. In a group of nothing but NaN no number was
-/// found: its minimum is then above its maximum.
+/// The parameter word of a group with these extremes, and its scale and minimum as restored from
+/// f16. In a group of nothing but NaN the extremes keep their start values, `min` above `max`: both
+/// then count as 0.
 #[inline(always)]
 fn parameters(min: f32, max: f32, max_code: f32) -> (u32, f32, f32) {
     let (min, max) = if min > max { (0.0, 0.0) } else { (min, max) };
@@ -20,10 +21,10 @@ fn parameters(min: f32, max: f32, max_code: f32) -> (u32, f32, f32) {
     (word, scale_half.to_f32(), min_half.to_f32())
 }
 
-/// What turns the bits of an f16, at the place of an f32's, into its value.
+/// 2^112, where 112 is the difference between the exponent biases of f32 and f16: the exponent and
+/// mantissa of an f16, moved to their place in an f32, give the f16's value when multiplied by it.
 ///
-/// Widening the exponent by multiplication is exact for every finite f16, subnormals included;
-/// parameters are always finite.
+/// This is exact for every finite f16, subnormals included; parameters are always finite.
 pub(super) const WIDEN: f32 = f32::from_bits((127 + 127 - 15) << 23);
 
 /// Scale and minimum in a parameter word.
@@ -52,13 +53,15 @@ fn encode(x: f32, scale: f32, min: f32, max_code: f32) -> f32 {
     if scale == 0.0 { 0.0 } else { code }
 }
 
-/// A group's scale to divide by: of elements that are all alike it is zero, and their codes are 0.
+/// The divisor for a group of this scale: infinity instead of 0, so that the codes of a constant
+/// group are 0.
 #[inline(always)]
 fn divisor(scale: f32) -> f32 {
     if scale == 0.0 { f32::INFINITY } else { scale }
 }
 
-/// Codes of a vector of elements; `min` and `divisor` are theirs. As [`encode`], bit for bit.
+/// Codes of a vector of elements, given each lane's minimum and [`divisor`]. As [`encode`], bit for
+/// bit.
 #[inline(always)]
 fn encode_vector<S: Simd>(
     x: Vector<S, f32>,
@@ -66,15 +69,15 @@ fn encode_vector<S: Simd>(
     divisor: Vector<S, f32>,
     max_code: u32,
 ) -> Vector<S, u32> {
-    // A NaN has the code of the minimum, 0.
+    // A NaN is replaced by the minimum, so that its code is 0.
     let x = x.eq(x).select(x.max((-F16_MAX).splat()).min(F16_MAX.splat()), min);
     let code = (x - min) / divisor;
     let code = code.max(0.0.splat()).min((max_code as f32).splat());
-    // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even; it is then the low bits.
+    // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in the low bits.
     (code + 12_582_912.0.splat()).reinterpret::<u32>() & max_code.splat()
 }
 
-/// The lesser and the greater of what was seen and `x`, which is left out where it is NaN.
+/// Extends `range`, a minimum and a maximum per lane, by `x`; NaN is ignored.
 #[inline(always)]
 fn widen_range<S: Simd>(range: &mut [Vector<S, f32>; 2], x: Vector<S, f32>) {
     range[0] = x.eq(x).select(x.min(range[0]), range[0]);
@@ -87,7 +90,7 @@ fn widen_range<S: Simd>(range: &mut [Vector<S, f32>; 2], x: Vector<S, f32>) {
 fn quantize_per_channel<S: Simd>(rows: &[f32], words: &mut [u32], head_dim: usize, n_bits: u32) {
     let lanes = f32::lanes::<S>();
     if head_dim < lanes {
-        // As many channels as a vector has, of which the last are nobody's.
+        // Pads the channels with zeros to a whole vector, and drops their words afterwards.
         let (mut wide_rows, mut wide_words) = (Vec::new(), vec![0; words.len() / head_dim * lanes]);
         for row in rows.chunks_exact(head_dim) {
             wide_rows.extend_from_slice(row);
@@ -101,7 +104,7 @@ fn quantize_per_channel<S: Simd>(rows: &[f32], words: &mut [u32], head_dim: usiz
         return;
     }
     for channel in (0..head_dim).step_by(lanes) {
-        // The last channels, some of them for the second time.
+        // The last vector may overlap the one before: those channels are computed twice, alike.
         let channel = channel.min(head_dim - lanes);
         quantize_channels::<S>(rows, words, channel, head_dim, n_bits);
     }
@@ -190,7 +193,7 @@ fn quantize_per_token_by<S: Simd, const CODES: usize>(
     }
 }
 
-/// A whole number of vectors: `part`, then NaN, which is no part of a group's range.
+/// `part`, padded with NaN, which does not count for a group's range, to whole vectors.
 #[inline(always)]
 fn padded(part: &[f32]) -> [f32; MAX_LANES] {
     let mut whole = [f32::NAN; MAX_LANES];
@@ -286,8 +289,8 @@ pub(super) fn dequantize_slice(words: &[u32], out: &mut [f32], head_dim: usize, 
     }
 }
 
-/// Adds to `grad`, the gradient of a fake-quantized slice, what passes through the scales:
-/// [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
+/// Turns `grad`, the gradient of a fake-quantized slice, into that of its input, by adding what
+/// passes through the scales: [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
 pub(super) fn add_scale_gradients(
     input: &[f32],
     grad: &mut [f32],
@@ -314,7 +317,7 @@ pub(super) fn add_scale_gradients(
     }
 }
 
-/// One group: every `stride`-th element.
+/// [`add_scale_gradients`] of one group, whose elements are `stride` apart.
 fn add_scale_gradient(input: &[f32], grad: &mut [f32], stride: usize, max_code: u32) {
     let max_code = max_code as f32;
     let elements = || input.iter().map(|x| x.clamp(-F16_MAX, F16_MAX)).step_by(stride);
@@ -331,7 +334,7 @@ fn add_scale_gradient(input: &[f32], grad: &mut [f32], stride: usize, max_code: 
     if scale > 0.0 {
         let parts = elements().zip(grad.iter().step_by(stride)).map(|(x, grad)| {
             let error = encode(x, scale, min, max_code) - (x - min) / scale;
-            // The code of a NaN rounds nothing.
+            // A NaN has no rounding error.
             if x.is_nan() { 0.0 } else { grad * error.clamp(-0.5, 0.5) }
         });
         let sum = parts.sum::<f32>() / max_code;

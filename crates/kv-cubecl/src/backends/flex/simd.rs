@@ -133,7 +133,7 @@ pub(super) fn add_scaled<S: Simd, const N: usize>(
 /// the exponent of a float.
 #[inline(always)]
 fn exp2<S: Simd>(x: Vector<S, f32>) -> Vector<S, f32> {
-    /// Here the exponent bits are 0, so that the float is the number 0.
+    /// At this `x` the exponent bits of the result are 0, which makes it the number 0.
     const LOWEST: f32 = -127.0;
     const POLYNOMIAL: [f32; 6] =
         [1.330_060_5e-3, 9.669_691e-3, 5.550_558_5e-2, 2.402_228_3e-1, LN_2, 1.0];
@@ -183,13 +183,15 @@ pub(super) fn log_sum_exp(maximum: f32, sum: f32) -> f32 {
     maximum * LN_2 + sum.ln()
 }
 
-/// What to subtract from scores whose largest is `maximum`, before they become powers of 2: with scores
-/// of nothing but `-inf`, which have weight 0, not `-inf`, as the difference would be NaN.
+/// What to subtract from scores whose largest is `maximum`, before they become powers of 2:
+/// `maximum`, but 0 where it is `-inf`. There all scores are `-inf` and must get weight 0, while
+/// `-inf - -inf` is NaN.
 pub(super) fn finite_or_zero(maximum: f32) -> f32 {
     if maximum == f32::NEG_INFINITY { 0.0 } else { maximum }
 }
 
-/// Whether there is no NaN and no infinity. Looks at all elements, which is fast in vectors.
+/// Whether there is no NaN and no infinity. Never stops early, so that the compiler can vectorize
+/// the loop.
 pub(super) fn all_finite(x: &[f32]) -> bool {
     x.iter().fold(true, |finite, x| finite & x.is_finite())
 }

@@ -11,7 +11,7 @@ use crate::{
     layout::{CacheLayout, QuantSpec, SideLayout},
 };
 
-/// Rows of one side that are handed to a kernel at once: what stays in the first-level cache.
+/// Tokens per tile, small enough for the rows of a tile to stay in the L1 cache.
 pub(super) const TILE: usize = 32;
 
 /// One (batch, kv head) slice of a cache.
@@ -95,8 +95,9 @@ impl SideSlice<'_> {
         }
     }
 
-    /// Calls `visit` with the first token and the float rows, in f32, of each run of tokens that
-    /// are not packed and lie next to one another. `widened` has room for a tile.
+    /// Calls `visit` with the first token and the f32 rows of each run of tokens that are not
+    /// packed and have adjacent float rows. `packed` is how many tokens after the sinks are packed,
+    /// `row` the float row of a token; `widened` is scratch memory for a tile.
     pub(super) fn float_tiles(
         &self,
         tokens: Range<usize>,

@@ -1,4 +1,7 @@
-//! The closed form, block by block: each block of rows is a few matrix products.
+//! [`KvCacheOps::streaming_attention`](crate::KvCacheOps::streaming_attention) on the CPU: each
+//! block of query rows is a few matrix products.
+//!
+//! Names with `hat` are about the restored (fake-quantized) form of keys and values.
 
 use core::{f32::consts::LOG2_E, ops::Range};
 
@@ -16,8 +19,8 @@ use crate::{AttentionOptions, layout::StreamSpec, shapes};
 /// block's scores stay in the cache.
 const BLOCK: usize = 64;
 
-/// Keys whose scores with a block of rows are in memory at once, so that memory does not grow with the
-/// context.
+/// Keys per tile. A block of rows has scores of one tile in memory at a time, so that memory does
+/// not grow with the context.
 const COLUMNS: usize = 4096;
 
 /// Shapes shared by the forward and the backward pass.
@@ -51,7 +54,8 @@ impl Problem {
         Self { spec, slices: batch * n_kv_heads, n_rep, m, n, head_dim, scale }
     }
 
-    /// Blocks of rows that see the same quantized keys.
+    /// Splits the query rows into blocks; the rows of a block see the same number of quantized
+    /// keys.
     pub(super) fn blocks(&self) -> Vec<Block> {
         let mut blocks = Vec::new();
         let mut start = 0;
@@ -76,18 +80,19 @@ impl Problem {
     }
 }
 
-/// Rows `[start, end)` of every query head of one kv head.
+/// Query rows `[start, end)` of all query heads of one kv head.
 #[derive(Clone, Copy)]
 pub(super) struct Block {
     pub(super) start: usize,
     pub(super) end: usize,
-    /// Keys that the last row sees.
+    /// Number of keys that the last row sees.
     pub(super) visible: usize,
-    /// Keys that all rows see quantized.
+    /// Number of keys that every row sees quantized.
     pub(super) hat_keys: usize,
-    /// Values that all rows see quantized.
+    /// Number of values that every row sees quantized.
     pub(super) hat_values: usize,
-    /// Values that the last row sees quantized; between the two, rows differ.
+    /// Number of values that the last row sees quantized. The values from `hat_values` to here are
+    /// quantized to some rows of the block and in float to others.
     pub(super) hat_values_last: usize,
 }
 
@@ -102,15 +107,15 @@ impl Block {
         starts.map(move |start| start..(start + COLUMNS).min(self.visible))
     }
 
-    /// The values of a tile that all rows see quantized, those whose form differs by row, and those that
-    /// all rows that see them see in float.
+    /// Splits the tokens of a tile by the form in which rows see their values: quantized to all
+    /// rows; the band, whose form differs by row; in float to all rows that see them.
     pub(super) fn parts(&self, columns: &Range<usize>) -> [Range<usize>; 3] {
         let clip = |token: usize| token.clamp(columns.start, columns.end);
         let (hat, last) = (clip(self.hat_values), clip(self.hat_values_last));
         [columns.start..hat, hat..last, last..columns.end]
     }
 
-    /// Columns of a tile that the `row`-th of all heads' rows sees.
+    /// Number of columns of a tile that row `row` sees; rows are counted as in [`gather`].
     pub(super) fn seen(&self, problem: &Problem, row: usize, columns: &Range<usize>) -> usize {
         let seen = problem.spec.view(self.start + row % self.len()).end;
         seen.clamp(columns.start, columns.end) - columns.start
@@ -128,7 +133,7 @@ pub(super) struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// `rows` of `columns`, `stride` apart.
+    /// A matrix whose `rows` rows of `columns` elements start `stride` elements apart.
     pub(super) fn new(data: &'a [f32], rows: usize, columns: usize, stride: usize) -> Self {
         Self { data, rows, columns, row_stride: stride, column_stride: 1 }
     }
@@ -151,7 +156,8 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// `out = keep * out + alpha * a b`, `out` row-major with rows `stride` apart; `keep` is 0 or 1.
+/// `out = alpha * a b`, added to the old `out` if `keep`; `out` is row-major, its rows start
+/// `stride` elements apart.
 pub(super) fn matmul(
     out: &mut [f32],
     stride: usize,
@@ -236,7 +242,7 @@ pub(super) fn streaming_attention(
     (tensor(output, shape), tensor(lse, shapes::log_sum_exp(shape)))
 }
 
-/// Rows of a block, all query heads below one another: `[n_rep * block, head_dim]`.
+/// Rows of a block, one query head after another: `[n_rep * block.len(), head_dim]`.
 pub(super) fn gather(problem: &Problem, block: Block, x: &[f32]) -> Vec<f32> {
     let (m, d) = (problem.m, problem.head_dim);
     let mut rows = Vec::with_capacity(problem.n_rep * block.len() * d);
@@ -246,8 +252,8 @@ pub(super) fn gather(problem: &Problem, block: Block, x: &[f32]) -> Vec<f32> {
     rows
 }
 
-/// Scaled scores of a block against `columns`, some of the keys its rows see, to base 2:
-/// `[rows, columns]`.
+/// Scores of a block's rows with the keys of the tile `columns`, `[rows, columns]`, scaled and
+/// multiplied by `log2 e`, for a softmax of powers of 2.
 pub(super) fn scores(
     problem: &Problem,
     block: Block,
@@ -272,8 +278,9 @@ pub(super) fn scores(
     scores
 }
 
-/// Splits the columns of `p` whose value differs by row, `band` of `columns`, into the part of rows that
-/// see the value quantized and the part of those that see it in float: `[2, rows, band]`.
+/// Splits the weights `p` of the tile `columns` in the `band` of tokens whose value is quantized to
+/// some rows only: the weights of rows that see the value quantized, and those of rows that see it
+/// in float, both `[rows, band]` with zeros elsewhere.
 pub(super) fn split_band(
     problem: &Problem,
     block: Block,
@@ -294,8 +301,9 @@ pub(super) fn split_band(
     (hat, float)
 }
 
-/// Whether what is hidden from some rows of a block is finite, so that a matrix product may multiply it
-/// by weights of 0: `floats` and, of values whose form differs by row, `hats`.
+/// Whether everything that some row of the block does not see is finite, so that matrix products
+/// may multiply it by that row's weight of 0 (0 times infinity is NaN): the `floats` of the band
+/// and after it, and the `hats` of the band. The parts are those of [`Block::parts`].
 pub(super) fn hidden_are_finite(
     [_, band, rest]: &[Range<usize>; 3],
     floats: &[f32],
@@ -311,7 +319,8 @@ pub(super) fn add_scaled(to: &mut [f32], factor: f32, from: &[f32]) {
     to.iter_mut().zip(from).for_each(|(to, from)| *to += factor * from);
 }
 
-/// Attends row by row to what each row sees of `tokens`, some of `columns`.
+/// Adds the values of `tokens`, a part of the tile `columns`, to `out` row by row, only those that
+/// each row sees. For inputs that are not finite, where matrix products would spread NaN.
 fn add_by_rows(
     problem: &Problem,
     block: Block,

@@ -1,5 +1,6 @@
-//! Gradients of the closed form, recomputing each block's weights from the saved log-sum-exp
-//! (Dao et al., 2022, <https://arxiv.org/abs/2205.14135>, algorithm 4).
+//! Backward pass of [`streaming_attention`](super::streaming), which recomputes each block's
+//! weights from the saved log-sum-exp (Dao et al., 2022, <https://arxiv.org/abs/2205.14135>,
+//! algorithm 4).
 
 use core::{f32::consts::LOG2_E, ops::Range};
 
@@ -18,7 +19,7 @@ use crate::{AttentionOptions, layout::StreamSpec};
 
 type Grads = (FlexTensor, FlexTensor, FlexTensor, FlexTensor, FlexTensor);
 
-/// What one (batch, kv head) slice reads.
+/// Inputs of the backward pass for one (batch, kv head) slice.
 struct Inputs<'a> {
     query: &'a [f32],
     key: &'a [f32],
@@ -30,7 +31,7 @@ struct Inputs<'a> {
     grad: &'a [f32],
 }
 
-/// What one slice writes.
+/// Gradients for one (batch, kv head) slice.
 struct Outputs {
     query: Vec<f32>,
     /// Of key, key_hat, value, value_hat.
@@ -103,7 +104,7 @@ fn backward_block(problem: &Problem, block: Block, inputs: &Inputs<'_>, outputs:
     let delta = products.map(|(output, grad)| dot(output, grad)).collect();
     let rows = Rows { query, grad, delta };
     let finite = all_finite(&rows.query) && all_finite(&rows.grad) && all_finite(&rows.delta);
-    // Row of the slice, of a gathered row.
+    // The row of the slice that a gathered row is a copy of.
     let source = |row: usize| row / block.len() * problem.m + block.start + row % block.len();
     let mut d_query = vec![0.0; rows.query.len()];
     for columns in block.tiles() {
@@ -136,7 +137,7 @@ fn backward_block(problem: &Problem, block: Block, inputs: &Inputs<'_>, outputs:
     }
 }
 
-/// What [`backward_block`] gathers of its rows.
+/// Rows of a block, gathered from all query heads.
 struct Rows {
     query: Vec<f32>,
     grad: Vec<f32>,
@@ -166,7 +167,8 @@ fn backward_tile(
         Matrix::new(&data[part.start * d..part.end * d], part.len(), d, d)
     };
 
-    // dV = P^T dO, apart for rows that saw the value quantized and for those that saw it in float.
+    // dV = P^T dO, separately for rows that saw the value quantized and for those that saw it in
+    // float.
     let [hats, band, floats] = &block.parts(columns);
     let (p_hat, p_float) = split_band(problem, block, columns, band, p);
     let d_out = Matrix::new(&rows.grad, n_rows, d, d);
@@ -212,8 +214,8 @@ fn backward_tile(
     }
 }
 
-/// As [`backward_tile`], row by row and of what each row sees alone: where something is not finite, a
-/// product with a weight of 0 is not 0.
+/// As [`backward_tile`], but row by row and only over what each row sees: where an input is not
+/// finite, its product with a weight of 0 would be NaN, not 0.
 #[allow(clippy::too_many_arguments, reason = "parts of one problem")]
 fn backward_by_rows(
     problem: &Problem,

@@ -221,6 +221,7 @@ pub(super) struct TokenArgs {
     pub(super) position_slices: usize,
     /// Units of keys, and of both sides.
     pub(super) n_keys: usize,
+    /// Units that work on either side.
     pub(super) n: usize,
 }
 

@@ -33,8 +33,8 @@ impl CacheProblem {
         SourceLaunch::new(self.len, self.added, rows, head_dim)
     }
 
-    /// Elements of the longest buffer, of floats or appended: a packed side has fewer words than its tokens
-    /// have elements.
+    /// Elements of the longest buffer: the cache's float rows or the appended tokens. Packed words
+    /// are fewer than the elements of the tokens that they hold.
     fn elements(&self) -> usize {
         let layout = &self.layout;
         let rows = layout.float_rows().max(layout.config().capacity).max(self.added);

@@ -8,8 +8,8 @@ use crate::kernels::{
 /// Fewest query rows per kv head for which a cube has enough to do.
 const MIN_ROWS: usize = 8;
 
-/// Cubes that a streaming multiprocessor has at once: so many planes of 255 registers per unit fit. A
-/// guess until measured on hardware.
+/// Cubes that a streaming multiprocessor runs at once: so many planes fit with 255 registers per
+/// unit. An estimate, not measured.
 const CUBES_PER_MULTIPROCESSOR: usize = 8;
 
 /// What changes the generated code.
@@ -23,7 +23,7 @@ pub(crate) struct ChunkBlueprint {
     pub(crate) value_bits: u32,
     /// Elements per group.
     pub(crate) group_size: usize,
-    /// Whether cubes are spread over the axes as they fit.
+    /// See [`Grid::flat`](crate::kernels::Grid::flat).
     pub(crate) flat: bool,
 }
 
@@ -44,19 +44,20 @@ impl ChunkBlueprint {
     }
 }
 
-/// What a plan depends on of the device.
+/// The properties of a device that a plan depends on.
 #[derive(Clone, Copy, Debug)]
 struct Machine {
     n_multiprocessors: usize,
     processor: Processor,
 }
 
-/// How a launch is cut.
+/// How the work of a launch is divided.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ChunkPlan {
     pub(super) blueprint: ChunkBlueprint,
     pub(super) row_chunks: usize,
-    /// Tokens that have one form of keys and one of values.
+    /// How many tokens, the oldest after the sinks, are packed on each side that is quantized; all
+    /// tokens if neither side is.
     pub(super) main: usize,
     pub(super) main_tiles: usize,
     pub(super) sink_tiles: usize,
@@ -65,7 +66,8 @@ pub(crate) struct ChunkPlan {
     pub(super) tiles_per_split: usize,
 }
 
-/// Plans a launch; `None` for what [`decode_attention`](crate::kernels::decode_attention) does.
+/// Plans a launch; `None` for problems left to
+/// [`decode_attention`](crate::kernels::decode_attention).
 pub(crate) fn plan(problem: &DecodeProblem, properties: &DeviceProperties) -> Option<ChunkPlan> {
     let machine = Machine {
         n_multiprocessors: Hardware::of(properties).n_multiprocessors,
@@ -87,8 +89,8 @@ fn prepare(problem: &DecodeProblem, machine: Machine) -> Option<ChunkPlan> {
     let blocks =
         RowBlocks::new(layout.shape().head_dim, token_group, channel_group, machine.processor)?;
     let blueprint = ChunkBlueprint { blocks, key_bits, value_bits, group_size, flat: false };
-    // Most tokens have the form that old ones have; runs of packed keys start at multiples of their
-    // length.
+    // Most tokens are old: packed on each side that is quantized. Their number is rounded down to
+    // whole runs, since runs of packed keys must start at multiples of their length.
     let sinks = if blueprint.packed() { config.sink_tokens.min(problem.tokens) } else { 0 };
     let counts = layout.schedule().counts(problem.len);
     let mut main = problem.tokens - sinks;
@@ -140,7 +142,8 @@ mod tests {
             .map(|(processor, n_multiprocessors)| Machine { n_multiprocessors, processor })
     }
 
-    /// Every plan is within WebGPU's limits, and its runs are parts of words and groups or whole ones.
+    /// Every plan is within WebGPU's limits; its runs divide code words or consist of whole ones,
+    /// and they divide groups.
     #[test]
     fn plans_fit_and_their_parts_divide() {
         let names =

@@ -9,10 +9,11 @@ use crate::kernels::{
     row_blocks::{RowState, gather, maximum, new_rows, output, read_four, sum, weigh},
 };
 
-/// How the tokens are cut; run-time numbers.
+/// How the tokens are divided into tiles and splits; run-time numbers.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct Tiles {
-    /// Tokens that have one form of keys and one of values.
+    /// How many tokens, the oldest after the sinks, are packed on each side that is quantized; all
+    /// tokens if neither side is.
     main: usize,
     main_tiles: usize,
     sink_tiles: usize,
@@ -20,8 +21,8 @@ pub(super) struct Tiles {
     tiles_per_split: usize,
 }
 
-/// The packed keys of a unit's run of tokens, `token` after the sinks and those that follow, in four
-/// channels: `[unit_tokens, 4]`.
+/// Restores four channels of the packed keys of a unit's run of tokens to `run` `[unit_tokens, 4]`.
+/// The run starts at `token`, counted after the sinks.
 #[cube]
 fn restore_keys<N: Size>(
     keys: &[Vector<u32, N>],
@@ -34,7 +35,7 @@ fn restore_keys<N: Size>(
     let codes = comptime!(bp.key_codes());
     let width = comptime!(bp.blocks.head_dim / 4);
     let group_lines = comptime!(bp.group_size / bp.key_codes());
-    // A run is whole words, or a part of one.
+    // A run consists of whole words, or is a part of one.
     let unit_lines = comptime!(bp.blocks.unit_tokens.div_ceil(bp.key_codes()));
     let line_codes = comptime!(bp.blocks.unit_tokens.min(bp.key_codes()));
     let group_base = slice_base + token / bp.group_size * ((group_lines + 1) * width);
@@ -67,7 +68,8 @@ fn restore_keys<N: Size>(
     }
 }
 
-/// A unit's channels of the value of a packed token, `token` after the sinks.
+/// Restores a unit's channels of the value of a packed token to row `at` of `run`; `token` is
+/// counted after the sinks.
 #[cube]
 fn restore_value(
     values: &[u32],
@@ -103,8 +105,8 @@ fn restore_value(
     }
 }
 
-/// Attends to the tokens from `start` to `end`, at most a tile of them: with `uniform`, all keys have
-/// the form of old ones, and all values; else each token's is looked up.
+/// Attends to the tokens from `start` to `end`, at most a tile of them. With `uniform`, each side
+/// that is quantized is packed for all of them; otherwise the form of each token is looked up.
 #[cube]
 #[allow(clippy::if_same_then_else, clippy::collapsible_if, reason = "decided when compiled")]
 fn attend_tile<R: Float, N: Size>(
@@ -146,7 +148,7 @@ fn attend_tile<R: Float, N: Size>(
         if comptime!(bp.key_bits == 0 || !uniform) {
             #[unroll]
             for t in 0..unit_tokens {
-                // What lies past the end is read from its last row, and masked below.
+                // Tokens past the end are read as the last one, and masked below.
                 let at = clamp_max(token + t, end - 1);
                 bases[t] = (float_base + float_row(at, &cache.keys)) * width;
             }
@@ -154,7 +156,7 @@ fn attend_tile<R: Float, N: Size>(
         let mut queries = Array::<usize>::new(rows);
         #[unroll]
         for r in 0..rows {
-            // Rows past the last are computed as it is, and not written.
+            // Rows past the last one repeat it, and are not written.
             let row = clamp_max(first_row + r, args.rows - 1);
             queries[r] = (slice * args.rows + row) * width;
         }
@@ -259,10 +261,10 @@ fn attend_tile<R: Float, N: Size>(
 /// One cube per (slice, split, chunk of query rows); writes `(o, m, l)` of each row to
 /// `partials` `[slices, rows, n_splits, head_dim + 2]`.
 ///
-/// Tiles of the first `main` tokens, after the sinks where something is packed, come first; then those
-/// of sinks, then those of the rest. Scores: a unit takes `unit_tokens` consecutive tokens, all query
-/// rows and all channels. Outputs: a unit takes `unit_channels` consecutive channels, all query rows
-/// and every so many-th four tokens.
+/// If something is packed, the tiles of the `main` tokens that follow the sinks come first, then
+/// those of the sinks, then those of the rest; otherwise all tokens are `main`. Scores: a unit
+/// takes `unit_tokens` consecutive tokens, all query rows and all channels. Outputs: a unit takes
+/// `unit_channels` consecutive channels, all query rows and every `strides`-th four tokens.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn partial_attention<R: Float, N: Size>(
@@ -291,7 +293,8 @@ pub(super) fn partial_attention<R: Float, N: Size>(
     }
     let mut state = new_rows::<N>(comptime!(bp.blocks));
 
-    // Two loops, because a tile of old tokens needs no branches; some drivers run both sides of each.
+    // Two loops, because tiles of old tokens need no branches, and some drivers run both sides of
+    // every branch.
     let first = split * tiles.tiles_per_split;
     let last = clamp_max(first + tiles.tiles_per_split, tiles.n_tiles);
     let mut main_start = 0usize;

@@ -15,7 +15,7 @@ use crate::{
     },
 };
 
-/// Attends as planned, of a cache whose length is known; two launches.
+/// Attention as planned, over a cache whose length the host knows, in two launches.
 ///
 /// # Errors
 /// As [`grid_of`].
@@ -58,10 +58,11 @@ pub(crate) fn launch_ref(
     launch_merge(client, partials(), bindings.output, bindings.lse, problem, n_splits)
 }
 
-/// Cubes of a plan.
+/// The grid of the first launch of a plan.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported) where the device cannot count them.
+/// [`Error::Unsupported`](crate::Error::Unsupported) where the device has too few cubes or too
+/// narrow indices.
 pub(crate) fn grid_of(
     problem: &DecodeProblem,
     plan: &ChunkPlan,

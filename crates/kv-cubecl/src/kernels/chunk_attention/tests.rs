@@ -16,12 +16,12 @@ use crate::{
     layout::CacheLayout,
 };
 
-/// Every width of keys and values.
+/// Every number of bits, and both float types.
 const CACHES: [&str; 6] = ["float", "float-f16", "k8v8", "k4v4", "k4v2-f16", "k2v2"];
 /// Short and long runs of channels.
 const HEAD_DIMS: [usize; 3] = [64, 128, 256];
 
-/// The first kernel for a card, its plan and a name for it.
+/// The first of the two kernels for a card, its plan, and a name.
 fn kernel(
     properties: Arc<DeviceProperties>,
     cache: &str,

@@ -10,7 +10,7 @@ use cubecl_cpp::{
 
 use super::leave;
 
-/// Source of `kernel` for compute capability 9.0; [left](leave) as `name`.cu.
+/// CUDA C++ of `kernel` for compute capability 9.0, also [written](leave) to `name`.cu.
 pub(in crate::kernels) fn cuda_source(name: &str, kernel: &dyn CubeKernel) -> String {
     let options = CompilationOptions {
         warp_size: 32,
@@ -30,8 +30,8 @@ pub(in crate::kernels) fn cuda_source(name: &str, kernel: &dyn CubeKernel) -> St
     source
 }
 
-/// Statements that index an array in local memory by anything but a literal, which keeps the array
-/// from being registers.
+/// Statements that index a local array by anything but a literal. The compiler cannot keep such an
+/// array in registers.
 pub(in crate::kernels) fn dynamic_indices(source: &str) -> Vec<&str> {
     let mut arrays = HashSet::new();
     let mut literals = HashSet::new();

@@ -1,4 +1,4 @@
-//! What NVIDIA's tools are given of a kernel, without a GPU: text that tests can search.
+//! The code that NVIDIA's tools get of a kernel, generated without a GPU for tests to search.
 //!
 //! CubeCL's CUDA runtime compiles a kernel to PTX through LLVM ([`ptx`]) or, on request, writes CUDA
 //! C++ for NVIDIA's own compiler ([`cpp`]).
@@ -88,12 +88,12 @@ pub(super) fn settings(units: usize, mode: ExecutionMode) -> KernelSettings {
     KernelSettings::new(CubeDim::new_1d(units as u32).into(), mode, AddressType::U32)
 }
 
-/// A buffer that is no alias of another.
+/// Compilation argument of a buffer that shares its memory with no other.
 pub(super) fn buffer() -> BufferCompilationArg {
     BufferCompilationArg { inplace: None }
 }
 
-/// Leaves `text` in the folder that `KV_CUDA_SOURCE` names, if it is set, for `scripts/inspect-cuda`.
+/// Writes `text` to the folder that `KV_CUDA_SOURCE` names, if set, for `scripts/inspect-cuda`.
 fn leave(file: &str, text: &str) {
     if let Some(folder) = std::env::var_os("KV_CUDA_SOURCE") {
         std::fs::create_dir_all(&folder).unwrap();

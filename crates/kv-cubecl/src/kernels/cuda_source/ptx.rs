@@ -1,4 +1,4 @@
-//! The PTX that CubeCL's CUDA runtime compiles a kernel to through LLVM: what it does by default.
+//! The PTX that CubeCL's CUDA runtime compiles a kernel to through LLVM, as it does by default.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ pub(in crate::kernels) fn named(name: impl Into<String>, kernel: impl CubeKernel
 /// Compute capabilities of the cards compiled for, an A100 and an H200.
 const ARCHITECTURES: [u32; 2] = [80, 90];
 
-/// What a driver of CUDA 13.0 loads.
+/// The driver whose PTX version is generated: that of CUDA 13.0.
 const DRIVER: i32 = 13_000;
 
 /// Properties of the card of this compute capability, as the runtime narrows them for LLVM.
@@ -36,7 +36,7 @@ pub(in crate::kernels) fn properties(architecture: u32) -> Arc<DeviceProperties>
     Arc::new(properties)
 }
 
-/// PTX of `kernel`; [left](leave) as `name`.ARCHITECTURE.ptx.
+/// PTX of `kernel`, also [written](leave) to `name`.ARCHITECTURE.ptx.
 ///
 /// Kernels with an exponential need the library of mathematical functions of CUDA's toolkit, in the
 /// folder that `CUDA_PATH` names.
@@ -58,7 +58,7 @@ pub(in crate::kernels) fn cuda_ptx(
     };
     let text = module.ptx.iter().map_while(|&byte| (byte != 0).then_some(byte as u8));
     let text = String::from_utf8(text.collect()).unwrap();
-    // The launch reserves it, so it stands nowhere in the code.
+    // Shared memory is reserved by the launch, so the PTX does not say how much there is.
     let shared = module.shared_memory_size;
     leave(
         &format!("{name}.{}.ptx", SmArch::new(architecture, true).target_cpu()),

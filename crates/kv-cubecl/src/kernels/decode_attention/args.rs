@@ -1,4 +1,4 @@
-//! What the kernels of this folder and of chunk attention are told of a cache.
+//! Run-time arguments of the kernels of decode attention and chunk attention.
 
 use cubecl::prelude::*;
 

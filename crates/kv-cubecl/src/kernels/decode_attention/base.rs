@@ -11,8 +11,9 @@ pub(crate) const MAX_HEAD_DIM: usize = 256;
 /// Shared memory that WebGPU guarantees, in bytes.
 pub(crate) const SHARED_BYTES: usize = 16 * 1024;
 
-/// Cubes that a streaming multiprocessor has at once: one wave of them leaves the fewest partial results
-/// to merge. Registers allow two of 128 units with 4 query rows; a guess until measured on hardware.
+/// Cubes that a streaming multiprocessor runs at once. A launch has about as many as run at once on
+/// the whole device, as fewer splits leave fewer partial results to merge. Registers allow two
+/// cubes of 128 units with 4 query rows; an estimate, not measured.
 const CUBES_PER_MULTIPROCESSOR: usize = 2;
 
 /// Most query rows whose sums a unit keeps in registers.
@@ -68,7 +69,7 @@ pub(crate) struct DecodeBlueprint {
     pub(crate) lanes: usize,
     /// Units per plane, 1 without planes.
     pub(crate) plane: usize,
-    /// Whether cubes are spread over the axes as they fit.
+    /// See [`Grid::flat`](crate::kernels::Grid::flat).
     pub(crate) flat: bool,
 }
 
@@ -88,17 +89,18 @@ impl DecodeBlueprint {
         self.units / self.lanes * self.unit_tokens
     }
 
-    /// Units that share the tokens of a block of channels.
+    /// Number of units that work on the same block of channels, each on its share of the tokens.
     pub(super) const fn strides(&self) -> usize {
         self.units / (self.head_dim / self.unit_channels)
     }
 
-    /// Numbers per row that a reduction over the cube leaves in shared memory.
+    /// Entries per row of the shared array for reductions: one per plane.
     pub(super) const fn stat_entries(&self) -> usize {
         self.units / self.plane
     }
 
-    /// Scores of a tile, or at the end one row of outputs of all units and their sums.
+    /// Entries of the shared array for the scores of a tile, later for one row of outputs and sums
+    /// of all units.
     pub(super) fn scratch_len(&self) -> usize {
         (self.rows * self.tile()).max(self.strides() * self.head_dim + self.units)
     }
@@ -109,21 +111,21 @@ impl DecodeBlueprint {
     }
 }
 
-/// How the work is cut; run-time numbers.
+/// How the work is divided over cubes; run-time numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Settings {
     pub(super) row_chunks: usize,
     pub(super) n_splits: usize,
 }
 
-/// How many splits, at most `wanted`, the tiles are dealt out to in runs of equal length, and that
-/// length; none is left without a tile.
+/// Deals out `n_tiles` to at most `wanted` splits: how many splits there are, each with a tile or
+/// more, and how many tiles each gets (the last may get fewer).
 pub(crate) fn splits(n_tiles: usize, wanted: usize) -> (usize, usize) {
     let tiles_per_split = n_tiles.div_ceil(wanted.min(n_tiles));
     (n_tiles.div_ceil(tiles_per_split), tiles_per_split)
 }
 
-/// What a plan depends on of the device.
+/// The properties of a device that a plan depends on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Hardware {
     pub(crate) n_multiprocessors: usize,
@@ -132,16 +134,17 @@ pub(crate) struct Hardware {
 }
 
 impl Hardware {
-    /// One unit after another: what every device can do.
+    /// The least that a device offers: one multiprocessor, no exchange of values between units of a
+    /// plane.
     const PLAIN: Self = Self { n_multiprocessors: 1, plane: 1 };
 
     pub(crate) fn of(properties: &DeviceProperties) -> Self {
         let hardware = &properties.hardware;
         let sizes = (hardware.plane_size_min, hardware.plane_size_max);
-        // A plan needs to know the size, which some devices choose by kernel.
+        // A plan needs to know the size of a plane; some devices choose it for each kernel.
         let known = sizes.0 == sizes.1 && properties.features.plane.contains(Plane::Ops);
         let plane = if known { sizes.0 as usize } else { 1 };
-        // A middling guess where the device does not tell.
+        // 16 is a guess for devices that do not report it.
         let n_multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(16) as usize;
         Self { n_multiprocessors, plane }
     }
@@ -163,8 +166,8 @@ pub(super) fn prepare(
     }
     let [key_bits, value_bits] = layout.code_bits();
     let group_size = config.group_size;
-    // Runs of elements share what is restored from a parameter word: long ones, within a group, of
-    // whole words.
+    // A run of elements shares the scale and minimum of one parameter word. So runs are long,
+    // consist of whole code words, and lie within one group.
     let run = |n_bits: u32, axis: usize| match n_bits {
         0 => [8, 4, 2, 1].into_iter().find(|&n| axis.is_multiple_of(n)).unwrap_or(1),
         _ => [16, 8, 4].into_iter().find(|&n| group_size.is_multiple_of(n)).unwrap_or(4),
@@ -183,7 +186,7 @@ pub(super) fn prepare(
         plane: hardware.plane,
         flat: false,
     };
-    // Neighbouring units read neighbouring vectors of a token.
+    // Neighboring units read neighboring vectors of a token.
     while 2 * blueprint.lanes <= hardware.plane.min(MAX_LANES)
         && (head_dim / blueprint.vector).is_multiple_of(2 * blueprint.lanes)
     {
@@ -192,7 +195,8 @@ pub(super) fn prepare(
     while blueprint.units < head_dim / blueprint.unit_channels {
         blueprint.units *= 2;
     }
-    // Shorter tiles before fewer rows, which would read the cache more than once.
+    // First shorter tiles, then fewer rows per cube: with fewer rows the cache is read more than
+    // once.
     let blocks = head_dim / blueprint.unit_channels;
     let fewest_units = blocks.max(32).max(blueprint.plane);
     while blueprint.shared_bytes() > SHARED_BYTES && blueprint.units / 2 >= fewest_units {
@@ -221,7 +225,10 @@ pub(super) fn prepare(
     Ok((blueprint, Settings { row_chunks, n_splits }))
 }
 
-/// Whether a cache of this layout can be attended to on any device.
+/// Checks that a cache of this layout can be attended to on any device.
+///
+/// # Errors
+/// [`Error::Unsupported`].
 pub(crate) fn check(layout: &CacheLayout) -> Result<()> {
     let float = ElemType::Float(FloatKind::F32);
     let problem = DecodeProblem {
@@ -317,7 +324,7 @@ mod tests {
             prepare(&problem, hardware).unwrap().1.n_splits
         };
         assert_eq!(n_splits(1), 1);
-        // One wave of cubes.
+        // As many cubes as run at once: 2 on each of 16 multiprocessors, for 4 slices.
         assert_eq!(n_splits(1 << 20), CUBES_PER_MULTIPROCESSOR * 16 / 4);
     }
 }

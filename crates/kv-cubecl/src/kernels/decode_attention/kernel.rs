@@ -11,17 +11,17 @@ use crate::kernels::{
     layout::{float_row, quantized},
 };
 
-/// The score of what is masked, below every other but -inf; WGSL has no infinity literal.
+/// The score of a masked token, below every other except -inf; WGSL has no literal for infinity.
 pub(crate) const LOWEST: f32 = f32::MIN;
 
 /// The weight of a score: 0 if it is masked, NaN if it is NaN.
 #[cube]
 pub(crate) fn weight_of(score: f32, largest: f32) -> f32 {
-    // Not `score > LOWEST`, which a NaN is not.
+    // A NaN score must get weight NaN, so the test is not `score > LOWEST`.
     select(score == f32::new(LOWEST), f32::new(0.0), (score - largest).exp())
 }
 
-/// What tokens a split attends to, and how they are stored.
+/// The tokens that a split attends to, and how they are stored.
 #[derive(CubeType)]
 struct Extent {
     tokens: usize,
@@ -34,7 +34,7 @@ struct Extent {
     last_tile: usize,
 }
 
-/// The share of `split`; the tiles are dealt out in runs, the last splits may get none.
+/// The share of `split`: a run of tiles; the last splits may get none.
 #[cube]
 fn extent_of(
     slice: usize,
@@ -108,7 +108,8 @@ fn tile_at(
     Tile { start, end, windowed, packed }
 }
 
-/// The largest of `value` over the cube, of each row: `values` `[rows]` in, and out.
+/// Replaces `values` `[rows]`, one value per row of this unit, by the largest of all units of the
+/// cube. Contains a barrier.
 #[cube]
 fn cube_max(
     values: &mut Array<f32>,
@@ -144,7 +145,8 @@ fn cube_max(
 /// `partials` `[slices, rows, n_splits, head_dim + 2]`.
 ///
 /// Keys: a unit takes `unit_tokens` consecutive tokens and every `lanes`-th vector of their
-/// channels. Values: a unit takes `unit_channels` consecutive channels and every so many-th token.
+/// channels. Values: a unit takes `unit_channels` consecutive channels and every `strides`-th
+/// token.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
@@ -199,7 +201,8 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     let mut maxima = Array::<f32>::new(rows);
     let mut sums = Array::<f32>::new(rows);
     let mut o = Array::<f32>::new(comptime!(bp.rows * bp.unit_channels));
-    // What minima add to each of the unit's channels.
+    // Per row, the sum of weight times minimum. It is the same for all of the unit's channels,
+    // which lie in one group.
     let mut offset = Array::<f32>::new(rows);
     #[unroll]
     for r in 0..rows {
@@ -262,7 +265,7 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
             largest[r] = maxima[r];
             #[unroll]
             for t in 0..unit_tokens {
-                // Lanes have the same sums and share writing them.
+                // All lanes of a token have its sums now; each writes a share of the scores.
                 let mine = t % comptime!(bp.lanes) == lane;
                 if mine {
                     let mut score = scores[r * unit_tokens + t];
@@ -285,7 +288,7 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
             for c in 0..unit_channels {
                 o[r * unit_channels + c] *= factor;
             }
-            // `cube_max` waited for all scores.
+            // The barrier in `cube_max` came after all scores of the tile were written.
             let mut t = unit;
             while t < tile_len {
                 let weight = weight_of(scratch[r * tile_len + t], largest[r]);
@@ -358,7 +361,7 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
         sync_cube();
     }
 
-    // Adds up what the units have, row by row.
+    // Adds up the units' outputs and sums, one row at a time.
     let entries = comptime!(bp.units);
     #[unroll]
     for r in 0..rows {
@@ -396,7 +399,7 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     }
 }
 
-/// Merges the splits of each row; one unit per (row, channel).
+/// Merges the partial softmaxes of the splits of each row; one unit per (row, channel).
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn merge_partials<Q: Float>(
     partials: &[f32],

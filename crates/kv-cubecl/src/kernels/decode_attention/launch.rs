@@ -31,7 +31,8 @@ pub(crate) struct DecodeBindings {
     pub(crate) position: Option<(BufferArg, usize)>,
 }
 
-/// Whether the device can count what [`launch_ref`] of this problem takes.
+/// Checks that the device has enough cubes and wide enough indices for [`launch_ref`] of this
+/// problem.
 ///
 /// # Errors
 /// As [`launch_ref`].
@@ -41,7 +42,7 @@ pub(crate) fn check_size(problem: &DecodeProblem, properties: &DeviceProperties)
     grid(problem, n_splits, row_chunks, blueprint.units, &Limits::of(properties)).map(drop)
 }
 
-/// Attends; two launches.
+/// Attention of `problem`, in two launches: partial results of the splits, and their merge.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported), see [the module](super).
@@ -87,10 +88,11 @@ fn partial_elements(problem: &DecodeProblem, n_splits: usize) -> usize {
     rows * n_splits * (problem.layout.shape().head_dim + 2)
 }
 
-/// Cubes of a launch over slices, splits and chunks of rows, and the merge that follows it.
+/// The grid of a launch over slices, splits and chunks of rows.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported) where the device cannot count them.
+/// [`Error::Unsupported`](crate::Error::Unsupported) where the device has too few cubes or too
+/// narrow indices for it or for the merge that follows.
 pub(crate) fn grid(
     problem: &DecodeProblem,
     n_splits: usize,

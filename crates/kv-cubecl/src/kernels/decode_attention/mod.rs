@@ -1,14 +1,16 @@
 //! Decode attention: a few query rows over a cache, in one fused pass over its codes.
 //!
-//! The tokens are split over cubes; each cube serves the query rows of one kv head, so packed words
-//! are read once for all of them, and leaves a partial softmax `(m, l, o)` that a second kernel
-//! merges. No dequantized copy of the history exists: scales and minima are folded into the query
-//! once per group of keys.
+//! The tokens are split over cubes. Each cube serves the query rows of one kv head, so that packed
+//! words are read once for all of them, and writes a partial softmax per row: `o`, the weighted sum
+//! of values, `m`, the largest score, and `l`, the sum of weights. A second kernel merges them. The
+//! history is never restored in memory: scales and minima are folded into the query once per group
+//! of keys.
 //!
 //! **Supported**: head_dim up to 256; any number of query heads per kv head and of query rows; 2, 4
 //! and 8 bits or float on either side; f32 and f16 float rows.
 //!
-//! **Rejected** (returns [`Error::Unsupported`](crate::Error::Unsupported)): a head_dim above 256.
+//! **Rejected** ([`Error::Unsupported`](crate::Error::Unsupported)): a head_dim above 256, and
+//! sizes for which the device has too few cubes or too narrow indices.
 
 mod args;
 mod base;

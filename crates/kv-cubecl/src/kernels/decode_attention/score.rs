@@ -1,4 +1,4 @@
-//! Scores of a unit's run of tokens.
+//! Scores of the run of consecutive tokens that a unit works on.
 
 use cubecl::prelude::*;
 
@@ -8,8 +8,9 @@ use crate::kernels::{
     layout::{SideArgs, float_row},
 };
 
-/// Adds to `scores` `[rows, unit_tokens]` the products of the query with the packed keys of a unit's
-/// tokens, `token` after the sinks and those that follow, over the unit's share of the channels.
+/// Adds to `scores` `[rows, unit_tokens]` the products of the query with the packed keys of a
+/// unit's run of tokens, over the unit's share of the channels. The run starts at `token`, counted
+/// after the sinks.
 ///
 /// Scale and minimum are folded into the query once per channel, not once per code.
 #[cube]
@@ -75,8 +76,8 @@ pub(super) fn score_packed<N: Size>(
     }
 }
 
-/// As [`score_packed`], of keys in float: those of `token`, counted from the first sink, and of the
-/// ones that follow it, before `end`.
+/// As [`score_packed`], for keys in float. Here `token` is counted from the first sink, and the run
+/// ends before `end`.
 #[cube]
 pub(super) fn score_float<R: Float, N: Size>(
     floats: &[Vector<R, N>],
@@ -95,7 +96,7 @@ pub(super) fn score_float<R: Float, N: Size>(
     let mut bases = Array::<usize>::new(unit_tokens);
     #[unroll]
     for t in 0..unit_tokens {
-        // What lies past the end is read from its last row, and masked by the caller.
+        // Tokens past the end are read as the last one; the caller masks their scores.
         let mut at = token + t;
         if at >= end {
             at = end - 1;

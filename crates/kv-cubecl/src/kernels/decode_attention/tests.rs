@@ -16,12 +16,14 @@ use crate::{
     layout::CacheLayout,
 };
 
-/// Every width of keys and values.
+/// Every number of bits, and both float types.
 const CACHES: [&str; 6] = ["float", "float-f16", "k8v8", "k4v4", "k4v2-f16", "k2v2"];
-/// Rows, and whether the length is on the device: what `kv-eval bench` measures on CUDA.
+/// Query rows per kv head, and whether the kernel reads the length from the device: what
+/// `kv-eval bench` measures on CUDA.
 const ROWS: [(usize, bool); 4] = [(1, false), (3, false), (4, false), (4, true)];
 
-/// The first kernel for a card, with the length on the device or not, its plan and a name for it.
+/// The first of the two kernels, its plan, and a name; for a card, with the length on the device or
+/// not.
 fn kernel(
     properties: Arc<DeviceProperties>,
     cache: &str,

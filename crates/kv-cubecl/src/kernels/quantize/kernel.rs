@@ -141,7 +141,8 @@ pub(super) fn scale_gradient(
     }
 }
 
-/// `(sum grad * error) / n` for the group's maximum, its opposite for the minimum.
+/// Adds `(sum grad * error) / n` to the gradient of the group's maximum and subtracts it from that
+/// of its minimum: [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
 #[cube]
 fn add_scale_gradient(
     data: &[f32],
@@ -177,7 +178,7 @@ fn add_scale_gradient(
             let at = base + i * stride;
             let code = f32::cast_from(encode(data[at], scale, min, n_bits));
             let error = code - (saturate(data[at]) - min) / scale;
-            // The code of a NaN rounds nothing.
+            // A NaN has no rounding error.
             if !is_nan(data[at]) {
                 sum += grad[at] * clamp(error, -0.5f32, 0.5f32);
             }

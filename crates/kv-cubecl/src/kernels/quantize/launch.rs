@@ -25,7 +25,8 @@ impl RestoreProblem {
         self.slices * self.tokens * self.head_dim
     }
 
-    /// Whether the device can count the elements: one unit per element is the longest launch.
+    /// Checks that the device has enough cubes and wide enough indices for one unit per element,
+    /// the longest launch.
     ///
     /// # Errors
     /// [`Unsupported`](crate::Error::Unsupported) naming `what`.

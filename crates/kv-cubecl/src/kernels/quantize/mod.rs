@@ -1,4 +1,5 @@
-//! Restoring packed tensors, quantize-then-restore in place, and its gradient.
+//! Restoring packed tensors, fake quantization (quantizing and restoring in place) and its
+//! gradient.
 //!
 //! Quantizing itself is [`super::cache::launch_quantize`].
 

@@ -1,6 +1,6 @@
 //! Gradients, with weights recomputed from the log-sum-exp (Dao et al., 2022).
 //!
-//! `keys` and `values` are `[2, slices, n, head_dim]`: the floats, then what they restore to;
+//! `keys` and `values` are `[2, slices, n, head_dim]`: the floats, then their restored form.
 //! `stats` is `[2, heads, m]`: the log-sum-exp, then `sum_c output_c * grad_c`.
 
 use cubecl::prelude::*;
@@ -13,7 +13,8 @@ pub(super) const KEYS_PER_CUBE: usize = 4;
 /// Query rows per step of [`keys_and_values`].
 const ROWS_PER_STEP: usize = 32;
 
-/// Start of key or value `at` in the float or the restored half of its buffer.
+/// First element of key or value `at`, in the restored half of its buffer if `hat`, else in the
+/// float half.
 #[cube]
 fn element(at: usize, hat: bool, slice: usize, slices: usize, n: usize, head_dim: usize) -> usize {
     let mut row = slice * n + at;
@@ -23,7 +24,7 @@ fn element(at: usize, hat: bool, slice: usize, slices: usize, n: usize, head_dim
     row * head_dim
 }
 
-/// Weight of a visible (row, key) and the gradient of its score.
+/// Weight of a key that `row` sees, and the gradient of their score.
 #[cube]
 fn weight_and_gradient(
     query: &[f32],
@@ -126,7 +127,8 @@ pub(super) fn queries(
                     let mut sum = acc[r * channels + i];
                     for t in 0..KEYS {
                         let at = start + t;
-                        // Not what is hidden: its gradient is 0, but 0 times infinity is not.
+                        // Hidden tokens are left out: their gradient is 0, but 0 times infinity is
+                        // not 0.
                         if at < seen {
                             let k = element(at, at < seen_hat, slice, slices, args.n, head_dim);
                             sum += ds[r * KEYS + t] * keys[k + channel];
@@ -184,7 +186,7 @@ pub(super) fn keys_and_values(
     }
     let mut ps = Shared::<[f32]>::new_slice(comptime!(ROWS_PER_STEP * KEYS_PER_CUBE));
     let mut ds = Shared::<[f32]>::new_slice(comptime!(ROWS_PER_STEP * KEYS_PER_CUBE));
-    // Of each channel: [key, key_hat, value, value_hat] of each key.
+    // Gradients, `[channels, KEYS_PER_CUBE, 4]`: of key, key_hat, value and value_hat.
     let mut acc = Array::<f32>::new(comptime!(4 * KEYS_PER_CUBE * bp.channels()));
     #[unroll]
     for i in 0..comptime!(4 * KEYS_PER_CUBE * bp.channels()) {
@@ -232,8 +234,8 @@ pub(super) fn keys_and_values(
                             #[unroll]
                             for t in 0..KEYS_PER_CUBE {
                                 let at = first_key + t;
-                                // Nothing from rows that do not see the key: 0 times infinity is
-                                // not 0.
+                                // Rows that do not see the key add nothing to it; 0 times infinity
+                                // is not 0.
                                 let sees = at < seen;
                                 let dk = select(sees, ds[r * KEYS_PER_CUBE + t] * q, f32::new(0.0));
                                 let dv = select(sees, ps[r * KEYS_PER_CUBE + t] * g, f32::new(0.0));

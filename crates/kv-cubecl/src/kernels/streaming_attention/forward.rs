@@ -15,7 +15,7 @@ use crate::kernels::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ForwardBlueprint {
     pub(super) blocks: RowBlocks,
-    /// Whether cubes are spread over the axes as they fit.
+    /// See [`Grid::flat`](crate::kernels::Grid::flat).
     pub(super) flat: bool,
     /// Whether keys are quantized.
     pub(super) keys: bool,
@@ -23,7 +23,8 @@ pub(super) struct ForwardBlueprint {
     pub(super) values: bool,
 }
 
-/// Attends to a tile of tokens from `start`, before `end`; without `masked`, every row sees all of it.
+/// Attends to the tokens from `start` to `end`, at most a tile of them. Without `masked`, every row
+/// sees all of them.
 #[cube]
 fn attend_tile<N: Size>(
     query: &[Vector<f32, N>],
@@ -62,7 +63,7 @@ fn attend_tile<N: Size>(
         let mut hat_ends = Array::<usize>::new(rows);
         #[unroll]
         for r in 0..rows {
-            // Rows past the last are computed as it is, and not written.
+            // Rows past the last one repeat it, and are not written.
             let row = clamp_max(first_row + r, args.m - 1);
             queries[r] = (head * args.m + row) * width;
             hat_ends[r] = hat_end(row, &args.schedule.keys, args);
@@ -149,7 +150,7 @@ fn attend_tile<N: Size>(
                             channel = select(hat, run_hat[t * unit_channels + c], channel);
                         }
                         if comptime!(masked) {
-                            // What is hidden has weight 0, but 0 times infinity is not 0.
+                            // A hidden token has weight 0, but 0 times infinity is not 0.
                             channel = select(token + t < seen_ends[r], channel, f32::new(0.0));
                         }
                         sum += weights.extract(t) * channel;
@@ -191,7 +192,7 @@ pub(super) fn forward_blocked<N: Size>(
     let mut state = new_rows::<N>(comptime!(bp.blocks));
 
     let end = visible(clamp_max(first_row + rows, args.m) - 1, &args);
-    // The first row sees least.
+    // The first row sees the fewest tokens: every row sees its whole tiles.
     let whole = visible(first_row, &args) / tile;
     for index in 0..whole {
         let start = index * tile;

@@ -16,7 +16,7 @@ pub(super) const KEYS: usize = 32;
 pub(super) struct StreamBlueprint {
     pub(super) head_dim: usize,
     pub(super) units: usize,
-    /// Whether cubes are spread over the axes as they fit.
+    /// See [`Grid::flat`](crate::kernels::Grid::flat).
     pub(super) flat: bool,
 }
 
@@ -33,7 +33,7 @@ pub(super) struct StreamArgs {
     pub(super) m: usize,
     /// Keys of a slice.
     pub(super) n: usize,
-    /// Query heads, of all sequences.
+    /// Query heads of all sequences together.
     pub(super) heads: usize,
     /// Query heads per kv head.
     pub(super) n_rep: usize,
@@ -81,7 +81,7 @@ pub(super) fn dot(
     sum
 }
 
-/// One cube per (tile of rows, query head).
+/// Forward pass for any head_dim; one cube per (tile of rows, query head).
 #[cube(launch, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn forward(
@@ -178,7 +178,8 @@ pub(super) fn forward(
                     let mut sum = acc[r * channels + i] * rescale[r];
                     for t in 0..KEYS {
                         let at = start + t;
-                        // Not what is hidden: its weight is 0, but 0 times infinity is not.
+                        // Hidden tokens are left out: their weight is 0, but 0 times infinity is
+                        // not 0.
                         if at < seen {
                             let v = (key_base + at) * head_dim + channel;
                             let p = scores[r * KEYS + t];

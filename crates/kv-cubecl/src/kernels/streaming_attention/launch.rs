@@ -14,7 +14,7 @@ use crate::{
     layout::{SideSchedule, StreamSpec},
 };
 
-/// Sizes of a call of the closed form.
+/// Sizes of a call of streaming attention.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StreamProblem {
     /// Which tokens, and what each row sees.
@@ -60,7 +60,8 @@ impl StreamProblem {
         StreamBlueprint { head_dim: self.head_dim, units: self.units(), flat: grid.flat }
     }
 
-    /// Elements of a query or of a side, of which the longest buffer has `sides`.
+    /// Elements of the longest buffer: the query, or `sides` tensors shaped like the keys, in one
+    /// buffer.
     fn elements(&self, sides: usize) -> usize {
         self.head_dim * (self.heads() * self.m).max(sides * self.slices * self.n)
     }
@@ -73,7 +74,8 @@ impl StreamProblem {
         Grid::new("streaming_attention", wanted, units, self.elements(1), limits)
     }
 
-    /// Cubes of the backward pass: of the query's gradient, and of the sides'.
+    /// The grids of the backward pass: of the kernel for the query, and of that for keys and
+    /// values.
     fn backward_grids(&self, limits: &Limits) -> Result<[Grid; 2]> {
         let grid = |wanted| {
             let (what, elements) = ("gradient of streaming_attention", self.elements(4));
@@ -84,11 +86,12 @@ impl StreamProblem {
     }
 
     fn blocks(&self, properties: &DeviceProperties) -> Option<RowBlocks> {
-        // Tokens and channels are in no groups here.
+        // The inputs are f32, not packed, so no groups limit the runs.
         RowBlocks::new(self.head_dim, 0, 0, Processor::of(properties))
     }
 
-    /// Whether the device can count what attention takes, and its gradients if they are `recorded`.
+    /// Checks that the device has enough cubes and wide enough indices for the forward pass and, if
+    /// gradients are `recorded`, the backward pass.
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported).
@@ -109,11 +112,11 @@ pub(crate) struct ForwardBindings {
     pub(crate) query: BufferArg,
     /// `[slices, n, head_dim]`.
     pub(crate) key: BufferArg,
-    /// What the keys restore to.
+    /// The fake-quantized keys, `[slices, n, head_dim]`.
     pub(crate) key_hat: BufferArg,
     /// `[slices, n, head_dim]`.
     pub(crate) value: BufferArg,
-    /// What the values restore to.
+    /// The fake-quantized values, `[slices, n, head_dim]`.
     pub(crate) value_hat: BufferArg,
     /// `[slices, n_rep, m, head_dim]`.
     pub(crate) output: BufferArg,
@@ -121,7 +124,7 @@ pub(crate) struct ForwardBindings {
     pub(crate) lse: BufferArg,
 }
 
-/// Attends; one launch.
+/// The forward pass, one launch.
 ///
 /// # Errors
 /// As [`StreamProblem::check`].
@@ -176,12 +179,12 @@ pub(crate) fn launch_forward(
     Ok(())
 }
 
-/// Buffers of the backward pass, all contiguous f32; inputs are read by two kernels.
+/// Buffers of the backward pass, all contiguous f32.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
 pub(crate) struct BackwardBindings<F: Fn() -> [BufferArg; 5]> {
-    /// Query `[slices, n_rep, m, head_dim]`; keys and values `[2, slices, n, head_dim]`, floats
-    /// then what they restore to; gradient of the output; stats `[2, slices * n_rep, m]`, the
-    /// log-sum-exp then `sum_c output_c * grad_c`.
+    /// Returns the inputs, which two kernels read: query `[slices, n_rep, m, head_dim]`; keys and
+    /// values `[2, slices, n, head_dim]`, floats then restored form; gradient of the output; stats
+    /// `[2, slices * n_rep, m]`, log-sum-exp then `sum_c output_c * grad_c`.
     pub(crate) inputs: F,
     /// Gradient of the query.
     pub(crate) query_grad: BufferArg,
@@ -189,7 +192,7 @@ pub(crate) struct BackwardBindings<F: Fn() -> [BufferArg; 5]> {
     pub(crate) side_grads: BufferArg,
 }
 
-/// Computes the gradients; two launches.
+/// The backward pass, two launches.
 ///
 /// # Errors
 /// As [`StreamProblem::check`].
@@ -244,7 +247,8 @@ mod tests {
         StreamProblem { spec, slices, n_rep, m: tokens, n: tokens, head_dim: 64, scale: 1.0 }
     }
 
-    /// The gradients of both sides and what they restore to are in one buffer.
+    /// The backward pass writes the gradients of key, key_hat, value and value_hat to one buffer,
+    /// which is four times as long as the keys.
     #[test]
     fn sizes_beyond_u32_are_refused() {
         let limits = &Limits::WEBGPU;

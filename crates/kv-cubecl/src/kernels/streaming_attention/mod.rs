@@ -1,7 +1,9 @@
-//! The closed form: causal attention where each row sees quantized and float keys and values by
-//! the window, and its gradients. No score matrix of the whole sequence exists.
+//! [`streaming_attention`](crate::streaming_attention), the closed form of the cache: causal
+//! attention of a whole sequence, where each row sees quantized and float keys and values by the
+//! window, and its gradients. The score matrix of the whole sequence is never stored.
 //!
-//! Forward, products are blocked in registers; a head_dim that is not a multiple of 4 has a simpler kernel.
+//! The forward pass blocks its products in registers; a head_dim that is not a multiple of 4 has a
+//! simpler kernel.
 //!
 //! **Supported**: head_dim up to 256, any number of query heads per kv head, f32.
 //!

@@ -10,7 +10,7 @@ use crate::kernels::{
     row_blocks::{Processor, RowBlocks, VECTOR},
 };
 
-/// Forward with both sides quantized, and without blocks; backward.
+/// The blocked forward pass with keys and values quantized, the simple one, and the backward pass.
 #[test]
 fn no_array_is_in_local_memory() {
     let (b, t) = (buffer, Default::default);

@@ -6,8 +6,8 @@ use kv_cubecl::KvCache;
 use super::Host;
 
 /// Tolerance of f32 results against f64, relative to the largest magnitude expected. Attention sums
-/// some hundreds of products of order one, each with relative error 6e-8; ten times the error that
-/// leaves (about 1e-6), so that the order of summation is free.
+/// some hundreds of products of order one, each with relative error 6e-8, which gives an error of
+/// about 1e-6; ten times that leaves the order of summation free.
 pub(crate) const CLOSE: f64 = 1e-5;
 
 /// Asserts that all of `got` is finite and within `tolerance` times the largest magnitude of `want`.

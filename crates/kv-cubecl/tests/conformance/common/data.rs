@@ -5,7 +5,7 @@ use core::ops::Range;
 use burn::tensor::{Device, Tensor, TensorData};
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
-/// The same numbers for the same seed on every machine and version.
+/// A random generator that gives the same numbers for the same seed on every machine and version.
 pub(crate) struct Rng(Xoshiro256PlusPlus);
 
 impl Rng {
@@ -18,7 +18,7 @@ impl Rng {
         self.0.random::<f32>()
     }
 
-    /// Uniform in the range.
+    /// Uniform in `0..end`.
     pub(crate) fn below(&mut self, end: usize) -> usize {
         self.0.random_range(0..end)
     }
@@ -69,7 +69,7 @@ impl Host {
         self.data.iter().map(|&x| f64::from(x)).collect()
     }
 
-    /// A part along the tokens.
+    /// The part with these tokens.
     pub(crate) fn tokens(&self, tokens: Range<usize>) -> Self {
         let [batch, heads, n_tokens, head_dim] = self.shape;
         let slices = self.data.chunks(n_tokens * head_dim);
@@ -78,7 +78,7 @@ impl Host {
         Self { data, shape: [batch, heads, tokens.len(), head_dim] }
     }
 
-    /// Joins along the tokens.
+    /// Concatenates along the tokens.
     pub(crate) fn cat(parts: &[Host]) -> Self {
         let [batch, heads, _, head_dim] = parts[0].shape;
         let mut data = Vec::new();

@@ -25,13 +25,14 @@ pub(crate) fn run<T: Target>(case: fn(&On<T>)) {
     }
 }
 
-/// Says, past the test harness's capture, that something was not tested and why.
+/// Reports that something was not tested and why. Written to standard error directly, because the
+/// test harness captures `eprintln!`.
 pub(crate) fn skipped(why: &str) {
     let test = std::thread::current().name().unwrap_or("test").to_string();
     writeln!(std::io::stderr().lock(), "SKIPPED {test}: {why}").unwrap();
 }
 
-/// Stamps cases `fn case<T: Target>(on: &On<T>)` for every target.
+/// Makes a test for every target out of each case, a function `fn case<T: Target>(on: &On<T>)`.
 macro_rules! stamp {
     ($($case:ident),+ $(,)?) => { $crate::common::stamp_each! {
         flex "flex" [kv_cubecl::Flex] wgpu "wgpu" [kv_cubecl::Wgpu] cuda "cuda" [kv_cubecl::Cuda]
@@ -39,7 +40,7 @@ macro_rules! stamp {
     } };
 }
 
-/// Stamps cases for `Autodiff` of every target.
+/// As `stamp`, for `Autodiff` of every target.
 #[cfg(feature = "autodiff")]
 macro_rules! stamp_autodiff {
     ($($case:ident),+ $(,)?) => { $crate::common::stamp_each! {

@@ -11,7 +11,7 @@ use proptest::{
 
 use super::{Host, Rng};
 
-/// One random text for one configuration; prints as what is needed to repeat it.
+/// A configuration and a random text for it; `Debug` prints what is needed to repeat it.
 #[derive(Clone)]
 pub(crate) struct Setup {
     pub(crate) config: KvCacheConfig,
@@ -64,7 +64,7 @@ impl Setup {
         [&self.query, &self.key, &self.value].map(|host| host.on(device))
     }
 
-    /// Part of the text.
+    /// The same setup with only these tokens.
     pub(crate) fn tokens(&self, tokens: core::ops::Range<usize>) -> Self {
         Self {
             query: self.query.tokens(tokens.clone()),
@@ -74,7 +74,7 @@ impl Setup {
         }
     }
 
-    /// What the oracle says.
+    /// The oracle's outputs and counts for the text.
     pub(crate) fn reference(&self) -> reference::Streamed {
         reference::stream(
             (&self.query.data, self.query.shape),
@@ -112,8 +112,8 @@ pub(crate) fn chunk_sizes(rng: &mut Rng, total: usize, largest: usize) -> Vec<us
 
 /// Any valid configuration with a text that fills its window up to three times.
 pub(crate) fn setups() -> impl Strategy<Value = Setup> {
-    // A kernel is compiled for every kind of configuration, which is what takes time on a software
-    // driver: few kinds here, `attention` has them all.
+    // Only a few kinds of configuration, as compiling the kernels of each takes a software driver
+    // long; the cases in `attention` have them all.
     let bits = vec![(2, 2), (4, 4), (8, 8), (4, 2), (16, 4), (2, 16), (16, 16)];
     let bits = prop::sample::select(bits);
     let sizes = vec![(16, 64), (32, 64), (16, 80)];

@@ -24,7 +24,7 @@ impl<const CODES: usize, const ROWS: usize> Kernels<'_, CODES, ROWS> {
     fn in_integers(self) -> [Vec<f32>; 2] {
         let Self { keys, values, query, weights, tokens, head_dim: d, group_size: g } = self;
         let n = tokens;
-        // Poisoned: what is not written shows.
+        // Filled with NaN, so that elements which the kernel fails to write are noticed.
         let mut scores = vec![f32::NAN; ROWS * tokens];
         let mut o = vec![0.0; ROWS * d];
         let scratch = &mut vec![f32::NAN; SCRATCH_ROWS * d];
@@ -41,7 +41,7 @@ impl<const CODES: usize, const ROWS: usize> WithSimd for Kernels<'_, CODES, ROWS
     fn with_simd<S: Simd>(self) -> Self::Output {
         let Self { keys, values, query, weights, tokens, head_dim: d, group_size: g } = self;
         let n = tokens;
-        // Poisoned: what is not written shows.
+        // Filled with NaN, so that elements which the kernel fails to write are noticed.
         let mut scores = vec![f32::NAN; ROWS * tokens];
         let mut o = vec![0.0; ROWS * d];
         let scratch = &mut vec![f32::NAN; SCRATCH_ROWS * d];
@@ -51,7 +51,8 @@ impl<const CODES: usize, const ROWS: usize> WithSimd for Kernels<'_, CODES, ROWS
     }
 }
 
-/// Every extension this CPU has, on lengths around vectors, groups and tiles.
+/// Compares the kernels for every vector extension that this CPU has with f64 sums over restored
+/// tokens, on numbers of tokens around multiples of vectors, groups and tiles.
 fn check<const CODES: usize, const ROWS: usize>(head_dim: usize, group_size: usize) {
     let n_bits = 32 / CODES as u32;
     for tokens in [1usize, 31, 32, 37, 64, 97, 160, 199] {
@@ -59,7 +60,7 @@ fn check<const CODES: usize, const ROWS: usize>(head_dim: usize, group_size: usi
         let wave = |len: usize, pitch: f32| -> Vec<f32> {
             (0..len).map(|i| (i as f32 * pitch).sin() + 0.3 * (i % 7) as f32).collect()
         };
-        // The second row's factors are of every magnitude.
+        // Factors of the second row differ by many orders of magnitude.
         let wide = |row: usize, i: usize| if row == 1 { 10f32.powi(i as i32 % 9 - 6) } else { 1.0 };
         let mut query = wave(ROWS * head_dim, 0.7);
         let mut weights: Vec<f32> = wave(ROWS * tokens, 1.3).iter().map(|x| x.abs()).collect();
@@ -119,7 +120,7 @@ fn check<const CODES: usize, const ROWS: usize>(head_dim: usize, group_size: usi
                 {
                     let largest = expected.iter().fold(0.0f64, |m, x| m.max(x.abs()));
                     for (i, (actual, expected)) in actual.iter().zip(expected).enumerate() {
-                        // Sums of up to 199 products, each rounded to f32's 6e-8.
+                        // Sums of up to 256 products, each rounded to f32's 6e-8.
                         let error = (f64::from(*actual) - expected).abs();
                         assert!(
                             error <= 2e-6 * largest,
@@ -135,13 +136,14 @@ fn check<const CODES: usize, const ROWS: usize>(head_dim: usize, group_size: usi
 
 const ARCHS: [Arch; 4] = [Arch::Scalar, Arch::V2, Arch::V3, Arch::V4];
 
-/// Says, past the test harness's capture, what this CPU does not test.
+/// Reports the vector extensions that this CPU lacks. Written to standard error directly, because
+/// the test harness captures `eprintln!`.
 fn say_what_is_missing() {
     let test = std::thread::current().name().unwrap_or("test").to_string();
     let archs = ARCHS.iter().filter(|arch| !available(**arch)).map(|arch| format!("{arch:?}"));
     let vnni = (!vnni::available()).then(|| "VNNI".to_string());
     for missing in archs.chain(vnni) {
-        // A closed standard error is no reason to fail.
+        // A test must not fail because standard error is closed.
         let _ = writeln!(std::io::stderr(), "SKIPPED {test}: this CPU has no {missing}");
     }
 }

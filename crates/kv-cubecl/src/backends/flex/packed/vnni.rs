@@ -35,8 +35,8 @@ const LARGEST: f32 = 0x3f_7f00 as f32;
 /// `ZERO` from it byte by byte, without borrowing, leaves three signed bytes whose value is x.
 const ZERO: u32 = 0x40_8080;
 
-/// A group's largest factor counts as at least this, so that no division overflows. Smaller factors add
-/// nothing to a softmax.
+/// The largest factor of a group counts as at least this, so that the division by it does not
+/// overflow. Factors below it are too small to change a softmax.
 const SMALLEST: f32 = 1e-30;
 
 /// Whether this processor has the instructions and the shape fits the kernels.
@@ -115,7 +115,7 @@ impl<const CODES: usize> Lanes<CODES> {
     }
 }
 
-/// Reads the codes of 16 consecutive elements.
+/// Reads the codes of 16 consecutive elements, one per lane.
 struct Codes<const CODES: usize> {
     bytes: __m512i,
     mask: __m512i,
@@ -371,8 +371,9 @@ fn score<const CODES: usize, const ROWS: usize>(
     let reader = Codes::<CODES>::new();
     let group_words = (group_size / CODES + 1) * head_dim;
     let n_groups = tokens.div_ceil(group_size);
-    // One step folds group `step` and then reads the codes of the group before it: the processor does
-    // the latter while it waits for the former's largest factor.
+    // Step `step` folds the factors of group `step`, then reads the codes of the group before. Both
+    // are independent, so the processor can overlap them: the largest factor of a group, which its
+    // digits need, takes long to compute.
     let (mut digits, mut scaled) = scratch.split_at_mut(MAX_ROWS * head_dim);
     let mut next = Folded { base: [0.0; MAX_ROWS], largest: [0.0; MAX_ROWS] };
     let mut unit = [0.0; MAX_ROWS];
@@ -391,7 +392,8 @@ fn score<const CODES: usize, const ROWS: usize>(
         let words = &keys[group * group_words..][..group_words];
         let in_group = group_size.min(tokens - group * group_size);
         for first in (0..in_group).step_by(LANES) {
-            // Prefetches the group after the next to be folded, a part of it with each vector.
+            // Prefetches the third group from this one, a share of it with each vector: the next is
+            // folded already, and the one after it is about to be.
             let share = group_words * LANES / group_size;
             simd::prefetch(keys, (group + 3) * group_words + share * (first / LANES), share);
             let sums = reader.sums::<ROWS>(&Terms {
@@ -491,12 +493,13 @@ fn add<const CODES: usize, const ROWS: usize>(
     }
 }
 
-/// Aligned to a cache line, so that no vector read in order crosses one.
+/// Aligned to a cache line, so that a vector read at a multiple of 64 bytes crosses none.
 #[repr(align(64))]
 struct Aligned<T>(T);
 
-/// Transposes lines of `width` words four at a time: of each quad of lines come the four first words, the
-/// four second words, and so on, up to a multiple of four words. Lines past the last are zeros.
+/// Transposes lines of `width` words four at a time: of each quad of lines, the four first words
+/// come first, then the four second words, and so on, padded to a multiple of four words. Lines
+/// past the last are zeros.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn transpose(lines: &[u32], width: usize, quads: &mut [u32]) {
