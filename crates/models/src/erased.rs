@@ -151,8 +151,14 @@ pub(crate) fn map(mapper: &mut impl ModuleMapper, given: Given<'_>) -> Box<dyn A
             with_rank!(rank, D => Box::new(mapper.map_bool::<D>(owned(param))))
         }
         Given::Flag(flag) => Box::new(mapper.map_flag(flag)),
-        Given::Enter(name, container) => Box::new(mapper.enter_module(name, container)),
-        Given::Exit(name, container) => Box::new(mapper.exit_module(name, container)),
+        Given::Enter(name, container) => {
+            mapper.enter_module(name, container);
+            Box::new(())
+        }
+        Given::Exit(name, container) => {
+            mapper.exit_module(name, container);
+            Box::new(())
+        }
     }
 }
 
