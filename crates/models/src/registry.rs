@@ -4,7 +4,7 @@ use std::sync::{PoisonError, RwLock};
 
 use crate::{Error, Family, Result, gguf::GgufNames, gpt2, llama};
 
-static BUILT_IN: [&dyn Family; 2] = [&gpt2::Files, &llama::Files];
+static BUILT_IN: &[&dyn Family] = &[&gpt2::Files, &llama::Files];
 static REGISTERED: RwLock<Vec<&'static dyn Family>> = RwLock::new(Vec::new());
 
 /// Makes a family known to [`load`](crate::load()), for the rest of the program.
@@ -15,7 +15,7 @@ static REGISTERED: RwLock<Vec<&'static dyn Family>> = RwLock::new(Vec::new());
 /// of `family` is then registered.
 pub fn register(family: &'static dyn Family) -> Result<()> {
     let mut registered = REGISTERED.write().unwrap_or_else(PoisonError::into_inner);
-    let known: Vec<_> = BUILT_IN.into_iter().chain(registered.iter().copied()).collect();
+    let known: Vec<_> = BUILT_IN.iter().chain(registered.iter()).copied().collect();
     for (field, names) in [
         ("model_type", model_types as fn(&'static dyn Family) -> Vec<&'static str>),
         ("general.architecture", architectures),
@@ -43,7 +43,7 @@ fn architectures(family: &'static dyn Family) -> Vec<&'static str> {
 
 fn families() -> Vec<&'static dyn Family> {
     let registered = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);
-    BUILT_IN.into_iter().chain(registered.iter().copied()).collect()
+    BUILT_IN.iter().chain(registered.iter()).copied().collect()
 }
 
 /// The family of a `model_type`.

@@ -117,3 +117,9 @@ impl ModelSpec {
         Self { rope: Some(rope), ..self }
     }
 }
+
+impl AsRef<Self> for ModelSpec {
+    fn as_ref(&self) -> &Self {
+        self
+    }
+}

@@ -11,4 +11,4 @@ pub use attention::{AttentionObserver, AttentionTrace, Memory};
 pub use linear::{Linear, project};
 pub use mlp::SwiGlu;
 pub use rope::{Rope, RopeScaling, Rotation};
-pub(crate) use rows::by_rows;
+pub use rows::by_rows;

@@ -17,7 +17,7 @@ const PIECE: usize = 256;
 ///
 /// - x: `[batch, seq, d_input]`
 /// - output: `[batch, seq, d_output]`
-pub(crate) fn by_rows(x: Tensor<3>, f: impl Fn(Tensor<3>) -> Tensor<3> + Sync) -> Tensor<3> {
+pub fn by_rows(x: Tensor<3>, f: impl Fn(Tensor<3>) -> Tensor<3> + Sync) -> Tensor<3> {
     #[cfg(feature = "flex")]
     {
         use kv_cubecl::{Flex, Target};
