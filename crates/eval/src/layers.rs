@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
-    Bits, CacheFloat, Granularity, KvCacheConfig, On, Target, layout::Schedule, quantize,
-    streaming_attention,
+    Bits, CacheFloat, FakeQuantOptions, Granularity, KvCacheConfig, On, Target, layout::Schedule,
+    quantize, streaming_attention_with,
 };
 use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig, ids_to_tensor};
 use serde::Serialize;
@@ -138,7 +138,7 @@ pub fn side_error(
 }
 
 fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Result<LayerError> {
-    let AttentionTrace { layer, query, key, value, output } = trace.clone();
+    let AttentionTrace { layer, query, key, value, output, options } = trace.clone();
     let counts = Schedule::new(config).counts(key.dims()[2]);
     let error = |side_of: &Tensor<4>, granularity, bits, count: usize| {
         if count == 0 {
@@ -151,7 +151,9 @@ fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Resul
     let keys = error(&key, Granularity::PerChannel, config.key_bits, counts.keys)?;
     let values = error(&value, Granularity::PerToken, config.value_bits, counts.values)?;
 
-    let quantized = read(streaming_attention(query, key, value, config)?.output, name)?;
+    let fake_quant = FakeQuantOptions::default();
+    let quantized = streaming_attention_with(query, key, value, config, fake_quant, options)?;
+    let quantized = read(quantized.output, name)?;
     let (error, norm) = squares(&quantized, &read(output, name)?);
     Ok(LayerError {
         layer,

@@ -4,10 +4,10 @@ use std::time::Instant;
 
 use burn::tensor::Tensor;
 use kv_cubecl::{
-    CacheShape, KvCacheConfig, On, QuantizedCounts, Target,
+    KvCacheConfig, On, QuantizedCounts, Target,
     layout::{CacheLayout, Schedule},
 };
-use kv_models::{LanguageModel, ModelCacheConfig, ids_to_tensor};
+use kv_models::{LanguageModel, LayerSpec, ModelCacheConfig, ids_to_tensor};
 
 use crate::{
     Error, Mode, Plan, PositionNll, Result, Run,
@@ -235,11 +235,11 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Re
     let (kl_mean, _) = mean_and_stderr(&kl);
     let same_top = tally.divergence.iter().filter(|row| row.same_top).count();
     let bytes = |config: &ModelCacheConfig| -> Result<usize> {
-        let (n_kv_heads, head_dim) = (model.n_kv_heads(), model.head_dim());
-        let shape = CacheShape { batch: 1, n_kv_heads, head_dim };
-        (0..model.n_layers())
-            .map(|i| Ok(CacheLayout::new(&config.layer(i), shape)?.memory_bytes().total()))
-            .sum()
+        let bytes = |(i, layer): (usize, &LayerSpec)| {
+            let layout = CacheLayout::new(&config.layer(i), layer.cache_shape(1))?;
+            Ok(layout.memory_bytes().total())
+        };
+        model.spec().layers.iter().enumerate().map(bytes).sum()
     };
     let KvCacheConfig { float, capacity, .. } = tally.config.cache;
     let float = KvCacheConfig::float().with_float(float).with_capacity(capacity);

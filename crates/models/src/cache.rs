@@ -1,10 +1,10 @@
 //! The KV caches of all layers of a model.
 
 use burn::tensor::Device;
-use kv_cubecl::{CacheShape, KvCache, MemoryBytes};
+use kv_cubecl::{KvCache, MemoryBytes};
 
 use crate::{
-    Error, ModelCacheConfig, Result,
+    Error, LayerSpec, ModelCacheConfig, ModelSpec, Result,
     nn::{Rope, Rotation},
 };
 
@@ -36,21 +36,21 @@ impl ModelCacheBytes {
 impl ModelCache {
     pub(crate) fn new(
         config: &ModelCacheConfig,
-        n_layers: usize,
-        shape: CacheShape,
-        max_positions: usize,
-        rope: Option<&Rope>,
+        spec: &ModelSpec,
+        batch: usize,
         device: &Device,
     ) -> Result<Self> {
-        let batch = shape.batch;
-        let layers = (0..n_layers)
-            .map(|i| Ok(KvCache::new(&config.layer(i), shape, device)?))
-            .collect::<Result<Vec<_>>>()?;
-        let capacity = config.cache.capacity;
+        let new = |(i, layer): (usize, &LayerSpec)| {
+            let cache = KvCache::new(&config.layer(i), layer.cache_shape(batch), device)?;
+            Ok(cache.with_options(layer.options)?)
+        };
+        let layers = spec.layers.iter().enumerate().map(new).collect::<Result<Vec<_>>>()?;
+        let (capacity, max_positions) = (config.cache.capacity, spec.max_positions);
         let device = device.clone().without_autodiff();
         let room = capacity.min(max_positions);
         let tabulate = |rope: &Rope| (rope.clone(), rope.rotation(0, room, room, &device));
-        Ok(Self { layers, rotations: rope.map(tabulate), batch, capacity, max_positions })
+        let rotations = spec.rope.as_ref().map(tabulate);
+        Ok(Self { layers, rotations, batch, capacity, max_positions })
     }
 
     /// The rotary table, if it was computed by `rope` and lies on `device`; `None` on a device that

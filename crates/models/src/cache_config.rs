@@ -9,7 +9,7 @@ use serde::{
 };
 use serde_json::{Map, Value};
 
-use crate::{Error, LanguageModel, Result, load::read_to_string, save};
+use crate::{Error, ModelSpec, Result, files};
 
 /// The file that says which cache a model was trained with, beside its weights.
 pub const KV_CACHE_FILE: &str = "kv_cache.json";
@@ -53,14 +53,14 @@ impl ModelCacheConfig {
     ///
     /// # Errors
     ///
-    /// A cache that does not fit [`head_dim`](LanguageModel::head_dim), or a float layer that the
-    /// model does not have.
-    pub fn validate(&self, model: &LanguageModel) -> Result<()> {
-        self.cache.validate(model.head_dim())?;
-        let n_layers = model.n_layers();
+    /// A cache that does not fit the heads of a layer, or a float layer that the model does not
+    /// have.
+    pub fn validate(&self, model: impl AsRef<ModelSpec>) -> Result<()> {
+        let layers = &model.as_ref().layers;
+        layers.iter().try_for_each(|layer| self.cache.validate(layer.head_dim))?;
         match self.float_layers.last() {
-            Some(&layer) if layer >= n_layers => {
-                let rule = format!("the model has layers 0 to {}", n_layers - 1);
+            Some(&layer) if layer >= layers.len() => {
+                let rule = format!("the model has layers 0 to {}", layers.len().saturating_sub(1));
                 Err(Error::argument("float_layers", layer, rule))
             }
             _ => Ok(()),
@@ -76,7 +76,7 @@ impl ModelCacheConfig {
     /// unknown or wrong.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let text = read_to_string(path)?;
+        let text = files::read_to_string(path)?;
         let fields: Map<String, Value> = serde_json::from_str(&text).map_err(|error| {
             Error::Malformed { path: path.into(), format: "json", why: error.to_string() }
         })?;
@@ -90,7 +90,7 @@ impl ModelCacheConfig {
     ///
     /// [`Error::Write`].
     pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
-        save::write(path.as_ref(), &save::pretty(self))
+        files::write(path.as_ref(), &files::pretty(self))
     }
 }
 

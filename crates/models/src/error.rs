@@ -194,7 +194,8 @@ pub enum Error {
 }
 
 impl Error {
-    pub(crate) fn config(
+    /// [`Error::Config`]: the `field` of the file at `path` has a `value` that breaks `rule`.
+    pub fn config(
         path: impl Into<PathBuf>,
         field: impl Into<String>,
         value: impl ToString,
@@ -217,7 +218,8 @@ impl Error {
         }
     }
 
-    pub(crate) fn unsupported(what: impl Into<String>, why: impl Into<String>) -> Self {
+    /// [`Error::Unsupported`].
+    pub fn unsupported(what: impl Into<String>, why: impl Into<String>) -> Self {
         Self::Unsupported { what: what.into(), why: why.into() }
     }
 

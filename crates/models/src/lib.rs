@@ -6,6 +6,9 @@
 //! quantized cache: every pass says what its cache stores, the same in all layers or, with a
 //! [`ModelCacheConfig`], with some layers in float.
 //!
+//! A [`LanguageModel`] is a [`Decoder`] of any type. Models of other crates implement it and
+//! [`Family`], and [`register`] makes them known to [`load()`].
+//!
 //! ```no_run
 //! use burn::tensor::{Device, Int, Tensor};
 //! use kv_models::kv_cubecl::KvCacheConfig;
@@ -26,26 +29,41 @@
 mod cache;
 mod cache_config;
 pub mod chat;
+pub mod checkpoint;
+mod decoder;
+mod erased;
 mod error;
+mod family;
+pub mod fields;
+mod files;
 pub mod generate;
+pub mod gguf;
 pub mod gpt2;
 pub mod llama;
 pub mod load;
 mod model;
 pub mod nn;
+mod pass;
+mod registry;
 pub mod save;
+mod spec;
 pub mod tokenizer;
 
 pub use cache::{ModelCache, ModelCacheBytes};
 pub use cache_config::{KV_CACHE_FILE, ModelCacheConfig};
 pub use chat::ChatTemplate;
+pub use decoder::{Decoder, Role, Roles};
 pub use error::{Error, Result, one_line};
+pub use family::{ConfigJson, Family};
 pub use generate::{
-    DecodeGraph, Decoder, GenerateOptions, Generated, Sampler, Sampling, generate, ids_to_tensor,
+    DecodeGraph, GenerateOptions, Generated, Sampler, Sampling, Steps, generate, ids_to_tensor,
 };
 pub use kv_cubecl;
 pub use load::{Loaded, load};
 pub use model::LanguageModel;
 pub use nn::{AttentionObserver, AttentionTrace};
+pub use pass::Pass;
+pub use registry::register;
 pub use save::{SaveDtype, SaveOptions, check_savable, save};
+pub use spec::{LayerSpec, ModelSpec};
 pub use tokenizer::Tokenizer;

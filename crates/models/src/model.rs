@@ -1,29 +1,56 @@
 //! One type for all models.
 
+use std::{any::Any, fmt};
+
 use burn::{
-    module::Module,
+    module::{
+        Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault,
+        ModuleMapper, ModuleVisitor,
+    },
     tensor::{Device, Int, Tensor},
 };
-use kv_cubecl::{CacheShape, FakeQuantOptions};
+use kv_cubecl::FakeQuantOptions;
 
 use crate::{
-    ModelCache, ModelCacheConfig, Result,
+    Decoder, ModelCache, ModelCacheConfig, ModelSpec, Pass, Result, Roles,
     cache::check_context,
-    gpt2::Gpt2,
-    llama::Llama,
-    nn::{AttentionObserver, AttentionShape, Pass},
+    erased::{self, Change, Erased},
+    nn::{AttentionObserver, project},
 };
 
-/// A decoder-only language model whose KV cache is a parameter.
-#[derive(Module, Debug)]
-pub enum LanguageModel {
-    /// GPT-2.
-    Gpt2(Gpt2),
-    /// The Llama family.
-    Llama(Llama),
-}
+/// A decoder-only language model whose KV cache is a parameter: a [`Decoder`] of any type, as one
+/// Burn [`Module`].
+pub struct LanguageModel(Box<dyn Erased>);
 
 impl LanguageModel {
+    /// The model that `decoder` computes.
+    pub fn new(decoder: impl Decoder + Module + ModuleDisplay) -> Self {
+        Self(Box::new(decoder))
+    }
+
+    /// The decoder, whatever its type.
+    pub fn decoder(&self) -> &dyn Decoder {
+        self.0.decoder()
+    }
+
+    /// The decoder, if it is a `D`.
+    pub fn downcast_ref<D: Decoder>(&self) -> Option<&D> {
+        (self.decoder() as &dyn Any).downcast_ref()
+    }
+
+    /// The decoder, if it is a `D`.
+    ///
+    /// # Errors
+    ///
+    /// The model as it was, if it is not.
+    pub fn downcast<D: Decoder>(self) -> core::result::Result<D, Self> {
+        if self.downcast_ref::<D>().is_none() {
+            return Err(self);
+        }
+        let decoder: Box<dyn Any> = self.0;
+        Ok(*decoder.downcast().expect("its type was just checked"))
+    }
+
     /// Logits of a whole sequence, computed in parallel as a cache of `config` would have
     /// produced them token by token. Differentiable.
     ///
@@ -97,13 +124,14 @@ impl LanguageModel {
         &self,
         ids: Tensor<2, Int>,
         config: &ModelCacheConfig,
-        options: FakeQuantOptions,
+        fake_quant: FakeQuantOptions,
         observer: Option<&mut AttentionObserver<'_>>,
     ) -> Result<Tensor<3>> {
         config.validate(self)?;
         check_context(0, ids.dims()[1], "max_positions", self.max_positions())?;
         let observer = observer.map(|observe| observe as &mut AttentionObserver<'_>);
-        self.run(ids, Pass::Parallel { config, options, observer })
+        self.decoder()
+            .hidden(ids, Pass::Parallel { spec: self.spec(), config, fake_quant, observer })
     }
 
     /// [`step`](Self::step) up to the final norm.
@@ -119,7 +147,7 @@ impl LanguageModel {
     pub fn hidden_step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
         let [batch, seq] = ids.dims();
         cache.check(batch, seq)?;
-        self.run(ids, Pass::Cached(cache))
+        self.decoder().hidden(ids, Pass::Cached(cache))
     }
 
     /// [`hidden_step`](Self::hidden_step) for one token whose position, `[1]` i32, is on the
@@ -130,14 +158,7 @@ impl LanguageModel {
         cache: &mut ModelCache,
         position: &Tensor<1, Int>,
     ) -> Result<Tensor<3>> {
-        self.run(ids, Pass::At { cache, position })
-    }
-
-    fn run(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
-        match self {
-            Self::Gpt2(model) => model.hidden(ids, pass),
-            Self::Llama(model) => model.hidden(ids, pass),
-        }
+        self.decoder().hidden(ids, Pass::At { cache, position })
     }
 
     /// Logits of final-normed hidden states.
@@ -147,10 +168,7 @@ impl LanguageModel {
     /// - hidden: `[batch, seq, hidden]`
     /// - output: `[batch, seq, vocab]`
     pub fn head(&self, hidden: Tensor<3>) -> Tensor<3> {
-        match self {
-            Self::Gpt2(model) => model.head(hidden),
-            Self::Llama(model) => model.head(hidden),
-        }
+        project(hidden, self.decoder().head_weight().val())
     }
 
     /// An empty cache for `batch` sequences.
@@ -166,66 +184,128 @@ impl LanguageModel {
     ) -> Result<ModelCache> {
         let config = config.into();
         config.validate(self)?;
-        let AttentionShape { n_kv_heads, head_dim, .. } = self.attention_shape();
-        let shape = CacheShape { batch, n_kv_heads, head_dim };
-        let rope = match self {
-            Self::Gpt2(_) => None,
-            Self::Llama(model) => Some(model.rope()),
-        };
-        ModelCache::new(&config, self.n_layers(), shape, self.max_positions(), rope, device)
+        ModelCache::new(&config, self.spec(), batch, device)
+    }
+
+    /// The model's sizes, layer by layer.
+    pub fn spec(&self) -> &ModelSpec {
+        self.decoder().spec()
     }
 
     /// Tokens the model knows.
     pub fn vocab_size(&self) -> usize {
-        match self {
-            Self::Gpt2(model) => model.config().vocab_size,
-            Self::Llama(model) => model.config().vocab_size,
-        }
+        self.spec().vocab_size
     }
 
     /// The longest context the model was made for.
     pub fn max_positions(&self) -> usize {
-        match self {
-            Self::Gpt2(model) => model.config().max_positions,
-            Self::Llama(model) => model.config().max_positions,
-        }
+        self.spec().max_positions
     }
 
     /// Transformer layers.
     pub fn n_layers(&self) -> usize {
-        match self {
-            Self::Gpt2(model) => model.config().n_layers,
-            Self::Llama(model) => model.config().n_layers,
-        }
+        self.spec().layers.len()
     }
 
-    /// Query heads per layer.
-    pub fn n_heads(&self) -> usize {
-        self.attention_shape().n_heads
+    /// What every parameter is for.
+    pub fn roles(&self) -> Roles {
+        let mut roles = Roles::default();
+        self.decoder().roles(&mut roles);
+        roles
     }
 
-    /// Key and value heads per layer.
-    pub fn n_kv_heads(&self) -> usize {
-        self.attention_shape().n_kv_heads
+    fn change(self, change: Change<'_>) -> Self {
+        Self(self.0.changed(change))
+    }
+}
+
+impl<D: Decoder + Module + ModuleDisplay> From<D> for LanguageModel {
+    fn from(decoder: D) -> Self {
+        Self::new(decoder)
+    }
+}
+
+impl AsRef<ModelSpec> for LanguageModel {
+    fn as_ref(&self) -> &ModelSpec {
+        self.spec()
+    }
+}
+
+impl Clone for LanguageModel {
+    fn clone(&self) -> Self {
+        Self(self.0.boxed_clone())
+    }
+}
+
+/// The kind of module that visitors and mappers are told when they enter a decoder.
+const CONTAINER: &str = "Struct:LanguageModel";
+
+impl Module for LanguageModel {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        self.0.add_devices(devices)
     }
 
-    /// Channels per head.
-    pub fn head_dim(&self) -> usize {
-        self.attention_shape().head_dim
+    fn fork(self, device: &Device) -> Self {
+        self.change(Change::Fork(device))
     }
 
-    /// Width of the residual stream.
-    pub fn hidden_size(&self) -> usize {
-        match self {
-            Self::Gpt2(model) => model.config().hidden_size,
-            Self::Llama(model) => model.config().hidden_size,
-        }
+    fn to_device(self, device: &Device) -> Self {
+        self.change(Change::ToDevice(device))
     }
 
-    fn attention_shape(&self) -> AttentionShape {
-        match self {
-            Self::Gpt2(model) => model.config().attention_shape(),
-            Self::Llama(model) => model.config().attention,
-        }
+    fn train(self) -> Self {
+        self.change(Change::Train)
+    }
+
+    fn valid(&self) -> Self {
+        Self(self.0.validation())
+    }
+
+    fn materialize(self) -> Self {
+        self.change(Change::Materialize)
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        let name = self.decoder().name();
+        visitor.enter_module(name, CONTAINER);
+        self.0.accept(&mut |met| erased::visit(visitor, met));
+        visitor.exit_module(name, CONTAINER);
+    }
+
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        let name = self.decoder().name();
+        mapper.enter_module(name, CONTAINER);
+        let mapped = self.change(Change::Map(&mut |given| erased::map(mapper, given)));
+        mapper.exit_module(name, CONTAINER);
+        mapped
+    }
+}
+
+impl fmt::Debug for LanguageModel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("LanguageModel").field(&self.decoder()).finish()
+    }
+}
+
+impl fmt::Display for LanguageModel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.format(DisplaySettings::default()))
+    }
+}
+
+impl ModuleDisplayDefault for LanguageModel {
+    fn content(&self, content: Content) -> Option<Content> {
+        let text = self.0.display(content.display_settings.clone());
+        content.add_formatted(&text).optional()
+    }
+
+    fn num_params(&self) -> usize {
+        Module::num_params(self)
+    }
+}
+
+impl ModuleDisplay for LanguageModel {
+    fn format(&self, settings: DisplaySettings) -> String {
+        self.0.display(settings)
     }
 }

@@ -11,7 +11,7 @@ use common::{
     Named, assert_contains, copy, device, expected, failure, fixture, tiny, with_config,
     with_tensors, write_gguf,
 };
-use kv_models::{Error, LanguageModel, kv_cubecl::KvCacheConfig, load};
+use kv_models::{Error, kv_cubecl::KvCacheConfig, llama::Llama, load};
 use serde_json::{Value as Json, json};
 
 /// A change to a configuration.
@@ -107,9 +107,9 @@ fn old_rope_fields_resolve_like_new_ones() {
         rope.as_object_mut().unwrap().remove("rope_theta");
         c["rope_scaling"] = rope;
     });
-    let config = |path: &Path| match load(path, &device()).unwrap().model {
-        LanguageModel::Llama(model) => model.config().clone(),
-        other => panic!("{other:?}"),
+    let config = |path: &Path| {
+        let model = load(path, &device()).unwrap().model;
+        model.downcast_ref::<Llama>().unwrap().config().clone()
     };
     assert_eq!(config(folder.path()), config(&tiny("llama3-rope-tiny")));
 }

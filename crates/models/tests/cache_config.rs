@@ -133,7 +133,7 @@ fn wrong_files_name_the_field() {
         ("residual_length", json!(1.5), "expected usize"),
         ("flush", json!("later"), "expected `before` or `after`"),
         ("capacity", json!(null), "expected usize"),
-        ("float", json!("bf16"), "expected `f32` or `f16`"),
+        ("float", json!("f64"), "expected one of `f32`, `f16`, `bf16`"),
         ("float_layers", json!(0), "expected a sequence"),
         ("float_layers", json!([-1]), "expected usize"),
         ("float_layer", json!([0]), "unknown field"),
@@ -175,10 +175,11 @@ fn the_observer_sees_every_layer() {
         assert_eq!(traces.len(), model.n_layers());
         let [batch, seq] = ids.dims();
         for (i, trace) in traces.into_iter().enumerate() {
-            let AttentionTrace { layer, query, key, value, output } = trace;
+            let AttentionTrace { layer, query, key, value, output, .. } = trace;
             assert_eq!(layer, i);
-            assert_eq!(query.dims(), [batch, model.n_heads(), seq, model.head_dim()]);
-            assert_eq!(key.dims(), [batch, model.n_kv_heads(), seq, model.head_dim()]);
+            let spec = model.spec().layers[i];
+            assert_eq!(query.dims(), [batch, spec.n_heads, seq, spec.head_dim]);
+            assert_eq!(key.dims(), [batch, spec.n_kv_heads, seq, spec.head_dim]);
             let attention =
                 streaming_attention(query, key, value, &config.layer(i)).unwrap().output;
             assert_eq!(attention.to_data(), output.to_data());
@@ -232,12 +233,12 @@ fn a_model_from_scratch_knows_nothing_yet() {
         near(std(layer.mlp.down.weight.val()), intermediate_size, residual);
         assert!(layer.qkv.bias.is_none() && model.head.is_none() == tied_head);
 
-        let model = LanguageModel::Llama(model);
+        let model = LanguageModel::new(model);
         let first = loss(&model, &device).into_scalar::<f32>();
         // Random logits of variance 1 have a loss half a nat above that of uniform ones.
         assert!((first - 300f32.ln() - 0.5).abs() < 0.2, "loss {first}");
         device.seed(7);
-        let again = LanguageModel::Llama(Llama::init(Config { tied_head, ..small() }, &device));
+        let again = LanguageModel::new(Llama::init(Config { tied_head, ..small() }, &device));
         assert_eq!(loss(&again, &device).into_scalar::<f32>(), first, "the seed decides");
     }
 }
@@ -248,9 +249,9 @@ fn every_weight_from_scratch_has_a_gradient() {
     let _turn = SEED.lock().unwrap();
     let device = device().autodiff();
     let config = Config { tied_head: false, qkv_bias: true, ..small() };
-    let model = LanguageModel::Llama(Llama::init(config, &device));
+    let model = LanguageModel::new(Llama::init(config, &device));
     let grads = loss(&model, &device).backward();
-    let LanguageModel::Llama(model) = model else { panic!() };
+    let model = model.downcast::<Llama>().unwrap();
     let mut weights = vec![model.embedding.weight.val()];
     weights.extend(model.head.map(|head| head.weight.val()));
     let mut vectors = vec![model.norm.gamma.val()];

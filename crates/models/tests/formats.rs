@@ -16,20 +16,15 @@ use common::{
     write_gguf_file, write_vocabulary,
 };
 use kv_models::{
-    LanguageModel, SaveOptions, Tokenizer,
+    LanguageModel, LayerSpec, SaveOptions, Tokenizer,
     kv_cubecl::KvCacheConfig,
     llama::{Config, Llama},
-    load,
-    nn::AttentionShape,
-    save,
+    load, save,
 };
 use safetensors::{Dtype, tensor::TensorView};
 
 fn llama(path: &Path) -> Llama {
-    match load(path, &device()).unwrap().model {
-        LanguageModel::Llama(model) => model,
-        other => panic!("{other:?}"),
-    }
+    load(path, &device()).unwrap().model.downcast().unwrap()
 }
 
 /// The weights that `types.gguf` holds in blocks, under their GGUF names.
@@ -190,7 +185,7 @@ fn compare_with_a_missing_layer(
     types: &[(GgmlDType, f32)],
 ) {
     let changed = |model: Llama| {
-        let model = LanguageModel::Llama(model);
+        let model = LanguageModel::new(model);
         rms(&model.forward(ids.clone(), KvCacheConfig::float()).unwrap(), logits)
     };
     let float = llama(folder);
@@ -238,12 +233,12 @@ fn blocks_of_256_change_the_logits_less_than_a_missing_layer() {
         hidden_size: 256,
         intermediate_size: 512,
         n_layers: 1,
-        attention: AttentionShape { n_heads: 4, n_kv_heads: 2, head_dim: 64 },
+        attention: LayerSpec::new(4, 2, 64),
         rotary_dim: 64,
         ..small()
     };
     device.seed(5);
-    let model = LanguageModel::Llama(Llama::init(config, &device));
+    let model = LanguageModel::new(Llama::init(config, &device));
     let ids = expected(&tiny("llama-tiny"), &device).ids;
     let logits = model.forward(ids.clone(), KvCacheConfig::float()).unwrap();
     let folder = tempfile::tempdir().unwrap();

@@ -17,12 +17,13 @@ use common::{
 };
 use half::f16;
 use kv_models::{
-    Error, KV_CACHE_FILE, LanguageModel, ModelCacheConfig, SaveDtype, SaveOptions, Tokenizer,
-    check_savable,
+    Error, KV_CACHE_FILE, LanguageModel, LayerSpec, ModelCacheConfig, SaveDtype, SaveOptions,
+    Tokenizer, check_savable,
+    gpt2::Gpt2,
     kv_cubecl::KvCacheConfig,
     llama::{Config, Llama},
     load,
-    nn::{AttentionShape, RopeScaling},
+    nn::RopeScaling,
     save,
 };
 use safetensors::{Dtype, SafeTensors};
@@ -68,9 +69,9 @@ fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 }
 
 fn config(model: &LanguageModel) -> String {
-    match model {
-        LanguageModel::Gpt2(model) => format!("{:?}", model.config()),
-        LanguageModel::Llama(model) => format!("{:?}", model.config()),
+    match model.downcast_ref::<Gpt2>() {
+        Some(model) => format!("{:?}", model.config()),
+        None => format!("{:?}", model.downcast_ref::<Llama>().unwrap().config()),
     }
 }
 
@@ -139,11 +140,9 @@ fn gguf_files_become_folders() {
         assert_eq!(logits(&model, &device).to_data(), logits(&again, &device).to_data());
     }
     // llama.cpp writes Llama 3's scaling as divisors: they are recognized again.
-    let LanguageModel::Llama(original) = load(tiny("llama3-rope-tiny"), &device).unwrap().model
-    else {
-        panic!()
-    };
-    let LanguageModel::Llama(converted) = load(&gguf, &device).unwrap().model else { panic!() };
+    let original =
+        load(tiny("llama3-rope-tiny"), &device).unwrap().model.downcast::<Llama>().unwrap();
+    let converted = load(&gguf, &device).unwrap().model.downcast::<Llama>().unwrap();
     assert!(matches!(original.config().rope_scaling, RopeScaling::Llama3 { .. }));
     assert_eq!(converted.config().rope_scaling, original.config().rope_scaling);
 
@@ -258,13 +257,13 @@ fn a_failed_save_leaves_what_was_there() {
         (f32::NAN, "holds NaN at element 35, weights must be finite"),
         (f32::NEG_INFINITY, "holds -inf at element 35"),
     ] {
-        let LanguageModel::Llama(mut broken) = model.clone() else { panic!() };
+        let mut broken = model.clone().downcast::<Llama>().unwrap();
         // The first of the key rows, which follow 96 query rows; element 35 of it.
         let weight = broken.layers[1].qkv.weight.val();
         let value = Tensor::full([1, 1], value, &device);
         let weight = weight.slice_assign([96..97, 35..36], value);
         broken.layers[1].qkv.weight = burn::module::Param::from_tensor(weight);
-        let broken = LanguageModel::Llama(broken);
+        let broken = LanguageModel::new(broken);
         let error = save(folder.path(), &broken, &words(), options).unwrap_err().to_string();
         let name = "model.safetensors: tensor model.layers.1.self_attn.k_proj.weight";
         assert!(error.contains(name) && error.contains(part), "{error}");
@@ -325,7 +324,7 @@ fn every_configuration_is_saved_or_refused() {
         ] {
             let config =
                 Config { qkv_bias, output_bias, mlp_bias, rotary_dim, rope_scaling, ..small() };
-            let model = LanguageModel::Llama(Llama::init(config.clone(), &device));
+            let model = LanguageModel::new(Llama::init(config.clone(), &device));
             let folder = tempfile::tempdir().unwrap();
             let savable = check_savable(&model, &words(), SaveOptions::default());
             match save(folder.path(), &model, &words(), SaveOptions::default()) {
@@ -333,7 +332,7 @@ fn every_configuration_is_saved_or_refused() {
                     savable.unwrap();
                     n_saved += 1;
                     let again = load(folder.path(), &device).unwrap().model;
-                    let LanguageModel::Llama(llama) = &again else { panic!() };
+                    let llama = again.downcast_ref::<Llama>().unwrap();
                     assert_eq!(llama.config(), &config);
                     assert_eq!(
                         logits(&again, &device).to_data(),
@@ -369,11 +368,11 @@ fn frequencies_that_follow_the_context_are_saved() {
             },
             ..small()
         };
-        let model = LanguageModel::Llama(Llama::init(config.clone(), &device));
+        let model = LanguageModel::new(Llama::init(config.clone(), &device));
         let folder = tempfile::tempdir().unwrap();
         save(folder.path(), &model, &words(), SaveOptions::default()).unwrap();
         let again = load(folder.path(), &device).unwrap().model;
-        let LanguageModel::Llama(llama) = again else { panic!() };
+        let llama = again.downcast::<Llama>().unwrap();
         assert_eq!(llama.config(), &config);
     }
 }
@@ -383,7 +382,7 @@ fn rotating_parts_of_a_head_survive_rounding() {
     let device = device();
     for head_dim in [24, 80, 96, 112] {
         for rotary_dim in (2..head_dim).step_by(2) {
-            let attention = AttentionShape { n_heads: 1, n_kv_heads: 1, head_dim };
+            let attention = LayerSpec::new(1, 1, head_dim);
             let config = Config {
                 attention,
                 hidden_size: head_dim,
@@ -394,11 +393,9 @@ fn rotating_parts_of_a_head_survive_rounding() {
                 ..small()
             };
             let folder = tempfile::tempdir().unwrap();
-            let model = LanguageModel::Llama(Llama::init(config.clone(), &device));
+            let model = LanguageModel::new(Llama::init(config.clone(), &device));
             save(folder.path(), &model, &words(), SaveOptions::default()).unwrap();
-            let LanguageModel::Llama(again) = load(folder.path(), &device).unwrap().model else {
-                panic!()
-            };
+            let again = load(folder.path(), &device).unwrap().model.downcast::<Llama>().unwrap();
             assert_eq!(again.config(), &config);
         }
     }
@@ -446,7 +443,7 @@ fn a_trained_vocabulary() {
 fn a_model_in_training_is_saved_as_it_is() {
     let training = device().autodiff();
     let folder = tempfile::tempdir().unwrap();
-    let model = LanguageModel::Llama(Llama::init(small(), &training));
+    let model = LanguageModel::new(Llama::init(small(), &training));
     save(folder.path(), &model, &words(), SaveOptions::default()).unwrap();
     let again = load(folder.path(), &device()).unwrap().model;
     let before = logits(&model, &training).to_data();

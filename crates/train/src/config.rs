@@ -3,6 +3,7 @@
 
 use core::{fmt, str::FromStr};
 
+use kv_models::Role;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, QatConfig, Result};
@@ -89,14 +90,13 @@ pub enum Trainable {
 }
 
 impl Trainable {
-    /// Whether the weight at `path` in the model, such as `Llama.layers.0.qkv.weight`, is trained.
-    pub(crate) fn includes(self, path: &str) -> bool {
-        let any = |names: &[&str]| path.split('.').any(|part| names.contains(&part));
+    /// Whether a weight of this role is trained; `None` is one that the model gives no role.
+    pub(crate) fn includes(self, role: Option<Role>) -> bool {
         match self {
             Self::All => true,
-            Self::Layers => any(&["layers"]),
-            Self::Attention => any(&["layers"]) && any(&["attention_norm", "qkv", "output"]),
-            Self::Qkv => any(&["layers"]) && any(&["qkv"]),
+            Self::Layers => role.is_some_and(Role::is_layer),
+            Self::Attention => role.is_some_and(Role::is_attention),
+            Self::Qkv => role == Some(Role::Qkv),
         }
     }
 }

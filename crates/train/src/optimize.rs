@@ -1,6 +1,5 @@
 //! Optimizer and learning rate.
 
-use burn::module::{Module, ParamGroup};
 use burn_optim::{
     AdamWConfig, ModuleOptimizer,
     lr_scheduler::{
@@ -9,20 +8,22 @@ use burn_optim::{
         sequential::SequentialLrSchedulerConfig,
     },
 };
+use kv_models::Role;
 
-use crate::{Error, Result, Schedule, TrainConfig, setup::float_parameters};
+use crate::{
+    Error, Result, Schedule, TrainConfig, Trainee,
+    setup::{group, weights},
+};
 
-/// AdamW for the parameters of `module`. Only matrices decay, and of these not the embeddings: the
+/// AdamW for the parameters of `trainee`. Only matrices decay, and of these not the embeddings: the
 /// scale of a norm's gain or of a bias cannot be made up for by another weight, and rows of an
 /// embedding would shrink even in steps whose batch does not contain their tokens.
-pub(crate) fn optimizer<M: Module>(config: &TrainConfig, module: &M) -> ModuleOptimizer {
+pub(crate) fn optimizer(config: &TrainConfig, trainee: &Trainee) -> ModuleOptimizer {
     let adamw = AdamWConfig::new().with_beta_2(config.beta_2).with_epsilon(1e-8);
     let decaying = adamw.clone().with_weight_decay(config.weight_decay).init();
-    let is_lookup = |path: &str| path.split('.').any(|p| p == "embedding" || p == "positions");
-    let kept = float_parameters(module).into_iter();
-    let kept = kept.filter(|(path, rank)| *rank < 2 || is_lookup(path)).map(|(path, _)| path);
-    let still = adamw.with_weight_decay(0.0).build();
-    decaying.with_group(ParamGroup::from_paths(kept.collect::<Vec<_>>()), still, None)
+    let weights = weights(trainee, &trainee.prepared.model.roles());
+    let kept = group(weights, |weight| weight.rank < 2 || weight.role == Some(Role::Embedding));
+    decaying.with_group(kept, adamw.with_weight_decay(0.0).build(), None)
 }
 
 /// Warm-up, then the cosine, whose last step is that of the run.

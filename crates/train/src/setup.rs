@@ -4,7 +4,7 @@ use burn::{
     module::{Lora, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup},
     tensor::{Device, Tensor},
 };
-use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig};
+use kv_models::{LanguageModel, Role, Roles, kv_cubecl::KvCacheConfig};
 
 use crate::{Prepared, QatConfig, Result, TrainConfig, Trainable, prepare};
 
@@ -45,18 +45,27 @@ pub(crate) fn set_up(
         model = model.map(&mut Recreate(&autodiff));
     }
     let float = || QatConfig::new(KvCacheConfig::float());
-    let prepared = prepare(choose(model, config)?, config.qat.clone().unwrap_or_else(float))?;
+    let prepared = prepare(choose(model, config), config.qat.clone().unwrap_or_else(float))?;
     Ok(Setup { prepared, teacher, autodiff })
 }
 
-/// The path of every float parameter, such as `Llama.layers.0.qkv.weight`, and its number of dimensions.
-pub(crate) fn float_parameters<M: Module>(module: &M) -> Vec<(String, usize)> {
-    #[derive(Default)]
-    struct Paths {
+/// A float parameter of a module.
+pub(crate) struct Weight {
+    /// Such as `Llama.layers.0.qkv.weight`.
+    pub(crate) path: String,
+    pub(crate) role: Option<Role>,
+    /// The number of its dimensions.
+    pub(crate) rank: usize,
+}
+
+/// Every float parameter of a module that holds a model with these roles.
+pub(crate) fn weights<M: Module>(module: &M, roles: &Roles) -> Vec<Weight> {
+    struct Visitor<'a> {
         path: Vec<String>,
-        found: Vec<(String, usize)>,
+        roles: &'a Roles,
+        found: Vec<Weight>,
     }
-    impl ModuleVisitor for Paths {
+    impl ModuleVisitor for Visitor<'_> {
         fn enter_module(&mut self, name: &str, _: &str) {
             self.path.push(name.into());
         }
@@ -65,29 +74,35 @@ pub(crate) fn float_parameters<M: Module>(module: &M) -> Vec<(String, usize)> {
             self.path.pop();
         }
 
-        fn visit_float<const D: usize>(&mut self, _: &Param<Tensor<D>>) {
-            self.found.push((self.path.join("."), D));
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let (path, role) = (self.path.join("."), self.roles.get(param.id));
+            self.found.push(Weight { path, role, rank: D });
         }
     }
-    let mut paths = Paths::default();
-    module.visit(&mut paths);
-    paths.found
+    let mut visitor = Visitor { path: vec![], roles, found: vec![] };
+    module.visit(&mut visitor);
+    visitor.found
+}
+
+/// The parameters of `weights` that `choice` picks.
+pub(crate) fn group(weights: Vec<Weight>, choice: impl Fn(&Weight) -> bool) -> ParamGroup {
+    let chosen = weights.into_iter().filter(choice).map(|weight| weight.path);
+    ParamGroup::from_paths(chosen.collect::<Vec<_>>())
 }
 
 /// Freezes what is not trained, or attaches adapters to what is.
-fn choose(model: LanguageModel, config: &TrainConfig) -> Result<LanguageModel> {
-    let chosen = float_parameters(&model).into_iter().map(|(path, _)| path);
-    let chosen = chosen.filter(|path| config.trainable.includes(path));
-    if let Some(adapter) = config.adapter {
-        // Adapters are for the matrices of the layers: an adapted embedding would be computed as a
-        // whole for every lookup.
-        let matrices: Vec<String> =
-            chosen.filter(|path| Trainable::Layers.includes(path)).collect();
-        let group = ParamGroup::from_paths(matrices);
-        return Ok(model.apply_lora(Lora::new(adapter.rank, adapter.alpha).set_param_group(group)));
-    }
-    let group = ParamGroup::from_paths(chosen.collect::<Vec<_>>());
-    Ok(model.freeze().unfreeze_group(group))
+fn choose(model: LanguageModel, config: &TrainConfig) -> LanguageModel {
+    let weights = weights(&model, &model.roles());
+    let Some(adapter) = config.adapter else {
+        let trained = group(weights, |weight| config.trainable.includes(weight.role));
+        return model.freeze().unfreeze_group(trained);
+    };
+    // Adapters are for the matrices of the layers: an adapted embedding would be computed as a
+    // whole for every lookup.
+    let adapted = group(weights, |weight| {
+        config.trainable.includes(weight.role) && Trainable::Layers.includes(weight.role)
+    });
+    model.apply_lora(Lora::new(adapter.rank, adapter.alpha).set_param_group(adapted))
 }
 
 /// Bytes of the files of a checkpoint of `prepared`, as f32: weights, and two moments of those that are
@@ -106,4 +121,52 @@ pub(crate) fn checkpoint_bytes(prepared: &Prepared) -> [u64; 2] {
     let mut count = Count([0, 0]);
     prepared.visit(&mut count);
     count.0
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use kv_models::{
+        kv_cubecl::{Flex, On},
+        load,
+    };
+
+    use super::*;
+
+    /// What a choice by names in the paths of parameters picked before models gave them roles.
+    fn by_name(trainable: Trainable, path: &str) -> bool {
+        let any = |names: &[&str]| path.split('.').any(|part| names.contains(&part));
+        match trainable {
+            Trainable::All => true,
+            Trainable::Layers => any(&["layers"]),
+            Trainable::Attention => any(&["layers"]) && any(&["attention_norm", "qkv", "output"]),
+            Trainable::Qkv => any(&["layers"]) && any(&["qkv"]),
+        }
+    }
+
+    #[test]
+    fn roles_choose_what_names_chose() {
+        let device = On::<Flex>::open().unwrap();
+        for name in ["gpt2-tiny", "llama-tiny", "qwen2-tiny", "phi3-tiny"] {
+            let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/models");
+            let plain = load(format!("{golden}/{name}"), &device).unwrap().model;
+            let adapted = plain.clone().apply_lora(Lora::new(2, 4.0));
+            let (n_plain, n_adapted) = (plain.num_params(), adapted.num_params());
+            assert!(n_adapted > n_plain);
+            for model in [plain, adapted] {
+                let weights = weights(&model, &model.roles());
+                assert!(weights.len() > 10, "{name}");
+                for Weight { path, role, .. } in weights {
+                    assert!(role.is_some(), "{name}: {path}");
+                    let all =
+                        [Trainable::All, Trainable::Layers, Trainable::Attention, Trainable::Qkv];
+                    for trainable in all {
+                        let (got, expected) = (trainable.includes(role), by_name(trainable, &path));
+                        assert_eq!(got, expected, "{name}: {path}, {trainable}");
+                    }
+                    let is_lookup = path.split('.').any(|p| p == "embedding" || p == "positions");
+                    assert_eq!(role == Some(Role::Embedding), is_lookup, "{name}: {path}");
+                }
+            }
+        }
+    }
 }

@@ -67,24 +67,12 @@ pub(crate) fn on_threads(device: &Device) -> bool {
     }
 }
 
-/// The parameter whose rows give the logits.
-fn head_parameter(model: &LanguageModel) -> &Param<Tensor<2>> {
-    match model {
-        LanguageModel::Gpt2(gpt2) => {
-            gpt2.head.as_ref().map_or(&gpt2.embedding.weight, |head| &head.weight)
-        }
-        LanguageModel::Llama(llama) => {
-            llama.head.as_ref().map_or(&llama.embedding.weight, |head| &head.weight)
-        }
-    }
-}
-
 /// Final hidden states `[batch * seq, hidden]` and the head, off the autodiff graph.
 fn head(model: &LanguageModel, hidden: Tensor<3>) -> Head {
     let [batch, seq, width] = hidden.dims();
     Head {
         hidden: hidden.without_autodiff().reshape([batch * seq, width]),
-        weight: head_parameter(model).val().without_autodiff(),
+        weight: model.decoder().head_weight().val().without_autodiff(),
     }
 }
 
@@ -151,7 +139,7 @@ impl Trainee {
             None => None,
         };
         let targets = targets.without_autodiff().flatten::<1>(0, 1);
-        let parameter = head_parameter(model);
+        let parameter = model.decoder().head_weight();
         let student = head(model, hidden.clone());
         let train_head = parameter.val().is_require_grad();
         let (sums, head_grads) = loss::gradients(

@@ -8,13 +8,13 @@ use burn::{
     tensor::{Device, Int, Tensor, TensorData, activation::log_softmax},
 };
 use kv_models::{
-    AttentionTrace, LanguageModel, ModelCache,
+    AttentionTrace, LanguageModel, LayerSpec, ModelCache,
     kv_cubecl::{
         Autodiff, Bits, Flex, KvCache, KvCacheConfig, Logical, On, Packed, Side, layout::QuantSpec,
         quantize,
     },
     llama::{Config, Llama},
-    nn::{AttentionShape, RopeScaling},
+    nn::RopeScaling,
 };
 use kv_train::{QatConfig, prepare};
 
@@ -29,7 +29,7 @@ fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
         hidden_size: 192,
         intermediate_size: 256,
         n_layers: 2,
-        attention: AttentionShape { n_heads: 4, n_kv_heads, head_dim: 64 },
+        attention: LayerSpec::new(4, n_kv_heads, 64),
         max_positions: 512,
         norm_epsilon: 1e-5,
         qkv_bias: false,
@@ -53,7 +53,7 @@ fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
             scale(&mut linear.weight, 0.28);
         }
     }
-    LanguageModel::Llama(llama)
+    LanguageModel::new(llama)
 }
 
 fn ids(device: &Device) -> Tensor<2, Int> {
@@ -158,7 +158,7 @@ fn align(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> Diff
 
     let mut all = Difference::default();
     for (trace, streamed) in traces.into_iter().zip(cache.layers()) {
-        let AttentionTrace { query, key, value, output, layer } = trace;
+        let AttentionTrace { query, key, value, output, layer, .. } = trace;
         let [query, key, value, output] =
             [query, key, value, output].map(|tensor| tensor.without_autodiff());
         compare(key.clone(), streamed.packed(Side::Keys), &config, &mut all);
@@ -195,7 +195,7 @@ fn check(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> bool
     println!(
         "{name} kv heads {}: {differing} of {codes} codes, {steps} step(s), {differing_params} of \
          {params} parameters, logits {logits:.1e}, nll {nll:.1e}",
-        model.n_kv_heads()
+        model.spec().layers[0].n_kv_heads
     );
     // Float noise decides which way a code at a rounding edge falls, and that changes the input of
     // later layers.

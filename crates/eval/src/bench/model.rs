@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_models::{DecodeGraph, Decoder, LanguageModel, ModelCache, ids_to_tensor};
+use kv_models::{DecodeGraph, LanguageModel, ModelCache, Steps, ids_to_tensor};
 use serde::Serialize;
 
 use super::{Subject, Timing, not_recorded, time_in_turn, wait};
@@ -37,9 +37,9 @@ pub struct DecodePoint {
 }
 
 /// Appends a token and waits until the device has done so.
-fn step<T: Target>(decoder: &mut Decoder<'_>, model: &LanguageModel, device: &On<T>) -> Result<()> {
-    let ids = filler(decoder.position(), 1, model.vocab_size());
-    decoder.step(model, &ids, device)?;
+fn step<T: Target>(steps: &mut Steps<'_>, model: &LanguageModel, device: &On<T>) -> Result<()> {
+    let ids = filler(steps.position(), 1, model.vocab_size());
+    steps.step(model, &ids, device)?;
     wait(device)
 }
 
@@ -80,17 +80,17 @@ pub fn time_decode<T: Target>(
     let mut points = Vec::with_capacity(subjects.len() * contexts.len());
     let mut done = 0;
     for &context in contexts {
-        let mut decoders = Vec::with_capacity(subjects.len());
+        let mut running = Vec::with_capacity(subjects.len());
         for (cache, subject) in filled.iter_mut().zip(subjects) {
             let before = done;
             done += prefill(device, model, cache, context, |n| progress(before + n))?;
-            decoders.push(Decoder::new(model, cache, subject.recorded, device)?);
+            running.push(Steps::new(model, cache, subject.recorded, device)?);
         }
-        let turns = decoders
+        let turns = running
             .iter_mut()
-            .map(|decoder| -> Subject<'_> { Box::new(|| step(decoder, model, device)) });
+            .map(|steps| -> Subject<'_> { Box::new(|| step(steps, model, device)) });
         let timings = time_in_turn(samples, turns.collect())?;
-        drop(decoders);
+        drop(running);
         for ((subject, cache), seconds) in subjects.iter().zip(&filled).zip(timings) {
             points.push(DecodePoint {
                 cache: subject.cache.to_string(),

@@ -1,8 +1,8 @@
 //! Continuing a text, token by token.
 
-mod decoder;
 mod graph;
 mod sampler;
+mod steps;
 
 use std::{
     collections::BTreeSet,
@@ -12,9 +12,9 @@ use std::{
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-pub use decoder::Decoder;
 pub use graph::DecodeGraph;
 pub use sampler::{Sampler, Sampling};
+pub use steps::Steps;
 
 use crate::{Error, LanguageModel, ModelCache, Result};
 
@@ -126,7 +126,7 @@ pub fn generate(
         return Err(Error::argument("prefill_chunk", 0, "must be at least 1"));
     }
     if options.recorded && !DecodeGraph::is_supported(device) {
-        return Err(decoder::cannot_record());
+        return Err(steps::cannot_record());
     }
     cache.check(1, prompt.len())?;
 
@@ -143,7 +143,7 @@ pub fn generate(
 
     let mut text = prompt.to_vec();
     let start = Instant::now();
-    let mut decoder = Decoder::new(model, cache, options.recorded, device)?;
+    let mut steps = Steps::new(model, cache, options.recorded, device)?;
     while out.ids.len() < options.max_tokens {
         let id = sampler.sample(&logits, &text)?;
         text.push(id);
@@ -159,11 +159,11 @@ pub fn generate(
         if out.ids.len() == options.max_tokens {
             break;
         }
-        if decoder.remaining() == 0 {
+        if steps.remaining() == 0 {
             out.stop = Stop::Capacity;
             break;
         }
-        logits = read(decoder.step(model, &[id], device)?)?;
+        logits = read(steps.step(model, &[id], device)?)?;
         out.decode_tokens += 1;
     }
     out.decode_time = start.elapsed();

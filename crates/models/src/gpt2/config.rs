@@ -6,9 +6,8 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    Error, Result,
-    llama::{positive, required},
-    nn::AttentionShape,
+    ConfigJson, Error, LayerSpec, ModelSpec, Result,
+    fields::{head_dim, positive, required, sizes},
 };
 
 /// The MLP's nonlinearity.
@@ -46,30 +45,25 @@ pub struct Config {
 }
 
 impl Config {
-    /// How the QKV projection is cut into heads.
-    pub fn attention_shape(&self) -> AttentionShape {
-        let n_heads = self.n_heads;
-        AttentionShape { n_heads, n_kv_heads: n_heads, head_dim: self.hidden_size / n_heads }
+    /// What the model is, layer by layer.
+    pub(super) fn spec(&self) -> ModelSpec {
+        let Self { vocab_size, hidden_size, max_positions, n_layers, n_heads, .. } = *self;
+        let layer = LayerSpec::new(n_heads, n_heads, hidden_size / n_heads);
+        ModelSpec::uniform(vocab_size, hidden_size, max_positions, n_layers, layer)
     }
 
     /// Checks the values that the shapes of the tensors do not check; `path` is for the message.
-    pub(crate) fn check(&self, path: &Path) -> Result<()> {
-        for (field, value) in [
+    pub(super) fn check(&self, path: &Path) -> Result<()> {
+        let fields = [
             ("vocab_size", self.vocab_size),
             ("n_embd", self.hidden_size),
             ("n_inner", self.intermediate_size),
             ("n_layer", self.n_layers),
             ("n_head", self.n_heads),
             ("n_positions", self.max_positions),
-        ] {
-            if value == 0 || value > 1 << 31 {
-                return Err(Error::config(path, field, value, "must be between 1 and 2147483648"));
-            }
-        }
-        if !self.hidden_size.is_multiple_of(self.n_heads) {
-            let rule = format!("is not divisible by n_head {}", self.n_heads);
-            return Err(Error::config(path, "n_embd", self.hidden_size, rule));
-        }
+        ];
+        sizes(path, &fields)?;
+        head_dim(path, ("n_embd", self.hidden_size), ("n_head", self.n_heads))?;
         positive(path, "layer_norm_epsilon", self.norm_epsilon)
     }
 
@@ -79,18 +73,13 @@ impl Config {
     ///
     /// A missing or contradictory field, or a feature this crate does not compute.
     pub fn from_json(text: &str, path: &Path) -> Result<Self> {
-        let raw: Raw = serde_json::from_str(text).map_err(|error| Error::Malformed {
-            path: path.into(),
-            format: "config.json",
-            why: error.to_string(),
-        })?;
-        raw.resolve(path)
+        ConfigJson { text, path }.parse::<Raw>()?.resolve(path)
     }
 }
 
 impl Config {
     /// The fields of `config.json` that [`from_json`](Self::from_json) reads.
-    pub(crate) fn to_json(&self) -> Map<String, Value> {
+    pub(super) fn to_json(&self) -> Map<String, Value> {
         let activation = match self.activation {
             Activation::GeluTanh => "gelu_new",
             Activation::Gelu => "gelu",

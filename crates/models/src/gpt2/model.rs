@@ -1,15 +1,19 @@
 //! A pre-norm transformer with learned positions.
 
+use std::path::Path;
+
 use burn::{
-    module::Module,
+    module::{Module, Param},
     nn::{Embedding, LayerNorm},
     tensor::{Int, Tensor, activation},
 };
+use serde_json::{Map, Value};
 
 use super::{Activation, Config};
 use crate::{
-    Result,
-    nn::{KvMemory, Linear, Pass, by_rows, project},
+    Decoder, LayerSpec, ModelSpec, Pass, Result, Role, Roles,
+    checkpoint::Exports,
+    nn::{Linear, Memory, by_rows},
 };
 
 /// GPT-2, Radford et al. 2019.
@@ -25,6 +29,8 @@ pub struct Gpt2 {
     pub norm: LayerNorm,
     /// The output projection; `None` when the token embedding is used for it.
     pub head: Option<Linear>,
+    #[module(skip)]
+    pub(super) spec: ModelSpec,
     #[module(skip)]
     pub(super) config: Config,
 }
@@ -51,37 +57,51 @@ impl Gpt2 {
     pub fn config(&self) -> &Config {
         &self.config
     }
+}
 
-    /// Final-normed hidden states of the tokens of `pass`.
-    ///
-    /// # Shapes
-    ///
-    /// - ids: `[batch, seq]`
-    /// - output: `[batch, seq, hidden]`
-    ///
-    /// # Errors
-    ///
-    /// Those of [`KvMemory::attend`].
-    pub fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
+impl Decoder for Gpt2 {
+    fn name(&self) -> &'static str {
+        "Gpt2"
+    }
+
+    fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
         let positions = pass.rows(self.positions.weight.val(), ids.dims()[1]); // [seq, hidden]
         let mut x = self.embedding.forward(ids) + positions.unsqueeze();
-        for (i, layer) in self.layers.iter().enumerate() {
-            x = layer.forward(x, &self.config, pass.layer(i))?;
+        for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
+            x = layer.forward(x, spec, self.config.activation, pass.layer(i))?;
         }
         Ok(self.norm.forward(x))
     }
 
-    /// Logits of final-normed hidden states.
-    ///
-    /// # Shapes
-    ///
-    /// - hidden: `[batch, seq, hidden]`
-    /// - output: `[batch, seq, vocab]`
-    pub fn head(&self, hidden: Tensor<3>) -> Tensor<3> {
-        match &self.head {
-            Some(head) => head.forward(hidden),
-            None => project(hidden, self.embedding.weight.val()),
+    fn head_weight(&self) -> &Param<Tensor<2>> {
+        self.head.as_ref().map_or(&self.embedding.weight, |head| &head.weight)
+    }
+
+    fn roles(&self, roles: &mut Roles) {
+        roles.add(Role::Embedding, &self.embedding);
+        roles.add(Role::Embedding, &self.positions);
+        roles.add(Role::FinalNorm, &self.norm);
+        roles.add(Role::Head, &self.head);
+        for layer in &self.layers {
+            roles.add(Role::AttentionNorm, &layer.attention_norm);
+            roles.add(Role::Qkv, &layer.qkv);
+            roles.add(Role::AttentionOutput, &layer.output);
+            roles.add(Role::MlpNorm, &layer.mlp_norm);
+            roles.add(Role::Mlp, &layer.up);
+            roles.add(Role::Mlp, &layer.down);
         }
+    }
+
+    fn config_json(&self, _: &Path) -> Result<Map<String, Value>> {
+        Ok(self.config.to_json())
+    }
+
+    fn export(&self) -> Exports {
+        self.exports()
     }
 }
 
@@ -95,20 +115,21 @@ impl Layer {
     ///
     /// # Errors
     ///
-    /// Those of [`KvMemory::attend`].
+    /// Those of [`Memory::attend`].
     pub fn forward(
         &self,
         x: Tensor<3>,
-        config: &Config,
-        memory: KvMemory<'_>,
+        spec: &LayerSpec,
+        nonlinearity: Activation,
+        memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let qkv = by_rows(x.clone(), |x| self.qkv.forward(self.attention_norm.forward(x)));
-        let heads = config.attention_shape().attend(qkv, None, memory)?;
+        let heads = spec.attend(qkv, None, memory)?;
         let x = x + self.output.forward(heads);
 
         Ok(by_rows(x, |x| {
             let up = self.up.forward(self.mlp_norm.forward(x.clone()));
-            let up = match config.activation {
+            let up = match nonlinearity {
                 Activation::GeluTanh => activation::gelu_approximate(up),
                 Activation::Gelu => activation::gelu(up),
                 Activation::Relu => activation::relu(up),

@@ -5,8 +5,9 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    Error, Result,
-    nn::{AttentionShape, Rope, RopeScaling},
+    Error, LayerSpec, ModelSpec, Result,
+    fields::{positive, sizes},
+    nn::{Rope, RopeScaling},
 };
 
 /// Everything the model needs to know, with all defaults filled in.
@@ -21,7 +22,7 @@ pub struct Config {
     /// Layers.
     pub n_layers: usize,
     /// Heads of attention.
-    pub attention: AttentionShape,
+    pub attention: LayerSpec,
     /// The longest context: the model's own limit, or its sliding window if that is shorter.
     pub max_positions: usize,
     /// Epsilon of the norms.
@@ -43,9 +44,11 @@ pub struct Config {
 }
 
 impl Config {
-    /// The rotary encoding.
-    pub(super) fn rope(&self) -> Rope {
-        Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling)
+    /// What the model is, layer by layer.
+    pub(super) fn spec(&self) -> ModelSpec {
+        let Self { vocab_size, hidden_size, max_positions, n_layers, attention, .. } = *self;
+        ModelSpec::uniform(vocab_size, hidden_size, max_positions, n_layers, attention)
+            .with_rope(Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling))
     }
 
     /// Checks a configuration that was made in code rather than read from a file.
@@ -58,9 +61,9 @@ impl Config {
     }
 
     /// Checks the values that the shapes of the tensors do not check; `path` is for the message.
-    pub(crate) fn check(&self, path: &Path) -> Result<()> {
-        let AttentionShape { n_heads, n_kv_heads, head_dim } = self.attention;
-        for (field, value) in [
+    pub(super) fn check(&self, path: &Path) -> Result<()> {
+        let LayerSpec { n_heads, n_kv_heads, head_dim, .. } = self.attention;
+        let fields = [
             ("vocab_size", self.vocab_size),
             ("hidden_size", self.hidden_size),
             ("intermediate_size", self.intermediate_size),
@@ -70,11 +73,8 @@ impl Config {
             ("head_dim", head_dim),
             ("max_position_embeddings", self.max_positions),
             ("rotary_dim", self.rotary_dim),
-        ] {
-            if value == 0 || value > 1 << 31 {
-                return Err(Error::config(path, field, value, "must be between 1 and 2147483648"));
-            }
-        }
+        ];
+        sizes(path, &fields)?;
         if !n_heads.is_multiple_of(n_kv_heads) {
             let rule = format!("does not divide num_attention_heads {n_heads}");
             return Err(Error::config(path, "num_key_value_heads", n_kv_heads, rule));
@@ -147,7 +147,7 @@ impl Config {
 
 /// The families of the transformers library that [`Llama`](super::Llama) can be written as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Family {
+pub(super) enum Dialect {
     Llama,
     Qwen2,
     /// Has fused projections, and is the only one of these in which only a part of a head may
@@ -157,8 +157,8 @@ pub(super) enum Family {
 
 impl Config {
     /// The family that this configuration can be written as, if there is one.
-    pub(super) fn family(&self) -> Option<Family> {
-        let AttentionShape { n_heads, head_dim, .. } = self.attention;
+    pub(super) fn dialect(&self) -> Option<Dialect> {
+        let LayerSpec { n_heads, head_dim, .. } = self.attention;
         let partial = self.rotary_dim < head_dim;
         match (self.qkv_bias, self.output_bias, self.mlp_bias) {
             (false, false, false) if partial => {
@@ -166,24 +166,24 @@ impl Config {
                     self.rope_scaling,
                     RopeScaling::Default | RopeScaling::LongRope { .. }
                 );
-                (known && n_heads * head_dim == self.hidden_size).then_some(Family::Phi3)
+                (known && n_heads * head_dim == self.hidden_size).then_some(Dialect::Phi3)
             }
             _ if partial => None,
-            (qkv, output, _) if qkv == output => Some(Family::Llama),
-            (true, false, false) => Some(Family::Qwen2),
+            (qkv, output, _) if qkv == output => Some(Dialect::Llama),
+            (true, false, false) => Some(Dialect::Qwen2),
             _ => None,
         }
     }
 
     /// The fields of `config.json` that [`from_json`](Self::from_json) reads, in the spelling that
     /// both old and new versions of the transformers library read; `path` is for the message.
-    pub(crate) fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
-        let AttentionShape { n_heads, n_kv_heads, head_dim } = self.attention;
+    pub(super) fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
+        let LayerSpec { n_heads, n_kv_heads, head_dim, .. } = self.attention;
         let unsupported = |what: &str| {
             let why = format!("{}: no Hugging Face family has it", path.display());
             Error::unsupported(format!("{what} in a saved model"), why)
         };
-        let Some(family) = self.family() else {
+        let Some(dialect) = self.dialect() else {
             return Err(unsupported(&format!(
                 "combination of qkv_bias {}, output_bias {}, mlp_bias {}, rotary_dim {} of \
                  head_dim {head_dim}",
@@ -229,10 +229,10 @@ impl Config {
                 "original_max_position_embeddings": self.max_positions,
             }),
         };
-        let (model_type, architecture) = match family {
-            Family::Llama => ("llama", "LlamaForCausalLM"),
-            Family::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
-            Family::Phi3 => ("phi3", "Phi3ForCausalLM"),
+        let (model_type, architecture) = match dialect {
+            Dialect::Llama => ("llama", "LlamaForCausalLM"),
+            Dialect::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
+            Dialect::Phi3 => ("phi3", "Phi3ForCausalLM"),
         };
         let mut fields = Map::new();
         let mut put = |key: &str, value: Value| fields.insert(key.into(), value);
@@ -250,17 +250,17 @@ impl Config {
         put("tie_word_embeddings", json!(self.tied_head));
         put("rope_theta", json!(self.rope_theta));
         put("rope_scaling", rope_scaling);
-        match family {
-            Family::Llama => {
+        match dialect {
+            Dialect::Llama => {
                 put("head_dim", json!(head_dim));
                 put("attention_bias", json!(self.qkv_bias));
                 put("mlp_bias", json!(self.mlp_bias));
             }
-            Family::Qwen2 => {
+            Dialect::Qwen2 => {
                 put("head_dim", json!(head_dim));
                 put("use_sliding_window", json!(false));
             }
-            Family::Phi3 => {
+            Dialect::Phi3 => {
                 put("partial_rotary_factor", json!(self.rotary_factor()));
                 if let RopeScaling::LongRope { original_max_positions, .. } = self.rope_scaling {
                     put("original_max_position_embeddings", json!(original_max_positions));
@@ -284,15 +284,4 @@ impl Config {
 /// A number of positions is written without a fraction where it has none.
 fn whole(x: f64) -> Value {
     if x.fract() == 0.0 && x < 9e15 { json!(x as u64) } else { json!(x) }
-}
-
-pub(crate) fn required<T>(path: &Path, field: &str, value: Option<T>) -> Result<T> {
-    value.ok_or_else(|| Error::config(path, field, "missing", "the model needs it"))
-}
-
-pub(crate) fn positive(path: &Path, field: &str, value: f64) -> Result<()> {
-    if value.is_finite() && value > 0.0 {
-        return Ok(());
-    }
-    Err(Error::config(path, field, value, "must be finite and above 0"))
 }

@@ -3,12 +3,45 @@
 
 mod config;
 mod export;
+mod gguf;
 mod import;
 mod init;
 mod model;
+mod names;
 mod resolve;
 
 pub use config::Config;
-pub(crate) use config::{positive, required};
 pub use model::{Layer, Llama};
-pub(crate) use resolve::{cap_at_window, note_longrope};
+
+use crate::{
+    ConfigJson, Family, LanguageModel, Result,
+    checkpoint::Weights,
+    gguf::{GgufNames, Metadata},
+};
+
+/// The files of the Llama family.
+#[derive(Debug)]
+pub(crate) struct Files;
+
+impl Family for Files {
+    fn model_types(&self) -> &'static [&'static str] {
+        &["llama", "mistral", "qwen2", "phi3"]
+    }
+
+    fn import(&self, config: &ConfigJson<'_>, weights: &mut Weights) -> Result<LanguageModel> {
+        let config = Config::resolve(config.text, config.path, weights.notes())?;
+        Ok(Llama::import(config, weights)?.into())
+    }
+
+    fn gguf(&self) -> &'static [(&'static str, GgufNames)] {
+        &[("llama", names::GGUF), ("phi3", names::GGUF_PHI3), ("qwen2", names::GGUF)]
+    }
+
+    fn import_gguf(&self, metadata: &Metadata<'_>, weights: &mut Weights) -> Result<LanguageModel> {
+        let config = Config::from_gguf(metadata, weights)?;
+        if metadata.arch() == "llama" {
+            config.interleaved(weights);
+        }
+        Ok(Llama::import(config, weights)?.into())
+    }
+}

@@ -1,15 +1,19 @@
 //! A pre-norm transformer with rotary positions, grouped-query attention and a gated MLP.
 
+use std::path::Path;
+
 use burn::{
-    module::Module,
+    module::{Module, Param},
     nn::{Embedding, RmsNorm},
     tensor::{Int, Tensor},
 };
+use serde_json::{Map, Value};
 
 use super::Config;
 use crate::{
-    Result,
-    nn::{KvMemory, Linear, Pass, Rope, Rotation, SwiGlu, by_rows, project},
+    Decoder, LayerSpec, ModelSpec, Pass, Result, Role, Roles,
+    checkpoint::Exports,
+    nn::{Linear, Memory, Rotation, SwiGlu, by_rows},
 };
 
 /// A model of the Llama family, <https://arxiv.org/abs/2302.13971>.
@@ -24,7 +28,7 @@ pub struct Llama {
     /// The output projection; `None` when the token embedding is used for it.
     pub head: Option<Linear>,
     #[module(skip)]
-    pub(super) rope: Rope,
+    pub(super) spec: ModelSpec,
     #[module(skip)]
     pub(super) config: Config,
 }
@@ -49,42 +53,50 @@ impl Llama {
     pub fn config(&self) -> &Config {
         &self.config
     }
+}
 
-    pub(crate) fn rope(&self) -> &Rope {
-        &self.rope
+impl Decoder for Llama {
+    fn name(&self) -> &'static str {
+        "Llama"
     }
 
-    /// Final-normed hidden states of the tokens of `pass`.
-    ///
-    /// # Shapes
-    ///
-    /// - ids: `[batch, seq]`
-    /// - output: `[batch, seq, hidden]`
-    ///
-    /// # Errors
-    ///
-    /// Those of [`KvMemory::attend`].
-    pub fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
-        let (seq, max_positions) = (ids.dims()[1], self.config.max_positions);
-        let rotation = pass.rotation(&self.rope, seq, max_positions, &ids.device());
+    fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
+        let seq = ids.dims()[1];
+        let rotation = pass.rotation(&self.spec, seq, &ids.device());
         let mut x = self.embedding.forward(ids); // [batch, seq, hidden]
-        for (i, layer) in self.layers.iter().enumerate() {
-            x = layer.forward(x, &rotation, &self.config, pass.layer(i))?;
+        for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
+            x = layer.forward(x, rotation.as_ref(), spec, pass.layer(i))?;
         }
         Ok(self.norm.forward(x))
     }
 
-    /// Logits of final-normed hidden states.
-    ///
-    /// # Shapes
-    ///
-    /// - hidden: `[batch, seq, hidden]`
-    /// - output: `[batch, seq, vocab]`
-    pub fn head(&self, hidden: Tensor<3>) -> Tensor<3> {
-        match &self.head {
-            Some(head) => head.forward(hidden),
-            None => project(hidden, self.embedding.weight.val()),
+    fn head_weight(&self) -> &Param<Tensor<2>> {
+        self.head.as_ref().map_or(&self.embedding.weight, |head| &head.weight)
+    }
+
+    fn roles(&self, roles: &mut Roles) {
+        roles.add(Role::Embedding, &self.embedding);
+        roles.add(Role::FinalNorm, &self.norm);
+        roles.add(Role::Head, &self.head);
+        for layer in &self.layers {
+            roles.add(Role::AttentionNorm, &layer.attention_norm);
+            roles.add(Role::Qkv, &layer.qkv);
+            roles.add(Role::AttentionOutput, &layer.output);
+            roles.add(Role::MlpNorm, &layer.mlp_norm);
+            roles.add(Role::Mlp, &layer.mlp);
         }
+    }
+
+    fn config_json(&self, path: &Path) -> Result<Map<String, Value>> {
+        self.config.to_json(path)
+    }
+
+    fn export(&self) -> Exports {
+        self.exports()
     }
 }
 
@@ -98,16 +110,16 @@ impl Layer {
     ///
     /// # Errors
     ///
-    /// Those of [`KvMemory::attend`].
+    /// Those of [`Memory::attend`].
     pub fn forward(
         &self,
         x: Tensor<3>,
-        rotation: &Rotation,
-        config: &Config,
-        memory: KvMemory<'_>,
+        rotation: Option<&Rotation>,
+        spec: &LayerSpec,
+        memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let qkv = by_rows(x.clone(), |x| self.qkv.forward(self.attention_norm.forward(x)));
-        let heads = config.attention.attend(qkv, Some(rotation), memory)?;
+        let heads = spec.attend(qkv, rotation, memory)?;
         let x = x + self.output.forward(heads);
         Ok(by_rows(x, |x| x.clone() + self.mlp.forward(self.mlp_norm.forward(x))))
     }

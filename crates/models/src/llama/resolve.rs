@@ -4,10 +4,11 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::{Config, required};
+use super::Config;
 use crate::{
-    Error, Result,
-    nn::{AttentionShape, RopeScaling},
+    ConfigJson, Error, LayerSpec, Result,
+    fields::{self, required},
+    nn::RopeScaling,
 };
 
 impl Config {
@@ -22,13 +23,8 @@ impl Config {
     }
 
     /// [`from_json`](Self::from_json), adding to `notes` what a user should know.
-    pub(crate) fn resolve(text: &str, path: &Path, notes: &mut Vec<String>) -> Result<Self> {
-        let raw: Raw = serde_json::from_str(text).map_err(|error| Error::Malformed {
-            path: path.into(),
-            format: "config.json",
-            why: error.to_string(),
-        })?;
-        raw.resolve(path, notes)
+    pub(super) fn resolve(text: &str, path: &Path, notes: &mut Vec<String>) -> Result<Self> {
+        ConfigJson { text, path }.parse::<Raw>()?.resolve(path, notes)
     }
 }
 
@@ -85,10 +81,9 @@ impl Raw {
         let mut max_positions = full_context;
         let head_dim = match self.head_dim {
             Some(head_dim) => head_dim,
-            None if n_heads > 0 && hidden_size.is_multiple_of(n_heads) => hidden_size / n_heads,
             None => {
-                let rule = format!("is not divisible by num_attention_heads {n_heads}");
-                return Err(Error::config(path, "hidden_size", hidden_size, rule));
+                let width = ("hidden_size", hidden_size);
+                fields::head_dim(path, width, ("num_attention_heads", n_heads))?
             }
         };
         self.check_supported(path)?;
@@ -115,7 +110,7 @@ impl Raw {
             hidden_size,
             intermediate_size: required(path, "intermediate_size", self.intermediate_size)?,
             n_layers: required(path, "num_hidden_layers", self.num_hidden_layers)?,
-            attention: AttentionShape { n_heads, n_kv_heads, head_dim },
+            attention: LayerSpec::new(n_heads, n_kv_heads, head_dim),
             max_positions,
             norm_epsilon: self.rms_norm_eps.unwrap_or(1e-6),
             qkv_bias: bias || family == "qwen2",
@@ -179,7 +174,7 @@ const SLIDING: &str = "sliding_attention";
 /// Caps the context at a sliding window that is shorter. Up to that length every token sees all
 /// tokens before it, and that is the attention this crate computes. `fields` are the names of the
 /// window's and of the context's field, for the note.
-pub(crate) fn cap_at_window(
+pub(super) fn cap_at_window(
     path: &Path,
     fields: &(String, String),
     window: usize,
@@ -199,7 +194,7 @@ pub(crate) fn cap_at_window(
 }
 
 /// Adds a note if the rotary frequencies of `config` depend on the capacity of the cache.
-pub(crate) fn note_longrope(path: &Path, config: &Config, notes: &mut Vec<String>) {
+pub(super) fn note_longrope(path: &Path, config: &Config, notes: &mut Vec<String>) {
     if let RopeScaling::LongRope { original_max_positions, .. } = config.rope_scaling
         && original_max_positions < config.max_positions
     {

@@ -11,10 +11,12 @@ use burn_store::{ModuleStore, PytorchStore, SafetensorsStore};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::{Format, Loaded, Weights, file_stem, parts::Part, read_to_string};
+use super::{Format, Loaded, file_stem};
 use crate::{
-    Error, KV_CACHE_FILE, LanguageModel, ModelCacheConfig, Result, Tokenizer, gpt2, gpt2::Gpt2,
-    llama, llama::Llama,
+    ConfigJson, Error, KV_CACHE_FILE, ModelCacheConfig, Result, Tokenizer,
+    checkpoint::Weights,
+    files::{Part, read_to_string},
+    registry,
 };
 
 /// Reads a folder.
@@ -68,28 +70,19 @@ fn build(
     };
 
     // Messages name a single file, or the folder of several shards.
-    let mut weights = Weights::new(if let [file] = files { file } else { folder });
+    let checkpoint = if let [file] = files { file } else { folder };
+    let mut weights = Weights::new(checkpoint, None, device);
     for file in files {
         open(format, file, &mut weights)?;
     }
-    let mut notes = vec![];
-    let model = match header.model_type.as_str() {
-        "gpt2" => {
-            let config = gpt2::Config::from_json(&config, &config_path)?;
-            LanguageModel::Gpt2(Gpt2::import(config, &mut weights, device)?)
-        }
-        "llama" | "mistral" | "qwen2" | "phi3" => {
-            let config = llama::Config::resolve(&config, &config_path, &mut notes)?;
-            LanguageModel::Llama(Llama::import(config, &mut weights, device)?)
-        }
-        other => {
-            let why = format!(
-                "{} asks for it; gpt2, llama, mistral, qwen2 and phi3 are computed",
-                config_path.display()
-            );
-            return Err(Error::unsupported(format!("model_type {other}"), why));
-        }
-    };
+    let model_type = &header.model_type;
+    let family = registry::by_model_type(model_type).map_err(|known| {
+        let why = format!("{} asks for it; {known} are computed", config_path.display());
+        Error::unsupported(format!("model_type {model_type}"), why)
+    })?;
+    let config = ConfigJson { text: &config, path: &config_path };
+    let model = family.import(&config, &mut weights)?;
+    let notes = std::mem::take(weights.notes());
     if let Some(cache) = &cache {
         cache.validate(&model).map_err(|error| error.in_file(&cache_path))?;
     }

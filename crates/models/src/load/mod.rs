@@ -2,15 +2,10 @@
 
 mod gguf;
 mod hf;
-mod parts;
-mod weights;
 
 use std::{fs, io, path::Path};
 
 use burn::tensor::Device;
-
-pub(crate) use gguf::{Value as GgufValue, metadata as gguf_metadata};
-pub(crate) use weights::Weights;
 
 use crate::{Error, LanguageModel, ModelCacheConfig, Result, Tokenizer};
 
@@ -89,11 +84,4 @@ pub fn load(path: impl AsRef<Path>, device: &Device) -> Result<Loaded> {
 
 fn file_stem(path: &Path) -> String {
     path.file_stem().map_or_else(|| "model".into(), |stem| stem.to_string_lossy().into_owned())
-}
-
-pub(crate) fn read_to_string(path: &Path) -> Result<String> {
-    fs::read_to_string(path).map_err(|source| match source.kind() {
-        io::ErrorKind::NotFound => Error::NotFound { path: path.into(), hint: String::new() },
-        _ => Error::Io { path: path.into(), source },
-    })
 }

@@ -4,13 +4,11 @@
 mod attention;
 mod linear;
 mod mlp;
-mod pass;
 mod rope;
 mod rows;
 
-pub use attention::{AttentionObserver, AttentionShape, AttentionTrace, KvMemory};
+pub use attention::{AttentionObserver, AttentionTrace, Memory};
 pub use linear::{Linear, project};
 pub use mlp::SwiGlu;
-pub use pass::Pass;
 pub use rope::{Rope, RopeScaling, Rotation};
 pub(crate) use rows::by_rows;

@@ -186,13 +186,13 @@ impl Rotation {
     }
 
     /// The rotation of `seq` positions from `start` on.
-    pub(super) fn narrow(&self, start: usize, seq: usize) -> Self {
+    pub(crate) fn narrow(&self, start: usize, seq: usize) -> Self {
         let part = |table: &Tensor<4>| table.clone().narrow(2, start, seq);
         Self { cos: part(&self.cos), sin: part(&self.sin) }
     }
 
     /// The rotation of one position `[1]`; one past the table gets that of its last position.
-    pub(super) fn at(&self, position: &Tensor<1, Int>) -> Self {
+    pub(crate) fn at(&self, position: &Tensor<1, Int>) -> Self {
         let last = self.cos.dims()[2] as i32 - 1;
         let position = position.clone().clamp_max(last);
         let pick = |table: &Tensor<4>| table.clone().select(2, position.clone());

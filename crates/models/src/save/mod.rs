@@ -1,8 +1,6 @@
 //! From a [`LanguageModel`] to a Hugging Face folder that [`load`](crate::load()) and the
 //! transformers library read.
 
-pub mod staged;
-
 use std::{
     borrow::Cow,
     cell::RefCell,
@@ -12,15 +10,19 @@ use std::{
     path::Path,
 };
 
-use burn::tensor::Tensor;
 use half::f16;
 use safetensors::{Dtype, SafeTensorError, View};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use tempfile::NamedTempFile;
 
-use self::staged::stage;
-use crate::{Error, KV_CACHE_FILE, LanguageModel, ModelCacheConfig, Result, Tokenizer};
+pub use crate::files::staged;
+
+use crate::{
+    Error, KV_CACHE_FILE, LanguageModel, ModelCacheConfig, Result, Tokenizer,
+    checkpoint::{Export, Values},
+    files::{failed, pretty, staged::stage},
+};
 
 /// The float type of saved weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -110,7 +112,8 @@ pub fn save(
     texts.extend(cache.map(|cache| (cache_path.clone(), pretty(cache))));
     // First the file that is most likely to fail.
     let weights = folder.join("model.safetensors");
-    let mut files = vec![(write_weights(&weights, exports(model), dtype)?, weights)];
+    let mut files =
+        vec![(write_weights(&weights, model.decoder().export().into_tensors(), dtype)?, weights)];
     for (path, bytes) in texts {
         let mut file = stage(&path).map_err(failed(&path))?;
         file.write_all(&bytes).map_err(failed(&path))?;
@@ -140,10 +143,7 @@ fn config(
     dtype: SaveDtype,
     path: &Path,
 ) -> Result<Map<String, Value>> {
-    let mut config = match model {
-        LanguageModel::Gpt2(model) => model.config().to_json(),
-        LanguageModel::Llama(model) => model.config().to_json(path)?,
-    };
+    let mut config = model.decoder().config_json(path)?;
     let eos: Vec<_> = tokenizer.eos().iter().collect();
     let eos = match eos[..] {
         [] => Value::Null,
@@ -178,51 +178,6 @@ fn tokenizer_config(model: &LanguageModel, tokenizer: &Tokenizer) -> Value {
     })
 }
 
-/// JSON as a person reads it.
-pub(crate) fn pretty(value: &impl Serialize) -> Vec<u8> {
-    // Only maps with keys that are no strings can fail, and none is written here.
-    let mut bytes = serde_json::to_vec_pretty(value).unwrap_or_default();
-    bytes.push(b'\n');
-    bytes
-}
-
-/// A tensor under its Hugging Face name, on the model's device.
-pub(crate) struct Export {
-    pub(crate) name: String,
-    pub(crate) values: Values,
-}
-
-/// Its values.
-pub(crate) enum Values {
-    Vector(Tensor<1>),
-    Matrix(Tensor<2>),
-}
-
-impl From<Tensor<1>> for Values {
-    fn from(tensor: Tensor<1>) -> Self {
-        Self::Vector(tensor)
-    }
-}
-
-impl From<Tensor<2>> for Values {
-    fn from(tensor: Tensor<2>) -> Self {
-        Self::Matrix(tensor)
-    }
-}
-
-impl Export {
-    pub(crate) fn new(name: impl Into<String>, values: impl Into<Values>) -> Self {
-        Self { name: name.into(), values: values.into() }
-    }
-}
-
-fn exports(model: &LanguageModel) -> Vec<Export> {
-    match model {
-        LanguageModel::Gpt2(model) => model.export(),
-        LanguageModel::Llama(model) => model.export(),
-    }
-}
-
 /// Writes the weights that are to be at `path`, one tensor at a time in host memory.
 fn write_weights(path: &Path, exports: Vec<Export>, dtype: SaveDtype) -> Result<NamedTempFile> {
     let failure = RefCell::new(None);
@@ -252,16 +207,6 @@ fn write_weights(path: &Path, exports: Vec<Export>, dtype: SaveDtype) -> Result<
         .and_then(|permissions| fs::set_permissions(file.path(), permissions))
         .map_err(failed(path))?;
     Ok(file)
-}
-
-/// What the system says when `path` cannot be written.
-fn failed(path: &Path) -> impl FnOnce(io::Error) -> Error {
-    move |source| Error::Write { path: path.into(), source }
-}
-
-/// Writes one file, whole or not at all.
-pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    staged::write(path, bytes).map_err(failed(path))
 }
 
 /// A tensor that is converted when it is written.

@@ -9,7 +9,7 @@ use serde_json::{Value as Json, json};
 use tokenizers::AddedToken;
 
 use super::special::{Settings, begin_with};
-use crate::{Error, Result, load::GgufValue as Value};
+use crate::{Error, Result, gguf::Value};
 
 /// The regular expression of GPT-2.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";

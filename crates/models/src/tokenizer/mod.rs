@@ -13,7 +13,7 @@ use std::{
 
 pub use self::pieces::{Piece, Pieces};
 use self::{pieces::Cuts, special::Settings};
-use crate::{Error, Result, load::GgufValue, save};
+use crate::{Error, Result, files, gguf::Value as GgufValue};
 
 /// A tokenizer read from `tokenizer.json` or from the vocabulary of a GGUF file.
 #[derive(Clone)]
@@ -63,7 +63,7 @@ impl Tokenizer {
     /// its pre-tokenizer.
     pub fn from_gguf(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        Self::from_gguf_metadata(&crate::load::gguf_metadata(path)?, path)
+        Self::from_gguf_metadata(&crate::gguf::metadata(path)?, path)
     }
 
     pub(crate) fn from_gguf_metadata(
@@ -80,7 +80,7 @@ impl Tokenizer {
     ///
     /// [`Error::Write`].
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
-        save::write(path.as_ref(), self.to_json()?.as_bytes())
+        files::write(path.as_ref(), self.to_json()?.as_bytes())
     }
 
     pub(crate) fn to_json(&self) -> Result<String> {

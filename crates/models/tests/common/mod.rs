@@ -14,10 +14,7 @@ use candle_core::{
         gguf_file::{self, Value},
     },
 };
-use kv_models::{
-    llama::Config,
-    nn::{AttentionShape, RopeScaling},
-};
+use kv_models::{LayerSpec, llama::Config, nn::RopeScaling};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value as Json;
 
@@ -381,7 +378,7 @@ pub(crate) fn small() -> Config {
         hidden_size: 64,
         intermediate_size: 96,
         n_layers: 2,
-        attention: AttentionShape { n_heads: 4, n_kv_heads: 2, head_dim: 16 },
+        attention: LayerSpec::new(4, 2, 16),
         max_positions: 512,
         norm_epsilon: 1e-5,
         qkv_bias: false,

@@ -14,10 +14,10 @@ use burn::{
     tensor::{Device, Tensor},
 };
 use kv_models::{
-    LanguageModel, SaveDtype, SaveOptions, Tokenizer,
+    LanguageModel, LayerSpec, SaveDtype, SaveOptions, Tokenizer,
     kv_cubecl::{Flex, KvCacheConfig, On, Target},
     llama::{Config, Llama},
-    nn::{AttentionShape, RopeScaling},
+    nn::RopeScaling,
     save,
 };
 use kv_train::{
@@ -57,7 +57,7 @@ pub(crate) fn architecture() -> Config {
         hidden_size: 64,
         intermediate_size: 128,
         n_layers: 2,
-        attention: AttentionShape { n_heads: 2, n_kv_heads: 1, head_dim: 32 },
+        attention: LayerSpec::new(2, 1, 32),
         max_positions: 128,
         norm_epsilon: 1e-5,
         qkv_bias: false,
@@ -88,7 +88,7 @@ pub(crate) fn tiny(config: Config, device: &Device) -> LanguageModel {
             *weight = weight.clone().map(|tensor| tensor.mul_scalar(times));
         }
     }
-    LanguageModel::Llama(llama.map(&mut Copy(device)))
+    LanguageModel::new(llama.map(&mut Copy(device)))
 }
 
 /// Twelve steps of two sequences in three epochs.
@@ -190,7 +190,7 @@ impl<T: Target> World<T> {
 
     /// A model of one narrow layer as a Hugging Face folder.
     pub(crate) fn save_small_model(&self, name: &str) -> String {
-        let attention = AttentionShape { n_heads: 1, n_kv_heads: 1, head_dim: 16 };
+        let attention = LayerSpec::new(1, 1, 16);
         let config = Config {
             attention,
             hidden_size: 16,

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use anyhow::Result;
 use kv_cli::{Backend, ModelSource};
 use kv_models::{
-    ModelCacheConfig,
+    LayerSpec, ModelCacheConfig,
     kv_cubecl::{FakeQuantOptions, KvCacheConfig, SteGradient},
     llama,
-    nn::{AttentionShape, RopeScaling},
+    nn::RopeScaling,
 };
 use kv_train::{
     Adapter, Objective, QatConfig, Schedule, TrainConfig, Trainable, check_new, data::Source,
@@ -74,11 +74,7 @@ impl Architecture {
             hidden_size: self.hidden,
             intermediate_size: self.intermediate,
             n_layers: self.layers,
-            attention: AttentionShape {
-                n_heads: self.heads,
-                n_kv_heads: self.kv_heads,
-                head_dim: self.head_dim,
-            },
+            attention: LayerSpec::new(self.heads, self.kv_heads, self.head_dim),
             max_positions: self.context,
             norm_epsilon: 1e-5,
             qkv_bias: false,

@@ -343,8 +343,8 @@ fn evaluate_on<T: Target>(
         }
         Origin::Random(_) => {
             // The paper's group of 32, or one that fits the heads; other sizes have no KIVI cache.
-            let head_dim = trained.model.head_dim();
-            let fits = |group: &usize| head_dim.is_multiple_of(*group);
+            let layers = &trained.model.spec().layers;
+            let fits = |group: &usize| layers.iter().all(|l| l.head_dim.is_multiple_of(*group));
             let kivi = [32, 16].into_iter().find(fits).map(|group| {
                 [Bits::Four, Bits::Two]
                     .map(|bits| KvCacheConfig::kivi(bits, bits).with_group_size(group).into())
@@ -400,7 +400,7 @@ fn begin(spec: &Spec, folder: &Path, device: &Device, new: bool) -> Result<Begun
                 false => Vec::new(),
             };
             device.seed(spec.config.seed);
-            let model = LanguageModel::Llama(Llama::init(config, device));
+            let model = LanguageModel::new(Llama::init(config, device));
             Ok(Begun { model, tokenizer, tokenizer_file, files })
         }
     }

@@ -6,22 +6,22 @@ use crate::{Error, Result};
 
 /// One part, by the name of its file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Part {
+pub(crate) struct Part {
     folder: PathBuf,
     /// What the names of all parts start with; `extension` is how they end.
-    pub(super) stem: String,
-    pub(super) extension: String,
+    pub(crate) stem: String,
+    pub(crate) extension: String,
     /// Digits of each number in a name.
     width: usize,
     /// Which part it is, from 1.
-    pub(super) index: usize,
+    pub(crate) index: usize,
     /// How many there are.
-    pub(super) count: usize,
+    pub(crate) count: usize,
 }
 
 impl Part {
     /// Reads a file's name; `None` for one that is no part.
-    pub(super) fn parse(path: &Path) -> Option<Self> {
+    pub(crate) fn parse(path: &Path) -> Option<Self> {
         let (name, extension) = (path.file_stem()?.to_str()?, path.extension()?.to_str()?);
         let (name, count) = name.rsplit_once("-of-")?;
         let (stem, index) = name.rsplit_once('-')?;
@@ -41,7 +41,7 @@ impl Part {
     }
 
     /// Where part `index` of the same model lies, counted from 1.
-    pub(super) fn path(&self, index: usize) -> PathBuf {
+    pub(crate) fn path(&self, index: usize) -> PathBuf {
         let Self { folder, stem, extension, width, count, .. } = self;
         folder.join(format!("{stem}-{index:0width$}-of-{count:0width$}.{extension}"))
     }
@@ -51,7 +51,7 @@ impl Part {
     /// # Errors
     ///
     /// [`Error::NotFound`] naming the first part that is not there.
-    pub(super) fn paths(&self) -> Result<Vec<PathBuf>> {
+    pub(crate) fn paths(&self) -> Result<Vec<PathBuf>> {
         let find = |index| {
             let path = self.path(index);
             if path.is_file() {

@@ -8,15 +8,15 @@ use crate::{Error, LanguageModel, ModelCache, Result};
 /// Appends one token at a time to the sequences of a cache, by launching every step anew or by
 /// replaying a recording of it.
 #[derive(Debug)]
-pub enum Decoder<'a> {
+pub enum Steps<'a> {
     /// The kernels of every step are launched one by one.
     Launched(&'a mut ModelCache),
     /// The step was recorded once and is replayed.
     Recorded(Box<DecodeGraph<'a>>),
 }
 
-impl<'a> Decoder<'a> {
-    /// A decoder of the tokens after those in `cache`.
+impl<'a> Steps<'a> {
+    /// Steps for the tokens after those in `cache`.
     ///
     /// # Errors
     ///

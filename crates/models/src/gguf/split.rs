@@ -10,14 +10,14 @@ use std::{
 use memmap2::Mmap;
 
 use super::header::{Header, Value};
-use crate::{Error, Result, load::parts::Part};
+use crate::{Error, Result, files::Part};
 
 /// A mapped file and its header.
 #[derive(Debug)]
-pub(super) struct GgufFile {
-    pub(super) path: PathBuf,
-    pub(super) map: Arc<Mmap>,
-    pub(super) header: Header,
+pub(crate) struct GgufFile {
+    pub(crate) path: PathBuf,
+    pub(crate) map: Arc<Mmap>,
+    pub(crate) header: Header,
 }
 
 /// The files of the model that `path` is, or is a part of. The first one has the metadata.
@@ -25,7 +25,7 @@ pub(super) struct GgufFile {
 /// # Errors
 ///
 /// A file that is not a GGUF file, or a part that is missing or is not the one its name says.
-pub(super) fn open(path: &Path) -> Result<Vec<GgufFile>> {
+pub(crate) fn open(path: &Path) -> Result<Vec<GgufFile>> {
     let named = GgufFile::open(path)?;
     let count = match named.integer("split.count")? {
         Some(count) if count > 1 => count,

@@ -3,19 +3,23 @@
 use std::fmt;
 
 use burn::tensor::{Device, Int, Tensor};
-use kv_cubecl::FakeQuantOptions;
+use kv_cubecl::{FakeQuantOptions, KvMemory};
 
-use super::{AttentionObserver, KvMemory, Rope, Rotation};
-use crate::{ModelCache, ModelCacheConfig};
+use crate::{
+    ModelCache, ModelCacheConfig, ModelSpec,
+    nn::{AttentionObserver, Memory, Rotation},
+};
 
-/// The [`KvMemory`] of every layer.
+/// The [`Memory`] of every layer.
 pub enum Pass<'a> {
     /// The whole sequence at once.
     Parallel {
+        /// The model.
+        spec: &'a ModelSpec,
         /// The cache whose result is computed in parallel.
         config: &'a ModelCacheConfig,
         /// How training treats the quantizer.
-        options: FakeQuantOptions,
+        fake_quant: FakeQuantOptions,
         /// Is called with every layer's attention.
         observer: Option<&'a mut AttentionObserver<'a>>,
     },
@@ -31,19 +35,16 @@ pub enum Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// The rotation of the pass's `seq` tokens in a model of `max_positions`. Must be called before
-    /// the first layer runs, because each layer adds the tokens to its cache.
-    pub(crate) fn rotation(
-        &self,
-        rope: &Rope,
-        seq: usize,
-        max_positions: usize,
-        device: &Device,
-    ) -> Rotation {
-        match self {
+    /// The rotation of the pass's `seq` tokens in a model of `spec`; `None` for a model without
+    /// rotary positions. Must be called before the first layer runs, because each layer adds the
+    /// tokens to its cache.
+    pub fn rotation(&self, spec: &ModelSpec, seq: usize, device: &Device) -> Option<Rotation> {
+        let rope = spec.rope.as_ref()?;
+        Some(match self {
             // The context is the capacity of the cache, or the sequence if that is longer.
             Self::Parallel { config, .. } => {
-                rope.rotation(0, seq, seq.max(config.cache.capacity.min(max_positions)), device)
+                let capacity = config.cache.capacity.min(spec.max_positions);
+                rope.rotation(0, seq, seq.max(capacity), device)
             }
             Self::Cached(cache) => match cache.rotations(rope, device) {
                 Some(table) => table.narrow(cache.len(), seq),
@@ -53,12 +54,12 @@ impl Pass<'_> {
                 Some(table) => table.at(position),
                 None => rope.rotation(0, cache.capacity(), cache.room(), device).at(position),
             },
-        }
+        })
     }
 
     /// The rows of `table` `[max_positions, hidden]` at the positions of the pass's `seq` tokens.
     /// Must be called before the first layer runs, because each layer adds the tokens to its cache.
-    pub(crate) fn rows(&self, table: Tensor<2>, seq: usize) -> Tensor<2> {
+    pub fn rows(&self, table: Tensor<2>, seq: usize) -> Tensor<2> {
         match self {
             Self::Parallel { .. } => table.narrow(0, 0, seq),
             Self::Cached(cache) => table.narrow(0, cache.len(), seq),
@@ -70,19 +71,25 @@ impl Pass<'_> {
     }
 
     /// The memory of layer `index`.
-    pub(crate) fn layer(&mut self, index: usize) -> KvMemory<'_> {
+    ///
+    /// # Panics
+    ///
+    /// When the model or the cache has no such layer.
+    pub fn layer(&mut self, index: usize) -> Memory<'_> {
         match self {
-            Self::Parallel { config, options, observer } => KvMemory::Parallel {
-                config: config.layer(index),
-                options: *options,
-                layer: index,
-                observer: match observer {
-                    Some(observe) => Some(&mut **observe),
-                    None => None,
-                },
-            },
-            Self::Cached(cache) => KvMemory::Cached(&mut cache.layers[index]),
-            Self::At { cache, position, .. } => KvMemory::At(&mut cache.layers[index], position),
+            Self::Parallel { spec, config, fake_quant, observer } => {
+                let (config, fake_quant) = (config.layer(index), *fake_quant);
+                let options = spec.layers[index].options;
+                let memory = Memory::from(KvMemory::Parallel { config, fake_quant, options });
+                match observer {
+                    Some(observe) => memory.shown_to(&mut **observe, index, options),
+                    None => memory,
+                }
+            }
+            Self::Cached(cache) => KvMemory::Cached(&mut cache.layers[index]).into(),
+            Self::At { cache, position, .. } => {
+                KvMemory::At(&mut cache.layers[index], position).into()
+            }
         }
     }
 }
@@ -90,10 +97,10 @@ impl Pass<'_> {
 impl fmt::Debug for Pass<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Parallel { config, options, .. } => f
+            Self::Parallel { config, fake_quant, .. } => f
                 .debug_struct("Parallel")
                 .field("config", config)
-                .field("options", options)
+                .field("fake_quant", fake_quant)
                 .finish_non_exhaustive(),
             Self::Cached(cache) => f.debug_tuple("Cached").field(cache).finish(),
             Self::At { cache, .. } => {

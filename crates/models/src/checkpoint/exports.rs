@@ -1,0 +1,99 @@
+use burn::{
+    module::Param,
+    nn::{Embedding, LayerNorm, RmsNorm},
+    tensor::Tensor,
+};
+
+use super::Names;
+use crate::nn::Linear;
+
+/// The tensors of a checkpoint that is to be written, on the model's device.
+#[derive(Debug)]
+pub struct Exports {
+    names: &'static Names,
+    tensors: Vec<Export>,
+}
+
+/// A tensor under its Hugging Face name.
+#[derive(Debug)]
+pub(crate) struct Export {
+    pub(crate) name: String,
+    pub(crate) values: Values,
+}
+
+/// The values of a vector or a matrix.
+#[derive(Debug)]
+pub(crate) enum Values {
+    Vector(Tensor<1>),
+    Matrix(Tensor<2>),
+}
+
+impl Exports {
+    /// No tensors yet; those that are added are named as the family's importer names them, without
+    /// its prefix.
+    pub fn new(names: &'static Names) -> Self {
+        Self { names, tensors: vec![] }
+    }
+
+    pub(crate) fn into_tensors(self) -> Vec<Export> {
+        self.tensors
+    }
+
+    /// Adds the projection `module`, cut into `parts`: each the name of a module and a number of
+    /// rows, in this order.
+    pub fn linear(&mut self, parts: &[(String, usize)], module: &Linear) {
+        let (weight, bias) = (value(&module.weight), module.bias.as_ref().map(value));
+        let mut start = 0;
+        for (name, rows) in parts {
+            self.matrix(name, weight.clone().narrow(0, start, *rows));
+            if let Some(bias) = &bias {
+                self.vector(format!("{name}.bias"), bias.clone().narrow(0, start, *rows));
+            }
+            start += rows;
+        }
+    }
+
+    /// Adds a projection that checkpoints store as `[d_input, d_output]` ("Conv1D"), the transpose
+    /// of [`Linear`].
+    pub fn conv1d(&mut self, name: &str, module: &Linear) {
+        self.matrix(name, value(&module.weight).transpose());
+        if let Some(bias) = &module.bias {
+            self.vector(format!("{name}.bias"), value(bias));
+        }
+    }
+
+    /// Adds an embedding.
+    pub fn embedding(&mut self, name: &str, module: &Embedding) {
+        self.matrix(name, value(&module.weight));
+    }
+
+    /// Adds a norm with its bias.
+    pub fn layer_norm(&mut self, name: &str, module: &LayerNorm) {
+        self.vector(format!("{name}.weight"), value(&module.gamma));
+        if let Some(beta) = &module.beta {
+            self.vector(format!("{name}.bias"), value(beta));
+        }
+    }
+
+    /// Adds a norm.
+    pub fn rms_norm(&mut self, name: &str, module: &RmsNorm) {
+        self.vector(format!("{name}.weight"), value(&module.gamma));
+    }
+
+    fn matrix(&mut self, module: &str, values: Tensor<2>) {
+        self.push(format!("{module}.weight"), Values::Matrix(values));
+    }
+
+    fn vector(&mut self, name: String, values: Tensor<1>) {
+        self.push(name, Values::Vector(values));
+    }
+
+    fn push(&mut self, name: String, values: Values) {
+        let prefix = if name == self.names.head { "" } else { self.names.prefix };
+        self.tensors.push(Export { name: format!("{prefix}{name}"), values });
+    }
+}
+
+fn value<const D: usize>(param: &Param<Tensor<D>>) -> Tensor<D> {
+    param.val().detach()
+}

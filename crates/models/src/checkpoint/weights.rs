@@ -1,0 +1,378 @@
+//! Named tensors of a checkpoint, read one at a time.
+
+use std::{
+    collections::{BTreeMap, btree_map},
+    path::{Path, PathBuf},
+};
+
+use burn::{
+    module::Param,
+    nn::{Embedding, LayerNorm, LayerNormConfig, RmsNorm},
+    tensor::{Bytes, DType, Device, Tensor, TensorData},
+};
+use burn_store::burn_pack::Tensor as PackTensor;
+use half::{bf16, f16};
+
+use super::Names;
+use crate::{Error, Result, gguf::GgufNames, nn::Linear};
+
+/// Tensors that have not been read yet, under their Hugging Face names.
+///
+/// Each is checked for presence, shape, type and finite values when taken, converted to f32, and
+/// handed to the device, so that at most one of them is in host memory beside the model.
+#[derive(Debug)]
+pub struct Weights {
+    path: PathBuf,
+    tensors: BTreeMap<String, Entry>,
+    device: Device,
+    /// The names in a GGUF file, for messages.
+    gguf: Option<&'static GgufNames>,
+    /// The names of the family that is imported, from [`begin`](Self::begin) on.
+    names: Option<&'static Names>,
+    /// Whether the names in the file begin with the family's prefix, for messages.
+    prefixed: bool,
+    notes: Vec<String>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    tensor: PackTensor,
+    /// The name in the file, for messages.
+    name: String,
+    path: PathBuf,
+    /// Rows per head, if pairs of rows lie side by side that belong to the halves of a head.
+    interleaved: Option<usize>,
+}
+
+impl Entry {
+    fn bytes(&self) -> Result<Bytes> {
+        self.tensor.to_bytes().map_err(|error| Error::Tensor {
+            path: self.path.clone(),
+            tensor: self.name.clone(),
+            why: error.to_string(),
+        })
+    }
+}
+
+impl Weights {
+    /// No tensors yet, which are to be on `device`; `path` is what messages call the checkpoint.
+    /// `gguf` are the names in a GGUF file, for one of these.
+    pub(crate) fn new(path: &Path, gguf: Option<&'static GgufNames>, device: &Device) -> Self {
+        Self {
+            path: path.into(),
+            tensors: BTreeMap::new(),
+            device: device.clone(),
+            gguf,
+            names: None,
+            prefixed: false,
+            notes: vec![],
+        }
+    }
+
+    /// The device that the tensors are handed to.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// What a user should know about how the model is computed, one line per note.
+    pub fn notes(&mut self) -> &mut Vec<String> {
+        &mut self.notes
+    }
+
+    /// Adds a tensor of `file` under the name the importers know.
+    ///
+    /// # Errors
+    ///
+    /// A name that is there already: it is not known which of the two tensors is meant.
+    pub(crate) fn insert(&mut self, name: String, tensor: PackTensor, file: &Path) -> Result<()> {
+        let name_in_file = tensor.name.clone();
+        let entry = Entry { name: name_in_file, tensor, path: file.into(), interleaved: None };
+        self.add(name, entry)
+    }
+
+    fn add(&mut self, name: String, entry: Entry) -> Result<()> {
+        match self.tensors.entry(name) {
+            btree_map::Entry::Vacant(place) => {
+                place.insert(entry);
+                Ok(())
+            }
+            btree_map::Entry::Occupied(other) => {
+                let Entry { name, path, .. } = other.get();
+                let why = format!("is there twice, in {} as {name}", path.display());
+                Err(Error::Tensor { path: entry.path, tensor: entry.name, why })
+            }
+        }
+    }
+
+    /// Starts the import of a family: removes its prefix, which some exports have and others lack,
+    /// from the names, and with `tied_head` forgets a head that repeats the embedding.
+    ///
+    /// # Errors
+    ///
+    /// A checkpoint that has nothing in common with the family's names, or a tensor that is there
+    /// both with the prefix and without it.
+    pub fn begin(&mut self, names: &'static Names, tied_head: bool) -> Result<()> {
+        let Names { family, prefix, layers, embedding, head, .. } = *names;
+        self.names = Some(names);
+        self.prefixed = self.tensors.keys().any(|name| name.starts_with(prefix));
+        for (name, entry) in std::mem::take(&mut self.tensors) {
+            let stripped = name.strip_prefix(prefix).map(str::to_string);
+            self.add(stripped.unwrap_or(name), entry)?;
+        }
+        let first_layer = format!("{layers}0.");
+        let known = |name: &String| name == embedding || name.starts_with(&first_layer);
+        if !self.tensors.keys().any(known) {
+            let found = self.tensors.values().next();
+            return Err(Error::Foreign {
+                path: self.path.clone(),
+                n_tensors: self.tensors.len(),
+                family: family.into(),
+                expected: self.spell(embedding),
+                found: found.map_or("none".into(), |entry| entry.name.clone()),
+            });
+        }
+        if tied_head {
+            self.forget_copy(head, embedding)?;
+        }
+        Ok(())
+    }
+
+    /// Forgets `copy` where it holds the same numbers as `original`, which stays.
+    fn forget_copy(&mut self, copy: &str, original: &str) -> Result<()> {
+        let (Some(a), Some(b)) = (self.tensors.get(copy), self.tensors.get(original)) else {
+            return Ok(());
+        };
+        let alike = a.tensor.shape == b.tensor.shape && a.tensor.dtype == b.tensor.dtype;
+        if alike && a.bytes()?[..] == b.bytes()?[..] {
+            self.tensors.remove(copy);
+        }
+        Ok(())
+    }
+
+    /// Ends an import.
+    ///
+    /// # Errors
+    ///
+    /// Tensors that are left and that the model has no place for, because without them it would not
+    /// compute what was trained; those that follow from the configuration may be left.
+    pub fn finish(&self) -> Result<()> {
+        let Some(names) = self.names else { return Ok(()) };
+        let left = self.tensors.iter().filter(|(name, _)| !(names.harmless)(name));
+        let tensors: Vec<_> = left.map(|(_, entry)| entry.name.clone()).collect();
+        if tensors.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Leftover { path: self.path.clone(), family: names.family.into(), tensors })
+    }
+
+    /// Whether there is a tensor of this name that was not taken yet.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// The first dimension of a tensor as stored, such as the vocabulary of an embedding, which a
+    /// GGUF file need not say otherwise.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::MissingTensor`].
+    pub fn rows(&self, name: &str) -> Result<usize> {
+        let rows = |entry: &Entry| entry.tensor.shape.first().copied();
+        self.tensors.get(name).and_then(rows).ok_or_else(|| self.missing(name))
+    }
+
+    /// Says that a tensor of `rows` rows is stored for interleaved rotation, with pairs of rows side
+    /// by side that belong to the two halves of a head of `head_dim` rows: when it is taken, rows 0,
+    /// 2, 4, .. of each head come first, then rows 1, 3, 5, .. A tensor that is not there or has
+    /// another shape is left as it is; the importer reports it.
+    pub fn interleaved(&mut self, name: &str, rows: usize, head_dim: usize) {
+        if let Some(entry) = self.tensors.get_mut(name)
+            && entry.tensor.shape.first() == Some(&rows)
+        {
+            entry.interleaved = Some(head_dim);
+        }
+    }
+
+    /// The name in the file for a tensor of the importers' name.
+    fn spell(&self, name: &str) -> String {
+        self.gguf.map_or_else(|| name.into(), |names| names.to_gguf(name))
+    }
+
+    fn missing(&self, name: &str) -> Error {
+        let prefix = match self.names {
+            Some(names) if self.prefixed && name != names.head => names.prefix,
+            _ => "",
+        };
+        let tensor = format!("{prefix}{}", self.spell(name));
+        Error::MissingTensor { path: self.path.clone(), tensor }
+    }
+
+    /// Takes a projection whose rows are those of `parts`, each the name of a module and a number of
+    /// rows, in this order.
+    ///
+    /// # Errors
+    ///
+    /// A tensor that is missing or has another shape, a type other than f32, f16 and bf16, or values
+    /// that are not finite. The same holds for the other methods that take tensors.
+    pub fn linear(
+        &mut self,
+        parts: &[(String, usize)],
+        d_input: usize,
+        bias: bool,
+    ) -> Result<Linear> {
+        let named = |suffix: &str| -> Vec<_> {
+            parts.iter().map(|(name, rows)| (format!("{name}.{suffix}"), *rows)).collect()
+        };
+        let weight = self.matrix(&named("weight"), d_input)?;
+        let bias = if bias { Some(self.vector(&named("bias"))?) } else { None };
+        Ok(Linear { weight, bias })
+    }
+
+    /// Takes the projection `name` with its bias, which Hugging Face files store as
+    /// `[d_input, d_output]` ("Conv1D") and GGUF files like every other one.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`linear`](Self::linear).
+    pub fn conv1d(&mut self, name: &str, d_input: usize, d_output: usize) -> Result<Linear> {
+        if self.gguf.is_some() {
+            return self.linear(&[(name.into(), d_output)], d_input, true);
+        }
+        let mut stored = Vec::new();
+        self.read(&format!("{name}.weight"), &[d_input, d_output], &mut stored)?;
+        let mut values = vec![0.0; stored.len()];
+        for (i, row) in stored.chunks_exact(d_output).enumerate() {
+            for (o, value) in row.iter().enumerate() {
+                values[o * d_input + i] = *value;
+            }
+        }
+        let weight = TensorData::new(values, [d_output, d_input]);
+        let weight = Param::from_data(weight, &self.device);
+        let bias = Some(self.vector(&[(format!("{name}.bias"), d_output)])?);
+        Ok(Linear { weight, bias })
+    }
+
+    /// Takes an embedding, `[rows, width]`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`linear`](Self::linear).
+    pub fn embedding(&mut self, name: &str, rows: usize, width: usize) -> Result<Embedding> {
+        Ok(Embedding { weight: self.matrix(&[(format!("{name}.weight"), rows)], width)? })
+    }
+
+    /// Takes the norm `name` over `width` channels, with its bias.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`linear`](Self::linear).
+    pub fn layer_norm(&mut self, name: &str, width: usize, epsilon: f64) -> Result<LayerNorm> {
+        let mut norm = LayerNormConfig::new(width).with_epsilon(epsilon).init(&self.device);
+        norm.gamma = self.vector(&[(format!("{name}.weight"), width)])?;
+        norm.beta = Some(self.vector(&[(format!("{name}.bias"), width)])?);
+        Ok(norm)
+    }
+
+    /// Takes the norm `name` over `width` channels.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`linear`](Self::linear).
+    pub fn rms_norm(&mut self, name: &str, width: usize, epsilon: f64) -> Result<RmsNorm> {
+        let gamma = self.vector(&[(format!("{name}.weight"), width)])?;
+        Ok(RmsNorm { gamma, epsilon })
+    }
+
+    /// Takes matrices of `[rows, columns]` and stacks their rows.
+    fn matrix(&mut self, parts: &[(String, usize)], columns: usize) -> Result<Param<Tensor<2>>> {
+        let mut values = Vec::new();
+        let mut n_rows = 0;
+        for (name, rows) in parts {
+            self.read(name, &[*rows, columns], &mut values)?;
+            n_rows += rows;
+        }
+        Ok(Param::from_data(TensorData::new(values, [n_rows, columns]), &self.device))
+    }
+
+    /// Takes vectors and joins them.
+    fn vector(&mut self, parts: &[(String, usize)]) -> Result<Param<Tensor<1>>> {
+        let mut values = Vec::new();
+        for (name, len) in parts {
+            self.read(name, &[*len], &mut values)?;
+        }
+        let len = values.len();
+        Ok(Param::from_data(TensorData::new(values, [len]), &self.device))
+    }
+
+    /// Takes a vector to the host.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`linear`](Self::linear).
+    pub fn floats(&mut self, name: &str, len: usize) -> Result<Vec<f32>> {
+        let mut values = Vec::new();
+        self.read(name, &[len], &mut values)?;
+        Ok(values)
+    }
+
+    /// Takes one tensor, appending its values to `values` as f32.
+    fn read(&mut self, name: &str, expected: &[usize], values: &mut Vec<f32>) -> Result<()> {
+        let entry = self.tensors.remove(name).ok_or_else(|| self.missing(name))?;
+        let actual = entry.tensor.shape.to_vec();
+        if actual != expected {
+            let Entry { name: tensor, path, .. } = entry;
+            return Err(Error::Shape { path, tensor, actual, expected: expected.to_vec() });
+        }
+        let bytes = entry.bytes()?;
+        let Entry { tensor: PackTensor { dtype, .. }, name, path, interleaved } = entry;
+        let start = values.len();
+        values.reserve_exact(expected.iter().product());
+        match dtype {
+            DType::F32 => values.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes(four(b)))),
+            DType::F16 => {
+                values.extend(bytes.chunks_exact(2).map(|b| f16::from_le_bytes(two(b)).to_f32()));
+            }
+            DType::BF16 => {
+                values.extend(bytes.chunks_exact(2).map(|b| bf16::from_le_bytes(two(b)).to_f32()));
+            }
+            other => {
+                let why = format!("type {other:?} is not one of f32, f16, bf16");
+                return Err(Error::Tensor { path, tensor: name, why });
+            }
+        }
+        if let Some(head_dim) = interleaved {
+            if !head_dim.is_multiple_of(2) || !expected[0].is_multiple_of(head_dim) {
+                let why = format!("its rows are not heads of {head_dim} rows in pairs");
+                return Err(Error::Tensor { path, tensor: name, why });
+            }
+            split_pairs(&mut values[start..], expected[0], head_dim);
+        }
+        match values[start..].iter().position(|value| !value.is_finite()) {
+            None => Ok(()),
+            Some(index) => {
+                let value = values[start + index];
+                Err(Error::NonFinite { path, tensor: name, value, index })
+            }
+        }
+    }
+}
+
+/// Puts rows 0, 2, 4, .. of each head of `head_dim` rows first, then rows 1, 3, 5, ..
+fn split_pairs(values: &mut [f32], rows: usize, head_dim: usize) {
+    let width = values.len() / rows;
+    for head in values.chunks_exact_mut(head_dim * width) {
+        let stored = head.to_vec();
+        for (to, row) in head.chunks_exact_mut(width).enumerate() {
+            let from = 2 * to % head_dim + 2 * to / head_dim;
+            row.copy_from_slice(&stored[from * width..(from + 1) * width]);
+        }
+    }
+}
+
+fn four(bytes: &[u8]) -> [u8; 4] {
+    [bytes[0], bytes[1], bytes[2], bytes[3]]
+}
+
+fn two(bytes: &[u8]) -> [u8; 2] {
+    [bytes[0], bytes[1]]
+}

@@ -1,0 +1,66 @@
+//! What files of a model family are, and how a model is built from them: [`Family`].
+
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
+
+use crate::{
+    Error, LanguageModel, Result,
+    checkpoint::Weights,
+    gguf::{GgufNames, Metadata},
+};
+
+/// The `config.json` of a Hugging Face folder.
+#[derive(Clone, Copy, Debug)]
+pub struct ConfigJson<'a> {
+    /// Its text.
+    pub text: &'a str,
+    /// Where it is, for messages.
+    pub path: &'a Path,
+}
+
+impl ConfigJson<'_> {
+    /// The fields that `T` has.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Malformed`] for text that is not JSON, or a field of another type.
+    pub fn parse<T: DeserializeOwned>(&self) -> Result<T> {
+        serde_json::from_str(self.text).map_err(|error| Error::Malformed {
+            path: self.path.into(),
+            format: "config.json",
+            why: error.to_string(),
+        })
+    }
+}
+
+/// A family of models that [`load`](crate::load()) builds; [`register`](crate::register) makes one
+/// known.
+pub trait Family: Sync {
+    /// The values of `model_type` in `config.json` that it serves.
+    fn model_types(&self) -> &'static [&'static str];
+
+    /// Builds a model of a Hugging Face folder, taking each tensor out of `weights`.
+    ///
+    /// # Errors
+    ///
+    /// A field of `config` that is missing or breaks a rule, a feature that is not computed, a
+    /// tensor that is missing, left over or has another shape.
+    fn import(&self, config: &ConfigJson<'_>, weights: &mut Weights) -> Result<LanguageModel>;
+
+    /// The GGUF architectures that it serves, and the names of their tensors.
+    fn gguf(&self) -> &'static [(&'static str, GgufNames)] {
+        &[]
+    }
+
+    /// Builds a model of a GGUF file, whose tensors have their Hugging Face names in `weights`.
+    ///
+    /// # Errors
+    ///
+    /// As [`import`](Self::import); [`Error::Unsupported`] for a family without GGUF files.
+    fn import_gguf(&self, metadata: &Metadata<'_>, weights: &mut Weights) -> Result<LanguageModel> {
+        let _ = weights;
+        let why = format!("{} has it; its family reads no GGUF files", metadata.path().display());
+        Err(Error::unsupported(format!("GGUF architecture {}", metadata.arch()), why))
+    }
+}

@@ -1,0 +1,59 @@
+//! Rules for the fields of a model's configuration, whichever file it comes from. `path` is what
+//! messages call that file.
+
+use std::path::Path;
+
+use crate::{Error, Result};
+
+/// The value of a field that the model needs.
+///
+/// # Errors
+///
+/// [`Error::Config`] for one that is missing.
+pub fn required<T>(path: &Path, field: &str, value: Option<T>) -> Result<T> {
+    value.ok_or_else(|| Error::config(path, field, "missing", "the model needs it"))
+}
+
+/// Checks numbers of tokens, layers, heads or channels.
+///
+/// # Errors
+///
+/// [`Error::Config`] for the first that is 0 or above 2^31.
+pub fn sizes(path: &Path, fields: &[(&str, usize)]) -> Result<()> {
+    match fields.iter().find(|(_, value)| *value == 0 || *value > 1 << 31) {
+        None => Ok(()),
+        Some(&(field, value)) => {
+            Err(Error::config(path, field, value, "must be between 1 and 2147483648"))
+        }
+    }
+}
+
+/// Checks a number that must be finite and above 0.
+///
+/// # Errors
+///
+/// [`Error::Config`] for one that is not.
+pub fn positive(path: &Path, field: &str, value: f64) -> Result<()> {
+    if value.is_finite() && value > 0.0 {
+        return Ok(());
+    }
+    Err(Error::config(path, field, value, "must be finite and above 0"))
+}
+
+/// The channels of a head, where a file gives only the width of the model, in `field`, and the
+/// number of heads, in `heads_field`.
+///
+/// # Errors
+///
+/// [`Error::Config`] for a width that the heads do not divide.
+pub fn head_dim(
+    path: &Path,
+    (field, width): (&str, usize),
+    (heads_field, n_heads): (&str, usize),
+) -> Result<usize> {
+    if n_heads > 0 && width.is_multiple_of(n_heads) {
+        return Ok(width / n_heads);
+    }
+    let rule = format!("is not divisible by {heads_field} {n_heads}");
+    Err(Error::config(path, field, width, rule))
+}

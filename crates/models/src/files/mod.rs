@@ -1,0 +1,37 @@
+//! Reading and writing whole files.
+
+mod parts;
+pub mod staged;
+
+use std::{fs, io, path::Path};
+
+use serde::Serialize;
+
+pub(crate) use parts::Part;
+
+use crate::{Error, Result};
+
+pub(crate) fn read_to_string(path: &Path) -> Result<String> {
+    fs::read_to_string(path).map_err(|source| match source.kind() {
+        io::ErrorKind::NotFound => Error::NotFound { path: path.into(), hint: String::new() },
+        _ => Error::Io { path: path.into(), source },
+    })
+}
+
+/// JSON as a person reads it.
+pub(crate) fn pretty(value: &impl Serialize) -> Vec<u8> {
+    // Only maps with keys that are no strings can fail, and none is written here.
+    let mut bytes = serde_json::to_vec_pretty(value).unwrap_or_default();
+    bytes.push(b'\n');
+    bytes
+}
+
+/// What the system says when `path` cannot be written.
+pub(crate) fn failed(path: &Path) -> impl FnOnce(io::Error) -> Error {
+    move |source| Error::Write { path: path.into(), source }
+}
+
+/// Writes one file, whole or not at all.
+pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    staged::write(path, bytes).map_err(failed(path))
+}

@@ -1,0 +1,88 @@
+use std::path::Path;
+
+use super::{Value, header::Header};
+use crate::{Error, Result, fields::required};
+
+/// The metadata of a GGUF file: the keys that start with the name of its architecture, which callers
+/// leave out.
+#[derive(Clone, Copy, Debug)]
+pub struct Metadata<'a> {
+    header: &'a Header,
+    arch: &'a str,
+    path: &'a Path,
+}
+
+impl<'a> Metadata<'a> {
+    pub(crate) fn new(header: &'a Header, arch: &'a str, path: &'a Path) -> Self {
+        Self { header, arch, path }
+    }
+
+    /// The architecture, as `llama`.
+    pub fn arch(&self) -> &str {
+        self.arch
+    }
+
+    /// The file, for messages.
+    pub fn path(&self) -> &Path {
+        self.path
+    }
+
+    /// The key as the file spells it.
+    pub fn key(&self, key: &str) -> String {
+        format!("{}.{key}", self.arch)
+    }
+
+    fn get(&self, key: &str) -> Option<&Value> {
+        self.header.metadata.get(&self.key(key))
+    }
+
+    /// A size, if it is there.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] for what is no unsigned integer up to 2^40.
+    pub fn optional_size(&self, key: &str) -> Result<Option<usize>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(&Value::Unsigned(n)) if n <= 1 << 40 => Ok(Some(n as usize)),
+            Some(&Value::Signed(n)) if (0..=1 << 40).contains(&n) => Ok(Some(n as usize)),
+            Some(other) => {
+                let rule = "must be an unsigned integer";
+                Err(Error::config(self.path, self.key(key), format!("{other:?}"), rule))
+            }
+        }
+    }
+
+    /// A size.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] for one that is missing or no unsigned integer up to 2^40.
+    pub fn size(&self, key: &str) -> Result<usize> {
+        required(self.path, &self.key(key), self.optional_size(key)?)
+    }
+
+    /// A float, if it is there.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] for what is no float.
+    pub fn float(&self, key: &str) -> Result<Option<f64>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(&Value::Float(x)) => Ok(Some(x)),
+            Some(other) => {
+                let (key, other) = (self.key(key), format!("{other:?}"));
+                Err(Error::config(self.path, key, other, "must be a float"))
+            }
+        }
+    }
+
+    /// A string, if it is there and is one.
+    pub fn string(&self, key: &str) -> Option<&str> {
+        match self.get(key) {
+            Some(Value::String(text)) => Some(text),
+            _ => None,
+        }
+    }
+}

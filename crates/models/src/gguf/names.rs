@@ -1,0 +1,40 @@
+/// The names of an architecture's tensors in GGUF files and in Hugging Face ones, without the
+/// prefix of the latter and without `.weight` and `.bias`.
+#[derive(Clone, Copy, Debug)]
+pub struct GgufNames {
+    /// What the names of a layer's tensors begin with, before its number: GGUF, Hugging Face.
+    pub layer: (&'static str, &'static str),
+    /// The tensors outside of the layers: GGUF, Hugging Face.
+    pub outer: &'static [(&'static str, &'static str)],
+    /// The tensors of a layer: GGUF, Hugging Face.
+    pub inner: &'static [(&'static str, &'static str)],
+}
+
+impl GgufNames {
+    /// The Hugging Face name of a GGUF tensor; a name that is not in the tables stays as it is.
+    pub fn to_hugging_face(&self, name: &str) -> String {
+        self.translate(name, true)
+    }
+
+    /// The GGUF name of a tensor.
+    pub fn to_gguf(&self, name: &str) -> String {
+        self.translate(name, false)
+    }
+
+    /// Translates `name`; what the table does not know stays as it is.
+    fn translate(&self, name: &str, to_hugging_face: bool) -> String {
+        let pick = |&(gguf, hf): &(&'static str, &'static str)| {
+            if to_hugging_face { (gguf, hf) } else { (hf, gguf) }
+        };
+        let (from, to) = pick(&self.layer);
+        let (head, name, table) = match name.strip_prefix(from).and_then(|n| n.split_once('.')) {
+            Some((layer, rest)) => (format!("{to}{layer}."), rest, self.inner),
+            None => (String::new(), name, self.outer),
+        };
+        let Some((stem, suffix)) = name.rsplit_once('.') else { return format!("{head}{name}") };
+        match table.iter().map(pick).find(|(from, _)| *from == stem) {
+            Some((_, to)) => format!("{head}{to}.{suffix}"),
+            None => format!("{head}{stem}.{suffix}"),
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! The names of the tensors of the Llama family.
+
+use super::Config;
+use crate::{LayerSpec, checkpoint::Names, gguf::GgufNames};
+
+pub(super) const NAMES: Names = Names {
+    family: "Llama",
+    prefix: "model.",
+    layers: "layers.",
+    embedding: "embed_tokens.weight",
+    head: "lm_head.weight",
+    // Older exports store the rotary frequencies, which follow from the configuration.
+    harmless: |name| {
+        name.ends_with("rotary_emb.inv_freq") || name.ends_with("attn_rot_embd.weight")
+    },
+};
+
+/// The names of one layer's modules; a projection is the rows of one module or of several, each with
+/// its number of rows.
+pub(super) struct LayerNames {
+    pub(super) attention_norm: String,
+    pub(super) qkv: Vec<(String, usize)>,
+    pub(super) output: Vec<(String, usize)>,
+    pub(super) mlp_norm: String,
+    pub(super) gate_up: Vec<(String, usize)>,
+    pub(super) down: Vec<(String, usize)>,
+}
+
+impl LayerNames {
+    /// The names in layer `i`. `is_fused` is asked whether a projection is one module, as in Phi-3,
+    /// whose checkpoints have the same rows in the same order.
+    pub(super) fn new(config: &Config, i: usize, is_fused: impl Fn(&str) -> bool) -> Self {
+        let LayerSpec { n_heads, n_kv_heads, head_dim, .. } = config.attention;
+        let (q_rows, kv_rows) = (n_heads * head_dim, n_kv_heads * head_dim);
+        let Config { hidden_size, intermediate_size, .. } = *config;
+        let name = |part: &str| format!("layers.{i}.{part}");
+        let rows = |fused: &str, parts: &[(&str, usize)]| {
+            if is_fused(&name(fused)) {
+                return vec![(name(fused), parts.iter().map(|(_, rows)| rows).sum())];
+            }
+            parts.iter().map(|&(part, rows)| (name(part), rows)).collect()
+        };
+        let qkv = [
+            ("self_attn.q_proj", q_rows),
+            ("self_attn.k_proj", kv_rows),
+            ("self_attn.v_proj", kv_rows),
+        ];
+        let gate_up = [("mlp.gate_proj", intermediate_size), ("mlp.up_proj", intermediate_size)];
+        Self {
+            attention_norm: name("input_layernorm"),
+            qkv: rows("self_attn.qkv_proj", &qkv),
+            output: vec![(name("self_attn.o_proj"), hidden_size)],
+            mlp_norm: name("post_attention_layernorm"),
+            gate_up: rows("mlp.gate_up_proj", &gate_up),
+            down: vec![(name("mlp.down_proj"), hidden_size)],
+        }
+    }
+}
+
+pub(super) const GGUF: GgufNames = GgufNames {
+    layer: ("blk.", "layers."),
+    outer: &[("token_embd", "embed_tokens"), ("output_norm", "norm"), ("output", "lm_head")],
+    inner: &[
+        ("attn_norm", "input_layernorm"),
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_k", "self_attn.k_proj"),
+        ("attn_v", "self_attn.v_proj"),
+        ("attn_qkv", "self_attn.qkv_proj"),
+        ("attn_output", "self_attn.o_proj"),
+        ("ffn_norm", "post_attention_layernorm"),
+        ("ffn_gate", "mlp.gate_proj"),
+        ("ffn_up", "mlp.up_proj"),
+        ("ffn_down", "mlp.down_proj"),
+    ],
+};
+
+/// Phi-3 keeps its gate in the rows of `ffn_up`.
+pub(super) const GGUF_PHI3: GgufNames = GgufNames {
+    inner: &[
+        ("attn_norm", "input_layernorm"),
+        ("attn_qkv", "self_attn.qkv_proj"),
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_output", "self_attn.o_proj"),
+        ("ffn_norm", "post_attention_layernorm"),
+        ("ffn_up", "mlp.gate_up_proj"),
+        ("ffn_down", "mlp.down_proj"),
+    ],
+    ..GGUF
+};

@@ -1,0 +1,80 @@
+//! GGUF files: memory-mapped, with configuration, vocabulary and weights in one or in several parts.
+
+use std::{borrow::Cow, ops::Range, path::Path, sync::Arc};
+
+use burn::tensor::{DType, Device, Shape, TensorData};
+use burn_store::{
+    bridge,
+    burn_pack::{Error as PackError, Tensor as PackTensor},
+};
+use candle_core::{CpuStorage, quantized::GgmlDType};
+use memmap2::Mmap;
+
+use super::{Format, Loaded, file_stem};
+use crate::{
+    Error, Result, Tokenizer,
+    checkpoint::Weights,
+    files::Part,
+    gguf::{self, GgufFile, Metadata, TensorInfo, Value},
+    registry,
+};
+
+/// Reads a GGUF file, or all parts of the model of which it is one.
+pub(super) fn load(path: &Path, device: &Device) -> Result<Loaded> {
+    let files = gguf::open(path)?;
+    let GgufFile { path: first, header, .. } = &files[0];
+
+    let arch = match header.metadata.get("general.architecture") {
+        Some(Value::String(arch)) => arch.as_str(),
+        _ => {
+            let rule = "the file needs it";
+            return Err(Error::config(first, "general.architecture", "missing", rule));
+        }
+    };
+    let (family, names) = registry::by_architecture(arch).map_err(|known| {
+        let why = format!("{} has it; {known} are computed", first.display());
+        Error::unsupported(format!("GGUF architecture {arch}"), why)
+    })?;
+    let mut weights = Weights::new(path, Some(names), device);
+    for GgufFile { path, map, header } in &files {
+        for info in &header.tensors {
+            weights.insert(names.to_hugging_face(&info.name), deferred(map, info), path)?;
+        }
+    }
+    let model = family.import_gguf(&Metadata::new(header, arch, first), &mut weights)?;
+    let notes = std::mem::take(weights.notes());
+    let name = match header.metadata.get("general.name") {
+        Some(Value::String(name)) if !name.is_empty() => name.clone(),
+        _ => Part::parse(path).map_or_else(|| file_stem(path), |part| part.stem),
+    };
+    let tokenizer = Tokenizer::from_gguf_metadata(&header.metadata, first);
+    Ok(Loaded { model, tokenizer, cache: None, name, format: Format::Gguf, notes })
+}
+
+/// A tensor whose bytes are read and dequantized when it is taken.
+fn deferred(map: &Arc<Mmap>, info: &TensorInfo) -> PackTensor {
+    let shape = Shape::from(info.shape.clone());
+    let dtype = match info.dtype {
+        GgmlDType::F16 => DType::F16,
+        GgmlDType::BF16 => DType::BF16,
+        _ => DType::F32,
+    };
+    let (map, info) = (map.clone(), info.clone());
+    bridge::deferred(info.name.clone(), dtype, shape.clone(), None, move || {
+        let Range { start, end } = info.bytes;
+        let bytes = &map[start..end];
+        match info.dtype {
+            GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16 => {
+                Ok(TensorData::from_bytes_vec(bytes.to_vec(), shape.clone(), dtype))
+            }
+            blocks => {
+                let n = info.shape.iter().product();
+                match blocks.from_data(Cow::Borrowed(bytes)).dequantize(n) {
+                    Ok(CpuStorage::F32(values)) => Ok(TensorData::new(values, shape.clone())),
+                    Ok(_) => Err(PackError::ValidationError("dequantized to another type".into())),
+                    Err(error) => Err(PackError::ValidationError(error.to_string())),
+                }
+            }
+        }
+    })
+}

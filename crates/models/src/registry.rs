@@ -1,0 +1,105 @@
+//! The families that [`load`](crate::load()) knows.
+
+use std::sync::{PoisonError, RwLock};
+
+use crate::{Error, Family, Result, gguf::GgufNames, gpt2, llama};
+
+static BUILT_IN: [&dyn Family; 2] = [&gpt2::Files, &llama::Files];
+static REGISTERED: RwLock<Vec<&'static dyn Family>> = RwLock::new(Vec::new());
+
+/// Makes a family known to [`load`](crate::load()), for the rest of the program.
+///
+/// # Errors
+///
+/// [`Error::Argument`] for a `model_type` or a GGUF architecture that a family has already; nothing
+/// of `family` is then registered.
+pub fn register(family: &'static dyn Family) -> Result<()> {
+    let mut registered = REGISTERED.write().unwrap_or_else(PoisonError::into_inner);
+    let known: Vec<_> = BUILT_IN.into_iter().chain(registered.iter().copied()).collect();
+    for (field, names) in [
+        ("model_type", model_types as fn(&'static dyn Family) -> Vec<&'static str>),
+        ("general.architecture", architectures),
+    ] {
+        let mut taken: Vec<_> = known.iter().flat_map(|family| names(*family)).collect();
+        for name in names(family) {
+            if taken.contains(&name) {
+                let rule = "is registered already; every name belongs to one family";
+                return Err(Error::argument(field, name, rule));
+            }
+            taken.push(name);
+        }
+    }
+    registered.push(family);
+    Ok(())
+}
+
+fn model_types(family: &'static dyn Family) -> Vec<&'static str> {
+    family.model_types().to_vec()
+}
+
+fn architectures(family: &'static dyn Family) -> Vec<&'static str> {
+    family.gguf().iter().map(|(arch, _)| *arch).collect()
+}
+
+fn families() -> Vec<&'static dyn Family> {
+    let registered = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);
+    BUILT_IN.into_iter().chain(registered.iter().copied()).collect()
+}
+
+/// The family of a `model_type`.
+///
+/// # Errors
+///
+/// The `model_type`s that are known, in words.
+pub(crate) fn by_model_type(name: &str) -> Result<&'static dyn Family, String> {
+    let families = families();
+    let found = families.iter().find(|family| family.model_types().contains(&name));
+    found.copied().ok_or_else(|| in_words(families.into_iter().flat_map(model_types)))
+}
+
+/// The family of a GGUF architecture, and the names of its tensors.
+///
+/// # Errors
+///
+/// The architectures that are known, in words.
+pub(crate) fn by_architecture(
+    name: &str,
+) -> Result<(&'static dyn Family, &'static GgufNames), String> {
+    let families = families();
+    let names = |family: &&'static dyn Family| {
+        let (_, names) = family.gguf().iter().find(|(arch, _)| *arch == name)?;
+        Some((*family, names))
+    };
+    let found = families.iter().find_map(names);
+    found.ok_or_else(|| in_words(families.into_iter().flat_map(architectures)))
+}
+
+/// `a, b and c`.
+fn in_words(names: impl Iterator<Item = &'static str>) -> String {
+    let names: Vec<_> = names.collect();
+    match names.split_last() {
+        Some((last, others)) if !others.is_empty() => format!("{} and {last}", others.join(", ")),
+        _ => names.concat(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_translate_both_ways() {
+        for (arch, gguf, hf) in [
+            ("llama", "token_embd.weight", "embed_tokens.weight"),
+            ("llama", "blk.11.attn_q.bias", "layers.11.self_attn.q_proj.bias"),
+            ("phi3", "blk.0.ffn_up.weight", "layers.0.mlp.gate_up_proj.weight"),
+            ("gpt2", "blk.3.ffn_up.weight", "h.3.mlp.c_fc.weight"),
+        ] {
+            let (_, names) = by_architecture(arch).ok().unwrap();
+            assert_eq!(names.to_hugging_face(gguf), hf);
+            assert_eq!(names.to_gguf(hf), gguf);
+        }
+        let (_, llama) = by_architecture("llama").ok().unwrap();
+        assert_eq!(llama.to_hugging_face("rope_freqs.weight"), "rope_freqs.weight");
+    }
+}

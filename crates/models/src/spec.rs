@@ -1,0 +1,119 @@
+//! What a model is, layer by layer: what its caches are made from, and what evaluation and training
+//! ask of it.
+
+use burn::tensor::Tensor;
+use kv_cubecl::{AttentionOptions, CacheShape};
+
+use crate::{
+    Result,
+    nn::{Memory, Rope, Rotation},
+};
+
+/// The attention of one layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct LayerSpec {
+    /// Query heads.
+    pub n_heads: usize,
+    /// Key and value heads; a divisor of `n_heads`.
+    pub n_kv_heads: usize,
+    /// Channels per head.
+    pub head_dim: usize,
+    /// How scores become weights.
+    pub options: AttentionOptions,
+}
+
+impl LayerSpec {
+    /// `n_heads` query heads over `n_kv_heads` key and value heads of `head_dim` channels, whose
+    /// scores are scaled by `1 / sqrt(head_dim)`.
+    pub fn new(n_heads: usize, n_kv_heads: usize, head_dim: usize) -> Self {
+        Self { n_heads, n_kv_heads, head_dim, options: AttentionOptions::default() }
+    }
+
+    /// The same layer with other options.
+    #[must_use]
+    pub fn with_options(self, options: AttentionOptions) -> Self {
+        Self { options, ..self }
+    }
+
+    /// What the layer's cache holds for `batch` sequences.
+    pub fn cache_shape(&self, batch: usize) -> CacheShape {
+        let Self { n_kv_heads, head_dim, .. } = *self;
+        CacheShape { batch, n_kv_heads, head_dim }
+    }
+
+    /// Rows of a fused QKV projection: query heads, key heads, value heads.
+    pub fn qkv_rows(&self) -> usize {
+        (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+    }
+
+    /// Cuts `qkv` into heads, rotates queries and keys, attends, and joins the heads again.
+    ///
+    /// # Shapes
+    ///
+    /// - qkv: `[batch, seq, (n_heads + 2 * n_kv_heads) * head_dim]`
+    /// - output: `[batch, seq, n_heads * head_dim]`
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Memory::attend`].
+    pub fn attend(
+        &self,
+        qkv: Tensor<3>,
+        rotation: Option<&Rotation>,
+        memory: Memory<'_>,
+    ) -> Result<Tensor<3>> {
+        let Self { n_heads, n_kv_heads, head_dim, .. } = *self;
+        let [batch, seq, _] = qkv.dims();
+
+        // [batch, seq, heads, head_dim] -> [batch, heads, seq, head_dim]
+        let heads = qkv.reshape([batch, seq, n_heads + 2 * n_kv_heads, head_dim]).swap_dims(1, 2);
+        let v = heads.clone().narrow(1, n_heads + n_kv_heads, n_kv_heads);
+        let qk = heads.narrow(1, 0, n_heads + n_kv_heads);
+        let qk = match rotation {
+            Some(rotation) => rotation.apply(qk),
+            None => qk,
+        };
+        let q = qk.clone().narrow(1, 0, n_heads);
+        let k = qk.narrow(1, n_heads, n_kv_heads);
+
+        let out = memory.attend(q, k, v)?; // [batch, n_heads, seq, head_dim]
+        Ok(out.swap_dims(1, 2).reshape([batch, seq, n_heads * head_dim]))
+    }
+}
+
+/// A decoder-only model as its caches, evaluation and training see it.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct ModelSpec {
+    /// Tokens the model knows.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// The longest context, in tokens.
+    pub max_positions: usize,
+    /// The layers, first to last.
+    pub layers: Vec<LayerSpec>,
+    /// The rotary encoding of queries and keys; `None` for a model without one.
+    pub rope: Option<Rope>,
+}
+
+impl ModelSpec {
+    /// A model of `n_layers` layers that are all like `layer`, without rotary positions.
+    pub fn uniform(
+        vocab_size: usize,
+        hidden_size: usize,
+        max_positions: usize,
+        n_layers: usize,
+        layer: LayerSpec,
+    ) -> Self {
+        let layers = vec![layer; n_layers];
+        Self { vocab_size, hidden_size, max_positions, layers, rope: None }
+    }
+
+    /// The same model with rotary positions.
+    #[must_use]
+    pub fn with_rope(self, rope: Rope) -> Self {
+        Self { rope: Some(rope), ..self }
+    }
+}
