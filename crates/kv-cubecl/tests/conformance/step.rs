@@ -185,7 +185,7 @@ fn only_steps_are_counted<T: Target>(on: &On<T>) {
     refused(&mut KvCache::from_parts(&text.config, text.shape(), parts).unwrap());
 
     let [q, k, v] = text.tokens(10..11).on(on);
-    cache.attend_at(q, k, v, &at(10, on)).unwrap().output;
+    cache.attend_at(q, k, v, &at(10, on)).unwrap();
     cache.advance(1).unwrap();
     assert_eq!(cache.len(), 11);
 }

@@ -281,6 +281,7 @@ fn write_side<R: Float, C: Float>(
 
 /// What one unit of [`write_side`] does where the cache has room.
 #[cube]
+#[allow(clippy::single_match, reason = "decided when the kernel is compiled")]
 fn write_unit<R: Float, C: Float>(
     chunk: &[C],
     floats: &mut [R],

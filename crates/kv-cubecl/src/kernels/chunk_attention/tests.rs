@@ -1,9 +1,6 @@
 use std::sync::Arc;
 
-use cubecl::{
-    ir::{ElemType, FloatKind},
-    prelude::*,
-};
+use cubecl::prelude::*;
 
 use super::{base::ChunkBlueprint, kernel::partial_attention::PartialAttention, plan};
 use crate::{

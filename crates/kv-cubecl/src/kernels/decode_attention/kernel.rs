@@ -159,7 +159,7 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     args: DecodeArgs,
     #[comptime] bp: DecodeBlueprint,
     #[define(R)] _dtype: ElemType,
-    #[define(Q)] _query: ElemType,
+    #[define(Q)] _query_type: ElemType,
 ) {
     let head_dim = comptime!(bp.head_dim);
     let rows = comptime!(bp.rows);
@@ -408,7 +408,7 @@ pub(super) fn merge_partials<Q: Float>(
     n: usize,
     n_splits: usize,
     head_dim: usize,
-    #[define(Q)] _query: ElemType,
+    #[define(Q)] _query_type: ElemType,
 ) {
     if ABSOLUTE_POS < n {
         let row = ABSOLUTE_POS / head_dim;

@@ -130,7 +130,7 @@ mod ptx {
                 (),
                 (),
                 (),
-                F32,
+                ElemType::Float(FloatKind::F32),
             );
             let mut kernels = vec![named("merge", merge)];
             for cache in CACHES {

@@ -21,7 +21,7 @@ fn no_array_is_in_local_memory() {
         let spec = QuantSpec::new(granularity, Bits::Two, 32).unwrap();
         each_ptx(|card| {
             let d = || card.clone();
-            let r = Default::default;
+            let r = || ().dynamic_cast();
             let dequantize = Dequantize::new(s(), d(), t(), b(), b(), (), (), spec);
             let fake_quantize = FakeQuantize::new(s(), d(), t(), b(), (), r(), spec);
             let scale_gradient = ScaleGradient::new(s(), d(), t(), b(), b(), (), r(), spec);
