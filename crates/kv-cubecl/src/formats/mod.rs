@@ -75,22 +75,6 @@ impl CacheFloat {
         self.format().read(bytes, start, out);
     }
 
-    /// As [`read`](Self::read) into `scratch`, but without a copy where the elements are f32 already.
-    #[cfg(feature = "flex")]
-    #[inline]
-    pub(crate) fn rows<'a>(
-        self,
-        bytes: &'a [u8],
-        start: usize,
-        scratch: &'a mut [f32],
-    ) -> &'a [f32] {
-        if self == Self::F32 {
-            return &bytemuck::cast_slice(bytes)[start..start + scratch.len()];
-        }
-        self.read(bytes, start, scratch);
-        scratch
-    }
-
     /// Stores rows in a tensor, each from an element on.
     #[cfg(feature = "flex")]
     pub(crate) fn write<'a>(

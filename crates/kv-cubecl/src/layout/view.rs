@@ -36,6 +36,11 @@ impl StreamSpec {
         Self { schedule: Schedule::new(config), first_query: 0, first_key: 0 }
     }
 
+    /// [`RowView::end`] of row `row`.
+    pub const fn end(&self, row: usize) -> usize {
+        self.first_query + row + 1 - self.first_key
+    }
+
     /// What row `row` sees.
     pub const fn view(&self, row: usize) -> RowView {
         let len = self.first_query + row + 1;
@@ -43,7 +48,7 @@ impl StreamSpec {
         RowView {
             key_hat_end: self.hat_end(counts.keys),
             value_hat_end: self.hat_end(counts.values),
-            end: len - self.first_key,
+            end: self.end(row),
         }
     }
 

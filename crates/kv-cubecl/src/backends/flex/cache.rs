@@ -14,30 +14,43 @@ use crate::{
 
 /// Float rows of a cache in their stored type.
 #[derive(Clone, Copy)]
-pub(super) struct Floats<'a> {
-    bytes: &'a [u8],
-    float: CacheFloat,
+pub(super) enum Floats<'a> {
+    /// Rows that can be read where they are.
+    F32(&'a [f32]),
+    /// The bytes of rows in another format.
+    Other(&'a [u8], CacheFloat),
 }
 
 impl<'a> Floats<'a> {
     pub(super) fn of(tensor: &'a FlexTensor, float: CacheFloat) -> Self {
-        Self { bytes: tensor.bytes(), float }
+        match float {
+            CacheFloat::F32 => Self::F32(tensor.storage()),
+            float => Self::Other(tensor.bytes(), float),
+        }
     }
 
-    /// Reads elements from `start` on as f32, as many as `out` holds.
+    /// Fills `out` with the elements from `start` on, as f32.
     #[inline]
     fn read(self, start: usize, out: &mut [f32]) {
-        self.float.read(self.bytes, start, out);
+        match self {
+            Self::F32(rows) => out.copy_from_slice(&rows[start..start + out.len()]),
+            Self::Other(bytes, float) => float.read(bytes, start, out),
+        }
     }
 
-    /// Elements from `start` on as f32, as many as `scratch` holds; without a copy where they are f32
-    /// already.
+    /// As [`read`](Self::read) into `scratch`, but without a copy where the elements are f32 already.
     #[inline]
     pub(super) fn rows<'b>(self, start: usize, scratch: &'b mut [f32]) -> &'b [f32]
     where
         'a: 'b,
     {
-        self.float.rows(self.bytes, start, scratch)
+        match self {
+            Self::F32(rows) => &rows[start..start + scratch.len()],
+            Self::Other(..) => {
+                self.read(start, scratch);
+                scratch
+            }
+        }
     }
 }
 

@@ -117,7 +117,7 @@ impl Block {
 
     /// Number of columns of a tile that row `row` sees; rows are counted as in [`gather`].
     pub(super) fn seen(&self, problem: &Problem, row: usize, columns: &Range<usize>) -> usize {
-        let seen = problem.spec.view(self.start + row % self.len()).end;
+        let seen = problem.spec.end(self.start + row % self.len());
         seen.clamp(columns.start, columns.end) - columns.start
     }
 }
