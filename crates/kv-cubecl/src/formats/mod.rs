@@ -58,6 +58,12 @@ impl CacheFloat {
         self.format().round(x)
     }
 
+    /// [`round`](Self::round) of each.
+    #[cfg(feature = "flex")]
+    pub(crate) fn round_all(self, row: &mut [f32]) {
+        self.format().round_all(row);
+    }
+
     /// Whether its range is less than that of f32.
     pub(crate) fn saturates(self) -> bool {
         self.round(f32::INFINITY).is_finite()
@@ -96,6 +102,12 @@ trait FloatFormat {
 
     /// See [`CacheFloat::round`]. The reference uses it; a backend converts by its own means.
     fn round(&self, x: f32) -> f32;
+
+    /// [`round`](Self::round) of each, with one call for all of them.
+    #[cfg(feature = "flex")]
+    fn round_all(&self, row: &mut [f32]) {
+        row.iter_mut().for_each(|x| *x = self.round(*x));
+    }
 
     /// The type in kernels.
     #[cfg(feature = "cube")]

@@ -79,7 +79,7 @@ pub(super) fn flush(
         let read = |slice: usize, token: usize, out: &mut [f32]| {
             if token >= len {
                 out.copy_from_slice(&chunk[(slice * added + token - len) * head_dim..][..head_dim]);
-                out.iter_mut().for_each(|x| *x = float.round(*x));
+                float.round_all(out);
                 return;
             }
             let start = (slice * slice_rows + place.row(token)) * head_dim;

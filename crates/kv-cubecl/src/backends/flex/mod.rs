@@ -107,8 +107,7 @@ impl KvCacheOps for Flex {
     fn round_to(input: FloatTensor<Self>, float: CacheFloat) -> FloatTensor<Self> {
         let mut output = input.to_contiguous();
         let rounded = output.storage_mut::<f32>();
-        let round = |row: &mut [f32]| row.iter_mut().for_each(|x| *x = float.round(*x));
-        rounded.par_chunks_mut(1 << 14).for_each(round);
+        rounded.par_chunks_mut(1 << 14).for_each(|row| float.round_all(row));
         output
     }
 

@@ -20,6 +20,9 @@ impl FloatFormat for F32 {
         x
     }
 
+    #[cfg(feature = "flex")]
+    fn round_all(&self, _: &mut [f32]) {}
+
     #[cfg(feature = "cube")]
     fn kind(&self) -> cubecl::ir::FloatKind {
         cubecl::ir::FloatKind::F32
