@@ -1,5 +1,7 @@
 //! The error type of this crate.
 
+use crate::CacheFloat;
+
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
@@ -19,7 +21,8 @@ pub enum Error {
     },
     /// A cache description such as `k4v2-g64` could not be read.
     #[error(
-        "cache {text:?}: {why} (expected float, or kKvV with bits 2, 4, 8 or 16, then any of -gN group size, -rN residual length, -sN sink tokens, -before, -after, -f32, -f16)"
+        "cache {text:?}: {why} (expected float, or kKvV with bits 2, 4, 8 or 16, then any of -gN group size, -rN residual length, -sN sink tokens, -before, -after{})",
+        CacheFloat::ALL.iter().map(|float| format!(", -{}", float.name())).collect::<String>()
     )]
     InvalidCacheName {
         /// The text as given.

@@ -27,7 +27,7 @@ pub(crate) struct Args {
     #[arg(long, default_value = "parallel")]
     mode: Mode,
     /// A cache to compare with float: kKvV with bits 2, 4, 8 or 16, then -gN, -rN, -sN, -after,
-    /// -f16; repeatable. By default that of the model's kv_cache.json, if it has one.
+    /// -f16 or -bf16; repeatable. By default that of the model's kv_cache.json, if it has one.
     #[arg(long = "cache")]
     caches: Vec<NamedCache>,
     /// Tokens per window; each window starts from an empty cache. By default 2048, or the model's
