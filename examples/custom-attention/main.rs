@@ -82,7 +82,7 @@ fn main() -> Result<()> {
 
     // Serve the trained module, with the same kind of cache it was trained for.
     let (model, x) = (model.valid(), x.inner());
-    let shape = CacheShape { batch: 2, n_kv_heads: N_KV_HEADS, head_dim: HEAD_DIM };
+    let shape = CacheShape::new(2, N_KV_HEADS, HEAD_DIM);
     let mut cache = KvCache::new(&config.with_capacity(tokens), shape, &x.device())?;
     let streamed: Vec<_> = (0..tokens)
         .map(|t| model.forward(x.clone().narrow(1, t, 1), KvMemory::Cached(&mut cache)))

@@ -55,7 +55,7 @@ impl Config {
         head_dim(path, ("hidden_size", self.hidden_size), heads)?;
         let rotary_dim = self.rotary_dim();
         if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) || self.rotary_pct > 1.0 {
-            let rule = format!("must rotate 2, 4, .. of {} channels", self.layer().head_dim);
+            let rule = format!("must rotate 2, 4, .. of {} channels", self.layer().head_dim.keys);
             return Err(Error::config(path, "rotary_pct", self.rotary_pct, rule));
         }
         positive(path, "rotary_emb_base", self.rotary_emb_base)?;
@@ -73,7 +73,7 @@ impl Config {
     }
 
     fn rotary_dim(&self) -> usize {
-        (self.layer().head_dim as f64 * self.rotary_pct) as usize
+        (self.layer().head_dim.keys as f64 * self.rotary_pct) as usize
     }
 
     fn spec(&self) -> ModelSpec {
@@ -125,7 +125,7 @@ impl Layer {
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let [batch, seq, width] = x.dims();
-        let LayerSpec { n_heads, head_dim, .. } = *spec;
+        let (n_heads, head_dim) = (spec.n_heads, spec.head_dim.keys);
         let qkv = self.qkv.forward(self.attention_norm.forward(x.clone()));
         let qkv = qkv.reshape([batch, seq, n_heads, 3 * head_dim]).swap_dims(1, 2);
         let part = |i: usize| qkv.clone().narrow(3, i * head_dim, head_dim);

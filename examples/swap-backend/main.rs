@@ -8,7 +8,7 @@ use kv_cubecl::{CacheShape, KvCache, KvCacheConfig, On, Target};
 /// Streams 300 tokens through a quantized cache on target `T` and returns the last output.
 fn last_output<T: Target>(config: &KvCacheConfig) -> Result<Vec<f32>> {
     let device = On::<T>::open()?;
-    let shape = CacheShape { batch: 1, n_kv_heads: 2, head_dim: 64 };
+    let shape = CacheShape::new(1, 2, 64);
     let mut cache = KvCache::new(&config.with_capacity(512), shape, &device)?;
 
     // [batch, heads, tokens, head_dim]: four query heads share two kv heads.

@@ -77,7 +77,7 @@ fn append_and_attend<T: Target>(bencher: Bencher<'_, '_>, cache: &str, context: 
     let on = open::<T>();
     let (n_heads, n_kv_heads, head_dim) = SHAPE;
     let config: KvCacheConfig = cache.parse().expect("a cache name");
-    let shape = CacheShape { batch: 1, n_kv_heads, head_dim };
+    let shape = CacheShape::new(1, n_kv_heads, head_dim);
     let side = random(&on, n_kv_heads, context);
     let config = config.with_capacity(context + STEPS);
     let cache = RefCell::new(KvCache::new(&config, shape, &on).expect("a cache"));

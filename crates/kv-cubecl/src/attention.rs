@@ -42,7 +42,7 @@ impl AttentionOptions {
 /// Attention of some query rows over what each of them sees.
 #[derive(Clone, Debug)]
 pub struct Attention {
-    /// `softmax(scores) value`, in the shape of the query.
+    /// `softmax(scores) value`, in the shape of the query, with the channels of a value.
     pub output: Tensor<4>,
     /// The log-sum-exp of each row's scaled scores, `[batch, n_heads, tokens]`. With it attention over other
     /// tokens, or a sink that brings no value, can be merged; it records no gradient.

@@ -4,7 +4,7 @@ use core::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{CacheFloat, Error, Result};
+use crate::{CacheFloat, Error, Result, Sides};
 
 /// Bits per stored element of one side (keys or values) of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -173,14 +173,16 @@ impl KvCacheConfig {
         self.key_bits.is_quantized() || self.value_bits.is_quantized()
     }
 
-    /// Checks every rule that does not depend on a device.
+    /// Checks every rule that does not depend on a device, for heads of so many channels: one number, or
+    /// one for keys and one for values.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] naming the field, its value and the rule.
-    pub fn validate(&self, head_dim: usize) -> Result<()> {
+    pub fn validate(&self, head_dim: impl Into<Sides<usize>>) -> Result<()> {
         let Self { group_size, residual_length, .. } = *self;
-        if head_dim == 0 {
-            return Err(invalid("head_dim", head_dim, "must be at least 1"));
+        let head_dim = head_dim.into();
+        if head_dim.into_array().contains(&0) {
+            return Err(invalid("head_dim", 0, "must be at least 1"));
         }
         if self.capacity == 0 {
             return Err(invalid("capacity", self.capacity, "must be at least 1 token"));
@@ -216,8 +218,8 @@ impl KvCacheConfig {
             let rule = format!("group_size {group_size} does not divide residual_length");
             return Err(invalid("residual_length", residual_length, rule));
         }
-        if self.value_bits.is_quantized() && !head_dim.is_multiple_of(group_size) {
-            let rule = format!("does not divide head_dim {head_dim}");
+        if self.value_bits.is_quantized() && !head_dim.values.is_multiple_of(group_size) {
+            let rule = format!("does not divide head_dim {}", head_dim.values);
             return Err(invalid("group_size", group_size, rule));
         }
         Ok(())

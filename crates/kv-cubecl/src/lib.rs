@@ -16,7 +16,7 @@
 //! let config: KvCacheConfig = "k4v2".parse()?;
 //!
 //! // Serving: append tokens, one by one or many at once, and attend.
-//! let shape = CacheShape { batch: 1, n_kv_heads: 2, head_dim: 64 };
+//! let shape = CacheShape::new(1, 2, 64);
 //! let mut cache = KvCache::new(&config.with_capacity(256), shape, &device)?;
 //! let streamed = cache.attend(q.clone(), k.clone(), v.clone())?.output;
 //!

@@ -28,7 +28,8 @@ pub struct CacheState<B: Backend> {
     pub keys: IntTensor<B>,
     /// Packed values, u32, one axis, as the keys.
     pub values: IntTensor<B>,
-    /// Sinks and rings, of the cache's float type, `[batch, n_kv_heads, float_rows, head_dim]`.
+    /// Sinks and rings, of the cache's float type, see
+    /// [`CacheLayout::float_shape`].
     pub floats: FloatTensor<B>,
 }
 
@@ -99,7 +100,9 @@ pub trait KvCacheOps: Backend {
     ///
     /// Returns the output `[batch, n_heads, m, head_dim]` and the log-sum-exp of the scaled scores
     /// `[batch, n_heads, m]`, by which partial results are merged.
-    #[fusion(meta = |query, _state, _layout, _len, _tokens, _options| shapes::attention(query))]
+    #[fusion(meta = |query, _state, layout, _len, _tokens, _options| {
+        shapes::attention(query, layout.shape().head_dim.values)
+    })]
     fn decode_attention(
         query: FloatTensor<Self>,
         #[extension_type] state: CacheState<Self>,
@@ -113,8 +116,8 @@ pub trait KvCacheOps: Backend {
     /// i32 `[1]` for all or `[batch]` for each: [`write`](Self::write) of one token, then [`decode_attention`](Self::decode_attention)
     /// of `query` `[batch, n_heads, 1, head_dim]` over all. Launches do not depend on the length, so that
     /// they can be recorded once and replayed. A full cache is read and not written.
-    #[fusion(meta = |state, query, _key, _value, _position, _layout, _options| {
-        let (output, lse) = shapes::attention(query);
+    #[fusion(meta = |state, query, _key, _value, _position, layout, _options| {
+        let (output, lse) = shapes::attention(query, layout.shape().head_dim.values);
         (state.clone(), output, lse)
     })]
     fn step(
@@ -133,7 +136,9 @@ pub trait KvCacheOps: Backend {
     ///
     /// Query `[batch, n_heads, m, head_dim]`, the others `[batch, n_kv_heads, n, head_dim]`. Returns
     /// the output and the log-sum-exp as [`decode_attention`](Self::decode_attention) does.
-    #[fusion(meta = |query, _k, _kh, _v, _vh, _spec, _options| shapes::attention(query))]
+    #[fusion(meta = |query, _key, _key_hat, value, _value_hat, _spec, _options| {
+        shapes::attention(query, value.shape.dims::<4>()[3])
+    })]
     fn streaming_attention(
         query: FloatTensor<Self>,
         key: FloatTensor<Self>,

@@ -26,6 +26,11 @@ pub(crate) fn packed(input: [usize; 4], spec: &QuantSpec) -> [usize; 4] {
     }
 }
 
+/// Shape of the output of the attention of `query` over values of `value_dim` channels.
+pub(crate) fn attention([batch, heads, rows, _]: [usize; 4], value_dim: usize) -> [usize; 4] {
+    [batch, heads, rows, value_dim]
+}
+
 /// Shape of the log-sum-exp of the attention of `query`.
 pub(crate) fn log_sum_exp(query: [usize; 4]) -> [usize; 3] {
     let [batch, heads, rows, _] = query;
@@ -47,8 +52,9 @@ pub(crate) mod fusion {
         TensorSpec::new(super::dequantized(packed.shape.dims(), spec).into(), DType::F32)
     }
 
-    pub(crate) fn attention(query: &TensorSpec) -> (TensorSpec, TensorSpec) {
+    pub(crate) fn attention(query: &TensorSpec, value_dim: usize) -> (TensorSpec, TensorSpec) {
+        let output = super::attention(query.shape.dims(), value_dim);
         let lse = super::log_sum_exp(query.shape.dims());
-        (query.clone(), TensorSpec::new(lse.into(), DType::F32))
+        (TensorSpec::new(output.into(), query.dtype), TensorSpec::new(lse.into(), DType::F32))
     }
 }

@@ -55,7 +55,7 @@ fn random(device: &Device, heads: usize, tokens: usize, head_dim: usize) -> Tens
 /// Peak of attending with a chunk of 64 tokens to a cache of `len` tokens.
 fn chunk(device: &Device, name: &str, len: usize) -> usize {
     let config: KvCacheConfig = name.parse().unwrap();
-    let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: 32 };
+    let shape = CacheShape::new(1, 1, 32);
     let mut cache = KvCache::new(&config.with_capacity(len + 64), shape, device).unwrap();
     cache.append(random(device, 1, len, 32), random(device, 1, len, 32)).unwrap();
     let (q, k) = (random(device, HEADS, 64, 32), random(device, 1, 64, 32));

@@ -2,7 +2,7 @@
 //! ask of it.
 
 use burn::tensor::Tensor;
-use kv_cubecl::{AttentionOptions, CacheShape};
+use kv_cubecl::{AttentionOptions, CacheShape, Sides};
 
 use crate::{
     Result,
@@ -17,17 +17,18 @@ pub struct LayerSpec {
     pub n_heads: usize,
     /// Key and value heads; a divisor of `n_heads`.
     pub n_kv_heads: usize,
-    /// Channels per head.
-    pub head_dim: usize,
+    /// Channels per head, of queries and keys, and of values.
+    pub head_dim: Sides<usize>,
     /// How scores become weights.
     pub options: AttentionOptions,
 }
 
 impl LayerSpec {
-    /// `n_heads` query heads over `n_kv_heads` key and value heads of `head_dim` channels, whose
-    /// scores are scaled by `1 / sqrt(head_dim)`.
-    pub fn new(n_heads: usize, n_kv_heads: usize, head_dim: usize) -> Self {
-        Self { n_heads, n_kv_heads, head_dim, options: AttentionOptions::default() }
+    /// `n_heads` query heads over `n_kv_heads` key and value heads of `head_dim` channels, one number or
+    /// one for keys and one for values, whose scores are scaled by `1 / sqrt(head_dim)`.
+    pub fn new(n_heads: usize, n_kv_heads: usize, head_dim: impl Into<Sides<usize>>) -> Self {
+        let (head_dim, options) = (head_dim.into(), AttentionOptions::default());
+        Self { n_heads, n_kv_heads, head_dim, options }
     }
 
     /// The same layer with other options.
@@ -39,20 +40,21 @@ impl LayerSpec {
     /// What the layer's cache holds for `batch` sequences.
     pub fn cache_shape(&self, batch: usize) -> CacheShape {
         let Self { n_kv_heads, head_dim, .. } = *self;
-        CacheShape { batch, n_kv_heads, head_dim }
+        CacheShape::new(batch, n_kv_heads, head_dim)
     }
 
     /// Rows of a fused QKV projection: query heads, key heads, value heads.
     pub fn qkv_rows(&self) -> usize {
-        (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        (self.n_heads + self.n_kv_heads) * self.head_dim.keys
+            + self.n_kv_heads * self.head_dim.values
     }
 
     /// Cuts `qkv` into heads, rotates queries and keys, attends, and joins the heads again.
     ///
     /// # Shapes
     ///
-    /// - qkv: `[batch, seq, (n_heads + 2 * n_kv_heads) * head_dim]`
-    /// - output: `[batch, seq, n_heads * head_dim]`
+    /// - qkv: `[batch, seq, qkv_rows]`: queries, keys, values, head by head
+    /// - output: `[batch, seq, n_heads * head_dim]`, with the head_dim of values
     ///
     /// # Errors
     ///
@@ -67,9 +69,13 @@ impl LayerSpec {
         let [batch, seq, _] = qkv.dims();
 
         // [batch, seq, heads, head_dim] -> [batch, heads, seq, head_dim]
-        let heads = qkv.reshape([batch, seq, n_heads + 2 * n_kv_heads, head_dim]).swap_dims(1, 2);
-        let v = heads.clone().narrow(1, n_heads + n_kv_heads, n_kv_heads);
-        let qk = heads.narrow(1, 0, n_heads + n_kv_heads);
+        let heads = |part: Tensor<3>, heads, head_dim| {
+            part.reshape([batch, seq, heads, head_dim]).swap_dims(1, 2)
+        };
+        let qk_rows = (n_heads + n_kv_heads) * head_dim.keys;
+        let v = qkv.clone().narrow(2, qk_rows, n_kv_heads * head_dim.values);
+        let v = heads(v, n_kv_heads, head_dim.values);
+        let qk = heads(qkv.narrow(2, 0, qk_rows), n_heads + n_kv_heads, head_dim.keys);
         let qk = match rotation {
             Some(rotation) => rotation.apply(qk),
             None => qk,
@@ -78,7 +84,7 @@ impl LayerSpec {
         let k = qk.narrow(1, n_heads, n_kv_heads);
 
         let out = memory.attend(q, k, v)?; // [batch, n_heads, seq, head_dim]
-        Ok(out.swap_dims(1, 2).reshape([batch, seq, n_heads * head_dim]))
+        Ok(out.swap_dims(1, 2).reshape([batch, seq, n_heads * head_dim.values]))
     }
 }
 

@@ -34,7 +34,7 @@ pub struct AttentionPlan {
 impl AttentionPlan {
     fn shape(&self) -> CacheShape {
         let Self { batch, n_kv_heads, head_dim, .. } = *self;
-        CacheShape { batch, n_kv_heads, head_dim }
+        CacheShape::new(batch, n_kv_heads, head_dim)
     }
 
     fn check(&self) -> Result<()> {

@@ -11,7 +11,7 @@ use burn::tensor::Device;
 
 use crate::{
     Error, Result,
-    layout::{CacheLayout, QuantSpec, StreamSpec},
+    layout::{CacheLayout, CacheShape, QuantSpec, StreamSpec},
 };
 
 /// Checks that `device` belongs to a backend that this crate's features give its operations: Burn
@@ -56,21 +56,23 @@ pub(crate) fn check_quantize(
     Ok(())
 }
 
-/// Checks that `device` has enough cubes and wide enough indices for `streaming_attention` of these
-/// shapes and, if it records gradients, for the backward pass.
+/// Checks that `device` has enough cubes and wide enough indices for `streaming_attention` of `tokens`
+/// tokens and, if it records gradients, for the backward pass.
 ///
 /// # Errors
 /// [`Error::Unsupported`].
 #[allow(unused_variables, reason = "without a CubeCL backend there is nothing to refuse")]
 pub(crate) fn check_stream(
-    query: [usize; 4],
-    key: [usize; 4],
+    n_heads: usize,
+    shape: CacheShape,
+    tokens: usize,
     spec: StreamSpec,
     device: &Device,
 ) -> Result<()> {
     #[cfg(feature = "cube")]
     if let Some(client) = client(device) {
-        let problem = cube::stream_problem(query, key, spec, crate::AttentionOptions::default());
+        let options = crate::AttentionOptions::default();
+        let problem = cube::stream_problem([n_heads, tokens], shape, tokens, spec, options);
         return problem.check(device.is_autodiff(), client.properties());
     }
     Ok(())
@@ -94,13 +96,12 @@ pub(crate) fn check_attend(
     if query.iter().product::<usize>() > 1 << 20
         && let Some(client) = client(device)
     {
-        let shape = layout.shape();
-        let [_, _, tokens, head_dim] = query;
+        let [_, n_heads, tokens, _] = query;
         let schedule = layout.schedule();
         let spec = StreamSpec { schedule, first_query: len - tokens, first_key: 0 };
-        let key = [shape.batch, shape.n_kv_heads, len, head_dim];
         let options = crate::AttentionOptions::default();
-        cube::stream_problem(query, key, spec, options).check(false, client.properties())?;
+        let problem = cube::stream_problem([n_heads, tokens], layout.shape(), len, spec, options);
+        problem.check(false, client.properties())?;
         return cube::check_decode(layout, query, len, client.properties());
     }
     Ok(())

@@ -13,7 +13,7 @@ use burn::{
 use crate::{
     Attention, AttentionOptions, CacheShape, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps,
     Packed, QuantizedCounts, Result, functions,
-    layout::{CacheLayout, MemoryBytes, Side, StreamSpec},
+    layout::{CacheLayout, MemoryBytes, Side, Sides, StreamSpec},
 };
 pub use parts::CacheParts;
 use state::State;
@@ -132,7 +132,8 @@ impl KvCache {
     /// # Shapes
     /// - `query`: `[batch, n_heads, m, head_dim]`, `n_kv_heads` divides `n_heads`
     /// - `key`, `value`: `[batch, n_kv_heads, m, head_dim]`, keys after the position encoding
-    /// - all three f32, f16 or bf16; output: the shape and type of `query`, and its [`lse`](Attention::lse)
+    /// - all three f32, f16 or bf16; output: the type of `query`, its shape with the channels of `value`, and
+    ///   its [`lse`](Attention::lse)
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::Unsupported`] for tensors that record gradients or sit on another
@@ -145,7 +146,7 @@ impl KvCache {
         value: Tensor<4>,
     ) -> Result<Attention> {
         let tokens = self.check("attend", &query, &key, &value)?;
-        if tokens == 1 && self.check_even("attend").is_err() {
+        if tokens == 1 && !self.is_even() {
             let positions: Vec<i32> = self.lens.iter().map(|&len| len as i32).collect();
             let positions = TensorData::new(positions, [self.lens.len()]);
             let positions = Tensor::from_data(positions, (&query.device(), DType::I32));
@@ -173,7 +174,7 @@ impl KvCache {
     /// - `query`: `[batch, n_heads, 1, head_dim]`, `n_kv_heads` divides `n_heads`
     /// - `key`, `value`: `[batch, n_kv_heads, 1, head_dim]`, keys after the position encoding
     /// - `position`: i32, `[1]` for all sequences or `[batch]`, one for each
-    /// - all three f32, f16 or bf16; output: the shape and type of `query`, and its [`lse`](Attention::lse)
+    /// - all three f32, f16 or bf16; output: as that of [`attend`](Self::attend)
     ///
     /// # Errors
     /// [`Error::Shape`], or [`Error::Unsupported`] for tensors that record gradients or sit on another
@@ -273,14 +274,21 @@ impl KvCache {
         let shape = functions::check_qkv(op, query, key, value)?;
         let tokens = key.dims()[2];
         if shape != self.layout.shape() || query.dims()[2] != tokens {
-            let CacheShape { batch, n_kv_heads, head_dim } = self.layout.shape();
-            let (tensor, dims) = match shape == self.layout.shape() {
-                true => ("query", query.dims()),
-                false => ("key", key.dims()),
+            let CacheShape { batch, n_kv_heads, head_dim: Sides { keys, values } } =
+                self.layout.shape();
+            let cache = self.layout.shape();
+            let (tensor, dims) = if shape == cache {
+                ("query", query.dims())
+            } else if shape.of_tokens(Side::Keys, tokens) == cache.of_tokens(Side::Keys, tokens) {
+                ("value", value.dims())
+            } else {
+                ("key", key.dims())
             };
+            let of_values =
+                if keys == values { String::new() } else { format!(" ({values} of values)") };
             let rule = format!(
-                "the cache holds batch {batch}, n_kv_heads {n_kv_heads}, head_dim {head_dim}, and \
-                 query, key and value must have the same tokens"
+                "the cache holds batch {batch}, n_kv_heads {n_kv_heads}, head_dim {keys}{of_values}, \
+                 and query, key and value must have the same tokens"
             );
             return Err(Error::Shape { op, tensor, shape: dims.to_vec(), rule });
         }
@@ -306,9 +314,14 @@ impl KvCache {
         self.state.tensors().floats.device()
     }
 
-    /// Whether all sequences hold the same number of tokens, as chunks and recorded lengths need.
+    /// Whether all sequences hold the same number of tokens.
+    fn is_even(&self) -> bool {
+        self.lens.iter().all(|&len| len == self.lens[0])
+    }
+
+    /// Checks that all sequences hold the same number of tokens, as chunks and recorded lengths need.
     fn check_even(&self, op: &str) -> Result<()> {
-        match self.lens.iter().all(|&len| len == self.lens[0]) {
+        match self.is_even() {
             true => Ok(()),
             false => Err(Error::Unsupported {
                 what: format!("{op} of several tokens to sequences of {:?} tokens", self.lens),

@@ -15,7 +15,7 @@ pub struct CacheParts {
     pub keys: Tensor<1, Int>,
     /// Packed values, `[words]` u32.
     pub values: Tensor<1, Int>,
-    /// Sinks and rings, `[batch, n_kv_heads, float_rows, head_dim]`.
+    /// Sinks and rings, see [`CacheLayout::float_shape`](crate::layout::CacheLayout::float_shape).
     pub floats: Tensor<4>,
     /// Tokens that each sequence holds.
     pub lens: Vec<usize>,

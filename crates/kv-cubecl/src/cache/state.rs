@@ -28,11 +28,6 @@ pub(super) struct Tensors {
 /// Panic message for a cache that is used after its backend panicked while writing it.
 const LOST: &str = "the cache is lost: its backend panicked while writing";
 
-fn float_dims(layout: &CacheLayout) -> [usize; 4] {
-    let CacheShape { batch, n_kv_heads, head_dim } = layout.shape();
-    [batch, n_kv_heads, layout.float_rows(), head_dim]
-}
-
 impl State {
     pub(super) fn tensors(&self) -> &Tensors {
         self.0.as_ref().expect(LOST)
@@ -47,7 +42,7 @@ impl State {
         Self(Some(Tensors {
             keys: Tensor::zeros([words.keys], (device, DType::U32)),
             values: Tensor::zeros([words.values], (device, DType::U32)),
-            floats: Tensor::zeros(float_dims(layout), (device, layout.config().float.dtype())),
+            floats: Tensor::zeros(layout.float_shape(), (device, layout.config().float.dtype())),
         }))
     }
 
@@ -58,7 +53,7 @@ impl State {
     pub(super) fn of(layout: &CacheLayout, tensors: Tensors) -> Result<Self> {
         let Tensors { keys, values, floats } = &tensors;
         let words = layout.sides().map(|side| (vec![side.words(layout.slices())], DType::U32));
-        let rows = (float_dims(layout).to_vec(), layout.config().float.dtype());
+        let rows = (layout.float_shape().to_vec(), layout.config().float.dtype());
         for (tensor, shape, dtype, fits) in [
             ("keys", keys.dims().to_vec(), keys.dtype(), words.keys),
             ("values", values.dims().to_vec(), values.dtype(), words.values),
@@ -202,10 +197,11 @@ impl State {
         spec: QuantSpec,
         tokens: Range<usize>,
     ) -> Option<Packed> {
-        let CacheShape { batch, n_kv_heads, head_dim } = layout.shape();
+        let CacheShape { batch, n_kv_heads, .. } = layout.shape();
         let slice_words = layout.sides()[side].slice_words();
         // Rows as `quantize` gives them.
-        let [_, _, rows, width] = shapes::packed([1, 1, spec.granule(), head_dim], &spec);
+        let granule = layout.shape().of_tokens(side, spec.granule());
+        let [_, _, rows, width] = shapes::packed(granule, &spec);
         let first = tokens.start / spec.granule() * rows;
         let last = tokens.end / spec.granule() * rows;
         let words = self.words(layout, side)?;

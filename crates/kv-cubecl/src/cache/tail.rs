@@ -76,6 +76,8 @@ impl KvCache {
 
     /// Float rows of consecutive tokens, in f32: one slice, or two where the ring wraps.
     fn rows(&self, tokens: Range<usize>, place: &SideLayout) -> Vec<Tensor<4>> {
+        let floats = &self.state.tensors().floats;
+        let [batch, heads, _, width] = floats.dims();
         let mut parts = Vec::new();
         let mut start = tokens.start;
         while start < tokens.end {
@@ -84,7 +86,11 @@ impl KvCache {
                 .zip(first..)
                 .take_while(|&(token, expected)| place.row(token) == expected)
                 .count();
-            parts.push(self.state.tensors().floats.clone().narrow(2, first, run).cast(DType::F32));
+            // Rows of the tensor may be narrower than those of a side.
+            let start_row = (place.first_element + first * place.head_dim) / width;
+            let part = floats.clone().narrow(2, start_row, run * place.head_dim / width);
+            let part = part.reshape([batch, heads, run, place.head_dim]);
+            parts.push(part.cast(DType::F32));
             start += run;
         }
         parts

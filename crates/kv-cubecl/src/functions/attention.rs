@@ -6,7 +6,7 @@ use burn::{
 use crate::{
     Attention, AttentionOptions, CacheFloat, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps,
     Result,
-    layout::{CacheLayout, CacheShape, SideLayout, StreamSpec},
+    layout::{CacheLayout, CacheShape, SideLayout, Sides, StreamSpec},
 };
 
 use super::quantize::{debug_check_finite, fake_quantize_from};
@@ -21,9 +21,11 @@ use super::quantize::{debug_check_finite, fake_quantize_from};
 ///
 /// # Shapes
 /// - `query`: `[batch, n_heads, tokens, head_dim]`
-/// - `key`, `value`: `[batch, n_kv_heads, tokens, head_dim]`, keys after the position encoding;
-///   `n_kv_heads` divides `n_heads`; all three f32, f16 or bf16, sums are f32
-/// - output: the shape and type of `query`, and its [`lse`](Attention::lse)
+/// - `key`: `[batch, n_kv_heads, tokens, head_dim]`, after the position encoding; `n_kv_heads` divides
+///   `n_heads`
+/// - `value`: as `key`, but a head may have another number of channels
+/// - all three f32, f16 or bf16, sums are f32; output: the type of `query`, its shape with the channels of
+///   `value`, and its [`lse`](Attention::lse)
 ///
 /// NaN and infinite inputs spread no further than in a cache: the output of row `t` is not finite
 /// exactly if something that the row sees makes it so, a NaN or infinite score (the whole row) or
@@ -73,7 +75,8 @@ pub fn streaming_attention_with(
     let device = query.device();
     crate::backends::check("streaming_attention", &layout, &device)?;
     let spec = StreamSpec::whole(config);
-    crate::backends::check_stream(query.dims(), key.dims(), spec, &device)?;
+    let n_heads = query.dims()[1];
+    crate::backends::check_stream(n_heads, shape, key.dims()[2], spec, &device)?;
     debug_check_finite("streaming_attention", "key", &key)?;
     debug_check_finite("streaming_attention", "value", &value)?;
     Ok(closed_form(query, key, value, &layout, fake_quant, options))
@@ -163,9 +166,9 @@ impl Attention {
         let difference = self.lse.clone() - other.lse.clone();
         let weight = activation::sigmoid(difference.clone());
         // ln(e^a + e^b), of the greater one and the difference; where both are -inf, that is NaN.
-        let lse = self.lse.clone().max_pair(other.lse.clone())
-            + activation::softplus(-difference.abs(), 1.0);
-        let none = self.lse.clone().max_pair(other.lse.clone()).lower_elem(f32::MIN);
+        let largest = self.lse.clone().max_pair(other.lse.clone());
+        let none = largest.clone().lower_elem(f32::MIN);
+        let lse = largest + activation::softplus(-difference.abs(), 1.0);
         let lse = lse.mask_fill(none, f32::NEG_INFINITY);
         let weight = weight.unsqueeze_dim::<4>(3);
         // Where all scores of a part are -inf, it has no output: 0 / 0.
@@ -193,8 +196,9 @@ pub(crate) fn check_qkv(
             return fail(name, shape, "no axis may be empty".to_string());
         }
     }
-    if k != v {
-        return fail("value", v, format!("must have the shape of key {k:?}"));
+    if k[..3] != v[..3] {
+        let rule = format!("batch, heads and tokens must be those of key, {:?}", &k[..3]);
+        return fail("value", v, rule);
     }
     if q[0] != k[0] {
         return fail("query", q, format!("batch must be that of key, {}", k[0]));
@@ -220,5 +224,5 @@ pub(crate) fn check_qkv(
             });
         }
     }
-    Ok(CacheShape { batch: k[0], n_kv_heads: k[1], head_dim: k[3] })
+    Ok(CacheShape::new(k[0], k[1], Sides { keys: k[3], values: v[3] }))
 }

@@ -51,7 +51,8 @@ pub(crate) fn quantized(len: usize, side: &SideScheduleArgs, schedule: &Schedule
 pub(crate) struct SideArgs {
     pub(crate) sinks: usize,
     pub(crate) ring: usize,
-    pub(crate) first_row: usize,
+    pub(crate) first_element: usize,
+    pub(crate) head_dim: usize,
     /// Packed words of one slice.
     pub(crate) slice_words: usize,
 }
@@ -59,18 +60,19 @@ pub(crate) struct SideArgs {
 impl SideLayout {
     pub(crate) fn args(&self) -> SideArgsLaunch {
         // A ring without slots is never read, but its length divides.
-        SideArgsLaunch::new(self.sinks, self.ring.max(1), self.first_row, self.slice_words())
+        let (ring, words) = (self.ring.max(1), self.slice_words());
+        SideArgsLaunch::new(self.sinks, ring, self.first_element, self.head_dim, words)
     }
 }
 
-/// Float row of `token` among those of both sides: [`SideLayout::row`].
+/// The first element of the float row of `token` among those of both sides: [`SideLayout::element`].
 #[cube]
-pub(crate) fn float_row(token: usize, side: &SideArgs) -> usize {
+pub(crate) fn float_element(token: usize, side: &SideArgs) -> usize {
     let mut row = token;
     if token >= side.sinks {
         row = side.sinks + (token - side.sinks) % side.ring;
     }
-    side.first_row + row
+    side.first_element + row * side.head_dim
 }
 
 /// What kernels are told of a cache.
@@ -79,8 +81,8 @@ pub(crate) struct CacheArgs {
     pub(crate) schedule: ScheduleArgs,
     pub(crate) keys: SideArgs,
     pub(crate) values: SideArgs,
-    /// Float rows of one slice, those of both sides.
-    pub(crate) float_rows: usize,
+    /// Elements of the float rows of one slice, those of both sides.
+    pub(crate) float_elements: usize,
     pub(crate) capacity: usize,
 }
 
@@ -92,7 +94,7 @@ impl CacheLayout {
 
     pub(crate) fn args(&self) -> CacheArgsLaunch {
         let [keys, values] = self.sides().map(|side| side.args()).into_array();
-        let (rows, capacity) = (self.float_rows(), self.config().capacity);
-        CacheArgsLaunch::new(self.schedule().args(), keys, values, rows, capacity)
+        let (elements, capacity) = (self.float_elements(), self.config().capacity);
+        CacheArgsLaunch::new(self.schedule().args(), keys, values, elements, capacity)
     }
 }

@@ -5,6 +5,7 @@
 use cubecl::{ir::DeviceProperties, prelude::*};
 
 use super::decode_attention::{LOWEST, MAX_HEAD_DIM, SHARED_BYTES, weight_of};
+use crate::layout::Sides;
 
 /// Channels and tokens are read and multiplied as vectors of four.
 pub(super) const VECTOR: usize = 4;
@@ -28,8 +29,8 @@ impl Processor {
 /// Sizes of the blocks, which change the generated code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct RowBlocks {
-    /// Channels.
-    pub(crate) head_dim: usize,
+    /// Channels of keys and of values.
+    pub(crate) head_dim: Sides<usize>,
     /// Query rows per cube.
     pub(crate) rows: usize,
     /// Units per cube.
@@ -42,17 +43,19 @@ pub(crate) struct RowBlocks {
 
 impl RowBlocks {
     /// Blocks whose runs of tokens divide `token_group` and whose runs of channels divide
-    /// `channel_group` (0 where nothing is grouped); `None` if head_dim is not a multiple of four
-    /// up to 256.
+    /// `channel_group` (0 where nothing is grouped); `None` if head_dim of either side is not a multiple of
+    /// four up to 256.
     pub(super) fn new(
-        head_dim: usize,
+        head_dim: Sides<usize>,
         token_group: usize,
         channel_group: usize,
         processor: Processor,
     ) -> Option<Self> {
-        if head_dim > MAX_HEAD_DIM || !head_dim.is_multiple_of(VECTOR) {
+        let serves = |dim: usize| dim <= MAX_HEAD_DIM && dim.is_multiple_of(VECTOR);
+        if !serves(head_dim.keys) || !serves(head_dim.values) {
             return None;
         }
+        let value_dim = head_dim.values;
         // `sums`: how many partial sums a unit keeps, of scores and again of outputs.
         let (sums, most_rows, fewest_units) = match processor {
             Processor::Gpu => (64, 16, 32),
@@ -63,15 +66,15 @@ impl RowBlocks {
         // be more units than needed.
         let mut unit_channels = VECTOR;
         for n in [8, 16] {
-            let wanted = n <= sums / most_rows || head_dim / unit_channels > fewest_units;
-            if wanted && head_dim.is_multiple_of(n) && channel_group.is_multiple_of(n) {
+            let wanted = n <= sums / most_rows || value_dim / unit_channels > fewest_units;
+            if wanted && value_dim.is_multiple_of(n) && channel_group.is_multiple_of(n) {
                 unit_channels = n;
             }
         }
         let rows = most_rows.min(sums / unit_channels);
         let runs = [16, 8, VECTOR].into_iter().filter(|&n| n <= sums / rows);
         let unit_tokens = runs.into_iter().find(|&n| token_group.is_multiple_of(n))?;
-        let units = fewest_units.max((head_dim / unit_channels).next_power_of_two());
+        let units = fewest_units.max((value_dim / unit_channels).next_power_of_two());
         let mut blocks = Self { head_dim, rows, units, unit_tokens, unit_channels };
         while blocks.shared_bytes() > SHARED_BYTES {
             blocks.rows /= 2;
@@ -86,7 +89,7 @@ impl RowBlocks {
 
     /// Blocks of channels.
     pub(super) const fn channel_blocks(&self) -> usize {
-        self.head_dim / self.unit_channels
+        self.head_dim.values / self.unit_channels
     }
 
     /// Number of units that work on the same block of channels, each on its share of the tokens.
@@ -264,7 +267,7 @@ pub(super) fn output<N: Size>(
     column: usize,
     #[comptime] bp: RowBlocks,
 ) -> Vector<f32, N> {
-    let width = comptime!(bp.head_dim / 4);
+    let width = comptime!(bp.head_dim.values / 4);
     let strides = comptime!(bp.strides());
     let mut total = state.weights[row * strides * width + column];
     for stride in 1..strides {

@@ -2,8 +2,8 @@
 //!
 //! Nothing here knows a tensor. A cache of `T` tokens holds, per (batch, kv head):
 //!
-//! - **float rows** (`[key_rows + value_rows, head_dim]`): the sinks, then a ring of recent tokens,
-//!   first for the keys, then for the values;
+//! - **float rows**, `head_dim` wide: the sinks, then a ring of recent tokens, first for the keys, then
+//!   for the values, whose rows may be of another width;
 //! - **packed keys**: per group of G tokens `G / codes_per_word` rows of code words and one row of
 //!   parameters, each `head_dim` wide, channels innermost;
 //! - **packed values**: per token `head_dim / codes_per_word` code words, then `head_dim / G`
@@ -23,13 +23,30 @@ use crate::{KvCacheConfig, Result};
 
 /// Shape of what a cache holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct CacheShape {
     /// Sequences.
     pub batch: usize,
     /// Key/value heads.
     pub n_kv_heads: usize,
-    /// Channels per head.
-    pub head_dim: usize,
+    /// Channels per head, of keys (and queries) and of values.
+    pub head_dim: Sides<usize>,
+}
+
+impl CacheShape {
+    /// `head_dim` is one number for keys and values, or a number for each.
+    pub fn new(batch: usize, n_kv_heads: usize, head_dim: impl Into<Sides<usize>>) -> Self {
+        Self { batch, n_kv_heads, head_dim: head_dim.into() }
+    }
+
+    /// Shape of the keys or values of so many tokens.
+    pub const fn of_tokens(&self, side: Side, tokens: usize) -> [usize; 4] {
+        let head_dim = match side {
+            Side::Keys => self.head_dim.keys,
+            Side::Values => self.head_dim.values,
+        };
+        [self.batch, self.n_kv_heads, tokens, head_dim]
+    }
 }
 
 /// Validated layout of a [`KvCache`](crate::KvCache): every size and address it uses.
@@ -53,14 +70,12 @@ impl CacheLayout {
             }
         }
         let keys = side(config, shape, Side::Keys, 0);
-        let values = side(config, shape, Side::Values, keys.rows());
+        let values = side(config, shape, Side::Values, keys.rows().saturating_mul(keys.head_dim));
         let layout = Self { config: *config, shape, sides: Sides { keys, values } };
         // So that the kernels of every device can index every buffer, with u32 where they have no more; in
         // u128 nothing below overflows.
         let slices = shape.batch as u128 * shape.n_kv_heads as u128;
-        // A packed side has fewer words than its tokens have elements.
-        let rows = layout.float_rows().max(config.capacity) as u128;
-        if slices.saturating_mul(rows * shape.head_dim as u128) > u128::from(u32::MAX) {
+        if slices.saturating_mul(layout.slice_elements() as u128) >= u128::from(u32::MAX) {
             let rule = format!("too large for one buffer of 2^32 elements with {shape:?}");
             return Err(crate::config::invalid("capacity", config.capacity, rule));
         }
@@ -92,9 +107,34 @@ impl CacheLayout {
         self.sides
     }
 
-    /// Float rows of one (batch, kv head) slice, those of both sides.
-    pub const fn float_rows(&self) -> usize {
-        self.sides.values.first_row + self.sides.values.rows()
+    /// Elements of the float rows of one (batch, kv head) slice, those of both sides.
+    pub const fn float_elements(&self) -> usize {
+        let values = &self.sides.values;
+        values.first_element.saturating_add(values.rows().saturating_mul(values.head_dim))
+    }
+
+    /// Shape of the tensor of float rows, `[batch, n_kv_heads, rows, width]`. A row is `head_dim` wide; where
+    /// keys and values are of different width, each of their rows is some consecutive rows of the tensor.
+    pub const fn float_shape(&self) -> [usize; 4] {
+        let CacheShape { batch, n_kv_heads, .. } = self.shape;
+        let width = self.float_width();
+        [batch, n_kv_heads, self.float_elements() / width, width]
+    }
+
+    /// The greatest number that divides the width of keys and that of values.
+    const fn float_width(&self) -> usize {
+        let Sides { keys: mut a, values: mut b } = self.shape.head_dim;
+        while b > 0 {
+            (a, b) = (b, a % b);
+        }
+        a
+    }
+
+    /// No buffer of the cache has more elements for one (batch, kv head) slice, nor has that of as many
+    /// tokens as the capacity: a packed side has fewer words than its tokens have elements.
+    pub(crate) fn slice_elements(&self) -> usize {
+        let Sides { keys, values } = self.shape.head_dim;
+        self.float_elements().max(self.config.capacity.saturating_mul(keys.max(values)))
     }
 
     /// Bytes one decode step reads of a cache of `len` tokens: every code, parameter and float row
@@ -102,7 +142,7 @@ impl CacheLayout {
     pub fn bytes_read(&self, len: usize) -> usize {
         let (sides, counts) = (self.sides(), self.schedule().counts(len));
         let bytes = Side::BOTH.map(|side| {
-            let floats = (len - counts[side]) * self.shape.head_dim;
+            let floats = (len - counts[side]) * sides[side].head_dim;
             4 * sides[side].packed_words(counts[side]) + self.config.float.size() * floats
         });
         self.slices() * bytes.iter().sum::<usize>()
@@ -111,7 +151,7 @@ impl CacheLayout {
     /// Bytes a cache of this layout allocates.
     pub fn memory_bytes(&self) -> MemoryBytes {
         let words = self.sides().map(|side| side.words(self.slices()));
-        let floats = self.slices() * self.float_rows() * self.shape.head_dim;
+        let floats = self.slices() * self.float_elements();
         MemoryBytes {
             keys: 4 * words.keys,
             values: 4 * words.values,
@@ -120,8 +160,8 @@ impl CacheLayout {
     }
 }
 
-/// Where the tokens of a side are whose float rows begin at `first_row`.
-fn side(config: &KvCacheConfig, shape: CacheShape, side: Side, first_row: usize) -> SideLayout {
+/// Where the tokens of a side are whose float rows begin at `first_element`.
+fn side(config: &KvCacheConfig, shape: CacheShape, side: Side, first_element: usize) -> SideLayout {
     let KvCacheConfig { capacity, sink_tokens, group_size, .. } = *config;
     let (bits, granularity) = match side {
         Side::Keys => (config.key_bits, Granularity::PerChannel),
@@ -132,12 +172,11 @@ fn side(config: &KvCacheConfig, shape: CacheShape, side: Side, first_row: usize)
     let after_sinks = capacity.saturating_sub(sink_tokens);
     SideLayout {
         spec: bits.is_quantized().then_some(spec),
-        schedule: schedule.sides[side],
         packed_tokens: schedule.counts(capacity)[side],
         sinks: sink_tokens.min(capacity),
         ring: schedule.sides[side].slots(schedule.lag()).min(after_sinks),
-        first_row,
-        head_dim: shape.head_dim,
+        first_element,
+        head_dim: shape.head_dim[side],
     }
 }
 

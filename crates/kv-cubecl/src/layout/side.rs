@@ -5,7 +5,6 @@ use core::{
     ops::{Index, IndexMut},
 };
 
-use super::SideSchedule;
 use crate::{Bits, Result};
 
 /// Which of the two a number or a tensor belongs to.
@@ -56,6 +55,13 @@ impl<T> Sides<T> {
     /// Keys, then values.
     pub fn into_array(self) -> [T; 2] {
         [self.keys, self.values]
+    }
+}
+
+/// The same for both.
+impl<T: Copy> From<T> for Sides<T> {
+    fn from(both: T) -> Self {
+        Self { keys: both, values: both }
     }
 }
 
@@ -164,16 +170,14 @@ impl QuantSpec {
 pub struct SideLayout {
     /// How tokens that leave the window are quantized; `None` if all stay in float.
     pub spec: Option<QuantSpec>,
-    /// When they do.
-    pub schedule: SideSchedule,
     /// Tokens that are quantized when the cache is full.
     pub packed_tokens: usize,
     /// Float rows of sinks.
     pub sinks: usize,
     /// Slots of the ring of recent tokens; all tokens after the sinks where nothing is quantized.
     pub ring: usize,
-    /// The first of this side's float rows among those of both sides.
-    pub first_row: usize,
+    /// The first element of this side's float rows among those of both sides.
+    pub first_element: usize,
     /// Channels.
     pub head_dim: usize,
 }
@@ -184,11 +188,14 @@ impl SideLayout {
         self.sinks + self.ring
     }
 
-    /// Float row of `token` among those of both sides, meaningful while the token is in float.
+    /// Float row of `token` among those of its side, meaningful while the token is in float.
     pub const fn row(&self, token: usize) -> usize {
-        let row =
-            if token < self.sinks { token } else { self.sinks + (token - self.sinks) % self.ring };
-        self.first_row + row
+        if token < self.sinks { token } else { self.sinks + (token - self.sinks) % self.ring }
+    }
+
+    /// The first element of the float row of `token` among those of both sides.
+    pub const fn element(&self, token: usize) -> usize {
+        self.first_element + self.row(token) * self.head_dim
     }
 
     /// Packed words of one (batch, kv head) slice.

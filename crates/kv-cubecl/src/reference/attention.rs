@@ -23,7 +23,7 @@ fn add_scaled(to: &mut [f64], factor: f64, from: &[f64]) {
 /// Output of one query row over the keys and values it sees, scores scaled by
 /// `1 / sqrt(head_dim)`.
 pub fn attend_row(query: &[f64], keys: &[&[f64]], values: &[&[f64]]) -> Vec<f64> {
-    let mut output = vec![0.0; query.len()];
+    let mut output = vec![0.0; values.first().map_or(0, |value| value.len())];
     for (p, value) in probabilities(query, keys).into_iter().zip(values) {
         add_scaled(&mut output, p, value);
     }
@@ -54,8 +54,8 @@ pub fn attend_row_backward(
 }
 
 /// Plain causal attention: what a cache that quantizes nothing computes. Query `[batch, n_heads,
-/// tokens, head_dim]`, key and value `[batch, n_kv_heads, tokens, head_dim]`; query head `h` reads
-/// KV head `h / (n_heads / n_kv_heads)`.
+/// tokens, head_dim]`, key and value `[batch, n_kv_heads, tokens, head_dim]`, where a value may have another
+/// head_dim; query head `h` reads KV head `h / (n_heads / n_kv_heads)`.
 pub fn causal_attention(
     (query, query_shape): (&[f64], [usize; 4]),
     (key, key_shape): (&[f64], [usize; 4]),
@@ -63,13 +63,14 @@ pub fn causal_attention(
 ) -> Vec<f64> {
     let [batch, n_heads, tokens, head_dim] = query_shape;
     let n_kv_heads = key_shape[1];
-    let mut output = Vec::with_capacity(query.len());
+    let value_dim = value.len() / (batch * n_kv_heads * tokens);
+    let mut output = Vec::new();
     for slice in 0..batch * n_heads {
         let (sequence, head) = (slice / n_heads, slice % n_heads);
         let kv_slice = sequence * n_kv_heads + head / (n_heads / n_kv_heads);
-        let lane = kv_slice * tokens * head_dim..(kv_slice + 1) * tokens * head_dim;
-        let keys: Vec<&[f64]> = key[lane.clone()].chunks(head_dim).collect();
-        let values: Vec<&[f64]> = value[lane].chunks(head_dim).collect();
+        let keys: Vec<&[f64]> = key.chunks(head_dim).skip(kv_slice * tokens).take(tokens).collect();
+        let values: Vec<&[f64]> =
+            value.chunks(value_dim).skip(kv_slice * tokens).take(tokens).collect();
         for token in 0..tokens {
             let row = &query[(slice * tokens + token) * head_dim..][..head_dim];
             output.extend(attend_row(row, &keys[..=token], &values[..=token]));

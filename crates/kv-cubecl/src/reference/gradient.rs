@@ -3,11 +3,11 @@
 use super::{
     attention::attend_row_backward,
     quantizer::{F16_MAX, quantize_group},
-    sequence::token,
+    sequence::{token, with_dim},
     stream::{StreamOracle, stored, to_f64},
     tensor::groups,
 };
-use crate::{Bits, CacheShape, Granularity, KvCacheConfig, SteGradient};
+use crate::{Bits, CacheShape, Granularity, KvCacheConfig, Sides, SteGradient};
 
 /// Gradients of a scalar loss with respect to the inputs of [`stream`](super::stream).
 #[derive(Clone, Debug)]
@@ -33,47 +33,49 @@ pub fn stream_gradients(
     config: &KvCacheConfig,
     gradient: SteGradient,
 ) -> StreamGradients {
-    let [batch, n_kv_heads, tokens, head_dim] = key_shape;
+    let [batch, n_kv_heads, tokens, key_dim] = key_shape;
     let heads_per_lane = query_shape[1] / n_kv_heads;
-    let mut oracle = StreamOracle::new(config, CacheShape { batch, n_kv_heads, head_dim });
+    let value_shape = with_dim(key_shape, value.len());
+    let grad_shape = with_dim(query_shape, grad.len());
+    let value_dim = value_shape[3];
+    let head_dim = Sides { keys: key_dim, values: value_dim };
+    let mut oracle = StreamOracle::new(config, CacheShape::new(batch, n_kv_heads, head_dim));
     let mut out = StreamGradients {
         query: vec![0.0; query.len()],
         key: vec![0.0; key.len()],
         value: vec![0.0; value.len()],
     };
     let (mut key_hat, mut value_hat) = (out.key.clone(), out.value.clone());
-    let at = |slice: usize, t: usize| {
+    let at = |slice: usize, t: usize, head_dim: usize| {
         let start = (slice * tokens + t) * head_dim;
         start..start + head_dim
     };
     for t in 0..tokens {
-        let (queries, grads) = (token(query, query_shape, t), token(grad, query_shape, t));
-        let (keys, values) = (token(key, key_shape, t), token(value, key_shape, t));
+        let (queries, grads) = (token(query, query_shape, t), token(grad, grad_shape, t));
+        let (keys, values) = (token(key, key_shape, t), token(value, value_shape, t));
         oracle.step_with(&keys, &values, |lanes| {
-            let rows = queries.chunks(head_dim).zip(grads.chunks(head_dim));
+            let rows = queries.chunks(key_dim).zip(grads.chunks(value_dim));
             for (head, (row, grad)) in rows.enumerate() {
                 let kv = head / heads_per_lane;
                 let (keys, values) = (lanes[kv].keys(), lanes[kv].values());
                 let (grad_query, grad_keys, grad_values) =
                     attend_row_backward(&to_f64(row), &keys, &values, grad);
-                add(&mut out.query[at(head, t)], &grad_query);
+                add(&mut out.query[at(head, t, key_dim)], &grad_query);
                 for (j, (grad_key, grad_value)) in grad_keys.iter().zip(&grad_values).enumerate() {
                     let (key_quantized, value_quantized) = lanes[kv].quantized(j);
                     let key = if key_quantized { &mut key_hat } else { &mut out.key };
-                    add(&mut key[at(kv, j)], grad_key);
+                    add(&mut key[at(kv, j, key_dim)], grad_key);
                     let value = if value_quantized { &mut value_hat } else { &mut out.value };
-                    add(&mut value[at(kv, j)], grad_value);
+                    add(&mut value[at(kv, j, value_dim)], grad_value);
                 }
             }
         });
     }
-    for (to, input, hat, bits, granularity) in [
-        (&mut out.key, key, key_hat, config.key_bits, Granularity::PerChannel),
-        (&mut out.value, value, value_hat, config.value_bits, Granularity::PerToken),
-    ] {
+    let keys = (key, key_shape, key_hat, (Granularity::PerChannel, config.key_bits));
+    let values = (value, value_shape, value_hat, (Granularity::PerToken, config.value_bits));
+    for (to, (input, shape, hat, how)) in [(&mut out.key, keys), (&mut out.value, values)] {
         let input = stored(input, config.float);
-        let through =
-            through_quantizer((&input, key_shape), &hat, (granularity, bits), config, gradient);
+        let through = through_quantizer((&input, shape), &hat, how, config, gradient);
         add(to, &through);
     }
     out

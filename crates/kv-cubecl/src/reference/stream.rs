@@ -6,7 +6,7 @@ use super::{
     attention::attend_row,
     quantizer::{dequantize_group, quantize_group},
 };
-use crate::{Bits, CacheFloat, CacheShape, Flush, KvCacheConfig, QuantizedCounts};
+use crate::{Bits, CacheFloat, CacheShape, Flush, KvCacheConfig, QuantizedCounts, Sides};
 
 /// One token of one (batch, kv head).
 #[derive(Clone, Debug)]
@@ -123,7 +123,7 @@ impl StreamOracle {
         Self { config: *config, shape, lanes }
     }
 
-    /// Appends one token (`key` and `value` are `[batch, n_kv_heads, head_dim]`), calls `see` with
+    /// Appends one token (`key` and `value` are `[batch, n_kv_heads, head_dim]`, each with its own), calls `see` with
     /// the lanes, batch by batch, as the query of this token finds them, and returns what `see`
     /// returns.
     pub fn step_with<T>(
@@ -132,7 +132,8 @@ impl StreamOracle {
         value: &[f32],
         see: impl FnOnce(&[Lane]) -> T,
     ) -> T {
-        let rows = key.chunks(self.shape.head_dim).zip(value.chunks(self.shape.head_dim));
+        let Sides { keys, values } = self.shape.head_dim;
+        let rows = key.chunks(keys).zip(value.chunks(values));
         for (lane, (key, value)) in self.lanes.iter_mut().zip(rows) {
             lane.push(&self.config, key, value);
             if self.config.flush == Flush::BeforeAttention {
@@ -152,14 +153,14 @@ impl StreamOracle {
     }
 
     /// Appends one token and attends with `query` `[batch, n_heads, head_dim]`; returns the output,
-    /// of the same shape, and how many tokens the query saw quantized.
+    /// `[batch, n_heads, head_dim]` with the channels of a value, and how many tokens the query saw quantized.
     pub fn step(
         &mut self,
         query: &[f32],
         key: &[f32],
         value: &[f32],
     ) -> (Vec<f64>, QuantizedCounts) {
-        let CacheShape { head_dim, .. } = self.shape;
+        let head_dim = self.shape.head_dim.keys;
         let heads_per_lane = query.len() / head_dim / self.lanes.len();
         self.step_with(key, value, |lanes| {
             let rows = query.chunks(head_dim).enumerate();

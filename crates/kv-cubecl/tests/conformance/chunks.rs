@@ -39,9 +39,12 @@ pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
             assert!(packed.to_logical() == expected, "{what}: codes or parameters");
         }
         for token in (0..sinks.min(text.len())).chain(sinks + count..text.len()) {
-            let row = sides[side].row(token);
-            let (got, expected) = (floats.tokens(row..row + 1), host.tokens(token..token + 1));
-            assert!(got.data == expected.data, "{what}: float row of token {token}");
+            let (at, head_dim) = (sides[side].element(token), host.shape[3]);
+            let slices = floats.data.chunks(cache.layout().float_elements());
+            let got: Vec<f32> =
+                slices.flat_map(|slice| &slice[at..at + head_dim]).copied().collect();
+            let expected = host.tokens(token..token + 1).data;
+            assert!(got == expected, "{what}: float row of token {token}");
         }
     }
 }

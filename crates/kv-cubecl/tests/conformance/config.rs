@@ -1,8 +1,8 @@
 //! Configurations: names, rules, and a parser that never panics. No device is needed.
 
 use kv_cubecl::{
-    Bits, CacheFloat, CacheShape, Error, Flush, Granularity, KvCacheConfig, QuantizedCounts,
-    layout::{CacheLayout, QuantSpec, Schedule},
+    Bits, CacheFloat, CacheShape, Error, Flush, Granularity, KvCacheConfig, QuantizedCounts, Sides,
+    layout::{CacheLayout, QuantSpec, Schedule, SideLayout},
     reference::StreamOracle,
 };
 use proptest::prelude::*;
@@ -165,21 +165,22 @@ fn every_rule_names_field_value_and_itself() {
         assert!(r.contains(rule), "{error}: expected {rule:?}");
         assert_eq!(error.to_string(), format!("{f} {v}: {r}"));
     }
-    let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: 64 };
+    let shape = CacheShape::new(1, 1, 64);
     for (shape, field) in [
-        (CacheShape { batch: 0, ..shape }, "batch"),
-        (CacheShape { n_kv_heads: 0, ..shape }, "n_kv_heads"),
-        (CacheShape { head_dim: 0, ..shape }, "head_dim"),
+        (CacheShape::new(0, 1, 64), "batch"),
+        (CacheShape::new(1, 0, 64), "n_kv_heads"),
+        (CacheShape::new(1, 1, 0), "head_dim"),
+        (CacheShape::new(1, 1, Sides { keys: 64, values: 0 }), "head_dim"),
     ] {
         let error = CacheLayout::new(&kivi, shape).expect_err(field);
         assert!(matches!(error, Error::InvalidConfig { field: f, .. } if f == field), "{error}");
     }
-    let large = CacheShape { batch: 1 << 12, n_kv_heads: 64, head_dim: 128 };
+    let large = CacheShape::new(1 << 12, 64, 128);
     let error = CacheLayout::new(&KvCacheConfig::float(), large).unwrap_err();
     assert!(matches!(error, Error::InvalidConfig { field: "capacity", .. }), "{error}");
     // However large the numbers are, nothing may overflow before the error is returned. Here batch
     // * n_kv_heads is 2^64.
-    let wraps = CacheShape { batch: 1 << 58, n_kv_heads: 64, head_dim: 64 };
+    let wraps = CacheShape::new(1 << 58, 64, 64);
     assert!(CacheLayout::new(&kivi, wraps).is_err(), "{wraps:?}");
     for huge in [usize::MAX, usize::MAX / 2, 1 << 40] {
         for config in [
@@ -190,13 +191,15 @@ fn every_rule_names_field_value_and_itself() {
         ] {
             assert!(CacheLayout::new(&config, shape).is_err(), "{config:?}");
         }
-        let shape = CacheShape { batch: huge, ..shape };
+        let shape = CacheShape::new(huge, 1, 64);
         assert!(CacheLayout::new(&kivi, shape).is_err(), "batch {huge}");
-        let shape = CacheShape { batch: 1, n_kv_heads: huge, ..shape };
+        let shape = CacheShape::new(1, huge, 64);
         assert!(CacheLayout::new(&kivi, shape).is_err(), "n_kv_heads {huge}");
         let config = KvCacheConfig::float().with_capacity(100);
-        let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: huge };
-        assert!(CacheLayout::new(&config, shape).is_err(), "head_dim {huge}");
+        for head_dim in [huge.into(), Sides { keys: 64, values: huge }] {
+            let shape = CacheShape::new(1, 1, head_dim);
+            assert!(CacheLayout::new(&config, shape).is_err(), "{head_dim:?}");
+        }
     }
 }
 
@@ -241,7 +244,7 @@ fn counts_are_the_oracles() {
             .with_sink_tokens(sinks)
             .with_flush(if after { Flush::AfterAttention } else { Flush::BeforeAttention });
         let head_dim = 16 * group;
-        let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim };
+        let shape = CacheShape::new(1, 1, head_dim);
         let (mut oracle, row) = (StreamOracle::new(&config, shape), vec![1.0; head_dim]);
         assert_eq!(Schedule::new(&config).counts(0), QuantizedCounts::default());
         for t in 0..3 * config.residual_length + sinks + 2 {
@@ -257,9 +260,11 @@ fn float_rows_do_not_collide() {
     for name in
         ["k2v2-g16-r16", "k2v2-g16-r32-s3-after", "k16v2-g16-r16-s1", "k2v16-g16-r16", "float"]
     {
-        for capacity in [1, 3, 16, 17, 100] {
+        for (capacity, (keys, values)) in
+            [1, 3, 16, 17, 100].into_iter().flat_map(|n| [(n, (64, 64)), (n, (24, 64))])
+        {
             let config = name.parse::<KvCacheConfig>().unwrap().with_capacity(capacity);
-            let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: 64 };
+            let shape = CacheShape::new(1, 1, Sides { keys, values });
             let layout = CacheLayout::new(&config, shape).unwrap();
             let sides = layout.sides();
             for len in 1..=capacity {
@@ -268,14 +273,16 @@ fn float_rows_do_not_collide() {
                     let sinks = config.sink_tokens;
                     (0..len).filter(move |&t| t < sinks || t >= sinks + count)
                 };
-                let keys = in_float(counts.keys).map(|t| sides.keys.row(t));
-                let values = in_float(counts.values).map(|t| sides.values.row(t));
-                let mut rows: Vec<usize> = keys.chain(values).collect();
-                let n_rows = rows.len();
-                rows.sort_unstable();
-                rows.dedup();
-                assert_eq!(rows.len(), n_rows, "{name} capacity {capacity} len {len}");
-                assert!(rows.last() < Some(&layout.float_rows()), "{name} {capacity} {len}");
+                let rows = |side: SideLayout, count| {
+                    in_float(count).map(move |t| side.element(t)..side.element(t) + side.head_dim)
+                };
+                let keys = rows(sides.keys, counts.keys);
+                let mut rows: Vec<_> = keys.chain(rows(sides.values, counts.values)).collect();
+                rows.sort_unstable_by_key(|row| row.start);
+                let what = format!("{name} capacity {capacity} len {len}");
+                assert!(rows.windows(2).all(|two| two[0].end <= two[1].start), "{what}");
+                assert!(rows.last().is_none_or(|row| row.end <= layout.float_elements()), "{what}");
+                assert_eq!(layout.float_shape().iter().product::<usize>(), layout.float_elements());
             }
         }
     }

@@ -46,7 +46,7 @@ const MISFITS: [Misfit; 6] = [
 
 fn shapes_of_a_cache_call<T: Target>(on: &On<T>) {
     let config = KvCacheConfig::kivi(Bits::Two, Bits::Two).with_capacity(50);
-    let shape = CacheShape { batch: 1, n_kv_heads: 2, head_dim: 64 };
+    let shape = CacheShape::new(1, 2, 64);
     let mut cache = KvCache::new(&config, shape, on).unwrap();
     let kv = tensor(on, [1, 2, 5, 64]);
     cache.append(kv.clone(), kv.clone()).unwrap();
@@ -63,6 +63,7 @@ fn shapes_of_a_cache_call<T: Target>(on: &On<T>) {
         shape_error(cache.append(k, v), "append", "key");
     }
     shape_error(cache.append(kv.clone(), tensor(on, [1, 2, 4, 64])), "append", "value");
+    shape_error(cache.append(kv.clone(), tensor(on, [1, 2, 5, 32])), "append", "value");
     assert!(snapshot(&cache) == before, "a refused call wrote");
     assert_eq!(cache.len(), 5);
 }
@@ -120,7 +121,7 @@ fn other_float_types<T: Target>(on: &On<T>) {
 fn invalid_configurations<T: Target>(on: &On<T>) {
     let config = KvCacheConfig::kivi(Bits::Two, Bits::Two).with_group_size(64);
     let config = config.with_capacity(50);
-    let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: 80 };
+    let shape = CacheShape::new(1, 1, 80);
     let expected = config.validate(80).unwrap_err();
     assert_eq!(KvCache::new(&config, shape, on).unwrap_err(), expected);
     let [q, k, v] = [0; 3].map(|_| tensor(on, [1, 1, 3, 80]));
@@ -210,7 +211,7 @@ fn a_device_without_the_operations() {
         assert!(error.to_string().contains("kv-cubecl serves"), "{error}");
     };
     let config = KvCacheConfig::kivi(Bits::Two, Bits::Two).with_capacity(50);
-    let shape = CacheShape { batch: 1, n_kv_heads: 2, head_dim: 64 };
+    let shape = CacheShape::new(1, 2, 64);
     for device in [device.clone(), device.autodiff()] {
         let x = || Host::normal(&mut Rng::new(75), [1, 2, 32, 64]).on(&device);
         refused(KvCache::new(&config, shape, &device).unwrap_err());

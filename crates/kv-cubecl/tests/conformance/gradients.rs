@@ -16,6 +16,7 @@ stamp_autodiff!(
     fake_quantize_is_the_identity,
     float_attention_by_finite_differences,
     straight_through_in_every_configuration,
+    keys_and_values_of_different_width,
     straight_through_over_several_windows,
     strided_inputs,
     one_input_at_a_time,
@@ -50,7 +51,7 @@ pub(crate) fn gradients_with(
 }
 
 pub(crate) fn weight(text: &Setup) -> Host {
-    Host::normal(&mut Rng::new(text.seed + 1000), text.query.shape)
+    Host::normal(&mut Rng::new(text.seed + 1000), text.output_shape())
 }
 
 /// Gradients of query, key and value by the definition of the straight-through estimator; see
@@ -118,8 +119,10 @@ fn fake_quantize_is_the_identity<T: Target>(on: &On<T>) {
 /// Compared with central differences of plain f64 attention, whose own error with step 1e-4 is
 /// about 1e-8.
 fn float_attention_by_finite_differences<T: Target>(on: &On<T>) {
-    for sizes in [[1, 2, 1, 9, 16], [2, 2, 2, 5, 16]] {
-        let text = Setup::new("float", sizes, 81);
+    for (sizes, value_dim) in
+        [([1, 2, 1, 9, 16], 16), ([2, 2, 2, 5, 16], 16), ([1, 2, 1, 7, 8], 20)]
+    {
+        let text = Setup::new("float", sizes, 81).with_value_dim(value_dim);
         let weight = weight(&text);
         let (w, shapes) = (weight.f64(), (text.query.shape, text.key.shape));
         let inputs = [text.query.f64(), text.key.f64(), text.value.f64()];
@@ -158,6 +161,15 @@ fn straight_through_in_every_configuration<T: Target>(on: &On<T>) {
     for (seed, name) in names.into_iter().enumerate() {
         for sizes in [[1, 2, 2, 53, 64], [2, 6, 2, 35, 64]] {
             check(on, &Setup::new(name, sizes, seed as u64), CLOSE);
+        }
+    }
+}
+
+fn keys_and_values_of_different_width<T: Target>(on: &On<T>) {
+    for (seed, (key_dim, value_dim)) in [(96, 64), (32, 80)].into_iter().enumerate() {
+        for name in ["k2v2-g16-r16", "k4v4-g16-r32-s4-after", "float"] {
+            let text = Setup::new(name, [2, 4, 2, 53, key_dim], 90 + seed as u64);
+            check(on, &text.with_value_dim(value_dim), CLOSE);
         }
     }
 }

@@ -130,7 +130,7 @@ fn many_rows_of_a_chunk<T: Target>(on: &On<T>) {
     const ROWS: usize = 16 * 65_535 + 5;
     let [query, key, value] = text(ROWS, 3);
     let config = KvCacheConfig::float().with_capacity(3);
-    let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: HEAD_DIM };
+    let shape = CacheShape::new(1, 1, HEAD_DIM);
     let layout = CacheLayout::new(&config, shape).unwrap();
     let words = |len: usize| {
         let data = TensorData::new(vec![0u32; len], [len]);

@@ -31,7 +31,9 @@ fn reported_bytes_are_those_of_the_tensors<T: Target>(on: &On<T>) {
     }
 }
 
-const SHAPE: CacheShape = CacheShape { batch: 1, n_kv_heads: 2, head_dim: 64 };
+fn shape() -> CacheShape {
+    CacheShape::new(1, 2, 64)
+}
 
 fn two_bits_save_what_they_promise<T: Target>(on: &On<T>) {
     if !on.supports_dtype(DType::F16) {
@@ -39,7 +41,7 @@ fn two_bits_save_what_they_promise<T: Target>(on: &On<T>) {
     }
     let allocated = |name: &str| {
         let config: KvCacheConfig = name.parse().unwrap();
-        KvCache::new(&config.with_capacity(4096), SHAPE, on).unwrap().memory_bytes().total()
+        KvCache::new(&config.with_capacity(4096), shape(), on).unwrap().memory_bytes().total()
     };
     let (quantized, float) = (allocated("k2v2-f16"), allocated("float-f16"));
     // Quantized: two bits and f16 parameters for 3968 of the 4096 tokens, f16 for the window.
@@ -54,7 +56,7 @@ fn two_bits_save_what_they_promise<T: Target>(on: &On<T>) {
 fn packed_words_are_codes_and_parameters() {
     for (name, bits) in [("k2v2", 3.0), ("k4v4", 5.0), ("k8v8", 9.0)] {
         let config: KvCacheConfig = name.parse().unwrap();
-        let layout = CacheLayout::new(&config.with_capacity(4096), SHAPE).unwrap();
+        let layout = CacheLayout::new(&config.with_capacity(4096), shape()).unwrap();
         // Keys flush whole windows, so that none is in float at full capacity; the last 128 values
         // are.
         let (keys, values) = (2.0 * 64.0 * 4096.0, 2.0 * 64.0 * 3968.0);

@@ -25,7 +25,7 @@ impl Sequence {
     /// What the oracle says to the last `queries`, each `[n_heads, head_dim]`, and its counts after the last
     /// token: `[tokens, n_heads, head_dim]`.
     fn attend(&self, config: &KvCacheConfig, queries: &[Vec<f32>]) -> (Vec<f64>, QuantizedCounts) {
-        let shape = CacheShape { batch: 1, n_kv_heads: N_KV_HEADS, head_dim: HEAD_DIM };
+        let shape = CacheShape::new(1, N_KV_HEADS, HEAD_DIM);
         let mut oracle = StreamOracle::new(config, shape);
         let first = self.keys.len() - queries.len();
         let (mut output, mut counts) = (Vec::new(), QuantizedCounts::default());
@@ -123,7 +123,7 @@ fn run<T: Target>(on: &On<T>, seed: u64) {
     let config = config.with_capacity(1 + rng.below(70));
     let capacity = config.capacity;
     let batch = 1 + rng.below(2);
-    let shape = CacheShape { batch, n_kv_heads: N_KV_HEADS, head_dim: HEAD_DIM };
+    let shape = CacheShape::new(batch, N_KV_HEADS, HEAD_DIM);
     let cache = KvCache::new(&config, shape, on).unwrap();
     let mut pool = vec![Pair { cache, sequences: vec![Sequence::default(); batch] }];
     let mut story = format!("seed {seed}, {config}, capacity {capacity}:");

@@ -11,6 +11,7 @@ use crate::common::{CLOSE, Host, Setup, close, equal_bits, skipped, snapshot, st
 stamp!(
     log_sum_exps_are_those_of_the_scores,
     scores_are_scaled_as_asked,
+    keys_and_values_of_different_width,
     scales_without_meaning_are_refused,
     narrow_inputs,
 );
@@ -20,7 +21,8 @@ fn expected(text: &Setup, scale: f64) -> [Vec<f64>; 2] {
     let [batch, n_heads, tokens, head_dim] = text.query.shape;
     let n_rep = n_heads / text.key.shape[1];
     let mut oracle = StreamOracle::new(&text.config, text.shape());
-    let mut output = vec![0.0; text.query.data.len()];
+    let value_dim = text.value.shape[3];
+    let mut output = vec![0.0; text.output_shape().iter().product()];
     let mut lse = vec![0.0; batch * n_heads * tokens];
     for t in 0..tokens {
         let Setup { query, key, value, .. } = text.tokens(t..t + 1);
@@ -37,7 +39,7 @@ fn expected(text: &Setup, scale: f64) -> [Vec<f64>; 2] {
                 lse[row] = largest + sum.ln();
                 for (score, value) in scores.iter().zip(lane.values()) {
                     let weight = (score - lse[row]).exp();
-                    let output = &mut output[row * head_dim..][..head_dim];
+                    let output = &mut output[row * value_dim..][..value_dim];
                     output.iter_mut().zip(value).for_each(|(out, value)| *out += weight * value);
                 }
             }
@@ -112,6 +114,19 @@ fn scores_are_scaled_as_asked<T: Target>(on: &On<T>) {
         let text = Setup::new(name, [1, 3, 1, 70, 64], 10 + seed as u64);
         // A power of two, so that f32 and f64 have the same.
         check(on, &text, AttentionOptions::default().with_scale(0.0625), 0.0625);
+    }
+}
+
+/// Keys of one width and values of another: both are cut into groups as wide as they are.
+fn keys_and_values_of_different_width<T: Target>(on: &On<T>) {
+    let names = ["float", "k4v4-g16-r16", "k2v2-g16-r16-s3-after", "k8v16-g16-r32-s2", "k16v2-g16"];
+    // Wider keys (as in DeepSeek's latent attention), wider values, and widths without a common vector.
+    for (seed, (key_dim, value_dim)) in [(96, 64), (32, 80), (18, 48)].into_iter().enumerate() {
+        for name in names {
+            let text = Setup::new(name, [2, 4, 2, 75, key_dim], 50 + seed as u64);
+            let text = text.with_value_dim(value_dim);
+            check(on, &text, AttentionOptions::default(), 1.0 / (key_dim as f64).sqrt());
+        }
     }
 }
 

@@ -60,9 +60,15 @@ impl Config {
         self.check(Path::new("llama config"))
     }
 
+    /// Channels per head, of keys and of values.
+    pub(super) fn head_dim(&self) -> usize {
+        self.attention.head_dim.keys
+    }
+
     /// Checks the values that the shapes of the tensors do not check; `path` is for the message.
     pub(super) fn check(&self, path: &Path) -> Result<()> {
-        let LayerSpec { n_heads, n_kv_heads, head_dim, .. } = self.attention;
+        let LayerSpec { n_heads, n_kv_heads, head_dim: of_sides, .. } = self.attention;
+        let head_dim = self.head_dim();
         let fields = [
             ("vocab_size", self.vocab_size),
             ("hidden_size", self.hidden_size),
@@ -78,6 +84,10 @@ impl Config {
         if !n_heads.is_multiple_of(n_kv_heads) {
             let rule = format!("does not divide num_attention_heads {n_heads}");
             return Err(Error::config(path, "num_key_value_heads", n_kv_heads, rule));
+        }
+        if of_sides != head_dim.into() {
+            let rule = format!("must be head_dim {head_dim}: this family has one for both");
+            return Err(Error::config(path, "head_dim of values", of_sides.values, rule));
         }
         if !self.rotary_dim.is_multiple_of(2) || self.rotary_dim > head_dim {
             let rule = format!("must be even and at most head_dim {head_dim}");
@@ -158,7 +168,7 @@ pub(super) enum Dialect {
 impl Config {
     /// The family that this configuration can be written as, if there is one.
     pub(super) fn dialect(&self) -> Option<Dialect> {
-        let LayerSpec { n_heads, head_dim, .. } = self.attention;
+        let (n_heads, head_dim) = (self.attention.n_heads, self.head_dim());
         let partial = self.rotary_dim < head_dim;
         match (self.qkv_bias, self.output_bias, self.mlp_bias) {
             (false, false, false) if partial => {
@@ -178,7 +188,8 @@ impl Config {
     /// The fields of `config.json` that [`from_json`](Self::from_json) reads, in the spelling that
     /// both old and new versions of the transformers library read; `path` is for the message.
     pub(super) fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
-        let LayerSpec { n_heads, n_kv_heads, head_dim, .. } = self.attention;
+        let LayerSpec { n_heads, n_kv_heads, .. } = self.attention;
+        let head_dim = self.head_dim();
         let unsupported = |what: &str| {
             let why = format!("{}: no Hugging Face family has it", path.display());
             Error::unsupported(format!("{what} in a saved model"), why)
@@ -273,7 +284,7 @@ impl Config {
     /// The share of a head that rotates, as a number that gives readers exactly `rotary_dim`: they
     /// multiply it by `head_dim` and round down, and their parser may get its last digit wrong.
     fn rotary_factor(&self) -> f64 {
-        let head_dim = self.attention.head_dim as f64;
+        let head_dim = self.head_dim() as f64;
         let exact = self.rotary_dim as f64 / head_dim;
         let found = |factor: f64| (factor * head_dim) as usize == self.rotary_dim;
         let read = serde_json::from_str(&exact.to_string()).unwrap_or(exact);

@@ -60,7 +60,8 @@ impl Config {
     /// Says that queries and keys are stored for interleaved rotation, as in GGUF files of
     /// architecture `llama`; this crate rotates halves.
     pub(super) fn interleaved(&self, weights: &mut Weights) {
-        let LayerSpec { n_heads, n_kv_heads, head_dim, .. } = self.attention;
+        let LayerSpec { n_heads, n_kv_heads, .. } = self.attention;
+        let head_dim = self.head_dim();
         for i in 0..self.n_layers {
             for (part, heads) in [("q_proj", n_heads), ("k_proj", n_kv_heads)] {
                 for kind in ["weight", "bias"] {

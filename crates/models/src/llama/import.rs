@@ -31,7 +31,7 @@ impl Layer {
         let Config { hidden_size, intermediate_size, norm_epsilon, .. } = *config;
         let is_fused = |module: &str| weights.contains(&format!("{module}.weight"));
         let names = LayerNames::new(config, i, is_fused);
-        let heads = config.attention.n_heads * config.attention.head_dim;
+        let heads = config.attention.n_heads * config.attention.head_dim.values;
         Ok(Self {
             attention_norm: weights.rms_norm(&names.attention_norm, hidden_size, norm_epsilon)?,
             qkv: weights.linear(&names.qkv, hidden_size, config.qkv_bias)?,

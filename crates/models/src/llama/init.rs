@@ -41,7 +41,7 @@ impl Layer {
             *config;
         let attention = config.attention;
         let residual = 1.0 / (2.0 * config.n_layers as f64).sqrt();
-        let heads = attention.n_heads * attention.head_dim;
+        let heads = attention.n_heads * attention.head_dim.values;
         Self {
             attention_norm: rms_norm(config, device),
             qkv: linear([attention.qkv_rows(), hidden_size], 1.0, qkv_bias, device),

@@ -30,7 +30,8 @@ impl LayerNames {
     /// The names in layer `i`. `is_fused` is asked whether a projection is one module, as in Phi-3,
     /// whose checkpoints have the same rows in the same order.
     pub(super) fn new(config: &Config, i: usize, is_fused: impl Fn(&str) -> bool) -> Self {
-        let LayerSpec { n_heads, n_kv_heads, head_dim, .. } = config.attention;
+        let LayerSpec { n_heads, n_kv_heads, .. } = config.attention;
+        let head_dim = config.head_dim();
         let (q_rows, kv_rows) = (n_heads * head_dim, n_kv_heads * head_dim);
         let Config { hidden_size, intermediate_size, .. } = *config;
         let name = |part: &str| format!("layers.{i}.{part}");

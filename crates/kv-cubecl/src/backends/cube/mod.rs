@@ -27,7 +27,7 @@ use crate::{
         quantize::{self, RestoreProblem},
         streaming_attention::{self, BackwardBindings, ForwardBindings, StreamProblem},
     },
-    layout::{CacheLayout, QuantSpec, Side, Sides, StreamSpec},
+    layout::{CacheLayout, CacheShape, QuantSpec, Side, Sides, StreamSpec},
     shapes,
 };
 
@@ -132,10 +132,11 @@ impl KvCacheOps for CubeBackend {
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let shape = dims(&query);
-        let problem = stream_problem(shape, dims(&key), spec, options);
+        let problem = stream_problem_of(&query, &key, &value, spec, options);
         let [query, key, key_hat, value, value_hat] =
             [query, key, key_hat, value, value_hat].map(into_contiguous);
-        let output = empty_like(&query, shape, DType::F32);
+        let output = shapes::attention(shape, problem.head_dim.values);
+        let output = empty_like(&query, output, DType::F32);
         let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
         let bindings = ForwardBindings {
             query: arg(&query),
@@ -168,8 +169,8 @@ impl KvCacheOps for CubeBackend {
         FloatTensor<Self>,
         FloatTensor<Self>,
     ) {
-        let (query_shape, side_shape) = (dims(&query), dims(&key));
-        let problem = stream_problem(query_shape, side_shape, spec, options);
+        let (query_shape, key_shape, value_shape) = (dims(&query), dims(&key), dims(&value));
+        let problem = stream_problem_of(&query, &key, &value, spec, options);
         let [batch, heads, m, _] = query_shape;
         let delta = Self::float_sum_dim(Self::float_mul(output, grad.clone()), 3);
         let stats = [lse, delta].map(|x| Self::float_reshape(x, Shape::new([1, batch * heads, m])));
@@ -180,20 +181,24 @@ impl KvCacheOps for CubeBackend {
         let values = into_contiguous(Self::float_cat(vec![value, value_hat], 0));
         let (query, grad) = (into_contiguous(query), into_contiguous(grad));
         let query_grad = empty_like(&query, query_shape, DType::F32);
-        let [side_batch, kv_heads, n, head_dim] = side_shape;
-        let shape = [4 * side_batch, kv_heads, n, head_dim];
-        let side_grads = empty_like(&query, shape, DType::F32);
+        let [key_len, value_len] =
+            [key_shape, value_shape].map(|shape| shape.iter().product::<usize>());
+        let side_grads = empty_like(&query, [2 * (key_len + value_len)], DType::F32);
         let bindings = BackwardBindings {
             inputs: || [&query, &keys, &values, &grad, &stats].map(arg),
             query_grad: arg(&query_grad),
             side_grads: arg(&side_grads),
         };
         launched(streaming_attention::launch_backward(&query.client, bindings, &problem));
-        let part = |i: usize| {
-            let rows = Slice::from(i * side_batch..(i + 1) * side_batch);
-            Self::float_slice(side_grads.clone(), &[rows])
+        let part = |start: usize, shape: [usize; 4]| {
+            let elements = Slice::from(start..start + shape.iter().product::<usize>());
+            let part = Self::float_slice(side_grads.clone(), &[elements]);
+            Self::float_reshape(part, Shape::new(shape))
         };
-        (query_grad, part(0), part(1), part(2), part(3))
+        let (key, key_hat) = (part(0, key_shape), part(key_len, key_shape));
+        let value = part(2 * key_len, value_shape);
+        let value_hat = part(2 * key_len + value_len, value_shape);
+        (query_grad, key, key_hat, value, value_hat)
     }
 }
 
@@ -338,7 +343,8 @@ fn decode_attention(
     };
     let problem = DecodeProblem { query: elem(&query), ..problem };
     let query = into_contiguous(query);
-    let output = empty_like(&query, shape, query.dtype);
+    let output = shapes::attention(shape, layout.shape().head_dim.values);
+    let output = empty_like(&query, output, query.dtype);
     let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
     let bindings = DecodeBindings {
         query: arg(&query),
@@ -357,15 +363,29 @@ fn decode_attention(
     (CubeBackend::float_cast(output, dtype.into()), lse)
 }
 
+/// Attention of `m` query rows of `heads` heads over `n` tokens of keys and values of this shape.
 pub(super) fn stream_problem(
-    query: [usize; 4],
-    key: [usize; 4],
+    [heads, m]: [usize; 2],
+    shape: CacheShape,
+    n: usize,
     spec: StreamSpec,
     options: AttentionOptions,
 ) -> StreamProblem {
-    let [batch, heads, m, head_dim] = query;
-    let [_, kv_heads, n, _] = key;
-    let n_rep = heads / kv_heads;
-    let scale = options.scale(head_dim);
-    StreamProblem { spec, slices: batch * kv_heads, n_rep, m, n, head_dim, scale }
+    let CacheShape { batch, n_kv_heads, head_dim } = shape;
+    let (slices, n_rep) = (batch * n_kv_heads, heads / n_kv_heads);
+    StreamProblem { spec, slices, n_rep, m, n, head_dim, scale: options.scale(head_dim.keys) }
+}
+
+/// [`stream_problem`] of these tensors.
+fn stream_problem_of(
+    query: &CubeTensor,
+    key: &CubeTensor,
+    value: &CubeTensor,
+    spec: StreamSpec,
+    options: AttentionOptions,
+) -> StreamProblem {
+    let [_, heads, m, _] = dims(query);
+    let ([batch, n_kv_heads, n, keys], [_, _, _, values]) = (dims(key), dims(value));
+    let shape = CacheShape::new(batch, n_kv_heads, Sides { keys, values });
+    stream_problem([heads, m], shape, n, spec, options)
 }

@@ -64,13 +64,13 @@ pub(super) fn flush(
     len: usize,
     added: usize,
 ) -> CacheState<Flex> {
-    let head_dim = layout.shape().head_dim;
     let (schedule, sides, float) = (layout.schedule(), layout.sides(), layout.config().float);
     let (before, after) = (schedule.counts(len), schedule.counts(len + added));
     let floats = Floats::of(&state.floats, float);
-    let slice_rows = layout.float_rows();
+    let slice_floats = layout.float_elements();
     for side in Side::BOTH {
         let (place, chunk) = (&sides[side], chunks[side]);
+        let head_dim = place.head_dim;
         let Some(spec) = place.spec else { continue };
         if after[side] == before[side] {
             continue;
@@ -82,8 +82,7 @@ pub(super) fn flush(
                 float.round_all(out);
                 return;
             }
-            let start = (slice * slice_rows + place.row(token)) * head_dim;
-            floats.read(start, out);
+            floats.read(slice * slice_floats + place.element(token), out);
         };
         let granule = spec.granule();
         let granule_words = spec.words(granule, head_dim);
@@ -138,17 +137,16 @@ pub(super) fn append(
     len: usize,
     added: usize,
 ) -> CacheState<Flex> {
-    let head_dim = layout.shape().head_dim;
     let (sides, first_float) = (layout.sides(), layout.schedule().first_float(len + added));
-    let float_rows = layout.float_rows();
+    let slice_floats = layout.float_elements();
     let both = slices.clone().flat_map(|slice| Side::BOTH.map(|side| (slice, side)));
     let rows = both.flat_map(|(slice, side)| {
         let (place, first) = (sides[side], first_float[side]);
         let stays = move |&token: &usize| token < place.sinks || token >= first;
         (len..len + added).filter(stays).map(move |token| {
-            let from = (slice * added + token - len) * head_dim;
-            let to = (slice * float_rows + place.row(token)) * head_dim;
-            (to, &chunks[side][from..][..head_dim])
+            let from = (slice * added + token - len) * place.head_dim;
+            let to = slice * slice_floats + place.element(token);
+            (to, &chunks[side][from..][..place.head_dim])
         })
     });
     layout.config().float.write(&mut state.floats, rows);

@@ -10,33 +10,35 @@ use super::{
     slice::{Slice, TILE},
     streaming::{Matrix, matmul},
 };
+use crate::layout::Sides;
 
 /// Query rows whose scores are in memory at once.
 const ROW_BLOCK: usize = 256;
 
 /// The rows of `query`, `[.., rows, head_dim]`, over the first `tokens` of the slice they belong to; `scale`
-/// is that of the scores, to base 2: see `exp2_minus_max`.
+/// is that of the scores, to base 2: see `exp2_minus_max`. `head_dim` is that of keys and of values.
 pub(super) fn attend<'a>(
     query: &[f32],
     slice: impl Fn(usize) -> Slice<'a> + Sync,
     tokens: usize,
-    [rows, head_dim]: [usize; 2],
+    rows: usize,
+    head_dim: Sides<usize>,
     scale: f32,
     output: &mut [f32],
     lse: &mut [f32],
 ) {
     let block = rows.min(ROW_BLOCK);
     output
-        .par_chunks_mut(rows * head_dim)
+        .par_chunks_mut(rows * head_dim.values)
         .zip(lse.par_chunks_mut(rows))
-        .zip(query.par_chunks(rows * head_dim))
+        .zip(query.par_chunks(rows * head_dim.keys))
         .enumerate()
         .for_each(|(index, ((output, lse), query))| {
             let slice = slice(index);
             output
-                .par_chunks_mut(block * head_dim)
+                .par_chunks_mut(block * head_dim.values)
                 .zip(lse.par_chunks_mut(block))
-                .zip(query.par_chunks(block * head_dim))
+                .zip(query.par_chunks(block * head_dim.keys))
                 .for_each(|((output, lse), query)| {
                     slice.attend_block(query, tokens, scale, output, lse);
                 });
@@ -53,10 +55,10 @@ impl Slice<'_> {
         output: &mut [f32],
         lse: &mut [f32],
     ) {
-        let head_dim = self.layout.shape().head_dim;
-        let rows = query.len() / head_dim;
-        let mut widened = vec![0.0; TILE * head_dim];
-        let query = Matrix::new(query, rows, head_dim, head_dim);
+        let Sides { keys: key_dim, values: value_dim } = self.layout.shape().head_dim;
+        let rows = query.len() / key_dim;
+        let mut widened = vec![0.0; TILE * key_dim.max(value_dim)];
+        let query = Matrix::new(query, rows, key_dim, key_dim);
 
         let mut scores = vec![0.0; rows * block(self.layout).min(tokens)];
         let (mut maxima, mut sums) = (vec![f32::NEG_INFINITY; rows], vec![0.0; rows]);
@@ -69,12 +71,12 @@ impl Slice<'_> {
             let n = end - start;
             let scores = &mut scores[..rows * n];
             self.keys.tiles(start..end, &mut widened, |token, keys| {
-                let keys = Matrix::new(keys, keys.len() / head_dim, head_dim, head_dim);
+                let keys = Matrix::new(keys, keys.len() / key_dim, key_dim, key_dim);
                 let scores = &mut scores[token - start..];
                 matmul(scores, n, false, scale, query, keys.transposed());
             });
 
-            let rows_of = scores.chunks_exact_mut(n).zip(output.chunks_exact_mut(head_dim));
+            let rows_of = scores.chunks_exact_mut(n).zip(output.chunks_exact_mut(value_dim));
             for ((scores, out), (max, sum)) in rows_of.zip(maxima.iter_mut().zip(&mut sums)) {
                 let largest = simd::maximum(scores).max(*max);
                 let base = simd::finite_or_zero(largest);
@@ -87,17 +89,17 @@ impl Slice<'_> {
             }
 
             self.values.tiles(start..end, &mut widened, |token, values| {
-                let count = values.len() / head_dim;
+                let count = values.len() / value_dim;
                 let weights = Matrix::new(&scores[token - start..], rows, count, n);
-                let values = Matrix::new(values, count, head_dim, head_dim);
-                matmul(output, head_dim, true, 1.0, weights, values);
+                let values = Matrix::new(values, count, value_dim, value_dim);
+                matmul(output, value_dim, true, 1.0, weights, values);
             });
             start = end;
         }
         for ((lse, max), sum) in lse.iter_mut().zip(maxima).zip(&sums) {
             *lse = simd::log_sum_exp(max, *sum);
         }
-        for (out, sum) in output.chunks_exact_mut(head_dim).zip(sums) {
+        for (out, sum) in output.chunks_exact_mut(value_dim).zip(sums) {
             out.iter_mut().for_each(|x| *x /= sum);
         }
     }

@@ -17,7 +17,10 @@ use super::{
     simd::{self, add_scaled, dots},
     slice::{Slice, TILE},
 };
-use crate::{AttentionOptions, CacheState, layout::CacheLayout};
+use crate::{
+    AttentionOptions, CacheState,
+    layout::{CacheLayout, Sides},
+};
 
 /// Fewest tokens in a split: for less work, waking a thread takes longer than it saves.
 const MIN_SPLIT: usize = 512;
@@ -58,15 +61,16 @@ impl<'a> Scratch<'a> {
     /// Floats of a cache line.
     const LINE: usize = 16;
 
-    /// For `threads` threads, of `[rows, head_dim]` and blocks of `block` tokens, in `memory`.
+    /// For `threads` threads, of `rows` rows and blocks of `block` tokens, in `memory`.
     fn for_threads(
         memory: &'a mut Vec<f32>,
         threads: usize,
-        [rows, head_dim]: [usize; 2],
+        rows: usize,
+        head_dim: Sides<usize>,
         block: usize,
     ) -> impl Iterator<Item = Self> {
-        let tile = TILE.max(packed::SCRATCH_ROWS) * head_dim;
-        let lens = [rows * head_dim, rows * block, tile];
+        let tile = TILE.max(packed::SCRATCH_ROWS) * head_dim.keys.max(head_dim.values);
+        let lens = [rows * head_dim.values, rows * block, tile];
         let [o, scores, tile] = lens.map(|len| len.next_multiple_of(Self::LINE));
         let len = o + scores + tile;
         memory.resize(threads * len + Self::LINE, 0.0);
@@ -96,20 +100,22 @@ impl Attend<'_> {
     pub(super) fn run(
         &self,
         query: &[f32],
-        [_, n_heads, m, head_dim]: [usize; 4],
+        [_, n_heads, m, key_dim]: [usize; 4],
         state: &CacheState<Flex>,
     ) -> (Vec<f32>, Vec<f32>) {
         let Self { layout, len, tokens, ref slices, options } = *self;
         // The query heads of one kv head are adjacent, so its rows are one run of the query.
         let rows = n_heads / layout.shape().n_kv_heads * m;
-        let query = &query[slices.start * rows * head_dim..slices.end * rows * head_dim];
+        let head_dim = layout.shape().head_dim;
+        let value_dim = head_dim.values;
+        let query = &query[slices.start * rows * key_dim..slices.end * rows * key_dim];
         // To base 2: see `exp2_minus_max`.
-        let scale = LOG2_E * options.scale(head_dim);
+        let scale = LOG2_E * options.scale(key_dim);
+        let mut output = vec![0.0; slices.len() * rows * value_dim];
+        let mut lse = vec![0.0; slices.len() * rows];
         if rows >= MANY_ROWS {
-            let mut output = vec![0.0; query.len()];
-            let mut lse = vec![0.0; query.len() / head_dim];
             let slice = |slice: usize| Slice::new(state, layout, len, slices.start + slice);
-            chunk::attend(query, slice, tokens, [rows, head_dim], scale, &mut output, &mut lse);
+            chunk::attend(query, slice, tokens, rows, head_dim, scale, &mut output, &mut lse);
             return (output, lse);
         }
         let first = slices.start;
@@ -121,7 +127,7 @@ impl Attend<'_> {
             _ if split == n_splits => tokens,
             token => between_groups(layout, token),
         };
-        let split_len = rows * (head_dim + 2);
+        let split_len = rows * (value_dim + 2);
         let mut results = vec![0.0; slices * n_splits * split_len];
         let splits = results.chunks_exact_mut(split_len).enumerate().map(|(index, result)| {
             // The last split first: it has the window, and what is long is better not left to the end.
@@ -137,22 +143,20 @@ impl Attend<'_> {
         let longest = tokens / n_splits + layout.config().group_size;
         let mut memory = Vec::new();
         let block = block(layout).min(longest);
-        let scratch = Scratch::for_threads(&mut memory, threads, [rows, head_dim], block);
+        let scratch = Scratch::for_threads(&mut memory, threads, rows, head_dim, block);
         with_this_thread(scratch, splits, |scratch, split| {
-            let query = &query[split.slice * rows * head_dim..][..rows * head_dim];
+            let query = &query[split.slice * rows * key_dim..][..rows * key_dim];
             Slice::new(state, layout, len, first + split.slice).attend(query, split, scratch);
         });
-        let mut output = vec![0.0; query.len()];
-        let mut lse = vec![0.0; slices * rows];
         let splits = |row: usize| {
             let results =
                 results.chunks_exact(split_len).skip(row / rows * n_splits).take(n_splits);
             results.map(move |result| {
-                let (row, o) = (row % rows, 2 * rows + row % rows * head_dim);
-                (result[row], result[rows + row], &result[o..][..head_dim])
+                let (row, o) = (row % rows, 2 * rows + row % rows * value_dim);
+                (result[row], result[rows + row], &result[o..][..value_dim])
             })
         };
-        for (row, (out, lse)) in output.chunks_exact_mut(head_dim).zip(&mut lse).enumerate() {
+        for (row, (out, lse)) in output.chunks_exact_mut(value_dim).zip(&mut lse).enumerate() {
             let m = splits(row).map(|(m, ..)| m).fold(f32::NEG_INFINITY, f32::max);
             let mut l = 0.0;
             for (split_m, split_l, o) in splits(row) {
@@ -225,7 +229,7 @@ impl Slice<'_> {
     fn attend(&self, query: &[f32], split: Split<'_>, scratch: &mut Scratch<'_>) {
         let Split { tokens, m, l, o: out, .. } = split;
         let Scratch { o, scores, tile } = scratch;
-        let (head_dim, block) = (self.layout.shape().head_dim, block(self.layout));
+        let (value_dim, block) = (self.layout.shape().head_dim.values, block(self.layout));
         m.fill(f32::NEG_INFINITY);
         o.fill(0.0);
         let mut start = tokens.start;
@@ -237,7 +241,7 @@ impl Slice<'_> {
             let n = end - start;
             let scores = &mut scores[..m.len() * n];
             self.score(query, start..end, scores, tile);
-            let rows = scores.chunks_exact_mut(n).zip(o.chunks_exact_mut(head_dim));
+            let rows = scores.chunks_exact_mut(n).zip(o.chunks_exact_mut(value_dim));
             for ((scores, o), (m, l)) in rows.zip(m.iter_mut().zip(l.iter_mut())) {
                 let maximum = simd::maximum(scores).max(*m);
                 let base = simd::finite_or_zero(maximum);
@@ -254,7 +258,7 @@ impl Slice<'_> {
 
     /// `scores[r * n + t] = query_r . key_t` for the `n` tokens of `tokens`.
     fn score(&self, query: &[f32], tokens: Range<usize>, scores: &mut [f32], scratch: &mut [f32]) {
-        let (head_dim, n, start) = (self.layout.shape().head_dim, tokens.len(), tokens.start);
+        let (head_dim, n, start) = (self.layout.shape().head_dim.keys, tokens.len(), tokens.start);
         let keys = &self.keys;
         if let Some(run) = keys.packed(&tokens) {
             if packed::serves(&run.spec) {
@@ -272,7 +276,8 @@ impl Slice<'_> {
 
     /// `o_r += sum_t weights[r * n + t] * value_t` for the `n` tokens of `tokens`.
     fn add(&self, weights: &[f32], tokens: Range<usize>, o: &mut [f32], scratch: &mut [f32]) {
-        let (head_dim, n, start) = (self.layout.shape().head_dim, tokens.len(), tokens.start);
+        let (head_dim, n, start) =
+            (self.layout.shape().head_dim.values, tokens.len(), tokens.start);
         let values = &self.values;
         if let Some(run) = values.packed(&tokens) {
             if packed::serves(&run.spec) {
@@ -359,12 +364,12 @@ mod tests {
             (0..len).map(|i| (i as f32 * pitch).sin() * (1.0 + i as f32 / len as f32)).collect()
         };
         for name in ["float", "float-f16", "k8v8-s4", "k4v4", "k2v2-s4"] {
-            let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim: HEAD_DIM };
+            let shape = CacheShape::new(1, 1, HEAD_DIM);
             let config: crate::KvCacheConfig = name.parse().unwrap();
             let layout = CacheLayout::new(&config.with_capacity(TOKENS), shape).unwrap();
             let words = |n: usize| FlexTensor::from_data(TensorData::new(vec![0u32; n], [n]));
-            let rows = [1, 1, layout.float_rows(), HEAD_DIM];
-            let len = layout.float_rows() * HEAD_DIM;
+            let rows = layout.float_shape();
+            let len = layout.float_elements();
             let floats = match name {
                 "float-f16" => TensorData::new(vec![half::f16::ZERO; len], rows),
                 _ => TensorData::new(vec![0f32; len], rows),
@@ -388,8 +393,8 @@ mod tests {
             let mut o = [f32::NAN; ROWS * HEAD_DIM];
             let split = Split { slice: 0, tokens: 0..TOKENS, m: &mut m, l: &mut l, o: &mut o };
             let mut memory = Vec::new();
-            let rows = [ROWS, HEAD_DIM];
-            let mut scratch = Scratch::for_threads(&mut memory, 1, rows, block(&layout));
+            let (head_dim, block) = (shape.head_dim, block(&layout));
+            let mut scratch = Scratch::for_threads(&mut memory, 1, ROWS, head_dim, block);
             let mut scratch = scratch.next().unwrap();
             Slice::new(&state, &layout, TOKENS, 0).attend(&scaled, split, &mut scratch);
 

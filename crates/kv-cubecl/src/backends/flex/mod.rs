@@ -138,7 +138,7 @@ impl KvCacheOps for Flex {
         let (shape, dtype, query) = (dims(&query), query.dtype(), floats(query));
         let attend = decode::Attend { layout: &layout, len, tokens, slices, options };
         let (output, lse) = attend.run(query.storage(), shape, &state);
-        (cast(tensor(output, shape), dtype), tensor(lse, shapes::log_sum_exp(shape)))
+        attention(output, lse, shape, layout.shape().head_dim.values, dtype)
     }
 
     fn step(
@@ -172,8 +172,9 @@ impl KvCacheOps for Flex {
             outputs.extend(output);
             lses.extend(lse);
         }
-        let output = cast(tensor(outputs, shape), dtype);
-        (state, output, tensor(lses, shapes::log_sum_exp(shape)))
+        let value_dim = layout.shape().head_dim.values;
+        let (output, lse) = attention(outputs, lses, shape, value_dim, dtype);
+        (state, output, lse)
     }
 
     fn streaming_attention(
@@ -250,6 +251,18 @@ fn grouped(tokens: usize, skip: usize, spec: &QuantSpec) -> core::ops::Range<usi
 
 fn dims<const D: usize>(tensor: &FlexTensor) -> [usize; D] {
     tensor.layout().shape().dims()
+}
+
+/// What attention of a query of this shape and type returns.
+fn attention(
+    output: Vec<f32>,
+    lse: Vec<f32>,
+    query: [usize; 4],
+    value_dim: usize,
+    dtype: DType,
+) -> (FlexTensor, FlexTensor) {
+    let output = tensor(output, shapes::attention(query, value_dim));
+    (cast(output, dtype), tensor(lse, shapes::log_sum_exp(query)))
 }
 
 fn tensor(data: Vec<f32>, shape: impl Into<Shape>) -> FlexTensor {

@@ -40,7 +40,7 @@ impl<'a> Slice<'a> {
         index: usize,
     ) -> Self {
         let (sides, counts) = (layout.sides(), layout.schedule().counts(len));
-        let float_start = index * layout.float_rows() * layout.shape().head_dim;
+        let float_start = index * layout.float_elements();
         let side = |words: &'a FlexTensor, place: SideLayout, n_packed| SideSlice {
             words: &words.storage()[index * place.slice_words()..],
             place,
@@ -118,7 +118,7 @@ impl SideSlice<'_> {
                     true => wanted,
                     false => (1..wanted).find(|&i| !follows(i)).unwrap_or(wanted),
                 };
-                let start = self.float_start + first * head_dim;
+                let start = self.float_start + place.first_element + first * head_dim;
                 visit(token, self.floats.rows(start, &mut widened[..count * head_dim]));
                 token += count;
             }

@@ -13,7 +13,11 @@ use super::{
     simd::{all_finite, exp2_minus_max, finite_or_zero, log_sum_exp, maximum},
     tensor,
 };
-use crate::{AttentionOptions, layout::StreamSpec, shapes};
+use crate::{
+    AttentionOptions,
+    layout::{Sides, StreamSpec},
+    shapes,
+};
 
 /// Query tokens per block, at most: large enough for the matrix products, small enough that a
 /// block's scores stay in the cache.
@@ -35,7 +39,7 @@ pub(super) struct Problem {
     pub(super) m: usize,
     /// Keys.
     pub(super) n: usize,
-    pub(super) head_dim: usize,
+    pub(super) head_dim: Sides<usize>,
     /// What scores are multiplied with.
     pub(super) scale: f32,
 }
@@ -43,14 +47,14 @@ pub(super) struct Problem {
 impl Problem {
     pub(super) fn new(
         query: [usize; 4],
-        key: [usize; 4],
+        value: [usize; 4],
         spec: StreamSpec,
         options: AttentionOptions,
     ) -> Self {
-        let [batch, n_heads, m, head_dim] = query;
-        let [_, n_kv_heads, n, _] = key;
+        let [batch, n_heads, m, keys] = query;
+        let [_, n_kv_heads, n, values] = value;
         let n_rep = n_heads / n_kv_heads;
-        let scale = options.scale(head_dim);
+        let (head_dim, scale) = (Sides { keys, values }, options.scale(keys));
         Self { spec, slices: batch * n_kv_heads, n_rep, m, n, head_dim, scale }
     }
 
@@ -207,8 +211,9 @@ pub(super) fn streaming_attention(
     options: AttentionOptions,
 ) -> (FlexTensor, FlexTensor) {
     let shape: [usize; 4] = dims(&query);
-    let problem = Problem::new(shape, dims(&sides[0]), spec, options);
-    let Problem { slices, n_rep, m, n, head_dim, .. } = problem;
+    let problem = Problem::new(shape, dims(&sides[2]), spec, options);
+    let Problem { slices, n_rep, m, head_dim, .. } = problem;
+    let Sides { keys: key_dim, values: value_dim } = head_dim;
     let query = query.to_contiguous();
     let sides = sides.map(|side| side.to_contiguous());
     let query: &[f32] = query.storage();
@@ -223,28 +228,36 @@ pub(super) fn streaming_attention(
     let results: Vec<(Vec<f32>, Vec<f32>)> = tasks
         .par_iter()
         .map(|&(slice, block)| {
-            let query = &query[slice * n_rep * m * head_dim..][..n_rep * m * head_dim];
-            let sides = sides.map(|side| &side[slice * n * head_dim..][..n * head_dim]);
+            let query = &query[slice * n_rep * m * key_dim..][..n_rep * m * key_dim];
+            let sides = sides.map(|side| slice_of(side, slice, slices));
             attend_block(&problem, block, query, sides)
         })
         .collect();
-    let mut output = vec![0.0; query.len()];
+    let mut output = vec![0.0; slices * n_rep * m * value_dim];
     let mut lse = vec![0.0; slices * n_rep * m];
     for (&(slice, block), (out, block_lse)) in tasks.iter().zip(results) {
         for head in 0..n_rep {
             let to = (slice * n_rep + head) * m + block.start;
             let from = head * block.len();
-            output[to * head_dim..][..block.len() * head_dim]
-                .copy_from_slice(&out[from * head_dim..][..block.len() * head_dim]);
+            output[to * value_dim..][..block.len() * value_dim]
+                .copy_from_slice(&out[from * value_dim..][..block.len() * value_dim]);
             lse[to..][..block.len()].copy_from_slice(&block_lse[from..][..block.len()]);
         }
     }
-    (tensor(output, shape), tensor(lse, shapes::log_sum_exp(shape)))
+    let output = tensor(output, shapes::attention(shape, value_dim));
+    (output, tensor(lse, shapes::log_sum_exp(shape)))
 }
 
-/// Rows of a block, one query head after another: `[n_rep * block.len(), head_dim]`.
-pub(super) fn gather(problem: &Problem, block: Block, x: &[f32]) -> Vec<f32> {
-    let (m, d) = (problem.m, problem.head_dim);
+/// The part of `x`, a tensor of `slices` equal slices, that belongs to one of them.
+pub(super) fn slice_of(x: &[f32], slice: usize, slices: usize) -> &[f32] {
+    let len = x.len() / slices;
+    &x[slice * len..][..len]
+}
+
+/// Rows of a block, one query head after another: `[n_rep * block.len(), d]`, where a row of `x` has `d`
+/// elements.
+pub(super) fn gather(problem: &Problem, block: Block, x: &[f32], d: usize) -> Vec<f32> {
+    let m = problem.m;
     let mut rows = Vec::with_capacity(problem.n_rep * block.len() * d);
     for head in 0..problem.n_rep {
         rows.extend_from_slice(&x[(head * m + block.start) * d..(head * m + block.end) * d]);
@@ -262,7 +275,7 @@ pub(super) fn scores(
     key: &[f32],
     key_hat: &[f32],
 ) -> Vec<f32> {
-    let (d, n) = (problem.head_dim, columns.len());
+    let (d, n) = (problem.head_dim.keys, columns.len());
     let hat = block.hat_keys.clamp(columns.start, columns.end);
     let (rows, scale) = (query.len() / d, problem.scale * LOG2_E);
     let mut scores = vec![0.0; rows * n];
@@ -330,7 +343,7 @@ fn add_by_rows(
     [value, value_hat]: [&[f32]; 2],
     out: &mut [f32],
 ) {
-    let d = problem.head_dim;
+    let d = problem.head_dim.values;
     let rows = p.chunks_exact(columns.len()).zip(out.chunks_exact_mut(d));
     for (row, (p, out)) in rows.enumerate() {
         let hat = problem.spec.view(block.start + row % block.len()).value_hat_end;
@@ -348,9 +361,9 @@ fn attend_block(
     query: &[f32],
     [key, key_hat, value, value_hat]: [&[f32]; 4],
 ) -> (Vec<f32>, Vec<f32>) {
-    let d = problem.head_dim;
-    let query = gather(problem, block, query);
-    let rows = query.len() / d;
+    let Sides { keys: key_dim, values: d } = problem.head_dim;
+    let query = gather(problem, block, query, key_dim);
+    let rows = query.len() / key_dim;
     let (mut maxima, mut sums) = (vec![f32::NEG_INFINITY; rows], vec![0.0; rows]);
     let mut out = vec![0.0; rows * d];
     for columns in block.tiles() {

@@ -11,11 +11,15 @@ use super::{
     dims,
     simd::{all_finite, exp2_minus_max},
     streaming::{
-        Block, Matrix, Problem, add_scaled, gather, hidden_are_finite, matmul, scores, split_band,
+        Block, Matrix, Problem, add_scaled, gather, hidden_are_finite, matmul, scores, slice_of,
+        split_band,
     },
     tensor,
 };
-use crate::{AttentionOptions, layout::StreamSpec};
+use crate::{
+    AttentionOptions,
+    layout::{Sides, StreamSpec},
+};
 
 type Grads = (FlexTensor, FlexTensor, FlexTensor, FlexTensor, FlexTensor);
 
@@ -47,28 +51,20 @@ pub(super) fn backward(
     spec: StreamSpec,
     options: AttentionOptions,
 ) -> Grads {
-    let (query_shape, side_shape): ([usize; 4], [usize; 4]) = (dims(&query), dims(&sides[0]));
-    let problem = Problem::new(query_shape, side_shape, spec, options);
-    let Problem { slices, n_rep, m, n, head_dim, .. } = problem;
+    let (query_shape, key_shape, value_shape) = (dims(&query), dims(&sides[0]), dims(&sides[2]));
+    let problem = Problem::new(query_shape, value_shape, spec, options);
+    let slices = problem.slices;
     let rows = [query, output, lse, grad].map(|x| x.to_contiguous());
     let sides = sides.map(|x| x.to_contiguous());
     let [query, output, lse, grad] = rows.each_ref().map(|x| x.storage::<f32>());
     let sides = sides.each_ref().map(|x| x.storage::<f32>());
-    let (q_len, k_len) = (n_rep * m * head_dim, n * head_dim);
     let outputs: Vec<Outputs> = (0..slices)
         .into_par_iter()
         .map(|slice| {
-            let [key, key_hat, value, value_hat] = sides.map(|x| &x[slice * k_len..][..k_len]);
-            let inputs = Inputs {
-                query: &query[slice * q_len..][..q_len],
-                key,
-                key_hat,
-                value,
-                value_hat,
-                output: &output[slice * q_len..][..q_len],
-                lse: &lse[slice * n_rep * m..][..n_rep * m],
-                grad: &grad[slice * q_len..][..q_len],
-            };
+            let [key, key_hat, value, value_hat] = sides.map(|x| slice_of(x, slice, slices));
+            let [query, output, lse, grad] =
+                [query, output, lse, grad].map(|x| slice_of(x, slice, slices));
+            let inputs = Inputs { query, key, key_hat, value, value_hat, output, lse, grad };
             backward_slice(&problem, &inputs)
         })
         .collect();
@@ -77,18 +73,18 @@ pub(super) fn backward(
     };
     (
         join(&|o| &o.query, query_shape),
-        join(&|o| &o.sides[0], side_shape),
-        join(&|o| &o.sides[1], side_shape),
-        join(&|o| &o.sides[2], side_shape),
-        join(&|o| &o.sides[3], side_shape),
+        join(&|o| &o.sides[0], key_shape),
+        join(&|o| &o.sides[1], key_shape),
+        join(&|o| &o.sides[2], value_shape),
+        join(&|o| &o.sides[3], value_shape),
     )
 }
 
 fn backward_slice(problem: &Problem, inputs: &Inputs<'_>) -> Outputs {
-    let Problem { m, n, head_dim, n_rep, .. } = *problem;
+    let zeros = |x: &[f32]| vec![0.0; x.len()];
     let mut outputs = Outputs {
-        query: vec![0.0; n_rep * m * head_dim],
-        sides: core::array::from_fn(|_| vec![0.0; n * head_dim]),
+        query: zeros(inputs.query),
+        sides: [inputs.key, inputs.key_hat, inputs.value, inputs.value_hat].map(zeros),
     };
     for block in problem.blocks() {
         backward_block(problem, block, inputs, &mut outputs);
@@ -97,10 +93,10 @@ fn backward_slice(problem: &Problem, inputs: &Inputs<'_>) -> Outputs {
 }
 
 fn backward_block(problem: &Problem, block: Block, inputs: &Inputs<'_>, outputs: &mut Outputs) {
-    let d = problem.head_dim;
-    let [query, grad, output] =
-        [inputs.query, inputs.grad, inputs.output].map(|x| gather(problem, block, x));
-    let products = output.chunks_exact(d).zip(grad.chunks_exact(d));
+    let Sides { keys: key_dim, values: value_dim } = problem.head_dim;
+    let query = gather(problem, block, inputs.query, key_dim);
+    let [grad, output] = [inputs.grad, inputs.output].map(|x| gather(problem, block, x, value_dim));
+    let products = output.chunks_exact(value_dim).zip(grad.chunks_exact(value_dim));
     let delta = products.map(|(output, grad)| dot(output, grad)).collect();
     let rows = Rows { query, grad, delta };
     let finite = all_finite(&rows.query) && all_finite(&rows.grad) && all_finite(&rows.delta);
@@ -124,16 +120,16 @@ fn backward_block(problem: &Problem, block: Block, inputs: &Inputs<'_>, outputs:
         let parts = block.parts(&columns);
         let sides = &mut outputs.sides;
         if finite
-            && hidden_are_finite(&parts, inputs.key, inputs.key_hat, d)
-            && hidden_are_finite(&parts, inputs.value, inputs.value_hat, d)
+            && hidden_are_finite(&parts, inputs.key, inputs.key_hat, key_dim)
+            && hidden_are_finite(&parts, inputs.value, inputs.value_hat, value_dim)
         {
             backward_tile(problem, block, &columns, inputs, &rows, &p, &mut d_query, sides);
         } else {
             backward_by_rows(problem, block, &columns, inputs, &rows, &p, &mut d_query, sides);
         }
     }
-    for (row, d_query) in d_query.chunks_exact(d).enumerate() {
-        outputs.query[source(row) * d..][..d].copy_from_slice(d_query);
+    for (row, d_query) in d_query.chunks_exact(key_dim).enumerate() {
+        outputs.query[source(row) * key_dim..][..key_dim].copy_from_slice(d_query);
     }
 }
 
@@ -157,12 +153,13 @@ fn backward_tile(
     d_query: &mut [f32],
     [d_key, d_key_hat, d_value, d_value_hat]: &mut [Vec<f32>; 4],
 ) {
-    let (d, n, n_rows) = (problem.head_dim, columns.len(), rows.delta.len());
+    let Sides { keys: key_dim, values: d } = problem.head_dim;
+    let (n, n_rows) = (columns.len(), rows.delta.len());
     let columns_of = |data, part: &Range<usize>| {
         let data: &[f32] = data;
         Matrix::new(&data[part.start - columns.start..], n_rows, part.len(), n)
     };
-    let tokens = |data, part: &Range<usize>| {
+    let tokens = |data, d: usize, part: &Range<usize>| {
         let data: &[f32] = data;
         Matrix::new(&data[part.start * d..part.end * d], part.len(), d, d)
     };
@@ -184,12 +181,12 @@ fn backward_tile(
     // dP = dO V^T with the value each row saw, then dS = P (dP - rowsum(dO O)).
     let mut ds = vec![0.0; n_rows * n];
     let quantized = hats.start..band.end;
-    let values = tokens(inputs.value_hat, &quantized).transposed();
+    let values = tokens(inputs.value_hat, d, &quantized).transposed();
     matmul(&mut ds, n, false, 1.0, d_out, values);
-    let values = tokens(inputs.value, floats).transposed();
+    let values = tokens(inputs.value, d, floats).transposed();
     matmul(&mut ds[floats.start - columns.start..], n, false, 1.0, d_out, values);
     let mut d_band = vec![0.0; n_rows * width];
-    let values = tokens(inputs.value, band).transposed();
+    let values = tokens(inputs.value, d, band).transposed();
     matmul(&mut d_band, width, false, 1.0, d_out, values);
     for row in 0..n_rows {
         let (ds, p) = (&mut ds[row * n..][..n], &p[row * n..][..n]);
@@ -204,13 +201,14 @@ fn backward_tile(
     // dQ = scale dS K, dK = scale dS^T Q.
     let scale = problem.scale;
     let hat = block.hat_keys.clamp(columns.start, columns.end);
-    let query = Matrix::new(&rows.query, n_rows, d, d);
+    let query = Matrix::new(&rows.query, n_rows, key_dim, key_dim);
     for (keys, d_key, part) in
         [(inputs.key_hat, d_key_hat, columns.start..hat), (inputs.key, d_key, hat..columns.end)]
     {
         let ds = columns_of(&ds, &part);
-        matmul(d_query, d, true, scale, ds, tokens(keys, &part));
-        matmul(&mut d_key[part.start * d..], d, true, scale, ds.transposed(), query);
+        matmul(d_query, key_dim, true, scale, ds, tokens(keys, key_dim, &part));
+        let d_key = &mut d_key[part.start * key_dim..];
+        matmul(d_key, key_dim, true, scale, ds.transposed(), query);
     }
 }
 
@@ -227,14 +225,15 @@ fn backward_by_rows(
     d_query: &mut [f32],
     [d_key, d_key_hat, d_value, d_value_hat]: &mut [Vec<f32>; 4],
 ) {
-    let d = problem.head_dim;
+    let row_of = |row: usize, d: usize| row * d..(row + 1) * d;
+    let Sides { keys: key_dim, values: value_dim } = problem.head_dim;
     for row in 0..rows.delta.len() {
         let hat_values = problem.spec.view(block.start + row % block.len()).value_hat_end;
-        let own = row * d..(row + 1) * d;
-        let (query, grad) = (&rows.query[own.clone()], &rows.grad[own.clone()]);
+        let own = row_of(row, key_dim);
+        let (query, grad) = (&rows.query[own.clone()], &rows.grad[row_of(row, value_dim)]);
         for column in 0..block.seen(problem, row, columns) {
             let (token, p) = (columns.start + column, p[row * columns.len() + column]);
-            let at = token * d..(token + 1) * d;
+            let (key_at, value_at) = (row_of(token, key_dim), row_of(token, value_dim));
             let (key, d_key) = match token < block.hat_keys {
                 true => (inputs.key_hat, &mut *d_key_hat),
                 false => (inputs.key, &mut *d_key),
@@ -243,10 +242,10 @@ fn backward_by_rows(
                 true => (inputs.value_hat, &mut *d_value_hat),
                 false => (inputs.value, &mut *d_value),
             };
-            let ds = problem.scale * p * (dot(grad, &value[at.clone()]) - rows.delta[row]);
-            add_scaled(&mut d_query[own.clone()], ds, &key[at.clone()]);
-            add_scaled(&mut d_key[at.clone()], ds, query);
-            add_scaled(&mut d_value[at], p, grad);
+            let ds = problem.scale * p * (dot(grad, &value[value_at.clone()]) - rows.delta[row]);
+            add_scaled(&mut d_query[own.clone()], ds, &key[key_at.clone()]);
+            add_scaled(&mut d_key[key_at], ds, query);
+            add_scaled(&mut d_value[value_at], p, grad);
         }
     }
 }

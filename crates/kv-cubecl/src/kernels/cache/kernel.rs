@@ -3,7 +3,7 @@ use cubecl::prelude::*;
 use crate::{
     kernels::{
         codec::{F16_MAX, encode, greater, lesser, min_of, parameters, saturate, scale_of},
-        layout::{CacheArgs, SideArgs, SideScheduleArgs, float_row, quantized},
+        layout::{CacheArgs, SideArgs, SideScheduleArgs, float_element, quantized},
     },
     layout::{Granularity, QuantSpec},
 };
@@ -15,9 +15,8 @@ pub(super) struct Source {
     pub(super) len: usize,
     /// Tokens of the chunk.
     pub(super) added: usize,
-    /// Float rows of one slice of the cache.
-    pub(super) float_rows: usize,
-    pub(super) head_dim: usize,
+    /// Elements of the float rows of one slice of the cache.
+    pub(super) float_elements: usize,
 }
 
 /// One channel of a token past the sinks, from its ring or from the chunk, rounded to the stored type
@@ -33,12 +32,12 @@ fn read<R: Float, C: Float>(
     side: &SideArgs,
 ) -> f32 {
     let x = if token < source.len {
-        let row = slice * source.float_rows + float_row(token, side);
-        f32::cast_from(floats[row * source.head_dim + channel])
+        let row = slice * source.float_elements + float_element(token, side);
+        f32::cast_from(floats[row + channel])
     } else {
         let row = slice * source.added + token - source.len;
         // Saturating first keeps a narrower type finite; the quantizer saturates anyway.
-        let x = f32::cast_from(chunk[row * source.head_dim + channel]);
+        let x = f32::cast_from(chunk[row * side.head_dim + channel]);
         f32::cast_from(R::cast_from(saturate(x)))
     };
     saturate(x)
@@ -63,12 +62,12 @@ fn flush_group<R: Float, C: Float>(
     // The group's elements, and the distance between its words.
     let token = side.sinks + granule * comptime!(spec.granule());
     let mut channel = group;
-    let mut groups = source.head_dim;
+    let mut groups = side.head_dim;
     let mut first_word = group;
-    let mut stride = source.head_dim;
+    let mut stride = side.head_dim;
     if comptime!(spec.granularity == Granularity::PerToken) {
         channel = group * group_size;
-        groups = source.head_dim / group_size;
+        groups = side.head_dim / group_size;
         first_word = group * code_words;
         stride = 1;
     }
@@ -116,12 +115,12 @@ fn store<R: Float, C: Float>(
 ) {
     if token < side.sinks || token >= first_float {
         let from = slice * source.added + token - source.len;
-        let to = slice * source.float_rows + float_row(token, side);
-        let x = f32::cast_from(chunk[from * source.head_dim + channel]);
+        let to = slice * source.float_elements + float_element(token, side);
+        let x = f32::cast_from(chunk[from * side.head_dim + channel]);
         if comptime!(saturating) {
-            floats[to * source.head_dim + channel] = R::cast_from(saturate(x));
+            floats[to + channel] = R::cast_from(saturate(x));
         } else {
-            floats[to * source.head_dim + channel] = R::cast_from(x);
+            floats[to + channel] = R::cast_from(x);
         }
     }
 }
@@ -172,8 +171,8 @@ pub(super) fn append<R: Float>(
     #[define(R)] _dtype: ElemType,
 ) {
     if ABSOLUTE_POS < n {
-        let channel = ABSOLUTE_POS % source.head_dim;
-        let row = ABSOLUTE_POS / source.head_dim;
+        let channel = ABSOLUTE_POS % side.head_dim;
+        let row = ABSOLUTE_POS / side.head_dim;
         let token = source.len + row % source.added;
         let slice = row / source.added;
         store::<R, f32>(
@@ -244,7 +243,7 @@ fn write_side<R: Float, C: Float>(
     #[comptime] spec: Option<QuantSpec>,
     #[comptime] saturating: bool,
 ) {
-    let runs = args.source.head_dim / comptime!(run(&spec));
+    let runs = side.head_dim / comptime!(run(&spec));
     let row = unit / runs;
     let slice = row / granules;
     let mut len = args.source.len;
@@ -254,12 +253,8 @@ fn write_side<R: Float, C: Float>(
         ComptimeOption::None => {}
     }
     if len < args.cache.capacity {
-        let source = Source {
-            len,
-            added: args.source.added,
-            float_rows: args.source.float_rows,
-            head_dim: args.source.head_dim,
-        };
+        let (added, float_elements) = (args.source.added, args.source.float_elements);
+        let source = Source { len, added, float_elements };
         let index = row % granules;
         let group = unit % runs;
         write_unit::<R, C>(

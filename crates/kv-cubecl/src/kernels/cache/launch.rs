@@ -28,17 +28,15 @@ pub(crate) struct CacheProblem {
 
 impl CacheProblem {
     fn source(&self) -> SourceLaunch {
-        let layout = &self.layout;
-        let (rows, head_dim) = (layout.float_rows(), layout.shape().head_dim);
-        SourceLaunch::new(self.len, self.added, rows, head_dim)
+        SourceLaunch::new(self.len, self.added, self.layout.float_elements())
     }
 
     /// Elements of the longest buffer: the cache's float rows or the appended tokens. Packed words
     /// are fewer than the elements of the tokens that they hold.
     fn elements(&self) -> usize {
-        let layout = &self.layout;
-        let rows = layout.float_rows().max(layout.config().capacity).max(self.added);
-        layout.slices() * rows * layout.shape().head_dim
+        let Sides { keys, values } = self.layout.shape().head_dim;
+        let added = self.added * keys.max(values);
+        self.layout.slices() * self.layout.slice_elements().max(added)
     }
 
     /// Tokens of each side that left the window before, and those that do now.
@@ -80,8 +78,7 @@ pub(crate) fn launch_write_token(
     problem: &CacheProblem,
 ) -> Result<()> {
     let layout = &problem.layout;
-    let (slices, head_dim) = (layout.slices(), layout.shape().head_dim);
-    let sides = layout.sides();
+    let (slices, sides) = (layout.slices(), layout.sides());
     let specs = sides.map(|side| side.spec);
     let blueprint = TokenBlueprint {
         keys: specs.keys,
@@ -91,14 +88,15 @@ pub(crate) fn launch_write_token(
     let (position, n_positions) = cache.position.unzip();
     let leaving = match position {
         // As many as ever leave at once.
-        Some(_) => sides.map(|side| side.schedule.step),
+        Some(_) => layout.schedule().sides.map(|side| side.step),
         None => problem.leaving()[1],
     };
     let granules = Sides::from_fn(|side| {
         specs[side].map_or(1, |spec| (leaving[side] / spec.granule()).max(1))
     });
-    let units =
-        Sides::from_fn(|side| slices * granules[side] * (head_dim / kernel::run(&specs[side])));
+    let units = Sides::from_fn(|side| {
+        slices * granules[side] * (sides[side].head_dim / kernel::run(&specs[side]))
+    });
     let n = units.keys + units.values;
     let grid = elementwise(client, "write", n, problem.elements())?;
     kernel::write_token::launch(
@@ -179,8 +177,9 @@ pub(crate) fn launch_append(
     side: Side,
 ) -> Result<()> {
     let layout = &problem.layout;
+    let place = layout.sides()[side];
     let first_float = layout.schedule().first_float(problem.len + problem.added)[side];
-    let n = layout.slices() * problem.added * layout.shape().head_dim;
+    let n = layout.slices() * problem.added * place.head_dim;
     let grid = elementwise(client, "write", n, problem.elements())?;
     kernel::append::launch(
         client,
@@ -190,7 +189,7 @@ pub(crate) fn launch_append(
         chunk,
         floats,
         problem.source(),
-        layout.sides()[side].args(),
+        place.args(),
         n,
         first_float,
         layout.config().float.saturates(),
@@ -222,8 +221,8 @@ pub(crate) fn launch_quantize(
         floats,
         input,
         words,
-        SourceLaunch::new(0, tokens, 1, head_dim),
-        SideArgsLaunch::new(0, 1, 0, spec.words(tokens, head_dim)),
+        SourceLaunch::new(0, tokens, head_dim),
+        SideArgsLaunch::new(0, 1, 0, head_dim, spec.words(tokens, head_dim)),
         n,
         0,
         granules,

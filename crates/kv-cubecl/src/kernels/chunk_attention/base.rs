@@ -127,11 +127,18 @@ mod tests {
     use cubecl::ir::{ElemType, FloatKind};
 
     use super::*;
-    use crate::{CacheShape, KvCacheConfig, kernels::row_blocks::VECTOR, layout::CacheLayout};
+    use crate::{
+        CacheShape, KvCacheConfig, Sides, kernels::row_blocks::VECTOR, layout::CacheLayout,
+    };
 
-    fn problem(name: &str, head_dim: usize, tokens: usize, rows: usize) -> Option<DecodeProblem> {
+    fn problem(
+        name: &str,
+        head_dim: impl Into<Sides<usize>>,
+        tokens: usize,
+        rows: usize,
+    ) -> Option<DecodeProblem> {
         let config: KvCacheConfig = name.parse().unwrap();
-        let shape = CacheShape { batch: 1, n_kv_heads: 2, head_dim };
+        let shape = CacheShape::new(1, 2, head_dim);
         let layout = CacheLayout::new(&config, shape).ok()?;
         let float = ElemType::Float(FloatKind::F32);
         Some(DecodeProblem { layout, len: tokens, tokens, rows, float, query: float, scale: 1.0 })
@@ -148,8 +155,13 @@ mod tests {
     fn plans_fit_and_their_parts_divide() {
         let names =
             ["float", "k8v8-g4-r4", "k8v8", "k4v4-g8-r8", "k4v2", "k2v4-g48-r48", "k2v16", "k16v8"];
-        let head_dims = [16, 20, 32, 40, 64, 80, 96, 100, 128, 160, 192, 240, 252, 256];
-        for (name, head_dim) in names.into_iter().flat_map(|name| head_dims.map(|d| (name, d))) {
+        let alike = [16, 20, 32, 40, 64, 80, 96, 100, 128, 160, 192, 240, 252, 256];
+        let unlike = [(192, 128), (20, 256), (256, 32), (64, 80)];
+        let unlike = unlike.map(|(keys, values)| Sides { keys, values });
+        let head_dims: Vec<_> = alike.map(Sides::from).into_iter().chain(unlike).collect();
+        for (name, head_dim) in
+            names.into_iter().flat_map(|name| head_dims.iter().map(move |&d| (name, d)))
+        {
             let Some(problem) = problem(name, head_dim, 99, 65) else { continue };
             for machine in machines() {
                 let ChunkPlan { blueprint, row_chunks, .. } = prepare(&problem, machine).unwrap();
@@ -157,7 +169,10 @@ mod tests {
                 assert!(bp.units <= 256 && bp.shared_bytes() <= 16 * 1024, "{bp:?}");
                 assert!(row_chunks * bp.rows >= problem.rows, "{bp:?}");
                 assert!((row_chunks - 1) * bp.rows < problem.rows, "{bp:?}");
-                assert!(head_dim.is_multiple_of(bp.unit_channels) && bp.strides() > 0, "{bp:?}");
+                assert!(
+                    head_dim.values.is_multiple_of(bp.unit_channels) && bp.strides() > 0,
+                    "{bp:?}"
+                );
                 let fits = |bits: u32, n: usize| {
                     let codes = 32 / bits as usize;
                     let words = n.is_multiple_of(codes) || codes.is_multiple_of(n);

@@ -5,7 +5,7 @@ use crate::kernels::{
     codec::{code_at, min_of, scale_of},
     decode_attention::{DecodeArgs, LOWEST},
     grid::cube_at,
-    layout::{float_row, quantized},
+    layout::{float_element, quantized},
     row_blocks::{RowState, gather, maximum, new_rows, output, read_four, sum, weigh},
 };
 
@@ -33,7 +33,7 @@ fn restore_keys<N: Size>(
     #[comptime] bp: ChunkBlueprint,
 ) {
     let codes = comptime!(bp.key_codes());
-    let width = comptime!(bp.blocks.head_dim / 4);
+    let width = comptime!(bp.blocks.head_dim.keys / 4);
     let group_lines = comptime!(bp.group_size / bp.key_codes());
     // A run consists of whole words, or is a part of one.
     let unit_lines = comptime!(bp.blocks.unit_tokens.div_ceil(bp.key_codes()));
@@ -82,9 +82,10 @@ fn restore_value(
 ) {
     let codes = comptime!(bp.value_codes());
     let channels = comptime!(bp.blocks.unit_channels);
-    let n_words = comptime!(bp.blocks.head_dim / bp.value_codes());
-    let line_len =
-        comptime!(bp.blocks.head_dim / bp.value_codes() + bp.blocks.head_dim / bp.group_size);
+    let n_words = comptime!(bp.blocks.head_dim.values / bp.value_codes());
+    let line_len = comptime!(
+        bp.blocks.head_dim.values / bp.value_codes() + bp.blocks.head_dim.values / bp.group_size
+    );
     let line = slice_base + token * line_len;
     let param = values[line + n_words + block * channels / bp.group_size];
     let scale = scale_of(param);
@@ -127,11 +128,11 @@ fn attend_tile<R: Float, N: Size>(
     let unit_tokens = comptime!(bp.blocks.unit_tokens);
     let unit_channels = comptime!(bp.blocks.unit_channels);
     let tile_fours = comptime!(bp.blocks.tile() / 4);
-    let width = comptime!(bp.blocks.head_dim / 4);
+    let width = comptime!(bp.blocks.head_dim.keys / 4);
     let strides = comptime!(bp.blocks.strides());
     let cache = &args.cache;
     let schedule = &cache.schedule;
-    let float_base = slice * cache.float_rows;
+    let float_base = slice * cache.float_elements;
     let sinks = schedule.sinks;
     let packed_keys = quantized(args.len, &schedule.keys, schedule);
     let packed_values = quantized(args.len, &schedule.values, schedule);
@@ -150,7 +151,7 @@ fn attend_tile<R: Float, N: Size>(
             for t in 0..unit_tokens {
                 // Tokens past the end are read as the last one, and masked below.
                 let at = clamp_max(token + t, end - 1);
-                bases[t] = (float_base + float_row(at, &cache.keys)) * width;
+                bases[t] = (float_base + float_element(at, &cache.keys)) / 4;
             }
         }
         let mut queries = Array::<usize>::new(rows);
@@ -230,9 +231,9 @@ fn attend_tile<R: Float, N: Size>(
                 }
                 if comptime!(bp.value_bits == 0 || !uniform) {
                     if float {
-                        let row = float_row(token, &cache.values);
+                        let row = float_base + float_element(token, &cache.values);
                         let fours = comptime!(bp.blocks.unit_channels / 4);
-                        let at = (float_base + row) * width + state.block * fours;
+                        let at = row / 4 + state.block * fours;
                         #[unroll]
                         for i in 0..fours {
                             read_four::<R, N>(floats, at + i, &mut run, t * fours + i);
@@ -259,7 +260,7 @@ fn attend_tile<R: Float, N: Size>(
 }
 
 /// One cube per (slice, split, chunk of query rows); writes `(o, m, l)` of each row to
-/// `partials` `[slices, rows, n_splits, head_dim + 2]`.
+/// `partials` `[slices, rows, n_splits, head_dim + 2]`, with the head_dim of values.
 ///
 /// If something is packed, the tiles of the `main` tokens that follow the sinks come first, then
 /// those of the sinks, then those of the rest; otherwise all tokens are `main`. Scores: a unit
@@ -278,7 +279,7 @@ pub(super) fn partial_attention<R: Float, N: Size>(
     #[comptime] bp: ChunkBlueprint,
     #[define(R)] _dtype: ElemType,
 ) {
-    let head_dim = comptime!(bp.blocks.head_dim);
+    let head_dim = comptime!(bp.blocks.head_dim.values);
     let rows = comptime!(bp.blocks.rows);
     let units = comptime!(bp.blocks.units);
     let tile = comptime!(bp.blocks.tile());
@@ -336,7 +337,7 @@ pub(super) fn partial_attention<R: Float, N: Size>(
         partials[base + head_dim + 1] = sum::<N>(&state, r, comptime!(bp.blocks));
         r += units;
     }
-    let width = comptime!(bp.blocks.head_dim / 4);
+    let width = comptime!(bp.blocks.head_dim.values / 4);
     let mut i = unit;
     while i < rows_left * width {
         let (r, column) = (i / width, i % width);

@@ -24,7 +24,7 @@ fn kernel(
     cache: &str,
     head_dim: usize,
 ) -> (impl CubeKernel, ChunkBlueprint, String) {
-    let shape = CacheShape { batch: 1, n_kv_heads: 8, head_dim };
+    let shape = CacheShape::new(1, 8, head_dim);
     let layout = CacheLayout::new(&cache.parse().unwrap(), shape).unwrap();
     let float = layout.config().float.elem();
     let problem = DecodeProblem {

@@ -3,7 +3,10 @@ use cubecl::{
     ir::{DeviceProperties, ElemType, FloatKind},
 };
 
-use crate::{Error, Result, layout::CacheLayout};
+use crate::{
+    Error, Result,
+    layout::{CacheLayout, Sides},
+};
 
 /// Largest head_dim of the attention kernels.
 pub(crate) const MAX_HEAD_DIM: usize = 256;
@@ -47,8 +50,8 @@ pub(crate) struct DecodeProblem {
 /// What changes the generated code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct DecodeBlueprint {
-    /// Channels.
-    pub(crate) head_dim: usize,
+    /// Channels of keys and of values.
+    pub(crate) head_dim: Sides<usize>,
     /// Query rows per cube.
     pub(crate) rows: usize,
     /// Bits of packed keys, 0 if keys are in float.
@@ -91,7 +94,7 @@ impl DecodeBlueprint {
 
     /// Number of units that work on the same block of channels, each on its share of the tokens.
     pub(super) const fn strides(&self) -> usize {
-        self.units / (self.head_dim / self.unit_channels)
+        self.units / (self.head_dim.values / self.unit_channels)
     }
 
     /// Entries per row of the shared array for reductions: one per plane.
@@ -102,11 +105,11 @@ impl DecodeBlueprint {
     /// Entries of the shared array for the scores of a tile, later for one row of outputs and sums
     /// of all units.
     pub(super) fn scratch_len(&self) -> usize {
-        (self.rows * self.tile()).max(self.strides() * self.head_dim + self.units)
+        (self.rows * self.tile()).max(self.strides() * self.head_dim.values + self.units)
     }
 
     fn shared_bytes(&self) -> usize {
-        let rows = self.rows * (self.head_dim + self.stat_entries());
+        let rows = self.rows * (self.head_dim.keys + self.stat_entries());
         4 * (rows + self.scratch_len())
     }
 }
@@ -157,11 +160,13 @@ pub(super) fn prepare(
 ) -> Result<(DecodeBlueprint, Settings)> {
     let layout = &problem.layout;
     let (config, head_dim) = (layout.config(), layout.shape().head_dim);
+    let Sides { keys: key_dim, values: value_dim } = head_dim;
+    let widest = key_dim.max(value_dim);
     let unsupported = |why: String| Error::Unsupported {
-        what: format!("decode_attention of cache {config} at head_dim {head_dim}"),
+        what: format!("decode_attention of cache {config} at head_dim {widest}"),
         why,
     };
-    if head_dim > MAX_HEAD_DIM {
+    if widest > MAX_HEAD_DIM {
         return Err(unsupported(format!("head_dim is above {MAX_HEAD_DIM}")));
     }
     let [key_bits, value_bits] = layout.code_bits();
@@ -179,25 +184,25 @@ pub(super) fn prepare(
         value_bits,
         group_size,
         units: if hardware.plane > 1 { 128.max(hardware.plane) } else { 64 },
-        vector: if head_dim.is_multiple_of(4) { 4 } else { 1 },
+        vector: if key_dim.is_multiple_of(4) && value_dim.is_multiple_of(4) { 4 } else { 1 },
         unit_tokens: run(key_bits, 8),
-        unit_channels: run(value_bits, head_dim),
+        unit_channels: run(value_bits, value_dim),
         lanes: 1,
         plane: hardware.plane,
         flat: false,
     };
     // Neighboring units read neighboring vectors of a token.
     while 2 * blueprint.lanes <= hardware.plane.min(MAX_LANES)
-        && (head_dim / blueprint.vector).is_multiple_of(2 * blueprint.lanes)
+        && (key_dim / blueprint.vector).is_multiple_of(2 * blueprint.lanes)
     {
         blueprint.lanes *= 2;
     }
-    while blueprint.units < head_dim / blueprint.unit_channels {
+    while blueprint.units < value_dim / blueprint.unit_channels {
         blueprint.units *= 2;
     }
     // First shorter tiles, then fewer rows per cube: with fewer rows the cache is read more than
     // once.
-    let blocks = head_dim / blueprint.unit_channels;
+    let blocks = value_dim / blueprint.unit_channels;
     let fewest_units = blocks.max(32).max(blueprint.plane);
     while blueprint.shared_bytes() > SHARED_BYTES && blueprint.units / 2 >= fewest_units {
         blueprint.units /= 2;
@@ -251,7 +256,7 @@ mod tests {
     #[test]
     fn layouts_that_do_not_fit_are_errors() {
         let layout = |name: &str, head_dim| {
-            let shape = CacheShape { batch: 1, n_kv_heads: 1, head_dim };
+            let shape = CacheShape::new(1, 1, head_dim);
             CacheLayout::new(&name.parse().unwrap(), shape).unwrap()
         };
         assert!(check(&layout("k2v2", 256)).is_ok());
@@ -260,13 +265,31 @@ mod tests {
         assert!(message.contains("head_dim is above 256"), "{message}");
     }
 
+    /// Channels of keys and of values.
+    const KEYS_AND_VALUES: [(usize, usize); 13] = [
+        (16, 16),
+        (40, 40),
+        (48, 48),
+        (64, 64),
+        (80, 80),
+        (96, 96),
+        (128, 128),
+        (240, 240),
+        (256, 256),
+        (192, 128),
+        (48, 256),
+        (256, 32),
+        (18, 64),
+    ];
+
     /// Every plan, on every kind of device, is within WebGPU's limits and consistent.
     #[test]
     fn plans_fit_and_their_parts_divide() {
         for name in ["float", "k8v8", "k4v4-g8-r8", "k4v2", "k2v4-g48-r48", "k2v16", "k16v8"] {
-            for head_dim in [16, 40, 48, 64, 80, 96, 128, 240, 256] {
+            for (key_dim, value_dim) in KEYS_AND_VALUES {
+                let head_dim = Sides { keys: key_dim, values: value_dim };
                 let config: KvCacheConfig = name.parse().unwrap();
-                let shape = CacheShape { batch: 1, n_kv_heads: 2, head_dim };
+                let shape = CacheShape::new(1, 2, head_dim);
                 let Ok(layout) = CacheLayout::new(&config, shape) else { continue };
                 for (rows, plane) in (1..=9).flat_map(|rows| [1, 8, 32, 64].map(|p| (rows, p))) {
                     let float = ElemType::Float(FloatKind::F32);
@@ -283,8 +306,8 @@ mod tests {
                     let (bp, settings) = prepare(&problem, hardware).unwrap();
                     assert!(bp.units <= 256 && bp.shared_bytes() <= 16 * 1024, "{bp:?}");
                     assert!(bp.units.is_multiple_of(plane) && plane.is_multiple_of(bp.lanes));
-                    assert!((head_dim / bp.vector).is_multiple_of(bp.lanes), "{bp:?}");
-                    assert!(head_dim.is_multiple_of(bp.unit_channels) && bp.strides() > 0);
+                    assert!((key_dim / bp.vector).is_multiple_of(bp.lanes), "{bp:?}");
+                    assert!(value_dim.is_multiple_of(bp.unit_channels) && bp.strides() > 0);
                     assert!(bp.unit_tokens.is_multiple_of(bp.key_codes()), "{bp:?}");
                     assert!(bp.unit_channels.is_multiple_of(bp.value_codes()), "{bp:?}");
                     assert!(bp.unit_channels.is_multiple_of(bp.vector) || value_packed(&bp));
@@ -307,7 +330,7 @@ mod tests {
     #[test]
     fn long_contexts_are_split_over_the_device() {
         let config: KvCacheConfig = "k2v2".parse().unwrap();
-        let shape = CacheShape { batch: 1, n_kv_heads: 4, head_dim: 64 };
+        let shape = CacheShape::new(1, 4, 64);
         let layout = CacheLayout::new(&config, shape).unwrap();
         let float = ElemType::Float(FloatKind::F32);
         let hardware = Hardware { n_multiprocessors: 16, plane: 1 };

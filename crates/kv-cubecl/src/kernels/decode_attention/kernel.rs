@@ -8,7 +8,7 @@ use super::{
 use crate::kernels::{
     codec::{code_at, min_of, scale_of},
     grid::cube_at,
-    layout::{float_row, quantized},
+    layout::{float_element, quantized},
 };
 
 /// The score of a masked token, below every other except -inf; WGSL has no literal for infinity.
@@ -142,7 +142,7 @@ fn cube_max(
 }
 
 /// One cube per (slice, split, chunk of query rows); writes `(o, m, l)` of each row to
-/// `partials` `[slices, rows, n_splits, head_dim + 2]`.
+/// `partials` `[slices, rows, n_splits, head_dim + 2]`, with the head_dim of values.
 ///
 /// Keys: a unit takes `unit_tokens` consecutive tokens and every `lanes`-th vector of their
 /// channels. Values: a unit takes `unit_channels` consecutive channels and every `strides`-th
@@ -161,14 +161,14 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     #[define(R)] _dtype: ElemType,
     #[define(Q)] _query_type: ElemType,
 ) {
-    let head_dim = comptime!(bp.head_dim);
+    let key_dim = comptime!(bp.head_dim.keys);
+    let value_dim = comptime!(bp.head_dim.values);
     let rows = comptime!(bp.rows);
     let tile_len = comptime!(bp.tile());
     let units = comptime!(bp.units);
-    let width = comptime!(bp.head_dim / bp.vector);
     let unit_tokens = comptime!(bp.unit_tokens);
     let unit_channels = comptime!(bp.unit_channels);
-    let blocks = comptime!(bp.head_dim / bp.unit_channels);
+    let blocks = comptime!(bp.head_dim.values / bp.unit_channels);
     let strides = comptime!(bp.strides());
 
     let unit = UNIT_POS as usize;
@@ -181,17 +181,17 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
         }
     }
 
-    let mut scaled = Shared::<[f32]>::new_slice(rows * head_dim);
+    let mut scaled = Shared::<[f32]>::new_slice(rows * key_dim);
     // Scores of a tile, then their weights; at the end, outputs to be added up.
     let mut scratch = Shared::<[f32]>::new_slice(comptime!(bp.scratch_len()));
     let mut stats = Shared::<[f32]>::new_slice(comptime!(bp.rows * bp.stat_entries()));
 
     let mut i = unit;
-    while i < rows * head_dim {
-        let row = first_row + i / head_dim;
+    while i < rows * key_dim {
+        let row = first_row + i / key_dim;
         let mut q = f32::new(0.0);
         if row < args.rows {
-            let at = (slice * args.rows + row) * head_dim + i % head_dim;
+            let at = (slice * args.rows + row) * key_dim + i % key_dim;
             q = f32::cast_from(query[at]) * args.scale;
         }
         scaled[i] = q;
@@ -210,7 +210,7 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     }
     sync_cube();
 
-    let float_base = slice * args.cache.float_rows;
+    let float_base = slice * args.cache.float_elements;
     let lane = unit % bp.lanes;
     let block = unit % blocks;
     let stride = unit / blocks;
@@ -239,7 +239,7 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
                 let end = tile.end;
                 score_float::<R, N>(
                     floats,
-                    float_base * width,
+                    float_base,
                     token,
                     end,
                     lane,
@@ -309,9 +309,11 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
                         tile.windowed && token - args.cache.schedule.sinks < extent.packed_values;
                     if packed {
                         let codes = comptime!(bp.value_codes());
-                        let n_words = comptime!(bp.head_dim / bp.value_codes());
-                        let line_len =
-                            comptime!(bp.head_dim / bp.value_codes() + bp.head_dim / bp.group_size);
+                        let n_words = comptime!(bp.head_dim.values / bp.value_codes());
+                        let line_len = comptime!(
+                            bp.head_dim.values / bp.value_codes()
+                                + bp.head_dim.values / bp.group_size
+                        );
                         let line = slice * args.cache.values.slice_words
                             + (token - args.cache.schedule.sinks) * line_len;
                         let param = values[line + n_words + block * unit_channels / bp.group_size];
@@ -339,11 +341,12 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
                     }
                 }
                 if !packed {
-                    let row = float_base + float_row(token, &args.cache.values);
+                    let row = float_base + float_element(token, &args.cache.values);
+                    let line = row / comptime!(bp.vector)
+                        + block * comptime!(bp.unit_channels / bp.vector);
                     #[unroll]
                     for i in 0..comptime!(bp.unit_channels / bp.vector) {
-                        let value = floats
-                            [row * width + block * comptime!(bp.unit_channels / bp.vector) + i];
+                        let value = floats[line + i];
                         #[unroll]
                         for k in 0..comptime!(bp.vector) {
                             let channel = f32::cast_from(value.extract(k));
@@ -368,20 +371,20 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
         if stride < strides {
             #[unroll]
             for c in 0..unit_channels {
-                scratch[stride * head_dim + block * unit_channels + c] =
+                scratch[stride * value_dim + block * unit_channels + c] =
                     o[r * unit_channels + c] + offset[r];
             }
         }
-        scratch[strides * head_dim + unit] = sums[r];
+        scratch[strides * value_dim + unit] = sums[r];
         sync_cube();
         let row = first_row + r;
         if row < args.rows {
-            let base = ((slice * args.rows + row) * args.n_splits + split) * (head_dim + 2);
+            let base = ((slice * args.rows + row) * args.n_splits + split) * (value_dim + 2);
             let mut c = unit;
-            while c < head_dim {
+            while c < value_dim {
                 let mut total = f32::new(0.0);
                 for i in 0..strides {
-                    total += scratch[i * head_dim + c];
+                    total += scratch[i * value_dim + c];
                 }
                 partials[base + c] = total;
                 c += units;
@@ -389,10 +392,10 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
             if unit == 0 {
                 let mut total = f32::new(0.0);
                 for i in 0..entries {
-                    total += scratch[strides * head_dim + i];
+                    total += scratch[strides * value_dim + i];
                 }
-                partials[base + head_dim] = maxima[r];
-                partials[base + head_dim + 1] = total;
+                partials[base + value_dim] = maxima[r];
+                partials[base + value_dim + 1] = total;
             }
         }
         sync_cube();

@@ -13,7 +13,7 @@ use crate::{
 /// The buffers of a launch, all contiguous.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
 pub(crate) struct DecodeBindings {
-    /// `[slices, rows, head_dim]` of the problem's type.
+    /// `[slices, rows, head_dim]` of the problem's type, with the head_dim of keys.
     pub(crate) query: BufferArg,
     /// Packed keys of the cache.
     pub(crate) keys: BufferArg,
@@ -21,7 +21,7 @@ pub(crate) struct DecodeBindings {
     pub(crate) values: BufferArg,
     /// Float rows of the cache.
     pub(crate) floats: BufferArg,
-    /// `[slices, rows, head_dim]` of the problem's type.
+    /// As `query`, with the head_dim of values.
     pub(crate) output: BufferArg,
     /// f32 `[slices, rows]`.
     pub(crate) lse: BufferArg,
@@ -85,7 +85,7 @@ pub(crate) fn launch_ref(
 
 fn partial_elements(problem: &DecodeProblem, n_splits: usize) -> usize {
     let rows = problem.layout.slices() * problem.rows;
-    rows * n_splits * (problem.layout.shape().head_dim + 2)
+    rows * n_splits * (problem.layout.shape().head_dim.values + 2)
 }
 
 /// The grid of a launch over slices, splits and chunks of rows.
@@ -101,15 +101,15 @@ pub(crate) fn grid(
     limits: &Limits,
 ) -> Result<Grid> {
     let layout = &problem.layout;
-    let cache = layout.float_rows().max(layout.config().capacity);
-    let elements = layout.slices() * cache * layout.shape().head_dim;
+    let elements = layout.slices() * layout.slice_elements();
     let elements = elements.max(partial_elements(problem, n_splits));
     Grid::elementwise("attention over a cache", elements, elements, limits)?;
     let wanted = [layout.slices(), n_splits, row_chunks];
     Grid::new("attention over a cache", wanted, units, elements, limits)
 }
 
-/// Allocates f32 `[slices, rows, n_splits, head_dim + 2]`: `(o, m, l)` of every split.
+/// Allocates f32 `[slices, rows, n_splits, head_dim + 2]`, with the head_dim of values: `(o, m, l)` of every
+/// split.
 pub(crate) fn partial_results(
     client: &Client,
     problem: &DecodeProblem,
@@ -130,7 +130,7 @@ pub(crate) fn launch_merge(
     problem: &DecodeProblem,
     n_splits: usize,
 ) -> Result<()> {
-    let head_dim = problem.layout.shape().head_dim;
+    let head_dim = problem.layout.shape().head_dim.values;
     let n = problem.layout.slices() * problem.rows * head_dim;
     let grid = elementwise(client, "decode_attention", n, partial_elements(problem, n_splits))?;
     kernel::merge_partials::launch(

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::base::DecodeBlueprint;
 use crate::kernels::{
     codec::{code_at, min_of, scale_of},
-    layout::{SideArgs, float_row},
+    layout::{SideArgs, float_element},
 };
 
 /// Adds to `scores` `[rows, unit_tokens]` the products of the query with the packed keys of a
@@ -25,7 +25,7 @@ pub(super) fn score_packed<N: Size>(
 ) {
     let rows = comptime!(bp.rows);
     let unit_tokens = comptime!(bp.unit_tokens);
-    let width = comptime!(bp.head_dim / bp.vector);
+    let width = comptime!(bp.head_dim.keys / bp.vector);
     let codes = comptime!(bp.key_codes());
     let group_lines = comptime!(bp.group_size / bp.key_codes());
     let unit_lines = comptime!(bp.unit_tokens / bp.key_codes());
@@ -35,7 +35,7 @@ pub(super) fn score_packed<N: Size>(
     let mut lines = Array::<Vector<u32, N>>::new(unit_lines);
     let mut folded = Array::<f32>::new(rows);
     let mut offset = Array::<f32>::new(rows);
-    for step in 0..comptime!(bp.head_dim / bp.vector / bp.lanes) {
+    for step in 0..comptime!(bp.head_dim.keys / bp.vector / bp.lanes) {
         let column = step * bp.lanes + lane;
         let params = keys[param_base + column];
         #[unroll]
@@ -49,7 +49,7 @@ pub(super) fn score_packed<N: Size>(
             let min = min_of(param);
             #[unroll]
             for r in 0..rows {
-                let q = query[r * bp.head_dim + column * bp.vector + k];
+                let q = query[r * comptime!(bp.head_dim.keys) + column * bp.vector + k];
                 folded[r] = q * scale;
                 offset[r] += q * min;
             }
@@ -92,7 +92,6 @@ pub(super) fn score_float<R: Float, N: Size>(
 ) {
     let rows = comptime!(bp.rows);
     let unit_tokens = comptime!(bp.unit_tokens);
-    let width = comptime!(bp.head_dim / bp.vector);
     let mut bases = Array::<usize>::new(unit_tokens);
     #[unroll]
     for t in 0..unit_tokens {
@@ -101,9 +100,9 @@ pub(super) fn score_float<R: Float, N: Size>(
         if at >= end {
             at = end - 1;
         }
-        bases[t] = slice_base + float_row(at, side) * width;
+        bases[t] = (slice_base + float_element(at, side)) / comptime!(bp.vector);
     }
-    for step in 0..comptime!(bp.head_dim / bp.vector / bp.lanes) {
+    for step in 0..comptime!(bp.head_dim.keys / bp.vector / bp.lanes) {
         let column = step * bp.lanes + lane;
         #[unroll]
         for t in 0..unit_tokens {
@@ -113,7 +112,7 @@ pub(super) fn score_float<R: Float, N: Size>(
                 let channel = f32::cast_from(key.extract(k));
                 #[unroll]
                 for r in 0..rows {
-                    let q = query[r * bp.head_dim + column * bp.vector + k];
+                    let q = query[r * comptime!(bp.head_dim.keys) + column * bp.vector + k];
                     scores[r * unit_tokens + t] += q * channel;
                 }
             }

@@ -30,7 +30,7 @@ fn kernel(
     head_dim: usize,
     (rows, at): (usize, bool),
 ) -> (impl CubeKernel, DecodeBlueprint, String) {
-    let shape = CacheShape { batch: 1, n_kv_heads: 8, head_dim };
+    let shape = CacheShape::new(1, 8, head_dim);
     let layout = CacheLayout::new(&cache.parse().unwrap(), shape).unwrap();
     let float = layout.config().float.elem();
     let problem =

@@ -1,12 +1,13 @@
 //! Gradients, with weights recomputed from the log-sum-exp (Dao et al., 2022).
 //!
-//! `keys` and `values` are `[2, slices, n, head_dim]`: the floats, then their restored form.
+//! `keys` and `values` are `[2, slices, n, head_dim]`, each with its own head_dim: the floats, then their
+//! restored form.
 //! `stats` is `[2, heads, m]`: the log-sum-exp, then `sum_c output_c * grad_c`.
 
 use cubecl::prelude::*;
 
 use super::kernel::{KEYS, ROWS, StreamArgs, StreamBlueprint, dot, hat_end, visible};
-use crate::kernels::grid::cube_at;
+use crate::{kernels::grid::cube_at, layout::Sides};
 
 /// Keys per cube of [`keys_and_values`].
 pub(super) const KEYS_PER_CUBE: usize = 4;
@@ -37,26 +38,22 @@ fn weight_and_gradient(
     at: usize,
     slices: usize,
     args: &StreamArgs,
-    #[comptime] head_dim: usize,
+    #[comptime] head_dim: Sides<usize>,
 ) -> (f32, f32) {
+    let key_dim = comptime!(head_dim.keys);
+    let value_dim = comptime!(head_dim.values);
     let slice = head / args.n_rep;
-    let q = (head * args.m + row) * head_dim;
-    let k =
-        element(at, at < hat_end(row, &args.schedule.keys, args), slice, slices, args.n, head_dim);
-    let v = element(
-        at,
-        at < hat_end(row, &args.schedule.values, args),
-        slice,
-        slices,
-        args.n,
-        head_dim,
-    );
-    let score = dot(query, q, keys, k, head_dim) * args.scale;
+    let row_of_all = head * args.m + row;
+    let hat_key = at < hat_end(row, &args.schedule.keys, args);
+    let hat_value = at < hat_end(row, &args.schedule.values, args);
+    let k = element(at, hat_key, slice, slices, args.n, key_dim);
+    let v = element(at, hat_value, slice, slices, args.n, value_dim);
+    let score = dot(query, row_of_all * key_dim, keys, k, key_dim) * args.scale;
     // A score exceeds its row's log-sum-exp only by rounding, which is large where scores are huge; its
     // weight is then 1. NaN stays NaN.
-    let difference = score - stats[head * args.m + row];
+    let difference = score - stats[row_of_all];
     let p = select(difference > f32::new(0.0), f32::new(0.0), difference).exp();
-    let dp = dot(grad, q, values, v, head_dim);
+    let dp = dot(grad, row_of_all * value_dim, values, v, value_dim);
     let delta = stats[(slices * args.n_rep + head) * args.m + row];
     (p, p * (dp - delta) * args.scale)
 }
@@ -75,9 +72,9 @@ pub(super) fn queries(
     slices: usize,
     #[comptime] bp: StreamBlueprint,
 ) {
-    let head_dim = comptime!(bp.head_dim);
+    let head_dim = comptime!(bp.head_dim.keys);
     let units = comptime!(bp.units);
-    let channels = comptime!(bp.channels());
+    let channels = comptime!(bp.channels(bp.head_dim.keys));
     let unit = UNIT_POS as usize;
     let place = cube_at(args.m.div_ceil(ROWS), args.heads, comptime!(bp.flat));
     let head = place.y;
@@ -89,9 +86,9 @@ pub(super) fn queries(
         }
     }
     let mut ds = Shared::<[f32]>::new_slice(comptime!(ROWS * KEYS));
-    let mut acc = Array::<f32>::new(comptime!(ROWS * bp.channels()));
+    let mut acc = Array::<f32>::new(comptime!(ROWS * bp.channels(bp.head_dim.keys)));
     #[unroll]
-    for i in 0..comptime!(ROWS * bp.channels()) {
+    for i in 0..comptime!(ROWS * bp.channels(bp.head_dim.keys)) {
         acc[i] = f32::new(0.0);
     }
     let mut last_row = first_row + ROWS - 1;
@@ -108,7 +105,17 @@ pub(super) fn queries(
             let mut d = f32::new(0.0);
             if row < args.m && at < visible(row, &args) {
                 let pair = weight_and_gradient(
-                    query, keys, values, grad, stats, head, row, at, slices, &args, head_dim,
+                    query,
+                    keys,
+                    values,
+                    grad,
+                    stats,
+                    head,
+                    row,
+                    at,
+                    slices,
+                    &args,
+                    bp.head_dim,
                 );
                 d = pair.1;
             }
@@ -156,8 +163,8 @@ pub(super) fn queries(
     }
 }
 
-/// Gradients of key, key_hat, value and value_hat, `out` `[4, slices, n, head_dim]`; one cube per
-/// (tile of keys, slice).
+/// Gradients of key, key_hat, value and value_hat, `out` one after the
+/// other, each `[slices, n, head_dim]`; one cube per (tile of keys, slice).
 #[cube(launch, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn keys_and_values(
@@ -171,9 +178,10 @@ pub(super) fn keys_and_values(
     slices: usize,
     #[comptime] bp: StreamBlueprint,
 ) {
-    let head_dim = comptime!(bp.head_dim);
+    let key_dim = comptime!(bp.head_dim.keys);
+    let value_dim = comptime!(bp.head_dim.values);
     let units = comptime!(bp.units);
-    let channels = comptime!(bp.channels());
+    let channels = comptime!(bp.channels(bp.head_dim.keys.max(bp.head_dim.values)));
     let sides = comptime!(4 * KEYS_PER_CUBE);
     let unit = UNIT_POS as usize;
     let place = cube_at(args.n.div_ceil(KEYS_PER_CUBE), slices, comptime!(bp.flat));
@@ -187,9 +195,12 @@ pub(super) fn keys_and_values(
     let mut ps = Shared::<[f32]>::new_slice(comptime!(ROWS_PER_STEP * KEYS_PER_CUBE));
     let mut ds = Shared::<[f32]>::new_slice(comptime!(ROWS_PER_STEP * KEYS_PER_CUBE));
     // Gradients, `[channels, KEYS_PER_CUBE, 4]`: of key, key_hat, value and value_hat.
-    let mut acc = Array::<f32>::new(comptime!(4 * KEYS_PER_CUBE * bp.channels()));
+    let mut acc = Array::<f32>::new(comptime!(
+        4 * KEYS_PER_CUBE * bp.channels(bp.head_dim.keys.max(bp.head_dim.values))
+    ));
     #[unroll]
-    for i in 0..comptime!(4 * KEYS_PER_CUBE * bp.channels()) {
+    for i in 0..comptime!(4 * KEYS_PER_CUBE * bp.channels(bp.head_dim.keys.max(bp.head_dim.values)))
+    {
         acc[i] = f32::new(0.0);
     }
     // The first row that sees the first key.
@@ -209,7 +220,17 @@ pub(super) fn keys_and_values(
                 let mut d = f32::new(0.0);
                 if row < args.m && at < visible(row, &args) {
                     let pair = weight_and_gradient(
-                        query, keys, values, grad, stats, head, row, at, slices, &args, head_dim,
+                        query,
+                        keys,
+                        values,
+                        grad,
+                        stats,
+                        head,
+                        row,
+                        at,
+                        slices,
+                        &args,
+                        bp.head_dim,
                     );
                     p = pair.0;
                     d = pair.1;
@@ -228,22 +249,28 @@ pub(super) fn keys_and_values(
                     #[unroll]
                     for i in 0..channels {
                         let channel = unit + i * units;
-                        if channel < head_dim {
-                            let q = query[(head * args.m + row) * head_dim + channel];
-                            let g = grad[(head * args.m + row) * head_dim + channel];
+                        // Rows that do not see the key add nothing to it; 0 times infinity is not 0.
+                        if channel < key_dim {
+                            let q = query[(head * args.m + row) * key_dim + channel];
                             #[unroll]
                             for t in 0..KEYS_PER_CUBE {
                                 let at = first_key + t;
-                                // Rows that do not see the key add nothing to it; 0 times infinity
-                                // is not 0.
-                                let sees = at < seen;
-                                let dk = select(sees, ds[r * KEYS_PER_CUBE + t] * q, f32::new(0.0));
-                                let dv = select(sees, ps[r * KEYS_PER_CUBE + t] * g, f32::new(0.0));
+                                let dk = ds[r * KEYS_PER_CUBE + t] * q;
+                                let dk = select(at < seen, dk, f32::new(0.0));
                                 if at < hat_keys {
                                     acc[i * sides + t * 4 + 1] += dk;
                                 } else {
                                     acc[i * sides + t * 4] += dk;
                                 }
+                            }
+                        }
+                        if channel < value_dim {
+                            let g = grad[(head * args.m + row) * value_dim + channel];
+                            #[unroll]
+                            for t in 0..KEYS_PER_CUBE {
+                                let at = first_key + t;
+                                let dv = ps[r * KEYS_PER_CUBE + t] * g;
+                                let dv = select(at < seen, dv, f32::new(0.0));
                                 if at < hat_values {
                                     acc[i * sides + t * 4 + 3] += dv;
                                 } else {
@@ -265,11 +292,15 @@ pub(super) fn keys_and_values(
             #[unroll]
             for i in 0..channels {
                 let channel = unit + i * units;
-                if channel < head_dim {
-                    #[unroll]
-                    for side in 0..4usize {
-                        let row = (side * slices + slice) * args.n + at;
-                        out[row * head_dim + channel] = acc[i * sides + t * 4 + side];
+                #[unroll]
+                for hat in 0..2usize {
+                    let row = (hat * slices + slice) * args.n + at;
+                    if channel < key_dim {
+                        out[row * key_dim + channel] = acc[i * sides + t * 4 + hat];
+                    }
+                    if channel < value_dim {
+                        let first = 2 * slices * args.n * key_dim;
+                        out[first + row * value_dim + channel] = acc[i * sides + t * 4 + 2 + hat];
                     }
                 }
             }

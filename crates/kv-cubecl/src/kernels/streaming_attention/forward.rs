@@ -46,7 +46,8 @@ fn attend_tile<N: Size>(
     let unit_channels = comptime!(bp.blocks.unit_channels);
     let fours = comptime!(bp.blocks.unit_channels / 4);
     let tile_fours = comptime!(bp.blocks.tile() / 4);
-    let width = comptime!(bp.blocks.head_dim / 4);
+    let key_width = comptime!(bp.blocks.head_dim.keys / 4);
+    let value_width = comptime!(bp.blocks.head_dim.values / 4);
     let strides = comptime!(bp.blocks.strides());
     let key_base = head / args.n_rep * args.n;
 
@@ -65,13 +66,13 @@ fn attend_tile<N: Size>(
         for r in 0..rows {
             // Rows past the last one repeat it, and are not written.
             let row = clamp_max(first_row + r, args.m - 1);
-            queries[r] = (head * args.m + row) * width;
+            queries[r] = (head * args.m + row) * key_width;
             hat_ends[r] = hat_end(row, &args.schedule.keys, args);
         }
-        for column in 0..width {
+        for column in 0..key_width {
             #[unroll]
             for t in 0..unit_tokens {
-                let at = (key_base + clamp_max(token + t, end - 1)) * width + column;
+                let at = (key_base + clamp_max(token + t, end - 1)) * key_width + column;
                 read_four::<f32, N>(key, at, &mut run, t);
                 if comptime!(bp.keys) {
                     read_four::<f32, N>(key_hat, at, &mut run_hat, t);
@@ -127,7 +128,8 @@ fn attend_tile<N: Size>(
             let token = start + four * 4;
             #[unroll]
             for t in 0..4usize {
-                let at = (key_base + clamp_max(token + t, end - 1)) * width + state.block * fours;
+                let row = (key_base + clamp_max(token + t, end - 1)) * value_width;
+                let at = row + state.block * fours;
                 #[unroll]
                 for i in 0..fours {
                     read_four::<f32, N>(value, at + i, &mut run, t * fours + i);
@@ -219,7 +221,7 @@ pub(super) fn forward_blocked<N: Size>(
         lse[first + r] = maximum::<N>(&state, r) + sum::<N>(&state, r, comptime!(bp.blocks)).ln();
         r += units;
     }
-    let width = comptime!(bp.blocks.head_dim / 4);
+    let width = comptime!(bp.blocks.head_dim.values / 4);
     let mut i = unit;
     while i < rows_left * width {
         let (r, column) = (i / width, i % width);

@@ -1,9 +1,12 @@
 use cubecl::prelude::*;
 
-use crate::kernels::{
-    decode_attention::{LOWEST, weight_of},
-    grid::cube_at,
-    layout::{ScheduleArgs, SideScheduleArgs, quantized},
+use crate::{
+    kernels::{
+        decode_attention::{LOWEST, weight_of},
+        grid::cube_at,
+        layout::{ScheduleArgs, SideScheduleArgs, quantized},
+    },
+    layout::Sides,
 };
 
 /// Query rows per cube.
@@ -14,15 +17,17 @@ pub(super) const KEYS: usize = 32;
 /// What changes the generated code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct StreamBlueprint {
-    pub(super) head_dim: usize,
+    /// Channels of queries and keys, and of values.
+    pub(super) head_dim: Sides<usize>,
     pub(super) units: usize,
     /// See [`Grid::flat`](crate::kernels::Grid::flat).
     pub(super) flat: bool,
 }
 
 impl StreamBlueprint {
-    pub(super) fn channels(&self) -> usize {
-        self.head_dim.div_ceil(self.units)
+    /// Channels of a row of `head_dim` that a unit works on.
+    pub(super) fn channels(&self, head_dim: usize) -> usize {
+        head_dim.div_ceil(self.units)
     }
 }
 
@@ -95,9 +100,10 @@ pub(super) fn forward(
     args: StreamArgs,
     #[comptime] bp: StreamBlueprint,
 ) {
-    let head_dim = comptime!(bp.head_dim);
+    let key_dim = comptime!(bp.head_dim.keys);
+    let head_dim = comptime!(bp.head_dim.values);
     let units = comptime!(bp.units);
-    let channels = comptime!(bp.channels());
+    let channels = comptime!(bp.channels(bp.head_dim.values));
     let unit = UNIT_POS as usize;
     let place = cube_at(args.m.div_ceil(ROWS), args.heads, comptime!(bp.flat));
     let head = place.y;
@@ -113,13 +119,13 @@ pub(super) fn forward(
     let mut maxima = Shared::<[f32]>::new_slice(ROWS);
     let mut sums = Shared::<[f32]>::new_slice(ROWS);
     let mut rescale = Shared::<[f32]>::new_slice(ROWS);
-    let mut acc = Array::<f32>::new(comptime!(ROWS * bp.channels()));
+    let mut acc = Array::<f32>::new(comptime!(ROWS * bp.channels(bp.head_dim.values)));
     if unit < ROWS {
         maxima[unit] = f32::new(LOWEST);
         sums[unit] = f32::new(0.0);
     }
     #[unroll]
-    for i in 0..comptime!(ROWS * bp.channels()) {
+    for i in 0..comptime!(ROWS * bp.channels(bp.head_dim.values)) {
         acc[i] = f32::new(0.0);
     }
     sync_cube();
@@ -137,12 +143,12 @@ pub(super) fn forward(
             let at = start + i % KEYS;
             let mut score = f32::new(LOWEST);
             if row < args.m && at < visible(row, &args) {
-                let q = (head * args.m + row) * head_dim;
-                let k = (key_base + at) * head_dim;
+                let q = (head * args.m + row) * key_dim;
+                let k = (key_base + at) * key_dim;
                 if at < hat_end(row, &args.schedule.keys, &args) {
-                    score = dot(query, q, key_hat, k, head_dim) * args.scale;
+                    score = dot(query, q, key_hat, k, key_dim) * args.scale;
                 } else {
-                    score = dot(query, q, key, k, head_dim) * args.scale;
+                    score = dot(query, q, key, k, key_dim) * args.scale;
                 }
             }
             scores[i] = score;

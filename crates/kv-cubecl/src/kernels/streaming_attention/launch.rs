@@ -11,7 +11,7 @@ use crate::{
         Grid, Limits,
         row_blocks::{Processor, RowBlocks, VECTOR},
     },
-    layout::{SideSchedule, StreamSpec},
+    layout::{SideSchedule, Sides, StreamSpec},
 };
 
 /// Sizes of a call of streaming attention.
@@ -27,8 +27,8 @@ pub(crate) struct StreamProblem {
     pub(crate) m: usize,
     /// Keys of a slice.
     pub(crate) n: usize,
-    /// Channels, at most 256.
-    pub(crate) head_dim: usize,
+    /// Channels of queries and keys, and of values; at most 256.
+    pub(crate) head_dim: Sides<usize>,
     /// What scores are multiplied with.
     pub(crate) scale: f32,
 }
@@ -51,19 +51,23 @@ impl StreamProblem {
         self.slices * self.n_rep
     }
 
+    fn widest(&self) -> usize {
+        self.head_dim.keys.max(self.head_dim.values)
+    }
+
     /// Units per cube of the kernels that are not blocked.
     fn units(&self) -> usize {
-        if self.head_dim <= 64 { 64 } else { 128 }
+        if self.widest() <= 64 { 64 } else { 128 }
     }
 
     fn blueprint(&self, grid: &Grid) -> StreamBlueprint {
         StreamBlueprint { head_dim: self.head_dim, units: self.units(), flat: grid.flat }
     }
 
-    /// Elements of the longest buffer: the query, or `sides` tensors shaped like the keys, in one
-    /// buffer.
+    /// At least the elements of the longest buffer: the query or the output, or `sides` tensors shaped like
+    /// the keys or values, in one buffer.
     fn elements(&self, sides: usize) -> usize {
-        self.head_dim * (self.heads() * self.m).max(sides * self.slices * self.n)
+        self.widest() * (self.heads() * self.m).max(sides * self.slices * self.n)
     }
 
     /// Cubes of the forward pass.
@@ -105,7 +109,8 @@ impl StreamProblem {
     }
 }
 
-/// Buffers of the forward pass, all contiguous f32.
+/// Buffers of the forward pass, all contiguous f32. Keys and queries have one head_dim, values and outputs
+/// another.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
 pub(crate) struct ForwardBindings {
     /// `[slices, n_rep, m, head_dim]`.
@@ -118,7 +123,7 @@ pub(crate) struct ForwardBindings {
     pub(crate) value: BufferArg,
     /// The fake-quantized values, `[slices, n, head_dim]`.
     pub(crate) value_hat: BufferArg,
-    /// `[slices, n_rep, m, head_dim]`.
+    /// `[slices, n_rep, m, head_dim]`, with the head_dim of values.
     pub(crate) output: BufferArg,
     /// `[slices, n_rep, m]`.
     pub(crate) lse: BufferArg,
@@ -188,7 +193,7 @@ pub(crate) struct BackwardBindings<F: Fn() -> [BufferArg; 5]> {
     pub(crate) inputs: F,
     /// Gradient of the query.
     pub(crate) query_grad: BufferArg,
-    /// Gradients of key, key_hat, value, value_hat, `[4, slices, n, head_dim]`.
+    /// Gradients of key, key_hat, value, value_hat, one after the other, each `[slices, n, head_dim]`.
     pub(crate) side_grads: BufferArg,
 }
 
@@ -244,7 +249,7 @@ mod tests {
 
     fn problem(slices: usize, n_rep: usize, tokens: usize) -> StreamProblem {
         let spec = StreamSpec::whole(&KvCacheConfig::float());
-        StreamProblem { spec, slices, n_rep, m: tokens, n: tokens, head_dim: 64, scale: 1.0 }
+        StreamProblem { spec, slices, n_rep, m: tokens, n: tokens, head_dim: 64.into(), scale: 1.0 }
     }
 
     /// The backward pass writes the gradients of key, key_hat, value and value_hat to one buffer,

@@ -34,7 +34,11 @@ fn no_array_is_in_local_memory() {
             ForwardBlueprint { blocks, flat: false, keys: true, values: true },
         );
         let s = || settings(128, ExecutionMode::Checked);
-        let bp = |head_dim| StreamBlueprint { head_dim, units: 128, flat: false };
+        let bp = |head_dim: usize| StreamBlueprint {
+            head_dim: head_dim.into(),
+            units: 128,
+            flat: false,
+        };
         let forward = Forward::new(
             s(),
             d(),

@@ -3,7 +3,7 @@
 use core::fmt;
 
 use burn::tensor::{Device, Tensor};
-use kv_cubecl::{CacheShape, Flush, KvCache, KvCacheConfig, reference};
+use kv_cubecl::{CacheShape, Flush, KvCache, KvCacheConfig, Sides, reference};
 use proptest::{
     prelude::*,
     test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRunner},
@@ -23,8 +23,9 @@ pub(crate) struct Setup {
 
 impl fmt::Debug for Setup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { config, seed, query, key, .. } = self;
-        write!(f, "{config} query {:?} key {:?} seed {seed}", query.shape, key.shape)
+        let Self { config, seed, query, key, value } = self;
+        let (query, key, value) = (query.shape, key.shape, value.shape);
+        write!(f, "{config} query {query:?} key {key:?} value {value:?} seed {seed}")
     }
 }
 
@@ -52,8 +53,22 @@ impl Setup {
     }
 
     pub(crate) fn shape(&self) -> CacheShape {
-        let [batch, n_kv_heads, _, head_dim] = self.key.shape;
-        CacheShape { batch, n_kv_heads, head_dim }
+        let [batch, n_kv_heads, _, keys] = self.key.shape;
+        CacheShape::new(batch, n_kv_heads, Sides { keys, values: self.value.shape[3] })
+    }
+
+    /// The same text with values of another number of channels.
+    pub(crate) fn with_value_dim(self, value_dim: usize) -> Self {
+        let [batch, n_kv_heads, tokens, _] = self.key.shape;
+        let mut rng = Rng::new(self.seed + 500);
+        let value = Host::normal(&mut rng, [batch, n_kv_heads, tokens, value_dim]);
+        Self { value, ..self }
+    }
+
+    /// Shape of what attention of the whole text returns.
+    pub(crate) fn output_shape(&self) -> [usize; 4] {
+        let [batch, n_heads, tokens, _] = self.query.shape;
+        [batch, n_heads, tokens, self.value.shape[3]]
     }
 
     pub(crate) fn cache(&self, device: &Device) -> KvCache {

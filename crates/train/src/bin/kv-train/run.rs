@@ -344,7 +344,8 @@ fn evaluate_on<T: Target>(
         Origin::Random(_) => {
             // The paper's group of 32, or one that fits the heads; other sizes have no KIVI cache.
             let layers = &trained.model.spec().layers;
-            let fits = |group: &usize| layers.iter().all(|l| l.head_dim.is_multiple_of(*group));
+            let fits =
+                |group: &usize| layers.iter().all(|l| l.head_dim.values.is_multiple_of(*group));
             let kivi = [32, 16].into_iter().find(fits).map(|group| {
                 [Bits::Four, Bits::Two]
                     .map(|bits| KvCacheConfig::kivi(bits, bits).with_group_size(group).into())
