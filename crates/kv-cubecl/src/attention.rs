@@ -2,7 +2,7 @@
 
 use burn::tensor::Tensor;
 
-use crate::{Result, config::invalid};
+use crate::{Result, error::invalid};
 
 /// How scores become weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -4,58 +4,7 @@ use core::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{CacheFloat, Error, Result, Sides};
-
-/// Bits per stored element of one side (keys or values) of a cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(into = "u8", try_from = "u8")]
-pub enum Bits {
-    /// 2 bits, 16 codes per u32 word.
-    Two,
-    /// 4 bits, 8 codes per u32 word.
-    Four,
-    /// 8 bits, 4 codes per u32 word.
-    Eight,
-    /// Left in float: this side is never quantized.
-    Float,
-}
-
-impl Bits {
-    /// Bits per code; 16 means float.
-    pub const fn n_bits(self) -> u32 {
-        match self {
-            Bits::Two => 2,
-            Bits::Four => 4,
-            Bits::Eight => 8,
-            Bits::Float => 16,
-        }
-    }
-
-    /// Whether this side is quantized at all.
-    pub const fn is_quantized(self) -> bool {
-        !matches!(self, Bits::Float)
-    }
-}
-
-impl From<Bits> for u8 {
-    fn from(bits: Bits) -> u8 {
-        bits.n_bits() as u8
-    }
-}
-
-impl TryFrom<u8> for Bits {
-    type Error = Error;
-
-    fn try_from(n_bits: u8) -> Result<Self> {
-        Ok(match n_bits {
-            2 => Bits::Two,
-            4 => Bits::Four,
-            8 => Bits::Eight,
-            16 => Bits::Float,
-            _ => return Err(invalid("n_bits", n_bits, "must be 2, 4, 8, or 16 for float")),
-        })
-    }
-}
+use crate::{Bits, CacheFloat, Error, Result, Sides, error::invalid};
 
 /// When tokens that leave the residual window are quantized, relative to the query at that step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -224,10 +173,6 @@ impl KvCacheConfig {
         }
         Ok(())
     }
-}
-
-pub(crate) fn invalid(field: &'static str, value: impl ToString, rule: impl Into<String>) -> Error {
-    Error::InvalidConfig { field, value: value.to_string(), rule: rule.into() }
 }
 
 impl fmt::Display for KvCacheConfig {

@@ -85,3 +85,8 @@ pub enum Error {
         why: String,
     },
 }
+
+/// [`Error::InvalidConfig`].
+pub(crate) fn invalid(field: &'static str, value: impl ToString, rule: impl Into<String>) -> Error {
+    Error::InvalidConfig { field, value: value.to_string(), rule: rule.into() }
+}

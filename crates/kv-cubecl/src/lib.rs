@@ -42,14 +42,16 @@ mod memory;
 mod ops;
 pub mod reference;
 mod shapes;
+#[cfg(feature = "flex")]
+mod simd;
 mod target;
 mod training;
 
 pub use attention::{Attention, AttentionOptions};
 pub use cache::{CacheParts, KvCache};
-pub use config::{Bits, Flush, KvCacheConfig};
+pub use config::{Flush, KvCacheConfig};
 pub use error::{Error, Result};
-pub use formats::CacheFloat;
+pub use formats::{Bits, CacheFloat};
 pub use functions::{
     Logical, Packed, ensure_finite, fake_quantize, fake_quantize_with, quantize,
     streaming_attention, streaming_attention_with,

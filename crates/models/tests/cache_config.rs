@@ -178,8 +178,8 @@ fn the_observer_sees_every_layer() {
             let AttentionTrace { layer, query, key, value, output, .. } = trace;
             assert_eq!(layer, i);
             let spec = model.spec().layers[i];
-            assert_eq!(query.dims(), [batch, spec.n_heads, seq, spec.head_dim]);
-            assert_eq!(key.dims(), [batch, spec.n_kv_heads, seq, spec.head_dim]);
+            assert_eq!(query.dims(), [batch, spec.n_heads, seq, spec.head_dim.keys]);
+            assert_eq!(key.dims(), [batch, spec.n_kv_heads, seq, spec.head_dim.keys]);
             let attention =
                 streaming_attention(query, key, value, &config.layer(i)).unwrap().output;
             assert_eq!(attention.to_data(), output.to_data());

@@ -13,7 +13,7 @@ impl KvCache {
         let shape = self.layout.shape();
         if let Some(&sequence) = sequences.iter().find(|&&sequence| sequence >= shape.batch) {
             let rule = format!("must be below batch {}", shape.batch);
-            return Err(crate::config::invalid("sequence", sequence, rule));
+            return Err(crate::error::invalid("sequence", sequence, rule));
         }
         let shape = CacheShape { batch: sequences.len(), ..shape };
         let layout = CacheLayout::new(self.layout.config(), shape)?;

@@ -3,7 +3,10 @@
 
 use cubecl::prelude::*;
 
-use crate::layout::{CacheLayout, Schedule, SideLayout, SideSchedule};
+use crate::{
+    formats::PackedFormat,
+    layout::{CacheLayout, Schedule, SideLayout, SideSchedule, Sides},
+};
 
 /// A [`SideSchedule`].
 #[derive(CubeType, CubeLaunch)]
@@ -90,6 +93,12 @@ impl CacheLayout {
     /// Bits of a code of the keys, and of the values: 0 where they stay in float.
     pub(crate) fn code_bits(&self) -> [u32; 2] {
         self.sides().map(|side| side.spec.map_or(0, |spec| spec.n_bits)).into_array()
+    }
+
+    /// The formats of packed keys and values; any where a side stays in float, since nothing is read then.
+    pub(crate) fn formats(&self) -> Sides<PackedFormat> {
+        let format = |side: SideLayout| side.spec.map_or(PackedFormat::Affine, |spec| spec.format);
+        self.sides().map(format)
     }
 
     pub(crate) fn args(&self) -> CacheArgsLaunch {

@@ -15,7 +15,6 @@
 
 pub(crate) mod cache;
 pub(crate) mod chunk_attention;
-mod codec;
 #[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
 mod cuda_source;
 pub(crate) mod decode_attention;

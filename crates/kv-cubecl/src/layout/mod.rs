@@ -16,9 +16,10 @@ mod side;
 mod view;
 
 pub use schedule::{QuantizedCounts, Schedule, SideSchedule};
-pub use side::{Granularity, QuantSpec, Side, SideLayout, Sides};
+pub use side::{Side, SideLayout, Sides};
 pub use view::{RowView, StreamSpec};
 
+pub use crate::formats::{Granularity, PackedFormat, QuantSpec};
 use crate::{KvCacheConfig, Result};
 
 /// Shape of what a cache holds.
@@ -66,7 +67,7 @@ impl CacheLayout {
         config.validate(shape.head_dim)?;
         for (field, value) in [("batch", shape.batch), ("n_kv_heads", shape.n_kv_heads)] {
             if value == 0 {
-                return Err(crate::config::invalid(field, value, "must be at least 1"));
+                return Err(crate::error::invalid(field, value, "must be at least 1"));
             }
         }
         let keys = side(config, shape, Side::Keys, 0);
@@ -77,7 +78,7 @@ impl CacheLayout {
         let slices = shape.batch as u128 * shape.n_kv_heads as u128;
         if slices.saturating_mul(layout.slice_elements() as u128) >= u128::from(u32::MAX) {
             let rule = format!("too large for one buffer of 2^32 elements with {shape:?}");
-            return Err(crate::config::invalid("capacity", config.capacity, rule));
+            return Err(crate::error::invalid("capacity", config.capacity, rule));
         }
         Ok(layout)
     }
@@ -167,7 +168,8 @@ fn side(config: &KvCacheConfig, shape: CacheShape, side: Side, first_element: us
         Side::Keys => (config.key_bits, Granularity::PerChannel),
         Side::Values => (config.value_bits, Granularity::PerToken),
     };
-    let spec = QuantSpec { granularity, n_bits: bits.n_bits(), group_size };
+    let (format, n_bits) = (PackedFormat::Affine, bits.n_bits());
+    let spec = QuantSpec { format, granularity, n_bits, group_size };
     let schedule = Schedule::new(config);
     let after_sinks = capacity.saturating_sub(sink_tokens);
     SideLayout {

@@ -5,7 +5,7 @@ use core::{
     ops::{Index, IndexMut},
 };
 
-use crate::{Bits, Result};
+use crate::formats::QuantSpec;
 
 /// Which of the two a number or a tensor belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -82,85 +82,6 @@ impl<T> IndexMut<Side> for Sides<T> {
             Side::Keys => &mut self.keys,
             Side::Values => &mut self.values,
         }
-    }
-}
-
-/// Which axis shares one scale and minimum.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Granularity {
-    /// Groups of consecutive tokens within one channel: the keys of KIVI.
-    PerChannel,
-    /// Groups of consecutive channels within one token: the values of KIVI.
-    PerToken,
-}
-
-/// How a tensor `[.., tokens, head_dim]` is quantized, and where its words are.
-///
-/// Tokens are packed in granules of [`granule`](Self::granule) tokens, the fewest that hold whole groups.
-/// A granule has [`groups`](Self::groups) groups: first come the code words of all of them, then one
-/// parameter word for each. The words of a group are next to one another per token; per channel, those of
-/// neighboring channels are, so that word `j` of a group is `head_dim` words after word `j - 1`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct QuantSpec {
-    /// Which axis is grouped.
-    pub granularity: Granularity,
-    /// Bits per code: 2, 4 or 8.
-    pub n_bits: u32,
-    /// Elements per group.
-    pub group_size: usize,
-}
-
-impl QuantSpec {
-    /// Checks the bits, and that groups fill whole words.
-    ///
-    /// # Errors
-    /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
-    pub fn new(granularity: Granularity, bits: Bits, group_size: usize) -> Result<Self> {
-        if !bits.is_quantized() {
-            return Err(crate::config::invalid("n_bits", 16, "must be 2, 4 or 8 to quantize"));
-        }
-        let spec = Self { granularity, n_bits: bits.n_bits(), group_size };
-        if group_size == 0 || !group_size.is_multiple_of(spec.codes_per_word()) {
-            let rule = format!("must be a positive multiple of {}", spec.codes_per_word());
-            return Err(crate::config::invalid("group_size", group_size, rule));
-        }
-        Ok(spec)
-    }
-
-    /// Codes in one u32 word, least significant bits first.
-    pub const fn codes_per_word(&self) -> usize {
-        32 / self.n_bits as usize
-    }
-
-    /// Largest code, `2^n_bits - 1`.
-    pub const fn max_code(&self) -> u32 {
-        (1 << self.n_bits) - 1
-    }
-
-    /// Words of one group: its codes and its parameters.
-    pub const fn words_per_group(&self) -> usize {
-        self.group_size / self.codes_per_word() + 1
-    }
-
-    /// Tokens that are packed together: a group of them per channel, one per token.
-    pub const fn granule(&self) -> usize {
-        match self.granularity {
-            Granularity::PerChannel => self.group_size,
-            Granularity::PerToken => 1,
-        }
-    }
-
-    /// Groups of a granule.
-    pub const fn groups(&self, head_dim: usize) -> usize {
-        match self.granularity {
-            Granularity::PerChannel => head_dim,
-            Granularity::PerToken => head_dim / self.group_size,
-        }
-    }
-
-    /// Words of one (batch, head) slice of `tokens x head_dim` elements.
-    pub const fn words(&self, tokens: usize, head_dim: usize) -> usize {
-        tokens * head_dim / self.group_size * self.words_per_group()
     }
 }
 

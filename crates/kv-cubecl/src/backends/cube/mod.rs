@@ -20,6 +20,7 @@ use burn_cubecl::{
 
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, Result, SteGradient,
+    formats::cube::with_format,
     kernels::{
         cache::{self, CacheBindings, CacheProblem},
         chunk_attention,
@@ -37,7 +38,10 @@ impl KvCacheOps for CubeBackend {
         let problem = restore_problem(shape, spec);
         let input = into_contiguous(input);
         let words = empty_like(&input, shapes::packed(shape, &spec), DType::U32);
-        launched(cache::launch_quantize(&input.client, arg(&input), arg(&words), &problem));
+        let (client, input, out) = (&input.client, arg(&input), arg(&words));
+        launched(with_format!(spec.format, F => {
+            cache::launch_quantize::<F>(client, input, out, &problem)
+        }));
         words
     }
 
@@ -46,7 +50,10 @@ impl KvCacheOps for CubeBackend {
         let problem = restore_problem(shape, spec);
         let packed = into_contiguous(packed);
         let out = empty_like(&packed, shape, DType::F32);
-        launched(quantize::launch_dequantize(&packed.client, arg(&packed), arg(&out), &problem));
+        let (client, words, rows) = (&packed.client, arg(&packed), arg(&out));
+        launched(with_format!(spec.format, F => {
+            quantize::launch_dequantize::<F>(client, words, rows, &problem)
+        }));
         out
     }
 
@@ -58,7 +65,9 @@ impl KvCacheOps for CubeBackend {
     ) -> FloatTensor<Self> {
         let problem = restore_problem(dims(&input), spec);
         let data = writable(into_contiguous(input));
-        launched(quantize::launch_fake_quantize(&data.client, arg(&data), &problem, skip));
+        launched(with_format!(spec.format, F => {
+            quantize::launch_fake_quantize::<F>(&data.client, arg(&data), &problem, skip)
+        }));
         data
     }
 
@@ -70,8 +79,10 @@ impl KvCacheOps for CubeBackend {
     ) -> FloatTensor<Self> {
         let problem = restore_problem(dims(&input), spec);
         let (input, grad) = (into_contiguous(input), writable(into_contiguous(grad)));
-        let client = &grad.client;
-        launched(quantize::launch_scale_gradient(client, arg(&input), arg(&grad), &problem, skip));
+        let (client, data, out) = (&grad.client, arg(&input), arg(&grad));
+        launched(with_format!(spec.format, F => {
+            quantize::launch_scale_gradient::<F>(client, data, out, &problem, skip)
+        }));
         grad
     }
 
@@ -297,17 +308,23 @@ fn write(
         values = writable(values);
     }
     let client = &floats.client;
+    let formats = layout.formats();
     if problem.added == 1 {
+        let Sides { keys: key_format, values: value_format } = formats;
         let (keys, values, floats) = (arg(&keys), arg(&values), arg(&floats));
         let bindings = CacheBindings { keys, values, floats, position: position.map(positions) };
         let (chunk, key, value) = (elem(&key), arg(&key), arg(&value));
-        launched(cache::launch_write_token(client, key, value, bindings, chunk, &problem));
+        launched(with_format!(key_format, K => with_format!(value_format, V => {
+            cache::launch_write_token::<K, V>(client, key, value, bindings, chunk, &problem)
+        })));
     } else {
         // Both sides, before rows are written over that they read.
         let sides = [(Side::Keys, &key, &keys), (Side::Values, &value, &values)];
         for (side, chunk, words) in sides {
             let (floats, chunk, words) = (arg(&floats), arg(chunk), arg(words));
-            launched(cache::launch_flush(client, floats, chunk, words, &problem, side));
+            launched(with_format!(formats[side], F => {
+                cache::launch_flush::<F>(client, floats, chunk, words, &problem, side)
+            }));
         }
         for (side, chunk, _) in sides {
             launched(cache::launch_append(client, arg(chunk), arg(&floats), &problem, side));
@@ -356,10 +373,11 @@ fn decode_attention(
         position: position.map(positions),
     };
     let client = &query.client;
-    launched(match plan {
-        Some(plan) => chunk_attention::launch_ref(client, bindings, &problem, &plan),
-        None => decode_attention::launch_ref(client, bindings, &problem),
-    });
+    let Sides { keys, values } = layout.formats();
+    launched(with_format!(keys, K => with_format!(values, V => match plan {
+        Some(plan) => chunk_attention::launch_ref::<K, V>(client, bindings, &problem, &plan),
+        None => decode_attention::launch_ref::<K, V>(client, bindings, &problem),
+    })));
     (CubeBackend::float_cast(output, dtype.into()), lse)
 }
 

@@ -6,7 +6,6 @@ use burn::backend::Flex;
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use super::quantize;
 use crate::{
     CacheFloat, CacheState,
     layout::{CacheLayout, Side, Sides},
@@ -101,7 +100,7 @@ pub(super) fn flush(
                 for (i, row) in rows.chunks_exact_mut(head_dim).enumerate() {
                     read(slice, schedule.sink_tokens + index * granule + i, row);
                 }
-                quantize::quantize_slice(&rows, words, head_dim, &spec);
+                spec.format.on_cpu().quantize(&rows, words, head_dim, &spec);
             }
         });
     }

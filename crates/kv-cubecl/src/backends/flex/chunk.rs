@@ -6,11 +6,10 @@ use rayon::prelude::*;
 
 use super::{
     decode::{between_groups, block},
-    simd,
-    slice::{Slice, TILE},
+    slice::Slice,
     streaming::{Matrix, matmul},
 };
-use crate::layout::Sides;
+use crate::{formats::flex::TILE, layout::Sides, simd};
 
 /// Query rows whose scores are in memory at once.
 const ROW_BLOCK: usize = 256;

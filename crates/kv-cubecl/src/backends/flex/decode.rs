@@ -10,16 +10,13 @@ use core::{
 use std::sync::{Mutex, PoisonError};
 
 use burn::backend::Flex;
-use macerator::Simd;
 
-use super::{
-    chunk, packed,
-    simd::{self, add_scaled, dots},
-    slice::{Slice, TILE},
-};
+use super::{chunk, slice::Slice};
 use crate::{
     AttentionOptions, CacheState,
+    formats::flex::{SCRATCH_ROWS, TILE},
     layout::{CacheLayout, Sides},
+    simd::{self, add_rows, score_rows},
 };
 
 /// Fewest tokens in a split: for less work, waking a thread takes longer than it saves.
@@ -69,7 +66,7 @@ impl<'a> Scratch<'a> {
         head_dim: Sides<usize>,
         block: usize,
     ) -> impl Iterator<Item = Self> {
-        let tile = TILE.max(packed::SCRATCH_ROWS) * head_dim.keys.max(head_dim.values);
+        let tile = TILE.max(SCRATCH_ROWS) * head_dim.keys.max(head_dim.values);
         let lens = [rows * head_dim.values, rows * block, tile];
         let [o, scores, tile] = lens.map(|len| len.next_multiple_of(Self::LINE));
         let len = o + scores + tile;
@@ -261,13 +258,8 @@ impl Slice<'_> {
         let (head_dim, n, start) = (self.layout.shape().head_dim.keys, tokens.len(), tokens.start);
         let keys = &self.keys;
         if let Some(run) = keys.packed(&tokens) {
-            if packed::serves(&run.spec) {
-                packed::score(&run, query, &mut scores[run.skipped..], n, head_dim, scratch);
-            } else {
-                keys.restored_tiles(&run, |token, tile| {
-                    score_rows(query, tile, &mut scores[token - start..], n, head_dim);
-                });
-            }
+            let scores = &mut scores[run.skipped..];
+            run.spec.format.on_cpu().score(&run, query, scores, n, head_dim, scratch);
         }
         keys.float_tiles(tokens, scratch, |token, keys| {
             score_rows(query, keys, &mut scores[token - start..], n, head_dim);
@@ -280,69 +272,12 @@ impl Slice<'_> {
             (self.layout.shape().head_dim.values, tokens.len(), tokens.start);
         let values = &self.values;
         if let Some(run) = values.packed(&tokens) {
-            if packed::serves(&run.spec) {
-                packed::add(&run, &weights[run.skipped..], n, o, head_dim);
-            } else {
-                values.restored_tiles(&run, |token, tile| {
-                    add_rows(&weights[token - start..], n, tile, o, head_dim);
-                });
-            }
+            run.spec.format.on_cpu().add(&run, &weights[run.skipped..], n, o, head_dim);
         }
         values.float_tiles(tokens, scratch, |token, values| {
             add_rows(&weights[token - start..], n, values, o, head_dim);
         });
     }
-}
-
-/// `scores[r * n + t] = query_r . key_t`, four tokens at a time.
-#[macerator::with_simd]
-fn score_rows<S: Simd>(query: &[f32], keys: &[f32], scores: &mut [f32], n: usize, head_dim: usize) {
-    let (quads, rest) = runs_of_four(keys, head_dim);
-    for (quad, keys) in quads.enumerate() {
-        for (r, query) in query.chunks_exact(head_dim).enumerate() {
-            scores[r * n + 4 * quad..][..4].copy_from_slice(&dots::<S, 4>(query, keys));
-        }
-    }
-    let first = keys.len() / head_dim - rest.len();
-    for (t, key) in rest.enumerate() {
-        for (r, query) in query.chunks_exact(head_dim).enumerate() {
-            [scores[r * n + first + t]] = dots::<S, 1>(query, [key]);
-        }
-    }
-}
-
-/// `o_r += sum_t weights[r * n + t] * value_t`, four tokens at a time.
-#[macerator::with_simd]
-fn add_rows<S: Simd>(weights: &[f32], n: usize, values: &[f32], o: &mut [f32], head_dim: usize) {
-    let (quads, rest) = runs_of_four(values, head_dim);
-    for (quad, values) in quads.enumerate() {
-        for (r, o) in o.chunks_exact_mut(head_dim).enumerate() {
-            add_scaled::<S, 4>(&weights[r * n + 4 * quad..], values, o);
-        }
-    }
-    let first = values.len() / head_dim - rest.len();
-    for (t, value) in rest.enumerate() {
-        for (r, o) in o.chunks_exact_mut(head_dim).enumerate() {
-            add_scaled::<S, 1>(&weights[r * n + first + t..], [value], o);
-        }
-    }
-}
-
-/// Splits `rows` into rows of `head_dim` elements: an iterator over four at once, and one over
-/// those left.
-#[inline(always)]
-fn runs_of_four(
-    rows: &[f32],
-    head_dim: usize,
-) -> (impl ExactSizeIterator<Item = [&[f32]; 4]>, impl ExactSizeIterator<Item = &[f32]>) {
-    let quads = rows.chunks_exact(4 * head_dim);
-    let rest = quads.remainder().chunks_exact(head_dim);
-    let quads = quads.map(move |quad| {
-        let (ab, cd) = quad.split_at(2 * head_dim);
-        let ((a, b), (c, d)) = (ab.split_at(head_dim), cd.split_at(head_dim));
-        [a, b, c, d]
-    });
-    (quads, rest)
 }
 
 #[cfg(test)]

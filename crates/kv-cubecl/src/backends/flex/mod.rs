@@ -9,9 +9,6 @@
 mod cache;
 mod chunk;
 mod decode;
-mod packed;
-mod quantize;
-mod simd;
 mod slice;
 mod streaming;
 mod streaming_backward;
@@ -38,24 +35,24 @@ impl KvCacheOps for Flex {
         let shape: [usize; 4] = dims(&input);
         let [_, _, tokens, head_dim] = shape;
         let input = input.to_contiguous();
-        let out_shape = shapes::packed(shape, &spec);
+        let (out_shape, format) = (shapes::packed(shape, &spec), spec.format.on_cpu());
         let mut words = vec![0u32; out_shape.iter().product()];
         let slice = tokens * head_dim;
         words
             .par_chunks_mut(out_shape[2] * out_shape[3])
             .zip(input.storage::<f32>().par_chunks(slice))
-            .for_each(|(words, input)| quantize::quantize_slice(input, words, head_dim, &spec));
+            .for_each(|(words, input)| format.quantize(input, words, head_dim, &spec));
         FlexTensor::from_data(TensorData::new(words, out_shape))
     }
 
     fn dequantize(packed: IntTensor<Self>, spec: QuantSpec) -> FloatTensor<Self> {
         let shape: [usize; 4] = dims(&packed);
-        let out_shape = shapes::dequantized(shape, &spec);
+        let (out_shape, format) = (shapes::dequantized(shape, &spec), spec.format.on_cpu());
         let packed = packed.to_contiguous();
         let mut out = vec![0.0; out_shape.iter().product()];
         out.par_chunks_mut(out_shape[2] * out_shape[3])
             .zip(packed.storage::<u32>().par_chunks(shape[2] * shape[3]))
-            .for_each(|(out, words)| quantize::dequantize_slice(words, out, out_shape[3], &spec));
+            .for_each(|(out, words)| format.restore(words, out, out_shape[3], &spec));
         tensor(out, out_shape)
     }
 
@@ -68,7 +65,7 @@ impl KvCacheOps for Flex {
         let shape: [usize; 4] = dims(&input);
         let [_, _, tokens, head_dim] = shape;
         let mut output = input.to_contiguous();
-        let grouped = grouped(tokens, skip, &spec);
+        let (grouped, format) = (grouped(tokens, skip, &spec), spec.format.on_cpu());
         output.storage_mut::<f32>().par_chunks_mut(tokens * head_dim).for_each(|slice| {
             // A few groups at a time, in one small buffer: their packed form is not kept.
             let step = spec.group_size.max(RESTORED / spec.group_size * spec.group_size);
@@ -76,8 +73,8 @@ impl KvCacheOps for Flex {
             let part = &mut slice[grouped.start * head_dim..grouped.end * head_dim];
             for part in part.chunks_mut(step * head_dim) {
                 let words = &mut words[..spec.words(part.len() / head_dim, head_dim)];
-                quantize::quantize_slice(part, words, head_dim, &spec);
-                quantize::dequantize_slice(words, part, head_dim, &spec);
+                format.quantize(part, words, head_dim, &spec);
+                format.restore(words, part, head_dim, &spec);
             }
         });
         output
@@ -92,14 +89,14 @@ impl KvCacheOps for Flex {
         let shape: [usize; 4] = dims(&input);
         let [_, _, tokens, head_dim] = shape;
         let (input, mut grad) = (input.to_contiguous(), grad.to_contiguous());
-        let grouped = grouped(tokens, skip, &spec);
+        let (grouped, format) = (grouped(tokens, skip, &spec), spec.format.on_cpu());
         let part = grouped.start * head_dim..grouped.end * head_dim;
         grad.storage_mut::<f32>()
             .par_chunks_mut(tokens * head_dim)
             .zip(input.storage::<f32>().par_chunks(tokens * head_dim))
             .for_each(|(grad, input)| {
                 let (input, grad) = (&input[part.clone()], &mut grad[part.clone()]);
-                quantize::add_scale_gradients(input, grad, head_dim, &spec);
+                format.add_scale_gradients(input, grad, head_dim, &spec);
             });
         grad
     }

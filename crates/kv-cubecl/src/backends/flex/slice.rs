@@ -5,14 +5,12 @@ use core::ops::Range;
 use burn::backend::Flex;
 use burn_flex::FlexTensor;
 
-use super::{cache::Floats, quantize::dequantize_slice};
+use super::cache::Floats;
 use crate::{
     CacheState,
-    layout::{CacheLayout, QuantSpec, SideLayout},
+    formats::flex::{PackedRun, TILE},
+    layout::{CacheLayout, SideLayout},
 };
-
-/// Tokens per tile, small enough for the rows of a tile to stay in the L1 cache.
-pub(super) const TILE: usize = 32;
 
 /// One (batch, kv head) slice of a cache.
 pub(super) struct Slice<'a> {
@@ -56,15 +54,6 @@ impl<'a> Slice<'a> {
     }
 }
 
-/// The packed ones of a run of tokens, counted after the sinks.
-pub(super) struct PackedRun<'a> {
-    pub(super) words: &'a [u32],
-    pub(super) spec: QuantSpec,
-    pub(super) tokens: Range<usize>,
-    /// Tokens of the run before them.
-    pub(super) skipped: usize,
-}
-
 impl SideSlice<'_> {
     /// The tokens of `tokens` that are packed, if there are any.
     pub(super) fn packed(&self, tokens: &Range<usize>) -> Option<PackedRun<'_>> {
@@ -74,25 +63,6 @@ impl SideSlice<'_> {
         let spec = self.place.spec.filter(|_| !packed.is_empty())?;
         let skipped = packed.start + sinks - tokens.start;
         Some(PackedRun { words: self.words, spec, tokens: packed, skipped })
-    }
-
-    /// Calls `visit` with the first token and the restored rows of each tile of `run`, which starts at a
-    /// granule.
-    pub(super) fn restored_tiles(&self, run: &PackedRun<'_>, mut visit: impl FnMut(usize, &[f32])) {
-        let PackedRun { spec, ref tokens, .. } = *run;
-        let head_dim = self.place.head_dim;
-        // Whole granules, although fewer tokens may be asked for.
-        let granule = spec.granule();
-        let step = granule.max(TILE / granule * granule);
-        let mut tile = vec![0.0; step * head_dim];
-        for token in tokens.clone().step_by(step) {
-            let count = step.min(tokens.end - token);
-            let whole = count.next_multiple_of(granule);
-            let start = spec.words(token, head_dim);
-            let words = &run.words[start..start + spec.words(whole, head_dim)];
-            dequantize_slice(words, &mut tile[..whole * head_dim], head_dim, &spec);
-            visit(self.place.sinks + token, &tile[..count * head_dim]);
-        }
     }
 
     /// Calls `visit` with the first token and the f32 rows of each run of tokens that are not
@@ -133,7 +103,8 @@ impl SideSlice<'_> {
         mut visit: impl FnMut(usize, &[f32]),
     ) {
         if let Some(run) = self.packed(&tokens) {
-            self.restored_tiles(&run, &mut visit);
+            let first = tokens.start + run.skipped;
+            run.restored_tiles(self.place.head_dim, |at, rows| visit(first + at, rows));
         }
         self.float_tiles(tokens, widened, visit);
     }

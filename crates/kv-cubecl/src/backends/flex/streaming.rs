@@ -8,15 +8,12 @@ use core::{f32::consts::LOG2_E, ops::Range};
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use super::{
-    dims,
-    simd::{all_finite, exp2_minus_max, finite_or_zero, log_sum_exp, maximum},
-    tensor,
-};
+use super::{dims, tensor};
 use crate::{
     AttentionOptions,
     layout::{Sides, StreamSpec},
     shapes,
+    simd::{all_finite, exp2_minus_max, finite_or_zero, log_sum_exp, maximum},
 };
 
 /// Query tokens per block, at most: large enough for the matrix products, small enough that a

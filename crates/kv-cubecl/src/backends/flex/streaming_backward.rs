@@ -9,7 +9,6 @@ use rayon::prelude::*;
 
 use super::{
     dims,
-    simd::{all_finite, exp2_minus_max},
     streaming::{
         Block, Matrix, Problem, add_scaled, gather, hidden_are_finite, matmul, scores, slice_of,
         split_band,
@@ -19,6 +18,7 @@ use super::{
 use crate::{
     AttentionOptions,
     layout::{Sides, StreamSpec},
+    simd::{all_finite, exp2_minus_max},
 };
 
 type Grads = (FlexTensor, FlexTensor, FlexTensor, FlexTensor, FlexTensor);

@@ -4,7 +4,7 @@ use burn::tensor::DType;
 #[cfg(feature = "flex")]
 use half::{bf16, slice::HalfFloatSliceExt};
 
-use super::FloatFormat;
+use super::float::FloatFormat;
 
 /// See [the module](self).
 pub(super) struct Bf16;

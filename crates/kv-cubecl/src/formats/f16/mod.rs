@@ -6,7 +6,7 @@ mod flex;
 use burn::tensor::DType;
 use half::f16;
 
-use super::FloatFormat;
+use super::float::FloatFormat;
 
 /// See [the module](self).
 pub(super) struct F16;

@@ -2,7 +2,7 @@
 
 use burn::tensor::DType;
 
-use super::FloatFormat;
+use super::float::FloatFormat;
 
 /// See [the module](self).
 pub(super) struct F32;

@@ -1,11 +1,11 @@
 use cubecl::prelude::*;
 
 use crate::{
-    kernels::{
-        codec::{F16_MAX, encode, greater, lesser, min_of, parameters, saturate, scale_of},
-        layout::{CacheArgs, SideArgs, SideScheduleArgs, float_element, quantized},
+    formats::{
+        Granularity, QuantSpec,
+        cube::{F16_MAX, PackedInKernels, greater, lesser, saturate},
     },
-    layout::{Granularity, QuantSpec},
+    kernels::layout::{CacheArgs, SideArgs, SideScheduleArgs, float_element, quantized},
 };
 
 /// The tokens that are appended, and those they follow.
@@ -45,7 +45,7 @@ fn read<R: Float, C: Float>(
 
 /// Quantizes group `group` of a granule, counted after the sinks, into its words.
 #[cube]
-fn flush_group<R: Float, C: Float>(
+fn flush_group<R: Float, C: Float, F: PackedInKernels>(
     floats: &[R],
     chunk: &[C],
     words: &mut [u32],
@@ -82,9 +82,9 @@ fn flush_group<R: Float, C: Float>(
         min = lesser(min, x);
         max = greater(max, x);
     }
-    let params = parameters(min, max, spec.n_bits);
-    let scale = scale_of(params);
-    let min = min_of(params);
+    let params = F::parameters(min, max, spec.n_bits);
+    let scale = F::scale(params);
+    let offset = F::offset(params);
     let base = slice * side.slice_words + granule * groups * (code_words + 1);
     for at in 0..code_words {
         let mut word = 0u32;
@@ -92,7 +92,7 @@ fn flush_group<R: Float, C: Float>(
             let nth = at * codes_per_word + i;
             let (token, channel) = (token + nth * token_step, channel + nth * channel_step);
             let x = read::<R, C>(floats, chunk, slice, token, channel, source, side);
-            word |= encode(x, scale, min, spec.n_bits) << (i as u32 * spec.n_bits);
+            word |= F::encode(x, scale, offset, spec.n_bits) << (i as u32 * spec.n_bits);
         }
         words[base + first_word + at * stride] = word;
     }
@@ -127,7 +127,7 @@ fn store<R: Float, C: Float>(
 
 /// One unit per (slice, granule, group).
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn flush<R: Float>(
+pub(super) fn flush<R: Float, F: PackedInKernels>(
     floats: &[R],
     chunk: &[f32],
     words: &mut [u32],
@@ -144,7 +144,7 @@ pub(super) fn flush<R: Float>(
         let group = ABSOLUTE_POS % groups;
         let row = ABSOLUTE_POS / groups;
         let granule = first_granule + row % granules;
-        flush_group::<R, f32>(
+        flush_group::<R, f32, F>(
             floats,
             chunk,
             words,
@@ -230,7 +230,7 @@ pub(super) struct TokenArgs {
 /// A slot that is read for what leaves and written for what comes belongs to one unit: it can only be in
 /// the first granule that leaves.
 #[cube]
-fn write_side<R: Float, C: Float>(
+fn write_side<R: Float, C: Float, F: PackedInKernels>(
     chunk: &[C],
     floats: &mut [R],
     words: &mut [u32],
@@ -257,7 +257,7 @@ fn write_side<R: Float, C: Float>(
         let source = Source { len, added, float_elements };
         let index = row % granules;
         let group = unit % runs;
-        write_unit::<R, C>(
+        write_unit::<R, C, F>(
             chunk,
             floats,
             words,
@@ -277,7 +277,7 @@ fn write_side<R: Float, C: Float>(
 /// What one unit of [`write_side`] does where the cache has room.
 #[cube]
 #[allow(clippy::single_match, reason = "decided when the kernel is compiled")]
-fn write_unit<R: Float, C: Float>(
+fn write_unit<R: Float, C: Float, F: PackedInKernels>(
     chunk: &[C],
     floats: &mut [R],
     words: &mut [u32],
@@ -298,7 +298,7 @@ fn write_unit<R: Float, C: Float>(
         Some(spec) => {
             let granule = comptime!(spec.granule());
             if index < (after - before) / granule {
-                flush_group::<R, C>(
+                flush_group::<R, C, F>(
                     &*floats,
                     chunk,
                     words,
@@ -338,7 +338,7 @@ fn write_unit<R: Float, C: Float>(
 /// A sequence holds as many tokens as its position says, or as the source where there is none; if it is full,
 /// nothing is written.
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn write_token<R: Float, C: Float>(
+pub(super) fn write_token<R: Float, C: Float, K: PackedInKernels, V: PackedInKernels>(
     key: &[C],
     value: &[C],
     floats: &mut [R],
@@ -352,7 +352,7 @@ pub(super) fn write_token<R: Float, C: Float>(
 ) {
     let cache = &args.cache;
     if ABSOLUTE_POS < args.n_keys {
-        write_side::<R, C>(
+        write_side::<R, C, K>(
             key,
             floats,
             key_words,
@@ -366,7 +366,7 @@ pub(super) fn write_token<R: Float, C: Float>(
             bp.saturating,
         );
     } else if ABSOLUTE_POS < args.n {
-        write_side::<R, C>(
+        write_side::<R, C, V>(
             value,
             floats,
             value_words,

@@ -7,6 +7,7 @@ use cubecl::{
 use super::kernel::{self, SourceLaunch, TokenArgsLaunch, TokenBlueprint};
 use crate::{
     Result,
+    formats::cube::PackedInKernels,
     kernels::{elementwise, layout::SideArgsLaunch, quantize::RestoreProblem},
     layout::{CacheLayout, QuantizedCounts, Side, Sides},
 };
@@ -69,7 +70,7 @@ pub(crate) struct CacheBindings {
 
 /// Appends one token, `key` and `value` of type `chunk`, `[slices, head_dim]`, and quantizes what leaves the
 /// window for it, in one launch. A full cache is left as it is.
-pub(crate) fn launch_write_token(
+pub(crate) fn launch_write_token<K: PackedInKernels, V: PackedInKernels>(
     client: &Client,
     key: BufferArg,
     value: BufferArg,
@@ -99,7 +100,7 @@ pub(crate) fn launch_write_token(
     });
     let n = units.keys + units.values;
     let grid = elementwise(client, "write", n, problem.elements())?;
-    kernel::write_token::launch(
+    kernel::write_token::launch::<K, V>(
         client,
         grid.count(),
         grid.dim(),
@@ -130,7 +131,7 @@ pub(crate) fn launch_write_token(
 ///
 /// `floats` are the cache's float rows, `chunk` the appended keys or values, f32
 /// `[slices, added, head_dim]`.
-pub(crate) fn launch_flush(
+pub(crate) fn launch_flush<F: PackedInKernels>(
     client: &Client,
     floats: BufferArg,
     chunk: BufferArg,
@@ -146,7 +147,7 @@ pub(crate) fn launch_flush(
     let n = layout.slices() * granules * groups;
     if n > 0 {
         let grid = elementwise(client, "write", n, problem.elements())?;
-        kernel::flush::launch(
+        kernel::flush::launch::<F>(
             client,
             grid.count(),
             grid.dim(),
@@ -200,7 +201,7 @@ pub(crate) fn launch_append(
 
 /// Quantizes `input`, f32 `[slices, tokens, head_dim]`: a chunk that is appended to nothing, and all of
 /// which leaves the window.
-pub(crate) fn launch_quantize(
+pub(crate) fn launch_quantize<F: PackedInKernels>(
     client: &Client,
     input: BufferArg,
     words: BufferArg,
@@ -213,7 +214,7 @@ pub(crate) fn launch_quantize(
     // Of float rows there are none: they are never read, but a binding must not be empty.
     // SAFETY: the buffer is allocated with this length.
     let floats = unsafe { BufferArg::from_raw_parts(client.empty(size_of::<f32>()), 1) };
-    kernel::flush::launch(
+    kernel::flush::launch::<F>(
         client,
         grid.count(),
         grid.dim(),

@@ -1,12 +1,14 @@
 use cubecl::prelude::*;
 
 use super::base::ChunkBlueprint;
-use crate::kernels::{
-    codec::{code_at, min_of, scale_of},
-    decode_attention::{DecodeArgs, LOWEST},
-    grid::cube_at,
-    layout::{float_element, quantized},
-    row_blocks::{RowState, gather, maximum, new_rows, output, read_four, sum, weigh},
+use crate::{
+    formats::cube::{PackedInKernels, code_at},
+    kernels::{
+        decode_attention::{DecodeArgs, LOWEST},
+        grid::cube_at,
+        layout::{float_element, quantized},
+        row_blocks::{RowState, gather, maximum, new_rows, output, read_four, sum, weigh},
+    },
 };
 
 /// How the tokens are divided into tiles and splits; run-time numbers.
@@ -24,7 +26,7 @@ pub(super) struct Tiles {
 /// Restores four channels of the packed keys of a unit's run of tokens to `run` `[unit_tokens, 4]`.
 /// The run starts at `token`, counted after the sinks.
 #[cube]
-fn restore_keys<N: Size>(
+fn restore_keys<N: Size, K: PackedInKernels>(
     keys: &[Vector<u32, N>],
     slice_base: usize,
     token: usize,
@@ -43,11 +45,11 @@ fn restore_keys<N: Size>(
     let first_code = token % codes;
     let params = keys[group_base + group_lines * width + column];
     let mut scales = Array::<f32>::new(4usize);
-    let mut minima = Array::<f32>::new(4usize);
+    let mut offsets = Array::<f32>::new(4usize);
     #[unroll]
     for k in 0..4usize {
-        scales[k] = scale_of(params.extract(k));
-        minima[k] = min_of(params.extract(k));
+        scales[k] = K::scale(params.extract(k));
+        offsets[k] = K::offset(params.extract(k));
     }
     #[unroll]
     for i in 0..unit_lines {
@@ -62,7 +64,7 @@ fn restore_keys<N: Size>(
                 } else {
                     code_at(word, j, bp.key_bits)
                 };
-                run[(i * line_codes + j) * 4 + k] = code * scales[k] + minima[k];
+                run[(i * line_codes + j) * 4 + k] = K::restore(code, scales[k], offsets[k]);
             }
         }
     }
@@ -71,7 +73,7 @@ fn restore_keys<N: Size>(
 /// Restores a unit's channels of the value of a packed token to row `at` of `run`; `token` is
 /// counted after the sinks.
 #[cube]
-fn restore_value(
+fn restore_value<V: PackedInKernels>(
     values: &[u32],
     slice_base: usize,
     token: usize,
@@ -88,8 +90,8 @@ fn restore_value(
     );
     let line = slice_base + token * line_len;
     let param = values[line + n_words + block * channels / bp.group_size];
-    let scale = scale_of(param);
-    let min = min_of(param);
+    let scale = V::scale(param);
+    let offset = V::offset(param);
     let word_codes = comptime!(bp.blocks.unit_channels.min(bp.value_codes()));
     #[unroll]
     for i in 0..comptime!(bp.blocks.unit_channels.div_ceil(bp.value_codes())) {
@@ -101,57 +103,56 @@ fn restore_value(
             } else {
                 code_at(word, j, bp.value_bits)
             };
-            run[at * channels + i * word_codes + j] = code * scale + min;
+            run[at * channels + i * word_codes + j] = V::restore(code, scale, offset);
         }
     }
 }
 
-/// Attends to the tokens from `start` to `end`, at most a tile of them. With `uniform`, each side
-/// that is quantized is packed for all of them; otherwise the form of each token is looked up.
+/// Consecutive tokens, at most a tile of them.
+#[derive(CubeType)]
+struct Run {
+    start: usize,
+    /// One past the last.
+    end: usize,
+}
+
+/// Scores of the unit's tokens of `tile`, `[rows, unit_tokens]`; those past its end are masked. With `uniform`,
+/// each side that is quantized is packed for all of them; otherwise the form of each token is looked up.
 #[cube]
 #[allow(clippy::if_same_then_else, clippy::collapsible_if, reason = "decided when compiled")]
-fn attend_tile<R: Float, N: Size>(
+fn score<R: Float, N: Size, K: PackedInKernels>(
     query: &[Vector<f32, N>],
     keys: &[Vector<u32, N>],
-    values: &[u32],
     floats: &[Vector<R, N>],
-    start: usize,
-    end: usize,
+    tile: &Run,
     slice: usize,
     first_row: usize,
-    state: &mut RowState<N>,
     args: &DecodeArgs,
     #[comptime] uniform: bool,
     #[comptime] bp: ChunkBlueprint,
-) {
+) -> Array<f32> {
     let rows = comptime!(bp.blocks.rows);
     let unit_tokens = comptime!(bp.blocks.unit_tokens);
-    let unit_channels = comptime!(bp.blocks.unit_channels);
-    let tile_fours = comptime!(bp.blocks.tile() / 4);
     let width = comptime!(bp.blocks.head_dim.keys / 4);
-    let strides = comptime!(bp.blocks.strides());
     let cache = &args.cache;
     let schedule = &cache.schedule;
-    let float_base = slice * cache.float_elements;
     let sinks = schedule.sinks;
     let packed_keys = quantized(args.len, &schedule.keys, schedule);
-    let packed_values = quantized(args.len, &schedule.values, schedule);
-
-    let token = start + UNIT_POS as usize * unit_tokens;
+    let token = tile.start + UNIT_POS as usize * unit_tokens;
     let mut scores = Array::<f32>::new(comptime!(bp.blocks.rows * bp.blocks.unit_tokens));
     #[unroll]
     for i in 0..comptime!(bp.blocks.rows * bp.blocks.unit_tokens) {
         scores[i] = f32::new(0.0);
     }
-    if token < end {
+    if token < tile.end {
         let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_tokens));
         let mut bases = Array::<usize>::new(unit_tokens);
         if comptime!(bp.key_bits == 0 || !uniform) {
             #[unroll]
             for t in 0..unit_tokens {
                 // Tokens past the end are read as the last one, and masked below.
-                let at = clamp_max(token + t, end - 1);
-                bases[t] = (float_base + float_element(at, &cache.keys)) / 4;
+                let at = clamp_max(token + t, tile.end - 1);
+                bases[t] = (slice * cache.float_elements + float_element(at, &cache.keys)) / 4;
             }
         }
         let mut queries = Array::<usize>::new(rows);
@@ -166,9 +167,9 @@ fn attend_tile<R: Float, N: Size>(
             if comptime!(bp.key_bits > 0) {
                 let base = slice * cache.keys.slice_words / 4;
                 if comptime!(uniform) {
-                    restore_keys::<N>(keys, base, token - sinks, column, &mut run, bp);
+                    restore_keys::<N, K>(keys, base, token - sinks, column, &mut run, bp);
                 } else if token >= sinks && token - sinks < packed_keys {
-                    restore_keys::<N>(keys, base, token - sinks, column, &mut run, bp);
+                    restore_keys::<N, K>(keys, base, token - sinks, column, &mut run, bp);
                     float = false;
                 }
             }
@@ -196,67 +197,105 @@ fn attend_tile<R: Float, N: Size>(
         }
     }
     #[unroll]
-    for r in 0..rows {
-        #[unroll]
-        for t in 0..unit_tokens {
-            let mut score = scores[r * unit_tokens + t] * args.scale;
-            if token + t >= end {
-                score = f32::new(LOWEST);
-            }
-            scores[r * unit_tokens + t] = score;
-        }
+    for i in 0..comptime!(bp.blocks.rows * bp.blocks.unit_tokens) {
+        let past = token + i % unit_tokens >= tile.end;
+        scores[i] = select(past, f32::new(LOWEST), scores[i] * args.scale);
     }
-    weigh::<N>(&scores, state, comptime!(bp.blocks));
+    scores
+}
 
-    if state.stride < strides {
-        let n_fours = (end - start).div_ceil(4);
-        let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
-        let mut four = state.stride;
-        while four < n_fours {
-            #[unroll]
-            for t in 0..4usize {
-                // Past the end the weight is zero.
-                let token = clamp_max(start + four * 4 + t, end - 1);
-                let mut float = true;
-                if comptime!(bp.value_bits > 0) {
-                    let base = slice * cache.values.slice_words;
-                    if comptime!(uniform) {
-                        let token = token - sinks;
-                        restore_value(values, base, token, state.block, &mut run, t, bp);
-                    } else if token >= sinks && token - sinks < packed_values {
-                        let token = token - sinks;
-                        restore_value(values, base, token, state.block, &mut run, t, bp);
-                        float = false;
-                    }
-                }
-                if comptime!(bp.value_bits == 0 || !uniform) {
-                    if float {
-                        let row = float_base + float_element(token, &cache.values);
-                        let fours = comptime!(bp.blocks.unit_channels / 4);
-                        let at = row / 4 + state.block * fours;
-                        #[unroll]
-                        for i in 0..fours {
-                            read_four::<R, N>(floats, at + i, &mut run, t * fours + i);
-                        }
-                    }
-                }
-            }
-            #[unroll]
-            for r in 0..rows {
-                let weights = state.weights[r * tile_fours + four];
-                #[unroll]
-                for c in 0..unit_channels {
-                    let mut sum = state.outputs[r * unit_channels + c];
-                    #[unroll]
-                    for t in 0..4usize {
-                        sum += weights.extract(t) * run[t * unit_channels + c];
-                    }
-                    state.outputs[r * unit_channels + c] = sum;
-                }
-            }
-            four += strides;
-        }
+/// Adds to the unit's outputs the values of `tile` with the weights that [`weigh`] has left.
+#[cube]
+#[allow(clippy::if_same_then_else, clippy::collapsible_if, reason = "decided when compiled")]
+fn add_values<R: Float, N: Size, V: PackedInKernels>(
+    values: &[u32],
+    floats: &[Vector<R, N>],
+    tile: &Run,
+    slice: usize,
+    state: &mut RowState<N>,
+    args: &DecodeArgs,
+    #[comptime] uniform: bool,
+    #[comptime] bp: ChunkBlueprint,
+) {
+    let unit_channels = comptime!(bp.blocks.unit_channels);
+    let tile_fours = comptime!(bp.blocks.tile() / 4);
+    let strides = comptime!(bp.blocks.strides());
+    let cache = &args.cache;
+    let schedule = &cache.schedule;
+    let sinks = schedule.sinks;
+    let packed_values = quantized(args.len, &schedule.values, schedule);
+    let n_fours = (tile.end - tile.start).div_ceil(4);
+    let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
+    let mut four = state.stride;
+    // Units of no block of channels have no tokens either.
+    let mut limit = n_fours;
+    if state.stride >= strides {
+        limit = 0usize;
     }
+    while four < limit {
+        #[unroll]
+        for t in 0..4usize {
+            // Past the end the weight is zero.
+            let token = clamp_max(tile.start + four * 4 + t, tile.end - 1);
+            let mut float = true;
+            if comptime!(bp.value_bits > 0) {
+                let base = slice * cache.values.slice_words;
+                if comptime!(uniform) {
+                    let token = token - sinks;
+                    restore_value::<V>(values, base, token, state.block, &mut run, t, bp);
+                } else if token >= sinks && token - sinks < packed_values {
+                    let token = token - sinks;
+                    restore_value::<V>(values, base, token, state.block, &mut run, t, bp);
+                    float = false;
+                }
+            }
+            if comptime!(bp.value_bits == 0 || !uniform) {
+                if float {
+                    let row = slice * cache.float_elements + float_element(token, &cache.values);
+                    let fours = comptime!(bp.blocks.unit_channels / 4);
+                    let at = row / 4 + state.block * fours;
+                    #[unroll]
+                    for i in 0..fours {
+                        read_four::<R, N>(floats, at + i, &mut run, t * fours + i);
+                    }
+                }
+            }
+        }
+        #[unroll]
+        for r in 0..comptime!(bp.blocks.rows) {
+            let weights = state.weights[r * tile_fours + four];
+            #[unroll]
+            for c in 0..unit_channels {
+                let mut sum = state.outputs[r * unit_channels + c];
+                #[unroll]
+                for t in 0..4usize {
+                    sum += weights.extract(t) * run[t * unit_channels + c];
+                }
+                state.outputs[r * unit_channels + c] = sum;
+            }
+        }
+        four += strides;
+    }
+}
+
+/// Attends to a tile; see [`score`].
+#[cube]
+fn attend_tile<R: Float, N: Size, K: PackedInKernels, V: PackedInKernels>(
+    query: &[Vector<f32, N>],
+    keys: &[Vector<u32, N>],
+    values: &[u32],
+    floats: &[Vector<R, N>],
+    tile: &Run,
+    slice: usize,
+    first_row: usize,
+    state: &mut RowState<N>,
+    args: &DecodeArgs,
+    #[comptime] uniform: bool,
+    #[comptime] bp: ChunkBlueprint,
+) {
+    let scores = score::<R, N, K>(query, keys, floats, tile, slice, first_row, args, uniform, bp);
+    weigh::<N>(&scores, state, comptime!(bp.blocks));
+    add_values::<R, N, V>(values, floats, tile, slice, state, args, uniform, bp);
 }
 
 /// One cube per (slice, split, chunk of query rows); writes `(o, m, l)` of each row to
@@ -268,7 +307,7 @@ fn attend_tile<R: Float, N: Size>(
 /// `unit_channels` consecutive channels, all query rows and every `strides`-th four tokens.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
-pub(super) fn partial_attention<R: Float, N: Size>(
+pub(super) fn partial_attention<R: Float, N: Size, K: PackedInKernels, V: PackedInKernels>(
     query: &[Vector<f32, N>],
     keys: &[Vector<u32, N>],
     values: &[u32],
@@ -306,8 +345,9 @@ pub(super) fn partial_attention<R: Float, N: Size>(
     for index in first..clamp_max(last, tiles.main_tiles) {
         let start = main_start + index * tile;
         let end = clamp_max(start + tile, main_end);
-        attend_tile::<R, N>(
-            query, keys, values, floats, start, end, slice, first_row, &mut state, &args, true, bp,
+        let tile = Run { start, end };
+        attend_tile::<R, N, K, V>(
+            query, keys, values, floats, &tile, slice, first_row, &mut state, &args, true, bp,
         );
     }
     if comptime!(bp.packed()) {
@@ -320,9 +360,9 @@ pub(super) fn partial_attention<R: Float, N: Size>(
                 limit = args.tokens;
             }
             let end = clamp_max(start + tile, limit);
-            attend_tile::<R, N>(
-                query, keys, values, floats, start, end, slice, first_row, &mut state, &args,
-                false, bp,
+            let tile = Run { start, end };
+            attend_tile::<R, N, K, V>(
+                query, keys, values, floats, &tile, slice, first_row, &mut state, &args, false, bp,
             );
         }
     }

@@ -6,6 +6,7 @@ use super::{
 };
 use crate::{
     Result,
+    formats::cube::PackedInKernels,
     kernels::{
         Grid, Limits,
         decode_attention::{
@@ -19,7 +20,7 @@ use crate::{
 ///
 /// # Errors
 /// As [`grid_of`].
-pub(crate) fn launch_ref(
+pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
     client: &Client,
     bindings: DecodeBindings,
     problem: &DecodeProblem,
@@ -32,7 +33,7 @@ pub(crate) fn launch_ref(
     // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
     // the cache's length, rows and channels below theirs.
     unsafe {
-        kernel::partial_attention::launch_unchecked(
+        kernel::partial_attention::launch_unchecked::<K, V>(
             client,
             grid.count(),
             grid.dim(),

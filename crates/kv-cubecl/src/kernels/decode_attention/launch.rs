@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{
     Result,
+    formats::cube::PackedInKernels,
     kernels::{Grid, Limits, elementwise},
 };
 
@@ -46,7 +47,7 @@ pub(crate) fn check_size(problem: &DecodeProblem, properties: &DeviceProperties)
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported), see [the module](super).
-pub(crate) fn launch_ref(
+pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
     client: &Client,
     bindings: DecodeBindings,
     problem: &DecodeProblem,
@@ -62,7 +63,7 @@ pub(crate) fn launch_ref(
     // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
     // the cache's length, rows and channels below theirs.
     unsafe {
-        kernel::partial_attention::launch_unchecked(
+        kernel::partial_attention::launch_unchecked::<K, V>(
             client,
             grid.count(),
             grid.dim(),

@@ -16,9 +16,11 @@ mod args;
 mod base;
 mod kernel;
 mod launch;
+mod rows;
 mod score;
 #[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
 mod tests;
+mod values;
 
 pub(crate) use args::{DecodeArgs, args};
 pub(crate) use base::{DecodeProblem, Hardware, MAX_HEAD_DIM, SHARED_BYTES, check, splits};

@@ -1,10 +1,8 @@
 use cubecl::prelude::*;
 
-use crate::{
-    kernels::codec::{
-        F16_MAX, code_at, encode, greater, is_nan, lesser, min_of, parameters, saturate, scale_of,
-    },
-    layout::{Granularity, QuantSpec},
+use crate::formats::{
+    Granularity, QuantSpec,
+    cube::{F16_MAX, PackedInKernels, code_at, greater, lesser, saturate},
 };
 
 /// Rounds to the nearest `R` and back; one unit per element.
@@ -26,7 +24,7 @@ pub(super) fn round_trip<R: Float>(
 
 /// Restores packed tokens; one unit per element `[slices, tokens, head_dim]`.
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn dequantize(
+pub(super) fn dequantize<F: PackedInKernels>(
     words: &[u32],
     out: &mut [f32],
     n: usize,
@@ -54,7 +52,7 @@ pub(super) fn dequantize(
         let base = granule * groups * (code_words + 1);
         let params = words[base + groups * code_words + group];
         let code = code_at(words[base + word], at % codes_per_word, spec.n_bits);
-        out[ABSOLUTE_POS] = code * scale_of(params) + min_of(params);
+        out[ABSOLUTE_POS] = F::restore(code, F::scale(params), F::offset(params));
     }
 }
 
@@ -90,7 +88,7 @@ fn group_of(unit: usize, restored: &Restored, #[comptime] spec: QuantSpec) -> (u
 
 /// Replaces each group by what it restores to; one unit per (slice, granule, group).
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn fake_quantize(
+pub(super) fn fake_quantize<F: PackedInKernels>(
     data: &mut [f32],
     n: usize,
     restored: Restored,
@@ -98,12 +96,12 @@ pub(super) fn fake_quantize(
 ) {
     if ABSOLUTE_POS < n {
         let group = group_of(ABSOLUTE_POS, &restored, spec);
-        fake_quantize_group(data, group.0, group.1, spec.group_size, spec.n_bits);
+        fake_quantize_group::<F>(data, group.0, group.1, spec.group_size, spec.n_bits);
     }
 }
 
 #[cube]
-fn fake_quantize_group(
+fn fake_quantize_group<F: PackedInKernels>(
     data: &mut [f32],
     base: usize,
     stride: usize,
@@ -117,18 +115,18 @@ fn fake_quantize_group(
         min = lesser(min, x);
         max = greater(max, x);
     }
-    let params = parameters(min, max, n_bits);
-    let scale = scale_of(params);
-    let min = min_of(params);
+    let params = F::parameters(min, max, n_bits);
+    let scale = F::scale(params);
+    let offset = F::offset(params);
     for i in 0..group_size {
-        let code = encode(data[base + i * stride], scale, min, n_bits);
-        data[base + i * stride] = f32::cast_from(code) * scale + min;
+        let code = F::encode(data[base + i * stride], scale, offset, n_bits);
+        data[base + i * stride] = F::restore(code, scale, offset);
     }
 }
 
 /// Adds what passes through the scales; one unit per (slice, granule, group).
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn scale_gradient(
+pub(super) fn scale_gradient<F: PackedInKernels>(
     data: &[f32],
     grad: &mut [f32],
     n: usize,
@@ -137,54 +135,6 @@ pub(super) fn scale_gradient(
 ) {
     if ABSOLUTE_POS < n {
         let group = group_of(ABSOLUTE_POS, &restored, spec);
-        add_scale_gradient(data, grad, group.0, group.1, spec.group_size, spec.n_bits);
-    }
-}
-
-/// Adds `(sum grad * error) / n` to the gradient of the group's maximum and subtracts it from that
-/// of its minimum: [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
-#[cube]
-fn add_scale_gradient(
-    data: &[f32],
-    grad: &mut [f32],
-    base: usize,
-    stride: usize,
-    #[comptime] group_size: usize,
-    #[comptime] n_bits: u32,
-) {
-    let max_code = comptime!(((1u32 << n_bits) - 1) as f32);
-    let mut min = f32::new(F16_MAX);
-    let mut max = f32::new(-F16_MAX);
-    let mut lowest = base;
-    let mut highest = base;
-    for i in 0..group_size {
-        let at = base + i * stride;
-        let x = saturate(data[at]);
-        if x < min {
-            min = x;
-            lowest = at;
-        }
-        if x > max {
-            max = x;
-            highest = at;
-        }
-    }
-    let params = parameters(min, max, n_bits);
-    let scale = scale_of(params);
-    let min = min_of(params);
-    if scale > 0.0f32 {
-        let mut sum = f32::new(0.0);
-        for i in 0..group_size {
-            let at = base + i * stride;
-            let code = f32::cast_from(encode(data[at], scale, min, n_bits));
-            let error = code - (saturate(data[at]) - min) / scale;
-            // A NaN has no rounding error.
-            if !is_nan(data[at]) {
-                sum += grad[at] * clamp(error, -0.5f32, 0.5f32);
-            }
-        }
-        let sum = sum / max_code;
-        grad[highest] += sum;
-        grad[lowest] -= sum;
+        F::add_scale_gradient(data, grad, group.0, group.1, spec.group_size, spec.n_bits);
     }
 }

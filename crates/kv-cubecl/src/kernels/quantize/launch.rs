@@ -3,6 +3,7 @@ use cubecl::{client::Client, prelude::*};
 use super::kernel::{self, RestoredLaunch};
 use crate::{
     CacheFloat, Result,
+    formats::cube::PackedInKernels,
     kernels::{Grid, Limits, elementwise},
     layout::QuantSpec,
 };
@@ -45,7 +46,7 @@ impl RestoreProblem {
 }
 
 /// Restores packed tokens into `out`, f32 `[slices, tokens, head_dim]`.
-pub(crate) fn launch_dequantize(
+pub(crate) fn launch_dequantize<F: PackedInKernels>(
     client: &Client,
     words: BufferArg,
     out: BufferArg,
@@ -54,7 +55,7 @@ pub(crate) fn launch_dequantize(
     let n = problem.elements();
     let grid = elementwise(client, "dequantize", n, n)?;
     let RestoreProblem { head_dim, spec, .. } = *problem;
-    kernel::dequantize::launch(
+    kernel::dequantize::launch::<F>(
         client,
         grid.count(),
         grid.dim(),
@@ -70,7 +71,7 @@ pub(crate) fn launch_dequantize(
 
 /// Replaces `data`, f32 `[slices, tokens, head_dim]`, by what it restores to, from token `skip` on and up
 /// to the last whole granule.
-pub(crate) fn launch_fake_quantize(
+pub(crate) fn launch_fake_quantize<F: PackedInKernels>(
     client: &Client,
     data: BufferArg,
     problem: &RestoreProblem,
@@ -79,7 +80,7 @@ pub(crate) fn launch_fake_quantize(
     let (restored, n) = problem.restored(skip);
     if n > 0 {
         let grid = elementwise(client, "fake_quantize", n, problem.elements())?;
-        kernel::fake_quantize::launch(
+        kernel::fake_quantize::launch::<F>(
             client,
             grid.count(),
             grid.dim(),
@@ -95,7 +96,7 @@ pub(crate) fn launch_fake_quantize(
 
 /// Adds to `grad`, the gradient of what [`launch_fake_quantize`] makes of `data`, what passes through the
 /// scales.
-pub(crate) fn launch_scale_gradient(
+pub(crate) fn launch_scale_gradient<F: PackedInKernels>(
     client: &Client,
     data: BufferArg,
     grad: BufferArg,
@@ -105,7 +106,7 @@ pub(crate) fn launch_scale_gradient(
     let (restored, n) = problem.restored(skip);
     if n > 0 {
         let grid = elementwise(client, "gradient of fake_quantize", n, problem.elements())?;
-        kernel::scale_gradient::launch(
+        kernel::scale_gradient::launch::<F>(
             client,
             grid.count(),
             grid.dim(),

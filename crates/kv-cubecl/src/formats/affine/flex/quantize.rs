@@ -3,8 +3,10 @@
 use half::f16;
 use macerator::{Scalar, Simd, Vector};
 
-use super::simd::{MAX_LANES, load, store};
-use crate::layout::{Granularity, QuantSpec};
+use crate::{
+    formats::{Granularity, QuantSpec},
+    simd::{MAX_LANES, load, store},
+};
 
 /// Largest finite f16: parameters are f16, so inputs saturate here.
 const F16_MAX: f32 = 65504.0;

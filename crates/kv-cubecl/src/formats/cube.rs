@@ -1,6 +1,57 @@
-//! The quantizer's arithmetic, in u32 and f32 only.
+//! What kernels need of a packed format, and arithmetic that formats share, in u32 and f32 only.
 
 use cubecl::prelude::*;
+
+/// A [`PackedFormat`](super::PackedFormat) in kernels. `scale` and `offset` are the two numbers that a format
+/// takes out of a group's parameter word.
+#[cube]
+pub(crate) trait PackedInKernels: Send + Sync + 'static {
+    /// Whether [`restore`](Self::restore) is `code * scale + offset`: attention then multiplies the query, or
+    /// the weights, with scale and offset once per group. Otherwise it restores each code.
+    const LINEAR: bool;
+
+    /// Parameter word of a group whose saturated extremes are `min` and `max`. In a group of nothing but NaN
+    /// no number was found: its minimum is then above its maximum, and both count as 0.
+    fn parameters(min: f32, max: f32, #[comptime] n_bits: u32) -> u32;
+
+    /// Scale in a parameter word.
+    fn scale(parameters: u32) -> f32;
+
+    /// Offset in a parameter word.
+    fn offset(parameters: u32) -> f32;
+
+    /// Code of `x`; 0 if it is NaN.
+    fn encode(x: f32, scale: f32, offset: f32, #[comptime] n_bits: u32) -> u32;
+
+    /// What a code restores to.
+    fn restore(code: u32, scale: f32, offset: f32) -> f32;
+
+    /// Adds to the gradient of a fake-quantized group, whose elements are `stride` apart from `base` on, what
+    /// passes through its parameters: [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
+    fn add_scale_gradient(
+        data: &[f32],
+        grad: &mut [f32],
+        base: usize,
+        stride: usize,
+        #[comptime] group_size: usize,
+        #[comptime] n_bits: u32,
+    );
+}
+
+/// `$body` with `$F` as the [`PackedInKernels`] of a [`PackedFormat`](super::PackedFormat).
+macro_rules! with_format {
+    ($format:expr, $F:ident => $body:expr) => {
+        match $format {
+            $crate::formats::PackedFormat::Affine => {
+                type $F = $crate::formats::cube::Affine;
+                $body
+            }
+        }
+    };
+}
+
+pub(crate) use super::affine::Affine;
+pub(crate) use with_format;
 
 /// Largest finite f16; inputs saturate here because parameters are f16.
 pub(crate) const F16_MAX: f32 = 65504.0;
@@ -68,44 +119,9 @@ pub(crate) fn greater(max: f32, x: f32) -> f32 {
     select(x > max, x, max)
 }
 
-/// Parameter word of a group whose saturated extremes are `min` and `max`. In a group of nothing but
-/// NaN no number was found: its minimum is then above its maximum, and both count as 0.
-#[cube]
-pub(crate) fn parameters(min: f32, max: f32, #[comptime] n_bits: u32) -> u32 {
-    let max_code = comptime!(((1u32 << n_bits) - 1) as f32);
-    let none = min > max;
-    let min = select(none, f32::new(0.0), min);
-    let max = select(none, f32::new(0.0), max);
-    half_bits((max - min) / max_code) | (half_bits(min) << 16u32)
-}
-
-/// Scale in a parameter word.
-#[cube]
-pub(crate) fn scale_of(parameters: u32) -> f32 {
-    half_value(parameters & 0xffffu32)
-}
-
-/// Minimum in a parameter word.
-#[cube]
-pub(crate) fn min_of(parameters: u32) -> f32 {
-    half_value(parameters >> 16u32)
-}
-
-/// Code of `x` under `scale` and `min`; 0 if it is NaN.
-#[cube]
-pub(crate) fn encode(x: f32, scale: f32, min: f32, #[comptime] n_bits: u32) -> u32 {
-    let max_code = comptime!(((1u32 << n_bits) - 1) as f32);
-    let mut code = 0u32;
-    if scale > 0.0f32 && !is_nan(x) {
-        let steps = clamp((saturate(x) - min) / scale, 0.0f32, max_code);
-        code = u32::cast_from(round_half_even(steps));
-    }
-    code
-}
-
 /// Code number `index` of `word`.
 #[cube]
-pub(crate) fn code_at(word: u32, index: usize, #[comptime] n_bits: u32) -> f32 {
+pub(crate) fn code_at(word: u32, index: usize, #[comptime] n_bits: u32) -> u32 {
     let mask = comptime!((1u32 << n_bits) - 1);
-    f32::cast_from((word >> (index as u32 * n_bits)) & mask)
+    (word >> (index as u32 * n_bits)) & mask
 }

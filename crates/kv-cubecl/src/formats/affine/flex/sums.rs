@@ -10,32 +10,28 @@
 //!
 //! Processors with AVX-512 VNNI use the integer version of these kernels, [`vnni`].
 
-use macerator::{Scalar, Simd, Vector};
+use macerator::{Scalar, Simd};
 
+#[cfg(target_arch = "x86_64")]
+use super::vnni;
 use super::{
+    codes::{Codes, Terms},
     quantize::{unpack_parameters, unpack_vector},
-    simd::{self, MAX_LANES, load, store, store_part},
-    slice::PackedRun,
 };
-use crate::layout::QuantSpec;
+use crate::{
+    formats::flex::{PackedRun, SCRATCH_ROWS},
+    simd::{self, load, store, store_part},
+};
 
 /// Most query rows computed together, so that each word is unpacked once for all of them. With more,
-/// their sums no longer fit into 16 vector registers.
-const MAX_ROWS: usize = 4;
-
-/// Size of the scratch memory that [`score`] takes, in rows of `head_dim` elements.
-pub(super) const SCRATCH_ROWS: usize = 2 * MAX_ROWS;
+/// their sums no longer fit into 16 vector registers. [`score`] takes two rows of scratch memory for each.
+pub(super) const MAX_ROWS: usize = SCRATCH_ROWS / 2;
 
 /// Tokens of values per tile: their folded weights have to stay in the L1 cache.
-const TILE: usize = 128;
+pub(super) const TILE: usize = 128;
 
 /// Words of values per tile: they share the L1 cache with the next tile, which is being prefetched.
-const TILE_WORDS: usize = 1280;
-
-/// Whether these kernels can read `spec`: every vector of codes must lie within one group.
-pub(super) fn serves(spec: &QuantSpec) -> bool {
-    spec.group_size.is_multiple_of(simd::lanes())
-}
+pub(super) const TILE_WORDS: usize = 1280;
 
 /// The instance of a function generic over codes per word and query rows (up to [`MAX_ROWS`]).
 macro_rules! by_shape {
@@ -69,9 +65,6 @@ macro_rules! kernel {
         kernel
     }};
 }
-
-#[cfg(target_arch = "x86_64")]
-mod vnni;
 
 /// Splits `rows` into runs of at most [`MAX_ROWS`]: first row and length.
 fn runs(rows: usize) -> impl Iterator<Item = (usize, usize)> {
@@ -124,199 +117,6 @@ pub(super) fn add(
     }
 }
 
-/// Constants for each lane of a vector, for words of `CODES` codes.
-struct Lanes<const CODES: usize>;
-
-impl<const CODES: usize> Lanes<CODES> {
-    const N_BITS: usize = 32 / CODES;
-
-    /// Entry i masks the bits of code `i % CODES` of a word. The pattern is stored twice as long as a
-    /// vector, so that a vector of masks can be loaded from any code on.
-    const MASK: [u32; 2 * MAX_LANES] = {
-        let mut lanes = [0; 2 * MAX_LANES];
-        let mut i = 0;
-        while i < lanes.len() {
-            lanes[i] = (((1u64 << Self::N_BITS) - 1) as u32) << (Self::N_BITS * (i % CODES));
-            i += 1;
-        }
-        lanes
-    };
-
-    /// For vectors that span several words: the masks of each word, zero in the lanes that belong to
-    /// another one.
-    const MASK_OF_WORD: [[u32; MAX_LANES]; MAX_LANES / 4] = {
-        let mut words = [[0; MAX_LANES]; MAX_LANES / 4];
-        let mut i = 0;
-        while i < MAX_LANES {
-            words[i / CODES][i] = Self::MASK[i];
-            i += 1;
-        }
-        words
-    };
-
-    /// The bit to flip in each lane: the sign bit where the lane holds the last code of a word, else
-    /// none.
-    ///
-    /// The last code contains bit 31, so that converting it as a signed integer would turn its upper
-    /// half negative. With bit 31 flipped, the signed integer is exactly the code minus half its
-    /// range; [`FLIPPED`](Self::FLIPPED) adds that half back.
-    const FLIP: [u32; 2 * MAX_LANES] = {
-        let mut lanes = [0; 2 * MAX_LANES];
-        let mut i = CODES - 1;
-        while i < lanes.len() {
-            lanes[i] = 1 << 31;
-            i += CODES;
-        }
-        lanes
-    };
-
-    /// What flipping with [`FLIP`](Self::FLIP) subtracts from a code.
-    const FLIPPED: [f32; 2 * MAX_LANES] = {
-        let mut lanes = [0.0; 2 * MAX_LANES];
-        let mut i = CODES - 1;
-        while i < lanes.len() {
-            lanes[i] = (1u64 << (Self::N_BITS - 1)) as f32;
-            i += CODES;
-        }
-        lanes
-    };
-
-    /// `2^-k` for the bit offset k of each lane's code.
-    const PLACE: [f32; 2 * MAX_LANES] = {
-        let mut lanes = [0.0; 2 * MAX_LANES];
-        let mut i = 0;
-        while i < lanes.len() {
-            lanes[i] = 1.0 / (1u64 << (Self::N_BITS * (i % CODES))) as f32;
-            i += 1;
-        }
-        lanes
-    };
-}
-
-/// The operands of a sum of products, which has `n` steps over packed words and factors. A step has
-/// one term, or, in the integer kernels, four terms side by side. A term is a vector of codes and,
-/// for each query row, one factor that multiplies all of them.
-struct Terms<'a> {
-    words: &'a [u32],
-    /// Distance in `words` from one step to the next.
-    stride: usize,
-    /// Distance in `words` between the words of one term.
-    word_stride: usize,
-    factors: &'a [f32],
-    /// Distance in `factors` from one query row to the next.
-    row_stride: usize,
-    n: usize,
-}
-
-impl Terms<'_> {
-    /// Panics unless every word and factor is within its slice, for steps of `abreast` terms of
-    /// `words` words each and for `rows` query rows.
-    #[inline(always)]
-    fn check(&self, words: usize, rows: usize, abreast: usize) {
-        let last = self.n.saturating_sub(1);
-        let last_word = last * self.stride + (words - 1) * self.word_stride;
-        assert!(last_word + abreast <= self.words.len());
-        assert!((rows - 1) * self.row_stride + (last + 1) * abreast <= self.factors.len());
-    }
-}
-
-/// Reads the codes of consecutive elements, one per lane of a vector.
-struct Codes<S: Simd, const CODES: usize> {
-    masks: [Vector<S, u32>; MAX_LANES / 4],
-    flip: Vector<S, u32>,
-    flipped: Vector<S, f32>,
-    place: Vector<S, f32>,
-}
-
-impl<S: Simd, const CODES: usize> Codes<S, CODES> {
-    /// Number of words that the codes of one vector come from.
-    #[inline(always)]
-    fn words() -> usize {
-        (u32::lanes::<S>() / CODES).max(1)
-    }
-
-    /// A reader for vectors that start at element `first`, a multiple of the lanes.
-    #[inline(always)]
-    fn at(first: usize) -> Self {
-        let code = first % CODES;
-        let mut masks = [load(&Lanes::<CODES>::MASK[code..]); MAX_LANES / 4];
-        if Self::words() > 1 {
-            for (mask, lanes) in masks.iter_mut().zip(&Lanes::<CODES>::MASK_OF_WORD) {
-                *mask = load(lanes);
-            }
-        }
-        Self {
-            masks,
-            flip: load(&Lanes::<CODES>::FLIP[code..]),
-            flipped: load(&Lanes::<CODES>::FLIPPED[code..]),
-            place: load(&Lanes::<CODES>::PLACE[code..]),
-        }
-    }
-
-    /// The codes times 2^k, as floats. Where [`Lanes::FLIP`] flipped a bit, half the range of a
-    /// code is missing. [`restore`](Self::restore) corrects a sum for both.
-    #[inline(always)]
-    fn read(&self, word: impl Fn(usize) -> u32) -> Vector<S, f32> {
-        let mut codes = word(0).splat::<S>() & self.masks[0];
-        for i in 1..Self::words() {
-            codes |= word(i).splat::<S>() & self.masks[i];
-        }
-        (codes ^ self.flip).reinterpret::<i32>().to_float()
-    }
-
-    /// For each query row, the sum over all terms of factor times codes as [`read`](Self::read)
-    /// returns them.
-    ///
-    /// Vectors of codes are taken one at a time: a factor that is used once is a memory operand of its
-    /// multiplication. Sharing a factor between two vectors needs a separate load, which was slower on
-    /// Zen 4.
-    #[inline(always)]
-    fn sums<const ROWS: usize>(&self, terms: &Terms<'_>) -> [Vector<S, f32>; ROWS] {
-        terms.check(Self::words(), ROWS, 1);
-        let mut even = [0.0f32.splat::<S>(); ROWS];
-        let mut odd = even;
-        for i in 0..terms.n / 2 {
-            self.add(terms, 2 * i, &mut even);
-            self.add(terms, 2 * i + 1, &mut odd);
-        }
-        if terms.n % 2 == 1 {
-            self.add(terms, terms.n - 1, &mut even);
-        }
-        for (even, odd) in even.iter_mut().zip(odd) {
-            *even += odd;
-        }
-        even
-    }
-
-    /// Adds the products of term `i` to `sums`. The caller has called [`Terms::check`].
-    #[inline(always)]
-    fn add<const ROWS: usize>(
-        &self,
-        terms: &Terms<'_>,
-        i: usize,
-        sums: &mut [Vector<S, f32>; ROWS],
-    ) {
-        // SAFETY: `check` has seen that the words and factors of every term are in the slices.
-        let word = |word| unsafe {
-            *terms.words.get_unchecked(i * terms.stride + word * terms.word_stride)
-        };
-        // SAFETY: as above.
-        let factor = |row| unsafe { *terms.factors.get_unchecked(row * terms.row_stride + i) };
-        let codes = self.read(word);
-        for (r, sum) in sums.iter_mut().enumerate() {
-            *sum = codes.mul_add(factor(r).splat(), *sum);
-        }
-    }
-
-    /// Corrects `sum`, one of [`sums`](Self::sums), for the form in which [`read`](Self::read) returns
-    /// codes, and adds `base`. `factors` is the sum of the factors in it.
-    #[inline(always)]
-    fn restore(&self, sum: Vector<S, f32>, factors: f32, base: f32) -> Vector<S, f32> {
-        let base = self.flipped.mul_add(factors.splat(), base.splat());
-        sum.mul_add(self.place, base)
-    }
-}
-
 /// Folds scales into factors: multiplies `ROWS` rows of `factors` (`stride` apart) by the scales in the
 /// parameter words `params` and writes them to `folded` (rows `folded_stride` apart). Returns for each
 /// row the sum of factors times minima, and the sum of the folded factors.
@@ -362,7 +162,7 @@ fn fold<S: Simd, const ROWS: usize>(
 /// vector is needed.
 #[macerator::with_simd]
 #[allow(clippy::too_many_arguments, reason = "slices of one problem")]
-fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
+pub(super) fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
     keys: &[u32],
     query: &[f32],
     scores: &mut [f32],
@@ -404,7 +204,7 @@ fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
 
 /// [`add`] for `ROWS` rows. Lanes are channels.
 #[macerator::with_simd]
-fn add_rows<S: Simd, const CODES: usize, const ROWS: usize>(
+pub(super) fn add_rows<S: Simd, const CODES: usize, const ROWS: usize>(
     values: &[u32],
     weights: &[f32],
     n: usize,

@@ -8,22 +8,26 @@
 //! builds such closures without the extension, and every vector operation in them becomes a function
 //! call.
 
+mod rows;
+
 use core::f32::consts::LN_2;
 
 use macerator::{Scalar, Simd, Vector};
 
+pub(crate) use rows::{add_rows, score_rows};
+
 /// The most 32-bit lanes that a vector has: 16 with AVX-512.
-pub(super) const MAX_LANES: usize = 16;
+pub(crate) const MAX_LANES: usize = 16;
 
 /// 32-bit lanes of this CPU's vectors.
 #[macerator::with_simd]
-pub(super) fn lanes<S: Simd>() -> usize {
+pub(crate) fn lanes<S: Simd>() -> usize {
     f32::lanes::<S>()
 }
 
 /// A vector of the first elements of `x`.
 #[inline(always)]
-pub(super) fn load<S: Simd, T: Scalar>(x: &[T]) -> Vector<S, T> {
+pub(crate) fn load<S: Simd, T: Scalar>(x: &[T]) -> Vector<S, T> {
     assert!(x.len() >= T::lanes::<S>());
     // SAFETY: the slice holds a whole vector.
     unsafe { macerator::vload_unaligned(x.as_ptr()) }
@@ -31,7 +35,7 @@ pub(super) fn load<S: Simd, T: Scalar>(x: &[T]) -> Vector<S, T> {
 
 /// Overwrites the first elements of `x` with a vector.
 #[inline(always)]
-pub(super) fn store<S: Simd, T: Scalar>(x: &mut [T], vector: Vector<S, T>) {
+pub(crate) fn store<S: Simd, T: Scalar>(x: &mut [T], vector: Vector<S, T>) {
     assert!(x.len() >= T::lanes::<S>());
     // SAFETY: the slice holds a whole vector.
     unsafe { macerator::vstore_unaligned(x.as_mut_ptr(), vector) }
@@ -39,7 +43,7 @@ pub(super) fn store<S: Simd, T: Scalar>(x: &mut [T], vector: Vector<S, T>) {
 
 /// Overwrites `x`, which is no longer than a vector, with the first lanes of `vector`.
 #[inline(always)]
-pub(super) fn store_part<S: Simd>(x: &mut [f32], vector: Vector<S, f32>) {
+pub(crate) fn store_part<S: Simd>(x: &mut [f32], vector: Vector<S, f32>) {
     if x.len() == f32::lanes::<S>() {
         return store(x, vector);
     }
@@ -51,7 +55,7 @@ pub(super) fn store_part<S: Simd>(x: &mut [f32], vector: Vector<S, f32>) {
 /// `out[i] = x[i * stride]`. Each load is volatile, which keeps the compiler from using the processor's
 /// gather instruction, as that is slower.
 #[inline(always)]
-pub(super) fn gather(x: &[u32], stride: usize, out: &mut [u32]) {
+pub(crate) fn gather(x: &[u32], stride: usize, out: &mut [u32]) {
     assert!(out.is_empty() || (out.len() - 1) * stride < x.len());
     let mut from = x.as_ptr();
     for out in out {
@@ -64,7 +68,7 @@ pub(super) fn gather(x: &[u32], stride: usize, out: &mut [u32]) {
 
 /// Prefetches `len` words of `x` from `start` on into the L1 cache; words past its end are left out.
 #[inline(always)]
-pub(super) fn prefetch(x: &[u32], start: usize, len: usize) {
+pub(crate) fn prefetch(x: &[u32], start: usize, len: usize) {
     #[cfg(target_arch = "x86_64")]
     {
         use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
@@ -83,7 +87,7 @@ pub(super) fn prefetch(x: &[u32], start: usize, len: usize) {
 
 /// Dot products of `a` with each row. `a` is loaded once for all of them.
 #[inline(always)]
-pub(super) fn dots<S: Simd, const N: usize>(a: &[f32], rows: [&[f32]; N]) -> [f32; N] {
+pub(crate) fn dots<S: Simd, const N: usize>(a: &[f32], rows: [&[f32]; N]) -> [f32; N] {
     let lanes = f32::lanes::<S>();
     let whole = a.len() / lanes * lanes;
     let mut sums = [0.0f32.splat::<S>(); N];
@@ -103,7 +107,7 @@ pub(super) fn dots<S: Simd, const N: usize>(a: &[f32], rows: [&[f32]; N]) -> [f3
 
 /// `o += sum_i weights[i] * rows[i]`, with one load and store of `o`.
 #[inline(always)]
-pub(super) fn add_scaled<S: Simd, const N: usize>(
+pub(crate) fn add_scaled<S: Simd, const N: usize>(
     weights: &[f32],
     rows: [&[f32]; N],
     o: &mut [f32],
@@ -157,7 +161,7 @@ fn exp2<S: Simd>(x: Vector<S, f32>) -> Vector<S, f32> {
 /// Powers of 2 are cheaper than powers of e. The scores were multiplied by `log2 e` along with their
 /// scale, so that the softmax is the same.
 #[macerator::with_simd]
-pub(in crate::backends::flex) fn exp2_minus_max<S: Simd>(scores: &mut [f32], maximum: f32) -> f32 {
+pub(crate) fn exp2_minus_max<S: Simd>(scores: &mut [f32], maximum: f32) -> f32 {
     let maximum = maximum.splat::<S>();
     let mut sum = 0.0f32.splat::<S>();
     let mut chunks = scores.chunks_exact_mut(f32::lanes::<S>());
@@ -179,26 +183,26 @@ pub(in crate::backends::flex) fn exp2_minus_max<S: Simd>(scores: &mut [f32], max
 
 /// Log-sum-exp to base e, from the maximum of the scores to base 2 and the sum that
 /// [`exp2_minus_max`] returned for them.
-pub(super) fn log_sum_exp(maximum: f32, sum: f32) -> f32 {
+pub(crate) fn log_sum_exp(maximum: f32, sum: f32) -> f32 {
     maximum * LN_2 + sum.ln()
 }
 
 /// What to subtract from scores whose largest is `maximum`, before they become powers of 2:
 /// `maximum`, but 0 where it is `-inf`. There all scores are `-inf` and must get weight 0, while
 /// `-inf - -inf` is NaN.
-pub(super) fn finite_or_zero(maximum: f32) -> f32 {
+pub(crate) fn finite_or_zero(maximum: f32) -> f32 {
     if maximum == f32::NEG_INFINITY { 0.0 } else { maximum }
 }
 
 /// Whether there is no NaN and no infinity. Never stops early, so that the compiler can vectorize
 /// the loop.
-pub(super) fn all_finite(x: &[f32]) -> bool {
+pub(crate) fn all_finite(x: &[f32]) -> bool {
     x.iter().fold(true, |finite, x| finite & x.is_finite())
 }
 
 /// The largest element; `-inf` of an empty slice.
 #[macerator::with_simd]
-pub(in crate::backends::flex) fn maximum<S: Simd>(x: &[f32]) -> f32 {
+pub(crate) fn maximum<S: Simd>(x: &[f32]) -> f32 {
     let mut largest = f32::NEG_INFINITY.splat::<S>();
     let chunks = x.chunks_exact(f32::lanes::<S>());
     let rest = chunks.remainder().iter().copied();

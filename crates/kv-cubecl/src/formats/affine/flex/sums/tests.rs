@@ -1,11 +1,17 @@
 use std::io::Write;
 
-use macerator::{Arch, WithSimd};
+use macerator::{Arch, Simd, WithSimd};
 
-use super::*;
+use super::{
+    super::{
+        quantize::{dequantize_slice, quantize_slice},
+        vnni,
+    },
+    add_rows_impl, score_rows_impl,
+};
 use crate::{
-    backends::flex::quantize::{dequantize_slice, quantize_slice},
-    layout::Granularity,
+    formats::{Granularity, PackedFormat, QuantSpec, flex::SCRATCH_ROWS},
+    simd::{self, MAX_LANES},
 };
 
 /// Both kernels over the same tokens: scores, then outputs.
@@ -70,7 +76,7 @@ fn check<const CODES: usize, const ROWS: usize>(head_dim: usize, group_size: usi
         for (granularity, count) in
             [(Granularity::PerChannel, whole), (Granularity::PerToken, tokens)]
         {
-            let spec = QuantSpec { granularity, n_bits, group_size };
+            let spec = QuantSpec { format: PackedFormat::Affine, granularity, n_bits, group_size };
             let input = wave(count * head_dim, 0.37);
             let mut words = vec![0; spec.words(count, head_dim)];
             quantize_slice(&input, &mut words, head_dim, &spec);
@@ -186,7 +192,12 @@ fn integers_keep_zeros_and_what_is_not_finite() {
     const HEAD_DIM: usize = 96;
     const GROUP: usize = 32;
     const ROWS: usize = 3;
-    let spec = |granularity| QuantSpec { granularity, n_bits: 4, group_size: GROUP };
+    let spec = |granularity| QuantSpec {
+        format: PackedFormat::Affine,
+        granularity,
+        n_bits: 4,
+        group_size: GROUP,
+    };
     let input: Vec<f32> = (0..TOKENS * HEAD_DIM).map(|i| (i as f32 * 0.37).sin()).collect();
     let [keys, values] = [Granularity::PerChannel, Granularity::PerToken].map(|granularity| {
         let mut words = vec![0; spec(granularity).words(TOKENS, HEAD_DIM)];

@@ -1,0 +1,272 @@
+//! Attention over packed tokens in integers, for processors that multiply bytes: AVX-512 with VNNI.
+//!
+//! The same sums as the kernels [in floating point](super), computed in fixed point. The factors of a
+//! group (query or weight times scale) are divided by the largest of them and rounded to integers of 23
+//! bits, written as three signed digits to base 256. The instruction `vpdpbusd` multiplies, in each of 16
+//! lanes, four bytes (here: the codes of four terms) with four signed bytes (one digit of the four
+//! factors) and adds the products to a 32-bit sum. So four terms take three instructions, one for each
+//! digit, where floating point takes four.
+//!
+//! The rounding changes a factor by at most 2^-23 of the largest factor, about as much as rounding a
+//! sum of f32 does. As in floating point, codes are masked but not shifted down within their byte.
+
+mod codes;
+mod digits;
+
+use core::{arch::x86_64::*, mem};
+
+use super::{
+    codes::Terms,
+    sums::{MAX_ROWS, TILE, TILE_WORDS},
+};
+use crate::{formats::QuantSpec, simd};
+use codes::{Codes, load};
+use digits::{Folded, fold, to_digits};
+
+/// 32-bit lanes of a vector.
+const LANES: usize = 16;
+
+/// Terms that one instruction multiplies: one for each byte of a lane.
+const QUAD: usize = 4;
+
+/// Digits to base 256 of a factor, a signed byte each.
+const DIGITS: usize = 3;
+
+/// Whether this processor has the instructions and the shape fits the kernels.
+pub(super) fn serves(spec: &QuantSpec, head_dim: usize) -> bool {
+    let line = Line::new(head_dim, spec.codes_per_word(), spec.group_size);
+    available() && head_dim.is_multiple_of(LANES) && line.words * LANES <= TILE_WORDS
+}
+
+pub(super) fn available() -> bool {
+    is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512vnni")
+}
+
+/// The packed values of one token: words of codes, then one parameter word per group.
+struct Line {
+    codes: usize,
+    groups: usize,
+    width: usize,
+    /// `width` rounded up to a multiple of [`QUAD`].
+    words: usize,
+}
+
+impl Line {
+    const fn new(head_dim: usize, codes_per_word: usize, group_size: usize) -> Self {
+        let (codes, groups) = (head_dim / codes_per_word, head_dim / group_size);
+        let width = codes + groups;
+        Self { codes, groups, width, words: width.next_multiple_of(QUAD) }
+    }
+}
+
+/// The first four of `words`.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn load_quad(words: &[u32]) -> __m128i {
+    assert!(words.len() >= QUAD);
+    // SAFETY: the slice has at least four words.
+    unsafe { _mm_loadu_si128(words.as_ptr().cast()) }
+}
+
+/// Four quads as one vector.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn join(quad: impl Fn(usize) -> __m128i) -> __m512i {
+    let joined = _mm512_castsi128_si512(quad(0));
+    let joined = _mm512_inserti32x4::<1>(joined, quad(1));
+    let joined = _mm512_inserti32x4::<2>(joined, quad(2));
+    _mm512_inserti32x4::<3>(joined, quad(3))
+}
+
+/// [`score_rows`](super::sums::score_rows) in integers.
+#[allow(clippy::too_many_arguments, reason = "slices of one problem")]
+pub(super) fn score_rows<const CODES: usize, const ROWS: usize>(
+    keys: &[u32],
+    query: &[f32],
+    scores: &mut [f32],
+    n: usize,
+    tokens: usize,
+    head_dim: usize,
+    group_size: usize,
+    scratch: &mut [f32],
+) {
+    assert!(available());
+    // SAFETY: the processor has the instructions that the function is compiled for, as asserted.
+    unsafe {
+        score::<CODES, ROWS>(keys, query, scores, n, tokens, head_dim, group_size, scratch);
+    }
+}
+
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[allow(clippy::too_many_arguments, reason = "slices of one problem")]
+fn score<const CODES: usize, const ROWS: usize>(
+    keys: &[u32],
+    query: &[f32],
+    scores: &mut [f32],
+    n: usize,
+    tokens: usize,
+    head_dim: usize,
+    group_size: usize,
+    scratch: &mut [f32],
+) {
+    let reader = Codes::<CODES>::new();
+    let group_words = (group_size / CODES + 1) * head_dim;
+    let n_groups = tokens.div_ceil(group_size);
+    // Step `step` folds the factors of group `step`, then reads the codes of the group before. Both
+    // are independent, so the processor can overlap them: the largest factor of a group, which its
+    // digits need, takes long to compute.
+    let (mut digits, mut scaled) = scratch.split_at_mut(MAX_ROWS * head_dim);
+    let mut next = Folded { base: [0.0; MAX_ROWS], largest: [0.0; MAX_ROWS] };
+    let mut unit = [0.0; MAX_ROWS];
+    for step in 0..=n_groups {
+        mem::swap(&mut digits, &mut scaled);
+        let folded = next;
+        if step > 0 {
+            unit = to_digits::<ROWS>(head_dim, folded.largest, digits, head_dim);
+        }
+        if step < n_groups {
+            let params = &keys[(step + 1) * group_words - head_dim..][..head_dim];
+            let params = |i| load(&params[i..]);
+            next = fold::<ROWS>(head_dim, params, query, head_dim, scaled, head_dim);
+        }
+        let Some(group) = step.checked_sub(1) else { continue };
+        let words = &keys[group * group_words..][..group_words];
+        let in_group = group_size.min(tokens - group * group_size);
+        for first in (0..in_group).step_by(LANES) {
+            // Prefetches the third group from this one, a share of it with each vector: the next is
+            // folded already, and the one after it is about to be.
+            let share = group_words * LANES / group_size;
+            simd::prefetch(keys, (group + 3) * group_words + share * (first / LANES), share);
+            let sums = reader.sums::<ROWS>(&Terms {
+                words: &words[first / CODES * head_dim..],
+                stride: QUAD,
+                word_stride: head_dim,
+                factors: digits,
+                row_stride: head_dim,
+                n: head_dim / QUAD,
+            });
+            for row in 0..ROWS {
+                let scored = reader.restore(sums[row], unit[row], folded.base[row]);
+                let wanted = LANES.min(in_group - first);
+                let scores = &mut scores[row * n + group * group_size + first..][..wanted];
+                store_part(scores, scored);
+            }
+        }
+    }
+}
+
+/// Overwrites `x`, of at most 16 floats, with the first lanes of `vector`.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn store_part(x: &mut [f32], vector: __m512) {
+    if let Some(x) = x.as_mut_array::<LANES>() {
+        // SAFETY: the array has 16 floats.
+        return unsafe { _mm512_storeu_ps(x.as_mut_ptr(), vector) };
+    }
+    // SAFETY: a vector and 16 floats have the same size and both allow any bits.
+    let all: [f32; LANES] = unsafe { mem::transmute(vector) };
+    x.copy_from_slice(&all[..x.len()]);
+}
+
+/// [`add_rows`](super::sums::add_rows) in integers.
+pub(super) fn add_rows<const CODES: usize, const ROWS: usize>(
+    values: &[u32],
+    weights: &[f32],
+    n: usize,
+    o: &mut [f32],
+    head_dim: usize,
+    group_size: usize,
+) {
+    assert!(available());
+    // SAFETY: the processor has the instructions that the function is compiled for, as asserted.
+    unsafe { add::<CODES, ROWS>(values, weights, n, o, head_dim, group_size) }
+}
+
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn add<const CODES: usize, const ROWS: usize>(
+    values: &[u32],
+    weights: &[f32],
+    n: usize,
+    o: &mut [f32],
+    head_dim: usize,
+    group_size: usize,
+) {
+    let reader = Codes::<CODES>::new();
+    let line = Line::new(head_dim, CODES, group_size);
+    let tile_len = (TILE_WORDS / line.words / LANES * LANES).clamp(LANES, TILE);
+    let mut quads = Aligned([0; TILE_WORDS]);
+    let mut digits = Aligned([[0.0; TILE]; ROWS]);
+    let digits = digits.0.as_flattened_mut();
+    for (tile, lines) in values.chunks(tile_len * line.width).enumerate() {
+        let (first, count) = (tile * tile_len, lines.len() / line.width);
+        let quads = &mut quads.0[..count.next_multiple_of(LANES) * line.words];
+        transpose(&values[first * line.width..], line.width, quads);
+        for group in 0..line.groups {
+            // The parameter words of 16 tokens lie in four quads of lines.
+            let params = |token: usize| {
+                let stride = QUAD * line.words;
+                let all = &quads[token * line.words + (line.codes + group) * QUAD..];
+                let all = &all[..3 * stride + QUAD];
+                join(|i| load_quad(&all[i * stride..]))
+            };
+            let folded = fold::<ROWS>(count, params, &weights[first..], n, digits, TILE);
+            let unit = to_digits::<ROWS>(count, folded.largest, digits, TILE);
+            for channel in (group * group_size..(group + 1) * group_size).step_by(LANES) {
+                let share = tile_len * line.width * LANES / head_dim;
+                let next = (first + tile_len) * line.width;
+                simd::prefetch(values, next + share * (channel / LANES), share);
+                let sums = reader.sums::<ROWS>(&Terms {
+                    words: &quads[channel / CODES * QUAD..],
+                    stride: line.words * QUAD,
+                    word_stride: QUAD,
+                    factors: digits,
+                    row_stride: TILE,
+                    n: count.div_ceil(QUAD),
+                });
+                for row in 0..ROWS {
+                    let added = reader.restore(sums[row], unit[row], folded.base[row]);
+                    let o = &mut o[row * head_dim + channel..][..LANES];
+                    let sum = _mm512_add_ps(_mm512_castsi512_ps(load(o)), added);
+                    store_part(o, sum);
+                }
+            }
+        }
+    }
+}
+
+/// Aligned to a cache line, so that a vector read at a multiple of 64 bytes crosses none.
+#[repr(align(64))]
+struct Aligned<T>(T);
+
+/// Transposes lines of `width` words four at a time: of each quad of lines, the four first words
+/// come first, then the four second words, and so on, padded to a multiple of four words. Lines
+/// past the last are zeros.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn transpose(lines: &[u32], width: usize, quads: &mut [u32]) {
+    let words = width.next_multiple_of(QUAD);
+    let by_word = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    for (quad, out) in quads.chunks_exact_mut(words * QUAD).enumerate() {
+        let first = quad * QUAD * width;
+        // The loop below reads a whole number of quads from each line, so past its end into the next
+        // line. Where that would leave the slice, words are copied one by one.
+        if first + (QUAD - 1) * width + words > lines.len() {
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = lines.get(first + i % QUAD * width + i / QUAD).copied().unwrap_or(0);
+            }
+            continue;
+        }
+        for (i, out) in out.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+            // SAFETY: all loads are within `lines`, as checked above, and `out` has 16 words.
+            unsafe {
+                let from = lines.as_ptr().add(first + i * QUAD);
+                let four = join(|line| _mm_loadu_si128(from.add(line * width).cast()));
+                let four = _mm512_permutexvar_epi32(by_word, four);
+                _mm512_storeu_si512(out.as_mut_ptr().cast(), four)
+            };
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! What the CPU needs of a packed format.
+
+use core::ops::Range;
+
+use super::{PackedFormat, QuantSpec};
+use crate::simd::{add_rows, score_rows};
+
+/// Tokens that are restored together, few enough for their rows to stay in the L1 cache.
+pub(crate) const TILE: usize = 32;
+
+/// Scratch memory that [`PackedOnCpu::score`] is given, in rows of `head_dim` elements.
+pub(crate) const SCRATCH_ROWS: usize = 8;
+
+/// Consecutive packed tokens of one (batch, kv head).
+pub(crate) struct PackedRun<'a> {
+    /// The words of all packed tokens.
+    pub(crate) words: &'a [u32],
+    pub(crate) spec: QuantSpec,
+    /// Which of them, from the first of a granule on.
+    pub(crate) tokens: Range<usize>,
+    /// Tokens that are not packed before them, of those that were asked for.
+    pub(crate) skipped: usize,
+}
+
+impl PackedRun<'_> {
+    /// [`PackedOnCpu::score`] over restored keys.
+    pub(crate) fn score_restored(
+        &self,
+        query: &[f32],
+        scores: &mut [f32],
+        n: usize,
+        head_dim: usize,
+    ) {
+        self.restored_tiles(head_dim, |first, rows| {
+            score_rows(query, rows, &mut scores[first..], n, head_dim);
+        });
+    }
+
+    /// [`PackedOnCpu::add`] over restored values.
+    pub(crate) fn add_restored(&self, weights: &[f32], n: usize, o: &mut [f32], head_dim: usize) {
+        self.restored_tiles(head_dim, |first, rows| {
+            add_rows(&weights[first..], n, rows, o, head_dim);
+        });
+    }
+
+    /// Calls `visit` with the restored rows of some tokens after the other, and how many came before.
+    pub(crate) fn restored_tiles(&self, head_dim: usize, mut visit: impl FnMut(usize, &[f32])) {
+        let Self { spec, ref tokens, .. } = *self;
+        // Whole granules, although fewer tokens may be asked for.
+        let granule = spec.granule();
+        let step = granule.max(TILE / granule * granule);
+        let mut tile = vec![0.0; step * head_dim];
+        for token in tokens.clone().step_by(step) {
+            let count = step.min(tokens.end - token);
+            let whole = count.next_multiple_of(granule);
+            let start = spec.words(token, head_dim);
+            let words = &self.words[start..start + spec.words(whole, head_dim)];
+            spec.format.on_cpu().restore(words, &mut tile[..whole * head_dim], head_dim, &spec);
+            visit(token - tokens.start, &tile[..count * head_dim]);
+        }
+    }
+}
+
+/// A [`PackedFormat`] on the CPU.
+pub(crate) trait PackedOnCpu: Sync {
+    /// Quantizes `rows`, `[tokens, head_dim]` of whole granules, into their words.
+    fn quantize(&self, rows: &[f32], words: &mut [u32], head_dim: usize, spec: &QuantSpec);
+
+    /// Restores whole granules of `rows`, `[tokens, head_dim]`, from their words.
+    fn restore(&self, words: &[u32], rows: &mut [f32], head_dim: usize, spec: &QuantSpec);
+
+    /// Turns `grad`, the gradient of fake-quantized rows, into that of `rows`, by adding what passes through
+    /// the parameters: [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
+    fn add_scale_gradients(
+        &self,
+        rows: &[f32],
+        grad: &mut [f32],
+        head_dim: usize,
+        spec: &QuantSpec,
+    );
+
+    /// `scores[r * n + t] = query_r . key_t`, by default over restored keys.
+    fn score(
+        &self,
+        keys: &PackedRun<'_>,
+        query: &[f32],
+        scores: &mut [f32],
+        n: usize,
+        head_dim: usize,
+        _scratch: &mut [f32],
+    ) {
+        keys.score_restored(query, scores, n, head_dim);
+    }
+
+    /// `o_r += sum_t weights[r * n + t] * value_t`, by default over restored values.
+    fn add(
+        &self,
+        values: &PackedRun<'_>,
+        weights: &[f32],
+        n: usize,
+        o: &mut [f32],
+        head_dim: usize,
+    ) {
+        values.add_restored(weights, n, o, head_dim);
+    }
+}
+
+impl PackedFormat {
+    pub(crate) fn on_cpu(self) -> &'static dyn PackedOnCpu {
+        match self {
+            Self::Affine => &super::affine::Affine,
+        }
+    }
+}
