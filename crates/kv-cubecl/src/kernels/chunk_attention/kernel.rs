@@ -227,11 +227,8 @@ fn add_values<R: Float, N: Size, V: PackedInKernels>(
     let n_fours = (tile.end - tile.start).div_ceil(4);
     let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
     let mut four = state.stride;
-    // Units of no block of channels have no tokens either.
-    let mut limit = n_fours;
-    if state.stride >= strides {
-        limit = 0usize;
-    }
+    // Units past the last stride have no block of channels.
+    let limit = select(state.stride < strides, n_fours, 0usize);
     while four < limit {
         #[unroll]
         for t in 0..4usize {

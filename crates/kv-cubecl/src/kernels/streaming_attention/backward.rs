@@ -6,7 +6,7 @@
 
 use cubecl::prelude::*;
 
-use super::kernel::{KEYS, ROWS, StreamArgs, StreamBlueprint, dot, hat_end, visible};
+use super::kernel::{KEYS, ROWS, StreamArgs, StreamBlueprint, dot, hat_end, last_visible, visible};
 use crate::{kernels::grid::cube_at, layout::Sides};
 
 /// Keys per cube of [`keys_and_values`].
@@ -91,11 +91,7 @@ pub(super) fn queries(
     for i in 0..comptime!(ROWS * bp.channels(bp.head_dim.keys)) {
         acc[i] = f32::new(0.0);
     }
-    let mut last_row = first_row + ROWS - 1;
-    if last_row >= args.m {
-        last_row = args.m - 1;
-    }
-    let end = visible(last_row, &args);
+    let end = last_visible(first_row, &args);
     let mut start = 0usize;
     while start < end {
         let mut i = unit;
@@ -163,6 +159,68 @@ pub(super) fn queries(
     }
 }
 
+/// Adds to the unit's gradients, `[channels, KEYS_PER_CUBE, 4]`, those of the rows from `start` on, whose
+/// weights and gradients of scores are `ps` and `ds`. Rows that do not see a key add nothing to it; 0 times
+/// infinity is not 0.
+#[cube]
+fn add_rows(
+    query: &[f32],
+    grad: &[f32],
+    ps: &Shared<[f32]>,
+    ds: &Shared<[f32]>,
+    head: usize,
+    start: usize,
+    first_key: usize,
+    acc: &mut Array<f32>,
+    args: &StreamArgs,
+    #[comptime] bp: StreamBlueprint,
+) {
+    let key_dim = comptime!(bp.head_dim.keys);
+    let value_dim = comptime!(bp.head_dim.values);
+    let channels = comptime!(bp.widest_channels());
+    let sides = comptime!(4 * KEYS_PER_CUBE);
+    for r in 0..ROWS_PER_STEP {
+        let row = start + r;
+        if row < args.m {
+            let hat_keys = hat_end(row, &args.schedule.keys, args);
+            let hat_values = hat_end(row, &args.schedule.values, args);
+            let seen = visible(row, args);
+            #[unroll]
+            for i in 0..channels {
+                let channel = UNIT_POS as usize + i * comptime!(bp.units);
+                if channel < key_dim {
+                    let q = query[(head * args.m + row) * key_dim + channel];
+                    #[unroll]
+                    for t in 0..KEYS_PER_CUBE {
+                        let at = first_key + t;
+                        let dk = ds[r * KEYS_PER_CUBE + t] * q;
+                        let dk = select(at < seen, dk, f32::new(0.0));
+                        if at < hat_keys {
+                            acc[i * sides + t * 4 + 1] += dk;
+                        } else {
+                            acc[i * sides + t * 4] += dk;
+                        }
+                    }
+                }
+                if channel < value_dim {
+                    let g = grad[(head * args.m + row) * value_dim + channel];
+                    #[unroll]
+                    for t in 0..KEYS_PER_CUBE {
+                        let at = first_key + t;
+                        let dv = ps[r * KEYS_PER_CUBE + t] * g;
+                        let dv = select(at < seen, dv, f32::new(0.0));
+                        if at < hat_values {
+                            acc[i * sides + t * 4 + 3] += dv;
+                        } else {
+                            acc[i * sides + t * 4 + 2] += dv;
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// Gradients of key, key_hat, value and value_hat, `out` one after the
 /// other, each `[slices, n, head_dim]`; one cube per (tile of keys, slice).
 #[cube(launch, address_type = "dynamic")]
@@ -181,7 +239,7 @@ pub(super) fn keys_and_values(
     let key_dim = comptime!(bp.head_dim.keys);
     let value_dim = comptime!(bp.head_dim.values);
     let units = comptime!(bp.units);
-    let channels = comptime!(bp.channels(bp.head_dim.keys.max(bp.head_dim.values)));
+    let channels = comptime!(bp.widest_channels());
     let sides = comptime!(4 * KEYS_PER_CUBE);
     let unit = UNIT_POS as usize;
     let place = cube_at(args.n.div_ceil(KEYS_PER_CUBE), slices, comptime!(bp.flat));
@@ -195,12 +253,9 @@ pub(super) fn keys_and_values(
     let mut ps = Shared::<[f32]>::new_slice(comptime!(ROWS_PER_STEP * KEYS_PER_CUBE));
     let mut ds = Shared::<[f32]>::new_slice(comptime!(ROWS_PER_STEP * KEYS_PER_CUBE));
     // Gradients, `[channels, KEYS_PER_CUBE, 4]`: of key, key_hat, value and value_hat.
-    let mut acc = Array::<f32>::new(comptime!(
-        4 * KEYS_PER_CUBE * bp.channels(bp.head_dim.keys.max(bp.head_dim.values))
-    ));
+    let mut acc = Array::<f32>::new(comptime!(4 * KEYS_PER_CUBE * bp.widest_channels()));
     #[unroll]
-    for i in 0..comptime!(4 * KEYS_PER_CUBE * bp.channels(bp.head_dim.keys.max(bp.head_dim.values)))
-    {
+    for i in 0..comptime!(4 * KEYS_PER_CUBE * bp.widest_channels()) {
         acc[i] = f32::new(0.0);
     }
     // The first row that sees the first key.
@@ -240,47 +295,7 @@ pub(super) fn keys_and_values(
                 i += units;
             }
             sync_cube();
-            for r in 0..ROWS_PER_STEP {
-                let row = start + r;
-                if row < args.m {
-                    let hat_keys = hat_end(row, &args.schedule.keys, &args);
-                    let hat_values = hat_end(row, &args.schedule.values, &args);
-                    let seen = visible(row, &args);
-                    #[unroll]
-                    for i in 0..channels {
-                        let channel = unit + i * units;
-                        // Rows that do not see the key add nothing to it; 0 times infinity is not 0.
-                        if channel < key_dim {
-                            let q = query[(head * args.m + row) * key_dim + channel];
-                            #[unroll]
-                            for t in 0..KEYS_PER_CUBE {
-                                let at = first_key + t;
-                                let dk = ds[r * KEYS_PER_CUBE + t] * q;
-                                let dk = select(at < seen, dk, f32::new(0.0));
-                                if at < hat_keys {
-                                    acc[i * sides + t * 4 + 1] += dk;
-                                } else {
-                                    acc[i * sides + t * 4] += dk;
-                                }
-                            }
-                        }
-                        if channel < value_dim {
-                            let g = grad[(head * args.m + row) * value_dim + channel];
-                            #[unroll]
-                            for t in 0..KEYS_PER_CUBE {
-                                let at = first_key + t;
-                                let dv = ps[r * KEYS_PER_CUBE + t] * g;
-                                let dv = select(at < seen, dv, f32::new(0.0));
-                                if at < hat_values {
-                                    acc[i * sides + t * 4 + 3] += dv;
-                                } else {
-                                    acc[i * sides + t * 4 + 2] += dv;
-                                }
-                            }
-                        }
-                    }
-                }
-            }
+            add_rows(query, grad, &ps, &ds, head, start, first_key, &mut acc, &args, bp);
             sync_cube();
             start += ROWS_PER_STEP;
         }

@@ -23,41 +23,38 @@ pub(super) struct ForwardBlueprint {
     pub(super) values: bool,
 }
 
-/// Attends to the tokens from `start` to `end`, at most a tile of them. Without `masked`, every row
-/// sees all of them.
+/// Consecutive tokens, at most a tile of them.
+#[derive(CubeType)]
+struct Tile {
+    start: usize,
+    /// One past the last.
+    end: usize,
+}
+
+/// Scores of the unit's tokens of `tile`, `[rows, unit_tokens]`. Without `masked`, every row sees all of them.
 #[cube]
-fn attend_tile<N: Size>(
+fn score<N: Size>(
     query: &[Vector<f32, N>],
     key: &[Vector<f32, N>],
     key_hat: &[Vector<f32, N>],
-    value: &[Vector<f32, N>],
-    value_hat: &[Vector<f32, N>],
-    start: usize,
-    end: usize,
+    tile: &Tile,
     head: usize,
     first_row: usize,
-    state: &mut RowState<N>,
     args: &StreamArgs,
     #[comptime] masked: bool,
     #[comptime] bp: ForwardBlueprint,
-) {
+) -> Array<f32> {
     let rows = comptime!(bp.blocks.rows);
     let unit_tokens = comptime!(bp.blocks.unit_tokens);
-    let unit_channels = comptime!(bp.blocks.unit_channels);
-    let fours = comptime!(bp.blocks.unit_channels / 4);
-    let tile_fours = comptime!(bp.blocks.tile() / 4);
-    let key_width = comptime!(bp.blocks.head_dim.keys / 4);
-    let value_width = comptime!(bp.blocks.head_dim.values / 4);
-    let strides = comptime!(bp.blocks.strides());
+    let width = comptime!(bp.blocks.head_dim.keys / 4);
     let key_base = head / args.n_rep * args.n;
-
-    let token = start + UNIT_POS as usize * unit_tokens;
+    let token = tile.start + UNIT_POS as usize * unit_tokens;
     let mut scores = Array::<f32>::new(comptime!(bp.blocks.rows * bp.blocks.unit_tokens));
     #[unroll]
     for i in 0..comptime!(bp.blocks.rows * bp.blocks.unit_tokens) {
         scores[i] = f32::new(0.0);
     }
-    if token < end {
+    if token < tile.end {
         let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_tokens));
         let mut run_hat = Array::<f32>::new(comptime!(4 * bp.blocks.unit_tokens));
         let mut queries = Array::<usize>::new(rows);
@@ -66,13 +63,13 @@ fn attend_tile<N: Size>(
         for r in 0..rows {
             // Rows past the last one repeat it, and are not written.
             let row = clamp_max(first_row + r, args.m - 1);
-            queries[r] = (head * args.m + row) * key_width;
+            queries[r] = (head * args.m + row) * width;
             hat_ends[r] = hat_end(row, &args.schedule.keys, args);
         }
-        for column in 0..key_width {
+        for column in 0..width {
             #[unroll]
             for t in 0..unit_tokens {
-                let at = (key_base + clamp_max(token + t, end - 1)) * key_width + column;
+                let at = (key_base + clamp_max(token + t, tile.end - 1)) * width + column;
                 read_four::<f32, N>(key, at, &mut run, t);
                 if comptime!(bp.keys) {
                     read_four::<f32, N>(key_hat, at, &mut run_hat, t);
@@ -110,8 +107,29 @@ fn attend_tile<N: Size>(
             scores[r * unit_tokens + t] = score;
         }
     }
-    weigh::<N>(&scores, state, comptime!(bp.blocks));
+    scores
+}
 
+/// Adds to the unit's outputs the values of `tile` with the weights that [`weigh`] has left.
+#[cube]
+fn add_values<N: Size>(
+    value: &[Vector<f32, N>],
+    value_hat: &[Vector<f32, N>],
+    tile: &Tile,
+    head: usize,
+    first_row: usize,
+    state: &mut RowState<N>,
+    args: &StreamArgs,
+    #[comptime] masked: bool,
+    #[comptime] bp: ForwardBlueprint,
+) {
+    let rows = comptime!(bp.blocks.rows);
+    let unit_channels = comptime!(bp.blocks.unit_channels);
+    let fours = comptime!(bp.blocks.unit_channels / 4);
+    let tile_fours = comptime!(bp.blocks.tile() / 4);
+    let width = comptime!(bp.blocks.head_dim.values / 4);
+    let strides = comptime!(bp.blocks.strides());
+    let key_base = head / args.n_rep * args.n;
     if state.stride < strides {
         let mut hat_ends = Array::<usize>::new(rows);
         let mut seen_ends = Array::<usize>::new(rows);
@@ -122,13 +140,13 @@ fn attend_tile<N: Size>(
         }
         let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
         let mut run_hat = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
-        let n_fours = (end - start).div_ceil(4);
+        let n_fours = (tile.end - tile.start).div_ceil(4);
         let mut four = state.stride;
         while four < n_fours {
-            let token = start + four * 4;
+            let token = tile.start + four * 4;
             #[unroll]
             for t in 0..4usize {
-                let row = (key_base + clamp_max(token + t, end - 1)) * value_width;
+                let row = (key_base + clamp_max(token + t, tile.end - 1)) * width;
                 let at = row + state.block * fours;
                 #[unroll]
                 for i in 0..fours {
@@ -165,6 +183,27 @@ fn attend_tile<N: Size>(
     }
 }
 
+/// Attends to a tile; see [`score`].
+#[cube]
+fn attend_tile<N: Size>(
+    query: &[Vector<f32, N>],
+    key: &[Vector<f32, N>],
+    key_hat: &[Vector<f32, N>],
+    value: &[Vector<f32, N>],
+    value_hat: &[Vector<f32, N>],
+    tile: &Tile,
+    head: usize,
+    first_row: usize,
+    state: &mut RowState<N>,
+    args: &StreamArgs,
+    #[comptime] masked: bool,
+    #[comptime] bp: ForwardBlueprint,
+) {
+    let scores = score::<N>(query, key, key_hat, tile, head, first_row, args, masked, bp);
+    weigh::<N>(&scores, state, comptime!(bp.blocks));
+    add_values::<N>(value, value_hat, tile, head, first_row, state, args, masked, bp);
+}
+
 /// One cube per (block of rows, query head).
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
@@ -197,19 +236,17 @@ pub(super) fn forward_blocked<N: Size>(
     // The first row sees the fewest tokens: every row sees its whole tiles.
     let whole = visible(first_row, &args) / tile;
     for index in 0..whole {
-        let start = index * tile;
-        let end = start + tile;
+        let tile = Tile { start: index * tile, end: index * tile + tile };
         attend_tile::<N>(
-            query, key, key_hat, value, value_hat, start, end, head, first_row, &mut state, &args,
+            query, key, key_hat, value, value_hat, &tile, head, first_row, &mut state, &args,
             false, bp,
         );
     }
     for index in whole..end.div_ceil(tile) {
-        let start = index * tile;
-        let end = clamp_max(start + tile, end);
+        let tile = Tile { start: index * tile, end: clamp_max(index * tile + tile, end) };
         attend_tile::<N>(
-            query, key, key_hat, value, value_hat, start, end, head, first_row, &mut state, &args,
-            true, bp,
+            query, key, key_hat, value, value_hat, &tile, head, first_row, &mut state, &args, true,
+            bp,
         );
     }
 

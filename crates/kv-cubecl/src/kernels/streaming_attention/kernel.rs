@@ -29,6 +29,11 @@ impl StreamBlueprint {
     pub(super) fn channels(&self, head_dim: usize) -> usize {
         head_dim.div_ceil(self.units)
     }
+
+    /// The same for the wider of keys and values.
+    pub(super) fn widest_channels(&self) -> usize {
+        self.channels(self.head_dim.keys.max(self.head_dim.values))
+    }
 }
 
 /// Run-time numbers of a launch.
@@ -86,6 +91,134 @@ pub(super) fn dot(
     sum
 }
 
+/// What the units of a cube share of their rows: scores of a step and then weights, `[ROWS, KEYS]`, and the
+/// softmax so far.
+#[derive(CubeType)]
+struct Rows {
+    scores: Shared<[f32]>,
+    maxima: Shared<[f32]>,
+    sums: Shared<[f32]>,
+    rescale: Shared<[f32]>,
+}
+
+#[cube]
+fn new_rows() -> Rows {
+    let unit = UNIT_POS as usize;
+    let mut maxima = Shared::<[f32]>::new_slice(ROWS);
+    let mut sums = Shared::<[f32]>::new_slice(ROWS);
+    if unit < ROWS {
+        maxima[unit] = f32::new(LOWEST);
+        sums[unit] = f32::new(0.0);
+    }
+    let scores = Shared::<[f32]>::new_slice(comptime!(ROWS * KEYS));
+    Rows { scores, maxima, sums, rescale: Shared::<[f32]>::new_slice(ROWS) }
+}
+
+/// Scores of the keys from `start` on.
+#[cube]
+fn score(
+    query: &[f32],
+    key: &[f32],
+    key_hat: &[f32],
+    start: usize,
+    head: usize,
+    first_row: usize,
+    rows: &mut Rows,
+    args: &StreamArgs,
+    #[comptime] bp: StreamBlueprint,
+) {
+    let key_dim = comptime!(bp.head_dim.keys);
+    let mut i = UNIT_POS as usize;
+    while i < comptime!(ROWS * KEYS) {
+        let row = first_row + i / KEYS;
+        let at = start + i % KEYS;
+        let mut score = f32::new(LOWEST);
+        if row < args.m && at < visible(row, args) {
+            let q = (head * args.m + row) * key_dim;
+            let k = (head / args.n_rep * args.n + at) * key_dim;
+            if at < hat_end(row, &args.schedule.keys, args) {
+                score = dot(query, q, key_hat, k, key_dim) * args.scale;
+            } else {
+                score = dot(query, q, key, k, key_dim) * args.scale;
+            }
+        }
+        rows.scores[i] = score;
+        i += comptime!(bp.units);
+    }
+}
+
+/// Turns scores into weights: one unit per row.
+#[cube]
+fn weigh(rows: &mut Rows) {
+    let row = UNIT_POS as usize;
+    if row < ROWS {
+        let mut maximum = rows.maxima[row];
+        for t in 0..KEYS {
+            maximum = clamp_min(maximum, rows.scores[row * KEYS + t]);
+        }
+        let factor = (rows.maxima[row] - maximum).exp();
+        let mut sum = rows.sums[row] * factor;
+        for t in 0..KEYS {
+            let p = weight_of(rows.scores[row * KEYS + t], maximum);
+            rows.scores[row * KEYS + t] = p;
+            sum += p;
+        }
+        rows.maxima[row] = maximum;
+        rows.sums[row] = sum;
+        rows.rescale[row] = factor;
+    }
+}
+
+/// Adds the values from `start` on to the unit's channels, `[ROWS, channels]`.
+#[cube]
+fn add_values(
+    value: &[f32],
+    value_hat: &[f32],
+    start: usize,
+    head: usize,
+    first_row: usize,
+    rows: &Rows,
+    acc: &mut Array<f32>,
+    args: &StreamArgs,
+    #[comptime] bp: StreamBlueprint,
+) {
+    let head_dim = comptime!(bp.head_dim.values);
+    let channels = comptime!(bp.channels(bp.head_dim.values));
+    #[unroll]
+    for i in 0..channels {
+        let channel = UNIT_POS as usize + i * comptime!(bp.units);
+        if channel < head_dim {
+            #[unroll]
+            for r in 0..ROWS {
+                let seen_hat = hat_end(first_row + r, &args.schedule.values, args);
+                let seen = visible(first_row + r, args);
+                let mut sum = acc[r * channels + i] * rows.rescale[r];
+                for t in 0..KEYS {
+                    let at = start + t;
+                    // Hidden tokens are left out: their weight is 0, but 0 times infinity is
+                    // not 0.
+                    if at < seen {
+                        let v = (head / args.n_rep * args.n + at) * head_dim + channel;
+                        let p = rows.scores[r * KEYS + t];
+                        if at < seen_hat {
+                            sum += p * value_hat[v];
+                        } else {
+                            sum += p * value[v];
+                        }
+                    }
+                }
+                acc[r * channels + i] = sum;
+            }
+        }
+    }
+}
+
+/// One past the last key that some row of a block of `ROWS` sees.
+#[cube]
+pub(super) fn last_visible(first_row: usize, args: &StreamArgs) -> usize {
+    visible(clamp_max(first_row + ROWS, args.m) - 1, args)
+}
+
 /// Forward pass for any head_dim; one cube per (tile of rows, query head).
 #[cube(launch, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
@@ -100,9 +233,7 @@ pub(super) fn forward(
     args: StreamArgs,
     #[comptime] bp: StreamBlueprint,
 ) {
-    let key_dim = comptime!(bp.head_dim.keys);
     let head_dim = comptime!(bp.head_dim.values);
-    let units = comptime!(bp.units);
     let channels = comptime!(bp.channels(bp.head_dim.values));
     let unit = UNIT_POS as usize;
     let place = cube_at(args.m.div_ceil(ROWS), args.heads, comptime!(bp.flat));
@@ -113,93 +244,21 @@ pub(super) fn forward(
             terminate!();
         }
     }
-    let key_base = head / args.n_rep * args.n;
-
-    let mut scores = Shared::<[f32]>::new_slice(comptime!(ROWS * KEYS));
-    let mut maxima = Shared::<[f32]>::new_slice(ROWS);
-    let mut sums = Shared::<[f32]>::new_slice(ROWS);
-    let mut rescale = Shared::<[f32]>::new_slice(ROWS);
+    let mut rows = new_rows();
     let mut acc = Array::<f32>::new(comptime!(ROWS * bp.channels(bp.head_dim.values)));
-    if unit < ROWS {
-        maxima[unit] = f32::new(LOWEST);
-        sums[unit] = f32::new(0.0);
-    }
     #[unroll]
     for i in 0..comptime!(ROWS * bp.channels(bp.head_dim.values)) {
         acc[i] = f32::new(0.0);
     }
     sync_cube();
-
-    let mut last_row = first_row + ROWS - 1;
-    if last_row >= args.m {
-        last_row = args.m - 1;
-    }
-    let end = visible(last_row, &args);
+    let end = last_visible(first_row, &args);
     let mut start = 0usize;
     while start < end {
-        let mut i = unit;
-        while i < comptime!(ROWS * KEYS) {
-            let row = first_row + i / KEYS;
-            let at = start + i % KEYS;
-            let mut score = f32::new(LOWEST);
-            if row < args.m && at < visible(row, &args) {
-                let q = (head * args.m + row) * key_dim;
-                let k = (key_base + at) * key_dim;
-                if at < hat_end(row, &args.schedule.keys, &args) {
-                    score = dot(query, q, key_hat, k, key_dim) * args.scale;
-                } else {
-                    score = dot(query, q, key, k, key_dim) * args.scale;
-                }
-            }
-            scores[i] = score;
-            i += units;
-        }
+        score(query, key, key_hat, start, head, first_row, &mut rows, &args, bp);
         sync_cube();
-        if unit < ROWS {
-            let mut maximum = maxima[unit];
-            for t in 0..KEYS {
-                maximum = clamp_min(maximum, scores[unit * KEYS + t]);
-            }
-            let factor = (maxima[unit] - maximum).exp();
-            let mut sum = sums[unit] * factor;
-            for t in 0..KEYS {
-                let score = scores[unit * KEYS + t];
-                let p = weight_of(score, maximum);
-                scores[unit * KEYS + t] = p;
-                sum += p;
-            }
-            maxima[unit] = maximum;
-            sums[unit] = sum;
-            rescale[unit] = factor;
-        }
+        weigh(&mut rows);
         sync_cube();
-        #[unroll]
-        for i in 0..channels {
-            let channel = unit + i * units;
-            if channel < head_dim {
-                #[unroll]
-                for r in 0..ROWS {
-                    let seen_hat = hat_end(first_row + r, &args.schedule.values, &args);
-                    let seen = visible(first_row + r, &args);
-                    let mut sum = acc[r * channels + i] * rescale[r];
-                    for t in 0..KEYS {
-                        let at = start + t;
-                        // Hidden tokens are left out: their weight is 0, but 0 times infinity is
-                        // not 0.
-                        if at < seen {
-                            let v = (key_base + at) * head_dim + channel;
-                            let p = scores[r * KEYS + t];
-                            if at < seen_hat {
-                                sum += p * value_hat[v];
-                            } else {
-                                sum += p * value[v];
-                            }
-                        }
-                    }
-                    acc[r * channels + i] = sum;
-                }
-            }
-        }
+        add_values(value, value_hat, start, head, first_row, &rows, &mut acc, &args, bp);
         sync_cube();
         start += KEYS;
     }
@@ -210,14 +269,14 @@ pub(super) fn forward(
         if row < args.m {
             #[unroll]
             for i in 0..channels {
-                let channel = unit + i * units;
+                let channel = unit + i * comptime!(bp.units);
                 if channel < head_dim {
-                    let out = acc[r * channels + i] / sums[r];
+                    let out = acc[r * channels + i] / rows.sums[r];
                     output[(head * args.m + row) * head_dim + channel] = out;
                 }
             }
             if unit == 0 {
-                lse[head * args.m + row] = maxima[r] + sums[r].ln();
+                lse[head * args.m + row] = rows.maxima[r] + rows.sums[r].ln();
             }
         }
     }
