@@ -42,6 +42,7 @@ pub enum Flush {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct KvCacheConfig {
     /// Bits of the keys.
     pub key_bits: Bits,
@@ -79,6 +80,13 @@ impl KvCacheConfig {
     /// A cache that quantizes nothing.
     pub const fn float() -> Self {
         Self::kivi(Bits::Float, Bits::Float)
+    }
+
+    /// Sets the bits of keys and of values.
+    pub const fn with_bits(mut self, key_bits: Bits, value_bits: Bits) -> Self {
+        self.key_bits = key_bits;
+        self.value_bits = value_bits;
+        self
     }
 
     /// Sets the group size.

@@ -132,7 +132,7 @@ pub trait KvCacheOps: Backend {
 
     /// Causal attention of a sequence, or a part of it, where each row sees keys and values
     /// quantized or in float as `spec` says. `key_hat` and `value_hat` are the fake-quantized keys
-    /// and values.
+    /// and values, f32; the output is of the type of the query.
     ///
     /// Query `[batch, n_heads, m, head_dim]`, the others `[batch, n_kv_heads, n, head_dim]`. Returns
     /// the output and the log-sum-exp as [`decode_attention`](Self::decode_attention) does.

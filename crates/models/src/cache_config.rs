@@ -46,7 +46,7 @@ impl ModelCacheConfig {
         if !self.float_layers.contains(&index) {
             return self.cache;
         }
-        KvCacheConfig { key_bits: Bits::Float, value_bits: Bits::Float, ..self.cache }
+        self.cache.with_bits(Bits::Float, Bits::Float)
     }
 
     /// Checks that the configuration fits `model`.
@@ -133,16 +133,14 @@ impl ModelCacheConfig {
     /// Reads the fields one by one, because serde's own messages name a field only when it is
     /// missing.
     fn from_fields(mut fields: Map<String, Value>) -> Result<Self, WrongField> {
-        let cache = KvCacheConfig {
-            key_bits: bits(&mut fields, "key_bits")?,
-            value_bits: bits(&mut fields, "value_bits")?,
-            group_size: required(&mut fields, "group_size")?,
-            residual_length: required(&mut fields, "residual_length")?,
-            flush: required(&mut fields, "flush")?,
-            sink_tokens: required(&mut fields, "sink_tokens")?,
-            capacity: required(&mut fields, "capacity")?,
-            float: required(&mut fields, "float")?,
-        };
+        let (keys, values) = (bits(&mut fields, "key_bits")?, bits(&mut fields, "value_bits")?);
+        let cache = KvCacheConfig::kivi(keys, values)
+            .with_group_size(required(&mut fields, "group_size")?)
+            .with_residual_length(required(&mut fields, "residual_length")?)
+            .with_flush(required(&mut fields, "flush")?)
+            .with_sink_tokens(required(&mut fields, "sink_tokens")?)
+            .with_capacity(required(&mut fields, "capacity")?)
+            .with_float(required(&mut fields, "float")?);
         let float_layers = optional(&mut fields, "float_layers")?.unwrap_or_default();
         match fields.into_iter().next() {
             None => Ok(Self { cache, float_layers }),

@@ -1,8 +1,12 @@
 //! Gradients: straight through the quantizer, exact through attention.
 
-use burn::backend::{
-    Backend,
-    tensor::{FloatTensor, IntTensor},
+use burn::{
+    backend::{
+        Backend, TensorMetadata,
+        ops::FloatTensorOps,
+        tensor::{FloatTensor, IntTensor},
+    },
+    tensor::{DType, FloatDType},
 };
 use burn_autodiff::{
     Autodiff,
@@ -177,6 +181,15 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         spec: StreamSpec,
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        // The gradient is that of f32, in which all is computed.
+        let dtype = query.dtype();
+        if dtype != DType::F32 {
+            let query = Self::float_cast(query, FloatDType::F32);
+            let (output, lse) = <Self as KvCacheOps>::streaming_attention(
+                query, key, key_hat, value, value_hat, spec, options,
+            );
+            return (Self::float_cast(output, dtype.into()), lse);
+        }
         let inputs = [query, key, key_hat, value, value_hat];
         let nodes = inputs.each_ref().map(|input| input.node());
         let [query, key, key_hat, value, value_hat] = inputs.map(|input| input.into_primitive());

@@ -311,7 +311,7 @@ impl KvCache {
     }
 
     fn device(&self) -> Device {
-        self.state.tensors().floats.device()
+        self.state.floats().device()
     }
 
     /// Whether all sequences hold the same number of tokens.

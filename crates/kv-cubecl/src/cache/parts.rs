@@ -2,11 +2,8 @@
 
 use burn::tensor::{Int, Tensor};
 
-use super::{
-    KvCache,
-    state::{State, Tensors},
-};
-use crate::{AttentionOptions, CacheShape, Error, KvCacheConfig, Result};
+use super::{KvCache, state::State};
+use crate::{AttentionOptions, CacheShape, Error, KvCacheConfig, Result, Sides};
 
 /// The tensors of a cache, to store it away or to inspect it. See [`KvCache::into_parts`].
 #[derive(Clone, Debug)]
@@ -24,8 +21,9 @@ pub struct CacheParts {
 impl KvCache {
     /// Takes the cache apart, for example to store a prefix.
     pub fn into_parts(self) -> CacheParts {
-        let Tensors { keys, values, floats } = self.state.into_tensors();
-        CacheParts { keys, values, floats, lens: self.lens }
+        let words = Sides::from_fn(|side| self.state.packed_words(side));
+        let floats = self.state.floats();
+        CacheParts { keys: words.keys, values: words.values, floats, lens: self.lens }
     }
 
     /// Puts together what [`into_parts`](Self::into_parts) took apart. Views are read as what they show
@@ -51,12 +49,11 @@ impl KvCache {
             let capacity = config.capacity;
             return Err(Error::CapacityExceeded { len: 0, added, capacity });
         }
-        let state = State::of(&layout, Tensors { keys, values, floats })?;
-        let options = AttentionOptions::default();
-        let cache = Self { layout, options, state, lens, stepped: false };
-        let Tensors { keys, values, floats } = cache.state.tensors();
         let devices =
             [("floats", floats.device()), ("keys", keys.device()), ("values", values.device())];
+        let state = State::of(&layout, Sides { keys, values }, floats)?;
+        let options = AttentionOptions::default();
+        let cache = Self { layout, options, state, lens, stepped: false };
         for (name, device) in devices {
             cache.check_device("from_parts", name, &device)?;
         }

@@ -10,79 +10,84 @@ use burn::{
 use crate::{
     Attention, AttentionOptions, CacheShape, CacheState, Error, KvCacheOps, MemoryBytes, Packed,
     Result,
-    layout::{CacheLayout, QuantSpec, Side, Sides},
+    layout::{CacheLayout, QuantSpec, Side, SideLayout, Sides},
     shapes,
 };
 
-/// The tensors; `None` only while a backend writes them.
+/// The tensors of a cache; `None` only while a backend writes them.
 #[derive(Clone, Debug)]
-pub(super) struct State(Option<Tensors>);
-
-#[derive(Clone, Debug)]
-pub(super) struct Tensors {
-    pub(super) keys: Tensor<1, Int>,
-    pub(super) values: Tensor<1, Int>,
-    pub(super) floats: Tensor<4>,
-}
+pub(super) struct State(Option<CacheState<Dispatch>>);
 
 /// Panic message for a cache that is used after its backend panicked while writing it.
 const LOST: &str = "the cache is lost: its backend panicked while writing";
 
 impl State {
-    pub(super) fn tensors(&self) -> &Tensors {
+    fn tensors(&self) -> &CacheState<Dispatch> {
         self.0.as_ref().expect(LOST)
     }
 
-    pub(super) fn into_tensors(self) -> Tensors {
+    pub(super) fn into_dispatch(self) -> CacheState<Dispatch> {
         self.0.expect(LOST)
     }
 
+    /// Packed keys or values.
+    pub(super) fn packed_words(&self, side: Side) -> Tensor<1, Int> {
+        let CacheState { keys, values, .. } = self.tensors();
+        Tensor::from_dispatch(match side {
+            Side::Keys => keys.clone(),
+            Side::Values => values.clone(),
+        })
+    }
+
+    /// Sinks and rings.
+    pub(super) fn floats(&self) -> Tensor<4> {
+        Tensor::from_dispatch(self.tensors().floats.clone())
+    }
+
+    fn new(words: Sides<Tensor<1, Int>>, floats: Tensor<4>) -> Self {
+        let Sides { keys, values } = words.map(Tensor::into_dispatch);
+        Self(Some(CacheState { keys, values, floats: floats.into_dispatch() }))
+    }
+
     pub(super) fn zeros(layout: &CacheLayout, device: &Device) -> Self {
-        let words = layout.sides().map(|side| side.words(layout.slices()));
-        Self(Some(Tensors {
-            keys: Tensor::zeros([words.keys], (device, DType::U32)),
-            values: Tensor::zeros([words.values], (device, DType::U32)),
-            floats: Tensor::zeros(layout.float_shape(), (device, layout.config().float.dtype())),
-        }))
+        let words = |side: SideLayout| side.words(layout.slices());
+        let words = layout.sides().map(|side| Tensor::zeros([words(side)], (device, DType::U32)));
+        let float = layout.config().float.dtype();
+        Self::new(words, Tensor::zeros(layout.float_shape(), (device, float)))
     }
 
     /// Takes tensors of the shapes and types that [`zeros`](Self::zeros) makes.
     ///
     /// # Errors
     /// [`Error::Shape`] naming a tensor that differs.
-    pub(super) fn of(layout: &CacheLayout, tensors: Tensors) -> Result<Self> {
-        let Tensors { keys, values, floats } = &tensors;
-        let words = layout.sides().map(|side| (vec![side.words(layout.slices())], DType::U32));
-        let rows = (layout.float_shape().to_vec(), layout.config().float.dtype());
-        for (tensor, shape, dtype, fits) in [
-            ("keys", keys.dims().to_vec(), keys.dtype(), words.keys),
-            ("values", values.dims().to_vec(), values.dtype(), words.values),
-            ("floats", floats.dims().to_vec(), floats.dtype(), rows),
-        ] {
-            if (&shape, dtype) != (&fits.0, fits.1) {
-                let rule = format!("must be {:?} of {:?}, not of {dtype:?}", fits.0, fits.1);
-                return Err(Error::Shape { op: "from_parts", tensor, shape, rule });
-            }
+    pub(super) fn of(
+        layout: &CacheLayout,
+        words: Sides<Tensor<1, Int>>,
+        floats: Tensor<4>,
+    ) -> Result<Self> {
+        let check = |tensor, found: (Vec<usize>, DType), fits: (Vec<usize>, DType)| {
+            let rule = format!("must be {:?} of {:?}, not of {:?}", fits.0, fits.1, found.1);
+            let (op, shape) = ("from_parts", found.0.clone());
+            let misfit = Error::Shape { op, tensor, shape, rule };
+            if found == fits { Ok(()) } else { Err(misfit) }
+        };
+        for (side, name) in [(Side::Keys, "keys"), (Side::Values, "values")] {
+            let found = (words[side].dims().to_vec(), words[side].dtype());
+            let fits = layout.sides()[side].words(layout.slices());
+            check(name, found, (vec![fits], DType::U32))?;
         }
-        Ok(Self(Some(tensors)))
+        let fits = (layout.float_shape().to_vec(), layout.config().float.dtype());
+        check("floats", (floats.dims().to_vec(), floats.dtype()), fits)?;
+        Ok(Self::new(words, floats))
     }
 
     pub(super) fn memory_bytes(&self) -> MemoryBytes {
-        let bytes = |elements: usize, dtype: DType| elements * dtype.size();
-        let Tensors { keys, values, floats } = self.tensors();
+        let words = |side| self.packed_words(side).shape().num_elements() * DType::U32.size();
+        let floats = self.floats();
         MemoryBytes {
-            keys: bytes(keys.shape().num_elements(), keys.dtype()),
-            values: bytes(values.shape().num_elements(), values.dtype()),
-            floats: bytes(floats.shape().num_elements(), floats.dtype()),
-        }
-    }
-
-    pub(super) fn into_dispatch(self) -> CacheState<Dispatch> {
-        let Tensors { keys, values, floats } = self.into_tensors();
-        CacheState {
-            keys: keys.into_dispatch(),
-            values: values.into_dispatch(),
-            floats: floats.into_dispatch(),
+            keys: words(Side::Keys),
+            values: words(Side::Values),
+            floats: floats.shape().num_elements() * floats.dtype().size(),
         }
     }
 
@@ -123,23 +128,19 @@ impl State {
         &mut self,
         write: impl FnOnce(CacheState<Dispatch>) -> (CacheState<Dispatch>, T),
     ) -> T {
-        let (state, output) = write(Self(self.0.take()).into_dispatch());
-        self.0 = Some(Tensors {
-            keys: Tensor::from_dispatch(state.keys),
-            values: Tensor::from_dispatch(state.values),
-            floats: Tensor::from_dispatch(state.floats),
-        });
+        let (state, output) = write(self.0.take().expect(LOST));
+        self.0 = Some(state);
         output
     }
 
     /// The tensors of some sequences of a batch with the layout `from`; `to` is theirs.
     pub(super) fn select(&self, from: &CacheLayout, to: &CacheLayout, sequences: &[usize]) -> Self {
-        let Tensors { floats, .. } = self.tensors();
+        let floats = self.floats();
         let index: Vec<i32> = sequences.iter().map(|&sequence| sequence as i32).collect();
         let index = TensorData::new(index, [sequences.len()]);
         let index = Tensor::<1, Int>::from_data(index, (&floats.device(), DType::I32));
         let words = |side| self.words(from, side).map(|words| words.select(0, index.clone()));
-        Self::of_sequences(to, Sides::from_fn(words), floats.clone().select(0, index.clone()))
+        Self::of_sequences(to, Sides::from_fn(words), floats.select(0, index.clone()))
     }
 
     /// The tensors of all sequences of several caches; `to` is their layout.
@@ -151,21 +152,17 @@ impl State {
             let words = parts.clone().map(|(layout, state)| state.words(layout, side));
             words.collect::<Option<Vec<_>>>().map(|words| Tensor::cat(words, 0))
         };
-        let floats = parts.clone().map(|(_, state)| state.tensors().floats.clone());
+        let floats = parts.clone().map(|(_, state)| state.floats());
         Self::of_sequences(to, Sides::from_fn(words), Tensor::cat(floats.collect(), 0))
     }
 
     /// The words of one side, `[batch, words]`, if there are any. The tensor may have more: see
     /// [`SideLayout::words`](crate::layout::SideLayout::words).
     fn words(&self, layout: &CacheLayout, side: Side) -> Option<Tensor<2, Int>> {
-        let Tensors { keys, values, .. } = self.tensors();
-        let all = match side {
-            Side::Keys => keys,
-            Side::Values => values,
-        };
         let (batch, words) = (layout.shape().batch, layout.sides()[side].slice_words());
         let words = layout.slices() / batch * words;
-        (words > 0).then(|| all.clone().narrow(0, 0, batch * words).reshape([batch, words]))
+        (words > 0)
+            .then(|| self.packed_words(side).narrow(0, 0, batch * words).reshape([batch, words]))
     }
 
     /// Tensors as [`zeros`](Self::zeros) makes them, with the words of each sequence and its float rows.
@@ -174,19 +171,17 @@ impl State {
         words: Sides<Option<Tensor<2, Int>>>,
         floats: Tensor<4>,
     ) -> Self {
-        let mut zeros = Self::zeros(layout, &floats.device()).into_tensors();
-        for (all, words) in [&mut zeros.keys, &mut zeros.values].into_iter().zip(words.into_array())
-        {
-            if let Some(words) = words {
-                let words: Tensor<1, Int> = words.flatten(0, 1);
-                let more = all.dims()[0] - words.dims()[0];
-                *all = match more {
-                    0 => words,
-                    _ => Tensor::cat(vec![words, all.clone().narrow(0, 0, more)], 0),
-                };
+        let zeros = Self::zeros(layout, &floats.device());
+        let words = Sides::from_fn(|side| {
+            let zeros = zeros.packed_words(side);
+            let Some(words) = words[side].clone() else { return zeros };
+            let words: Tensor<1, Int> = words.flatten(0, 1);
+            match zeros.dims()[0] - words.dims()[0] {
+                0 => words,
+                more => Tensor::cat(vec![words, zeros.narrow(0, 0, more)], 0),
             }
-        }
-        Self(Some(Tensors { floats, ..zeros }))
+        });
+        Self::new(words, floats)
     }
 
     /// Packed tokens of one side, if it has any; `tokens` are counted after the sinks and whole granules.

@@ -76,7 +76,7 @@ impl KvCache {
 
     /// Float rows of consecutive tokens, in f32: one slice, or two where the ring wraps.
     fn rows(&self, tokens: Range<usize>, place: &SideLayout) -> Vec<Tensor<4>> {
-        let floats = &self.state.tensors().floats;
+        let floats = self.state.floats();
         let [batch, heads, _, width] = floats.dims();
         let mut parts = Vec::new();
         let mut start = tokens.start;

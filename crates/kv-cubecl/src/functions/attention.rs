@@ -92,9 +92,7 @@ pub(crate) fn closed_form(
     options: AttentionOptions,
 ) -> Attention {
     let config = layout.config();
-    let dtype = query.dtype();
-    let [query, key, value] = [query, key, value].map(floats);
-    let (key, value) = (store(key, config.float), store(value, config.float));
+    let [key, value] = [key, value].map(|side| store(floats(side), config.float));
     let skip = if fake_quant.quantize_everything { 0 } else { config.sink_tokens };
     let sides = layout.sides();
     let hat = |tensor: &Tensor<4>, side: SideLayout| match side.spec {
@@ -106,10 +104,10 @@ pub(crate) fn closed_form(
         // Every row sees the restored form of every token.
         let spec = StreamSpec::whole(&KvCacheConfig::float());
         let (key, value) = (key_hat.clone(), value_hat.clone());
-        return stream(query, key, key_hat, value, value_hat, spec, options).with_dtype(dtype);
+        return stream(query, key, key_hat, value, value_hat, spec, options);
     }
     let spec = StreamSpec::whole(config);
-    stream(query, key, key_hat, value, value_hat, spec, options).with_dtype(dtype)
+    stream(query, key, key_hat, value, value_hat, spec, options)
 }
 
 /// A query, keys or values in f32.

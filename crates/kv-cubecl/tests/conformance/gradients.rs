@@ -17,6 +17,7 @@ stamp_autodiff!(
     float_attention_by_finite_differences,
     straight_through_in_every_configuration,
     keys_and_values_of_different_width,
+    narrow_inputs,
     straight_through_over_several_windows,
     strided_inputs,
     one_input_at_a_time,
@@ -170,6 +171,35 @@ fn keys_and_values_of_different_width<T: Target>(on: &On<T>) {
         for name in ["k2v2-g16-r16", "k4v4-g16-r32-s4-after", "float"] {
             let text = Setup::new(name, [2, 4, 2, 53, key_dim], 90 + seed as u64);
             check(on, &text.with_value_dim(value_dim), CLOSE);
+        }
+    }
+}
+
+/// The gradients of narrow inputs are those of the same numbers in f32, rounded to their type.
+fn narrow_inputs<T: Target>(on: &On<T>) {
+    let text = Setup::new("k4v4-g16-r16", [1, 4, 2, 40, 64], 96);
+    let weight = weight(&text).on(on);
+    for dtype in [DType::F16, DType::BF16] {
+        if !on.supports_dtype(dtype) {
+            skipped(&format!("the device has no {dtype:?}"));
+            continue;
+        }
+        let gradients = |inputs: [Tensor<4>; 3]| {
+            let leaves = inputs.map(Tensor::require_grad);
+            let [q, k, v] = leaves.clone();
+            let output = streaming_attention(q, k, v, &text.config).unwrap().output;
+            let grads = (output.cast(DType::F32) * weight.clone()).sum().backward();
+            leaves.map(|leaf| leaf.grad(&grads).unwrap())
+        };
+        let narrow = gradients(text.on(on).map(|x| x.cast(dtype)));
+        let wide = gradients(text.on(on).map(|x| x.cast(dtype).cast(DType::F32)));
+        // The gradient of the output passes through the narrow type once, that of an input as well: each
+        // rounds to half a unit in the last of 8 (bf16) or 11 bits.
+        let tolerance = if dtype == DType::F16 { 2e-3 } else { 2e-2 };
+        for (narrow, wide) in narrow.into_iter().zip(wide) {
+            assert_eq!(narrow.dtype(), dtype);
+            let (narrow, wide) = (Host::of(narrow.cast(DType::F32)), Host::of(wide));
+            close(format!("{dtype:?}"), &narrow, &wide.f64(), tolerance);
         }
     }
 }

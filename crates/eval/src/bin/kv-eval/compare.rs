@@ -82,7 +82,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
 
     let mut of_base: Vec<ModelCacheConfig> = [Bits::Four, Bits::Two]
         .map(|bits| {
-            let cache = KvCacheConfig { key_bits: bits, value_bits: bits, ..own.cache };
+            let cache = own.cache.with_bits(bits, bits);
             ModelCacheConfig { cache, ..own.clone() }
         })
         .to_vec();

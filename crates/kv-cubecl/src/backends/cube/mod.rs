@@ -20,7 +20,7 @@ use burn_cubecl::{
 
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, Result, SteGradient,
-    formats::cube::with_format,
+    formats::cube::{PackedInKernels, with_format},
     kernels::{
         cache::{self, CacheBindings, CacheProblem},
         chunk_attention,
@@ -147,7 +147,7 @@ impl KvCacheOps for CubeBackend {
         let [query, key, key_hat, value, value_hat] =
             [query, key, key_hat, value, value_hat].map(into_contiguous);
         let output = shapes::attention(shape, problem.head_dim.values);
-        let output = empty_like(&query, output, DType::F32);
+        let output = empty_like(&query, output, query.dtype);
         let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
         let bindings = ForwardBindings {
             query: arg(&query),
@@ -158,7 +158,13 @@ impl KvCacheOps for CubeBackend {
             output: arg(&output),
             lse: arg(&lse),
         };
-        launched(streaming_attention::launch_forward(&query.client, bindings, &problem));
+        let query_type = elem(&query);
+        launched(streaming_attention::launch_forward(
+            &query.client,
+            bindings,
+            query_type,
+            &problem,
+        ));
         (output, lse)
     }
 
@@ -247,6 +253,15 @@ fn dims(tensor: &CubeTensor) -> [usize; 4] {
     tensor.meta.shape().dims()
 }
 
+/// Keys, values and float rows of a cache.
+fn cache_bindings(
+    [keys, values, floats]: [&CubeTensor; 3],
+    position: Option<&CubeTensor>,
+) -> CacheBindings {
+    let [keys, values, floats] = [keys, values, floats].map(arg);
+    CacheBindings { keys, values, floats, position: position.map(positions) }
+}
+
 /// Positions, and how many there are.
 fn positions(tensor: &CubeTensor) -> (BufferArg, usize) {
     (arg(tensor), tensor.meta.shape().num_elements())
@@ -311,8 +326,7 @@ fn write(
     let formats = layout.formats();
     if problem.added == 1 {
         let Sides { keys: key_format, values: value_format } = formats;
-        let (keys, values, floats) = (arg(&keys), arg(&values), arg(&floats));
-        let bindings = CacheBindings { keys, values, floats, position: position.map(positions) };
+        let bindings = cache_bindings([&keys, &values, &floats], position);
         let (chunk, key, value) = (elem(&key), arg(&key), arg(&value));
         launched(with_format!(key_format, K => with_format!(value_format, V => {
             cache::launch_write_token::<K, V>(client, key, value, bindings, chunk, &problem)
@@ -345,6 +359,22 @@ fn decode_attention(
     options: AttentionOptions,
     position: Option<&CubeTensor>,
 ) -> (CubeTensor, CubeTensor) {
+    let Sides { keys, values } = layout.formats();
+    with_format!(keys, K => with_format!(values, V => {
+        decode_attention_as::<K, V>(query, state, layout, len, tokens, options, position)
+    }))
+}
+
+/// [`decode_attention`] of packed keys and values of these formats.
+fn decode_attention_as<K: PackedInKernels, V: PackedInKernels>(
+    query: CubeTensor,
+    state: &CacheState<CubeBackend>,
+    layout: CacheLayout,
+    len: usize,
+    tokens: usize,
+    options: AttentionOptions,
+    position: Option<&CubeTensor>,
+) -> (CubeTensor, CubeTensor) {
     let (shape, dtype) = (dims(&query), query.dtype);
     let rows = shape[1] / layout.shape().n_kv_heads * shape[2];
     let (float, scale) = (elem(&state.floats), options.scale(shape[3]));
@@ -365,19 +395,15 @@ fn decode_attention(
     let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
     let bindings = DecodeBindings {
         query: arg(&query),
-        keys: arg(&state.keys),
-        values: arg(&state.values),
-        floats: arg(&state.floats),
+        cache: cache_bindings([&state.keys, &state.values, &state.floats], position),
         output: arg(&output),
         lse: arg(&lse),
-        position: position.map(positions),
     };
     let client = &query.client;
-    let Sides { keys, values } = layout.formats();
-    launched(with_format!(keys, K => with_format!(values, V => match plan {
+    launched(match plan {
         Some(plan) => chunk_attention::launch_ref::<K, V>(client, bindings, &problem, &plan),
         None => decode_attention::launch_ref::<K, V>(client, bindings, &problem),
-    })));
+    });
     (CubeBackend::float_cast(output, dtype.into()), lse)
 }
 
@@ -407,3 +433,6 @@ fn stream_problem_of(
     let shape = CacheShape::new(batch, n_kv_heads, Sides { keys, values });
     stream_problem([heads, m], shape, n, spec, options)
 }
+
+#[cfg(all(test, feature = "wgpu"))]
+mod wgpu_tests;

@@ -8,11 +8,10 @@ use core::{f32::consts::LOG2_E, ops::Range};
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use super::{dims, tensor};
+use super::{attention, dims, floats};
 use crate::{
     AttentionOptions,
     layout::{Sides, StreamSpec},
-    shapes,
     simd::{all_finite, exp2_minus_max, finite_or_zero, log_sum_exp, maximum},
 };
 
@@ -211,7 +210,7 @@ pub(super) fn streaming_attention(
     let problem = Problem::new(shape, dims(&sides[2]), spec, options);
     let Problem { slices, n_rep, m, head_dim, .. } = problem;
     let Sides { keys: key_dim, values: value_dim } = head_dim;
-    let query = query.to_contiguous();
+    let (dtype, query) = (query.dtype(), floats(query));
     let sides = sides.map(|side| side.to_contiguous());
     let query: &[f32] = query.storage();
     let sides = sides.each_ref().map(|side| side.storage::<f32>());
@@ -241,8 +240,7 @@ pub(super) fn streaming_attention(
             lse[to..][..block.len()].copy_from_slice(&block_lse[from..][..block.len()]);
         }
     }
-    let output = tensor(output, shapes::attention(shape, value_dim));
-    (output, tensor(lse, shapes::log_sum_exp(shape)))
+    attention(output, lse, shape, value_dim, dtype)
 }
 
 /// The part of `x`, a tensor of `slices` equal slices, that belongs to one of them.

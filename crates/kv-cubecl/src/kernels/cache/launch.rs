@@ -63,8 +63,8 @@ pub(crate) struct CacheBindings {
     pub(crate) values: BufferArg,
     /// Float rows.
     pub(crate) floats: BufferArg,
-    /// i32, `[1]` or one for each sequence: how many tokens there are, read by the kernel instead of being told
-    /// by the problem. How many positions there are is beside it.
+    /// i32, `[1]` or one for each sequence: the position of the newest token, which says how many there are,
+    /// read by the kernel instead of being told by the problem. How many positions there are is beside it.
     pub(crate) position: Option<(BufferArg, usize)>,
 }
 

@@ -40,9 +40,9 @@ pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
             grid.address,
             VECTOR,
             bindings.query,
-            bindings.keys,
-            bindings.values,
-            bindings.floats,
+            bindings.cache.keys,
+            bindings.cache.values,
+            bindings.cache.floats,
             partials(),
             args(problem, n_splits, 1),
             TilesLaunch::new(

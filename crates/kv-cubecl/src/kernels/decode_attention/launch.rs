@@ -8,7 +8,7 @@ use super::{
 use crate::{
     Result,
     formats::cube::PackedInKernels,
-    kernels::{Grid, Limits, elementwise},
+    kernels::{Grid, Limits, cache::CacheBindings, elementwise},
 };
 
 /// The buffers of a launch, all contiguous.
@@ -16,20 +16,13 @@ use crate::{
 pub(crate) struct DecodeBindings {
     /// `[slices, rows, head_dim]` of the problem's type, with the head_dim of keys.
     pub(crate) query: BufferArg,
-    /// Packed keys of the cache.
-    pub(crate) keys: BufferArg,
-    /// Packed values of the cache.
-    pub(crate) values: BufferArg,
-    /// Float rows of the cache.
-    pub(crate) floats: BufferArg,
+    /// The cache. With a position, that of the last token, the problem's lengths are only what is planned for;
+    /// past the capacity counts as the last.
+    pub(crate) cache: CacheBindings,
     /// As `query`, with the head_dim of values.
     pub(crate) output: BufferArg,
     /// f32 `[slices, rows]`.
     pub(crate) lse: BufferArg,
-    /// i32, `[1]` or one for each sequence: the position of the cache's last token, from which the kernel takes
-    /// how many there are; and how many positions there are. The problem's lengths are then only what is
-    /// planned for. Past the capacity counts as the last position.
-    pub(crate) position: Option<(BufferArg, usize)>,
 }
 
 /// Checks that the device has enough cubes and wide enough indices for [`launch_ref`] of this
@@ -59,7 +52,7 @@ pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
     let grid = grid(problem, n_splits, row_chunks, blueprint.units, &limits)?;
     let blueprint = DecodeBlueprint { flat: grid.flat, ..blueprint };
     let partials = partial_results(client, problem, n_splits);
-    let (position, n_positions) = bindings.position.unzip();
+    let (position, n_positions) = bindings.cache.position.unzip();
     // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
     // the cache's length, rows and channels below theirs.
     unsafe {
@@ -70,9 +63,9 @@ pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
             grid.address,
             blueprint.vector,
             bindings.query,
-            bindings.keys,
-            bindings.values,
-            bindings.floats,
+            bindings.cache.keys,
+            bindings.cache.values,
+            bindings.cache.floats,
             partials(),
             position.into(),
             args(problem, n_splits, n_positions.unwrap_or(1)),

@@ -48,12 +48,12 @@ fn weight_and_gradient(
     let hat_value = at < hat_end(row, &args.schedule.values, args);
     let k = element(at, hat_key, slice, slices, args.n, key_dim);
     let v = element(at, hat_value, slice, slices, args.n, value_dim);
-    let score = dot(query, row_of_all * key_dim, keys, k, key_dim) * args.scale;
+    let score = dot::<f32>(query, row_of_all * key_dim, keys, k, key_dim) * args.scale;
     // A score exceeds its row's log-sum-exp only by rounding, which is large where scores are huge; its
     // weight is then 1. NaN stays NaN.
     let difference = score - stats[row_of_all];
     let p = select(difference > f32::new(0.0), f32::new(0.0), difference).exp();
-    let dp = dot(grad, row_of_all * value_dim, values, v, value_dim);
+    let dp = dot::<f32>(grad, row_of_all * value_dim, values, v, value_dim);
     let delta = stats[(slices * args.n_rep + head) * args.m + row];
     (p, p * (dp - delta) * args.scale)
 }

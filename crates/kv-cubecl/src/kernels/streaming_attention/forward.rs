@@ -33,8 +33,8 @@ struct Tile {
 
 /// Scores of the unit's tokens of `tile`, `[rows, unit_tokens]`. Without `masked`, every row sees all of them.
 #[cube]
-fn score<N: Size>(
-    query: &[Vector<f32, N>],
+fn score<Q: Float, N: Size>(
+    query: &[Vector<Q, N>],
     key: &[Vector<f32, N>],
     key_hat: &[Vector<f32, N>],
     tile: &Tile,
@@ -88,7 +88,7 @@ fn score<N: Size>(
                             let hat = token + t < hat_ends[r];
                             channel = select(hat, run_hat[t * 4 + k], channel);
                         }
-                        score += q.extract(k) * channel;
+                        score += f32::cast_from(q.extract(k)) * channel;
                     }
                     scores[r * unit_tokens + t] = score;
                 }
@@ -185,8 +185,8 @@ fn add_values<N: Size>(
 
 /// Attends to a tile; see [`score`].
 #[cube]
-fn attend_tile<N: Size>(
-    query: &[Vector<f32, N>],
+fn attend_tile<Q: Float, N: Size>(
+    query: &[Vector<Q, N>],
     key: &[Vector<f32, N>],
     key_hat: &[Vector<f32, N>],
     value: &[Vector<f32, N>],
@@ -199,7 +199,7 @@ fn attend_tile<N: Size>(
     #[comptime] masked: bool,
     #[comptime] bp: ForwardBlueprint,
 ) {
-    let scores = score::<N>(query, key, key_hat, tile, head, first_row, args, masked, bp);
+    let scores = score::<Q, N>(query, key, key_hat, tile, head, first_row, args, masked, bp);
     weigh::<N>(&scores, state, comptime!(bp.blocks));
     add_values::<N>(value, value_hat, tile, head, first_row, state, args, masked, bp);
 }
@@ -207,16 +207,17 @@ fn attend_tile<N: Size>(
 /// One cube per (block of rows, query head).
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
-pub(super) fn forward_blocked<N: Size>(
-    query: &[Vector<f32, N>],
+pub(super) fn forward_blocked<Q: Float, N: Size>(
+    query: &[Vector<Q, N>],
     key: &[Vector<f32, N>],
     key_hat: &[Vector<f32, N>],
     value: &[Vector<f32, N>],
     value_hat: &[Vector<f32, N>],
-    output: &mut [Vector<f32, N>],
+    output: &mut [Vector<Q, N>],
     lse: &mut [f32],
     args: StreamArgs,
     #[comptime] bp: ForwardBlueprint,
+    #[define(Q)] _query_type: ElemType,
 ) {
     let rows = comptime!(bp.blocks.rows);
     let units = comptime!(bp.blocks.units);
@@ -237,14 +238,14 @@ pub(super) fn forward_blocked<N: Size>(
     let whole = visible(first_row, &args) / tile;
     for index in 0..whole {
         let tile = Tile { start: index * tile, end: index * tile + tile };
-        attend_tile::<N>(
+        attend_tile::<Q, N>(
             query, key, key_hat, value, value_hat, &tile, head, first_row, &mut state, &args,
             false, bp,
         );
     }
     for index in whole..end.div_ceil(tile) {
         let tile = Tile { start: index * tile, end: clamp_max(index * tile + tile, end) };
-        attend_tile::<N>(
+        attend_tile::<Q, N>(
             query, key, key_hat, value, value_hat, &tile, head, first_row, &mut state, &args, true,
             bp,
         );
@@ -263,7 +264,8 @@ pub(super) fn forward_blocked<N: Size>(
     while i < rows_left * width {
         let (r, column) = (i / width, i % width);
         let total = Vector::<f32, N>::new(sum::<N>(&state, r, comptime!(bp.blocks)));
-        output[first * width + i] = output_of::<N>(&state, r, column, comptime!(bp.blocks)) / total;
+        let row = output_of::<N>(&state, r, column, comptime!(bp.blocks)) / total;
+        output[first * width + i] = Vector::cast_from(row);
         i += units;
     }
 }

@@ -77,8 +77,8 @@ pub(super) fn visible(row: usize, args: &StreamArgs) -> usize {
 
 /// Dot product of two rows.
 #[cube]
-pub(super) fn dot(
-    a: &[f32],
+pub(super) fn dot<Q: Float>(
+    a: &[Q],
     a_start: usize,
     b: &[f32],
     b_start: usize,
@@ -86,7 +86,7 @@ pub(super) fn dot(
 ) -> f32 {
     let mut sum = f32::new(0.0);
     for c in 0..head_dim {
-        sum += a[a_start + c] * b[b_start + c];
+        sum += f32::cast_from(a[a_start + c]) * b[b_start + c];
     }
     sum
 }
@@ -116,8 +116,8 @@ fn new_rows() -> Rows {
 
 /// Scores of the keys from `start` on.
 #[cube]
-fn score(
-    query: &[f32],
+fn score<Q: Float>(
+    query: &[Q],
     key: &[f32],
     key_hat: &[f32],
     start: usize,
@@ -137,9 +137,9 @@ fn score(
             let q = (head * args.m + row) * key_dim;
             let k = (head / args.n_rep * args.n + at) * key_dim;
             if at < hat_end(row, &args.schedule.keys, args) {
-                score = dot(query, q, key_hat, k, key_dim) * args.scale;
+                score = dot::<Q>(query, q, key_hat, k, key_dim) * args.scale;
             } else {
-                score = dot(query, q, key, k, key_dim) * args.scale;
+                score = dot::<Q>(query, q, key, k, key_dim) * args.scale;
             }
         }
         rows.scores[i] = score;
@@ -222,16 +222,17 @@ pub(super) fn last_visible(first_row: usize, args: &StreamArgs) -> usize {
 /// Forward pass for any head_dim; one cube per (tile of rows, query head).
 #[cube(launch, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
-pub(super) fn forward(
-    query: &[f32],
+pub(super) fn forward<Q: Float>(
+    query: &[Q],
     key: &[f32],
     key_hat: &[f32],
     value: &[f32],
     value_hat: &[f32],
-    output: &mut [f32],
+    output: &mut [Q],
     lse: &mut [f32],
     args: StreamArgs,
     #[comptime] bp: StreamBlueprint,
+    #[define(Q)] _query_type: ElemType,
 ) {
     let head_dim = comptime!(bp.head_dim.values);
     let channels = comptime!(bp.channels(bp.head_dim.values));
@@ -254,7 +255,7 @@ pub(super) fn forward(
     let end = last_visible(first_row, &args);
     let mut start = 0usize;
     while start < end {
-        score(query, key, key_hat, start, head, first_row, &mut rows, &args, bp);
+        score::<Q>(query, key, key_hat, start, head, first_row, &mut rows, &args, bp);
         sync_cube();
         weigh(&mut rows);
         sync_cube();
@@ -272,7 +273,7 @@ pub(super) fn forward(
                 let channel = unit + i * comptime!(bp.units);
                 if channel < head_dim {
                     let out = acc[r * channels + i] / rows.sums[r];
-                    output[(head * args.m + row) * head_dim + channel] = out;
+                    output[(head * args.m + row) * head_dim + channel] = Q::cast_from(out);
                 }
             }
             if unit == 0 {

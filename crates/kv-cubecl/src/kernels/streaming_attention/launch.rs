@@ -1,4 +1,8 @@
-use cubecl::{client::Client, ir::DeviceProperties, prelude::*};
+use cubecl::{
+    client::Client,
+    ir::{DeviceProperties, ElemType},
+    prelude::*,
+};
 
 use super::{
     backward,
@@ -109,7 +113,7 @@ impl StreamProblem {
     }
 }
 
-/// Buffers of the forward pass, all contiguous f32. Keys and queries have one head_dim, values and outputs
+/// Buffers of the forward pass, all contiguous; f32, but for query and output. Keys and queries have one head_dim, values and outputs
 /// another.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
 pub(crate) struct ForwardBindings {
@@ -129,13 +133,14 @@ pub(crate) struct ForwardBindings {
     pub(crate) lse: BufferArg,
 }
 
-/// The forward pass, one launch.
+/// The forward pass, one launch, of a query of this type, which is that of the output.
 ///
 /// # Errors
 /// As [`StreamProblem::check`].
 pub(crate) fn launch_forward(
     client: &Client,
     bindings: ForwardBindings,
+    query_type: ElemType,
     problem: &StreamProblem,
 ) -> Result<()> {
     let blocks = problem.blocks(client.properties());
@@ -162,6 +167,7 @@ pub(crate) fn launch_forward(
                 bindings.lse,
                 problem.args(),
                 blueprint,
+                query_type,
             );
         }
         return Ok(());
@@ -180,6 +186,7 @@ pub(crate) fn launch_forward(
         bindings.lse,
         problem.args(),
         problem.blueprint(&grid),
+        query_type,
     );
     Ok(())
 }
