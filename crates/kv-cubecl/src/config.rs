@@ -215,7 +215,15 @@ impl FromStr for KvCacheConfig {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let fail = |why: String| Error::InvalidCacheName { text: text.to_string(), why };
+        let fail = |why: String| {
+            let floats = CacheFloat::ALL.iter().map(|float| format!(", -{}", float.name()));
+            let expected = format!(
+                "expected float, or kKvV with bits 2, 4, 8 or 16, then any of -gN group size, -rN \
+                 residual length, -sN sink tokens, -before, -after{}",
+                floats.collect::<String>()
+            );
+            Error::InvalidCacheName { text: text.to_string(), why, expected }
+        };
         let number = |part: &str, digits: &str| {
             let well_formed = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
             well_formed

@@ -1,7 +1,5 @@
 //! The error type of this crate.
 
-use crate::CacheFloat;
-
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
@@ -20,15 +18,14 @@ pub enum Error {
         rule: String,
     },
     /// A cache description such as `k4v2-g64` could not be read.
-    #[error(
-        "cache {text:?}: {why} (expected float, or kKvV with bits 2, 4, 8 or 16, then any of -gN group size, -rN residual length, -sN sink tokens, -before, -after{})",
-        CacheFloat::ALL.iter().map(|float| format!(", -{}", float.name())).collect::<String>()
-    )]
+    #[error("cache {text:?}: {why} ({expected})")]
     InvalidCacheName {
         /// The text as given.
         text: String,
         /// The part that could not be read, and why.
         why: String,
+        /// What can be read.
+        expected: String,
     },
     /// A tensor has a shape the operation does not accept.
     #[error("{op}: {tensor} has shape {shape:?}: {rule}")]

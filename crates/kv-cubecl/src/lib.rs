@@ -42,6 +42,7 @@ mod memory;
 mod ops;
 pub mod reference;
 mod shapes;
+mod sides;
 #[cfg(feature = "flex")]
 mod simd;
 mod target;
@@ -56,9 +57,10 @@ pub use functions::{
     Logical, Packed, ensure_finite, fake_quantize, fake_quantize_with, quantize,
     streaming_attention, streaming_attention_with,
 };
-pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts, Side, Sides};
+pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts};
 pub use memory::KvMemory;
 pub use ops::{CacheState, KvCacheOps};
+pub use sides::{Side, Sides};
 #[cfg(feature = "autodiff")]
 pub use target::Autodiff;
 #[cfg(feature = "cuda")]

@@ -205,8 +205,8 @@ impl KvCache {
             let (tensor, shape) = ("position", position.dims().to_vec());
             return Err(Error::Shape { op: OP, tensor, shape, rule });
         }
-        self.check_device(OP, "position", &position.device())?;
         let device = query.device();
+        check_device(OP, "position", &position.device(), &device)?;
         crate::backends::check_attend(&self.layout, query.dims(), self.capacity(), &device)?;
         self.stepped = true;
         Ok(self.state.step(query, key, value, position.clone(), self.layout, self.options))
@@ -292,22 +292,11 @@ impl KvCache {
             );
             return Err(Error::Shape { op, tensor, shape: dims.to_vec(), rule });
         }
+        let device = self.device();
         for (name, tensor) in [("query", query), ("key", key), ("value", value)] {
-            self.check_device(op, name, &tensor.device())?;
+            check_device(op, name, &tensor.device(), &device)?;
         }
         Ok(tokens)
-    }
-
-    fn check_device(&self, op: &'static str, name: &str, found: &Device) -> Result<()> {
-        let device = self.device();
-        let why = if found.is_autodiff() {
-            "a cache records no gradients; train with streaming_attention".to_string()
-        } else if *found != device {
-            format!("the cache is on {device:?}")
-        } else {
-            return Ok(());
-        };
-        Err(Error::Unsupported { what: format!("{op}: {name} on {found:?}"), why })
     }
 
     fn device(&self) -> Device {
@@ -387,4 +376,16 @@ impl KvCache {
         }
         .with_dtype(dtype)
     }
+}
+
+/// Checks that a tensor on `found` can be used with a cache on `device`.
+fn check_device(op: &'static str, name: &str, found: &Device, device: &Device) -> Result<()> {
+    let why = if found.is_autodiff() {
+        "a cache records no gradients; train with streaming_attention".to_string()
+    } else if found != device {
+        format!("the cache is on {device:?}")
+    } else {
+        return Ok(());
+    };
+    Err(Error::Unsupported { what: format!("{op}: {name} on {found:?}"), why })
 }

@@ -2,7 +2,7 @@
 
 use burn::tensor::{Int, Tensor};
 
-use super::{KvCache, state::State};
+use super::{KvCache, check_device, state::State};
 use crate::{AttentionOptions, CacheShape, Error, KvCacheConfig, Result, Sides};
 
 /// The tensors of a cache, to store it away or to inspect it. See [`KvCache::into_parts`].
@@ -49,14 +49,14 @@ impl KvCache {
             let capacity = config.capacity;
             return Err(Error::CapacityExceeded { len: 0, added, capacity });
         }
+        let device = floats.device();
         let devices =
-            [("floats", floats.device()), ("keys", keys.device()), ("values", values.device())];
+            [("floats", device.clone()), ("keys", keys.device()), ("values", values.device())];
+        for (name, found) in devices {
+            check_device("from_parts", name, &found, &device)?;
+        }
         let state = State::of(&layout, Sides { keys, values }, floats)?;
         let options = AttentionOptions::default();
-        let cache = Self { layout, options, state, lens, stepped: false };
-        for (name, device) in devices {
-            cache.check_device("from_parts", name, &device)?;
-        }
-        Ok(cache)
+        Ok(Self { layout, options, state, lens, stepped: false })
     }
 }

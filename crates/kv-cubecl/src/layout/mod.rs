@@ -16,11 +16,14 @@ mod side;
 mod view;
 
 pub use schedule::{QuantizedCounts, Schedule, SideSchedule};
-pub use side::{Side, SideLayout, Sides};
+pub use side::SideLayout;
 pub use view::{RowView, StreamSpec};
 
-pub use crate::formats::{Granularity, PackedFormat, QuantSpec};
 use crate::{KvCacheConfig, Result};
+pub use crate::{
+    formats::{Granularity, PackedFormat, QuantSpec},
+    sides::{Side, Sides},
+};
 
 /// Shape of what a cache holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -84,7 +84,7 @@ fn bad_names_say_which_part() {
         ("k2v2-g３２", "\"g３２\""),
     ] {
         let error = name.parse::<KvCacheConfig>().expect_err(name);
-        let Error::InvalidCacheName { text, why } = &error else { panic!("{name}: {error:?}") };
+        let Error::InvalidCacheName { text, why, .. } = &error else { panic!("{name}: {error:?}") };
         assert_eq!(text, name);
         assert!(why.contains(part), "{name:?}: {why}");
         assert!(error.to_string().starts_with(&format!("cache {name:?}: ")), "{error}");

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use kv_cli::{Backend, Plain, dispatch};
-use kv_cubecl::{Bits, KvCacheConfig, On, Target};
+use kv_cubecl::{Bits, On, Target};
 use kv_eval::{Mode, Plan};
 use kv_models::{KV_CACHE_FILE, ModelCacheConfig};
 
