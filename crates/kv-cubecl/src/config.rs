@@ -29,7 +29,7 @@ pub enum Flush {
 /// ([`streaming_attention`](crate::streaming_attention)).
 ///
 /// It is parsed from and printed as a short name: `float`, `k4v4`, `k4v2-g64-r32-s4`,
-/// `k2v2-after-f16`.
+/// `k2v2-after-slide-f16`.
 ///
 /// ```
 /// use kv_cubecl::{Bits, Flush, KvCacheConfig};
@@ -60,6 +60,14 @@ pub struct KvCacheConfig {
     pub capacity: usize,
     /// Storage type of what stays in float.
     pub float: CacheFloat,
+    /// Whether keys leave the window a group at a time, as soon as it is full, instead of all at once:
+    /// `residual_length - group_size` to `residual_length - 1` of them stay in float, in the same memory.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub sliding: bool,
+}
+
+fn is_false(flag: &bool) -> bool {
+    !flag
 }
 
 impl KvCacheConfig {
@@ -74,6 +82,7 @@ impl KvCacheConfig {
             sink_tokens: 0,
             capacity: 4096,
             float: CacheFloat::F32,
+            sliding: false,
         }
     }
 
@@ -122,6 +131,12 @@ impl KvCacheConfig {
     /// Sets the storage type of what stays in float.
     pub const fn with_float(mut self, float: CacheFloat) -> Self {
         self.float = float;
+        self
+    }
+
+    /// Sets whether keys leave the window a group at a time.
+    pub const fn with_sliding(mut self, sliding: bool) -> Self {
+        self.sliding = sliding;
         self
     }
 
@@ -201,6 +216,9 @@ impl fmt::Display for KvCacheConfig {
             if self.flush == Flush::AfterAttention {
                 write!(f, "-after")?;
             }
+            if self.sliding {
+                write!(f, "-slide")?;
+            }
         } else {
             write!(f, "float")?;
         }
@@ -219,7 +237,7 @@ impl FromStr for KvCacheConfig {
             let floats = CacheFloat::ALL.iter().map(|float| format!(", -{}", float.name()));
             let expected = format!(
                 "expected float, or kKvV with bits 2, 4, 8 or 16, then any of -gN group size, -rN \
-                 residual length, -sN sink tokens, -before, -after{}",
+                 residual length, -sN sink tokens, -before, -after, -slide{}",
                 floats.collect::<String>()
             );
             Error::InvalidCacheName { text: text.to_string(), why, expected }
@@ -260,6 +278,10 @@ impl FromStr for KvCacheConfig {
                 "after" => {
                     config.flush = Flush::AfterAttention;
                     "flush"
+                }
+                "slide" => {
+                    config.sliding = true;
+                    "slide"
                 }
                 _ if let Some(&float) = CacheFloat::ALL.iter().find(|f| f.name() == part) => {
                     config.float = float;

@@ -22,6 +22,11 @@ impl SideSchedule {
         Self { step: length, keep: 0 }
     }
 
+    /// The oldest `group` of a window of `length` tokens is quantized when it is full.
+    pub const fn groups(length: usize, group: usize) -> Self {
+        Self { step: group, keep: length.saturating_sub(group) }
+    }
+
     /// The oldest token of a full window of `length` tokens is quantized for every new one: the values of
     /// KIVI.
     pub const fn sliding(length: usize) -> Self {
@@ -62,9 +67,10 @@ impl Schedule {
     /// That of a configuration.
     pub const fn new(config: &KvCacheConfig) -> Self {
         let length = config.residual_length;
-        let keys = match config.key_bits.is_quantized() {
-            true => SideSchedule::blocks(length),
-            false => SideSchedule::NEVER,
+        let keys = match (config.key_bits.is_quantized(), config.sliding) {
+            (true, false) => SideSchedule::blocks(length),
+            (true, true) => SideSchedule::groups(length, config.group_size),
+            (false, _) => SideSchedule::NEVER,
         };
         let values = match config.value_bits.is_quantized() {
             true => SideSchedule::sliding(length),
@@ -87,7 +93,8 @@ impl Schedule {
     /// sees.
     ///
     /// With a window of R tokens `BeforeAttention` quantizes keys `R * floor((t + 1) / R)` and values
-    /// `t + 1 - R`, `AfterAttention` keys `R * floor(t / R)` and values `t - R`; `t = len - 1 - S`.
+    /// `t + 1 - R`, `AfterAttention` keys `R * floor(t / R)` and values `t - R`; `t = len - 1 - S`. Of n tokens
+    /// that count, sliding keys are quantized by groups of G: `G * floor((n - (R - G)) / G)`.
     pub const fn counts(&self, len: usize) -> QuantizedCounts {
         let n = len.saturating_sub(self.sink_tokens + self.lag());
         let Sides { keys, values } = &self.sides;

@@ -25,7 +25,8 @@ struct Token {
 #[derive(Clone, Debug, Default)]
 pub struct Lane {
     tokens: Vec<Token>,
-    /// Tokens past the sinks whose key is in float; the window fills up and is flushed as a whole.
+    /// Tokens past the sinks whose key is in float; the window fills up and is flushed as a whole, or by its
+    /// first group if it slides.
     key_residual: Vec<usize>,
     /// Tokens past the sinks whose value is in float; the window slides.
     value_residual: VecDeque<usize>,
@@ -52,7 +53,8 @@ impl Lane {
     /// Quantizes what has left the windows.
     fn flush(&mut self, config: &KvCacheConfig) {
         if config.key_bits != Bits::Float && self.key_residual.len() == config.residual_length {
-            let residual = core::mem::take(&mut self.key_residual);
+            let leaving = if config.sliding { config.group_size } else { config.residual_length };
+            let residual: Vec<usize> = self.key_residual.drain(..leaving).collect();
             for group in residual.chunks(config.group_size) {
                 self.quantize_keys(group, config.key_bits.n_bits());
             }

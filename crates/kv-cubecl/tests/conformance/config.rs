@@ -15,12 +15,14 @@ fn bits() -> impl Strategy<Value = Bits> {
 
 fn configs() -> impl Strategy<Value = KvCacheConfig> {
     let sizes = (0..200usize, 0..1000usize, 0..50usize);
-    (bits(), bits(), sizes, any::<bool>(), any::<bool>()).prop_map(
-        |(key_bits, value_bits, (group_size, residual_length, sinks), after, half)| {
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>());
+    (bits(), bits(), sizes, flags).prop_map(
+        |(key_bits, value_bits, (group_size, residual_length, sinks), (after, half, sliding))| {
             KvCacheConfig::kivi(key_bits, value_bits)
                 .with_group_size(group_size)
                 .with_residual_length(residual_length)
                 .with_sink_tokens(sinks)
+                .with_sliding(sliding)
                 .with_flush(if after { Flush::AfterAttention } else { Flush::BeforeAttention })
                 .with_float(if half { CacheFloat::F16 } else { CacheFloat::F32 })
         },
@@ -52,6 +54,7 @@ fn names_by_hand() {
         ("k4v2-g64-r32-s4", "k4v2-g64-r32-s4"),
         ("k2v2-after", "k2v2-after"),
         ("k2v2-f16-after-s1", "k2v2-s1-after-f16"),
+        ("k2v2-slide-s4-after", "k2v2-s4-after-slide"),
         ("k16v2-g16", "k16v2-g16"),
     ] {
         assert_eq!(name.parse::<KvCacheConfig>().unwrap().to_string(), canonical, "{name}");
@@ -257,9 +260,15 @@ fn counts_are_the_oracles() {
 /// No two tokens that are in float at the same time share a float row.
 #[test]
 fn float_rows_do_not_collide() {
-    for name in
-        ["k2v2-g16-r16", "k2v2-g16-r32-s3-after", "k16v2-g16-r16-s1", "k2v16-g16-r16", "float"]
-    {
+    for name in [
+        "k2v2-g16-r16",
+        "k2v2-g16-r32-s3-after",
+        "k4v8-g8-r24-slide-after",
+        "k4v2-g16-r48-s2-slide",
+        "k16v2-g16-r16-s1",
+        "k2v16-g16-r16",
+        "float",
+    ] {
         for (capacity, (keys, values)) in
             [1, 3, 16, 17, 100].into_iter().flat_map(|n| [(n, (64, 64)), (n, (24, 64))])
         {

@@ -88,6 +88,7 @@ impl File {
                 None => CacheFloat::F32,
                 Some(name) => *CacheFloat::ALL.iter().find(|float| float.name() == name).unwrap(),
             })
+            .with_sliding(self.metadata.get("sliding").is_some_and(|sliding| sliding == "true"))
             .with_flush(match self.metadata["flush"].as_str() {
                 "before" => Flush::BeforeAttention,
                 "after" => Flush::AfterAttention,

@@ -157,6 +157,7 @@ fn straight_through_in_every_configuration<T: Target>(on: &On<T>) {
         "k16v2-g16-r16",
         "k2v16-g16-r16",
         "k2v2-g16-r16-s200",
+        "k2v2-g16-r32-s3-slide",
         "float",
     ];
     for (seed, name) in names.into_iter().enumerate() {

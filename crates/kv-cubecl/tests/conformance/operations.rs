@@ -118,6 +118,8 @@ fn run<T: Target>(on: &On<T>, seed: u64) {
         "k16v4-g8-r8-after",
         "k2v16-g16-r16-s1",
         "k8v8-g4-r4",
+        "k4v4-g8-r24-slide",
+        "k2v4-g16-r32-s3-after-slide",
     ];
     let config: KvCacheConfig = names[rng.below(names.len())].parse().unwrap();
     let config = config.with_capacity(1 + rng.below(70));

@@ -135,8 +135,9 @@ pub(crate) fn setups() -> impl Strategy<Value = Setup> {
     let window = (prop::sample::select(sizes), 1..=2usize);
     let sinks = prop::sample::select(vec![0, 0, 1, 4, 19]);
     let heads = (1..=2usize, 1..=2usize, 1..=4usize);
-    (bits, window, sinks, any::<bool>(), heads, (0.0..1.0, any::<u32>())).prop_map(
-        |((k, v), ((group, head_dim), groups), sinks, after, heads, (length, seed))| {
+    let order = (any::<bool>(), any::<bool>());
+    (bits, window, sinks, order, heads, (0.0..1.0, any::<u32>())).prop_map(
+        |((k, v), ((group, head_dim), groups), sinks, (after, sliding), heads, (length, seed))| {
             let (batch, n_kv_heads, per_kv) = heads;
             let residual = group * groups;
             let flush = if after { Flush::AfterAttention } else { Flush::BeforeAttention };
@@ -145,6 +146,7 @@ pub(crate) fn setups() -> impl Strategy<Value = Setup> {
                 .with_group_size(group)
                 .with_residual_length(residual)
                 .with_sink_tokens(sinks)
+                .with_sliding(sliding)
                 .with_flush(flush);
             let longest = (3 * residual + sinks).min(150) as f64;
             let tokens = 1 + (longest * length) as usize;
