@@ -6,6 +6,7 @@ use super::{
 };
 use crate::{
     Bits, Granularity,
+    formats::cube::Affine,
     kernels::{
         ELEMENTWISE_UNITS,
         cuda_source::{buffer, each_ptx, named, settings},
@@ -28,11 +29,40 @@ fn no_array_is_in_local_memory() {
         let args = || ().dynamic_cast();
         let write_token = {
             let args = ().dynamic_cast();
-            WriteToken::new(s(), d(), t(), b(), b(), b(), b(), b(), position, args, token, F32, F32)
+            WriteToken::<Affine, Affine>::new(
+                s(),
+                d(),
+                t(),
+                b(),
+                b(),
+                b(),
+                b(),
+                b(),
+                position,
+                args,
+                token,
+                F32,
+                F32,
+            )
         };
         let flush = |spec| {
             let side = ().dynamic_cast();
-            Flush::new(s(), d(), t(), b(), b(), b(), args(), side, (), (), (), (), spec, F32)
+            Flush::<Affine>::new(
+                s(),
+                d(),
+                t(),
+                b(),
+                b(),
+                b(),
+                args(),
+                side,
+                (),
+                (),
+                (),
+                (),
+                spec,
+                F32,
+            )
         };
         let side = ().dynamic_cast();
         let append = Append::new(s(), d(), t(), b(), b(), args(), side, (), (), false, F32);

@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 use super::{base::ChunkBlueprint, kernel::partial_attention::PartialAttention, plan};
 use crate::{
     CacheShape,
+    formats::cube::Affine,
     kernels::{
         cuda_source::{buffer, settings},
         decode_attention::DecodeProblem,
@@ -37,7 +38,7 @@ fn kernel(
         scale: 1.0,
     };
     let blueprint = plan(&problem, &properties).unwrap().blueprint;
-    let kernel = PartialAttention::new(
+    let kernel = PartialAttention::<Affine, Affine>::new(
         settings(blueprint.blocks.units, ExecutionMode::Unchecked),
         properties,
         Default::default(),

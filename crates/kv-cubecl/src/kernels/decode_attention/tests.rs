@@ -12,6 +12,7 @@ use super::{
 };
 use crate::{
     CacheShape,
+    formats::cube::Affine,
     kernels::cuda_source::{buffer, settings},
     layout::CacheLayout,
 };
@@ -36,7 +37,7 @@ fn kernel(
     let problem =
         DecodeProblem { layout, len: 4096, tokens: 4096, rows, float, query: float, scale: 1.0 };
     let (blueprint, _) = prepare(&problem, Hardware::of(&properties)).unwrap();
-    let kernel = PartialAttention::new(
+    let kernel = PartialAttention::<Affine, Affine>::new(
         settings(blueprint.units, ExecutionMode::Unchecked),
         properties,
         Default::default(),

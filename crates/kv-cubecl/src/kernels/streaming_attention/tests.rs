@@ -1,4 +1,7 @@
-use cubecl::prelude::*;
+use cubecl::{
+    ir::{ElemType, FloatKind},
+    prelude::*,
+};
 
 use super::{
     backward::{keys_and_values::KeysAndValues, queries::Queries},
@@ -17,7 +20,8 @@ fn no_array_is_in_local_memory() {
     // Scalars have no compilation arguments: the struct of them is of size zero.
     each_ptx(|card| {
         let d = || card.clone();
-        let blocks = RowBlocks::new(128, 0, 0, Processor::of(&card)).unwrap();
+        let f32 = ElemType::Float(FloatKind::F32);
+        let blocks = RowBlocks::new(128.into(), 0, 0, Processor::of(&card)).unwrap();
         let forward_blocked = ForwardBlocked::new(
             settings(blocks.units, ExecutionMode::Unchecked),
             d(),
@@ -32,6 +36,7 @@ fn no_array_is_in_local_memory() {
             ().dynamic_cast(),
             VECTOR,
             ForwardBlueprint { blocks, flat: false, keys: true, values: true },
+            f32,
         );
         let s = || settings(128, ExecutionMode::Checked);
         let bp = |head_dim: usize| StreamBlueprint {
@@ -52,6 +57,7 @@ fn no_array_is_in_local_memory() {
             b(),
             ().dynamic_cast(),
             bp(126),
+            f32,
         );
         let args = || ().dynamic_cast();
         let queries =
