@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
     Bits, CacheFloat, FakeQuantOptions, Granularity, KvCacheConfig, On, Target, layout::Schedule,
-    quantize, streaming_attention_with,
+    quantize, rotate, streaming_attention_with,
 };
 use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig, ids_to_tensor};
 use serde::Serialize;
@@ -149,7 +149,9 @@ fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Resul
         side(quantized, stored, granularity, bits, config.group_size, name)
     };
     let keys = error(&key, Granularity::PerChannel, config.key_bits, counts.keys)?;
-    let values = error(&value, Granularity::PerToken, config.value_bits, counts.values)?;
+    // Rotating changes no error relative to the norm: they can be compared where they are quantized.
+    let turned = if config.rotates_values() { rotate(value.clone())? } else { value.clone() };
+    let values = error(&turned, Granularity::PerToken, config.value_bits, counts.values)?;
 
     let fake_quant = FakeQuantOptions::default();
     let quantized = streaming_attention_with(query, key, value, config, fake_quant, options)?;

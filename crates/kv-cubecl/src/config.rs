@@ -64,6 +64,10 @@ pub struct KvCacheConfig {
     /// `residual_length - group_size` to `residual_length - 1` of them stay in float, in the same memory.
     #[serde(default, skip_serializing_if = "is_false")]
     pub sliding: bool,
+    /// Whether values are multiplied by a Hadamard matrix over head_dim before they are quantized, which
+    /// spreads outliers of a channel over all; outputs are turned back. Without effect on float values.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub rotate_values: bool,
 }
 
 fn is_false(flag: &bool) -> bool {
@@ -83,6 +87,7 @@ impl KvCacheConfig {
             capacity: 4096,
             float: CacheFloat::F32,
             sliding: false,
+            rotate_values: false,
         }
     }
 
@@ -140,6 +145,17 @@ impl KvCacheConfig {
         self
     }
 
+    /// Sets whether values are rotated before they are quantized.
+    pub const fn with_rotate_values(mut self, rotate_values: bool) -> Self {
+        self.rotate_values = rotate_values;
+        self
+    }
+
+    /// Whether values are stored rotated.
+    pub const fn rotates_values(&self) -> bool {
+        self.rotate_values && self.value_bits.is_quantized()
+    }
+
     /// Whether either side is quantized.
     pub const fn is_quantized(&self) -> bool {
         self.key_bits.is_quantized() || self.value_bits.is_quantized()
@@ -194,6 +210,10 @@ impl KvCacheConfig {
             let rule = format!("does not divide head_dim {}", head_dim.values);
             return Err(invalid("group_size", group_size, rule));
         }
+        if self.rotates_values() && !head_dim.values.is_power_of_two() {
+            let rule = format!("head_dim {} of values is not a power of two", head_dim.values);
+            return Err(invalid("rotate_values", true, rule));
+        }
         Ok(())
     }
 }
@@ -219,6 +239,9 @@ impl fmt::Display for KvCacheConfig {
             if self.sliding {
                 write!(f, "-slide")?;
             }
+            if self.rotate_values {
+                write!(f, "-hadv")?;
+            }
         } else {
             write!(f, "float")?;
         }
@@ -237,7 +260,7 @@ impl FromStr for KvCacheConfig {
             let floats = CacheFloat::ALL.iter().map(|float| format!(", -{}", float.name()));
             let expected = format!(
                 "expected float, or kKvV with bits 2, 4, 8 or 16, then any of -gN group size, -rN \
-                 residual length, -sN sink tokens, -before, -after, -slide{}",
+                 residual length, -sN sink tokens, -before, -after, -slide, -hadv{}",
                 floats.collect::<String>()
             );
             Error::InvalidCacheName { text: text.to_string(), why, expected }
@@ -278,6 +301,10 @@ impl FromStr for KvCacheConfig {
                 "after" => {
                     config.flush = Flush::AfterAttention;
                     "flush"
+                }
+                "hadv" => {
+                    config.rotate_values = true;
+                    "hadv"
                 }
                 "slide" => {
                     config.sliding = true;

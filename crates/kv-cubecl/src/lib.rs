@@ -54,7 +54,7 @@ pub use config::{Flush, KvCacheConfig};
 pub use error::{Error, Result};
 pub use formats::{Bits, CacheFloat};
 pub use functions::{
-    Logical, Packed, ensure_finite, fake_quantize, fake_quantize_with, quantize,
+    Logical, Packed, ensure_finite, fake_quantize, fake_quantize_with, quantize, rotate,
     streaming_attention, streaming_attention_with,
 };
 pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts};

@@ -82,6 +82,13 @@ pub trait KvCacheOps: Backend {
     #[fusion(meta = |input, _float| input.clone())]
     fn round_to(input: FloatTensor<Self>, float: CacheFloat) -> FloatTensor<Self>;
 
+    /// Multiplies each row, the last axis of an f32 tensor and a power of two up to 256 long, by the
+    /// Sylvester-Hadamard matrix divided by the root of its size: sums and differences of neighbors, then of
+    /// those two apart, four apart, and so on. The matrix is its own inverse and transpose, so that the same is
+    /// its gradient.
+    #[fusion(meta = |input| input.clone())]
+    fn rotate(input: FloatTensor<Self>) -> FloatTensor<Self>;
+
     /// Appends `key` and `value` `[batch, n_kv_heads, m, head_dim]` to a cache of `len` tokens, in
     /// place: quantizes what leaves the residual window, and writes the new tokens that stay in float
     /// into their slots.

@@ -141,7 +141,8 @@ impl ModelCacheConfig {
             .with_sink_tokens(required(&mut fields, "sink_tokens")?)
             .with_capacity(required(&mut fields, "capacity")?)
             .with_float(required(&mut fields, "float")?)
-            .with_sliding(optional(&mut fields, "sliding")?.unwrap_or_default());
+            .with_sliding(optional(&mut fields, "sliding")?.unwrap_or_default())
+            .with_rotate_values(optional(&mut fields, "rotate_values")?.unwrap_or_default());
         let float_layers = optional(&mut fields, "float_layers")?.unwrap_or_default();
         match fields.into_iter().next() {
             None => Ok(Self { cache, float_layers }),

@@ -32,6 +32,18 @@ impl<B: Backend> Backward<B, 1> for StraightThrough {
     }
 }
 
+/// [`KvCacheOps::rotate`], which is its own gradient.
+#[derive(Debug)]
+struct Rotation;
+
+impl<B: KvCacheOps> Backward<B, 1> for Rotation {
+    type State = ();
+
+    fn backward(self, ops: Ops<(), 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        unary::<B, _>(ops.parents, ops.node, grads, <B as KvCacheOps>::rotate);
+    }
+}
+
 /// [`SteGradient::ScaleMin`]; its state is the input, how it is quantized, and the number of first
 /// tokens that are not.
 #[derive(Debug)]
@@ -121,6 +133,12 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         let node = input.node();
         let rounded = <B as KvCacheOps>::round_to(input.into_primitive(), float);
         StraightThrough.prepare::<C>([node]).compute_bound().stateless(rounded)
+    }
+
+    fn rotate(input: FloatTensor<Self>) -> FloatTensor<Self> {
+        let node = input.node();
+        let rotated = <B as KvCacheOps>::rotate(input.into_primitive());
+        Rotation.prepare::<C>([node]).compute_bound().stateless(rotated)
     }
 
     /// A cache is state, not part of the graph: what is written to it records no gradient.

@@ -11,7 +11,7 @@ use burn::tensor::Device;
 
 use crate::{
     Error, Result,
-    layout::{CacheLayout, CacheShape, QuantSpec, StreamSpec},
+    layout::{CacheLayout, CacheShape, StreamSpec},
 };
 
 /// Checks that `device` belongs to a backend that this crate's features give its operations: Burn
@@ -36,22 +36,18 @@ pub(crate) fn check_device(op: &str, device: &Device) -> Result<()> {
     }
 }
 
-/// Checks that `device` has enough cubes and wide enough indices for the kernels of `op`, which
-/// quantizes or restores a tensor of this shape.
+/// Checks that `device` has enough cubes and wide enough indices for the kernels of `op`, which have up to a
+/// unit for each element of a tensor of this shape.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming `op`.
 #[allow(unused_variables, reason = "without a CubeCL backend there is nothing to refuse")]
-pub(crate) fn check_quantize(
-    op: &str,
-    shape: [usize; 4],
-    spec: QuantSpec,
-    device: &Device,
-) -> Result<()> {
+pub(crate) fn check_elements(op: &str, shape: [usize; 4], device: &Device) -> Result<()> {
     #[cfg(feature = "cube")]
     if let Some(client) = client(device) {
-        use crate::kernels::Limits;
-        return cube::restore_problem(shape, spec).check(op, &Limits::of(client.properties()));
+        use crate::kernels::{Grid, Limits};
+        let n = shape.iter().product();
+        return Grid::elementwise(op, n, n, &Limits::of(client.properties())).map(drop);
     }
     Ok(())
 }

@@ -121,6 +121,7 @@ impl KvCache {
     pub fn append(&mut self, key: Tensor<4>, value: Tensor<4>) -> Result<()> {
         let tokens = self.check("append", &key, &key, &value)?;
         self.check_even("append")?;
+        let [_, key, value] = self.stored([key.clone(), key, value]);
         self.write(key, value, tokens);
         Ok(())
     }
@@ -146,21 +147,47 @@ impl KvCache {
         value: Tensor<4>,
     ) -> Result<Attention> {
         let tokens = self.check("attend", &query, &key, &value)?;
+        if tokens > 1 {
+            self.check_even("attend")?;
+        }
+        let dtype = query.dtype();
+        let [query, key, value] = self.stored([query, key, value]);
+        let attention = self.attend_stored(query, key, value, tokens);
+        Ok(attention.rotated(self.layout.config()).with_dtype(dtype))
+    }
+
+    /// [`attend`](Self::attend) to values as they are stored, and with an output like them.
+    fn attend_stored(
+        &mut self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        tokens: usize,
+    ) -> Attention {
         if tokens == 1 && !self.is_even() {
             let positions: Vec<i32> = self.lens.iter().map(|&len| len as i32).collect();
             let positions = TensorData::new(positions, [self.lens.len()]);
             let positions = Tensor::from_data(positions, (&query.device(), DType::I32));
             self.lens.iter_mut().for_each(|len| *len += 1);
-            return Ok(self.state.step(query, key, value, positions, self.layout, self.options));
+            return self.state.step(query, key, value, positions, self.layout, self.options);
         }
-        self.check_even("attend")?;
         if tokens == 1 {
             self.write(key, value, 1);
-            return Ok(self.decode(query, self.len()));
+            return self.decode(query, self.len());
         }
         let attention = self.attend_chunk(query, key.clone(), value.clone());
         self.write(key, value, tokens);
-        Ok(attention)
+        attention
+    }
+
+    /// Query, keys and values as they are; with values rotated, and all in f32, if the cache rotates them.
+    fn stored(&self, qkv: [Tensor<4>; 3]) -> [Tensor<4>; 3] {
+        let config = self.layout.config();
+        if !config.rotates_values() {
+            return qkv;
+        }
+        let [query, key, value] = qkv.map(functions::floats);
+        [query, key, functions::rotated(value, config)]
     }
 
     /// [`attend`](Self::attend) for one token, of a cache whose sequences hold as many tokens as `position`
@@ -209,7 +236,10 @@ impl KvCache {
         check_device(OP, "position", &position.device(), &device)?;
         crate::backends::check_attend(&self.layout, query.dims(), self.capacity(), &device)?;
         self.stepped = true;
-        Ok(self.state.step(query, key, value, position.clone(), self.layout, self.options))
+        let (dtype, position) = (query.dtype(), position.clone());
+        let [query, key, value] = self.stored([query, key, value]);
+        let attention = self.state.step(query, key, value, position, self.layout, self.options);
+        Ok(attention.rotated(self.layout.config()).with_dtype(dtype))
     }
 
     /// Adds to [`len`](Self::len) the `tokens` that [`attend_at`](Self::attend_at) has appended
@@ -238,10 +268,14 @@ impl KvCache {
     pub fn peek(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Result<Attention> {
         self.check("peek", &query, &key, &value)?;
         self.check_even("peek")?;
-        Ok(self.attend_chunk(query, key, value))
+        let dtype = query.dtype();
+        let [query, key, value] = self.stored([query, key, value]);
+        let attention = self.attend_chunk(query, key, value);
+        Ok(attention.rotated(self.layout.config()).with_dtype(dtype))
     }
 
-    /// The keys or values that are quantized now in every sequence, or `None` if there are none.
+    /// The keys or values that are quantized now in every sequence, or `None` if there are none. Values of a
+    /// cache that rotates them are rotated.
     pub fn packed(&self, side: Side) -> Option<Packed> {
         let spec = self.layout.sides()[side].spec?;
         let shortest = self.lens.iter().copied().min()?;

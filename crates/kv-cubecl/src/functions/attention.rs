@@ -79,10 +79,48 @@ pub fn streaming_attention_with(
     crate::backends::check_stream(n_heads, shape, key.dims()[2], spec, &device)?;
     debug_check_finite("streaming_attention", "key", &key)?;
     debug_check_finite("streaming_attention", "value", &value)?;
-    Ok(closed_form(query, key, value, &layout, fake_quant, options))
+    let dtype = query.dtype();
+    // What is rotated after attention is rounded to a narrow type once, at the end.
+    let query = if config.rotates_values() { floats(query) } else { query };
+    let value = rotated(value, config);
+    let attention = closed_form(query, key, value, &layout, fake_quant, options);
+    Ok(attention.rotated(config).with_dtype(dtype))
 }
 
-/// [`streaming_attention_with`] without the checks, for a sequence that starts with an empty cache.
+/// Values as a cache of this configuration stores them, but for rounding: rotated, if it rotates them.
+pub(crate) fn rotated(value: Tensor<4>, config: &KvCacheConfig) -> Tensor<4> {
+    match config.rotates_values() {
+        true => turned(value),
+        false => value,
+    }
+}
+
+/// [`rotate`] without its checks.
+fn turned(input: Tensor<4>) -> Tensor<4> {
+    Tensor::from_dispatch(<Dispatch as KvCacheOps>::rotate(floats(input).into_dispatch()))
+}
+
+/// Multiplies each row by Sylvester's Hadamard matrix divided by the root of its size, which is its own inverse: what
+/// a cache with [`KvCacheConfig::rotate_values`] does to values. The output is f32, whatever the input.
+///
+/// # Shapes
+/// - `input`, output: `[batch, heads, tokens, head_dim]`, head_dim a power of two up to 256
+///
+/// # Errors
+/// [`Error::Shape`], and [`Error::Unsupported`] for a device without the operation.
+pub fn rotate(input: Tensor<4>) -> Result<Tensor<4>> {
+    let shape = input.dims();
+    if shape.contains(&0) || !shape[3].is_power_of_two() || shape[3] > 256 {
+        let rule = "head_dim must be a power of two up to 256, and no axis empty".to_string();
+        return Err(Error::Shape { op: "rotate", tensor: "input", shape: shape.to_vec(), rule });
+    }
+    crate::backends::check_device("rotate", &input.device())?;
+    crate::backends::check_elements("rotate", shape, &input.device())?;
+    Ok(turned(input))
+}
+
+/// [`streaming_attention_with`] without the checks, for a sequence that starts with an empty cache, with values
+/// and output [`rotated`].
 pub(crate) fn closed_form(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -151,6 +189,11 @@ pub(crate) fn stream(
 }
 
 impl Attention {
+    /// With the output, f32, turned back, of a cache that rotates values.
+    pub(crate) fn rotated(self, config: &KvCacheConfig) -> Self {
+        Self { output: rotated(self.output, config), ..self }
+    }
+
     /// With the output in the type of the query.
     pub(crate) fn with_dtype(self, dtype: DType) -> Self {
         match self.output.dtype() == dtype {

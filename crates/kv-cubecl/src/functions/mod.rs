@@ -4,7 +4,7 @@
 mod attention;
 mod quantize;
 
-pub(crate) use attention::{check_qkv, closed_form, floats, store, stream};
-pub use attention::{streaming_attention, streaming_attention_with};
+pub(crate) use attention::{check_qkv, closed_form, floats, rotated, store, stream};
+pub use attention::{rotate, streaming_attention, streaming_attention_with};
 pub(crate) use quantize::fake_quantize_from;
 pub use quantize::{Logical, Packed, ensure_finite, fake_quantize, fake_quantize_with, quantize};

@@ -27,7 +27,6 @@ pub(crate) mod streaming_attention;
 use cubecl::client::Client;
 
 use crate::Result;
-#[cfg(all(test, feature = "cuda-ptx"))]
 use grid::ELEMENTWISE_UNITS;
 pub(crate) use grid::{Grid, Limits};
 

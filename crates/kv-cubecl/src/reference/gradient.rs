@@ -3,8 +3,9 @@
 use super::{
     attention::attend_row_backward,
     quantizer::{F16_MAX, quantize_group},
+    rotation::rotate,
     sequence::{token, with_dim},
-    stream::{StreamOracle, stored, to_f64},
+    stream::{StreamOracle, rotates, stored, to_f64},
     tensor::groups,
 };
 use crate::{Bits, CacheShape, Granularity, KvCacheConfig, Sides, SteGradient};
@@ -74,9 +75,16 @@ pub fn stream_gradients(
     let keys = (key, key_shape, key_hat, (Granularity::PerChannel, config.key_bits));
     let values = (value, value_shape, value_hat, (Granularity::PerToken, config.value_bits));
     for (to, (input, shape, hat, how)) in [(&mut out.key, keys), (&mut out.value, values)] {
-        let input = stored(input, config.float);
-        let through = through_quantizer((&input, shape), &hat, how, config, gradient);
-        add(to, &through);
+        let rotates = how.0 == Granularity::PerToken && rotates(config);
+        let turned = |x: &[f64]| -> Vec<f64> {
+            let rows = x.chunks(shape[3]);
+            if rotates { rows.flat_map(rotate).collect() } else { x.to_vec() }
+        };
+        let rows = input.chunks(shape[3]);
+        let input = if rotates { rows.flat_map(rotate).collect() } else { input.to_vec() };
+        let input = stored(&input, config.float);
+        let through = through_quantizer((&input, shape), &turned(&hat), how, config, gradient);
+        add(to, &turned(&through));
     }
     out
 }

@@ -22,6 +22,7 @@
 mod attention;
 mod gradient;
 mod quantizer;
+mod rotation;
 mod sequence;
 mod stream;
 mod tensor;
@@ -29,6 +30,7 @@ mod tensor;
 pub use attention::{attend_row, attend_row_backward, causal_attention};
 pub use gradient::{StreamGradients, fake_quantize_group_backward, stream_gradients};
 pub use quantizer::{F16_MAX, QuantizedGroup, dequantize_group, quantize_group};
+pub use rotation::rotate;
 pub use sequence::{Streamed, stream};
 pub use stream::{Lane, StreamOracle};
 pub use tensor::{dequantize, fake_quantize, quantize};

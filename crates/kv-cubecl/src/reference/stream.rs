@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use super::{
     attention::attend_row,
     quantizer::{dequantize_group, quantize_group},
+    rotation::rotate,
 };
 use crate::{Bits, CacheFloat, CacheShape, Flush, KvCacheConfig, QuantizedCounts, Sides};
 
@@ -34,11 +35,12 @@ pub struct Lane {
 
 impl Lane {
     fn push(&mut self, config: &KvCacheConfig, key: &[f32], value: &[f32]) {
-        let (key, value) = (stored(key, config.float), stored(value, config.float));
+        let value = if rotates(config) { rotate(value) } else { value.to_vec() };
+        let (key, value) = (stored(key, config.float), stored(&value, config.float));
         let new = self.tokens.len();
         self.tokens.push(Token {
             seen_key: to_f64(&key),
-            seen_value: to_f64(&value),
+            seen_value: seen(&value, config),
             key,
             value,
             key_quantized: false,
@@ -67,7 +69,7 @@ impl Lane {
             let bits = config.value_bits.n_bits();
             let groups = token.value.chunks(config.group_size);
             let restored = groups.flat_map(|group| dequantize_group(&quantize_group(group, bits)));
-            token.seen_value = restored.map(f64::from).collect();
+            token.seen_value = seen(&restored.collect::<Vec<_>>(), config);
             token.value_quantized = true;
         }
     }
@@ -182,4 +184,14 @@ pub(super) fn stored(x: &[f32], float: CacheFloat) -> Vec<f32> {
 
 pub(super) fn to_f64(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
+}
+
+/// Whether values are stored rotated.
+pub(super) fn rotates(config: &KvCacheConfig) -> bool {
+    config.rotate_values && config.value_bits != Bits::Float
+}
+
+/// A stored value as queries see it: turned back, in f64, if it is stored rotated.
+fn seen(value: &[f32], config: &KvCacheConfig) -> Vec<f64> {
+    if rotates(config) { rotate(&to_f64(value)) } else { to_f64(value) }
 }

@@ -15,14 +15,20 @@ fn bits() -> impl Strategy<Value = Bits> {
 
 fn configs() -> impl Strategy<Value = KvCacheConfig> {
     let sizes = (0..200usize, 0..1000usize, 0..50usize);
-    let flags = (any::<bool>(), any::<bool>(), any::<bool>());
+    let flags = (any::<bool>(), any::<bool>(), any::<(bool, bool)>());
     (bits(), bits(), sizes, flags).prop_map(
-        |(key_bits, value_bits, (group_size, residual_length, sinks), (after, half, sliding))| {
+        |(
+            key_bits,
+            value_bits,
+            (group_size, residual_length, sinks),
+            (after, half, (sliding, rotate)),
+        )| {
             KvCacheConfig::kivi(key_bits, value_bits)
                 .with_group_size(group_size)
                 .with_residual_length(residual_length)
                 .with_sink_tokens(sinks)
                 .with_sliding(sliding)
+                .with_rotate_values(rotate)
                 .with_flush(if after { Flush::AfterAttention } else { Flush::BeforeAttention })
                 .with_float(if half { CacheFloat::F16 } else { CacheFloat::F32 })
         },
@@ -55,6 +61,7 @@ fn names_by_hand() {
         ("k2v2-after", "k2v2-after"),
         ("k2v2-f16-after-s1", "k2v2-s1-after-f16"),
         ("k2v2-slide-s4-after", "k2v2-s4-after-slide"),
+        ("k2v2-hadv-slide-f16", "k2v2-slide-hadv-f16"),
         ("k16v2-g16", "k16v2-g16"),
     ] {
         assert_eq!(name.parse::<KvCacheConfig>().unwrap().to_string(), canonical, "{name}");
@@ -168,6 +175,8 @@ fn every_rule_names_field_value_and_itself() {
         assert!(r.contains(rule), "{error}: expected {rule:?}");
         assert_eq!(error.to_string(), format!("{f} {v}: {r}"));
     }
+    let error = kivi.with_rotate_values(true).validate(96).unwrap_err().to_string();
+    assert_eq!(error, "rotate_values true: head_dim 96 of values is not a power of two");
     let shape = CacheShape::new(1, 1, 64);
     for (shape, field) in [
         (CacheShape::new(0, 1, 64), "batch"),

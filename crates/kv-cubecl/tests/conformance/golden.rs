@@ -89,6 +89,7 @@ impl File {
                 Some(name) => *CacheFloat::ALL.iter().find(|float| float.name() == name).unwrap(),
             })
             .with_sliding(self.metadata.get("sliding").is_some_and(|sliding| sliding == "true"))
+            .with_rotate_values(self.metadata.get("hadamard").is_some_and(|side| side == "values"))
             .with_flush(match self.metadata["flush"].as_str() {
                 "before" => Flush::BeforeAttention,
                 "after" => Flush::AfterAttention,

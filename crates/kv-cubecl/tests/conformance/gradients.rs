@@ -158,6 +158,7 @@ fn straight_through_in_every_configuration<T: Target>(on: &On<T>) {
         "k2v16-g16-r16",
         "k2v2-g16-r16-s200",
         "k2v2-g16-r32-s3-slide",
+        "k4v2-g16-r16-s2-hadv",
         "float",
     ];
     for (seed, name) in names.into_iter().enumerate() {

@@ -119,6 +119,7 @@ fn run<T: Target>(on: &On<T>, seed: u64) {
         "k2v16-g16-r16-s1",
         "k8v8-g4-r4",
         "k4v4-g8-r24-slide",
+        "k4v4-g8-r8-hadv",
         "k2v4-g16-r32-s3-after-slide",
     ];
     let config: KvCacheConfig = names[rng.below(names.len())].parse().unwrap();
@@ -228,7 +229,13 @@ fn check(Pair { cache, sequences }: &Pair, config: &KvCacheConfig, story: &str) 
             let packed = one.packed(side);
             assert_eq!(packed.is_some(), counts[side] > 0, "{story}: {side} of sequence {i}");
             let (Some(packed), Some(spec)) = (packed, sides[side].spec) else { continue };
-            let quantized = &tokens[config.sink_tokens..][..counts[side]];
+            let rotates = side == Side::Values && config.rotates_values();
+            let tokens = tokens.iter().map(|token| match rotates {
+                true => token.chunks(HEAD_DIM).flat_map(kv_cubecl::reference::rotate).collect(),
+                false => token.clone(),
+            });
+            let quantized: Vec<Vec<f32>> =
+                tokens.skip(config.sink_tokens).take(counts[side]).collect();
             let shape = [1, N_KV_HEADS, quantized.len(), HEAD_DIM];
             let (granularity, n_bits) = (spec.granularity, spec.n_bits);
             let expected = kv_cubecl::reference::quantize(

@@ -100,8 +100,14 @@ fn check<T: Target>(on: &On<T>, text: &Setup, options: AttentionOptions, scale: 
     check_parts("in parallel", vec![parallel]);
 }
 
-const NAMES: [&str; 5] =
-    ["float", "k4v4-g16-r16", "k2v2-g16-r16-s3-after", "k8v16-g16-r32-s2", "k2v2-g16-r48-s1-slide"];
+const NAMES: [&str; 6] = [
+    "k2v2-g16-r32-s1-hadv",
+    "float",
+    "k4v4-g16-r16",
+    "k2v2-g16-r16-s3-after",
+    "k8v16-g16-r32-s2",
+    "k2v2-g16-r48-s1-slide",
+];
 
 fn log_sum_exps_are_those_of_the_scores<T: Target>(on: &On<T>) {
     for (seed, name) in NAMES.into_iter().enumerate() {

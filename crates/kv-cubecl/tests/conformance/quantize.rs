@@ -1,7 +1,7 @@
 //! The quantizer, bit for bit against the oracle.
 
 use burn::tensor::Tensor;
-use kv_cubecl::{Bits, Granularity, On, Target, fake_quantize, quantize, reference};
+use kv_cubecl::{Bits, Granularity, On, Target, fake_quantize, quantize, reference, rotate};
 use proptest::prelude::*;
 
 use crate::common::{Host, Rng, check_properties, equal_bits, stamp};
@@ -15,6 +15,7 @@ stamp!(
     strided_inputs,
     any_scale,
     one_token_and_one_channel,
+    rotations,
 );
 
 const GRANULARITIES: [Granularity; 2] = [Granularity::PerChannel, Granularity::PerToken];
@@ -181,4 +182,23 @@ fn one_token_and_one_channel<T: Target>(on: &On<T>) {
     check("one token", token.on(on), &token, (Granularity::PerToken, Bits::Two, 64));
     let channel = Host::normal(&mut rng, [1, 1, 32, 1]);
     check("one channel", channel.on(on), &channel, (Granularity::PerChannel, Bits::Four, 32));
+}
+
+/// Sums are taken in the same order everywhere, so that rotated values have the same codes everywhere.
+fn rotations<T: Target>(on: &On<T>) {
+    let mut rng = Rng::new(29);
+    for shape in [[1, 1, 1, 1], [2, 3, 5, 2], [1, 2, 33, 64], [1, 1, 7, 256], [2, 8, 200, 128]] {
+        let host = Host::normal(&mut rng, shape);
+        let rotated = rotate(host.on(on)).unwrap();
+        let rows = host.data.chunks(shape[3]);
+        let expected: Vec<f32> = rows.flat_map(reference::rotate).collect();
+        equal_bits(format!("{shape:?}"), &Host::of(rotated.clone()).data, &expected);
+        // Twice is nothing, but for the rounding of sums of up to 256 numbers.
+        let back = Host::of(rotate(rotated.swap_dims(1, 2)).unwrap().swap_dims(1, 2));
+        crate::common::close(format!("{shape:?} turned back"), &back, &host.f64(), 1e-6);
+    }
+    for shape in [[1, 1, 1, 96], [1, 1, 1, 512], [1, 1, 1, 3]] {
+        let error = rotate(Host::from_fn(shape, || 1.0).on(on)).unwrap_err().to_string();
+        assert!(error.contains("head_dim must be a power of two up to 256"), "{error}");
+    }
 }

@@ -104,6 +104,7 @@ fn scale_gradient_in_every_configuration<T: Target>(on: &On<T>) {
         "k16v2-g16-r16",
         "k2v16-g16-r16-s3-after",
         "k2v2-g16-r16-s200",
+        "k4v2-g16-r32-s1-slide-hadv",
         "float",
     ];
     for (seed, name) in names.into_iter().enumerate() {

@@ -26,8 +26,9 @@ pub(crate) struct Args {
     /// form.
     #[arg(long, default_value = "parallel")]
     mode: Mode,
-    /// A cache to compare with float: kKvV with bits 2, 4, 8 or 16, then -gN, -rN, -sN, -after, -slide,
-    /// -f16 or -bf16; repeatable. By default that of the model's kv_cache.json, if it has one.
+    /// A cache to compare with float: kKvV with bits 2, 4, 8 or 16, then -gN, -rN, -sN, -after,
+    /// -slide, -hadv, -f16 or -bf16; repeatable. By default that of the model's kv_cache.json, if it
+    /// has one.
     #[arg(long = "cache")]
     caches: Vec<NamedCache>,
     /// Tokens per window; each window starts from an empty cache. By default 2048, or the model's

@@ -93,6 +93,14 @@ impl KvCacheOps for CubeBackend {
         data
     }
 
+    fn rotate(input: FloatTensor<Self>) -> FloatTensor<Self> {
+        let data = writable(into_contiguous(input));
+        let [.., head_dim] = dims(&data);
+        let n = data.meta.shape().num_elements();
+        launched(quantize::launch_rotate(&data.client, arg(&data), n, head_dim));
+        data
+    }
+
     fn write(
         state: CacheState<Self>,
         key: FloatTensor<Self>,
@@ -293,7 +301,7 @@ fn contiguous(state: CacheState<CubeBackend>) -> CacheState<CubeBackend> {
     CacheState { keys, values, floats }
 }
 
-pub(super) fn restore_problem(shape: [usize; 4], spec: QuantSpec) -> RestoreProblem {
+fn restore_problem(shape: [usize; 4], spec: QuantSpec) -> RestoreProblem {
     let [batch, heads, tokens, head_dim] = shape;
     RestoreProblem { slices: batch * heads, tokens, head_dim, spec }
 }

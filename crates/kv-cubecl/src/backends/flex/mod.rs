@@ -27,7 +27,7 @@ use rayon::prelude::*;
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient,
     layout::{CacheLayout, QuantSpec, Sides, StreamSpec},
-    shapes,
+    shapes, simd,
 };
 
 impl KvCacheOps for Flex {
@@ -105,6 +105,19 @@ impl KvCacheOps for Flex {
         let mut output = input.to_contiguous();
         let rounded = output.storage_mut::<f32>();
         rounded.par_chunks_mut(1 << 14).for_each(|row| float.round_all(row));
+        output
+    }
+
+    fn rotate(input: FloatTensor<Self>) -> FloatTensor<Self> {
+        let [.., head_dim]: [usize; 4] = dims(&input);
+        let mut output = input.to_contiguous();
+        let rows = output.storage_mut::<f32>();
+        match rows.len() <= FEW_ROTATED {
+            true => simd::rotate(rows, head_dim),
+            false => rows
+                .par_chunks_mut(FEW_ROTATED / head_dim * head_dim)
+                .for_each(|rows| simd::rotate(rows, head_dim)),
+        }
         output
     }
 
@@ -234,6 +247,9 @@ fn contiguous_state(state: CacheState<Flex>) -> CacheState<Flex> {
     let [keys, values, floats] = [keys, values, floats].map(contiguous);
     CacheState { keys, values, floats }
 }
+
+/// Elements whose rotation takes about as long as waking a thread.
+const FEW_ROTATED: usize = 1 << 14;
 
 /// About how many tokens fake quantization packs at a time; whole groups, at least one.
 const RESTORED: usize = 512;

@@ -2,10 +2,7 @@ use cubecl::{client::Client, prelude::*};
 
 use super::kernel::{self, RestoredLaunch};
 use crate::{
-    CacheFloat, Result,
-    formats::cube::PackedInKernels,
-    kernels::{Grid, Limits, elementwise},
-    layout::QuantSpec,
+    CacheFloat, Result, formats::cube::PackedInKernels, kernels::elementwise, layout::QuantSpec,
 };
 
 /// Sizes of a restored tensor `[slices, tokens, head_dim]`.
@@ -24,15 +21,6 @@ pub(crate) struct RestoreProblem {
 impl RestoreProblem {
     pub(crate) fn elements(&self) -> usize {
         self.slices * self.tokens * self.head_dim
-    }
-
-    /// Checks that the device has enough cubes and wide enough indices for one unit per element,
-    /// the longest launch.
-    ///
-    /// # Errors
-    /// [`Unsupported`](crate::Error::Unsupported) naming `what`.
-    pub(crate) fn check(&self, what: &str, limits: &Limits) -> Result<()> {
-        Grid::elementwise(what, self.elements(), self.elements(), limits).map(drop)
     }
 
     /// Which tokens are restored after the first `skip`, whole granules of them, and how many groups these
@@ -132,5 +120,18 @@ pub(crate) fn launch_round_trip(
     let (count, dim, saturating) = (grid.count(), grid.dim(), float.saturates());
     let elem = float.elem();
     kernel::round_trip::launch(client, count, dim, grid.address, data, n, saturating, elem);
+    Ok(())
+}
+
+/// Rotates rows of `head_dim` elements in `data`, `n` elements of f32 ([`KvCacheOps::rotate`](crate::KvCacheOps::rotate)).
+pub(crate) fn launch_rotate(
+    client: &Client,
+    data: BufferArg,
+    n: usize,
+    head_dim: usize,
+) -> Result<()> {
+    // A unit has two elements of a row. Rows divide the elements of a cube.
+    let grid = elementwise(client, "rotate", n.div_ceil(2), n)?;
+    kernel::rotate::launch(client, grid.count(), grid.dim(), grid.address, data, n, head_dim);
     Ok(())
 }

@@ -229,8 +229,8 @@ impl Training {
 pub(crate) struct Qat {
     #[command(flatten)]
     model: ModelSource,
-    /// The cache to train for: kKvV with bits 2, 4, 8 or 16, then -gN, -rN, -sN, -after, -slide, -f16
-    /// or -bf16.
+    /// The cache to train for: kKvV with bits 2, 4, 8 or 16, then -gN, -rN, -sN, -after, -slide,
+    /// -hadv, -f16 or -bf16.
     #[arg(long)]
     cache: KvCacheConfig,
     /// Layers whose caches stay in float, by index.
