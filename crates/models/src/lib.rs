@@ -31,6 +31,7 @@ mod cache_config;
 pub mod chat;
 pub mod checkpoint;
 mod decoder;
+mod dtype;
 mod erased;
 mod error;
 mod family;
@@ -53,17 +54,18 @@ pub use cache::{ModelCache, ModelCacheBytes};
 pub use cache_config::{KV_CACHE_FILE, ModelCacheConfig};
 pub use chat::ChatTemplate;
 pub use decoder::{Decoder, Role, Roles};
+pub use dtype::WeightDtype;
 pub use error::{Error, Result, one_line};
 pub use family::{ConfigJson, Family};
 pub use generate::{
     DecodeGraph, GenerateOptions, Generated, Sampler, Sampling, Steps, generate, ids_to_tensor,
 };
 pub use kv_cubecl;
-pub use load::{Loaded, load};
+pub use load::{LoadOptions, Loaded, load, load_with};
 pub use model::LanguageModel;
 pub use nn::{AttentionObserver, AttentionTrace};
 pub use pass::Pass;
 pub use registry::register;
-pub use save::{SaveDtype, SaveOptions, check_savable, save};
+pub use save::{SaveOptions, check_savable, save};
 pub use spec::{LayerSpec, ModelSpec};
 pub use tokenizer::Tokenizer;

@@ -2,6 +2,7 @@
 //! [`Exports`] to export one to.
 
 mod exports;
+pub(crate) mod float;
 mod weights;
 
 pub use exports::Exports;
