@@ -37,6 +37,7 @@ mod error;
 mod family;
 pub mod fields;
 mod files;
+mod float;
 pub mod generate;
 pub mod gguf;
 pub mod gpt2;

@@ -2,7 +2,6 @@
 //! [`Exports`] to export one to.
 
 mod exports;
-pub(crate) mod float;
 mod weights;
 
 pub use exports::Exports;

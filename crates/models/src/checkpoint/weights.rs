@@ -11,12 +11,10 @@ use burn::{
 };
 use burn_store::burn_pack::Tensor as PackTensor;
 
-use super::{
-    Names,
-    float::{Float, append, with_float},
-};
+use super::Names;
 use crate::{
     Error, Result, WeightDtype,
+    float::{Float, append, with_float},
     gguf::GgufNames,
     nn::{Embedding, LayerNorm, Linear, Matrix, RmsNorm},
 };

@@ -73,5 +73,10 @@ pub fn project(x: Tensor<3>, weight: Tensor<2>) -> Tensor<3> {
     let [d_output, _] = weight.dims();
     // One two-dimensional matmul over all rows: a batched one would reshape the transposed view,
     // which copies the weights on every call.
-    x.reshape([batch * seq, d_input]).matmul(weight.transpose()).reshape([batch, seq, d_output])
+    let x = x.reshape([batch * seq, d_input]);
+    #[cfg(feature = "flex")]
+    if let Some(y) = super::bf16::project(&x, &weight) {
+        return y.reshape([batch, seq, d_output]);
+    }
+    x.matmul(weight.transpose()).reshape([batch, seq, d_output])
 }

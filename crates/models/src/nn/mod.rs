@@ -2,6 +2,8 @@
 //! crate.
 
 mod attention;
+#[cfg(feature = "flex")]
+mod bf16;
 mod linear;
 mod matrix;
 mod mlp;

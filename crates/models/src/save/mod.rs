@@ -19,11 +19,9 @@ pub use crate::files::staged;
 
 use crate::{
     Error, KV_CACHE_FILE, LanguageModel, ModelCacheConfig, Result, Tokenizer, WeightDtype,
-    checkpoint::{
-        Export, Values,
-        float::{Float, append, with_float},
-    },
+    checkpoint::{Export, Values},
     files::{failed, pretty, staged::stage},
+    float::{Float, append, with_float},
 };
 
 /// How [`save()`] writes a model.

@@ -1,4 +1,4 @@
-//! The bytes of float tensors, from one type to another.
+//! The float types of weights, and their bytes from one type to another.
 
 use std::path::Path;
 
