@@ -13,7 +13,7 @@ use burn_store::burn_pack::Tensor as PackTensor;
 
 use super::Names;
 use crate::{
-    Error, Result, WeightDtype,
+    Error, Result,
     float::{Float, append, with_float},
     gguf::GgufNames,
     nn::{Embedding, LayerNorm, Linear, Matrix, RmsNorm},
@@ -26,23 +26,23 @@ use crate::{
 /// beside the model.
 #[derive(Debug)]
 pub struct Weights {
-    path: PathBuf,
-    tensors: BTreeMap<String, Entry>,
-    device: Device,
+    pub(super) path: PathBuf,
+    pub(super) tensors: BTreeMap<String, Entry>,
+    pub(super) device: Device,
     /// The type that tensors are handed to the device in.
-    dtype: DType,
+    pub(super) dtype: DType,
     /// The names in a GGUF file, for messages.
     gguf: Option<&'static GgufNames>,
     /// The names of the family that is imported, from [`begin`](Self::begin) on.
     names: Option<&'static Names>,
     /// Whether the names in the file begin with the family's prefix, for messages.
     prefixed: bool,
-    notes: Vec<String>,
+    pub(super) notes: Vec<String>,
 }
 
 #[derive(Debug)]
-struct Entry {
-    tensor: PackTensor,
+pub(super) struct Entry {
+    pub(super) tensor: PackTensor,
     /// The name in the file, for messages.
     name: String,
     path: PathBuf,
@@ -74,55 +74,6 @@ impl Weights {
             prefixed: false,
             notes: vec![],
         }
-    }
-
-    /// Says in which type all tensors are handed to the device, once all have been added.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Unsupported`] for a device without the type.
-    pub(crate) fn set_dtype(&mut self, asked: WeightDtype) -> Result<()> {
-        let chosen = asked.dtype().unwrap_or_else(|| self.prevailing());
-        self.dtype = chosen;
-        let name = WeightDtype::of(chosen).unwrap_or(asked);
-        if !self.device.clone().without_autodiff().supports_dtype(chosen) {
-            let of = match asked {
-                WeightDtype::Auto => format!(" (auto, the type of {})", self.path.display()),
-                _ => String::new(),
-            };
-            let what = format!("dtype {name}{of} on {:?}", self.device);
-            let why = format!("the device does not compute in {name}, but in f32");
-            return Err(Error::unsupported(what, why));
-        }
-        if asked == WeightDtype::Auto && self.matrices().any(|(dtype, _)| dtype != chosen) {
-            let path = self.path.display();
-            let rest = "those of other types are rounded to it";
-            self.notes.push(format!("{path}: most of its matrices are {name}; {rest}"));
-        }
-        Ok(())
-    }
-
-    /// The type that most elements of matrices have; of equals f32, then f16.
-    fn prevailing(&self) -> DType {
-        let elements = |dtype| -> usize {
-            self.matrices().filter(|(found, _)| *found == dtype).map(|(_, n)| n).sum()
-        };
-        let [f32, f16, bf16] = [DType::F32, DType::F16, DType::BF16].map(elements);
-        match f32 >= f16.max(bf16) {
-            true => DType::F32,
-            false if f16 >= bf16 => DType::F16,
-            false => DType::BF16,
-        }
-    }
-
-    /// Type and number of elements of every float tensor of two dimensions.
-    fn matrices(&self) -> impl Iterator<Item = (DType, usize)> {
-        let tensors = self.tensors.values().map(|entry| &entry.tensor);
-        tensors
-            .filter(|tensor| {
-                tensor.shape.num_dims() == 2 && WeightDtype::of(tensor.dtype).is_some()
-            })
-            .map(|tensor| (tensor.dtype, tensor.shape.num_elements()))
     }
 
     /// The device that the tensors are handed to.
