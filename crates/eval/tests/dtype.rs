@@ -75,6 +75,24 @@ fn an_unknown_type_is_one_line() {
     }
 }
 
+#[cfg(feature = "wgpu")]
+#[test]
+fn wgpu_in_f16_gives_the_numbers_of_flex() {
+    let space = Workspace::new();
+    let json = space.path("report.json");
+    let more = |backend| ["--backend", backend, "--cache", "k4v4-g16-r16", "--json", &json];
+    let outcome = ppl(&space, "f16", &more("wgpu"));
+    if outcome.stderr.contains("unsupported dtype f16") {
+        eprintln!("SKIPPED: {}", outcome.stderr);
+        return;
+    }
+    let (wgpu, flex) = (runs(&outcome, &json), runs(&ppl(&space, "f16", &more("flex")), &json));
+    for (run, near) in [(0, 3e-4), (1, 2e-3)] {
+        let [a, b] = [&wgpu, &flex].map(|runs| runs[run]["nll"].as_f64().unwrap());
+        assert!((a - b).abs() < near, "{a} and {b}");
+    }
+}
+
 /// WebGPU has no bf16.
 #[cfg(feature = "wgpu")]
 #[test]

@@ -130,6 +130,26 @@ fn streamed_token_by_token_is_parallel() {
     }
 }
 
+/// A cache that keeps its floats in the model's type loses nothing of what it is given.
+#[test]
+fn a_float_cache_of_the_models_type_is_exact() {
+    let device = device();
+    for (dtype, cache) in [(WeightDtype::Bf16, "float-bf16"), (WeightDtype::F16, "float-f16")] {
+        let model = load_as(&tiny("llama-tiny"), dtype);
+        let (ids, _) = reference(&tiny("llama-tiny"), dtype, &device);
+        let logits = |cache: &str| {
+            let config = cache.parse::<KvCacheConfig>().unwrap().with_capacity(64);
+            let mut cache = model.new_cache(config, 1, &device).unwrap();
+            let steps =
+                (0..64).map(|t| model.step(ids.clone().narrow(1, t, 1), &mut cache).unwrap());
+            (Tensor::cat(steps.collect(), 1), cache.memory_bytes().total())
+        };
+        let ((wide, wide_bytes), (half, half_bytes)) = (logits("float"), logits(cache));
+        assert!(half_bytes < wide_bytes, "{half_bytes} of {wide_bytes}");
+        assert_eq!(max_difference(wide, half), 0.0, "{dtype}");
+    }
+}
+
 /// A copy of a tiny checkpoint whose tensors that `which` picks are of `dtype`.
 fn converted(name: &str, dtype: Dtype, which: impl Fn(&str) -> bool) -> tempfile::TempDir {
     let folder = copy(&tiny(name));

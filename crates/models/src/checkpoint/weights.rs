@@ -289,30 +289,27 @@ impl Weights {
 
     /// Takes matrices of `[rows, columns]` and stacks their rows.
     fn matrix(&mut self, parts: &[(String, usize)], columns: usize) -> Result<Matrix> {
-        let parts: Vec<_> = parts.iter().map(|(name, rows)| (name, vec![*rows, columns])).collect();
-        let data = self.joined(&parts)?;
+        let data = self.joined(parts, &[columns])?;
         Ok(self.param(data).into())
     }
 
     /// Takes vectors and joins them.
     fn vector(&mut self, parts: &[(String, usize)]) -> Result<Param<Tensor<1>>> {
-        let parts: Vec<_> = parts.iter().map(|(name, len)| (name, vec![*len])).collect();
-        let data = self.joined(&parts)?;
+        let data = self.joined(parts, &[])?;
         Ok(self.param(data))
     }
 
-    /// Takes tensors of these shapes and joins them along their first dimension.
-    fn joined(&mut self, parts: &[(&String, Vec<usize>)]) -> Result<TensorData> {
-        let mut shape = parts.first().map_or(vec![0], |(_, shape)| shape.clone());
-        shape[0] = parts.iter().map(|(_, shape)| shape[0]).sum();
+    /// Takes tensors of these numbers of rows and joins them; `row` is the shape of a row.
+    fn joined(&mut self, parts: &[(String, usize)], row: &[usize]) -> Result<TensorData> {
+        let shape = |rows: usize| [&[rows], row].concat();
         with_float!(
             self.dtype,
             T => {
                 let mut values = Vec::<T>::new();
-                for (name, shape) in parts {
-                    self.read(name, shape, &mut values)?;
+                for (name, rows) in parts {
+                    self.read(name, &shape(*rows), &mut values)?;
                 }
-                Ok(TensorData::new(values, shape))
+                Ok(TensorData::new(values, shape(parts.iter().map(|(_, rows)| rows).sum())))
             },
             else unreachable!("set_dtype takes floats")
         )

@@ -24,8 +24,8 @@ pub(crate) struct ModelArgs {
     #[arg(long, value_enum, default_value = "flex")]
     pub(crate) backend: Backend,
     /// The type of the weights, in which the model computes: f32, f16, bf16, or auto for that of the
-    /// file. 16 bits take half the memory of f32. On the CPU they make steps faster, and prompts no
-    /// faster in bf16 and half as fast in f16.
+    /// file. 16 bits take half the memory of f32. On the CPU they make steps faster, and prompts
+    /// slower: a little in bf16, two and a half times in f16.
     #[arg(long, default_value = "f32")]
     pub(crate) dtype: WeightDtype,
 }
