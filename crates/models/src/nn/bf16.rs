@@ -1,7 +1,7 @@
 //! Products with bf16 weights on the CPU.
 //!
 //! Burn's Flex backend makes a transposed copy of the matrix for every product, and of that one in f32, so
-//! that a decode step takes ten times as long as with weights in f32. Here few rows are multiplied with the
+//! that a decode step takes nine times as long as with weights in f32. Here few rows are multiplied with the
 //! weights where they lie, and many with a copy of the one matrix in f32. Its products of f16 make no copies.
 
 use burn::{
