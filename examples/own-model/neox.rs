@@ -6,7 +6,7 @@ use std::path::Path;
 
 use burn::{
     module::{Module, Param},
-    nn::{Embedding, EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig},
+    nn::{EmbeddingConfig, Initializer},
     tensor::{Device, Int, Tensor, activation},
 };
 use kv_models::{
@@ -14,7 +14,7 @@ use kv_models::{
     Roles,
     checkpoint::{Exports, Names, Weights},
     fields::{head_dim, positive, sizes},
-    nn::{Linear, Memory, Rope, RopeScaling, Rotation},
+    nn::{Embedding, LayerNorm, Linear, Matrix, Memory, Rope, RopeScaling, Rotation, in_f32},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -133,7 +133,7 @@ impl Layer {
         // [batch, n_heads, seq, head_dim]; this is all that the cache has to do with the model.
         let heads = memory.attend(rotated(0), rotated(1), part(2))?;
         let attention = self.output.forward(heads.swap_dims(1, 2).reshape([batch, seq, width]));
-        let up = activation::gelu(self.up.forward(self.mlp_norm.forward(x.clone())));
+        let up = in_f32(self.up.forward(self.mlp_norm.forward(x.clone())), activation::gelu);
         Ok(x + attention + self.down.forward(up))
     }
 }
@@ -156,7 +156,7 @@ impl Decoder for NeoX {
         Ok(self.norm.forward(x))
     }
 
-    fn head_weight(&self) -> &Param<Tensor<2>> {
+    fn head_weight(&self) -> &Matrix {
         &self.head.weight
     }
 
@@ -269,12 +269,13 @@ impl NeoX {
     pub(crate) fn init(config: Config, device: &Device) -> Result<Self> {
         config.check(Path::new("config"))?;
         let Config { vocab_size, hidden_size: width, intermediate_size, .. } = config;
-        let norm = || LayerNormConfig::new(width).with_epsilon(config.layer_norm_eps).init(device);
+        let norm = || LayerNorm::new(width, config.layer_norm_eps, device);
         let linear = |d_input: usize, d_output: usize, bias: bool| {
             let std = 1.0 / (d_input as f64).sqrt();
-            let weight = Initializer::Normal { mean: 0.0, std }.init([d_output, d_input], device);
+            let normal = Initializer::Normal { mean: 0.0, std };
+            let weight: Param<Tensor<2>> = normal.init([d_output, d_input], device);
             let bias = bias.then(|| Initializer::Zeros.init([d_output], device));
-            Linear { weight, bias }
+            Linear { weight: weight.into(), bias }
         };
         let layer = |_| Layer {
             attention_norm: norm(),
@@ -285,7 +286,7 @@ impl NeoX {
             down: linear(intermediate_size, width, true),
         };
         Ok(Self {
-            embedding: EmbeddingConfig::new(vocab_size, width).init(device),
+            embedding: EmbeddingConfig::new(vocab_size, width).init(device).into(),
             layers: (0..config.num_hidden_layers).map(layer).collect(),
             norm: norm(),
             head: linear(width, vocab_size, false),

@@ -139,6 +139,8 @@ pub fn side_error(
 
 fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Result<LayerError> {
     let AttentionTrace { layer, query, key, value, output, options } = trace.clone();
+    // The quantizer, and what is compared, are f32 in a model of 16 bits too.
+    let [query, key, value, output] = [query, key, value, output].map(|x| x.cast(DType::F32));
     let counts = Schedule::new(config).counts(key.dims()[2]);
     let error = |side_of: &Tensor<4>, granularity, bits, count: usize| {
         if count == 0 {

@@ -256,6 +256,8 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Re
         model: String::new(),
         cache: tally.config.to_string(),
         mode: plan.mode(),
+        dtype: model.weight_dtype(),
+        weight_bytes: model.weight_bytes(),
         perplexity: nll.exp(),
         nll,
         nll_stderr,

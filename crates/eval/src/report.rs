@@ -7,7 +7,7 @@ use std::{
 };
 
 use kv_cubecl::{On, Target};
-use kv_models::one_line;
+use kv_models::{WeightDtype, one_line};
 use kv_report::{
     HtmlReport, Table,
     chart::{Chart, Series, Style},
@@ -39,6 +39,10 @@ pub struct Run {
     pub cache: String,
     /// How tokens passed through the model.
     pub mode: Mode,
+    /// The type of the model's weights, in which it computes.
+    pub dtype: WeightDtype,
+    /// Bytes of the model's weights.
+    pub weight_bytes: usize,
     /// `exp(nll)`.
     pub perplexity: f64,
     /// Mean negative log-likelihood, nats per token.
@@ -381,8 +385,13 @@ impl Report {
             None => ", no BOS".to_string(),
         };
         let mode = self.runs.first().map_or(String::new(), |run| format!(", {}", run.mode));
+        // Where nothing is said, weights are f32.
+        let dtype = match self.runs.iter().find(|run| run.dtype != WeightDtype::F32) {
+            Some(run) => format!(", weights in {}", run.dtype),
+            None => String::new(),
+        };
         format!(
-            "{} on {} ({}), {} tokens of {} in windows of {}{stride}{mode}{bos}",
+            "{} on {} ({}), {} tokens of {} in windows of {}{stride}{mode}{bos}{dtype}",
             self.models().join(" and "),
             self.backend,
             self.device,

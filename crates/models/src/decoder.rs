@@ -8,7 +8,7 @@ use burn::{
 };
 use serde_json::{Map, Value};
 
-use crate::{ModelSpec, Pass, Result, checkpoint::Exports};
+use crate::{ModelSpec, Pass, Result, checkpoint::Exports, nn::Matrix};
 
 /// A decoder-only language model that takes its KV cache as a parameter.
 ///
@@ -38,7 +38,7 @@ pub trait Decoder: Any + Debug + Send + Sync {
     /// The rows whose products with a final hidden state are the logits, `[vocab, hidden]`: the
     /// token embedding where the head is tied to it. Training computes its loss from them a block of
     /// rows at a time.
-    fn head_weight(&self) -> &Param<Tensor<2>>;
+    fn head_weight(&self) -> &Matrix;
 
     /// Says of every parameter what it is for, by which training chooses what it trains.
     fn roles(&self, roles: &mut Roles);

@@ -5,17 +5,17 @@ use std::{any::Any, fmt};
 use burn::{
     module::{
         Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault,
-        ModuleMapper, ModuleVisitor,
+        ModuleMapper, ModuleVisitor, Param,
     },
-    tensor::{Device, Int, Tensor},
+    tensor::{DType, Device, Int, Tensor},
 };
 use kv_cubecl::FakeQuantOptions;
 
 use crate::{
-    Decoder, ModelCache, ModelCacheConfig, ModelSpec, Pass, Result, Roles,
+    Decoder, ModelCache, ModelCacheConfig, ModelSpec, Pass, Result, Roles, WeightDtype,
     cache::check_context,
     erased::{self, Change, Erased},
-    nn::{AttentionObserver, project},
+    nn::AttentionObserver,
 };
 
 /// A decoder-only language model whose KV cache is a parameter: a [`Decoder`] of any type, as one
@@ -165,10 +165,11 @@ impl LanguageModel {
     ///
     /// # Shapes
     ///
-    /// - hidden: `[batch, seq, hidden]`
-    /// - output: `[batch, seq, vocab]`
+    /// - hidden: `[batch, seq, hidden]`, in the model's [`dtype`](Self::dtype)
+    /// - output: `[batch, seq, vocab]`, f32 of values that are rounded to the model's type, as in the
+    ///   transformers library
     pub fn head(&self, hidden: Tensor<3>) -> Tensor<3> {
-        project(hidden, self.decoder().head_weight().val())
+        self.decoder().head_weight().project(hidden).cast(DType::F32)
     }
 
     /// An empty cache for `batch` sequences.
@@ -205,6 +206,30 @@ impl LanguageModel {
     /// Transformer layers.
     pub fn n_layers(&self) -> usize {
         self.spec().layers.len()
+    }
+
+    /// The type of its matrices, in which it computes: f32, f16 or bf16.
+    pub fn dtype(&self) -> DType {
+        self.decoder().head_weight().dtype()
+    }
+
+    /// The [`dtype`](Self::dtype) by the name that a user gives it; [`WeightDtype::Auto`] for a
+    /// decoder whose weights have none.
+    pub fn weight_dtype(&self) -> WeightDtype {
+        WeightDtype::of(self.dtype()).unwrap_or(WeightDtype::Auto)
+    }
+
+    /// Bytes of all parameters, each in its own type.
+    pub fn weight_bytes(&self) -> usize {
+        struct Count(usize);
+        impl ModuleVisitor for Count {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                self.0 += param.shape().num_elements() * param.dtype().size();
+            }
+        }
+        let mut count = Count(0);
+        self.visit(&mut count);
+        count.0
     }
 
     /// What every parameter is for.

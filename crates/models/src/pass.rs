@@ -7,7 +7,7 @@ use kv_cubecl::{FakeQuantOptions, KvMemory};
 
 use crate::{
     ModelCache, ModelCacheConfig, ModelSpec,
-    nn::{AttentionObserver, Memory, Rotation},
+    nn::{AttentionObserver, Matrix, Memory, Rotation},
 };
 
 /// The [`Memory`] of every layer.
@@ -59,14 +59,11 @@ impl Pass<'_> {
 
     /// The rows of `table` `[max_positions, hidden]` at the positions of the pass's `seq` tokens.
     /// Must be called before the first layer runs, because each layer adds the tokens to its cache.
-    pub fn rows(&self, table: Tensor<2>, seq: usize) -> Tensor<2> {
+    pub fn rows(&self, table: &Matrix, seq: usize) -> Tensor<2> {
         match self {
-            Self::Parallel { .. } => table.narrow(0, 0, seq),
-            Self::Cached(cache) => table.narrow(0, cache.len(), seq),
-            Self::At { position, .. } => {
-                let last = table.dims()[0] as i32 - 1;
-                table.select(0, (*position).clone().clamp_max(last))
-            }
+            Self::Parallel { .. } => table.rows(0, seq),
+            Self::Cached(cache) => table.rows(cache.len(), seq),
+            Self::At { position, .. } => table.rows_at(position),
         }
     }
 

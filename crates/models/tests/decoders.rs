@@ -7,7 +7,7 @@ use std::path::Path;
 
 use burn::{
     module::{Module, ModuleMapper, ModuleVisitor, Param, ParamGroup, list_param_ids},
-    nn::{Embedding, EmbeddingConfig},
+    nn::EmbeddingConfig,
     tensor::{Device, Int, Tensor},
 };
 use common::{device, tiny};
@@ -18,7 +18,7 @@ use kv_models::{
     kv_cubecl::{AttentionOptions, KvCacheConfig},
     llama::Llama,
     load,
-    nn::Linear,
+    nn::{Embedding, Linear, Matrix},
     register,
 };
 use serde_json::{Map, Value};
@@ -45,9 +45,10 @@ impl Toy {
                 device,
             ))
         };
-        let linear = |layer: &LayerSpec| Linear { weight: random(layer.qkv_rows()), bias: None };
+        let linear =
+            |layer: &LayerSpec| Linear { weight: random(layer.qkv_rows()).into(), bias: None };
         Self {
-            embedding: EmbeddingConfig::new(40, 64).init(device),
+            embedding: EmbeddingConfig::new(40, 64).init(device).into(),
             qkv: layers.iter().map(linear).collect(),
             spec,
         }
@@ -71,7 +72,7 @@ impl Decoder for Toy {
         Ok(x)
     }
 
-    fn head_weight(&self) -> &Param<Tensor<2>> {
+    fn head_weight(&self) -> &Matrix {
         &self.embedding.weight
     }
 
@@ -162,15 +163,15 @@ fn a_boxed_decoder_is_its_module() {
         [&["Toy", "embedding", "weight", "qkv", "0"][..], &linear, &["1"], &linear].concat();
     assert_eq!(negate.0, entered);
     assert_eq!(list_param_ids(&negated), list_param_ids(&toy));
-    let weight = |model: &LanguageModel| model.decoder().head_weight().val().to_data();
-    assert_eq!(weight(&negated), (-toy.embedding.weight.val()).to_data());
+    let weight = |model: &LanguageModel| model.decoder().head_weight().param().val().to_data();
+    assert_eq!(weight(&negated), (-toy.embedding.weight.param().val()).to_data());
     // The clone it was made from is as it was.
-    assert_eq!(weight(&model), toy.embedding.weight.val().to_data());
+    assert_eq!(weight(&model), toy.embedding.weight.param().val().to_data());
 
     // Frozen by path, moved, recorded, and back.
     let frozen = model.clone().freeze_group(ParamGroup::from_path("Toy.embedding.weight"));
     let frozen = frozen.fork(&device).to_device(&device).valid().train();
-    assert!(!frozen.decoder().head_weight().is_require_grad());
+    assert!(!frozen.decoder().head_weight().param().is_require_grad());
     let again = negated.load_record(model.clone().into_record());
     assert_eq!(weight(&again), weight(&model));
 

@@ -17,8 +17,8 @@ use common::{
 };
 use half::f16;
 use kv_models::{
-    Error, KV_CACHE_FILE, LanguageModel, LayerSpec, ModelCacheConfig, SaveDtype, SaveOptions,
-    Tokenizer, check_savable,
+    Error, KV_CACHE_FILE, LanguageModel, LayerSpec, ModelCacheConfig, SaveOptions, Tokenizer,
+    WeightDtype, check_savable,
     gpt2::Gpt2,
     kv_cubecl::KvCacheConfig,
     llama::{Config, Llama},
@@ -109,7 +109,7 @@ fn f16_rounds_every_weight_once() {
     for name in TINY {
         let saved = tempfile::tempdir().unwrap();
         let model = load(tiny(name), &device).unwrap().model;
-        let options = SaveOptions { dtype: SaveDtype::F16, ..Default::default() };
+        let options = SaveOptions { dtype: WeightDtype::F16, ..Default::default() };
         save(saved.path(), &model, &words(), options).unwrap();
         let bytes = fs::read(saved.path().join("model.safetensors")).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -180,7 +180,7 @@ fn smollm2_becomes_a_folder() {
         saved.path(),
         &loaded.model,
         &tokenizer,
-        SaveOptions { dtype: SaveDtype::F16, cache: Some(&cache) },
+        SaveOptions { dtype: WeightDtype::F16, cache: Some(&cache) },
     )
     .unwrap();
     let again = load(saved.path(), &device).unwrap();
@@ -247,7 +247,7 @@ fn a_failed_save_leaves_what_was_there() {
     let model = load(tiny("llama-tiny"), &device).unwrap().model;
     let folder = tempfile::tempdir().unwrap();
     let cache = ModelCacheConfig::from(KvCacheConfig::float());
-    let options = SaveOptions { dtype: SaveDtype::F16, cache: Some(&cache) };
+    let options = SaveOptions { dtype: WeightDtype::F16, cache: Some(&cache) };
     save(folder.path(), &model, &words(), options).unwrap();
     let before = contents(folder.path());
     assert_eq!(before.len(), 5);
@@ -259,10 +259,10 @@ fn a_failed_save_leaves_what_was_there() {
     ] {
         let mut broken = model.clone().downcast::<Llama>().unwrap();
         // The first of the key rows, which follow 96 query rows; element 35 of it.
-        let weight = broken.layers[1].qkv.weight.val();
+        let weight = broken.layers[1].qkv.weight.param().val();
         let value = Tensor::full([1, 1], value, &device);
         let weight = weight.slice_assign([96..97, 35..36], value);
-        broken.layers[1].qkv.weight = burn::module::Param::from_tensor(weight);
+        broken.layers[1].qkv.weight = burn::module::Param::from_tensor(weight).into();
         let broken = LanguageModel::new(broken);
         let error = save(folder.path(), &broken, &words(), options).unwrap_err().to_string();
         let name = "model.safetensors: tensor model.layers.1.self_attn.k_proj.weight";

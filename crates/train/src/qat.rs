@@ -7,7 +7,7 @@ use burn::{
     tensor::{Int, Tensor},
 };
 use kv_models::{
-    LanguageModel, ModelCacheConfig, SaveDtype, SaveOptions, Tokenizer,
+    LanguageModel, ModelCacheConfig, SaveOptions, Tokenizer, WeightDtype,
     kv_cubecl::{
         FakeQuantOptions, KvCacheConfig, Side,
         layout::{Schedule, SideSchedule},
@@ -85,11 +85,21 @@ pub struct Prepared {
     config: QatConfig,
 }
 
+/// Refuses a model whose weights are not f32: small updates would be lost in the rounding.
+pub(crate) fn check_f32(model: &LanguageModel) -> Result<()> {
+    match model.weight_dtype() {
+        WeightDtype::F32 => Ok(()),
+        dtype => Err(Error::setting("dtype", dtype, "must be f32 to train; load the model as f32")),
+    }
+}
+
 /// Makes `model` train with the cache of `config`.
 ///
 /// # Errors
-/// A cache that does not fit the model's heads, or a float layer that it does not have.
+/// A cache that does not fit the model's heads, a float layer that it does not have, or weights in 16
+/// bits: training updates f32, which [`kv_models::load()`] makes of any file.
 pub fn prepare(model: LanguageModel, config: QatConfig) -> Result<Prepared> {
+    check_f32(&model)?;
     config.cache.validate(&model)?;
     Ok(Prepared { model, config })
 }
@@ -149,7 +159,7 @@ impl Converted {
     /// A file that cannot be written; the error names it, and an earlier model in the folder is
     /// unchanged.
     pub fn save(&self, folder: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<()> {
-        let options = SaveOptions { dtype: SaveDtype::F16, cache: Some(&self.cache) };
+        let options = SaveOptions { dtype: WeightDtype::F16, cache: Some(&self.cache) };
         Ok(kv_models::save(folder, &self.model, tokenizer, options)?)
     }
 }

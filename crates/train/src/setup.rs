@@ -6,7 +6,7 @@ use burn::{
 };
 use kv_models::{LanguageModel, Role, Roles, kv_cubecl::KvCacheConfig};
 
-use crate::{Prepared, QatConfig, Result, TrainConfig, Trainable, prepare};
+use crate::{Prepared, QatConfig, Result, TrainConfig, Trainable, prepare, qat::check_f32};
 
 /// Creates every weight anew on a device. A weight that is moved there would keep its own autodiff
 /// settings.
@@ -34,6 +34,7 @@ pub(crate) fn set_up(
     mut model: LanguageModel,
     config: &TrainConfig,
 ) -> Result<Setup> {
+    check_f32(&model)?;
     // The weights of new adapters are random.
     device.seed(config.seed);
     let teacher = config.objective.needs_teacher().then(|| model.clone().valid());

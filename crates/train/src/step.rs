@@ -72,7 +72,7 @@ fn head(model: &LanguageModel, hidden: Tensor<3>) -> Head {
     let [batch, seq, width] = hidden.dims();
     Head {
         hidden: hidden.without_autodiff().reshape([batch * seq, width]),
-        weight: model.decoder().head_weight().val().without_autodiff(),
+        weight: model.decoder().head_weight().param().val().without_autodiff(),
     }
 }
 
@@ -139,7 +139,7 @@ impl Trainee {
             None => None,
         };
         let targets = targets.without_autodiff().flatten::<1>(0, 1);
-        let parameter = model.decoder().head_weight();
+        let parameter = model.decoder().head_weight().param();
         let student = head(model, hidden.clone());
         let train_head = parameter.val().is_require_grad();
         let (sums, head_grads) = loss::gradients(

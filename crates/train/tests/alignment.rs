@@ -3,18 +3,16 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(clippy::print_stdout, reason = "how close is seen with --nocapture")]
 
-use burn::{
-    module::Param,
-    tensor::{Device, Int, Tensor, TensorData, activation::log_softmax},
-};
+use burn::tensor::{Device, Int, Tensor, TensorData, activation::log_softmax};
 use kv_models::{
-    AttentionTrace, LanguageModel, LayerSpec, ModelCache,
+    AttentionTrace, LanguageModel, LayerSpec, LoadOptions, ModelCache, WeightDtype,
     kv_cubecl::{
         Autodiff, Bits, Flex, KvCache, KvCacheConfig, Logical, On, Packed, Side, layout::QuantSpec,
         quantize,
     },
     llama::{Config, Llama},
-    nn::RopeScaling,
+    load_with,
+    nn::{Matrix, RopeScaling},
 };
 use kv_train::{QatConfig, prepare};
 
@@ -43,8 +41,8 @@ fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
     let mut llama = Llama::init(config, device);
     // As in a trained model, scores and logits differ by some nats, and each layer adds little to
     // the residual stream.
-    let scale = |param: &mut Param<Tensor<2>>, times: f32| {
-        *param = param.clone().map(|tensor| tensor.mul_scalar(times));
+    let scale = |matrix: &mut Matrix, times: f32| {
+        *matrix = matrix.clone().map_tensor(|tensor| tensor.mul_scalar(times));
     };
     scale(&mut llama.embedding.weight, 4.0);
     for layer in &mut llama.layers {
@@ -279,4 +277,18 @@ fn as_many_key_heads_as_query_heads() {
 #[test]
 fn one_key_head_and_one_side_in_float() {
     check_all(1, &["k2v2-g32-r32", "k2v16-g32-r128", "k16v2-g64-r32-after", "k4v2-g16-r32-s5"]);
+}
+
+/// Small updates would be lost in the rounding of 16 bits, so that a model in them is refused.
+#[test]
+fn weights_in_16_bits_are_not_trained() {
+    let device = On::<Flex>::open().unwrap();
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/models/llama-tiny");
+    for dtype in [WeightDtype::F16, WeightDtype::Bf16] {
+        let options = LoadOptions::default().with_dtype(dtype);
+        let model = load_with(folder, &device, options).unwrap().model;
+        let error = prepare(model, QatConfig::new(KvCacheConfig::float())).unwrap_err();
+        let told = format!("dtype {dtype}: must be f32 to train; load the model as f32");
+        assert_eq!(error.to_string(), told);
+    }
 }

@@ -276,8 +276,8 @@ fn clipping_bounds_the_update() {
 fn broken(token: usize, world: &Cpu) -> LanguageModel {
     let config = Config { tied_head: false, ..architecture() };
     let mut llama = tiny(config, &world.device).downcast::<Llama>().unwrap();
-    let embedding: &mut Param<Tensor<2>> = &mut llama.embedding.weight;
-    *embedding = embedding.clone().map(|tensor| {
+    let embedding = &mut llama.embedding.weight;
+    *embedding = embedding.clone().map_tensor(|tensor| {
         let row = Tensor::full([1, 64], f32::INFINITY, &tensor.device());
         tensor.slice_assign([token..token + 1, 0..64], row)
     });

@@ -1,11 +1,7 @@
-use burn::{
-    module::Param,
-    nn::{Embedding, LayerNorm, RmsNorm},
-    tensor::Tensor,
-};
+use burn::{module::Param, tensor::Tensor};
 
 use super::Names;
-use crate::nn::Linear;
+use crate::nn::{Embedding, LayerNorm, Linear, RmsNorm};
 
 /// The tensors of a checkpoint that is to be written, on the model's device.
 #[derive(Debug)]
@@ -42,7 +38,7 @@ impl Exports {
     /// Adds the projection `module`, cut into `parts`: each the name of a module and a number of
     /// rows, in this order.
     pub fn linear(&mut self, parts: &[(String, usize)], module: &Linear) {
-        let (weight, bias) = (value(&module.weight), module.bias.as_ref().map(value));
+        let (weight, bias) = (value(module.weight.param()), module.bias.as_ref().map(value));
         let mut start = 0;
         for (name, rows) in parts {
             self.matrix(name, weight.clone().narrow(0, start, *rows));
@@ -56,7 +52,7 @@ impl Exports {
     /// Adds a projection that checkpoints store as `[d_input, d_output]` ("Conv1D"), the transpose
     /// of [`Linear`].
     pub fn conv1d(&mut self, name: &str, module: &Linear) {
-        self.matrix(name, value(&module.weight).transpose());
+        self.matrix(name, value(module.weight.param()).transpose());
         if let Some(bias) = &module.bias {
             self.vector(format!("{name}.bias"), value(bias));
         }
@@ -64,7 +60,7 @@ impl Exports {
 
     /// Adds an embedding.
     pub fn embedding(&mut self, name: &str, module: &Embedding) {
-        self.matrix(name, value(&module.weight));
+        self.matrix(name, value(module.weight.param()));
     }
 
     /// Adds a norm with its bias.

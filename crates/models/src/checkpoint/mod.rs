@@ -1,6 +1,7 @@
 //! The tensors of a checkpoint under their Hugging Face names: [`Weights`] to import a model from,
 //! [`Exports`] to export one to.
 
+mod dtype;
 mod exports;
 mod weights;
 

@@ -7,36 +7,42 @@ use std::{
 
 use burn::{
     module::Param,
-    nn::{Embedding, LayerNorm, LayerNormConfig, RmsNorm},
     tensor::{Bytes, DType, Device, Tensor, TensorData},
 };
 use burn_store::burn_pack::Tensor as PackTensor;
-use half::{bf16, f16};
 
 use super::Names;
-use crate::{Error, Result, gguf::GgufNames, nn::Linear};
+use crate::{
+    Error, Result,
+    float::{Float, append, with_float},
+    gguf::GgufNames,
+    nn::{Embedding, LayerNorm, Linear, Matrix, RmsNorm},
+};
 
 /// Tensors that have not been read yet, under their Hugging Face names.
 ///
-/// Each is checked for presence, shape, type and finite values when taken, converted to f32, and
-/// handed to the device, so that at most one of them is in host memory beside the model.
+/// Each is checked for presence, shape, type and finite values when taken, rounded to the model's type
+/// unless it is of that already, and handed to the device, so that at most one of them is in host memory
+/// beside the model.
 #[derive(Debug)]
 pub struct Weights {
-    path: PathBuf,
-    tensors: BTreeMap<String, Entry>,
-    device: Device,
+    pub(super) path: PathBuf,
+    pub(super) tensors: BTreeMap<String, Entry>,
+    pub(super) device: Device,
+    /// The type that tensors are handed to the device in.
+    pub(super) dtype: DType,
     /// The names in a GGUF file, for messages.
     gguf: Option<&'static GgufNames>,
     /// The names of the family that is imported, from [`begin`](Self::begin) on.
     names: Option<&'static Names>,
     /// Whether the names in the file begin with the family's prefix, for messages.
     prefixed: bool,
-    notes: Vec<String>,
+    pub(super) notes: Vec<String>,
 }
 
 #[derive(Debug)]
-struct Entry {
-    tensor: PackTensor,
+pub(super) struct Entry {
+    pub(super) tensor: PackTensor,
     /// The name in the file, for messages.
     name: String,
     path: PathBuf,
@@ -62,6 +68,7 @@ impl Weights {
             path: path.into(),
             tensors: BTreeMap::new(),
             device: device.clone(),
+            dtype: DType::F32,
             gguf,
             names: None,
             prefixed: false,
@@ -213,7 +220,8 @@ impl Weights {
     /// # Errors
     ///
     /// A tensor that is missing or has another shape, a type other than f32, f16 and bf16, or values
-    /// that are not finite. The same holds for the other methods that take tensors.
+    /// that are not finite or that the model's type does not reach. The same holds for the other
+    /// methods that take tensors.
     pub fn linear(
         &mut self,
         parts: &[(String, usize)],
@@ -238,16 +246,13 @@ impl Weights {
         if self.gguf.is_some() {
             return self.linear(&[(name.into(), d_output)], d_input, true);
         }
-        let mut stored = Vec::new();
-        self.read(&format!("{name}.weight"), &[d_input, d_output], &mut stored)?;
-        let mut values = vec![0.0; stored.len()];
-        for (i, row) in stored.chunks_exact(d_output).enumerate() {
-            for (o, value) in row.iter().enumerate() {
-                values[o * d_input + i] = *value;
-            }
-        }
-        let weight = TensorData::new(values, [d_output, d_input]);
-        let weight = Param::from_data(weight, &self.device);
+        let weight = format!("{name}.weight");
+        let data = with_float!(
+            self.dtype,
+            T => self.transposed::<T>(&weight, d_input, d_output)?,
+            else unreachable!("set_dtype takes floats")
+        );
+        let weight = self.param(data).into();
         let bias = Some(self.vector(&[(format!("{name}.bias"), d_output)])?);
         Ok(Linear { weight, bias })
     }
@@ -267,10 +272,9 @@ impl Weights {
     ///
     /// Those of [`linear`](Self::linear).
     pub fn layer_norm(&mut self, name: &str, width: usize, epsilon: f64) -> Result<LayerNorm> {
-        let mut norm = LayerNormConfig::new(width).with_epsilon(epsilon).init(&self.device);
-        norm.gamma = self.vector(&[(format!("{name}.weight"), width)])?;
-        norm.beta = Some(self.vector(&[(format!("{name}.bias"), width)])?);
-        Ok(norm)
+        let gamma = self.vector(&[(format!("{name}.weight"), width)])?;
+        let beta = Some(self.vector(&[(format!("{name}.bias"), width)])?);
+        Ok(LayerNorm { gamma, beta, epsilon })
     }
 
     /// Takes the norm `name` over `width` channels.
@@ -284,27 +288,59 @@ impl Weights {
     }
 
     /// Takes matrices of `[rows, columns]` and stacks their rows.
-    fn matrix(&mut self, parts: &[(String, usize)], columns: usize) -> Result<Param<Tensor<2>>> {
-        let mut values = Vec::new();
-        let mut n_rows = 0;
-        for (name, rows) in parts {
-            self.read(name, &[*rows, columns], &mut values)?;
-            n_rows += rows;
-        }
-        Ok(Param::from_data(TensorData::new(values, [n_rows, columns]), &self.device))
+    fn matrix(&mut self, parts: &[(String, usize)], columns: usize) -> Result<Matrix> {
+        let data = self.joined(parts, &[columns])?;
+        Ok(self.param(data).into())
     }
 
     /// Takes vectors and joins them.
     fn vector(&mut self, parts: &[(String, usize)]) -> Result<Param<Tensor<1>>> {
-        let mut values = Vec::new();
-        for (name, len) in parts {
-            self.read(name, &[*len], &mut values)?;
-        }
-        let len = values.len();
-        Ok(Param::from_data(TensorData::new(values, [len]), &self.device))
+        let data = self.joined(parts, &[])?;
+        Ok(self.param(data))
     }
 
-    /// Takes a vector to the host.
+    /// Takes tensors of these numbers of rows and joins them; `row` is the shape of a row.
+    fn joined(&mut self, parts: &[(String, usize)], row: &[usize]) -> Result<TensorData> {
+        let shape = |rows: usize| [&[rows], row].concat();
+        with_float!(
+            self.dtype,
+            T => {
+                let mut values = Vec::<T>::new();
+                for (name, rows) in parts {
+                    self.read(name, &shape(*rows), &mut values)?;
+                }
+                Ok(TensorData::new(values, shape(parts.iter().map(|(_, rows)| rows).sum())))
+            },
+            else unreachable!("set_dtype takes floats")
+        )
+    }
+
+    /// Takes a matrix that is stored as `[columns, rows]`.
+    fn transposed<T: Float>(
+        &mut self,
+        name: &str,
+        columns: usize,
+        rows: usize,
+    ) -> Result<TensorData> {
+        let mut stored = Vec::<T>::new();
+        self.read(name, &[columns, rows], &mut stored)?;
+        let mut values = stored.clone();
+        for (c, stored) in stored.chunks_exact(rows).enumerate() {
+            for (r, value) in stored.iter().enumerate() {
+                values[r * columns + c] = *value;
+            }
+        }
+        Ok(TensorData::new(values, [rows, columns]))
+    }
+
+    /// A parameter in the type of `data`, rather than in the device's default type.
+    fn param<const D: usize>(&self, data: TensorData) -> Param<Tensor<D>> {
+        let (device, dtype) = (&self.device, data.dtype());
+        let create = |data| Tensor::from_data(data, (device, dtype));
+        Param::from_tensor(device.memory_persistent_allocations(data, create))
+    }
+
+    /// Takes a vector to the host, in f32 whatever the model's type.
     ///
     /// # Errors
     ///
@@ -315,8 +351,13 @@ impl Weights {
         Ok(values)
     }
 
-    /// Takes one tensor, appending its values to `values` as f32.
-    fn read(&mut self, name: &str, expected: &[usize], values: &mut Vec<f32>) -> Result<()> {
+    /// Takes one tensor, appending its values to `values`.
+    fn read<T: Float>(
+        &mut self,
+        name: &str,
+        expected: &[usize],
+        values: &mut Vec<T>,
+    ) -> Result<()> {
         let entry = self.tensors.remove(name).ok_or_else(|| self.missing(name))?;
         let actual = entry.tensor.shape.to_vec();
         if actual != expected {
@@ -327,19 +368,7 @@ impl Weights {
         let Entry { tensor: PackTensor { dtype, .. }, name, path, interleaved } = entry;
         let start = values.len();
         values.reserve_exact(expected.iter().product());
-        match dtype {
-            DType::F32 => values.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes(four(b)))),
-            DType::F16 => {
-                values.extend(bytes.chunks_exact(2).map(|b| f16::from_le_bytes(two(b)).to_f32()));
-            }
-            DType::BF16 => {
-                values.extend(bytes.chunks_exact(2).map(|b| bf16::from_le_bytes(two(b)).to_f32()));
-            }
-            other => {
-                let why = format!("type {other:?} is not one of f32, f16, bf16");
-                return Err(Error::Tensor { path, tensor: name, why });
-            }
-        }
+        append(&bytes, dtype, values).map_err(|flaw| flaw.of(&path, &name))?;
         if let Some(head_dim) = interleaved {
             if !head_dim.is_multiple_of(2) || !expected[0].is_multiple_of(head_dim) {
                 let why = format!("its rows are not heads of {head_dim} rows in pairs");
@@ -347,18 +376,12 @@ impl Weights {
             }
             split_pairs(&mut values[start..], expected[0], head_dim);
         }
-        match values[start..].iter().position(|value| !value.is_finite()) {
-            None => Ok(()),
-            Some(index) => {
-                let value = values[start + index];
-                Err(Error::NonFinite { path, tensor: name, value, index })
-            }
-        }
+        Ok(())
     }
 }
 
 /// Puts rows 0, 2, 4, .. of each head of `head_dim` rows first, then rows 1, 3, 5, ..
-fn split_pairs(values: &mut [f32], rows: usize, head_dim: usize) {
+fn split_pairs<T: Copy>(values: &mut [T], rows: usize, head_dim: usize) {
     let width = values.len() / rows;
     for head in values.chunks_exact_mut(head_dim * width) {
         let stored = head.to_vec();
@@ -367,12 +390,4 @@ fn split_pairs(values: &mut [f32], rows: usize, head_dim: usize) {
             row.copy_from_slice(&stored[from * width..(from + 1) * width]);
         }
     }
-}
-
-fn four(bytes: &[u8]) -> [u8; 4] {
-    [bytes[0], bytes[1], bytes[2], bytes[3]]
-}
-
-fn two(bytes: &[u8]) -> [u8; 2] {
-    [bytes[0], bytes[1]]
 }

@@ -3,8 +3,7 @@
 use std::path::Path;
 
 use burn::{
-    module::{Module, Param},
-    nn::{Embedding, LayerNorm},
+    module::Module,
     tensor::{Int, Tensor, activation},
 };
 use serde_json::{Map, Value};
@@ -13,7 +12,7 @@ use super::{Activation, Config};
 use crate::{
     Decoder, LayerSpec, ModelSpec, Pass, Result, Role, Roles,
     checkpoint::Exports,
-    nn::{Linear, Memory, by_rows},
+    nn::{Embedding, LayerNorm, Linear, Matrix, Memory, by_rows, in_f32},
 };
 
 /// GPT-2, Radford et al. 2019.
@@ -69,7 +68,7 @@ impl Decoder for Gpt2 {
     }
 
     fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
-        let positions = pass.rows(self.positions.weight.val(), ids.dims()[1]); // [seq, hidden]
+        let positions = pass.rows(&self.positions.weight, ids.dims()[1]); // [seq, hidden]
         let mut x = self.embedding.forward(ids) + positions.unsqueeze();
         for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
             x = layer.forward(x, spec, self.config.activation, pass.layer(i))?;
@@ -77,7 +76,7 @@ impl Decoder for Gpt2 {
         Ok(self.norm.forward(x))
     }
 
-    fn head_weight(&self) -> &Param<Tensor<2>> {
+    fn head_weight(&self) -> &Matrix {
         self.head.as_ref().map_or(&self.embedding.weight, |head| &head.weight)
     }
 
@@ -130,8 +129,8 @@ impl Layer {
         Ok(by_rows(x, |x| {
             let up = self.up.forward(self.mlp_norm.forward(x.clone()));
             let up = match nonlinearity {
-                Activation::GeluTanh => activation::gelu_approximate(up),
-                Activation::Gelu => activation::gelu(up),
+                Activation::GeluTanh => in_f32(up, activation::gelu_approximate),
+                Activation::Gelu => in_f32(up, activation::gelu),
                 Activation::Relu => activation::relu(up),
             };
             x + self.down.forward(up)

@@ -2,12 +2,12 @@
 
 use burn::{
     module::Param,
-    nn::{Embedding, Initializer, RmsNorm, RmsNormConfig},
+    nn::Initializer,
     tensor::{Device, Tensor},
 };
 
 use super::{Config, Layer, Llama};
-use crate::nn::{Linear, SwiGlu};
+use crate::nn::{Embedding, Linear, Matrix, RmsNorm, SwiGlu};
 
 impl Llama {
     /// A model with random weights, which depend on the device's seed.
@@ -63,15 +63,15 @@ fn linear(shape: [usize; 2], gain: f64, bias: bool, device: &Device) -> Linear {
 }
 
 /// Normal values of standard deviation `gain / sqrt(d_input)`, in the shape `[d_output, d_input]`.
-fn normal(shape: [usize; 2], gain: f64, device: &Device) -> Param<Tensor<2>> {
+fn normal(shape: [usize; 2], gain: f64, device: &Device) -> Matrix {
     let std = gain / (shape[1] as f64).sqrt();
-    let param = Initializer::Normal { mean: 0.0, std }.init(shape, device);
+    let param: Param<Tensor<2>> = Initializer::Normal { mean: 0.0, std }.init(shape, device);
     // Burn draws the values on first use. They are used here, so that they depend on the seed alone
     // and not on the order in which weights are used later.
     param.val();
-    param
+    param.into()
 }
 
 fn rms_norm(config: &Config, device: &Device) -> RmsNorm {
-    RmsNormConfig::new(config.hidden_size).with_epsilon(config.norm_epsilon).init(device)
+    RmsNorm::new(config.hidden_size, config.norm_epsilon, device)
 }

@@ -3,8 +3,7 @@
 use std::path::Path;
 
 use burn::{
-    module::{Module, Param},
-    nn::{Embedding, RmsNorm},
+    module::Module,
     tensor::{Int, Tensor},
 };
 use serde_json::{Map, Value};
@@ -13,7 +12,7 @@ use super::Config;
 use crate::{
     Decoder, LayerSpec, ModelSpec, Pass, Result, Role, Roles,
     checkpoint::Exports,
-    nn::{Linear, Memory, Rotation, SwiGlu, by_rows},
+    nn::{Embedding, Linear, Matrix, Memory, RmsNorm, Rotation, SwiGlu, by_rows},
 };
 
 /// A model of the Llama family, <https://arxiv.org/abs/2302.13971>.
@@ -68,13 +67,14 @@ impl Decoder for Llama {
         let seq = ids.dims()[1];
         let rotation = pass.rotation(&self.spec, seq, &ids.device());
         let mut x = self.embedding.forward(ids); // [batch, seq, hidden]
+        let rotation = rotation.map(|rotation| rotation.to_dtype(x.dtype())); // once for all layers
         for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
             x = layer.forward(x, rotation.as_ref(), spec, pass.layer(i))?;
         }
         Ok(self.norm.forward(x))
     }
 
-    fn head_weight(&self) -> &Param<Tensor<2>> {
+    fn head_weight(&self) -> &Matrix {
         self.head.as_ref().map_or(&self.embedding.weight, |head| &head.weight)
     }
 

@@ -10,7 +10,7 @@ use burn_store::{
 use candle_core::{CpuStorage, quantized::GgmlDType};
 use memmap2::Mmap;
 
-use super::{Format, Loaded, file_stem};
+use super::{Format, LoadOptions, Loaded, file_stem};
 use crate::{
     Error, Result, Tokenizer,
     checkpoint::Weights,
@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Reads a GGUF file, or all parts of the model of which it is one.
-pub(super) fn load(path: &Path, device: &Device) -> Result<Loaded> {
+pub(super) fn load(path: &Path, device: &Device, options: LoadOptions) -> Result<Loaded> {
     let files = gguf::open(path)?;
     let GgufFile { path: first, header, .. } = &files[0];
 
@@ -41,6 +41,7 @@ pub(super) fn load(path: &Path, device: &Device) -> Result<Loaded> {
             weights.insert(names.to_hugging_face(&info.name), deferred(map, info), path)?;
         }
     }
+    weights.set_dtype(options.dtype)?;
     let model = family.import_gguf(&Metadata::new(header, arch, first), &mut weights)?;
     let notes = std::mem::take(weights.notes());
     let name = match header.metadata.get("general.name") {

@@ -11,7 +11,7 @@ use burn_store::{ModuleStore, PytorchStore, SafetensorsStore};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::{Format, Loaded, file_stem};
+use super::{Format, LoadOptions, Loaded, file_stem};
 use crate::{
     ConfigJson, Error, KV_CACHE_FILE, ModelCacheConfig, Result, Tokenizer,
     checkpoint::Weights,
@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Reads a folder.
-pub(super) fn load(folder: &Path, device: &Device) -> Result<Loaded> {
+pub(super) fn load(folder: &Path, device: &Device, options: LoadOptions) -> Result<Loaded> {
     if !folder.join("config.json").is_file() {
         return Err(Error::NotFound {
             path: folder.join("config.json"),
@@ -28,18 +28,18 @@ pub(super) fn load(folder: &Path, device: &Device) -> Result<Loaded> {
         });
     }
     let (format, files) = weight_files(folder)?;
-    build(folder, file_stem(folder), format, &files, device)
+    build(folder, file_stem(folder), format, &files, device, options)
 }
 
 /// Reads one weights file, or all shards if it is one of several, with the `config.json` beside it.
-pub(super) fn load_file(file: &Path, device: &Device) -> Result<Loaded> {
+pub(super) fn load_file(file: &Path, device: &Device, options: LoadOptions) -> Result<Loaded> {
     let folder = file.parent().unwrap_or(Path::new("."));
     let format = match file.extension() {
         Some(ext) if ext == "bin" => Format::Pytorch,
         _ => Format::Safetensors,
     };
     let Some(part) = Part::parse(file) else {
-        return build(folder, file_stem(file), format, &[file.to_path_buf()], device);
+        return build(folder, file_stem(file), format, &[file.to_path_buf()], device, options);
     };
     let index = folder.join(format!("{}.{}.index.json", part.stem, part.extension));
     let files = if index.is_file() { shards(folder, &index)? } else { part.paths()? };
@@ -47,7 +47,7 @@ pub(super) fn load_file(file: &Path, device: &Device) -> Result<Loaded> {
         let rule = format!("does not name {}", file.display());
         return Err(Error::config(index, "weight_map", format!("{} files", files.len()), rule));
     }
-    build(folder, part.stem, format, &files, device)
+    build(folder, part.stem, format, &files, device, options)
 }
 
 fn build(
@@ -56,6 +56,7 @@ fn build(
     format: Format,
     files: &[PathBuf],
     device: &Device,
+    options: LoadOptions,
 ) -> Result<Loaded> {
     let config_path = folder.join("config.json");
     let config = read_to_string(&config_path)?;
@@ -75,6 +76,7 @@ fn build(
     for file in files {
         open(format, file, &mut weights)?;
     }
+    weights.set_dtype(options.dtype)?;
     let model_type = &header.model_type;
     let family = registry::by_model_type(model_type).map_err(|known| {
         let why = format!("{} asks for it; {known} are computed", config_path.display());

@@ -7,12 +7,12 @@ use std::{fs, io, path::Path};
 
 use burn::tensor::Device;
 
-use crate::{Error, LanguageModel, ModelCacheConfig, Result, Tokenizer};
+use crate::{Error, LanguageModel, ModelCacheConfig, Result, Tokenizer, WeightDtype};
 
 /// What [`load()`] read.
 #[derive(Debug)]
 pub struct Loaded {
-    /// The model, in f32 on the device.
+    /// The model on the device, in f32 unless [`LoadOptions`] say otherwise.
     pub model: LanguageModel,
     /// Its tokenizer, or why there is none: a model can be evaluated on ids without one.
     pub tokenizer: Result<Tokenizer>,
@@ -38,19 +38,52 @@ pub enum Format {
     Gguf,
 }
 
+/// How [`load_with`] reads a model.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct LoadOptions {
+    /// The type of the weights, in which the model then computes.
+    pub dtype: WeightDtype,
+}
+
+impl Default for LoadOptions {
+    /// In f32, whatever the file holds.
+    fn default() -> Self {
+        Self { dtype: WeightDtype::F32 }
+    }
+}
+
+impl LoadOptions {
+    /// The same options with weights of `dtype`.
+    #[must_use]
+    pub fn with_dtype(self, dtype: WeightDtype) -> Self {
+        Self { dtype, ..self }
+    }
+}
+
+/// Reads a model in f32: [`load_with`] the default options.
+///
+/// # Errors
+///
+/// Those of [`load_with`].
+pub fn load(path: impl AsRef<Path>, device: &Device) -> Result<Loaded> {
+    load_with(path, device, LoadOptions::default())
+}
+
 /// Reads a model: a folder with `config.json`, or a `.gguf` file. Of a model in several files, all are
 /// read whichever one is named.
 ///
-/// Weights are memory mapped and converted to f32 one tensor at a time. The file must not be
-/// truncated by another process meanwhile.
+/// Weights are memory mapped and read one tensor at a time: rounded to the type that is asked for, or
+/// copied if they are of it. The file must not be truncated by another process meanwhile.
 ///
 /// # Errors
 ///
 /// One line naming the file, the tensor or field, its value and the rule: nothing there, a
 /// truncated or foreign file, a missing part or tensor, a tensor the model has no place for, a wrong
-/// shape, NaN or infinite weights, quantized weights outside GGUF, an unsupported architecture or GGML
-/// type, a cache configuration that does not fit the model.
-pub fn load(path: impl AsRef<Path>, device: &Device) -> Result<Loaded> {
+/// shape, NaN or infinite weights or ones that the type does not reach, a device without the type,
+/// quantized weights outside GGUF, an unsupported architecture or GGML type, a cache configuration that
+/// does not fit the model.
+pub fn load_with(path: impl AsRef<Path>, device: &Device, options: LoadOptions) -> Result<Loaded> {
     let path = path.as_ref();
     let metadata = match fs::metadata(path) {
         Ok(metadata) => metadata,
@@ -60,12 +93,12 @@ pub fn load(path: impl AsRef<Path>, device: &Device) -> Result<Loaded> {
         Err(source) => return Err(Error::Io { path: path.into(), source }),
     };
     let mut loaded = if metadata.is_dir() {
-        hf::load(path, device)?
+        hf::load(path, device, options)?
     } else if path.extension().is_some_and(|ext| ext == "safetensors" || ext == "bin") {
         // A weights file: its configuration lies beside it.
-        hf::load_file(path, device)?
+        hf::load_file(path, device, options)?
     } else {
-        gguf::load(path, device)?
+        gguf::load(path, device, options)?
     };
 
     let vocab_size = loaded.model.vocab_size();

@@ -1,9 +1,12 @@
-//! A projection stored the way checkpoints store it.
+//! Projections and embeddings, stored the way checkpoints store them.
 
 use burn::{
     module::{Module, Param},
-    tensor::Tensor,
+    nn,
+    tensor::{Int, Tensor},
 };
+
+use super::Matrix;
 
 /// `x W^T + b` with `W` as `[d_output, d_input]`, the layout of Hugging Face and GGUF files.
 ///
@@ -13,7 +16,7 @@ use burn::{
 #[derive(Module, Debug)]
 pub struct Linear {
     /// The weights, `[d_output, d_input]`.
-    pub weight: Param<Tensor<2>>,
+    pub weight: Matrix,
     /// The bias, `[d_output]`.
     pub bias: Option<Param<Tensor<1>>>,
 }
@@ -26,11 +29,36 @@ impl Linear {
     /// - x: `[batch, seq, d_input]`
     /// - output: `[batch, seq, d_output]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let y = project(x, self.weight.val());
+        let y = self.weight.project(x);
         match &self.bias {
             Some(bias) => y + bias.val().unsqueeze(),
             None => y,
         }
+    }
+}
+
+/// Rows that are looked up.
+#[derive(Module, Debug)]
+pub struct Embedding {
+    /// The rows, `[n, d_output]`.
+    pub weight: Matrix,
+}
+
+impl Embedding {
+    /// Looks rows up.
+    ///
+    /// # Shapes
+    ///
+    /// - ids: `[batch, seq]`
+    /// - output: `[batch, seq, d_output]`
+    pub fn forward(&self, ids: Tensor<2, Int>) -> Tensor<3> {
+        self.weight.lookup(ids)
+    }
+}
+
+impl From<nn::Embedding> for Embedding {
+    fn from(embedding: nn::Embedding) -> Self {
+        Self { weight: embedding.weight.into() }
     }
 }
 
@@ -45,5 +73,10 @@ pub fn project(x: Tensor<3>, weight: Tensor<2>) -> Tensor<3> {
     let [d_output, _] = weight.dims();
     // One two-dimensional matmul over all rows: a batched one would reshape the transposed view,
     // which copies the weights on every call.
-    x.reshape([batch * seq, d_input]).matmul(weight.transpose()).reshape([batch, seq, d_output])
+    let x = x.reshape([batch * seq, d_input]);
+    #[cfg(feature = "flex")]
+    if let Some(y) = super::bf16::project(&x, &weight) {
+        return y.reshape([batch, seq, d_output]);
+    }
+    x.matmul(weight.transpose()).reshape([batch, seq, d_output])
 }

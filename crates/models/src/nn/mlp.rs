@@ -2,7 +2,7 @@
 
 use burn::{
     module::Module,
-    tensor::{Tensor, activation},
+    tensor::{DType, Tensor, activation},
 };
 
 use super::Linear;
@@ -28,6 +28,12 @@ impl SwiGlu {
         let intermediate = gate_up.dims()[2] / 2;
         let gate = gate_up.clone().narrow(2, 0, intermediate);
         let up = gate_up.narrow(2, intermediate, intermediate);
-        self.down.forward(activation::silu(gate) * up)
+        self.down.forward(in_f32(gate, activation::silu) * up)
     }
+}
+
+/// `f(x)` computed in f32, and rounded to the type of x.
+pub fn in_f32(x: Tensor<3>, f: impl FnOnce(Tensor<3>) -> Tensor<3>) -> Tensor<3> {
+    let dtype = x.dtype();
+    f(x.cast(DType::F32)).cast(dtype)
 }

@@ -2,13 +2,19 @@
 //! crate.
 
 mod attention;
+#[cfg(feature = "flex")]
+mod bf16;
 mod linear;
+mod matrix;
 mod mlp;
+mod norm;
 mod rope;
 mod rows;
 
 pub use attention::{AttentionObserver, AttentionTrace, Memory};
-pub use linear::{Linear, project};
-pub use mlp::SwiGlu;
+pub use linear::{Embedding, Linear, project};
+pub use matrix::Matrix;
+pub use mlp::{SwiGlu, in_f32};
+pub use norm::{LayerNorm, RmsNorm};
 pub use rope::{Rope, RopeScaling, Rotation};
 pub use rows::by_rows;

@@ -2,7 +2,7 @@
 
 use core::f64::consts::TAU;
 
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 /// How the rotation frequencies of a model differ from `theta^(-2i / rotary_dim)`.
 #[derive(Clone, Debug, PartialEq)]
@@ -199,7 +199,15 @@ impl Rotation {
         Self { cos: pick(&self.cos), sin: pick(&self.sin) }
     }
 
-    /// Rotates channel `i` with channel `i + rotary_dim / 2`.
+    /// The rotation with cosines and sines rounded to `dtype`, for a model that computes in it.
+    #[must_use]
+    pub fn to_dtype(&self, dtype: DType) -> Self {
+        let round = |table: &Tensor<4>| table.clone().cast(dtype);
+        Self { cos: round(&self.cos), sin: round(&self.sin) }
+    }
+
+    /// Rotates channel `i` with channel `i + rotary_dim / 2`, in the type of x, to which cosines and
+    /// sines are rounded.
     ///
     /// # Shapes
     ///
@@ -210,7 +218,7 @@ impl Rotation {
         let half = self.cos.dims()[3];
         let a = x.clone().narrow(3, 0, half);
         let b = x.clone().narrow(3, half, half);
-        let (cos, sin) = (self.cos.clone(), self.sin.clone());
+        let Self { cos, sin } = self.to_dtype(x.dtype());
         let rotated_a = a.clone() * cos.clone() - b.clone() * sin.clone();
         let rotated_b = b * cos + a * sin;
         let mut parts = vec![rotated_a, rotated_b];

@@ -10,38 +10,41 @@ use std::{
     path::Path,
 };
 
-use half::f16;
+use burn::tensor::DType;
 use safetensors::{Dtype, SafeTensorError, View};
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use tempfile::NamedTempFile;
 
 pub use crate::files::staged;
 
 use crate::{
-    Error, KV_CACHE_FILE, LanguageModel, ModelCacheConfig, Result, Tokenizer,
+    Error, KV_CACHE_FILE, LanguageModel, ModelCacheConfig, Result, Tokenizer, WeightDtype,
     checkpoint::{Export, Values},
     files::{failed, pretty, staged::stage},
+    float::{Float, append, with_float},
 };
 
-/// The float type of saved weights.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum SaveDtype {
-    /// IEEE half precision; weights are rounded to it.
-    F16,
-    /// 32-bit float, exact.
-    #[default]
-    F32,
-}
-
 /// How [`save()`] writes a model.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct SaveOptions<'a> {
-    /// The float type of the weights.
-    pub dtype: SaveDtype,
+    /// The float type of the weights, which are rounded to it unless they are of it.
+    pub dtype: WeightDtype,
     /// The cache the model was trained with, written as [`KV_CACHE_FILE`].
     pub cache: Option<&'a ModelCacheConfig>,
+}
+
+impl Default for SaveOptions<'_> {
+    /// In the type that the model has, without a cache.
+    fn default() -> Self {
+        Self { dtype: WeightDtype::Auto, cache: None }
+    }
+}
+
+impl SaveOptions<'_> {
+    /// The type of saved tensors.
+    fn dtype_of(&self, model: &LanguageModel) -> DType {
+        self.dtype.dtype().unwrap_or_else(|| model.dtype())
+    }
 }
 
 /// Checks that [`save()`] can write the model, but for its weights' values and the folder: to be asked
@@ -73,7 +76,7 @@ fn configured(
     if let Some(cache) = options.cache {
         cache.validate(model)?;
     }
-    config(model, tokenizer, options.dtype, path)
+    config(model, tokenizer, options.dtype_of(model), path)
 }
 
 /// Writes a Hugging Face folder: `model.safetensors`, `config.json`, `tokenizer.json`,
@@ -89,7 +92,7 @@ fn configured(
 /// # Errors
 ///
 /// One line naming the file: one that cannot be written, a weight that is not finite or does not
-/// fit [`SaveDtype::F16`], a configuration that no Hugging Face family has, a tokenizer with ids or
+/// fit the type, a configuration that no Hugging Face family has, a tokenizer with ids or
 /// a cache with layers that the model lacks. The folder then holds what it held.
 pub fn save(
     folder: impl AsRef<Path>,
@@ -98,7 +101,7 @@ pub fn save(
     options: SaveOptions<'_>,
 ) -> Result<()> {
     let folder = folder.as_ref();
-    let SaveOptions { dtype, cache } = options;
+    let (dtype, cache) = (options.dtype_of(model), options.cache);
     let config_path = folder.join("config.json");
     let config = configured(model, tokenizer, options, &config_path)?;
 
@@ -140,7 +143,7 @@ pub fn save(
 fn config(
     model: &LanguageModel,
     tokenizer: &Tokenizer,
-    dtype: SaveDtype,
+    dtype: DType,
     path: &Path,
 ) -> Result<Map<String, Value>> {
     let mut config = model.decoder().config_json(path)?;
@@ -151,8 +154,9 @@ fn config(
         _ => json!(eos),
     };
     let dtype = match dtype {
-        SaveDtype::F16 => "float16",
-        SaveDtype::F32 => "float32",
+        DType::F16 => "float16",
+        DType::BF16 => "bfloat16",
+        _ => "float32",
     };
     // Some families have defaults for these that are other models' ids.
     for (key, value) in [
@@ -179,7 +183,7 @@ fn tokenizer_config(model: &LanguageModel, tokenizer: &Tokenizer) -> Value {
 }
 
 /// Writes the weights that are to be at `path`, one tensor at a time in host memory.
-fn write_weights(path: &Path, exports: Vec<Export>, dtype: SaveDtype) -> Result<NamedTempFile> {
+fn write_weights(path: &Path, exports: Vec<Export>, dtype: DType) -> Result<NamedTempFile> {
     let failure = RefCell::new(None);
     let failure = &failure;
     let views = exports.into_iter().map(|Export { name, values }| {
@@ -214,7 +218,7 @@ struct Weight<'a> {
     name: String,
     values: Values,
     shape: Vec<usize>,
-    dtype: SaveDtype,
+    dtype: DType,
     path: &'a Path,
     /// The first thing that went wrong: the trait has no way to say so.
     failure: &'a RefCell<Option<Error>>,
@@ -222,41 +226,33 @@ struct Weight<'a> {
 
 impl Weight<'_> {
     fn bytes(&self) -> Result<Vec<u8>> {
-        let wrong =
-            |why: String| Error::Tensor { path: self.path.into(), tensor: self.name.clone(), why };
         let data = match &self.values {
-            Values::Vector(tensor) => tensor.try_to_data_as::<f32>(),
-            Values::Matrix(tensor) => tensor.try_to_data_as::<f32>(),
+            Values::Vector(tensor) => tensor.try_to_data(),
+            Values::Matrix(tensor) => tensor.try_to_data(),
         };
+        let wrong = |why| Error::Tensor { path: self.path.into(), tensor: self.name.clone(), why };
         let data = data.map_err(|error| wrong(error.to_string()))?;
-        let values = data.as_slice::<f32>().map_err(|error| wrong(format!("{error:?}")))?;
-
-        let mut bytes = Vec::with_capacity(self.data_len());
-        for (index, &value) in values.iter().enumerate() {
-            if !value.is_finite() {
-                let (path, tensor) = (self.path.into(), self.name.clone());
-                return Err(Error::NonFinite { path, tensor, value, index });
-            }
-            match self.dtype {
-                SaveDtype::F32 => bytes.extend_from_slice(&value.to_le_bytes()),
-                SaveDtype::F16 if value.abs() > f16::MAX.to_f32() => {
-                    return Err(wrong(format!(
-                        "holds {value} at element {index}, f16 weights must be at most {}",
-                        f16::MAX
-                    )));
-                }
-                SaveDtype::F16 => bytes.extend_from_slice(&f16::from_f32(value).to_le_bytes()),
-            }
-        }
-        Ok(bytes)
+        with_float!(
+            self.dtype,
+            T => {
+                let mut values = Vec::<T>::with_capacity(self.data_len() / size_of::<T>());
+                append(data.as_bytes(), data.dtype(), &mut values)
+                    .map_err(|flaw| flaw.of(self.path, &self.name))?;
+                let mut bytes = Vec::with_capacity(self.data_len());
+                values.into_iter().for_each(|value| value.put_le(&mut bytes));
+                Ok(bytes)
+            },
+            else Err(wrong(format!("is to be {:?}, which is not a float type", self.dtype)))
+        )
     }
 }
 
 impl View for Weight<'_> {
     fn dtype(&self) -> Dtype {
         match self.dtype {
-            SaveDtype::F16 => Dtype::F16,
-            SaveDtype::F32 => Dtype::F32,
+            DType::F16 => Dtype::F16,
+            DType::BF16 => Dtype::BF16,
+            _ => Dtype::F32,
         }
     }
 
@@ -277,10 +273,6 @@ impl View for Weight<'_> {
     }
 
     fn data_len(&self) -> usize {
-        let size = match self.dtype {
-            SaveDtype::F16 => 2,
-            SaveDtype::F32 => 4,
-        };
-        size * self.shape.iter().product::<usize>()
+        self.dtype.size() * self.shape.iter().product::<usize>()
     }
 }

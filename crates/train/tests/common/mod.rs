@@ -14,7 +14,7 @@ use burn::{
     tensor::{Device, Tensor},
 };
 use kv_models::{
-    LanguageModel, LayerSpec, SaveDtype, SaveOptions, Tokenizer,
+    LanguageModel, LayerSpec, SaveOptions, Tokenizer, WeightDtype,
     kv_cubecl::{Flex, KvCacheConfig, On, Target},
     llama::{Config, Llama},
     nn::RopeScaling,
@@ -85,7 +85,7 @@ pub(crate) fn tiny(config: Config, device: &Device) -> LanguageModel {
     let mut llama = Llama::init(config, &flex);
     for layer in &mut llama.layers {
         for (weight, times) in [(&mut layer.qkv.weight, 1.6), (&mut layer.output.weight, 1.6)] {
-            *weight = weight.clone().map(|tensor| tensor.mul_scalar(times));
+            *weight = weight.clone().map_tensor(|tensor| tensor.mul_scalar(times));
         }
     }
     LanguageModel::new(llama.map(&mut Copy(device)))
@@ -200,14 +200,14 @@ impl<T: Target> World<T> {
             ..architecture()
         };
         let model = tiny(config, &self.device).valid();
-        let options = SaveOptions { dtype: SaveDtype::F16, cache: None };
+        let options = SaveOptions { dtype: WeightDtype::F16, cache: None };
         save(self.path(name), &model, &self.tokenizer, options).unwrap();
         self.string(name)
     }
 
     /// The model as a Hugging Face folder.
     pub(crate) fn save_model(&self, name: &str) -> String {
-        let options = SaveOptions { dtype: SaveDtype::F16, cache: None };
+        let options = SaveOptions { dtype: WeightDtype::F16, cache: None };
         save(self.path(name), &self.model.clone().valid(), &self.tokenizer, options).unwrap();
         self.string(name)
     }

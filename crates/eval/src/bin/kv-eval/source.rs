@@ -5,7 +5,9 @@ use std::path::Path;
 use anyhow::Result;
 use burn::tensor::Device;
 use kv_cli::name_of;
-use kv_models::{LanguageModel, Loaded, ModelCacheConfig, Tokenizer};
+use kv_models::{
+    LanguageModel, LoadOptions, Loaded, ModelCacheConfig, Tokenizer, WeightDtype, load_with,
+};
 
 use crate::common::ModelArgs;
 
@@ -20,20 +22,26 @@ pub(crate) struct Source {
 
 /// Loads the model and tokenizer that are named.
 pub(crate) fn load(args: &ModelArgs, device: &Device) -> Result<Source> {
-    let source = read(&args.source.find()?, device)?;
+    let source = read(&args.source.find()?, device, args.dtype)?;
     Ok(Source { name: args.source.name(), ..source })
 }
 
-/// The model that is named, and its name.
+/// The model that is named, and its name, with the type of its weights unless that is f32.
 pub(crate) fn load_model(args: &ModelArgs, device: &Device) -> Result<(LanguageModel, String)> {
-    let Loaded { model, notes, .. } = kv_models::load(args.source.find()?, device)?;
+    let options = LoadOptions::default().with_dtype(args.dtype);
+    let Loaded { model, notes, .. } = load_with(args.source.find()?, device, options)?;
     kv_cli::notes(&notes);
-    Ok((model, args.source.name()))
+    let name = match model.weight_dtype() {
+        WeightDtype::F32 => args.source.name(),
+        dtype => format!("{} in {dtype}", args.source.name()),
+    };
+    Ok((model, name))
 }
 
 /// Loads a folder or file.
-pub(crate) fn read(path: &Path, device: &Device) -> Result<Source> {
-    let Loaded { model, tokenizer, cache, notes, .. } = kv_models::load(path, device)?;
+pub(crate) fn read(path: &Path, device: &Device, dtype: WeightDtype) -> Result<Source> {
+    let options = LoadOptions::default().with_dtype(dtype);
+    let Loaded { model, tokenizer, cache, notes, .. } = load_with(path, device, options)?;
     kv_cli::notes(&notes);
     Ok(Source { model, tokenizer: tokenizer?, name: name_of(path), cache })
 }

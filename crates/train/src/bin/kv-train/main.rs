@@ -31,6 +31,8 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Fine-tune a model with the noise of its quantized cache.
+    ///
+    /// It is trained in f32, whatever the type of its file, and saved in f16.
     Qat(args::Qat),
     /// Train a small Llama-style model from scratch.
     Pretrain(args::Pretrain),

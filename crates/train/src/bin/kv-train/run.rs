@@ -13,7 +13,7 @@ use burn::tensor::Device;
 use kv_cli::{OutFile, Plain, Screen, dispatch};
 use kv_eval::{Mode, Plan, Report, evaluate, layers::measure_layers};
 use kv_models::{
-    LanguageModel, Loaded, ModelCacheConfig, SaveDtype, SaveOptions, Tokenizer, check_savable,
+    LanguageModel, Loaded, ModelCacheConfig, SaveOptions, Tokenizer, WeightDtype, check_savable,
     kv_cubecl::{Autodiff, Bits, KvCacheConfig, On, Target},
     llama::Llama,
 };
@@ -294,7 +294,7 @@ fn verdict(spec: &Spec, folder: &Path, result: &RunResult) -> Option<String> {
 }
 
 fn save_options(spec: &Spec) -> SaveOptions<'_> {
-    SaveOptions { dtype: SaveDtype::F16, cache: spec.config.qat.as_ref().map(|qat| &qat.cache) }
+    SaveOptions { dtype: WeightDtype::F16, cache: spec.config.qat.as_ref().map(|qat| &qat.cache) }
 }
 
 fn save(spec: &Spec, converted: &Converted, tokenizer: &Tokenizer, out: &Path) -> Result<()> {

@@ -1,0 +1,128 @@
+//! The float types of weights, and their bytes from one type to another.
+
+use std::path::Path;
+
+use burn::tensor::{DType, Element};
+use half::{bf16, f16};
+
+use crate::Error;
+
+/// A float type of weights.
+pub(crate) trait Float: Element {
+    const NAME: &str;
+    const DTYPE: DType;
+    /// The largest finite value.
+    const MAX: f32;
+
+    /// The value of its little-endian bytes.
+    fn from_le(bytes: &[u8]) -> Self;
+    fn round(value: f32) -> Self;
+    fn widen(self) -> f32;
+    fn put_le(self, bytes: &mut Vec<u8>);
+}
+
+macro_rules! float {
+    ($type:ty, $name:literal, $dtype:ident, $max:expr, $round:expr, $widen:expr) => {
+        impl Float for $type {
+            const NAME: &str = $name;
+            const DTYPE: DType = DType::$dtype;
+            const MAX: f32 = $max;
+
+            fn from_le(bytes: &[u8]) -> Self {
+                let mut own = [0; size_of::<Self>()];
+                own.copy_from_slice(bytes);
+                Self::from_le_bytes(own)
+            }
+
+            fn round(value: f32) -> Self {
+                ($round)(value)
+            }
+
+            fn widen(self) -> f32 {
+                ($widen)(self)
+            }
+
+            fn put_le(self, bytes: &mut Vec<u8>) {
+                bytes.extend_from_slice(&self.to_le_bytes());
+            }
+        }
+    };
+}
+
+float!(f32, "f32", F32, Self::MAX, |value| value, |value| value);
+float!(f16, "f16", F16, Self::MAX.to_f32_const(), Self::from_f32, Self::to_f32);
+float!(bf16, "bf16", BF16, Self::MAX.to_f32_const(), Self::from_f32, Self::to_f32);
+
+/// Evaluates `$body` with the type alias `$T` of the [`Float`] whose tensors are of `$dtype`, or
+/// `$other` where there is none.
+macro_rules! with_float {
+    ($dtype:expr, $T:ident => $body:expr, else $other:expr) => {
+        match $dtype {
+            ::burn::tensor::DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            ::burn::tensor::DType::F16 => {
+                type $T = ::half::f16;
+                $body
+            }
+            ::burn::tensor::DType::BF16 => {
+                type $T = ::half::bf16;
+                $body
+            }
+            _ => $other,
+        }
+    };
+}
+pub(crate) use with_float;
+
+/// What is wrong with the bytes of a tensor.
+#[derive(Debug)]
+pub(crate) enum Flaw {
+    /// They are of another type than floats of 16 and 32 bits.
+    Type(DType),
+    /// The first value that is NaN or infinite.
+    NonFinite { index: usize, value: f32 },
+    /// The first value that the type it is to be rounded to does not reach.
+    TooLarge { index: usize, value: f32, name: &'static str, max: f32 },
+}
+
+impl Flaw {
+    /// The error of the `tensor` of the file at `path`.
+    pub(crate) fn of(self, path: &Path, tensor: &str) -> Error {
+        let (path, tensor) = (path.into(), tensor.into());
+        let why = match self {
+            Self::NonFinite { index, value } => {
+                return Error::NonFinite { path, tensor, value, index };
+            }
+            Self::Type(dtype) => format!("type {dtype:?} is not one of f32, f16, bf16"),
+            Self::TooLarge { index, value, name, max } => {
+                format!("holds {value} at element {index}, {name} weights must be at most {max}")
+            }
+        };
+        Error::Tensor { path, tensor, why }
+    }
+}
+
+/// Appends the values that `bytes` are, of type `from` and little-endian, to `to`, rounded to its type;
+/// those that are of it already are copied as they are.
+pub(crate) fn append<T: Float>(bytes: &[u8], from: DType, to: &mut Vec<T>) -> Result<(), Flaw> {
+    with_float!(from, S => append_from::<S, T>(bytes, to), else Err(Flaw::Type(from)))
+}
+
+fn append_from<S: Float, T: Float>(bytes: &[u8], to: &mut Vec<T>) -> Result<(), Flaw> {
+    let values = bytes.chunks_exact(size_of::<S>()).map(S::from_le);
+    let fits = |value: S| value.widen().abs() <= T::MAX; // not so for NaN
+    if let Some((index, value)) = values.clone().enumerate().find(|(_, value)| !fits(*value)) {
+        let (value, name, max) = (value.widen(), T::NAME, T::MAX);
+        return Err(match value.is_finite() {
+            true => Flaw::TooLarge { index, value, name, max },
+            false => Flaw::NonFinite { index, value },
+        });
+    }
+    match S::DTYPE == T::DTYPE {
+        true => to.extend(bytes.chunks_exact(size_of::<T>()).map(T::from_le)),
+        false => to.extend(values.map(|value| T::round(value.widen()))),
+    }
+    Ok(())
+}
