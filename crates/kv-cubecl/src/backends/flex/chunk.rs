@@ -23,8 +23,7 @@ pub(super) fn attend<'a>(
     rows: usize,
     head_dim: Sides<usize>,
     scale: f32,
-    output: &mut [f32],
-    lse: &mut [f32],
+    [output, lse]: [&mut [f32]; 2],
 ) {
     let block = rows.min(ROW_BLOCK);
     output

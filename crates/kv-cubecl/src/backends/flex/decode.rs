@@ -112,7 +112,7 @@ impl Attend<'_> {
         let mut lse = vec![0.0; slices.len() * rows];
         if rows >= MANY_ROWS {
             let slice = |slice: usize| Slice::new(state, layout, len, slices.start + slice);
-            chunk::attend(query, slice, tokens, rows, head_dim, scale, &mut output, &mut lse);
+            chunk::attend(query, slice, tokens, rows, head_dim, scale, [&mut output, &mut lse]);
             return (output, lse);
         }
         let first = slices.start;

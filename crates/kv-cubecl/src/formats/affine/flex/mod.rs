@@ -1,5 +1,10 @@
 //! Affine groups on the CPU.
 
+#![allow(
+    clippy::extra_unused_type_parameters,
+    reason = "macerator compiles a function for its first type parameter, used or not"
+)]
+
 mod codes;
 mod quantize;
 mod sums;
