@@ -72,10 +72,17 @@ impl LayerSpec {
         let heads = |part: Tensor<3>, heads, head_dim| {
             part.reshape([batch, seq, heads, head_dim]).swap_dims(1, 2)
         };
-        let qk_rows = (n_heads + n_kv_heads) * head_dim.keys;
-        let v = qkv.clone().narrow(2, qk_rows, n_kv_heads * head_dim.values);
-        let v = heads(v, n_kv_heads, head_dim.values);
-        let qk = heads(qkv.narrow(2, 0, qk_rows), n_heads + n_kv_heads, head_dim.keys);
+        let n_qk = n_heads + n_kv_heads;
+        let (qk, v) = if head_dim.keys == head_dim.values {
+            // Views of the projection. Parts of its rows, as below, are copied.
+            let all = heads(qkv, n_qk + n_kv_heads, head_dim.keys);
+            (all.clone().narrow(1, 0, n_qk), all.narrow(1, n_qk, n_kv_heads))
+        } else {
+            let (qk_rows, v_rows) = (n_qk * head_dim.keys, n_kv_heads * head_dim.values);
+            let v = qkv.clone().narrow(2, qk_rows, v_rows);
+            let qk = qkv.narrow(2, 0, qk_rows);
+            (heads(qk, n_qk, head_dim.keys), heads(v, n_kv_heads, head_dim.values))
+        };
         let qk = match rotation {
             Some(rotation) => rotation.apply(qk),
             None => qk,
