@@ -2,7 +2,7 @@
 
 use burn::tensor::Tensor;
 
-use crate::{Result, error::invalid};
+use crate::{Result, error::invalid, scores::Scores};
 
 /// How scores become weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -10,6 +10,9 @@ use crate::{Result, error::invalid};
 pub struct AttentionOptions {
     /// What scores are multiplied with; `None` for `1 / sqrt(head_dim)`.
     pub scale: Option<f32>,
+    /// What scores are bounded by, after scaling: `softcap * tanh(score / softcap)`, as in Gemma 2 (2024,
+    /// <https://arxiv.org/abs/2408.00118>); `None` for no bound.
+    pub softcap: Option<f32>,
 }
 
 impl AttentionOptions {
@@ -20,22 +23,30 @@ impl AttentionOptions {
         self
     }
 
+    /// Sets what scores are bounded by.
+    #[must_use]
+    pub const fn with_softcap(mut self, softcap: f32) -> Self {
+        self.softcap = Some(softcap);
+        self
+    }
+
     /// Checks the numbers.
     ///
     /// # Errors
     /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the rule.
     pub fn validate(&self) -> Result<()> {
-        match self.scale {
-            Some(scale) if !scale.is_finite() || scale <= 0.0 => {
-                Err(invalid("scale", scale, "must be finite and above 0"))
+        for (field, number) in [("scale", self.scale), ("softcap", self.softcap)] {
+            if let Some(number) = number.filter(|x| !x.is_finite() || *x <= 0.0) {
+                return Err(invalid(field, number, "must be finite and above 0"));
             }
-            _ => Ok(()),
         }
+        Ok(())
     }
 
-    /// The scale where heads have so many channels.
-    pub(crate) fn scale(&self, head_dim: usize) -> f32 {
-        self.scale.unwrap_or_else(|| 1.0 / (head_dim as f32).sqrt())
+    /// What is done to products of queries and keys of so many channels.
+    pub(crate) fn scores(&self, head_dim: usize) -> Scores {
+        let scale = self.scale.unwrap_or_else(|| 1.0 / (head_dim as f32).sqrt());
+        Scores { scale, softcap: self.softcap }
     }
 }
 

@@ -68,6 +68,11 @@ pub struct KvCacheConfig {
     /// spreads outliers of a channel over all; outputs are turned back. Without effect on float values.
     #[serde(default, skip_serializing_if = "is_false")]
     pub rotate_values: bool,
+    /// Recent tokens that a query sees, its own among them, beside the sinks: of a window of W tokens the query of
+    /// token t sees tokens `t - W + 1` to `t`. A cache keeps no others, so that its memory is that of the window,
+    /// whatever the capacity. `None` for all tokens.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub window: Option<usize>,
 }
 
 fn is_false(flag: &bool) -> bool {
@@ -88,6 +93,7 @@ impl KvCacheConfig {
             float: CacheFloat::F32,
             sliding: false,
             rotate_values: false,
+            window: None,
         }
     }
 
@@ -151,6 +157,12 @@ impl KvCacheConfig {
         self
     }
 
+    /// Sets how many recent tokens a query sees; `None` for all.
+    pub const fn with_window(mut self, window: Option<usize>) -> Self {
+        self.window = window;
+        self
+    }
+
     /// Whether values are stored rotated.
     pub const fn rotates_values(&self) -> bool {
         self.rotate_values && self.value_bits.is_quantized()
@@ -192,6 +204,7 @@ impl KvCacheConfig {
                 return Err(invalid(field, value, "must be at most 1048576"));
             }
         }
+        self.validate_window()?;
         for bits in [self.key_bits, self.value_bits] {
             let codes_per_word = 32 / bits.n_bits() as usize;
             if bits.is_quantized() && !group_size.is_multiple_of(codes_per_word) {
@@ -213,6 +226,25 @@ impl KvCacheConfig {
         if self.rotates_values() && !head_dim.values.is_power_of_two() {
             let rule = format!("head_dim {} of values is not a power of two", head_dim.values);
             return Err(invalid("rotate_values", true, rule));
+        }
+        Ok(())
+    }
+}
+
+impl KvCacheConfig {
+    fn validate_window(&self) -> Result<()> {
+        let Some(window) = self.window else { return Ok(()) };
+        let fail = |rule: String| Err(invalid("window", window, rule));
+        if window == 0 || window > 1 << 24 {
+            return fail("must be 1 to 16777216 tokens".to_string());
+        }
+        if self.is_quantized() && window < self.residual_length {
+            // All that is seen would be in float, and what is quantized never seen.
+            return fail(format!("must be at least residual_length {}", self.residual_length));
+        }
+        if self.sink_tokens > window {
+            let rule = format!("must be at most window {window}");
+            return Err(invalid("sink_tokens", self.sink_tokens, rule));
         }
         Ok(())
     }
@@ -245,6 +277,9 @@ impl fmt::Display for KvCacheConfig {
         } else {
             write!(f, "float")?;
         }
+        if let Some(window) = self.window {
+            write!(f, "-w{window}")?;
+        }
         match self.float {
             CacheFloat::F32 => Ok(()),
             float => write!(f, "-{}", float.name()),
@@ -260,7 +295,7 @@ impl FromStr for KvCacheConfig {
             let floats = CacheFloat::ALL.iter().map(|float| format!(", -{}", float.name()));
             let expected = format!(
                 "expected float, or kKvV with bits 2, 4, 8 or 16, then any of -gN group size, -rN \
-                 residual length, -sN sink tokens, -before, -after, -slide, -hadv{}",
+                 residual length, -sN sink tokens, -wN window, -before, -after, -slide, -hadv{}",
                 floats.collect::<String>()
             );
             Error::InvalidCacheName { text: text.to_string(), why, expected }
@@ -325,6 +360,10 @@ impl FromStr for KvCacheConfig {
                 _ if part.starts_with('s') => {
                     config.sink_tokens = number(part, &part[1..])?;
                     "sinks"
+                }
+                _ if part.starts_with('w') => {
+                    config.window = Some(number(part, &part[1..])?);
+                    "window"
                 }
                 _ => return Err(fail(format!("{part:?} is unknown"))),
             };

@@ -41,6 +41,7 @@ pub mod layout;
 mod memory;
 mod ops;
 pub mod reference;
+mod scores;
 mod shapes;
 mod sides;
 #[cfg(feature = "flex")]
@@ -55,7 +56,7 @@ pub use error::{Error, Result};
 pub use formats::{Bits, CacheFloat};
 pub use functions::{
     Logical, Packed, ensure_finite, fake_quantize, fake_quantize_with, quantize, rotate,
-    streaming_attention, streaming_attention_with,
+    streaming_attention, streaming_attention_with, streaming_attention_with_sinks,
 };
 pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts};
 pub use memory::KvMemory;

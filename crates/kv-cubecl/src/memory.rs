@@ -4,7 +4,7 @@ use burn::tensor::{Int, Tensor};
 
 use crate::{
     Attention, AttentionOptions, FakeQuantOptions, KvCache, KvCacheConfig, Result,
-    streaming_attention_with,
+    streaming_attention_with, streaming_attention_with_sinks,
 };
 
 /// Where one layer's attention finds the keys and values of earlier tokens: a layer that takes one serves
@@ -45,12 +45,45 @@ impl KvMemory<'_> {
     /// # Errors
     /// Those of [`streaming_attention_with`], [`KvCache::attend`] and [`KvCache::attend_at`].
     pub fn attend(self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Result<Attention> {
-        match self {
+        self.attend_with_sinks(query, key, value, None)
+    }
+
+    /// [`attend`](Self::attend) with a learned sink of each head, `[n_heads]`, if the model has them: see
+    /// [`streaming_attention_with_sinks`].
+    ///
+    /// # Errors
+    /// Those of [`attend`](Self::attend), and [`Error::Shape`](crate::Error::Shape) for another number of logits than
+    /// query heads.
+    pub fn attend_with_sinks(
+        self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        sink_logits: Option<Tensor<1>>,
+    ) -> Result<Attention> {
+        let attention = match self {
             Self::Parallel { config, fake_quant, options } => {
-                streaming_attention_with(query, key, value, &config, fake_quant, options)
+                return match sink_logits {
+                    Some(sink_logits) => streaming_attention_with_sinks(
+                        query,
+                        key,
+                        value,
+                        sink_logits,
+                        &config,
+                        fake_quant,
+                        options,
+                    ),
+                    None => {
+                        streaming_attention_with(query, key, value, &config, fake_quant, options)
+                    }
+                };
             }
-            Self::Cached(cache) => cache.attend(query, key, value),
-            Self::At(cache, position) => cache.attend_at(query, key, value, position),
+            Self::Cached(cache) => cache.attend(query, key, value)?,
+            Self::At(cache, position) => cache.attend_at(query, key, value, position)?,
+        };
+        match sink_logits {
+            Some(sink_logits) => attention.with_sinks(sink_logits),
+            None => Ok(attention),
         }
     }
 }

@@ -156,9 +156,38 @@ pub trait KvCacheOps: Backend {
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
+    /// Output and log-sum-exp of attention whose softmax has a term more in its denominator, e^s for the logit s
+    /// of the head, `[n_heads]` in `sink_logits`, and no value for it; all f32. `output` and `lse` are those without
+    /// it, which [`streaming_attention`](Self::streaming_attention) and the others return. Records no gradient.
+    #[fusion(meta = |output, lse, _sink_logits| (output.clone(), lse.clone()))]
+    fn add_sinks(
+        output: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        sink_logits: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+
+    /// [`streaming_attention`](Self::streaming_attention), then [`add_sinks`](Self::add_sinks), with the gradients
+    /// of both; all f32.
+    #[allow(clippy::too_many_arguments, reason = "those of streaming_attention and one more")]
+    #[fusion(meta = |query, _key, _key_hat, value, _value_hat, _sink_logits, _spec, _options| {
+        shapes::attention(query, value.shape.dims::<4>()[3])
+    })]
+    fn streaming_attention_with_sinks(
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        key_hat: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        value_hat: FloatTensor<Self>,
+        sink_logits: FloatTensor<Self>,
+        spec: StreamSpec,
+        options: AttentionOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+
     /// The backward pass of [`streaming_attention`](Self::streaming_attention), from its inputs and
     /// outputs and `grad`, the gradient of the output. Returns the gradients of query, key,
-    /// key_hat, value and value_hat, in that order.
+    /// key_hat, value and value_hat, in that order. With the outputs of
+    /// [`streaming_attention_with_sinks`](Self::streaming_attention_with_sinks), whose log-sum-exp has the sink in it,
+    /// these are its gradients.
     #[allow(clippy::too_many_arguments, reason = "the inputs and outputs of the forward pass")]
     #[allow(clippy::type_complexity, reason = "the macro reads tuples, not aliases")]
     #[fusion(meta = |query, key, key_hat, value, value_hat, _out, _lse, _grad, _spec, _options| {

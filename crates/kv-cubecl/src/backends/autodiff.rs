@@ -15,6 +15,7 @@ use burn_autodiff::{
     ops::{Backward, Ops, OpsKind, unary},
 };
 
+use super::sinks;
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient,
     layout::{CacheLayout, QuantSpec, StreamSpec},
@@ -60,22 +61,37 @@ impl<B: KvCacheOps> Backward<B, 1> for ThroughScale {
     }
 }
 
-/// [`KvCacheOps::streaming_attention`]; its state is query, key, key_hat, value, value_hat, output
-/// and log-sum-exp.
+/// [`KvCacheOps::streaming_attention`], of five inputs, and
+/// [`KvCacheOps::streaming_attention_with_sinks`], of six.
 #[derive(Debug)]
 struct StreamingAttention;
 
-impl<B: KvCacheOps> Backward<B, 5> for StreamingAttention {
-    type State = ([FloatTensor<B>; 7], StreamSpec, AttentionOptions);
+/// What the backward pass of [`StreamingAttention`] needs.
+#[derive(Clone, Debug)]
+struct Attended<B: Backend> {
+    /// Query, key, key_hat, value and value_hat.
+    inputs: [FloatTensor<B>; 5],
+    sink_logits: Option<FloatTensor<B>>,
+    output: FloatTensor<B>,
+    lse: FloatTensor<B>,
+    spec: StreamSpec,
+    options: AttentionOptions,
+}
 
-    fn backward(self, ops: Ops<Self::State, 5>, grads: &mut Gradients, _: &mut Checkpointer) {
+impl<B: KvCacheOps, const N: usize> Backward<B, N> for StreamingAttention {
+    type State = Attended<B>;
+
+    fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _: &mut Checkpointer) {
         let grad = grads.consume::<B>(&ops.node);
-        let ([query, key, key_hat, value, value_hat, output, lse], spec, options) = ops.state;
+        let Attended { inputs, sink_logits, output, lse, spec, options } = ops.state;
+        let of_sinks = sink_logits
+            .map(|logits| sinks::gradient::<B>(output.clone(), lse.clone(), logits, grad.clone()));
+        let [query, key, key_hat, value, value_hat] = inputs;
         let computed = <B as KvCacheOps>::streaming_attention_backward(
             query, key, key_hat, value, value_hat, output, lse, grad, spec, options,
         );
         let computed = [computed.0, computed.1, computed.2, computed.3, computed.4];
-        for (parent, grad) in ops.parents.into_iter().zip(computed) {
+        for (parent, grad) in ops.parents.into_iter().zip(computed.into_iter().chain(of_sinks)) {
             if let Some(node) = parent {
                 grads.register::<B>(node.id, grad);
             }
@@ -210,21 +226,73 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         }
         let inputs = [query, key, key_hat, value, value_hat];
         let nodes = inputs.each_ref().map(|input| input.node());
-        let [query, key, key_hat, value, value_hat] = inputs.map(|input| input.into_primitive());
+        let inputs = inputs.map(|input| input.into_primitive());
+        let [query, key, key_hat, value, value_hat] = inputs.clone();
         let (output, lse) = <B as KvCacheOps>::streaming_attention(
-            query.clone(),
-            key.clone(),
-            key_hat.clone(),
-            value.clone(),
-            value_hat.clone(),
+            query, key, key_hat, value, value_hat, spec, options,
+        );
+        let lse_out = constant::<B, C>(lse.clone());
+        let output = match Backward::<B, 5>::prepare::<C>(StreamingAttention, nodes)
+            .compute_bound()
+            .stateful()
+        {
+            OpsKind::Tracked(prep) => {
+                let sink_logits = None;
+                let attended =
+                    Attended { inputs, sink_logits, output: output.clone(), lse, spec, options };
+                prep.finish(attended, output)
+            }
+            OpsKind::UnTracked(prep) => prep.finish(output),
+        };
+        (output, lse_out)
+    }
+
+    /// Records no gradient; [`streaming_attention_with_sinks`](Self::streaming_attention_with_sinks) does.
+    fn add_sinks(
+        output: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        sink_logits: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let [output, lse, logits] = [output, lse, sink_logits].map(|x| x.into_primitive());
+        let (output, lse) = <B as KvCacheOps>::add_sinks(output, lse, logits);
+        (constant::<B, C>(output), constant::<B, C>(lse))
+    }
+
+    fn streaming_attention_with_sinks(
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        key_hat: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        value_hat: FloatTensor<Self>,
+        sink_logits: FloatTensor<Self>,
+        spec: StreamSpec,
+        options: AttentionOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let inputs = [query, key, key_hat, value, value_hat, sink_logits];
+        let nodes = inputs.each_ref().map(|input| input.node());
+        let [query, key, key_hat, value, value_hat, logits] = inputs.map(|x| x.into_primitive());
+        let inputs = [query, key, key_hat, value, value_hat];
+        let [query, key, key_hat, value, value_hat] = inputs.clone();
+        let (output, lse) = <B as KvCacheOps>::streaming_attention_with_sinks(
+            query,
+            key,
+            key_hat,
+            value,
+            value_hat,
+            logits.clone(),
             spec,
             options,
         );
         let lse_out = constant::<B, C>(lse.clone());
-        let output = match StreamingAttention.prepare::<C>(nodes).compute_bound().stateful() {
+        let output = match Backward::<B, 6>::prepare::<C>(StreamingAttention, nodes)
+            .compute_bound()
+            .stateful()
+        {
             OpsKind::Tracked(prep) => {
-                let saved = [query, key, key_hat, value, value_hat, output.clone(), lse];
-                prep.finish((saved, spec, options), output)
+                let sink_logits = Some(logits);
+                let attended =
+                    Attended { inputs, sink_logits, output: output.clone(), lse, spec, options };
+                prep.finish(attended, output)
             }
             OpsKind::UnTracked(prep) => prep.finish(output),
         };

@@ -6,6 +6,7 @@ mod autodiff;
 mod cube;
 #[cfg(feature = "flex")]
 mod flex;
+mod sinks;
 
 use burn::tensor::Device;
 

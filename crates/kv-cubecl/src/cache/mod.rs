@@ -274,13 +274,17 @@ impl KvCache {
         Ok(attention.rotated(self.layout.config()).with_dtype(dtype))
     }
 
-    /// The keys or values that are quantized now in every sequence, or `None` if there are none. Values of a
+    /// The keys or values that are quantized now in every sequence, the newest of them where a window hides the
+    /// others, or `None` if there are none. Values of a
     /// cache that rotates them are rotated.
     pub fn packed(&self, side: Side) -> Option<Packed> {
         let spec = self.layout.sides()[side].spec?;
         let shortest = self.lens.iter().copied().min()?;
         let count = self.layout.schedule().counts(shortest)[side];
-        (count > 0).then(|| self.state.packed(&self.layout, side, spec, 0..count))?
+        let place = self.layout.sides()[side];
+        // Those that a window has left, from the oldest on.
+        let first = count.saturating_sub(place.packed_tokens);
+        (first < count).then(|| self.state.packed(&self.layout, side, spec, first..count))?
     }
 
     /// Checks everything about a call before anything is written; returns the number of tokens.
@@ -389,24 +393,32 @@ impl KvCache {
     /// A chunk over the history and itself, before it is written.
     fn attend_chunk(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Attention {
         if self.is_empty() {
+            let (layout, options) = (&self.layout, self.options);
             let fake_quant = FakeQuantOptions::default();
-            let layout = &self.layout;
-            return functions::closed_form(query, key, value, layout, fake_quant, self.options);
+            let attend = functions::Attend { layout, fake_quant, options, sink_logits: None };
+            return attend.closed_form(query, key, value);
         }
         let dtype = query.dtype();
         let [query, key, value] = [query, key, value].map(functions::floats);
         // Tokens before `split` look the same to every row, so they are read where they lie; the
         // rest, fewer than the window and a group beside the chunk itself, are gathered.
-        let split = self.split(key.dims()[2]);
+        let tokens = key.dims()[2];
+        let split = self.split(tokens);
         let (key, key_hat) = self.tail(Side::Keys, key, split);
         let (value, value_hat) = self.tail(Side::Values, value, split);
         let schedule = self.layout.schedule();
         let spec = StreamSpec { schedule, first_query: self.len(), first_key: split };
         let options = self.options;
-        let tail = functions::stream(query.clone(), key, key_hat, value, value_hat, spec, options);
-        match split {
+        let sides = [key, key_hat, value, value_hat];
+        let tail = functions::stream(query.clone(), sides, None, spec, options);
+        // Of what is not gathered, a window leaves the sinks.
+        let before = match self.hides(tokens) {
+            true => split.min(schedule.sink_tokens),
+            false => split,
+        };
+        match before {
             0 => tail,
-            _ => self.decode(query, split).merge(tail),
+            _ => self.decode(query, before).merge(tail),
         }
         .with_dtype(dtype)
     }

@@ -193,14 +193,24 @@ impl State {
         tokens: Range<usize>,
     ) -> Option<Packed> {
         let CacheShape { batch, n_kv_heads, .. } = layout.shape();
-        let slice_words = layout.sides()[side].slice_words();
+        let place = layout.sides()[side];
+        let slice_words = place.slice_words();
         // Rows as `quantize` gives them.
         let granule = layout.shape().of_tokens(side, spec.granule());
         let [_, _, rows, width] = shapes::packed(granule, &spec);
-        let first = tokens.start / spec.granule() * rows;
-        let last = tokens.end / spec.granule() * rows;
         let words = self.words(layout, side)?;
         let words = words.reshape([batch, n_kv_heads, slice_words / width, width]);
-        Some(Packed::new(words.narrow(2, first, last - first), spec))
+        let mut runs = Vec::new();
+        let mut start = tokens.start;
+        while start < tokens.end {
+            // One run, or several where the ring starts again.
+            let slot = place.packed_slot(start);
+            let run = (tokens.end - start).min(place.packed_tokens - slot);
+            let [first, count] = [slot, run].map(|tokens| tokens / spec.granule() * rows);
+            runs.push(words.clone().narrow(2, first, count));
+            start += run;
+        }
+        let words = if runs.len() == 1 { runs.remove(0) } else { Tensor::cat(runs, 2) };
+        Some(Packed::new(words, spec))
     }
 }

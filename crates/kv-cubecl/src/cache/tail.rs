@@ -15,13 +15,19 @@ use crate::{
 impl KvCache {
     /// First token that some row of a chunk of `tokens` sees in another form than the cache holds,
     /// rounded down so that packed granules are whole; 0 if the sinks would be cut.
+    ///
+    /// With a window whose tokens some rows of the chunk do not see, the first one that any of them sees, as much
+    /// rounded down: all that is seen beside the sinks is gathered.
     pub(super) fn split(&self, tokens: usize) -> usize {
         let (schedule, sides) = (self.layout.schedule(), self.layout.sides());
         let (now, then) = (schedule.counts(self.len()), schedule.counts(self.len() + tokens));
         let sinks = schedule.sink_tokens;
         let grows = |side: &Side| then[*side] > now[*side];
         let changing = Side::BOTH.into_iter().filter(grows).map(|side| sinks + now[side]);
-        let split = changing.min().unwrap_or(self.len()).min(self.len());
+        let split = match self.hides(tokens) {
+            true => schedule.begin(self.len() + 1).min(self.len()),
+            false => changing.min().unwrap_or(self.len()).min(self.len()),
+        };
         let Some(after_sinks) = split.checked_sub(sinks).filter(|&n| n > 0) else { return 0 };
         let aligned = Side::BOTH.into_iter().fold(after_sinks, |n, side| match sides[side].spec {
             Some(spec) if n < now[side] => n / spec.granule() * spec.granule(),
@@ -31,6 +37,12 @@ impl KvCache {
             0 => 0,
             aligned => sinks + aligned,
         }
+    }
+
+    /// Whether the window hides tokens of the cache from some row of a chunk of `tokens`.
+    pub(super) fn hides(&self, tokens: usize) -> bool {
+        let schedule = self.layout.schedule();
+        schedule.begin(self.len() + tokens) > schedule.sink_tokens
     }
 
     /// Keys or values from `split` on, the chunk's included, in float and fake-quantized.

@@ -60,6 +60,36 @@ pub fn streaming_attention_with(
     fake_quant: FakeQuantOptions,
     options: AttentionOptions,
 ) -> Result<Attention> {
+    attend_parallel(query, key, value, None, config, fake_quant, options)
+}
+
+/// [`streaming_attention_with`] with a learned sink: `sink_logits`, `[n_heads]` in f32, f16 or bf16, is a score of
+/// each head whose weight goes to no value, as in gpt-oss (2025, <https://arxiv.org/abs/2508.10925>). It is in the
+/// log-sum-exp. Differentiable in it, too.
+///
+/// # Errors
+/// Those of [`streaming_attention`], and [`Error::Shape`] for another number of logits than query heads.
+pub fn streaming_attention_with_sinks(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    value: Tensor<4>,
+    sink_logits: Tensor<1>,
+    config: &KvCacheConfig,
+    fake_quant: FakeQuantOptions,
+    options: AttentionOptions,
+) -> Result<Attention> {
+    attend_parallel(query, key, value, Some(sink_logits), config, fake_quant, options)
+}
+
+fn attend_parallel(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    value: Tensor<4>,
+    sink_logits: Option<Tensor<1>>,
+    config: &KvCacheConfig,
+    fake_quant: FakeQuantOptions,
+    options: AttentionOptions,
+) -> Result<Attention> {
     options.validate()?;
     let shape = check_qkv("streaming_attention", &query, &key, &value)?;
     if query.dims()[2] != key.dims()[2] {
@@ -69,6 +99,9 @@ pub fn streaming_attention_with(
             shape: query.dims().to_vec(),
             rule: format!("must have the {} tokens of key", key.dims()[2]),
         });
+    }
+    if let Some(logits) = &sink_logits {
+        check_sinks("streaming_attention", logits, query.dims()[1])?;
     }
     // No cache is allocated here, so any valid capacity will do.
     let layout = CacheLayout::new(&config.with_capacity(1), shape)?;
@@ -80,10 +113,12 @@ pub fn streaming_attention_with(
     debug_check_finite("streaming_attention", "key", &key)?;
     debug_check_finite("streaming_attention", "value", &value)?;
     let dtype = query.dtype();
-    // What is rotated after attention is rounded to a narrow type once, at the end.
-    let query = if config.rotates_values() { floats(query) } else { query };
+    // What is changed after attention is rounded to a narrow type once, at the end.
+    let changed = config.rotates_values() || sink_logits.is_some();
+    let query = if changed { floats(query) } else { query };
     let value = rotated(value, config);
-    let attention = closed_form(query, key, value, &layout, fake_quant, options);
+    let attend = Attend { layout: &layout, fake_quant, options, sink_logits };
+    let attention = attend.closed_form(query, key, value);
     Ok(attention.rotated(config).with_dtype(dtype))
 }
 
@@ -119,33 +154,43 @@ pub fn rotate(input: Tensor<4>) -> Result<Tensor<4>> {
     Ok(turned(input))
 }
 
-/// [`streaming_attention_with`] without the checks, for a sequence that starts with an empty cache, with values
-/// and output [`rotated`].
-pub(crate) fn closed_form(
-    query: Tensor<4>,
-    key: Tensor<4>,
-    value: Tensor<4>,
-    layout: &CacheLayout,
-    fake_quant: FakeQuantOptions,
-    options: AttentionOptions,
-) -> Attention {
-    let config = layout.config();
-    let [key, value] = [key, value].map(|side| store(floats(side), config.float));
-    let skip = if fake_quant.quantize_everything { 0 } else { config.sink_tokens };
-    let sides = layout.sides();
-    let hat = |tensor: &Tensor<4>, side: SideLayout| match side.spec {
-        Some(spec) => fake_quantize_from(tensor.clone(), spec, skip, fake_quant.gradient),
-        None => tensor.clone(),
-    };
-    let (key_hat, value_hat) = (hat(&key, sides.keys), hat(&value, sides.values));
-    if fake_quant.quantize_everything {
-        // Every row sees the restored form of every token.
-        let spec = StreamSpec::whole(&KvCacheConfig::float());
-        let (key, value) = (key_hat.clone(), value_hat.clone());
-        return stream(query, key, key_hat, value, value_hat, spec, options);
+/// How a whole sequence is attended to.
+pub(crate) struct Attend<'a> {
+    pub(crate) layout: &'a CacheLayout,
+    pub(crate) fake_quant: FakeQuantOptions,
+    pub(crate) options: AttentionOptions,
+    pub(crate) sink_logits: Option<Tensor<1>>,
+}
+
+impl Attend<'_> {
+    /// [`streaming_attention_with`] without the checks, for a sequence that starts with an empty cache, with values
+    /// and output [`rotated`].
+    pub(crate) fn closed_form(
+        self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+    ) -> Attention {
+        let Self { layout, fake_quant, options, sink_logits } = self;
+        let config = layout.config();
+        let [key, value] = [key, value].map(|side| store(floats(side), config.float));
+        let skip = if fake_quant.quantize_everything { 0 } else { config.sink_tokens };
+        let sides = layout.sides();
+        let hat = |tensor: &Tensor<4>, side: SideLayout| match side.spec {
+            Some(spec) => fake_quantize_from(tensor.clone(), spec, skip, fake_quant.gradient),
+            None => tensor.clone(),
+        };
+        let (key_hat, value_hat) = (hat(&key, sides.keys), hat(&value, sides.values));
+        if fake_quant.quantize_everything {
+            // Every row sees the restored form of every token.
+            let float = KvCacheConfig::float().with_window(config.window);
+            let spec = StreamSpec::whole(&float.with_sink_tokens(config.sink_tokens));
+            let sides = [key_hat.clone(), key_hat, value_hat.clone(), value_hat];
+            return stream(query, sides, sink_logits, spec, options);
+        }
+        let spec = StreamSpec::whole(config);
+        stream(query, [key, key_hat, value, value_hat], sink_logits, spec, options)
     }
-    let spec = StreamSpec::whole(config);
-    stream(query, key, key_hat, value, value_hat, spec, options)
 }
 
 /// A query, keys or values in f32.
@@ -166,29 +211,58 @@ pub(crate) fn store(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     }
 }
 
-/// [`KvCacheOps::streaming_attention`] on Burn's high-level tensors.
+/// [`KvCacheOps::streaming_attention`] on Burn's high-level tensors; `sides` are key, key_hat, value and value_hat.
 pub(crate) fn stream(
     query: Tensor<4>,
-    key: Tensor<4>,
-    key_hat: Tensor<4>,
-    value: Tensor<4>,
-    value_hat: Tensor<4>,
+    sides: [Tensor<4>; 4],
+    sink_logits: Option<Tensor<1>>,
     spec: StreamSpec,
     options: AttentionOptions,
 ) -> Attention {
-    let (output, lse) = <Dispatch as KvCacheOps>::streaming_attention(
-        query.into_dispatch(),
-        key.into_dispatch(),
-        key_hat.into_dispatch(),
-        value.into_dispatch(),
-        value_hat.into_dispatch(),
-        spec,
-        options,
-    );
+    let query = query.into_dispatch();
+    let [key, key_hat, value, value_hat] = sides.map(Tensor::into_dispatch);
+    let (output, lse) = match sink_logits {
+        None => <Dispatch as KvCacheOps>::streaming_attention(
+            query, key, key_hat, value, value_hat, spec, options,
+        ),
+        Some(logits) => {
+            let logits = logits.cast(DType::F32).into_dispatch();
+            <Dispatch as KvCacheOps>::streaming_attention_with_sinks(
+                query, key, key_hat, value, value_hat, logits, spec, options,
+            )
+        }
+    };
     Attention { output: Tensor::from_dispatch(output), lse: Tensor::from_dispatch(lse) }
 }
 
 impl Attention {
+    /// This attention with a learned sink: see [`streaming_attention_with_sinks`]. For that of a cache, which records
+    /// no gradient.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for another number of logits than heads, [`Error::Unsupported`] on a device that records
+    /// gradients.
+    pub fn with_sinks(self, sink_logits: Tensor<1>) -> Result<Self> {
+        const OP: &str = "with_sinks";
+        check_sinks(OP, &sink_logits, self.lse.dims()[1])?;
+        let device = self.output.device();
+        if device.is_autodiff() || sink_logits.device() != device {
+            let what =
+                format!("{OP}: sink_logits on {:?}, output on {device:?}", sink_logits.device());
+            let why = "both must be on one device without gradients; train with \
+                       streaming_attention_with_sinks";
+            return Err(Error::Unsupported { what, why: why.to_string() });
+        }
+        let dtype = self.output.dtype();
+        let (output, lse) = <Dispatch as KvCacheOps>::add_sinks(
+            floats(self.output).into_dispatch(),
+            self.lse.into_dispatch(),
+            sink_logits.cast(DType::F32).into_dispatch(),
+        );
+        let (output, lse) = (Tensor::from_dispatch(output), Tensor::from_dispatch(lse));
+        Ok(Self { output, lse }.with_dtype(dtype))
+    }
+
     /// With the output, f32, turned back, of a cache that rotates values.
     pub(crate) fn rotated(self, config: &KvCacheConfig) -> Self {
         Self { output: rotated(self.output, config), ..self }
@@ -218,6 +292,20 @@ impl Attention {
             output.mask_fill(none, 0.0)
         });
         Self { output: (a - b.clone()) * weight + b, lse }
+    }
+}
+
+/// Checks that there is a sink logit for each query head.
+fn check_sinks(op: &'static str, sink_logits: &Tensor<1>, n_heads: usize) -> Result<()> {
+    let [found] = sink_logits.dims();
+    match found == n_heads {
+        true => Ok(()),
+        false => Err(Error::Shape {
+            op,
+            tensor: "sink_logits",
+            shape: vec![found],
+            rule: format!("must be one for each of {n_heads} query heads"),
+        }),
     }
 }
 

@@ -4,7 +4,9 @@
 mod attention;
 mod quantize;
 
-pub(crate) use attention::{check_qkv, closed_form, floats, rotated, store, stream};
-pub use attention::{rotate, streaming_attention, streaming_attention_with};
+pub(crate) use attention::{Attend, check_qkv, floats, rotated, store, stream};
+pub use attention::{
+    rotate, streaming_attention, streaming_attention_with, streaming_attention_with_sinks,
+};
 pub(crate) use quantize::fake_quantize_from;
 pub use quantize::{Logical, Packed, ensure_finite, fake_quantize, fake_quantize_with, quantize};

@@ -26,6 +26,8 @@ impl SideSchedule {
 pub(crate) struct ScheduleArgs {
     pub(crate) sinks: usize,
     lag: usize,
+    /// Recent tokens that a query sees.
+    pub(crate) window: usize,
     pub(crate) keys: SideScheduleArgs,
     pub(crate) values: SideScheduleArgs,
 }
@@ -33,7 +35,9 @@ pub(crate) struct ScheduleArgs {
 impl Schedule {
     pub(crate) fn args(&self) -> ScheduleArgsLaunch {
         let [keys, values] = self.sides.map(|side| side.args()).into_array();
-        ScheduleArgsLaunch::new(self.sink_tokens, self.lag(), keys, values)
+        // Without a window all tokens are recent; kernels add the sinks to it in u32.
+        let window = self.window.unwrap_or(1 << 31);
+        ScheduleArgsLaunch::new(self.sink_tokens, self.lag(), window, keys, values)
     }
 }
 
@@ -49,6 +53,16 @@ pub(crate) fn quantized(len: usize, side: &SideScheduleArgs, schedule: &Schedule
     count
 }
 
+/// The first token past the sinks that the query of token `len - 1` sees: [`Schedule::begin`].
+#[cube]
+pub(crate) fn begin(len: usize, schedule: &ScheduleArgs) -> usize {
+    let mut begin = schedule.sinks;
+    if len > schedule.sinks + schedule.window {
+        begin = len - schedule.window;
+    }
+    begin
+}
+
 /// A [`SideLayout`] but for its formats, which decide the code that is generated.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct SideArgs {
@@ -58,13 +72,17 @@ pub(crate) struct SideArgs {
     pub(crate) head_dim: usize,
     /// Packed words of one slice.
     pub(crate) slice_words: usize,
+    /// Packed tokens that there is room for.
+    packed_tokens: usize,
 }
 
 impl SideLayout {
     pub(crate) fn args(&self) -> SideArgsLaunch {
         // A ring without slots is never read, but its length divides.
-        let (ring, words) = (self.ring.max(1), self.slice_words());
-        SideArgsLaunch::new(self.sinks, ring, self.first_element, self.head_dim, words)
+        let (ring, packed_tokens) = (self.ring.max(1), self.packed_tokens.max(1));
+        let Self { sinks, first_element, head_dim, .. } = *self;
+        let words = self.slice_words();
+        SideArgsLaunch::new(sinks, ring, first_element, head_dim, words, packed_tokens)
     }
 }
 
@@ -76,6 +94,12 @@ pub(crate) fn float_element(token: usize, side: &SideArgs) -> usize {
         row = side.sinks + (token - side.sinks) % side.ring;
     }
     side.first_element + row * side.head_dim
+}
+
+/// Where the `token`th token after the sinks is among the packed ones: [`SideLayout::packed_slot`].
+#[cube]
+pub(crate) fn packed_slot(token: usize, side: &SideArgs) -> usize {
+    token % side.packed_tokens
 }
 
 /// What kernels are told of a cache.

@@ -22,6 +22,7 @@ mod grid;
 mod layout;
 pub(crate) mod quantize;
 mod row_blocks;
+mod scores;
 pub(crate) mod streaming_attention;
 
 use cubecl::client::Client;

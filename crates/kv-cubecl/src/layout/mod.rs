@@ -138,16 +138,30 @@ impl CacheLayout {
     /// tokens as the capacity: a packed side has fewer words than its tokens have elements.
     pub(crate) fn slice_elements(&self) -> usize {
         let Sides { keys, values } = self.shape.head_dim;
-        self.float_elements().max(self.config.capacity.saturating_mul(keys.max(values)))
+        let tokens = self.sides.map(|side| side.packed_tokens + side.rows());
+        let tokens = self.config.capacity.min(tokens.keys.max(tokens.values));
+        self.float_elements().max(tokens.saturating_mul(keys.max(values)))
+    }
+
+    /// After how many tokens past the sinks, and multiples of it, packed tokens start again at the first slot;
+    /// `None` if they never do. It is the same for keys and values, and whole groups.
+    pub(crate) fn packed_ring(&self) -> Option<usize> {
+        let window = self.config.window?;
+        let ring = window.next_multiple_of(self.config.group_size);
+        let counts = self.schedule().counts(self.config.capacity);
+        (counts.keys.max(counts.values) > ring).then_some(ring)
     }
 
     /// Bytes one decode step reads of a cache of `len` tokens: every code, parameter and float row
     /// once.
     pub fn bytes_read(&self, len: usize) -> usize {
-        let (sides, counts) = (self.sides(), self.schedule().counts(len));
+        let (sides, schedule) = (self.sides(), self.schedule());
+        let (first_float, begin) = (schedule.first_float(len), schedule.begin(len).min(len));
         let bytes = Side::BOTH.map(|side| {
-            let floats = (len - counts[side]) * sides[side].head_dim;
-            4 * sides[side].packed_words(counts[side]) + self.config.float.size() * floats
+            let packed = first_float[side].saturating_sub(begin);
+            let seen = len - begin + begin.min(schedule.sink_tokens);
+            let floats = (seen - packed) * sides[side].head_dim;
+            4 * sides[side].packed_words(packed) + self.config.float.size() * floats
         });
         self.slices() * bytes.iter().sum::<usize>()
     }
@@ -166,7 +180,7 @@ impl CacheLayout {
 
 /// Where the tokens of a side are whose float rows begin at `first_element`.
 fn side(config: &KvCacheConfig, shape: CacheShape, side: Side, first_element: usize) -> SideLayout {
-    let KvCacheConfig { capacity, sink_tokens, group_size, .. } = *config;
+    let KvCacheConfig { capacity, sink_tokens, group_size, window, .. } = *config;
     let (bits, granularity) = match side {
         Side::Keys => (config.key_bits, Granularity::PerChannel),
         Side::Values => (config.value_bits, Granularity::PerToken),
@@ -175,11 +189,15 @@ fn side(config: &KvCacheConfig, shape: CacheShape, side: Side, first_element: us
     let spec = QuantSpec { format, granularity, n_bits, group_size };
     let schedule = Schedule::new(config);
     let after_sinks = capacity.saturating_sub(sink_tokens);
+    // Of what is quantized or never is, only the window is kept; what is yet to be quantized is all in it.
+    let seen = window.map_or(after_sinks, |window| after_sinks.min(window));
+    let packed = schedule.counts(capacity)[side];
+    let slots = schedule.sides[side].slots(schedule.lag());
     SideLayout {
         spec: bits.is_quantized().then_some(spec),
-        packed_tokens: schedule.counts(capacity)[side],
+        packed_tokens: packed.min(seen.next_multiple_of(group_size)),
         sinks: sink_tokens.min(capacity),
-        ring: schedule.sides[side].slots(schedule.lag()).min(after_sinks),
+        ring: if bits.is_quantized() { slots.min(after_sinks) } else { seen },
         first_element,
         head_dim: shape.head_dim[side],
     }

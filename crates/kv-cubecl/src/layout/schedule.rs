@@ -61,6 +61,8 @@ pub struct Schedule {
     pub flush: Flush,
     /// Sink tokens S, which stay in float for good.
     pub sink_tokens: usize,
+    /// Recent tokens that a query sees beside the sinks, its own among them; `None` for all.
+    pub window: Option<usize>,
 }
 
 impl Schedule {
@@ -77,7 +79,8 @@ impl Schedule {
             false => SideSchedule::NEVER,
         };
         let sides = Sides { keys, values };
-        Self { sides, flush: config.flush, sink_tokens: config.sink_tokens }
+        let KvCacheConfig { flush, sink_tokens, window, .. } = *config;
+        Self { sides, flush, sink_tokens, window }
     }
 
     /// Tokens by which quantization lags behind the tokens appended: the newest one, if it is quantized
@@ -101,9 +104,23 @@ impl Schedule {
         Sides { keys: keys.quantized(n), values: values.quantized(n) }
     }
 
+    /// The first token past the sinks that the query of token `len - 1` sees.
+    pub const fn begin(&self, len: usize) -> usize {
+        match self.window {
+            Some(window) if len > self.sink_tokens + window => len - window,
+            _ => self.sink_tokens,
+        }
+    }
+
     /// First token past the sinks of each side that is still in float in a cache of `len` tokens.
     pub const fn first_float(&self, len: usize) -> Sides<usize> {
         let Sides { keys, values } = self.counts(len);
         Sides { keys: self.sink_tokens + keys, values: self.sink_tokens + values }
+    }
+
+    /// First token past the sinks of each side whose float row a cache of `len` tokens keeps: one that is in float
+    /// and in the window.
+    pub(crate) fn first_kept(&self, len: usize) -> Sides<usize> {
+        self.first_float(len).map(|token| token.max(self.begin(len)))
     }
 }

@@ -8,11 +8,12 @@ use crate::formats::QuantSpec;
 pub struct SideLayout {
     /// How tokens that leave the window are quantized; `None` if all stay in float.
     pub spec: Option<QuantSpec>,
-    /// Tokens that are quantized when the cache is full.
+    /// Packed tokens that there is room for: all that are ever quantized, or the newest of them, in a ring, where
+    /// a window hides the others.
     pub packed_tokens: usize,
     /// Float rows of sinks.
     pub sinks: usize,
-    /// Slots of the ring of recent tokens; all tokens after the sinks where nothing is quantized.
+    /// Slots of the ring of recent tokens; where nothing is quantized, all tokens that are seen after the sinks.
     pub ring: usize,
     /// The first element of this side's float rows among those of both sides.
     pub first_element: usize,
@@ -34,6 +35,11 @@ impl SideLayout {
     /// The first element of the float row of `token` among those of both sides.
     pub const fn element(&self, token: usize) -> usize {
         self.first_element + self.row(token) * self.head_dim
+    }
+
+    /// Where the `token`th token after the sinks is among the packed ones.
+    pub const fn packed_slot(&self, token: usize) -> usize {
+        token % self.packed_tokens
     }
 
     /// Packed words of one (batch, kv head) slice.

@@ -3,10 +3,12 @@
 use super::Schedule;
 use crate::KvCacheConfig;
 
-/// The keys and values that one query row sees, by their index in the tensors it attends to: `0..end`, of
-/// which those before `key_hat_end` and `value_hat_end` are quantized and the others in float.
+/// The keys and values that one query row sees, by their index in the tensors it attends to: the sinks and
+/// `begin..end`, of which those before `key_hat_end` and `value_hat_end` are quantized and the others in float.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowView {
+    /// The first key and value past the [sinks](StreamSpec::sinks) that the row sees.
+    pub begin: usize,
     /// Keys before it are seen quantized. Sinks are among them: their quantized form is the float itself.
     pub key_hat_end: usize,
     /// Values before it are seen quantized, as keys.
@@ -18,7 +20,7 @@ pub struct RowView {
 /// Which part of a sequence a call of the closed form computes, and what each row sees.
 ///
 /// Row `i` is the query of token `first_query + i`; key and value `j` belong to token
-/// `first_key + j`. A row sees the tokens up to its own; of those, quantized ones by
+/// `first_key + j`. A row sees the sinks and, of the tokens up to its own, all or a window; of those, quantized ones by
 /// [`Schedule::counts`], the rest in float.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StreamSpec {
@@ -41,11 +43,22 @@ impl StreamSpec {
         self.first_query + row + 1 - self.first_key
     }
 
+    /// Keys and values of sinks, which come first; none in a part of a sequence that starts after them.
+    pub const fn sinks(&self) -> usize {
+        self.schedule.sink_tokens.saturating_sub(self.first_key)
+    }
+
+    /// [`RowView::begin`] of row `row`.
+    pub const fn begin(&self, row: usize) -> usize {
+        self.schedule.begin(self.first_query + row + 1).saturating_sub(self.first_key)
+    }
+
     /// What row `row` sees.
     pub const fn view(&self, row: usize) -> RowView {
         let len = self.first_query + row + 1;
         let counts = self.schedule.counts(len);
         RowView {
+            begin: self.begin(row),
             key_hat_end: self.hat_end(counts.keys),
             value_hat_end: self.hat_end(counts.values),
             end: self.end(row),

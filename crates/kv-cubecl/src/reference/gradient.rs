@@ -1,7 +1,7 @@
 //! Straight-through gradients of a streaming cache, computed directly from their definition.
 
 use super::{
-    attention::attend_row_backward,
+    attention::{RowOptions, attend_row_backward},
     quantizer::{F16_MAX, quantize_group},
     rotation::rotate,
     sequence::{token, with_dim},
@@ -19,6 +19,8 @@ pub struct StreamGradients {
     pub key: Vec<f64>,
     /// Shaped like the value.
     pub value: Vec<f64>,
+    /// Of each query head's sink, 0 without one.
+    pub sinks: Vec<f64>,
 }
 
 /// Straight-through gradients of a streamed sequence, given the gradient of its output. Every row
@@ -34,6 +36,27 @@ pub fn stream_gradients(
     config: &KvCacheConfig,
     gradient: SteGradient,
 ) -> StreamGradients {
+    stream_gradients_with(
+        (query, query_shape),
+        (key, key_shape),
+        value,
+        grad,
+        config,
+        gradient,
+        &|_| RowOptions::default(),
+    )
+}
+
+/// [`stream_gradients`] with the options of each query head.
+pub fn stream_gradients_with(
+    (query, query_shape): (&[f32], [usize; 4]),
+    (key, key_shape): (&[f32], [usize; 4]),
+    value: &[f32],
+    grad: &[f64],
+    config: &KvCacheConfig,
+    gradient: SteGradient,
+    options: &dyn Fn(usize) -> RowOptions,
+) -> StreamGradients {
     let [batch, n_kv_heads, tokens, key_dim] = key_shape;
     let heads_per_lane = query_shape[1] / n_kv_heads;
     let value_shape = with_dim(key_shape, value.len());
@@ -45,6 +68,7 @@ pub fn stream_gradients(
         query: vec![0.0; query.len()],
         key: vec![0.0; key.len()],
         value: vec![0.0; value.len()],
+        sinks: vec![0.0; query_shape[1]],
     };
     let (mut key_hat, mut value_hat) = (out.key.clone(), out.value.clone());
     let at = |slice: usize, t: usize, head_dim: usize| {
@@ -58,11 +82,15 @@ pub fn stream_gradients(
             let rows = queries.chunks(key_dim).zip(grads.chunks(value_dim));
             for (head, (row, grad)) in rows.enumerate() {
                 let kv = head / heads_per_lane;
-                let (keys, values) = (lanes[kv].keys(), lanes[kv].values());
-                let (grad_query, grad_keys, grad_values) =
-                    attend_row_backward(&to_f64(row), &keys, &values, grad);
-                add(&mut out.query[at(head, t, key_dim)], &grad_query);
-                for (j, (grad_key, grad_value)) in grad_keys.iter().zip(&grad_values).enumerate() {
+                let seen = lanes[kv].seen(config);
+                let (keys, values) = (lanes[kv].keys(&seen), lanes[kv].values(&seen));
+                let of_head = head % query_shape[1];
+                let grads =
+                    attend_row_backward(&to_f64(row), &keys, &values, grad, options(of_head));
+                add(&mut out.query[at(head, t, key_dim)], &grads.query);
+                out.sinks[of_head] += grads.sink;
+                let of_tokens = grads.keys.iter().zip(&grads.values);
+                for (&j, (grad_key, grad_value)) in seen.iter().zip(of_tokens) {
                     let (key_quantized, value_quantized) = lanes[kv].quantized(j);
                     let key = if key_quantized { &mut key_hat } else { &mut out.key };
                     add(&mut key[at(kv, j, key_dim)], grad_key);

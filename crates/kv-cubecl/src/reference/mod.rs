@@ -27,8 +27,13 @@ mod sequence;
 mod stream;
 mod tensor;
 
-pub use attention::{attend_row, attend_row_backward, causal_attention};
-pub use gradient::{StreamGradients, fake_quantize_group_backward, stream_gradients};
+pub use attention::{
+    Row, RowGradients, RowOptions, attend_row, attend_row_backward, attend_row_with,
+    causal_attention,
+};
+pub use gradient::{
+    StreamGradients, fake_quantize_group_backward, stream_gradients, stream_gradients_with,
+};
 pub use quantizer::{F16_MAX, QuantizedGroup, dequantize_group, quantize_group};
 pub use rotation::rotate;
 pub use sequence::{Streamed, stream};

@@ -88,14 +88,21 @@ impl Lane {
         }
     }
 
-    /// Keys of all tokens as a query sees them now.
-    pub fn keys(&self) -> Vec<&[f64]> {
-        self.tokens.iter().map(|token| token.seen_key.as_slice()).collect()
+    /// The tokens that the query of the newest one sees: the sinks and those of the window.
+    pub fn seen(&self, config: &KvCacheConfig) -> Vec<usize> {
+        let newest = self.tokens.len() - 1;
+        let in_window = |t: usize| config.window.is_none_or(|window| t + window > newest);
+        (0..=newest).filter(|&t| t < config.sink_tokens || in_window(t)).collect()
     }
 
-    /// Values of all tokens as a query sees them now.
-    pub fn values(&self) -> Vec<&[f64]> {
-        self.tokens.iter().map(|token| token.seen_value.as_slice()).collect()
+    /// Keys of some tokens as a query sees them now.
+    pub fn keys(&self, tokens: &[usize]) -> Vec<&[f64]> {
+        tokens.iter().map(|&token| self.tokens[token].seen_key.as_slice()).collect()
+    }
+
+    /// Values of some tokens as a query sees them now.
+    pub fn values(&self, tokens: &[usize]) -> Vec<&[f64]> {
+        tokens.iter().map(|&token| self.tokens[token].seen_value.as_slice()).collect()
     }
 
     /// Whether the key and the value of a token are quantized now.
@@ -166,11 +173,13 @@ impl StreamOracle {
     ) -> (Vec<f64>, QuantizedCounts) {
         let head_dim = self.shape.head_dim.keys;
         let heads_per_lane = query.len() / head_dim / self.lanes.len();
+        let config = self.config;
         self.step_with(key, value, |lanes| {
             let rows = query.chunks(head_dim).enumerate();
             let output = rows.flat_map(|(head, row)| {
                 let lane = &lanes[head / heads_per_lane];
-                attend_row(&to_f64(row), &lane.keys(), &lane.values())
+                let seen = lane.seen(&config);
+                attend_row(&to_f64(row), &lane.keys(&seen), &lane.values(&seen))
             });
             (output.collect(), lanes[0].counts())
         })

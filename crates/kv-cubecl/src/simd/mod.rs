@@ -202,6 +202,11 @@ pub(crate) fn all_finite(x: &[f32]) -> bool {
     x.iter().fold(true, |finite, x| finite & x.is_finite())
 }
 
+/// Bounds scores by `cap`: `cap * tanh(score / cap)`. The libm function, since few models do it.
+pub(crate) fn softcap(scores: &mut [f32], cap: f32) {
+    scores.iter_mut().for_each(|score| *score = cap * (*score / cap).tanh());
+}
+
 /// The largest element; `-inf` of an empty slice.
 #[macerator::with_simd]
 pub(crate) fn maximum<S: Simd>(x: &[f32]) -> f32 {

@@ -4,9 +4,9 @@
 
 use burn::tensor::{DType, Device, Tensor};
 use kv_cubecl::{
-    AttentionOptions, Bits, Error, FakeQuantOptions, Granularity, KvCache, On, SteGradient, Target,
-    fake_quantize,
-    reference::{self, causal_attention, stream_gradients},
+    AttentionOptions, Bits, Error, FakeQuantOptions, Granularity, KvCache, KvMemory, On,
+    SteGradient, Target, fake_quantize,
+    reference::{self, RowOptions, causal_attention, stream_gradients, stream_gradients_with},
     streaming_attention, streaming_attention_with,
 };
 
@@ -18,6 +18,8 @@ stamp_autodiff!(
     straight_through_in_every_configuration,
     keys_and_values_of_different_width,
     narrow_inputs,
+    windows_bounds_and_sinks,
+    sinks_by_finite_differences,
     straight_through_over_several_windows,
     strided_inputs,
     one_input_at_a_time,
@@ -165,6 +167,105 @@ fn straight_through_in_every_configuration<T: Target>(on: &On<T>) {
         for sizes in [[1, 2, 2, 53, 64], [2, 6, 2, 35, 64]] {
             check(on, &Setup::new(name, sizes, seed as u64), CLOSE);
         }
+    }
+}
+
+/// Sinks, a bound and windows together and apart, against their definition. As the bound and the sinks are not
+/// affected by quantization, what holds for one cache holds for all.
+fn windows_bounds_and_sinks<T: Target>(on: &On<T>) {
+    let logits = [0.3, -2.0, 1.5, 4.0];
+    let cases = [
+        ("float-w20", None, false),
+        ("k2v2-g16-r16-s2-w21", None, false),
+        ("k4v2-g16-r32-w40-after", Some(1.5), false),
+        ("float", Some(0.7), true),
+        ("k2v2-g16-r16", None, true),
+        ("k2v2-g16-r16-s3-w30-slide-hadv", Some(3.0), true),
+    ];
+    for (seed, (name, softcap, with_sinks)) in cases.into_iter().enumerate() {
+        let text = Setup::new(name, [2, 4, 2, 77, 64], 70 + seed as u64);
+        let weight = weight(&text);
+        let sink = |head: usize| with_sinks.then(|| f64::from(logits[head] as f32));
+        let expected = stream_gradients_with(
+            (&text.query.data, text.query.shape),
+            (&text.key.data, text.key.shape),
+            &text.value.data,
+            &weight.f64(),
+            &text.config,
+            SteGradient::ScaleMin,
+            &|head| RowOptions { softcap: softcap.map(f64::from), sink: sink(head), scale: None },
+        );
+        let sinks = Tensor::<1>::from_floats(logits, &**on).require_grad();
+        let [q, k, v] = text.on(on).map(Tensor::require_grad);
+        let mut options = AttentionOptions::default();
+        options.softcap = softcap;
+        let gradient = SteGradient::ScaleMin;
+        let fake_quant = FakeQuantOptions { gradient, ..FakeQuantOptions::default() };
+        let memory = KvMemory::Parallel { config: text.config, fake_quant, options };
+        let logits = with_sinks.then(|| sinks.clone());
+        let output = memory.attend_with_sinks(q.clone(), k.clone(), v.clone(), logits).unwrap();
+        let grads = (output.output * weight.on(on)).sum().backward();
+        let sides = [(q, expected.query), (k, expected.key), (v, expected.value)];
+        for ((input, expected), side) in sides.into_iter().zip(["query", "key", "value"]) {
+            close(
+                format!("{text:?}: {side}"),
+                &Host::of(input.grad(&grads).unwrap()),
+                &expected,
+                CLOSE,
+            );
+        }
+        if with_sinks {
+            let got = Host::of(sinks.grad(&grads).unwrap().reshape([1, 1, 1, 4]));
+            close(format!("{text:?}: sinks"), &got, &expected.sinks, CLOSE);
+        }
+    }
+}
+
+/// Compared with central differences of attention in f64, row by row.
+fn sinks_by_finite_differences<T: Target>(on: &On<T>) {
+    let text = Setup::new("float-w5", [1, 2, 1, 9, 16], 82);
+    let (weight, logits, cap) = (weight(&text), [0.5f64, -1.0], 2.0);
+    let [query, key, value] = [text.query.f64(), text.key.f64(), text.value.f64()];
+    let inputs = [query, key, value, logits.to_vec()];
+    let loss = |[query, key, value, logits]: &[Vec<f64>; 4]| -> f64 {
+        let mut loss = 0.0;
+        for (row, (query, weight)) in query.chunks(16).zip(weight.f64().chunks(16)).enumerate() {
+            let (head, t) = (row / 9, row % 9);
+            let rows = |x: &'_ [f64]| -> Vec<Vec<f64>> {
+                x.chunks(16)
+                    .skip((t + 1).saturating_sub(5))
+                    .take(5.min(t + 1))
+                    .map(<[f64]>::to_vec)
+                    .collect()
+            };
+            let (keys, values) = (rows(key), rows(value));
+            let [keys, values] =
+                [&keys, &values].map(|x| x.iter().map(Vec::as_slice).collect::<Vec<_>>());
+            let options = RowOptions { softcap: Some(cap), sink: Some(logits[head]), scale: None };
+            let output = reference::attend_row_with(query, &keys, &values, options).output;
+            loss += output.iter().zip(weight).map(|(output, weight)| output * weight).sum::<f64>();
+        }
+        loss
+    };
+    let sinks = Tensor::<1>::from_floats(logits.map(|x| x as f32), &**on).require_grad();
+    let [q, k, v] = text.on(on).map(Tensor::require_grad);
+    let options = AttentionOptions::default().with_softcap(cap as f32);
+    let fake_quant = FakeQuantOptions::default();
+    let memory = KvMemory::Parallel { config: text.config, fake_quant, options };
+    let output = memory.attend_with_sinks(q.clone(), k.clone(), v.clone(), Some(sinks.clone()));
+    let grads = (output.unwrap().output * weight.on(on)).sum().backward();
+    let got = [q, k, v].map(|x| Host::of(x.grad(&grads).unwrap()));
+    let sinks = Host::of(sinks.grad(&grads).unwrap().reshape([1, 1, 1, 2]));
+    for (which, got) in got.iter().chain([&sinks]).enumerate() {
+        let slope = |index: usize| {
+            let mut moved = inputs.clone();
+            moved[which][index] += 1e-4;
+            let above = loss(&moved);
+            moved[which][index] -= 2e-4;
+            (above - loss(&moved)) / 2e-4
+        };
+        let expected: Vec<f64> = (0..inputs[which].len()).map(slope).collect();
+        close(format!("{text:?}: input {which}"), got, &expected, CLOSE);
     }
 }
 

@@ -10,7 +10,8 @@ use kv_cubecl::{
     AttentionOptions, Bits, CacheShape, CacheState, Granularity, KvCacheConfig, KvCacheOps, On,
     Target, fake_quantize,
     layout::{CacheLayout, StreamSpec},
-    quantize, reference,
+    quantize,
+    reference::{self, RowGradients},
 };
 
 use crate::common::{CLOSE, Host, Rng, close, equal_bits, stamp};
@@ -108,8 +109,10 @@ fn many_keys_of_its_gradients<T: Target>(on: &On<T>) {
         let mut d_value = d_key.clone();
         let (query, grad) = (query.f64(), grad.f64());
         for (query, grad) in query.chunks(HEAD_DIM).zip(grad.chunks(HEAD_DIM)) {
-            let (own, keys, values) = reference::attend_row_backward(query, &keys, &values, grad);
-            d_query.extend(own);
+            let options = reference::RowOptions::default();
+            let RowGradients { query, keys, values, .. } =
+                reference::attend_row_backward(query, &keys, &values, grad, options);
+            d_query.extend(query);
             d_key.iter_mut().zip(keys.concat()).for_each(|(to, x)| *to += x);
             d_value.iter_mut().zip(values.concat()).for_each(|(to, x)| *to += x);
         }

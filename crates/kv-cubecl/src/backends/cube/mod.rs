@@ -18,6 +18,7 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 
+use super::sinks;
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, Result, SteGradient,
     formats::cube::{PackedInKernels, with_format},
@@ -29,6 +30,7 @@ use crate::{
         streaming_attention::{self, BackwardBindings, ForwardBindings, StreamProblem},
     },
     layout::{CacheLayout, CacheShape, QuantSpec, Side, Sides, StreamSpec},
+    scores::Scores,
     shapes,
 };
 
@@ -176,6 +178,30 @@ impl KvCacheOps for CubeBackend {
         (output, lse)
     }
 
+    fn add_sinks(
+        output: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        sink_logits: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        sinks::add::<Self>(output, lse, sink_logits)
+    }
+
+    fn streaming_attention_with_sinks(
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        key_hat: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        value_hat: FloatTensor<Self>,
+        sink_logits: FloatTensor<Self>,
+        spec: StreamSpec,
+        options: AttentionOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let (output, lse) = <Self as KvCacheOps>::streaming_attention(
+            query, key, key_hat, value, value_hat, spec, options,
+        );
+        sinks::add::<Self>(output, lse, sink_logits)
+    }
+
     fn streaming_attention_backward(
         query: FloatTensor<Self>,
         key: FloatTensor<Self>,
@@ -249,8 +275,8 @@ pub(super) fn check_decode(
     let [_, heads, m, _] = query;
     let rows = heads / layout.shape().n_kv_heads * m;
     let float = ElemType::Float(FloatKind::F32);
-    let (query, scale) = (float, 1.0);
-    let problem = DecodeProblem { layout: *layout, len, tokens: len, rows, float, query, scale };
+    let (query, scores) = (float, Scores::PLAIN);
+    let problem = DecodeProblem { layout: *layout, len, tokens: len, rows, float, query, scores };
     match chunk_attention::plan(&problem, properties) {
         Some(plan) => chunk_attention::grid_of(&problem, &plan, properties).map(drop),
         None => decode_attention::check_size(&problem, properties),
@@ -385,8 +411,8 @@ fn decode_attention_as<K: PackedInKernels, V: PackedInKernels>(
 ) -> (CubeTensor, CubeTensor) {
     let (shape, dtype) = (dims(&query), query.dtype);
     let rows = shape[1] / layout.shape().n_kv_heads * shape[2];
-    let (float, scale) = (elem(&state.floats), options.scale(shape[3]));
-    let problem = DecodeProblem { layout, len, tokens, rows, float, query: elem(&query), scale };
+    let (float, scores) = (elem(&state.floats), options.scores(shape[3]));
+    let problem = DecodeProblem { layout, len, tokens, rows, float, query: elem(&query), scores };
     let plan = match position {
         Some(_) => None,
         None => chunk_attention::plan(&problem, query.client.properties()),
@@ -425,7 +451,8 @@ pub(super) fn stream_problem(
 ) -> StreamProblem {
     let CacheShape { batch, n_kv_heads, head_dim } = shape;
     let (slices, n_rep) = (batch * n_kv_heads, heads / n_kv_heads);
-    StreamProblem { spec, slices, n_rep, m, n, head_dim, scale: options.scale(head_dim.keys) }
+    let scores = options.scores(head_dim.keys);
+    StreamProblem { spec, slices, n_rep, m, n, head_dim, scores }
 }
 
 /// [`stream_problem`] of these tensors.

@@ -89,17 +89,19 @@ pub(super) fn flush(
             Side::Keys => state.keys.storage_mut::<u32>(),
             Side::Values => state.values.storage_mut::<u32>(),
         };
-        let first = before[side] / granule;
-        let due = after[side] / granule - first;
+        let (room, last) = (place.packed_tokens / granule, after[side] / granule);
+        // Of more than there is room for, only the newest are kept.
+        let first = (before[side] / granule).max(last.saturating_sub(room));
         let slice_words = place.slice_words();
-        let due_words = due * granule_words;
+        let due_words = (last - first) * granule_words;
         for_each_slice(words, slices, slice_words, due_words, |slice, words| {
             let mut rows = vec![0.0; granule * head_dim];
-            let granules = words.chunks_exact_mut(granule_words).enumerate();
-            for (index, words) in granules.skip(first).take(due) {
+            for index in first..last {
                 for (i, row) in rows.chunks_exact_mut(head_dim).enumerate() {
                     read(slice, schedule.sink_tokens + index * granule + i, row);
                 }
+                let start = place.packed_slot(index * granule) / granule * granule_words;
+                let words = &mut words[start..start + granule_words];
                 spec.format.on_cpu().quantize(&rows, words, head_dim, &spec);
             }
         });
@@ -136,11 +138,11 @@ pub(super) fn append(
     len: usize,
     added: usize,
 ) -> CacheState<Flex> {
-    let (sides, first_float) = (layout.sides(), layout.schedule().first_float(len + added));
+    let (sides, kept) = (layout.sides(), layout.schedule().first_kept(len + added));
     let slice_floats = layout.float_elements();
     let both = slices.clone().flat_map(|slice| Side::BOTH.map(|side| (slice, side)));
     let rows = both.flat_map(|(slice, side)| {
-        let (place, first) = (sides[side], first_float[side]);
+        let (place, first) = (sides[side], kept[side]);
         let stays = move |&token: &usize| token < place.sinks || token >= first;
         (len..len + added).filter(stays).map(move |token| {
             let from = (slice * added + token - len) * place.head_dim;

@@ -5,27 +5,28 @@
 use rayon::prelude::*;
 
 use super::{
-    decode::{between_groups, block},
+    decode::{block, block_end},
     slice::Slice,
     streaming::{Matrix, matmul},
 };
-use crate::{formats::flex::TILE, layout::Sides, simd};
+use crate::{formats::flex::TILE, layout::Sides, scores::Scores, simd};
 
 /// Query rows whose scores are in memory at once.
 const ROW_BLOCK: usize = 256;
 
-/// The rows of `query`, `[.., rows, head_dim]`, over the first `tokens` of the slice they belong to; `scale`
-/// is that of the scores, to base 2: see `exp2_minus_max`. `head_dim` is that of keys and of values.
+/// The rows of `query`, `[.., rows, head_dim]`, over the first `tokens` of the slice they belong to, of which no
+/// window hides any; `scores` are to base 2.
 pub(super) fn attend<'a>(
     query: &[f32],
     slice: impl Fn(usize) -> Slice<'a> + Sync,
     tokens: usize,
     rows: usize,
-    head_dim: Sides<usize>,
-    scale: f32,
+    scores: Scores,
     [output, lse]: [&mut [f32]; 2],
 ) {
     let block = rows.min(ROW_BLOCK);
+    let of_heads = lse.len() / rows;
+    let head_dim = Sides { keys: query.len(), values: output.len() }.map(|n| n / of_heads / rows);
     output
         .par_chunks_mut(rows * head_dim.values)
         .zip(lse.par_chunks_mut(rows))
@@ -38,7 +39,7 @@ pub(super) fn attend<'a>(
                 .zip(lse.par_chunks_mut(block))
                 .zip(query.par_chunks(block * head_dim.keys))
                 .for_each(|((output, lse), query)| {
-                    slice.attend_block(query, tokens, scale, output, lse);
+                    slice.attend_block(query, tokens, scores, output, lse);
                 });
         });
 }
@@ -49,7 +50,7 @@ impl Slice<'_> {
         &self,
         query: &[f32],
         tokens: usize,
-        scale: f32,
+        Scores { scale, softcap }: Scores,
         output: &mut [f32],
         lse: &mut [f32],
     ) {
@@ -62,10 +63,7 @@ impl Slice<'_> {
         let (mut maxima, mut sums) = (vec![f32::NEG_INFINITY; rows], vec![0.0; rows]);
         let mut start = 0;
         while start < tokens {
-            let end = match start + block(self.layout) {
-                end if end >= tokens => tokens,
-                end => between_groups(self.layout, end),
-            };
+            let end = block_end(self.layout, start, tokens);
             let n = end - start;
             let scores = &mut scores[..rows * n];
             self.keys.tiles(start..end, &mut widened, |token, keys| {
@@ -73,6 +71,9 @@ impl Slice<'_> {
                 let scores = &mut scores[token - start..];
                 matmul(scores, n, false, scale, query, keys.transposed());
             });
+            if let Some(cap) = softcap {
+                simd::softcap(scores, cap);
+            }
 
             let rows_of = scores.chunks_exact_mut(n).zip(output.chunks_exact_mut(value_dim));
             for ((scores, out), (max, sum)) in rows_of.zip(maxima.iter_mut().zip(&mut sums)) {

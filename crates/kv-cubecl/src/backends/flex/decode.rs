@@ -2,7 +2,6 @@
 //! split of the tokens).
 
 use core::{
-    f32::consts::LOG2_E,
     hint, iter,
     ops::Range,
     sync::atomic::{AtomicUsize, Ordering},
@@ -16,6 +15,7 @@ use crate::{
     AttentionOptions, CacheState,
     formats::flex::{SCRATCH_ROWS, TILE},
     layout::{CacheLayout, Sides},
+    scores::Scores,
     simd::{self, add_rows, score_rows},
 };
 
@@ -106,23 +106,32 @@ impl Attend<'_> {
         let head_dim = layout.shape().head_dim;
         let value_dim = head_dim.values;
         let query = &query[slices.start * rows * key_dim..slices.end * rows * key_dim];
-        // To base 2: see `exp2_minus_max`.
-        let scale = LOG2_E * options.scale(key_dim);
+        let scores = options.scores(key_dim).base_2();
+        let Scores { scale, softcap } = scores;
         let mut output = vec![0.0; slices.len() * rows * value_dim];
         let mut lse = vec![0.0; slices.len() * rows];
-        if rows >= MANY_ROWS {
+        let schedule = layout.schedule();
+        let begin = schedule.begin(tokens);
+        if rows >= MANY_ROWS && begin == schedule.sink_tokens {
             let slice = |slice: usize| Slice::new(state, layout, len, slices.start + slice);
-            chunk::attend(query, slice, tokens, rows, head_dim, scale, [&mut output, &mut lse]);
+            chunk::attend(query, slice, tokens, rows, scores, [&mut output, &mut lse]);
             return (output, lse);
         }
         let first = slices.start;
         let slices = slices.len();
         let query: Vec<f32> = query.iter().map(|q| q * scale).collect();
         let wanted = (TASKS_PER_THREAD * rayon::current_num_threads()).div_ceil(slices);
-        let n_splits = wanted.min(tokens / MIN_SPLIT.max(layout.config().group_size)).max(1);
-        let bound = |split: usize| match split * tokens / n_splits {
-            _ if split == n_splits => tokens,
-            token => between_groups(layout, token),
+        // What is seen is one run of tokens, unless a window hides some after the sinks: then the sinks are a split
+        // of their own, and the others begin with a whole group.
+        let hides = begin > schedule.sink_tokens;
+        let start = if hides { between_groups(layout, begin) } else { 0 };
+        let sinks = usize::from(hides && schedule.sink_tokens > 0);
+        let seen = tokens.saturating_sub(start);
+        let runs = wanted.min(seen / MIN_SPLIT.max(layout.config().group_size)).max(1);
+        let n_splits = runs + sinks;
+        let bound = |split: usize| match start + split * seen / runs {
+            _ if split == runs => tokens,
+            token => between_groups(layout, token).max(start),
         };
         let split_len = rows * (value_dim + 2);
         let mut results = vec![0.0; slices * n_splits * split_len];
@@ -131,19 +140,24 @@ impl Attend<'_> {
             let (slice, split) = (index / n_splits, (index + n_splits - 1) % n_splits);
             let (stats, o) = result.split_at_mut(2 * rows);
             let (m, l) = stats.split_at_mut(rows);
-            Split { slice, tokens: bound(split)..bound(split + 1), m, l, o }
+            let tokens = match split.checked_sub(sinks) {
+                Some(split) => bound(split)..bound(split + 1),
+                None => 0..schedule.sink_tokens,
+            };
+            Split { slice, tokens, m, l, o }
         });
-        let threads = match tokens * slices < MIN_SPLIT {
+        let threads = match seen * slices < MIN_SPLIT {
             true => 1,
             false => rayon::current_num_threads().min(slices * n_splits),
         };
-        let longest = tokens / n_splits + layout.config().group_size;
+        let longest = (seen / runs + layout.config().group_size).max(schedule.sink_tokens);
         let mut memory = Vec::new();
         let block = block(layout).min(longest);
         let scratch = Scratch::for_threads(&mut memory, threads, rows, head_dim, block);
         with_this_thread(scratch, splits, |scratch, split| {
             let query = &query[split.slice * rows * key_dim..][..rows * key_dim];
-            Slice::new(state, layout, len, first + split.slice).attend(query, split, scratch);
+            let slice = Slice::new(state, layout, len, first + split.slice);
+            slice.attend(query, split, begin, softcap, scratch);
         });
         let splits = |row: usize| {
             let results =
@@ -175,6 +189,20 @@ impl Attend<'_> {
 pub(super) fn between_groups(layout: &CacheLayout, token: usize) -> usize {
     let (sinks, group) = (layout.config().sink_tokens, layout.config().group_size);
     if token <= sinks { token } else { sinks + (token - sinks) / group * group }
+}
+
+/// Where a block that starts at `start` ends, of a run of tokens that ends at `end`: the words of its packed
+/// tokens follow each other.
+pub(super) fn block_end(layout: &CacheLayout, start: usize, end: usize) -> usize {
+    let sinks = layout.config().sink_tokens;
+    let block = match start + block(layout) {
+        block if block >= end => end,
+        block => between_groups(layout, block),
+    };
+    match layout.packed_ring() {
+        Some(ring) => block.min(sinks + (start.saturating_sub(sinks) / ring + 1) * ring),
+        None => block,
+    }
 }
 
 /// Most tokens of a block: enough for at least one group.
@@ -222,22 +250,37 @@ fn spin_while(condition: impl Fn() -> bool) {
 
 impl Slice<'_> {
     /// Attention of the rows of `query`, already scaled, over the tokens of a split, which starts
-    /// [between groups](between_groups).
-    fn attend(&self, query: &[f32], split: Split<'_>, scratch: &mut Scratch<'_>) {
+    /// [between groups](between_groups); those before `begin` are hidden, unless they are sinks. `softcap` is to
+    /// base 2, as the scores.
+    fn attend(
+        &self,
+        query: &[f32],
+        split: Split<'_>,
+        begin: usize,
+        softcap: Option<f32>,
+        scratch: &mut Scratch<'_>,
+    ) {
         let Split { tokens, m, l, o: out, .. } = split;
         let Scratch { o, scores, tile } = scratch;
-        let (value_dim, block) = (self.layout.shape().head_dim.values, block(self.layout));
+        let value_dim = self.layout.shape().head_dim.values;
         m.fill(f32::NEG_INFINITY);
         o.fill(0.0);
         let mut start = tokens.start;
         while start < tokens.end {
-            let end = match start + block {
-                end if end >= tokens.end => tokens.end,
-                end => between_groups(self.layout, end),
-            };
+            let end = block_end(self.layout, start, tokens.end);
             let n = end - start;
             let scores = &mut scores[..m.len() * n];
             self.score(query, start..end, scores, tile);
+            if let Some(cap) = softcap {
+                simd::softcap(scores, cap);
+            }
+            let hidden = match start < self.layout.config().sink_tokens {
+                true => 0,
+                false => begin.saturating_sub(start),
+            };
+            if hidden > 0 {
+                scores.chunks_exact_mut(n).for_each(|row| row[..hidden].fill(f32::NEG_INFINITY));
+            }
             let rows = scores.chunks_exact_mut(n).zip(o.chunks_exact_mut(value_dim));
             for ((scores, o), (m, l)) in rows.zip(m.iter_mut().zip(l.iter_mut())) {
                 let maximum = simd::maximum(scores).max(*m);
@@ -247,7 +290,7 @@ impl Slice<'_> {
                 *m = maximum;
                 o.iter_mut().for_each(|o| *o *= kept);
             }
-            self.add(scores, start..end, o, tile);
+            self.add(&scores[hidden..], n, start + hidden..end, o, tile);
             start = end;
         }
         out.copy_from_slice(o);
@@ -266,10 +309,16 @@ impl Slice<'_> {
         });
     }
 
-    /// `o_r += sum_t weights[r * n + t] * value_t` for the `n` tokens of `tokens`.
-    fn add(&self, weights: &[f32], tokens: Range<usize>, o: &mut [f32], scratch: &mut [f32]) {
-        let (head_dim, n, start) =
-            (self.layout.shape().head_dim.values, tokens.len(), tokens.start);
+    /// `o_r += sum_t weights[r * n + t] * value_t` for the tokens of `tokens`, at most `n`.
+    fn add(
+        &self,
+        weights: &[f32],
+        n: usize,
+        tokens: Range<usize>,
+        o: &mut [f32],
+        scratch: &mut [f32],
+    ) {
+        let (head_dim, start) = (self.layout.shape().head_dim.values, tokens.start);
         let values = &self.values;
         if let Some(run) = values.packed(&tokens) {
             run.spec.format.on_cpu().add(&run, &weights[run.skipped..], n, o, head_dim);
@@ -322,7 +371,7 @@ mod tests {
             let attend = Attend { layout: &layout, len, tokens, slices: 0..1, options };
             let (expected, lse) = attend.run(&query, [1, ROWS, 1, HEAD_DIM], &state);
 
-            let scale = LOG2_E / (HEAD_DIM as f32).sqrt();
+            let scale = core::f32::consts::LOG2_E / (HEAD_DIM as f32).sqrt();
             let scaled: Vec<f32> = query.iter().map(|q| q * scale).collect();
             let [mut m, mut l] = [[0.0; ROWS]; 2];
             let mut o = [f32::NAN; ROWS * HEAD_DIM];
@@ -331,7 +380,7 @@ mod tests {
             let (head_dim, block) = (shape.head_dim, block(&layout));
             let mut scratch = Scratch::for_threads(&mut memory, 1, ROWS, head_dim, block);
             let mut scratch = scratch.next().unwrap();
-            Slice::new(&state, &layout, TOKENS, 0).attend(&scaled, split, &mut scratch);
+            Slice::new(&state, &layout, TOKENS, 0).attend(&scaled, split, 0, None, &mut scratch);
 
             for r in 0..ROWS {
                 // Sums of 9000 terms in another order, each rounded to 6e-8.

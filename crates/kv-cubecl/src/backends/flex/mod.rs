@@ -24,6 +24,7 @@ use burn::{
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
+use super::sinks;
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient,
     layout::{CacheLayout, QuantSpec, Sides, StreamSpec},
@@ -197,6 +198,30 @@ impl KvCacheOps for Flex {
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         streaming::streaming_attention(query, [key, key_hat, value, value_hat], spec, options)
+    }
+
+    fn add_sinks(
+        output: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        sink_logits: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        sinks::add::<Self>(output, lse, sink_logits)
+    }
+
+    fn streaming_attention_with_sinks(
+        query: FloatTensor<Self>,
+        key: FloatTensor<Self>,
+        key_hat: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        value_hat: FloatTensor<Self>,
+        sink_logits: FloatTensor<Self>,
+        spec: StreamSpec,
+        options: AttentionOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let (output, lse) = <Self as KvCacheOps>::streaming_attention(
+            query, key, key_hat, value, value_hat, spec, options,
+        );
+        sinks::add::<Self>(output, lse, sink_logits)
     }
 
     fn streaming_attention_backward(

@@ -22,7 +22,7 @@ pub(super) struct Slice<'a> {
 /// The keys or the values of a slice.
 pub(super) struct SideSlice<'a> {
     place: SideLayout,
-    /// How many tokens are packed, the first ones after the sinks.
+    /// How many tokens are packed, the first ones after the sinks; those that a window hides are counted.
     n_packed: usize,
     words: &'a [u32],
     floats: Floats<'a>,
@@ -55,13 +55,16 @@ impl<'a> Slice<'a> {
 }
 
 impl SideSlice<'_> {
-    /// The tokens of `tokens` that are packed, if there are any.
+    /// The tokens of `tokens` that are packed, if there are any; `tokens` are those of a
+    /// [block](super::decode::block_end), so that their words follow each other.
     pub(super) fn packed(&self, tokens: &Range<usize>) -> Option<PackedRun<'_>> {
         let sinks = self.place.sinks;
         let clip = |token: usize| token.saturating_sub(sinks).min(self.n_packed);
         let packed = clip(tokens.start)..clip(tokens.end);
         let spec = self.place.spec.filter(|_| !packed.is_empty())?;
         let skipped = packed.start + sinks - tokens.start;
+        let slot = self.place.packed_slot(packed.start);
+        let packed = slot..slot + packed.len();
         Some(PackedRun { words: self.words, spec, tokens: packed, skipped })
     }
 

@@ -3,7 +3,7 @@
 //!
 //! Names with `hat` are about the restored (fake-quantized) form of keys and values.
 
-use core::{f32::consts::LOG2_E, ops::Range};
+use core::ops::Range;
 
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
@@ -12,7 +12,8 @@ use super::{attention, dims, floats};
 use crate::{
     AttentionOptions,
     layout::{Sides, StreamSpec},
-    simd::{all_finite, exp2_minus_max, finite_or_zero, log_sum_exp, maximum},
+    scores::Scores,
+    simd::{self, all_finite, exp2_minus_max, finite_or_zero, log_sum_exp, maximum},
 };
 
 /// Query tokens per block, at most: large enough for the matrix products, small enough that a
@@ -36,8 +37,7 @@ pub(super) struct Problem {
     /// Keys.
     pub(super) n: usize,
     pub(super) head_dim: Sides<usize>,
-    /// What scores are multiplied with.
-    pub(super) scale: f32,
+    pub(super) scores: Scores,
 }
 
 impl Problem {
@@ -50,8 +50,8 @@ impl Problem {
         let [batch, n_heads, m, keys] = query;
         let [_, n_kv_heads, n, values] = value;
         let n_rep = n_heads / n_kv_heads;
-        let (head_dim, scale) = (Sides { keys, values }, options.scale(keys));
-        Self { spec, slices: batch * n_kv_heads, n_rep, m, n, head_dim, scale }
+        let (head_dim, scores) = (Sides { keys, values }, options.scores(keys));
+        Self { spec, slices: batch * n_kv_heads, n_rep, m, n, head_dim, scores }
     }
 
     /// Splits the query rows into blocks; the rows of a block see the same number of quantized
@@ -69,6 +69,8 @@ impl Problem {
             blocks.push(Block {
                 start,
                 end,
+                sinks: self.spec.schedule.window.map_or(0, |_| self.spec.sinks().min(last.end)),
+                begin: if self.spec.schedule.window.is_some() { first.begin } else { 0 },
                 visible: last.end.min(self.n),
                 hat_keys: first.key_hat_end,
                 hat_values: first.value_hat_end,
@@ -85,7 +87,11 @@ impl Problem {
 pub(super) struct Block {
     pub(super) start: usize,
     pub(super) end: usize,
-    /// Number of keys that the last row sees.
+    /// With a window the number of sinks; else they are keys like the others.
+    sinks: usize,
+    /// The first key past the sinks that the first row sees.
+    begin: usize,
+    /// One past the last key that the last row sees.
     pub(super) visible: usize,
     /// Number of keys that every row sees quantized.
     pub(super) hat_keys: usize,
@@ -101,10 +107,13 @@ impl Block {
         self.end - self.start
     }
 
-    /// The keys that the last row sees, tile by tile.
+    /// The keys that some row sees, tile by tile.
     pub(super) fn tiles(self) -> impl Iterator<Item = Range<usize>> {
-        let starts = (0..self.visible).step_by(COLUMNS);
-        starts.map(move |start| start..(start + COLUMNS).min(self.visible))
+        let tiles = |run: Range<usize>| {
+            let starts = run.clone().step_by(COLUMNS);
+            starts.map(move |start| start..(start + COLUMNS).min(run.end))
+        };
+        tiles(0..self.sinks).chain(tiles(self.begin..self.visible))
     }
 
     /// Splits the tokens of a tile by the form in which rows see their values: quantized to all
@@ -115,11 +124,28 @@ impl Block {
         [columns.start..hat, hat..last, last..columns.end]
     }
 
-    /// Number of columns of a tile that row `row` sees; rows are counted as in [`gather`].
-    pub(super) fn seen(&self, problem: &Problem, row: usize, columns: &Range<usize>) -> usize {
-        let seen = problem.spec.end(self.start + row % self.len());
-        seen.clamp(columns.start, columns.end) - columns.start
+    /// Which columns of a tile row `row` sees; rows are counted as in [`gather`].
+    pub(super) fn seen(
+        &self,
+        problem: &Problem,
+        row: usize,
+        columns: &Range<usize>,
+    ) -> Range<usize> {
+        let row = self.start + row % self.len();
+        let begin = match problem.spec.schedule.window {
+            Some(_) if columns.start >= self.sinks => problem.spec.begin(row),
+            _ => columns.start,
+        };
+        let clip = |token: usize| token.clamp(columns.start, columns.end) - columns.start;
+        clip(begin)..clip(problem.spec.end(row))
     }
+}
+
+/// Sets what is not `seen` to 0, and returns what is.
+pub(super) fn hide_others(row: &mut [f32], seen: Range<usize>) -> &mut [f32] {
+    row[..seen.start].fill(0.0);
+    row[seen.end..].fill(0.0);
+    &mut row[seen]
 }
 
 /// A dense row-major matrix in a slice, possibly transposed.
@@ -260,7 +286,7 @@ pub(super) fn gather(problem: &Problem, block: Block, x: &[f32], d: usize) -> Ve
     rows
 }
 
-/// Scores of a block's rows with the keys of the tile `columns`, `[rows, columns]`, scaled and
+/// Scores of a block's rows with the keys of the tile `columns`, `[rows, columns]`, scaled, bounded and
 /// multiplied by `log2 e`, for a softmax of powers of 2.
 pub(super) fn scores(
     problem: &Problem,
@@ -272,7 +298,8 @@ pub(super) fn scores(
 ) -> Vec<f32> {
     let (d, n) = (problem.head_dim.keys, columns.len());
     let hat = block.hat_keys.clamp(columns.start, columns.end);
-    let (rows, scale) = (query.len() / d, problem.scale * LOG2_E);
+    let Scores { scale, softcap } = problem.scores.base_2();
+    let rows = query.len() / d;
     let mut scores = vec![0.0; rows * n];
     let query = Matrix::new(query, rows, d, d);
     let keys = |data, from: usize, to: usize| {
@@ -283,6 +310,9 @@ pub(super) fn scores(
     matmul(&mut scores, n, false, scale, query, hats);
     let floats = keys(key, hat, columns.end);
     matmul(&mut scores[hat - columns.start..], n, false, scale, query, floats);
+    if let Some(cap) = softcap {
+        simd::softcap(&mut scores, cap);
+    }
     scores
 }
 
@@ -342,8 +372,9 @@ fn add_by_rows(
     let rows = p.chunks_exact(columns.len()).zip(out.chunks_exact_mut(d));
     for (row, (p, out)) in rows.enumerate() {
         let hat = problem.spec.view(block.start + row % block.len()).value_hat_end;
-        let end = columns.start + block.seen(problem, row, columns);
-        for token in tokens.start..tokens.end.min(end) {
+        let seen = block.seen(problem, row, columns);
+        let (begin, end) = (columns.start + seen.start, columns.start + seen.end);
+        for token in tokens.start.max(begin)..tokens.end.min(end) {
             let value = if token < hat { value_hat } else { value };
             add_scaled(out, p[token - columns.start], &value[token * d..][..d]);
         }
@@ -365,14 +396,13 @@ fn attend_block(
         let n = columns.len();
         let mut p = scores(problem, block, &columns, &query, key, key_hat);
         for (row, p) in p.chunks_exact_mut(n).enumerate() {
-            let (seen, hidden) = p.split_at_mut(block.seen(problem, row, &columns));
-            hidden.fill(0.0);
+            let seen = hide_others(p, block.seen(problem, row, &columns));
             let largest = maximum(seen).max(maxima[row]);
             let base = finite_or_zero(largest);
             let kept = (maxima[row] - base).exp2();
             sums[row] = sums[row] * kept + exp2_minus_max(seen, base);
             maxima[row] = largest;
-            if columns.start > 0 {
+            if kept != 1.0 {
                 out[row * d..][..d].iter_mut().for_each(|x| *x *= kept);
             }
         }

@@ -10,8 +10,8 @@ use rayon::prelude::*;
 use super::{
     dims,
     streaming::{
-        Block, Matrix, Problem, add_scaled, gather, hidden_are_finite, matmul, scores, slice_of,
-        split_band,
+        Block, Matrix, Problem, add_scaled, gather, hidden_are_finite, hide_others, matmul, scores,
+        slice_of, split_band,
     },
     tensor,
 };
@@ -105,9 +105,12 @@ fn backward_block(problem: &Problem, block: Block, inputs: &Inputs<'_>, outputs:
     let mut d_query = vec![0.0; rows.query.len()];
     for columns in block.tiles() {
         let mut p = scores(problem, block, &columns, &rows.query, inputs.key, inputs.key_hat);
+        // The slope of each score where it is bounded.
+        let slopes = problem.scores.base_2().softcap.map(|cap| -> Vec<f32> {
+            p.iter().map(|score| 1.0 - (score / cap) * (score / cap)).collect()
+        });
         for (row, p) in p.chunks_exact_mut(columns.len()).enumerate() {
-            let (seen, hidden) = p.split_at_mut(block.seen(problem, row, &columns));
-            hidden.fill(0.0);
+            let seen = hide_others(p, block.seen(problem, row, &columns));
             let lse = inputs.lse[source(row)] * LOG2_E;
             // A score exceeds its row's log-sum-exp only by rounding, which is large where scores are
             // huge; its weight is then 1.
@@ -117,15 +120,25 @@ fn backward_block(problem: &Problem, block: Block, inputs: &Inputs<'_>, outputs:
             });
             exp2_minus_max(seen, 0.0);
         }
+        let weights = Weights { p, slopes };
         let parts = block.parts(&columns);
         let sides = &mut outputs.sides;
         if finite
             && hidden_are_finite(&parts, inputs.key, inputs.key_hat, key_dim)
             && hidden_are_finite(&parts, inputs.value, inputs.value_hat, value_dim)
         {
-            backward_tile(problem, block, &columns, inputs, &rows, &p, &mut d_query, sides);
+            backward_tile(problem, block, &columns, inputs, &rows, &weights, &mut d_query, sides);
         } else {
-            backward_by_rows(problem, block, &columns, inputs, &rows, &p, &mut d_query, sides);
+            backward_by_rows(
+                problem,
+                block,
+                &columns,
+                inputs,
+                &rows,
+                &weights,
+                &mut d_query,
+                sides,
+            );
         }
     }
     for (row, d_query) in d_query.chunks_exact(key_dim).enumerate() {
@@ -141,7 +154,13 @@ struct Rows {
     delta: Vec<f32>,
 }
 
-/// Adds the gradients of a block's weights `p` of `columns`, as matrix products.
+/// Weights of a tile, `[rows, columns]`, and the slope of each score where scores are bounded.
+struct Weights {
+    p: Vec<f32>,
+    slopes: Option<Vec<f32>>,
+}
+
+/// Adds the gradients of a block's weights of `columns`, as matrix products.
 #[allow(clippy::too_many_arguments, reason = "parts of one problem")]
 fn backward_tile(
     problem: &Problem,
@@ -149,7 +168,7 @@ fn backward_tile(
     columns: &Range<usize>,
     inputs: &Inputs<'_>,
     rows: &Rows,
-    p: &[f32],
+    Weights { p, slopes }: &Weights,
     d_query: &mut [f32],
     [d_key, d_key_hat, d_value, d_value_hat]: &mut [Vec<f32>; 4],
 ) {
@@ -197,9 +216,12 @@ fn backward_tile(
         let delta = rows.delta[row];
         ds.iter_mut().zip(p).for_each(|(ds, p)| *ds = p * (*ds - delta));
     }
+    if let Some(slopes) = slopes {
+        ds.iter_mut().zip(slopes).for_each(|(ds, slope)| *ds *= slope);
+    }
 
     // dQ = scale dS K, dK = scale dS^T Q.
-    let scale = problem.scale;
+    let scale = problem.scores.scale;
     let hat = block.hat_keys.clamp(columns.start, columns.end);
     let query = Matrix::new(&rows.query, n_rows, key_dim, key_dim);
     for (keys, d_key, part) in
@@ -221,7 +243,7 @@ fn backward_by_rows(
     columns: &Range<usize>,
     inputs: &Inputs<'_>,
     rows: &Rows,
-    p: &[f32],
+    Weights { p, slopes }: &Weights,
     d_query: &mut [f32],
     [d_key, d_key_hat, d_value, d_value_hat]: &mut [Vec<f32>; 4],
 ) {
@@ -231,8 +253,10 @@ fn backward_by_rows(
         let hat_values = problem.spec.view(block.start + row % block.len()).value_hat_end;
         let own = row_of(row, key_dim);
         let (query, grad) = (&rows.query[own.clone()], &rows.grad[row_of(row, value_dim)]);
-        for column in 0..block.seen(problem, row, columns) {
-            let (token, p) = (columns.start + column, p[row * columns.len() + column]);
+        for column in block.seen(problem, row, columns) {
+            let at = row * columns.len() + column;
+            let (token, p) = (columns.start + column, p[at]);
+            let slope = slopes.as_ref().map_or(1.0, |slopes| slopes[at]);
             let (key_at, value_at) = (row_of(token, key_dim), row_of(token, value_dim));
             let (key, d_key) = match token < block.hat_keys {
                 true => (inputs.key_hat, &mut *d_key_hat),
@@ -242,7 +266,8 @@ fn backward_by_rows(
                 true => (inputs.value_hat, &mut *d_value_hat),
                 false => (inputs.value, &mut *d_value),
             };
-            let ds = problem.scale * p * (dot(grad, &value[value_at.clone()]) - rows.delta[row]);
+            let d_score = p * slope * (dot(grad, &value[value_at.clone()]) - rows.delta[row]);
+            let ds = problem.scores.scale * d_score;
             add_scaled(&mut d_query[own.clone()], ds, &key[key_at.clone()]);
             add_scaled(&mut d_key[key_at], ds, query);
             add_scaled(&mut d_value[value_at], p, grad);

@@ -5,7 +5,9 @@ use crate::{
         Granularity, QuantSpec,
         cube::{F16_MAX, PackedInKernels, greater, lesser, saturate},
     },
-    kernels::layout::{CacheArgs, SideArgs, SideScheduleArgs, float_element, quantized},
+    kernels::layout::{
+        CacheArgs, SideArgs, SideScheduleArgs, float_element, packed_slot, quantized,
+    },
 };
 
 /// The tokens that are appended, and those they follow.
@@ -85,7 +87,8 @@ fn flush_group<R: Float, C: Float, F: PackedInKernels>(
     let params = F::parameters(min, max, spec.n_bits);
     let scale = F::scale(params);
     let offset = F::offset(params);
-    let base = slice * side.slice_words + granule * groups * (code_words + 1);
+    let slot = packed_slot(granule * comptime!(spec.granule()), side) / comptime!(spec.granule());
+    let base = slice * side.slice_words + slot * groups * (code_words + 1);
     for at in 0..code_words {
         let mut word = 0u32;
         for i in 0..codes_per_word {
@@ -99,8 +102,8 @@ fn flush_group<R: Float, C: Float, F: PackedInKernels>(
     words[base + groups * code_words + group] = params;
 }
 
-/// Stores one element of the chunk, unless its token is between the sinks and `first_float` and so is
-/// packed already. Rows narrower than f32 saturate.
+/// Stores one element of the chunk, unless its token is between the sinks and `first_kept` and so is
+/// packed already or hidden by the window. Rows narrower than f32 saturate.
 #[cube]
 fn store<R: Float, C: Float>(
     chunk: &[C],
@@ -108,12 +111,12 @@ fn store<R: Float, C: Float>(
     slice: usize,
     token: usize,
     channel: usize,
-    first_float: usize,
+    first_kept: usize,
     source: &Source,
     side: &SideArgs,
     #[comptime] saturating: bool,
 ) {
-    if token < side.sinks || token >= first_float {
+    if token < side.sinks || token >= first_kept {
         let from = slice * source.added + token - source.len;
         let to = slice * source.float_elements + float_element(token, side);
         let x = f32::cast_from(chunk[from * side.head_dim + channel]);
@@ -166,7 +169,7 @@ pub(super) fn append<R: Float>(
     source: Source,
     side: SideArgs,
     n: usize,
-    first_float: usize,
+    first_kept: usize,
     #[comptime] saturating: bool,
     #[define(R)] _dtype: ElemType,
 ) {
@@ -176,15 +179,7 @@ pub(super) fn append<R: Float>(
         let token = source.len + row % source.added;
         let slice = row / source.added;
         store::<R, f32>(
-            chunk,
-            floats,
-            slice,
-            token,
-            channel,
-            first_float,
-            &source,
-            &side,
-            saturating,
+            chunk, floats, slice, token, channel, first_kept, &source, &side, saturating,
         );
     }
 }

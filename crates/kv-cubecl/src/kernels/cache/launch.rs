@@ -142,7 +142,10 @@ pub(crate) fn launch_flush<F: PackedInKernels>(
     let layout = &problem.layout;
     let place = layout.sides()[side];
     let Some(spec) = place.spec else { return Ok(()) };
-    let [first, granules] = problem.leaving().map(|tokens| tokens[side] / spec.granule());
+    let [before, leaving] = problem.leaving().map(|tokens| tokens[side] / spec.granule());
+    // Of more than there is room for, only the newest are kept.
+    let granules = leaving.min(place.packed_tokens / spec.granule());
+    let first = before + leaving - granules;
     let groups = spec.groups(place.head_dim);
     let n = layout.slices() * granules * groups;
     if n > 0 {
@@ -179,7 +182,7 @@ pub(crate) fn launch_append(
 ) -> Result<()> {
     let layout = &problem.layout;
     let place = layout.sides()[side];
-    let first_float = layout.schedule().first_float(problem.len + problem.added)[side];
+    let first_kept = layout.schedule().first_kept(problem.len + problem.added)[side];
     let n = layout.slices() * problem.added * place.head_dim;
     let grid = elementwise(client, "write", n, problem.elements())?;
     kernel::append::launch(
@@ -192,7 +195,7 @@ pub(crate) fn launch_append(
         problem.source(),
         place.args(),
         n,
-        first_float,
+        first_kept,
         layout.config().float.saturates(),
         problem.float,
     );
@@ -223,7 +226,7 @@ pub(crate) fn launch_quantize<F: PackedInKernels>(
         input,
         words,
         SourceLaunch::new(0, tokens, head_dim),
-        SideArgsLaunch::new(0, 1, 0, head_dim, spec.words(tokens, head_dim)),
+        SideArgsLaunch::new(0, 1, 0, head_dim, spec.words(tokens, head_dim), tokens),
         n,
         0,
         granules,

@@ -25,6 +25,8 @@ pub(crate) struct ChunkBlueprint {
     pub(crate) group_size: usize,
     /// See [`Grid::flat`](crate::kernels::Grid::flat).
     pub(crate) flat: bool,
+    /// Whether scores are bounded.
+    pub(crate) softcap: bool,
 }
 
 impl ChunkBlueprint {
@@ -79,7 +81,9 @@ pub(crate) fn plan(problem: &DecodeProblem, properties: &DeviceProperties) -> Op
 fn prepare(problem: &DecodeProblem, machine: Machine) -> Option<ChunkPlan> {
     let layout = &problem.layout;
     let config = layout.config();
-    if problem.rows < MIN_ROWS {
+    // All tokens that are asked for must be seen.
+    let schedule = layout.schedule();
+    if problem.rows < MIN_ROWS || schedule.begin(problem.tokens) > schedule.sink_tokens {
         return None;
     }
     let [key_bits, value_bits] = layout.code_bits();
@@ -88,7 +92,9 @@ fn prepare(problem: &DecodeProblem, machine: Machine) -> Option<ChunkPlan> {
     let (token_group, channel_group) = (group(key_bits), group(value_bits));
     let blocks =
         RowBlocks::new(layout.shape().head_dim, token_group, channel_group, machine.processor)?;
-    let blueprint = ChunkBlueprint { blocks, key_bits, value_bits, group_size, flat: false };
+    let softcap = problem.scores.softcap.is_some();
+    let blueprint =
+        ChunkBlueprint { blocks, key_bits, value_bits, group_size, flat: false, softcap };
     // Most tokens are old: packed on each side that is quantized. Their number is rounded down to
     // whole runs, since runs of packed keys must start at multiples of their length.
     let sinks = if blueprint.packed() { config.sink_tokens.min(problem.tokens) } else { 0 };
@@ -129,6 +135,7 @@ mod tests {
     use super::*;
     use crate::{
         CacheShape, KvCacheConfig, Sides, kernels::row_blocks::VECTOR, layout::CacheLayout,
+        scores::Scores,
     };
 
     fn problem(
@@ -141,7 +148,15 @@ mod tests {
         let shape = CacheShape::new(1, 2, head_dim);
         let layout = CacheLayout::new(&config, shape).ok()?;
         let float = ElemType::Float(FloatKind::F32);
-        Some(DecodeProblem { layout, len: tokens, tokens, rows, float, query: float, scale: 1.0 })
+        Some(DecodeProblem {
+            layout,
+            len: tokens,
+            tokens,
+            rows,
+            float,
+            query: float,
+            scores: Scores::PLAIN,
+        })
     }
 
     fn machines() -> [Machine; 2] {

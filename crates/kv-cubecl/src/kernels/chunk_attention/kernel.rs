@@ -8,6 +8,7 @@ use crate::{
         grid::cube_at,
         layout::{float_element, quantized},
         row_blocks::{RowState, gather, maximum, new_rows, output, read_four, sum, weigh},
+        scores::softcap,
     },
 };
 
@@ -199,7 +200,11 @@ fn score<R: Float, N: Size, K: PackedInKernels>(
     #[unroll]
     for i in 0..comptime!(bp.blocks.rows * bp.blocks.unit_tokens) {
         let past = token + i % unit_tokens >= tile.end;
-        scores[i] = select(past, f32::new(LOWEST), scores[i] * args.scale);
+        let mut score = scores[i] * args.scale;
+        if comptime!(bp.softcap) {
+            score = softcap(score, args.softcap);
+        }
+        scores[i] = select(past, f32::new(LOWEST), score);
     }
     scores
 }

@@ -12,6 +12,7 @@ use crate::{
         row_blocks::VECTOR,
     },
     layout::CacheLayout,
+    scores::Scores,
 };
 
 /// Every number of bits, and both float types.
@@ -35,7 +36,7 @@ fn kernel(
         rows: 256,
         float,
         query: float,
-        scale: 1.0,
+        scores: Scores::PLAIN,
     };
     let blueprint = plan(&problem, &properties).unwrap().blueprint;
     let kernel = PartialAttention::<Affine, Affine>::new(

@@ -19,6 +19,8 @@ pub(crate) struct DecodeArgs {
     pub(super) position_slices: usize,
     pub(crate) n_splits: usize,
     pub(crate) scale: f32,
+    /// What scores are bounded by, where they are.
+    pub(crate) softcap: f32,
 }
 
 pub(crate) fn args(
@@ -35,6 +37,7 @@ pub(crate) fn args(
         layout.args(),
         layout.slices() / n_positions,
         n_splits,
-        problem.scale,
+        problem.scores.scale,
+        problem.scores.softcap.unwrap_or(0.0),
     )
 }

@@ -6,6 +6,7 @@ use cubecl::{
 use crate::{
     Error, Result,
     layout::{CacheLayout, Sides},
+    scores::Scores,
 };
 
 /// Largest head_dim of the attention kernels.
@@ -43,8 +44,8 @@ pub(crate) struct DecodeProblem {
     pub(crate) float: ElemType,
     /// Type of query and output.
     pub(crate) query: ElemType,
-    /// What scores are multiplied with.
-    pub(crate) scale: f32,
+    /// What is done to scores.
+    pub(crate) scores: Scores,
 }
 
 /// What changes the generated code.
@@ -74,6 +75,10 @@ pub(crate) struct DecodeBlueprint {
     pub(crate) plane: usize,
     /// See [`Grid::flat`](crate::kernels::Grid::flat).
     pub(crate) flat: bool,
+    /// Whether a window may hide tokens, so that packed tokens are in a ring.
+    pub(crate) window: bool,
+    /// Whether scores are bounded.
+    pub(crate) softcap: bool,
 }
 
 impl DecodeBlueprint {
@@ -190,6 +195,8 @@ pub(super) fn prepare(
         lanes: 1,
         plane: hardware.plane,
         flat: false,
+        window: layout.config().window.is_some(),
+        softcap: problem.scores.softcap.is_some(),
     };
     // Neighboring units read neighboring vectors of a token.
     while 2 * blueprint.lanes <= hardware.plane.min(MAX_LANES)
@@ -216,8 +223,11 @@ pub(super) fn prepare(
     let row_chunks = problem.rows.div_ceil(blueprint.rows);
     let wanted = CUBES_PER_MULTIPROCESSOR * hardware.n_multiprocessors;
     let wanted_splits = (wanted / (layout.slices() * row_chunks)).max(1);
-    let packed = layout.schedule().counts(problem.len).keys.min(problem.tokens - sinks);
-    let tokens = [sinks, packed, problem.tokens - sinks - packed];
+    let begin = layout.schedule().begin(problem.tokens).min(problem.tokens);
+    let after_sinks = problem.tokens - begin.max(sinks);
+    let first_float = layout.schedule().first_float(problem.len).keys;
+    let packed = first_float.saturating_sub(begin).min(after_sinks);
+    let tokens = [sinks, packed, after_sinks - packed];
     let n_tiles =
         |blueprint: &DecodeBlueprint| tokens.iter().map(|n| n.div_ceil(blueprint.tile())).sum();
     while n_tiles(&blueprint) < wanted_splits && blueprint.units / 2 >= fewest_units {
@@ -243,7 +253,7 @@ pub(crate) fn check(layout: &CacheLayout) -> Result<()> {
         rows: 1,
         float,
         query: float,
-        scale: 1.0,
+        scores: Scores::PLAIN,
     };
     prepare(&problem, Hardware::PLAIN).map(|_| ())
 }
@@ -300,7 +310,7 @@ mod tests {
                         rows,
                         float,
                         query: float,
-                        scale: 1.0,
+                        scores: Scores::PLAIN,
                     };
                     let hardware = Hardware { n_multiprocessors: 4, plane };
                     let (bp, settings) = prepare(&problem, hardware).unwrap();
@@ -342,7 +352,7 @@ mod tests {
                 rows: 3,
                 float,
                 query: float,
-                scale: 1.0,
+                scores: Scores::PLAIN,
             };
             prepare(&problem, hardware).unwrap().1.n_splits
         };

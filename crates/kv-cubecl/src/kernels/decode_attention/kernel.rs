@@ -9,7 +9,10 @@ use super::{
 };
 use crate::{
     formats::cube::PackedInKernels,
-    kernels::{grid::cube_at, layout::quantized},
+    kernels::{
+        grid::cube_at,
+        layout::{begin, quantized},
+    },
 };
 
 /// The score of a masked token, below every other except -inf; WGSL has no literal for infinity.
@@ -26,8 +29,13 @@ pub(crate) fn weight_of(score: f32, largest: f32) -> f32 {
 #[derive(CubeType)]
 pub(super) struct Extent {
     tokens: usize,
-    /// Tokens after the sinks whose keys are packed.
-    packed_keys: usize,
+    /// The first token past the sinks that is seen.
+    begin: usize,
+    /// The first packed key that is read, from which on groups are whole.
+    first_packed: usize,
+    /// One past the last packed key, and the first key past the sinks that is seen in float.
+    end_packed: usize,
+    first_float: usize,
     /// Tokens after the sinks whose values are packed.
     pub(super) packed_values: usize,
     /// First tile of the split, and one past its last.
@@ -59,14 +67,37 @@ fn extent_of(
     }
     let schedule = &args.cache.schedule;
     let sinks = clamp_max(schedule.sinks, tokens);
-    let packed_keys = clamp_max(quantized(len, &schedule.keys, schedule), tokens - sinks);
     let packed_values = quantized(len, &schedule.values, schedule);
-    let windowed = tokens - sinks - packed_keys;
-    let n_tiles = sinks.div_ceil(tile) + packed_keys.div_ceil(tile) + windowed.div_ceil(tile);
+    let packed_keys = clamp_max(quantized(len, &schedule.keys, schedule), tokens - sinks);
+    let end_packed = sinks + packed_keys;
+    let mut seen = sinks;
+    let mut first_packed = sinks;
+    let mut first_float = end_packed;
+    if comptime!(bp.window) {
+        seen = clamp_max(begin(tokens, schedule), tokens);
+        if seen > end_packed {
+            first_packed = end_packed;
+            first_float = seen;
+        } else if seen > sinks {
+            first_packed = sinks + (seen - sinks) / bp.group_size * bp.group_size;
+        }
+    }
+    let n_tiles = sinks.div_ceil(tile)
+        + (end_packed - first_packed).div_ceil(tile)
+        + (tokens - first_float).div_ceil(tile);
     let share = n_tiles.div_ceil(args.n_splits);
     let first_tile = split * share;
     let last_tile = clamp_max(first_tile + share, n_tiles);
-    Extent { tokens, packed_keys, packed_values, first_tile, last_tile }
+    Extent {
+        tokens,
+        begin: seen,
+        first_packed,
+        end_packed,
+        first_float,
+        packed_values,
+        first_tile,
+        last_tile,
+    }
 }
 
 /// Consecutive tokens that are handled together, their keys all in one form.
@@ -76,14 +107,17 @@ pub(super) struct Tile {
     pub(super) start: usize,
     /// One past the last.
     pub(super) end: usize,
+    /// The first that is seen.
+    pub(super) begin: usize,
     /// Whether the tokens come after the sinks.
     pub(super) windowed: bool,
     /// Whether their keys are packed.
     pub(super) packed: bool,
 }
 
-/// Tile `index`: those of sinks come first, then those of packed keys, then the window.
+/// Tile `index`: those of sinks come first, then those of packed keys, then the keys in float.
 #[cube]
+#[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 fn tile_at(
     index: usize,
     extent: &Extent,
@@ -93,20 +127,26 @@ fn tile_at(
     let tile = comptime!(bp.tile());
     let sinks = clamp_max(args.cache.schedule.sinks, extent.tokens);
     let sink_tiles = sinks.div_ceil(tile);
-    let packed_tiles = extent.packed_keys.div_ceil(tile);
+    let packed_tiles = (extent.end_packed - extent.first_packed).div_ceil(tile);
     let windowed = index >= sink_tiles;
     let packed = windowed && index < sink_tiles + packed_tiles;
     let mut start = index * tile;
     let mut limit = sinks;
     if packed {
-        start = sinks + (index - sink_tiles) * tile;
-        limit = sinks + extent.packed_keys;
+        start = extent.first_packed + (index - sink_tiles) * tile;
+        limit = extent.end_packed;
     } else if windowed {
-        start = sinks + extent.packed_keys + (index - sink_tiles - packed_tiles) * tile;
+        start = extent.first_float + (index - sink_tiles - packed_tiles) * tile;
         limit = extent.tokens;
     }
     let end = clamp_max(start + tile, limit);
-    Tile { start, end, windowed, packed }
+    let mut begin = start;
+    if comptime!(bp.window) {
+        if windowed {
+            begin = clamp_min(start, extent.begin);
+        }
+    }
+    Tile { start, end, begin, windowed, packed }
 }
 
 /// One cube per (slice, split, chunk of query rows); writes `(o, m, l)` of each row to

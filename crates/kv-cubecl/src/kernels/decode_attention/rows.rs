@@ -152,6 +152,11 @@ pub(super) fn weigh(
                 if token + t >= tile.end {
                     score = f32::new(LOWEST);
                 }
+                if comptime!(bp.window) {
+                    if token + t < tile.begin {
+                        score = f32::new(LOWEST);
+                    }
+                }
                 largest[r] = clamp_min(largest[r], score);
                 state.scratch[r * tile_len + first + t] = score;
             }

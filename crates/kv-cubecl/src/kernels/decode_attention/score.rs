@@ -10,7 +10,10 @@ use super::{
 };
 use crate::{
     formats::cube::{PackedInKernels, code_at},
-    kernels::layout::{SideArgs, float_element},
+    kernels::{
+        layout::{SideArgs, float_element, packed_slot},
+        scores::softcap,
+    },
 };
 
 /// The scores of the tokens of a tile that the unit works on, `[rows, unit_tokens]`; those past the end of the
@@ -33,7 +36,10 @@ pub(super) fn score<R: Float, N: Size, K: PackedInKernels>(
         if comptime!(bp.key_bits > 0) {
             if tile.packed {
                 let base = slice * cache.keys.slice_words / comptime!(bp.vector);
-                let token = token - cache.schedule.sinks;
+                let mut token = token - cache.schedule.sinks;
+                if comptime!(bp.window) {
+                    token = packed_slot(token, &cache.keys);
+                }
                 score_packed::<N, K>(keys, base, token, rows.lane, &rows.query, &mut scores, bp);
             }
         }
@@ -58,6 +64,12 @@ pub(super) fn score<R: Float, N: Size, K: PackedInKernels>(
             for step in 0..comptime!(bp.lanes.trailing_zeros()) {
                 scores[i] += plane_shuffle_xor(scores[i], 1u32 << step);
             }
+        }
+    }
+    if comptime!(bp.softcap) {
+        #[unroll]
+        for i in 0..comptime!(bp.rows * bp.unit_tokens) {
+            scores[i] = softcap(scores[i], args.softcap);
         }
     }
     scores

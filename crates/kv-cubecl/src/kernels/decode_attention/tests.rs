@@ -15,6 +15,7 @@ use crate::{
     formats::cube::Affine,
     kernels::cuda_source::{buffer, settings},
     layout::CacheLayout,
+    scores::Scores,
 };
 
 /// Every number of bits, and both float types.
@@ -34,8 +35,15 @@ fn kernel(
     let shape = CacheShape::new(1, 8, head_dim);
     let layout = CacheLayout::new(&cache.parse().unwrap(), shape).unwrap();
     let float = layout.config().float.elem();
-    let problem =
-        DecodeProblem { layout, len: 4096, tokens: 4096, rows, float, query: float, scale: 1.0 };
+    let problem = DecodeProblem {
+        layout,
+        len: 4096,
+        tokens: 4096,
+        rows,
+        float,
+        query: float,
+        scores: Scores::PLAIN,
+    };
     let (blueprint, _) = prepare(&problem, Hardware::of(&properties)).unwrap();
     let kernel = PartialAttention::<Affine, Affine>::new(
         settings(blueprint.units, ExecutionMode::Unchecked),

@@ -9,7 +9,10 @@ use super::{
     rows::Rows,
     score::element,
 };
-use crate::{formats::cube::PackedInKernels, kernels::layout::float_element};
+use crate::{
+    formats::cube::PackedInKernels,
+    kernels::layout::{float_element, packed_slot},
+};
 
 /// Adds to the unit's outputs its block of channels of every `strides`-th token.
 #[cube]
@@ -28,6 +31,12 @@ pub(super) fn add_values<R: Float, N: Size, V: PackedInKernels>(
     let strides = comptime!(bp.strides());
     if rows.stride < strides {
         let mut token = tile.start + rows.stride;
+        if comptime!(bp.window) {
+            // What is hidden is left out: its weight is 0, but 0 times infinity is not 0.
+            while token < tile.begin {
+                token += strides;
+            }
+        }
         while token < tile.end {
             let at = token - tile.start;
             let mut packed = false;
@@ -35,7 +44,11 @@ pub(super) fn add_values<R: Float, N: Size, V: PackedInKernels>(
                 packed = tile.windowed && token - cache.schedule.sinks < extent.packed_values;
                 if packed {
                     let base = slice * cache.values.slice_words;
-                    add_packed::<V>(values, base, token - cache.schedule.sinks, at, rows, bp);
+                    let mut slot = token - cache.schedule.sinks;
+                    if comptime!(bp.window) {
+                        slot = packed_slot(slot, &cache.values);
+                    }
+                    add_packed::<V>(values, base, slot, at, rows, bp);
                 }
             }
             if !packed {
@@ -47,7 +60,7 @@ pub(super) fn add_values<R: Float, N: Size, V: PackedInKernels>(
     }
 }
 
-/// Adds a packed value, `token` counted after the sinks, with the weights of token `at` of the tile. Scale and
+/// Adds a packed value, in slot `token`, with the weights of token `at` of the tile. Scale and
 /// offset are folded into the weights where elements are linear in their codes.
 #[cube]
 fn add_packed<V: PackedInKernels>(

@@ -6,8 +6,11 @@
 
 use cubecl::prelude::*;
 
-use super::kernel::{KEYS, ROWS, StreamArgs, StreamBlueprint, dot, hat_end, last_visible, visible};
-use crate::{kernels::grid::cube_at, layout::Sides};
+use super::kernel::{
+    KEYS, ROWS, StreamArgs, StreamBlueprint, dot, hat_end, last_visible, score_of, sees, sinks,
+    skip_hidden, visible,
+};
+use crate::kernels::grid::cube_at;
 
 /// Keys per cube of [`keys_and_values`].
 pub(super) const KEYS_PER_CUBE: usize = 4;
@@ -38,24 +41,30 @@ fn weight_and_gradient(
     at: usize,
     slices: usize,
     args: &StreamArgs,
-    #[comptime] head_dim: Sides<usize>,
+    #[comptime] bp: StreamBlueprint,
 ) -> (f32, f32) {
-    let key_dim = comptime!(head_dim.keys);
-    let value_dim = comptime!(head_dim.values);
+    let key_dim = comptime!(bp.head_dim.keys);
+    let value_dim = comptime!(bp.head_dim.values);
     let slice = head / args.n_rep;
     let row_of_all = head * args.m + row;
     let hat_key = at < hat_end(row, &args.schedule.keys, args);
     let hat_value = at < hat_end(row, &args.schedule.values, args);
     let k = element(at, hat_key, slice, slices, args.n, key_dim);
     let v = element(at, hat_value, slice, slices, args.n, value_dim);
-    let score = dot::<f32>(query, row_of_all * key_dim, keys, k, key_dim) * args.scale;
+    let product = dot::<f32>(query, row_of_all * key_dim, keys, k, key_dim);
+    let score = score_of(product, args, bp.softcap);
     // A score exceeds its row's log-sum-exp only by rounding, which is large where scores are huge; its
     // weight is then 1. NaN stays NaN.
     let difference = score - stats[row_of_all];
     let p = select(difference > f32::new(0.0), f32::new(0.0), difference).exp();
     let dp = dot::<f32>(grad, row_of_all * value_dim, values, v, value_dim);
     let delta = stats[(slices * args.n_rep + head) * args.m + row];
-    (p, p * (dp - delta) * args.scale)
+    let mut d = p * (dp - delta) * args.scale;
+    if comptime!(bp.softcap) {
+        let bounded = score / args.softcap;
+        d *= f32::new(1.0) - bounded * bounded;
+    }
+    (p, d)
 }
 
 /// Gradient of the query; one cube per (tile of rows, query head).
@@ -92,26 +101,16 @@ pub(super) fn queries(
         acc[i] = f32::new(0.0);
     }
     let end = last_visible(first_row, &args);
-    let mut start = 0usize;
+    let mut start = skip_hidden(0usize, first_row, &args, bp.window);
     while start < end {
         let mut i = unit;
         while i < comptime!(ROWS * KEYS) {
             let row = first_row + i / KEYS;
             let at = start + i % KEYS;
             let mut d = f32::new(0.0);
-            if row < args.m && at < visible(row, &args) {
+            if row < args.m && sees(row, at, visible(row, &args), &args, bp.window) {
                 let pair = weight_and_gradient(
-                    query,
-                    keys,
-                    values,
-                    grad,
-                    stats,
-                    head,
-                    row,
-                    at,
-                    slices,
-                    &args,
-                    bp.head_dim,
+                    query, keys, values, grad, stats, head, row, at, slices, &args, bp,
                 );
                 d = pair.1;
             }
@@ -126,13 +125,13 @@ pub(super) fn queries(
                 #[unroll]
                 for r in 0..ROWS {
                     let seen_hat = hat_end(first_row + r, &args.schedule.keys, &args);
-                    let seen = visible(first_row + r, &args);
+                    let end_of_row = visible(first_row + r, &args);
                     let mut sum = acc[r * channels + i];
                     for t in 0..KEYS {
                         let at = start + t;
                         // Hidden tokens are left out: their gradient is 0, but 0 times infinity is
                         // not 0.
-                        if at < seen {
+                        if sees(first_row + r, at, end_of_row, &args, bp.window) {
                             let k = element(at, at < seen_hat, slice, slices, args.n, head_dim);
                             sum += ds[r * KEYS + t] * keys[k + channel];
                         }
@@ -142,7 +141,7 @@ pub(super) fn queries(
             }
         }
         sync_cube();
-        start += KEYS;
+        start = skip_hidden(start + KEYS, first_row, &args, bp.window);
     }
     #[unroll]
     for r in 0..ROWS {
@@ -184,7 +183,7 @@ fn add_rows(
         if row < args.m {
             let hat_keys = hat_end(row, &args.schedule.keys, args);
             let hat_values = hat_end(row, &args.schedule.values, args);
-            let seen = visible(row, args);
+            let end = visible(row, args);
             #[unroll]
             for i in 0..channels {
                 let channel = UNIT_POS as usize + i * comptime!(bp.units);
@@ -194,7 +193,7 @@ fn add_rows(
                     for t in 0..KEYS_PER_CUBE {
                         let at = first_key + t;
                         let dk = ds[r * KEYS_PER_CUBE + t] * q;
-                        let dk = select(at < seen, dk, f32::new(0.0));
+                        let dk = select(sees(row, at, end, args, bp.window), dk, f32::new(0.0));
                         if at < hat_keys {
                             acc[i * sides + t * 4 + 1] += dk;
                         } else {
@@ -208,7 +207,7 @@ fn add_rows(
                     for t in 0..KEYS_PER_CUBE {
                         let at = first_key + t;
                         let dv = ps[r * KEYS_PER_CUBE + t] * g;
-                        let dv = select(at < seen, dv, f32::new(0.0));
+                        let dv = select(sees(row, at, end, args, bp.window), dv, f32::new(0.0));
                         if at < hat_values {
                             acc[i * sides + t * 4 + 3] += dv;
                         } else {
@@ -263,29 +262,29 @@ pub(super) fn keys_and_values(
     if args.first_key + first_key > args.first_query {
         first_row = args.first_key + first_key - args.first_query;
     }
+    // One past the last row that sees one of the keys: all see sinks.
+    let mut end_row = args.m;
+    if comptime!(bp.window) {
+        if first_key >= sinks(&args) {
+            let last = args.first_key + first_key + KEYS_PER_CUBE + args.schedule.window;
+            if last < args.first_query + end_row {
+                end_row = last - clamp_max(args.first_query, last);
+            }
+        }
+    }
     for rep in 0..args.n_rep {
         let head = slice * args.n_rep + rep;
         let mut start = first_row;
-        while start < args.m {
+        while start < end_row {
             let mut i = unit;
             while i < comptime!(ROWS_PER_STEP * KEYS_PER_CUBE) {
                 let row = start + i / KEYS_PER_CUBE;
                 let at = first_key + i % KEYS_PER_CUBE;
                 let mut p = f32::new(0.0);
                 let mut d = f32::new(0.0);
-                if row < args.m && at < visible(row, &args) {
+                if row < args.m && sees(row, at, visible(row, &args), &args, bp.window) {
                     let pair = weight_and_gradient(
-                        query,
-                        keys,
-                        values,
-                        grad,
-                        stats,
-                        head,
-                        row,
-                        at,
-                        slices,
-                        &args,
-                        bp.head_dim,
+                        query, keys, values, grad, stats, head, row, at, slices, &args, bp,
                     );
                     p = pair.0;
                     d = pair.1;

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::kernel::{StreamArgs, hat_end, visible};
+use super::kernel::{StreamArgs, hat_end, score_of, sees, skip_hidden, visible};
 use crate::kernels::{
     decode_attention::LOWEST,
     grid::cube_at,
@@ -21,6 +21,10 @@ pub(super) struct ForwardBlueprint {
     pub(super) keys: bool,
     /// Whether values are quantized.
     pub(super) values: bool,
+    /// Whether a window may hide tokens.
+    pub(super) window: bool,
+    /// Whether scores are bounded.
+    pub(super) softcap: bool,
 }
 
 /// Consecutive tokens, at most a tile of them.
@@ -97,12 +101,14 @@ fn score<Q: Float, N: Size>(
     }
     #[unroll]
     for r in 0..rows {
-        let seen = visible(clamp_max(first_row + r, args.m - 1), args);
+        let row = clamp_max(first_row + r, args.m - 1);
+        let end = visible(row, args);
         #[unroll]
         for t in 0..unit_tokens {
-            let mut score = scores[r * unit_tokens + t] * args.scale;
+            let mut score = score_of(scores[r * unit_tokens + t], args, bp.softcap);
             if comptime!(masked) {
-                score = select(token + t < seen, score, f32::new(LOWEST));
+                let seen = sees(row, token + t, end, args, bp.window);
+                score = select(seen, score, f32::new(LOWEST));
             }
             scores[r * unit_tokens + t] = score;
         }
@@ -132,11 +138,11 @@ fn add_values<N: Size>(
     let key_base = head / args.n_rep * args.n;
     if state.stride < strides {
         let mut hat_ends = Array::<usize>::new(rows);
-        let mut seen_ends = Array::<usize>::new(rows);
+        let mut ends = Array::<usize>::new(rows);
         #[unroll]
         for r in 0..rows {
             hat_ends[r] = hat_end(first_row + r, &args.schedule.values, args);
-            seen_ends[r] = visible(first_row + r, args);
+            ends[r] = visible(first_row + r, args);
         }
         let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
         let mut run_hat = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
@@ -171,7 +177,9 @@ fn add_values<N: Size>(
                         }
                         if comptime!(masked) {
                             // A hidden token has weight 0, but 0 times infinity is not 0.
-                            channel = select(token + t < seen_ends[r], channel, f32::new(0.0));
+                            let (row, at) = (first_row + r, token + t);
+                            let seen = sees(row, at, ends[r], args, bp.window);
+                            channel = select(seen, channel, f32::new(0.0));
                         }
                         sum += weights.extract(t) * channel;
                     }
@@ -234,21 +242,26 @@ pub(super) fn forward_blocked<Q: Float, N: Size>(
     let mut state = new_rows::<N>(comptime!(bp.blocks));
 
     let end = visible(clamp_max(first_row + rows, args.m) - 1, &args);
-    // The first row sees the fewest tokens: every row sees its whole tiles.
-    let whole = visible(first_row, &args) / tile;
-    for index in 0..whole {
-        let tile = Tile { start: index * tile, end: index * tile + tile };
-        attend_tile::<Q, N>(
-            query, key, key_hat, value, value_hat, &tile, head, first_row, &mut state, &args,
-            false, bp,
-        );
+    let mut start = skip_hidden(0usize, first_row, &args, bp.window);
+    if comptime!(!bp.window) {
+        // The first row sees the fewest tokens: every row sees its whole tiles.
+        let whole = visible(first_row, &args) / tile;
+        for index in 0..whole {
+            let tile = Tile { start: index * tile, end: index * tile + tile };
+            attend_tile::<Q, N>(
+                query, key, key_hat, value, value_hat, &tile, head, first_row, &mut state, &args,
+                false, bp,
+            );
+        }
+        start = whole * tile;
     }
-    for index in whole..end.div_ceil(tile) {
-        let tile = Tile { start: index * tile, end: clamp_max(index * tile + tile, end) };
+    while start < end {
+        let part = Tile { start, end: clamp_max(start + tile, end) };
         attend_tile::<Q, N>(
-            query, key, key_hat, value, value_hat, &tile, head, first_row, &mut state, &args, true,
+            query, key, key_hat, value, value_hat, &part, head, first_row, &mut state, &args, true,
             bp,
         );
+        start = skip_hidden(start + tile, first_row, &args, bp.window);
     }
 
     gather::<N>(&mut state, comptime!(bp.blocks));

@@ -4,7 +4,8 @@ use crate::{
     kernels::{
         decode_attention::{LOWEST, weight_of},
         grid::cube_at,
-        layout::{ScheduleArgs, SideScheduleArgs, quantized},
+        layout::{ScheduleArgs, SideScheduleArgs, begin, quantized},
+        scores::softcap,
     },
     layout::Sides,
 };
@@ -22,6 +23,10 @@ pub(super) struct StreamBlueprint {
     pub(super) units: usize,
     /// See [`Grid::flat`](crate::kernels::Grid::flat).
     pub(super) flat: bool,
+    /// Whether a window may hide tokens.
+    pub(super) window: bool,
+    /// Whether scores are bounded.
+    pub(super) softcap: bool,
 }
 
 impl StreamBlueprint {
@@ -51,6 +56,8 @@ pub(super) struct StreamArgs {
     pub(super) first_key: usize,
     pub(super) schedule: ScheduleArgs,
     pub(super) scale: f32,
+    /// What scores are bounded by, where they are.
+    pub(super) softcap: f32,
 }
 
 /// Number of keys or values, from the first, that `row` sees quantized: `key_hat_end` or `value_hat_end` of
@@ -73,6 +80,71 @@ pub(super) fn visible(row: usize, args: &StreamArgs) -> usize {
         end = args.n;
     }
     end
+}
+
+/// The first key and value past the sinks that `row` sees: `begin` of its [`RowView`](crate::layout::RowView).
+#[cube]
+pub(super) fn begin_of(row: usize, args: &StreamArgs) -> usize {
+    let token = begin(args.first_query + row + 1, &args.schedule);
+    let mut at = 0usize;
+    if token > args.first_key {
+        at = token - args.first_key;
+    }
+    at
+}
+
+/// Keys and values of sinks: [`StreamSpec::sinks`](crate::layout::StreamSpec::sinks).
+#[cube]
+pub(super) fn sinks(args: &StreamArgs) -> usize {
+    let mut sinks = 0usize;
+    if args.schedule.sinks > args.first_key {
+        sinks = args.schedule.sinks - args.first_key;
+    }
+    sinks
+}
+
+/// Whether `row`, whose [`visible`] keys and values are the first `end`, sees key and value `at`.
+#[cube]
+pub(super) fn sees(
+    row: usize,
+    at: usize,
+    end: usize,
+    args: &StreamArgs,
+    #[comptime] window: bool,
+) -> bool {
+    let mut seen = at < end;
+    if comptime!(window) {
+        seen = seen && (at >= begin_of(row, args) || at < sinks(args));
+    }
+    seen
+}
+
+/// The first key from `start` on that `row`, or a row after it, sees.
+#[cube]
+pub(super) fn skip_hidden(
+    start: usize,
+    row: usize,
+    args: &StreamArgs,
+    #[comptime] window: bool,
+) -> usize {
+    let mut next = start;
+    if comptime!(window) {
+        let begin = begin_of(row, args);
+        if start >= sinks(args) && start < begin {
+            next = begin;
+        }
+    }
+    next
+}
+
+/// The score of the product of a query and a key.
+#[cube]
+pub(super) fn score_of(product: f32, args: &StreamArgs, #[comptime] bounded: bool) -> f32 {
+    let mut score = product * args.scale;
+    if comptime!(bounded) {
+        score = softcap(score, args.softcap);
+    }
+    score
 }
 
 /// Dot product of two rows.
@@ -133,14 +205,15 @@ fn score<Q: Float>(
         let row = first_row + i / KEYS;
         let at = start + i % KEYS;
         let mut score = f32::new(LOWEST);
-        if row < args.m && at < visible(row, args) {
+        if row < args.m && sees(row, at, visible(row, args), args, bp.window) {
             let q = (head * args.m + row) * key_dim;
             let k = (head / args.n_rep * args.n + at) * key_dim;
-            if at < hat_end(row, &args.schedule.keys, args) {
-                score = dot::<Q>(query, q, key_hat, k, key_dim) * args.scale;
+            let product = if at < hat_end(row, &args.schedule.keys, args) {
+                dot::<Q>(query, q, key_hat, k, key_dim)
             } else {
-                score = dot::<Q>(query, q, key, k, key_dim) * args.scale;
-            }
+                dot::<Q>(query, q, key, k, key_dim)
+            };
+            score = score_of(product, args, bp.softcap);
         }
         rows.scores[i] = score;
         i += comptime!(bp.units);
@@ -191,13 +264,13 @@ fn add_values(
             #[unroll]
             for r in 0..ROWS {
                 let seen_hat = hat_end(first_row + r, &args.schedule.values, args);
-                let seen = visible(first_row + r, args);
+                let end = visible(first_row + r, args);
                 let mut sum = acc[r * channels + i] * rows.rescale[r];
                 for t in 0..KEYS {
                     let at = start + t;
                     // Hidden tokens are left out: their weight is 0, but 0 times infinity is
                     // not 0.
-                    if at < seen {
+                    if sees(first_row + r, at, end, args, bp.window) {
                         let v = (head / args.n_rep * args.n + at) * head_dim + channel;
                         let p = rows.scores[r * KEYS + t];
                         if at < seen_hat {
@@ -253,7 +326,7 @@ pub(super) fn forward<Q: Float>(
     }
     sync_cube();
     let end = last_visible(first_row, &args);
-    let mut start = 0usize;
+    let mut start = skip_hidden(0usize, first_row, &args, bp.window);
     while start < end {
         score::<Q>(query, key, key_hat, start, head, first_row, &mut rows, &args, bp);
         sync_cube();
@@ -261,7 +334,7 @@ pub(super) fn forward<Q: Float>(
         sync_cube();
         add_values(value, value_hat, start, head, first_row, &rows, &mut acc, &args, bp);
         sync_cube();
-        start += KEYS;
+        start = skip_hidden(start + KEYS, first_row, &args, bp.window);
     }
 
     #[unroll]

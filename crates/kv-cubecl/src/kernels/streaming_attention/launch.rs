@@ -16,6 +16,7 @@ use crate::{
         row_blocks::{Processor, RowBlocks, VECTOR},
     },
     layout::{SideSchedule, Sides, StreamSpec},
+    scores::Scores,
 };
 
 /// Sizes of a call of streaming attention.
@@ -33,8 +34,8 @@ pub(crate) struct StreamProblem {
     pub(crate) n: usize,
     /// Channels of queries and keys, and of values; at most 256.
     pub(crate) head_dim: Sides<usize>,
-    /// What scores are multiplied with.
-    pub(crate) scale: f32,
+    /// What is done to scores.
+    pub(crate) scores: Scores,
 }
 
 impl StreamProblem {
@@ -47,8 +48,14 @@ impl StreamProblem {
             self.spec.first_query,
             self.spec.first_key,
             self.spec.schedule.args(),
-            self.scale,
+            self.scores.scale,
+            self.scores.softcap.unwrap_or(0.0),
         )
+    }
+
+    /// Whether a window may hide tokens, and whether scores are bounded.
+    fn features(&self) -> (bool, bool) {
+        (self.spec.schedule.window.is_some(), self.scores.softcap.is_some())
     }
 
     fn heads(&self) -> usize {
@@ -65,7 +72,9 @@ impl StreamProblem {
     }
 
     fn blueprint(&self, grid: &Grid) -> StreamBlueprint {
-        StreamBlueprint { head_dim: self.head_dim, units: self.units(), flat: grid.flat }
+        let (window, softcap) = self.features();
+        let (head_dim, units) = (self.head_dim, self.units());
+        StreamBlueprint { head_dim, units, flat: grid.flat, window, softcap }
     }
 
     /// At least the elements of the longest buffer: the query or the output, or `sides` tensors shaped like
@@ -147,8 +156,9 @@ pub(crate) fn launch_forward(
     let grid = problem.forward_grid(blocks.as_ref(), &Limits::of(client.properties()))?;
     if let Some(blocks) = blocks {
         let sides = problem.spec.schedule.sides.map(|side| side != SideSchedule::NEVER);
-        let flat = grid.flat;
-        let blueprint = ForwardBlueprint { blocks, flat, keys: sides.keys, values: sides.values };
+        let (flat, (window, softcap)) = (grid.flat, problem.features());
+        let Sides { keys, values } = sides;
+        let blueprint = ForwardBlueprint { blocks, flat, keys, values, window, softcap };
         // SAFETY: every index is below the length of its buffer: rows, tokens and channels are below
         // theirs.
         unsafe {
@@ -256,7 +266,8 @@ mod tests {
 
     fn problem(slices: usize, n_rep: usize, tokens: usize) -> StreamProblem {
         let spec = StreamSpec::whole(&KvCacheConfig::float());
-        StreamProblem { spec, slices, n_rep, m: tokens, n: tokens, head_dim: 64.into(), scale: 1.0 }
+        let scores = Scores::PLAIN;
+        StreamProblem { spec, slices, n_rep, m: tokens, n: tokens, head_dim: 64.into(), scores }
     }
 
     /// The backward pass writes the gradients of key, key_hat, value and value_hat to one buffer,

@@ -1,0 +1,23 @@
+//! From products of queries and keys to scores.
+
+use core::f32::consts::LOG2_E;
+
+/// What is done to the product of a query and a key.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Scores {
+    /// What it is multiplied with.
+    pub(crate) scale: f32,
+    /// What it is then bounded by: `softcap * tanh(score / softcap)`.
+    pub(crate) softcap: Option<f32>,
+}
+
+impl Scores {
+    /// Products as they are.
+    #[cfg(feature = "cube")]
+    pub(crate) const PLAIN: Self = Self { scale: 1.0, softcap: None };
+
+    /// The same for scores to base 2, `log2 e` times as large: powers of 2 are cheaper than powers of e.
+    pub(crate) fn base_2(self) -> Self {
+        Self { scale: LOG2_E * self.scale, softcap: self.softcap.map(|cap| LOG2_E * cap) }
+    }
+}
