@@ -283,7 +283,8 @@ impl KvCache {
         let count = self.layout.schedule().counts(shortest)[side];
         let place = self.layout.sides()[side];
         // Those that a window has left, from the oldest on.
-        let first = count.saturating_sub(place.packed_tokens);
+        let longest = self.layout.schedule().counts(self.len())[side];
+        let first = longest.saturating_sub(place.packed_tokens);
         (first < count).then(|| self.state.packed(&self.layout, side, spec, first..count))?
     }
 

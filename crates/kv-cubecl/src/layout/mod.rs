@@ -143,13 +143,19 @@ impl CacheLayout {
         self.float_elements().max(tokens.saturating_mul(keys.max(values)))
     }
 
-    /// After how many tokens past the sinks, and multiples of it, packed tokens start again at the first slot;
-    /// `None` if they never do. It is the same for keys and values, and whole groups.
-    pub(crate) fn packed_ring(&self) -> Option<usize> {
-        let window = self.config.window?;
-        let ring = window.next_multiple_of(self.config.group_size);
-        let counts = self.schedule().counts(self.config.capacity);
-        (counts.keys.max(counts.values) > ring).then_some(ring)
+    /// The end of the run of tokens from `token` on whose packed form, on either side, is in one piece: rings of
+    /// packed tokens start again after whole groups.
+    pub(crate) fn packed_run_end(&self, token: usize) -> usize {
+        if self.config.window.is_none() {
+            return usize::MAX;
+        }
+        let (sinks, counts) =
+            (self.config.sink_tokens, self.schedule().counts(self.config.capacity));
+        let ends = Sides::from_fn(|side| match self.sides[side].packed_tokens {
+            ring if ring < counts[side] => sinks + (token.max(sinks) - sinks) / ring * ring + ring,
+            _ => usize::MAX,
+        });
+        ends.keys.min(ends.values)
     }
 
     /// Bytes one decode step reads of a cache of `len` tokens: every code, parameter and float row
@@ -189,13 +195,17 @@ fn side(config: &KvCacheConfig, shape: CacheShape, side: Side, first_element: us
     let spec = QuantSpec { format, granularity, n_bits, group_size };
     let schedule = Schedule::new(config);
     let after_sinks = capacity.saturating_sub(sink_tokens);
-    // Of what is quantized or never is, only the window is kept; what is yet to be quantized is all in it.
+    // Of what is in float for good and of what is packed, only the window is kept; its newest tokens are not packed.
     let seen = window.map_or(after_sinks, |window| after_sinks.min(window));
     let packed = schedule.counts(capacity)[side];
+    let packed_seen = window.map_or(packed, |window| {
+        let packed = window.saturating_sub(schedule.sides[side].keep);
+        packed.next_multiple_of(group_size).max(group_size)
+    });
     let slots = schedule.sides[side].slots(schedule.lag());
     SideLayout {
         spec: bits.is_quantized().then_some(spec),
-        packed_tokens: packed.min(seen.next_multiple_of(group_size)),
+        packed_tokens: packed.min(packed_seen),
         sinks: sink_tokens.min(capacity),
         ring: if bits.is_quantized() { slots.min(after_sinks) } else { seen },
         first_element,

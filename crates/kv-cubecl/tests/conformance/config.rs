@@ -1,7 +1,8 @@
 //! Configurations: names, rules, and a parser that never panics. No device is needed.
 
 use kv_cubecl::{
-    Bits, CacheFloat, CacheShape, Error, Flush, Granularity, KvCacheConfig, QuantizedCounts, Sides,
+    Bits, CacheFloat, CacheShape, Error, Flush, Granularity, KvCacheConfig, QuantizedCounts, Side,
+    Sides,
     layout::{CacheLayout, QuantSpec, Schedule, SideLayout},
     reference::StreamOracle,
 };
@@ -62,6 +63,8 @@ fn names_by_hand() {
         ("k2v2-f16-after-s1", "k2v2-s1-after-f16"),
         ("k2v2-slide-s4-after", "k2v2-s4-after-slide"),
         ("k2v2-hadv-slide-f16", "k2v2-slide-hadv-f16"),
+        ("k2v2-w1024-s4-f16", "k2v2-s4-w1024-f16"),
+        ("float-w9", "float-w9"),
         ("k16v2-g16", "k16v2-g16"),
     ] {
         assert_eq!(name.parse::<KvCacheConfig>().unwrap().to_string(), canonical, "{name}");
@@ -277,6 +280,10 @@ fn float_rows_do_not_collide() {
         "k16v2-g16-r16-s1",
         "k2v16-g16-r16",
         "float",
+        "float-s2-w5",
+        "k2v2-g16-r16-s1-w30",
+        "k4v8-g8-r24-w25-slide-after",
+        "k16v2-g16-r32-w32-after",
     ] {
         for (capacity, (keys, values)) in
             [1, 3, 16, 17, 100].into_iter().flat_map(|n| [(n, (64, 64)), (n, (24, 64))])
@@ -289,7 +296,8 @@ fn float_rows_do_not_collide() {
                 let counts = layout.schedule().counts(len);
                 let in_float = |count: usize| {
                     let sinks = config.sink_tokens;
-                    (0..len).filter(move |&t| t < sinks || t >= sinks + count)
+                    let begin = config.window.map_or(0, |window| len.saturating_sub(window));
+                    (0..len).filter(move |&t| t < sinks || t >= begin.max(sinks + count))
                 };
                 let rows = |side: SideLayout, count| {
                     in_float(count).map(move |t| side.element(t)..side.element(t) + side.head_dim)
@@ -304,4 +312,50 @@ fn float_rows_do_not_collide() {
             }
         }
     }
+}
+
+/// No two packed tokens that a query sees share a slot, and none of them a slot with one that is packed for it.
+#[test]
+fn packed_slots_do_not_collide() {
+    for name in ["k2v2-g16-r16-s1-w30", "k4v8-g8-r24-w25-slide-after", "k4v4-g8-r16-w16", "k2v2"] {
+        let config = name.parse::<KvCacheConfig>().unwrap().with_capacity(300);
+        let layout = CacheLayout::new(&config, CacheShape::new(1, 1, 32)).unwrap();
+        for len in 1..=300 {
+            let counts = layout.schedule().counts(len);
+            let begin = config.window.map_or(0, |window| len.saturating_sub(window));
+            for side in Side::BOTH {
+                let first = begin.saturating_sub(config.sink_tokens);
+                let mut slots: Vec<_> =
+                    (first..counts[side]).map(|t| layout.sides()[side].packed_slot(t)).collect();
+                slots.sort_unstable();
+                assert!(slots.windows(2).all(|two| two[0] < two[1]), "{name} {side} of {len}");
+                let room = layout.sides()[side].packed_tokens;
+                assert!(slots.last().is_none_or(|&slot| slot < room), "{name} {side} of {len}");
+            }
+        }
+    }
+}
+
+#[test]
+fn windows_that_hold_too_little_are_refused() {
+    for (name, expected) in [
+        ("k2v2-w127", "window 127: must be at least residual_length 128"),
+        ("float-w0", "window 0: must be 1 to 16777216 tokens"),
+        ("float-s5-w4", "sink_tokens 5: must be at most window 4"),
+    ] {
+        let config: KvCacheConfig = name.parse().unwrap();
+        let error = config.validate(64).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+/// A configuration without a window is written as before there were windows.
+#[test]
+fn windows_are_optional_in_files() {
+    let config: KvCacheConfig = "k2v2-s4".parse().unwrap();
+    let text = serde_json::to_string(&config).unwrap();
+    assert!(!text.contains("window"), "{text}");
+    let with_window = config.with_window(Some(512));
+    let text = serde_json::to_string(&with_window).unwrap();
+    assert_eq!(serde_json::from_str::<KvCacheConfig>(&text).unwrap(), with_window);
 }

@@ -25,7 +25,7 @@ pub(crate) const POISON: [f32; 9] =
 const TOKENS: usize = 45;
 const PLACES: [usize; 5] = [1, 3, 11, 38, TOKENS - 1];
 
-pub(crate) const NAMES: [&str; 6] = [
+pub(crate) const NAMES: [&str; 8] = [
     "k2v2-g16-r16-s3",
     "k4v4-g16-r16-s3-after",
     // Groups narrower than some CPUs' vectors.
@@ -33,6 +33,9 @@ pub(crate) const NAMES: [&str; 6] = [
     "k2v16-g16-r16",
     "float",
     "k4v2-g16-r16-s3-f16",
+    // Hidden tokens, within groups that are read.
+    "k4v16-g16-r16-s2-w19",
+    "float-w6",
 ];
 
 /// A text with every poison at every place, in query (0), key (1) or value (2).

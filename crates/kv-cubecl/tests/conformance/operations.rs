@@ -121,6 +121,11 @@ fn run<T: Target>(on: &On<T>, seed: u64) {
         "k4v4-g8-r24-slide",
         "k4v4-g8-r8-hadv",
         "k2v4-g16-r32-s3-after-slide",
+        "float-s2-w9",
+        "k4v4-g8-r8-w8",
+        "k4v4-g8-r16-s1-w21-slide",
+        "k2v4-g16-r16-s3-w20-after",
+        "k16v4-g8-r8-w11-hadv",
     ];
     let config: KvCacheConfig = names[rng.below(names.len())].parse().unwrap();
     let config = config.with_capacity(1 + rng.below(70));
@@ -234,8 +239,12 @@ fn check(Pair { cache, sequences }: &Pair, config: &KvCacheConfig, story: &str) 
                 true => token.chunks(HEAD_DIM).flat_map(kv_cubecl::reference::rotate).collect(),
                 false => token.clone(),
             });
+            // A window leaves those that it shows, or a few more.
+            let seen = config.window.map_or(0, |window| lens[i].saturating_sub(window));
+            let first = counts[side] - packed.shape()[2];
+            assert!(config.sink_tokens + first <= seen.max(config.sink_tokens), "{story}");
             let quantized: Vec<Vec<f32>> =
-                tokens.skip(config.sink_tokens).take(counts[side]).collect();
+                tokens.skip(config.sink_tokens + first).take(counts[side] - first).collect();
             let shape = [1, N_KV_HEADS, quantized.len(), HEAD_DIM];
             let (granularity, n_bits) = (spec.granularity, spec.n_bits);
             let expected = kv_cubecl::reference::quantize(

@@ -194,15 +194,11 @@ pub(super) fn between_groups(layout: &CacheLayout, token: usize) -> usize {
 /// Where a block that starts at `start` ends, of a run of tokens that ends at `end`: the words of its packed
 /// tokens follow each other.
 pub(super) fn block_end(layout: &CacheLayout, start: usize, end: usize) -> usize {
-    let sinks = layout.config().sink_tokens;
     let block = match start + block(layout) {
         block if block >= end => end,
         block => between_groups(layout, block),
     };
-    match layout.packed_ring() {
-        Some(ring) => block.min(sinks + (start.saturating_sub(sinks) / ring + 1) * ring),
-        None => block,
-    }
+    block.min(layout.packed_run_end(start))
 }
 
 /// Most tokens of a block: enough for at least one group.
