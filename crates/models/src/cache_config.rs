@@ -142,7 +142,8 @@ impl ModelCacheConfig {
             .with_capacity(required(&mut fields, "capacity")?)
             .with_float(required(&mut fields, "float")?)
             .with_sliding(optional(&mut fields, "sliding")?.unwrap_or_default())
-            .with_rotate_values(optional(&mut fields, "rotate_values")?.unwrap_or_default());
+            .with_rotate_values(optional(&mut fields, "rotate_values")?.unwrap_or_default())
+            .with_window(optional(&mut fields, "window")?);
         let float_layers = optional(&mut fields, "float_layers")?.unwrap_or_default();
         match fields.into_iter().next() {
             None => Ok(Self { cache, float_layers }),
