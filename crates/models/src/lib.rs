@@ -47,6 +47,7 @@ mod model;
 pub mod nn;
 mod pass;
 mod registry;
+mod rotate;
 pub mod save;
 mod spec;
 pub mod tokenizer;

@@ -294,3 +294,35 @@ fn a_configuration_from_code_is_checked() {
         assert!(error.starts_with("llama config: ") && error.contains(message), "{error}");
     }
 }
+
+/// A rotation in the weights is that in the cache: the same outputs but for rounding, streamed and in parallel, and
+/// another model without it.
+#[test]
+fn a_rotation_is_folded_into_the_weights() {
+    let device = device();
+    for name in ["gpt2-tiny", "llama-tiny", "qwen2-tiny"] {
+        let ids = expected(&tiny(name), &device).ids;
+        let model = load(tiny(name), &device).unwrap().model;
+        let config = with_float_layers("k4v2-g16-r32-hadv", [1]);
+        if config.validate(model.spec()).is_err() {
+            continue;
+        }
+        let rotated = model.forward(ids.clone(), &config).unwrap();
+        let float = model.forward(ids.clone(), KvCacheConfig::float()).unwrap();
+        let (folded, plain) = model.clone().fold_rotation(config.clone());
+        assert_eq!(plain.cache.to_string(), "k4v2-g16-r32", "{name}");
+        assert_eq!(plain.float_layers, config.float_layers, "{name}");
+        let largest = |x: Tensor<3>| x.abs().max().into_scalar::<f32>();
+        let bound = 1e-4 * largest(float.clone());
+        let same = folded.forward(ids.clone(), KvCacheConfig::float()).unwrap();
+        assert!(max_difference(same, float) < bound, "{name}: a float cache");
+        // A value at the border of two codes may fall to the other side, which is rare.
+        let same = folded.forward(ids.clone(), &plain).unwrap();
+        assert!(max_difference(same, rotated.clone()) < 20.0 * bound, "{name}: {plain}");
+        let unrotated = model.forward(ids, &plain).unwrap();
+        assert!(max_difference(unrotated, rotated) > 20.0 * bound, "{name}: nothing was rotated");
+    }
+    let model = load(tiny("llama-tiny"), &device).unwrap().model;
+    let config = with_float_layers("k4v4-g16-r32", []);
+    assert_eq!(model.fold_rotation(config.clone()).1, config);
+}

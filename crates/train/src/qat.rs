@@ -136,9 +136,12 @@ impl Prepared {
     }
 
     /// The plain model with its weights unchanged, low-rank adapters merged into them, and the
-    /// configuration of its cache beside it.
+    /// configuration of its cache beside it. If that rotates values, the rotation is folded into the
+    /// weights where they allow it; see [`LanguageModel::fold_rotation`].
     pub fn convert(self) -> Converted {
-        Converted { model: self.model.valid().materialize(), cache: self.config.cache }
+        let model = self.model.valid().materialize();
+        let (model, cache) = model.fold_rotation(self.config.cache);
+        Converted { model, cache }
     }
 }
 

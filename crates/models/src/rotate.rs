@@ -1,0 +1,91 @@
+//! A rotation of values that costs nothing: folded into the weights.
+
+use burn::{
+    module::{Module, ModuleMapper, Param},
+    tensor::{DType, Tensor},
+};
+use kv_cubecl::rotate;
+
+use crate::{LanguageModel, LayerSpec, ModelCacheConfig, Role, Roles};
+
+impl LanguageModel {
+    /// The same model with the Hadamard rotation of `config`, if it has one
+    /// ([`KvCacheConfig::rotate_values`](kv_cubecl::KvCacheConfig::rotate_values)), in its weights, and `config`
+    /// without it: the projections give values rotated already, and the output projections take sums of them. Both
+    /// compute what they did, but for rounding, and a step rotates nothing any more.
+    ///
+    /// A model whose weights do not allow it is returned as it was, with `config` as it was: one whose layers are
+    /// of different shapes, or with other weights for a layer's values than the rows of a fused projection.
+    #[must_use]
+    pub fn fold_rotation(self, config: ModelCacheConfig) -> (Self, ModelCacheConfig) {
+        let layer = self.spec().layers.first().copied();
+        let foldable = layer.filter(|layer| {
+            let spec = self.spec();
+            let alike = |other: &LayerSpec| {
+                (other.n_heads, other.n_kv_heads, other.head_dim)
+                    == (layer.n_heads, layer.n_kv_heads, layer.head_dim)
+            };
+            config.cache.rotates_values()
+                && config.validate(spec).is_ok()
+                && spec.layers.iter().all(alike)
+        });
+        let Some(layer) = foldable else { return (self, config) };
+        let n_layers = self.n_layers();
+        let roles = self.roles();
+        let mut fold = Fold { roles: &roles, layer, projections: 0, outputs: 0 };
+        let folded = self.clone().map(&mut fold);
+        if (fold.projections, fold.outputs) != (n_layers, n_layers) {
+            return (self, config);
+        }
+        let cache = config.cache.with_rotate_values(false);
+        (folded, ModelCacheConfig { cache, ..config })
+    }
+}
+
+/// Rotates the rows of values of fused projections, and the columns of output projections.
+struct Fold<'a> {
+    roles: &'a Roles,
+    layer: LayerSpec,
+    /// Matrices that were rotated.
+    projections: usize,
+    outputs: usize,
+}
+
+impl ModuleMapper for Fold<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let shape = param.shape();
+        let layer = self.layer;
+        let (n_values, head_dim) = (layer.n_kv_heads, layer.head_dim.values);
+        match self.roles.get(param.id) {
+            Some(Role::Qkv) if shape[0] == layer.qkv_rows() => {
+                self.projections += usize::from(D == 2);
+                let first = layer.qkv_rows() - n_values * head_dim;
+                param.map(|tensor| {
+                    // Rows of values as columns, so that their heads are rows of head_dim.
+                    let dims = tensor.dims();
+                    let rows = tensor.reshape([dims[0] as i32, -1]);
+                    let values = rows.clone().narrow(0, first, n_values * head_dim);
+                    let values = rotate_rows(values.transpose(), head_dim).transpose();
+                    Tensor::cat(vec![rows.narrow(0, 0, first), values], 0).reshape(dims)
+                })
+            }
+            Some(Role::AttentionOutput) if D == 2 && shape[1] == layer.n_heads * head_dim => {
+                self.outputs += 1;
+                param.map(|tensor| {
+                    let dims = tensor.dims();
+                    let rows = tensor.reshape([dims[0], dims[1]]);
+                    rotate_rows(rows, head_dim).reshape(dims)
+                })
+            }
+            _ => param,
+        }
+    }
+}
+
+/// Rotates each `head_dim` columns of a matrix.
+fn rotate_rows(matrix: Tensor<2>, head_dim: usize) -> Tensor<2> {
+    let ([rows, columns], dtype) = (matrix.dims(), matrix.dtype());
+    let heads = matrix.cast(DType::F32).reshape([1, rows, columns / head_dim, head_dim]);
+    let rotated = rotate(heads).expect("a cache that fits the heads has checked head_dim");
+    rotated.reshape([rows, columns]).cast(dtype)
+}
