@@ -1,18 +1,17 @@
 //! WGPU and CUDA: Burn's CubeCL tensors bound to the kernels.
 
+mod cache;
+
 use burn::{
     backend::{
         ops::FloatTensorOps,
         tensor::{FloatTensor, IntTensor},
     },
-    tensor::{DType, FloatDType, Shape, Slice},
+    tensor::{DType, Shape, Slice},
 };
 use burn_cubecl::{
     CubeBackend,
-    cubecl::{
-        ir::{DeviceProperties, ElemType, FloatKind},
-        prelude::BufferArg,
-    },
+    cubecl::{ir::ElemType, prelude::BufferArg},
     kernel::into_contiguous,
     ops::numeric::empty_device_contiguous_dtype,
     tensor::CubeTensor,
@@ -21,16 +20,13 @@ use burn_cubecl::{
 use super::sinks;
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, Result, SteGradient,
-    formats::cube::{PackedInKernels, with_format},
+    formats::cube::with_format,
     kernels::{
-        cache::{self, CacheBindings, CacheProblem},
-        chunk_attention,
-        decode_attention::{self, DecodeBindings, DecodeProblem},
+        cache::launch_quantize,
         quantize::{self, RestoreProblem},
         streaming_attention::{self, BackwardBindings, ForwardBindings, StreamProblem},
     },
-    layout::{CacheLayout, CacheShape, QuantSpec, Side, Sides, StreamSpec},
-    scores::Scores,
+    layout::{CacheLayout, CacheShape, QuantSpec, Sides, StreamSpec},
     shapes,
 };
 
@@ -42,7 +38,7 @@ impl KvCacheOps for CubeBackend {
         let words = empty_like(&input, shapes::packed(shape, &spec), DType::U32);
         let (client, input, out) = (&input.client, arg(&input), arg(&words));
         launched(with_format!(spec.format, F => {
-            cache::launch_quantize::<F>(client, input, out, &problem)
+            launch_quantize::<F>(client, input, out, &problem)
         }));
         words
     }
@@ -110,7 +106,7 @@ impl KvCacheOps for CubeBackend {
         layout: CacheLayout,
         len: usize,
     ) -> CacheState<Self> {
-        write(state, key, value, layout, len, None)
+        cache::write(state, key, value, layout, len, None)
     }
 
     fn decode_attention(
@@ -121,7 +117,8 @@ impl KvCacheOps for CubeBackend {
         tokens: usize,
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        decode_attention(query, &contiguous(state), layout, len, tokens, options, None)
+        let state = cache::contiguous(state);
+        cache::decode_attention(query, &state, layout, len, tokens, options, None)
     }
 
     fn step(
@@ -137,9 +134,9 @@ impl KvCacheOps for CubeBackend {
         let position = Some(&position);
         // Launches are planned for a full cache, so that one recording of them serves every length.
         let capacity = layout.config().capacity;
-        let state = write(state, key, value, layout, capacity, position);
+        let state = cache::write(state, key, value, layout, capacity, position);
         let (output, lse) =
-            decode_attention(query, &state, layout, capacity, capacity, options, position);
+            cache::decode_attention(query, &state, layout, capacity, capacity, options, position);
         (state, output, lse)
     }
 
@@ -253,6 +250,8 @@ impl KvCacheOps for CubeBackend {
     }
 }
 
+pub(super) use cache::check_decode;
+
 /// Unwraps the result of a launch. The crate's functions and caches have checked the limits of the
 /// device before; only direct calls of [`KvCacheOps`] can panic here.
 fn launched(result: Result<()>) {
@@ -261,44 +260,8 @@ fn launched(result: Result<()>) {
     }
 }
 
-/// Checks that the device has enough cubes and wide enough indices for attention of a query of this
-/// shape over `len` tokens.
-///
-/// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported).
-pub(super) fn check_decode(
-    layout: &CacheLayout,
-    query: [usize; 4],
-    len: usize,
-    properties: &DeviceProperties,
-) -> Result<()> {
-    let [_, heads, m, _] = query;
-    let rows = heads / layout.shape().n_kv_heads * m;
-    let float = ElemType::Float(FloatKind::F32);
-    let (query, scores) = (float, Scores::PLAIN);
-    let problem = DecodeProblem { layout: *layout, len, tokens: len, rows, float, query, scores };
-    match chunk_attention::plan(&problem, properties) {
-        Some(plan) => chunk_attention::grid_of(&problem, &plan, properties).map(drop),
-        None => decode_attention::check_size(&problem, properties),
-    }
-}
-
 fn dims(tensor: &CubeTensor) -> [usize; 4] {
     tensor.meta.shape().dims()
-}
-
-/// Keys, values and float rows of a cache.
-fn cache_bindings(
-    [keys, values, floats]: [&CubeTensor; 3],
-    position: Option<&CubeTensor>,
-) -> CacheBindings {
-    let [keys, values, floats] = [keys, values, floats].map(arg);
-    CacheBindings { keys, values, floats, position: position.map(positions) }
-}
-
-/// Positions, and how many there are.
-fn positions(tensor: &CubeTensor) -> (BufferArg, usize) {
-    (arg(tensor), tensor.meta.shape().num_elements())
 }
 
 fn arg(tensor: &CubeTensor) -> BufferArg {
@@ -319,126 +282,9 @@ fn writable(tensor: CubeTensor) -> CubeTensor {
     if tensor.can_mut() { tensor } else { tensor.copy() }
 }
 
-/// Copies each tensor of `state` that is not contiguous into a buffer of its own, because kernels
-/// index buffers and know no strides.
-fn contiguous(state: CacheState<CubeBackend>) -> CacheState<CubeBackend> {
-    let CacheState { keys, values, floats } = state;
-    let [keys, values, floats] = [keys, values, floats].map(into_contiguous);
-    CacheState { keys, values, floats }
-}
-
 fn restore_problem(shape: [usize; 4], spec: QuantSpec) -> RestoreProblem {
     let [batch, heads, tokens, head_dim] = shape;
     RestoreProblem { slices: batch * heads, tokens, head_dim, spec }
-}
-
-/// Appends `key` and `value` to a cache of `len` tokens. With `position`, the kernel reads from it
-/// how many tokens the cache holds; `len` is then only what the launch is planned for.
-fn write(
-    state: CacheState<CubeBackend>,
-    key: CubeTensor,
-    value: CubeTensor,
-    layout: CacheLayout,
-    len: usize,
-    position: Option<&CubeTensor>,
-) -> CacheState<CubeBackend> {
-    let CacheState { mut keys, mut values, floats } = contiguous(state);
-    let floats = writable(floats);
-    let (key, value) = (into_contiguous(key), into_contiguous(value));
-    let problem = CacheProblem { layout, len, added: dims(&key)[2], float: elem(&floats) };
-    let flushes = match position {
-        Some(_) => Sides { keys: true, values: true },
-        None => problem.flushes(),
-    };
-    if flushes.keys {
-        keys = writable(keys);
-    }
-    if flushes.values {
-        values = writable(values);
-    }
-    let client = &floats.client;
-    let formats = layout.formats();
-    if problem.added == 1 {
-        let Sides { keys: key_format, values: value_format } = formats;
-        let bindings = cache_bindings([&keys, &values, &floats], position);
-        let (chunk, key, value) = (elem(&key), arg(&key), arg(&value));
-        launched(with_format!(key_format, K => with_format!(value_format, V => {
-            cache::launch_write_token::<K, V>(client, key, value, bindings, chunk, &problem)
-        })));
-    } else {
-        // Both sides, before rows are written over that they read.
-        let sides = [(Side::Keys, &key, &keys), (Side::Values, &value, &values)];
-        for (side, chunk, words) in sides {
-            let (floats, chunk, words) = (arg(&floats), arg(chunk), arg(words));
-            launched(with_format!(formats[side], F => {
-                cache::launch_flush::<F>(client, floats, chunk, words, &problem, side)
-            }));
-        }
-        for (side, chunk, _) in sides {
-            launched(cache::launch_append(client, arg(chunk), arg(&floats), &problem, side));
-        }
-    }
-    CacheState { keys, values, floats }
-}
-
-/// Attends to the first `tokens` of a cache of `len` tokens, whose tensors are contiguous. With
-/// `position`, the kernel reads from it the position of the last token; `len` and `tokens` are then
-/// only what the launch is planned for.
-fn decode_attention(
-    query: CubeTensor,
-    state: &CacheState<CubeBackend>,
-    layout: CacheLayout,
-    len: usize,
-    tokens: usize,
-    options: AttentionOptions,
-    position: Option<&CubeTensor>,
-) -> (CubeTensor, CubeTensor) {
-    let Sides { keys, values } = layout.formats();
-    with_format!(keys, K => with_format!(values, V => {
-        decode_attention_as::<K, V>(query, state, layout, len, tokens, options, position)
-    }))
-}
-
-/// [`decode_attention`] of packed keys and values of these formats.
-fn decode_attention_as<K: PackedInKernels, V: PackedInKernels>(
-    query: CubeTensor,
-    state: &CacheState<CubeBackend>,
-    layout: CacheLayout,
-    len: usize,
-    tokens: usize,
-    options: AttentionOptions,
-    position: Option<&CubeTensor>,
-) -> (CubeTensor, CubeTensor) {
-    let (shape, dtype) = (dims(&query), query.dtype);
-    let rows = shape[1] / layout.shape().n_kv_heads * shape[2];
-    let (float, scores) = (elem(&state.floats), options.scores(shape[3]));
-    let problem = DecodeProblem { layout, len, tokens, rows, float, query: elem(&query), scores };
-    let plan = match position {
-        Some(_) => None,
-        None => chunk_attention::plan(&problem, query.client.properties()),
-    };
-    // Chunks are read in vectors, and are f32.
-    let query = match plan {
-        Some(_) => CubeBackend::float_cast(query, FloatDType::F32),
-        None => query,
-    };
-    let problem = DecodeProblem { query: elem(&query), ..problem };
-    let query = into_contiguous(query);
-    let output = shapes::attention(shape, layout.shape().head_dim.values);
-    let output = empty_like(&query, output, query.dtype);
-    let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
-    let bindings = DecodeBindings {
-        query: arg(&query),
-        cache: cache_bindings([&state.keys, &state.values, &state.floats], position),
-        output: arg(&output),
-        lse: arg(&lse),
-    };
-    let client = &query.client;
-    launched(match plan {
-        Some(plan) => chunk_attention::launch_ref::<K, V>(client, bindings, &problem, &plan),
-        None => decode_attention::launch_ref::<K, V>(client, bindings, &problem),
-    });
-    (CubeBackend::float_cast(output, dtype.into()), lse)
 }
 
 /// Attention of `m` query rows of `heads` heads over `n` tokens of keys and values of this shape.

@@ -3,8 +3,14 @@ use std::io::Write;
 use burn::tensor::TensorData;
 use burn_cubecl::cubecl::{self, prelude::*};
 
-use super::*;
-use crate::{KvCacheConfig, Target, Wgpu, formats::cube::Affine};
+use super::{
+    cache::{decode_attention_as, write},
+    *,
+};
+use crate::{
+    KvCacheConfig, Target, Wgpu,
+    formats::cube::{Affine, PackedInKernels},
+};
 
 /// Affine codes, restored one by one instead of scale and offset taken out of the sums: what attention does for
 /// a format that is not linear in its codes.
