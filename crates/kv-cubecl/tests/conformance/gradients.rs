@@ -195,7 +195,7 @@ fn windows_bounds_and_sinks<T: Target>(on: &On<T>) {
             SteGradient::ScaleMin,
             &|head| RowOptions { softcap: softcap.map(f64::from), sink: sink(head), scale: None },
         );
-        let sinks = Tensor::<1>::from_floats(logits, &**on).require_grad();
+        let sinks = Tensor::<1>::from_floats(logits, on).require_grad();
         let [q, k, v] = text.on(on).map(Tensor::require_grad);
         let mut options = AttentionOptions::default();
         options.softcap = softcap;
@@ -247,7 +247,7 @@ fn sinks_by_finite_differences<T: Target>(on: &On<T>) {
         }
         loss
     };
-    let sinks = Tensor::<1>::from_floats(logits.map(|x| x as f32), &**on).require_grad();
+    let sinks = Tensor::<1>::from_floats(logits.map(|x| x as f32), on).require_grad();
     let [q, k, v] = text.on(on).map(Tensor::require_grad);
     let options = AttentionOptions::default().with_softcap(cap as f32);
     let fake_quant = FakeQuantOptions::default();

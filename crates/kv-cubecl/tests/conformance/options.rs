@@ -65,7 +65,7 @@ fn check_with_sinks<T: Target>(
         softcap: options.softcap.map(f64::from),
         sink: sinks.map(|sinks| f64::from(sinks[head])),
     });
-    let logits = || sinks.map(|sinks| Tensor::<1>::from_floats(sinks, &**on));
+    let logits = || sinks.map(|sinks| Tensor::<1>::from_floats(sinks, on));
     let what = |how: &str| format!("{text:?} {options:?} {how}");
     let check_parts = |how: &str, parts: Vec<Attention>| {
         let of = |part: fn(&Attention) -> Tensor<4>| {

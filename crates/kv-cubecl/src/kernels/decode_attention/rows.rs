@@ -127,6 +127,7 @@ fn cube_max(values: &mut Array<f32>, state: &mut Rows, #[comptime] bp: DecodeBlu
 /// scales the sums so far to the new maxima. Ends with a barrier, after which all weights of the tile may be
 /// read.
 #[cube]
+#[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn weigh(
     scores: &Array<f32>,
     tile: &Tile,
