@@ -35,7 +35,14 @@ fn no_array_is_in_local_memory() {
             b(),
             ().dynamic_cast(),
             VECTOR,
-            ForwardBlueprint { blocks, flat: false, keys: true, values: true },
+            ForwardBlueprint {
+                blocks,
+                flat: false,
+                keys: true,
+                values: true,
+                window: false,
+                softcap: false,
+            },
             f32,
         );
         let s = || settings(128, ExecutionMode::Checked);
@@ -43,6 +50,8 @@ fn no_array_is_in_local_memory() {
             head_dim: head_dim.into(),
             units: 128,
             flat: false,
+            window: false,
+            softcap: false,
         };
         let forward = Forward::new(
             s(),
