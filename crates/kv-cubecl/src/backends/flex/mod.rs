@@ -168,10 +168,17 @@ impl KvCacheOps for Flex {
         let slices = layout.slices() / positions.len();
         let chunks = Sides { keys: key.storage(), values: value.storage() };
         state = contiguous_state(state);
+        let value_dim = layout.shape().head_dim.values;
         let (mut outputs, mut lses) = (Vec::new(), Vec::new());
         for (i, &position) in positions.iter().enumerate() {
             let slices = i * slices..(i + 1) * slices;
-            let mut len = usize::try_from(position).unwrap_or(capacity);
+            let Ok(mut len) = usize::try_from(position) else {
+                // The sequence takes no part.
+                let rows = slices.len() * shape[1] / layout.shape().n_kv_heads;
+                outputs.resize(outputs.len() + rows * value_dim, 0.0);
+                lses.resize(lses.len() + rows, f32::NEG_INFINITY);
+                continue;
+            };
             if len < capacity {
                 state = cache::flush(state, chunks, &layout, &slices, len, 1);
                 state = cache::append(state, chunks, &layout, &slices, len, 1);
@@ -183,7 +190,6 @@ impl KvCacheOps for Flex {
             outputs.extend(output);
             lses.extend(lse);
         }
-        let value_dim = layout.shape().head_dim.values;
         let (output, lse) = attention(outputs, lses, shape, value_dim, dtype);
         (state, output, lse)
     }
