@@ -1,11 +1,11 @@
 //! Sequences cut back, as speculative decoding does.
 
 use kv_cubecl::{
-    CacheShape, Error, KvCache, KvCacheConfig, On, QuantizedCounts, Side, Target,
+    CacheFloat, CacheShape, Error, KvCache, KvCacheConfig, On, QuantizedCounts, Side, Target,
     layout::CacheLayout,
 };
 
-use crate::common::{CLOSE, Host, Rng, Setup, attend, close, equal_bits, snapshot, stamp};
+use crate::common::{CLOSE, Host, Rng, Setup, attend, close, equal_bits, skipped, snapshot, stamp};
 
 stamp!(
     any_length_with_the_same_quantized_keys,
@@ -60,8 +60,13 @@ fn the_same_tokens_get_the_same_codes<T: Target>(on: &On<T>) {
     let rng = &mut Rng::new(620);
     let rounds = if T::NAME == "flex" { 40 } else { 4 };
     let mut requantized = 0;
-    for (seed, name) in NAMES.into_iter().enumerate() {
+    for (seed, name) in NAMES.into_iter().chain(["k2v4-g16-r32-f16"]).enumerate() {
         let text = Setup::new(name, [2, 2, 1, 90, 64], 630 + seed as u64);
+        let narrow = text.config.float != CacheFloat::F32;
+        if !on.supports_dtype(text.config.float.dtype()) {
+            skipped(&format!("the device cannot store {name}"));
+            continue;
+        }
         for round in 0..rounds {
             let now = 1 + rng.below(90);
             let mut cache = text.cache(on);
@@ -81,8 +86,15 @@ fn the_same_tokens_get_the_same_codes<T: Target>(on: &On<T>) {
             }
             let what = format!("{name} round {round}: {now} to {len} and back");
             for side in Side::BOTH {
-                let [got, want] =
-                    [&cache, &untouched].map(|c| c.packed(side).map(|p| p.to_logical()));
+                let logical = |cache: &KvCache| cache.packed(side).map(|p| p.to_logical());
+                let (mut got, want) = (logical(&cache), logical(&untouched));
+                if let (Some(got), Some(want), true) = (&mut got, &want, narrow) {
+                    // What was restored was rounded, which may move a scale by its last bit.
+                    for (got, want) in got.scale.iter_mut().zip(&want.scale) {
+                        assert!(got.to_bits().abs_diff(want.to_bits()) <= 1, "{what}: {side}");
+                        *got = *want;
+                    }
+                }
                 assert!(got == want, "{what}: {side}");
             }
             assert!(snapshot(&untouched) == before, "{what}: a clone was written");
@@ -90,7 +102,10 @@ fn the_same_tokens_get_the_same_codes<T: Target>(on: &On<T>) {
             assert!(first[0] == first[1], "{what}: the other sequence");
         }
     }
-    assert!(requantized > 100, "{requantized} values were restored: too few to say anything");
+    assert!(
+        requantized > 10 * rounds,
+        "{requantized} values were restored: too few to say anything"
+    );
 }
 
 /// After the truncation the cache is what a cache is that had the restored values from the start.
