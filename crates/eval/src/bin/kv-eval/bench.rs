@@ -121,6 +121,10 @@ pub(crate) struct DecodeArgs {
     /// Decode steps per cache and context length; the median counts.
     #[arg(long, default_value_t = 15)]
     samples: usize,
+    /// Sequences that take each step together, of lengths that differ by a token each; several numbers are timed
+    /// side by side.
+    #[arg(long, value_delimiter = ',', default_value = "1")]
+    batch: Vec<usize>,
     /// Also time steps that are recorded once and replayed: graphs on CUDA, prepared launches on WGPU.
     #[arg(long)]
     recorded: bool,
@@ -329,7 +333,8 @@ fn codec<T: Target>(args: &CodecArgs) -> Result<()> {
     sinks.finish(&device, copied, &table, None, &points)
 }
 
-fn decode<T: Target>(DecodeArgs { bench: args, samples, recorded }: &DecodeArgs) -> Result<()> {
+fn decode<T: Target>(args: &DecodeArgs) -> Result<()> {
+    let DecodeArgs { bench: args, samples, batch, recorded } = args;
     let device = On::<T>::open()?;
     let sinks = Sinks::open(args.json.as_deref(), args.plot.as_deref())?;
     let (model, name) = args.load(&device)?;
@@ -337,33 +342,48 @@ fn decode<T: Target>(DecodeArgs { bench: args, samples, recorded }: &DecodeArgs)
     let what = format!("{name} on {}, median of {samples} decode steps", T::NAME);
     let copied = sinks.start(&device, &what)?;
     let ways = if *recorded { &[false, true][..] } else { &[false] };
-    let subject = |&cache| ways.iter().map(move |&recorded| DecodeSubject { cache, recorded });
-    let subjects: Vec<_> = args.caches.iter().flat_map(subject).collect();
-    let bar = args.progress(contexts.last().copied().unwrap_or(0) * ways.len());
+    let subjects: Vec<_> = args
+        .caches
+        .iter()
+        .flat_map(|&cache| batch.iter().map(move |&batch| (cache, batch)))
+        .flat_map(|(cache, batch)| {
+            ways.iter().map(move |&recorded| DecodeSubject { cache, batch, recorded })
+        })
+        .collect();
+    let longest = contexts.last().copied().unwrap_or(0);
+    let bar = args.progress(longest * ways.len() * batch.len());
     let set = |done: usize| bar.set_position(done as u64);
     let points = time_decode(&device, &model, &subjects, &contexts, *samples, set)?;
     bar.finish_and_clear();
-    let mut table =
-        Table::new(["context", "cache", "ms/step", "10%", "90%", "tokens/s", "cache MB", "grown"]);
-    let name_of = |p: &DecodePoint| match p.recorded {
-        true => format!("{} recorded", p.cache),
-        false => p.cache.clone(),
+    let mut table = Table::new([
+        "context", "cache", "batch", "ms/step", "10%", "90%", "tokens/s", "ratio", "cache MB",
+        "grown",
+    ]);
+    let name_of = |p: &DecodePoint| match (p.recorded, batch.len() > 1) {
+        (true, _) => format!("{} recorded", p.cache),
+        (false, false) => p.cache.clone(),
+        (false, true) => format!("{} batch {}", p.cache, p.batch),
     };
     for point in &points {
         let first = points.iter().find(|p| name_of(p) == name_of(point)).unwrap_or(point);
         let grown = point.seconds.median - first.seconds.median;
+        // Of the first batch of the same cache at the same length.
+        let same = |p: &&DecodePoint| p.context == point.context && p.cache == point.cache;
+        let ratio = points.iter().find(same).unwrap_or(point).tokens_per_second();
         table.push([
             point.context.to_string(),
-            name_of(point),
+            if point.recorded { name_of(point) } else { point.cache.clone() },
+            point.batch.to_string(),
             ms(point.seconds.median),
             ms(point.seconds.low),
             ms(point.seconds.high),
-            format!("{:.1}", 1.0 / point.seconds.median),
+            format!("{:.1}", point.tokens_per_second()),
+            format!("{:.2}", point.tokens_per_second() / ratio),
             format!("{:.2}", point.bytes_read as f64 / 1e6),
             ms(grown),
         ]);
     }
-    let rates = points.iter().map(|p| (name_of(p), p.context, 1.0 / p.seconds.median));
+    let rates = points.iter().map(|p| (name_of(p), p.context, p.tokens_per_second()));
     let title = format!("Decoding {name} on {}", T::NAME);
     let chart = by_context(title, "tokens per second", false, rates);
     sinks.finish(&device, copied, &table, Some(&chart), &points)
