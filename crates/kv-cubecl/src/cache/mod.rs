@@ -279,17 +279,20 @@ impl KvCache {
         Ok(attention.rotated(self.layout.config()).with_dtype(dtype))
     }
 
-    /// The keys or values that are quantized now in every sequence, the newest of them where a window hides the
-    /// others, or `None` if there are none. Values of a
-    /// cache that rotates them are rotated.
+    /// The keys or values that are quantized now in every sequence, from the first group on that the next token of
+    /// the longest sequence sees where a window hides others, or `None` if there are none. Values of a cache that
+    /// rotates them are rotated.
     pub fn packed(&self, side: Side) -> Option<Packed> {
         let spec = self.layout.sides()[side].spec?;
         let shortest = self.lens.iter().copied().min()?;
         let count = self.layout.schedule().counts(shortest)[side];
         let place = self.layout.sides()[side];
-        // Those that a window has left, from the oldest on.
-        let longest = self.layout.schedule().counts(self.len())[side];
-        let first = longest.saturating_sub(place.packed_tokens);
+        // Those that the next token sees: of the others, a window may have left some.
+        let schedule = self.layout.schedule();
+        let longest = schedule.counts(self.len())[side];
+        let hidden = schedule.begin(self.len() + 1) - schedule.sink_tokens;
+        let hidden = hidden / spec.granule() * spec.granule();
+        let first = longest.saturating_sub(place.packed_tokens).max(hidden);
         (first < count).then(|| self.state.packed(&self.layout, side, spec, first..count))?
     }
 

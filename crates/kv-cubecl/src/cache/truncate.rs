@@ -6,11 +6,10 @@ use burn::tensor::Tensor;
 
 use super::{KvCache, slots::check_sequence, state::State};
 use crate::{
-    Packed, Result,
+    Result,
     error::invalid,
     functions::store,
-    layout::{CacheLayout, QuantSpec, Side, SideLayout},
-    shapes,
+    layout::{Side, SideLayout, Sides},
 };
 
 impl KvCache {
@@ -38,9 +37,12 @@ impl KvCache {
             return Err(invalid("len", len, rule));
         }
         if len < shortest {
+            let why = match len < self.shortest_by_keys(now) {
+                true => "keys of the tokens before are quantized",
+                false => "its window has left tokens that would be seen",
+            };
             let rule = format!(
-                "must be at least {shortest} for sequence {sequence} of {now} tokens, \
-                 of whose keys more than that needs are quantized"
+                "must be at least {shortest} for sequence {sequence} of {now} tokens: {why}"
             );
             return Err(invalid("len", len, rule));
         }
@@ -50,20 +52,44 @@ impl KvCache {
     }
 
     /// The fewest tokens that [`truncate`](Self::truncate) can cut a sequence back to: the length at which its
-    /// last keys were quantized, or 0 where none are.
+    /// last keys were quantized, or 0 where none are; with a window, no less than leaves all tokens that the next
+    /// one sees.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not have.
     pub fn shortest(&self, sequence: usize) -> Result<usize> {
         check_sequence(sequence, self.lens.len())?;
+        let now = self.lens[sequence];
+        Ok(self.shortest_by_keys(now).max(self.shortest_by_window(now)))
+    }
+
+    /// The fewest tokens of which as many keys are quantized as of `now`.
+    fn shortest_by_keys(&self, now: usize) -> usize {
         let schedule = self.layout.schedule();
-        let counts = schedule.counts(self.lens[sequence]);
-        // The fewest tokens of which as many keys are quantized.
-        let side = schedule.sides.keys;
-        Ok(match counts.keys {
+        match schedule.counts(now).keys {
             0 => 0,
-            keys => schedule.sink_tokens + schedule.lag() + side.keep + keys,
-        })
+            keys => schedule.sink_tokens + schedule.lag() + schedule.sides.keys.keep + keys,
+        }
+    }
+
+    /// The fewest tokens after which the next one sees none that has been overwritten in a cache of `now`.
+    fn shortest_by_window(&self, now: usize) -> usize {
+        let schedule = self.layout.schedule();
+        let (Some(window), sinks) = (schedule.window, schedule.sink_tokens) else { return 0 };
+        let (counts, first_float) = (schedule.counts(now), schedule.first_float(now));
+        let begin = schedule.begin(now);
+        let kept = Sides::from_fn(|side| match self.layout.sides()[side].packed_tokens {
+            // Packed tokens, of which there is room for the newest.
+            room if counts[side] > 0 => sinks + counts[side].saturating_sub(room),
+            _ => sinks,
+        });
+        let kept = kept.keys.max(kept.values);
+        // A chunk does not store what is in float and no longer seen.
+        let hidden = Side::BOTH.into_iter().any(|side| first_float[side] < begin);
+        match if hidden { kept.max(begin) } else { kept } {
+            kept if kept > sinks => kept + window - 1,
+            _ => 0,
+        }
     }
 
     /// Writes the values of one sequence that are quantized now, and would be in float if it held `len`
@@ -74,13 +100,16 @@ impl KvCache {
         let Some(spec) = place.spec else { return };
         let sinks = schedule.sink_tokens;
         let (then, now) = (schedule.counts(len)[side], schedule.counts(self.lens[sequence])[side]);
-        // Those that the shorter sequence does not have at all are forgotten.
-        let tokens = then..now.min(len.saturating_sub(sinks));
+        // Those that the shorter sequence does not have at all are forgotten, and what is hidden by a window may
+        // have been overwritten.
+        let begin = schedule.begin(len + 1) - sinks;
+        let tokens = then.max(begin)..now.min(len.saturating_sub(sinks));
         if tokens.is_empty() {
             return;
         }
         let float = self.layout.config().float;
-        let packed = self.state.packed_of(&self.layout, sequence, side, spec, tokens.clone());
+        let packed = self.state.packed(&self.layout, side, spec, tokens.clone());
+        let Some(packed) = packed.map(|packed| packed.sequence(sequence)) else { return };
         let rows = store(packed.dequantize(), float).cast(float.dtype());
         for run in place.runs(sinks + tokens.start..sinks + tokens.end) {
             let from = run.start - sinks - tokens.start;
@@ -105,26 +134,6 @@ impl SideLayout {
 }
 
 impl State {
-    /// Packed tokens of one side of one sequence, counted after the sinks and whole granules.
-    fn packed_of(
-        &self,
-        layout: &CacheLayout,
-        sequence: usize,
-        side: Side,
-        spec: QuantSpec,
-        tokens: Range<usize>,
-    ) -> Packed {
-        let shape = layout.shape();
-        let slice_words = layout.sides()[side].slice_words();
-        let [_, _, rows, width] = shapes::packed(shape.of_tokens(side, spec.granule()), &spec);
-        let n = shape.n_kv_heads * slice_words;
-        let words = self.packed_words(side).narrow(0, sequence * n, n);
-        let words = words.reshape([1, shape.n_kv_heads, slice_words / width, width]);
-        let first = tokens.start / spec.granule() * rows;
-        let last = tokens.end / spec.granule() * rows;
-        Packed::new(words.narrow(2, first, last - first), spec)
-    }
-
     /// Overwrites the float rows of consecutive tokens of one side of one sequence, which are adjacent, with
     /// `rows` `[1, n_kv_heads, tokens, head_dim]`.
     fn put_rows(

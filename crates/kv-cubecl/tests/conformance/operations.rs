@@ -54,7 +54,8 @@ impl Sequence {
         for (t, (key, value)) in self.keys.iter().zip(&self.values).enumerate() {
             oracle.step_with(key, value, |lanes| {
                 if t + 1 == self.keys.len() {
-                    let values = lanes[0].values();
+                    let all: Vec<usize> = (0..=t).collect();
+                    let values = lanes[0].values(&all);
                     let f32s = |value: &&[f64]| value.iter().map(|&x| x as f32).collect();
                     seen = values.iter().map(f32s).collect();
                 }
@@ -365,8 +366,17 @@ impl<T: Target> Run<'_, T> {
         self.story += &format!(", {index} to {len}");
         let schedule = cache.layout().schedule();
         let (then, counts) = (schedule.counts(len), schedule.counts(now));
-        let fits = then.keys == counts.keys;
-        assert_eq!(cache.truncate(index, len).is_ok(), fits, "{}", self.story);
+        let truncated = cache.truncate(index, len);
+        let fits = match self.config.window {
+            // Before the window is full, nothing is overwritten.
+            Some(window) if now > window.saturating_sub(1) => {
+                truncated.is_ok() && then.keys == counts.keys
+            }
+            _ => then.keys == counts.keys,
+        };
+        assert_eq!(truncated.is_ok(), fits, "{}: {truncated:?}", self.story);
+        // A window gives up what the next token does not see, and no more.
+        assert!(fits || now != len, "{}: {truncated:?}", self.story);
         if fits {
             // What was quantized since stays what it was seen as.
             let seen = sequence.seen_values(&self.config);
@@ -395,18 +405,21 @@ fn check(Pair { cache, sequences }: &Pair, config: &KvCacheConfig, story: &str) 
         assert_eq!(one.quantized_counts(), counts, "{story}: sequence {i}");
         let sides = one.layout().sides();
         for (side, tokens) in [(Side::Keys, &sequence.keys), (Side::Values, &sequence.values)] {
-            let packed = one.packed(side);
-            assert_eq!(packed.is_some(), counts[side] > 0, "{story}: {side} of sequence {i}");
-            let (Some(packed), Some(spec)) = (packed, sides[side].spec) else { continue };
+            let (packed, Some(spec)) = (one.packed(side), sides[side].spec) else { continue };
+            // A window leaves those that it shows to the next token, or a few more.
+            let begin = config.window.map_or(0, |window| (lens[i] + 1).saturating_sub(window));
+            let hidden = begin.saturating_sub(config.sink_tokens);
+            let hidden = hidden / spec.granule() * spec.granule();
+            let is_there = counts[side] > hidden;
+            assert_eq!(packed.is_some(), is_there, "{story}: {side} of sequence {i}");
+            let Some(packed) = packed else { continue };
             let rotates = side == Side::Values && config.rotates_values();
             let tokens = tokens.iter().map(|token| match rotates {
                 true => token.chunks(HEAD_DIM).flat_map(kv_cubecl::reference::rotate).collect(),
                 false => token.clone(),
             });
-            // A window leaves those that it shows, or a few more.
-            let seen = config.window.map_or(0, |window| lens[i].saturating_sub(window));
             let first = counts[side] - packed.shape()[2];
-            assert!(config.sink_tokens + first <= seen.max(config.sink_tokens), "{story}");
+            assert!(first <= hidden, "{story}");
             let quantized: Vec<Vec<f32>> =
                 tokens.skip(config.sink_tokens + first).take(counts[side] - first).collect();
             let shape = [1, N_KV_HEADS, quantized.len(), HEAD_DIM];

@@ -161,6 +161,12 @@ fn quantized_keys_do_not_come_back<T: Target>(on: &On<T>) {
         ("k2v2-g16-r32", 31, 0),
         ("k16v2-g16-r16", 70, 0),
         ("float", 70, 0),
+        // A window has left all but the last tokens that it showed.
+        ("float-s2-w9", 11, 0),
+        ("float-s2-w9", 12, 11),
+        ("float-s2-w9", 70, 69),
+        ("k8v4-g16-r16-w16", 16, 16),
+        ("k16v4-g16-r16-w32-after", 70, 69),
     ] {
         let text = Setup::new(name, [1, 2, 1, 80, 64], 690);
         let mut cache = text.cache(on);
@@ -172,6 +178,8 @@ fn quantized_keys_do_not_come_back<T: Target>(on: &On<T>) {
             assert!(matches!(error, Error::InvalidConfig { field: "len", .. }), "{error:?}");
             let message = format!("len {len}: must be at least {shortest} for sequence 0 of {now}");
             assert!(error.to_string().starts_with(&message), "{error}");
+            let by_window = len > 0 && counts(&text, len).keys == counts(&text, now).keys;
+            assert_eq!(error.to_string().contains("its window has left"), by_window, "{error}");
             assert!(!error.to_string().contains('\n'), "{error}");
         }
         assert!(snapshot(&cache) == before, "{name}: a refused call wrote");
