@@ -118,7 +118,7 @@ impl State {
                 0 => words,
                 // There may be more words than those of the sequence.
                 _ => words.slice_assign(
-                    [sequence * n..(sequence + 1) * n],
+                    sequence * n..(sequence + 1) * n,
                     one.packed_words(side).narrow(0, 0, n),
                 ),
             }

@@ -125,7 +125,7 @@ pub(crate) fn poison(cache: &KvCache, sequence: usize) -> KvCache {
         }
         let nan = TensorData::new(vec![0x7e00_7e00u32; n], [n]);
         let nan = Tensor::from_data(nan, (&words.device(), DType::U32));
-        words.slice_assign([sequence * n..(sequence + 1) * n], nan)
+        words.slice_assign(sequence * n..(sequence + 1) * n, nan)
     };
     parts.keys = words(parts.keys, Side::Keys);
     parts.values = words(parts.values, Side::Values);

@@ -17,7 +17,7 @@ use kv_report::{
 };
 use serde::Serialize;
 
-use self::models::{DecodeArgs, PrefillArgs};
+use self::models::{DecodeArgs, PrefillArgs, decode, prefill};
 use crate::common::write_json;
 
 #[derive(Debug, clap::Subcommand)]
@@ -128,8 +128,8 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
         }
         Bench::Flush(args) => dispatch!(args.common.backend, Plain, flush(args)),
         Bench::Quantize(args) => dispatch!(args.common.backend, Plain, codec(args)),
-        Bench::Decode(args) => dispatch!(args.backend(), Plain, models::decode(args)),
-        Bench::Prefill(args) => dispatch!(args.backend(), Plain, models::prefill(args)),
+        Bench::Decode(args) => dispatch!(args.backend(), Plain, decode(args)),
+        Bench::Prefill(args) => dispatch!(args.backend(), Plain, prefill(args)),
     }
 }
 
