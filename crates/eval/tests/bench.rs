@@ -107,6 +107,23 @@ fn models_decode_and_prefill() {
 }
 
 #[test]
+fn batches_decode_side_by_side() {
+    let space = Workspace::new();
+    let model = space.model();
+    let args = ["decode", "--model", &model, "--contexts", "20,60", "--cache", "k2v2-g16-r16"];
+    let report = bench(&space, &[&args[..], &["--batch", "1,5"]].concat());
+    let points = report["points"].as_array().unwrap();
+    let found: Vec<_> =
+        points.iter().map(|p| (p["context"].as_u64(), p["batch"].as_u64())).collect();
+    assert_eq!(
+        found,
+        [20, 20, 60, 60].map(Some).into_iter().zip([1, 5, 1, 5].map(Some)).collect::<Vec<_>>()
+    );
+    points.iter().for_each(|point| assert_timing(&point["seconds"]));
+    assert!(points[1]["bytes_read"].as_u64() == points[0]["bytes_read"].as_u64().map(|n| 5 * n));
+}
+
+#[test]
 fn contexts_end_where_the_model_does_and_no_tokenizer_is_needed() {
     let space = Workspace::new();
     let model = space.model();
@@ -145,6 +162,10 @@ fn a_wrong_argument_is_named() {
         (vec!["decode-attention", "--head-dim", "50", "--cache", "k2v2"], "head_dim"),
         (vec!["quantize", "--group-size", "5"], "group_size 5"),
         (vec!["decode", "--model", &model, "--contexts", "20,21"], "must be above 0 and ascend"),
+        (
+            vec!["decode", "--model", &model, "--contexts", "20", "--batch", "1,21"],
+            "batch 21: must be from 1 to the shortest context, 20",
+        ),
         (vec!["decode-attention", "--recorded", "--tokens", "2"], "tokens 2: must be 1"),
         (
             vec!["decode-attention", "--recorded", "--contexts", "40", "--working-set", "0"],

@@ -49,6 +49,20 @@ pub enum Error {
         /// The capacity.
         capacity: usize,
     },
+    /// Appending would exceed the cache's capacity for one sequence; nothing was appended to any.
+    #[error(
+        "append: {added} tokens do not fit: sequence {sequence} holds {len} of capacity {capacity}"
+    )]
+    SequenceFull {
+        /// The first sequence that has no room.
+        sequence: usize,
+        /// Tokens it holds.
+        len: usize,
+        /// Tokens to add to it.
+        added: usize,
+        /// The capacity.
+        capacity: usize,
+    },
     /// A value is NaN or infinite where the quantizer's formula needs finite numbers.
     #[error("{op}: {tensor} holds a NaN or an infinite value")]
     NonFinite {

@@ -24,6 +24,9 @@ pub enum KvMemory<'a> {
     },
     /// In this cache, which grows by the tokens of the call.
     Cached(&'a mut KvCache),
+    /// In this cache, each sequence of which grows by so many of the tokens of the call; see
+    /// [`KvCache::attend_ragged`].
+    Ragged(&'a mut KvCache, &'a [usize]),
     /// In this cache, which grows by one token at this position; see [`KvCache::attend_at`].
     At(&'a mut KvCache, &'a Tensor<1, Int>),
 }
@@ -43,7 +46,8 @@ impl KvMemory<'_> {
     /// - output: the shape of `query`
     ///
     /// # Errors
-    /// Those of [`streaming_attention_with`], [`KvCache::attend`] and [`KvCache::attend_at`].
+    /// Those of [`streaming_attention_with`], [`KvCache::attend`], [`KvCache::attend_ragged`] and
+    /// [`KvCache::attend_at`].
     pub fn attend(self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Result<Attention> {
         self.attend_with_sinks(query, key, value, None)
     }
@@ -79,6 +83,7 @@ impl KvMemory<'_> {
                 };
             }
             Self::Cached(cache) => cache.attend(query, key, value)?,
+            Self::Ragged(cache, tokens) => cache.attend_ragged(query, key, value, tokens)?,
             Self::At(cache, position) => cache.attend_at(query, key, value, position)?,
         };
         match sink_logits {

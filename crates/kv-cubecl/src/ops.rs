@@ -122,7 +122,8 @@ pub trait KvCacheOps: Backend {
     /// One decode step of a cache whose sequences hold as many tokens as `position` says when the kernels run,
     /// i32 `[1]` for all or `[batch]` for each: [`write`](Self::write) of one token, then [`decode_attention`](Self::decode_attention)
     /// of `query` `[batch, n_heads, 1, head_dim]` over all. Launches do not depend on the length, so that
-    /// they can be recorded once and replayed. A full cache is read and not written.
+    /// they can be recorded once and replayed. A full cache is read and not written. A sequence whose position is
+    /// below 0 takes no part: nothing of it is written or read, its output is 0 and its log-sum-exp -inf.
     #[fusion(meta = |state, query, _key, _value, _position, layout, _options| {
         let (output, lse) = shapes::attention(query, layout.shape().head_dim.values);
         (state.clone(), output, lse)

@@ -1,5 +1,7 @@
 //! The KV caches of all layers of a model.
 
+mod slots;
+
 use burn::tensor::Device;
 use kv_cubecl::{KvCache, MemoryBytes};
 
@@ -8,7 +10,11 @@ use crate::{
     nn::{Rope, Rotation},
 };
 
-/// One [`KvCache`] per layer; all of them hold the same number of tokens.
+/// One [`KvCache`] per layer; all of them hold the same tokens.
+///
+/// The sequences of its batch may have different lengths: [`step_ragged`](crate::LanguageModel::step_ragged)
+/// appends to each its own number of tokens, and [`remove`](Self::remove), [`admit`](Self::admit) and
+/// [`fork`](Self::fork) change which there are.
 #[derive(Clone, Debug)]
 pub struct ModelCache {
     pub(crate) layers: Vec<KvCache>,
@@ -60,9 +66,19 @@ impl ModelCache {
         (owner == rope && table.device() == *device && !device.is_autodiff()).then_some(table)
     }
 
-    /// Tokens in the cache.
+    /// Tokens in the cache, of the longest sequence.
     pub fn len(&self) -> usize {
         self.layers.first().map_or(0, KvCache::len)
+    }
+
+    /// Tokens of each sequence.
+    pub fn lens(&self) -> &[usize] {
+        self.layers.first().map_or(&[], KvCache::lens)
+    }
+
+    /// Whether all sequences hold the same number of tokens.
+    pub(crate) fn is_even(&self) -> bool {
+        self.lens().iter().all(|&len| len == self.len())
     }
 
     /// Whether no token was appended since construction or [`reset`](Self::reset).
@@ -85,8 +101,8 @@ impl ModelCache {
         self.batch
     }
 
-    /// Tokens that may still be appended: the cache's capacity or the model's limit, whichever
-    /// comes first.
+    /// Tokens that may still be appended to every sequence: the cache's capacity or the model's limit,
+    /// whichever comes first.
     pub fn remaining(&self) -> usize {
         self.room().saturating_sub(self.len())
     }

@@ -60,7 +60,8 @@ pub use dtype::WeightDtype;
 pub use error::{Error, Result, one_line};
 pub use family::{ConfigJson, Family};
 pub use generate::{
-    DecodeGraph, GenerateOptions, Generated, Sampler, Sampling, Steps, generate, ids_to_tensor,
+    Batch, DecodeGraph, GenerateOptions, Generated, Sampler, Sampling, Steps, generate,
+    ids_to_tensor,
 };
 pub use kv_cubecl;
 pub use load::{LoadOptions, Loaded, load, load_with};

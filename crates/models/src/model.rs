@@ -75,7 +75,7 @@ impl LanguageModel {
         Ok(self.head(self.hidden(ids, config)?))
     }
 
-    /// Appends any number of tokens to `cache` and returns the logits after each of them.
+    /// Appends any number of tokens to every sequence of `cache` and returns the logits after each of them.
     ///
     /// # Shapes
     ///
@@ -88,6 +88,31 @@ impl LanguageModel {
     /// room for; the cache is then as it was.
     pub fn step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
         Ok(self.head(self.hidden_step(ids, cache)?))
+    }
+
+    /// [`step`](Self::step) of another number of tokens for each sequence: of sequence `i` the first
+    /// `tokens[i]` ids are appended, the others are padding, whose logits mean nothing. A sequence with 0
+    /// tokens takes no part; ids and logits are there for it all the same.
+    ///
+    /// # Shapes
+    ///
+    /// - ids: `[batch, seq]`
+    /// - tokens: one number for each sequence, 0 to seq
+    /// - output: `[batch, seq, vocab]`
+    ///
+    /// # Errors
+    ///
+    /// No token, a batch other than the cache's, more tokens than ids, or more than the cache or the model has
+    /// room for in one sequence; the cache is then as it was.
+    pub fn step_ragged(
+        &self,
+        ids: Tensor<2, Int>,
+        tokens: &[usize],
+        cache: &mut ModelCache,
+    ) -> Result<Tensor<3>> {
+        let [batch, seq] = ids.dims();
+        cache.check_ragged(batch, seq, tokens)?;
+        Ok(self.head(self.decoder().hidden(ids, Pass::Ragged { cache, tokens })?))
     }
 
     /// [`forward`](Self::forward) up to the final norm, for callers that apply [`head`](Self::head)
@@ -147,7 +172,10 @@ impl LanguageModel {
     pub fn hidden_step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
         let [batch, seq] = ids.dims();
         cache.check(batch, seq)?;
-        self.decoder().hidden(ids, Pass::Cached(cache))
+        match cache.is_even() {
+            true => self.decoder().hidden(ids, Pass::Cached(cache)),
+            false => self.decoder().hidden(ids, Pass::Ragged { cache, tokens: &vec![seq; batch] }),
+        }
     }
 
     /// [`hidden_step`](Self::hidden_step) for one token whose position, `[1]` i32, is on the

@@ -25,6 +25,14 @@ pub enum Pass<'a> {
     },
     /// The tokens that follow those in a cache, which grows by them.
     Cached(&'a mut ModelCache),
+    /// So many tokens of each sequence that follow those in a cache, which grows by them; the others are
+    /// padding.
+    Ragged {
+        /// The cache.
+        cache: &'a mut ModelCache,
+        /// The tokens of each sequence.
+        tokens: &'a [usize],
+    },
     /// One token that follows those in a cache, at a position that is stored on the device.
     At {
         /// The cache.
@@ -50,20 +58,34 @@ impl Pass<'_> {
                 Some(table) => table.narrow(cache.len(), seq),
                 None => rope.rotation(cache.len(), seq, cache.room(), device),
             },
+            Self::Ragged { cache, .. } => match cache.rotations(rope, device) {
+                Some(table) => table.at(&cache.positions(seq, device), seq),
+                None => rope
+                    .rotation(0, cache.capacity(), cache.room(), device)
+                    .at(&cache.positions(seq, device), seq),
+            },
             Self::At { cache, position } => match cache.rotations(rope, device) {
-                Some(table) => table.at(position),
-                None => rope.rotation(0, cache.capacity(), cache.room(), device).at(position),
+                Some(table) => table.at(position, 1),
+                None => rope.rotation(0, cache.capacity(), cache.room(), device).at(position, 1),
             },
         })
     }
 
-    /// The rows of `table` `[max_positions, hidden]` at the positions of the pass's `seq` tokens.
-    /// Must be called before the first layer runs, because each layer adds the tokens to its cache.
-    pub fn rows(&self, table: &Matrix, seq: usize) -> Tensor<2> {
+    /// The rows of `table` `[max_positions, hidden]` at the positions of the pass's `seq` tokens:
+    /// `[1, seq, hidden]` for all sequences, or `[batch, seq, hidden]`. Must be called before the first
+    /// layer runs, because each layer adds the tokens to its cache.
+    pub fn rows(&self, table: &Matrix, seq: usize) -> Tensor<3> {
+        let [_, hidden] = table.dims();
         match self {
-            Self::Parallel { .. } => table.rows(0, seq),
-            Self::Cached(cache) => table.rows(cache.len(), seq),
-            Self::At { position, .. } => table.rows_at(position),
+            Self::Parallel { .. } => table.rows(0, seq).unsqueeze(),
+            Self::Cached(cache) => table.rows(cache.len(), seq).unsqueeze(),
+            Self::Ragged { cache, .. } => {
+                let positions = cache.positions(seq, &table.param().val().device());
+                table.rows_at(&positions).reshape([cache.batch(), seq, hidden])
+            }
+            Self::At { position, .. } => {
+                table.rows_at(position).reshape([position.dims()[0], 1, hidden])
+            }
         }
     }
 
@@ -84,6 +106,9 @@ impl Pass<'_> {
                 }
             }
             Self::Cached(cache) => KvMemory::Cached(&mut cache.layers[index]).into(),
+            Self::Ragged { cache, tokens } => {
+                KvMemory::Ragged(&mut cache.layers[index], tokens).into()
+            }
             Self::At { cache, position, .. } => {
                 KvMemory::At(&mut cache.layers[index], position).into()
             }
@@ -100,6 +125,9 @@ impl fmt::Debug for Pass<'_> {
                 .field("fake_quant", fake_quant)
                 .finish_non_exhaustive(),
             Self::Cached(cache) => f.debug_tuple("Cached").field(cache).finish(),
+            Self::Ragged { cache, tokens } => {
+                f.debug_struct("Ragged").field("cache", cache).field("tokens", tokens).finish()
+            }
             Self::At { cache, .. } => {
                 f.debug_struct("At").field("cache", cache).finish_non_exhaustive()
             }

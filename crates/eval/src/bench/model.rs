@@ -17,6 +17,8 @@ const PREFILL_CHUNK: usize = 512;
 pub struct DecodeSubject {
     /// The cache.
     pub cache: KvCacheConfig,
+    /// Sequences, of lengths that differ by a token each.
+    pub batch: usize,
     /// Whether the step is recorded once and replayed, see [`DecodeGraph`], or launched every time.
     pub recorded: bool,
 }
@@ -26,9 +28,11 @@ pub struct DecodeSubject {
 pub struct DecodePoint {
     /// The cache's short name.
     pub cache: String,
+    /// Sequences that take the step together.
+    pub batch: usize,
     /// Whether a recording of the step was replayed.
     pub recorded: bool,
-    /// Tokens in the cache.
+    /// Tokens in the cache, of the longest sequence.
     pub context: usize,
     /// Seconds of one step, the head included.
     pub seconds: Timing,
@@ -36,9 +40,20 @@ pub struct DecodePoint {
     pub bytes_read: usize,
 }
 
-/// Appends a token and waits until the device has done so.
+impl DecodePoint {
+    /// Tokens per second, of all sequences together.
+    pub fn tokens_per_second(&self) -> f64 {
+        self.batch as f64 / self.seconds.median
+    }
+}
+
+/// Appends a token to every sequence and waits until the device has done so.
 fn step<T: Target>(steps: &mut Steps<'_>, model: &LanguageModel, device: &On<T>) -> Result<()> {
-    let ids = filler(steps.position(), 1, model.vocab_size());
+    let batch = match steps {
+        Steps::Launched(cache) => cache.batch(),
+        Steps::Recorded(_) => 1,
+    };
+    let ids = filler(steps.position(), batch, model.vocab_size());
     steps.step(model, &ids, device)?;
     wait(device)
 }
@@ -53,8 +68,8 @@ pub fn timed_steps(samples: usize) -> usize {
 /// `subjects` in turn. `progress` is told the tokens prefilled so far.
 ///
 /// # Errors
-/// [`Error::Plan`] for contexts that do not ascend or a device that cannot record, and the model's and the
-/// cache's errors.
+/// [`Error::Plan`] for contexts that do not ascend, fewer tokens than sequences, a device that cannot record or
+/// a batch that is to be recorded, and the model's and the cache's errors.
 pub fn time_decode<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -72,18 +87,37 @@ pub fn time_decode<T: Target>(
     if subjects.iter().any(|subject| subject.recorded) && !DecodeGraph::is_supported(device) {
         return Err(not_recorded::<T>());
     }
+    let shortest = contexts.first().copied().unwrap_or(0);
+    for &DecodeSubject { batch, recorded, .. } in subjects {
+        if batch == 0 || batch > shortest {
+            let rule = format!("must be from 1 to the shortest context, {shortest}");
+            return Err(Error::plan("batch", batch, rule));
+        }
+        if recorded && batch > 1 {
+            let rule = "must be 1 for recorded steps: sequences are of different lengths";
+            return Err(Error::plan("batch", batch, rule));
+        }
+    }
     let capacity = contexts.last().map_or(1, |last| last + steps);
     let mut filled = Vec::with_capacity(subjects.len());
+    let mut readers = Vec::with_capacity(subjects.len());
     for subject in subjects {
-        filled.push(model.new_cache(subject.cache.with_capacity(capacity), 1, device)?);
+        let config = subject.cache.with_capacity(capacity);
+        filled.push(model.new_cache(config, subject.batch, device)?);
+        let alone = subject.batch == 1;
+        readers.push((!alone).then(|| model.new_cache(config, 1, device)).transpose()?);
     }
     let mut points = Vec::with_capacity(subjects.len() * contexts.len());
     let mut done = 0;
     for &context in contexts {
         let mut running = Vec::with_capacity(subjects.len());
-        for (cache, subject) in filled.iter_mut().zip(subjects) {
+        for ((cache, reader), subject) in filled.iter_mut().zip(&mut readers).zip(subjects) {
             let before = done;
-            done += prefill(device, model, cache, context, |n| progress(before + n))?;
+            let progress = |n| progress(before + n);
+            done += match reader {
+                Some(reader) => fill(device, model, cache, reader, context, progress)?,
+                None => prefill(device, model, cache, context, progress)?,
+            };
             running.push(Steps::new(model, cache, subject.recorded, device)?);
         }
         let turns = running
@@ -94,6 +128,7 @@ pub fn time_decode<T: Target>(
         for ((subject, cache), seconds) in subjects.iter().zip(&filled).zip(timings) {
             points.push(DecodePoint {
                 cache: subject.cache.to_string(),
+                batch: subject.batch,
                 recorded: subject.recorded,
                 context,
                 seconds,
@@ -180,6 +215,27 @@ fn prefill<T: Target>(
         progress(cache.len() - before);
     }
     Ok(cache.len() - before)
+}
+
+/// Fills the sequences of `cache`, the last up to `context` tokens and each before it with one less, from
+/// `reader`, which holds what it held at the context before. Returns how many tokens that took.
+fn fill<T: Target>(
+    device: &On<T>,
+    model: &LanguageModel,
+    cache: &mut ModelCache,
+    reader: &mut ModelCache,
+    context: usize,
+    mut progress: impl FnMut(usize),
+) -> Result<usize> {
+    let (before, batch) = (reader.len(), cache.batch());
+    cache.reset();
+    for slot in 0..batch {
+        let so_far = reader.len() - before;
+        let len = context + slot + 1 - batch;
+        prefill(device, model, reader, len, |n| progress(so_far + n))?;
+        cache.admit(slot, reader)?;
+    }
+    Ok(reader.len() - before)
 }
 
 /// Ids to pass through the model. They differ from one another; otherwise their values do not

@@ -1,6 +1,6 @@
 //! The sequences of a batch: chosen, reordered, repeated, joined.
 
-use super::{KvCache, state::State};
+use super::{KvCache, slots::check_sequence, state::State};
 use crate::{CacheShape, Error, Result, layout::CacheLayout};
 
 impl KvCache {
@@ -11,10 +11,7 @@ impl KvCache {
     /// [`Error::InvalidConfig`] for no sequence at all or one that the batch does not have.
     pub fn select(&self, sequences: &[usize]) -> Result<Self> {
         let shape = self.layout.shape();
-        if let Some(&sequence) = sequences.iter().find(|&&sequence| sequence >= shape.batch) {
-            let rule = format!("must be below batch {}", shape.batch);
-            return Err(crate::error::invalid("sequence", sequence, rule));
-        }
+        sequences.iter().try_for_each(|&sequence| check_sequence(sequence, shape.batch))?;
         let shape = CacheShape { batch: sequences.len(), ..shape };
         let layout = CacheLayout::new(self.layout.config(), shape)?;
         let state = self.state.select(&self.layout, &layout, sequences);
@@ -23,7 +20,7 @@ impl KvCache {
     }
 
     /// One cache of the sequences of several, in this order, with lengths of their own: texts that were
-    /// read alone go on as a batch, a token each per step. Their memory is copied.
+    /// read alone go on as a batch. Their memory is copied.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for no cache at all, and for caches whose configuration, heads, options or
@@ -37,21 +34,11 @@ impl KvCache {
             let why = "there must be at least one".to_string();
             return Err(Error::Unsupported { what: "join of no caches".to_string(), why });
         };
-        let heads = |cache: &Self| CacheShape { batch: 1, ..cache.layout.shape() };
         for (index, cache) in caches.iter().enumerate() {
-            for (what, same) in [
-                ("configuration", cache.layout.config() == first.layout.config()),
-                ("heads", heads(cache) == heads(first)),
-                ("options", cache.options == first.options),
-                ("device", cache.device() == first.device()),
-            ] {
-                if !same {
-                    return Err(different(index, what));
-                }
-            }
+            first.check_alike(cache).map_err(|what| different(index, what))?;
         }
         let lens: Vec<usize> = caches.iter().flat_map(|cache| cache.lens.clone()).collect();
-        let shape = CacheShape { batch: lens.len(), ..heads(first) };
+        let shape = CacheShape { batch: lens.len(), ..first.layout.shape() };
         let layout = CacheLayout::new(first.layout.config(), shape)?;
         let parts = caches.iter().map(|cache| (&cache.layout, &cache.state));
         let state = State::join(&layout, parts);

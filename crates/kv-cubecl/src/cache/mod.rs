@@ -2,12 +2,15 @@
 
 mod batch;
 mod parts;
+mod ragged;
+mod slots;
 mod state;
 mod tail;
+mod truncate;
 
 use burn::{
     backend::Dispatch,
-    tensor::{DType, Device, Int, Tensor, TensorData},
+    tensor::{DType, Device, Int, Tensor},
 };
 
 use crate::{
@@ -110,23 +113,24 @@ impl KvCache {
         self.lens.fill(0);
     }
 
-    /// Appends the keys and values of m >= 1 tokens without attending.
+    /// Appends the keys and values of m >= 1 tokens to every sequence without attending.
     ///
     /// # Shapes
     /// - `key`, `value`: `[batch, n_kv_heads, m, head_dim]`
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::CapacityExceeded`], or [`Error::Unsupported`] where sequences have
-    /// different lengths; the cache is then unchanged.
+    /// [`Error::Shape`] or [`Error::CapacityExceeded`]; the cache is then unchanged.
     pub fn append(&mut self, key: Tensor<4>, value: Tensor<4>) -> Result<()> {
         let tokens = self.check("append", &key, &key, &value)?;
-        self.check_even("append")?;
+        if !self.is_even() {
+            return self.append_ragged(key, value, &vec![tokens; self.lens.len()]);
+        }
         let [_, key, value] = self.stored([key.clone(), key, value]);
         self.write(key, value, tokens);
         Ok(())
     }
 
-    /// Appends m >= 1 tokens and attends: row `i` sees the cache as it is after token `i` of the
+    /// Appends m >= 1 tokens to every sequence and attends: row `i` sees the cache as it is after token `i` of the
     /// chunk was appended alone. What is not finite stays where it
     /// is seen, as [`streaming_attention`](crate::streaming_attention) says.
     ///
@@ -138,8 +142,7 @@ impl KvCache {
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::Unsupported`] for tensors that record gradients or sit on another
-    /// device and for more than one token where sequences have different lengths, or
-    /// [`Error::CapacityExceeded`]; the cache is then unchanged.
+    /// device, or [`Error::CapacityExceeded`]; the cache is then unchanged.
     pub fn attend(
         &mut self,
         query: Tensor<4>,
@@ -147,8 +150,8 @@ impl KvCache {
         value: Tensor<4>,
     ) -> Result<Attention> {
         let tokens = self.check("attend", &query, &key, &value)?;
-        if tokens > 1 {
-            self.check_even("attend")?;
+        if !self.is_even() {
+            return self.attend_ragged(query, key, value, &vec![tokens; self.lens.len()]);
         }
         let dtype = query.dtype();
         let [query, key, value] = self.stored([query, key, value]);
@@ -156,7 +159,8 @@ impl KvCache {
         Ok(attention.rotated(self.layout.config()).with_dtype(dtype))
     }
 
-    /// [`attend`](Self::attend) to values as they are stored, and with an output like them.
+    /// [`attend`](Self::attend), where all sequences hold the same number of tokens, to values as they are
+    /// stored, and with an output like them.
     fn attend_stored(
         &mut self,
         query: Tensor<4>,
@@ -164,13 +168,6 @@ impl KvCache {
         value: Tensor<4>,
         tokens: usize,
     ) -> Attention {
-        if tokens == 1 && !self.is_even() {
-            let positions: Vec<i32> = self.lens.iter().map(|&len| len as i32).collect();
-            let positions = TensorData::new(positions, [self.lens.len()]);
-            let positions = Tensor::from_data(positions, (&query.device(), DType::I32));
-            self.lens.iter_mut().for_each(|len| *len += 1);
-            return self.state.step(query, key, value, positions, self.layout, self.options);
-        }
         if tokens == 1 {
             self.write(key, value, 1);
             return self.decode(query, self.len());
@@ -193,6 +190,9 @@ impl KvCache {
     /// [`attend`](Self::attend) for one token, of a cache whose sequences hold as many tokens as `position`
     /// says when the kernels run: recorded once, as by [`burn::tensor::capture`], the launches serve every
     /// length. A full cache is read and stays as it is.
+    ///
+    /// A sequence whose position is below 0 takes no part: its memory is neither read nor written, its output
+    /// is 0 and its `lse` -inf.
     ///
     /// [`len`](Self::len) does not change: [`advance`](Self::advance) counts what such steps have
     /// appended.
@@ -264,27 +264,35 @@ impl KvCache {
     /// speculative decoding verifies drafted tokens with it.
     ///
     /// # Errors
-    /// As [`attend`](Self::attend).
+    /// As [`attend`](Self::attend), and [`Error::Unsupported`] for sequences of different lengths.
     pub fn peek(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Result<Attention> {
         self.check("peek", &query, &key, &value)?;
-        self.check_even("peek")?;
+        if !self.is_even() {
+            return Err(Error::Unsupported {
+                what: format!("peek at sequences of {:?} tokens", self.lens),
+                why: "they must be of one length; attend to a clone instead".to_string(),
+            });
+        }
         let dtype = query.dtype();
         let [query, key, value] = self.stored([query, key, value]);
         let attention = self.attend_chunk(query, key, value);
         Ok(attention.rotated(self.layout.config()).with_dtype(dtype))
     }
 
-    /// The keys or values that are quantized now in every sequence, the newest of them where a window hides the
-    /// others, or `None` if there are none. Values of a
-    /// cache that rotates them are rotated.
+    /// The keys or values that are quantized now in every sequence, from the first group on that the next token of
+    /// the longest sequence sees where a window hides others, or `None` if there are none. Values of a cache that
+    /// rotates them are rotated.
     pub fn packed(&self, side: Side) -> Option<Packed> {
         let spec = self.layout.sides()[side].spec?;
         let shortest = self.lens.iter().copied().min()?;
         let count = self.layout.schedule().counts(shortest)[side];
         let place = self.layout.sides()[side];
-        // Those that a window has left, from the oldest on.
-        let longest = self.layout.schedule().counts(self.len())[side];
-        let first = longest.saturating_sub(place.packed_tokens);
+        // Those that the next token sees: of the others, a window may have left some.
+        let schedule = self.layout.schedule();
+        let longest = schedule.counts(self.len())[side];
+        let hidden = schedule.begin(self.len() + 1) - schedule.sink_tokens;
+        let hidden = hidden / spec.granule() * spec.granule();
+        let first = longest.saturating_sub(place.packed_tokens).max(hidden);
         (first < count).then(|| self.state.packed(&self.layout, side, spec, first..count))?
     }
 
@@ -345,18 +353,6 @@ impl KvCache {
     /// Whether all sequences hold the same number of tokens.
     fn is_even(&self) -> bool {
         self.lens.iter().all(|&len| len == self.lens[0])
-    }
-
-    /// Checks that all sequences hold the same number of tokens, as chunks and recorded lengths need.
-    fn check_even(&self, op: &str) -> Result<()> {
-        match self.is_even() {
-            true => Ok(()),
-            false => Err(Error::Unsupported {
-                what: format!("{op} of several tokens to sequences of {:?} tokens", self.lens),
-                why: "sequences of different lengths take one token at a time, by attend"
-                    .to_string(),
-            }),
-        }
     }
 
     fn check_room(&self, added: usize) -> Result<()> {

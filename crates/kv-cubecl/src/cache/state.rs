@@ -133,6 +133,17 @@ impl State {
         output
     }
 
+    /// Gives `change` the only handles to packed words and float rows, so that it can assign in place.
+    pub(super) fn change(
+        &mut self,
+        change: impl FnOnce(Sides<Tensor<1, Int>>, Tensor<4>) -> (Sides<Tensor<1, Int>>, Tensor<4>),
+    ) {
+        let CacheState { keys, values, floats } = self.0.take().expect(LOST);
+        let words = Sides { keys, values }.map(Tensor::from_dispatch);
+        let (words, floats) = change(words, Tensor::from_dispatch(floats));
+        *self = Self::new(words, floats);
+    }
+
     /// The tensors of some sequences of a batch with the layout `from`; `to` is theirs.
     pub(super) fn select(&self, from: &CacheLayout, to: &CacheLayout, sequences: &[usize]) -> Self {
         let floats = self.floats();

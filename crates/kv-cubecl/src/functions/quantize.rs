@@ -33,6 +33,11 @@ impl Packed {
         Self { words, spec }
     }
 
+    /// One sequence of the batch.
+    pub(crate) fn sequence(self, sequence: usize) -> Self {
+        Self { words: self.words.narrow(0, sequence, 1), ..self }
+    }
+
     /// How it was quantized.
     pub fn spec(&self) -> QuantSpec {
         self.spec

@@ -23,8 +23,11 @@ mod operations;
 mod options;
 mod poison;
 mod quantize;
+mod ragged;
+mod slots;
 mod small;
 mod step;
 #[cfg(feature = "autodiff")]
 mod training;
+mod truncate;
 mod views;

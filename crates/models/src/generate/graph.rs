@@ -99,8 +99,8 @@ impl<'a> DecodeGraph<'a> {
     ///
     /// # Errors
     ///
-    /// A non-empty `eos` with a cache for a batch other than 1, an id outside the vocabulary, or a
-    /// cache that does not fit the model.
+    /// A non-empty `eos` with a cache for a batch other than 1, sequences of different lengths, an id outside
+    /// the vocabulary, or a cache that does not fit the model.
     pub fn new(
         model: &LanguageModel,
         cache: &'a mut ModelCache,
@@ -110,6 +110,11 @@ impl<'a> DecodeGraph<'a> {
         let batch = cache.batch();
         if !eos.is_empty() && batch != 1 {
             return Err(Error::argument("batch", batch, "must be 1 for texts that end"));
+        }
+        if !cache.is_even() {
+            let lens = format!("{:?} tokens", cache.lens());
+            let rule = "sequences must be of one length to be recorded";
+            return Err(Error::argument("cache", lens, rule));
         }
         let ends: Vec<u32> = eos.iter().copied().collect();
         check_ids(model, &ends)?;

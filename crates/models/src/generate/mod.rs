@@ -1,5 +1,6 @@
 //! Continuing a text, token by token.
 
+mod batch;
 mod graph;
 mod sampler;
 mod steps;
@@ -12,6 +13,7 @@ use std::{
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
+pub use batch::{Batch, BatchTotals, Event};
 pub use graph::DecodeGraph;
 pub use sampler::{Sampler, Sampling};
 pub use steps::Steps;

@@ -68,8 +68,8 @@ impl Decoder for Gpt2 {
     }
 
     fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
-        let positions = pass.rows(&self.positions.weight, ids.dims()[1]); // [seq, hidden]
-        let mut x = self.embedding.forward(ids) + positions.unsqueeze();
+        let positions = pass.rows(&self.positions.weight, ids.dims()[1]); // [1 or batch, seq, hidden]
+        let mut x = self.embedding.forward(ids) + positions;
         for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
             x = layer.forward(x, spec, self.config.activation, pass.layer(i))?;
         }

@@ -75,7 +75,9 @@ pub fn project(x: Tensor<3>, weight: Tensor<2>) -> Tensor<3> {
     // which copies the weights on every call.
     let x = x.reshape([batch * seq, d_input]);
     #[cfg(feature = "flex")]
-    if let Some(y) = super::bf16::project(&x, &weight) {
+    if let Some(y) =
+        super::bf16::project(&x, &weight).or_else(|| super::few_rows::project(&x, &weight))
+    {
         return y.reshape([batch, seq, d_output]);
     }
     x.matmul(weight.transpose()).reshape([batch, seq, d_output])

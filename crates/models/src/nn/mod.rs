@@ -4,6 +4,8 @@
 mod attention;
 #[cfg(feature = "flex")]
 mod bf16;
+#[cfg(feature = "flex")]
+mod few_rows;
 mod linear;
 mod matrix;
 mod mlp;

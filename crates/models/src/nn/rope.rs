@@ -176,7 +176,7 @@ fn scale(freq: f64, i: usize, scaling: &RopeScaling) -> f64 {
 /// Cosines and sines of a range of positions.
 #[derive(Clone, Debug)]
 pub struct Rotation {
-    cos: Tensor<4>, // [1, 1, seq, rotary_dim / 2]
+    cos: Tensor<4>, // [1 or batch, 1, seq, rotary_dim / 2]
     sin: Tensor<4>,
 }
 
@@ -191,11 +191,15 @@ impl Rotation {
         Self { cos: part(&self.cos), sin: part(&self.sin) }
     }
 
-    /// The rotation of one position `[1]`; one past the table gets that of its last position.
-    pub(crate) fn at(&self, position: &Tensor<1, Int>) -> Self {
+    /// The rotation of positions `[n]`, of `seq` tokens of each sequence or of all; one past the table gets that of
+    /// its last position, one before it that of its first.
+    pub(crate) fn at(&self, positions: &Tensor<1, Int>, seq: usize) -> Self {
         let last = self.cos.dims()[2] as i32 - 1;
-        let position = position.clone().clamp_max(last);
-        let pick = |table: &Tensor<4>| table.clone().select(2, position.clone());
+        let position = positions.clone().clamp(0, last);
+        let pick = |table: &Tensor<4>| {
+            let (n, half) = (positions.dims()[0], table.dims()[3]);
+            table.clone().select(2, position.clone()).reshape([n / seq, 1, seq, half])
+        };
         Self { cos: pick(&self.cos), sin: pick(&self.sin) }
     }
 

@@ -1,28 +1,24 @@
 //! `kv-eval bench`: what caches cost and save in time.
 
+mod models;
+
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use burn::tensor::Device;
 use indicatif::ProgressBar;
-use kv_cli::{Backend, OutFile, Plain, Screen, dispatch, note};
+use kv_cli::{Backend, OutFile, Plain, Screen, dispatch};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::bench::{
-    AttentionPlan, DecodePoint, DecodeSubject, Timing, copy_bandwidth, time_append, time_codec,
-    time_decode, time_decode_attention, time_prefill, timed_steps,
+    AttentionPlan, Timing, copy_bandwidth, time_append, time_codec, time_decode_attention,
 };
-use kv_models::LanguageModel;
 use kv_report::{
     Table,
     chart::{Chart, Series, Style},
 };
 use serde::Serialize;
 
-use crate::{
-    ALLOCATOR,
-    common::{ModelArgs, write_json},
-    source,
-};
+use self::models::{DecodeArgs, PrefillArgs, decode, prefill};
+use crate::common::write_json;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Bench {
@@ -97,45 +93,6 @@ pub(crate) struct AttentionArgs {
 }
 
 #[derive(Debug, clap::Args)]
-pub(crate) struct ModelBench {
-    #[command(flatten)]
-    on: ModelArgs,
-    /// A cache to time; repeatable.
-    #[arg(long = "cache", default_values = ["float", "float-f16", "k4v4", "k2v2"])]
-    caches: Vec<KvCacheConfig>,
-    /// Context lengths to time at, ascending. By default 512, 2048 and 8000, as far as the model goes.
-    #[arg(long, value_delimiter = ',')]
-    contexts: Option<Vec<usize>>,
-    /// Write the points here as JSON; with -, to standard output, and the table to standard error.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-    /// Draw tokens per second by context length here, as SVG.
-    #[arg(long, value_name = "FILE")]
-    plot: Option<PathBuf>,
-}
-
-#[derive(Debug, clap::Args)]
-pub(crate) struct DecodeArgs {
-    #[command(flatten)]
-    bench: ModelBench,
-    /// Decode steps per cache and context length; the median counts.
-    #[arg(long, default_value_t = 15)]
-    samples: usize,
-    /// Also time steps that are recorded once and replayed: graphs on CUDA, prepared launches on WGPU.
-    #[arg(long)]
-    recorded: bool,
-}
-
-#[derive(Debug, clap::Args)]
-pub(crate) struct PrefillArgs {
-    #[command(flatten)]
-    bench: ModelBench,
-    /// Times that each prompt is passed, after one pass that measures memory; the median counts.
-    #[arg(long, default_value_t = 3)]
-    samples: usize,
-}
-
-#[derive(Debug, clap::Args)]
 pub(crate) struct CodecArgs {
     #[command(flatten)]
     common: Common,
@@ -171,8 +128,8 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
         }
         Bench::Flush(args) => dispatch!(args.common.backend, Plain, flush(args)),
         Bench::Quantize(args) => dispatch!(args.common.backend, Plain, codec(args)),
-        Bench::Decode(args) => dispatch!(args.bench.on.backend, Plain, decode(args)),
-        Bench::Prefill(args) => dispatch!(args.bench.on.backend, Plain, prefill(args)),
+        Bench::Decode(args) => dispatch!(args.backend(), Plain, decode(args)),
+        Bench::Prefill(args) => dispatch!(args.backend(), Plain, prefill(args)),
     }
 }
 
@@ -329,77 +286,6 @@ fn codec<T: Target>(args: &CodecArgs) -> Result<()> {
     sinks.finish(&device, copied, &table, None, &points)
 }
 
-fn decode<T: Target>(DecodeArgs { bench: args, samples, recorded }: &DecodeArgs) -> Result<()> {
-    let device = On::<T>::open()?;
-    let sinks = Sinks::open(args.json.as_deref(), args.plot.as_deref())?;
-    let (model, name) = args.load(&device)?;
-    let contexts = args.contexts(&model, timed_steps(*samples));
-    let what = format!("{name} on {}, median of {samples} decode steps", T::NAME);
-    let copied = sinks.start(&device, &what)?;
-    let ways = if *recorded { &[false, true][..] } else { &[false] };
-    let subject = |&cache| ways.iter().map(move |&recorded| DecodeSubject { cache, recorded });
-    let subjects: Vec<_> = args.caches.iter().flat_map(subject).collect();
-    let bar = args.progress(contexts.last().copied().unwrap_or(0) * ways.len());
-    let set = |done: usize| bar.set_position(done as u64);
-    let points = time_decode(&device, &model, &subjects, &contexts, *samples, set)?;
-    bar.finish_and_clear();
-    let mut table =
-        Table::new(["context", "cache", "ms/step", "10%", "90%", "tokens/s", "cache MB", "grown"]);
-    let name_of = |p: &DecodePoint| match p.recorded {
-        true => format!("{} recorded", p.cache),
-        false => p.cache.clone(),
-    };
-    for point in &points {
-        let first = points.iter().find(|p| name_of(p) == name_of(point)).unwrap_or(point);
-        let grown = point.seconds.median - first.seconds.median;
-        table.push([
-            point.context.to_string(),
-            name_of(point),
-            ms(point.seconds.median),
-            ms(point.seconds.low),
-            ms(point.seconds.high),
-            format!("{:.1}", 1.0 / point.seconds.median),
-            format!("{:.2}", point.bytes_read as f64 / 1e6),
-            ms(grown),
-        ]);
-    }
-    let rates = points.iter().map(|p| (name_of(p), p.context, 1.0 / p.seconds.median));
-    let title = format!("Decoding {name} on {}", T::NAME);
-    let chart = by_context(title, "tokens per second", false, rates);
-    sinks.finish(&device, copied, &table, Some(&chart), &points)
-}
-
-fn prefill<T: Target>(PrefillArgs { bench: args, samples }: &PrefillArgs) -> Result<()> {
-    let device = On::<T>::open()?;
-    let sinks = Sinks::open(args.json.as_deref(), args.plot.as_deref())?;
-    let (model, name) = args.load(&device)?;
-    let contexts = args.contexts(&model, 0);
-    let what = format!("{name} on {}, prompts passed {samples} times", T::NAME);
-    let copied = sinks.start(&device, &what)?;
-    let bar = args.progress(contexts.iter().sum::<usize>() * (samples + 1));
-    let set = |done: usize| bar.set_position(done as u64);
-    let caches = &args.caches;
-    let points = time_prefill(&device, &model, caches, &contexts, *samples, &ALLOCATOR, set)?;
-    bar.finish_and_clear();
-    let mut table = Table::new(["tokens", "cache", "seconds", "10%", "90%", "tokens/s", "peak MB"]);
-    for point in &points {
-        table.push([
-            point.tokens.to_string(),
-            point.cache.clone(),
-            format!("{:.2}", point.seconds.median),
-            format!("{:.2}", point.seconds.low),
-            format!("{:.2}", point.seconds.high),
-            format!("{:.1}", point.tokens as f64 / point.seconds.median),
-            format!("{:.2}", point.peak_bytes as f64 / 1e6),
-        ]);
-    }
-    let rates =
-        points.iter().map(|p| (p.cache.clone(), p.tokens, p.tokens as f64 / p.seconds.median));
-    let title = format!("Prompts through {name} on {}", T::NAME);
-    let chart = by_context(title, "tokens per second", false, rates);
-    sinks.finish(&device, copied, &table, Some(&chart), &points)
-}
-
 impl LayerArgs {
     /// A plan for one token at a time, and for one cache of each kind.
     fn plan(&self) -> AttentionPlan {
@@ -418,38 +304,6 @@ impl LayerArgs {
     fn describe(&self) -> String {
         let Self { batch, heads, kv_heads, head_dim, .. } = self;
         format!("batch {batch}, {heads} query heads on {kv_heads} of {head_dim}")
-    }
-}
-
-impl ModelBench {
-    /// The model and its name. No text is passed, so a model without a tokenizer will do.
-    fn load(&self, device: &Device) -> Result<(LanguageModel, String)> {
-        source::load_model(&self.on, device)
-    }
-
-    /// The contexts, each followed by `steps` timed steps.
-    fn contexts(&self, model: &LanguageModel, steps: usize) -> Vec<usize> {
-        if let Some(contexts) = &self.contexts {
-            return contexts.clone();
-        }
-        let limit = model.max_positions();
-        let mut contexts: Vec<usize> = Vec::new();
-        for context in
-            [512, 2048, 8000].map(|context: usize| context.min(limit.saturating_sub(steps)))
-        {
-            if contexts.last().is_none_or(|&last| context >= last + steps.max(1)) {
-                contexts.push(context);
-            }
-        }
-        if limit < 8000 + steps {
-            note(format_args!("the model has {limit} positions; contexts are {contexts:?}"));
-        }
-        contexts
-    }
-
-    /// A bar for `tokens` tokens with each cache.
-    fn progress(&self, tokens: usize) -> ProgressBar {
-        ProgressBar::new((tokens * self.caches.len()) as u64)
     }
 }
 
@@ -474,8 +328,4 @@ fn by_context(
 
 fn us(seconds: f64) -> String {
     format!("{:.1}", seconds * 1e6)
-}
-
-fn ms(seconds: f64) -> String {
-    format!("{:.2}", seconds * 1e3)
 }

@@ -3,7 +3,7 @@
 use std::{
     fs,
     io::{self, BufRead, IsTerminal},
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use anyhow::{Context, Result, bail};
@@ -16,6 +16,7 @@ use kv_models::{
 
 use crate::{
     common::{BosArgs, ModelArgs},
+    generate_several::number,
     source::{self, Source},
 };
 
@@ -26,13 +27,20 @@ const CONVERSATION: usize = 4096;
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
-    /// The text to continue, or what to say to a model with a chat template; without it, a
-    /// conversation is read from standard input, one line at a time.
-    #[arg(long, conflicts_with = "prompt_file")]
-    prompt: Option<String>,
+    /// The text to continue, or what to say to a model with a chat template; repeatable: several are
+    /// continued together, and each line starts with the number of its prompt. Without it, a conversation is
+    /// read from standard input, one line at a time.
+    #[arg(long, conflicts_with_all = ["prompt_file", "prompts"])]
+    prompt: Vec<String>,
     /// Read the prompt from a file.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "prompts")]
     prompt_file: Option<PathBuf>,
+    /// Read prompts from a file, one per line; empty lines are none, and - is standard input.
+    #[arg(long, value_name = "FILE")]
+    prompts: Option<PathBuf>,
+    /// Of several prompts, how many are continued at a time; the next starts when one has ended.
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    batch: usize,
     /// Put the prompt into the model's chat template. The default for models that have one.
     #[arg(long, overrides_with = "no_chat")]
     chat: bool,
@@ -84,7 +92,7 @@ struct SamplingArgs {
     /// How many of the last tokens the repeat penalty looks at.
     #[arg(long, default_value_t = 64)]
     repeat_last: usize,
-    /// Seed of the sampling.
+    /// Seed of the sampling; of several prompts, the second draws as with the next seed, and so on.
     #[arg(long, default_value_t = 0)]
     seed: u64,
 }
@@ -103,14 +111,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
-    let prompt = match (&args.prompt, &args.prompt_file) {
-        (Some(prompt), _) => Some(prompt.clone()),
-        (None, Some(path)) => Some(
-            fs::read_to_string(path)
-                .with_context(|| format!("prompt-file {}: cannot read", path.display()))?,
-        ),
-        (None, None) => None,
-    };
+    let mut prompts = args.prompts()?;
     let Source { model, tokenizer, cache, .. } = source::load(&args.on, &device)?;
     let template = args.template(&tokenizer)?;
     let chosen = args.cache.map(ModelCacheConfig::from).or(cache);
@@ -130,26 +131,55 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         capacity: args.capacity,
         held: None,
     };
-    let Some(template) = template else {
-        let Some(prompt) = prompt else {
-            bail!("prompt: none given, and without a chat template there is no conversation");
-        };
-        let ids = args.continued(&tokenizer, &prompt)?;
-        return writer.write(&ids).map(drop);
-    };
-
     let system = args.system.iter().map(|text| Message::new("system", text));
     let mut talk: Vec<Message> = system.collect();
-    let Some(prompt) = prompt else {
-        writer.capacity.get_or_insert(CONVERSATION.min(model.max_positions()));
-        return converse(&mut writer, &template, &mut talk);
+    let encode = |prompt: String| -> Result<Vec<u32>> {
+        let Some(template) = &template else { return args.continued(&tokenizer, &prompt) };
+        let talk = [&talk[..], &[Message::new("user", prompt)]].concat();
+        Ok(tokenizer.encode(&template.render(&talk)?)?)
     };
-    talk.push(Message::new("user", prompt));
-    let ids = tokenizer.encode(&template.render(&talk)?)?;
-    writer.write(&ids).map(drop)
+    match (prompts.len(), &template) {
+        (0, None) => {
+            bail!("prompt: none given, and without a chat template there is no conversation")
+        }
+        (0, Some(template)) => {
+            writer.capacity.get_or_insert(CONVERSATION.min(model.max_positions()));
+            converse(&mut writer, template, &mut talk)
+        }
+        (1, _) => writer.write(&encode(prompts.remove(0))?).map(drop),
+        _ => {
+            let encode = |(i, prompt)| encode(prompt).with_context(|| number(i));
+            let prompts = prompts.into_iter().enumerate().map(encode);
+            let prompts = prompts.collect::<Result<Vec<_>>>()?;
+            writer.write_several(&prompts, args.batch)
+        }
+    }
 }
 
 impl Args {
+    /// The prompts; none for a conversation.
+    fn prompts(&self) -> Result<Vec<String>> {
+        if self.batch == 0 {
+            bail!("batch 0: must be at least 1");
+        }
+        if let Some(path) = &self.prompt_file {
+            let cannot = || format!("prompt-file {}: cannot read", path.display());
+            return Ok(vec![fs::read_to_string(path).with_context(cannot)?]);
+        }
+        let Some(path) = &self.prompts else { return Ok(self.prompt.clone()) };
+        let text = match path == Path::new("-") {
+            true => io::read_to_string(io::stdin()),
+            false => fs::read_to_string(path),
+        };
+        let text = text.with_context(|| format!("prompts {}: cannot read", path.display()))?;
+        let lines = text.lines().filter(|line| !line.trim().is_empty());
+        let prompts: Vec<String> = lines.map(Into::into).collect();
+        if prompts.is_empty() {
+            bail!("prompts {}: has no line with a prompt", path.display());
+        }
+        Ok(prompts)
+    }
+
     /// The template to use, if any.
     fn template(&self, tokenizer: &Tokenizer) -> Result<Option<ChatTemplate>> {
         let template = match self.no_chat {
@@ -217,12 +247,12 @@ fn converse<T: Target>(
 }
 
 /// Writes what a model generates, and keeps its cache for the next turn.
-struct Writer<'a, T: Target> {
-    device: &'a On<T>,
-    model: &'a LanguageModel,
-    tokenizer: &'a Tokenizer,
-    options: GenerateOptions,
-    config: ModelCacheConfig,
+pub(crate) struct Writer<'a, T: Target> {
+    pub(crate) device: &'a On<T>,
+    pub(crate) model: &'a LanguageModel,
+    pub(crate) tokenizer: &'a Tokenizer,
+    pub(crate) options: GenerateOptions,
+    pub(crate) config: ModelCacheConfig,
     /// Tokens the cache is allocated for; by default the prompt and its continuation.
     capacity: Option<usize>,
     /// A cache, and the ids in it.
@@ -236,7 +266,7 @@ impl<T: Target> Writer<'_, T> {
             Some((cache, held)) if ids.len() > held.len() && ids.starts_with(&held) => {
                 (cache, held.len())
             }
-            _ => (self.new_cache(ids.len())?, 0),
+            _ => (self.new_cache(ids.len(), 1)?, 0),
         };
         let mut stream = self.tokenizer.stream();
         let (mut text, mut failure) = (String::new(), None);
@@ -268,12 +298,13 @@ impl<T: Target> Writer<'_, T> {
         Ok(text)
     }
 
-    fn new_cache(&self, n_prompt: usize) -> Result<ModelCache> {
+    /// A cache for so many sequences, the longest of whose prompts has `n_prompt` tokens.
+    pub(crate) fn new_cache(&self, n_prompt: usize, batch: usize) -> Result<ModelCache> {
         let most = self.model.max_positions();
         let wanted = n_prompt.saturating_add(self.options.max_tokens).min(most).max(n_prompt);
         let mut config = self.config.clone();
         config.cache.capacity = self.capacity.unwrap_or(wanted);
-        Ok(self.model.new_cache(&config, 1, self.device)?)
+        Ok(self.model.new_cache(&config, batch, self.device)?)
     }
 
     fn tell(&self, generated: &Generated, cache: &ModelCache) -> Result<bool> {

@@ -4,6 +4,7 @@ mod bench;
 mod common;
 mod compare;
 mod generate;
+mod generate_several;
 mod ppl;
 mod source;
 

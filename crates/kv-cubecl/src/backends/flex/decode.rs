@@ -89,6 +89,8 @@ pub(super) struct Attend<'a> {
     pub(super) tokens: usize,
     pub(super) slices: Range<usize>,
     pub(super) options: AttentionOptions,
+    /// Most threads to use.
+    pub(super) threads: usize,
 }
 
 impl Attend<'_> {
@@ -100,7 +102,7 @@ impl Attend<'_> {
         [_, n_heads, m, key_dim]: [usize; 4],
         state: &CacheState<Flex>,
     ) -> (Vec<f32>, Vec<f32>) {
-        let Self { layout, len, tokens, ref slices, options } = *self;
+        let Self { layout, len, tokens, ref slices, options, threads } = *self;
         // The query heads of one kv head are adjacent, so its rows are one run of the query.
         let rows = n_heads / layout.shape().n_kv_heads * m;
         let head_dim = layout.shape().head_dim;
@@ -120,7 +122,7 @@ impl Attend<'_> {
         let first = slices.start;
         let slices = slices.len();
         let query: Vec<f32> = query.iter().map(|q| q * scale).collect();
-        let wanted = (TASKS_PER_THREAD * rayon::current_num_threads()).div_ceil(slices);
+        let wanted = (TASKS_PER_THREAD * threads).div_ceil(slices);
         // What is seen is one run of tokens, unless a window hides some after the sinks: then the sinks are a split
         // of their own, and the others begin with a whole group.
         let hides = begin > schedule.sink_tokens;
@@ -148,7 +150,7 @@ impl Attend<'_> {
         });
         let threads = match seen * slices < MIN_SPLIT {
             true => 1,
-            false => rayon::current_num_threads().min(slices * n_splits),
+            false => threads.min(slices * n_splits),
         };
         let longest = (seen / runs + layout.config().group_size).max(schedule.sink_tokens);
         let mut memory = Vec::new();
@@ -204,6 +206,25 @@ pub(super) fn block_end(layout: &CacheLayout, start: usize, end: usize) -> usize
 /// Most tokens of a block: enough for at least one group.
 pub(super) fn block(layout: &CacheLayout) -> usize {
     BLOCK.max(layout.config().group_size)
+}
+
+/// The attention of each of several sequences, one after the other on all threads; of many, several at a time on a
+/// thread each.
+pub(super) fn of_each<T: Send>(
+    sequences: &[(Range<usize>, usize)],
+    attend: impl Fn(&(Range<usize>, usize), usize) -> T + Sync,
+) -> Vec<T> {
+    let threads = rayon::current_num_threads();
+    let tokens: usize = sequences.iter().map(|(slices, len)| slices.len() * len).sum();
+    if sequences.len() < 2 * threads || tokens < MIN_SPLIT {
+        return sequences.iter().map(|sequence| attend(sequence, threads)).collect();
+    }
+    let mut results: Vec<Option<T>> = sequences.iter().map(|_| None).collect();
+    let tasks = sequences.iter().zip(&mut results);
+    with_this_thread((0..threads).map(drop), tasks, |(), (sequence, result)| {
+        *result = Some(attend(sequence, 1));
+    });
+    results.into_iter().flatten().collect()
 }
 
 /// Does each task once, on as many threads as there are items in `scratch`. The calling thread
@@ -364,7 +385,8 @@ mod tests {
             let query = wave(ROWS * HEAD_DIM, 0.7);
             // Several splits of one block each.
             let (len, tokens, options) = (TOKENS, TOKENS, AttentionOptions::default());
-            let attend = Attend { layout: &layout, len, tokens, slices: 0..1, options };
+            let threads = rayon::current_num_threads();
+            let attend = Attend { layout: &layout, len, tokens, slices: 0..1, options, threads };
             let (expected, lse) = attend.run(&query, [1, ROWS, 1, HEAD_DIM], &state);
 
             let scale = core::f32::consts::LOG2_E / (HEAD_DIM as f32).sqrt();

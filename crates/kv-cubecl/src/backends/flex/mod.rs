@@ -147,7 +147,8 @@ impl KvCacheOps for Flex {
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let (state, slices) = (contiguous_state(state), 0..layout.slices());
         let (shape, dtype, query) = (dims(&query), query.dtype(), floats(query));
-        let attend = decode::Attend { layout: &layout, len, tokens, slices, options };
+        let threads = rayon::current_num_threads();
+        let attend = decode::Attend { layout: &layout, len, tokens, slices, options, threads };
         let (output, lse) = attend.run(query.storage(), shape, &state);
         attention(output, lse, shape, layout.shape().head_dim.values, dtype)
     }
@@ -168,22 +169,30 @@ impl KvCacheOps for Flex {
         let slices = layout.slices() / positions.len();
         let chunks = Sides { keys: key.storage(), values: value.storage() };
         state = contiguous_state(state);
-        let (mut outputs, mut lses) = (Vec::new(), Vec::new());
+        let mut sequences = Vec::with_capacity(positions.len());
         for (i, &position) in positions.iter().enumerate() {
             let slices = i * slices..(i + 1) * slices;
-            let mut len = usize::try_from(position).unwrap_or(capacity);
-            if len < capacity {
+            // Below 0, the sequence takes no part.
+            let mut len = usize::try_from(position).unwrap_or(0);
+            if position >= 0 && len < capacity {
                 state = cache::flush(state, chunks, &layout, &slices, len, 1);
                 state = cache::append(state, chunks, &layout, &slices, len, 1);
                 len += 1;
             }
-            let len = len.min(capacity);
-            let attend = decode::Attend { layout: &layout, len, tokens: len, slices, options };
-            let (output, lse) = attend.run(query.storage(), shape, &state);
-            outputs.extend(output);
-            lses.extend(lse);
+            sequences.push((slices, len.min(capacity)));
         }
         let value_dim = layout.shape().head_dim.values;
+        let attentions = decode::of_each(&sequences, |(slices, len), threads| {
+            if *len == 0 {
+                let rows = slices.len() * shape[1] / layout.shape().n_kv_heads;
+                return (vec![0.0; rows * value_dim], vec![f32::NEG_INFINITY; rows]);
+            }
+            let (layout, slices, len) = (&layout, slices.clone(), *len);
+            let attend = decode::Attend { layout, len, tokens: len, slices, options, threads };
+            attend.run(query.storage(), shape, &state)
+        });
+        let (outputs, lses): (Vec<_>, Vec<_>) = attentions.into_iter().unzip();
+        let (outputs, lses) = (outputs.concat(), lses.concat());
         let (output, lse) = attention(outputs, lses, shape, value_dim, dtype);
         (state, output, lse)
     }

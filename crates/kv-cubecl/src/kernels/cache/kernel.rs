@@ -244,7 +244,13 @@ fn write_side<R: Float, C: Float, F: PackedInKernels>(
     let mut len = args.source.len;
     #[comptime]
     match position {
-        ComptimeOption::Some(position) => len = position[slice / args.position_slices] as usize,
+        ComptimeOption::Some(position) => {
+            let position = position[slice / args.position_slices];
+            len = args.cache.capacity;
+            if position >= 0 {
+                len = position as usize;
+            }
+        }
         ComptimeOption::None => {}
     }
     if len < args.cache.capacity {
@@ -331,7 +337,7 @@ fn write_unit<R: Float, C: Float, F: PackedInKernels>(
 /// then those of the values.
 ///
 /// A sequence holds as many tokens as its position says, or as the source where there is none; if it is full,
-/// nothing is written.
+/// or its position is below 0, nothing is written.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn write_token<R: Float, C: Float, K: PackedInKernels, V: PackedInKernels>(
     key: &[C],

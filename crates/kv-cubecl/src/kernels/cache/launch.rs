@@ -64,7 +64,8 @@ pub(crate) struct CacheBindings {
     /// Float rows.
     pub(crate) floats: BufferArg,
     /// i32, `[1]` or one for each sequence: the position of the newest token, which says how many there are,
-    /// read by the kernel instead of being told by the problem. How many positions there are is beside it.
+    /// read by the kernel instead of being told by the problem; below 0 for a sequence that takes no part. How
+    /// many positions there are is beside it.
     pub(crate) position: Option<(BufferArg, usize)>,
 }
 

@@ -58,9 +58,12 @@ fn extent_of(
     #[comptime]
     match position {
         ComptimeOption::Some(position) => {
-            // A full cache stays as it is.
-            let position = position[slice / args.position_slices] as usize;
-            len = clamp_max(position, args.cache.capacity - 1) + 1;
+            let position = position[slice / args.position_slices];
+            len = 0;
+            // A full cache stays as it is; a sequence that takes no part has no tokens.
+            if position >= 0 {
+                len = clamp_max(position as usize, args.cache.capacity - 1) + 1;
+            }
             tokens = len;
         }
         ComptimeOption::None => {}
@@ -194,6 +197,13 @@ pub(super) fn partial_attention<
         add_values::<R, N, V>(values, floats, slice, &tile, &extent, &mut rows, &args, bp);
         sync_cube();
     }
+    if extent.tokens == 0 && rows.unit == 0 {
+        // Tells `merge_partials` that the sequence takes no part: sums of weights are never below 0.
+        #[unroll]
+        for r in 0..comptime!(bp.rows) {
+            rows.sums[r] = f32::new(-1.0);
+        }
+    }
     write_partials(partials, &mut rows, slice, split, first_row, &args, bp);
 }
 
@@ -225,9 +235,17 @@ pub(super) fn merge_partials<Q: Float>(
             sum += weight * partials[at + head_dim + 1];
             out += weight * partials[at + channel];
         }
-        output[ABSOLUTE_POS] = Q::cast_from(out / sum);
+        if sum < 0.0 {
+            out = f32::new(0.0);
+            // Twice the lowest number is -inf, for which WGSL has no literal.
+            maximum += maximum;
+        } else {
+            out /= sum;
+            maximum += sum.ln();
+        }
+        output[ABSOLUTE_POS] = Q::cast_from(out);
         if channel == 0 {
-            lse[row] = maximum + sum.ln();
+            lse[row] = maximum;
         }
     }
 }

@@ -20,7 +20,7 @@ pub(super) struct Rows {
     /// Largest score so far of each row.
     maxima: Array<f32>,
     /// The unit's part of the sum of weights.
-    sums: Array<f32>,
+    pub(super) sums: Array<f32>,
     /// The unit's part of the outputs, `[rows, unit_channels]`.
     pub(super) outputs: Array<f32>,
     /// Per row, the sum of weight times offset. It is the same for all of the unit's channels, which lie in

@@ -1,0 +1,193 @@
+//! `kv-eval bench decode` and `bench prefill`: whole models.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use burn::tensor::Device;
+use indicatif::ProgressBar;
+use kv_cli::{Backend, note};
+use kv_cubecl::{KvCacheConfig, On, Target};
+use kv_eval::bench::{DecodePoint, DecodeSubject, time_decode, time_prefill, timed_steps};
+use kv_models::LanguageModel;
+use kv_report::Table;
+
+use super::{Sinks, by_context};
+use crate::{ALLOCATOR, common::ModelArgs, source};
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct ModelBench {
+    #[command(flatten)]
+    on: ModelArgs,
+    /// A cache to time; repeatable.
+    #[arg(long = "cache", default_values = ["float", "float-f16", "k4v4", "k2v2"])]
+    caches: Vec<KvCacheConfig>,
+    /// Context lengths to time at, ascending. By default 512, 2048 and 8000, as far as the model goes.
+    #[arg(long, value_delimiter = ',')]
+    contexts: Option<Vec<usize>>,
+    /// Write the points here as JSON; with -, to standard output, and the table to standard error.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Draw tokens per second by context length here, as SVG.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct DecodeArgs {
+    #[command(flatten)]
+    bench: ModelBench,
+    /// Decode steps per cache and context length; the median counts.
+    #[arg(long, default_value_t = 15)]
+    samples: usize,
+    /// Sequences that take each step together, of lengths that differ by a token each; several numbers are timed
+    /// side by side.
+    #[arg(long, value_delimiter = ',', default_value = "1")]
+    batch: Vec<usize>,
+    /// Also time steps that are recorded once and replayed: graphs on CUDA, prepared launches on WGPU.
+    #[arg(long)]
+    recorded: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct PrefillArgs {
+    #[command(flatten)]
+    bench: ModelBench,
+    /// Times that each prompt is passed, after one pass that measures memory; the median counts.
+    #[arg(long, default_value_t = 3)]
+    samples: usize,
+}
+
+pub(super) fn decode<T: Target>(args: &DecodeArgs) -> Result<()> {
+    let DecodeArgs { bench: args, samples, batch, recorded } = args;
+    let device = On::<T>::open()?;
+    let sinks = Sinks::open(args.json.as_deref(), args.plot.as_deref())?;
+    let (model, name) = args.load(&device)?;
+    let contexts = args.contexts(&model, timed_steps(*samples));
+    let what = format!("{name} on {}, median of {samples} decode steps", T::NAME);
+    let copied = sinks.start(&device, &what)?;
+    let ways = if *recorded { &[false, true][..] } else { &[false] };
+    let subjects: Vec<_> = args
+        .caches
+        .iter()
+        .flat_map(|&cache| batch.iter().map(move |&batch| (cache, batch)))
+        .flat_map(|(cache, batch)| {
+            ways.iter().map(move |&recorded| DecodeSubject { cache, batch, recorded })
+        })
+        .collect();
+    let longest = contexts.last().copied().unwrap_or(0);
+    let bar = args.progress(longest * ways.len() * batch.len());
+    let set = |done: usize| bar.set_position(done as u64);
+    let points = time_decode(&device, &model, &subjects, &contexts, *samples, set)?;
+    bar.finish_and_clear();
+    let mut table = Table::new([
+        "context", "cache", "batch", "ms/step", "10%", "90%", "tokens/s", "ratio", "cache MB",
+        "grown",
+    ]);
+    let name_of = |p: &DecodePoint| match (p.recorded, batch.len() > 1) {
+        (true, _) => format!("{} recorded", p.cache),
+        (false, false) => p.cache.clone(),
+        (false, true) => format!("{} batch {}", p.cache, p.batch),
+    };
+    for point in &points {
+        let first = points.iter().find(|p| name_of(p) == name_of(point)).unwrap_or(point);
+        let grown = point.seconds.median - first.seconds.median;
+        // Of the first batch of the same cache at the same length.
+        let same = |p: &&DecodePoint| p.context == point.context && p.cache == point.cache;
+        let ratio = points.iter().find(same).unwrap_or(point).tokens_per_second();
+        table.push([
+            point.context.to_string(),
+            if point.recorded { name_of(point) } else { point.cache.clone() },
+            point.batch.to_string(),
+            ms(point.seconds.median),
+            ms(point.seconds.low),
+            ms(point.seconds.high),
+            format!("{:.1}", point.tokens_per_second()),
+            format!("{:.2}", point.tokens_per_second() / ratio),
+            format!("{:.2}", point.bytes_read as f64 / 1e6),
+            ms(grown),
+        ]);
+    }
+    let rates = points.iter().map(|p| (name_of(p), p.context, p.tokens_per_second()));
+    let title = format!("Decoding {name} on {}", T::NAME);
+    let chart = by_context(title, "tokens per second", false, rates);
+    sinks.finish(&device, copied, &table, Some(&chart), &points)
+}
+
+pub(super) fn prefill<T: Target>(PrefillArgs { bench: args, samples }: &PrefillArgs) -> Result<()> {
+    let device = On::<T>::open()?;
+    let sinks = Sinks::open(args.json.as_deref(), args.plot.as_deref())?;
+    let (model, name) = args.load(&device)?;
+    let contexts = args.contexts(&model, 0);
+    let what = format!("{name} on {}, prompts passed {samples} times", T::NAME);
+    let copied = sinks.start(&device, &what)?;
+    let bar = args.progress(contexts.iter().sum::<usize>() * (samples + 1));
+    let set = |done: usize| bar.set_position(done as u64);
+    let caches = &args.caches;
+    let points = time_prefill(&device, &model, caches, &contexts, *samples, &ALLOCATOR, set)?;
+    bar.finish_and_clear();
+    let mut table = Table::new(["tokens", "cache", "seconds", "10%", "90%", "tokens/s", "peak MB"]);
+    for point in &points {
+        table.push([
+            point.tokens.to_string(),
+            point.cache.clone(),
+            format!("{:.2}", point.seconds.median),
+            format!("{:.2}", point.seconds.low),
+            format!("{:.2}", point.seconds.high),
+            format!("{:.1}", point.tokens as f64 / point.seconds.median),
+            format!("{:.2}", point.peak_bytes as f64 / 1e6),
+        ]);
+    }
+    let rates =
+        points.iter().map(|p| (p.cache.clone(), p.tokens, p.tokens as f64 / p.seconds.median));
+    let title = format!("Prompts through {name} on {}", T::NAME);
+    let chart = by_context(title, "tokens per second", false, rates);
+    sinks.finish(&device, copied, &table, Some(&chart), &points)
+}
+
+impl DecodeArgs {
+    pub(super) fn backend(&self) -> Backend {
+        self.bench.on.backend
+    }
+}
+
+impl PrefillArgs {
+    pub(super) fn backend(&self) -> Backend {
+        self.bench.on.backend
+    }
+}
+
+impl ModelBench {
+    /// The model and its name. No text is passed, so a model without a tokenizer will do.
+    fn load(&self, device: &Device) -> Result<(LanguageModel, String)> {
+        source::load_model(&self.on, device)
+    }
+
+    /// The contexts, each followed by `steps` timed steps.
+    fn contexts(&self, model: &LanguageModel, steps: usize) -> Vec<usize> {
+        if let Some(contexts) = &self.contexts {
+            return contexts.clone();
+        }
+        let limit = model.max_positions();
+        let mut contexts: Vec<usize> = Vec::new();
+        for context in
+            [512, 2048, 8000].map(|context: usize| context.min(limit.saturating_sub(steps)))
+        {
+            if contexts.last().is_none_or(|&last| context >= last + steps.max(1)) {
+                contexts.push(context);
+            }
+        }
+        if limit < 8000 + steps {
+            note(format_args!("the model has {limit} positions; contexts are {contexts:?}"));
+        }
+        contexts
+    }
+
+    /// A bar for `tokens` tokens with each cache.
+    fn progress(&self, tokens: usize) -> ProgressBar {
+        ProgressBar::new((tokens * self.caches.len()) as u64)
+    }
+}
+
+fn ms(seconds: f64) -> String {
+    format!("{:.2}", seconds * 1e3)
+}

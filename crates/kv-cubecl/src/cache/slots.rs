@@ -1,0 +1,134 @@
+//! Slots of a batch: a sequence is removed, and another takes its place.
+
+use burn::tensor::{Int, Tensor};
+
+use super::{KvCache, state::State};
+use crate::{
+    CacheShape, Error, Result,
+    error::invalid,
+    layout::{CacheLayout, Side, Sides},
+};
+
+impl KvCache {
+    /// Forgets the tokens of one sequence. Its slot is free: the sequence is one of no tokens, which
+    /// [`admit`](Self::admit), [`fork`](Self::fork) or new tokens may fill. What a sequence of no tokens has in
+    /// memory is never read.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for a sequence that the batch does not have or that holds no token.
+    pub fn remove(&mut self, sequence: usize) -> Result<()> {
+        self.check_holds(sequence)?;
+        self.lens[sequence] = 0;
+        Ok(())
+    }
+
+    /// Copies the one sequence of `cache` into a free slot, for example a prompt that was read alone.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for a slot that the batch does not have or that is not free and for a `cache` of
+    /// another batch than 1 or of no token, [`Error::Unsupported`] for one whose configuration, heads, options or
+    /// device are not those of this cache; nothing is then written.
+    pub fn admit(&mut self, sequence: usize, cache: &Self) -> Result<()> {
+        self.check_free("sequence", sequence)?;
+        let batch = cache.lens.len();
+        if batch != 1 {
+            return Err(invalid("batch", batch, "a cache that is admitted must be of 1 sequence"));
+        }
+        let unlike = |what: &str| Error::Unsupported {
+            what: format!("admit: {what} of the cache that is admitted"),
+            why: "must be that of the cache that it joins".to_string(),
+        };
+        self.check_alike(cache).map_err(unlike)?;
+        cache.check_holds(0)?;
+        self.state.put(&self.layout, sequence, &cache.state);
+        self.lens[sequence] = cache.lens[0];
+        self.stepped |= cache.stepped;
+        Ok(())
+    }
+
+    /// Copies one sequence into a free slot, from where both go on alone. A clone of the whole cache copies
+    /// nothing before either is written; this copies the memory of the one sequence.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for a sequence that the batch does not have, `from` one of no token, or `to` one
+    /// that is not free; nothing is then written.
+    pub fn fork(&mut self, from: usize, to: usize) -> Result<()> {
+        self.check_holds(from)?;
+        self.check_free("to", to)?;
+        let alone = self.alone(from, self.layout_of_one()?);
+        self.state.put(&self.layout, to, &alone.state);
+        self.lens[to] = self.lens[from];
+        Ok(())
+    }
+
+    /// Checks that there is such a sequence, and that it holds a token.
+    pub(super) fn check_holds(&self, sequence: usize) -> Result<()> {
+        check_sequence(sequence, self.lens.len())?;
+        match self.lens[sequence] {
+            0 => Err(invalid("sequence", sequence, "holds no token, its slot is free")),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that there is such a slot, and that it is free.
+    fn check_free(&self, field: &'static str, sequence: usize) -> Result<()> {
+        let batch = self.lens.len();
+        if sequence >= batch {
+            return Err(invalid(field, sequence, format!("must be below batch {batch}")));
+        }
+        match self.lens[sequence] {
+            0 => Ok(()),
+            len => Err(invalid(
+                field,
+                sequence,
+                format!("its slot is not free, it holds {len} tokens"),
+            )),
+        }
+    }
+
+    /// Checks that sequences of `other` can be sequences of this cache; the error is what differs.
+    pub(super) fn check_alike(&self, other: &Self) -> Result<(), &'static str> {
+        let heads = |cache: &Self| CacheShape { batch: 1, ..cache.layout.shape() };
+        let parts = [
+            ("configuration", other.layout.config() == self.layout.config()),
+            ("heads", heads(other) == heads(self)),
+            ("options", other.options == self.options),
+            ("device", other.device() == self.device()),
+        ];
+        parts.into_iter().try_for_each(|(what, same)| if same { Ok(()) } else { Err(what) })
+    }
+}
+
+/// Checks that a batch has this sequence.
+pub(super) fn check_sequence(sequence: usize, batch: usize) -> Result<()> {
+    match sequence < batch {
+        true => Ok(()),
+        false => Err(invalid("sequence", sequence, format!("must be below batch {batch}"))),
+    }
+}
+
+impl State {
+    /// Overwrites one sequence of a cache of `layout` with `one`, the tensors of a cache of one sequence that is
+    /// otherwise like it; in place, if nothing else holds the tensors.
+    pub(super) fn put(&mut self, layout: &CacheLayout, sequence: usize, one: &Self) {
+        let slices = layout.slices() / layout.shape().batch;
+        let assign = |words: Tensor<1, Int>, side: Side| {
+            let n = slices * layout.sides()[side].slice_words();
+            match n {
+                0 => words,
+                // There may be more words than those of the sequence.
+                _ => words.slice_assign(
+                    sequence * n..(sequence + 1) * n,
+                    one.packed_words(side).narrow(0, 0, n),
+                ),
+            }
+        };
+        self.change(|Sides { keys, values }, floats| {
+            let [_, heads, rows, width] = floats.dims();
+            let all = [sequence..sequence + 1, 0..heads, 0..rows, 0..width];
+            let floats = floats.slice_assign(all, one.floats());
+            let (keys, values) = (assign(keys, Side::Keys), assign(values, Side::Values));
+            (Sides { keys, values }, floats)
+        });
+    }
+}

@@ -1,0 +1,156 @@
+//! A sequence cut back to its first tokens.
+
+use core::ops::Range;
+
+use burn::tensor::Tensor;
+
+use super::{KvCache, slots::check_sequence, state::State};
+use crate::{
+    Result,
+    error::invalid,
+    functions::store,
+    layout::{Side, SideLayout, Sides},
+};
+
+impl KvCache {
+    /// Forgets all tokens of one sequence but the first `len`: speculative decoding takes back the tokens that
+    /// were drafted and not accepted.
+    ///
+    /// A key that is quantized cannot be in float again, so a sequence goes back no further than
+    /// [`shortest`](Self::shortest). Values are quantized one by one, and those that have been since `len`
+    /// remain what they were restored to: that form, rounded to the float type, is written back into the float
+    /// rows where a sequence of `len` tokens has them (rotated in a cache that rotates values). The state is
+    /// again what a cache holds after `len` tokens, if these had those values from the start. When they leave the
+    /// window again they are quantized again, which gives the codes they had: the numbers that a group of codes
+    /// stands for have the group's minimum and, where it has its greatest code, its scale. Only groups far from
+    /// 0 for their range, by more than 1500 steps of their codes, and of rows of 16 bits, whose rounding may
+    /// move a scale by its last bit, are quantized from what was written back as any other number is.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not have, and for
+    /// a `len` above its tokens or below the shortest; nothing is then written.
+    pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<()> {
+        let shortest = self.shortest(sequence)?;
+        let now = self.lens[sequence];
+        if len > now {
+            let rule = format!("must be at most the {now} tokens of sequence {sequence}");
+            return Err(invalid("len", len, rule));
+        }
+        if len < shortest {
+            let why = match len < self.shortest_by_keys(now) {
+                true => "keys of the tokens before are quantized",
+                false => "its window has left tokens that would be seen",
+            };
+            let rule = format!(
+                "must be at least {shortest} for sequence {sequence} of {now} tokens: {why}"
+            );
+            return Err(invalid("len", len, rule));
+        }
+        self.restore_values(sequence, len);
+        self.lens[sequence] = len;
+        Ok(())
+    }
+
+    /// The fewest tokens that [`truncate`](Self::truncate) can cut a sequence back to: the length at which its
+    /// last keys were quantized, or 0 where none are; with a window, no less than leaves all tokens that the next
+    /// one sees.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not have.
+    pub fn shortest(&self, sequence: usize) -> Result<usize> {
+        check_sequence(sequence, self.lens.len())?;
+        let now = self.lens[sequence];
+        Ok(self.shortest_by_keys(now).max(self.shortest_by_window(now)))
+    }
+
+    /// The fewest tokens of which as many keys are quantized as of `now`.
+    fn shortest_by_keys(&self, now: usize) -> usize {
+        let schedule = self.layout.schedule();
+        match schedule.counts(now).keys {
+            0 => 0,
+            keys => schedule.sink_tokens + schedule.lag() + schedule.sides.keys.keep + keys,
+        }
+    }
+
+    /// The fewest tokens after which the next one sees none that has been overwritten in a cache of `now`.
+    fn shortest_by_window(&self, now: usize) -> usize {
+        let schedule = self.layout.schedule();
+        let (Some(window), sinks) = (schedule.window, schedule.sink_tokens) else { return 0 };
+        let (counts, first_float) = (schedule.counts(now), schedule.first_float(now));
+        let begin = schedule.begin(now);
+        let kept = Sides::from_fn(|side| match self.layout.sides()[side].packed_tokens {
+            // Packed tokens, of which there is room for the newest.
+            room if counts[side] > 0 => sinks + counts[side].saturating_sub(room),
+            _ => sinks,
+        });
+        let kept = kept.keys.max(kept.values);
+        // A chunk does not store what is in float and no longer seen.
+        let hidden = Side::BOTH.into_iter().any(|side| first_float[side] < begin);
+        match if hidden { kept.max(begin) } else { kept } {
+            kept if kept > sinks => kept + window - 1,
+            _ => 0,
+        }
+    }
+
+    /// Writes the values of one sequence that are quantized now, and would be in float if it held `len`
+    /// tokens, back into their float rows.
+    fn restore_values(&mut self, sequence: usize, len: usize) {
+        let (schedule, side) = (self.layout.schedule(), Side::Values);
+        let place = self.layout.sides()[side];
+        let Some(spec) = place.spec else { return };
+        let sinks = schedule.sink_tokens;
+        let (then, now) = (schedule.counts(len)[side], schedule.counts(self.lens[sequence])[side]);
+        // Those that the shorter sequence does not have at all are forgotten, and what is hidden by a window may
+        // have been overwritten.
+        let begin = schedule.begin(len + 1) - sinks;
+        let tokens = then.max(begin)..now.min(len.saturating_sub(sinks));
+        if tokens.is_empty() {
+            return;
+        }
+        let float = self.layout.config().float;
+        let packed = self.state.packed(&self.layout, side, spec, tokens.clone());
+        let Some(packed) = packed.map(|packed| packed.sequence(sequence)) else { return };
+        let rows = store(packed.dequantize(), float).cast(float.dtype());
+        for run in place.runs(sinks + tokens.start..sinks + tokens.end) {
+            let from = run.start - sinks - tokens.start;
+            let part = rows.clone().narrow(2, from, run.len());
+            self.state.put_rows(sequence, &place, run, part);
+        }
+    }
+}
+
+impl SideLayout {
+    /// Consecutive tokens in runs whose float rows are adjacent.
+    fn runs(&self, tokens: Range<usize>) -> Vec<Range<usize>> {
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for token in tokens {
+            match runs.last_mut() {
+                Some(run) if self.row(token) == self.row(run.start) + run.len() => run.end += 1,
+                _ => runs.push(token..token + 1),
+            }
+        }
+        runs
+    }
+}
+
+impl State {
+    /// Overwrites the float rows of consecutive tokens of one side of one sequence, which are adjacent, with
+    /// `rows` `[1, n_kv_heads, tokens, head_dim]`.
+    fn put_rows(
+        &mut self,
+        sequence: usize,
+        place: &SideLayout,
+        tokens: Range<usize>,
+        rows: Tensor<4>,
+    ) {
+        self.change(|words, floats| {
+            let [_, heads, _, width] = floats.dims();
+            // Rows of the tensor may be narrower than those of a side.
+            let first = place.element(tokens.start) / width;
+            let n = tokens.len() * place.head_dim / width;
+            let rows = rows.reshape([1, heads, n, width]);
+            let at = [sequence..sequence + 1, 0..heads, first..first + n, 0..width];
+            (words, floats.slice_assign(at, rows))
+        });
+    }
+}

@@ -1,0 +1,201 @@
+//! Sequences cut back, as speculative decoding does.
+
+use kv_cubecl::{
+    CacheFloat, CacheShape, Error, KvCache, KvCacheConfig, On, QuantizedCounts, Side, Target,
+    layout::CacheLayout,
+};
+
+use crate::common::{CLOSE, Host, Rng, Setup, attend, close, equal_bits, skipped, snapshot, stamp};
+
+stamp!(
+    any_length_with_the_same_quantized_keys,
+    the_same_tokens_get_the_same_codes,
+    a_truncated_sequence_goes_on_another_way,
+    quantized_keys_do_not_come_back,
+);
+
+const NAMES: [&str; 9] = [
+    "float",
+    "k2v2-g16-r16",
+    "k2v2-g16-r16-slide",
+    "k4v2-g16-r32-s3-after",
+    "k16v4-g16-r16-s20",
+    "k16v4-g8-r8-after",
+    "k8v16-g16-r16",
+    "k4v8-g16-r32-hadv",
+    "k2v4-g16-r32-s3-after-slide-hadv",
+];
+
+fn counts(text: &Setup, len: usize) -> QuantizedCounts {
+    CacheLayout::new(&text.config, text.shape()).unwrap().schedule().counts(len)
+}
+
+/// Which lengths there are to go back to, from the rule itself.
+fn any_length_with_the_same_quantized_keys<T: Target>(on: &On<T>) {
+    for (seed, name) in NAMES.into_iter().enumerate() {
+        let text = Setup::new(name, [1, 2, 1, 90, 64], 600 + seed as u64);
+        for now in (0..=90).rev().step_by(if T::NAME == "flex" { 1 } else { 11 }) {
+            let mut cache = text.cache(on);
+            if now > 0 {
+                attend(&mut cache, &text.tokens(0..now), &[now], on);
+            }
+            let shortest = cache.shortest(0).unwrap();
+            for len in 0..=now {
+                let allowed = counts(&text, len).keys == counts(&text, now).keys;
+                assert_eq!(len >= shortest, allowed, "{name}: from {now} to {len}");
+                if allowed && len % 7 == 0 {
+                    let mut shorter = cache.clone();
+                    shorter.truncate(0, len).unwrap();
+                    assert_eq!(shorter.lens(), [len]);
+                    assert_eq!(shorter.quantized_counts(), counts(&text, len));
+                }
+            }
+        }
+    }
+}
+
+/// Truncated anywhere and given the same tokens again, a cache has the codes it had, also those of values
+/// that were in between restored to the window.
+fn the_same_tokens_get_the_same_codes<T: Target>(on: &On<T>) {
+    let rng = &mut Rng::new(620);
+    let rounds = if T::NAME == "flex" { 40 } else { 4 };
+    let mut requantized = 0;
+    for (seed, name) in NAMES.into_iter().chain(["k2v4-g16-r32-f16"]).enumerate() {
+        let text = Setup::new(name, [2, 2, 1, 90, 64], 630 + seed as u64);
+        let narrow = text.config.float != CacheFloat::F32;
+        if !on.supports_dtype(text.config.float.dtype()) {
+            skipped(&format!("the device cannot store {name}"));
+            continue;
+        }
+        for round in 0..rounds {
+            let now = 1 + rng.below(90);
+            let mut cache = text.cache(on);
+            attend(&mut cache, &text.tokens(0..now), &[now], on);
+            let untouched = cache.clone();
+            let before = snapshot(&untouched);
+            let shortest = cache.shortest(1).unwrap();
+            let len = shortest + rng.below(now + 1 - shortest);
+            cache.truncate(1, len).unwrap();
+            assert_eq!(cache.lens(), [now, len]);
+            let (then, at) = (counts(&text, len).values, counts(&text, now).values);
+            requantized += at.min(len.saturating_sub(text.config.sink_tokens)).saturating_sub(then);
+
+            if len < now {
+                let [_, k, v] = text.tokens(len..now).on(on);
+                cache.append_ragged(k, v, &[0, now - len]).unwrap();
+            }
+            let what = format!("{name} round {round}: {now} to {len} and back");
+            for side in Side::BOTH {
+                let logical = |cache: &KvCache| cache.packed(side).map(|p| p.to_logical());
+                let (mut got, want) = (logical(&cache), logical(&untouched));
+                if let (Some(got), Some(want), true) = (&mut got, &want, narrow) {
+                    // What was restored was rounded, which may move a scale by its last bit.
+                    for (got, want) in got.scale.iter_mut().zip(&want.scale) {
+                        assert!(got.to_bits().abs_diff(want.to_bits()) <= 1, "{what}: {side}");
+                        *got = *want;
+                    }
+                }
+                assert!(got == want, "{what}: {side}");
+            }
+            assert!(snapshot(&untouched) == before, "{what}: a clone was written");
+            let first = [&cache, &untouched].map(|c| snapshot(&c.select(&[0]).unwrap()));
+            assert!(first[0] == first[1], "{what}: the other sequence");
+        }
+    }
+    assert!(
+        requantized > 10 * rounds,
+        "{requantized} values were restored: too few to say anything"
+    );
+}
+
+/// After the truncation the cache is what a cache is that had the restored values from the start.
+fn a_truncated_sequence_goes_on_another_way<T: Target>(on: &On<T>) {
+    for (seed, name) in NAMES.into_iter().enumerate() {
+        let text = Setup::new(name, [1, 4, 2, 70, 64], 650 + seed as u64);
+        let other = Setup::with(text.config, [1, 4, 2, 70, 64], 670 + seed as u64);
+        let mut cache = text.cache(on);
+        attend(&mut cache, &text.tokens(0..60), &[60], on);
+        let len = cache.shortest(0).unwrap().max(41);
+        let restored = counts(&text, len).values..counts(&text, 60).values;
+        let values = cache.packed(Side::Values);
+        cache.truncate(0, len).unwrap();
+
+        // The text that the cache now holds.
+        let mut mixed = Setup {
+            query: Host::cat(&[text.query.tokens(0..len), other.query.tokens(len..70)]),
+            key: Host::cat(&[text.key.tokens(0..len), other.key.tokens(len..70)]),
+            value: Host::cat(&[text.value.tokens(0..len), other.value.tokens(len..70)]),
+            ..text.clone()
+        };
+        if let Some(values) = values.map(|values| values.dequantize()) {
+            let values = match text.config.rotates_values() {
+                true => kv_cubecl::rotate(values).unwrap(),
+                false => values,
+            };
+            let values = Host::of(values);
+            let sinks = text.config.sink_tokens;
+            for index in restored.filter(|&index| sinks + index < len) {
+                for head in 0..2 {
+                    let from = (head * values.shape[2] + index) * 64;
+                    let to = (head * 70 + sinks + index) * 64;
+                    mixed.value.data[to..to + 64].copy_from_slice(&values.data[from..from + 64]);
+                }
+            }
+        }
+        let whole = mixed.reference().output;
+        let rows: Vec<f64> =
+            whole.chunks(70 * 64).flat_map(|head| &head[len * 64..]).copied().collect();
+        let sizes = [&[1, 1, 3][..], &[65 - len]].concat();
+        let output = attend(&mut cache, &mixed.tokens(len..70), &sizes, on);
+        close(format!("{name}: back from 60 to {len}"), &output, &rows, CLOSE);
+    }
+}
+
+fn quantized_keys_do_not_come_back<T: Target>(on: &On<T>) {
+    for (name, now, shortest) in [
+        ("k2v2-g16-r32", 70, 64),
+        ("k2v2-g16-r32-after", 70, 65),
+        ("k2v2-g16-r32-s3", 70, 67),
+        ("k2v2-g16-r32-slide", 70, 64),
+        ("k4v16-g16-r16-s5-after-slide", 70, 70),
+        ("k2v2-g16-r32", 31, 0),
+        ("k16v2-g16-r16", 70, 0),
+        ("float", 70, 0),
+        // A window has left all but the last tokens that it showed.
+        ("float-s2-w9", 11, 0),
+        ("float-s2-w9", 12, 11),
+        ("float-s2-w9", 70, 69),
+        ("k8v4-g16-r16-w16", 16, 16),
+        ("k16v4-g16-r16-w32-after", 70, 69),
+    ] {
+        let text = Setup::new(name, [1, 2, 1, 80, 64], 690);
+        let mut cache = text.cache(on);
+        attend(&mut cache, &text.tokens(0..now), &[now], on);
+        assert_eq!(cache.shortest(0).unwrap(), shortest, "{name}");
+        let before = snapshot(&cache);
+        if let Some(len) = shortest.checked_sub(1) {
+            let error = cache.truncate(0, len).unwrap_err();
+            assert!(matches!(error, Error::InvalidConfig { field: "len", .. }), "{error:?}");
+            let message = format!("len {len}: must be at least {shortest} for sequence 0 of {now}");
+            assert!(error.to_string().starts_with(&message), "{error}");
+            let by_window = len > 0 && counts(&text, len).keys == counts(&text, now).keys;
+            assert_eq!(error.to_string().contains("its window has left"), by_window, "{error}");
+            assert!(!error.to_string().contains('\n'), "{error}");
+        }
+        assert!(snapshot(&cache) == before, "{name}: a refused call wrote");
+        cache.truncate(0, now).unwrap();
+        assert!(snapshot(&cache) == before, "{name}: nothing was taken back");
+        cache.truncate(0, shortest).unwrap();
+        assert_eq!(cache.lens(), [shortest]);
+    }
+    // Truncated to nothing, a slot is free.
+    let config: KvCacheConfig = "k16v2-g16-r16".parse().unwrap();
+    let shape = CacheShape::new(1, 1, 64);
+    let mut cache = KvCache::new(&config.with_capacity(40), shape, on).unwrap();
+    let text = Setup::with(config, [1, 1, 1, 40, 64], 691);
+    let expected = attend(&mut cache.clone(), &text, &[30, 10], on);
+    attend(&mut cache, &Setup::with(config, [1, 1, 1, 40, 64], 692), &[40], on);
+    cache.truncate(0, 0).unwrap();
+    let output = attend(&mut cache, &text, &[30, 10], on);
+    equal_bits("from the start", &output.data, &expected.data);
+}
