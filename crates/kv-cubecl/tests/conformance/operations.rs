@@ -218,7 +218,10 @@ impl<T: Target> Run<'_, T> {
                     self.admit(&mut pair, other);
                 }
                 16 => self.fork(&mut pair),
-                _ => self.truncate(&mut pair),
+                _ => {
+                    self.truncate(&mut pair);
+                    self.grow_ragged(&mut pair, 10);
+                }
             }
             self.story += "]";
             check(&pair, &self.config, &self.story);
@@ -362,7 +365,8 @@ impl<T: Target> Run<'_, T> {
         let index = self.rng.below(sequences.len());
         let sequence = &mut sequences[index];
         let now = sequence.keys.len();
-        let len = now.saturating_sub(self.rng.below(12));
+        let most = [3, 12][self.rng.below(2)];
+        let len = now.saturating_sub(self.rng.below(most));
         self.story += &format!(", {index} to {len}");
         let schedule = cache.layout().schedule();
         let (then, counts) = (schedule.counts(len), schedule.counts(now));
