@@ -16,7 +16,7 @@ use crate::{
     Error, Result,
     float::{Float, append, with_float},
     gguf::GgufNames,
-    nn::{Embedding, LayerNorm, Linear, Matrix, RmsNorm},
+    nn::{Embedding, LayerNorm, Linear, Matrix, QkNorms, RmsNorm},
 };
 
 /// Tensors that have not been read yet, under their Hugging Face names.
@@ -32,7 +32,7 @@ pub struct Weights {
     /// The type that tensors are handed to the device in.
     pub(super) dtype: DType,
     /// The names in a GGUF file, for messages.
-    gguf: Option<&'static GgufNames>,
+    pub(super) gguf: Option<&'static GgufNames>,
     /// The names of the family that is imported, from [`begin`](Self::begin) on.
     names: Option<&'static Names>,
     /// Whether the names in the file begin with the family's prefix, for messages.
@@ -44,14 +44,14 @@ pub struct Weights {
 pub(super) struct Entry {
     pub(super) tensor: PackTensor,
     /// The name in the file, for messages.
-    name: String,
-    path: PathBuf,
+    pub(super) name: String,
+    pub(super) path: PathBuf,
     /// Rows per head, if pairs of rows lie side by side that belong to the halves of a head.
     interleaved: Option<usize>,
 }
 
 impl Entry {
-    fn bytes(&self) -> Result<Bytes> {
+    pub(super) fn bytes(&self) -> Result<Bytes> {
         self.tensor.to_bytes().map_err(|error| Error::Tensor {
             path: self.path.clone(),
             tensor: self.name.clone(),
@@ -205,7 +205,7 @@ impl Weights {
         self.gguf.map_or_else(|| name.into(), |names| names.to_gguf(name))
     }
 
-    fn missing(&self, name: &str) -> Error {
+    pub(super) fn missing(&self, name: &str) -> Error {
         let prefix = match self.names {
             Some(names) if self.prefixed && name != names.head => names.prefix,
             _ => "",
@@ -284,7 +284,39 @@ impl Weights {
     /// Those of [`linear`](Self::linear).
     pub fn rms_norm(&mut self, name: &str, width: usize, epsilon: f64) -> Result<RmsNorm> {
         let gamma = self.vector(&[(format!("{name}.weight"), width)])?;
-        Ok(RmsNorm { gamma, epsilon })
+        Ok(RmsNorm { gamma, epsilon, plus_one: false })
+    }
+
+    /// Takes the norm `name` over `width` channels, whose gains are stored less 1; in GGUF files they are
+    /// stored as they are.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`linear`](Self::linear).
+    pub fn rms_norm_plus_one(&mut self, name: &str, width: usize, epsilon: f64) -> Result<RmsNorm> {
+        let mut gamma = self.floats(&format!("{name}.weight"), width)?;
+        if self.gguf.is_some() {
+            gamma.iter_mut().for_each(|gain| *gain -= 1.0);
+        }
+        let data = TensorData::new(gamma, [width]).convert_dtype(self.dtype);
+        Ok(RmsNorm { gamma: self.param(data), epsilon, plus_one: true })
+    }
+
+    /// Takes the norms of the heads of queries and of keys, by these names.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`linear`](Self::linear).
+    pub fn qk_norms(
+        &mut self,
+        [query, key]: &[String; 2],
+        head_dim: usize,
+        epsilon: f64,
+    ) -> Result<QkNorms> {
+        Ok(QkNorms {
+            query: self.rms_norm(query, head_dim, epsilon)?,
+            key: self.rms_norm(key, head_dim, epsilon)?,
+        })
     }
 
     /// Takes matrices of `[rows, columns]` and stacks their rows.
@@ -294,7 +326,7 @@ impl Weights {
     }
 
     /// Takes vectors and joins them.
-    fn vector(&mut self, parts: &[(String, usize)]) -> Result<Param<Tensor<1>>> {
+    pub(super) fn vector(&mut self, parts: &[(String, usize)]) -> Result<Param<Tensor<1>>> {
         let data = self.joined(parts, &[])?;
         Ok(self.param(data))
     }
@@ -334,7 +366,7 @@ impl Weights {
     }
 
     /// A parameter in the type of `data`, rather than in the device's default type.
-    fn param<const D: usize>(&self, data: TensorData) -> Param<Tensor<D>> {
+    pub(super) fn param<const D: usize>(&self, data: TensorData) -> Param<Tensor<D>> {
         let (device, dtype) = (&self.device, data.dtype());
         let create = |data| Tensor::from_data(data, (device, dtype));
         Param::from_tensor(device.memory_persistent_allocations(data, create))
@@ -352,7 +384,7 @@ impl Weights {
     }
 
     /// Takes one tensor, appending its values to `values`.
-    fn read<T: Float>(
+    pub(super) fn read<T: Float>(
         &mut self,
         name: &str,
         expected: &[usize],
