@@ -9,7 +9,7 @@ use crate::{
     Result,
     error::invalid,
     functions::store,
-    layout::{Side, SideLayout, Sides},
+    layout::{Side, SideLayout},
 };
 
 impl KvCache {
@@ -52,8 +52,7 @@ impl KvCache {
     }
 
     /// The fewest tokens that [`truncate`](Self::truncate) can cut a sequence back to: the length at which its
-    /// last keys were quantized, or 0 where none are; with a window, no less than leaves all tokens that the next
-    /// one sees.
+    /// last keys were quantized, or 0 where none are; all tokens, where a window has hidden some.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not have.
@@ -72,24 +71,11 @@ impl KvCache {
         }
     }
 
-    /// The fewest tokens after which the next one sees none that has been overwritten in a cache of `now`.
+    /// `now` where a window has hidden tokens, whose rows and codes are overwritten: a shorter sequence would see some of
+    /// them. How far back they still are depends on what the sequence was before, so that none is given back.
     fn shortest_by_window(&self, now: usize) -> usize {
         let schedule = self.layout.schedule();
-        let (Some(window), sinks) = (schedule.window, schedule.sink_tokens) else { return 0 };
-        let (counts, first_float) = (schedule.counts(now), schedule.first_float(now));
-        let begin = schedule.begin(now);
-        let kept = Sides::from_fn(|side| match self.layout.sides()[side].packed_tokens {
-            // Packed tokens, of which there is room for the newest.
-            room if counts[side] > 0 => sinks + counts[side].saturating_sub(room),
-            _ => sinks,
-        });
-        let kept = kept.keys.max(kept.values);
-        // A chunk does not store what is in float and no longer seen.
-        let hidden = Side::BOTH.into_iter().any(|side| first_float[side] < begin);
-        match if hidden { kept.max(begin) } else { kept } {
-            kept if kept > sinks => kept + window - 1,
-            _ => 0,
-        }
+        if schedule.begin(now) > schedule.sink_tokens { now } else { 0 }
     }
 
     /// Writes the values of one sequence that are quantized now, and would be in float if it held `len`
@@ -100,10 +86,8 @@ impl KvCache {
         let Some(spec) = place.spec else { return };
         let sinks = schedule.sink_tokens;
         let (then, now) = (schedule.counts(len)[side], schedule.counts(self.lens[sequence])[side]);
-        // Those that the shorter sequence does not have at all are forgotten, and what is hidden by a window may
-        // have been overwritten.
-        let begin = schedule.begin(len + 1) - sinks;
-        let tokens = then.max(begin)..now.min(len.saturating_sub(sinks));
+        // Those that the shorter sequence does not have at all are forgotten.
+        let tokens = then..now.min(len.saturating_sub(sinks));
         if tokens.is_empty() {
             return;
         }
