@@ -148,10 +148,10 @@ impl Decoder for NeoX {
     }
 
     fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
-        let rotation = pass.rotation(&self.spec, ids.dims()[1], &ids.device());
+        let rotations = pass.rotations(&self.spec, ids.dims()[1], &ids.device());
         let mut x = self.embedding.forward(ids);
         for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
-            x = layer.forward(x, spec, rotation.as_ref(), pass.layer(i))?;
+            x = layer.forward(x, spec, rotations.of(spec), pass.layer(i))?;
         }
         Ok(self.norm.forward(x))
     }

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
-    Bits, CacheFloat, FakeQuantOptions, Granularity, KvCacheConfig, On, Target, layout::Schedule,
-    quantize, rotate, streaming_attention_with,
+    Bits, CacheFloat, FakeQuantOptions, Granularity, KvCacheConfig, KvMemory, On, Target,
+    layout::Schedule, quantize, rotate,
 };
 use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig, ids_to_tensor};
 use serde::Serialize;
@@ -90,7 +90,11 @@ pub fn layer_errors_of(
     let mut observe = |trace: AttentionTrace| {
         // After the first failure the rest of the pass is of no use, but cannot be stopped.
         if let Ok(layers) = &mut errors {
-            match of_layer(&trace, &config.layer(trace.layer), &name) {
+            match of_layer(
+                &trace,
+                &config.layer(trace.layer, &model.spec().layers[trace.layer]),
+                &name,
+            ) {
                 Ok(layer) => layers.push(layer),
                 Err(error) => errors = Err(error),
             }
@@ -138,7 +142,7 @@ pub fn side_error(
 }
 
 fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Result<LayerError> {
-    let AttentionTrace { layer, query, key, value, output, options } = trace.clone();
+    let AttentionTrace { layer, query, key, value, output, .. } = trace.clone();
     // The quantizer, and what is compared, are f32 in a model of 16 bits too.
     let [query, key, value, output] = [query, key, value, output].map(|x| x.cast(DType::F32));
     let counts = Schedule::new(config).counts(key.dims()[2]);
@@ -156,7 +160,9 @@ fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Resul
     let values = error(&turned, Granularity::PerToken, config.value_bits, counts.values)?;
 
     let fake_quant = FakeQuantOptions::default();
-    let quantized = streaming_attention_with(query, key, value, config, fake_quant, options)?;
+    let memory = KvMemory::Parallel { config: *config, fake_quant, options: trace.options };
+    let sinks = trace.sink_logits.clone();
+    let quantized = memory.attend_with_sinks(query, key, value, sinks)?;
     let quantized = read(quantized.output, name)?;
     let (error, norm) = squares(&quantized, &read(output, name)?);
     Ok(LayerError {

@@ -236,7 +236,7 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Re
     let same_top = tally.divergence.iter().filter(|row| row.same_top).count();
     let bytes = |config: &ModelCacheConfig| -> Result<usize> {
         let bytes = |(i, layer): (usize, &LayerSpec)| {
-            let layout = CacheLayout::new(&config.layer(i), layer.cache_shape(1))?;
+            let layout = CacheLayout::new(&config.layer(i, layer), layer.cache_shape(1))?;
             Ok(layout.memory_bytes().total())
         };
         model.spec().layers.iter().enumerate().map(bytes).sum()
@@ -247,7 +247,8 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Re
         Mode::Streaming => tally.cache_bytes,
         Mode::Parallel => bytes(&tally.config)?,
     };
-    let mut layers = (0..model.n_layers()).map(|i| tally.config.layer(i));
+    let layers = model.spec().layers.iter().enumerate();
+    let mut layers = layers.map(|(i, layer)| tally.config.layer(i, layer));
     let first_quantized = layers.find(KvCacheConfig::is_quantized).and_then(|cache| {
         let schedule = Schedule::new(&cache);
         (1..plan.window()).find(|&len| schedule.counts(len) != QuantizedCounts::default())

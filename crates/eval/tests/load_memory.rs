@@ -33,6 +33,9 @@ fn config() -> Config {
         rotary_dim: 64,
         rope_theta: 10_000.0,
         rope_scaling: RopeScaling::Default,
+        full_layers: Default::default(),
+        unrotated_layers: Default::default(),
+        qk_norms: false,
     }
 }
 

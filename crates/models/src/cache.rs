@@ -18,8 +18,8 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct ModelCache {
     pub(crate) layers: Vec<KvCache>,
-    /// The rotary table of all positions below `room()`, and the [`Rope`] it was computed by.
-    rotations: Option<(Rope, Rotation)>,
+    /// The rotary tables of all positions below `room()`, and the [`Rope`]s they were computed by.
+    rotations: Vec<(Rope, Rotation)>,
     batch: usize,
     capacity: usize,
     max_positions: usize,
@@ -47,7 +47,7 @@ impl ModelCache {
         device: &Device,
     ) -> Result<Self> {
         let new = |(i, layer): (usize, &LayerSpec)| {
-            let cache = KvCache::new(&config.layer(i), layer.cache_shape(batch), device)?;
+            let cache = KvCache::new(&config.layer(i, layer), layer.cache_shape(batch), device)?;
             Ok(cache.with_options(layer.options)?)
         };
         let layers = spec.layers.iter().enumerate().map(new).collect::<Result<Vec<_>>>()?;
@@ -55,15 +55,15 @@ impl ModelCache {
         let device = device.clone().without_autodiff();
         let room = capacity.min(max_positions);
         let tabulate = |rope: &Rope| (rope.clone(), rope.rotation(0, room, room, &device));
-        let rotations = spec.rope.as_ref().map(tabulate);
+        let rotations = spec.ropes.iter().map(tabulate).collect();
         Ok(Self { layers, rotations, batch, capacity, max_positions })
     }
 
-    /// The rotary table, if it was computed by `rope` and lies on `device`; `None` on a device that
+    /// The rotary table that was computed by `rope`, if it lies on `device`; `None` on a device that
     /// records gradients.
     pub(crate) fn rotations(&self, rope: &Rope, device: &Device) -> Option<&Rotation> {
-        let (owner, table) = self.rotations.as_ref()?;
-        (owner == rope && table.device() == *device && !device.is_autodiff()).then_some(table)
+        let (_, table) = self.rotations.iter().find(|(owner, _)| owner == rope)?;
+        (table.device() == *device && !device.is_autodiff()).then_some(table)
     }
 
     /// Tokens in the cache, of the longest sequence.
@@ -107,9 +107,10 @@ impl ModelCache {
         self.room().saturating_sub(self.len())
     }
 
-    /// Moves the layers and the rotary table out, and leaves a cache without them.
+    /// Moves the layers and the rotary tables out, and leaves a cache without them.
     pub(crate) fn take(&mut self) -> Self {
-        let (layers, rotations) = (std::mem::take(&mut self.layers), self.rotations.take());
+        let (layers, rotations) =
+            (std::mem::take(&mut self.layers), std::mem::take(&mut self.rotations));
         Self { layers, rotations, ..*self }
     }
 

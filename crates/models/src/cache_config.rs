@@ -9,7 +9,7 @@ use serde::{
 };
 use serde_json::{Map, Value};
 
-use crate::{Error, ModelSpec, Result, files};
+use crate::{Error, LayerSpec, ModelSpec, Result, files};
 
 /// The file that says which cache a model was trained with, beside its weights.
 pub const KV_CACHE_FILE: &str = "kv_cache.json";
@@ -19,7 +19,7 @@ pub const KV_CACHE_FILE: &str = "kv_cache.json";
 /// Its JSON has the fields of [`KvCacheConfig`], and `float_layers`, which may be left out:
 ///
 /// ```
-/// use kv_models::ModelCacheConfig;
+/// use kv_models::{LayerSpec, ModelCacheConfig};
 ///
 /// let text = r#"{
 ///     "key_bits": 2, "value_bits": 2, "group_size": 32, "residual_length": 128,
@@ -28,7 +28,9 @@ pub const KV_CACHE_FILE: &str = "kv_cache.json";
 /// }"#;
 /// let config: ModelCacheConfig = serde_json::from_str(text)?;
 /// assert_eq!(config.to_string(), "k2v2-s4 float layers 0,29");
-/// assert!(!config.layer(29).is_quantized());
+/// let layer = LayerSpec::new(9, 3, 64).with_window(Some(512));
+/// assert!(!config.layer(29, &layer).is_quantized());
+/// assert_eq!(config.layer(1, &layer).window, Some(512));
 /// # Ok::<(), serde_json::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -41,12 +43,20 @@ pub struct ModelCacheConfig {
 }
 
 impl ModelCacheConfig {
-    /// What the cache of layer `index` stores.
-    pub fn layer(&self, index: usize) -> KvCacheConfig {
-        if !self.float_layers.contains(&index) {
-            return self.cache;
+    /// What the cache of layer `index`, which is `layer`, stores. The window is the layer's, or the configuration's
+    /// if that is shorter. A layer with a window of its own keeps no sinks: it was trained without its first tokens.
+    pub fn layer(&self, index: usize, layer: &LayerSpec) -> KvCacheConfig {
+        let mut cache = self.cache;
+        if self.float_layers.contains(&index) {
+            cache = cache.with_bits(Bits::Float, Bits::Float);
         }
-        self.cache.with_bits(Bits::Float, Bits::Float)
+        match layer.window {
+            None => cache,
+            Some(window) => {
+                let window = cache.window.map_or(window, |asked| asked.min(window));
+                cache.with_window(Some(window)).with_sink_tokens(0)
+            }
+        }
     }
 
     /// Checks that the configuration fits `model`.
@@ -57,7 +67,11 @@ impl ModelCacheConfig {
     /// have.
     pub fn validate(&self, model: impl AsRef<ModelSpec>) -> Result<()> {
         let layers = &model.as_ref().layers;
-        layers.iter().try_for_each(|layer| self.cache.validate(layer.head_dim))?;
+        let of_layer = |(i, layer): (usize, &LayerSpec)| {
+            self.cache.validate(layer.head_dim)?;
+            self.layer(i, layer).validate(layer.head_dim)
+        };
+        layers.iter().enumerate().try_for_each(of_layer)?;
         match self.float_layers.last() {
             Some(&layer) if layer >= layers.len() => {
                 let rule = format!("the model has layers 0 to {}", layers.len().saturating_sub(1));

@@ -1,7 +1,7 @@
 //! Language models for [Burn](https://burn.dev) that take the KV cache as a parameter.
 //!
-//! GPT-2 and the Llama family (Llama, SmolLM, Qwen2, and Mistral and Phi-3 in contexts up to their
-//! sliding windows), read from Hugging Face folders, PyTorch checkpoints and GGUF files by
+//! GPT-2, the Llama family (Llama, Mistral, SmolLM, Qwen2 and Qwen3, Phi-3 and Phi-4-mini), Gemma 3 and
+//! gpt-oss, read from Hugging Face folders, PyTorch checkpoints and GGUF files by
 //! [`load()`] and written as Hugging Face folders by [`save()`]. A model is not converted for a
 //! quantized cache: every pass says what its cache stores, the same in all layers or, with a
 //! [`ModelCacheConfig`], with some layers in float.
@@ -38,6 +38,7 @@ mod family;
 pub mod fields;
 mod files;
 mod float;
+pub mod gemma3;
 pub mod generate;
 pub mod gguf;
 pub mod gpt2;
@@ -48,6 +49,7 @@ pub mod nn;
 mod pass;
 mod registry;
 mod rotate;
+mod rope_config;
 pub mod save;
 mod spec;
 pub mod tokenizer;
@@ -67,7 +69,7 @@ pub use kv_cubecl;
 pub use load::{LoadOptions, Loaded, load, load_with};
 pub use model::LanguageModel;
 pub use nn::{AttentionObserver, AttentionTrace};
-pub use pass::Pass;
+pub use pass::{Pass, Rotations};
 pub use registry::register;
 pub use save::{SaveOptions, check_savable, save};
 pub use spec::{LayerSpec, ModelSpec};

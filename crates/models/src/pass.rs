@@ -2,12 +2,12 @@
 
 use std::fmt;
 
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor};
 use kv_cubecl::{FakeQuantOptions, KvMemory};
 
 use crate::{
-    ModelCache, ModelCacheConfig, ModelSpec,
-    nn::{AttentionObserver, Matrix, Memory, Rotation},
+    LayerSpec, ModelCache, ModelCacheConfig, ModelSpec,
+    nn::{AttentionObserver, Matrix, Memory, Rope, Rotation},
 };
 
 /// The [`Memory`] of every layer.
@@ -43,12 +43,14 @@ pub enum Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// The rotation of the pass's `seq` tokens in a model of `spec`; `None` for a model without
-    /// rotary positions. Must be called before the first layer runs, because each layer adds the
-    /// tokens to its cache.
-    pub fn rotation(&self, spec: &ModelSpec, seq: usize, device: &Device) -> Option<Rotation> {
-        let rope = spec.rope.as_ref()?;
-        Some(match self {
+    /// The rotations of the pass's `seq` tokens in a model of `spec`. Must be called before the first
+    /// layer runs, because each layer adds the tokens to its cache.
+    pub fn rotations(&self, spec: &ModelSpec, seq: usize, device: &Device) -> Rotations {
+        Rotations(spec.ropes.iter().map(|rope| self.rotation(spec, rope, seq, device)).collect())
+    }
+
+    fn rotation(&self, spec: &ModelSpec, rope: &Rope, seq: usize, device: &Device) -> Rotation {
+        match self {
             // The context is the capacity of the cache, or the sequence if that is longer.
             Self::Parallel { config, .. } => {
                 let capacity = config.cache.capacity.min(spec.max_positions);
@@ -68,7 +70,7 @@ impl Pass<'_> {
                 Some(table) => table.at(position, 1),
                 None => rope.rotation(0, cache.capacity(), cache.room(), device).at(position, 1),
             },
-        })
+        }
     }
 
     /// The rows of `table` `[max_positions, hidden]` at the positions of the pass's `seq` tokens:
@@ -97,7 +99,7 @@ impl Pass<'_> {
     pub fn layer(&mut self, index: usize) -> Memory<'_> {
         match self {
             Self::Parallel { spec, config, fake_quant, observer } => {
-                let (config, fake_quant) = (config.layer(index), *fake_quant);
+                let (config, fake_quant) = (config.layer(index, &spec.layers[index]), *fake_quant);
                 let options = spec.layers[index].options;
                 let memory = Memory::from(KvMemory::Parallel { config, fake_quant, options });
                 match observer {
@@ -132,5 +134,22 @@ impl fmt::Debug for Pass<'_> {
                 f.debug_struct("At").field("cache", cache).finish_non_exhaustive()
             }
         }
+    }
+}
+
+/// The rotations of one pass: of each of a model's rotary encodings.
+#[derive(Clone, Debug)]
+pub struct Rotations(pub(crate) Vec<Rotation>);
+
+impl Rotations {
+    /// That of a layer; `None` for a layer whose queries and keys are not rotated.
+    pub fn of(&self, layer: &LayerSpec) -> Option<&Rotation> {
+        self.0.get(layer.rope?)
+    }
+
+    /// [`Rotation::to_dtype`] of each.
+    #[must_use]
+    pub fn to_dtype(&self, dtype: DType) -> Self {
+        Self(self.0.iter().map(|rotation| rotation.to_dtype(dtype)).collect())
     }
 }

@@ -6,7 +6,7 @@ use kv_cubecl::{AttentionOptions, CacheShape, Sides};
 
 use crate::{
     Result,
-    nn::{Memory, Rope, Rotation},
+    nn::{Memory, QkNorms, Rope, Rotation},
 };
 
 /// The attention of one layer.
@@ -21,20 +21,37 @@ pub struct LayerSpec {
     pub head_dim: Sides<usize>,
     /// How scores become weights.
     pub options: AttentionOptions,
+    /// Recent tokens that a query sees, its own among them; `None` for all before it.
+    pub window: Option<usize>,
+    /// Which of [`ModelSpec::ropes`] rotates queries and keys; `None` for none.
+    pub rope: Option<usize>,
 }
 
 impl LayerSpec {
     /// `n_heads` query heads over `n_kv_heads` key and value heads of `head_dim` channels, one number or
-    /// one for keys and one for values, whose scores are scaled by `1 / sqrt(head_dim)`.
+    /// one for keys and one for values, whose scores are scaled by `1 / sqrt(head_dim)`, over all tokens and
+    /// without rotary positions.
     pub fn new(n_heads: usize, n_kv_heads: usize, head_dim: impl Into<Sides<usize>>) -> Self {
         let (head_dim, options) = (head_dim.into(), AttentionOptions::default());
-        Self { n_heads, n_kv_heads, head_dim, options }
+        Self { n_heads, n_kv_heads, head_dim, options, window: None, rope: None }
     }
 
     /// The same layer with other options.
     #[must_use]
     pub fn with_options(self, options: AttentionOptions) -> Self {
         Self { options, ..self }
+    }
+
+    /// The same layer with a sliding window of so many tokens, or without one.
+    #[must_use]
+    pub fn with_window(self, window: Option<usize>) -> Self {
+        Self { window, ..self }
+    }
+
+    /// The same layer with the rotary encoding of this number in [`ModelSpec::ropes`], or without one.
+    #[must_use]
+    pub fn with_rope(self, rope: Option<usize>) -> Self {
+        Self { rope, ..self }
     }
 
     /// What the layer's cache holds for `batch` sequences.
@@ -65,6 +82,22 @@ impl LayerSpec {
         rotation: Option<&Rotation>,
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
+        self.attend_normed(qkv, None, rotation, memory)
+    }
+
+    /// [`attend`](Self::attend) with norms of the heads of queries and keys, if the model has them, before they
+    /// are rotated.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Memory::attend`].
+    pub fn attend_normed(
+        &self,
+        qkv: Tensor<3>,
+        norms: Option<&QkNorms>,
+        rotation: Option<&Rotation>,
+        memory: Memory<'_>,
+    ) -> Result<Tensor<3>> {
         let Self { n_heads, n_kv_heads, head_dim, .. } = *self;
         let [batch, seq, _] = qkv.dims();
 
@@ -82,6 +115,10 @@ impl LayerSpec {
             let v = qkv.clone().narrow(2, qk_rows, v_rows);
             let qk = qkv.narrow(2, 0, qk_rows);
             (heads(qk, n_qk, head_dim.keys), heads(v, n_kv_heads, head_dim.values))
+        };
+        let qk = match norms {
+            Some(norms) => norms.forward(qk, n_heads),
+            None => qk,
         };
         let qk = match rotation {
             Some(rotation) => rotation.apply(qk),
@@ -107,8 +144,8 @@ pub struct ModelSpec {
     pub max_positions: usize,
     /// The layers, first to last.
     pub layers: Vec<LayerSpec>,
-    /// The rotary encoding of queries and keys; `None` for a model without one.
-    pub rope: Option<Rope>,
+    /// The rotary encodings of queries and keys, of which each layer has one or none.
+    pub ropes: Vec<Rope>,
 }
 
 impl ModelSpec {
@@ -120,14 +157,31 @@ impl ModelSpec {
         n_layers: usize,
         layer: LayerSpec,
     ) -> Self {
-        let layers = vec![layer; n_layers];
-        Self { vocab_size, hidden_size, max_positions, layers, rope: None }
+        Self::new(vocab_size, hidden_size, max_positions, vec![layer; n_layers])
     }
 
-    /// The same model with rotary positions.
+    /// A model of these layers; the rotary encodings that they name are to be added by
+    /// [`with_ropes`](Self::with_ropes).
+    pub fn new(
+        vocab_size: usize,
+        hidden_size: usize,
+        max_positions: usize,
+        layers: Vec<LayerSpec>,
+    ) -> Self {
+        Self { vocab_size, hidden_size, max_positions, layers, ropes: vec![] }
+    }
+
+    /// The same model with rotary positions, the same in all layers.
     #[must_use]
     pub fn with_rope(self, rope: Rope) -> Self {
-        Self { rope: Some(rope), ..self }
+        let layers = self.layers.iter().map(|layer| layer.with_rope(Some(0))).collect();
+        Self { ropes: vec![rope], layers, ..self }
+    }
+
+    /// The same model with the rotary encodings that its layers name.
+    #[must_use]
+    pub fn with_ropes(self, ropes: Vec<Rope>) -> Self {
+        Self { ropes, ..self }
     }
 }
 

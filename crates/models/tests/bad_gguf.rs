@@ -154,7 +154,11 @@ fn wrong_gguf_content_is_named() {
         ("llama.attention.head_count", Value::U32(12), &["blk.0.attn_q.weight", "[192, 96]"]),
         ("llama.attention.head_count", Value::String("6".into()), &["head_count", "integer"]),
         ("general.alignment", Value::U32(0), &["general.alignment", "multiple of 8"]),
-        ("llama.rope.scaling.type", Value::String("yarn".into()), &["unsupported rope type yarn"]),
+        (
+            "llama.rope.scaling.type",
+            Value::String("dynamic".into()),
+            &["unsupported rope type dynamic"],
+        ),
     ];
     for (key, value, parts) in cases {
         // A later key replaces an earlier one.

@@ -68,8 +68,8 @@ fn wrong_configurations_name_field_value_and_rule() {
         ("phi3-tiny", |c| c["sliding_window"] = json!(0), &["sliding_window = 0", "at least 1"]),
         (
             "llama3-rope-tiny",
-            |c| c["rope_parameters"]["rope_type"] = json!("yarn"),
-            &["unsupported rope type yarn"],
+            |c| c["rope_parameters"]["rope_type"] = json!("dynamic"),
+            &["unsupported rope type dynamic"],
         ),
         (
             "llama3-rope-tiny",

@@ -181,7 +181,7 @@ fn the_observer_sees_every_layer() {
             assert_eq!(query.dims(), [batch, spec.n_heads, seq, spec.head_dim.keys]);
             assert_eq!(key.dims(), [batch, spec.n_kv_heads, seq, spec.head_dim.keys]);
             let attention =
-                streaming_attention(query, key, value, &config.layer(i)).unwrap().output;
+                streaming_attention(query, key, value, &config.layer(i, &spec)).unwrap().output;
             assert_eq!(attention.to_data(), output.to_data());
         }
 

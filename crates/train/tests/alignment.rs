@@ -37,6 +37,9 @@ fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
         rotary_dim: 64,
         rope_theta: 10_000.0,
         rope_scaling: RopeScaling::Default,
+        full_layers: Default::default(),
+        unrotated_layers: Default::default(),
+        qk_norms: false,
     };
     let mut llama = Llama::init(config, device);
     // As in a trained model, scores and logits differ by some nats, and each layer adds little to

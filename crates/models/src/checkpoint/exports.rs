@@ -1,7 +1,7 @@
 use burn::{module::Param, tensor::Tensor};
 
 use super::Names;
-use crate::nn::{Embedding, LayerNorm, Linear, RmsNorm};
+use crate::nn::{Embedding, LayerNorm, Linear, QkNorms, RmsNorm};
 
 /// The tensors of a checkpoint that is to be written, on the model's device.
 #[derive(Debug)]
@@ -74,6 +74,12 @@ impl Exports {
     /// Adds a norm.
     pub fn rms_norm(&mut self, name: &str, module: &RmsNorm) {
         self.vector(format!("{name}.weight"), value(&module.gamma));
+    }
+
+    /// Adds the norms of the heads of queries and of keys.
+    pub fn qk_norms(&mut self, [query, key]: &[String; 2], norms: &QkNorms) {
+        self.rms_norm(query, &norms.query);
+        self.rms_norm(key, &norms.key);
     }
 
     fn matrix(&mut self, module: &str, values: Tensor<2>) {

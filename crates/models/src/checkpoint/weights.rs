@@ -16,7 +16,7 @@ use crate::{
     Error, Result,
     float::{Float, append, with_float},
     gguf::GgufNames,
-    nn::{Embedding, LayerNorm, Linear, Matrix, RmsNorm},
+    nn::{Embedding, LayerNorm, Linear, Matrix, QkNorms, RmsNorm},
 };
 
 /// Tensors that have not been read yet, under their Hugging Face names.
@@ -284,7 +284,39 @@ impl Weights {
     /// Those of [`linear`](Self::linear).
     pub fn rms_norm(&mut self, name: &str, width: usize, epsilon: f64) -> Result<RmsNorm> {
         let gamma = self.vector(&[(format!("{name}.weight"), width)])?;
-        Ok(RmsNorm { gamma, epsilon })
+        Ok(RmsNorm { gamma, epsilon, plus_one: false })
+    }
+
+    /// Takes the norm `name` over `width` channels, whose gains are stored less 1; in GGUF files they are
+    /// stored as they are.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`linear`](Self::linear).
+    pub fn rms_norm_plus_one(&mut self, name: &str, width: usize, epsilon: f64) -> Result<RmsNorm> {
+        let mut gamma = self.floats(&format!("{name}.weight"), width)?;
+        if self.gguf.is_some() {
+            gamma.iter_mut().for_each(|gain| *gain -= 1.0);
+        }
+        let data = TensorData::new(gamma, [width]).convert_dtype(self.dtype);
+        Ok(RmsNorm { gamma: self.param(data), epsilon, plus_one: true })
+    }
+
+    /// Takes the norms of the heads of queries and of keys, by these names.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`linear`](Self::linear).
+    pub fn qk_norms(
+        &mut self,
+        [query, key]: &[String; 2],
+        head_dim: usize,
+        epsilon: f64,
+    ) -> Result<QkNorms> {
+        Ok(QkNorms {
+            query: self.rms_norm(query, head_dim, epsilon)?,
+            key: self.rms_norm(key, head_dim, epsilon)?,
+        })
     }
 
     /// Takes matrices of `[rows, columns]` and stacks their rows.

@@ -1,13 +1,15 @@
 //! What a model of the Llama family is: its `config.json`, resolved once.
 
-use std::path::Path;
+use std::{collections::BTreeSet, path::Path};
 
 use serde_json::{Map, Value, json};
 
+use super::resolve::{FULL, SLIDING};
 use crate::{
     Error, LayerSpec, ModelSpec, Result,
     fields::{positive, sizes},
     nn::{Rope, RopeScaling},
+    rope_config,
 };
 
 /// Everything the model needs to know, with all defaults filled in.
@@ -21,9 +23,15 @@ pub struct Config {
     pub intermediate_size: usize,
     /// Layers.
     pub n_layers: usize,
-    /// Heads of attention.
+    /// Heads of attention, and the sliding window of the layers that have one.
     pub attention: LayerSpec,
-    /// The longest context: the model's own limit, or its sliding window if that is shorter.
+    /// Layers, counted from 0, that see all tokens although [`attention`](Self::attention) has a window.
+    pub full_layers: BTreeSet<usize>,
+    /// Layers whose queries and keys are not rotated.
+    pub unrotated_layers: BTreeSet<usize>,
+    /// Whether every head of queries and keys has a norm.
+    pub qk_norms: bool,
+    /// The longest context.
     pub max_positions: usize,
     /// Epsilon of the norms.
     pub norm_epsilon: f64,
@@ -47,8 +55,14 @@ impl Config {
     /// What the model is, layer by layer.
     pub(super) fn spec(&self) -> ModelSpec {
         let Self { vocab_size, hidden_size, max_positions, n_layers, attention, .. } = *self;
-        ModelSpec::uniform(vocab_size, hidden_size, max_positions, n_layers, attention)
-            .with_rope(Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling))
+        let layer = |i: usize| {
+            let window = attention.window.filter(|_| !self.full_layers.contains(&i));
+            let rope = (!self.unrotated_layers.contains(&i)).then_some(0);
+            attention.with_window(window).with_rope(rope)
+        };
+        let rope = Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling);
+        let layers = (0..n_layers).map(layer).collect();
+        ModelSpec::new(vocab_size, hidden_size, max_positions, layers).with_ropes(vec![rope])
     }
 
     /// Checks a configuration that was made in code rather than read from a file.
@@ -89,69 +103,24 @@ impl Config {
             let rule = format!("must be head_dim {head_dim}: this family has one for both");
             return Err(Error::config(path, "head_dim of values", of_sides.values, rule));
         }
+        if self.attention.window == Some(0) {
+            return Err(Error::config(path, "sliding_window", 0, "must be at least 1"));
+        }
+        for (field, layers) in
+            [("full_layers", &self.full_layers), ("no_rope_layers", &self.unrotated_layers)]
+        {
+            if let Some(&layer) = layers.last().filter(|layer| **layer >= self.n_layers) {
+                let rule = format!("the model has layers 0 to {}", self.n_layers - 1);
+                return Err(Error::config(path, field, layer, rule));
+            }
+        }
         if !self.rotary_dim.is_multiple_of(2) || self.rotary_dim > head_dim {
             let rule = format!("must be even and at most head_dim {head_dim}");
             return Err(Error::config(path, "rotary_dim", self.rotary_dim, rule));
         }
         positive(path, "rope_theta", self.rope_theta)?;
         positive(path, "rms_norm_eps", self.norm_epsilon)?;
-        match &self.rope_scaling {
-            RopeScaling::Default => Ok(()),
-            &RopeScaling::Linear { factor } => positive(path, "rope_scaling.factor", factor),
-            &RopeScaling::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_max_positions,
-            } => {
-                for (field, value) in [
-                    ("factor", factor),
-                    ("low_freq_factor", low_freq_factor),
-                    ("high_freq_factor", high_freq_factor),
-                    ("original_max_position_embeddings", original_max_positions),
-                ] {
-                    positive(path, &format!("rope_scaling.{field}"), value)?;
-                }
-                if high_freq_factor <= low_freq_factor {
-                    let rule = format!("must be above low_freq_factor {low_freq_factor}");
-                    let field = "rope_scaling.high_freq_factor";
-                    return Err(Error::config(path, field, high_freq_factor, rule));
-                }
-                Ok(())
-            }
-            RopeScaling::LongRope {
-                short_factors,
-                long_factors,
-                original_max_positions,
-                attention_factor,
-            } => {
-                for (field, factors) in
-                    [("short_factor", short_factors), ("long_factor", long_factors)]
-                {
-                    let field = format!("rope_scaling.{field}");
-                    if factors.len() != self.rotary_dim / 2 {
-                        let field = format!("length of {field}");
-                        let rule =
-                            format!("must be one per pair of rotary_dim {}", self.rotary_dim);
-                        return Err(Error::config(path, field, factors.len(), rule));
-                    }
-                    factors.iter().try_for_each(|&x| positive(path, &field, x.into()))?;
-                }
-                let original = *original_max_positions as f64;
-                positive(path, "original_max_position_embeddings", original)?;
-                positive(path, "rope_scaling.attention_factor", *attention_factor)
-            }
-            RopeScaling::Divisors(divisors) => {
-                if divisors.len() != self.rotary_dim / 2 {
-                    let rule = format!("must be one per pair of rotary_dim {}", self.rotary_dim);
-                    let field = "number of rope_scaling divisors";
-                    return Err(Error::config(path, field, divisors.len(), rule));
-                }
-                divisors
-                    .iter()
-                    .try_for_each(|&divisor| positive(path, "rope_scaling divisor", divisor.into()))
-            }
-        }
+        rope_config::check(path, &self.rope_scaling, self.rotary_dim)
     }
 }
 
@@ -159,7 +128,14 @@ impl Config {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Dialect {
     Llama,
+    /// Llama with a sliding window in every layer.
+    Mistral,
+    /// Has biases of queries, keys and values alone.
     Qwen2,
+    /// Has norms of queries and keys.
+    Qwen3,
+    /// Llama with layers that do not rotate, or a window in some layers.
+    SmolLm3,
     /// Has fused projections, and is the only one of these in which only a part of a head may
     /// rotate.
     Phi3,
@@ -169,20 +145,33 @@ impl Config {
     /// The family that this configuration can be written as, if there is one.
     pub(super) fn dialect(&self) -> Option<Dialect> {
         let (n_heads, head_dim) = (self.attention.n_heads, self.head_dim());
-        let partial = self.rotary_dim < head_dim;
-        match (self.qkv_bias, self.output_bias, self.mlp_bias) {
-            (false, false, false) if partial => {
-                let known = matches!(
-                    self.rope_scaling,
-                    RopeScaling::Default | RopeScaling::LongRope { .. }
-                );
-                (known && n_heads * head_dim == self.hidden_size).then_some(Dialect::Phi3)
+        let biases = (self.qkv_bias, self.output_bias, self.mlp_bias);
+        let plain = biases == (false, false, false);
+        let rotated = self.unrotated_layers.is_empty();
+        let windowed = self.attention.window.is_some();
+        if self.rotary_dim < head_dim {
+            let known =
+                matches!(self.rope_scaling, RopeScaling::Default | RopeScaling::LongRope { .. });
+            let alike = rotated && self.full_layers.is_empty() && !self.qk_norms;
+            let fits = n_heads * head_dim == self.hidden_size;
+            return (known && alike && fits && plain).then_some(Dialect::Phi3);
+        }
+        match biases {
+            (qkv, output, mlp) if self.qk_norms => {
+                (qkv == output && !mlp && rotated).then_some(Dialect::Qwen3)
             }
-            _ if partial => None,
-            (qkv, output, _) if qkv == output => Some(Dialect::Llama),
-            (true, false, false) => Some(Dialect::Qwen2),
+            (qkv, output, _) if qkv == output && rotated && !windowed => Some(Dialect::Llama),
+            _ if plain && rotated && self.full_layers.is_empty() => Some(Dialect::Mistral),
+            (qkv, output, _) if qkv == output => Some(Dialect::SmolLm3),
+            (true, false, false) if rotated => Some(Dialect::Qwen2),
             _ => None,
         }
+    }
+
+    /// The kind of attention of every layer, as `layer_types` has it.
+    fn layer_types(&self) -> Vec<&'static str> {
+        let windowed = |i| self.attention.window.is_some() && !self.full_layers.contains(&i);
+        (0..self.n_layers).map(|i| if windowed(i) { SLIDING } else { FULL }).collect()
     }
 
     /// The fields of `config.json` that [`from_json`](Self::from_json) reads, in the spelling that
@@ -201,48 +190,13 @@ impl Config {
                 self.qkv_bias, self.output_bias, self.mlp_bias, self.rotary_dim,
             )));
         };
-        let rope_scaling = match &self.rope_scaling {
-            RopeScaling::Default => Value::Null,
-            RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
-            RopeScaling::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_max_positions,
-            } => json!({
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low_freq_factor,
-                "high_freq_factor": high_freq_factor,
-                "original_max_position_embeddings": whole(*original_max_positions),
-            }),
-            RopeScaling::LongRope {
-                short_factors,
-                long_factors,
-                original_max_positions,
-                attention_factor,
-            } => json!({
-                "rope_type": "longrope",
-                "short_factor": short_factors,
-                "long_factor": long_factors,
-                "attention_factor": attention_factor,
-                "factor": self.max_positions as f64 / *original_max_positions as f64,
-                "original_max_position_embeddings": original_max_positions,
-            }),
-            // `longrope` with the same factors for short and long contexts and without scaling of
-            // attention does nothing but divide the frequencies.
-            RopeScaling::Divisors(divisors) => json!({
-                "rope_type": "longrope",
-                "short_factor": divisors,
-                "long_factor": divisors,
-                "attention_factor": 1.0,
-                "factor": 1.0,
-                "original_max_position_embeddings": self.max_positions,
-            }),
-        };
+        let rope_scaling = rope_config::to_json(&self.rope_scaling, self.max_positions);
         let (model_type, architecture) = match dialect {
             Dialect::Llama => ("llama", "LlamaForCausalLM"),
+            Dialect::Mistral => ("mistral", "MistralForCausalLM"),
             Dialect::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
+            Dialect::Qwen3 => ("qwen3", "Qwen3ForCausalLM"),
+            Dialect::SmolLm3 => ("smollm3", "SmolLM3ForCausalLM"),
             Dialect::Phi3 => ("phi3", "Phi3ForCausalLM"),
         };
         let mut fields = Map::new();
@@ -261,17 +215,34 @@ impl Config {
         put("tie_word_embeddings", json!(self.tied_head));
         put("rope_theta", json!(self.rope_theta));
         put("rope_scaling", rope_scaling);
+        if dialect != Dialect::Phi3 {
+            put("head_dim", json!(head_dim));
+        }
+        if matches!(dialect, Dialect::Llama | Dialect::Qwen3 | Dialect::SmolLm3) {
+            put("attention_bias", json!(self.qkv_bias));
+        }
+        if matches!(dialect, Dialect::Llama | Dialect::SmolLm3) {
+            put("mlp_bias", json!(self.mlp_bias));
+        }
+        let window = self.attention.window;
         match dialect {
-            Dialect::Llama => {
-                put("head_dim", json!(head_dim));
-                put("attention_bias", json!(self.qkv_bias));
-                put("mlp_bias", json!(self.mlp_bias));
+            Dialect::Llama => {}
+            Dialect::Mistral => {
+                put("sliding_window", json!(window));
             }
-            Dialect::Qwen2 => {
-                put("head_dim", json!(head_dim));
-                put("use_sliding_window", json!(false));
+            Dialect::Qwen2 | Dialect::Qwen3 | Dialect::SmolLm3 => {
+                put("use_sliding_window", json!(window.is_some()));
+                put("sliding_window", json!(window));
+                put("layer_types", json!(self.layer_types()));
+                if dialect == Dialect::SmolLm3 {
+                    // 1 for a layer that rotates.
+                    let rotates = |i| u8::from(!self.unrotated_layers.contains(&i));
+                    let rotates: Vec<_> = (0..self.n_layers).map(rotates).collect();
+                    put("no_rope_layers", json!(rotates));
+                }
             }
             Dialect::Phi3 => {
+                put("sliding_window", json!(window));
                 put("partial_rotary_factor", json!(self.rotary_factor()));
                 if let RopeScaling::LongRope { original_max_positions, .. } = self.rope_scaling {
                     put("original_max_position_embeddings", json!(original_max_positions));
@@ -290,9 +261,4 @@ impl Config {
         let read = serde_json::from_str(&exact.to_string()).unwrap_or(exact);
         if found(exact) && found(read) { exact } else { (self.rotary_dim as f64 + 0.5) / head_dim }
     }
-}
-
-/// A number of positions is written without a fraction where it has none.
-fn whole(x: f64) -> Value {
-    if x.fract() == 0.0 && x < 9e15 { json!(x as u64) } else { json!(x) }
 }

@@ -26,6 +26,9 @@ impl Llama {
             exports.linear(&names.down, &layer.mlp.down);
             exports.rms_norm(&names.attention_norm, &layer.attention_norm);
             exports.rms_norm(&names.mlp_norm, &layer.mlp_norm);
+            if let Some(norms) = &layer.qk_norms {
+                exports.qk_norms(&names.qk_norms, norms);
+            }
         }
         exports
     }

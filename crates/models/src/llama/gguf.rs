@@ -1,13 +1,12 @@
 //! From the metadata of a GGUF file to [`Config`].
 
-use super::{
-    Config,
-    resolve::{cap_at_window, note_longrope},
-};
-use crate::{
-    Error, LayerSpec, Result, checkpoint::Weights, fields, fields::positive, gguf::Metadata,
-    nn::RopeScaling,
-};
+use std::collections::BTreeSet;
+
+use super::Config;
+use crate::{LayerSpec, Result, checkpoint::Weights, fields, gguf::Metadata, rope_config};
+
+/// Every how many layers SmolLM3 has one that does not rotate; its files do not say so.
+const SMOLLM3_INTERVAL: usize = 4;
 
 impl Config {
     /// Resolves the metadata of a GGUF file. Takes the tensors of the rotary encoding out of
@@ -25,12 +24,14 @@ impl Config {
                 fields::head_dim(path, width, ("attention.head_count", n_heads))?
             }
         };
-        let mut max_positions = context_length;
-        // llama.cpp writes 0 for no sliding window.
-        let window = metadata.optional_size("attention.sliding_window")?.filter(|&n| n > 0);
-        if let Some(window) = window {
-            let fields = (metadata.key("attention.sliding_window"), metadata.key("context_length"));
-            cap_at_window(path, &fields, window, &mut max_positions, weights.notes());
+        // llama.cpp writes 0 for no sliding window; one that hides nothing is none.
+        let window = metadata.optional_size("attention.sliding_window")?;
+        let window = window.filter(|&n| n > 0 && n < context_length);
+        let n_layers = metadata.size("block_count")?;
+        let mut unrotated_layers = BTreeSet::new();
+        if metadata.arch() == "smollm3" {
+            let last = SMOLLM3_INTERVAL - 1;
+            unrotated_layers = (last..n_layers).step_by(SMOLLM3_INTERVAL).collect();
         }
         let rotary_dim = metadata.optional_size("rope.dimension_count")?.unwrap_or(head_dim);
         let rope_theta = metadata.float("rope.freq_base")?.unwrap_or(10_000.0);
@@ -39,9 +40,12 @@ impl Config {
             vocab_size: weights.rows("embed_tokens.weight")?,
             hidden_size,
             intermediate_size: metadata.size("feed_forward_length")?,
-            n_layers: metadata.size("block_count")?,
-            attention: LayerSpec::new(n_heads, n_kv_heads, head_dim),
-            max_positions,
+            n_layers,
+            attention: LayerSpec::new(n_heads, n_kv_heads, head_dim).with_window(window),
+            full_layers: BTreeSet::new(),
+            unrotated_layers,
+            qk_norms: weights.contains("layers.0.self_attn.q_norm.weight"),
+            max_positions: context_length,
             norm_epsilon: epsilon.unwrap_or(1e-5),
             qkv_bias: weights.contains("layers.0.self_attn.q_proj.bias")
                 || weights.contains("layers.0.self_attn.qkv_proj.bias"),
@@ -50,10 +54,16 @@ impl Config {
             tied_head: !weights.contains("lm_head.weight"),
             rotary_dim,
             rope_theta,
-            rope_scaling: rope_scaling(metadata, rotary_dim, rope_theta, context_length, weights)?,
+            rope_scaling: rope_config::from_gguf(
+                metadata,
+                rotary_dim,
+                rope_theta,
+                context_length,
+                weights,
+            )?,
         };
         config.check(path)?;
-        note_longrope(path, &config, weights.notes());
+        rope_config::note_longrope(path, &config.rope_scaling, context_length, weights.notes());
         Ok(config)
     }
 
@@ -69,69 +79,6 @@ impl Config {
                     weights.interleaved(&name, heads * head_dim, head_dim);
                 }
             }
-        }
-    }
-}
-
-fn rope_scaling(
-    metadata: &Metadata<'_>,
-    rotary_dim: usize,
-    rope_theta: f64,
-    context_length: usize,
-    weights: &mut Weights,
-) -> Result<RopeScaling> {
-    let mut factors = |name: &str| -> Result<Option<Vec<f32>>> {
-        if !weights.contains(name) {
-            return Ok(None);
-        }
-        let factors = weights.floats(name, rotary_dim / 2)?;
-        if let Some(factor) = factors.iter().find(|factor| **factor <= 0.0) {
-            let why = format!("holds {factor}, divisors must be above 0");
-            return Err(Error::Tensor { path: metadata.path().into(), tensor: name.into(), why });
-        }
-        Ok(Some(factors))
-    };
-    if let Some(divisors) = factors("rope_freqs.weight")? {
-        return Ok(RopeScaling::of_divisors(divisors, rope_theta));
-    }
-    let [short, long] = ["short", "long"].map(|kind| format!("rope_factors_{kind}.weight"));
-    match (factors(&short)?, factors(&long)?) {
-        (None, None) => {}
-        (Some(short_factors), Some(long_factors)) => {
-            let original = metadata.optional_size("rope.scaling.original_context_length")?;
-            return Ok(RopeScaling::LongRope {
-                short_factors,
-                long_factors,
-                original_max_positions: original.unwrap_or(context_length),
-                attention_factor: metadata.float("rope.scaling.attn_factor")?.unwrap_or(1.0),
-            });
-        }
-        (None, _) => {
-            return Err(Error::MissingTensor { path: metadata.path().into(), tensor: short });
-        }
-        (_, None) => {
-            return Err(Error::MissingTensor { path: metadata.path().into(), tensor: long });
-        }
-    }
-    let factor = match metadata.float("rope.scaling.factor")? {
-        Some(factor) => Some(factor),
-        None => metadata.float("rope.scale_linear")?,
-    };
-    let default = if factor.is_some() { "linear" } else { "none" };
-    let kind = metadata.string("rope.scaling.type").unwrap_or(default);
-    match (kind, factor) {
-        ("none", _) | ("linear", None) => Ok(RopeScaling::Default),
-        ("linear", Some(factor)) => {
-            positive(metadata.path(), "rope.scaling.factor", factor)?;
-            Ok(RopeScaling::Linear { factor })
-        }
-        (other, _) => {
-            let why = format!(
-                "{} has rope.scaling.type {other}; none, linear, llama3 (by rope_freqs) and \
-                 longrope (by rope_factors) are computed",
-                metadata.path().display()
-            );
-            Err(Error::unsupported(format!("rope type {other}"), why))
         }
     }
 }

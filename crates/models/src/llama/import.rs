@@ -4,7 +4,11 @@ use super::{
     Config, Layer, Llama,
     names::{LayerNames, NAMES},
 };
-use crate::{Result, checkpoint::Weights, nn::SwiGlu};
+use crate::{
+    Result,
+    checkpoint::Weights,
+    nn::{GatedMlp, Gating},
+};
 
 impl Llama {
     /// Builds the model, taking each tensor out of `weights` as it goes.
@@ -37,9 +41,14 @@ impl Layer {
             qkv: weights.linear(&names.qkv, hidden_size, config.qkv_bias)?,
             output: weights.linear(&names.output, heads, config.output_bias)?,
             mlp_norm: weights.rms_norm(&names.mlp_norm, hidden_size, norm_epsilon)?,
-            mlp: SwiGlu {
+            mlp: GatedMlp {
                 gate_up: weights.linear(&names.gate_up, hidden_size, config.mlp_bias)?,
                 down: weights.linear(&names.down, intermediate_size, config.mlp_bias)?,
+                gating: Gating::Silu,
+            },
+            qk_norms: match config.qk_norms {
+                true => Some(weights.qk_norms(&names.qk_norms, config.head_dim(), norm_epsilon)?),
+                false => None,
             },
         })
     }

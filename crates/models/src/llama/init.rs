@@ -7,7 +7,7 @@ use burn::{
 };
 
 use super::{Config, Layer, Llama};
-use crate::nn::{Embedding, Linear, Matrix, RmsNorm, SwiGlu};
+use crate::nn::{Embedding, GatedMlp, Gating, Linear, Matrix, QkNorms, RmsNorm};
 
 impl Llama {
     /// A model with random weights, which depend on the device's seed.
@@ -47,10 +47,15 @@ impl Layer {
             qkv: linear([attention.qkv_rows(), hidden_size], 1.0, qkv_bias, device),
             output: linear([hidden_size, heads], residual, output_bias, device),
             mlp_norm: rms_norm(config, device),
-            mlp: SwiGlu {
+            mlp: GatedMlp {
                 gate_up: linear([2 * intermediate_size, hidden_size], 1.0, mlp_bias, device),
                 down: linear([hidden_size, intermediate_size], residual, mlp_bias, device),
+                gating: Gating::Silu,
             },
+            qk_norms: config.qk_norms.then(|| {
+                let norm = || RmsNorm::new(config.head_dim(), config.norm_epsilon, device);
+                QkNorms { query: norm(), key: norm() }
+            }),
         }
     }
 }

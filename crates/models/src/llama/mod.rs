@@ -1,5 +1,5 @@
-//! The Llama family: Llama 2 and 3, SmolLM and SmolLM2, Qwen2, and Mistral and Phi-3 in contexts up
-//! to their sliding windows.
+//! The Llama family: Llama 2 and 3, Mistral, SmolLM, SmolLM2 and SmolLM3, Qwen2 and Qwen3, Phi-3 and
+//! Phi-4-mini. What sets them apart is in [`Config`].
 
 mod config;
 mod export;
@@ -8,7 +8,7 @@ mod import;
 mod init;
 mod model;
 mod names;
-mod resolve;
+pub(crate) mod resolve;
 
 pub use config::Config;
 pub use model::{Layer, Llama};
@@ -25,7 +25,7 @@ pub(crate) struct Files;
 
 impl Family for Files {
     fn model_types(&self) -> &'static [&'static str] {
-        &["llama", "mistral", "qwen2", "phi3"]
+        &["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3"]
     }
 
     fn import(&self, config: &ConfigJson<'_>, weights: &mut Weights) -> Result<LanguageModel> {
@@ -34,12 +34,18 @@ impl Family for Files {
     }
 
     fn gguf(&self) -> &'static [(&'static str, GgufNames)] {
-        &[("llama", names::GGUF), ("phi3", names::GGUF_PHI3), ("qwen2", names::GGUF)]
+        &[
+            ("llama", names::GGUF),
+            ("phi3", names::GGUF_PHI3),
+            ("qwen2", names::GGUF),
+            ("qwen3", names::GGUF),
+            ("smollm3", names::GGUF),
+        ]
     }
 
     fn import_gguf(&self, metadata: &Metadata<'_>, weights: &mut Weights) -> Result<LanguageModel> {
         let config = Config::from_gguf(metadata, weights)?;
-        if metadata.arch() == "llama" {
+        if matches!(metadata.arch(), "llama" | "smollm3") {
             config.interleaved(weights);
         }
         Ok(Llama::import(config, weights)?.into())

@@ -12,7 +12,7 @@ use super::Config;
 use crate::{
     Decoder, LayerSpec, ModelSpec, Pass, Result, Role, Roles,
     checkpoint::Exports,
-    nn::{Embedding, Linear, Matrix, Memory, RmsNorm, Rotation, SwiGlu, by_rows},
+    nn::{Embedding, GatedMlp, Linear, Matrix, Memory, QkNorms, RmsNorm, Rotation, by_rows},
 };
 
 /// A model of the Llama family, <https://arxiv.org/abs/2302.13971>.
@@ -44,7 +44,9 @@ pub struct Layer {
     /// Norm before the MLP.
     pub mlp_norm: RmsNorm,
     /// The MLP.
-    pub mlp: SwiGlu,
+    pub mlp: GatedMlp,
+    /// Norms of the heads of queries and keys, if the model has them.
+    pub qk_norms: Option<QkNorms>,
 }
 
 impl Llama {
@@ -65,11 +67,11 @@ impl Decoder for Llama {
 
     fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
         let seq = ids.dims()[1];
-        let rotation = pass.rotation(&self.spec, seq, &ids.device());
+        let rotations = pass.rotations(&self.spec, seq, &ids.device());
         let mut x = self.embedding.forward(ids); // [batch, seq, hidden]
-        let rotation = rotation.map(|rotation| rotation.to_dtype(x.dtype())); // once for all layers
+        let rotations = rotations.to_dtype(x.dtype()); // once for all layers
         for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
-            x = layer.forward(x, rotation.as_ref(), spec, pass.layer(i))?;
+            x = layer.forward(x, rotations.of(spec), spec, pass.layer(i))?;
         }
         Ok(self.norm.forward(x))
     }
@@ -85,6 +87,7 @@ impl Decoder for Llama {
         for layer in &self.layers {
             roles.add(Role::AttentionNorm, &layer.attention_norm);
             roles.add(Role::Qkv, &layer.qkv);
+            roles.add(Role::AttentionNorm, &layer.qk_norms);
             roles.add(Role::AttentionOutput, &layer.output);
             roles.add(Role::MlpNorm, &layer.mlp_norm);
             roles.add(Role::Mlp, &layer.mlp);
@@ -119,7 +122,7 @@ impl Layer {
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let qkv = by_rows(x.clone(), |x| self.qkv.forward(self.attention_norm.forward(x)));
-        let heads = spec.attend(qkv, rotation, memory)?;
+        let heads = spec.attend_normed(qkv, self.qk_norms.as_ref(), rotation, memory)?;
         let x = x + self.output.forward(heads);
         Ok(by_rows(x, |x| x.clone() + self.mlp.forward(self.mlp_norm.forward(x))))
     }

@@ -20,6 +20,7 @@ pub(super) const NAMES: Names = Names {
 pub(super) struct LayerNames {
     pub(super) attention_norm: String,
     pub(super) qkv: Vec<(String, usize)>,
+    pub(super) qk_norms: [String; 2],
     pub(super) output: Vec<(String, usize)>,
     pub(super) mlp_norm: String,
     pub(super) gate_up: Vec<(String, usize)>,
@@ -50,6 +51,7 @@ impl LayerNames {
         Self {
             attention_norm: name("input_layernorm"),
             qkv: rows("self_attn.qkv_proj", &qkv),
+            qk_norms: [name("self_attn.q_norm"), name("self_attn.k_norm")],
             output: vec![(name("self_attn.o_proj"), hidden_size)],
             mlp_norm: name("post_attention_layernorm"),
             gate_up: rows("mlp.gate_up_proj", &gate_up),
@@ -67,6 +69,8 @@ pub(super) const GGUF: GgufNames = GgufNames {
         ("attn_k", "self_attn.k_proj"),
         ("attn_v", "self_attn.v_proj"),
         ("attn_qkv", "self_attn.qkv_proj"),
+        ("attn_q_norm", "self_attn.q_norm"),
+        ("attn_k_norm", "self_attn.k_norm"),
         ("attn_output", "self_attn.o_proj"),
         ("ffn_norm", "post_attention_layernorm"),
         ("ffn_gate", "mlp.gate_proj"),

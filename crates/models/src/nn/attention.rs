@@ -22,6 +22,8 @@ pub struct AttentionTrace {
     pub output: Tensor<4>,
     /// How scores became weights.
     pub options: AttentionOptions,
+    /// The learned sink of every query head, `[n_heads]`, if the model has them.
+    pub sink_logits: Option<Tensor<1>>,
 }
 
 /// A callback that is given every layer's attention, first layer first.
@@ -32,6 +34,7 @@ pub type AttentionObserver<'a> = dyn FnMut(AttentionTrace) + 'a;
 #[derive(Debug)]
 pub struct Memory<'a> {
     kv: KvMemory<'a>,
+    sink_logits: Option<Tensor<1>>,
     observer: Option<Observer<'a>>,
 }
 
@@ -50,11 +53,18 @@ impl fmt::Debug for Observer<'_> {
 
 impl<'a> From<KvMemory<'a>> for Memory<'a> {
     fn from(kv: KvMemory<'a>) -> Self {
-        Self { kv, observer: None }
+        Self { kv, sink_logits: None, observer: None }
     }
 }
 
 impl<'a> Memory<'a> {
+    /// Adds a learned sink to every query head, `[n_heads]`: a term `exp(sink_logit)` in the denominator of the
+    /// softmax that brings no value.
+    #[must_use]
+    pub fn with_sinks(self, sink_logits: Tensor<1>) -> Self {
+        Self { sink_logits: Some(sink_logits), ..self }
+    }
+
     /// Shows the attention to `observe`.
     #[must_use]
     pub fn shown_to(
@@ -78,12 +88,14 @@ impl<'a> Memory<'a> {
     ///
     /// Those of the cache: a configuration that does not fit the head, no room left.
     pub fn attend(self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Result<Tensor<4>> {
-        let Some(Observer { layer, options, observe }) = self.observer else {
-            return Ok(self.kv.attend(q, k, v)?.output);
+        let Self { kv, sink_logits, observer } = self;
+        let Some(Observer { layer, options, observe }) = observer else {
+            return Ok(kv.attend_with_sinks(q, k, v, sink_logits)?.output);
         };
         let (query, key, value) = (q.clone(), k.clone(), v.clone());
-        let output = self.kv.attend(q, k, v)?.output;
-        observe(AttentionTrace { layer, query, key, value, output: output.clone(), options });
+        let output = kv.attend_with_sinks(q, k, v, sink_logits.clone())?.output;
+        let shown = output.clone();
+        observe(AttentionTrace { layer, query, key, value, output: shown, options, sink_logits });
         Ok(output)
     }
 }

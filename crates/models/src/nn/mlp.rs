@@ -1,4 +1,4 @@
-//! The gated feed-forward block of the Llama family.
+//! The gated feed-forward block of the Llama family and its kin.
 
 use burn::{
     module::Module,
@@ -7,16 +7,30 @@ use burn::{
 
 use super::Linear;
 
-/// `down(silu(gate(x)) * up(x))`, <https://arxiv.org/abs/2002.05202>, gate and up in one matrix.
+/// The nonlinearity of a [`GatedMlp`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Gating {
+    /// `x * sigmoid(x)`: SwiGLU.
+    #[default]
+    Silu,
+    /// GELU by its approximation with tanh: GeGLU.
+    GeluTanh,
+}
+
+/// `down(f(gate(x)) * up(x))`, <https://arxiv.org/abs/2002.05202>, gate and up in one matrix.
 #[derive(Module, Debug)]
-pub struct SwiGlu {
+pub struct GatedMlp {
     /// Gate rows, then up rows: `[2 * intermediate, hidden]`.
     pub gate_up: Linear,
     /// `[hidden, intermediate]`.
     pub down: Linear,
+    /// What the gate goes through.
+    #[module(skip)]
+    pub gating: Gating,
 }
 
-impl SwiGlu {
+impl GatedMlp {
     /// Applies the block.
     ///
     /// # Shapes
@@ -28,7 +42,11 @@ impl SwiGlu {
         let intermediate = gate_up.dims()[2] / 2;
         let gate = gate_up.clone().narrow(2, 0, intermediate);
         let up = gate_up.narrow(2, intermediate, intermediate);
-        self.down.forward(in_f32(gate, activation::silu) * up)
+        let gate = match self.gating {
+            Gating::Silu => in_f32(gate, activation::silu),
+            Gating::GeluTanh => in_f32(gate, activation::gelu_approximate),
+        };
+        self.down.forward(gate * up)
     }
 }
 

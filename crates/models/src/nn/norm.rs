@@ -12,26 +12,67 @@ pub struct RmsNorm {
     pub gamma: Param<Tensor<1>>,
     /// Added to the mean of squares.
     pub epsilon: f64,
+    /// Whether the gains are stored less 1, as in Gemma: near 0 they are exact in 16 bits.
+    #[module(skip)]
+    pub plus_one: bool,
 }
 
 impl RmsNorm {
     /// The norm over `width` channels with gains of 1.
     pub fn new(width: usize, epsilon: f64, device: &Device) -> Self {
-        Self { gamma: Param::from_tensor(Tensor::ones([width], device)), epsilon }
+        let gamma = Param::from_tensor(Tensor::ones([width], device));
+        Self { gamma, epsilon, plus_one: false }
     }
 
     /// Applies the norm. In 16 bits the result is rounded before the gains and after, as in the
-    /// transformers library.
+    /// transformers library; with gains that are stored less 1 only after.
     ///
     /// # Shapes
     ///
     /// - x: `[batch, seq, width]`
     /// - output: `[batch, seq, width]`, in the type of x
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        self.over_last(x)
+    }
+
+    /// [`forward`](Self::forward) of heads, `[batch, heads, seq, head_dim]`.
+    pub fn heads(&self, x: Tensor<4>) -> Tensor<4> {
+        self.over_last(x)
+    }
+
+    fn over_last<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         let dtype = x.dtype();
         let x = x.cast(DType::F32);
-        let rms = (x.clone().square().mean_dim(2) + self.epsilon).sqrt();
-        (x / rms).cast(dtype) * self.gamma.val().unsqueeze()
+        let rms = (x.clone().square().mean_dim(D - 1) + self.epsilon).sqrt();
+        let gamma = self.gamma.val();
+        if self.plus_one {
+            return (x / rms * (gamma.cast(DType::F32) + 1.0).unsqueeze()).cast(dtype);
+        }
+        (x / rms).cast(dtype) * gamma.unsqueeze()
+    }
+}
+
+/// Norms of every head of queries and of keys, before they are rotated: <https://arxiv.org/abs/2010.04245>,
+/// by root mean squares.
+#[derive(Module, Debug)]
+pub struct QkNorms {
+    /// Of queries; its width is head_dim.
+    pub query: RmsNorm,
+    /// Of keys; its width is head_dim.
+    pub key: RmsNorm,
+}
+
+impl QkNorms {
+    /// Applies the norms to `n_heads` query heads and the key heads behind them.
+    ///
+    /// # Shapes
+    ///
+    /// - qk: `[batch, n_heads + n_kv_heads, seq, head_dim]`
+    /// - output: the same
+    pub fn forward(&self, qk: Tensor<4>, n_heads: usize) -> Tensor<4> {
+        let n_kv_heads = qk.dims()[1] - n_heads;
+        let query = self.query.heads(qk.clone().narrow(1, 0, n_heads));
+        Tensor::cat(vec![query, self.key.heads(qk.narrow(1, n_heads, n_kv_heads))], 1)
     }
 }
 

@@ -38,6 +38,22 @@ pub enum RopeScaling {
         /// channels rotate.
         attention_factor: f64,
     },
+    /// Low frequencies are divided, high ones kept, those between blended, with bounds by the number of turns
+    /// over the original context; sines and cosines are scaled: YaRN, <https://arxiv.org/abs/2309.00071>.
+    Yarn {
+        /// The divisor of low frequencies.
+        factor: f64,
+        /// Turns in `original_max_positions` above which a frequency is kept.
+        beta_fast: f64,
+        /// Turns in `original_max_positions` below which a frequency is divided.
+        beta_slow: f64,
+        /// The context length before scaling.
+        original_max_positions: usize,
+        /// Multiplies sines and cosines.
+        attention_factor: f64,
+        /// Whether the bounds are rounded outwards to whole numbers of channel pairs.
+        truncate: bool,
+    },
     /// One divisor per frequency, as GGUF files store them in `rope_freqs.weight`; in a
     /// `config.json`, `longrope` with the same factors for long and short contexts.
     Divisors(Vec<f32>),
@@ -110,9 +126,10 @@ impl Rope {
                 assert_eq!(divisors.len(), n, "one divisor per frequency");
                 (None, 1.0)
             }
+            &RopeScaling::Yarn { attention_factor, .. } => (None, attention_factor as f32),
             _ => (None, 1.0),
         };
-        let inv_freq = frequencies(&|freq, i| scale(freq, i, scaling));
+        let inv_freq = frequencies(&|freq, i| scale(freq, (i, n), theta, scaling));
         Self { inv_freq, long, attention_factor }
     }
 
@@ -153,12 +170,36 @@ fn frequency(i: usize, rotary_dim: usize, theta: f64) -> f64 {
 }
 
 /// The scaled frequency; for [`RopeScaling::LongRope`], that of short contexts.
-fn scale(freq: f64, i: usize, scaling: &RopeScaling) -> f64 {
+/// `i` is the number of the pair of channels, of `n`.
+fn scale(freq: f64, (i, n): (usize, usize), theta: f64, scaling: &RopeScaling) -> f64 {
     match scaling {
         RopeScaling::Default => freq,
         RopeScaling::Linear { factor } => freq / factor,
         RopeScaling::Divisors(divisors) => freq / f64::from(divisors[i]),
         RopeScaling::LongRope { short_factors, .. } => freq / f64::from(short_factors[i]),
+        &RopeScaling::Yarn {
+            factor,
+            beta_fast,
+            beta_slow,
+            original_max_positions,
+            truncate,
+            ..
+        } => {
+            // The pair of channels that turns so many times over the original context.
+            let pair = |turns: f64| {
+                n as f64 * (original_max_positions as f64 / (turns * TAU)).ln() / theta.ln()
+            };
+            let (mut low, mut high) = (pair(beta_fast), pair(beta_slow));
+            if truncate {
+                (low, high) = (low.floor(), high.ceil());
+            }
+            let (low, mut high) = (low.max(0.0), high.min((2 * n - 1) as f64));
+            if low == high {
+                high += 0.001;
+            }
+            let divided = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+            freq * (1.0 - divided + divided / factor)
+        }
         &RopeScaling::Llama3 {
             factor,
             low_freq_factor,

@@ -1,4 +1,4 @@
-//! The byte-level BPE vocabulary inside a GGUF file.
+//! The vocabulary inside a GGUF file: byte-level BPE, or SentencePiece with scores.
 //!
 //! The file names its pre-tokenizer; what each name means is llama.cpp's `src/llama-vocab.cpp`,
 //! which follows the models' own `tokenizer.json`.
@@ -8,7 +8,10 @@ use std::{collections::HashMap, path::Path};
 use serde_json::{Value as Json, json};
 use tokenizers::AddedToken;
 
-use super::special::{Settings, begin_with};
+use super::{
+    sentencepiece,
+    special::{Settings, begin_with},
+};
 use crate::{Error, Result, gguf::Value};
 
 /// The regular expression of GPT-2.
@@ -17,6 +20,9 @@ const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// The same with digits in groups of up to three.
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Words by their case, with contractions; digits in groups of up to three.
+const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// `tokenizer.ggml.token_type` of control tokens and of tokens added by a user.
 const CONTROL: i64 = 3;
@@ -39,6 +45,7 @@ fn pre_tokenizer(name: &str) -> Option<Pre> {
         "smollm" => (&[r"\p{N}", GPT2], false),
         "qwen2" => (&[QWEN2], false),
         "llama-bpe" | "llama3" | "llama-v3" => (&[LLAMA3], true),
+        "gpt-4o" => (&[GPT4O], false),
         _ => return None,
     };
     Some(Pre { splits, ignore_merges: llama3, adds_bos: llama3 })
@@ -50,15 +57,66 @@ pub(super) fn build(
     path: &Path,
 ) -> Result<(tokenizers::Tokenizer, Vec<u32>, Settings)> {
     let vocabulary = Vocabulary { metadata, path };
-    let model = vocabulary.string("tokenizer.ggml.model")?;
-    if model != "gpt2" {
-        let why = format!(
-            "{} has tokenizer.ggml.model {model}; only gpt2, byte-level BPE, is read from GGUF \
-             files",
-            path.display()
-        );
-        return Err(Error::unsupported(format!("GGUF tokenizer {model}"), why));
+    let tokens = vocabulary.strings("tokenizer.ggml.tokens")?;
+    let types = vocabulary.types(tokens.len())?;
+    let (mut inner, begins) = match vocabulary.string("tokenizer.ggml.model")? {
+        "gpt2" => byte_level(&vocabulary, &tokens)?,
+        "llama" => {
+            let scores = vocabulary.scores(tokens.len())?;
+            let unknown = vocabulary.id("tokenizer.ggml.unknown_token_id");
+            let prefixed = vocabulary.flag("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
+            let inner = sentencepiece::build(&tokens, &scores, &types, unknown, prefixed, path)?;
+            (inner, true)
+        }
+        model => {
+            let why = format!(
+                "{} has tokenizer.ggml.model {model}; gpt2, byte-level BPE, and llama, SentencePiece \
+                 with scores, are read from GGUF files",
+                path.display()
+            );
+            return Err(Error::unsupported(format!("GGUF tokenizer {model}"), why));
+        }
+    };
+
+    let added: Vec<_> = tokens
+        .iter()
+        .zip(&types)
+        .filter(|(_, kind)| matches!(**kind, CONTROL | USER_DEFINED))
+        .map(|(token, kind)| AddedToken::from(*token, *kind == CONTROL).normalized(false))
+        .collect();
+    inner.add_tokens(added).map_err(Error::tokenizer)?;
+
+    let eos = ["eos", "eot", "eom"]
+        .iter()
+        .filter_map(|name| vocabulary.id(&format!("tokenizer.ggml.{name}_token_id")))
+        .collect();
+    let bos = vocabulary.id("tokenizer.ggml.bos_token_id");
+    let adds_bos = vocabulary.flag("tokenizer.ggml.add_bos_token")?;
+    let adds_bos = adds_bos.unwrap_or(begins && bos.is_some());
+    if adds_bos {
+        let Some(bos) = bos else {
+            return Err(
+                vocabulary.wrong("tokenizer.ggml.bos_token_id", "an id to begin texts with")
+            );
+        };
+        begin_with(&mut inner, bos, path)?;
     }
+    let chat_template = match metadata.get("tokenizer.chat_template") {
+        None => None,
+        Some(_) => Some(vocabulary.string("tokenizer.chat_template")?.to_string()),
+    };
+    let eos_token = vocabulary.id("tokenizer.ggml.eos_token_id");
+    let eos_token = eos_token.and_then(|id| inner.id_to_token(id));
+    Ok((inner, eos, Settings { bos, chat_template, eos_token, ..Settings::default() }))
+}
+
+/// The tokenizer of a byte-level BPE vocabulary, and whether texts start with the begin-of-text token where
+/// the file does not say.
+fn byte_level(
+    vocabulary: &Vocabulary<'_>,
+    tokens: &[&str],
+) -> Result<(tokenizers::Tokenizer, bool)> {
+    let (metadata, path) = (vocabulary.metadata, vocabulary.path);
     // Files from before this field was introduced use llama.cpp's default.
     let name = match metadata.get("tokenizer.ggml.pre") {
         None => "default",
@@ -66,14 +124,13 @@ pub(super) fn build(
     };
     let Some(pre) = pre_tokenizer(name) else {
         let why = format!(
-            "{} has tokenizer.ggml.pre {name}; gpt-2, default, smollm, qwen2 and llama-bpe are \
-             known",
+            "{} has tokenizer.ggml.pre {name}; gpt-2, default, smollm, qwen2, llama-bpe and gpt-4o \
+             are known",
             path.display()
         );
         return Err(Error::unsupported(format!("pre-tokenizer {name}"), why));
     };
 
-    let tokens = vocabulary.strings("tokenizer.ggml.tokens")?;
     let merges = vocabulary.strings("tokenizer.ggml.merges")?;
     // Of two tokens spelled alike the first wins, as in llama.cpp.
     let mut vocab = serde_json::Map::with_capacity(tokens.len());
@@ -91,43 +148,9 @@ pub(super) fn build(
         })
         .collect::<Result<Vec<_>>>()?;
 
-    let mut inner: tokenizers::Tokenizer = serde_json::from_value(describe(&pre, vocab, merges))
+    let inner = serde_json::from_value(describe(&pre, vocab, merges))
         .map_err(|error| Error::tokenizer(format!("{}: {error}", path.display())))?;
-
-    let types = vocabulary.types(tokens.len())?;
-    let added: Vec<_> = tokens
-        .iter()
-        .zip(&types)
-        .filter(|(_, kind)| matches!(**kind, CONTROL | USER_DEFINED))
-        .map(|(token, kind)| AddedToken::from(*token, *kind == CONTROL).normalized(false))
-        .collect();
-    inner.add_tokens(added).map_err(Error::tokenizer)?;
-
-    let eos = ["eos", "eot", "eom"]
-        .iter()
-        .filter_map(|name| vocabulary.id(&format!("tokenizer.ggml.{name}_token_id")))
-        .collect();
-    let bos = vocabulary.id("tokenizer.ggml.bos_token_id");
-    let adds_bos = match metadata.get("tokenizer.ggml.add_bos_token") {
-        None => pre.adds_bos && bos.is_some(),
-        Some(&Value::Bool(adds)) => adds,
-        Some(_) => return Err(vocabulary.wrong("tokenizer.ggml.add_bos_token", "a boolean")),
-    };
-    if adds_bos {
-        let Some(bos) = bos else {
-            return Err(
-                vocabulary.wrong("tokenizer.ggml.bos_token_id", "an id to begin texts with")
-            );
-        };
-        begin_with(&mut inner, bos, path)?;
-    }
-    let chat_template = match metadata.get("tokenizer.chat_template") {
-        None => None,
-        Some(_) => Some(vocabulary.string("tokenizer.chat_template")?.to_string()),
-    };
-    let eos_token = vocabulary.id("tokenizer.ggml.eos_token_id");
-    let eos_token = eos_token.and_then(|id| inner.id_to_token(id));
-    Ok((inner, eos, Settings { bos, chat_template, eos_token, ..Settings::default() }))
+    Ok((inner, pre.adds_bos))
 }
 
 /// The tokenizer as a `tokenizer.json` would state it.
@@ -214,6 +237,30 @@ impl<'a> Vocabulary<'a> {
             return Err(self.wrong(key, &what));
         }
         Ok(types)
+    }
+
+    /// One score per token.
+    fn scores(&self, n_tokens: usize) -> Result<Vec<f64>> {
+        let key = "tokenizer.ggml.scores";
+        let what = format!("an array of {n_tokens} finite floats, one per token");
+        let Some(Value::Array(items)) = self.metadata.get(key) else {
+            return Err(self.wrong(key, &what));
+        };
+        let score = |item: &Value| match item {
+            Value::Float(score) if score.is_finite() => Some(*score),
+            _ => None,
+        };
+        let scores: Option<Vec<f64>> = items.iter().map(score).collect();
+        scores.filter(|scores| scores.len() == n_tokens).ok_or_else(|| self.wrong(key, &what))
+    }
+
+    /// A boolean, if it is there.
+    fn flag(&self, key: &str) -> Result<Option<bool>> {
+        match self.metadata.get(key) {
+            None => Ok(None),
+            Some(&Value::Bool(flag)) => Ok(Some(flag)),
+            Some(_) => Err(self.wrong(key, "a boolean")),
+        }
     }
 
     fn id(&self, key: &str) -> Option<u32> {

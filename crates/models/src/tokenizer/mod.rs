@@ -2,6 +2,7 @@
 
 mod gguf;
 mod pieces;
+mod sentencepiece;
 mod special;
 mod train;
 

@@ -19,8 +19,18 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value as Json;
 
 /// The project's tiny checkpoints.
-pub(crate) const TINY: [&str; 5] =
-    ["gpt2-tiny", "llama-tiny", "llama3-rope-tiny", "qwen2-tiny", "phi3-tiny"];
+pub(crate) const TINY: [&str; 10] = [
+    "gpt2-tiny",
+    "llama-tiny",
+    "llama3-rope-tiny",
+    "qwen2-tiny",
+    "phi3-tiny",
+    "qwen3-tiny",
+    "phi4-tiny",
+    "mistral-swa-tiny",
+    "smollm3-tiny",
+    "gemma3-tiny",
+];
 
 /// The folder of one of the project's tiny checkpoints.
 pub(crate) fn tiny(name: &str) -> PathBuf {
@@ -71,6 +81,8 @@ pub(crate) fn device() -> Device {
 pub(crate) struct Expected {
     pub(crate) ids: Tensor<2, Int>,
     pub(crate) logits: Tensor<3>,
+    /// The logits of the last tokens, computed one by one, if the file has them.
+    pub(crate) decoded: Option<Tensor<3>>,
 }
 
 pub(crate) fn expected(folder: &Path, device: &Device) -> Expected {
@@ -81,10 +93,12 @@ pub(crate) fn expected(folder: &Path, device: &Device) -> Expected {
     let values: Vec<i32> =
         ids.data().chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().unwrap())).collect();
     let ids = Tensor::from_data(TensorData::new(values, shape), device);
-    let logits = tensors.tensor("logits").unwrap();
-    let shape: [usize; 3] = logits.shape().try_into().unwrap();
-    let logits = Tensor::from_data(TensorData::new(f32s(logits.data()), shape), device);
-    Expected { ids, logits }
+    let floats = |name: &str| {
+        let tensor = tensors.tensor(name).ok()?;
+        let shape: [usize; 3] = tensor.shape().try_into().unwrap();
+        Some(Tensor::from_data(TensorData::new(f32s(tensor.data()), shape), device))
+    };
+    Expected { ids, logits: floats("logits").unwrap(), decoded: floats("decode_logits") }
 }
 
 pub(crate) fn f32s(bytes: &[u8]) -> Vec<f32> {
@@ -163,7 +177,12 @@ pub(crate) fn with_tensors(name: &str, change: impl FnOnce(&mut Vec<Named>)) -> 
 pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[(&str, Value)]) {
     let config: Json =
         serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap();
-    let arch = config["model_type"].as_str().unwrap();
+    let arch = match config["model_type"].as_str().unwrap() {
+        "mistral" => "llama",
+        "gemma3_text" => "gemma3",
+        "gpt_oss" => "gpt-oss",
+        other => other,
+    };
     let int = |key: &str| config[key].as_u64().map(|n| n as u32);
     let rope = &config["rope_parameters"];
     let mut metadata: Vec<(String, Value)> =
@@ -189,6 +208,12 @@ pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[
         let partial = rope["partial_rotary_factor"].as_f64().unwrap_or(1.0);
         put("rope.dimension_count", Some(Value::U32((f64::from(head_dim) * partial) as u32)));
     }
+    if arch == "gemma3" {
+        let theta = |kind: &str| &rope[kind]["rope_theta"];
+        put("rope.freq_base", float(theta("full_attention")));
+        put("rope.freq_base_swa", float(theta("sliding_attention")));
+        put("attention.sliding_window_pattern", Some(Value::U32(4)));
+    }
     let window = config["sliding_window"].as_u64().map(|n| Value::U32(n as u32));
     put("attention.sliding_window", window);
     let factors = longrope_factors(&config);
@@ -205,13 +230,17 @@ pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[
 
     let mut tensors = vec![];
     for (name, shape, values) in read_tensors(&folder.join("model.safetensors")) {
-        let gguf = gguf_name(&name);
+        let gguf = gguf_name(arch, &name);
+        let mut values = values;
+        if arch == "gemma3" && gguf.ends_with("norm.weight") {
+            values.iter_mut().for_each(|gain| *gain += 1.0);
+        }
         let mut tensor = CandleTensor::from_vec(values, shape, &Cpu::Cpu).unwrap();
         let conv1d = arch == "gpt2" && (gguf.contains("ffn") || gguf.contains("attn_"));
         if conv1d && tensor.rank() == 2 {
             tensor = tensor.t().unwrap().contiguous().unwrap();
         }
-        if arch == "llama" {
+        if matches!(arch, "llama" | "smollm3") {
             let heads = match gguf.split('.').nth(2) {
                 Some("attn_q") => int("num_attention_heads"),
                 Some("attn_k") => int("num_key_value_heads"),
@@ -304,8 +333,11 @@ pub(crate) fn bos_vocabulary(more: &[(&str, Value)]) -> Vec<(String, Value)> {
     metadata
 }
 
-fn gguf_name(name: &str) -> String {
+fn gguf_name(arch: &str, name: &str) -> String {
     let mut name = name.replace("model.layers.", "blk.").replace("transformer.h.", "blk.");
+    if arch == "gemma3" {
+        name = name.replace("post_attention_layernorm", "post_attention_norm");
+    }
     for (hf, gguf) in [
         ("model.embed_tokens", "token_embd"),
         ("transformer.wte", "token_embd"),
@@ -315,8 +347,11 @@ fn gguf_name(name: &str) -> String {
         ("lm_head", "output"),
         ("input_layernorm", "attn_norm"),
         ("post_attention_layernorm", "ffn_norm"),
+        ("pre_feedforward_layernorm", "ffn_norm"),
+        ("post_feedforward_layernorm", "post_ffw_norm"),
         ("self_attn.qkv_proj", "attn_qkv"),
         ("self_attn.q_norm", "attn_q_norm"),
+        ("self_attn.k_norm", "attn_k_norm"),
         ("self_attn.q_proj", "attn_q"),
         ("self_attn.k_proj", "attn_k"),
         ("self_attn.v_proj", "attn_v"),
@@ -364,7 +399,8 @@ fn llama3_divisors(config: &Json) -> Vec<f32> {
 /// The factors of `rope_scaling` as tensors, for a configuration that has them.
 fn longrope_factors(config: &Json) -> Vec<(String, Vec<f32>)> {
     let factors = |kind: &str| {
-        let factors = config["rope_scaling"][format!("{kind}_factor")].as_array()?;
+        let of = |field: &str| config[field][format!("{kind}_factor")].as_array();
+        let factors = of("rope_scaling").or_else(|| of("rope_parameters"))?;
         let values = factors.iter().map(|x| x.as_f64().unwrap() as f32).collect();
         Some((format!("rope_factors_{kind}.weight"), values))
     };
@@ -388,5 +424,8 @@ pub(crate) fn small() -> Config {
         rotary_dim: 16,
         rope_theta: 10_000.0,
         rope_scaling: RopeScaling::Default,
+        full_layers: Default::default(),
+        unrotated_layers: Default::default(),
+        qk_norms: false,
     }
 }

@@ -67,6 +67,9 @@ pub(crate) fn architecture() -> Config {
         rotary_dim: 32,
         rope_theta: 10_000.0,
         rope_scaling: RopeScaling::Default,
+        full_layers: Default::default(),
+        unrotated_layers: Default::default(),
+        qk_norms: false,
     }
 }
 

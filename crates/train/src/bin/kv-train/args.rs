@@ -84,6 +84,9 @@ impl Architecture {
             rotary_dim: self.head_dim,
             rope_theta: 10_000.0,
             rope_scaling: RopeScaling::Default,
+            full_layers: Default::default(),
+            unrotated_layers: Default::default(),
+            qk_norms: false,
         }
     }
 }

@@ -1,0 +1,320 @@
+//! What a Gemma 3 is: its `config.json` or the metadata of its GGUF file, resolved.
+
+use std::{collections::BTreeSet, path::Path};
+
+use kv_cubecl::AttentionOptions;
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use crate::{
+    ConfigJson, Error, LayerSpec, ModelSpec, Result,
+    checkpoint::Weights,
+    fields::{positive, required, sizes},
+    gguf::Metadata,
+    llama::resolve::{FULL, SLIDING, full_layers},
+    nn::{Rope, RopeScaling},
+    rope_config::{self, RopeFields},
+};
+
+/// Everything the model needs to know, with all defaults filled in.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// Tokens.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the MLP.
+    pub intermediate_size: usize,
+    /// Layers.
+    pub n_layers: usize,
+    /// Query heads.
+    pub n_heads: usize,
+    /// Key and value heads.
+    pub n_kv_heads: usize,
+    /// Channels of a head, which need not be those of the residual stream divided by the heads.
+    pub head_dim: usize,
+    /// Scores are multiplied by the inverse root of it.
+    pub query_scalar: f64,
+    /// What scores are bounded by, if they are.
+    pub softcap: Option<f32>,
+    /// Recent tokens that the layers see which are not in [`full_layers`](Self::full_layers).
+    pub window: usize,
+    /// Layers, counted from 0, that see all tokens.
+    pub full_layers: BTreeSet<usize>,
+    /// The longest context.
+    pub max_positions: usize,
+    /// Epsilon of the norms.
+    pub norm_epsilon: f64,
+    /// Whether the projections of attention have biases.
+    pub attention_bias: bool,
+    /// Whether the output projection is the token embedding.
+    pub tied_head: bool,
+    /// Base of the rotary frequencies of layers that see all tokens.
+    pub rope_theta: f64,
+    /// Scaling of these frequencies.
+    pub rope_scaling: RopeScaling,
+    /// Base of the rotary frequencies of the other layers.
+    pub local_rope_theta: f64,
+}
+
+/// The rotary bases of the published models.
+const THETA: f64 = 1e6;
+const LOCAL_THETA: f64 = 1e4;
+/// Every how many layers one sees all tokens, where a file does not say.
+const PATTERN: usize = 6;
+
+#[derive(Deserialize)]
+struct Raw {
+    vocab_size: Option<usize>,
+    hidden_size: Option<usize>,
+    intermediate_size: Option<usize>,
+    num_hidden_layers: Option<usize>,
+    num_attention_heads: Option<usize>,
+    num_key_value_heads: Option<usize>,
+    head_dim: Option<usize>,
+    max_position_embeddings: Option<usize>,
+    rms_norm_eps: Option<f64>,
+    hidden_activation: Option<String>,
+    attention_bias: Option<bool>,
+    attn_logit_softcapping: Option<f32>,
+    final_logit_softcapping: Option<f32>,
+    use_bidirectional_attention: Option<bool>,
+    query_pre_attn_scalar: Option<f64>,
+    tie_word_embeddings: Option<bool>,
+    sliding_window: Option<usize>,
+    sliding_window_pattern: Option<usize>,
+    layer_types: Option<Vec<String>>,
+    rope_theta: Option<f64>,
+    rope_local_base_freq: Option<f64>,
+    rope_scaling: Option<RopeFields>,
+    rope_parameters: Option<RopeByKind>,
+}
+
+/// The rotary encodings by the kind of layer; files from before there was this have `rope_theta` and
+/// `rope_scaling` for layers that see all tokens, and `rope_local_base_freq` for the others.
+#[derive(Deserialize)]
+struct RopeByKind {
+    full_attention: RopeFields,
+    sliding_attention: RopeFields,
+}
+
+impl Raw {
+    fn check_supported(&self, path: &Path) -> Result<()> {
+        let refuse = |what: &str, field: &str, value: &str| {
+            let why = format!("{} has {field} {value}", path.display());
+            Err(Error::unsupported(what, why))
+        };
+        let act = self.hidden_activation.as_deref().unwrap_or("gelu_pytorch_tanh");
+        if act != "gelu_pytorch_tanh" {
+            return refuse("activation", "hidden_activation", act);
+        }
+        if self.use_bidirectional_attention == Some(true) {
+            return refuse("attention to later tokens", "use_bidirectional_attention", "true");
+        }
+        match self.final_logit_softcapping {
+            Some(cap) => refuse("bounded logits", "final_logit_softcapping", &cap.to_string()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The layers that see all tokens where every `pattern`-th one does.
+fn every(path: &Path, field: &str, pattern: usize, n_layers: usize) -> Result<BTreeSet<usize>> {
+    match pattern {
+        0 => Err(Error::config(path, field, 0, "must be at least 1")),
+        _ => Ok((pattern - 1..n_layers).step_by(pattern).collect()),
+    }
+}
+
+impl Config {
+    /// Resolves `config.json`.
+    pub(super) fn from_json(json: &ConfigJson<'_>) -> Result<Self> {
+        let (raw, path) = (json.parse::<Raw>()?, json.path);
+        raw.check_supported(path)?;
+        let n_layers = required(path, "num_hidden_layers", raw.num_hidden_layers)?;
+        let n_heads = required(path, "num_attention_heads", raw.num_attention_heads)?;
+        let max_positions = required(path, "max_position_embeddings", raw.max_position_embeddings)?;
+        let head_dim = required(path, "head_dim", raw.head_dim)?;
+        let full_layers = match &raw.layer_types {
+            Some(types) => full_layers(path, types, n_layers)?,
+            None => {
+                let pattern = raw.sliding_window_pattern.unwrap_or(PATTERN);
+                every(path, "sliding_window_pattern", pattern, n_layers)?
+            }
+        };
+        let (full, local) = match raw.rope_parameters {
+            Some(RopeByKind { full_attention, sliding_attention }) => {
+                (Some(full_attention), Some(sliding_attention))
+            }
+            None => (raw.rope_scaling, None),
+        };
+        let scaling = |rope: Option<&RopeFields>| match rope {
+            Some(rope) => rope.scaling(path, max_positions, None),
+            None => Ok(RopeScaling::Default),
+        };
+        if scaling(local.as_ref())? != RopeScaling::Default {
+            let why = format!("{} has it; layers that see all tokens may", path.display());
+            return Err(Error::unsupported("scaled rotation of layers with a window", why));
+        }
+        let theta = |rope: Option<&RopeFields>, old: Option<f64>, default| {
+            rope.and_then(|rope| rope.rope_theta).or(old).unwrap_or(default)
+        };
+        let config = Self {
+            vocab_size: required(path, "vocab_size", raw.vocab_size)?,
+            hidden_size: required(path, "hidden_size", raw.hidden_size)?,
+            intermediate_size: required(path, "intermediate_size", raw.intermediate_size)?,
+            n_layers,
+            n_heads,
+            n_kv_heads: raw.num_key_value_heads.unwrap_or(n_heads),
+            head_dim,
+            query_scalar: raw.query_pre_attn_scalar.unwrap_or(head_dim as f64),
+            softcap: raw.attn_logit_softcapping,
+            window: required(path, "sliding_window", raw.sliding_window)?,
+            full_layers,
+            max_positions,
+            norm_epsilon: raw.rms_norm_eps.unwrap_or(1e-6),
+            attention_bias: raw.attention_bias.unwrap_or(false),
+            tied_head: raw.tie_word_embeddings.unwrap_or(true),
+            rope_theta: theta(full.as_ref(), raw.rope_theta, THETA),
+            rope_scaling: scaling(full.as_ref())?,
+            local_rope_theta: theta(local.as_ref(), raw.rope_local_base_freq, LOCAL_THETA),
+        };
+        config.check(path)?;
+        Ok(config)
+    }
+
+    /// Resolves the metadata of a GGUF file, and takes the tensors of the rotary encoding.
+    pub(super) fn from_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
+        let path = metadata.path();
+        let n_layers = metadata.size("block_count")?;
+        let (hidden_size, n_heads) =
+            (metadata.size("embedding_length")?, metadata.size("attention.head_count")?);
+        let head_dim = metadata.size("attention.key_length")?;
+        let max_positions = metadata.size("context_length")?;
+        let rope_theta = metadata.float("rope.freq_base")?.unwrap_or(THETA);
+        let pattern = metadata.optional_size("attention.sliding_window_pattern")?;
+        let pattern_key = metadata.key("attention.sliding_window_pattern");
+        let config = Self {
+            vocab_size: weights.rows("embed_tokens.weight")?,
+            hidden_size,
+            intermediate_size: metadata.size("feed_forward_length")?,
+            n_layers,
+            n_heads,
+            n_kv_heads: metadata.optional_size("attention.head_count_kv")?.unwrap_or(n_heads),
+            head_dim,
+            // The file does not say; the model of 27 billion parameters, which has 62 layers, differs.
+            query_scalar: match n_layers {
+                62 => hidden_size as f64 / n_heads as f64,
+                _ => head_dim as f64,
+            },
+            softcap: None,
+            window: metadata.size("attention.sliding_window")?,
+            full_layers: every(path, &pattern_key, pattern.unwrap_or(PATTERN), n_layers)?,
+            max_positions,
+            norm_epsilon: metadata.float("attention.layer_norm_rms_epsilon")?.unwrap_or(1e-6),
+            attention_bias: weights.contains("layers.0.self_attn.q_proj.bias"),
+            tied_head: !weights.contains("lm_head.weight"),
+            rope_theta,
+            rope_scaling: rope_config::from_gguf(
+                metadata,
+                head_dim,
+                rope_theta,
+                max_positions,
+                weights,
+            )?,
+            local_rope_theta: metadata.float("rope.freq_base_swa")?.unwrap_or(LOCAL_THETA),
+        };
+        config.check(path)?;
+        Ok(config)
+    }
+
+    fn check(&self, path: &Path) -> Result<()> {
+        let fields = [
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_hidden_layers", self.n_layers),
+            ("num_attention_heads", self.n_heads),
+            ("num_key_value_heads", self.n_kv_heads),
+            ("head_dim", self.head_dim),
+            ("max_position_embeddings", self.max_positions),
+            ("sliding_window", self.window),
+        ];
+        sizes(path, &fields)?;
+        if !self.n_heads.is_multiple_of(self.n_kv_heads) {
+            let rule = format!("does not divide num_attention_heads {}", self.n_heads);
+            return Err(Error::config(path, "num_key_value_heads", self.n_kv_heads, rule));
+        }
+        if !self.head_dim.is_multiple_of(2) {
+            return Err(Error::config(path, "head_dim", self.head_dim, "must be even"));
+        }
+        positive(path, "query_pre_attn_scalar", self.query_scalar)?;
+        positive(path, "rope_theta", self.rope_theta)?;
+        positive(path, "rope_local_base_freq", self.local_rope_theta)?;
+        positive(path, "rms_norm_eps", self.norm_epsilon)?;
+        if let Some(softcap) = self.softcap {
+            positive(path, "attn_logit_softcapping", softcap.into())?;
+        }
+        rope_config::check(path, &self.rope_scaling, self.head_dim)
+    }
+
+    /// What the model is, layer by layer.
+    pub(super) fn spec(&self) -> ModelSpec {
+        let mut options = AttentionOptions::default();
+        if self.query_scalar != self.head_dim as f64 {
+            options = options.with_scale(self.query_scalar.powf(-0.5) as f32);
+        }
+        if let Some(softcap) = self.softcap {
+            options = options.with_softcap(softcap);
+        }
+        let layer = LayerSpec::new(self.n_heads, self.n_kv_heads, self.head_dim);
+        let layer = layer.with_options(options);
+        // A window that hides nothing is none.
+        let window = Some(self.window).filter(|&window| window < self.max_positions);
+        let layers = (0..self.n_layers).map(|i| match self.full_layers.contains(&i) {
+            true => layer.with_rope(Some(0)),
+            false => layer.with_rope(Some(1)).with_window(window),
+        });
+        let ropes = vec![
+            Rope::new(self.head_dim, self.rope_theta, &self.rope_scaling),
+            Rope::new(self.head_dim, self.local_rope_theta, &RopeScaling::Default),
+        ];
+        let Self { vocab_size, hidden_size, max_positions, .. } = *self;
+        ModelSpec::new(vocab_size, hidden_size, max_positions, layers.collect()).with_ropes(ropes)
+    }
+
+    /// The fields of `config.json` that [`from_json`](Self::from_json) reads, in the spelling that both
+    /// old and new versions of the transformers library read.
+    pub(super) fn to_json(&self) -> Map<String, Value> {
+        let kind = |i| if self.full_layers.contains(&i) { FULL } else { SLIDING };
+        let layer_types: Vec<_> = (0..self.n_layers).map(kind).collect();
+        let fields = json!({
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": self.norm_epsilon,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attention_bias": self.attention_bias,
+            "attn_logit_softcapping": self.softcap,
+            "final_logit_softcapping": null,
+            "query_pre_attn_scalar": self.query_scalar,
+            "tie_word_embeddings": self.tied_head,
+            "sliding_window": self.window,
+            "layer_types": layer_types,
+            "rope_theta": self.rope_theta,
+            "rope_local_base_freq": self.local_rope_theta,
+            "rope_scaling": rope_config::to_json(&self.rope_scaling, self.max_positions),
+        });
+        match fields {
+            Value::Object(fields) => fields,
+            _ => unreachable!("it is written as an object"),
+        }
+    }
+}
