@@ -40,6 +40,11 @@ pub trait Family: Sync {
     /// The values of `model_type` in `config.json` that it serves.
     fn model_types(&self) -> &'static [&'static str];
 
+    /// The values of `quant_method` in `config.json` whose tensors it reads.
+    fn quantizations(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// Builds a model of a Hugging Face folder, taking each tensor out of `weights`.
     ///
     /// # Errors

@@ -2,9 +2,9 @@
 
 use std::sync::{PoisonError, RwLock};
 
-use crate::{Error, Family, Result, gemma3, gguf::GgufNames, gpt2, llama};
+use crate::{Error, Family, Result, gemma3, gguf::GgufNames, gpt_oss, gpt2, llama};
 
-static BUILT_IN: &[&dyn Family] = &[&gpt2::Files, &llama::Files, &gemma3::Files];
+static BUILT_IN: &[&dyn Family] = &[&gpt2::Files, &llama::Files, &gemma3::Files, &gpt_oss::Files];
 static REGISTERED: RwLock<Vec<&'static dyn Family>> = RwLock::new(Vec::new());
 
 /// Makes a family known to [`load`](crate::load()), for the rest of the program.

@@ -19,7 +19,6 @@ use half::f16;
 use kv_models::{
     Error, KV_CACHE_FILE, LanguageModel, LayerSpec, ModelCacheConfig, SaveOptions, Tokenizer,
     WeightDtype, check_savable,
-    gpt2::Gpt2,
     kv_cubecl::KvCacheConfig,
     llama::{Config, Llama},
     load,
@@ -69,10 +68,8 @@ fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 }
 
 fn config(model: &LanguageModel) -> String {
-    match model.downcast_ref::<Gpt2>() {
-        Some(model) => format!("{:?}", model.config()),
-        None => format!("{:?}", model.downcast_ref::<Llama>().unwrap().config()),
-    }
+    let json = model.decoder().config_json(Path::new("config.json")).unwrap();
+    format!("{:?} {json:?}", model.spec())
 }
 
 #[test]

@@ -17,11 +17,12 @@ pub(crate) struct Export {
     pub(crate) values: Values,
 }
 
-/// The values of a vector or a matrix.
+/// The values of a vector, a matrix or several matrices.
 #[derive(Debug)]
 pub(crate) enum Values {
     Vector(Tensor<1>),
     Matrix(Tensor<2>),
+    Matrices(Tensor<3>),
 }
 
 impl Exports {
@@ -80,6 +81,28 @@ impl Exports {
     pub fn qk_norms(&mut self, [query, key]: &[String; 2], norms: &QkNorms) {
         self.rms_norm(query, &norms.query);
         self.rms_norm(key, &norms.key);
+    }
+
+    /// Adds a vector.
+    pub fn parameter(&mut self, name: &str, vector: &Param<Tensor<1>>) {
+        self.vector(name.into(), value(vector));
+    }
+
+    /// Adds a projection of each expert of a mixture, `[d_output, d_input]` and its bias, as one tensor of their
+    /// transposes and one of the biases, `NAME_bias`.
+    pub(crate) fn experts(
+        &mut self,
+        name: &str,
+        experts: impl Iterator<Item = (Tensor<2>, Option<Tensor<1>>)>,
+    ) {
+        let (weights, biases): (Vec<_>, Vec<_>) = experts.unzip();
+        let weights = weights.into_iter().map(|weight| weight.detach().transpose()).collect();
+        self.push(name.into(), Values::Matrices(Tensor::stack(weights, 0)));
+        let biases: Option<Vec<_>> = biases.into_iter().collect();
+        if let Some(biases) = biases {
+            let biases = biases.into_iter().map(|bias| bias.detach()).collect();
+            self.push(format!("{name}_bias"), Values::Matrix(Tensor::stack(biases, 0)));
+        }
     }
 
     fn matrix(&mut self, module: &str, values: Tensor<2>) {

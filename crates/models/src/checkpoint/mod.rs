@@ -2,6 +2,7 @@
 //! [`Exports`] to export one to.
 
 mod dtype;
+mod experts;
 mod exports;
 mod weights;
 

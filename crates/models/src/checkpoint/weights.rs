@@ -32,7 +32,7 @@ pub struct Weights {
     /// The type that tensors are handed to the device in.
     pub(super) dtype: DType,
     /// The names in a GGUF file, for messages.
-    gguf: Option<&'static GgufNames>,
+    pub(super) gguf: Option<&'static GgufNames>,
     /// The names of the family that is imported, from [`begin`](Self::begin) on.
     names: Option<&'static Names>,
     /// Whether the names in the file begin with the family's prefix, for messages.
@@ -44,14 +44,14 @@ pub struct Weights {
 pub(super) struct Entry {
     pub(super) tensor: PackTensor,
     /// The name in the file, for messages.
-    name: String,
-    path: PathBuf,
+    pub(super) name: String,
+    pub(super) path: PathBuf,
     /// Rows per head, if pairs of rows lie side by side that belong to the halves of a head.
     interleaved: Option<usize>,
 }
 
 impl Entry {
-    fn bytes(&self) -> Result<Bytes> {
+    pub(super) fn bytes(&self) -> Result<Bytes> {
         self.tensor.to_bytes().map_err(|error| Error::Tensor {
             path: self.path.clone(),
             tensor: self.name.clone(),
@@ -205,7 +205,7 @@ impl Weights {
         self.gguf.map_or_else(|| name.into(), |names| names.to_gguf(name))
     }
 
-    fn missing(&self, name: &str) -> Error {
+    pub(super) fn missing(&self, name: &str) -> Error {
         let prefix = match self.names {
             Some(names) if self.prefixed && name != names.head => names.prefix,
             _ => "",
@@ -326,7 +326,7 @@ impl Weights {
     }
 
     /// Takes vectors and joins them.
-    fn vector(&mut self, parts: &[(String, usize)]) -> Result<Param<Tensor<1>>> {
+    pub(super) fn vector(&mut self, parts: &[(String, usize)]) -> Result<Param<Tensor<1>>> {
         let data = self.joined(parts, &[])?;
         Ok(self.param(data))
     }
@@ -366,7 +366,7 @@ impl Weights {
     }
 
     /// A parameter in the type of `data`, rather than in the device's default type.
-    fn param<const D: usize>(&self, data: TensorData) -> Param<Tensor<D>> {
+    pub(super) fn param<const D: usize>(&self, data: TensorData) -> Param<Tensor<D>> {
         let (device, dtype) = (&self.device, data.dtype());
         let create = |data| Tensor::from_data(data, (device, dtype));
         Param::from_tensor(device.memory_persistent_allocations(data, create))
@@ -384,7 +384,7 @@ impl Weights {
     }
 
     /// Takes one tensor, appending its values to `values`.
-    fn read<T: Float>(
+    pub(super) fn read<T: Float>(
         &mut self,
         name: &str,
         expected: &[usize],

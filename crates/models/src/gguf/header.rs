@@ -9,7 +9,7 @@ use std::{collections::HashMap, ops::Range, path::Path};
 
 use candle_core::quantized::GgmlDType;
 
-use crate::{Error, Result};
+use crate::{Error, Result, mxfp4};
 
 /// A metadata value. Numbers of all widths are widened to 64 bits.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,7 +28,7 @@ pub(crate) struct TensorInfo {
     pub(crate) name: String,
     /// Outermost dimension first, as in every other format; the file has the reverse order.
     pub(crate) shape: Vec<usize>,
-    pub(crate) dtype: GgmlDType,
+    pub(crate) dtype: BlockType,
     pub(crate) bytes: Range<usize>,
 }
 
@@ -212,7 +212,7 @@ impl RawTensor {
     /// Locates the tensor's bytes, which must lie inside the file.
     fn place(self, data: usize, file_len: usize, path: &Path) -> Result<TensorInfo> {
         let Self { name, dims, kind, offset } = self;
-        let Some(dtype) = ggml_dtype(kind) else {
+        let Some(dtype) = BlockType::of(kind) else {
             let why = format!("tensor {name} of {} has it", path.display());
             return Err(Error::unsupported(format!("GGML type {}", ggml_name(kind)), why));
         };
@@ -247,6 +247,39 @@ impl RawTensor {
                      file's {file_len} bytes"
                 ),
             }),
+        }
+    }
+}
+
+/// How the numbers of a tensor are stored.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum BlockType {
+    /// What `candle-core` restores.
+    Ggml(GgmlDType),
+    Mxfp4,
+}
+
+impl BlockType {
+    fn of(kind: u32) -> Option<Self> {
+        match kind {
+            39 => Some(Self::Mxfp4),
+            kind => ggml_dtype(kind).map(Self::Ggml),
+        }
+    }
+
+    /// Numbers of a block.
+    fn block_size(self) -> usize {
+        match self {
+            Self::Ggml(dtype) => dtype.block_size(),
+            Self::Mxfp4 => mxfp4::BLOCK,
+        }
+    }
+
+    /// Bytes of a block.
+    fn type_size(self) -> usize {
+        match self {
+            Self::Ggml(dtype) => dtype.type_size(),
+            Self::Mxfp4 => mxfp4::BLOCK_BYTES,
         }
     }
 }
@@ -287,7 +320,6 @@ fn ggml_name(kind: u32) -> String {
         29 => "IQ1_M",
         34 => "TQ1_0",
         35 => "TQ2_0",
-        39 => "MXFP4",
         _ => "unknown",
     };
     format!("{kind} ({name})")

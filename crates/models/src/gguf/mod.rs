@@ -7,7 +7,7 @@ mod split;
 
 use std::{collections::HashMap, path::Path};
 
-pub(crate) use header::{TensorInfo, Value};
+pub(crate) use header::{BlockType, TensorInfo, Value};
 pub use metadata::Metadata;
 pub use names::GgufNames;
 pub(crate) use split::{GgufFile, open};

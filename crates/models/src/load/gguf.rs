@@ -15,8 +15,8 @@ use crate::{
     Error, Result, Tokenizer,
     checkpoint::Weights,
     files::Part,
-    gguf::{self, GgufFile, Metadata, TensorInfo, Value},
-    registry,
+    gguf::{self, BlockType, GgufFile, Metadata, TensorInfo, Value},
+    mxfp4, registry,
 };
 
 /// Reads a GGUF file, or all parts of the model of which it is one.
@@ -56,8 +56,8 @@ pub(super) fn load(path: &Path, device: &Device, options: LoadOptions) -> Result
 fn deferred(map: &Arc<Mmap>, info: &TensorInfo) -> PackTensor {
     let shape = Shape::from(info.shape.clone());
     let dtype = match info.dtype {
-        GgmlDType::F16 => DType::F16,
-        GgmlDType::BF16 => DType::BF16,
+        BlockType::Ggml(GgmlDType::F16) => DType::F16,
+        BlockType::Ggml(GgmlDType::BF16) => DType::BF16,
         _ => DType::F32,
     };
     let (map, info) = (map.clone(), info.clone());
@@ -65,10 +65,11 @@ fn deferred(map: &Arc<Mmap>, info: &TensorInfo) -> PackTensor {
         let Range { start, end } = info.bytes;
         let bytes = &map[start..end];
         match info.dtype {
-            GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16 => {
+            BlockType::Mxfp4 => Ok(mxfp4::restore(bytes, &info.shape)),
+            BlockType::Ggml(GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16) => {
                 Ok(TensorData::from_bytes_vec(bytes.to_vec(), shape.clone(), dtype))
             }
-            blocks => {
+            BlockType::Ggml(blocks) => {
                 let n = info.shape.iter().product();
                 match blocks.from_data(Cow::Borrowed(bytes)).dequantize(n) {
                     Ok(CpuStorage::F32(values)) => Ok(TensorData::new(values, shape.clone())),

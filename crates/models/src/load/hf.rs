@@ -61,7 +61,12 @@ fn build(
     let config_path = folder.join("config.json");
     let config = read_to_string(&config_path)?;
     let header: Header = json(&config, &config_path)?;
-    header.check(&config_path)?;
+    let model_type = &header.model_type;
+    let family = registry::by_model_type(model_type).map_err(|known| {
+        let why = format!("{} asks for it; {known} are computed", config_path.display());
+        Error::unsupported(format!("model_type {model_type}"), why)
+    })?;
+    header.check(&config_path, family.quantizations())?;
 
     let cache_path = folder.join(KV_CACHE_FILE);
     let cache = match ModelCacheConfig::read(&cache_path) {
@@ -77,11 +82,6 @@ fn build(
         open(format, file, &mut weights)?;
     }
     weights.set_dtype(options.dtype)?;
-    let model_type = &header.model_type;
-    let family = registry::by_model_type(model_type).map_err(|known| {
-        let why = format!("{} asks for it; {known} are computed", config_path.display());
-        Error::unsupported(format!("model_type {model_type}"), why)
-    })?;
     let config = ConfigJson { text: &config, path: &config_path };
     let model = family.import(&config, &mut weights)?;
     let notes = std::mem::take(weights.notes());
@@ -108,14 +108,16 @@ struct Header {
 }
 
 impl Header {
-    /// Refuses quantized weights, whose tensors have the names of ordinary weights but hold codes.
-    fn check(&self, path: &Path) -> Result<()> {
+    /// Refuses quantized weights other than the family's own, whose tensors have the names of ordinary
+    /// weights but hold codes.
+    fn check(&self, path: &Path, known: &[&str]) -> Result<()> {
         for (field, config) in [
             ("quantization_config", &self.quantization_config),
             ("compression_config", &self.compression_config),
         ] {
             let Some(config) = config else { continue };
             let method = match config.get("quant_method").and_then(Value::as_str) {
+                Some(method) if known.contains(&method) => continue,
                 Some(method) => format!(" with quant_method {method}"),
                 None => String::new(),
             };

@@ -190,6 +190,7 @@ fn write_weights(path: &Path, exports: Vec<Export>, dtype: DType) -> Result<Name
         let shape = match &values {
             Values::Vector(tensor) => tensor.dims().to_vec(),
             Values::Matrix(tensor) => tensor.dims().to_vec(),
+            Values::Matrices(tensor) => tensor.dims().to_vec(),
         };
         (name.clone(), Weight { name, values, shape, dtype, path, failure })
     });
@@ -229,6 +230,7 @@ impl Weight<'_> {
         let data = match &self.values {
             Values::Vector(tensor) => tensor.try_to_data(),
             Values::Matrix(tensor) => tensor.try_to_data(),
+            Values::Matrices(tensor) => tensor.try_to_data(),
         };
         let wrong = |why| Error::Tensor { path: self.path.into(), tensor: self.name.clone(), why };
         let data = data.map_err(|error| wrong(error.to_string()))?;

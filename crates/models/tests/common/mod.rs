@@ -19,7 +19,7 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value as Json;
 
 /// The project's tiny checkpoints.
-pub(crate) const TINY: [&str; 10] = [
+pub(crate) const TINY: [&str; 11] = [
     "gpt2-tiny",
     "llama-tiny",
     "llama3-rope-tiny",
@@ -30,6 +30,7 @@ pub(crate) const TINY: [&str; 10] = [
     "mistral-swa-tiny",
     "smollm3-tiny",
     "gemma3-tiny",
+    "gpt-oss-tiny",
 ];
 
 /// The folder of one of the project's tiny checkpoints.
@@ -214,6 +215,15 @@ pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[
         put("rope.freq_base_swa", float(theta("sliding_attention")));
         put("attention.sliding_window_pattern", Some(Value::U32(4)));
     }
+    if arch == "gpt-oss" {
+        put("expert_count", u32(int("num_local_experts")));
+        put("expert_used_count", u32(int("num_experts_per_tok")));
+        put("expert_feed_forward_length", u32(int("intermediate_size")));
+        put("rope.scaling.type", Some(Value::String("yarn".into())));
+        put("rope.scaling.factor", float(&rope["factor"]));
+        let original = rope["original_max_position_embeddings"].as_u64().unwrap();
+        put("rope.scaling.original_context_length", Some(Value::U32(original as u32)));
+    }
     let window = config["sliding_window"].as_u64().map(|n| Value::U32(n as u32));
     put("attention.sliding_window", window);
     let factors = longrope_factors(&config);
@@ -230,6 +240,10 @@ pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[
 
     let mut tensors = vec![];
     for (name, shape, values) in read_tensors(&folder.join("model.safetensors")) {
+        if name.contains("mlp.experts") {
+            tensors.extend(expert_tensors(&name, &shape, values, dtype));
+            continue;
+        }
         let gguf = gguf_name(arch, &name);
         let mut values = values;
         if arch == "gemma3" && gguf.ends_with("norm.weight") {
@@ -277,6 +291,40 @@ pub(crate) fn write_gguf_file(
     let metadata: Vec<_> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
     let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     gguf_file::write(&mut fs::File::create(file).unwrap(), &metadata, &tensors).unwrap();
+}
+
+/// gpt-oss has gate and up rows of its experts alternating in one transposed tensor; GGUF files have two.
+fn expert_tensors(
+    name: &str,
+    shape: &[usize],
+    values: Vec<f32>,
+    dtype: GgmlDType,
+) -> Vec<(String, QTensor)> {
+    let tensor = CandleTensor::from_vec(values, shape, &Cpu::Cpu).unwrap();
+    let is_bias = name.ends_with("_bias");
+    // [experts, columns, rows] -> [experts, rows, columns]; a bias is one column.
+    let tensor = if is_bias { tensor.unsqueeze(2) } else { tensor.transpose(1, 2) }.unwrap();
+    let tensor = tensor.contiguous().unwrap();
+    let (experts, rows, columns) = tensor.dims3().unwrap();
+    let name = gguf_name("gpt-oss", name);
+    let parts = if name.contains("gate_up_proj") {
+        let pairs = tensor.reshape((experts, rows / 2, 2, columns)).unwrap();
+        let part = |i| pairs.narrow(2, i, 1).unwrap().squeeze(2).unwrap().contiguous().unwrap();
+        let (layer, _) = name.split_once(".mlp").unwrap();
+        let suffix = if is_bias { "bias" } else { "weight" };
+        vec![
+            (format!("{layer}.ffn_gate_exps.{suffix}"), part(0)),
+            (format!("{layer}.ffn_up_exps.{suffix}"), part(1)),
+        ]
+    } else {
+        vec![(name, tensor)]
+    };
+    let quantize = |(name, tensor): (String, CandleTensor)| {
+        let tensor = if is_bias { tensor.squeeze(2).unwrap() } else { tensor };
+        let dtype = if is_bias { GgmlDType::F32 } else { dtype };
+        (name, QTensor::quantize(&tensor, dtype).unwrap())
+    };
+    parts.into_iter().map(quantize).collect()
 }
 
 /// GPT-2's map of bytes to printable characters.
@@ -335,6 +383,14 @@ pub(crate) fn bos_vocabulary(more: &[(&str, Value)]) -> Vec<(String, Value)> {
 
 fn gguf_name(arch: &str, name: &str) -> String {
     let mut name = name.replace("model.layers.", "blk.").replace("transformer.h.", "blk.");
+    if arch == "gpt-oss" {
+        name = name
+            .replace("self_attn.sinks", "attn_sinks.weight")
+            .replace("post_attention_layernorm", "post_attention_norm")
+            .replace("mlp.router", "ffn_gate_inp")
+            .replace("mlp.experts.down_proj_bias", "ffn_down_exps.bias")
+            .replace("mlp.experts.down_proj", "ffn_down_exps.weight");
+    }
     if arch == "gemma3" {
         name = name.replace("post_attention_layernorm", "post_attention_norm");
     }

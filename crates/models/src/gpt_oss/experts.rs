@@ -1,0 +1,107 @@
+//! The mixture of experts of gpt-oss.
+
+use burn::{
+    module::Module,
+    tensor::{IndexingUpdateOp, Int, Tensor, TensorData, activation},
+};
+
+use crate::nn::Linear;
+
+/// Experts, of which a router picks some for every token.
+#[derive(Module, Debug)]
+pub struct Experts {
+    /// A score of every expert, `[n_experts, hidden]`.
+    pub router: Linear,
+    /// The experts.
+    pub experts: Vec<Expert>,
+    /// Experts per token, those with the highest scores; the softmax of these scores weighs them.
+    pub per_token: usize,
+    /// The gate's and the linear part's values are clamped to it.
+    pub limit: f64,
+}
+
+/// A gated MLP, `down((clamp(up(x)) + 1) * g * sigmoid(1.702 g))` with `g = clamp(gate(x))`.
+#[derive(Module, Debug)]
+pub struct Expert {
+    /// Gate rows, then up rows: `[2 * intermediate, hidden]`.
+    pub gate_up: Linear,
+    /// `[hidden, intermediate]`.
+    pub down: Linear,
+}
+
+/// The factor in the gate's sigmoid, with which `x * sigmoid(1.702 x)` approximates GELU.
+pub(super) const ALPHA: f64 = 1.702;
+
+impl Expert {
+    fn forward(&self, x: Tensor<3>, limit: f64) -> Tensor<3> {
+        let gate_up = self.gate_up.forward(x);
+        let intermediate = gate_up.dims()[2] / 2;
+        let gate = gate_up.clone().narrow(2, 0, intermediate).clamp_max(limit);
+        let up = gate_up.narrow(2, intermediate, intermediate).clamp(-limit, limit);
+        let gate = gate.clone() * activation::sigmoid(gate * ALPHA);
+        self.down.forward((up + 1.0) * gate)
+    }
+}
+
+impl Experts {
+    /// Applies to every token the experts that the router picks for it.
+    ///
+    /// The host reads which these are, so that each expert computes its own tokens alone. In a step that is
+    /// recorded nothing may wait for the host: with `on_device` all experts compute all tokens, and those that
+    /// were not picked weigh nothing.
+    ///
+    /// # Shapes
+    ///
+    /// - x: `[batch, seq, hidden]`
+    /// - output: `[batch, seq, hidden]`
+    pub fn forward(&self, x: Tensor<3>, on_device: bool) -> Tensor<3> {
+        let [batch, seq, hidden] = x.dims();
+        let n = batch * seq;
+        let x = x.reshape([1, n, hidden]);
+        let scores = self.router.forward(x.clone()).reshape([n, self.experts.len()]);
+        let (_, picked) = scores.clone().detach().topk_with_indices(self.per_token, 1);
+        let weights = activation::softmax(scores.gather(1, picked.clone()), 1);
+        let output = match on_device {
+            true => self.all(x, picked, weights),
+            false => self.picked(x, picked, weights),
+        };
+        output.reshape([batch, seq, hidden])
+    }
+
+    /// `picked` and `weights`: `[n, per_token]`.
+    fn all(&self, x: Tensor<3>, picked: Tensor<2, Int>, weights: Tensor<2>) -> Tensor<3> {
+        let mut output = x.zeros_like();
+        for (number, expert) in self.experts.iter().enumerate() {
+            let others = picked.clone().not_equal_elem(number as i64);
+            let weight = weights.clone().mask_fill(others, 0.0).sum_dim(1); // [n, 1]
+            output = output + expert.forward(x.clone(), self.limit) * weight.unsqueeze();
+        }
+        output
+    }
+
+    fn picked(&self, x: Tensor<3>, picked: Tensor<2, Int>, weights: Tensor<2>) -> Tensor<3> {
+        let (device, n) = (x.device(), x.dims()[1]);
+        let weights = weights.reshape([1, n * self.per_token, 1]);
+        // Where in `[n, per_token]` each expert was picked.
+        let mut places = vec![vec![]; self.experts.len()];
+        for (place, number) in picked.into_data().iter::<i64>().enumerate() {
+            places[number as usize].push(place as i64);
+        }
+        let mut output = x.zeros_like();
+        for (expert, places) in self.experts.iter().zip(places) {
+            if places.is_empty() {
+                continue;
+            }
+            let tokens: Vec<_> = places.iter().map(|p| p / self.per_token as i64).collect();
+            let ids = |ids: Vec<i64>| {
+                let len = ids.len();
+                Tensor::<1, Int>::from_data(TensorData::new(ids, [len]), &device)
+            };
+            let (tokens, places) = (ids(tokens), ids(places));
+            let y = expert.forward(x.clone().select(1, tokens.clone()), self.limit);
+            let y = y * weights.clone().select(1, places);
+            output = output.select_assign(1, tokens, y, IndexingUpdateOp::Add);
+        }
+        output
+    }
+}

@@ -1,0 +1,175 @@
+//! gpt-oss from tensors and to them.
+//!
+//! Hugging Face files have all experts of a layer in one tensor, gate and up rows alternating: floats as
+//! `[expert, columns, rows]`, or blocks of MXFP4. GGUF files have a tensor of the experts' gates and one of their
+//! up rows, `[expert, rows, columns]`.
+
+use burn::tensor::Tensor;
+
+use super::{Config, Expert, Experts, GptOss, Layer};
+use crate::{
+    Result,
+    checkpoint::{Exports, Names, Weights},
+    gguf::GgufNames,
+    nn::Linear,
+};
+
+const NAMES: Names = Names {
+    family: "gpt-oss",
+    prefix: "model.",
+    layers: "layers.",
+    embedding: "embed_tokens.weight",
+    head: "lm_head.weight",
+    harmless: |name| name.ends_with("rotary_emb.inv_freq"),
+};
+
+pub(super) const GGUF: GgufNames = GgufNames {
+    layer: ("blk.", "layers."),
+    outer: &[("token_embd", "embed_tokens"), ("output_norm", "norm"), ("output", "lm_head")],
+    inner: &[
+        ("attn_norm", "input_layernorm"),
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_k", "self_attn.k_proj"),
+        ("attn_v", "self_attn.v_proj"),
+        ("attn_sinks", "self_attn.sinks"),
+        ("attn_output", "self_attn.o_proj"),
+        ("post_attention_norm", "post_attention_layernorm"),
+        ("ffn_gate_inp", "mlp.router"),
+        ("ffn_gate_exps", "mlp.experts.gate_proj"),
+        ("ffn_up_exps", "mlp.experts.up_proj"),
+        ("ffn_down_exps", "mlp.experts.down_proj"),
+    ],
+};
+
+/// The projections of attention, with their numbers of rows.
+fn attention(config: &Config, i: usize) -> [Vec<(String, usize)>; 2] {
+    let rows = |part: &str, rows| (format!("layers.{i}.self_attn.{part}"), rows);
+    let Config { n_heads, n_kv_heads, head_dim, hidden_size, .. } = *config;
+    let kv_rows = n_kv_heads * head_dim;
+    let qkv = [("q_proj", n_heads * head_dim), ("k_proj", kv_rows), ("v_proj", kv_rows)];
+    [qkv.map(|(part, n)| rows(part, n)).into(), vec![rows("o_proj", hidden_size)]]
+}
+
+/// Even rows first, then odd ones, of a matrix of so many columns.
+fn split_rows(values: &[f32], columns: usize) -> Vec<f32> {
+    let rows = |first: usize| values.chunks_exact(columns).skip(first).step_by(2).flatten();
+    rows(0).chain(rows(1)).copied().collect()
+}
+
+/// The opposite, on the device.
+fn join_rows<const D: usize, const E: usize>(values: Tensor<D>, shape: [usize; E]) -> Tensor<D> {
+    let dims = values.dims();
+    values.reshape(shape).swap_dims(0, 1).reshape(dims)
+}
+
+impl GptOss {
+    /// Builds the model, taking each tensor out of `weights` as it goes.
+    pub(super) fn import(config: Config, weights: &mut Weights) -> Result<Self> {
+        let Config { vocab_size, hidden_size, n_layers, norm_epsilon, .. } = config;
+        weights.begin(&NAMES, config.tied_head)?;
+        let embedding = weights.embedding("embed_tokens", vocab_size, hidden_size)?;
+        let layers = (0..n_layers).map(|i| Layer::import(&config, i, weights));
+        let layers = layers.collect::<Result<Vec<_>>>()?;
+        let norm = weights.rms_norm("norm", hidden_size, norm_epsilon)?;
+        let head = match config.tied_head {
+            true => None,
+            false => Some(weights.linear(&[("lm_head".into(), vocab_size)], hidden_size, false)?),
+        };
+        weights.finish()?;
+        Ok(Self { embedding, layers, norm, head, spec: config.spec(), config })
+    }
+
+    /// The tensors of a checkpoint, the experts in floats.
+    pub(super) fn exports(&self) -> Exports {
+        let mut exports = Exports::new(&NAMES);
+        exports.embedding("embed_tokens", &self.embedding);
+        exports.rms_norm("norm", &self.norm);
+        if let Some(head) = &self.head {
+            exports.linear(&[("lm_head".into(), self.config.vocab_size)], head);
+        }
+        for (i, layer) in self.layers.iter().enumerate() {
+            let name = |part: &str| format!("layers.{i}.{part}");
+            let [qkv, output] = attention(&self.config, i);
+            exports.linear(&qkv, &layer.qkv);
+            exports.linear(&output, &layer.output);
+            exports.parameter(&name("self_attn.sinks"), &layer.sink_logits);
+            exports.rms_norm(&name("input_layernorm"), &layer.attention_norm);
+            exports.rms_norm(&name("post_attention_layernorm"), &layer.mlp_norm);
+            let Experts { router, experts, .. } = &layer.experts;
+            exports.linear(&[(name("mlp.router"), experts.len())], router);
+            let (width, hidden) = (self.config.intermediate_size, self.config.hidden_size);
+            let gate_up = experts.iter().map(|expert| {
+                let Linear { weight, bias } = &expert.gate_up;
+                let weight = join_rows(weight.param().val(), [2, width, hidden]);
+                (weight, bias.as_ref().map(|bias| join_rows(bias.val(), [2, width])))
+            });
+            exports.experts(&name("mlp.experts.gate_up_proj"), gate_up);
+            let down = experts.iter().map(|expert| {
+                let Linear { weight, bias } = &expert.down;
+                (weight.param().val(), bias.as_ref().map(|bias| bias.val()))
+            });
+            exports.experts(&name("mlp.experts.down_proj"), down);
+        }
+        exports
+    }
+}
+
+impl Layer {
+    fn import(config: &Config, i: usize, weights: &mut Weights) -> Result<Self> {
+        let Config { hidden_size, norm_epsilon, n_heads, head_dim, attention_bias, .. } = *config;
+        let name = |part: &str| format!("layers.{i}.{part}");
+        let [qkv, output] = attention(config, i);
+        let router = [(name("mlp.router"), config.n_experts)];
+        let attention_norm = name("input_layernorm");
+        let mlp_norm = name("post_attention_layernorm");
+        let sinks = match weights.is_gguf() {
+            true => name("self_attn.sinks.weight"),
+            false => name("self_attn.sinks"),
+        };
+        Ok(Self {
+            attention_norm: weights.rms_norm(&attention_norm, hidden_size, norm_epsilon)?,
+            qkv: weights.linear(&qkv, hidden_size, attention_bias)?,
+            sink_logits: weights.parameter(&sinks, n_heads)?,
+            output: weights.linear(&output, n_heads * head_dim, attention_bias)?,
+            mlp_norm: weights.rms_norm(&mlp_norm, hidden_size, norm_epsilon)?,
+            experts: Experts {
+                router: weights.linear(&router, hidden_size, true)?,
+                experts: Expert::import(config, &name("mlp.experts"), weights)?,
+                per_token: config.experts_per_token,
+                limit: config.swiglu_limit,
+            },
+        })
+    }
+}
+
+impl Expert {
+    fn import(config: &Config, prefix: &str, weights: &mut Weights) -> Result<Vec<Self>> {
+        let Config { n_experts, hidden_size, intermediate_size: width, .. } = *config;
+        let name = |part: &str| format!("{prefix}.{part}");
+        let gate_up = if weights.is_gguf() {
+            let [gate, up] = ["gate_proj", "up_proj"].map(name);
+            let gate = weights.experts(&gate, [n_experts, width, hidden_size])?;
+            let up = weights.experts(&up, [n_experts, width, hidden_size])?;
+            let join = |((mut weight, mut bias), (up, up_bias)): ((Vec<f32>, Vec<f32>), _)| {
+                let (up, up_bias): (Vec<f32>, Vec<f32>) = (up, up_bias);
+                weight.extend(up);
+                bias.extend(up_bias);
+                (weight, bias)
+            };
+            gate.into_iter().zip(up).map(join).collect()
+        } else {
+            let all =
+                weights.experts(&name("gate_up_proj"), [n_experts, 2 * width, hidden_size])?;
+            let split = |(weight, bias): (Vec<f32>, Vec<f32>)| {
+                (split_rows(&weight, hidden_size), split_rows(&bias, 1))
+            };
+            all.into_iter().map(split).collect::<Vec<_>>()
+        };
+        let down = weights.experts(&name("down_proj"), [n_experts, hidden_size, width])?;
+        let expert = |(gate_up, down)| Self {
+            gate_up: weights.linear_of(gate_up, hidden_size),
+            down: weights.linear_of(down, width),
+        };
+        Ok(gate_up.into_iter().zip(down).map(expert).collect())
+    }
+}

@@ -1,0 +1,33 @@
+//! MXFP4: blocks of 32 numbers of 4 bits (E2M1) with a power of two, as the Open Compute Project's
+//! "Microscaling Formats" has them.
+
+use burn::tensor::TensorData;
+
+/// Numbers of a block.
+pub(crate) const BLOCK: usize = 32;
+/// Bytes of a block in a GGUF file: the scale, then codes, those of the first half of the numbers in the lower
+/// halves of the bytes.
+pub(crate) const BLOCK_BYTES: usize = 1 + BLOCK / 2;
+
+/// The number of a code.
+pub(crate) fn value(code: u8) -> f32 {
+    const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let magnitude = MAGNITUDES[usize::from(code & 7)];
+    if code & 8 == 0 { magnitude } else { -magnitude }
+}
+
+/// The power of two that a scale stands for.
+pub(crate) fn scale(exponent: u8) -> f32 {
+    2f64.powi(i32::from(exponent) - 127) as f32
+}
+
+/// Restores the blocks of a GGUF file.
+pub(crate) fn restore(bytes: &[u8], shape: &[usize]) -> TensorData {
+    let mut values = Vec::with_capacity(bytes.len() / BLOCK_BYTES * BLOCK);
+    for block in bytes.chunks_exact(BLOCK_BYTES) {
+        let (scale, codes) = (scale(block[0]), &block[1..]);
+        values.extend(codes.iter().map(|byte| value(byte & 15) * scale));
+        values.extend(codes.iter().map(|byte| value(byte >> 4) * scale));
+    }
+    TensorData::new(values, shape)
+}
