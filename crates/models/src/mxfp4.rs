@@ -31,3 +31,33 @@ pub(crate) fn restore(bytes: &[u8], shape: &[usize]) -> TensorData {
     }
     TensorData::new(values, shape)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Blocks and numbers of the package gguf 0.19: `gguf.quants.quantize` and `dequantize`.
+    #[test]
+    fn blocks_are_restored_as_by_the_gguf_package() {
+        let bytes = [
+            [121, 21, 157, 33, 153, 9, 73, 29, 153, 10, 22, 65, 153, 153, 58, 171, 153],
+            [128, 20, 83, 144, 195, 63, 53, 156, 206, 17, 244, 58, 45, 224, 0, 198, 68],
+        ]
+        .concat();
+        #[rustfmt::skip]
+        let expected = [
+            6.0, -6.0, 1.0, -1.0, -1.0, -1.0, -6.0, -1.0, -2.0, 8.0, 1.0, -1.0, -1.0, -2.0, -3.0, -1.0,
+            1.0, -1.0, 2.0, -1.0, 0.0, 4.0, 1.0, -1.0, 0.0, 1.0, 4.0, -1.0, -1.0, 3.0, -2.0, -1.0,
+        ]
+        .map(|x: f32| x / 128.0);
+        #[rustfmt::skip]
+        let larger = [
+            4.0f32, 3.0, 0.0, 3.0, -12.0, 6.0, -4.0, -8.0, 1.0, 4.0, -2.0, -6.0, 0.0, 0.0, 8.0, 4.0,
+            1.0, 6.0, -1.0, -4.0, 3.0, 3.0, -1.0, -4.0, 1.0, -12.0, 3.0, 2.0, -8.0, 0.0, -4.0, 4.0,
+        ];
+        let restored = restore(&bytes, &[2, BLOCK]).into_vec::<f32>().unwrap();
+        assert_eq!(restored, [expected, larger].concat());
+        // The smallest scale is a subnormal number.
+        assert_eq!(scale(0), 2f32.powi(-126) / 2.0);
+    }
+}

@@ -43,6 +43,120 @@ fn smollm2_ids_match_an_independent_encoder() {
     assert_eq!(tokenizer.n_ids(), 49152);
 }
 
+/// The ids of llama.cpp's server (`/tokenize`, of xllamacpp 2026) for the same file.
+#[test]
+#[ignore = "needs Gemma 3: scripts/get-gemma3 or KV_GEMMA3"]
+fn gemma3_ids_match_llama_cpp() {
+    let tokenizer = load(common::gemma3(), &device()).unwrap().tokenizer.unwrap();
+    for name in ["licenses", "mixed"] {
+        let text = fs::read_to_string(fixture(name).with_extension("txt")).unwrap();
+        let bytes = fs::read(fixture(name).with_extension("gemma3.u32")).unwrap();
+        let expected: Vec<u32> =
+            bytes.chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect();
+        let ids = tokenizer.encode(&text).unwrap();
+        let first = ids.iter().zip(&expected).position(|(a, b)| a != b);
+        assert_eq!(first, None, "{name} differs");
+        assert_eq!(ids.len(), expected.len(), "{name}");
+        assert_eq!(tokenizer.decode(&ids).unwrap(), text, "{name} does not round-trip");
+    }
+    assert_eq!(tokenizer.leading_bos(), Some(2));
+}
+
+/// What llama.cpp's `llm_tokenizer_spm` does: joins the neighbors whose joint token has the highest score, of
+/// equals the first, until no two have one; what is no token then is written in bytes.
+fn joined_by_score(text: &str, scores: &[(&str, f32)]) -> Vec<String> {
+    let score = |token: &str| scores.iter().find(|(other, _)| *other == token).map(|(_, s)| *s);
+    let mut parts: Vec<String> = text.replace(' ', "▁").chars().map(String::from).collect();
+    loop {
+        let mut best: Option<(f32, usize)> = None;
+        for i in 0..parts.len().saturating_sub(1) {
+            if let Some(score) = score(&format!("{}{}", parts[i], parts[i + 1]))
+                && best.is_none_or(|(highest, _)| score > highest)
+            {
+                best = Some((score, i));
+            }
+        }
+        let Some((_, i)) = best else { break };
+        let right = parts.remove(i + 1);
+        parts[i] += &right;
+    }
+    let bytes = |part: &String| match score(part) {
+        Some(_) => vec![part.clone()],
+        None => part.bytes().map(|byte| format!("<0x{byte:02X}>")).collect(),
+    };
+    parts.iter().flat_map(bytes).collect()
+}
+
+#[test]
+fn sentencepiece_vocabularies_join_by_score() {
+    let mut scores = vec![("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)];
+    let bytes: Vec<String> = (0..=255).map(|byte| format!("<0x{byte:02X}>")).collect();
+    scores.extend(bytes.iter().map(|byte| (byte.as_str(), 0.0)));
+    scores.extend("▁ a b c d é ab bc cd abc ▁a ▁ab bcd ▁▁ aa aaa".split(' ').zip(1u8..).map(
+        |(token, i)| {
+            // Neither in the order of ids nor of lengths.
+            (token, -f32::from(i * 7 % 16))
+        },
+    ));
+    let kinds = |id: usize| {
+        if id < 3 {
+            3
+        } else if id < 259 {
+            6
+        } else {
+            1
+        }
+    };
+    let strings = scores.iter().map(|(token, _)| Value::String((*token).into())).collect();
+    let metadata = |prefixed: bool| {
+        [
+            ("tokenizer.ggml.model", Value::String("llama".into())),
+            ("tokenizer.ggml.tokens", Value::Array(Clone::clone(&strings))),
+            ("tokenizer.ggml.scores", {
+                Value::Array(scores.iter().map(|(_, score)| Value::F32(*score)).collect())
+            }),
+            ("tokenizer.ggml.token_type", {
+                Value::Array((0..scores.len()).map(|id| Value::I32(kinds(id))).collect())
+            }),
+            ("tokenizer.ggml.bos_token_id", Value::U32(1)),
+            ("tokenizer.ggml.eos_token_id", Value::U32(2)),
+            ("tokenizer.ggml.unknown_token_id", Value::U32(0)),
+            ("tokenizer.ggml.add_space_prefix", Value::Bool(prefixed)),
+        ]
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("scores.gguf");
+    for prefixed in [false, true] {
+        write_gguf(&tiny("gpt2-tiny"), &file, GgmlDType::F32, &metadata(prefixed));
+        let tokenizer = Tokenizer::from_gguf(&file).unwrap();
+        assert_eq!(tokenizer.leading_bos(), Some(1));
+        for text in [
+            "abcd",
+            "bcd abc",
+            "a  ab",
+            "aaaa",
+            "aaaaa",
+            "dé abé",
+            "zab",
+            "日",
+            "abcabcdbc a b",
+            "b",
+        ] {
+            let ids = tokenizer.encode(text).unwrap();
+            let tokens: Vec<_> = ids.iter().map(|&id| tokenizer.id_to_token(id).unwrap()).collect();
+            let whole = if prefixed { format!(" {text}") } else { text.into() };
+            assert_eq!(tokens, joined_by_score(&whole, &scores[3..]), "{text}");
+            assert_eq!(tokenizer.decode(&ids).unwrap(), text);
+        }
+    }
+    // A score is missing.
+    let mut short = metadata(false);
+    short[2].1 = Value::Array(vec![Value::F32(0.0)]);
+    write_gguf(&tiny("gpt2-tiny"), &file, GgmlDType::F32, &short);
+    let message = Tokenizer::from_gguf(&file).unwrap_err().to_string();
+    assert!(message.contains("tokenizer.ggml.scores") && message.contains("275"), "{message}");
+}
+
 /// The tokens of `text`. With `merges` that would join all of it, they show where the pre-tokenizer
 /// splits.
 fn pieces(pre: &str, merges: &[&str], text: &str) -> Vec<String> {
@@ -93,7 +207,7 @@ fn unknown_vocabularies_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("vocabulary.gguf");
     for (model, pre, what) in
-        [("gpt2", "tekken", "pre-tokenizer tekken"), ("llama", "default", "GGUF tokenizer llama")]
+        [("gpt2", "tekken", "pre-tokenizer tekken"), ("t5", "default", "GGUF tokenizer t5")]
     {
         write_vocabulary(&file, model, pre, &["a b"]);
         let loaded = load(&file, &device()).unwrap();

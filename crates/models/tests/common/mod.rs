@@ -73,6 +73,23 @@ pub(crate) fn smollm2() -> PathBuf {
     path
 }
 
+/// Gemma 3. Tests that load it are ignored unless asked for by `--ignored gemma3`.
+pub(crate) fn gemma3() -> PathBuf {
+    let path = std::env::var_os("KV_GEMMA3").map_or_else(
+        || {
+            Path::new(env!("CARGO_MANIFEST_DIR"))
+                .join("../../target/models/gemma-3-270m-q4_k_m.gguf")
+        },
+        PathBuf::from,
+    );
+    assert!(
+        path.is_file(),
+        "{} is not there; run scripts/get-gemma3 or set KV_GEMMA3",
+        path.display()
+    );
+    path
+}
+
 /// The Flex device the tests run on.
 pub(crate) fn device() -> Device {
     Device::flex()
