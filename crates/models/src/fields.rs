@@ -1,7 +1,7 @@
 //! Rules for the fields of a model's configuration, whichever file it comes from. `path` is what
 //! messages call that file.
 
-use std::path::Path;
+use std::{collections::BTreeSet, path::Path};
 
 use crate::{Error, Result};
 
@@ -56,4 +56,30 @@ pub fn head_dim(
     }
     let rule = format!("is not divisible by {heads_field} {n_heads}");
     Err(Error::config(path, field, width, rule))
+}
+
+/// Kinds of layers in `layer_types`.
+pub(crate) const FULL: &str = "full_attention";
+pub(crate) const SLIDING: &str = "sliding_attention";
+
+/// The layers with full attention in `layer_types`.
+///
+/// # Errors
+///
+/// Another number of layers than `n_layers`, or a kind of attention that is not computed.
+pub(crate) fn full_layers(
+    path: &Path,
+    layer_types: &[String],
+    n_layers: usize,
+) -> Result<BTreeSet<usize>> {
+    if let Some(kind) = layer_types.iter().find(|kind| !matches!(kind.as_str(), FULL | SLIDING)) {
+        let why =
+            format!("{} has it in layer_types; {FULL} and {SLIDING} are computed", path.display());
+        return Err(Error::unsupported(format!("attention {kind}"), why));
+    }
+    if layer_types.len() != n_layers {
+        let rule = format!("must be num_hidden_layers {n_layers}");
+        return Err(Error::config(path, "length of layer_types", layer_types.len(), rule));
+    }
+    Ok((0..n_layers).filter(|&i| layer_types[i] == FULL).collect())
 }

@@ -9,9 +9,8 @@ use serde_json::{Map, Value, json};
 use crate::{
     ConfigJson, Error, LayerSpec, ModelSpec, Result,
     checkpoint::Weights,
-    fields::{positive, required, sizes},
+    fields::{FULL, SLIDING, full_layers, positive, required, sizes},
     gguf::Metadata,
-    llama::resolve::{FULL, SLIDING, full_layers},
     nn::{Rope, RopeScaling},
     rope_config::{self, RopeFields},
 };

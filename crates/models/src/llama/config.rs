@@ -4,10 +4,9 @@ use std::{collections::BTreeSet, path::Path};
 
 use serde_json::{Map, Value, json};
 
-use super::resolve::{FULL, SLIDING};
 use crate::{
     Error, LayerSpec, ModelSpec, Result,
-    fields::{positive, sizes},
+    fields::{FULL, SLIDING, positive, sizes},
     nn::{Rope, RopeScaling},
     rope_config,
 };

@@ -8,7 +8,7 @@ mod import;
 mod init;
 mod model;
 mod names;
-pub(crate) mod resolve;
+mod resolve;
 
 pub use config::Config;
 pub use model::{Layer, Llama};

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use super::Config;
 use crate::{
     ConfigJson, Error, LayerSpec, Result,
-    fields::{self, required},
+    fields::{self, SLIDING, full_layers, required},
     nn::RopeScaling,
     rope_config::{self, RopeFields},
 };
@@ -185,29 +185,3 @@ impl Raw {
         Ok((0..n_layers).filter(|&i| rotates[i] == 0).collect())
     }
 }
-
-/// The layers with full attention in `layer_types`.
-///
-/// # Errors
-///
-/// Another number of layers than `n_layers`, or a kind of attention that is not computed.
-pub(crate) fn full_layers(
-    path: &Path,
-    layer_types: &[String],
-    n_layers: usize,
-) -> Result<BTreeSet<usize>> {
-    if let Some(kind) = layer_types.iter().find(|kind| !matches!(kind.as_str(), FULL | SLIDING)) {
-        let why =
-            format!("{} has it in layer_types; {FULL} and {SLIDING} are computed", path.display());
-        return Err(Error::unsupported(format!("attention {kind}"), why));
-    }
-    if layer_types.len() != n_layers {
-        let rule = format!("must be num_hidden_layers {n_layers}");
-        return Err(Error::config(path, "length of layer_types", layer_types.len(), rule));
-    }
-    Ok((0..n_layers).filter(|&i| layer_types[i] == FULL).collect())
-}
-
-/// Kinds of layers in `layer_types`.
-pub(crate) const FULL: &str = "full_attention";
-pub(crate) const SLIDING: &str = "sliding_attention";
