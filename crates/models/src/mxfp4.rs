@@ -55,7 +55,7 @@ mod tests {
             4.0f32, 3.0, 0.0, 3.0, -12.0, 6.0, -4.0, -8.0, 1.0, 4.0, -2.0, -6.0, 0.0, 0.0, 8.0, 4.0,
             1.0, 6.0, -1.0, -4.0, 3.0, 3.0, -1.0, -4.0, 1.0, -12.0, 3.0, 2.0, -8.0, 0.0, -4.0, 4.0,
         ];
-        let restored = restore(&bytes, &[2, BLOCK]).into_vec::<f32>().unwrap();
+        let restored = restore(&bytes, &[2, BLOCK]).try_into_vec::<f32>().unwrap();
         assert_eq!(restored, [expected, larger].concat());
         // The smallest scale is a subnormal number.
         assert_eq!(scale(0), 2f32.powi(-126) / 2.0);

@@ -116,7 +116,7 @@ fn logits(model: &LanguageModel, cache: &mut ModelCache, id: u32, device: &Devic
 fn recorded_steps<T: Target>(device: &On<T>, models: &[&str]) {
     for name in models {
         let model = load(tiny(name), device).unwrap().model;
-        for cache in ["k2v2-g16-r16", "k4v4-g16-r32-s4-after", "float"] {
+        for cache in ["k2v2-g16-r16", "k4v4-g16-r16-s4-after", "float"] {
             let mut expected = prompted(&model, cache, device);
             let mut recorded = prompted(&model, cache, device);
             let none = Default::default();

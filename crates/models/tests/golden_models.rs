@@ -18,9 +18,12 @@ use serde_json::json;
 const TOLERANCE: f32 = 2e-4;
 
 fn check(path: &Path, folder: &Path, tolerance: f32) {
-    let device = device();
-    let expected = expected(folder, &device);
-    let model = load(path, &device).unwrap().model;
+    check_on(&device(), path, folder, tolerance);
+}
+
+fn check_on(device: &Device, path: &Path, folder: &Path, tolerance: f32) {
+    let expected = expected(folder, device);
+    let model = load(path, device).unwrap().model;
     let largest = expected.logits.clone().abs().max().into_scalar::<f32>();
     let tolerance = tolerance * largest;
     let logits = model.forward(expected.ids.clone(), KvCacheConfig::float()).unwrap();
@@ -31,12 +34,21 @@ fn check(path: &Path, folder: &Path, tolerance: f32) {
     let [batch, seq] = expected.ids.dims();
     let first = seq - decoded.dims()[1];
     let config = KvCacheConfig::float().with_capacity(seq);
-    let mut cache = model.new_cache(config, batch, &device).unwrap();
+    let mut cache = model.new_cache(config, batch, device).unwrap();
     model.step(expected.ids.clone().narrow(1, 0, first), &mut cache).unwrap();
     let next = |t| model.step(expected.ids.clone().narrow(1, t, 1), &mut cache).unwrap();
     let steps = Tensor::cat((first..seq).map(next).collect(), 1);
     let worst = max_difference(steps, decoded);
     assert!(worst <= tolerance, "{} token by token: {worst} > {tolerance}", path.display());
+}
+
+#[cfg(feature = "wgpu")]
+#[test]
+fn golden_logits_on_wgpu() {
+    let device = kv_models::kv_cubecl::On::<kv_models::kv_cubecl::Wgpu>::open().unwrap();
+    for folder in golden() {
+        check_on(&device, &folder, &folder, TOLERANCE);
+    }
 }
 
 #[test]

@@ -13,6 +13,7 @@ use kv_models::{LayerSpec, llama::Config, nn::RopeScaling};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value as Json;
 
+#[allow(unused_imports, reason = "each test binary uses a part")]
 pub(crate) use self::gguf::*;
 
 /// The project's tiny checkpoints.
