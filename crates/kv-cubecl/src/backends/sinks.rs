@@ -14,9 +14,12 @@ pub(super) fn add<B: Backend>(
 ) -> (FloatTensor<B>, FloatTensor<B>) {
     let [batch, heads, m] = lse.shape().dims();
     // The sum of weights was e^lse and is e^lse + e^s: weights shrink by sigmoid(lse - s).
-    let above = B::float_sub(lse.clone(), by_head::<B>(sink_logits));
+    let logits = by_head::<B>(sink_logits);
+    let above = B::float_sub(lse, logits.clone());
     let weight = B::float_reshape(B::sigmoid(above.clone()), Shape::new([batch, heads, m, 1]));
-    (B::float_mul(output, weight), B::float_sub(lse, B::log_sigmoid(above)))
+    // From the logit on, which is finite: without any token lse is -inf.
+    let lse = B::float_sub(logits, B::log_sigmoid(B::float_neg(above)));
+    (B::float_mul(output, weight), lse)
 }
 
 /// Gradient of the logits, from output and log-sum-exp with the sink, and `grad`, the gradient of the output. The
