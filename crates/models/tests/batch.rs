@@ -45,13 +45,15 @@ fn padded(ids: &[&[u32]], device: &Device) -> Tensor<2, burn::tensor::Int> {
     ids_to_tensor(&padded, [ids.len(), seq], device)
 }
 
-/// Within 1e-5 of the largest logit.
+/// Within 1e-5 of the largest logit; of a quantized cache within 1e-3, because products of several rows are summed in
+/// another order than those of one, and a key at the border of two codes may fall to either.
 #[track_caller]
-fn close(what: &str, got: &[f32], want: &[f32]) {
+fn close(what: &str, name: &str, got: &[f32], want: &[f32]) {
+    let tolerance = if name == "float" { 1e-5 } else { 1e-3 };
     let largest = want.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
     assert_eq!(got.len(), want.len(), "{what}");
     let worst = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    assert!(worst <= 1e-5 * largest, "{what}: off by {:e} of the largest", worst / largest);
+    assert!(worst <= tolerance * largest, "{what}: off by {:e} of the largest", worst / largest);
 }
 
 /// Prompts read alone and admitted, then steps of one token for all, of some for each, of chunks for some.
@@ -95,7 +97,7 @@ fn each_goes_on_as_alone<T: Target>(
             for (i, ids) in ids.iter().enumerate().filter(|(_, ids)| !ids.is_empty()) {
                 let got = &logits[i * seq * vocab..][..ids.len() * vocab];
                 let want = step(model, &mut alone[i], ids, device);
-                close(&format!("{what} round {round} sequence {i}"), got, &want);
+                close(&format!("{what} round {round} sequence {i}"), name, got, &want);
             }
             let lens: Vec<usize> = alone.iter().map(ModelCache::len).collect();
             assert_eq!(together.lens(), lens, "{what}");

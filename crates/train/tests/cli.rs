@@ -89,17 +89,20 @@ fn what_a_user_should_know_of_the_model_is_said() {
     let world = Cpu::new();
     let (model, text, out) =
         (world.save_model("base"), world.string("text.txt"), world.string("out"));
-    let path = format!("{model}/config.json");
-    let config = fs::read_to_string(&path).unwrap();
-    let with_window = config.replacen('{', "{\"sliding_window\": 96,", 1);
-    fs::write(&path, with_window).unwrap();
+    let path = format!("{model}/tokenizer.json");
+    let mut tokenizer: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    tokenizer["truncation"] = serde_json::json!(
+        {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    );
+    fs::write(&path, tokenizer.to_string()).unwrap();
     let args = ["--model", &model, "--text", &text, "--cache", K2V2, "--out", &out];
     let more = ["--seq-len", "96", "--steps", "1", "--steps-per-epoch", "1", "--eval-tokens", "0"];
     let output = program(&[&["qat"][..], &args, &more].concat()).output().unwrap();
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.success(), "{stderr}");
     let notes = stderr.lines().filter(|line| line.starts_with("note: "));
-    assert!(notes.clone().any(|line| line.contains("sliding_window 96")), "{stderr}");
+    assert!(notes.clone().any(|line| line.contains("truncation")), "{stderr}");
 }
 
 #[test]
