@@ -117,7 +117,7 @@ fn each_goes_on_as_alone_on_flex() {
 #[test]
 fn each_goes_on_as_alone_on_wgpu() {
     let device = On::<kv_models::kv_cubecl::Wgpu>::open().unwrap();
-    for name in ["gpt2-tiny", "llama-tiny"] {
+    for name in ["gpt2-tiny", "llama-tiny", "gemma3-tiny", "gpt-oss-tiny"] {
         each_goes_on_as_alone(&device, &load(tiny(name), &device).unwrap().model, &CACHES, name);
     }
 }
@@ -174,6 +174,7 @@ fn texts_do_not_depend_on_their_neighbors() {
     let device = device();
     for (name, sampling) in [
         ("llama-tiny", Sampling::GREEDY),
+        ("mistral-swa-tiny", Sampling::GREEDY),
         ("gpt2-tiny", Sampling { temperature: 1.2, top_p: 0.9, seed: 5, ..Sampling::GREEDY }),
     ] {
         let model = load(tiny(name), &device).unwrap().model;

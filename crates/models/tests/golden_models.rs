@@ -68,6 +68,14 @@ fn tiny_checkpoints_survive_gguf() {
     }
 }
 
+/// Experts in both layouts of MXFP4: neighbors share a byte in one, halves of a block in the other.
+#[test]
+fn experts_in_mxfp4_are_restored() {
+    let folder = fixture("mxfp4");
+    check(&folder, &folder, TOLERANCE);
+    check(&folder.join("model.gguf"), &folder, TOLERANCE);
+}
+
 #[test]
 fn golden_step_equals_forward() {
     let device = device();
