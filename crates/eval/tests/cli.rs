@@ -229,6 +229,21 @@ fn generation_streams_text_and_is_reproducible() {
 }
 
 #[test]
+fn a_rotation_in_the_weights_changes_no_text() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen");
+    let novel = std::fs::read_to_string(format!("{model}/heldout.txt")).unwrap();
+    let prompt: String = novel.chars().take(600).collect();
+    let text = |cache| {
+        let args = ["--prompt", &prompt, "--max-tokens", "60", "--cache", cache];
+        let outcome = kv_eval(&[&["generate", "--model", model][..], &args].concat());
+        assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+        outcome.stdout
+    };
+    assert!(text("k8v8-r32").len() > prompt.len() / 10);
+    assert_eq!(text("k8v8-r32"), text("k8v8-r32-hadv"));
+}
+
+#[test]
 fn a_truncated_gguf_is_named() {
     let space = Workspace::new();
     let path = space.path("short.gguf");

@@ -115,6 +115,9 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let Source { model, tokenizer, cache, .. } = source::load(&args.on, &device)?;
     let template = args.template(&tokenizer)?;
     let chosen = args.cache.map(ModelCacheConfig::from).or(cache);
+    let chosen = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
+    // One cache serves the whole run, so that a rotation of its values can be in the weights.
+    let (model, config) = model.fold_rotation(chosen);
     let options = GenerateOptions {
         max_tokens: args.max_tokens,
         sampling: args.sampling.into(),
@@ -127,7 +130,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         model: &model,
         tokenizer: &tokenizer,
         options,
-        config: chosen.unwrap_or_else(|| KvCacheConfig::float().into()),
+        config,
         capacity: args.capacity,
         held: None,
     };
