@@ -107,6 +107,28 @@ fn models_decode_and_prefill() {
 }
 
 #[test]
+fn prompts_and_tokens_by_depth() {
+    let space = Workspace::new();
+    let (model, json) = (space.model(), space.path("llm.json"));
+    let args = ["--model", &model, "--prompt", "20", "--generate", "50", "--depths", "0,30"];
+    let more = ["--repetitions", "3", "--cache", "float", "--cache", "k2v2-g16-r16"];
+    let outcome = kv_eval(&[&["bench", "llm", "--json", &json][..], &args, &more].concat());
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    let report: Value = serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+    let points = report["points"].as_array().unwrap();
+    let found: Vec<_> = points.iter().map(|p| format!("{} {}", p["test"], p["depth"])).collect();
+    let at = |depth| ["pp20", "tg50"].map(|test| format!("\"{test}\" {depth}"));
+    assert_eq!(found, [at(0), at(0), at(30), at(30)].concat());
+    for point in points {
+        let rate = |name: &str| point[name]["mean"].as_f64().unwrap();
+        let (wall, forward) = (rate("tokens_per_second"), rate("forward_tokens_per_second"));
+        assert!(0.0 < wall && wall <= forward, "{point}");
+        let first = &point["first_token_seconds"];
+        assert_eq!(first.is_null(), point["test"] == "tg50", "{point}");
+    }
+}
+
+#[test]
 fn batches_decode_side_by_side() {
     let space = Workspace::new();
     let model = space.model();
@@ -167,6 +189,11 @@ fn a_wrong_argument_is_named() {
             "batch 21: must be from 1 to the shortest context, 20",
         ),
         (vec!["decode-attention", "--recorded", "--tokens", "2"], "tokens 2: must be 1"),
+        (vec!["llm", "--model", &model, "--generate", "49"], "generate 49: must be at least 50"),
+        (
+            vec!["llm", "--model", &model, "--recorded", "--depths", "0"],
+            "recorded true: flex cannot",
+        ),
         (
             vec!["decode-attention", "--recorded", "--contexts", "40", "--working-set", "0"],
             "recorded true: flex cannot record",

@@ -5,6 +5,7 @@
 
 mod attention;
 mod codec;
+mod llm;
 mod model;
 
 use std::{hint::black_box, time::Instant};
@@ -18,6 +19,7 @@ pub use attention::{
     AppendPoint, AttentionPlan, AttentionPoint, time_append, time_decode_attention,
 };
 pub use codec::{CodecPoint, time_codec};
+pub use llm::{LlmPlan, LlmPoint, Spread, time_llm};
 pub use model::{DecodePoint, DecodeSubject, PrefillPoint, time_decode, time_prefill, timed_steps};
 
 use crate::{Error, Result};

@@ -10,7 +10,7 @@ use super::{Subject, Timing, not_recorded, time_in_turn, wait};
 use crate::{Error, Result, memory::Tracking};
 
 /// Tokens per prefill pass.
-const PREFILL_CHUNK: usize = 512;
+pub(super) const PREFILL_CHUNK: usize = 512;
 
 /// What [`time_decode`] times.
 #[derive(Clone, Copy, Debug)]
@@ -200,7 +200,7 @@ pub fn time_prefill<T: Target, A>(
 }
 
 /// Fills `cache` up to `context` tokens and returns how many that took.
-fn prefill<T: Target>(
+pub(super) fn prefill<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
     cache: &mut ModelCache,
@@ -240,6 +240,6 @@ fn fill<T: Target>(
 
 /// Ids to pass through the model. They differ from one another; otherwise their values do not
 /// matter to the time.
-fn filler(at: usize, n: usize, vocab: usize) -> Vec<u32> {
+pub(super) fn filler(at: usize, n: usize, vocab: usize) -> Vec<u32> {
     (at..at + n).map(|i| (i * 7919 % vocab) as u32).collect()
 }

@@ -1,5 +1,6 @@
 //! `kv-eval bench`: what caches cost and save in time.
 
+mod llm;
 mod models;
 
 use std::path::{Path, PathBuf};
@@ -17,7 +18,10 @@ use kv_report::{
 };
 use serde::Serialize;
 
-use self::models::{DecodeArgs, PrefillArgs, decode, prefill};
+use self::{
+    llm::{LlmArgs, llm},
+    models::{DecodeArgs, PrefillArgs, decode, prefill},
+};
 use crate::common::write_json;
 
 #[derive(Debug, clap::Subcommand)]
@@ -29,6 +33,8 @@ pub(crate) enum Bench {
     Decode(DecodeArgs),
     /// Prompts passed into an empty cache.
     Prefill(PrefillArgs),
+    /// Prompts and generated tokens by depth, as llama.cpp's llama-bench has them.
+    Llm(LlmArgs),
     /// Appending a token, and the steps in which the keys of the window are flushed.
     Flush(LayerArgs),
     /// Quantizing and restoring whole tensors.
@@ -130,6 +136,7 @@ pub(crate) fn run(bench: &Bench) -> Result<()> {
         Bench::Quantize(args) => dispatch!(args.common.backend, Plain, codec(args)),
         Bench::Decode(args) => dispatch!(args.backend(), Plain, decode(args)),
         Bench::Prefill(args) => dispatch!(args.backend(), Plain, prefill(args)),
+        Bench::Llm(args) => dispatch!(args.backend(), Plain, llm(args)),
     }
 }
 

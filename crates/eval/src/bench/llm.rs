@@ -1,0 +1,283 @@
+//! Whole models the way llama.cpp's `llama-bench` times them: prompts ("pp") and generated tokens ("tg") after
+//! so many tokens that are in the cache already.
+
+use std::time::Instant;
+
+use burn::tensor::Tensor;
+use kv_cubecl::{KvCacheConfig, On, Target};
+use kv_models::{LanguageModel, ModelCache, Sampler, Sampling, Steps, ids_to_tensor};
+use serde::Serialize;
+
+use super::{model, not_recorded, wait};
+use crate::{Error, Result};
+
+/// What [`time_llm`] times.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LlmPlan {
+    /// Tokens of a prompt.
+    pub prompt: usize,
+    /// Tokens that are generated one by one; at least 50.
+    pub generate: usize,
+    /// Tokens in the cache before either, ascending.
+    pub depths: Vec<usize>,
+    /// Times that each is done, after one that does not count; at least 2.
+    pub repetitions: usize,
+    /// Whether steps are recorded once and replayed, see [`kv_models::DecodeGraph`].
+    pub recorded: bool,
+}
+
+/// The fewest tokens that are generated: the first ones are not like the others.
+const LEAST_GENERATED: usize = 50;
+
+impl LlmPlan {
+    fn check(&self, positions: usize) -> Result<()> {
+        let at_least = |field, value, least| match value >= least {
+            true => Ok(()),
+            false => Err(Error::plan(field, value, format!("must be at least {least}"))),
+        };
+        at_least("prompt", self.prompt, 1)?;
+        at_least("generate", self.generate, LEAST_GENERATED)?;
+        at_least("repetitions", self.repetitions, 2)?;
+        let depths = || format!("{:?}", self.depths);
+        let Some(&deepest) = self.depths.last() else {
+            return Err(Error::plan("depths", depths(), "must be at least one"));
+        };
+        if !self.depths.is_sorted_by(|a, b| a < b) {
+            return Err(Error::plan("depths", depths(), "must ascend"));
+        }
+        let after = self.prompt.max(self.generate);
+        if positions.checked_sub(after).is_none_or(|most| deepest > most) {
+            let rule =
+                format!("with {after} more tokens exceeds the model's {positions} positions");
+            return Err(Error::plan("depths", deepest, rule));
+        }
+        Ok(())
+    }
+}
+
+/// Mean and spread of some measurements.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Spread {
+    /// Their mean.
+    pub mean: f64,
+    /// Their standard deviation, as of a sample.
+    pub deviation: f64,
+    /// The middle one.
+    pub median: f64,
+}
+
+impl Spread {
+    fn of(mut samples: Vec<f64>) -> Self {
+        let n = samples.len() as f64;
+        let mean = samples.iter().sum::<f64>() / n;
+        let squares = samples.iter().map(|x| (x - mean).powi(2)).sum::<f64>();
+        let median = super::median(&mut samples);
+        Self { mean, deviation: (squares / (n - 1.0).max(1.0)).sqrt(), median }
+    }
+}
+
+/// Prompts or tokens of one cache at one depth.
+#[derive(Clone, Debug, Serialize)]
+pub struct LlmPoint {
+    /// `pp` or `tg`, and the number of tokens.
+    pub test: String,
+    /// The cache's short name.
+    pub cache: String,
+    /// Tokens in the cache before.
+    pub depth: usize,
+    /// Tokens per second by the wall clock: passes through the model, logits read by the host, and each token picked
+    /// (of a prompt, the one after it).
+    pub tokens_per_second: Spread,
+    /// Tokens per second of the passes through the model alone, until the device has done them.
+    pub forward_tokens_per_second: Spread,
+    /// Of a prompt, the seconds until the token after it is picked.
+    pub first_token_seconds: Option<Spread>,
+}
+
+/// Seconds of one repetition.
+#[derive(Clone, Copy, Debug)]
+struct Pass {
+    wall: f64,
+    forward: f64,
+}
+
+/// Times prompts and generation of `model` with each of `caches`, all of them in turn in every repetition. `progress`
+/// is told the tokens passed so far, see [`LlmPlan::tokens`].
+///
+/// # Errors
+/// [`Error::Plan`] for a plan that is none or exceeds the model, a device that cannot record, and the model's and the
+/// cache's errors.
+pub fn time_llm<T: Target>(
+    device: &On<T>,
+    model: &LanguageModel,
+    caches: &[KvCacheConfig],
+    plan: &LlmPlan,
+    mut progress: impl FnMut(usize),
+) -> Result<Vec<LlmPoint>> {
+    plan.check(model.max_positions())?;
+    if plan.recorded && !kv_models::DecodeGraph::is_supported(device) {
+        return Err(not_recorded::<T>());
+    }
+    let deepest = plan.depths.last().copied().unwrap_or(0);
+    let capacity = deepest + plan.prompt.max(plan.generate);
+    let new = |config: &KvCacheConfig| model.new_cache(config.with_capacity(capacity), 1, device);
+    let mut filled = caches.iter().map(new).collect::<kv_models::Result<Vec<_>>>()?;
+    let mut points = Vec::with_capacity(2 * caches.len() * plan.depths.len());
+    let mut done = 0;
+    for &depth in &plan.depths {
+        for cache in &mut filled {
+            let before = done;
+            done += model::prefill(device, model, cache, depth, |n| progress(before + n))?;
+        }
+        let mut prompts = vec![Vec::with_capacity(plan.repetitions); caches.len()];
+        let mut texts = prompts.clone();
+        for repetition in 0..=plan.repetitions {
+            for ((cache, prompts), texts) in filled.iter().zip(&mut prompts).zip(&mut texts) {
+                let prompt = pass_prompt(device, model, &mut fresh(cache, device)?, plan.prompt)?;
+                let text = generate(device, model, &mut fresh(cache, device)?, plan)?;
+                if repetition > 0 {
+                    prompts.push(prompt);
+                    texts.push(text);
+                }
+                done += plan.prompt + plan.generate;
+                progress(done);
+            }
+        }
+        for ((config, prompts), texts) in caches.iter().zip(&prompts).zip(&texts) {
+            let first = prompts.iter().map(|pass| pass.wall).collect();
+            let first = Some(Spread::of(first));
+            let cache = config.to_string();
+            points.push(LlmPoint::of("pp", cache.clone(), depth, plan.prompt, prompts, first));
+            points.push(LlmPoint::of("tg", cache, depth, plan.generate, texts, None));
+        }
+    }
+    Ok(points)
+}
+
+impl LlmPlan {
+    /// Tokens that are passed with each cache.
+    pub fn tokens(&self) -> usize {
+        let timed = self.depths.len() * (self.repetitions + 1) * (self.prompt + self.generate);
+        timed + self.depths.last().copied().unwrap_or(0)
+    }
+}
+
+impl LlmPoint {
+    fn of(
+        test: &str,
+        cache: String,
+        depth: usize,
+        tokens: usize,
+        passes: &[Pass],
+        first_token_seconds: Option<Spread>,
+    ) -> Self {
+        let rates = |seconds: fn(&Pass) -> f64| {
+            Spread::of(passes.iter().map(|pass| tokens as f64 / seconds(pass)).collect())
+        };
+        Self {
+            test: format!("{test}{tokens}"),
+            cache,
+            depth,
+            tokens_per_second: rates(|pass| pass.wall),
+            forward_tokens_per_second: rates(|pass| pass.forward),
+            first_token_seconds,
+        }
+    }
+}
+
+/// A copy of a cache in memory of its own, so that none of the copying is timed.
+fn fresh<T: Target>(cache: &ModelCache, device: &On<T>) -> Result<ModelCache> {
+    let copy = cache.select(&[0])?;
+    wait(device)?;
+    Ok(copy)
+}
+
+/// Appends a prompt and picks the token after it.
+fn pass_prompt<T: Target>(
+    device: &On<T>,
+    model: &LanguageModel,
+    cache: &mut ModelCache,
+    tokens: usize,
+) -> Result<Pass> {
+    let start = Instant::now();
+    let mut last = None;
+    let (first, end) = (cache.len(), cache.len() + tokens);
+    while cache.len() < end {
+        let chunk = model::PREFILL_CHUNK.min(end - cache.len());
+        let ids = model::filler(cache.len(), chunk, model.vocab_size());
+        let hidden = model.hidden_step(ids_to_tensor(&ids, [1, chunk], device), cache)?;
+        last = Some(hidden.narrow(1, chunk - 1, 1));
+    }
+    let Some(last) = last else { return Err(Error::plan("prompt", first, "must be at least 1")) };
+    let logits = model.head(last);
+    wait(device)?;
+    let forward = start.elapsed().as_secs_f64();
+    pick(logits)?;
+    Ok(Pass { wall: start.elapsed().as_secs_f64(), forward })
+}
+
+/// Appends tokens one by one, each the likeliest after those before.
+fn generate<T: Target>(
+    device: &On<T>,
+    model: &LanguageModel,
+    cache: &mut ModelCache,
+    plan: &LlmPlan,
+) -> Result<Pass> {
+    let mut id = model::filler(cache.len(), 1, model.vocab_size())[0];
+    let mut steps = Steps::new(model, cache, plan.recorded, device)?;
+    wait(device)?;
+    let (start, mut forward) = (Instant::now(), 0.0);
+    for _ in 0..plan.generate {
+        let step = Instant::now();
+        let logits = steps.step(model, &[id], device)?;
+        wait(device)?;
+        forward += step.elapsed().as_secs_f64();
+        id = pick(logits)?;
+    }
+    Ok(Pass { wall: start.elapsed().as_secs_f64(), forward })
+}
+
+/// The likeliest token, as the host finds it.
+fn pick<const D: usize>(logits: Tensor<D>) -> Result<u32> {
+    let logits: Vec<f32> = logits.into_data().iter::<f32>().collect();
+    Ok(Sampler::new(Sampling::GREEDY)?.sample(&logits, &[])?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spread_is_that_of_a_sample() {
+        let spread = Spread::of(vec![4.0, 1.0, 1.0]);
+        assert_eq!((spread.mean, spread.median), (2.0, 1.0));
+        assert!((spread.deviation - 3f64.sqrt()).abs() < 1e-12);
+        assert_eq!(Spread::of(vec![5.0]).deviation, 0.0);
+    }
+
+    #[test]
+    fn plans_that_measure_nothing_are_named() {
+        let plan = LlmPlan {
+            prompt: 512,
+            generate: 128,
+            depths: vec![0, 512],
+            repetitions: 2,
+            recorded: false,
+        };
+        assert!(plan.check(1024).is_ok());
+        for (plan, message) in [
+            (LlmPlan { generate: 49, ..plan.clone() }, "generate 49: must be at least 50"),
+            (LlmPlan { prompt: 0, ..plan.clone() }, "prompt 0: must be at least 1"),
+            (LlmPlan { repetitions: 1, ..plan.clone() }, "repetitions 1: must be at least 2"),
+            (LlmPlan { depths: vec![], ..plan.clone() }, "depths []: must be at least one"),
+            (LlmPlan { depths: vec![5, 5], ..plan.clone() }, "depths [5, 5]: must ascend"),
+            (
+                LlmPlan { depths: vec![513], ..plan.clone() },
+                "depths 513: with 512 more tokens exceeds the model's 1024 positions",
+            ),
+        ] {
+            assert_eq!(plan.check(1024).unwrap_err().to_string(), message);
+        }
+        assert!(plan.check(3).is_err());
+    }
+}

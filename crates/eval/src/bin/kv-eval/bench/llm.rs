@@ -1,0 +1,83 @@
+//! `kv-eval bench llm`: prompts and generated tokens by depth.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use indicatif::ProgressBar;
+use kv_cli::Backend;
+use kv_cubecl::{KvCacheConfig, On, Target};
+use kv_eval::bench::{LlmPlan, Spread, time_llm};
+use kv_report::Table;
+
+use super::Sinks;
+use crate::{common::ModelArgs, source};
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct LlmArgs {
+    #[command(flatten)]
+    on: ModelArgs,
+    /// A cache to time; repeatable.
+    #[arg(long = "cache", default_values = ["float", "k4v4"])]
+    caches: Vec<KvCacheConfig>,
+    /// Tokens of a prompt.
+    #[arg(long, default_value_t = 512)]
+    prompt: usize,
+    /// Tokens that are generated, at least 50.
+    #[arg(long, default_value_t = 128)]
+    generate: usize,
+    /// Tokens in the cache before either, ascending.
+    #[arg(long, value_delimiter = ',', default_value = "0,512")]
+    depths: Vec<usize>,
+    /// Times that each is done, after one that does not count.
+    #[arg(long, default_value_t = 5)]
+    repetitions: usize,
+    /// Record the step of one token once and replay it, on devices that can (CUDA, WGPU).
+    #[arg(long)]
+    recorded: bool,
+    /// Write the points here as JSON; with -, to standard output, and the table to standard error.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+impl LlmArgs {
+    pub(super) fn backend(&self) -> Backend {
+        self.on.backend
+    }
+}
+
+pub(super) fn llm<T: Target>(args: &LlmArgs) -> Result<()> {
+    let device = On::<T>::open()?;
+    let sinks = Sinks::open(args.json.as_deref(), None)?;
+    let (model, name) = source::load_model(&args.on, &device)?;
+    let LlmArgs { prompt, generate, repetitions, recorded, .. } = *args;
+    let plan = LlmPlan { prompt, generate, depths: args.depths.clone(), repetitions, recorded };
+    let copied = sinks.start(&device, &format!("{name} on {}, {repetitions} times", T::NAME))?;
+    let bar = ProgressBar::new((plan.tokens() * args.caches.len()) as u64);
+    let set = |done: usize| bar.set_position(done as u64);
+    let points = time_llm(&device, &model, &args.caches, &plan, set)?;
+    bar.finish_and_clear();
+    let mut table =
+        Table::new(["test", "depth", "cache", "tokens/s", "+-", "forward", "+-", "first ms", "+-"]);
+    let cells = |spread: Spread, scale: f64| {
+        [spread.mean, spread.deviation].map(|x| format!("{:.1}", x * scale))
+    };
+    for point in &points {
+        let [rate, rate_spread] = cells(point.tokens_per_second, 1.0);
+        let [forward, forward_spread] = cells(point.forward_tokens_per_second, 1.0);
+        let first = point.first_token_seconds.map(|seconds| cells(seconds, 1e3));
+        let [first, first_spread] = first.unwrap_or_default();
+        let (test, depth, cache) = (&point.test, point.depth, &point.cache);
+        table.push([
+            test.clone(),
+            depth.to_string(),
+            cache.clone(),
+            rate,
+            rate_spread,
+            forward,
+            forward_spread,
+            first,
+            first_spread,
+        ]);
+    }
+    sinks.finish(&device, copied, &table, None, &points)
+}
