@@ -23,7 +23,7 @@ pub(crate) struct Args {
     base: PathBuf,
     /// Folder of the model after training with its cache, which its kv_cache.json describes; the base
     /// model is evaluated with caches of the same groups and windows.
-    #[arg(long, value_name = "FOLDER", default_value_os_t = repository("austen-k2v2"))]
+    #[arg(long, value_name = "FOLDER", default_value_os_t = repository("austen-k2v2-slide"))]
     tuned: PathBuf,
     /// A UTF-8 text file that neither was trained on.
     #[arg(long, value_name = "FILE", default_value_os_t = repository("austen/heldout.txt"))]
