@@ -84,6 +84,29 @@ fn pretrained_then_trained_for_its_cache() {
     fails(&mut program(&qat), &[&run, "checkpoints up to step 6"]);
 }
 
+/// The rotation is in the weights that are saved, so that the cache beside them must not rotate again.
+#[test]
+fn a_rotation_is_saved_once() {
+    let world = Cpu::new();
+    let (model, text, out) =
+        (world.save_model("base"), world.string("text.txt"), world.string("out"));
+    let cache = "k2v2-g16-r16-hadv";
+    let args = ["--model", &model, "--text", &text, "--cache", cache, "--out", &out];
+    let more = ["--seq-len", "96", "--steps", "1", "--steps-per-epoch", "1", "--lr", "1e-9"];
+    let evaluated = ["--eval-tokens", "300", "--plain"];
+    let table = succeeds(&mut program(&[&["qat"][..], &args, &more, &evaluated].concat()));
+    let perplexity = |name: &str, cache: &str| -> f64 {
+        let mut rows = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        let row = rows.find(|row| row.starts_with(&[name, cache])).expect(&table);
+        row[2].parse().unwrap()
+    };
+    let (before, after) = (perplexity("before", cache), perplexity("after", "k2v2-g16-r16"));
+    // Codes at rounding edges differ; values that are not rotated give other numbers altogether.
+    assert!((before - after).abs() < 2e-3 * before, "{before} and {after}\n{table}");
+    let saved = fs::read_to_string(format!("{out}/model/kv_cache.json")).unwrap();
+    assert!(!saved.contains("rotate_values"), "{saved}");
+}
+
 #[test]
 fn what_a_user_should_know_of_the_model_is_said() {
     let world = Cpu::new();

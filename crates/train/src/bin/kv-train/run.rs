@@ -298,7 +298,10 @@ fn save_options(spec: &Spec) -> SaveOptions<'_> {
 }
 
 fn save(spec: &Spec, converted: &Converted, tokenizer: &Tokenizer, out: &Path) -> Result<()> {
-    Ok(kv_models::save(out, &converted.model, tokenizer, save_options(spec))?)
+    // The cache of the weights that are saved, which may have taken up a rotation of its values.
+    let cache = spec.config.qat.as_ref().map(|_| &converted.cache);
+    let options = SaveOptions { cache, ..save_options(spec) };
+    Ok(kv_models::save(out, &converted.model, tokenizer, options)?)
 }
 
 /// The model as it was and as it is, on held-out text, with and without its cache.
@@ -338,7 +341,8 @@ fn evaluate_on<T: Target>(
     };
     match &spec.origin {
         Origin::Model(path) => {
-            add("before", &kv_models::load(path, &device)?.model, vec![trained.cache.clone()])?;
+            let cache = spec.config.qat.as_ref().map_or(&trained.cache, |qat| &qat.cache);
+            add("before", &kv_models::load(path, &device)?.model, vec![cache.clone()])?;
             add("after", &trained.model, vec![trained.cache.clone()])?;
         }
         Origin::Random(_) => {
