@@ -89,7 +89,8 @@ impl Plan {
         let window = limited(asked, ids.len(), model)?;
         ids::check(&ids, model)?;
         let is_float = |config: &ModelCacheConfig| {
-            !config.cache.is_quantized() && config.cache.float == CacheFloat::F32
+            let KvCacheConfig { float, window, .. } = config.cache;
+            !config.cache.is_quantized() && float == CacheFloat::F32 && window.is_none()
         };
         let others = caches.into_iter().map(Into::into).filter(|config| !is_float(config));
         let mut all: Vec<ModelCacheConfig> = Vec::new();

@@ -229,6 +229,20 @@ fn generation_streams_text_and_is_reproducible() {
 }
 
 #[test]
+fn a_float_cache_with_a_window_is_not_the_float_cache() {
+    let space = Workspace::new();
+    let json = space.path("windows.json");
+    let window = ["--window", "90", "--tokens", "90", "--cache", "float-w9", "--json", &json];
+    assert_eq!(ppl(&space, &window).code, 0);
+    let report: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+    let runs = report["runs"].as_array().unwrap();
+    let names: Vec<_> = runs.iter().map(|run| run["cache"].as_str().unwrap()).collect();
+    assert_eq!(names, ["float", "float-w9"]);
+    assert_ne!(runs[0]["nll"], runs[1]["nll"]);
+}
+
+#[test]
 fn a_rotation_in_the_weights_changes_no_text() {
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen");
     let novel = std::fs::read_to_string(format!("{model}/heldout.txt")).unwrap();

@@ -276,6 +276,10 @@ impl fmt::Display for KvCacheConfig {
             }
         } else {
             write!(f, "float")?;
+            // Without a window, sinks are float tokens like all others.
+            if self.window.is_some() && self.sink_tokens != 0 {
+                write!(f, "-s{}", self.sink_tokens)?;
+            }
         }
         if let Some(window) = self.window {
             write!(f, "-w{window}")?;

@@ -59,6 +59,20 @@ impl ModelCacheConfig {
         }
     }
 
+    /// What a user should know of the caches of a model of `spec`: layers with a window of their own keep no sinks
+    /// and no tokens beyond it.
+    pub fn note(&self, spec: &ModelSpec) -> Option<String> {
+        let windows: Vec<usize> = spec.layers.iter().filter_map(|layer| layer.window).collect();
+        let shortest = windows.iter().copied().min()?;
+        let rule = match (self.cache.sink_tokens, self.cache.window) {
+            (0, Some(asked)) if asked > shortest => "keep no more than that",
+            (0, _) => return None,
+            _ => "keep no sinks",
+        };
+        let (n, all) = (windows.len(), spec.layers.len());
+        Some(format!("{self}: {n} of {all} layers have a window of their own and {rule}"))
+    }
+
     /// Checks that the configuration fits `model`.
     ///
     /// # Errors

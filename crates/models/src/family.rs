@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
 
 use crate::{
     Error, LanguageModel, Result,
@@ -24,12 +25,29 @@ impl ConfigJson<'_> {
     ///
     /// # Errors
     ///
-    /// [`Error::Malformed`] for text that is not JSON, or a field of another type.
+    /// [`Error::Malformed`] for text that is not JSON, [`Error::Config`] for a field of another type.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T> {
-        serde_json::from_str(self.text).map_err(|error| Error::Malformed {
-            path: self.path.into(),
-            format: "config.json",
-            why: error.to_string(),
+        serde_json::from_str(self.text).map_err(|error| match self.wrong_field::<T>() {
+            Some((field, value, rule)) => Error::config(self.path, field, value, rule),
+            None => Error::Malformed {
+                path: self.path.into(),
+                format: "config.json",
+                why: error.to_string(),
+            },
+        })
+    }
+
+    /// The first field that `T` does not read, its value and why: serde's own messages do not name it. What is said
+    /// of no fields at all is about one that is missing.
+    fn wrong_field<T: DeserializeOwned>(&self) -> Option<(String, Value, String)> {
+        let why = |fields: Map<String, Value>| {
+            serde_json::from_value::<T>(Value::Object(fields)).err().map(|error| error.to_string())
+        };
+        let missing = why(Map::new());
+        let fields: Map<String, Value> = serde_json::from_str(self.text).ok()?;
+        fields.into_iter().find_map(|(name, value)| {
+            let wrong = why(Map::from_iter([(name.clone(), value.clone())]));
+            Some((name, value, wrong.filter(|wrong| Some(wrong) != missing.as_ref())?))
         })
     }
 }

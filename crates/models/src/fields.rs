@@ -28,6 +28,18 @@ pub fn sizes(path: &Path, fields: &[(&str, usize)]) -> Result<()> {
     }
 }
 
+/// Checks a number of layers before anything is made for each of them, which no tensor has confirmed then.
+///
+/// # Errors
+///
+/// [`Error::Config`] for none, or more than 65536.
+pub(crate) fn layers(path: &Path, field: &str, n_layers: usize) -> Result<usize> {
+    match n_layers {
+        1..=65_536 => Ok(n_layers),
+        _ => Err(Error::config(path, field, n_layers, "must be between 1 and 65536")),
+    }
+}
+
 /// Checks a number that must be finite and above 0.
 ///
 /// # Errors

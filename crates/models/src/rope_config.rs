@@ -14,7 +14,7 @@ use crate::{
 #[derive(Clone, Debug, Default, Deserialize)]
 pub(crate) struct RopeFields {
     #[serde(alias = "type")]
-    rope_type: Option<String>,
+    pub(crate) rope_type: Option<String>,
     pub(crate) rope_theta: Option<f64>,
     pub(crate) partial_rotary_factor: Option<f64>,
     factor: Option<f64>,

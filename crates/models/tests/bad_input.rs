@@ -32,7 +32,35 @@ fn nothing_there() {
 
 #[test]
 fn wrong_configurations_name_field_value_and_rule() {
-    let cases: [(&str, Change, &[&str]); 16] = [
+    let cases: [(&str, Change, &[&str]); 21] = [
+        (
+            "llama-tiny",
+            |c| c["num_hidden_layers"] = json!(4_000_000_000u64),
+            &["num_hidden_layers = 4000000000", "between 1 and 65536"],
+        ),
+        (
+            "gemma3-tiny",
+            |c| c["num_hidden_layers"] = json!(0),
+            &["num_hidden_layers = 0", "between 1 and 65536"],
+        ),
+        (
+            "gpt-oss-tiny",
+            |c| c["rope_parameters"] = json!({"rope_theta": 150_000.0}),
+            &["rope_parameters = missing", "must have a rope_type"],
+        ),
+        (
+            "llama-tiny",
+            |c| c["rms_norm_eps"] = json!("small"),
+            &["config.json", "rms_norm_eps = \"small\"", "expected f64"],
+        ),
+        (
+            "smollm3-tiny",
+            |c| {
+                c["no_rope_layers"] = json!(null);
+                c["no_rope_layer_interval"] = json!(0);
+            },
+            &["no_rope_layer_interval = 0", "must be at least 1"],
+        ),
         ("llama-tiny", |c| c["model_type"] = json!("mamba"), &["unsupported model_type mamba"]),
         ("llama-tiny", |c| c["head_dim"] = json!(24), &["q_proj.weight", "[96, 96]", "[144, 96]"]),
         (

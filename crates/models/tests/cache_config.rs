@@ -298,6 +298,27 @@ fn a_configuration_from_code_is_checked() {
 /// A rotation in the weights is that in the cache: the same outputs but for rounding, streamed and in parallel, and
 /// another model without it.
 #[test]
+fn what_layers_with_windows_do_not_keep_is_said() {
+    let note = |model: &str, cache: &str| {
+        let model = load(tiny(model), &device()).unwrap().model;
+        ModelCacheConfig::from(cache.parse::<KvCacheConfig>().unwrap()).note(model.spec())
+    };
+    let said = |model, cache, rest: &str| {
+        let note = note(model, cache).unwrap();
+        assert_eq!(note, format!("{cache}: {rest}"));
+    };
+    said("gpt-oss-tiny", "k4v4-s4", "2 of 4 layers have a window of their own and keep no sinks");
+    said(
+        "mistral-swa-tiny",
+        "k4v4-g16-r16-w100",
+        "2 of 2 layers have a window of their own and keep no more than that",
+    );
+    assert_eq!(note("gpt-oss-tiny", "k4v4-g16-r16-w20"), None);
+    assert_eq!(note("gpt-oss-tiny", "k4v4"), None);
+    assert_eq!(note("llama-tiny", "k4v4-s4-w200"), None);
+}
+
+#[test]
 fn a_rotation_is_folded_into_the_weights() {
     let device = device();
     for name in ["gpt2-tiny", "llama-tiny", "qwen2-tiny"] {

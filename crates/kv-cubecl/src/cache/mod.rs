@@ -242,21 +242,27 @@ impl KvCache {
         Ok(attention.rotated(self.layout.config()).with_dtype(dtype))
     }
 
-    /// Adds to [`len`](Self::len) the `tokens` that [`attend_at`](Self::attend_at) has appended
+    /// Adds to the length of every sequence the `tokens` that [`attend_at`](Self::attend_at) has appended
     /// from there on. Only the caller knows how many there are; for a recorded step it is how often
-    /// it was replayed.
+    /// it was replayed. Where some took no part, [`advance_ragged`](Self::advance_ragged) counts.
     ///
     /// # Errors
     /// [`Error::CapacityExceeded`], or [`Error::Unsupported`] for a cache that has never taken a step by
     /// `attend_at`, whose memory holds no such tokens; the cache is then unchanged.
     pub fn advance(&mut self, tokens: usize) -> Result<()> {
         self.check_room(tokens)?;
+        self.check_stepped(tokens)?;
+        self.lens.iter_mut().for_each(|len| *len += tokens);
+        Ok(())
+    }
+
+    /// Checks that there may be tokens that were appended by steps.
+    fn check_stepped(&self, tokens: usize) -> Result<()> {
         if tokens > 0 && !self.stepped {
             let what = format!("advance: {tokens} tokens of a cache without steps by attend_at");
             let why = "they were never written; use append or attend".to_string();
             return Err(Error::Unsupported { what, why });
         }
-        self.lens.iter_mut().for_each(|len| *len += tokens);
         Ok(())
     }
 

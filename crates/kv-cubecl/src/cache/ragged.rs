@@ -77,6 +77,29 @@ impl KvCache {
         Ok(())
     }
 
+    /// [`advance`](Self::advance) by another number of tokens for each sequence: 0 for one whose position was below
+    /// 0, whose memory holds no such tokens.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for another number of sequences, [`Error::SequenceFull`], and those of
+    /// [`advance`](Self::advance); the cache is then unchanged.
+    pub fn advance_ragged(&mut self, tokens: &[usize]) -> Result<()> {
+        let (batch, capacity) = (self.lens.len(), self.capacity());
+        if tokens.len() != batch {
+            let (op, tensor, shape) = ("advance_ragged", "tokens", vec![tokens.len()]);
+            let rule = format!("must be one number for each sequence of batch {batch}");
+            return Err(Error::Shape { op, tensor, shape, rule });
+        }
+        for (sequence, (&added, &len)) in tokens.iter().zip(&self.lens).enumerate() {
+            if len.saturating_add(added) > capacity {
+                return Err(Error::SequenceFull { sequence, len, added, capacity });
+            }
+        }
+        self.check_stepped(tokens.iter().copied().max().unwrap_or(0))?;
+        self.count(tokens);
+        Ok(())
+    }
+
     fn check_ragged(
         &self,
         op: &'static str,

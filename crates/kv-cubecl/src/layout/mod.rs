@@ -164,7 +164,8 @@ impl CacheLayout {
         let (sides, schedule) = (self.sides(), self.schedule());
         let (first_float, begin) = (schedule.first_float(len), schedule.begin(len).min(len));
         let bytes = Side::BOTH.map(|side| {
-            let packed = first_float[side].saturating_sub(begin);
+            // Of fewer tokens than sinks none is packed.
+            let packed = first_float[side].min(len).saturating_sub(begin);
             let seen = len - begin + begin.min(schedule.sink_tokens);
             let floats = (seen - packed) * sides[side].head_dim;
             4 * sides[side].packed_words(packed) + self.config.float.size() * floats

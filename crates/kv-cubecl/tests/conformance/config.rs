@@ -65,6 +65,7 @@ fn names_by_hand() {
         ("k2v2-hadv-slide-f16", "k2v2-slide-hadv-f16"),
         ("k2v2-w1024-s4-f16", "k2v2-s4-w1024-f16"),
         ("float-w9", "float-w9"),
+        ("float-w9-s4", "float-s4-w9"),
         ("k16v2-g16", "k16v2-g16"),
     ] {
         assert_eq!(name.parse::<KvCacheConfig>().unwrap().to_string(), canonical, "{name}");

@@ -5,7 +5,11 @@ use kv_cubecl::{CacheShape, KvCache, KvCacheConfig, On, Target, layout::CacheLay
 
 use crate::common::{Setup, attend, skipped, stamp};
 
-stamp!(reported_bytes_are_those_of_the_tensors, two_bits_save_what_they_promise);
+stamp!(
+    reported_bytes_are_those_of_the_tensors,
+    the_first_sinks_are_read_in_float,
+    two_bits_save_what_they_promise
+);
 
 fn bytes<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> usize {
     tensor.dims().iter().product::<usize>() * tensor.dtype().size()
@@ -28,6 +32,18 @@ fn reported_bytes_are_those_of_the_tensors<T: Target>(on: &On<T>) {
         assert_eq!(empty.values, bytes(&parts.values), "{name}: values");
         assert_eq!(empty.floats, bytes(&parts.floats), "{name}: floats");
         assert_eq!(empty.total(), empty.keys + empty.values + empty.floats);
+    }
+}
+
+/// Of a cache that has fewer tokens than sinks, float rows are read and nothing else.
+fn the_first_sinks_are_read_in_float<T: Target>(_: &On<T>) {
+    for len in 0..4 {
+        let bytes = |name: &str| {
+            let config: KvCacheConfig = name.parse().unwrap();
+            CacheLayout::new(&config, shape()).unwrap().bytes_read(len)
+        };
+        assert_eq!(bytes("k2v2-s4"), bytes("float"), "{len} tokens");
+        assert_eq!(bytes("float"), len * 2 * 2 * 64 * 4, "{len} tokens");
     }
 }
 

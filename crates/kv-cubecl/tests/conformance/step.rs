@@ -2,7 +2,7 @@
 
 use std::{cell::RefCell, rc::Rc};
 
-use burn::tensor::{DType, Device, Int, Tensor, capture, kind::Basic};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData, capture, kind::Basic};
 use kv_cubecl::{Error, KvCache, On, Target};
 
 use crate::common::{CLOSE, Host, Setup, attend, check_properties, close, setups, snapshot, stamp};
@@ -14,6 +14,7 @@ stamp!(
     a_recorded_step_serves_every_length,
     wrong_tokens_and_positions,
     only_steps_are_counted,
+    steps_of_some_sequences_are_counted,
 );
 
 const NAMES: [&str; 5] =
@@ -188,4 +189,24 @@ fn only_steps_are_counted<T: Target>(on: &On<T>) {
     cache.attend_at(q, k, v, &at(10, on)).unwrap();
     cache.advance(1).unwrap();
     assert_eq!(cache.len(), 11);
+}
+
+/// Of a step in which a sequence takes no part, only the others' tokens are counted.
+fn steps_of_some_sequences_are_counted<T: Target>(on: &On<T>) {
+    let text = Setup::new("k2v2-g16-r16", [2, 4, 2, 12, 64], 262);
+    let mut cache = text.cache(on);
+    attend(&mut cache, &text, &[10], on);
+    let [q, k, v] = text.tokens(10..11).on(on);
+    let position = Tensor::from_data(TensorData::new(vec![10i32, -1], [2]), (&**on, DType::I32));
+    cache.attend_at(q, k, v, &position).unwrap();
+    for (tokens, part) in [
+        (&[1][..], "tokens has shape [1]: must be one number for each sequence of batch 2"),
+        (&[3, 0], "3 tokens do not fit: sequence 0 holds 10 of capacity 12"),
+    ] {
+        let error = cache.advance_ragged(tokens).unwrap_err().to_string();
+        assert!(error.contains(part), "{tokens:?}: {error}");
+        assert_eq!(cache.lens(), [10, 10]);
+    }
+    cache.advance_ragged(&[1, 0]).unwrap();
+    assert_eq!(cache.lens(), [11, 10]);
 }

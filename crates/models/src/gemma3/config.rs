@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use crate::{
     ConfigJson, Error, LayerSpec, ModelSpec, Result,
     checkpoint::Weights,
-    fields::{FULL, SLIDING, full_layers, positive, required, sizes},
+    fields::{FULL, SLIDING, full_layers, layers, positive, required, sizes},
     gguf::Metadata,
     nn::{Rope, RopeScaling},
     rope_config::{self, RopeFields},
@@ -131,6 +131,7 @@ impl Config {
         let (raw, path) = (json.parse::<Raw>()?, json.path);
         raw.check_supported(path)?;
         let n_layers = required(path, "num_hidden_layers", raw.num_hidden_layers)?;
+        let n_layers = layers(path, "num_hidden_layers", n_layers)?;
         let n_heads = required(path, "num_attention_heads", raw.num_attention_heads)?;
         let max_positions = required(path, "max_position_embeddings", raw.max_position_embeddings)?;
         let head_dim = required(path, "head_dim", raw.head_dim)?;
@@ -185,7 +186,8 @@ impl Config {
     /// Resolves the metadata of a GGUF file, and takes the tensors of the rotary encoding.
     pub(super) fn from_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
         let path = metadata.path();
-        let n_layers = metadata.size("block_count")?;
+        let block_count = metadata.size("block_count")?;
+        let n_layers = layers(path, &metadata.key("block_count"), block_count)?;
         let (hidden_size, n_heads) =
             (metadata.size("embedding_length")?, metadata.size("attention.head_count")?);
         let head_dim = metadata.size("attention.key_length")?;

@@ -9,7 +9,7 @@ use super::experts::ALPHA;
 use crate::{
     ConfigJson, Error, LayerSpec, ModelSpec, Result,
     checkpoint::Weights,
-    fields::{FULL, SLIDING, full_layers, positive, required, sizes},
+    fields::{FULL, SLIDING, full_layers, layers, positive, required, sizes},
     gguf::Metadata,
     nn::{Rope, RopeScaling},
     rope_config::{self, RopeFields},
@@ -104,9 +104,17 @@ impl Config {
             return Err(Error::config(path, "swiglu_alpha", alpha, format!("must be {ALPHA}")));
         }
         let n_layers = required(path, "num_hidden_layers", raw.num_hidden_layers)?;
+        let n_layers = layers(path, "num_hidden_layers", n_layers)?;
         let max_positions = required(path, "max_position_embeddings", raw.max_position_embeddings)?;
         let n_heads = required(path, "num_attention_heads", raw.num_attention_heads)?;
-        let new_rope = raw.rope_parameters.as_ref();
+        // A file that does not say how keys are rotated might mean YaRN, as the transformers library takes it.
+        let says = |rope: &&RopeFields| rope.rope_type.is_some();
+        let new_rope = raw.rope_parameters.as_ref().filter(says);
+        let old_rope = raw.rope_scaling.as_ref().filter(says);
+        if raw.rope_theta.is_none() && new_rope.or(old_rope).is_none() {
+            let rule = "must have a rope_type, as yarn or default";
+            return Err(Error::config(path, "rope_parameters", "missing", rule));
+        }
         let theta = new_rope.and_then(|rope| rope.rope_theta).or(raw.rope_theta);
         let config = Self {
             vocab_size: required(path, "vocab_size", raw.vocab_size)?,
@@ -129,7 +137,7 @@ impl Config {
             attention_bias: raw.attention_bias.unwrap_or(true),
             tied_head: raw.tie_word_embeddings.unwrap_or(false),
             rope_theta: theta.unwrap_or(THETA),
-            rope_scaling: match new_rope.or(raw.rope_scaling.as_ref()) {
+            rope_scaling: match new_rope.or(old_rope) {
                 Some(rope) => rope.scaling(path, max_positions, None)?,
                 None => RopeScaling::Default,
             },
@@ -141,7 +149,8 @@ impl Config {
     /// Resolves the metadata of a GGUF file, and takes the tensors of the rotary encoding.
     pub(super) fn from_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
         let path = metadata.path();
-        let n_layers = metadata.size("block_count")?;
+        let block_count = metadata.size("block_count")?;
+        let n_layers = layers(path, &metadata.key("block_count"), block_count)?;
         let n_heads = metadata.size("attention.head_count")?;
         let head_dim = metadata.size("attention.key_length")?;
         let max_positions = metadata.size("context_length")?;

@@ -27,7 +27,8 @@ impl Config {
         // llama.cpp writes 0 for no sliding window; one that hides nothing is none.
         let window = metadata.optional_size("attention.sliding_window")?;
         let window = window.filter(|&n| n > 0 && n < context_length);
-        let n_layers = metadata.size("block_count")?;
+        let block_count = metadata.size("block_count")?;
+        let n_layers = fields::layers(path, &metadata.key("block_count"), block_count)?;
         let mut unrotated_layers = BTreeSet::new();
         if metadata.arch() == "smollm3" {
             let last = SMOLLM3_INTERVAL - 1;

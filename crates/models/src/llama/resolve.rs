@@ -68,6 +68,7 @@ impl Raw {
         let max_positions =
             required(path, "max_position_embeddings", self.max_position_embeddings)?;
         let n_layers = required(path, "num_hidden_layers", self.num_hidden_layers)?;
+        let n_layers = fields::layers(path, "num_hidden_layers", n_layers)?;
         let head_dim = match self.head_dim {
             Some(head_dim) => head_dim,
             None => {
@@ -84,8 +85,10 @@ impl Raw {
 
         let new_rope = self.rope_parameters.as_ref();
         let rope = new_rope.or(self.rope_scaling.as_ref());
+        // What the transformers library takes for a file that does not say.
+        let default_theta = if family == "smollm3" { 2_000_000.0 } else { 10_000.0 };
         let rope_theta =
-            new_rope.and_then(|rope| rope.rope_theta).or(self.rope_theta).unwrap_or(10_000.0);
+            new_rope.and_then(|rope| rope.rope_theta).or(self.rope_theta).unwrap_or(default_theta);
         let partial = new_rope
             .and_then(|rope| rope.partial_rotary_factor)
             .or(self.partial_rotary_factor)
@@ -178,7 +181,11 @@ impl Raw {
                 return Err(Error::config(path, "length of no_rope_layers", rotates.len(), rule));
             }
             None => {
-                let interval = self.no_rope_layer_interval.unwrap_or(4).max(1);
+                let interval = self.no_rope_layer_interval.unwrap_or(4);
+                if interval == 0 {
+                    let field = "no_rope_layer_interval";
+                    return Err(Error::config(path, field, 0, "must be at least 1"));
+                }
                 (1..=n_layers).map(|i| u8::from(!i.is_multiple_of(interval))).collect()
             }
         };

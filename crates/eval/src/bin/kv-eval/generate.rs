@@ -116,7 +116,9 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let template = args.template(&tokenizer)?;
     let chosen = args.cache.map(ModelCacheConfig::from).or(cache);
     let chosen = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
+    chosen.note(model.spec()).iter().for_each(kv_cli::note);
     // One cache serves the whole run, so that a rotation of its values can be in the weights.
+    let cache_name = chosen.to_string();
     let (model, config) = model.fold_rotation(chosen);
     let options = GenerateOptions {
         max_tokens: args.max_tokens,
@@ -131,6 +133,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         tokenizer: &tokenizer,
         options,
         config,
+        cache_name,
         capacity: args.capacity,
         held: None,
     };
@@ -256,6 +259,8 @@ pub(crate) struct Writer<'a, T: Target> {
     pub(crate) tokenizer: &'a Tokenizer,
     pub(crate) options: GenerateOptions,
     pub(crate) config: ModelCacheConfig,
+    /// The cache that was asked for, whose rotation may be in the weights of `model` rather than in `config`.
+    pub(crate) cache_name: String,
     /// Tokens the cache is allocated for; by default the prompt and its continuation.
     capacity: Option<usize>,
     /// A cache, and the ids in it.
@@ -304,7 +309,8 @@ impl<T: Target> Writer<'_, T> {
     /// A cache for so many sequences, the longest of whose prompts has `n_prompt` tokens.
     pub(crate) fn new_cache(&self, n_prompt: usize, batch: usize) -> Result<ModelCache> {
         let most = self.model.max_positions();
-        let wanted = n_prompt.saturating_add(self.options.max_tokens).min(most).max(n_prompt);
+        // A prompt beyond the model's limit is refused by what reads it, not by what allocates for it.
+        let wanted = n_prompt.saturating_add(self.options.max_tokens).min(most);
         let mut config = self.config.clone();
         config.cache.capacity = self.capacity.unwrap_or(wanted);
         Ok(self.model.new_cache(&config, batch, self.device)?)
@@ -319,7 +325,7 @@ impl<T: Target> Writer<'_, T> {
             generated.prefill_tokens_per_second(),
             generated.decode_tokens,
             generated.decode_tokens_per_second(),
-            self.config,
+            self.cache_name,
             cache.len(),
             cache.len() + cache.remaining(),
             cache.memory_bytes().total() as f64 / (1 << 20) as f64,

@@ -96,7 +96,7 @@ impl<T: Target> Writer<'_, T> {
             totals.prefill_tokens_per_second(),
             totals.decode_tokens,
             totals.decode_tokens_per_second(),
-            self.config,
+            self.cache_name,
             bytes as f64 / (1 << 20) as f64,
         ))?;
         Ok(())

@@ -148,6 +148,8 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
     let device = On::<T>::open()?;
     let new = resume == Resume::No;
     let Begun { model, tokenizer, tokenizer_file, mut files } = begin(spec, folder, &device, new)?;
+    let cache = spec.config.qat.as_ref().and_then(|qat| qat.cache.note(model.spec()));
+    cache.iter().for_each(kv_cli::note);
     // Before hours of training, not after.
     check_savable(&model, &tokenizer, save_options(spec))?;
     let out = model_folder(folder);
