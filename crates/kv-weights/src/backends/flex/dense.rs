@@ -1,0 +1,120 @@
+//! Products of many rows: a part of the matrix at a time is restored, and multiplied with as floats.
+
+use gemm::{Parallelism, gemm};
+
+use super::{portable, threads::in_parts};
+use crate::PackedLayout;
+
+/// Most numbers that are restored at a time: 4 MB, which stays in the processor's cache while it is multiplied.
+const RESTORED: usize = 1 << 20;
+/// Numbers that a thread restores at a time.
+const PART: usize = 1 << 15;
+
+/// Rows that are restored at a time.
+fn rows_at_a_time(layout: &PackedLayout) -> usize {
+    (RESTORED / layout.columns()).clamp(1, layout.rows())
+}
+
+/// `x W^T`, `[rows of x, rows]`.
+pub(super) fn project(x: &[f32], blocks: &[u8], layout: &PackedLayout) -> Vec<f32> {
+    let [rows, columns] = layout.shape();
+    let n = x.len() / columns;
+    let mut out = vec![0.0; n * rows];
+    let mut weights = vec![0.0; rows_at_a_time(layout) * columns];
+    for (start, part) in parts(blocks, layout) {
+        let weights = restored(part, layout, &mut weights);
+        let count = weights.len() / columns;
+        let problem = Product { m: n, n: count, k: columns, out_stride: rows, add: false };
+        problem.multiply(&mut out[start..], (x, columns, 1), (weights, 1, columns));
+    }
+    out
+}
+
+/// `grad W`, `[rows of grad, columns]`.
+pub(super) fn backward(grad: &[f32], blocks: &[u8], layout: &PackedLayout) -> Vec<f32> {
+    let [rows, columns] = layout.shape();
+    let n = grad.len() / rows;
+    let mut out = vec![0.0; n * columns];
+    let mut weights = vec![0.0; rows_at_a_time(layout) * columns];
+    for (start, part) in parts(blocks, layout) {
+        let weights = restored(part, layout, &mut weights);
+        let count = weights.len() / columns;
+        let add = start > 0;
+        let problem = Product { m: n, n: columns, k: count, out_stride: columns, add };
+        problem.multiply(&mut out, (&grad[start..], rows, 1), (weights, columns, 1));
+    }
+    out
+}
+
+/// The first row and the blocks of each part.
+fn parts<'a>(
+    blocks: &'a [u8],
+    layout: &PackedLayout,
+) -> impl Iterator<Item = (usize, &'a [u8])> + use<'a> {
+    let at_a_time = rows_at_a_time(layout);
+    let parts = blocks.chunks(at_a_time * layout.row_bytes());
+    parts.enumerate().map(move |(i, part)| (i * at_a_time, part))
+}
+
+fn restored<'a>(blocks: &[u8], layout: &PackedLayout, weights: &'a mut [f32]) -> &'a [f32] {
+    let weights = &mut weights[..blocks.len() / layout.row_bytes() * layout.columns()];
+    restore(blocks, layout, weights);
+    weights
+}
+
+/// The numbers of whole rows.
+pub(super) fn restore(blocks: &[u8], layout: &PackedLayout, out: &mut [f32]) {
+    let (row, columns) = (layout.row_bytes(), layout.columns());
+    let rows = PART.div_ceil(columns);
+    let parallel = out.len() >= 2 * PART;
+    let parts = blocks.chunks(rows * row).zip(out.chunks_mut(rows * columns));
+    in_parts(parts, parallel, |(blocks, out)| portable::restore(blocks, layout.format(), out));
+}
+
+/// A product of an `[m, k]` matrix with a `[k, n]` one.
+struct Product {
+    m: usize,
+    n: usize,
+    k: usize,
+    /// Elements between the rows of what it is written to.
+    out_stride: usize,
+    /// Whether it is added to what is there.
+    add: bool,
+}
+
+impl Product {
+    /// A matrix is its elements, the stride of its rows and that of its columns.
+    fn multiply(&self, out: &mut [f32], a: (&[f32], usize, usize), b: (&[f32], usize, usize)) {
+        let &Self { m, n, k, out_stride, add } = self;
+        let last = |rows: usize, row: usize, columns: usize, column: usize| {
+            (rows - 1) * row + (columns - 1) * column
+        };
+        assert!(m > 0 && n > 0 && k > 0);
+        assert!(last(m, out_stride, n, 1) < out.len());
+        assert!(last(m, a.1, k, a.2) < a.0.len() && last(k, b.1, n, b.2) < b.0.len());
+        // SAFETY: all elements are in their slices, as asserted.
+        unsafe {
+            gemm(
+                m,
+                n,
+                k,
+                out.as_mut_ptr(),
+                1,
+                out_stride as isize,
+                add,
+                a.0.as_ptr(),
+                a.2 as isize,
+                a.1 as isize,
+                b.0.as_ptr(),
+                b.2 as isize,
+                b.1 as isize,
+                1.0,
+                1.0,
+                false,
+                false,
+                false,
+                Parallelism::Rayon(0),
+            );
+        }
+    }
+}

@@ -1,0 +1,30 @@
+//! `WeightOps` for each of Burn's backends.
+
+#[cfg(feature = "autodiff")]
+mod autodiff;
+#[cfg(feature = "flex")]
+mod flex;
+
+use burn::tensor::Device;
+
+use crate::{Error, Result};
+
+/// Checks that `device` belongs to a backend that this crate's features give its operations: Burn may have been
+/// built with other backends as well.
+///
+/// # Errors
+/// [`Error::Unsupported`] naming `op`.
+pub(crate) fn check_device(op: &str, device: &Device) -> Result<()> {
+    let unsupported = |why: &str| {
+        Err(Error::Unsupported { what: format!("{op} on {device:?}"), why: why.to_string() })
+    };
+    if cfg!(not(feature = "autodiff")) && device.is_autodiff() {
+        return unsupported("kv-weights was built without its feature autodiff");
+    }
+    match device.clone().without_autodiff().as_dispatch() {
+        #[cfg(feature = "flex")]
+        burn::backend::DispatchDevice::Flex(_) => Ok(()),
+        #[allow(unreachable_patterns, reason = "Burn may have been built with no other backend")]
+        _ => unsupported("packed weights are multiplied on Flex, if built with its feature"),
+    }
+}

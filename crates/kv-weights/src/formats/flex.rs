@@ -1,0 +1,139 @@
+//! Blocks on the CPU: each format unpacks its blocks into bytes, and everything portable is made of that.
+
+use half::f16;
+
+/// The most numbers that a block has.
+pub(crate) const MOST: usize = 256;
+
+/// A format as the CPU reads it. Number `i` of a block is `scale * (code - ZERO) + min`, computed in f32, with a
+/// scale for each [`SPAN`](Self::SPAN) numbers and, if [`MINS`](Self::MINS), a minimum for each 32.
+pub(crate) trait Blocks: Copy + Default + Send + Sync + 'static {
+    /// Numbers of a block.
+    const NUMBERS: usize;
+    /// Bytes of a block.
+    const BYTES: usize;
+    /// The code of 0.
+    const ZERO: u8;
+    /// Numbers of a scale, 32 or 16.
+    const SPAN: usize;
+    /// Whether there are minima.
+    const MINS: bool;
+
+    /// Unpacks a block of [`BYTES`](Self::BYTES): `NUMBERS` codes, `NUMBERS / SPAN` scales, `NUMBERS / 32` minima,
+    /// which are left as they are if there are none.
+    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]);
+}
+
+/// Calls `$body` with `$F` the type of a [`WeightFormat`](crate::WeightFormat).
+macro_rules! with_blocks {
+    ($format:expr, $F:ident => $body:expr) => {
+        match $format {
+            $crate::WeightFormat::Q4_0 => {
+                type $F = $crate::formats::flex::Q4_0;
+                $body
+            }
+            $crate::WeightFormat::Q4_1 => {
+                type $F = $crate::formats::flex::Q4_1;
+                $body
+            }
+            $crate::WeightFormat::Q5_0 => {
+                type $F = $crate::formats::flex::Q5_0;
+                $body
+            }
+            $crate::WeightFormat::Q5_1 => {
+                type $F = $crate::formats::flex::Q5_1;
+                $body
+            }
+            $crate::WeightFormat::Q8_0 => {
+                type $F = $crate::formats::flex::Q8_0;
+                $body
+            }
+            $crate::WeightFormat::Q4K => {
+                type $F = $crate::formats::flex::Q4K;
+                $body
+            }
+            $crate::WeightFormat::Q5K => {
+                type $F = $crate::formats::flex::Q5K;
+                $body
+            }
+            $crate::WeightFormat::Q6K => {
+                type $F = $crate::formats::flex::Q6K;
+                $body
+            }
+            $crate::WeightFormat::Mxfp4 => {
+                type $F = $crate::formats::flex::Mxfp4;
+                $body
+            }
+        }
+    };
+}
+
+pub(crate) use super::{
+    mxfp4::flex::Mxfp4, q4_0::flex::Q4_0, q4_1::flex::Q4_1, q4_k::flex::Q4K, q5_0::flex::Q5_0,
+    q5_1::flex::Q5_1, q5_k::flex::Q5K, q6_k::flex::Q6K, q8_0::flex::Q8_0,
+};
+pub(crate) use with_blocks;
+
+/// The f16 at byte `at`.
+#[inline(always)]
+pub(super) fn half(block: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
+}
+
+/// 32 codes of 4 bits: those of the first half in the lower halves of the 16 bytes.
+#[inline(always)]
+pub(super) fn nibbles(bytes: &[u8], codes: &mut [u8]) {
+    let (low, high) = codes.split_at_mut(16);
+    for i in 0..16 {
+        low[i] = bytes[i] & 15;
+        high[i] = bytes[i] >> 4;
+    }
+}
+
+/// Adds the fifth bits of 32 codes, which are the bits of a word.
+#[inline(always)]
+pub(super) fn add_fifth_bits(block: &[u8], at: usize, codes: &mut [u8]) {
+    let bits = u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]]);
+    for (i, code) in codes[..32].iter_mut().enumerate() {
+        *code |= ((bits >> i & 1) << 4) as u8;
+    }
+}
+
+/// The eight scales and minima of 6 bits of a block of 256, `[d, dmin, 12 bytes]`.
+#[inline(always)]
+pub(super) fn six_bit_scales(block: &[u8], scales: &mut [f32], mins: &mut [f32]) {
+    let (d, dmin, packed) = (half(block, 0), half(block, 2), &block[4..16]);
+    for j in 0..8 {
+        let (scale, min) = if j < 4 {
+            (packed[j] & 63, packed[j + 4] & 63)
+        } else {
+            let both = packed[j + 4];
+            (both & 15 | packed[j - 4] >> 6 << 4, both >> 4 | packed[j] >> 6 << 4)
+        };
+        scales[j] = d * f32::from(scale);
+        mins[j] = -(dmin * f32::from(min));
+    }
+}
+
+/// Restores whole blocks.
+#[inline(always)]
+pub(crate) fn restore<F: Blocks>(blocks: &[u8], out: &mut [f32]) {
+    let (mut codes, mut scales, mut mins) = ([0; MOST], [0.0; MOST / 16], [0.0; MOST / 32]);
+    for (block, out) in blocks.chunks_exact(F::BYTES).zip(out.chunks_exact_mut(F::NUMBERS)) {
+        F::unpack(block, &mut codes, &mut scales, &mut mins);
+        for (span, out) in out.chunks_exact_mut(F::SPAN).enumerate() {
+            let (codes, scale) = (&codes[span * F::SPAN..][..F::SPAN], scales[span]);
+            let zero = i32::from(F::ZERO);
+            if F::MINS {
+                let min = mins[span * F::SPAN / 32];
+                for (out, &code) in out.iter_mut().zip(codes) {
+                    *out = (i32::from(code) - zero) as f32 * scale + min;
+                }
+            } else {
+                for (out, &code) in out.iter_mut().zip(codes) {
+                    *out = (i32::from(code) - zero) as f32 * scale;
+                }
+            }
+        }
+    }
+}

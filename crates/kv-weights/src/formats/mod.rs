@@ -1,0 +1,131 @@
+//! The formats of packed weights, a folder each: what a block holds, and how the CPU unpacks it.
+
+#[cfg(feature = "flex")]
+pub(crate) mod flex;
+mod mxfp4;
+mod q4_0;
+mod q4_1;
+mod q4_k;
+mod q5_0;
+mod q5_1;
+mod q5_k;
+mod q6_k;
+mod q8_0;
+
+use core::{fmt, str::FromStr};
+
+use crate::{Error, error::invalid};
+
+/// How the numbers of a matrix are packed: in blocks of codes with their scales.
+///
+/// Those of GGML lie bit for bit as in GGUF files
+/// (<https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h>).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum WeightFormat {
+    /// 32 codes of 4 bits: `scale * (code - 8)`; 4.5 bits a number.
+    Q4_0,
+    /// 32 codes of 4 bits: `scale * code + min`; 5 bits a number.
+    Q4_1,
+    /// 32 codes of 5 bits: `scale * (code - 16)`; 5.5 bits a number.
+    Q5_0,
+    /// 32 codes of 5 bits: `scale * code + min`; 6 bits a number.
+    Q5_1,
+    /// 32 signed bytes: `scale * code`; 8.5 bits a number.
+    Q8_0,
+    /// 256 codes of 4 bits, in groups of 32 with a scale and a minimum of 6 bits; 4.5 bits a number.
+    Q4K,
+    /// 256 codes of 5 bits, in groups of 32 with a scale and a minimum of 6 bits; 5.5 bits a number.
+    Q5K,
+    /// 256 codes of 6 bits, in groups of 16 with a scale of 8 bits; 6.5625 bits a number.
+    Q6K,
+    /// 32 numbers of 4 bits (E2M1) with a power of two, as the Open Compute Project's "Microscaling Formats" have
+    /// them, in GGUF's order; 4.25 bits a number.
+    Mxfp4,
+}
+
+/// What is known of a format without its blocks.
+pub(crate) struct Spec {
+    name: &'static str,
+    /// Numbers of a block.
+    numbers: usize,
+    /// Bytes of a block.
+    bytes: usize,
+    /// GGML's number of the type.
+    ggml: Option<u32>,
+}
+
+impl WeightFormat {
+    /// All formats.
+    pub const ALL: &[Self] = &[
+        Self::Q4_0,
+        Self::Q4_1,
+        Self::Q5_0,
+        Self::Q5_1,
+        Self::Q8_0,
+        Self::Q4K,
+        Self::Q5K,
+        Self::Q6K,
+        Self::Mxfp4,
+    ];
+
+    const fn spec(self) -> &'static Spec {
+        match self {
+            Self::Q4_0 => &q4_0::SPEC,
+            Self::Q4_1 => &q4_1::SPEC,
+            Self::Q5_0 => &q5_0::SPEC,
+            Self::Q5_1 => &q5_1::SPEC,
+            Self::Q8_0 => &q8_0::SPEC,
+            Self::Q4K => &q4_k::SPEC,
+            Self::Q5K => &q5_k::SPEC,
+            Self::Q6K => &q6_k::SPEC,
+            Self::Mxfp4 => &mxfp4::SPEC,
+        }
+    }
+
+    /// The name for users to read and write, such as `q4_1`.
+    pub const fn name(self) -> &'static str {
+        self.spec().name
+    }
+
+    /// Numbers of a block.
+    pub const fn block_numbers(self) -> usize {
+        self.spec().numbers
+    }
+
+    /// Bytes of a block.
+    pub const fn block_bytes(self) -> usize {
+        self.spec().bytes
+    }
+
+    /// GGML's number of the type, which GGUF files have; `None` for a format that is not GGML's.
+    pub const fn ggml_type(self) -> Option<u32> {
+        self.spec().ggml
+    }
+
+    /// The format of GGML's type of this number, if it is one of these.
+    pub fn from_ggml_type(number: u32) -> Option<Self> {
+        Self::ALL.iter().copied().find(|format| format.ggml_type() == Some(number))
+    }
+}
+
+impl fmt::Display for WeightFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for WeightFormat {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        Self::ALL.iter().copied().find(|format| format.name() == text).ok_or_else(|| {
+            let names: Vec<_> = Self::ALL.iter().map(|format| format.name()).collect();
+            invalid(
+                "weight format",
+                format!("{text:?}"),
+                format!("must be one of {}", names.join(", ")),
+            )
+        })
+    }
+}

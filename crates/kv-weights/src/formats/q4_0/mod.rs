@@ -1,0 +1,8 @@
+//! Scale (f16), 16 bytes of codes.
+
+#[cfg(feature = "flex")]
+pub(super) mod flex;
+
+use super::Spec;
+
+pub(super) const SPEC: Spec = Spec { name: "q4_0", numbers: 32, bytes: 18, ggml: Some(2) };

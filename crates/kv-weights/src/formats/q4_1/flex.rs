@@ -1,0 +1,22 @@
+use super::{
+    super::flex::{Blocks, half, nibbles},
+    SPEC,
+};
+
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Q4_1;
+
+impl Blocks for Q4_1 {
+    const NUMBERS: usize = SPEC.numbers;
+    const BYTES: usize = SPEC.bytes;
+    const ZERO: u8 = 0;
+    const SPAN: usize = 32;
+    const MINS: bool = true;
+
+    #[inline(always)]
+    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]) {
+        scales[0] = half(block, 0);
+        mins[0] = half(block, 2);
+        nibbles(&block[4..20], codes);
+    }
+}

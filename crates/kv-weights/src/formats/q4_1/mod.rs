@@ -1,0 +1,8 @@
+//! Scale and minimum (f16), 16 bytes of codes.
+
+#[cfg(feature = "flex")]
+pub(super) mod flex;
+
+use super::Spec;
+
+pub(super) const SPEC: Spec = Spec { name: "q4_1", numbers: 32, bytes: 20, ggml: Some(3) };

@@ -1,0 +1,9 @@
+//! Scales of scales and of minima (f16), eight scales and minima of 6 bits, 128 bytes of codes: of each 32 bytes
+//! the lower halves are a group, the upper halves the next.
+
+#[cfg(feature = "flex")]
+pub(super) mod flex;
+
+use super::Spec;
+
+pub(super) const SPEC: Spec = Spec { name: "q4_k", numbers: 256, bytes: 144, ggml: Some(12) };

@@ -1,0 +1,22 @@
+use super::{
+    super::flex::{Blocks, add_fifth_bits, half, nibbles},
+    SPEC,
+};
+
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Q5_0;
+
+impl Blocks for Q5_0 {
+    const NUMBERS: usize = SPEC.numbers;
+    const BYTES: usize = SPEC.bytes;
+    const ZERO: u8 = 16;
+    const SPAN: usize = 32;
+    const MINS: bool = false;
+
+    #[inline(always)]
+    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], _: &mut [f32]) {
+        scales[0] = half(block, 0);
+        nibbles(&block[6..22], codes);
+        add_fifth_bits(block, 2, codes);
+    }
+}

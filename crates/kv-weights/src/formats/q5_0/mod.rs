@@ -1,0 +1,8 @@
+//! Scale (f16), a word of the codes' fifth bits, 16 bytes of their lower four.
+
+#[cfg(feature = "flex")]
+pub(super) mod flex;
+
+use super::Spec;
+
+pub(super) const SPEC: Spec = Spec { name: "q5_0", numbers: 32, bytes: 22, ggml: Some(6) };

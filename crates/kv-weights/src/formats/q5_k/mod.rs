@@ -1,0 +1,8 @@
+//! As Q4_K, with 32 bytes before the codes: bit `i` of byte `j` is the fifth of code `j` of group `i`.
+
+#[cfg(feature = "flex")]
+pub(super) mod flex;
+
+use super::Spec;
+
+pub(super) const SPEC: Spec = Spec { name: "q5_k", numbers: 256, bytes: 176, ggml: Some(13) };

@@ -1,0 +1,8 @@
+//! 128 bytes of the codes' lower four bits, 64 of their upper two, 16 signed scales, a scale of scales (f16).
+
+#[cfg(feature = "flex")]
+pub(super) mod flex;
+
+use super::Spec;
+
+pub(super) const SPEC: Spec = Spec { name: "q6_k", numbers: 256, bytes: 210, ggml: Some(14) };

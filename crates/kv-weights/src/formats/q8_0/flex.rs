@@ -1,0 +1,23 @@
+use super::{
+    super::flex::{Blocks, half},
+    SPEC,
+};
+
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Q8_0;
+
+impl Blocks for Q8_0 {
+    const NUMBERS: usize = SPEC.numbers;
+    const BYTES: usize = SPEC.bytes;
+    const ZERO: u8 = 128;
+    const SPAN: usize = 32;
+    const MINS: bool = false;
+
+    #[inline(always)]
+    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], _: &mut [f32]) {
+        scales[0] = half(block, 0);
+        for (code, byte) in codes.iter_mut().zip(&block[2..34]) {
+            *code = byte ^ 128;
+        }
+    }
+}

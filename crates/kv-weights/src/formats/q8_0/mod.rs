@@ -1,0 +1,8 @@
+//! Scale (f16), 32 signed bytes.
+
+#[cfg(feature = "flex")]
+pub(super) mod flex;
+
+use super::Spec;
+
+pub(super) const SPEC: Spec = Spec { name: "q8_0", numbers: 32, bytes: 34, ggml: Some(8) };

@@ -1,0 +1,54 @@
+use burn::{
+    backend::Dispatch,
+    tensor::{Device, Int, Tensor},
+};
+
+use crate::{PackedMatrix, Result, WeightOps, backends::check_device, error::invalid};
+
+/// The rows of these numbers, restored. A number past the last row is the last row.
+///
+/// # Shapes
+/// - `ids`: `[batch, seq]`
+/// - output: `[batch, seq, columns]`, f32
+///
+/// # Errors
+/// [`Error::Unsupported`](crate::Error::Unsupported) for a device without the operation.
+pub fn lookup(ids: Tensor<2, Int>, matrix: &PackedMatrix) -> Result<Tensor<3>> {
+    let ([batch, seq], [rows, columns]) = (ids.dims(), matrix.dims());
+    check_device("lookup", &ids.device())?;
+    check_device("lookup", &matrix.device())?;
+    let last = i64::try_from(rows - 1).unwrap_or(i64::MAX);
+    let ids = ids.clamp(0, last).reshape([batch * seq]).into_dispatch();
+    let words = matrix.words().clone().into_dispatch();
+    let rows = <Dispatch as WeightOps>::packed_rows(words, ids, matrix.layout());
+    Ok(Tensor::<2>::from_dispatch(rows).reshape([batch, seq, columns]))
+}
+
+impl PackedMatrix {
+    /// All rows restored, `[rows, columns]`, f32.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for a device without the operation.
+    pub fn restore(&self) -> Result<Tensor<2>> {
+        self.restore_rows(0, self.layout().rows())
+    }
+
+    /// `n` rows from `start` on restored, `[n, columns]`, f32.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) for rows that are not there,
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for a device without the operation.
+    pub fn restore_rows(&self, start: usize, n: usize) -> Result<Tensor<2>> {
+        let rows = self.layout().rows();
+        if start > rows || n > rows - start {
+            let rule =
+                format!("must be below {rows}, the rows of the matrix, and so all {n} from it on");
+            return Err(invalid("start", start, rule));
+        }
+        let device: Device = self.device();
+        check_device("restore_rows", &device)?;
+        let words = self.words().clone().into_dispatch();
+        let restored = <Dispatch as WeightOps>::packed_restore(words, self.layout(), start, n);
+        Ok(Tensor::from_dispatch(restored))
+    }
+}

@@ -1,0 +1,42 @@
+//! Linear layers over packed weights.
+//!
+//! A matrix of weights stays as it lies in the file, in rows of blocks of 3 to 8 bits a number: it is multiplied
+//! with, looked up and differentiated through as a [Burn](https://burn.dev) operation that reads the blocks, and
+//! is never restored as a whole.
+//!
+//! ```
+//! use burn::tensor::{Bytes, Distribution, Tensor};
+//! use kv_weights::{Activations, PackedMatrix, WeightFormat, project};
+//!
+//! let device = burn::tensor::Device::flex();
+//! // Two rows of 64 numbers, each two blocks: scale 1, least number 0, and codes 0.
+//! let block = [&[0x00, 0x3c, 0x00, 0x00][..], &[0; 16]].concat();
+//! let blocks = Bytes::from_bytes_vec(block.repeat(4));
+//! let matrix = PackedMatrix::from_bytes(blocks, WeightFormat::Q4_1, [2, 64], &device)?;
+//!
+//! // [batch, seq, columns] by [rows, columns]
+//! let x = Tensor::<3>::random([1, 5, 64], Distribution::Default, &device);
+//! let y = project(x, &matrix, Activations::Exact)?;
+//! assert_eq!(y.dims(), [1, 5, 2]);
+//! # Ok::<(), kv_weights::Error>(())
+//! ```
+//!
+//! No backend is enabled by default: choose `flex`, and `autodiff` for gradients.
+
+mod activations;
+mod backends;
+mod error;
+mod formats;
+mod functions;
+mod layout;
+mod matrix;
+mod ops;
+pub mod reference;
+
+pub use activations::Activations;
+pub use error::{Error, Result};
+pub use formats::WeightFormat;
+pub use functions::{lookup, project};
+pub use layout::PackedLayout;
+pub use matrix::PackedMatrix;
+pub use ops::WeightOps;

@@ -1,0 +1,145 @@
+//! Matrices of packed weights.
+
+use burn::{
+    module::{
+        Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault,
+        ModuleMapper, ModuleVisitor,
+    },
+    tensor::{Bytes, DType, Device, Int, Tensor, TensorData},
+};
+
+use crate::{PackedLayout, Result, WeightFormat, error::invalid};
+
+/// A matrix of packed weights, `[rows, columns]`, that is not trained.
+///
+/// Its blocks are one buffer on a device, in the order of the file. A clone is the same buffer. As a field of a
+/// Burn module it moves to devices with it, and has no parameter that an optimizer or a recorder would see.
+#[derive(Clone, Debug)]
+pub struct PackedMatrix {
+    words: Tensor<1, Int>,
+    layout: PackedLayout,
+}
+
+impl PackedMatrix {
+    /// The matrix whose rows of blocks are `bytes`.
+    ///
+    /// The CPU keeps `bytes` as they are, so that those of a memory-mapped file (`Bytes::from_shared`) are read
+    /// where they lie. They are copied only if their address or their number is not a multiple of 4.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if rows are not whole blocks, or if `bytes` are not those of all
+    /// rows.
+    pub fn from_bytes(
+        bytes: Bytes,
+        format: WeightFormat,
+        shape: [usize; 2],
+        device: &Device,
+    ) -> Result<Self> {
+        let layout = PackedLayout::new(format, shape)?;
+        if bytes.len() != layout.bytes() {
+            let [rows, columns] = shape;
+            let rule = format!(
+                "must be {}, which {rows} rows of {columns} numbers in {format} take",
+                layout.bytes()
+            );
+            return Err(invalid("bytes", bytes.len(), rule));
+        }
+        let word = size_of::<u32>();
+        let whole = bytes.len().is_multiple_of(word) && bytes.as_ptr().addr().is_multiple_of(word);
+        let bytes = if whole {
+            bytes
+        } else {
+            let mut words = vec![0u32; layout.words()];
+            bytemuck::cast_slice_mut::<u32, u8>(&mut words)[..bytes.len()].copy_from_slice(&bytes);
+            Bytes::from_elems(words)
+        };
+        let data = TensorData::from_bytes(bytes, [layout.words()], DType::U32);
+        let create = |data| Tensor::from_data(data, (device, DType::U32));
+        Ok(Self { words: device.memory_persistent_allocations(data, create), layout })
+    }
+
+    /// The matrix whose blocks are `words`, a buffer as [`words`](Self::words) gives it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) for another number of words.
+    pub fn from_words(words: Tensor<1, Int>, layout: PackedLayout) -> Result<Self> {
+        let [n] = words.dims();
+        if n != layout.words() || words.dtype() != DType::U32 {
+            let rule = format!("must be {} of type U32", layout.words());
+            return Err(invalid("words", format!("{n} of type {:?}", words.dtype()), rule));
+        }
+        Ok(Self { words, layout })
+    }
+
+    /// The blocks as u32 words, little endian; what is after the last row in the last word is not read.
+    pub fn words(&self) -> &Tensor<1, Int> {
+        &self.words
+    }
+
+    /// Format and shape.
+    pub fn layout(&self) -> PackedLayout {
+        self.layout
+    }
+
+    /// The format of the blocks.
+    pub fn format(&self) -> WeightFormat {
+        self.layout.format()
+    }
+
+    /// Rows and columns.
+    pub fn dims(&self) -> [usize; 2] {
+        self.layout.shape()
+    }
+
+    /// The device that the blocks are on.
+    pub fn device(&self) -> Device {
+        self.words.device()
+    }
+}
+
+impl Module for PackedMatrix {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        Module::collect_devices(&self.words, devices)
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        Module::to_device(self, device)
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        Self { words: self.words.to_device(device), layout: self.layout }
+    }
+
+    fn train(self) -> Self {
+        Self { words: Module::train(self.words), layout: self.layout }
+    }
+
+    fn valid(&self) -> Self {
+        Self { words: Module::valid(&self.words), layout: self.layout }
+    }
+
+    fn materialize(self) -> Self {
+        self
+    }
+
+    fn visit<V: ModuleVisitor>(&self, _: &mut V) {}
+
+    fn map<M: ModuleMapper>(self, _: &mut M) -> Self {
+        self
+    }
+}
+
+impl ModuleDisplayDefault for PackedMatrix {
+    fn content(&self, content: Content) -> Option<Content> {
+        let [rows, columns] = self.dims();
+        content.add_single(&format!("[{rows}, {columns}] {}", self.format())).optional()
+    }
+}
+
+impl ModuleDisplay for PackedMatrix {
+    fn format(&self, settings: DisplaySettings) -> String {
+        let [rows, columns] = self.dims();
+        let _ = settings;
+        format!("PackedMatrix [{rows}, {columns}] {}", self.layout.format())
+    }
+}

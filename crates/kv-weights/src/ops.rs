@@ -1,0 +1,52 @@
+//! The backend extension trait [`WeightOps`]: all that a backend must provide.
+//!
+//! Users call the tensor functions of this crate, which check shapes and dispatch here.
+
+use burn::backend::{
+    Backend, backend_extension,
+    tensor::{FloatTensor, IntTensor},
+};
+
+use crate::{Activations, PackedLayout};
+
+/// Operations of a backend with packed weights.
+///
+/// Float tensors are f32 and may be views. `words` are the blocks of a matrix, u32, one axis, as
+/// [`PackedLayout`] has them; what is after the last row in the last word must not matter.
+#[cfg_attr(
+    not(feature = "flex"),
+    allow(unused_variables, reason = "without a backend nothing is dispatched")
+)]
+#[backend_extension(Flex: cfg(feature = "flex"), Autodiff: cfg(feature = "autodiff"))]
+pub trait WeightOps: Backend {
+    /// `x W^T` for `x` `[n, columns]`, `[n, rows]`.
+    fn packed_project(
+        x: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        layout: PackedLayout,
+        activations: Activations,
+    ) -> FloatTensor<Self>;
+
+    /// `grad W` for `grad` `[n, rows]`, `[n, columns]`: the gradient of [`packed_project`](Self::packed_project)
+    /// with respect to `x`, for either kind of activations.
+    fn packed_project_backward(
+        grad: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        layout: PackedLayout,
+    ) -> FloatTensor<Self>;
+
+    /// The rows of these numbers, `[n]`, all below `rows`, restored: `[n, columns]`.
+    fn packed_rows(
+        words: IntTensor<Self>,
+        ids: IntTensor<Self>,
+        layout: PackedLayout,
+    ) -> FloatTensor<Self>;
+
+    /// `n` rows from `start` on, restored: `[n, columns]`.
+    fn packed_restore(
+        words: IntTensor<Self>,
+        layout: PackedLayout,
+        start: usize,
+        n: usize,
+    ) -> FloatTensor<Self>;
+}

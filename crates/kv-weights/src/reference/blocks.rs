@@ -1,0 +1,89 @@
+use half::f16;
+
+use crate::WeightFormat;
+
+/// The numbers of whole blocks. Bytes of an incomplete last block are left out.
+pub fn restore(format: WeightFormat, blocks: &[u8]) -> Vec<f32> {
+    let numbers = format.block_numbers();
+    let number = |block: &[u8], i| number(format, block, i);
+    blocks
+        .chunks_exact(format.block_bytes())
+        .flat_map(|block| (0..numbers).map(move |i| number(block, i)))
+        .collect()
+}
+
+/// Number `i` of a block, by `dequantize_row_*` of `ggml-quants.c`.
+fn number(format: WeightFormat, block: &[u8], i: usize) -> f32 {
+    match format {
+        WeightFormat::Q4_0 => f(block, 0) * signed(nibble(&block[2..], i), 8),
+        WeightFormat::Q4_1 => f(block, 0) * f32::from(nibble(&block[4..], i)) + f(block, 2),
+        WeightFormat::Q5_0 => {
+            f(block, 0) * signed(nibble(&block[6..], i) + 16 * bit(&block[2..], i), 16)
+        }
+        WeightFormat::Q5_1 => {
+            let code = nibble(&block[8..], i) + 16 * bit(&block[4..], i);
+            f(block, 0) * f32::from(code) + f(block, 2)
+        }
+        WeightFormat::Q8_0 => f(block, 0) * f32::from(block[2 + i] as i8),
+        WeightFormat::Q4K => {
+            let code = super_nibble(&block[16..], i);
+            let (scale, min) = scale_and_min(&block[4..], i / 32);
+            f(block, 0) * scale * f32::from(code) - f(block, 2) * min
+        }
+        WeightFormat::Q5K => {
+            let code = super_nibble(&block[48..], i) + 16 * (block[16 + i % 32] >> (i / 32) & 1);
+            let (scale, min) = scale_and_min(&block[4..], i / 32);
+            f(block, 0) * scale * f32::from(code) - f(block, 2) * min
+        }
+        WeightFormat::Q6K => {
+            let (half, quarter, at) = (i / 128, i % 128 / 32, i % 32);
+            let low = block[64 * half + 32 * (quarter % 2) + at] >> (4 * (quarter / 2)) & 15;
+            let high = block[128 + 32 * half + at] >> (2 * quarter) & 3;
+            let scale = block[192 + i / 16] as i8;
+            f(block, 208) * f32::from(scale) * signed(low + 16 * high, 32)
+        }
+        WeightFormat::Mxfp4 => {
+            let code = nibble(&block[1..], i);
+            let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code % 8)];
+            let scale = 2f64.powi(i32::from(block[0]) - 127);
+            let product = (magnitude * scale) as f32;
+            // There is one zero.
+            if code > 8 { -product } else { product }
+        }
+    }
+}
+
+fn f(block: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
+}
+
+fn signed(code: u8, zero: i16) -> f32 {
+    f32::from(i16::from(code) - zero)
+}
+
+/// Code `i` of 32: the first half are the lower halves of the bytes.
+fn nibble(codes: &[u8], i: usize) -> u8 {
+    if i < 16 { codes[i] % 16 } else { codes[i - 16] / 16 }
+}
+
+/// Code `i` of 256: of each 32 bytes the lower halves, then the upper halves.
+fn super_nibble(codes: &[u8], i: usize) -> u8 {
+    let byte = codes[i / 64 * 32 + i % 32];
+    if i % 64 < 32 { byte % 16 } else { byte / 16 }
+}
+
+fn bit(bits: &[u8], i: usize) -> u8 {
+    bits[i / 8] >> (i % 8) & 1
+}
+
+/// `get_scale_min_k4`.
+fn scale_and_min(packed: &[u8], group: usize) -> (f32, f32) {
+    let (scale, min) = match group {
+        0..4 => (packed[group] % 64, packed[group + 4] % 64),
+        _ => (
+            packed[group + 4] % 16 + packed[group - 4] / 64 * 16,
+            packed[group + 4] / 16 + packed[group] / 64 * 16,
+        ),
+    };
+    (f32::from(scale), f32::from(min))
+}
