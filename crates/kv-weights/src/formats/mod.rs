@@ -11,6 +11,8 @@ mod q5_1;
 mod q5_k;
 mod q6_k;
 mod q8_0;
+#[cfg(all(feature = "flex", target_arch = "x86_64"))]
+pub(crate) mod vnni;
 
 use core::{fmt, str::FromStr};
 

@@ -8,6 +8,8 @@
 mod dense;
 mod portable;
 pub(crate) mod threads;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 
 use burn::{
     backend::{
@@ -35,9 +37,7 @@ impl WeightOps for Flex {
         let n = x.len() / layout.columns();
         let out = match activations {
             Activations::Exact if n >= MANY => dense::project(x, blocks, &layout),
-            _ => with_blocks!(layout.format(), F => {
-                portable::project::<F>(x, blocks, &layout, activations)
-            }),
+            _ => few(x, blocks, &layout, activations),
         };
         tensor(out, [n, layout.rows()])
     }
@@ -81,6 +81,17 @@ impl WeightOps for Flex {
         dense::restore(blocks, &layout, &mut out);
         tensor(out, [n, layout.columns()])
     }
+}
+
+/// `x W^T` for few rows of `x`, by the instructions that this processor has.
+fn few(x: &[f32], blocks: &[u8], layout: &PackedLayout, activations: Activations) -> Vec<f32> {
+    with_blocks!(layout.format(), F => {
+        #[cfg(target_arch = "x86_64")]
+        if vnni::available() {
+            return vnni::project::<F>(x, blocks, layout, activations);
+        }
+        portable::project::<F>(x, blocks, layout, activations)
+    })
 }
 
 /// The blocks of all rows.

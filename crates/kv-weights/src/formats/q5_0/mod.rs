@@ -2,6 +2,8 @@
 
 #[cfg(feature = "flex")]
 pub(super) mod flex;
+#[cfg(all(feature = "flex", target_arch = "x86_64"))]
+mod vnni;
 
 use super::Spec;
 

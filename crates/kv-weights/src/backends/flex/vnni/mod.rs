@@ -1,0 +1,229 @@
+//! Products of bytes, for processors that multiply them: AVX-512 with VNNI.
+//!
+//! The instruction `vpdpbusd` multiplies, in each of 16 lanes, four bytes (here: codes) with four signed bytes
+//! (activations) and adds the products to a 32-bit sum, so that a step of [`Activations::Bytes`] is exact in integers
+//! until it is multiplied with the two scales of its 32 numbers.
+//!
+//! Exact activations are multiplied the same way, as three signed digits to base 256 of integers of 23 bits: the
+//! largest of each 32 activations is scaled to the largest of these. That changes an activation by at most 2^-23 of the
+//! largest of its 32, about as much as rounding a sum of f32 does.
+
+mod activations;
+
+use core::arch::x86_64::*;
+
+use super::{portable::transposed, threads::in_parts};
+use crate::{
+    Activations, PackedLayout,
+    formats::vnni::{self, GROUP, Groups},
+};
+use activations::{Group, groups};
+
+/// Rows of weights that a thread takes at a time.
+const PART: usize = 64;
+/// Multiplications that are worth a second thread.
+const PARALLEL: usize = 1 << 19;
+/// Rows of activations that are multiplied with a row of weights at a time.
+const ROWS: usize = 4;
+
+/// Whether this processor has the instructions.
+pub(super) fn available() -> bool {
+    is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512vnni")
+}
+
+/// `x W^T` for few rows of `x`, `[rows of x, rows]`.
+pub(super) fn project<F: Groups>(
+    x: &[f32],
+    blocks: &[u8],
+    layout: &PackedLayout,
+    activations: Activations,
+) -> Vec<f32> {
+    match activations {
+        Activations::Exact => by_digits::<F, 3>(x, blocks, layout),
+        Activations::Bytes => by_digits::<F, 1>(x, blocks, layout),
+    }
+}
+
+fn by_digits<F: Groups, const D: usize>(
+    x: &[f32],
+    blocks: &[u8],
+    layout: &PackedLayout,
+) -> Vec<f32> {
+    assert!(available());
+    let ([rows, columns], row) = (layout.shape(), layout.row_bytes());
+    let n = x.len() / columns;
+    // SAFETY: the processor has the instructions, as asserted.
+    let x = unsafe { groups::<F, D>(x, columns) };
+    let mut by_weight = vec![0.0; rows * n];
+    let parallel = rows * columns * n * D >= PARALLEL;
+    in_parts(by_weight.chunks_mut(PART * n).enumerate(), parallel, |(part, out)| {
+        // SAFETY: the processor has the instructions, as asserted.
+        unsafe { some_rows::<F, D>(&blocks[part * PART * row..], layout, &x, out) };
+    });
+    transposed(by_weight, n)
+}
+
+/// The products of the first rows of `blocks`, as many as fit `out`, with all of `x`: `[rows of weights, rows of x]`.
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn some_rows<F: Groups, const D: usize>(
+    blocks: &[u8],
+    layout: &PackedLayout,
+    x: &[Group<D>],
+    out: &mut [f32],
+) {
+    let (row, columns) = (layout.row_bytes(), layout.columns());
+    let groups = columns.div_ceil(GROUP);
+    let n = x.len() / groups;
+    // Blocks after the last whole group.
+    let rest = columns % GROUP / F::NUMBERS;
+    for (i, out) in out.chunks_exact_mut(n).enumerate() {
+        let row = Row {
+            blocks: &blocks[i * row..][..row],
+            // The blocks of an incomplete group are read with those of the next row, or as a copy.
+            tail: blocks.get(i * row..(i + 1) * row + (4 - rest) * F::BYTES),
+            groups: columns / GROUP,
+            rest,
+        };
+        let mut first = 0;
+        while first < n {
+            let x = &x[first * groups..];
+            let out = &mut out[first..];
+            match n - first {
+                1 => row.multiply::<F, D, 1>(x, groups, out),
+                2 => row.multiply::<F, D, 2>(x, groups, out),
+                3 => row.multiply::<F, D, 3>(x, groups, out),
+                _ => row.multiply::<F, D, ROWS>(x, groups, out),
+            }
+            first += ROWS;
+        }
+    }
+}
+
+/// A row of weights.
+struct Row<'a> {
+    blocks: &'a [u8],
+    /// The row with what follows it, if that is there.
+    tail: Option<&'a [u8]>,
+    /// Whole groups.
+    groups: usize,
+    /// Blocks after them.
+    rest: usize,
+}
+
+impl Row<'_> {
+    /// The products with the first `N` rows of `x`, of so many groups each.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn multiply<F: Groups, const D: usize, const N: usize>(
+        &self,
+        x: &[Group<D>],
+        groups: usize,
+        out: &mut [f32],
+    ) {
+        assert!(x.len() >= N * groups && groups == self.groups + usize::from(self.rest > 0));
+        assert!(self.blocks.len() >= (self.groups * GROUP / F::NUMBERS + self.rest) * F::BYTES);
+        let mut sums = [_mm512_setzero_ps(); N];
+        for i in 0..self.groups {
+            // SAFETY: whole groups are in the row, as asserted.
+            let weights = unsafe { F::group(self.blocks.as_ptr(), i) };
+            for n in 0..N {
+                // SAFETY: there are as many groups of each row of `x`, as asserted.
+                let x = unsafe { x.get_unchecked(n * groups + i) };
+                sums[n] = add::<F, D>(sums[n], &weights, x);
+            }
+        }
+        if self.rest > 0 {
+            let weights = self.last::<F>();
+            for n in 0..N {
+                sums[n] = add::<F, D>(sums[n], &weights, &x[n * groups + self.groups]);
+            }
+        }
+        for n in 0..N {
+            out[n] = _mm512_reduce_add_ps(sums[n]);
+        }
+    }
+
+    /// The incomplete group, with scales and minima that are 0 where there is none.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn last<F: Groups>(&self) -> vnni::Group {
+        let start = self.groups * GROUP / F::NUMBERS * F::BYTES;
+        let mut copy = [0u8; 4 * 34];
+        let blocks = match self.tail {
+            Some(tail) => &tail[start..],
+            None => {
+                let rest = &self.blocks[start..];
+                copy[..rest.len()].copy_from_slice(rest);
+                &copy
+            }
+        };
+        assert!(F::NUMBERS == 32 && blocks.len() >= 4 * F::BYTES);
+        // SAFETY: four blocks are in the slice, as asserted.
+        let mut weights = unsafe { F::group(blocks.as_ptr(), 0) };
+        let there = (1 << (4 * self.rest)) - 1;
+        weights.scales = weights.scales.map(|scales| _mm512_maskz_mov_ps(there, scales));
+        weights.mins = _mm512_maskz_mov_ps(there, weights.mins);
+        weights
+    }
+}
+
+/// Adds the products of 128 numbers.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn add<F: Groups, const D: usize>(sum: __m512, weights: &vnni::Group, x: &Group<D>) -> __m512 {
+    let one_scale = F::SPAN == 32;
+    let mut products = [[_mm512_setzero_si512(); 2]; D];
+    for digit in 0..D {
+        let ([first, second], corrections) = (&x.digits[digit], &x.corrections[digit]);
+        let [mut a, mut b] = products[digit];
+        if F::ZERO != 0 {
+            a = load(corrections[0].as_ptr());
+            if !one_scale {
+                b = load(corrections[1].as_ptr());
+            }
+        }
+        a = _mm512_dpbusd_epi32(a, weights.codes[0], load(first.as_ptr()));
+        if one_scale {
+            a = _mm512_dpbusd_epi32(a, weights.codes[1], load(second.as_ptr()));
+        } else {
+            b = _mm512_dpbusd_epi32(b, weights.codes[1], load(second.as_ptr()));
+        }
+        products[digit] = [a, b];
+    }
+    let steps = _mm512_castsi512_ps(load(x.steps.as_ptr()));
+    let scaled = |half: usize| _mm512_mul_ps(weights.scales[half], steps);
+    let mut sum = _mm512_fmadd_ps(total(products.map(|halves| halves[0])), scaled(0), sum);
+    if !one_scale {
+        sum = _mm512_fmadd_ps(total(products.map(|halves| halves[1])), scaled(1), sum);
+    }
+    if F::MINS {
+        let sums = _mm512_castsi512_ps(load(x.sums.as_ptr()));
+        sum = _mm512_fmadd_ps(weights.mins, sums, sum);
+    }
+    sum
+}
+
+/// What the products of digits stand for: lowest first, to base 256.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn total<const D: usize>(digits: [__m512i; D]) -> __m512 {
+    let mut total = _mm512_cvtepi32_ps(digits[D - 1]);
+    if D == 3 {
+        // Eight products of a byte and a digit have 18 bits.
+        let lower = _mm512_add_epi32(digits[0], _mm512_slli_epi32::<8>(digits[1]));
+        let base = _mm512_set1_ps(65536.0);
+        total = _mm512_fmadd_ps(total, base, _mm512_cvtepi32_ps(lower));
+    }
+    total
+}
+
+/// 64 bytes.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn load<T: Copy>(x: *const T) -> __m512i {
+    // SAFETY: all callers have arrays of 64 bytes.
+    unsafe { _mm512_loadu_si512(x.cast()) }
+}

@@ -1,0 +1,31 @@
+use core::arch::x86_64::*;
+
+use super::{
+    super::vnni::{Group, Groups, four, four_words, nibbles},
+    flex::{DOUBLED, Mxfp4},
+};
+use crate::formats::flex::Blocks;
+
+const BYTES: usize = Mxfp4::BYTES;
+
+impl Groups for Mxfp4 {
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn group(row: *const u8, group: usize) -> Group {
+        // SAFETY: the blocks are there, as the caller says.
+        let blocks = unsafe { row.add(4 * BYTES * group) };
+        // SAFETY: the blocks are there, as the caller says, and the word with an exponent ends within its block.
+        let (codes, words) = unsafe { (four(blocks.add(1), BYTES), four_words(blocks, BYTES)) };
+        // SAFETY: the array has 16 bytes.
+        let doubled = unsafe { _mm_loadu_si128(DOUBLED.as_ptr().cast()) };
+        let doubled = _mm512_broadcast_i32x4(doubled);
+        let [first, second] = nibbles(codes);
+        let codes = [_mm512_shuffle_epi8(doubled, first), _mm512_shuffle_epi8(doubled, second)];
+        let exponents = _mm512_and_si512(words, _mm512_set1_epi32(255));
+        let normal = _mm512_slli_epi32::<23>(_mm512_sub_epi32(exponents, _mm512_set1_epi32(1)));
+        let small = _mm512_sllv_epi32(_mm512_set1_epi32(0x20_0000), exponents);
+        let is_small = _mm512_cmplt_epi32_mask(exponents, _mm512_set1_epi32(2));
+        let scales = _mm512_castsi512_ps(_mm512_mask_mov_epi32(normal, is_small, small));
+        Group { codes, scales: [scales; 2], mins: _mm512_setzero_ps() }
+    }
+}

@@ -1,0 +1,22 @@
+use core::arch::x86_64::*;
+
+use super::{
+    super::vnni::{Group, Groups, four, four_words, lower_halves, nibbles, upper_halves},
+    flex::Q4_1,
+};
+use crate::formats::flex::Blocks;
+
+const BYTES: usize = Q4_1::BYTES;
+
+impl Groups for Q4_1 {
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn group(row: *const u8, group: usize) -> Group {
+        // SAFETY: the blocks are there, as the caller says.
+        let blocks = unsafe { row.add(4 * BYTES * group) };
+        // SAFETY: the blocks are there, as the caller says.
+        let (codes, words) = unsafe { (four(blocks.add(4), BYTES), four_words(blocks, BYTES)) };
+        let scales = lower_halves(words);
+        Group { codes: nibbles(codes), scales: [scales; 2], mins: upper_halves(words) }
+    }
+}

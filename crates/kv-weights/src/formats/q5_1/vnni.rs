@@ -1,0 +1,26 @@
+use core::arch::x86_64::*;
+
+use super::{
+    super::vnni::{
+        Group, Groups, add_fifth_bits, four, four_words, lower_halves, nibbles, upper_halves,
+    },
+    flex::Q5_1,
+};
+use crate::formats::flex::Blocks;
+
+const BYTES: usize = Q5_1::BYTES;
+
+impl Groups for Q5_1 {
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn group(row: *const u8, group: usize) -> Group {
+        // SAFETY: the blocks are there, as the caller says.
+        let blocks = unsafe { row.add(4 * BYTES * group) };
+        // SAFETY: the blocks are there, as the caller says.
+        let (codes, words) = unsafe {
+            let codes = nibbles(four(blocks.add(8), BYTES));
+            (add_fifth_bits(codes, blocks.add(4), BYTES), four_words(blocks, BYTES))
+        };
+        Group { codes, scales: [lower_halves(words); 2], mins: upper_halves(words) }
+    }
+}

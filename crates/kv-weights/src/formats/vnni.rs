@@ -1,0 +1,148 @@
+//! Groups of blocks in vectors of 64 bytes, for processors that multiply bytes: AVX-512 with VNNI.
+
+use core::arch::x86_64::*;
+
+use super::flex::Blocks;
+
+/// Numbers of a group: four times 32.
+pub(crate) const GROUP: usize = 128;
+
+/// A format as kernels with AVX-512 read it, 128 numbers at a time.
+pub(crate) trait Groups: Blocks {
+    /// The group of this number in a row.
+    ///
+    /// # Safety
+    /// The processor has AVX-512 with BW, DQ, VL and VNNI, and the blocks of the group, whole ones of 32 or 256
+    /// numbers, are behind `row`.
+    unsafe fn group(row: *const u8, group: usize) -> Group;
+}
+
+/// 128 numbers.
+#[derive(Clone, Copy)]
+pub(crate) struct Group {
+    /// The codes: those of the first halves of the four times 32 numbers, and those of the second halves.
+    pub(crate) codes: [__m512i; 2],
+    /// Scales: of the first halves and of the second, which are the same if they are of 32 numbers. Four lanes for
+    /// each 32 numbers.
+    pub(crate) scales: [__m512; 2],
+    /// Minima, if there are any, in as many lanes.
+    pub(crate) mins: __m512,
+}
+
+/// Four times 16 bytes, `stride` apart.
+///
+/// # Safety
+/// The bytes are there.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) unsafe fn four(from: *const u8, stride: usize) -> __m512i {
+    // SAFETY: as the caller says.
+    let part = |i: usize| unsafe { _mm_loadu_si128(from.add(i * stride).cast()) };
+    let all = _mm512_castsi128_si512(part(0));
+    let all = _mm512_inserti32x4::<1>(all, part(1));
+    let all = _mm512_inserti32x4::<2>(all, part(2));
+    _mm512_inserti32x4::<3>(all, part(3))
+}
+
+/// Four words, `stride` bytes apart, each in four lanes.
+///
+/// # Safety
+/// The bytes are there.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) unsafe fn four_words(from: *const u8, stride: usize) -> __m512i {
+    // SAFETY: as the caller says.
+    let word = |i: usize| unsafe { from.add(i * stride).cast::<i32>().read_unaligned() };
+    let all = _mm512_set1_epi32(word(0));
+    let all = _mm512_mask_set1_epi32(all, 0x00f0, word(1));
+    let all = _mm512_mask_set1_epi32(all, 0x0f00, word(2));
+    _mm512_mask_set1_epi32(all, 0xf000, word(3))
+}
+
+/// The f16 in the lower half of each lane.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) fn lower_halves(words: __m512i) -> __m512 {
+    _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words))
+}
+
+/// The f16 in the upper half of each lane.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) fn upper_halves(words: __m512i) -> __m512 {
+    lower_halves(_mm512_srli_epi32::<16>(words))
+}
+
+/// The lower and the upper four bits of each byte.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) fn nibbles(bytes: __m512i) -> [__m512i; 2] {
+    let mask = _mm512_set1_epi8(15);
+    [_mm512_and_si512(bytes, mask), _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), mask)]
+}
+
+/// Adds the fifth bits of four blocks: `bits` are the words with them, `stride` bytes apart.
+///
+/// # Safety
+/// The bytes are there.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) unsafe fn add_fifth_bits(
+    codes: [__m512i; 2],
+    bits: *const u8,
+    stride: usize,
+) -> [__m512i; 2] {
+    let (mut first, mut second) = (0u64, 0u64);
+    for i in 0..4 {
+        // SAFETY: as the caller says.
+        let bits = unsafe { bits.add(i * stride).cast::<u32>().read_unaligned() };
+        first |= u64::from(bits & 0xffff) << (16 * i);
+        second |= u64::from(bits >> 16) << (16 * i);
+    }
+    let fifth = _mm512_set1_epi8(16);
+    [set_bits(codes[0], first, fifth), set_bits(codes[1], second, fifth)]
+}
+
+/// The codes with a bit more, which they lack, where the mask has a 1.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) fn set_bits(codes: __m512i, mask: u64, bit: __m512i) -> __m512i {
+    _mm512_mask_add_epi8(codes, mask, codes, bit)
+}
+
+/// The scales and the minima of four of the eight groups of 32 in a block of 256.
+///
+/// # Safety
+/// 16 bytes are there.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) unsafe fn six_bit_scales(block: *const u8, half: usize) -> [__m512; 2] {
+    // SAFETY: as the caller says.
+    let word = |i: usize| unsafe { block.cast::<u32>().add(i).read_unaligned() };
+    let (d, [low, mins, high]) = (word(0), [word(1), word(2), word(3)]);
+    let (scales, mins) = match half {
+        0 => (low & 0x3f3f_3f3f, mins & 0x3f3f_3f3f),
+        _ => (
+            high & 0x0f0f_0f0f | (low >> 6 & 0x0303_0303) << 4,
+            high >> 4 & 0x0f0f_0f0f | (mins >> 6 & 0x0303_0303) << 4,
+        ),
+    };
+    let d = _mm512_set1_epi32(d.cast_signed());
+    let numbers = |bytes: u32| {
+        let each = _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+        let bytes = _mm_shuffle_epi8(_mm_cvtsi32_si128(bytes.cast_signed()), each);
+        _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))
+    };
+    let mins = _mm512_mul_ps(upper_halves(d), numbers(mins));
+    [_mm512_mul_ps(lower_halves(d), numbers(scales)), _mm512_sub_ps(_mm512_setzero_ps(), mins)]
+}
+
+/// Codes of two times 64 in the order of [`Group::codes`]: 32 bytes of a group are the lower halves of 32 bytes, the
+/// next group the upper halves.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) fn by_halves([low, high]: [__m512i; 2]) -> [__m512i; 2] {
+    let first = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+    let second = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    [_mm512_permutex2var_epi64(low, first, high), _mm512_permutex2var_epi64(low, second, high)]
+}
