@@ -1,5 +1,3 @@
-use core::arch::x86_64::*;
-
 use super::{
     super::vnni::{
         Group, Groups, add_fifth_bits, four, four_words, lower_halves, nibbles, upper_halves,
