@@ -55,27 +55,34 @@ pub(super) fn groups<F: Blocks, const D: usize>(x: &[f32], columns: usize) -> Ve
     groups
 }
 
-/// Writes 32 numbers.
+/// What 1 stands for if the largest of 32 numbers is `limit` of it, and the numbers in it, rounded. If a number is not
+/// finite, that is NaN, and they are 0.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn put<const D: usize>(group: &mut Group<D>, i: usize, x: &[f32; BLOCK]) {
+pub(super) fn step(x: &[f32; BLOCK], limit: f32) -> (f32, [__m512i; 2]) {
     // SAFETY: the array has two vectors.
     let x = [0, 16].map(|at| unsafe { _mm512_loadu_ps(x.as_ptr().add(at)) });
     let magnitudes = _mm512_max_ps(_mm512_abs_ps(x[0]), _mm512_abs_ps(x[1]));
-    let largest = _mm512_reduce_max_ps(magnitudes);
     // Infinite numbers and those that are none make x - x something else than 0.
     let rests = x.map(|x| _mm512_sub_ps(x, x));
     let zero = _mm512_setzero_ps();
     let finite = rests.map(|rest| _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(rest, zero)) == [u16::MAX; 2];
-    let limit = if D == 1 { 127.0 } else { LARGEST };
-    let step = if finite { largest / limit } else { f32::NAN };
-    group.steps[4 * i..][..4].fill(step);
-    if !(step >= f32::MIN_POSITIVE) {
-        return;
+    let step = if finite { _mm512_reduce_max_ps(magnitudes) / limit } else { f32::NAN };
+    if step >= f32::MIN_POSITIVE {
+        let per_step = _mm512_set1_ps(1.0 / step);
+        (step, x.map(|x| _mm512_cvtps_epi32(_mm512_mul_ps(x, per_step))))
+    } else {
+        (step, [_mm512_setzero_si512(); 2])
     }
-    let per_step = _mm512_set1_ps(1.0 / step);
-    for (half, x) in x.into_iter().enumerate() {
-        let units = _mm512_cvtps_epi32(_mm512_mul_ps(x, per_step));
+}
+
+/// Writes 32 numbers.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn put<const D: usize>(group: &mut Group<D>, i: usize, x: &[f32; BLOCK]) {
+    let (step, units) = step(x, if D == 1 { 127.0 } else { LARGEST });
+    group.steps[4 * i..][..4].fill(step);
+    for (half, units) in units.into_iter().enumerate() {
         let mut put = |digit: usize, bytes: __m128i| {
             let to = &mut group.digits[digit][half][16 * i..][..16];
             // SAFETY: the slice has 16 bytes.

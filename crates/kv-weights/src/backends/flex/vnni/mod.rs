@@ -9,6 +9,7 @@
 //! largest of its 32, about as much as rounding a sum of f32 does.
 
 mod activations;
+mod panels;
 
 use core::arch::x86_64::*;
 
@@ -34,7 +35,10 @@ pub(super) fn available() -> bool {
         && is_x86_feature_detected!("avx512vnni")
 }
 
-/// `x W^T` for few rows of `x`, `[rows of x, rows]`.
+/// From so many rows of activations on, weights are unpacked into panels.
+const MANY: usize = 6;
+
+/// `x W^T`, `[rows of x, rows]`.
 pub(super) fn project<F: Groups>(
     x: &[f32],
     blocks: &[u8],
@@ -43,6 +47,9 @@ pub(super) fn project<F: Groups>(
 ) -> Vec<f32> {
     match activations {
         Activations::Exact => by_digits::<F, 3>(x, blocks, layout),
+        Activations::Bytes if x.len() / layout.columns() >= MANY => {
+            panels::project::<F>(x, blocks, layout)
+        }
         Activations::Bytes => by_digits::<F, 1>(x, blocks, layout),
     }
 }

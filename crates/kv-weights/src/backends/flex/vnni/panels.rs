@@ -1,0 +1,324 @@
+//! Products of many rows of activations as bytes: 32 rows of weights at a time are unpacked into a panel, in which the
+//! codes that one instruction multiplies lie side by side, and multiplied with all activations.
+
+use core::arch::x86_64::*;
+
+use super::{activations::step, load};
+use crate::{
+    PackedLayout,
+    backends::flex::threads::in_parts,
+    formats::{
+        flex::Blocks,
+        vnni::{GROUP, Groups},
+    },
+};
+
+/// Rows of weights of a panel: two vectors.
+const PANEL: usize = 32;
+/// Rows of weights that a thread takes at a time, whole panels.
+const PART: usize = 2 * PANEL;
+/// Lanes of a vector.
+const LANES: usize = 16;
+/// Numbers of activations that share a step.
+const BLOCK: usize = 32;
+/// Rows of activations that are multiplied at a time: with twice as many sums of integers and of floats there are
+/// registers for all.
+const ROWS: usize = 6;
+
+/// 32 activations.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Activations {
+    /// Four codes each.
+    codes: [i32; BLOCK / 4],
+    step: f32,
+    /// All of them, added up.
+    sum: f32,
+    /// What is to be added for a code of 0 to count as 0, for each half; in the first for both if they have one scale.
+    corrections: [i32; 2],
+}
+
+/// 32 columns of a panel.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Columns {
+    /// Four codes of each of 32 rows.
+    codes: [[i32; PANEL]; BLOCK / 4],
+    /// Scales of the first halves and of the second; only the first if they have one.
+    scales: [[f32; PANEL]; 2],
+    mins: [f32; PANEL],
+}
+
+const EMPTY: Columns =
+    Columns { codes: [[0; PANEL]; 8], scales: [[0.0; PANEL]; 2], mins: [0.0; PANEL] };
+
+/// Where products go, which threads write in parts that do not overlap.
+#[derive(Clone, Copy)]
+struct Out(*mut f32);
+
+// SAFETY: threads write to different elements.
+unsafe impl Send for Out {}
+// SAFETY: as above.
+unsafe impl Sync for Out {}
+
+impl Out {
+    /// The element of this number.
+    fn at(self, i: usize) -> *mut f32 {
+        self.0.wrapping_add(i)
+    }
+}
+
+/// `x W^T`, `[rows of x, rows]`.
+pub(super) fn project<F: Groups>(x: &[f32], blocks: &[u8], layout: &PackedLayout) -> Vec<f32> {
+    assert!(super::available());
+    let ([rows, columns], row) = (layout.shape(), layout.row_bytes());
+    let n = x.len() / columns;
+    let mut activations = vec![EMPTY_ACTIVATIONS; x.len() / BLOCK];
+    let per_part = (1 << 16) / columns;
+    let parts = activations.chunks_mut(per_part.max(1) * columns / BLOCK);
+    let parts = parts.zip(x.chunks(per_part.max(1) * columns));
+    in_parts(parts, x.len() >= 1 << 17, |(activations, x)| {
+        // SAFETY: the processor has the instructions, as asserted.
+        unsafe { round::<F>(x, activations) };
+    });
+    let mut out = vec![0.0f32; n * rows];
+    let to = Out(out.as_mut_ptr());
+    let parts = blocks.chunks(PART * row).enumerate();
+    in_parts(parts, rows * x.len() >= super::PARALLEL, |(part, blocks)| {
+        let mut panel = vec![EMPTY; columns.next_multiple_of(GROUP) / BLOCK];
+        for (i, blocks) in blocks.chunks(PANEL * row).enumerate() {
+            let first = part * PART + i * PANEL;
+            // SAFETY: the processor has the instructions, as asserted. Panels are of different rows of weights, and so
+            // of different columns of `out`, which has `n` rows of all of them.
+            unsafe {
+                unpack::<F>(blocks, layout, &mut panel);
+                let there = blocks.len() / row;
+                let panel = &panel[..columns / BLOCK];
+                multiply_all::<F>(panel, &activations, to.at(first), rows, there);
+            }
+        }
+    });
+    out
+}
+
+const EMPTY_ACTIVATIONS: Activations =
+    Activations { codes: [0; 8], step: 0.0, sum: 0.0, corrections: [0; 2] };
+
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn round<F: Blocks>(x: &[f32], out: &mut [Activations]) {
+    for (x, out) in x.as_chunks::<BLOCK>().0.iter().zip(out) {
+        let (step, units) = step(x, 127.0);
+        let mut sums = [0; 2];
+        for (half, units) in units.into_iter().enumerate() {
+            let codes = _mm512_cvtepi32_epi8(units);
+            // SAFETY: half of the array has 16 bytes.
+            unsafe { _mm_storeu_si128(out.codes.as_mut_ptr().add(4 * half).cast(), codes) };
+            sums[half] = _mm512_reduce_add_epi32(units);
+        }
+        out.step = step;
+        out.sum = (sums[0] + sums[1]) as f32 * step;
+        let zero = -i32::from(F::ZERO);
+        out.corrections = match F::SPAN {
+            BLOCK => [(sums[0] + sums[1]) * zero, 0],
+            _ => sums.map(|sum| sum * zero),
+        };
+    }
+}
+
+/// Unpacks up to 32 rows; where there are fewer, the others keep what they have.
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn unpack<F: Groups>(blocks: &[u8], layout: &PackedLayout, panel: &mut [Columns]) {
+    let (row, columns) = (layout.row_bytes(), layout.columns());
+    let there = blocks.len() / row;
+    let rest = columns % GROUP / F::NUMBERS;
+    for (g, panel) in panel.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+        for half in 0..PANEL / LANES {
+            let first = half * LANES;
+            let mut codes = [[_mm512_setzero_si512(); LANES]; 2];
+            for i in 0..LANES.min(there.saturating_sub(first)) {
+                let from = (first + i) * row;
+                // The last group may be incomplete: what is read of it past the row is not multiplied.
+                let group = if (g + 1) * GROUP <= columns {
+                    // SAFETY: the row has a whole group of this number.
+                    unsafe { F::group(blocks[from..from + row].as_ptr(), g) }
+                } else {
+                    let mut copy = [0u8; 4 * 34];
+                    let last = &blocks[from..from + row];
+                    let last = &last[row - rest * F::BYTES..];
+                    copy[..last.len()].copy_from_slice(last);
+                    assert!(F::NUMBERS == BLOCK);
+                    // SAFETY: the copy has four blocks.
+                    unsafe { F::group(copy.as_ptr(), 0) }
+                };
+                codes[0][i] = group.codes[0];
+                codes[1][i] = group.codes[1];
+                put(group.scales[0], panel, |columns| &mut columns.scales[0][first + i]);
+                if F::SPAN < BLOCK {
+                    put(group.scales[1], panel, |columns| &mut columns.scales[1][first + i]);
+                }
+                if F::MINS {
+                    put(group.mins, panel, |columns| &mut columns.mins[first + i]);
+                }
+            }
+            for (which, codes) in codes.iter_mut().enumerate() {
+                transpose(codes);
+                for (i, codes) in codes.iter().enumerate() {
+                    let to = &mut panel[i / 4].codes[4 * which + i % 4][first..][..LANES];
+                    // SAFETY: the slice has 16 words.
+                    unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), *codes) };
+                }
+            }
+        }
+    }
+}
+
+/// Writes a number for each 32, which is in four lanes.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn put(numbers: __m512, panel: &mut [Columns; 4], to: impl Fn(&mut Columns) -> &mut f32) {
+    let each = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    let four = _mm512_castps512_ps128(_mm512_permutexvar_ps(each, numbers));
+    let mut all = [0.0f32; 4];
+    // SAFETY: the array has four floats.
+    unsafe { _mm_storeu_ps(all.as_mut_ptr(), four) };
+    for (columns, number) in panel.iter_mut().zip(all) {
+        *to(columns) = number;
+    }
+}
+
+/// Transposes 16 vectors of 16 words.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn transpose(rows: &mut [__m512i; LANES]) {
+    let mut t = [_mm512_setzero_si512(); LANES];
+    for i in 0..8 {
+        t[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+    }
+    for i in 0..4 {
+        for j in 0..2 {
+            let (a, b) = (t[4 * i + j], t[4 * i + 2 + j]);
+            rows[4 * i + 2 * j] = _mm512_unpacklo_epi64(a, b);
+            rows[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(a, b);
+        }
+    }
+    // Now row 4 i + j has word j + 4 l of rows 4 i to 4 i + 3 in its quarter l.
+    for j in 0..4 {
+        let [a, b, c, d] = [rows[j], rows[4 + j], rows[8 + j], rows[12 + j]];
+        t[j] = _mm512_shuffle_i32x4::<0x88>(a, b);
+        t[4 + j] = _mm512_shuffle_i32x4::<0xdd>(a, b);
+        t[8 + j] = _mm512_shuffle_i32x4::<0x88>(c, d);
+        t[12 + j] = _mm512_shuffle_i32x4::<0xdd>(c, d);
+    }
+    for j in 0..4 {
+        rows[j] = _mm512_shuffle_i32x4::<0x88>(t[j], t[8 + j]);
+        rows[8 + j] = _mm512_shuffle_i32x4::<0xdd>(t[j], t[8 + j]);
+        rows[4 + j] = _mm512_shuffle_i32x4::<0x88>(t[4 + j], t[12 + j]);
+        rows[12 + j] = _mm512_shuffle_i32x4::<0xdd>(t[4 + j], t[12 + j]);
+    }
+}
+
+/// The products of a panel, of which so many rows are there, with all rows of activations.
+///
+/// # Safety
+/// As many floats may be written behind `out`, and again after `stride` ones, for each row of activations.
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn multiply_all<F: Groups>(
+    panel: &[Columns],
+    x: &[Activations],
+    out: *mut f32,
+    stride: usize,
+    there: usize,
+) {
+    let n = x.len() / panel.len();
+    let mut row = 0;
+    while row < n {
+        let x = &x[row * panel.len()..];
+        // SAFETY: as the caller says.
+        unsafe {
+            let out = out.add(row * stride);
+            match n - row {
+                1 => multiply::<F, 1>(panel, x, out, stride, there),
+                2 => multiply::<F, 2>(panel, x, out, stride, there),
+                3 => multiply::<F, 3>(panel, x, out, stride, there),
+                4 => multiply::<F, 4>(panel, x, out, stride, there),
+                5 => multiply::<F, 5>(panel, x, out, stride, there),
+                _ => multiply::<F, ROWS>(panel, x, out, stride, there),
+            }
+        }
+        row += ROWS;
+    }
+}
+
+/// The products with the first `R` rows of `x`.
+///
+/// # Safety
+/// As [`multiply_all`].
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn multiply<F: Groups, const R: usize>(
+    panel: &[Columns],
+    x: &[Activations],
+    out: *mut f32,
+    stride: usize,
+    there: usize,
+) {
+    assert!(x.len() >= R * panel.len());
+    let mut sums = [[_mm512_setzero_ps(); 2]; R];
+    for (block, columns) in panel.iter().enumerate() {
+        // SAFETY: there are as many blocks of each row of `x` as of the panel, as asserted.
+        let x = |r: usize| unsafe { x.get_unchecked(r * panel.len() + block) };
+        let halves = BLOCK / F::SPAN;
+        for part in 0..halves {
+            let mut products = [[_mm512_setzero_si512(); 2]; R];
+            if F::ZERO != 0 {
+                for (r, products) in products.iter_mut().enumerate() {
+                    *products = [_mm512_set1_epi32(x(r).corrections[part]); 2];
+                }
+            }
+            for quad in part * 8 / halves..(part + 1) * 8 / halves {
+                let codes = two(&columns.codes[quad]);
+                for (r, products) in products.iter_mut().enumerate() {
+                    let x = _mm512_set1_epi32(x(r).codes[quad]);
+                    products[0] = _mm512_dpbusd_epi32(products[0], codes[0], x);
+                    products[1] = _mm512_dpbusd_epi32(products[1], codes[1], x);
+                }
+            }
+            let scales = two(&columns.scales[part]);
+            for (r, products) in products.iter().enumerate() {
+                let step = _mm512_set1_ps(x(r).step);
+                for half in 0..2 {
+                    let scale = _mm512_castsi512_ps(scales[half]);
+                    let scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(products[half]), scale);
+                    sums[r][half] = _mm512_fmadd_ps(scaled, step, sums[r][half]);
+                }
+            }
+        }
+        if F::MINS {
+            let mins = two(&columns.mins);
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let sum = _mm512_set1_ps(x(r).sum);
+                sums[0] = _mm512_fmadd_ps(_mm512_castsi512_ps(mins[0]), sum, sums[0]);
+                sums[1] = _mm512_fmadd_ps(_mm512_castsi512_ps(mins[1]), sum, sums[1]);
+            }
+        }
+    }
+    let mask = u32::MAX >> (PANEL - there);
+    for (r, sums) in sums.iter().enumerate() {
+        for (half, sum) in sums.iter().enumerate() {
+            let mask = (mask >> (half * LANES)) as u16;
+            // SAFETY: as the caller says; what is not there is masked.
+            unsafe {
+                let out = out.wrapping_add(r * stride + half * LANES);
+                _mm512_mask_storeu_ps(out, mask, *sum);
+            }
+        }
+    }
+}
+
+/// 32 words as two vectors.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn two<T: Copy>(words: &[T; PANEL]) -> [__m512i; 2] {
+    const { assert!(size_of::<T>() == size_of::<u32>()) };
+    [load(words.as_ptr()), load(words[LANES..].as_ptr())]
+}
