@@ -34,6 +34,8 @@ mod ops;
 pub mod reference;
 
 pub use activations::Activations;
+#[cfg(feature = "flex")]
+pub use backends::in_parts;
 pub use error::{Error, Result};
 pub use formats::WeightFormat;
 pub use functions::{lookup, project};

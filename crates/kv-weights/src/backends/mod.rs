@@ -7,6 +7,9 @@ mod flex;
 
 use burn::tensor::Device;
 
+#[cfg(feature = "flex")]
+pub use flex::in_parts;
+
 use crate::{Error, Result};
 
 /// Checks that `device` belongs to a backend that this crate's features give its operations: Burn may have been

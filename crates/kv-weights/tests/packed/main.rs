@@ -6,4 +6,8 @@
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
 mod common;
+mod formats;
+#[cfg(feature = "autodiff")]
+mod gradients;
+mod matrix;
 mod products;

@@ -7,7 +7,7 @@
 
 mod dense;
 mod portable;
-pub(crate) mod threads;
+mod threads;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 
@@ -20,10 +20,12 @@ use burn::{
 };
 use burn_flex::FlexTensor;
 
+pub use threads::in_parts;
+
 use crate::{Activations, PackedLayout, WeightOps, formats::flex::with_blocks};
 
 /// From so many rows of `x` on, parts of the matrix are restored and multiplied with as floats.
-const MANY: usize = 33;
+const MANY: usize = 18;
 
 impl WeightOps for Flex {
     fn packed_project(

@@ -12,7 +12,7 @@ use crate::{
 /// Rows of weights that a thread takes at a time.
 const PART: usize = 64;
 /// Multiplications that are worth a second thread.
-const PARALLEL: usize = 1 << 19;
+const PARALLEL: usize = 1 << 17;
 /// Numbers that are rounded to bytes together.
 const BLOCK: usize = 32;
 
@@ -159,4 +159,49 @@ fn dot_bytes<F: Blocks>(codes: &[u8], x: &[i8]) -> i32 {
         code * i32::from(x)
     });
     products.sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, path::PathBuf};
+
+    use super::*;
+    use crate::reference;
+
+    /// The blocks of the tests' fixtures in another order in each row. Processors with instructions for bytes do not
+    /// take this way otherwise.
+    #[test]
+    fn products_are_those_of_the_definition() {
+        for &format in WeightFormat::ALL {
+            let name = format!("{format}.blocks");
+            let path: PathBuf =
+                [env!("CARGO_MANIFEST_DIR"), "tests/packed/fixtures", &name].iter().collect();
+            let fixture = fs::read(path).unwrap();
+            let blocks: Vec<_> = fixture.chunks(format.block_bytes()).collect();
+            let (rows, columns) = (69, blocks.len() * format.block_numbers());
+            let matrix: Vec<u8> = (0..rows)
+                .flat_map(|row| (0..blocks.len()).map(move |i| (i * 5 + row)))
+                .flat_map(|i| blocks[i % blocks.len()].iter().copied())
+                .collect();
+            let layout = PackedLayout::new(format, [rows, columns]).unwrap();
+            let n = 3;
+            let x: Vec<f32> =
+                (0..n * columns).map(|i| ((i * 7919) % 1009) as f32 / 500.0 - 1.0).collect();
+            let restored = reference::restore(format, &matrix);
+            let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
+            let sums = reference::project(&magnitudes(&x), &magnitudes(&restored), columns);
+            let (rounded, _) = reference::round_activations(&x);
+            for (activations, x_seen) in [(Activations::Exact, &x), (Activations::Bytes, &rounded)]
+            {
+                let products = with_blocks!(format, F => {
+                    project::<F>(&x, &matrix, &layout, activations)
+                });
+                let expected = reference::project(x_seen, &restored, columns);
+                for (i, product) in products.into_iter().enumerate() {
+                    let error = (f64::from(product) - expected[i]).abs();
+                    assert!(error <= 2e-6 * sums[i], "{format} {activations:?}: {i}");
+                }
+            }
+        }
+    }
 }

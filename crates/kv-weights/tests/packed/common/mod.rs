@@ -25,11 +25,32 @@ pub(crate) fn run<T: Target>(case: fn(&Device)) {
 
 /// Makes a test for every target out of each case, a function `fn case(device: &Device)`.
 macro_rules! stamp {
-    ($($case:ident),+ $(,)?) => {
-        mod flex {
-            $(#[test] fn $case() { $crate::common::run::<kv_cubecl::Flex>(super::$case); })+
+    ($($case:ident),+ $(,)?) => { $crate::common::stamp_one! {
+        flex [kv_cubecl::Flex] [$($case)+]
+    } };
+}
+
+/// As `stamp`, for `Autodiff` of every target.
+#[cfg(feature = "autodiff")]
+macro_rules! stamp_autodiff {
+    ($($case:ident),+ $(,)?) => { $crate::common::stamp_one! {
+        flex [kv_cubecl::Autodiff<kv_cubecl::Flex>] [$($case)+]
+    } };
+}
+
+macro_rules! stamp_one {
+    ($name:ident [$target:ty] [$($case:ident)+]) => {
+        mod $name {
+            $(
+                #[test]
+                fn $case() {
+                    $crate::common::run::<$target>(super::$case);
+                }
+            )+
         }
     };
 }
 
-pub(crate) use stamp;
+#[cfg(feature = "autodiff")]
+pub(crate) use stamp_autodiff;
+pub(crate) use {stamp, stamp_one};

@@ -23,7 +23,7 @@ use activations::{Group, groups};
 /// Rows of weights that a thread takes at a time.
 const PART: usize = 64;
 /// Multiplications that are worth a second thread.
-const PARALLEL: usize = 1 << 19;
+const PARALLEL: usize = 1 << 17;
 /// Rows of activations that are multiplied with a row of weights at a time.
 const ROWS: usize = 4;
 
@@ -36,7 +36,7 @@ pub(super) fn available() -> bool {
 }
 
 /// From so many rows of activations on, weights are unpacked into panels.
-const MANY: usize = 6;
+const MANY: usize = 12;
 
 /// `x W^T`, `[rows of x, rows]`.
 pub(super) fn project<F: Groups>(

@@ -16,7 +16,9 @@ use crate::{
 /// Rows of weights of a panel: two vectors.
 const PANEL: usize = 32;
 /// Rows of weights that a thread takes at a time, whole panels.
-const PART: usize = 2 * PANEL;
+const PART: usize = 4 * PANEL;
+/// Bytes of a line of the processor's cache.
+const LINE: usize = 64;
 /// Lanes of a vector.
 const LANES: usize = 16;
 /// Numbers of activations that share a step.
@@ -86,12 +88,14 @@ pub(super) fn project<F: Groups>(x: &[f32], blocks: &[u8], layout: &PackedLayout
     let parts = blocks.chunks(PART * row).enumerate();
     in_parts(parts, rows * x.len() >= super::PARALLEL, |(part, blocks)| {
         let mut panel = vec![EMPTY; columns.next_multiple_of(GROUP) / BLOCK];
-        for (i, blocks) in blocks.chunks(PANEL * row).enumerate() {
+        for (i, panel_blocks) in blocks.chunks(PANEL * row).enumerate() {
             let first = part * PART + i * PANEL;
+            let next = blocks.get((i + 1) * PANEL * row..).unwrap_or_default();
+            let (blocks, next) = (panel_blocks, &next[..next.len().min(PANEL * row)]);
             // SAFETY: the processor has the instructions, as asserted. Panels are of different rows of weights, and so
             // of different columns of `out`, which has `n` rows of all of them.
             unsafe {
-                unpack::<F>(blocks, layout, &mut panel);
+                unpack::<F>(blocks, next, layout, &mut panel);
                 let there = blocks.len() / row;
                 let panel = &panel[..columns / BLOCK];
                 multiply_all::<F>(panel, &activations, to.at(first), rows, there);
@@ -125,13 +129,18 @@ fn round<F: Blocks>(x: &[f32], out: &mut [Activations]) {
     }
 }
 
-/// Unpacks up to 32 rows; where there are fewer, the others keep what they have.
+/// Unpacks up to 32 rows; where there are fewer, the others keep what they have. Meanwhile the `next` blocks are brought
+/// into the cache: rows that are read side by side are too many for the processor to foresee.
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn unpack<F: Groups>(blocks: &[u8], layout: &PackedLayout, panel: &mut [Columns]) {
+fn unpack<F: Groups>(blocks: &[u8], next: &[u8], layout: &PackedLayout, panel: &mut [Columns]) {
     let (row, columns) = (layout.row_bytes(), layout.columns());
     let there = blocks.len() / row;
     let rest = columns % GROUP / F::NUMBERS;
+    let share = next.len() / columns.div_ceil(GROUP) + 1;
     for (g, panel) in panel.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+        for line in next.chunks(share).nth(g).unwrap_or_default().chunks(LINE) {
+            _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast());
+        }
         for half in 0..PANEL / LANES {
             let first = half * LANES;
             let mut codes = [[_mm512_setzero_si512(); LANES]; 2];

@@ -1,0 +1,88 @@
+//! Blocks and their numbers, by the Python package gguf and by candle.
+
+use std::{fs, path::PathBuf};
+
+use burn::tensor::Device;
+use candle_core::{
+    Module as _,
+    quantized::{GgmlDType, QMatMul, QStorage, QTensor},
+};
+use kv_weights::{Activations, WeightFormat, project, reference};
+
+use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
+
+stamp!(fixtures_are_restored_bit_for_bit, numbers_and_products_are_those_of_candle);
+
+fn fixture(name: &str) -> Vec<u8> {
+    let path: PathBuf =
+        [env!("CARGO_MANIFEST_DIR"), "tests/packed/fixtures", name].iter().collect();
+    fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+#[track_caller]
+fn assert_same(name: &str, got: &[f32], expected: &[f32]) {
+    assert_eq!(got.len(), expected.len(), "{name}");
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        // The gguf package makes a negative zero of some codes of MXFP4, and GGML itself does not.
+        let same = got.to_bits() == expected.to_bits() || (*got == 0.0 && *expected == 0.0);
+        assert!(same, "{name}: {i}: {got}, not {expected}");
+    }
+}
+
+fn fixtures_are_restored_bit_for_bit(device: &Device) {
+    let formats = WeightFormat::ALL.iter().filter(|format| format.ggml_type().is_some());
+    for &format in formats {
+        let bytes = fixture(&format!("{format}.blocks"));
+        let expected: Vec<f32> = fixture(&format!("{format}.f32"))
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .map(|bytes| f32::from_le_bytes(*bytes))
+            .collect();
+        assert_same(format.name(), &reference::restore(format, &bytes), &expected);
+        let rows = bytes.len() / format.block_bytes();
+        let blocks = Blocks { format, shape: [rows, format.block_numbers()], bytes };
+        let restored = device_blocks(&blocks, device).restore().unwrap().into_data();
+        assert_same(format.name(), &restored.try_into_vec::<f32>().unwrap(), &expected);
+    }
+}
+
+fn numbers_and_products_are_those_of_candle(device: &Device) {
+    let cpu = candle_core::Device::Cpu;
+    for (i, (format, dtype)) in [
+        (WeightFormat::Q4_0, GgmlDType::Q4_0),
+        (WeightFormat::Q4_1, GgmlDType::Q4_1),
+        (WeightFormat::Q5_0, GgmlDType::Q5_0),
+        (WeightFormat::Q5_1, GgmlDType::Q5_1),
+        (WeightFormat::Q8_0, GgmlDType::Q8_0),
+        (WeightFormat::Q4K, GgmlDType::Q4K),
+        (WeightFormat::Q5K, GgmlDType::Q5K),
+        (WeightFormat::Q6K, GgmlDType::Q6K),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut rng = Rng::new(400 + i as u64);
+        let ([rows, columns], n) = ([40, 768], 3);
+        let blocks = Blocks::random(&mut rng, format, [rows, columns]);
+        let x = rng.normals(n * columns);
+        let storage = QStorage::from_data(blocks.bytes.clone().into(), &cpu, dtype).unwrap();
+        let theirs = QTensor::new(storage, (rows, columns)).unwrap();
+        let numbers = theirs.dequantize(&cpu).unwrap().flatten_all().unwrap();
+        assert_same(format.name(), &blocks.restored(), &numbers.to_vec1::<f32>().unwrap());
+
+        let ours = device_blocks(&blocks, device);
+        let ours = project(matrix(&x, columns, device), &ours, Activations::Bytes).unwrap();
+        let x_theirs = candle_core::Tensor::from_vec(x.clone(), (n, columns), &cpu).unwrap();
+        let theirs = QMatMul::from_qtensor(theirs).unwrap().forward(&x_theirs).unwrap();
+        let theirs = theirs.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
+        let sums = reference::project(&magnitudes(&x), &magnitudes(&blocks.restored()), columns);
+        let ours = ours.into_data().try_into_vec::<f32>().unwrap();
+        for ((ours, theirs), sum) in ours.iter().zip(&theirs).zip(sums) {
+            // Both round activations, to different steps.
+            let error = f64::from((ours - theirs).abs());
+            assert!(error <= 0.02 * sum, "{format}: {ours}, {theirs} of candle");
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Matrices: what is refused, how they are stored, and how they are parts of modules.
+
+use burn::{
+    module::{Module, list_param_ids},
+    tensor::{Bytes, DType, Device, Int, Tensor, TensorData},
+};
+use kv_cubecl::Target;
+use kv_weights::{Activations, PackedMatrix, WeightFormat, lookup, project};
+
+use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
+
+stamp!(
+    bad_input_is_named,
+    blocks_of_a_file_are_not_copied,
+    a_module_keeps_its_blocks,
+    numbers_that_are_not_finite_are_not_hidden
+);
+
+#[track_caller]
+fn says<T: core::fmt::Debug>(result: kv_weights::Result<T>, expected: &str) {
+    assert_eq!(result.unwrap_err().to_string(), expected);
+}
+
+fn bad_input_is_named(device: &Device) {
+    let bytes = |n| Bytes::from_bytes_vec(vec![0; n]);
+    let new = |n, format, shape| PackedMatrix::from_bytes(bytes(n), format, shape, device);
+    says(
+        new(40, WeightFormat::Q4_1, [2, 33]),
+        "columns 33: must be a positive multiple of 32, the numbers of a q4_1 block",
+    );
+    says(new(0, WeightFormat::Q8_0, [0, 32]), "rows 0: must be at least 1");
+    says(
+        new(143, WeightFormat::Q4K, [1, 256]),
+        "bytes 143: must be 144, which 1 rows of 256 numbers in q4_k take",
+    );
+    says(
+        new(288, WeightFormat::Q4K, [1, 256]),
+        "bytes 288: must be 144, which 1 rows of 256 numbers in q4_k take",
+    );
+    says(
+        new(18, WeightFormat::Q4_0, [usize::MAX / 4, 64]),
+        "rows 4611686018427387903: must not make more bytes than can be counted",
+    );
+    says(
+        "q3_k".parse::<WeightFormat>(),
+        "weight format \"q3_k\": must be one of q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, mxfp4",
+    );
+
+    let mut rng = Rng::new(600);
+    let packed = device_blocks(&Blocks::random(&mut rng, WeightFormat::Q4_1, [3, 64]), device);
+    says(
+        project(matrix(&rng.normals(32), 32, device), &packed, Activations::Exact),
+        "project: x has shape [1, 1, 32]: the last axis must be 64, the columns of the matrix",
+    );
+    says(
+        packed.restore_rows(2, 2),
+        "start 2: must be below 3, the rows of the matrix, and so all 2 from it on",
+    );
+    let ids =
+        Tensor::<1, Int>::from_data(TensorData::new(vec![0u32; 7], [7]), (device, DType::U32));
+    says(
+        PackedMatrix::from_words(ids, packed.layout()),
+        "words 7 of type U32: must be 30 of type U32",
+    );
+    let nothing = project(Tensor::zeros([1, 0, 64], device), &packed, Activations::Exact).unwrap();
+    assert_eq!(nothing.dims(), [1, 0, 3]);
+}
+
+/// The CPU reads blocks where the file has them; elsewhere they are sent to the device.
+fn blocks_of_a_file_are_not_copied(device: &Device) {
+    let format = WeightFormat::Q5_1;
+    let blocks = Blocks::random(&mut Rng::new(700), format, [4, 96]);
+    let shared = Bytes::from_bytes_vec(blocks.bytes.clone()).shared();
+    let at = shared.as_ptr();
+    let packed = PackedMatrix::from_bytes(shared.clone(), format, blocks.shape, device).unwrap();
+    let words = packed.words().clone();
+    if at.addr().is_multiple_of(4) && kv_cubecl::Flex::hosts(device) {
+        let words = words.clone().try_into_primitive::<burn::backend::Flex>().unwrap();
+        assert_eq!(words.bytes().as_ptr(), at);
+    }
+    assert!(words.into_data().as_bytes() == blocks.bytes, "the blocks as they were");
+    // Three blocks of 18 bytes are not whole words.
+    let odd = Blocks::random(&mut Rng::new(701), WeightFormat::Q4_0, [3, 32]);
+    let packed = device_blocks(&odd, device);
+    assert_eq!(packed.words().dims(), [14]);
+    let restored = packed.restore().unwrap().into_data().try_into_vec::<f32>().unwrap();
+    assert_eq!(restored, odd.restored());
+}
+
+fn a_module_keeps_its_blocks(device: &Device) {
+    #[derive(Module, Debug)]
+    struct Layer {
+        weight: PackedMatrix,
+    }
+
+    let blocks = Blocks::random(&mut Rng::new(800), WeightFormat::Q4K, [5, 256]);
+    let layer = Layer { weight: device_blocks(&blocks, device) };
+    assert_eq!(layer.num_params(), 0);
+    assert!(list_param_ids(&layer).is_empty());
+    assert_eq!(layer.devices(), [device.clone()]);
+    let layer = layer.clone().fork(device).to_device(device).no_grad().valid();
+    let restored = layer.weight.restore().unwrap().into_data().try_into_vec::<f32>().unwrap();
+    assert_eq!(restored, blocks.restored());
+    assert!(format!("{layer}").contains("[5, 256] q4_k"), "{layer}");
+    // Past the end is the last row.
+    let ids = Tensor::<2, Int>::from_data([[4, 99]], device);
+    let rows = lookup(ids, &layer.weight).unwrap().into_data().try_into_vec::<f32>().unwrap();
+    assert_eq!(rows[..256], rows[256..]);
+}
+
+/// A product with something that is not a number is none, and those of other rows are what they were.
+fn numbers_that_are_not_finite_are_not_hidden(device: &Device) {
+    for n in [2, 40] {
+        let blocks = Blocks::random(&mut Rng::new(900), WeightFormat::Q5_0, [7, 160]);
+        let packed = device_blocks(&blocks, device);
+        let mut x = Rng::new(901).normals(n * 160);
+        x[35] = f32::NAN;
+        for activations in [Activations::Exact, Activations::Bytes] {
+            let y = project(matrix(&x, 160, device), &packed, activations).unwrap();
+            let y = y.into_data().try_into_vec::<f32>().unwrap();
+            assert!(y[..7].iter().all(|y| y.is_nan()), "{activations:?}: {y:?}");
+            assert!(y[7..].iter().all(|y| y.is_finite()), "{activations:?}");
+        }
+    }
+}
