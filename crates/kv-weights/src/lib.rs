@@ -31,14 +31,16 @@ mod functions;
 mod layout;
 mod matrix;
 mod ops;
+mod quantize;
 pub mod reference;
 
 pub use activations::Activations;
 #[cfg(feature = "flex")]
 pub use backends::in_parts;
 pub use error::{Error, Result};
-pub use formats::WeightFormat;
+pub use formats::{GroupSize, WeightFormat};
 pub use functions::{lookup, project};
 pub use layout::PackedLayout;
 pub use matrix::PackedMatrix;
 pub use ops::WeightOps;
+pub use quantize::{Quantize, Range, quantize};

@@ -60,6 +60,30 @@ macro_rules! with_blocks {
                 type $F = $crate::formats::flex::Q6K;
                 $body
             }
+            $crate::WeightFormat::Int4($crate::GroupSize::G32) => {
+                type $F = $crate::formats::flex::Int4<32>;
+                $body
+            }
+            $crate::WeightFormat::Int4($crate::GroupSize::G64) => {
+                type $F = $crate::formats::flex::Int4<64>;
+                $body
+            }
+            $crate::WeightFormat::Int4($crate::GroupSize::G128) => {
+                type $F = $crate::formats::flex::Int4<128>;
+                $body
+            }
+            $crate::WeightFormat::Int8($crate::GroupSize::G32) => {
+                type $F = $crate::formats::flex::Int8<32>;
+                $body
+            }
+            $crate::WeightFormat::Int8($crate::GroupSize::G64) => {
+                type $F = $crate::formats::flex::Int8<64>;
+                $body
+            }
+            $crate::WeightFormat::Int8($crate::GroupSize::G128) => {
+                type $F = $crate::formats::flex::Int8<128>;
+                $body
+            }
             $crate::WeightFormat::Mxfp4 => {
                 type $F = $crate::formats::flex::Mxfp4;
                 $body
@@ -69,8 +93,16 @@ macro_rules! with_blocks {
 }
 
 pub(crate) use super::{
-    mxfp4::flex::Mxfp4, q4_0::flex::Q4_0, q4_1::flex::Q4_1, q4_k::flex::Q4K, q5_0::flex::Q5_0,
-    q5_1::flex::Q5_1, q5_k::flex::Q5K, q6_k::flex::Q6K, q8_0::flex::Q8_0,
+    grouped::flex::{Int4, Int8},
+    mxfp4::flex::Mxfp4,
+    q4_0::flex::Q4_0,
+    q4_1::flex::Q4_1,
+    q4_k::flex::Q4K,
+    q5_0::flex::Q5_0,
+    q5_1::flex::Q5_1,
+    q5_k::flex::Q5K,
+    q6_k::flex::Q6K,
+    q8_0::flex::Q8_0,
 };
 pub(crate) use with_blocks;
 

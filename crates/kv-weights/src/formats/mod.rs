@@ -2,6 +2,7 @@
 
 #[cfg(feature = "flex")]
 pub(crate) mod flex;
+mod grouped;
 mod mxfp4;
 mod q4_0;
 mod q4_1;
@@ -15,6 +16,8 @@ mod q8_0;
 pub(crate) mod vnni;
 
 use core::{fmt, str::FromStr};
+
+pub use grouped::GroupSize;
 
 use crate::{Error, error::invalid};
 
@@ -44,6 +47,10 @@ pub enum WeightFormat {
     /// 32 numbers of 4 bits (E2M1) with a power of two, as the Open Compute Project's "Microscaling Formats" have
     /// them, in GGUF's order; 4.25 bits a number.
     Mxfp4,
+    /// Codes of 4 bits in groups: `scale * (code - zero)`, with both for each group; 5, 4.5 or 4.25 bits a number.
+    Int4(GroupSize),
+    /// Codes of 8 bits in groups: `scale * (code - zero)`, with both for each group; 9, 8.5 or 8.25 bits a number.
+    Int8(GroupSize),
 }
 
 /// What is known of a format without its blocks.
@@ -69,6 +76,12 @@ impl WeightFormat {
         Self::Q5K,
         Self::Q6K,
         Self::Mxfp4,
+        Self::Int4(GroupSize::G32),
+        Self::Int4(GroupSize::G64),
+        Self::Int4(GroupSize::G128),
+        Self::Int8(GroupSize::G32),
+        Self::Int8(GroupSize::G64),
+        Self::Int8(GroupSize::G128),
     ];
 
     const fn spec(self) -> &'static Spec {
@@ -82,6 +95,8 @@ impl WeightFormat {
             Self::Q5K => &q5_k::SPEC,
             Self::Q6K => &q6_k::SPEC,
             Self::Mxfp4 => &mxfp4::SPEC,
+            Self::Int4(group) => grouped::int4(group),
+            Self::Int8(group) => grouped::int8(group),
         }
     }
 

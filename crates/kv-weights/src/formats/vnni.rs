@@ -7,6 +7,9 @@ use super::flex::Blocks;
 /// Numbers of a group: four times 32.
 pub(crate) const GROUP: usize = 128;
 
+/// The most bytes of a group whose blocks may be fewer in the last group of a row.
+pub(crate) const MOST_BYTES: usize = 4 * 36;
+
 /// A format as kernels with AVX-512 read it, 128 numbers at a time.
 pub(crate) trait Groups: Blocks {
     /// The group of this number in a row.
@@ -37,7 +40,18 @@ pub(crate) struct Group {
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn four(from: *const u8, stride: usize) -> __m512i {
     // SAFETY: as the caller says.
-    let part = |i: usize| unsafe { _mm_loadu_si128(from.add(i * stride).cast()) };
+    unsafe { four_at(|i| from.wrapping_add(i * stride)) }
+}
+
+/// Four times 16 bytes.
+///
+/// # Safety
+/// The bytes are there.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) unsafe fn four_at(from: impl Fn(usize) -> *const u8) -> __m512i {
+    // SAFETY: as the caller says.
+    let part = |i: usize| unsafe { _mm_loadu_si128(from(i).cast()) };
     let all = _mm512_castsi128_si512(part(0));
     let all = _mm512_inserti32x4::<1>(all, part(1));
     let all = _mm512_inserti32x4::<2>(all, part(2));
@@ -52,7 +66,18 @@ pub(super) unsafe fn four(from: *const u8, stride: usize) -> __m512i {
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn four_words(from: *const u8, stride: usize) -> __m512i {
     // SAFETY: as the caller says.
-    let word = |i: usize| unsafe { from.add(i * stride).cast::<i32>().read_unaligned() };
+    unsafe { words_at(|i| from.wrapping_add(i * stride)) }
+}
+
+/// Four words, each in four lanes.
+///
+/// # Safety
+/// The bytes are there.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) unsafe fn words_at(from: impl Fn(usize) -> *const u8) -> __m512i {
+    // SAFETY: as the caller says.
+    let word = |i: usize| unsafe { from(i).cast::<i32>().read_unaligned() };
     let all = _mm512_set1_epi32(word(0));
     let all = _mm512_mask_set1_epi32(all, 0x00f0, word(1));
     let all = _mm512_mask_set1_epi32(all, 0x0f00, word(2));

@@ -50,6 +50,12 @@ fn number(format: WeightFormat, block: &[u8], i: usize) -> f32 {
             // There is one zero.
             if code > 8 { -product } else { product }
         }
+        WeightFormat::Int4(_) => {
+            let code = nibble(&block[4 + i / 32 * 16..], i % 32);
+            // There is one zero here too.
+            f(block, 0) * signed(code, zero(block)) + 0.0
+        }
+        WeightFormat::Int8(_) => f(block, 0) * signed(block[4 + i], zero(block)) + 0.0,
     }
 }
 
@@ -59,6 +65,11 @@ fn f(block: &[u8], at: usize) -> f32 {
 
 fn signed(code: u8, zero: i16) -> f32 {
     f32::from(i16::from(code) - zero)
+}
+
+/// The code of 0 of a group.
+fn zero(group: &[u8]) -> i16 {
+    i16::from_le_bytes([group[2], group[3]])
 }
 
 /// Code `i` of 32: the first half are the lower halves of the bytes.

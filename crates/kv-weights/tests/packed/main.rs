@@ -11,3 +11,4 @@ mod formats;
 mod gradients;
 mod matrix;
 mod products;
+mod quantize;

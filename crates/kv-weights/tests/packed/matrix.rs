@@ -43,7 +43,8 @@ fn bad_input_is_named(device: &Device) {
     );
     says(
         "q3_k".parse::<WeightFormat>(),
-        "weight format \"q3_k\": must be one of q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, mxfp4",
+        "weight format \"q3_k\": must be one of q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, mxfp4, \
+         int4-g32, int4-g64, int4-g128, int8-g32, int8-g64, int8-g128",
     );
 
     let mut rng = Rng::new(600);

@@ -172,7 +172,7 @@ mod tests {
     /// take this way otherwise.
     #[test]
     fn products_are_those_of_the_definition() {
-        for &format in WeightFormat::ALL {
+        for &format in WeightFormat::ALL.iter().filter(|format| format.ggml_type().is_some()) {
             let name = format!("{format}.blocks");
             let path: PathBuf =
                 [env!("CARGO_MANIFEST_DIR"), "tests/packed/fixtures", &name].iter().collect();

@@ -65,6 +65,12 @@ impl Blocks {
                 WeightFormat::Q6K => put(rng, 208, 0.0005),
                 // An exponent of 127 is 1.
                 WeightFormat::Mxfp4 => block[0] = 116 + block[0] % 16,
+                WeightFormat::Int4(_) | WeightFormat::Int8(_) => {
+                    put(rng, 0, 0.01);
+                    let zero =
+                        rng.below(if matches!(format, WeightFormat::Int4(_)) { 16 } else { 256 });
+                    block[2..4].copy_from_slice(&(zero as u16).to_le_bytes());
+                }
                 _ => put(rng, 0, 0.01),
             }
         }

@@ -16,7 +16,7 @@ use core::arch::x86_64::*;
 use super::{portable::transposed, threads::in_parts};
 use crate::{
     Activations, PackedLayout,
-    formats::vnni::{self, GROUP, Groups},
+    formats::vnni::{self, GROUP, Groups, MOST_BYTES},
 };
 use activations::{Group, groups};
 
@@ -90,7 +90,8 @@ fn some_rows<F: Groups, const D: usize>(
         let row = Row {
             blocks: &blocks[i * row..][..row],
             // The blocks of an incomplete group are read with those of the next row, or as a copy.
-            tail: blocks.get(i * row..(i + 1) * row + (4 - rest) * F::BYTES),
+            tail: blocks
+                .get(i * row..(i + 1) * row + (GROUP / F::NUMBERS).saturating_sub(rest) * F::BYTES),
             groups: columns / GROUP,
             rest,
         };
@@ -158,7 +159,7 @@ impl Row<'_> {
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn last<F: Groups>(&self) -> vnni::Group {
         let start = self.groups * GROUP / F::NUMBERS * F::BYTES;
-        let mut copy = [0u8; 4 * 34];
+        let mut copy = [0u8; MOST_BYTES];
         let blocks = match self.tail {
             Some(tail) => &tail[start..],
             None => {
@@ -167,10 +168,10 @@ impl Row<'_> {
                 &copy
             }
         };
-        assert!(F::NUMBERS == 32 && blocks.len() >= 4 * F::BYTES);
-        // SAFETY: four blocks are in the slice, as asserted.
+        assert!(F::NUMBERS <= GROUP && blocks.len() >= GROUP / F::NUMBERS * F::BYTES);
+        // SAFETY: the blocks of a group are in the slice, as asserted.
         let mut weights = unsafe { F::group(blocks.as_ptr(), 0) };
-        let there = (1 << (4 * self.rest)) - 1;
+        let there = (1 << (self.rest * F::NUMBERS / 32 * 4)) - 1;
         weights.scales = weights.scales.map(|scales| _mm512_maskz_mov_ps(there, scales));
         weights.mins = _mm512_maskz_mov_ps(there, weights.mins);
         weights

@@ -9,7 +9,7 @@ use crate::{
     backends::flex::threads::in_parts,
     formats::{
         flex::Blocks,
-        vnni::{GROUP, Groups},
+        vnni::{GROUP, Groups, MOST_BYTES},
     },
 };
 
@@ -151,12 +151,12 @@ fn unpack<F: Groups>(blocks: &[u8], next: &[u8], layout: &PackedLayout, panel: &
                     // SAFETY: the row has a whole group of this number.
                     unsafe { F::group(blocks[from..from + row].as_ptr(), g) }
                 } else {
-                    let mut copy = [0u8; 4 * 34];
+                    let mut copy = [0u8; MOST_BYTES];
                     let last = &blocks[from..from + row];
                     let last = &last[row - rest * F::BYTES..];
                     copy[..last.len()].copy_from_slice(last);
-                    assert!(F::NUMBERS == BLOCK);
-                    // SAFETY: the copy has four blocks.
+                    assert!(F::NUMBERS <= GROUP);
+                    // SAFETY: the copy has room for the blocks of a group.
                     unsafe { F::group(copy.as_ptr(), 0) }
                 };
                 codes[0][i] = group.codes[0];

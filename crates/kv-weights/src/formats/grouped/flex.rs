@@ -1,0 +1,53 @@
+use super::{
+    super::flex::{Blocks, half, nibbles},
+    HEADER,
+};
+
+/// Groups of `GROUP` codes of 4 bits.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Int4<const GROUP: usize>;
+
+/// Groups of `GROUP` codes of 8 bits.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Int8<const GROUP: usize>;
+
+/// Writes the scale and the minimum of each 32 codes.
+#[inline(always)]
+fn parameters(block: &[u8], group: usize, scales: &mut [f32], mins: &mut [f32]) {
+    let scale = half(block, 0);
+    let zero = f32::from(u16::from_le_bytes([block[2], block[3]]));
+    // Exact, as a scale has 11 bits and a code 8.
+    scales[..group / 32].fill(scale);
+    mins[..group / 32].fill(-zero * scale);
+}
+
+impl<const GROUP: usize> Blocks for Int4<GROUP> {
+    const NUMBERS: usize = GROUP;
+    const BYTES: usize = HEADER + GROUP / 2;
+    const ZERO: u8 = 0;
+    const SPAN: usize = 32;
+    const MINS: bool = true;
+
+    #[inline(always)]
+    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]) {
+        parameters(block, GROUP, scales, mins);
+        let bytes = block[HEADER..Self::BYTES].chunks_exact(16);
+        for (bytes, codes) in bytes.zip(codes.chunks_exact_mut(32)) {
+            nibbles(bytes, codes);
+        }
+    }
+}
+
+impl<const GROUP: usize> Blocks for Int8<GROUP> {
+    const NUMBERS: usize = GROUP;
+    const BYTES: usize = HEADER + GROUP;
+    const ZERO: u8 = 0;
+    const SPAN: usize = 32;
+    const MINS: bool = true;
+
+    #[inline(always)]
+    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]) {
+        parameters(block, GROUP, scales, mins);
+        codes[..GROUP].copy_from_slice(&block[HEADER..Self::BYTES]);
+    }
+}

@@ -1,0 +1,69 @@
+use core::arch::x86_64::*;
+
+use super::{
+    super::vnni::{GROUP, Group, Groups, four_at, lower_halves, nibbles, words_at},
+    HEADER,
+    flex::{Int4, Int8},
+};
+use crate::formats::flex::Blocks;
+
+impl<const SIZE: usize> Groups for Int4<SIZE> {
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn group(row: *const u8, group: usize) -> Group {
+        let parts = Parts { row, group, size: SIZE, bytes: Self::BYTES };
+        // SAFETY: the blocks are there, as the caller says.
+        unsafe { parts.group(nibbles(four_at(|i| parts.at(i, 16)))) }
+    }
+}
+
+impl<const SIZE: usize> Groups for Int8<SIZE> {
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn group(row: *const u8, group: usize) -> Group {
+        let parts = Parts { row, group, size: SIZE, bytes: Self::BYTES };
+        // SAFETY: the blocks are there, as the caller says.
+        unsafe {
+            let first = four_at(|i| parts.at(i, 32));
+            let second = four_at(|i| parts.at(i, 32).wrapping_add(16));
+            parts.group([first, second])
+        }
+    }
+}
+
+/// Four times 32 numbers in blocks of `size`.
+#[derive(Clone, Copy)]
+struct Parts {
+    row: *const u8,
+    group: usize,
+    size: usize,
+    /// Bytes of a block.
+    bytes: usize,
+}
+
+impl Parts {
+    /// The block that has part `i`.
+    #[inline(always)]
+    fn block(&self, i: usize) -> *const u8 {
+        self.row.wrapping_add((self.group * GROUP + 32 * i) / self.size * self.bytes)
+    }
+
+    /// The codes of part `i`, each part of so many bytes.
+    #[inline(always)]
+    fn at(&self, i: usize, bytes: usize) -> *const u8 {
+        self.block(i).wrapping_add(HEADER + (32 * i) % self.size / 32 * bytes)
+    }
+
+    /// # Safety
+    /// The blocks are there.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn group(&self, codes: [__m512i; 2]) -> Group {
+        // SAFETY: as the caller says.
+        let words = unsafe { words_at(|i| self.block(i)) };
+        let scales = lower_halves(words);
+        let zeros = _mm512_cvtepi32_ps(_mm512_srli_epi32::<16>(words));
+        let mins = _mm512_fnmadd_ps(zeros, scales, _mm512_setzero_ps());
+        Group { codes, scales: [scales; 2], mins }
+    }
+}
