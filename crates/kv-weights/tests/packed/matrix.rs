@@ -98,7 +98,7 @@ fn a_module_keeps_its_blocks(device: &Device) {
     let layer = Layer { weight: device_blocks(&blocks, device) };
     assert_eq!(layer.num_params(), 0);
     assert!(list_param_ids(&layer).is_empty());
-    assert_eq!(layer.devices(), [device.clone()]);
+    assert_eq!(layer.devices(), std::slice::from_ref(device));
     let layer = layer.clone().fork(device).to_device(device).no_grad().valid();
     let restored = layer.weight.restore().unwrap().into_data().try_into_vec::<f32>().unwrap();
     assert_eq!(restored, blocks.restored());

@@ -137,20 +137,20 @@ impl Row<'_> {
         for i in 0..self.groups {
             // SAFETY: whole groups are in the row, as asserted.
             let weights = unsafe { F::group(self.blocks.as_ptr(), i) };
-            for n in 0..N {
+            for (n, sum) in sums.iter_mut().enumerate() {
                 // SAFETY: there are as many groups of each row of `x`, as asserted.
                 let x = unsafe { x.get_unchecked(n * groups + i) };
-                sums[n] = add::<F, D>(sums[n], &weights, x);
+                *sum = add::<F, D>(*sum, &weights, x);
             }
         }
         if self.rest > 0 {
             let weights = self.last::<F>();
-            for n in 0..N {
-                sums[n] = add::<F, D>(sums[n], &weights, &x[n * groups + self.groups]);
+            for (n, sum) in sums.iter_mut().enumerate() {
+                *sum = add::<F, D>(*sum, &weights, &x[n * groups + self.groups]);
             }
         }
-        for n in 0..N {
-            out[n] = _mm512_reduce_add_ps(sums[n]);
+        for (out, sum) in out.iter_mut().zip(sums) {
+            *out = _mm512_reduce_add_ps(sum);
         }
     }
 
@@ -184,9 +184,9 @@ impl Row<'_> {
 fn add<F: Groups, const D: usize>(sum: __m512, weights: &vnni::Group, x: &Group<D>) -> __m512 {
     let one_scale = F::SPAN == 32;
     let mut products = [[_mm512_setzero_si512(); 2]; D];
-    for digit in 0..D {
+    for (digit, products) in products.iter_mut().enumerate() {
         let ([first, second], corrections) = (&x.digits[digit], &x.corrections[digit]);
-        let [mut a, mut b] = products[digit];
+        let [mut a, mut b] = *products;
         if F::ZERO != 0 {
             a = load(corrections[0].as_ptr());
             if !one_scale {
@@ -199,7 +199,7 @@ fn add<F: Groups, const D: usize>(sum: __m512, weights: &vnni::Group, x: &Group<
         } else {
             b = _mm512_dpbusd_epi32(b, weights.codes[1], load(second.as_ptr()));
         }
-        products[digit] = [a, b];
+        *products = [a, b];
     }
     let steps = _mm512_castsi512_ps(load(x.steps.as_ptr()));
     let scaled = |half: usize| _mm512_mul_ps(weights.scales[half], steps);

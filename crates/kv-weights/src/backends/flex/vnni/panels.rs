@@ -144,7 +144,9 @@ fn unpack<F: Groups>(blocks: &[u8], next: &[u8], layout: &PackedLayout, panel: &
         for half in 0..PANEL / LANES {
             let first = half * LANES;
             let mut codes = [[_mm512_setzero_si512(); LANES]; 2];
-            for i in 0..LANES.min(there.saturating_sub(first)) {
+            let [codes_first, codes_second] = &mut codes;
+            let codes_of_rows = codes_first.iter_mut().zip(codes_second);
+            for (i, (a, b)) in codes_of_rows.enumerate().take(there.saturating_sub(first)) {
                 let from = (first + i) * row;
                 // The last group may be incomplete: what is read of it past the row is not multiplied.
                 let group = if (g + 1) * GROUP <= columns {
@@ -159,8 +161,7 @@ fn unpack<F: Groups>(blocks: &[u8], next: &[u8], layout: &PackedLayout, panel: &
                     // SAFETY: the copy has room for the blocks of a group.
                     unsafe { F::group(copy.as_ptr(), 0) }
                 };
-                codes[0][i] = group.codes[0];
-                codes[1][i] = group.codes[1];
+                (*a, *b) = (group.codes[0], group.codes[1]);
                 put(group.scales[0], panel, |columns| &mut columns.scales[0][first + i]);
                 if F::SPAN < BLOCK {
                     put(group.scales[1], panel, |columns| &mut columns.scales[1][first + i]);
