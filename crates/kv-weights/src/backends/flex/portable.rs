@@ -180,7 +180,7 @@ mod tests {
             let blocks: Vec<_> = fixture.chunks(format.block_bytes()).collect();
             let (rows, columns) = (69, blocks.len() * format.block_numbers());
             let matrix: Vec<u8> = (0..rows)
-                .flat_map(|row| (0..blocks.len()).map(move |i| (i * 5 + row)))
+                .flat_map(|row| (0..blocks.len()).map(move |i| i * 5 + row))
                 .flat_map(|i| blocks[i % blocks.len()].iter().copied())
                 .collect();
             let layout = PackedLayout::new(format, [rows, columns]).unwrap();
