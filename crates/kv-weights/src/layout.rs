@@ -74,6 +74,12 @@ impl PackedLayout {
         self.rows * self.row_bytes()
     }
 
+    /// The row and the first column of the first block of `bytes`, those of all rows, whose numbers are not all finite.
+    pub fn not_finite(&self, bytes: &[u8]) -> Option<[usize; 2]> {
+        let block = self.format.not_finite(bytes)?;
+        Some([block / self.row_blocks(), block % self.row_blocks() * self.format.block_numbers()])
+    }
+
     /// Words of the buffer: the bytes of all rows, rounded up.
     pub const fn words(&self) -> usize {
         self.bytes().div_ceil(size_of::<u32>())

@@ -35,6 +35,7 @@ mod quantize;
 pub mod reference;
 
 pub use activations::Activations;
+pub use backends::check_device;
 #[cfg(feature = "flex")]
 pub use backends::in_parts;
 pub use error::{Error, Result};

@@ -191,6 +191,10 @@ pub enum Error {
     /// An error of the KV cache.
     #[error(transparent)]
     Cache(#[from] kv_cubecl::Error),
+
+    /// A packed weight cannot do what is asked of it.
+    #[error(transparent)]
+    Weights(#[from] kv_weights::Error),
 }
 
 impl Error {

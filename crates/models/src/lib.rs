@@ -68,6 +68,7 @@ pub use generate::{
     ids_to_tensor,
 };
 pub use kv_cubecl;
+pub use kv_weights;
 pub use load::{LoadOptions, Loaded, load, load_with};
 pub use model::LanguageModel;
 pub use nn::{AttentionObserver, AttentionTrace};

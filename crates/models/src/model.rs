@@ -20,17 +20,33 @@ use crate::{
 
 /// A decoder-only language model whose KV cache is a parameter: a [`Decoder`] of any type, as one
 /// Burn [`Module`].
-pub struct LanguageModel(Box<dyn Erased>);
+pub struct LanguageModel {
+    decoder: Box<dyn Erased>,
+    /// Weights that are no parameters.
+    packed: PackedSize,
+}
+
+/// How large the weights are that stay packed.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct PackedSize {
+    pub(crate) bytes: usize,
+    pub(crate) numbers: usize,
+}
 
 impl LanguageModel {
     /// The model that `decoder` computes.
     pub fn new(decoder: impl Decoder + Module + ModuleDisplay) -> Self {
-        Self(Box::new(decoder))
+        Self { decoder: Box::new(decoder), packed: PackedSize::default() }
+    }
+
+    /// The same model, of whose weights so many stay packed.
+    pub(crate) fn with_packed(self, packed: PackedSize) -> Self {
+        Self { packed, ..self }
     }
 
     /// The decoder, whatever its type.
     pub fn decoder(&self) -> &dyn Decoder {
-        self.0.decoder()
+        self.decoder.decoder()
     }
 
     /// The decoder, if it is a `D`.
@@ -47,7 +63,7 @@ impl LanguageModel {
         if self.downcast_ref::<D>().is_none() {
             return Err(self);
         }
-        let decoder: Box<dyn Any> = self.0;
+        let decoder: Box<dyn Any> = self.decoder;
         Ok(*decoder.downcast().expect("its type was just checked"))
     }
 
@@ -247,7 +263,7 @@ impl LanguageModel {
         WeightDtype::of(self.dtype()).unwrap_or(WeightDtype::Auto)
     }
 
-    /// Bytes of all parameters, each in its own type.
+    /// Bytes of all weights, each as it is stored.
     pub fn weight_bytes(&self) -> usize {
         struct Count(usize);
         impl ModuleVisitor for Count {
@@ -257,7 +273,17 @@ impl LanguageModel {
         }
         let mut count = Count(0);
         self.visit(&mut count);
-        count.0
+        count.0 + self.packed.bytes
+    }
+
+    /// Whether weights stay in the blocks of their file.
+    pub fn is_packed(&self) -> bool {
+        self.packed.bytes > 0
+    }
+
+    /// Numbers of all weights, those that stay packed among them, which are no parameters.
+    pub fn n_weights(&self) -> usize {
+        Module::num_params(self) + self.packed.numbers
     }
 
     /// What every parameter is for.
@@ -268,7 +294,7 @@ impl LanguageModel {
     }
 
     fn change(self, change: Change<'_>) -> Self {
-        Self(self.0.changed(change))
+        Self { decoder: self.decoder.changed(change), ..self }
     }
 }
 
@@ -286,7 +312,7 @@ impl AsRef<ModelSpec> for LanguageModel {
 
 impl Clone for LanguageModel {
     fn clone(&self) -> Self {
-        Self(self.0.boxed_clone())
+        Self { decoder: self.decoder.boxed_clone(), packed: self.packed }
     }
 }
 
@@ -295,7 +321,7 @@ const CONTAINER: &str = "Struct:LanguageModel";
 
 impl Module for LanguageModel {
     fn collect_devices(&self, devices: Devices) -> Devices {
-        self.0.add_devices(devices)
+        self.decoder.add_devices(devices)
     }
 
     fn fork(self, device: &Device) -> Self {
@@ -311,7 +337,7 @@ impl Module for LanguageModel {
     }
 
     fn valid(&self) -> Self {
-        Self(self.0.validation())
+        Self { decoder: self.decoder.validation(), packed: self.packed }
     }
 
     fn materialize(self) -> Self {
@@ -321,7 +347,7 @@ impl Module for LanguageModel {
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         let name = self.decoder().name();
         visitor.enter_module(name, CONTAINER);
-        self.0.accept(&mut |met| erased::visit(visitor, met));
+        self.decoder.accept(&mut |met| erased::visit(visitor, met));
         visitor.exit_module(name, CONTAINER);
     }
 
@@ -348,7 +374,7 @@ impl fmt::Display for LanguageModel {
 
 impl ModuleDisplayDefault for LanguageModel {
     fn content(&self, content: Content) -> Option<Content> {
-        let text = self.0.display(content.display_settings.clone());
+        let text = self.decoder.display(content.display_settings.clone());
         content.add_formatted(&text).optional()
     }
 
@@ -359,6 +385,6 @@ impl ModuleDisplayDefault for LanguageModel {
 
 impl ModuleDisplay for LanguageModel {
     fn format(&self, settings: DisplaySettings) -> String {
-        self.0.display(settings)
+        self.decoder.display(settings)
     }
 }

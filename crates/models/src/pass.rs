@@ -82,7 +82,7 @@ impl Pass<'_> {
             Self::Parallel { .. } => table.rows(0, seq).unsqueeze(),
             Self::Cached(cache) => table.rows(cache.len(), seq).unsqueeze(),
             Self::Ragged { cache, .. } => {
-                let positions = cache.positions(seq, &table.param().val().device());
+                let positions = cache.positions(seq, &table.device());
                 table.rows_at(&positions).reshape([cache.batch(), seq, hidden])
             }
             Self::At { position, .. } => {

@@ -227,10 +227,10 @@ fn a_model_from_scratch_knows_nothing_yet() {
         };
         let Config { hidden_size, intermediate_size, n_layers, .. } = small();
         let residual = 1.0 / (2.0 * n_layers as f32).sqrt();
-        near(std(model.embedding.weight.param().val()), hidden_size, 1.0);
-        near(std(layer.qkv.weight.param().val()), hidden_size, 1.0);
-        near(std(layer.output.weight.param().val()), layer.output.weight.dims()[1], residual);
-        near(std(layer.mlp.down.weight.param().val()), intermediate_size, residual);
+        near(std(model.embedding.weight.val()), hidden_size, 1.0);
+        near(std(layer.qkv.weight.val()), hidden_size, 1.0);
+        near(std(layer.output.weight.val()), layer.output.weight.dims()[1], residual);
+        near(std(layer.mlp.down.weight.val()), intermediate_size, residual);
         assert!(layer.qkv.bias.is_none() && model.head.is_none() == tied_head);
 
         let model = LanguageModel::new(model);
@@ -252,13 +252,12 @@ fn every_weight_from_scratch_has_a_gradient() {
     let model = LanguageModel::new(Llama::init(config, &device));
     let grads = loss(&model, &device).backward();
     let model = model.downcast::<Llama>().unwrap();
-    let mut weights = vec![model.embedding.weight.param().val()];
-    weights.extend(model.head.map(|head| head.weight.param().val()));
+    let mut weights = vec![model.embedding.weight.val()];
+    weights.extend(model.head.map(|head| head.weight.val()));
     let mut vectors = vec![model.norm.gamma.val()];
     for layer in model.layers {
-        weights.extend([layer.qkv.weight.param().val(), layer.output.weight.param().val()]);
-        weights
-            .extend([layer.mlp.gate_up.weight.param().val(), layer.mlp.down.weight.param().val()]);
+        weights.extend([layer.qkv.weight.val(), layer.output.weight.val()]);
+        weights.extend([layer.mlp.gate_up.weight.val(), layer.mlp.down.weight.val()]);
         vectors.extend([layer.attention_norm.gamma.val(), layer.mlp_norm.gamma.val()]);
         vectors.extend(layer.qkv.bias.map(|bias| bias.val()));
     }

@@ -163,15 +163,15 @@ fn a_boxed_decoder_is_its_module() {
         [&["Toy", "embedding", "weight", "qkv", "0"][..], &linear, &["1"], &linear].concat();
     assert_eq!(negate.0, entered);
     assert_eq!(list_param_ids(&negated), list_param_ids(&toy));
-    let weight = |model: &LanguageModel| model.decoder().head_weight().param().val().to_data();
-    assert_eq!(weight(&negated), (-toy.embedding.weight.param().val()).to_data());
+    let weight = |model: &LanguageModel| model.decoder().head_weight().val().to_data();
+    assert_eq!(weight(&negated), (-toy.embedding.weight.val()).to_data());
     // The clone it was made from is as it was.
-    assert_eq!(weight(&model), toy.embedding.weight.param().val().to_data());
+    assert_eq!(weight(&model), toy.embedding.weight.val().to_data());
 
     // Frozen by path, moved, recorded, and back.
     let frozen = model.clone().freeze_group(ParamGroup::from_path("Toy.embedding.weight"));
     let frozen = frozen.fork(&device).to_device(&device).valid().train();
-    assert!(!frozen.decoder().head_weight().param().is_require_grad());
+    assert!(!frozen.decoder().head_weight().val().is_require_grad());
     let again = negated.load_record(model.clone().into_record());
     assert_eq!(weight(&again), weight(&model));
 

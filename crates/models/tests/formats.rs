@@ -31,12 +31,11 @@ fn llama(path: &Path) -> Llama {
 fn restored(model: &Llama) -> BTreeMap<String, Vec<f32>> {
     let values = |tensor: Tensor<2>| tensor.into_data().try_to_vec::<f32>().unwrap();
     let mut all = BTreeMap::from([
-        ("token_embd.weight".to_string(), values(model.embedding.weight.param().val())),
-        ("output.weight".to_string(), values(model.head.as_ref().unwrap().weight.param().val())),
+        ("token_embd.weight".to_string(), values(model.embedding.weight.val())),
+        ("output.weight".to_string(), values(model.head.as_ref().unwrap().weight.val())),
     ]);
     for (i, layer) in model.layers.iter().enumerate() {
-        let (qkv, gate_up) =
-            (layer.qkv.weight.param().val(), layer.mlp.gate_up.weight.param().val());
+        let (qkv, gate_up) = (layer.qkv.weight.val(), layer.mlp.gate_up.weight.val());
         for (name, matrix, start, rows) in [
             ("attn_q", &qkv, 0, 4),
             ("attn_k", &qkv, 4, 4),

@@ -256,7 +256,7 @@ fn a_failed_save_leaves_what_was_there() {
     ] {
         let mut broken = model.clone().downcast::<Llama>().unwrap();
         // The first of the key rows, which follow 96 query rows; element 35 of it.
-        let weight = broken.layers[1].qkv.weight.param().val();
+        let weight = broken.layers[1].qkv.weight.val();
         let value = Tensor::full([1, 1], value, &device);
         let weight = weight.slice_assign([96..97, 35..36], value);
         broken.layers[1].qkv.weight = burn::module::Param::from_tensor(weight).into();

@@ -72,7 +72,7 @@ fn head(model: &LanguageModel, hidden: Tensor<3>) -> Head {
     let [batch, seq, width] = hidden.dims();
     Head {
         hidden: hidden.without_autodiff().reshape([batch * seq, width]),
-        weight: model.decoder().head_weight().param().val().without_autodiff(),
+        weight: model.decoder().head_weight().val().without_autodiff(),
     }
 }
 
@@ -141,7 +141,7 @@ impl Trainee {
         let targets = targets.without_autodiff().flatten::<1>(0, 1);
         let parameter = model.decoder().head_weight().param();
         let student = head(model, hidden.clone());
-        let train_head = parameter.val().is_require_grad();
+        let train_head = parameter.is_some_and(|parameter| parameter.val().is_require_grad());
         let (sums, head_grads) = loss::gradients(
             &student,
             teacher.as_ref(),
@@ -154,7 +154,7 @@ impl Trainee {
         let seed = head_grads.hidden.reshape(hidden.dims());
         let mut grads = (hidden * seed).sum().backward();
         let mut grads = GradientsParams::from_module(&mut grads, self);
-        if let Some(weight) = head_grads.weight {
+        if let (Some(weight), Some(parameter)) = (head_grads.weight, parameter) {
             let sum = match grads.remove::<2>(parameter.id) {
                 Some(lookup) => lookup + weight,
                 None => weight,

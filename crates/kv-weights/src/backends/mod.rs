@@ -12,12 +12,12 @@ pub use flex::in_parts;
 
 use crate::{Error, Result};
 
-/// Checks that `device` belongs to a backend that this crate's features give its operations: Burn may have been
+/// Checks that weights can be multiplied packed on `device`: that it belongs to a backend that this crate's features give its operations: Burn may have been
 /// built with other backends as well.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming `op`.
-pub(crate) fn check_device(op: &str, device: &Device) -> Result<()> {
+pub fn check_device(op: &str, device: &Device) -> Result<()> {
     let unsupported = |why: &str| {
         Err(Error::Unsupported { what: format!("{op} on {device:?}"), why: why.to_string() })
     };

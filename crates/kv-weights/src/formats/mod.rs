@@ -62,6 +62,10 @@ pub(crate) struct Spec {
     bytes: usize,
     /// GGML's number of the type.
     ggml: Option<u32>,
+    /// The bytes of a block at which f16 numbers begin.
+    halves: &'static [usize],
+    /// The byte of a block that is the exponent of a power of two, 127 above it.
+    exponent: Option<usize>,
 }
 
 impl WeightFormat {
@@ -113,6 +117,17 @@ impl WeightFormat {
     /// Bytes of a block.
     pub const fn block_bytes(self) -> usize {
         self.spec().bytes
+    }
+
+    /// The first of these blocks whose numbers are not all finite in f32.
+    pub(crate) fn not_finite(self, blocks: &[u8]) -> Option<usize> {
+        let &Spec { bytes, halves, exponent, .. } = self.spec();
+        blocks.chunks_exact(bytes).position(|block| {
+            // An f16 with all bits of its exponent set is infinite or no number.
+            halves.iter().any(|at| block[at + 1] & 0x7c == 0x7c)
+                // The largest code is 6, so that two more exponents overflow than the one that means no number.
+                || exponent.is_some_and(|at| block[at] > 252)
+        })
     }
 
     /// GGML's number of the type, which GGUF files have; `None` for a format that is not GGML's.

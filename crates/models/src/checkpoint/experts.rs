@@ -2,15 +2,92 @@
 
 use burn::{
     module::Param,
-    tensor::{DType, Tensor, TensorData},
+    tensor::{Bytes, DType, Tensor, TensorData},
 };
+use kv_weights::{PackedLayout, WeightFormat};
 
-use super::Weights;
+use super::{Weights, packed::Blocks};
 use crate::{
     Error, Result,
     mxfp4::{self, BLOCK},
-    nn::Linear,
+    nn::{Linear, Matrix},
 };
+
+/// A projection of one expert.
+pub(crate) struct ExpertRows {
+    numbers: Numbers,
+    bias: Vec<f32>,
+    columns: usize,
+}
+
+enum Numbers {
+    Floats(Vec<f32>),
+    Packed(Vec<Part>),
+}
+
+/// Rows of blocks.
+struct Part {
+    format: WeightFormat,
+    rows: usize,
+    bytes: Bytes,
+}
+
+impl ExpertRows {
+    /// Even rows first, then odd ones.
+    pub(crate) fn split(self) -> Self {
+        let numbers = match self.numbers {
+            Numbers::Floats(values) => Numbers::Floats(even_then_odd(&values, self.columns)),
+            Numbers::Packed(parts) => {
+                let split = |Part { format, rows, bytes }| {
+                    let bytes = even_then_odd(&bytes, bytes.len() / rows);
+                    Part { format, rows, bytes: Bytes::from_bytes_vec(bytes) }
+                };
+                Numbers::Packed(parts.into_iter().map(split).collect())
+            }
+        };
+        Self { numbers, bias: even_then_odd(&self.bias, 1), ..self }
+    }
+
+    /// These rows, then those of `other`; `None` if one is packed and the other is not.
+    pub(crate) fn then(mut self, other: Self) -> Option<Self> {
+        match (&mut self.numbers, other.numbers) {
+            (Numbers::Floats(values), Numbers::Floats(more)) => values.extend(more),
+            (Numbers::Packed(parts), Numbers::Packed(more)) => parts.extend(more),
+            _ => return None,
+        }
+        self.bias.extend(other.bias);
+        Some(self)
+    }
+}
+
+/// Rows 0, 2, 4, .. of so many elements each, then rows 1, 3, 5, ..
+fn even_then_odd<T: Copy>(values: &[T], width: usize) -> Vec<T> {
+    let rows = |first: usize| values.chunks_exact(width).skip(first).step_by(2).flatten();
+    rows(0).chain(rows(1)).copied().collect()
+}
+
+/// Blocks as Hugging Face checkpoints have them, codes and scales apart.
+struct Mxfp4 {
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+}
+
+impl Mxfp4 {
+    /// The codes of each block, two to a byte, and its scale.
+    fn blocks(&self) -> impl Iterator<Item = (&[u8], u8)> {
+        self.codes.chunks_exact(BLOCK / 2).zip(self.scales.iter().copied())
+    }
+}
+
+/// The same block in a GGUF file: the scale, then codes, those of the first half of the numbers in the lower halves
+/// of the bytes.
+fn gguf_block(codes: &[u8], scale: u8) -> [u8; mxfp4::BLOCK_BYTES] {
+    let code = |i: usize| codes[i / 2] >> (4 * (i % 2)) & 15;
+    core::array::from_fn(|at| match at {
+        0 => scale,
+        _ => code(at - 1) | code(at - 1 + BLOCK / 2) << 4,
+    })
+}
 
 impl Weights {
     /// Whether the tensors are those of a GGUF file.
@@ -18,7 +95,7 @@ impl Weights {
         self.gguf.is_some()
     }
 
-    /// Takes the matrices `[rows, columns]` and the biases `[rows]` of experts, in f32 on the host. The shape
+    /// Takes the matrices `[rows, columns]` and the biases `[rows]` of experts to the host. The shape
     /// is `[experts, rows, columns]`. GGUF files have matrices of this layout; Hugging Face ones have transposed
     /// floats, or blocks of MXFP4 (`NAME_blocks`, `NAME_scales`) that are not transposed.
     ///
@@ -28,21 +105,48 @@ impl Weights {
     pub(crate) fn experts(
         &mut self,
         name: &str,
-        [n, rows, columns]: [usize; 3],
-    ) -> Result<Vec<(Vec<f32>, Vec<f32>)>> {
+        shape @ [n, rows, columns]: [usize; 3],
+    ) -> Result<Vec<ExpertRows>> {
         let (weight, bias) = match self.is_gguf() {
             true => (format!("{name}.weight"), format!("{name}.bias")),
             false => (name.to_string(), format!("{name}_bias")),
         };
-        let blocks = format!("{name}_blocks");
+        let weights = match self.packed_experts(name, &weight, shape)? {
+            Some(weights) => weights,
+            None => {
+                self.count_restored(&weight);
+                let values = self.float_experts(name, &weight, shape)?;
+                let matrices = values.chunks_exact(rows * columns);
+                matrices.map(|values| Numbers::Floats(values.to_vec())).collect()
+            }
+        };
+        let mut biases = vec![];
+        self.read(&bias, &[n, rows], &mut biases)?;
+        let biases = biases.chunks_exact(rows).map(<[f32]>::to_vec);
+        let joined = weights.into_iter().zip(biases);
+        Ok(joined.map(|(numbers, bias)| ExpertRows { numbers, bias, columns }).collect())
+    }
+
+    fn float_experts(
+        &mut self,
+        name: &str,
+        weight: &str,
+        shape @ [n, rows, columns]: [usize; 3],
+    ) -> Result<Vec<f32>> {
         let mut values = vec![];
-        if self.contains(&blocks) {
-            values = self.mxfp4(name, [n, rows, columns])?;
+        if self.contains(&format!("{name}_blocks")) {
+            for (codes, scale) in self.mxfp4(name, shape)?.blocks() {
+                let scale = mxfp4::scale(scale);
+                // Neighbors share a byte, the first of them in its lower half.
+                let pair =
+                    |byte: &u8| [byte & 15, byte >> 4].map(|code| mxfp4::value(code) * scale);
+                values.extend(codes.iter().flat_map(pair));
+            }
         } else if self.is_gguf() {
-            self.read(&weight, &[n, rows, columns], &mut values)?;
+            self.read(weight, &shape, &mut values)?;
         } else {
             let mut stored: Vec<f32> = vec![];
-            self.read(&weight, &[n, columns, rows], &mut stored)?;
+            self.read(weight, &[n, columns, rows], &mut stored)?;
             values.reserve_exact(stored.len());
             for expert in stored.chunks_exact(rows * columns) {
                 for row in 0..rows {
@@ -50,49 +154,100 @@ impl Weights {
                 }
             }
         }
-        let mut biases = vec![];
-        self.read(&bias, &[n, rows], &mut biases)?;
-        let matrices = values.chunks_exact(rows * columns).map(<[f32]>::to_vec);
-        Ok(matrices.zip(biases.chunks_exact(rows).map(<[f32]>::to_vec)).collect())
+        Ok(values)
     }
 
-    fn mxfp4(&mut self, name: &str, [n, rows, columns]: [usize; 3]) -> Result<Vec<f32>> {
-        let (blocks, scales) = (format!("{name}_blocks"), format!("{name}_scales"));
-        let per_row = columns / BLOCK;
-        let blocks = self.bytes(&blocks, &[n, rows, per_row, BLOCK / 2])?;
-        let scales = self.bytes(&scales, &[n, rows, per_row])?;
-        let mut values = Vec::with_capacity(n * rows * columns);
-        for (codes, scale) in blocks.chunks_exact(BLOCK / 2).zip(&scales) {
-            let scale = mxfp4::scale(*scale);
-            // Neighbors share a byte, the first of them in its lower half.
-            let pair = |byte: &u8| [byte & 15, byte >> 4].map(|code| mxfp4::value(code) * scale);
-            values.extend(codes.iter().flat_map(pair));
+    /// The matrices in blocks, if they are to stay packed and are there in blocks.
+    fn packed_experts(
+        &mut self,
+        name: &str,
+        weight: &str,
+        shape @ [_, rows, columns]: [usize; 3],
+    ) -> Result<Option<Vec<Numbers>>> {
+        if self.packed.is_none() {
+            return Ok(None);
         }
-        Ok(values)
+        if self.contains(&format!("{name}_blocks")) {
+            let format = WeightFormat::Mxfp4;
+            let layout = PackedLayout::new(format, [rows, columns])?;
+            let blocks = self.mxfp4(name, shape)?;
+            let bytes: Vec<u8> =
+                blocks.blocks().flat_map(|(codes, scale)| gguf_block(codes, scale)).collect();
+            if let Some([row, column]) = layout.not_finite(&bytes) {
+                let why = format!("makes numbers infinite in row {row} from {column} on");
+                return Err(self.flawed(&format!("{name}_scales"), why));
+            }
+            let experts = bytes.chunks_exact(layout.bytes()).map(|bytes| {
+                let bytes = Bytes::from_bytes_vec(bytes.to_vec());
+                Numbers::Packed(vec![Part { format, rows, bytes }])
+            });
+            return Ok(Some(experts.collect()));
+        }
+        let found = self.tensors.get(weight).filter(|entry| entry.tensor.shape.to_vec() == shape);
+        let Some(entry) = found else { return Ok(None) };
+        let Some((blocks, format)) = entry.blocks.as_ref().and_then(|b| Some((b, b.format?)))
+        else {
+            return Ok(None);
+        };
+        let layout = PackedLayout::new(format, [rows, columns])?;
+        entry.check_finite(layout, blocks.bytes())?;
+        let expert = |start| {
+            let blocks = Blocks { range: start..start + layout.bytes(), ..blocks.clone() };
+            Numbers::Packed(vec![Part { format, rows, bytes: blocks.shared() }])
+        };
+        let experts = blocks.range.clone().step_by(layout.bytes()).map(expert).collect();
+        self.tensors.remove(weight);
+        Ok(Some(experts))
+    }
+
+    /// The blocks of a Hugging Face checkpoint.
+    fn mxfp4(&mut self, name: &str, [n, rows, columns]: [usize; 3]) -> Result<Mxfp4> {
+        let per_row = columns / BLOCK;
+        let codes = self.bytes(&format!("{name}_blocks"), &[n, rows, per_row, BLOCK / 2])?;
+        let scales = self.bytes(&format!("{name}_scales"), &[n, rows, per_row])?;
+        Ok(Mxfp4 { codes, scales })
     }
 
     /// Takes a tensor of bytes.
     fn bytes(&mut self, name: &str, expected: &[usize]) -> Result<Vec<u8>> {
         let entry = self.tensors.remove(name).ok_or_else(|| self.missing(name))?;
-        let (path, tensor) = (entry.path.clone(), entry.name.clone());
         let actual = entry.tensor.shape.to_vec();
         if actual != expected {
+            let (path, tensor) = (entry.path.clone(), entry.name.clone());
             return Err(Error::Shape { path, tensor, actual, expected: expected.to_vec() });
         }
         if entry.tensor.dtype != DType::U8 {
-            let why = format!("has type {:?}, codes are U8", entry.tensor.dtype);
-            return Err(Error::Tensor { path, tensor, why });
+            return Err(entry.flawed(format!("has type {:?}, codes are U8", entry.tensor.dtype)));
         }
         Ok(entry.bytes()?.to_vec())
     }
 
-    /// A projection of these values and this bias, in the model's type.
-    pub(crate) fn linear_of(&self, (values, bias): (Vec<f32>, Vec<f32>), columns: usize) -> Linear {
-        let rows = bias.len();
-        let param = |data: TensorData| self.param::<2>(data.convert_dtype(self.dtype));
-        let weight = param(TensorData::new(values, [rows, columns])).into();
-        let bias = self.param(TensorData::new(bias, [rows]).convert_dtype(self.dtype));
-        Linear { weight, bias: Some(bias) }
+    /// The error of a tensor that has been taken.
+    pub(crate) fn flawed(&self, name: &str, why: String) -> Error {
+        Error::Tensor { path: self.path.clone(), tensor: name.into(), why }
+    }
+
+    /// The projection of an expert: its rows in the model's type, or packed.
+    ///
+    /// # Errors
+    ///
+    /// A device that does not multiply packed weights.
+    pub(crate) fn linear_of(&mut self, rows: ExpertRows) -> Result<Linear> {
+        let ExpertRows { numbers, bias, columns } = rows;
+        let n_rows = bias.len();
+        let weight = match numbers {
+            Numbers::Packed(parts) => {
+                let pack = |Part { format, rows, bytes }| self.pack(bytes, format, [rows, columns]);
+                let parts = parts.into_iter().map(pack).collect::<Result<_>>()?;
+                Matrix::packed(parts, self.packed.unwrap_or_default())?
+            }
+            Numbers::Floats(values) => {
+                let data = TensorData::new(values, [n_rows, columns]).convert_dtype(self.dtype);
+                self.param::<2>(data).into()
+            }
+        };
+        let bias = self.param(TensorData::new(bias, [n_rows]).convert_dtype(self.dtype));
+        Ok(Linear { weight, bias: Some(bias) })
     }
 
     /// Takes a vector.

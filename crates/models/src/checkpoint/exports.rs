@@ -39,7 +39,7 @@ impl Exports {
     /// Adds the projection `module`, cut into `parts`: each the name of a module and a number of
     /// rows, in this order.
     pub fn linear(&mut self, parts: &[(String, usize)], module: &Linear) {
-        let (weight, bias) = (value(module.weight.param()), module.bias.as_ref().map(value));
+        let (weight, bias) = (module.weight.val().detach(), module.bias.as_ref().map(value));
         let mut start = 0;
         for (name, rows) in parts {
             self.matrix(name, weight.clone().narrow(0, start, *rows));
@@ -53,7 +53,7 @@ impl Exports {
     /// Adds a projection that checkpoints store as `[d_input, d_output]` ("Conv1D"), the transpose
     /// of [`Linear`].
     pub fn conv1d(&mut self, name: &str, module: &Linear) {
-        self.matrix(name, value(module.weight.param()).transpose());
+        self.matrix(name, module.weight.val().detach().transpose());
         if let Some(bias) = &module.bias {
             self.vector(format!("{name}.bias"), value(bias));
         }
@@ -61,7 +61,7 @@ impl Exports {
 
     /// Adds an embedding.
     pub fn embedding(&mut self, name: &str, module: &Embedding) {
-        self.matrix(name, value(module.weight.param()));
+        self.matrix(name, module.weight.val().detach());
     }
 
     /// Adds a norm with its bias.

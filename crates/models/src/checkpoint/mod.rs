@@ -4,10 +4,13 @@
 mod dtype;
 mod experts;
 mod exports;
+mod packed;
 mod weights;
 
+pub(crate) use experts::ExpertRows;
 pub use exports::Exports;
 pub(crate) use exports::{Export, Values};
+pub(crate) use packed::Blocks;
 pub use weights::Weights;
 
 /// The names that a family's checkpoints have in common.

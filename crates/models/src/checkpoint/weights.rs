@@ -11,7 +11,12 @@ use burn::{
 };
 use burn_store::burn_pack::Tensor as PackTensor;
 
-use super::Names;
+use kv_weights::Activations;
+
+use super::{
+    Names,
+    packed::{Blocks, Kept},
+};
 use crate::{
     Error, Result,
     float::{Float, append, with_float},
@@ -38,6 +43,9 @@ pub struct Weights {
     /// Whether the names in the file begin with the family's prefix, for messages.
     prefixed: bool,
     pub(super) notes: Vec<String>,
+    /// What blocks that stay packed are multiplied with; `None` if all are restored.
+    pub(super) packed: Option<Activations>,
+    pub(super) kept: Kept,
 }
 
 #[derive(Debug)]
@@ -46,8 +54,10 @@ pub(super) struct Entry {
     /// The name in the file, for messages.
     pub(super) name: String,
     pub(super) path: PathBuf,
+    /// The blocks that the tensor is restored from.
+    pub(super) blocks: Option<Blocks>,
     /// Rows per head, if pairs of rows lie side by side that belong to the halves of a head.
-    interleaved: Option<usize>,
+    pub(super) interleaved: Option<usize>,
 }
 
 impl Entry {
@@ -57,6 +67,20 @@ impl Entry {
             tensor: self.name.clone(),
             why: error.to_string(),
         })
+    }
+
+    pub(super) fn flawed(&self, why: String) -> Error {
+        Error::Tensor { path: self.path.clone(), tensor: self.name.clone(), why }
+    }
+
+    /// Checks that rows can be those of heads in pairs.
+    pub(super) fn check_pairs(&self, rows: usize, head_dim: usize) -> Result<()> {
+        match head_dim.is_multiple_of(2) && rows.is_multiple_of(head_dim) {
+            true => Ok(()),
+            false => {
+                Err(self.flawed(format!("its rows are not heads of {head_dim} rows in pairs")))
+            }
+        }
     }
 }
 
@@ -73,6 +97,8 @@ impl Weights {
             names: None,
             prefixed: false,
             notes: vec![],
+            packed: None,
+            kept: Kept::default(),
         }
     }
 
@@ -86,15 +112,20 @@ impl Weights {
         &mut self.notes
     }
 
-    /// Adds a tensor of `file` under the name the importers know.
+    /// Adds a tensor of `file` under the name the importers know; `blocks` are what it is restored from.
     ///
     /// # Errors
     ///
     /// A name that is there already: it is not known which of the two tensors is meant.
-    pub(crate) fn insert(&mut self, name: String, tensor: PackTensor, file: &Path) -> Result<()> {
-        let name_in_file = tensor.name.clone();
-        let entry = Entry { name: name_in_file, tensor, path: file.into(), interleaved: None };
-        self.add(name, entry)
+    pub(crate) fn insert(
+        &mut self,
+        name: String,
+        tensor: PackTensor,
+        blocks: Option<Blocks>,
+        file: &Path,
+    ) -> Result<()> {
+        let (name_in_file, path) = (tensor.name.clone(), file.into());
+        self.add(name, Entry { name: name_in_file, tensor, path, blocks, interleaved: None })
     }
 
     fn add(&mut self, name: String, entry: Entry) -> Result<()> {
@@ -321,6 +352,10 @@ impl Weights {
 
     /// Takes matrices of `[rows, columns]` and stacks their rows.
     fn matrix(&mut self, parts: &[(String, usize)], columns: usize) -> Result<Matrix> {
+        if let Some(matrix) = self.take_packed(parts, columns)? {
+            return Ok(matrix);
+        }
+        parts.iter().for_each(|(name, _)| self.count_restored(name));
         let data = self.joined(parts, &[columns])?;
         Ok(self.param(data).into())
     }
@@ -397,15 +432,12 @@ impl Weights {
             return Err(Error::Shape { path, tensor, actual, expected: expected.to_vec() });
         }
         let bytes = entry.bytes()?;
-        let Entry { tensor: PackTensor { dtype, .. }, name, path, interleaved } = entry;
         let start = values.len();
         values.reserve_exact(expected.iter().product());
-        append(&bytes, dtype, values).map_err(|flaw| flaw.of(&path, &name))?;
-        if let Some(head_dim) = interleaved {
-            if !head_dim.is_multiple_of(2) || !expected[0].is_multiple_of(head_dim) {
-                let why = format!("its rows are not heads of {head_dim} rows in pairs");
-                return Err(Error::Tensor { path, tensor: name, why });
-            }
+        let dtype = entry.tensor.dtype;
+        append(&bytes, dtype, values).map_err(|flaw| flaw.of(&entry.path, &entry.name))?;
+        if let Some(head_dim) = entry.interleaved {
+            entry.check_pairs(expected[0], head_dim)?;
             split_pairs(&mut values[start..], expected[0], head_dim);
         }
         Ok(())
@@ -413,7 +445,7 @@ impl Weights {
 }
 
 /// Puts rows 0, 2, 4, .. of each head of `head_dim` rows first, then rows 1, 3, 5, ..
-fn split_pairs<T: Copy>(values: &mut [T], rows: usize, head_dim: usize) {
+pub(super) fn split_pairs<T: Copy>(values: &mut [T], rows: usize, head_dim: usize) {
     let width = values.len() / rows;
     for head in values.chunks_exact_mut(head_dim * width) {
         let stored = head.to_vec();

@@ -8,6 +8,7 @@
 use std::{collections::HashMap, ops::Range, path::Path};
 
 use candle_core::quantized::GgmlDType;
+use kv_weights::WeightFormat;
 
 use crate::{Error, Result, mxfp4};
 
@@ -265,6 +266,28 @@ impl BlockType {
             39 => Some(Self::Mxfp4),
             kind => ggml_dtype(kind).map(Self::Ggml),
         }
+    }
+
+    /// Name and format of blocks; `None` for floats.
+    pub(crate) fn blocks(self) -> Option<(String, Option<WeightFormat>)> {
+        Some(match self {
+            Self::Ggml(GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16) => return None,
+            Self::Ggml(dtype) => {
+                let format = match dtype {
+                    GgmlDType::Q4_0 => Some(WeightFormat::Q4_0),
+                    GgmlDType::Q4_1 => Some(WeightFormat::Q4_1),
+                    GgmlDType::Q5_0 => Some(WeightFormat::Q5_0),
+                    GgmlDType::Q5_1 => Some(WeightFormat::Q5_1),
+                    GgmlDType::Q8_0 => Some(WeightFormat::Q8_0),
+                    GgmlDType::Q4K => Some(WeightFormat::Q4K),
+                    GgmlDType::Q5K => Some(WeightFormat::Q5K),
+                    GgmlDType::Q6K => Some(WeightFormat::Q6K),
+                    _ => None,
+                };
+                (format!("{dtype:?}"), format)
+            }
+            Self::Mxfp4 => ("MXFP4".into(), Some(WeightFormat::Mxfp4)),
+        })
     }
 
     /// Numbers of a block.

@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 use super::{Config, Expert, Experts, GptOss, Layer};
 use crate::{
     Result,
-    checkpoint::{Exports, Names, Weights},
+    checkpoint::{ExpertRows, Exports, Names, Weights},
     gguf::GgufNames,
     nn::Linear,
 };
@@ -50,13 +50,7 @@ fn attention(config: &Config, i: usize) -> [Vec<(String, usize)>; 2] {
     [qkv.map(|(part, n)| rows(part, n)).into(), vec![rows("o_proj", hidden_size)]]
 }
 
-/// Even rows first, then odd ones, of a matrix of so many columns.
-fn split_rows(values: &[f32], columns: usize) -> Vec<f32> {
-    let rows = |first: usize| values.chunks_exact(columns).skip(first).step_by(2).flatten();
-    rows(0).chain(rows(1)).copied().collect()
-}
-
-/// The opposite, on the device.
+/// Rows of two halves in turn, as they are in a file.
 fn join_rows<const D: usize, const E: usize>(values: Tensor<D>, shape: [usize; E]) -> Tensor<D> {
     let dims = values.dims();
     values.reshape(shape).swap_dims(0, 1).reshape(dims)
@@ -100,13 +94,13 @@ impl GptOss {
             let (width, hidden) = (self.config.intermediate_size, self.config.hidden_size);
             let gate_up = experts.iter().map(|expert| {
                 let Linear { weight, bias } = &expert.gate_up;
-                let weight = join_rows(weight.param().val(), [2, width, hidden]);
+                let weight = join_rows(weight.val(), [2, width, hidden]);
                 (weight, bias.as_ref().map(|bias| join_rows(bias.val(), [2, width])))
             });
             exports.experts(&name("mlp.experts.gate_up_proj"), gate_up);
             let down = experts.iter().map(|expert| {
                 let Linear { weight, bias } = &expert.down;
-                (weight.param().val(), bias.as_ref().map(|bias| bias.val()))
+                (weight.val(), bias.as_ref().map(|bias| bias.val()))
             });
             exports.experts(&name("mlp.experts.down_proj"), down);
         }
@@ -150,26 +144,20 @@ impl Expert {
             let [gate, up] = ["gate_proj", "up_proj"].map(name);
             let gate = weights.experts(&gate, [n_experts, width, hidden_size])?;
             let up = weights.experts(&up, [n_experts, width, hidden_size])?;
-            let join = |((mut weight, mut bias), (up, up_bias)): ((Vec<f32>, Vec<f32>), _)| {
-                let (up, up_bias): (Vec<f32>, Vec<f32>) = (up, up_bias);
-                weight.extend(up);
-                bias.extend(up_bias);
-                (weight, bias)
+            let join = |(gate, up): (ExpertRows, ExpertRows)| {
+                let why = || "is packed unlike the rows of the gate".to_string();
+                gate.then(up).ok_or_else(|| weights.flawed(&name("up_proj"), why()))
             };
-            gate.into_iter().zip(up).map(join).collect()
+            gate.into_iter().zip(up).map(join).collect::<Result<Vec<_>>>()?
         } else {
             let all =
                 weights.experts(&name("gate_up_proj"), [n_experts, 2 * width, hidden_size])?;
-            let split = |(weight, bias): (Vec<f32>, Vec<f32>)| {
-                (split_rows(&weight, hidden_size), split_rows(&bias, 1))
-            };
-            all.into_iter().map(split).collect::<Vec<_>>()
+            all.into_iter().map(ExpertRows::split).collect()
         };
         let down = weights.experts(&name("down_proj"), [n_experts, hidden_size, width])?;
-        let expert = |(gate_up, down)| Self {
-            gate_up: weights.linear_of(gate_up, hidden_size),
-            down: weights.linear_of(down, width),
+        let expert = |(gate_up, down)| {
+            Ok(Self { gate_up: weights.linear_of(gate_up)?, down: weights.linear_of(down)? })
         };
-        Ok(gate_up.into_iter().zip(down).map(expert).collect())
+        gate_up.into_iter().zip(down).map(expert).collect()
     }
 }

@@ -13,7 +13,7 @@ use memmap2::Mmap;
 use super::{Format, LoadOptions, Loaded, file_stem};
 use crate::{
     Error, Result, Tokenizer,
-    checkpoint::Weights,
+    checkpoint::{Blocks, Weights},
     files::Part,
     gguf::{self, BlockType, GgufFile, Metadata, TensorInfo, Value},
     mxfp4, registry,
@@ -38,11 +38,14 @@ pub(super) fn load(path: &Path, device: &Device, options: LoadOptions) -> Result
     let mut weights = Weights::new(path, Some(names), device);
     for GgufFile { path, map, header } in &files {
         for info in &header.tensors {
-            weights.insert(names.to_hugging_face(&info.name), deferred(map, info), path)?;
+            let (name, tensor) = (names.to_hugging_face(&info.name), deferred(map, info));
+            weights.insert(name, tensor, blocks(map, info), path)?;
         }
     }
     weights.set_dtype(options.dtype)?;
+    weights.set_packed(options.packed)?;
     let model = family.import_gguf(&Metadata::new(header, arch, first), &mut weights)?;
+    let model = model.with_packed(weights.kept());
     let notes = std::mem::take(weights.notes());
     let name = match header.metadata.get("general.name") {
         Some(Value::String(name)) if !name.is_empty() => name.clone(),
@@ -50,6 +53,12 @@ pub(super) fn load(path: &Path, device: &Device, options: LoadOptions) -> Result
     };
     let tokenizer = Tokenizer::from_gguf_metadata(&header.metadata, first);
     Ok(Loaded { model, tokenizer, cache: None, name, format: Format::Gguf, notes })
+}
+
+/// The blocks of a tensor that has some.
+fn blocks(map: &Arc<Mmap>, info: &TensorInfo) -> Option<Blocks> {
+    let (name, format) = info.dtype.blocks()?;
+    Some(Blocks { name, format, map: map.clone(), range: info.bytes.clone() })
 }
 
 /// A tensor whose bytes are read and dequantized when it is taken.

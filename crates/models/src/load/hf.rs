@@ -82,8 +82,10 @@ fn build(
         open(format, file, &mut weights)?;
     }
     weights.set_dtype(options.dtype)?;
+    weights.set_packed(options.packed)?;
     let config = ConfigJson { text: &config, path: &config_path };
     let model = family.import(&config, &mut weights)?;
+    let model = model.with_packed(weights.kept());
     let notes = std::mem::take(weights.notes());
     if let Some(cache) = &cache {
         cache.validate(&model).map_err(|error| error.in_file(&cache_path))?;
@@ -245,7 +247,7 @@ fn open(format: Format, file: &Path, weights: &mut Weights) -> Result<()> {
             .clone(),
     };
     for (name, tensor) in tensors {
-        weights.insert(name, tensor, file)?;
+        weights.insert(name, tensor, None, file)?;
     }
     Ok(())
 }

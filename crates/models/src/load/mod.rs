@@ -6,6 +6,7 @@ mod hf;
 use std::{fs, io, path::Path};
 
 use burn::tensor::Device;
+use kv_weights::Activations;
 
 use crate::{Error, LanguageModel, ModelCacheConfig, Result, Tokenizer, WeightDtype};
 
@@ -44,12 +45,16 @@ pub enum Format {
 pub struct LoadOptions {
     /// The type of the weights, in which the model then computes.
     pub dtype: WeightDtype,
+    /// Whether the matrices of a GGUF file stay in its blocks, and what those are multiplied with; `None` restores
+    /// them. The model then computes in f32: of another [`dtype`](Self::dtype), blocks are restored. They are not
+    /// trained.
+    pub packed: Option<Activations>,
 }
 
 impl Default for LoadOptions {
-    /// In f32, whatever the file holds.
+    /// Restored to f32, whatever the file holds.
     fn default() -> Self {
-        Self { dtype: WeightDtype::F32 }
+        Self { dtype: WeightDtype::F32, packed: None }
     }
 }
 
@@ -58,6 +63,12 @@ impl LoadOptions {
     #[must_use]
     pub fn with_dtype(self, dtype: WeightDtype) -> Self {
         Self { dtype, ..self }
+    }
+
+    /// The same options, with matrices that stay in the blocks of a GGUF file or are restored.
+    #[must_use]
+    pub fn with_packed(self, packed: Option<Activations>) -> Self {
+        Self { packed, ..self }
     }
 }
 

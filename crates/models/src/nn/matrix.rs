@@ -1,5 +1,7 @@
 //! The one type of a model's matrices.
 
+use std::collections::BTreeSet;
+
 use burn::{
     module::{
         Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault,
@@ -8,36 +10,147 @@ use burn::{
     tensor::{DType, Device, Int, Tensor, module::embedding},
 };
 
+use kv_weights::{Activations, PackedMatrix};
+
 use super::project;
+use crate::{Error, Result};
 
 /// A matrix of weights, `[rows, columns]`: its rows are multiplied with, looked up, or both.
 ///
 /// Projections, embeddings and the head read their weights by its methods alone, so that how weights
-/// are stored (f32, f16 or bf16) is decided here. As a Burn module it is its parameter, without a name
-/// of its own: in `Llama.layers.0.qkv.weight` it is `weight`.
+/// are stored (f32, f16, bf16, or the blocks of a file) is decided here. As a Burn module it is its parameter,
+/// without a name of its own: in `Llama.layers.0.qkv.weight` it is `weight`. Packed weights are not trained and have
+/// no parameter.
 #[derive(Clone, Debug)]
-pub struct Matrix(Param<Tensor<2>>);
+pub struct Matrix(Stored);
 
-impl Matrix {
-    /// The matrix as a parameter, which training updates.
-    pub fn param(&self) -> &Param<Tensor<2>> {
-        &self.0
+#[derive(Clone, Debug)]
+enum Stored {
+    Dense(Param<Tensor<2>>),
+    Packed(Packed),
+}
+
+/// Rows of blocks.
+#[derive(Clone, Debug)]
+struct Packed {
+    /// Matrices of equal width whose rows follow one another; at least one.
+    parts: Vec<PackedMatrix>,
+    /// What they are multiplied with.
+    activations: Activations,
+}
+
+impl Packed {
+    fn dims(&self) -> [usize; 2] {
+        let rows = self.parts.iter().map(|part| part.dims()[0]).sum();
+        [rows, self.parts[0].dims()[1]]
     }
 
-    /// Replaces the parameter by what `f` makes of its tensor.
+    /// `n` rows from `start` on, `[n, columns]`.
+    fn rows(&self, start: usize, n: usize) -> Tensor<2> {
+        let (mut first, end) = (0, start + n);
+        let mut found = vec![];
+        for part in &self.parts {
+            let next = first + part.dims()[0];
+            let (from, to) = (start.max(first), end.min(next));
+            if from < to {
+                found.push(served(part.restore_rows(from - first, to - from)));
+            }
+            first = next;
+        }
+        match found.len() {
+            1 => found.swap_remove(0),
+            _ => Tensor::cat(found, 0),
+        }
+    }
+
+    fn project(&self, x: &Tensor<3>) -> Tensor<3> {
+        let product = |part| served(kv_weights::project(x.clone(), part, self.activations));
+        match &self.parts[..] {
+            [one] => product(one),
+            parts => Tensor::cat(parts.iter().map(product).collect(), 2),
+        }
+    }
+
+    fn lookup(&self, ids: Tensor<2, Int>) -> Tensor<3> {
+        match &self.parts[..] {
+            [one] => served(kv_weights::lookup(ids, one)),
+            _ => embedding(self.rows(0, self.dims()[0]), ids),
+        }
+    }
+
+    fn map(self, f: impl Fn(PackedMatrix) -> PackedMatrix) -> Self {
+        Self { parts: self.parts.into_iter().map(f).collect(), ..self }
+    }
+}
+
+/// What is not served is found out when the matrix is made: devices, types and widths.
+fn served<T>(result: kv_weights::Result<T>) -> T {
+    result.unwrap_or_else(|error| panic!("packed weights: {error}"))
+}
+
+impl Matrix {
+    /// The matrix of the rows of all `parts`, which are not trained.
+    ///
+    /// # Errors
+    ///
+    /// No parts or parts of different widths, and a device that does not multiply packed weights.
+    pub fn packed(parts: Vec<PackedMatrix>, activations: Activations) -> Result<Self> {
+        let widths: BTreeSet<usize> = parts.iter().map(|part| part.dims()[1]).collect();
+        let Some(first) = parts.first().filter(|_| widths.len() == 1) else {
+            let widths = format!("of widths {widths:?}");
+            return Err(Error::argument("parts", widths, "must be of one width"));
+        };
+        kv_weights::check_device("packed weights", &first.device())?;
+        Ok(Self(Stored::Packed(Packed { parts, activations })))
+    }
+
+    /// The matrix as a parameter, which training updates; `None` for packed weights.
+    pub fn param(&self) -> Option<&Param<Tensor<2>>> {
+        match &self.0 {
+            Stored::Dense(param) => Some(param),
+            Stored::Packed(_) => None,
+        }
+    }
+
+    /// The numbers, `[rows, columns]`; packed weights are restored to f32.
+    pub fn val(&self) -> Tensor<2> {
+        match &self.0 {
+            Stored::Dense(param) => param.val(),
+            Stored::Packed(packed) => packed.rows(0, packed.dims()[0]),
+        }
+    }
+
+    /// The device that it is on.
+    pub fn device(&self) -> Device {
+        match &self.0 {
+            Stored::Dense(param) => param.lazy_device(),
+            Stored::Packed(packed) => packed.parts[0].device(),
+        }
+    }
+
+    /// Replaces the numbers by what `f` makes of them; packed weights are restored for it.
     #[must_use]
     pub fn map_tensor(self, f: impl FnOnce(Tensor<2>) -> Tensor<2>) -> Self {
-        Self(self.0.map(f))
+        Self(Stored::Dense(match self.0 {
+            Stored::Dense(param) => param.map(f),
+            Stored::Packed(_) => Param::from_tensor(f(self.val())),
+        }))
     }
 
     /// Rows and columns.
     pub fn dims(&self) -> [usize; 2] {
-        self.0.lazy_shape().dims()
+        match &self.0 {
+            Stored::Dense(param) => param.lazy_shape().dims(),
+            Stored::Packed(packed) => packed.dims(),
+        }
     }
 
-    /// The type that it is stored in, which is that of what is looked up and of what is multiplied.
+    /// The type of what is looked up and of what is multiplied: that which it is stored in, f32 for packed weights.
     pub fn dtype(&self) -> DType {
-        self.0.dtype()
+        match &self.0 {
+            Stored::Dense(param) => param.dtype(),
+            Stored::Packed(_) => DType::F32,
+        }
     }
 
     /// Products of `x` with every row, `x W^T`.
@@ -47,7 +160,10 @@ impl Matrix {
     /// - x: `[batch, seq, columns]`, in the type of the matrix
     /// - output: `[batch, seq, rows]`, in the same type; sums are f32
     pub fn project(&self, x: Tensor<3>) -> Tensor<3> {
-        project(x, self.0.val())
+        match &self.0 {
+            Stored::Dense(param) => project(x, param.val()),
+            Stored::Packed(packed) => packed.project(&x),
+        }
     }
 
     /// The rows of these numbers.
@@ -57,69 +173,110 @@ impl Matrix {
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, columns]`
     pub fn lookup(&self, ids: Tensor<2, Int>) -> Tensor<3> {
-        embedding(self.0.val(), ids)
+        match &self.0 {
+            Stored::Dense(param) => embedding(param.val(), ids),
+            Stored::Packed(packed) => packed.lookup(ids),
+        }
     }
 
     /// `n` rows from `start` on, `[n, columns]`.
     pub fn rows(&self, start: usize, n: usize) -> Tensor<2> {
-        self.0.val().narrow(0, start, n)
+        match &self.0 {
+            Stored::Dense(param) => param.val().narrow(0, start, n),
+            Stored::Packed(packed) => packed.rows(start, n),
+        }
     }
 
     /// The rows of these numbers, `[n]`, as `[n, columns]`; one past the end is the last row.
     pub fn rows_at(&self, numbers: &Tensor<1, Int>) -> Tensor<2> {
         let last = self.dims()[0] as i32 - 1;
-        self.0.val().select(0, numbers.clone().clamp_max(last))
+        let numbers = numbers.clone().clamp_max(last);
+        match &self.0 {
+            Stored::Dense(param) => param.val().select(0, numbers),
+            Stored::Packed(packed) => packed.lookup(numbers.unsqueeze()).squeeze_dim(0),
+        }
     }
 }
 
 impl From<Param<Tensor<2>>> for Matrix {
     fn from(param: Param<Tensor<2>>) -> Self {
-        Self(param)
+        Self(Stored::Dense(param))
     }
 }
 
 impl Module for Matrix {
     fn collect_devices(&self, devices: Devices) -> Devices {
-        self.0.collect_devices(devices)
+        match &self.0 {
+            Stored::Dense(param) => param.collect_devices(devices),
+            Stored::Packed(packed) => packed.parts.collect_devices(devices),
+        }
     }
 
     fn fork(self, device: &Device) -> Self {
-        Self(self.0.fork(device))
+        Self(match self.0 {
+            Stored::Dense(param) => Stored::Dense(param.fork(device)),
+            Stored::Packed(packed) => Stored::Packed(packed.map(|part| part.fork(device))),
+        })
     }
 
     fn to_device(self, device: &Device) -> Self {
-        Self(Module::to_device(self.0, device))
+        Self(match self.0 {
+            Stored::Dense(param) => Stored::Dense(Module::to_device(param, device)),
+            Stored::Packed(packed) => {
+                Stored::Packed(packed.map(|part| Module::to_device(part, device)))
+            }
+        })
     }
 
     fn train(self) -> Self {
-        Self(self.0.train())
+        Self(match self.0 {
+            Stored::Dense(param) => Stored::Dense(param.train()),
+            Stored::Packed(packed) => Stored::Packed(packed.map(Module::train)),
+        })
     }
 
     fn valid(&self) -> Self {
-        Self(self.0.valid())
+        Self(match &self.0 {
+            Stored::Dense(param) => Stored::Dense(param.valid()),
+            Stored::Packed(packed) => Stored::Packed(packed.clone().map(|part| part.valid())),
+        })
     }
 
     fn materialize(self) -> Self {
-        Self(self.0.materialize())
+        Self(match self.0 {
+            Stored::Dense(param) => Stored::Dense(param.materialize()),
+            packed @ Stored::Packed(_) => packed,
+        })
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        self.0.visit(visitor);
+        if let Stored::Dense(param) = &self.0 {
+            param.visit(visitor);
+        }
     }
 
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        Self(Module::map(self.0, mapper))
+        Self(match self.0 {
+            Stored::Dense(param) => Stored::Dense(Module::map(param, mapper)),
+            packed @ Stored::Packed(_) => packed,
+        })
     }
 }
 
 impl ModuleDisplayDefault for Matrix {
     fn content(&self, content: Content) -> Option<Content> {
-        self.0.content(content)
+        match &self.0 {
+            Stored::Dense(param) => param.content(content),
+            Stored::Packed(packed) => packed.parts.content(content),
+        }
     }
 }
 
 impl ModuleDisplay for Matrix {
     fn format(&self, settings: DisplaySettings) -> String {
-        self.0.format(settings)
+        match &self.0 {
+            Stored::Dense(param) => param.format(settings),
+            Stored::Packed(packed) => packed.parts.format(settings),
+        }
     }
 }

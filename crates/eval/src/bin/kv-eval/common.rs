@@ -8,11 +8,16 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use burn::tensor::Device;
 use indicatif::ProgressBar;
 use kv_cli::{Backend, ModelSource, OutFile, Screen, note, open_folder, token_bar};
 use kv_cubecl::{On, Target};
 use kv_eval::{Plan, Progress, Report, Run, evaluate, layers::measure_layers};
-use kv_models::{LanguageModel, Tokenizer, WeightDtype, tokenizer::Piece};
+use kv_models::{
+    LanguageModel, LoadOptions, Tokenizer, WeightDtype,
+    kv_weights::{self, Activations},
+    tokenizer::Piece,
+};
 use serde::Serialize;
 
 /// Which model, and where it runs.
@@ -28,6 +33,44 @@ pub(crate) struct ModelArgs {
     /// slower: a little in bf16, two and a half times in f16.
     #[arg(long, default_value = "f32")]
     pub(crate) dtype: WeightDtype,
+    /// What becomes of a GGUF file's quantized weights. Packed ones take the file's bytes, and are computed with in f32.
+    /// By default they stay packed where texts are generated and times are measured, and are restored where perplexity
+    /// is.
+    #[arg(long, value_enum)]
+    pub(crate) weights: Option<Weights>,
+}
+
+/// What becomes of a GGUF file's quantized weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Weights {
+    /// Packed, and multiplied with activations rounded to bytes, 32 at a time, as in llama.cpp.
+    Packed,
+    /// Packed, and multiplied with activations as they are.
+    PackedExact,
+    /// Restored to the type of --dtype when the model is loaded.
+    Restored,
+}
+
+impl Weights {
+    fn activations(self) -> Option<Activations> {
+        match self {
+            Self::Packed => Some(Activations::Bytes),
+            Self::PackedExact => Some(Activations::Exact),
+            Self::Restored => None,
+        }
+    }
+}
+
+impl ModelArgs {
+    /// How the model is loaded on `device`; `default` is what becomes of quantized weights unless it is said, where
+    /// the device can.
+    pub(crate) fn options(&self, default: Weights, device: &Device) -> LoadOptions {
+        let weights = self.weights.unwrap_or_else(|| match kv_weights::check_device("", device) {
+            Ok(()) if self.dtype == WeightDtype::F32 => default,
+            _ => Weights::Restored,
+        });
+        LoadOptions::default().with_dtype(self.dtype).with_packed(weights.activations())
+    }
 }
 
 /// Whether texts start with the model's begin-of-text token.

@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use kv_cli::{Backend, Plain, dispatch};
 use kv_cubecl::{Bits, On, Target};
 use kv_eval::{Mode, Plan};
-use kv_models::{KV_CACHE_FILE, ModelCacheConfig, WeightDtype};
+use kv_models::{KV_CACHE_FILE, LoadOptions, ModelCacheConfig};
 
 use crate::{
     common::{BosArgs, Job, Output, Text, evaluate_and_report, note_short_text, read_ids},
@@ -65,8 +65,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
     let output = Output::open(args.json.as_deref(), Some(&args.report))?;
-    let mut base = source::read(&args.base, &device, WeightDtype::F32)?;
-    let mut tuned = source::read(&args.tuned, &device, WeightDtype::F32)?;
+    let mut base = source::read(&args.base, &device, LoadOptions::default())?;
+    let mut tuned = source::read(&args.tuned, &device, LoadOptions::default())?;
     // Name the models by their folders, because both files may give the name of the original model.
     (base.name, tuned.name) = names(&args.base, &args.tuned);
     let Some(own) = &tuned.cache else {

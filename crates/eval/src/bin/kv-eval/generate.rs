@@ -15,7 +15,7 @@ use kv_models::{
 };
 
 use crate::{
-    common::{BosArgs, ModelArgs},
+    common::{BosArgs, ModelArgs, Weights},
     generate_several::number,
     source::{self, Source},
 };
@@ -112,7 +112,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
     let mut prompts = args.prompts()?;
-    let Source { model, tokenizer, cache, .. } = source::load(&args.on, &device)?;
+    let Source { model, tokenizer, cache, .. } = source::load(&args.on, Weights::Packed, &device)?;
     let template = args.template(&tokenizer)?;
     let chosen = args.cache.map(ModelCacheConfig::from).or(cache);
     let chosen = chosen.unwrap_or_else(|| KvCacheConfig::float().into());

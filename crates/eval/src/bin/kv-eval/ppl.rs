@@ -8,7 +8,8 @@ use kv_models::{KV_CACHE_FILE, ModelCacheConfig};
 
 use crate::{
     common::{
-        BosArgs, Job, ModelArgs, Output, Text, evaluate_and_report, note_short_text, read_ids,
+        BosArgs, Job, ModelArgs, Output, Text, Weights, evaluate_and_report, note_short_text,
+        read_ids,
     },
     source::{self, Source},
 };
@@ -74,7 +75,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
     let output = Output::open(args.json.as_deref(), args.report.as_deref())?;
-    let Source { model, tokenizer, name, cache } = source::load(&args.on, &device)?;
+    let Source { model, tokenizer, name, cache } =
+        source::load(&args.on, Weights::Restored, &device)?;
     let bos = args.bos.choose(&tokenizer)?;
     let (ids, bytes) = read_ids(&args.text, &tokenizer, args.tokens)?;
     note_short_text(&ids, args.tokens);

@@ -6,10 +6,11 @@ use anyhow::Result;
 use burn::tensor::Device;
 use kv_cli::name_of;
 use kv_models::{
-    LanguageModel, LoadOptions, Loaded, ModelCacheConfig, Tokenizer, WeightDtype, load_with,
+    LanguageModel, LoadOptions, Loaded, ModelCacheConfig, Tokenizer, WeightDtype,
+    kv_weights::Activations, load_with,
 };
 
-use crate::common::ModelArgs;
+use crate::common::{ModelArgs, Weights};
 
 /// A model with a tokenizer.
 pub(crate) struct Source {
@@ -20,27 +21,32 @@ pub(crate) struct Source {
     pub(crate) cache: Option<ModelCacheConfig>,
 }
 
-/// Loads the model and tokenizer that are named.
-pub(crate) fn load(args: &ModelArgs, device: &Device) -> Result<Source> {
-    let source = read(&args.source.find()?, device, args.dtype)?;
+/// Loads the model and tokenizer that are named; `weights` is what becomes of quantized ones by default.
+pub(crate) fn load(args: &ModelArgs, weights: Weights, device: &Device) -> Result<Source> {
+    let source = read(&args.source.find()?, device, args.options(weights, device))?;
     Ok(Source { name: args.source.name(), ..source })
 }
 
 /// The model that is named, and its name, with the type of its weights unless that is f32.
 pub(crate) fn load_model(args: &ModelArgs, device: &Device) -> Result<(LanguageModel, String)> {
-    let options = LoadOptions::default().with_dtype(args.dtype);
+    let options = args.options(Weights::Packed, device);
     let Loaded { model, notes, .. } = load_with(args.source.find()?, device, options)?;
     kv_cli::notes(&notes);
-    let name = match model.weight_dtype() {
-        WeightDtype::F32 => args.source.name(),
-        dtype => format!("{} in {dtype}", args.source.name()),
+    let name = match (model.weight_dtype(), options.packed) {
+        (WeightDtype::F32, Some(Activations::Bytes)) if model.is_packed() => {
+            format!("{}, packed", args.source.name())
+        }
+        (WeightDtype::F32, Some(_)) if model.is_packed() => {
+            format!("{}, packed, exact", args.source.name())
+        }
+        (WeightDtype::F32, _) => args.source.name(),
+        (dtype, _) => format!("{} in {dtype}", args.source.name()),
     };
     Ok((model, name))
 }
 
 /// Loads a folder or file.
-pub(crate) fn read(path: &Path, device: &Device, dtype: WeightDtype) -> Result<Source> {
-    let options = LoadOptions::default().with_dtype(dtype);
+pub(crate) fn read(path: &Path, device: &Device, options: LoadOptions) -> Result<Source> {
     let Loaded { model, tokenizer, cache, notes, .. } = load_with(path, device, options)?;
     kv_cli::notes(&notes);
     Ok(Source { model, tokenizer: tokenizer?, name: name_of(path), cache })

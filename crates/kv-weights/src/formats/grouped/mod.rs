@@ -35,7 +35,8 @@ impl GroupSize {
 pub(crate) const HEADER: usize = 4;
 
 const fn spec(name: &'static str, bits: usize, numbers: usize) -> Spec {
-    Spec { name, numbers, bytes: HEADER + bits * numbers / 8, ggml: None }
+    let bytes = HEADER + bits * numbers / 8;
+    Spec { name, numbers, bytes, ggml: None, halves: &[0], exponent: None }
 }
 
 pub(super) const fn int4(group: GroupSize) -> &'static Spec {

@@ -8,4 +8,5 @@ mod vnni;
 
 use super::Spec;
 
-pub(super) const SPEC: Spec = Spec { name: "mxfp4", numbers: 32, bytes: 17, ggml: Some(39) };
+pub(super) const SPEC: Spec =
+    Spec { name: "mxfp4", numbers: 32, bytes: 17, ggml: Some(39), halves: &[], exponent: Some(0) };

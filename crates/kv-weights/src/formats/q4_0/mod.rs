@@ -7,4 +7,5 @@ mod vnni;
 
 use super::Spec;
 
-pub(super) const SPEC: Spec = Spec { name: "q4_0", numbers: 32, bytes: 18, ggml: Some(2) };
+pub(super) const SPEC: Spec =
+    Spec { name: "q4_0", numbers: 32, bytes: 18, ggml: Some(2), halves: &[0], exponent: None };

@@ -7,4 +7,5 @@ mod vnni;
 
 use super::Spec;
 
-pub(super) const SPEC: Spec = Spec { name: "q4_1", numbers: 32, bytes: 20, ggml: Some(3) };
+pub(super) const SPEC: Spec =
+    Spec { name: "q4_1", numbers: 32, bytes: 20, ggml: Some(3), halves: &[0, 2], exponent: None };

@@ -8,4 +8,11 @@ mod vnni;
 
 use super::Spec;
 
-pub(super) const SPEC: Spec = Spec { name: "q4_k", numbers: 256, bytes: 144, ggml: Some(12) };
+pub(super) const SPEC: Spec = Spec {
+    name: "q4_k",
+    numbers: 256,
+    bytes: 144,
+    ggml: Some(12),
+    halves: &[0, 2],
+    exponent: None,
+};

@@ -7,4 +7,5 @@ mod vnni;
 
 use super::Spec;
 
-pub(super) const SPEC: Spec = Spec { name: "q5_0", numbers: 32, bytes: 22, ggml: Some(6) };
+pub(super) const SPEC: Spec =
+    Spec { name: "q5_0", numbers: 32, bytes: 22, ggml: Some(6), halves: &[0], exponent: None };

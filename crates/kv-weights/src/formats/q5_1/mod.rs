@@ -7,4 +7,5 @@ mod vnni;
 
 use super::Spec;
 
-pub(super) const SPEC: Spec = Spec { name: "q5_1", numbers: 32, bytes: 24, ggml: Some(7) };
+pub(super) const SPEC: Spec =
+    Spec { name: "q5_1", numbers: 32, bytes: 24, ggml: Some(7), halves: &[0, 2], exponent: None };

@@ -7,4 +7,11 @@ mod vnni;
 
 use super::Spec;
 
-pub(super) const SPEC: Spec = Spec { name: "q5_k", numbers: 256, bytes: 176, ggml: Some(13) };
+pub(super) const SPEC: Spec = Spec {
+    name: "q5_k",
+    numbers: 256,
+    bytes: 176,
+    ggml: Some(13),
+    halves: &[0, 2],
+    exponent: None,
+};

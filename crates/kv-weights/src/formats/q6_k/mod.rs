@@ -7,4 +7,5 @@ mod vnni;
 
 use super::Spec;
 
-pub(super) const SPEC: Spec = Spec { name: "q6_k", numbers: 256, bytes: 210, ggml: Some(14) };
+pub(super) const SPEC: Spec =
+    Spec { name: "q6_k", numbers: 256, bytes: 210, ggml: Some(14), halves: &[208], exponent: None };

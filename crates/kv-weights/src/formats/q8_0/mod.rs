@@ -7,4 +7,5 @@ mod vnni;
 
 use super::Spec;
 
-pub(super) const SPEC: Spec = Spec { name: "q8_0", numbers: 32, bytes: 34, ggml: Some(8) };
+pub(super) const SPEC: Spec =
+    Spec { name: "q8_0", numbers: 32, bytes: 34, ggml: Some(8), halves: &[0], exponent: None };
