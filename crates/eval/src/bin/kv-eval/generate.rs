@@ -17,6 +17,7 @@ use kv_models::{
 use crate::{
     common::{BosArgs, ModelArgs},
     generate_several::number,
+    profile::ProfileArgs,
     source::{self, Source},
 };
 
@@ -70,6 +71,8 @@ pub(crate) struct Args {
     /// Record the step of one token once and replay it, on devices that can (CUDA, WGPU).
     #[arg(long)]
     recorded: bool,
+    #[command(flatten)]
+    profile: ProfileArgs,
 }
 
 #[derive(Clone, Copy, Debug, clap::Args)]
@@ -110,9 +113,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
+    let mut profile = args.profile.start()?;
     let device = On::<T>::open()?;
     let mut prompts = args.prompts()?;
-    let Source { model, tokenizer, cache, .. } = source::load(&args.on, &device)?;
+    profile.device(&device)?;
+    let Source { model, tokenizer, cache, name } = source::load(&args.on, &device)?;
+    profile.model(&model, &name);
     let template = args.template(&tokenizer)?;
     let chosen = args.cache.map(ModelCacheConfig::from).or(cache);
     let chosen = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
@@ -141,6 +147,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         let talk = [&talk[..], &[Message::new("user", prompt)]].concat();
         Ok(tokenizer.encode(&template.render(&talk)?)?)
     };
+    profile.fact("cache", &writer.config);
     match (prompts.len(), &template) {
         (0, None) => {
             bail!("prompt: none given, and without a chat template there is no conversation")
@@ -156,7 +163,8 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
             let prompts = prompts.collect::<Result<Vec<_>>>()?;
             writer.write_several(&prompts, args.batch)
         }
-    }
+    }?;
+    profile.finish(&device)
 }
 
 impl Args {

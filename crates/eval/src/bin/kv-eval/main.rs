@@ -6,6 +6,7 @@ mod compare;
 mod generate;
 mod generate_several;
 mod ppl;
+mod profile;
 mod source;
 
 use std::process::ExitCode;

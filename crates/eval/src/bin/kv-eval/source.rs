@@ -7,7 +7,9 @@ use burn::tensor::Device;
 use kv_cli::name_of;
 use kv_models::{
     LanguageModel, LoadOptions, Loaded, ModelCacheConfig, Tokenizer, WeightDtype, load_with,
+    spans::PHASE,
 };
+use tracing::trace_span;
 
 use crate::common::ModelArgs;
 
@@ -22,12 +24,14 @@ pub(crate) struct Source {
 
 /// Loads the model and tokenizer that are named.
 pub(crate) fn load(args: &ModelArgs, device: &Device) -> Result<Source> {
+    let _phase = trace_span!(target: PHASE, "load").entered();
     let source = read(&args.source.find()?, device, args.dtype)?;
     Ok(Source { name: args.source.name(), ..source })
 }
 
 /// The model that is named, and its name, with the type of its weights unless that is f32.
 pub(crate) fn load_model(args: &ModelArgs, device: &Device) -> Result<(LanguageModel, String)> {
+    let _phase = trace_span!(target: PHASE, "load").entered();
     let options = LoadOptions::default().with_dtype(args.dtype);
     let Loaded { model, notes, .. } = load_with(args.source.find()?, device, options)?;
     kv_cli::notes(&notes);

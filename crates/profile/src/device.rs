@@ -1,0 +1,241 @@
+//! Watches what CubeCL launches.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex,
+        mpsc::{Receiver, Sender, channel},
+    },
+    thread::JoinHandle,
+    time::Instant,
+};
+
+use burn::tensor::{Device, Tensor};
+use cubecl::{
+    future::block_on,
+    logging::{
+        Duration, LaunchObservation, LaunchObserver, ProfileDuration, TimingMethod, TimingRequest,
+    },
+};
+use kv_models::spans::PHASE;
+use tracing::trace_span;
+
+use crate::{
+    Error, Result,
+    clock::{Clock, Offset, Round},
+    launch::{Launch, Launches, Queue, Timing},
+    log::Issued,
+    recorder::{Shared, lock},
+};
+
+/// The phase of launches that compare clocks.
+const CALIBRATION: &str = "calibration";
+/// Launches per comparison of clocks.
+const ROUNDS: usize = 24;
+
+/// When the host had each result of a comparison of clocks.
+pub(crate) type Known = Vec<u64>;
+
+/// What is listened to, and what was heard.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    shared: Arc<Shared>,
+    running: Option<Running>,
+    /// Of every comparison of clocks.
+    pub(crate) calibrations: Vec<Known>,
+}
+
+#[derive(Debug)]
+struct Running {
+    observation: LaunchObservation,
+    observer: Arc<Observer>,
+    reader: JoinHandle<Vec<Measured>>,
+}
+
+/// A launch whose measurement has not been read.
+struct Unread {
+    issued: Issued,
+    thread: usize,
+    kernel: &'static str,
+    profile: ProfileDuration,
+}
+
+/// A launch, in nanoseconds of the clock that measured it.
+struct Measured {
+    issued: Issued,
+    thread: usize,
+    kernel: &'static str,
+    method: TimingMethod,
+    /// `None` where the device did not say.
+    ran: Option<(u64, u64)>,
+}
+
+/// Passes launches on to a thread that reads their measurements: to read one is to wait for the launch.
+#[derive(Debug)]
+struct Observer {
+    shared: Arc<Shared>,
+    unread: Mutex<Option<Sender<Unread>>>,
+}
+
+impl LaunchObserver for Observer {
+    fn launched(&self, _: &'static str) {
+        let at = self.shared.now();
+        self.shared.log(|log| {
+            let (label, place) = match log.innermost() {
+                Some((label, place)) => (Some(label), place),
+                None => (None, (0, 0)),
+            };
+            if log.issued.replace(Issued { label, place, at }).is_some() {
+                log.unmeasured += 1;
+            }
+        });
+    }
+
+    fn timing(&self) -> TimingRequest {
+        TimingRequest::Deferred
+    }
+
+    fn profiled(&self, kernel: &'static str, profile: ProfileDuration) {
+        let Some(issued) = self.shared.log(|log| log.issued.take()) else { return };
+        let thread = self.shared.log(|log| log.number);
+        if let Some(unread) = &*lock(&self.unread) {
+            // The reader ends after this observer does.
+            let _ = unread.send(Unread { issued, thread, kernel, profile });
+        }
+    }
+
+    fn timed(&self, _: &'static str, _: Duration, _: TimingMethod) {
+        // CubeCL's own logger has read the measurement, which says how long and not when.
+        self.shared.log(|log| log.unmeasured += u64::from(log.issued.take().is_some()));
+    }
+}
+
+impl Watch {
+    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, running: None, calibrations: vec![] }
+    }
+
+    pub(crate) fn start(&mut self) {
+        let (sender, receiver) = channel();
+        let start = self.shared.start;
+        let reader = std::thread::spawn(move || read(&receiver, start));
+        let (shared, unread) = (self.shared.clone(), Mutex::new(Some(sender)));
+        let observer = Arc::new(Observer { shared, unread });
+        let observation = LaunchObservation::new(observer.clone());
+        self.running = Some(Running { observation, observer, reader });
+    }
+
+    /// Stops listening, and waits for the last measurements.
+    pub(crate) fn finish(&mut self) -> Launches {
+        let Some(Running { observation, observer, reader }) = self.running.take() else {
+            return Launches::default();
+        };
+        drop(observation);
+        lock(&observer.unread).take();
+        let measured = reader.join().unwrap_or_default();
+        let threads = lock(&self.shared.threads).clone();
+        let unmeasured: u64 = threads
+            .iter()
+            .map(|log| lock(log))
+            .map(|log| log.unmeasured + u64::from(log.issued.is_some()))
+            .sum();
+        let calibration = lock(&self.shared.labels).group(CALIBRATION);
+        let mut by_thread: BTreeMap<usize, Vec<Measured>> = BTreeMap::new();
+        for launch in measured {
+            by_thread.entry(launch.thread).or_default().push(launch);
+        }
+        let silent = by_thread.values().flatten().filter(|launch| launch.ran.is_none()).count();
+        let queues = by_thread
+            .into_iter()
+            .map(|(thread, launches)| self.queue(thread, &launches, calibration))
+            .collect();
+        Launches { queues, unmeasured: unmeasured + silent as u64 }
+    }
+
+    fn queue(&self, thread: usize, launches: &[Measured], calibration: u32) -> Queue {
+        let (comparing, launches): (Vec<&Measured>, Vec<&Measured>) =
+            launches.iter().partition(|launch| launch.issued.place.0 == calibration);
+        let by_device = |launch: &&Measured| launch.method == TimingMethod::Device;
+        let timing = match launches.iter().any(by_device) {
+            false => Timing::Host,
+            true => {
+                let offsets =
+                    self.calibrations.iter().filter_map(|known| offset(&comparing, known));
+                let offsets: Vec<Offset> = offsets.collect();
+                match (offsets.first(), offsets.get(1..)) {
+                    (Some(&first), last) => Timing::Device(Clock::new(
+                        first,
+                        last.and_then(|last| last.last().copied()),
+                    )),
+                    _ => Timing::Uncompared,
+                }
+            }
+        };
+        // Where clocks were not compared, none may run before it is issued.
+        let behind = launches
+            .iter()
+            .filter_map(|launch| Some(launch.issued.at as i64 - launch.ran?.0 as i64))
+            .max()
+            .unwrap_or(0);
+        let mut launches: Vec<Launch> = launches
+            .into_iter()
+            .filter_map(|launch| {
+                let &Measured { issued, kernel, ran, .. } = launch;
+                let [start, end] = <[u64; 2]>::from(ran?).map(|time| match timing {
+                    Timing::Host => time,
+                    Timing::Device(clock) => clock.host(time),
+                    Timing::Uncompared => time.saturating_add_signed(behind),
+                });
+                let Issued { label, place, at } = issued;
+                Some(Launch { label, place, kernel, issued: at, start, end })
+            })
+            .collect();
+        launches.sort_by_key(|launch| (launch.start, launch.end));
+        Queue { thread, timing, launches }
+    }
+}
+
+fn read(unread: &Receiver<Unread>, start: Instant) -> Vec<Measured> {
+    let read = |Unread { issued, thread, kernel, profile }| {
+        let method = profile.timing_method();
+        let ran = block_on(profile.resolve()).map(|ticks| {
+            let since = |duration: Duration| duration.as_nanos() as u64;
+            let (began, ended) =
+                (ticks.start_duration_since(start), ticks.end_duration_since(start));
+            (since(began), since(ended))
+        });
+        Measured { issued, thread, kernel, method, ran }
+    };
+    unread.iter().map(read).collect()
+}
+
+/// Launches one after the other, each after the result of the one before was there.
+pub(crate) fn calibrate(shared: &Shared, device: &Device) -> Result<Known> {
+    let _phase = trace_span!(target: PHASE, CALIBRATION).entered();
+    let one = Tensor::<1>::ones([1], device);
+    let round = |_| {
+        let sum = one.clone() + 1.0;
+        sum.try_into_data().map_err(|why| Error::Device { why: format!("{why:?}") })?;
+        Ok(shared.now())
+    };
+    (0..ROUNDS).map(round).collect()
+}
+
+/// The offset by the launches of one comparison, each of which is the last that was issued before its result was
+/// known.
+fn offset(launches: &[&Measured], known: &Known) -> Option<Offset> {
+    let mut rounds = vec![];
+    // The first round only warms up: nothing says when it began.
+    let mut before = 0;
+    for &known in known {
+        let within = |launch: &&&Measured| (before..known).contains(&launch.issued.at);
+        let last = launches.iter().filter(within).max_by_key(|launch| launch.issued.at);
+        if let Some(Measured { issued, ran: Some((began, ended)), .. }) = last
+            && before > 0
+        {
+            rounds.push(Round { issued: issued.at, began: *began, ended: *ended, known });
+        }
+        before = known;
+    }
+    Offset::of(&rounds)
+}
