@@ -218,6 +218,7 @@ impl LanguageModel {
         batch: usize,
         device: &Device,
     ) -> Result<ModelCache> {
+        let _span = trace_span!(target: OPERATION, "new_cache").entered();
         let config = config.into();
         config.validate(self)?;
         ModelCache::new(&config, self.spec(), batch, device)

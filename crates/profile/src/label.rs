@@ -82,9 +82,17 @@ impl Labels {
             Key::Operation(name, None) => label(name.to_string(), name, Kind::Operation),
             Key::Pass => label("pass".into(), "(rest of the pass)", Kind::Group),
             Key::Layer(layer) => label(format!("L{layer}"), "(rest of the layer)", Kind::Group),
-            Key::Phase(name, Some(n)) => label(format!("{name}_{n}"), name, Kind::Phase),
+            Key::Phase(name, Some(n)) => label(numbered(name, *n), name, Kind::Phase),
             Key::Phase(name, None) => label(name.clone(), name, Kind::Phase),
         }
+    }
+}
+
+/// `decode_3`, or with a cache `decode_3 k4v4`.
+fn numbered(name: &str, n: u64) -> String {
+    match name.split_once(' ') {
+        Some((name, cache)) => format!("{name}_{n} {cache}"),
+        None => format!("{name}_{n}"),
     }
 }
 

@@ -27,9 +27,7 @@ pub(crate) fn timeline(
     wall: u64,
 ) -> Timeline {
     let mut page = Page { labels: labels.list.clone(), ..Page::default() };
-    let lanes = logs
-        .iter()
-        .map(|log| Lane { name: format!("thread {}", log.name), bars: log.bars.clone() });
+    let lanes = logs.iter().map(|log| Lane { name: log.name.clone(), bars: log.bars.clone() });
     let mut lanes: Vec<Lane> = lanes.filter(|lane| !lane.bars.is_empty()).collect();
     for queue in &launches.queues {
         let log = logs.get(queue.thread).copied();

@@ -2,7 +2,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use kv_report::{Table, timeline::Bar};
+use kv_report::{
+    Table,
+    timeline::{Bar, Kind},
+};
 
 use crate::{
     label::{Labels, OUTSIDE},
@@ -79,8 +82,12 @@ impl<'a> Sums<'a> {
     pub(crate) fn tables(&self, logs: &[&ThreadLog]) -> Vec<(String, Table)> {
         let mut tables = vec![("Phases".to_string(), self.phases())];
         for phase in self.by_time() {
-            let name = &self.labels.group_names[phase as usize];
-            tables.push((format!("Operations in {name}"), self.operations(phase)));
+            let table = self.operations(phase);
+            // More than the phase itself and the total.
+            if table.rows().len() > 2 {
+                let name = &self.labels.group_names[phase as usize];
+                tables.push((format!("Operations in {name}"), table));
+            }
         }
         if !self.launches.queues.is_empty() {
             tables.push(("Kernels".into(), self.kernels()));
@@ -206,8 +213,13 @@ impl<'a> Sums<'a> {
             let host = Host::new(logs.get(queue.thread).map_or(&[], |log| &log.bars));
             for gap in queue.gaps() {
                 for (label, nanoseconds) in host.during(gap.start, gap.end) {
-                    let label = label.map(|label| &self.labels.list[label as usize]);
-                    let name = label.map_or(OUTSIDE, |label| &label.group);
+                    let name = match label.map(|label| &self.labels.list[label as usize]) {
+                        Some(label) if label.kind == Kind::Phase => {
+                            format!("(rest of {})", label.group)
+                        }
+                        Some(label) => label.group.clone(),
+                        None => OUTSIDE.into(),
+                    };
                     idle.entry(format!("host in {name}")).or_default().add(nanoseconds);
                 }
             }

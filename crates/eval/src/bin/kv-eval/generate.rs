@@ -118,12 +118,13 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let mut prompts = args.prompts()?;
     profile.device(&device)?;
     let Source { model, tokenizer, cache, name } = source::load(&args.on, &device)?;
-    profile.model(&model, &name);
     let template = args.template(&tokenizer)?;
     let chosen = args.cache.map(ModelCacheConfig::from).or(cache);
     let chosen = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
     // One cache serves the whole run, so that a rotation of its values can be in the weights.
     let (model, config) = model.fold_rotation(chosen);
+    profile.model(&model, &name);
+    profile.fact("cache", &config);
     let options = GenerateOptions {
         max_tokens: args.max_tokens,
         sampling: args.sampling.into(),
@@ -147,7 +148,6 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         let talk = [&talk[..], &[Message::new("user", prompt)]].concat();
         Ok(tokenizer.encode(&template.render(&talk)?)?)
     };
-    profile.fact("cache", &writer.config);
     match (prompts.len(), &template) {
         (0, None) => {
             bail!("prompt: none given, and without a chat template there is no conversation")
@@ -164,7 +164,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
             writer.write_several(&prompts, args.batch)
         }
     }?;
-    profile.finish(&device)
+    profile.finish()
 }
 
 impl Args {

@@ -10,6 +10,7 @@ use crate::{
     common::{
         BosArgs, Job, ModelArgs, Output, Text, evaluate_and_report, note_short_text, read_ids,
     },
+    profile::ProfileArgs,
     source::{self, Source},
 };
 
@@ -50,6 +51,8 @@ pub(crate) struct Args {
     /// first window.
     #[arg(long, value_name = "FOLDER")]
     report: Option<PathBuf>,
+    #[command(flatten)]
+    profile: ProfileArgs,
 }
 
 /// A cache as it was named.
@@ -72,9 +75,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
+    let mut profile = args.profile.start()?;
     let device = On::<T>::open()?;
+    profile.device(&device)?;
     let output = Output::open(args.json.as_deref(), args.report.as_deref())?;
     let Source { model, tokenizer, name, cache } = source::load(&args.on, &device)?;
+    profile.model(&model, &name);
     let bos = args.bos.choose(&tokenizer)?;
     let (ids, bytes) = read_ids(&args.text, &tokenizer, args.tokens)?;
     note_short_text(&ids, args.tokens);
@@ -97,5 +103,6 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     }
     let jobs = [Job { model: &model, name, plan }];
     let bos = bos.and_then(|bos| tokenizer.id_to_token(bos));
-    evaluate_and_report(&device, Text { path: &args.text, bytes, bos }, &jobs, output)
+    evaluate_and_report(&device, Text { path: &args.text, bytes, bos }, &jobs, output)?;
+    profile.finish()
 }

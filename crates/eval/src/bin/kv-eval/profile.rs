@@ -6,6 +6,7 @@ use std::{
 };
 
 use anyhow::{Result, bail};
+use burn::tensor::Device;
 use kv_cli::{OutFile, note};
 use kv_cubecl::{On, Target};
 use kv_eval::{Versions, device_name};
@@ -16,7 +17,7 @@ use kv_profile::Recorder;
 pub(crate) struct ProfileArgs {
     /// Write a page here that shows where the time goes: a timeline of threads and of the device's queues by layer
     /// and operation, with sums. On WGPU and CUDA every launch is timed, which slows the host down.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, global = true, value_name = "FILE")]
     profile: Option<PathBuf>,
 }
 
@@ -29,6 +30,7 @@ struct Recording {
     file: OutFile,
     path: PathBuf,
     facts: Vec<(String, String)>,
+    device: Option<Device>,
 }
 
 impl ProfileArgs {
@@ -50,14 +52,17 @@ impl ProfileArgs {
             ("command", command.join(" ")),
         ];
         let facts = facts.map(|(name, value)| (name.to_string(), value)).to_vec();
-        Ok(Profile(Some(Recording { recorder, file, path: path.clone(), facts })))
+        Ok(Profile(Some(Recording { recorder, file, path: path.clone(), facts, device: None })))
     }
 }
 
 impl Profile {
     /// Says where it runs, and compares the device's clock with the host's.
     pub(crate) fn device<T: Target>(&mut self, device: &On<T>) -> Result<()> {
-        let Some(Recording { recorder, facts, .. }) = &mut self.0 else { return Ok(()) };
+        let Some(Recording { recorder, facts, device: at, .. }) = &mut self.0 else {
+            return Ok(());
+        };
+        *at = Some((**device).clone());
         facts.push(("backend".into(), T::NAME.into()));
         facts.push(("adapter".into(), device_name(device)));
         Ok(recorder.calibrate(device)?)
@@ -80,9 +85,11 @@ impl Profile {
     }
 
     /// Writes the page.
-    pub(crate) fn finish<T: Target>(self, device: &On<T>) -> Result<()> {
-        let Some(Recording { recorder, file, path, facts }) = self.0 else { return Ok(()) };
-        recorder.calibrate(device)?;
+    pub(crate) fn finish(self) -> Result<()> {
+        let Some(Recording { recorder, file, path, facts, device }) = self.0 else { return Ok(()) };
+        if let Some(device) = device {
+            recorder.calibrate(&device)?;
+        }
         let page = recorder.finish("Where the time goes", facts).html();
         file.write(page.as_bytes())?;
         note(format_args!("the profile is in {}", path.display()));
