@@ -85,7 +85,7 @@ impl LaunchObserver for Observer {
                 Some((label, place)) => (Some(label), place),
                 None => (None, (0, 0)),
             };
-            if log.issued.replace(Issued { label, place, at }).is_some() {
+            if log.issued.replace(Issued { label, place, at, host: 0 }).is_some() {
                 log.unmeasured += 1;
             }
         });
@@ -96,8 +96,10 @@ impl LaunchObserver for Observer {
     }
 
     fn profiled(&self, kernel: &'static str, profile: ProfileDuration) {
-        let Some(issued) = self.shared.log(|log| log.issued.take()) else { return };
-        let thread = self.shared.log(|log| log.number);
+        let now = self.shared.now();
+        let taken = self.shared.log(|log| Some((log.issued.take()?, log.number)));
+        let Some((mut issued, thread)) = taken else { return };
+        issued.host = now.saturating_sub(issued.at);
         if let Some(unread) = &*lock(&self.unread) {
             // The reader ends after this observer does.
             let _ = unread.send(Unread { issued, thread, kernel, profile });
@@ -186,8 +188,8 @@ impl Watch {
                     Timing::Device(clock) => clock.host(time),
                     Timing::Uncompared => time.saturating_add_signed(behind),
                 });
-                let Issued { label, place, at } = issued;
-                Some(Launch { label, place, kernel, issued: at, start, end })
+                let Issued { label, place, at, host } = issued;
+                Some(Launch { label, place, kernel, issued: at, host, start, end })
             })
             .collect();
         launches.sort_by_key(|launch| (launch.start, launch.end));
@@ -238,4 +240,63 @@ fn offset(launches: &[&Measured], known: &Known) -> Option<Offset> {
         before = known;
     }
     Offset::of(&rounds)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measured(at: u64, ran: Option<(u64, u64)>, method: TimingMethod, phase: u32) -> Measured {
+        let issued = Issued { label: None, place: (phase, 0), at, host: 10 };
+        Measured { issued, thread: 0, kernel: "kernel", method, ran }
+    }
+
+    fn watch(calibrations: Vec<Known>) -> Watch {
+        Watch { calibrations, ..Watch::new(crate::Recorder::new().shared()) }
+    }
+
+    /// Rounds from `start` on, each 1000 ns; the device's clock is 5000 ns ahead.
+    fn rounds(start: u64) -> (Vec<Measured>, Known) {
+        let at = |i: u64| start + 1000 * i;
+        let launch = |i| {
+            let ran = Some((at(i) + 300 + 5000, at(i) + 600 + 5000));
+            measured(at(i), ran, TimingMethod::Device, 1)
+        };
+        ((1..9).map(launch).collect(), (1..9).map(|i| at(i) + 900).collect())
+    }
+
+    #[test]
+    fn times_of_the_device_become_those_of_the_host() {
+        let ((mut launches, first), (last, known)) = (rounds(0), rounds(90_000));
+        launches.extend(last);
+        launches.push(measured(50_000, Some((56_000, 57_000)), TimingMethod::Device, 2));
+        launches.push(measured(51_000, None, TimingMethod::Device, 2));
+        let queue = watch(vec![first, known]).queue(0, &launches, 1);
+        let Timing::Device(clock) = queue.timing else { panic!("{:?}", queue.timing) };
+        // What was launched to compare the clocks is no launch of the run.
+        let [launch] = queue.launches[..] else { panic!("{queue:?}") };
+        assert_eq!(clock.error, 300.0);
+        assert!(launch.start.abs_diff(51_000) <= 300, "{launch:?}");
+        assert_eq!(launch.end - launch.start, 1000);
+    }
+
+    #[test]
+    fn a_clock_that_was_not_compared_keeps_the_order() {
+        let launches = [
+            measured(10_000, Some((1_500, 1_700)), TimingMethod::Device, 2),
+            measured(11_000, Some((2_000, 2_100)), TimingMethod::Device, 2),
+        ];
+        let queue = watch(vec![]).queue(0, &launches, 1);
+        assert_eq!(queue.timing, Timing::Uncompared);
+        let starts: Vec<u64> = queue.launches.iter().map(|launch| launch.start).collect();
+        assert_eq!(starts, [10_500, 11_000]);
+    }
+
+    #[test]
+    fn without_timestamps_times_are_the_hosts() {
+        let launches = [measured(10_000, Some((10_100, 10_900)), TimingMethod::System, 2)];
+        let queue = watch(vec![rounds(0).1]).queue(0, &launches, 1);
+        assert_eq!(queue.timing, Timing::Host);
+        assert_eq!((queue.launches[0].start, queue.launches[0].end), (10_100, 10_900));
+    }
 }

@@ -10,6 +10,8 @@ pub(crate) struct Launch {
     pub(crate) place: Place,
     pub(crate) kernel: &'static str,
     pub(crate) issued: u64,
+    /// How long the host took to issue it, and to have it timed.
+    pub(crate) host: u64,
     pub(crate) start: u64,
     pub(crate) end: u64,
 }
@@ -74,8 +76,15 @@ mod tests {
 
     #[test]
     fn gaps_are_where_no_launch_runs() {
-        let launch =
-            |start, end| Launch { label: None, place: (0, 0), kernel: "k", issued: 0, start, end };
+        let launch = |start, end| Launch {
+            label: None,
+            place: (0, 0),
+            kernel: "k",
+            issued: 0,
+            host: 0,
+            start,
+            end,
+        };
         let launches = vec![launch(10, 20), launch(15, 30), launch(16, 18), launch(50, 60)];
         let queue = Queue { thread: 0, timing: Timing::Host, launches };
         assert_eq!(queue.gaps(), [Gap { start: 30, end: 50, next: 3 }]);

@@ -38,6 +38,8 @@ pub(crate) struct Issued {
     pub(crate) label: Option<u32>,
     pub(crate) place: Place,
     pub(crate) at: u64,
+    /// How long the host took to issue it, once that is known.
+    pub(crate) host: u64,
 }
 
 /// What a thread did so far.

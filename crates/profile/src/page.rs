@@ -156,6 +156,26 @@ fn clock(queue: &Queue) -> String {
     }
 }
 
+/// What launches cost the host.
+fn issuing(launches: &Launches) -> String {
+    let mut first: HashMap<&str, u64> = HashMap::new();
+    let (mut n, mut all) = (0, 0);
+    for launch in launches.queues.iter().flat_map(|queue| &queue.launches) {
+        first.entry(launch.kernel).or_insert(launch.host);
+        (n, all) = (n + 1, all + launch.host);
+    }
+    let of_first: u64 = first.values().sum();
+    let others = (n - first.len()).max(1) as f64;
+    format!(
+        "{n} launches took {:.1} ms of the host to issue and time: {:.1} ms the first of each of {} kernels, \
+         which compiles it, and {:.1} us each of the others.",
+        all as f64 / 1e6,
+        of_first as f64 / 1e6,
+        first.len(),
+        all.saturating_sub(of_first) as f64 / others / 1e3
+    )
+}
+
 fn notes(launches: &Launches, dropped: u64) -> Vec<String> {
     let mut notes = vec![
         "Operations are named by layer and module (L3/qkv) and summed over layers (qkv); host times \
@@ -169,12 +189,10 @@ fn notes(launches: &Launches, dropped: u64) -> Vec<String> {
                 .into(),
         );
     } else {
-        notes.push(
-            "The host waits for the server of the device at every launch to have it timed, which \
-             takes longer than without a profile: gaps between launches are wider, and the \
-             device's own times are not."
-                .into(),
-        );
+        let waits = "The host waits for the server of the device at every launch to have it timed, which takes \
+                     longer than without a profile: gaps between launches are wider, and the device's own times \
+                     are not.";
+        notes.push(format!("{waits} {}", issuing(launches)));
     }
     if launches.unmeasured > 0 {
         notes.push(format!(
@@ -185,8 +203,8 @@ fn notes(launches: &Launches, dropped: u64) -> Vec<String> {
     }
     if dropped > 0 {
         notes.push(format!(
-            "{dropped} bars beyond the first {ROOM} of a thread or queue are not drawn; the tables \
-             count them."
+            "{dropped} bars beyond the first {ROOM} of a thread or queue are not drawn. The tables count them, \
+             but for what the host did in gaps after them, which they call {OUTSIDE}."
         ));
     }
     notes

@@ -103,6 +103,11 @@ impl Recorder {
         Listener(self.shared.clone())
     }
 
+    #[cfg(all(test, feature = "cube"))]
+    pub(crate) fn shared(&self) -> Arc<Shared> {
+        self.shared.clone()
+    }
+
     /// Takes the names of the model's operations; to be called before it runs.
     pub fn name_operations(&self, model: &LanguageModel) {
         let mut labels = lock(&self.shared.labels);

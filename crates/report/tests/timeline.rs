@@ -5,7 +5,7 @@
 //! not tested, and the test says so.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use std::{fs, path::Path, process::Command};
+use std::{fs, io::Write, path::Path, process::Command};
 
 use kv_report::{
     Table, Timeline,
@@ -168,7 +168,9 @@ fn opened(browser: &str, page: &Path) -> String {
 #[test]
 fn a_browser_draws_zooms_and_tells() {
     let Some(browser) = browser() else {
-        println!("SKIPPED: no browser is installed, and KV_BROWSER names none");
+        let why = "no browser is installed, and KV_BROWSER names none";
+        writeln!(std::io::stderr().lock(), "SKIPPED a_browser_draws_zooms_and_tells: {why}")
+            .unwrap();
         return;
     };
     let folder = tempfile::tempdir().unwrap();
