@@ -314,3 +314,32 @@ fn launches_of_a_device_are_on_the_hosts_clock() {
     assert_near(number(&operations["total"][5]), busy, "launches of decoding");
     assert!(busy < number(&phases["decode"][1]), "busier than there was time");
 }
+
+/// A recorded step is one launch of many kernels that nothing observes: it is timed as a whole, so that the device is
+/// not taken to be idle.
+#[cfg(feature = "wgpu")]
+#[test]
+fn replays_are_timed_as_a_whole() {
+    let space = Workspace::new();
+    let path = space.path("profile.html");
+    let more = ["--backend", "wgpu", "--recorded", "--prompt-tokens", "20", "--max-tokens", "9"];
+    generate(AUSTEN, &path, &more);
+    let page = Page::read(&path);
+    let replay = &page.table("Operations in decode")["replay"];
+    assert_eq!(
+        (number(&replay[0]), number(&replay[4])),
+        (8.0, 8.0),
+        "of nine tokens, one by the prompt"
+    );
+    let busy = number(&replay[5]);
+    let bars = page.lane("queue of main");
+    let drawn: f64 = bars
+        .iter()
+        .filter(|bar| bar.name == "replay" && bar.detail == "replay")
+        .map(|bar| bar.end - bar.start)
+        .sum();
+    assert_near(drawn, busy, "replays");
+    let phases = page.table("Phases");
+    assert!(busy > 0.3 * number(&phases["decode"][1]), "{busy} ms of {:?}", phases["decode"]);
+    assert!(page.html.contains("a replay is all of them as one"));
+}

@@ -6,7 +6,7 @@
 //! | [`PHASE`] | a part of a run: `prefill`, `decode` | `n`, which of several |
 //! | [`PASS`] | one pass through a model's layers | |
 //! | [`LAYER`] | an event: the pass goes on with a layer, until the next one or its end | `layer` |
-//! | [`OPERATION`] | a projection, a norm, attention, the head | `parameter`, the id of one it reads |
+//! | [`OPERATION`] | a projection, a norm, attention, the head; [`REPLAY`] | `parameter`, the id of one it reads |
 //!
 //! A family says nothing of this: its modules know their parameters, whose names
 //! [`LanguageModel::operation_names`] gives, and its [`Pass`](crate::Pass) knows when a layer begins.
@@ -29,6 +29,9 @@ pub const PASS: &str = "kv::pass";
 pub const LAYER: &str = "kv::layer";
 /// The target of operations.
 pub const OPERATION: &str = "kv::operation";
+
+/// The operation in which a recorded step runs on the device, its launches without names of their own.
+pub const REPLAY: &str = "replay";
 
 /// The operation that reads this parameter, until the end of the scope.
 pub(crate) fn reading<const D: usize>(param: &Param<Tensor<D>>) -> EnteredSpan {

@@ -10,14 +10,17 @@ use std::{
     time::Instant,
 };
 
-use burn::tensor::{Device, Tensor};
+use burn::{
+    backend::DispatchDevice,
+    tensor::{Device, Tensor},
+};
 use cubecl::{
     future::block_on,
     logging::{
         Duration, LaunchObservation, LaunchObserver, ProfileDuration, TimingMethod, TimingRequest,
     },
 };
-use kv_models::spans::PHASE;
+use kv_models::spans::{PHASE, REPLAY};
 use tracing::trace_span;
 
 use crate::{
@@ -48,7 +51,6 @@ pub(crate) struct Watch {
 #[derive(Debug)]
 struct Running {
     observation: LaunchObservation,
-    observer: Arc<Observer>,
     reader: JoinHandle<Vec<Measured>>,
 }
 
@@ -70,22 +72,64 @@ struct Measured {
     ran: Option<(u64, u64)>,
 }
 
-/// Passes launches on to a thread that reads their measurements: to read one is to wait for the launch.
-#[derive(Debug)]
-struct Observer {
-    shared: Arc<Shared>,
+/// The way to the thread that reads measurements: to read one is to wait for the launch.
+#[derive(Debug, Default)]
+pub(crate) struct ToReader {
     unread: Mutex<Option<Sender<Unread>>>,
+    /// The device whose replays are measured.
+    device: Mutex<Option<cubecl::Device>>,
 }
+
+impl ToReader {
+    /// Replays are those of this device from now on.
+    pub(crate) fn watch(&self, device: &Device) {
+        if let DispatchDevice::Cube(device) = device.as_dispatch() {
+            *lock(&self.device) = Some(device.clone());
+        }
+    }
+
+    fn send(&self, unread: Unread) {
+        if let Some(sender) = &*lock(&self.unread) {
+            // The reader ends when nothing can be sent any more.
+            let _ = sender.send(unread);
+        }
+    }
+
+    /// A replay is no launch that is observed, so that it is measured as a whole.
+    pub(crate) fn begin_replay(&self, shared: &Shared) {
+        let Some(device) = lock(&self.device).clone() else { return };
+        let at = shared.now();
+        // A device that cannot measure it replays all the same.
+        if let Ok(window) = device.client().profile_start() {
+            shared.log(|log| log.replay = Some((window, log.issue(at))));
+        }
+    }
+
+    pub(crate) fn end_replay(&self, shared: &Shared) {
+        let taken = shared.log(|log| Some((log.replay.take()?, log.number)));
+        let (Some(device), Some(((window, mut issued), thread))) =
+            (lock(&self.device).clone(), taken)
+        else {
+            return;
+        };
+        let measured = device.client().profile_end(window);
+        issued.host = shared.now().saturating_sub(issued.at);
+        match measured {
+            Ok(profile) => self.send(Unread { issued, thread, kernel: REPLAY, profile }),
+            Err(_) => shared.log(|log| log.unmeasured += 1),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Observer(Arc<Shared>);
 
 impl LaunchObserver for Observer {
     fn launched(&self, _: &'static str) {
-        let at = self.shared.now();
-        self.shared.log(|log| {
-            let (label, place) = match log.innermost() {
-                Some((label, place)) => (Some(label), place),
-                None => (None, (0, 0)),
-            };
-            if log.issued.replace(Issued { label, place, at, host: 0 }).is_some() {
+        let at = self.0.now();
+        self.0.log(|log| {
+            let issued = log.issue(at);
+            if log.issued.replace(issued).is_some() {
                 log.unmeasured += 1;
             }
         });
@@ -96,19 +140,16 @@ impl LaunchObserver for Observer {
     }
 
     fn profiled(&self, kernel: &'static str, profile: ProfileDuration) {
-        let now = self.shared.now();
-        let taken = self.shared.log(|log| Some((log.issued.take()?, log.number)));
+        let now = self.0.now();
+        let taken = self.0.log(|log| Some((log.issued.take()?, log.number)));
         let Some((mut issued, thread)) = taken else { return };
         issued.host = now.saturating_sub(issued.at);
-        if let Some(unread) = &*lock(&self.unread) {
-            // The reader ends after this observer does.
-            let _ = unread.send(Unread { issued, thread, kernel, profile });
-        }
+        self.0.queue.send(Unread { issued, thread, kernel, profile });
     }
 
     fn timed(&self, _: &'static str, _: Duration, _: TimingMethod) {
         // CubeCL's own logger has read the measurement, which says how long and not when.
-        self.shared.log(|log| log.unmeasured += u64::from(log.issued.take().is_some()));
+        self.0.log(|log| log.unmeasured += u64::from(log.issued.take().is_some()));
     }
 }
 
@@ -121,19 +162,18 @@ impl Watch {
         let (sender, receiver) = channel();
         let start = self.shared.start;
         let reader = std::thread::spawn(move || read(&receiver, start));
-        let (shared, unread) = (self.shared.clone(), Mutex::new(Some(sender)));
-        let observer = Arc::new(Observer { shared, unread });
-        let observation = LaunchObservation::new(observer.clone());
-        self.running = Some(Running { observation, observer, reader });
+        *lock(&self.shared.queue.unread) = Some(sender);
+        let observation = LaunchObservation::new(Arc::new(Observer(self.shared.clone())));
+        self.running = Some(Running { observation, reader });
     }
 
     /// Stops listening, and waits for the last measurements.
     pub(crate) fn finish(&mut self) -> Launches {
-        let Some(Running { observation, observer, reader }) = self.running.take() else {
+        let Some(Running { observation, reader }) = self.running.take() else {
             return Launches::default();
         };
         drop(observation);
-        lock(&observer.unread).take();
+        lock(&self.shared.queue.unread).take();
         let measured = reader.join().unwrap_or_default();
         let threads = lock(&self.shared.threads).clone();
         let unmeasured: u64 = threads

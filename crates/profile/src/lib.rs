@@ -1,5 +1,5 @@
 //! Where the time of a model goes: a [`Recorder`] keeps the spans of `kv-models`
-//! ([`kv_models::spans`]) of every thread and, with the feature `cube`, when the device ran each launch, and makes a
+//! ([`kv_models::spans`]) of every thread and, with the features `wgpu` and `cuda`, when the device ran each launch, and makes a
 //! [`Timeline`](kv_report::Timeline) of them, with sums by phase, operation and kernel.
 //!
 //! ```

@@ -59,6 +59,9 @@ pub(crate) struct ThreadLog {
     /// Launches without a measurement.
     #[cfg(feature = "cube")]
     pub(crate) unmeasured: u64,
+    /// The replay that is being measured.
+    #[cfg(feature = "cube")]
+    pub(crate) replay: Option<(cubecl::client::ProfileWindow, Issued)>,
 }
 
 impl ThreadLog {
@@ -79,6 +82,8 @@ impl ThreadLog {
             issued: None,
             #[cfg(feature = "cube")]
             unmeasured: 0,
+            #[cfg(feature = "cube")]
+            replay: None,
         }
     }
 
@@ -111,11 +116,12 @@ impl ThreadLog {
         }
     }
 
-    /// The innermost span's label, and where its time is summed.
+    /// A launch by the innermost span.
     #[cfg(feature = "cube")]
-    pub(crate) fn innermost(&self) -> Option<(u32, Place)> {
-        let open = self.open.last()?;
-        Some((open.named.label, (open.phase, open.named.group)))
+    pub(crate) fn issue(&self, at: u64) -> Issued {
+        let open = self.open.last();
+        let place = open.map_or((0, 0), |open| (open.phase, open.named.group));
+        Issued { label: open.map(|open| open.named.label), place, at, host: 0 }
     }
 
     fn end_layer(&mut self, now: u64) {

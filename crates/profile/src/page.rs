@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use kv_models::spans::REPLAY;
 use kv_report::{
     Timeline,
     timeline::{Bar, Kind, Label, Lane},
@@ -160,7 +161,8 @@ fn clock(queue: &Queue) -> String {
 fn issuing(launches: &Launches) -> String {
     let mut first: HashMap<&str, u64> = HashMap::new();
     let (mut n, mut all) = (0, 0);
-    for launch in launches.queues.iter().flat_map(|queue| &queue.launches) {
+    let all_queues = launches.queues.iter().flat_map(|queue| &queue.launches);
+    for launch in all_queues.filter(|launch| launch.kernel != REPLAY) {
         first.entry(launch.kernel).or_insert(launch.host);
         (n, all) = (n + 1, all + launch.host);
     }
@@ -196,8 +198,8 @@ fn notes(launches: &Launches, dropped: u64) -> Vec<String> {
     }
     if launches.unmeasured > 0 {
         notes.push(format!(
-            "{} launches have no time of their own: they were recorded for a replay, or the device \
-             did not say when they ran.",
+            "{} launches have no time of their own: they were recorded, so that a replay is all of them as one, or \
+             the device did not say when they ran.",
             launches.unmeasured
         ));
     }

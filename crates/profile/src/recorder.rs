@@ -11,6 +11,8 @@ use std::{
 };
 
 use burn::tensor::Device;
+#[cfg(feature = "cube")]
+use kv_models::spans::REPLAY;
 use kv_models::{
     LanguageModel,
     spans::{LAYER, OPERATION, PASS, PHASE},
@@ -51,6 +53,8 @@ pub(crate) struct Shared {
     pub(crate) start: Instant,
     pub(crate) labels: Mutex<Labels>,
     pub(crate) threads: Mutex<Vec<Arc<Mutex<ThreadLog>>>>,
+    #[cfg(feature = "cube")]
+    pub(crate) queue: crate::device::ToReader,
 }
 
 /// What a span knows of those around it.
@@ -78,6 +82,8 @@ impl Recorder {
             start: Instant::now(),
             labels: Mutex::new(labels),
             threads: Mutex::default(),
+            #[cfg(feature = "cube")]
+            queue: Default::default(),
         });
         Self {
             #[cfg(feature = "cube")]
@@ -128,6 +134,7 @@ impl Recorder {
     pub fn calibrate(&self, device: &Device) -> Result<()> {
         #[cfg(feature = "cube")]
         {
+            self.shared.queue.watch(device);
             let rounds = crate::device::calibrate(&self.shared, device)?;
             lock(&self.device).calibrations.push(rounds);
         }
@@ -258,9 +265,18 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Listener {
         let extensions = span.extensions();
         let Some(scope) = extensions.get::<Scope>() else { return };
         self.0.log(|log| log.enter(id.into_u64(), scope.named, scope.phase, self.0.now()));
+        #[cfg(feature = "cube")]
+        if span.metadata().name() == REPLAY {
+            self.0.queue.begin_replay(&self.0);
+        }
     }
 
-    fn on_exit(&self, id: &span::Id, _: Context<'_, S>) {
+    #[cfg_attr(not(feature = "cube"), expect(unused_variables, reason = "only devices replay"))]
+    fn on_exit(&self, id: &span::Id, context: Context<'_, S>) {
+        #[cfg(feature = "cube")]
+        if context.span(id).is_some_and(|span| span.metadata().name() == REPLAY) {
+            self.0.queue.end_replay(&self.0);
+        }
         let now = self.0.now();
         self.0.log(|log| log.exit(id.into_u64(), now));
     }

@@ -9,7 +9,7 @@ use tracing::trace_span;
 use super::ids_to_tensor;
 use crate::{
     Error, LanguageModel, ModelCache, Result,
-    spans::{OPERATION, PHASE},
+    spans::{OPERATION, PHASE, REPLAY},
 };
 
 /// One decode step of a model over its cache, recorded with [`capture`] and replayed for every
@@ -239,7 +239,7 @@ impl<'a> DecodeGraph<'a> {
     }
 
     fn replay(&mut self) {
-        let _span = trace_span!(target: OPERATION, "replay").entered();
+        let _span = trace_span!(target: OPERATION, REPLAY).entered();
         // SAFETY: what the step reads and writes is in `bound` or in the graph itself and lives as
         // long as `self`; both are used by this thread alone, so that all work is in order on one
         // stream.

@@ -58,9 +58,11 @@
   const scale = () => (width - LEFT) / (view.to - view.from);
   const timeAt = (x) => view.from + (x - LEFT) / scale();
   const units = [[1e9, "s"], [1e6, "ms"], [1e3, "µs"], [1, "ns"]];
-  const show = (ns) => {
+  // With 4 digits, or with those that tell it from a time that differs by `step`.
+  const show = (ns, step) => {
     const [unit, name] = units.find(([unit]) => Math.abs(ns) >= unit) || units[3];
-    return `${Number((ns / unit).toPrecision(4))} ${name}`;
+    const digits = step && Math.max(0, Math.ceil(-Math.log10(step / unit)));
+    return `${step ? (ns / unit).toFixed(digits) : Number((ns / unit).toPrecision(4))} ${name}`;
   };
 
   const axis = () => {
@@ -75,7 +77,7 @@
       paint.moveTo(x, AXIS - 6);
       paint.lineTo(x, height);
       paint.stroke();
-      paint.fillText(show(t), x + 3, 11);
+      paint.fillText(show(t, step), x + 3, 11);
     }
   };
 
@@ -100,8 +102,10 @@
         paint.restore();
       }
       drawn++;
+      if (x1 - x0 >= 0.7) { i++; continue; }
       // Bars that end within the pixel that was just painted cannot be told apart.
-      i = x1 - x0 < 0.7 ? Math.max(i + 1, after(row, timeAt(x0 + 0.7))) : i + 1;
+      const painted = timeAt(x0 + 0.7), last = after(row, painted) - 1;
+      i = Math.max(i + 1, row.ends[last] > painted ? last : last + 1);
     }
     paint.globalAlpha = 1;
     return drawn;
