@@ -5,8 +5,9 @@ use kv_cubecl::{
     Bits, CacheFloat, FakeQuantOptions, Granularity, KvCacheConfig, KvMemory, On, Target,
     layout::Schedule, quantize, rotate,
 };
-use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig, ids_to_tensor};
+use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig, ids_to_tensor, spans::PHASE};
 use serde::Serialize;
+use tracing::trace_span;
 
 use crate::{Error, Plan, Result, Run, ids};
 
@@ -119,6 +120,7 @@ pub fn measure_layers<T: Target>(
     let Some((ids, _)) = plan.spans().next().map(|span| plan.input(&span)) else { return Ok(()) };
     for (config, run) in plan.caches().iter().zip(runs) {
         if config.cache.is_quantized() {
+            let _phase = trace_span!(target: PHASE, "layers", cache = %config).entered();
             run.layers = layer_errors(device, model, &ids, config)?;
         }
     }

@@ -18,4 +18,4 @@ pub use error::{Error, Result};
 pub use layers::{LayerError, layer_errors};
 pub use perplexity::{Progress, evaluate};
 pub use plan::{Mode, Plan};
-pub use report::{PositionNll, Report, Run, Versions};
+pub use report::{PositionNll, Report, Run, Versions, device_name};

@@ -7,7 +7,11 @@ use kv_cubecl::{
     KvCacheConfig, On, QuantizedCounts, Target,
     layout::{CacheLayout, Schedule},
 };
-use kv_models::{LanguageModel, LayerSpec, ModelCacheConfig, ids_to_tensor};
+use kv_models::{
+    LanguageModel, LayerSpec, ModelCacheConfig, ids_to_tensor,
+    spans::{OPERATION, PHASE},
+};
+use tracing::trace_span;
 
 use crate::{
     Error, Mode, Plan, PositionNll, Result, Run,
@@ -69,7 +73,8 @@ pub fn evaluate<T: Target>(
     let mut tallies: Vec<Tally> = plan.caches().iter().cloned().map(Tally::new).collect();
     let mut perplexities: Vec<(String, f64)> = Vec::new();
     let mut done = 0;
-    for span in plan.spans() {
+    for (window, span) in plan.spans().enumerate() {
+        let (n, mode) = (window + 1, plan.mode());
         let (ids, context) = plan.input(&span);
         let scored = span.scored;
         // Final hidden states of the float run; its logits are computed again a few rows at a time
@@ -79,7 +84,9 @@ pub fn evaluate<T: Target>(
             let mut report = |tokens| {
                 progress(Progress { done: done + tokens, perplexities: &perplexities });
             };
-            let hidden = pass(device, model, plan.mode(), tally, &ids, context, &mut report)?;
+            let phase = trace_span!(target: PHASE, "window", n, cache = %tally.config);
+            let hidden =
+                phase.in_scope(|| pass(device, model, mode, tally, &ids, context, &mut report))?;
             let start = tally.nll.len() - scored.len();
             if let Some(at) = tally.nll[start..].iter().position(|nll| !nll.is_finite()) {
                 let value = tally.nll[start + at];
@@ -118,6 +125,7 @@ fn warm_up<T: Target>(device: &On<T>, model: &LanguageModel, plan: &Plan) -> Res
     let (mut ids, _) = plan.input(&span);
     ids.truncate(n);
     for config in plan.caches() {
+        let _phase = trace_span!(target: PHASE, "warm_up", cache = %config).entered();
         let mut tally = Tally::new(config.clone());
         pass(device, model, plan.mode(), &mut tally, &ids, 1, &mut |_| ())?;
     }
@@ -162,7 +170,7 @@ fn stream<T: Target>(
         let start = Instant::now();
         let hidden = model.hidden_step(ids_to_tensor(&pair[..1], [1, 1], device), &mut cache)?;
         let logits = read(tally, model.head(hidden.clone()))?;
-        tally.nll.extend(negative_log_likelihood(&logits, &pair[1..]));
+        score(tally, &logits, &pair[1..]);
         tally.seconds += start.elapsed().as_secs_f64();
         states.push(hidden.squeeze_dim::<2>(0));
         if i % 16 == 0 {
@@ -191,7 +199,7 @@ fn parallel<T: Target>(
     };
     for (block, targets) in targets.chunks(HEAD_ROWS).enumerate() {
         let logits = read(tally, head(model, &hidden, block * HEAD_ROWS, targets.len()))?;
-        tally.nll.extend(negative_log_likelihood(&logits, targets));
+        score(tally, &logits, targets);
     }
     tally.seconds += start.elapsed().as_secs_f64();
     Ok(hidden)
@@ -204,11 +212,13 @@ fn diverge(
     float: &Tensor<2>,
     hidden: &Tensor<2>,
 ) -> Result<()> {
+    let _phase = trace_span!(target: PHASE, "divergence", cache = %tally.config).entered();
     let [n, _] = hidden.dims();
     for start in (0..n).step_by(HEAD_ROWS) {
         let rows = HEAD_ROWS.min(n - start);
         let float = read(tally, head(model, float, start, rows))?;
         let logits = read(tally, head(model, hidden, start, rows))?;
+        let _span = trace_span!(target: OPERATION, "divergence").entered();
         tally.divergence.extend(divergence(&float, &logits, model.vocab_size()));
     }
     Ok(())
@@ -219,8 +229,15 @@ fn head(model: &LanguageModel, hidden: &Tensor<2>, start: usize, rows: usize) ->
     model.head(hidden.clone().narrow(0, start, rows).unsqueeze_dim(0))
 }
 
+/// Adds the losses of `targets`.
+fn score(tally: &mut Tally, logits: &[f32], targets: &[u32]) {
+    let _span = trace_span!(target: OPERATION, "score").entered();
+    tally.nll.extend(negative_log_likelihood(logits, targets));
+}
+
 /// Copies logits to the host, which waits for the device.
 fn read(tally: &Tally, tensor: Tensor<3>) -> Result<Vec<f32>> {
+    let _span = trace_span!(target: OPERATION, "read").entered();
     let fail = |why: String| Error::Device { cache: tally.config.to_string(), why };
     let data = tensor.try_into_data().map_err(|error| fail(format!("{error:?}")))?;
     data.try_into_vec().map_err(|error| fail(format!("{error:?}")))

@@ -464,7 +464,7 @@ impl fmt::Display for Report {
 }
 
 /// The name of the hardware, where the backend knows it.
-fn device_name<T: Target>(device: &On<T>) -> String {
+pub fn device_name<T: Target>(device: &On<T>) -> String {
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
     if let Some(identity) = device.as_dispatch().identity() {
         return identity.name;

@@ -53,6 +53,7 @@ mod registry;
 mod rope_config;
 mod rotate;
 pub mod save;
+pub mod spans;
 mod spec;
 pub mod tokenizer;
 

@@ -10,12 +10,14 @@ use burn::{
     tensor::{DType, Device, Int, Tensor},
 };
 use kv_cubecl::FakeQuantOptions;
+use tracing::trace_span;
 
 use crate::{
     Decoder, ModelCache, ModelCacheConfig, ModelSpec, Pass, Result, Roles, WeightDtype,
     cache::check_context,
     erased::{self, Change, Erased},
     nn::AttentionObserver,
+    spans::{OPERATION, PASS},
 };
 
 /// A decoder-only language model whose KV cache is a parameter: a [`Decoder`] of any type, as one
@@ -128,7 +130,7 @@ impl LanguageModel {
     ) -> Result<Tensor<3>> {
         let [batch, seq] = ids.dims();
         cache.check_ragged(batch, seq, tokens)?;
-        Ok(self.head(self.decoder().hidden(ids, Pass::Ragged { cache, tokens })?))
+        Ok(self.head(self.pass(ids, Pass::Ragged { cache, tokens })?))
     }
 
     /// [`forward`](Self::forward) up to the final norm, for callers that apply [`head`](Self::head)
@@ -171,8 +173,7 @@ impl LanguageModel {
         config.validate(self)?;
         check_context(0, ids.dims()[1], "max_positions", self.max_positions())?;
         let observer = observer.map(|observe| observe as &mut AttentionObserver<'_>);
-        self.decoder()
-            .hidden(ids, Pass::Parallel { spec: self.spec(), config, fake_quant, observer })
+        self.pass(ids, Pass::Parallel { spec: self.spec(), config, fake_quant, observer })
     }
 
     /// [`step`](Self::step) up to the final norm.
@@ -189,8 +190,8 @@ impl LanguageModel {
         let [batch, seq] = ids.dims();
         cache.check(batch, seq)?;
         match cache.is_even() {
-            true => self.decoder().hidden(ids, Pass::Cached(cache)),
-            false => self.decoder().hidden(ids, Pass::Ragged { cache, tokens: &vec![seq; batch] }),
+            true => self.pass(ids, Pass::Cached(cache)),
+            false => self.pass(ids, Pass::Ragged { cache, tokens: &vec![seq; batch] }),
         }
     }
 
@@ -202,7 +203,12 @@ impl LanguageModel {
         cache: &mut ModelCache,
         position: &Tensor<1, Int>,
     ) -> Result<Tensor<3>> {
-        self.decoder().hidden(ids, Pass::At { cache, position })
+        self.pass(ids, Pass::At { cache, position })
+    }
+
+    fn pass(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
+        let _span = trace_span!(target: PASS, "pass").entered();
+        self.decoder().hidden(ids, pass)
     }
 
     /// Logits of final-normed hidden states.
@@ -213,6 +219,7 @@ impl LanguageModel {
     /// - output: `[batch, seq, vocab]`, f32 of values that are rounded to the model's type, as in the
     ///   transformers library
     pub fn head(&self, hidden: Tensor<3>) -> Tensor<3> {
+        let _span = trace_span!(target: OPERATION, "head").entered();
         self.decoder().head_weight().project(hidden).cast(DType::F32)
     }
 
@@ -227,6 +234,7 @@ impl LanguageModel {
         batch: usize,
         device: &Device,
     ) -> Result<ModelCache> {
+        let _span = trace_span!(target: OPERATION, "new_cache").entered();
         let config = config.into();
         config.validate(self)?;
         ModelCache::new(&config, self.spec(), batch, device)

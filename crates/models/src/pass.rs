@@ -4,10 +4,12 @@ use std::fmt;
 
 use burn::tensor::{DType, Device, Int, Tensor};
 use kv_cubecl::{FakeQuantOptions, KvMemory};
+use tracing::{trace, trace_span};
 
 use crate::{
     LayerSpec, ModelCache, ModelCacheConfig, ModelSpec,
     nn::{AttentionObserver, Matrix, Memory, Rope, Rotation},
+    spans::{LAYER, OPERATION},
 };
 
 /// The [`Memory`] of every layer.
@@ -46,6 +48,7 @@ impl Pass<'_> {
     /// The rotations of the pass's `seq` tokens in a model of `spec`. Must be called before the first
     /// layer runs, because each layer adds the tokens to its cache.
     pub fn rotations(&self, spec: &ModelSpec, seq: usize, device: &Device) -> Rotations {
+        let _span = trace_span!(target: OPERATION, "rotations").entered();
         Rotations(spec.ropes.iter().map(|rope| self.rotation(spec, rope, seq, device)).collect())
     }
 
@@ -91,12 +94,13 @@ impl Pass<'_> {
         }
     }
 
-    /// The memory of layer `index`.
+    /// The memory of layer `index`, which is asked for when the layer begins.
     ///
     /// # Panics
     ///
     /// When the model or the cache has no such layer.
     pub fn layer(&mut self, index: usize) -> Memory<'_> {
+        trace!(target: LAYER, layer = index);
         match self {
             Self::Parallel { spec, config, fake_quant, observer } => {
                 let (config, fake_quant) = (config.layer(index, &spec.layers[index]), *fake_quant);

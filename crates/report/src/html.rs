@@ -1,5 +1,5 @@
 //! A report in one HTML file: tables, charts as inline SVG, notes. It refers to nothing outside
-//! itself and runs no script.
+//! itself and runs no script, unless it shows a [`Timeline`](crate::Timeline).
 
 use std::path::Path;
 
@@ -18,13 +18,15 @@ pre{background:#f5f5f5;padding:.8rem;white-space:pre-wrap;font-size:.85rem}";
 #[derive(Clone, Debug)]
 pub struct HtmlReport {
     title: String,
+    /// Added to the style of all pages.
+    style: &'static str,
     body: String,
 }
 
 impl HtmlReport {
     /// An empty page.
     pub fn new(title: impl Into<String>) -> Self {
-        Self { title: title.into(), body: String::new() }
+        Self { title: title.into(), style: "", body: String::new() }
     }
 
     /// Adds the heading of a section.
@@ -72,13 +74,24 @@ impl HtmlReport {
         Ok(self)
     }
 
+    /// Adds rules to the page's style.
+    pub(crate) fn style(self, style: &'static str) -> Self {
+        Self { style, ..self }
+    }
+
+    /// Adds HTML as it is.
+    pub(crate) fn markup(mut self, html: &str) -> Self {
+        self.body += html;
+        self
+    }
+
     /// The page.
     pub fn html(&self) -> String {
-        let title = escape(&self.title);
+        let (title, style) = (escape(&self.title), self.style);
         format!(
             "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
              <meta name=\"viewport\" content=\"width=device-width\">\n<title>{title}</title>\n\
-             <style>{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{}</body>\n</html>\n",
+             <style>{STYLE}{style}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{}</body>\n</html>\n",
             self.body
         )
     }

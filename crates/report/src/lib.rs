@@ -1,11 +1,13 @@
-//! Shows measurements: [`Table`]s for the terminal, [`Chart`](chart::Chart)s as SVG and PNG, and
-//! both on an [`HtmlReport`], a page in one file.
+//! Shows measurements: [`Table`]s for the terminal, [`Chart`](chart::Chart)s as SVG and PNG, both on
+//! an [`HtmlReport`], a page in one file, and a [`Timeline`] on a page of its own.
 
 pub mod chart;
 mod error;
 pub mod html;
 mod table;
+pub mod timeline;
 
 pub use error::{Error, Result};
 pub use html::HtmlReport;
 pub use table::Table;
+pub use timeline::Timeline;

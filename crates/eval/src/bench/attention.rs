@@ -4,7 +4,9 @@ use std::{cell::RefCell, rc::Rc, time::Instant};
 
 use burn::tensor::{DType, Distribution, Int, Slice, Tensor, capture};
 use kv_cubecl::{CacheShape, KvCache, KvCacheConfig, On, Target};
+use kv_models::spans::PHASE;
 use serde::Serialize;
+use tracing::trace_span;
 
 use super::{Subject, Timing, not_recorded, time_in_turn, wait};
 use crate::{Error, Result};
@@ -136,11 +138,12 @@ pub fn time_decode_attention<T: Target>(
         plan.random(plan.n_kv_heads, plan.tokens, device),
         plan.random(plan.n_kv_heads, plan.tokens, device),
     );
-    let subjects = layers.iter_mut().map(|layers| -> Result<Subject<'_>> {
+    let subjects = layers.iter_mut().zip(caches).map(|(layers, name)| -> Result<Subject<'_>> {
         let inputs = (q.clone(), k.clone(), v.clone());
         match plan.recorded {
             true => recorded(device, layers, inputs, context),
             false => Ok(Box::new(move || {
+                let _phase = trace_span!(target: PHASE, "attend", cache = %name).entered();
                 for cache in layers.iter_mut() {
                     let (q, k, v) = inputs.clone();
                     cache.attend(q, k, v)?;
@@ -185,6 +188,7 @@ fn recorded<'a, T: Target>(
     }
     at.borrow_mut().inplace(|at| at.slice_assign([Slice::full()], position(context)));
     Ok(Box::new(move || {
+        let _phase = trace_span!(target: PHASE, "replay").entered();
         // SAFETY: the closure of the graph owns or borrows all that the step reads and writes, and
         // so keeps it alive; all of it is used by this thread alone.
         unsafe { graph.replay() }.clone()?;
@@ -231,6 +235,7 @@ pub fn time_append<T: Target>(
         let mut cache = plan.filled(config, context, steps, device)?;
         let (mut plain, mut flushes) = (Vec::new(), Vec::new());
         for step in 0..steps {
+            let _phase = trace_span!(target: PHASE, "step", n = step, cache = %config).entered();
             let keys = cache.quantized_counts().keys;
             let start = Instant::now();
             match attend {

@@ -2,7 +2,9 @@
 
 use burn::tensor::{Distribution, Tensor};
 use kv_cubecl::{Bits, Granularity, On, Target, quantize};
+use kv_models::spans::PHASE;
 use serde::Serialize;
+use tracing::trace_span;
 
 use super::{Subject, Timing, time_in_turn, wait};
 use crate::Result;
@@ -45,15 +47,18 @@ pub fn time_codec<T: Target>(
     for &(_, granularity, bits) in &kinds {
         packed.push(quantize(input.clone(), granularity, bits, group_size)?);
     }
-    let quantizing = kinds.iter().map(|&(_, granularity, bits)| -> Subject<'_> {
+    let quantizing = kinds.iter().map(|&(side, granularity, bits)| -> Subject<'_> {
         let input = &input;
         Box::new(move || {
+            let cache = format_args!("{side} in {} bits", bits.n_bits());
+            let _phase = trace_span!(target: PHASE, "quantize", %cache).entered();
             quantize(input.clone(), granularity, bits, group_size)?;
             wait(device)
         })
     });
     let restoring = packed.iter().map(|packed| -> Subject<'_> {
         Box::new(|| {
+            let _phase = trace_span!(target: PHASE, "restore").entered();
             packed.dequantize();
             wait(device)
         })

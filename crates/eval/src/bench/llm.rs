@@ -5,8 +5,12 @@ use std::time::Instant;
 
 use burn::tensor::Tensor;
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_models::{LanguageModel, ModelCache, Sampler, Sampling, Steps, ids_to_tensor};
+use kv_models::{
+    LanguageModel, ModelCache, Sampler, Sampling, Steps, ids_to_tensor,
+    spans::{OPERATION, PHASE},
+};
 use serde::Serialize;
+use tracing::trace_span;
 
 use super::{model, not_recorded, wait};
 use crate::{Error, Result};
@@ -127,6 +131,7 @@ pub fn time_llm<T: Target>(
     for &depth in &plan.depths {
         for cache in &mut filled {
             let before = done;
+            let _phase = trace_span!(target: PHASE, "fill").entered();
             done += model::prefill(device, model, cache, depth, |n| progress(before + n))?;
         }
         let mut prompts = vec![Vec::with_capacity(plan.repetitions); caches.len()];
@@ -199,6 +204,7 @@ fn pass_prompt<T: Target>(
     cache: &mut ModelCache,
     tokens: usize,
 ) -> Result<Pass> {
+    let _phase = trace_span!(target: PHASE, "prefill").entered();
     let start = Instant::now();
     let mut last = None;
     let (first, end) = (cache.len(), cache.len() + tokens);
@@ -227,7 +233,8 @@ fn generate<T: Target>(
     let mut steps = Steps::new(model, cache, plan.recorded, device)?;
     wait(device)?;
     let (start, mut forward) = (Instant::now(), 0.0);
-    for _ in 0..plan.generate {
+    for i in 0..plan.generate {
+        let _phase = trace_span!(target: PHASE, "decode", n = i + 1).entered();
         let step = Instant::now();
         let logits = steps.step(model, &[id], device)?;
         wait(device)?;
@@ -239,7 +246,8 @@ fn generate<T: Target>(
 
 /// The likeliest token, as the host finds it.
 fn pick<const D: usize>(logits: Tensor<D>) -> Result<u32> {
-    let logits: Vec<f32> = logits.into_data().iter::<f32>().collect();
+    let read = trace_span!(target: OPERATION, "read");
+    let logits: Vec<f32> = read.in_scope(|| logits.into_data().iter::<f32>().collect());
     Ok(Sampler::new(Sampling::GREEDY)?.sample(&logits, &[])?)
 }
 

@@ -12,8 +12,10 @@ use std::{hint::black_box, time::Instant};
 
 use burn::tensor::Tensor;
 use kv_cubecl::{On, Target};
+use kv_models::spans::{OPERATION, PHASE};
 use rayon::prelude::*;
 use serde::Serialize;
+use tracing::trace_span;
 
 pub use attention::{
     AppendPoint, AttentionPlan, AttentionPoint, time_append, time_decode_attention,
@@ -97,6 +99,7 @@ pub fn time_in_turn(rounds: usize, mut subjects: Vec<Subject<'_>>) -> Result<Vec
 /// # Errors
 /// [`Error::Device`].
 pub fn copy_bandwidth<T: Target>(device: &On<T>, bytes: usize, rounds: usize) -> Result<f64> {
+    let _phase = trace_span!(target: PHASE, "copy").entered();
     let timing = match T::NAME {
         "flex" => {
             let source = vec![1u8; bytes];
@@ -137,6 +140,7 @@ fn not_recorded<T: Target>() -> Error {
 
 /// Waits until the device has done what it was given.
 fn wait<T: Target>(device: &On<T>) -> Result<()> {
+    let _span = trace_span!(target: OPERATION, "wait").entered();
     device.sync().map_err(|error| Error::Device {
         cache: format!("on {}", T::NAME),
         why: format!("{error:?}"),

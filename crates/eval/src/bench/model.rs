@@ -3,8 +3,9 @@
 use std::time::Instant;
 
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_models::{DecodeGraph, LanguageModel, ModelCache, Steps, ids_to_tensor};
+use kv_models::{DecodeGraph, LanguageModel, ModelCache, Steps, ids_to_tensor, spans::PHASE};
 use serde::Serialize;
+use tracing::trace_span;
 
 use super::{Subject, Timing, not_recorded, time_in_turn, wait};
 use crate::{Error, Result, memory::Tracking};
@@ -48,7 +49,14 @@ impl DecodePoint {
 }
 
 /// Appends a token to every sequence and waits until the device has done so.
-fn step<T: Target>(steps: &mut Steps<'_>, model: &LanguageModel, device: &On<T>) -> Result<()> {
+fn step<T: Target>(
+    steps: &mut Steps<'_>,
+    model: &LanguageModel,
+    DecodeSubject { cache, .. }: &DecodeSubject,
+    device: &On<T>,
+) -> Result<()> {
+    let n = steps.position() + 1;
+    let _phase = trace_span!(target: PHASE, "decode", n, %cache).entered();
     let batch = match steps {
         Steps::Launched(cache) => cache.batch(),
         Steps::Recorded(_) => 1,
@@ -114,15 +122,16 @@ pub fn time_decode<T: Target>(
         for ((cache, reader), subject) in filled.iter_mut().zip(&mut readers).zip(subjects) {
             let before = done;
             let progress = |n| progress(before + n);
+            let _phase = trace_span!(target: PHASE, "fill", cache = %subject.cache).entered();
             done += match reader {
                 Some(reader) => fill(device, model, cache, reader, context, progress)?,
                 None => prefill(device, model, cache, context, progress)?,
             };
             running.push(Steps::new(model, cache, subject.recorded, device)?);
         }
-        let turns = running
-            .iter_mut()
-            .map(|steps| -> Subject<'_> { Box::new(|| step(steps, model, device)) });
+        let turns = running.iter_mut().zip(subjects).map(|(steps, subject)| -> Subject<'_> {
+            Box::new(move || step(steps, model, subject, device))
+        });
         let timings = time_in_turn(samples, turns.collect())?;
         drop(running);
         for ((subject, cache), seconds) in subjects.iter().zip(&filled).zip(timings) {
@@ -172,6 +181,7 @@ pub fn time_prefill<T: Target, A>(
     let mut done = 0;
     let mut pass = |config: &KvCacheConfig, tokens: usize| -> Result<f64> {
         let start = Instant::now();
+        let _phase = trace_span!(target: PHASE, "prefill", cache = %config).entered();
         let mut cache = model.new_cache(config.with_capacity(tokens), 1, device)?;
         let before = done;
         done += prefill(device, model, &mut cache, tokens, |n| progress(before + n))?;

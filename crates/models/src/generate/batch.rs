@@ -6,9 +6,10 @@ use std::{
 };
 
 use burn::tensor::Device;
+use tracing::trace_span;
 
 use super::{GenerateOptions, Generated, Sampler, Stop, ids_to_tensor, prefill, read};
-use crate::{Error, LanguageModel, ModelCache, Result};
+use crate::{Error, LanguageModel, ModelCache, Result, spans::PHASE};
 
 /// Texts that are continued together, as many at a time as the cache has slots: prompts are read one
 /// after the other into free slots, all that are read take each step together, and a text that ends makes
@@ -51,6 +52,8 @@ pub struct Batch<'a> {
     /// Texts so far, which number the next.
     n_texts: usize,
     totals: BatchTotals,
+    /// Steps so far.
+    steps: usize,
 }
 
 /// What happens to a text. Texts are numbered from 0, in the order in which they came.
@@ -182,8 +185,20 @@ impl<'a> Batch<'a> {
         let reader = cache.select(&[0])?;
         let slots = (0..cache.batch()).map(|_| None).collect();
         let (waiting, events, totals) = Default::default();
-        let n_texts = 0;
-        Ok(Self { model, cache, device, options, reader, waiting, slots, events, n_texts, totals })
+        let (n_texts, steps) = (0, 0);
+        Ok(Self {
+            model,
+            cache,
+            device,
+            options,
+            reader,
+            waiting,
+            slots,
+            events,
+            n_texts,
+            totals,
+            steps,
+        })
     }
 
     /// Adds a text, which starts as soon as there is a slot; at any time. Returns its number.
@@ -272,7 +287,9 @@ impl<'a> Batch<'a> {
 
     /// Appends to each text the token that was picked last, and picks the next.
     fn step(&mut self) -> Result<()> {
-        let start = Instant::now();
+        let (start, n) = (Instant::now(), self.steps + 1);
+        let _phase = trace_span!(target: PHASE, "decode", n).entered();
+        self.steps = n;
         let last = |slot: &Option<Text>| slot.as_ref().and_then(|text| text.ids.last().copied());
         let ids: Vec<u32> = self.slots.iter().map(|slot| last(slot).unwrap_or(0)).collect();
         let tokens: Vec<usize> = self.slots.iter().map(|slot| slot.is_some().into()).collect();

@@ -4,8 +4,13 @@ use std::{cell::RefCell, collections::BTreeSet, fmt, rc::Rc};
 
 use burn::tensor::{DType, Device, Graph, Int, Tensor, capture};
 
+use tracing::trace_span;
+
 use super::ids_to_tensor;
-use crate::{Error, LanguageModel, ModelCache, Result};
+use crate::{
+    Error, LanguageModel, ModelCache, Result,
+    spans::{OPERATION, PHASE, REPLAY},
+};
 
 /// One decode step of a model over its cache, recorded with [`capture`] and replayed for every
 /// token. While the graph lives it holds the layers of the cache; dropping it gives them back, with
@@ -107,6 +112,7 @@ impl<'a> DecodeGraph<'a> {
         eos: &BTreeSet<u32>,
         device: &Device,
     ) -> Result<Self> {
+        let _phase = trace_span!(target: PHASE, "record").entered();
         let batch = cache.batch();
         if !eos.is_empty() && batch != 1 {
             return Err(Error::argument("batch", batch, "must be 1 for texts that end"));
@@ -233,6 +239,7 @@ impl<'a> DecodeGraph<'a> {
     }
 
     fn replay(&mut self) {
+        let _span = trace_span!(target: OPERATION, REPLAY).entered();
         // SAFETY: what the step reads and writes is in `bound` or in the graph itself and lives as
         // long as `self`; both are used by this thread alone, so that all work is in order on one
         // stream.

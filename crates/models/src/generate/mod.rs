@@ -17,8 +17,12 @@ pub use batch::{Batch, BatchTotals, Event};
 pub use graph::DecodeGraph;
 pub use sampler::{Sampler, Sampling};
 pub use steps::Steps;
+use tracing::trace_span;
 
-use crate::{Error, LanguageModel, ModelCache, Result};
+use crate::{
+    Error, LanguageModel, ModelCache, Result,
+    spans::{OPERATION, PHASE},
+};
 
 /// When [`generate`] stops and how it picks tokens.
 #[derive(Clone, Debug)]
@@ -147,6 +151,7 @@ pub fn generate(
     let start = Instant::now();
     let mut steps = Steps::new(model, cache, options.recorded, device)?;
     while out.ids.len() < options.max_tokens {
+        let _phase = trace_span!(target: PHASE, "decode", n = out.ids.len() + 1).entered();
         let id = sampler.sample(&logits, &text)?;
         text.push(id);
         out.ids.push(id);
@@ -154,7 +159,7 @@ pub fn generate(
             out.stop = Stop::Eos;
             break;
         }
-        if !on_token(id) {
+        if !told(&mut on_token, id) {
             out.stop = Stop::Callback;
             break;
         }
@@ -172,6 +177,11 @@ pub fn generate(
     Ok(out)
 }
 
+fn told(on_token: &mut impl FnMut(u32) -> bool, id: u32) -> bool {
+    let _span = trace_span!(target: OPERATION, "on_token").entered();
+    on_token(id)
+}
+
 /// Passes a prompt in chunks and returns the logits after its last token.
 fn prefill(
     model: &LanguageModel,
@@ -180,6 +190,7 @@ fn prefill(
     chunk: usize,
     device: &Device,
 ) -> Result<Vec<f32>> {
+    let _phase = trace_span!(target: PHASE, "prefill").entered();
     let (body, tail) = prompt.split_at((prompt.len() - 1) / chunk * chunk);
     for ids in body.chunks(chunk) {
         model.hidden_step(ids_to_tensor(ids, [1, ids.len()], device), cache)?;
@@ -200,6 +211,7 @@ fn last_logits(
 }
 
 fn read<const D: usize>(logits: Tensor<D>) -> Result<Vec<f32>> {
+    let _span = trace_span!(target: OPERATION, "read").entered();
     let data = logits.into_data().convert::<f32>();
     data.try_into_vec::<f32>()
         .map_err(|error| Error::argument("logits", format!("{error:?}"), "must be readable as f32"))

@@ -107,6 +107,7 @@ impl Sampler {
     ///
     /// No logits, or one that is NaN.
     pub fn sample(&mut self, logits: &[f32], before: &[u32]) -> Result<u32> {
+        let _span = tracing::trace_span!(target: crate::spans::OPERATION, "sample").entered();
         if let Some(id) = logits.iter().position(|logit| logit.is_nan()) {
             return Err(Error::argument("logits", format!("NaN at id {id}"), "must be numbers"));
         }

@@ -4,8 +4,9 @@ use std::fmt;
 
 use burn::tensor::Tensor;
 use kv_cubecl::{AttentionOptions, KvMemory};
+use tracing::trace_span;
 
-use crate::Result;
+use crate::{Result, spans::OPERATION};
 
 /// The inputs and the output of one layer's attention.
 #[derive(Clone, Debug)]
@@ -88,6 +89,7 @@ impl<'a> Memory<'a> {
     ///
     /// Those of the cache: a configuration that does not fit the head, no room left.
     pub fn attend(self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Result<Tensor<4>> {
+        let _span = trace_span!(target: OPERATION, "attend").entered();
         let Self { kv, sink_logits, observer } = self;
         let Some(Observer { layer, options, observe }) = observer else {
             return Ok(kv.attend_with_sinks(q, k, v, sink_logits)?.output);

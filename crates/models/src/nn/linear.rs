@@ -7,6 +7,7 @@ use burn::{
 };
 
 use super::Matrix;
+use crate::spans;
 
 /// `x W^T + b` with `W` as `[d_output, d_input]`, the layout of Hugging Face and GGUF files.
 ///
@@ -29,6 +30,7 @@ impl Linear {
     /// - x: `[batch, seq, d_input]`
     /// - output: `[batch, seq, d_output]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        let _span = spans::reading(self.weight.param());
         let y = self.weight.project(x);
         match &self.bias {
             Some(bias) => y + bias.val().unsqueeze(),
@@ -52,6 +54,7 @@ impl Embedding {
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, d_output]`
     pub fn forward(&self, ids: Tensor<2, Int>) -> Tensor<3> {
+        let _span = spans::reading(self.weight.param());
         self.weight.lookup(ids)
     }
 }

@@ -5,7 +5,10 @@ use burn::{
     tensor::{DType, Tensor, activation},
 };
 
+use tracing::trace_span;
+
 use super::Linear;
+use crate::spans::OPERATION;
 
 /// The nonlinearity of a [`GatedMlp`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,6 +42,11 @@ impl GatedMlp {
     /// - output: `[batch, seq, hidden]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         let gate_up = self.gate_up.forward(x); // [batch, seq, 2 * intermediate]
+        self.down.forward(self.gated(gate_up))
+    }
+
+    fn gated(&self, gate_up: Tensor<3>) -> Tensor<3> {
+        let _span = trace_span!(target: OPERATION, "gate").entered();
         let intermediate = gate_up.dims()[2] / 2;
         let gate = gate_up.clone().narrow(2, 0, intermediate);
         let up = gate_up.narrow(2, intermediate, intermediate);
@@ -46,7 +54,7 @@ impl GatedMlp {
             Gating::Silu => in_f32(gate, activation::silu),
             Gating::GeluTanh => in_f32(gate, activation::gelu_approximate),
         };
-        self.down.forward(gate * up)
+        gate * up
     }
 }
 

@@ -259,6 +259,7 @@ impl Rotation {
     /// - x: `[batch, heads, seq, head_dim]`
     /// - output: `[batch, heads, seq, head_dim]`
     pub fn apply(&self, x: Tensor<4>) -> Tensor<4> {
+        let _span = tracing::trace_span!(target: crate::spans::OPERATION, "rotate").entered();
         let head_dim = x.dims()[3];
         let half = self.cos.dims()[3];
         let a = x.clone().narrow(3, 0, half);

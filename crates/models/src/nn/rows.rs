@@ -26,10 +26,12 @@ pub fn by_rows(x: Tensor<3>, f: impl Fn(Tensor<3>) -> Tensor<3> + Sync) -> Tenso
         let [_, seq, _] = x.dims();
         if seq >= 2 * PIECE && Flex::hosts(&x.device()) {
             let starts: Vec<usize> = (0..seq).step_by(PIECE).collect();
-            let pieces: Vec<Tensor<3>> = starts
-                .into_par_iter()
-                .map(|start| f(x.clone().narrow(1, start, PIECE.min(seq - start))))
-                .collect();
+            // What `f` does on other threads is a part of this.
+            let span = tracing::trace_span!(target: crate::spans::OPERATION, "rows");
+            let _waits = span.enter();
+            let piece = |start| f(x.clone().narrow(1, start, PIECE.min(seq - start)));
+            let pieces: Vec<Tensor<3>> =
+                starts.into_par_iter().map(|start| span.in_scope(|| piece(start))).collect();
             return Tensor::cat(pieces, 1);
         }
     }

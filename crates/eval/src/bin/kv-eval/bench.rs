@@ -22,10 +22,21 @@ use self::{
     llm::{LlmArgs, llm},
     models::{DecodeArgs, PrefillArgs, decode, prefill},
 };
-use crate::common::write_json;
+use crate::{
+    common::write_json,
+    profile::{Profile, ProfileArgs},
+};
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    bench: Bench,
+    #[command(flatten)]
+    profile: ProfileArgs,
+}
 
 #[derive(Debug, clap::Subcommand)]
-pub(crate) enum Bench {
+enum Bench {
     /// One layer's attention over caches of growing length: bytes read per second, and their share
     /// of what copying memory reaches.
     DecodeAttention(AttentionArgs),
@@ -127,17 +138,20 @@ struct Output<'a, P> {
     points: &'a [P],
 }
 
-pub(crate) fn run(bench: &Bench) -> Result<()> {
+pub(crate) fn run(Args { bench, profile }: &Args) -> Result<()> {
+    let mut profile = profile.start()?;
+    let to = &mut profile;
     match bench {
         Bench::DecodeAttention(args) => {
-            dispatch!(args.layer.common.backend, Plain, attention(args))
+            dispatch!(args.layer.common.backend, Plain, attention(args, to))
         }
-        Bench::Flush(args) => dispatch!(args.common.backend, Plain, flush(args)),
-        Bench::Quantize(args) => dispatch!(args.common.backend, Plain, codec(args)),
-        Bench::Decode(args) => dispatch!(args.backend(), Plain, decode(args)),
-        Bench::Prefill(args) => dispatch!(args.backend(), Plain, prefill(args)),
-        Bench::Llm(args) => dispatch!(args.backend(), Plain, llm(args)),
-    }
+        Bench::Flush(args) => dispatch!(args.common.backend, Plain, flush(args, to)),
+        Bench::Quantize(args) => dispatch!(args.common.backend, Plain, codec(args, to)),
+        Bench::Decode(args) => dispatch!(args.backend(), Plain, decode(args, to)),
+        Bench::Prefill(args) => dispatch!(args.backend(), Plain, prefill(args, to)),
+        Bench::Llm(args) => dispatch!(args.backend(), Plain, llm(args, to)),
+    }?;
+    profile.finish()
 }
 
 /// Bytes of each buffer that is copied to measure the bandwidth: more than processors' caches hold,
@@ -193,8 +207,9 @@ impl Sinks {
     }
 }
 
-fn attention<T: Target>(args: &AttentionArgs) -> Result<()> {
+fn attention<T: Target>(args: &AttentionArgs, profile: &mut Profile) -> Result<()> {
     let device = On::<T>::open()?;
+    profile.device(&device)?;
     let &AttentionArgs { ref layer, tokens, recorded, .. } = args;
     let working_set = args.working_set << 20;
     let plan = AttentionPlan { tokens, working_set, recorded, ..layer.plan() };
@@ -233,8 +248,9 @@ fn attention<T: Target>(args: &AttentionArgs) -> Result<()> {
     sinks.finish(&device, copied, &table, Some(&chart), &points)
 }
 
-fn flush<T: Target>(args: &LayerArgs) -> Result<()> {
+fn flush<T: Target>(args: &LayerArgs, profile: &mut Profile) -> Result<()> {
     let device = On::<T>::open()?;
+    profile.device(&device)?;
     let plan = args.plan();
     let sinks = Sinks::open(args.common.json.as_deref(), None)?;
     let what = format!("appending a token to one layer on {}: {}", T::NAME, args.describe());
@@ -269,8 +285,9 @@ fn flush<T: Target>(args: &LayerArgs) -> Result<()> {
     sinks.finish(&device, copied, &table, None, &points)
 }
 
-fn codec<T: Target>(args: &CodecArgs) -> Result<()> {
+fn codec<T: Target>(args: &CodecArgs, profile: &mut Profile) -> Result<()> {
     let device = On::<T>::open()?;
+    profile.device(&device)?;
     let CodecArgs { kv_heads, tokens, head_dim, group_size, .. } = *args;
     let sinks = Sinks::open(args.common.json.as_deref(), None)?;
     let what =

@@ -17,6 +17,7 @@ use kv_models::{
 use crate::{
     common::{BosArgs, ModelArgs, Weights},
     generate_several::number,
+    profile::ProfileArgs,
     source::{self, Source},
 };
 
@@ -70,6 +71,8 @@ pub(crate) struct Args {
     /// Record the step of one token once and replay it, on devices that can (CUDA, WGPU).
     #[arg(long)]
     recorded: bool,
+    #[command(flatten)]
+    profile: ProfileArgs,
 }
 
 #[derive(Clone, Copy, Debug, clap::Args)]
@@ -110,9 +113,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
+    let mut profile = args.profile.start()?;
     let device = On::<T>::open()?;
     let mut prompts = args.prompts()?;
-    let Source { model, tokenizer, cache, .. } = source::load(&args.on, Weights::Packed, &device)?;
+    profile.device(&device)?;
+    let Source { model, tokenizer, cache, name } =
+        source::load(&args.on, Weights::Packed, &device)?;
     let template = args.template(&tokenizer)?;
     let chosen = args.cache.map(ModelCacheConfig::from).or(cache);
     let chosen = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
@@ -120,6 +126,8 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     // One cache serves the whole run, so that a rotation of its values can be in the weights.
     let cache_name = chosen.to_string();
     let (model, config) = model.fold_rotation(chosen);
+    profile.model(&model, &name);
+    profile.fact("cache", &config);
     let options = GenerateOptions {
         max_tokens: args.max_tokens,
         sampling: args.sampling.into(),
@@ -159,7 +167,8 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
             let prompts = prompts.collect::<Result<Vec<_>>>()?;
             writer.write_several(&prompts, args.batch)
         }
-    }
+    }?;
+    profile.finish()
 }
 
 impl Args {

@@ -6,6 +6,7 @@ mod compare;
 mod generate;
 mod generate_several;
 mod ppl;
+mod profile;
 mod source;
 
 use std::process::ExitCode;
@@ -40,8 +41,7 @@ enum Command {
     /// Continue a prompt.
     Generate(generate::Args),
     /// Time attention, caches and whole models by context length.
-    #[command(subcommand)]
-    Bench(bench::Bench),
+    Bench(bench::Args),
 }
 
 fn main() -> ExitCode {

@@ -11,6 +11,7 @@ use crate::{
         BosArgs, Job, ModelArgs, Output, Text, Weights, evaluate_and_report, note_short_text,
         read_ids,
     },
+    profile::ProfileArgs,
     source::{self, Source},
 };
 
@@ -51,6 +52,8 @@ pub(crate) struct Args {
     /// first window.
     #[arg(long, value_name = "FOLDER")]
     report: Option<PathBuf>,
+    #[command(flatten)]
+    profile: ProfileArgs,
 }
 
 /// A cache as it was named.
@@ -73,10 +76,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
+    let mut profile = args.profile.start()?;
     let device = On::<T>::open()?;
+    profile.device(&device)?;
     let output = Output::open(args.json.as_deref(), args.report.as_deref())?;
     let Source { model, tokenizer, name, cache } =
         source::load(&args.on, Weights::Restored, &device)?;
+    profile.model(&model, &name);
     let bos = args.bos.choose(&tokenizer)?;
     let (ids, bytes) = read_ids(&args.text, &tokenizer, args.tokens)?;
     note_short_text(&ids, args.tokens);
@@ -100,5 +106,6 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     }
     let jobs = [Job { model: &model, name, plan }];
     let bos = bos.and_then(|bos| tokenizer.id_to_token(bos));
-    evaluate_and_report(&device, Text { path: &args.text, bytes, bos }, &jobs, output)
+    evaluate_and_report(&device, Text { path: &args.text, bytes, bos }, &jobs, output)?;
+    profile.finish()
 }

@@ -7,8 +7,9 @@ use burn::tensor::Device;
 use kv_cli::name_of;
 use kv_models::{
     LanguageModel, LoadOptions, Loaded, ModelCacheConfig, Tokenizer, WeightDtype,
-    kv_weights::Activations, load_with,
+    kv_weights::Activations, load_with, spans::PHASE,
 };
+use tracing::trace_span;
 
 use crate::common::{ModelArgs, Weights};
 
@@ -23,12 +24,14 @@ pub(crate) struct Source {
 
 /// Loads the model and tokenizer that are named; `weights` is what becomes of quantized ones by default.
 pub(crate) fn load(args: &ModelArgs, weights: Weights, device: &Device) -> Result<Source> {
+    let _phase = trace_span!(target: PHASE, "load").entered();
     let source = read(&args.source.find()?, device, args.options(weights, device))?;
     Ok(Source { name: args.source.name(), ..source })
 }
 
 /// The model that is named, and its name, with the type of its weights unless that is f32.
 pub(crate) fn load_model(args: &ModelArgs, device: &Device) -> Result<(LanguageModel, String)> {
+    let _phase = trace_span!(target: PHASE, "load").entered();
     let options = args.options(Weights::Packed, device);
     let Loaded { model, notes, .. } = load_with(args.source.find()?, device, options)?;
     kv_cli::notes(&notes);

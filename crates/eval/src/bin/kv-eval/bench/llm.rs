@@ -10,7 +10,7 @@ use kv_eval::bench::{LlmPlan, Spread, time_llm};
 use kv_report::Table;
 
 use super::Sinks;
-use crate::{common::ModelArgs, source};
+use crate::{common::ModelArgs, profile::Profile, source};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct LlmArgs {
@@ -45,10 +45,12 @@ impl LlmArgs {
     }
 }
 
-pub(super) fn llm<T: Target>(args: &LlmArgs) -> Result<()> {
+pub(super) fn llm<T: Target>(args: &LlmArgs, profile: &mut Profile) -> Result<()> {
     let device = On::<T>::open()?;
+    profile.device(&device)?;
     let sinks = Sinks::open(args.json.as_deref(), None)?;
     let (model, name) = source::load_model(&args.on, &device)?;
+    profile.model(&model, &name);
     let LlmArgs { prompt, generate, repetitions, recorded, .. } = *args;
     let plan = LlmPlan { prompt, generate, depths: args.depths.clone(), repetitions, recorded };
     let copied = sinks.start(&device, &format!("{name} on {}, {repetitions} times", T::NAME))?;

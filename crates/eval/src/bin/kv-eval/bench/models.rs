@@ -12,7 +12,7 @@ use kv_models::LanguageModel;
 use kv_report::Table;
 
 use super::{Sinks, by_context};
-use crate::{ALLOCATOR, common::ModelArgs, source};
+use crate::{ALLOCATOR, common::ModelArgs, profile::Profile, source};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ModelBench {
@@ -57,11 +57,13 @@ pub(crate) struct PrefillArgs {
     samples: usize,
 }
 
-pub(super) fn decode<T: Target>(args: &DecodeArgs) -> Result<()> {
+pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Result<()> {
     let DecodeArgs { bench: args, samples, batch, recorded } = args;
     let device = On::<T>::open()?;
+    profile.device(&device)?;
     let sinks = Sinks::open(args.json.as_deref(), args.plot.as_deref())?;
     let (model, name) = args.load(&device)?;
+    profile.model(&model, &name);
     let contexts = args.contexts(&model, timed_steps(*samples));
     let what = format!("{name} on {}, median of {samples} decode steps", T::NAME);
     let copied = sinks.start(&device, &what)?;
@@ -113,10 +115,15 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs) -> Result<()> {
     sinks.finish(&device, copied, &table, Some(&chart), &points)
 }
 
-pub(super) fn prefill<T: Target>(PrefillArgs { bench: args, samples }: &PrefillArgs) -> Result<()> {
+pub(super) fn prefill<T: Target>(
+    PrefillArgs { bench: args, samples }: &PrefillArgs,
+    profile: &mut Profile,
+) -> Result<()> {
     let device = On::<T>::open()?;
+    profile.device(&device)?;
     let sinks = Sinks::open(args.json.as_deref(), args.plot.as_deref())?;
     let (model, name) = args.load(&device)?;
+    profile.model(&model, &name);
     let contexts = args.contexts(&model, 0);
     let what = format!("{name} on {}, prompts passed {samples} times", T::NAME);
     let copied = sinks.start(&device, &what)?;

@@ -1,0 +1,335 @@
+//! Totals, counts, means and shares.
+
+use std::collections::{BTreeMap, HashMap};
+
+use kv_report::{
+    Table,
+    timeline::{Bar, Kind},
+};
+
+use crate::{
+    label::{Labels, OUTSIDE},
+    launch::{Launch, Launches},
+    log::{Place, Sum, ThreadLog},
+};
+
+/// Rows of a table; what is left is one more.
+const MOST_ROWS: usize = 40;
+
+/// The sums of a run.
+pub(crate) struct Sums<'a> {
+    labels: &'a Labels,
+    /// Nanoseconds of the whole run.
+    wall: u64,
+    host: BTreeMap<Place, Sum>,
+    device: HashMap<Place, Sum>,
+    launches: &'a Launches,
+}
+
+/// Times of one thing, in nanoseconds.
+#[derive(Clone, Copy, Default)]
+struct Times {
+    count: u64,
+    total: u64,
+}
+
+impl Times {
+    fn add(&mut self, nanoseconds: u64) {
+        self.count += 1;
+        self.total += nanoseconds;
+    }
+
+    /// Count, total in ms, mean in us and share.
+    fn cells(self, of: u64) -> [String; 4] {
+        let Self { count, total } = self;
+        let mean = total as f64 / 1e3 / count.max(1) as f64;
+        [count.to_string(), ms(total), format!("{mean:.1}"), share(total, of)]
+    }
+}
+
+fn ms(nanoseconds: u64) -> String {
+    format!("{:.3}", nanoseconds as f64 / 1e6)
+}
+
+fn share(part: u64, of: u64) -> String {
+    format!("{:.1}%", 100.0 * part as f64 / of.max(1) as f64)
+}
+
+impl<'a> Sums<'a> {
+    pub(crate) fn new(
+        labels: &'a Labels,
+        logs: &[&ThreadLog],
+        launches: &'a Launches,
+        wall: u64,
+    ) -> Self {
+        let mut host: BTreeMap<Place, Sum> = BTreeMap::new();
+        for (&place, sum) in logs.iter().flat_map(|log| &log.sums) {
+            let all = host.entry(place).or_default();
+            all.count += sum.count;
+            all.own += sum.own;
+            all.whole += sum.whole;
+        }
+        let mut device: HashMap<Place, Sum> = HashMap::new();
+        for launch in launches.queues.iter().flat_map(|queue| &queue.launches) {
+            let sum = device.entry(launch.place).or_default();
+            sum.count += 1;
+            sum.own += launch.end.saturating_sub(launch.start);
+        }
+        Self { labels, wall, host, device, launches }
+    }
+
+    /// Every table, with its heading.
+    pub(crate) fn tables(&self, logs: &[&ThreadLog]) -> Vec<(String, Table)> {
+        let mut tables = vec![("Phases".to_string(), self.phases())];
+        for phase in self.by_time() {
+            let table = self.operations(phase);
+            // More than the phase itself and the total.
+            if table.rows().len() > 2 {
+                let name = &self.labels.group_names[phase as usize];
+                tables.push((format!("Operations in {name}"), table));
+            }
+        }
+        if !self.launches.queues.is_empty() {
+            tables.push(("Kernels".into(), self.kernels()));
+            tables.push(("Gaps between launches".into(), self.idle(logs)));
+        }
+        tables
+    }
+
+    /// The phases, those that took longest first.
+    fn by_time(&self) -> Vec<u32> {
+        let places = self.host.keys().chain(self.device.keys());
+        let mut phases: Vec<u32> = places.map(|&(phase, _)| phase).collect();
+        phases.sort_unstable();
+        phases.dedup();
+        let own = |phase: u32| -> u64 {
+            self.host.range((phase, 0)..=(phase, u32::MAX)).map(|(_, sum)| sum.own).sum()
+        };
+        phases.sort_by_key(|&phase| std::cmp::Reverse(own(phase)));
+        phases
+    }
+
+    /// Nanoseconds that the device was busy with launches of a phase, or of all.
+    fn busy(&self, phase: Option<u32>) -> u64 {
+        let of = |place: &Place| phase.is_none_or(|phase| place.0 == phase);
+        self.device.iter().filter(|(place, _)| of(place)).map(|(_, sum)| sum.own).sum()
+    }
+
+    fn phases(&self) -> Table {
+        let with_device = !self.launches.queues.is_empty();
+        let mut header = vec!["phase", "count", "total ms", "mean us", "share of run"];
+        if with_device {
+            header.extend(["device busy ms", "device busy"]);
+        }
+        let mut table = Table::new(header);
+        let mut covered = 0;
+        for phase in self.by_time() {
+            let Some(sum) = self.host.get(&(phase, phase)) else { continue };
+            covered += sum.whole;
+            let times = Times { count: sum.count, total: sum.whole };
+            let mut row = vec![self.labels.group_names[phase as usize].clone()];
+            row.extend(times.cells(self.wall));
+            if with_device {
+                let busy = self.busy(Some(phase));
+                row.extend([ms(busy), share(busy, sum.whole)]);
+            }
+            table.push(row);
+        }
+        let outside = self.wall.saturating_sub(covered);
+        table.push([OUTSIDE, "", &ms(outside), "", &share(outside, self.wall)]);
+        table.push(["total", "", &ms(self.wall), "", &share(self.wall, self.wall)]);
+        table
+    }
+
+    fn operations(&self, phase: u32) -> Table {
+        let with_device = !self.launches.queues.is_empty();
+        let mut header = vec!["operation", "count", "host ms", "mean us", "share"];
+        if with_device {
+            header.extend(["launches", "device ms", "mean us", "share"]);
+        }
+        let mut table = Table::new(header);
+        let mut groups: Vec<u32> = self
+            .host
+            .keys()
+            .chain(self.device.keys())
+            .filter(|place| place.0 == phase)
+            .map(|place| place.1)
+            .collect();
+        groups.sort_unstable();
+        groups.dedup();
+        let times = |sums: Option<&Sum>| {
+            sums.map_or(Times::default(), |sum| Times { count: sum.count, total: sum.own })
+        };
+        let mut rows: Vec<(String, [Times; 2])> = groups
+            .into_iter()
+            .map(|group| {
+                let place = (phase, group);
+                let name = &self.labels.group_names[group as usize];
+                let name = match group == phase && name != OUTSIDE {
+                    true => format!("(rest of {name})"),
+                    false => name.clone(),
+                };
+                (name, [times(self.host.get(&place)), times(self.device.get(&place))])
+            })
+            .collect();
+        rows.sort_by_key(|(_, [host, device])| std::cmp::Reverse(host.total.max(device.total)));
+        let total = |which: usize, rows: &[(String, [Times; 2])]| {
+            let add = |sum: Times, (_, times): &(String, [Times; 2])| Times {
+                count: sum.count + times[which].count,
+                total: sum.total + times[which].total,
+            };
+            rows.iter().fold(Times::default(), add)
+        };
+        let all = [total(0, &rows), total(1, &rows)];
+        if rows.len() > MOST_ROWS {
+            let rest = rows.split_off(MOST_ROWS - 1);
+            rows.push((format!("({} others)", rest.len()), [total(0, &rest), total(1, &rest)]));
+        }
+        rows.push(("total".into(), all));
+        for (name, [host, device]) in rows {
+            let mut row = vec![name];
+            row.extend(host.cells(all[0].total));
+            if with_device {
+                row.extend(device.cells(all[1].total));
+            }
+            table.push(row);
+        }
+        table
+    }
+
+    fn kernels(&self) -> Table {
+        let mut kernels: HashMap<String, Times> = HashMap::new();
+        for launch in self.launches.queues.iter().flat_map(|queue| &queue.launches) {
+            let times = kernels.entry(kernel_name(launch)).or_default();
+            times.add(launch.end.saturating_sub(launch.start));
+        }
+        self.sorted(["kernel", "launches", "device ms", "mean us", "share"], kernels)
+    }
+
+    /// What the host did while the device had nothing to do.
+    fn idle(&self, logs: &[&ThreadLog]) -> Table {
+        let mut idle: HashMap<String, Times> = HashMap::new();
+        for queue in &self.launches.queues {
+            let host = Host::new(logs.get(queue.thread).map_or(&[], |log| &log.bars));
+            for gap in queue.gaps() {
+                for (label, nanoseconds) in host.during(gap.start, gap.end) {
+                    let name = match label.map(|label| &self.labels.list[label as usize]) {
+                        Some(label) if label.kind == Kind::Phase => {
+                            format!("(rest of {})", label.group)
+                        }
+                        Some(label) => label.group.clone(),
+                        None => OUTSIDE.into(),
+                    };
+                    idle.entry(format!("host in {name}")).or_default().add(nanoseconds);
+                }
+            }
+        }
+        self.sorted(["while the device was idle", "parts", "idle ms", "mean us", "share"], idle)
+    }
+
+    fn sorted(&self, header: [&str; 5], times: HashMap<String, Times>) -> Table {
+        let mut table = Table::new(header);
+        let mut rows: Vec<(String, Times)> = times.into_iter().collect();
+        rows.sort_by(|(a, x), (b, y)| y.total.cmp(&x.total).then(a.cmp(b)));
+        let sum = |rows: &[(String, Times)]| Times {
+            count: rows.iter().map(|(_, times)| times.count).sum(),
+            total: rows.iter().map(|(_, times)| times.total).sum(),
+        };
+        let all = sum(&rows);
+        if rows.len() > MOST_ROWS {
+            let rest = rows.split_off(MOST_ROWS - 1);
+            rows.push((format!("({} others)", rest.len()), sum(&rest)));
+        }
+        rows.push(("total".into(), all));
+        for (name, times) in rows {
+            let [count, total, mean, share] = times.cells(all.total);
+            table.push([name, count, total, mean, share]);
+        }
+        table
+    }
+}
+
+/// The kernel's name, without the path and the types of its parameters.
+pub(crate) fn kernel_name(launch: &Launch) -> String {
+    let name = launch.kernel.split('<').next().unwrap_or(launch.kernel);
+    name.rsplit("::").next().unwrap_or(name).to_string()
+}
+
+/// What a thread was in at any time.
+pub(crate) struct Host {
+    /// Start, end and label, one after the other.
+    parts: Vec<(u64, u64, u32)>,
+}
+
+impl Host {
+    pub(crate) fn new(bars: &[Bar]) -> Self {
+        let mut bars: Vec<&Bar> = bars.iter().collect();
+        bars.sort_by_key(|bar| (bar.start, bar.row));
+        let mut parts = vec![];
+        let mut open: Vec<&Bar> = vec![];
+        let mut at = 0;
+        let mut until = |time: u64, label: u32, at: &mut u64| {
+            if time > *at {
+                parts.push((*at, time, label));
+                *at = time;
+            }
+        };
+        for bar in bars {
+            while let Some(last) = open.pop_if(|last| last.end <= bar.start) {
+                until(last.end, last.label, &mut at);
+            }
+            if let Some(last) = open.last() {
+                until(bar.start, last.label, &mut at);
+            }
+            at = at.max(bar.start);
+            open.push(bar);
+        }
+        while let Some(last) = open.pop() {
+            until(last.end, last.label, &mut at);
+        }
+        Self { parts }
+    }
+
+    /// The innermost spans from `start` to `end`, and for how many nanoseconds each; `None` for none.
+    pub(crate) fn during(&self, start: u64, end: u64) -> Vec<(Option<u32>, u64)> {
+        let mut found = vec![];
+        let mut at = start;
+        let first = self.parts.partition_point(|&(_, ended, _)| ended <= start);
+        for &(from, to, label) in &self.parts[first..] {
+            if from >= end {
+                break;
+            }
+            if from > at {
+                found.push((None, from - at));
+            }
+            let (from, to) = (from.max(at), to.min(end));
+            found.push((Some(label), to - from));
+            at = to;
+        }
+        if at < end {
+            found.push((None, end - at));
+        }
+        found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_innermost_span_is_found() {
+        let bar = |label, row, start, end| Bar { label, detail: None, row, start, end };
+        let bars = [bar(0, 0, 10, 100), bar(1, 1, 20, 40), bar(2, 1, 40, 60), bar(3, 0, 120, 130)];
+        let host = Host::new(&bars);
+        assert_eq!(
+            host.parts,
+            [(10, 20, 0), (20, 40, 1), (40, 60, 2), (60, 100, 0), (120, 130, 3)]
+        );
+        let found = host.during(30, 125);
+        let expected = [(Some(1), 10), (Some(2), 20), (Some(0), 40), (None, 20), (Some(3), 5)];
+        assert_eq!(found, expected);
+        assert_eq!(host.during(0, 5), [(None, 5)]);
+        assert_eq!(host.during(5, 15), [(None, 5), (Some(0), 5)]);
+    }
+}
