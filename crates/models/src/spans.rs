@@ -19,7 +19,7 @@ use burn::{
 };
 use tracing::{span::EnteredSpan, trace_span};
 
-use crate::LanguageModel;
+use crate::{LanguageModel, nn::PACKED};
 
 /// The target of parts of a run.
 pub const PHASE: &str = "kv::phase";
@@ -34,8 +34,8 @@ pub const OPERATION: &str = "kv::operation";
 pub const REPLAY: &str = "replay";
 
 /// The operation that reads this parameter, until the end of the scope.
-pub(crate) fn reading<const D: usize>(param: &Param<Tensor<D>>) -> EnteredSpan {
-    trace_span!(target: OPERATION, "module", parameter = param.id.val()).entered()
+pub(crate) fn reading(param: ParamId) -> EnteredSpan {
+    trace_span!(target: OPERATION, "module", parameter = param.val()).entered()
 }
 
 impl LanguageModel {
@@ -75,7 +75,10 @@ impl ModuleVisitor for Names {
         self.found.insert(param.id, self.operation());
     }
 
-    fn enter_module(&mut self, name: &str, _: &str) {
+    fn enter_module(&mut self, name: &str, kind: &str) {
+        if let Some(id) = (kind == PACKED).then(|| name.parse().ok()).flatten() {
+            self.found.insert(id, self.operation());
+        }
         self.path.push(name.into());
     }
 

@@ -30,7 +30,7 @@ impl Linear {
     /// - x: `[batch, seq, d_input]`
     /// - output: `[batch, seq, d_output]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let _span = spans::reading(self.weight.param());
+        let _span = spans::reading(self.weight.id());
         let y = self.weight.project(x);
         match &self.bias {
             Some(bias) => y + bias.val().unsqueeze(),
@@ -54,7 +54,7 @@ impl Embedding {
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, d_output]`
     pub fn forward(&self, ids: Tensor<2, Int>) -> Tensor<3> {
-        let _span = spans::reading(self.weight.param());
+        let _span = spans::reading(self.weight.id());
         self.weight.lookup(ids)
     }
 }

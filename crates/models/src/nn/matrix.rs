@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use burn::{
     module::{
         Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault,
-        ModuleMapper, ModuleVisitor, Param,
+        ModuleMapper, ModuleVisitor, Param, ParamId,
     },
     tensor::{DType, Device, Int, Tensor, module::embedding},
 };
@@ -24,6 +24,9 @@ use crate::{Error, Result};
 #[derive(Clone, Debug)]
 pub struct Matrix(Stored);
 
+/// The kind of module that visitors are told for packed weights, whose name is their [`Matrix::id`].
+pub(crate) const PACKED: &str = "PackedMatrix";
+
 #[derive(Clone, Debug)]
 enum Stored {
     Dense(Param<Tensor<2>>),
@@ -33,6 +36,8 @@ enum Stored {
 /// Rows of blocks.
 #[derive(Clone, Debug)]
 struct Packed {
+    /// Tells it from the other parameters of a model, though it is none.
+    id: ParamId,
     /// Matrices of equal width whose rows follow one another; at least one.
     parts: Vec<PackedMatrix>,
     /// What they are multiplied with.
@@ -101,7 +106,15 @@ impl Matrix {
             return Err(Error::argument("parts", widths, "must be of one width"));
         };
         kv_weights::check_device("packed weights", &first.device())?;
-        Ok(Self(Stored::Packed(Packed { parts, activations })))
+        Ok(Self(Stored::Packed(Packed { id: ParamId::new(), parts, activations })))
+    }
+
+    /// Identifies the parameter, or the packed weights, among those of a model.
+    pub fn id(&self) -> ParamId {
+        match &self.0 {
+            Stored::Dense(param) => param.id,
+            Stored::Packed(packed) => packed.id,
+        }
     }
 
     /// The matrix as a parameter, which training updates; `None` for packed weights.
@@ -250,8 +263,14 @@ impl Module for Matrix {
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        if let Stored::Dense(param) = &self.0 {
-            param.visit(visitor);
+        match &self.0 {
+            Stored::Dense(param) => param.visit(visitor),
+            // No parameter, and yet to be found by its id.
+            Stored::Packed(packed) => {
+                let id = packed.id.to_string();
+                visitor.enter_module(&id, PACKED);
+                visitor.exit_module(&id, PACKED);
+            }
         }
     }
 

@@ -16,6 +16,7 @@ mod rows;
 pub use attention::{AttentionObserver, AttentionTrace, Memory};
 pub use linear::{Embedding, Linear, project};
 pub use matrix::Matrix;
+pub(crate) use matrix::PACKED;
 pub use mlp::{GatedMlp, Gating, in_f32};
 pub use norm::{LayerNorm, QkNorms, RmsNorm};
 pub use rope::{Rope, RopeScaling, Rotation};

@@ -43,7 +43,7 @@ impl RmsNorm {
     }
 
     fn over_last<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        let _span = spans::reading(&self.gamma);
+        let _span = spans::reading(self.gamma.id);
         let dtype = x.dtype();
         let x = x.cast(DType::F32);
         let rms = (x.clone().square().mean_dim(D - 1) + self.epsilon).sqrt();
@@ -104,7 +104,7 @@ impl LayerNorm {
     /// - x: `[batch, seq, width]`
     /// - output: `[batch, seq, width]`, in the type of x
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let _span = spans::reading(&self.gamma);
+        let _span = spans::reading(self.gamma.id);
         let dtype = x.dtype();
         let wide = |param: &Param<Tensor<1>>| param.val().cast(DType::F32);
         let (gamma, beta) = (wide(&self.gamma), self.beta.as_ref().map(wide));
