@@ -84,6 +84,23 @@ pub(super) unsafe fn words_at(from: impl Fn(usize) -> *const u8) -> __m512i {
     _mm512_mask_set1_epi32(all, 0xf000, word(3))
 }
 
+/// Four words of two f16, `stride` bytes apart: those of their lower halves, and those of their upper ones, each in
+/// four lanes.
+///
+/// # Safety
+/// The bytes are there.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) unsafe fn four_halves(from: *const u8, stride: usize) -> [__m512; 2] {
+    // SAFETY: as the caller says.
+    let word = |i: usize| unsafe { from.add(i * stride).cast::<i32>().read_unaligned() };
+    let words = _mm_setr_epi32(word(0), word(1), word(2), word(3));
+    let halves = _mm512_castps256_ps512(_mm256_cvtph_ps(words));
+    let lower = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
+    let upper = _mm512_setr_epi32(1, 1, 1, 1, 3, 3, 3, 3, 5, 5, 5, 5, 7, 7, 7, 7);
+    [lower, upper].map(|each| _mm512_permutexvar_ps(each, halves))
+}
+
 /// The f16 in the lower half of each lane.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]

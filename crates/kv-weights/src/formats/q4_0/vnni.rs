@@ -1,7 +1,7 @@
 use core::arch::x86_64::*;
 
 use super::{
-    super::vnni::{Group, Groups, four, four_words, lower_halves, nibbles},
+    super::vnni::{Group, Groups, four, four_halves, nibbles},
     flex::Q4_0,
 };
 use crate::formats::flex::Blocks;
@@ -15,8 +15,8 @@ impl Groups for Q4_0 {
         // SAFETY: the blocks are there, as the caller says.
         let blocks = unsafe { row.add(4 * BYTES * group) };
         // SAFETY: the blocks are there, as the caller says, and the word with a scale ends within its block.
-        let (codes, words) = unsafe { (four(blocks.add(2), BYTES), four_words(blocks, BYTES)) };
-        let scales = lower_halves(words);
+        let (codes, [scales, _]) =
+            unsafe { (four(blocks.add(2), BYTES), four_halves(blocks, BYTES)) };
         Group { codes: nibbles(codes), scales: [scales; 2], mins: _mm512_setzero_ps() }
     }
 }

@@ -1,5 +1,5 @@
 use super::{
-    super::vnni::{Group, Groups, four, four_words, lower_halves, nibbles, upper_halves},
+    super::vnni::{Group, Groups, four, four_halves, nibbles},
     flex::Q4_1,
 };
 use crate::formats::flex::Blocks;
@@ -13,8 +13,8 @@ impl Groups for Q4_1 {
         // SAFETY: the blocks are there, as the caller says.
         let blocks = unsafe { row.add(4 * BYTES * group) };
         // SAFETY: the blocks are there, as the caller says.
-        let (codes, words) = unsafe { (four(blocks.add(4), BYTES), four_words(blocks, BYTES)) };
-        let scales = lower_halves(words);
-        Group { codes: nibbles(codes), scales: [scales; 2], mins: upper_halves(words) }
+        let (codes, [scales, mins]) =
+            unsafe { (four(blocks.add(4), BYTES), four_halves(blocks, BYTES)) };
+        Group { codes: nibbles(codes), scales: [scales; 2], mins }
     }
 }

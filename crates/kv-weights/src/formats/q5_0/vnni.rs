@@ -1,7 +1,7 @@
 use core::arch::x86_64::*;
 
 use super::{
-    super::vnni::{Group, Groups, add_fifth_bits, four, four_words, lower_halves, nibbles},
+    super::vnni::{Group, Groups, add_fifth_bits, four, four_halves, nibbles},
     flex::Q5_0,
 };
 use crate::formats::flex::Blocks;
@@ -15,10 +15,10 @@ impl Groups for Q5_0 {
         // SAFETY: the blocks are there, as the caller says.
         let blocks = unsafe { row.add(4 * BYTES * group) };
         // SAFETY: the blocks are there, as the caller says, and the word with a scale ends within its block.
-        let (codes, words) = unsafe {
+        let (codes, [scales, _]) = unsafe {
             let codes = nibbles(four(blocks.add(6), BYTES));
-            (add_fifth_bits(codes, blocks.add(2), BYTES), four_words(blocks, BYTES))
+            (add_fifth_bits(codes, blocks.add(2), BYTES), four_halves(blocks, BYTES))
         };
-        Group { codes, scales: [lower_halves(words); 2], mins: _mm512_setzero_ps() }
+        Group { codes, scales: [scales; 2], mins: _mm512_setzero_ps() }
     }
 }

@@ -1,7 +1,5 @@
 use super::{
-    super::vnni::{
-        Group, Groups, add_fifth_bits, four, four_words, lower_halves, nibbles, upper_halves,
-    },
+    super::vnni::{Group, Groups, add_fifth_bits, four, four_halves, nibbles},
     flex::Q5_1,
 };
 use crate::formats::flex::Blocks;
@@ -15,10 +13,10 @@ impl Groups for Q5_1 {
         // SAFETY: the blocks are there, as the caller says.
         let blocks = unsafe { row.add(4 * BYTES * group) };
         // SAFETY: the blocks are there, as the caller says.
-        let (codes, words) = unsafe {
+        let (codes, [scales, mins]) = unsafe {
             let codes = nibbles(four(blocks.add(8), BYTES));
-            (add_fifth_bits(codes, blocks.add(4), BYTES), four_words(blocks, BYTES))
+            (add_fifth_bits(codes, blocks.add(4), BYTES), four_halves(blocks, BYTES))
         };
-        Group { codes, scales: [lower_halves(words); 2], mins: upper_halves(words) }
+        Group { codes, scales: [scales; 2], mins }
     }
 }

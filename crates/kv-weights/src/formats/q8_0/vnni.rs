@@ -1,7 +1,7 @@
 use core::arch::x86_64::*;
 
 use super::{
-    super::vnni::{Group, Groups, four, four_words, lower_halves},
+    super::vnni::{Group, Groups, four, four_halves},
     flex::Q8_0,
 };
 use crate::formats::flex::Blocks;
@@ -15,12 +15,12 @@ impl Groups for Q8_0 {
         // SAFETY: the blocks are there, as the caller says.
         let blocks = unsafe { row.add(4 * BYTES * group) };
         // SAFETY: the blocks are there, as the caller says, and the word with a scale ends within its block.
-        let (first, second, words) = unsafe {
-            (four(blocks.add(2), BYTES), four(blocks.add(18), BYTES), four_words(blocks, BYTES))
+        let (first, second, [scales, _]) = unsafe {
+            (four(blocks.add(2), BYTES), four(blocks.add(18), BYTES), four_halves(blocks, BYTES))
         };
         // Signed bytes less -128.
         let sign = _mm512_set1_epi8(i8::MIN);
         let codes = [_mm512_xor_si512(first, sign), _mm512_xor_si512(second, sign)];
-        Group { codes, scales: [lower_halves(words); 2], mins: _mm512_setzero_ps() }
+        Group { codes, scales: [scales; 2], mins: _mm512_setzero_ps() }
     }
 }

@@ -20,12 +20,18 @@ use crate::{
 };
 use activations::{Group, groups};
 
-/// Rows of weights that a thread takes at a time.
-const PART: usize = 64;
+/// Bytes of weights that a thread takes at a time, about: reading in order is fastest, and so is a last part that no
+/// thread has to wait for.
+const PART: usize = 256 << 10;
 /// Multiplications that are worth a second thread.
 const PARALLEL: usize = 1 << 17;
 /// Rows of activations that are multiplied with a row of weights at a time.
 const ROWS: usize = 4;
+/// Bytes of a line of the processor's cache.
+const LINE: usize = 64;
+/// How many bytes before they are multiplied blocks are brought into the cache. The processor foresees by itself what
+/// is read in order, but not past the end of a page.
+const AHEAD: usize = 2048;
 
 /// Whether this processor has the instructions.
 pub(super) fn available() -> bool {
@@ -66,9 +72,11 @@ fn by_digits<F: Groups, const D: usize>(
     let x = unsafe { groups::<F, D>(x, columns) };
     let mut by_weight = vec![0.0; rows * n];
     let parallel = rows * columns * n * D >= PARALLEL;
-    in_parts(by_weight.chunks_mut(PART * n).enumerate(), parallel, |(part, out)| {
+    let rounds = (row * rows).div_ceil(PART * rayon::current_num_threads());
+    let part_rows = rows.div_ceil(rounds * rayon::current_num_threads());
+    in_parts(by_weight.chunks_mut(part_rows * n).enumerate(), parallel, |(part, out)| {
         // SAFETY: the processor has the instructions, as asserted.
-        unsafe { some_rows::<F, D>(&blocks[part * PART * row..], layout, &x, out) };
+        unsafe { some_rows::<F, D>(&blocks[part * part_rows * row..], layout, &x, out) };
     });
     transposed(by_weight, n)
 }
@@ -81,62 +89,58 @@ fn some_rows<F: Groups, const D: usize>(
     x: &[Group<D>],
     out: &mut [f32],
 ) {
-    let (row, columns) = (layout.row_bytes(), layout.columns());
+    let columns = layout.columns();
+    let rest = columns % GROUP / F::NUMBERS;
+    let weights = Rows { blocks, row: layout.row_bytes(), groups: columns / GROUP, rest };
     let groups = columns.div_ceil(GROUP);
     let n = x.len() / groups;
-    // Blocks after the last whole group.
-    let rest = columns % GROUP / F::NUMBERS;
-    for (i, out) in out.chunks_exact_mut(n).enumerate() {
-        let row = Row {
-            blocks: &blocks[i * row..][..row],
-            // The blocks of an incomplete group are read with those of the next row, or as a copy.
-            tail: blocks
-                .get(i * row..(i + 1) * row + (GROUP / F::NUMBERS).saturating_sub(rest) * F::BYTES),
-            groups: columns / GROUP,
-            rest,
-        };
-        let mut first = 0;
-        while first < n {
-            let x = &x[first * groups..];
-            let out = &mut out[first..];
-            match n - first {
-                1 => row.multiply::<F, D, 1>(x, groups, out),
-                2 => row.multiply::<F, D, 2>(x, groups, out),
-                3 => row.multiply::<F, D, 3>(x, groups, out),
-                _ => row.multiply::<F, D, ROWS>(x, groups, out),
+    for (row, out) in out.chunks_exact_mut(n).enumerate() {
+        for (x, out) in x.chunks(ROWS * groups).zip(out.chunks_mut(ROWS)) {
+            match out.len() {
+                1 => weights.multiply::<F, D, 1>(row, x, out),
+                2 => weights.multiply::<F, D, 2>(row, x, out),
+                3 => weights.multiply::<F, D, 3>(row, x, out),
+                _ => weights.multiply::<F, D, ROWS>(row, x, out),
             }
-            first += ROWS;
         }
     }
 }
 
-/// A row of weights.
-struct Row<'a> {
+/// Rows of weights.
+struct Rows<'a> {
+    /// Theirs, and what follows them.
     blocks: &'a [u8],
-    /// The row with what follows it, if that is there.
-    tail: Option<&'a [u8]>,
-    /// Whole groups.
+    /// Bytes of a row.
+    row: usize,
+    /// Whole groups of a row.
     groups: usize,
     /// Blocks after them.
     rest: usize,
 }
 
-impl Row<'_> {
-    /// The products with the first `N` rows of `x`, of so many groups each.
+impl Rows<'_> {
+    /// The products of a row with `N` rows of `x`.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn multiply<F: Groups, const D: usize, const N: usize>(
         &self,
+        row: usize,
         x: &[Group<D>],
-        groups: usize,
         out: &mut [f32],
     ) {
-        assert!(x.len() >= N * groups && groups == self.groups + usize::from(self.rest > 0));
-        assert!(self.blocks.len() >= (self.groups * GROUP / F::NUMBERS + self.rest) * F::BYTES);
+        let groups = self.groups + usize::from(self.rest > 0);
+        assert!(x.len() == N * groups && out.len() == N);
+        let blocks = &self.blocks[row * self.row..][..self.row];
+        assert!(blocks.len() >= (self.groups * GROUP / F::NUMBERS + self.rest) * F::BYTES);
         let mut sums = [_mm512_setzero_ps(); N];
+        let group_bytes = GROUP * F::BYTES / F::NUMBERS;
         for i in 0..self.groups {
+            let ahead = blocks.as_ptr().wrapping_add(i * group_bytes + AHEAD);
+            for line in 0..group_bytes.div_ceil(LINE) {
+                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line * LINE).cast());
+            }
             // SAFETY: whole groups are in the row, as asserted.
-            let weights = unsafe { F::group(self.blocks.as_ptr(), i) };
+            let weights = unsafe { F::group(blocks.as_ptr(), i) };
             for (n, sum) in sums.iter_mut().enumerate() {
                 // SAFETY: there are as many groups of each row of `x`, as asserted.
                 let x = unsafe { x.get_unchecked(n * groups + i) };
@@ -144,7 +148,7 @@ impl Row<'_> {
             }
         }
         if self.rest > 0 {
-            let weights = self.last::<F>();
+            let weights = self.last::<F>(row);
             for (n, sum) in sums.iter_mut().enumerate() {
                 *sum = add::<F, D>(*sum, &weights, &x[n * groups + self.groups]);
             }
@@ -154,23 +158,24 @@ impl Row<'_> {
         }
     }
 
-    /// The incomplete group, with scales and minima that are 0 where there is none.
+    /// The incomplete group of a row, with scales and minima that are 0 where there is none. What follows the row is
+    /// read as well, if it is there.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    fn last<F: Groups>(&self) -> vnni::Group {
-        let start = self.groups * GROUP / F::NUMBERS * F::BYTES;
-        let mut copy = [0u8; MOST_BYTES];
-        let blocks = match self.tail {
-            Some(tail) => &tail[start..],
+    fn last<F: Groups>(&self, row: usize) -> vnni::Group {
+        assert!(F::NUMBERS <= GROUP);
+        let start = row * self.row + self.groups * GROUP / F::NUMBERS * F::BYTES;
+        let mut weights = match self.blocks.get(start..start + GROUP / F::NUMBERS * F::BYTES) {
+            // SAFETY: the blocks of a group are in the slice.
+            Some(blocks) => unsafe { F::group(blocks.as_ptr(), 0) },
             None => {
-                let rest = &self.blocks[start..];
+                let mut copy = [0u8; MOST_BYTES];
+                let rest = &self.blocks[start..][..self.rest * F::BYTES];
                 copy[..rest.len()].copy_from_slice(rest);
-                &copy
+                // SAFETY: the copy has room for the blocks of a group.
+                unsafe { F::group(copy.as_ptr(), 0) }
             }
         };
-        assert!(F::NUMBERS <= GROUP && blocks.len() >= GROUP / F::NUMBERS * F::BYTES);
-        // SAFETY: the blocks of a group are in the slice, as asserted.
-        let mut weights = unsafe { F::group(blocks.as_ptr(), 0) };
         let there = (1 << (self.rest * F::NUMBERS / 32 * 4)) - 1;
         weights.scales = weights.scales.map(|scales| _mm512_maskz_mov_ps(there, scales));
         weights.mins = _mm512_maskz_mov_ps(there, weights.mins);
