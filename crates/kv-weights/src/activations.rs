@@ -7,7 +7,21 @@ pub enum Activations {
     /// As they are: products have the error of sums in f32.
     #[default]
     Exact,
-    /// Rounded to bytes, 32 numbers at a time: `round(x * (1 / d))` with `d = max |x| / 127`, as in GGML's Q8_0. A
-    /// product of the rounded numbers is exact, and an activation is off by at most `d / 2`.
+    /// Rounded to integers of 16 bits, 32 numbers at a time: `round(x * (1 / d))` with `d = max |x| / 32639`, the
+    /// largest whose two bytes are both signed digits. A product of the rounded numbers is exact, and an activation is
+    /// off by at most `d / 2`.
+    Int16,
+    /// Rounded to bytes, 32 numbers at a time, with `d = max |x| / 127`, as in GGML's Q8_0.
     Bytes,
+}
+
+impl Activations {
+    /// The integer that the largest of 32 numbers becomes.
+    pub(crate) fn largest(self) -> Option<f32> {
+        match self {
+            Self::Exact => None,
+            Self::Int16 => Some(32639.0),
+            Self::Bytes => Some(127.0),
+        }
+    }
 }

@@ -98,7 +98,7 @@ pub(super) unsafe fn four_halves(from: *const u8, stride: usize) -> [__m512; 2] 
     let halves = _mm512_castps256_ps512(_mm256_cvtph_ps(words));
     let lower = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
     let upper = _mm512_setr_epi32(1, 1, 1, 1, 3, 3, 3, 3, 5, 5, 5, 5, 7, 7, 7, 7);
-    [lower, upper].map(|each| _mm512_permutexvar_ps(each, halves))
+    [_mm512_permutexvar_ps(lower, halves), _mm512_permutexvar_ps(upper, halves)]
 }
 
 /// The f16 in the lower half of each lane.

@@ -8,12 +8,13 @@ pub fn project(x: &[f32], weights: &[f32], columns: usize) -> Vec<f64> {
         .collect()
 }
 
-/// `x` as [`Activations::Bytes`](crate::Activations::Bytes) takes it, and the step of each 32 numbers: the numbers
-/// are multiples of it, to the rounding of f32.
-pub fn round_activations(x: &[f32]) -> (Vec<f32>, Vec<f32>) {
+/// `x` as [`Activations::Bytes`](crate::Activations::Bytes) takes it if `to` is 127, or as
+/// [`Activations::Int16`](crate::Activations::Int16) if it is 32639, and the step of each 32 numbers: the numbers are
+/// multiples of it, to the rounding of f32.
+pub fn round_activations(x: &[f32], to: f32) -> (Vec<f32>, Vec<f32>) {
     let steps: Vec<f32> = x
         .chunks(32)
-        .map(|x| x.iter().fold(0.0f32, |largest, x| largest.max(x.abs())) / 127.0)
+        .map(|x| x.iter().fold(0.0f32, |largest, x| largest.max(x.abs())) / to)
         .collect();
     let rounded = x.iter().enumerate().map(|(i, x)| match steps[i / 32] {
         0.0 => 0.0,

@@ -8,7 +8,7 @@ use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
 stamp!(
     rows_are_restored_bit_for_bit,
     products_are_those_of_restored_weights,
-    products_of_bytes_are_those_of_rounded_activations
+    products_of_integers_are_those_of_rounded_activations
 );
 
 /// Rows of weights, rows of activations and blocks of 256: less than a vector, tails of every length, several parts.
@@ -78,14 +78,18 @@ fn products_are_those_of_restored_weights(device: &Device) {
     });
 }
 
-fn products_of_bytes_are_those_of_rounded_activations(device: &Device) {
+fn products_of_integers_are_those_of_rounded_activations(device: &Device) {
     each(300, |weights, x, name| {
         let packed = device_blocks(weights, device);
-        let y = project(matrix(x, weights.shape[1], device), &packed, Activations::Bytes).unwrap();
-        let y = y.into_data().try_into_vec::<f32>().unwrap();
-        let (rounded, _) = reference::round_activations(x);
-        close(name, &y, &rounded, weights, 2e-6);
-        // Rounding is off by at most half a step, a 254th of the largest number of 32.
-        close(name, &y, x, weights, 0.02);
+        for (activations, to) in [(Activations::Int16, 32639.0), (Activations::Bytes, 127.0)] {
+            let name = format!("{name}, {activations:?}");
+            let y = project(matrix(x, weights.shape[1], device), &packed, activations).unwrap();
+            let y = y.into_data().try_into_vec::<f32>().unwrap();
+            let (rounded, _) = reference::round_activations(x, to);
+            close(&name, &y, &rounded, weights, 2e-6);
+            // Rounding is off by at most half a step, which is this part of the largest number of 32; that is not
+            // above five times their mean magnitude.
+            close(&name, &y, x, weights, 5.0 * 0.5 / f64::from(to));
+        }
     });
 }

@@ -35,15 +35,13 @@ pub(crate) fn load_model(args: &ModelArgs, device: &Device) -> Result<(LanguageM
     let options = args.options(Weights::Packed, device);
     let Loaded { model, notes, .. } = load_with(args.source.find()?, device, options)?;
     kv_cli::notes(&notes);
-    let name = match (model.weight_dtype(), options.packed) {
-        (WeightDtype::F32, Some(Activations::Bytes)) if model.is_packed() => {
-            format!("{}, packed", args.source.name())
-        }
-        (WeightDtype::F32, Some(_)) if model.is_packed() => {
-            format!("{}, packed, exact", args.source.name())
-        }
-        (WeightDtype::F32, _) => args.source.name(),
-        (dtype, _) => format!("{} in {dtype}", args.source.name()),
+    let name = args.source.name();
+    let name = match (model.weight_dtype(), options.packed.filter(|_| model.is_packed())) {
+        (_, Some(Activations::Exact)) => format!("{name}, packed, exact"),
+        (_, Some(Activations::Bytes)) => format!("{name}, packed, bytes"),
+        (_, Some(_)) => format!("{name}, packed"),
+        (WeightDtype::F32, None) => name,
+        (dtype, None) => format!("{name} in {dtype}"),
     };
     Ok((model, name))
 }

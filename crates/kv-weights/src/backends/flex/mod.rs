@@ -24,7 +24,8 @@ pub use threads::in_parts;
 
 use crate::{Activations, PackedLayout, WeightOps, formats::flex::with_blocks};
 
-/// From so many rows of `x` on, parts of the matrix are restored and multiplied with as floats.
+/// From so many rows of exact activations on, parts of the matrix are restored and multiplied with as floats, where
+/// there are no instructions for bytes.
 const MANY: usize = 18;
 
 impl WeightOps for Flex {
@@ -37,11 +38,7 @@ impl WeightOps for Flex {
         let (x, words) = (contiguous(x), contiguous(words));
         let (x, blocks) = (x.storage::<f32>(), blocks(&words, &layout));
         let n = x.len() / layout.columns();
-        let out = match activations {
-            Activations::Exact if n >= MANY => dense::project(x, blocks, &layout),
-            _ => few(x, blocks, &layout, activations),
-        };
-        tensor(out, [n, layout.rows()])
+        tensor(project(x, blocks, &layout, activations), [n, layout.rows()])
     }
 
     fn packed_project_backward(
@@ -85,14 +82,19 @@ impl WeightOps for Flex {
     }
 }
 
-/// `x W^T` for few rows of `x`, by the instructions that this processor has.
-fn few(x: &[f32], blocks: &[u8], layout: &PackedLayout, activations: Activations) -> Vec<f32> {
+/// `x W^T`, by the instructions that this processor has.
+fn project(x: &[f32], blocks: &[u8], layout: &PackedLayout, activations: Activations) -> Vec<f32> {
     with_blocks!(layout.format(), F => {
         #[cfg(target_arch = "x86_64")]
         if vnni::available() {
             return vnni::project::<F>(x, blocks, layout, activations);
         }
-        portable::project::<F>(x, blocks, layout, activations)
+        match activations {
+            Activations::Exact if x.len() / layout.columns() >= MANY => {
+                dense::project(x, blocks, layout)
+            }
+            _ => portable::project::<F>(x, blocks, layout, activations),
+        }
     })
 }
 

@@ -25,15 +25,12 @@ pub(super) fn project<F: Blocks>(
 ) -> Vec<f32> {
     let ([rows, columns], row) = (layout.shape(), layout.row_bytes());
     let n = x.len() / columns;
-    let bytes = match activations {
-        Activations::Exact => None,
-        Activations::Bytes => Some(Bytes::round(x)),
-    };
+    let rounded_x = activations.largest().map(|largest| Integers::round(x, largest));
     let mut by_weight = vec![0.0; rows * n];
     let parts = blocks.chunks(PART * row).zip(by_weight.chunks_mut(PART * n));
     in_parts(parts, rows * columns * n >= PARALLEL, |(blocks, out)| {
         for (blocks, out) in blocks.chunks_exact(row).zip(out.chunks_exact_mut(n)) {
-            match &bytes {
+            match &rounded_x {
                 None => exact(F::default(), blocks, x, columns, out),
                 Some(x) => rounded(F::default(), blocks, x, columns, out),
             }
@@ -68,25 +65,25 @@ fn restore_blocks<F: Blocks>(blocks: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Activations as bytes.
-struct Bytes {
-    codes: Vec<i8>,
-    /// What the byte 1 stands for, of each block.
+/// Activations as integers.
+struct Integers {
+    codes: Vec<i16>,
+    /// What 1 stands for, of each block.
     steps: Vec<f32>,
     /// Sums of the rounded numbers of each block.
     sums: Vec<f32>,
 }
 
-impl Bytes {
-    fn round(x: &[f32]) -> Self {
+impl Integers {
+    fn round(x: &[f32], largest: f32) -> Self {
         let blocks = x.len() / BLOCK;
         let mut codes = Vec::with_capacity(x.len());
         let (mut steps, mut sums) = (Vec::with_capacity(blocks), Vec::with_capacity(blocks));
         for x in x.chunks_exact(BLOCK) {
-            let (step, per_step) = step(x);
+            let (step, per_step) = step(x, largest);
             let start = codes.len();
             // A NaN is the code 0 and has a step that is NaN.
-            codes.extend(x.iter().map(|x| (x * per_step).round_ties_even() as i8));
+            codes.extend(x.iter().map(|x| (x * per_step).round_ties_even() as i16));
             let sum: i32 = codes[start..].iter().map(|&code| i32::from(code)).sum();
             steps.push(step);
             sums.push(sum as f32 * step);
@@ -95,11 +92,12 @@ impl Bytes {
     }
 }
 
-/// What the byte 1 stands for, and how many of it are 1. NaN if a number is not finite.
-pub(super) fn step(x: &[f32]) -> (f32, f32) {
+/// What 1 stands for if the largest number becomes the integer `to`, and how many of it are 1. NaN if a number is not
+/// finite.
+fn step(x: &[f32], to: f32) -> (f32, f32) {
     let largest = x.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
     let finite = x.iter().fold(true, |finite, x| finite & x.is_finite());
-    let step = if finite { largest / 127.0 } else { f32::NAN };
+    let step = if finite { largest / to } else { f32::NAN };
     (step, if step > 0.0 { 1.0 / step } else { 0.0 })
 }
 
@@ -128,9 +126,9 @@ fn dot(weights: &[f32], x: &[f32]) -> f32 {
     sums.iter().sum()
 }
 
-/// The products of a row of weights with all of `x` as bytes.
+/// The products of a row of weights with all of `x` as integers.
 #[macerator::with_simd]
-fn rounded<S: Simd, F: Blocks>(_: F, blocks: &[u8], x: &Bytes, columns: usize, out: &mut [f32]) {
+fn rounded<S: Simd, F: Blocks>(_: F, blocks: &[u8], x: &Integers, columns: usize, out: &mut [f32]) {
     let (mut codes, mut scales, mut mins) = ([0; MOST], [0.0; MOST / 16], [0.0; MOST / BLOCK]);
     out.fill(0.0);
     for (i, block) in blocks.chunks_exact(F::BYTES).enumerate() {
@@ -141,7 +139,7 @@ fn rounded<S: Simd, F: Blocks>(_: F, blocks: &[u8], x: &Bytes, columns: usize, o
             for (span, x_codes) in x_codes.chunks_exact(F::SPAN).enumerate() {
                 let codes = &codes[span * F::SPAN..][..F::SPAN];
                 let step = x.steps[start / BLOCK + span * F::SPAN / BLOCK];
-                *out += dot_bytes::<F>(codes, x_codes) as f32 * (scales[span] * step);
+                *out += dot_integers::<F>(codes, x_codes) as f32 * (scales[span] * step);
             }
             if F::MINS {
                 for (min, sum) in mins.iter().zip(&x.sums[start / BLOCK..][..F::NUMBERS / BLOCK]) {
@@ -153,7 +151,7 @@ fn rounded<S: Simd, F: Blocks>(_: F, blocks: &[u8], x: &Bytes, columns: usize, o
 }
 
 #[inline(always)]
-fn dot_bytes<F: Blocks>(codes: &[u8], x: &[i8]) -> i32 {
+fn dot_integers<F: Blocks>(codes: &[u8], x: &[i16]) -> i32 {
     let products = codes.iter().zip(x).map(|(&code, &x)| {
         let code = i32::from(code) - i32::from(F::ZERO);
         code * i32::from(x)
@@ -190,9 +188,10 @@ mod tests {
             let restored = reference::restore(format, &matrix);
             let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
             let sums = reference::project(&magnitudes(&x), &magnitudes(&restored), columns);
-            let (rounded, _) = reference::round_activations(&x);
-            for (activations, x_seen) in [(Activations::Exact, &x), (Activations::Bytes, &rounded)]
-            {
+            for activations in [Activations::Exact, Activations::Int16, Activations::Bytes] {
+                let rounded =
+                    activations.largest().map(|to| reference::round_activations(&x, to).0);
+                let x_seen = rounded.as_ref().unwrap_or(&x);
                 let products = with_blocks!(format, F => {
                     project::<F>(&x, &matrix, &layout, activations)
                 });

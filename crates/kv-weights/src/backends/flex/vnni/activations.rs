@@ -7,13 +7,16 @@ use crate::formats::{flex::Blocks, vnni::GROUP};
 /// Numbers that share a step.
 const BLOCK: usize = 32;
 
-/// The integer that the largest of 32 activations is scaled to, if it is to be three digits. Its sum with [`ZERO`] is
-/// below 2^23, also when rounded up.
-const LARGEST: f32 = 0x3f_7f00 as f32;
+/// The integer that the largest of 32 activations is scaled to, by the number of digits. In three its sum with [`ZERO`]
+/// is below 2^23, also when rounded up.
+pub(super) const LARGEST: [f32; 4] = [0.0, 127.0, 0x7f7f as f32, 0x3f_7f00 as f32];
 
 /// Makes the bytes of an integer its signed digits: with `x + ZERO` written to base 256, subtracting `ZERO` from it byte
-/// by byte, without borrowing, leaves three signed bytes whose value is x.
-const ZERO: i32 = 0x40_8080;
+/// by byte, without borrowing, leaves signed bytes whose value is x.
+const ZERO: [i32; 4] = [0, 0, 0x8080, 0x40_8080];
+
+/// What 1 in the third digit stands for.
+pub(super) const BASE_OF_THIRD: f32 = 65536.0;
 
 /// 128 activations, as `D` digits each, in the order of [`Group::codes`](crate::formats::vnni::Group::codes).
 #[derive(Clone, Copy)]
@@ -80,24 +83,29 @@ pub(super) fn step(x: &[f32; BLOCK], limit: f32) -> (f32, [__m512i; 2]) {
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn put<const D: usize>(group: &mut Group<D>, i: usize, x: &[f32; BLOCK]) {
-    let (step, units) = step(x, if D == 1 { 127.0 } else { LARGEST });
+    let (step, units) = step(x, LARGEST[D]);
     group.steps[4 * i..][..4].fill(step);
     for (half, units) in units.into_iter().enumerate() {
-        let mut put = |digit: usize, bytes: __m128i| {
-            let to = &mut group.digits[digit][half][16 * i..][..16];
+        for (digits, bytes) in group.digits.iter_mut().zip(digits::<D>(units)) {
+            let to = &mut digits[half][16 * i..][..16];
             // SAFETY: the slice has 16 bytes.
             unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), bytes) };
-        };
-        if D == 1 {
-            put(0, _mm512_cvtepi32_epi8(units));
-        } else {
-            let zero = _mm512_set1_epi32(ZERO);
-            let all = _mm512_sub_epi8(_mm512_add_epi32(units, zero), zero);
-            put(0, _mm512_cvtepi32_epi8(all));
-            put(1, _mm512_cvtepi32_epi8(_mm512_srli_epi32::<8>(all)));
-            put(2, _mm512_cvtepi32_epi8(_mm512_srli_epi32::<16>(all)));
         }
     }
+}
+
+/// The signed digits of 16 integers, lowest first.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) fn digits<const D: usize>(units: __m512i) -> [__m128i; D] {
+    let zero = _mm512_set1_epi32(ZERO[D]);
+    let mut rest = _mm512_sub_epi8(_mm512_add_epi32(units, zero), zero);
+    let mut digits = [_mm_setzero_si128(); D];
+    for digit in &mut digits {
+        *digit = _mm512_cvtepi32_epi8(rest);
+        rest = _mm512_srli_epi32::<8>(rest);
+    }
+    digits
 }
 
 /// Adds up the digits of each lane.

@@ -4,9 +4,9 @@
 //! (activations) and adds the products to a 32-bit sum, so that a step of [`Activations::Bytes`] is exact in integers
 //! until it is multiplied with the two scales of its 32 numbers.
 //!
-//! Exact activations are multiplied the same way, as three signed digits to base 256 of integers of 23 bits: the
-//! largest of each 32 activations is scaled to the largest of these. That changes an activation by at most 2^-23 of the
-//! largest of its 32, about as much as rounding a sum of f32 does.
+//! Integers of 16 bits are multiplied the same way, as two signed digits to base 256, and exact activations as three, of
+//! integers of 23 bits: the largest of each 32 activations is scaled to the largest of these. That changes an activation
+//! by at most 2^-23 of the largest of its 32, about as much as rounding a sum of f32 does.
 
 mod activations;
 mod panels;
@@ -18,7 +18,7 @@ use crate::{
     Activations, PackedLayout,
     formats::vnni::{self, GROUP, Groups, MOST_BYTES},
 };
-use activations::{Group, groups};
+use activations::{BASE_OF_THIRD, Group, groups};
 
 /// Bytes of weights that a thread takes at a time, about: reading in order is fastest, and so is a last part that no
 /// thread has to wait for.
@@ -51,11 +51,13 @@ pub(super) fn project<F: Groups>(
     layout: &PackedLayout,
     activations: Activations,
 ) -> Vec<f32> {
+    let many = x.len() / layout.columns() >= MANY;
     match activations {
+        Activations::Exact if many => panels::project::<F, 3>(x, blocks, layout),
         Activations::Exact => by_digits::<F, 3>(x, blocks, layout),
-        Activations::Bytes if x.len() / layout.columns() >= MANY => {
-            panels::project::<F>(x, blocks, layout)
-        }
+        Activations::Int16 if many => panels::project::<F, 2>(x, blocks, layout),
+        Activations::Int16 => by_digits::<F, 2>(x, blocks, layout),
+        Activations::Bytes if many => panels::project::<F, 1>(x, blocks, layout),
         Activations::Bytes => by_digits::<F, 1>(x, blocks, layout),
     }
 }
@@ -223,14 +225,16 @@ fn add<F: Groups, const D: usize>(sum: __m512, weights: &vnni::Group, x: &Group<
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn total<const D: usize>(digits: [__m512i; D]) -> __m512 {
-    let mut total = _mm512_cvtepi32_ps(digits[D - 1]);
-    if D == 3 {
-        // Eight products of a byte and a digit have 18 bits.
-        let lower = _mm512_add_epi32(digits[0], _mm512_slli_epi32::<8>(digits[1]));
-        let base = _mm512_set1_ps(65536.0);
-        total = _mm512_fmadd_ps(total, base, _mm512_cvtepi32_ps(lower));
+    if D == 1 {
+        return _mm512_cvtepi32_ps(digits[0]);
     }
-    total
+    // Eight products of a byte and a digit have 18 bits.
+    let lower = _mm512_add_epi32(digits[0], _mm512_slli_epi32::<8>(digits[1]));
+    let lower = _mm512_cvtepi32_ps(lower);
+    if D == 2 {
+        return lower;
+    }
+    _mm512_fmadd_ps(_mm512_cvtepi32_ps(digits[2]), _mm512_set1_ps(BASE_OF_THIRD), lower)
 }
 
 /// 64 bytes.

@@ -3,7 +3,10 @@
 
 use core::arch::x86_64::*;
 
-use super::{activations::step, load};
+use super::{
+    activations::{BASE_OF_THIRD, LARGEST, digits, step},
+    load,
+};
 use crate::{
     PackedLayout,
     backends::flex::threads::in_parts,
@@ -27,17 +30,22 @@ const BLOCK: usize = 32;
 /// registers for all.
 const ROWS: usize = 6;
 
-/// 32 activations.
+/// 32 activations, as `D` digits each.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Activations {
-    /// Four codes each.
-    codes: [i32; BLOCK / 4],
+struct Activations<const D: usize> {
+    /// Of each digit, lowest first, four to a word.
+    digits: [[i32; BLOCK / 4]; D],
     step: f32,
     /// All of them, added up.
     sum: f32,
-    /// What is to be added for a code of 0 to count as 0, for each half; in the first for both if they have one scale.
-    corrections: [i32; 2],
+    /// What is to be added to the products with the first two digits, and with the third, for a code of 0 to count as 0,
+    /// for each half; in the first for both if they have one scale.
+    corrections: [[i32; 2]; 2],
+}
+
+impl<const D: usize> Activations<D> {
+    const EMPTY: Self = Self { digits: [[0; 8]; D], step: 0.0, sum: 0.0, corrections: [[0; 2]; 2] };
 }
 
 /// 32 columns of a panel.
@@ -71,17 +79,21 @@ impl Out {
 }
 
 /// `x W^T`, `[rows of x, rows]`.
-pub(super) fn project<F: Groups>(x: &[f32], blocks: &[u8], layout: &PackedLayout) -> Vec<f32> {
+pub(super) fn project<F: Groups, const D: usize>(
+    x: &[f32],
+    blocks: &[u8],
+    layout: &PackedLayout,
+) -> Vec<f32> {
     assert!(super::available());
     let ([rows, columns], row) = (layout.shape(), layout.row_bytes());
     let n = x.len() / columns;
-    let mut activations = vec![EMPTY_ACTIVATIONS; x.len() / BLOCK];
+    let mut activations = vec![Activations::<D>::EMPTY; x.len() / BLOCK];
     let per_part = (1 << 16) / columns;
     let parts = activations.chunks_mut(per_part.max(1) * columns / BLOCK);
     let parts = parts.zip(x.chunks(per_part.max(1) * columns));
     in_parts(parts, x.len() >= 1 << 17, |(activations, x)| {
         // SAFETY: the processor has the instructions, as asserted.
-        unsafe { round::<F>(x, activations) };
+        unsafe { round::<F, D>(x, activations) };
     });
     let mut out = vec![0.0f32; n * rows];
     let to = Out(out.as_mut_ptr());
@@ -98,34 +110,36 @@ pub(super) fn project<F: Groups>(x: &[f32], blocks: &[u8], layout: &PackedLayout
                 unpack::<F>(blocks, next, layout, &mut panel);
                 let there = blocks.len() / row;
                 let panel = &panel[..columns / BLOCK];
-                multiply_all::<F>(panel, &activations, to.at(first), rows, there);
+                multiply_all::<F, D>(panel, &activations, to.at(first), rows, there);
             }
         }
     });
     out
 }
 
-const EMPTY_ACTIVATIONS: Activations =
-    Activations { codes: [0; 8], step: 0.0, sum: 0.0, corrections: [0; 2] };
-
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn round<F: Blocks>(x: &[f32], out: &mut [Activations]) {
+fn round<F: Blocks, const D: usize>(x: &[f32], out: &mut [Activations<D>]) {
     for (x, out) in x.as_chunks::<BLOCK>().0.iter().zip(out) {
-        let (step, units) = step(x, 127.0);
-        let mut sums = [0; 2];
+        let (step, units) = step(x, LARGEST[D]);
+        let mut sums = [[0; 2]; 2];
+        let mut sum = 0;
         for (half, units) in units.into_iter().enumerate() {
-            let codes = _mm512_cvtepi32_epi8(units);
-            // SAFETY: half of the array has 16 bytes.
-            unsafe { _mm_storeu_si128(out.codes.as_mut_ptr().add(4 * half).cast(), codes) };
-            sums[half] = _mm512_reduce_add_epi32(units);
+            for (digit, bytes) in digits::<D>(units).into_iter().enumerate() {
+                let to = &mut out.digits[digit][4 * half..][..4];
+                // SAFETY: the slice has 16 bytes.
+                unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), bytes) };
+                let total = _mm512_reduce_add_epi32(_mm512_cvtepi8_epi32(bytes));
+                sums[digit / 2][half] += total << (digit % 2 * 8);
+            }
+            sum += _mm512_reduce_add_epi32(units);
         }
         out.step = step;
-        out.sum = (sums[0] + sums[1]) as f32 * step;
+        out.sum = sum as f32 * step;
         let zero = -i32::from(F::ZERO);
-        out.corrections = match F::SPAN {
-            BLOCK => [(sums[0] + sums[1]) * zero, 0],
-            _ => sums.map(|sum| sum * zero),
-        };
+        out.corrections = sums.map(|[first, second]| match F::SPAN {
+            BLOCK => [(first + second) * zero, 0],
+            _ => [first * zero, second * zero],
+        });
     }
 }
 
@@ -233,9 +247,9 @@ fn transpose(rows: &mut [__m512i; LANES]) {
 /// # Safety
 /// As many floats may be written behind `out`, and again after `stride` ones, for each row of activations.
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn multiply_all<F: Groups>(
+unsafe fn multiply_all<F: Groups, const D: usize>(
     panel: &[Columns],
-    x: &[Activations],
+    x: &[Activations<D>],
     out: *mut f32,
     stride: usize,
     there: usize,
@@ -248,12 +262,12 @@ unsafe fn multiply_all<F: Groups>(
         unsafe {
             let out = out.add(row * stride);
             match n - row {
-                1 => multiply::<F, 1>(panel, x, out, stride, there),
-                2 => multiply::<F, 2>(panel, x, out, stride, there),
-                3 => multiply::<F, 3>(panel, x, out, stride, there),
-                4 => multiply::<F, 4>(panel, x, out, stride, there),
-                5 => multiply::<F, 5>(panel, x, out, stride, there),
-                _ => multiply::<F, ROWS>(panel, x, out, stride, there),
+                1 => multiply::<F, D, 1>(panel, x, out, stride, there),
+                2 => multiply::<F, D, 2>(panel, x, out, stride, there),
+                3 => multiply::<F, D, 3>(panel, x, out, stride, there),
+                4 => multiply::<F, D, 4>(panel, x, out, stride, there),
+                5 => multiply::<F, D, 5>(panel, x, out, stride, there),
+                _ => multiply::<F, D, ROWS>(panel, x, out, stride, there),
             }
         }
         row += ROWS;
@@ -265,9 +279,9 @@ unsafe fn multiply_all<F: Groups>(
 /// # Safety
 /// As [`multiply_all`].
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn multiply<F: Groups, const R: usize>(
+unsafe fn multiply<F: Groups, const D: usize, const R: usize>(
     panel: &[Columns],
-    x: &[Activations],
+    x: &[Activations<D>],
     out: *mut f32,
     stride: usize,
     there: usize,
@@ -279,27 +293,40 @@ unsafe fn multiply<F: Groups, const R: usize>(
         let x = |r: usize| unsafe { x.get_unchecked(r * panel.len() + block) };
         let halves = BLOCK / F::SPAN;
         for part in 0..halves {
+            // The highest digit first: what it sums up to is shifted before the next is added. Products with two digits
+            // have 29 bits, and those with a third are added up apart.
             let mut products = [[_mm512_setzero_si512(); 2]; R];
-            if F::ZERO != 0 {
-                for (r, products) in products.iter_mut().enumerate() {
-                    *products = [_mm512_set1_epi32(x(r).corrections[part]); 2];
+            for digit in (0..D).rev() {
+                if digit == 0 && D > 1 {
+                    for sum in products.as_flattened_mut() {
+                        *sum = _mm512_slli_epi32::<8>(*sum);
+                    }
                 }
-            }
-            for quad in part * 8 / halves..(part + 1) * 8 / halves {
-                let codes = two(&columns.codes[quad]);
-                for (r, products) in products.iter_mut().enumerate() {
-                    let x = _mm512_set1_epi32(x(r).codes[quad]);
-                    products[0] = _mm512_dpbusd_epi32(products[0], codes[0], x);
-                    products[1] = _mm512_dpbusd_epi32(products[1], codes[1], x);
+                for quad in part * 8 / halves..(part + 1) * 8 / halves {
+                    let codes = two(&columns.codes[quad]);
+                    for (r, products) in products.iter_mut().enumerate() {
+                        let x = _mm512_set1_epi32(x(r).digits[digit][quad]);
+                        products[0] = _mm512_dpbusd_epi32(products[0], codes[0], x);
+                        products[1] = _mm512_dpbusd_epi32(products[1], codes[1], x);
+                    }
                 }
-            }
-            let scales = two(&columns.scales[part]);
-            for (r, products) in products.iter().enumerate() {
-                let step = _mm512_set1_ps(x(r).step);
-                for half in 0..2 {
-                    let scale = _mm512_castsi512_ps(scales[half]);
-                    let scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(products[half]), scale);
-                    sums[r][half] = _mm512_fmadd_ps(scaled, step, sums[r][half]);
+                if digit == 1 {
+                    continue;
+                }
+                let (sums_of, base) = if digit == 2 { (1, BASE_OF_THIRD) } else { (0, 1.0) };
+                let scales = two(&columns.scales[part]);
+                for (r, products) in products.iter_mut().enumerate() {
+                    let step = _mm512_set1_ps(x(r).step * base);
+                    for half in 0..2 {
+                        if F::ZERO != 0 {
+                            let correction = _mm512_set1_epi32(x(r).corrections[sums_of][part]);
+                            products[half] = _mm512_add_epi32(products[half], correction);
+                        }
+                        let scale = _mm512_castsi512_ps(scales[half]);
+                        let scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(products[half]), scale);
+                        sums[r][half] = _mm512_fmadd_ps(scaled, step, sums[r][half]);
+                        products[half] = _mm512_setzero_si512();
+                    }
                 }
             }
         }
