@@ -21,18 +21,23 @@
 //! # Ok::<(), kv_weights::Error>(())
 //! ```
 //!
-//! No backend is enabled by default: choose `flex`, and `autodiff` for gradients.
+//! No backend is enabled by default: choose `flex`, `wgpu` or `cuda`, and `autodiff` for gradients.
 
 mod activations;
 mod backends;
 mod error;
 mod formats;
 mod functions;
+mod fused;
+#[cfg(feature = "cube")]
+mod kernels;
 mod layout;
 mod matrix;
 mod ops;
 mod quantize;
 pub mod reference;
+#[cfg(feature = "fusion")]
+mod shapes;
 
 pub use activations::Activations;
 pub use backends::check_device;
@@ -41,6 +46,7 @@ pub use backends::in_parts;
 pub use error::{Error, Result};
 pub use formats::{GroupSize, WeightFormat};
 pub use functions::{lookup, project};
+pub use fused::Gate;
 pub use layout::PackedLayout;
 pub use matrix::PackedMatrix;
 pub use ops::WeightOps;

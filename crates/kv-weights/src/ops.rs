@@ -7,6 +7,8 @@ use burn::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 
+#[cfg(feature = "fusion")]
+use crate::shapes;
 use crate::{Activations, PackedLayout};
 
 /// Operations of a backend with packed weights.
@@ -14,12 +16,18 @@ use crate::{Activations, PackedLayout};
 /// Float tensors are f32 and may be views. `words` are the blocks of a matrix, u32, one axis, as
 /// [`PackedLayout`] has them; what is after the last row in the last word must not matter.
 #[cfg_attr(
-    not(feature = "flex"),
+    not(any(feature = "flex", feature = "cube")),
     allow(unused_variables, reason = "without a backend nothing is dispatched")
 )]
-#[backend_extension(Flex: cfg(feature = "flex"), Autodiff: cfg(feature = "autodiff"))]
+#[backend_extension(
+    Cube: cfg(feature = "cube"),
+    Flex: cfg(feature = "flex"),
+    Autodiff: cfg(feature = "autodiff"),
+    Fusion: cfg(feature = "fusion"),
+)]
 pub trait WeightOps: Backend {
     /// `x W^T` for `x` `[n, columns]`, `[n, rows]`.
+    #[fusion(meta = |x, _words, layout, _activations| shapes::project(x, layout))]
     fn packed_project(
         x: FloatTensor<Self>,
         words: IntTensor<Self>,
@@ -29,6 +37,7 @@ pub trait WeightOps: Backend {
 
     /// `grad W` for `grad` `[n, rows]`, `[n, columns]`: the gradient of [`packed_project`](Self::packed_project)
     /// with respect to `x`, for either kind of activations.
+    #[fusion(meta = |grad, _words, layout| shapes::project_backward(grad, layout))]
     fn packed_project_backward(
         grad: FloatTensor<Self>,
         words: IntTensor<Self>,
@@ -36,6 +45,7 @@ pub trait WeightOps: Backend {
     ) -> FloatTensor<Self>;
 
     /// The rows of these numbers, `[n]`, all below `rows`, restored: `[n, columns]`.
+    #[fusion(meta = |_words, ids, layout| shapes::rows(ids, layout))]
     fn packed_rows(
         words: IntTensor<Self>,
         ids: IntTensor<Self>,
@@ -43,6 +53,7 @@ pub trait WeightOps: Backend {
     ) -> FloatTensor<Self>;
 
     /// `n` rows from `start` on, restored: `[n, columns]`.
+    #[fusion(meta = |_words, layout, _start, n| shapes::floats([*n, layout.columns()]))]
     fn packed_restore(
         words: IntTensor<Self>,
         layout: PackedLayout,

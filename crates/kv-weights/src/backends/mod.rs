@@ -2,6 +2,8 @@
 
 #[cfg(feature = "autodiff")]
 mod autodiff;
+#[cfg(feature = "cube")]
+mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 
@@ -12,8 +14,8 @@ pub use flex::in_parts;
 
 use crate::{Error, Result};
 
-/// Checks that weights can be multiplied packed on `device`: that it belongs to a backend that this crate's features give its operations: Burn may have been
-/// built with other backends as well.
+/// Checks that weights can be multiplied packed on `device`: that it belongs to a backend that this crate's features
+/// give its operations. Burn may have been built with other backends as well.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming `op`.
@@ -25,9 +27,11 @@ pub fn check_device(op: &str, device: &Device) -> Result<()> {
         return unsupported("kv-weights was built without its feature autodiff");
     }
     match device.clone().without_autodiff().as_dispatch() {
+        #[cfg(feature = "cube")]
+        burn::backend::DispatchDevice::Cube(_) => Ok(()),
         #[cfg(feature = "flex")]
         burn::backend::DispatchDevice::Flex(_) => Ok(()),
         #[allow(unreachable_patterns, reason = "Burn may have been built with no other backend")]
-        _ => unsupported("packed weights are multiplied on Flex, if built with its feature"),
+        _ => unsupported("packed weights are multiplied on Flex, WGPU and CUDA, each if built with its feature"),
     }
 }

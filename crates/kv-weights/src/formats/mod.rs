@@ -1,5 +1,7 @@
-//! The formats of packed weights, a folder each: what a block holds, and how the CPU unpacks it.
+//! The formats of packed weights, a folder each: what a block holds, and how the CPU and kernels unpack it.
 
+#[cfg(feature = "cube")]
+pub(crate) mod cube;
 #[cfg(feature = "flex")]
 pub(crate) mod flex;
 mod grouped;

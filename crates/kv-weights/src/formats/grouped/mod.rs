@@ -1,6 +1,8 @@
 //! A word with the scale (f16) and the code of 0 (16 bits), then codes of 4 or 8 bits. Codes of 4 bits lie 32 at a time,
 //! those of the first half in the lower halves of 16 bytes.
 
+#[cfg(feature = "cube")]
+pub(super) mod cube;
 #[cfg(feature = "flex")]
 pub(super) mod flex;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]

@@ -1,6 +1,8 @@
 //! An exponent, 16 bytes of codes. The numbers are doubled to be integers, and the scale is half of what the exponent
 //! stands for: `2^(exponent - 128)`.
 
+#[cfg(feature = "cube")]
+pub(super) mod cube;
 #[cfg(feature = "flex")]
 pub(super) mod flex;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]

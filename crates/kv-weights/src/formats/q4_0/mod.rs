@@ -1,5 +1,7 @@
 //! Scale (f16), 16 bytes of codes.
 
+#[cfg(feature = "cube")]
+pub(super) mod cube;
 #[cfg(feature = "flex")]
 pub(super) mod flex;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]

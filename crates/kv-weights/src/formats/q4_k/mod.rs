@@ -1,6 +1,8 @@
 //! Scales of scales and of minima (f16), eight scales and minima of 6 bits, 128 bytes of codes: of each 32 bytes
 //! the lower halves are a group, the upper halves the next.
 
+#[cfg(feature = "cube")]
+pub(super) mod cube;
 #[cfg(feature = "flex")]
 pub(super) mod flex;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]

@@ -1,5 +1,7 @@
 //! As Q4_K, with 32 bytes before the codes: bit `i` of byte `j` is the fifth of code `j` of group `i`.
 
+#[cfg(feature = "cube")]
+pub(super) mod cube;
 #[cfg(feature = "flex")]
 pub(super) mod flex;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]

@@ -1,5 +1,7 @@
 //! 128 bytes of the codes' lower four bits, 64 of their upper two, 16 signed scales, a scale of scales (f16).
 
+#[cfg(feature = "cube")]
+pub(super) mod cube;
 #[cfg(feature = "flex")]
 pub(super) mod flex;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]

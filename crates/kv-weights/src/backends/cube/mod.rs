@@ -1,0 +1,150 @@
+//! WGPU and CUDA: Burn's CubeCL tensors bound to the kernels.
+
+use burn::{
+    backend::{
+        ops::{FloatTensorOps, IntTensorOps},
+        tensor::{FloatTensor, IntTensor},
+    },
+    tensor::{DType, IntDType, Shape, Slice},
+};
+use burn_cubecl::{
+    CubeBackend, cubecl::prelude::BufferArg, kernel::into_contiguous,
+    ops::numeric::empty_device_contiguous_dtype, tensor::CubeTensor,
+};
+
+use crate::{
+    Activations, PackedLayout, Result, WeightOps,
+    formats::cube::with_kernels,
+    kernels::{
+        product::{self, Hardware, ProductBindings, ProductProblem},
+        restore,
+    },
+};
+
+/// From so many rows of activations on, parts of the matrix are restored and multiplied with as floats.
+const MANY: usize = 33;
+/// Most numbers of a matrix that are restored at a time: 16 MiB.
+const RESTORED: usize = 1 << 22;
+
+impl WeightOps for CubeBackend {
+    fn packed_project(
+        x: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        layout: PackedLayout,
+        _: Activations,
+    ) -> FloatTensor<Self> {
+        let [n, _] = x.meta.shape().dims();
+        if n >= MANY {
+            return many(x, &words, layout);
+        }
+        let (x, words) = (into_contiguous(x), into_contiguous(words));
+        let problem =
+            ProductProblem { n, parts: vec![layout], gate: None, epsilon: 0.0, plus_one: false };
+        let out = empty_like(&x, [n, layout.rows()]);
+        let bindings = ProductBindings {
+            x: arg(&x),
+            words: vec![arg(&words)],
+            norm: None,
+            bias: None,
+            residual: None,
+            out: arg(&out),
+        };
+        let hardware = Hardware::of(x.client.properties());
+        launched(with_kernels!(layout.format(), F => {
+            product::launch::<F>(&x.client, bindings, &problem, hardware)
+        }));
+        out
+    }
+
+    fn packed_project_backward(
+        grad: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        layout: PackedLayout,
+    ) -> FloatTensor<Self> {
+        let words = into_contiguous(words);
+        let parts = parts(&layout).map(|[start, end]| {
+            let grad = columns(grad.clone(), start, end);
+            Self::float_matmul(grad, restored(&words, &layout, [start, end - start]))
+        });
+        let [n, _] = grad.meta.shape().dims();
+        parts.reduce(Self::float_add).unwrap_or_else(|| empty_like(&grad, [n, layout.columns()]))
+    }
+
+    fn packed_rows(
+        words: IntTensor<Self>,
+        ids: IntTensor<Self>,
+        layout: PackedLayout,
+    ) -> FloatTensor<Self> {
+        let words = into_contiguous(words);
+        let ids = into_contiguous(Self::int_cast(ids, IntDType::I32));
+        let n = ids.meta.shape().num_elements();
+        let out = empty_like(&words, [n, layout.columns()]);
+        launched(with_kernels!(layout.format(), F => {
+            let ids = Some(arg(&ids));
+            restore::launch::<F>(&words.client, arg(&words), ids, arg(&out), &layout, [0, n])
+        }));
+        out
+    }
+
+    fn packed_restore(
+        words: IntTensor<Self>,
+        layout: PackedLayout,
+        start: usize,
+        n: usize,
+    ) -> FloatTensor<Self> {
+        restored(&into_contiguous(words), &layout, [start, n])
+    }
+}
+
+/// `x W^T` for many rows of `x`. A part of the matrix at a time is restored and multiplied with by Burn's product.
+fn many(x: CubeTensor, words: &CubeTensor, layout: PackedLayout) -> CubeTensor {
+    let words = into_contiguous(words.clone());
+    let products = parts(&layout).map(|[start, end]| {
+        let part = restored(&words, &layout, [start, end - start]);
+        CubeBackend::float_matmul(x.clone(), CubeBackend::float_swap_dims(part, 0, 1))
+    });
+    let mut products: Vec<_> = products.collect();
+    match products.len() {
+        1 => products.swap_remove(0),
+        _ => CubeBackend::float_cat(products, 1),
+    }
+}
+
+/// First rows, and those after the last, of the parts that are restored at a time.
+fn parts(layout: &PackedLayout) -> impl Iterator<Item = [usize; 2]> {
+    let rows = layout.rows();
+    let most = (RESTORED / layout.columns()).max(1);
+    (0..rows).step_by(most).map(move |start| [start, (start + most).min(rows)])
+}
+
+fn columns(tensor: CubeTensor, start: usize, end: usize) -> CubeTensor {
+    let [n, _] = tensor.meta.shape().dims();
+    CubeBackend::float_slice(tensor, &[Slice::from(0..n), Slice::from(start..end)])
+}
+
+/// `n` rows from `start` on, `[start, n]`, of contiguous words.
+fn restored(words: &CubeTensor, layout: &PackedLayout, rows: [usize; 2]) -> CubeTensor {
+    let out = empty_like(words, [rows[1], layout.columns()]);
+    launched(with_kernels!(layout.format(), F => {
+        restore::launch::<F>(&words.client, arg(words), None, arg(&out), layout, rows)
+    }));
+    out
+}
+
+/// Unwraps the result of a launch. The crate's functions have checked the limits of the device before; only direct
+/// calls of [`WeightOps`] can panic here.
+fn launched(result: Result<()>) {
+    if let Err(error) = result {
+        panic!("{error}");
+    }
+}
+
+fn arg(tensor: &CubeTensor) -> BufferArg {
+    tensor.clone().into_buffer_arg()
+}
+
+/// A tensor of f32 where `like` is.
+fn empty_like(like: &CubeTensor, shape: [usize; 2]) -> CubeTensor {
+    let (client, device) = (like.client.clone(), like.device.clone());
+    empty_device_contiguous_dtype(client, device, Shape::new(shape), DType::F32)
+}

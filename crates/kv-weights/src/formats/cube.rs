@@ -1,0 +1,264 @@
+//! Blocks in kernels: each format unpacks 32 numbers at a time into bytes, four to a word, and all kernels are made of
+//! that. Arithmetic that formats share is here too, in u32 and f32 only.
+
+use cubecl::prelude::*;
+
+/// Numbers that are unpacked together. All blocks are whole numbers of them.
+pub(crate) const SPAN: usize = 32;
+/// Words of their codes.
+pub(crate) const SPAN_WORDS: usize = 8;
+
+/// A format in kernels. Number `i` of a span is `code(i) * scale + min`, computed in f32.
+#[cube]
+pub(crate) trait BlocksInKernels: Send + Sync + 'static {
+    /// Numbers of a block.
+    const NUMBERS: usize;
+    /// Bytes of a block.
+    const BYTES: usize;
+    /// Whether the second half of a span has a scale of its own.
+    const HALVES: bool;
+    /// Whether there are minima.
+    const MINS: bool;
+
+    /// Unpacks span `index` of the block that begins at byte `at` of `words`. `high` is left as it is if spans have
+    /// one scale, `min` if there are none.
+    fn unpack(words: &[u32], at: usize, index: usize, span: &mut Span);
+
+    /// What byte `index` of a word of codes stands for.
+    fn code(word: u32, #[comptime] index: usize) -> f32;
+}
+
+/// 32 numbers, unpacked.
+#[derive(CubeType)]
+pub(crate) struct Span {
+    /// Their codes, as bytes, four to a word.
+    pub(crate) codes: Array<u32>,
+    /// The scale of all, or of the first half.
+    pub(crate) low: f32,
+    /// The scale of the second half.
+    pub(crate) high: f32,
+    /// What is added to all.
+    pub(crate) min: f32,
+}
+
+#[cube]
+pub(crate) fn new_span() -> Span {
+    Span {
+        codes: Array::<u32>::new(SPAN_WORDS),
+        low: f32::new(0.0),
+        high: f32::new(0.0),
+        min: f32::new(0.0),
+    }
+}
+
+/// The byte at which the block of span `index` of a row begins.
+#[cube]
+pub(crate) fn block_at<F: BlocksInKernels>(row: usize, index: usize, row_bytes: usize) -> usize {
+    row * row_bytes + index / comptime!(F::NUMBERS / SPAN) * comptime!(F::BYTES)
+}
+
+/// [`BlocksInKernels::unpack`] of span `index` of a row.
+#[cube]
+pub(crate) fn unpack_row<F: BlocksInKernels>(
+    words: &[u32],
+    row: usize,
+    index: usize,
+    row_bytes: usize,
+    span: &mut Span,
+) {
+    let at = block_at::<F>(row, index, row_bytes);
+    F::unpack(words, at, index % comptime!(F::NUMBERS / SPAN), span);
+}
+
+/// Number `index` of an unpacked span.
+#[cube]
+pub(crate) fn number<F: BlocksInKernels>(span: &Span, #[comptime] index: usize) -> f32 {
+    let code = F::code(span.codes[comptime!(index / 4)], comptime!(index % 4));
+    let mut scale = span.low;
+    if comptime!(F::HALVES && index >= SPAN / 2) {
+        scale = span.high;
+    }
+    let mut number = code * scale;
+    if comptime!(F::MINS) {
+        number += span.min;
+    }
+    number
+}
+
+/// Calls `$body` with `$F` the [`BlocksInKernels`] of a [`WeightFormat`](crate::WeightFormat).
+macro_rules! with_kernels {
+    ($format:expr, $F:ident => $body:expr) => {
+        match $format {
+            $crate::WeightFormat::Q4_0 => {
+                type $F = $crate::formats::cube::Q4_0;
+                $body
+            }
+            $crate::WeightFormat::Q4_1 => {
+                type $F = $crate::formats::cube::Q4_1;
+                $body
+            }
+            $crate::WeightFormat::Q5_0 => {
+                type $F = $crate::formats::cube::Q5_0;
+                $body
+            }
+            $crate::WeightFormat::Q5_1 => {
+                type $F = $crate::formats::cube::Q5_1;
+                $body
+            }
+            $crate::WeightFormat::Q8_0 => {
+                type $F = $crate::formats::cube::Q8_0;
+                $body
+            }
+            $crate::WeightFormat::Q4K => {
+                type $F = $crate::formats::cube::Q4K;
+                $body
+            }
+            $crate::WeightFormat::Q5K => {
+                type $F = $crate::formats::cube::Q5K;
+                $body
+            }
+            $crate::WeightFormat::Q6K => {
+                type $F = $crate::formats::cube::Q6K;
+                $body
+            }
+            $crate::WeightFormat::Mxfp4 => {
+                type $F = $crate::formats::cube::Mxfp4;
+                $body
+            }
+            $crate::WeightFormat::Int4($crate::GroupSize::G32) => {
+                type $F = $crate::formats::cube::Int4<32>;
+                $body
+            }
+            $crate::WeightFormat::Int4($crate::GroupSize::G64) => {
+                type $F = $crate::formats::cube::Int4<64>;
+                $body
+            }
+            $crate::WeightFormat::Int4($crate::GroupSize::G128) => {
+                type $F = $crate::formats::cube::Int4<128>;
+                $body
+            }
+            $crate::WeightFormat::Int8($crate::GroupSize::G32) => {
+                type $F = $crate::formats::cube::Int8<32>;
+                $body
+            }
+            $crate::WeightFormat::Int8($crate::GroupSize::G64) => {
+                type $F = $crate::formats::cube::Int8<64>;
+                $body
+            }
+            $crate::WeightFormat::Int8($crate::GroupSize::G128) => {
+                type $F = $crate::formats::cube::Int8<128>;
+                $body
+            }
+        }
+    };
+}
+
+pub(crate) use super::{
+    grouped::cube::{Int4, Int8},
+    mxfp4::cube::Mxfp4,
+    q4_0::cube::Q4_0,
+    q4_1::cube::Q4_1,
+    q4_k::cube::Q4K,
+    q5_0::cube::Q5_0,
+    q5_1::cube::Q5_1,
+    q5_k::cube::Q5K,
+    q6_k::cube::Q6K,
+    q8_0::cube::Q8_0,
+};
+pub(crate) use with_kernels;
+
+/// Byte `index` of a word.
+#[cube]
+pub(super) fn byte(word: u32, #[comptime] index: usize) -> u32 {
+    (word >> comptime!(8 * index as u32)) & 0xffu32
+}
+
+/// The word at byte `at`, which is a multiple of 4.
+#[cube]
+pub(super) fn word(words: &[u32], at: usize) -> u32 {
+    words[at / 4]
+}
+
+/// The 16 bits at byte `at`, which is even.
+#[cube]
+pub(super) fn short(words: &[u32], at: usize) -> u32 {
+    (words[at / 4] >> (at as u32 % 4u32 * 8u32)) & 0xffffu32
+}
+
+/// Words of the `bytes` from byte `at` on, where `at` is a multiple of `step`: 1 or 2. No word is read that has none of
+/// these bytes, provided that `bytes` is not a multiple of 4 or that others follow.
+#[cube]
+pub(super) fn words_at(
+    words: &[u32],
+    at: usize,
+    #[comptime] bytes: usize,
+    #[comptime] step: usize,
+) -> Array<u32> {
+    let n = comptime!(bytes.div_ceil(4));
+    let first = at / 4;
+    let shift = at as u32 % 4u32 * 8u32;
+    let mut found = Array::<u32>::new(n);
+    let mut low = words[first];
+    #[unroll]
+    for i in 0..n {
+        if comptime!(i + 1 < (bytes + 4 - step).div_ceil(4)) {
+            let high = words[first + i + 1];
+            // A shift by 32 is none.
+            found[i] = (low >> shift) | ((high << (31u32 - shift)) << 1u32);
+            low = high;
+        } else {
+            found[i] = low >> shift;
+        }
+    }
+    found
+}
+
+/// Value of the f16 with the low 16 `bits`.
+#[cube]
+pub(super) fn half_value(bits: u32) -> f32 {
+    let exponent = (bits >> 10u32) & 31u32;
+    let mantissa = bits & 1023u32;
+    // Infinite and no number stay so.
+    let exponent_wide = select(exponent == 31u32, 255u32, exponent + 112u32);
+    let normal = f32::reinterpret((exponent_wide << 23u32) | (mantissa << 13u32));
+    let small = f32::cast_from(mantissa) * 5.960_464_5e-8f32;
+    let magnitude = select(exponent == 0u32, small, normal);
+    select((bits & 0x8000u32) == 0u32, magnitude, -magnitude)
+}
+
+/// Writes 32 codes of 4 bits: those of the first half are in the lower halves of the 16 bytes of four words.
+#[cube]
+pub(super) fn nibbles(word: u32, #[comptime] index: usize, span: &mut Span) {
+    span.codes[index] = word & 0x0f0f_0f0fu32;
+    span.codes[comptime!(index + 4)] = (word >> 4u32) & 0x0f0f_0f0fu32;
+}
+
+/// Adds the fifth bits of 32 codes, which are the bits of a word.
+#[cube]
+pub(super) fn add_fifth_bits(bits: u32, span: &mut Span) {
+    #[unroll]
+    for i in 0..SPAN_WORDS {
+        let four = (bits >> comptime!(4 * i as u32)) & 15u32;
+        // A bit every 7 bits, of which those in the right place are kept.
+        span.codes[i] |= ((four * 0x0020_4081u32) & 0x0101_0101u32) << 4u32;
+    }
+}
+
+/// Scale and minimum of 6 bits of span `index` of a block of 256 that begins at byte `at`, `[d, dmin, 12 bytes]`.
+#[cube]
+pub(super) fn six_bit_scales(words: &[u32], at: usize, index: usize, span: &mut Span) {
+    let first = at / 4;
+    let both = words[first];
+    let shift = index as u32 % 4u32 * 8u32;
+    let scales = words[first + 1] >> shift;
+    let mins = words[first + 2] >> shift;
+    let mut scale = scales & 63u32;
+    let mut min = mins & 63u32;
+    if index >= 4 {
+        let last = words[first + 3] >> shift;
+        scale = (last & 15u32) | (((scales >> 6u32) & 3u32) << 4u32);
+        min = ((last >> 4u32) & 15u32) | (((mins >> 6u32) & 3u32) << 4u32);
+    }
+    span.low = half_value(both) * f32::cast_from(scale);
+    span.min = -(half_value(both >> 16u32) * f32::cast_from(min));
+}

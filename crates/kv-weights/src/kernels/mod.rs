@@ -1,0 +1,16 @@
+//! CubeCL kernels, written once for WGPU and CUDA.
+//!
+//! CubeCL's words: a unit is a thread, a plane a warp or subgroup, a cube a thread block or workgroup.
+//!
+//! Launch functions take a client and buffer bindings, not Burn tensors. All kernels respect the WebGPU limits: at
+//! most 8 storage bindings, 256 units per cube, 16 KiB of shared memory, buffers of u32 and f32. Shapes are run-time
+//! scalars, so that a kernel serves every matrix of a format.
+//!
+//! Launch functions trust their callers for the lengths of buffers, so they are not public. A launch that needs more
+//! cubes or wider indices than the device has is an error before it starts ([`grid`]).
+
+mod grid;
+pub(crate) mod product;
+pub(crate) mod restore;
+
+pub(crate) use grid::Grid;

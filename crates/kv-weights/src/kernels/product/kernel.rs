@@ -1,0 +1,336 @@
+use cubecl::prelude::*;
+
+use super::{
+    base::ProductBlueprint,
+    sums::{team_sum, zeros},
+};
+use crate::{
+    Gate,
+    formats::cube::{BlocksInKernels, SPAN, Span, new_span, unpack_row},
+};
+
+/// Run-time numbers of a launch.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct ProductArgs {
+    /// Rows of activations.
+    pub(super) n: usize,
+    /// Spans of a row.
+    pub(super) spans: usize,
+    pub(super) row_bytes: usize,
+    /// Numbers that a row of activations makes.
+    pub(super) outputs: usize,
+    /// Those of the first two parts.
+    pub(super) first_outputs: usize,
+    pub(super) second_outputs: usize,
+    /// Cubes of a chunk of activations, and those of the first two parts.
+    pub(super) cubes: usize,
+    pub(super) first_cubes: usize,
+    pub(super) second_cubes: usize,
+    pub(super) epsilon: f32,
+}
+
+/// What a unit works on.
+#[derive(CubeType)]
+struct Share {
+    /// Its index in its team.
+    lane: usize,
+    /// The first of its rows in its part; the others are a number of teams apart.
+    row: usize,
+    /// Outputs of the part.
+    rows: usize,
+    /// Outputs of the parts before.
+    before: usize,
+    /// The first row of activations.
+    first_x: usize,
+}
+
+/// One cube for some outputs of one part and a chunk of activations.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn product<F: BlocksInKernels>(
+    x: &[Vector<f32, Const<4>>],
+    first: &[u32],
+    second: ComptimeOption<Box<[u32]>>,
+    third: ComptimeOption<Box<[u32]>>,
+    norm: ComptimeOption<Box<[Vector<f32, Const<4>>]>>,
+    bias: ComptimeOption<Box<[f32]>>,
+    residual: ComptimeOption<Box<[f32]>>,
+    out: &mut [f32],
+    args: ProductArgs,
+    #[comptime] bp: ProductBlueprint,
+) {
+    let first_x = CUBE_POS / args.cubes * comptime!(bp.x_rows);
+    if first_x >= args.n {
+        terminate!();
+    }
+    let share = share_of(first_x, &args, bp);
+    let mut totals = zeros(comptime!(bp.sums()));
+    if comptime!(bp.gate.is_some()) {
+        #[comptime]
+        match second {
+            ComptimeOption::Some(second) => {
+                add::<F>(x, &norm, first, &second, 0, &share, &mut totals, &args, bp);
+            }
+            ComptimeOption::None => {
+                add::<F>(x, &norm, first, first, share.rows, &share, &mut totals, &args, bp);
+            }
+        }
+    } else if comptime!(bp.parts == 1) {
+        add::<F>(x, &norm, first, first, 0, &share, &mut totals, &args, bp);
+    } else {
+        if share.before == 0 {
+            add::<F>(x, &norm, first, first, 0, &share, &mut totals, &args, bp);
+        }
+        #[comptime]
+        match second {
+            ComptimeOption::Some(second) => {
+                if share.before == args.first_outputs {
+                    add::<F>(x, &norm, &second, &second, 0, &share, &mut totals, &args, bp);
+                }
+            }
+            ComptimeOption::None => {}
+        }
+        #[comptime]
+        match third {
+            ComptimeOption::Some(third) => {
+                if share.before > args.first_outputs {
+                    add::<F>(x, &norm, &third, &third, 0, &share, &mut totals, &args, bp);
+                }
+            }
+            ComptimeOption::None => {}
+        }
+    }
+    let mut scratch = Shared::<[f32]>::new_slice(comptime!(bp.units * bp.sums().max(bp.x_rows)));
+    team_sum(&mut totals, &mut scratch, comptime!(bp.sums()), bp.lanes, bp);
+    let mut factors = zeros(bp.x_rows);
+    #[comptime]
+    match norm {
+        ComptimeOption::Some(_) => {
+            factors = squares(x, first_x, &args, bp);
+            team_sum(&mut factors, &mut scratch, bp.x_rows, bp.units, bp);
+            #[unroll]
+            for i in 0..bp.x_rows {
+                let mean = factors[i] / f32::cast_from(args.spans * SPAN);
+                factors[i] = 1.0f32 / (mean + args.epsilon).sqrt();
+            }
+        }
+        ComptimeOption::None => {
+            #[unroll]
+            for i in 0..bp.x_rows {
+                factors[i] = f32::new(1.0);
+            }
+        }
+    }
+    if share.lane == 0 {
+        write(&totals, &factors, &bias, &residual, out, &share, &args, bp);
+    }
+}
+
+#[cube]
+fn share_of(first_x: usize, args: &ProductArgs, #[comptime] bp: ProductBlueprint) -> Share {
+    let unit = UNIT_POS as usize;
+    let mut cube = CUBE_POS % args.cubes;
+    let mut rows = args.first_outputs;
+    let mut before = 0usize.runtime();
+    if comptime!(bp.parts > 1 && bp.gate.is_none()) {
+        if cube >= args.first_cubes {
+            cube -= args.first_cubes;
+            before = args.first_outputs;
+            rows = args.second_outputs;
+            if cube >= args.second_cubes {
+                cube -= args.second_cubes;
+                before = args.first_outputs + args.second_outputs;
+                rows = args.outputs - before;
+            }
+        }
+    }
+    let row = cube * comptime!(bp.cube_rows()) + unit / bp.lanes;
+    Share { lane: unit % bp.lanes, row, rows, before, first_x }
+}
+
+/// Adds the products of the unit's rows with its spans of the activations to `totals`. The other rows of gated outputs
+/// are those of `others` that are `shift` further.
+#[cube]
+fn add<F: BlocksInKernels>(
+    x: &[Vector<f32, Const<4>>],
+    norm: &ComptimeOption<Box<[Vector<f32, Const<4>>]>>,
+    words: &[u32],
+    others: &[u32],
+    shift: usize,
+    share: &Share,
+    totals: &mut Array<f32>,
+    args: &ProductArgs,
+    #[comptime] bp: ProductBlueprint,
+) {
+    let mut index = share.lane;
+    while index < args.spans {
+        let mut spans = Sequence::<Span>::new();
+        #[unroll]
+        for r in 0..bp.unit_rows {
+            // Rows past the last are read as the last one, and not written.
+            let row = clamp_max(share.row + r * comptime!(bp.teams()), share.rows - 1);
+            let mut span = new_span();
+            unpack_row::<F>(words, row, index, args.row_bytes, &mut span);
+            spans.push(span);
+            if comptime!(bp.gate.is_some()) {
+                let mut span = new_span();
+                unpack_row::<F>(others, row + shift, index, args.row_bytes, &mut span);
+                spans.push(span);
+            }
+        }
+        #[unroll]
+        for i in 0..bp.x_rows {
+            add_row::<F>(x, norm, index, i, &spans, share, totals, args, bp);
+        }
+        index += comptime!(bp.lanes);
+    }
+}
+
+/// Adds the products of unpacked spans with a row of the activations.
+#[cube]
+fn add_row<F: BlocksInKernels>(
+    x: &[Vector<f32, Const<4>>],
+    norm: &ComptimeOption<Box<[Vector<f32, Const<4>>]>>,
+    index: usize,
+    #[comptime] x_row: usize,
+    spans: &Sequence<Span>,
+    share: &Share,
+    totals: &mut Array<f32>,
+    args: &ProductArgs,
+    #[comptime] bp: ProductBlueprint,
+) {
+    let width = comptime!(bp.unit_rows * bp.width());
+    let row = clamp_max(share.first_x + x_row, args.n - 1);
+    let at = (row * args.spans + index) * comptime!(SPAN / 4);
+    let mut sums = zeros(width);
+    let mut x_sum = f32::new(0.0);
+    #[unroll]
+    for i in 0..comptime!(SPAN / 4) {
+        let mut four = x[at + i];
+        #[comptime]
+        match norm {
+            ComptimeOption::Some(gains) => {
+                let mut gain = gains[index * comptime!(SPAN / 4) + i];
+                if comptime!(bp.plus_one) {
+                    gain += Vector::<f32, Const<4>>::new(1.0f32);
+                }
+                four *= gain;
+            }
+            ComptimeOption::None => {}
+        }
+        #[unroll]
+        for k in 0..4usize {
+            let x = four.extract(k);
+            if comptime!(F::MINS) {
+                x_sum += x;
+            }
+            #[unroll]
+            for r in 0..width {
+                let span = spans.index(r);
+                sums[r] += F::code(span.codes[i], k) * x;
+            }
+        }
+        if comptime!(F::HALVES && i == SPAN / 8 - 1) {
+            #[unroll]
+            for r in 0..width {
+                totals[comptime!(r * bp.x_rows + x_row)] += sums[r] * spans.index(r).low;
+                sums[r] = f32::new(0.0);
+            }
+        }
+    }
+    #[unroll]
+    for r in 0..width {
+        let span = spans.index(r);
+        let mut scale = span.low;
+        if comptime!(F::HALVES) {
+            scale = span.high;
+        }
+        let mut total = sums[r] * scale;
+        if comptime!(F::MINS) {
+            total += x_sum * span.min;
+        }
+        totals[comptime!(r * bp.x_rows + x_row)] += total;
+    }
+}
+
+/// The unit's part of the sums of squares of the cube's rows of activations.
+#[cube]
+fn squares(
+    x: &[Vector<f32, Const<4>>],
+    first_x: usize,
+    args: &ProductArgs,
+    #[comptime] bp: ProductBlueprint,
+) -> Array<f32> {
+    let mut sums = zeros(bp.x_rows);
+    let width = args.spans * comptime!(SPAN / 4);
+    #[unroll]
+    for i in 0..bp.x_rows {
+        let row = clamp_max(first_x + i, args.n - 1);
+        let mut at = UNIT_POS as usize;
+        while at < width {
+            let four = x[row * width + at];
+            #[unroll]
+            for k in 0..4usize {
+                sums[i] += four.extract(k) * four.extract(k);
+            }
+            at += comptime!(bp.units);
+        }
+    }
+    sums
+}
+
+#[cube]
+fn write(
+    totals: &Array<f32>,
+    factors: &Array<f32>,
+    bias: &ComptimeOption<Box<[f32]>>,
+    residual: &ComptimeOption<Box<[f32]>>,
+    out: &mut [f32],
+    share: &Share,
+    args: &ProductArgs,
+    #[comptime] bp: ProductBlueprint,
+) {
+    #[unroll]
+    for r in 0..bp.unit_rows {
+        let row = share.row + r * comptime!(bp.teams());
+        #[unroll]
+        for i in 0..bp.x_rows {
+            if row < share.rows && share.first_x + i < args.n {
+                let column = share.before + row;
+                let at = (share.first_x + i) * args.outputs + column;
+                let sum = comptime!(r * bp.width() * bp.x_rows + i);
+                let mut y = totals[sum] * factors[i];
+                #[comptime]
+                match bias {
+                    ComptimeOption::Some(bias) => y += bias[column],
+                    ComptimeOption::None => {}
+                }
+                if comptime!(bp.gate.is_some()) {
+                    let mut up = totals[comptime!(sum + bp.x_rows)] * factors[i];
+                    #[comptime]
+                    match bias {
+                        ComptimeOption::Some(bias) => up += bias[column + args.outputs],
+                        ComptimeOption::None => {}
+                    }
+                    y = gated(y, bp) * up;
+                }
+                #[comptime]
+                match residual {
+                    ComptimeOption::Some(residual) => y += residual[at],
+                    ComptimeOption::None => {}
+                }
+                out[at] = y;
+            }
+        }
+    }
+}
+
+/// What a gate goes through.
+#[cube]
+fn gated(x: f32, #[comptime] bp: ProductBlueprint) -> f32 {
+    let mut z = x;
+    if comptime!(bp.gate == Some(Gate::GeluTanh)) {
+        // (1 + tanh(z)) / 2 is the logistic function of 2 z.
+        z = (x + 0.044_715f32 * x * x * x) * 1.595_769_1f32;
+    }
+    x / (1.0f32 + (-z).exp())
+}

@@ -1,0 +1,23 @@
+//! Fusion's descriptions of outputs, before they are computed. All are f32.
+
+use burn::{backend::fusion::custom::TensorSpec, tensor::DType};
+
+use crate::PackedLayout;
+
+pub(crate) fn floats(shape: [usize; 2]) -> TensorSpec {
+    TensorSpec::new(shape.into(), DType::F32)
+}
+
+pub(crate) fn project(x: &TensorSpec, layout: &PackedLayout) -> TensorSpec {
+    let [n, _] = x.shape.dims();
+    floats([n, layout.rows()])
+}
+
+pub(crate) fn project_backward(grad: &TensorSpec, layout: &PackedLayout) -> TensorSpec {
+    let [n, _] = grad.shape.dims();
+    floats([n, layout.columns()])
+}
+
+pub(crate) fn rows(ids: &TensorSpec, layout: &PackedLayout) -> TensorSpec {
+    floats([ids.shape.num_elements(), layout.columns()])
+}
