@@ -1,6 +1,7 @@
 //! What activations are multiplied as.
 
-/// What the numbers that weights are multiplied with are taken for. Sums are f32 in either case.
+/// What the numbers that weights are multiplied with are taken for. Sums are f32 in any case. On WGPU and CUDA, where
+/// integers are not faster than floats, all are taken as they are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Activations {

@@ -1,4 +1,4 @@
-//! One conformance suite for every target: each case is a function generic over the target, from which `stamp!` makes
+//! One conformance suite for every target: each case is a function of a device, from which `stamp!` makes
 //! a test for each of Flex, WGPU and CUDA whose feature is on.
 //!
 //! A target whose device cannot be opened fails its tests, unless `KV_ALLOW_NO_DEVICE=1`; then they say `SKIPPED` on

@@ -85,8 +85,11 @@ fn products_of_integers_are_those_of_rounded_activations(device: &Device) {
             let name = format!("{name}, {activations:?}");
             let y = project(matrix(x, weights.shape[1], device), &packed, activations).unwrap();
             let y = y.into_data().try_into_vec::<f32>().unwrap();
-            let (rounded, _) = reference::round_activations(x, to);
-            close(&name, &y, &rounded, weights, 2e-6);
+            // Elsewhere activations are not rounded.
+            if matches!(device.as_dispatch(), burn::backend::DispatchDevice::Flex(_)) {
+                let (rounded, _) = reference::round_activations(x, to);
+                close(&name, &y, &rounded, weights, 2e-6);
+            }
             // Rounding is off by at most half a step, which is this part of the largest number of 32; that is not
             // above five times their mean magnitude.
             close(&name, &y, x, weights, 5.0 * 0.5 / f64::from(to));

@@ -32,6 +32,7 @@ impl BlocksInKernels for Mxfp4 {
         let code = byte(word, index);
         // Twice the magnitude of a code, four bits each.
         let magnitude = f32::cast_from((0xc864_3210u32 >> ((code & 7u32) * 4u32)) & 15u32);
-        select(code < 8u32, magnitude, -magnitude)
+        // There is one zero.
+        select(code <= 8u32, magnitude, -magnitude)
     }
 }

@@ -1,50 +1,61 @@
 //! What every case uses: devices, random blocks, comparisons.
 
 mod data;
+pub(crate) mod devices;
 
 use std::io::Write;
 
 use burn::tensor::Device;
-use kv_cubecl::{Error, On, Target};
 
 pub(crate) use data::{Blocks, Rng, device_blocks, matrix};
 
-/// Runs a case on a target's device.
-pub(crate) fn run<T: Target>(case: fn(&Device)) {
-    match On::<T>::open() {
-        Ok(on) => case(&on),
-        Err(error @ Error::NoDevice { .. })
-            if std::env::var_os("KV_ALLOW_NO_DEVICE").is_some_and(|value| value == "1") =>
-        {
+/// Runs a case on a device, if it can be opened.
+pub(crate) fn run(device: Result<Device, String>, case: fn(&Device)) {
+    match device {
+        Ok(device) => case(&device),
+        Err(why) if std::env::var_os("KV_ALLOW_NO_DEVICE").is_some_and(|value| value == "1") => {
             let test = std::thread::current().name().unwrap_or("test").to_string();
-            writeln!(std::io::stderr().lock(), "SKIPPED {test}: {error}").unwrap();
+            writeln!(std::io::stderr().lock(), "SKIPPED {test}: {why}").unwrap();
         }
-        Err(error) => panic!("{error} (KV_ALLOW_NO_DEVICE=1 skips the tests of a missing device)"),
+        Err(why) => panic!("{why} (KV_ALLOW_NO_DEVICE=1 skips the tests of a missing device)"),
     }
 }
 
-/// Makes a test for every target out of each case, a function `fn case(device: &Device)`.
+/// Makes a test for every device out of each case, a function `fn case(device: &Device)`.
 macro_rules! stamp {
-    ($($case:ident),+ $(,)?) => { $crate::common::stamp_one! {
-        flex [kv_cubecl::Flex] [$($case)+]
+    ($($case:ident),+ $(,)?) => { $crate::common::stamp_each! {
+        flex "flex" [$crate::common::devices::flex()]
+        wgpu "wgpu" [$crate::common::devices::wgpu()]
+        cuda "cuda" [$crate::common::devices::cuda()]
+        => [$($case)+]
     } };
 }
 
-/// As `stamp`, for `Autodiff` of every target.
+/// As `stamp`, with gradients.
 #[cfg(feature = "autodiff")]
 macro_rules! stamp_autodiff {
-    ($($case:ident),+ $(,)?) => { $crate::common::stamp_one! {
-        flex [kv_cubecl::Autodiff<kv_cubecl::Flex>] [$($case)+]
+    ($($case:ident),+ $(,)?) => { $crate::common::stamp_each! {
+        flex "flex" [$crate::common::devices::flex().map(burn::tensor::Device::autodiff)]
+        wgpu "wgpu" [$crate::common::devices::wgpu().map(burn::tensor::Device::autodiff)]
+        cuda "cuda" [$crate::common::devices::cuda().map(burn::tensor::Device::autodiff)]
+        => [$($case)+]
     } };
+}
+
+macro_rules! stamp_each {
+    ($($name:ident $feature:literal [$device:expr])+ => $cases:tt) => {
+        $($crate::common::stamp_one! { $name $feature [$device] $cases })+
+    };
 }
 
 macro_rules! stamp_one {
-    ($name:ident [$target:ty] [$($case:ident)+]) => {
+    ($name:ident $feature:literal [$device:expr] [$($case:ident)+]) => {
+        #[cfg(feature = $feature)]
         mod $name {
             $(
                 #[test]
                 fn $case() {
-                    $crate::common::run::<$target>(super::$case);
+                    $crate::common::run($device, super::$case);
                 }
             )+
         }
@@ -53,4 +64,4 @@ macro_rules! stamp_one {
 
 #[cfg(feature = "autodiff")]
 pub(crate) use stamp_autodiff;
-pub(crate) use {stamp, stamp_one};
+pub(crate) use {stamp, stamp_each, stamp_one};

@@ -1,0 +1,27 @@
+//! The device of each backend, or why this machine has none.
+
+use burn::tensor::Device;
+
+#[cfg(feature = "flex")]
+pub(crate) fn flex() -> Result<Device, String> {
+    Ok(Device::flex())
+}
+
+#[cfg(feature = "wgpu")]
+pub(crate) fn wgpu() -> Result<Device, String> {
+    // A runtime can be initialized only once per process, so the result is kept.
+    static DEVICE: std::sync::OnceLock<Result<Device, String>> = std::sync::OnceLock::new();
+    DEVICE
+        .get_or_init(|| Device::wgpu_options().init().map_err(|error| error.to_string()))
+        .clone()
+}
+
+#[cfg(feature = "cuda")]
+pub(crate) fn cuda() -> Result<Device, String> {
+    use burn::tensor::{DeviceIndex, DeviceType};
+    // Opening a device panics where the driver is missing.
+    match Device::enumerate(DeviceType::Cuda).is_empty() {
+        true => Err("no NVIDIA GPU that this process sees".to_string()),
+        false => Ok(Device::cuda(DeviceIndex::Default)),
+    }
+}
