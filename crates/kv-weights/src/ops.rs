@@ -9,7 +9,11 @@ use burn::backend::{
 
 #[cfg(feature = "fusion")]
 use crate::shapes;
-use crate::{Activations, PackedLayout};
+use crate::{
+    Activations, PackedLayout,
+    backends::composed,
+    fused::{FusedInputs, FusedPlan},
+};
 
 /// Operations of a backend with packed weights.
 ///
@@ -34,6 +38,17 @@ pub trait WeightOps: Backend {
         layout: PackedLayout,
         activations: Activations,
     ) -> FloatTensor<Self>;
+
+    /// [`project_fused`](crate::project_fused) of `x` `[n, columns]`, `[n, outputs]`: norm, products, bias, gate,
+    /// addition. The parts are of one format and width, and if there are two and a gate, of equal size; with three there is none.
+    #[fusion(meta = |x, _inputs, plan| shapes::fused(x, plan))]
+    fn packed_fused(
+        x: FloatTensor<Self>,
+        #[extension_type] inputs: FusedInputs<Self>,
+        plan: FusedPlan,
+    ) -> FloatTensor<Self> {
+        composed::fused::<Self>(x, inputs, &plan)
+    }
 
     /// `grad W` for `grad` `[n, rows]`, `[n, columns]`: the gradient of [`packed_project`](Self::packed_project)
     /// with respect to `x`, for either kind of activations.

@@ -2,7 +2,7 @@
 
 use burn::{backend::fusion::custom::TensorSpec, tensor::DType};
 
-use crate::PackedLayout;
+use crate::{FusedPlan, PackedLayout};
 
 pub(crate) fn floats(shape: [usize; 2]) -> TensorSpec {
     TensorSpec::new(shape.into(), DType::F32)
@@ -11,6 +11,11 @@ pub(crate) fn floats(shape: [usize; 2]) -> TensorSpec {
 pub(crate) fn project(x: &TensorSpec, layout: &PackedLayout) -> TensorSpec {
     let [n, _] = x.shape.dims();
     floats([n, layout.rows()])
+}
+
+pub(crate) fn fused(x: &TensorSpec, plan: &FusedPlan) -> TensorSpec {
+    let [n, _] = x.shape.dims();
+    floats([n, plan.outputs()])
 }
 
 pub(crate) fn project_backward(grad: &TensorSpec, layout: &PackedLayout) -> TensorSpec {

@@ -5,7 +5,10 @@ mod common;
 
 use std::{fs, path::Path};
 
-use burn::{module::Module, tensor::Tensor};
+use burn::{
+    module::Module,
+    tensor::{Device, Int, Tensor, TensorData},
+};
 use candle_core::quantized::{GgmlDType, gguf_file};
 use common::{TINY, device, expected, fixture, max_difference, tiny, write_gguf};
 use kv_models::{
@@ -142,12 +145,38 @@ fn scales_that_are_not_finite_are_named() {
     assert!(!error.contains('\n'));
 }
 
+/// Every family, every type of block and experts, in parallel and token by token.
 #[cfg(feature = "wgpu")]
 #[test]
-fn a_device_without_packed_weights_is_named() {
+fn packed_on_wgpu_as_restored_on_the_cpu() {
     use kv_models::kv_cubecl::{On, Wgpu};
-    let device = On::<Wgpu>::open().unwrap();
-    let options = LoadOptions::default().with_packed(Some(Activations::Exact));
-    let error = load_with(tiny("llama-tiny"), &device, options).unwrap_err().to_string();
-    assert!(error.contains("packed weights on") && error.contains("not supported"), "{error}");
+    let wgpu = On::<Wgpu>::open().unwrap();
+    let scratch = tempfile::tempdir().unwrap();
+    let written = TINY.iter().map(|name| {
+        let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
+        write_gguf(&folder, &file, GgmlDType::Q4_0, &[]);
+        file
+    });
+    let files = written.chain([fixture("mxfp4"), fixture("gguf-types").join("types.gguf")]);
+    for file in files {
+        let name = file.display();
+        let options = LoadOptions::default().with_packed(Some(Activations::Exact));
+        let (restored, packed) = (read(&file, None).model, load_with(&file, &wgpu, options));
+        let packed = packed.unwrap().model;
+        assert!(packed.is_packed(), "{name}");
+        let ids = |device: &Device| {
+            let ids: Vec<i64> = (0..24).map(|i| i * 37 % restored.vocab_size() as i64).collect();
+            Tensor::<2, Int>::from_data(TensorData::new(ids, [1, 24]), device)
+        };
+        let config = KvCacheConfig::float().with_capacity(24);
+        let expected = restored.forward(ids(&device()), config).unwrap();
+        let parallel = packed.forward(ids(&wgpu), config).unwrap().to_device(&device());
+        let close = difference(&parallel, &expected);
+        assert!(close < 1e-3, "{name}: {close}");
+        let mut cache = packed.new_cache(config, 1, &wgpu).unwrap();
+        let step = |t| packed.step(ids(&wgpu).narrow(1, t, 1), &mut cache).unwrap();
+        let streamed = Tensor::cat((0..4).map(step).collect(), 1).to_device(&device());
+        let close = difference(&streamed, &expected.narrow(1, 0, 4));
+        assert!(close < 1e-3, "{name} token by token: {close}");
+    }
 }

@@ -2,6 +2,7 @@
 
 #[cfg(feature = "autodiff")]
 mod autodiff;
+pub(crate) mod composed;
 #[cfg(feature = "cube")]
 mod cube;
 #[cfg(feature = "flex")]
@@ -32,6 +33,8 @@ pub fn check_device(op: &str, device: &Device) -> Result<()> {
         #[cfg(feature = "flex")]
         burn::backend::DispatchDevice::Flex(_) => Ok(()),
         #[allow(unreachable_patterns, reason = "Burn may have been built with no other backend")]
-        _ => unsupported("packed weights are multiplied on Flex, WGPU and CUDA, each if built with its feature"),
+        _ => unsupported(
+            "packed weights are multiplied on Flex, WGPU and CUDA, each if built with its feature",
+        ),
     }
 }

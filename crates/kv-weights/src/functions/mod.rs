@@ -2,6 +2,8 @@
 
 mod lookup;
 mod project;
+mod project_fused;
 
 pub use lookup::lookup;
 pub use project::project;
+pub use project_fused::project_fused;

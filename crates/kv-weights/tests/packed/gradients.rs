@@ -1,11 +1,11 @@
 //! Gradients with respect to activations, against f64.
 
-use burn::tensor::Device;
-use kv_weights::{Activations, WeightFormat, project};
+use burn::tensor::{Device, Tensor, TensorData, activation};
+use kv_weights::{Activations, Fused, Gate, Norm, WeightFormat, project, project_fused};
 
 use crate::common::{Blocks, Rng, device_blocks, matrix, stamp_autodiff};
 
-stamp_autodiff!(gradients_are_those_of_restored_weights);
+stamp_autodiff!(gradients_are_those_of_restored_weights, gradients_pass_what_is_fused);
 
 fn gradients_are_those_of_restored_weights(device: &Device) {
     for (i, &format) in WeightFormat::ALL.iter().enumerate() {
@@ -32,5 +32,36 @@ fn gradients_are_those_of_restored_weights(device: &Device) {
                 assert!(error <= 1e-6 * sum, "{format}: {at}: {found}, not {expected}");
             }
         }
+    }
+}
+
+/// Gradients pass the norm, the gate and the addition as they pass the operations one by one.
+fn gradients_pass_what_is_fused(device: &Device) {
+    let mut rng = Rng::new(550);
+    let ([rows, columns], n) = ([34, 64], 3);
+    let blocks = Blocks::random(&mut rng, WeightFormat::Q4_0, [rows, columns]);
+    let (x, gains) = (rng.normals(n * columns), rng.normals(columns));
+    let packed = device_blocks(&blocks, device);
+    let gains = Tensor::<1>::from_data(TensorData::new(gains, [columns]), device);
+    let grads = |f: &dyn Fn(Tensor<3>, Tensor<1>) -> Tensor<3>| {
+        let (x, gains) = (matrix(&x, columns, device).require_grad(), gains.clone().require_grad());
+        let grads = f(x.clone(), gains.clone()).powf_scalar(2.0).sum().backward();
+        let [x, gains] = [x.grad(&grads).unwrap().flatten::<1>(0, 2), gains.grad(&grads).unwrap()];
+        [x, gains].map(|grad| grad.into_data().try_into_vec::<f32>().unwrap())
+    };
+    let fused = grads(&|x, gains| {
+        let fused = Fused::default().with_norm(Norm::new(gains, 1e-5)).with_gate(Gate::Silu);
+        let fused = fused.with_residual(x.clone().narrow(2, 0, rows / 2));
+        project_fused(x, &[&packed], Activations::Exact, fused).unwrap()
+    });
+    let plain = grads(&|x, gains| {
+        let root = (x.clone().square().mean_dim(2) + 1e-5).sqrt();
+        let normed = x.clone() / root * gains.unsqueeze();
+        let y = project(normed, &packed, Activations::Exact).unwrap();
+        let up = y.clone().narrow(2, rows / 2, rows / 2);
+        activation::silu(y.narrow(2, 0, rows / 2)) * up + x.narrow(2, 0, rows / 2)
+    });
+    for (fused, plain) in fused.iter().flatten().zip(plain.iter().flatten()) {
+        assert!((fused - plain).abs() <= 1e-4 * (1.0 + plain.abs()), "{fused}, not {plain}");
     }
 }

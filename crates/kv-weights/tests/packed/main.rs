@@ -7,6 +7,7 @@
 
 mod common;
 mod formats;
+mod fused;
 #[cfg(feature = "autodiff")]
 mod gradients;
 mod matrix;

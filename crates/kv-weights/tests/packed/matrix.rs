@@ -74,7 +74,9 @@ fn blocks_of_a_file_are_not_copied(device: &Device) {
     let at = shared.as_ptr();
     let packed = PackedMatrix::from_bytes(shared.clone(), format, blocks.shape, device).unwrap();
     let words = packed.words().clone();
-    if at.addr().is_multiple_of(4) && matches!(device.as_dispatch(), burn::backend::DispatchDevice::Flex(_)) {
+    if at.addr().is_multiple_of(4)
+        && matches!(device.as_dispatch(), burn::backend::DispatchDevice::Flex(_))
+    {
         let words = words.clone().try_into_primitive::<burn::backend::Flex>().unwrap();
         assert_eq!(words.bytes().as_ptr(), at);
     }

@@ -12,8 +12,9 @@ use burn_cubecl::{
     ops::numeric::empty_device_contiguous_dtype, tensor::CubeTensor,
 };
 
+use super::composed;
 use crate::{
-    Activations, PackedLayout, Result, WeightOps,
+    Activations, FusedInputs, FusedPlan, MaybeFloat, PackedLayout, Result, WeightOps,
     formats::cube::with_kernels,
     kernels::{
         product::{self, Hardware, ProductBindings, ProductProblem},
@@ -37,23 +38,27 @@ impl WeightOps for CubeBackend {
         if n >= MANY {
             return many(x, &words, layout);
         }
-        let (x, words) = (into_contiguous(x), into_contiguous(words));
-        let problem =
-            ProductProblem { n, parts: vec![layout], gate: None, epsilon: 0.0, plus_one: false };
-        let out = empty_like(&x, [n, layout.rows()]);
-        let bindings = ProductBindings {
-            x: arg(&x),
-            words: vec![arg(&words)],
-            norm: None,
-            bias: None,
-            residual: None,
-            out: arg(&out),
+        let plan = FusedPlan {
+            parts: vec![layout],
+            activations: Activations::Exact,
+            gate: None,
+            epsilon: 0.0,
+            plus_one: false,
         };
-        let hardware = Hardware::of(x.client.properties());
-        launched(with_kernels!(layout.format(), F => {
-            product::launch::<F>(&x.client, bindings, &problem, hardware)
-        }));
-        out
+        few(x, vec![words], [None, None, None], &plan)
+    }
+
+    fn packed_fused(
+        x: FloatTensor<Self>,
+        inputs: FusedInputs<Self>,
+        plan: FusedPlan,
+    ) -> FloatTensor<Self> {
+        let [n, _] = x.meta.shape().dims();
+        if n >= MANY {
+            return composed::fused::<Self>(x, inputs, &plan);
+        }
+        let FusedInputs { words, norm, bias, residual } = inputs;
+        few(x, words.into_vec(), [norm, bias, residual].map(MaybeFloat::into_option), &plan)
     }
 
     fn packed_project_backward(
@@ -94,6 +99,41 @@ impl WeightOps for CubeBackend {
     ) -> FloatTensor<Self> {
         restored(&into_contiguous(words), &layout, [start, n])
     }
+}
+
+/// One launch for a few rows of `x`; `extras` are gains of the norm, bias and what is added.
+fn few(
+    x: CubeTensor,
+    words: Vec<CubeTensor>,
+    extras: [Option<CubeTensor>; 3],
+    plan: &FusedPlan,
+) -> CubeTensor {
+    let [n, _] = x.meta.shape().dims();
+    let x = into_contiguous(x);
+    let out = empty_like(&x, [n, plan.outputs()]);
+    // Only contiguous tensors are bound, and they live until the launch.
+    let words: Vec<_> = words.into_iter().map(into_contiguous).collect();
+    let [norm, bias, residual] = extras.map(|tensor| tensor.map(into_contiguous));
+    let bindings = ProductBindings {
+        x: arg(&x),
+        words: words.iter().map(arg).collect(),
+        norm: norm.as_ref().map(arg),
+        bias: bias.as_ref().map(arg),
+        residual: residual.as_ref().map(arg),
+        out: arg(&out),
+    };
+    let problem = ProductProblem {
+        n,
+        parts: plan.parts.clone(),
+        gate: plan.gate,
+        epsilon: plan.epsilon as f32,
+        plus_one: plan.plus_one,
+    };
+    let hardware = Hardware::of(x.client.properties());
+    launched(with_kernels!(problem.parts[0].format(), F => {
+        product::launch::<F>(&x.client, bindings, &problem, hardware)
+    }));
+    out
 }
 
 /// `x W^T` for many rows of `x`. A part of the matrix at a time is restored and multiplied with by Burn's product.

@@ -113,7 +113,8 @@ pub(super) fn product<F: BlocksInKernels>(
                 factors[i] = 1.0f32 / (mean + args.epsilon).sqrt();
             }
         }
-        ComptimeOption::None => {
+        ComptimeOption::None =>
+        {
             #[unroll]
             for i in 0..bp.x_rows {
                 factors[i] = f32::new(1.0);

@@ -11,9 +11,7 @@ pub(crate) fn flex() -> Result<Device, String> {
 pub(crate) fn wgpu() -> Result<Device, String> {
     // A runtime can be initialized only once per process, so the result is kept.
     static DEVICE: std::sync::OnceLock<Result<Device, String>> = std::sync::OnceLock::new();
-    DEVICE
-        .get_or_init(|| Device::wgpu_options().init().map_err(|error| error.to_string()))
-        .clone()
+    DEVICE.get_or_init(|| Device::wgpu_options().init().map_err(|error| error.to_string())).clone()
 }
 
 #[cfg(feature = "cuda")]

@@ -1,0 +1,74 @@
+//! [`WeightOps::packed_fused`] made of the other operations of a backend.
+
+use burn::{
+    backend::{Backend, Scalar, tensor::FloatTensor},
+    tensor::{Shape, Slice},
+};
+
+use crate::{
+    Gate, WeightOps,
+    fused::{FusedInputs, FusedPlan},
+};
+
+/// [`WeightOps::packed_fused`], an operation at a time.
+pub(crate) fn fused<B: WeightOps>(
+    x: FloatTensor<B>,
+    inputs: FusedInputs<B>,
+    plan: &FusedPlan,
+) -> FloatTensor<B> {
+    let columns = plan.parts[0].columns();
+    let x = match inputs.norm.into_option() {
+        Some(gains) => norm::<B>(x, B::float_reshape(gains, Shape::new([1, columns])), plan),
+        None => x,
+    };
+    let parts = inputs.words.into_vec().into_iter().zip(&plan.parts);
+    let products =
+        parts.map(|(words, layout)| B::packed_project(x.clone(), words, *layout, plan.activations));
+    let mut products: Vec<_> = products.collect();
+    let mut y = match products.len() {
+        1 => products.swap_remove(0),
+        _ => B::float_cat(products, 1),
+    };
+    if let Some(bias) = inputs.bias.into_option() {
+        y = B::float_add(y, B::float_reshape(bias, Shape::new([1, plan.rows()])));
+    }
+    if let Some(gate) = plan.gate {
+        let outputs = plan.outputs();
+        let half = |start: usize| {
+            let slices = [Slice::full(), Slice::from(start..start + outputs)];
+            B::float_slice(y.clone(), &slices)
+        };
+        y = B::float_mul(gated::<B>(half(0), gate), half(outputs));
+    }
+    match inputs.residual.into_option() {
+        Some(residual) => B::float_add(y, residual),
+        None => y,
+    }
+}
+
+/// The norm of the rows of `x` with gains `[1, columns]`.
+fn norm<B: Backend>(x: FloatTensor<B>, gains: FloatTensor<B>, plan: &FusedPlan) -> FloatTensor<B> {
+    let squares = B::float_mul(x.clone(), x.clone());
+    let mean = B::float_mean_dim(squares, 1);
+    let root = B::float_sqrt(B::float_add_scalar(mean, Scalar::from(plan.epsilon)));
+    let gains = match plan.plus_one {
+        true => B::float_add_scalar(gains, Scalar::from(1.0f64)),
+        false => gains,
+    };
+    B::float_mul(B::float_div(x, root), gains)
+}
+
+fn gated<B: Backend>(x: FloatTensor<B>, gate: Gate) -> FloatTensor<B> {
+    let z = match gate {
+        Gate::Silu => x.clone(),
+        // (1 + tanh(z)) / 2 is the logistic function of 2 z.
+        Gate::GeluTanh => {
+            let square = B::float_mul(x.clone(), x.clone());
+            let cube = B::float_mul(square, x.clone());
+            let sum =
+                B::float_add(x.clone(), B::float_mul_scalar(cube, Scalar::from(0.044_715f64)));
+            B::float_mul_scalar(sum, Scalar::from(1.595_769_121_605_730_6f64))
+        }
+    };
+    B::float_mul(x, B::sigmoid(z))
+}

@@ -1,0 +1,172 @@
+use burn::{
+    backend::Dispatch,
+    tensor::{DType, Tensor, activation},
+};
+
+use super::project::check;
+use crate::{
+    Activations, Error, Fused, FusedInputs, FusedPlan, Gate, MaybeFloat, PackedLayout,
+    PackedMatrix, PartWords, Result, WeightOps, error::invalid, fused::MOST_PARTS,
+};
+
+/// Products with matrices whose rows follow one another, with what comes before and after them: norm of `x`, products,
+/// bias, gate, addition, in this order. Gradients are those with respect to all floats; the weights have none.
+///
+/// On WGPU and CUDA it is one launch for up to 32 rows of `x` and up to three matrices of one format, or with a gate one
+/// or two of one format and size; others take a launch for each run of matrices of a format. Elsewhere it is made
+/// of the same operations one by one.
+///
+/// # Shapes
+/// - `x`: `[batch, seq, columns]`, f32
+/// - `parts`: at least one, `[rows_i, columns]`; `rows` is the sum of all `rows_i`
+/// - output: `[batch, seq, rows]`, with a gate `[batch, seq, rows / 2]`, f32
+///
+/// # Errors
+/// [`Error::Shape`] for tensors that do not fit one another, [`Error::Invalid`] for no parts or for an odd number of
+/// rows at a gate, [`Error::Unsupported`] for another type than f32 or for a device without the operation.
+pub fn project_fused(
+    x: Tensor<3>,
+    parts: &[&PackedMatrix],
+    activations: Activations,
+    fused: Fused,
+) -> Result<Tensor<3>> {
+    if parts.is_empty() {
+        return Err(invalid("parts", 0, "must be one matrix or more"));
+    }
+    for part in parts {
+        check("project_fused", &x, part)?;
+    }
+    let [batch, seq, columns] = x.dims();
+    let rows: usize = parts.iter().map(|part| part.dims()[0]).sum();
+    let outputs = match fused.gate {
+        Some(_) if !rows.is_multiple_of(2) => {
+            return Err(invalid("rows", rows, "must be even, half of them for the gate"));
+        }
+        Some(_) => rows / 2,
+        None => rows,
+    };
+    check_shapes(&fused, [batch, seq, columns], rows, outputs)?;
+    let n = batch * seq;
+    if n == 0 {
+        return Ok(Tensor::zeros([batch, seq, outputs], (&x.device(), DType::F32)));
+    }
+    let x = x.reshape([n, columns]);
+    let residual = fused.residual.clone().map(|residual| residual.reshape([n, outputs]));
+    let layouts: Vec<_> = parts.iter().map(|part| part.layout()).collect();
+    let y = if fused.gate.is_none() || one_launch(&layouts) {
+        joined(&x, parts, activations, &fused, residual)
+    } else {
+        // The halves of the rows are in several formats, or not each in a matrix.
+        let products = Fused { gate: None, ..fused.clone() };
+        let y = joined(&x, parts, activations, &products, None);
+        let (gate, up) = (y.clone().narrow(1, 0, outputs), y.narrow(1, outputs, outputs));
+        let gate = match fused.gate {
+            Some(Gate::GeluTanh) => activation::gelu_approximate(gate),
+            _ => activation::silu(gate),
+        };
+        match residual {
+            Some(residual) => gate * up + residual,
+            None => gate * up,
+        }
+    };
+    Ok(y.reshape([batch, seq, outputs]))
+}
+
+/// Whether a gate can be computed with these: both halves of the rows in one matrix, or each in its own.
+fn one_launch(parts: &[PackedLayout]) -> bool {
+    match parts {
+        [_] => true,
+        [gate, up] => gate == up,
+        _ => false,
+    }
+}
+
+/// The operation for each run of matrices of a format, joined. With a gate all of them are a run.
+fn joined(
+    x: &Tensor<2>,
+    parts: &[&PackedMatrix],
+    activations: Activations,
+    fused: &Fused,
+    residual: Option<Tensor<2>>,
+) -> Tensor<2> {
+    let mut runs: Vec<&[&PackedMatrix]> = vec![];
+    for same in parts.chunk_by(|a, b| a.format() == b.format()) {
+        runs.extend(same.chunks(MOST_PARTS));
+    }
+    if let [all] = runs[..] {
+        return run(x.clone(), all, activations, fused, fused.bias.clone(), residual);
+    }
+    let mut start = 0;
+    let products = runs.into_iter().map(|parts| {
+        let rows = parts.iter().map(|part| part.dims()[0]).sum();
+        let bias = fused.bias.clone().map(|bias| bias.narrow(0, start, rows));
+        let residual = residual.clone().map(|residual| residual.narrow(1, start, rows));
+        start += rows;
+        run(x.clone(), parts, activations, fused, bias, residual)
+    });
+    Tensor::cat(products.collect(), 1)
+}
+
+/// The operation, for matrices of one format.
+fn run(
+    x: Tensor<2>,
+    parts: &[&PackedMatrix],
+    activations: Activations,
+    fused: &Fused,
+    bias: Option<Tensor<1>>,
+    residual: Option<Tensor<2>>,
+) -> Tensor<2> {
+    let words = |part: &PackedMatrix| part.words().clone().into_dispatch();
+    let words: PartWords<Dispatch> = match parts {
+        [a] => PartWords::One(words(a)),
+        [a, b] => PartWords::Two(words(a), words(b)),
+        [a, b, c, ..] => PartWords::Three(words(a), words(b), words(c)),
+        [] => return x,
+    };
+    let norm = fused.norm.as_ref();
+    let plan = FusedPlan {
+        parts: parts.iter().map(|part| part.layout()).collect(),
+        activations,
+        gate: fused.gate,
+        epsilon: norm.map_or(0.0, |norm| norm.epsilon),
+        plus_one: norm.is_some_and(|norm| norm.plus_one),
+    };
+    let gains = norm.map(|norm| norm.gains.clone().into_dispatch());
+    let inputs = FusedInputs {
+        words,
+        norm: MaybeFloat::from(gains),
+        bias: MaybeFloat::from(bias.map(Tensor::into_dispatch)),
+        residual: MaybeFloat::from(residual.map(Tensor::into_dispatch)),
+    };
+    let y = <Dispatch as WeightOps>::packed_fused(x.into_dispatch(), inputs, plan);
+    Tensor::from_dispatch(y)
+}
+
+fn check_shapes(fused: &Fused, x: [usize; 3], rows: usize, outputs: usize) -> Result<()> {
+    let [batch, seq, columns] = x;
+    let gains = fused.norm.as_ref().map(|norm| &norm.gains);
+    let tensors = [
+        ("gains", gains.map(of), vec![columns]),
+        ("bias", fused.bias.as_ref().map(of), vec![rows]),
+        ("residual", fused.residual.as_ref().map(of), vec![batch, seq, outputs]),
+    ];
+    for (tensor, found, expected) in tensors {
+        let Some((shape, dtype)) = found else { continue };
+        if shape != expected {
+            let rule = format!("must be {expected:?}");
+            return Err(Error::Shape { op: "project_fused", tensor, shape, rule });
+        }
+        if dtype != DType::F32 {
+            return Err(Error::Unsupported {
+                what: format!("project_fused: {tensor} of type {dtype:?}"),
+                why: "it is computed in f32; cast it first".into(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Shape and type.
+fn of<const D: usize>(tensor: &Tensor<D>) -> (Vec<usize>, DType) {
+    (tensor.dims().to_vec(), tensor.dtype())
+}

@@ -1,0 +1,158 @@
+//! Products with what comes before and after them, against f64.
+
+use burn::tensor::{Device, Tensor, TensorData};
+use kv_weights::{Activations, Fused, Gate, Norm, PackedMatrix, WeightFormat, project_fused};
+
+use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
+
+stamp!(parts_are_joined_and_added_to, gates_are_those_of_their_halves, what_does_not_fit_is_named);
+
+fn vector(x: &[f32], device: &Device) -> Tensor<1> {
+    Tensor::from_data(TensorData::new(x.to_vec(), [x.len()]), device)
+}
+
+/// `x / sqrt(mean(x^2) + epsilon) * gains` of rows.
+fn normed(x: &[f32], gains: &[f32], epsilon: f64, plus_one: bool) -> Vec<f64> {
+    let gain = |gain: f32| f64::from(gain) + f64::from(u8::from(plus_one));
+    x.chunks(gains.len())
+        .flat_map(|x| {
+            let mean = x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / x.len() as f64;
+            let root = (mean + epsilon).sqrt();
+            x.iter().zip(gains).map(move |(x, g)| f64::from(*x) / root * gain(*g))
+        })
+        .collect()
+}
+
+/// Products of rows of `x` with the rows of all parts, and the sums of the magnitudes that are added.
+fn products(x: &[f64], parts: &[&Blocks]) -> Vec<[f64; 2]> {
+    let columns = parts[0].shape[1];
+    let weights: Vec<Vec<f32>> = parts.iter().map(|part| part.restored()).collect();
+    let product = |x: &[f64], row: &[f32]| {
+        let terms = x.iter().zip(row).map(|(x, w)| x * f64::from(*w));
+        terms.fold([0.0, 0.0], |[sum, size], term| [sum + term, size + term.abs()])
+    };
+    x.chunks(columns)
+        .flat_map(|x| {
+            weights.iter().flat_map(move |w| w.chunks(columns).map(move |row| product(x, row)))
+        })
+        .collect()
+}
+
+/// Asserts that numbers are those expected, to `1e-5` of the sizes beside them.
+#[track_caller]
+fn close(name: &str, got: Tensor<3>, expected: &[[f64; 2]]) {
+    let got = got.into_data().try_into_vec::<f32>().unwrap();
+    assert_eq!(got.len(), expected.len(), "{name}");
+    for (i, (got, [expected, size])) in got.iter().zip(expected).enumerate() {
+        let error = (f64::from(*got) - expected).abs();
+        assert!(error <= 1e-5 * size, "{name}: {i}: {got}, not {expected}: {:.1e}", error / size);
+    }
+}
+
+/// Queries, keys and values, one format or two.
+fn parts_are_joined_and_added_to(device: &Device) {
+    let q4 = WeightFormat::Q4_0;
+    let cases = [[q4, q4, q4], [q4, q4, WeightFormat::Q6K], [WeightFormat::Q5K; 3]];
+    for (case, formats) in cases.into_iter().enumerate() {
+        for n in [1, 2, 7, 33] {
+            let mut rng = Rng::new(1000 + case as u64);
+            let columns = 512;
+            let blocks: Vec<Blocks> = formats
+                .iter()
+                .zip([70, 1, 33])
+                .map(|(format, rows)| Blocks::random(&mut rng, *format, [rows, columns]))
+                .collect();
+            let [x, gains, bias] = [n * columns, columns, 104].map(|n| rng.normals(n));
+            let residual = rng.normals(n * 104);
+            let packed: Vec<PackedMatrix> =
+                blocks.iter().map(|blocks| device_blocks(blocks, device)).collect();
+            for used in [1, 2, 3] {
+                let blocks: Vec<&Blocks> = blocks[..used].iter().collect();
+                let packed: Vec<&PackedMatrix> = packed[..used].iter().collect();
+                let rows: usize = blocks.iter().map(|blocks| blocks.shape[0]).sum();
+                let norm = Norm::new(vector(&gains, device), 1e-2).with_plus_one(used == 2);
+                let fused = Fused::default()
+                    .with_norm(norm)
+                    .with_bias(vector(&bias[..rows], device))
+                    .with_residual(matrix(&residual[..n * rows], rows, device));
+                let y = matrix(&x, columns, device);
+                let y = project_fused(y, &packed, Activations::Exact, fused).unwrap();
+                let mut expected = products(&normed(&x, &gains, 1e-2, used == 2), &blocks);
+                for (i, [sum, size]) in expected.iter_mut().enumerate() {
+                    let (bias, added) = (f64::from(bias[i % rows]), f64::from(residual[i]));
+                    *sum += bias + added;
+                    *size += bias.abs() + added.abs();
+                }
+                close(&format!("{formats:?} {used} by {n}"), y, &expected);
+            }
+        }
+    }
+}
+
+fn gates_are_those_of_their_halves(device: &Device) {
+    let (q4, q8) = (WeightFormat::Q4_1, WeightFormat::Q8_0);
+    for (case, formats) in [vec![q4], vec![q4, q4], vec![q8, q4]].into_iter().enumerate() {
+        for (gate, n) in [(Gate::Silu, 1), (Gate::GeluTanh, 1), (Gate::Silu, 9), (Gate::Silu, 40)] {
+            let mut rng = Rng::new(1100 + case as u64);
+            let (columns, outputs) = (288, 75);
+            let rows = 2 * outputs / formats.len();
+            let blocks: Vec<Blocks> = formats
+                .iter()
+                .map(|format| Blocks::random(&mut rng, *format, [rows, columns]))
+                .collect();
+            // Some gates are far from 0 on either side.
+            let x: Vec<f32> = rng.normals(n * columns).iter().map(|x| 30.0 * x).collect();
+            let bias = rng.normals(2 * outputs);
+            let packed: Vec<PackedMatrix> =
+                blocks.iter().map(|blocks| device_blocks(blocks, device)).collect();
+            let packed: Vec<&PackedMatrix> = packed.iter().collect();
+            let fused = Fused::default().with_gate(gate).with_bias(vector(&bias, device));
+            let y = matrix(&x, columns, device);
+            let y = project_fused(y, &packed, Activations::Exact, fused).unwrap();
+            let wide: Vec<f64> = x.iter().map(|x| f64::from(*x)).collect();
+            let both = products(&wide, &blocks.iter().collect::<Vec<_>>());
+            let expected: Vec<[f64; 2]> = (0..n * outputs)
+                .map(|i| {
+                    let (row, i) = (i / outputs, i % outputs);
+                    let [a, b] = [i, i + outputs].map(|i| {
+                        let [sum, size] = both[row * 2 * outputs + i];
+                        [sum + f64::from(bias[i]), size + f64::from(bias[i].abs())]
+                    });
+                    let f = match gate {
+                        Gate::Silu => a[0] / (1.0 + (-a[0]).exp()),
+                        _ => {
+                            let z = 0.797_884_560_802_865_4 * (a[0] + 0.044715 * a[0].powi(3));
+                            0.5 * a[0] * (1.0 + z.tanh())
+                        }
+                    };
+                    [f * b[0], a[1] * b[1]]
+                })
+                .collect();
+            close(&format!("{formats:?} {gate:?} by {n}"), y, &expected);
+        }
+    }
+}
+
+fn what_does_not_fit_is_named(device: &Device) {
+    let mut rng = Rng::new(1200);
+    let format = WeightFormat::Q4_0;
+    let [odd, wide] = [[3, 64], [4, 96]].map(|shape| Blocks::random(&mut rng, format, shape));
+    let [odd, wide] = [odd, wide].map(|blocks| device_blocks(&blocks, device));
+    let x = matrix(&rng.normals(64), 64, device);
+    let says = |parts: &[&PackedMatrix], fused, expected: &str| {
+        let error = project_fused(x.clone(), parts, Activations::Exact, fused).unwrap_err();
+        assert_eq!(error.to_string(), expected);
+    };
+    says(&[], Fused::default(), "parts 0: must be one matrix or more");
+    says(
+        &[&odd, &wide],
+        Fused::default(),
+        "project_fused: x has shape [1, 1, 64]: the last axis must be 96, the columns of the matrix",
+    );
+    let gate = Fused::default().with_gate(Gate::Silu);
+    says(&[&odd], gate, "rows 3: must be even, half of them for the gate");
+    let bias = Fused::default().with_bias(vector(&[0.0; 4], device));
+    says(&[&odd], bias, "project_fused: bias has shape [4]: must be [3]");
+    let residual = Fused::default().with_residual(x.clone());
+    says(&[&odd], residual, "project_fused: residual has shape [1, 1, 64]: must be [1, 1, 3]");
+}
