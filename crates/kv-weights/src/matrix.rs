@@ -8,7 +8,7 @@ use burn::{
     tensor::{Bytes, DType, Device, Int, Tensor, TensorData},
 };
 
-use crate::{PackedLayout, Result, WeightFormat, error::invalid};
+use crate::{PackedLayout, Result, WeightFormat, backends::check_bytes, error::invalid};
 
 /// A matrix of packed weights, `[rows, columns]`, that is not trained.
 ///
@@ -28,7 +28,7 @@ impl PackedMatrix {
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if rows are not whole blocks, or if `bytes` are not those of all
-    /// rows.
+    /// rows; [`Error::Unsupported`](crate::Error::Unsupported) for more of them than the device has in a buffer.
     pub fn from_bytes(
         bytes: Bytes,
         format: WeightFormat,
@@ -44,6 +44,7 @@ impl PackedMatrix {
             );
             return Err(invalid("bytes", bytes.len(), rule));
         }
+        check_buffer(&layout, device)?;
         let word = size_of::<u32>();
         let whole = bytes.len().is_multiple_of(word) && bytes.as_ptr().addr().is_multiple_of(word);
         let bytes = if whole {
@@ -61,13 +62,15 @@ impl PackedMatrix {
     /// The matrix whose blocks are `words`, a buffer as [`words`](Self::words) gives it.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for another number of words.
+    /// [`Error::Invalid`](crate::Error::Invalid) for another number of words, otherwise as
+    /// [`from_bytes`](Self::from_bytes).
     pub fn from_words(words: Tensor<1, Int>, layout: PackedLayout) -> Result<Self> {
         let [n] = words.dims();
         if n != layout.words() || words.dtype() != DType::U32 {
             let rule = format!("must be {} of type U32", layout.words());
             return Err(invalid("words", format!("{n} of type {:?}", words.dtype()), rule));
         }
+        check_buffer(&layout, &words.device())?;
         Ok(Self { words, layout })
     }
 
@@ -95,6 +98,15 @@ impl PackedMatrix {
     pub fn device(&self) -> Device {
         self.words.device()
     }
+}
+
+/// Checks that the device can have the blocks in a buffer.
+fn check_buffer(layout: &PackedLayout, device: &Device) -> Result<()> {
+    let what = || {
+        let [rows, columns] = layout.shape();
+        format!("a matrix [{rows}, {columns}] of {}", layout.format())
+    };
+    check_bytes(what, 4 * layout.words(), device)
 }
 
 impl Module for PackedMatrix {

@@ -38,3 +38,62 @@ pub fn check_device(op: &str, device: &Device) -> Result<()> {
         ),
     }
 }
+
+/// Checks that the kernels of `device` can have a buffer of `bytes`, those of what `what` says.
+///
+/// # Errors
+/// [`Error::Unsupported`] naming `what` and the limit.
+#[allow(unused_variables, reason = "without a CubeCL backend there is nothing to refuse")]
+pub(crate) fn check_bytes(
+    what: impl FnOnce() -> String,
+    bytes: usize,
+    device: &Device,
+) -> Result<()> {
+    #[cfg(feature = "cube")]
+    #[allow(irrefutable_let_patterns, reason = "CubeCL may be the only backend")]
+    if let burn::backend::DispatchDevice::Cube(device) =
+        device.clone().without_autodiff().as_dispatch()
+    {
+        use burn_cubecl::cubecl::ir::AddressType;
+        let client = device.client();
+        let properties = client.properties();
+        let wide = properties.supports_address(AddressType::U64);
+        return within(what, bytes, properties.memory.max_page_size, wide);
+    }
+    Ok(())
+}
+
+/// Whether `bytes` are within a device's largest buffer and what its indices count.
+#[cfg(feature = "cube")]
+fn within(what: impl FnOnce() -> String, bytes: usize, largest: u64, wide: bool) -> Result<()> {
+    let counted = if wide { u64::MAX } else { u32::MAX.into() };
+    let most = largest.min(counted);
+    if bytes as u64 <= most {
+        return Ok(());
+    }
+    let why = format!(
+        "it takes {bytes} bytes, and the device has buffers of at most {most}; split its rows"
+    );
+    Err(Error::Unsupported { what: what(), why })
+}
+
+#[cfg(all(test, feature = "cube"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn matrices_beyond_the_limit_are_named() {
+        let what = || "a matrix [262144, 2304] of q6_k".to_string();
+        // What WebGPU guarantees that can be bound at once.
+        let limit = 128 << 20;
+        assert!(within(what, limit as usize, limit, false).is_ok());
+        let message = within(what, 495_452_160, limit, false).unwrap_err().to_string();
+        assert_eq!(
+            message,
+            "a matrix [262144, 2304] of q6_k is not supported: it takes 495452160 bytes, and the device has buffers of \
+             at most 134217728; split its rows"
+        );
+        assert!(within(what, 1 << 32, u64::MAX, false).is_err());
+        assert!(within(what, 1 << 32, u64::MAX, true).is_ok());
+    }
+}

@@ -3,7 +3,11 @@ use burn::{
     tensor::{Device, Int, Tensor},
 };
 
-use crate::{PackedMatrix, Result, WeightOps, backends::check_device, error::invalid};
+use crate::{
+    PackedMatrix, Result, WeightOps,
+    backends::{check_bytes, check_device},
+    error::invalid,
+};
 
 /// The rows of these numbers, restored. A number past the last row is the last row.
 ///
@@ -37,7 +41,8 @@ impl PackedMatrix {
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) for rows that are not there,
-    /// [`Error::Unsupported`](crate::Error::Unsupported) for a device without the operation.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for a device without the operation, or for more numbers than
+    /// it has in a buffer.
     pub fn restore_rows(&self, start: usize, n: usize) -> Result<Tensor<2>> {
         let rows = self.layout().rows();
         if start > rows || n > rows - start {
@@ -47,6 +52,9 @@ impl PackedMatrix {
         }
         let device: Device = self.device();
         check_device("restore_rows", &device)?;
+        let (columns, format) = (self.layout().columns(), self.format());
+        let what = || format!("restoring {n} rows of {columns} numbers of {format}");
+        check_bytes(what, n * columns * size_of::<f32>(), &device)?;
         let words = self.words().clone().into_dispatch();
         let restored = <Dispatch as WeightOps>::packed_restore(words, self.layout(), start, n);
         Ok(Tensor::from_dispatch(restored))

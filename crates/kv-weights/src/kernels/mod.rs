@@ -9,6 +9,10 @@
 //! Launch functions trust their callers for the lengths of buffers, so they are not public. A launch that needs more
 //! cubes or wider indices than the device has is an error before it starts ([`grid`]).
 
+// The tests of kv-cubecl have the same use for it, and neither crate has the other in what users build.
+#[cfg(all(test, feature = "cuda-source"))]
+#[path = "../../../kv-cubecl/src/kernels/cuda_source/mod.rs"]
+mod cuda_source;
 mod grid;
 pub(crate) mod product;
 pub(crate) mod restore;

@@ -14,6 +14,8 @@ mod base;
 mod kernel;
 mod launch;
 mod sums;
+#[cfg(all(test, feature = "cuda-source"))]
+mod tests;
 
 pub(crate) use base::{Hardware, ProductProblem};
 pub(crate) use launch::{ProductBindings, launch};
