@@ -22,8 +22,6 @@ use crate::{
     },
 };
 
-/// From so many rows of activations on, parts of the matrix are restored and multiplied with as floats.
-const MANY: usize = 33;
 /// Most numbers of a matrix that are restored at a time: 16 MiB.
 const RESTORED: usize = 1 << 22;
 
@@ -34,18 +32,11 @@ impl WeightOps for CubeBackend {
         layout: PackedLayout,
         _: Activations,
     ) -> FloatTensor<Self> {
-        let [n, _] = x.meta.shape().dims();
-        if n >= MANY {
+        if is_many(&x) {
             return many(x, &words, layout);
         }
-        let plan = FusedPlan {
-            parts: vec![layout],
-            activations: Activations::Exact,
-            gate: None,
-            epsilon: 0.0,
-            plus_one: false,
-        };
-        few(x, vec![words], [None, None, None], &plan)
+        let plan = plan_of(layout);
+        few(Hardware::of(x.client.properties()), x, vec![words], [None, None, None], &plan)
     }
 
     fn packed_fused(
@@ -53,12 +44,12 @@ impl WeightOps for CubeBackend {
         inputs: FusedInputs<Self>,
         plan: FusedPlan,
     ) -> FloatTensor<Self> {
-        let [n, _] = x.meta.shape().dims();
-        if n >= MANY {
+        if is_many(&x) {
             return composed::fused::<Self>(x, inputs, &plan);
         }
         let FusedInputs { words, norm, bias, residual } = inputs;
-        few(x, words.into_vec(), [norm, bias, residual].map(MaybeFloat::into_option), &plan)
+        let extras = [norm, bias, residual].map(MaybeFloat::into_option);
+        few(Hardware::of(x.client.properties()), x, words.into_vec(), extras, &plan)
     }
 
     fn packed_project_backward(
@@ -101,8 +92,26 @@ impl WeightOps for CubeBackend {
     }
 }
 
-/// One launch for a few rows of `x`; `extras` are gains of the norm, bias and what is added.
+/// The product and nothing else.
+fn plan_of(layout: PackedLayout) -> FusedPlan {
+    FusedPlan {
+        parts: vec![layout],
+        activations: Activations::Exact,
+        gate: None,
+        epsilon: 0.0,
+        plus_one: false,
+    }
+}
+
+/// Whether parts of the matrix are restored for so many rows.
+fn is_many(x: &CubeTensor) -> bool {
+    let [n, _] = x.meta.shape().dims();
+    Hardware::of(x.client.properties()).many().is_some_and(|many| n >= many)
+}
+
+/// One launch for the rows of `x`; `extras` are gains of the norm, bias and what is added.
 fn few(
+    hardware: Hardware,
     x: CubeTensor,
     words: Vec<CubeTensor>,
     extras: [Option<CubeTensor>; 3],
@@ -126,10 +135,10 @@ fn few(
         n,
         parts: plan.parts.clone(),
         gate: plan.gate,
+        norm: norm.is_some(),
         epsilon: plan.epsilon as f32,
         plus_one: plan.plus_one,
     };
-    let hardware = Hardware::of(x.client.properties());
     launched(with_kernels!(problem.parts[0].format(), F => {
         product::launch::<F>(&x.client, bindings, &problem, hardware)
     }));
@@ -188,3 +197,6 @@ fn empty_like(like: &CubeTensor, shape: [usize; 2]) -> CubeTensor {
     let (client, device) = (like.client.clone(), like.device.clone());
     empty_device_contiguous_dtype(client, device, Shape::new(shape), DType::F32)
 }
+
+#[cfg(all(test, feature = "wgpu"))]
+mod wgpu_tests;

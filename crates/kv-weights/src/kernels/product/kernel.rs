@@ -99,34 +99,15 @@ pub(super) fn product<F: BlocksInKernels>(
             ComptimeOption::None => {}
         }
     }
-    let mut scratch = Shared::<[f32]>::new_slice(comptime!(bp.units * bp.sums().max(bp.x_rows)));
-    team_sum(&mut totals, &mut scratch, comptime!(bp.sums()), bp.lanes, bp);
-    let mut factors = zeros(bp.x_rows);
-    #[comptime]
-    match norm {
-        ComptimeOption::Some(_) => {
-            factors = squares(x, first_x, &args, bp);
-            team_sum(&mut factors, &mut scratch, bp.x_rows, bp.units, bp);
-            #[unroll]
-            for i in 0..bp.x_rows {
-                let mean = factors[i] / f32::cast_from(args.spans * SPAN);
-                factors[i] = 1.0f32 / (mean + args.epsilon).sqrt();
-            }
-        }
-        ComptimeOption::None =>
-        {
-            #[unroll]
-            for i in 0..bp.x_rows {
-                factors[i] = f32::new(1.0);
-            }
-        }
-    }
+    let mut scratch = Shared::<[f32]>::new_slice(comptime!(bp.scratch_len()));
+    team_sum(&mut totals, &mut scratch, bp);
     if share.lane == 0 {
-        write(&totals, &factors, &bias, &residual, out, &share, &args, bp);
+        write(&totals, &bias, &residual, out, &share, &args, bp);
     }
 }
 
 #[cube]
+#[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 fn share_of(first_x: usize, args: &ProductArgs, #[comptime] bp: ProductBlueprint) -> Share {
     let unit = UNIT_POS as usize;
     let mut cube = CUBE_POS % args.cubes;
@@ -178,111 +159,120 @@ fn add<F: BlocksInKernels>(
                 spans.push(span);
             }
         }
-        #[unroll]
-        for i in 0..bp.x_rows {
-            add_row::<F>(x, norm, index, i, &spans, share, totals, args, bp);
-        }
+        add_spans::<F>(x, norm, index, &spans, share, totals, args, bp);
         index += comptime!(bp.lanes);
     }
 }
 
-/// Adds the products of unpacked spans with a row of the activations.
+/// Adds the products of unpacked spans with the cube's rows of the activations. A code is made a number once for all of
+/// these.
 #[cube]
-fn add_row<F: BlocksInKernels>(
+fn add_spans<F: BlocksInKernels>(
     x: &[Vector<f32, Const<4>>],
     norm: &ComptimeOption<Box<[Vector<f32, Const<4>>]>>,
     index: usize,
-    #[comptime] x_row: usize,
     spans: &Sequence<Span>,
     share: &Share,
     totals: &mut Array<f32>,
     args: &ProductArgs,
     #[comptime] bp: ProductBlueprint,
 ) {
-    let width = comptime!(bp.unit_rows * bp.width());
-    let row = clamp_max(share.first_x + x_row, args.n - 1);
-    let at = (row * args.spans + index) * comptime!(SPAN / 4);
-    let mut sums = zeros(width);
-    let mut x_sum = f32::new(0.0);
+    let rows = comptime!(bp.unit_rows * bp.width());
+    let mut sums = zeros(comptime!(bp.products()));
+    let mut x_sums = zeros(comptime!(bp.x_rows));
     #[unroll]
     for i in 0..comptime!(SPAN / 4) {
-        let mut four = x[at + i];
-        #[comptime]
-        match norm {
-            ComptimeOption::Some(gains) => {
-                let mut gain = gains[index * comptime!(SPAN / 4) + i];
-                if comptime!(bp.plus_one) {
-                    gain += Vector::<f32, Const<4>>::new(1.0f32);
-                }
-                four *= gain;
+        let mut numbers = Array::<f32>::new(comptime!(4 * rows));
+        #[unroll]
+        for r in 0..rows {
+            #[unroll]
+            for k in 0..4usize {
+                numbers[comptime!(4 * r + k)] = F::code(spans.index(r).codes[i], k);
             }
-            ComptimeOption::None => {}
         }
         #[unroll]
-        for k in 0..4usize {
-            let x = four.extract(k);
+        for j in 0..bp.x_rows {
+            // Rows past the last are read as the last one, and not written.
+            let row = clamp_max(share.first_x + j, args.n - 1);
+            let mut four = x[(row * args.spans + index) * comptime!(SPAN / 4) + i];
+            #[comptime]
+            match norm {
+                ComptimeOption::Some(gains) => {
+                    totals[comptime!(bp.products() + j)] += sum_of(four * four);
+                    let mut gain = gains[index * comptime!(SPAN / 4) + i];
+                    if comptime!(bp.plus_one) {
+                        gain += Vector::<f32, Const<4>>::new(1.0f32);
+                    }
+                    four *= gain;
+                }
+                ComptimeOption::None => {}
+            }
             if comptime!(F::MINS) {
-                x_sum += x;
+                x_sums[j] += sum_of(four);
             }
             #[unroll]
-            for r in 0..width {
-                let span = spans.index(r);
-                sums[r] += F::code(span.codes[i], k) * x;
+            for r in 0..rows {
+                #[unroll]
+                for k in 0..4usize {
+                    sums[comptime!(r * bp.x_rows + j)] +=
+                        numbers[comptime!(4 * r + k)] * four.extract(k);
+                }
             }
         }
         if comptime!(F::HALVES && i == SPAN / 8 - 1) {
             #[unroll]
-            for r in 0..width {
-                totals[comptime!(r * bp.x_rows + x_row)] += sums[r] * spans.index(r).low;
-                sums[r] = f32::new(0.0);
+            for r in 0..rows {
+                #[unroll]
+                for j in 0..bp.x_rows {
+                    let at = comptime!(r * bp.x_rows + j);
+                    totals[at] += sums[at] * spans.index(r).low;
+                    sums[at] = f32::new(0.0);
+                }
             }
         }
     }
     #[unroll]
-    for r in 0..width {
+    for r in 0..rows {
         let span = spans.index(r);
         let mut scale = span.low;
         if comptime!(F::HALVES) {
             scale = span.high;
         }
-        let mut total = sums[r] * scale;
-        if comptime!(F::MINS) {
-            total += x_sum * span.min;
+        #[unroll]
+        for j in 0..bp.x_rows {
+            let at = comptime!(r * bp.x_rows + j);
+            totals[at] += sums[at] * scale;
+            if comptime!(F::MINS) {
+                totals[at] += x_sums[j] * span.min;
+            }
         }
-        totals[comptime!(r * bp.x_rows + x_row)] += total;
     }
 }
 
-/// The unit's part of the sums of squares of the cube's rows of activations.
 #[cube]
-fn squares(
-    x: &[Vector<f32, Const<4>>],
-    first_x: usize,
+fn sum_of(four: Vector<f32, Const<4>>) -> f32 {
+    (four.extract(0usize) + four.extract(1usize)) + (four.extract(2usize) + four.extract(3usize))
+}
+
+/// What a row of activations is multiplied with by its norm, without the gains.
+#[cube]
+fn factor(
+    totals: &Array<f32>,
+    #[comptime] x_row: usize,
     args: &ProductArgs,
     #[comptime] bp: ProductBlueprint,
-) -> Array<f32> {
-    let mut sums = zeros(bp.x_rows);
-    let width = args.spans * comptime!(SPAN / 4);
-    #[unroll]
-    for i in 0..bp.x_rows {
-        let row = clamp_max(first_x + i, args.n - 1);
-        let mut at = UNIT_POS as usize;
-        while at < width {
-            let four = x[row * width + at];
-            #[unroll]
-            for k in 0..4usize {
-                sums[i] += four.extract(k) * four.extract(k);
-            }
-            at += comptime!(bp.units);
-        }
+) -> f32 {
+    let mut factor = f32::new(1.0);
+    if comptime!(bp.norm) {
+        let squares = totals[comptime!(bp.products() + x_row)];
+        factor = 1.0f32 / (squares / f32::cast_from(args.spans * SPAN) + args.epsilon).sqrt();
     }
-    sums
+    factor
 }
 
 #[cube]
 fn write(
     totals: &Array<f32>,
-    factors: &Array<f32>,
     bias: &ComptimeOption<Box<[f32]>>,
     residual: &ComptimeOption<Box<[f32]>>,
     out: &mut [f32],
@@ -299,14 +289,15 @@ fn write(
                 let column = share.before + row;
                 let at = (share.first_x + i) * args.outputs + column;
                 let sum = comptime!(r * bp.width() * bp.x_rows + i);
-                let mut y = totals[sum] * factors[i];
+                let factor = factor(totals, i, args, bp);
+                let mut y = totals[sum] * factor;
                 #[comptime]
                 match bias {
                     ComptimeOption::Some(bias) => y += bias[column],
                     ComptimeOption::None => {}
                 }
                 if comptime!(bp.gate.is_some()) {
-                    let mut up = totals[comptime!(sum + bp.x_rows)] * factors[i];
+                    let mut up = totals[comptime!(sum + bp.x_rows)] * factor;
                     #[comptime]
                     match bias {
                         ComptimeOption::Some(bias) => up += bias[column + args.outputs],
@@ -331,7 +322,7 @@ fn gated(x: f32, #[comptime] bp: ProductBlueprint) -> f32 {
     let mut z = x;
     if comptime!(bp.gate == Some(Gate::GeluTanh)) {
         // (1 + tanh(z)) / 2 is the logistic function of 2 z.
-        z = (x + 0.044_715f32 * x * x * x) * 1.595_769_1f32;
+        z = (x + 0.044_715f32 * x * x * x) * 1.595_769f32;
     }
     x / (1.0f32 + (-z).exp())
 }

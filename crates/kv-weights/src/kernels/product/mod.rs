@@ -3,7 +3,7 @@
 //! A team of units shares the spans of a row of weights, adds up its sums, and writes them. Every unit has some rows,
 //! so that activations are read once for all of these. Weights are unpacked in registers.
 //!
-//! **Supported**: all formats; any number of rows of activations, eight of which a cube takes at a time; up to
+//! **Supported**: all formats; any number of rows of activations, up to eight of which a cube takes at a time; up to
 //! three matrices of one format whose rows follow one another; the root mean square norm of the activations before,
 //! and a bias, a gate and an addition after.
 //!

@@ -4,37 +4,34 @@ use cubecl::prelude::*;
 
 use super::base::ProductBlueprint;
 
-/// Replaces each of `len` `values` by its sum over the unit's team of `team` units, which is a power of two. To be called
-/// by all units of a cube. `scratch` has an entry for each unit and value.
+/// Replaces each of the unit's `values` by its sum over the unit's team. To be called by all units of a cube.
 #[cube]
 pub(super) fn team_sum(
     values: &mut Array<f32>,
     scratch: &mut Shared<[f32]>,
-    #[comptime] len: usize,
-    #[comptime] team: usize,
     #[comptime] bp: ProductBlueprint,
 ) {
-    let unit = UNIT_POS as usize;
-    if comptime!(team <= bp.plane) {
+    let len = comptime!(bp.sums());
+    let steps = comptime!(bp.lanes.trailing_zeros());
+    if comptime!(bp.plane > 1) {
         #[unroll]
         for i in 0..len {
             #[unroll]
-            for step in 0..comptime!(team.trailing_zeros()) {
+            for step in 0..steps {
                 values[i] += plane_shuffle_xor(values[i], comptime!(1u32 << step));
             }
         }
-    } else {
-        // What was read before from here is to be read by all before it is written over.
-        sync_cube();
+    } else if comptime!(bp.lanes > 1) {
+        let unit = UNIT_POS as usize;
         #[unroll]
         for i in 0..len {
             scratch[unit * len + i] = values[i];
         }
         #[unroll]
-        for step in 0..comptime!(team.trailing_zeros()) {
+        for step in 0..steps {
             sync_cube();
-            let stride = comptime!(team >> (step + 1));
-            if unit % team < stride {
+            let stride = comptime!(bp.lanes >> (step + 1));
+            if unit % bp.lanes < stride {
                 #[unroll]
                 for i in 0..len {
                     scratch[unit * len + i] += scratch[(unit + stride) * len + i];
@@ -42,7 +39,7 @@ pub(super) fn team_sum(
             }
         }
         sync_cube();
-        let first = unit / team * team;
+        let first = unit / bp.lanes * bp.lanes;
         #[unroll]
         for i in 0..len {
             values[i] = scratch[first * len + i];

@@ -62,6 +62,7 @@ fn codes_and_sums_can_live_in_registers() {
                 n,
                 parts: vec![part; extras.parts],
                 gate: extras.gate,
+                norm: extras.norm,
                 epsilon: 1e-5,
                 plus_one: false,
             };
