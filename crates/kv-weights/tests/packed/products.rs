@@ -6,6 +6,7 @@ use kv_weights::{Activations, WeightFormat, lookup, project, reference};
 use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
 
 stamp!(
+    launches_go_over_several_axes,
     rows_are_restored_bit_for_bit,
     products_are_those_of_restored_weights,
     products_of_integers_are_those_of_rounded_activations
@@ -95,4 +96,15 @@ fn products_of_integers_are_those_of_rounded_activations(device: &Device) {
             close(&name, &y, x, weights, 5.0 * 0.5 / f64::from(to));
         }
     });
+}
+
+/// More cubes than a device with WebGPU's limits has along an axis, 65535 of four rows of activations.
+fn launches_go_over_several_axes(device: &Device) {
+    let mut rng = Rng::new(350);
+    let weights = Blocks::random(&mut rng, WeightFormat::Q4_0, [3, 32]);
+    let n = 4 * 65_535 + 77;
+    let x: Vec<f32> = (0..32 * n).map(|i| (i % 1009) as f32 / 500.0 - 1.0).collect();
+    let packed = device_blocks(&weights, device);
+    let y = project(matrix(&x, 32, device), &packed, Activations::Exact).unwrap();
+    close("q4_0", &y.into_data().try_into_vec::<f32>().unwrap(), &x, &weights, 1e-6);
 }
