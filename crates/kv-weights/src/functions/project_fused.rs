@@ -21,6 +21,25 @@ use crate::{
 /// - `parts`: at least one, `[rows_i, columns]`; `rows` is the sum of all `rows_i`
 /// - output: `[batch, seq, rows]`, with a gate `[batch, seq, rows / 2]`, f32
 ///
+/// ```
+/// use burn::tensor::{Bytes, Distribution, Tensor};
+/// use kv_weights::{Activations, Fused, Gate, Norm, PackedMatrix, WeightFormat, project_fused};
+///
+/// let device = burn::tensor::Device::flex();
+/// // Gates and what they open: 96 rows of two blocks of 18 bytes each.
+/// let matrix = || {
+///     let blocks = Bytes::from_bytes_vec(vec![0x21; 96 * 2 * 18]);
+///     PackedMatrix::from_bytes(blocks, WeightFormat::Q4_0, [96, 64], &device)
+/// };
+/// let (gate, up) = (matrix()?, matrix()?);
+/// let x = Tensor::<3>::random([1, 1, 64], Distribution::Default, &device);
+/// let norm = Norm::new(Tensor::ones([64], &device), 1e-5);
+/// let fused = Fused::default().with_norm(norm).with_gate(Gate::Silu);
+/// let y = project_fused(x, &[&gate, &up], Activations::Exact, fused)?;
+/// assert_eq!(y.dims(), [1, 1, 96]);
+/// # Ok::<(), kv_weights::Error>(())
+/// ```
+///
 /// # Errors
 /// [`Error::Shape`] for tensors that do not fit one another, [`Error::Invalid`] for no parts or for an odd number of
 /// rows at a gate, [`Error::Unsupported`] for another type than f32 or for a device without the operation.
