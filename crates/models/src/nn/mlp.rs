@@ -47,6 +47,10 @@ impl GatedMlp {
 
     fn gated(&self, gate_up: Tensor<3>) -> Tensor<3> {
         let _span = trace_span!(target: OPERATION, "gate").entered();
+        #[cfg(feature = "flex")]
+        if let Some(gated) = super::gate::gated(&gate_up, self.gating) {
+            return gated;
+        }
         let intermediate = gate_up.dims()[2] / 2;
         let gate = gate_up.clone().narrow(2, 0, intermediate);
         let up = gate_up.narrow(2, intermediate, intermediate);

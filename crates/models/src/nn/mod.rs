@@ -6,6 +6,8 @@ mod attention;
 mod bf16;
 #[cfg(feature = "flex")]
 mod few_rows;
+#[cfg(feature = "flex")]
+mod gate;
 mod linear;
 mod matrix;
 mod mlp;
