@@ -21,7 +21,24 @@ pub(crate) trait Blocks: Copy + Default + Send + Sync + 'static {
 
     /// Unpacks a block of [`BYTES`](Self::BYTES): `NUMBERS` codes, `NUMBERS / SPAN` scales, `NUMBERS / 32` minima,
     /// which are left as they are if there are none.
-    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]);
+    fn unpack<H: Halves>(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]);
+}
+
+/// How numbers of 16 bits become f32.
+pub(crate) trait Halves {
+    /// The number with these bits.
+    fn widened(bits: u16) -> f32;
+}
+
+/// By what the processor turns out to have when it is called.
+#[derive(Clone, Copy)]
+pub(crate) struct AnyHalves;
+
+impl Halves for AnyHalves {
+    #[inline(always)]
+    fn widened(bits: u16) -> f32 {
+        f16::from_bits(bits).to_f32()
+    }
 }
 
 /// Calls `$body` with `$F` the type of a [`WeightFormat`](crate::WeightFormat).
@@ -108,8 +125,8 @@ pub(crate) use with_blocks;
 
 /// The f16 at byte `at`.
 #[inline(always)]
-pub(super) fn half(block: &[u8], at: usize) -> f32 {
-    f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
+pub(super) fn half<H: Halves>(block: &[u8], at: usize) -> f32 {
+    H::widened(u16::from_le_bytes([block[at], block[at + 1]]))
 }
 
 /// 32 codes of 4 bits: those of the first half in the lower halves of the 16 bytes.
@@ -133,8 +150,8 @@ pub(super) fn add_fifth_bits(block: &[u8], at: usize, codes: &mut [u8]) {
 
 /// The eight scales and minima of 6 bits of a block of 256, `[d, dmin, 12 bytes]`.
 #[inline(always)]
-pub(super) fn six_bit_scales(block: &[u8], scales: &mut [f32], mins: &mut [f32]) {
-    let (d, dmin, packed) = (half(block, 0), half(block, 2), &block[4..16]);
+pub(super) fn six_bit_scales<H: Halves>(block: &[u8], scales: &mut [f32], mins: &mut [f32]) {
+    let (d, dmin, packed) = (half::<H>(block, 0), half::<H>(block, 2), &block[4..16]);
     for j in 0..8 {
         let (scale, min) = if j < 4 {
             (packed[j] & 63, packed[j + 4] & 63)
@@ -152,7 +169,7 @@ pub(super) fn six_bit_scales(block: &[u8], scales: &mut [f32], mins: &mut [f32])
 pub(crate) fn restore<F: Blocks>(blocks: &[u8], out: &mut [f32]) {
     let (mut codes, mut scales, mut mins) = ([0; MOST], [0.0; MOST / 16], [0.0; MOST / 32]);
     for (block, out) in blocks.chunks_exact(F::BYTES).zip(out.chunks_exact_mut(F::NUMBERS)) {
-        F::unpack(block, &mut codes, &mut scales, &mut mins);
+        F::unpack::<AnyHalves>(block, &mut codes, &mut scales, &mut mins);
         for (span, out) in out.chunks_exact_mut(F::SPAN).enumerate() {
             let (codes, scale) = (&codes[span * F::SPAN..][..F::SPAN], scales[span]);
             let zero = i32::from(F::ZERO);

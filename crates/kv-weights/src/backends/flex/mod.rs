@@ -5,7 +5,10 @@
     reason = "macerator compiles a function for its first type parameter, used or not"
 )]
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
 mod dense;
+mod integers;
 mod portable;
 mod threads;
 #[cfg(target_arch = "x86_64")]
@@ -20,13 +23,26 @@ use burn::{
 };
 use burn_flex::FlexTensor;
 
+use integers::Integers;
 pub use threads::in_parts;
 
 use crate::{Activations, PackedLayout, WeightOps, formats::flex::with_blocks};
 
-/// From so many rows of exact activations on, parts of the matrix are restored and multiplied with as floats, where
-/// there are no instructions for bytes.
+/// From so many rows of activations on, parts of the matrix are restored and multiplied with as floats, where there are
+/// no instructions for bytes.
 const MANY: usize = 18;
+/// Bytes of weights that a thread takes at a time, about: reading in order is fastest, and so is a last part that no
+/// thread has to wait for.
+const PART: usize = 256 << 10;
+/// Multiplications that are worth a second thread.
+const PARALLEL: usize = 1 << 17;
+/// Bytes of a line of the processor's cache.
+#[cfg(target_arch = "x86_64")]
+const LINE: usize = 64;
+/// How many bytes before they are multiplied blocks are brought into the cache. The processor foresees by itself what
+/// is read in order, but not past the end of a page.
+#[cfg(target_arch = "x86_64")]
+const AHEAD: usize = 2048;
 
 impl WeightOps for Flex {
     fn packed_project(
@@ -89,13 +105,42 @@ fn project(x: &[f32], blocks: &[u8], layout: &PackedLayout, activations: Activat
         if vnni::available() {
             return vnni::project::<F>(x, blocks, layout, activations);
         }
-        match activations {
-            Activations::Exact if x.len() / layout.columns() >= MANY => {
-                dense::project(x, blocks, layout)
-            }
-            _ => portable::project::<F>(x, blocks, layout, activations),
+        if x.len() / layout.columns() >= MANY {
+            return match activations.largest() {
+                Some(largest) => dense::project(&Integers::round(x, largest).floats(), blocks, layout),
+                None => dense::project(x, blocks, layout),
+            };
         }
+        #[cfg(target_arch = "x86_64")]
+        if avx2::available() {
+            return avx2::project::<F>(x, blocks, layout, activations);
+        }
+        portable::project::<F>(x, blocks, layout, activations)
     })
+}
+
+/// Calls `work` with parts of the products of each row of weights with `n` rows of activations, and the number of the
+/// first row of each part: all products, `[rows of activations, rows of weights]`.
+fn by_weight_rows(
+    layout: &PackedLayout,
+    n: usize,
+    parallel: bool,
+    work: impl Fn(usize, &mut [f32]) + Sync,
+) -> Vec<f32> {
+    let (rows, threads) = (layout.rows(), rayon::current_num_threads());
+    let mut by_weight = vec![0.0; rows * n];
+    let rounds = layout.bytes().div_ceil(PART * threads);
+    let part = rows.div_ceil(rounds * threads);
+    let parts = by_weight.chunks_mut(part * n).enumerate();
+    in_parts(parts, parallel, |(i, out)| work(i * part, out));
+    if n == 1 {
+        return by_weight;
+    }
+    let mut out = Vec::with_capacity(by_weight.len());
+    for row in 0..n {
+        out.extend(by_weight[row..].iter().step_by(n));
+    }
+    out
 }
 
 /// The blocks of all rows.
@@ -115,4 +160,65 @@ fn contiguous(tensor: FlexTensor) -> FlexTensor {
 
 fn tensor(data: Vec<f32>, shape: [usize; 2]) -> FlexTensor {
     FlexTensor::from_data(TensorData::new(data, shape))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, path::PathBuf};
+
+    use super::*;
+    use crate::{WeightFormat, reference};
+
+    /// The blocks of the tests' fixtures in another order in each row, in all ways that processors without instructions
+    /// for bytes take.
+    #[test]
+    fn products_are_those_of_the_definition() {
+        for &format in WeightFormat::ALL.iter().filter(|format| format.ggml_type().is_some()) {
+            let name = format!("{format}.blocks");
+            let path: PathBuf =
+                [env!("CARGO_MANIFEST_DIR"), "tests/packed/fixtures", &name].iter().collect();
+            let fixture = fs::read(path).unwrap();
+            let blocks: Vec<_> = fixture.chunks(format.block_bytes()).collect();
+            let (rows, columns) = (69, blocks.len() * format.block_numbers());
+            let matrix: Vec<u8> = (0..rows)
+                .flat_map(|row| (0..blocks.len()).map(move |i| i * 5 + row))
+                .flat_map(|i| blocks[i % blocks.len()].iter().copied())
+                .collect();
+            let layout = PackedLayout::new(format, [rows, columns]).unwrap();
+            let n = 3;
+            let x: Vec<f32> =
+                (0..n * columns).map(|i| ((i * 7919) % 1009) as f32 / 500.0 - 1.0).collect();
+            let restored = reference::restore(format, &matrix);
+            let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
+            let sums = reference::project(&magnitudes(&x), &magnitudes(&restored), columns);
+            let dense = |x: &[f32], activations: Activations| {
+                let rounded = activations.largest().map(|to| Integers::round(x, to).floats());
+                dense::project(rounded.as_deref().unwrap_or(x), &matrix, &layout)
+            };
+            for activations in [Activations::Exact, Activations::Int16, Activations::Bytes] {
+                let rounded =
+                    activations.largest().map(|to| reference::round_activations(&x, to).0);
+                let x_seen = rounded.as_ref().unwrap_or(&x);
+                let portable = with_blocks!(format, F => {
+                    portable::project::<F>(&x, &matrix, &layout, activations)
+                });
+                let mut ways = vec![("portable", portable), ("dense", dense(&x, activations))];
+                #[cfg(target_arch = "x86_64")]
+                if avx2::available() {
+                    let products = with_blocks!(format, F => {
+                        avx2::project::<F>(&x, &matrix, &layout, activations)
+                    });
+                    ways.push(("AVX2", products));
+                }
+                let expected = reference::project(x_seen, &restored, columns);
+                for (way, products) in ways {
+                    assert_eq!(products.len(), expected.len());
+                    for (i, product) in products.into_iter().enumerate() {
+                        let error = (f64::from(product) - expected[i]).abs();
+                        assert!(error <= 2e-6 * sums[i], "{format} {activations:?} {way}: {i}");
+                    }
+                }
+            }
+        }
+    }
 }

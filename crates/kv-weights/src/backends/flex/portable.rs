@@ -3,18 +3,14 @@
 
 use macerator::Simd;
 
-use super::threads::in_parts;
+use super::{
+    PARALLEL, by_weight_rows,
+    integers::{BLOCK, Integers},
+};
 use crate::{
     Activations, PackedLayout, WeightFormat,
-    formats::flex::{self, Blocks, MOST, with_blocks},
+    formats::flex::{self, AnyHalves, Blocks, MOST, with_blocks},
 };
-
-/// Rows of weights that a thread takes at a time.
-const PART: usize = 64;
-/// Multiplications that are worth a second thread.
-const PARALLEL: usize = 1 << 17;
-/// Numbers that are rounded to bytes together.
-const BLOCK: usize = 32;
 
 /// `x W^T` for few rows of `x`, `[rows of x, rows]`.
 pub(super) fn project<F: Blocks>(
@@ -25,30 +21,16 @@ pub(super) fn project<F: Blocks>(
 ) -> Vec<f32> {
     let ([rows, columns], row) = (layout.shape(), layout.row_bytes());
     let n = x.len() / columns;
-    let rounded_x = activations.largest().map(|largest| Integers::round(x, largest));
-    let mut by_weight = vec![0.0; rows * n];
-    let parts = blocks.chunks(PART * row).zip(by_weight.chunks_mut(PART * n));
-    in_parts(parts, rows * columns * n >= PARALLEL, |(blocks, out)| {
-        for (blocks, out) in blocks.chunks_exact(row).zip(out.chunks_exact_mut(n)) {
-            match &rounded_x {
+    let integers = activations.largest().map(|largest| Integers::round(x, largest));
+    by_weight_rows(layout, n, rows * columns * n >= PARALLEL, |first, out| {
+        let blocks = blocks[first * row..].chunks_exact(row);
+        for (blocks, out) in blocks.zip(out.chunks_exact_mut(n)) {
+            match &integers {
                 None => exact(F::default(), blocks, x, columns, out),
                 Some(x) => rounded(F::default(), blocks, x, columns, out),
             }
         }
-    });
-    transposed(by_weight, n)
-}
-
-/// Rows of `n` as columns.
-pub(super) fn transposed(by_weight: Vec<f32>, n: usize) -> Vec<f32> {
-    if n == 1 {
-        return by_weight;
-    }
-    let mut out = Vec::with_capacity(by_weight.len());
-    for row in 0..n {
-        out.extend(by_weight[row..].iter().step_by(n));
-    }
-    out
+    })
 }
 
 /// The numbers of whole blocks.
@@ -63,42 +45,6 @@ fn restore_blocks<F: Blocks>(blocks: &[u8], out: &mut [f32]) {
     fn vectorized<S: Simd, F: Blocks>(_: F, blocks: &[u8], out: &mut [f32]) {
         flex::restore::<F>(blocks, out);
     }
-}
-
-/// Activations as integers.
-struct Integers {
-    codes: Vec<i16>,
-    /// What 1 stands for, of each block.
-    steps: Vec<f32>,
-    /// Sums of the rounded numbers of each block.
-    sums: Vec<f32>,
-}
-
-impl Integers {
-    fn round(x: &[f32], largest: f32) -> Self {
-        let blocks = x.len() / BLOCK;
-        let mut codes = Vec::with_capacity(x.len());
-        let (mut steps, mut sums) = (Vec::with_capacity(blocks), Vec::with_capacity(blocks));
-        for x in x.chunks_exact(BLOCK) {
-            let (step, per_step) = step(x, largest);
-            let start = codes.len();
-            // A NaN is the code 0 and has a step that is NaN.
-            codes.extend(x.iter().map(|x| (x * per_step).round_ties_even() as i16));
-            let sum: i32 = codes[start..].iter().map(|&code| i32::from(code)).sum();
-            steps.push(step);
-            sums.push(sum as f32 * step);
-        }
-        Self { codes, steps, sums }
-    }
-}
-
-/// What 1 stands for if the largest number becomes the integer `to`, and how many of it are 1. NaN if a number is not
-/// finite.
-fn step(x: &[f32], to: f32) -> (f32, f32) {
-    let largest = x.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
-    let finite = x.iter().fold(true, |finite, x| finite & x.is_finite());
-    let step = if finite { largest / to } else { f32::NAN };
-    (step, if step > 0.0 { 1.0 / step } else { 0.0 })
 }
 
 /// The products of a row of weights with all of `x`.
@@ -132,7 +78,7 @@ fn rounded<S: Simd, F: Blocks>(_: F, blocks: &[u8], x: &Integers, columns: usize
     let (mut codes, mut scales, mut mins) = ([0; MOST], [0.0; MOST / 16], [0.0; MOST / BLOCK]);
     out.fill(0.0);
     for (i, block) in blocks.chunks_exact(F::BYTES).enumerate() {
-        F::unpack(block, &mut codes, &mut scales, &mut mins);
+        F::unpack::<AnyHalves>(block, &mut codes, &mut scales, &mut mins);
         for (row, out) in out.iter_mut().enumerate() {
             let start = row * columns + i * F::NUMBERS;
             let x_codes = &x.codes[start..][..F::NUMBERS];
@@ -157,50 +103,4 @@ fn dot_integers<F: Blocks>(codes: &[u8], x: &[i16]) -> i32 {
         code * i32::from(x)
     });
     products.sum()
-}
-
-#[cfg(test)]
-mod tests {
-    use std::{fs, path::PathBuf};
-
-    use super::*;
-    use crate::reference;
-
-    /// The blocks of the tests' fixtures in another order in each row. Processors with instructions for bytes do not
-    /// take this way otherwise.
-    #[test]
-    fn products_are_those_of_the_definition() {
-        for &format in WeightFormat::ALL.iter().filter(|format| format.ggml_type().is_some()) {
-            let name = format!("{format}.blocks");
-            let path: PathBuf =
-                [env!("CARGO_MANIFEST_DIR"), "tests/packed/fixtures", &name].iter().collect();
-            let fixture = fs::read(path).unwrap();
-            let blocks: Vec<_> = fixture.chunks(format.block_bytes()).collect();
-            let (rows, columns) = (69, blocks.len() * format.block_numbers());
-            let matrix: Vec<u8> = (0..rows)
-                .flat_map(|row| (0..blocks.len()).map(move |i| i * 5 + row))
-                .flat_map(|i| blocks[i % blocks.len()].iter().copied())
-                .collect();
-            let layout = PackedLayout::new(format, [rows, columns]).unwrap();
-            let n = 3;
-            let x: Vec<f32> =
-                (0..n * columns).map(|i| ((i * 7919) % 1009) as f32 / 500.0 - 1.0).collect();
-            let restored = reference::restore(format, &matrix);
-            let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
-            let sums = reference::project(&magnitudes(&x), &magnitudes(&restored), columns);
-            for activations in [Activations::Exact, Activations::Int16, Activations::Bytes] {
-                let rounded =
-                    activations.largest().map(|to| reference::round_activations(&x, to).0);
-                let x_seen = rounded.as_ref().unwrap_or(&x);
-                let products = with_blocks!(format, F => {
-                    project::<F>(&x, &matrix, &layout, activations)
-                });
-                let expected = reference::project(x_seen, &restored, columns);
-                for (i, product) in products.into_iter().enumerate() {
-                    let error = (f64::from(product) - expected[i]).abs();
-                    assert!(error <= 2e-6 * sums[i], "{format} {activations:?}: {i}");
-                }
-            }
-        }
-    }
 }

@@ -1,5 +1,5 @@
 use super::{
-    super::flex::{Blocks, half, nibbles},
+    super::flex::{Blocks, Halves, half, nibbles},
     HEADER,
 };
 
@@ -13,8 +13,8 @@ pub(crate) struct Int8<const GROUP: usize>;
 
 /// Writes the scale and the minimum of each 32 codes.
 #[inline(always)]
-fn parameters(block: &[u8], group: usize, scales: &mut [f32], mins: &mut [f32]) {
-    let scale = half(block, 0);
+fn parameters<H: Halves>(block: &[u8], group: usize, scales: &mut [f32], mins: &mut [f32]) {
+    let scale = half::<H>(block, 0);
     let zero = f32::from(u16::from_le_bytes([block[2], block[3]]));
     // Exact, as a scale has 11 bits and a code 8.
     scales[..group / 32].fill(scale);
@@ -29,8 +29,8 @@ impl<const GROUP: usize> Blocks for Int4<GROUP> {
     const MINS: bool = true;
 
     #[inline(always)]
-    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]) {
-        parameters(block, GROUP, scales, mins);
+    fn unpack<H: Halves>(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]) {
+        parameters::<H>(block, GROUP, scales, mins);
         let bytes = block[HEADER..Self::BYTES].chunks_exact(16);
         for (bytes, codes) in bytes.zip(codes.chunks_exact_mut(32)) {
             nibbles(bytes, codes);
@@ -46,8 +46,8 @@ impl<const GROUP: usize> Blocks for Int8<GROUP> {
     const MINS: bool = true;
 
     #[inline(always)]
-    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]) {
-        parameters(block, GROUP, scales, mins);
+    fn unpack<H: Halves>(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]) {
+        parameters::<H>(block, GROUP, scales, mins);
         codes[..GROUP].copy_from_slice(&block[HEADER..Self::BYTES]);
     }
 }

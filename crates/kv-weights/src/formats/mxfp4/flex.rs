@@ -1,5 +1,5 @@
 use super::{
-    super::flex::{Blocks, nibbles},
+    super::flex::{Blocks, Halves, nibbles},
     SPEC,
 };
 
@@ -14,7 +14,7 @@ impl Blocks for Mxfp4 {
     const MINS: bool = false;
 
     #[inline(always)]
-    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], _: &mut [f32]) {
+    fn unpack<H: Halves>(block: &[u8], codes: &mut [u8], scales: &mut [f32], _: &mut [f32]) {
         scales[0] = match block[0] {
             // Powers of two below the smallest normal number.
             exponent @ 0..2 => f32::from_bits(0x20_0000 << exponent),

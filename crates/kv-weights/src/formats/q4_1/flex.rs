@@ -1,5 +1,5 @@
 use super::{
-    super::flex::{Blocks, half, nibbles},
+    super::flex::{Blocks, Halves, half, nibbles},
     SPEC,
 };
 
@@ -14,9 +14,9 @@ impl Blocks for Q4_1 {
     const MINS: bool = true;
 
     #[inline(always)]
-    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]) {
-        scales[0] = half(block, 0);
-        mins[0] = half(block, 2);
+    fn unpack<H: Halves>(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]) {
+        scales[0] = half::<H>(block, 0);
+        mins[0] = half::<H>(block, 2);
         nibbles(&block[4..20], codes);
     }
 }

@@ -1,5 +1,5 @@
 use super::{
-    super::flex::{Blocks, six_bit_scales},
+    super::flex::{Blocks, Halves, six_bit_scales},
     SPEC,
 };
 
@@ -14,8 +14,8 @@ impl Blocks for Q4K {
     const MINS: bool = true;
 
     #[inline(always)]
-    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]) {
-        six_bit_scales(block, scales, mins);
+    fn unpack<H: Halves>(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]) {
+        six_bit_scales::<H>(block, scales, mins);
         for (bytes, codes) in block[16..144].chunks_exact(32).zip(codes.chunks_exact_mut(64)) {
             let (low, high) = codes.split_at_mut(32);
             for i in 0..32 {

@@ -1,5 +1,5 @@
 use super::{
-    super::flex::{Blocks, six_bit_scales},
+    super::flex::{Blocks, Halves, six_bit_scales},
     SPEC,
 };
 
@@ -14,8 +14,8 @@ impl Blocks for Q5K {
     const MINS: bool = true;
 
     #[inline(always)]
-    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]) {
-        six_bit_scales(block, scales, mins);
+    fn unpack<H: Halves>(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]) {
+        six_bit_scales::<H>(block, scales, mins);
         let (fifth, bytes) = (&block[16..48], &block[48..176]);
         let codes = codes.chunks_exact_mut(64);
         for (chunk, (bytes, codes)) in bytes.chunks_exact(32).zip(codes).enumerate() {

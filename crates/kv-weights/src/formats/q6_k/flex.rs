@@ -1,5 +1,5 @@
 use super::{
-    super::flex::{Blocks, half},
+    super::flex::{Blocks, Halves, half},
     SPEC,
 };
 
@@ -14,8 +14,8 @@ impl Blocks for Q6K {
     const MINS: bool = false;
 
     #[inline(always)]
-    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], _: &mut [f32]) {
-        let (low, high, d) = (&block[..128], &block[128..192], half(block, 208));
+    fn unpack<H: Halves>(block: &[u8], codes: &mut [u8], scales: &mut [f32], _: &mut [f32]) {
+        let (low, high, d) = (&block[..128], &block[128..192], half::<H>(block, 208));
         for (scale, byte) in scales.iter_mut().zip(&block[192..208]) {
             *scale = d * f32::from(byte.cast_signed());
         }

@@ -1,5 +1,5 @@
 use super::{
-    super::flex::{Blocks, half},
+    super::flex::{Blocks, Halves, half},
     SPEC,
 };
 
@@ -14,8 +14,8 @@ impl Blocks for Q8_0 {
     const MINS: bool = false;
 
     #[inline(always)]
-    fn unpack(block: &[u8], codes: &mut [u8], scales: &mut [f32], _: &mut [f32]) {
-        scales[0] = half(block, 0);
+    fn unpack<H: Halves>(block: &[u8], codes: &mut [u8], scales: &mut [f32], _: &mut [f32]) {
+        scales[0] = half::<H>(block, 0);
         for (code, byte) in codes.iter_mut().zip(&block[2..34]) {
             *code = byte ^ 128;
         }

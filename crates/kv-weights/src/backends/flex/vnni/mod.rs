@@ -13,26 +13,15 @@ mod panels;
 
 use core::arch::x86_64::*;
 
-use super::{portable::transposed, threads::in_parts};
+use super::{AHEAD, LINE, PARALLEL, by_weight_rows};
 use crate::{
     Activations, PackedLayout,
     formats::vnni::{self, GROUP, Groups, MOST_BYTES},
 };
 use activations::{BASE_OF_THIRD, Group, groups};
 
-/// Bytes of weights that a thread takes at a time, about: reading in order is fastest, and so is a last part that no
-/// thread has to wait for.
-const PART: usize = 256 << 10;
-/// Multiplications that are worth a second thread.
-const PARALLEL: usize = 1 << 17;
 /// Rows of activations that are multiplied with a row of weights at a time.
 const ROWS: usize = 4;
-/// Bytes of a line of the processor's cache.
-const LINE: usize = 64;
-/// How many bytes before they are multiplied blocks are brought into the cache. The processor foresees by itself what
-/// is read in order, but not past the end of a page.
-const AHEAD: usize = 2048;
-
 /// Whether this processor has the instructions.
 pub(super) fn available() -> bool {
     is_x86_feature_detected!("avx512bw")
@@ -72,15 +61,10 @@ fn by_digits<F: Groups, const D: usize>(
     let n = x.len() / columns;
     // SAFETY: the processor has the instructions, as asserted.
     let x = unsafe { groups::<F, D>(x, columns) };
-    let mut by_weight = vec![0.0; rows * n];
-    let parallel = rows * columns * n * D >= PARALLEL;
-    let rounds = (row * rows).div_ceil(PART * rayon::current_num_threads());
-    let part_rows = rows.div_ceil(rounds * rayon::current_num_threads());
-    in_parts(by_weight.chunks_mut(part_rows * n).enumerate(), parallel, |(part, out)| {
+    by_weight_rows(layout, n, rows * columns * n * D >= PARALLEL, |first, out| {
         // SAFETY: the processor has the instructions, as asserted.
-        unsafe { some_rows::<F, D>(&blocks[part * part_rows * row..], layout, &x, out) };
-    });
-    transposed(by_weight, n)
+        unsafe { some_rows::<F, D>(&blocks[first * row..], layout, &x, out) };
+    })
 }
 
 /// The products of the first rows of `blocks`, as many as fit `out`, with all of `x`: `[rows of weights, rows of x]`.
