@@ -55,7 +55,9 @@ impl PackedMatrix {
             Bytes::from_elems(words)
         };
         let data = TensorData::from_bytes(bytes, [layout.words()], DType::U32);
-        let create = |data| Tensor::from_data(data, (device, DType::U32));
+        // Constants, which go with activations of any kind of autodiff.
+        let device = device.clone().without_autodiff();
+        let create = |data| Tensor::from_data(data, (&device, DType::U32));
         Ok(Self { words: device.memory_persistent_allocations(data, create), layout })
     }
 
@@ -71,7 +73,7 @@ impl PackedMatrix {
             return Err(invalid("words", format!("{n} of type {:?}", words.dtype()), rule));
         }
         check_buffer(&layout, &words.device())?;
-        Ok(Self { words, layout })
+        Ok(Self { words: words.without_autodiff(), layout })
     }
 
     /// The blocks as u32 words, little endian; what is after the last row in the last word is not read.
@@ -94,7 +96,7 @@ impl PackedMatrix {
         self.layout.shape()
     }
 
-    /// The device that the blocks are on.
+    /// The device that the blocks are on, without autodiff: they are constants.
     pub fn device(&self) -> Device {
         self.words.device()
     }
@@ -119,15 +121,16 @@ impl Module for PackedMatrix {
     }
 
     fn to_device(self, device: &Device) -> Self {
-        Self { words: self.words.to_device(device), layout: self.layout }
+        let device = device.clone().without_autodiff();
+        Self { words: self.words.to_device(&device), layout: self.layout }
     }
 
     fn train(self) -> Self {
-        Self { words: Module::train(self.words), layout: self.layout }
+        self
     }
 
     fn valid(&self) -> Self {
-        Self { words: Module::valid(&self.words), layout: self.layout }
+        self.clone()
     }
 
     fn materialize(self) -> Self {

@@ -8,7 +8,11 @@ use burn::{
 };
 use serde_json::{Map, Value};
 
-use crate::{ModelSpec, Pass, Result, checkpoint::Exports, nn::Matrix};
+use crate::{
+    ModelSpec, Pass, Result,
+    checkpoint::Exports,
+    nn::{Linear, Matrix, PACKED},
+};
 
 /// A decoder-only language model that takes its KV cache as a parameter.
 ///
@@ -42,6 +46,12 @@ pub trait Decoder: Any + Debug + Send + Sync {
 
     /// Says of every parameter what it is for, by which training chooses what it trains.
     fn roles(&self, roles: &mut Roles);
+
+    /// The projections of the layers, which training can put adapters on where their weights are packed. None, unless
+    /// a family lists them.
+    fn projections(&mut self) -> Vec<&mut Linear> {
+        vec![]
+    }
 
     /// The fields of `config.json` that say what the model is; `path` is for messages.
     ///
@@ -93,18 +103,25 @@ impl Role {
 pub struct Roles(HashMap<ParamId, Role>);
 
 impl Roles {
-    /// Says that all parameters of `module` have this role; adapters on them have it too.
+    /// Says that all parameters and packed weights of `module` have this role; adapters on them have it too.
     pub fn add<M: Module>(&mut self, role: Role, module: &M) {
         struct Add<'a>(&'a mut Roles, Role);
         impl ModuleVisitor for Add<'_> {
             fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
                 self.0.0.insert(param.id, self.1);
             }
+
+            fn enter_module(&mut self, name: &str, kind: &str) {
+                if let Some(id) = (kind == PACKED).then(|| name.parse().ok()).flatten() {
+                    self.0.0.insert(id, self.1);
+                }
+            }
         }
         module.visit(&mut Add(self, role));
     }
 
-    /// The role of a parameter; `None` for one that the model has not named.
+    /// The role of a parameter, or of packed weights by their [`Matrix::id`]; `None` for one that the model has not
+    /// named.
     pub fn get(&self, id: ParamId) -> Option<Role> {
         self.0.get(&id).copied()
     }

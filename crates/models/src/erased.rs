@@ -20,6 +20,7 @@ use crate::Decoder;
 /// A [`Decoder`] that is a [`Module`], whatever its type.
 pub(crate) trait Erased: Any + Send + Sync {
     fn decoder(&self) -> &dyn Decoder;
+    fn decoder_mut(&mut self) -> &mut dyn Decoder;
     fn boxed_clone(&self) -> Box<dyn Erased>;
     fn accept(&self, visitor: Visitor<'_>);
     fn changed(self: Box<Self>, change: Change<'_>) -> Box<dyn Erased>;
@@ -39,6 +40,10 @@ pub(crate) enum Change<'a> {
 
 impl<M: Decoder + Module + ModuleDisplay> Erased for M {
     fn decoder(&self) -> &dyn Decoder {
+        self
+    }
+
+    fn decoder_mut(&mut self) -> &mut dyn Decoder {
         self
     }
 

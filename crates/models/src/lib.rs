@@ -75,6 +75,6 @@ pub use model::LanguageModel;
 pub use nn::{AttentionObserver, AttentionTrace};
 pub use pass::{Pass, Rotations};
 pub use registry::register;
-pub use save::{SaveOptions, check_savable, save};
+pub use save::{QuantizeOptions, SaveOptions, check_savable, save, save_quantized};
 pub use spec::{LayerSpec, ModelSpec};
 pub use tokenizer::Tokenizer;

@@ -13,7 +13,7 @@ use kv_cubecl::FakeQuantOptions;
 use tracing::trace_span;
 
 use crate::{
-    Decoder, ModelCache, ModelCacheConfig, ModelSpec, Pass, Result, Roles, WeightDtype,
+    Decoder, ModelCache, ModelCacheConfig, ModelSpec, Pass, Result, Role, Roles, WeightDtype,
     cache::check_context,
     erased::{self, Change, Erased},
     nn::AttentionObserver,
@@ -33,6 +33,8 @@ pub struct LanguageModel {
 pub(crate) struct PackedSize {
     pub(crate) bytes: usize,
     pub(crate) numbers: usize,
+    /// Matrices with an adapter.
+    pub(crate) adapters: usize,
 }
 
 impl LanguageModel {
@@ -294,6 +296,34 @@ impl LanguageModel {
         Module::num_params(self) + self.packed.numbers
     }
 
+    /// Puts an adapter of this rank on all packed projections of the layers whose role `choose` picks:
+    /// `W + alpha / rank * B A` (Hu et al., 2021, <https://arxiv.org/abs/2106.09685>), of which A and B are parameters
+    /// and W is as it was. The model computes what it did until they are trained. Returns how many there are now;
+    /// [`materialize`](Module::materialize) merges them into weights that are restored for it.
+    ///
+    /// Their parameters are on `device`, the model's with or without autodiff.
+    pub fn adapt(
+        &mut self,
+        rank: usize,
+        alpha: f64,
+        device: &Device,
+        choose: impl Fn(Role) -> bool,
+    ) -> usize {
+        let (roles, scale) = (self.roles(), alpha / rank as f64);
+        let mut adapters = 0;
+        for projection in self.decoder.decoder_mut().projections() {
+            let chosen = roles.get(projection.weight.id()).is_some_and(&choose);
+            adapters += usize::from(chosen && projection.weight.adapt(rank, scale, device));
+        }
+        self.packed.adapters = adapters;
+        adapters
+    }
+
+    /// Whether packed weights have adapters.
+    pub(crate) fn is_adapted(&self) -> bool {
+        self.packed.adapters > 0
+    }
+
     /// What every parameter is for.
     pub fn roles(&self) -> Roles {
         let mut roles = Roles::default();
@@ -348,7 +378,15 @@ impl Module for LanguageModel {
         Self { decoder: self.decoder.validation(), packed: self.packed }
     }
 
-    fn materialize(self) -> Self {
+    fn materialize(mut self) -> Self {
+        if self.is_adapted() {
+            for projection in self.decoder.decoder_mut().projections() {
+                let PackedSize { bytes, numbers, adapters } = projection.weight.merge();
+                self.packed.bytes -= bytes;
+                self.packed.numbers -= numbers;
+                self.packed.adapters -= adapters;
+            }
+        }
         self.change(Change::Materialize)
     }
 

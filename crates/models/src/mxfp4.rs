@@ -21,6 +21,25 @@ pub(crate) fn scale(exponent: u8) -> f32 {
     2f64.powi(i32::from(exponent) - 127) as f32
 }
 
+/// 32 codes of two to a byte, the first of two in its lower half, as 16 bytes whose lower halves have the first 16.
+pub(crate) fn halves(codes: &[u8]) -> [u8; BLOCK / 2] {
+    let code = |i: usize| codes[i / 2] >> (4 * (i % 2)) & 15;
+    core::array::from_fn(|at| code(at) | code(at + BLOCK / 2) << 4)
+}
+
+/// The opposite of [`halves`].
+pub(crate) fn pairs(codes: &[u8]) -> [u8; BLOCK / 2] {
+    let code = |i: usize| codes[i % (BLOCK / 2)] >> (i / (BLOCK / 2) * 4) & 15;
+    core::array::from_fn(|at| code(2 * at) | code(2 * at + 1) << 4)
+}
+
+/// A block of a GGUF file from one of a Hugging Face file, in which neighbors share a byte and scales are apart.
+pub(crate) fn gguf_block(codes: &[u8], scale: u8) -> [u8; BLOCK_BYTES] {
+    let mut block = [scale; BLOCK_BYTES];
+    block[1..].copy_from_slice(&halves(codes));
+    block
+}
+
 /// Restores the blocks of a GGUF file.
 pub(crate) fn restore(bytes: &[u8], shape: &[usize]) -> TensorData {
     let mut values = Vec::with_capacity(bytes.len() / BLOCK_BYTES * BLOCK);

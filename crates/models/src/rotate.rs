@@ -15,7 +15,8 @@ impl LanguageModel {
     /// compute what they did, but for rounding, and a step rotates nothing any more.
     ///
     /// A model whose weights do not allow it is returned as it was, with `config` as it was: one whose layers are
-    /// of different shapes, or with other weights for a layer's values than the rows of a fused projection.
+    /// of different shapes, with packed weights, or with other weights for a layer's values than the rows of a fused
+    /// projection.
     #[must_use]
     pub fn fold_rotation(self, config: ModelCacheConfig) -> (Self, ModelCacheConfig) {
         let layer = self.spec().layers.first().copied();
@@ -25,7 +26,9 @@ impl LanguageModel {
                 (other.n_heads, other.n_kv_heads, other.head_dim)
                     == (layer.n_heads, layer.n_kv_heads, layer.head_dim)
             };
-            config.cache.rotates_values()
+            // Half of the sum of packed weights and an adapter cannot be rotated.
+            !self.is_adapted()
+                && config.cache.rotates_values()
                 && config.validate(spec).is_ok()
                 && spec.layers.iter().all(alike)
         });

@@ -226,6 +226,21 @@ fn a_full_disk_is_an_error_and_what_was_whole_stays_whole() {
 }
 
 #[test]
+fn a_full_disk_leaves_no_half_of_a_quantized_model() {
+    let world = Cpu::new();
+    let (model, out) = (world.save_model("base"), world.string("int4"));
+    let quantize = ["quantize", "--model", &model, "--format", "int4", "--out", &out];
+    let files = || fs::read_dir(world.folder.path()).unwrap().count();
+    let before = files();
+    // Weights take 60 kB, the configuration 2 kB, the tokenizer 15 kB.
+    for blocks in [2, 20, 100] {
+        fails(&mut limited(blocks, &quantize), &[&out[1..], "cannot write", "File too large"]);
+        assert_eq!(files(), before);
+    }
+    succeeds(&mut program(&quantize));
+}
+
+#[test]
 fn a_full_disk_stops_every_other_file_too() {
     let world = Cpu::new();
     let (model, text) = (world.save_model("base"), world.string("text.txt"));

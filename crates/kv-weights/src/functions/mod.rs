@@ -5,5 +5,5 @@ mod project;
 mod project_fused;
 
 pub use lookup::lookup;
-pub use project::project;
+pub use project::{back_project, project};
 pub use project_fused::project_fused;

@@ -28,20 +28,53 @@ pub fn project(x: Tensor<3>, matrix: &PackedMatrix, activations: Activations) ->
     Ok(Tensor::<2>::from_dispatch(y).reshape([batch, seq, rows]))
 }
 
+/// `y W`, what the gradient `y` with respect to [`project`]'s products is with respect to what they are of. Parts of
+/// the matrix are restored, one at a time. Records no gradient of its own.
+///
+/// # Shapes
+/// - `y`: `[batch, seq, rows]`, f32
+/// - output: `[batch, seq, columns]`, f32
+///
+/// # Errors
+/// [`Error::Shape`] for another number of rows, [`Error::Unsupported`] for another type or for a device without the
+/// operation.
+pub fn back_project(y: Tensor<3>, matrix: &PackedMatrix) -> Result<Tensor<3>> {
+    let ([batch, seq, _], [rows, columns]) = (y.dims(), matrix.dims());
+    let width = (rows, "the rows of the matrix");
+    check_width("back_project", ("y", &y), width, matrix)?;
+    if batch * seq == 0 {
+        return Ok(Tensor::zeros([batch, seq, columns], (&y.device(), DType::F32)));
+    }
+    let y = y.reshape([batch * seq, rows]).into_dispatch();
+    let words = matrix.words().clone().into_dispatch();
+    let x = <Dispatch as WeightOps>::packed_project_backward(y, words, matrix.layout());
+    Ok(Tensor::<2>::from_dispatch(x).reshape([batch, seq, columns]))
+}
+
 /// Checks that the operation `op` can multiply `x` with `matrix`.
 pub(super) fn check(op: &'static str, x: &Tensor<3>, matrix: &PackedMatrix) -> Result<()> {
-    let ([batch, seq, width], [_, columns]) = (x.dims(), matrix.dims());
-    if width != columns {
+    check_width(op, ("x", x), (matrix.dims()[1], "the columns of the matrix"), matrix)
+}
+
+/// Checks the width, the type and the devices of a product.
+fn check_width(
+    op: &'static str,
+    (tensor, x): (&'static str, &Tensor<3>),
+    (width, which): (usize, &str),
+    matrix: &PackedMatrix,
+) -> Result<()> {
+    let [batch, seq, found] = x.dims();
+    if found != width {
         return Err(Error::Shape {
             op,
-            tensor: "x",
-            shape: vec![batch, seq, width],
-            rule: format!("the last axis must be {columns}, the columns of the matrix"),
+            tensor,
+            shape: vec![batch, seq, found],
+            rule: format!("the last axis must be {width}, {which}"),
         });
     }
     if x.dtype() != DType::F32 {
         return Err(Error::Unsupported {
-            what: format!("{op}: x of type {:?}", x.dtype()),
+            what: format!("{op}: {tensor} of type {:?}", x.dtype()),
             why: "it is computed in f32; cast it first".into(),
         });
     }

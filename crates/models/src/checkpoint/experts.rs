@@ -6,7 +6,7 @@ use burn::{
 };
 use kv_weights::{PackedLayout, WeightFormat};
 
-use super::{Weights, packed::Blocks};
+use super::{Weights, packed::Mapped};
 use crate::{
     Error, Result,
     mxfp4::{self, BLOCK},
@@ -77,16 +77,6 @@ impl Mxfp4 {
     fn blocks(&self) -> impl Iterator<Item = (&[u8], u8)> {
         self.codes.chunks_exact(BLOCK / 2).zip(self.scales.iter().copied())
     }
-}
-
-/// The same block in a GGUF file: the scale, then codes, those of the first half of the numbers in the lower halves
-/// of the bytes.
-fn gguf_block(codes: &[u8], scale: u8) -> [u8; mxfp4::BLOCK_BYTES] {
-    let code = |i: usize| codes[i / 2] >> (4 * (i % 2)) & 15;
-    core::array::from_fn(|at| match at {
-        0 => scale,
-        _ => code(at - 1) | code(at - 1 + BLOCK / 2) << 4,
-    })
 }
 
 impl Weights {
@@ -171,8 +161,10 @@ impl Weights {
             let format = WeightFormat::Mxfp4;
             let layout = PackedLayout::new(format, [rows, columns])?;
             let blocks = self.mxfp4(name, shape)?;
-            let bytes: Vec<u8> =
-                blocks.blocks().flat_map(|(codes, scale)| gguf_block(codes, scale)).collect();
+            let bytes: Vec<u8> = blocks
+                .blocks()
+                .flat_map(|(codes, scale)| mxfp4::gguf_block(codes, scale))
+                .collect();
             if let Some([row, column]) = layout.not_finite(&bytes) {
                 let why = format!("makes numbers infinite in row {row} from {column} on");
                 return Err(self.flawed(&format!("{name}_scales"), why));
@@ -185,17 +177,18 @@ impl Weights {
         }
         let found = self.tensors.get(weight).filter(|entry| entry.tensor.shape.to_vec() == shape);
         let Some(entry) = found else { return Ok(None) };
-        let Some((blocks, format)) = entry.blocks.as_ref().and_then(|b| Some((b, b.format?)))
+        let Some((mapped, format)) =
+            entry.blocks.as_ref().and_then(|b| Some((b.mapped()?, b.format?)))
         else {
             return Ok(None);
         };
         let layout = PackedLayout::new(format, [rows, columns])?;
-        entry.check_finite(layout, blocks.bytes())?;
+        entry.check_finite(layout, mapped.bytes())?;
         let expert = |start| {
-            let blocks = Blocks { range: start..start + layout.bytes(), ..blocks.clone() };
-            Numbers::Packed(vec![Part { format, rows, bytes: blocks.shared() }])
+            let expert = Mapped { range: start..start + layout.bytes(), ..mapped.clone() };
+            Numbers::Packed(vec![Part { format, rows, bytes: expert.shared() }])
         };
-        let experts = blocks.range.clone().step_by(layout.bytes()).map(expert).collect();
+        let experts = mapped.range.clone().step_by(layout.bytes()).map(expert).collect();
         self.tensors.remove(weight);
         Ok(Some(experts))
     }

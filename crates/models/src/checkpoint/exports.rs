@@ -1,7 +1,12 @@
-use burn::{module::Param, tensor::Tensor};
+use std::ops::Range;
+
+use burn::{
+    module::Param,
+    tensor::{Tensor, TensorData},
+};
 
 use super::Names;
-use crate::nn::{Embedding, LayerNorm, Linear, QkNorms, RmsNorm};
+use crate::nn::{Embedding, LayerNorm, Linear, Matrix, QkNorms, RmsNorm};
 
 /// The tensors of a checkpoint that is to be written, on the model's device.
 #[derive(Debug)]
@@ -17,12 +22,80 @@ pub(crate) struct Export {
     pub(crate) values: Values,
 }
 
-/// The values of a vector, a matrix or several matrices.
+/// What becomes a tensor. Those of matrices are read, and restored where they are packed, when they are written.
 #[derive(Debug)]
 pub(crate) enum Values {
     Vector(Tensor<1>),
-    Matrix(Tensor<2>),
-    Matrices(Tensor<3>),
+    /// Several vectors.
+    Vectors(Tensor<2>),
+    /// Rows of a matrix, which may be quantized.
+    Rows(Matrix, Range<usize>),
+    /// A matrix, which may be quantized, or else is written transposed.
+    Transposed(Matrix),
+    /// A matrix that is always written in floats.
+    Floats(Matrix),
+    /// The matrices of experts, which may be quantized to MXFP4, or else are written transposed.
+    Experts(Vec<Matrix>, RowOrder),
+}
+
+/// In which order the rows of an expert are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RowOrder {
+    /// As they are.
+    Same,
+    /// Those of the first half and of the second half in turn.
+    InTurn,
+}
+
+impl RowOrder {
+    /// Rows of a matrix in this order.
+    pub(crate) fn of<const D: usize>(self, rows: Tensor<D>) -> Tensor<D> {
+        let dims = rows.dims();
+        match self {
+            Self::Same => rows,
+            Self::InTurn => rows
+                .reshape([2, dims[0] / 2, dims[1..].iter().product()])
+                .swap_dims(0, 1)
+                .reshape(dims),
+        }
+    }
+}
+
+impl Values {
+    /// The shape in floats.
+    pub(crate) fn shape(&self) -> Vec<usize> {
+        match self {
+            Self::Vector(vector) => vector.dims().to_vec(),
+            Self::Vectors(vectors) => vectors.dims().to_vec(),
+            Self::Rows(matrix, rows) => vec![rows.len(), matrix.dims()[1]],
+            Self::Floats(matrix) => matrix.dims().to_vec(),
+            Self::Transposed(matrix) => {
+                let [rows, columns] = matrix.dims();
+                vec![columns, rows]
+            }
+            Self::Experts(matrices, _) => {
+                let [rows, columns] = matrices.first().map_or([0; 2], Matrix::dims);
+                vec![matrices.len(), columns, rows]
+            }
+        }
+    }
+
+    /// The floats.
+    pub(crate) fn data(&self) -> Result<TensorData, String> {
+        let data = match self {
+            Self::Vector(vector) => vector.try_to_data(),
+            Self::Vectors(vectors) => vectors.try_to_data(),
+            Self::Rows(matrix, rows) => matrix.rows(rows.start, rows.len()).detach().try_to_data(),
+            Self::Transposed(matrix) => matrix.val().detach().transpose().try_to_data(),
+            Self::Floats(matrix) => matrix.val().detach().try_to_data(),
+            Self::Experts(matrices, order) => {
+                let transposed =
+                    matrices.iter().map(|matrix| order.of(matrix.val().detach()).transpose());
+                Tensor::stack::<3>(transposed.collect(), 0).try_to_data()
+            }
+        };
+        data.map_err(|error| error.to_string())
+    }
 }
 
 impl Exports {
@@ -39,10 +112,10 @@ impl Exports {
     /// Adds the projection `module`, cut into `parts`: each the name of a module and a number of
     /// rows, in this order.
     pub fn linear(&mut self, parts: &[(String, usize)], module: &Linear) {
-        let (weight, bias) = (module.weight.val().detach(), module.bias.as_ref().map(value));
+        let bias = module.bias.as_ref().map(value);
         let mut start = 0;
         for (name, rows) in parts {
-            self.matrix(name, weight.clone().narrow(0, start, *rows));
+            self.matrix(name, Values::Rows(module.weight.clone(), start..start + rows));
             if let Some(bias) = &bias {
                 self.vector(format!("{name}.bias"), bias.clone().narrow(0, start, *rows));
             }
@@ -53,7 +126,7 @@ impl Exports {
     /// Adds a projection that checkpoints store as `[d_input, d_output]` ("Conv1D"), the transpose
     /// of [`Linear`].
     pub fn conv1d(&mut self, name: &str, module: &Linear) {
-        self.matrix(name, module.weight.val().detach().transpose());
+        self.matrix(name, Values::Transposed(module.weight.clone()));
         if let Some(bias) = &module.bias {
             self.vector(format!("{name}.bias"), value(bias));
         }
@@ -61,7 +134,16 @@ impl Exports {
 
     /// Adds an embedding.
     pub fn embedding(&mut self, name: &str, module: &Embedding) {
-        self.matrix(name, module.weight.val().detach());
+        let rows = 0..module.weight.dims()[0];
+        self.matrix(name, Values::Rows(module.weight.clone(), rows));
+    }
+
+    /// Adds a matrix, and its bias if it has one, that is never quantized: rows for positions, or a router.
+    pub fn floats(&mut self, name: &str, weight: &Matrix, bias: Option<&Param<Tensor<1>>>) {
+        self.matrix(name, Values::Floats(weight.clone()));
+        if let Some(bias) = bias {
+            self.vector(format!("{name}.bias"), value(bias));
+        }
     }
 
     /// Adds a norm with its bias.
@@ -90,23 +172,26 @@ impl Exports {
 
     /// Adds a projection of each expert of a mixture, `[d_output, d_input]` and its bias, as one tensor of their
     /// transposes and one of the biases, `NAME_bias`.
-    pub(crate) fn experts(
+    pub(crate) fn experts<'a>(
         &mut self,
         name: &str,
-        experts: impl Iterator<Item = (Tensor<2>, Option<Tensor<1>>)>,
+        experts: impl Iterator<Item = &'a Linear>,
+        order: RowOrder,
     ) {
-        let (weights, biases): (Vec<_>, Vec<_>) = experts.unzip();
-        let weights = weights.into_iter().map(|weight| weight.detach().transpose()).collect();
-        self.push(name.into(), Values::Matrices(Tensor::stack(weights, 0)));
+        let (matrices, biases): (Vec<_>, Vec<_>) = experts
+            .map(|Linear { weight, bias }| {
+                (weight.clone(), bias.as_ref().map(|bias| order.of(value(bias))))
+            })
+            .unzip();
+        self.push(name.into(), Values::Experts(matrices, order));
         let biases: Option<Vec<_>> = biases.into_iter().collect();
         if let Some(biases) = biases {
-            let biases = biases.into_iter().map(|bias| bias.detach()).collect();
-            self.push(format!("{name}_bias"), Values::Matrix(Tensor::stack(biases, 0)));
+            self.push(format!("{name}_bias"), Values::Vectors(Tensor::stack(biases, 0)));
         }
     }
 
-    fn matrix(&mut self, module: &str, values: Tensor<2>) {
-        self.push(format!("{module}.weight"), Values::Matrix(values));
+    fn matrix(&mut self, module: &str, values: Values) {
+        self.push(format!("{module}.weight"), values);
     }
 
     fn vector(&mut self, name: String, values: Tensor<1>) {

@@ -5,12 +5,14 @@ mod dtype;
 mod experts;
 mod exports;
 mod packed;
+mod pairs;
+pub(crate) mod quantized;
 mod weights;
 
 pub(crate) use experts::ExpertRows;
 pub use exports::Exports;
-pub(crate) use exports::{Export, Values};
-pub(crate) use packed::Blocks;
+pub(crate) use exports::{Export, RowOrder, Values};
+pub(crate) use packed::{BlockSource, Blocks, Mapped};
 pub use weights::Weights;
 
 /// The names that a family's checkpoints have in common.

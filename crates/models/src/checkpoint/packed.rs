@@ -6,37 +6,74 @@ use burn::tensor::{AllocationProperty, Bytes, DType};
 use kv_weights::{Activations, PackedLayout, PackedMatrix, WeightFormat};
 use memmap2::Mmap;
 
-use super::{
-    Weights,
-    weights::{Entry, split_pairs},
-};
+use super::{Weights, pairs::split_pairs, quantized::Quantized, weights::Entry};
 use crate::{Result, model::PackedSize, nn::Matrix};
 
-/// The blocks of a tensor where they lie in a memory-mapped file.
+/// The blocks of a tensor.
 #[derive(Clone, Debug)]
 pub(crate) struct Blocks {
-    /// What GGML calls their type.
+    /// What their type is called.
     pub(crate) name: String,
     /// `None` for a type that is not multiplied packed.
     pub(crate) format: Option<WeightFormat>,
+    pub(crate) source: BlockSource,
+}
+
+/// Where blocks come from.
+#[derive(Clone, Debug)]
+pub(crate) enum BlockSource {
+    /// As they lie in a GGUF file.
+    Mapped(Mapped),
+    /// Put together from several tensors when they are taken.
+    Joined(Arc<Quantized>),
+}
+
+impl Blocks {
+    /// Where they lie in a file.
+    pub(super) fn mapped(&self) -> Option<&Mapped> {
+        match &self.source {
+            BlockSource::Mapped(mapped) => Some(mapped),
+            BlockSource::Joined(_) => None,
+        }
+    }
+
+    /// How many bytes they are.
+    fn len(&self) -> usize {
+        match &self.source {
+            BlockSource::Mapped(mapped) => mapped.range.len(),
+            BlockSource::Joined(quantized) => quantized.layout().bytes(),
+        }
+    }
+
+    fn take(&self) -> Result<Source> {
+        Ok(match &self.source {
+            BlockSource::Mapped(mapped) => Source::Mapped(mapped.clone()),
+            BlockSource::Joined(quantized) => Source::Copied(quantized.blocks()?),
+        })
+    }
+}
+
+/// A range of a memory-mapped file.
+#[derive(Clone, Debug)]
+pub(crate) struct Mapped {
     pub(crate) map: Arc<Mmap>,
     pub(crate) range: Range<usize>,
 }
 
-impl Blocks {
+impl Mapped {
     pub(super) fn bytes(&self) -> &[u8] {
         &self.map[self.range.clone()]
     }
 
     /// The same bytes, which keep the file mapped.
     pub(super) fn shared(&self) -> Bytes {
-        struct Mapped(Arc<Mmap>);
-        impl AsRef<[u8]> for Mapped {
+        struct File(Arc<Mmap>);
+        impl AsRef<[u8]> for File {
             fn as_ref(&self) -> &[u8] {
                 &self.0
             }
         }
-        let mapped = bytes::Bytes::from_owner(Mapped(self.map.clone())).slice(self.range.clone());
+        let mapped = bytes::Bytes::from_owner(File(self.map.clone())).slice(self.range.clone());
         Bytes::from_shared(mapped, AllocationProperty::File)
     }
 }
@@ -58,22 +95,29 @@ struct Rows {
 
 enum Source {
     /// As they lie in the file.
-    Mapped(Blocks),
+    Mapped(Mapped),
     /// Put together from several places.
     Copied(Vec<u8>),
 }
 
 impl Source {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Mapped(mapped) => mapped.bytes(),
+            Self::Copied(bytes) => bytes,
+        }
+    }
+
     fn into_vec(self) -> Vec<u8> {
         match self {
-            Self::Mapped(blocks) => blocks.bytes().to_vec(),
+            Self::Mapped(mapped) => mapped.bytes().to_vec(),
             Self::Copied(bytes) => bytes,
         }
     }
 
     fn into_bytes(self) -> Bytes {
         match self {
-            Self::Mapped(blocks) => blocks.shared(),
+            Self::Mapped(mapped) => mapped.shared(),
             Self::Copied(bytes) => Bytes::from_bytes_vec(bytes),
         }
     }
@@ -110,12 +154,13 @@ impl Weights {
             let Some(format) = blocks.format.filter(|_| alike) else { return Ok(None) };
             let layout = PackedLayout::new(format, [*rows, columns])
                 .map_err(|error| entry.flawed(error.to_string()))?;
-            entry.check_finite(layout, blocks.bytes())?;
+            let bytes = blocks.take()?;
+            entry.check_finite(layout, bytes.bytes())?;
             let bytes = match entry.interleaved {
-                None => Source::Mapped(blocks.clone()),
+                None => bytes,
                 Some(head_dim) => {
                     entry.check_pairs(*rows, head_dim)?;
-                    let mut bytes = blocks.bytes().to_vec();
+                    let mut bytes = bytes.into_vec();
                     split_pairs(&mut bytes, *rows, head_dim);
                     Source::Copied(bytes)
                 }
@@ -165,7 +210,7 @@ impl Weights {
             let [tensors, bytes, numbers] =
                 self.kept.restored.entry(blocks.name.clone()).or_default();
             *tensors += 1;
-            *bytes += blocks.range.len();
+            *bytes += blocks.len();
             *numbers += entry.tensor.shape.num_elements();
         }
     }

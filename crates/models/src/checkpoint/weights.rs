@@ -16,6 +16,7 @@ use kv_weights::Activations;
 use super::{
     Names,
     packed::{Blocks, Kept},
+    pairs::split_pairs,
 };
 use crate::{
     Error, Result,
@@ -72,16 +73,6 @@ impl Entry {
     pub(super) fn flawed(&self, why: String) -> Error {
         Error::Tensor { path: self.path.clone(), tensor: self.name.clone(), why }
     }
-
-    /// Checks that rows can be those of heads in pairs.
-    pub(super) fn check_pairs(&self, rows: usize, head_dim: usize) -> Result<()> {
-        match head_dim.is_multiple_of(2) && rows.is_multiple_of(head_dim) {
-            true => Ok(()),
-            false => {
-                Err(self.flawed(format!("its rows are not heads of {head_dim} rows in pairs")))
-            }
-        }
-    }
 }
 
 impl Weights {
@@ -128,7 +119,7 @@ impl Weights {
         self.add(name, Entry { name: name_in_file, tensor, path, blocks, interleaved: None })
     }
 
-    fn add(&mut self, name: String, entry: Entry) -> Result<()> {
+    pub(super) fn add(&mut self, name: String, entry: Entry) -> Result<()> {
         match self.tensors.entry(name) {
             btree_map::Entry::Vacant(place) => {
                 place.insert(entry);
@@ -268,16 +259,17 @@ impl Weights {
     }
 
     /// Takes the projection `name` with its bias, which Hugging Face files store as
-    /// `[d_input, d_output]` ("Conv1D") and GGUF files like every other one.
+    /// `[d_input, d_output]` ("Conv1D") unless it is quantized, and GGUF files like every other one.
     ///
     /// # Errors
     ///
     /// Those of [`linear`](Self::linear).
     pub fn conv1d(&mut self, name: &str, d_input: usize, d_output: usize) -> Result<Linear> {
-        if self.gguf.is_some() {
+        let weight = format!("{name}.weight");
+        let quantized = self.tensors.get(&weight).is_some_and(|entry| entry.blocks.is_some());
+        if self.gguf.is_some() || quantized {
             return self.linear(&[(name.into(), d_output)], d_input, true);
         }
-        let weight = format!("{name}.weight");
         let data = with_float!(
             self.dtype,
             T => self.transposed::<T>(&weight, d_input, d_output)?,
@@ -441,17 +433,5 @@ impl Weights {
             split_pairs(&mut values[start..], expected[0], head_dim);
         }
         Ok(())
-    }
-}
-
-/// Puts rows 0, 2, 4, .. of each head of `head_dim` rows first, then rows 1, 3, 5, ..
-pub(super) fn split_pairs<T: Copy>(values: &mut [T], rows: usize, head_dim: usize) {
-    let width = values.len() / rows;
-    for head in values.chunks_exact_mut(head_dim * width) {
-        let stored = head.to_vec();
-        for (to, row) in head.chunks_exact_mut(width).enumerate() {
-            let from = 2 * to % head_dim + 2 * to / head_dim;
-            row.copy_from_slice(&stored[from * width..(from + 1) * width]);
-        }
     }
 }

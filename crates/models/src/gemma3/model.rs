@@ -101,6 +101,14 @@ impl Decoder for Gemma3 {
         }
     }
 
+    fn projections(&mut self) -> Vec<&mut Linear> {
+        let layers = self.layers.iter_mut();
+        let projections = layers.flat_map(|layer| {
+            [&mut layer.qkv, &mut layer.output, &mut layer.mlp.gate_up, &mut layer.mlp.down]
+        });
+        projections.collect()
+    }
+
     fn config_json(&self, _: &Path) -> Result<Map<String, Value>> {
         Ok(self.config.to_json())
     }

@@ -8,7 +8,7 @@ impl Gpt2 {
     pub(super) fn exports(&self) -> Exports {
         let mut exports = Exports::new(&NAMES);
         exports.embedding("wte", &self.embedding);
-        exports.embedding("wpe", &self.positions);
+        exports.floats("wpe", &self.positions.weight, None);
         if let Some(head) = &self.head {
             exports.linear(&[("lm_head".into(), self.config.vocab_size)], head);
         }

@@ -95,6 +95,13 @@ impl Decoder for Gpt2 {
         }
     }
 
+    fn projections(&mut self) -> Vec<&mut Linear> {
+        let layers = self.layers.iter_mut();
+        let projections = layers
+            .flat_map(|layer| [&mut layer.qkv, &mut layer.output, &mut layer.up, &mut layer.down]);
+        projections.collect()
+    }
+
     fn config_json(&self, _: &Path) -> Result<Map<String, Value>> {
         Ok(self.config.to_json())
     }

@@ -4,14 +4,11 @@
 //! `[expert, columns, rows]`, or blocks of MXFP4. GGUF files have a tensor of the experts' gates and one of their
 //! up rows, `[expert, rows, columns]`.
 
-use burn::tensor::Tensor;
-
 use super::{Config, Expert, Experts, GptOss, Layer};
 use crate::{
     Result,
-    checkpoint::{ExpertRows, Exports, Names, Weights},
+    checkpoint::{ExpertRows, Exports, Names, RowOrder, Weights},
     gguf::GgufNames,
-    nn::Linear,
 };
 
 const NAMES: Names = Names {
@@ -50,12 +47,6 @@ fn attention(config: &Config, i: usize) -> [Vec<(String, usize)>; 2] {
     [qkv.map(|(part, n)| rows(part, n)).into(), vec![rows("o_proj", hidden_size)]]
 }
 
-/// Rows of two halves in turn, as they are in a file.
-fn join_rows<const D: usize, const E: usize>(values: Tensor<D>, shape: [usize; E]) -> Tensor<D> {
-    let dims = values.dims();
-    values.reshape(shape).swap_dims(0, 1).reshape(dims)
-}
-
 impl GptOss {
     /// Builds the model, taking each tensor out of `weights` as it goes.
     pub(super) fn import(config: Config, weights: &mut Weights) -> Result<Self> {
@@ -90,19 +81,12 @@ impl GptOss {
             exports.rms_norm(&name("input_layernorm"), &layer.attention_norm);
             exports.rms_norm(&name("post_attention_layernorm"), &layer.mlp_norm);
             let Experts { router, experts, .. } = &layer.experts;
-            exports.linear(&[(name("mlp.router"), experts.len())], router);
-            let (width, hidden) = (self.config.intermediate_size, self.config.hidden_size);
-            let gate_up = experts.iter().map(|expert| {
-                let Linear { weight, bias } = &expert.gate_up;
-                let weight = join_rows(weight.val(), [2, width, hidden]);
-                (weight, bias.as_ref().map(|bias| join_rows(bias.val(), [2, width])))
-            });
-            exports.experts(&name("mlp.experts.gate_up_proj"), gate_up);
-            let down = experts.iter().map(|expert| {
-                let Linear { weight, bias } = &expert.down;
-                (weight.val(), bias.as_ref().map(|bias| bias.val()))
-            });
-            exports.experts(&name("mlp.experts.down_proj"), down);
+            exports.floats(&name("mlp.router"), &router.weight, router.bias.as_ref());
+            // Gate and up rows in turn, as they are in a file.
+            let gate_up = experts.iter().map(|expert| &expert.gate_up);
+            exports.experts(&name("mlp.experts.gate_up_proj"), gate_up, RowOrder::InTurn);
+            let down = experts.iter().map(|expert| &expert.down);
+            exports.experts(&name("mlp.experts.down_proj"), down, RowOrder::Same);
         }
         exports
     }

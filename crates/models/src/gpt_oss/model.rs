@@ -96,6 +96,16 @@ impl Decoder for GptOss {
         }
     }
 
+    fn projections(&mut self) -> Vec<&mut Linear> {
+        let layers = self.layers.iter_mut();
+        let projections = layers.flat_map(|layer| {
+            let experts = layer.experts.experts.iter_mut();
+            let experts = experts.flat_map(|expert| [&mut expert.gate_up, &mut expert.down]);
+            [&mut layer.qkv, &mut layer.output].into_iter().chain(experts)
+        });
+        projections.collect()
+    }
+
     fn config_json(&self, _: &Path) -> Result<Map<String, Value>> {
         Ok(self.config.to_json())
     }

@@ -94,6 +94,14 @@ impl Decoder for Llama {
         }
     }
 
+    fn projections(&mut self) -> Vec<&mut Linear> {
+        let layers = self.layers.iter_mut();
+        let projections = layers.flat_map(|layer| {
+            [&mut layer.qkv, &mut layer.output, &mut layer.mlp.gate_up, &mut layer.mlp.down]
+        });
+        projections.collect()
+    }
+
     fn config_json(&self, path: &Path) -> Result<Map<String, Value>> {
         self.config.to_json(path)
     }

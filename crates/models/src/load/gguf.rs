@@ -13,7 +13,7 @@ use memmap2::Mmap;
 use super::{Format, LoadOptions, Loaded, file_stem};
 use crate::{
     Error, Result, Tokenizer,
-    checkpoint::{Blocks, Weights},
+    checkpoint::{BlockSource, Blocks, Mapped, Weights},
     files::Part,
     gguf::{self, BlockType, GgufFile, Metadata, TensorInfo, Value},
     mxfp4, registry,
@@ -58,7 +58,8 @@ pub(super) fn load(path: &Path, device: &Device, options: LoadOptions) -> Result
 /// The blocks of a tensor that has some.
 fn blocks(map: &Arc<Mmap>, info: &TensorInfo) -> Option<Blocks> {
     let (name, format) = info.dtype.blocks()?;
-    Some(Blocks { name, format, map: map.clone(), range: info.bytes.clone() })
+    let source = BlockSource::Mapped(Mapped { map: map.clone(), range: info.bytes.clone() });
+    Some(Blocks { name, format, source })
 }
 
 /// A tensor whose bytes are read and dequantized when it is taken.

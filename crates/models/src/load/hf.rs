@@ -14,7 +14,10 @@ use serde_json::{Map, Value};
 use super::{Format, LoadOptions, Loaded, file_stem};
 use crate::{
     ConfigJson, Error, KV_CACHE_FILE, ModelCacheConfig, Result, Tokenizer,
-    checkpoint::Weights,
+    checkpoint::{
+        Weights,
+        quantized::{INTEGER_FORMAT, INTEGERS, MXFP4},
+    },
     files::{Part, read_to_string},
     registry,
 };
@@ -81,6 +84,7 @@ fn build(
     for file in files {
         open(format, file, &mut weights)?;
     }
+    weights.join_quantized()?;
     weights.set_dtype(options.dtype)?;
     weights.set_packed(options.packed)?;
     let config = ConfigJson { text: &config, path: &config_path };
@@ -119,12 +123,20 @@ impl Header {
         ] {
             let Some(config) = config else { continue };
             let method = match config.get("quant_method").and_then(Value::as_str) {
-                Some(method) if known.contains(&method) => continue,
+                Some(method) if known.contains(&method) || method == MXFP4 => continue,
+                Some(method @ INTEGERS) => match config.get("format").and_then(Value::as_str) {
+                    Some(INTEGER_FORMAT) => continue,
+                    format => format!(
+                        " with quant_method {method} and format {}",
+                        format.unwrap_or("none")
+                    ),
+                },
                 Some(method) => format!(" with quant_method {method}"),
                 None => String::new(),
             };
             let why = format!(
-                "{} has one{method}; weights in f32, f16 and bf16 are read, and blocks of GGUF files",
+                "{} has one{method}; weights in f32, f16 and bf16 are read, {MXFP4}, {INTEGERS} with format \
+                 {INTEGER_FORMAT}, and blocks of GGUF files",
                 path.display()
             );
             return Err(Error::unsupported(field, why));

@@ -12,20 +12,24 @@ use burn::{
 
 use kv_weights::{Activations, PackedMatrix};
 
-use super::project;
-use crate::{Error, Result};
+use super::{low_rank::LowRank, project};
+use crate::{Error, Result, model::PackedSize};
 
 /// A matrix of weights, `[rows, columns]`: its rows are multiplied with, looked up, or both.
 ///
 /// Projections, embeddings and the head read their weights by its methods alone, so that how weights
 /// are stored (f32, f16, bf16, or the blocks of a file) is decided here. As a Burn module it is its parameter,
 /// without a name of its own: in `Llama.layers.0.qkv.weight` it is `weight`. Packed weights are not trained and have
-/// no parameter.
+/// no parameter, but those of an adapter, `adapter.a` and `adapter.b`, where
+/// [`LanguageModel::adapt`](crate::LanguageModel::adapt) has put one.
 #[derive(Clone, Debug)]
 pub struct Matrix(Stored);
 
 /// The kind of module that visitors are told for packed weights, whose name is their [`Matrix::id`].
 pub(crate) const PACKED: &str = "PackedMatrix";
+/// What the path of an adapter's parameters goes through, and the kind of module that visitors are told.
+const ADAPTER: &str = "adapter";
+const ADAPTER_KIND: &str = "Struct:LowRank";
 
 #[derive(Clone, Debug)]
 enum Stored {
@@ -42,6 +46,8 @@ struct Packed {
     parts: Vec<PackedMatrix>,
     /// What they are multiplied with.
     activations: Activations,
+    /// What training adds to them.
+    adapter: Option<LowRank>,
 }
 
 impl Packed {
@@ -62,29 +68,59 @@ impl Packed {
             }
             first = next;
         }
-        match found.len() {
+        let rows = match found.len() {
             1 => found.swap_remove(0),
             _ => Tensor::cat(found, 0),
+        };
+        match &self.adapter {
+            Some(adapter) => rows + adapter.rows(start, n),
+            None => rows,
         }
     }
 
     fn project(&self, x: &Tensor<3>) -> Tensor<3> {
         let product = |part| served(kv_weights::project(x.clone(), part, self.activations));
-        match &self.parts[..] {
+        let products = match &self.parts[..] {
             [one] => product(one),
             parts => Tensor::cat(parts.iter().map(product).collect(), 2),
+        };
+        match &self.adapter {
+            Some(adapter) => products + adapter.project(x.clone()),
+            None => products,
         }
     }
 
+    fn back_project(&self, y: &Tensor<3>) -> Tensor<3> {
+        let (mut first, mut sum) = (0, self.adapter.as_ref().map(|a| a.back_project(y.clone())));
+        for part in &self.parts {
+            let rows = part.dims()[0];
+            let of_part = served(kv_weights::back_project(y.clone().narrow(2, first, rows), part));
+            sum = Some(match sum {
+                Some(sum) => sum + of_part,
+                None => of_part,
+            });
+            first += rows;
+        }
+        sum.expect("there is a part")
+    }
+
     fn lookup(&self, ids: Tensor<2, Int>) -> Tensor<3> {
-        match &self.parts[..] {
-            [one] => served(kv_weights::lookup(ids, one)),
+        match (&self.parts[..], &self.adapter) {
+            ([one], None) => served(kv_weights::lookup(ids, one)),
+            ([one], Some(adapter)) => {
+                served(kv_weights::lookup(ids.clone(), one)) + adapter.lookup(ids)
+            }
             _ => embedding(self.rows(0, self.dims()[0]), ids),
         }
     }
 
-    fn map(self, f: impl Fn(PackedMatrix) -> PackedMatrix) -> Self {
-        Self { parts: self.parts.into_iter().map(f).collect(), ..self }
+    fn map(
+        self,
+        f: impl Fn(PackedMatrix) -> PackedMatrix,
+        adapter: impl FnOnce(LowRank) -> LowRank,
+    ) -> Self {
+        let parts = self.parts.into_iter().map(f).collect();
+        Self { parts, adapter: self.adapter.map(adapter), ..self }
     }
 }
 
@@ -106,7 +142,7 @@ impl Matrix {
             return Err(Error::argument("parts", widths, "must be of one width"));
         };
         kv_weights::check_device("packed weights", &first.device())?;
-        Ok(Self(Stored::Packed(Packed { id: ParamId::new(), parts, activations })))
+        Ok(Self(Stored::Packed(Packed { id: ParamId::new(), parts, activations, adapter: None })))
     }
 
     /// Identifies the parameter, or the packed weights, among those of a model.
@@ -123,6 +159,28 @@ impl Matrix {
             Stored::Dense(param) => Some(param),
             Stored::Packed(_) => None,
         }
+    }
+
+    /// Adds an adapter to packed weights, which adds nothing yet and is trained, in place of one that was there.
+    /// Returns whether they are packed.
+    pub(crate) fn adapt(&mut self, rank: usize, scale: f64, device: &Device) -> bool {
+        let dims = self.dims();
+        let Stored::Packed(packed) = &mut self.0 else { return false };
+        packed.adapter = Some(LowRank::new(dims, rank, scale, device));
+        true
+    }
+
+    /// Packed weights with an adapter become a parameter, their sum. Returns what was packed.
+    pub(crate) fn merge(&mut self) -> PackedSize {
+        let Stored::Packed(packed) = &self.0 else { return PackedSize::default() };
+        if packed.adapter.is_none() {
+            return PackedSize::default();
+        }
+        let bytes = packed.parts.iter().map(|part| part.layout().bytes()).sum();
+        let [rows, columns] = packed.dims();
+        let merged = Param::from_tensor(self.val().detach());
+        self.0 = Stored::Dense(merged);
+        PackedSize { bytes, numbers: rows * columns, adapters: 1 }
     }
 
     /// The numbers, `[rows, columns]`; packed weights are restored to f32.
@@ -179,6 +237,24 @@ impl Matrix {
         }
     }
 
+    /// Sums of the rows weighted by `y`, `y W`: what the gradient `y` with respect to [`project`](Self::project)'s
+    /// products is with respect to what they are of. That of packed weights records no gradient of its own.
+    ///
+    /// # Shapes
+    ///
+    /// - y: `[batch, seq, rows]`, in the type of the matrix
+    /// - output: `[batch, seq, columns]`, in the same type
+    pub fn back_project(&self, y: Tensor<3>) -> Tensor<3> {
+        match &self.0 {
+            Stored::Dense(param) => {
+                let [batch, seq, rows] = y.dims();
+                let x = y.reshape([batch * seq, rows]).matmul(param.val());
+                x.reshape([batch as i32, seq as i32, -1])
+            }
+            Stored::Packed(packed) => packed.back_project(&y),
+        }
+    }
+
     /// The rows of these numbers.
     ///
     /// # Shapes
@@ -228,30 +304,35 @@ impl Module for Matrix {
     fn fork(self, device: &Device) -> Self {
         Self(match self.0 {
             Stored::Dense(param) => Stored::Dense(param.fork(device)),
-            Stored::Packed(packed) => Stored::Packed(packed.map(|part| part.fork(device))),
+            Stored::Packed(packed) => {
+                Stored::Packed(packed.map(|part| part.fork(device), |adapter| adapter.fork(device)))
+            }
         })
     }
 
     fn to_device(self, device: &Device) -> Self {
         Self(match self.0 {
             Stored::Dense(param) => Stored::Dense(Module::to_device(param, device)),
-            Stored::Packed(packed) => {
-                Stored::Packed(packed.map(|part| Module::to_device(part, device)))
-            }
+            Stored::Packed(packed) => Stored::Packed(packed.map(
+                |part| Module::to_device(part, device),
+                |adapter| Module::to_device(adapter, device),
+            )),
         })
     }
 
     fn train(self) -> Self {
         Self(match self.0 {
             Stored::Dense(param) => Stored::Dense(param.train()),
-            Stored::Packed(packed) => Stored::Packed(packed.map(Module::train)),
+            Stored::Packed(packed) => Stored::Packed(packed.map(Module::train, Module::train)),
         })
     }
 
     fn valid(&self) -> Self {
         Self(match &self.0 {
             Stored::Dense(param) => Stored::Dense(param.valid()),
-            Stored::Packed(packed) => Stored::Packed(packed.clone().map(|part| part.valid())),
+            Stored::Packed(packed) => {
+                Stored::Packed(packed.clone().map(|part| part.valid(), |adapter| adapter.valid()))
+            }
         })
     }
 
@@ -270,6 +351,11 @@ impl Module for Matrix {
                 let id = packed.id.to_string();
                 visitor.enter_module(&id, PACKED);
                 visitor.exit_module(&id, PACKED);
+                if let Some(adapter) = &packed.adapter {
+                    visitor.enter_module(ADAPTER, ADAPTER_KIND);
+                    adapter.visit(visitor);
+                    visitor.exit_module(ADAPTER, ADAPTER_KIND);
+                }
             }
         }
     }
@@ -277,7 +363,15 @@ impl Module for Matrix {
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         Self(match self.0 {
             Stored::Dense(param) => Stored::Dense(Module::map(param, mapper)),
-            packed @ Stored::Packed(_) => packed,
+            Stored::Packed(packed) => Stored::Packed(packed.map(
+                |part| part,
+                |adapter| {
+                    mapper.enter_module(ADAPTER, ADAPTER_KIND);
+                    let adapter = Module::map(adapter, mapper);
+                    mapper.exit_module(ADAPTER, ADAPTER_KIND);
+                    adapter
+                },
+            )),
         })
     }
 }

@@ -9,6 +9,7 @@ mod few_rows;
 #[cfg(feature = "flex")]
 mod gate;
 mod linear;
+mod low_rank;
 mod matrix;
 mod mlp;
 mod norm;

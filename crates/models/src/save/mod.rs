@@ -15,6 +15,11 @@ use safetensors::{Dtype, SafeTensorError, View};
 use serde_json::{Map, Value, json};
 use tempfile::NamedTempFile;
 
+mod file;
+mod packed;
+
+pub use packed::{QuantizeOptions, save_quantized};
+
 pub use crate::files::staged;
 
 use crate::{
@@ -101,22 +106,32 @@ pub fn save(
     options: SaveOptions<'_>,
 ) -> Result<()> {
     let folder = folder.as_ref();
-    let (dtype, cache) = (options.dtype_of(model), options.cache);
-    let config_path = folder.join("config.json");
-    let config = configured(model, tokenizer, options, &config_path)?;
-
+    let config = configured(model, tokenizer, options, &folder.join("config.json"))?;
     fs::create_dir_all(folder).map_err(failed(folder))?;
+    let dtype = options.dtype_of(model);
+    let weights = |path: &Path| write_weights(path, model.decoder().export().into_tensors(), dtype);
+    write_folder(folder, model, tokenizer, &config, options.cache, weights)
+}
+
+/// Writes all files of a folder, and then gives them their names; `weights` makes the one for this path.
+fn write_folder(
+    folder: &Path,
+    model: &LanguageModel,
+    tokenizer: &Tokenizer,
+    config: &Map<String, Value>,
+    cache: Option<&ModelCacheConfig>,
+    weights: impl FnOnce(&Path) -> Result<NamedTempFile>,
+) -> Result<()> {
     let cache_path = folder.join(KV_CACHE_FILE);
     let mut texts = vec![
-        (config_path, pretty(&config)),
+        (folder.join("config.json"), pretty(config)),
         (folder.join("tokenizer.json"), tokenizer.to_json()?.into_bytes()),
         (folder.join("tokenizer_config.json"), pretty(&tokenizer_config(model, tokenizer))),
     ];
     texts.extend(cache.map(|cache| (cache_path.clone(), pretty(cache))));
     // First the file that is most likely to fail.
-    let weights = folder.join("model.safetensors");
-    let mut files =
-        vec![(write_weights(&weights, model.decoder().export().into_tensors(), dtype)?, weights)];
+    let path = folder.join("model.safetensors");
+    let mut files = vec![(weights(&path)?, path)];
     for (path, bytes) in texts {
         let mut file = stage(&path).map_err(failed(&path))?;
         file.write_all(&bytes).map_err(failed(&path))?;
@@ -187,11 +202,7 @@ fn write_weights(path: &Path, exports: Vec<Export>, dtype: DType) -> Result<Name
     let failure = RefCell::new(None);
     let failure = &failure;
     let views = exports.into_iter().map(|Export { name, values }| {
-        let shape = match &values {
-            Values::Vector(tensor) => tensor.dims().to_vec(),
-            Values::Matrix(tensor) => tensor.dims().to_vec(),
-            Values::Matrices(tensor) => tensor.dims().to_vec(),
-        };
+        let shape = values.shape();
         (name.clone(), Weight { name, values, shape, dtype, path, failure })
     });
     let file = stage(path).map_err(failed(path))?;
@@ -227,26 +238,26 @@ struct Weight<'a> {
 
 impl Weight<'_> {
     fn bytes(&self) -> Result<Vec<u8>> {
-        let data = match &self.values {
-            Values::Vector(tensor) => tensor.try_to_data(),
-            Values::Matrix(tensor) => tensor.try_to_data(),
-            Values::Matrices(tensor) => tensor.try_to_data(),
-        };
-        let wrong = |why| Error::Tensor { path: self.path.into(), tensor: self.name.clone(), why };
-        let data = data.map_err(|error| wrong(error.to_string()))?;
-        with_float!(
-            self.dtype,
-            T => {
-                let mut values = Vec::<T>::with_capacity(self.data_len() / size_of::<T>());
-                append(data.as_bytes(), data.dtype(), &mut values)
-                    .map_err(|flaw| flaw.of(self.path, &self.name))?;
-                let mut bytes = Vec::with_capacity(self.data_len());
-                values.into_iter().for_each(|value| value.put_le(&mut bytes));
-                Ok(bytes)
-            },
-            else Err(wrong(format!("is to be {:?}, which is not a float type", self.dtype)))
-        )
+        rounded(&self.values, self.dtype, self.path, &self.name)
     }
+}
+
+/// The bytes of floats in this type, little endian.
+fn rounded(values: &Values, dtype: DType, path: &Path, name: &str) -> Result<Vec<u8>> {
+    let wrong = |why| Error::Tensor { path: path.into(), tensor: name.into(), why };
+    let data = values.data().map_err(wrong)?;
+    with_float!(
+        dtype,
+        T => {
+            let mut values = Vec::<T>::with_capacity(data.num_elements());
+            append(data.as_bytes(), data.dtype(), &mut values)
+                .map_err(|flaw| flaw.of(path, name))?;
+            let mut bytes = Vec::with_capacity(size_of_val(&values[..]));
+            values.into_iter().for_each(|value| value.put_le(&mut bytes));
+            Ok(bytes)
+        },
+        else Err(wrong(format!("is to be {dtype:?}, which is not a float type")))
+    )
 }
 
 impl View for Weight<'_> {

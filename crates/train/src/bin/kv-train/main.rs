@@ -4,6 +4,7 @@
 
 mod args;
 mod bench;
+mod quantize;
 mod run;
 mod stop;
 
@@ -49,6 +50,11 @@ enum Command {
         #[arg(long)]
         plain: bool,
     },
+    /// Quantize the matrices of a model into a new folder.
+    ///
+    /// From any model that is read here, restored where its file has blocks. Vectors, positions and routers stay in
+    /// floats.
+    Quantize(quantize::Args),
     /// Save the model of one of a run's checkpoints.
     Export {
         /// The run's folder.
@@ -70,6 +76,7 @@ fn main() -> ExitCode {
         Command::Qat(args) => ended(args.start().and_then(|start| run::start(&start))),
         Command::Pretrain(args) => ended(args.start().and_then(|start| run::start(&start))),
         Command::Bench(args) => bench::run(&args),
+        Command::Quantize(args) => quantize::run(&args),
         Command::Resume { run, from_step, plain } => {
             ended(run::resume(&run, from_step.map_or(Resume::Last, Resume::Step), plain))
         }

@@ -1,0 +1,307 @@
+//! Quantized matrices of safetensors files: one that is stored as several tensors becomes one that has blocks.
+//!
+//! Integers are stored as by the `compressed-tensors` library in its format `pack-quantized`
+//! (<https://github.com/vllm-project/compressed-tensors>), for a matrix `NAME` of `[rows, columns]` and codes of `bits`:
+//!
+//! | tensor | type | shape | |
+//! |---|---|---|---|
+//! | `NAME_packed` | I32 | `[rows, columns * bits / 32]` | codes from 0, the first in the lowest bits |
+//! | `NAME_scale` | F16, BF16 or F32 | `[rows, groups]` | `scale * (code - zero)` |
+//! | `NAME_zero_point` | I32 | `[rows * bits / 32, groups]`, rounded up | zeros, packed along the rows; 8 or 128 without it |
+//! | `NAME_shape` | I64 or I32 | `[2]` | rows and columns |
+//!
+//! MXFP4 is stored as in gpt-oss's files: `NAME_blocks`, U8 `[rows, columns / 32, 16]`, two codes to a byte, the first
+//! of them in its lower half, and `NAME_scales`, U8 `[rows, columns / 32]`, exponents.
+
+use std::sync::Arc;
+
+use burn::tensor::{DType, Shape, TensorData};
+use burn_store::{bridge, burn_pack::Error as PackError};
+use half::f16;
+use kv_weights::{GroupSize, PackedLayout, WeightFormat};
+
+use super::{
+    Weights,
+    packed::{BlockSource, Blocks},
+    weights::Entry,
+};
+use crate::{
+    Error, Result,
+    float::append,
+    mxfp4::{self, BLOCK},
+};
+
+/// The `quant_method` of integers, and the `format` of those that are read.
+pub(crate) const INTEGERS: &str = "compressed-tensors";
+pub(crate) const INTEGER_FORMAT: &str = "pack-quantized";
+/// The `quant_method` of MXFP4.
+pub(crate) const MXFP4: &str = "mxfp4";
+/// How the names of such tensors end, after that of the matrix.
+pub(crate) const PACKED: &str = "_packed";
+pub(crate) const SCALE: &str = "_scale";
+pub(crate) const ZERO_POINT: &str = "_zero_point";
+pub(crate) const SHAPE: &str = "_shape";
+pub(crate) const BLOCKS: &str = "_blocks";
+pub(crate) const SCALES: &str = "_scales";
+/// How the name of a matrix ends.
+const WEIGHT: &str = ".weight";
+
+/// The tensors of a quantized matrix.
+#[derive(Debug)]
+pub(crate) struct Quantized {
+    layout: PackedLayout,
+    codes: Entry,
+    scales: Entry,
+    zeros: Option<Entry>,
+}
+
+impl Weights {
+    /// Puts the tensors of quantized matrices together, once all have been added.
+    ///
+    /// # Errors
+    ///
+    /// One that is missing, or of another type or shape than the others say.
+    pub(crate) fn join_quantized(&mut self) -> Result<()> {
+        let names: Vec<String> = self.tensors.keys().cloned().collect();
+        for name in names {
+            let joined = if let Some(matrix) = matrix_of(&name, PACKED) {
+                Some((matrix.to_string(), self.integers(matrix)?))
+            } else if let Some(matrix) = matrix_of(&name, BLOCKS) {
+                Some((matrix.to_string(), self.mxfp4_matrix(matrix)?))
+            } else {
+                None
+            };
+            if let Some((matrix, quantized)) = joined {
+                self.add(matrix, quantized.into_entry())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes one of the tensors that `matrix` is stored as.
+    fn part(&mut self, matrix: &str, suffix: &str) -> Result<Entry> {
+        let name = format!("{matrix}{suffix}");
+        let missing = || Error::MissingTensor { path: self.path.clone(), tensor: name.clone() };
+        self.tensors.remove(&name).ok_or_else(missing)
+    }
+
+    fn integers(&mut self, matrix: &str) -> Result<Quantized> {
+        let [codes, scales] = [self.part(matrix, PACKED)?, self.part(matrix, SCALE)?];
+        let zeros = self.tensors.remove(&format!("{matrix}{ZERO_POINT}"));
+        let [rows, words] = codes.shape()?;
+        codes.check_type(&[DType::I32])?;
+        let [rows, columns] = match self.tensors.remove(&format!("{matrix}{SHAPE}")) {
+            Some(shape) => shape.numbers(rows)?,
+            // Codes of 4 bits are the usual ones.
+            None => [rows, 8 * words],
+        };
+        let bits = match (32 * words)
+            .checked_div(columns)
+            .filter(|_| (32 * words) % columns.max(1) == 0)
+        {
+            Some(bits @ (4 | 8)) => bits,
+            _ => {
+                let why = format!(
+                    "has rows of {words} words, which are not {columns} codes of 4 or of 8 bits"
+                );
+                return Err(codes.flawed(why));
+            }
+        };
+        let [scale_rows, groups] = scales.shape()?;
+        let size = columns.checked_div(groups).filter(|_| columns % groups.max(1) == 0);
+        let sizes = [GroupSize::G32, GroupSize::G64, GroupSize::G128];
+        let group = sizes.into_iter().find(|group| Some(group.numbers()) == size);
+        let Some(group) = group.filter(|_| scale_rows == rows) else {
+            let why = format!(
+                "has shape [{scale_rows}, {groups}], which are not the scales of {rows} rows of {columns} numbers in groups \
+                 of 32, 64 or 128"
+            );
+            return Err(scales.flawed(why));
+        };
+        scales.check_type(&[DType::F16, DType::BF16, DType::F32])?;
+        if let Some(zeros) = &zeros {
+            zeros.check_type(&[DType::I32])?;
+            zeros.check_shape(&[(rows * bits).div_ceil(32), groups])?;
+        }
+        let format = if bits == 4 { WeightFormat::Int4(group) } else { WeightFormat::Int8(group) };
+        let layout = PackedLayout::new(format, [rows, columns])?;
+        Ok(Quantized { layout, codes, scales, zeros })
+    }
+
+    fn mxfp4_matrix(&mut self, matrix: &str) -> Result<Quantized> {
+        let [codes, scales] = [self.part(matrix, BLOCKS)?, self.part(matrix, SCALES)?];
+        let [rows, blocks] = scales.shape()?;
+        codes.check_type(&[DType::U8])?;
+        scales.check_type(&[DType::U8])?;
+        codes.check_shape(&[rows, blocks, BLOCK / 2])?;
+        let layout = PackedLayout::new(WeightFormat::Mxfp4, [rows, blocks * BLOCK])
+            .map_err(|error| codes.flawed(error.to_string()))?;
+        Ok(Quantized { layout, codes, scales, zeros: None })
+    }
+}
+
+/// The name of the matrix that a tensor of this name is a part of.
+fn matrix_of<'a>(name: &'a str, suffix: &str) -> Option<&'a str> {
+    name.strip_suffix(suffix).filter(|matrix| matrix.ends_with(WEIGHT))
+}
+
+impl Entry {
+    /// The shape of a matrix.
+    fn shape(&self) -> Result<[usize; 2]> {
+        let shape = self.tensor.shape.to_vec();
+        <[usize; 2]>::try_from(&shape[..])
+            .map_err(|_| self.flawed(format!("has shape {shape:?}, which is no matrix")))
+    }
+
+    fn check_shape(&self, expected: &[usize]) -> Result<()> {
+        let shape = self.tensor.shape.to_vec();
+        match shape == expected {
+            true => Ok(()),
+            false => {
+                Err(self.flawed(format!("has shape {shape:?}, beside its scales {expected:?}")))
+            }
+        }
+    }
+
+    fn check_type(&self, known: &[DType]) -> Result<()> {
+        let dtype = self.tensor.dtype;
+        match known.contains(&dtype) {
+            true => Ok(()),
+            false => Err(self.flawed(format!("has type {dtype:?}, not one of {known:?}"))),
+        }
+    }
+
+    /// The two numbers of a shape, whose first is `rows`.
+    fn numbers(&self, rows: usize) -> Result<[usize; 2]> {
+        self.check_type(&[DType::I64, DType::I32])?;
+        let (bytes, size) = (self.bytes()?, self.tensor.dtype.size());
+        let number = |bytes: &[u8]| {
+            let mut whole = [0; 8];
+            whole[..size].copy_from_slice(bytes);
+            usize::try_from(u64::from_le_bytes(whole)).unwrap_or(usize::MAX)
+        };
+        match bytes.chunks_exact(size).map(number).collect::<Vec<_>>()[..] {
+            [found, columns] if found == rows && columns > 0 && columns < u32::MAX as usize => {
+                Ok([rows, columns])
+            }
+            ref found => Err(self.flawed(format!("is {found:?}, not a shape of {rows} rows"))),
+        }
+    }
+}
+
+impl Quantized {
+    /// A matrix whose numbers are restored when it is taken, and whose blocks are there too.
+    fn into_entry(self) -> Entry {
+        let layout = self.layout;
+        let (rows, columns) = (layout.rows(), layout.columns());
+        let (name, path) = (self.codes.name.clone(), self.codes.path.clone());
+        let shape = Shape::from(vec![rows, columns]);
+        let quantized = Arc::new(self);
+        let blocks = Blocks {
+            name: layout.format().to_string(),
+            format: Some(layout.format()),
+            source: BlockSource::Joined(quantized.clone()),
+        };
+        let restore = move || {
+            let blocks =
+                quantized.blocks().map_err(|e| PackError::ValidationError(e.to_string()))?;
+            let shape = [rows, columns];
+            Ok(match layout.format() {
+                WeightFormat::Mxfp4 => mxfp4::restore(&blocks, &shape),
+                format => TensorData::new(restore_integers(format, &blocks), shape),
+            })
+        };
+        let tensor = bridge::deferred(name.clone(), DType::F32, shape, None, restore);
+        Entry { tensor, name, path, blocks: Some(blocks), interleaved: None }
+    }
+
+    pub(super) fn layout(&self) -> PackedLayout {
+        self.layout
+    }
+
+    /// The bytes of all rows.
+    pub(super) fn blocks(&self) -> Result<Vec<u8>> {
+        match self.layout.format() {
+            WeightFormat::Mxfp4 => {
+                let (codes, scales) = (self.codes.bytes()?, self.scales.bytes()?);
+                let blocks = codes.chunks_exact(BLOCK / 2).zip(scales.iter());
+                Ok(blocks.flat_map(|(codes, scale)| mxfp4::gguf_block(codes, *scale)).collect())
+            }
+            format => self.integer_blocks(format),
+        }
+    }
+
+    fn integer_blocks(&self, format: WeightFormat) -> Result<Vec<u8>> {
+        let codes = self.codes.bytes()?;
+        let zeros = self.zeros.as_ref().map(Entry::bytes).transpose()?;
+        let scales = self.scales()?;
+        let group = format.block_numbers();
+        let groups = self.layout.columns() / group;
+        let group_codes = codes.len() / scales.len();
+        let bits = 8 * group_codes / group;
+        let mut blocks = Vec::with_capacity(self.layout.bytes());
+        for (i, codes) in codes.chunks_exact(group_codes).enumerate() {
+            let (row, column) = (i / groups, i % groups);
+            let zero = match &zeros {
+                // A word has the zeros of as many rows as it has room for.
+                Some(zeros) => {
+                    let byte = (row * bits / 32 * groups + column) * 4 + row * bits % 32 / 8;
+                    if bits == 8 { zeros[byte] } else { zeros[byte] >> (4 * (row % 2)) & 15 }
+                }
+                None => 1 << (bits - 1),
+            };
+            blocks.extend(scales[i].to_le_bytes());
+            blocks.extend(u16::from(zero).to_le_bytes());
+            if bits == 8 {
+                blocks.extend_from_slice(codes);
+                continue;
+            }
+            for codes in codes.chunks_exact(16) {
+                blocks.extend(mxfp4::halves(codes));
+            }
+        }
+        Ok(blocks)
+    }
+
+    /// The scales, which blocks have as f16.
+    fn scales(&self) -> Result<Vec<f16>> {
+        let (entry, bytes) = (&self.scales, self.scales.bytes()?);
+        let mut values: Vec<f32> = vec![];
+        append(&bytes, entry.tensor.dtype, &mut values)
+            .map_err(|flaw| flaw.of(&entry.path, &entry.name))?;
+        let exact = |(i, value): (usize, &f32)| {
+            let scale = f16::from_f32(*value);
+            match scale.to_f32() == *value && *value >= 0.0 {
+                true => Ok(scale),
+                false => {
+                    let why = format!(
+                        "holds {value} at element {i}, scales must be f16 and not negative"
+                    );
+                    Err(entry.flawed(why))
+                }
+            }
+        };
+        values.iter().enumerate().map(exact).collect()
+    }
+}
+
+/// The numbers of blocks of integers: `scale * (code - zero)`.
+fn restore_integers(format: WeightFormat, blocks: &[u8]) -> Vec<f32> {
+    let numbers = format.block_numbers();
+    let mut values = Vec::with_capacity(blocks.len() / format.block_bytes() * numbers);
+    for block in blocks.chunks_exact(format.block_bytes()) {
+        let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
+        let zero = f32::from(u16::from_le_bytes([block[2], block[3]]));
+        let value = |code: u8| scale * (f32::from(code) - zero);
+        let codes = &block[4..];
+        if codes.len() == numbers {
+            values.extend(codes.iter().map(|code| value(*code)));
+            continue;
+        }
+        for codes in codes.chunks_exact(16) {
+            values.extend(codes.iter().map(|codes| value(codes & 15)));
+            values.extend(codes.iter().map(|codes| value(codes >> 4)));
+        }
+    }
+    values
+}

@@ -1,0 +1,125 @@
+//! A safetensors file whose tensors are written in any order, and some rows at a time.
+
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    io::{self, Seek, SeekFrom, Write},
+    path::Path,
+};
+
+use safetensors::Dtype;
+use serde_json::{Value, json};
+use tempfile::NamedTempFile;
+
+use crate::{
+    Error, Result,
+    files::{failed, staged::stage},
+};
+
+/// A tensor of a [`TensorFile`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place(usize);
+
+#[derive(Debug)]
+struct Listed {
+    name: String,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// Where its bytes begin in the file.
+    start: u64,
+}
+
+impl Listed {
+    fn bytes(&self) -> u64 {
+        (self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8) as u64
+    }
+}
+
+/// The file: first all tensors are [added](Self::add), then they are [written](Self::write).
+#[derive(Debug)]
+pub(super) struct TensorFile<'a> {
+    at: &'a Path,
+    /// What messages call it.
+    path: &'a Path,
+    tensors: Vec<Listed>,
+    file: Option<NamedTempFile>,
+}
+
+impl<'a> TensorFile<'a> {
+    /// A file that is to be `at`, and that messages call `path`.
+    pub(super) fn new(at: &'a Path, path: &'a Path) -> Self {
+        Self { at, path, tensors: vec![], file: None }
+    }
+
+    /// Says that there is a tensor.
+    pub(super) fn add(&mut self, name: String, dtype: Dtype, shape: Vec<usize>) -> Place {
+        self.tensors.push(Listed { name, dtype, shape, start: 0 });
+        Place(self.tensors.len() - 1)
+    }
+
+    /// Makes the file and writes its header.
+    pub(super) fn begin(mut self) -> Result<Self> {
+        // Wide types first, so that each tensor begins at a multiple of its type's size.
+        let mut order: Vec<usize> = (0..self.tensors.len()).collect();
+        order.sort_by_key(|&i| core::cmp::Reverse(self.tensors[i].dtype.bitsize()));
+        let (mut offset, mut header) = (0, BTreeMap::<&str, Value>::new());
+        for &i in &order {
+            self.tensors[i].start = offset;
+            offset += self.tensors[i].bytes();
+        }
+        for tensor in &self.tensors {
+            let Listed { name, dtype, shape, start } = tensor;
+            let range = [*start, start + tensor.bytes()];
+            let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": range});
+            if header.insert(name, entry).is_some() {
+                let why = "is there twice".into();
+                return Err(Error::Tensor { path: self.path.into(), tensor: name.clone(), why });
+            }
+        }
+        header.insert("__metadata__", json!({"format": "pt"}));
+        let mut header = serde_json::to_vec(&header).unwrap_or_default();
+        header.resize(header.len().next_multiple_of(8), b' ');
+        let data = 8 + header.len() as u64;
+        for tensor in &mut self.tensors {
+            tensor.start += data;
+        }
+        let mut file = stage(self.at).map_err(failed(self.path))?;
+        let written = file
+            .write_all(&(header.len() as u64).to_le_bytes())
+            .and_then(|()| file.write_all(&header))
+            .and_then(|()| reserve(file.as_file(), data + offset));
+        written.map_err(failed(self.path))?;
+        self.file = Some(file);
+        Ok(self)
+    }
+
+    /// Writes bytes of a tensor, from this one of its bytes on.
+    pub(super) fn write(&mut self, Place(i): Place, from: usize, bytes: &[u8]) -> Result<()> {
+        let start = self.tensors[i].start + from as u64;
+        let file = self.file.as_mut().expect("begin has made it");
+        file.seek(SeekFrom::Start(start))
+            .and_then(|_| file.write_all(bytes))
+            .map_err(failed(self.path))
+    }
+
+    /// The whole file.
+    pub(super) fn finish(self) -> Result<NamedTempFile> {
+        Ok(self.file.expect("begin has made it"))
+    }
+}
+
+/// Gives the file its length. A disk that is too small is full before hours of work, where it can be told.
+fn reserve(file: &File, bytes: u64) -> io::Result<()> {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::{
+            fs::{FallocateFlags, fallocate},
+            io::Errno,
+        };
+        match fallocate(file, FallocateFlags::empty(), 0, bytes) {
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
+            result => return result.map_err(io::Error::from),
+        }
+    }
+    file.set_len(bytes)
+}

@@ -1,0 +1,434 @@
+//! Quantized models: matrices as codes with their scales, in a Hugging Face folder.
+
+use std::{collections::BTreeMap, fs, io, path::Path};
+
+use burn::tensor::DType;
+use kv_weights::{PackedLayout, Quantize, WeightFormat};
+use safetensors::Dtype;
+use serde_json::{Map, Value, json};
+use tempfile::NamedTempFile;
+
+use super::{
+    SaveOptions, configured,
+    file::{Place, TensorFile},
+    rounded, write_folder,
+};
+use crate::{
+    Error, LanguageModel, ModelCacheConfig, Result, Role, Roles, Tokenizer, WeightDtype,
+    checkpoint::{
+        Export, RowOrder, Values,
+        quantized::{
+            BLOCKS, INTEGER_FORMAT, INTEGERS, MXFP4, PACKED, SCALE, SCALES, SHAPE, ZERO_POINT,
+        },
+    },
+    files::failed,
+    mxfp4::{self, BLOCK},
+    nn::Matrix,
+};
+
+/// Numbers that are restored and quantized at a time, in whole rows.
+const AT_A_TIME: usize = 1 << 23;
+
+/// How [`save_quantized`] writes a model. A kind of matrices without a format stays in floats.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct QuantizeOptions<'a> {
+    /// The format of the projections of attention.
+    pub attention: Option<WeightFormat>,
+    /// That of the MLPs.
+    pub mlp: Option<WeightFormat>,
+    /// That of the token embedding and the head.
+    pub embedding: Option<WeightFormat>,
+    /// How numbers become codes.
+    pub quantize: Quantize,
+    /// The type of what stays in floats; by default that of the model.
+    pub dtype: WeightDtype,
+    /// The cache that the model is for, written as [`KV_CACHE_FILE`](crate::KV_CACHE_FILE).
+    pub cache: Option<&'a ModelCacheConfig>,
+}
+
+impl<'a> QuantizeOptions<'a> {
+    /// These formats for attention, MLPs and embedding.
+    pub fn new([attention, mlp, embedding]: [Option<WeightFormat>; 3]) -> Self {
+        let (quantize, dtype) = (Quantize::default(), WeightDtype::Auto);
+        Self { attention, mlp, embedding, quantize, dtype, cache: None }
+    }
+
+    /// The same options with another way to codes.
+    #[must_use]
+    pub fn with_quantize(self, quantize: Quantize) -> Self {
+        Self { quantize, ..self }
+    }
+
+    /// The same options with another type of what stays in floats.
+    #[must_use]
+    pub fn with_dtype(self, dtype: WeightDtype) -> Self {
+        Self { dtype, ..self }
+    }
+
+    /// The same options with a cache.
+    #[must_use]
+    pub fn with_cache(self, cache: Option<&'a ModelCacheConfig>) -> Self {
+        Self { cache, ..self }
+    }
+
+    /// The format of a matrix of this role.
+    fn format(&self, role: Option<Role>) -> Option<WeightFormat> {
+        match role? {
+            Role::Embedding | Role::Head => self.embedding,
+            Role::Mlp => self.mlp,
+            role if role.is_attention() => self.attention,
+            _ => None,
+        }
+    }
+}
+
+/// Writes a model with quantized matrices as a new Hugging Face folder, which [`load`](crate::load()) reads, restored or
+/// packed.
+///
+/// Integers are written as by the `compressed-tensors` library in its format `pack-quantized`, which vLLM reads; MXFP4
+/// as in gpt-oss's files. Matrices are restored, quantized and written some rows at a time.
+///
+/// # Errors
+///
+/// One line naming the tensor or file: rows that are not whole groups, a format that is not made, weights that are not
+/// finite, experts in another format than MXFP4, a folder that is there already, a file that cannot be written, and what
+/// [`save`](super::save) refuses. Nothing is left then.
+pub fn save_quantized(
+    folder: impl AsRef<Path>,
+    model: &LanguageModel,
+    tokenizer: &Tokenizer,
+    options: QuantizeOptions<'_>,
+) -> Result<()> {
+    let folder = folder.as_ref();
+    if fs::symlink_metadata(folder).is_ok() {
+        let error = io::Error::new(io::ErrorKind::AlreadyExists, "is there already");
+        return Err(failed(folder)(error));
+    }
+    let weights = folder.join("model.safetensors");
+    let floats = SaveOptions { dtype: options.dtype, cache: options.cache };
+    let mut config = configured(model, tokenizer, floats, &folder.join("config.json"))?;
+    let dtype = floats.dtype_of(model);
+    let exports = model.decoder().export().into_tensors();
+    let plan = plan(exports, &model.roles(), options, &weights)?;
+    config.insert("quantization_config".into(), quantization_config(&plan, options.quantize));
+
+    // Whole before it gets its name.
+    let parent = match folder.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    };
+    fs::create_dir_all(parent).map_err(failed(parent))?;
+    let mut unfinished = tempfile::Builder::new();
+    unfinished.prefix(".unfinished-");
+    #[cfg(unix)]
+    unfinished.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
+    let unfinished = unfinished.tempdir_in(parent).map_err(failed(folder))?;
+    let write = |path: &Path| write_plan(path, &plan, dtype, options.quantize, &weights);
+    write_folder(unfinished.path(), model, tokenizer, &config, options.cache, write)?;
+    fs::rename(unfinished.path(), folder).map_err(failed(folder))?;
+    // It has its name, and is not to be removed.
+    let _ = unfinished.keep();
+    Ok(())
+}
+
+/// A tensor of floats, or the matrices that are written as one in a format.
+enum Planned {
+    Floats(String, Box<Values>),
+    Quantized(QuantizedExport),
+}
+
+struct QuantizedExport {
+    name: String,
+    format: WeightFormat,
+    /// Whether the name is of the experts of a layer.
+    experts: bool,
+    /// Matrices of these rows, in which order.
+    matrices: Vec<(Matrix, std::ops::Range<usize>)>,
+    order: RowOrder,
+    columns: usize,
+}
+
+fn plan(
+    exports: Vec<Export>,
+    roles: &Roles,
+    options: QuantizeOptions<'_>,
+    path: &Path,
+) -> Result<Vec<Planned>> {
+    let planned = exports.into_iter().map(|Export { name, values }| {
+        let (matrix, experts) = match &values {
+            Values::Rows(matrix, _) | Values::Transposed(matrix) => (matrix, false),
+            Values::Experts(matrices, _) if !matrices.is_empty() => (&matrices[0], true),
+            _ => return Ok(Planned::Floats(name, Box::new(values))),
+        };
+        let Some(format) = options.format(roles.get(matrix.id())) else {
+            return Ok(Planned::Floats(name, Box::new(values)));
+        };
+        let wrong = |why| Error::Tensor { path: path.into(), tensor: name.clone(), why };
+        let columns = matrix.dims()[1];
+        let group = format.block_numbers();
+        if !columns.is_multiple_of(group) {
+            let fits = [64, 32].iter().find(|n| **n < group && columns.is_multiple_of(**n));
+            let hint = fits.map_or(String::new(), |n| format!("; groups of {n} do"));
+            let why = format!("has {columns} columns, which groups of {group} do not divide{hint}");
+            return Err(wrong(why));
+        }
+        if experts && format != WeightFormat::Mxfp4 {
+            let why =
+                format!("is of experts, which are written in mxfp4 or in floats, not {format}");
+            return Err(wrong(why));
+        }
+        let (matrices, order) = match values {
+            Values::Rows(matrix, rows) => (vec![(matrix, rows)], RowOrder::Same),
+            Values::Transposed(matrix) => {
+                let rows = 0..matrix.dims()[0];
+                (vec![(matrix, rows)], RowOrder::Same)
+            }
+            Values::Experts(matrices, order) => {
+                let all = matrices.into_iter().map(|matrix| {
+                    let rows = 0..matrix.dims()[0];
+                    (matrix, rows)
+                });
+                (all.collect(), order)
+            }
+            _ => return Err(wrong("is not of matrices".into())),
+        };
+        Ok(Planned::Quantized(QuantizedExport { name, format, experts, matrices, order, columns }))
+    });
+    planned.collect()
+}
+
+/// What says which matrices are quantized, and how, in `config.json`.
+fn quantization_config(plan: &[Planned], quantize: Quantize) -> Value {
+    let mut groups: BTreeMap<(usize, usize), Vec<&str>> = BTreeMap::new();
+    let (mut floats, mut mxfp4) = (vec![], false);
+    for planned in plan {
+        match planned {
+            Planned::Quantized(QuantizedExport { name, format, .. }) => match bits(*format) {
+                Some(bits) => {
+                    let module = name.trim_end_matches(".weight");
+                    groups.entry((bits, format.block_numbers())).or_default().push(module);
+                }
+                None => mxfp4 = true,
+            },
+            Planned::Floats(name, values) => {
+                if matches!(**values, Values::Rows(..) | Values::Floats(_)) {
+                    floats.push(name.trim_end_matches(".weight"));
+                }
+            }
+        }
+    }
+    if groups.is_empty() && mxfp4 {
+        return json!({"quant_method": MXFP4, "modules_to_not_convert": floats});
+    }
+    let groups = groups.into_iter().enumerate().map(|(i, ((bits, size), targets))| {
+        let weights = json!({
+            "num_bits": bits, "type": "int", "symmetric": quantize.symmetric, "strategy": "group",
+            "group_size": size, "dynamic": false,
+        });
+        (format!("group_{i}"), json!({"targets": targets, "weights": weights}))
+    });
+    json!({
+        "quant_method": INTEGERS,
+        "format": INTEGER_FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": groups.collect::<Map<_, _>>(),
+        "ignore": floats,
+    })
+}
+
+/// The bits of integers.
+fn bits(format: WeightFormat) -> Option<usize> {
+    match format {
+        WeightFormat::Int4(_) => Some(4),
+        WeightFormat::Int8(_) => Some(8),
+        _ => None,
+    }
+}
+
+/// Writes what is planned to the file `at`; messages call it `path`.
+fn write_plan(
+    at: &Path,
+    plan: &[Planned],
+    dtype: DType,
+    quantize: Quantize,
+    path: &Path,
+) -> Result<NamedTempFile> {
+    let mut file = TensorFile::new(at, path);
+    let places: Vec<Vec<Place>> = plan
+        .iter()
+        .map(|planned| match planned {
+            Planned::Floats(name, values) => {
+                let kind = match dtype {
+                    DType::F16 => Dtype::F16,
+                    DType::BF16 => Dtype::BF16,
+                    _ => Dtype::F32,
+                };
+                vec![file.add(name.clone(), kind, values.shape())]
+            }
+            Planned::Quantized(export) => export.places(&mut file, quantize),
+        })
+        .collect();
+    let mut file = file.begin()?;
+    for (planned, places) in plan.iter().zip(places) {
+        match planned {
+            Planned::Floats(name, values) => {
+                file.write(places[0], 0, &rounded(values, dtype, path, name)?)?;
+            }
+            Planned::Quantized(export) => export.write(&mut file, &places, quantize, path)?,
+        }
+    }
+    file.finish()
+}
+
+impl QuantizedExport {
+    fn rows(&self) -> usize {
+        self.matrices[0].1.len()
+    }
+
+    /// Says which tensors it is written as.
+    fn places(&self, file: &mut TensorFile<'_>, quantize: Quantize) -> Vec<Place> {
+        let (rows, columns, name) = (self.rows(), self.columns, &self.name);
+        let groups = columns / self.format.block_numbers();
+        let named = |suffix: &str| format!("{name}{suffix}");
+        let Some(bits) = bits(self.format) else {
+            let n = if self.experts { vec![self.matrices.len()] } else { vec![] };
+            let codes = [&n[..], &[rows, groups, BLOCK / 2]].concat();
+            return vec![
+                file.add(named(BLOCKS), Dtype::U8, codes),
+                file.add(named(SCALES), Dtype::U8, [&n[..], &[rows, groups]].concat()),
+            ];
+        };
+        let mut places = vec![
+            file.add(named(PACKED), Dtype::I32, vec![rows, columns * bits / 32]),
+            file.add(named(SCALE), Dtype::F16, vec![rows, groups]),
+            file.add(named(SHAPE), Dtype::I64, vec![2]),
+        ];
+        if !quantize.symmetric {
+            let zeros = vec![(rows * bits).div_ceil(32), groups];
+            places.push(file.add(named(ZERO_POINT), Dtype::I32, zeros));
+        }
+        places
+    }
+
+    fn write(
+        &self,
+        file: &mut TensorFile<'_>,
+        places: &[Place],
+        quantize: Quantize,
+        path: &Path,
+    ) -> Result<()> {
+        let wrong = |why| Error::Tensor { path: path.into(), tensor: self.name.clone(), why };
+        // Whole words of zeros, which are packed along the rows.
+        let at_a_time = (AT_A_TIME / self.columns).max(8) / 8 * 8;
+        let mut parts = Parts::new(self.format, self.columns, places);
+        for (matrix, range) in &self.matrices {
+            let starts = match self.order {
+                RowOrder::Same => range.clone().step_by(at_a_time),
+                // All rows of an expert have other places.
+                RowOrder::InTurn => range.clone().step_by(range.len()),
+            };
+            for start in starts {
+                let n = match self.order {
+                    RowOrder::Same => at_a_time.min(range.end - start),
+                    RowOrder::InTurn => range.len(),
+                };
+                let rows = self.order.of(matrix.rows(start, n).detach());
+                let data = rows.try_to_data().map_err(|error| wrong(error.to_string()))?;
+                let values: Vec<f32> = data
+                    .convert_dtype(DType::F32)
+                    .try_into_vec()
+                    .map_err(|e| wrong(e.to_string()))?;
+                let blocks = in_threads(&values, self.columns, self.format, quantize)
+                    .map_err(|error| wrong(error.to_string()))?;
+                parts.write(file, &blocks, n)?;
+            }
+        }
+        if let (Some(_), [_, _, shape, ..]) = (bits(self.format), places) {
+            let numbers = [self.rows() as i64, self.columns as i64].map(i64::to_le_bytes);
+            file.write(*shape, 0, &numbers.concat())?;
+        }
+        Ok(())
+    }
+}
+
+/// Quantizes rows on all processors.
+fn in_threads(
+    values: &[f32],
+    columns: usize,
+    format: WeightFormat,
+    quantize: Quantize,
+) -> Result<Vec<u8>> {
+    let rows = values.len() / columns;
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let share = rows.div_ceil(threads).max(1);
+    let quantized: Vec<kv_weights::Result<Vec<u8>>> = std::thread::scope(|scope| {
+        let started: Vec<_> = values
+            .chunks(share * columns)
+            .map(|part| {
+                let shape = [part.len() / columns, columns];
+                scope.spawn(move || kv_weights::quantize(part, shape, format, quantize))
+            })
+            .collect();
+        started.into_iter().map(|thread| thread.join().expect("it does not panic")).collect()
+    });
+    let mut blocks = Vec::with_capacity(PackedLayout::new(format, [rows, columns])?.bytes());
+    for part in quantized {
+        blocks.extend(part?);
+    }
+    Ok(blocks)
+}
+
+/// Blocks, written as the tensors that they are apart.
+struct Parts<'a> {
+    format: WeightFormat,
+    groups: usize,
+    places: &'a [Place],
+    /// Rows that have been written.
+    rows: usize,
+}
+
+impl<'a> Parts<'a> {
+    fn new(format: WeightFormat, columns: usize, places: &'a [Place]) -> Self {
+        Self { format, groups: columns / format.block_numbers(), places, rows: 0 }
+    }
+
+    fn write(&mut self, file: &mut TensorFile<'_>, blocks: &[u8], rows: usize) -> Result<()> {
+        let first = self.rows * self.groups;
+        let (mut codes, mut scales) = (vec![], vec![]);
+        let blocks = blocks.chunks_exact(self.format.block_bytes());
+        let Some(bits) = bits(self.format) else {
+            for block in blocks {
+                scales.push(block[0]);
+                codes.extend(mxfp4::pairs(&block[1..]));
+            }
+            file.write(self.places[0], first * BLOCK / 2, &codes)?;
+            file.write(self.places[1], first, &scales)?;
+            self.rows += rows;
+            return Ok(());
+        };
+        let words = (rows * bits).div_ceil(32);
+        let mut zeros = vec![0u8; 4 * words * self.groups];
+        for (i, block) in blocks.enumerate() {
+            let (row, group) = (i / self.groups, i % self.groups);
+            scales.extend_from_slice(&block[..2]);
+            let byte = (row * bits / 32 * self.groups + group) * 4 + row * bits % 32 / 8;
+            // Its low byte: it is a code.
+            zeros[byte] |= if bits == 8 { block[2] } else { block[2] << (4 * (row % 2)) };
+            match bits {
+                8 => codes.extend_from_slice(&block[4..]),
+                _ => {
+                    block[4..].chunks_exact(16).for_each(|block| codes.extend(mxfp4::pairs(block)))
+                }
+            }
+        }
+        let group_codes = (self.format.block_bytes() - 4) * first;
+        file.write(self.places[0], group_codes, &codes)?;
+        file.write(self.places[1], 2 * first, &scales)?;
+        if let Some(place) = self.places.get(3) {
+            file.write(*place, self.rows * bits / 32 * self.groups * 4, &zeros)?;
+        }
+        self.rows += rows;
+        Ok(())
+    }
+}
