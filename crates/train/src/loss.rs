@@ -5,7 +5,7 @@
 //! <https://arxiv.org/abs/2411.09009>).
 
 use burn::tensor::{IndexingUpdateOp, Int, Tensor, activation::log_softmax};
-use kv_models::nn::project;
+use kv_models::nn::Matrix;
 use rayon::prelude::*;
 
 use crate::Objective;
@@ -19,7 +19,7 @@ pub(crate) struct Head {
     /// `[rows, hidden]`.
     pub(crate) hidden: Tensor<2>,
     /// `[vocab, hidden]`.
-    pub(crate) weight: Tensor<2>,
+    pub(crate) weight: Matrix,
 }
 
 /// Sums over rows, in nats.
@@ -81,7 +81,8 @@ pub(crate) fn gradients(
         };
         let d_logits = d_logits.mul_scalar(factor);
         let weight = train_weight.then(|| d_logits.clone().transpose().matmul(block.hidden));
-        (block.sums, d_logits.matmul(student.weight.clone()), weight)
+        let hidden = student.weight.back_project(d_logits.unsqueeze_dim(0)).squeeze_dim(0);
+        (block.sums, hidden, weight)
     });
     let mut sums = Sums::default();
     let (mut hidden, mut weight) = (Vec::with_capacity(blocks.len()), None::<Tensor<2>>);
@@ -138,15 +139,18 @@ fn over_blocks<R: Send>(
     }
 }
 
-fn log_probabilities(hidden: Tensor<2>, weight: &Tensor<2>) -> Tensor<2> {
-    let logits = project(hidden.unsqueeze_dim::<3>(0), weight.clone()).squeeze_dim::<2>(0);
+fn log_probabilities(hidden: Tensor<2>, weight: &Matrix) -> Tensor<2> {
+    let logits = weight.project(hidden.unsqueeze_dim::<3>(0)).squeeze_dim::<2>(0);
     log_softmax(logits, 1)
 }
 
 #[cfg(all(test, feature = "flex"))]
 #[allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 mod tests {
-    use burn::tensor::{Distribution, TensorData};
+    use burn::{
+        module::Param,
+        tensor::{Distribution, TensorData},
+    };
     use kv_models::kv_cubecl::{Autodiff, Flex, On};
 
     use super::*;
@@ -160,12 +164,12 @@ mod tests {
         factor: f64,
     ) -> (f64, f64, Tensor<2>, Tensor<2>) {
         let hidden = student.hidden.clone().autodiff().require_grad();
-        let weight = student.weight.clone().autodiff().require_grad();
+        let weight = student.weight.val().autodiff().require_grad();
         let log_p = log_softmax(hidden.clone().matmul(weight.clone().transpose()), 1);
         let picked = log_p.clone().gather(1, targets.clone().unsqueeze_dim(1).autodiff());
         let nll = picked.sum().neg();
         let teacher =
-            log_softmax(teacher.hidden.clone().matmul(teacher.weight.clone().transpose()), 1);
+            log_softmax(teacher.hidden.clone().matmul(teacher.weight.val().transpose()), 1);
         let teacher = teacher.autodiff();
         let kl = (teacher.clone().exp() * (teacher - log_p)).sum();
         let (ce, weight_kl) = objective.weights();
@@ -192,10 +196,13 @@ mod tests {
         let device = (*On::<Autodiff<Flex>>::open().unwrap()).clone().without_autodiff();
         // More rows than one block, not a multiple of it.
         let (rows, width, vocab) = (2 * ROWS + 17, 24, 53);
+        let dense = |tensor| Matrix::from(Param::from_tensor(tensor));
         let random =
             |shape, std| Tensor::<2>::random(shape, Distribution::Normal(0.0, std), &device);
-        let head =
-            || Head { hidden: random([rows, width], 1.0), weight: random([vocab, width], 0.3) };
+        let head = || Head {
+            hidden: random([rows, width], 1.0),
+            weight: dense(random([vocab, width], 0.3)),
+        };
         let (student, teacher) = (head(), head());
         let ids: Vec<i32> = (0..rows as i32).map(|row| row * 7 % vocab as i32).collect();
         let targets = Tensor::<1, Int>::from_data(TensorData::new(ids, [rows]), &device);

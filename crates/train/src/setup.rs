@@ -6,7 +6,7 @@ use burn::{
 };
 use kv_models::{LanguageModel, Role, Roles, kv_cubecl::KvCacheConfig};
 
-use crate::{Prepared, QatConfig, Result, TrainConfig, Trainable, prepare, qat::check_f32};
+use crate::{Error, Prepared, QatConfig, Result, TrainConfig, Trainable, prepare, qat::check_f32};
 
 /// Creates every weight anew on a device. A weight that is moved there would keep its own autodiff
 /// settings.
@@ -35,6 +35,7 @@ pub(crate) fn set_up(
     config: &TrainConfig,
 ) -> Result<Setup> {
     check_f32(&model)?;
+    check_adapter(&model, config)?;
     // The weights of new adapters are random.
     device.seed(config.seed);
     let teacher = config.objective.needs_teacher().then(|| model.clone().valid());
@@ -46,8 +47,20 @@ pub(crate) fn set_up(
         model = model.map(&mut Recreate(&autodiff));
     }
     let float = || QatConfig::new(KvCacheConfig::float());
-    let prepared = prepare(choose(model, config), config.qat.clone().unwrap_or_else(float))?;
+    let prepared =
+        prepare(choose(model, config, &autodiff)?, config.qat.clone().unwrap_or_else(float))?;
     Ok(Setup { prepared, teacher, autodiff })
+}
+
+/// Refuses to train all weights of a model that keeps some packed.
+fn check_adapter(model: &LanguageModel, config: &TrainConfig) -> Result<()> {
+    match config.adapter {
+        None if model.is_packed() => {
+            let rule = "are frozen: train adapters on them with --lora N, or restore them";
+            Err(Error::setting("weights", "packed", rule))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// A float parameter of a module.
@@ -92,18 +105,38 @@ pub(crate) fn group(weights: Vec<Weight>, choice: impl Fn(&Weight) -> bool) -> P
 }
 
 /// Freezes what is not trained, or attaches adapters to what is.
-fn choose(model: LanguageModel, config: &TrainConfig) -> LanguageModel {
+fn choose(model: LanguageModel, config: &TrainConfig, device: &Device) -> Result<LanguageModel> {
     let weights = weights(&model, &model.roles());
     let Some(adapter) = config.adapter else {
         let trained = group(weights, |weight| config.trainable.includes(weight.role));
-        return model.freeze().unfreeze_group(trained);
+        return Ok(model.freeze().unfreeze_group(trained));
     };
     // Adapters are for the matrices of the layers: an adapted embedding would be computed as a
     // whole for every lookup.
-    let adapted = group(weights, |weight| {
-        config.trainable.includes(weight.role) && Trainable::Layers.includes(weight.role)
-    });
-    model.apply_lora(Lora::new(adapter.rank, adapter.alpha).set_param_group(adapted))
+    let included =
+        |role: Option<Role>| config.trainable.includes(role) && Trainable::Layers.includes(role);
+    let adapted = group(weights, |weight| included(weight.role));
+    let mut model =
+        model.apply_lora(Lora::new(adapter.rank, adapter.alpha).set_param_group(adapted));
+    model.adapt(adapter.rank, adapter.alpha, device, |role| included(Some(role)));
+    if model.is_packed() && !trains(&model) {
+        let rule = "has no packed projection of its layers that its family lists";
+        return Err(Error::setting("trainable", config.trainable, rule));
+    }
+    Ok(model)
+}
+
+/// Whether any parameter is trained.
+fn trains(model: &LanguageModel) -> bool {
+    struct Any(bool);
+    impl ModuleVisitor for Any {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.0 |= param.is_require_grad();
+        }
+    }
+    let mut any = Any(false);
+    model.visit(&mut any);
+    any.0
 }
 
 /// Bytes of the files of a checkpoint of `prepared`, as f32: weights, and two moments of those that are

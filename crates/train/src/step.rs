@@ -72,7 +72,7 @@ fn head(model: &LanguageModel, hidden: Tensor<3>) -> Head {
     let [batch, seq, width] = hidden.dims();
     Head {
         hidden: hidden.without_autodiff().reshape([batch * seq, width]),
-        weight: model.decoder().head_weight().val().without_autodiff(),
+        weight: model.decoder().head_weight().valid(),
     }
 }
 

@@ -165,10 +165,11 @@ pub fn train<T: Target>(
     }
     let [weights, moments] = checkpoint_bytes(&prepared);
     // At worst there are three checkpoints: the best, the last, and the one being written. At the
-    // end the model is added in f16.
+    // end the model is added in f16, its packed weights too, which are in no checkpoint.
+    let in_f16 = 2 * prepared.model.n_weights() as u64;
     let kept = if resumed.is_some() { 1 } else { 3 };
     let sizes = [weights, moments].repeat(kept);
-    check_room(&run.folder, &[&sizes[..], &[weights / 2]].concat())?;
+    check_room(&run.folder, &[&sizes[..], &[in_f16]].concat())?;
     if run.resume == Resume::No {
         write_start(&run.folder, &run.files, config)?;
     }

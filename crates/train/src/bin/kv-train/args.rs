@@ -1,13 +1,15 @@
 //! The command line, and the run it describes.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
+use burn::tensor::Device;
 use kv_cli::{Backend, ModelSource};
 use kv_models::{
-    LayerSpec, ModelCacheConfig,
+    LayerSpec, LoadOptions, Loaded, ModelCacheConfig,
     kv_cubecl::{FakeQuantOptions, KvCacheConfig, SteGradient},
-    llama,
+    kv_weights::Activations,
+    llama, load_with,
     nn::RopeScaling,
 };
 use kv_train::{
@@ -26,6 +28,40 @@ pub(crate) struct Spec {
     pub(crate) valid_texts: Vec<PathBuf>,
     pub(crate) config: TrainConfig,
     pub(crate) eval_tokens: usize,
+    /// Whether quantized weights of the model stay packed.
+    #[serde(default)]
+    pub(crate) weights: Weights,
+}
+
+/// What becomes of the quantized weights of a model's file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Weights {
+    /// Restored to f32 when the model is loaded.
+    #[default]
+    Restored,
+    /// Frozen as they are in the file, and multiplied with activations as they are.
+    Packed,
+}
+
+impl Weights {
+    /// How the model is loaded.
+    pub(crate) fn options(self) -> LoadOptions {
+        let packed = (self == Self::Packed).then_some(Activations::Exact);
+        LoadOptions::default().with_packed(packed)
+    }
+}
+
+/// Loads a model to be trained.
+pub(crate) fn load(path: &Path, device: &Device, weights: Weights) -> Result<Loaded> {
+    let loaded = load_with(path, device, weights.options())?;
+    if weights == Weights::Packed && !loaded.model.is_packed() {
+        bail!(
+            "weights packed: {} holds none; kv-train quantize makes them, and GGUF files have them",
+            path.display()
+        );
+    }
+    Ok(loaded)
 }
 
 /// Where the weights come from.
@@ -221,8 +257,18 @@ impl Training {
         let origin = origin()?;
         let Self { backend, devices, texts, field, valid_texts, out, eval_tokens, plain, .. } =
             self;
-        let spec =
-            Spec { backend, devices, origin, texts, field, valid_texts, config, eval_tokens };
+        let weights = Weights::Restored;
+        let spec = Spec {
+            backend,
+            devices,
+            origin,
+            texts,
+            field,
+            valid_texts,
+            config,
+            eval_tokens,
+            weights,
+        };
         Ok(Start { spec, folder: out, plain })
     }
 }
@@ -251,6 +297,10 @@ pub(crate) struct Qat {
     /// Train low-rank adapters of this rank instead of the weights.
     #[arg(long)]
     lora: Option<usize>,
+    /// What becomes of quantized weights, those of a GGUF file or of kv-train quantize. Packed ones take the file's
+    /// bytes in memory; only adapters are trained on them, by --lora.
+    #[arg(long, value_enum, default_value = "restored")]
+    weights: Weights,
     /// Scale of the adapters, over their rank; by default twice the rank.
     #[arg(long, requires = "lora")]
     lora_alpha: Option<f64>,
@@ -294,8 +344,13 @@ impl Qat {
             adapter,
             ..TrainConfig::default()
         };
+        if self.weights == Weights::Packed && self.lora.is_none() {
+            bail!("weights packed: are frozen; train adapters on them with --lora N");
+        }
         let origin = || Ok(Origin::Model(self.model.find()?));
-        self.training.start(origin, defaults)
+        let mut start = self.training.start(origin, defaults)?;
+        start.spec.weights = self.weights;
+        Ok(start)
     }
 }
 

@@ -9,7 +9,9 @@ use kv_models::{
     Loaded,
     kv_cubecl::{Autodiff, KvCacheConfig, On, Target},
 };
-use kv_train::{Objective, QatConfig, TrainConfig, Trainable, bench::Stepper};
+use kv_train::{Adapter, Objective, QatConfig, TrainConfig, Trainable, bench::Stepper};
+
+use crate::args::{Weights, load};
 
 /// Arguments of `kv-train bench`.
 #[derive(Debug, clap::Args)]
@@ -34,6 +36,15 @@ pub(crate) struct Args {
     /// Which weights are trained.
     #[arg(long, default_value = "all")]
     trainable: Trainable,
+    /// Train low-rank adapters of this rank instead of the weights.
+    #[arg(long)]
+    lora: Option<usize>,
+    /// What becomes of quantized weights; packed ones are trained by adapters alone.
+    #[arg(long, value_enum, default_value = "restored")]
+    weights: Weights,
+    /// Recompute cheap activations in the backward pass instead of keeping them.
+    #[arg(long)]
+    gradient_checkpointing: bool,
     /// Take two steps of one kind and print the peak of resident memory in kB.
     #[arg(long, hide = true)]
     memory_of: Option<usize>,
@@ -53,6 +64,8 @@ impl Args {
             qat: quantized.then(|| QatConfig::new(self.cache)),
             objective,
             trainable: self.trainable,
+            adapter: self.lora.map(|rank| Adapter { rank, alpha: 2.0 * rank as f64 }),
+            gradient_checkpointing: self.gradient_checkpointing,
             seq_len: self.seq_len,
             batch: self.batch,
             ..TrainConfig::default()
@@ -73,7 +86,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 fn stepper<T: Target>(args: &Args, model: &Path, kind: usize) -> Result<Stepper> {
     let device = On::<T>::open()?;
-    let Loaded { model, notes, .. } = kv_models::load(model, &device)?;
+    let Loaded { model, notes, .. } = load(model, &device, args.weights)?;
     kv_cli::notes(&notes);
     Ok(Stepper::new(&device, model, &args.config(kind))?)
 }
@@ -95,12 +108,14 @@ fn times<T: Target>(args: &Args, model: &Path) -> Result<()> {
     let median = |seconds: &mut Vec<f64>| kv_eval::bench::median(seconds);
     let medians: Vec<f64> = seconds.iter_mut().map(median).collect();
     println!(
-        "{} on {}, {} x {} tokens, {}, {} trained, median of {} steps taken in turn",
+        "{}{} on {}, {} x {} tokens, {}, {}{} trained, median of {} steps taken in turn",
         args.model.name(),
+        if args.weights == Weights::Packed { ", packed," } else { "" },
         T::NAME,
         args.batch,
         args.seq_len,
         args.cache,
+        args.lora.map_or(String::new(), |rank| format!("adapters of rank {rank} on ")),
         args.trainable,
         args.steps
     );

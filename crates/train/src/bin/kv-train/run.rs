@@ -25,7 +25,7 @@ use kv_train::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    args::{Origin, Spec, Start},
+    args::{Origin, Spec, Start, load},
     stop::Stop,
 };
 
@@ -170,7 +170,7 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
     let dashboard = !plain && std::io::stdout().is_terminal() && std::io::stdin().is_terminal();
     Screen::Out.line(format_args!(
         "{} parameters, {} tokens to train on, {} in {} steps",
-        parameters(&model),
+        model.n_weights(),
         texts.train.len(),
         folder.display(),
         spec.config.steps
@@ -344,7 +344,7 @@ fn evaluate_on<T: Target>(
     match &spec.origin {
         Origin::Model(path) => {
             let cache = spec.config.qat.as_ref().map_or(&trained.cache, |qat| &qat.cache);
-            add("before", &kv_models::load(path, &device)?.model, vec![cache.clone()])?;
+            add("before", &load(path, &device, spec.weights)?.model, vec![cache.clone()])?;
             add("after", &trained.model, vec![trained.cache.clone()])?;
         }
         Origin::Random(_) => {
@@ -376,7 +376,7 @@ struct Begun {
 fn begin(spec: &Spec, folder: &Path, device: &Device, new: bool) -> Result<Begun> {
     match &spec.origin {
         Origin::Model(path) => {
-            let Loaded { model, tokenizer, notes, .. } = kv_models::load(path, device)?;
+            let Loaded { model, tokenizer, notes, .. } = load(path, device, spec.weights)?;
             kv_cli::notes(&notes);
             let (tokenizer, tokenizer_file) = (tokenizer?, path.clone());
             Ok(Begun { model, tokenizer, tokenizer_file, files: Vec::new() })
@@ -427,9 +427,4 @@ fn devices<T: Target>(n: usize) -> Result<Vec<Device>> {
         bail!("devices {n}: {} has {} here", T::NAME, devices.len().max(1));
     }
     Ok(devices)
-}
-
-fn parameters(model: &LanguageModel) -> usize {
-    use burn::module::Module;
-    model.num_params()
 }
