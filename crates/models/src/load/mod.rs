@@ -45,8 +45,8 @@ pub enum Format {
 pub struct LoadOptions {
     /// The type of the weights, in which the model then computes.
     pub dtype: WeightDtype,
-    /// Whether the matrices of a GGUF file stay in its blocks, and what those are multiplied with; `None` restores
-    /// them. The model then computes in f32: of another [`dtype`](Self::dtype), blocks are restored. They are not
+    /// Whether quantized matrices, in the blocks of a GGUF file or as [`save_quantized`](crate::save_quantized) writes
+    /// them, stay packed, and what they are multiplied with; `None` restores them. The model then computes in f32: of another [`dtype`](Self::dtype), blocks are restored. They are not
     /// trained.
     pub packed: Option<Activations>,
 }
@@ -92,7 +92,7 @@ pub fn load(path: impl AsRef<Path>, device: &Device) -> Result<Loaded> {
 /// One line naming the file, the tensor or field, its value and the rule: nothing there, a
 /// truncated or foreign file, a missing part or tensor, a tensor the model has no place for, a wrong
 /// shape, NaN or infinite weights or ones that the type does not reach, a device without the type,
-/// quantized weights outside GGUF, an unsupported architecture or GGML type, a cache configuration that
+/// quantized weights of other formats, an unsupported architecture or GGML type, a cache configuration that
 /// does not fit the model.
 pub fn load_with(path: impl AsRef<Path>, device: &Device, options: LoadOptions) -> Result<Loaded> {
     let path = path.as_ref();

@@ -33,14 +33,14 @@ pub(crate) struct ModelArgs {
     /// slower: a little in bf16, two and a half times in f16.
     #[arg(long, default_value = "f32")]
     pub(crate) dtype: WeightDtype,
-    /// What becomes of a GGUF file's quantized weights. Packed ones take the file's bytes, and are computed with in f32.
+    /// What becomes of quantized weights, those of a GGUF file or of kv-train quantize. Packed ones take the file's bytes, and are computed with in f32.
     /// By default they stay packed where texts are generated and times are measured, and are restored where perplexity
     /// is.
     #[arg(long, value_enum)]
     pub(crate) weights: Option<Weights>,
 }
 
-/// What becomes of a GGUF file's quantized weights.
+/// What becomes of quantized weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Weights {
     /// Packed, and multiplied with activations rounded to 16 bits, 32 at a time.
