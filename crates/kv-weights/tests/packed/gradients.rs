@@ -1,7 +1,9 @@
 //! Gradients with respect to activations, against f64.
 
 use burn::tensor::{Device, Tensor, TensorData, activation};
-use kv_weights::{Activations, Fused, Gate, Norm, WeightFormat, project, project_fused};
+use kv_weights::{
+    Activations, Fused, Gate, Norm, WeightFormat, back_project, project, project_fused,
+};
 
 use crate::common::{Blocks, Rng, device_blocks, matrix, stamp_autodiff};
 
@@ -21,6 +23,13 @@ fn gradients_are_those_of_restored_weights(device: &Device) {
             let loss = (y * matrix(&grad, rows, device)).sum();
             let found = x.grad(&loss.backward()).unwrap().into_data();
             let found = found.try_into_vec::<f32>().unwrap();
+            let alone = back_project(matrix(&grad, rows, device), &packed).unwrap().into_data();
+            assert_eq!(alone.try_into_vec::<f32>().unwrap(), found, "{format}");
+            let error = back_project(x, &packed).unwrap_err().to_string();
+            assert_eq!(
+                error,
+                "back_project: y has shape [1, 5, 512]: the last axis must be 70, the rows of the matrix"
+            );
             for (at, found) in found.into_iter().enumerate() {
                 let (row, column) = (at / columns, at % columns);
                 let terms = (0..rows).map(|r| {
