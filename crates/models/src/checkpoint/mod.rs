@@ -4,12 +4,15 @@
 mod dtype;
 mod experts;
 mod exports;
+mod mapped;
 mod packed;
+mod sizes;
 mod weights;
 
 pub(crate) use experts::ExpertRows;
 pub use exports::Exports;
 pub(crate) use exports::{Export, Values};
+pub(crate) use mapped::{Mapped, Stored, restore};
 pub(crate) use packed::Blocks;
 pub use weights::Weights;
 

@@ -253,7 +253,7 @@ impl RawTensor {
 }
 
 /// How the numbers of a tensor are stored.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BlockType {
     /// What `candle-core` restores.
     Ggml(GgmlDType),
@@ -291,7 +291,7 @@ impl BlockType {
     }
 
     /// Numbers of a block.
-    fn block_size(self) -> usize {
+    pub(crate) fn block_size(self) -> usize {
         match self {
             Self::Ggml(dtype) => dtype.block_size(),
             Self::Mxfp4 => mxfp4::BLOCK,
@@ -299,7 +299,7 @@ impl BlockType {
     }
 
     /// Bytes of a block.
-    fn type_size(self) -> usize {
+    pub(crate) fn type_size(self) -> usize {
         match self {
             Self::Ggml(dtype) => dtype.type_size(),
             Self::Mxfp4 => mxfp4::BLOCK_BYTES,
