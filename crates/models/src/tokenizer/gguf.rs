@@ -215,16 +215,10 @@ impl<'a> Vocabulary<'a> {
     }
 
     fn strings(&self, key: &str) -> Result<Vec<&'a str>> {
-        let Some(Value::Array(items)) = self.metadata.get(key) else {
-            return Err(self.wrong(key, "an array of strings"));
-        };
-        items
-            .iter()
-            .map(|item| match item {
-                Value::String(text) => Ok(text.as_str()),
-                _ => Err(self.wrong(key, "an array of strings")),
-            })
-            .collect()
+        match self.metadata.get(key) {
+            Some(Value::Strings(strings)) => Ok(strings.iter().collect()),
+            _ => Err(self.wrong(key, "an array of strings")),
+        }
     }
 
     /// One type per token; without the key all are normal.
