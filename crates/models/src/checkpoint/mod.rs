@@ -2,6 +2,7 @@
 //! [`Exports`] to export one to.
 
 mod dtype;
+mod entry;
 mod experts;
 mod exports;
 mod mapped;

@@ -7,8 +7,8 @@ use kv_weights::{Activations, PackedLayout, PackedMatrix, WeightFormat};
 
 use super::{
     Weights,
+    entry::{Entry, split_pairs},
     mapped::Mapped,
-    weights::{Entry, split_pairs},
 };
 use crate::{Result, model::PackedSize, nn::Matrix};
 

@@ -2,7 +2,7 @@
 
 use burn::tensor::DType;
 
-use super::{Names, Weights, weights::Entry};
+use super::{Names, Weights, entry::Entry};
 use crate::{WeightDtype, load::WeightBytes};
 
 impl Weights {
@@ -55,15 +55,5 @@ impl Weights {
         };
         let kind = WeightDtype::of(self.dtype).map_or_else(String::new, |kind| kind.to_string());
         (kind, numbers * self.dtype.size())
-    }
-}
-
-impl Entry {
-    /// Bytes in the file.
-    pub(super) fn in_file(&self) -> usize {
-        match &self.stored {
-            Some(stored) => stored.mapped.range.len(),
-            None => self.tensor.shape.num_elements() * self.tensor.dtype.size(),
-        }
     }
 }
