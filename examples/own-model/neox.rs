@@ -230,7 +230,8 @@ impl Family for Files {
     fn import(&self, json: &ConfigJson<'_>, weights: &mut Weights) -> Result<LanguageModel> {
         let config: Config = json.parse()?;
         config.check(json.path)?;
-        weights.begin(&NAMES, false)?;
+        let spec = config.spec();
+        weights.begin(&NAMES, &spec, false)?;
         let Config { vocab_size, hidden_size, intermediate_size, layer_norm_eps, .. } = config;
         let layer = |i: usize| -> Result<Layer> {
             let mut norm = |part: &str| {
@@ -256,7 +257,7 @@ impl Family for Files {
             layers,
             norm: weights.layer_norm("final_layer_norm", hidden_size, layer_norm_eps)?,
             head: weights.linear(&[("embed_out".into(), vocab_size)], hidden_size, false)?,
-            spec: config.spec(),
+            spec,
             config,
         };
         weights.finish()?;

@@ -3,13 +3,17 @@
 
 mod backend;
 mod hub;
+mod memory;
 mod output;
 mod progress;
+mod signals;
 mod start;
 
 pub use backend::{Backend, Plain, not_built_in};
 pub use hub::{ModelSource, name_of};
 pub use kv_cubecl;
+pub use memory::{MemorySize, memory_limit};
 pub use output::{OutFile, Screen, note, notes, open_folder};
-pub use progress::token_bar;
-pub use start::start;
+pub use progress::{load_bar, token_bar};
+pub use signals::{INTERRUPTED, on_interrupt};
+pub use start::{error_line, start};

@@ -49,7 +49,7 @@ fn usage_line(error: &clap::Error) -> String {
 }
 
 /// An error on one line: the message, then each cause that adds something to it.
-pub(crate) fn error_line(error: &anyhow::Error) -> String {
+pub fn error_line(error: &anyhow::Error) -> String {
     let mut line = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
         if !line.contains(&cause) {

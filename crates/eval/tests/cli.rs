@@ -547,3 +547,44 @@ fn wgpu_gives_the_numbers_of_flex() {
         assert!((nll(mode, 1) - nll(mode + 2, 1)).abs() < 2e-3);
     }
 }
+
+/// Before the weights are read; what is asked for is what is checked, whatever is free.
+#[test]
+fn a_model_that_needs_more_memory_than_there_is_is_refused() {
+    let space = Workspace::new();
+    let (model, text) = (space.model(), space.text());
+    let commands = [
+        vec!["generate", "--model", &model, "--prompt", "x", "--capacity", "500"],
+        vec!["ppl", "--model", &model, "--text", &text],
+        vec!["bench", "decode", "--model", &model, "--contexts", "64"],
+        vec!["bench", "llm", "--model", &model, "--prompt", "64", "--generate", "50"],
+    ];
+    for command in commands {
+        let outcome = kv_eval(&[&command[..], &["--memory", "100k"]].concat());
+        assert_eq!(outcome.code, 1, "{command:?}: {}", outcome.stderr);
+        let lines = outcome.error_lines();
+        assert_eq!(lines.len(), 1, "{command:?}: {}", outcome.stderr);
+        assert!(lines[0].starts_with("error: memory: "), "{command:?}: {}", lines[0]);
+        assert!(
+            lines[0].contains("0.1 MB are there by --memory: weights"),
+            "{command:?}: {}",
+            lines[0]
+        );
+    }
+    // With room for the weights and some of the cache, what fits is said, and it does.
+    let of = |more: &[&str]| {
+        let command = ["generate", "--model", &model, "--prompt", "x", "--max-tokens", "2"];
+        kv_eval(&[&command[..], more].concat())
+    };
+    let outcome = of(&["--capacity", "500", "--memory", "1.2M"]);
+    let line = outcome.error_lines().join(" ");
+    let tokens = line.split_once("what fits: a context of ").map(|(_, rest)| rest);
+    let tokens = tokens.and_then(|rest| rest.split_once(" tokens")).map(|(tokens, _)| tokens);
+    let tokens = tokens.unwrap_or_else(|| panic!("no advice in {line}"));
+    let outcome = of(&["--capacity", tokens, "--memory", "1.2M"]);
+    assert_eq!(outcome.code, 0, "{tokens}: {}", outcome.stderr);
+
+    let outcome = of(&["--memory", "much"]);
+    assert_eq!(outcome.code, 2);
+    assert!(outcome.stderr.contains("is no size such as 8G"), "{}", outcome.stderr);
+}

@@ -263,6 +263,50 @@ fn a_run_that_fails_leaves_the_page_as_it_was() {
     assert_eq!(fs::read_to_string(&path).unwrap(), "what was there");
 }
 
+/// Ends a run by a signal as soon as it has written `before` its text, after `meanwhile`; the exit code, and what it
+/// said on standard error.
+#[cfg(unix)]
+fn interrupted(page: &str, meanwhile: impl FnOnce()) -> (Option<i32>, String) {
+    use std::{
+        io::Read,
+        process::{Command, Stdio},
+    };
+    let mut run = Command::new(env!("CARGO_BIN_EXE_kv-eval"))
+        .args(["generate", "--model", AUSTEN, "--prompt", "It is a truth", "--no-chat"])
+        .args(["--max-tokens", "1000000", "--capacity", "1024", "--profile", page])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // Its first token has been written by now.
+    run.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+    meanwhile();
+    let id = run.id().to_string();
+    assert!(Command::new("kill").args(["-INT", &id]).status().unwrap().success());
+    let mut told = String::new();
+    run.stderr.take().unwrap().read_to_string(&mut told).unwrap();
+    (run.wait().unwrap().code(), told)
+}
+
+#[cfg(unix)]
+#[test]
+fn an_interrupted_run_has_its_page_or_says_why_not() {
+    let space = Workspace::new();
+    let folder = space.path("pages");
+    fs::create_dir(&folder).unwrap();
+    let path = format!("{folder}/page.html");
+    let (code, told) = interrupted(&path, || {});
+    assert_eq!(code, Some(130), "{told}");
+    assert!(told.contains(&format!("the profile is in {path}")), "{told}");
+    let page = Page::read(&path);
+    assert!(page.html.contains("<td>by Ctrl-C or SIGTERM</td>"));
+    assert!(number(&page.table("Phases")["decode"][0]) >= 1.0);
+
+    let (code, told) = interrupted(&path, || fs::remove_dir_all(&folder).unwrap());
+    assert_eq!(code, Some(1), "{told}");
+    assert!(told.contains(&format!("error: profile {path}: cannot write")), "{told}");
+}
+
 /// On a device: launches are named, run after they are issued and within the phase that waited for them, and the
 /// device's time and its gaps are all there is between the first launch and the last.
 #[cfg(feature = "wgpu")]

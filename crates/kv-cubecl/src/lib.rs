@@ -50,6 +50,7 @@ mod target;
 mod training;
 
 pub use attention::{Attention, AttentionOptions};
+pub use backends::DeviceMemory;
 pub use cache::{CacheParts, KvCache};
 pub use config::{Flush, KvCacheConfig};
 pub use error::{Error, Result};

@@ -5,6 +5,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use crate::Shortage;
+
 /// The result of this crate's functions.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
@@ -188,6 +190,9 @@ pub enum Error {
         /// What is wrong, naming the file where there is one.
         why: String,
     },
+    /// A model does not fit into the memory that there is; nothing was allocated.
+    #[error("{0}")]
+    Memory(Box<Shortage>),
     /// An error of the KV cache.
     #[error(transparent)]
     Cache(#[from] kv_cubecl::Error),

@@ -83,11 +83,24 @@ pub(crate) enum Flaw {
     Type(DType),
     /// The first value that is NaN or infinite.
     NonFinite { index: usize, value: f32 },
+    /// They are not what their type says.
+    Unreadable(String),
     /// The first value that the type it is to be rounded to does not reach.
     TooLarge { index: usize, value: f32, name: &'static str, max: f32 },
 }
 
 impl Flaw {
+    /// The same flaw of values that `n` others come before.
+    pub(crate) fn after(self, n: usize) -> Self {
+        match self {
+            Self::NonFinite { index, value } => Self::NonFinite { index: index + n, value },
+            Self::TooLarge { index, value, name, max } => {
+                Self::TooLarge { index: index + n, value, name, max }
+            }
+            other => other,
+        }
+    }
+
     /// The error of the `tensor` of the file at `path`.
     pub(crate) fn of(self, path: &Path, tensor: &str) -> Error {
         let (path, tensor) = (path.into(), tensor.into());
@@ -95,6 +108,7 @@ impl Flaw {
             Self::NonFinite { index, value } => {
                 return Error::NonFinite { path, tensor, value, index };
             }
+            Self::Unreadable(why) => why,
             Self::Type(dtype) => format!("type {dtype:?} is not one of f32, f16, bf16"),
             Self::TooLarge { index, value, name, max } => {
                 format!("holds {value} at element {index}, {name} weights must be at most {max}")

@@ -38,6 +38,7 @@ mod family;
 pub mod fields;
 mod files;
 mod float;
+mod footprint;
 pub mod gemma3;
 pub mod generate;
 pub mod gguf;
@@ -64,13 +65,16 @@ pub use decoder::{Decoder, Role, Roles};
 pub use dtype::WeightDtype;
 pub use error::{Error, Result, one_line};
 pub use family::{ConfigJson, Family};
+pub use footprint::{Advice, Footprint, MemoryLimit, Shortage, Usage};
 pub use generate::{
     Batch, DecodeGraph, GenerateOptions, Generated, Sampler, Sampling, Steps, generate,
     ids_to_tensor,
 };
 pub use kv_cubecl;
 pub use kv_weights;
-pub use load::{LoadOptions, Loaded, load, load_with};
+pub use load::{
+    LoadObserver, LoadOptions, Loaded, Planned, WeightBytes, load, load_observed, load_with,
+};
 pub use model::LanguageModel;
 pub use nn::{AttentionObserver, AttentionTrace};
 pub use pass::{Pass, Rotations};

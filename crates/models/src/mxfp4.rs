@@ -1,8 +1,6 @@
 //! MXFP4: blocks of 32 numbers of 4 bits (E2M1) with a power of two, as the Open Compute Project's
 //! "Microscaling Formats" has them.
 
-use burn::tensor::TensorData;
-
 /// Numbers of a block.
 pub(crate) const BLOCK: usize = 32;
 /// Bytes of a block in a GGUF file: the scale, then codes, those of the first half of the numbers in the lower
@@ -41,14 +39,14 @@ pub(crate) fn gguf_block(codes: &[u8], scale: u8) -> [u8; BLOCK_BYTES] {
 }
 
 /// Restores the blocks of a GGUF file.
-pub(crate) fn restore(bytes: &[u8], shape: &[usize]) -> TensorData {
+pub(crate) fn restore(bytes: &[u8]) -> Vec<f32> {
     let mut values = Vec::with_capacity(bytes.len() / BLOCK_BYTES * BLOCK);
     for block in bytes.chunks_exact(BLOCK_BYTES) {
         let (scale, codes) = (scale(block[0]), &block[1..]);
         values.extend(codes.iter().map(|byte| value(byte & 15) * scale));
         values.extend(codes.iter().map(|byte| value(byte >> 4) * scale));
     }
-    TensorData::new(values, shape)
+    values
 }
 
 #[cfg(test)]
@@ -74,7 +72,7 @@ mod tests {
             4.0f32, 3.0, 0.0, 3.0, -12.0, 6.0, -4.0, -8.0, 1.0, 4.0, -2.0, -6.0, 0.0, 0.0, 8.0, 4.0,
             1.0, 6.0, -1.0, -4.0, 3.0, 3.0, -1.0, -4.0, 1.0, -12.0, 3.0, 2.0, -8.0, 0.0, -4.0, 4.0,
         ];
-        let restored = restore(&bytes, &[2, BLOCK]).try_into_vec::<f32>().unwrap();
+        let restored = restore(&bytes);
         assert_eq!(restored, [expected, larger].concat());
         // The smallest scale is a subnormal number.
         assert_eq!(scale(0), 2f32.powi(-126) / 2.0);

@@ -4,11 +4,59 @@
 use std::{collections::BTreeSet, fs, path::Path, time::Instant};
 
 use burn::tensor::Device;
-use kv_models::{ids_to_tensor, kv_cubecl::KvCacheConfig, load, spans::OPERATION};
+use kv_models::{
+    LanguageModel, LoadOptions, ids_to_tensor, kv_cubecl::KvCacheConfig, kv_weights::Activations,
+    load, load_with, spans::OPERATION,
+};
 use kv_profile::Recorder;
-use kv_report::timeline::Kind;
+use kv_report::{
+    Timeline,
+    timeline::{Kind, Label},
+};
 use tracing::subscriber::with_default;
 use tracing_subscriber::layer::SubscriberExt;
+
+/// What was recorded of one pass of three tokens.
+fn a_pass(model: &LanguageModel, device: &Device) -> Timeline {
+    let recorder = Recorder::new();
+    recorder.name_operations(model);
+    let config = KvCacheConfig::float().with_capacity(8);
+    with_default(tracing_subscriber::registry().with(recorder.layer()), || {
+        let mut cache = model.new_cache(config, 1, device).unwrap();
+        model.step(ids_to_tensor(&[1, 0, 1], [1, 3], device), &mut cache).unwrap();
+    });
+    recorder.finish("a pass", vec![])
+}
+
+/// The labels of all bars.
+fn drawn(timeline: &Timeline) -> Vec<&Label> {
+    let bars = timeline.lanes.iter().flat_map(|lane| &lane.bars);
+    bars.map(|bar| &timeline.labels[bar.label as usize]).collect()
+}
+
+/// Packed weights are no parameters, and their operations have the names of those that restored ones have.
+#[test]
+fn packed_matrices_are_named_as_parameters_are() {
+    let file = "../models/tests/fixtures/gguf-types/types.gguf";
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
+    let device = Device::flex();
+    let operations = |packed| {
+        let options = LoadOptions::default().with_packed(packed);
+        let model = load_with(&file, &device, options).unwrap().model;
+        assert_eq!(model.is_packed(), packed.is_some());
+        let timeline = a_pass(&model, &device);
+        let labels = drawn(&timeline);
+        let names = labels.into_iter().filter(|label| label.kind == Kind::Operation);
+        names.map(|label| (label.name.clone(), label.group.clone())).collect::<BTreeSet<_>>()
+    };
+    let packed = operations(Some(Activations::Bytes));
+    assert_eq!(packed, operations(None));
+    let named = |name: &str, group: &str| packed.contains(&(name.into(), group.into()));
+    for operation in ["qkv", "output", "mlp.gate_up", "mlp.down"] {
+        assert!(named(&format!("L1/{operation}"), operation), "{operation} in {packed:?}");
+    }
+    assert!(named("embedding", "embedding") && !packed.iter().any(|(name, _)| name == "module"));
+}
 
 #[test]
 fn layers_of_all_families_are_named() {
@@ -21,20 +69,8 @@ fn layers_of_all_families_are_named() {
         }
         families += 1;
         let model = load(&folder, &device).unwrap().model;
-        let recorder = Recorder::new();
-        recorder.name_operations(&model);
-        let config = KvCacheConfig::float().with_capacity(8);
-        with_default(tracing_subscriber::registry().with(recorder.layer()), || {
-            let mut cache = model.new_cache(config, 1, &device).unwrap();
-            model.step(ids_to_tensor(&[1, 2, 3], [1, 3], &device), &mut cache).unwrap();
-        });
-        let timeline = recorder.finish("a pass", vec![]);
-        let drawn: Vec<_> = timeline
-            .lanes
-            .iter()
-            .flat_map(|lane| &lane.bars)
-            .map(|bar| &timeline.labels[bar.label as usize])
-            .collect();
+        let timeline = a_pass(&model, &device);
+        let drawn = drawn(&timeline);
         let names: BTreeSet<&str> = drawn.iter().map(|label| label.name.as_str()).collect();
         let at = folder.display();
         for layer in 0..model.n_layers() {

@@ -104,6 +104,29 @@ pub(crate) fn check_attend(
     Ok(())
 }
 
+/// The memory of a device, where it says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceMemory {
+    /// Bytes of the largest buffer; `None` for the CPU.
+    pub buffer: Option<u64>,
+    /// Bytes of all buffers; `None` for the CPU, and for devices that do not say.
+    pub total: Option<u64>,
+}
+
+impl DeviceMemory {
+    /// The memory of `device`.
+    #[allow(unused_variables, reason = "without a CubeCL backend there is nothing to ask")]
+    pub fn of(device: &Device) -> Self {
+        #[cfg(feature = "cube")]
+        if let Some(client) = client(device) {
+            let memory = &client.properties().memory;
+            return Self { buffer: Some(memory.max_page_size), total: memory.max_memory() };
+        }
+        Self::default()
+    }
+}
+
 /// The client of a CubeCL device, `None` on other devices.
 #[cfg(feature = "cube")]
 fn client(device: &Device) -> Option<burn_cubecl::cubecl::client::Client> {

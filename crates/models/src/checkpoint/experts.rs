@@ -6,7 +6,7 @@ use burn::{
 };
 use kv_weights::{PackedLayout, WeightFormat};
 
-use super::{Weights, packed::Mapped};
+use super::{Weights, mapped::Mapped};
 use crate::{
     Error, Result,
     mxfp4::{self, BLOCK},
@@ -189,7 +189,9 @@ impl Weights {
             Numbers::Packed(vec![Part { format, rows, bytes: expert.shared() }])
         };
         let experts = mapped.range.clone().step_by(layout.bytes()).map(expert).collect();
+        let bytes = entry.in_file();
         self.tensors.remove(weight);
+        self.watcher.read(bytes);
         Ok(Some(experts))
     }
 
@@ -212,7 +214,9 @@ impl Weights {
         if entry.tensor.dtype != DType::U8 {
             return Err(entry.flawed(format!("has type {:?}, codes are U8", entry.tensor.dtype)));
         }
-        Ok(entry.bytes()?.to_vec())
+        let bytes = entry.bytes()?.to_vec();
+        self.watcher.read(bytes.len());
+        Ok(bytes)
     }
 
     /// The error of a tensor that has been taken.
@@ -230,7 +234,8 @@ impl Weights {
         let n_rows = bias.len();
         let weight = match numbers {
             Numbers::Packed(parts) => {
-                let pack = |Part { format, rows, bytes }| self.pack(bytes, format, [rows, columns]);
+                let pack =
+                    |Part { format, rows, bytes }| self.pack_bytes(bytes, format, [rows, columns]);
                 let parts = parts.into_iter().map(pack).collect::<Result<_>>()?;
                 Matrix::packed(parts, self.packed.unwrap_or_default())?
             }

@@ -2,17 +2,20 @@
 //! [`Exports`] to export one to.
 
 mod dtype;
+mod entry;
 mod experts;
 mod exports;
+mod mapped;
 mod packed;
-mod pairs;
 pub(crate) mod quantized;
+mod sizes;
 mod weights;
 
 pub(crate) use experts::ExpertRows;
 pub use exports::Exports;
 pub(crate) use exports::{Export, RowOrder, Values};
-pub(crate) use packed::{BlockSource, Blocks, Mapped};
+pub(crate) use mapped::{Mapped, Stored, restore};
+pub(crate) use packed::{BlockSource, Blocks};
 pub use weights::Weights;
 
 /// The names that a family's checkpoints have in common.

@@ -1,12 +1,16 @@
 //! Matrices that stay in the blocks of their file.
 
-use std::{collections::BTreeMap, ops::Range, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc};
 
-use burn::tensor::{AllocationProperty, Bytes, DType};
+use burn::tensor::{Bytes, DType, Device};
 use kv_weights::{Activations, PackedLayout, PackedMatrix, WeightFormat};
-use memmap2::Mmap;
 
-use super::{Weights, pairs::split_pairs, quantized::Quantized, weights::Entry};
+use super::{
+    Weights,
+    entry::{Entry, split_pairs},
+    mapped::Mapped,
+    quantized::Quantized,
+};
 use crate::{Result, model::PackedSize, nn::Matrix};
 
 /// The blocks of a tensor.
@@ -38,7 +42,7 @@ impl Blocks {
     }
 
     /// How many bytes they are.
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         match &self.source {
             BlockSource::Mapped(mapped) => mapped.range.len(),
             BlockSource::Joined(quantized) => quantized.layout().bytes(),
@@ -50,31 +54,6 @@ impl Blocks {
             BlockSource::Mapped(mapped) => Source::Mapped(mapped.clone()),
             BlockSource::Joined(quantized) => Source::Copied(quantized.blocks()?),
         })
-    }
-}
-
-/// A range of a memory-mapped file.
-#[derive(Clone, Debug)]
-pub(crate) struct Mapped {
-    pub(crate) map: Arc<Mmap>,
-    pub(crate) range: Range<usize>,
-}
-
-impl Mapped {
-    pub(super) fn bytes(&self) -> &[u8] {
-        &self.map[self.range.clone()]
-    }
-
-    /// The same bytes, which keep the file mapped.
-    pub(super) fn shared(&self) -> Bytes {
-        struct File(Arc<Mmap>);
-        impl AsRef<[u8]> for File {
-            fn as_ref(&self) -> &[u8] {
-                &self.0
-            }
-        }
-        let mapped = bytes::Bytes::from_owner(File(self.map.clone())).slice(self.range.clone());
-        Bytes::from_shared(mapped, AllocationProperty::File)
     }
 }
 
@@ -96,7 +75,7 @@ struct Rows {
 enum Source {
     /// As they lie in the file.
     Mapped(Mapped),
-    /// Put together from several places.
+    /// Put together from several places, in a buffer that has room for all that is to come.
     Copied(Vec<u8>),
 }
 
@@ -108,17 +87,44 @@ impl Source {
         }
     }
 
-    fn into_vec(self) -> Vec<u8> {
+    /// These bytes in a buffer with room for `more`; the pages of a file are given back.
+    fn into_vec(self, more: usize) -> Vec<u8> {
         match self {
-            Self::Mapped(mapped) => mapped.bytes().to_vec(),
+            Self::Mapped(mapped) => Self::copy(&mapped, more),
             Self::Copied(bytes) => bytes,
         }
     }
 
-    fn into_bytes(self) -> Bytes {
+    /// Copies bytes of a file, gives their pages back, and leaves room for `more` bytes.
+    fn copy(mapped: &Mapped, more: usize) -> Vec<u8> {
+        let mut copied = Vec::with_capacity(mapped.range.len() + more);
+        copied.extend_from_slice(mapped.bytes());
+        mapped.give_back();
+        copied
+    }
+
+    /// These bytes, then those of `next`, after which `more` will come.
+    fn then(self, next: Self, more: usize) -> Self {
+        if let (Self::Mapped(first), Self::Mapped(next)) = (&self, &next)
+            && let Some(both) = first.then(next)
+        {
+            return Self::Mapped(both);
+        }
+        let mut joined = self.into_vec(next.len() + more);
+        match next {
+            Self::Mapped(mapped) => {
+                joined.extend_from_slice(mapped.bytes());
+                mapped.give_back();
+            }
+            Self::Copied(bytes) => joined.extend(bytes),
+        }
+        Self::Copied(joined)
+    }
+
+    fn len(&self) -> usize {
         match self {
-            Self::Mapped(mapped) => mapped.shared(),
-            Self::Copied(bytes) => Bytes::from_bytes_vec(bytes),
+            Self::Mapped(mapped) => mapped.range.len(),
+            Self::Copied(bytes) => bytes.len(),
         }
     }
 }
@@ -147,7 +153,9 @@ impl Weights {
     ) -> Result<Option<Matrix>> {
         let Some(activations) = self.packed else { return Ok(None) };
         let mut stacked: Vec<Rows> = vec![];
+        let mut left: usize = parts.iter().map(|(_, rows)| rows).sum();
         for (name, rows) in parts {
+            left -= rows;
             let Some(entry) = self.tensors.get(name) else { return Ok(None) };
             let Some(blocks) = &entry.blocks else { return Ok(None) };
             let alike = entry.tensor.shape.to_vec() == [*rows, columns];
@@ -156,20 +164,20 @@ impl Weights {
                 .map_err(|error| entry.flawed(error.to_string()))?;
             let bytes = blocks.take()?;
             entry.check_finite(layout, bytes.bytes())?;
+            let to_come = layout.row_bytes() * left;
             let bytes = match entry.interleaved {
                 None => bytes,
                 Some(head_dim) => {
                     entry.check_pairs(*rows, head_dim)?;
-                    let mut bytes = bytes.into_vec();
+                    let mut bytes = bytes.into_vec(to_come);
                     split_pairs(&mut bytes, *rows, head_dim);
                     Source::Copied(bytes)
                 }
             };
             match stacked.pop() {
                 Some(last) if last.format == format => {
-                    let joined = [last.bytes.into_vec(), bytes.into_vec()].concat();
-                    let rows = last.rows + rows;
-                    stacked.push(Rows { format, rows, bytes: Source::Copied(joined) });
+                    let bytes = last.bytes.then(bytes, to_come);
+                    stacked.push(Rows { format, rows: last.rows + rows, bytes });
                 }
                 last => {
                     stacked.extend(last);
@@ -178,17 +186,38 @@ impl Weights {
             }
         }
         for (name, _) in parts {
-            self.tensors.remove(name);
+            if let Some(entry) = self.tensors.remove(name) {
+                self.watcher.read(entry.in_file());
+            }
         }
         let mut matrices = Vec::with_capacity(stacked.len());
         for Rows { format, rows, bytes } in stacked {
-            matrices.push(self.pack(bytes.into_bytes(), format, [rows, columns])?);
+            matrices.push(self.pack(bytes, format, [rows, columns])?);
         }
         Matrix::packed(matrices, activations).map(Some)
     }
 
     /// A packed matrix on the device.
-    pub(super) fn pack(
+    fn pack(
+        &mut self,
+        source: Source,
+        format: WeightFormat,
+        shape: [usize; 2],
+    ) -> Result<PackedMatrix> {
+        match source {
+            Source::Mapped(mapped) => {
+                let matrix = self.pack_bytes(mapped.shared(), format, shape)?;
+                if !reads_mapped(&self.device) {
+                    mapped.give_back();
+                }
+                Ok(matrix)
+            }
+            Source::Copied(bytes) => self.pack_bytes(Bytes::from_bytes_vec(bytes), format, shape),
+        }
+    }
+
+    /// A packed matrix of these bytes on the device.
+    pub(super) fn pack_bytes(
         &mut self,
         bytes: Bytes,
         format: WeightFormat,
@@ -226,6 +255,16 @@ impl Weights {
         }
         kept.size
     }
+}
+
+/// Whether packed weights are read where they lie in a file, rather than copied to a device.
+fn reads_mapped(device: &Device) -> bool {
+    #[cfg(feature = "flex")]
+    if <kv_cubecl::Flex as kv_cubecl::Target>::hosts(device) {
+        return true;
+    }
+    let _ = device;
+    false
 }
 
 impl Entry {

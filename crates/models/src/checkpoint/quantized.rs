@@ -22,8 +22,8 @@ use kv_weights::{GroupSize, PackedLayout, WeightFormat};
 
 use super::{
     Weights,
+    entry::Entry,
     packed::{BlockSource, Blocks},
-    weights::Entry,
 };
 use crate::{
     Error, Result,
@@ -206,13 +206,14 @@ impl Quantized {
             let blocks =
                 quantized.blocks().map_err(|e| PackError::ValidationError(e.to_string()))?;
             let shape = [rows, columns];
-            Ok(match layout.format() {
-                WeightFormat::Mxfp4 => mxfp4::restore(&blocks, &shape),
-                format => TensorData::new(restore_integers(format, &blocks), shape),
-            })
+            let values = match layout.format() {
+                WeightFormat::Mxfp4 => mxfp4::restore(&blocks),
+                format => restore_integers(format, &blocks),
+            };
+            Ok(TensorData::new(values, shape))
         };
         let tensor = bridge::deferred(name.clone(), DType::F32, shape, None, restore);
-        Entry { tensor, name, path, blocks: Some(blocks), interleaved: None }
+        Entry { tensor, name, path, stored: None, blocks: Some(blocks), interleaved: None }
     }
 
     pub(super) fn layout(&self) -> PackedLayout {

@@ -7,21 +7,22 @@ use std::{
 
 use burn::{
     module::Param,
-    tensor::{Bytes, DType, Device, Tensor, TensorData},
+    tensor::{DType, Device, Tensor, TensorData},
 };
 use burn_store::burn_pack::Tensor as PackTensor;
 
 use kv_weights::Activations;
 
 use super::{
-    Names,
+    Names, Stored,
+    entry::{Entry, split_pairs},
     packed::{Blocks, Kept},
-    pairs::split_pairs,
 };
 use crate::{
-    Error, Result,
+    Error, ModelCacheConfig, ModelSpec, Result,
     float::{Float, append, with_float},
     gguf::GgufNames,
+    load::{Planned, Watcher},
     nn::{Embedding, LayerNorm, Linear, Matrix, QkNorms, RmsNorm},
 };
 
@@ -47,32 +48,10 @@ pub struct Weights {
     /// What blocks that stay packed are multiplied with; `None` if all are restored.
     pub(super) packed: Option<Activations>,
     pub(super) kept: Kept,
-}
-
-#[derive(Debug)]
-pub(super) struct Entry {
-    pub(super) tensor: PackTensor,
-    /// The name in the file, for messages.
-    pub(super) name: String,
-    pub(super) path: PathBuf,
-    /// The blocks that the tensor is restored from.
-    pub(super) blocks: Option<Blocks>,
-    /// Rows per head, if pairs of rows lie side by side that belong to the halves of a head.
-    pub(super) interleaved: Option<usize>,
-}
-
-impl Entry {
-    pub(super) fn bytes(&self) -> Result<Bytes> {
-        self.tensor.to_bytes().map_err(|error| Error::Tensor {
-            path: self.path.clone(),
-            tensor: self.name.clone(),
-            why: error.to_string(),
-        })
-    }
-
-    pub(super) fn flawed(&self, why: String) -> Error {
-        Error::Tensor { path: self.path.clone(), tensor: self.name.clone(), why }
-    }
+    /// Who is told what is read.
+    pub(crate) watcher: Watcher,
+    /// The cache that the model was trained with.
+    pub(crate) cache: Option<ModelCacheConfig>,
 }
 
 impl Weights {
@@ -90,6 +69,8 @@ impl Weights {
             notes: vec![],
             packed: None,
             kept: Kept::default(),
+            watcher: Watcher::default(),
+            cache: None,
         }
     }
 
@@ -116,7 +97,18 @@ impl Weights {
         file: &Path,
     ) -> Result<()> {
         let (name_in_file, path) = (tensor.name.clone(), file.into());
-        self.add(name, Entry { name: name_in_file, tensor, path, blocks, interleaved: None })
+        let stored = None;
+        self.add(
+            name,
+            Entry { name: name_in_file, tensor, path, stored, blocks, interleaved: None },
+        )
+    }
+
+    /// Says where the tensor `name` lies in a file that is mapped.
+    pub(crate) fn lies_at(&mut self, name: &str, stored: Stored) {
+        if let Some(entry) = self.tensors.get_mut(name) {
+            entry.stored = Some(stored);
+        }
     }
 
     pub(super) fn add(&mut self, name: String, entry: Entry) -> Result<()> {
@@ -133,14 +125,20 @@ impl Weights {
         }
     }
 
-    /// Starts the import of a family: removes its prefix, which some exports have and others lack,
-    /// from the names, and with `tied_head` forgets a head that repeats the embedding.
+    /// Starts the import of a model of a family: removes its prefix, which some exports have and others lack,
+    /// from the names, and with `tied_head` forgets a head that repeats the embedding. Then the
+    /// [`LoadObserver`](crate::LoadObserver) is told what the model of `spec` will take.
     ///
     /// # Errors
     ///
-    /// A checkpoint that has nothing in common with the family's names, or a tensor that is there
-    /// both with the prefix and without it.
-    pub fn begin(&mut self, names: &'static Names, tied_head: bool) -> Result<()> {
+    /// A checkpoint that has nothing in common with the family's names, a tensor that is there
+    /// both with the prefix and without it, or what the observer says against the model.
+    pub fn begin(
+        &mut self,
+        names: &'static Names,
+        spec: &ModelSpec,
+        tied_head: bool,
+    ) -> Result<()> {
         let Names { family, prefix, layers, embedding, head, .. } = *names;
         self.names = Some(names);
         self.prefixed = self.tensors.keys().any(|name| name.starts_with(prefix));
@@ -163,7 +161,8 @@ impl Weights {
         if tied_head {
             self.forget_copy(head, embedding)?;
         }
-        Ok(())
+        let weights = self.sizes(names);
+        self.watcher.begin(&Planned::new(spec, &weights, self.cache.as_ref()))
     }
 
     /// Forgets `copy` where it holds the same numbers as `original`, which stays.
@@ -172,7 +171,14 @@ impl Weights {
             return Ok(());
         };
         let alike = a.tensor.shape == b.tensor.shape && a.tensor.dtype == b.tensor.dtype;
-        if alike && a.bytes()?[..] == b.bytes()?[..] {
+        let same = match (&a.stored, &b.stored) {
+            (Some(a), Some(b)) => a.kind == b.kind && a.mapped.bytes() == b.mapped.bytes(),
+            _ => alike && a.bytes()?[..] == b.bytes()?[..],
+        };
+        if alike && same {
+            if let Some(stored) = &a.stored {
+                stored.mapped.give_back();
+            }
             self.tensors.remove(copy);
         }
         Ok(())
@@ -423,15 +429,22 @@ impl Weights {
             let Entry { name: tensor, path, .. } = entry;
             return Err(Error::Shape { path, tensor, actual, expected: expected.to_vec() });
         }
-        let bytes = entry.bytes()?;
         let start = values.len();
         values.reserve_exact(expected.iter().product());
-        let dtype = entry.tensor.dtype;
-        append(&bytes, dtype, values).map_err(|flaw| flaw.of(&entry.path, &entry.name))?;
+        let appended = match &entry.stored {
+            Some(stored) => {
+                let appended = stored.append(values);
+                stored.mapped.give_back();
+                appended
+            }
+            None => append(&entry.bytes()?, entry.tensor.dtype, values),
+        };
+        appended.map_err(|flaw| flaw.of(&entry.path, &entry.name))?;
         if let Some(head_dim) = entry.interleaved {
             entry.check_pairs(expected[0], head_dim)?;
             split_pairs(&mut values[start..], expected[0], head_dim);
         }
+        self.watcher.read(entry.in_file());
         Ok(())
     }
 }

@@ -5,7 +5,7 @@
 //! does not name the tensor. Only the block types of `candle-core` are used, for the
 //! dequantization.
 
-use std::{collections::HashMap, ops::Range, path::Path};
+use std::{borrow::Cow, collections::HashMap, iter, ops::Range, path::Path};
 
 use candle_core::quantized::GgmlDType;
 use kv_weights::WeightFormat;
@@ -21,6 +21,27 @@ pub(crate) enum Value {
     Bool(bool),
     String(String),
     Array(Vec<Value>),
+    Strings(Strings),
+}
+
+/// Strings one after the other: a vocabulary has hundreds of thousands of them.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Strings {
+    text: String,
+    ends: Vec<usize>,
+}
+
+impl Strings {
+    fn push(&mut self, text: &str) {
+        self.text += text;
+        self.ends.push(self.text.len());
+    }
+
+    /// The strings, first to last.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &str> {
+        let starts = iter::once(0).chain(self.ends.iter().copied());
+        starts.zip(&self.ends).map(|(start, &end)| &self.text[start..end])
+    }
 }
 
 /// One entry of the tensor directory, checked: its bytes lie inside the file.
@@ -148,10 +169,14 @@ impl<'a> Cursor<'a> {
     }
 
     fn string(&mut self, what: &str) -> Result<String> {
+        self.text(what).map(Cow::into_owned)
+    }
+
+    fn text(&mut self, what: &str) -> Result<Cow<'a, str>> {
         let n = self.count(what, 1)?;
         let bytes = self.take(n, what)?;
         // Some published vocabularies hold invalid UTF-8, which is replaced rather than refused.
-        Ok(String::from_utf8_lossy(bytes).into_owned())
+        Ok(String::from_utf8_lossy(bytes))
     }
 
     fn value(&mut self, kind: u32, key: &str, depth: usize) -> Result<Value> {
@@ -175,6 +200,13 @@ impl<'a> Cursor<'a> {
                     _ => 8,
                 };
                 let n = self.count(key, min_bytes)?;
+                if kind == 8 {
+                    let mut strings = Strings::default();
+                    for _ in 0..n {
+                        strings.push(&self.text(key)?);
+                    }
+                    return Ok(Value::Strings(strings));
+                }
                 let items = (0..n).map(|_| self.value(kind, key, depth + 1));
                 Value::Array(items.collect::<Result<_>>()?)
             }
@@ -253,7 +285,7 @@ impl RawTensor {
 }
 
 /// How the numbers of a tensor are stored.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BlockType {
     /// What `candle-core` restores.
     Ggml(GgmlDType),
@@ -291,7 +323,7 @@ impl BlockType {
     }
 
     /// Numbers of a block.
-    fn block_size(self) -> usize {
+    pub(crate) fn block_size(self) -> usize {
         match self {
             Self::Ggml(dtype) => dtype.block_size(),
             Self::Mxfp4 => mxfp4::BLOCK,
@@ -299,7 +331,7 @@ impl BlockType {
     }
 
     /// Bytes of a block.
-    fn type_size(self) -> usize {
+    pub(crate) fn type_size(self) -> usize {
         match self {
             Self::Ggml(dtype) => dtype.type_size(),
             Self::Mxfp4 => mxfp4::BLOCK_BYTES,

@@ -10,7 +10,7 @@ use std::{collections::HashMap, path::Path};
 pub(crate) use header::{BlockType, TensorInfo, Value};
 pub use metadata::Metadata;
 pub use names::GgufNames;
-pub(crate) use split::{GgufFile, open};
+pub(crate) use split::{GgufFile, map, open};
 
 use crate::Result;
 

@@ -82,7 +82,8 @@ impl GgufFile {
     }
 }
 
-fn map(path: &Path) -> Result<Arc<Mmap>> {
+/// Maps a file that is not empty.
+pub(crate) fn map(path: &Path) -> Result<Arc<Mmap>> {
     let io = |source: io::Error| match source.kind() {
         io::ErrorKind::NotFound => Error::NotFound { path: path.into(), hint: String::new() },
         _ => Error::Io { path: path.into(), source },

@@ -7,7 +7,8 @@ impl Gpt2 {
     /// Builds the model, taking each tensor out of `weights` as it goes.
     pub(super) fn import(config: Config, weights: &mut Weights) -> Result<Self> {
         let Config { vocab_size, hidden_size, max_positions, n_layers, .. } = config;
-        weights.begin(&NAMES, config.tied_head)?;
+        let spec = config.spec();
+        weights.begin(&NAMES, &spec, config.tied_head)?;
         let embedding = weights.embedding("wte", vocab_size, hidden_size)?;
         let positions = weights.embedding("wpe", max_positions, hidden_size)?;
         let head = if config.tied_head {
@@ -20,7 +21,7 @@ impl Gpt2 {
             .collect::<Result<Vec<_>>>()?;
         let norm = weights.layer_norm("ln_f", hidden_size, config.norm_epsilon)?;
         weights.finish()?;
-        Ok(Self { embedding, positions, layers, norm, head, spec: config.spec(), config })
+        Ok(Self { embedding, positions, layers, norm, head, spec, config })
     }
 }
 

@@ -14,7 +14,8 @@ impl Llama {
     /// Builds the model, taking each tensor out of `weights` as it goes.
     pub(super) fn import(config: Config, weights: &mut Weights) -> Result<Self> {
         let Config { vocab_size, hidden_size, n_layers, .. } = config;
-        weights.begin(&NAMES, config.tied_head)?;
+        let spec = config.spec();
+        weights.begin(&NAMES, &spec, config.tied_head)?;
         let embedding = weights.embedding("embed_tokens", vocab_size, hidden_size)?;
         let layers = (0..n_layers)
             .map(|i| Layer::import(&config, i, weights))
@@ -26,7 +27,7 @@ impl Llama {
             Some(weights.linear(&[("lm_head".into(), vocab_size)], hidden_size, false)?)
         };
         weights.finish()?;
-        Ok(Self { embedding, layers, norm, head, spec: config.spec(), config })
+        Ok(Self { embedding, layers, norm, head, spec, config })
     }
 }
 

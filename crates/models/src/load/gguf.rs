@@ -1,27 +1,36 @@
 //! GGUF files: memory-mapped, with configuration, vocabulary and weights in one or in several parts.
 
-use std::{borrow::Cow, ops::Range, path::Path, sync::Arc};
+use std::{path::Path, sync::Arc};
 
 use burn::tensor::{DType, Device, Shape, TensorData};
 use burn_store::{
     bridge,
     burn_pack::{Error as PackError, Tensor as PackTensor},
 };
-use candle_core::{CpuStorage, quantized::GgmlDType};
+use candle_core::quantized::GgmlDType;
 use memmap2::Mmap;
 
-use super::{Format, LoadOptions, Loaded, file_stem};
+use super::{Format, LoadOptions, Loaded, Watcher, file_stem};
 use crate::{
     Error, Result, Tokenizer,
-    checkpoint::{BlockSource, Blocks, Mapped, Weights},
+    checkpoint::{BlockSource, Blocks, Mapped, Stored, Weights, restore},
     files::Part,
     gguf::{self, BlockType, GgufFile, Metadata, TensorInfo, Value},
-    mxfp4, registry,
+    registry,
 };
 
 /// Reads a GGUF file, or all parts of the model of which it is one.
-pub(super) fn load(path: &Path, device: &Device, options: LoadOptions) -> Result<Loaded> {
-    let files = gguf::open(path)?;
+pub(super) fn load(
+    path: &Path,
+    device: &Device,
+    options: LoadOptions,
+    watcher: Watcher,
+) -> Result<Loaded> {
+    let mut files = gguf::open(path)?;
+    // Of a large vocabulary, the file's is dropped before there is anything else.
+    let GgufFile { path: first, header, .. } = &mut files[0];
+    let tokenizer = Tokenizer::from_gguf_metadata(&header.metadata, first);
+    header.metadata.retain(|key, _| !key.starts_with("tokenizer."));
     let GgufFile { path: first, header, .. } = &files[0];
 
     let arch = match header.metadata.get("general.architecture") {
@@ -36,10 +45,13 @@ pub(super) fn load(path: &Path, device: &Device, options: LoadOptions) -> Result
         Error::unsupported(format!("GGUF architecture {arch}"), why)
     })?;
     let mut weights = Weights::new(path, Some(names), device);
+    weights.watcher = watcher;
     for GgufFile { path, map, header } in &files {
         for info in &header.tensors {
             let (name, tensor) = (names.to_hugging_face(&info.name), deferred(map, info));
-            weights.insert(name, tensor, blocks(map, info), path)?;
+            let mapped = Mapped { map: map.clone(), range: info.bytes.clone() };
+            weights.insert(name.clone(), tensor, blocks(&mapped, info), path)?;
+            weights.lies_at(&name, Stored { mapped, kind: info.dtype });
         }
     }
     weights.set_dtype(options.dtype)?;
@@ -51,15 +63,13 @@ pub(super) fn load(path: &Path, device: &Device, options: LoadOptions) -> Result
         Some(Value::String(name)) if !name.is_empty() => name.clone(),
         _ => Part::parse(path).map_or_else(|| file_stem(path), |part| part.stem),
     };
-    let tokenizer = Tokenizer::from_gguf_metadata(&header.metadata, first);
     Ok(Loaded { model, tokenizer, cache: None, name, format: Format::Gguf, notes })
 }
 
 /// The blocks of a tensor that has some.
-fn blocks(map: &Arc<Mmap>, info: &TensorInfo) -> Option<Blocks> {
+fn blocks(mapped: &Mapped, info: &TensorInfo) -> Option<Blocks> {
     let (name, format) = info.dtype.blocks()?;
-    let source = BlockSource::Mapped(Mapped { map: map.clone(), range: info.bytes.clone() });
-    Some(Blocks { name, format, source })
+    Some(Blocks { name, format, source: BlockSource::Mapped(mapped.clone()) })
 }
 
 /// A tensor whose bytes are read and dequantized when it is taken.
@@ -72,21 +82,15 @@ fn deferred(map: &Arc<Mmap>, info: &TensorInfo) -> PackTensor {
     };
     let (map, info) = (map.clone(), info.clone());
     bridge::deferred(info.name.clone(), dtype, shape.clone(), None, move || {
-        let Range { start, end } = info.bytes;
-        let bytes = &map[start..end];
+        let bytes = &map[info.bytes.clone()];
         match info.dtype {
-            BlockType::Mxfp4 => Ok(mxfp4::restore(bytes, &info.shape)),
             BlockType::Ggml(GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16) => {
                 Ok(TensorData::from_bytes_vec(bytes.to_vec(), shape.clone(), dtype))
             }
-            BlockType::Ggml(blocks) => {
-                let n = info.shape.iter().product();
-                match blocks.from_data(Cow::Borrowed(bytes)).dequantize(n) {
-                    Ok(CpuStorage::F32(values)) => Ok(TensorData::new(values, shape.clone())),
-                    Ok(_) => Err(PackError::ValidationError("dequantized to another type".into())),
-                    Err(error) => Err(PackError::ValidationError(error.to_string())),
-                }
-            }
+            blocks => match restore(blocks, bytes) {
+                Ok(values) => Ok(TensorData::new(values, shape.clone())),
+                Err(flaw) => Err(PackError::ValidationError(format!("{flaw:?}"))),
+            },
         }
     })
 }

@@ -8,22 +8,30 @@ use std::{
 
 use burn::tensor::Device;
 use burn_store::{ModuleStore, PytorchStore, SafetensorsStore};
+use candle_core::quantized::GgmlDType;
+use safetensors::{Dtype, SafeTensors, tensor::TensorInfo};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::{Format, LoadOptions, Loaded, file_stem};
+use super::{Format, LoadOptions, Loaded, Watcher, file_stem};
 use crate::{
     ConfigJson, Error, KV_CACHE_FILE, ModelCacheConfig, Result, Tokenizer,
     checkpoint::{
-        Weights,
+        Mapped, Stored, Weights,
         quantized::{INTEGER_FORMAT, INTEGERS, MXFP4},
     },
     files::{Part, read_to_string},
+    gguf::{BlockType, map},
     registry,
 };
 
 /// Reads a folder.
-pub(super) fn load(folder: &Path, device: &Device, options: LoadOptions) -> Result<Loaded> {
+pub(super) fn load(
+    folder: &Path,
+    device: &Device,
+    options: LoadOptions,
+    watcher: Watcher,
+) -> Result<Loaded> {
     if !folder.join("config.json").is_file() {
         return Err(Error::NotFound {
             path: folder.join("config.json"),
@@ -31,18 +39,24 @@ pub(super) fn load(folder: &Path, device: &Device, options: LoadOptions) -> Resu
         });
     }
     let (format, files) = weight_files(folder)?;
-    build(folder, file_stem(folder), format, &files, device, options)
+    build(folder, (file_stem(folder), format), &files, device, options, watcher)
 }
 
 /// Reads one weights file, or all shards if it is one of several, with the `config.json` beside it.
-pub(super) fn load_file(file: &Path, device: &Device, options: LoadOptions) -> Result<Loaded> {
+pub(super) fn load_file(
+    file: &Path,
+    device: &Device,
+    options: LoadOptions,
+    watcher: Watcher,
+) -> Result<Loaded> {
     let folder = file.parent().unwrap_or(Path::new("."));
     let format = match file.extension() {
         Some(ext) if ext == "bin" => Format::Pytorch,
         _ => Format::Safetensors,
     };
     let Some(part) = Part::parse(file) else {
-        return build(folder, file_stem(file), format, &[file.to_path_buf()], device, options);
+        let file = &[file.to_path_buf()];
+        return build(folder, (file_stem(&file[0]), format), file, device, options, watcher);
     };
     let index = folder.join(format!("{}.{}.index.json", part.stem, part.extension));
     let files = if index.is_file() { shards(folder, &index)? } else { part.paths()? };
@@ -50,16 +64,16 @@ pub(super) fn load_file(file: &Path, device: &Device, options: LoadOptions) -> R
         let rule = format!("does not name {}", file.display());
         return Err(Error::config(index, "weight_map", format!("{} files", files.len()), rule));
     }
-    build(folder, part.stem, format, &files, device, options)
+    build(folder, (part.stem, format), &files, device, options, watcher)
 }
 
 fn build(
     folder: &Path,
-    name: String,
-    format: Format,
+    (name, format): (String, Format),
     files: &[PathBuf],
     device: &Device,
     options: LoadOptions,
+    watcher: Watcher,
 ) -> Result<Loaded> {
     let config_path = folder.join("config.json");
     let config = read_to_string(&config_path)?;
@@ -81,6 +95,8 @@ fn build(
     // Messages name a single file, or the folder of several shards.
     let checkpoint = if let [file] = files { file } else { folder };
     let mut weights = Weights::new(checkpoint, None, device);
+    weights.watcher = watcher;
+    weights.cache.clone_from(&cache);
     for file in files {
         open(format, file, &mut weights)?;
     }
@@ -261,5 +277,31 @@ fn open(format: Format, file: &Path, weights: &mut Weights) -> Result<()> {
     for (name, tensor) in tensors {
         weights.insert(name, tensor, None, file)?;
     }
+    if format == Format::Safetensors {
+        for (name, stored) in places(file)? {
+            weights.lies_at(&name, stored);
+        }
+    }
     Ok(())
+}
+
+/// Where the floats of a safetensors file lie, which has been found to be one.
+fn places(file: &Path) -> Result<Vec<(String, Stored)>> {
+    let map = map(file)?;
+    let Ok((header, metadata)) = SafeTensors::read_metadata(&map) else { return Ok(vec![]) };
+    /// Bytes of the header's length, before the header.
+    const LENGTH: usize = 8;
+    let data = LENGTH + header;
+    let place = |(name, info): (String, &TensorInfo)| {
+        let kind = match info.dtype {
+            Dtype::F32 => GgmlDType::F32,
+            Dtype::F16 => GgmlDType::F16,
+            Dtype::BF16 => GgmlDType::BF16,
+            _ => return None,
+        };
+        let (start, end) = info.data_offsets;
+        let mapped = Mapped { map: map.clone(), range: data + start..data + end };
+        Some((name, Stored { mapped, kind: BlockType::Ggml(kind) }))
+    };
+    Ok(metadata.tensors().into_iter().filter_map(place).collect())
 }

@@ -2,12 +2,15 @@
 
 mod gguf;
 mod hf;
+mod observer;
 
 use std::{fs, io, path::Path};
 
 use burn::tensor::Device;
 use kv_weights::Activations;
 
+pub(crate) use self::observer::Watcher;
+pub use self::observer::{LoadObserver, Planned, WeightBytes};
 use crate::{Error, LanguageModel, ModelCacheConfig, Result, Tokenizer, WeightDtype};
 
 /// What [`load()`] read.
@@ -84,8 +87,9 @@ pub fn load(path: impl AsRef<Path>, device: &Device) -> Result<Loaded> {
 /// Reads a model: a folder with `config.json`, or a `.gguf` file. Of a model in several files, all are
 /// read whichever one is named.
 ///
-/// Weights are memory mapped and read one tensor at a time: rounded to the type that is asked for, or
-/// copied if they are of it. The file must not be truncated by another process meanwhile.
+/// Weights are memory mapped and read one tensor at a time: those that stay packed are used where they lie on the CPU,
+/// others are rounded to the type that is asked for, or copied if they are of it, and the pages of the file that they
+/// were copied from are given back. The file must not be truncated by another process meanwhile.
 ///
 /// # Errors
 ///
@@ -95,7 +99,25 @@ pub fn load(path: impl AsRef<Path>, device: &Device) -> Result<Loaded> {
 /// quantized weights of other formats, an unsupported architecture or GGML type, a cache configuration that
 /// does not fit the model.
 pub fn load_with(path: impl AsRef<Path>, device: &Device, options: LoadOptions) -> Result<Loaded> {
-    let path = path.as_ref();
+    read(path.as_ref(), device, options, Watcher::default())
+}
+
+/// [`load_with`], of which `observer` is told: what the model will take before anything is allocated, and then how
+/// much has been read.
+///
+/// # Errors
+///
+/// Those of [`load_with`], and what the observer says.
+pub fn load_observed(
+    path: impl AsRef<Path>,
+    device: &Device,
+    options: LoadOptions,
+    observer: impl LoadObserver + 'static,
+) -> Result<Loaded> {
+    read(path.as_ref(), device, options, Watcher::new(observer))
+}
+
+fn read(path: &Path, device: &Device, options: LoadOptions, watcher: Watcher) -> Result<Loaded> {
     let metadata = match fs::metadata(path) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -104,12 +126,12 @@ pub fn load_with(path: impl AsRef<Path>, device: &Device, options: LoadOptions) 
         Err(source) => return Err(Error::Io { path: path.into(), source }),
     };
     let mut loaded = if metadata.is_dir() {
-        hf::load(path, device, options)?
+        hf::load(path, device, options, watcher)?
     } else if path.extension().is_some_and(|ext| ext == "safetensors" || ext == "bin") {
         // A weights file: its configuration lies beside it.
-        hf::load_file(path, device, options)?
+        hf::load_file(path, device, options, watcher)?
     } else {
-        gguf::load(path, device, options)?
+        gguf::load(path, device, options, watcher)?
     };
 
     let vocab_size = loaded.model.vocab_size();

@@ -8,6 +8,13 @@ use burn::tensor::Tensor;
 #[cfg(feature = "flex")]
 const PIECE: usize = 256;
 
+/// Tokens per piece of rows of so many channels: of a model of the size of Llama 3.2 1B, what pieces of 256 compute
+/// with takes a sixth of the memory of its weights in 4 bits, and no less time than pieces of 128.
+#[cfg(feature = "flex")]
+fn piece(width: usize) -> usize {
+    (PIECE * 1024 / width.max(1)).clamp(PIECE / 4, PIECE) / 32 * 32
+}
+
 /// Computes `f(x)` for an `f` that treats every token independently of the others.
 ///
 /// Burn's Flex backend runs element-wise operations on one thread; there, a long sequence is cut
@@ -23,13 +30,14 @@ pub fn by_rows(x: Tensor<3>, f: impl Fn(Tensor<3>) -> Tensor<3> + Sync) -> Tenso
         use kv_cubecl::{Flex, Target};
         use rayon::prelude::*;
 
-        let [_, seq, _] = x.dims();
+        let [_, seq, width] = x.dims();
         if seq >= 2 * PIECE && Flex::hosts(&x.device()) {
-            let starts: Vec<usize> = (0..seq).step_by(PIECE).collect();
+            let n = piece(width);
+            let starts: Vec<usize> = (0..seq).step_by(n).collect();
             // What `f` does on other threads is a part of this.
             let span = tracing::trace_span!(target: crate::spans::OPERATION, "rows");
             let _waits = span.enter();
-            let piece = |start| f(x.clone().narrow(1, start, PIECE.min(seq - start)));
+            let piece = |start| f(x.clone().narrow(1, start, n.min(seq - start)));
             let pieces: Vec<Tensor<3>> =
                 starts.into_par_iter().map(|start| span.in_scope(|| piece(start))).collect();
             return Tensor::cat(pieces, 1);

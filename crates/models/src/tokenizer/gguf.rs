@@ -6,7 +6,10 @@
 use std::{collections::HashMap, path::Path};
 
 use serde_json::{Value as Json, json};
-use tokenizers::AddedToken;
+use tokenizers::{
+    AddedToken,
+    models::bpe::{BPE, Vocab},
+};
 
 use super::{
     sentencepiece,
@@ -132,29 +135,36 @@ fn byte_level(
     };
 
     let merges = vocabulary.strings("tokenizer.ggml.merges")?;
+    let longest = tokens.iter().map(|token| token.len()).max().unwrap_or(0);
+    let split = |merge: &&str| match merge.split_once(' ') {
+        Some((left, right)) if left.len() + right.len() <= longest => {
+            Ok((left.to_string(), right.to_string()))
+        }
+        Some(_) => Err(Error::tokenizer(format!(
+            "{}: tokenizer.ggml.merges holds {merge:?}, which make no token",
+            path.display()
+        ))),
+        None => Err(Error::tokenizer(format!(
+            "{}: tokenizer.ggml.merges holds {merge:?}, not two tokens",
+            path.display()
+        ))),
+    };
+    let merges = merges.iter().map(split).collect::<Result<Vec<_>>>()?;
     // Of two tokens spelled alike the first wins, as in llama.cpp.
-    let mut vocab = serde_json::Map::with_capacity(tokens.len());
-    for (id, token) in tokens.iter().enumerate() {
-        vocab.entry(*token).or_insert_with(|| json!(id));
-    }
-    let merges = merges
-        .iter()
-        .map(|merge| match merge.split_once(' ') {
-            Some((left, right)) => Ok(json!([left, right])),
-            None => Err(Error::tokenizer(format!(
-                "{}: tokenizer.ggml.merges holds {merge:?}, not two tokens",
-                path.display()
-            ))),
-        })
-        .collect::<Result<Vec<_>>>()?;
+    let ids = tokens.iter().enumerate().rev();
+    let vocab: Vocab = ids.map(|(id, token)| (token.to_string(), id as u32)).collect();
 
-    let inner = serde_json::from_value(describe(&pre, vocab, merges))
-        .map_err(|error| Error::tokenizer(format!("{}: {error}", path.display())))?;
+    let named = |error: String| Error::tokenizer(format!("{}: {error}", path.display()));
+    let mut inner: tokenizers::Tokenizer =
+        serde_json::from_value(describe(&pre)).map_err(|error| named(error.to_string()))?;
+    let model = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(pre.ignore_merges);
+    inner.with_model(model.build().map_err(|error| named(error.to_string()))?);
     Ok((inner, pre.adds_bos))
 }
 
-/// The tokenizer as a `tokenizer.json` would state it.
-fn describe(pre: &Pre, vocab: serde_json::Map<String, Json>, merges: Vec<Json>) -> Json {
+/// The tokenizer as a `tokenizer.json` would state it, without tokens and merges, which would take several times their
+/// memory there.
+fn describe(pre: &Pre) -> Json {
     let byte_level = json!({
         "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false,
     });
@@ -181,7 +191,7 @@ fn describe(pre: &Pre, vocab: serde_json::Map<String, Json>, merges: Vec<Json>) 
         "model": {
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
             "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
-            "ignore_merges": pre.ignore_merges, "vocab": vocab, "merges": merges,
+            "ignore_merges": pre.ignore_merges, "vocab": {}, "merges": [],
         },
     })
 }
@@ -205,16 +215,10 @@ impl<'a> Vocabulary<'a> {
     }
 
     fn strings(&self, key: &str) -> Result<Vec<&'a str>> {
-        let Some(Value::Array(items)) = self.metadata.get(key) else {
-            return Err(self.wrong(key, "an array of strings"));
-        };
-        items
-            .iter()
-            .map(|item| match item {
-                Value::String(text) => Ok(text.as_str()),
-                _ => Err(self.wrong(key, "an array of strings")),
-            })
-            .collect()
+        match self.metadata.get(key) {
+            Some(Value::Strings(strings)) => Ok(strings.iter().collect()),
+            _ => Err(self.wrong(key, "an array of strings")),
+        }
     }
 
     /// One type per token; without the key all are normal.

@@ -10,7 +10,9 @@ use std::{
 use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
 use indicatif::ProgressBar;
-use kv_cli::{Backend, ModelSource, OutFile, Screen, note, open_folder, token_bar};
+use kv_cli::{
+    Backend, MemorySize, ModelSource, OutFile, Screen, memory_limit, note, open_folder, token_bar,
+};
 use kv_cubecl::{On, Target};
 use kv_eval::{Plan, Progress, Report, Run, evaluate, layers::measure_layers};
 use kv_models::{
@@ -19,6 +21,8 @@ use kv_models::{
     tokenizer::Piece,
 };
 use serde::Serialize;
+
+use crate::loading::Room;
 
 /// Which model, and where it runs.
 #[derive(Debug, clap::Args)]
@@ -38,6 +42,10 @@ pub(crate) struct ModelArgs {
     /// is.
     #[arg(long, value_enum)]
     pub(crate) weights: Option<Weights>,
+    /// The memory that weights, cache and activations may take, as 8G or 512MiB; by default what the device has, or
+    /// what is free. A model that needs more is refused before it is loaded.
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) memory: Option<MemorySize>,
 }
 
 /// What becomes of quantized weights.
@@ -65,6 +73,11 @@ impl Weights {
 }
 
 impl ModelArgs {
+    /// The memory there is for the model.
+    pub(crate) fn room(&self, device: &Device) -> Room {
+        Room::new(memory_limit(self.memory, device))
+    }
+
     /// How the model is loaded on `device`; `default` is what becomes of quantized weights unless it is said, where
     /// the device can.
     pub(crate) fn options(&self, default: Weights, device: &Device) -> LoadOptions {

@@ -11,14 +11,15 @@ use kv_cli::{Plain, Screen, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{
     ChatTemplate, GenerateOptions, Generated, LanguageModel, ModelCache, ModelCacheConfig,
-    Sampling, Tokenizer, chat::Message, generate,
+    Sampling, Tokenizer, Usage, chat::Message, generate,
 };
 
 use crate::{
     common::{BosArgs, ModelArgs, Weights},
     generate_several::number,
+    loading::{Need, Room},
     profile::ProfileArgs,
-    source::{self, Source},
+    source::{self, Fitting, Source},
 };
 
 /// Tokens that the cache of a conversation has room for by default.
@@ -117,8 +118,8 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
     let mut prompts = args.prompts()?;
     profile.device(&device)?;
-    let Source { model, tokenizer, cache, name } =
-        source::load(&args.on, Weights::Packed, &device)?;
+    let Fitting { source: Source { model, tokenizer, cache, name }, room } =
+        source::load(&args.on, Weights::Packed, args.need(&prompts), &device)?;
     let template = args.template(&tokenizer)?;
     let chosen = args.cache.map(ModelCacheConfig::from).or(cache);
     let chosen = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
@@ -143,6 +144,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         config,
         cache_name,
         capacity: args.capacity,
+        room,
         held: None,
     };
     let system = args.system.iter().map(|text| Message::new("system", text));
@@ -172,6 +174,18 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
 }
 
 impl Args {
+    /// What is known of the caches before there is a tokenizer: a token is seldom less than a byte, and mostly four.
+    fn need(&self, prompts: &[String]) -> Need {
+        let longest = prompts.iter().map(String::len).max().unwrap_or(0) / 4;
+        let longest = longest.min(self.prompt_tokens.unwrap_or(usize::MAX));
+        let capacity = self.capacity.unwrap_or(match prompts {
+            [] => CONVERSATION,
+            _ => longest.saturating_add(self.max_tokens),
+        });
+        let batch = self.batch.min(prompts.len()).max(1);
+        Need { batch, ..Need::new(self.cache, capacity) }
+    }
+
     /// The prompts; none for a conversation.
     fn prompts(&self) -> Result<Vec<String>> {
         if self.batch == 0 {
@@ -272,6 +286,8 @@ pub(crate) struct Writer<'a, T: Target> {
     pub(crate) cache_name: String,
     /// Tokens the cache is allocated for; by default the prompt and its continuation.
     capacity: Option<usize>,
+    /// The memory that there is.
+    room: Room,
     /// A cache, and the ids in it.
     held: Option<(ModelCache, Vec<u32>)>,
 }
@@ -322,6 +338,7 @@ impl<T: Target> Writer<'_, T> {
         let wanted = n_prompt.saturating_add(self.options.max_tokens).min(most);
         let mut config = self.config.clone();
         config.cache.capacity = self.capacity.unwrap_or(wanted);
+        self.room.check(self.model.spec(), &Usage::new(config.clone()).with_batch(batch))?;
         Ok(self.model.new_cache(&config, batch, self.device)?)
     }
 

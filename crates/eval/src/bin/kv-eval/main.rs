@@ -5,6 +5,7 @@ mod common;
 mod compare;
 mod generate;
 mod generate_several;
+mod loading;
 mod ppl;
 mod profile;
 mod source;

@@ -11,9 +11,13 @@ use crate::{
         BosArgs, Job, ModelArgs, Output, Text, Weights, evaluate_and_report, note_short_text,
         read_ids,
     },
+    loading::Need,
     profile::ProfileArgs,
-    source::{self, Source},
+    source::{self, Fitting, Source},
 };
+
+/// Tokens of a window, unless the model has fewer positions.
+const WINDOW: usize = 2048;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
@@ -80,13 +84,19 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
     profile.device(&device)?;
     let output = Output::open(args.json.as_deref(), args.report.as_deref())?;
-    let Source { model, tokenizer, name, cache } =
-        source::load(&args.on, Weights::Restored, &device)?;
+    let window = args.window.unwrap_or(WINDOW);
+    let window = window.min(args.tokens.unwrap_or(usize::MAX));
+    let caches = args.caches.iter().map(|named| named.config);
+    // The float cache always runs, and is the largest.
+    let need = Need::new(caches.chain([KvCacheConfig::float()]), window);
+    let need = Need { pass: Some(window), ..need };
+    let Fitting { source: Source { model, tokenizer, name, cache }, .. } =
+        source::load(&args.on, Weights::Restored, need, &device)?;
     profile.model(&model, &name);
     let bos = args.bos.choose(&tokenizer)?;
     let (ids, bytes) = read_ids(&args.text, &tokenizer, args.tokens)?;
     note_short_text(&ids, args.tokens);
-    let window = args.window.unwrap_or_else(|| model.max_positions().min(2048));
+    let window = args.window.unwrap_or_else(|| model.max_positions().min(WINDOW));
     let mut caches: Vec<ModelCacheConfig> =
         args.caches.iter().map(|named| named.config.into()).collect();
     for NamedCache { name, config } in &args.caches {

@@ -2,12 +2,15 @@
 
 use std::{
     path::{Path, PathBuf},
+    process::exit,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
     time::SystemTime,
 };
 
 use anyhow::{Result, bail};
 use burn::tensor::Device;
-use kv_cli::{OutFile, note};
+use kv_cli::{INTERRUPTED, OutFile, Screen, error_line, note, on_interrupt};
 use kv_cubecl::{On, Target};
 use kv_eval::{Versions, device_name};
 use kv_models::LanguageModel;
@@ -23,7 +26,10 @@ pub(crate) struct ProfileArgs {
 
 /// A recording that will be written, or nothing.
 #[must_use]
-pub(crate) struct Profile(Option<Recording>);
+pub(crate) struct Profile(Option<Shared>);
+
+/// Whoever ends the recording takes it: the run, or Ctrl-C.
+type Shared = Arc<Mutex<Option<Recording>>>;
 
 struct Recording {
     recorder: Recorder,
@@ -31,6 +37,36 @@ struct Recording {
     path: PathBuf,
     facts: Vec<(String, String)>,
     device: Option<Device>,
+}
+
+impl Recording {
+    fn write(self) -> Result<()> {
+        let Self { recorder, file, path, facts, .. } = self;
+        let page = recorder.finish("Where the time goes", facts).html();
+        file.write(page.as_bytes())?;
+        note(format_args!("the profile is in {}", path.display()));
+        Ok(())
+    }
+}
+
+/// Ends the program, with the page of what was recorded so far.
+fn interrupted(shared: &Shared) {
+    let Some(mut recording) = lock(shared).take() else { return };
+    recording.facts.push(("ended".into(), "by Ctrl-C or SIGTERM".into()));
+    let code = match recording.write() {
+        Ok(()) => INTERRUPTED.into(),
+        Err(error) => {
+            // If standard error cannot be written, there is nowhere to report that.
+            let _ = Screen::Error.line(format_args!("error: {}", error_line(&error)));
+            1
+        }
+    };
+    exit(code);
+}
+
+/// What a thread that panicked has left is a whole recording.
+fn lock(shared: &Shared) -> MutexGuard<'_, Option<Recording>> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ProfileArgs {
@@ -52,47 +88,57 @@ impl ProfileArgs {
             ("command", command.join(" ")),
         ];
         let facts = facts.map(|(name, value)| (name.to_string(), value)).to_vec();
-        Ok(Profile(Some(Recording { recorder, file, path: path.clone(), facts, device: None })))
+        let recording = Recording { recorder, file, path: path.clone(), facts, device: None };
+        let shared = Arc::new(Mutex::new(Some(recording)));
+        let heard = shared.clone();
+        on_interrupt(move || interrupted(&heard))?;
+        Ok(Profile(Some(shared)))
     }
 }
 
 impl Profile {
     /// Says where it runs, and compares the device's clock with the host's.
     pub(crate) fn device<T: Target>(&mut self, device: &On<T>) -> Result<()> {
-        let Some(Recording { recorder, facts, device: at, .. }) = &mut self.0 else {
-            return Ok(());
-        };
-        *at = Some((**device).clone());
-        facts.push(("backend".into(), T::NAME.into()));
-        facts.push(("adapter".into(), device_name(device)));
-        Ok(recorder.calibrate(device)?)
+        self.change(|Recording { recorder, facts, device: at, .. }| {
+            *at = Some((**device).clone());
+            facts.push(("backend".into(), T::NAME.into()));
+            facts.push(("adapter".into(), device_name(device)));
+            Ok(recorder.calibrate(device)?)
+        })
+        .unwrap_or(Ok(()))
     }
 
     /// Says which model runs; to be called before it does.
     pub(crate) fn model(&mut self, model: &LanguageModel, name: &str) {
-        let Some(Recording { recorder, facts, .. }) = &mut self.0 else { return };
-        recorder.name_operations(model);
-        let (layers, mb) = (model.n_layers(), model.weight_bytes() as f64 / 1e6);
-        let dtype = model.weight_dtype();
-        facts.push(("model".into(), format!("{name}: {layers} layers, {mb:.1} MB of {dtype}")));
+        self.change(|Recording { recorder, facts, .. }| {
+            recorder.name_operations(model);
+            let (layers, mb) = (model.n_layers(), model.weight_bytes() as f64 / 1e6);
+            let dtype = model.weight_dtype();
+            facts.push(("model".into(), format!("{name}: {layers} layers, {mb:.1} MB of {dtype}")));
+        });
     }
 
     /// Adds a setting to the head of the page.
     pub(crate) fn fact(&mut self, name: &str, value: impl ToString) {
-        if let Some(Recording { facts, .. }) = &mut self.0 {
-            facts.push((name.into(), value.to_string()));
-        }
+        self.change(|recording| recording.facts.push((name.into(), value.to_string())));
+    }
+
+    fn change<R>(&self, f: impl FnOnce(&mut Recording) -> R) -> Option<R> {
+        self.0.as_ref().and_then(|shared| lock(shared).as_mut().map(f))
     }
 
     /// Writes the page.
     pub(crate) fn finish(self) -> Result<()> {
-        let Some(Recording { recorder, file, path, facts, device }) = self.0 else { return Ok(()) };
-        if let Some(device) = device {
-            recorder.calibrate(&device)?;
+        let Some(shared) = self.0 else { return Ok(()) };
+        let Some(recording) = lock(&shared).take() else {
+            // The page is being written by what then ends the program.
+            loop {
+                thread::park();
+            }
+        };
+        if let Some(device) = &recording.device {
+            recording.recorder.calibrate(device)?;
         }
-        let page = recorder.finish("Where the time goes", facts).html();
-        file.write(page.as_bytes())?;
-        note(format_args!("the profile is in {}", path.display()));
-        Ok(())
+        recording.write()
     }
 }

@@ -7,11 +7,14 @@ use burn::tensor::Device;
 use kv_cli::name_of;
 use kv_models::{
     LanguageModel, LoadOptions, Loaded, ModelCacheConfig, Tokenizer, WeightDtype,
-    kv_weights::Activations, load_with, spans::PHASE,
+    kv_weights::Activations, load_observed, load_with, spans::PHASE,
 };
 use tracing::trace_span;
 
-use crate::common::{ModelArgs, Weights};
+use crate::{
+    common::{ModelArgs, Weights},
+    loading::{Loading, Need, Room},
+};
 
 /// A model with a tokenizer.
 pub(crate) struct Source {
@@ -22,18 +25,39 @@ pub(crate) struct Source {
     pub(crate) cache: Option<ModelCacheConfig>,
 }
 
-/// Loads the model and tokenizer that are named; `weights` is what becomes of quantized ones by default.
-pub(crate) fn load(args: &ModelArgs, weights: Weights, device: &Device) -> Result<Source> {
+/// A model with a tokenizer that is known to fit.
+pub(crate) struct Fitting {
+    pub(crate) source: Source,
+    /// The memory it was found to fit into.
+    pub(crate) room: Room,
+}
+
+/// Loads the model and tokenizer that are named, if there is memory for what is done with them; `weights` is what
+/// becomes of quantized ones by default.
+pub(crate) fn load(
+    args: &ModelArgs,
+    weights: Weights,
+    need: Need,
+    device: &Device,
+) -> Result<Fitting> {
     let _phase = trace_span!(target: PHASE, "load").entered();
-    let source = read(&args.source.find()?, device, args.options(weights, device))?;
-    Ok(Source { name: args.source.name(), ..source })
+    let (path, options, room) =
+        (args.source.find()?, args.options(weights, device), args.room(device));
+    let loaded = load_observed(&path, device, options, Loading::new(need, room.clone()))?;
+    Ok(Fitting { source: with_tokenizer(loaded, args.source.name())?, room })
 }
 
 /// The model that is named, and its name, with the type of its weights unless that is f32.
-pub(crate) fn load_model(args: &ModelArgs, device: &Device) -> Result<(LanguageModel, String)> {
+/// Fails if there is no memory for what is done with it.
+pub(crate) fn load_model(
+    args: &ModelArgs,
+    need: Need,
+    device: &Device,
+) -> Result<(LanguageModel, String)> {
     let _phase = trace_span!(target: PHASE, "load").entered();
     let options = args.options(Weights::Packed, device);
-    let Loaded { model, notes, .. } = load_with(args.source.find()?, device, options)?;
+    let loading = Loading::new(need, args.room(device));
+    let Loaded { model, notes, .. } = load_observed(args.source.find()?, device, options, loading)?;
     kv_cli::notes(&notes);
     let name = args.source.name();
     let name = match (model.weight_dtype(), options.packed.filter(|_| model.is_packed())) {
@@ -48,7 +72,11 @@ pub(crate) fn load_model(args: &ModelArgs, device: &Device) -> Result<(LanguageM
 
 /// Loads a folder or file.
 pub(crate) fn read(path: &Path, device: &Device, options: LoadOptions) -> Result<Source> {
-    let Loaded { model, tokenizer, cache, notes, .. } = load_with(path, device, options)?;
+    with_tokenizer(load_with(path, device, options)?, name_of(path))
+}
+
+fn with_tokenizer(loaded: Loaded, name: String) -> Result<Source> {
+    let Loaded { model, tokenizer, cache, notes, .. } = loaded;
     kv_cli::notes(&notes);
-    Ok(Source { model, tokenizer: tokenizer?, name: name_of(path), cache })
+    Ok(Source { model, tokenizer: tokenizer?, name, cache })
 }

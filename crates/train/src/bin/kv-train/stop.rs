@@ -9,14 +9,12 @@ use std::{
         Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
-    thread,
 };
 
-use anyhow::{Context, Result};
+use anyhow::Result;
+pub(crate) use kv_cli::INTERRUPTED;
+use kv_cli::on_interrupt;
 use kv_train::restore_terminal;
-
-/// The exit code of a program that was interrupted.
-pub(crate) const INTERRUPTED: u8 = 130;
 
 /// A request to stop the run in progress.
 #[derive(Clone)]
@@ -40,7 +38,8 @@ impl Stop {
             plain: Arc::default(),
             afterwards: Arc::default(),
         };
-        stop.clone().serve()?;
+        let heard = stop.clone();
+        on_interrupt(move || heard.signalled())?;
         Ok(stop)
     }
 
@@ -73,35 +72,5 @@ impl Stop {
             let line = "stopping as soon as there is a checkpoint; a second time, at once";
             let _ = writeln!(io::stdout(), "{line}");
         }
-    }
-
-    #[cfg(unix)]
-    fn serve(self) -> Result<()> {
-        use signal_hook::{
-            consts::{SIGINT, SIGTERM},
-            iterator::Signals,
-        };
-        let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot listen to signals")?;
-        thread::spawn(move || signals.forever().for_each(|_| self.signalled()));
-        Ok(())
-    }
-
-    /// On other systems a signal sets a flag, which a thread polls.
-    #[cfg(not(unix))]
-    fn serve(self) -> Result<()> {
-        use signal_hook::{consts::SIGINT, consts::SIGTERM, flag::register};
-        let flag = Arc::new(AtomicBool::new(false));
-        for signal in [SIGINT, SIGTERM] {
-            register(signal, flag.clone()).context("cannot listen to signals")?;
-        }
-        thread::spawn(move || {
-            loop {
-                if flag.swap(false, Ordering::SeqCst) {
-                    self.signalled();
-                }
-                thread::sleep(std::time::Duration::from_millis(50));
-            }
-        });
-        Ok(())
     }
 }

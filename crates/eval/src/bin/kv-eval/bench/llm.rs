@@ -10,7 +10,7 @@ use kv_eval::bench::{LlmPlan, Spread, time_llm};
 use kv_report::Table;
 
 use super::Sinks;
-use crate::{common::ModelArgs, profile::Profile, source};
+use crate::{common::ModelArgs, loading::Need, profile::Profile, source};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct LlmArgs {
@@ -40,6 +40,11 @@ pub(crate) struct LlmArgs {
 }
 
 impl LlmArgs {
+    fn need(&self) -> Need {
+        let deepest = self.depths.iter().copied().max().unwrap_or(0);
+        Need::new(self.caches.iter().copied(), deepest + self.prompt.max(self.generate))
+    }
+
     pub(super) fn backend(&self) -> Backend {
         self.on.backend
     }
@@ -49,7 +54,7 @@ pub(super) fn llm<T: Target>(args: &LlmArgs, profile: &mut Profile) -> Result<()
     let device = On::<T>::open()?;
     profile.device(&device)?;
     let sinks = Sinks::open(args.json.as_deref(), None)?;
-    let (model, name) = source::load_model(&args.on, &device)?;
+    let (model, name) = source::load_model(&args.on, args.need(), &device)?;
     profile.model(&model, &name);
     let LlmArgs { prompt, generate, repetitions, recorded, .. } = *args;
     let plan = LlmPlan { prompt, generate, depths: args.depths.clone(), repetitions, recorded };

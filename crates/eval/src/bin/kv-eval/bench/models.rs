@@ -12,7 +12,10 @@ use kv_models::LanguageModel;
 use kv_report::Table;
 
 use super::{Sinks, by_context};
-use crate::{ALLOCATOR, common::ModelArgs, profile::Profile, source};
+use crate::{ALLOCATOR, common::ModelArgs, loading::Need, profile::Profile, source};
+
+/// The longest context that is timed by default.
+const LONGEST: usize = 8000;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ModelBench {
@@ -62,7 +65,8 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
     let device = On::<T>::open()?;
     profile.device(&device)?;
     let sinks = Sinks::open(args.json.as_deref(), args.plot.as_deref())?;
-    let (model, name) = args.load(&device)?;
+    let (model, name) =
+        args.load(batch.iter().copied().max().unwrap_or(1), timed_steps(*samples), &device)?;
     profile.model(&model, &name);
     let contexts = args.contexts(&model, timed_steps(*samples));
     let what = format!("{name} on {}, median of {samples} decode steps", T::NAME);
@@ -122,7 +126,7 @@ pub(super) fn prefill<T: Target>(
     let device = On::<T>::open()?;
     profile.device(&device)?;
     let sinks = Sinks::open(args.json.as_deref(), args.plot.as_deref())?;
-    let (model, name) = args.load(&device)?;
+    let (model, name) = args.load(1, 0, &device)?;
     profile.model(&model, &name);
     let contexts = args.contexts(&model, 0);
     let what = format!("{name} on {}, prompts passed {samples} times", T::NAME);
@@ -165,8 +169,10 @@ impl PrefillArgs {
 
 impl ModelBench {
     /// The model and its name. No text is passed, so a model without a tokenizer will do.
-    fn load(&self, device: &Device) -> Result<(LanguageModel, String)> {
-        source::load_model(&self.on, device)
+    fn load(&self, batch: usize, steps: usize, device: &Device) -> Result<(LanguageModel, String)> {
+        let longest = self.contexts.iter().flatten().copied().max().unwrap_or(LONGEST);
+        let need = Need::new(self.caches.iter().copied(), longest + steps);
+        source::load_model(&self.on, Need { batch, ..need }, device)
     }
 
     /// The contexts, each followed by `steps` timed steps.
@@ -177,13 +183,13 @@ impl ModelBench {
         let limit = model.max_positions();
         let mut contexts: Vec<usize> = Vec::new();
         for context in
-            [512, 2048, 8000].map(|context: usize| context.min(limit.saturating_sub(steps)))
+            [512, 2048, LONGEST].map(|context: usize| context.min(limit.saturating_sub(steps)))
         {
             if contexts.last().is_none_or(|&last| context >= last + steps.max(1)) {
                 contexts.push(context);
             }
         }
-        if limit < 8000 + steps {
+        if limit < LONGEST + steps {
             note(format_args!("the model has {limit} positions; contexts are {contexts:?}"));
         }
         contexts

@@ -1,0 +1,115 @@
+//! Ranges of memory-mapped files.
+
+use std::{borrow::Cow, ops::Range, sync::Arc};
+
+use burn::tensor::{AllocationProperty, Bytes, DType};
+use candle_core::{CpuStorage, quantized::GgmlDType};
+use memmap2::Mmap;
+
+use crate::{
+    float::{Flaw, Float, append},
+    gguf::BlockType,
+    mxfp4,
+};
+
+/// A range of a memory-mapped file.
+#[derive(Clone, Debug)]
+pub(crate) struct Mapped {
+    pub(crate) map: Arc<Mmap>,
+    pub(crate) range: Range<usize>,
+}
+
+impl Mapped {
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.map[self.range.clone()]
+    }
+
+    /// The same bytes, which keep the file mapped.
+    pub(super) fn shared(&self) -> Bytes {
+        struct File(Arc<Mmap>);
+        impl AsRef<[u8]> for File {
+            fn as_ref(&self) -> &[u8] {
+                &self.0
+            }
+        }
+        let mapped = bytes::Bytes::from_owner(File(self.map.clone())).slice(self.range.clone());
+        Bytes::from_shared(mapped, AllocationProperty::File)
+    }
+
+    /// This range and the next as one, if they are neighbors in one file.
+    pub(super) fn then(&self, next: &Self) -> Option<Self> {
+        let neighbors = Arc::ptr_eq(&self.map, &next.map) && self.range.end == next.range.start;
+        neighbors.then(|| Self { map: self.map.clone(), range: self.range.start..next.range.end })
+    }
+
+    /// Gives the memory of whole pages of the range back to the system, once their bytes have been copied: the system
+    /// would not take it before memory is short, and until then a program looks as if it had two copies. They are read
+    /// from the file again if they are looked at again.
+    pub(super) fn give_back(&self) {
+        #[cfg(unix)]
+        {
+            /// A multiple of the size of a page on every system there is.
+            const PAGE: usize = 1 << 16;
+            let start = self.range.start.next_multiple_of(PAGE);
+            let end = self.range.end / PAGE * PAGE;
+            if start < end {
+                // SAFETY: the pages are those of a file that is mapped to be read, so that what they hold afterwards is
+                // what they held before.
+                let given = unsafe {
+                    let advice = memmap2::UncheckedAdvice::DontNeed;
+                    self.map.unchecked_advise_range(advice, start, end - start)
+                };
+                // Without it the program only takes more memory.
+                let _ = given;
+            }
+        }
+    }
+}
+
+/// A tensor where it lies in a file, and what its bytes are.
+#[derive(Clone, Debug)]
+pub(crate) struct Stored {
+    pub(crate) mapped: Mapped,
+    pub(crate) kind: BlockType,
+}
+
+/// Numbers of blocks that are restored at a time; whole blocks of every type.
+const PART: usize = 1 << 18;
+
+impl Stored {
+    /// Appends all numbers to `values`, in its type, without another copy of them.
+    pub(super) fn append<T: Float>(&self, values: &mut Vec<T>) -> Result<(), Flaw> {
+        let bytes = self.mapped.bytes();
+        let dtype = match self.kind {
+            BlockType::Ggml(GgmlDType::F32) => DType::F32,
+            BlockType::Ggml(GgmlDType::F16) => DType::F16,
+            BlockType::Ggml(GgmlDType::BF16) => DType::BF16,
+            blocks => {
+                let part = PART / blocks.block_size() * blocks.type_size();
+                for (i, bytes) in bytes.chunks(part).enumerate() {
+                    let restored = restore(blocks, bytes)?;
+                    append(bytemuck::cast_slice(&restored), DType::F32, values)
+                        .map_err(|flaw| flaw.after(i * PART))?;
+                }
+                return Ok(());
+            }
+        };
+        append(bytes, dtype, values)
+    }
+}
+
+/// The numbers of blocks.
+pub(crate) fn restore(kind: BlockType, bytes: &[u8]) -> Result<Vec<f32>, Flaw> {
+    let unreadable = |why: String| Flaw::Unreadable(why);
+    match kind {
+        BlockType::Mxfp4 => Ok(mxfp4::restore(bytes)),
+        BlockType::Ggml(dtype) => {
+            let n = bytes.len() / dtype.type_size() * dtype.block_size();
+            match dtype.from_data(Cow::Borrowed(bytes)).dequantize(n) {
+                Ok(CpuStorage::F32(values)) => Ok(values),
+                Ok(_) => Err(unreadable("dequantized to another type".into())),
+                Err(error) => Err(unreadable(error.to_string())),
+            }
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! What a program is told of a load, and may refuse.
+
+use std::{collections::BTreeMap, fmt};
+
+use crate::{ModelCacheConfig, ModelSpec, Result};
+
+/// Who is told of a load while it goes on.
+pub trait LoadObserver {
+    /// The model is known, and nothing is allocated yet.
+    ///
+    /// # Errors
+    ///
+    /// An error ends the load.
+    fn begin(&mut self, planned: &Planned<'_>) -> Result<()> {
+        let _ = planned;
+        Ok(())
+    }
+
+    /// So many of the weights' bytes have been read and are where they are to be.
+    fn read(&mut self, bytes: usize) {
+        let _ = bytes;
+    }
+}
+
+/// A model that is about to be loaded.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Planned<'a> {
+    /// Its sizes, layer by layer.
+    pub spec: &'a ModelSpec,
+    /// What its weights will take.
+    pub weights: &'a WeightBytes,
+    /// The cache that it was trained with, if its files say so.
+    pub cache: Option<&'a ModelCacheConfig>,
+}
+
+impl<'a> Planned<'a> {
+    /// A model of `spec` with these weights.
+    pub fn new(
+        spec: &'a ModelSpec,
+        weights: &'a WeightBytes,
+        cache: Option<&'a ModelCacheConfig>,
+    ) -> Self {
+        Self { spec, weights, cache }
+    }
+}
+
+/// What the weights of a checkpoint take.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WeightBytes {
+    /// Bytes in memory by the type they are kept in there, as `Q4K` or `f32`.
+    pub by_type: BTreeMap<String, usize>,
+    /// Bytes in the files.
+    pub in_files: usize,
+    /// The largest tensor, as the files name it, and its bytes in memory.
+    pub largest: (String, usize),
+    /// Bytes in memory of the projection to the vocabulary, and its numbers.
+    pub head: (usize, usize),
+    /// The most rows of a matrix other than those of the vocabulary: the widest activation.
+    pub widest: usize,
+}
+
+impl WeightBytes {
+    /// Bytes in memory of all.
+    pub fn total(&self) -> usize {
+        self.by_type.values().sum()
+    }
+}
+
+/// An observer, or none.
+#[derive(Default)]
+pub(crate) struct Watcher {
+    observer: Option<Box<dyn LoadObserver>>,
+    /// Whether it knows the model.
+    began: bool,
+}
+
+impl Watcher {
+    pub(crate) fn new(observer: impl LoadObserver + 'static) -> Self {
+        Self { observer: Some(Box::new(observer)), began: false }
+    }
+
+    pub(crate) fn begin(&mut self, planned: &Planned<'_>) -> Result<()> {
+        self.began = true;
+        self.observer.as_mut().map_or(Ok(()), |observer| observer.begin(planned))
+    }
+
+    pub(crate) fn read(&mut self, bytes: usize) {
+        // What is read to know the model is no part of its weights.
+        if let Some(observer) = self.observer.as_mut().filter(|_| self.began) {
+            observer.read(bytes);
+        }
+    }
+}
+
+impl fmt::Debug for Watcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Watcher").field("began", &self.began).finish_non_exhaustive()
+    }
+}
