@@ -190,7 +190,7 @@ fn packed_weights_take_the_file_once() {
             (model, bytes)
         })
     };
-    let ((model, cache), peak) = run(Some(Activations::Bytes));
+    let ((model, cache), peak) = run(Some(Activations::Int8));
     let copied = 4 * (1024 + 2 * KV as usize) * 1024 / 32 * 18;
     // The largest matrix that is copied, on its way; what steps compute with, and threads keep for them.
     let rest = copied / 4 + (3 << 20);

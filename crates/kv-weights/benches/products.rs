@@ -90,7 +90,7 @@ fn candle_random(rows: usize, columns: usize) -> candle_core::Tensor {
 }
 
 /// A whole step of one sequence or several.
-#[divan::bench(args = [Activations::Bytes, Activations::Int16, Activations::Exact], consts = [1, 2, 8, 12, 16, 32], sample_count = 30)]
+#[divan::bench(args = [Activations::Int8, Activations::Int16, Activations::Exact], consts = [1, 2, 8, 12, 16, 32], sample_count = 30)]
 fn step<const N: usize>(bencher: Bencher<'_, '_>, activations: Activations) {
     let matrices: Vec<_> =
         model().into_iter().enumerate().map(|(i, (f, s))| packed(f, s, i)).collect();
@@ -119,7 +119,7 @@ fn step_candle<const N: usize>(bencher: Bencher<'_, '_>) {
 }
 
 /// The products of a layer for a prompt.
-#[divan::bench(args = [Activations::Bytes, Activations::Int16, Activations::Exact], consts = [64, 512], sample_count = 30)]
+#[divan::bench(args = [Activations::Int8, Activations::Int16, Activations::Exact], consts = [64, 512], sample_count = 30)]
 fn prompt<const N: usize>(bencher: Bencher<'_, '_>, activations: Activations) {
     let matrices = LAYER.map(|shape| packed(WeightFormat::Q4_1, shape, 1));
     let x = [576, 1536].map(|columns| random(N, columns));
@@ -163,7 +163,7 @@ fn prompt_candle<const N: usize>(bencher: Bencher<'_, '_>) {
 fn row(bencher: Bencher<'_, '_>, format: &WeightFormat) {
     let (matrix, x) = (packed(*format, [8192, 4096], 1), random(1, 4096));
     bencher.counter(BytesCount::new(matrix.layout().bytes())).bench_local(|| {
-        divan::black_box(project(x.clone(), &matrix, Activations::Bytes).expect("it fits"))
+        divan::black_box(project(x.clone(), &matrix, Activations::Int8).expect("it fits"))
     });
 }
 

@@ -13,7 +13,7 @@ pub enum Activations {
     /// off by at most `d / 2`.
     Int16,
     /// Rounded to bytes, 32 numbers at a time, with `d = max |x| / 127`, as in GGML's Q8_0.
-    Bytes,
+    Int8,
 }
 
 impl Activations {
@@ -22,7 +22,7 @@ impl Activations {
         match self {
             Self::Exact => None,
             Self::Int16 => Some(32639.0),
-            Self::Bytes => Some(127.0),
+            Self::Int8 => Some(127.0),
         }
     }
 }

@@ -61,7 +61,7 @@ fn watched(
 #[test]
 fn what_is_planned_is_what_is_there() {
     let scratch = tempfile::tempdir().unwrap();
-    let packed = LoadOptions::default().with_packed(Some(Activations::Bytes));
+    let packed = LoadOptions::default().with_packed(Some(Activations::Int8));
     for name in TINY {
         let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
         write_gguf(&folder, &file, GgmlDType::Q4_0, &[]);

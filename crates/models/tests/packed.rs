@@ -53,7 +53,7 @@ fn packed_families_compute_what_restored_ones_do() {
         assert!(close < 1e-4, "{name}: {close}");
 
         // Bytes are off by half a 127th of the largest of 32. A router may pick another expert for a token.
-        let (_, bytes, _) = both(&file, Activations::Bytes);
+        let (_, bytes, _) = both(&file, Activations::Int8);
         let (bytes, exact) =
             (logits(&bytes, &folder, "float"), logits(&restored, &folder, "float"));
         let off = (bytes - exact.clone()).abs().mean() / exact.abs().mean();
@@ -113,7 +113,7 @@ fn a_packed_model_is_saved_restored() {
     let scratch = tempfile::tempdir().unwrap();
     let file = scratch.path().join("model.gguf");
     write_gguf(&tiny("qwen2-tiny"), &file, GgmlDType::Q8_0, &[]);
-    let (restored, packed, _) = both(&file, Activations::Bytes);
+    let (restored, packed, _) = both(&file, Activations::Int8);
     let tokenizer = Tokenizer::from_file(fixture("bos").join("tokenizer.json"), &[2]).unwrap();
     let written = |model: &LanguageModel, name: &str| {
         let folder = scratch.path().join(name);

@@ -49,7 +49,7 @@ fn packed_matrices_are_named_as_parameters_are() {
         let names = labels.into_iter().filter(|label| label.kind == Kind::Operation);
         names.map(|label| (label.name.clone(), label.group.clone())).collect::<BTreeSet<_>>()
     };
-    let packed = operations(Some(Activations::Bytes));
+    let packed = operations(Some(Activations::Int8));
     assert_eq!(packed, operations(None));
     let named = |name: &str, group: &str| packed.contains(&(name.into(), group.into()));
     for operation in ["qkv", "output", "mlp.gate_up", "mlp.down"] {

@@ -8,7 +8,7 @@ pub fn project(x: &[f32], weights: &[f32], columns: usize) -> Vec<f64> {
         .collect()
 }
 
-/// `x` as [`Activations::Bytes`](crate::Activations::Bytes) takes it if `to` is 127, or as
+/// `x` as [`Activations::Int8`](crate::Activations::Int8) takes it if `to` is 127, or as
 /// [`Activations::Int16`](crate::Activations::Int16) if it is 32639, and the step of each 32 numbers: the numbers are
 /// multiples of it, to the rounding of f32.
 pub fn round_activations(x: &[f32], to: f32) -> (Vec<f32>, Vec<f32>) {

@@ -72,7 +72,7 @@ fn numbers_and_products_are_those_of_candle(device: &Device) {
         assert_same(format.name(), &blocks.restored(), &numbers.to_vec1::<f32>().unwrap());
 
         let ours = device_blocks(&blocks, device);
-        let ours = project(matrix(&x, columns, device), &ours, Activations::Bytes).unwrap();
+        let ours = project(matrix(&x, columns, device), &ours, Activations::Int8).unwrap();
         let x_theirs = candle_core::Tensor::from_vec(x.clone(), (n, columns), &cpu).unwrap();
         let theirs = QMatMul::from_qtensor(theirs).unwrap().forward(&x_theirs).unwrap();
         let theirs = theirs.flatten_all().unwrap().to_vec1::<f32>().unwrap();

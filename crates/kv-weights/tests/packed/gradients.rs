@@ -16,7 +16,7 @@ fn gradients_are_those_of_restored_weights(device: &Device) {
         let blocks = Blocks::random(&mut rng, format, [rows, columns]);
         let (x, grad) = (rng.normals(n * columns), rng.normals(n * rows));
         let restored = blocks.restored();
-        for activations in [Activations::Exact, Activations::Int16, Activations::Bytes] {
+        for activations in [Activations::Exact, Activations::Int16, Activations::Int8] {
             let packed = device_blocks(&blocks, device);
             let x = matrix(&x, columns, device).require_grad();
             let y = project(x.clone(), &packed, activations).unwrap();

@@ -82,7 +82,7 @@ fn products_are_those_of_restored_weights(device: &Device) {
 fn products_of_integers_are_those_of_rounded_activations(device: &Device) {
     each(300, |weights, x, name| {
         let packed = device_blocks(weights, device);
-        for (activations, to) in [(Activations::Int16, 32639.0), (Activations::Bytes, 127.0)] {
+        for (activations, to) in [(Activations::Int16, 32639.0), (Activations::Int8, 127.0)] {
             let name = format!("{name}, {activations:?}");
             let y = project(matrix(x, weights.shape[1], device), &packed, activations).unwrap();
             let y = y.into_data().try_into_vec::<f32>().unwrap();

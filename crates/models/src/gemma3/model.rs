@@ -136,11 +136,11 @@ impl Layer {
         spec: &LayerSpec,
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
-        let qkv = by_rows(x.clone(), |x| self.qkv.forward(self.attention_norm.forward(x)));
+        let qkv = by_rows(x.clone(), |x| self.qkv.forward_normed(x, &self.attention_norm));
         let heads = spec.attend_normed(qkv, Some(&self.qk_norms), rotation, memory)?;
         let x = x + by_rows(heads, |x| self.post_attention_norm.forward(self.output.forward(x)));
         Ok(by_rows(x, |x| {
-            let added = self.mlp.forward(self.mlp_norm.forward(x.clone()));
+            let added = self.mlp.forward_normed(x.clone(), &self.mlp_norm);
             x + self.post_mlp_norm.forward(added)
         }))
     }

@@ -133,9 +133,9 @@ impl Layer {
         spec: &LayerSpec,
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
-        let qkv = by_rows(x.clone(), |x| self.qkv.forward(self.attention_norm.forward(x)));
+        let qkv = by_rows(x.clone(), |x| self.qkv.forward_normed(x, &self.attention_norm));
         let memory = memory.with_sinks(self.sink_logits.val().cast(DType::F32));
         let heads = spec.attend(qkv, rotation, memory)?;
-        Ok(x + self.output.forward(heads))
+        Ok(self.output.forward_added(heads, x))
     }
 }

@@ -129,9 +129,9 @@ impl Layer {
         spec: &LayerSpec,
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
-        let qkv = by_rows(x.clone(), |x| self.qkv.forward(self.attention_norm.forward(x)));
+        let qkv = by_rows(x.clone(), |x| self.qkv.forward_normed(x, &self.attention_norm));
         let heads = spec.attend_normed(qkv, self.qk_norms.as_ref(), rotation, memory)?;
-        let x = x + self.output.forward(heads);
-        Ok(by_rows(x, |x| x.clone() + self.mlp.forward(self.mlp_norm.forward(x))))
+        let x = self.output.forward_added(heads, x);
+        Ok(by_rows(x, |x| self.mlp.forward_added(x, &self.mlp_norm)))
     }
 }

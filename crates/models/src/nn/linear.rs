@@ -6,7 +6,9 @@ use burn::{
     tensor::{Int, Tensor},
 };
 
-use super::Matrix;
+use kv_weights::Fused;
+
+use super::{Matrix, RmsNorm};
 use crate::spans;
 
 /// `x W^T + b` with `W` as `[d_output, d_input]`, the layout of Hugging Face and GGUF files.
@@ -36,6 +38,36 @@ impl Linear {
             Some(bias) => y + bias.val().unsqueeze(),
             None => y,
         }
+    }
+}
+
+impl Linear {
+    /// The projection of what `norm` makes of `x`, [`forward`](Self::forward) of it: one launch where weights are packed
+    /// on a GPU and tokens few.
+    pub fn forward_normed(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {
+        let fused = || self.around().with_norm(norm.fused());
+        self.fused(&x, fused).unwrap_or_else(|| self.forward(norm.forward(x)))
+    }
+
+    /// The projection of `x`, added to `residual`, `[batch, seq, d_output]`: one launch where
+    /// [`forward_normed`](Self::forward_normed) is.
+    pub fn forward_added(&self, x: Tensor<3>, residual: Tensor<3>) -> Tensor<3> {
+        let fused = || self.around().with_residual(residual.clone());
+        self.fused(&x, fused).unwrap_or_else(|| residual + self.forward(x))
+    }
+
+    /// What is around its products.
+    pub(super) fn around(&self) -> Fused {
+        match &self.bias {
+            Some(bias) => Fused::default().with_bias(bias.val()),
+            None => Fused::default(),
+        }
+    }
+
+    /// The products with what is `around` them, where it is one launch.
+    pub(super) fn fused(&self, x: &Tensor<3>, around: impl FnOnce() -> Fused) -> Option<Tensor<3>> {
+        let _span = spans::reading(self.weight.id());
+        self.weight.project_fused(x, around)
     }
 }
 

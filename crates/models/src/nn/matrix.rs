@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use burn::{
+    backend::DispatchDevice,
     module::{
         Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault,
         ModuleMapper, ModuleVisitor, Param, ParamId,
@@ -10,7 +11,7 @@ use burn::{
     tensor::{DType, Device, Int, Tensor, module::embedding},
 };
 
-use kv_weights::{Activations, PackedMatrix};
+use kv_weights::{Activations, Fused, PackedMatrix, project_fused};
 
 use super::{low_rank::LowRank, project};
 use crate::{Error, Result, model::PackedSize};
@@ -27,6 +28,9 @@ pub struct Matrix(Stored);
 
 /// The kind of module that visitors are told for packed weights, whose name is their [`Matrix::id`].
 pub(crate) const PACKED: &str = "PackedMatrix";
+/// The most rows that [`project_fused`] multiplies in one launch.
+const FEW: usize = 32;
+
 /// What the path of an adapter's parameters goes through, and the kind of module that visitors are told.
 const ADAPTER: &str = "adapter";
 const ADAPTER_KIND: &str = "Struct:LowRank";
@@ -252,6 +256,25 @@ impl Matrix {
                 x.reshape([batch as i32, seq as i32, -1])
             }
             Stored::Packed(packed) => packed.back_project(&y),
+        }
+    }
+
+    /// Products of `x` with every row, and what is `around` them, if a GPU does all of it in one launch: for a few
+    /// tokens, by packed weights. Shapes are those of [`project_fused`].
+    pub(super) fn project_fused(
+        &self,
+        x: &Tensor<3>,
+        around: impl FnOnce() -> Fused,
+    ) -> Option<Tensor<3>> {
+        let [batch, seq, _] = x.dims();
+        let device = x.device();
+        let cube = matches!(device.as_dispatch(), DispatchDevice::Cube(_)) && !device.is_autodiff();
+        match &self.0 {
+            Stored::Packed(packed) if cube && batch * seq <= FEW && packed.adapter.is_none() => {
+                let parts: Vec<_> = packed.parts.iter().collect();
+                Some(served(project_fused(x.clone(), &parts, packed.activations, around())))
+            }
+            _ => None,
         }
     }
 

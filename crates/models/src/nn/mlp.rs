@@ -7,7 +7,7 @@ use burn::{
 
 use tracing::trace_span;
 
-use super::Linear;
+use super::{Linear, RmsNorm};
 use crate::spans::OPERATION;
 
 /// The nonlinearity of a [`GatedMlp`].
@@ -43,6 +43,33 @@ impl GatedMlp {
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         let gate_up = self.gate_up.forward(x); // [batch, seq, 2 * intermediate]
         self.down.forward(self.gated(gate_up))
+    }
+
+    /// `x` with the block of what `norm` makes of it added: two launches where weights are packed on a GPU and tokens
+    /// few.
+    ///
+    /// # Shapes
+    ///
+    /// - x: `[batch, seq, hidden]`
+    /// - output: `[batch, seq, hidden]`
+    pub fn forward_added(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {
+        self.down.forward_added(self.gated_normed(x.clone(), norm), x)
+    }
+
+    /// [`forward`](Self::forward) of what `norm` makes of `x`.
+    pub fn forward_normed(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {
+        self.down.forward(self.gated_normed(x, norm))
+    }
+
+    /// The gated products of what `norm` makes of `x`, `[batch, seq, intermediate]`.
+    fn gated_normed(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {
+        let gate = match self.gating {
+            Gating::Silu => kv_weights::Gate::Silu,
+            Gating::GeluTanh => kv_weights::Gate::GeluTanh,
+        };
+        let around = || self.gate_up.around().with_norm(norm.fused()).with_gate(gate);
+        let fused = self.gate_up.fused(&x, around);
+        fused.unwrap_or_else(|| self.gated(self.gate_up.forward(norm.forward(x))))
     }
 
     fn gated(&self, gate_up: Tensor<3>) -> Tensor<3> {

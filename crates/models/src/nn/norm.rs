@@ -42,6 +42,11 @@ impl RmsNorm {
         self.over_last(x)
     }
 
+    /// The same norm before a product, in one launch with it.
+    pub(super) fn fused(&self) -> kv_weights::Norm {
+        kv_weights::Norm::new(self.gamma.val(), self.epsilon).with_plus_one(self.plus_one)
+    }
+
     fn over_last<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         let _span = spans::reading(self.gamma.id);
         let dtype = x.dtype();

@@ -56,7 +56,7 @@ pub(crate) enum Weights {
     /// Packed, and multiplied with activations as they are.
     PackedExact,
     /// Packed, and multiplied with activations rounded to 8 bits, 32 at a time, as in llama.cpp: the fastest for prompts.
-    PackedBytes,
+    PackedInt8,
     /// Restored to the type of --dtype when the model is loaded.
     Restored,
 }
@@ -66,7 +66,7 @@ impl Weights {
         match self {
             Self::Packed => Some(Activations::Int16),
             Self::PackedExact => Some(Activations::Exact),
-            Self::PackedBytes => Some(Activations::Bytes),
+            Self::PackedInt8 => Some(Activations::Int8),
             Self::Restored => None,
         }
     }

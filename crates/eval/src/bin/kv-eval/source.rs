@@ -62,7 +62,7 @@ pub(crate) fn load_model(
     let name = args.source.name();
     let name = match (model.weight_dtype(), options.packed.filter(|_| model.is_packed())) {
         (_, Some(Activations::Exact)) => format!("{name}, packed, exact"),
-        (_, Some(Activations::Bytes)) => format!("{name}, packed, bytes"),
+        (_, Some(Activations::Int8)) => format!("{name}, packed, int8"),
         (_, Some(_)) => format!("{name}, packed"),
         (WeightDtype::F32, None) => name,
         (dtype, None) => format!("{name} in {dtype}"),

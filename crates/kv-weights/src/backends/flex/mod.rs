@@ -195,7 +195,7 @@ mod tests {
                 let rounded = activations.largest().map(|to| Integers::round(x, to).floats());
                 dense::project(rounded.as_deref().unwrap_or(x), &matrix, &layout)
             };
-            for activations in [Activations::Exact, Activations::Int16, Activations::Bytes] {
+            for activations in [Activations::Exact, Activations::Int16, Activations::Int8] {
                 let rounded =
                     activations.largest().map(|to| reference::round_activations(&x, to).0);
                 let x_seen = rounded.as_ref().unwrap_or(&x);

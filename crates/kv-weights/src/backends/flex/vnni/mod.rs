@@ -1,7 +1,7 @@
 //! Products of bytes, for processors that multiply them: AVX-512 with VNNI.
 //!
 //! The instruction `vpdpbusd` multiplies, in each of 16 lanes, four bytes (here: codes) with four signed bytes
-//! (activations) and adds the products to a 32-bit sum, so that a step of [`Activations::Bytes`] is exact in integers
+//! (activations) and adds the products to a 32-bit sum, so that a step of [`Activations::Int8`] is exact in integers
 //! until it is multiplied with the two scales of its 32 numbers.
 //!
 //! Integers of 16 bits are multiplied the same way, as two signed digits to base 256, and exact activations as three, of
@@ -46,8 +46,8 @@ pub(super) fn project<F: Groups>(
         Activations::Exact => by_digits::<F, 3>(x, blocks, layout),
         Activations::Int16 if many => panels::project::<F, 2>(x, blocks, layout),
         Activations::Int16 => by_digits::<F, 2>(x, blocks, layout),
-        Activations::Bytes if many => panels::project::<F, 1>(x, blocks, layout),
-        Activations::Bytes => by_digits::<F, 1>(x, blocks, layout),
+        Activations::Int8 if many => panels::project::<F, 1>(x, blocks, layout),
+        Activations::Int8 => by_digits::<F, 1>(x, blocks, layout),
     }
 }
 
