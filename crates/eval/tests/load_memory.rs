@@ -200,9 +200,10 @@ fn packed_weights_take_the_file_once() {
     );
     let mapped = resident(&path);
     // Of each range that is copied, up to two pieces of 64 KiB are not whole.
-    assert!(mapped < file - copied + 12 * (128 << 10), "{mapped} of {file} bytes, {copied} copied");
+    let ends = 12 * (128 << 10);
+    assert!(mapped < file - copied + ends, "{mapped} of {file} bytes, {copied} copied");
     assert!(mapped > file / 2, "the measure sees {mapped} of {file} bytes");
-    assert!(mapped + peak < file + file / 10 + cache, "{mapped} + {peak} for {file}");
+    assert!(mapped + peak < file + cache + rest + ends, "{mapped} + {peak} for {file}");
     drop(model);
 
     // In f32 they are seven times the file. No tensor is there twice, but for a part of the largest.

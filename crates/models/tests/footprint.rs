@@ -151,7 +151,7 @@ fn a_model_that_does_not_fit_is_refused_with_advice_that_holds() {
         "0.0 MB are there by a test",
         "weights ",
         "(f32 ",
-        "the float-g16-r32 cache of 512 tokens",
+        "the float cache of 512 tokens",
         "activations",
         "neither",
     ] {

@@ -217,6 +217,8 @@ impl<'a> Vocabulary<'a> {
     fn strings(&self, key: &str) -> Result<Vec<&'a str>> {
         match self.metadata.get(key) {
             Some(Value::Strings(strings)) => Ok(strings.iter().collect()),
+            // Without any, a writer may give any type.
+            Some(Value::Array(none)) if none.is_empty() => Ok(vec![]),
             _ => Err(self.wrong(key, "an array of strings")),
         }
     }
