@@ -12,6 +12,7 @@
 // The tests of kv-cubecl have the same use for it, and neither crate has the other in what users build.
 #[cfg(all(test, feature = "cuda-source"))]
 #[path = "../../../kv-cubecl/src/kernels/cuda_source/mod.rs"]
+#[allow(unexpected_cfgs, reason = "kv-cubecl has a feature more, for PTX")]
 mod cuda_source;
 mod grid;
 pub(crate) mod product;

@@ -5,7 +5,12 @@ use kv_weights::{Activations, Fused, Gate, Norm, PackedMatrix, WeightFormat, pro
 
 use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
 
-stamp!(parts_are_joined_and_added_to, gates_are_those_of_their_halves, what_does_not_fit_is_named);
+stamp!(
+    parts_are_joined_and_added_to,
+    gates_are_those_of_their_halves,
+    views_are_the_numbers_they_show,
+    what_does_not_fit_is_named
+);
 
 fn vector(x: &[f32], device: &Device) -> Tensor<1> {
     Tensor::from_data(TensorData::new(x.to_vec(), [x.len()]), device)
@@ -131,6 +136,37 @@ fn gates_are_those_of_their_halves(device: &Device) {
             close(&format!("{formats:?} {gate:?} by {n}"), y, &expected);
         }
     }
+}
+
+/// Parts of larger tensors, strided and shifted by other than whole vectors.
+fn views_are_the_numbers_they_show(device: &Device) {
+    let mut rng = Rng::new(1150);
+    let blocks = Blocks::random(&mut rng, WeightFormat::Q5_1, [9, 64]);
+    let packed = device_blocks(&blocks, device);
+    let wide = |rng: &mut Rng, rows: usize, columns: usize| {
+        matrix(&rng.normals(rows * columns), columns, device)
+    };
+    let x = wide(&mut rng, 6, 99).narrow(2, 3, 64).narrow(1, 1, 4);
+    let residual = wide(&mut rng, 9, 6).swap_dims(1, 2).narrow(1, 2, 4);
+    let gains: Tensor<1> = wide(&mut rng, 1, 70).reshape([70]).narrow(0, 5, 64);
+    let bias: Tensor<1> = wide(&mut rng, 9, 2).narrow(2, 1, 1).reshape([9]);
+    let host = |x: Tensor<3>| {
+        let shape = x.dims();
+        Tensor::<3>::from_data(
+            TensorData::new(x.into_data().try_into_vec::<f32>().unwrap(), shape),
+            device,
+        )
+    };
+    let product = |x, gains, bias, residual| {
+        let fused = Fused::default().with_norm(Norm::new(gains, 1e-5)).with_bias(bias);
+        let fused = fused.with_residual(residual);
+        let y = project_fused(x, &[&packed], Activations::Exact, fused).unwrap();
+        y.into_data().try_into_vec::<f32>().unwrap()
+    };
+    let whole = |x: Tensor<1>| host(x.clone().reshape([1, 1, x.dims()[0]])).flatten::<1>(0, 2);
+    let expected =
+        product(host(x.clone()), whole(gains.clone()), whole(bias.clone()), host(residual.clone()));
+    assert_eq!(product(x, gains, bias, residual), expected);
 }
 
 fn what_does_not_fit_is_named(device: &Device) {

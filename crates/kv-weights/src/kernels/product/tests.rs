@@ -19,11 +19,17 @@ struct Extras {
     residual: bool,
 }
 
-fn kernel<F: BlocksInKernels>(bp: ProductBlueprint, extras: Extras) -> impl CubeKernel {
-    let optional = |there: bool| match there {
+/// A buffer, if it is there.
+fn optional<T: LaunchArg<CompilationArg = BufferCompilationArg>>(
+    there: bool,
+) -> ComptimeOptionCompilationArg<T> {
+    match there {
         true => ComptimeOptionCompilationArg::Some(buffer()),
         false => ComptimeOptionCompilationArg::None,
-    };
+    }
+}
+
+fn kernel<F: BlocksInKernels>(bp: ProductBlueprint, extras: Extras) -> impl CubeKernel {
     Product::<F>::new(
         settings(bp.units, ExecutionMode::Unchecked),
         h200(),
