@@ -1,5 +1,10 @@
 //! What comes before and after a product.
 
+#![cfg_attr(
+    feature = "fusion",
+    allow(missing_debug_implementations, reason = "the derived metadata types have none")
+)]
+
 use burn::{
     backend::{
         Backend, ExtensionType,
