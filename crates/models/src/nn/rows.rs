@@ -8,8 +8,8 @@ use burn::tensor::Tensor;
 #[cfg(feature = "flex")]
 const PIECE: usize = 256;
 
-/// Tokens per piece of rows of so many channels: of a model of the size of Llama 3.2 1B, what pieces of 256 compute
-/// with takes a sixth of the memory of its weights in 4 bits, and no less time than pieces of 128.
+/// Tokens per piece of rows of so many channels: fewer of wide ones. With Llama 3.2 1B in 4 bits, pieces of 256 take 40 MB
+/// more than pieces of 96, a twentieth of the file, for prompts that are at most a tenth faster.
 #[cfg(feature = "flex")]
 fn piece(width: usize) -> usize {
     (PIECE * 1024 / width.max(1)).clamp(PIECE / 4, PIECE) / 32 * 32
