@@ -40,16 +40,17 @@ impl LaunchObserver for Count {
     fn timed(&self, _: &'static str, _: Duration, _: TimingMethod) {}
 }
 
-/// With weights packed, norms, gates and additions are in the launches of products: each layer has four of these. The
-/// rotation of queries and keys is 10 launches of Burn's, appending and attending 2.
+/// With weights packed, norms, gates and additions are in the launches of products, of which each layer has four. The
+/// rotation of queries and keys is eight, appending one, attention two; the final norm is five, and the head, the
+/// embedding and the position of the rotation are one or two each.
 #[test]
 fn launches_of_a_step() {
-    const OF_A_LAYER: usize = 16;
-    const OF_A_STEP: usize = 24;
+    const OF_A_LAYER: usize = 15;
+    const OF_A_STEP: usize = 9;
     let wgpu = On::<Wgpu>::open().unwrap();
     let scratch = tempfile::tempdir().unwrap();
     let file = scratch.path().join("llama.gguf");
-    write_gguf(&tiny("llama"), &file, GgmlDType::Q4_0, &[]);
+    write_gguf(&tiny("llama-tiny"), &file, GgmlDType::Q4_0, &[]);
     let options = LoadOptions::default().with_packed(Some(Activations::Exact));
     let model = load_with(&file, &wgpu, options).unwrap().model;
     let config: KvCacheConfig = "k4v4-g8-r8".parse().unwrap();

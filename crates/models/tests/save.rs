@@ -9,7 +9,7 @@ use std::{
     path::Path,
 };
 
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Tensor, Tolerance};
 use candle_core::quantized::GgmlDType;
 use common::{
     TINY, copy, device, expected, fixture, max_difference, read_tensors, small, smollm2, tiny,
@@ -443,5 +443,7 @@ fn a_model_in_training_is_saved_as_it_is() {
     let model = LanguageModel::new(Llama::init(small(), &training));
     save(folder.path(), &model, &words(), SaveOptions::default()).unwrap();
     let again = load(folder.path(), &device()).unwrap().model;
-    assert_eq!(logits(&again, &device()).to_data(), logits(&model, &training).to_data());
+    // Where gradients are recorded, the same is computed by other operations.
+    let [again, trained] = [logits(&again, &device()), logits(&model, &training)];
+    again.to_data().assert_approx_eq(&trained.to_data(), Tolerance::<f32>::absolute(1e-5));
 }

@@ -66,8 +66,10 @@ impl Linear {
 
     /// The products with what is `around` them, where it is one launch.
     pub(super) fn fused(&self, x: &Tensor<3>, around: impl FnOnce() -> Fused) -> Option<Tensor<3>> {
-        let _span = spans::reading(self.weight.id());
-        self.weight.project_fused(x, around)
+        self.weight.fuses(x).then(|| {
+            let _span = spans::reading(self.weight.id());
+            self.weight.project_fused(x, around())
+        })
     }
 }
 

@@ -259,22 +259,27 @@ impl Matrix {
         }
     }
 
-    /// Products of `x` with every row, and what is `around` them, if a GPU does all of it in one launch: for a few
-    /// tokens, by packed weights. Shapes are those of [`project_fused`].
-    pub(super) fn project_fused(
-        &self,
-        x: &Tensor<3>,
-        around: impl FnOnce() -> Fused,
-    ) -> Option<Tensor<3>> {
+    /// Whether products of `x` and what is around them are one launch: for a few tokens, by packed weights on a GPU.
+    pub(super) fn fuses(&self, x: &Tensor<3>) -> bool {
         let [batch, seq, _] = x.dims();
         let device = x.device();
-        let cube = matches!(device.as_dispatch(), DispatchDevice::Cube(_)) && !device.is_autodiff();
+        let packed =
+            matches!(&self.0, Stored::Packed(Packed { adapter: None, .. }) if batch * seq <= FEW);
+        packed && matches!(device.as_dispatch(), DispatchDevice::Cube(_)) && !device.is_autodiff()
+    }
+
+    /// Products of `x` with every row, and what is `around` them. Shapes are those of [`project_fused`].
+    ///
+    /// # Panics
+    ///
+    /// If weights are not packed: if the matrix does not [fuse](Self::fuses).
+    pub(super) fn project_fused(&self, x: &Tensor<3>, around: Fused) -> Tensor<3> {
         match &self.0 {
-            Stored::Packed(packed) if cube && batch * seq <= FEW && packed.adapter.is_none() => {
+            Stored::Packed(packed) => {
                 let parts: Vec<_> = packed.parts.iter().collect();
-                Some(served(project_fused(x.clone(), &parts, packed.activations, around())))
+                served(project_fused(x.clone(), &parts, packed.activations, around))
             }
-            _ => None,
+            Stored::Dense(_) => panic!("the matrix is not packed"),
         }
     }
 
