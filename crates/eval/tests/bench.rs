@@ -202,9 +202,12 @@ fn a_wrong_argument_is_named() {
             "batch 21: must be from 1 to the shortest context, 20",
         ),
         (vec!["decode-attention", "--recorded", "--tokens", "2"], "tokens 2: must be 1"),
-        (vec!["llm", "--model", &model, "--generate", "49"], "generate 49: must be at least 50"),
         (
-            vec!["llm", "--model", &model, "--recorded", "--depths", "0"],
+            vec!["llm", "--model", &model, "--generate", "49", "--cache", "float"],
+            "generate 49: must be at least 50",
+        ),
+        (
+            vec!["llm", "--model", &model, "--recorded", "--depths", "0", "--cache", "float"],
             "recorded true: flex cannot",
         ),
         (
