@@ -39,9 +39,7 @@ impl Linear {
             None => y,
         }
     }
-}
 
-impl Linear {
     /// The projection of what `norm` makes of `x`, [`forward`](Self::forward) of it: one launch where weights are packed
     /// on a GPU and tokens few.
     pub fn forward_normed(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {

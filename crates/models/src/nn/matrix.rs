@@ -83,15 +83,17 @@ impl Packed {
     }
 
     fn project(&self, x: &Tensor<3>) -> Tensor<3> {
-        let product = |part| served(kv_weights::project(x.clone(), part, self.activations));
-        let products = match &self.parts[..] {
-            [one] => product(one),
-            parts => Tensor::cat(parts.iter().map(product).collect(), 2),
-        };
+        let products = self.project_fused(x.clone(), Fused::default());
         match &self.adapter {
             Some(adapter) => products + adapter.project(x.clone()),
             None => products,
         }
+    }
+
+    /// Products with all parts, without an adapter's, and what is `around` them.
+    fn project_fused(&self, x: Tensor<3>, around: Fused) -> Tensor<3> {
+        let parts: Vec<_> = self.parts.iter().collect();
+        served(project_fused(x, &parts, self.activations, around))
     }
 
     fn back_project(&self, y: &Tensor<3>) -> Tensor<3> {
@@ -275,10 +277,7 @@ impl Matrix {
     /// If weights are not packed: if the matrix does not [fuse](Self::fuses).
     pub(super) fn project_fused(&self, x: &Tensor<3>, around: Fused) -> Tensor<3> {
         match &self.0 {
-            Stored::Packed(packed) => {
-                let parts: Vec<_> = packed.parts.iter().collect();
-                served(project_fused(x.clone(), &parts, packed.activations, around))
-            }
+            Stored::Packed(packed) => packed.project_fused(x.clone(), around),
             Stored::Dense(_) => panic!("the matrix is not packed"),
         }
     }
