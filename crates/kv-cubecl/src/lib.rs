@@ -41,6 +41,7 @@ pub mod layout;
 mod memory;
 mod ops;
 pub mod reference;
+mod rotary;
 mod scores;
 mod shapes;
 mod sides;
@@ -61,7 +62,8 @@ pub use functions::{
 };
 pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts};
 pub use memory::KvMemory;
-pub use ops::{CacheState, KvCacheOps};
+pub use ops::{CacheState, KvCacheOps, Token, TokenPosition, TokenRotary};
+pub use rotary::Rotary;
 pub use sides::{Side, Sides};
 #[cfg(feature = "autodiff")]
 pub use target::Autodiff;

@@ -3,7 +3,7 @@
 use burn::tensor::{Int, Tensor};
 
 use crate::{
-    Attention, AttentionOptions, FakeQuantOptions, KvCache, KvCacheConfig, Result,
+    Attention, AttentionOptions, Error, FakeQuantOptions, KvCache, KvCacheConfig, Result, Rotary,
     streaming_attention_with, streaming_attention_with_sinks,
 };
 
@@ -86,9 +86,46 @@ impl KvMemory<'_> {
             Self::Ragged(cache, tokens) => cache.attend_ragged(query, key, value, tokens)?,
             Self::At(cache, position) => cache.attend_at(query, key, value, position)?,
         };
-        match sink_logits {
-            Some(sink_logits) => attention.with_sinks(sink_logits),
-            None => Ok(attention),
-        }
+        with_sinks(attention, sink_logits)
+    }
+
+    /// Whether [`attend_rotated`](Self::attend_rotated) serves one token here.
+    pub fn turns_tokens(&self) -> bool {
+        matches!(self, Self::Cached(_) | Self::At(..))
+    }
+
+    /// [`attend_with_sinks`](Self::attend_with_sinks) for one token whose query and key are not rotated yet, which
+    /// is done in the launches that append and attend.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::attend_rotated`] and [`KvCache::attend_at_rotated`], and
+    /// [`Error::Unsupported`] for a memory that does not [turn tokens](Self::turns_tokens).
+    pub fn attend_rotated(
+        self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        rotary: &Rotary,
+        sink_logits: Option<Tensor<1>>,
+    ) -> Result<Attention> {
+        let attention = match self {
+            Self::Cached(cache) => cache.attend_rotated(query, key, value, rotary)?,
+            Self::At(cache, position) => {
+                cache.attend_at_rotated(query, key, value, position, rotary)?
+            }
+            Self::Parallel { .. } | Self::Ragged(..) => {
+                let what = "attend_rotated of a sequence or of ragged ones".to_string();
+                let why = "rotate query and key before, and attend".to_string();
+                return Err(Error::Unsupported { what, why });
+            }
+        };
+        with_sinks(attention, sink_logits)
+    }
+}
+
+fn with_sinks(attention: Attention, sink_logits: Option<Tensor<1>>) -> Result<Attention> {
+    match sink_logits {
+        Some(sink_logits) => attention.with_sinks(sink_logits),
+        None => Ok(attention),
     }
 }

@@ -33,6 +33,64 @@ pub struct CacheState<B: Backend> {
     pub floats: FloatTensor<B>,
 }
 
+/// One token for the caches of a batch: what is appended, and what attends.
+#[derive(Clone, Debug, ExtensionType)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct Token<B: Backend> {
+    /// `[batch, n_heads, 1, head_dim]`.
+    pub query: FloatTensor<B>,
+    /// `[batch, n_kv_heads, 1, head_dim]`.
+    pub key: FloatTensor<B>,
+    /// As the key, with the channels of values.
+    pub value: FloatTensor<B>,
+    /// Where the token stands in its sequence.
+    #[extension_type]
+    pub position: TokenPosition<B>,
+    /// What rotates query and key.
+    #[extension_type]
+    pub rotary: TokenRotary<B>,
+}
+
+/// Where a [`Token`] stands in its sequence.
+#[derive(Clone, Debug, ExtensionType)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub enum TokenPosition<B: Backend> {
+    /// After as many tokens as the operation is told.
+    Counted,
+    /// Where this says when the kernels run, i32 `[1]` for all sequences or `[batch]`, one for each.
+    Stored(IntTensor<B>),
+}
+
+impl<B: Backend> TokenPosition<B> {
+    /// The positions, where they are stored.
+    pub fn into_option(self) -> Option<IntTensor<B>> {
+        match self {
+            Self::Counted => None,
+            Self::Stored(positions) => Some(positions),
+        }
+    }
+}
+
+/// What rotates the query and the key of a [`Token`] by its position.
+#[derive(Clone, Debug, ExtensionType)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub enum TokenRotary<B: Backend> {
+    /// Nothing: they come rotated, or are not rotated at all.
+    Absent,
+    /// The table of a [`Rotary`](crate::Rotary), f32 `[positions, rotary_dim]`.
+    Table(FloatTensor<B>),
+}
+
+impl<B: Backend> TokenRotary<B> {
+    /// The table, if there is one.
+    pub fn into_option(self) -> Option<FloatTensor<B>> {
+        match self {
+            Self::Absent => None,
+            Self::Table(table) => Some(table),
+        }
+    }
+}
+
 /// Quantized KV-cache operations of a backend.
 ///
 /// Inputs, the tensors of a cache among them, may be views: parts of larger buffers, strided or
@@ -119,22 +177,21 @@ pub trait KvCacheOps: Backend {
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
-    /// One decode step of a cache whose sequences hold as many tokens as `position` says when the kernels run,
-    /// i32 `[1]` for all or `[batch]` for each: [`write`](Self::write) of one token, then [`decode_attention`](Self::decode_attention)
-    /// of `query` `[batch, n_heads, 1, head_dim]` over all. Launches do not depend on the length, so that
-    /// they can be recorded once and replayed. A full cache is read and not written. A sequence whose position is
-    /// below 0 takes no part: nothing of it is written or read, its output is 0 and its log-sum-exp -inf.
-    #[fusion(meta = |state, query, _key, _value, _position, layout, _options| {
-        let (output, lse) = shapes::attention(query, layout.shape().head_dim.values);
+    /// One decode step of a cache of `len` tokens, or of as many as the token's position says when the kernels run:
+    /// query and key are rotated if there is a table, then [`write`](Self::write) of one token, then
+    /// [`decode_attention`](Self::decode_attention) of the query over all. With a stored position, `len` does not
+    /// matter and launches do not depend on the length, so that they can be recorded once and replayed; a full cache
+    /// is read and not written; and a sequence whose position is below 0 takes no part: nothing of it is written or
+    /// read, its output is 0 and its log-sum-exp -inf.
+    #[fusion(meta = |state, token, layout, _len, _options| {
+        let (output, lse) = shapes::attention(&token.query, layout.shape().head_dim.values);
         (state.clone(), output, lse)
     })]
     fn step(
         #[extension_type] state: CacheState<Self>,
-        query: FloatTensor<Self>,
-        key: FloatTensor<Self>,
-        value: FloatTensor<Self>,
-        position: IntTensor<Self>,
+        #[extension_type] token: Token<Self>,
         layout: CacheLayout,
+        len: usize,
         options: AttentionOptions,
     ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>);
 

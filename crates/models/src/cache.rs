@@ -3,12 +3,9 @@
 mod slots;
 
 use burn::tensor::Device;
-use kv_cubecl::{KvCache, MemoryBytes};
+use kv_cubecl::{KvCache, MemoryBytes, Rotary};
 
-use crate::{
-    Error, LayerSpec, ModelCacheConfig, ModelSpec, Result,
-    nn::{Rope, Rotation},
-};
+use crate::{Error, LayerSpec, ModelCacheConfig, ModelSpec, Result, nn::Rope};
 
 /// One [`KvCache`] per layer; all of them hold the same tokens.
 ///
@@ -19,7 +16,7 @@ use crate::{
 pub struct ModelCache {
     pub(crate) layers: Vec<KvCache>,
     /// The rotary tables of all positions below `room()`, and the [`Rope`]s they were computed by.
-    rotations: Vec<(Rope, Rotation)>,
+    rotations: Vec<(Rope, Rotary)>,
     batch: usize,
     capacity: usize,
     max_positions: usize,
@@ -54,16 +51,16 @@ impl ModelCache {
         let (capacity, max_positions) = (config.cache.capacity, spec.max_positions);
         let device = device.clone().without_autodiff();
         let room = capacity.min(max_positions);
-        let tabulate = |rope: &Rope| (rope.clone(), rope.rotation(0, room, room, &device));
+        let tabulate = |rope: &Rope| (rope.clone(), rope.table(0, room, room, &device));
         let rotations = spec.ropes.iter().map(tabulate).collect();
         Ok(Self { layers, rotations, batch, capacity, max_positions })
     }
 
     /// The rotary table that was computed by `rope`, if it lies on `device`; `None` on a device that
     /// records gradients.
-    pub(crate) fn rotations(&self, rope: &Rope, device: &Device) -> Option<&Rotation> {
+    pub(crate) fn rotations(&self, rope: &Rope, device: &Device) -> Option<&Rotary> {
         let (_, table) = self.rotations.iter().find(|(owner, _)| owner == rope)?;
-        (table.device() == *device && !device.is_autodiff()).then_some(table)
+        (table.table().device() == *device && !device.is_autodiff()).then_some(table)
     }
 
     /// Tokens in the cache, of the longest sequence.
@@ -138,6 +135,12 @@ impl ModelCache {
     /// The caches by layer, first layer first.
     pub fn layers(&self) -> &[KvCache] {
         &self.layers
+    }
+
+    /// The tokens by which each sequence grows in a pass of ids `[batch, seq]`, after a check that they fit.
+    pub(crate) fn tokens_of(&self, [batch, seq]: [usize; 2]) -> Result<Vec<usize>> {
+        self.check(batch, seq)?;
+        Ok(vec![seq; batch])
     }
 
     /// Checks that `added` more tokens of each of `batch` sequences fit, before any layer changes.

@@ -7,11 +7,13 @@ use burn::{
     tensor::{Int, Tensor},
 };
 use serde_json::{Map, Value};
+use tracing::trace_span;
 
 use crate::{
     ModelSpec, Pass, Result,
     checkpoint::Exports,
     nn::{Linear, Matrix, PACKED},
+    spans::OPERATION,
 };
 
 /// A decoder-only language model that takes its KV cache as a parameter.
@@ -38,6 +40,19 @@ pub trait Decoder: Any + Debug + Send + Sync {
     ///
     /// Those of [`Memory::attend`](crate::nn::Memory::attend).
     fn hidden(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>>;
+
+    /// The logits of these states, `[batch, seq, vocab]` in the type of [`head_weight`](Self::head_weight): products of
+    /// its rows with [`hidden`](Self::hidden). A family whose final norm is a root mean square gives
+    /// [`Matrix::project_normed`], so that norm and products are one launch where they can be.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`hidden`](Self::hidden).
+    fn logits(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
+        let hidden = self.hidden(ids, pass)?;
+        let _span = trace_span!(target: OPERATION, "head").entered();
+        Ok(self.head_weight().project(hidden))
+    }
 
     /// The rows whose products with a final hidden state are the logits, `[vocab, hidden]`: the
     /// token embedding where the head is tied to it. Training computes its loss from them a block of

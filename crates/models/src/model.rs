@@ -107,7 +107,8 @@ impl LanguageModel {
     /// No token, a batch other than the cache's, or more tokens than the cache or the model has
     /// room for; the cache is then as it was.
     pub fn step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
-        Ok(self.head(self.hidden_step(ids, cache)?))
+        let tokens = cache.tokens_of(ids.dims())?;
+        self.logits(ids, Pass::over(cache, &tokens))
     }
 
     /// [`step`](Self::step) of another number of tokens for each sequence: of sequence `i` the first
@@ -132,7 +133,7 @@ impl LanguageModel {
     ) -> Result<Tensor<3>> {
         let [batch, seq] = ids.dims();
         cache.check_ragged(batch, seq, tokens)?;
-        Ok(self.head(self.pass(ids, Pass::Ragged { cache, tokens })?))
+        self.logits(ids, Pass::Ragged { cache, tokens })
     }
 
     /// [`forward`](Self::forward) up to the final norm, for callers that apply [`head`](Self::head)
@@ -189,28 +190,29 @@ impl LanguageModel {
     ///
     /// Those of [`step`](Self::step).
     pub fn hidden_step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
-        let [batch, seq] = ids.dims();
-        cache.check(batch, seq)?;
-        match cache.is_even() {
-            true => self.pass(ids, Pass::Cached(cache)),
-            false => self.pass(ids, Pass::Ragged { cache, tokens: &vec![seq; batch] }),
-        }
+        let tokens = cache.tokens_of(ids.dims())?;
+        self.pass(ids, Pass::over(cache, &tokens))
     }
 
-    /// [`hidden_step`](Self::hidden_step) for one token whose position, `[1]` i32, is on the
+    /// [`step`](Self::step) for one token whose position, `[1]` i32, is on the
     /// device; see [`KvCache::attend_at`](kv_cubecl::KvCache::attend_at).
-    pub(crate) fn hidden_at(
+    pub(crate) fn step_at(
         &self,
         ids: Tensor<2, Int>,
         cache: &mut ModelCache,
         position: &Tensor<1, Int>,
     ) -> Result<Tensor<3>> {
-        self.pass(ids, Pass::At { cache, position })
+        self.logits(ids, Pass::At { cache, position })
     }
 
     fn pass(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
         let _span = trace_span!(target: PASS, "pass").entered();
         self.decoder().hidden(ids, pass)
+    }
+
+    fn logits(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
+        let _span = trace_span!(target: PASS, "pass").entered();
+        Ok(self.decoder().logits(ids, pass)?.cast(DType::F32))
     }
 
     /// Logits of final-normed hidden states.

@@ -44,6 +44,16 @@ pub enum Pass<'a> {
     },
 }
 
+impl<'a> Pass<'a> {
+    /// All of a pass's tokens, the same number for each sequence, after those in `cache`.
+    pub(crate) fn over(cache: &'a mut ModelCache, tokens: &'a [usize]) -> Self {
+        match cache.is_even() {
+            true => Self::Cached(cache),
+            false => Self::Ragged { cache, tokens },
+        }
+    }
+}
+
 impl Pass<'_> {
     /// The rotations of the pass's `seq` tokens in a model of `spec`. Must be called before the first
     /// layer runs, because each layer adds the tokens to its cache.
@@ -60,18 +70,25 @@ impl Pass<'_> {
                 rope.rotation(0, seq, seq.max(capacity), device)
             }
             Self::Cached(cache) => match cache.rotations(rope, device) {
-                Some(table) => table.narrow(cache.len(), seq),
+                Some(table) => Rotation::rows(table, cache.len(), seq),
                 None => rope.rotation(cache.len(), seq, cache.room(), device),
             },
-            Self::Ragged { cache, .. } => match cache.rotations(rope, device) {
-                Some(table) => table.at(&cache.positions(seq, device), seq),
-                None => rope
-                    .rotation(0, cache.capacity(), cache.room(), device)
-                    .at(&cache.positions(seq, device), seq),
-            },
+            Self::Ragged { cache, .. } => {
+                let positions = cache.positions(seq, device);
+                match cache.rotations(rope, device) {
+                    Some(table) => Rotation::at(table, &positions, seq),
+                    None => {
+                        let table = rope.table(0, cache.capacity(), cache.room(), device);
+                        Rotation::at(&table, &positions, seq)
+                    }
+                }
+            }
             Self::At { cache, position } => match cache.rotations(rope, device) {
-                Some(table) => table.at(position, 1),
-                None => rope.rotation(0, cache.capacity(), cache.room(), device).at(position, 1),
+                Some(table) => Rotation::at(table, position, 1),
+                None => {
+                    let table = rope.table(0, cache.capacity(), cache.room(), device);
+                    Rotation::at(&table, position, 1)
+                }
             },
         }
     }

@@ -102,8 +102,9 @@ impl LayerSpec {
         let [batch, seq, _] = qkv.dims();
 
         // [batch, seq, heads, head_dim] -> [batch, heads, seq, head_dim]
-        let heads = |part: Tensor<3>, heads, head_dim| {
-            part.reshape([batch, seq, heads, head_dim]).swap_dims(1, 2)
+        let heads = |part: Tensor<3>, heads, head_dim| match seq {
+            1 => part.reshape([batch, heads, 1, head_dim]),
+            _ => part.reshape([batch, seq, heads, head_dim]).swap_dims(1, 2),
         };
         let n_qk = n_heads + n_kv_heads;
         let (qk, v) = if head_dim.keys == head_dim.values {
@@ -120,14 +121,19 @@ impl LayerSpec {
             Some(norms) => norms.forward(qk, n_heads),
             None => qk,
         };
+        let rotary = rotation.and_then(|rotation| memory.rotary(rotation, qk.dtype()));
         let qk = match rotation {
-            Some(rotation) => rotation.apply(qk),
-            None => qk,
+            Some(rotation) if rotary.is_none() => rotation.apply(qk),
+            _ => qk,
         };
         let q = qk.clone().narrow(1, 0, n_heads);
         let k = qk.narrow(1, n_heads, n_kv_heads);
 
-        let out = memory.attend(q, k, v)?; // [batch, n_heads, seq, head_dim]
+        // [batch, n_heads, seq, head_dim]
+        let out = match rotary {
+            Some(rotary) => memory.attend_rotated(q, k, v, rotary)?,
+            None => memory.attend(q, k, v)?,
+        };
         Ok(out.swap_dims(1, 2).reshape([batch, seq, n_heads * head_dim.values]))
     }
 }

@@ -17,7 +17,8 @@ use burn_autodiff::{
 
 use super::sinks;
 use crate::{
-    AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient,
+    AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient, Token, TokenPosition,
+    TokenRotary,
     layout::{CacheLayout, QuantSpec, StreamSpec},
 };
 
@@ -193,16 +194,19 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
     /// [`decode_attention`](Self::decode_attention).
     fn step(
         state: CacheState<Self>,
-        query: FloatTensor<Self>,
-        key: FloatTensor<Self>,
-        value: FloatTensor<Self>,
-        position: IntTensor<Self>,
+        token: Token<Self>,
         layout: CacheLayout,
+        len: usize,
         options: AttentionOptions,
     ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        let Token { query, key, value, position, rotary } = token;
         let [query, key, value] = [query, key, value].map(|x| x.into_primitive());
+        let position = position.into_option().map_or(TokenPosition::Counted, TokenPosition::Stored);
+        let table = rotary.into_option().map(|table| table.into_primitive());
+        let rotary = table.map_or(TokenRotary::Absent, TokenRotary::Table);
+        let token = Token { query, key, value, position, rotary };
         let (state, output, lse) =
-            <B as KvCacheOps>::step(unwrap(state), query, key, value, position, layout, options);
+            <B as KvCacheOps>::step(unwrap(state), token, layout, len, options);
         (wrap(state), constant::<B, C>(output), constant::<B, C>(lse))
     }
 

@@ -5,12 +5,13 @@ mod parts;
 mod ragged;
 mod slots;
 mod state;
+mod step;
 mod tail;
 mod truncate;
 
 use burn::{
     backend::Dispatch,
-    tensor::{DType, Device, Int, Tensor},
+    tensor::{Device, Tensor},
 };
 
 use crate::{
@@ -19,7 +20,7 @@ use crate::{
     layout::{CacheLayout, MemoryBytes, Side, Sides, StreamSpec},
 };
 pub use parts::CacheParts;
-use state::State;
+use state::{Place, State};
 
 /// One layer's streaming KIVI cache.
 ///
@@ -169,8 +170,10 @@ impl KvCache {
         tokens: usize,
     ) -> Attention {
         if tokens == 1 {
-            self.write(key, value, 1);
-            return self.decode(query, self.len());
+            let (qkv, place) = ([query, key, value], Place::default());
+            let attention = self.state.step(qkv, place, self.layout, self.len(), self.options);
+            self.lens.iter_mut().for_each(|len| *len += 1);
+            return attention;
         }
         let attention = self.attend_chunk(query, key.clone(), value.clone());
         self.write(key, value, tokens);
@@ -185,61 +188,6 @@ impl KvCache {
         }
         let [query, key, value] = qkv.map(functions::floats);
         [query, key, functions::rotated(value, config)]
-    }
-
-    /// [`attend`](Self::attend) for one token, of a cache whose sequences hold as many tokens as `position`
-    /// says when the kernels run: recorded once, as by [`burn::tensor::capture`], the launches serve every
-    /// length. A full cache is read and stays as it is.
-    ///
-    /// A sequence whose position is below 0 takes no part: its memory is neither read nor written, its output
-    /// is 0 and its `lse` -inf.
-    ///
-    /// [`len`](Self::len) does not change: [`advance`](Self::advance) counts what such steps have
-    /// appended.
-    ///
-    /// # Shapes
-    /// - `query`: `[batch, n_heads, 1, head_dim]`, `n_kv_heads` divides `n_heads`
-    /// - `key`, `value`: `[batch, n_kv_heads, 1, head_dim]`, keys after the position encoding
-    /// - `position`: i32, `[1]` for all sequences or `[batch]`, one for each
-    /// - all three f32, f16 or bf16; output: as that of [`attend`](Self::attend)
-    ///
-    /// # Errors
-    /// [`Error::Shape`], or [`Error::Unsupported`] for tensors that record gradients or sit on another
-    /// device; the cache is then unchanged.
-    pub fn attend_at(
-        &mut self,
-        query: Tensor<4>,
-        key: Tensor<4>,
-        value: Tensor<4>,
-        position: &Tensor<1, Int>,
-    ) -> Result<Attention> {
-        const OP: &str = "attend_at";
-        if self.check_tensors(OP, &query, &key, &value)? != 1 {
-            let (tensor, shape) = ("key", key.dims().to_vec());
-            return Err(Error::Shape {
-                op: OP,
-                tensor,
-                shape,
-                rule: "must be one token".to_string(),
-            });
-        }
-        let [positions] = position.dims();
-        let batch = self.layout.shape().batch;
-        if ![1, batch].contains(&positions) || position.dtype() != DType::I32 {
-            let (wanted, found) = (DType::I32, position.dtype());
-            let of_each = if batch > 1 { format!(" or [{batch}]") } else { String::new() };
-            let rule = format!("must be [1]{of_each} of {wanted:?}, not of {found:?}");
-            let (tensor, shape) = ("position", position.dims().to_vec());
-            return Err(Error::Shape { op: OP, tensor, shape, rule });
-        }
-        let device = query.device();
-        check_device(OP, "position", &position.device(), &device)?;
-        crate::backends::check_attend(&self.layout, query.dims(), self.capacity(), &device)?;
-        self.stepped = true;
-        let (dtype, position) = (query.dtype(), position.clone());
-        let [query, key, value] = self.stored([query, key, value]);
-        let attention = self.state.step(query, key, value, position, self.layout, self.options);
-        Ok(attention.rotated(self.layout.config()).with_dtype(dtype))
     }
 
     /// Adds to the length of every sequence the `tokens` that [`attend_at`](Self::attend_at) has appended

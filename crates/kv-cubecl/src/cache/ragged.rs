@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Tensor, TensorData};
 
-use super::{KvCache, slots::check_sequence};
+use super::{KvCache, slots::check_sequence, state::Place};
 use crate::{Attention, CacheShape, Error, Result, error::invalid, layout::CacheLayout};
 
 /// Most tokens of a sequence that are taken step by step, all sequences in one launch. A step reads the
@@ -182,7 +182,8 @@ impl KvCache {
         let positions: Vec<i32> = self.lens.iter().zip(steps).map(position).collect();
         let positions = TensorData::new(positions, [steps.len()]);
         let positions = Tensor::from_data(positions, (&query.device(), DType::I32));
-        self.state.step(query, key, value, positions, self.layout, self.options)
+        let place = Place { position: Some(positions), rotary: None };
+        self.state.step([query, key, value], place, self.layout, self.len(), self.options)
     }
 
     fn count(&mut self, tokens: &[usize]) {

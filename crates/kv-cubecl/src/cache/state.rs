@@ -9,7 +9,7 @@ use burn::{
 
 use crate::{
     Attention, AttentionOptions, CacheShape, CacheState, Error, KvCacheOps, MemoryBytes, Packed,
-    Result,
+    Result, Rotary, Token, TokenPosition, TokenRotary,
     layout::{CacheLayout, QuantSpec, Side, SideLayout, Sides},
     shapes,
 };
@@ -17,6 +17,14 @@ use crate::{
 /// The tensors of a cache; `None` only while a backend writes them.
 #[derive(Clone, Debug)]
 pub(super) struct State(Option<CacheState<Dispatch>>);
+
+/// Where one token stands, and what turns it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Place<'a> {
+    /// i32 `[1]` or `[batch]`; `None` where the host counts.
+    pub(super) position: Option<Tensor<1, Int>>,
+    pub(super) rotary: Option<&'a Rotary>,
+}
 
 /// Panic message for a cache that is used after its backend panicked while writing it.
 const LOST: &str = "the cache is lost: its backend panicked while writing";
@@ -103,21 +111,24 @@ impl State {
         self.update(|state| (<Dispatch as KvCacheOps>::write(state, key, value, layout, len), ()));
     }
 
-    /// [`KvCacheOps::step`], in place; returns the output.
+    /// [`KvCacheOps::step`] of query, key and value, in place; returns the output.
     pub(super) fn step(
         &mut self,
-        query: Tensor<4>,
-        key: Tensor<4>,
-        value: Tensor<4>,
-        position: Tensor<1, Int>,
+        qkv: [Tensor<4>; 3],
+        place: Place<'_>,
         layout: CacheLayout,
+        len: usize,
         options: AttentionOptions,
     ) -> Attention {
-        let [query, key, value] = [query, key, value].map(Tensor::into_dispatch);
-        let position = position.into_dispatch();
+        let [query, key, value] = qkv.map(Tensor::into_dispatch);
+        let position = place.position.map(Tensor::into_dispatch);
+        let position = position.map_or(TokenPosition::Counted, TokenPosition::Stored);
+        let table = place.rotary.map(|rotary| rotary.table().clone().into_dispatch());
+        let rotary = table.map_or(TokenRotary::Absent, TokenRotary::Table);
+        let token = Token { query, key, value, position, rotary };
         let (output, lse) = self.update(|state| {
             let (state, output, lse) =
-                <Dispatch as KvCacheOps>::step(state, query, key, value, position, layout, options);
+                <Dispatch as KvCacheOps>::step(state, token, layout, len, options);
             (state, (output, lse))
         });
         Attention { output: Tensor::from_dispatch(output), lse: Tensor::from_dispatch(lse) }

@@ -24,6 +24,7 @@ mod options;
 mod poison;
 mod quantize;
 mod ragged;
+mod rotary;
 mod slots;
 mod small;
 mod step;

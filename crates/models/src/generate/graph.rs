@@ -67,8 +67,7 @@ impl Bound {
     /// steps write nothing.
     fn step(&mut self) -> Result<Tensor<2>> {
         let Self { model, cache, ids, position, eos, broken } = self;
-        let hidden = model.hidden_at(ids.clone(), cache, position)?;
-        let logits = model.head(hidden).squeeze_dim::<2>(1); // [batch, vocab]
+        let logits = model.step_at(ids.clone(), cache, position)?.squeeze_dim::<2>(1); // [batch, vocab]
         let next = logits.clone().argmax(1).cast(DType::I32); // [batch, 1]
         let mut to = position.clone() + 1;
         if let Some(eos) = eos {

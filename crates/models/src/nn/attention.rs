@@ -2,10 +2,11 @@
 
 use std::fmt;
 
-use burn::tensor::Tensor;
-use kv_cubecl::{AttentionOptions, KvMemory};
+use burn::tensor::{DType, Tensor};
+use kv_cubecl::{AttentionOptions, KvMemory, Rotary};
 use tracing::trace_span;
 
+use super::Rotation;
 use crate::{Result, spans::OPERATION};
 
 /// The inputs and the output of one layer's attention.
@@ -99,5 +100,25 @@ impl<'a> Memory<'a> {
         let shown = output.clone();
         observe(AttentionTrace { layer, query, key, value, output: shown, options, sink_logits });
         Ok(output)
+    }
+
+    /// The table by which [`attend_rotated`](Self::attend_rotated) rotates queries and keys of `dtype`, where it
+    /// does.
+    pub(crate) fn rotary<'r>(&self, rotation: &'r Rotation, dtype: DType) -> Option<&'r Rotary> {
+        let turns = self.observer.is_none() && self.kv.turns_tokens() && dtype == DType::F32;
+        rotation.table().filter(|_| turns)
+    }
+
+    /// [`attend`](Self::attend) of one token that is not rotated yet, in the launches that append and attend; by
+    /// what [`rotary`](Self::rotary) gives.
+    pub(crate) fn attend_rotated(
+        self,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        rotary: &Rotary,
+    ) -> Result<Tensor<4>> {
+        let _span = trace_span!(target: OPERATION, "attend").entered();
+        Ok(self.kv.attend_rotated(q, k, v, rotary, self.sink_logits)?.output)
     }
 }

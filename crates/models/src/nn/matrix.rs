@@ -12,9 +12,10 @@ use burn::{
 };
 
 use kv_weights::{Activations, Fused, PackedMatrix, project_fused};
+use tracing::trace_span;
 
-use super::{low_rank::LowRank, project};
-use crate::{Error, Result, model::PackedSize};
+use super::{RmsNorm, low_rank::LowRank, project};
+use crate::{Error, Result, model::PackedSize, spans::OPERATION};
 
 /// A matrix of weights, `[rows, columns]`: its rows are multiplied with, looked up, or both.
 ///
@@ -240,6 +241,22 @@ impl Matrix {
         match &self.0 {
             Stored::Dense(param) => project(x, param.val()),
             Stored::Packed(packed) => packed.project(&x),
+        }
+    }
+
+    /// The logits of final states: products of every row with what `norm` makes of `x`, in one launch where weights are
+    /// packed on a GPU and tokens few.
+    ///
+    /// # Shapes
+    ///
+    /// - as those of [`project`](Self::project)
+    pub fn project_normed(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {
+        let fused = self.fuses(&x);
+        let x = if fused { x } else { norm.forward(x) };
+        let _span = trace_span!(target: OPERATION, "head").entered();
+        match fused {
+            true => self.project_fused(&x, Fused::default().with_norm(norm.fused())),
+            false => self.project(x),
         }
     }
 

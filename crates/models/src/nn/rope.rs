@@ -1,8 +1,10 @@
 //! Rotary position encoding in the half-split form of the transformers library.
 
 use core::f64::consts::TAU;
+use std::sync::{Arc, OnceLock};
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use kv_cubecl::Rotary;
 
 /// How the rotation frequencies of a model differ from `theta^(-2i / rotary_dim)`.
 #[derive(Clone, Debug, PartialEq)]
@@ -138,30 +140,40 @@ impl Rope {
         2 * self.inv_freq.len()
     }
 
-    /// The rotation of positions `start..start + seq`, which is the same for all layers: a cache
-    /// computes it once for all positions it has room for, a pass without a cache once for its
-    /// tokens. `context` is the largest number of positions there can be, by which
+    /// The rotation of positions `start..start + seq`, which is the same for all layers: computed once for the
+    /// tokens of a pass. `context` is the largest number of positions there can be, by which
     /// [`RopeScaling::LongRope`] chooses its frequencies.
+    pub fn rotation(&self, start: usize, seq: usize, context: usize, device: &Device) -> Rotation {
+        Rotation::rows(&self.table(start, seq, context, device), 0, seq)
+    }
+
+    /// The table of positions `start..start + seq`, which a cache computes once for all positions it has room for.
     ///
     /// Angles are rounded to f32 as in training code; their sines and cosines are computed in f64.
-    pub fn rotation(&self, start: usize, seq: usize, context: usize, device: &Device) -> Rotation {
+    pub(crate) fn table(
+        &self,
+        start: usize,
+        seq: usize,
+        context: usize,
+        device: &Device,
+    ) -> Rotary {
         let inv_freq = match &self.long {
             Some((original, inv_freq)) if context > *original => inv_freq,
             _ => &self.inv_freq,
         };
         let scale = self.attention_factor;
         let half = self.inv_freq.len();
-        let mut cos = Vec::with_capacity(seq * half);
-        let mut sin = Vec::with_capacity(seq * half);
-        for position in start..start + seq {
-            for freq in inv_freq {
+        let mut table = vec![0.0; seq * 2 * half];
+        for (position, row) in (start..).zip(table.chunks_exact_mut(2 * half)) {
+            let (cos, sin) = row.split_at_mut(half);
+            for ((cos, sin), freq) in cos.iter_mut().zip(sin).zip(inv_freq) {
                 let angle = f64::from(position as f32 * freq);
-                cos.push(angle.cos() as f32 * scale);
-                sin.push(angle.sin() as f32 * scale);
+                (*cos, *sin) = (angle.cos() as f32 * scale, angle.sin() as f32 * scale);
             }
         }
-        let tensor = |values| Tensor::from_data(TensorData::new(values, [1, 1, seq, half]), device);
-        Rotation { cos: tensor(cos), sin: tensor(sin) }
+        let table = TensorData::new(table, [seq, 2 * half]);
+        Rotary::new(Tensor::from_data(table, (device, DType::F32)))
+            .expect("a pass has a token, and a frequency belongs to a pair of channels")
     }
 }
 
@@ -214,41 +226,79 @@ fn scale(freq: f64, (i, n): (usize, usize), theta: f64, scaling: &RopeScaling) -
     }
 }
 
-/// Cosines and sines of a range of positions.
+/// The rotation of the tokens of a pass: rows of a table.
 #[derive(Clone, Debug)]
 pub struct Rotation {
-    cos: Tensor<4>, // [1 or batch, 1, seq, rotary_dim / 2]
-    sin: Tensor<4>,
+    table: Rotary,
+    place: Place,
+    /// Cosines and sines of the tokens, `[1 or batch, 1, seq, rotary_dim / 2]`: picked from the table when they are
+    /// first asked for, once for all layers.
+    rows: Arc<OnceLock<[Tensor<4>; 2]>>,
+}
+
+/// Which rows of a table a pass takes.
+#[derive(Clone, Debug)]
+enum Place {
+    /// So many from the first on.
+    Range(usize, usize),
+    /// Those of these positions, `[n]`, of so many tokens of each sequence or of all.
+    Stored(Tensor<1, Int>, usize),
+    /// None: rows were rounded to another type.
+    Picked,
 }
 
 impl Rotation {
-    pub(crate) fn device(&self) -> Device {
-        self.cos.device()
+    fn new(table: &Rotary, place: Place) -> Self {
+        Self { table: table.clone(), place, rows: Arc::default() }
     }
 
     /// The rotation of `seq` positions from `start` on.
-    pub(crate) fn narrow(&self, start: usize, seq: usize) -> Self {
-        let part = |table: &Tensor<4>| table.clone().narrow(2, start, seq);
-        Self { cos: part(&self.cos), sin: part(&self.sin) }
+    pub(crate) fn rows(table: &Rotary, start: usize, seq: usize) -> Self {
+        Self::new(table, Place::Range(start, seq))
     }
 
     /// The rotation of positions `[n]`, of `seq` tokens of each sequence or of all; one past the table gets that of
     /// its last position, one before it that of its first.
-    pub(crate) fn at(&self, positions: &Tensor<1, Int>, seq: usize) -> Self {
-        let last = self.cos.dims()[2] as i32 - 1;
-        let position = positions.clone().clamp(0, last);
-        let pick = |table: &Tensor<4>| {
-            let (n, half) = (positions.dims()[0], table.dims()[3]);
-            table.clone().select(2, position.clone()).reshape([n / seq, 1, seq, half])
+    pub(crate) fn at(table: &Rotary, positions: &Tensor<1, Int>, seq: usize) -> Self {
+        Self::new(table, Place::Stored(positions.clone(), seq))
+    }
+
+    /// The table, by whose rows a cache may rotate one token of its own, in f32.
+    pub(crate) fn table(&self) -> Option<&Rotary> {
+        match self.place {
+            Place::Range(_, 1) | Place::Stored(_, 1) => Some(&self.table),
+            _ => None,
+        }
+    }
+
+    /// Cosines and sines.
+    fn cos_sin(&self) -> [Tensor<4>; 2] {
+        let pick = || {
+            let table = self.table.table().clone();
+            let half = self.table.rotary_dim() / 2;
+            let (rows, shape) = match &self.place {
+                Place::Range(start, seq) => (table.narrow(0, *start, *seq), [1, 1, *seq, half]),
+                Place::Stored(positions, seq) => {
+                    let last = self.table.positions() as i32 - 1;
+                    let n = positions.dims()[0];
+                    let rows = table.select(0, positions.clone().clamp(0, last));
+                    (rows, [n / seq, 1, *seq, half])
+                }
+                Place::Picked => unreachable!("rows are picked before they are rounded"),
+            };
+            [0, half].map(|first| rows.clone().narrow(1, first, half).reshape(shape))
         };
-        Self { cos: pick(&self.cos), sin: pick(&self.sin) }
+        self.rows.get_or_init(pick).clone()
     }
 
     /// The rotation with cosines and sines rounded to `dtype`, for a model that computes in it.
     #[must_use]
     pub fn to_dtype(&self, dtype: DType) -> Self {
-        let round = |table: &Tensor<4>| table.clone().cast(dtype);
-        Self { cos: round(&self.cos), sin: round(&self.sin) }
+        if dtype == DType::F32 {
+            return self.clone();
+        }
+        let rows = self.cos_sin().map(|table| table.cast(dtype));
+        Self { place: Place::Picked, rows: Arc::new(rows.into()), ..self.clone() }
     }
 
     /// Rotates channel `i` with channel `i + rotary_dim / 2`, in the type of x, to which cosines and
@@ -261,10 +311,13 @@ impl Rotation {
     pub fn apply(&self, x: Tensor<4>) -> Tensor<4> {
         let _span = tracing::trace_span!(target: crate::spans::OPERATION, "rotate").entered();
         let head_dim = x.dims()[3];
-        let half = self.cos.dims()[3];
+        let [cos, sin] = self.cos_sin().map(|table| match table.dtype() == x.dtype() {
+            true => table,
+            false => table.cast(x.dtype()),
+        });
+        let half = cos.dims()[3];
         let a = x.clone().narrow(3, 0, half);
         let b = x.clone().narrow(3, half, half);
-        let Self { cos, sin } = self.to_dtype(x.dtype());
         let rotated_a = a.clone() * cos.clone() - b.clone() * sin.clone();
         let rotated_b = b * cos + a * sin;
         let mut parts = vec![rotated_a, rotated_b];

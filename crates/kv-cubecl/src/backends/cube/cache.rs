@@ -22,27 +22,38 @@ use crate::{
         cache::{self, CacheBindings, CacheProblem},
         chunk_attention,
         decode_attention::{self, DecodeBindings, DecodeProblem},
+        rotary::{self, RotaryBinding},
     },
     layout::{CacheLayout, Side, Sides},
     scores::Scores,
     shapes,
 };
 
-/// Appends `key` and `value` to a cache of `len` tokens. With `position`, the kernel reads from it
-/// how many tokens the cache holds; `len` is then only what the launch is planned for.
+/// Where one token stands: beside what the host counts.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Place<'a> {
+    /// Contiguous, as [`TokenPosition::Stored`](crate::TokenPosition::Stored).
+    pub(super) position: Option<&'a CubeTensor>,
+    /// Contiguous, as [`TokenRotary::Table`](crate::TokenRotary::Table).
+    pub(super) rotary: Option<&'a CubeTensor>,
+}
+
+/// Appends `key` and `value` to a cache of `len` tokens. With a position, the kernel reads from it
+/// how many tokens the cache holds; `len` is then only what the launch is planned for. A table turns the key of one
+/// token.
 pub(super) fn write(
     state: CacheState<CubeBackend>,
     key: CubeTensor,
     value: CubeTensor,
     layout: CacheLayout,
     len: usize,
-    position: Option<&CubeTensor>,
+    place: Place<'_>,
 ) -> CacheState<CubeBackend> {
     let CacheState { mut keys, mut values, floats } = contiguous(state);
     let floats = writable(floats);
     let (key, value) = (into_contiguous(key), into_contiguous(value));
     let problem = CacheProblem { layout, len, added: dims(&key)[2], float: elem(&floats) };
-    let flushes = match position {
+    let flushes = match place.position {
         Some(_) => Sides { keys: true, values: true },
         None => problem.flushes(),
     };
@@ -56,7 +67,7 @@ pub(super) fn write(
     let formats = layout.formats();
     if problem.added == 1 {
         let Sides { keys: key_format, values: value_format } = formats;
-        let bindings = cache_bindings([&keys, &values, &floats], position);
+        let bindings = cache_bindings([&keys, &values, &floats], place);
         let (chunk, key, value) = (elem(&key), arg(&key), arg(&value));
         launched(with_format!(key_format, K => with_format!(value_format, V => {
             cache::launch_write_token::<K, V>(client, key, value, bindings, chunk, &problem)
@@ -77,9 +88,9 @@ pub(super) fn write(
     CacheState { keys, values, floats }
 }
 
-/// Attends to the first `tokens` of a cache of `len` tokens, whose tensors are contiguous. With
-/// `position`, the kernel reads from it the position of the last token; `len` and `tokens` are then
-/// only what the launch is planned for.
+/// Attends to the first `tokens` of a cache of `len` tokens, whose tensors are contiguous. With a
+/// position, the kernel reads from it the position of the last token; `len` and `tokens` are then
+/// only what the launch is planned for. A table turns the query of that token.
 pub(super) fn decode_attention(
     query: CubeTensor,
     state: &CacheState<CubeBackend>,
@@ -87,11 +98,11 @@ pub(super) fn decode_attention(
     len: usize,
     tokens: usize,
     options: AttentionOptions,
-    position: Option<&CubeTensor>,
+    place: Place<'_>,
 ) -> (CubeTensor, CubeTensor) {
     let Sides { keys, values } = layout.formats();
     with_format!(keys, K => with_format!(values, V => {
-        decode_attention_as::<K, V>(query, state, layout, len, tokens, options, position)
+        decode_attention_as::<K, V>(query, state, layout, len, tokens, options, place)
     }))
 }
 
@@ -103,19 +114,25 @@ pub(super) fn decode_attention_as<K: PackedInKernels, V: PackedInKernels>(
     len: usize,
     tokens: usize,
     options: AttentionOptions,
-    position: Option<&CubeTensor>,
+    mut place: Place<'_>,
 ) -> (CubeTensor, CubeTensor) {
     let (shape, dtype) = (dims(&query), query.dtype);
     let rows = shape[1] / layout.shape().n_kv_heads * shape[2];
     let (float, scores) = (elem(&state.floats), options.scores(shape[3]));
     let problem = DecodeProblem { layout, len, tokens, rows, float, query: elem(&query), scores };
-    let plan = match position {
+    let plan = match place.position {
         Some(_) => None,
         None => chunk_attention::plan(&problem, query.client.properties()),
     };
-    // Chunks are read in vectors, and are f32.
+    // Chunks are read in vectors, and are f32 and turned already.
     let query = match plan {
-        Some(_) => CubeBackend::float_cast(query, FloatDType::F32),
+        Some(_) => {
+            let query = into_contiguous(CubeBackend::float_cast(query, FloatDType::F32));
+            match place.rotary.take() {
+                Some(table) => turned(query, table, tokens - 1),
+                None => query,
+            }
+        }
         None => query,
     };
     let problem = DecodeProblem { query: elem(&query), ..problem };
@@ -125,9 +142,9 @@ pub(super) fn decode_attention_as<K: PackedInKernels, V: PackedInKernels>(
     let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
     let bindings = DecodeBindings {
         query: arg(&query),
-        cache: cache_bindings([&state.keys, &state.values, &state.floats], position),
+        cache: cache_bindings([&state.keys, &state.values, &state.floats], place),
         output: arg(&output),
-        lse: arg(&lse),
+        lse: &|| arg(&lse),
     };
     let client = &query.client;
     launched(match plan {
@@ -159,13 +176,29 @@ pub(in crate::backends) fn check_decode(
     }
 }
 
+/// The rows of `x`, contiguous and f32, turned by `position`.
+fn turned(x: CubeTensor, table: &CubeTensor, position: usize) -> CubeTensor {
+    let shape = dims(&x);
+    let output = empty_like(&x, shape, DType::F32);
+    let (client, n) = (&x.client, shape.iter().product());
+    let binding = rotary_binding(table);
+    launched(rotary::launch_turn(client, arg(&x), arg(&output), binding, n, shape[3], position));
+    output
+}
+
 /// Keys, values and float rows of a cache.
 fn cache_bindings(
     [keys, values, floats]: [&CubeTensor; 3],
-    position: Option<&CubeTensor>,
+    Place { position, rotary }: Place<'_>,
 ) -> CacheBindings {
     let [keys, values, floats] = [keys, values, floats].map(arg);
-    CacheBindings { keys, values, floats, position: position.map(positions) }
+    let (position, rotary) = (position.map(positions), rotary.map(rotary_binding));
+    CacheBindings { keys, values, floats, position, rotary }
+}
+
+fn rotary_binding(table: &CubeTensor) -> RotaryBinding {
+    let [positions, rotary_dim] = table.meta.shape().dims();
+    RotaryBinding { table: arg(table), positions, rotary_dim }
 }
 
 /// Positions, and how many there are.

@@ -17,9 +17,10 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 
+use self::cache::Place;
 use super::sinks;
 use crate::{
-    AttentionOptions, CacheFloat, CacheState, KvCacheOps, Result, SteGradient,
+    AttentionOptions, CacheFloat, CacheState, KvCacheOps, Result, SteGradient, Token,
     formats::cube::with_format,
     kernels::{
         cache::launch_quantize,
@@ -106,7 +107,7 @@ impl KvCacheOps for CubeBackend {
         layout: CacheLayout,
         len: usize,
     ) -> CacheState<Self> {
-        cache::write(state, key, value, layout, len, None)
+        cache::write(state, key, value, layout, len, Place::default())
     }
 
     fn decode_attention(
@@ -118,25 +119,28 @@ impl KvCacheOps for CubeBackend {
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let state = cache::contiguous(state);
-        cache::decode_attention(query, &state, layout, len, tokens, options, None)
+        cache::decode_attention(query, &state, layout, len, tokens, options, Place::default())
     }
 
     fn step(
         state: CacheState<Self>,
-        query: FloatTensor<Self>,
-        key: FloatTensor<Self>,
-        value: FloatTensor<Self>,
-        position: IntTensor<Self>,
+        token: Token<Self>,
         layout: CacheLayout,
+        len: usize,
         options: AttentionOptions,
     ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>) {
-        let position = into_contiguous(position);
-        let position = Some(&position);
-        // Launches are planned for a full cache, so that one recording of them serves every length.
-        let capacity = layout.config().capacity;
-        let state = cache::write(state, key, value, layout, capacity, position);
+        let Token { query, key, value, position, rotary } = token;
+        let position = position.into_option().map(into_contiguous);
+        let table = rotary.into_option().map(into_contiguous);
+        let place = Place { position: position.as_ref(), rotary: table.as_ref() };
+        let (before, after) = match place.position {
+            None => (len, len + 1),
+            // Launches are planned for a full cache, so that one recording of them serves every length.
+            Some(_) => (layout.config().capacity, layout.config().capacity),
+        };
+        let state = cache::write(state, key, value, layout, before, place);
         let (output, lse) =
-            cache::decode_attention(query, &state, layout, capacity, capacity, options, position);
+            cache::decode_attention(query, &state, layout, after, after, options, place);
         (state, output, lse)
     }
 

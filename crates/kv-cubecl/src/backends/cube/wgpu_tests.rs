@@ -88,7 +88,7 @@ fn codes_that_are_not_linear_are_restored() {
             values: words.values,
             floats: empty_like(like, layout.float_shape(), DType::F32),
         };
-        let state = write(state, key, value, layout, 0, None);
+        let state = write(state, key, value, layout, 0, Place::default());
         for tokens in [1, 6] {
             let query = wave([1, 4, tokens, 32], 0.7);
             let options = AttentionOptions::default();
@@ -99,7 +99,7 @@ fn codes_that_are_not_linear_are_restored() {
                 };
                 [read(output), read(lse)].concat()
             };
-            let (len, at) = (TOKENS, None);
+            let (len, at) = (TOKENS, Place::default());
             let folded = decode_attention_as::<Affine, Affine>(
                 query.clone(),
                 &state,

@@ -9,6 +9,7 @@
 mod cache;
 mod chunk;
 mod decode;
+mod rotary;
 mod slice;
 mod streaming;
 mod streaming_backward;
@@ -26,7 +27,7 @@ use rayon::prelude::*;
 
 use super::sinks;
 use crate::{
-    AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient,
+    AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient, Token,
     layout::{CacheLayout, QuantSpec, Sides, StreamSpec},
     shapes, simd,
 };
@@ -155,19 +156,26 @@ impl KvCacheOps for Flex {
 
     fn step(
         mut state: CacheState<Self>,
-        query: FloatTensor<Self>,
-        key: FloatTensor<Self>,
-        value: FloatTensor<Self>,
-        position: IntTensor<Self>,
+        token: Token<Self>,
         layout: CacheLayout,
+        len: usize,
         options: AttentionOptions,
     ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        let Token { query, key, value, position, rotary } = token;
         let (capacity, shape, dtype) = (layout.config().capacity, dims(&query), query.dtype());
         let [query, key, value] = [query, key, value].map(floats);
-        let position = contiguous(position);
-        let positions: &[i32] = position.storage();
+        let position = position.into_option().map(contiguous);
+        let counted = [len as i32];
+        let positions: &[i32] = position.as_ref().map_or(&counted, |position| position.storage());
+        let table = rotary.into_option().map(contiguous);
+        let table = table.as_ref().map(|table| {
+            let [_, rotary_dim] = dims(table);
+            rotary::Table { data: table.storage(), rotary_dim }
+        });
+        let [query, key] =
+            [&query, &key].map(|rows| rotary::turned(rows.storage(), shape[3], positions, table));
         let slices = layout.slices() / positions.len();
-        let chunks = Sides { keys: key.storage(), values: value.storage() };
+        let chunks = Sides { keys: &*key, values: value.storage() };
         state = contiguous_state(state);
         let mut sequences = Vec::with_capacity(positions.len());
         for (i, &position) in positions.iter().enumerate() {
@@ -189,7 +197,7 @@ impl KvCacheOps for Flex {
             }
             let (layout, slices, len) = (&layout, slices.clone(), *len);
             let attend = decode::Attend { layout, len, tokens: len, slices, options, threads };
-            attend.run(query.storage(), shape, &state)
+            attend.run(&query, shape, &state)
         });
         let (outputs, lses): (Vec<_>, Vec<_>) = attentions.into_iter().unzip();
         let (outputs, lses) = (outputs.concat(), lses.concat());

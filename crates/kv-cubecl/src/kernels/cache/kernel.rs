@@ -5,8 +5,9 @@ use crate::{
         Granularity, QuantSpec,
         cube::{F16_MAX, PackedInKernels, greater, lesser, saturate},
     },
-    kernels::layout::{
-        CacheArgs, SideArgs, SideScheduleArgs, float_element, packed_slot, quantized,
+    kernels::{
+        layout::{CacheArgs, SideArgs, SideScheduleArgs, float_element, packed_slot, quantized},
+        rotary::{RotaryArgs, turned},
     },
 };
 
@@ -19,6 +20,23 @@ pub(super) struct Source {
     pub(super) added: usize,
     /// Elements of the float rows of one slice of the cache.
     pub(super) float_elements: usize,
+    /// The table that turns the rows of the chunk, where there is one.
+    pub(super) rotary: RotaryArgs,
+}
+
+/// One channel of a token of the chunk, turned if there is a table.
+#[cube]
+fn new_element<C: Float>(
+    chunk: &[C],
+    table: &ComptimeOption<Box<[f32]>>,
+    slice: usize,
+    token: usize,
+    channel: usize,
+    source: &Source,
+    side: &SideArgs,
+) -> f32 {
+    let row = (slice * source.added + token - source.len) * side.head_dim;
+    turned::<C>(chunk, row, channel, table, token, &source.rotary)
 }
 
 /// One channel of a token past the sinks, from its ring or from the chunk, rounded to the stored type
@@ -27,6 +45,7 @@ pub(super) struct Source {
 fn read<R: Float, C: Float>(
     floats: &[R],
     chunk: &[C],
+    table: &ComptimeOption<Box<[f32]>>,
     slice: usize,
     token: usize,
     channel: usize,
@@ -37,9 +56,8 @@ fn read<R: Float, C: Float>(
         let row = slice * source.float_elements + float_element(token, side);
         f32::cast_from(floats[row + channel])
     } else {
-        let row = slice * source.added + token - source.len;
         // Saturating first keeps a narrower type finite; the quantizer saturates anyway.
-        let x = f32::cast_from(chunk[row * side.head_dim + channel]);
+        let x = new_element::<C>(chunk, table, slice, token, channel, source, side);
         f32::cast_from(R::cast_from(saturate(x)))
     };
     saturate(x)
@@ -50,6 +68,7 @@ fn read<R: Float, C: Float>(
 fn flush_group<R: Float, C: Float, F: PackedInKernels>(
     floats: &[R],
     chunk: &[C],
+    table: &ComptimeOption<Box<[f32]>>,
     words: &mut [u32],
     slice: usize,
     granule: usize,
@@ -80,7 +99,7 @@ fn flush_group<R: Float, C: Float, F: PackedInKernels>(
     let mut max = f32::new(-F16_MAX);
     for i in 0..group_size {
         let (token, channel) = (token + i * token_step, channel + i * channel_step);
-        let x = read::<R, C>(floats, chunk, slice, token, channel, source, side);
+        let x = read::<R, C>(floats, chunk, table, slice, token, channel, source, side);
         min = lesser(min, x);
         max = greater(max, x);
     }
@@ -94,7 +113,7 @@ fn flush_group<R: Float, C: Float, F: PackedInKernels>(
         for i in 0..codes_per_word {
             let nth = at * codes_per_word + i;
             let (token, channel) = (token + nth * token_step, channel + nth * channel_step);
-            let x = read::<R, C>(floats, chunk, slice, token, channel, source, side);
+            let x = read::<R, C>(floats, chunk, table, slice, token, channel, source, side);
             word |= F::encode(x, scale, offset, spec.n_bits) << (i as u32 * spec.n_bits);
         }
         words[base + first_word + at * stride] = word;
@@ -107,6 +126,7 @@ fn flush_group<R: Float, C: Float, F: PackedInKernels>(
 #[cube]
 fn store<R: Float, C: Float>(
     chunk: &[C],
+    table: &ComptimeOption<Box<[f32]>>,
     floats: &mut [R],
     slice: usize,
     token: usize,
@@ -117,9 +137,8 @@ fn store<R: Float, C: Float>(
     #[comptime] saturating: bool,
 ) {
     if token < side.sinks || token >= first_kept {
-        let from = slice * source.added + token - source.len;
         let to = slice * source.float_elements + float_element(token, side);
-        let x = f32::cast_from(chunk[from * side.head_dim + channel]);
+        let x = new_element::<C>(chunk, table, slice, token, channel, source, side);
         if comptime!(saturating) {
             floats[to + channel] = R::cast_from(saturate(x));
         } else {
@@ -150,6 +169,7 @@ pub(super) fn flush<R: Float, F: PackedInKernels>(
         flush_group::<R, f32, F>(
             floats,
             chunk,
+            &ComptimeOption::new_None(),
             words,
             row / granules,
             granule,
@@ -179,7 +199,16 @@ pub(super) fn append<R: Float>(
         let token = source.len + row % source.added;
         let slice = row / source.added;
         store::<R, f32>(
-            chunk, floats, slice, token, channel, first_kept, &source, &side, saturating,
+            chunk,
+            &ComptimeOption::new_None(),
+            floats,
+            slice,
+            token,
+            channel,
+            first_kept,
+            &source,
+            &side,
+            saturating,
         );
     }
 }
@@ -227,6 +256,7 @@ pub(super) struct TokenArgs {
 #[cube]
 fn write_side<R: Float, C: Float, F: PackedInKernels>(
     chunk: &[C],
+    table: &ComptimeOption<Box<[f32]>>,
     floats: &mut [R],
     words: &mut [u32],
     position: &ComptimeOption<Box<[i32]>>,
@@ -255,11 +285,13 @@ fn write_side<R: Float, C: Float, F: PackedInKernels>(
     }
     if len < args.cache.capacity {
         let (added, float_elements) = (args.source.added, args.source.float_elements);
-        let source = Source { len, added, float_elements };
+        let rotary = args.source.rotary.copied();
+        let source = Source { len, added, float_elements, rotary };
         let index = row % granules;
         let group = unit % runs;
         write_unit::<R, C, F>(
             chunk,
+            table,
             floats,
             words,
             slice,
@@ -280,6 +312,7 @@ fn write_side<R: Float, C: Float, F: PackedInKernels>(
 #[allow(clippy::single_match, reason = "decided when the kernel is compiled")]
 fn write_unit<R: Float, C: Float, F: PackedInKernels>(
     chunk: &[C],
+    table: &ComptimeOption<Box<[f32]>>,
     floats: &mut [R],
     words: &mut [u32],
     slice: usize,
@@ -302,6 +335,7 @@ fn write_unit<R: Float, C: Float, F: PackedInKernels>(
                 flush_group::<R, C, F>(
                     &*floats,
                     chunk,
+                    table,
                     words,
                     slice,
                     before / granule + index,
@@ -320,6 +354,7 @@ fn write_unit<R: Float, C: Float, F: PackedInKernels>(
         for i in 0..comptime!(run(&spec)) {
             store::<R, C>(
                 chunk,
+                table,
                 floats,
                 slice,
                 token,
@@ -337,7 +372,7 @@ fn write_unit<R: Float, C: Float, F: PackedInKernels>(
 /// then those of the values.
 ///
 /// A sequence holds as many tokens as its position says, or as the source where there is none; if it is full,
-/// or its position is below 0, nothing is written.
+/// or its position is below 0, nothing is written. With a table, keys are turned by their position first.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn write_token<R: Float, C: Float, K: PackedInKernels, V: PackedInKernels>(
     key: &[C],
@@ -346,6 +381,7 @@ pub(super) fn write_token<R: Float, C: Float, K: PackedInKernels, V: PackedInKer
     key_words: &mut [u32],
     value_words: &mut [u32],
     position: ComptimeOption<Box<[i32]>>,
+    rotary: ComptimeOption<Box<[f32]>>,
     args: TokenArgs,
     #[comptime] bp: TokenBlueprint,
     #[define(R)] _dtype: ElemType,
@@ -355,6 +391,7 @@ pub(super) fn write_token<R: Float, C: Float, K: PackedInKernels, V: PackedInKer
     if ABSOLUTE_POS < args.n_keys {
         write_side::<R, C, K>(
             key,
+            &rotary,
             floats,
             key_words,
             &position,
@@ -369,6 +406,7 @@ pub(super) fn write_token<R: Float, C: Float, K: PackedInKernels, V: PackedInKer
     } else if ABSOLUTE_POS < args.n {
         write_side::<R, C, V>(
             value,
+            &ComptimeOption::new_None(),
             floats,
             value_words,
             &position,

@@ -8,7 +8,12 @@ use super::kernel::{self, SourceLaunch, TokenArgsLaunch, TokenBlueprint};
 use crate::{
     Result,
     formats::cube::PackedInKernels,
-    kernels::{elementwise, layout::SideArgsLaunch, quantize::RestoreProblem},
+    kernels::{
+        elementwise,
+        layout::SideArgsLaunch,
+        quantize::RestoreProblem,
+        rotary::{RotaryArgsLaunch, RotaryBinding, rotary_args},
+    },
     layout::{CacheLayout, QuantizedCounts, Side, Sides},
 };
 
@@ -28,8 +33,8 @@ pub(crate) struct CacheProblem {
 }
 
 impl CacheProblem {
-    fn source(&self) -> SourceLaunch {
-        SourceLaunch::new(self.len, self.added, self.layout.float_elements())
+    fn source(&self, rotary: RotaryArgsLaunch) -> SourceLaunch {
+        SourceLaunch::new(self.len, self.added, self.layout.float_elements(), rotary)
     }
 
     /// Elements of the longest buffer: the cache's float rows or the appended tokens. Packed words
@@ -67,6 +72,8 @@ pub(crate) struct CacheBindings {
     /// read by the kernel instead of being told by the problem; below 0 for a sequence that takes no part. How
     /// many positions there are is beside it.
     pub(crate) position: Option<(BufferArg, usize)>,
+    /// What turns the key, or the query, of a token by its position.
+    pub(crate) rotary: Option<RotaryBinding>,
 }
 
 /// Appends one token, `key` and `value` of type `chunk`, `[slices, head_dim]`, and quantizes what leaves the
@@ -88,6 +95,7 @@ pub(crate) fn launch_write_token<K: PackedInKernels, V: PackedInKernels>(
         saturating: layout.config().float.saturates(),
     };
     let (position, n_positions) = cache.position.unzip();
+    let (table, rotary) = rotary_args(cache.rotary);
     let leaving = match position {
         // As many as ever leave at once.
         Some(_) => layout.schedule().sides.map(|side| side.step),
@@ -112,8 +120,9 @@ pub(crate) fn launch_write_token<K: PackedInKernels, V: PackedInKernels>(
         cache.keys,
         cache.values,
         position.into(),
+        table.into(),
         TokenArgsLaunch::new(
-            problem.source(),
+            problem.source(rotary),
             layout.args(),
             granules.keys,
             granules.values,
@@ -159,7 +168,7 @@ pub(crate) fn launch_flush<F: PackedInKernels>(
             floats,
             chunk,
             words,
-            problem.source(),
+            problem.source(rotary_args(None).1),
             place.args(),
             n,
             first,
@@ -193,7 +202,7 @@ pub(crate) fn launch_append(
         grid.address,
         chunk,
         floats,
-        problem.source(),
+        problem.source(rotary_args(None).1),
         place.args(),
         n,
         first_kept,
@@ -226,7 +235,7 @@ pub(crate) fn launch_quantize<F: PackedInKernels>(
         floats,
         input,
         words,
-        SourceLaunch::new(0, tokens, head_dim),
+        SourceLaunch::new(0, tokens, head_dim, rotary_args(None).1),
         SideArgsLaunch::new(0, 1, 0, head_dim, spec.words(tokens, head_dim), tokens),
         n,
         0,

@@ -39,6 +39,7 @@ fn no_array_is_in_local_memory() {
                 b(),
                 b(),
                 position,
+                ComptimeOptionCompilationArg::None,
                 args,
                 token,
                 F32,

@@ -12,6 +12,7 @@ use crate::{
         decode_attention::{
             DecodeBindings, DecodeProblem, args, grid, launch_merge, partial_results,
         },
+        rotary::rotary_args,
         row_blocks::VECTOR,
     },
 };
@@ -22,7 +23,7 @@ use crate::{
 /// As [`grid_of`].
 pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
     client: &Client,
-    bindings: DecodeBindings,
+    bindings: DecodeBindings<'_>,
     problem: &DecodeProblem,
     plan: &ChunkPlan,
 ) -> Result<()> {
@@ -44,7 +45,7 @@ pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
             bindings.cache.values,
             bindings.cache.floats,
             partials(),
-            args(problem, n_splits, 1),
+            args(problem, n_splits, 1, rotary_args(None).1),
             TilesLaunch::new(
                 plan.main,
                 plan.main_tiles,
@@ -56,7 +57,7 @@ pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
             problem.float,
         );
     }
-    launch_merge(client, partials(), bindings.output, bindings.lse, problem, n_splits)
+    launch_merge(client, partials(), bindings.output, (bindings.lse)(), problem, n_splits)
 }
 
 /// The grid of the first launch of a plan.

@@ -3,7 +3,10 @@
 use cubecl::prelude::*;
 
 use super::base::DecodeProblem;
-use crate::kernels::layout::CacheArgs;
+use crate::kernels::{
+    layout::CacheArgs,
+    rotary::{RotaryArgs, RotaryArgsLaunch},
+};
 
 /// Run-time numbers of a launch.
 #[derive(CubeType, CubeLaunch)]
@@ -21,12 +24,15 @@ pub(crate) struct DecodeArgs {
     pub(crate) scale: f32,
     /// What scores are bounded by, where they are.
     pub(crate) softcap: f32,
+    /// The table that turns the query, where there is one.
+    pub(super) rotary: RotaryArgs,
 }
 
 pub(crate) fn args(
     problem: &DecodeProblem,
     n_splits: usize,
     n_positions: usize,
+    rotary: RotaryArgsLaunch,
 ) -> DecodeArgsLaunch {
     let layout = &problem.layout;
     DecodeArgsLaunch::new(
@@ -39,5 +45,6 @@ pub(crate) fn args(
         n_splits,
         problem.scores.scale,
         problem.scores.softcap.unwrap_or(0.0),
+        rotary,
     )
 }

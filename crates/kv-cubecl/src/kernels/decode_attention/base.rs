@@ -79,6 +79,8 @@ pub(crate) struct DecodeBlueprint {
     pub(crate) window: bool,
     /// Whether scores are bounded.
     pub(crate) softcap: bool,
+    /// Whether there is one split, whose sums are the result.
+    pub(crate) whole: bool,
 }
 
 impl DecodeBlueprint {
@@ -197,6 +199,7 @@ pub(super) fn prepare(
         flat: false,
         window: layout.config().window.is_some(),
         softcap: problem.scores.softcap.is_some(),
+        whole: false,
     };
     // Neighboring units read neighboring vectors of a token.
     while 2 * blueprint.lanes <= hardware.plane.min(MAX_LANES)
@@ -237,6 +240,8 @@ pub(super) fn prepare(
         return Err(unsupported(format!("needs {blueprint:?}, beyond WebGPU's limits")));
     }
     let (n_splits, _) = splits(n_tiles(&blueprint), wanted_splits);
+    // Sums are f32 and written as they are.
+    blueprint.whole = n_splits == 1 && problem.query == ElemType::Float(FloatKind::F32);
     Ok((blueprint, Settings { row_chunks, n_splits }))
 }
 

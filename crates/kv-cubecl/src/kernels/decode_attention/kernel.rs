@@ -3,7 +3,7 @@ use cubecl::prelude::*;
 use super::{
     args::DecodeArgs,
     base::DecodeBlueprint,
-    rows::{load_query, new_rows, weigh, write_partials},
+    rows::{load_query, log_sum_exp, new_rows, normalized, weigh, write_rows},
     score::score,
     values::add_values,
 };
@@ -153,7 +153,8 @@ fn tile_at(
 }
 
 /// One cube per (slice, split, chunk of query rows); writes `(o, m, l)` of each row to
-/// `partials` `[slices, rows, n_splits, head_dim + 2]`, with the head_dim of values.
+/// `results` `[slices, rows, n_splits, head_dim + 2]`, with the head_dim of values. A split that is the whole writes
+/// the output to `results` `[slices, rows, head_dim]`, and to `lse` `[slices, rows]`.
 ///
 /// Keys: a unit takes `unit_tokens` consecutive tokens and every `lanes`-th vector of their
 /// channels. Values: a unit takes `unit_channels` consecutive channels and every `strides`-th
@@ -171,8 +172,10 @@ pub(super) fn partial_attention<
     keys: &[Vector<u32, N>],
     values: &[u32],
     floats: &[Vector<R, N>],
-    partials: &mut [f32],
+    results: &mut [f32],
+    lse: &mut [f32],
     position: ComptimeOption<Box<[i32]>>,
+    rotary: ComptimeOption<Box<[f32]>>,
     args: DecodeArgs,
     #[comptime] bp: DecodeBlueprint,
     #[define(R)] _dtype: ElemType,
@@ -187,9 +190,9 @@ pub(super) fn partial_attention<
         }
     }
     let mut rows = new_rows(bp);
-    load_query::<Q>(query, &mut rows, slice, first_row, &args, bp);
-    sync_cube();
     let extent = extent_of(slice, split, &position, &args, bp);
+    load_query::<Q>(query, &rotary, &mut rows, slice, first_row, extent.tokens, &args, bp);
+    sync_cube();
     for index in extent.first_tile..extent.last_tile {
         let tile = tile_at(index, &extent, &args, bp);
         let scores = score::<R, N, K>(keys, floats, slice, &tile, &rows, &args, bp);
@@ -198,13 +201,13 @@ pub(super) fn partial_attention<
         sync_cube();
     }
     if extent.tokens == 0 && rows.unit == 0 {
-        // Tells `merge_partials` that the sequence takes no part: sums of weights are never below 0.
+        // Tells that the sequence takes no part: sums of weights are never below 0.
         #[unroll]
         for r in 0..comptime!(bp.rows) {
             rows.sums[r] = f32::new(-1.0);
         }
     }
-    write_partials(partials, &mut rows, slice, split, first_row, &args, bp);
+    write_rows(results, lse, &mut rows, slice, split, first_row, &args, bp);
 }
 
 /// Merges the partial softmaxes of the splits of each row; one unit per (row, channel).
@@ -235,17 +238,9 @@ pub(super) fn merge_partials<Q: Float>(
             sum += weight * partials[at + head_dim + 1];
             out += weight * partials[at + channel];
         }
-        if sum < 0.0 {
-            out = f32::new(0.0);
-            // Twice the lowest number is -inf, for which WGSL has no literal.
-            maximum += maximum;
-        } else {
-            out /= sum;
-            maximum += sum.ln();
-        }
-        output[ABSOLUTE_POS] = Q::cast_from(out);
+        output[ABSOLUTE_POS] = Q::cast_from(normalized(out, sum));
         if channel == 0 {
-            lse[row] = maximum;
+            lse[row] = log_sum_exp(maximum, sum);
         }
     }
 }

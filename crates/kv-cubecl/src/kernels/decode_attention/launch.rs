@@ -8,12 +8,12 @@ use super::{
 use crate::{
     Result,
     formats::cube::PackedInKernels,
-    kernels::{Grid, Limits, cache::CacheBindings, elementwise},
+    kernels::{Grid, Limits, cache::CacheBindings, elementwise, rotary::rotary_args},
 };
 
 /// The buffers of a launch, all contiguous.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
-pub(crate) struct DecodeBindings {
+pub(crate) struct DecodeBindings<'a> {
     /// `[slices, rows, head_dim]` of the problem's type, with the head_dim of keys.
     pub(crate) query: BufferArg,
     /// The cache. With a position, that of the last token, the problem's lengths are only what is planned for;
@@ -22,7 +22,7 @@ pub(crate) struct DecodeBindings {
     /// As `query`, with the head_dim of values.
     pub(crate) output: BufferArg,
     /// f32 `[slices, rows]`.
-    pub(crate) lse: BufferArg,
+    pub(crate) lse: &'a dyn Fn() -> BufferArg,
 }
 
 /// Checks that the device has enough cubes and wide enough indices for [`launch_ref`] of this
@@ -36,13 +36,14 @@ pub(crate) fn check_size(problem: &DecodeProblem, properties: &DeviceProperties)
     grid(problem, n_splits, row_chunks, blueprint.units, &Limits::of(properties)).map(drop)
 }
 
-/// Attention of `problem`, in two launches: partial results of the splits, and their merge.
+/// Attention of `problem`, in one launch, or in two where tokens are split over cubes: partial results of the
+/// splits, and their merge.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported), see [the module](super).
 pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
     client: &Client,
-    bindings: DecodeBindings,
+    bindings: DecodeBindings<'_>,
     problem: &DecodeProblem,
 ) -> Result<()> {
     let properties = client.properties();
@@ -51,8 +52,16 @@ pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
     let limits = Limits::of(properties);
     let grid = grid(problem, n_splits, row_chunks, blueprint.units, &limits)?;
     let blueprint = DecodeBlueprint { flat: grid.flat, ..blueprint };
-    let partials = partial_results(client, problem, n_splits);
+    let DecodeBindings { output, lse, .. } = bindings;
+    let (results, merged) = match blueprint.whole {
+        true => (output, None),
+        false => {
+            let partials = partial_results(client, problem, n_splits);
+            (partials(), Some((partials(), output)))
+        }
+    };
     let (position, n_positions) = bindings.cache.position.unzip();
+    let (table, rotary) = rotary_args(bindings.cache.rotary);
     // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
     // the cache's length, rows and channels below theirs.
     unsafe {
@@ -66,15 +75,22 @@ pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
             bindings.cache.keys,
             bindings.cache.values,
             bindings.cache.floats,
-            partials(),
+            results,
+            lse(),
             position.into(),
-            args(problem, n_splits, n_positions.unwrap_or(1)),
+            table.into(),
+            args(problem, n_splits, n_positions.unwrap_or(1), rotary),
             blueprint,
             problem.float,
             problem.query,
         );
     }
-    launch_merge(client, partials(), bindings.output, bindings.lse, problem, n_splits)
+    match merged {
+        None => Ok(()),
+        Some((partials, output)) => {
+            launch_merge(client, partials, output, lse(), problem, n_splits)
+        }
+    }
 }
 
 fn partial_elements(problem: &DecodeProblem, n_splits: usize) -> usize {

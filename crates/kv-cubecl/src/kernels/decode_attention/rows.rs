@@ -7,6 +7,7 @@ use super::{
     base::DecodeBlueprint,
     kernel::{LOWEST, Tile, weight_of},
 };
+use crate::kernels::rotary::turned;
 
 /// Memory that the units of a cube share, and the sums that each unit keeps.
 #[derive(CubeType)]
@@ -71,13 +72,16 @@ pub(super) fn zeros(#[comptime] len: usize) -> Array<f32> {
     array
 }
 
-/// Scales the cube's rows of the query; those past the last are zeros. To be followed by a barrier.
+/// Scales the cube's rows of the query, turned by the position of token `tokens - 1` if there is a table; those
+/// past the last are zeros. To be followed by a barrier.
 #[cube]
 pub(super) fn load_query<Q: Float>(
     query: &[Q],
+    table: &ComptimeOption<Box<[f32]>>,
     state: &mut Rows,
     slice: usize,
     first_row: usize,
+    tokens: usize,
     args: &DecodeArgs,
     #[comptime] bp: DecodeBlueprint,
 ) {
@@ -87,8 +91,8 @@ pub(super) fn load_query<Q: Float>(
         let row = first_row + i / key_dim;
         let mut q = f32::new(0.0);
         if row < args.rows {
-            let at = (slice * args.rows + row) * key_dim + i % key_dim;
-            q = f32::cast_from(query[at]) * args.scale;
+            let (at, position) = ((slice * args.rows + row) * key_dim, clamp_min(tokens, 1) - 1);
+            q = turned::<Q>(query, at, i % key_dim, table, position, &args.rotary) * args.scale;
         }
         state.query[i] = q;
         i += comptime!(bp.units);
@@ -186,10 +190,12 @@ pub(super) fn weigh(
     sync_cube();
 }
 
-/// Adds up the units' outputs and sums, one row at a time, into `(o, m, l)` of the split.
+/// Adds up the units' outputs and sums, one row at a time, into `(o, m, l)` of the split; or, if it is the whole,
+/// into the output and its log-sum-exp.
 #[cube]
-pub(super) fn write_partials(
-    partials: &mut [f32],
+pub(super) fn write_rows(
+    results: &mut [f32],
+    lse: &mut [f32],
     state: &mut Rows,
     slice: usize,
     split: usize,
@@ -214,25 +220,61 @@ pub(super) fn write_partials(
         sync_cube();
         let row = first_row + r;
         if row < args.rows {
-            let base = ((slice * args.rows + row) * args.n_splits + split) * (value_dim + 2);
+            let row = slice * args.rows + row;
+            let mut sum = f32::new(0.0);
+            if comptime!(bp.whole) || state.unit == 0 {
+                for i in 0..units {
+                    sum += state.scratch[strides * value_dim + i];
+                }
+            }
+            let mut base = row * value_dim;
+            if comptime!(!bp.whole) {
+                base = (row * args.n_splits + split) * (value_dim + 2);
+            }
             let mut c = state.unit;
             while c < value_dim {
                 let mut total = f32::new(0.0);
                 for i in 0..strides {
                     total += state.scratch[i * value_dim + c];
                 }
-                partials[base + c] = total;
+                if comptime!(bp.whole) {
+                    total = normalized(total, sum);
+                }
+                results[base + c] = total;
                 c += units;
             }
             if state.unit == 0 {
-                let mut total = f32::new(0.0);
-                for i in 0..units {
-                    total += state.scratch[strides * value_dim + i];
+                if comptime!(bp.whole) {
+                    lse[row] = log_sum_exp(state.maxima[r], sum);
+                } else {
+                    results[base + value_dim] = state.maxima[r];
+                    results[base + value_dim + 1] = sum;
                 }
-                partials[base + value_dim] = state.maxima[r];
-                partials[base + value_dim + 1] = total;
             }
         }
         sync_cube();
     }
+}
+
+/// A weighted sum of values over the sum of weights; 0 for a sequence that takes no part, whose sum of weights is
+/// below 0.
+#[cube]
+pub(super) fn normalized(output: f32, sum: f32) -> f32 {
+    let mut normalized = f32::new(0.0);
+    // A NaN stays one, so the test is not `sum >= 0`.
+    if !(sum < 0.0) {
+        normalized = output / sum;
+    }
+    normalized
+}
+
+/// The log-sum-exp of scores of this maximum and sum of weights; -inf for a sequence that takes no part.
+#[cube]
+pub(super) fn log_sum_exp(maximum: f32, sum: f32) -> f32 {
+    // Twice the lowest number is -inf, for which WGSL has no literal.
+    let mut lse = maximum + maximum;
+    if !(sum < 0.0) {
+        lse = maximum + sum.ln();
+    }
+    lse
 }

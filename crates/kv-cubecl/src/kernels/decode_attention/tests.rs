@@ -24,8 +24,8 @@ const CACHES: [&str; 6] = ["float", "float-f16", "k8v8", "k4v4", "k4v2-f16", "k2
 /// `kv-eval bench` measures on CUDA.
 const ROWS: [(usize, bool); 4] = [(1, false), (3, false), (4, false), (4, true)];
 
-/// The first of the two kernels, its plan, and a name; for a card, with the length on the device or
-/// not.
+/// The first of the two kernels, its plan, and a name; for a card, with the length on the device and rotary positions
+/// or neither.
 fn kernel(
     properties: Arc<DeviceProperties>,
     cache: &str,
@@ -54,6 +54,11 @@ fn kernel(
         buffer(),
         buffer(),
         buffer(),
+        buffer(),
+        match at {
+            true => ComptimeOptionCompilationArg::Some(buffer()),
+            false => ComptimeOptionCompilationArg::None,
+        },
         match at {
             true => ComptimeOptionCompilationArg::Some(buffer()),
             false => ComptimeOptionCompilationArg::None,

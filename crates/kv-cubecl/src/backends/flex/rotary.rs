@@ -1,0 +1,44 @@
+//! Rotary positions: channel `i` of a row turns with channel `i + rotary_dim / 2`.
+
+use std::borrow::Cow;
+
+/// A table `[positions, rotary_dim]`, whose rows are cosines, then sines.
+#[derive(Clone, Copy)]
+pub(super) struct Table<'a> {
+    pub(super) data: &'a [f32],
+    pub(super) rotary_dim: usize,
+}
+
+impl Table<'_> {
+    /// Turns rows of `head_dim` channels by `position`; one past the table turns like its last.
+    fn turn(&self, rows: &mut [f32], head_dim: usize, position: usize) {
+        let last = self.data.len() / self.rotary_dim - 1;
+        let angles = &self.data[position.min(last) * self.rotary_dim..][..self.rotary_dim];
+        let (cos, sin) = angles.split_at(self.rotary_dim / 2);
+        for row in rows.chunks_exact_mut(head_dim) {
+            let (first, second) = row[..self.rotary_dim].split_at_mut(self.rotary_dim / 2);
+            let pairs = first.iter_mut().zip(second).zip(cos.iter().zip(sin));
+            for ((a, b), (cos, sin)) in pairs {
+                (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+            }
+        }
+    }
+}
+
+/// One token of each sequence, `rows` `[batch, heads, 1, head_dim]`, turned by its position if there is a table; of
+/// one position, all sequences by that.
+pub(super) fn turned<'a>(
+    rows: &'a [f32],
+    head_dim: usize,
+    positions: &[i32],
+    table: Option<Table<'_>>,
+) -> Cow<'a, [f32]> {
+    let Some(table) = table else { return Cow::Borrowed(rows) };
+    let mut rows = rows.to_vec();
+    let of_each = rows.len() / positions.len();
+    for (rows, &position) in rows.chunks_exact_mut(of_each).zip(positions) {
+        // One below 0 takes no part.
+        table.turn(rows, head_dim, usize::try_from(position).unwrap_or(0));
+    }
+    Cow::Owned(rows)
+}

@@ -1,0 +1,149 @@
+//! One token for every sequence: where the device holds the length, and rotary positions in the same launches.
+
+use burn::tensor::{DType, Int, Tensor, TensorData};
+
+use super::{KvCache, check_device, state::Place};
+use crate::{Attention, Error, Result, Rotary};
+
+impl KvCache {
+    /// [`attend`](Self::attend) for one token, of a cache whose sequences hold as many tokens as `position`
+    /// says when the kernels run: recorded once, as by [`burn::tensor::capture`], the launches serve every
+    /// length. A full cache is read and stays as it is.
+    ///
+    /// A sequence whose position is below 0 takes no part: its memory is neither read nor written, its output
+    /// is 0 and its `lse` -inf.
+    ///
+    /// [`len`](Self::len) does not change: [`advance`](Self::advance) counts what such steps have
+    /// appended.
+    ///
+    /// # Shapes
+    /// - `query`: `[batch, n_heads, 1, head_dim]`
+    /// - `key`, `value`: `[batch, n_kv_heads, 1, head_dim]`, keys after the position encoding
+    /// - `position`: i32, `[1]` for all sequences or `[batch]`, one for each
+    /// - all three f32, f16 or bf16; output: as that of [`attend`](Self::attend)
+    ///
+    /// # Errors
+    /// [`Error::Shape`], or [`Error::Unsupported`] for tensors that record gradients or sit on another
+    /// device; the cache is then unchanged.
+    pub fn attend_at(
+        &mut self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        position: &Tensor<1, Int>,
+    ) -> Result<Attention> {
+        let place = Place { position: Some(position.clone()), rotary: None };
+        self.attend_stored_at("attend_at", [query, key, value], place)
+    }
+
+    /// [`attend_at`](Self::attend_at) to a query and a key before the position encoding, which `rotary` turns by the
+    /// token's position; one past the table turns like its last.
+    ///
+    /// # Errors
+    /// Those of [`attend_at`](Self::attend_at), and [`Error::Shape`] for a table of more channels than a key.
+    pub fn attend_at_rotated(
+        &mut self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        position: &Tensor<1, Int>,
+        rotary: &Rotary,
+    ) -> Result<Attention> {
+        let place = Place { position: Some(position.clone()), rotary: Some(rotary) };
+        self.attend_stored_at("attend_at_rotated", [query, key, value], place)
+    }
+
+    /// [`attend`](Self::attend) for one token, to a query and a key before the position encoding, which `rotary`
+    /// turns by the token's position.
+    ///
+    /// # Shapes
+    /// - as those of [`attend_at`](Self::attend_at)
+    ///
+    /// # Errors
+    /// Those of [`attend`](Self::attend), and [`Error::Shape`] for several tokens, or a table of more channels than a
+    /// key or of too few positions; the cache is then unchanged.
+    pub fn attend_rotated(
+        &mut self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        rotary: &Rotary,
+    ) -> Result<Attention> {
+        const OP: &str = "attend_rotated";
+        let tokens = self.check(OP, &query, &key, &value)?;
+        check_one_token(OP, &key, tokens)?;
+        self.check_rotary(OP, rotary)?;
+        if self.len() >= rotary.positions() {
+            let rule = format!("must have a row for position {}", self.len());
+            let shape = rotary.table().dims().to_vec();
+            return Err(Error::Shape { op: OP, tensor: "rotary", shape, rule });
+        }
+        let mut place = Place { position: None, rotary: Some(rotary) };
+        if !self.is_even() {
+            let positions = self.lens.iter().map(|&len| len as i32).collect::<Vec<_>>();
+            let positions = TensorData::new(positions, [self.lens.len()]);
+            place.position = Some(Tensor::from_data(positions, (&query.device(), DType::I32)));
+        }
+        let attention = self.take_step([query, key, value], place);
+        self.lens.iter_mut().for_each(|len| *len += 1);
+        Ok(attention)
+    }
+
+    /// A step at a position that the device holds.
+    fn attend_stored_at(
+        &mut self,
+        op: &'static str,
+        qkv: [Tensor<4>; 3],
+        place: Place<'_>,
+    ) -> Result<Attention> {
+        let [query, key, value] = &qkv;
+        let tokens = self.check_tensors(op, query, key, value)?;
+        check_one_token(op, key, tokens)?;
+        let device = query.device();
+        if let Some(position) = &place.position {
+            let [positions] = position.dims();
+            let batch = self.layout.shape().batch;
+            if ![1, batch].contains(&positions) || position.dtype() != DType::I32 {
+                let (wanted, found) = (DType::I32, position.dtype());
+                let of_each = if batch > 1 { format!(" or [{batch}]") } else { String::new() };
+                let rule = format!("must be [1]{of_each} of {wanted:?}, not of {found:?}");
+                let (tensor, shape) = ("position", position.dims().to_vec());
+                return Err(Error::Shape { op, tensor, shape, rule });
+            }
+            check_device(op, "position", &position.device(), &device)?;
+        }
+        if let Some(rotary) = place.rotary {
+            self.check_rotary(op, rotary)?;
+        }
+        crate::backends::check_attend(&self.layout, query.dims(), self.capacity(), &device)?;
+        self.stepped = true;
+        Ok(self.take_step(qkv, place))
+    }
+
+    /// A step without counting its token.
+    fn take_step(&mut self, qkv: [Tensor<4>; 3], place: Place<'_>) -> Attention {
+        let dtype = qkv[0].dtype();
+        let (qkv, len) = (self.stored(qkv), self.len());
+        let attention = self.state.step(qkv, place, self.layout, len, self.options);
+        attention.rotated(self.layout.config()).with_dtype(dtype)
+    }
+
+    fn check_rotary(&self, op: &'static str, rotary: &Rotary) -> Result<()> {
+        check_device(op, "rotary", &rotary.table().device(), &self.device())?;
+        let head_dim = self.layout.shape().head_dim.keys;
+        if rotary.rotary_dim() > head_dim {
+            let rule = format!("must turn at most the {head_dim} channels of a key");
+            let shape = rotary.table().dims().to_vec();
+            return Err(Error::Shape { op, tensor: "rotary", shape, rule });
+        }
+        Ok(())
+    }
+}
+
+fn check_one_token(op: &'static str, key: &Tensor<4>, tokens: usize) -> Result<()> {
+    if tokens == 1 {
+        return Ok(());
+    }
+    let (tensor, shape) = ("key", key.dims().to_vec());
+    Err(Error::Shape { op, tensor, shape, rule: "must be one token".to_string() })
+}

@@ -1,0 +1,119 @@
+//! Rotary positions: channel `i` of a row turns with channel `i + rotary_dim / 2`.
+
+use cubecl::{client::Client, prelude::*};
+
+use super::elementwise;
+use crate::Result;
+
+/// What kernels are told of a table `[positions, rotary_dim]`, whose rows are cosines, then sines.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct RotaryArgs {
+    /// Positions of the table, at least 1; those past the last turn like it.
+    positions: usize,
+    /// Channels that turn with another one, at least 1.
+    half: usize,
+}
+
+#[cube]
+impl RotaryArgs {
+    pub(crate) fn copied(&self) -> RotaryArgs {
+        RotaryArgs { positions: self.positions, half: self.half }
+    }
+}
+
+/// A table and its shape.
+#[allow(missing_debug_implementations, reason = "buffer arguments have none")]
+pub(crate) struct RotaryBinding {
+    /// f32 `[positions, rotary_dim]`.
+    pub(crate) table: BufferArg,
+    pub(crate) positions: usize,
+    pub(crate) rotary_dim: usize,
+}
+
+/// The table, if there is one, and what kernels are told of it.
+pub(crate) fn rotary_args(rotary: Option<RotaryBinding>) -> (Option<BufferArg>, RotaryArgsLaunch) {
+    match rotary {
+        // The shape of no table is not read.
+        None => (None, RotaryArgsLaunch::new(1, 1)),
+        Some(RotaryBinding { table, positions, rotary_dim }) => {
+            (Some(table), RotaryArgsLaunch::new(positions, rotary_dim / 2))
+        }
+    }
+}
+
+/// Channel `channel` of the row of `x` that begins at `row`, turned by `position` if there is a table.
+#[cube]
+pub(crate) fn turned<F: Float>(
+    x: &[F],
+    row: usize,
+    channel: usize,
+    table: &ComptimeOption<Box<[f32]>>,
+    position: usize,
+    args: &RotaryArgs,
+) -> f32 {
+    let mut value = f32::cast_from(x[row + channel]);
+    #[comptime]
+    match table {
+        ComptimeOption::Some(table) => {
+            let half = args.half;
+            if channel < 2 * half {
+                let pair = channel % half;
+                let at = clamp_max(position, args.positions - 1) * 2 * half + pair;
+                let (cos, sin) = (table[at], table[at + half]);
+                let a = f32::cast_from(x[row + pair]);
+                let b = f32::cast_from(x[row + pair + half]);
+                value = a * cos - b * sin;
+                if channel >= half {
+                    value = b * cos + a * sin;
+                }
+            }
+        }
+        ComptimeOption::None => {}
+    }
+    value
+}
+
+#[cube(launch, address_type = "dynamic")]
+fn turn_rows(
+    x: &[f32],
+    output: &mut [f32],
+    table: ComptimeOption<Box<[f32]>>,
+    args: RotaryArgs,
+    n: usize,
+    head_dim: usize,
+    position: usize,
+) {
+    if ABSOLUTE_POS < n {
+        let channel = ABSOLUTE_POS % head_dim;
+        let row = ABSOLUTE_POS - channel;
+        output[ABSOLUTE_POS] = turned::<f32>(x, row, channel, &table, position, &args);
+    }
+}
+
+/// Turns the rows of `x`, f32 `[rows, head_dim]` of `n` elements, all at one position.
+pub(crate) fn launch_turn(
+    client: &Client,
+    x: BufferArg,
+    output: BufferArg,
+    rotary: RotaryBinding,
+    n: usize,
+    head_dim: usize,
+    position: usize,
+) -> Result<()> {
+    let grid = elementwise(client, "rotary", n, n.max(rotary.positions * rotary.rotary_dim))?;
+    let (table, args) = rotary_args(Some(rotary));
+    turn_rows::launch(
+        client,
+        grid.count(),
+        grid.dim(),
+        grid.address,
+        x,
+        output,
+        table.into(),
+        args,
+        n,
+        head_dim,
+        position,
+    );
+    Ok(())
+}

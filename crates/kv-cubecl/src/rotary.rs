@@ -1,0 +1,51 @@
+//! Rotary positions as a table.
+
+use burn::tensor::{DType, Tensor};
+
+use crate::{Error, Result};
+
+/// Rotary position encoding (Su et al., 2021, <https://arxiv.org/abs/2104.09864>) in its half-split form: at position
+/// `p`, channel `i` of a head turns with channel `i + rotary_dim / 2` by an angle of which the table has cosine and
+/// sine. Channels from `rotary_dim` on stay as they are.
+///
+/// A cache that is given one turns query and key where it reads them, in the launches that append and attend; see
+/// [`KvCache::attend_rotated`](crate::KvCache::attend_rotated).
+#[derive(Clone, Debug)]
+pub struct Rotary {
+    table: Tensor<2>,
+}
+
+impl Rotary {
+    /// Takes the table, f32 `[positions, rotary_dim]`: of each position the cosines of all pairs of channels, then
+    /// their sines.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for no position, no channel or an odd number of channels, or another type than f32.
+    pub fn new(table: Tensor<2>) -> Result<Self> {
+        let [positions, rotary_dim] = table.dims();
+        let dtype = table.dtype();
+        if positions == 0 || rotary_dim == 0 || rotary_dim % 2 == 1 || dtype != DType::F32 {
+            let rule = format!(
+                "must be [positions, rotary_dim] of F32, not of {dtype:?}, with pairs of channels"
+            );
+            let shape = table.dims().to_vec();
+            return Err(Error::Shape { op: "rotary", tensor: "table", shape, rule });
+        }
+        Ok(Self { table })
+    }
+
+    /// The table.
+    pub fn table(&self) -> &Tensor<2> {
+        &self.table
+    }
+
+    /// Positions that the table has.
+    pub fn positions(&self) -> usize {
+        self.table.dims()[0]
+    }
+
+    /// Channels of a head that turn.
+    pub fn rotary_dim(&self) -> usize {
+        self.table.dims()[1]
+    }
+}
