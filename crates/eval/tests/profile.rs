@@ -149,11 +149,11 @@ fn assert_agrees(model: &str, layers: f64, named: f64) -> Page {
             .map(|(_, cells)| number(&cells[1]))
             .sum();
         assert_near(sum, number(&operations["total"][1]), phase);
-        for operation in
-            ["attention_norm", "qkv", "rotate", "attend", "output", "mlp_norm", "mlp.gate_up"]
-        {
+        for operation in ["attention_norm", "qkv", "attend", "output", "mlp_norm", "mlp.gate_up"] {
             assert!(operations.contains_key(operation), "{operation} in {phase}");
         }
+        // Attention to one token rotates it.
+        assert_eq!(operations.contains_key("rotate"), phase == "prefill");
     }
     // On one thread that is the time of the phase; prompts are computed on more.
     let operations = page.table("Operations in decode");

@@ -7,13 +7,11 @@ use burn::{
     tensor::{Int, Tensor},
 };
 use serde_json::{Map, Value};
-use tracing::trace_span;
 
 use crate::{
     ModelSpec, Pass, Result,
     checkpoint::Exports,
     nn::{Linear, Matrix, PACKED},
-    spans::OPERATION,
 };
 
 /// A decoder-only language model that takes its KV cache as a parameter.
@@ -41,17 +39,21 @@ pub trait Decoder: Any + Debug + Send + Sync {
     /// Those of [`Memory::attend`](crate::nn::Memory::attend).
     fn hidden(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>>;
 
-    /// The logits of these states, `[batch, seq, vocab]` in the type of [`head_weight`](Self::head_weight): products of
-    /// its rows with [`hidden`](Self::hidden). A family whose final norm is a root mean square gives
-    /// [`Matrix::project_normed`], so that norm and products are one launch where they can be.
+    /// What [`logits`](Self::logits) takes, `[batch, seq, hidden]`: [`hidden`](Self::hidden) states, unless a family
+    /// applies its final norm with the head.
     ///
     /// # Errors
     ///
     /// Those of [`hidden`](Self::hidden).
-    fn logits(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
-        let hidden = self.hidden(ids, pass)?;
-        let _span = trace_span!(target: OPERATION, "head").entered();
-        Ok(self.head_weight().project(hidden))
+    fn states(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
+        self.hidden(ids, pass)
+    }
+
+    /// The logits of [`states`](Self::states), `[batch, seq, vocab]` in the type of [`head_weight`](Self::head_weight),
+    /// whose rows they are the products with. A family whose final norm is a root mean square gives states before it and
+    /// [`Matrix::project_normed`] of them, so that norm and products are one launch where they can be.
+    fn logits(&self, states: Tensor<3>) -> Tensor<3> {
+        self.head_weight().project(states)
     }
 
     /// The rows whose products with a final hidden state are the logits, `[vocab, hidden]`: the
@@ -66,6 +68,12 @@ pub trait Decoder: Any + Debug + Send + Sync {
     /// a family lists them.
     fn projections(&mut self) -> Vec<&mut Linear> {
         vec![]
+    }
+
+    /// Whether a recorded step computes no more than a launched one, so that it is recorded where nobody says. Not so
+    /// where the host chooses what is computed.
+    fn records(&self) -> bool {
+        true
     }
 
     /// The fields of `config.json` that say what the model is; `path` is for messages.

@@ -200,6 +200,9 @@ pub enum Error {
     /// A packed weight cannot do what is asked of it.
     #[error(transparent)]
     Weights(#[from] kv_weights::Error),
+    /// What the next token cannot be picked from.
+    #[error(transparent)]
+    Sampling(#[from] kv_sampling::Error),
 }
 
 impl Error {

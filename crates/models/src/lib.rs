@@ -71,6 +71,7 @@ pub use generate::{
     ids_to_tensor,
 };
 pub use kv_cubecl;
+pub use kv_sampling;
 pub use kv_weights;
 pub use load::{
     LoadObserver, LoadOptions, Loaded, Planned, WeightBytes, load, load_observed, load_with,

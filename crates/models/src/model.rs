@@ -211,8 +211,10 @@ impl LanguageModel {
     }
 
     fn logits(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
-        let _span = trace_span!(target: PASS, "pass").entered();
-        Ok(self.decoder().logits(ids, pass)?.cast(DType::F32))
+        let states =
+            trace_span!(target: PASS, "pass").in_scope(|| self.decoder().states(ids, pass))?;
+        let _span = trace_span!(target: OPERATION, "head").entered();
+        Ok(self.decoder().logits(states).cast(DType::F32))
     }
 
     /// Logits of final-normed hidden states.

@@ -11,6 +11,7 @@ use kv_models::{
     generate::{Event, Stop},
     ids_to_tensor,
     kv_cubecl::{Flex, KvCacheConfig, On, Target},
+    kv_sampling::Draw,
     load,
 };
 
@@ -354,7 +355,8 @@ fn what_does_not_fit_is_named() {
     }
     assert!(model.step_ragged(ids(0), &[0, 0], &mut cache).is_err());
 
-    let error = DecodeGraph::new(&model, &mut cache, &[].into(), &device).unwrap_err();
+    let error =
+        DecodeGraph::new(&model, &mut cache, &[].into(), Draw::GREEDY, &device).unwrap_err();
     assert!(
         error.to_string().contains("[8, 3] tokens: sequences must be of one length"),
         "{error}"
@@ -363,7 +365,7 @@ fn what_does_not_fit_is_named() {
     let error = Batch::new(&model, &mut cache, options.clone(), &device).unwrap_err();
     assert!(error.to_string().contains("must be empty for a new batch"), "{error}");
     cache.reset();
-    let recorded = GenerateOptions { recorded: true, ..options.clone() };
+    let recorded = GenerateOptions { recorded: Some(true), ..options.clone() };
     let error = Batch::new(&model, &mut cache, recorded, &device).unwrap_err();
     assert!(error.to_string().contains("recorded = true"), "{error}");
     let mut batch = Batch::new(&model, &mut cache, options, &device).unwrap();

@@ -12,6 +12,7 @@ use kv_models::{
     DecodeGraph, GenerateOptions, Generated, LanguageModel, ModelCache, Sampling, generate,
     generate::Stop,
     kv_cubecl::{KvCacheConfig, On, Target},
+    kv_sampling::Draw,
     llama::Llama,
     load,
 };
@@ -120,7 +121,8 @@ fn recorded_steps<T: Target>(device: &On<T>, models: &[&str]) {
             let mut expected = prompted(&model, cache, device);
             let mut recorded = prompted(&model, cache, device);
             let none = Default::default();
-            let mut graph = DecodeGraph::new(&model, &mut recorded, &none, device).unwrap();
+            let mut graph =
+                DecodeGraph::new(&model, &mut recorded, &none, Draw::GREEDY, device).unwrap();
             assert_eq!(graph.is_captured(), T::NAME != "flex");
             assert_eq!(graph.is_captured(), DecodeGraph::is_supported(device));
             assert_eq!((graph.len(), graph.remaining()), (13, 47));
@@ -133,7 +135,7 @@ fn recorded_steps<T: Target>(device: &On<T>, models: &[&str]) {
             // Greedy, in calls of several lengths, until the cache is full.
             let mut text = vec![5];
             for n in [1, 20, 0, 22] {
-                text.extend(graph.greedy(text[text.len() - 1], n).unwrap());
+                text.extend(graph.continued(text[text.len() - 1], n).unwrap());
             }
             let mut want = vec![5];
             while expected.remaining() > 0 {
@@ -143,7 +145,7 @@ fn recorded_steps<T: Target>(device: &On<T>, models: &[&str]) {
             }
             assert_eq!(text, want, "{name} {cache}");
             assert_eq!((graph.len(), graph.remaining()), (60, 0));
-            assert!(graph.greedy(1, 1).unwrap_err().to_string().contains("capacity"));
+            assert!(graph.continued(1, 1).unwrap_err().to_string().contains("capacity"));
             assert_eq!(graph.len(), 60);
 
             // An end-of-text id inside a call: nothing after it is in the cache, which can be used
@@ -156,11 +158,12 @@ fn recorded_steps<T: Target>(device: &On<T>, models: &[&str]) {
             }
             let mut recorded = prompted(&model, cache, device);
             let ends = [end, 1].into();
-            let mut graph = DecodeGraph::new(&model, &mut recorded, &ends, device).unwrap();
+            let mut graph =
+                DecodeGraph::new(&model, &mut recorded, &ends, Draw::GREEDY, device).unwrap();
             for id in [3, 250, 17, 17] {
                 graph.step(&[id]).unwrap();
             }
-            assert_eq!(graph.greedy(5, 30).unwrap(), text[1..first + 2]);
+            assert_eq!(graph.continued(5, 30).unwrap(), text[1..first + 2]);
             drop(graph);
             assert_eq!(recorded.len(), expected.len());
             let want = logits(&model, &mut expected, 8, device);
@@ -178,7 +181,12 @@ fn a_recorded_text_is_the_same() {
     let texts = [false, true].map(|recorded| {
         let mut cache = model.new_cache(config.with_capacity(60), 1, &device).unwrap();
         let sampling = Sampling { temperature: 1.5, top_p: 0.95, seed: 3, ..Sampling::GREEDY };
-        let options = GenerateOptions { max_tokens: 80, sampling, recorded, ..Default::default() };
+        let options = GenerateOptions {
+            max_tokens: 80,
+            sampling,
+            recorded: Some(recorded),
+            ..Default::default()
+        };
         let out = generate(&model, &mut cache, &[5, 6, 7], &options, &device, |_| true).unwrap();
         assert_eq!((out.stop, cache.len(), cache.remaining()), (Stop::Capacity, 60, 0));
         out.ids
@@ -194,8 +202,8 @@ fn logits_that_are_not_finite<T: Target>(device: &On<T>) {
         let model = LanguageModel::new(model.clone());
         let mut cache = prompted(&model, "k2v2-g16-r16", device);
         let none = Default::default();
-        let mut graph = DecodeGraph::new(&model, &mut cache, &none, device).unwrap();
-        let error = graph.greedy(1, 5).unwrap_err().to_string();
+        let mut graph = DecodeGraph::new(&model, &mut cache, &none, Draw::GREEDY, device).unwrap();
+        let error = graph.continued(1, 5).unwrap_err().to_string();
         assert!(error.contains("logits = not finite in 5 steps"), "{bad}: {error}");
         assert_eq!(graph.len(), 18);
     }
@@ -243,7 +251,7 @@ fn a_graph_that_cannot_be() {
     let cache = |model: &LanguageModel, batch| model.new_cache(config, batch, &device).unwrap();
     let error = |mut cache: ModelCache, eos: &[u32]| {
         let (layers, eos) = (cache.layers().len(), eos.iter().copied().collect());
-        let error = DecodeGraph::new(&model, &mut cache, &eos, &device).unwrap_err();
+        let error = DecodeGraph::new(&model, &mut cache, &eos, Draw::GREEDY, &device).unwrap_err();
         assert_eq!((cache.layers().len(), cache.len()), (layers, 0), "the cache is whole");
         error.to_string()
     };
@@ -252,17 +260,17 @@ fn a_graph_that_cannot_be() {
     error(cache(&other, 1), &[]);
 
     let (mut two, none) = (cache(&model, 2), Default::default());
-    let mut graph = DecodeGraph::new(&model, &mut two, &none, &device).unwrap();
+    let mut graph = DecodeGraph::new(&model, &mut two, &none, Draw::GREEDY, &device).unwrap();
     assert_eq!(graph.step(&[1, 2]).unwrap().dims(), [2, model.vocab_size()]);
     for ids in [&[1][..], &[1, 2, 3], &[1, 1 << 30], &[]] {
         assert!(graph.step(ids).is_err(), "{ids:?}");
     }
-    assert!(graph.greedy(1, 1).unwrap_err().to_string().contains("batch"));
+    assert!(graph.continued(1, 1).unwrap_err().to_string().contains("batch"));
     assert_eq!(graph.len(), 1);
     drop(graph);
 
     let mut cache = cache(&model, 1);
-    let options = GenerateOptions { recorded: true, ..Default::default() };
+    let options = GenerateOptions { recorded: Some(true), ..Default::default() };
     let error = generate(&model, &mut cache, &[1], &options, &device, |_| true).unwrap_err();
     assert!(error.to_string().contains("recorded = true"), "{error}");
     assert!(cache.is_empty());

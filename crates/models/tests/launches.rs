@@ -9,14 +9,13 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use burn::tensor::Tensor;
 use candle_core::quantized::GgmlDType;
 use common::{tiny, write_gguf};
 use cubecl::logging::{
     Duration, LaunchObservation, LaunchObserver, ProfileDuration, TimingMethod, TimingRequest,
 };
 use kv_models::{
-    LoadOptions, ids_to_tensor,
+    LoadOptions, Sampling, Steps,
     kv_cubecl::{KvCacheConfig, On, Wgpu},
     kv_weights::Activations,
     load_with,
@@ -41,7 +40,8 @@ impl LaunchObserver for Count {
 }
 
 /// With weights packed, norms, gates and additions are in the launches of products, of which each layer has four;
-/// rotation is in that which appends and that which attends. The embedding is one, and the head with the final norm.
+/// rotation is in that which appends and that which attends. Ids are clamped and looked up, the final norm is in the
+/// product of the head, and the next token is picked in one.
 #[test]
 fn launches_of_a_step() {
     const OF_A_LAYER: usize = 6;
@@ -54,13 +54,16 @@ fn launches_of_a_step() {
     let model = load_with(&file, &wgpu, options).unwrap().model;
     let config: KvCacheConfig = "k4v4-g8-r8".parse().unwrap();
     let mut cache = model.new_cache(config.with_capacity(64), 1, &wgpu).unwrap();
-    let mut step =
-        || -> Tensor<3> { model.step(ids_to_tensor(&[1], [1, 1], &wgpu), &mut cache).unwrap() };
+    let mut steps = Steps::new(&model, &mut cache, false, Sampling::GREEDY, &wgpu).unwrap();
+    let mut step = || {
+        steps.step(&model, &[1], &wgpu).unwrap();
+        steps.pick(&[1]).unwrap()
+    };
     // A first step also makes tables.
-    let _ = step();
+    step();
     let count = Arc::new(Count::default());
     let observation = LaunchObservation::new(count.clone());
-    let _ = step();
+    step();
     drop(observation);
     let counted = count.0.lock().unwrap();
     let total: usize = counted.values().sum();

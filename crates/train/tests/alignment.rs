@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(clippy::print_stdout, reason = "how close is seen with --nocapture")]
 
+use std::sync::Mutex;
+
 use burn::tensor::{Device, Int, Tensor, TensorData, activation::log_softmax};
 use kv_models::{
     AttentionTrace, LanguageModel, LayerSpec, LoadOptions, ModelCache, WeightDtype,
@@ -21,6 +23,9 @@ const VOCAB: usize = 97;
 
 /// Two layers of four query heads and `n_kv_heads` key and value heads of 64 channels.
 fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
+    // All tests of the process draw from one sequence.
+    static DRAWING: Mutex<()> = Mutex::new(());
+    let _drawing = DRAWING.lock().unwrap();
     device.seed(11);
     let config = Config {
         vocab_size: VOCAB,

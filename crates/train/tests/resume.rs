@@ -151,7 +151,8 @@ fn damage_is_named_and_the_epoch_before_goes_on() {
     assert_eq!(Losses::of(&again.history), expected);
     checkpoints.check(12).unwrap();
 
-    for step in [8, 12] {
+    // Step 4 may be there as well, if it was validated best.
+    for step in checkpoints.steps().unwrap() {
         let path = world.path(&format!("run/checkpoints/step-{step}.model.bpk"));
         fs::write(path, "not a model").unwrap();
     }

@@ -26,8 +26,9 @@ pub struct LlmPlan {
     pub depths: Vec<usize>,
     /// Times that each is done, after one that does not count; at least 2.
     pub repetitions: usize,
-    /// Whether steps are recorded once and replayed, see [`kv_models::DecodeGraph`].
-    pub recorded: bool,
+    /// Whether steps are recorded once and replayed, see [`kv_models::DecodeGraph`]; `None` for where that
+    /// [pays](Steps::pays_recorded).
+    pub recorded: Option<bool>,
 }
 
 /// The fewest tokens that are generated: the first ones are not like the others.
@@ -119,7 +120,7 @@ pub fn time_llm<T: Target>(
     mut progress: impl FnMut(usize),
 ) -> Result<Vec<LlmPoint>> {
     plan.check(model.max_positions())?;
-    if plan.recorded && !kv_models::DecodeGraph::is_supported(device) {
+    if plan.recorded == Some(true) && !kv_models::DecodeGraph::is_supported(device) {
         return Err(not_recorded::<T>());
     }
     let deepest = plan.depths.last().copied().unwrap_or(0);
@@ -230,16 +231,18 @@ fn generate<T: Target>(
     plan: &LlmPlan,
 ) -> Result<Pass> {
     let mut id = model::filler(cache.len(), 1, model.vocab_size())[0];
-    let mut steps = Steps::new(model, cache, plan.recorded, device)?;
+    let pays = || Steps::pays_recorded(model, cache, plan.generate, device);
+    let recorded = plan.recorded.unwrap_or_else(pays);
+    let mut steps = Steps::new(model, cache, recorded, Sampling::GREEDY, device)?;
     wait(device)?;
     let (start, mut forward) = (Instant::now(), 0.0);
     for i in 0..plan.generate {
         let _phase = trace_span!(target: PHASE, "decode", n = i + 1).entered();
         let step = Instant::now();
-        let logits = steps.step(model, &[id], device)?;
+        steps.step(model, &[id], device)?;
         wait(device)?;
         forward += step.elapsed().as_secs_f64();
-        id = pick(logits)?;
+        id = steps.pick(&[])?;
     }
     Ok(Pass { wall: start.elapsed().as_secs_f64(), forward })
 }
@@ -270,7 +273,7 @@ mod tests {
             generate: 128,
             depths: vec![0, 512],
             repetitions: 2,
-            recorded: false,
+            recorded: None,
         };
         assert!(plan.check(1024).is_ok());
         for (plan, message) in [

@@ -3,7 +3,9 @@
 use std::time::Instant;
 
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_models::{DecodeGraph, LanguageModel, ModelCache, Steps, ids_to_tensor, spans::PHASE};
+use kv_models::{
+    DecodeGraph, LanguageModel, ModelCache, Sampling, Steps, ids_to_tensor, spans::PHASE,
+};
 use serde::Serialize;
 use tracing::trace_span;
 
@@ -52,16 +54,12 @@ impl DecodePoint {
 fn step<T: Target>(
     steps: &mut Steps<'_>,
     model: &LanguageModel,
-    DecodeSubject { cache, .. }: &DecodeSubject,
+    DecodeSubject { cache, batch, .. }: &DecodeSubject,
     device: &On<T>,
 ) -> Result<()> {
     let n = steps.position() + 1;
     let _phase = trace_span!(target: PHASE, "decode", n, %cache).entered();
-    let batch = match steps {
-        Steps::Launched(cache) => cache.batch(),
-        Steps::Recorded(_) => 1,
-    };
-    let ids = filler(steps.position(), batch, model.vocab_size());
+    let ids = filler(steps.position(), *batch, model.vocab_size());
     steps.step(model, &ids, device)?;
     wait(device)
 }
@@ -127,7 +125,7 @@ pub fn time_decode<T: Target>(
                 Some(reader) => fill(device, model, cache, reader, context, progress)?,
                 None => prefill(device, model, cache, context, progress)?,
             };
-            running.push(Steps::new(model, cache, subject.recorded, device)?);
+            running.push(Steps::new(model, cache, subject.recorded, Sampling::GREEDY, device)?);
         }
         let turns = running.iter_mut().zip(subjects).map(|(steps, subject)| -> Subject<'_> {
             Box::new(move || step(steps, model, subject, device))

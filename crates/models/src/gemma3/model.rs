@@ -59,18 +59,6 @@ impl Gemma3 {
     pub fn config(&self) -> &Config {
         &self.config
     }
-
-    /// States after the last layer, before the final norm: `[batch, seq, hidden]`.
-    fn states(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
-        let rotations = pass.rotations(&self.spec, ids.dims()[1], &ids.device());
-        let scale = (self.spec.hidden_size as f64).sqrt();
-        let mut x = self.embedding.forward(ids) * scale; // [batch, seq, hidden]
-        let rotations = rotations.to_dtype(x.dtype()); // once for all layers
-        for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
-            x = layer.forward(x, rotations.of(spec), spec, pass.layer(i))?;
-        }
-        Ok(x)
-    }
 }
 
 impl Decoder for Gemma3 {
@@ -86,8 +74,20 @@ impl Decoder for Gemma3 {
         Ok(self.norm.forward(self.states(ids, pass)?))
     }
 
-    fn logits(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
-        Ok(self.head_weight().project_normed(self.states(ids, pass)?, &self.norm))
+    /// Those after the last layer, before the final norm.
+    fn states(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
+        let rotations = pass.rotations(&self.spec, ids.dims()[1], &ids.device());
+        let scale = (self.spec.hidden_size as f64).sqrt();
+        let mut x = self.embedding.forward(ids) * scale; // [batch, seq, hidden]
+        let rotations = rotations.to_dtype(x.dtype()); // once for all layers
+        for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
+            x = layer.forward(x, rotations.of(spec), spec, pass.layer(i))?;
+        }
+        Ok(x)
+    }
+
+    fn logits(&self, states: Tensor<3>) -> Tensor<3> {
+        self.head_weight().project_normed(states, &self.norm)
     }
 
     fn head_weight(&self) -> &Matrix {

@@ -8,7 +8,11 @@ use std::{
 use burn::tensor::Device;
 use tracing::trace_span;
 
-use super::{GenerateOptions, Generated, Sampler, Stop, ids_to_tensor, prefill, read};
+use super::{
+    GenerateOptions, Generated, Stop, finish, ids_to_tensor,
+    picker::{Picker, Waiting, pick_each},
+    prefill,
+};
 use crate::{Error, LanguageModel, ModelCache, Result, spans::PHASE};
 
 /// Texts that are continued together, as many at a time as the cache has slots: prompts are read one
@@ -109,7 +113,7 @@ fn per_second(n: usize, time: Duration) -> f64 {
 #[derive(Debug)]
 struct Text {
     number: usize,
-    sampler: Sampler,
+    picker: Picker,
     /// The prompt, then what was generated.
     ids: Vec<u32>,
     n_prompt: usize,
@@ -120,29 +124,24 @@ struct Text {
 }
 
 impl Text {
-    /// Picks the next token, where `remaining` more have room; why the text ends, if it does.
-    fn pick(
+    /// Takes the next token, where `remaining` more have room; why the text ends, if it does.
+    fn take(
         &mut self,
-        logits: &[f32],
+        id: u32,
         remaining: usize,
         options: &GenerateOptions,
         events: &mut VecDeque<Event>,
-    ) -> Result<Option<Stop>> {
-        let n = self.ids.len() - self.n_prompt;
-        if n >= options.max_tokens {
-            return Ok(Some(Stop::MaxTokens));
-        }
-        let id = self.sampler.sample(logits, &self.ids)?;
+    ) -> Option<Stop> {
         self.ids.push(id);
         if options.eos.contains(&id) {
-            return Ok(Some(Stop::Eos));
+            return Some(Stop::Eos);
         }
         events.push_back(Event::Token { text: self.number, id });
-        Ok(match () {
-            () if n + 1 == options.max_tokens => Some(Stop::MaxTokens),
+        match () {
+            () if self.ids.len() - self.n_prompt == options.max_tokens => Some(Stop::MaxTokens),
             () if remaining == 0 => Some(Stop::Capacity),
             () => None,
-        })
+        }
     }
 
     fn end(mut self, stop: Stop) -> Event {
@@ -170,11 +169,11 @@ impl<'a> Batch<'a> {
         options: GenerateOptions,
         device: &'a Device,
     ) -> Result<Self> {
-        Sampler::new(options.sampling)?;
+        Picker::new(options.sampling, device)?;
         if options.prefill_chunk == 0 {
             return Err(Error::argument("prefill_chunk", 0, "must be at least 1"));
         }
-        if options.recorded {
+        if options.recorded == Some(true) {
             let rule = "steps of sequences of different lengths cannot be recorded";
             return Err(Error::argument("recorded", true, rule));
         }
@@ -211,10 +210,10 @@ impl<'a> Batch<'a> {
         self.reader.check(1, prompt.len())?;
         let number = self.n_texts;
         let seed = self.options.sampling.seed.wrapping_add(number as u64);
-        let sampler = Sampler::new(super::Sampling { seed, ..self.options.sampling })?;
+        let picker = Picker::new(super::Sampling { seed, ..self.options.sampling }, self.device)?;
         let (ids, n_prompt) = (prompt.to_vec(), prompt.len());
         let (prefill_time, start, decode_tokens) = (Duration::ZERO, Instant::now(), 0);
-        let text = Text { number, sampler, ids, n_prompt, prefill_time, start, decode_tokens };
+        let text = Text { number, picker, ids, n_prompt, prefill_time, start, decode_tokens };
         self.waiting.push_back(text);
         self.n_texts += 1;
         Ok(number)
@@ -270,12 +269,19 @@ impl<'a> Batch<'a> {
         self.reader.reset();
         let chunk = self.options.prefill_chunk;
         let logits = prefill(self.model, &mut self.reader, &text.ids, chunk, self.device)?;
+        finish(self.device)?;
         text.start = Instant::now();
         text.prefill_time = text.start - start;
         self.totals.prefill_tokens += text.n_prompt;
         self.totals.prefill_time += text.prefill_time;
-        let remaining = self.reader.remaining();
-        match text.pick(&logits, remaining, &self.options, &mut self.events)? {
+        let ended = match self.options.max_tokens {
+            0 => Some(Stop::MaxTokens),
+            _ => {
+                let id = text.picker.pick(logits, &text.ids)?;
+                text.take(id, self.reader.remaining(), &self.options, &mut self.events)
+            }
+        };
+        match ended {
             Some(stop) => self.events.push_back(text.end(stop)),
             None => {
                 self.cache.admit(slot, &self.reader)?;
@@ -294,15 +300,18 @@ impl<'a> Batch<'a> {
         let ids: Vec<u32> = self.slots.iter().map(|slot| last(slot).unwrap_or(0)).collect();
         let tokens: Vec<usize> = self.slots.iter().map(|slot| slot.is_some().into()).collect();
         let ids = ids_to_tensor(&ids, [tokens.len(), 1], self.device);
-        let logits = read(self.model.step_ragged(ids, &tokens, self.cache)?)?;
-        let logits = logits.chunks_exact(self.model.vocab_size());
+        let logits = self.model.step_ragged(ids, &tokens, self.cache)?.squeeze_dim(1);
+        let waiting = self.slots.iter_mut().map(|slot| {
+            slot.as_mut().map(|Text { picker, ids, .. }| Waiting { picker, text: ids })
+        });
+        let picked = pick_each(logits, waiting.collect())?;
         let room = self.cache.room();
-        for (i, (slot, logits)) in self.slots.iter_mut().zip(logits).enumerate() {
-            let Some(text) = slot else { continue };
+        for (i, (slot, id)) in self.slots.iter_mut().zip(picked).enumerate() {
+            let (Some(text), Some(id)) = (slot.as_mut(), id) else { continue };
             text.decode_tokens += 1;
             self.totals.decode_tokens += 1;
             let remaining = room - self.cache.lens()[i];
-            let ended = text.pick(logits, remaining, &self.options, &mut self.events)?;
+            let ended = text.take(id, remaining, &self.options, &mut self.events);
             if let (Some(stop), Some(text)) = (ended, slot.take_if(|_| ended.is_some())) {
                 self.cache.remove(i)?;
                 self.events.push_back(text.end(stop));

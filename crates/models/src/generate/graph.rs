@@ -2,11 +2,11 @@
 
 use std::{cell::RefCell, collections::BTreeSet, fmt, rc::Rc};
 
-use burn::tensor::{DType, Device, Graph, Int, Tensor, capture};
-
+use burn::tensor::{Device, Graph, Tensor, capture};
+use kv_sampling::{Cursor, Draw};
 use tracing::trace_span;
 
-use super::ids_to_tensor;
+use super::{ids_to_tensor, picker::read_ids};
 use crate::{
     Error, LanguageModel, ModelCache, Result,
     spans::{OPERATION, PHASE, REPLAY},
@@ -18,19 +18,19 @@ use crate::{
 ///
 /// A step is some hundred launches of small kernels, which a recording sends to the device at once:
 /// on CUDA and ROCm as a graph of the driver, on WGPU as one prepared list. On a device that cannot
-/// record (see [`is_captured`](Self::is_captured)), every replay launches the kernels again. Token
-/// and position stay on the device, so that [`greedy`](Self::greedy) waits for it once per call and
-/// not once per token.
+/// record (see [`is_captured`](Self::is_captured)), every replay launches the kernels again. The step picks its next
+/// token itself, and token and position stay on the device, so that [`continued`](Self::continued) waits for it once
+/// per call and not once per token, and reads no logits.
 ///
 /// ```no_run
 /// # fn main() -> kv_models::Result<()> {
-/// # use kv_models::{DecodeGraph, kv_cubecl::KvCacheConfig};
+/// # use kv_models::{DecodeGraph, kv_cubecl::KvCacheConfig, kv_sampling::Draw};
 /// # let device = burn::tensor::Device::default();
 /// # let model = kv_models::load("model.gguf", &device)?.model;
 /// let mut cache = model.new_cache("k4v4".parse::<KvCacheConfig>()?, 1, &device)?;
-/// let mut graph = DecodeGraph::new(&model, &mut cache, &[2].into(), &device)?;
+/// let mut graph = DecodeGraph::new(&model, &mut cache, &[2].into(), Draw::GREEDY, &device)?;
 /// let first = 1;
-/// let ids = graph.greedy(first, 16)?; // 16 tokens, fewer if one of them is 2
+/// let ids = graph.continued(first, 16)?; // 16 tokens, fewer if one of them is 2
 /// drop(graph);
 /// assert_eq!(cache.len(), ids.len()); // `first` and all of `ids` but the last
 /// # Ok(())
@@ -43,6 +43,8 @@ pub struct DecodeGraph<'a> {
     bound: Rc<RefCell<Bound>>,
     /// The position stored on the device; `None` when the host does not know it.
     position: Option<usize>,
+    /// The token stored on the device, where the host has read it.
+    id: Option<u32>,
     eos: BTreeSet<u32>,
     device: Device,
 }
@@ -51,44 +53,21 @@ pub struct DecodeGraph<'a> {
 struct Bound {
     model: LanguageModel,
     cache: ModelCache,
-    /// The tokens to append, `[batch, 1]`; after a step the most likely next ones.
-    ids: Tensor<2, Int>,
-    /// The position at which they are appended, `[1]`.
-    position: Tensor<1, Int>,
-    /// Tokens that end the text, `[1, n]`.
-    eos: Option<Tensor<2, Int>>,
-    /// The number of steps with a logit that was not finite, `[1]`.
-    broken: Tensor<1, Int>,
+    /// The tokens to append and their position; after a step those that were picked and the next position.
+    cursor: Cursor,
+    draw: Draw,
 }
 
 impl Bound {
-    /// Appends `ids` at `position`, then sets `ids` to the most likely next tokens and `position`
-    /// to the next one. If the text has ended, it moves `position` past the capacity, where further
-    /// steps write nothing.
+    /// Appends the cursor's tokens and moves it to those that are picked next. If the text has ended, that is past the
+    /// capacity, where further steps write nothing.
     fn step(&mut self) -> Result<Tensor<2>> {
-        let Self { model, cache, ids, position, eos, broken } = self;
-        let logits = model.step_at(ids.clone(), cache, position)?.squeeze_dim::<2>(1); // [batch, vocab]
-        let next = logits.clone().argmax(1).cast(DType::I32); // [batch, 1]
-        let mut to = position.clone() + 1;
-        if let Some(eos) = eos {
-            let ended = next.clone().equal(eos.clone()).int().cast(DType::I32).sum();
-            to = to + ended * cache.capacity() as i32;
-        }
-        // The sum shows whether any logit is not finite: a NaN makes it NaN, and infinities make it
-        // infinite or NaN.
-        let sum = logits.clone().sum();
-        let fails = sum.is_finite().bool_not().int().cast(DType::I32) + broken.clone();
-        write(broken, fails);
-        write(position, to);
-        write(ids, next);
+        let Self { model, cache, cursor, draw } = self;
+        let logits = model.step_at(cursor.ids().clone(), cache, cursor.position())?;
+        let logits = logits.squeeze_dim::<2>(1); // [batch, vocab]
+        cursor.advance(logits.clone(), draw)?;
         Ok(logits)
     }
-}
-
-/// Overwrites all values of `tensor` without giving it another buffer.
-fn write<const D: usize>(tensor: &mut Tensor<D, Int>, values: Tensor<D, Int>) {
-    let all = values.dims().map(|n| 0..n);
-    tensor.inplace(|tensor| tensor.slice_assign(all, values));
 }
 
 impl<'a> DecodeGraph<'a> {
@@ -99,16 +78,17 @@ impl<'a> DecodeGraph<'a> {
     }
 
     /// Records a step of `model` on `device` over `cache`, which may hold tokens already.
-    /// [`greedy`](Self::greedy) stops after any id in `eos`.
+    /// `draw` picks tokens, and [`continued`](Self::continued) stops after any id in `eos`.
     ///
     /// # Errors
     ///
     /// A non-empty `eos` with a cache for a batch other than 1, sequences of different lengths, an id outside
-    /// the vocabulary, or a cache that does not fit the model.
+    /// the vocabulary, an invalid `draw`, or a cache that does not fit the model.
     pub fn new(
         model: &LanguageModel,
         cache: &'a mut ModelCache,
         eos: &BTreeSet<u32>,
+        draw: Draw,
         device: &Device,
     ) -> Result<Self> {
         let _phase = trace_span!(target: PHASE, "record").entered();
@@ -123,16 +103,9 @@ impl<'a> DecodeGraph<'a> {
         }
         let ends: Vec<u32> = eos.iter().copied().collect();
         check_ids(model, &ends)?;
-        // Recording runs the step a few times. Past the capacity, these runs write nothing.
-        let position = cache.capacity();
-        let mut bound = Bound {
-            model: model.clone(),
-            ids: ids_to_tensor(&vec![0; batch], [batch, 1], device),
-            position: ids_to_tensor(&[position as u32], [1], device),
-            eos: (!ends.is_empty()).then(|| ids_to_tensor(&ends, [1, ends.len()], device)),
-            broken: ids_to_tensor(&[0], [1], device),
-            cache: cache.take(),
-        };
+        // Recording runs the step a few times, which must read and write nothing.
+        let cursor = Cursor::idle(batch, &ends, device)?.with_past(cache.capacity());
+        let mut bound = Bound { model: model.clone(), cursor, draw, cache: cache.take() };
         if let Err(error) = bound.step() {
             *cache = bound.cache;
             return Err(error);
@@ -141,7 +114,8 @@ impl<'a> DecodeGraph<'a> {
         let held = bound.clone();
         let step = move || held.borrow_mut().step().expect("it went well just before");
         let graph = capture(device, Box::new(step) as Box<dyn FnMut() -> _>);
-        Ok(Self { cache, graph, bound, position: None, eos: eos.clone(), device: device.clone() })
+        let (eos, device) = (eos.clone(), device.clone());
+        Ok(Self { cache, graph, bound, position: None, id: None, eos, device })
     }
 
     /// Whether a replay sends a recording to the device; if not, it runs the step again.
@@ -175,7 +149,7 @@ impl<'a> DecodeGraph<'a> {
         self.start(ids, 1)?;
         self.replay();
         if !self.eos.is_empty() {
-            // If the most likely token ends the text, the step has moved the device's position past
+            // If the token that is picked ends the text, the step has moved the device's position past
             // the capacity, and the host cannot tell.
             self.position = None;
         }
@@ -183,29 +157,40 @@ impl<'a> DecodeGraph<'a> {
         Ok(self.graph.output())
     }
 
-    /// Appends `first`, then one by one the most likely next tokens, and returns these, up to
+    /// The token that the last [`step`](Self::step) of one text has picked.
+    ///
+    /// # Errors
+    ///
+    /// A step since the last call whose logits were not finite.
+    pub fn picked(&mut self) -> Result<u32> {
+        let bound = &mut *self.bound.borrow_mut();
+        self.id = read_ids(core::slice::from_mut(&mut bound.cursor))?.pop();
+        self.id.ok_or_else(|| Error::argument("picked", "none", "a graph has a text"))
+    }
+
+    /// Appends `first`, then one by one the tokens that are picked next, and returns these, up to
     /// `max_tokens`. The last of them is not appended yet: it is the `first` of the next call.
-    /// Stops after an end-of-text id. Which of equal logits is chosen depends on the device.
+    /// Stops after an end-of-text id.
     ///
     /// # Errors
     ///
     /// A batch other than 1, an id outside the vocabulary, no room for `max_tokens`, or logits of
     /// any step that are not finite; in that case the tokens are in the cache but not returned.
-    pub fn greedy(&mut self, first: u32, max_tokens: usize) -> Result<Vec<u32>> {
+    pub fn continued(&mut self, first: u32, max_tokens: usize) -> Result<Vec<u32>> {
         if max_tokens == 0 {
             return Ok(vec![]);
         }
         self.start(&[first], max_tokens)?;
-        write(&mut self.bound.borrow_mut().broken, ids_to_tensor(&[0], [1], &self.device));
+        self.bound.borrow_mut().cursor.mend();
         // The chosen ids, and in the last place the number of steps with logits that were not
         // finite.
         let mut chosen = ids_to_tensor(&vec![0; max_tokens + 1], [1, max_tokens + 1], &self.device);
         let mut put = |i, value| chosen.inplace(|to| to.slice_assign([0..1, i..i + 1], value));
         for i in 0..max_tokens {
             self.replay();
-            put(i, self.bound.borrow().ids.clone());
+            put(i, self.bound.borrow().cursor.ids().clone());
         }
-        put(max_tokens, self.bound.borrow().broken.clone().unsqueeze());
+        put(max_tokens, self.bound.borrow().cursor.broken().clone().unsqueeze());
         let mut ids: Vec<u32> = chosen.into_data().iter::<u32>().collect();
         if let Some(broken @ 1..) = ids.pop() {
             self.position = None;
@@ -228,10 +213,12 @@ impl<'a> DecodeGraph<'a> {
         let bound = &mut *self.bound.borrow_mut();
         bound.cache.check(ids.len(), tokens)?;
         check_ids(&bound.model, ids)?;
-        write(&mut bound.ids, ids_to_tensor(ids, [ids.len(), 1], &self.device));
+        if ids != self.id.take().as_slice() {
+            bound.cursor.set_ids(ids)?;
+        }
         let position = bound.cache.len();
         if self.position != Some(position) {
-            write(&mut bound.position, ids_to_tensor(&[position as u32], [1], &self.device));
+            bound.cursor.set_position(position);
             self.position = Some(position);
         }
         Ok(())

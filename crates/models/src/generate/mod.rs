@@ -2,6 +2,7 @@
 
 mod batch;
 mod graph;
+mod picker;
 mod sampler;
 mod steps;
 
@@ -36,20 +37,20 @@ pub struct GenerateOptions {
     pub eos: BTreeSet<u32>,
     /// Prompt tokens per pass; it bounds the memory and does not change the result.
     pub prefill_chunk: usize,
-    /// Record the step of one token once and replay it, see [`DecodeGraph`]. Recording takes time,
-    /// which pays off from about ten tokens on.
-    pub recorded: bool,
+    /// Record the step of one token once and replay it, see [`DecodeGraph`]; `None` for where that
+    /// [pays](Steps::pays_recorded).
+    pub recorded: Option<bool>,
 }
 
 impl Default for GenerateOptions {
-    /// 256 tokens, greedy, no end-of-text id, prefill by 512, steps not recorded.
+    /// 256 tokens, greedy, no end-of-text id, prefill by 512, steps recorded where it pays.
     fn default() -> Self {
         Self {
             max_tokens: 256,
             sampling: Sampling::GREEDY,
             eos: BTreeSet::new(),
             prefill_chunk: 512,
-            recorded: false,
+            recorded: None,
         }
     }
 }
@@ -127,17 +128,18 @@ pub fn generate(
     device: &Device,
     mut on_token: impl FnMut(u32) -> bool,
 ) -> Result<Generated> {
-    let mut sampler = Sampler::new(options.sampling)?;
+    Sampler::new(options.sampling)?;
     if options.prefill_chunk == 0 {
         return Err(Error::argument("prefill_chunk", 0, "must be at least 1"));
     }
-    if options.recorded && !DecodeGraph::is_supported(device) {
+    if options.recorded == Some(true) && !DecodeGraph::is_supported(device) {
         return Err(steps::cannot_record());
     }
     cache.check(1, prompt.len())?;
 
     let start = Instant::now();
-    let mut logits = prefill(model, cache, prompt, options.prefill_chunk, device)?;
+    let logits = prefill(model, cache, prompt, options.prefill_chunk, device)?;
+    finish(device)?;
     let mut out = Generated {
         ids: vec![],
         stop: Stop::MaxTokens,
@@ -149,10 +151,13 @@ pub fn generate(
 
     let mut text = prompt.to_vec();
     let start = Instant::now();
-    let mut steps = Steps::new(model, cache, options.recorded, device)?;
+    let pays = || Steps::pays_recorded(model, cache, options.max_tokens, device);
+    let recorded = options.recorded.unwrap_or_else(pays);
+    let mut steps = Steps::new(model, cache, recorded, options.sampling, device)?;
+    steps.start(logits);
     while out.ids.len() < options.max_tokens {
         let _phase = trace_span!(target: PHASE, "decode", n = out.ids.len() + 1).entered();
-        let id = sampler.sample(&logits, &text)?;
+        let id = steps.pick(&text)?;
         text.push(id);
         out.ids.push(id);
         if options.eos.contains(&id) {
@@ -170,7 +175,7 @@ pub fn generate(
             out.stop = Stop::Capacity;
             break;
         }
-        logits = read(steps.step(model, &[id], device)?)?;
+        steps.step(model, &[id], device)?;
         out.decode_tokens += 1;
     }
     out.decode_time = start.elapsed();
@@ -182,14 +187,14 @@ fn told(on_token: &mut impl FnMut(u32) -> bool, id: u32) -> bool {
     on_token(id)
 }
 
-/// Passes a prompt in chunks and returns the logits after its last token.
+/// Passes a prompt in chunks and returns the logits after its last token, `[1, vocab]`.
 fn prefill(
     model: &LanguageModel,
     cache: &mut ModelCache,
     prompt: &[u32],
     chunk: usize,
     device: &Device,
-) -> Result<Vec<f32>> {
+) -> Result<Tensor<2>> {
     let _phase = trace_span!(target: PHASE, "prefill").entered();
     let (body, tail) = prompt.split_at((prompt.len() - 1) / chunk * chunk);
     for ids in body.chunks(chunk) {
@@ -198,16 +203,22 @@ fn prefill(
     last_logits(model, cache, tail, device)
 }
 
-/// Passes `ids` and returns the logits after the last; the head is applied to that one alone.
+/// Passes `ids` and returns the logits after the last, `[1, vocab]`; the head is applied to that one alone.
 fn last_logits(
     model: &LanguageModel,
     cache: &mut ModelCache,
     ids: &[u32],
     device: &Device,
-) -> Result<Vec<f32>> {
+) -> Result<Tensor<2>> {
     let hidden = model.hidden_step(ids_to_tensor(ids, [1, ids.len()], device), cache)?; // [1, seq, hidden]
     let last = hidden.narrow(1, ids.len() - 1, 1);
-    read(model.head(last))
+    Ok(model.head(last).squeeze_dim(1))
+}
+
+/// Waits until the device is done, so that what was asked of it is what is timed.
+fn finish(device: &Device) -> Result<()> {
+    let _span = trace_span!(target: OPERATION, "wait").entered();
+    device.sync().map_err(|error| Error::argument("device", format!("{error:?}"), "must finish"))
 }
 
 fn read<const D: usize>(logits: Tensor<D>) -> Result<Vec<f32>> {

@@ -1,5 +1,6 @@
 //! Picking a token from logits.
 
+use kv_sampling::Draw;
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
 use crate::{Error, Result};
@@ -24,7 +25,7 @@ pub struct Sampling {
     pub repeat_penalty: f32,
     /// How many of the latest ids, the prompt's included, the penalty applies to.
     pub repeat_last: usize,
-    /// Equal seeds give equal texts.
+    /// Equal seeds give equal texts on the same kind of device.
     pub seed: u64,
 }
 
@@ -43,6 +44,12 @@ impl Sampling {
     /// Whether the most likely token is always picked.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0
+    }
+
+    /// The same choice as a device makes it: `None` where it depends on the tokens that occurred.
+    pub(super) fn draw(&self) -> Option<Draw> {
+        let Self { temperature, top_k, top_p, min_p, seed, repeat_penalty, .. } = *self;
+        (repeat_penalty == 1.0).then_some(Draw { temperature, top_k, top_p, min_p, seed })
     }
 
     fn check(&self) -> Result<()> {

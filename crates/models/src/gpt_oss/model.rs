@@ -54,20 +54,6 @@ impl GptOss {
     pub fn config(&self) -> &Config {
         &self.config
     }
-
-    /// States after the last layer, before the final norm: `[batch, seq, hidden]`.
-    fn states(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
-        let on_device = matches!(pass, Pass::At { .. });
-        let rotations = pass.rotations(&self.spec, ids.dims()[1], &ids.device());
-        let mut x = self.embedding.forward(ids); // [batch, seq, hidden]
-        let rotations = rotations.to_dtype(x.dtype()); // once for all layers
-        for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
-            x = layer.attend(x, rotations.of(spec), spec, pass.layer(i))?;
-            let normed = by_rows(x.clone(), |x| layer.mlp_norm.forward(x));
-            x = x + layer.experts.forward(normed, on_device);
-        }
-        Ok(x)
-    }
 }
 
 impl Decoder for GptOss {
@@ -83,8 +69,22 @@ impl Decoder for GptOss {
         Ok(self.norm.forward(self.states(ids, pass)?))
     }
 
-    fn logits(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
-        Ok(self.head_weight().project_normed(self.states(ids, pass)?, &self.norm))
+    /// Those after the last layer, before the final norm.
+    fn states(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
+        let on_device = matches!(pass, Pass::At { .. });
+        let rotations = pass.rotations(&self.spec, ids.dims()[1], &ids.device());
+        let mut x = self.embedding.forward(ids); // [batch, seq, hidden]
+        let rotations = rotations.to_dtype(x.dtype()); // once for all layers
+        for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
+            x = layer.attend(x, rotations.of(spec), spec, pass.layer(i))?;
+            let normed = by_rows(x.clone(), |x| layer.mlp_norm.forward(x));
+            x = x + layer.experts.forward(normed, on_device);
+        }
+        Ok(x)
+    }
+
+    fn logits(&self, states: Tensor<3>) -> Tensor<3> {
+        self.head_weight().project_normed(states, &self.norm)
     }
 
     fn head_weight(&self) -> &Matrix {
@@ -113,6 +113,11 @@ impl Decoder for GptOss {
             [&mut layer.qkv, &mut layer.output].into_iter().chain(experts)
         });
         projections.collect()
+    }
+
+    /// Not: a recorded step multiplies with all experts, as the host cannot say with which.
+    fn records(&self) -> bool {
+        false
     }
 
     fn config_json(&self, _: &Path) -> Result<Map<String, Value>> {

@@ -12,10 +12,9 @@ use burn::{
 };
 
 use kv_weights::{Activations, Fused, PackedMatrix, project_fused};
-use tracing::trace_span;
 
 use super::{RmsNorm, low_rank::LowRank, project};
-use crate::{Error, Result, model::PackedSize, spans::OPERATION};
+use crate::{Error, Result, model::PackedSize};
 
 /// A matrix of weights, `[rows, columns]`: its rows are multiplied with, looked up, or both.
 ///
@@ -251,12 +250,9 @@ impl Matrix {
     ///
     /// - as those of [`project`](Self::project)
     pub fn project_normed(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {
-        let fused = self.fuses(&x);
-        let x = if fused { x } else { norm.forward(x) };
-        let _span = trace_span!(target: OPERATION, "head").entered();
-        match fused {
+        match self.fuses(&x) {
             true => self.project_fused(&x, Fused::default().with_norm(norm.fused())),
-            false => self.project(x),
+            false => self.project(norm.forward(x)),
         }
     }
 
@@ -320,10 +316,10 @@ impl Matrix {
         }
     }
 
-    /// The rows of these numbers, `[n]`, as `[n, columns]`; one past the end is the last row.
+    /// The rows of these numbers, `[n]`, as `[n, columns]`; one past the end is the last row, one below 0 the first.
     pub fn rows_at(&self, numbers: &Tensor<1, Int>) -> Tensor<2> {
         let last = self.dims()[0] as i32 - 1;
-        let numbers = numbers.clone().clamp_max(last);
+        let numbers = numbers.clone().clamp(0, last);
         match &self.0 {
             Stored::Dense(param) => param.val().select(0, numbers),
             Stored::Packed(packed) => packed.lookup(numbers.unsqueeze()).squeeze_dim(0),

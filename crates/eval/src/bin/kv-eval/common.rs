@@ -48,6 +48,25 @@ pub(crate) struct ModelArgs {
     pub(crate) memory: Option<MemorySize>,
 }
 
+/// How the steps of single tokens are sent to a device.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub(crate) struct StepArgs {
+    /// Record the step of one token once and replay it, as is done anyway on devices that can (CUDA, WGPU) but for a
+    /// few tokens and for mixtures of experts.
+    #[arg(long, conflicts_with = "launched")]
+    recorded: bool,
+    /// Launch every step anew.
+    #[arg(long)]
+    launched: bool,
+}
+
+impl StepArgs {
+    /// Whether steps are to be recorded; `None` for where it pays.
+    pub(crate) fn recorded(self) -> Option<bool> {
+        (self.recorded || self.launched).then_some(self.recorded)
+    }
+}
+
 /// What becomes of quantized weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Weights {

@@ -15,7 +15,7 @@ use kv_models::{
 };
 
 use crate::{
-    common::{BosArgs, ModelArgs, Weights},
+    common::{BosArgs, ModelArgs, StepArgs, Weights},
     generate_several::number,
     loading::{Need, Room},
     profile::ProfileArgs,
@@ -69,9 +69,8 @@ pub(crate) struct Args {
     max_tokens: usize,
     #[command(flatten)]
     sampling: SamplingArgs,
-    /// Record the step of one token once and replay it, on devices that can (CUDA, WGPU).
-    #[arg(long)]
-    recorded: bool,
+    #[command(flatten)]
+    steps: StepArgs,
     #[command(flatten)]
     profile: ProfileArgs,
 }
@@ -133,7 +132,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         max_tokens: args.max_tokens,
         sampling: args.sampling.into(),
         eos: tokenizer.eos().clone(),
-        recorded: args.recorded,
+        recorded: args.steps.recorded(),
         ..Default::default()
     };
     let mut writer = Writer {

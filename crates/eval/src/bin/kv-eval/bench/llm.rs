@@ -10,7 +10,12 @@ use kv_eval::bench::{LlmPlan, Spread, time_llm};
 use kv_report::Table;
 
 use super::Sinks;
-use crate::{common::ModelArgs, loading::Need, profile::Profile, source};
+use crate::{
+    common::{ModelArgs, StepArgs},
+    loading::Need,
+    profile::Profile,
+    source,
+};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct LlmArgs {
@@ -31,9 +36,8 @@ pub(crate) struct LlmArgs {
     /// Times that each is done, after one that does not count.
     #[arg(long, default_value_t = 5)]
     repetitions: usize,
-    /// Record the step of one token once and replay it, on devices that can (CUDA, WGPU).
-    #[arg(long)]
-    recorded: bool,
+    #[command(flatten)]
+    steps: StepArgs,
     /// Write the points here as JSON; with -, to standard output, and the table to standard error.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -56,7 +60,8 @@ pub(super) fn llm<T: Target>(args: &LlmArgs, profile: &mut Profile) -> Result<()
     let sinks = Sinks::open(args.json.as_deref(), None)?;
     let (model, name) = source::load_model(&args.on, args.need(), &device)?;
     profile.model(&model, &name);
-    let LlmArgs { prompt, generate, repetitions, recorded, .. } = *args;
+    let LlmArgs { prompt, generate, repetitions, .. } = *args;
+    let recorded = args.steps.recorded();
     let plan = LlmPlan { prompt, generate, depths: args.depths.clone(), repetitions, recorded };
     let copied = sinks.start(&device, &format!("{name} on {}, {repetitions} times", T::NAME))?;
     let bar = ProgressBar::new((plan.tokens() * args.caches.len()) as u64);

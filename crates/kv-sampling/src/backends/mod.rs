@@ -1,0 +1,8 @@
+//! `SamplingOps` for each of Burn's backends.
+
+#[cfg(feature = "autodiff")]
+mod autodiff;
+#[cfg(feature = "cube")]
+mod cube;
+#[cfg(feature = "flex")]
+mod flex;
