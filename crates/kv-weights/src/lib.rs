@@ -45,7 +45,7 @@ pub use backends::check_device;
 pub use backends::in_parts;
 pub use error::{Error, Result};
 pub use formats::{GroupSize, WeightFormat};
-pub use functions::{back_project, lookup, project, project_fused};
+pub use functions::{Picks, back_project, lookup, project, project_fused, project_picked};
 pub use fused::{Fused, FusedInputs, FusedPlan, Gate, MaybeFloat, Norm, PartWords};
 pub use layout::PackedLayout;
 pub use matrix::PackedMatrix;

@@ -10,7 +10,7 @@ use burn::backend::{
 #[cfg(feature = "fusion")]
 use crate::shapes;
 use crate::{
-    Activations, PackedLayout,
+    Activations, PackedLayout, Picks,
     backends::composed,
     fused::{FusedInputs, FusedPlan},
 };
@@ -49,6 +49,17 @@ pub trait WeightOps: Backend {
     ) -> FloatTensor<Self> {
         composed::fused::<Self>(x, inputs, &plan)
     }
+
+    /// [`project_picked`](crate::project_picked): for every number of `picked`, i32 `[n]`, the product of a row of `x`
+    /// `[n / picks.shared, columns]` with the rows of that expert, `[n, picks.rows]`. The layout is that of all experts.
+    #[fusion(meta = |_x, _words, picked, _layout, picks| shapes::picked(picked, picks))]
+    fn packed_picked(
+        x: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        picked: IntTensor<Self>,
+        layout: PackedLayout,
+        picks: Picks,
+    ) -> FloatTensor<Self>;
 
     /// `grad W` for `grad` `[n, rows]`, `[n, columns]`: the gradient of [`packed_project`](Self::packed_project)
     /// with respect to `x`, for either kind of activations.

@@ -2,7 +2,7 @@
 
 use burn::{backend::fusion::custom::TensorSpec, tensor::DType};
 
-use crate::{FusedPlan, PackedLayout};
+use crate::{FusedPlan, PackedLayout, Picks};
 
 pub(crate) fn floats(shape: [usize; 2]) -> TensorSpec {
     TensorSpec::new(shape.into(), DType::F32)
@@ -16,6 +16,10 @@ pub(crate) fn project(x: &TensorSpec, layout: &PackedLayout) -> TensorSpec {
 pub(crate) fn fused(x: &TensorSpec, plan: &FusedPlan) -> TensorSpec {
     let [n, _] = x.shape.dims();
     floats([n, plan.outputs()])
+}
+
+pub(crate) fn picked(picked: &TensorSpec, picks: &Picks) -> TensorSpec {
+    floats([picked.shape.num_elements(), picks.rows])
 }
 
 pub(crate) fn project_backward(grad: &TensorSpec, layout: &PackedLayout) -> TensorSpec {

@@ -11,7 +11,7 @@ use burn_autodiff::{
     ops::{Backward, Ops, OpsKind, unary},
 };
 
-use crate::{Activations, PackedLayout, WeightOps};
+use crate::{Activations, PackedLayout, Picks, WeightOps};
 
 /// [`WeightOps::packed_project`]; its state is the blocks.
 #[derive(Debug)]
@@ -42,6 +42,17 @@ impl<B: WeightOps, C: CheckpointStrategy> WeightOps for Autodiff<B, C> {
             OpsKind::Tracked(prep) => prep.finish((blocks, layout), forward()),
             OpsKind::UnTracked(prep) => prep.finish(forward()),
         }
+    }
+
+    fn packed_picked(
+        x: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        picked: IntTensor<Self>,
+        layout: PackedLayout,
+        picks: Picks,
+    ) -> FloatTensor<Self> {
+        let x = x.into_primitive();
+        constant::<B, C>(<B as WeightOps>::packed_picked(x, words, picked, layout, picks))
     }
 
     fn packed_project_backward(

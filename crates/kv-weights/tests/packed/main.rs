@@ -11,5 +11,6 @@ mod fused;
 #[cfg(feature = "autodiff")]
 mod gradients;
 mod matrix;
+mod picked;
 mod products;
 mod quantize;

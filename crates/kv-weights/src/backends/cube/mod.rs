@@ -14,7 +14,7 @@ use burn_cubecl::{
 
 use super::composed;
 use crate::{
-    Activations, FusedInputs, FusedPlan, MaybeFloat, PackedLayout, Result, WeightOps,
+    Activations, FusedInputs, FusedPlan, MaybeFloat, PackedLayout, Picks, Result, WeightOps,
     formats::cube::with_kernels,
     kernels::{
         product::{self, Hardware, ProductBindings, ProductProblem},
@@ -50,6 +50,25 @@ impl WeightOps for CubeBackend {
         let FusedInputs { words, norm, bias, residual } = inputs;
         let extras = [norm, bias, residual].map(MaybeFloat::into_option);
         few(Hardware::of(x.client.properties()), x, words.into_vec(), extras, &plan)
+    }
+
+    fn packed_picked(
+        x: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        picked: IntTensor<Self>,
+        layout: PackedLayout,
+        picks: Picks,
+    ) -> FloatTensor<Self> {
+        let (x, words, picked) =
+            (into_contiguous(x), into_contiguous(words), into_contiguous(picked));
+        let n = picked.meta.shape().num_elements();
+        let out = empty_like(&x, [n, picks.rows]);
+        let hardware = Hardware::of(x.client.properties());
+        let bindings = [&x, &words, &picked, &out].map(arg);
+        launched(with_kernels!(layout.format(), F => {
+            product::launch_picked::<F>(&x.client, bindings, layout, picks, n, hardware)
+        }));
+        out
     }
 
     fn packed_project_backward(

@@ -26,7 +26,7 @@ use burn_flex::FlexTensor;
 use integers::Integers;
 pub use threads::in_parts;
 
-use crate::{Activations, PackedLayout, WeightOps, formats::flex::with_blocks};
+use crate::{Activations, PackedLayout, Picks, WeightOps, formats::flex::with_blocks};
 
 /// From so many rows of activations on, parts of the matrix are restored and multiplied with as floats, where there are
 /// no instructions for bytes.
@@ -55,6 +55,35 @@ impl WeightOps for Flex {
         let (x, blocks) = (x.storage::<f32>(), blocks(&words, &layout));
         let n = x.len() / layout.columns();
         tensor(project(x, blocks, &layout, activations), [n, layout.rows()])
+    }
+
+    fn packed_picked(
+        x: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        picked: IntTensor<Self>,
+        layout: PackedLayout,
+        picks: Picks,
+    ) -> FloatTensor<Self> {
+        let (x, words, picked) = (contiguous(x), contiguous(words), contiguous(picked));
+        let (x, blocks) = (x.storage::<f32>(), blocks(&words, &layout));
+        let (columns, rows) = (layout.columns(), picks.rows);
+        let expert_layout = layout.of_rows(rows);
+        let picked = picked.storage::<i32>();
+        let mut out = vec![0.0; picked.len() * rows];
+        // Each expert reads its rows once, for all that picked it.
+        let mut slots: Vec<usize> = (0..picked.len()).collect();
+        slots.sort_by_key(|&slot| picked[slot]);
+        for slots in slots.chunk_by(|&a, &b| picked[a] == picked[b]) {
+            let expert = picked[slots[0]] as usize * expert_layout.bytes();
+            let blocks = &blocks[expert..][..expert_layout.bytes()];
+            let row = |&slot: &usize| &x[slot / picks.shared * columns..][..columns];
+            let x: Vec<f32> = slots.iter().flat_map(row).copied().collect();
+            let products = project(&x, blocks, &expert_layout, picks.activations);
+            for (&slot, products) in slots.iter().zip(products.chunks_exact(rows)) {
+                out[slot * rows..][..rows].copy_from_slice(products);
+            }
+        }
+        tensor(out, [picked.len(), rows])
     }
 
     fn packed_project_backward(

@@ -20,6 +20,12 @@ pub(crate) struct ProductProblem {
 }
 
 impl ProductProblem {
+    /// Products of `n` rows with one matrix, and nothing else.
+    pub(crate) fn plain(n: usize, layout: PackedLayout) -> Self {
+        let parts = vec![layout];
+        Self { n, parts, gate: None, norm: false, epsilon: 0.0, plus_one: false }
+    }
+
     /// Outputs that each part makes.
     pub(super) fn part_outputs(&self) -> Vec<usize> {
         match (self.gate, &self.parts[..]) {

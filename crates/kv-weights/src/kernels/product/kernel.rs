@@ -40,8 +40,10 @@ struct Share {
     rows: usize,
     /// Outputs of the parts before.
     before: usize,
-    /// The first row of activations.
+    /// The first row of activations, and of outputs.
     first_x: usize,
+    /// The first row of weights of the part.
+    first_row: usize,
 }
 
 /// One cube for some outputs of one part and a chunk of activations.
@@ -106,6 +108,35 @@ pub(super) fn product<F: BlocksInKernels>(
     }
 }
 
+/// One cube for some outputs of one pick: the product of a row of activations, that of `shared` picks, with the rows of
+/// the expert that was picked.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn picked_product<F: BlocksInKernels>(
+    x: &[Vector<f32, Const<4>>],
+    words: &[u32],
+    picked: &[i32],
+    out: &mut [f32],
+    args: ProductArgs,
+    shared: usize,
+    #[comptime] bp: ProductBlueprint,
+) {
+    let pick = CUBE_POS / args.cubes;
+    if pick >= args.n {
+        terminate!();
+    }
+    let mut share = share_of(pick / shared, &args, bp);
+    share.first_row = picked[pick] as usize * args.outputs;
+    let mut totals = zeros(comptime!(bp.sums()));
+    add::<F>(x, &ComptimeOption::new_None(), words, words, 0, &share, &mut totals, &args, bp);
+    let mut scratch = Shared::<[f32]>::new_slice(comptime!(bp.scratch_len()));
+    team_sum(&mut totals, &mut scratch, bp);
+    share.first_x = pick;
+    if share.lane == 0 {
+        let none = ComptimeOption::new_None();
+        write(&totals, &none, &none, out, &share, &args, bp);
+    }
+}
+
 #[cube]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 fn share_of(first_x: usize, args: &ProductArgs, #[comptime] bp: ProductBlueprint) -> Share {
@@ -126,7 +157,7 @@ fn share_of(first_x: usize, args: &ProductArgs, #[comptime] bp: ProductBlueprint
         }
     }
     let row = cube * comptime!(bp.cube_rows()) + unit / bp.lanes;
-    Share { lane: unit % bp.lanes, row, rows, before, first_x }
+    Share { lane: unit % bp.lanes, row, rows, before, first_x, first_row: 0usize.runtime() }
 }
 
 /// Adds the products of the unit's rows with its spans of the activations to `totals`. The other rows of gated outputs
@@ -150,6 +181,7 @@ fn add<F: BlocksInKernels>(
         for r in 0..bp.unit_rows {
             // Rows past the last are read as the last one, and not written.
             let row = clamp_max(share.row + r * comptime!(bp.teams()), share.rows - 1);
+            let row = share.first_row + row;
             let mut span = new_span();
             unpack_row::<F>(words, row, index, args.row_bytes, &mut span);
             spans.push(span);

@@ -5,7 +5,7 @@ use super::{
     kernel::{self, ProductArgsLaunch},
 };
 use crate::{
-    Result,
+    PackedLayout, Picks, Result,
     formats::cube::{BlocksInKernels, SPAN},
     kernels::Grid,
 };
@@ -78,6 +78,50 @@ pub(crate) fn launch<F: BlocksInKernels>(
             bindings.residual.into(),
             bindings.out,
             args,
+            blueprint,
+        );
+    }
+    Ok(())
+}
+
+/// Products with the rows of the expert of each of `n` picks: `x`, the blocks of all experts, the picks, i32 `[n]`, and
+/// the output, f32 `[n, picks.rows]`.
+///
+/// # Errors
+/// As [`launch`].
+pub(crate) fn launch_picked<F: BlocksInKernels>(
+    client: &Client,
+    [x, words, picked, out]: [BufferArg; 4],
+    layout: PackedLayout,
+    picks: Picks,
+    n: usize,
+    hardware: Hardware,
+) -> Result<()> {
+    let expert = layout.of_rows(picks.rows);
+    // A cube has one pick, as the next may be of another expert.
+    let problem = ProductProblem::plain(1, expert);
+    let blueprint = prepare(&problem, hardware);
+    let cubes = picks.rows.div_ceil(blueprint.cube_rows());
+    let most = layout.bytes().max(n * layout.columns()).max(n * picks.rows);
+    let properties = client.properties();
+    let grid = Grid::new("project_picked", cubes * n, blueprint.units, most, properties)?;
+    let (spans, row_bytes) = (layout.columns() / SPAN, layout.row_bytes());
+    let rows = picks.rows;
+    let args = ProductArgsLaunch::new(n, spans, row_bytes, rows, rows, 0, cubes, cubes, 0, 0.0);
+    // SAFETY: every index is below the length of its buffer: picks are numbers of experts, and rows and spans are below
+    // theirs, and no word is read beyond the one that has the last byte of a block.
+    unsafe {
+        kernel::picked_product::launch_unchecked::<F>(
+            client,
+            grid.count(),
+            grid.dim(),
+            grid.address,
+            x,
+            words,
+            picked,
+            out,
+            args,
+            picks.shared,
             blueprint,
         );
     }

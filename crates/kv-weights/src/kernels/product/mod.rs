@@ -5,7 +5,7 @@
 //!
 //! **Supported**: all formats; any number of rows of activations, up to eight of which a cube takes at a time; up to
 //! three matrices of one format whose rows follow one another; the root mean square norm of the activations before,
-//! and a bias, a gate and an addition after.
+//! and a bias, a gate and an addition after; and products with the expert that is picked for each row.
 //!
 //! **Rejected** ([`Error::Unsupported`](crate::Error::Unsupported)): sizes for which the device has too few cubes or
 //! too narrow indices.
@@ -18,4 +18,4 @@ mod sums;
 mod tests;
 
 pub(crate) use base::{Hardware, ProductProblem};
-pub(crate) use launch::{ProductBindings, launch};
+pub(crate) use launch::{ProductBindings, launch, launch_picked};
