@@ -4,6 +4,6 @@ mod lookup;
 mod project;
 mod project_fused;
 
-pub use lookup::lookup;
+pub use lookup::{lookup, lookup_parts};
 pub use project::{back_project, project};
 pub use project_fused::project_fused;

@@ -109,12 +109,11 @@ impl Packed {
     }
 
     fn lookup(&self, ids: Tensor<2, Int>) -> Tensor<3> {
-        match (&self.parts[..], &self.adapter) {
-            ([one], None) => served(kv_weights::lookup(ids, one)),
-            ([one], Some(adapter)) => {
-                served(kv_weights::lookup(ids.clone(), one)) + adapter.lookup(ids)
-            }
-            _ => embedding(self.rows(0, self.dims()[0]), ids),
+        let parts: Vec<_> = self.parts.iter().collect();
+        let rows = served(kv_weights::lookup_parts(ids.clone(), &parts));
+        match &self.adapter {
+            Some(adapter) => rows + adapter.lookup(ids),
+            None => rows,
         }
     }
 
