@@ -45,7 +45,7 @@ pub use backends::in_parts;
 pub use backends::{check_device, largest_buffer};
 pub use error::{Error, Result};
 pub use formats::{GroupSize, WeightFormat};
-pub use functions::{back_project, lookup, lookup_parts, project, project_fused};
+pub use functions::{back_project, fuses, gated, lookup, lookup_parts, project, project_fused};
 pub use fused::{Fused, FusedInputs, FusedPlan, Gate, MaybeFloat, Norm, PartWords};
 pub use layout::PackedLayout;
 pub use matrix::PackedMatrix;

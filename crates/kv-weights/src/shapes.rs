@@ -18,6 +18,11 @@ pub(crate) fn fused(x: &TensorSpec, plan: &FusedPlan) -> TensorSpec {
     floats([n, plan.outputs()])
 }
 
+pub(crate) fn gate(x: &TensorSpec) -> TensorSpec {
+    let [n, width] = x.shape.dims();
+    floats([n, width / 2])
+}
+
 pub(crate) fn project_backward(grad: &TensorSpec, layout: &PackedLayout) -> TensorSpec {
     let [n, _] = grad.shape.dims();
     floats([n, layout.columns()])

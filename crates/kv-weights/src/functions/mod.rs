@@ -1,9 +1,11 @@
 //! The functions on tensors: checks, then the operation of the backend.
 
+mod gate;
 mod lookup;
 mod project;
 mod project_fused;
 
+pub use gate::{fuses, gated};
 pub use lookup::{lookup, lookup_parts};
 pub use project::{back_project, project};
 pub use project_fused::project_fused;

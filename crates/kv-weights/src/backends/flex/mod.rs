@@ -8,6 +8,7 @@
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 mod dense;
+mod gate;
 mod integers;
 mod portable;
 mod threads;
@@ -27,7 +28,7 @@ use burn_flex::FlexTensor;
 use integers::Integers;
 pub use threads::in_parts;
 
-use crate::{Activations, PackedLayout, WeightOps, formats::flex::with_blocks};
+use crate::{Activations, Gate, PackedLayout, WeightOps, formats::flex::with_blocks};
 
 /// From so many rows of activations on, parts of the matrix are restored and multiplied with as floats, where there are
 /// no instructions for bytes.
@@ -56,6 +57,12 @@ impl WeightOps for Flex {
         let (x, blocks) = (x.storage::<f32>(), blocks(&words, &layout));
         let n = x.len() / layout.columns();
         tensor(project(x, blocks, &layout, activations), [n, layout.rows()])
+    }
+
+    fn packed_gate(x: FloatTensor<Self>, gate: Gate) -> FloatTensor<Self> {
+        let x = contiguous(x);
+        let [n, width] = x.layout().shape().dims();
+        tensor(gate::gated(x.storage::<f32>(), width / 2, gate), [n, width / 2])
     }
 
     fn packed_project_backward(
