@@ -1,7 +1,8 @@
 //! What activations are multiplied as.
 
 /// What the numbers that weights are multiplied with are taken for. Sums are f32 in any case. On WGPU and CUDA, where
-/// integers are not faster than floats, all are taken as they are.
+/// integers are not faster than floats, all are taken as they are, and so are those that weights in f16 and bf16 are
+/// multiplied with anywhere.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Activations {

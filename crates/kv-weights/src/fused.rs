@@ -15,11 +15,15 @@ use burn::{
 
 use crate::{Activations, PackedLayout};
 
+/// Most rows of activations that a fused product on a GPU is one launch for.
+pub(crate) const FEW: usize = 32;
+
 /// The nonlinearity of a gate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Gate {
     /// `x * sigmoid(x)`: SwiGLU, <https://arxiv.org/abs/2002.05202>.
+    #[default]
     Silu,
     /// GELU by its approximation with tanh: GeGLU.
     GeluTanh,

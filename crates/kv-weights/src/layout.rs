@@ -1,6 +1,6 @@
 //! Where the blocks of a matrix lie.
 
-use crate::{Result, WeightFormat, error::invalid};
+use crate::{Error, Result, WeightFormat, error::invalid};
 
 /// The format and the shape of a packed matrix.
 ///
@@ -78,6 +78,36 @@ impl PackedLayout {
     /// Bytes of all rows.
     pub const fn bytes(&self) -> usize {
         self.rows * self.row_bytes()
+    }
+
+    /// The layouts of as few matrices of neighboring rows as there can be with buffers of at most `most` bytes each. All
+    /// but the last have whole words, and the same number of rows.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if that is not enough for a row, or for as many as fill whole words.
+    pub fn split(&self, most: u64) -> Result<Vec<Self>> {
+        let word = size_of::<u32>();
+        if (word * self.words()) as u64 <= most {
+            return Ok(vec![*self]);
+        }
+        // Every part of so many rows begins at a word.
+        let step = (1..=word).find(|rows| (rows * self.row_bytes()).is_multiple_of(word));
+        let step = step.unwrap_or(word);
+        let step_bytes = step * self.row_bytes();
+        let rows = usize::try_from(most).unwrap_or(usize::MAX) / step_bytes * step;
+        if rows == 0 {
+            let Self { format, rows, columns } = self;
+            let some =
+                if step == 1 { "a row takes".to_string() } else { format!("{step} rows take") };
+            return Err(Error::Unsupported {
+                what: format!("a matrix [{rows}, {columns}] of {format}"),
+                why: format!(
+                    "{some} {step_bytes} bytes, and the device has buffers of at most {most}"
+                ),
+            });
+        }
+        let starts = (0..self.rows).step_by(rows);
+        Ok(starts.map(|start| Self { rows: rows.min(self.rows - start), ..*self }).collect())
     }
 
     /// The row and the first column of the first block of `bytes`, those of all rows, whose numbers are not all finite.

@@ -40,12 +40,14 @@ pub mod reference;
 mod shapes;
 
 pub use activations::Activations;
-pub use backends::check_device;
 #[cfg(feature = "flex")]
 pub use backends::in_parts;
+pub use backends::{check_device, largest_buffer};
 pub use error::{Error, Result};
 pub use formats::{GroupSize, WeightFormat};
-pub use functions::{Picks, back_project, lookup, project, project_fused, project_picked};
+pub use functions::{
+    Picks, back_project, fuses, gated, lookup, lookup_parts, project, project_fused, project_picked,
+};
 pub use fused::{Fused, FusedInputs, FusedPlan, Gate, MaybeFloat, Norm, PartWords};
 pub use layout::PackedLayout;
 pub use matrix::PackedMatrix;

@@ -8,7 +8,11 @@ use burn::{
     tensor::{Bytes, DType, Device, Int, Tensor, TensorData},
 };
 
-use crate::{PackedLayout, Result, WeightFormat, backends::check_bytes, error::invalid};
+use crate::{
+    PackedLayout, Result, WeightFormat,
+    backends::{check_bytes, largest_buffer},
+    error::invalid,
+};
 
 /// A matrix of packed weights, `[rows, columns]`, that is not trained.
 ///
@@ -59,6 +63,38 @@ impl PackedMatrix {
         let device = device.clone().without_autodiff();
         let create = |data| Tensor::from_data(data, (&device, DType::U32));
         Ok(Self { words: device.memory_persistent_allocations(data, create), layout })
+    }
+
+    /// The matrix whose rows of blocks are `bytes`, as several matrices of neighboring rows if it is larger than a buffer
+    /// may be: one of `most` bytes. Of shared bytes, as those of a mapped file, none is copied for it.
+    ///
+    /// # Errors
+    /// Those of [`from_bytes`](Self::from_bytes), and [`Error::Unsupported`](crate::Error::Unsupported) for rows that do
+    /// not fit a buffer each.
+    pub fn parts_from_bytes(
+        bytes: Bytes,
+        format: WeightFormat,
+        shape: [usize; 2],
+        most: Option<u64>,
+        device: &Device,
+    ) -> Result<Vec<Self>> {
+        let layout = PackedLayout::new(format, shape)?;
+        let most = most.unwrap_or(u64::MAX).min(largest_buffer(device).unwrap_or(u64::MAX));
+        let layouts = layout.split(most)?;
+        if layouts.len() == 1 || bytes.len() != layout.bytes() {
+            return Ok(vec![Self::from_bytes(bytes, format, shape, device)?]);
+        }
+        let (bytes, mut start) = (bytes.shared(), 0);
+        let mut parts = Vec::with_capacity(layouts.len());
+        for layout in layouts {
+            let end = start + layout.bytes();
+            let part = bytes.view(start, end).map_err(|_| {
+                invalid("bytes", format!("{start}..{end}"), "must be those of whole rows")
+            })?;
+            parts.push(Self::from_bytes(part, format, layout.shape(), device)?);
+            start = end;
+        }
+        Ok(parts)
     }
 
     /// The matrix whose blocks are `words`, a buffer as [`words`](Self::words) gives it.

@@ -10,7 +10,7 @@ use burn::backend::{
 #[cfg(feature = "fusion")]
 use crate::shapes;
 use crate::{
-    Activations, PackedLayout, Picks,
+    Activations, Gate, PackedLayout, Picks,
     backends::composed,
     fused::{FusedInputs, FusedPlan},
 };
@@ -60,6 +60,13 @@ pub trait WeightOps: Backend {
         layout: PackedLayout,
         picks: Picks,
     ) -> FloatTensor<Self>;
+
+    /// `f(a) * b` of the halves `a` and `b` of the rows of `x`, `[n, 2 * outputs]`: `[n, outputs]`. An infinite or
+    /// undefined number makes what it is part of infinite or undefined.
+    #[fusion(meta = |x, _gate| shapes::gate(x))]
+    fn packed_gate(x: FloatTensor<Self>, gate: Gate) -> FloatTensor<Self> {
+        composed::gate::<Self>(x, gate)
+    }
 
     /// `grad W` for `grad` `[n, rows]`, `[n, columns]`: the gradient of [`packed_project`](Self::packed_project)
     /// with respect to `x`, for either kind of activations.

@@ -69,7 +69,7 @@ pub fn quantize(
         WeightFormat::Int8(_) => integers::<8>,
         WeightFormat::Mxfp4 => mxfp4,
         _ => {
-            let why = "it is read from GGUF files; int4, int8 and mxfp4 are made".into();
+            let why = "it is read from files; int4, int8 and mxfp4 are made".into();
             return Err(Error::Unsupported { what: format!("quantizing to {format}"), why });
         }
     };

@@ -22,6 +22,11 @@ pub(crate) fn picked(picked: &TensorSpec, picks: &Picks) -> TensorSpec {
     floats([picked.shape.num_elements(), picks.rows])
 }
 
+pub(crate) fn gate(x: &TensorSpec) -> TensorSpec {
+    let [n, width] = x.shape.dims();
+    floats([n, width / 2])
+}
+
 pub(crate) fn project_backward(grad: &TensorSpec, layout: &PackedLayout) -> TensorSpec {
     let [n, _] = grad.shape.dims();
     floats([n, layout.columns()])

@@ -7,12 +7,13 @@ mod common;
 use std::{cell::RefCell, path::Path, rc::Rc};
 
 use candle_core::quantized::GgmlDType;
-use common::{TINY, device, fixture, tiny, write_gguf};
+use common::{TINY, converted, device, fixture, tiny, write_gguf};
 use kv_models::{
     Advice, Error, Footprint, LoadObserver, LoadOptions, Loaded, MemoryLimit, Planned, Result,
     Shortage, Usage, WeightBytes, WeightDtype, kv_cubecl::KvCacheConfig, kv_weights::Activations,
     load_observed,
 };
+use safetensors::Dtype;
 
 /// What was told of a load.
 #[derive(Default)]
@@ -65,7 +66,11 @@ fn what_is_planned_is_what_is_there() {
     for name in TINY {
         let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
         write_gguf(&folder, &file, GgmlDType::Q4_0, &[]);
+        let halves = [Dtype::BF16, Dtype::F16].map(|dtype| converted(name, dtype, |_| true));
+        let [bf16, f16] = halves.each_ref().map(|folder| folder.path().to_path_buf());
         for (path, options) in [
+            (&bf16, packed),
+            (&f16, packed),
             (&folder, LoadOptions::default()),
             (&folder, LoadOptions::default().with_dtype(WeightDtype::Bf16)),
             (&folder, packed),
@@ -178,6 +183,25 @@ fn a_tensor_that_no_buffer_holds_is_named() {
         "{text}"
     );
     assert_eq!(told.read, 0);
+}
+
+/// Packed matrices become several buffers; a row of them has to fit one.
+#[test]
+fn what_can_be_split_is_no_tensor_that_no_buffer_holds() {
+    let scratch = tempfile::tempdir().unwrap();
+    let file = scratch.path().join("model.gguf");
+    write_gguf(&tiny("llama-tiny"), &file, GgmlDType::Q4_0, &[]);
+    let options = LoadOptions::default().with_packed(Some(Activations::Exact));
+    let load = |options: LoadOptions, most| {
+        let limit = MemoryLimit::new(None, "").with_buffer(Some(most));
+        watched(&file, options.with_largest_buffer(Some(most)), float(8), limit).0
+    };
+    // The vectors are 96 numbers in f32.
+    assert!(load(options, 4 * 96).is_ok());
+    let text = load(options, 4 * 95).unwrap_err().to_string();
+    assert!(text.contains("norm.weight of 0.0 MB: a buffer"), "{text}");
+    let text = load(LoadOptions::default(), 4 * 96).unwrap_err().to_string();
+    assert!(text.contains("tensor token_embd.weight of"), "{text}");
 }
 
 /// A cache that does not fit the model is that error, not one of memory.

@@ -10,11 +10,15 @@ use burn::{
     tensor::{Device, Int, Tensor, TensorData},
 };
 use candle_core::quantized::{GgmlDType, gguf_file};
-use common::{TINY, device, expected, fixture, max_difference, tiny, write_gguf};
+use common::{TINY, converted, device, expected, fixture, max_difference, small, tiny, write_gguf};
 use kv_models::{
     LanguageModel, LoadOptions, Loaded, SaveOptions, Tokenizer, WeightDtype,
-    kv_cubecl::KvCacheConfig, kv_weights::Activations, llama::Llama, load_with, save,
+    kv_cubecl::KvCacheConfig,
+    kv_weights::Activations,
+    llama::{Config, Llama},
+    load_with, save,
 };
+use safetensors::Dtype;
 
 fn read(path: &Path, packed: Option<Activations>) -> Loaded {
     load_with(path, &device(), LoadOptions::default().with_packed(packed)).unwrap()
@@ -108,6 +112,108 @@ fn experts_stay_in_mxfp4() {
     }
 }
 
+/// Matrices of 16 bits stay so, in all formats of files, and compute what the same numbers do in f32.
+#[test]
+fn matrices_of_16_bits_stay_in_them() {
+    let scratch = tempfile::tempdir().unwrap();
+    for name in TINY {
+        for (dtype, ggml) in [(Dtype::BF16, GgmlDType::BF16), (Dtype::F16, GgmlDType::F16)] {
+            let (folder, file) =
+                (converted(name, dtype, |_| true), scratch.path().join("model.gguf"));
+            write_gguf(&tiny(name), &file, ggml, &[]);
+            for path in [folder.path(), &file] {
+                let at = format!("{name} {dtype:?} {}", path.display());
+                let (restored, packed, notes) = both(path, Activations::Int8);
+                let said = notes.iter().any(|note| note.contains("restored to f32"));
+                // Experts of Hugging Face checkpoints are stored transposed.
+                let experts = name.starts_with("gpt-oss") && path != file;
+                assert_eq!(said, experts, "{at}: {notes:?}");
+                assert!(packed.is_packed(), "{at}");
+                assert_eq!(packed.n_weights(), restored.n_weights(), "{at}");
+                let ratio = packed.weight_bytes() as f64 / restored.weight_bytes() as f64;
+                assert!(experts || ratio < 0.52, "{at}: {ratio}");
+                for cache in ["float", "k4v4-g16-r16"] {
+                    let [packed, restored] =
+                        [&packed, &restored].map(|model| logits(model, &tiny(name), cache));
+                    let close = difference(&packed, &restored);
+                    // Sums in another order; a code of a cache may flip at the edge of rounding.
+                    assert!(close < if cache == "float" { 1e-5 } else { 0.02 }, "{at}: {close}");
+                }
+                // Not rounded to bytes: a float weight is multiplied with activations as they are.
+                let ids = expected(&tiny(name), &device()).ids.narrow(0, 0, 1).narrow(1, 0, 1);
+                let config = KvCacheConfig::float().with_capacity(8);
+                let step = |model: &LanguageModel| {
+                    let mut cache = model.new_cache(config, 1, &device()).unwrap();
+                    model.step(ids.clone(), &mut cache).unwrap()
+                };
+                let close = difference(&step(&packed), &step(&restored));
+                assert!(close < 1e-5, "{at}: {close} for a token");
+            }
+        }
+    }
+}
+
+/// Rows that are not whole blocks of 32 numbers are restored, and that is said.
+#[test]
+fn rows_of_16_bits_that_are_no_whole_blocks_are_said_to_be_restored() {
+    let config = Config { intermediate_size: 80, ..small() };
+    let tokenizer = Tokenizer::from_file(fixture("bos").join("tokenizer.json"), &[2]).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let options = SaveOptions { dtype: WeightDtype::Bf16, cache: None };
+    save(folder.path(), &Llama::init(config, &device()).into(), &tokenizer, options).unwrap();
+    let (restored, packed, notes) = both(folder.path(), Activations::Exact);
+    // The down projections of two layers: [64, 80].
+    let said = "2 tensors of BF16 are restored to f32: 0.0 MB, 0.0 in the file";
+    assert!(notes.iter().any(|note| note == said), "{notes:?}");
+    let saved = restored.weight_bytes() - packed.weight_bytes();
+    assert!(saved > restored.weight_bytes() / 3, "{saved}");
+    let ids = Tensor::<2, Int>::from_data([[3, 1, 4, 1, 5, 9, 2, 6]], &device());
+    let logits =
+        |model: &LanguageModel| model.forward(ids.clone(), KvCacheConfig::float()).unwrap();
+    assert!(difference(&logits(&packed), &logits(&restored)) < 1e-5);
+}
+
+/// A model whose matrices are several buffers each, the vocabulary's and those of a gate among them, on this device.
+fn several_buffers_compute_what_one_does(device: &Device, most: f32) {
+    let scratch = tempfile::tempdir().unwrap();
+    for name in ["llama-tiny", "gpt2-tiny", "gemma3-tiny", "gpt-oss-tiny"] {
+        let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
+        write_gguf(&folder, &file, GgmlDType::Q4_0, &[]);
+        // A row of 64 numbers is 36 bytes, and the embedding has 256.
+        let options = LoadOptions::default().with_packed(Some(Activations::Exact));
+        let load = |options| load_with(&file, device, options).unwrap().model;
+        let (one, several) = (load(options), load(options.with_largest_buffer(Some(1500))));
+        assert_eq!(one.weight_bytes(), several.weight_bytes(), "{name}");
+        let ids = expected(&folder, device).ids.narrow(1, 0, 40);
+        let config = KvCacheConfig::float().with_capacity(40);
+        let all = |model: &LanguageModel| {
+            let parallel = model.forward(ids.clone(), config).unwrap();
+            let mut cache = model.new_cache(config, ids.dims()[0], device).unwrap();
+            let step = |t| model.step(ids.clone().narrow(1, t, 1), &mut cache).unwrap();
+            Tensor::cat((0..3).map(step).chain([parallel]).collect(), 1)
+        };
+        let close = difference(&all(&several), &all(&one));
+        assert!(close < most, "{name}: {close}");
+
+        // Two rows of 18 bytes for each 32 numbers fill whole words.
+        let error = load_with(&file, device, options.with_largest_buffer(Some(40))).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains("a matrix [") && error.contains("at most 40"), "{name}: {error}");
+    }
+}
+
+#[test]
+fn a_matrix_beyond_the_largest_buffer_is_several() {
+    several_buffers_compute_what_one_does(&device(), 1e-6);
+}
+
+#[cfg(feature = "wgpu")]
+#[test]
+fn a_matrix_beyond_the_largest_buffer_is_several_on_wgpu() {
+    use kv_models::kv_cubecl::{On, Wgpu};
+    several_buffers_compute_what_one_does(&On::<Wgpu>::open().unwrap(), 1e-5);
+}
+
 #[test]
 fn a_packed_model_is_saved_restored() {
     let scratch = tempfile::tempdir().unwrap();
@@ -157,7 +263,10 @@ fn packed_on_wgpu_as_restored_on_the_cpu() {
         write_gguf(&folder, &file, GgmlDType::Q4_0, &[]);
         file
     });
+    let halves = [("llama-tiny", Dtype::F16), ("gpt2-tiny", Dtype::BF16)];
+    let halves = halves.map(|(name, dtype)| converted(name, dtype, |_| true));
     let files = written.chain([fixture("mxfp4"), fixture("gguf-types").join("types.gguf")]);
+    let files = files.chain(halves.each_ref().map(|folder| folder.path().to_path_buf()));
     for file in files {
         let name = file.display();
         let options = LoadOptions::default().with_packed(Some(Activations::Exact));

@@ -15,8 +15,8 @@ use burn::{
 };
 use candle_core::quantized::GgmlDType;
 use common::{
-    assert_contains, copy, device, expected, f32s, fixture, max_difference, read_tensors, small,
-    tiny, with_tensors, write_gguf,
+    assert_contains, converted, device, expected, f32s, fixture, max_difference, small, tiny,
+    with_tensors, write_gguf,
 };
 use half::{bf16, f16};
 use kv_models::{
@@ -152,31 +152,6 @@ fn a_float_cache_of_the_models_type_is_exact() {
         assert!(half_bytes < wide_bytes, "{half_bytes} of {wide_bytes}");
         assert_eq!(max_difference(wide, half), 0.0, "{dtype}");
     }
-}
-
-/// A copy of a tiny checkpoint whose tensors that `which` picks are of `dtype`.
-fn converted(name: &str, dtype: Dtype, which: impl Fn(&str) -> bool) -> tempfile::TempDir {
-    let folder = copy(&tiny(name));
-    let path = folder.path().join("model.safetensors");
-    let data: Vec<_> = read_tensors(&path)
-        .into_iter()
-        .map(|(name, shape, values)| {
-            let dtype = if which(&name) { dtype } else { Dtype::F32 };
-            let bytes: Vec<u8> = match dtype {
-                Dtype::BF16 => {
-                    values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect()
-                }
-                Dtype::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
-                _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
-            };
-            (name, dtype, shape, bytes)
-        })
-        .collect();
-    let views = data.iter().map(|(name, dtype, shape, bytes)| {
-        (name.as_str(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
-    });
-    safetensors::serialize_to_file(views, None, &path).unwrap();
-    folder
 }
 
 fn tokenizer() -> Tokenizer {

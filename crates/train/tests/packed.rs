@@ -11,7 +11,7 @@ use burn::{
 };
 use common::{World, fails, program, quantized, random, succeeds};
 use kv_models::{
-    LanguageModel, LoadOptions, QuantizeOptions, Role,
+    LanguageModel, LoadOptions, QuantizeOptions, Role, WeightDtype,
     kv_cubecl::{Autodiff, Flex, KvCacheConfig},
     kv_weights::{Activations, GroupSize, WeightFormat},
     llama::Llama,
@@ -258,7 +258,8 @@ fn the_program_quantizes_trains_and_resumes() {
         command
     };
     fails(&mut start(&int4, &[]), &["weights packed", "--lora"]);
-    fails(&mut start(&model, &["--lora", "4"]), &["weights packed", "holds none", "quantize"]);
+    let f32 = world.save_model_in("f32", WeightDtype::F32);
+    fails(&mut start(&f32, &["--lora", "4"]), &["weights packed", "holds none", "quantize"]);
     succeeds(&mut start(&int4, &["--lora", "4", "--lr", "1e-3"]));
     let trained = fs::read(world.path("run").join("model/model.safetensors")).unwrap();
     let again = ["resume", &run, "--from-step", "3", "--plain"];

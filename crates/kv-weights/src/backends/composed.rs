@@ -1,7 +1,7 @@
-//! [`WeightOps::packed_fused`] made of the other operations of a backend.
+//! [`WeightOps::packed_fused`] and [`WeightOps::packed_gate`] made of the other operations of a backend.
 
 use burn::{
-    backend::{Backend, Scalar, tensor::FloatTensor},
+    backend::{Backend, Scalar, TensorMetadata, tensor::FloatTensor},
     tensor::{Shape, Slice},
 };
 
@@ -33,12 +33,7 @@ pub(crate) fn fused<B: WeightOps>(
         y = B::float_add(y, B::float_reshape(bias, Shape::new([1, plan.rows()])));
     }
     if let Some(gate) = plan.gate {
-        let outputs = plan.outputs();
-        let half = |start: usize| {
-            let slices = [Slice::full(), Slice::from(start..start + outputs)];
-            B::float_slice(y.clone(), &slices)
-        };
-        y = B::float_mul(gated::<B>(half(0), gate), half(outputs));
+        y = B::packed_gate(y, gate);
     }
     match inputs.residual.into_option() {
         Some(residual) => B::float_add(y, residual),
@@ -58,7 +53,18 @@ fn norm<B: Backend>(x: FloatTensor<B>, gains: FloatTensor<B>, plan: &FusedPlan) 
     B::float_mul(B::float_div(x, root), gains)
 }
 
-fn gated<B: Backend>(x: FloatTensor<B>, gate: Gate) -> FloatTensor<B> {
+/// [`WeightOps::packed_gate`], an operation at a time.
+pub(crate) fn gate<B: Backend>(x: FloatTensor<B>, gate: Gate) -> FloatTensor<B> {
+    let [_, width] = x.shape().dims();
+    let half = |start: usize| {
+        let slices = [Slice::full(), Slice::from(start..start + width / 2)];
+        B::float_slice(x.clone(), &slices)
+    };
+    B::float_mul(opened::<B>(half(0), gate), half(width / 2))
+}
+
+/// What a gate makes of its numbers.
+fn opened<B: Backend>(x: FloatTensor<B>, gate: Gate) -> FloatTensor<B> {
     let z = match gate {
         Gate::Silu => x.clone(),
         // (1 + tanh(z)) / 2 is the logistic function of 2 z.

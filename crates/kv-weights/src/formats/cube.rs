@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 
 /// Numbers that are unpacked together. All blocks are whole numbers of them.
 pub(crate) const SPAN: usize = 32;
-/// Words of their codes.
+/// Words of their codes, if these are bytes.
 pub(crate) const SPAN_WORDS: usize = 8;
 
 /// A format in kernels. Number `i` of a span is `code(i) * scale + min`, computed in f32.
@@ -15,6 +15,10 @@ pub(crate) trait BlocksInKernels: Send + Sync + 'static {
     const NUMBERS: usize;
     /// Bytes of a block.
     const BYTES: usize;
+    /// Codes of a word: 4, or 2 numbers of 16 bits.
+    const PER_WORD: usize;
+    /// Whether there are scales. Otherwise a code is the number that it stands for.
+    const SCALES: bool;
     /// Whether the second half of a span has a scale of its own.
     const HALVES: bool;
     /// Whether there are minima.
@@ -24,14 +28,14 @@ pub(crate) trait BlocksInKernels: Send + Sync + 'static {
     /// one scale, `min` if there are none.
     fn unpack(words: &[u32], at: usize, index: usize, span: &mut Span);
 
-    /// What byte `index` of a word of codes stands for.
+    /// What code `index` of a word stands for.
     fn code(word: u32, #[comptime] index: usize) -> f32;
 }
 
 /// 32 numbers, unpacked.
 #[derive(CubeType)]
 pub(crate) struct Span {
-    /// Their codes, as bytes, four to a word.
+    /// Their codes, [`BlocksInKernels::PER_WORD`] to a word.
     pub(crate) codes: Array<u32>,
     /// The scale of all, or of the first half.
     pub(crate) low: f32,
@@ -42,9 +46,9 @@ pub(crate) struct Span {
 }
 
 #[cube]
-pub(crate) fn new_span() -> Span {
+pub(crate) fn new_span<F: BlocksInKernels>() -> Span {
     Span {
-        codes: Array::<u32>::new(SPAN_WORDS),
+        codes: Array::<u32>::new(comptime!(SPAN / F::PER_WORD)),
         low: f32::new(0.0),
         high: f32::new(0.0),
         min: f32::new(0.0),
@@ -70,15 +74,24 @@ pub(crate) fn unpack_row<F: BlocksInKernels>(
     F::unpack(words, at, index % comptime!(F::NUMBERS / SPAN), span);
 }
 
+/// What code `index` of an unpacked span stands for.
+#[cube]
+pub(crate) fn code<F: BlocksInKernels>(span: &Span, #[comptime] index: usize) -> f32 {
+    let word = span.codes[comptime!(index / F::PER_WORD)];
+    F::code(word, comptime!(index % F::PER_WORD))
+}
+
 /// Number `index` of an unpacked span.
 #[cube]
 pub(crate) fn number<F: BlocksInKernels>(span: &Span, #[comptime] index: usize) -> f32 {
-    let code = F::code(span.codes[comptime!(index / 4)], comptime!(index % 4));
-    let mut scale = span.low;
-    if comptime!(F::HALVES && index >= SPAN / 2) {
-        scale = span.high;
+    let mut number = code::<F>(span, index);
+    if comptime!(F::SCALES) {
+        let mut scale = span.low;
+        if comptime!(F::HALVES && index >= SPAN / 2) {
+            scale = span.high;
+        }
+        number *= scale;
     }
-    let mut number = code * scale;
     if comptime!(F::MINS) {
         number += span.min;
     }
@@ -125,6 +138,14 @@ macro_rules! with_kernels {
                 type $F = $crate::formats::cube::Mxfp4;
                 $body
             }
+            $crate::WeightFormat::F16 => {
+                type $F = $crate::formats::cube::F16;
+                $body
+            }
+            $crate::WeightFormat::Bf16 => {
+                type $F = $crate::formats::cube::Bf16;
+                $body
+            }
             $crate::WeightFormat::Int4($crate::GroupSize::G32) => {
                 type $F = $crate::formats::cube::Int4<32>;
                 $body
@@ -154,6 +175,8 @@ macro_rules! with_kernels {
 }
 
 pub(crate) use super::{
+    bf16::cube::Bf16,
+    f16::cube::F16,
     grouped::cube::{Int4, Int8},
     mxfp4::cube::Mxfp4,
     q4_0::cube::Q4_0,
@@ -177,6 +200,15 @@ pub(super) fn byte(word: u32, #[comptime] index: usize) -> u32 {
 #[cube]
 pub(super) fn word(words: &[u32], at: usize) -> u32 {
     words[at / 4]
+}
+
+/// Copies so many words from byte `at` on, a multiple of 4.
+#[cube]
+pub(super) fn copy_words(words: &[u32], at: usize, #[comptime] n: usize, span: &mut Span) {
+    #[unroll]
+    for i in 0..n {
+        span.codes[i] = word(words, at + 4 * i);
+    }
 }
 
 /// The 16 bits at byte `at`, which is even.

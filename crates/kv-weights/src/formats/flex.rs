@@ -24,7 +24,21 @@ pub(crate) trait Blocks: Copy + Default + Send + Sync + 'static {
     fn unpack<H: Halves>(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]);
 }
 
-/// How numbers of 16 bits become f32.
+/// A format of numbers of 16 bits, which are no codes: each stands for itself.
+pub(crate) trait Wide: Copy + Default + Send + Sync + 'static {
+    /// The number with these bits.
+    fn widened(bits: u16) -> f32;
+
+    /// As many numbers as there are bits.
+    #[inline(always)]
+    fn widen(bits: &[u16], out: &mut [f32]) {
+        for (out, &bits) in out.iter_mut().zip(bits) {
+            *out = Self::widened(bits);
+        }
+    }
+}
+
+/// How scales of 16 bits become f32.
 pub(crate) trait Halves {
     /// The number with these bits.
     fn widened(bits: u16) -> f32;
@@ -41,10 +55,18 @@ impl Halves for AnyHalves {
     }
 }
 
-/// Calls `$body` with `$F` the type of a [`WeightFormat`](crate::WeightFormat).
+/// Calls `$body` with `$F` the [`Blocks`] of a [`WeightFormat`](crate::WeightFormat), or `$other` with `$W` its [`Wide`].
 macro_rules! with_blocks {
-    ($format:expr, $F:ident => $body:expr) => {
+    ($format:expr, $F:ident => $body:expr, wide $W:ident => $other:expr) => {
         match $format {
+            $crate::WeightFormat::F16 => {
+                type $W = $crate::formats::flex::F16;
+                $other
+            }
+            $crate::WeightFormat::Bf16 => {
+                type $W = $crate::formats::flex::Bf16;
+                $other
+            }
             $crate::WeightFormat::Q4_0 => {
                 type $F = $crate::formats::flex::Q4_0;
                 $body
@@ -110,6 +132,8 @@ macro_rules! with_blocks {
 }
 
 pub(crate) use super::{
+    bf16::flex::Bf16,
+    f16::flex::F16,
     grouped::flex::{Int4, Int8},
     mxfp4::flex::Mxfp4,
     q4_0::flex::Q4_0,

@@ -1,7 +1,9 @@
 //! The formats of packed weights, a folder each: what a block holds, and how the CPU and kernels unpack it.
 
+mod bf16;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
+mod f16;
 #[cfg(feature = "flex")]
 pub(crate) mod flex;
 mod grouped;
@@ -16,6 +18,8 @@ mod q6_k;
 mod q8_0;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]
 pub(crate) mod vnni;
+#[cfg(all(feature = "flex", target_arch = "x86_64"))]
+pub(crate) mod wide;
 
 use core::{fmt, str::FromStr};
 
@@ -23,7 +27,7 @@ pub use grouped::GroupSize;
 
 use crate::{Error, error::invalid};
 
-/// How the numbers of a matrix are packed: in blocks of codes with their scales.
+/// How the numbers of a matrix are packed: in blocks of codes with their scales, or in 16 bits.
 ///
 /// Those of GGML lie bit for bit as in GGUF files
 /// (<https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h>).
@@ -53,7 +57,24 @@ pub enum WeightFormat {
     Int4(GroupSize),
     /// Codes of 8 bits in groups: `scale * (code - zero)`, with both for each group; 9, 8.5 or 8.25 bits a number.
     Int8(GroupSize),
+    /// Numbers of 16 bits (IEEE 754), 32 of which are called a block. Each is what it is in f32: subnormal numbers,
+    /// infinities and both zeros too, and one that is no number stays none.
+    F16,
+    /// The upper 16 bits of numbers in f32, 32 of which are called a block. What is subnormal is subnormal in f32 too,
+    /// which a GPU may take for 0; infinities and what is no number stay so.
+    Bf16,
 }
+
+/// Where the numbers of a block of 32 are that are f16.
+const HALF_OFFSETS: [usize; 32] = {
+    let mut offsets = [0; 32];
+    let mut i = 0;
+    while i < 32 {
+        offsets[i] = 2 * i;
+        i += 1;
+    }
+    offsets
+};
 
 /// What is known of a format without its blocks.
 pub(crate) struct Spec {
@@ -88,6 +109,8 @@ impl WeightFormat {
         Self::Int8(GroupSize::G32),
         Self::Int8(GroupSize::G64),
         Self::Int8(GroupSize::G128),
+        Self::F16,
+        Self::Bf16,
     ];
 
     const fn spec(self) -> &'static Spec {
@@ -103,6 +126,8 @@ impl WeightFormat {
             Self::Mxfp4 => &mxfp4::SPEC,
             Self::Int4(group) => grouped::int4(group),
             Self::Int8(group) => grouped::int8(group),
+            Self::F16 => &f16::SPEC,
+            Self::Bf16 => &bf16::SPEC,
         }
     }
 
@@ -126,10 +151,16 @@ impl WeightFormat {
         let &Spec { bytes, halves, exponent, .. } = self.spec();
         blocks.chunks_exact(bytes).position(|block| {
             // An f16 with all bits of its exponent set is infinite or no number.
-            halves.iter().any(|at| block[at + 1] & 0x7c == 0x7c)
+            halves.iter().fold(false, |any, at| any | (block[at + 1] & 0x7c == 0x7c))
                 // The largest code is 6, so that two more exponents overflow than the one that means no number.
                 || exponent.is_some_and(|at| block[at] > 252)
+                || self == Self::Bf16 && !bf16::finite(block)
         })
+    }
+
+    /// Whether numbers lie there as they are, in 16 bits, rather than as codes.
+    pub const fn is_float(self) -> bool {
+        matches!(self, Self::F16 | Self::Bf16)
     }
 
     /// GGML's number of the type, which GGUF files have; `None` for a format that is not GGML's.

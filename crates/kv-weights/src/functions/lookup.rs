@@ -28,6 +28,39 @@ pub fn lookup(ids: Tensor<2, Int>, matrix: &PackedMatrix) -> Result<Tensor<3>> {
     Ok(Tensor::<2>::from_dispatch(rows).reshape([batch, seq, columns]))
 }
 
+/// [`lookup`] in a matrix whose rows are those of all `parts`, one after the other. A part is read for the rows that
+/// are in it, and its nearest row in place of those that are not.
+///
+/// # Shapes
+/// - `ids`: `[batch, seq]`
+/// - output: `[batch, seq, columns]`, f32
+///
+/// # Errors
+/// [`Error::Invalid`](crate::Error::Invalid) for no parts or parts of different widths, otherwise those of [`lookup`].
+pub fn lookup_parts(ids: Tensor<2, Int>, parts: &[&PackedMatrix]) -> Result<Tensor<3>> {
+    let Some((first, others)) = parts.split_first() else {
+        return Err(invalid("parts", 0, "must be one matrix or more"));
+    };
+    let (mut found, mut start) = (lookup(ids.clone(), first)?, first.dims()[0]);
+    let shape = found.dims();
+    for part in others {
+        let [rows, columns] = part.dims();
+        if columns != shape[2] {
+            return Err(invalid(
+                "columns",
+                columns,
+                format!("must be {}, those of the first part", shape[2]),
+            ));
+        }
+        let from = i64::try_from(start).unwrap_or(i64::MAX);
+        let here = ids.clone().greater_equal_elem(from).unsqueeze_dim::<3>(2).expand(shape);
+        // Later parts replace the rows past this one.
+        found = found.mask_where(here, lookup(ids.clone().clamp_min(from) - from, part)?);
+        start += rows;
+    }
+    Ok(found)
+}
+
 impl PackedMatrix {
     /// All rows restored, `[rows, columns]`, f32.
     ///

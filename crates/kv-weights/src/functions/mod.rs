@@ -1,11 +1,13 @@
 //! The functions on tensors: checks, then the operation of the backend.
 
+mod gate;
 mod lookup;
 mod picked;
 mod project;
 mod project_fused;
 
-pub use lookup::lookup;
+pub use gate::{fuses, gated};
+pub use lookup::{lookup, lookup_parts};
 pub use picked::{Picks, project_picked};
 pub use project::{back_project, project};
 pub use project_fused::project_fused;

@@ -1,12 +1,12 @@
 use burn::{
     backend::Dispatch,
-    tensor::{DType, Tensor, activation},
+    tensor::{DType, Tensor},
 };
 
 use super::project::check;
 use crate::{
-    Activations, Error, Fused, FusedInputs, FusedPlan, Gate, MaybeFloat, PackedLayout,
-    PackedMatrix, PartWords, Result, WeightOps, error::invalid, fused::MOST_PARTS,
+    Activations, Error, Fused, FusedInputs, FusedPlan, MaybeFloat, PackedLayout, PackedMatrix,
+    PartWords, Result, WeightOps, error::invalid, fused::MOST_PARTS,
 };
 
 /// Products with matrices whose rows follow one another, with what comes before and after them: norm of `x`, products,
@@ -78,14 +78,14 @@ pub fn project_fused(
         // The halves of the rows are in several formats, or not each in a matrix.
         let products = Fused { gate: None, ..fused.clone() };
         let y = joined(&x, parts, activations, &products, None);
-        let (gate, up) = (y.clone().narrow(1, 0, outputs), y.narrow(1, outputs, outputs));
-        let gate = match fused.gate {
-            Some(Gate::GeluTanh) => activation::gelu_approximate(gate),
-            _ => activation::silu(gate),
+        let y = match fused.gate {
+            Some(gate) => <Dispatch as WeightOps>::packed_gate(y.into_dispatch(), gate),
+            None => y.into_dispatch(),
         };
+        let y = Tensor::<2>::from_dispatch(y);
         match residual {
-            Some(residual) => gate * up + residual,
-            None => gate * up,
+            Some(residual) => y + residual,
+            None => y,
         }
     };
     Ok(y.reshape([batch, seq, outputs]))

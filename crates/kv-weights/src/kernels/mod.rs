@@ -17,5 +17,6 @@ mod cuda_source;
 mod grid;
 pub(crate) mod product;
 pub(crate) mod restore;
+pub(crate) mod tiled;
 
 pub(crate) use grid::Grid;

@@ -29,7 +29,7 @@ fn restore<F: BlocksInKernels>(
             ComptimeOption::Some(ids) => row = ids[ABSOLUTE_POS / row_spans] as usize,
             ComptimeOption::None => {}
         }
-        let mut span = new_span();
+        let mut span = new_span::<F>();
         unpack_row::<F>(words, row, ABSOLUTE_POS % row_spans, row_bytes, &mut span);
         #[unroll]
         for i in 0..comptime!(SPAN / 4) {

@@ -56,7 +56,29 @@ fn number(format: WeightFormat, block: &[u8], i: usize) -> f32 {
             f(block, 0) * signed(code, zero(block)) + 0.0
         }
         WeightFormat::Int8(_) => f(block, 0) * signed(block[4 + i], zero(block)) + 0.0,
+        WeightFormat::F16 => float(short(block, i), 5) as f32,
+        WeightFormat::Bf16 => float(short(block, i), 8) as f32,
     }
+}
+
+/// The 16 bits of number `i`.
+fn short(block: &[u8], i: usize) -> u16 {
+    u16::from_le_bytes([block[2 * i], block[2 * i + 1]])
+}
+
+/// What a number of 16 bits stands for by IEEE 754: a sign, so many bits of exponent, the others of a fraction.
+fn float(bits: u16, exponent_bits: u32) -> f64 {
+    let fraction_bits = 15 - exponent_bits;
+    let exponent = i32::from(bits & 0x7fff) >> fraction_bits;
+    let fraction = f64::from(bits & ((1 << fraction_bits) - 1)) / f64::from(1u32 << fraction_bits);
+    let (largest, bias) = ((1 << exponent_bits) - 1, (1 << (exponent_bits - 1)) - 1);
+    let magnitude = match exponent {
+        0 => fraction * 2f64.powi(1 - bias),
+        _ if exponent < largest => (1.0 + fraction) * 2f64.powi(exponent - bias),
+        _ if fraction == 0.0 => f64::INFINITY,
+        _ => f64::NAN,
+    };
+    if bits >> 15 == 1 { -magnitude } else { magnitude }
 }
 
 fn f(block: &[u8], at: usize) -> f32 {

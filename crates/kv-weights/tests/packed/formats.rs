@@ -2,16 +2,20 @@
 
 use std::{fs, path::PathBuf};
 
-use burn::tensor::Device;
+use burn::tensor::{Device, Int, Tensor};
 use candle_core::{
     Module as _,
     quantized::{GgmlDType, QMatMul, QStorage, QTensor},
 };
-use kv_weights::{Activations, WeightFormat, project, reference};
+use kv_weights::{Activations, PackedLayout, WeightFormat, lookup, project, reference};
 
 use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
 
-stamp!(fixtures_are_restored_bit_for_bit, numbers_and_products_are_those_of_candle);
+stamp!(
+    fixtures_are_restored_bit_for_bit,
+    every_number_of_16_bits_is_what_it_is_in_f32,
+    numbers_and_products_are_those_of_candle
+);
 
 fn fixture(name: &str) -> Vec<u8> {
     let path: PathBuf =
@@ -44,6 +48,48 @@ fn fixtures_are_restored_bit_for_bit(device: &Device) {
         let blocks = Blocks { format, shape: [rows, format.block_numbers()], bytes };
         let restored = device_blocks(&blocks, device).restore().unwrap().into_data();
         assert_same(format.name(), &restored.try_into_vec::<f32>().unwrap(), &expected);
+    }
+}
+
+/// All of them, subnormal ones and those that are not finite among them, restored and looked up, against the `half` crate.
+fn every_number_of_16_bits_is_what_it_is_in_f32(device: &Device) {
+    let expected: [(WeightFormat, fn(u16) -> f32); 2] = [
+        (WeightFormat::F16, |bits| half::f16::from_bits(bits).to_f32()),
+        (WeightFormat::Bf16, |bits| half::bf16::from_bits(bits).to_f32()),
+    ];
+    for (format, number) in expected {
+        let bytes: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+        let expected: Vec<f32> = (0..=u16::MAX).map(number).collect();
+        let same = |name: &str, got: &[f32]| {
+            assert_eq!(got.len(), expected.len(), "{format}");
+            for (bits, (got, expected)) in got.iter().zip(&expected).enumerate() {
+                let same =
+                    got.to_bits() == expected.to_bits() || (got.is_nan() && expected.is_nan());
+                assert!(same, "{format} {name}: {bits:#06x}: {got:e}, not {expected:e}");
+            }
+        };
+        same("by definition", &reference::restore(format, &bytes));
+        let packed = device_blocks(&Blocks { format, shape: [512, 128], bytes }, device);
+        same("restored", &packed.restore().unwrap().into_data().try_into_vec::<f32>().unwrap());
+        let ids = Tensor::<1, Int>::arange(0..512, device).unsqueeze();
+        let found = lookup(ids, &packed).unwrap().into_data().try_into_vec::<f32>().unwrap();
+        same("looked up", &found);
+    }
+}
+
+/// A matrix with an infinite number, or one that is none, is told from one without.
+#[test]
+fn numbers_of_16_bits_that_are_not_finite_are_found() {
+    for (format, infinite, largest) in
+        [(WeightFormat::F16, 0x7c00u16, 0xfbffu16), (WeightFormat::Bf16, 0xff80, 0x7f7f)]
+    {
+        let layout = PackedLayout::new(format, [3, 64]).unwrap();
+        let mut bytes = largest.to_le_bytes().repeat(3 * 64);
+        assert_eq!(layout.not_finite(&bytes), None);
+        for bits in [infinite, infinite + 1] {
+            bytes[2 * (64 + 37)..][..2].copy_from_slice(&bits.to_le_bytes());
+            assert_eq!(layout.not_finite(&bytes), Some([1, 32]), "{format} {bits:#06x}");
+        }
     }
 }
 

@@ -1,13 +1,17 @@
 //! Products with what comes before and after them, against f64.
 
 use burn::tensor::{Device, Tensor, TensorData};
-use kv_weights::{Activations, Fused, Gate, Norm, PackedMatrix, WeightFormat, project_fused};
+use kv_weights::{
+    Activations, Fused, Gate, Norm, PackedMatrix, WeightFormat, gated, project_fused,
+};
 
 use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
 
 stamp!(
     parts_are_joined_and_added_to,
     gates_are_those_of_their_halves,
+    gates_alone_are_those_of_f64,
+    gates_hide_nothing_and_take_views,
     views_are_the_numbers_they_show,
     what_does_not_fit_is_named
 );
@@ -136,6 +140,51 @@ fn gates_are_those_of_their_halves(device: &Device) {
             close(&format!("{formats:?} {gate:?} by {n}"), y, &expected);
         }
     }
+}
+
+/// Widths below a vector and above, one row and enough for several threads, numbers of all magnitudes.
+fn gates_alone_are_those_of_f64(device: &Device) {
+    for (n, rows) in [(1, 1), (7, 3), (64, 1), (1536, 1), (129, 200)] {
+        let value = |i: usize| {
+            let magnitude = [1e-6, 0.1, 1.0, 3.0, 10.0, 50.0, 300.0][i % 7];
+            (((i * 7919) % 2003) as f32 / 1001.0 - 1.0) * magnitude
+        };
+        let x: Vec<f32> = (0..2 * n * rows).map(value).collect();
+        for gate in [Gate::Silu, Gate::GeluTanh] {
+            let y = gated(matrix(&x, 2 * n, device), gate).unwrap();
+            assert_eq!(y.dims(), [1, rows, n]);
+            for (i, got) in y.into_data().try_into_vec::<f32>().unwrap().into_iter().enumerate() {
+                let at = i / n * 2 * n + i % n;
+                let (a, b) = (f64::from(x[at]), f64::from(x[at + n]));
+                let inner = 0.797_884_560_802_865_4 * (a + 0.044715 * a.powi(3));
+                let expected = b * match gate {
+                    Gate::Silu => a / (1.0 + (-a).exp()),
+                    _ => a / (1.0 + (-2.0 * inner).exp()),
+                };
+                // The exponent, which is below 60 where the result is not next to 0, is rounded four times.
+                let off = (f64::from(got) - expected).abs();
+                assert!(
+                    off <= 1.5e-5 * expected.abs() + 1e-30,
+                    "{gate:?} {a}: {got}, not {expected}"
+                );
+            }
+        }
+    }
+}
+
+fn gates_hide_nothing_and_take_views(device: &Device) {
+    let host = |y: Tensor<3>| y.into_data().try_into_vec::<f32>().unwrap();
+    let x = matrix(&[f32::NAN, f32::INFINITY, 1.0, 1.0], 4, device);
+    let y = host(gated(x.clone(), Gate::Silu).unwrap());
+    assert!(y[0].is_nan() && y[1] == f32::INFINITY, "{y:?}");
+    let all = matrix(&[9.0, 1.0, 2.0, 9.0, 9.0, 3.0, 4.0, 9.0], 4, device);
+    let y = host(gated(all.narrow(2, 1, 2), Gate::Silu).unwrap());
+    let expected = host(gated(matrix(&[1.0, 2.0, 3.0, 4.0], 2, device), Gate::Silu).unwrap());
+    assert_eq!(y, expected);
+    let nothing = gated(Tensor::zeros([2, 0, 4], device), Gate::GeluTanh).unwrap();
+    assert_eq!(nothing.dims(), [2, 0, 2]);
+    let error = gated(x.narrow(2, 0, 3), Gate::Silu).unwrap_err().to_string();
+    assert_eq!(error, "gated: x has shape [1, 1, 3]: the last axis must be even, half of it gates");
 }
 
 /// Parts of larger tensors, strided and shifted by other than whole vectors.

@@ -4,12 +4,15 @@ use burn::{
     module::{Module, list_param_ids},
     tensor::{Bytes, DType, Device, Int, Tensor, TensorData},
 };
-use kv_weights::{Activations, PackedMatrix, WeightFormat, lookup, project};
+use kv_weights::{
+    Activations, Fused, PackedMatrix, WeightFormat, lookup, lookup_parts, project, project_fused,
+};
 
 use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
 
 stamp!(
     bad_input_is_named,
+    what_no_buffer_holds_is_several_matrices,
     blocks_of_a_file_are_not_copied,
     a_module_keeps_its_blocks,
     numbers_that_are_not_finite_are_not_hidden
@@ -43,7 +46,7 @@ fn bad_input_is_named(device: &Device) {
     says(
         "q3_k".parse::<WeightFormat>(),
         "weight format \"q3_k\": must be one of q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, mxfp4, \
-         int4-g32, int4-g64, int4-g128, int8-g32, int8-g64, int8-g128",
+         int4-g32, int4-g64, int4-g128, int8-g32, int8-g64, int8-g128, f16, bf16",
     );
 
     let mut rng = Rng::new(600);
@@ -87,6 +90,59 @@ fn blocks_of_a_file_are_not_copied(device: &Device) {
     assert_eq!(packed.words().dims(), [14]);
     let restored = packed.restore().unwrap().into_data().try_into_vec::<f32>().unwrap();
     assert_eq!(restored, odd.restored());
+}
+
+/// With a small limit in place of a device's: rows of whole words and others, mapped bytes and such that lie anywhere.
+fn what_no_buffer_holds_is_several_matrices(device: &Device) {
+    let cases = [
+        (WeightFormat::Q4_0, [23, 96], 4 * 54, 6),
+        (WeightFormat::Mxfp4, [23, 96], 4 * 51, 6),
+        (WeightFormat::Q5K, [5, 512], 352, 5),
+        (WeightFormat::F16, [9, 64], 300, 5),
+        (WeightFormat::Q4_0, [23, 96], 1 << 20, 1),
+    ];
+    for (i, (format, shape, most, n)) in cases.into_iter().enumerate() {
+        let mut rng = Rng::new(650 + i as u64);
+        let ([rows, columns], blocks) = (shape, Blocks::random(&mut rng, format, shape));
+        let bytes = Bytes::from_bytes_vec(blocks.bytes.clone()).shared();
+        let parts =
+            PackedMatrix::parts_from_bytes(bytes, format, shape, Some(most), device).unwrap();
+        let name = format!("{format} {shape:?} in buffers of {most}");
+        assert_eq!(parts.len(), n, "{name}");
+        assert!(parts.iter().all(|part| 4 * part.layout().words() as u64 <= most), "{name}");
+        let parts: Vec<_> = parts.iter().collect();
+        let whole = device_blocks(&blocks, device);
+        let host = |x: Tensor<3>| x.into_data().try_into_vec::<f32>().unwrap();
+
+        let ids = (0..3 * rows as i64).map(|i| i * 7 % (rows as i64 + 2)).collect::<Vec<_>>();
+        let ids = Tensor::<2, Int>::from_data(TensorData::new(ids, [3, rows]), device);
+        let found = lookup_parts(ids.clone(), &parts).unwrap();
+        assert_eq!(found.dims(), [3, rows, columns]);
+        assert!(host(found) == host(lookup(ids, &whole).unwrap()), "{name}");
+
+        for n in [1, 40] {
+            let x = matrix(&rng.normals(n * columns), columns, device);
+            let project = |parts: &[&PackedMatrix]| {
+                let fused = Fused::default();
+                host(project_fused(x.clone(), parts, Activations::Exact, fused).unwrap())
+            };
+            for (several, one) in project(&parts).into_iter().zip(project(&[&whole])) {
+                assert!((several - one).abs() <= 1e-5 * (1.0 + one.abs()), "{name} by {n}");
+            }
+        }
+    }
+    let blocks = Blocks::random(&mut Rng::new(660), WeightFormat::Q4_0, [3, 32]);
+    let bytes = || Bytes::from_bytes_vec(blocks.bytes.clone());
+    says(
+        PackedMatrix::parts_from_bytes(bytes(), blocks.format, blocks.shape, Some(35), device),
+        "a matrix [3, 32] of q4_0 is not supported: 2 rows take 36 bytes, and the device has buffers of at most 35",
+    );
+    let [a, b] = [[2, 32], [2, 64]].map(|shape| {
+        device_blocks(&Blocks::random(&mut Rng::new(661), WeightFormat::Q8_0, shape), device)
+    });
+    let ids = || Tensor::<2, Int>::from_data([[0]], device);
+    says(lookup_parts(ids(), &[]), "parts 0: must be one matrix or more");
+    says(lookup_parts(ids(), &[&a, &b]), "columns 64: must be 32, those of the first part");
 }
 
 fn a_module_keeps_its_blocks(device: &Device) {

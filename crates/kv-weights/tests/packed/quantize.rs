@@ -108,6 +108,6 @@ fn what_cannot_be_packed_is_named() {
     );
     assert_eq!(
         quantize(&x, [2, 64], WeightFormat::Q4_0),
-        "quantizing to q4_0 is not supported: it is read from GGUF files; int4, int8 and mxfp4 are made"
+        "quantizing to q4_0 is not supported: it is read from files; int4, int8 and mxfp4 are made"
     );
 }

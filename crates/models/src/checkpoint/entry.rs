@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 
-use burn::tensor::Bytes;
+use burn::tensor::{Bytes, DType};
 use burn_store::burn_pack::Tensor as PackTensor;
+use kv_weights::WeightFormat;
 
-use super::{Stored, packed::Blocks};
+use super::{Stored, mapped::Mapped, packed::Blocks};
 use crate::{Error, Result};
 
 /// A tensor of a checkpoint.
@@ -30,6 +31,36 @@ impl Entry {
             (Some(stored), _) => stored.mapped.range.len(),
             (None, Some(blocks)) => blocks.len(),
             (None, None) => self.tensor.shape.num_elements() * self.tensor.dtype.size(),
+        }
+    }
+
+    /// What the type that numbers are packed in is called: that of blocks, or one of 16 bits.
+    pub(super) fn packed_type(&self) -> Option<(String, Option<WeightFormat>)> {
+        match (&self.blocks, self.tensor.dtype) {
+            (Some(blocks), _) => Some((blocks.name.clone(), blocks.format)),
+            (None, DType::F16) => Some(("F16".into(), Some(WeightFormat::F16))),
+            (None, DType::BF16) => Some(("BF16".into(), Some(WeightFormat::Bf16))),
+            (None, _) => None,
+        }
+    }
+
+    /// The format of rows that can be multiplied as they are stored.
+    pub(super) fn packed_format(&self) -> Option<WeightFormat> {
+        let (_, format) = self.packed_type()?;
+        let shape = &self.tensor.shape;
+        // Rows of blocks that are not whole are an error, those of floats only are not packed.
+        let whole = |format: &WeightFormat| {
+            !format.is_float()
+                || shape.last().is_some_and(|n| n.is_multiple_of(format.block_numbers()))
+        };
+        format.filter(whole).filter(|_| shape.num_dims() > 1)
+    }
+
+    /// Where it lies in a file, as it is packed.
+    pub(super) fn packed_at(&self) -> Option<&Mapped> {
+        match (&self.blocks, &self.stored) {
+            (Some(blocks), _) => blocks.mapped(),
+            (None, stored) => stored.as_ref().map(|stored| &stored.mapped),
         }
     }
 

@@ -177,11 +177,9 @@ impl Weights {
         }
         let found = self.tensors.get(weight).filter(|entry| entry.tensor.shape.to_vec() == shape);
         let Some(entry) = found else { return Ok(None) };
-        let Some((mapped, format)) =
-            entry.blocks.as_ref().and_then(|b| Some((b.mapped()?, b.format?)))
-        else {
-            return Ok(None);
-        };
+        // Those of Hugging Face checkpoints are transposed.
+        let found = entry.packed_at().zip(entry.packed_format()).filter(|_| self.is_gguf());
+        let Some((mapped, format)) = found else { return Ok(None) };
         let layout = PackedLayout::new(format, [rows, columns])?;
         entry.check_finite(layout, mapped.bytes())?;
         let expert = |start| {
@@ -236,8 +234,8 @@ impl Weights {
             Numbers::Packed(parts) => {
                 let pack =
                     |Part { format, rows, bytes }| self.pack_bytes(bytes, format, [rows, columns]);
-                let parts = parts.into_iter().map(pack).collect::<Result<_>>()?;
-                Matrix::packed(parts, self.packed.unwrap_or_default())?
+                let parts = parts.into_iter().map(pack).collect::<Result<Vec<_>>>()?;
+                Matrix::packed(parts.concat(), self.packed.unwrap_or_default())?
             }
             Numbers::Floats(values) => {
                 let data = TensorData::new(values, [n_rows, columns]).convert_dtype(self.dtype);

@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use burn::tensor::{Bytes, DType, Device};
+use half::{bf16, f16};
 use kv_weights::{Activations, PackedLayout, PackedMatrix, WeightFormat};
 
 use super::{
@@ -48,12 +49,18 @@ impl Blocks {
             BlockSource::Joined(quantized) => quantized.layout().bytes(),
         }
     }
+}
 
-    fn take(&self) -> Result<Source> {
-        Ok(match &self.source {
-            BlockSource::Mapped(mapped) => Source::Mapped(mapped.clone()),
-            BlockSource::Joined(quantized) => Source::Copied(quantized.blocks()?),
-        })
+impl Entry {
+    /// The bytes that it is packed in.
+    fn packed_bytes(&self) -> Result<Source> {
+        if let Some(mapped) = self.packed_at() {
+            return Ok(Source::Mapped(mapped.clone()));
+        }
+        Ok(Source::Copied(match &self.blocks {
+            Some(Blocks { source: BlockSource::Joined(quantized), .. }) => quantized.blocks()?,
+            _ => self.bytes()?.to_vec(),
+        }))
     }
 }
 
@@ -157,12 +164,11 @@ impl Weights {
         for (name, rows) in parts {
             left -= rows;
             let Some(entry) = self.tensors.get(name) else { return Ok(None) };
-            let Some(blocks) = &entry.blocks else { return Ok(None) };
             let alike = entry.tensor.shape.to_vec() == [*rows, columns];
-            let Some(format) = blocks.format.filter(|_| alike) else { return Ok(None) };
+            let Some(format) = entry.packed_format().filter(|_| alike) else { return Ok(None) };
             let layout = PackedLayout::new(format, [*rows, columns])
                 .map_err(|error| entry.flawed(error.to_string()))?;
-            let bytes = blocks.take()?;
+            let bytes = entry.packed_bytes()?;
             entry.check_finite(layout, bytes.bytes())?;
             let to_come = layout.row_bytes() * left;
             let bytes = match entry.interleaved {
@@ -192,22 +198,26 @@ impl Weights {
         }
         let mut matrices = Vec::with_capacity(stacked.len());
         for Rows { format, rows, bytes } in stacked {
-            matrices.push(self.pack(bytes, format, [rows, columns])?);
+            matrices.extend(self.pack(bytes, format, [rows, columns])?);
         }
         Matrix::packed(matrices, activations).map(Some)
     }
 
-    /// A packed matrix on the device.
+    /// A packed matrix on the device, as several if it is larger than a buffer.
     fn pack(
         &mut self,
         source: Source,
         format: WeightFormat,
         shape: [usize; 2],
-    ) -> Result<PackedMatrix> {
+    ) -> Result<Vec<PackedMatrix>> {
         match source {
             Source::Mapped(mapped) => {
                 let matrix = self.pack_bytes(mapped.shared(), format, shape)?;
-                if !reads_mapped(&self.device) {
+                // What does not lie at a word has been copied.
+                let word = size_of::<u32>();
+                let at_words = mapped.bytes().as_ptr().addr().is_multiple_of(word)
+                    && mapped.range.len().is_multiple_of(word);
+                if !at_words || !reads_mapped(&self.device) {
                     mapped.give_back();
                 }
                 Ok(matrix)
@@ -216,17 +226,39 @@ impl Weights {
         }
     }
 
-    /// A packed matrix of these bytes on the device.
+    /// A packed matrix of these bytes on the device, as several if it is larger than a buffer.
     pub(super) fn pack_bytes(
         &mut self,
         bytes: Bytes,
         format: WeightFormat,
         shape: [usize; 2],
-    ) -> Result<PackedMatrix> {
-        let matrix = PackedMatrix::from_bytes(bytes, format, shape, &self.device)?;
-        self.kept.size.bytes += matrix.layout().bytes();
+    ) -> Result<Vec<PackedMatrix>> {
+        let (most, device) = (self.largest_buffer, &self.device);
+        let parts = PackedMatrix::parts_from_bytes(bytes, format, shape, most, device)?;
+        self.kept.size.bytes += parts.iter().map(|part| part.layout().bytes()).sum::<usize>();
         self.kept.size.numbers += shape[0] * shape[1];
-        Ok(matrix)
+        Ok(parts)
+    }
+
+    /// Takes a matrix that is stored as `[columns, rows]`, in 16 bits, if it is to stay so.
+    pub(super) fn take_packed_transposed(
+        &mut self,
+        name: &str,
+        columns: usize,
+        rows: usize,
+    ) -> Result<Option<Matrix>> {
+        let Some(activations) = self.packed else { return Ok(None) };
+        let format = self.tensors.get(name).and_then(Entry::packed_type).and_then(|(_, f)| f);
+        let Some(format) = format.filter(|f| columns.is_multiple_of(f.block_numbers())) else {
+            return Ok(None);
+        };
+        let data = match format {
+            WeightFormat::F16 => self.transposed::<f16>(name, columns, rows)?,
+            WeightFormat::Bf16 => self.transposed::<bf16>(name, columns, rows)?,
+            _ => return Ok(None),
+        };
+        let parts = self.pack_bytes(data.into_bytes(), format, [rows, columns])?;
+        Matrix::packed(parts, activations).map(Some)
     }
 
     /// Counts a tensor that is restored although blocks were to stay.
@@ -235,11 +267,10 @@ impl Weights {
             return;
         }
         let Some(entry) = self.tensors.get(name) else { return };
-        if let Some(blocks) = &entry.blocks {
-            let [tensors, bytes, numbers] =
-                self.kept.restored.entry(blocks.name.clone()).or_default();
+        if let Some((name, _)) = entry.packed_type() {
+            let [tensors, bytes, numbers] = self.kept.restored.entry(name).or_default();
             *tensors += 1;
-            *bytes += blocks.len();
+            *bytes += entry.in_file();
             *numbers += entry.tensor.shape.num_elements();
         }
     }

@@ -17,10 +17,15 @@ impl Weights {
             let (kind, bytes) = self.in_memory(name, entry);
             *sizes.by_type.entry(kind).or_default() += bytes;
             sizes.in_files += entry.in_file();
-            if bytes > sizes.largest.1 {
-                sizes.largest = (entry.name.clone(), bytes);
-            }
             let shape = entry.tensor.shape.to_vec();
+            let unsplit = if self.stays_packed(name, entry) {
+                bytes / shape[..shape.len() - 1].iter().product::<usize>().max(1)
+            } else {
+                bytes
+            };
+            if unsplit > sizes.largest.1 {
+                sizes.largest = (entry.name.clone(), unsplit);
+            }
             if name == if has_head { names.head } else { names.embedding } {
                 sizes.head = (bytes, shape.iter().product());
             }
@@ -35,16 +40,22 @@ impl Weights {
         sizes
     }
 
+    /// Whether the rows of a tensor are multiplied as they are in the file.
+    fn stays_packed(&self, name: &str, entry: &Entry) -> bool {
+        // Of floats, experts that are stored transposed are restored, and so are the biases of experts.
+        let restored =
+            entry.tensor.shape.num_dims() > 2 && !self.is_gguf() || name.ends_with("bias");
+        self.packed.is_some()
+            && entry.packed_format().is_some()
+            && (entry.blocks.is_some() || !restored)
+    }
+
     /// The type that a tensor has in memory, and its bytes.
     fn in_memory(&self, name: &str, entry: &Entry) -> (String, usize) {
         let shape = &entry.tensor.shape;
         let numbers = shape.num_elements();
-        if let Some(blocks) = &entry.blocks
-            && self.packed.is_some()
-            && blocks.format.is_some()
-            && shape.num_dims() > 1
-        {
-            return (blocks.name.clone(), entry.in_file());
+        if let Some((kind, _)) = entry.packed_type().filter(|_| self.stays_packed(name, entry)) {
+            return (kind, entry.in_file());
         }
         // Codes and scales of MXFP4, two codes to a byte.
         let numbers = match entry.tensor.dtype {

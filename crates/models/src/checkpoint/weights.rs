@@ -48,6 +48,8 @@ pub struct Weights {
     /// What blocks that stay packed are multiplied with; `None` if all are restored.
     pub(super) packed: Option<Activations>,
     pub(super) kept: Kept,
+    /// The most bytes of a buffer of packed weights, if that is less than the device has.
+    pub(crate) largest_buffer: Option<u64>,
     /// Who is told what is read.
     pub(crate) watcher: Watcher,
     /// The cache that the model was trained with.
@@ -69,6 +71,7 @@ impl Weights {
             notes: vec![],
             packed: None,
             kept: Kept::default(),
+            largest_buffer: None,
             watcher: Watcher::default(),
             cache: None,
         }
@@ -276,12 +279,18 @@ impl Weights {
         if self.gguf.is_some() || quantized {
             return self.linear(&[(name.into(), d_output)], d_input, true);
         }
-        let data = with_float!(
-            self.dtype,
-            T => self.transposed::<T>(&weight, d_input, d_output)?,
-            else unreachable!("set_dtype takes floats")
-        );
-        let weight = self.param(data).into();
+        let weight = match self.take_packed_transposed(&weight, d_input, d_output)? {
+            Some(matrix) => matrix,
+            None => {
+                self.count_restored(&weight);
+                let data = with_float!(
+                    self.dtype,
+                    T => self.transposed::<T>(&weight, d_input, d_output)?,
+                    else unreachable!("set_dtype takes floats")
+                );
+                self.param(data).into()
+            }
+        };
         let bias = Some(self.vector(&[(format!("{name}.bias"), d_output)])?);
         Ok(Linear { weight, bias })
     }
@@ -381,7 +390,7 @@ impl Weights {
     }
 
     /// Takes a matrix that is stored as `[columns, rows]`.
-    fn transposed<T: Float>(
+    pub(super) fn transposed<T: Float>(
         &mut self,
         name: &str,
         columns: usize,

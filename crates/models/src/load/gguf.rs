@@ -56,6 +56,7 @@ pub(super) fn load(
     }
     weights.set_dtype(options.dtype)?;
     weights.set_packed(options.packed)?;
+    weights.largest_buffer = options.largest_buffer;
     let model = family.import_gguf(&Metadata::new(header, arch, first), &mut weights)?;
     let model = model.with_packed(weights.kept());
     let notes = std::mem::take(weights.notes());

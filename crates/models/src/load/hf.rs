@@ -103,6 +103,7 @@ fn build(
     weights.join_quantized()?;
     weights.set_dtype(options.dtype)?;
     weights.set_packed(options.packed)?;
+    weights.largest_buffer = options.largest_buffer;
     let config = ConfigJson { text: &config, path: &config_path };
     let model = family.import(&config, &mut weights)?;
     let model = model.with_packed(weights.kept());

@@ -52,12 +52,15 @@ pub struct LoadOptions {
     /// them, stay packed, and what they are multiplied with; `None` restores them. The model then computes in f32: of another [`dtype`](Self::dtype), blocks are restored. They are not
     /// trained.
     pub packed: Option<Activations>,
+    /// The most bytes of a buffer: packed matrices with more become several of neighboring rows, as they do beyond what
+    /// the device has. `None` leaves it at the device's.
+    pub largest_buffer: Option<u64>,
 }
 
 impl Default for LoadOptions {
     /// Restored to f32, whatever the file holds.
     fn default() -> Self {
-        Self { dtype: WeightDtype::F32, packed: None }
+        Self { dtype: WeightDtype::F32, packed: None, largest_buffer: None }
     }
 }
 
@@ -72,6 +75,12 @@ impl LoadOptions {
     #[must_use]
     pub fn with_packed(self, packed: Option<Activations>) -> Self {
         Self { packed, ..self }
+    }
+
+    /// The same options, with buffers of at most so many bytes for packed matrices.
+    #[must_use]
+    pub fn with_largest_buffer(self, largest_buffer: Option<u64>) -> Self {
+        Self { largest_buffer, ..self }
     }
 }
 

@@ -53,7 +53,8 @@ pub struct WeightBytes {
     pub by_type: BTreeMap<String, usize>,
     /// Bytes in the files.
     pub in_files: usize,
-    /// The largest tensor, as the files name it, and its bytes in memory.
+    /// The tensor with the most bytes that have to be in one buffer, as the files name it, and these: all of it, or a row
+    /// of one that stays packed, of which there can be several buffers.
     pub largest: (String, usize),
     /// Bytes in memory of the projection to the vocabulary, and its numbers.
     pub head: (usize, usize),

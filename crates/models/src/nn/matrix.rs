@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 
 use burn::{
-    backend::DispatchDevice,
     module::{
         Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault,
         ModuleMapper, ModuleVisitor, Param, ParamId,
@@ -28,8 +27,6 @@ pub struct Matrix(Stored);
 
 /// The kind of module that visitors are told for packed weights, whose name is their [`Matrix::id`].
 pub(crate) const PACKED: &str = "PackedMatrix";
-/// The most rows that [`project_fused`] multiplies in one launch.
-const FEW: usize = 32;
 
 /// What the path of an adapter's parameters goes through, and the kind of module that visitors are told.
 const ADAPTER: &str = "adapter";
@@ -111,12 +108,11 @@ impl Packed {
     }
 
     fn lookup(&self, ids: Tensor<2, Int>) -> Tensor<3> {
-        match (&self.parts[..], &self.adapter) {
-            ([one], None) => served(kv_weights::lookup(ids, one)),
-            ([one], Some(adapter)) => {
-                served(kv_weights::lookup(ids.clone(), one)) + adapter.lookup(ids)
-            }
-            _ => embedding(self.rows(0, self.dims()[0]), ids),
+        let parts: Vec<_> = self.parts.iter().collect();
+        let rows = served(kv_weights::lookup_parts(ids.clone(), &parts));
+        match &self.adapter {
+            Some(adapter) => rows + adapter.lookup(ids),
+            None => rows,
         }
     }
 
@@ -277,10 +273,8 @@ impl Matrix {
     /// Whether products of `x` and what is around them are one launch: for a few tokens, by packed weights on a GPU.
     pub(super) fn fuses(&self, x: &Tensor<3>) -> bool {
         let [batch, seq, _] = x.dims();
-        let device = x.device();
-        let packed =
-            matches!(&self.0, Stored::Packed(Packed { adapter: None, .. }) if batch * seq <= FEW);
-        packed && matches!(device.as_dispatch(), DispatchDevice::Cube(_)) && !device.is_autodiff()
+        matches!(&self.0, Stored::Packed(Packed { adapter: None, .. }))
+            && kv_weights::fuses(batch * seq, &x.device())
     }
 
     /// Products of `x` with every row, and what is `around` them. Shapes are those of [`project_fused`].

@@ -2,7 +2,7 @@
 
 use burn::{
     module::Module,
-    tensor::{DType, Tensor, activation},
+    tensor::{DType, Tensor},
 };
 
 use tracing::trace_span;
@@ -11,15 +11,7 @@ use super::{Linear, RmsNorm};
 use crate::spans::OPERATION;
 
 /// The nonlinearity of a [`GatedMlp`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Gating {
-    /// `x * sigmoid(x)`: SwiGLU.
-    #[default]
-    Silu,
-    /// GELU by its approximation with tanh: GeGLU.
-    GeluTanh,
-}
+pub use kv_weights::Gate as Gating;
 
 /// `down(f(gate(x)) * up(x))`, <https://arxiv.org/abs/2002.05202>, gate and up in one matrix.
 #[derive(Module, Debug)]
@@ -63,29 +55,17 @@ impl GatedMlp {
 
     /// The gated products of what `norm` makes of `x`, `[batch, seq, intermediate]`.
     fn gated_normed(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {
-        let gate = match self.gating {
-            Gating::Silu => kv_weights::Gate::Silu,
-            Gating::GeluTanh => kv_weights::Gate::GeluTanh,
-        };
-        let around = || self.gate_up.around().with_norm(norm.fused()).with_gate(gate);
+        let around = || self.gate_up.around().with_norm(norm.fused()).with_gate(self.gating);
         let fused = self.gate_up.fused(&x, around);
         fused.unwrap_or_else(|| self.gated(self.gate_up.forward(norm.forward(x))))
     }
 
     fn gated(&self, gate_up: Tensor<3>) -> Tensor<3> {
         let _span = trace_span!(target: OPERATION, "gate").entered();
-        #[cfg(feature = "flex")]
-        if let Some(gated) = super::gate::gated(&gate_up, self.gating) {
-            return gated;
-        }
-        let intermediate = gate_up.dims()[2] / 2;
-        let gate = gate_up.clone().narrow(2, 0, intermediate);
-        let up = gate_up.narrow(2, intermediate, intermediate);
-        let gate = match self.gating {
-            Gating::Silu => in_f32(gate, activation::silu),
-            Gating::GeluTanh => in_f32(gate, activation::gelu_approximate),
-        };
-        gate * up
+        in_f32(gate_up, |gate_up| {
+            kv_weights::gated(gate_up, self.gating)
+                .unwrap_or_else(|error| panic!("a gate: {error}"))
+        })
     }
 }
 

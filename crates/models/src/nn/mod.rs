@@ -6,8 +6,6 @@ mod attention;
 mod bf16;
 #[cfg(feature = "flex")]
 mod few_rows;
-#[cfg(feature = "flex")]
-mod gate;
 mod linear;
 mod low_rank;
 mod matrix;

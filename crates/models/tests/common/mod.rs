@@ -9,6 +9,7 @@ use std::{
 };
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use half::{bf16, f16};
 use kv_models::{LayerSpec, llama::Config, nn::RopeScaling};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value as Json;
@@ -141,6 +142,35 @@ pub(crate) fn read_tensors(file: &Path) -> Vec<(String, Vec<usize>, Vec<f32>)> {
     let bytes = fs::read(file).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
     tensors.iter().map(|(n, t)| (n.to_string(), t.shape().to_vec(), f32s(t.data()))).collect()
+}
+
+/// A copy of a tiny checkpoint whose tensors that `which` picks are of `dtype`.
+pub(crate) fn converted(
+    name: &str,
+    dtype: Dtype,
+    which: impl Fn(&str) -> bool,
+) -> tempfile::TempDir {
+    let folder = copy(&tiny(name));
+    let path = folder.path().join("model.safetensors");
+    let data: Vec<_> = read_tensors(&path)
+        .into_iter()
+        .map(|(name, shape, values)| {
+            let dtype = if which(&name) { dtype } else { Dtype::F32 };
+            let bytes: Vec<u8> = match dtype {
+                Dtype::BF16 => {
+                    values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect()
+                }
+                Dtype::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
+                _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+            };
+            (name, dtype, shape, bytes)
+        })
+        .collect();
+    let views = data.iter().map(|(name, dtype, shape, bytes)| {
+        (name.as_str(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &path).unwrap();
+    folder
 }
 
 /// The message of a failing load, checked to be one line that names the file.

@@ -210,7 +210,11 @@ impl<T: Target> World<T> {
 
     /// The model as a Hugging Face folder.
     pub(crate) fn save_model(&self, name: &str) -> String {
-        let options = SaveOptions { dtype: WeightDtype::F16, cache: None };
+        self.save_model_in(name, WeightDtype::F16)
+    }
+
+    pub(crate) fn save_model_in(&self, name: &str, dtype: WeightDtype) -> String {
+        let options = SaveOptions { dtype, cache: None };
         save(self.path(name), &self.model.clone().valid(), &self.tokenizer, options).unwrap();
         self.string(name)
     }

@@ -17,8 +17,8 @@ use crate::{
     Activations, FusedInputs, FusedPlan, MaybeFloat, PackedLayout, Picks, Result, WeightOps,
     formats::cube::with_kernels,
     kernels::{
-        product::{self, Hardware, ProductBindings, ProductProblem},
-        restore,
+        product::{self, Hardware, ProductBindings, ProductProblem, Way},
+        restore, tiled,
     },
 };
 
@@ -32,11 +32,12 @@ impl WeightOps for CubeBackend {
         layout: PackedLayout,
         _: Activations,
     ) -> FloatTensor<Self> {
-        if is_many(&x) {
-            return many(x, &words, layout);
+        let hardware = Hardware::of(x.client.properties());
+        match hardware.way(rows_of(&x), layout.format()) {
+            Way::Few => few(hardware, x, vec![words], [None, None, None], &plan_of(layout)),
+            Way::Tiles => tiled(x, &words, layout),
+            Way::Restored => many(x, &words, layout),
         }
-        let plan = plan_of(layout);
-        few(Hardware::of(x.client.properties()), x, vec![words], [None, None, None], &plan)
     }
 
     fn packed_fused(
@@ -44,12 +45,13 @@ impl WeightOps for CubeBackend {
         inputs: FusedInputs<Self>,
         plan: FusedPlan,
     ) -> FloatTensor<Self> {
-        if is_many(&x) {
+        let hardware = Hardware::of(x.client.properties());
+        if hardware.way(rows_of(&x), plan.parts[0].format()) != Way::Few {
             return composed::fused::<Self>(x, inputs, &plan);
         }
         let FusedInputs { words, norm, bias, residual } = inputs;
         let extras = [norm, bias, residual].map(MaybeFloat::into_option);
-        few(Hardware::of(x.client.properties()), x, words.into_vec(), extras, &plan)
+        few(hardware, x, words.into_vec(), extras, &plan)
     }
 
     fn packed_picked(
@@ -122,10 +124,9 @@ fn plan_of(layout: PackedLayout) -> FusedPlan {
     }
 }
 
-/// Whether parts of the matrix are restored for so many rows.
-fn is_many(x: &CubeTensor) -> bool {
+fn rows_of(x: &CubeTensor) -> usize {
     let [n, _] = x.meta.shape().dims();
-    Hardware::of(x.client.properties()).many().is_some_and(|many| n >= many)
+    n
 }
 
 /// One launch for the rows of `x`; `extras` are gains of the norm, bias and what is added.
@@ -176,6 +177,17 @@ fn many(x: CubeTensor, words: &CubeTensor, layout: PackedLayout) -> CubeTensor {
         1 => products.swap_remove(0),
         _ => CubeBackend::float_cat(products, 1),
     }
+}
+
+/// `x W^T` for many rows of `x`, which tiles of the weights are unpacked for.
+fn tiled(x: CubeTensor, words: &CubeTensor, layout: PackedLayout) -> CubeTensor {
+    let (x, words) = (into_contiguous(x), into_contiguous(words.clone()));
+    let [n, _] = x.meta.shape().dims();
+    let out = empty_like(&x, [n, layout.rows()]);
+    launched(with_kernels!(layout.format(), F => {
+        tiled::launch::<F>(&x.client, [&x, &words, &out].map(arg), &layout, n)
+    }));
+    out
 }
 
 /// First rows, and those after the last, of the parts that are restored at a time.

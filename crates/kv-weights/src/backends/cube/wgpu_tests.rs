@@ -1,26 +1,137 @@
-use std::io::Write;
+use std::{fs, io::Write, path::PathBuf, sync::LazyLock};
 
-use burn::tensor::{Device, TensorData};
+use burn::{
+    backend::DispatchDevice,
+    tensor::{Device, TensorData},
+};
 
 use super::*;
-use crate::{WeightFormat, reference};
+use crate::{Quantize, WeightFormat, quantize, reference};
+
+/// The device, or none where there may be none.
+fn device() -> Option<burn_cubecl::CubeDevice> {
+    // A runtime can be initialized only once per process.
+    static DEVICE: LazyLock<Result<Device, String>> =
+        LazyLock::new(|| Device::wgpu_options().init().map_err(|error| error.to_string()));
+    match &*DEVICE {
+        Err(error) if std::env::var_os("KV_ALLOW_NO_DEVICE").is_some_and(|value| value == "1") => {
+            // Not through `eprintln!`, which the test harness captures.
+            let _ = writeln!(std::io::stderr(), "SKIPPED {error}");
+            None
+        }
+        device => match device.as_ref().unwrap().as_dispatch() {
+            DispatchDevice::Cube(device) => Some(device.clone()),
+            #[allow(unreachable_patterns, reason = "CubeCL may be the only backend")]
+            _ => panic!("not a CubeCL device"),
+        },
+    }
+}
+
+/// Blocks of every kind of format: those of the tests' fixtures in another order in each row, or made of numbers.
+fn blocks(format: WeightFormat, [rows, columns]: [usize; 2]) -> Vec<u8> {
+    if format.ggml_type().is_none() {
+        let numbers: Vec<f32> = (0..rows * columns).map(|i| (i as f32 * 0.71).sin()).collect();
+        return quantize(&numbers, [rows, columns], format, Quantize::default()).unwrap();
+    }
+    let name = format!("{format}.blocks");
+    let path: PathBuf =
+        [env!("CARGO_MANIFEST_DIR"), "tests/packed/fixtures", &name].iter().collect();
+    let fixture = fs::read(path).unwrap();
+    let found: Vec<_> = fixture.chunks(format.block_bytes()).collect();
+    let n = columns / format.block_numbers();
+    let numbers = (0..rows).flat_map(|row| (0..n).map(move |i| i * 5 + row * 3));
+    numbers.flat_map(|i| found[i % found.len()].iter().copied()).collect()
+}
+
+/// Tiles of every format that are whole and not, of activations and of weights.
+#[test]
+fn tiles_give_the_products_of_all_formats() {
+    let Some(device) = device() else { return };
+    for &format in WeightFormat::ALL {
+        for (rows, spans, n) in [(1, 1, 1), (64, 2, 64), (75, 3, 33), (131, 1, 70), (200, 2, 97)] {
+            let columns = spans * format.block_numbers().max(32);
+            let layout = PackedLayout::new(format, [rows, columns]).unwrap();
+            let blocks = blocks(format, [rows, columns]);
+            let weights = reference::restore(format, &blocks);
+            let mut padded = blocks;
+            padded.resize(4 * layout.words(), 0xff);
+            let words: Vec<u32> = bytemuck::pod_collect_to_vec(&padded);
+            let words =
+                CubeBackend::int_from_data(TensorData::new(words, [layout.words()]), &device);
+            let x: Vec<f32> = (0..n * columns).map(|i| (i as f32 * 0.37).sin() + 0.1).collect();
+            let expected = reference::project(&x, &weights, columns);
+            let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
+            let sizes = reference::project(&magnitudes(&x), &magnitudes(&weights), columns);
+            let x = CubeBackend::float_from_data(TensorData::new(x, [n, columns]), &device);
+            let y = tiled(x, &words, layout);
+            let y = burn::tensor::read_sync(CubeBackend::float_into_data(y)).unwrap();
+            let y = y.try_into_vec::<f32>().unwrap();
+            assert_eq!(y.len(), expected.len());
+            for (i, y) in y.into_iter().enumerate() {
+                let error = (f64::from(y) - expected[i]).abs();
+                let name = format!("{format} [{rows}, {columns}] by {n}");
+                assert!(error <= 1e-6 * sizes[i], "{name}: {i}: {y}, not {}", expected[i]);
+            }
+        }
+    }
+}
+
+/// Prints how long each way takes, in turn, milliseconds: the medians of seven.
+#[test]
+#[ignore = "measures"]
+fn ways_are_timed() {
+    let Some(device) = device() else { return };
+    let mut said = std::io::stderr().lock();
+    for (format, shape @ [rows, columns]) in [
+        (WeightFormat::Q4_0, [1536, 576]),
+        (WeightFormat::Q4K, [2048, 2048]),
+        (WeightFormat::F16, [1536, 576]),
+    ] {
+        let layout = PackedLayout::new(format, shape).unwrap();
+        let mut blocks = blocks(format, shape);
+        blocks.resize(4 * layout.words(), 0);
+        let words: Vec<u32> = bytemuck::pod_collect_to_vec(&blocks);
+        let words = CubeBackend::int_from_data(TensorData::new(words, [layout.words()]), &device);
+        for n in [8, 16, 33, 64, 128, 256, 512] {
+            let x: Vec<f32> = (0..n * columns).map(|i| (i as f32 * 0.37).sin()).collect();
+            let x = CubeBackend::float_from_data(TensorData::new(x, [n, columns]), &device);
+            let own = Hardware::of(x.client.properties());
+            let ways: [&dyn Fn() -> CubeTensor; 3] = [
+                &|| few(own, x.clone(), vec![words.clone()], [None, None, None], &plan_of(layout)),
+                &|| tiled(x.clone(), &words, layout),
+                &|| many(x.clone(), &words, layout),
+            ];
+            let mut times = [const { vec![] }; 3];
+            for round in 0..9 {
+                for (way, times) in ways.iter().zip(&mut times) {
+                    burn_cubecl::cubecl::future::block_on(x.client.sync()).unwrap();
+                    let start = std::time::Instant::now();
+                    let y = way();
+                    burn_cubecl::cubecl::future::block_on(y.client.sync()).unwrap();
+                    if round > 1 {
+                        times.push(start.elapsed().as_secs_f64() * 1e3);
+                    }
+                }
+            }
+            let [few, tiles, restored] = times.map(|mut times| {
+                times.sort_by(f64::total_cmp);
+                times[times.len() / 2]
+            });
+            let name = format!("{format} [{rows}, {columns}]");
+            writeln!(
+                said,
+                "{name:20} by {n:3}: few {few:8.2} tiles {tiles:8.2} restored {restored:8.2}"
+            )
+            .unwrap();
+        }
+    }
+}
 
 /// Sums over the units of a plane, over those of a cube that have no planes, and of each unit alone, and products with
 /// restored parts of the matrix: all are within rounding of f64, whichever way this device takes.
 #[test]
 fn every_way_gives_the_same_products() {
-    let device = match Device::wgpu_options().init() {
-        Err(error) if std::env::var_os("KV_ALLOW_NO_DEVICE").is_some_and(|value| value == "1") => {
-            // Not through `eprintln!`, which the test harness captures.
-            let _ = writeln!(std::io::stderr(), "SKIPPED {error}");
-            return;
-        }
-        device => device.unwrap(),
-    };
-    #[allow(irrefutable_let_patterns, reason = "CubeCL may be the only backend")]
-    let burn::backend::DispatchDevice::Cube(device) = device.as_dispatch() else {
-        panic!("not a CubeCL device")
-    };
+    let Some(device) = device() else { return };
     let wave = |n: usize, pitch: f32| (0..n).map(move |i| (i as f32 * pitch).sin() + 0.1);
     let (rows, columns) = (75, 768);
     for format in [WeightFormat::Q4_0, WeightFormat::Q5K, WeightFormat::Q6K] {
@@ -38,13 +149,13 @@ fn every_way_gives_the_same_products() {
         let weights = reference::restore(format, &blocks[..layout.bytes()]);
         let words: Vec<u32> = bytemuck::pod_collect_to_vec(&blocks);
         let words = TensorData::new(words, [layout.words()]);
-        let words = CubeBackend::int_from_data(words, device);
+        let words = CubeBackend::int_from_data(words, &device);
         for n in [1, 3, 8, 9, 33] {
             let x: Vec<f32> = wave(n * columns, 0.37).collect();
             let expected = reference::project(&x, &weights, columns);
             let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
             let sizes = reference::project(&magnitudes(&x), &magnitudes(&weights), columns);
-            let x = CubeBackend::float_from_data(TensorData::new(x, [n, columns]), device);
+            let x = CubeBackend::float_from_data(TensorData::new(x, [n, columns]), &device);
             let plan = plan_of(layout);
             let own = Hardware::of(x.client.properties());
             let plain = Hardware { plane: 1, vector: false };
@@ -61,6 +172,7 @@ fn every_way_gives_the_same_products() {
                 ),
                 ("cubes", few(plain, x.clone(), vec![words.clone()], [None, None, None], &plan)),
                 ("restored", many(x.clone(), &words, layout)),
+                ("tiles", tiled(x.clone(), &words, layout)),
             ];
             if own.plane > 1 {
                 let planes = Hardware { vector: false, ..own };

@@ -202,7 +202,7 @@ fn exact<F: Blocks>(row: &[u8], x: &[f32], of_x: &[f32], columns: usize, out: &m
 /// The sum of all lanes.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn total(sums: __m256) -> f32 {
+pub(super) fn total(sums: __m256) -> f32 {
     let four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
     let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))

@@ -8,11 +8,13 @@
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 mod dense;
+mod gate;
 mod integers;
 mod portable;
 mod threads;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
+mod wide;
 
 use burn::{
     backend::{
@@ -26,7 +28,7 @@ use burn_flex::FlexTensor;
 use integers::Integers;
 pub use threads::in_parts;
 
-use crate::{Activations, PackedLayout, Picks, WeightOps, formats::flex::with_blocks};
+use crate::{Activations, Gate, PackedLayout, Picks, WeightOps, formats::flex::with_blocks};
 
 /// From so many rows of activations on, parts of the matrix are restored and multiplied with as floats, where there are
 /// no instructions for bytes.
@@ -84,6 +86,12 @@ impl WeightOps for Flex {
             }
         }
         tensor(out, [picked.len(), rows])
+    }
+
+    fn packed_gate(x: FloatTensor<Self>, gate: Gate) -> FloatTensor<Self> {
+        let x = contiguous(x);
+        let [n, width] = x.layout().shape().dims();
+        tensor(gate::gated(x.storage::<f32>(), width / 2, gate), [n, width / 2])
     }
 
     fn packed_project_backward(
@@ -145,6 +153,11 @@ fn project(x: &[f32], blocks: &[u8], layout: &PackedLayout, activations: Activat
             return avx2::project::<F>(x, blocks, layout, activations);
         }
         portable::project::<F>(x, blocks, layout, activations)
+    }, wide W => {
+        if x.len() / layout.columns() >= MANY {
+            return dense::project(x, blocks, layout);
+        }
+        wide::project::<W>(x, blocks, layout)
     })
 }
 
@@ -203,6 +216,10 @@ mod tests {
     #[test]
     fn products_are_those_of_the_definition() {
         for &format in WeightFormat::ALL.iter().filter(|format| format.ggml_type().is_some()) {
+            let mut all = vec![Activations::Exact];
+            if !format.is_float() {
+                all.extend([Activations::Int16, Activations::Int8]);
+            }
             let name = format!("{format}.blocks");
             let path: PathBuf =
                 [env!("CARGO_MANIFEST_DIR"), "tests/packed/fixtures", &name].iter().collect();
@@ -214,7 +231,7 @@ mod tests {
                 .flat_map(|i| blocks[i % blocks.len()].iter().copied())
                 .collect();
             let layout = PackedLayout::new(format, [rows, columns]).unwrap();
-            let n = 3;
+            let n = 5;
             let x: Vec<f32> =
                 (0..n * columns).map(|i| ((i * 7919) % 1009) as f32 / 500.0 - 1.0).collect();
             let restored = reference::restore(format, &matrix);
@@ -224,21 +241,23 @@ mod tests {
                 let rounded = activations.largest().map(|to| Integers::round(x, to).floats());
                 dense::project(rounded.as_deref().unwrap_or(x), &matrix, &layout)
             };
-            for activations in [Activations::Exact, Activations::Int16, Activations::Int8] {
+            for activations in all {
                 let rounded =
                     activations.largest().map(|to| reference::round_activations(&x, to).0);
                 let x_seen = rounded.as_ref().unwrap_or(&x);
-                let portable = with_blocks!(format, F => {
-                    portable::project::<F>(&x, &matrix, &layout, activations)
+                let mut ways = vec![("dense".to_string(), dense(&x, activations))];
+                with_blocks!(format, F => {
+                    let portable = portable::project::<F>(&x, &matrix, &layout, activations);
+                    ways.push(("portable".into(), portable));
+                    #[cfg(target_arch = "x86_64")]
+                    if avx2::available() {
+                        let products = avx2::project::<F>(&x, &matrix, &layout, activations);
+                        ways.push(("AVX2".into(), products));
+                    }
+                }, wide W => for way in wide::Way::available() {
+                    let products = wide::project_by::<W>(way, &x, &matrix, &layout);
+                    ways.push((format!("{way:?}"), products));
                 });
-                let mut ways = vec![("portable", portable), ("dense", dense(&x, activations))];
-                #[cfg(target_arch = "x86_64")]
-                if avx2::available() {
-                    let products = with_blocks!(format, F => {
-                        avx2::project::<F>(&x, &matrix, &layout, activations)
-                    });
-                    ways.push(("AVX2", products));
-                }
                 let expected = reference::project(x_seen, &restored, columns);
                 for (way, products) in ways {
                     assert_eq!(products.len(), expected.len());

@@ -6,10 +6,11 @@ use macerator::Simd;
 use super::{
     PARALLEL, by_weight_rows,
     integers::{BLOCK, Integers},
+    wide,
 };
 use crate::{
     Activations, PackedLayout, WeightFormat,
-    formats::flex::{self, AnyHalves, Blocks, MOST, with_blocks},
+    formats::flex::{self, AnyHalves, Blocks, MOST, Wide, with_blocks},
 };
 
 /// `x W^T` for few rows of `x`, `[rows of x, rows]`.
@@ -35,7 +36,9 @@ pub(super) fn project<F: Blocks>(
 
 /// The numbers of whole blocks.
 pub(super) fn restore(blocks: &[u8], format: WeightFormat, out: &mut [f32]) {
-    with_blocks!(format, F => restore_blocks::<F>(blocks, out));
+    with_blocks!(format, F => restore_blocks::<F>(blocks, out), wide W => {
+        W::widen(&wide::bits(blocks), out)
+    });
 }
 
 fn restore_blocks<F: Blocks>(blocks: &[u8], out: &mut [f32]) {

@@ -25,6 +25,8 @@ fn parameters(words: &[u32], at: usize, span: &mut Span) {
 impl<const GROUP: usize> BlocksInKernels for Int4<GROUP> {
     const NUMBERS: usize = GROUP;
     const BYTES: usize = HEADER + GROUP / 2;
+    const PER_WORD: usize = 4;
+    const SCALES: bool = true;
     const HALVES: bool = false;
     const MINS: bool = true;
 
@@ -45,6 +47,8 @@ impl<const GROUP: usize> BlocksInKernels for Int4<GROUP> {
 impl<const GROUP: usize> BlocksInKernels for Int8<GROUP> {
     const NUMBERS: usize = GROUP;
     const BYTES: usize = HEADER + GROUP;
+    const PER_WORD: usize = 4;
+    const SCALES: bool = true;
     const HALVES: bool = false;
     const MINS: bool = true;
 

@@ -12,6 +12,8 @@ pub(crate) struct Q4_1;
 impl BlocksInKernels for Q4_1 {
     const NUMBERS: usize = SPEC.numbers;
     const BYTES: usize = SPEC.bytes;
+    const PER_WORD: usize = 4;
+    const SCALES: bool = true;
     const HALVES: bool = false;
     const MINS: bool = true;
 

@@ -12,6 +12,8 @@ pub(crate) struct Q4K;
 impl BlocksInKernels for Q4K {
     const NUMBERS: usize = SPEC.numbers;
     const BYTES: usize = SPEC.bytes;
+    const PER_WORD: usize = 4;
+    const SCALES: bool = true;
     const HALVES: bool = false;
     const MINS: bool = true;
 

@@ -12,6 +12,8 @@ pub(crate) struct Q5K;
 impl BlocksInKernels for Q5K {
     const NUMBERS: usize = SPEC.numbers;
     const BYTES: usize = SPEC.bytes;
+    const PER_WORD: usize = 4;
+    const SCALES: bool = true;
     const HALVES: bool = false;
     const MINS: bool = true;
 

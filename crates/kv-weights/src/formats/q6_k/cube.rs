@@ -12,6 +12,8 @@ pub(crate) struct Q6K;
 impl BlocksInKernels for Q6K {
     const NUMBERS: usize = SPEC.numbers;
     const BYTES: usize = SPEC.bytes;
+    const PER_WORD: usize = 4;
+    const SCALES: bool = true;
     const HALVES: bool = true;
     const MINS: bool = false;
 

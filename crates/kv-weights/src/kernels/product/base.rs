@@ -1,6 +1,6 @@
 use cubecl::{features::Plane, ir::DeviceProperties};
 
-use crate::{Gate, PackedLayout, formats::cube::SPAN};
+use crate::{Gate, PackedLayout, WeightFormat, formats::cube::SPAN, fused::FEW};
 
 /// `n` rows of activations by the rows of matrices of one format and width.
 #[derive(Clone, Debug)]
@@ -116,14 +116,38 @@ impl Hardware {
         Self { plane: if known { sizes.0 as usize } else { 1 }, vector: sizes.1 < 16 }
     }
 
-    /// Rows of activations from which on tiles of restored weights and Burn's product are the faster way; `None` if
-    /// they never are.
+    /// The fastest way for `n` rows of activations.
     ///
-    /// On llvmpipe of two threads a product of 64 rows with a matrix `[960, 576]` takes 4 to 7 ms here, 7 to 12 ms there.
-    /// For GPUs 33 is an estimate, not measured: a matrix is then read five times here.
-    pub(crate) const fn many(&self) -> Option<usize> {
-        if self.vector { None } else { Some(33) }
+    /// Measured on llvmpipe of two threads: blocks are multiplied fastest by the product of few rows up to 512 (Q4_0
+    /// `[1536, 576]` by 64: 20 ms, by tiles 27, restored 36; by 512: 150, 204, 170), f16, whose numbers take longer to
+    /// widen than to multiply, by tiles (by 64: 56, 24, 27 ms; by 512: 411, 241, 232). For GPUs it is an estimate: the
+    /// product of few rows reads a matrix once for each eight rows, tiles once for 64, and what Burn's product gains by
+    /// its tuning pays for restoring only with more.
+    pub(crate) const fn way(&self, n: usize, format: WeightFormat) -> Way {
+        match n {
+            ..=FEW => Way::Few,
+            _ if self.vector => {
+                if format.is_float() {
+                    Way::Tiles
+                } else {
+                    Way::Few
+                }
+            }
+            ..=256 => Way::Tiles,
+            _ => Way::Restored,
+        }
     }
+}
+
+/// How a product is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// By [this module](super)'s kernel.
+    Few,
+    /// By [tiles](crate::kernels::tiled).
+    Tiles,
+    /// By Burn's product with parts of the matrix that are restored before.
+    Restored,
 }
 
 /// Plans a launch.
@@ -161,7 +185,6 @@ pub(super) fn prepare(problem: &ProductProblem, hardware: Hardware) -> ProductBl
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::WeightFormat;
 
     /// Every plan, on every kind of device, is within WebGPU's limits, and its parts divide.
     #[test]

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     Gate,
-    formats::cube::{BlocksInKernels, SPAN, Span, new_span, unpack_row},
+    formats::cube::{BlocksInKernels, SPAN, Span, code, new_span, unpack_row},
 };
 
 /// Run-time numbers of a launch.
@@ -182,11 +182,11 @@ fn add<F: BlocksInKernels>(
             // Rows past the last are read as the last one, and not written.
             let row = clamp_max(share.row + r * comptime!(bp.teams()), share.rows - 1);
             let row = share.first_row + row;
-            let mut span = new_span();
+            let mut span = new_span::<F>();
             unpack_row::<F>(words, row, index, args.row_bytes, &mut span);
             spans.push(span);
             if comptime!(bp.gate.is_some()) {
-                let mut span = new_span();
+                let mut span = new_span::<F>();
                 unpack_row::<F>(others, row + shift, index, args.row_bytes, &mut span);
                 spans.push(span);
             }
@@ -219,7 +219,7 @@ fn add_spans<F: BlocksInKernels>(
         for r in 0..rows {
             #[unroll]
             for k in 0..4usize {
-                numbers[comptime!(4 * r + k)] = F::code(spans.index(r).codes[i], k);
+                numbers[comptime!(4 * r + k)] = code::<F>(spans.index(r), comptime!(4 * i + k));
             }
         }
         #[unroll]
@@ -273,7 +273,11 @@ fn add_spans<F: BlocksInKernels>(
         #[unroll]
         for j in 0..bp.x_rows {
             let at = comptime!(r * bp.x_rows + j);
-            totals[at] += sums[at] * scale;
+            if comptime!(F::SCALES) {
+                totals[at] += sums[at] * scale;
+            } else {
+                totals[at] += sums[at];
+            }
             if comptime!(F::MINS) {
                 totals[at] += x_sums[j] * span.min;
             }

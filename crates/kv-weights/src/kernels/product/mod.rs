@@ -17,5 +17,5 @@ mod sums;
 #[cfg(all(test, feature = "cuda-source"))]
 mod tests;
 
-pub(crate) use base::{Hardware, ProductProblem};
+pub(crate) use base::{Hardware, ProductProblem, Way};
 pub(crate) use launch::{ProductBindings, launch, launch_picked};

@@ -1,7 +1,7 @@
 //! Random blocks and numbers.
 
 use burn::tensor::{Bytes, Device, Tensor, TensorData};
-use half::f16;
+use half::{bf16, f16};
 use kv_weights::{PackedMatrix, WeightFormat};
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
@@ -63,6 +63,12 @@ impl Blocks {
                     put(rng, 2, 0.001);
                 }
                 WeightFormat::Q6K => put(rng, 208, 0.0005),
+                WeightFormat::F16 => (0..32).for_each(|at| put(rng, 2 * at, 0.01)),
+                WeightFormat::Bf16 => {
+                    for number in block.as_chunks_mut::<2>().0 {
+                        *number = bf16::from_f32(rng.normal() * 0.01).to_le_bytes();
+                    }
+                }
                 // An exponent of 127 is 1.
                 WeightFormat::Mxfp4 => block[0] = 116 + block[0] % 16,
                 WeightFormat::Int4(_) | WeightFormat::Int8(_) => {

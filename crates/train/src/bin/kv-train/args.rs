@@ -57,7 +57,7 @@ pub(crate) fn load(path: &Path, device: &Device, weights: Weights) -> Result<Loa
     let loaded = load_with(path, device, weights.options())?;
     if weights == Weights::Packed && !loaded.model.is_packed() {
         bail!(
-            "weights packed: {} holds none; kv-train quantize makes them, and GGUF files have them",
+            "weights packed: {} holds none; kv-train quantize makes them, and GGUF files and those in 16 bits have them",
             path.display()
         );
     }

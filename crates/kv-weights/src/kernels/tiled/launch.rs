@@ -1,0 +1,46 @@
+use cubecl::{client::Client, prelude::*};
+
+use super::kernel::{self, TiledArgsLaunch, UNITS};
+use crate::{
+    PackedLayout, Result,
+    formats::cube::{BlocksInKernels, SPAN},
+    kernels::Grid,
+};
+
+/// Rows of activations of a unit, an eighth of those of a tile: eight, or four where that leaves fewer without work.
+pub(super) fn x_rows(n: usize) -> usize {
+    if n.next_multiple_of(64) == n.next_multiple_of(32) { 8 } else { 4 }
+}
+
+/// `x W^T` for `n` rows of `x`, f32 `[n, columns]`, in `out`, f32 `[n, rows]`.
+///
+/// # Errors
+/// [`Error::Unsupported`](crate::Error::Unsupported), see [the module](super).
+pub(crate) fn launch<F: BlocksInKernels>(
+    client: &Client,
+    [x, words, out]: [BufferArg; 3],
+    layout: &PackedLayout,
+    n: usize,
+) -> Result<()> {
+    let ([rows, columns], x_rows) = (layout.shape(), x_rows(n));
+    let tiles = rows.div_ceil(UNITS);
+    let cubes = tiles * n.div_ceil(8 * x_rows);
+    let most = layout.bytes().max(n * columns).max(n * rows);
+    let grid = Grid::new("project", cubes, UNITS, most, client.properties())?;
+    let args = TiledArgsLaunch::new(n, rows, tiles, columns / SPAN, layout.row_bytes());
+    // SAFETY: rows and spans are below theirs, and no word is read beyond the one that has the last byte of a block.
+    unsafe {
+        kernel::tiled::launch_unchecked::<F>(
+            client,
+            grid.count(),
+            grid.dim(),
+            grid.address,
+            x,
+            words,
+            out,
+            args,
+            x_rows,
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,36 @@
+use cubecl::prelude::*;
+
+use super::kernel::{UNITS, tiled::Tiled};
+use crate::{
+    GroupSize, WeightFormat,
+    formats::cube::{BlocksInKernels, with_kernels},
+    kernels::cuda_source::{buffer, cuda_source, dynamic_indices, h200, settings},
+};
+
+fn kernel<F: BlocksInKernels>(x_rows: usize) -> impl CubeKernel {
+    Tiled::<F>::new(
+        settings(UNITS, ExecutionMode::Unchecked),
+        h200(),
+        Default::default(),
+        buffer(),
+        buffer(),
+        buffer(),
+        // Scalars have no compilation arguments: the struct of them is of size zero.
+        ().dynamic_cast(),
+        x_rows,
+    )
+}
+
+/// What a compiler keeps in registers only if every array is indexed by constants.
+#[test]
+fn codes_and_sums_of_tiles_can_live_in_registers() {
+    let groups = |format| !matches!(format, WeightFormat::Int4(g) | WeightFormat::Int8(g) if g != GroupSize::G64);
+    for &format in WeightFormat::ALL.iter().filter(|format| groups(**format)) {
+        for x_rows in [4, 8] {
+            let name = format!("project-tiled{}-{format}", 8 * x_rows);
+            let source = with_kernels!(format, F => cuda_source(&name, &kernel::<F>(x_rows)));
+            let dynamic = dynamic_indices(&source);
+            assert!(dynamic.is_empty(), "{name}: {dynamic:#?}");
+        }
+    }
+}
