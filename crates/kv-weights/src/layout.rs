@@ -49,12 +49,6 @@ impl PackedLayout {
         self.rows
     }
 
-    /// The layout of some of the rows, at least one and at most all.
-    pub(crate) const fn of_rows(self, rows: usize) -> Self {
-        assert!(rows > 0 && rows <= self.rows, "rows of the matrix");
-        Self { rows, ..self }
-    }
-
     /// Numbers of a row.
     pub const fn columns(&self) -> usize {
         self.columns

@@ -26,6 +26,7 @@
 mod activations;
 mod backends;
 mod error;
+mod experts;
 mod formats;
 mod functions;
 mod fused;
@@ -44,6 +45,7 @@ pub use activations::Activations;
 pub use backends::in_parts;
 pub use backends::{check_device, largest_buffer};
 pub use error::{Error, Result};
+pub use experts::PackedExperts;
 pub use formats::{GroupSize, WeightFormat};
 pub use functions::{
     Picks, back_project, fuses, gated, lookup, lookup_parts, project, project_fused, project_picked,

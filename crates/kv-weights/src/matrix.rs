@@ -112,7 +112,13 @@ impl PackedMatrix {
         Ok(Self { words: words.without_autodiff(), layout })
     }
 
-    /// The blocks as u32 words, little endian; what is after the last row in the last word is not read.
+    /// The matrix whose blocks are the first of `words`.
+    pub(crate) fn of_padded(words: Tensor<1, Int>, layout: PackedLayout) -> Self {
+        debug_assert!(words.dims()[0] >= layout.words());
+        Self { words, layout }
+    }
+
+    /// The blocks as u32 words, little endian; what is after the last row is not read.
     pub fn words(&self) -> &Tensor<1, Int> {
         &self.words
     }

@@ -51,8 +51,8 @@ pub trait WeightOps: Backend {
     }
 
     /// [`project_picked`](crate::project_picked): for every number of `picked`, i32 `[n]`, the product of a row of `x`
-    /// `[n / picks.shared, columns]` with the rows of that expert, `[n, picks.rows]`. The layout is that of all experts.
-    #[fusion(meta = |_x, _words, picked, _layout, picks| shapes::picked(picked, picks))]
+    /// `[n / picks.shared, columns]` with the rows of that expert, `[n, rows]`. The layout is that of each.
+    #[fusion(meta = |_x, _words, picked, layout, _picks| shapes::picked(picked, layout))]
     fn packed_picked(
         x: FloatTensor<Self>,
         words: IntTensor<Self>,

@@ -2,7 +2,7 @@
 
 use burn::{backend::fusion::custom::TensorSpec, tensor::DType};
 
-use crate::{FusedPlan, PackedLayout, Picks};
+use crate::{FusedPlan, PackedLayout};
 
 pub(crate) fn floats(shape: [usize; 2]) -> TensorSpec {
     TensorSpec::new(shape.into(), DType::F32)
@@ -18,8 +18,8 @@ pub(crate) fn fused(x: &TensorSpec, plan: &FusedPlan) -> TensorSpec {
     floats([n, plan.outputs()])
 }
 
-pub(crate) fn picked(picked: &TensorSpec, picks: &Picks) -> TensorSpec {
-    floats([picked.shape.num_elements(), picks.rows])
+pub(crate) fn picked(picked: &TensorSpec, layout: &PackedLayout) -> TensorSpec {
+    floats([picked.shape.num_elements(), layout.rows()])
 }
 
 pub(crate) fn gate(x: &TensorSpec) -> TensorSpec {

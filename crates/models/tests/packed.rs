@@ -289,3 +289,50 @@ fn packed_on_wgpu_as_restored_on_the_cpu() {
         assert!(close < 1e-3, "{name} token by token: {close}");
     }
 }
+
+/// A GPU multiplies with the experts that it picked itself, launched and recorded, and computes what the CPU does.
+#[cfg(feature = "wgpu")]
+#[test]
+fn experts_are_picked_on_a_gpu() {
+    use kv_models::{
+        DecodeGraph,
+        kv_cubecl::{On, Wgpu},
+        kv_sampling::Draw,
+    };
+    let wgpu = On::<Wgpu>::open().unwrap();
+    let folder = fixture("mxfp4");
+    let options = LoadOptions::default().with_packed(Some(Activations::Exact));
+    for path in [folder.clone(), folder.join("model.gguf")] {
+        let [on_cpu, on_gpu] =
+            [&device(), &*wgpu].map(|device| load_with(&path, device, options).unwrap().model);
+        assert_eq!(on_gpu.weight_bytes(), on_cpu.weight_bytes());
+        assert_eq!(on_gpu.n_weights(), on_cpu.n_weights());
+        assert!(on_gpu.decoder().records() && !on_cpu.decoder().records());
+        let config = KvCacheConfig::float().with_capacity(20);
+        let [mut expected, mut launched, mut replayed] =
+            [(&on_cpu, &device()), (&on_gpu, &*wgpu), (&on_gpu, &*wgpu)]
+                .map(|(model, device)| model.new_cache(config, 1, device).unwrap());
+        let none = Default::default();
+        let mut graph =
+            DecodeGraph::new(&on_gpu, &mut replayed, &none, Draw::GREEDY, &wgpu).unwrap();
+        assert!(graph.is_captured());
+        for id in [3u32, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9] {
+            let step = |model: &LanguageModel, cache: &mut _, device: &Device| {
+                let ids = Tensor::<2, Int>::from_data([[id as i32]], device);
+                model.step(ids, cache).unwrap().squeeze_dim::<2>(1)
+            };
+            let want: Tensor<2> = step(&on_cpu, &mut expected, &device());
+            let host = |logits: Tensor<2>| {
+                let shape = logits.dims();
+                let data = logits.into_data().try_into_vec::<f32>().unwrap();
+                Tensor::<2>::from_data(TensorData::new(data, shape), &device()).unsqueeze::<3>()
+            };
+            let launched = host(step(&on_gpu, &mut launched, &wgpu));
+            let recorded = host(graph.step(&[id]).unwrap().clone());
+            for (got, how) in [(launched, "launched"), (recorded, "recorded")] {
+                let close = difference(&got, &want.clone().unsqueeze());
+                assert!(close < 1e-4, "{} {how}: {close}", path.display());
+            }
+        }
+    }
+}

@@ -1,6 +1,6 @@
 use burn::{
     backend::Dispatch,
-    tensor::{DType, Tensor},
+    tensor::{DType, Device, Tensor},
 };
 
 use crate::{Activations, Error, PackedMatrix, Result, WeightOps, backends::check_device};
@@ -41,7 +41,7 @@ pub fn project(x: Tensor<3>, matrix: &PackedMatrix, activations: Activations) ->
 pub fn back_project(y: Tensor<3>, matrix: &PackedMatrix) -> Result<Tensor<3>> {
     let ([batch, seq, _], [rows, columns]) = (y.dims(), matrix.dims());
     let width = (rows, "the rows of the matrix");
-    check_width("back_project", ("y", &y), width, matrix)?;
+    check_width("back_project", ("y", &y), width, &matrix.device())?;
     if batch * seq == 0 {
         return Ok(Tensor::zeros([batch, seq, columns], (&y.device(), DType::F32)));
     }
@@ -53,15 +53,15 @@ pub fn back_project(y: Tensor<3>, matrix: &PackedMatrix) -> Result<Tensor<3>> {
 
 /// Checks that the operation `op` can multiply `x` with `matrix`.
 pub(super) fn check(op: &'static str, x: &Tensor<3>, matrix: &PackedMatrix) -> Result<()> {
-    check_width(op, ("x", x), (matrix.dims()[1], "the columns of the matrix"), matrix)
+    check_width(op, ("x", x), (matrix.dims()[1], "the columns of the matrix"), &matrix.device())
 }
 
 /// Checks the width, the type and the devices of a product.
-fn check_width(
+pub(super) fn check_width(
     op: &'static str,
     (tensor, x): (&'static str, &Tensor<3>),
     (width, which): (usize, &str),
-    matrix: &PackedMatrix,
+    weights: &Device,
 ) -> Result<()> {
     let [batch, seq, found] = x.dims();
     if found != width {
@@ -79,5 +79,5 @@ fn check_width(
         });
     }
     check_device(op, &x.device())?;
-    check_device(op, &matrix.device())
+    check_device(op, weights)
 }

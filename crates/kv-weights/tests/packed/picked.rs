@@ -1,18 +1,26 @@
 //! Products with the experts that are picked, against f64.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use kv_weights::{Activations, WeightFormat, project_picked};
+use kv_weights::{Activations, PackedExperts, WeightFormat, project, project_picked};
 
-use crate::common::{Blocks, Rng, device_blocks, stamp};
+use crate::common::{Blocks, Rng, matrix, stamp};
 
 stamp!(
     each_pick_is_a_product_with_its_expert,
     picks_beyond_the_experts_are_the_nearest,
+    experts_alone_are_matrices,
     what_does_not_fit_is_named
 );
 
 fn floats(x: &[f32], shape: [usize; 3], device: &Device) -> Tensor<3> {
     Tensor::from_data(TensorData::new(x.to_vec(), shape), device)
+}
+
+/// So many experts in one buffer.
+fn experts(blocks: &Blocks, n: usize, device: &Device) -> PackedExperts {
+    let [rows, columns] = blocks.shape;
+    let each: Vec<&[u8]> = blocks.bytes.chunks(blocks.bytes.len() / n).collect();
+    PackedExperts::from_bytes(&each, blocks.format, [rows / n, columns], device).unwrap()
 }
 
 fn ints(x: &[i32], shape: [usize; 2], device: &Device) -> Tensor<2, Int> {
@@ -23,19 +31,19 @@ fn each_pick_is_a_product_with_its_expert(device: &Device) {
     // Blocks that begin at words and that do not, rows of one span and of many.
     let formats = [WeightFormat::Mxfp4, WeightFormat::Q4_0, WeightFormat::Q6K, WeightFormat::Q8_0];
     for (case, format) in formats.into_iter().enumerate() {
-        for (n, per_token, experts, rows, columns) in
+        for (n, per_token, n_experts, rows, columns) in
             [(1, 4, 8, 37, 512), (3, 2, 5, 64, 256), (1, 1, 2, 1, 256), (40, 4, 32, 9, 256)]
         {
             let mut rng = Rng::new(1300 + case as u64);
-            let blocks = Blocks::random(&mut rng, format, [experts * rows, columns]);
-            let (packed, weights) = (device_blocks(&blocks, device), blocks.restored());
-            let picked: Vec<i32> = (0..n * per_token).map(|_| rng.below(experts) as i32).collect();
+            let blocks = Blocks::random(&mut rng, format, [n_experts * rows, columns]);
+            let (packed, weights) = (experts(&blocks, n_experts, device), blocks.restored());
+            let picked: Vec<i32> =
+                (0..n * per_token).map(|_| rng.below(n_experts) as i32).collect();
             for of_token in [1, per_token] {
                 let x = rng.normals(n * of_token * columns);
                 let y = project_picked(
                     floats(&x, [n, of_token, columns], device),
                     &packed,
-                    experts,
                     ints(&picked, [n, per_token], device),
                     Activations::Exact,
                 );
@@ -54,7 +62,7 @@ fn each_pick_is_a_product_with_its_expert(device: &Device) {
                     // Sums in f32, in any order.
                     assert!(
                         error <= 1e-5 * size,
-                        "{format} of {experts} experts, {n} tokens: {i}: {got}, not {sum}"
+                        "{format} of {n_experts} experts, {n} tokens: {i}: {got}, not {sum}"
                     );
                 }
             }
@@ -64,31 +72,62 @@ fn each_pick_is_a_product_with_its_expert(device: &Device) {
 
 fn picks_beyond_the_experts_are_the_nearest(device: &Device) {
     let mut rng = Rng::new(1350);
-    let packed = device_blocks(&Blocks::random(&mut rng, WeightFormat::Q4_1, [12, 64]), device);
+    let packed = experts(&Blocks::random(&mut rng, WeightFormat::Q4_1, [12, 64]), 4, device);
     let x = floats(&rng.normals(64), [1, 1, 64], device);
     let y = |picked: [i32; 2]| {
         let picked = ints(&picked, [1, 2], device);
-        let y = project_picked(x.clone(), &packed, 4, picked, Activations::Exact).unwrap();
+        let y = project_picked(x.clone(), &packed, picked, Activations::Exact).unwrap();
         y.into_data().try_into_vec::<f32>().unwrap()
     };
     assert_eq!(y([-3, i32::MAX]), y([0, 3]));
 }
 
+/// An expert alone is a matrix in the same memory, wherever its neighbors end.
+fn experts_alone_are_matrices(device: &Device) {
+    let mut rng = Rng::new(1355);
+    let blocks = Blocks::random(&mut rng, WeightFormat::Q4_0, [15, 96]);
+    let packed = experts(&blocks, 5, device);
+    let weights = blocks.restored();
+    let x = rng.normals(2 * 96);
+    for number in 0..5 {
+        let alone = packed.expert(number).unwrap();
+        assert_eq!(alone.dims(), [3, 96]);
+        let restored = alone.restore().unwrap().into_data().try_into_vec::<f32>().unwrap();
+        assert_eq!(restored, weights[number * 3 * 96..][..3 * 96]);
+        let picked = ints(&[number as i32; 2], [2, 1], device);
+        let wide = floats(&x, [2, 1, 96], device);
+        let picked = project_picked(wide, &packed, picked, Activations::Exact).unwrap();
+        let y = project(matrix(&x, 96, device), &alone, Activations::Exact).unwrap();
+        let [picked, y] = [picked, y].map(|y| y.into_data().try_into_vec::<f32>().unwrap());
+        for (a, b) in picked.iter().zip(&y) {
+            // The same sums in another order.
+            assert!((a - b).abs() <= 1e-5, "expert {number}: {a}, not {b}");
+        }
+    }
+    let error = packed.expert(5).unwrap_err().to_string();
+    assert_eq!(error, "expert 5: must be below 5, the number of experts");
+}
+
 fn what_does_not_fit_is_named(device: &Device) {
     let mut rng = Rng::new(1360);
-    let packed = device_blocks(&Blocks::random(&mut rng, WeightFormat::Q4_0, [12, 64]), device);
-    let says = |shape: [usize; 3], n_experts, picked: [usize; 2], expected: &str| {
+    let blocks = Blocks::random(&mut rng, WeightFormat::Q4_0, [12, 64]);
+    let packed = experts(&blocks, 4, device);
+    let says = |shape: [usize; 3], picked: [usize; 2], expected: &str| {
         let x = floats(&vec![0.0; shape.iter().product()], shape, device);
         let picked = ints(&vec![0; picked[0] * picked[1]], picked, device);
-        let error = project_picked(x, &packed, n_experts, picked, Activations::Exact).unwrap_err();
+        let error = project_picked(x, &packed, picked, Activations::Exact).unwrap_err();
         assert_eq!(error.to_string(), expected);
     };
-    let columns = "the last axis must be 64, the columns of the matrix";
-    says([1, 1, 32], 4, [1, 2], &format!("project_picked: x has shape [1, 1, 32]: {columns}"));
-    says([1, 1, 64], 5, [1, 2], "n_experts 5: must divide 12, the rows of all experts");
-    says([1, 1, 64], 0, [1, 2], "n_experts 0: must divide 12, the rows of all experts");
+    let columns = "the last axis must be 64, the columns of an expert";
+    says([1, 1, 32], [1, 2], &format!("project_picked: x has shape [1, 1, 32]: {columns}"));
     for shape in [[2, 1, 64], [1, 3, 64]] {
         let rule = "must be [1, 1 or 2, 64], as picked says";
-        says(shape, 4, [1, 2], &format!("project_picked: x has shape {shape:?}: {rule}"));
+        says(shape, [1, 2], &format!("project_picked: x has shape {shape:?}: {rule}"));
     }
+    let of = |each: &[&[u8]]| {
+        PackedExperts::from_bytes(each, blocks.format, [3, 64], device).unwrap_err().to_string()
+    };
+    assert_eq!(of(&[]), "experts 0: must be at least 1");
+    let message = of(&[&blocks.bytes[..108], &blocks.bytes[..107]]);
+    assert!(message.starts_with("bytes 107: must be 108, which 2 experts"), "{message}");
 }

@@ -4,13 +4,13 @@ use burn::{
     module::Param,
     tensor::{Bytes, DType, Tensor, TensorData},
 };
-use kv_weights::{PackedLayout, WeightFormat};
+use kv_weights::{PackedExperts, PackedLayout, WeightFormat, largest_buffer};
 
-use super::{Weights, mapped::Mapped};
+use super::{Weights, mapped::Mapped, packed::reads_mapped};
 use crate::{
     Error, Result,
     mxfp4::{self, BLOCK},
-    nn::{Linear, Matrix},
+    nn::{ExpertStack, Linear, Matrix},
 };
 
 /// A projection of one expert.
@@ -33,6 +33,14 @@ struct Part {
 }
 
 impl ExpertRows {
+    /// The blocks of a part of the rows, if they are packed.
+    fn part(&self, index: usize) -> Option<&[u8]> {
+        match &self.numbers {
+            Numbers::Packed(parts) => parts.get(index).map(|part| &*part.bytes),
+            Numbers::Floats(_) => None,
+        }
+    }
+
     /// Even rows first, then odd ones.
     pub(crate) fn split(self) -> Self {
         let numbers = match self.numbers {
@@ -222,12 +230,83 @@ impl Weights {
         Error::Tensor { path: self.path.clone(), tensor: name.into(), why }
     }
 
+    /// The projections of experts: their rows in the model's type, or packed; and all together where they are packed on a
+    /// GPU, in the same memory.
+    ///
+    /// # Errors
+    ///
+    /// A device that does not multiply packed weights.
+    pub(crate) fn linears_of(
+        &mut self,
+        experts: Vec<ExpertRows>,
+    ) -> Result<(Vec<Linear>, Option<ExpertStack>)> {
+        if let Some(parts) = self.parts_of(&experts)? {
+            return self.stacked(experts, parts).map(|(linears, stack)| (linears, Some(stack)));
+        }
+        let linears = experts.into_iter().map(|rows| self.linear_of(rows));
+        Ok((linears.collect::<Result<_>>()?, None))
+    }
+
+    /// Each part of rows of all experts in one buffer; `None` where they are not packed, where the CPU reads them from
+    /// the file, and where they are not alike or more than a buffer has.
+    fn parts_of(&self, experts: &[ExpertRows]) -> Result<Option<Vec<PackedExperts>>> {
+        if reads_mapped(&self.device) {
+            return Ok(None);
+        }
+        let parts = |rows: &ExpertRows| match &rows.numbers {
+            Numbers::Packed(parts) => Some(parts.iter().map(|p| (p.format, p.rows)).collect()),
+            Numbers::Floats(_) => None,
+        };
+        let Some(first): Option<Vec<_>> = experts.first().and_then(parts) else { return Ok(None) };
+        if experts.iter().any(|rows| parts(rows).as_ref() != Some(&first)) {
+            return Ok(None);
+        }
+        let most = largest_buffer(&self.device).into_iter().chain(self.largest_buffer).min();
+        let mut stacks = Vec::with_capacity(first.len());
+        for (i, (format, rows)) in first.into_iter().enumerate() {
+            let bytes: Vec<&[u8]> = experts.iter().filter_map(|rows| rows.part(i)).collect();
+            if most.is_some_and(|most| bytes.iter().map(|b| b.len() as u64).sum::<u64>() > most) {
+                return Ok(None);
+            }
+            let shape = [rows, experts[0].columns];
+            match PackedExperts::from_bytes(&bytes, format, shape, &self.device) {
+                // What lies between experts may be too much.
+                Err(kv_weights::Error::Unsupported { .. }) => return Ok(None),
+                stack => stacks.push(stack?),
+            }
+        }
+        Ok(Some(stacks))
+    }
+
+    /// The projections of experts whose rows are in `parts`, each with its bias.
+    fn stacked(
+        &mut self,
+        experts: Vec<ExpertRows>,
+        parts: Vec<PackedExperts>,
+    ) -> Result<(Vec<Linear>, ExpertStack)> {
+        let activations = self.packed.unwrap_or_default();
+        for part in &parts {
+            self.kept.add(part.layout(), part.len());
+        }
+        let biases: Vec<f32> = experts.iter().flat_map(|rows| rows.bias.clone()).collect();
+        let shape = [experts.len(), biases.len() / experts.len()];
+        let biases = Tensor::from_data(TensorData::new(biases, shape), (&self.device, DType::F32));
+        let linear = |(number, rows): (usize, ExpertRows)| {
+            let alone = parts.iter().map(|part| part.expert(number)).collect::<Result<_, _>>()?;
+            let bias = TensorData::new(rows.bias, [shape[1]]).convert_dtype(self.dtype);
+            let bias = Some(self.param(bias));
+            Ok(Linear { weight: Matrix::packed(alone, activations)?, bias })
+        };
+        let linears = experts.into_iter().enumerate().map(linear).collect::<Result<_>>()?;
+        Ok((linears, ExpertStack::new(parts, biases, activations)))
+    }
+
     /// The projection of an expert: its rows in the model's type, or packed.
     ///
     /// # Errors
     ///
     /// A device that does not multiply packed weights.
-    pub(crate) fn linear_of(&mut self, rows: ExpertRows) -> Result<Linear> {
+    fn linear_of(&mut self, rows: ExpertRows) -> Result<Linear> {
         let ExpertRows { numbers, bias, columns } = rows;
         let n_rows = bias.len();
         let weight = match numbers {

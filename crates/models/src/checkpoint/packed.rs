@@ -72,6 +72,14 @@ pub(super) struct Kept {
     restored: BTreeMap<String, [usize; 3]>,
 }
 
+impl Kept {
+    /// Counts `matrices` of this layout.
+    pub(super) fn add(&mut self, layout: PackedLayout, matrices: usize) {
+        self.size.bytes += matrices * layout.bytes();
+        self.size.numbers += matrices * layout.rows() * layout.columns();
+    }
+}
+
 /// Rows of blocks of one format.
 struct Rows {
     format: WeightFormat,
@@ -289,7 +297,7 @@ impl Weights {
 }
 
 /// Whether packed weights are read where they lie in a file, rather than copied to a device.
-fn reads_mapped(device: &Device) -> bool {
+pub(super) fn reads_mapped(device: &Device) -> bool {
     #[cfg(feature = "flex")]
     if <kv_cubecl::Flex as kv_cubecl::Target>::hosts(device) {
         return true;

@@ -5,7 +5,7 @@ use burn::{
     tensor::{IndexingUpdateOp, Int, Tensor, TensorData, activation},
 };
 
-use crate::nn::Linear;
+use crate::nn::{ExpertStack, Linear};
 
 /// Experts, of which a router picks some for every token.
 #[derive(Module, Debug)]
@@ -18,6 +18,18 @@ pub struct Experts {
     pub per_token: usize,
     /// The gate's and the linear part's values are clamped to it.
     pub limit: f64,
+    /// The projections of all experts, where they are packed on a GPU.
+    #[module(skip)]
+    pub stacks: Option<Stacks>,
+}
+
+/// The projections of all experts of a layer, in the memory of each.
+#[derive(Clone, Debug)]
+pub struct Stacks {
+    /// Those of [`Expert::gate_up`].
+    pub gate_up: ExpertStack,
+    /// Those of [`Expert::down`].
+    pub down: ExpertStack,
 }
 
 /// A gated MLP, `down((clamp(up(x)) + 1) * g * sigmoid(1.702 g))` with `g = clamp(gate(x))`.
@@ -34,21 +46,29 @@ pub(super) const ALPHA: f64 = 1.702;
 
 impl Expert {
     fn forward(&self, x: Tensor<3>, limit: f64) -> Tensor<3> {
-        let gate_up = self.gate_up.forward(x);
-        let intermediate = gate_up.dims()[2] / 2;
-        let gate = gate_up.clone().narrow(2, 0, intermediate).clamp_max(limit);
-        let up = gate_up.narrow(2, intermediate, intermediate).clamp(-limit, limit);
-        let gate = gate.clone() * activation::sigmoid(gate * ALPHA);
-        self.down.forward((up + 1.0) * gate)
+        self.down.forward(gated(self.gate_up.forward(x), limit))
     }
 }
+
+/// What comes between an expert's projections, `[_, _, 2 * intermediate]` to `[_, _, intermediate]`.
+fn gated(gate_up: Tensor<3>, limit: f64) -> Tensor<3> {
+    let intermediate = gate_up.dims()[2] / 2;
+    let gate = gate_up.clone().narrow(2, 0, intermediate).clamp_max(limit);
+    let up = gate_up.narrow(2, intermediate, intermediate).clamp(-limit, limit);
+    let gate = gate.clone() * activation::sigmoid(gate * ALPHA);
+    (up + 1.0) * gate
+}
+
+/// Most tokens for which each pick reads its expert by itself: more share the rows of an expert.
+const FEW: usize = 8;
 
 impl Experts {
     /// Applies to every token the experts that the router picks for it.
     ///
-    /// The host reads which these are, so that each expert computes its own tokens alone. In a step that is
-    /// recorded nothing may wait for the host: with `on_device` all experts compute all tokens, and those that
-    /// were not picked weigh nothing.
+    /// Of few tokens, a GPU with packed weights multiplies with the experts that it picked itself. Otherwise the host
+    /// reads which these are, so that each expert computes its own tokens alone. In a step that is recorded nothing may
+    /// wait for the host: with `on_device` and weights that are not packed, all experts compute all tokens, and those
+    /// that were not picked weigh nothing.
     ///
     /// # Shapes
     ///
@@ -61,11 +81,39 @@ impl Experts {
         let scores = self.router.forward(x.clone()).reshape([n, self.experts.len()]);
         let (_, picked) = scores.clone().detach().topk_with_indices(self.per_token, 1);
         let weights = activation::softmax(scores.gather(1, picked.clone()), 1);
-        let output = match on_device {
-            true => self.all(x, picked, weights),
-            false => self.picked(x, picked, weights),
+        let output = match self.stacks_for(&x).filter(|_| on_device || n <= FEW) {
+            Some(stacks) => self.stacked(stacks, x, &picked, weights),
+            None if on_device => self.all(x, picked, weights),
+            None => self.picked(x, picked, weights),
         };
         output.reshape([batch, seq, hidden])
+    }
+
+    /// Whether a recorded step multiplies with no more experts than were picked.
+    pub(super) fn picks_on_device(&self) -> bool {
+        self.stacks.is_some()
+    }
+
+    /// The stacks, if they are what the experts are, and where `x` is.
+    fn stacks_for(&self, x: &Tensor<3>) -> Option<&Stacks> {
+        let unchanged = |expert: &Expert| {
+            expert.gate_up.weight.is_only_packed() && expert.down.weight.is_only_packed()
+        };
+        let stacks = self.stacks.as_ref().filter(|stacks| stacks.down.device() == x.device())?;
+        self.experts.iter().all(unchanged).then_some(stacks)
+    }
+
+    /// `x`: `[1, n, hidden]`; `picked` and `weights`: `[n, per_token]`.
+    fn stacked(
+        &self,
+        stacks: &Stacks,
+        x: Tensor<3>,
+        picked: &Tensor<2, Int>,
+        weights: Tensor<2>,
+    ) -> Tensor<3> {
+        let gate_up = stacks.gate_up.project(x.swap_dims(0, 1), picked);
+        let y = stacks.down.project(gated(gate_up, self.limit), picked); // [n, per_token, hidden]
+        (y * weights.unsqueeze_dim::<3>(2)).sum_dim(1)
     }
 
     /// `picked` and `weights`: `[n, per_token]`.

@@ -4,7 +4,7 @@
 //! `[expert, columns, rows]`, or blocks of MXFP4. GGUF files have a tensor of the experts' gates and one of their
 //! up rows, `[expert, rows, columns]`.
 
-use super::{Config, Expert, Experts, GptOss, Layer};
+use super::{Config, Expert, Experts, GptOss, Layer, Stacks};
 use crate::{
     Result,
     checkpoint::{ExpertRows, Exports, Names, RowOrder, Weights},
@@ -98,7 +98,6 @@ impl Layer {
         let Config { hidden_size, norm_epsilon, n_heads, head_dim, attention_bias, .. } = *config;
         let name = |part: &str| format!("layers.{i}.{part}");
         let [qkv, output] = attention(config, i);
-        let router = [(name("mlp.router"), config.n_experts)];
         let attention_norm = name("input_layernorm");
         let mlp_norm = name("post_attention_layernorm");
         let sinks = match weights.is_gguf() {
@@ -111,20 +110,17 @@ impl Layer {
             sink_logits: weights.parameter(&sinks, n_heads)?,
             output: weights.linear(&output, n_heads * head_dim, attention_bias)?,
             mlp_norm: weights.rms_norm(&mlp_norm, hidden_size, norm_epsilon)?,
-            experts: Experts {
-                router: weights.linear(&router, hidden_size, true)?,
-                experts: Expert::import(config, &name("mlp.experts"), weights)?,
-                per_token: config.experts_per_token,
-                limit: config.swiglu_limit,
-            },
+            experts: Experts::import(config, &name("mlp"), weights)?,
         })
     }
 }
 
-impl Expert {
-    fn import(config: &Config, prefix: &str, weights: &mut Weights) -> Result<Vec<Self>> {
+impl Experts {
+    fn import(config: &Config, layer: &str, weights: &mut Weights) -> Result<Self> {
         let Config { n_experts, hidden_size, intermediate_size: width, .. } = *config;
-        let name = |part: &str| format!("{prefix}.{part}");
+        let router = [(format!("{layer}.router"), n_experts)];
+        let router = weights.linear(&router, hidden_size, true)?;
+        let name = |part: &str| format!("{layer}.experts.{part}");
         let gate_up = if weights.is_gguf() {
             let [gate, up] = ["gate_proj", "up_proj"].map(name);
             let gate = weights.experts(&gate, [n_experts, width, hidden_size])?;
@@ -139,10 +135,16 @@ impl Expert {
                 weights.experts(&name("gate_up_proj"), [n_experts, 2 * width, hidden_size])?;
             all.into_iter().map(ExpertRows::split).collect()
         };
+        let (gate_up, gate_up_stack) = weights.linears_of(gate_up)?;
         let down = weights.experts(&name("down_proj"), [n_experts, hidden_size, width])?;
-        let expert = |(gate_up, down)| {
-            Ok(Self { gate_up: weights.linear_of(gate_up)?, down: weights.linear_of(down)? })
-        };
-        gate_up.into_iter().zip(down).map(expert).collect()
+        let (down, down_stack) = weights.linears_of(down)?;
+        let expert = |(gate_up, down)| Expert { gate_up, down };
+        Ok(Self {
+            router,
+            experts: gate_up.into_iter().zip(down).map(expert).collect(),
+            per_token: config.experts_per_token,
+            limit: config.swiglu_limit,
+            stacks: gate_up_stack.zip(down_stack).map(|(gate_up, down)| Stacks { gate_up, down }),
+        })
     }
 }

@@ -7,7 +7,7 @@ mod files;
 mod model;
 
 pub use config::Config;
-pub use experts::{Expert, Experts};
+pub use experts::{Expert, Experts, Stacks};
 pub use model::{GptOss, Layer};
 
 use crate::{

@@ -115,9 +115,10 @@ impl Decoder for GptOss {
         projections.collect()
     }
 
-    /// Not: a recorded step multiplies with all experts, as the host cannot say with which.
+    /// Where weights are packed on a GPU: elsewhere a recorded step multiplies with all experts, as the host cannot say
+    /// with which.
     fn records(&self) -> bool {
-        false
+        self.layers.iter().all(|layer| layer.experts.picks_on_device())
     }
 
     fn config_json(&self, _: &Path) -> Result<Map<String, Value>> {

@@ -163,6 +163,11 @@ impl Matrix {
         }
     }
 
+    /// Whether weights are packed and nothing is added to them.
+    pub(crate) fn is_only_packed(&self) -> bool {
+        matches!(&self.0, Stored::Packed(Packed { adapter: None, .. }))
+    }
+
     /// Adds an adapter to packed weights, which adds nothing yet and is trained, in place of one that was there.
     /// Returns whether they are packed.
     pub(crate) fn adapt(&mut self, rank: usize, scale: f64, device: &Device) -> bool {

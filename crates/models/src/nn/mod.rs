@@ -4,6 +4,7 @@
 mod attention;
 #[cfg(feature = "flex")]
 mod bf16;
+mod expert_stack;
 #[cfg(feature = "flex")]
 mod few_rows;
 mod linear;
@@ -15,6 +16,7 @@ mod rope;
 mod rows;
 
 pub use attention::{AttentionObserver, AttentionTrace, Memory};
+pub use expert_stack::ExpertStack;
 pub use linear::{Embedding, Linear, project};
 pub use matrix::Matrix;
 pub(crate) use matrix::PACKED;

@@ -64,11 +64,12 @@ impl WeightOps for CubeBackend {
         let (x, words, picked) =
             (into_contiguous(x), into_contiguous(words), into_contiguous(picked));
         let n = picked.meta.shape().num_elements();
-        let out = empty_like(&x, [n, picks.rows]);
+        let out = empty_like(&x, [n, layout.rows()]);
         let hardware = Hardware::of(x.client.properties());
+        let bytes = size_of::<u32>() * words.meta.shape().num_elements();
         let bindings = [&x, &words, &picked, &out].map(arg);
         launched(with_kernels!(layout.format(), F => {
-            product::launch_picked::<F>(&x.client, bindings, layout, picks, n, hardware)
+            product::launch_picked::<F>(&x.client, bindings, layout, picks, [n, bytes], hardware)
         }));
         out
     }

@@ -67,20 +67,19 @@ impl WeightOps for Flex {
         picks: Picks,
     ) -> FloatTensor<Self> {
         let (x, words, picked) = (contiguous(x), contiguous(words), contiguous(picked));
-        let (x, blocks) = (x.storage::<f32>(), blocks(&words, &layout));
-        let (columns, rows) = (layout.columns(), picks.rows);
-        let expert_layout = layout.of_rows(rows);
+        let (x, words) = (x.storage::<f32>(), words.storage::<u32>());
+        let (columns, rows) = (layout.columns(), layout.rows());
         let picked = picked.storage::<i32>();
         let mut out = vec![0.0; picked.len() * rows];
         // Each expert reads its rows once, for all that picked it.
         let mut slots: Vec<usize> = (0..picked.len()).collect();
         slots.sort_by_key(|&slot| picked[slot]);
         for slots in slots.chunk_by(|&a, &b| picked[a] == picked[b]) {
-            let expert = picked[slots[0]] as usize * expert_layout.bytes();
-            let blocks = &blocks[expert..][..expert_layout.bytes()];
+            let expert = &words[picked[slots[0]] as usize * picks.stride..];
+            let blocks = &bytemuck::cast_slice::<u32, u8>(expert)[..layout.bytes()];
             let row = |&slot: &usize| &x[slot / picks.shared * columns..][..columns];
             let x: Vec<f32> = slots.iter().flat_map(row).copied().collect();
-            let products = project(&x, blocks, &expert_layout, picks.activations);
+            let products = project(&x, blocks, &layout, picks.activations);
             for (&slot, products) in slots.iter().zip(products.chunks_exact(rows)) {
                 out[slot * rows..][..rows].copy_from_slice(products);
             }

@@ -42,8 +42,6 @@ struct Share {
     before: usize,
     /// The first row of activations, and of outputs.
     first_x: usize,
-    /// The first row of weights of the part.
-    first_row: usize,
 }
 
 /// One cube for some outputs of one part and a chunk of activations.
@@ -117,6 +115,7 @@ pub(super) fn picked_product<F: BlocksInKernels>(
     picked: &[i32],
     out: &mut [f32],
     args: ProductArgs,
+    stride: usize,
     shared: usize,
     #[comptime] bp: ProductBlueprint,
 ) {
@@ -125,9 +124,10 @@ pub(super) fn picked_product<F: BlocksInKernels>(
         terminate!();
     }
     let mut share = share_of(pick / shared, &args, bp);
-    share.first_row = picked[pick] as usize * args.outputs;
+    let first = picked[pick] as usize * stride;
+    let expert = words.slice(first, first + stride);
     let mut totals = zeros(comptime!(bp.sums()));
-    add::<F>(x, &ComptimeOption::new_None(), words, words, 0, &share, &mut totals, &args, bp);
+    add::<F>(x, &ComptimeOption::new_None(), expert, expert, 0, &share, &mut totals, &args, bp);
     let mut scratch = Shared::<[f32]>::new_slice(comptime!(bp.scratch_len()));
     team_sum(&mut totals, &mut scratch, bp);
     share.first_x = pick;
@@ -157,7 +157,7 @@ fn share_of(first_x: usize, args: &ProductArgs, #[comptime] bp: ProductBlueprint
         }
     }
     let row = cube * comptime!(bp.cube_rows()) + unit / bp.lanes;
-    Share { lane: unit % bp.lanes, row, rows, before, first_x, first_row: 0usize.runtime() }
+    Share { lane: unit % bp.lanes, row, rows, before, first_x }
 }
 
 /// Adds the products of the unit's rows with its spans of the activations to `totals`. The other rows of gated outputs
@@ -181,7 +181,6 @@ fn add<F: BlocksInKernels>(
         for r in 0..bp.unit_rows {
             // Rows past the last are read as the last one, and not written.
             let row = clamp_max(share.row + r * comptime!(bp.teams()), share.rows - 1);
-            let row = share.first_row + row;
             let mut span = new_span::<F>();
             unpack_row::<F>(words, row, index, args.row_bytes, &mut span);
             spans.push(span);

@@ -85,7 +85,7 @@ pub(crate) fn launch<F: BlocksInKernels>(
 }
 
 /// Products with the rows of the expert of each of `n` picks: `x`, the blocks of all experts, the picks, i32 `[n]`, and
-/// the output, f32 `[n, picks.rows]`.
+/// the output, f32 `[n, rows]`; `bytes` are those of all experts.
 ///
 /// # Errors
 /// As [`launch`].
@@ -94,19 +94,18 @@ pub(crate) fn launch_picked<F: BlocksInKernels>(
     [x, words, picked, out]: [BufferArg; 4],
     layout: PackedLayout,
     picks: Picks,
-    n: usize,
+    [n, bytes]: [usize; 2],
     hardware: Hardware,
 ) -> Result<()> {
-    let expert = layout.of_rows(picks.rows);
     // A cube has one pick, as the next may be of another expert.
-    let problem = ProductProblem::plain(1, expert);
+    let problem = ProductProblem::plain(1, layout);
     let blueprint = prepare(&problem, hardware);
-    let cubes = picks.rows.div_ceil(blueprint.cube_rows());
-    let most = layout.bytes().max(n * layout.columns()).max(n * picks.rows);
+    let cubes = layout.rows().div_ceil(blueprint.cube_rows());
+    let most = bytes.max(n * layout.columns()).max(n * layout.rows());
     let properties = client.properties();
     let grid = Grid::new("project_picked", cubes * n, blueprint.units, most, properties)?;
     let (spans, row_bytes) = (layout.columns() / SPAN, layout.row_bytes());
-    let rows = picks.rows;
+    let rows = layout.rows();
     let args = ProductArgsLaunch::new(n, spans, row_bytes, rows, rows, 0, cubes, cubes, 0, 0.0);
     // SAFETY: every index is below the length of its buffer: picks are numbers of experts, and rows and spans are below
     // theirs, and no word is read beyond the one that has the last byte of a block.
@@ -121,6 +120,7 @@ pub(crate) fn launch_picked<F: BlocksInKernels>(
             picked,
             out,
             args,
+            picks.stride,
             picks.shared,
             blueprint,
         );

@@ -1,0 +1,107 @@
+//! The matrices of a mixture of experts.
+
+use burn::tensor::{Bytes, DType, Device, Int, Tensor, TensorData};
+
+use crate::{
+    PackedLayout, PackedMatrix, Result, WeightFormat, backends::check_bytes, error::invalid,
+};
+
+/// Where the first block of an expert begins is a multiple of so many bytes, so that every device can bind it: what
+/// WebGPU guarantees.
+const ALIGNMENT: usize = 256;
+
+/// Packed matrices of one format and shape in one buffer, of which an operation takes those that it is told by number:
+/// see [`project_picked`](crate::project_picked).
+#[derive(Clone, Debug)]
+pub struct PackedExperts {
+    words: Tensor<1, Int>,
+    layout: PackedLayout,
+    n: usize,
+}
+
+impl PackedExperts {
+    /// The experts whose rows of blocks are `experts`, each a matrix of this shape.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) for no expert, rows that are not whole blocks, or another number of
+    /// bytes than that of all rows; [`Error::Unsupported`](crate::Error::Unsupported) for more of them than the device
+    /// has in a buffer.
+    pub fn from_bytes(
+        experts: &[impl AsRef<[u8]>],
+        format: WeightFormat,
+        shape: [usize; 2],
+        device: &Device,
+    ) -> Result<Self> {
+        let (layout, n) = (PackedLayout::new(format, shape)?, experts.len());
+        if n == 0 {
+            return Err(invalid("experts", n, "must be at least 1"));
+        }
+        let stride = stride_of(&layout);
+        let [rows, columns] = shape;
+        let what = || format!("{n} experts [{rows}, {columns}] of {format}");
+        check_bytes(what, n.saturating_mul(stride), device)?;
+        let mut words = vec![0u32; n * stride / size_of::<u32>()];
+        let room = bytemuck::cast_slice_mut::<u32, u8>(&mut words).chunks_exact_mut(stride);
+        for (to, bytes) in room.zip(experts) {
+            let bytes = bytes.as_ref();
+            if bytes.len() != layout.bytes() {
+                let rule = format!("must be {}, which {} take", layout.bytes(), what());
+                return Err(invalid("bytes", bytes.len(), rule));
+            }
+            to[..bytes.len()].copy_from_slice(bytes);
+        }
+        let data = TensorData::from_bytes(Bytes::from_elems(words), [n * stride / 4], DType::U32);
+        let device = device.clone().without_autodiff();
+        let create = |data| Tensor::from_data(data, (&device, DType::U32));
+        Ok(Self { words: device.memory_persistent_allocations(data, create), layout, n })
+    }
+
+    /// How many experts there are.
+    pub fn len(&self) -> usize {
+        self.n
+    }
+
+    /// Whether there is none; there is always one.
+    pub fn is_empty(&self) -> bool {
+        self.n == 0
+    }
+
+    /// Format and shape of the matrix of each expert.
+    pub fn layout(&self) -> PackedLayout {
+        self.layout
+    }
+
+    /// The blocks of all experts as u32 words, little endian, [`stride`](Self::stride) words from one expert to the next.
+    pub fn words(&self) -> &Tensor<1, Int> {
+        &self.words
+    }
+
+    /// Words from the first of an expert to that of the next.
+    pub fn stride(&self) -> usize {
+        stride_of(&self.layout) / size_of::<u32>()
+    }
+
+    /// The device that the blocks are on, without autodiff: they are constants.
+    pub fn device(&self) -> Device {
+        self.words.device()
+    }
+
+    /// The matrix of one expert, in the same memory.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) for a number that is no expert's.
+    pub fn expert(&self, number: usize) -> Result<PackedMatrix> {
+        if number >= self.n {
+            let rule = format!("must be below {}, the number of experts", self.n);
+            return Err(invalid("expert", number, rule));
+        }
+        let stride = self.stride();
+        let words = self.words.clone().narrow(0, number * stride, stride);
+        Ok(PackedMatrix::of_padded(words, self.layout))
+    }
+}
+
+/// Bytes from the first block of an expert to that of the next.
+fn stride_of(layout: &PackedLayout) -> usize {
+    layout.bytes().next_multiple_of(ALIGNMENT)
+}
