@@ -1,6 +1,6 @@
 //! Linear layers over packed weights.
 //!
-//! A matrix of weights stays as it lies in the file, in rows of blocks of 3 to 8 bits a number: it is multiplied
+//! A matrix of weights stays as it lies in the file, in rows of blocks of 4 to 8 bits a number, or in f16 or bf16: it is multiplied
 //! with, looked up and differentiated through as a [Burn](https://burn.dev) operation that reads the blocks, and
 //! is never restored as a whole.
 //!

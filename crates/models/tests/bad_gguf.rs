@@ -10,9 +10,10 @@ use std::{
 };
 
 use candle_core::quantized::{GgmlDType, gguf_file::Value};
-use common::{assert_contains, copy, device, failure, fixture, tiny, write_gguf};
-use kv_models::load;
+use common::{assert_contains, converted, copy, device, failure, fixture, tiny, write_gguf};
+use kv_models::{LoadOptions, kv_weights::Activations, load, load_with};
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
+use safetensors::Dtype;
 
 /// A tiny GGUF file with a vocabulary and every kind of metadata value.
 fn tiny_gguf(folder: &Path) -> PathBuf {
@@ -49,6 +50,16 @@ fn truncated_gguf_at_any_byte() {
 /// Loads `path` with `n` random patches of the first `header_len` bytes of `file`, one at a time;
 /// returns how many failed.
 fn mutate(path: &Path, file: &Path, header_len: usize, n: usize) -> usize {
+    mutate_with(path, file, header_len, n, LoadOptions::default())
+}
+
+fn mutate_with(
+    path: &Path,
+    file: &Path,
+    header_len: usize,
+    n: usize,
+    options: LoadOptions,
+) -> usize {
     let bytes = fs::read(file).unwrap();
     let header_len = header_len.min(bytes.len());
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(1);
@@ -68,7 +79,7 @@ fn mutate(path: &Path, file: &Path, header_len: usize, n: usize) -> usize {
             file.write_all(bytes).unwrap();
         };
         write(&patch);
-        match load(path, &device()) {
+        match load_with(path, &device(), options) {
             Ok(_) => {}
             Err(error) => {
                 n_failed += 1;
@@ -77,8 +88,28 @@ fn mutate(path: &Path, file: &Path, header_len: usize, n: usize) -> usize {
         }
         write(&bytes[at..at + n]);
     }
-    load(path, &device()).unwrap();
+    load_with(path, &device(), options).unwrap();
     n_failed
+}
+
+/// Weights that stay packed in 16 bits, in both kinds of files, whole and cut off.
+#[test]
+fn mutated_files_of_16_bits_never_panic() {
+    let options = LoadOptions::default().with_packed(Some(Activations::Exact));
+    let folder = converted("llama-tiny", Dtype::BF16, |_| true);
+    let gguf = folder.path().join("model.gguf");
+    write_gguf(&tiny("llama-tiny"), &gguf, GgmlDType::F16, &[]);
+    let safetensors = folder.path().join("model.safetensors");
+    for (path, file) in [(&gguf, &gguf), (&folder.path().to_path_buf(), &safetensors)] {
+        let n_failed = mutate_with(path, file, 1500, 500, options);
+        assert!(n_failed > 50, "mutations must matter, {n_failed} failed");
+        let bytes = fs::read(file).unwrap();
+        for len in [bytes.len() - 1, bytes.len() - 64, bytes.len() / 2, 700, 7, 0] {
+            fs::write(file, &bytes[..len]).unwrap();
+            let error = load_with(path, &device(), options).unwrap_err().to_string();
+            assert!(!error.contains('\n') && error.contains("model."), "{len}: {error}");
+        }
+    }
 }
 
 #[test]

@@ -3,7 +3,10 @@ use burn::{
     tensor::{DType, Device, Tensor},
 };
 
-use crate::{Activations, Error, PackedMatrix, Result, WeightOps, backends::check_device};
+use crate::{
+    Activations, Error, PackedMatrix, Result, WeightOps,
+    backends::{check_bytes, check_device},
+};
 
 /// `x W^T` for the rows of `matrix`. Its gradient is that with respect to `x`; the weights have none.
 ///
@@ -14,14 +17,15 @@ use crate::{Activations, Error, PackedMatrix, Result, WeightOps, backends::check
 /// - output: `[batch, seq, rows]`, f32
 ///
 /// # Errors
-/// [`Error::Shape`] for another number of columns, [`Error::Unsupported`] for another type or for a device
-/// without the operation.
+/// [`Error::Shape`] for another number of columns, [`Error::Unsupported`] for another type, for a device without the
+/// operation, or for more products than it has in a buffer.
 pub fn project(x: Tensor<3>, matrix: &PackedMatrix, activations: Activations) -> Result<Tensor<3>> {
     check("project", &x, matrix)?;
     let ([batch, seq, columns], [rows, _]) = (x.dims(), matrix.dims());
     if batch * seq == 0 {
         return Ok(Tensor::zeros([batch, seq, rows], (&x.device(), DType::F32)));
     }
+    check_output("project", batch * seq, rows, &x.device())?;
     let x = x.reshape([batch * seq, columns]).into_dispatch();
     let words = matrix.words().clone().into_dispatch();
     let y = <Dispatch as WeightOps>::packed_project(x, words, matrix.layout(), activations);
@@ -49,6 +53,12 @@ pub fn back_project(y: Tensor<3>, matrix: &PackedMatrix) -> Result<Tensor<3>> {
     let words = matrix.words().clone().into_dispatch();
     let x = <Dispatch as WeightOps>::packed_project_backward(y, words, matrix.layout());
     Ok(Tensor::<2>::from_dispatch(x).reshape([batch, seq, columns]))
+}
+
+/// Checks that the device has a buffer for `n` rows of so many products.
+pub(super) fn check_output(op: &str, n: usize, rows: usize, device: &Device) -> Result<()> {
+    let bytes = n.saturating_mul(rows).saturating_mul(size_of::<f32>());
+    check_bytes(|| format!("{op} to [{n}, {rows}] products"), bytes, device)
 }
 
 /// Checks that the operation `op` can multiply `x` with `matrix`.

@@ -3,7 +3,7 @@ use burn::{
     tensor::{DType, Tensor},
 };
 
-use super::project::check;
+use super::project::{check, check_output};
 use crate::{
     Activations, Error, Fused, FusedInputs, FusedPlan, MaybeFloat, PackedLayout, PackedMatrix,
     PartWords, Result, WeightOps, error::invalid, fused::MOST_PARTS,
@@ -69,6 +69,7 @@ pub fn project_fused(
     if n == 0 {
         return Ok(Tensor::zeros([batch, seq, outputs], (&x.device(), DType::F32)));
     }
+    check_output("project_fused", n, rows, &x.device())?;
     let x = x.reshape([n, columns]);
     let residual = fused.residual.clone().map(|residual| residual.reshape([n, outputs]));
     let layouts: Vec<_> = parts.iter().map(|part| part.layout()).collect();

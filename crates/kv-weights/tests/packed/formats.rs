@@ -53,11 +53,11 @@ fn fixtures_are_restored_bit_for_bit(device: &Device) {
 
 /// All of them, subnormal ones and those that are not finite among them, restored and looked up, against the `half` crate.
 fn every_number_of_16_bits_is_what_it_is_in_f32(device: &Device) {
-    let expected: [(WeightFormat, fn(u16) -> f32); 2] = [
-        (WeightFormat::F16, |bits| half::f16::from_bits(bits).to_f32()),
-        (WeightFormat::Bf16, |bits| half::bf16::from_bits(bits).to_f32()),
-    ];
-    for (format, number) in expected {
+    for format in [WeightFormat::F16, WeightFormat::Bf16] {
+        let number = |bits| match format {
+            WeightFormat::F16 => half::f16::from_bits(bits).to_f32(),
+            _ => half::bf16::from_bits(bits).to_f32(),
+        };
         let bytes: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
         let expected: Vec<f32> = (0..=u16::MAX).map(number).collect();
         let same = |name: &str, got: &[f32]| {

@@ -1,6 +1,7 @@
 //! The tensors of a checkpoint under their Hugging Face names: [`Weights`] to import a model from,
 //! [`Exports`] to export one to.
 
+mod conv1d;
 mod dtype;
 mod entry;
 mod experts;

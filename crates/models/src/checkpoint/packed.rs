@@ -3,7 +3,6 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use burn::tensor::{Bytes, DType, Device};
-use half::{bf16, f16};
 use kv_weights::{Activations, PackedLayout, PackedMatrix, WeightFormat};
 
 use super::{
@@ -246,27 +245,6 @@ impl Weights {
         self.kept.size.bytes += parts.iter().map(|part| part.layout().bytes()).sum::<usize>();
         self.kept.size.numbers += shape[0] * shape[1];
         Ok(parts)
-    }
-
-    /// Takes a matrix that is stored as `[columns, rows]`, in 16 bits, if it is to stay so.
-    pub(super) fn take_packed_transposed(
-        &mut self,
-        name: &str,
-        columns: usize,
-        rows: usize,
-    ) -> Result<Option<Matrix>> {
-        let Some(activations) = self.packed else { return Ok(None) };
-        let format = self.tensors.get(name).and_then(Entry::packed_type).and_then(|(_, f)| f);
-        let Some(format) = format.filter(|f| columns.is_multiple_of(f.block_numbers())) else {
-            return Ok(None);
-        };
-        let data = match format {
-            WeightFormat::F16 => self.transposed::<f16>(name, columns, rows)?,
-            WeightFormat::Bf16 => self.transposed::<bf16>(name, columns, rows)?,
-            _ => return Ok(None),
-        };
-        let parts = self.pack_bytes(data.into_bytes(), format, [rows, columns])?;
-        Matrix::packed(parts, activations).map(Some)
     }
 
     /// Counts a tensor that is restored although blocks were to stay.

@@ -267,34 +267,6 @@ impl Weights {
         Ok(Linear { weight, bias })
     }
 
-    /// Takes the projection `name` with its bias, which Hugging Face files store as
-    /// `[d_input, d_output]` ("Conv1D") unless it is quantized, and GGUF files like every other one.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
-    pub fn conv1d(&mut self, name: &str, d_input: usize, d_output: usize) -> Result<Linear> {
-        let weight = format!("{name}.weight");
-        let quantized = self.tensors.get(&weight).is_some_and(|entry| entry.blocks.is_some());
-        if self.gguf.is_some() || quantized {
-            return self.linear(&[(name.into(), d_output)], d_input, true);
-        }
-        let weight = match self.take_packed_transposed(&weight, d_input, d_output)? {
-            Some(matrix) => matrix,
-            None => {
-                self.count_restored(&weight);
-                let data = with_float!(
-                    self.dtype,
-                    T => self.transposed::<T>(&weight, d_input, d_output)?,
-                    else unreachable!("set_dtype takes floats")
-                );
-                self.param(data).into()
-            }
-        };
-        let bias = Some(self.vector(&[(format!("{name}.bias"), d_output)])?);
-        Ok(Linear { weight, bias })
-    }
-
     /// Takes an embedding, `[rows, width]`.
     ///
     /// # Errors
@@ -387,24 +359,6 @@ impl Weights {
             },
             else unreachable!("set_dtype takes floats")
         )
-    }
-
-    /// Takes a matrix that is stored as `[columns, rows]`.
-    pub(super) fn transposed<T: Float>(
-        &mut self,
-        name: &str,
-        columns: usize,
-        rows: usize,
-    ) -> Result<TensorData> {
-        let mut stored = Vec::<T>::new();
-        self.read(name, &[columns, rows], &mut stored)?;
-        let mut values = stored.clone();
-        for (c, stored) in stored.chunks_exact(rows).enumerate() {
-            for (r, value) in stored.iter().enumerate() {
-                values[r * columns + c] = *value;
-            }
-        }
-        Ok(TensorData::new(values, [rows, columns]))
     }
 
     /// A parameter in the type of `data`, rather than in the device's default type.

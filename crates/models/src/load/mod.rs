@@ -49,7 +49,7 @@ pub struct LoadOptions {
     /// The type of the weights, in which the model then computes.
     pub dtype: WeightDtype,
     /// Whether quantized matrices, in the blocks of a GGUF file or as [`save_quantized`](crate::save_quantized) writes
-    /// them, stay packed, and what they are multiplied with; `None` restores them. The model then computes in f32: of another [`dtype`](Self::dtype), blocks are restored. They are not
+    /// them, and those in f16 and bf16 stay packed, and what they are multiplied with; `None` restores them. The model then computes in f32: of another [`dtype`](Self::dtype), blocks are restored. They are not
     /// trained.
     pub packed: Option<Activations>,
     /// The most bytes of a buffer: packed matrices with more become several of neighboring rows, as they do beyond what

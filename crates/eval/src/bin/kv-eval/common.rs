@@ -37,7 +37,7 @@ pub(crate) struct ModelArgs {
     /// slower: a little in bf16, two and a half times in f16.
     #[arg(long, default_value = "f32")]
     pub(crate) dtype: WeightDtype,
-    /// What becomes of quantized weights, those of a GGUF file or of kv-train quantize. Packed ones take the file's bytes, and are computed with in f32.
+    /// What becomes of quantized weights, those of a GGUF file or of kv-train quantize, and of those in f16 and bf16. Packed ones take the file's bytes, and are computed with in f32.
     /// By default they stay packed where texts are generated and times are measured, and are restored where perplexity
     /// is.
     #[arg(long, value_enum)]

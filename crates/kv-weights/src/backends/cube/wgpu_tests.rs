@@ -1,3 +1,5 @@
+#![allow(clippy::unwrap_used, reason = "a failing test may panic")]
+
 use std::{fs, io::Write, path::PathBuf, sync::LazyLock};
 
 use burn::{

@@ -6,13 +6,13 @@ use std::borrow::Cow;
 #[cfg(target_arch = "x86_64")]
 use core::arch::x86_64::*;
 
-#[cfg(not(target_arch = "x86_64"))]
-use Wide as Vectors;
 use macerator::Simd;
 
 #[cfg(target_arch = "x86_64")]
 use super::{AHEAD, LINE, avx2};
 use super::{PARALLEL, by_weight_rows};
+#[cfg(not(target_arch = "x86_64"))]
+use crate::formats::flex::Wide as Vectors;
 #[cfg(target_arch = "x86_64")]
 use crate::formats::wide::Vectors;
 use crate::{PackedLayout, formats::flex::Wide};
@@ -33,33 +33,28 @@ pub(super) enum Way {
 }
 
 impl Way {
-    /// Those that this processor has, the fastest first.
-    pub(super) fn available() -> Vec<Self> {
-        let mut ways = vec![];
+    /// All, the fastest first.
+    pub(super) const ALL: &[Self] = &[
         #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx512f") {
-                ways.push(Self::Avx512);
-            }
-            if avx2::available() {
-                ways.push(Self::Avx2);
-            }
+        Self::Avx512,
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx2,
+        Self::Portable,
+    ];
+
+    /// Whether this processor has them.
+    pub(super) fn is_available(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => is_x86_feature_detected!("avx512f"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => avx2::available(),
+            Self::Portable => true,
         }
-        ways.push(Self::Portable);
-        ways
     }
 
     fn best() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx512f") {
-                return Self::Avx512;
-            }
-            if avx2::available() {
-                return Self::Avx2;
-            }
-        }
-        Self::Portable
+        Self::ALL.iter().copied().find(|way| way.is_available()).unwrap_or(Self::Portable)
     }
 }
 
@@ -82,7 +77,7 @@ pub(super) fn project_by<W: Vectors>(
     blocks: &[u8],
     layout: &PackedLayout,
 ) -> Vec<f32> {
-    assert!(Way::available().contains(&way));
+    assert!(way.is_available());
     let ([rows, columns], weights) = (layout.shape(), bits(blocks));
     let n = x.len() / columns;
     by_weight_rows(layout, n, rows * columns * n >= PARALLEL, |first, out| {

@@ -106,6 +106,9 @@ pub(crate) struct Hardware {
     pub(crate) vector: bool,
 }
 
+/// Most rows of activations that tiles are the faster way for on a GPU.
+const MOST_TILED: usize = 256;
+
 impl Hardware {
     pub(crate) fn of(properties: &DeviceProperties) -> Self {
         let hardware = &properties.hardware;
@@ -124,17 +127,12 @@ impl Hardware {
     /// product of few rows reads a matrix once for each eight rows, tiles once for 64, and what Burn's product gains by
     /// its tuning pays for restoring only with more.
     pub(crate) const fn way(&self, n: usize, format: WeightFormat) -> Way {
-        match n {
-            ..=FEW => Way::Few,
-            _ if self.vector => {
-                if format.is_float() {
-                    Way::Tiles
-                } else {
-                    Way::Few
-                }
-            }
-            ..=256 => Way::Tiles,
-            _ => Way::Restored,
+        if n <= FEW || self.vector && !format.is_float() {
+            Way::Few
+        } else if n <= MOST_TILED || self.vector {
+            Way::Tiles
+        } else {
+            Way::Restored
         }
     }
 }

@@ -297,7 +297,7 @@ pub(crate) struct Qat {
     /// Train low-rank adapters of this rank instead of the weights.
     #[arg(long)]
     lora: Option<usize>,
-    /// What becomes of quantized weights, those of a GGUF file or of kv-train quantize. Packed ones take the file's
+    /// What becomes of quantized weights, those of a GGUF file or of kv-train quantize, and of those in f16 and bf16. Packed ones take the file's
     /// bytes in memory; only adapters are trained on them, by --lora.
     #[arg(long, value_enum, default_value = "restored")]
     weights: Weights,

@@ -1,0 +1,81 @@
+//! Projections that are stored the other way round.
+
+use burn::tensor::TensorData;
+use half::{bf16, f16};
+use kv_weights::WeightFormat;
+
+use super::{Weights, entry::Entry};
+use crate::{
+    Result,
+    float::{Float, with_float},
+    nn::{Linear, Matrix},
+};
+
+impl Weights {
+    /// Takes the projection `name` with its bias, which Hugging Face files store as
+    /// `[d_input, d_output]` ("Conv1D") unless it is quantized, and GGUF files like every other one.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`linear`](Self::linear).
+    pub fn conv1d(&mut self, name: &str, d_input: usize, d_output: usize) -> Result<Linear> {
+        let weight = format!("{name}.weight");
+        let quantized = self.tensors.get(&weight).is_some_and(|entry| entry.blocks.is_some());
+        if self.gguf.is_some() || quantized {
+            return self.linear(&[(name.into(), d_output)], d_input, true);
+        }
+        let weight = match self.take_packed_transposed(&weight, d_input, d_output)? {
+            Some(matrix) => matrix,
+            None => {
+                self.count_restored(&weight);
+                let data = with_float!(
+                    self.dtype,
+                    T => self.transposed::<T>(&weight, d_input, d_output)?,
+                    else unreachable!("set_dtype takes floats")
+                );
+                self.param(data).into()
+            }
+        };
+        let bias = Some(self.vector(&[(format!("{name}.bias"), d_output)])?);
+        Ok(Linear { weight, bias })
+    }
+
+    /// Takes a matrix that is stored as `[columns, rows]`, in 16 bits, if it is to stay so.
+    fn take_packed_transposed(
+        &mut self,
+        name: &str,
+        columns: usize,
+        rows: usize,
+    ) -> Result<Option<Matrix>> {
+        let Some(activations) = self.packed else { return Ok(None) };
+        let format = self.tensors.get(name).and_then(Entry::packed_type).and_then(|(_, f)| f);
+        let Some(format) = format.filter(|f| columns.is_multiple_of(f.block_numbers())) else {
+            return Ok(None);
+        };
+        let data = match format {
+            WeightFormat::F16 => self.transposed::<f16>(name, columns, rows)?,
+            WeightFormat::Bf16 => self.transposed::<bf16>(name, columns, rows)?,
+            _ => return Ok(None),
+        };
+        let parts = self.pack_bytes(data.into_bytes(), format, [rows, columns])?;
+        Matrix::packed(parts, activations).map(Some)
+    }
+
+    /// Takes a matrix that is stored as `[columns, rows]`.
+    fn transposed<T: Float>(
+        &mut self,
+        name: &str,
+        columns: usize,
+        rows: usize,
+    ) -> Result<TensorData> {
+        let mut stored = Vec::<T>::new();
+        self.read(name, &[columns, rows], &mut stored)?;
+        let mut values = stored.clone();
+        for (c, stored) in stored.chunks_exact(rows).enumerate() {
+            for (r, value) in stored.iter().enumerate() {
+                values[r * columns + c] = *value;
+            }
+        }
+        Ok(TensorData::new(values, [rows, columns]))
+    }
+}
