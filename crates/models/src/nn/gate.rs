@@ -8,6 +8,8 @@
     reason = "macerator compiles a function for its first type parameter, used or not"
 )]
 
+use core::mem::MaybeUninit;
+
 use burn::{
     backend::Flex,
     tensor::{DType, Tensor, TensorData},
@@ -34,26 +36,30 @@ pub(super) fn gated(gate_up: &Tensor<3>, gating: Gating) -> Option<Tensor<3>> {
     let gate_up = if gate_up.layout().is_contiguous() { gate_up } else { gate_up.to_contiguous() };
     let start = gate_up.layout().start_offset();
     let gate_up = &gate_up.storage::<f32>()[start..start + batch * seq * width];
-    let mut out = vec![0.0; batch * seq * n];
+    // Not cleared first: that would be done by one thread.
+    let mut out = Vec::with_capacity(batch * seq * n);
     let rows = PART.div_ceil(n);
-    let parts = gate_up.chunks(rows * width).zip(out.chunks_mut(rows * n));
+    let room = &mut out.spare_capacity_mut()[..batch * seq * n];
+    let parts = gate_up.chunks(rows * width).zip(room.chunks_mut(rows * n));
     in_parts(parts, batch * seq > rows, |(gate_up, out)| match gating {
         Gating::Silu => silu(gate_up, out, n),
         Gating::GeluTanh => gelu_tanh(gate_up, out, n),
     });
+    // SAFETY: all parts have been written.
+    unsafe { out.set_len(batch * seq * n) };
     Some(Tensor::from_data(TensorData::new(out, [batch, seq, n]), &device))
 }
 
 /// `x * sigmoid(x)` of gates, times what is beside them.
 #[macerator::with_simd]
-fn silu<S: Simd>(gate_up: &[f32], out: &mut [f32], n: usize) {
+fn silu<S: Simd>(gate_up: &[f32], out: &mut [MaybeUninit<f32>], n: usize) {
     each(gate_up, out, n, |x| x);
 }
 
 /// `x / 2 * (1 + tanh(y))`, which is `x * sigmoid(2 y)`, of gates, times what is beside them;
 /// `y = sqrt(2 / pi) * (x + 0.044715 x^3)`.
 #[macerator::with_simd]
-fn gelu_tanh<S: Simd>(gate_up: &[f32], out: &mut [f32], n: usize) {
+fn gelu_tanh<S: Simd>(gate_up: &[f32], out: &mut [MaybeUninit<f32>], n: usize) {
     /// `2 * sqrt(2 / pi)`.
     const SCALE: f32 = 1.595_769;
     each(gate_up, out, n, |x| SCALE * x * (1.0 + 0.044_715 * x * x));
@@ -61,11 +67,11 @@ fn gelu_tanh<S: Simd>(gate_up: &[f32], out: &mut [f32], n: usize) {
 
 /// `x * sigmoid(z(x)) * up` for each gate x.
 #[inline(always)]
-fn each(gate_up: &[f32], out: &mut [f32], n: usize, z: impl Fn(f32) -> f32) {
+fn each(gate_up: &[f32], out: &mut [MaybeUninit<f32>], n: usize, z: impl Fn(f32) -> f32) {
     for (gate_up, out) in gate_up.chunks_exact(2 * n).zip(out.chunks_exact_mut(n)) {
         let (gate, up) = gate_up.split_at(n);
         for ((out, &x), up) in out.iter_mut().zip(gate).zip(up) {
-            *out = x / (1.0 + exp(-z(x))) * up;
+            out.write(x / (1.0 + exp(-z(x))) * up);
         }
     }
 }
