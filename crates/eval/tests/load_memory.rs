@@ -151,6 +151,8 @@ fn write_gguf(path: &Path) {
     }
 }
 
+/// Tokens of a prompt.
+const PROMPT: usize = 512;
 /// Rows of the keys, and of the values, of a layer.
 const KV: u64 = 256;
 
@@ -182,18 +184,25 @@ fn packed_weights_take_the_file_once() {
         let options = LoadOptions::default().with_packed(packed);
         ALLOCATOR.peak_of(|| {
             let model = load_with(&path, &device, options).unwrap().model;
-            let cache = KvCacheConfig::float().with_capacity(64);
+            let cache = KvCacheConfig::float().with_capacity(PROMPT + 64);
             let mut cache = model.new_cache(cache, 1, &device).unwrap();
             let bytes = cache.memory_bytes().total();
-            model.step(ids_to_tensor(&[1, 2, 3], [1, 3], &device), &mut cache).unwrap();
+            let prompt: Vec<u32> = (0..PROMPT as u32).collect();
+            let prompt = ids_to_tensor(&prompt, [1, PROMPT], &device);
+            model.hidden_step(prompt, &mut cache).unwrap();
             model.step(ids_to_tensor(&[4], [1, 1], &device), &mut cache).unwrap();
             (model, bytes)
         })
     };
     let ((model, cache), peak) = run(Some(Activations::Int8));
     let copied = 4 * (1024 + 2 * KV as usize) * 1024 / 32 * 18;
-    // The largest matrix that is copied, on its way; what steps compute with, and threads keep for them.
-    let rest = copied / 4 + (3 << 20);
+    // Of each token of a prompt: the residual stream, what is added to it, queries, keys and values before and after they
+    // are rotated, and what attention makes of them; and of 256 tokens gates and what is beside them, twice, for that
+    // which is made of them.
+    let (hidden, qkv, ff) = (1024, 1024 + 2 * KV as usize, 2816);
+    let pass = 4 * (PROMPT * (3 * hidden + 2 * qkv) + 256 * 4 * ff);
+    // The largest matrix that is copied, on its way; what passes compute with, and threads keep for them.
+    let rest = copied / 4 + pass + (3 << 20);
     assert!(
         peak < copied + cache + rest,
         "{peak} bytes beside a file of {file}, {copied} of it copied"

@@ -126,6 +126,7 @@ impl LayerSpec {
             Some(rotation) if rotary.is_none() => rotation.apply(qk),
             _ => qk,
         };
+        let v = alone(v);
         let q = qk.clone().narrow(1, 0, n_heads);
         let k = qk.narrow(1, n_heads, n_kv_heads);
 
@@ -136,6 +137,22 @@ impl LayerSpec {
         };
         Ok(out.swap_dims(1, 2).reshape([batch, seq, n_heads * head_dim.values]))
     }
+}
+
+/// The values of a prompt in memory of their own on the CPU, where attention copies them anyway: a view keeps queries and
+/// keys in memory as they were before their rotation.
+fn alone(v: Tensor<4>) -> Tensor<4> {
+    #[cfg(feature = "flex")]
+    {
+        use kv_cubecl::{Flex, Target};
+
+        let [batch, heads, seq, width] = v.dims();
+        if seq > 1 && Flex::hosts(&v.device()) {
+            // Neighboring axes of a view become one only in a copy.
+            return v.reshape([batch, heads * seq * width]).reshape([batch, heads, seq, width]);
+        }
+    }
+    v
 }
 
 /// A decoder-only model as its caches, evaluation and training see it.

@@ -53,6 +53,7 @@ impl Mapped {
             let start = self.range.start.next_multiple_of(PAGE);
             let end = self.range.end / PAGE * PAGE;
             if start < end {
+                self.map_pages_one_by_one();
                 // SAFETY: the pages are those of a file that is mapped to be read, so that what they hold afterwards is
                 // what they held before.
                 let given = unsafe {
@@ -62,6 +63,25 @@ impl Mapped {
                 // Without it the program only takes more memory.
                 let _ = given;
             }
+        }
+    }
+}
+
+#[cfg(unix)]
+impl Mapped {
+    /// Asks for small pages around the range. Linux keeps large files in pages of 2 MB, and where these are mapped whole,
+    /// giving a part back is to give all back, which is mapped again with the first byte of it that is read.
+    fn map_pages_one_by_one(&self) {
+        #[cfg(target_os = "linux")]
+        {
+            /// Bytes of a huge page; where they are larger, files are not kept in them.
+            const HUGE: usize = 2 << 20;
+            let base = self.map.as_ptr().addr() % HUGE;
+            let start = ((base + self.range.start) / HUGE * HUGE).saturating_sub(base);
+            let end = (base + self.range.end).next_multiple_of(HUGE) - base;
+            let end = end.min(self.map.len());
+            // Without it the program only takes more memory.
+            let _ = self.map.advise_range(memmap2::Advice::NoHugePage, start, end - start);
         }
     }
 }

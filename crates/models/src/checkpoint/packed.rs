@@ -69,6 +69,8 @@ pub(super) struct Kept {
     size: PackedSize,
     /// Matrices that were restored although packed ones were asked for: their number, bytes and numbers by type.
     restored: BTreeMap<String, [usize; 3]>,
+    /// Where blocks lie in the files that have been copied.
+    copied: Vec<Mapped>,
 }
 
 impl Kept {
@@ -198,9 +200,12 @@ impl Weights {
                 }
             }
         }
+        let is_copied = stacked.iter().any(|rows| matches!(rows.bytes, Source::Copied(_)));
         for (name, _) in parts {
             if let Some(entry) = self.tensors.remove(name) {
                 self.watcher.read(entry.in_file());
+                let mapped = entry.blocks.as_ref().and_then(Blocks::mapped);
+                self.kept.copied.extend(mapped.filter(|_| is_copied).cloned());
             }
         }
         let mut matrices = Vec::with_capacity(stacked.len());
@@ -262,8 +267,12 @@ impl Weights {
     }
 
     /// How much stayed packed; says what was restored although packed weights were asked for, and what that costs.
+    ///
+    /// Called when all has been read. What has been copied is given back once more: when something beside it was read
+    /// for the first time, the system mapped the large page of the file that both are in.
     pub(crate) fn kept(&mut self) -> PackedSize {
         let kept = std::mem::take(&mut self.kept);
+        kept.copied.iter().for_each(Mapped::give_back);
         for (name, [tensors, bytes, numbers]) in &kept.restored {
             let [file, memory] = [*bytes, 4 * numbers].map(|n| n as f64 / 1e6);
             self.notes.push(format!(

@@ -1,6 +1,6 @@
 //! GGUF files: memory-mapped, with configuration, vocabulary and weights in one or in several parts.
 
-use std::{path::Path, sync::Arc};
+use std::{collections::HashMap, panic, path::Path, sync::Arc, thread};
 
 use burn::tensor::{DType, Device, Shape, TensorData};
 use burn_store::{
@@ -12,7 +12,7 @@ use memmap2::Mmap;
 
 use super::{Format, LoadOptions, Loaded, Watcher, file_stem};
 use crate::{
-    Error, Result, Tokenizer,
+    Error, LanguageModel, Result, Tokenizer,
     checkpoint::{BlockSource, Blocks, Mapped, Stored, Weights, restore},
     files::Part,
     gguf::{self, BlockType, GgufFile, Metadata, TensorInfo, Value},
@@ -27,12 +27,33 @@ pub(super) fn load(
     watcher: Watcher,
 ) -> Result<Loaded> {
     let mut files = gguf::open(path)?;
-    // Of a large vocabulary, the file's is dropped before there is anything else.
     let GgufFile { path: first, header, .. } = &mut files[0];
-    let tokenizer = Tokenizer::from_gguf_metadata(&header.metadata, first);
-    header.metadata.retain(|key, _| !key.starts_with("tokenizer."));
-    let GgufFile { path: first, header, .. } = &files[0];
+    let of_tokenizer = |key: &String, _: &mut Value| key.starts_with("tokenizer.");
+    let vocabulary: HashMap<_, _> = header.metadata.extract_if(of_tokenizer).collect();
+    let first = first.clone();
+    // A large vocabulary takes as long as a gigabyte of weights, so it is read beside them.
+    let (tokenizer, model) = thread::scope(|scope| {
+        let tokenizer = scope.spawn(move || Tokenizer::from_gguf_metadata(vocabulary, &first));
+        let model = read_model(path, &files, device, options, watcher);
+        (tokenizer.join().unwrap_or_else(|panic| panic::resume_unwind(panic)), model)
+    });
+    let (model, notes) = model?;
+    let name = match files[0].header.metadata.get("general.name") {
+        Some(Value::String(name)) if !name.is_empty() => name.clone(),
+        _ => Part::parse(path).map_or_else(|| file_stem(path), |part| part.stem),
+    };
+    Ok(Loaded { model, tokenizer, cache: None, name, format: Format::Gguf, notes })
+}
 
+/// The model, and what is to be said of it.
+fn read_model(
+    path: &Path,
+    files: &[GgufFile],
+    device: &Device,
+    options: LoadOptions,
+    watcher: Watcher,
+) -> Result<(LanguageModel, Vec<String>)> {
+    let GgufFile { path: first, header, .. } = &files[0];
     let arch = match header.metadata.get("general.architecture") {
         Some(Value::String(arch)) => arch.as_str(),
         _ => {
@@ -46,7 +67,7 @@ pub(super) fn load(
     })?;
     let mut weights = Weights::new(path, Some(names), device);
     weights.watcher = watcher;
-    for GgufFile { path, map, header } in &files {
+    for GgufFile { path, map, header } in files {
         for info in &header.tensors {
             let (name, tensor) = (names.to_hugging_face(&info.name), deferred(map, info));
             let mapped = Mapped { map: map.clone(), range: info.bytes.clone() };
@@ -59,12 +80,7 @@ pub(super) fn load(
     weights.largest_buffer = options.largest_buffer;
     let model = family.import_gguf(&Metadata::new(header, arch, first), &mut weights)?;
     let model = model.with_packed(weights.kept());
-    let notes = std::mem::take(weights.notes());
-    let name = match header.metadata.get("general.name") {
-        Some(Value::String(name)) if !name.is_empty() => name.clone(),
-        _ => Part::parse(path).map_or_else(|| file_stem(path), |part| part.stem),
-    };
-    Ok(Loaded { model, tokenizer, cache: None, name, format: Format::Gguf, notes })
+    Ok((model, std::mem::take(weights.notes())))
 }
 
 /// The blocks of a tensor that has some.

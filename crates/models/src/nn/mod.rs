@@ -12,6 +12,8 @@ mod low_rank;
 mod matrix;
 mod mlp;
 mod norm;
+#[cfg(feature = "flex")]
+mod rms;
 mod rope;
 mod rows;
 

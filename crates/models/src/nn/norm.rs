@@ -49,6 +49,13 @@ impl RmsNorm {
 
     fn over_last<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         let _span = spans::reading(self.gamma.id);
+        #[cfg(feature = "flex")]
+        {
+            let shift = if self.plus_one { 1.0 } else { 0.0 };
+            if let Some(y) = super::rms::normed(&x, &self.gamma.val(), self.epsilon, shift) {
+                return y;
+            }
+        }
         let dtype = x.dtype();
         let x = x.cast(DType::F32);
         let rms = (x.clone().square().mean_dim(D - 1) + self.epsilon).sqrt();

@@ -54,11 +54,19 @@ fn pre_tokenizer(name: &str) -> Option<Pre> {
     Some(Pre { splits, ignore_merges: llama3, adds_bos: llama3 })
 }
 
-/// The tokenizer, its end-of-text ids, and the file's other settings for texts.
-pub(super) fn build(
-    metadata: &HashMap<String, Value>,
-    path: &Path,
-) -> Result<(tokenizers::Tokenizer, Vec<u32>, Settings)> {
+/// What is made of the vocabulary of a file.
+pub(super) struct Built {
+    pub(super) inner: tokenizers::Tokenizer,
+    /// One more than the largest id.
+    pub(super) n_ids: usize,
+    /// The ids that end a text.
+    pub(super) eos: Vec<u32>,
+    /// The file's other settings for texts.
+    pub(super) settings: Settings,
+}
+
+/// The tokenizer.
+pub(super) fn build(metadata: &HashMap<String, Value>, path: &Path) -> Result<Built> {
     let vocabulary = Vocabulary { metadata, path };
     let tokens = vocabulary.strings("tokenizer.ggml.tokens")?;
     let types = vocabulary.types(tokens.len())?;
@@ -88,6 +96,10 @@ pub(super) fn build(
         .map(|(token, kind)| AddedToken::from(*token, *kind == CONTROL).normalized(false))
         .collect();
     inner.add_tokens(added).map_err(Error::tokenizer)?;
+    // Of two tokens spelled alike one has no id. (A copy of the vocabulary would have to be made to look at all ids.)
+    let ids = tokens.iter().enumerate().rev();
+    let mut known = ids.filter(|(id, token)| inner.token_to_id(token) == Some(*id as u32));
+    let n_ids = known.next().map_or(0, |(id, _)| id + 1);
 
     let eos = ["eos", "eot", "eom"]
         .iter()
@@ -110,7 +122,8 @@ pub(super) fn build(
     };
     let eos_token = vocabulary.id("tokenizer.ggml.eos_token_id");
     let eos_token = eos_token.and_then(|id| inner.id_to_token(id));
-    Ok((inner, eos, Settings { bos, chat_template, eos_token, ..Settings::default() }))
+    let settings = Settings { bos, chat_template, eos_token, ..Settings::default() };
+    Ok(Built { inner, n_ids, eos, settings })
 }
 
 /// The tokenizer of a byte-level BPE vocabulary, and whether texts start with the begin-of-text token where

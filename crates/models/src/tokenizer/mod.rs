@@ -38,7 +38,9 @@ impl Tokenizer {
     /// [`Error::Unsupported`] when it puts more than one token before a text.
     pub fn from_file(path: impl AsRef<Path>, eos: &[u32]) -> Result<Self> {
         let path = path.as_ref();
-        Self::new(read(path)?, eos.iter().copied(), Settings::default(), path)
+        let inner = read(path)?;
+        let n_ids = n_ids(&inner);
+        Self::new(inner, n_ids, eos.iter().copied(), Settings::default(), path)
     }
 
     /// Reads `tokenizer.json` and, where they lie beside it, `tokenizer_config.json` and
@@ -53,7 +55,8 @@ impl Tokenizer {
         let path = folder.join("tokenizer.json");
         let mut inner = read(&path)?;
         let settings = Settings::read(folder, &mut inner)?;
-        Self::new(inner, eos.iter().copied(), settings, &path)
+        let n_ids = n_ids(&inner);
+        Self::new(inner, n_ids, eos.iter().copied(), settings, &path)
     }
 
     /// Reads the vocabulary inside a GGUF file, and nothing else of it.
@@ -64,15 +67,17 @@ impl Tokenizer {
     /// its pre-tokenizer.
     pub fn from_gguf(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        Self::from_gguf_metadata(&crate::gguf::metadata(path)?, path)
+        Self::from_gguf_metadata(crate::gguf::metadata(path)?, path)
     }
 
     pub(crate) fn from_gguf_metadata(
-        metadata: &HashMap<String, GgufValue>,
+        metadata: HashMap<String, GgufValue>,
         path: &Path,
     ) -> Result<Self> {
-        let (inner, eos, settings) = gguf::build(metadata, path)?;
-        Self::new(inner, eos, settings, path)
+        let gguf::Built { inner, n_ids, eos, settings } = gguf::build(&metadata, path)?;
+        // What the file says of a large vocabulary is not kept for the checks.
+        drop(metadata);
+        Self::new(inner, n_ids, eos, settings, path)
     }
 
     /// Writes `tokenizer.json`, whole or not at all. The ids that end a text are not part of it.
@@ -90,13 +95,13 @@ impl Tokenizer {
 
     fn new(
         mut inner: tokenizers::Tokenizer,
+        n_ids: usize,
         eos: impl IntoIterator<Item = u32>,
         mut settings: Settings,
         path: &Path,
     ) -> Result<Self> {
         settings.encode_whole(&mut inner, path)?;
         settings.follow_template(&inner, path)?;
-        let n_ids = inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
         let cuts = Cuts::new(&inner);
         Ok(Self { inner, eos: eos.into_iter().collect(), n_ids, settings, cuts })
     }
@@ -189,6 +194,11 @@ impl Tokenizer {
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
+}
+
+/// One more than the largest id.
+fn n_ids(inner: &tokenizers::Tokenizer) -> usize {
+    inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
 }
 
 fn read(path: &Path) -> Result<tokenizers::Tokenizer> {

@@ -11,7 +11,7 @@ use tokenizers::{
     pre_tokenizers::byte_level::ByteLevel,
 };
 
-use super::{Tokenizer, special::Settings};
+use super::{Tokenizer, n_ids, special::Settings};
 use crate::{Error, Result};
 
 /// The token that ends a text.
@@ -48,7 +48,8 @@ impl Tokenizer {
         let mut trainer = TrainerWrapper::from(trainer);
         inner.train(&mut trainer, texts).map_err(Error::tokenizer)?;
 
-        let tokenizer = Self::new(inner, [0], Settings::default(), Path::new("tokenizer"))?;
+        let n_ids = n_ids(&inner);
+        let tokenizer = Self::new(inner, n_ids, [0], Settings::default(), Path::new("tokenizer"))?;
         let n_ids = tokenizer.n_ids();
         if n_ids != vocab_size {
             let rule = format!("the texts give only {n_ids} ids");

@@ -3,6 +3,8 @@
 //! Burn's Flex backend computes an activation in several passes with the exponential of the standard library, one number
 //! at a time: for prompts that is a fifth of all time, or a third with GELU.
 
+use core::mem::MaybeUninit;
+
 use macerator::Simd;
 
 use super::threads::in_parts;
@@ -13,27 +15,31 @@ const PART: usize = 1 << 13;
 
 /// `f(gate) * up` for rows of `n` gates and as many others.
 pub(super) fn gated(gate_up: &[f32], n: usize, gate: Gate) -> Vec<f32> {
-    let mut out = vec![0.0; gate_up.len() / 2];
+    let len = gate_up.len() / (2 * n) * n;
+    // Not cleared first: that would be done by one thread.
+    let mut out = Vec::with_capacity(len);
     let rows = PART.div_ceil(n);
-    let parallel = out.len() > rows * n;
-    let parts = gate_up.chunks(rows * 2 * n).zip(out.chunks_mut(rows * n));
-    in_parts(parts, parallel, |(gate_up, out)| match gate {
+    let room = &mut out.spare_capacity_mut()[..len];
+    let parts = gate_up.chunks(rows * 2 * n).zip(room.chunks_mut(rows * n));
+    in_parts(parts, len > rows * n, |(gate_up, out)| match gate {
         Gate::Silu => silu(gate_up, out, n),
         Gate::GeluTanh => gelu_tanh(gate_up, out, n),
     });
+    // SAFETY: all parts have been written: there are as many rows of gates as of what they make.
+    unsafe { out.set_len(len) };
     out
 }
 
 /// `x * sigmoid(x)` of gates, times what is beside them.
 #[macerator::with_simd]
-fn silu<S: Simd>(gate_up: &[f32], out: &mut [f32], n: usize) {
+fn silu<S: Simd>(gate_up: &[f32], out: &mut [MaybeUninit<f32>], n: usize) {
     each(gate_up, out, n, |x| x);
 }
 
 /// `x / 2 * (1 + tanh(y))`, which is `x * sigmoid(2 y)`, of gates, times what is beside them;
 /// `y = sqrt(2 / pi) * (x + 0.044715 x^3)`.
 #[macerator::with_simd]
-fn gelu_tanh<S: Simd>(gate_up: &[f32], out: &mut [f32], n: usize) {
+fn gelu_tanh<S: Simd>(gate_up: &[f32], out: &mut [MaybeUninit<f32>], n: usize) {
     /// `2 * sqrt(2 / pi)`.
     const SCALE: f32 = 1.595_769;
     each(gate_up, out, n, |x| SCALE * x * (1.0 + 0.044_715 * x * x));
@@ -41,11 +47,11 @@ fn gelu_tanh<S: Simd>(gate_up: &[f32], out: &mut [f32], n: usize) {
 
 /// `x * sigmoid(z(x)) * up` for each gate x.
 #[inline(always)]
-fn each(gate_up: &[f32], out: &mut [f32], n: usize, z: impl Fn(f32) -> f32) {
+fn each(gate_up: &[f32], out: &mut [MaybeUninit<f32>], n: usize, z: impl Fn(f32) -> f32) {
     for (gate_up, out) in gate_up.chunks_exact(2 * n).zip(out.chunks_exact_mut(n)) {
         let (gate, up) = gate_up.split_at(n);
         for ((out, &x), up) in out.iter_mut().zip(gate).zip(up) {
-            *out = x / (1.0 + exp(-z(x))) * up;
+            out.write(x / (1.0 + exp(-z(x))) * up);
         }
     }
 }

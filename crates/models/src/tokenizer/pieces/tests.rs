@@ -69,7 +69,9 @@ fn tokenizer(model: &Json, normalizer: Json, pre: Json, added: &[Json]) -> Token
         "added_tokens": added.iter().enumerate().map(number).collect::<Vec<_>>(),
     });
     let inner = serde_json::from_value(json).unwrap();
-    Tokenizer::new(inner, [], Settings::default(), Path::new("tokenizer.json")).unwrap()
+    let n_ids = crate::tokenizer::n_ids(&inner);
+    let path = Path::new("tokenizer.json");
+    Tokenizer::new(inner, n_ids, [], Settings::default(), path).unwrap()
 }
 
 /// Tokenizers like those of published models, and unusual ones, each with whether it allows cuts in
