@@ -40,6 +40,10 @@ pub mod reference;
 #[cfg(feature = "fusion")]
 mod shapes;
 
+/// The target of the [`tracing`] events with which each launch on a GPU tells its `kernel` and the `bytes` of weights
+/// that it reads: blocks, gains of norms and biases. Without a subscriber an event is one load and one branch.
+pub const READ: &str = "kv::read";
+
 pub use activations::Activations;
 #[cfg(feature = "flex")]
 pub use backends::in_parts;

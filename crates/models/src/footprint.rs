@@ -140,6 +140,21 @@ impl Planned<'_> {
         })
     }
 
+    /// Bytes that a step of one token of each sequence reads after `len` tokens: weights once, and the caches of all
+    /// layers.
+    ///
+    /// # Errors
+    ///
+    /// A cache that does not fit the model.
+    pub fn read_by_a_step(&self, usage: &Usage, len: usize) -> Result<[usize; 2]> {
+        let layers = self.spec.layers.iter().enumerate();
+        let caches = layers.map(|(i, layer)| {
+            let config = usage.cache.layer(i, layer);
+            Ok(CacheLayout::new(&config, layer.cache_shape(usage.batch))?.bytes_read(len + 1))
+        });
+        Ok([self.weights.of_a_token(), caches.sum::<Result<usize>>()?])
+    }
+
     /// Checks that the model fits, before it is loaded.
     ///
     /// # Errors

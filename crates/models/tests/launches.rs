@@ -16,11 +16,19 @@ use cubecl::logging::{
     Duration, LaunchObservation, LaunchObserver, ProfileDuration, TimingMethod, TimingRequest,
 };
 use kv_models::{
-    LoadOptions, Sampling, Steps,
+    LoadObserver, LoadOptions, Planned, Sampling, Steps, Usage, ids_to_tensor,
     kv_cubecl::{KvCacheConfig, On, Wgpu},
     kv_weights::Activations,
-    load_with,
+    load_observed, load_with,
 };
+use tracing::{
+    Event, Metadata, Subscriber,
+    field::{Field, Visit},
+    span::{Attributes, Id, Record},
+};
+
+/// An observer is told of every thread's launches, so that one test launches at a time.
+static COUNTING: Mutex<()> = Mutex::new(());
 
 /// Counts launches by kernel.
 #[derive(Debug, Default)]
@@ -40,10 +48,90 @@ impl LaunchObserver for Count {
     fn timed(&self, _: &'static str, _: Duration, _: TimingMethod) {}
 }
 
+/// Adds up the bytes that launches tell of, by kernel.
+#[derive(Clone, Default)]
+struct Reads(Arc<Mutex<BTreeMap<String, u64>>>);
+
+impl Subscriber for Reads {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.target() == kv_models::kv_weights::READ
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        #[derive(Default)]
+        struct Fields(String, u64);
+        impl Visit for Fields {
+            fn record_str(&mut self, _: &Field, value: &str) {
+                self.0 = value.into();
+            }
+
+            fn record_u64(&mut self, _: &Field, value: u64) {
+                self.1 = value;
+            }
+
+            fn record_debug(&mut self, _: &Field, _: &dyn std::fmt::Debug) {}
+        }
+        let mut fields = Fields::default();
+        event.record(&mut fields);
+        *self.0.lock().unwrap().entry(fields.0).or_default() += fields.1;
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+/// Tells what a step is planned to read.
+struct Plan(Usage, usize, Arc<Mutex<[usize; 2]>>);
+
+impl LoadObserver for Plan {
+    fn begin(&mut self, planned: &Planned<'_>) -> kv_models::Result<()> {
+        *self.2.lock().unwrap() = planned.read_by_a_step(&self.0, self.1)?;
+        Ok(())
+    }
+}
+
+/// What the launches of a step read of weights and cache is what the plan says before the model is loaded, byte for
+/// byte: of a head that is tied to the embedding and of one that is not.
+#[test]
+fn bytes_of_a_step_are_those_of_the_plan() {
+    const TOKENS: usize = 37;
+    let _alone = COUNTING.lock();
+    let wgpu = On::<Wgpu>::open().unwrap();
+    let scratch = tempfile::tempdir().unwrap();
+    for name in ["llama-tiny", "phi3-tiny"] {
+        let file = scratch.path().join(name).with_extension("gguf");
+        write_gguf(&tiny(name), &file, GgmlDType::Q4_0, &[]);
+        let config: KvCacheConfig = "k4v4-g8-r8".parse().unwrap();
+        let config = config.with_capacity(64);
+        let options = LoadOptions::default().with_packed(Some(Activations::Exact));
+        let planned = Arc::<Mutex<[usize; 2]>>::default();
+        let observer = Plan(Usage::new(config), TOKENS, planned.clone());
+        let model = load_observed(&file, &wgpu, options, observer).unwrap().model;
+        let mut cache = model.new_cache(config, 1, &wgpu).unwrap();
+        model.hidden_step(ids_to_tensor(&[5; TOKENS], [1, TOKENS], &wgpu), &mut cache).unwrap();
+        let reads = Reads::default();
+        tracing::subscriber::with_default(reads.clone(), || {
+            model.step(ids_to_tensor(&[1], [1, 1], &wgpu), &mut cache).unwrap();
+        });
+        let reads = reads.0.lock().unwrap();
+        let [weights, cache] = planned.lock().unwrap().map(|bytes| bytes as u64);
+        assert_eq!(reads["product"] + reads["restore"], weights, "{name}: {reads:?}");
+        assert_eq!(reads["decode_attention"], cache, "{name}: {reads:?}");
+        assert_eq!(reads.len(), 3, "{name}: {reads:?}");
+    }
+}
+
 /// What is launched for a step of a model of this file, with weights packed, and the number of its layers.
 fn launched(file: &Path) -> (BTreeMap<&'static str, usize>, usize) {
-    // An observer is told of every thread's launches.
-    static COUNTING: Mutex<()> = Mutex::new(());
     let _counting = COUNTING.lock();
     let wgpu = On::<Wgpu>::open().unwrap();
     let options = LoadOptions::default().with_packed(Some(Activations::Exact));

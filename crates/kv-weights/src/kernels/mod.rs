@@ -20,3 +20,8 @@ pub(crate) mod restore;
 pub(crate) mod tiled;
 
 pub(crate) use grid::Grid;
+
+/// Tells who subscribes to [`READ`](crate::READ) how many bytes of weights a launch of `kernel` reads.
+fn tell(kernel: &'static str, bytes: usize) {
+    tracing::trace!(target: crate::READ, kernel, bytes);
+}

@@ -2,7 +2,7 @@
 
 use cubecl::{client::Client, prelude::*};
 
-use super::Grid;
+use super::{Grid, tell};
 use crate::{
     PackedLayout, Result,
     formats::cube::{BlocksInKernels, SPAN, new_span, number, unpack_row},
@@ -63,6 +63,7 @@ pub(crate) fn launch<F: BlocksInKernels>(
     }
     let most = layout.bytes().max(n * layout.columns());
     let grid = Grid::new("restoring", spans.div_ceil(UNITS), UNITS, most, client.properties())?;
+    tell("restore", n * layout.row_bytes());
     // SAFETY: rows are those of the matrix, as the callers check, and units past the last span do nothing.
     unsafe {
         restore::launch_unchecked::<F>(

@@ -29,6 +29,11 @@ impl Weights {
             if name == if has_head { names.head } else { names.embedding } {
                 sizes.head = (bytes, shape.iter().product());
             }
+            if name == names.embedding {
+                // A head that is tied to it reads all of it.
+                let row = bytes / shape.first().copied().unwrap_or(1).max(1);
+                sizes.looked_up = (if has_head { bytes } else { 0 }, row);
+            }
             let of_vocabulary = name == names.head || name == names.embedding;
             if let [.., rows, columns] = shape[..]
                 && !of_vocabulary

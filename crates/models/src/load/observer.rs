@@ -58,11 +58,20 @@ pub struct WeightBytes {
     pub largest: (String, usize),
     /// Bytes in memory of the projection to the vocabulary, and its numbers.
     pub head: (usize, usize),
+    /// Bytes in memory of the token embedding, if nothing but single rows of it are read, and those of a row.
+    pub looked_up: (usize, usize),
     /// The most rows of a matrix other than those of the vocabulary: the widest activation.
     pub widest: usize,
 }
 
 impl WeightBytes {
+    /// Bytes that a step of one token reads: all weights, but of the token embedding a row. (All experts of a mixture
+    /// count, and all of a table of positions.)
+    pub fn of_a_token(&self) -> usize {
+        let (table, row) = self.looked_up;
+        self.total() - table + row
+    }
+
     /// Bytes in memory of all.
     pub fn total(&self) -> usize {
         self.by_type.values().sum()

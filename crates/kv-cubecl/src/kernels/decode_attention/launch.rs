@@ -62,6 +62,10 @@ pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
     };
     let (position, n_positions) = bindings.cache.position.unzip();
     let (table, rotary) = rotary_args(bindings.cache.rotary);
+    if position.is_none() {
+        let bytes = row_chunks * problem.layout.bytes_read(problem.tokens);
+        tracing::trace!(target: crate::READ, kernel = "decode_attention", bytes);
+    }
     // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
     // the cache's length, rows and channels below theirs.
     unsafe {

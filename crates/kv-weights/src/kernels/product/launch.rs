@@ -7,7 +7,7 @@ use super::{
 use crate::{
     PackedLayout, Picks, Result,
     formats::cube::{BlocksInKernels, SPAN},
-    kernels::Grid,
+    kernels::{Grid, tell},
 };
 
 /// The buffers of a launch, all contiguous.
@@ -59,6 +59,14 @@ pub(crate) fn launch<F: BlocksInKernels>(
         part_cubes(1),
         problem.epsilon,
     );
+    let floats = if problem.norm { layout.columns() } else { 0 }
+        + if bindings.bias.is_some() {
+            problem.parts.iter().map(|part| part.rows()).sum()
+        } else {
+            0
+        };
+    let blocks: usize = problem.parts.iter().map(|part| part.bytes()).sum();
+    tell("product", chunks * (blocks + size_of::<f32>() * floats));
     let mut words = bindings.words.into_iter();
     let Some(first) = words.next() else { return Ok(()) };
     // SAFETY: every index is below the length of its buffer, which the layouts give: rows and spans are below theirs,
@@ -107,6 +115,7 @@ pub(crate) fn launch_picked<F: BlocksInKernels>(
     let (spans, row_bytes) = (layout.columns() / SPAN, layout.row_bytes());
     let rows = layout.rows();
     let args = ProductArgsLaunch::new(n, spans, row_bytes, rows, rows, 0, cubes, cubes, 0, 0.0);
+    tell("picked_product", n * layout.bytes());
     // SAFETY: every index is below the length of its buffer: picks are numbers of experts, and rows and spans are below
     // theirs, and no word is read beyond the one that has the last byte of a block.
     unsafe {

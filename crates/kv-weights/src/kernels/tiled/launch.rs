@@ -4,7 +4,7 @@ use super::kernel::{self, TiledArgsLaunch, UNITS};
 use crate::{
     PackedLayout, Result,
     formats::cube::{BlocksInKernels, SPAN},
-    kernels::Grid,
+    kernels::{Grid, tell},
 };
 
 /// Rows of activations of a unit, an eighth of those of a tile: eight, or four where that leaves fewer without work.
@@ -28,6 +28,7 @@ pub(crate) fn launch<F: BlocksInKernels>(
     let most = layout.bytes().max(n * columns).max(n * rows);
     let grid = Grid::new("project", cubes, UNITS, most, client.properties())?;
     let args = TiledArgsLaunch::new(n, rows, tiles, columns / SPAN, layout.row_bytes());
+    tell("tiled", n.div_ceil(8 * x_rows) * layout.bytes());
     // SAFETY: rows and spans are below theirs, and no word is read beyond the one that has the last byte of a block.
     unsafe {
         kernel::tiled::launch_unchecked::<F>(
