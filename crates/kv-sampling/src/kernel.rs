@@ -180,6 +180,7 @@ fn mix(x: u32) -> u32 {
 }
 
 #[cube(launch)]
+#[allow(clippy::needless_range_loop, reason = "kernels have no iterators")]
 fn advance(
     logits: &[f32],
     ends: &[i32],

@@ -38,7 +38,7 @@ fn on_wgpu(case: fn(&Device)) {
         Ok(device) => case(device),
         Err(error) if std::env::var_os("KV_ALLOW_NO_DEVICE").is_some_and(|value| value == "1") => {
             // Not through `eprintln!`, which the test harness captures.
-            writeln!(std::io::stderr(), "SKIPPED: {error}").unwrap();
+            writeln!(std::io::stderr().lock(), "SKIPPED: {error}").unwrap();
         }
         Err(error) => panic!("{error} (KV_ALLOW_NO_DEVICE=1 skips the tests of a missing device)"),
     }

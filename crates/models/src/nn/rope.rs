@@ -242,7 +242,7 @@ enum Place {
     /// So many from the first on.
     Range(usize, usize),
     /// Those of these positions, `[n]`, of so many tokens of each sequence or of all.
-    Stored(Tensor<1, Int>, usize),
+    Stored(Box<Tensor<1, Int>>, usize),
     /// None: rows were rounded to another type.
     Picked,
 }
@@ -260,7 +260,7 @@ impl Rotation {
     /// The rotation of positions `[n]`, of `seq` tokens of each sequence or of all; one past the table gets that of
     /// its last position, one before it that of its first.
     pub(crate) fn at(table: &Rotary, positions: &Tensor<1, Int>, seq: usize) -> Self {
-        Self::new(table, Place::Stored(positions.clone(), seq))
+        Self::new(table, Place::Stored(Box::new(positions.clone()), seq))
     }
 
     /// The table, by whose rows a cache may rotate one token of its own, in f32.
@@ -281,7 +281,7 @@ impl Rotation {
                 Place::Stored(positions, seq) => {
                     let last = self.table.positions() as i32 - 1;
                     let n = positions.dims()[0];
-                    let rows = table.select(0, positions.clone().clamp(0, last));
+                    let rows = table.select(0, (**positions).clone().clamp(0, last));
                     (rows, [n / seq, 1, *seq, half])
                 }
                 Place::Picked => unreachable!("rows are picked before they are rounded"),

@@ -260,10 +260,10 @@ pub(super) fn write_rows(
 /// below 0.
 #[cube]
 pub(super) fn normalized(output: f32, sum: f32) -> f32 {
-    let mut normalized = f32::new(0.0);
-    // A NaN stays one, so the test is not `sum >= 0`.
-    if !(sum < 0.0) {
-        normalized = output / sum;
+    let mut normalized = output / sum;
+    // A NaN stays one.
+    if sum < 0.0 {
+        normalized = f32::new(0.0);
     }
     normalized
 }
@@ -271,10 +271,10 @@ pub(super) fn normalized(output: f32, sum: f32) -> f32 {
 /// The log-sum-exp of scores of this maximum and sum of weights; -inf for a sequence that takes no part.
 #[cube]
 pub(super) fn log_sum_exp(maximum: f32, sum: f32) -> f32 {
-    // Twice the lowest number is -inf, for which WGSL has no literal.
-    let mut lse = maximum + maximum;
-    if !(sum < 0.0) {
-        lse = maximum + sum.ln();
+    let mut lse = maximum + sum.ln();
+    if sum < 0.0 {
+        // Twice the lowest number is -inf, for which WGSL has no literal.
+        lse = maximum + maximum;
     }
     lse
 }
