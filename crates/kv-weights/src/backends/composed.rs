@@ -1,7 +1,10 @@
 //! [`WeightOps::packed_fused`] and [`WeightOps::packed_gate`] made of the other operations of a backend.
 
 use burn::{
-    backend::{Backend, Scalar, TensorMetadata, tensor::FloatTensor},
+    backend::{
+        Backend, Scalar, TensorMetadata,
+        tensor::{FloatTensor, IntTensor},
+    },
     tensor::{Shape, Slice},
 };
 
@@ -16,25 +19,47 @@ pub(crate) fn fused<B: WeightOps>(
     inputs: FusedInputs<B>,
     plan: &FusedPlan,
 ) -> FloatTensor<B> {
+    fused_around::<B>(x, inputs, plan, |x, words, gate| {
+        let parts = words.into_iter().zip(&plan.parts);
+        let products = parts
+            .map(|(words, layout)| B::packed_project(x.clone(), words, *layout, plan.activations));
+        let mut products: Vec<_> = products.collect();
+        let y = match products.len() {
+            1 => products.swap_remove(0),
+            _ => B::float_cat(products, 1),
+        };
+        match gate {
+            Some(gate) => B::packed_gate(y, gate),
+            None => y,
+        }
+    })
+}
+
+/// [`WeightOps::packed_fused`], an operation at a time but for `products` with all matrices and, where nothing comes
+/// between them, the gate.
+pub(crate) fn fused_around<B: WeightOps>(
+    x: FloatTensor<B>,
+    inputs: FusedInputs<B>,
+    plan: &FusedPlan,
+    products: impl FnOnce(FloatTensor<B>, Vec<IntTensor<B>>, Option<Gate>) -> FloatTensor<B>,
+) -> FloatTensor<B> {
     let columns = plan.parts[0].columns();
     let x = match inputs.norm.into_option() {
         Some(gains) => norm::<B>(x, B::float_reshape(gains, Shape::new([1, columns])), plan),
         None => x,
     };
-    let parts = inputs.words.into_vec().into_iter().zip(&plan.parts);
-    let products =
-        parts.map(|(words, layout)| B::packed_project(x.clone(), words, *layout, plan.activations));
-    let mut products: Vec<_> = products.collect();
-    let mut y = match products.len() {
-        1 => products.swap_remove(0),
-        _ => B::float_cat(products, 1),
+    let words = inputs.words.into_vec();
+    let y = match inputs.bias.into_option() {
+        None => products(x, words, plan.gate),
+        Some(bias) => {
+            let bias = B::float_reshape(bias, Shape::new([1, plan.rows()]));
+            let y = B::float_add(products(x, words, None), bias);
+            match plan.gate {
+                Some(gate) => B::packed_gate(y, gate),
+                None => y,
+            }
+        }
     };
-    if let Some(bias) = inputs.bias.into_option() {
-        y = B::float_add(y, B::float_reshape(bias, Shape::new([1, plan.rows()])));
-    }
-    if let Some(gate) = plan.gate {
-        y = B::packed_gate(y, gate);
-    }
     match inputs.residual.into_option() {
         Some(residual) => B::float_add(y, residual),
         None => y,

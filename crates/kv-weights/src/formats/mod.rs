@@ -18,7 +18,7 @@ mod q6_k;
 mod q8_0;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]
 pub(crate) mod vnni;
-#[cfg(all(feature = "flex", target_arch = "x86_64"))]
+#[cfg(all(feature = "flex", any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub(crate) mod wide;
 
 use core::{fmt, str::FromStr};

@@ -108,13 +108,6 @@ pub(super) fn lower_halves(words: __m512i) -> __m512 {
     _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words))
 }
 
-/// The f16 in the upper half of each lane.
-#[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) fn upper_halves(words: __m512i) -> __m512 {
-    lower_halves(_mm512_srli_epi32::<16>(words))
-}
-
 /// The lower and the upper four bits of each byte.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
@@ -160,23 +153,27 @@ pub(super) fn set_bits(codes: __m512i, mask: u64, bit: __m512i) -> __m512i {
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn six_bit_scales(block: *const u8, half: usize) -> [__m512; 2] {
     // SAFETY: as the caller says.
-    let word = |i: usize| unsafe { block.cast::<u32>().add(i).read_unaligned() };
-    let (d, [low, mins, high]) = (word(0), [word(1), word(2), word(3)]);
-    let (scales, mins) = match half {
-        0 => (low & 0x3f3f_3f3f, mins & 0x3f3f_3f3f),
-        _ => (
-            high & 0x0f0f_0f0f | (low >> 6 & 0x0303_0303) << 4,
-            high >> 4 & 0x0f0f_0f0f | (mins >> 6 & 0x0303_0303) << 4,
-        ),
+    let [d, last] = [0, 12].map(|at| unsafe { block.add(at).cast::<u32>().read_unaligned() });
+    // SAFETY: as the caller says.
+    let first = unsafe { block.add(4).cast::<u64>().read_unaligned() };
+    // Four scales, then four minima, a byte each.
+    let numbers = match half {
+        0 => first & 0x3f3f_3f3f_3f3f_3f3f,
+        _ => {
+            let low = u64::from(last) | u64::from(last) << 28;
+            low & 0x0f0f_0f0f_0f0f_0f0f | (first >> 6 & 0x0303_0303_0303_0303) << 4
+        }
     };
-    let d = _mm512_set1_epi32(d.cast_signed());
-    let numbers = |bytes: u32| {
-        let each = _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-        let bytes = _mm_shuffle_epi8(_mm_cvtsi32_si128(bytes.cast_signed()), each);
-        _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))
-    };
-    let mins = _mm512_mul_ps(upper_halves(d), numbers(mins));
-    [_mm512_mul_ps(lower_halves(d), numbers(scales)), _mm512_sub_ps(_mm512_setzero_ps(), mins)]
+    let numbers = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(numbers.cast_signed()));
+    let steps = _mm256_castps128_ps256(_mm_cvtph_ps(_mm_cvtsi32_si128(d.cast_signed())));
+    let steps = _mm256_permutevar8x32_ps(steps, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+    // Minima are subtracted.
+    let minus = _mm256_setr_ps(0.0, 0.0, 0.0, 0.0, -0.0, -0.0, -0.0, -0.0);
+    let steps = _mm256_xor_ps(steps, minus);
+    let all = _mm512_castps256_ps512(_mm256_mul_ps(steps, _mm256_cvtepi32_ps(numbers)));
+    let scales = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    let mins = _mm512_setr_epi32(4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7);
+    [_mm512_permutexvar_ps(scales, all), _mm512_permutexvar_ps(mins, all)]
 }
 
 /// Codes of two times 64 in the order of [`Group::codes`]: 32 bytes of a group are the lower halves of 32 bytes, the

@@ -14,7 +14,8 @@ use crate::{
 ///
 /// On WGPU and CUDA it is one launch for up to 32 rows of `x` and up to three matrices of one format, or with a gate one
 /// or two of one format and size; others take a launch for each run of matrices of a format. Elsewhere it is made
-/// of the same operations one by one.
+/// of the same operations one by one, but that products with matrices of one format are one, with the gate if there is
+/// no bias.
 ///
 /// # Shapes
 /// - `x`: `[batch, seq, columns]`, f32

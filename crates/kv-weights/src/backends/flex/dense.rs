@@ -2,7 +2,7 @@
 
 use gemm::{Parallelism, gemm};
 
-use super::{portable, threads::in_parts};
+use super::{portable, stacked::Stacked, threads::in_parts};
 use crate::PackedLayout;
 
 /// Most numbers that are restored at a time: 4 MB, which stays in the processor's cache while it is multiplied.
@@ -12,16 +12,17 @@ const PART: usize = 1 << 15;
 
 /// Rows that are restored at a time.
 fn rows_at_a_time(layout: &PackedLayout) -> usize {
-    (RESTORED / layout.columns()).clamp(1, layout.rows())
+    (RESTORED / layout.columns()).max(1)
 }
 
 /// `x W^T`, `[rows of x, rows]`.
-pub(super) fn project(x: &[f32], blocks: &[u8], layout: &PackedLayout) -> Vec<f32> {
-    let [rows, columns] = layout.shape();
+pub(super) fn project(x: &[f32], matrix: &Stacked<'_>) -> Vec<f32> {
+    let (layout, rows, columns) = (matrix.layout(), matrix.rows(), matrix.columns());
     let n = x.len() / columns;
     let mut out = vec![0.0; n * rows];
-    let mut weights = vec![0.0; rows_at_a_time(layout) * columns];
-    for (start, part) in parts(blocks, layout) {
+    let at_a_time = rows_at_a_time(layout);
+    let mut weights = vec![0.0; at_a_time * columns];
+    for (start, part) in matrix.pieces(at_a_time) {
         let weights = restored(part, layout, &mut weights);
         let count = weights.len() / columns;
         let problem = Product { m: n, n: count, k: columns, out_stride: rows, add: false };
@@ -35,8 +36,9 @@ pub(super) fn backward(grad: &[f32], blocks: &[u8], layout: &PackedLayout) -> Ve
     let [rows, columns] = layout.shape();
     let n = grad.len() / rows;
     let mut out = vec![0.0; n * columns];
-    let mut weights = vec![0.0; rows_at_a_time(layout) * columns];
-    for (start, part) in parts(blocks, layout) {
+    let at_a_time = rows_at_a_time(layout);
+    let mut weights = vec![0.0; at_a_time * columns];
+    for (start, part) in Stacked::one(blocks, *layout).pieces(at_a_time) {
         let weights = restored(part, layout, &mut weights);
         let count = weights.len() / columns;
         let add = start > 0;
@@ -44,16 +46,6 @@ pub(super) fn backward(grad: &[f32], blocks: &[u8], layout: &PackedLayout) -> Ve
         problem.multiply(&mut out, (&grad[start..], rows, 1), (weights, columns, 1));
     }
     out
-}
-
-/// The first row and the blocks of each part.
-fn parts<'a>(
-    blocks: &'a [u8],
-    layout: &PackedLayout,
-) -> impl Iterator<Item = (usize, &'a [u8])> + use<'a> {
-    let at_a_time = rows_at_a_time(layout);
-    let parts = blocks.chunks(at_a_time * layout.row_bytes());
-    parts.enumerate().map(move |(i, part)| (i * at_a_time, part))
 }
 
 fn restored<'a>(blocks: &[u8], layout: &PackedLayout, weights: &'a mut [f32]) -> &'a [f32] {

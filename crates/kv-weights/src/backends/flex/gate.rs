@@ -21,13 +21,18 @@ pub(super) fn gated(gate_up: &[f32], n: usize, gate: Gate) -> Vec<f32> {
     let rows = PART.div_ceil(n);
     let room = &mut out.spare_capacity_mut()[..len];
     let parts = gate_up.chunks(rows * 2 * n).zip(room.chunks_mut(rows * n));
-    in_parts(parts, len > rows * n, |(gate_up, out)| match gate {
-        Gate::Silu => silu(gate_up, out, n),
-        Gate::GeluTanh => gelu_tanh(gate_up, out, n),
-    });
+    in_parts(parts, len > rows * n, |(gate_up, out)| open(gate_up, out, n, gate));
     // SAFETY: all parts have been written: there are as many rows of gates as of what they make.
     unsafe { out.set_len(len) };
     out
+}
+
+/// `f(gate) * up` for rows of `n` gates and as many others, by this thread.
+pub(super) fn open(gate_up: &[f32], out: &mut [MaybeUninit<f32>], n: usize, gate: Gate) {
+    match gate {
+        Gate::Silu => silu(gate_up, out, n),
+        Gate::GeluTanh => gelu_tanh(gate_up, out, n),
+    }
 }
 
 /// `x * sigmoid(x)` of gates, times what is beside them.

@@ -7,10 +7,19 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod dense;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod few;
 mod gate;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod instructions;
 mod integers;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod portable;
+mod stacked;
 mod threads;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
@@ -25,10 +34,24 @@ use burn::{
 };
 use burn_flex::FlexTensor;
 
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use instructions::Instructions;
 use integers::Integers;
+use stacked::Stacked;
 pub use threads::in_parts;
 
-use crate::{Activations, Gate, PackedLayout, Picks, WeightOps, formats::flex::with_blocks};
+use super::composed;
+use crate::{
+    Activations, FusedInputs, FusedPlan, Gate, PackedLayout, Picks, WeightOps,
+    formats::flex::{Blocks, with_blocks},
+};
+
+/// The instructions that most processors of this architecture have.
+#[cfg(target_arch = "x86_64")]
+type Native = avx2::Avx2;
+/// The instructions that most processors of this architecture have.
+#[cfg(target_arch = "aarch64")]
+type Native = neon::Neon;
 
 /// From so many rows of activations on, parts of the matrix are restored and multiplied with as floats, where there are
 /// no instructions for bytes.
@@ -39,11 +62,11 @@ const PART: usize = 256 << 10;
 /// Multiplications that are worth a second thread.
 const PARALLEL: usize = 1 << 17;
 /// Bytes of a line of the processor's cache.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const LINE: usize = 64;
 /// How many bytes before they are multiplied blocks are brought into the cache. The processor foresees by itself what
 /// is read in order, but not past the end of a page.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const AHEAD: usize = 2048;
 
 impl WeightOps for Flex {
@@ -56,7 +79,26 @@ impl WeightOps for Flex {
         let (x, words) = (contiguous(x), contiguous(words));
         let (x, blocks) = (x.storage::<f32>(), blocks(&words, &layout));
         let n = x.len() / layout.columns();
-        tensor(project(x, blocks, &layout, activations), [n, layout.rows()])
+        let matrix = Stacked::one(blocks, layout);
+        tensor(project(x, &matrix, activations, None), [n, layout.rows()])
+    }
+
+    fn packed_fused(
+        x: FloatTensor<Self>,
+        inputs: FusedInputs<Self>,
+        plan: FusedPlan,
+    ) -> FloatTensor<Self> {
+        composed::fused_around::<Self>(x, inputs, &plan, |x, words, gate| {
+            let x = contiguous(x);
+            let words: Vec<_> = words.into_iter().map(contiguous).collect();
+            let parts = words.iter().zip(&plan.parts);
+            let parts = parts.map(|(words, layout)| (blocks(words, layout), *layout));
+            let x = x.storage::<f32>();
+            let y = project(x, &Stacked::new(parts), plan.activations, gate);
+            let n = x.len() / plan.parts[0].columns();
+            let outputs = y.len() / n;
+            tensor(y, [n, outputs])
+        })
     }
 
     fn packed_picked(
@@ -79,7 +121,8 @@ impl WeightOps for Flex {
             let blocks = &bytemuck::cast_slice::<u32, u8>(expert)[..layout.bytes()];
             let row = |&slot: &usize| &x[slot / picks.shared * columns..][..columns];
             let x: Vec<f32> = slots.iter().flat_map(row).copied().collect();
-            let products = project(&x, blocks, &layout, picks.activations);
+            let expert = Stacked::one(blocks, layout);
+            let products = project(&x, &expert, picks.activations, None);
             for (&slot, products) in slots.iter().zip(products.chunks_exact(rows)) {
                 out[slot * rows..][..rows].copy_from_slice(products);
             }
@@ -134,54 +177,54 @@ impl WeightOps for Flex {
     }
 }
 
-/// `x W^T`, by the instructions that this processor has.
-fn project(x: &[f32], blocks: &[u8], layout: &PackedLayout, activations: Activations) -> Vec<f32> {
-    with_blocks!(layout.format(), F => {
+/// `x W^T`, by the instructions that this processor has, with a gate of the halves of the rows.
+fn project(
+    x: &[f32],
+    matrix: &Stacked<'_>,
+    activations: Activations,
+    gate: Option<Gate>,
+) -> Vec<f32> {
+    let products = with_blocks!(matrix.layout().format(), F => {
         #[cfg(target_arch = "x86_64")]
         if vnni::available() {
-            return vnni::project::<F>(x, blocks, layout, activations);
+            return vnni::project::<F>(x, matrix, activations, gate);
         }
-        if x.len() / layout.columns() >= MANY {
-            return match activations.largest() {
-                Some(largest) => dense::project(&Integers::round(x, largest).floats(), blocks, layout),
-                None => dense::project(x, blocks, layout),
-            };
-        }
-        #[cfg(target_arch = "x86_64")]
-        if avx2::available() {
-            return avx2::project::<F>(x, blocks, layout, activations);
-        }
-        portable::project::<F>(x, blocks, layout, activations)
+        blocks_project::<F>(x, matrix, activations)
     }, wide W => {
-        if x.len() / layout.columns() >= MANY {
-            return dense::project(x, blocks, layout);
+        if x.len() / matrix.columns() >= MANY {
+            dense::project(x, matrix)
+        } else {
+            wide::project::<W>(x, matrix)
         }
-        wide::project::<W>(x, blocks, layout)
-    })
+    });
+    gated(products, matrix, gate)
 }
 
-/// Calls `work` with parts of the products of each row of weights with `n` rows of activations, and the number of the
-/// first row of each part: all products, `[rows of activations, rows of weights]`.
-fn by_weight_rows(
-    layout: &PackedLayout,
-    n: usize,
-    parallel: bool,
-    work: impl Fn(usize, &mut [f32]) + Sync,
+/// `x W^T` where there are no instructions for bytes.
+fn blocks_project<F: Blocks>(
+    x: &[f32],
+    matrix: &Stacked<'_>,
+    activations: Activations,
 ) -> Vec<f32> {
-    let (rows, threads) = (layout.rows(), rayon::current_num_threads());
-    let mut by_weight = vec![0.0; rows * n];
-    let rounds = layout.bytes().div_ceil(PART * threads);
-    let part = rows.div_ceil(rounds * threads);
-    let parts = by_weight.chunks_mut(part * n).enumerate();
-    in_parts(parts, parallel, |(i, out)| work(i * part, out));
-    if n == 1 {
-        return by_weight;
+    if x.len() / matrix.columns() >= MANY {
+        return match activations.largest() {
+            Some(largest) => dense::project(&Integers::round(x, largest).floats(), matrix),
+            None => dense::project(x, matrix),
+        };
     }
-    let mut out = Vec::with_capacity(by_weight.len());
-    for row in 0..n {
-        out.extend(by_weight[row..].iter().step_by(n));
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    if Native::available() {
+        return few::project::<Native, F>(x, matrix, activations);
     }
-    out
+    portable::project::<F>(x, matrix, activations)
+}
+
+/// Products with a gate of their halves.
+fn gated(products: Vec<f32>, matrix: &Stacked<'_>, gate: Option<Gate>) -> Vec<f32> {
+    match gate {
+        Some(gate) => gate::gated(&products, matrix.rows() / 2, gate),
+        None => products,
+    }
 }
 
 /// The blocks of all rows.
@@ -230,31 +273,36 @@ mod tests {
                 .flat_map(|i| blocks[i % blocks.len()].iter().copied())
                 .collect();
             let layout = PackedLayout::new(format, [rows, columns]).unwrap();
-            let n = 5;
             let x: Vec<f32> =
-                (0..n * columns).map(|i| ((i * 7919) % 1009) as f32 / 500.0 - 1.0).collect();
+                (0..5 * columns).map(|i| ((i * 7919) % 1009) as f32 / 500.0 - 1.0).collect();
             let restored = reference::restore(format, &matrix);
             let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
             let sums = reference::project(&magnitudes(&x), &magnitudes(&restored), columns);
+            // In two pieces, of which threads take parts.
+            let pieces = matrix.split_at(23 * layout.row_bytes());
+            let pieces = [(pieces.0, 23), (pieces.1, rows - 23)];
+            let layout = |rows| PackedLayout::new(format, [rows, columns]).unwrap();
+            let matrix = Stacked::new(pieces.map(|(blocks, rows)| (blocks, layout(rows))));
             let dense = |x: &[f32], activations: Activations| {
                 let rounded = activations.largest().map(|to| Integers::round(x, to).floats());
-                dense::project(rounded.as_deref().unwrap_or(x), &matrix, &layout)
+                dense::project(rounded.as_deref().unwrap_or(x), &matrix)
             };
-            for activations in all {
-                let rounded =
-                    activations.largest().map(|to| reference::round_activations(&x, to).0);
-                let x_seen = rounded.as_ref().unwrap_or(&x);
-                let mut ways = vec![("dense".to_string(), dense(&x, activations))];
+            // A single row of activations is multiplied by loops of its own.
+            for (activations, n) in all.into_iter().flat_map(|all| [(all, 1), (all, 5)]) {
+                let x = &x[..n * columns];
+                let rounded = activations.largest().map(|to| reference::round_activations(x, to).0);
+                let x_seen = rounded.as_deref().unwrap_or(x);
+                let mut ways = vec![("dense".to_string(), dense(x, activations))];
                 with_blocks!(format, F => {
-                    let portable = portable::project::<F>(&x, &matrix, &layout, activations);
+                    let portable = portable::project::<F>(x, &matrix, activations);
                     ways.push(("portable".into(), portable));
-                    #[cfg(target_arch = "x86_64")]
-                    if avx2::available() {
-                        let products = avx2::project::<F>(&x, &matrix, &layout, activations);
-                        ways.push(("AVX2".into(), products));
+                    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+                    if Native::available() {
+                        let products = few::project::<Native, F>(x, &matrix, activations);
+                        ways.push(("native".into(), products));
                     }
                 }, wide W => for &way in wide::Way::ALL.iter().filter(|way| way.is_available()) {
-                    let products = wide::project_by::<W>(way, &x, &matrix, &layout);
+                    let products = wide::project_by::<W>(way, x, &matrix);
                     ways.push((format!("{way:?}"), products));
                 });
                 let expected = reference::project(x_seen, &restored, columns);
@@ -262,7 +310,10 @@ mod tests {
                     assert_eq!(products.len(), expected.len());
                     for (i, product) in products.into_iter().enumerate() {
                         let error = (f64::from(product) - expected[i]).abs();
-                        assert!(error <= 2e-6 * sums[i], "{format} {activations:?} {way}: {i}");
+                        assert!(
+                            error <= 2e-6 * sums[i],
+                            "{format} {activations:?} {way} by {n}: {i}"
+                        );
                     }
                 }
             }

@@ -4,27 +4,27 @@
 use macerator::Simd;
 
 use super::{
-    PARALLEL, by_weight_rows,
+    PARALLEL,
     integers::{BLOCK, Integers},
+    stacked::Stacked,
     wide,
 };
 use crate::{
-    Activations, PackedLayout, WeightFormat,
+    Activations, WeightFormat,
     formats::flex::{self, AnyHalves, Blocks, MOST, Wide, with_blocks},
 };
 
 /// `x W^T` for few rows of `x`, `[rows of x, rows]`.
 pub(super) fn project<F: Blocks>(
     x: &[f32],
-    blocks: &[u8],
-    layout: &PackedLayout,
+    matrix: &Stacked<'_>,
     activations: Activations,
 ) -> Vec<f32> {
-    let ([rows, columns], row) = (layout.shape(), layout.row_bytes());
+    let (columns, row) = (matrix.columns(), matrix.layout().row_bytes());
     let n = x.len() / columns;
     let integers = activations.largest().map(|largest| Integers::round(x, largest));
-    by_weight_rows(layout, n, rows * columns * n >= PARALLEL, |first, out| {
-        let blocks = blocks[first * row..].chunks_exact(row);
+    matrix.by_weight_rows(n, matrix.rows() * columns * n >= PARALLEL, |blocks, out| {
+        let blocks = blocks.chunks_exact(row);
         for (blocks, out) in blocks.zip(out.chunks_exact_mut(n)) {
             match &integers {
                 None => exact(F::default(), blocks, x, columns, out),

@@ -1,21 +1,22 @@
 //! Products of few rows of activations with weights of 16 bits: each row of weights is read once and widened in registers,
 //! for up to four rows of activations at a time.
 
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use core::array;
 use std::borrow::Cow;
-
-#[cfg(target_arch = "x86_64")]
-use core::arch::x86_64::*;
 
 use macerator::Simd;
 
 #[cfg(target_arch = "x86_64")]
-use super::{AHEAD, LINE, avx2};
-use super::{PARALLEL, by_weight_rows};
-#[cfg(not(target_arch = "x86_64"))]
+use super::avx512::Avx512;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use super::{AHEAD, LINE, Native, instructions::Instructions};
+use super::{PARALLEL, stacked::Stacked};
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 use crate::formats::flex::Wide as Vectors;
-#[cfg(target_arch = "x86_64")]
+use crate::formats::flex::Wide;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::formats::wide::Vectors;
-use crate::{PackedLayout, formats::flex::Wide};
 
 /// Numbers that are widened together, those of a block.
 const BLOCK: usize = 32;
@@ -27,8 +28,9 @@ const ROWS: usize = 4;
 pub(super) enum Way {
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
+    /// Those of [`Native`].
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    Native,
     Portable,
 }
 
@@ -37,8 +39,8 @@ impl Way {
     pub(super) const ALL: &[Self] = &[
         #[cfg(target_arch = "x86_64")]
         Self::Avx512,
-        #[cfg(target_arch = "x86_64")]
-        Self::Avx2,
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+        Self::Native,
         Self::Portable,
     ];
 
@@ -46,9 +48,9 @@ impl Way {
     pub(super) fn is_available(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => is_x86_feature_detected!("avx512f"),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => avx2::available(),
+            Self::Avx512 => Avx512::available(),
+            #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+            Self::Native => Native::available(),
             Self::Portable => true,
         }
     }
@@ -67,29 +69,25 @@ pub(super) fn bits(blocks: &[u8]) -> Cow<'_, [u16]> {
 }
 
 /// `x W^T` for few rows of `x`, `[rows of x, rows]`.
-pub(super) fn project<W: Vectors>(x: &[f32], blocks: &[u8], layout: &PackedLayout) -> Vec<f32> {
-    project_by::<W>(Way::best(), x, blocks, layout)
+pub(super) fn project<W: Vectors>(x: &[f32], matrix: &Stacked<'_>) -> Vec<f32> {
+    project_by::<W>(Way::best(), x, matrix)
 }
 
-pub(super) fn project_by<W: Vectors>(
-    way: Way,
-    x: &[f32],
-    blocks: &[u8],
-    layout: &PackedLayout,
-) -> Vec<f32> {
+pub(super) fn project_by<W: Vectors>(way: Way, x: &[f32], matrix: &Stacked<'_>) -> Vec<f32> {
     assert!(way.is_available());
-    let ([rows, columns], weights) = (layout.shape(), bits(blocks));
+    let columns = matrix.columns();
     let n = x.len() / columns;
-    by_weight_rows(layout, n, rows * columns * n >= PARALLEL, |first, out| {
-        let rows = weights[first * columns..].chunks_exact(columns);
+    matrix.by_weight_rows(n, matrix.rows() * columns * n >= PARALLEL, |blocks, out| {
+        let weights = bits(blocks);
+        let rows = weights.chunks_exact(columns);
         for (row, out) in rows.zip(out.chunks_exact_mut(n)) {
             match way {
                 // SAFETY: the processor has the instructions, as asserted.
                 #[cfg(target_arch = "x86_64")]
-                Way::Avx512 => unsafe { by_avx512::<W>(row, x, out) },
+                Way::Avx512 => unsafe { Avx512::row_of_wide::<W>(row, x, out) },
                 // SAFETY: as above.
-                #[cfg(target_arch = "x86_64")]
-                Way::Avx2 => unsafe { by_avx2::<W>(row, x, out) },
+                #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+                Way::Native => unsafe { Native::row_of_wide::<W>(row, x, out) },
                 Way::Portable => portable(W::default(), row, x, out),
             }
         }
@@ -114,86 +112,56 @@ fn portable<S: Simd, W: Wide>(_: W, row: &[u16], x: &[f32], out: &mut [f32]) {
     }
 }
 
-/// Makes the products of a row of weights with all of `x` out of those with 1 to [`ROWS`] rows of it.
-#[cfg(target_arch = "x86_64")]
-macro_rules! by_rows {
-    ($row:ident, $x:ident, $out:ident, $few:ident) => {
-        for (x, out) in $x.chunks(ROWS * $row.len()).zip($out.chunks_mut(ROWS)) {
-            match out.len() {
-                1 => $few::<W, 1>($row, x, out),
-                2 => $few::<W, 2>($row, x, out),
-                3 => $few::<W, 3>($row, x, out),
-                _ => $few::<W, ROWS>($row, x, out),
-            }
-        }
-    };
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-fn by_avx512<W: Vectors>(row: &[u16], x: &[f32], out: &mut [f32]) {
-    by_rows!(row, x, out, few_by_avx512);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn by_avx2<W: Vectors>(row: &[u16], x: &[f32], out: &mut [f32]) {
-    by_rows!(row, x, out, few_by_avx2);
-}
-
-/// Has the processor fetch what comes later.
-#[cfg(target_arch = "x86_64")]
+/// The products of a row of weights with all of `x`.
+///
+/// # Safety
+/// The processor has the instructions.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[inline(always)]
-fn prefetch(bits: &[u16; BLOCK]) {
+pub(super) unsafe fn row<I: Instructions, W: Vectors>(row: &[u16], x: &[f32], out: &mut [f32]) {
+    for (x, out) in x.chunks(ROWS * row.len()).zip(out.chunks_mut(ROWS)) {
+        // SAFETY: as the caller says.
+        unsafe {
+            match out.len() {
+                1 => few::<I, W, 1>(row, x, out),
+                2 => few::<I, W, 2>(row, x, out),
+                3 => few::<I, W, 3>(row, x, out),
+                _ => few::<I, W, ROWS>(row, x, out),
+            }
+        }
+    }
+}
+
+/// The products of a row of weights with `N` rows of activations.
+///
+/// # Safety
+/// The processor has the instructions.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+#[inline(always)]
+unsafe fn few<I: Instructions, W: Vectors, const N: usize>(
+    row: &[u16],
+    x: &[f32],
+    out: &mut [f32],
+) {
     const { assert!(size_of::<[u16; BLOCK]>() == LINE) };
-    // SAFETY: prefetching reads nothing.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(bits.as_ptr().cast::<i8>().wrapping_add(AHEAD)) };
-}
-
-#[cfg(target_arch = "x86_64")]
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn few_by_avx512<W: Vectors, const N: usize>(row: &[u16], x: &[f32], out: &mut [f32]) {
     assert!(x.len() == N * row.len());
-    let mut sums = [[_mm512_setzero_ps(); 2]; N];
-    for (i, bits) in row.as_chunks::<BLOCK>().0.iter().enumerate() {
-        prefetch(bits);
-        for (half, bits) in bits.as_chunks::<16>().0.iter().enumerate() {
-            // SAFETY: the processor has AVX-512, as this function's callers know.
-            let weights = unsafe { W::sixteen(bits) };
-            for (n, sums) in sums.iter_mut().enumerate() {
-                let x = &x[n * row.len() + i * BLOCK + half * 16..][..16];
-                // SAFETY: the slice has 16 numbers.
-                let x = unsafe { _mm512_loadu_ps(x.as_ptr()) };
-                sums[half] = _mm512_fmadd_ps(weights, x, sums[half]);
+    let x: [&[[f32; BLOCK]]; N] = array::from_fn(|n| x[n * row.len()..].as_chunks().0);
+    // SAFETY: as the caller says.
+    unsafe {
+        let mut sums = [[I::splat(0.0); 2]; N];
+        for (i, bits) in row.as_chunks::<BLOCK>().0.iter().enumerate() {
+            I::fetch(bits.as_ptr().cast::<u8>().wrapping_add(AHEAD));
+            let x = x.map(|x| &x[i]);
+            for part in 0..BLOCK / I::LANES {
+                let weights = I::widened::<W>(&bits[part * I::LANES..]);
+                for (x, sums) in x.iter().zip(&mut sums) {
+                    let x = I::load(&x[part * I::LANES..]);
+                    sums[part % 2] = I::multiply_add(weights, x, sums[part % 2]);
+                }
             }
         }
-    }
-    for (out, [first, second]) in out.iter_mut().zip(sums) {
-        *out = _mm512_reduce_add_ps(_mm512_add_ps(first, second));
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn few_by_avx2<W: Vectors, const N: usize>(row: &[u16], x: &[f32], out: &mut [f32]) {
-    assert!(x.len() == N * row.len());
-    let mut sums = [[_mm256_setzero_ps(); 2]; N];
-    for (i, bits) in row.as_chunks::<BLOCK>().0.iter().enumerate() {
-        prefetch(bits);
-        for (part, bits) in bits.as_chunks::<8>().0.iter().enumerate() {
-            // SAFETY: the processor has AVX2, FMA and F16C, as this function's callers know.
-            let weights = unsafe { W::eight(bits) };
-            for (n, sums) in sums.iter_mut().enumerate() {
-                let x = &x[n * row.len() + i * BLOCK + part * 8..][..8];
-                // SAFETY: the slice has 8 numbers.
-                let x = unsafe { _mm256_loadu_ps(x.as_ptr()) };
-                sums[part % 2] = _mm256_fmadd_ps(weights, x, sums[part % 2]);
-            }
+        for (out, [first, second]) in out.iter_mut().zip(sums) {
+            *out = I::total(I::add(first, second));
         }
-    }
-    for (out, [first, second]) in out.iter_mut().zip(sums) {
-        *out = avx2::total(_mm256_add_ps(first, second));
     }
 }

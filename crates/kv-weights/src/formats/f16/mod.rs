@@ -4,6 +4,8 @@
 pub(super) mod cube;
 #[cfg(feature = "flex")]
 pub(super) mod flex;
+#[cfg(all(feature = "flex", target_arch = "aarch64"))]
+mod neon;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]
 mod x86;
 

@@ -24,20 +24,88 @@ pub(super) const BASE_OF_THIRD: f32 = 65536.0;
 pub(super) struct Group<const D: usize> {
     /// Of each digit, lowest first, those of the first halves of 32 and of the second halves.
     pub(super) digits: [[[i8; 64]; 2]; D],
-    /// What is to be added for a code of 0 to count as 0; both in the first if they have one scale.
-    pub(super) corrections: [[[i32; 16]; 2]; D],
-    /// What 1 stands for, in four lanes for each 32.
-    pub(super) steps: [f32; 16],
-    /// The activations of each lane, added up.
-    pub(super) sums: [f32; 16],
+    pub(super) of_blocks: OfBlocks,
+}
+
+/// What there is to say of each 32 of 128 activations. It takes a line of the cache, and another one for a third digit:
+/// thousands of activations are read again for every row of weights, and must stay in the fastest cache.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(super) struct OfBlocks {
+    /// What 1 stands for.
+    pub(super) steps: [f32; 4],
+    /// The activations added up.
+    pub(super) sums: [f32; 4],
+    /// What is to be added to the products with the first two digits for a code of 0 to count as 0, of the first halves of
+    /// 32 and of the second; both in the first if they have one scale.
+    pub(super) corrections: [[i32; 4]; 2],
+    /// The same for the third digit.
+    pub(super) third: [[i32; 4]; 2],
+}
+
+impl OfBlocks {
+    /// Four numbers, the steps, in four lanes each.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    pub(super) fn steps(&self) -> __m512 {
+        let four = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+        _mm512_permutexvar_ps(four, _mm512_castsi512_ps(self.line()))
+    }
+
+    /// Four numbers, the sums, in the first of four lanes each.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    pub(super) fn sums(&self) -> __m512 {
+        _mm512_castsi512_ps(spread::<4>(self.line()))
+    }
+
+    /// Four numbers, the corrections of a half, in the first of four lanes each.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    pub(super) fn corrections(&self, half: usize) -> __m512i {
+        match half {
+            0 => spread::<8>(self.line()),
+            _ => spread::<12>(self.line()),
+        }
+    }
+
+    /// Those of the third digit.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    pub(super) fn third(&self, half: usize) -> __m512i {
+        // SAFETY: the array has four words.
+        let four = unsafe { _mm_loadu_si128(self.third[half].as_ptr().cast()) };
+        spread::<0>(_mm512_castsi128_si512(four))
+    }
+
+    /// The first line.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn line(&self) -> __m512i {
+        const { assert!(core::mem::offset_of!(Self, third) == 64) };
+        // SAFETY: there are 64 bytes before the last array.
+        unsafe { _mm512_load_si512(core::ptr::from_ref(self).cast()) }
+    }
+}
+
+/// Four lanes from `FROM` on, each as the first of four, with zeros in the others.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn spread<const FROM: i32>(line: __m512i) -> __m512i {
+    let [a, b, c, d] = [FROM, FROM + 1, FROM + 2, FROM + 3];
+    let from = _mm512_setr_epi32(a, 0, 0, 0, b, 0, 0, 0, c, 0, 0, 0, d, 0, 0, 0);
+    _mm512_maskz_permutexvar_epi32(0x1111, from, line)
 }
 
 impl<const D: usize> Group<D> {
     const EMPTY: Self = Self {
         digits: [[[0; 64]; 2]; D],
-        corrections: [[[0; 16]; 2]; D],
-        steps: [0.0; 16],
-        sums: [0.0; 16],
+        of_blocks: OfBlocks {
+            steps: [0.0; 4],
+            sums: [0.0; 4],
+            corrections: [[0; 4]; 2],
+            third: [[0; 4]; 2],
+        },
     };
 }
 
@@ -49,9 +117,8 @@ pub(super) fn groups<F: Blocks, const D: usize>(x: &[f32], columns: usize) -> Ve
         for x in x.chunks(GROUP) {
             let mut group = Group::EMPTY;
             for (i, x) in x.as_chunks::<BLOCK>().0.iter().enumerate() {
-                put::<D>(&mut group, i, x);
+                put::<F, D>(&mut group, i, x);
             }
-            finish::<F, D>(&mut group);
             groups.push(group);
         }
     }
@@ -79,18 +146,38 @@ pub(super) fn step(x: &[f32; BLOCK], limit: f32) -> (f32, [__m512i; 2]) {
     }
 }
 
-/// Writes 32 numbers.
+/// Writes 32 numbers, and what there is to say of them.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn put<const D: usize>(group: &mut Group<D>, i: usize, x: &[f32; BLOCK]) {
+fn put<F: Blocks, const D: usize>(group: &mut Group<D>, i: usize, x: &[f32; BLOCK]) {
     let (step, units) = step(x, LARGEST[D]);
-    group.steps[4 * i..][..4].fill(step);
+    let (mut sums, mut total) = ([[0; 2]; 2], 0);
     for (half, units) in units.into_iter().enumerate() {
-        for (digits, bytes) in group.digits.iter_mut().zip(digits::<D>(units)) {
-            let to = &mut digits[half][16 * i..][..16];
+        for (digit, bytes) in digits::<D>(units).into_iter().enumerate() {
+            let to = &mut group.digits[digit][half][16 * i..][..16];
             // SAFETY: the slice has 16 bytes.
             unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), bytes) };
+            let sum = _mm512_reduce_add_epi32(_mm512_cvtepi8_epi32(bytes));
+            sums[digit / 2][half] += sum << (digit % 2 * 8);
         }
+        total += _mm512_reduce_add_epi32(units);
+    }
+    let of_blocks = &mut group.of_blocks;
+    of_blocks.steps[i] = step;
+    of_blocks.sums[i] = total as f32 * step;
+    let [lower, third] = sums.map(|sums| corrections::<F>(sums));
+    for half in 0..2 {
+        of_blocks.corrections[half][i] = lower[half];
+        of_blocks.third[half][i] = third[half];
+    }
+}
+
+/// What is to be added to products with 32 numbers for a code of 0 to count as 0, if these are the sums of the halves.
+pub(super) fn corrections<F: Blocks>([first, second]: [i32; 2]) -> [i32; 2] {
+    let zero = -i32::from(F::ZERO);
+    match F::SPAN {
+        BLOCK => [(first + second) * zero, 0],
+        _ => [first * zero, second * zero],
     }
 }
 
@@ -106,35 +193,4 @@ pub(super) fn digits<const D: usize>(units: __m512i) -> [__m128i; D] {
         rest = _mm512_srli_epi32::<8>(rest);
     }
     digits
-}
-
-/// Adds up the digits of each lane.
-#[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn finish<F: Blocks, const D: usize>(group: &mut Group<D>) {
-    let ones = _mm512_set1_epi8(1);
-    let code_of_zero = _mm512_set1_epi32(-i32::from(F::ZERO));
-    let mut total = _mm512_setzero_si512();
-    for digit in 0..D {
-        let sums = group.digits[digit].each_ref().map(|digits| {
-            // SAFETY: the array has 64 bytes.
-            let digits = unsafe { _mm512_loadu_si512(digits.as_ptr().cast()) };
-            _mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, digits)
-        });
-        let both = _mm512_add_epi32(sums[0], sums[1]);
-        let shift = _mm_cvtsi32_si128(8 * digit as i32);
-        total = _mm512_add_epi32(total, _mm512_sll_epi32(both, shift));
-        let corrected = if F::SPAN == BLOCK { [both, _mm512_setzero_si512()] } else { sums };
-        for (to, sums) in group.corrections[digit].iter_mut().zip(corrected) {
-            let correction = _mm512_mullo_epi32(sums, code_of_zero);
-            // SAFETY: the array has 16 words.
-            unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), correction) };
-        }
-    }
-    // SAFETY: the arrays have 16 floats.
-    unsafe {
-        let steps = _mm512_loadu_ps(group.steps.as_ptr());
-        let sums = _mm512_mul_ps(_mm512_cvtepi32_ps(total), steps);
-        _mm512_storeu_ps(group.sums.as_mut_ptr(), sums);
-    }
 }

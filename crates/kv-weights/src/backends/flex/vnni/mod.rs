@@ -13,15 +13,19 @@ mod panels;
 
 use core::arch::x86_64::*;
 
-use super::{AHEAD, LINE, PARALLEL, by_weight_rows};
+use super::{AHEAD, LINE, PARALLEL, gated, stacked::Stacked};
 use crate::{
-    Activations, PackedLayout,
+    Activations, Gate, PackedLayout,
     formats::vnni::{self, GROUP, Groups, MOST_BYTES},
 };
 use activations::{BASE_OF_THIRD, Group, groups};
 
 /// Rows of activations that are multiplied with a row of weights at a time.
 const ROWS: usize = 4;
+/// Rows of weights that are multiplied with a row of activations at a time, so that these are loaded once for all. They
+/// lie in as many parts of the matrix, each of which is so read in the order of memory.
+const TOGETHER: usize = 4;
+
 /// Whether this processor has the instructions.
 pub(super) fn available() -> bool {
     is_x86_feature_detected!("avx512bw")
@@ -33,38 +37,39 @@ pub(super) fn available() -> bool {
 /// From so many rows of activations on, weights are unpacked into panels.
 const MANY: usize = 12;
 
-/// `x W^T`, `[rows of x, rows]`.
+/// `x W^T`, `[rows of x, rows]`, with a gate of the halves of the rows.
 pub(super) fn project<F: Groups>(
     x: &[f32],
-    blocks: &[u8],
-    layout: &PackedLayout,
+    matrix: &Stacked<'_>,
     activations: Activations,
+    gate: Option<Gate>,
 ) -> Vec<f32> {
-    let many = x.len() / layout.columns() >= MANY;
     match activations {
-        Activations::Exact if many => panels::project::<F, 3>(x, blocks, layout),
-        Activations::Exact => by_digits::<F, 3>(x, blocks, layout),
-        Activations::Int16 if many => panels::project::<F, 2>(x, blocks, layout),
-        Activations::Int16 => by_digits::<F, 2>(x, blocks, layout),
-        Activations::Int8 if many => panels::project::<F, 1>(x, blocks, layout),
-        Activations::Int8 => by_digits::<F, 1>(x, blocks, layout),
+        Activations::Exact => by_digits::<F, 3>(x, matrix, gate),
+        Activations::Int16 => by_digits::<F, 2>(x, matrix, gate),
+        Activations::Int8 => by_digits::<F, 1>(x, matrix, gate),
     }
 }
 
 fn by_digits<F: Groups, const D: usize>(
     x: &[f32],
-    blocks: &[u8],
-    layout: &PackedLayout,
+    matrix: &Stacked<'_>,
+    gate: Option<Gate>,
 ) -> Vec<f32> {
     assert!(available());
-    let ([rows, columns], row) = (layout.shape(), layout.row_bytes());
+    let columns = matrix.columns();
     let n = x.len() / columns;
+    if n >= MANY {
+        return panels::project::<F, D>(x, matrix, gate);
+    }
     // SAFETY: the processor has the instructions, as asserted.
     let x = unsafe { groups::<F, D>(x, columns) };
-    by_weight_rows(layout, n, rows * columns * n * D >= PARALLEL, |first, out| {
+    let parallel = matrix.rows() * columns * n * D >= PARALLEL;
+    let products = matrix.by_weight_rows(n, parallel, |blocks, out| {
         // SAFETY: the processor has the instructions, as asserted.
-        unsafe { some_rows::<F, D>(&blocks[first * row..], layout, &x, out) };
-    })
+        unsafe { some_rows::<F, D>(blocks, matrix.layout(), &x, out) };
+    });
+    gated(products, matrix, gate)
 }
 
 /// The products of the first rows of `blocks`, as many as fit `out`, with all of `x`: `[rows of weights, rows of x]`.
@@ -80,13 +85,27 @@ fn some_rows<F: Groups, const D: usize>(
     let weights = Rows { blocks, row: layout.row_bytes(), groups: columns / GROUP, rest };
     let groups = columns.div_ceil(GROUP);
     let n = x.len() / groups;
+    if n == 1 {
+        let part = out.len() / TOGETHER;
+        for row in 0..part {
+            let rows = core::array::from_fn(|i| row + i * part);
+            let products = weights.multiply::<F, D, TOGETHER, 1>(rows, x);
+            for (row, [product]) in rows.into_iter().zip(products) {
+                out[row] = product;
+            }
+        }
+        for (row, out) in out.iter_mut().enumerate().skip(TOGETHER * part) {
+            [[*out]] = weights.multiply::<F, D, 1, 1>([row], x);
+        }
+        return;
+    }
     for (row, out) in out.chunks_exact_mut(n).enumerate() {
         for (x, out) in x.chunks(ROWS * groups).zip(out.chunks_mut(ROWS)) {
             match out.len() {
-                1 => weights.multiply::<F, D, 1>(row, x, out),
-                2 => weights.multiply::<F, D, 2>(row, x, out),
-                3 => weights.multiply::<F, D, 3>(row, x, out),
-                _ => weights.multiply::<F, D, ROWS>(row, x, out),
+                1 => out.copy_from_slice(&weights.multiply::<F, D, 1, 1>([row], x)[0]),
+                2 => out.copy_from_slice(&weights.multiply::<F, D, 1, 2>([row], x)[0]),
+                3 => out.copy_from_slice(&weights.multiply::<F, D, 1, 3>([row], x)[0]),
+                _ => out.copy_from_slice(&weights.multiply::<F, D, 1, ROWS>([row], x)[0]),
             }
         }
     }
@@ -105,43 +124,51 @@ struct Rows<'a> {
 }
 
 impl Rows<'_> {
-    /// The products of a row with `N` rows of `x`.
+    /// The products of `W` rows with `N` rows of `x`.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    fn multiply<F: Groups, const D: usize, const N: usize>(
+    fn multiply<F: Groups, const D: usize, const W: usize, const N: usize>(
         &self,
-        row: usize,
+        rows: [usize; W],
         x: &[Group<D>],
-        out: &mut [f32],
-    ) {
+    ) -> [[f32; N]; W] {
         let groups = self.groups + usize::from(self.rest > 0);
-        assert!(x.len() == N * groups && out.len() == N);
-        let blocks = &self.blocks[row * self.row..][..self.row];
-        assert!(blocks.len() >= (self.groups * GROUP / F::NUMBERS + self.rest) * F::BYTES);
-        let mut sums = [_mm512_setzero_ps(); N];
+        assert!(x.len() == N * groups);
+        let mut blocks = [self.blocks; W];
+        for (blocks, row) in blocks.iter_mut().zip(rows) {
+            *blocks = &self.blocks[row * self.row..][..self.row];
+        }
+        assert!(self.row >= (self.groups * GROUP / F::NUMBERS + self.rest) * F::BYTES);
+        let mut sums = [[_mm512_setzero_ps(); N]; W];
         let group_bytes = GROUP * F::BYTES / F::NUMBERS;
         for i in 0..self.groups {
-            let ahead = blocks.as_ptr().wrapping_add(i * group_bytes + AHEAD);
-            for line in 0..group_bytes.div_ceil(LINE) {
-                _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line * LINE).cast());
-            }
-            // SAFETY: whole groups are in the row, as asserted.
-            let weights = unsafe { F::group(blocks.as_ptr(), i) };
-            for (n, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: there are as many groups of each row of `x`, as asserted.
-                let x = unsafe { x.get_unchecked(n * groups + i) };
-                *sum = add::<F, D>(*sum, &weights, x);
-            }
-        }
-        if self.rest > 0 {
-            let weights = self.last::<F>(row);
-            for (n, sum) in sums.iter_mut().enumerate() {
-                *sum = add::<F, D>(*sum, &weights, &x[n * groups + self.groups]);
+            for (blocks, sums) in blocks.iter().zip(&mut sums) {
+                let ahead = blocks.as_ptr().wrapping_add(i * group_bytes + AHEAD);
+                for line in 0..group_bytes.div_ceil(LINE) {
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line * LINE).cast());
+                }
+                // SAFETY: whole groups are in the row, as asserted.
+                let weights = unsafe { F::group(blocks.as_ptr(), i) };
+                for (n, sum) in sums.iter_mut().enumerate() {
+                    // SAFETY: there are as many groups of each row of `x`, as asserted.
+                    let x = unsafe { x.get_unchecked(n * groups + i) };
+                    *sum = add::<F, D>(*sum, &weights, x);
+                }
             }
         }
-        for (out, sum) in out.iter_mut().zip(sums) {
-            *out = _mm512_reduce_add_ps(sum);
+        let mut products = [[0.0; N]; W];
+        for ((row, mut sums), products) in rows.into_iter().zip(sums).zip(&mut products) {
+            if self.rest > 0 {
+                let weights = self.last::<F>(row);
+                for (n, sum) in sums.iter_mut().enumerate() {
+                    *sum = add::<F, D>(*sum, &weights, &x[n * groups + self.groups]);
+                }
+            }
+            for (product, sum) in products.iter_mut().zip(sums) {
+                *product = _mm512_reduce_add_ps(sum);
+            }
         }
+        products
     }
 
     /// The incomplete group of a row, with scales and minima that are 0 where there is none. What follows the row is
@@ -176,12 +203,17 @@ fn add<F: Groups, const D: usize>(sum: __m512, weights: &vnni::Group, x: &Group<
     let one_scale = F::SPAN == 32;
     let mut products = [[_mm512_setzero_si512(); 2]; D];
     for (digit, products) in products.iter_mut().enumerate() {
-        let ([first, second], corrections) = (&x.digits[digit], &x.corrections[digit]);
+        let [first, second] = &x.digits[digit];
         let [mut a, mut b] = *products;
-        if F::ZERO != 0 {
-            a = load(corrections[0].as_ptr());
+        // Those of the second digit are counted with the first.
+        if F::ZERO != 0 && digit != 1 {
+            let corrections = |half: usize| match digit {
+                0 => x.of_blocks.corrections(half),
+                _ => x.of_blocks.third(half),
+            };
+            a = corrections(0);
             if !one_scale {
-                b = load(corrections[1].as_ptr());
+                b = corrections(1);
             }
         }
         a = _mm512_dpbusd_epi32(a, weights.codes[0], load(first.as_ptr()));
@@ -192,15 +224,14 @@ fn add<F: Groups, const D: usize>(sum: __m512, weights: &vnni::Group, x: &Group<
         }
         *products = [a, b];
     }
-    let steps = _mm512_castsi512_ps(load(x.steps.as_ptr()));
+    let steps = x.of_blocks.steps();
     let scaled = |half: usize| _mm512_mul_ps(weights.scales[half], steps);
     let mut sum = _mm512_fmadd_ps(total(products.map(|halves| halves[0])), scaled(0), sum);
     if !one_scale {
         sum = _mm512_fmadd_ps(total(products.map(|halves| halves[1])), scaled(1), sum);
     }
     if F::MINS {
-        let sums = _mm512_castsi512_ps(load(x.sums.as_ptr()));
-        sum = _mm512_fmadd_ps(weights.mins, sums, sum);
+        sum = _mm512_fmadd_ps(weights.mins, x.of_blocks.sums(), sum);
     }
     sum
 }

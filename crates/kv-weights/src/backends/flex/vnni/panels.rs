@@ -4,12 +4,12 @@
 use core::{arch::x86_64::*, mem::MaybeUninit};
 
 use super::{
-    activations::{BASE_OF_THIRD, LARGEST, digits, step},
+    activations::{BASE_OF_THIRD, LARGEST, corrections, digits, step},
     load,
 };
 use crate::{
-    PackedLayout,
-    backends::flex::threads::in_parts,
+    Gate, PackedLayout,
+    backends::flex::{gate::open, gated, stacked::Stacked, threads::in_parts},
     formats::{
         flex::Blocks,
         vnni::{GROUP, Groups, MOST_BYTES},
@@ -78,43 +78,91 @@ impl Out {
     }
 }
 
-/// `x W^T`, `[rows of x, rows]`.
+/// `x W^T`, `[rows of x, rows]`, with a gate of the halves of the rows.
 pub(super) fn project<F: Groups, const D: usize>(
     x: &[f32],
-    blocks: &[u8],
-    layout: &PackedLayout,
+    matrix: &Stacked<'_>,
+    gate: Option<Gate>,
 ) -> Vec<f32> {
     assert!(super::available());
-    let ([rows, columns], row) = (layout.shape(), layout.row_bytes());
-    let n = x.len() / columns;
+    let columns = matrix.columns();
+    let activations = rounded::<F, D>(x, columns);
+    match (gate, matrix.halves()) {
+        (Some(gate), Some(halves)) => project_gated::<F, D>(&activations, matrix, halves, gate),
+        _ => gated(project_all::<F, D>(&activations, matrix), matrix, gate),
+    }
+}
+
+/// All of `x`, as digits.
+fn rounded<F: Groups, const D: usize>(x: &[f32], columns: usize) -> Vec<Activations<D>> {
     // Nothing is cleared first: it would be done by one thread, and take a twentieth of the time of all.
     let mut activations = Vec::<Activations<D>>::with_capacity(x.len() / BLOCK);
-    let per_part = (1 << 16) / columns;
-    let parts = activations.spare_capacity_mut()[..x.len() / BLOCK]
-        .chunks_mut(per_part.max(1) * columns / BLOCK);
-    let parts = parts.zip(x.chunks(per_part.max(1) * columns));
-    in_parts(parts, x.len() >= 1 << 17, |(activations, x)| {
-        // SAFETY: the processor has the instructions, as asserted.
+    let per_part = ((1 << 16) / columns).max(1) * columns;
+    let parts = activations.spare_capacity_mut()[..x.len() / BLOCK].chunks_mut(per_part / BLOCK);
+    in_parts(parts.zip(x.chunks(per_part)), x.len() >= 1 << 17, |(activations, x)| {
+        // SAFETY: the processor has the instructions, as the caller asserts.
         unsafe { round::<F, D>(x, activations) };
     });
     // SAFETY: all of them have been written, those of each part of `x`.
     unsafe { activations.set_len(x.len() / BLOCK) };
+    activations
+}
+
+fn project_all<F: Groups, const D: usize>(x: &[Activations<D>], matrix: &Stacked<'_>) -> Vec<f32> {
+    let (layout, rows) = (matrix.layout(), matrix.rows());
+    let n = x.len() * BLOCK / layout.columns();
     let mut out = Vec::<f32>::with_capacity(n * rows);
     let to = Out(out.as_mut_ptr());
-    let parts = blocks.chunks(PART * row).enumerate();
-    in_parts(parts, rows * x.len() >= super::PARALLEL, |(part, blocks)| {
-        let mut panel = vec![EMPTY; columns.next_multiple_of(GROUP) / BLOCK];
-        for (i, panel_blocks) in blocks.chunks(PANEL * row).enumerate() {
-            let first = part * PART + i * PANEL;
-            let next = blocks.get((i + 1) * PANEL * row..).unwrap_or_default();
-            let (blocks, next) = (panel_blocks, &next[..next.len().min(PANEL * row)]);
+    let parallel = rows * x.len() * BLOCK >= super::PARALLEL;
+    in_parts(matrix.pieces(PART), parallel, |(first, blocks)| {
+        let mut panel = Panel::new(layout);
+        for i in 0..panel.count(blocks) {
+            let out = to.at(first + i * PANEL);
             // SAFETY: the processor has the instructions, as asserted. Panels are of different rows of weights, and so
             // of different columns of `out`, which has `n` rows of all of them.
+            unsafe { panel.multiply::<F, D>(blocks, i, x, out, rows) };
+        }
+    });
+    // SAFETY: the products of all rows of weights with all of `x` have been written.
+    unsafe { out.set_len(n * rows) };
+    out
+}
+
+/// The products of both halves of a few rows go through the gate before they are written, so that there is no room for
+/// them all.
+fn project_gated<F: Groups, const D: usize>(
+    x: &[Activations<D>],
+    matrix: &Stacked<'_>,
+    [gates, ups]: [&[u8]; 2],
+    gate: Gate,
+) -> Vec<f32> {
+    let (layout, rows) = (matrix.layout(), matrix.rows() / 2);
+    let n = x.len() * BLOCK / layout.columns();
+    let mut out = Vec::<f32>::with_capacity(n * rows);
+    let to = Out(out.as_mut_ptr());
+    let part = PART * layout.row_bytes();
+    let parts = gates.chunks(part).zip(ups.chunks(part)).enumerate();
+    in_parts(parts, true, |(part, (gates, ups))| {
+        let mut panel = Panel::new(layout);
+        // Of each row of activations the gates of a panel and what they open, and what comes of it.
+        let mut tile = vec![0.0f32; n * 2 * PANEL];
+        let mut opened = vec![MaybeUninit::uninit(); n * PANEL];
+        for i in 0..panel.count(gates) {
+            let to_gates = tile.as_mut_ptr();
+            // SAFETY: the processor has the instructions, as asserted, and there is room for the products of a panel.
             unsafe {
-                unpack::<F>(blocks, next, layout, &mut panel);
-                let there = blocks.len() / row;
-                let panel = &panel[..columns / BLOCK];
-                multiply_all::<F, D>(panel, &activations, to.at(first), rows, there);
+                panel.multiply::<F, D>(gates, i, x, to_gates, 2 * PANEL);
+                panel.multiply::<F, D>(ups, i, x, to_gates.add(PANEL), 2 * PANEL);
+            }
+            open(&tile, &mut opened, PANEL, gate);
+            let first = part * PART + i * PANEL;
+            let there = PANEL.min(rows - first);
+            for (row, opened) in opened.as_chunks::<PANEL>().0.iter().enumerate() {
+                // SAFETY: all of it has been written; otherwise as in `project_all`.
+                unsafe {
+                    let out = to.at(row * rows + first);
+                    out.copy_from_nonoverlapping(opened.as_ptr().cast(), there);
+                }
             }
         }
     });
@@ -142,12 +190,50 @@ fn round<F: Blocks, const D: usize>(x: &[f32], out: &mut [MaybeUninit<Activation
         }
         out.step = step;
         out.sum = sum as f32 * step;
-        let zero = -i32::from(F::ZERO);
-        out.corrections = sums.map(|[first, second]| match F::SPAN {
-            BLOCK => [(first + second) * zero, 0],
-            _ => [first * zero, second * zero],
-        });
+        out.corrections = sums.map(|sums| corrections::<F>(sums));
         to.write(out);
+    }
+}
+
+/// Room for a panel.
+struct Panel<'a> {
+    layout: &'a PackedLayout,
+    columns: Vec<Columns>,
+}
+
+impl<'a> Panel<'a> {
+    fn new(layout: &'a PackedLayout) -> Self {
+        let columns = vec![EMPTY; layout.columns().next_multiple_of(GROUP) / BLOCK];
+        Self { layout, columns }
+    }
+
+    /// Panels of these rows.
+    fn count(&self, blocks: &[u8]) -> usize {
+        blocks.len().div_ceil(PANEL * self.layout.row_bytes())
+    }
+
+    /// The products of panel `i` of `blocks` with all rows of activations.
+    ///
+    /// # Safety
+    /// The processor has the instructions, and as many floats as the panel has rows may be written behind `out`, and
+    /// again after `stride` ones, for each row of activations.
+    unsafe fn multiply<F: Groups, const D: usize>(
+        &mut self,
+        blocks: &[u8],
+        i: usize,
+        x: &[Activations<D>],
+        out: *mut f32,
+        stride: usize,
+    ) {
+        let mut panels = blocks.chunks(PANEL * self.layout.row_bytes()).skip(i);
+        let [blocks, next] = [panels.next(), panels.next()].map(Option::unwrap_or_default);
+        let there = blocks.len() / self.layout.row_bytes();
+        // SAFETY: as the caller says.
+        unsafe {
+            unpack::<F>(blocks, next, self.layout, &mut self.columns);
+            let columns = &self.columns[..self.layout.columns() / BLOCK];
+            multiply_all::<F, D>(columns, x, out, stride, there);
+        }
     }
 }
 
