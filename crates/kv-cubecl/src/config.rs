@@ -4,7 +4,7 @@ use core::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Bits, CacheFloat, Error, Result, Sides, error::invalid};
+use crate::{Bits, CacheFloat, Error, Result, Side, SideFormat, Sides, error::invalid};
 
 /// When tokens that leave the residual window are quantized, relative to the query at that step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -21,21 +21,24 @@ pub enum Flush {
     AfterAttention,
 }
 
-/// A KIVI cache (Liu et al., 2024, <https://arxiv.org/abs/2402.02750>): keys quantized per channel
-/// in groups of tokens, values per token in groups of channels, recent tokens in float.
+/// What a cache stores: a format for the keys and one for the values, and recent tokens in float.
+///
+/// [`kivi`](Self::kivi) is the cache of KIVI (Liu et al., 2024, <https://arxiv.org/abs/2402.02750>): keys quantized
+/// per channel in groups of tokens, values per token in groups of channels, and a window of recent tokens in float.
+/// [Other formats](SideFormat) quantize each token by itself and need no window.
 ///
 /// The same configuration drives streaming inference ([`KvCache`](crate::KvCache)) and the parallel
 /// closed form used for evaluation and training
 /// ([`streaming_attention`](crate::streaming_attention)).
 ///
 /// It is parsed from and printed as a short name: `float`, `k4v4`, `k4v2-g64-r32-s4`,
-/// `k2v2-after-slide-f16`.
+/// `k2v2-after-slide-f16`, `kint8vint8`, `k16vint8-r64`.
 ///
 /// ```
-/// use kv_cubecl::{Bits, Flush, KvCacheConfig};
+/// use kv_cubecl::{Flush, KvCacheConfig, SideFormat};
 ///
 /// let config: KvCacheConfig = "k4v2-g64-r64-s4-after".parse()?;
-/// assert_eq!(config.key_bits, Bits::Four);
+/// assert_eq!(config.keys, SideFormat::Affine4);
 /// assert_eq!(config.flush, Flush::AfterAttention);
 /// assert!(config.validate(96).is_err()); // 64 does not divide head_dim 96
 /// # Ok::<(), kv_cubecl::Error>(())
@@ -44,13 +47,15 @@ pub enum Flush {
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct KvCacheConfig {
-    /// Bits of the keys.
-    pub key_bits: Bits,
-    /// Bits of the values.
-    pub value_bits: Bits,
-    /// Elements that share one scale and minimum: tokens for keys, channels for values.
+    /// How keys are stored. In files it is `key_bits`, a number of bits or a name.
+    #[serde(rename = "key_bits")]
+    pub keys: SideFormat,
+    /// How values are stored. In files it is `value_bits`.
+    #[serde(rename = "value_bits")]
+    pub values: SideFormat,
+    /// Elements that share one scale and minimum in KIVI's formats: tokens for keys, channels for values.
     pub group_size: usize,
-    /// Length of the float residual window in tokens.
+    /// Length of the float residual window in tokens; 0 where both sides are quantized token by token.
     pub residual_length: usize,
     /// When tokens leaving the window are quantized.
     pub flush: Flush,
@@ -68,6 +73,11 @@ pub struct KvCacheConfig {
     /// spreads outliers of a channel over all; outputs are turned back. Without effect on float values.
     #[serde(default, skip_serializing_if = "is_false")]
     pub rotate_values: bool,
+    /// Whether keys, and queries as they attend, are multiplied by a Hadamard matrix over head_dim before keys are
+    /// quantized, which spreads outliers of a channel over all and leaves scores as they are. For formats that quantize
+    /// each key by itself; without effect on float keys.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub rotate_keys: bool,
     /// Recent tokens that a query sees, its own among them, beside the sinks: of a window of W tokens the query of
     /// token t sees tokens `t - W + 1` to `t`. A cache keeps no others, so that its memory is that of the window,
     /// whatever the capacity. `None` for all tokens.
@@ -82,17 +92,25 @@ fn is_false(flag: &bool) -> bool {
 impl KvCacheConfig {
     /// KIVI with the paper's group size 32 and residual length 128, capacity 4096, f32 window.
     pub const fn kivi(key_bits: Bits, value_bits: Bits) -> Self {
+        Self::stored(SideFormat::of(key_bits), SideFormat::of(value_bits))
+    }
+
+    /// A cache of keys and values in these formats, capacity 4096, with what is in float in f32. With a format of
+    /// KIVI's on either side it has the paper's group size 32 and residual length 128; where each token is
+    /// quantized by itself, no residual window.
+    pub const fn stored(keys: SideFormat, values: SideFormat) -> Self {
         Self {
-            key_bits,
-            value_bits,
+            keys,
+            values,
             group_size: 32,
-            residual_length: 128,
+            residual_length: default_residual(keys, values),
             flush: Flush::BeforeAttention,
             sink_tokens: 0,
             capacity: 4096,
             float: CacheFloat::F32,
             sliding: false,
             rotate_values: false,
+            rotate_keys: false,
             window: None,
         }
     }
@@ -102,11 +120,28 @@ impl KvCacheConfig {
         Self::kivi(Bits::Float, Bits::Float)
     }
 
-    /// Sets the bits of keys and of values.
-    pub const fn with_bits(mut self, key_bits: Bits, value_bits: Bits) -> Self {
-        self.key_bits = key_bits;
-        self.value_bits = value_bits;
+    /// Sets the bits of keys and of values, in KIVI's formats.
+    pub const fn with_bits(self, key_bits: Bits, value_bits: Bits) -> Self {
+        self.with_formats(SideFormat::of(key_bits), SideFormat::of(value_bits))
+    }
+
+    /// Sets the formats of keys and of values. Where they need a residual window and there is none, it gets the length
+    /// that [`stored`](Self::stored) gives it.
+    pub const fn with_formats(mut self, keys: SideFormat, values: SideFormat) -> Self {
+        self.keys = keys;
+        self.values = values;
+        if self.residual_length == 0 {
+            self.residual_length = default_residual(keys, values);
+        }
         self
+    }
+
+    /// The format of a side.
+    pub const fn format(&self, side: Side) -> SideFormat {
+        match side {
+            Side::Keys => self.keys,
+            Side::Values => self.values,
+        }
     }
 
     /// Sets the group size.
@@ -157,6 +192,12 @@ impl KvCacheConfig {
         self
     }
 
+    /// Sets whether keys are rotated before they are quantized.
+    pub const fn with_rotate_keys(mut self, rotate_keys: bool) -> Self {
+        self.rotate_keys = rotate_keys;
+        self
+    }
+
     /// Sets how many recent tokens a query sees; `None` for all.
     pub const fn with_window(mut self, window: Option<usize>) -> Self {
         self.window = window;
@@ -165,12 +206,35 @@ impl KvCacheConfig {
 
     /// Whether values are stored rotated.
     pub const fn rotates_values(&self) -> bool {
-        self.rotate_values && self.value_bits.is_quantized()
+        self.rotate_values && self.values.is_quantized()
+    }
+
+    /// Whether keys are stored rotated.
+    pub const fn rotates_keys(&self) -> bool {
+        self.rotate_keys && self.keys.is_quantized()
+    }
+
+    /// Whether a side is stored rotated.
+    pub const fn rotates(&self, side: Side) -> bool {
+        match side {
+            Side::Keys => self.rotates_keys(),
+            Side::Values => self.rotates_values(),
+        }
     }
 
     /// Whether either side is quantized.
     pub const fn is_quantized(&self) -> bool {
-        self.key_bits.is_quantized() || self.value_bits.is_quantized()
+        self.keys.is_quantized() || self.values.is_quantized()
+    }
+
+    /// Whether a side has groups of the group size.
+    pub const fn is_grouped(&self) -> bool {
+        self.keys.is_grouped() || self.values.is_grouped()
+    }
+
+    /// Whether recent tokens may all be quantized: where each token is quantized by itself.
+    const fn needs_residual(&self) -> bool {
+        default_residual(self.keys, self.values) > 0
     }
 
     /// Checks every rule that does not depend on a device, for heads of so many channels: one number, or
@@ -194,7 +258,7 @@ impl KvCacheConfig {
         // Float caches are checked as well, because their layout reads these fields too.
         for (field, value, least) in [
             ("group_size", group_size, 1),
-            ("residual_length", residual_length, 1),
+            ("residual_length", residual_length, usize::from(self.needs_residual())),
             ("sink_tokens", self.sink_tokens, 0),
         ] {
             if value < least {
@@ -205,33 +269,58 @@ impl KvCacheConfig {
             }
         }
         self.validate_window()?;
-        for bits in [self.key_bits, self.value_bits] {
-            let codes_per_word = 32 / bits.n_bits() as usize;
-            if bits.is_quantized() && !group_size.is_multiple_of(codes_per_word) {
-                let rule = format!(
-                    "must be a multiple of the {codes_per_word} codes in a word at {} bits",
-                    bits.n_bits()
-                );
-                return Err(invalid("group_size", group_size, rule));
-            }
+        for side in Side::BOTH {
+            self.format(side).validate(side, head_dim[side], group_size)?;
         }
-        if self.key_bits.is_quantized() && !residual_length.is_multiple_of(group_size) {
-            let rule = format!("group_size {group_size} does not divide residual_length");
-            return Err(invalid("residual_length", residual_length, rule));
-        }
-        if self.value_bits.is_quantized() && !head_dim.values.is_multiple_of(group_size) {
-            let rule = format!("does not divide head_dim {}", head_dim.values);
-            return Err(invalid("group_size", group_size, rule));
-        }
+        self.validate_groups(head_dim)?;
         if self.rotates_values() && !head_dim.values.is_power_of_two() {
             let rule = format!("head_dim {} of values is not a power of two", head_dim.values);
             return Err(invalid("rotate_values", true, rule));
+        }
+        if self.rotates_keys() && self.keys.is_grouped() {
+            let rule = format!(
+                "keys as {} are quantized per channel, where one that stands out costs nothing until it is spread",
+                self.keys
+            );
+            return Err(invalid("rotate_keys", true, rule));
+        }
+        if self.rotates_keys() && !head_dim.keys.is_power_of_two() {
+            let rule = format!("head_dim {} of keys is not a power of two", head_dim.keys);
+            return Err(invalid("rotate_keys", true, rule));
         }
         Ok(())
     }
 }
 
+/// The residual length of a cache that says none: KIVI's, or none where each token is quantized by itself.
+const fn default_residual(keys: SideFormat, values: SideFormat) -> usize {
+    let quantized = keys.is_quantized() || values.is_quantized();
+    if quantized && !keys.is_grouped() && !values.is_grouped() { 0 } else { 128 }
+}
+
 impl KvCacheConfig {
+    /// The rules of groups of the configuration's size.
+    fn validate_groups(&self, head_dim: Sides<usize>) -> Result<()> {
+        let Self { group_size, residual_length, .. } = *self;
+        if self.keys.is_grouped() && !residual_length.is_multiple_of(group_size) {
+            let rule = format!("group_size {group_size} does not divide residual_length");
+            return Err(invalid("residual_length", residual_length, rule));
+        }
+        if self.values.is_grouped() && !head_dim.values.is_multiple_of(group_size) {
+            let rule = format!("does not divide head_dim {}", head_dim.values);
+            return Err(invalid("group_size", group_size, rule));
+        }
+        if !self.needs_residual() && group_size != Self::stored(self.keys, self.values).group_size {
+            let rule = format!("k{}v{} has no groups of a size to choose", self.keys, self.values);
+            return Err(invalid("group_size", group_size, rule));
+        }
+        if self.sliding && self.keys.is_quantized() && !self.keys.is_grouped() {
+            let rule = format!("keys as {} leave the window one by one in any case", self.keys);
+            return Err(invalid("sliding", true, rule));
+        }
+        Ok(())
+    }
+
     fn validate_window(&self) -> Result<()> {
         let Some(window) = self.window else { return Ok(()) };
         let fail = |rule: String| Err(invalid("window", window, rule));
@@ -253,9 +342,9 @@ impl KvCacheConfig {
 impl fmt::Display for KvCacheConfig {
     /// The short name. It leaves out fields at their defaults, and the capacity always.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let default = Self::kivi(self.key_bits, self.value_bits);
+        let default = Self::stored(self.keys, self.values);
         if self.is_quantized() {
-            write!(f, "k{}v{}", self.key_bits.n_bits(), self.value_bits.n_bits())?;
+            write!(f, "k{}v{}", self.keys, self.values)?;
             if self.group_size != default.group_size {
                 write!(f, "-g{}", self.group_size)?;
             }
@@ -273,6 +362,9 @@ impl fmt::Display for KvCacheConfig {
             }
             if self.rotate_values {
                 write!(f, "-hadv")?;
+            }
+            if self.rotate_keys {
+                write!(f, "-hadk")?;
             }
         } else {
             write!(f, "float")?;
@@ -298,8 +390,9 @@ impl FromStr for KvCacheConfig {
         let fail = |why: String| {
             let floats = CacheFloat::ALL.iter().map(|float| format!(", -{}", float.name()));
             let expected = format!(
-                "expected float, or kKvV with bits 2, 4, 8 or 16, then any of -gN group size, -rN \
-                 residual length, -sN sink tokens, -wN window, -before, -after, -slide, -hadv{}",
+                "expected float, or kKvV with {}, then any of -gN group size, -rN residual length, -sN \
+                 sink tokens, -wN window, -before, -after, -slide, -hadv, -hadk{}",
+                SideFormat::names(),
                 floats.collect::<String>()
             );
             Error::InvalidCacheName { text: text.to_string(), why, expected }
@@ -320,15 +413,12 @@ impl FromStr for KvCacheConfig {
                 .strip_prefix('k')
                 .and_then(|rest| rest.split_once('v'))
                 .ok_or_else(|| fail(format!("{bits:?} is neither float nor kKvV")))?;
-            let side = |digits: &str| {
-                u8::try_from(number(bits, digits)?)
-                    .ok()
-                    .and_then(|n| Bits::try_from(n).ok())
-                    .ok_or_else(|| {
-                        fail(format!("{digits} bits in {bits:?}: must be 2, 4, 8 or 16"))
-                    })
+            let side = |name: &str| {
+                SideFormat::named(name).ok_or_else(|| {
+                    fail(format!("{name:?} in {bits:?}: must be {}", SideFormat::names()))
+                })
             };
-            Self::kivi(side(keys)?, side(values)?)
+            Self::stored(side(keys)?, side(values)?)
         };
         let mut seen = Vec::new();
         for part in parts {
@@ -344,6 +434,10 @@ impl FromStr for KvCacheConfig {
                 "hadv" => {
                     config.rotate_values = true;
                     "hadv"
+                }
+                "hadk" => {
+                    config.rotate_keys = true;
+                    "hadk"
                 }
                 "slide" => {
                     config.sliding = true;

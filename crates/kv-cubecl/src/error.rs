@@ -101,3 +101,13 @@ pub enum Error {
 pub(crate) fn invalid(field: &'static str, value: impl ToString, rule: impl Into<String>) -> Error {
     Error::InvalidConfig { field, value: value.to_string(), rule: rule.into() }
 }
+
+/// [`Error::Shape`].
+pub(crate) fn misfit(
+    op: &'static str,
+    tensor: &'static str,
+    shape: [usize; 4],
+    rule: String,
+) -> Error {
+    Error::Shape { op, tensor, shape: shape.to_vec(), rule }
+}

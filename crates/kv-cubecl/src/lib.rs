@@ -34,6 +34,7 @@ mod cache;
 mod config;
 mod error;
 mod formats;
+mod frames;
 mod functions;
 #[cfg(feature = "cube")]
 mod kernels;
@@ -56,13 +57,15 @@ pub const READ: &str = "kv::read";
 
 pub use attention::{Attention, AttentionOptions};
 pub use backends::DeviceMemory;
-pub use cache::{CacheParts, KvCache};
+pub use cache::{CacheParts, Counters, FrameCache, KvCache};
 pub use config::{Flush, KvCacheConfig};
 pub use error::{Error, Result};
-pub use formats::{Bits, CacheFloat};
+pub use formats::{Bits, CacheFloat, SideFormat};
+pub use frames::{FrameConfig, Frames};
 pub use functions::{
-    Logical, Packed, ensure_finite, fake_quantize, fake_quantize_with, quantize, rotate,
-    streaming_attention, streaming_attention_with, streaming_attention_with_sinks,
+    Logical, Packed, ensure_finite, fake_quantize, fake_quantize_side, fake_quantize_with,
+    frame_attention, quantize, quantize_side, rotate, streaming_attention,
+    streaming_attention_with, streaming_attention_with_sinks,
 };
 pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts};
 pub use memory::KvMemory;

@@ -105,14 +105,16 @@ impl<B: Backend> TokenRotary<B> {
 pub trait KvCacheOps: Backend {
     /// Quantizes `input` `[batch, n_kv_heads, tokens, head_dim]`, a whole number of groups, into
     /// `[batch, n_kv_heads, tokens / group_size * words_per_group, head_dim]` per channel, or
-    /// `[batch, n_kv_heads, tokens, head_dim / group_size * words_per_group]` per token.
+    /// `[batch, n_kv_heads, tokens, head_dim / group_size * words_per_group]` per token; where parameters share words
+    /// ([`QuantSpec::packs_parameters`]), into `[batch, n_kv_heads, 1, words]`.
     #[fusion(meta = |input, spec| shapes::quantize(input, spec))]
     fn quantize(input: FloatTensor<Self>, spec: QuantSpec) -> IntTensor<Self>;
 
-    /// Restores f32 `[batch, n_kv_heads, tokens, head_dim]` from what
+    /// Restores f32 `[batch, n_kv_heads, tokens, head_dim]`, which is `shape`, from what
     /// [`quantize`](Self::quantize) made.
-    #[fusion(meta = |packed, spec| shapes::dequantize(packed, spec))]
-    fn dequantize(packed: IntTensor<Self>, spec: QuantSpec) -> FloatTensor<Self>;
+    #[fusion(meta = |_packed, _spec, shape| shapes::dequantize(*shape))]
+    fn dequantize(packed: IntTensor<Self>, spec: QuantSpec, shape: [usize; 4])
+    -> FloatTensor<Self>;
 
     /// `dequantize(quantize(input))` in one pass, except for the first `skip` tokens and, with
     /// per-channel groups, an incomplete last group of tokens, which are returned unchanged.

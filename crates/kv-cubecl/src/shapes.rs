@@ -3,22 +3,12 @@
 
 use crate::layout::{Granularity, QuantSpec};
 
-/// Shape of the tensor that a packed tensor of shape `packed` restores to.
-pub(crate) fn dequantized(packed: [usize; 4], spec: &QuantSpec) -> [usize; 4] {
-    let [batch, heads, rows, width] = packed;
-    match spec.granularity {
-        Granularity::PerChannel => {
-            [batch, heads, rows / spec.words_per_group() * spec.group_size, width]
-        }
-        Granularity::PerToken => {
-            [batch, heads, rows, width / spec.words_per_group() * spec.group_size]
-        }
-    }
-}
-
 /// Shape of the packed form of an input of shape `input`, which must be a whole number of groups.
 pub(crate) fn packed(input: [usize; 4], spec: &QuantSpec) -> [usize; 4] {
     let [batch, heads, tokens, head_dim] = input;
+    if spec.packs_parameters() {
+        return [batch, heads, 1, spec.words(tokens, head_dim)];
+    }
     let words = spec.words_per_group();
     match spec.granularity {
         Granularity::PerChannel => [batch, heads, tokens / spec.group_size * words, head_dim],
@@ -48,8 +38,8 @@ pub(crate) mod fusion {
         TensorSpec::new(super::packed(input.shape.dims(), spec).into(), DType::U32)
     }
 
-    pub(crate) fn dequantize(packed: &TensorSpec, spec: &QuantSpec) -> TensorSpec {
-        TensorSpec::new(super::dequantized(packed.shape.dims(), spec).into(), DType::F32)
+    pub(crate) fn dequantize(shape: [usize; 4]) -> TensorSpec {
+        TensorSpec::new(shape.into(), DType::F32)
     }
 
     pub(crate) fn attention(query: &TensorSpec, value_dim: usize) -> (TensorSpec, TensorSpec) {

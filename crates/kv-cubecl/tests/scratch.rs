@@ -9,18 +9,23 @@ use std::{
 };
 
 use burn::tensor::{Device, Distribution, Tensor};
-use kv_cubecl::{CacheShape, Flex, KvCache, KvCacheConfig, Target, streaming_attention};
+use kv_cubecl::{
+    CacheShape, Flex, FrameCache, FrameConfig, Frames, KvCache, KvCacheConfig, Target,
+    streaming_attention,
+};
 
-/// The system's allocator, which also counts the bytes that are allocated and the most that ever
-/// were.
+/// The system's allocator, which also counts the bytes that are allocated, the most that ever were, and how often
+/// it is called.
 struct Counting;
 
 static HELD: AtomicUsize = AtomicUsize::new(0);
 static MOST: AtomicUsize = AtomicUsize::new(0);
+static CALLS: AtomicUsize = AtomicUsize::new(0);
 
 // SAFETY: every call is passed on to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        CALLS.fetch_add(1, Relaxed);
         MOST.fetch_max(HELD.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
         // SAFETY: the caller keeps the same contract.
         unsafe { System.alloc(layout) }
@@ -73,6 +78,26 @@ fn closed_form(device: &Device, tokens: usize) -> usize {
     })
 }
 
+/// Peaks of a frame of 64 tokens over a full ring of `frames` frames, and how often memory is allocated, for several
+/// frames one after the other.
+fn frames(device: &Device, name: &str, frames: u64) -> Vec<(usize, usize)> {
+    let config = FrameConfig::new(name.parse().unwrap(), 64, Frames(frames));
+    let mut cache = FrameCache::new(&config, CacheShape::new(1, 1, 32), device).unwrap();
+    let (q, k) = (random(device, HEADS, 64, 32), random(device, 1, 64, 32));
+    for _ in 0..frames {
+        cache.append(k.clone(), k.clone()).unwrap();
+    }
+    let steps = (0..8).map(|_| {
+        let (q, k, calls) = (q.clone(), k.clone(), CALLS.load(Relaxed));
+        let peak = peak(|| {
+            cache.peek(q.clone(), k.clone(), k.clone()).unwrap();
+            cache.update(q, k.clone(), k).unwrap().output
+        });
+        (peak, CALLS.load(Relaxed) - calls)
+    });
+    steps.collect()
+}
+
 /// The only test of this program: another one would allocate at the same time.
 #[test]
 fn scratch_memory_is_bounded() {
@@ -84,6 +109,17 @@ fn scratch_memory_is_bounded() {
         let [short, long] = [16_384, 65_536].map(|len| chunk(&device, name, len));
         let more = long.saturating_sub(short);
         assert!(more < scores(49_152) / 10, "chunk over {name}: {short} bytes, then {long}");
+    }
+    for name in ["float", "kint8vint8", "k4v4"] {
+        let [short, long] = [129, 513].map(|n| frames(&device, name, n));
+        // A restored window of as many more frames, keys and values in f32.
+        let restored = 2 * 4 * 32 * 64 * (513 - 129);
+        let more = long[0].0.saturating_sub(short[0].0);
+        assert!(more < restored / 10, "frames of {name}: {} bytes, then {}", short[0].0, long[0].0);
+        // Each frame is like the one before; how threads share the work differs by a few.
+        let calls = || long.iter().map(|(_, calls)| *calls);
+        let (least, most) = (calls().min().unwrap(), calls().max().unwrap());
+        assert!(most - least < 32, "frames of {name}: {long:?}");
     }
     let [short, long] = [6_144, 12_288].map(|tokens| closed_form(&device, tokens));
     // Inputs and outputs grow as well, by 10 tensors of [HEADS, tokens, 4] and more.

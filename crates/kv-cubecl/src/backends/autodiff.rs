@@ -105,10 +105,12 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         <B as KvCacheOps>::quantize(input.into_primitive(), spec)
     }
 
-    fn dequantize(packed: IntTensor<Self>, spec: QuantSpec) -> FloatTensor<Self> {
-        <Self as burn::backend::AutodiffBackend>::from_inner(<B as KvCacheOps>::dequantize(
-            packed, spec,
-        ))
+    fn dequantize(
+        packed: IntTensor<Self>,
+        spec: QuantSpec,
+        shape: [usize; 4],
+    ) -> FloatTensor<Self> {
+        constant::<B, C>(<B as KvCacheOps>::dequantize(packed, spec, shape))
     }
 
     fn fake_quantize(

@@ -16,7 +16,8 @@ impl KvCache {
         let layout = CacheLayout::new(self.layout.config(), shape)?;
         let state = self.state.select(&self.layout, &layout, sequences);
         let lens = sequences.iter().map(|&sequence| self.lens[sequence]).collect();
-        Ok(Self { layout, state, lens, options: self.options, stepped: self.stepped })
+        let (options, restored) = (self.options, self.restored.clone());
+        Ok(Self { layout, state, lens, options, stepped: self.stepped, restored })
     }
 
     /// One cache of the sequences of several, in this order, with lengths of their own: texts that were
@@ -43,6 +44,7 @@ impl KvCache {
         let parts = caches.iter().map(|cache| (&cache.layout, &cache.state));
         let state = State::join(&layout, parts);
         let stepped = caches.iter().any(|cache| cache.stepped);
-        Ok(Self { layout, options: first.options, state, lens, stepped })
+        let (options, restored) = (first.options, first.restored.clone());
+        Ok(Self { layout, options, state, lens, stepped, restored })
     }
 }

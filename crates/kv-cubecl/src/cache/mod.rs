@@ -1,25 +1,31 @@
 //! The streaming cache: [`KvCache`].
 
 mod batch;
+mod counters;
+mod frames;
 mod parts;
 mod ragged;
+mod resize;
+mod restored;
 mod slots;
 mod state;
 mod step;
 mod tail;
 mod truncate;
 
-use burn::{
-    backend::Dispatch,
-    tensor::{Device, Tensor},
-};
+use burn::tensor::{Device, Tensor};
 
 use crate::{
-    Attention, AttentionOptions, CacheShape, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps,
-    Packed, QuantizedCounts, Result, functions,
+    Attention, AttentionOptions, CacheShape, Error, FakeQuantOptions, KvCacheConfig, Packed,
+    QuantizedCounts, Result,
+    error::misfit,
+    functions,
     layout::{CacheLayout, MemoryBytes, Side, Sides, StreamSpec},
 };
+pub use counters::Counters;
+pub use frames::FrameCache;
 pub use parts::CacheParts;
+use restored::RestoredBytes;
 use state::{Place, State};
 
 /// One layer's streaming KIVI cache.
@@ -39,6 +45,8 @@ pub struct KvCache {
     lens: Vec<usize>,
     /// Whether a step at a position was taken or recorded, so that there may be tokens to count.
     stepped: bool,
+    /// What was restored, if that is counted.
+    restored: RestoredBytes,
 }
 
 impl KvCache {
@@ -51,7 +59,8 @@ impl KvCache {
         let device = device.clone().without_autodiff();
         let layout = Self::layout_on(config, shape, &device)?;
         let (state, options) = (State::zeros(&layout, &device), AttentionOptions::default());
-        Ok(Self { layout, options, state, lens: vec![0; shape.batch], stepped: false })
+        let (lens, restored) = (vec![0; shape.batch], RestoredBytes::default());
+        Ok(Self { layout, options, state, lens, stepped: false, restored })
     }
 
     /// Sets how scores become weights, for all attention of this cache.
@@ -72,6 +81,11 @@ impl KvCache {
         let layout = CacheLayout::new(config, shape)?;
         crate::backends::check("cache", &layout, device)?;
         Ok(layout)
+    }
+
+    /// How scores become weights.
+    pub fn options(&self) -> AttentionOptions {
+        self.options
     }
 
     /// The layout, which gives every size and address of the cache.
@@ -180,13 +194,15 @@ impl KvCache {
         attention
     }
 
-    /// Query, keys and values as they are; with values rotated, and all in f32, if the cache rotates them.
+    /// Query, keys and values as they are; rotated, and all in f32, if the cache rotates keys, and with them queries,
+    /// or values.
     fn stored(&self, qkv: [Tensor<4>; 3]) -> [Tensor<4>; 3] {
         let config = self.layout.config();
-        if !config.rotates_values() {
+        if !config.rotates_values() && !config.rotates_keys() {
             return qkv;
         }
         let [query, key, value] = qkv.map(functions::floats);
+        let [query, key] = functions::rotated_keys([query, key], config);
         [query, key, functions::rotated(value, config)]
     }
 
@@ -234,7 +250,7 @@ impl KvCache {
     }
 
     /// The keys or values that are quantized now in every sequence, from the first group on that the next token of
-    /// the longest sequence sees where a window hides others, or `None` if there are none. Values of a cache that
+    /// the longest sequence sees where a window hides others, or `None` if there are none. Those of a cache that
     /// rotates them are rotated.
     pub fn packed(&self, side: Side) -> Option<Packed> {
         let spec = self.layout.sides()[side].spec?;
@@ -245,8 +261,10 @@ impl KvCache {
         let schedule = self.layout.schedule();
         let longest = schedule.counts(self.len())[side];
         let hidden = schedule.begin(self.len() + 1) - schedule.sink_tokens;
-        let hidden = hidden / spec.granule() * spec.granule();
-        let first = longest.saturating_sub(place.packed_tokens).max(hidden);
+        // From where words are of no token before.
+        let cut = spec.cut(place.head_dim);
+        let oldest = longest.saturating_sub(place.packed_tokens).next_multiple_of(cut);
+        let first = oldest.max(hidden / cut * cut);
         (first < count).then(|| self.state.packed(&self.layout, side, spec, first..count))?
     }
 
@@ -272,30 +290,11 @@ impl KvCache {
         key: &Tensor<4>,
         value: &Tensor<4>,
     ) -> Result<usize> {
-        let shape = functions::check_qkv(op, query, key, value)?;
+        check_fit(op, [query, key, value], self.layout.shape(), &self.device())?;
         let tokens = key.dims()[2];
-        if shape != self.layout.shape() || query.dims()[2] != tokens {
-            let CacheShape { batch, n_kv_heads, head_dim: Sides { keys, values } } =
-                self.layout.shape();
-            let cache = self.layout.shape();
-            let (tensor, dims) = if shape == cache {
-                ("query", query.dims())
-            } else if shape.of_tokens(Side::Keys, tokens) == cache.of_tokens(Side::Keys, tokens) {
-                ("value", value.dims())
-            } else {
-                ("key", key.dims())
-            };
-            let of_values =
-                if keys == values { String::new() } else { format!(" ({values} of values)") };
-            let rule = format!(
-                "the cache holds batch {batch}, n_kv_heads {n_kv_heads}, head_dim {keys}{of_values}, \
-                 and query, key and value must have the same tokens"
-            );
-            return Err(Error::Shape { op, tensor, shape: dims.to_vec(), rule });
-        }
-        let device = self.device();
-        for (name, tensor) in [("query", query), ("key", key), ("value", value)] {
-            check_device(op, name, &tensor.device(), &device)?;
+        if query.dims()[2] != tokens {
+            let rule = format!("must have the tokens of key and value, {tokens}");
+            return Err(misfit(op, "query", query.dims(), rule));
         }
         Ok(tokens)
     }
@@ -330,15 +329,7 @@ impl KvCache {
 
     /// All rows of `query` over the first `tokens` tokens.
     fn decode(&self, query: Tensor<4>, tokens: usize) -> Attention {
-        let (output, lse) = <Dispatch as KvCacheOps>::decode_attention(
-            query.into_dispatch(),
-            self.state.clone().into_dispatch(),
-            self.layout,
-            self.len(),
-            tokens,
-            self.options,
-        );
-        Attention { output: Tensor::from_dispatch(output), lse: Tensor::from_dispatch(lse) }
+        self.state.decode(query, self.layout, self.len(), tokens, self.options)
     }
 
     /// A chunk over the history and itself, before it is written.
@@ -373,6 +364,34 @@ impl KvCache {
         }
         .with_dtype(dtype)
     }
+}
+
+/// Checks that query, key and value fit each other, a cache of this shape, and its device.
+fn check_fit(
+    op: &'static str,
+    [query, key, value]: [&Tensor<4>; 3],
+    cache: CacheShape,
+    device: &Device,
+) -> Result<()> {
+    let shape = functions::check_qkv(op, query, key, value)?;
+    if shape != cache {
+        let CacheShape { batch, n_kv_heads, head_dim: Sides { keys, values } } = cache;
+        let (name, tensor) = match shape.of_tokens(Side::Keys, 1) == cache.of_tokens(Side::Keys, 1)
+        {
+            true => ("value", value),
+            false => ("key", key),
+        };
+        let of_values =
+            if keys == values { String::new() } else { format!(" ({values} of values)") };
+        let rule = format!(
+            "the cache holds batch {batch}, n_kv_heads {n_kv_heads}, head_dim {keys}{of_values}"
+        );
+        return Err(misfit(op, name, tensor.dims(), rule));
+    }
+    for (name, tensor) in [("query", query), ("key", key), ("value", value)] {
+        check_device(op, name, &tensor.device(), device)?;
+    }
+    Ok(())
 }
 
 /// Checks that a tensor on `found` can be used with a cache on `device`.

@@ -2,7 +2,7 @@
 
 use burn::tensor::{Int, Tensor};
 
-use super::{KvCache, check_device, state::State};
+use super::{KvCache, check_device, restored::RestoredBytes, state::State};
 use crate::{AttentionOptions, CacheShape, Error, KvCacheConfig, Result, Sides};
 
 /// The tensors of a cache, to store it away or to inspect it. See [`KvCache::into_parts`].
@@ -56,7 +56,7 @@ impl KvCache {
             check_device("from_parts", name, &found, &device)?;
         }
         let state = State::of(&layout, Sides { keys, values }, floats)?;
-        let options = AttentionOptions::default();
-        Ok(Self { layout, options, state, lens, stepped: false })
+        let (options, restored) = (AttentionOptions::default(), RestoredBytes::default());
+        Ok(Self { layout, options, state, lens, stepped: false, restored })
     }
 }

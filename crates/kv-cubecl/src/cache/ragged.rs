@@ -201,7 +201,14 @@ impl KvCache {
         debug_assert_eq!(check_sequence(sequence, self.lens.len()), Ok(()));
         let state = self.state.select(&self.layout, &layout, &[sequence]);
         let (lens, options) = (vec![self.lens[sequence]], self.options);
-        Self { layout, options, state, lens, stepped: self.stepped }
+        Self {
+            layout,
+            options,
+            state,
+            lens,
+            stepped: self.stepped,
+            restored: self.restored.clone(),
+        }
     }
 }
 

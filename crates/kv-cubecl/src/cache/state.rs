@@ -111,6 +111,21 @@ impl State {
         self.update(|state| (<Dispatch as KvCacheOps>::write(state, key, value, layout, len), ()));
     }
 
+    /// [`KvCacheOps::decode_attention`] of all rows of `query` over the first `tokens` of `len`.
+    pub(super) fn decode(
+        &self,
+        query: Tensor<4>,
+        layout: CacheLayout,
+        len: usize,
+        tokens: usize,
+        options: AttentionOptions,
+    ) -> Attention {
+        let (query, state) = (query.into_dispatch(), self.clone().into_dispatch());
+        let (output, lse) =
+            <Dispatch as KvCacheOps>::decode_attention(query, state, layout, len, tokens, options);
+        Attention { output: Tensor::from_dispatch(output), lse: Tensor::from_dispatch(lse) }
+    }
+
     /// [`KvCacheOps::step`] of query, key and value, in place; returns the output.
     pub(super) fn step(
         &mut self,
@@ -188,7 +203,7 @@ impl State {
     }
 
     /// Tensors as [`zeros`](Self::zeros) makes them, with the words of each sequence and its float rows.
-    fn of_sequences(
+    pub(super) fn of_sequences(
         layout: &CacheLayout,
         words: Sides<Option<Tensor<2, Int>>>,
         floats: Tensor<4>,
@@ -206,7 +221,8 @@ impl State {
         Self::new(words, floats)
     }
 
-    /// Packed tokens of one side, if it has any; `tokens` are counted after the sinks and whole granules.
+    /// Packed tokens of one side, if it has any; `tokens` are counted after the sinks, are whole granules and begin at
+    /// a multiple of [`QuantSpec::cut`].
     pub(super) fn packed(
         &self,
         layout: &CacheLayout,
@@ -221,18 +237,29 @@ impl State {
         let granule = layout.shape().of_tokens(side, spec.granule());
         let [_, _, rows, width] = shapes::packed(granule, &spec);
         let words = self.words(layout, side)?;
-        let words = words.reshape([batch, n_kv_heads, slice_words / width, width]);
-        let mut runs = Vec::new();
-        let mut start = tokens.start;
-        while start < tokens.end {
-            // One run, or several where the ring starts again.
-            let slot = place.packed_slot(start);
-            let run = (tokens.end - start).min(place.packed_tokens - slot);
-            let [first, count] = [slot, run].map(|tokens| tokens / spec.granule() * rows);
-            runs.push(words.clone().narrow(2, first, count));
-            start += run;
+        let shape = layout.shape().of_tokens(side, tokens.len());
+        if spec.packs_parameters() {
+            let words = words.reshape([batch, n_kv_heads, 1, slice_words]);
+            let packed = place.packed()?;
+            // Codes of all runs, then their parameters.
+            let runs = place.packed_runs(tokens);
+            let codes = runs.iter().map(|run| packed.codes(run.start)..packed.codes(run.end));
+            let parameters = runs.iter().map(|run| {
+                let (first, _) = packed.parameter(run.start, 0);
+                first..first + spec.parameter_words(run.len(), packed.head_dim)
+            });
+            let parts = codes.chain(parameters);
+            let parts: Vec<_> =
+                parts.map(|part| words.clone().narrow(3, part.start, part.len())).collect();
+            return Some(Packed::new(Tensor::cat(parts, 3), spec, shape));
         }
+        let words = words.reshape([batch, n_kv_heads, slice_words / width, width]);
+        let runs = place.packed_runs(tokens).into_iter().map(|run| {
+            let [first, count] = [run.start, run.len()].map(|n| n / spec.granule() * rows);
+            words.clone().narrow(2, first, count)
+        });
+        let mut runs: Vec<_> = runs.collect();
         let words = if runs.len() == 1 { runs.remove(0) } else { Tensor::cat(runs, 2) };
-        Some(Packed::new(words, spec))
+        Some(Packed::new(words, spec, shape))
     }
 }

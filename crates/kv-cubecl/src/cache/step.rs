@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Int, Tensor, TensorData};
 
 use super::{KvCache, check_device, state::Place};
-use crate::{Attention, Error, Result, Rotary};
+use crate::{Attention, Error, Result, Rotary, functions};
 
 impl KvCache {
     /// [`attend`](Self::attend) for one token, of a cache whose sequences hold as many tokens as `position`
@@ -121,8 +121,20 @@ impl KvCache {
     }
 
     /// A step without counting its token.
-    fn take_step(&mut self, qkv: [Tensor<4>; 3], place: Place<'_>) -> Attention {
+    fn take_step(&mut self, mut qkv: [Tensor<4>; 3], mut place: Place<'_>) -> Attention {
         let dtype = qkv[0].dtype();
+        if self.layout.config().rotates_keys()
+            && let Some(rotary) = place.rotary.take()
+        {
+            // Keys are rotated after they are turned, so that no kernel can do it.
+            let position = place.position.clone().unwrap_or_else(|| {
+                let len = TensorData::new(vec![self.len() as i32], [1]);
+                Tensor::from_data(len, (&qkv[0].device(), DType::I32))
+            });
+            let [query, key, value] = qkv;
+            qkv = [rotary.turned(query, &position), rotary.turned(key, &position), value];
+            qkv[2] = functions::floats(qkv[2].clone());
+        }
         let (qkv, len) = (self.stored(qkv), self.len());
         let attention = self.state.step(qkv, place, self.layout, len, self.options);
         attention.rotated(self.layout.config()).with_dtype(dtype)

@@ -62,10 +62,8 @@ impl KvCache {
             fixed.extend(self.rows(split..sinks.min(self.len()), &place));
         }
         let quantized = sinks + count;
-        if let (Some(spec), true) = (place.spec, split.max(sinks) < quantized) {
-            let tokens = split.max(sinks) - sinks..count;
-            let packed = self.state.packed(&self.layout, side, spec, tokens);
-            fixed.extend(packed.map(|packed| packed.dequantize()));
+        if split.max(sinks) < quantized {
+            fixed.extend(self.restore(side, split.max(sinks) - sinks..count));
         }
         // Parts in float now, quantized to later rows.
         let start = split.max(quantized).min(self.len());

@@ -16,15 +16,16 @@ impl KvCache {
     /// Forgets all tokens of one sequence but the first `len`: speculative decoding takes back the tokens that
     /// were drafted and not accepted.
     ///
-    /// A key that is quantized cannot be in float again, so a sequence goes back no further than
-    /// [`shortest`](Self::shortest). Values are quantized one by one, and those that have been since `len`
-    /// remain what they were restored to: that form, rounded to the float type, is written back into the float
-    /// rows where a sequence of `len` tokens has them (rotated in a cache that rotates values). The state is
-    /// again what a cache holds after `len` tokens, if these had those values from the start. When they leave the
+    /// Keys that are quantized in groups of tokens cannot be in float again, so a sequence goes back no further than
+    /// [`shortest`](Self::shortest). Values, and keys in other formats, are quantized one by one, and those that have
+    /// been since `len` remain what they were restored to: that form, rounded to the float type, is written back into
+    /// the float rows where a sequence of `len` tokens has them (rotated in a cache that rotates values). The state is
+    /// again what a cache holds after `len` tokens, if these had those rows from the start. When they leave the
     /// window again they are quantized again, which gives the codes they had: the numbers that a group of codes
     /// stands for have the group's minimum and, where it has its greatest code, its scale. Only groups far from
     /// 0 for their range, by more than 1500 steps of their codes, and of rows of 16 bits, whose rounding may
-    /// move a scale by its last bit, are quantized from what was written back as any other number is.
+    /// move a scale by its last bit, are quantized from what was written back as any other number is. Where scales are
+    /// powers of two, a block may get the next one, and other codes for the same numbers.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not have, and for
@@ -46,13 +47,13 @@ impl KvCache {
             );
             return Err(invalid("len", len, rule));
         }
-        self.restore_values(sequence, len);
+        Side::BOTH.into_iter().for_each(|side| self.restore_rows(side, sequence, len));
         self.lens[sequence] = len;
         Ok(())
     }
 
     /// The fewest tokens that [`truncate`](Self::truncate) can cut a sequence back to: the length at which its
-    /// last keys were quantized, or 0 where none are; all tokens, where a window has hidden some.
+    /// last group of keys was quantized, or 0 where there is none; all tokens, where a window has hidden some.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not have.
@@ -65,8 +66,9 @@ impl KvCache {
     /// The fewest tokens of which as many keys are quantized as of `now`.
     fn shortest_by_keys(&self, now: usize) -> usize {
         let schedule = self.layout.schedule();
+        let in_groups = self.layout.sides().keys.spec.is_some_and(|spec| spec.granule() > 1);
         match schedule.counts(now).keys {
-            0 => 0,
+            keys if keys == 0 || !in_groups => 0,
             keys => schedule.sink_tokens + schedule.lag() + schedule.sides.keys.keep + keys,
         }
     }
@@ -78,12 +80,14 @@ impl KvCache {
         if schedule.begin(now) > schedule.sink_tokens { now } else { 0 }
     }
 
-    /// Writes the values of one sequence that are quantized now, and would be in float if it held `len`
-    /// tokens, back into their float rows.
-    fn restore_values(&mut self, sequence: usize, len: usize) {
-        let (schedule, side) = (self.layout.schedule(), Side::Values);
+    /// Writes the rows of a side of one sequence that are quantized now, and would be in float if it held `len`
+    /// tokens, back into their float rows, where each token is quantized by itself.
+    fn restore_rows(&mut self, side: Side, sequence: usize, len: usize) {
+        let schedule = self.layout.schedule();
         let place = self.layout.sides()[side];
-        let Some(spec) = place.spec else { return };
+        if place.spec.is_none_or(|spec| spec.granule() > 1) {
+            return;
+        }
         let sinks = schedule.sink_tokens;
         let (then, now) = (schedule.counts(len)[side], schedule.counts(self.lens[sequence])[side]);
         // Those that the shorter sequence does not have at all are forgotten.
@@ -92,9 +96,9 @@ impl KvCache {
             return;
         }
         let float = self.layout.config().float;
-        let packed = self.state.packed(&self.layout, side, spec, tokens.clone());
-        let Some(packed) = packed.map(|packed| packed.sequence(sequence)) else { return };
-        let rows = store(packed.dequantize(), float).cast(float.dtype());
+        let restored = self.restore(side, tokens.clone());
+        let Some(rows) = restored.map(|rows| rows.narrow(0, sequence, 1)) else { return };
+        let rows = store(rows, float).cast(float.dtype());
         for run in place.runs(sinks + tokens.start..sinks + tokens.end) {
             let from = run.start - sinks - tokens.start;
             let part = rows.clone().narrow(2, from, run.len());

@@ -2,32 +2,36 @@
 
 use cubecl::prelude::*;
 
-/// A [`PackedFormat`](super::PackedFormat) in kernels. `scale` and `offset` are the two numbers that a format
-/// takes out of a group's parameter word.
+use super::{
+    PackedFormat, QuantSpec,
+    affine::Affine,
+    blocks::{E2m1Blocks, E4m3Blocks, Mxfp4},
+    float8::{E4m3, E5m2},
+    int8::Int8,
+    minifloat,
+};
+
+/// A [`PackedFormat`] in kernels: what codes stand for is `value(code) * scale + offset`.
 #[cube]
-pub(crate) trait PackedInKernels: Send + Sync + 'static {
-    /// Whether [`restore`](Self::restore) is `code * scale + offset`: attention then multiplies the query, or
-    /// the weights, with scale and offset once per group. Otherwise it restores each code.
-    const LINEAR: bool;
+pub(crate) trait PackedInKernels {
+    /// Parameter of a group whose extremes, limited by [`limited`], are `min` and `max`. In a group of nothing but
+    /// NaN no number was found: its minimum is then above its maximum, and both count as 0.
+    fn parameter(min: f32, max: f32, #[comptime] n_bits: u32) -> u32;
 
-    /// Parameter word of a group whose saturated extremes are `min` and `max`. In a group of nothing but NaN
-    /// no number was found: its minimum is then above its maximum, and both count as 0.
-    fn parameters(min: f32, max: f32, #[comptime] n_bits: u32) -> u32;
+    /// Scale in a parameter.
+    fn scale(parameter: u32) -> f32;
 
-    /// Scale in a parameter word.
-    fn scale(parameters: u32) -> f32;
-
-    /// Offset in a parameter word.
-    fn offset(parameters: u32) -> f32;
+    /// Offset in a parameter, 0 where there is none.
+    fn offset(parameter: u32) -> f32;
 
     /// Code of `x`; 0 if it is NaN.
     fn encode(x: f32, scale: f32, offset: f32, #[comptime] n_bits: u32) -> u32;
 
-    /// What a code restores to.
-    fn restore(code: u32, scale: f32, offset: f32) -> f32;
+    /// What a code stands for, before scale and offset.
+    fn value(code: u32) -> f32;
 
     /// Adds to the gradient of a fake-quantized group, whose elements are `stride` apart from `base` on, what
-    /// passes through its parameters: [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
+    /// passes through its parameter: [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
     fn add_scale_gradient(
         data: &[f32],
         grad: &mut [f32],
@@ -38,20 +42,106 @@ pub(crate) trait PackedInKernels: Send + Sync + 'static {
     );
 }
 
-/// `$body` with `$F` as the [`PackedInKernels`] of a [`PackedFormat`](super::PackedFormat).
-macro_rules! with_format {
-    ($format:expr, $F:ident => $body:expr) => {
-        match $format {
-            $crate::formats::PackedFormat::Affine => {
-                type $F = $crate::formats::cube::Affine;
-                $body
+/// The functions of [`PackedInKernels`], for the format of a [`QuantSpec`].
+macro_rules! dispatch {
+    ($($Format:ident),+ $(,)?) => {
+        /// [`PackedInKernels::parameter`].
+        #[cube]
+        pub(crate) fn parameter(min: f32, max: f32, #[comptime] spec: QuantSpec) -> u32 {
+            match comptime!(spec.format) {
+                $(PackedFormat::$Format => $Format::parameter(min, max, spec.n_bits),)+
+            }
+        }
+
+        /// [`PackedInKernels::scale`].
+        #[cube]
+        pub(crate) fn scale(parameter: u32, #[comptime] spec: QuantSpec) -> f32 {
+            match comptime!(spec.format) {
+                $(PackedFormat::$Format => $Format::scale(parameter),)+
+            }
+        }
+
+        /// [`PackedInKernels::offset`].
+        #[cube]
+        pub(crate) fn offset(parameter: u32, #[comptime] spec: QuantSpec) -> f32 {
+            match comptime!(spec.format) {
+                $(PackedFormat::$Format => $Format::offset(parameter),)+
+            }
+        }
+
+        /// [`PackedInKernels::encode`].
+        #[cube]
+        pub(crate) fn encode(
+            x: f32,
+            scale: f32,
+            offset: f32,
+            #[comptime] spec: QuantSpec,
+        ) -> u32 {
+            match comptime!(spec.format) {
+                $(PackedFormat::$Format => $Format::encode(x, scale, offset, spec.n_bits),)+
+            }
+        }
+
+        /// [`PackedInKernels::value`].
+        #[cube]
+        pub(crate) fn value(code: u32, #[comptime] spec: QuantSpec) -> f32 {
+            match comptime!(spec.format) {
+                $(PackedFormat::$Format => $Format::value(code),)+
+            }
+        }
+
+        /// [`PackedInKernels::add_scale_gradient`].
+        #[cube]
+        pub(crate) fn add_scale_gradient(
+            data: &[f32],
+            grad: &mut [f32],
+            base: usize,
+            stride: usize,
+            #[comptime] spec: QuantSpec,
+        ) {
+            match comptime!(spec.format) {
+                $(PackedFormat::$Format => $Format::add_scale_gradient(
+                    data,
+                    grad,
+                    base,
+                    stride,
+                    spec.group_size,
+                    spec.n_bits,
+                ),)+
             }
         }
     };
 }
 
-pub(crate) use super::affine::Affine;
-pub(crate) use with_format;
+dispatch!(Affine, Int8, E4m3, E5m2, E4m3Blocks, E2m1Blocks, Mxfp4);
+
+/// What code `index` of a word stands for, before scale and offset. Codes of floats are those of finite numbers, as all
+/// that are stored.
+#[cube]
+pub(crate) fn element(word: u32, #[comptime] index: usize, #[comptime] spec: QuantSpec) -> f32 {
+    let float = comptime!(spec.format.float());
+    #[comptime]
+    match float {
+        Some(float) => minifloat::element(word, index, float),
+        None => value(code_at(word, index, spec.n_bits), spec),
+    }
+}
+
+/// What a code restores to.
+#[cube]
+pub(crate) fn restore(code: u32, scale: f32, offset: f32, #[comptime] spec: QuantSpec) -> f32 {
+    let value = value(code, spec);
+    if comptime!(spec.format.has_offset()) { value * scale + offset } else { value * scale }
+}
+
+/// `x`, at most as large as the format takes it: infinities are finite then. NaN stays NaN, which `clamp` does not
+/// promise.
+#[cube]
+pub(crate) fn limited(x: f32, #[comptime] spec: QuantSpec) -> f32 {
+    let high = f32::new(comptime!(spec.format.limit()));
+    let low = f32::new(comptime!(-spec.format.limit()));
+    select(x > high, high, select(x < low, low, x))
+}
 
 /// Largest finite f16; inputs saturate here because parameters are f16.
 pub(crate) const F16_MAX: f32 = 65504.0;

@@ -2,8 +2,11 @@
 
 use core::ops::Range;
 
-use super::{PackedFormat, QuantSpec};
-use crate::simd::{add_rows, score_rows};
+use super::PackedFormat;
+use crate::{
+    layout::PackedPlace,
+    simd::{add_rows, score_rows},
+};
 
 /// Tokens that are restored together, few enough for their rows to stay in the L1 cache.
 pub(crate) const TILE: usize = 32;
@@ -15,7 +18,7 @@ pub(crate) const SCRATCH_ROWS: usize = 8;
 pub(crate) struct PackedRun<'a> {
     /// The words of all packed tokens.
     pub(crate) words: &'a [u32],
-    pub(crate) spec: QuantSpec,
+    pub(crate) place: PackedPlace,
     /// Which of them, from the first of a granule on.
     pub(crate) tokens: Range<usize>,
     /// Tokens that are not packed before them, of those that were asked for.
@@ -24,28 +27,23 @@ pub(crate) struct PackedRun<'a> {
 
 impl PackedRun<'_> {
     /// [`PackedOnCpu::score`] over restored keys.
-    pub(crate) fn score_restored(
-        &self,
-        query: &[f32],
-        scores: &mut [f32],
-        n: usize,
-        head_dim: usize,
-    ) {
-        self.restored_tiles(head_dim, |first, rows| {
-            score_rows(query, rows, &mut scores[first..], n, head_dim);
+    pub(crate) fn score_restored(&self, query: &[f32], scores: &mut [f32], n: usize) {
+        self.restored_tiles(|first, rows| {
+            score_rows(query, rows, &mut scores[first..], n, self.place.head_dim);
         });
     }
 
     /// [`PackedOnCpu::add`] over restored values.
-    pub(crate) fn add_restored(&self, weights: &[f32], n: usize, o: &mut [f32], head_dim: usize) {
-        self.restored_tiles(head_dim, |first, rows| {
-            add_rows(&weights[first..], n, rows, o, head_dim);
+    pub(crate) fn add_restored(&self, weights: &[f32], n: usize, o: &mut [f32]) {
+        self.restored_tiles(|first, rows| {
+            add_rows(&weights[first..], n, rows, o, self.place.head_dim);
         });
     }
 
     /// Calls `visit` with the restored rows of some tokens after the other, and how many came before.
-    pub(crate) fn restored_tiles(&self, head_dim: usize, mut visit: impl FnMut(usize, &[f32])) {
-        let Self { spec, ref tokens, .. } = *self;
+    pub(crate) fn restored_tiles(&self, mut visit: impl FnMut(usize, &[f32])) {
+        let Self { ref place, ref tokens, .. } = *self;
+        let PackedPlace { spec, head_dim, .. } = *place;
         // Whole granules, although fewer tokens may be asked for.
         let granule = spec.granule();
         let step = granule.max(TILE / granule * granule);
@@ -53,9 +51,7 @@ impl PackedRun<'_> {
         for token in tokens.clone().step_by(step) {
             let count = step.min(tokens.end - token);
             let whole = count.next_multiple_of(granule);
-            let start = spec.words(token, head_dim);
-            let words = &self.words[start..start + spec.words(whole, head_dim)];
-            spec.format.on_cpu().restore(words, &mut tile[..whole * head_dim], head_dim, &spec);
+            spec.format.on_cpu().restore(self.words, token, &mut tile[..whole * head_dim], place);
             visit(token - tokens.start, &tile[..count * head_dim]);
         }
     }
@@ -63,21 +59,15 @@ impl PackedRun<'_> {
 
 /// A [`PackedFormat`] on the CPU.
 pub(crate) trait PackedOnCpu: Sync {
-    /// Quantizes `rows`, `[tokens, head_dim]` of whole granules, into their words.
-    fn quantize(&self, rows: &[f32], words: &mut [u32], head_dim: usize, spec: &QuantSpec);
+    /// Quantizes `rows`, `[tokens, head_dim]` of whole granules, into the words of a slice, from token `first` on.
+    fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedPlace);
 
-    /// Restores whole granules of `rows`, `[tokens, head_dim]`, from their words.
-    fn restore(&self, words: &[u32], rows: &mut [f32], head_dim: usize, spec: &QuantSpec);
+    /// Restores whole granules of `rows`, `[tokens, head_dim]`, from the words of a slice, from token `first` on.
+    fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedPlace);
 
     /// Turns `grad`, the gradient of fake-quantized rows, into that of `rows`, by adding what passes through
     /// the parameters: [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
-    fn add_scale_gradients(
-        &self,
-        rows: &[f32],
-        grad: &mut [f32],
-        head_dim: usize,
-        spec: &QuantSpec,
-    );
+    fn add_scale_gradients(&self, rows: &[f32], grad: &mut [f32], place: &PackedPlace);
 
     /// `scores[r * n + t] = query_r . key_t`, by default over restored keys.
     fn score(
@@ -86,22 +76,14 @@ pub(crate) trait PackedOnCpu: Sync {
         query: &[f32],
         scores: &mut [f32],
         n: usize,
-        head_dim: usize,
         _scratch: &mut [f32],
     ) {
-        keys.score_restored(query, scores, n, head_dim);
+        keys.score_restored(query, scores, n);
     }
 
     /// `o_r += sum_t weights[r * n + t] * value_t`, by default over restored values.
-    fn add(
-        &self,
-        values: &PackedRun<'_>,
-        weights: &[f32],
-        n: usize,
-        o: &mut [f32],
-        head_dim: usize,
-    ) {
-        values.add_restored(weights, n, o, head_dim);
+    fn add(&self, values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {
+        values.add_restored(weights, n, o);
     }
 }
 
@@ -109,6 +91,12 @@ impl PackedFormat {
     pub(crate) fn on_cpu(self) -> &'static dyn PackedOnCpu {
         match self {
             Self::Affine => &super::affine::Affine,
+            Self::Int8 => &super::int8::Int8,
+            Self::E4m3 => &super::float8::E4m3,
+            Self::E5m2 => &super::float8::E5m2,
+            Self::E4m3Blocks => &super::blocks::E4m3Blocks,
+            Self::E2m1Blocks => &super::blocks::E2m1Blocks,
+            Self::Mxfp4 => &super::blocks::Mxfp4,
         }
     }
 }

@@ -1,10 +1,11 @@
 //! The formats that tokens are stored in, a folder each: floats ([`CacheFloat`]) while they are recent, groups of
-//! codes ([`PackedFormat`]) afterwards.
+//! codes ([`PackedFormat`]) afterwards. How a side of a cache uses one is a [`SideFormat`].
 //!
 //! Whatever the format, sums and scores are f32.
 
 mod affine;
 mod bf16;
+mod blocks;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
 mod f16;
@@ -12,7 +13,13 @@ mod f32;
 #[cfg(feature = "flex")]
 pub(crate) mod flex;
 mod float;
+mod float8;
+mod int8;
+mod minifloat;
 mod packed;
+mod scaled;
+mod side;
 
 pub use float::CacheFloat;
 pub use packed::{Bits, Granularity, PackedFormat, QuantSpec};
+pub use side::SideFormat;

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::minifloat::Minifloat;
 use crate::{Error, Result, error::invalid};
 
 /// Bits per stored element of one side (keys or values) of a cache.
@@ -55,7 +56,7 @@ impl TryFrom<u8> for Bits {
     }
 }
 
-/// The formats of packed tokens: what the codes of a group and its parameter word say.
+/// The formats of packed tokens: what the codes of a group and its parameter say.
 ///
 /// How groups lie in tensors and words is the same for all ([`QuantSpec`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -63,14 +64,77 @@ impl TryFrom<u8> for Bits {
 pub enum PackedFormat {
     /// `code * scale + min`, with scale and minimum in f16.
     Affine,
+    /// `code * scale`, signed codes of 8 bits from -127 to 127, scale in f16.
+    Int8,
+    /// Floats of 8 bits with 4 of exponent and 3 of mantissa, scale in f16.
+    E4m3,
+    /// Floats of 8 bits with 5 of exponent and 2 of mantissa, scale in f16.
+    E5m2,
+    /// E4M3 with the smallest power of two as scale that keeps all numbers.
+    E4m3Blocks,
+    /// Floats of 4 bits with 2 of exponent and 1 of mantissa, and the smallest power of two as scale that keeps all
+    /// numbers.
+    E2m1Blocks,
+    /// The same floats, with OCP's power of two, beyond which numbers saturate.
+    Mxfp4,
 }
 
-/// Which axis shares one scale and minimum.
+/// What is fixed in a format of packed tokens.
+pub(super) struct PackedAbout {
+    /// Bits of the parameter of a group.
+    pub(super) parameter_bits: usize,
+    /// The largest number that a code stands for, before its scale; `None` where code 0 does not stand for 0.
+    pub(super) largest: Option<f32>,
+    /// Numbers beyond it, infinite ones too, count as it, so that what is restored is finite.
+    pub(super) limit: f32,
+    /// What codes are, if they are floats.
+    pub(super) float: Option<Minifloat>,
+}
+
+impl PackedFormat {
+    const fn about(self) -> &'static PackedAbout {
+        match self {
+            Self::Affine => &super::affine::ABOUT,
+            Self::Int8 => &super::int8::ABOUT,
+            Self::E4m3 => &super::float8::ABOUT_E4M3,
+            Self::E5m2 => &super::float8::ABOUT_E5M2,
+            Self::E4m3Blocks => &super::blocks::ABOUT_E4M3,
+            Self::E2m1Blocks | Self::Mxfp4 => &super::blocks::ABOUT_E2M1,
+        }
+    }
+
+    /// Bits of the parameter of a group.
+    pub const fn parameter_bits(self) -> usize {
+        self.about().parameter_bits
+    }
+
+    /// Whether code 0 stands for another number than 0.
+    pub const fn has_offset(self) -> bool {
+        self.largest().is_none()
+    }
+
+    /// The largest number that a code stands for, before its scale; `None` where code 0 does not stand for 0.
+    pub const fn largest(self) -> Option<f32> {
+        self.about().largest
+    }
+
+    /// Numbers beyond it, infinite ones too, count as it, so that what is restored is finite.
+    pub const fn limit(self) -> f32 {
+        self.about().limit
+    }
+
+    /// What codes are, if they are floats.
+    pub(super) const fn float(self) -> Option<Minifloat> {
+        self.about().float
+    }
+}
+
+/// Which axis shares one parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Granularity {
     /// Groups of consecutive tokens within one channel: the keys of KIVI.
     PerChannel,
-    /// Groups of consecutive channels within one token: the values of KIVI.
+    /// Groups of consecutive channels within one token, or all of them: the values of KIVI.
     PerToken,
 }
 
@@ -80,6 +144,10 @@ pub enum Granularity {
 /// A granule has [`groups`](Self::groups) groups: first come the code words of all of them, then one
 /// parameter word for each. The words of a group are next to one another per token; per channel, those of
 /// neighboring channels are, so that word `j` of a group is `head_dim` words after word `j - 1`.
+///
+/// Tokens quantized per token whose [parameters](PackedFormat::parameter_bits) are narrower than a word have them
+/// [behind](Self::packs_parameters) the code words of all tokens of a slice, where those of neighboring groups and
+/// tokens share words, least significant bits first. A word of parameters may then belong to several tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct QuantSpec {
     /// What codes and parameters mean.
@@ -120,12 +188,28 @@ impl QuantSpec {
         (1 << self.n_bits) - 1
     }
 
-    /// Words of one group: its codes and its parameters.
-    pub const fn words_per_group(&self) -> usize {
-        self.group_size / self.codes_per_word() + 1
+    /// Words of codes of one group.
+    pub const fn code_words(&self) -> usize {
+        self.group_size / self.codes_per_word()
     }
 
-    /// Tokens that are packed together: a group of them per channel, one per token.
+    /// Words of one group whose parameter is a word of its own: its codes and its parameter.
+    pub const fn words_per_group(&self) -> usize {
+        self.code_words() + 1
+    }
+
+    /// Whether a code is at an end of the range: of the largest magnitude, or the lowest or highest of affine ones. Each
+    /// group that is not constant has one; more are numbers that saturate or are as large.
+    pub const fn is_extreme(&self, code: u32) -> bool {
+        match self.format.float() {
+            Some(float) => code & (float.sign - 1) == float.first_special - 1,
+            None if self.format.has_offset() => code == 0 || code == self.max_code(),
+            // Two's complement of 127 and -127.
+            None => code == self.max_code() / 2 || code == self.max_code() / 2 + 2,
+        }
+    }
+
+    /// Tokens that are quantized together: a group of them per channel, one per token.
     pub const fn granule(&self) -> usize {
         match self.granularity {
             Granularity::PerChannel => self.group_size,
@@ -141,8 +225,35 @@ impl QuantSpec {
         }
     }
 
+    /// Whether parameters share words, behind the codes of all tokens of a slice.
+    pub const fn packs_parameters(&self) -> bool {
+        matches!(self.granularity, Granularity::PerToken) && self.format.parameter_bits() < 32
+    }
+
+    /// Tokens at whose multiples packed tokens may be cut: no word belongs to tokens of both sides.
+    pub const fn cut(&self, head_dim: usize) -> usize {
+        if !self.packs_parameters() {
+            return self.granule();
+        }
+        // The fewest tokens whose parameters fill whole words.
+        let mut tokens = 1;
+        while !(tokens * self.groups(head_dim) * self.format.parameter_bits()).is_multiple_of(32) {
+            tokens *= 2;
+        }
+        tokens
+    }
+
     /// Words of one (batch, head) slice of `tokens x head_dim` elements.
     pub const fn words(&self, tokens: usize, head_dim: usize) -> usize {
-        tokens * head_dim / self.group_size * self.words_per_group()
+        let groups = tokens * head_dim / self.group_size;
+        match self.packs_parameters() {
+            true => groups * self.code_words() + self.parameter_words(tokens, head_dim),
+            false => groups * self.words_per_group(),
+        }
+    }
+
+    /// Words of the parameters of so many tokens, where these [share](Self::packs_parameters) words.
+    pub const fn parameter_words(&self, tokens: usize, head_dim: usize) -> usize {
+        (tokens * self.groups(head_dim) * self.format.parameter_bits()).div_ceil(32)
     }
 }

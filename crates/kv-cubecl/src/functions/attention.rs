@@ -114,8 +114,9 @@ fn attend_parallel(
     debug_check_finite("streaming_attention", "value", &value)?;
     let dtype = query.dtype();
     // What is changed after attention is rounded to a narrow type once, at the end.
-    let changed = config.rotates_values() || sink_logits.is_some();
+    let changed = config.rotates_values() || config.rotates_keys() || sink_logits.is_some();
     let query = if changed { floats(query) } else { query };
+    let [query, key] = rotated_keys([query, key], config);
     let value = rotated(value, config);
     let attend = Attend { layout: &layout, fake_quant, options, sink_logits };
     let attention = attend.closed_form(query, key, value);
@@ -127,6 +128,18 @@ pub(crate) fn rotated(value: Tensor<4>, config: &KvCacheConfig) -> Tensor<4> {
     match config.rotates_values() {
         true => turned(value),
         false => value,
+    }
+}
+
+/// Queries and keys as a cache of this configuration stores keys, but for rounding: rotated, if it rotates them, which
+/// leaves their products as they are.
+pub(crate) fn rotated_keys(
+    query_and_key: [Tensor<4>; 2],
+    config: &KvCacheConfig,
+) -> [Tensor<4>; 2] {
+    match config.rotates_keys() {
+        true => query_and_key.map(turned),
+        false => query_and_key,
     }
 }
 

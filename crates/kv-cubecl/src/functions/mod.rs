@@ -2,11 +2,17 @@
 //! and parts of them that the cache uses.
 
 mod attention;
+mod frames;
 mod quantize;
 
-pub(crate) use attention::{Attend, check_qkv, floats, rotated, store, stream};
+pub(crate) use attention::{Attend, check_qkv, floats, rotated, rotated_keys, store, stream};
 pub use attention::{
     rotate, streaming_attention, streaming_attention_with, streaming_attention_with_sinks,
 };
+pub(crate) use frames::attend_frame;
+pub use frames::frame_attention;
 pub(crate) use quantize::fake_quantize_from;
-pub use quantize::{Logical, Packed, ensure_finite, fake_quantize, fake_quantize_with, quantize};
+pub use quantize::{
+    Logical, Packed, ensure_finite, fake_quantize, fake_quantize_side, fake_quantize_with,
+    quantize, quantize_side,
+};

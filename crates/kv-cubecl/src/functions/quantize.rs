@@ -4,7 +4,12 @@ use burn::{
 };
 use half::f16;
 
-use crate::{Bits, Error, Granularity, KvCacheOps, Result, SteGradient, layout::QuantSpec, shapes};
+use crate::{
+    Bits, Error, Granularity, KvCacheOps, Result, Side, SideFormat, SteGradient,
+    error::invalid,
+    layout::{PackedPlace, QuantSpec},
+    shapes,
+};
 
 /// A quantized tensor: codes and parameters in one u32 buffer, in the layout of
 /// [`crate::layout`].
@@ -12,30 +17,32 @@ use crate::{Bits, Error, Granularity, KvCacheOps, Result, SteGradient, layout::Q
 pub struct Packed {
     words: Tensor<4, Int>,
     spec: QuantSpec,
+    /// Of the tensor that it restores to.
+    shape: [usize; 4],
 }
 
 /// A quantized tensor on the host in a plain form: codes, scales and minima in separate lists.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Logical {
     /// Code words, least significant bits first, consecutive elements of the grouped axis in one
     /// word: `[batch, n_kv_heads, tokens / codes_per_word, head_dim]` per channel,
     /// `[batch, n_kv_heads, tokens, head_dim / codes_per_word]` per token.
     pub codes: Vec<u32>,
     /// One f16 scale per group, `[batch, n_kv_heads, groups, head_dim]` per channel,
-    /// `[batch, n_kv_heads, tokens, groups]` per token.
+    /// `[batch, n_kv_heads, tokens, groups]` per token. Where scales are powers of two it is empty.
     pub scale: Vec<f16>,
-    /// One f16 minimum per group, shaped like `scale`.
+    /// One f16 minimum per group, shaped like `scale`; empty in formats that have none.
     pub min: Vec<f16>,
+    /// Where scales are powers of two, their exponents and 127, one per group, shaped as `scale` would be; otherwise
+    /// empty.
+    pub exponents: Vec<u8>,
 }
 
 impl Packed {
-    pub(crate) fn new(words: Tensor<4, Int>, spec: QuantSpec) -> Self {
-        Self { words, spec }
-    }
-
-    /// One sequence of the batch.
-    pub(crate) fn sequence(self, sequence: usize) -> Self {
-        Self { words: self.words.narrow(0, sequence, 1), ..self }
+    /// `words` of a tensor of this shape.
+    pub(crate) fn new(words: Tensor<4, Int>, spec: QuantSpec, shape: [usize; 4]) -> Self {
+        debug_assert_eq!(words.dims(), shapes::packed(shape, &spec));
+        Self { words, spec, shape }
     }
 
     /// How it was quantized.
@@ -45,24 +52,30 @@ impl Packed {
 
     /// Shape of the tensor it restores to, `[batch, n_kv_heads, tokens, head_dim]`.
     pub fn shape(&self) -> [usize; 4] {
-        shapes::dequantized(self.words.dims(), &self.spec)
+        self.shape
     }
 
-    /// `code * scale + min`, f32 `[batch, n_kv_heads, tokens, head_dim]`.
+    /// What the codes stand for, as `code * scale + min`, f32 `[batch, n_kv_heads, tokens, head_dim]`.
     pub fn dequantize(&self) -> Tensor<4> {
         let words = self.words.clone().into_dispatch();
-        Tensor::from_dispatch(<Dispatch as KvCacheOps>::dequantize(words, self.spec))
+        Tensor::from_dispatch(<Dispatch as KvCacheOps>::dequantize(words, self.spec, self.shape))
     }
 
     /// Copies codes, scales and minima to the host in their plain order, bit for bit.
     pub fn to_logical(&self) -> Logical {
         let [batch, heads, rows, width] = self.words.dims();
         let words: Vec<u32> = self.words.clone().into_data().iter::<u32>().collect();
-        let per_group = self.spec.words_per_group() - 1;
-        let mut out = Logical { codes: Vec::new(), scale: Vec::new(), min: Vec::new() };
+        let mut out = Logical::default();
+        if self.spec.packs_parameters() {
+            words.chunks_exact(width).for_each(|slice| self.slice_to_logical(slice, &mut out));
+            return out;
+        }
+        let (per_group, has_min) = (self.spec.code_words(), self.spec.format.has_offset());
         let mut params = |words: &[u32]| {
             out.scale.extend(words.iter().map(|&word| f16::from_bits(word as u16)));
-            out.min.extend(words.iter().map(|&word| f16::from_bits((word >> 16) as u16)));
+            if has_min {
+                out.min.extend(words.iter().map(|&word| f16::from_bits((word >> 16) as u16)));
+            }
         };
         match self.spec.granularity {
             Granularity::PerChannel => {
@@ -83,6 +96,23 @@ impl Packed {
         }
         debug_assert_eq!(words.len(), batch * heads * rows * width);
         out
+    }
+
+    /// [`to_logical`](Self::to_logical) of one (batch, head), where parameters share words.
+    fn slice_to_logical(&self, words: &[u32], out: &mut Logical) {
+        let [_, _, tokens, head_dim] = self.shape;
+        let place = PackedPlace { spec: self.spec, head_dim, tokens };
+        out.codes.extend_from_slice(&words[..place.parameters()]);
+        for token in 0..tokens {
+            for group in 0..self.spec.groups(head_dim) {
+                let (word, shift) = place.parameter(token, group);
+                let bits = words[word] >> shift;
+                match self.spec.format.parameter_bits() {
+                    8 => out.exponents.push(bits as u8),
+                    _ => out.scale.push(f16::from_bits(bits as u16)),
+                }
+            }
+        }
     }
 }
 
@@ -107,10 +137,65 @@ pub fn quantize(
     bits: Bits,
     group_size: usize,
 ) -> Result<Packed> {
-    let spec = QuantSpec::new(granularity, bits, group_size)?;
+    quantize_with(input, QuantSpec::new(granularity, bits, group_size)?)
+}
+
+/// Quantizes `input` as a side of a cache in this format does; `group_size` counts where the format
+/// [has such groups](SideFormat::is_grouped). What numbers become is said in the format; infinities saturate, and a
+/// NaN counts for no scale and has code 0.
+///
+/// # Shapes
+/// As [`quantize`].
+///
+/// # Errors
+/// As [`quantize`], and [`Error::InvalidConfig`] for [`SideFormat::Float`] and for a head_dim that the format does not
+/// take.
+pub fn quantize_side(
+    input: Tensor<4>,
+    side: Side,
+    format: SideFormat,
+    group_size: usize,
+) -> Result<Packed> {
+    quantize_with(input.clone(), side_spec(&input, side, format, group_size)?)
+}
+
+/// [`quantize_side`], restored in one pass, with a choice of gradient.
+///
+/// # Shapes
+/// As [`quantize`]; the output has the shape of the input.
+///
+/// # Errors
+/// As [`quantize_side`].
+pub fn fake_quantize_side(
+    input: Tensor<4>,
+    side: Side,
+    format: SideFormat,
+    group_size: usize,
+    gradient: SteGradient,
+) -> Result<Tensor<4>> {
+    let spec = side_spec(&input, side, format, group_size)?;
+    check("fake_quantize", &input, spec)?;
+    Ok(fake_quantize_from(input, spec, 0, gradient))
+}
+
+fn side_spec(
+    input: &Tensor<4>,
+    side: Side,
+    format: SideFormat,
+    group_size: usize,
+) -> Result<QuantSpec> {
+    let [.., head_dim] = input.dims();
+    format.validate(side, head_dim, group_size)?;
+    format
+        .spec(side, head_dim, group_size)
+        .ok_or_else(|| invalid("format", format, "must be one that quantizes, not float"))
+}
+
+fn quantize_with(input: Tensor<4>, spec: QuantSpec) -> Result<Packed> {
     check("quantize", &input, spec)?;
+    let shape = input.dims();
     let words = <Dispatch as KvCacheOps>::quantize(input.into_dispatch(), spec);
-    Ok(Packed::new(Tensor::from_dispatch(words), spec))
+    Ok(Packed::new(Tensor::from_dispatch(words), spec, shape))
 }
 
 /// Quantizes and restores `input` in one pass, with a straight-through gradient: the derivative of
@@ -167,7 +252,7 @@ fn check(op: &'static str, input: &Tensor<4>, spec: QuantSpec) -> Result<()> {
         Granularity::PerChannel => ("tokens", shape[2]),
         Granularity::PerToken => ("head_dim", shape[3]),
     };
-    if !len.is_multiple_of(spec.group_size) || shape.contains(&0) {
+    if spec.group_size == 0 || !len.is_multiple_of(spec.group_size) || shape.contains(&0) {
         return Err(Error::Shape {
             op,
             tensor: "input",

@@ -3,10 +3,7 @@
 
 use cubecl::prelude::*;
 
-use crate::{
-    formats::PackedFormat,
-    layout::{CacheLayout, Schedule, SideLayout, SideSchedule, Sides},
-};
+use crate::layout::{CacheLayout, QuantSpec, Schedule, SideLayout, SideSchedule, Sides};
 
 /// A [`SideSchedule`].
 #[derive(CubeType, CubeLaunch)]
@@ -73,7 +70,40 @@ pub(crate) struct SideArgs {
     /// Packed words of one slice.
     pub(crate) slice_words: usize,
     /// Packed tokens that there is room for.
-    packed_tokens: usize,
+    pub(crate) packed_tokens: usize,
+}
+
+/// Where a parameter is that shares its word with others.
+#[derive(CubeType)]
+pub(crate) struct ParameterPlace {
+    /// The word, counted from the first of its slice.
+    pub(crate) word: usize,
+    /// The lowest bit in it.
+    pub(crate) shift: u32,
+}
+
+/// Where the parameter of group `group` of the token in a slot is, where parameters share words and there is room for
+/// so many tokens: [`PackedPlace::parameter`](crate::layout::PackedPlace::parameter).
+#[cube]
+pub(crate) fn parameter_place(
+    slot: usize,
+    group: usize,
+    tokens: usize,
+    head_dim: usize,
+    #[comptime] spec: QuantSpec,
+) -> ParameterPlace {
+    let per_word = comptime!(32 / spec.format.parameter_bits());
+    let bits = comptime!(spec.format.parameter_bits() as u32);
+    let nth = slot * (head_dim / spec.group_size) + group;
+    let first = tokens * (head_dim / comptime!(spec.codes_per_word()));
+    ParameterPlace { word: first + nth / per_word, shift: (nth % per_word) as u32 * bits }
+}
+
+/// A parameter that shares its word.
+#[cube]
+pub(crate) fn parameter_in(word: u32, shift: u32, #[comptime] spec: QuantSpec) -> u32 {
+    let mask = comptime!(((1u64 << spec.format.parameter_bits()) - 1) as u32);
+    (word >> shift) & mask
 }
 
 impl SideLayout {
@@ -114,15 +144,9 @@ pub(crate) struct CacheArgs {
 }
 
 impl CacheLayout {
-    /// Bits of a code of the keys, and of the values: 0 where they stay in float.
-    pub(crate) fn code_bits(&self) -> [u32; 2] {
-        self.sides().map(|side| side.spec.map_or(0, |spec| spec.n_bits)).into_array()
-    }
-
-    /// The formats of packed keys and values; any where a side stays in float, since nothing is read then.
-    pub(crate) fn formats(&self) -> Sides<PackedFormat> {
-        let format = |side: SideLayout| side.spec.map_or(PackedFormat::Affine, |spec| spec.format);
-        self.sides().map(format)
+    /// How keys and values are quantized, where they are.
+    pub(crate) fn specs(&self) -> Sides<Option<QuantSpec>> {
+        self.sides().map(|side| side.spec)
     }
 
     pub(crate) fn args(&self) -> CacheArgsLaunch {

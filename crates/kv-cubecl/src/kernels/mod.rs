@@ -13,6 +13,12 @@
 //! launch that needs more cubes or wider indices than the device has is an error before it starts
 //! ([`grid`]).
 
+#![allow(
+    clippy::single_match,
+    clippy::collapsible_match,
+    reason = "kernels choose by `match` while they are made; CubeCL knows no `if let` for that"
+)]
+
 pub(crate) mod cache;
 pub(crate) mod chunk_attention;
 #[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]

@@ -7,21 +7,24 @@
 //! - **packed keys**: per group of G tokens `G / codes_per_word` rows of code words and one row of
 //!   parameters, each `head_dim` wide, channels innermost;
 //! - **packed values**: per token `head_dim / codes_per_word` code words, then `head_dim / G`
-//!   parameter words.
-//!
-//! A parameter word is two f16: the scale in the low half, the minimum in the high half.
+//!   parameter words. A parameter word is two f16: the scale in the low half, the minimum in the high half;
+//! - or, in the formats that quantize each token by itself, **packed keys or values**: per token
+//!   `head_dim / codes_per_word` code words; behind those of all tokens the parameters, of 16 bits or 8, of which a
+//!   word has those of several groups or tokens ([`PackedPlace`]).
 
+mod packed;
 mod schedule;
 mod side;
 mod view;
 
+pub use packed::PackedPlace;
 pub use schedule::{QuantizedCounts, Schedule, SideSchedule};
 pub use side::SideLayout;
 pub use view::{RowView, StreamSpec};
 
 use crate::{KvCacheConfig, Result};
 pub use crate::{
-    formats::{Granularity, PackedFormat, QuantSpec},
+    formats::{Granularity, PackedFormat, QuantSpec, SideFormat},
     sides::{Side, Sides},
 };
 
@@ -67,14 +70,33 @@ impl CacheLayout {
     /// # Errors
     /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
     pub fn new(config: &KvCacheConfig, shape: CacheShape) -> Result<Self> {
+        Self::rewritable(config, shape, 0)
+    }
+
+    /// [`new`](Self::new) for a cache that is written `newest` tokens at a time, the last of which may be written
+    /// again: there is room for them beside all that a query sees before them, so that nothing is lost of that.
+    ///
+    /// # Errors
+    /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
+    pub(crate) fn rewritable(
+        config: &KvCacheConfig,
+        shape: CacheShape,
+        newest: usize,
+    ) -> Result<Self> {
         config.validate(shape.head_dim)?;
         for (field, value) in [("batch", shape.batch), ("n_kv_heads", shape.n_kv_heads)] {
             if value == 0 {
                 return Err(crate::error::invalid(field, value, "must be at least 1"));
             }
         }
-        let keys = side(config, shape, Side::Keys, 0);
-        let values = side(config, shape, Side::Values, keys.rows().saturating_mul(keys.head_dim));
+        let mut keys = side(config, shape, newest, Side::Keys, 0);
+        let first_value = keys.rows().saturating_mul(keys.head_dim);
+        let mut values = side(config, shape, newest, Side::Values, first_value);
+        if keys.rows() == 0 && values.rows() == 0 {
+            // Where nothing is ever in float: no tensor of a cache is empty.
+            keys.ring = 1;
+            values.first_element = keys.head_dim;
+        }
         let layout = Self { config: *config, shape, sides: Sides { keys, values } };
         // So that the kernels of every device can index every buffer, with u32 where they have no more; in
         // u128 nothing below overflows.
@@ -185,32 +207,56 @@ impl CacheLayout {
     }
 }
 
-/// Where the tokens of a side are whose float rows begin at `first_element`.
-fn side(config: &KvCacheConfig, shape: CacheShape, side: Side, first_element: usize) -> SideLayout {
+/// Where the tokens of a side are whose float rows begin at `first_element`; `newest` as in
+/// [`CacheLayout::rewritable`].
+fn side(
+    config: &KvCacheConfig,
+    shape: CacheShape,
+    newest: usize,
+    side: Side,
+    first_element: usize,
+) -> SideLayout {
     let KvCacheConfig { capacity, sink_tokens, group_size, window, .. } = *config;
-    let (bits, granularity) = match side {
-        Side::Keys => (config.key_bits, Granularity::PerChannel),
-        Side::Values => (config.value_bits, Granularity::PerToken),
-    };
-    let (format, n_bits) = (PackedFormat::Affine, bits.n_bits());
-    let spec = QuantSpec { format, granularity, n_bits, group_size };
+    let head_dim = shape.head_dim[side];
+    let spec = config.format(side).spec(side, head_dim, group_size);
     let schedule = Schedule::new(config);
     let after_sinks = capacity.saturating_sub(sink_tokens);
     // Of what is in float for good and of what is packed, only the window is kept; its newest tokens are not packed.
-    let seen = window.map_or(after_sinks, |window| after_sinks.min(window));
+    let stored = window.map(|window| window + newest);
+    let seen = stored.map_or(after_sinks, |stored| after_sinks.min(stored));
     let packed = schedule.counts(capacity)[side];
-    let packed_seen = window.map_or(packed, |window| {
-        let packed = window.saturating_sub(schedule.sides[side].keep);
-        packed.next_multiple_of(group_size).max(group_size)
+    let packed_seen = stored.map_or(packed, |stored| {
+        let cut = spec.map_or(1, |spec| spec.cut(head_dim));
+        // What is written in chunks has a ring as long on both sides, so that positions soon repeat.
+        let packed = match newest {
+            0 => stored.saturating_sub(schedule.sides[side].keep),
+            _ => stored,
+        };
+        // Where a side has groups, tokens are read by whole groups of both. Words that tokens share must not be
+        // of both the oldest and the newest, as those of chunks of whole words never are.
+        let shared = match newest > 0 && newest.is_multiple_of(cut) {
+            true => 0,
+            false => spec.map_or(0, |spec| cut - spec.granule()),
+        };
+        let unit = match (config.is_grouped(), newest) {
+            (true, _) => group_size,
+            (false, 0) => cut,
+            (false, newest) if newest.is_multiple_of(cut) => newest,
+            (false, newest) => newest * cut,
+        };
+        (packed + shared).next_multiple_of(unit).max(unit)
     });
-    let slots = schedule.sides[side].slots(schedule.lag());
+    let slots = match newest {
+        0 => schedule.sides[side].slots(schedule.lag()),
+        newest => schedule.sides[side].slots_of_chunks(newest),
+    };
     SideLayout {
-        spec: bits.is_quantized().then_some(spec),
+        spec,
         packed_tokens: packed.min(packed_seen),
         sinks: sink_tokens.min(capacity),
-        ring: if bits.is_quantized() { slots.min(after_sinks) } else { seen },
+        ring: if spec.is_some() { slots.min(after_sinks) } else { seen },
         first_element,
-        head_dim: shape.head_dim[side],
+        head_dim,
     }
 }
 

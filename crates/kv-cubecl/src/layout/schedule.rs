@@ -1,6 +1,6 @@
 //! When tokens are quantized.
 
-use super::Sides;
+use super::{Granularity, Side, Sides};
 use crate::{Flush, KvCacheConfig};
 
 /// When the tokens of one side are quantized: of `n` tokens after the sinks the first
@@ -14,6 +14,17 @@ pub struct SideSchedule {
 }
 
 impl SideSchedule {
+    /// That of a side which is grouped along this axis, or stays in float.
+    const fn new(config: &KvCacheConfig, granularity: Option<Granularity>) -> Self {
+        let length = config.residual_length;
+        match (granularity, config.sliding) {
+            (None, _) => Self::NEVER,
+            (Some(Granularity::PerToken), _) => Self::sliding(length),
+            (Some(Granularity::PerChannel), false) => Self::blocks(length),
+            (Some(Granularity::PerChannel), true) => Self::groups(length, config.group_size),
+        }
+    }
+
     /// All tokens stay in float: no context is as long. Kernels add the sinks to it in u32.
     pub const NEVER: Self = Self { step: 1, keep: 1 << 31 };
 
@@ -28,7 +39,7 @@ impl SideSchedule {
     }
 
     /// The oldest token of a full window of `length` tokens is quantized for every new one: the values of
-    /// KIVI.
+    /// KIVI, and all that is quantized token by token. With a window of 0 that is the new one itself.
     pub const fn sliding(length: usize) -> Self {
         Self { step: 1, keep: length }
     }
@@ -40,6 +51,23 @@ impl SideSchedule {
             1 => self.keep.saturating_add(lag),
             // The token that completes a step is stored like the others, so it has room for the lag, too.
             step => self.keep.saturating_add(step),
+        }
+    }
+
+    /// Slots of the ring that holds the tokens in float of a cache that is written `chunk` tokens at a time, at least
+    /// one, where what was in float before a chunk stays while the chunk is there: whole chunks, so that positions
+    /// soon repeat, and none, if no chunk leaves tokens in float.
+    pub(super) const fn slots_of_chunks(&self, chunk: usize) -> usize {
+        // The greatest common divisor of chunk and step.
+        let (mut divisor, mut rest) = (chunk, self.step);
+        while rest > 0 {
+            (divisor, rest) = (rest, divisor % rest);
+        }
+        // Of n tokens `keep + (n - keep) % step` are in float, and n is a multiple of the chunk.
+        let since = self.step - divisor + (divisor - self.keep % divisor) % divisor;
+        match self.keep.saturating_add(since) {
+            0 => 0,
+            floats => (floats + chunk).next_multiple_of(chunk),
         }
     }
 
@@ -68,16 +96,8 @@ pub struct Schedule {
 impl Schedule {
     /// That of a configuration.
     pub const fn new(config: &KvCacheConfig) -> Self {
-        let length = config.residual_length;
-        let keys = match (config.key_bits.is_quantized(), config.sliding) {
-            (true, false) => SideSchedule::blocks(length),
-            (true, true) => SideSchedule::groups(length, config.group_size),
-            (false, _) => SideSchedule::NEVER,
-        };
-        let values = match config.value_bits.is_quantized() {
-            true => SideSchedule::sliding(length),
-            false => SideSchedule::NEVER,
-        };
+        let keys = SideSchedule::new(config, config.keys.granularity(Side::Keys));
+        let values = SideSchedule::new(config, config.values.granularity(Side::Values));
         let sides = Sides { keys, values };
         let KvCacheConfig { flush, sink_tokens, window, .. } = *config;
         Self { sides, flush, sink_tokens, window }

@@ -1,5 +1,8 @@
 //! How each side of a cache is stored.
 
+use core::ops::Range;
+
+use super::PackedPlace;
 use crate::formats::QuantSpec;
 
 /// Where the tokens of one side of a cache are, per (batch, kv head): its sinks and the tokens of its
@@ -42,9 +45,32 @@ impl SideLayout {
         token % self.packed_tokens
     }
 
+    /// The slots of packed tokens, counted after the sinks: one run, or several where the ring starts again.
+    pub(crate) fn packed_runs(&self, tokens: Range<usize>) -> Vec<Range<usize>> {
+        let (mut runs, mut start) = (Vec::new(), tokens.start);
+        while start < tokens.end {
+            let slot = self.packed_slot(start);
+            let len = (tokens.end - start).min(self.packed_tokens - slot);
+            runs.push(slot..slot + len);
+            start += len;
+        }
+        runs
+    }
+
+    /// Where the words of packed tokens are; `None` if all stay in float.
+    pub fn packed(&self) -> Option<PackedPlace> {
+        let Self { head_dim, packed_tokens: tokens, .. } = *self;
+        self.spec.map(|spec| PackedPlace { spec, head_dim, tokens })
+    }
+
     /// Packed words of one (batch, kv head) slice.
     pub fn slice_words(&self) -> usize {
-        self.packed_words(self.packed_tokens)
+        let words = self.packed_words(self.packed_tokens);
+        // So that rows of codes begin at vectors of four words, in every slice.
+        match self.spec.is_some_and(|spec| spec.packs_parameters()) {
+            true => words.next_multiple_of(4),
+            false => words,
+        }
     }
 
     /// Words of `tokens` packed tokens of one (batch, kv head) slice.

@@ -2,13 +2,14 @@
 
 use super::{
     attention::{RowOptions, attend_row_backward},
+    formats::{row_group, scaled_group_backward},
     quantizer::{F16_MAX, quantize_group},
     rotation::rotate,
     sequence::{token, with_dim},
     stream::{StreamOracle, rotates, stored, to_f64},
     tensor::groups,
 };
-use crate::{Bits, CacheShape, Granularity, KvCacheConfig, Sides, SteGradient};
+use crate::{CacheShape, Granularity, KvCacheConfig, Side, SideFormat, Sides, SteGradient};
 
 /// Gradients of a scalar loss with respect to the inputs of [`stream`](super::stream).
 #[derive(Clone, Debug)]
@@ -100,10 +101,10 @@ pub fn stream_gradients_with(
             }
         });
     }
-    let keys = (key, key_shape, key_hat, (Granularity::PerChannel, config.key_bits));
-    let values = (value, value_shape, value_hat, (Granularity::PerToken, config.value_bits));
+    let keys = (key, key_shape, key_hat, (Side::Keys, config.keys));
+    let values = (value, value_shape, value_hat, (Side::Values, config.values));
     for (to, (input, shape, hat, how)) in [(&mut out.key, keys), (&mut out.value, values)] {
-        let rotates = how.0 == Granularity::PerToken && rotates(config);
+        let rotates = rotates(config, how.0);
         let turned = |x: &[f64]| -> Vec<f64> {
             let rows = x.chunks(shape[3]);
             if rotates { rows.flat_map(rotate).collect() } else { x.to_vec() }
@@ -121,16 +122,21 @@ pub fn stream_gradients_with(
 fn through_quantizer(
     (input, shape): (&[f32], [usize; 4]),
     grad: &[f64],
-    (granularity, bits): (Granularity, Bits),
+    (side, format): (Side, SideFormat),
     config: &KvCacheConfig,
     gradient: SteGradient,
 ) -> Vec<f64> {
     let mut out = grad.to_vec();
-    if gradient == SteGradient::Identity || bits == Bits::Float {
+    if gradient == SteGradient::Identity || format == SideFormat::Float {
         return out;
     }
-    let (sinks, group_size) = (config.sink_tokens, config.group_size);
+    let sinks = config.sink_tokens;
     let [batch, heads, tokens, head_dim] = shape;
+    let in_rows = row_group(format, side == Side::Values, head_dim, config.group_size);
+    let (granularity, group_size) = match in_rows {
+        Some(group) => (Granularity::PerToken, group),
+        None => (Granularity::PerChannel, config.group_size),
+    };
     let after = tokens.saturating_sub(sinks);
     let grouped = match granularity {
         Granularity::PerChannel => after - after % group_size,
@@ -142,7 +148,10 @@ fn through_quantizer(
             let elements: Vec<usize> = elements.into_iter().map(|index| first + index).collect();
             let values: Vec<f32> = elements.iter().map(|&index| input[index]).collect();
             let grads: Vec<f64> = elements.iter().map(|&index| grad[index]).collect();
-            let through = fake_quantize_group_backward(&values, &grads, bits.n_bits());
+            let through = match format.bits() {
+                Some(bits) => fake_quantize_group_backward(&values, &grads, bits.n_bits()),
+                None => scaled_group_backward(&values, &grads, format),
+            };
             elements.iter().zip(through).for_each(|(&index, through)| out[index] = through);
         }
     }

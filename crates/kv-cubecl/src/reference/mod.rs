@@ -1,7 +1,7 @@
 //! The oracle: plain host code that follows the KIVI paper word by word, for tests to compare with.
 //!
 //! Slow and literal on purpose, and independent of everything it checks: the quantizer is one
-//! group at a time in f32 ([`quantize_group`]), attention is one row at a time in f64
+//! group at a time in f32 ([`quantize_group`], [`scaled_group`]), attention is one row at a time in f64
 //! ([`attend_row`]), and the streaming cache is a list of tokens from which a window takes the
 //! oldest ([`StreamOracle`]), not the formulas of [`crate::layout`]. No tensor library.
 //!
@@ -20,6 +20,7 @@
 //! ```
 
 mod attention;
+mod formats;
 mod gradient;
 mod quantizer;
 mod rotation;
@@ -31,6 +32,10 @@ pub use attention::{
     Row, RowGradients, RowOptions, attend_row, attend_row_backward, attend_row_with,
     causal_attention,
 };
+pub use formats::{
+    Numbers, ScaledGroup, fake_quantize_group, numbers, restore_scaled, row_group, scaled_group,
+    scaled_group_backward,
+};
 pub use gradient::{
     StreamGradients, fake_quantize_group_backward, stream_gradients, stream_gradients_with,
 };
@@ -38,4 +43,4 @@ pub use quantizer::{F16_MAX, QuantizedGroup, dequantize_group, quantize_group};
 pub use rotation::rotate;
 pub use sequence::{Streamed, stream};
 pub use stream::{Lane, StreamOracle};
-pub use tensor::{dequantize, fake_quantize, quantize};
+pub use tensor::{dequantize, fake_quantize, fake_quantize_side, quantize, quantize_side};

@@ -4,10 +4,12 @@ use std::collections::VecDeque;
 
 use super::{
     attention::attend_row,
-    quantizer::{dequantize_group, quantize_group},
+    formats::{fake_quantize_group, row_group},
     rotation::rotate,
 };
-use crate::{Bits, CacheFloat, CacheShape, Flush, KvCacheConfig, QuantizedCounts, Sides};
+use crate::{
+    CacheFloat, CacheShape, Flush, KvCacheConfig, QuantizedCounts, Side, SideFormat, Sides,
+};
 
 /// One token of one (batch, kv head).
 #[derive(Clone, Debug)]
@@ -27,7 +29,7 @@ struct Token {
 pub struct Lane {
     tokens: Vec<Token>,
     /// Tokens past the sinks whose key is in float; the window fills up and is flushed as a whole, or by its
-    /// first group if it slides.
+    /// first group if it slides; or it slides as that of values, where each key is quantized by itself.
     key_residual: Vec<usize>,
     /// Tokens past the sinks whose value is in float; the window slides.
     value_residual: VecDeque<usize>,
@@ -35,12 +37,15 @@ pub struct Lane {
 
 impl Lane {
     fn push(&mut self, config: &KvCacheConfig, key: &[f32], value: &[f32]) {
-        let value = if rotates(config) { rotate(value) } else { value.to_vec() };
-        let (key, value) = (stored(key, config.float), stored(&value, config.float));
+        let turned = |row: &[f32], side| {
+            if rotates(config, side) { rotate(row) } else { row.to_vec() }
+        };
+        let (key, value) = (turned(key, Side::Keys), turned(value, Side::Values));
+        let (key, value) = (stored(&key, config.float), stored(&value, config.float));
         let new = self.tokens.len();
         self.tokens.push(Token {
-            seen_key: to_f64(&key),
-            seen_value: seen(&value, config),
+            seen_key: seen(&key, config, Side::Keys),
+            seen_value: seen(&value, config, Side::Values),
             key,
             value,
             key_quantized: false,
@@ -54,31 +59,43 @@ impl Lane {
 
     /// Quantizes what has left the windows.
     fn flush(&mut self, config: &KvCacheConfig) {
-        if config.key_bits != Bits::Float && self.key_residual.len() == config.residual_length {
-            let leaving = if config.sliding { config.group_size } else { config.residual_length };
-            let residual: Vec<usize> = self.key_residual.drain(..leaving).collect();
-            for group in residual.chunks(config.group_size) {
-                self.quantize_keys(group, config.key_bits.n_bits());
+        let head_dim = self.tokens.last().map_or(1, |token| token.key.len());
+        let in_rows = row_group(config.keys, false, head_dim, config.group_size);
+        let window = self.key_residual.len();
+        match in_rows {
+            Some(group) if window > config.residual_length => {
+                let token = &mut self.tokens[self.key_residual.remove(0)];
+                let key = restored(&token.key, config.keys, group);
+                token.seen_key = seen(&key, config, Side::Keys);
+                token.key_quantized = true;
             }
+            None if config.keys != SideFormat::Float && window == config.residual_length => {
+                let leaving =
+                    if config.sliding { config.group_size } else { config.residual_length };
+                let residual: Vec<usize> = self.key_residual.drain(..leaving).collect();
+                for group in residual.chunks(config.group_size) {
+                    self.quantize_keys(group, config.keys);
+                }
+            }
+            _ => {}
         }
-        if config.value_bits != Bits::Float
+        let head_dim = self.tokens.last().map_or(1, |token| token.value.len());
+        if let Some(group) = row_group(config.values, true, head_dim, config.group_size)
             && self.value_residual.len() > config.residual_length
             && let Some(oldest) = self.value_residual.pop_front()
         {
             let token = &mut self.tokens[oldest];
-            let bits = config.value_bits.n_bits();
-            let groups = token.value.chunks(config.group_size);
-            let restored = groups.flat_map(|group| dequantize_group(&quantize_group(group, bits)));
-            token.seen_value = seen(&restored.collect::<Vec<_>>(), config);
+            let value = restored(&token.value, config.values, group);
+            token.seen_value = seen(&value, config, Side::Values);
             token.value_quantized = true;
         }
     }
 
     /// Quantizes the keys of the tokens in `group`, each channel a group of its own.
-    fn quantize_keys(&mut self, group: &[usize], bits: u32) {
+    fn quantize_keys(&mut self, group: &[usize], format: SideFormat) {
         for channel in 0..self.tokens[group[0]].key.len() {
             let column: Vec<f32> = group.iter().map(|&t| self.tokens[t].key[channel]).collect();
-            let restored = dequantize_group(&quantize_group(&column, bits));
+            let restored = fake_quantize_group(&column, format);
             for (&token, restored) in group.iter().zip(restored) {
                 self.tokens[token].seen_key[channel] = f64::from(restored);
             }
@@ -195,12 +212,20 @@ pub(super) fn to_f64(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
 }
 
-/// Whether values are stored rotated.
-pub(super) fn rotates(config: &KvCacheConfig) -> bool {
-    config.rotate_values && config.value_bits != Bits::Float
+/// Whether a side is stored rotated.
+pub(super) fn rotates(config: &KvCacheConfig, side: Side) -> bool {
+    match side {
+        Side::Keys => config.rotate_keys && config.keys != SideFormat::Float,
+        Side::Values => config.rotate_values && config.values != SideFormat::Float,
+    }
 }
 
-/// A stored value as queries see it: turned back, in f64, if it is stored rotated.
-fn seen(value: &[f32], config: &KvCacheConfig) -> Vec<f64> {
-    if rotates(config) { rotate(&to_f64(value)) } else { to_f64(value) }
+/// What a row restores to that is quantized in groups of so many channels.
+fn restored(row: &[f32], format: SideFormat, group: usize) -> Vec<f32> {
+    row.chunks(group).flat_map(|group| fake_quantize_group(group, format)).collect()
+}
+
+/// A stored row as queries see it: turned back, in f64, if it is stored rotated.
+fn seen(row: &[f32], config: &KvCacheConfig, side: Side) -> Vec<f64> {
+    if rotates(config, side) { rotate(&to_f64(row)) } else { to_f64(row) }
 }

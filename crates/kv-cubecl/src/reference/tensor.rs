@@ -1,7 +1,12 @@
 //! The quantizer on whole tensors, packed as [`Logical`].
 
-use super::quantizer::{QuantizedGroup, dequantize_group, quantize_group};
-use crate::{Granularity, Logical};
+use half::f16;
+
+use super::{
+    formats::{fake_quantize_group, has_exponents, row_group, scaled_group},
+    quantizer::{QuantizedGroup, dequantize_group, quantize_group},
+};
+use crate::{Granularity, Logical, Side, SideFormat};
 
 /// The elements of every group, as indices into the tensor; groups are in the order of their
 /// parameters.
@@ -63,11 +68,8 @@ pub fn quantize(
     group_size: usize,
 ) -> Logical {
     assert_eq!(input.len(), shape.iter().product::<usize>(), "input and shape");
-    let mut out = Logical {
-        codes: vec![0; input.len() * n_bits as usize / 32],
-        scale: Vec::new(),
-        min: Vec::new(),
-    };
+    let mut out =
+        Logical { codes: vec![0; input.len() * n_bits as usize / 32], ..Logical::default() };
     for elements in groups(shape, granularity, group_size) {
         let values: Vec<f32> = elements.iter().map(|&index| input[index]).collect();
         let group = quantize_group(&values, n_bits);
@@ -79,6 +81,67 @@ pub fn quantize(
         }
     }
     out
+}
+
+/// Quantizes `input` of `shape` as a side of a cache in this format does.
+pub fn quantize_side(
+    input: &[f32],
+    shape: [usize; 4],
+    side: Side,
+    format: SideFormat,
+    group_size: usize,
+) -> Logical {
+    let (granularity, group_size) = grouping(shape, side, format, group_size);
+    if let Some(bits) = format.bits() {
+        return quantize(input, shape, granularity, bits.n_bits(), group_size);
+    }
+    let n_bits = format.n_bits();
+    let codes = vec![0; input.len() * n_bits as usize / 32];
+    let mut out = Logical { codes, ..Logical::default() };
+    for elements in groups(shape, granularity, group_size) {
+        let values: Vec<f32> = elements.iter().map(|&index| input[index]).collect();
+        let group = scaled_group(&values, format);
+        match has_exponents(format) {
+            true => out.exponents.push(group.parameter as u8),
+            false => out.scale.push(f16::from_bits(group.parameter)),
+        }
+        for (index, code) in elements.into_iter().zip(group.codes) {
+            let (word, shift) = place(index, shape, granularity, n_bits);
+            out.codes[word] |= u32::from(code) << shift;
+        }
+    }
+    out
+}
+
+/// What `input` restores to in [`quantize_side`].
+pub fn fake_quantize_side(
+    input: &[f32],
+    shape: [usize; 4],
+    side: Side,
+    format: SideFormat,
+    group_size: usize,
+) -> Vec<f32> {
+    let (granularity, group_size) = grouping(shape, side, format, group_size);
+    let mut out = vec![0.0; input.len()];
+    for elements in groups(shape, granularity, group_size) {
+        let values: Vec<f32> = elements.iter().map(|&index| input[index]).collect();
+        let restored = fake_quantize_group(&values, format);
+        elements.into_iter().zip(restored).for_each(|(index, x)| out[index] = x);
+    }
+    out
+}
+
+/// Which elements of a side share a parameter, and how many.
+fn grouping(
+    [_, _, _, head_dim]: [usize; 4],
+    side: Side,
+    format: SideFormat,
+    group_size: usize,
+) -> (Granularity, usize) {
+    match row_group(format, side == Side::Values, head_dim, group_size) {
+        Some(group) => (Granularity::PerToken, group),
+        None => (Granularity::PerChannel, group_size),
+    }
 }
 
 /// Restores a tensor of `shape` `[batch, heads, tokens, head_dim]`.

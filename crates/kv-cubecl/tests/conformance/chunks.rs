@@ -1,7 +1,10 @@
 //! How a text is cut into chunks changes nothing.
 
 use burn::tensor::DType;
-use kv_cubecl::{CacheFloat, KvCache, On, Side, Target};
+use kv_cubecl::{
+    CacheFloat, KvCache, On, Side, Target,
+    reference::{quantize_side, rotate},
+};
 
 use crate::common::{
     CLOSE, Host, Rng, Setup, attend, check_properties, chunk_sizes, close, setups, skipped,
@@ -28,14 +31,20 @@ pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
     let sides = cache.layout().sides();
     let floats = Host::of(cache.clone().into_parts().floats.cast(DType::F32));
     for (side, host) in [(Side::Keys, &text.key), (Side::Values, &text.value)] {
-        let (packed, count, spec) = (cache.packed(side), counts[side], sides[side].spec);
+        let (packed, count) = (cache.packed(side), counts[side]);
+        let host = &match text.config.rotates(side) {
+            true => {
+                let data = host.data.chunks(host.shape[3]).flat_map(rotate).collect();
+                Host { data, shape: host.shape }
+            }
+            false => host.clone(),
+        };
         let what = format!("{text:?} {what}: {side}");
         assert_eq!(packed.is_some(), count > 0, "{what}");
-        if let (Some(packed), Some(spec)) = (packed, spec) {
+        if let Some(packed) = packed {
             let host = host.tokens(sinks..sinks + count);
-            let (granularity, n_bits) = (spec.granularity, spec.n_bits);
-            let expected =
-                kv_cubecl::reference::quantize(&host.data, host.shape, granularity, n_bits, group);
+            let format = text.config.format(side);
+            let expected = quantize_side(&host.data, host.shape, side, format, group);
             assert!(packed.to_logical() == expected, "{what}: codes or parameters");
         }
         for token in (0..sinks.min(text.len())).chain(sinks + count..text.len()) {
@@ -153,6 +162,14 @@ fn many_rows_over_packed_history<T: Target>(on: &On<T>) {
         ("k8v8-g4-r4", [1, 1], 90, 20, 17),
         ("k8v4-g32-r32", [3, 1], 171, 128, 7),
         ("k2v4-g64-r64", [2, 1], 200, 256, 6),
+        ("kint8vint8", [3, 1], 333, 64, 13),
+        ("kint8vint8-r7-s3-after", [2, 1], 150, 128, 9),
+        ("kint8vint8", [2, 1], 90, 20, 17),
+        ("k4vint8-g16-r16", [2, 1], 150, 80, 9),
+        ("kint8v16-s2", [1, 1], 120, 96, 10),
+        ("ke4m3ve5m2-s2-after", [3, 1], 301, 64, 9),
+        ("ke4m3bve2m1b", [2, 1], 150, 96, 9),
+        ("kmxfp4vmxfp4-r5", [6, 2], 201, 128, 11),
         ("float-s4", [3, 1], 301, 64, 9),
         ("float", [2, 1], 70, 30, 9),
     ] {

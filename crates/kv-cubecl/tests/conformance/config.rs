@@ -67,6 +67,13 @@ fn names_by_hand() {
         ("float-w9", "float-w9"),
         ("float-w9-s4", "float-s4-w9"),
         ("k16v2-g16", "k16v2-g16"),
+        ("kint8vint8", "kint8vint8"),
+        ("kint8vint8-r0-g32", "kint8vint8"),
+        ("k16vint8-r64-after", "k16vint8-r64-after"),
+        ("ke4m3ve4m3-hadk-hadv", "ke4m3ve4m3-hadv-hadk"),
+        ("ke5m2v4-r128", "ke5m2v4"),
+        ("ke4m3bve2m1b-w100-s4", "ke4m3bve2m1b-s4-w100"),
+        ("kmxfp4v16-bf16", "kmxfp4v16-bf16"),
     ] {
         assert_eq!(name.parse::<KvCacheConfig>().unwrap().to_string(), canonical, "{name}");
     }
@@ -96,6 +103,9 @@ fn bad_names_say_which_part() {
         ("k2v2-f16-f16", "\"f16\""),
         ("k2v2 -g32", "\"k2v2 \""),
         ("k2v2-g３２", "\"g３２\""),
+        ("kint7vint8", "\"int7\""),
+        ("kint8", "\"kint8\""),
+        ("kint8vint8-hadk-hadk", "\"hadk\""),
     ] {
         let error = name.parse::<KvCacheConfig>().expect_err(name);
         let Error::InvalidCacheName { text, why, .. } = &error else { panic!("{name}: {error:?}") };
@@ -179,6 +189,28 @@ fn every_rule_names_field_value_and_itself() {
         assert!(r.contains(rule), "{error}: expected {rule:?}");
         assert_eq!(error.to_string(), format!("{f} {v}: {r}"));
     }
+    for (name, head_dim, expected) in [
+        ("k4v4-hadk", 64, "rotate_keys true: keys as 4 are quantized per channel"),
+        ("kint8vint8-hadk", 96, "rotate_keys true: head_dim 96 of keys is not a power of two"),
+        ("kint8vint8-slide", 64, "sliding true: keys as int8 leave the window one by one"),
+        ("kint8ve4m3-g64", 64, "group_size 64: kint8ve4m3 has no groups of a size to choose"),
+        ("kint8v4-r0", 64, "residual_length 0: must be at least 1"),
+        (
+            "kint8v16",
+            66,
+            "head_dim 66: must be a multiple of the 4 codes in a word for keys as int8",
+        ),
+        (
+            "k16vmxfp4",
+            80,
+            "head_dim 80: must be a multiple of the 32 channels of a block for values",
+        ),
+        ("kint8vint8-r16-w8", 64, "window 8: must be at least residual_length 16"),
+    ] {
+        let config: KvCacheConfig = name.parse().unwrap();
+        let error = config.validate(head_dim).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{name}: {error}");
+    }
     let error = kivi.with_rotate_values(true).validate(96).unwrap_err().to_string();
     assert_eq!(error, "rotate_values true: head_dim 96 of values is not a power of two");
     let shape = CacheShape::new(1, 1, 64);
@@ -229,6 +261,11 @@ fn valid_configurations_are_accepted() {
         ("k2v16", 80),      // only values need groups of channels
         ("k16v2-r100", 64), // only keys need groups of tokens
         ("float-g5-r7", 33),
+        ("kint8vint8", 36),
+        ("kint8vint8-r5-s3-w7", 64),
+        ("k16vint8", 64),
+        ("ke4m3bvmxfp4", 96),
+        ("kint8vint8-hadk-hadv", 64),
     ] {
         let config: KvCacheConfig = name.parse().unwrap();
         assert_eq!(config.validate(head_dim), Ok(()), "{name}");
@@ -347,6 +384,45 @@ fn windows_that_hold_too_little_are_refused() {
         let config: KvCacheConfig = name.parse().unwrap();
         let error = config.validate(64).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
+    }
+}
+
+/// Formats of a number of bits are numbers in files, as ever, and others names.
+#[test]
+fn formats_in_files() {
+    let json = |name: &str| serde_json::to_string(&name.parse::<KvCacheConfig>().unwrap()).unwrap();
+    let old = r#"{"key_bits":4,"value_bits":16,"group_size":32,"residual_length":128,"flush":"before","sink_tokens":0,"capacity":4096,"float":"f32"}"#;
+    assert_eq!(json("k4v16"), old);
+    let new = json("kint8vmxfp4-hadk");
+    assert!(new.starts_with(r#"{"key_bits":"int8","value_bits":"mxfp4","#), "{new}");
+    let read = |text: &str| serde_json::from_str::<KvCacheConfig>(text);
+    for (name, text) in [("k4v16", old), ("kint8vmxfp4-hadk", &new)] {
+        assert_eq!(read(text).unwrap(), name.parse().unwrap());
+    }
+    for wrong in ["3", "\"4\"", "\"int7\"", "null"] {
+        let error = read(&old.replace(":4,\"v", &format!(":{wrong},\"v"))).unwrap_err().to_string();
+        assert!(error.contains("expected 2, 4, 8, or 16 for float, or one of \"int8\""), "{error}");
+    }
+}
+
+/// What is published of bytes: int8 with a scale for each token and head is 1.97 times less than f16 at 128 channels.
+#[test]
+fn bytes_of_formats() {
+    for (name, head_dim, bytes) in [
+        ("kint8vint8", 128, 130),
+        ("kint8vint8", 64, 66),
+        ("ke4m3ve5m2", 128, 130),
+        ("ke4m3bve4m3b", 128, 132),
+        ("kmxfp4ve2m1b", 64, 34),
+    ] {
+        let config = name.parse::<KvCacheConfig>().unwrap().with_capacity(4096);
+        let layout = CacheLayout::new(&config, CacheShape::new(1, 2, head_dim)).unwrap();
+        let memory = layout.memory_bytes();
+        assert_eq!(memory.keys, 2 * 4096 * bytes, "{name}");
+        assert_eq!(memory.values, 2 * 4096 * bytes, "{name}");
+        assert_eq!(layout.bytes_read(4096), 2 * 2 * 4096 * bytes, "{name}");
+        // One row is kept, so that no tensor is empty.
+        assert_eq!(memory.floats, 2 * 4 * head_dim, "{name}");
     }
 }
 

@@ -114,7 +114,7 @@ fn quantizer_files<T: Target>(on: &On<T>) {
         for (side, granularity) in SIDES {
             let input = file.host(side).on(on);
             let packed = quantize(input, granularity, bits, file.number("group_size")).unwrap();
-            let Logical { codes, scale, min } = packed.to_logical();
+            let Logical { codes, scale, min, .. } = packed.to_logical();
             let name = format!("{} {side}", file.name);
             assert!(codes == file.u32s(&format!("{side}_codes")), "{name}: codes");
             assert!(scale == file.f16s(&format!("{side}_scale")), "{name}: scale");

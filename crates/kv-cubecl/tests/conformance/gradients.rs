@@ -161,6 +161,9 @@ fn straight_through_in_every_configuration<T: Target>(on: &On<T>) {
         "k2v2-g16-r16-s200",
         "k2v2-g16-r32-s3-slide",
         "k4v2-g16-r16-s2-hadv",
+        "kint8vint8",
+        "ke4m3ve5m2-s2-after",
+        "kmxfp4ve4m3b-r9-hadk",
         "float",
     ];
     for (seed, name) in names.into_iter().enumerate() {

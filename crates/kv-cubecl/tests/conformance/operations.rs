@@ -47,17 +47,17 @@ impl Sequence {
         (output, counts)
     }
 
-    /// The values of all tokens as the last of them sees them.
-    fn seen_values(&self, config: &KvCacheConfig) -> Vec<Vec<f32>> {
+    /// The keys and values of all tokens as the last of them sees them.
+    fn seen(&self, config: &KvCacheConfig) -> Sequence {
         let mut oracle = StreamOracle::new(config, CacheShape::new(1, N_KV_HEADS, HEAD_DIM));
-        let mut seen = Vec::new();
+        let mut seen = Sequence::default();
         for (t, (key, value)) in self.keys.iter().zip(&self.values).enumerate() {
             oracle.step_with(key, value, |lanes| {
                 if t + 1 == self.keys.len() {
                     let all: Vec<usize> = (0..=t).collect();
-                    let values = lanes[0].values(&all);
-                    let f32s = |value: &&[f64]| value.iter().map(|&x| x as f32).collect();
-                    seen = values.iter().map(f32s).collect();
+                    let f32s = |row: &&[f64]| row.iter().map(|&x| x as f32).collect();
+                    seen.keys = lanes[0].keys(&all).iter().map(f32s).collect();
+                    seen.values = lanes[0].values(&all).iter().map(f32s).collect();
                 }
             });
         }
@@ -173,6 +173,10 @@ impl<T: Target> Run<'_, T> {
             "k4v4-g8-r16-s1-w21-slide",
             "k2v4-g16-r16-s3-w20-after",
             "k16v4-g8-r8-w11-hadv",
+            "kint8vint8",
+            "kint8vint8-r5-s2-w13-after",
+            "kint8v4-g8-r8-w17",
+            "ke4m3ve5m2-w9-hadk",
         ];
         let config: KvCacheConfig = names[rng.below(names.len())].parse().unwrap();
         let config = config.with_capacity(1 + rng.below(70));
@@ -375,18 +379,22 @@ impl<T: Target> Run<'_, T> {
         let hides = |window| now > window + self.config.sink_tokens;
         let fits = match self.config.window.is_some_and(hides) {
             true => len == now,
-            false => then.keys == counts.keys,
+            // Keys that are quantized one by one are given back.
+            false => then.keys == counts.keys || !self.config.keys.is_grouped(),
         };
         assert_eq!(truncated.is_ok(), fits, "{}: {truncated:?}", self.story);
         if fits {
             // What was quantized since stays what it was seen as.
-            let seen = sequence.seen_values(&self.config);
+            let seen = sequence.seen(&self.config);
             sequence.keys.truncate(len);
             sequence.values.truncate(len);
             let sinks = self.config.sink_tokens;
-            let restored = sinks + then.values..(sinks + counts.values).min(len);
-            for token in restored {
-                sequence.values[token].clone_from(&seen[token]);
+            let restored = |side: Side| sinks + then[side]..(sinks + counts[side]).min(len);
+            for token in restored(Side::Values) {
+                sequence.values[token].clone_from(&seen.values[token]);
+            }
+            for token in restored(Side::Keys) {
+                sequence.keys[token].clone_from(&seen.keys[token]);
             }
         }
     }
@@ -414,8 +422,7 @@ fn check(Pair { cache, sequences }: &Pair, config: &KvCacheConfig, story: &str) 
             let is_there = counts[side] > hidden;
             assert_eq!(packed.is_some(), is_there, "{story}: {side} of sequence {i}");
             let Some(packed) = packed else { continue };
-            let rotates = side == Side::Values && config.rotates_values();
-            let tokens = tokens.iter().map(|token| match rotates {
+            let tokens = tokens.iter().map(|token| match config.rotates(side) {
                 true => token.chunks(HEAD_DIM).flat_map(kv_cubecl::reference::rotate).collect(),
                 false => token.clone(),
             });
@@ -424,13 +431,12 @@ fn check(Pair { cache, sequences }: &Pair, config: &KvCacheConfig, story: &str) 
             let quantized: Vec<Vec<f32>> =
                 tokens.skip(config.sink_tokens + first).take(counts[side] - first).collect();
             let shape = [1, N_KV_HEADS, quantized.len(), HEAD_DIM];
-            let (granularity, n_bits) = (spec.granularity, spec.n_bits);
-            let expected = kv_cubecl::reference::quantize(
+            let expected = kv_cubecl::reference::quantize_side(
                 &quantized.concat(),
                 shape,
-                granularity,
-                n_bits,
-                spec.group_size,
+                side,
+                config.format(side),
+                config.group_size,
             );
             assert!(packed.to_logical() == expected, "{story}: {side} of sequence {i}");
         }

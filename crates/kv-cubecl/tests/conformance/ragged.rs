@@ -15,13 +15,15 @@ stamp!(
     wrong_numbers_of_tokens,
 );
 
-const NAMES: [&str; 6] = [
+const NAMES: [&str; 8] = [
     "float",
     "k2v2-g16-r16-slide",
     "k4v4-g16-r32-s3-after",
     "k16v4-g16-r16-s20",
     "k8v16-g16-r16",
     "k4v2-g16-r16-hadv",
+    "kint8vint8-hadk",
+    "ke4m3bvmxfp4-s3-after",
 ];
 
 /// Tokens of each sequence, round by round: none, a token, some, long chunks, all the same.

@@ -1,7 +1,7 @@
 //! Rotary positions in the launches that append and attend.
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
-use kv_cubecl::{KvCache, KvMemory, On, Rotary, Target};
+use kv_cubecl::{KvCache, KvMemory, On, Rotary, Target, streaming_attention};
 
 use crate::common::{CLOSE, Host, Rng, Setup, attend, close, skipped, snapshot, stamp};
 
@@ -14,12 +14,17 @@ stamp!(
 );
 
 /// Caches of every way of storing keys, with sinks, windows and several rows of queries for a head, few and many.
-const SETUPS: [(&str, [usize; 5]); 8] = [
+const SETUPS: [(&str, [usize; 5]); 12] = [
     ("k2v2-g16-r16", [2, 4, 2, 70, 64]),
     ("k4v2-g16-r32-s3-after", [1, 6, 2, 70, 48]),
     ("k8v16-g16-r32", [1, 2, 2, 70, 32]),
     ("k16v4-g16-r16-s20", [2, 2, 1, 70, 64]),
     ("k4v4-g8-r8-w24", [1, 4, 2, 70, 16]),
+    ("kint8v4-g16-r16", [1, 4, 2, 70, 64]),
+    // Keys that are rotated after they are turned.
+    ("kint8vint8-r16-hadk", [2, 4, 2, 70, 64]),
+    ("ke4m3v16-s3-hadk-hadv", [1, 4, 2, 70, 32]),
+    ("kmxfp4v4-g16-r16-w24-hadk", [1, 2, 2, 70, 64]),
     ("float", [2, 4, 2, 70, 64]),
     ("float-f16", [1, 4, 2, 70, 64]),
     // Many rows of a head have a kernel of their own; many tokens are split over cubes.
@@ -99,7 +104,12 @@ fn check<T: Target>(
             let oracle = tail(&expected_text.reference().output, &text, prefix);
             // Rows of f16 are rounded by the cache and not by the oracle: half of 2^-11 of keys of up to 10.
             let tolerance = if name.ends_with("f16") { 2e-2 } else { CLOSE };
-            close(format!("{text:?} of {rotary_dim}"), &Host::cat(&outputs), &oracle, tolerance);
+            let what = format!("{text:?} of {rotary_dim}");
+            close(&what, &Host::cat(&outputs), &oracle, tolerance);
+            let [q, k, v] = expected_text.on(on);
+            let parallel = streaming_attention(q, k, v, &text.config).unwrap().output;
+            let parallel = Host::of(parallel).tokens(prefix..text.len());
+            close(format!("{what}: in parallel"), &parallel, &oracle, tolerance);
         }
     }
 }
@@ -125,9 +135,14 @@ fn at<T: Target>(positions: &[i32], on: &On<T>) -> Tensor<1, Int> {
     Tensor::from_data(positions, (&**on, DType::I32))
 }
 
-/// Sequences of different lengths, of which one takes no part where positions are stored.
 fn sequences_have_positions_of_their_own<T: Target>(on: &On<T>) {
-    let (text, table) = exact("k4v4-g8-r8", [2, 4, 2, 40, 16], 16, 330);
+    check_positions(on, "k4v4-g8-r8");
+    check_positions(on, "kint8v4-g8-r8-hadk");
+}
+
+/// Sequences of different lengths, of which one takes no part where positions are stored.
+fn check_positions<T: Target>(on: &On<T>, name: &str) {
+    let (text, table) = exact(name, [2, 4, 2, 40, 16], 16, 330);
     let rotary = table_on(&table, 16, on);
     let expected_text = turned_text(&text, &table, 16);
     let mut filled = text.cache(on);

@@ -10,8 +10,14 @@ use crate::{
 
 stamp!(a_slot_is_used_again, a_fork_goes_on_alone, slots_that_cannot_be);
 
-const NAMES: [&str; 5] =
-    ["float", "k2v2-g16-r16-slide", "k4v4-g16-r32-s3-after", "k16v4-g16-r16-s20", "k4v4-g16-hadv"];
+const NAMES: [&str; 6] = [
+    "float",
+    "k2v2-g16-r16-slide",
+    "k4v4-g16-r32-s3-after",
+    "k16v4-g16-r16-s20",
+    "k4v4-g16-hadv",
+    "kint8ve4m3",
+];
 
 /// Attends to tokens `start..end` of each text, all at once, and compares each with the oracle.
 #[track_caller]

@@ -17,8 +17,14 @@ stamp!(
     steps_of_some_sequences_are_counted,
 );
 
-const NAMES: [&str; 5] =
-    ["k2v2-g16-r16", "k4v2-g16-r32-s3-after", "k8v16-g16-r32", "k16v4-g16-r16-s20", "float"];
+const NAMES: [&str; 6] = [
+    "k2v2-g16-r16",
+    "k4v2-g16-r32-s3-after",
+    "k8v16-g16-r32",
+    "k16v4-g16-r16-s20",
+    "kint8vint8-s3",
+    "float",
+];
 
 fn at(position: usize, device: &Device) -> Tensor<1, Int> {
     Tensor::from_data([position as i32], (device, DType::I32))

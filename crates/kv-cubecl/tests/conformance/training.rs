@@ -229,8 +229,8 @@ fn composed(on: &Device, text: &Setup, weight: &Host, options: FakeQuantOptions)
     let side = |x: &Tensor<4>, host, granularity, bits| {
         restored(x.clone(), host, granularity, (bits, config.group_size), sinks, options.gradient)
     };
-    let k_hat = side(&k, &text.key, Granularity::PerChannel, config.key_bits);
-    let v_hat = side(&v, &text.value, Granularity::PerToken, config.value_bits);
+    let k_hat = side(&k, &text.key, Granularity::PerChannel, config.keys.bits().unwrap());
+    let v_hat = side(&v, &text.value, Granularity::PerToken, config.values.bits().unwrap());
 
     let [batch, n_heads, tokens, head_dim] = q.dims();
     let n_kv_heads = k.dims()[1];
@@ -343,8 +343,9 @@ fn quantizing_everything<T: Target>(on: &On<T>) {
             let hat = Host { data, shape: part.shape };
             if len < 53 { Host::cat(&[hat, host.tokens(len..53)]) } else { hat }
         };
-        let key = side(&text.key, Granularity::PerChannel, text.config.key_bits, 48);
-        let value = side(&text.value, Granularity::PerToken, text.config.value_bits, 53);
+        let (keys, values) = (text.config.keys.bits().unwrap(), text.config.values.bits().unwrap());
+        let key = side(&text.key, Granularity::PerChannel, keys, 48);
+        let value = side(&text.value, Granularity::PerToken, values, 53);
         let (shape, kv_shape) = (text.query.shape, key.shape);
         let (q, k, v) = (text.query.f64(), key.f64(), value.f64());
         let expected = causal_attention((&q, shape), (&k, kv_shape), &v);

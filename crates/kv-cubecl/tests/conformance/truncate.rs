@@ -14,7 +14,7 @@ stamp!(
     quantized_keys_do_not_come_back,
 );
 
-const NAMES: [&str; 9] = [
+const NAMES: [&str; 15] = [
     "float",
     "k2v2-g16-r16",
     "k2v2-g16-r16-slide",
@@ -24,6 +24,12 @@ const NAMES: [&str; 9] = [
     "k8v16-g16-r16",
     "k4v8-g16-r32-hadv",
     "k2v4-g16-r32-s3-after-slide-hadv",
+    "kint8vint8",
+    "kint8vint8-r21-s3-after",
+    "kint8v4-g16-r32-s2",
+    "k2vint8-g16-r16-after",
+    "ke4m3bvmxfp4-r9",
+    "ke2m1bve4m3-s2",
 ];
 
 fn counts(text: &Setup, len: usize) -> QuantizedCounts {
@@ -41,7 +47,10 @@ fn any_length_with_the_same_quantized_keys<T: Target>(on: &On<T>) {
             }
             let shortest = cache.shortest(0).unwrap();
             for len in 0..=now {
-                let allowed = counts(&text, len).keys == counts(&text, now).keys;
+                // Keys that are quantized one by one are given back.
+                let same = counts(&text, len).keys == counts(&text, now).keys;
+                let in_groups = text.config.keys.is_grouped();
+                let allowed = same || !in_groups && text.config.keys.is_quantized();
                 assert_eq!(len >= shortest, allowed, "{name}: from {now} to {len}");
                 if allowed && len % 7 == 0 {
                     let mut shorter = cache.clone();
@@ -86,7 +95,20 @@ fn the_same_tokens_get_the_same_codes<T: Target>(on: &On<T>) {
             }
             let what = format!("{name} round {round}: {now} to {len} and back");
             for side in Side::BOTH {
-                let logical = |cache: &KvCache| cache.packed(side).map(|p| p.to_logical());
+                let packed = |cache: &KvCache| cache.packed(side);
+                // A power of two may be the next one where the largest number of a block was rounded to half of what
+                // its scale allows: other codes for the same numbers.
+                if text
+                    .config
+                    .format(side)
+                    .spec(side, 64, 16)
+                    .is_some_and(|spec| spec.format.parameter_bits() == 8)
+                {
+                    let numbers = |cache| packed(cache).map(|p| Host::of(p.dequantize()).data);
+                    assert!(numbers(&cache) == numbers(&untouched), "{what}: {side}");
+                    continue;
+                }
+                let logical = |cache: &KvCache| packed(cache).map(|p| p.to_logical());
                 let (mut got, want) = (logical(&cache), logical(&untouched));
                 if let (Some(got), Some(want), true) = (&mut got, &want, narrow) {
                     // What was restored was rounded, which may move a scale by its last bit.
@@ -116,8 +138,7 @@ fn a_truncated_sequence_goes_on_another_way<T: Target>(on: &On<T>) {
         let mut cache = text.cache(on);
         attend(&mut cache, &text.tokens(0..60), &[60], on);
         let len = cache.shortest(0).unwrap().max(41);
-        let restored = counts(&text, len).values..counts(&text, 60).values;
-        let values = cache.packed(Side::Values);
+        let packed = Side::BOTH.map(|side| cache.packed(side));
         cache.truncate(0, len).unwrap();
 
         // The text that the cache now holds.
@@ -127,18 +148,27 @@ fn a_truncated_sequence_goes_on_another_way<T: Target>(on: &On<T>) {
             value: Host::cat(&[text.value.tokens(0..len), other.value.tokens(len..70)]),
             ..text.clone()
         };
-        if let Some(values) = values.map(|values| values.dequantize()) {
-            let values = match text.config.rotates_values() {
-                true => kv_cubecl::rotate(values).unwrap(),
-                false => values,
+        for (side, packed) in Side::BOTH.into_iter().zip(packed) {
+            // Keys in groups of tokens are as they were.
+            let in_groups = side == Side::Keys && text.config.keys.is_grouped();
+            let Some(rows) = packed.filter(|_| !in_groups).map(|packed| packed.dequantize()) else {
+                continue;
             };
-            let values = Host::of(values);
-            let sinks = text.config.sink_tokens;
+            let rows = match side == Side::Values && text.config.rotates_values() {
+                true => kv_cubecl::rotate(rows).unwrap(),
+                false => rows,
+            };
+            let (rows, sinks) = (Host::of(rows), text.config.sink_tokens);
+            let restored = counts(&text, len)[side]..counts(&text, 60)[side];
             for index in restored.filter(|&index| sinks + index < len) {
                 for head in 0..2 {
-                    let from = (head * values.shape[2] + index) * 64;
+                    let from = (head * rows.shape[2] + index) * 64;
                     let to = (head * 70 + sinks + index) * 64;
-                    mixed.value.data[to..to + 64].copy_from_slice(&values.data[from..from + 64]);
+                    let mixed = match side {
+                        Side::Keys => &mut mixed.key,
+                        Side::Values => &mut mixed.value,
+                    };
+                    mixed.data[to..to + 64].copy_from_slice(&rows.data[from..from + 64]);
                 }
             }
         }

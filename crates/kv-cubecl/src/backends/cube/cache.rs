@@ -17,7 +17,6 @@ use burn_cubecl::{
 use super::{arg, dims, elem, empty_like, launched, writable};
 use crate::{
     AttentionOptions, CacheState, Result,
-    formats::cube::{PackedInKernels, with_format},
     kernels::{
         cache::{self, CacheBindings, CacheProblem},
         chunk_attention,
@@ -64,22 +63,16 @@ pub(super) fn write(
         values = writable(values);
     }
     let client = &floats.client;
-    let formats = layout.formats();
     if problem.added == 1 {
-        let Sides { keys: key_format, values: value_format } = formats;
         let bindings = cache_bindings([&keys, &values, &floats], place);
         let (chunk, key, value) = (elem(&key), arg(&key), arg(&value));
-        launched(with_format!(key_format, K => with_format!(value_format, V => {
-            cache::launch_write_token::<K, V>(client, key, value, bindings, chunk, &problem)
-        })));
+        launched(cache::launch_write_token(client, key, value, bindings, chunk, &problem));
     } else {
         // Both sides, before rows are written over that they read.
         let sides = [(Side::Keys, &key, &keys), (Side::Values, &value, &values)];
         for (side, chunk, words) in sides {
             let (floats, chunk, words) = (arg(&floats), arg(chunk), arg(words));
-            launched(with_format!(formats[side], F => {
-                cache::launch_flush::<F>(client, floats, chunk, words, &problem, side)
-            }));
+            launched(cache::launch_flush(client, floats, chunk, words, &problem, side));
         }
         for (side, chunk, _) in sides {
             launched(cache::launch_append(client, arg(chunk), arg(&floats), &problem, side));
@@ -92,22 +85,6 @@ pub(super) fn write(
 /// position, the kernel reads from it the position of the last token; `len` and `tokens` are then
 /// only what the launch is planned for. A table turns the query of that token.
 pub(super) fn decode_attention(
-    query: CubeTensor,
-    state: &CacheState<CubeBackend>,
-    layout: CacheLayout,
-    len: usize,
-    tokens: usize,
-    options: AttentionOptions,
-    place: Place<'_>,
-) -> (CubeTensor, CubeTensor) {
-    let Sides { keys, values } = layout.formats();
-    with_format!(keys, K => with_format!(values, V => {
-        decode_attention_as::<K, V>(query, state, layout, len, tokens, options, place)
-    }))
-}
-
-/// [`decode_attention`] of packed keys and values of these formats.
-pub(super) fn decode_attention_as<K: PackedInKernels, V: PackedInKernels>(
     query: CubeTensor,
     state: &CacheState<CubeBackend>,
     layout: CacheLayout,
@@ -148,8 +125,8 @@ pub(super) fn decode_attention_as<K: PackedInKernels, V: PackedInKernels>(
     };
     let client = &query.client;
     launched(match plan {
-        Some(plan) => chunk_attention::launch_ref::<K, V>(client, bindings, &problem, &plan),
-        None => decode_attention::launch_ref::<K, V>(client, bindings, &problem),
+        Some(plan) => chunk_attention::launch_ref(client, bindings, &problem, &plan),
+        None => decode_attention::launch_ref(client, bindings, &problem),
     });
     (CubeBackend::float_cast(output, dtype.into()), lse)
 }

@@ -4,7 +4,7 @@ mod cache;
 
 use burn::{
     backend::{
-        ops::FloatTensorOps,
+        ops::{FloatTensorOps, IntTensorOps},
         tensor::{FloatTensor, IntTensor},
     },
     tensor::{DType, Shape, Slice},
@@ -13,7 +13,7 @@ use burn_cubecl::{
     CubeBackend,
     cubecl::{ir::ElemType, prelude::BufferArg},
     kernel::into_contiguous,
-    ops::numeric::empty_device_contiguous_dtype,
+    ops::numeric::{empty_device_contiguous_dtype, zeros_client},
     tensor::CubeTensor,
 };
 
@@ -21,7 +21,6 @@ use self::cache::Place;
 use super::sinks;
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, Result, SteGradient, Token,
-    formats::cube::with_format,
     kernels::{
         cache::launch_quantize,
         quantize::{self, RestoreProblem},
@@ -36,23 +35,33 @@ impl KvCacheOps for CubeBackend {
         let shape = dims(&input);
         let problem = restore_problem(shape, spec);
         let input = into_contiguous(input);
-        let words = empty_like(&input, shapes::packed(shape, &spec), DType::U32);
+        let shape = shapes::packed(shape, &spec);
+        let words = match spec.packs_parameters() {
+            // Where parameters share words, they are put beside what is there.
+            true => {
+                let (client, device) = (input.client.clone(), input.device.clone());
+                // Rows of more axes may be apart.
+                let flat = Shape::new([shape.iter().product()]);
+                let zeros = zeros_client(client, device, flat, DType::U32);
+                Self::int_reshape(zeros, Shape::new(shape))
+            }
+            false => empty_like(&input, shape, DType::U32),
+        };
         let (client, input, out) = (&input.client, arg(&input), arg(&words));
-        launched(with_format!(spec.format, F => {
-            launch_quantize::<F>(client, input, out, &problem)
-        }));
+        launched(launch_quantize(client, input, out, &problem));
         words
     }
 
-    fn dequantize(packed: IntTensor<Self>, spec: QuantSpec) -> FloatTensor<Self> {
-        let shape = shapes::dequantized(dims(&packed), &spec);
+    fn dequantize(
+        packed: IntTensor<Self>,
+        spec: QuantSpec,
+        shape: [usize; 4],
+    ) -> FloatTensor<Self> {
         let problem = restore_problem(shape, spec);
         let packed = into_contiguous(packed);
         let out = empty_like(&packed, shape, DType::F32);
         let (client, words, rows) = (&packed.client, arg(&packed), arg(&out));
-        launched(with_format!(spec.format, F => {
-            quantize::launch_dequantize::<F>(client, words, rows, &problem)
-        }));
+        launched(quantize::launch_dequantize(client, words, rows, &problem));
         out
     }
 
@@ -64,9 +73,7 @@ impl KvCacheOps for CubeBackend {
     ) -> FloatTensor<Self> {
         let problem = restore_problem(dims(&input), spec);
         let data = writable(into_contiguous(input));
-        launched(with_format!(spec.format, F => {
-            quantize::launch_fake_quantize::<F>(&data.client, arg(&data), &problem, skip)
-        }));
+        launched(quantize::launch_fake_quantize(&data.client, arg(&data), &problem, skip));
         data
     }
 
@@ -79,9 +86,7 @@ impl KvCacheOps for CubeBackend {
         let problem = restore_problem(dims(&input), spec);
         let (input, grad) = (into_contiguous(input), writable(into_contiguous(grad)));
         let (client, data, out) = (&grad.client, arg(&input), arg(&grad));
-        launched(with_format!(spec.format, F => {
-            quantize::launch_scale_gradient::<F>(client, data, out, &problem, skip)
-        }));
+        launched(quantize::launch_scale_gradient(client, data, out, &problem, skip));
         grad
     }
 
@@ -318,6 +323,3 @@ fn stream_problem_of(
     let shape = CacheShape::new(batch, n_kv_heads, Sides { keys, values });
     stream_problem([heads, m], shape, n, spec, options)
 }
-
-#[cfg(all(test, feature = "wgpu"))]
-mod wgpu_tests;

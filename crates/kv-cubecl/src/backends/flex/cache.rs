@@ -70,7 +70,7 @@ pub(super) fn flush(
     for side in Side::BOTH {
         let (place, chunk) = (&sides[side], chunks[side]);
         let head_dim = place.head_dim;
-        let Some(spec) = place.spec else { continue };
+        let Some(packed) = place.packed() else { continue };
         if after[side] == before[side] {
             continue;
         }
@@ -83,8 +83,7 @@ pub(super) fn flush(
             }
             floats.read(slice * slice_floats + place.element(token), out);
         };
-        let granule = spec.granule();
-        let granule_words = spec.words(granule, head_dim);
+        let (spec, granule) = (packed.spec, packed.spec.granule());
         let words = match side {
             Side::Keys => state.keys.storage_mut::<u32>(),
             Side::Values => state.values.storage_mut::<u32>(),
@@ -93,16 +92,15 @@ pub(super) fn flush(
         // Of more than there is room for, only the newest are kept.
         let first = (before[side] / granule).max(last.saturating_sub(room));
         let slice_words = place.slice_words();
-        let due_words = (last - first) * granule_words;
+        let due_words = spec.words((last - first) * granule, head_dim);
         for_each_slice(words, slices, slice_words, due_words, |slice, words| {
             let mut rows = vec![0.0; granule * head_dim];
             for index in first..last {
                 for (i, row) in rows.chunks_exact_mut(head_dim).enumerate() {
                     read(slice, schedule.sink_tokens + index * granule + i, row);
                 }
-                let start = place.packed_slot(index * granule) / granule * granule_words;
-                let words = &mut words[start..start + granule_words];
-                spec.format.on_cpu().quantize(&rows, words, head_dim, &spec);
+                let slot = place.packed_slot(index * granule);
+                spec.format.on_cpu().quantize(&rows, words, slot, &packed);
             }
         });
     }

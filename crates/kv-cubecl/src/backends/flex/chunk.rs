@@ -2,10 +2,12 @@
 //! restored tokens. Only one tile is restored at a time, and only one block of tokens has its
 //! scores in memory.
 
+use core::ops::Range;
+
 use rayon::prelude::*;
 
 use super::{
-    decode::{block, block_end},
+    decode::{between_groups, block, block_end},
     slice::Slice,
     streaming::{Matrix, matmul},
 };
@@ -14,8 +16,8 @@ use crate::{formats::flex::TILE, layout::Sides, scores::Scores, simd};
 /// Query rows whose scores are in memory at once.
 const ROW_BLOCK: usize = 256;
 
-/// The rows of `query`, `[.., rows, head_dim]`, over the first `tokens` of the slice they belong to, of which no
-/// window hides any; `scores` are to base 2.
+/// The rows of `query`, `[.., rows, head_dim]`, over what the query of the last of the first `tokens` of the slice they
+/// belong to sees; `scores` are to base 2.
 pub(super) fn attend<'a>(
     query: &[f32],
     slice: impl Fn(usize) -> Slice<'a> + Sync,
@@ -45,56 +47,46 @@ pub(super) fn attend<'a>(
 }
 
 impl Slice<'_> {
-    /// Attention of many rows over tokens `[0, tokens)`.
+    /// Attention of many rows over what is seen of tokens `[0, tokens)`.
     fn attend_block(
         &self,
         query: &[f32],
         tokens: usize,
-        Scores { scale, softcap }: Scores,
+        scores: Scores,
         output: &mut [f32],
         lse: &mut [f32],
     ) {
         let Sides { keys: key_dim, values: value_dim } = self.layout.shape().head_dim;
         let rows = query.len() / key_dim;
-        let mut widened = vec![0.0; TILE * key_dim.max(value_dim)];
         let query = Matrix::new(query, rows, key_dim, key_dim);
-
-        let mut scores = vec![0.0; rows * block(self.layout).min(tokens)];
-        let (mut maxima, mut sums) = (vec![f32::NEG_INFINITY; rows], vec![0.0; rows]);
-        let mut start = 0;
-        while start < tokens {
-            let end = block_end(self.layout, start, tokens);
-            let n = end - start;
-            let scores = &mut scores[..rows * n];
-            self.keys.tiles(start..end, &mut widened, |token, keys| {
-                let keys = Matrix::new(keys, keys.len() / key_dim, key_dim, key_dim);
-                let scores = &mut scores[token - start..];
-                matmul(scores, n, false, scale, query, keys.transposed());
-            });
-            if let Some(cap) = softcap {
-                simd::softcap(scores, cap);
+        let longest = block(self.layout).min(tokens);
+        let mut softmax = Softmax {
+            scores,
+            weights: vec![0.0; rows * longest],
+            widened: vec![0.0; TILE * key_dim.max(value_dim)],
+            maxima: vec![f32::NEG_INFINITY; rows],
+            sums: vec![0.0; rows],
+        };
+        let schedule = self.layout.schedule();
+        let begin = schedule.begin(tokens);
+        // A window that hides tokens leaves the sinks, and a run that starts with a whole group.
+        let runs = match begin > schedule.sink_tokens {
+            true => [0..schedule.sink_tokens, between_groups(self.layout, begin)..tokens],
+            false => [0..0, 0..tokens],
+        };
+        for run in runs {
+            let mut start = run.start;
+            while start < run.end {
+                let end = block_end(self.layout, start, run.end);
+                let hidden = match start < schedule.sink_tokens {
+                    true => 0,
+                    false => begin.saturating_sub(start),
+                };
+                self.add_block(&query, start..end, hidden, &mut softmax, output);
+                start = end;
             }
-
-            let rows_of = scores.chunks_exact_mut(n).zip(output.chunks_exact_mut(value_dim));
-            for ((scores, out), (max, sum)) in rows_of.zip(maxima.iter_mut().zip(&mut sums)) {
-                let largest = simd::maximum(scores).max(*max);
-                let base = simd::finite_or_zero(largest);
-                let kept = (*max - base).exp2();
-                *sum = *sum * kept + simd::exp2_minus_max(scores, base);
-                *max = largest;
-                if start > 0 {
-                    out.iter_mut().for_each(|x| *x *= kept);
-                }
-            }
-
-            self.values.tiles(start..end, &mut widened, |token, values| {
-                let count = values.len() / value_dim;
-                let weights = Matrix::new(&scores[token - start..], rows, count, n);
-                let values = Matrix::new(values, count, value_dim, value_dim);
-                matmul(output, value_dim, true, 1.0, weights, values);
-            });
-            start = end;
         }
+        let Softmax { maxima, sums, .. } = softmax;
         for ((lse, max), sum) in lse.iter_mut().zip(maxima).zip(&sums) {
             *lse = simd::log_sum_exp(max, *sum);
         }
@@ -102,4 +94,58 @@ impl Slice<'_> {
             out.iter_mut().for_each(|x| *x /= sum);
         }
     }
+
+    /// Adds a block of tokens, of which the first are hidden.
+    fn add_block(
+        &self,
+        query: &Matrix<'_>,
+        tokens: Range<usize>,
+        hidden: usize,
+        softmax: &mut Softmax,
+        output: &mut [f32],
+    ) {
+        let Sides { keys: key_dim, values: value_dim } = self.layout.shape().head_dim;
+        let Softmax { scores: Scores { scale, softcap }, weights, widened, maxima, sums } = softmax;
+        let (start, n, rows) = (tokens.start, tokens.len(), sums.len());
+        let weights = &mut weights[..rows * n];
+        self.keys.tiles(tokens.clone(), widened, |token, keys| {
+            let keys = Matrix::new(keys, keys.len() / key_dim, key_dim, key_dim);
+            let scores = &mut weights[token - start..];
+            matmul(scores, n, false, *scale, *query, keys.transposed());
+        });
+        if let Some(cap) = *softcap {
+            simd::softcap(weights, cap);
+        }
+
+        let rows_of = weights.chunks_exact_mut(n).zip(output.chunks_exact_mut(value_dim));
+        for ((scores, out), (max, sum)) in rows_of.zip(maxima.iter_mut().zip(&mut *sums)) {
+            scores[..hidden].fill(f32::NEG_INFINITY);
+            let largest = simd::maximum(scores).max(*max);
+            let base = simd::finite_or_zero(largest);
+            let kept = (*max - base).exp2();
+            *sum = *sum * kept + simd::exp2_minus_max(scores, base);
+            *max = largest;
+            out.iter_mut().for_each(|x| *x *= kept);
+        }
+
+        self.values.tiles(start + hidden..tokens.end, widened, |token, values| {
+            let count = values.len() / value_dim;
+            let weights = Matrix::new(&weights[token - start..], rows, count, n);
+            let values = Matrix::new(values, count, value_dim, value_dim);
+            matmul(output, value_dim, true, 1.0, weights, values);
+        });
+    }
+}
+
+/// A softmax over tokens that come block by block, and scratch memory for a block.
+struct Softmax {
+    scores: Scores,
+    /// Scores of a block, then weights, `[rows, tokens]`.
+    weights: Vec<f32>,
+    /// A tile of restored rows.
+    widened: Vec<f32>,
+    /// The largest score of each row.
+    maxima: Vec<f32>,
+    /// The sum of each row's weights.
+    sums: Vec<f32>,
 }

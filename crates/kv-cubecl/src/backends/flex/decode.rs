@@ -114,7 +114,7 @@ impl Attend<'_> {
         let mut lse = vec![0.0; slices.len() * rows];
         let schedule = layout.schedule();
         let begin = schedule.begin(tokens);
-        if rows >= MANY_ROWS && begin == schedule.sink_tokens {
+        if rows >= MANY_ROWS {
             let slice = |slice: usize| Slice::new(state, layout, len, slices.start + slice);
             chunk::attend(query, slice, tokens, rows, scores, [&mut output, &mut lse]);
             return (output, lse);
@@ -187,9 +187,10 @@ impl Attend<'_> {
 }
 
 /// The last token up to `token` where a block may end without cutting a group of packed keys; among
-/// the sinks this is any token.
+/// the sinks, and where no side has groups, this is any token.
 pub(super) fn between_groups(layout: &CacheLayout, token: usize) -> usize {
-    let (sinks, group) = (layout.config().sink_tokens, layout.config().group_size);
+    let sinks = layout.config().sink_tokens;
+    let group = if layout.config().is_grouped() { layout.config().group_size } else { 1 };
     if token <= sinks { token } else { sinks + (token - sinks) / group * group }
 }
 
@@ -319,7 +320,7 @@ impl Slice<'_> {
         let keys = &self.keys;
         if let Some(run) = keys.packed(&tokens) {
             let scores = &mut scores[run.skipped..];
-            run.spec.format.on_cpu().score(&run, query, scores, n, head_dim, scratch);
+            run.place.spec.format.on_cpu().score(&run, query, scores, n, scratch);
         }
         keys.float_tiles(tokens, scratch, |token, keys| {
             score_rows(query, keys, &mut scores[token - start..], n, head_dim);
@@ -338,7 +339,7 @@ impl Slice<'_> {
         let (head_dim, start) = (self.layout.shape().head_dim.values, tokens.start);
         let values = &self.values;
         if let Some(run) = values.packed(&tokens) {
-            run.spec.format.on_cpu().add(&run, &weights[run.skipped..], n, o, head_dim);
+            run.place.spec.format.on_cpu().add(&run, &weights[run.skipped..], n, o);
         }
         values.float_tiles(tokens, scratch, |token, values| {
             add_rows(&weights[token - start..], n, values, o, head_dim);

@@ -28,7 +28,7 @@ use rayon::prelude::*;
 use super::sinks;
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient, Token,
-    layout::{CacheLayout, QuantSpec, Sides, StreamSpec},
+    layout::{CacheLayout, PackedPlace, QuantSpec, Sides, StreamSpec},
     shapes, simd,
 };
 
@@ -38,24 +38,29 @@ impl KvCacheOps for Flex {
         let [_, _, tokens, head_dim] = shape;
         let input = input.to_contiguous();
         let (out_shape, format) = (shapes::packed(shape, &spec), spec.format.on_cpu());
+        let place = PackedPlace { spec, head_dim, tokens };
         let mut words = vec![0u32; out_shape.iter().product()];
         let slice = tokens * head_dim;
         words
             .par_chunks_mut(out_shape[2] * out_shape[3])
             .zip(input.storage::<f32>().par_chunks(slice))
-            .for_each(|(words, input)| format.quantize(input, words, head_dim, &spec));
+            .for_each(|(words, input)| format.quantize(input, words, 0, &place));
         FlexTensor::from_data(TensorData::new(words, out_shape))
     }
 
-    fn dequantize(packed: IntTensor<Self>, spec: QuantSpec) -> FloatTensor<Self> {
-        let shape: [usize; 4] = dims(&packed);
-        let (out_shape, format) = (shapes::dequantized(shape, &spec), spec.format.on_cpu());
+    fn dequantize(
+        packed: IntTensor<Self>,
+        spec: QuantSpec,
+        shape: [usize; 4],
+    ) -> FloatTensor<Self> {
+        let [_, _, tokens, head_dim] = shape;
+        let (place, format) = (PackedPlace { spec, head_dim, tokens }, spec.format.on_cpu());
         let packed = packed.to_contiguous();
-        let mut out = vec![0.0; out_shape.iter().product()];
-        out.par_chunks_mut(out_shape[2] * out_shape[3])
-            .zip(packed.storage::<u32>().par_chunks(shape[2] * shape[3]))
-            .for_each(|(out, words)| format.restore(words, out, out_shape[3], &spec));
-        tensor(out, out_shape)
+        let mut out = vec![0.0; shape.iter().product()];
+        out.par_chunks_mut(tokens * head_dim)
+            .zip(packed.storage::<u32>().par_chunks(place.words()))
+            .for_each(|(out, words)| format.restore(words, 0, out, &place));
+        tensor(out, shape)
     }
 
     fn fake_quantize(
@@ -70,13 +75,14 @@ impl KvCacheOps for Flex {
         let (grouped, format) = (grouped(tokens, skip, &spec), spec.format.on_cpu());
         output.storage_mut::<f32>().par_chunks_mut(tokens * head_dim).for_each(|slice| {
             // A few groups at a time, in one small buffer: their packed form is not kept.
-            let step = spec.group_size.max(RESTORED / spec.group_size * spec.group_size);
-            let mut words = vec![0; spec.words(step.min(grouped.len()), head_dim)];
+            let granule = spec.granule();
+            let step = granule.max(RESTORED / granule * granule);
+            let place = PackedPlace { spec, head_dim, tokens: step.min(grouped.len()) };
+            let mut words = vec![0; place.words()];
             let part = &mut slice[grouped.start * head_dim..grouped.end * head_dim];
             for part in part.chunks_mut(step * head_dim) {
-                let words = &mut words[..spec.words(part.len() / head_dim, head_dim)];
-                format.quantize(part, words, head_dim, &spec);
-                format.restore(words, part, head_dim, &spec);
+                format.quantize(part, &mut words, 0, &place);
+                format.restore(&words, 0, part, &place);
             }
         });
         output
@@ -93,12 +99,13 @@ impl KvCacheOps for Flex {
         let (input, mut grad) = (input.to_contiguous(), grad.to_contiguous());
         let (grouped, format) = (grouped(tokens, skip, &spec), spec.format.on_cpu());
         let part = grouped.start * head_dim..grouped.end * head_dim;
+        let place = PackedPlace { spec, head_dim, tokens: grouped.len() };
         grad.storage_mut::<f32>()
             .par_chunks_mut(tokens * head_dim)
             .zip(input.storage::<f32>().par_chunks(tokens * head_dim))
             .for_each(|(grad, input)| {
                 let (input, grad) = (&input[part.clone()], &mut grad[part.clone()]);
-                format.add_scale_gradients(input, grad, head_dim, &spec);
+                format.add_scale_gradients(input, grad, &place);
             });
         grad
     }

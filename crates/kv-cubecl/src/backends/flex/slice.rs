@@ -61,11 +61,11 @@ impl SideSlice<'_> {
         let sinks = self.place.sinks;
         let clip = |token: usize| token.saturating_sub(sinks).min(self.n_packed);
         let packed = clip(tokens.start)..clip(tokens.end);
-        let spec = self.place.spec.filter(|_| !packed.is_empty())?;
+        let place = self.place.packed().filter(|_| !packed.is_empty())?;
         let skipped = packed.start + sinks - tokens.start;
         let slot = self.place.packed_slot(packed.start);
         let packed = slot..slot + packed.len();
-        Some(PackedRun { words: self.words, spec, tokens: packed, skipped })
+        Some(PackedRun { words: self.words, place, tokens: packed, skipped })
     }
 
     /// Calls `visit` with the first token and the f32 rows of each run of tokens that are not
@@ -107,7 +107,7 @@ impl SideSlice<'_> {
     ) {
         if let Some(run) = self.packed(&tokens) {
             let first = tokens.start + run.skipped;
-            run.restored_tiles(self.place.head_dim, |at, rows| visit(first + at, rows));
+            run.restored_tiles(|at, rows| visit(first + at, rows));
         }
         self.float_tiles(tokens, widened, visit);
     }

@@ -9,9 +9,7 @@ use crate::formats::cube::{
 
 #[cube]
 impl PackedInKernels for Affine {
-    const LINEAR: bool = true;
-
-    fn parameters(min: f32, max: f32, #[comptime] n_bits: u32) -> u32 {
+    fn parameter(min: f32, max: f32, #[comptime] n_bits: u32) -> u32 {
         let max_code = comptime!(((1u32 << n_bits) - 1) as f32);
         let none = min > max;
         let min = select(none, f32::new(0.0), min);
@@ -19,12 +17,12 @@ impl PackedInKernels for Affine {
         half_bits((max - min) / max_code) | (half_bits(min) << 16u32)
     }
 
-    fn scale(parameters: u32) -> f32 {
-        half_value(parameters & 0xffffu32)
+    fn scale(parameter: u32) -> f32 {
+        half_value(parameter & 0xffffu32)
     }
 
-    fn offset(parameters: u32) -> f32 {
-        half_value(parameters >> 16u32)
+    fn offset(parameter: u32) -> f32 {
+        half_value(parameter >> 16u32)
     }
 
     fn encode(x: f32, scale: f32, offset: f32, #[comptime] n_bits: u32) -> u32 {
@@ -37,8 +35,8 @@ impl PackedInKernels for Affine {
         code
     }
 
-    fn restore(code: u32, scale: f32, offset: f32) -> f32 {
-        f32::cast_from(code) * scale + offset
+    fn value(code: u32) -> f32 {
+        f32::cast_from(code)
     }
 
     fn add_scale_gradient(
@@ -66,9 +64,9 @@ impl PackedInKernels for Affine {
                 highest = at;
             }
         }
-        let params = Self::parameters(min, max, n_bits);
-        let scale = Self::scale(params);
-        let min = Self::offset(params);
+        let parameter = Self::parameter(min, max, n_bits);
+        let scale = Self::scale(parameter);
+        let min = Self::offset(parameter);
         if scale > 0.0f32 {
             let mut sum = f32::new(0.0);
             for i in 0..group_size {

@@ -5,6 +5,22 @@ mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 
+use super::{
+    PackedFormat,
+    packed::PackedAbout,
+    side::{Groups, Stored},
+};
+
+pub(super) const ABOUT: PackedAbout =
+    PackedAbout { parameter_bits: 32, largest: None, limit: 65504.0, float: None };
+
+/// With 2, 4 and 8 bits.
+pub(super) const STORED: [Stored; 3] = [stored("2", 2), stored("4", 4), stored("8", 8)];
+
+const fn stored(name: &'static str, n_bits: u32) -> Stored {
+    Stored { name, format: PackedFormat::Affine, n_bits, groups: Groups::Kivi }
+}
+
 /// See [the module](self).
 #[derive(Debug)]
 pub(crate) struct Affine;

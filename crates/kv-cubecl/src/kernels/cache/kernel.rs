@@ -3,10 +3,13 @@ use cubecl::prelude::*;
 use crate::{
     formats::{
         Granularity, QuantSpec,
-        cube::{F16_MAX, PackedInKernels, greater, lesser, saturate},
+        cube::{encode, greater, lesser, limited, offset, parameter, saturate, scale},
     },
     kernels::{
-        layout::{CacheArgs, SideArgs, SideScheduleArgs, float_element, packed_slot, quantized},
+        layout::{
+            CacheArgs, SideArgs, SideScheduleArgs, float_element, packed_slot, parameter_place,
+            quantized,
+        },
         rotary::{RotaryArgs, turned},
     },
 };
@@ -40,7 +43,7 @@ fn new_element<C: Float>(
 }
 
 /// One channel of a token past the sinks, from its ring or from the chunk, rounded to the stored type
-/// and saturated.
+/// and as large as the packed format takes it.
 #[cube]
 fn read<R: Float, C: Float>(
     floats: &[R],
@@ -51,21 +54,43 @@ fn read<R: Float, C: Float>(
     channel: usize,
     source: &Source,
     side: &SideArgs,
+    #[comptime] spec: QuantSpec,
+    #[comptime] saturating: bool,
 ) -> f32 {
     let x = if token < source.len {
         let row = slice * source.float_elements + float_element(token, side);
         f32::cast_from(floats[row + channel])
     } else {
-        // Saturating first keeps a narrower type finite; the quantizer saturates anyway.
         let x = new_element::<C>(chunk, table, slice, token, channel, source, side);
-        f32::cast_from(R::cast_from(saturate(x)))
+        rounded::<R>(x, saturating)
     };
-    saturate(x)
+    limited(x, spec)
+}
+
+/// `x` as it is stored in float. Rows narrower than f32 saturate.
+#[cube]
+fn rounded<R: Float>(x: f32, #[comptime] saturating: bool) -> f32 {
+    if comptime!(saturating) {
+        f32::cast_from(R::cast_from(saturate(x)))
+    } else {
+        f32::cast_from(R::cast_from(x))
+    }
+}
+
+/// A run of elements that a unit quantizes as one group, and where its words go.
+#[derive(CubeType)]
+struct Run {
+    /// First token, counted from the first of the sequence, and first channel.
+    token: usize,
+    channel: usize,
+    /// First word of codes, and the distance to the next.
+    word: usize,
+    stride: usize,
 }
 
 /// Quantizes group `group` of a granule, counted after the sinks, into its words.
 #[cube]
-fn flush_group<R: Float, C: Float, F: PackedInKernels>(
+fn flush_group<R: Float, C: Float>(
     floats: &[R],
     chunk: &[C],
     table: &ComptimeOption<Box<[f32]>>,
@@ -76,49 +101,114 @@ fn flush_group<R: Float, C: Float, F: PackedInKernels>(
     source: &Source,
     side: &SideArgs,
     #[comptime] spec: QuantSpec,
+    #[comptime] saturating: bool,
 ) {
-    let group_size = comptime!(spec.group_size);
-    let codes_per_word = comptime!(spec.codes_per_word());
-    let code_words = comptime!(spec.words_per_group() - 1);
+    let code_words = comptime!(spec.code_words());
     // The group's elements, and the distance between its words.
-    let token = side.sinks + granule * comptime!(spec.granule());
     let mut channel = group;
     let mut groups = side.head_dim;
     let mut first_word = group;
     let mut stride = side.head_dim;
     if comptime!(spec.granularity == Granularity::PerToken) {
-        channel = group * group_size;
-        groups = side.head_dim / group_size;
+        channel = group * spec.group_size;
+        groups = side.head_dim / spec.group_size;
         first_word = group * code_words;
         stride = 1;
     }
+    let token = side.sinks + granule * comptime!(spec.granule());
+    let slot = packed_slot(granule * comptime!(spec.granule()), side) / comptime!(spec.granule());
+    let base = slice * side.slice_words + slot * groups * (code_words + 1);
+    let run = Run { token, channel, word: base + first_word, stride };
+    let param = quantize_run::<R, C>(
+        floats, chunk, table, words, slice, &run, source, side, spec, saturating,
+    );
+    words[base + groups * code_words + group] = param;
+}
+
+/// Quantizes tokens `first..last`, counted after the sinks, where each is quantized by itself and parameters share
+/// words: no other unit may write those of these tokens.
+#[cube]
+fn flush_tokens<R: Float, C: Float>(
+    floats: &[R],
+    chunk: &[C],
+    table: &ComptimeOption<Box<[f32]>>,
+    words: &mut [u32],
+    slice: usize,
+    first: usize,
+    last: usize,
+    source: &Source,
+    side: &SideArgs,
+    #[comptime] spec: QuantSpec,
+    #[comptime] saturating: bool,
+) {
+    let code_words = comptime!(spec.code_words());
+    let mask = comptime!(((1u64 << spec.format.parameter_bits()) - 1) as u32);
+    let groups = side.head_dim / comptime!(spec.group_size);
+    let base = slice * side.slice_words;
+    for token in first..last {
+        let slot = packed_slot(token, side);
+        for group in 0..groups {
+            let run = Run {
+                token: side.sinks + token,
+                channel: group * spec.group_size,
+                word: base + (slot * groups + group) * code_words,
+                stride: 1usize,
+            };
+            let param = quantize_run::<R, C>(
+                floats, chunk, table, words, slice, &run, source, side, spec, saturating,
+            );
+            let place = parameter_place(slot, group, side.packed_tokens, side.head_dim, spec);
+            let others = words[base + place.word] & !(mask << place.shift);
+            words[base + place.word] = others | (param << place.shift);
+        }
+    }
+}
+
+/// Writes the codes of a group; returns its parameter.
+#[cube]
+fn quantize_run<R: Float, C: Float>(
+    floats: &[R],
+    chunk: &[C],
+    table: &ComptimeOption<Box<[f32]>>,
+    words: &mut [u32],
+    slice: usize,
+    run: &Run,
+    source: &Source,
+    side: &SideArgs,
+    #[comptime] spec: QuantSpec,
+    #[comptime] saturating: bool,
+) -> u32 {
+    let group_size = comptime!(spec.group_size);
+    let codes_per_word = comptime!(spec.codes_per_word());
     let token_step = comptime!(usize::from(spec.granularity == Granularity::PerChannel));
     let channel_step = comptime!(usize::from(spec.granularity == Granularity::PerToken));
 
-    let mut min = f32::new(F16_MAX);
-    let mut max = f32::new(-F16_MAX);
+    let mut min = f32::new(comptime!(spec.format.limit()));
+    let mut max = f32::new(comptime!(-spec.format.limit()));
     for i in 0..group_size {
-        let (token, channel) = (token + i * token_step, channel + i * channel_step);
-        let x = read::<R, C>(floats, chunk, table, slice, token, channel, source, side);
+        let (token, channel) = (run.token + i * token_step, run.channel + i * channel_step);
+        let x = read::<R, C>(
+            floats, chunk, table, slice, token, channel, source, side, spec, saturating,
+        );
         min = lesser(min, x);
         max = greater(max, x);
     }
-    let params = F::parameters(min, max, spec.n_bits);
-    let scale = F::scale(params);
-    let offset = F::offset(params);
-    let slot = packed_slot(granule * comptime!(spec.granule()), side) / comptime!(spec.granule());
-    let base = slice * side.slice_words + slot * groups * (code_words + 1);
-    for at in 0..code_words {
+    let param = parameter(min, max, spec);
+    let (scale, offset) = (scale(param, spec), offset(param, spec));
+    for at in 0..comptime!(spec.code_words()) {
         let mut word = 0u32;
         for i in 0..codes_per_word {
             let nth = at * codes_per_word + i;
-            let (token, channel) = (token + nth * token_step, channel + nth * channel_step);
-            let x = read::<R, C>(floats, chunk, table, slice, token, channel, source, side);
-            word |= F::encode(x, scale, offset, spec.n_bits) << (i as u32 * spec.n_bits);
+            let token = run.token + nth * token_step;
+            let channel = run.channel + nth * channel_step;
+            let x = read::<R, C>(
+                floats, chunk, table, slice, token, channel, source, side, spec, saturating,
+            );
+            word |= encode(x, scale, offset, spec) << (i as u32 * spec.n_bits);
         }
-        words[base + first_word + at * stride] = word;
+        words[run.word + at * run.stride] = word;
     }
-    words[base + groups * code_words + group] = params;
+    param
 }
 
 /// Stores one element of the chunk, unless its token is between the sinks and `first_kept` and so is
@@ -147,38 +237,68 @@ fn store<R: Float, C: Float>(
     }
 }
 
-/// One unit per (slice, granule, group).
+/// One unit per (slice, granule, group); where parameters share words, one per (slice, run of tokens), so that no word
+/// has two writers.
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn flush<R: Float, F: PackedInKernels>(
+pub(super) fn flush<R: Float>(
     floats: &[R],
     chunk: &[f32],
     words: &mut [u32],
     source: Source,
     side: SideArgs,
     n: usize,
-    first_granule: usize,
-    granules: usize,
-    groups: usize,
+    runs: FlushRuns,
     #[comptime] spec: QuantSpec,
+    #[comptime] saturating: bool,
     #[define(R)] _dtype: ElemType,
 ) {
     if ABSOLUTE_POS < n {
-        let group = ABSOLUTE_POS % groups;
-        let row = ABSOLUTE_POS / groups;
-        let granule = first_granule + row % granules;
-        flush_group::<R, f32, F>(
-            floats,
-            chunk,
-            &ComptimeOption::new_None(),
-            words,
-            row / granules,
-            granule,
-            group,
-            &source,
-            &side,
-            spec,
-        );
+        if comptime!(spec.packs_parameters()) {
+            let part = runs.first / runs.cut + ABSOLUTE_POS % runs.runs;
+            flush_tokens::<R, f32>(
+                floats,
+                chunk,
+                &ComptimeOption::new_None(),
+                words,
+                ABSOLUTE_POS / runs.runs,
+                clamp_min(part * runs.cut, runs.first),
+                clamp_max(part * runs.cut + runs.cut, runs.last),
+                &source,
+                &side,
+                spec,
+                saturating,
+            );
+        } else {
+            let row = ABSOLUTE_POS / runs.groups;
+            flush_group::<R, f32>(
+                floats,
+                chunk,
+                &ComptimeOption::new_None(),
+                words,
+                row / runs.runs,
+                runs.first / runs.cut + row % runs.runs,
+                ABSOLUTE_POS % runs.groups,
+                &source,
+                &side,
+                spec,
+                saturating,
+            );
+        }
     }
+}
+
+/// The tokens of a slice that [`flush`] quantizes, counted after the sinks.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct FlushRuns {
+    pub(super) first: usize,
+    /// One past the last.
+    pub(super) last: usize,
+    /// Tokens at whose multiples runs begin.
+    pub(super) cut: usize,
+    /// Runs, the first and the last of which may be shorter.
+    pub(super) runs: usize,
+    /// Groups of a run that are a unit each.
+    pub(super) groups: usize,
 }
 
 /// Stores one side of the chunk, one unit per (slice, token, channel).
@@ -224,11 +344,13 @@ pub(super) struct TokenBlueprint {
     pub(super) saturating: bool,
 }
 
-/// Channels of a side that one unit stores: those of the group that it quantizes.
-pub(super) const fn run(spec: &Option<QuantSpec>) -> usize {
+/// Units that share the channels of a token of a side, each of which stores those of the group that it quantizes; one
+/// where a token's parameters share words.
+pub(super) const fn runs(spec: &Option<QuantSpec>, head_dim: usize) -> usize {
     match spec {
-        Some(QuantSpec { granularity: Granularity::PerToken, group_size, .. }) => *group_size,
-        _ => 1,
+        Some(spec) if spec.packs_parameters() => 1,
+        Some(spec) => spec.groups(head_dim),
+        None => head_dim,
     }
 }
 
@@ -240,6 +362,9 @@ pub(super) struct TokenArgs {
     /// Most granules of keys, and of values, that leave the window; at least 1.
     pub(super) key_granules: usize,
     pub(super) value_granules: usize,
+    /// Units that share the channels of a key, and of a value: [`runs`].
+    pub(super) key_runs: usize,
+    pub(super) value_runs: usize,
     /// Slices that share a position.
     pub(super) position_slices: usize,
     /// Units of keys, and of both sides.
@@ -254,7 +379,7 @@ pub(super) struct TokenArgs {
 /// A slot that is read for what leaves and written for what comes belongs to one unit: it can only be in
 /// the first granule that leaves.
 #[cube]
-fn write_side<R: Float, C: Float, F: PackedInKernels>(
+fn write_side<R: Float, C: Float>(
     chunk: &[C],
     table: &ComptimeOption<Box<[f32]>>,
     floats: &mut [R],
@@ -262,13 +387,13 @@ fn write_side<R: Float, C: Float, F: PackedInKernels>(
     position: &ComptimeOption<Box<[i32]>>,
     unit: usize,
     granules: usize,
+    runs: usize,
     args: &TokenArgs,
     side: &SideArgs,
     schedule: &SideScheduleArgs,
     #[comptime] spec: Option<QuantSpec>,
     #[comptime] saturating: bool,
 ) {
-    let runs = side.head_dim / comptime!(run(&spec));
     let row = unit / runs;
     let slice = row / granules;
     let mut len = args.source.len;
@@ -289,7 +414,7 @@ fn write_side<R: Float, C: Float, F: PackedInKernels>(
         let source = Source { len, added, float_elements, rotary };
         let index = row % granules;
         let group = unit % runs;
-        write_unit::<R, C, F>(
+        write_unit::<R, C>(
             chunk,
             table,
             floats,
@@ -297,6 +422,7 @@ fn write_side<R: Float, C: Float, F: PackedInKernels>(
             slice,
             index,
             group,
+            side.head_dim / runs,
             &source,
             side,
             schedule,
@@ -310,7 +436,7 @@ fn write_side<R: Float, C: Float, F: PackedInKernels>(
 /// What one unit of [`write_side`] does where the cache has room.
 #[cube]
 #[allow(clippy::single_match, reason = "decided when the kernel is compiled")]
-fn write_unit<R: Float, C: Float, F: PackedInKernels>(
+fn write_unit<R: Float, C: Float>(
     chunk: &[C],
     table: &ComptimeOption<Box<[f32]>>,
     floats: &mut [R],
@@ -318,6 +444,7 @@ fn write_unit<R: Float, C: Float, F: PackedInKernels>(
     slice: usize,
     index: usize,
     group: usize,
+    channels: usize,
     source: &Source,
     side: &SideArgs,
     schedule: &SideScheduleArgs,
@@ -331,8 +458,13 @@ fn write_unit<R: Float, C: Float, F: PackedInKernels>(
     match spec {
         Some(spec) => {
             let granule = comptime!(spec.granule());
-            if index < (after - before) / granule {
-                flush_group::<R, C, F>(
+            if comptime!(spec.packs_parameters()) {
+                flush_tokens::<R, C>(
+                    &*floats, chunk, table, words, slice, before, after, source, side, spec,
+                    saturating,
+                );
+            } else if index < (after - before) / granule {
+                flush_group::<R, C>(
                     &*floats,
                     chunk,
                     table,
@@ -343,15 +475,16 @@ fn write_unit<R: Float, C: Float, F: PackedInKernels>(
                     source,
                     side,
                     spec,
+                    saturating,
                 );
             }
         }
         None => {}
     }
     if index == 0 {
-        let channel = group * comptime!(run(&spec));
+        let channel = group * channels;
         let (token, first) = (source.len, cache.schedule.sinks + after);
-        for i in 0..comptime!(run(&spec)) {
+        for i in 0..channels {
             store::<R, C>(
                 chunk,
                 table,
@@ -374,7 +507,7 @@ fn write_unit<R: Float, C: Float, F: PackedInKernels>(
 /// A sequence holds as many tokens as its position says, or as the source where there is none; if it is full,
 /// or its position is below 0, nothing is written. With a table, keys are turned by their position first.
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn write_token<R: Float, C: Float, K: PackedInKernels, V: PackedInKernels>(
+pub(super) fn write_token<R: Float, C: Float>(
     key: &[C],
     value: &[C],
     floats: &mut [R],
@@ -389,7 +522,7 @@ pub(super) fn write_token<R: Float, C: Float, K: PackedInKernels, V: PackedInKer
 ) {
     let cache = &args.cache;
     if ABSOLUTE_POS < args.n_keys {
-        write_side::<R, C, K>(
+        write_side::<R, C>(
             key,
             &rotary,
             floats,
@@ -397,6 +530,7 @@ pub(super) fn write_token<R: Float, C: Float, K: PackedInKernels, V: PackedInKer
             &position,
             ABSOLUTE_POS,
             args.key_granules,
+            args.key_runs,
             &args,
             &cache.keys,
             &cache.schedule.keys,
@@ -404,7 +538,7 @@ pub(super) fn write_token<R: Float, C: Float, K: PackedInKernels, V: PackedInKer
             bp.saturating,
         );
     } else if ABSOLUTE_POS < args.n {
-        write_side::<R, C, V>(
+        write_side::<R, C>(
             value,
             &ComptimeOption::new_None(),
             floats,
@@ -412,6 +546,7 @@ pub(super) fn write_token<R: Float, C: Float, K: PackedInKernels, V: PackedInKer
             &position,
             ABSOLUTE_POS - args.n_keys,
             args.value_granules,
+            args.value_runs,
             &args,
             &cache.values,
             &cache.schedule.values,

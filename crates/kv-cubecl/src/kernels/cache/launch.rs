@@ -1,20 +1,21 @@
+use core::ops::Range;
+
 use cubecl::{
     client::Client,
     ir::{ElemType, FloatKind},
     prelude::*,
 };
 
-use super::kernel::{self, SourceLaunch, TokenArgsLaunch, TokenBlueprint};
+use super::kernel::{self, FlushRunsLaunch, SourceLaunch, TokenArgsLaunch, TokenBlueprint};
 use crate::{
     Result,
-    formats::cube::PackedInKernels,
     kernels::{
         elementwise,
         layout::SideArgsLaunch,
         quantize::RestoreProblem,
         rotary::{RotaryArgsLaunch, RotaryBinding, rotary_args},
     },
-    layout::{CacheLayout, QuantizedCounts, Side, Sides},
+    layout::{CacheLayout, QuantSpec, QuantizedCounts, Side, Sides},
 };
 
 pub(super) const F32: ElemType = ElemType::Float(FloatKind::F32);
@@ -78,7 +79,7 @@ pub(crate) struct CacheBindings {
 
 /// Appends one token, `key` and `value` of type `chunk`, `[slices, head_dim]`, and quantizes what leaves the
 /// window for it, in one launch. A full cache is left as it is.
-pub(crate) fn launch_write_token<K: PackedInKernels, V: PackedInKernels>(
+pub(crate) fn launch_write_token(
     client: &Client,
     key: BufferArg,
     value: BufferArg,
@@ -104,12 +105,11 @@ pub(crate) fn launch_write_token<K: PackedInKernels, V: PackedInKernels>(
     let granules = Sides::from_fn(|side| {
         specs[side].map_or(1, |spec| (leaving[side] / spec.granule()).max(1))
     });
-    let units = Sides::from_fn(|side| {
-        slices * granules[side] * (sides[side].head_dim / kernel::run(&specs[side]))
-    });
+    let runs = Sides::from_fn(|side| kernel::runs(&specs[side], sides[side].head_dim));
+    let units = Sides::from_fn(|side| slices * granules[side] * runs[side]);
     let n = units.keys + units.values;
     let grid = elementwise(client, "write", n, problem.elements())?;
-    kernel::write_token::launch::<K, V>(
+    kernel::write_token::launch(
         client,
         grid.count(),
         grid.dim(),
@@ -126,6 +126,8 @@ pub(crate) fn launch_write_token<K: PackedInKernels, V: PackedInKernels>(
             layout.args(),
             granules.keys,
             granules.values,
+            runs.keys,
+            runs.values,
             slices / n_positions.unwrap_or(1),
             units.keys,
             n,
@@ -141,7 +143,7 @@ pub(crate) fn launch_write_token<K: PackedInKernels, V: PackedInKernels>(
 ///
 /// `floats` are the cache's float rows, `chunk` the appended keys or values, f32
 /// `[slices, added, head_dim]`.
-pub(crate) fn launch_flush<F: PackedInKernels>(
+pub(crate) fn launch_flush(
     client: &Client,
     floats: BufferArg,
     chunk: BufferArg,
@@ -152,15 +154,18 @@ pub(crate) fn launch_flush<F: PackedInKernels>(
     let layout = &problem.layout;
     let place = layout.sides()[side];
     let Some(spec) = place.spec else { return Ok(()) };
-    let [before, leaving] = problem.leaving().map(|tokens| tokens[side] / spec.granule());
-    // Of more than there is room for, only the newest are kept.
-    let granules = leaving.min(place.packed_tokens / spec.granule());
-    let first = before + leaving - granules;
-    let groups = spec.groups(place.head_dim);
-    let n = layout.slices() * granules * groups;
+    let [before, leaving] = problem.leaving().map(|tokens| tokens[side]);
+    let cut = spec.cut(place.head_dim);
+    let last = before + leaving;
+    // Of more than there is room for, only the newest are kept; from where words are of no token before.
+    let first = match leaving > place.packed_tokens {
+        true => (last - place.packed_tokens).next_multiple_of(cut),
+        false => before,
+    };
+    let (n, runs) = flush_runs(first..last, layout.slices(), place.head_dim, &spec);
     if n > 0 {
         let grid = elementwise(client, "write", n, problem.elements())?;
-        kernel::flush::launch::<F>(
+        kernel::flush::launch(
             client,
             grid.count(),
             grid.dim(),
@@ -171,14 +176,26 @@ pub(crate) fn launch_flush<F: PackedInKernels>(
             problem.source(rotary_args(None).1),
             place.args(),
             n,
-            first,
-            granules,
-            groups,
+            runs,
             spec,
+            layout.config().float.saturates(),
             problem.float,
         );
     }
     Ok(())
+}
+
+/// The units that quantize these tokens of each slice, and what they are told.
+fn flush_runs(
+    tokens: Range<usize>,
+    slices: usize,
+    head_dim: usize,
+    spec: &QuantSpec,
+) -> (usize, FlushRunsLaunch) {
+    let Range { start, end } = tokens;
+    let (cut, groups) = (spec.cut(head_dim), kernel::runs(&Some(*spec), head_dim));
+    let runs = if tokens.is_empty() { 0 } else { end.div_ceil(cut) - start / cut };
+    (slices * runs * groups, FlushRunsLaunch::new(start, end, cut, runs, groups))
 }
 
 /// Stores the rows of `chunk`, the appended keys or values, f32 `[slices, added, head_dim]`, that stay in
@@ -214,20 +231,19 @@ pub(crate) fn launch_append(
 
 /// Quantizes `input`, f32 `[slices, tokens, head_dim]`: a chunk that is appended to nothing, and all of
 /// which leaves the window.
-pub(crate) fn launch_quantize<F: PackedInKernels>(
+pub(crate) fn launch_quantize(
     client: &Client,
     input: BufferArg,
     words: BufferArg,
     problem: &RestoreProblem,
 ) -> Result<()> {
     let RestoreProblem { slices, tokens, head_dim, spec } = *problem;
-    let (granules, groups) = (tokens / spec.granule(), spec.groups(head_dim));
-    let n = slices * granules * groups;
+    let (n, runs) = flush_runs(0..tokens, slices, head_dim, &spec);
     let grid = elementwise(client, "quantize", n, problem.elements())?;
     // Of float rows there are none: they are never read, but a binding must not be empty.
     // SAFETY: the buffer is allocated with this length.
     let floats = unsafe { BufferArg::from_raw_parts(client.empty(size_of::<f32>()), 1) };
-    kernel::flush::launch::<F>(
+    kernel::flush::launch(
         client,
         grid.count(),
         grid.dim(),
@@ -238,10 +254,9 @@ pub(crate) fn launch_quantize<F: PackedInKernels>(
         SourceLaunch::new(0, tokens, head_dim, rotary_args(None).1),
         SideArgsLaunch::new(0, 1, 0, head_dim, spec.words(tokens, head_dim), tokens),
         n,
-        0,
-        granules,
-        groups,
+        runs,
         spec,
+        false,
         F32,
     );
     Ok(())

@@ -1,8 +1,11 @@
 use cubecl::ir::DeviceProperties;
 
-use crate::kernels::{
-    decode_attention::{DecodeProblem, Hardware, splits},
-    row_blocks::{Processor, RowBlocks},
+use crate::{
+    kernels::{
+        decode_attention::{DecodeProblem, Hardware, splits},
+        row_blocks::{Processor, RowBlocks},
+    },
+    layout::{Granularity, QuantSpec, Sides},
 };
 
 /// Fewest query rows per kv head for which a cube has enough to do.
@@ -17,12 +20,8 @@ const CUBES_PER_MULTIPROCESSOR: usize = 8;
 pub(crate) struct ChunkBlueprint {
     /// Rows, units and their runs of tokens and channels.
     pub(crate) blocks: RowBlocks,
-    /// Bits of packed keys, 0 if keys are in float.
-    pub(crate) key_bits: u32,
-    /// Bits of packed values, 0 if values are in float.
-    pub(crate) value_bits: u32,
-    /// Elements per group.
-    pub(crate) group_size: usize,
+    /// How keys and values are packed, where they are.
+    pub(crate) specs: Sides<Option<QuantSpec>>,
     /// See [`Grid::flat`](crate::kernels::Grid::flat).
     pub(crate) flat: bool,
     /// Whether scores are bounded.
@@ -30,19 +29,9 @@ pub(crate) struct ChunkBlueprint {
 }
 
 impl ChunkBlueprint {
-    /// Codes in a word of keys.
-    pub(super) const fn key_codes(&self) -> usize {
-        32 / self.key_bits as usize
-    }
-
-    /// Codes in a word of values.
-    pub(super) const fn value_codes(&self) -> usize {
-        32 / self.value_bits as usize
-    }
-
     /// Whether some keys or values are packed, so that not all tokens have one form.
     pub(super) const fn packed(&self) -> bool {
-        self.key_bits > 0 || self.value_bits > 0
+        self.specs.keys.is_some() || self.specs.values.is_some()
     }
 }
 
@@ -86,24 +75,31 @@ fn prepare(problem: &DecodeProblem, machine: Machine) -> Option<ChunkPlan> {
     if problem.rows < MIN_ROWS || schedule.begin(problem.tokens) > schedule.sink_tokens {
         return None;
     }
-    let [key_bits, value_bits] = layout.code_bits();
-    let group_size = config.group_size;
-    let group = |n_bits: u32| if n_bits == 0 { 0 } else { group_size };
-    let (token_group, channel_group) = (group(key_bits), group(value_bits));
+    let specs = layout.specs();
+    let grouped = |spec: Option<QuantSpec>, axis| {
+        spec.filter(|spec| spec.granularity == axis).map_or(0, |spec| spec.group_size)
+    };
+    let token_group = grouped(specs.keys, Granularity::PerChannel);
+    let channel_group = grouped(specs.values, Granularity::PerToken);
+    // Vectors of words are read of keys that are packed one by one.
+    let key_words = specs.keys.filter(|spec| spec.granularity == Granularity::PerToken);
+    let key_dim = layout.shape().head_dim.keys;
+    if key_words.is_some_and(|spec| !key_dim.is_multiple_of(4 * spec.codes_per_word())) {
+        return None;
+    }
     let blocks =
         RowBlocks::new(layout.shape().head_dim, token_group, channel_group, machine.processor)?;
     let softcap = problem.scores.softcap.is_some();
-    let blueprint =
-        ChunkBlueprint { blocks, key_bits, value_bits, group_size, flat: false, softcap };
+    let blueprint = ChunkBlueprint { blocks, specs, flat: false, softcap };
     // Most tokens are old: packed on each side that is quantized. Their number is rounded down to
     // whole runs, since runs of packed keys must start at multiples of their length.
     let sinks = if blueprint.packed() { config.sink_tokens.min(problem.tokens) } else { 0 };
     let counts = layout.schedule().counts(problem.len);
     let mut main = problem.tokens - sinks;
-    if key_bits > 0 {
+    if specs.keys.is_some() {
         main = main.min(counts.keys);
     }
-    if value_bits > 0 {
+    if specs.values.is_some() {
         main = main.min(counts.values);
     }
     if blueprint.packed() {
@@ -134,8 +130,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        CacheShape, KvCacheConfig, Sides, kernels::row_blocks::VECTOR, layout::CacheLayout,
-        scores::Scores,
+        CacheShape, KvCacheConfig, kernels::row_blocks::VECTOR, layout::CacheLayout, scores::Scores,
     };
 
     fn problem(
@@ -168,8 +163,16 @@ mod tests {
     /// and they divide groups.
     #[test]
     fn plans_fit_and_their_parts_divide() {
-        let names =
-            ["float", "k8v8-g4-r4", "k8v8", "k4v4-g8-r8", "k4v2", "k2v4-g48-r48", "k2v16", "k16v8"];
+        let names = [
+            "float",
+            "k8v8-g4-r4",
+            "k8v8",
+            "k4v4-g8-r8",
+            "k4v2",
+            "k2v4-g48-r48",
+            "k2v16",
+            "k16vint8",
+        ];
         let alike = [16, 20, 32, 40, 64, 80, 96, 100, 128, 160, 192, 240, 252, 256];
         let unlike = [(192, 128), (20, 256), (256, 32), (64, 80)];
         let unlike = unlike.map(|(keys, values)| Sides { keys, values });
@@ -180,7 +183,7 @@ mod tests {
             let Some(problem) = problem(name, head_dim, 99, 65) else { continue };
             for machine in machines() {
                 let ChunkPlan { blueprint, row_chunks, .. } = prepare(&problem, machine).unwrap();
-                let (bp, group_size) = (blueprint.blocks, blueprint.group_size);
+                let bp = blueprint.blocks;
                 assert!(bp.units <= 256 && bp.shared_bytes() <= 16 * 1024, "{bp:?}");
                 assert!(row_chunks * bp.rows >= problem.rows, "{bp:?}");
                 assert!((row_chunks - 1) * bp.rows < problem.rows, "{bp:?}");
@@ -188,21 +191,17 @@ mod tests {
                     head_dim.values.is_multiple_of(bp.unit_channels) && bp.strides() > 0,
                     "{bp:?}"
                 );
-                let fits = |bits: u32, n: usize| {
-                    let codes = 32 / bits as usize;
-                    let words = n.is_multiple_of(codes) || codes.is_multiple_of(n);
-                    words && group_size.is_multiple_of(n)
+                let fits = |spec: Option<QuantSpec>, n: usize| {
+                    spec.is_none_or(|spec| {
+                        let codes = spec.codes_per_word();
+                        let words = n.is_multiple_of(codes) || codes.is_multiple_of(n);
+                        words && spec.group_size.is_multiple_of(n)
+                    })
                 };
                 assert!(bp.unit_tokens.is_multiple_of(VECTOR), "{bp:?}");
                 assert!(bp.unit_channels.is_multiple_of(VECTOR), "{bp:?}");
-                assert!(
-                    blueprint.key_bits == 0 || fits(blueprint.key_bits, bp.unit_tokens),
-                    "{bp:?}"
-                );
-                assert!(
-                    blueprint.value_bits == 0 || fits(blueprint.value_bits, bp.unit_channels),
-                    "{bp:?}"
-                );
+                assert!(fits(blueprint.specs.keys, bp.unit_tokens), "{bp:?}");
+                assert!(fits(blueprint.specs.values, bp.unit_channels), "{bp:?}");
             }
         }
     }

@@ -2,11 +2,14 @@ use cubecl::prelude::*;
 
 use super::base::ChunkBlueprint;
 use crate::{
-    formats::cube::{PackedInKernels, code_at},
+    formats::{
+        Granularity, QuantSpec,
+        cube::{code_at, offset, restore, scale},
+    },
     kernels::{
-        decode_attention::{DecodeArgs, LOWEST},
+        decode_attention::{DecodeArgs, LOWEST, value_place, word_at},
         grid::cube_at,
-        layout::{float_element, quantized},
+        layout::{SideArgs, float_element, parameter_in, parameter_place, quantized},
         row_blocks::{RowState, gather, maximum, new_rows, output, read_four, sum, weigh},
         scores::softcap,
     },
@@ -25,32 +28,33 @@ pub(super) struct Tiles {
 }
 
 /// Restores four channels of the packed keys of a unit's run of tokens to `run` `[unit_tokens, 4]`.
-/// The run starts at `token`, counted after the sinks.
+/// The run starts at `token`, counted after the sinks. Keys are packed in groups of tokens.
 #[cube]
-fn restore_keys<N: Size, K: PackedInKernels>(
+fn restore_groups<N: Size>(
     keys: &[Vector<u32, N>],
     slice_base: usize,
     token: usize,
     column: usize,
     run: &mut Array<f32>,
+    #[comptime] spec: QuantSpec,
     #[comptime] bp: ChunkBlueprint,
 ) {
-    let codes = comptime!(bp.key_codes());
+    let codes = comptime!(spec.codes_per_word());
     let width = comptime!(bp.blocks.head_dim.keys / 4);
-    let group_lines = comptime!(bp.group_size / bp.key_codes());
+    let group_lines = comptime!(spec.code_words());
     // A run consists of whole words, or is a part of one.
-    let unit_lines = comptime!(bp.blocks.unit_tokens.div_ceil(bp.key_codes()));
-    let line_codes = comptime!(bp.blocks.unit_tokens.min(bp.key_codes()));
-    let group_base = slice_base + token / bp.group_size * ((group_lines + 1) * width);
-    let line_base = group_base + token % bp.group_size / codes * width + column;
+    let unit_lines = comptime!(bp.blocks.unit_tokens.div_ceil(spec.codes_per_word()));
+    let line_codes = comptime!(bp.blocks.unit_tokens.min(spec.codes_per_word()));
+    let group_base = slice_base + token / spec.group_size * ((group_lines + 1) * width);
+    let line_base = group_base + token % spec.group_size / codes * width + column;
     let first_code = token % codes;
     let params = keys[group_base + group_lines * width + column];
     let mut scales = Array::<f32>::new(4usize);
     let mut offsets = Array::<f32>::new(4usize);
     #[unroll]
     for k in 0..4usize {
-        scales[k] = K::scale(params.extract(k));
-        offsets[k] = K::offset(params.extract(k));
+        scales[k] = scale(params.extract(k), spec);
+        offsets[k] = offset(params.extract(k), spec);
     }
     #[unroll]
     for i in 0..unit_lines {
@@ -60,51 +64,105 @@ fn restore_keys<N: Size, K: PackedInKernels>(
             let word = line.extract(k);
             #[unroll]
             for j in 0..line_codes {
-                let code = if comptime!(bp.blocks.unit_tokens < bp.key_codes()) {
-                    code_at(word, first_code + j, bp.key_bits)
+                let code = if comptime!(bp.blocks.unit_tokens < spec.codes_per_word()) {
+                    code_at(word, first_code + j, spec.n_bits)
                 } else {
-                    code_at(word, j, bp.key_bits)
+                    code_at(word, j, spec.n_bits)
                 };
-                run[(i * line_codes + j) * 4 + k] = K::restore(code, scales[k], offsets[k]);
+                run[(i * line_codes + j) * 4 + k] = restore(code, scales[k], offsets[k], spec);
             }
         }
+    }
+}
+
+/// As [`restore_groups`], for keys that are each packed by itself, with parameters that share words. The run ends
+/// before `end`.
+#[cube]
+fn restore_tokens<N: Size>(
+    keys: &[Vector<u32, N>],
+    slice_base: usize,
+    token: usize,
+    end: usize,
+    column: usize,
+    run: &mut Array<f32>,
+    side: &SideArgs,
+    #[comptime] spec: QuantSpec,
+    #[comptime] bp: ChunkBlueprint,
+) {
+    let key_dim = comptime!(bp.blocks.head_dim.keys);
+    let codes = comptime!(spec.codes_per_word());
+    let group = column * 4 / spec.group_size;
+    #[unroll]
+    for t in 0..comptime!(bp.blocks.unit_tokens) {
+        // Tokens past the end are read as the last one, and masked by the caller.
+        let slot = clamp_max(token + t, end - 1);
+        let place = parameter_place(slot, group, side.packed_tokens, key_dim, spec);
+        let param = word_at::<N>(keys, slice_base, place.word, 4usize);
+        let scale = scale(parameter_in(param, place.shift, spec), spec);
+        let at = slot * comptime!(bp.blocks.head_dim.keys / spec.codes_per_word());
+        let word = word_at::<N>(keys, slice_base, at + column * 4 / codes, 4usize);
+        #[unroll]
+        for k in 0..4usize {
+            let code = code_at(word, column * 4 % codes + k, spec.n_bits);
+            run[t * 4 + k] = restore(code, scale, f32::new(0.0), spec);
+        }
+    }
+}
+
+/// Restores four channels of the packed keys of a unit's run of tokens, `token..end`.
+#[cube]
+fn restore_keys<N: Size>(
+    keys: &[Vector<u32, N>],
+    slice_base: usize,
+    token: usize,
+    end: usize,
+    column: usize,
+    run: &mut Array<f32>,
+    side: &SideArgs,
+    #[comptime] spec: QuantSpec,
+    #[comptime] bp: ChunkBlueprint,
+) {
+    if comptime!(spec.granularity == Granularity::PerToken) {
+        restore_tokens::<N>(keys, slice_base, token, end, column, run, side, spec, bp);
+    } else {
+        restore_groups::<N>(keys, slice_base, token, column, run, spec, bp);
     }
 }
 
 /// Restores a unit's channels of the value of a packed token to row `at` of `run`; `token` is
 /// counted after the sinks.
 #[cube]
-fn restore_value<V: PackedInKernels>(
+fn restore_value(
     values: &[u32],
     slice_base: usize,
     token: usize,
     block: usize,
     run: &mut Array<f32>,
+    side: &SideArgs,
     #[comptime] at: usize,
+    #[comptime] spec: QuantSpec,
     #[comptime] bp: ChunkBlueprint,
 ) {
-    let codes = comptime!(bp.value_codes());
+    let codes = comptime!(spec.codes_per_word());
     let channels = comptime!(bp.blocks.unit_channels);
-    let n_words = comptime!(bp.blocks.head_dim.values / bp.value_codes());
-    let line_len = comptime!(
-        bp.blocks.head_dim.values / bp.value_codes() + bp.blocks.head_dim.values / bp.group_size
-    );
-    let line = slice_base + token * line_len;
-    let param = values[line + n_words + block * channels / bp.group_size];
-    let scale = V::scale(param);
-    let offset = V::offset(param);
-    let word_codes = comptime!(bp.blocks.unit_channels.min(bp.value_codes()));
+    let group = block * channels / spec.group_size;
+    let head_dim = comptime!(bp.blocks.head_dim.values);
+    let place = value_place(values, slice_base, token, group, side, head_dim, spec);
+    let line = place.line;
+    let scale = scale(place.parameter, spec);
+    let offset = offset(place.parameter, spec);
+    let word_codes = comptime!(bp.blocks.unit_channels.min(spec.codes_per_word()));
     #[unroll]
-    for i in 0..comptime!(bp.blocks.unit_channels.div_ceil(bp.value_codes())) {
+    for i in 0..comptime!(bp.blocks.unit_channels.div_ceil(spec.codes_per_word())) {
         let word = values[line + block * channels / codes + i];
         #[unroll]
         for j in 0..word_codes {
-            let code = if comptime!(bp.blocks.unit_channels < bp.value_codes()) {
-                code_at(word, block * channels % codes + j, bp.value_bits)
+            let code = if comptime!(bp.blocks.unit_channels < spec.codes_per_word()) {
+                code_at(word, block * channels % codes + j, spec.n_bits)
             } else {
-                code_at(word, j, bp.value_bits)
+                code_at(word, j, spec.n_bits)
             };
-            run[at * channels + i * word_codes + j] = V::restore(code, scale, offset);
+            run[at * channels + i * word_codes + j] = restore(code, scale, offset, spec);
         }
     }
 }
@@ -121,7 +179,7 @@ struct Run {
 /// each side that is quantized is packed for all of them; otherwise the form of each token is looked up.
 #[cube]
 #[allow(clippy::if_same_then_else, clippy::collapsible_if, reason = "decided when compiled")]
-fn score<R: Float, N: Size, K: PackedInKernels>(
+fn score<R: Float, N: Size>(
     query: &[Vector<f32, N>],
     keys: &[Vector<u32, N>],
     floats: &[Vector<R, N>],
@@ -148,7 +206,7 @@ fn score<R: Float, N: Size, K: PackedInKernels>(
     if token < tile.end {
         let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_tokens));
         let mut bases = Array::<usize>::new(unit_tokens);
-        if comptime!(bp.key_bits == 0 || !uniform) {
+        if comptime!(bp.specs.keys.is_none() || !uniform) {
             #[unroll]
             for t in 0..unit_tokens {
                 // Tokens past the end are read as the last one, and masked below.
@@ -165,16 +223,23 @@ fn score<R: Float, N: Size, K: PackedInKernels>(
         }
         for column in 0..width {
             let mut float = true;
-            if comptime!(bp.key_bits > 0) {
-                let base = slice * cache.keys.slice_words / 4;
-                if comptime!(uniform) {
-                    restore_keys::<N, K>(keys, base, token - sinks, column, &mut run, bp);
-                } else if token >= sinks && token - sinks < packed_keys {
-                    restore_keys::<N, K>(keys, base, token - sinks, column, &mut run, bp);
-                    float = false;
+            let spec = comptime!(bp.specs.keys);
+            #[comptime]
+            match spec {
+                Some(spec) => {
+                    let (base, side) = (slice * cache.keys.slice_words / 4, &cache.keys);
+                    if comptime!(uniform) {
+                        let (first, end) = (token - sinks, tile.end - sinks);
+                        restore_keys::<N>(keys, base, first, end, column, &mut run, side, spec, bp);
+                    } else if token >= sinks && token - sinks < packed_keys {
+                        let (first, end) = (token - sinks, tile.end - sinks);
+                        restore_keys::<N>(keys, base, first, end, column, &mut run, side, spec, bp);
+                        float = false;
+                    }
                 }
+                None => {}
             }
-            if comptime!(bp.key_bits == 0 || !uniform) {
+            if comptime!(bp.specs.keys.is_none() || !uniform) {
                 if float {
                     #[unroll]
                     for t in 0..unit_tokens {
@@ -212,7 +277,7 @@ fn score<R: Float, N: Size, K: PackedInKernels>(
 /// Adds to the unit's outputs the values of `tile` with the weights that [`weigh`] has left.
 #[cube]
 #[allow(clippy::if_same_then_else, clippy::collapsible_if, reason = "decided when compiled")]
-fn add_values<R: Float, N: Size, V: PackedInKernels>(
+fn add_values<R: Float, N: Size>(
     values: &[u32],
     floats: &[Vector<R, N>],
     tile: &Run,
@@ -240,18 +305,43 @@ fn add_values<R: Float, N: Size, V: PackedInKernels>(
             // Past the end the weight is zero.
             let token = clamp_max(tile.start + four * 4 + t, tile.end - 1);
             let mut float = true;
-            if comptime!(bp.value_bits > 0) {
-                let base = slice * cache.values.slice_words;
-                if comptime!(uniform) {
-                    let token = token - sinks;
-                    restore_value::<V>(values, base, token, state.block, &mut run, t, bp);
-                } else if token >= sinks && token - sinks < packed_values {
-                    let token = token - sinks;
-                    restore_value::<V>(values, base, token, state.block, &mut run, t, bp);
-                    float = false;
+            let spec = comptime!(bp.specs.values);
+            #[comptime]
+            match spec {
+                Some(spec) => {
+                    let (base, side) = (slice * cache.values.slice_words, &cache.values);
+                    if comptime!(uniform) {
+                        let token = token - sinks;
+                        restore_value(
+                            values,
+                            base,
+                            token,
+                            state.block,
+                            &mut run,
+                            side,
+                            t,
+                            spec,
+                            bp,
+                        );
+                    } else if token >= sinks && token - sinks < packed_values {
+                        let token = token - sinks;
+                        restore_value(
+                            values,
+                            base,
+                            token,
+                            state.block,
+                            &mut run,
+                            side,
+                            t,
+                            spec,
+                            bp,
+                        );
+                        float = false;
+                    }
                 }
+                None => {}
             }
-            if comptime!(bp.value_bits == 0 || !uniform) {
+            if comptime!(bp.specs.values.is_none() || !uniform) {
                 if float {
                     let row = slice * cache.float_elements + float_element(token, &cache.values);
                     let fours = comptime!(bp.blocks.unit_channels / 4);
@@ -282,7 +372,7 @@ fn add_values<R: Float, N: Size, V: PackedInKernels>(
 
 /// Attends to a tile; see [`score`].
 #[cube]
-fn attend_tile<R: Float, N: Size, K: PackedInKernels, V: PackedInKernels>(
+fn attend_tile<R: Float, N: Size>(
     query: &[Vector<f32, N>],
     keys: &[Vector<u32, N>],
     values: &[u32],
@@ -295,9 +385,9 @@ fn attend_tile<R: Float, N: Size, K: PackedInKernels, V: PackedInKernels>(
     #[comptime] uniform: bool,
     #[comptime] bp: ChunkBlueprint,
 ) {
-    let scores = score::<R, N, K>(query, keys, floats, tile, slice, first_row, args, uniform, bp);
+    let scores = score::<R, N>(query, keys, floats, tile, slice, first_row, args, uniform, bp);
     weigh::<N>(&scores, state, comptime!(bp.blocks));
-    add_values::<R, N, V>(values, floats, tile, slice, state, args, uniform, bp);
+    add_values::<R, N>(values, floats, tile, slice, state, args, uniform, bp);
 }
 
 /// One cube per (slice, split, chunk of query rows); writes `(o, m, l)` of each row to
@@ -309,7 +399,7 @@ fn attend_tile<R: Float, N: Size, K: PackedInKernels, V: PackedInKernels>(
 /// `unit_channels` consecutive channels, all query rows and every `strides`-th four tokens.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
-pub(super) fn partial_attention<R: Float, N: Size, K: PackedInKernels, V: PackedInKernels>(
+pub(super) fn partial_attention<R: Float, N: Size>(
     query: &[Vector<f32, N>],
     keys: &[Vector<u32, N>],
     values: &[u32],
@@ -348,7 +438,7 @@ pub(super) fn partial_attention<R: Float, N: Size, K: PackedInKernels, V: Packed
         let start = main_start + index * tile;
         let end = clamp_max(start + tile, main_end);
         let tile = Run { start, end };
-        attend_tile::<R, N, K, V>(
+        attend_tile::<R, N>(
             query, keys, values, floats, &tile, slice, first_row, &mut state, &args, true, bp,
         );
     }
@@ -363,7 +453,7 @@ pub(super) fn partial_attention<R: Float, N: Size, K: PackedInKernels, V: Packed
             }
             let end = clamp_max(start + tile, limit);
             let tile = Run { start, end };
-            attend_tile::<R, N, K, V>(
+            attend_tile::<R, N>(
                 query, keys, values, floats, &tile, slice, first_row, &mut state, &args, false, bp,
             );
         }

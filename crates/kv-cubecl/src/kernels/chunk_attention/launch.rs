@@ -6,7 +6,6 @@ use super::{
 };
 use crate::{
     Result,
-    formats::cube::PackedInKernels,
     kernels::{
         Grid, Limits,
         decode_attention::{
@@ -21,7 +20,7 @@ use crate::{
 ///
 /// # Errors
 /// As [`grid_of`].
-pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
+pub(crate) fn launch_ref(
     client: &Client,
     bindings: DecodeBindings<'_>,
     problem: &DecodeProblem,
@@ -34,7 +33,7 @@ pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
     // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
     // the cache's length, rows and channels below theirs.
     unsafe {
-        kernel::partial_attention::launch_unchecked::<K, V>(
+        kernel::partial_attention::launch_unchecked(
             client,
             grid.count(),
             grid.dim(),

@@ -5,7 +5,6 @@ use cubecl::prelude::*;
 use super::{base::ChunkBlueprint, kernel::partial_attention::PartialAttention, plan};
 use crate::{
     CacheShape,
-    formats::cube::Affine,
     kernels::{
         cuda_source::{buffer, settings},
         decode_attention::DecodeProblem,
@@ -15,8 +14,18 @@ use crate::{
     scores::Scores,
 };
 
-/// Every number of bits, and both float types.
-const CACHES: [&str; 6] = ["float", "float-f16", "k8v8", "k4v4", "k4v2-f16", "k2v2"];
+/// Every number of bits, both float types, and every kind of token that is packed by itself.
+const CACHES: [&str; 9] = [
+    "float",
+    "float-f16",
+    "k8v8",
+    "k4v4",
+    "k4v2-f16",
+    "k2v2",
+    "kint8vint8",
+    "ke4m3ve5m2",
+    "kmxfp4ve4m3b",
+];
 /// Short and long runs of channels.
 const HEAD_DIMS: [usize; 3] = [64, 128, 256];
 
@@ -39,7 +48,7 @@ fn kernel(
         scores: Scores::PLAIN,
     };
     let blueprint = plan(&problem, &properties).unwrap().blueprint;
-    let kernel = PartialAttention::<Affine, Affine>::new(
+    let kernel = PartialAttention::new(
         settings(blueprint.blocks.units, ExecutionMode::Unchecked),
         properties,
         Default::default(),

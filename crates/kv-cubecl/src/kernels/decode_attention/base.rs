@@ -5,7 +5,7 @@ use cubecl::{
 
 use crate::{
     Error, Result,
-    layout::{CacheLayout, Sides},
+    layout::{CacheLayout, Granularity, QuantSpec, Sides},
     scores::Scores,
 };
 
@@ -55,12 +55,8 @@ pub(crate) struct DecodeBlueprint {
     pub(crate) head_dim: Sides<usize>,
     /// Query rows per cube.
     pub(crate) rows: usize,
-    /// Bits of packed keys, 0 if keys are in float.
-    pub(crate) key_bits: u32,
-    /// Bits of packed values, 0 if values are in float.
-    pub(crate) value_bits: u32,
-    /// Elements per group.
-    pub(crate) group_size: usize,
+    /// How keys and values are packed, where they are.
+    pub(crate) specs: Sides<Option<QuantSpec>>,
     /// Units per cube.
     pub(crate) units: usize,
     /// Channels read at once: 4, or 1 where rows are not a multiple of 4 wide.
@@ -84,14 +80,9 @@ pub(crate) struct DecodeBlueprint {
 }
 
 impl DecodeBlueprint {
-    /// Codes in a word of keys.
-    pub(super) const fn key_codes(&self) -> usize {
-        if self.key_bits == 0 { 1 } else { 32 / self.key_bits as usize }
-    }
-
-    /// Codes in a word of values.
-    pub(super) const fn value_codes(&self) -> usize {
-        if self.value_bits == 0 { 1 } else { 32 / self.value_bits as usize }
+    /// Tokens of packed keys that are read from the first of them on: those of a group.
+    pub(super) fn key_granule(&self) -> usize {
+        self.specs.keys.map_or(1, |spec| spec.granule())
     }
 
     /// Tokens whose weights are in shared memory at once.
@@ -176,24 +167,29 @@ pub(super) fn prepare(
     if widest > MAX_HEAD_DIM {
         return Err(unsupported(format!("head_dim is above {MAX_HEAD_DIM}")));
     }
-    let [key_bits, value_bits] = layout.code_bits();
-    let group_size = config.group_size;
+    let specs = layout.specs();
     // A run of elements shares the scale and minimum of one parameter word. So runs are long,
     // consist of whole code words, and lie within one group.
-    let run = |n_bits: u32, axis: usize| match n_bits {
-        0 => [8, 4, 2, 1].into_iter().find(|&n| axis.is_multiple_of(n)).unwrap_or(1),
-        _ => [16, 8, 4].into_iter().find(|&n| group_size.is_multiple_of(n)).unwrap_or(4),
+    let run = |grouped: Option<QuantSpec>, axis: usize| match grouped {
+        None => [8, 4, 2, 1].into_iter().find(|&n| axis.is_multiple_of(n)).unwrap_or(1),
+        Some(QuantSpec { group_size, .. }) => {
+            [16, 8, 4].into_iter().find(|&n| group_size.is_multiple_of(n)).unwrap_or(4)
+        }
     };
+    // Tokens that are packed one by one have nothing in common.
+    let grouped_keys = specs.keys.filter(|spec| spec.granularity == Granularity::PerChannel);
+    // Words of a row of keys, where they are packed so.
+    let key_words = specs.keys.filter(|spec| spec.granularity == Granularity::PerToken);
+    let key_words = key_words.map_or(key_dim, |spec| key_dim / spec.codes_per_word());
+    let vectors = [key_dim, value_dim, key_words].iter().all(|&n| n.is_multiple_of(4));
     let mut blueprint = DecodeBlueprint {
         head_dim,
         rows: problem.rows.min(MAX_ROWS),
-        key_bits,
-        value_bits,
-        group_size,
+        specs,
         units: if hardware.plane > 1 { 128.max(hardware.plane) } else { 64 },
-        vector: if key_dim.is_multiple_of(4) && value_dim.is_multiple_of(4) { 4 } else { 1 },
-        unit_tokens: run(key_bits, 8),
-        unit_channels: run(value_bits, value_dim),
+        vector: if vectors { 4 } else { 1 },
+        unit_tokens: run(grouped_keys, 8),
+        unit_channels: run(specs.values, value_dim),
         lanes: 1,
         plane: hardware.plane,
         flat: false,
@@ -204,6 +200,7 @@ pub(super) fn prepare(
     // Neighboring units read neighboring vectors of a token.
     while 2 * blueprint.lanes <= hardware.plane.min(MAX_LANES)
         && (key_dim / blueprint.vector).is_multiple_of(2 * blueprint.lanes)
+        && (key_words / blueprint.vector).is_multiple_of(2 * blueprint.lanes)
     {
         blueprint.lanes *= 2;
     }
@@ -300,7 +297,17 @@ mod tests {
     /// Every plan, on every kind of device, is within WebGPU's limits and consistent.
     #[test]
     fn plans_fit_and_their_parts_divide() {
-        for name in ["float", "k8v8", "k4v4-g8-r8", "k4v2", "k2v4-g48-r48", "k2v16", "k16v8"] {
+        for name in [
+            "float",
+            "k8v8",
+            "k4v4-g8-r8",
+            "k4v2",
+            "k2v4-g48-r48",
+            "k2v16",
+            "k16v8",
+            "kint8vint8",
+            "k4vint8",
+        ] {
             for (key_dim, value_dim) in KEYS_AND_VALUES {
                 let head_dim = Sides { keys: key_dim, values: value_dim };
                 let config: KvCacheConfig = name.parse().unwrap();
@@ -323,23 +330,27 @@ mod tests {
                     assert!(bp.units.is_multiple_of(plane) && plane.is_multiple_of(bp.lanes));
                     assert!((key_dim / bp.vector).is_multiple_of(bp.lanes), "{bp:?}");
                     assert!(value_dim.is_multiple_of(bp.unit_channels) && bp.strides() > 0);
-                    assert!(bp.unit_tokens.is_multiple_of(bp.key_codes()), "{bp:?}");
-                    assert!(bp.unit_channels.is_multiple_of(bp.value_codes()), "{bp:?}");
-                    assert!(bp.unit_channels.is_multiple_of(bp.vector) || value_packed(&bp));
-                    if bp.key_bits > 0 {
-                        assert!(bp.group_size.is_multiple_of(bp.unit_tokens), "{bp:?}");
+                    let packed_values = bp.specs.values.is_some();
+                    assert!(bp.unit_channels.is_multiple_of(bp.vector) || packed_values);
+                    match bp.specs.keys {
+                        Some(spec) if spec.granularity == Granularity::PerChannel => {
+                            assert!(bp.unit_tokens.is_multiple_of(spec.codes_per_word()), "{bp:?}");
+                            assert!(spec.group_size.is_multiple_of(bp.unit_tokens), "{bp:?}");
+                        }
+                        Some(spec) => {
+                            let vectors = key_dim / spec.codes_per_word() / bp.vector;
+                            assert!(vectors > 0 && vectors.is_multiple_of(bp.lanes), "{bp:?}");
+                        }
+                        None => {}
                     }
-                    if value_packed(&bp) {
-                        assert!(bp.group_size.is_multiple_of(bp.unit_channels), "{bp:?}");
+                    if let Some(spec) = bp.specs.values {
+                        assert!(bp.unit_channels.is_multiple_of(spec.codes_per_word()), "{bp:?}");
+                        assert!(spec.group_size.is_multiple_of(bp.unit_channels), "{bp:?}");
                     }
                     assert!(settings.row_chunks * bp.rows >= rows);
                 }
             }
         }
-    }
-
-    fn value_packed(bp: &DecodeBlueprint) -> bool {
-        bp.value_bits > 0
     }
 
     #[test]

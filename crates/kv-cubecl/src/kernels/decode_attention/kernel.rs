@@ -7,12 +7,9 @@ use super::{
     score::score,
     values::add_values,
 };
-use crate::{
-    formats::cube::PackedInKernels,
-    kernels::{
-        grid::cube_at,
-        layout::{begin, quantized},
-    },
+use crate::kernels::{
+    grid::cube_at,
+    layout::{begin, quantized},
 };
 
 /// The score of a masked token, below every other except -inf; WGSL has no literal for infinity.
@@ -82,7 +79,8 @@ fn extent_of(
             first_packed = end_packed;
             first_float = seen;
         } else if seen > sinks {
-            first_packed = sinks + (seen - sinks) / bp.group_size * bp.group_size;
+            let granule = comptime!(bp.key_granule());
+            first_packed = sinks + (seen - sinks) / granule * granule;
         }
     }
     let n_tiles = sinks.div_ceil(tile)
@@ -161,13 +159,7 @@ fn tile_at(
 /// token.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
-pub(super) fn partial_attention<
-    R: Float,
-    Q: Float,
-    N: Size,
-    K: PackedInKernels,
-    V: PackedInKernels,
->(
+pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     query: &[Q],
     keys: &[Vector<u32, N>],
     values: &[u32],
@@ -195,9 +187,9 @@ pub(super) fn partial_attention<
     sync_cube();
     for index in extent.first_tile..extent.last_tile {
         let tile = tile_at(index, &extent, &args, bp);
-        let scores = score::<R, N, K>(keys, floats, slice, &tile, &rows, &args, bp);
+        let scores = score::<R, N>(keys, floats, slice, &tile, &rows, &args, bp);
         weigh(&scores, &tile, &mut rows, bp);
-        add_values::<R, N, V>(values, floats, slice, &tile, &extent, &mut rows, &args, bp);
+        add_values::<R, N>(values, floats, slice, &tile, &extent, &mut rows, &args, bp);
         sync_cube();
     }
     if extent.tokens == 0 && rows.unit == 0 {

@@ -7,7 +7,6 @@ use super::{
 };
 use crate::{
     Result,
-    formats::cube::PackedInKernels,
     kernels::{Grid, Limits, cache::CacheBindings, elementwise, rotary::rotary_args},
 };
 
@@ -41,7 +40,7 @@ pub(crate) fn check_size(problem: &DecodeProblem, properties: &DeviceProperties)
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported), see [the module](super).
-pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
+pub(crate) fn launch_ref(
     client: &Client,
     bindings: DecodeBindings<'_>,
     problem: &DecodeProblem,
@@ -69,7 +68,7 @@ pub(crate) fn launch_ref<K: PackedInKernels, V: PackedInKernels>(
     // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
     // the cache's length, rows and channels below theirs.
     unsafe {
-        kernel::partial_attention::launch_unchecked::<K, V>(
+        kernel::partial_attention::launch_unchecked(
             client,
             grid.count(),
             grid.dim(),

@@ -4,10 +4,10 @@
 //! words are read once for all of them, and writes a partial softmax per row: `o`, the weighted sum
 //! of values, `m`, the largest score, and `l`, the sum of weights. A second kernel merges them. The
 //! history is never restored in memory: scales and minima are folded into the query once per group
-//! of keys.
+//! of keys, or into sums over the codes of a token.
 //!
-//! **Supported**: head_dim up to 256; any number of query heads per kv head and of query rows; 2, 4
-//! and 8 bits or float on either side; f32 and f16 float rows.
+//! **Supported**: head_dim up to 256; any number of query heads per kv head and of query rows; every format
+//! or float on either side; f32 and f16 float rows.
 //!
 //! **Rejected** ([`Error::Unsupported`](crate::Error::Unsupported)): a head_dim above 256, and
 //! sizes for which the device has too few cubes or too narrow indices.
@@ -27,3 +27,5 @@ pub(crate) use base::{DecodeProblem, Hardware, MAX_HEAD_DIM, SHARED_BYTES, check
 pub(crate) use kernel::{LOWEST, weight_of};
 pub(crate) use launch::{DecodeBindings, launch_ref};
 pub(crate) use launch::{check_size, grid, launch_merge, partial_results};
+pub(crate) use score::word_at;
+pub(crate) use values::value_place;

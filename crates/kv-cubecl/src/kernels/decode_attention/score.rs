@@ -9,9 +9,12 @@ use super::{
     rows::{Rows, zeros},
 };
 use crate::{
-    formats::cube::{PackedInKernels, code_at},
+    formats::{
+        Granularity, QuantSpec,
+        cube::{code_at, element, offset, scale, value},
+    },
     kernels::{
-        layout::{SideArgs, float_element, packed_slot},
+        layout::{SideArgs, float_element, packed_slot, parameter_in, parameter_place},
         scores::softcap,
     },
 };
@@ -20,7 +23,7 @@ use crate::{
 /// tile are to be masked.
 #[cube]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
-pub(super) fn score<R: Float, N: Size, K: PackedInKernels>(
+pub(super) fn score<R: Float, N: Size>(
     keys: &[Vector<u32, N>],
     floats: &[Vector<R, N>],
     slice: usize,
@@ -33,15 +36,38 @@ pub(super) fn score<R: Float, N: Size, K: PackedInKernels>(
     let token = tile.start + rows.unit / bp.lanes * bp.unit_tokens;
     let mut scores = zeros(comptime!(bp.rows * bp.unit_tokens));
     if token < tile.end {
-        if comptime!(bp.key_bits > 0) {
-            if tile.packed {
-                let base = slice * cache.keys.slice_words / comptime!(bp.vector);
-                let mut token = token - cache.schedule.sinks;
-                if comptime!(bp.window) {
-                    token = packed_slot(token, &cache.keys);
+        let spec = comptime!(bp.specs.keys);
+        #[comptime]
+        match spec {
+            Some(spec) => {
+                if tile.packed {
+                    let base = slice * cache.keys.slice_words / comptime!(bp.vector);
+                    let token = token - cache.schedule.sinks;
+                    if comptime!(spec.granularity == Granularity::PerToken) {
+                        let end = tile.end - cache.schedule.sinks;
+                        score_tokens::<N>(
+                            keys,
+                            base,
+                            token,
+                            end,
+                            rows.lane,
+                            &rows.query,
+                            &mut scores,
+                            &cache.keys,
+                            spec,
+                            bp,
+                        );
+                    } else {
+                        let mut slot = token;
+                        if comptime!(bp.window) {
+                            slot = packed_slot(token, &cache.keys);
+                        }
+                        let (lane, query) = (rows.lane, &rows.query);
+                        score_packed::<N>(keys, base, slot, lane, query, &mut scores, spec, bp);
+                    }
                 }
-                score_packed::<N, K>(keys, base, token, rows.lane, &rows.query, &mut scores, bp);
             }
+            None => {}
         }
         if !tile.packed {
             score_float::<R, N>(
@@ -77,32 +103,32 @@ pub(super) fn score<R: Float, N: Size, K: PackedInKernels>(
 
 /// Adds to `scores` `[rows, unit_tokens]` the products of the query with the packed keys of a
 /// unit's run of tokens, over the unit's share of the channels. The run starts at `token`, counted
-/// after the sinks.
+/// after the sinks. Keys are packed in groups of tokens.
 ///
-/// Scale and offset are folded into the query once per channel, not once per code, where elements are linear
-/// in their codes; else each code is restored.
+/// Scale and offset are folded into the query once per channel, not once per code.
 #[cube]
-fn score_packed<N: Size, K: PackedInKernels>(
+fn score_packed<N: Size>(
     keys: &[Vector<u32, N>],
     slice_base: usize,
     token: usize,
     lane: usize,
     query: &Shared<[f32]>,
     scores: &mut Array<f32>,
+    #[comptime] spec: QuantSpec,
     #[comptime] bp: DecodeBlueprint,
 ) {
     let rows = comptime!(bp.rows);
     let unit_tokens = comptime!(bp.unit_tokens);
     let width = comptime!(bp.head_dim.keys / bp.vector);
-    let codes = comptime!(bp.key_codes());
-    let group_lines = comptime!(bp.group_size / bp.key_codes());
-    let unit_lines = comptime!(bp.unit_tokens / bp.key_codes());
-    let group_base = slice_base + token / bp.group_size * ((group_lines + 1) * width);
-    let line_base = group_base + token % bp.group_size / codes * width;
+    let codes = comptime!(spec.codes_per_word());
+    let group_lines = comptime!(spec.code_words());
+    let unit_lines = comptime!(bp.unit_tokens / spec.codes_per_word());
+    let group_base = slice_base + token / spec.group_size * ((group_lines + 1) * width);
+    let line_base = group_base + token % spec.group_size / codes * width;
     let param_base = group_base + group_lines * width;
     let mut lines = Array::<Vector<u32, N>>::new(unit_lines);
     let mut folded = Array::<f32>::new(rows);
-    let mut offset = zeros(rows);
+    let mut offsets = zeros(rows);
     for step in 0..comptime!(bp.head_dim.keys / bp.vector / bp.lanes) {
         let column = step * bp.lanes + lane;
         let params = keys[param_base + column];
@@ -113,16 +139,14 @@ fn score_packed<N: Size, K: PackedInKernels>(
         #[unroll]
         for k in 0..comptime!(bp.vector) {
             let param = params.extract(k);
-            let scale = K::scale(param);
-            let min = K::offset(param);
+            let scale = scale(param, spec);
+            let min = offset(param, spec);
             #[unroll]
             for r in 0..rows {
                 let q = query[r * comptime!(bp.head_dim.keys) + column * bp.vector + k];
-                if comptime!(K::LINEAR) {
-                    folded[r] = q * scale;
-                    offset[r] += q * min;
-                } else {
-                    folded[r] = q;
+                folded[r] = q * scale;
+                if comptime!(spec.format.has_offset()) {
+                    offsets[r] += q * min;
                 }
             }
             #[unroll]
@@ -130,7 +154,7 @@ fn score_packed<N: Size, K: PackedInKernels>(
                 let word = lines[i].extract(k);
                 #[unroll]
                 for j in 0..codes {
-                    let element = element::<K>(word, j, scale, min, bp.key_bits);
+                    let element = value(code_at(word, j, spec.n_bits), spec);
                     #[unroll]
                     for r in 0..rows {
                         scores[r * unit_tokens + i * codes + j] += folded[r] * element;
@@ -139,27 +163,139 @@ fn score_packed<N: Size, K: PackedInKernels>(
             }
         }
     }
-    #[unroll]
-    for r in 0..rows {
+    if comptime!(spec.format.has_offset()) {
         #[unroll]
-        for t in 0..unit_tokens {
-            scores[r * unit_tokens + t] += offset[r];
+        for r in 0..rows {
+            #[unroll]
+            for t in 0..unit_tokens {
+                scores[r * unit_tokens + t] += offsets[r];
+            }
         }
     }
 }
 
-/// Code number `index` of a word as sums over codes take it: as a number where scale and offset are taken out of
-/// them, else restored.
+/// As [`score_packed`], for keys that are each packed by itself, with parameters that share words. The run ends
+/// before `end`.
+///
+/// The scale of a token is multiplied with its sums where all channels that the unit reads of it are of one group, and
+/// elsewhere with what its codes stand for.
 #[cube]
-pub(super) fn element<F: PackedInKernels>(
-    word: u32,
-    index: usize,
-    scale: f32,
-    offset: f32,
-    #[comptime] n_bits: u32,
+fn score_tokens<N: Size>(
+    keys: &[Vector<u32, N>],
+    slice_base: usize,
+    token: usize,
+    end: usize,
+    lane: usize,
+    query: &Shared<[f32]>,
+    scores: &mut Array<f32>,
+    side: &SideArgs,
+    #[comptime] spec: QuantSpec,
+    #[comptime] bp: DecodeBlueprint,
+) {
+    let rows = comptime!(bp.rows);
+    let unit_tokens = comptime!(bp.unit_tokens);
+    let key_dim = comptime!(bp.head_dim.keys);
+    let codes = comptime!(spec.codes_per_word());
+    let width = comptime!(bp.head_dim.keys / spec.codes_per_word() / bp.vector);
+    // Channels of a vector of words, and whether all that the unit reads of a token are of one group.
+    let channels = comptime!(spec.codes_per_word() * bp.vector);
+    let once = comptime!(bp.head_dim.keys == spec.group_size || width == bp.lanes);
+    let mut slots = Array::<usize>::new(unit_tokens);
+    let mut scales = Array::<f32>::new(unit_tokens);
+    let mut factors = Array::<f32>::new(rows);
+    #[unroll]
+    for t in 0..unit_tokens {
+        // Tokens past the end are read as the last one; the caller masks their scores.
+        let mut slot = clamp_max(token + t, end - 1);
+        if comptime!(bp.window) {
+            slot = packed_slot(slot, side);
+        }
+        slots[t] = slot;
+        scales[t] = f32::new(1.0);
+        if comptime!(once) {
+            let group = lane * channels / spec.group_size;
+            scales[t] = scale_of::<N>(keys, slice_base, slot, group, side, spec, bp);
+        }
+    }
+    for step in 0..comptime!(width / bp.lanes) {
+        let column = step * bp.lanes + lane;
+        if comptime!(!once) {
+            #[unroll]
+            for t in 0..unit_tokens {
+                let group = column * channels / spec.group_size;
+                scales[t] = scale_of::<N>(keys, slice_base, slots[t], group, side, spec, bp);
+            }
+        }
+        let mut lines = Array::<Vector<u32, N>>::new(unit_tokens);
+        #[unroll]
+        for t in 0..unit_tokens {
+            lines[t] = keys[slice_base + slots[t] * width + column];
+        }
+        #[unroll]
+        for k in 0..comptime!(bp.vector) {
+            #[unroll]
+            for j in 0..codes {
+                let at = column * channels + k * codes + j;
+                #[unroll]
+                for r in 0..rows {
+                    factors[r] = query[r * key_dim + at];
+                }
+                #[unroll]
+                for t in 0..unit_tokens {
+                    let mut element = element(lines[t].extract(k), j, spec);
+                    if comptime!(!once) {
+                        element *= scales[t];
+                    }
+                    #[unroll]
+                    for r in 0..rows {
+                        scores[r * unit_tokens + t] += factors[r] * element;
+                    }
+                }
+            }
+        }
+    }
+    if comptime!(once) {
+        #[unroll]
+        for r in 0..rows {
+            #[unroll]
+            for t in 0..unit_tokens {
+                scores[r * unit_tokens + t] *= scales[t];
+            }
+        }
+    }
+}
+
+/// The scale of a group of the key in a slot, whose parameter shares a word with others.
+#[cube]
+fn scale_of<N: Size>(
+    keys: &[Vector<u32, N>],
+    slice_base: usize,
+    slot: usize,
+    group: usize,
+    side: &SideArgs,
+    #[comptime] spec: QuantSpec,
+    #[comptime] bp: DecodeBlueprint,
 ) -> f32 {
-    let code = code_at(word, index, n_bits);
-    if comptime!(F::LINEAR) { f32::cast_from(code) } else { F::restore(code, scale, offset) }
+    let place = parameter_place(slot, group, side.packed_tokens, bp.head_dim.keys, spec);
+    let word = word_at::<N>(keys, slice_base, place.word, bp.vector);
+    scale(parameter_in(word, place.shift, spec), spec)
+}
+
+/// Word `index` of vectors of `vector` words, from vector `base` on.
+#[cube]
+pub(crate) fn word_at<N: Size>(
+    words: &[Vector<u32, N>],
+    base: usize,
+    index: usize,
+    #[comptime] vector: usize,
+) -> u32 {
+    let line = words[base + index / vector];
+    let mut word = line.extract(0usize);
+    #[unroll]
+    for k in 1..vector {
+        word = select(index % vector == k, line.extract(k), word);
+    }
+    word
 }
 
 /// As [`score_packed`], for keys in float. Here `token` is counted from the first sink, and the run

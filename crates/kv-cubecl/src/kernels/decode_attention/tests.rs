@@ -12,14 +12,23 @@ use super::{
 };
 use crate::{
     CacheShape,
-    formats::cube::Affine,
     kernels::cuda_source::{buffer, settings},
     layout::CacheLayout,
     scores::Scores,
 };
 
-/// Every number of bits, and both float types.
-const CACHES: [&str; 6] = ["float", "float-f16", "k8v8", "k4v4", "k4v2-f16", "k2v2"];
+/// Every number of bits, both float types, and every kind of token that is packed by itself.
+const CACHES: [&str; 9] = [
+    "float",
+    "float-f16",
+    "k8v8",
+    "k4v4",
+    "k4v2-f16",
+    "k2v2",
+    "kint8vint8",
+    "ke4m3ve5m2",
+    "kmxfp4ve4m3b",
+];
 /// Query rows per kv head, and whether the kernel reads the length from the device: what
 /// `kv-eval bench` measures on CUDA.
 const ROWS: [(usize, bool); 4] = [(1, false), (3, false), (4, false), (4, true)];
@@ -45,7 +54,7 @@ fn kernel(
         scores: Scores::PLAIN,
     };
     let (blueprint, _) = prepare(&problem, Hardware::of(&properties)).unwrap();
-    let kernel = PartialAttention::<Affine, Affine>::new(
+    let kernel = PartialAttention::new(
         settings(blueprint.units, ExecutionMode::Unchecked),
         properties,
         Default::default(),

@@ -7,17 +7,19 @@ use super::{
     base::DecodeBlueprint,
     kernel::{Extent, Tile},
     rows::Rows,
-    score::element,
 };
 use crate::{
-    formats::cube::PackedInKernels,
-    kernels::layout::{float_element, packed_slot},
+    formats::{
+        QuantSpec,
+        cube::{element, offset, scale},
+    },
+    kernels::layout::{SideArgs, float_element, packed_slot, parameter_in, parameter_place},
 };
 
 /// Adds to the unit's outputs its block of channels of every `strides`-th token.
 #[cube]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
-pub(super) fn add_values<R: Float, N: Size, V: PackedInKernels>(
+pub(super) fn add_values<R: Float, N: Size>(
     values: &[u32],
     floats: &[Vector<R, N>],
     slice: usize,
@@ -40,16 +42,21 @@ pub(super) fn add_values<R: Float, N: Size, V: PackedInKernels>(
         while token < tile.end {
             let at = token - tile.start;
             let mut packed = false;
-            if comptime!(bp.value_bits > 0) {
-                packed = tile.windowed && token - cache.schedule.sinks < extent.packed_values;
-                if packed {
-                    let base = slice * cache.values.slice_words;
-                    let mut slot = token - cache.schedule.sinks;
-                    if comptime!(bp.window) {
-                        slot = packed_slot(slot, &cache.values);
+            let spec = comptime!(bp.specs.values);
+            #[comptime]
+            match spec {
+                Some(spec) => {
+                    packed = tile.windowed && token - cache.schedule.sinks < extent.packed_values;
+                    if packed {
+                        let base = slice * cache.values.slice_words;
+                        let mut slot = token - cache.schedule.sinks;
+                        if comptime!(bp.window) {
+                            slot = packed_slot(slot, &cache.values);
+                        }
+                        add_packed(values, base, slot, at, rows, &cache.values, spec, bp);
                     }
-                    add_packed::<V>(values, base, slot, at, rows, bp);
                 }
+                None => {}
             }
             if !packed {
                 let row = slice * cache.float_elements + float_element(token, &cache.values);
@@ -61,48 +68,77 @@ pub(super) fn add_values<R: Float, N: Size, V: PackedInKernels>(
 }
 
 /// Adds a packed value, in slot `token`, with the weights of token `at` of the tile. Scale and
-/// offset are folded into the weights where elements are linear in their codes.
+/// offset are folded into the weights.
 #[cube]
-fn add_packed<V: PackedInKernels>(
+fn add_packed(
     values: &[u32],
     slice_base: usize,
     token: usize,
     at: usize,
     state: &mut Rows,
+    side: &SideArgs,
+    #[comptime] spec: QuantSpec,
     #[comptime] bp: DecodeBlueprint,
 ) {
     let rows = comptime!(bp.rows);
     let unit_channels = comptime!(bp.unit_channels);
-    let codes = comptime!(bp.value_codes());
-    let n_words = comptime!(bp.head_dim.values / bp.value_codes());
-    let line_len =
-        comptime!(bp.head_dim.values / bp.value_codes() + bp.head_dim.values / bp.group_size);
-    let line = slice_base + token * line_len;
-    let param = values[line + n_words + state.block * unit_channels / bp.group_size];
-    let scale = V::scale(param);
-    let min = V::offset(param);
+    let codes = comptime!(spec.codes_per_word());
+    let group = state.block * unit_channels / spec.group_size;
+    let place = value_place(values, slice_base, token, group, side, bp.head_dim.values, spec);
+    let line = place.line;
+    let scale = scale(place.parameter, spec);
+    let min = offset(place.parameter, spec);
     let mut weights = Array::<f32>::new(rows);
     #[unroll]
     for r in 0..rows {
         let weight = state.scratch[r * comptime!(bp.tile()) + at];
-        if comptime!(V::LINEAR) {
-            weights[r] = weight * scale;
+        weights[r] = weight * scale;
+        if comptime!(spec.format.has_offset()) {
             state.offsets[r] += weight * min;
-        } else {
-            weights[r] = weight;
         }
     }
     #[unroll]
-    for i in 0..comptime!(bp.unit_channels / bp.value_codes()) {
+    for i in 0..comptime!(bp.unit_channels / spec.codes_per_word()) {
         let word = values[line + state.block * (unit_channels / codes) + i];
         #[unroll]
         for j in 0..codes {
-            let element = element::<V>(word, j, scale, min, bp.value_bits);
+            let element = element(word, j, spec);
             #[unroll]
             for r in 0..rows {
                 state.outputs[r * unit_channels + i * codes + j] += weights[r] * element;
             }
         }
+    }
+}
+
+/// The words of the packed value in a slot.
+#[derive(CubeType)]
+pub(crate) struct ValuePlace {
+    /// First word of its codes.
+    pub(crate) line: usize,
+    /// Parameter of one of its groups.
+    pub(crate) parameter: u32,
+}
+
+/// The words of the packed value in a slot, of a slice that begins at word `base`, and the parameter of a group.
+#[cube]
+pub(crate) fn value_place(
+    values: &[u32],
+    base: usize,
+    slot: usize,
+    group: usize,
+    side: &SideArgs,
+    #[comptime] head_dim: usize,
+    #[comptime] spec: QuantSpec,
+) -> ValuePlace {
+    let n_words = comptime!(head_dim / spec.codes_per_word());
+    if comptime!(spec.packs_parameters()) {
+        let place = parameter_place(slot, group, side.packed_tokens, head_dim, spec);
+        let parameter = parameter_in(values[base + place.word], place.shift, spec);
+        ValuePlace { line: base + slot * n_words, parameter }
+    } else {
+        let line = base + slot * comptime!(head_dim / spec.group_size * spec.words_per_group());
+        ValuePlace { line, parameter: values[line + n_words + group] }
     }
 }
 

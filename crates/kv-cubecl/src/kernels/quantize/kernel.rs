@@ -3,9 +3,15 @@ use cubecl::prelude::*;
 use crate::{
     formats::{
         Granularity, QuantSpec,
-        cube::{F16_MAX, PackedInKernels, code_at, greater, lesser, saturate},
+        cube::{
+            add_scale_gradient, code_at, encode, greater, lesser, limited, offset, parameter,
+            restore, saturate, scale,
+        },
     },
-    kernels::ELEMENTWISE_UNITS,
+    kernels::{
+        ELEMENTWISE_UNITS,
+        layout::{parameter_in, parameter_place},
+    },
 };
 
 /// Rounds to the nearest `R` and back; one unit per element.
@@ -61,17 +67,19 @@ pub(super) fn rotate(data: &mut [f32], n: usize, #[comptime] head_dim: usize) {
 
 /// Restores packed tokens; one unit per element `[slices, tokens, head_dim]`.
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn dequantize<F: PackedInKernels>(
+pub(super) fn dequantize(
     words: &[u32],
     out: &mut [f32],
     n: usize,
+    tokens: usize,
+    slice_words: usize,
     head_dim: usize,
     #[comptime] spec: QuantSpec,
 ) {
     if ABSOLUTE_POS < n {
         let group_size = comptime!(spec.group_size);
         let codes_per_word = comptime!(spec.codes_per_word());
-        let code_words = comptime!(spec.words_per_group() - 1);
+        let code_words = comptime!(spec.code_words());
         let channel = ABSOLUTE_POS % head_dim;
         // Slices are whole granules.
         let token = ABSOLUTE_POS / head_dim;
@@ -86,10 +94,18 @@ pub(super) fn dequantize<F: PackedInKernels>(
             at = channel % group_size;
             word = channel / codes_per_word;
         }
-        let base = granule * groups * (code_words + 1);
-        let params = words[base + groups * code_words + group];
+        let mut base = granule * groups * (code_words + 1);
+        let param = if comptime!(spec.packs_parameters()) {
+            let first = token / tokens * slice_words;
+            let slot = token % tokens;
+            base = first + slot * groups * code_words;
+            let place = parameter_place(slot, group, tokens, head_dim, spec);
+            parameter_in(words[first + place.word], place.shift, spec)
+        } else {
+            words[base + groups * code_words + group]
+        };
         let code = code_at(words[base + word], at % codes_per_word, spec.n_bits);
-        out[ABSOLUTE_POS] = F::restore(code, F::scale(params), F::offset(params));
+        out[ABSOLUTE_POS] = restore(code, scale(param, spec), offset(param, spec), spec);
     }
 }
 
@@ -125,7 +141,7 @@ fn group_of(unit: usize, restored: &Restored, #[comptime] spec: QuantSpec) -> (u
 
 /// Replaces each group by what it restores to; one unit per (slice, granule, group).
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn fake_quantize<F: PackedInKernels>(
+pub(super) fn fake_quantize(
     data: &mut [f32],
     n: usize,
     restored: Restored,
@@ -133,37 +149,31 @@ pub(super) fn fake_quantize<F: PackedInKernels>(
 ) {
     if ABSOLUTE_POS < n {
         let group = group_of(ABSOLUTE_POS, &restored, spec);
-        fake_quantize_group::<F>(data, group.0, group.1, spec.group_size, spec.n_bits);
+        fake_quantize_group(data, group.0, group.1, spec);
     }
 }
 
 #[cube]
-fn fake_quantize_group<F: PackedInKernels>(
-    data: &mut [f32],
-    base: usize,
-    stride: usize,
-    #[comptime] group_size: usize,
-    #[comptime] n_bits: u32,
-) {
-    let mut min = f32::new(F16_MAX);
-    let mut max = f32::new(-F16_MAX);
+fn fake_quantize_group(data: &mut [f32], base: usize, stride: usize, #[comptime] spec: QuantSpec) {
+    let group_size = comptime!(spec.group_size);
+    let mut min = f32::new(comptime!(spec.format.limit()));
+    let mut max = f32::new(comptime!(-spec.format.limit()));
     for i in 0..group_size {
-        let x = saturate(data[base + i * stride]);
+        let x = limited(data[base + i * stride], spec);
         min = lesser(min, x);
         max = greater(max, x);
     }
-    let params = F::parameters(min, max, n_bits);
-    let scale = F::scale(params);
-    let offset = F::offset(params);
+    let param = parameter(min, max, spec);
+    let (scale, offset) = (scale(param, spec), offset(param, spec));
     for i in 0..group_size {
-        let code = F::encode(data[base + i * stride], scale, offset, n_bits);
-        data[base + i * stride] = F::restore(code, scale, offset);
+        let code = encode(data[base + i * stride], scale, offset, spec);
+        data[base + i * stride] = restore(code, scale, offset, spec);
     }
 }
 
 /// Adds what passes through the scales; one unit per (slice, granule, group).
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn scale_gradient<F: PackedInKernels>(
+pub(super) fn scale_gradient(
     data: &[f32],
     grad: &mut [f32],
     n: usize,
@@ -172,6 +182,6 @@ pub(super) fn scale_gradient<F: PackedInKernels>(
 ) {
     if ABSOLUTE_POS < n {
         let group = group_of(ABSOLUTE_POS, &restored, spec);
-        F::add_scale_gradient(data, grad, group.0, group.1, spec.group_size, spec.n_bits);
+        add_scale_gradient(data, grad, group.0, group.1, spec);
     }
 }

@@ -1,9 +1,7 @@
 use cubecl::{client::Client, prelude::*};
 
 use super::kernel::{self, RestoredLaunch};
-use crate::{
-    CacheFloat, Result, formats::cube::PackedInKernels, kernels::elementwise, layout::QuantSpec,
-};
+use crate::{CacheFloat, Result, kernels::elementwise, layout::QuantSpec};
 
 /// Sizes of a restored tensor `[slices, tokens, head_dim]`.
 #[derive(Clone, Copy, Debug)]
@@ -34,7 +32,7 @@ impl RestoreProblem {
 }
 
 /// Restores packed tokens into `out`, f32 `[slices, tokens, head_dim]`.
-pub(crate) fn launch_dequantize<F: PackedInKernels>(
+pub(crate) fn launch_dequantize(
     client: &Client,
     words: BufferArg,
     out: BufferArg,
@@ -42,8 +40,8 @@ pub(crate) fn launch_dequantize<F: PackedInKernels>(
 ) -> Result<()> {
     let n = problem.elements();
     let grid = elementwise(client, "dequantize", n, n)?;
-    let RestoreProblem { head_dim, spec, .. } = *problem;
-    kernel::dequantize::launch::<F>(
+    let RestoreProblem { tokens, head_dim, spec, .. } = *problem;
+    kernel::dequantize::launch(
         client,
         grid.count(),
         grid.dim(),
@@ -51,6 +49,8 @@ pub(crate) fn launch_dequantize<F: PackedInKernels>(
         words,
         out,
         n,
+        tokens,
+        spec.words(tokens, head_dim),
         head_dim,
         spec,
     );
@@ -59,7 +59,7 @@ pub(crate) fn launch_dequantize<F: PackedInKernels>(
 
 /// Replaces `data`, f32 `[slices, tokens, head_dim]`, by what it restores to, from token `skip` on and up
 /// to the last whole granule.
-pub(crate) fn launch_fake_quantize<F: PackedInKernels>(
+pub(crate) fn launch_fake_quantize(
     client: &Client,
     data: BufferArg,
     problem: &RestoreProblem,
@@ -68,7 +68,7 @@ pub(crate) fn launch_fake_quantize<F: PackedInKernels>(
     let (restored, n) = problem.restored(skip);
     if n > 0 {
         let grid = elementwise(client, "fake_quantize", n, problem.elements())?;
-        kernel::fake_quantize::launch::<F>(
+        kernel::fake_quantize::launch(
             client,
             grid.count(),
             grid.dim(),
@@ -84,7 +84,7 @@ pub(crate) fn launch_fake_quantize<F: PackedInKernels>(
 
 /// Adds to `grad`, the gradient of what [`launch_fake_quantize`] makes of `data`, what passes through the
 /// scales.
-pub(crate) fn launch_scale_gradient<F: PackedInKernels>(
+pub(crate) fn launch_scale_gradient(
     client: &Client,
     data: BufferArg,
     grad: BufferArg,
@@ -94,7 +94,7 @@ pub(crate) fn launch_scale_gradient<F: PackedInKernels>(
     let (restored, n) = problem.restored(skip);
     if n > 0 {
         let grid = elementwise(client, "gradient of fake_quantize", n, problem.elements())?;
-        kernel::scale_gradient::launch::<F>(
+        kernel::scale_gradient::launch(
             client,
             grid.count(),
             grid.dim(),

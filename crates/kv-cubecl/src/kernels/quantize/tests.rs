@@ -5,7 +5,6 @@ use super::kernel::{
 };
 use crate::{
     Bits, Granularity,
-    formats::cube::Affine,
     kernels::{
         ELEMENTWISE_UNITS,
         cuda_source::{buffer, each_ptx, named, settings},
@@ -23,10 +22,9 @@ fn no_array_is_in_local_memory() {
         each_ptx(|card| {
             let d = || card.clone();
             let r = || ().dynamic_cast();
-            let dequantize = Dequantize::<Affine>::new(s(), d(), t(), b(), b(), (), (), spec);
-            let fake_quantize = FakeQuantize::<Affine>::new(s(), d(), t(), b(), (), r(), spec);
-            let scale_gradient =
-                ScaleGradient::<Affine>::new(s(), d(), t(), b(), b(), (), r(), spec);
+            let dequantize = Dequantize::new(s(), d(), t(), b(), b(), (), (), (), (), spec);
+            let fake_quantize = FakeQuantize::new(s(), d(), t(), b(), (), r(), spec);
+            let scale_gradient = ScaleGradient::new(s(), d(), t(), b(), b(), (), r(), spec);
             vec![
                 named(format!("dequantize-{side}"), dequantize),
                 named(format!("fake-quantize-{side}"), fake_quantize),

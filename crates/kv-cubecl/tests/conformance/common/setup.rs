@@ -129,7 +129,8 @@ pub(crate) fn chunk_sizes(rng: &mut Rng, total: usize, largest: usize) -> Vec<us
 pub(crate) fn setups() -> impl Strategy<Value = Setup> {
     // Only a few kinds of configuration, as compiling the kernels of each takes a software driver
     // long; the cases in `attention` have them all.
-    let bits = vec![(2, 2), (4, 4), (8, 8), (4, 2), (16, 4), (2, 16), (16, 16)];
+    let kivi = ["2 2", "4 4", "8 8", "4 2", "16 4", "2 16", "16 16"];
+    let bits = [&kivi[..], &["int8 int8", "16 int8", "int8 4", "e4m3 mxfp4"]].concat();
     let bits = prop::sample::select(bits);
     let sizes = vec![(16, 64), (32, 64), (16, 80)];
     let window = (prop::sample::select(sizes), 1..=2usize);
@@ -137,17 +138,21 @@ pub(crate) fn setups() -> impl Strategy<Value = Setup> {
     let heads = (1..=2usize, 1..=2usize, 1..=4usize);
     let order = (any::<bool>(), any::<bool>());
     (bits, window, sinks, order, heads, (0.0..1.0, any::<u32>())).prop_map(
-        |((k, v), ((group, head_dim), groups), sinks, (after, sliding), heads, (length, seed))| {
+        |(formats, ((group, head_dim), groups), sinks, (after, sliding), heads, (length, seed))| {
             let (batch, n_kv_heads, per_kv) = heads;
             let residual = group * groups;
             let flush = if after { Flush::AfterAttention } else { Flush::BeforeAttention };
+            // Blocks are of 32 channels.
+            let head_dim = if formats.contains("mxfp4") { 64 } else { head_dim };
+            let (k, v) = formats.split_once(' ').unwrap();
             let config: KvCacheConfig = format!("k{k}v{v}").parse().unwrap();
-            let config = config
-                .with_group_size(group)
-                .with_residual_length(residual)
-                .with_sink_tokens(sinks)
-                .with_sliding(sliding)
-                .with_flush(flush);
+            let config = config.with_sink_tokens(sinks).with_flush(flush);
+            let config = match config.is_grouped() || !config.is_quantized() {
+                true => config.with_group_size(group).with_residual_length(residual),
+                // Any window, or none.
+                false => config.with_residual_length((residual - 16) / 16 * 7),
+            };
+            let config = config.with_sliding(sliding && (k == "16" || config.keys.is_grouped()));
             let longest = (3 * residual + sinks).min(150) as f64;
             let tokens = 1 + (longest * length) as usize;
             let sizes = [batch, n_kv_heads * per_kv, n_kv_heads, tokens, head_dim];

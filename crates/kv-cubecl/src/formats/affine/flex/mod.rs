@@ -17,6 +17,7 @@ use crate::{
         QuantSpec,
         flex::{PackedOnCpu, PackedRun},
     },
+    layout::PackedPlace,
     simd,
 };
 
@@ -26,22 +27,20 @@ fn reads_codes(spec: &QuantSpec) -> bool {
 }
 
 impl PackedOnCpu for Affine {
-    fn quantize(&self, rows: &[f32], words: &mut [u32], head_dim: usize, spec: &QuantSpec) {
-        quantize::quantize_slice(rows, words, head_dim, spec);
+    fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedPlace) {
+        let PackedPlace { spec, head_dim, .. } = *place;
+        let last = place.codes(first + rows.len() / head_dim);
+        quantize::quantize_slice(rows, &mut words[place.codes(first)..last], head_dim, &spec);
     }
 
-    fn restore(&self, words: &[u32], rows: &mut [f32], head_dim: usize, spec: &QuantSpec) {
-        quantize::dequantize_slice(words, rows, head_dim, spec);
+    fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedPlace) {
+        let PackedPlace { spec, head_dim, .. } = *place;
+        let last = place.codes(first + rows.len() / head_dim);
+        quantize::dequantize_slice(&words[place.codes(first)..last], rows, head_dim, &spec);
     }
 
-    fn add_scale_gradients(
-        &self,
-        rows: &[f32],
-        grad: &mut [f32],
-        head_dim: usize,
-        spec: &QuantSpec,
-    ) {
-        quantize::add_scale_gradients(rows, grad, head_dim, spec);
+    fn add_scale_gradients(&self, rows: &[f32], grad: &mut [f32], place: &PackedPlace) {
+        quantize::add_scale_gradients(rows, grad, place.head_dim, &place.spec);
     }
 
     fn score(
@@ -50,26 +49,18 @@ impl PackedOnCpu for Affine {
         query: &[f32],
         scores: &mut [f32],
         n: usize,
-        head_dim: usize,
         scratch: &mut [f32],
     ) {
-        match reads_codes(&keys.spec) {
-            true => sums::score(keys, query, scores, n, head_dim, scratch),
-            false => keys.score_restored(query, scores, n, head_dim),
+        match reads_codes(&keys.place.spec) {
+            true => sums::score(keys, query, scores, n, scratch),
+            false => keys.score_restored(query, scores, n),
         }
     }
 
-    fn add(
-        &self,
-        values: &PackedRun<'_>,
-        weights: &[f32],
-        n: usize,
-        o: &mut [f32],
-        head_dim: usize,
-    ) {
-        match reads_codes(&values.spec) {
-            true => sums::add(values, weights, n, o, head_dim),
-            false => values.add_restored(weights, n, o, head_dim),
+    fn add(&self, values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {
+        match reads_codes(&values.place.spec) {
+            true => sums::add(values, weights, n, o),
+            false => values.add_restored(weights, n, o),
         }
     }
 }

@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     formats::flex::{PackedRun, SCRATCH_ROWS},
+    layout::PackedPlace,
     simd::{self, load, store, store_part},
 };
 
@@ -77,10 +78,10 @@ pub(super) fn score(
     query: &[f32],
     scores: &mut [f32],
     n: usize,
-    head_dim: usize,
     scratch: &mut [f32],
 ) {
-    let PackedRun { words: keys, ref spec, ref tokens, .. } = *keys;
+    let PackedRun { words: keys, ref place, ref tokens, .. } = *keys;
+    let PackedPlace { ref spec, head_dim, .. } = *place;
     let start = spec.words(tokens.start, head_dim);
     for (row, rows) in runs(query.len() / head_dim) {
         let query = &query[row * head_dim..][..rows * head_dim];
@@ -100,14 +101,9 @@ pub(super) fn score(
 }
 
 /// `o_r += sum_t weights[r * n + t] * value_t` of the packed values.
-pub(super) fn add(
-    values: &PackedRun<'_>,
-    weights: &[f32],
-    n: usize,
-    o: &mut [f32],
-    head_dim: usize,
-) {
-    let PackedRun { words: values, ref spec, ref tokens, .. } = *values;
+pub(super) fn add(values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {
+    let PackedRun { words: values, ref place, ref tokens, .. } = *values;
+    let PackedPlace { ref spec, head_dim, .. } = *place;
     let words = |token| spec.words(token, head_dim);
     let values = &values[words(tokens.start)..words(tokens.end)];
     for (row, rows) in runs(o.len() / head_dim) {

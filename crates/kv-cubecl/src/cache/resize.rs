@@ -1,0 +1,95 @@
+//! The same tokens in a cache for another number of them.
+
+use core::ops::Range;
+
+use burn::tensor::{DType, Tensor};
+
+use super::{KvCache, state::State};
+use crate::{
+    CacheShape, Error, Result,
+    layout::{CacheLayout, Side, SideLayout, Sides},
+};
+
+impl KvCache {
+    /// The same tokens in a cache for `capacity` of them, whose memory is copied: a prefix that was stored for no more
+    /// than its own tokens has room again, or one is stored so.
+    ///
+    /// It goes on as a cache of that capacity does which was given the same tokens.
+    ///
+    /// # Errors
+    /// [`Error::CapacityExceeded`] for fewer tokens than it holds, and what [`new`](Self::new) says of the capacity.
+    pub fn resized(&self, capacity: usize) -> Result<Self> {
+        let len = self.len();
+        if len > capacity {
+            return Err(Error::CapacityExceeded { len: 0, added: len, capacity });
+        }
+        let config = self.layout.config().with_capacity(capacity);
+        let layout = Self::layout_on(&config, self.layout.shape(), &self.device())?;
+        let state = match layout == self.layout {
+            true => self.state.clone(),
+            false => self.state.resized(&self.layout, &layout),
+        };
+        let (lens, restored) = (self.lens.clone(), self.restored.clone());
+        Ok(Self { layout, state, lens, restored, ..*self })
+    }
+}
+
+impl State {
+    /// The tensors of a cache of layout `to`, with the tokens of one of layout `from` that both have room for.
+    ///
+    /// What a region of a slice holds begins the same in both: a ring, of packed tokens or of float rows, is shorter in one of them
+    /// only where its capacity is, and then no token of either is past the end of the shorter one.
+    fn resized(&self, from: &CacheLayout, to: &CacheLayout) -> Self {
+        let CacheShape { batch, n_kv_heads, .. } = to.shape();
+        let slices = to.slices();
+        let words = Sides::from_fn(|side| {
+            let [old, new] = [from, to].map(|layout| layout.sides()[side].slice_words());
+            let words = (old > 0 && new > 0).then(|| {
+                let words = self.packed_words(side).narrow(0, 0, slices * old);
+                let words = words.reshape([slices, old]);
+                let [from, to] = [from, to].map(|layout| regions(&layout.sides()[side]));
+                let mut parts = vec![];
+                for (from, to) in from.into_iter().zip(to) {
+                    let kept = from.len().min(to.len());
+                    if kept > 0 {
+                        parts.push(words.clone().narrow(1, from.start, kept));
+                    }
+                    if to.len() > kept {
+                        let options = (&words.device(), DType::U32);
+                        parts.push(Tensor::zeros([slices, to.len() - kept], options));
+                    }
+                }
+                Tensor::cat(parts, 1)
+            });
+            words.map(|words| words.reshape([batch, slices / batch * new]))
+        });
+
+        let floats = self.floats();
+        let options = (&floats.device(), floats.dtype());
+        let rows = floats.reshape([slices, from.float_elements()]);
+        let mut parts = vec![];
+        for side in Side::BOTH {
+            let [old, new] = [from, to].map(|layout| layout.sides()[side]);
+            let [n, wanted] = [old, new].map(|side| side.rows() * side.head_dim);
+            if n.min(wanted) > 0 {
+                parts.push(rows.clone().narrow(1, old.first_element, n.min(wanted)));
+            }
+            if wanted > n {
+                parts.push(Tensor::zeros([slices, wanted - n], options));
+            }
+        }
+        let [.., rows, width] = to.float_shape();
+        let floats = Tensor::cat(parts, 1).reshape([batch, n_kv_heads, rows, width]);
+        Self::of_sequences(to, words, floats)
+    }
+}
+
+/// The words of a slice that grow apart: those of codes, and of parameters where all tokens' share words.
+fn regions(side: &SideLayout) -> Vec<Range<usize>> {
+    let words = side.slice_words();
+    let codes = match side.packed() {
+        Some(place) if place.spec.packs_parameters() => place.parameters(),
+        _ => words,
+    };
+    vec![0..codes, codes..words]
+}

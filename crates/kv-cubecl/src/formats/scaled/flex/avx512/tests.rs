@@ -1,0 +1,173 @@
+//! Sums over codes against sums in f64 over what they restore to.
+
+use super::*;
+use crate::{
+    Side, SideFormat,
+    formats::{
+        blocks::{E2m1Blocks, E4m3Blocks, Mxfp4},
+        flex::PackedOnCpu,
+        float8::{E4m3, E5m2},
+        int8::Int8,
+    },
+};
+
+/// Numbers that have no pattern.
+struct Noise(u64);
+
+impl Noise {
+    /// From -1 to 1.
+    fn next(&mut self) -> f32 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (self.0 >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    fn take(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.next()).collect()
+    }
+}
+
+/// Rows of tokens, packed. Each is of another size than the one before, some have channels that stand out by far, so
+/// that codes of others are below the normal numbers, and one is zeros.
+fn packed(noise: &mut Noise, format: SideFormat, tokens: usize, head_dim: usize) -> Vec<u32> {
+    let place = place(format, tokens, head_dim);
+    let mut rows = noise.take(tokens * head_dim);
+    for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
+        let size = 2f32.powi(token as i32 % 9 - 4);
+        row.iter_mut().for_each(|x| *x *= size);
+        if token % 3 == 1 {
+            row[token % head_dim] *= 3000.0;
+        }
+        if token % 7 == 5 {
+            row.fill(0.0);
+        }
+    }
+    let mut words = vec![0; place.words()];
+    place.spec.format.on_cpu().quantize(&rows, &mut words, 0, &place);
+    words
+}
+
+fn place(format: SideFormat, tokens: usize, head_dim: usize) -> PackedPlace {
+    let spec = format.spec(Side::Keys, head_dim, 32).unwrap();
+    PackedPlace { spec, head_dim, tokens }
+}
+
+/// The rows of a run in f64.
+fn restored(run: &PackedRun<'_>) -> Vec<f64> {
+    let mut all = vec![];
+    run.restored_tiles(|_, rows| all.extend(rows.iter().copied().map(f64::from)));
+    all
+}
+
+/// Asserts that sums are as near to those in f64 as their terms allow.
+fn near(what: &str, got: f32, terms: impl Iterator<Item = f64>) {
+    let (mut sum, mut size) = (0.0, 0.0);
+    for term in terms {
+        sum += term;
+        size += term.abs();
+    }
+    let error = (f64::from(got) - sum).abs();
+    assert!(error <= 3e-6 * size, "{what}: {got} is not {sum}, of terms of {size}");
+}
+
+fn check<F: Scaled>(format: SideFormat) {
+    let mut noise = Noise(11);
+    for head_dim in [16, 32, 48, 64, 80, 96, 128, 160, 256] {
+        if format.validate(Side::Keys, head_dim, 32).is_err() {
+            continue;
+        }
+        for (room, tokens, n_rows) in [
+            (1, 0..1, 1),
+            (16, 0..16, 4),
+            (21, 0..21, 3),
+            (40, 3..39, 2),
+            (70, 33..64, 9),
+            (700, 0..700, 3),
+        ] {
+            let what = format!("{format} {head_dim} channels, {tokens:?}, {n_rows} rows");
+            let words = packed(&mut noise, format, room, head_dim);
+            let place = place(format, room, head_dim);
+            let run = PackedRun { words: &words, place, tokens, skipped: 0 };
+            let (count, rows) = (run.tokens.len(), restored(&run));
+            // Rows of scores may be longer than what is written of them.
+            let n = count + 3;
+            let query = noise.take(n_rows * head_dim);
+            let mut scores = vec![f32::NAN; n_rows * n];
+            let mut scratch = vec![f32::NAN; SCRATCH_ROWS * head_dim];
+            let scored = score::<F>(&run, &query, &mut scores, n, &mut scratch);
+            assert_eq!(scored, room >= LANES, "{what}");
+            if !scored {
+                run.score_restored(&query, &mut scores, n);
+            }
+            let weights: Vec<f32> = noise.take(n_rows * n).iter().map(|x| x.abs()).collect();
+            let mut o = vec![1.0; n_rows * head_dim];
+            assert!(add::<F>(&run, &weights, n, &mut o), "{what}");
+            for r in 0..n_rows {
+                for (t, row) in rows.chunks_exact(head_dim).enumerate() {
+                    let query = &query[r * head_dim..][..head_dim];
+                    let terms = row.iter().zip(query).map(|(x, &q)| x * f64::from(q));
+                    near(&format!("{what}: score {t} of row {r}"), scores[r * n + t], terms);
+                }
+                assert!(scores[r * n + count..][..3].iter().all(|x| x.is_nan()), "{what}");
+                for c in 0..head_dim {
+                    let column = rows.iter().skip(c).step_by(head_dim);
+                    let terms = column.zip(&weights[r * n..]).map(|(x, &w)| x * f64::from(w));
+                    let terms = terms.chain([1.0]);
+                    near(&format!("{what}: channel {c} of row {r}"), o[r * head_dim + c], terms);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_are_those_of_restored_rows() {
+    check::<Int8>(SideFormat::Int8);
+    check::<E4m3>(SideFormat::E4m3);
+    check::<E5m2>(SideFormat::E5m2);
+    check::<E4m3Blocks>(SideFormat::E4m3Blocks);
+    check::<E2m1Blocks>(SideFormat::E2m1Blocks);
+    check::<Mxfp4>(SideFormat::Mxfp4);
+}
+
+/// What is too large to be multiplied with a power of two is not: neither queries, nor weights, nor scales.
+#[test]
+fn large_numbers_go_the_other_way() {
+    let head_dim = 64;
+    let mut noise = Noise(12);
+    let words = packed(&mut noise, SideFormat::E4m3Blocks, 20, head_dim);
+    let place = place(SideFormat::E4m3Blocks, 20, head_dim);
+    let run = PackedRun { words: &words, place, tokens: 0..20, skipped: 0 };
+    let rows = restored(&run);
+    let mut scratch = vec![0.0; SCRATCH_ROWS * head_dim];
+    for size in [2e9, 1e30, f32::INFINITY, f32::NAN] {
+        let mut query = vec![0.0; head_dim];
+        query[5] = size;
+        let mut scores = [0.0; 20];
+        E4m3Blocks.score(&run, &query, &mut scores, 20, &mut scratch);
+        for (t, score) in scores.iter().enumerate() {
+            let expected = rows[t * head_dim + 5] as f32 * size;
+            let same = (score / expected - 1.0).abs() < 1e-6 || *score == expected;
+            assert!(same || expected.is_nan() && score.is_nan(), "{score} {expected}");
+        }
+        let mut weights = [0.0; 20];
+        weights[3] = size;
+        let mut o = vec![0.0; head_dim];
+        E4m3Blocks.add(&run, &weights, 20, &mut o);
+        for (o, x) in o.iter().zip(&rows[3 * head_dim..]) {
+            let expected = *x as f32 * size;
+            let same = (o / expected - 1.0).abs() < 1e-6 || *o == expected;
+            assert!(same || expected.is_nan() && o.is_nan(), "{o} {expected}");
+        }
+    }
+    let mut words = vec![0; place.words()];
+    let row: Vec<f32> = noise.take(20 * head_dim).iter().map(|x| x * 1e37).collect();
+    E4m3Blocks.quantize(&row, &mut words, 0, &place);
+    let run = PackedRun { words: &words, place, tokens: 0..20, skipped: 0 };
+    let rows = restored(&run);
+    let mut o = vec![0.0; head_dim];
+    E4m3Blocks.add(&run, &[0.01; 20], 20, &mut o);
+    for (c, o) in o.iter().enumerate() {
+        let column = rows.iter().skip(c).step_by(head_dim);
+        near("large values", *o, column.map(|x| x * f64::from(0.01f32)));
+    }
+}

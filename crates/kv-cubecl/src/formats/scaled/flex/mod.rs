@@ -1,0 +1,233 @@
+//! Scaled groups on the CPU.
+
+#![allow(
+    clippy::extra_unused_type_parameters,
+    reason = "macerator compiles a function for its first type parameter, used or not"
+)]
+
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
+use half::f16;
+use macerator::Simd;
+
+use crate::{
+    formats::{
+        Granularity, PackedFormat,
+        flex::{PackedOnCpu, PackedRun},
+    },
+    layout::PackedPlace,
+    simd,
+};
+
+/// Tokens by which codes are prefetched before they are restored.
+const AHEAD: usize = 32;
+
+/// A format of scaled groups. [`PackedOnCpu`] is the same for all.
+pub(crate) trait Scaled: Sync {
+    /// What is said of the format.
+    const FORMAT: PackedFormat;
+
+    /// The largest value of a code, where the scale is the group's largest magnitude over it and gradients may pass
+    /// through it; `None` where scales are powers of two, which do not change with it but in steps.
+    const LARGEST: Option<f32>;
+
+    /// Parameter of a group of this largest magnitude, of which NaN is not.
+    fn parameter(amax: f32) -> u32;
+
+    /// Scale in a parameter.
+    fn scale(parameter: u32) -> f32;
+
+    /// Code of a number over its scale. There is no NaN.
+    fn encode(steps: f32) -> u8;
+
+    /// What a code stands for, before the scale.
+    fn value(code: u8) -> f32;
+
+    /// How far from a value what is rounded to it may be.
+    fn half_step(value: f32) -> f32;
+}
+
+/// A scale in f16, which ends at its largest number.
+pub(crate) fn half_scale(scale: f32) -> f16 {
+    f16::from_f32(scale.min(f16::MAX.to_f32()))
+}
+
+/// The scale in the bits of an f16: with exponent and mantissa at their place in an f32 it lacks a factor of 2^112, the
+/// difference of the biases. Exact for every finite f16 that is not negative.
+#[inline(always)]
+pub(crate) fn half_value(bits: u32) -> f32 {
+    f32::from_bits(bits << 13) * f32::from_bits((127 + 112) << 23)
+}
+
+/// The largest magnitude of `x`, at most the format's limit. By bits, whose order is that of magnitudes and which
+/// compilers vectorize; those of NaN are above those of infinity.
+#[inline(always)]
+fn largest<F: Scaled>(x: &[f32]) -> f32 {
+    let bits = |x: &f32| match x.to_bits() & 0x7fff_ffff {
+        nan if nan > f32::INFINITY.to_bits() => 0,
+        bits => bits,
+    };
+    f32::from_bits(x.iter().map(bits).fold(0, u32::max)).min(F::FORMAT.limit())
+}
+
+/// Code of a number.
+#[inline(always)]
+fn encode<F: Scaled>(x: f32, scale: f32) -> u8 {
+    let x = if x.is_nan() { 0.0 } else { x.clamp(-F::FORMAT.limit(), F::FORMAT.limit()) };
+    F::encode(x / scale)
+}
+
+/// Quantizes tokens from slot `first` on.
+#[macerator::with_simd]
+fn quantize_tokens<S: Simd, F: Scaled>(
+    _format: &F,
+    rows: &[f32],
+    words: &mut [u32],
+    first: usize,
+    place: &PackedPlace,
+) {
+    let PackedPlace { spec, head_dim, .. } = *place;
+    let bits = spec.format.parameter_bits();
+    let mask = ((1u64 << bits) - 1) as u32;
+    let code_words = spec.code_words();
+    for (i, row) in rows.chunks_exact(head_dim).enumerate() {
+        let token = first + i;
+        for (group, x) in row.chunks_exact(spec.group_size).enumerate() {
+            let parameter = F::parameter(largest::<F>(x));
+            let (word, shift) = place.parameter(token, group);
+            words[word] = words[word] & !(mask << shift) | parameter << shift;
+            let scale = F::scale(parameter);
+            let codes = &mut words[place.codes(token) + group * code_words..][..code_words];
+            let codes: &mut [u8] = bytemuck::cast_slice_mut(codes);
+            if scale == 0.0 {
+                codes.fill(0);
+            } else if spec.n_bits == 8 {
+                for (code, &x) in codes.iter_mut().zip(x) {
+                    *code = encode::<F>(x, scale);
+                }
+            } else {
+                for (code, x) in codes.iter_mut().zip(x.as_chunks::<2>().0) {
+                    *code = encode::<F>(x[0], scale) | encode::<F>(x[1], scale) << 4;
+                }
+            }
+        }
+    }
+}
+
+/// Restores tokens from slot `first` on.
+#[macerator::with_simd]
+fn restore_tokens<S: Simd, F: Scaled>(
+    _format: &F,
+    words: &[u32],
+    first: usize,
+    rows: &mut [f32],
+    place: &PackedPlace,
+) {
+    let PackedPlace { spec, head_dim, .. } = *place;
+    let code_words = spec.code_words();
+    for (i, row) in rows.chunks_exact_mut(head_dim).enumerate() {
+        let token = first + i;
+        simd::prefetch(words, place.codes(token + AHEAD), head_dim / spec.codes_per_word());
+        for (group, x) in row.chunks_exact_mut(spec.group_size).enumerate() {
+            let scale = F::scale(parameter(words, token, group, place));
+            let codes = &words[place.codes(token) + group * code_words..][..code_words];
+            let codes: &[u8] = bytemuck::cast_slice(codes);
+            if spec.n_bits == 8 {
+                for (x, &code) in x.iter_mut().zip(codes) {
+                    *x = F::value(code) * scale;
+                }
+            } else {
+                for (x, &code) in x.as_chunks_mut::<2>().0.iter_mut().zip(codes) {
+                    *x = [F::value(code & 15) * scale, F::value(code >> 4) * scale];
+                }
+            }
+        }
+    }
+}
+
+/// The parameter of a group of a token.
+#[inline(always)]
+fn parameter(words: &[u32], token: usize, group: usize, place: &PackedPlace) -> u32 {
+    let mask = ((1u64 << place.spec.format.parameter_bits()) - 1) as u32;
+    let (word, shift) = place.parameter(token, group);
+    words[word] >> shift & mask
+}
+
+/// [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin) of one group, whose elements are `stride` apart.
+fn add_scale_gradient<F: Scaled>(input: &[f32], grad: &mut [f32], stride: usize, most: f32) {
+    let elements =
+        || input.iter().step_by(stride).map(|x| x.clamp(-F::FORMAT.limit(), F::FORMAT.limit()));
+    let mut largest = (0.0, None);
+    for (i, x) in elements().enumerate() {
+        if x.abs() > largest.0 {
+            largest = (x.abs(), Some((i, x.signum())));
+        }
+    }
+    let scale = F::scale(F::parameter(largest.0));
+    let (Some((at, sign)), true) = (largest.1, scale > 0.0) else { return };
+    let parts = elements().zip(grad.iter().step_by(stride)).map(|(x, grad)| {
+        // A NaN has no rounding error.
+        if x.is_nan() {
+            return 0.0;
+        }
+        let value = F::value(encode::<F>(x, scale));
+        let limit = F::half_step(value);
+        grad * (value - x / scale).clamp(-limit, limit)
+    });
+    grad[at * stride] += sign * (parts.sum::<f32>() / most);
+}
+
+impl<F: Scaled> PackedOnCpu for F {
+    fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedPlace) {
+        quantize_tokens(self, rows, words, first, place);
+    }
+
+    fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedPlace) {
+        restore_tokens(self, words, first, rows, place);
+    }
+
+    fn score(
+        &self,
+        keys: &PackedRun<'_>,
+        query: &[f32],
+        scores: &mut [f32],
+        n: usize,
+        #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))] scratch: &mut [f32],
+    ) {
+        #[cfg(target_arch = "x86_64")]
+        if avx512::score::<F>(keys, query, scores, n, scratch) {
+            return;
+        }
+        keys.score_restored(query, scores, n);
+    }
+
+    fn add(&self, values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {
+        #[cfg(target_arch = "x86_64")]
+        if avx512::add::<F>(values, weights, n, o) {
+            return;
+        }
+        values.add_restored(weights, n, o);
+    }
+
+    fn add_scale_gradients(&self, rows: &[f32], grad: &mut [f32], place: &PackedPlace) {
+        let Some(most) = F::LARGEST else { return };
+        let group_size = place.spec.group_size;
+        match place.spec.granularity {
+            Granularity::PerToken => {
+                let groups = rows.chunks_exact(group_size).zip(grad.chunks_exact_mut(group_size));
+                groups.for_each(|(rows, grad)| add_scale_gradient::<F>(rows, grad, 1, most));
+            }
+            Granularity::PerChannel => {
+                let head_dim = place.head_dim;
+                let len = group_size * head_dim;
+                for (rows, grad) in rows.chunks_exact(len).zip(grad.chunks_exact_mut(len)) {
+                    for channel in 0..head_dim {
+                        let (rows, grad) = (&rows[channel..], &mut grad[channel..]);
+                        add_scale_gradient::<F>(rows, grad, head_dim, most);
+                    }
+                }
+            }
+        }
+    }
+}

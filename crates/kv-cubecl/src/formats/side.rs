@@ -1,0 +1,263 @@
+//! How a side of a cache, its keys or its values, is stored once its tokens leave the window.
+
+use core::fmt;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+use super::{Bits, Granularity, PackedFormat, QuantSpec};
+use crate::{Result, Side, error::invalid};
+
+/// How one side of a cache is stored.
+///
+/// In files a format is its number of bits where it is one of KIVI's or float, and otherwise its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum SideFormat {
+    /// Never quantized: all tokens are of the cache's [`CacheFloat`](crate::CacheFloat).
+    Float,
+    /// KIVI's groups with scale and minimum, 2 bits: of tokens for keys, of channels for values.
+    Affine2,
+    /// The same with 4 bits.
+    Affine4,
+    /// The same with 8 bits.
+    Affine8,
+    /// Signed 8 bits, `-127` to `127`, with a scale for each token and head, `f16(amax / 127)`.
+    Int8,
+    /// E4M3 floats of 8 bits with a scale for each token and head, `f16(amax / 448)`.
+    E4m3,
+    /// E5M2 floats of 8 bits with a scale for each token and head, `f16(amax / 57344)`.
+    E5m2,
+    /// E4M3 in blocks of 32 channels with powers of two as scales, as DeepSeek has them.
+    E4m3Blocks,
+    /// E2M1 floats of 4 bits in such blocks.
+    E2m1Blocks,
+    /// OCP's MXFP4: E2M1 in blocks of 32 channels with its powers of two.
+    Mxfp4,
+}
+
+/// What a format has to say of how a side is stored in it.
+pub(super) struct Stored {
+    /// What it is called in the short names of configurations, and in files.
+    pub(super) name: &'static str,
+    pub(super) format: PackedFormat,
+    pub(super) n_bits: u32,
+    pub(super) groups: Groups,
+}
+
+/// What shares a parameter.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Groups {
+    /// As KIVI has them, of the configuration's group size: tokens for keys, channels for values.
+    Kivi,
+    /// All channels of a token.
+    Token,
+    /// So many channels of a token.
+    Blocks(usize),
+}
+
+impl SideFormat {
+    /// All there are.
+    pub const ALL: &[Self] = &[
+        Self::Float,
+        Self::Affine2,
+        Self::Affine4,
+        Self::Affine8,
+        Self::Int8,
+        Self::E4m3,
+        Self::E5m2,
+        Self::E4m3Blocks,
+        Self::E2m1Blocks,
+        Self::Mxfp4,
+    ];
+
+    const fn stored(self) -> Option<&'static Stored> {
+        match self {
+            Self::Float => None,
+            Self::Affine2 => Some(&super::affine::STORED[0]),
+            Self::Affine4 => Some(&super::affine::STORED[1]),
+            Self::Affine8 => Some(&super::affine::STORED[2]),
+            Self::Int8 => Some(&super::int8::STORED),
+            Self::E4m3 => Some(&super::float8::STORED_E4M3),
+            Self::E5m2 => Some(&super::float8::STORED_E5M2),
+            Self::E4m3Blocks => Some(&super::blocks::STORED_E4M3),
+            Self::E2m1Blocks => Some(&super::blocks::STORED_E2M1),
+            Self::Mxfp4 => Some(&super::blocks::STORED_MXFP4),
+        }
+    }
+
+    /// What it is called in the short names of configurations.
+    pub const fn name(self) -> &'static str {
+        match self.stored() {
+            Some(stored) => stored.name,
+            None => "16",
+        }
+    }
+
+    /// The format of a name; `None` if there is none of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|format| format.name() == name)
+    }
+
+    /// Its bits, if it is float or one of KIVI's.
+    pub const fn bits(self) -> Option<Bits> {
+        match self {
+            Self::Float => Some(Bits::Float),
+            Self::Affine2 => Some(Bits::Two),
+            Self::Affine4 => Some(Bits::Four),
+            Self::Affine8 => Some(Bits::Eight),
+            _ => None,
+        }
+    }
+
+    /// Bits of a code; 16 means float.
+    pub const fn n_bits(self) -> u32 {
+        match self.stored() {
+            Some(stored) => stored.n_bits,
+            None => 16,
+        }
+    }
+
+    /// Whether tokens of this side are quantized at all.
+    pub const fn is_quantized(self) -> bool {
+        self.stored().is_some()
+    }
+
+    /// Whether its groups are of the configuration's group size.
+    pub const fn is_grouped(self) -> bool {
+        matches!(self.stored(), Some(Stored { groups: Groups::Kivi, .. }))
+    }
+
+    /// Which axis is grouped on a side; `None` in float.
+    pub const fn granularity(self, side: Side) -> Option<Granularity> {
+        match (self.stored(), side) {
+            (None, _) => None,
+            (Some(Stored { groups: Groups::Kivi, .. }), Side::Keys) => {
+                Some(Granularity::PerChannel)
+            }
+            (Some(_), _) => Some(Granularity::PerToken),
+        }
+    }
+
+    /// How the tokens of a side of so many channels are quantized; `None` in float. `group_size` counts where a format
+    /// [has such groups](Self::is_grouped).
+    pub const fn spec(self, side: Side, head_dim: usize, group_size: usize) -> Option<QuantSpec> {
+        let (Some(stored), Some(granularity)) = (self.stored(), self.granularity(side)) else {
+            return None;
+        };
+        let group_size = match stored.groups {
+            Groups::Kivi => group_size,
+            Groups::Token => head_dim,
+            Groups::Blocks(channels) => channels,
+        };
+        let &Stored { format, n_bits, .. } = stored;
+        Some(QuantSpec { format, granularity, n_bits, group_size })
+    }
+
+    /// Checks that it can store a side of so many channels in groups of this size.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the rule.
+    pub(crate) fn validate(self, side: Side, head_dim: usize, group_size: usize) -> Result<()> {
+        let Some(stored) = self.stored() else { return Ok(()) };
+        let (name, codes_per_word) = (stored.name, 32 / stored.n_bits as usize);
+        match stored.groups {
+            Groups::Kivi => {
+                if !group_size.is_multiple_of(codes_per_word) {
+                    let rule = format!(
+                        "must be a multiple of the {codes_per_word} codes in a word at {} bits",
+                        stored.n_bits
+                    );
+                    return Err(invalid("group_size", group_size, rule));
+                }
+            }
+            Groups::Blocks(channels) => {
+                if !head_dim.is_multiple_of(channels) {
+                    let rule = format!(
+                        "must be a multiple of the {channels} channels of a block for {side} as {name}"
+                    );
+                    return Err(invalid("head_dim", head_dim, rule));
+                }
+            }
+            Groups::Token => {
+                if !head_dim.is_multiple_of(codes_per_word) {
+                    let rule = format!(
+                        "must be a multiple of the {codes_per_word} codes in a word for {side} as {name}"
+                    );
+                    return Err(invalid("head_dim", head_dim, rule));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// All names, for messages.
+    pub(crate) fn names() -> String {
+        let names: Vec<_> = Self::ALL[1..].iter().map(|format| format.name()).collect();
+        format!("{} or 16 for float", names.join(", "))
+    }
+}
+
+impl From<Bits> for SideFormat {
+    fn from(bits: Bits) -> Self {
+        Self::of(bits)
+    }
+}
+
+impl SideFormat {
+    /// KIVI's format of so many bits, or float.
+    pub const fn of(bits: Bits) -> Self {
+        match bits {
+            Bits::Two => Self::Affine2,
+            Bits::Four => Self::Affine4,
+            Bits::Eight => Self::Affine8,
+            Bits::Float => Self::Float,
+        }
+    }
+}
+
+impl fmt::Display for SideFormat {
+    /// Its name.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl Serialize for SideFormat {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.bits() {
+            Some(bits) => bits.serialize(serializer),
+            None => serializer.serialize_str(self.name()),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for SideFormat {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(Visitor)
+    }
+}
+
+/// Reads a number of bits or a name.
+struct Visitor;
+
+impl de::Visitor<'_> for Visitor {
+    type Value = SideFormat;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names = SideFormat::ALL.iter().filter(|format| format.bits().is_none());
+        let names: Vec<_> = names.map(|format| format!("{:?}", format.name())).collect();
+        write!(f, "2, 4, 8, or 16 for float, or one of {}", names.join(", "))
+    }
+
+    fn visit_u64<E: de::Error>(self, n_bits: u64) -> Result<SideFormat, E> {
+        let bits = u8::try_from(n_bits).ok().and_then(|n| Bits::try_from(n).ok());
+        bits.map(SideFormat::of)
+            .ok_or_else(|| E::invalid_value(de::Unexpected::Unsigned(n_bits), &self))
+    }
+
+    fn visit_str<E: de::Error>(self, name: &str) -> Result<SideFormat, E> {
+        // Those of a number of bits are numbers.
+        let found = SideFormat::named(name).filter(|format| format.bits().is_none());
+        found.ok_or_else(|| E::invalid_value(de::Unexpected::Str(name), &self))
+    }
+}

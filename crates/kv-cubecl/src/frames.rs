@@ -1,0 +1,291 @@
+//! What a cache of frames stores and what a frame sees: [`FrameConfig`].
+
+use core::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    CacheShape, Flush, KvCacheConfig, Result,
+    error::invalid,
+    layout::{CacheLayout, Sides},
+};
+
+/// A number of frames, which is not one of tokens.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(transparent)]
+pub struct Frames(pub u64);
+
+impl Frames {
+    /// How many tokens so many frames have, or the largest number there is, if they have more.
+    pub fn tokens(self, tokens_per_frame: usize) -> usize {
+        let frames = usize::try_from(self.0).unwrap_or(usize::MAX);
+        frames.saturating_mul(tokens_per_frame)
+    }
+}
+
+impl fmt::Display for Frames {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let unit = if self.0 == 1 { "frame" } else { "frames" };
+        write!(f, "{} {unit}", self.0)
+    }
+}
+
+/// A cache of frames of equally many tokens, as world models and video models have: the tokens of a frame see one
+/// another, the frames before it up to a window, and the first frames, if some are kept as sinks.
+///
+/// The same configuration drives the stream ([`FrameCache`](crate::FrameCache)) and all frames at once
+/// ([`frame_attention`](crate::frame_attention)). A frame sees itself in float, as it was computed; frames before it as
+/// `format` stores them, which may be in float as well.
+///
+/// ```
+/// use kv_cubecl::{CacheShape, FrameConfig, Frames};
+///
+/// // 60 frames of 8 x 8 tokens, keys in float and values in 8 bits
+/// let config = FrameConfig::new("k16vint8".parse()?, 64, Frames(60));
+/// config.validate(CacheShape::new(1, 24, 64))?;
+/// # Ok::<(), kv_cubecl::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct FrameConfig {
+    /// How tokens are stored. Its residual window counts tokens, and may be any part of a frame or several frames. It
+    /// has no window and no sinks of its own, since those are whole frames; its capacity is not read.
+    pub format: KvCacheConfig,
+    /// Tokens of a frame.
+    pub tokens_per_frame: usize,
+    /// Recent frames that a frame sees, itself among them, beside the sinks.
+    pub window: Frames,
+    /// First frames that are seen, in float, as long as the stream lasts.
+    #[serde(default)]
+    pub sinks: Frames,
+}
+
+impl FrameConfig {
+    /// Frames of so many tokens, of which each sees the newest `window`, itself among them.
+    pub const fn new(format: KvCacheConfig, tokens_per_frame: usize, window: Frames) -> Self {
+        Self { format, tokens_per_frame, window, sinks: Frames(0) }
+    }
+
+    /// Sets how many first frames stay.
+    pub const fn with_sinks(mut self, sinks: Frames) -> Self {
+        self.sinks = sinks;
+        self
+    }
+
+    /// Checks every rule that does not depend on a device, for a cache of this shape.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the rule.
+    pub fn validate(&self, shape: CacheShape) -> Result<()> {
+        self.ring(shape).map(drop)
+    }
+
+    /// What does not depend on sizes of a cache.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Self { format, tokens_per_frame, window, .. } = self;
+        if *tokens_per_frame == 0 {
+            return Err(invalid("tokens_per_frame", tokens_per_frame, "must be at least 1"));
+        }
+        if format.window.is_some() {
+            let value = format.window.unwrap_or_default();
+            return Err(invalid("window", value, "of a cache of frames is a number of frames"));
+        }
+        if format.sink_tokens > 0 {
+            let rule = "of a cache of frames are whole frames";
+            return Err(invalid("sink_tokens", format.sink_tokens, rule));
+        }
+        if format.is_quantized() && format.flush == Flush::AfterAttention {
+            let rule = "frames are quantized when they are written: must be before";
+            return Err(invalid("flush", "after", rule));
+        }
+        match window.0 {
+            0 | 1 => {
+                Err(invalid("window", window, "must be at least 2 frames: itself and another"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The configuration of tokens that the frames before a frame are seen by.
+    pub(crate) fn history(&self) -> KvCacheConfig {
+        // More tokens than there ever are, but sums of them are still counted.
+        let tokens = |n| Frames(n).tokens(self.tokens_per_frame).min(1 << 31);
+        let [window, sinks] = [self.window.0 - 1, self.sinks.0].map(tokens);
+        self.format.with_window(Some(window)).with_sink_tokens(sinks)
+    }
+
+    /// The ring for a cache of this shape.
+    pub(crate) fn ring(&self, shape: CacheShape) -> Result<Ring> {
+        self.check()?;
+        let Self { format, tokens_per_frame, window, sinks } = *self;
+        if sinks >= window {
+            let rule = format!("must be fewer than the {window} of the window");
+            return Err(invalid("sinks", sinks, rule));
+        }
+        let history = self.history();
+        let seen = history.window.unwrap_or(usize::MAX);
+        if seen > MAX_TOKENS {
+            let rule = format!("must be at most {MAX_TOKENS} tokens before the newest frame");
+            return Err(invalid("window", window, rule));
+        }
+        if format.is_quantized() && format.residual_length > seen {
+            let rule = format!("must be at most the {seen} tokens before the newest of {window}");
+            return Err(invalid("residual_length", format.residual_length, rule));
+        }
+        // Positions repeat after as many tokens as all rings and all steps of quantization divide.
+        let layout = |capacity| {
+            let history = history.with_capacity(capacity);
+            CacheLayout::rewritable(&history, shape, tokens_per_frame)
+        };
+        let sizes = layout(MAX_TOKENS)?;
+        let steps = sizes.schedule().sides;
+        let period = Sides::from_fn(|side| {
+            let place = sizes.sides()[side];
+            let step = place.spec.map_or(1, |_| steps[side].step);
+            [place.ring, place.packed_tokens, step]
+        });
+        let lengths = period.into_array().concat().into_iter().filter(|&n| n > 0);
+        let period = lengths.fold(tokens_per_frame, |period, n| {
+            (period / greatest_common_divisor(period, n)).saturating_mul(n)
+        });
+        // From here on a window hides frames, and all that is quantized has been before.
+        let steady = history.sink_tokens + seen + tokens_per_frame + format.residual_length;
+        let steady = steady.next_multiple_of(tokens_per_frame);
+        let capacity = steady.saturating_add(period).saturating_add(tokens_per_frame);
+        if capacity > MAX_TOKENS {
+            let rule = format!(
+                "frames of {tokens_per_frame} tokens and residual_length {} lie alike only every {period} \
+                 tokens, which must be less than {MAX_TOKENS}; let one divide the other",
+                format.residual_length
+            );
+            return Err(invalid("window", window, rule));
+        }
+        Ok(Ring { layout: layout(capacity)?, tokens_per_frame, steady, period })
+    }
+}
+
+/// Most tokens that kernels count.
+const MAX_TOKENS: usize = 1 << 24;
+
+fn greatest_common_divisor(mut a: usize, mut b: usize) -> usize {
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}
+
+/// Where the frames of a stream without an end lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Ring {
+    pub(crate) layout: CacheLayout,
+    tokens_per_frame: usize,
+    /// A number of tokens from which on positions repeat, of whole frames.
+    steady: usize,
+    /// After how many tokens they do, of whole frames.
+    period: usize,
+}
+
+impl Ring {
+    /// How many tokens a cache of the layout is to hold to lie as one of `frames` frames does.
+    pub(crate) fn tokens(&self, frames: u64) -> usize {
+        let [steady, period] =
+            [self.steady, self.period].map(|tokens| (tokens / self.tokens_per_frame) as u64);
+        let frames = match frames.checked_sub(steady) {
+            Some(since) => steady + since % period,
+            None => frames,
+        };
+        Frames(frames).tokens(self.tokens_per_frame)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ring(name: &str, tokens_per_frame: usize, window: u64, sinks: u64) -> Result<Ring> {
+        let config = FrameConfig::new(name.parse().unwrap(), tokens_per_frame, Frames(window));
+        config.with_sinks(Frames(sinks)).ring(CacheShape::new(1, 1, 16))
+    }
+
+    /// Every frame that a frame sees lies elsewhere than all others, and positions of a long stream are those of a
+    /// short one: every ring and every step of quantization divides the period.
+    #[test]
+    fn positions_repeat() {
+        for (name, tokens, window, sinks) in [
+            ("float", 7, 5, 0),
+            ("float", 64, 60, 2),
+            ("k4v4-g8-r8", 16, 6, 0),
+            ("k4v4-g8-r24-slide", 8, 6, 1),
+            ("k16v8-g8-r40", 10, 7, 2),
+            ("k2v16-g16-r48", 12, 5, 0),
+        ] {
+            let ring = ring(name, tokens, window, sinks).unwrap();
+            let layout = &ring.layout;
+            let sinks = layout.config().sink_tokens;
+            for frames in [0, 1, 9, 100, 1_000_000, 1 << 40, (1 << 40) + 1] {
+                let at = ring.tokens(frames);
+                assert!(at + tokens <= layout.config().capacity, "{name}");
+                let next = ring.tokens(frames + 1);
+                assert!(next == at + tokens || next == ring.steady, "{name}: {at} then {next}");
+                // As they would be if it were counted on: 2^40 times 64 fits.
+                let long = usize::try_from(frames).unwrap() * tokens;
+                for side in crate::Side::BOTH {
+                    let (place, step) = (layout.sides()[side], layout.schedule().sides[side].step);
+                    for n in [place.ring, place.packed_tokens, place.spec.map_or(1, |_| step)] {
+                        let after = |len: usize| len.saturating_sub(sinks) % n.max(1);
+                        assert_eq!(after(at), after(long), "{name}: {frames} frames, {n}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// The rings of published models fit, whatever is stored.
+    #[test]
+    fn rings_of_published_models() {
+        for (tokens, window, heads, head_dim) in
+            [(64, 60, 24, 64), (65, 60, 24, 64), (1560, 21, 12, 128)]
+        {
+            for name in ["float-bf16", "kint8vint8", "k16vint8", "kint8v4", "k4v4", "k2v2-slide"] {
+                let config = FrameConfig::new(name.parse().unwrap(), tokens, Frames(window));
+                config.validate(CacheShape::new(1, heads, head_dim)).unwrap();
+            }
+        }
+    }
+
+    /// owl-wms keeps 60 frames in 24 layers of 24 heads: 566 MB in bf16, and 1.94 times less in 8 bits with a scale of
+    /// 16 bits for each token and head.
+    #[test]
+    fn bytes_of_a_world() {
+        let bytes = |name: &str| {
+            let config = FrameConfig::new(name.parse().unwrap(), 64, Frames(60));
+            let ring = config.ring(CacheShape::new(1, 24, 64)).unwrap();
+            24 * ring.layout.memory_bytes().total()
+        };
+        // A few words more where nothing is packed: no tensor of a cache is empty.
+        assert!((566_231_040..566_233_000).contains(&bytes("float-bf16")));
+        let saved = bytes("float-bf16") as f64 / bytes("kint8vint8") as f64;
+        assert!((1.935..1.945).contains(&saved), "{saved}");
+    }
+
+    #[test]
+    fn rules_name_what_breaks_them() {
+        for (name, tokens, window, sinks, wanted) in [
+            ("float", 0, 4, 0, "tokens_per_frame 0: must be at least 1"),
+            ("float", 8, 1, 0, "window 1 frame: must be at least 2 frames"),
+            ("float", 8, 4, 4, "sinks 4 frames: must be fewer than the 4 frames of the window"),
+            ("float-w9", 8, 4, 0, "window 9: of a cache of frames is a number of frames"),
+            ("k4v4-s3", 8, 60, 0, "sink_tokens 3: of a cache of frames are whole frames"),
+            ("k4v4-after", 8, 60, 0, "flush after: frames are quantized when they are written"),
+            ("k4v4-g8-r32", 8, 4, 0, "residual_length 32: must be at most the 24 tokens before"),
+            ("float", 1 << 20, 1 << 10, 0, "window 1024 frames: must be at most 16777216 tokens"),
+            ("k4v4-g16-r16368", 1021, 60, 0, "lie alike only every"),
+        ] {
+            let error = ring(name, tokens, window, sinks).unwrap_err().to_string();
+            assert!(error.contains(wanted), "{error}");
+        }
+    }
+}

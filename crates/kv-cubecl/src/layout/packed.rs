@@ -1,0 +1,42 @@
+//! Where the codes and parameters of packed tokens are.
+
+use super::QuantSpec;
+
+/// The words of the packed tokens of one (batch, kv head): how many tokens there is room for, and how they are
+/// quantized. Tokens are counted by their slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PackedPlace {
+    /// How tokens are quantized.
+    pub spec: QuantSpec,
+    /// Channels.
+    pub head_dim: usize,
+    /// Tokens that there is room for.
+    pub tokens: usize,
+}
+
+impl PackedPlace {
+    /// All words.
+    pub const fn words(&self) -> usize {
+        self.spec.words(self.tokens, self.head_dim)
+    }
+
+    /// The first word of the codes of `token`, the first of a granule.
+    pub const fn codes(&self, token: usize) -> usize {
+        match self.spec.packs_parameters() {
+            true => token * self.head_dim / self.spec.codes_per_word(),
+            false => self.spec.words(token, self.head_dim),
+        }
+    }
+
+    /// The first word of the parameters of all tokens, where these share words.
+    pub const fn parameters(&self) -> usize {
+        self.tokens * self.head_dim / self.spec.codes_per_word()
+    }
+
+    /// Where the parameter of a group of `token` is, where parameters share words: its word, and its lowest bit.
+    pub const fn parameter(&self, token: usize, group: usize) -> (usize, u32) {
+        let bits = self.spec.format.parameter_bits();
+        let bit = (token * self.spec.groups(self.head_dim) + group) * bits;
+        (self.parameters() + bit / 32, (bit % 32) as u32)
+    }
+}

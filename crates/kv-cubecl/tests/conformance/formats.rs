@@ -1,0 +1,381 @@
+//! The formats of a side: what they make of numbers, bit for bit.
+
+use std::{fs, path::PathBuf};
+
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use kv_cubecl::{
+    CacheParts, CacheShape, KvCache, KvCacheConfig, Logical, On, Packed, Side, SideFormat,
+    SteGradient, Target, fake_quantize_side,
+    layout::CacheLayout,
+    quantize_side,
+    reference::{self, Numbers},
+};
+use safetensors::{Dtype, SafeTensors};
+
+use crate::common::{Host, Rng, equal_bits, stamp};
+
+stamp!(format_files, every_code_restores, every_number_is_cast, random_sides, odd_numbers,);
+
+/// Formats that quantize each token by itself, and what the files call them.
+const FILES: &[(SideFormat, &str)] = &[
+    (SideFormat::Int8, "int8_token"),
+    (SideFormat::E4m3, "e4m3_token"),
+    (SideFormat::E5m2, "e5m2_token"),
+    (SideFormat::E4m3Blocks, "e4m3_ue8m0_b32"),
+    (SideFormat::E2m1Blocks, "e2m1_ue8m0_b32"),
+    (SideFormat::Mxfp4, "mxfp4"),
+];
+
+/// One file of numbers, in the folder `formats` of the golden files.
+struct File {
+    name: String,
+    bytes: Vec<u8>,
+}
+
+impl File {
+    fn read(name: &str) -> Self {
+        let default = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden");
+        let folder = PathBuf::from(std::env::var_os("KV_GOLDEN").unwrap_or(default.into()));
+        let path = folder.join("formats").join(name);
+        let bytes = fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        Self { name: name.to_string(), bytes }
+    }
+
+    /// Those with inputs and what they become.
+    fn all() -> Vec<Self> {
+        let names: Vec<String> =
+            serde_json::from_slice(&Self::read("formats_index.json").bytes).unwrap();
+        let files = names.iter().filter(|name| name.starts_with("formats_b"));
+        let files: Vec<_> = files.map(|name| Self::read(name)).collect();
+        assert!(!files.is_empty());
+        files
+    }
+
+    fn bytes<const N: usize>(&self, tensor: &str) -> Vec<[u8; N]> {
+        let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
+        let view = tensors.tensor(tensor);
+        let view = view.unwrap_or_else(|error| panic!("{}: {tensor}: {error}", self.name));
+        assert_eq!(view.dtype().bitsize(), 8 * N, "{}: {tensor}: type", self.name);
+        view.data().as_chunks::<N>().0.to_vec()
+    }
+
+    fn f32s(&self, tensor: &str) -> Vec<f32> {
+        self.bytes(tensor).into_iter().map(f32::from_le_bytes).collect()
+    }
+
+    fn codes(&self, tensor: &str) -> Vec<u8> {
+        self.bytes(tensor).into_iter().map(|[byte]| byte).collect()
+    }
+
+    fn input(&self) -> Host {
+        let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
+        let shape = tensors.tensor("input").unwrap().shape().try_into().unwrap();
+        Host { data: self.f32s("input"), shape }
+    }
+
+    /// What is stored of the scales: f16 bits, or bytes.
+    fn parameters(&self, tensor: &str) -> Vec<u16> {
+        let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
+        match tensors.tensor(tensor).unwrap().dtype() {
+            Dtype::F16 => self.bytes(tensor).into_iter().map(u16::from_le_bytes).collect(),
+            _ => self.codes(tensor).into_iter().map(u16::from).collect(),
+        }
+    }
+}
+
+/// Codes of a logical tensor, one by one.
+fn codes(logical: &Logical, format: SideFormat) -> Vec<u8> {
+    let per_word = 32 / format.n_bits();
+    let mask = (1u32 << format.n_bits()) - 1;
+    let of_word = |word: &u32| {
+        let word = *word;
+        (0..per_word).map(move |i| (word >> (i * format.n_bits()) & mask) as u8)
+    };
+    logical.codes.iter().flat_map(of_word).collect()
+}
+
+/// Parameters of a logical tensor.
+fn parameters(logical: &Logical) -> Vec<u16> {
+    let halves = logical.scale.iter().map(|scale| scale.to_bits());
+    halves.chain(logical.exponents.iter().map(|&byte| u16::from(byte))).collect()
+}
+
+/// Asserts that all are equal, or says which is not.
+#[track_caller]
+fn same<N: PartialEq + core::fmt::LowerHex>(what: &str, got: &[N], expected: &[N]) {
+    assert_eq!(got.len(), expected.len(), "{what}: how many");
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        assert!(got == expected, "{what}: number {i} is {got:#x}, not {expected:#x}");
+    }
+}
+
+fn format_files<T: Target>(on: &On<T>) {
+    for file in File::all() {
+        let input = file.input();
+        for &(format, name) in FILES {
+            for side in Side::BOTH {
+                let packed = quantize_side(input.on(on), side, format, 32).unwrap();
+                let logical = packed.to_logical();
+                let what = format!("{} {name} {side}", file.name);
+                let expected = file.parameters(&format!("{name}_scale"));
+                same(&format!("{what}: scales"), &parameters(&logical), &expected);
+                let expected = file.codes(&format!("{name}_codes"));
+                same(&format!("{what}: codes"), &codes(&logical, format), &expected);
+                let expected = file.f32s(&format!("{name}_dequant"));
+                equal_bits(&what, &Host::of(packed.dequantize()).data, &expected);
+                let gradient = SteGradient::Identity;
+                let fake = fake_quantize_side(input.on(on), side, format, 32, gradient).unwrap();
+                equal_bits(format!("{what}: fake"), &Host::of(fake).data, &expected);
+            }
+        }
+    }
+}
+
+/// The oracle, too, agrees with the files.
+#[test]
+fn oracle_of_formats() {
+    for file in File::all() {
+        let Host { data, shape } = file.input();
+        for &(format, name) in FILES {
+            let group = reference::row_group(format, true, shape[3], 32).unwrap();
+            let groups = data.chunks(group).map(|x| reference::scaled_group(x, format));
+            let groups: Vec<_> = groups.collect();
+            let what = format!("{} {name}", file.name);
+            let scales: Vec<u16> = groups.iter().map(|group| group.parameter).collect();
+            assert!(scales == file.parameters(&format!("{name}_scale")), "{what}: scales");
+            let codes: Vec<u8> = groups.iter().flat_map(|group| group.codes.clone()).collect();
+            assert!(codes == file.codes(&format!("{name}_codes")), "{what}: codes");
+            let restored: Vec<f32> =
+                groups.iter().flat_map(|group| reference::restore_scaled(group, format)).collect();
+            equal_bits(&what, &restored, &file.f32s(&format!("{name}_dequant")));
+        }
+    }
+}
+
+/// What the files say of every code and of numbers cast to codes, with a scale of 1: the oracle says the same, to which
+/// all backends are held.
+#[test]
+fn oracle_of_codes() {
+    let file = File::read("formats_tables.safetensors");
+    let input = file.f32s("cast_input");
+    for (numbers, name) in
+        [(Numbers::E4M3, "e4m3"), (Numbers::E5M2, "e5m2"), (Numbers::E2M1, "e2m1")]
+    {
+        let values = file.f32s(&format!("{name}_values"));
+        assert_eq!(values.len(), if name == "e2m1" { 16 } else { 256 });
+        for (code, expected) in values.into_iter().enumerate() {
+            let got = numbers.value(code as u8) as f32;
+            let same = got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan();
+            assert!(same, "{name}: code {code} is {got}, not {expected}");
+        }
+        let codes: Vec<u8> = input.iter().map(|&x| numbers.code(f64::from(x))).collect();
+        same(name, &codes, &file.codes(&format!("cast_{name}")));
+    }
+}
+
+/// Numbers cast to codes, with a scale of 1, which the largest number beside them gives; those beyond it are cast in
+/// blocks, whose scale may be too small for them.
+fn every_number_is_cast<T: Target>(on: &On<T>) {
+    let file = File::read("formats_tables.safetensors");
+    let input = file.f32s("cast_input");
+    for (format, name) in [
+        (SideFormat::E4m3, "e4m3"),
+        (SideFormat::E5m2, "e5m2"),
+        (SideFormat::E4m3Blocks, "e4m3"),
+        (SideFormat::E2m1Blocks, "e2m1"),
+        (SideFormat::Mxfp4, "e2m1"),
+    ] {
+        let largest = reference::numbers(format).unwrap().largest() as f32;
+        let cast = file.codes(&format!("cast_{name}"));
+        let (mut data, mut expected) = (vec![], vec![]);
+        // Of MXFP4's scale, numbers from 4 to 8 have the same exponent, and those from 6 on saturate.
+        let most = if format == SideFormat::Mxfp4 { 7.99 } else { largest };
+        for (x, code) in input.iter().zip(cast).filter(|(x, _)| x.abs() <= most) {
+            if data.len() % 32 == 0 {
+                data.push(largest);
+                expected.push(None);
+            }
+            data.push(*x);
+            expected.push(Some(code));
+        }
+        let tokens = data.len().div_ceil(32);
+        data.resize(tokens * 32, largest);
+        expected.resize(tokens * 32, None);
+        let host = Host { data, shape: [1, 1, tokens, 32] };
+        let packed = quantize_side(host.on(on), Side::Values, format, 32).unwrap();
+        let got = codes(&packed.to_logical(), format);
+        let checked = expected.iter().flatten().count();
+        assert!(checked > 500, "{format}: {checked}");
+        for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+            let right = expected.is_none_or(|expected| *got == expected);
+            assert!(right, "{format}: {} is {got:#x}, not {expected:x?}", host.data[i]);
+        }
+    }
+}
+
+/// A cache whose keys are these words, restored.
+fn restored<T: Target>(
+    on: &On<T>,
+    name: &str,
+    n_bits: u32,
+    head_dim: usize,
+    words: Vec<u32>,
+) -> Vec<f32> {
+    let config: KvCacheConfig = name.parse().unwrap();
+    let shape = CacheShape::new(1, 1, head_dim);
+    let tokens = words.len() * (32 / n_bits as usize) / head_dim;
+    let config = config.with_capacity(tokens);
+    let layout = CacheLayout::new(&config, shape).unwrap();
+    let sides = layout.sides();
+    let tensor = |words: Vec<u32>| {
+        let n = words.len();
+        Tensor::<1, Int>::from_data(TensorData::new(words, [n]), (&**on, DType::U32))
+    };
+    let mut keys = vec![0; sides.keys.words(1)];
+    keys[..words.len()].copy_from_slice(&words);
+    let place = sides.keys.packed().unwrap();
+    for token in 0..tokens {
+        for group in 0..place.spec.groups(head_dim) {
+            let (word, shift) = place.parameter(token, group);
+            // A scale of 1, in f16 or as an exponent and 127.
+            let one = if place.spec.format.parameter_bits() == 8 { 127 } else { 0x3c00 };
+            keys[word] |= one << shift;
+        }
+    }
+    let parts = CacheParts {
+        keys: tensor(keys),
+        values: tensor(vec![0; sides.values.words(1)]),
+        floats: Tensor::zeros(layout.float_shape(), &**on),
+        lens: vec![tokens],
+    };
+    let cache = KvCache::from_parts(&config, shape, parts).unwrap();
+    Host::of(cache.packed(Side::Keys).unwrap().dequantize()).data
+}
+
+/// All codes of all formats, as they lie in memory.
+fn every_code_restores<T: Target>(on: &On<T>) {
+    for format in SideFormat::ALL.iter().copied() {
+        let Some(numbers) = reference::numbers(format) else { continue };
+        let n_codes = 1usize << format.n_bits();
+        let bytes: Vec<u8> = match format.n_bits() {
+            4 => (0..128u32).map(|i| ((2 * i % 16) | (((2 * i + 1) % 16) << 4)) as u8).collect(),
+            _ => (0..=255).collect(),
+        };
+        let words: Vec<u32> =
+            bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect();
+        let got = restored(on, &format!("k{format}v16"), format.n_bits(), 64, words);
+        for (i, got) in got.iter().enumerate().take(n_codes) {
+            let expected = numbers.value((i % n_codes) as u8) as f32;
+            let same = got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan();
+            assert!(same, "{format}: code {i} is {got}, not {expected}");
+        }
+    }
+}
+
+/// What a side is quantized to by the oracle, as the words of a [`Logical`].
+fn expected(host: &Host, side: Side, format: SideFormat, group: usize) -> Logical {
+    reference::quantize_side(&host.data, host.shape, side, format, group)
+}
+
+#[track_caller]
+fn check_packed(what: &str, packed: &Packed, expected: &Logical) {
+    let got = packed.to_logical();
+    let wrong = got.codes.iter().zip(&expected.codes).position(|(got, expected)| got != expected);
+    same(&format!("{what}: scales"), &parameters(&got), &parameters(expected));
+    if let Some(word) = wrong {
+        panic!("{what}: word {word} is {:#x}, not {:#x}", got.codes[word], expected.codes[word]);
+    }
+    assert_eq!(&got, expected, "{what}");
+}
+
+fn random_sides<T: Target>(on: &On<T>) {
+    let mut rng = Rng::new(81);
+    for format in SideFormat::ALL.iter().copied().filter(|format| format.bits().is_none()) {
+        // Odd numbers of tokens, whose parameters end within a word.
+        for shape in [[2, 3, 33, 64], [1, 1, 1, 128], [1, 2, 7, 96], [1, 1, 50, 256], [1, 2, 3, 32]]
+        {
+            for spread in [-4.0f32, 0.0, 3.0] {
+                let spread = 10f32.powf(spread);
+                let mut host = Host::normal(&mut rng, shape);
+                host.data.iter_mut().for_each(|x| *x *= spread);
+                // A channel that stands out, and zeros.
+                host.data.iter_mut().step_by(shape[3]).for_each(|x| *x *= 30.0);
+                host.data[..shape[3]].fill(0.0);
+                for side in Side::BOTH {
+                    let what = format!("{format} {side} {shape:?} spread {spread}");
+                    let packed = quantize_side(host.on(on), side, format, 32).unwrap();
+                    check_packed(&what, &packed, &expected(&host, side, format, 32));
+                    let restored: Vec<f32> =
+                        reference::fake_quantize_side(&host.data, shape, side, format, 32);
+                    equal_bits(&what, &Host::of(packed.dequantize()).data, &restored);
+                    let gradient = SteGradient::Identity;
+                    let fake = fake_quantize_side(host.on(on), side, format, 32, gradient);
+                    equal_bits(&what, &Host::of(fake.unwrap()).data, &restored);
+                }
+            }
+        }
+    }
+}
+
+/// Ties between codes, infinities, numbers beyond every scale, and NaN.
+fn odd_numbers<T: Target>(on: &On<T>) {
+    let mut rng = Rng::new(82);
+    for format in SideFormat::ALL.iter().copied().filter(|format| format.bits().is_none()) {
+        let largest = reference::numbers(format).map_or(1.0, Numbers::largest) as f32;
+        let mut hosts = vec![];
+        // With a scale of 1: eighths up to the largest number.
+        let mut host =
+            Host::from_fn([1, 1, 64, 64], || rng.below(2 * 8 * 128) as f32 / 8.0 - 128.0);
+        host.data.iter_mut().for_each(|x| *x *= largest / 128.0);
+        host.data.iter_mut().step_by(32).for_each(|x| *x = largest);
+        hosts.push(("ties", host));
+        let mut host = Host::normal(&mut rng, [1, 2, 5, 64]);
+        host.data.iter_mut().step_by(13).for_each(|x| *x *= 1e30);
+        hosts.push(("huge", host.clone()));
+        host.data.iter_mut().step_by(29).for_each(|x| *x = f32::INFINITY.copysign(*x));
+        hosts.push(("infinite", host.clone()));
+        host.data.iter_mut().step_by(7).for_each(|x| *x = f32::NAN);
+        host.data[64..128].fill(f32::NAN);
+        hosts.push(("NaN", host));
+        for size in [1e-3, 1e-5, 2e-6, 1e-7, 1e-9, 1e-20] {
+            hosts.push(("tiny", Host::from_fn([1, 1, 4, 64], || size * rng.normal())));
+        }
+        for (what, host) in hosts {
+            let shape = host.shape;
+            for side in Side::BOTH {
+                let what = format!("{format} {side} {what}");
+                let expected = reference::fake_quantize_side(&host.data, shape, side, format, 32);
+                assert!(expected.iter().all(|x| x.is_finite()), "{what}");
+                // Debug builds refuse what is not finite, so that it gets there through a cache.
+                let got = match host.data.iter().all(|x| x.is_finite()) {
+                    true => {
+                        let gradient = SteGradient::Identity;
+                        let fake = fake_quantize_side(host.on(on), side, format, 32, gradient);
+                        fake.unwrap()
+                    }
+                    false => through_a_cache(on, &host, side, format),
+                };
+                equal_bits(&what, &Host::of(got).data, &expected);
+            }
+        }
+    }
+}
+
+/// What a side of a cache restores to that is given these rows.
+fn through_a_cache<T: Target>(
+    on: &On<T>,
+    host: &Host,
+    side: Side,
+    format: SideFormat,
+) -> Tensor<4> {
+    let [batch, heads, tokens, head_dim] = host.shape;
+    let name = match side {
+        Side::Keys => format!("k{format}v16"),
+        Side::Values => format!("k16v{format}"),
+    };
+    let config: KvCacheConfig = name.parse().unwrap();
+    let shape = CacheShape::new(batch, heads, head_dim);
+    let mut cache = KvCache::new(&config.with_capacity(tokens), shape, on).unwrap();
+    cache.append(host.on(on), host.on(on)).unwrap();
+    cache.packed(side).unwrap().dequantize()
+}

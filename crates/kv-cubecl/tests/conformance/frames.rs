@@ -1,0 +1,438 @@
+//! Caches of frames against lists of frames, attended to in f64.
+
+use burn::tensor::{DType, Tensor};
+use kv_cubecl::{
+    Attention, AttentionOptions, CacheFloat, CacheShape, FakeQuantOptions, FrameCache, FrameConfig,
+    Frames, On, Target, frame_attention,
+    reference::{RowOptions, StreamOracle, attend_row_with},
+};
+
+use crate::common::{CLOSE, Host, Rng, close, equal_bits, skipped, stamp};
+
+stamp!(
+    any_updates_peeks_and_rewrites,
+    all_frames_at_once,
+    a_long_stream_goes_on_like_a_short_one,
+    what_does_not_fit_changes_nothing,
+    memory_is_that_of_the_ring,
+    scores_are_changed_as_options_say
+);
+
+#[cfg(feature = "autodiff")]
+mod training {
+    use super::gradients_pass_straight_through;
+    use crate::common::stamp_autodiff;
+
+    stamp_autodiff!(gradients_pass_straight_through);
+}
+
+const HEAD_DIM: usize = 16;
+
+/// Keys, values and queries of a frame.
+#[derive(Clone)]
+struct Frame {
+    query: Host,
+    key: Host,
+    value: Host,
+}
+
+/// What the tokens of a frame see.
+#[derive(Clone, Default)]
+struct Seen {
+    tokens: Vec<usize>,
+    keys: Vec<Vec<f64>>,
+    values: Vec<Vec<f64>>,
+}
+
+impl Seen {
+    fn keys(&self) -> Vec<&[f64]> {
+        self.keys.iter().map(Vec::as_slice).collect()
+    }
+
+    fn values(&self) -> Vec<&[f64]> {
+        self.values.iter().map(Vec::as_slice).collect()
+    }
+}
+
+fn wide(row: &[f32]) -> Vec<f64> {
+    row.iter().copied().map(f64::from).collect()
+}
+
+/// A cache, and the frames that were written to it.
+struct Case {
+    config: FrameConfig,
+    shape: CacheShape,
+    n_heads: usize,
+    frames: Vec<Frame>,
+}
+
+impl Case {
+    fn new(config: FrameConfig, [batch, n_heads, n_kv_heads]: [usize; 3]) -> Self {
+        let shape = CacheShape::new(batch, n_kv_heads, HEAD_DIM);
+        Self { config, shape, n_heads, frames: Vec::new() }
+    }
+
+    fn cache<T: Target>(&self, on: &On<T>) -> FrameCache {
+        FrameCache::new(&self.config, self.shape, on).unwrap()
+    }
+
+    fn random(&self, rng: &mut Rng) -> Frame {
+        let CacheShape { batch, n_kv_heads, .. } = self.shape;
+        let tokens = self.config.tokens_per_frame;
+        Frame {
+            query: Host::normal(rng, [batch, self.n_heads, tokens, HEAD_DIM]),
+            key: Host::keys(rng, [batch, n_kv_heads, tokens, HEAD_DIM]),
+            value: Host::normal(rng, [batch, n_kv_heads, tokens, HEAD_DIM]),
+        }
+    }
+
+    /// What a frame that comes after all of `frames` sees, by the definition, for each (batch, kv head): the tokens of
+    /// the stream, and their keys and values as the cache stores them, then the frame's own as they are.
+    fn seen(&self, frames: &[Frame], new: &Frame) -> Vec<Seen> {
+        let FrameConfig { format, tokens_per_frame: tokens, window, sinks, .. } = self.config;
+        let CacheShape { batch, n_kv_heads, .. } = self.shape;
+        let sink_tokens = sinks.tokens(tokens);
+        let mut oracle = StreamOracle::new(&format.with_sink_tokens(sink_tokens), self.shape);
+        let row = |side: &Host, lane: usize, token: usize| {
+            side.data[(lane * tokens + token) * HEAD_DIM..][..HEAD_DIM].to_vec()
+        };
+        let lanes = batch * n_kv_heads;
+        let mut stored = None;
+        for frame in frames {
+            for token in 0..tokens {
+                let all = |side: &Host| -> Vec<f32> {
+                    (0..lanes).flat_map(|lane| row(side, lane, token)).collect()
+                };
+                let lanes = oracle.step_with(&all(&frame.key), &all(&frame.value), <[_]>::to_vec);
+                stored = Some(lanes);
+            }
+        }
+        let first = frames.len().saturating_sub(window.0 as usize - 1);
+        let before: Vec<usize> = (0..frames.len())
+            .filter(|&frame| frame < sinks.0 as usize || frame >= first)
+            .flat_map(|frame| frame * tokens..(frame + 1) * tokens)
+            .collect();
+        let seen = (0..lanes).map(|lane| {
+            let mut seen = Seen { tokens: before.clone(), ..Seen::default() };
+            if let Some(stored) = &stored {
+                seen.keys.extend(stored[lane].keys(&before).into_iter().map(<[_]>::to_vec));
+                seen.values.extend(stored[lane].values(&before).into_iter().map(<[_]>::to_vec));
+            }
+            for token in 0..tokens {
+                seen.tokens.push(frames.len() * tokens + token);
+                seen.keys.push(wide(&row(&new.key, lane, token)));
+                seen.values.push(wide(&row(&new.value, lane, token)));
+            }
+            seen
+        });
+        seen.collect()
+    }
+
+    /// Output and log-sum-exp of a frame that comes after all of `frames`.
+    fn expected(&self, frames: &[Frame], new: &Frame, options: RowOptions) -> (Vec<f64>, Vec<f64>) {
+        let (mut output, mut lses) = (Vec::new(), Vec::new());
+        let lanes = self.seen(frames, new);
+        let rows = new.query.shape[2];
+        for (index, query) in new.query.data.chunks(HEAD_DIM).enumerate() {
+            let seen = &lanes[index / rows / (self.n_heads / self.shape.n_kv_heads)];
+            let row = attend_row_with(&wide(query), &seen.keys(), &seen.values(), options);
+            output.extend(row.output);
+            lses.push(row.lse);
+        }
+        (output, lses)
+    }
+
+    #[track_caller]
+    fn check(&self, what: &str, frames: &[Frame], new: &Frame, got: Attention) {
+        let (output, lse) = self.expected(frames, new, RowOptions::default());
+        close(what, &Host::of(got.output), &output, CLOSE);
+        let lses: Vec<f32> = got.lse.into_data().iter::<f32>().collect();
+        for (got, want) in lses.iter().zip(lse) {
+            assert!((f64::from(*got) - want).abs() < 1e-4, "{what}: log-sum-exp {got}, not {want}");
+        }
+    }
+}
+
+fn on<T: Target>(frame: &Frame, on: &On<T>) -> [Tensor<4>; 3] {
+    [&frame.query, &frame.key, &frame.value].map(|side| side.on(on))
+}
+
+/// Formats, tokens of a frame, frames of a window, of sinks: residual windows within frames, of whole frames and across
+/// them, groups that frames cut, and none.
+const CONFIGS: [(&str, usize, u64, u64); 15] = [
+    ("float", 4, 2, 0),
+    ("float", 7, 4, 1),
+    ("float-f16", 8, 3, 0),
+    ("float-bf16", 8, 4, 2),
+    ("k4v4-g8-r8", 8, 3, 0),
+    ("k8v2-g16-r16", 8, 5, 1),
+    ("k16v8-g8-r8", 6, 4, 0),
+    ("k2v16-g16-r32", 12, 4, 2),
+    ("k8v8-g8-r24-slide", 10, 5, 0),
+    ("k4v8-g8-r16-slide-hadv", 9, 4, 1),
+    ("kint8vint8", 8, 4, 0),
+    ("kint8vint8", 7, 3, 1),
+    ("k16vint8", 5, 5, 0),
+    ("kint8v16-r6", 4, 4, 2),
+    ("kint8v4-g8-r8-hadv", 6, 4, 0),
+];
+
+fn config((name, tokens, window, sinks): (&str, usize, u64, u64)) -> FrameConfig {
+    FrameConfig::new(name.parse().unwrap(), tokens, Frames(window)).with_sinks(Frames(sinks))
+}
+
+fn lacks<T: Target>(on: &On<T>, float: CacheFloat) -> bool {
+    let dtype = match float {
+        CacheFloat::F16 => DType::F16,
+        CacheFloat::Bf16 => DType::BF16,
+        _ => return false,
+    };
+    let lacks = !on.supports_dtype(dtype);
+    if lacks {
+        skipped(&format!("the device has no {dtype:?}"));
+    }
+    lacks
+}
+
+/// Whatever is peeked at and however often a frame is rewritten, every answer is that of the frames as they were
+/// written last.
+fn any_updates_peeks_and_rewrites<T: Target>(device: &On<T>) {
+    for (seed, of) in (70..).zip(CONFIGS) {
+        let config = config(of);
+        if lacks(device, config.format.float) {
+            continue;
+        }
+        let mut rng = Rng::new(seed);
+        let mut case = Case::new(config, [1 + rng.below(2), 2, 1 + rng.below(2)]);
+        let mut cache = case.cache(device);
+        let mut story = format!("seed {seed}, {of:?}:");
+        for _ in 0..40 {
+            let new = case.random(&mut rng);
+            let [query, key, value] = on(&new, device);
+            let written = case.frames.len();
+            match rng.below(4) {
+                0 => {
+                    story += " peek";
+                    let got = cache.peek(query, key, value).unwrap();
+                    case.check(&story, &case.frames, &new, got);
+                }
+                1 if written > 0 => {
+                    story += " rewrite";
+                    case.frames.pop();
+                    let got = cache.rewrite(query, key, value).unwrap();
+                    case.check(&story, &case.frames, &new, got);
+                    case.frames.push(new);
+                }
+                2 => {
+                    // What is peeked at is what an update then gives.
+                    story += " both";
+                    let peeked = cache.peek(query.clone(), key.clone(), value.clone()).unwrap();
+                    let got = cache.update(query, key, value).unwrap();
+                    equal_bits(&story, &Host::of(peeked.output).data, &Host::of(got.output).data);
+                    case.frames.push(new);
+                }
+                _ => {
+                    story += " update";
+                    let got = cache.update(query, key, value).unwrap();
+                    case.check(&story, &case.frames, &new, got);
+                    case.frames.push(new);
+                }
+            }
+            assert_eq!(cache.written(), Frames(case.frames.len() as u64), "{story}");
+        }
+        assert!(case.frames.len() > 2 * of.2 as usize, "{story}: too short");
+    }
+}
+
+/// Nine frames one after the other.
+fn sequence(of: (&str, usize, u64, u64), seed: u64) -> Case {
+    let mut rng = Rng::new(seed);
+    let mut case = Case::new(config(of), [2, 2, 1 + rng.below(2)]);
+    case.frames = (0..9).map(|_| case.random(&mut rng)).collect();
+    case
+}
+
+impl Case {
+    /// Queries, keys and values of all frames.
+    fn whole(&self) -> [Host; 3] {
+        let sides: [fn(&Frame) -> &Host; 3] = [|f| &f.query, |f| &f.key, |f| &f.value];
+        sides.map(|side| {
+            Host::cat(&self.frames.iter().map(|frame| side(frame).clone()).collect::<Vec<_>>())
+        })
+    }
+
+    fn at_once(&self, [query, key, value]: [Tensor<4>; 3]) -> Tensor<4> {
+        let (fake_quant, options) = (FakeQuantOptions::default(), AttentionOptions::default());
+        frame_attention(query, key, value, &self.config, fake_quant, options).unwrap()
+    }
+}
+
+/// The closed form is what the stream gives.
+fn all_frames_at_once<T: Target>(device: &On<T>) {
+    for (seed, of) in (90..).zip(CONFIGS) {
+        let case = sequence(of, seed);
+        if lacks(device, case.config.format.float) {
+            continue;
+        }
+        let got = Host::of(case.at_once(case.whole().map(|side| side.on(device))));
+        for (frame, new) in case.frames.iter().enumerate() {
+            let (want, _) = case.expected(&case.frames[..frame], new, RowOptions::default());
+            let got = got.tokens(frame * of.1..(frame + 1) * of.1);
+            close(format!("{of:?}, frame {frame}"), &got, &want, CLOSE);
+        }
+    }
+}
+
+/// Gradients of the closed form are those of attention to what is seen, which pass the quantizer as they are.
+#[cfg(feature = "autodiff")]
+fn gradients_pass_straight_through<T: Target>(device: &On<T>) {
+    use kv_cubecl::reference::attend_row_backward;
+
+    for (seed, of) in (110..).zip(CONFIGS) {
+        let case = sequence(of, seed);
+        if lacks(device, case.config.format.float) {
+            continue;
+        }
+        let whole = case.whole();
+        let weight = Host::normal(&mut Rng::new(seed + 1000), whole[0].shape);
+        let inputs = whole.clone().map(|side| side.on(device).require_grad());
+        let grads = (case.at_once(inputs.clone()) * weight.on(device)).sum().backward();
+        let got = inputs.map(|input| Host::of(input.grad(&grads).expect("a gradient")));
+
+        let (n_rep, n_tokens) = (case.n_heads / case.shape.n_kv_heads, whole[0].shape[2]);
+        let mut want = whole.each_ref().map(|side| vec![0.0; side.data.len()]);
+        for (frame, new) in case.frames.iter().enumerate() {
+            let lanes = case.seen(&case.frames[..frame], new);
+            for (head, token) in (0..2 * case.n_heads).flat_map(|h| (0..of.1).map(move |t| (h, t)))
+            {
+                let (lane, at) =
+                    (head / n_rep, (head * n_tokens + frame * of.1 + token) * HEAD_DIM);
+                let [query, grad] =
+                    [&whole[0], &weight].map(|side| wide(&side.data[at..][..HEAD_DIM]));
+                let (seen, options) = (&lanes[lane], RowOptions::default());
+                let row = attend_row_backward(&query, &seen.keys(), &seen.values(), &grad, options);
+                let mut add = |side: usize, at: usize, from: &[f64]| {
+                    want[side][at..].iter_mut().zip(from).for_each(|(to, from)| *to += from);
+                };
+                add(0, at, &row.query);
+                for ((token, key), value) in seen.tokens.iter().zip(&row.keys).zip(&row.values) {
+                    let at = (lane * n_tokens + token) * HEAD_DIM;
+                    add(1, at, key);
+                    add(2, at, value);
+                }
+            }
+        }
+        for ((name, got), want) in ["query", "key", "value"].iter().zip(&got).zip(&want) {
+            close(format!("{of:?}, {name}"), got, want, 5.0 * CLOSE);
+        }
+    }
+}
+
+/// Positions repeat: after as many frames as they take to, a cache gives the same bits for the same frames.
+fn a_long_stream_goes_on_like_a_short_one<T: Target>(device: &On<T>) {
+    for of in [("float", 4, 3, 1), ("k4v4-g8-r16", 8, 4, 0)] {
+        let case = Case::new(config(of), [1, 1, 1]);
+        let mut rng = Rng::new(5);
+        let frames: Vec<_> = (0..12).map(|_| case.random(&mut rng)).collect();
+        let run = |before: u64| {
+            let mut cache = case.cache(device);
+            let zero = case.random(&mut Rng::new(6));
+            for _ in 0..before {
+                let [_, key, value] = on(&zero, device);
+                cache.append(key, value).unwrap();
+            }
+            let outputs = frames.iter().map(|frame| {
+                let [query, key, value] = on(frame, device);
+                Host::of(cache.update(query, key, value).unwrap().output).data
+            });
+            let outputs: Vec<_> = outputs.collect();
+            assert_eq!(cache.written(), Frames(before + 12));
+            outputs
+        };
+        let (short, long) = (run(6), run(106));
+        for (frame, (short, long)) in short.iter().zip(&long).enumerate() {
+            let want: Vec<f64> = short.iter().map(|&x| f64::from(x)).collect();
+            let got = Host { data: long.clone(), shape: [1, 1, of.1, HEAD_DIM] };
+            close(format!("{of:?}, frame {frame}"), &got, &want, CLOSE);
+        }
+    }
+}
+
+/// Errors name the tensor and the rule, and leave the cache as it was.
+fn what_does_not_fit_changes_nothing<T: Target>(device: &On<T>) {
+    let case = Case::new(config(("k4v4-g8-r8", 8, 3, 0)), [1, 2, 1]);
+    let mut cache = case.cache(device);
+    let mut rng = Rng::new(7);
+    let tensor = |shape: [usize; 4]| Tensor::<4>::zeros(shape, &**device);
+    let message = |error: kv_cubecl::Error| error.to_string();
+    let [query, key, value] = on(&case.random(&mut rng), device);
+    let empty = cache.rewrite(query.clone(), key.clone(), value.clone()).unwrap_err();
+    assert!(message(empty).contains("rewrite of a cache of 0 frames"));
+    for _ in 0..4 {
+        let [query, key, value] = on(&case.random(&mut rng), device);
+        cache.update(query, key, value).unwrap();
+    }
+    let before = Host::of(cache.peek(query.clone(), key.clone(), value.clone()).unwrap().output);
+    let d = HEAD_DIM;
+    for (shapes, wanted) in [
+        (
+            [[1, 2, 9, d], [1, 1, 8, d], [1, 1, 8, d]],
+            "query has shape [1, 2, 9, 16]: must be one frame",
+        ),
+        ([[1, 2, 16, d], [1, 1, 16, d], [1, 1, 16, d]], "must be one frame of 8 tokens"),
+        ([[1, 2, 8, d], [1, 2, 8, d], [1, 2, 8, d]], "the cache holds batch 1, n_kv_heads 1"),
+        ([[2, 2, 8, d], [2, 1, 8, d], [2, 1, 8, d]], "the cache holds batch 1, n_kv_heads 1"),
+        ([[1, 2, 8, d], [1, 1, 8, d], [1, 1, 8, 32]], "value has shape [1, 1, 8, 32]: the cache"),
+    ] {
+        let qkv = || shapes.map(tensor);
+        let [q, k, v] = qkv();
+        assert!(message(cache.peek(q, k, v).unwrap_err()).contains(wanted), "{wanted}");
+        let [q, k, v] = qkv();
+        assert!(message(cache.update(q, k, v).unwrap_err()).contains(wanted), "{wanted}");
+        let [q, k, v] = qkv();
+        assert!(message(cache.rewrite(q, k, v).unwrap_err()).contains(wanted), "{wanted}");
+        assert_eq!(cache.written(), Frames(4));
+    }
+    let after = Host::of(cache.peek(query, key, value).unwrap().output);
+    equal_bits("after errors", &after.data, &before.data);
+}
+
+/// A ring takes what its frames take, whatever has passed through it: the frames that a frame sees and one more.
+fn memory_is_that_of_the_ring<T: Target>(device: &On<T>) {
+    let case = Case::new(config(("float", 8, 5, 1)), [1, 2, 2]);
+    let mut cache = case.cache(device);
+    let bytes = cache.memory_bytes();
+    // Keys and values of 5 frames and a sink, 2 heads; nothing of a format without a window is in float, but for sinks.
+    assert_eq!(bytes.floats, 2 * 6 * 8 * 2 * HEAD_DIM * 4);
+    let int8 = FrameConfig::new("kint8vint8".parse().unwrap(), 8, Frames(5));
+    let int8 = FrameCache::new(&int8, case.shape, device).unwrap().memory_bytes();
+    // A code for each number, and a scale of two bytes for each row, for each head in whole vectors of words.
+    let head = (5 * 8 * (HEAD_DIM + 2usize)).next_multiple_of(16);
+    assert_eq!((int8.keys, int8.values), (2 * head, 2 * head));
+    assert!(int8.floats <= 2 * HEAD_DIM * 4, "{} bytes in float", int8.floats);
+    let mut rng = Rng::new(8);
+    for frames in 0..13 {
+        // Of the frames before, 4 and the sink at most.
+        let seen = 5.min(frames);
+        assert_eq!(cache.seen(), Frames(seen as u64));
+        assert_eq!(cache.bytes_read(), 2 * seen * 8 * 2 * HEAD_DIM * 4, "{frames} frames");
+        let [query, key, value] = on(&case.random(&mut rng), device);
+        cache.update(query, key, value).unwrap();
+        assert_eq!(cache.memory_bytes(), bytes);
+    }
+}
+
+fn scores_are_changed_as_options_say<T: Target>(device: &On<T>) {
+    let mut case = Case::new(config(("float", 6, 3, 0)), [1, 4, 2]);
+    let options = AttentionOptions::default().with_scale(0.4).with_softcap(1.5);
+    let rows = RowOptions { scale: Some(0.4f32.into()), softcap: Some(1.5), sink: None };
+    let mut cache = case.cache(device).with_options(options).unwrap();
+    let mut rng = Rng::new(9);
+    for frame in 0..5 {
+        let new = case.random(&mut rng);
+        let [query, key, value] = on(&new, device);
+        let got = Host::of(cache.update(query, key, value).unwrap().output);
+        close(format!("frame {frame}"), &got, &case.expected(&case.frames, &new, rows).0, CLOSE);
+        case.frames.push(new);
+    }
+}
