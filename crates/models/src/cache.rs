@@ -1,10 +1,12 @@
 //! The KV caches of all layers of a model.
 
+mod saved;
 mod slots;
 
 use burn::tensor::Device;
 use kv_cubecl::{KvCache, MemoryBytes, Rotary};
 
+pub use self::saved::SavedCache;
 use crate::{Error, LayerSpec, ModelCacheConfig, ModelSpec, Result, nn::Rope};
 
 /// One [`KvCache`] per layer; all of them hold the same tokens.
@@ -44,16 +46,27 @@ impl ModelCache {
         device: &Device,
     ) -> Result<Self> {
         let new = |(i, layer): (usize, &LayerSpec)| {
-            let cache = KvCache::new(&config.layer(i, layer), layer.cache_shape(batch), device)?;
+            let cache = KvCache::new(&config.layer(spec, i), layer.cache_shape(batch), device)?;
             Ok(cache.with_options(layer.options)?)
         };
         let layers = spec.layers.iter().enumerate().map(new).collect::<Result<Vec<_>>>()?;
-        let (capacity, max_positions) = (config.cache.capacity, spec.max_positions);
         let device = device.clone().without_autodiff();
+        Ok(Self::of_layers(layers, config, spec, batch, &device))
+    }
+
+    /// The caches of all layers, made for `config`, with their rotary tables.
+    fn of_layers(
+        layers: Vec<KvCache>,
+        config: &ModelCacheConfig,
+        spec: &ModelSpec,
+        batch: usize,
+        device: &Device,
+    ) -> Self {
+        let (capacity, max_positions) = (config.capacity, spec.max_positions);
         let room = capacity.min(max_positions);
-        let tabulate = |rope: &Rope| (rope.clone(), rope.table(0, room, room, &device));
+        let tabulate = |rope: &Rope| (rope.clone(), rope.table(0, room, room, device));
         let rotations = spec.ropes.iter().map(tabulate).collect();
-        Ok(Self { layers, rotations, batch, capacity, max_positions })
+        Self { layers, rotations, batch, capacity, max_positions }
     }
 
     /// The rotary table that was computed by `rope`, if it lies on `device`; `None` on a device that
@@ -130,6 +143,12 @@ impl ModelCache {
     /// Allocated bytes, by layer and part.
     pub fn memory_bytes(&self) -> ModelCacheBytes {
         ModelCacheBytes { layers: self.layers.iter().map(|layer| layer.memory_bytes()).collect() }
+    }
+
+    /// Counts from now on how many bytes of quantized keys and values become floats again, in every layer:
+    /// [`KvCache::restored_bytes`].
+    pub fn count_restored(&mut self) {
+        self.layers.iter_mut().for_each(KvCache::count_restored);
     }
 
     /// The caches by layer, first layer first.

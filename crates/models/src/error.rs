@@ -170,6 +170,16 @@ pub enum Error {
         /// The rule it breaks.
         rule: String,
     },
+    /// A rule of a layer policy does not fit the model.
+    #[error("{} = {}: {rule}", line(field), line(value))]
+    Rule {
+        /// The rule and its field, as `rules[1].layers`.
+        field: String,
+        /// Its value.
+        value: String,
+        /// What it breaks.
+        rule: String,
+    },
     /// A text is not UTF-8.
     #[error("{}: byte {offset} is not UTF-8; texts must be", path.display())]
     NotUtf8 {
@@ -226,6 +236,7 @@ impl Error {
         match self {
             Self::Cache(kv_cubecl::Error::InvalidConfig { field, value, rule })
             | Self::Argument { field, value, rule } => Self::config(path, field, value, rule),
+            Self::Rule { field, value, rule } => Self::config(path, field, value, rule),
             other => other,
         }
     }

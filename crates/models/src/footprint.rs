@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use kv_cubecl::{Bits, layout::CacheLayout};
+use kv_cubecl::{Bits, KvCacheConfig, MemoryBytes, layout::CacheLayout};
 
-use crate::{Error, ModelCacheConfig, ModelSpec, Result, load::Planned};
+use crate::{Error, LayerSpec, ModelCacheConfig, ModelSpec, Result, load::Planned};
 
 /// How a model is going to be used.
 #[derive(Clone, Debug)]
@@ -22,7 +22,7 @@ impl Usage {
     /// One sequence, and passes of as many tokens as there are in a prompt's chunk.
     pub fn new(cache: impl Into<ModelCacheConfig>) -> Self {
         let cache = cache.into();
-        let pass = cache.cache.capacity.min(crate::GenerateOptions::default().prefill_chunk);
+        let pass = cache.capacity.min(crate::GenerateOptions::default().prefill_chunk);
         Self { cache, batch: 1, pass }
     }
 
@@ -39,9 +39,38 @@ impl Usage {
     }
 
     fn with_capacity(&self, capacity: usize) -> Self {
-        let cache = self.cache.cache.with_capacity(capacity);
-        let cache = ModelCacheConfig { cache, ..self.cache.clone() };
-        Self { cache, pass: self.pass.min(capacity * self.batch), ..*self }
+        let cache = self.cache.clone().with_capacity(capacity);
+        Self { cache, pass: self.pass.min(capacity.saturating_mul(self.batch)), ..*self }
+    }
+}
+
+/// Bytes of the caches of all layers, part by part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CacheBytes {
+    /// Packed keys: codes and parameters.
+    pub keys: usize,
+    /// Packed values: codes and parameters.
+    pub values: usize,
+    /// Sinks, windows, and sides that are not quantized.
+    pub floats: usize,
+    /// The tables of the rotary encodings.
+    pub rotary: usize,
+    /// The largest buffer among these.
+    pub largest_buffer: usize,
+}
+
+impl CacheBytes {
+    /// Bytes of all parts.
+    pub fn total(&self) -> usize {
+        self.keys + self.values + self.floats + self.rotary
+    }
+
+    fn add(&mut self, MemoryBytes { keys, values, floats }: MemoryBytes) {
+        self.keys += keys;
+        self.values += values;
+        self.floats += floats;
+        self.largest_buffer = self.largest_buffer.max(keys).max(values).max(floats);
     }
 }
 
@@ -51,7 +80,7 @@ impl Usage {
 pub struct Footprint {
     /// The weights, as they are kept.
     pub weights: usize,
-    /// The caches of all layers, and the rotary tables.
+    /// The caches of all layers, and the rotary tables: [`CacheBytes::total`].
     pub cache: usize,
     /// What a pass computes with, estimated from the widths of the model.
     pub activations: usize,
@@ -126,18 +155,55 @@ const CHEAPER: [(Bits, Bits); 3] =
 /// Fewer tokens than these are no context to advise.
 const LEAST: usize = 64;
 
+/// No cache has more tokens.
+const MOST_TOKENS: usize = 1 << 24;
+/// With more sequences every buffer of a cache has too many elements.
+const MOST_SEQUENCES: usize = u32::MAX as usize;
+
 impl Planned<'_> {
     /// What the model takes.
     ///
     /// # Errors
     ///
-    /// A cache that does not fit the model.
+    /// A cache that does not fit the model, or one that has a buffer of 2^32 elements or more.
     pub fn footprint(&self, usage: &Usage) -> Result<Footprint> {
         Ok(Footprint {
             weights: self.weights.total(),
-            cache: cache_bytes(self.spec, usage)?,
+            cache: self.cache_bytes(usage)?.total(),
             activations: self.activations(usage),
         })
+    }
+
+    /// What the caches of all layers take.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`footprint`](Self::footprint).
+    pub fn cache_bytes(&self, usage: &Usage) -> Result<CacheBytes> {
+        cache_bytes(self.spec, usage)
+    }
+
+    /// The most tokens, up to the model's limit, that a cache can be allocated for so that everything fits; `None` if
+    /// not even one does.
+    pub fn longest_context(&self, usage: &Usage, limit: &MemoryLimit) -> Option<usize> {
+        let most = self.spec.max_positions.min(MOST_TOKENS);
+        most_that_fits(most, |tokens| self.fits(&usage.with_capacity(tokens), limit))
+    }
+
+    /// The most sequences, each of which is given a cache of as many tokens, for which everything fits; `None` if not
+    /// even one does.
+    pub fn largest_batch(&self, usage: &Usage, limit: &MemoryLimit) -> Option<usize> {
+        let with = |batch| usage.clone().with_batch(batch).with_pass(usage.pass.max(batch));
+        most_that_fits(MOST_SEQUENCES, |batch| self.fits(&with(batch), limit))
+    }
+
+    /// Whether everything fits, and every buffer of the cache into one of the device.
+    pub fn fits(&self, usage: &Usage, limit: &MemoryLimit) -> bool {
+        let (Ok(needed), Ok(cache)) = (self.footprint(usage), self.cache_bytes(usage)) else {
+            return false;
+        };
+        let within = |bytes: usize, most: Option<u64>| most.is_none_or(|most| bytes as u64 <= most);
+        within(needed.total(), limit.total) && within(cache.largest_buffer, limit.buffer)
     }
 
     /// Bytes that a step of one token of each sequence reads after `len` tokens: weights once, and the caches of all
@@ -149,7 +215,7 @@ impl Planned<'_> {
     pub fn read_by_a_step(&self, usage: &Usage, len: usize) -> Result<[usize; 2]> {
         let layers = self.spec.layers.iter().enumerate();
         let caches = layers.map(|(i, layer)| {
-            let config = usage.cache.layer(i, layer);
+            let config = usage.cache.layer(self.spec, i);
             Ok(CacheLayout::new(&config, layer.cache_shape(usage.batch))?.bytes_read(len + 1))
         });
         Ok([self.weights.of_a_token(), caches.sum::<Result<usize>>()?])
@@ -159,18 +225,22 @@ impl Planned<'_> {
     ///
     /// # Errors
     ///
-    /// [`Error::Memory`] with what would help, [`Error::Unsupported`] for a tensor that is larger than
-    /// a buffer of the device, or a cache that does not fit the model.
+    /// [`Error::Memory`] with what would help, [`Error::Unsupported`] for a tensor or a part of a layer's cache that is
+    /// larger than a buffer of the device, or a cache that does not fit the model.
     pub fn check(&self, usage: &Usage, limit: &MemoryLimit) -> Result<()> {
         usage.cache.validate(self.spec)?;
         let (name, bytes) = &self.weights.largest;
         if let Some(most) = limit.buffer.filter(|&most| *bytes as u64 > most) {
-            let what = format!("tensor {name} of {}", size(*bytes as u64));
-            let why = format!("a buffer of the device has at most {}", size(most));
+            let what = format!("tensor {name} of {}", decimal_size(*bytes as u64));
+            let why = format!("a buffer of the device has at most {}", decimal_size(most));
             return Err(Error::unsupported(what, why));
         }
-        let Some(available) = limit.total else { return Ok(()) };
         let needed = self.footprint(usage)?;
+        let buffer = self.cache_bytes(usage)?.largest_buffer as u64;
+        if let Some(most) = limit.buffer.filter(|&most| buffer > most) {
+            return Err(self.buffer_too_large(usage, limit, [buffer, most]));
+        }
+        let Some(available) = limit.total else { return Ok(()) };
         if needed.total() as u64 <= available {
             return Ok(());
         }
@@ -180,38 +250,57 @@ impl Planned<'_> {
             usage: usage.clone(),
             available,
             source: limit.source.clone(),
-            advice: self.advice(usage, available, needed.total()),
+            advice: self.advice(usage, limit),
         })))
     }
 
-    fn advice(&self, usage: &Usage, available: u64, needed: usize) -> Vec<Advice> {
-        let fits = |usage: &Usage| {
-            self.footprint(usage).is_ok_and(|needed| needed.total() as u64 <= available)
-        };
-        let mut advice = vec![];
-        // The most tokens that fit: below `most` all do, from `least` on none does.
-        let (mut most, mut least) = (0, usage.cache.cache.capacity);
-        while least - most > 1 {
-            let middle = most + (least - most) / 2;
-            if fits(&usage.with_capacity(middle)) { most = middle } else { least = middle }
+    fn buffer_too_large(
+        &self,
+        usage: &Usage,
+        limit: &MemoryLimit,
+        [buffer, most]: [u64; 2],
+    ) -> Error {
+        let capacity = usage.cache.capacity;
+        let mut what = format!("{} cache of {capacity} tokens", usage.cache);
+        if usage.batch > 1 {
+            what = format!("{what} for {} sequences", usage.batch);
         }
-        if most >= LEAST {
-            advice.push(Advice::Context(most));
+        let advice = self.advice(usage, limit);
+        let advice = match advice.is_empty() {
+            true => "no shorter context and no cheaper cache fits".into(),
+            false => format!("what fits: {}", told(&advice, capacity)),
+        };
+        let why = format!(
+            "a layer has a buffer of {}, a buffer of the device has at most {}; {advice}",
+            decimal_size(buffer),
+            decimal_size(most)
+        );
+        Error::unsupported(what, why)
+    }
+
+    fn advice(&self, usage: &Usage, limit: &MemoryLimit) -> Vec<Advice> {
+        let mut advice = vec![];
+        let shorter = usage.cache.capacity.saturating_sub(1);
+        let context =
+            most_that_fits(shorter, |tokens| self.fits(&usage.with_capacity(tokens), limit));
+        if let Some(tokens) = context.filter(|&tokens| tokens >= LEAST) {
+            advice.push(Advice::Context(tokens));
         }
         for (keys, values) in CHEAPER {
-            let cache = usage.cache.cache.with_bits(keys, values);
-            let cheaper = ModelCacheConfig { cache, ..usage.cache.clone() };
-            let less = |usage: &Usage| cache_bytes(self.spec, usage).unwrap_or(usize::MAX);
+            let cheaper = usage.cache.with_bits(keys, values);
+            let less = |usage: &Usage| self.cache_bytes(usage).map_or(usize::MAX, |it| it.total());
             let with_it = Usage { cache: cheaper, ..usage.clone() };
             let valid = with_it.cache.validate(self.spec).is_ok();
-            if valid && less(&with_it) < less(usage) && fits(&with_it) {
+            if valid && less(&with_it) < less(usage) && self.fits(&with_it, limit) {
                 advice.push(Advice::Cache(with_it.cache.to_string()));
                 break;
             }
         }
         let (bytes, numbers) = self.weights.head;
         let saved = bytes.saturating_sub(numbers / 32 * 18);
-        if saved > 0 && (needed - saved) as u64 <= available {
+        // With so much less, where it is memory that lacks and not a buffer.
+        let more = limit.total.map(|total| total.saturating_add(saved as u64));
+        if saved > 0 && self.fits(usage, &MemoryLimit { total: more, ..limit.clone() }) {
             advice.push(Advice::Int4Head(saved));
         }
         advice
@@ -231,39 +320,84 @@ impl Planned<'_> {
     }
 }
 
-/// Bytes of the caches of all layers and of the rotary tables.
-fn cache_bytes(spec: &ModelSpec, usage: &Usage) -> Result<usize> {
-    let mut bytes = 0usize;
-    for (i, layer) in spec.layers.iter().enumerate() {
-        let layout =
-            CacheLayout::new(&usage.cache.layer(i, layer), layer.cache_shape(usage.batch))?;
-        bytes = bytes.saturating_add(layout.memory_bytes().total());
+/// The largest number from 1 to `most` that fits, where all below one that fits do.
+pub fn most_that_fits(most: usize, fits: impl Fn(usize) -> bool) -> Option<usize> {
+    if most > 0 && fits(most) {
+        return Some(most);
     }
-    let room = usage.cache.cache.capacity.min(spec.max_positions);
-    // Sine and cosine of every pair of channels.
-    let tables: usize = spec.ropes.iter().map(|rope| rope.rotary_dim()).sum();
-    Ok(bytes.saturating_add(room.saturating_mul(size_of::<f32>() * tables)))
+    // `fitting` fits, but for 0, and `least` does not.
+    let (mut fitting, mut least) = (0, most);
+    while least.saturating_sub(fitting) > 1 {
+        let middle = fitting + (least - fitting) / 2;
+        if fits(middle) { fitting = middle } else { least = middle }
+    }
+    (fitting > 0).then_some(fitting)
+}
+
+/// Bytes of the caches of all layers and of the rotary tables. They do not overflow: no buffer of a layout has 2^32
+/// elements, nor has any model 2^17 layers.
+fn cache_bytes(spec: &ModelSpec, usage: &Usage) -> Result<CacheBytes> {
+    let mut bytes = CacheBytes::default();
+    for (i, layer) in spec.layers.iter().enumerate() {
+        bytes.add(layout(&usage.cache.layer(spec, i), layer, usage.batch)?.memory_bytes());
+    }
+    let room = usage.cache.capacity.min(spec.max_positions).min(MOST_TOKENS);
+    for rope in &spec.ropes {
+        // Sine and cosine of every pair of channels.
+        let table = room.saturating_mul(size_of::<f32>() * rope.rotary_dim());
+        bytes.rotary += table;
+        bytes.largest_buffer = bytes.largest_buffer.max(table);
+    }
+    Ok(bytes)
+}
+
+/// The layout of a layer's cache. Where one sequence could have it, the error is about their number.
+fn layout(config: &KvCacheConfig, layer: &LayerSpec, batch: usize) -> Result<CacheLayout> {
+    CacheLayout::new(config, layer.cache_shape(batch)).map_err(|error| {
+        match batch > 1 && CacheLayout::new(config, layer.cache_shape(1)).is_ok() {
+            true => {
+                let rule = format!(
+                    "caches of {} tokens are too large for one buffer of 2^32 elements a layer",
+                    config.capacity
+                );
+                Error::argument("batch", batch, rule)
+            }
+            false => error.into(),
+        }
+    })
 }
 
 /// Bytes in decimal units, as disks and files have them.
-fn size(bytes: u64) -> String {
+pub fn decimal_size(bytes: u64) -> String {
     match bytes as f64 {
         bytes if bytes >= 1e9 => format!("{:.2} GB", bytes / 1e9),
         bytes => format!("{:.1} MB", bytes / 1e6),
     }
 }
 
+/// Advice for a cache of so many tokens, in words.
+fn told(advice: &[Advice], capacity: usize) -> String {
+    let told = advice.iter().map(|advice| match advice {
+        Advice::Context(tokens) => format!("a context of {tokens} tokens"),
+        Advice::Cache(name) => format!("a {name} cache of {capacity} tokens"),
+        Advice::Int4Head(saved) => {
+            format!("a head in 4 bits ({} less)", decimal_size(*saved as u64))
+        }
+    });
+    told.collect::<Vec<_>>().join(", or ")
+}
+
 impl fmt::Display for Shortage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { needed, usage, available, source, advice, .. } = self;
-        let bytes = |n: usize| size(n as u64);
+        let bytes = |n: usize| decimal_size(n as u64);
         let types = self.by_type.iter().map(|(name, n)| format!("{name} {}", bytes(*n)));
-        let capacity = usage.cache.cache.capacity;
+        let capacity = usage.cache.capacity;
         write!(
             f,
             "memory: {} are needed and {} are there by {source}: weights {} ({}), the {} cache of {capacity} tokens",
             bytes(needed.total()),
-            size(*available),
+            decimal_size(*available),
             bytes(needed.weights),
             types.collect::<Vec<_>>().join(", "),
             usage.cache,
@@ -278,11 +412,6 @@ impl fmt::Display for Shortage {
                 "neither a shorter context nor a cheaper cache nor a head in 4 bits fits"
             );
         }
-        let told = advice.iter().map(|advice| match advice {
-            Advice::Context(tokens) => format!("a context of {tokens} tokens"),
-            Advice::Cache(name) => format!("a {name} cache of {capacity} tokens"),
-            Advice::Int4Head(saved) => format!("a head in 4 bits ({} less)", bytes(*saved)),
-        });
-        write!(f, "what fits: {}", told.collect::<Vec<_>>().join(", or "))
+        write!(f, "what fits: {}", told(advice, capacity))
     }
 }

@@ -6,6 +6,8 @@
 //! quantized cache: every pass says what its cache stores, the same in all layers or, with a
 //! [`ModelCacheConfig`], with some layers in float.
 //!
+//! [`gamerft`] is a world model: frames instead of tokens, and a ring of them as its cache.
+//!
 //! A [`LanguageModel`] is a [`Decoder`] of any type. Models of other crates implement it and
 //! [`Family`], and [`register`] makes them known to [`load()`].
 //!
@@ -39,6 +41,7 @@ pub mod fields;
 mod files;
 mod float;
 mod footprint;
+pub mod gamerft;
 pub mod gemma3;
 pub mod generate;
 pub mod gguf;
@@ -58,23 +61,26 @@ pub mod spans;
 mod spec;
 pub mod tokenizer;
 
-pub use cache::{ModelCache, ModelCacheBytes};
-pub use cache_config::{KV_CACHE_FILE, ModelCacheConfig};
+pub use cache::{ModelCache, ModelCacheBytes, SavedCache};
+pub use cache_config::{KV_CACHE_FILE, LayerRule, Layers, ModelCacheConfig, Stores};
 pub use chat::ChatTemplate;
 pub use decoder::{Decoder, Role, Roles};
 pub use dtype::WeightDtype;
 pub use error::{Error, Result, one_line};
 pub use family::{ConfigJson, Family};
-pub use footprint::{Advice, Footprint, MemoryLimit, Shortage, Usage};
+pub use footprint::{
+    Advice, CacheBytes, Footprint, MemoryLimit, Shortage, Usage, decimal_size, most_that_fits,
+};
 pub use generate::{
-    Batch, DecodeGraph, GenerateOptions, Generated, Sampler, Sampling, Steps, generate,
-    ids_to_tensor,
+    Batch, CompileAhead, DecodeGraph, GenerateOptions, Generated, Sampler, Sampling, Steps,
+    generate, ids_to_tensor,
 };
 pub use kv_cubecl;
 pub use kv_sampling;
 pub use kv_weights;
 pub use load::{
-    LoadObserver, LoadOptions, Loaded, Planned, WeightBytes, load, load_observed, load_with,
+    LoadObserver, LoadOptions, Loaded, ModelOutline, Planned, WeightBytes, load, load_observed,
+    load_with, outline, outline_config,
 };
 pub use model::LanguageModel;
 pub use nn::{AttentionObserver, AttentionTrace};

@@ -13,7 +13,8 @@ use kv_cubecl::FakeQuantOptions;
 use tracing::trace_span;
 
 use crate::{
-    Decoder, ModelCache, ModelCacheConfig, ModelSpec, Pass, Result, Role, Roles, WeightDtype,
+    Decoder, Error, ModelCache, ModelCacheConfig, ModelSpec, Pass, Result, Role, Roles,
+    WeightDtype,
     cache::check_context,
     erased::{self, Change, Erased},
     nn::AttentionObserver,
@@ -192,6 +193,34 @@ impl LanguageModel {
     pub fn hidden_step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
         let tokens = cache.tokens_of(ids.dims())?;
         self.pass(ids, Pass::over(cache, &tokens))
+    }
+
+    /// [`hidden_step`](Self::hidden_step) that calls `observer` with every layer's attention. Queries and keys are
+    /// rotated before they are shown, so that a step is more launches.
+    ///
+    /// # Shapes
+    ///
+    /// - ids: `[batch, seq]`
+    /// - output: `[batch, seq, hidden]`
+    ///
+    /// # Errors
+    ///
+    /// Those of [`step`](Self::step), and [`Error::Unsupported`] for sequences of different lengths.
+    pub fn hidden_step_with(
+        &self,
+        ids: Tensor<2, Int>,
+        cache: &mut ModelCache,
+        observer: &mut AttentionObserver<'_>,
+    ) -> Result<Tensor<3>> {
+        let tokens = cache.tokens_of(ids.dims())?;
+        if !cache.is_even() {
+            return Err(Error::Unsupported {
+                what: format!("looking on at sequences of {:?} tokens", cache.lens()),
+                why: format!("they must be of one length for {} more of each", tokens[0]),
+            });
+        }
+        let observer = observer as &mut AttentionObserver<'_>;
+        self.pass(ids, Pass::Observed { cache, observer })
     }
 
     /// [`step`](Self::step) for one token whose position, `[1]` i32, is on the

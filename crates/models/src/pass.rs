@@ -27,6 +27,13 @@ pub enum Pass<'a> {
     },
     /// The tokens that follow those in a cache, which grows by them.
     Cached(&'a mut ModelCache),
+    /// As [`Cached`](Self::Cached), with somebody to look on.
+    Observed {
+        /// The cache.
+        cache: &'a mut ModelCache,
+        /// Is called with every layer's attention.
+        observer: &'a mut AttentionObserver<'a>,
+    },
     /// So many tokens of each sequence that follow those in a cache, which grows by them; the others are
     /// padding.
     Ragged {
@@ -66,13 +73,15 @@ impl Pass<'_> {
         match self {
             // The context is the capacity of the cache, or the sequence if that is longer.
             Self::Parallel { config, .. } => {
-                let capacity = config.cache.capacity.min(spec.max_positions);
+                let capacity = config.capacity.min(spec.max_positions);
                 rope.rotation(0, seq, seq.max(capacity), device)
             }
-            Self::Cached(cache) => match cache.rotations(rope, device) {
-                Some(table) => Rotation::rows(table, cache.len(), seq),
-                None => rope.rotation(cache.len(), seq, cache.room(), device),
-            },
+            Self::Cached(cache) | Self::Observed { cache, .. } => {
+                match cache.rotations(rope, device) {
+                    Some(table) => Rotation::rows(table, cache.len(), seq),
+                    None => rope.rotation(cache.len(), seq, cache.room(), device),
+                }
+            }
             Self::Ragged { cache, .. } => {
                 let positions = cache.positions(seq, device);
                 match cache.rotations(rope, device) {
@@ -100,7 +109,9 @@ impl Pass<'_> {
         let [_, hidden] = table.dims();
         match self {
             Self::Parallel { .. } => table.rows(0, seq).unsqueeze(),
-            Self::Cached(cache) => table.rows(cache.len(), seq).unsqueeze(),
+            Self::Cached(cache) | Self::Observed { cache, .. } => {
+                table.rows(cache.len(), seq).unsqueeze()
+            }
             Self::Ragged { cache, .. } => {
                 let positions = cache.positions(seq, &table.device());
                 table.rows_at(&positions).reshape([cache.batch(), seq, hidden])
@@ -120,7 +131,7 @@ impl Pass<'_> {
         trace!(target: LAYER, layer = index);
         match self {
             Self::Parallel { spec, config, fake_quant, observer } => {
-                let (config, fake_quant) = (config.layer(index, &spec.layers[index]), *fake_quant);
+                let (config, fake_quant) = (config.layer(spec, index), *fake_quant);
                 let options = spec.layers[index].options;
                 let memory = Memory::from(KvMemory::Parallel { config, fake_quant, options });
                 match observer {
@@ -129,6 +140,11 @@ impl Pass<'_> {
                 }
             }
             Self::Cached(cache) => KvMemory::Cached(&mut cache.layers[index]).into(),
+            Self::Observed { cache, observer } => {
+                let layer = &mut cache.layers[index];
+                let options = layer.options();
+                Memory::from(KvMemory::Cached(layer)).shown_to(&mut **observer, index, options)
+            }
             Self::Ragged { cache, tokens } => {
                 KvMemory::Ragged(&mut cache.layers[index], tokens).into()
             }
@@ -148,6 +164,9 @@ impl fmt::Debug for Pass<'_> {
                 .field("fake_quant", fake_quant)
                 .finish_non_exhaustive(),
             Self::Cached(cache) => f.debug_tuple("Cached").field(cache).finish(),
+            Self::Observed { cache, .. } => {
+                f.debug_struct("Observed").field("cache", cache).finish_non_exhaustive()
+            }
             Self::Ragged { cache, tokens } => {
                 f.debug_struct("Ragged").field("cache", cache).field("tokens", tokens).finish()
             }

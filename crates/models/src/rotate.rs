@@ -9,7 +9,7 @@ use kv_cubecl::rotate;
 use crate::{LanguageModel, LayerSpec, ModelCacheConfig, Role, Roles};
 
 impl LanguageModel {
-    /// The same model with the Hadamard rotation of `config`, if it has one
+    /// The same model with the Hadamard rotation of `config`, if all layers that quantize values have one
     /// ([`KvCacheConfig::rotate_values`](kv_cubecl::KvCacheConfig::rotate_values)), in its weights, and `config`
     /// without it: the projections give values rotated already, and the output projections take sums of them. Both
     /// compute what they did, but for rounding, and a step rotates nothing any more.
@@ -28,8 +28,9 @@ impl LanguageModel {
             };
             // Half of the sum of packed weights and an adapter cannot be rotated.
             !self.is_adapted()
-                && config.cache.rotates_values()
                 && config.validate(spec).is_ok()
+                && config.layers(spec).any(|cache| cache.rotates_values())
+                && config.layers(spec).all(|it| it.rotates_values() || !it.values.is_quantized())
                 && spec.layers.iter().all(alike)
         });
         let Some(layer) = foldable else { return (self, config) };
@@ -40,8 +41,7 @@ impl LanguageModel {
         if (fold.projections, fold.outputs) != (n_layers, n_layers) {
             return (self, config);
         }
-        let cache = config.cache.with_rotate_values(false);
-        (folded, ModelCacheConfig { cache, ..config })
+        (folded, config.without_rotated_values())
     }
 }
 

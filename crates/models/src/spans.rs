@@ -3,7 +3,7 @@
 //!
 //! | target | what | fields |
 //! |---|---|---|
-//! | [`PHASE`] | a part of a run: `prefill`, `decode` | `n`, which of several |
+//! | [`PHASE`] | a part of a run: `prefill`, `decode`; one within another is part of that | `n`, which of several |
 //! | [`PASS`] | one pass through a model's layers | |
 //! | [`LAYER`] | an event: the pass goes on with a layer, until the next one or its end | `layer` |
 //! | [`OPERATION`] | a projection, a norm, attention, the head; [`REPLAY`] | `parameter`, the id of one it reads |

@@ -194,6 +194,12 @@ impl ModelSpec {
         Self { vocab_size, hidden_size, max_positions, layers, ropes: vec![] }
     }
 
+    /// A model of the first `n` layers.
+    #[must_use]
+    pub fn first(&self, n: usize) -> Self {
+        Self { layers: self.layers.iter().take(n).copied().collect(), ..self.clone() }
+    }
+
     /// The same model with rotary positions, the same in all layers.
     #[must_use]
     pub fn with_rope(self, rope: Rope) -> Self {

@@ -264,10 +264,7 @@ fn sequences_of_all_layers() {
     let device = device();
     let model = load(tiny("llama-tiny"), &device).unwrap().model;
     let config: KvCacheConfig = "k2v2-g16-r16".parse().unwrap();
-    let config = ModelCacheConfig {
-        float_layers: [0].into(),
-        ..ModelCacheConfig::from(config.with_capacity(60))
-    };
+    let config = ModelCacheConfig::from(config.with_capacity(60)).with_float_layers([0]);
     let new = |batch| model.new_cache(&config, batch, &device).unwrap();
     let ids = text(&model, 1, 60);
     let mut one = new(1);
@@ -296,7 +293,7 @@ fn sequences_of_all_layers() {
         assert_eq!(error.to_string(), message);
     }
     // Another configuration in a layer that is not the first.
-    let other = ModelCacheConfig { float_layers: [0, 1].into(), ..config.clone() };
+    let other = config.clone().with_float_layers([1]);
     let mut other = model.new_cache(&other, 1, &device).unwrap();
     step(&model, &mut other, &ids[..5], &device);
     let error = all.admit(0, &other).unwrap_err().to_string();

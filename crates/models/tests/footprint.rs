@@ -9,9 +9,9 @@ use std::{cell::RefCell, path::Path, rc::Rc};
 use candle_core::quantized::GgmlDType;
 use common::{TINY, converted, device, fixture, tiny, write_gguf};
 use kv_models::{
-    Advice, Error, Footprint, LoadObserver, LoadOptions, Loaded, MemoryLimit, Planned, Result,
-    Shortage, Usage, WeightBytes, WeightDtype, kv_cubecl::KvCacheConfig, kv_weights::Activations,
-    load_observed,
+    Advice, ConfigJson, Error, Footprint, LoadObserver, LoadOptions, Loaded, MemoryLimit, Planned,
+    Result, Shortage, Usage, WeightBytes, WeightDtype, kv_cubecl::KvCacheConfig,
+    kv_weights::Activations, load_observed, outline, outline_config,
 };
 use safetensors::Dtype;
 
@@ -99,6 +99,58 @@ fn what_is_planned_is_what_is_there() {
     }
 }
 
+/// A configuration alone gives what its files give: the importers ask for the tensors that are there.
+#[test]
+fn an_outline_by_the_configuration_alone_is_that_of_the_files() {
+    let packed = LoadOptions::default().with_packed(Some(Activations::Int8));
+    let bf16 = LoadOptions::default().with_dtype(WeightDtype::Bf16);
+    let alone = tempfile::tempdir().unwrap();
+    let config = alone.path().join("config.json");
+    for name in TINY {
+        for (dtype, stored) in [(Dtype::BF16, WeightDtype::Bf16), (Dtype::F32, WeightDtype::F32)] {
+            let folder = converted(name, dtype, |_| true);
+            let text = std::fs::read_to_string(folder.path().join("config.json")).unwrap();
+            std::fs::write(&config, &text).unwrap();
+            for options in [LoadOptions::default(), packed, bf16] {
+                let whole = outline(folder.path(), &device(), options).unwrap();
+                let read = ConfigJson { text: &text, path: &config };
+                let found = outline_config(&read, Some(stored), &device(), options).unwrap();
+                assert_eq!(found.spec, whole.spec, "{name}");
+                assert_eq!(found.weights.by_type, whole.weights.by_type, "{name} {options:?}");
+                assert_eq!(found.weights.in_files, whole.weights.in_files, "{name}");
+                assert_eq!(found.weights.head, whole.weights.head, "{name}");
+            }
+        }
+        // The file says the type; a folder without weights is its configuration.
+        let found = outline(alone.path(), &device(), packed).unwrap();
+        assert_eq!(found.weights, outline(&config, &device(), packed).unwrap().weights);
+    }
+}
+
+/// A part of a layer's cache that no buffer holds is refused with the context that one does.
+#[test]
+fn a_cache_that_no_buffer_holds_is_refused() {
+    let path = tiny("llama-tiny");
+    let load = |capacity, most| {
+        let limit = MemoryLimit::new(None, "").with_buffer(Some(most));
+        watched(&path, LoadOptions::default(), float(capacity), limit)
+    };
+    let spec = load(8, u64::MAX).0.unwrap().model.spec().clone();
+    let layer = spec.layers[0];
+    let row = layer.n_kv_heads * (layer.head_dim.keys + layer.head_dim.values) * 4;
+    // Larger than every matrix.
+    let most = 500 * row as u64;
+    let (_, told) = load(8, most);
+    assert!(told.weights.largest.1 as u64 <= most, "{:?}", told.weights.largest);
+    assert!(load(500, most).0.is_ok());
+    let (refused, told) = load(501, most);
+    let text = refused.unwrap_err().to_string();
+    for part in ["float cache of 501 tokens", "a buffer of the device", "a context of 500 tokens"] {
+        assert!(text.contains(part), "{part} in {text}");
+    }
+    assert_eq!(told.read, 0);
+}
+
 fn shortage(error: Error) -> Shortage {
     match error {
         Error::Memory(shortage) => *shortage,
@@ -131,7 +183,7 @@ fn a_model_that_does_not_fit_is_refused_with_advice_that_holds() {
     assert_eq!(cache, "k8v8-g16-r32");
     let advised: KvCacheConfig = cache.parse().unwrap();
     assert!(load(&Usage::new(advised.with_capacity(512)).with_pass(1), short).0.is_ok());
-    let of = |tokens| Usage::new(usage.cache.cache.with_capacity(tokens)).with_pass(1);
+    let of = |tokens| Usage::new(usage.cache.clone().with_capacity(tokens)).with_pass(1);
     assert!(load(&of(*tokens), short).0.is_ok(), "{tokens} tokens do not fit");
     assert!(load(&of(tokens + 1), short).0.is_err(), "more than {tokens} tokens fit");
 
@@ -194,7 +246,7 @@ fn what_can_be_split_is_no_tensor_that_no_buffer_holds() {
     let options = LoadOptions::default().with_packed(Some(Activations::Exact));
     let load = |options: LoadOptions, most| {
         let limit = MemoryLimit::new(None, "").with_buffer(Some(most));
-        watched(&file, options.with_largest_buffer(Some(most)), float(8), limit).0
+        watched(&file, options.with_largest_buffer(Some(most)), float(1), limit).0
     };
     // The vectors are 96 numbers in f32.
     assert!(load(options, 4 * 96).is_ok());

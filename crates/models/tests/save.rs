@@ -169,10 +169,7 @@ fn smollm2_becomes_a_folder() {
     let loaded = load(smollm2(), &device).unwrap();
     let tokenizer = loaded.tokenizer.unwrap();
     let saved = tempfile::tempdir().unwrap();
-    let cache = ModelCacheConfig {
-        float_layers: [0, 29].into(),
-        .."k2v2".parse::<KvCacheConfig>().unwrap().into()
-    };
+    let cache = "k2v2".parse::<ModelCacheConfig>().unwrap().with_float_layers([0, 29]);
     save(
         saved.path(),
         &loaded.model,
@@ -194,9 +191,9 @@ fn the_cache_is_picked_up_or_refused() {
     let folder = copy(&tiny("llama-tiny"));
     let path = folder.path().join(KV_CACHE_FILE);
     let model = load(folder.path(), &device).unwrap().model;
-    let cache = |name: &str, float_layers: &[usize]| ModelCacheConfig {
-        cache: name.parse().unwrap(),
-        float_layers: float_layers.iter().copied().collect(),
+    let cache = |name: &str, float_layers: &[usize]| {
+        let cache: ModelCacheConfig = name.parse().unwrap();
+        cache.with_float_layers(float_layers.iter().copied())
     };
     let good = cache("k2v2-g16-r32-s4", &[1]);
     fn options(cache: &ModelCacheConfig) -> SaveOptions<'_> {
@@ -208,7 +205,7 @@ fn the_cache_is_picked_up_or_refused() {
     assert_eq!(load(weights, &device).unwrap().cache, Some(good.clone()));
 
     for (bad, parts) in [
-        (cache("k2v2-g16", &[2]), ["float_layers = 2", "layers 0 to 1"]),
+        (cache("k2v2-g16", &[2]), ["rules[1].layers = 2", "layers 0 to 1"]),
         (cache("k2v2", &[]), ["group_size", "head_dim 16"]),
     ] {
         bad.write(&path).unwrap();

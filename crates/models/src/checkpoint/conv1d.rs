@@ -20,6 +20,11 @@ impl Weights {
     /// Those of [`linear`](Self::linear).
     pub fn conv1d(&mut self, name: &str, d_input: usize, d_output: usize) -> Result<Linear> {
         let weight = format!("{name}.weight");
+        if self.is_outline() {
+            self.list_floats(&weight, &[d_input, d_output])?;
+            let bias = Some(self.vector(&[(format!("{name}.bias"), d_output)])?);
+            return Ok(Linear { weight: self.stand_in::<2>(vec![d_output, d_input]).into(), bias });
+        }
         let quantized = self.tensors.get(&weight).is_some_and(|entry| entry.blocks.is_some());
         if self.gguf.is_some() || quantized {
             return self.linear(&[(name.into(), d_output)], d_input, true);

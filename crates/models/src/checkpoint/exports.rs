@@ -98,6 +98,22 @@ impl Values {
     }
 }
 
+impl Values {
+    /// Enough to tell them from others: all numbers of a vector, and of a matrix some rows as they are stored.
+    pub(crate) fn samples(&self) -> Result<Vec<TensorData>, String> {
+        let whole = |matrix: &Matrix| matrix.sample(0..matrix.dims()[0]);
+        match self {
+            Self::Vector(_) | Self::Vectors(_) => Ok(vec![self.data()?]),
+            Self::Rows(matrix, rows) => Ok(vec![matrix.sample(rows.clone())?]),
+            Self::Transposed(matrix) | Self::Floats(matrix) => Ok(vec![whole(matrix)?]),
+            Self::Experts(matrices, _) => {
+                let ends = matrices.first().into_iter().chain(matrices.last());
+                ends.map(whole).collect()
+            }
+        }
+    }
+}
+
 impl Exports {
     /// No tensors yet; those that are added are named as the family's importer names them, without
     /// its prefix.

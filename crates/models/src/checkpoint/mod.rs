@@ -7,6 +7,8 @@ mod entry;
 mod experts;
 mod exports;
 mod mapped;
+mod modules;
+mod outline;
 mod packed;
 pub(crate) mod quantized;
 mod sizes;
@@ -16,6 +18,7 @@ pub(crate) use experts::ExpertRows;
 pub use exports::Exports;
 pub(crate) use exports::{Export, RowOrder, Values};
 pub(crate) use mapped::{Mapped, Stored, restore};
+pub(crate) use outline::Outline;
 pub(crate) use packed::{BlockSource, Blocks};
 pub use weights::Weights;
 

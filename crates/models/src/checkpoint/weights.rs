@@ -14,7 +14,7 @@ use burn_store::burn_pack::Tensor as PackTensor;
 use kv_weights::Activations;
 
 use super::{
-    Names, Stored,
+    Names, Outline, Stored,
     entry::{Entry, split_pairs},
     packed::{Blocks, Kept},
 };
@@ -23,7 +23,7 @@ use crate::{
     float::{Float, append, with_float},
     gguf::GgufNames,
     load::{Planned, Watcher},
-    nn::{Embedding, LayerNorm, Linear, Matrix, QkNorms, RmsNorm},
+    nn::Matrix,
 };
 
 /// Tensors that have not been read yet, under their Hugging Face names.
@@ -41,7 +41,7 @@ pub struct Weights {
     /// The names in a GGUF file, for messages.
     pub(super) gguf: Option<&'static GgufNames>,
     /// The names of the family that is imported, from [`begin`](Self::begin) on.
-    names: Option<&'static Names>,
+    pub(super) names: Option<&'static Names>,
     /// Whether the names in the file begin with the family's prefix, for messages.
     prefixed: bool,
     pub(super) notes: Vec<String>,
@@ -54,6 +54,8 @@ pub struct Weights {
     pub(crate) watcher: Watcher,
     /// The cache that the model was trained with.
     pub(crate) cache: Option<ModelCacheConfig>,
+    /// What a checkpoint would hold that is not there.
+    pub(super) outline: Option<Outline>,
 }
 
 impl Weights {
@@ -74,6 +76,7 @@ impl Weights {
             largest_buffer: None,
             watcher: Watcher::default(),
             cache: None,
+            outline: None,
         }
     }
 
@@ -142,7 +145,26 @@ impl Weights {
         spec: &ModelSpec,
         tied_head: bool,
     ) -> Result<()> {
-        let Names { family, prefix, layers, embedding, head, .. } = *names;
+        if self.is_outline() {
+            self.names = Some(names);
+            self.begin_outline(names, spec);
+            return Ok(());
+        }
+        self.named(names)?;
+        if tied_head {
+            self.forget_copy(names.head, names.embedding)?;
+        }
+        let weights = self.sizes(names);
+        self.watcher.begin(&Planned::new(spec, &weights, self.cache.as_ref()))
+    }
+
+    /// [`begin`](Self::begin) of a model that is no decoder: only the names.
+    ///
+    /// # Errors
+    ///
+    /// Those about names.
+    pub(crate) fn named(&mut self, names: &'static Names) -> Result<()> {
+        let Names { family, prefix, layers, embedding, .. } = *names;
         self.names = Some(names);
         self.prefixed = self.tensors.keys().any(|name| name.starts_with(prefix));
         for (name, entry) in std::mem::take(&mut self.tensors) {
@@ -161,11 +183,7 @@ impl Weights {
                 found: found.map_or("none".into(), |entry| entry.name.clone()),
             });
         }
-        if tied_head {
-            self.forget_copy(head, embedding)?;
-        }
-        let weights = self.sizes(names);
-        self.watcher.begin(&Planned::new(spec, &weights, self.cache.as_ref()))
+        Ok(())
     }
 
     /// Forgets `copy` where it holds the same numbers as `original`, which stays.
@@ -193,8 +211,11 @@ impl Weights {
     ///
     /// Tensors that are left and that the model has no place for, because without them it would not
     /// compute what was trained; those that follow from the configuration may be left.
-    pub fn finish(&self) -> Result<()> {
+    pub fn finish(&mut self) -> Result<()> {
         let Some(names) = self.names else { return Ok(()) };
+        if self.is_outline() {
+            return self.finish_outline();
+        }
         let left = self.tensors.iter().filter(|(name, _)| !(names.harmless)(name));
         let tensors: Vec<_> = left.map(|(_, entry)| entry.name.clone()).collect();
         if tensors.is_empty() {
@@ -245,92 +266,11 @@ impl Weights {
         Error::MissingTensor { path: self.path.clone(), tensor }
     }
 
-    /// Takes a projection whose rows are those of `parts`, each the name of a module and a number of
-    /// rows, in this order.
-    ///
-    /// # Errors
-    ///
-    /// A tensor that is missing or has another shape, a type other than f32, f16 and bf16, or values
-    /// that are not finite or that the model's type does not reach. The same holds for the other
-    /// methods that take tensors.
-    pub fn linear(
-        &mut self,
-        parts: &[(String, usize)],
-        d_input: usize,
-        bias: bool,
-    ) -> Result<Linear> {
-        let named = |suffix: &str| -> Vec<_> {
-            parts.iter().map(|(name, rows)| (format!("{name}.{suffix}"), *rows)).collect()
-        };
-        let weight = self.matrix(&named("weight"), d_input)?;
-        let bias = if bias { Some(self.vector(&named("bias"))?) } else { None };
-        Ok(Linear { weight, bias })
-    }
-
-    /// Takes an embedding, `[rows, width]`.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
-    pub fn embedding(&mut self, name: &str, rows: usize, width: usize) -> Result<Embedding> {
-        Ok(Embedding { weight: self.matrix(&[(format!("{name}.weight"), rows)], width)? })
-    }
-
-    /// Takes the norm `name` over `width` channels, with its bias.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
-    pub fn layer_norm(&mut self, name: &str, width: usize, epsilon: f64) -> Result<LayerNorm> {
-        let gamma = self.vector(&[(format!("{name}.weight"), width)])?;
-        let beta = Some(self.vector(&[(format!("{name}.bias"), width)])?);
-        Ok(LayerNorm { gamma, beta, epsilon })
-    }
-
-    /// Takes the norm `name` over `width` channels.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
-    pub fn rms_norm(&mut self, name: &str, width: usize, epsilon: f64) -> Result<RmsNorm> {
-        let gamma = self.vector(&[(format!("{name}.weight"), width)])?;
-        Ok(RmsNorm { gamma, epsilon, plus_one: false })
-    }
-
-    /// Takes the norm `name` over `width` channels, whose gains are stored less 1; in GGUF files they are
-    /// stored as they are.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
-    pub fn rms_norm_plus_one(&mut self, name: &str, width: usize, epsilon: f64) -> Result<RmsNorm> {
-        let mut gamma = self.floats(&format!("{name}.weight"), width)?;
-        if self.gguf.is_some() {
-            gamma.iter_mut().for_each(|gain| *gain -= 1.0);
-        }
-        let data = TensorData::new(gamma, [width]).convert_dtype(self.dtype);
-        Ok(RmsNorm { gamma: self.param(data), epsilon, plus_one: true })
-    }
-
-    /// Takes the norms of the heads of queries and of keys, by these names.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
-    pub fn qk_norms(
-        &mut self,
-        [query, key]: &[String; 2],
-        head_dim: usize,
-        epsilon: f64,
-    ) -> Result<QkNorms> {
-        Ok(QkNorms {
-            query: self.rms_norm(query, head_dim, epsilon)?,
-            key: self.rms_norm(key, head_dim, epsilon)?,
-        })
-    }
-
     /// Takes matrices of `[rows, columns]` and stacks their rows.
-    fn matrix(&mut self, parts: &[(String, usize)], columns: usize) -> Result<Matrix> {
+    pub(super) fn matrix(&mut self, parts: &[(String, usize)], columns: usize) -> Result<Matrix> {
+        if self.is_outline() {
+            return Ok(self.list_joined::<2>(parts, &[columns])?.into());
+        }
         if let Some(matrix) = self.take_packed(parts, columns)? {
             return Ok(matrix);
         }
@@ -341,6 +281,9 @@ impl Weights {
 
     /// Takes vectors and joins them.
     pub(super) fn vector(&mut self, parts: &[(String, usize)]) -> Result<Param<Tensor<1>>> {
+        if self.is_outline() {
+            return self.list_joined(parts, &[]);
+        }
         let data = self.joined(parts, &[])?;
         Ok(self.param(data))
     }
@@ -386,6 +329,11 @@ impl Weights {
         expected: &[usize],
         values: &mut Vec<T>,
     ) -> Result<()> {
+        if self.is_outline() {
+            self.list_floats(name, expected)?;
+            values.resize(values.len() + expected.iter().product::<usize>(), T::round(0.0));
+            return Ok(());
+        }
         let entry = self.tensors.remove(name).ok_or_else(|| self.missing(name))?;
         let actual = entry.tensor.shape.to_vec();
         if actual != expected {

@@ -1,5 +1,6 @@
 //! Continuing a text, token by token.
 
+mod ahead;
 mod batch;
 mod graph;
 mod picker;
@@ -14,6 +15,7 @@ use std::{
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
+pub use ahead::CompileAhead;
 pub use batch::{Batch, BatchTotals, Event};
 pub use graph::DecodeGraph;
 pub use sampler::{Sampler, Sampling};
@@ -52,6 +54,28 @@ impl Default for GenerateOptions {
             prefill_chunk: 512,
             recorded: None,
         }
+    }
+}
+
+impl GenerateOptions {
+    /// Width of the residual stream from which on a chunk of half as many tokens is as fast on the CPU, and what it
+    /// computes with half as large.
+    const WIDE: usize = 2048;
+
+    /// The default, with chunks of prompts that suit a model on a device: 256 tokens for one at least 2048 channels wide
+    /// on the CPU, else 512.
+    pub fn suiting(model: &LanguageModel, device: &Device) -> Self {
+        let default = Self::default();
+        #[cfg(feature = "flex")]
+        {
+            use kv_cubecl::{Flex, Target};
+
+            if model.spec().hidden_size >= Self::WIDE && Flex::hosts(device) {
+                return Self { prefill_chunk: default.prefill_chunk / 2, ..default };
+            }
+        }
+        let _ = (model, device, Self::WIDE);
+        default
     }
 }
 

@@ -7,7 +7,7 @@ use super::{DecodeGraph, Sampling, ids_to_tensor, picker::Picker};
 use crate::{Error, LanguageModel, ModelCache, Result};
 
 /// Tokens from which on recording a step takes less time than it saves.
-const RECORDED_TOKENS: usize = 20;
+const RECORDED_TOKENS: usize = 80;
 
 /// Appends one token at a time to the sequences of a cache, by launching every step anew or by
 /// replaying a recording of it, and picks the next token of one sequence: on a GPU there, so that no logits are read,

@@ -6,22 +6,24 @@ use crate::{Result, checkpoint::Weights};
 impl Gpt2 {
     /// Builds the model, taking each tensor out of `weights` as it goes.
     pub(super) fn import(config: Config, weights: &mut Weights) -> Result<Self> {
-        let Config { vocab_size, hidden_size, max_positions, n_layers, .. } = config;
+        let Config { vocab_size, hidden_size, max_positions, .. } = config;
         let spec = config.spec();
         weights.begin(&NAMES, &spec, config.tied_head)?;
         let embedding = weights.embedding("wte", vocab_size, hidden_size)?;
         let positions = weights.embedding("wpe", max_positions, hidden_size)?;
-        let head = if config.tied_head {
-            None
-        } else {
-            Some(weights.linear(&[("lm_head".into(), vocab_size)], hidden_size, false)?)
-        };
-        let layers = (0..n_layers)
-            .map(|i| Layer::import(&config, i, weights))
-            .collect::<Result<Vec<_>>>()?;
+        let head = weights.head(config.tied_head, vocab_size, hidden_size)?;
         let norm = weights.layer_norm("ln_f", hidden_size, config.norm_epsilon)?;
-        weights.finish()?;
-        Ok(Self { embedding, positions, layers, norm, head, spec, config })
+        let model = |spec, layers| Self {
+            embedding: embedding.clone(),
+            positions: positions.clone(),
+            spec,
+            layers,
+            norm: norm.clone(),
+            head: head.clone(),
+            config: config.clone(),
+        };
+        let layer = |weights: &mut Weights, i| Layer::import(&config, i, weights);
+        weights.layers(&spec, layer, model)
     }
 }
 

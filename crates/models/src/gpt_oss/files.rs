@@ -50,19 +50,22 @@ fn attention(config: &Config, i: usize) -> [Vec<(String, usize)>; 2] {
 impl GptOss {
     /// Builds the model, taking each tensor out of `weights` as it goes.
     pub(super) fn import(config: Config, weights: &mut Weights) -> Result<Self> {
-        let Config { vocab_size, hidden_size, n_layers, norm_epsilon, .. } = config;
+        let Config { vocab_size, hidden_size, norm_epsilon, .. } = config;
         let spec = config.spec();
         weights.begin(&NAMES, &spec, config.tied_head)?;
         let embedding = weights.embedding("embed_tokens", vocab_size, hidden_size)?;
-        let layers = (0..n_layers).map(|i| Layer::import(&config, i, weights));
-        let layers = layers.collect::<Result<Vec<_>>>()?;
         let norm = weights.rms_norm("norm", hidden_size, norm_epsilon)?;
-        let head = match config.tied_head {
-            true => None,
-            false => Some(weights.linear(&[("lm_head".into(), vocab_size)], hidden_size, false)?),
+        let head = weights.head(config.tied_head, vocab_size, hidden_size)?;
+        let model = |spec, layers| Self {
+            embedding: embedding.clone(),
+            spec,
+            layers,
+            norm: norm.clone(),
+            head: head.clone(),
+            config: config.clone(),
         };
-        weights.finish()?;
-        Ok(Self { embedding, layers, norm, head, spec, config })
+        let layer = |weights: &mut Weights, i| Layer::import(&config, i, weights);
+        weights.layers(&spec, layer, model)
     }
 
     /// The tensors of a checkpoint, the experts in floats.

@@ -13,21 +13,22 @@ use crate::{
 impl Llama {
     /// Builds the model, taking each tensor out of `weights` as it goes.
     pub(super) fn import(config: Config, weights: &mut Weights) -> Result<Self> {
-        let Config { vocab_size, hidden_size, n_layers, .. } = config;
+        let Config { vocab_size, hidden_size, .. } = config;
         let spec = config.spec();
         weights.begin(&NAMES, &spec, config.tied_head)?;
         let embedding = weights.embedding("embed_tokens", vocab_size, hidden_size)?;
-        let layers = (0..n_layers)
-            .map(|i| Layer::import(&config, i, weights))
-            .collect::<Result<Vec<_>>>()?;
         let norm = weights.rms_norm("norm", hidden_size, config.norm_epsilon)?;
-        let head = if config.tied_head {
-            None
-        } else {
-            Some(weights.linear(&[("lm_head".into(), vocab_size)], hidden_size, false)?)
+        let head = weights.head(config.tied_head, vocab_size, hidden_size)?;
+        let model = |spec, layers| Self {
+            embedding: embedding.clone(),
+            spec,
+            layers,
+            norm: norm.clone(),
+            head: head.clone(),
+            config: config.clone(),
         };
-        weights.finish()?;
-        Ok(Self { embedding, layers, norm, head, spec, config })
+        let layer = |weights: &mut Weights, i| Layer::import(&config, i, weights);
+        weights.layers(&spec, layer, model)
     }
 }
 

@@ -1,13 +1,12 @@
 //! A [`Llama`] with random weights, to be trained from scratch.
 
-use burn::{
-    module::Param,
-    nn::Initializer,
-    tensor::{Device, Tensor},
-};
+use burn::tensor::Device;
 
 use super::{Config, Layer, Llama};
-use crate::nn::{Embedding, GatedMlp, Gating, Linear, Matrix, QkNorms, RmsNorm};
+use crate::nn::{
+    Embedding, GatedMlp, Gating, QkNorms, RmsNorm,
+    init::{linear, normal},
+};
 
 impl Llama {
     /// A model with random weights, which depend on the device's seed.
@@ -58,23 +57,6 @@ impl Layer {
             }),
         }
     }
-}
-
-fn linear(shape: [usize; 2], gain: f64, bias: bool, device: &Device) -> Linear {
-    Linear {
-        weight: normal(shape, gain, device),
-        bias: bias.then(|| Initializer::Zeros.init([shape[0]], device)),
-    }
-}
-
-/// Normal values of standard deviation `gain / sqrt(d_input)`, in the shape `[d_output, d_input]`.
-fn normal(shape: [usize; 2], gain: f64, device: &Device) -> Matrix {
-    let std = gain / (shape[1] as f64).sqrt();
-    let param: Param<Tensor<2>> = Initializer::Normal { mean: 0.0, std }.init(shape, device);
-    // Burn draws the values on first use. They are used here, so that they depend on the seed alone
-    // and not on the order in which weights are used later.
-    param.val();
-    param.into()
 }
 
 fn rms_norm(config: &Config, device: &Device) -> RmsNorm {

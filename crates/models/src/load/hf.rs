@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use burn::tensor::Device;
+use burn::tensor::{DType, Device};
 use burn_store::{ModuleStore, PytorchStore, SafetensorsStore};
 use candle_core::quantized::GgmlDType;
 use safetensors::{Dtype, SafeTensors, tensor::TensorInfo};
@@ -15,9 +15,9 @@ use serde_json::{Map, Value};
 
 use super::{Format, LoadOptions, Loaded, Watcher, file_stem};
 use crate::{
-    ConfigJson, Error, KV_CACHE_FILE, ModelCacheConfig, Result, Tokenizer,
+    ConfigJson, Error, Family, KV_CACHE_FILE, ModelCacheConfig, Result, Tokenizer, WeightDtype,
     checkpoint::{
-        Mapped, Stored, Weights,
+        Mapped, Outline, Stored, Weights,
         quantized::{INTEGER_FORMAT, INTEGERS, MXFP4},
     },
     files::{Part, read_to_string},
@@ -78,28 +78,14 @@ fn build(
     let config_path = folder.join("config.json");
     let config = read_to_string(&config_path)?;
     let header: Header = json(&config, &config_path)?;
-    let model_type = &header.model_type;
-    let family = registry::by_model_type(model_type).map_err(|known| {
-        let why = format!("{} asks for it; {known} are computed", config_path.display());
-        Error::unsupported(format!("model_type {model_type}"), why)
-    })?;
-    header.check(&config_path, family.quantizations())?;
+    let family = header.family(&config_path)?;
 
     let cache_path = folder.join(KV_CACHE_FILE);
-    let cache = match ModelCacheConfig::read(&cache_path) {
-        Ok(cache) => Some(cache),
-        Err(Error::NotFound { .. }) => None,
-        Err(error) => return Err(error),
-    };
+    let cache = own_cache(&cache_path)?;
 
-    // Messages name a single file, or the folder of several shards.
-    let checkpoint = if let [file] = files { file } else { folder };
-    let mut weights = Weights::new(checkpoint, None, device);
+    let mut weights = open_files(folder, format, files, device)?;
     weights.watcher = watcher;
     weights.cache.clone_from(&cache);
-    for file in files {
-        open(format, file, &mut weights)?;
-    }
     weights.join_quantized()?;
     weights.set_dtype(options.dtype)?;
     weights.set_packed(options.packed)?;
@@ -121,6 +107,76 @@ fn build(
     Ok(Loaded { model, tokenizer, cache, name, format, notes })
 }
 
+/// The cache that a file names, if it is there.
+pub(super) fn own_cache(path: &Path) -> Result<Option<ModelCacheConfig>> {
+    match ModelCacheConfig::read(path) {
+        Ok(cache) => Ok(Some(cache)),
+        Err(Error::NotFound { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Tells the observer what a model takes of which nothing but the configuration is there; `stored` is the type of
+/// its checkpoint's floats, if that is known.
+pub(super) fn outline(
+    config: &ConfigJson<'_>,
+    stored: Option<WeightDtype>,
+    cache: Option<ModelCacheConfig>,
+    device: &Device,
+    options: LoadOptions,
+    watcher: Watcher,
+) -> Result<()> {
+    let header: Header = json(config.text, config.path)?;
+    let family = header.family(config.path)?;
+    let mxfp4 = match header.method() {
+        None => false,
+        Some(MXFP4) if family.quantizations().contains(&MXFP4) => true,
+        Some(method) => {
+            let why = format!(
+                "{} does not say which of its matrices are; name the folder with its weights",
+                config.path.display()
+            );
+            return Err(Error::unsupported(format!("weights quantized by {method}"), why));
+        }
+    };
+    let stored = match stored.and_then(WeightDtype::dtype) {
+        Some(stored) => stored,
+        None => header.stored(config.path)?,
+    };
+    let mut weights = Weights::new(config.path, None, device);
+    weights.watcher = watcher;
+    weights.cache = cache;
+    weights.outline(Outline::new(stored, mxfp4));
+    weights.set_dtype(match options.dtype {
+        WeightDtype::Auto => WeightDtype::of(stored).unwrap_or(WeightDtype::F32),
+        asked => asked,
+    })?;
+    weights.set_packed(options.packed)?;
+    weights.largest_buffer = options.largest_buffer;
+    family.import(config, &mut weights).map(drop)
+}
+
+/// The tensors of a folder, none of them read yet.
+pub(crate) fn open_folder(folder: &Path, device: &Device) -> Result<Weights> {
+    let (format, files) = weight_files(folder)?;
+    open_files(folder, format, &files, device)
+}
+
+fn open_files(
+    folder: &Path,
+    format: Format,
+    files: &[PathBuf],
+    device: &Device,
+) -> Result<Weights> {
+    // Messages name a single file, or the folder of several shards.
+    let checkpoint = if let [file] = files { file } else { folder };
+    let mut weights = Weights::new(checkpoint, None, device);
+    for file in files {
+        open(format, file, &mut weights)?;
+    }
+    Ok(weights)
+}
+
 /// The fields of `config.json` that every family has.
 #[derive(Deserialize)]
 struct Header {
@@ -128,9 +184,42 @@ struct Header {
     eos_token_id: Option<Ids>,
     quantization_config: Option<Map<String, Value>>,
     compression_config: Option<Map<String, Value>>,
+    /// The type of the floats, by its old name and its new one.
+    torch_dtype: Option<String>,
+    dtype: Option<String>,
 }
 
 impl Header {
+    /// The family that serves it.
+    fn family(&self, path: &Path) -> Result<&'static dyn Family> {
+        let model_type = &self.model_type;
+        let family = registry::by_model_type(model_type).map_err(|known| {
+            let why = format!("{} asks for it; {known} are computed", path.display());
+            Error::unsupported(format!("model_type {model_type}"), why)
+        })?;
+        self.check(path, family.quantizations())?;
+        Ok(family)
+    }
+
+    /// How weights are quantized, if they are.
+    fn method(&self) -> Option<&str> {
+        let config = self.quantization_config.as_ref().or(self.compression_config.as_ref())?;
+        Some(config.get("quant_method").and_then(Value::as_str).unwrap_or("another method"))
+    }
+
+    /// The type of the checkpoint's floats.
+    fn stored(&self, path: &Path) -> Result<DType> {
+        match self.dtype.as_deref().or(self.torch_dtype.as_deref()) {
+            None | Some("float32") => Ok(DType::F32),
+            Some("float16") => Ok(DType::F16),
+            Some("bfloat16") => Ok(DType::BF16),
+            Some(other) => {
+                let rule = "must be float32, float16 or bfloat16";
+                Err(Error::config(path, "torch_dtype", other, rule))
+            }
+        }
+    }
+
     /// Refuses quantized weights other than the family's own, whose tensors have the names of ordinary
     /// weights but hold codes.
     fn check(&self, path: &Path, known: &[&str]) -> Result<()> {
@@ -194,7 +283,7 @@ fn json<T: for<'de> Deserialize<'de>>(text: &str, path: &Path) -> Result<T> {
 
 /// The files that hold the weights: a single file, the shards that an index lists, or the shards
 /// that are found by their names.
-fn weight_files(folder: &Path) -> Result<(Format, Vec<PathBuf>)> {
+pub(super) fn weight_files(folder: &Path) -> Result<(Format, Vec<PathBuf>)> {
     for (format, stem, extension) in
         [(Format::Safetensors, "model", "safetensors"), (Format::Pytorch, "pytorch_model", "bin")]
     {

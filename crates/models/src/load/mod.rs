@@ -3,6 +3,7 @@
 mod gguf;
 mod hf;
 mod observer;
+mod outline;
 
 use std::{fs, io, path::Path};
 
@@ -10,7 +11,12 @@ use burn::tensor::Device;
 use kv_weights::Activations;
 
 pub(crate) use self::observer::Watcher;
-pub use self::observer::{LoadObserver, Planned, WeightBytes};
+pub use self::{
+    observer::{LoadObserver, Planned, WeightBytes},
+    outline::{ModelOutline, outline, outline_config},
+};
+pub(crate) use hf::open_folder;
+
 use crate::{Error, LanguageModel, ModelCacheConfig, Result, Tokenizer, WeightDtype};
 
 /// What [`load()`] read.

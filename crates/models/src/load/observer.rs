@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use crate::{ModelCacheConfig, ModelSpec, Result};
+use crate::{LanguageModel, ModelCacheConfig, ModelSpec, Result};
 
 /// Who is told of a load while it goes on.
 pub trait LoadObserver {
@@ -14,6 +14,12 @@ pub trait LoadObserver {
     fn begin(&mut self, planned: &Planned<'_>) -> Result<()> {
         let _ = planned;
         Ok(())
+    }
+
+    /// All but the other layers has been read: the model with its first layer alone, from which a device can learn what
+    /// it will have to compute ([`CompileAhead`](crate::CompileAhead)) while the rest is read.
+    fn first_layer(&mut self, model: LanguageModel) {
+        let _ = model;
     }
 
     /// So many of the weights' bytes have been read and are where they are to be.
@@ -94,6 +100,12 @@ impl Watcher {
     pub(crate) fn begin(&mut self, planned: &Planned<'_>) -> Result<()> {
         self.began = true;
         self.observer.as_mut().map_or(Ok(()), |observer| observer.begin(planned))
+    }
+
+    pub(crate) fn first_layer(&mut self, model: impl FnOnce() -> LanguageModel) {
+        if let Some(observer) = &mut self.observer {
+            observer.first_layer(model());
+        }
     }
 
     pub(crate) fn read(&mut self, bytes: usize) {

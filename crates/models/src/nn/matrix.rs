@@ -1,13 +1,13 @@
 //! The one type of a model's matrices.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, ops::Range};
 
 use burn::{
     module::{
         Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault,
         ModuleMapper, ModuleVisitor, Param, ParamId,
     },
-    tensor::{DType, Device, Int, Tensor, module::embedding},
+    tensor::{DType, Device, Int, Tensor, TensorData, module::embedding},
 };
 
 use kv_weights::{Activations, Fused, PackedMatrix, project_fused};
@@ -286,7 +286,7 @@ impl Matrix {
     ///
     /// # Panics
     ///
-    /// If weights are not packed: if the matrix does not [fuse](Self::fuses).
+    /// If weights are not packed.
     pub(super) fn project_fused(&self, x: &Tensor<3>, around: Fused) -> Tensor<3> {
         match &self.0 {
             Stored::Packed(packed) => packed.project_fused(x.clone(), around),
@@ -313,6 +313,31 @@ impl Matrix {
             Stored::Dense(param) => param.val().narrow(0, start, n),
             Stored::Packed(packed) => packed.rows(start, n),
         }
+    }
+
+    /// Of these rows the first, one in the middle and the last; of packed weights without an adapter, whatever the rows,
+    /// their first words and their last, which do not depend on how they are divided into buffers.
+    pub(crate) fn sample(&self, rows: Range<usize>) -> Result<TensorData, String> {
+        /// Words at either end.
+        const WORDS: usize = 64;
+        let data = match &self.0 {
+            Stored::Packed(Packed { parts, adapter: None, .. }) => {
+                let (first, last) = (&parts[0], &parts[parts.len() - 1]);
+                let whole = |part: &PackedMatrix| part.layout().bytes() / size_of::<u32>();
+                let (n, end) = (whole(first).min(WORDS), whole(last));
+                let start = first.words().clone().narrow(0, 0, n);
+                let n = end.min(WORDS);
+                let end = last.words().clone().narrow(0, end - n, n);
+                Tensor::cat(vec![start, end], 0).try_to_data()
+            }
+            _ if rows.is_empty() => return Ok(TensorData::new(Vec::<f32>::new(), [0])),
+            _ => {
+                let sampled = [rows.start, rows.start + rows.len() / 2, rows.end - 1];
+                let sampled = sampled.map(|row| self.rows(row, 1).detach());
+                Tensor::cat(sampled.into(), 0).try_to_data()
+            }
+        };
+        data.map_err(|error| error.to_string())
     }
 
     /// The rows of these numbers, `[n]`, as `[n, columns]`; one past the end is the last row, one below 0 the first.

@@ -33,8 +33,7 @@ impl GatedMlp {
     /// - x: `[batch, seq, hidden]`
     /// - output: `[batch, seq, hidden]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let gate_up = self.gate_up.forward(x); // [batch, seq, 2 * intermediate]
-        self.down.forward(self.gated(gate_up))
+        self.down.forward(self.gated(x))
     }
 
     /// `x` with the block of what `norm` makes of it added: two launches where weights are packed on a GPU and tokens
@@ -57,10 +56,15 @@ impl GatedMlp {
     fn gated_normed(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {
         let around = || self.gate_up.around().with_norm(norm.fused()).with_gate(self.gating);
         let fused = self.gate_up.fused(&x, around);
-        fused.unwrap_or_else(|| self.gated(self.gate_up.forward(norm.forward(x))))
+        fused.unwrap_or_else(|| self.gated(norm.forward(x)))
     }
 
-    fn gated(&self, gate_up: Tensor<3>) -> Tensor<3> {
+    /// The gated products of `x`, `[batch, seq, intermediate]`.
+    fn gated(&self, x: Tensor<3>) -> Tensor<3> {
+        if let Some(gated) = self.gate_up.forward_gated(&x, self.gating) {
+            return gated;
+        }
+        let gate_up = self.gate_up.forward(x); // [batch, seq, 2 * intermediate]
         let _span = trace_span!(target: OPERATION, "gate").entered();
         in_f32(gate_up, |gate_up| {
             kv_weights::gated(gate_up, self.gating)

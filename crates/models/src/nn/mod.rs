@@ -7,6 +7,7 @@ mod bf16;
 mod expert_stack;
 #[cfg(feature = "flex")]
 mod few_rows;
+pub(crate) mod init;
 mod linear;
 mod low_rank;
 mod matrix;
@@ -23,6 +24,6 @@ pub use linear::{Embedding, Linear, project};
 pub use matrix::Matrix;
 pub(crate) use matrix::PACKED;
 pub use mlp::{GatedMlp, Gating, in_f32};
-pub use norm::{LayerNorm, QkNorms, RmsNorm};
+pub use norm::{LayerNorm, QkNorms, RmsNorm, unit_rms};
 pub use rope::{Rope, RopeScaling, Rotation};
 pub use rows::by_rows;

@@ -57,14 +57,19 @@ impl RmsNorm {
             }
         }
         let dtype = x.dtype();
-        let x = x.cast(DType::F32);
-        let rms = (x.clone().square().mean_dim(D - 1) + self.epsilon).sqrt();
+        let x = unit_rms(x.cast(DType::F32), self.epsilon);
         let gamma = self.gamma.val();
         if self.plus_one {
-            return (x / rms * (gamma.cast(DType::F32) + 1.0).unsqueeze()).cast(dtype);
+            return (x * (gamma.cast(DType::F32) + 1.0).unsqueeze()).cast(dtype);
         }
-        (x / rms).cast(dtype) * gamma.unsqueeze()
+        x.cast(dtype) * gamma.unsqueeze()
     }
+}
+
+/// `x / sqrt(mean(x^2) + epsilon)` over the last axis: the norm without gains.
+pub fn unit_rms<const D: usize>(x: Tensor<D>, epsilon: f64) -> Tensor<D> {
+    let rms = (x.clone().square().mean_dim(D - 1) + epsilon).sqrt();
+    x / rms
 }
 
 /// Norms of every head of queries and of keys, before they are rotated: <https://arxiv.org/abs/2010.04245>,

@@ -140,6 +140,20 @@ impl Rope {
         2 * self.inv_freq.len()
     }
 
+    /// The frequencies where there can be so many positions.
+    fn inv_freq(&self, context: usize) -> &[f32] {
+        match &self.long {
+            Some((original, inv_freq)) if context > *original => inv_freq,
+            _ => &self.inv_freq,
+        }
+    }
+
+    /// All that rotations depend on, where there can be so many positions: the frequencies, and what multiplies sines
+    /// and cosines.
+    pub(crate) fn numbers(&self, context: usize) -> Vec<f32> {
+        [self.inv_freq(context), &[self.attention_factor]].concat()
+    }
+
     /// The rotation of positions `start..start + seq`, which is the same for all layers: computed once for the
     /// tokens of a pass. `context` is the largest number of positions there can be, by which
     /// [`RopeScaling::LongRope`] chooses its frequencies.
@@ -157,10 +171,7 @@ impl Rope {
         context: usize,
         device: &Device,
     ) -> Rotary {
-        let inv_freq = match &self.long {
-            Some((original, inv_freq)) if context > *original => inv_freq,
-            _ => &self.inv_freq,
-        };
+        let inv_freq = self.inv_freq(context);
         let scale = self.attention_factor;
         let half = self.inv_freq.len();
         let mut table = vec![0.0; seq * 2 * half];

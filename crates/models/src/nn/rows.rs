@@ -33,8 +33,9 @@ pub fn by_rows(x: Tensor<3>, f: impl Fn(Tensor<3>) -> Tensor<3> + Sync) -> Tenso
 
         let [_, seq, width] = x.dims();
         if seq >= 2 * piece(width) && Flex::hosts(&x.device()) {
-            // Of equal size, so that no thread waits for the last.
-            let n = seq.div_ceil(seq.div_ceil(piece(width)));
+            // Of equal size and as many for each thread, so that none waits for the last.
+            let threads = rayon::current_num_threads();
+            let n = seq.div_ceil(seq.div_ceil(piece(width)).next_multiple_of(threads));
             let starts: Vec<usize> = (0..seq).step_by(n).collect();
             // What `f` does on other threads is a part of this.
             let span = tracing::trace_span!(target: crate::spans::OPERATION, "rows");

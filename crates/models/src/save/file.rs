@@ -18,7 +18,7 @@ use crate::{
 
 /// A tensor of a [`TensorFile`].
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place(usize);
+pub(crate) struct Place(usize);
 
 #[derive(Debug)]
 struct Listed {
@@ -37,28 +37,39 @@ impl Listed {
 
 /// The file: first all tensors are [added](Self::add), then they are [written](Self::write).
 #[derive(Debug)]
-pub(super) struct TensorFile<'a> {
+pub(crate) struct TensorFile<'a> {
     at: &'a Path,
     /// What messages call it.
     path: &'a Path,
     tensors: Vec<Listed>,
+    metadata: BTreeMap<&'static str, String>,
+    /// As it is in the file, once that is begun.
+    header: Vec<u8>,
     file: Option<NamedTempFile>,
 }
 
 impl<'a> TensorFile<'a> {
     /// A file that is to be `at`, and that messages call `path`.
-    pub(super) fn new(at: &'a Path, path: &'a Path) -> Self {
-        Self { at, path, tensors: vec![], file: None }
+    pub(crate) fn new(at: &'a Path, path: &'a Path) -> Self {
+        let metadata = BTreeMap::from([("format", "pt".into())]);
+        Self { at, path, tensors: vec![], metadata, header: vec![], file: None }
+    }
+
+    /// The same with something to be said of the tensors.
+    #[must_use]
+    pub(crate) fn with_metadata(mut self, key: &'static str, value: String) -> Self {
+        self.metadata.insert(key, value);
+        self
     }
 
     /// Says that there is a tensor.
-    pub(super) fn add(&mut self, name: String, dtype: Dtype, shape: Vec<usize>) -> Place {
+    pub(crate) fn add(&mut self, name: String, dtype: Dtype, shape: Vec<usize>) -> Place {
         self.tensors.push(Listed { name, dtype, shape, start: 0 });
         Place(self.tensors.len() - 1)
     }
 
     /// Makes the file and writes its header.
-    pub(super) fn begin(mut self) -> Result<Self> {
+    pub(crate) fn begin(mut self) -> Result<Self> {
         // Wide types first, so that each tensor begins at a multiple of its type's size.
         let mut order: Vec<usize> = (0..self.tensors.len()).collect();
         order.sort_by_key(|&i| core::cmp::Reverse(self.tensors[i].dtype.bitsize()));
@@ -76,7 +87,7 @@ impl<'a> TensorFile<'a> {
                 return Err(Error::Tensor { path: self.path.into(), tensor: name.clone(), why });
             }
         }
-        header.insert("__metadata__", json!({"format": "pt"}));
+        header.insert("__metadata__", json!(self.metadata));
         let mut header = serde_json::to_vec(&header).unwrap_or_default();
         header.resize(header.len().next_multiple_of(8), b' ');
         let data = 8 + header.len() as u64;
@@ -90,11 +101,17 @@ impl<'a> TensorFile<'a> {
             .and_then(|()| reserve(file.as_file(), data + offset));
         written.map_err(failed(self.path))?;
         self.file = Some(file);
+        self.header = header;
         Ok(self)
     }
 
+    /// The header, as it is between the file's first 8 bytes and the tensors.
+    pub(crate) fn header(&self) -> &[u8] {
+        &self.header
+    }
+
     /// Writes bytes of a tensor, from this one of its bytes on.
-    pub(super) fn write(&mut self, Place(i): Place, from: usize, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn write(&mut self, Place(i): Place, from: usize, bytes: &[u8]) -> Result<()> {
         let start = self.tensors[i].start + from as u64;
         let file = self.file.as_mut().expect("begin has made it");
         file.seek(SeekFrom::Start(start))
@@ -103,7 +120,7 @@ impl<'a> TensorFile<'a> {
     }
 
     /// The whole file.
-    pub(super) fn finish(self) -> Result<NamedTempFile> {
+    pub(crate) fn finish(self) -> Result<NamedTempFile> {
         Ok(self.file.expect("begin has made it"))
     }
 }

@@ -15,7 +15,7 @@ use safetensors::{Dtype, SafeTensorError, View};
 use serde_json::{Map, Value, json};
 use tempfile::NamedTempFile;
 
-mod file;
+pub(crate) mod file;
 mod packed;
 
 pub use packed::{QuantizeOptions, save_quantized};
@@ -198,7 +198,11 @@ fn tokenizer_config(model: &LanguageModel, tokenizer: &Tokenizer) -> Value {
 }
 
 /// Writes the weights that are to be at `path`, one tensor at a time in host memory.
-fn write_weights(path: &Path, exports: Vec<Export>, dtype: DType) -> Result<NamedTempFile> {
+pub(crate) fn write_weights(
+    path: &Path,
+    exports: Vec<Export>,
+    dtype: DType,
+) -> Result<NamedTempFile> {
     let failure = RefCell::new(None);
     let failure = &failure;
     let views = exports.into_iter().map(|Export { name, values }| {

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 mod gguf;
+pub(crate) mod saved;
 
 use std::{
     fs,
@@ -39,12 +40,17 @@ pub(crate) fn tiny(name: &str) -> PathBuf {
 
 /// All golden checkpoints: the project's, or those of `KV_GOLDEN`, a folder of the same form.
 pub(crate) fn golden() -> Vec<PathBuf> {
+    golden_in("models")
+}
+
+/// The golden checkpoints in a folder of the project's, or of those of `KV_GOLDEN`.
+pub(crate) fn golden_in(kind: &str) -> Vec<PathBuf> {
     let root = std::env::var_os("KV_GOLDEN").map_or_else(
         || PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden")),
         PathBuf::from,
     );
-    let mut folders: Vec<_> = fs::read_dir(root.join("models"))
-        .unwrap_or_else(|error| panic!("{}: {error}", root.join("models").display()))
+    let mut folders: Vec<_> = fs::read_dir(root.join(kind))
+        .unwrap_or_else(|error| panic!("{}: {error}", root.join(kind).display()))
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.join("expected.safetensors").is_file())
         .collect();

@@ -1,0 +1,397 @@
+//! Policies in files of JSON and TOML.
+//!
+//! A file has `rules`, and may have a `name` and a `capacity`. A policy of one rule for all layers, and perhaps some
+//! layers in float, may also be the fields of [`KvCacheConfig`] and `float_layers`, as [`KV_CACHE_FILE`] beside the
+//! weights of a trained model has them.
+
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+};
+
+use kv_cubecl::{KvCacheConfig, Side, SideFormat};
+use serde::{
+    Deserialize, Deserializer, Serialize, Serializer,
+    de::{DeserializeOwned, Error as _},
+};
+use serde_json::{Map, Value};
+
+use super::{CAPACITY, LayerRule, Layers, ModelCacheConfig, Stores, name_rule};
+use crate::{Error, Result, files};
+
+/// The file that says which cache a model was trained with, beside its weights.
+pub const KV_CACHE_FILE: &str = "kv_cache.json";
+
+impl ModelCacheConfig {
+    /// What a user names: the short name of a cache, a [preset](Self::preset), or a file of JSON or TOML, which ends in
+    /// `.json` or `.toml`.
+    ///
+    /// # Errors
+    ///
+    /// A name that is none of these, and those of [`read`](Self::read).
+    pub fn find(name: &str) -> Result<Self> {
+        let path = Path::new(name);
+        match path.extension().and_then(|it| it.to_str()) {
+            Some("json" | "toml") => Self::read(path),
+            _ => name.parse().map_err(|error: Error| match error {
+                Error::Cache(kv_cubecl::Error::InvalidCacheName { text, why, expected }) => {
+                    let presets = Self::PRESETS.join(", ");
+                    let expected =
+                        format!("{expected}; or {presets}; or a policy's file of .json or .toml");
+                    kv_cubecl::Error::InvalidCacheName { text, why, expected }.into()
+                }
+                other => other,
+            }),
+        }
+    }
+
+    /// Reads a file of JSON, or of TOML if its name ends in `.toml`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotFound`] or [`Error::Io`] for a file that cannot be read, [`Error::Malformed`]
+    /// for one that is not of its format, and [`Error::Config`] naming a field that is missing,
+    /// unknown or wrong.
+    pub fn read(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let text = files::read_to_string(path)?;
+        let (format, fields) = match is_toml(path) {
+            true => ("toml", fields_of_toml(&text)),
+            false => ("json", serde_json::from_str(&text).map_err(|error| error.to_string())),
+        };
+        let malformed = |why| Error::Malformed { path: path.into(), format, why };
+        Self::from_fields(fields.map_err(malformed)?)
+            .map_err(|WrongField { name, value, rule }| Error::config(path, name, value, rule))
+    }
+
+    /// Reads TOML.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`read`](Self::read), of a file `policy.toml`.
+    pub fn from_toml(text: &str) -> Result<Self> {
+        let path = PathBuf::from("policy.toml");
+        let fields = fields_of_toml(text);
+        let malformed = |why| Error::Malformed { path: path.clone(), format: "toml", why };
+        Self::from_fields(fields.map_err(malformed)?)
+            .map_err(|WrongField { name, value, rule }| Error::config(&path, name, value, rule))
+    }
+
+    /// The policy as TOML.
+    pub fn to_toml(&self) -> String {
+        // Only keys that are no strings and numbers beyond TOML's fail, and none is here.
+        toml::to_string(self).unwrap_or_default()
+    }
+
+    /// Writes a file of JSON, or of TOML if its name ends in `.toml`, whole or not at all.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Write`].
+    pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        let bytes = match is_toml(path) {
+            true => self.to_toml().into_bytes(),
+            false => files::pretty(self),
+        };
+        files::write(path, &bytes)
+    }
+}
+
+fn is_toml(path: &Path) -> bool {
+    path.extension().is_some_and(|it| it.eq_ignore_ascii_case("toml"))
+}
+
+fn fields_of_toml(text: &str) -> Result<Map<String, Value>, String> {
+    toml::from_str(text).map_err(|error: toml::de::Error| {
+        let before = error.span().and_then(|span| text.get(..span.start));
+        let line = before.map_or(1, |before| before.matches('\n').count() + 1);
+        format!("{} at line {line}", error.message())
+    })
+}
+
+/// The fields of a policy that one cache and float layers do not say.
+#[derive(Serialize)]
+struct PolicyFields<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<&'a str>,
+    capacity: usize,
+    rules: Vec<RuleFields>,
+}
+
+#[derive(Default, Serialize)]
+struct RuleFields {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    layers: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    side: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cache: Option<Cache>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    format: Option<SideFormat>,
+    #[serde(skip_serializing_if = "core::ops::Not::not")]
+    rotate: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    start: Option<usize>,
+}
+
+/// A cache by its short name, or where that does not say all of it, as of groups in float, by its fields.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Cache {
+    Name(String),
+    Fields(Map<String, Value>),
+}
+
+/// The fields of a policy of one cache.
+#[derive(Serialize)]
+struct OneCache {
+    #[serde(flatten)]
+    cache: KvCacheConfig,
+    float_layers: BTreeSet<usize>,
+}
+
+impl From<&LayerRule> for RuleFields {
+    fn from(rule: &LayerRule) -> Self {
+        let layers = (!rule.layers.is_all()).then(|| rule.layers.to_string());
+        match rule.stores {
+            Stores::Cache(cache) => {
+                let name = cache.to_string();
+                let said = name.parse::<KvCacheConfig>().is_ok_and(|said| said == cache);
+                let cache = match (said, serde_json::to_value(cache)) {
+                    (false, Ok(Value::Object(mut fields))) => {
+                        fields.remove("capacity");
+                        Cache::Fields(fields)
+                    }
+                    _ => Cache::Name(name),
+                };
+                Self { layers, cache: Some(cache), ..Self::default() }
+            }
+            Stores::Format { side, format, rotate } => {
+                let side = side.map(|side| side.to_string());
+                Self { layers, side, format: Some(format), rotate, ..Self::default() }
+            }
+            Stores::Start(tokens) => Self { layers, start: Some(tokens), ..Self::default() },
+        }
+    }
+}
+
+impl Serialize for ModelCacheConfig {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if let Some(one) = self.one_cache() {
+            return one.serialize(serializer);
+        }
+        let rules = self.rules.iter().map(RuleFields::from).collect();
+        PolicyFields { name: self.name(), capacity: self.capacity, rules }.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for ModelCacheConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Self::from_fields(Map::deserialize(deserializer)?).map_err(D::Error::custom)
+    }
+}
+
+impl ModelCacheConfig {
+    /// The fields of one cache, if they say all.
+    fn one_cache(&self) -> Option<OneCache> {
+        let ([first, rest @ ..], None) = (&self.rules[..], &self.name) else { return None };
+        let float_layers = match rest {
+            [] => BTreeSet::new(),
+            [rule] if rule.is_float() => {
+                // As they are read again: sorted, and each once.
+                let numbers = rule.layers.numbers()?;
+                numbers.is_sorted_by(|a, b| a < b).then(|| numbers.into_iter().collect())?
+            }
+            _ => return None,
+        };
+        match first.stores {
+            Stores::Cache(cache) if first.layers.is_all() => {
+                Some(OneCache { cache: cache.with_capacity(self.capacity), float_layers })
+            }
+            _ => None,
+        }
+    }
+
+    /// Reads the fields one by one, because serde's own messages name a field only when it is
+    /// missing.
+    fn from_fields(mut fields: Map<String, Value>) -> Result<Self, WrongField> {
+        let policy = match ["key_bits", "value_bits"].iter().any(|one| fields.contains_key(*one)) {
+            true => {
+                let cache = cache_of(&mut fields)?;
+                let capacity = required(&mut fields, "capacity")?;
+                let float_layers: BTreeSet<usize> =
+                    optional(&mut fields, "float_layers")?.unwrap_or_default();
+                Self::from(cache.with_capacity(capacity)).with_float_layers(float_layers)
+            }
+            false => {
+                let rules: Vec<Value> = required(&mut fields, "rules")?;
+                if rules.is_empty() {
+                    return Err(WrongField::new("rules", "[]", "needs one rule at least"));
+                }
+                let rule = |(i, value)| {
+                    rule_of(value).map_err(|WrongField { name, value, rule }| WrongField {
+                        name: match name.is_empty() {
+                            true => format!("rules[{i}]"),
+                            false => format!("rules[{i}].{name}"),
+                        },
+                        value,
+                        rule,
+                    })
+                };
+                let rules: Vec<LayerRule> =
+                    rules.into_iter().enumerate().map(rule).collect::<Result<_, _>>()?;
+                let capacity = optional(&mut fields, "capacity")?.unwrap_or(CAPACITY);
+                let name: Option<String> = optional(&mut fields, "name")?;
+                if let Some(Err(rule)) = name.as_deref().map(name_rule) {
+                    return Err(WrongField::new("name", name.unwrap_or_default(), rule));
+                }
+                Self { name, ..Self::new(rules) }.with_capacity(capacity)
+            }
+        };
+        none_left(fields)?;
+        Ok(policy)
+    }
+}
+
+/// The fields of a cache but for its capacity.
+fn cache_of(fields: &mut Map<String, Value>) -> Result<KvCacheConfig, WrongField> {
+    let keys: SideFormat = required(fields, "key_bits")?;
+    let values: SideFormat = required(fields, "value_bits")?;
+    Ok(KvCacheConfig::stored(keys, values)
+        .with_group_size(required(fields, "group_size")?)
+        .with_residual_length(required(fields, "residual_length")?)
+        .with_flush(required(fields, "flush")?)
+        .with_sink_tokens(required(fields, "sink_tokens")?)
+        .with_float(required(fields, "float")?)
+        .with_sliding(optional(fields, "sliding")?.unwrap_or_default())
+        .with_rotate_values(optional(fields, "rotate_values")?.unwrap_or_default())
+        .with_rotate_keys(optional(fields, "rotate_keys")?.unwrap_or_default())
+        .with_window(optional(fields, "window")?))
+}
+
+fn rule_of(value: Value) -> Result<LayerRule, WrongField> {
+    let Value::Object(mut fields) = value else {
+        return Err(WrongField::new("", value, "a rule is a table of fields"));
+    };
+    let layers = match fields.remove("layers") {
+        None => Layers::all(),
+        Some(value) => layers_of(&value).map_err(|rule| WrongField::new("layers", value, rule))?,
+    };
+    let stores = match said(&fields)? {
+        "cache" => Stores::Cache(named_cache(fields.remove("cache").unwrap_or_default())?),
+        "format" => format_of(&mut fields)?,
+        _ => Stores::Start(required(&mut fields, "start")?),
+    };
+    let [side, rotate] = match stores {
+        Stores::Cache(_) => [
+            "a cache is of both sides; a side has a format",
+            "the name of a cache says it: -hadk, -hadv",
+        ],
+        _ => ["both sides keep the same tokens in float", "what stays in float is never rotated"],
+    };
+    for (name, rule) in [("side", side), ("rotate", rotate)] {
+        if let Some(value) = fields.remove(name) {
+            return Err(WrongField::new(name, value, rule));
+        }
+    }
+    none_left(fields)?;
+    Ok(LayerRule { layers, stores })
+}
+
+/// Which field says what a rule stores. A rule has one of them: what follows of two is said by two rules, whose order
+/// says which has the last word.
+fn said(fields: &Map<String, Value>) -> Result<&'static str, WrongField> {
+    let has = |name: &&str| fields.contains_key(*name);
+    match ["cache", "format", "start"].into_iter().filter(has).collect::<Vec<_>>()[..] {
+        [one] => Ok(one),
+        [] => Err(WrongField::new("cache", "missing", "a rule has a cache, a format or a start")),
+        [first, ..] => {
+            let rule = "a rule has either a cache, which is all of it, or a format, which is of a side \
+                        or of both, or a start";
+            Err(WrongField::new(first, &fields[first], rule))
+        }
+    }
+}
+
+/// A cache by its short name or by its fields.
+fn named_cache(cache: Value) -> Result<KvCacheConfig, WrongField> {
+    match cache {
+        Value::String(name) => {
+            name.parse().map_err(|error: kv_cubecl::Error| WrongField::new("cache", &name, error))
+        }
+        Value::Object(mut fields) => {
+            let cache = cache_of(&mut fields).and_then(|cache| none_left(fields).map(|()| cache));
+            cache.map_err(|wrong| WrongField { name: format!("cache.{}", wrong.name), ..wrong })
+        }
+        other => Err(WrongField::new("cache", other, "must be the name of a cache")),
+    }
+}
+
+/// The format of a side, or of both.
+fn format_of(fields: &mut Map<String, Value>) -> Result<Stores, WrongField> {
+    let format: SideFormat = required(fields, "format")?;
+    let side = match optional::<String>(fields, "side")?.as_deref() {
+        None => None,
+        Some("keys") => Some(Side::Keys),
+        Some("values") => Some(Side::Values),
+        Some(other) => return Err(WrongField::new("side", other, "must be keys or values")),
+    };
+    let rotate = optional(fields, "rotate")?.unwrap_or_default();
+    match rotate && !format.is_quantized() {
+        true => Err(WrongField::new("rotate", true, "what is in float is never rotated")),
+        false => Ok(Stores::Format { side, format, rotate }),
+    }
+}
+
+/// Layers as a number, a text, or a list of these.
+fn layers_of(value: &Value) -> Result<Layers, String> {
+    let one = |value: &Value| match value {
+        Value::Number(number) => Ok(number.to_string()),
+        Value::String(text) => Ok(text.clone()),
+        _ => Err("must be a layer, a range such as \"0..4\", or a list of these".to_string()),
+    };
+    let text = match value {
+        Value::Array(list) => list.iter().map(one).collect::<Result<Vec<_>, _>>()?.join(","),
+        value => one(value)?,
+    };
+    text.parse()
+}
+
+/// A field of a file that breaks a rule.
+#[derive(Debug, thiserror::Error)]
+#[error("{name} = {value}: {rule}")]
+struct WrongField {
+    name: String,
+    value: String,
+    rule: String,
+}
+
+impl WrongField {
+    fn new(name: &str, value: impl ToString, rule: impl ToString) -> Self {
+        Self { name: name.into(), value: value.to_string(), rule: rule.to_string() }
+    }
+}
+
+fn none_left(fields: Map<String, Value>) -> Result<(), WrongField> {
+    match fields.into_iter().next() {
+        None => Ok(()),
+        Some((name, value)) => Err(WrongField::new(&name, value, "unknown field")),
+    }
+}
+
+fn optional<T: DeserializeOwned>(
+    fields: &mut Map<String, Value>,
+    name: &str,
+) -> Result<Option<T>, WrongField> {
+    let Some(value) = fields.remove(name) else { return Ok(None) };
+    let text = value.to_string();
+    serde_json::from_value(value).map(Some).map_err(|error| WrongField::new(name, text, error))
+}
+
+fn required<T: DeserializeOwned>(
+    fields: &mut Map<String, Value>,
+    name: &str,
+) -> Result<T, WrongField> {
+    optional(fields, name)?.ok_or_else(|| WrongField::new(name, "missing", "the file needs it"))
+}

@@ -1,0 +1,222 @@
+//! Layers of a model by their numbers, from either end.
+
+use core::{fmt, ops::Range, str::FromStr};
+
+/// Some layers of a model, counted from 0, or from the end: -1 is the last.
+///
+/// Its text is a list of layers and of ranges, whose ends do not belong to them: `0`, `-1`, `0,29`, `0..4` (the first
+/// four), `-4..` (the last four), `2..-2` (all but two at either end), `..` (all).
+///
+/// ```
+/// use kv_models::Layers;
+///
+/// let ends: Layers = "0..2,-1".parse().map_err(|rule| format!("layers: {rule}"))?;
+/// let of_ten: Vec<usize> = (0..10).filter(|&layer| ends.contains(layer, 10)).collect();
+/// assert_eq!(of_ten, [0, 1, 9]);
+/// assert!("4..4".parse::<Layers>().is_err(), "a range has a layer");
+/// # Ok::<(), String>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layers(Vec<Span>);
+
+/// A layer, or the end of a range, counted from an end of the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum At {
+    /// From the first, which is 0.
+    Start(usize),
+    /// From the end: 1 is the last, 0 after it.
+    End(usize),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Span {
+    One(At),
+    Range(At, At),
+}
+
+impl At {
+    /// The number from the start in a model of `n` layers, unless it is before the first.
+    fn of(self, n: usize) -> Option<usize> {
+        match self {
+            Self::Start(at) => Some(at),
+            Self::End(at) => n.checked_sub(at),
+        }
+    }
+
+    /// Reads a layer; of a range, what stands where none is given.
+    fn read(text: &str, open: Option<Self>) -> Result<Self, String> {
+        let wrong = || format!("{text:?} is no layer: 0 is the first, -1 the last");
+        if let (true, Some(open)) = (text.is_empty(), open) {
+            return Ok(open);
+        }
+        let digits = text.strip_prefix('-').unwrap_or(text);
+        if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Err(wrong());
+        }
+        let number = digits.parse().map_err(|_| wrong())?;
+        match (text.starts_with('-'), number) {
+            (true, 0) => Err(wrong()),
+            (true, _) => Ok(Self::End(number)),
+            (false, _) => Ok(Self::Start(number)),
+        }
+    }
+}
+
+impl Span {
+    const ALL: Self = Self::Range(At::Start(0), At::End(0));
+
+    fn read(text: &str) -> Result<Self, String> {
+        let Some((start, end)) = text.split_once("..") else {
+            return Ok(Self::One(At::read(text, None)?));
+        };
+        let start = At::read(start, Some(At::Start(0)))?;
+        let end = At::read(end, Some(At::End(0)))?;
+        let empty = match (start, end) {
+            (At::Start(start), At::Start(end)) => start >= end,
+            (At::End(start), At::End(end)) => start <= end,
+            _ => false,
+        };
+        match empty {
+            true => Err(format!("{text} has no layer: the end of a range does not belong to it")),
+            false => Ok(Self::Range(start, end)),
+        }
+    }
+
+    /// The layers in a model of `n`; `None` if it lacks one of them.
+    fn of(self, n: usize) -> Option<Range<usize>> {
+        let (start, end) = match self {
+            Self::One(at) => (at.of(n)?, at.of(n)?.checked_add(1)?),
+            Self::Range(start, end) => (start.of(n)?, end.of(n)?),
+        };
+        (end <= n).then_some(start..end)
+    }
+}
+
+impl Layers {
+    /// All layers.
+    pub fn all() -> Self {
+        Self(vec![Span::ALL])
+    }
+
+    /// The first `n` layers.
+    pub fn first(n: usize) -> Self {
+        Self::from(0..n)
+    }
+
+    /// The last `n` layers.
+    pub fn last(n: usize) -> Self {
+        Self(vec![Span::Range(At::End(n), At::End(0))])
+    }
+
+    /// These layers, counted from 0 and in order, as ranges of those that follow one another: `0..3,7`.
+    pub fn runs(layers: impl IntoIterator<Item = usize>) -> Self {
+        let mut runs: Vec<Range<usize>> = vec![];
+        for layer in layers {
+            match runs.last_mut() {
+                Some(run) if run.end == layer => run.end += 1,
+                _ => runs.push(layer..layer + 1),
+            }
+        }
+        runs.into_iter().collect()
+    }
+
+    /// Whether it is all layers of any model.
+    pub fn is_all(&self) -> bool {
+        self.0 == [Span::ALL]
+    }
+
+    /// The layers, if they are named one by one and from the start.
+    pub(super) fn numbers(&self) -> Option<Vec<usize>> {
+        let number = |span: &Span| match span {
+            Span::One(At::Start(layer)) => Some(*layer),
+            _ => None,
+        };
+        self.0.iter().map(number).collect()
+    }
+
+    /// Whether `layer`, counted from 0, is one of them in a model of `n_layers`.
+    pub fn contains(&self, layer: usize, n_layers: usize) -> bool {
+        self.0.iter().any(|span| span.of(n_layers).is_some_and(|span| span.contains(&layer)))
+    }
+
+    /// Checks that a model of `n` layers has all of them, and each range one at least.
+    pub(super) fn check(&self, n: usize) -> Result<(), String> {
+        for span in &self.0 {
+            match span.of(n) {
+                None => return Err(format!("the model has layers 0 to {}", n.saturating_sub(1))),
+                Some(range) if range.is_empty() => {
+                    return Err(format!("{span} has no layer in a model of {n}"));
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+impl From<usize> for Layers {
+    fn from(layer: usize) -> Self {
+        Self(vec![Span::One(At::Start(layer))])
+    }
+}
+
+impl From<Range<usize>> for Layers {
+    fn from(range: Range<usize>) -> Self {
+        Self(vec![Span::Range(At::Start(range.start), At::Start(range.end))])
+    }
+}
+
+impl FromIterator<usize> for Layers {
+    fn from_iter<I: IntoIterator<Item = usize>>(layers: I) -> Self {
+        Self(layers.into_iter().map(|layer| Span::One(At::Start(layer))).collect())
+    }
+}
+
+impl FromIterator<Range<usize>> for Layers {
+    /// Ranges of one layer are shown as that layer.
+    fn from_iter<I: IntoIterator<Item = Range<usize>>>(ranges: I) -> Self {
+        let span = |range: Range<usize>| match range.start.checked_add(1) == Some(range.end) {
+            true => Span::One(At::Start(range.start)),
+            false => Span::Range(At::Start(range.start), At::Start(range.end)),
+        };
+        Self(ranges.into_iter().map(span).collect())
+    }
+}
+
+impl FromStr for Layers {
+    /// The rule that the text breaks.
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Ok(Self(text.split(',').map(Span::read).collect::<Result<_, _>>()?))
+    }
+}
+
+impl fmt::Display for At {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Start(at) => write!(f, "{at}"),
+            Self::End(0) => Ok(()),
+            Self::End(at) => write!(f, "-{at}"),
+        }
+    }
+}
+
+impl fmt::Display for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::One(at) => write!(f, "{at}"),
+            Self::Range(At::Start(0), At::End(0)) => write!(f, ".."),
+            Self::Range(start, end) => write!(f, "{start}..{end}"),
+        }
+    }
+}
+
+impl fmt::Display for Layers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, span) in self.0.iter().enumerate() {
+            write!(f, "{}{span}", if i == 0 { "" } else { "," })?;
+        }
+        Ok(())
+    }
+}

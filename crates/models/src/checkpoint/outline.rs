@@ -1,0 +1,123 @@
+//! A model whose configuration is there and whose weights are not: what its importer asks for is listed, and
+//! nothing is read or allocated.
+
+use burn::{
+    module::{Param, ParamId},
+    tensor::{DType, Device, Shape, Tensor},
+};
+use burn_store::{bridge, burn_pack::Error as PackError};
+
+use super::{Names, Weights, entry::Entry};
+use crate::{Error, ModelSpec, Result, load::Planned, mxfp4::BLOCK};
+
+/// What a checkpoint that is not there would hold.
+#[derive(Clone, Debug)]
+pub(crate) struct Outline {
+    /// The type of its floats.
+    pub(crate) stored: DType,
+    /// Whether its experts are in blocks of MXFP4.
+    pub(crate) mxfp4: bool,
+    /// What the model is, once that is known.
+    model: Option<(&'static Names, ModelSpec)>,
+}
+
+impl Outline {
+    pub(crate) fn new(stored: DType, mxfp4: bool) -> Self {
+        Self { stored, mxfp4, model: None }
+    }
+}
+
+impl Weights {
+    /// From here on, tensors are listed instead of taken.
+    pub(crate) fn outline(&mut self, outline: Outline) {
+        self.outline = Some(outline);
+    }
+
+    /// Whether tensors are only listed.
+    pub(super) fn is_outline(&self) -> bool {
+        self.outline.is_some()
+    }
+
+    /// Keeps what the model is until all its tensors are listed.
+    pub(super) fn begin_outline(&mut self, names: &'static Names, spec: &ModelSpec) {
+        if let Some(outline) = &mut self.outline {
+            outline.model = Some((names, spec.clone()));
+        }
+    }
+
+    /// Tells the observer of the model, all of whose tensors are listed.
+    pub(super) fn finish_outline(&mut self) -> Result<()> {
+        let model = self.outline.as_mut().and_then(|outline| outline.model.take());
+        let Some((names, spec)) = model else { return Ok(()) };
+        let weights = self.sizes(names);
+        self.watcher.begin(&Planned::new(&spec, &weights, self.cache.as_ref()))
+    }
+
+    /// Lists a tensor.
+    fn list(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<()> {
+        /// More than any tensor has, and less than what overflows when the bytes of all are added.
+        const MOST: u64 = 1 << 40;
+        let numbers = shape.iter().try_fold(1u64, |n, dim| n.checked_mul(*dim as u64));
+        // Restored, each takes at most four bytes.
+        if numbers.is_none_or(|numbers| numbers > MOST / size_of::<f32>() as u64) {
+            let why = format!("would have shape {shape:?}, more than 2^40 bytes in f32");
+            return Err(Error::Tensor { path: self.path.clone(), tensor: name.into(), why });
+        }
+        let absent = || Err(PackError::ValidationError("only its shape is known".into()));
+        let shape = Shape::from(shape.to_vec());
+        let tensor = bridge::deferred(name.into(), dtype, shape, None, absent);
+        let (name, path) = (name.to_string(), self.path.clone());
+        let entry = Entry {
+            name: name.clone(),
+            tensor,
+            path,
+            stored: None,
+            blocks: None,
+            interleaved: None,
+        };
+        self.add(name, entry)
+    }
+
+    /// Lists a tensor of floats.
+    pub(super) fn list_floats(&mut self, name: &str, shape: &[usize]) -> Result<()> {
+        let stored = self.outline.as_ref().map_or(DType::F32, |outline| outline.stored);
+        self.list(name, shape, stored)
+    }
+
+    /// Lists tensors of these numbers of rows, and stands for what they are joined to; `row` is the shape of a row.
+    pub(super) fn list_joined<const D: usize>(
+        &mut self,
+        parts: &[(String, usize)],
+        row: &[usize],
+    ) -> Result<Param<Tensor<D>>> {
+        for (name, rows) in parts {
+            self.list_floats(name, &[&[*rows], row].concat())?;
+        }
+        let rows = parts.iter().map(|(_, rows)| rows).sum();
+        Ok(self.stand_in([&[rows], row].concat()))
+    }
+
+    /// A parameter of this shape, which is allocated only if it is computed with.
+    pub(super) fn stand_in<const D: usize>(&self, shape: Vec<usize>) -> Param<Tensor<D>> {
+        let (dtype, shape) = (self.dtype, Shape::from(shape));
+        let zeros = shape.clone();
+        let init = move |device: &Device, _| Tensor::zeros(zeros, (device, dtype));
+        Param::uninitialized(ParamId::new(), init, self.device.clone(), false, shape)
+    }
+
+    /// Lists the matrices and biases of experts, `[experts, rows, columns]`, as Hugging Face checkpoints have them.
+    pub(super) fn list_experts(
+        &mut self,
+        name: &str,
+        [n, rows, columns]: [usize; 3],
+    ) -> Result<()> {
+        if self.outline.as_ref().is_some_and(|outline| outline.mxfp4) {
+            let blocks = [n, rows, columns / BLOCK];
+            self.list(&format!("{name}_blocks"), &[&blocks[..], &[BLOCK / 2]].concat(), DType::U8)?;
+            self.list(&format!("{name}_scales"), &blocks, DType::U8)?;
+        } else {
+            self.list_floats(name, &[n, columns, rows])?;
+        }
+        self.list_floats(&format!("{name}_bias"), &[n, rows])
+    }
+}

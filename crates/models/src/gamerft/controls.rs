@@ -1,0 +1,83 @@
+//! What a pass is given.
+
+use burn::tensor::{Device, Tensor, TensorData};
+
+use super::Config;
+use crate::{Error, Result};
+
+/// What a player does in each frame.
+#[derive(Clone, Debug)]
+pub struct Controls {
+    /// How far the mouse moved along both axes, `[batch, frames, 2]`.
+    pub mouse: Tensor<3>,
+    /// Buttons, 1 where one is pressed and 0 elsewhere, `[batch, frames, n_buttons]`.
+    pub buttons: Tensor<3>,
+}
+
+impl Controls {
+    /// Those of one frame: of each sequence of a batch the mouse, and whether each button is pressed.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Argument`] for no sequence, or different numbers of buttons.
+    pub fn of(players: &[([f32; 2], &[bool])], device: &Device) -> Result<Self> {
+        let (batch, n_buttons) = (players.len(), players.first().map_or(0, |(_, b)| b.len()));
+        if let Some((_, other)) = players.iter().find(|(_, buttons)| buttons.len() != n_buttons) {
+            let rule = format!("must be {n_buttons} for every sequence of a batch");
+            return Err(Error::argument("buttons", other.len(), rule));
+        }
+        if batch == 0 || n_buttons == 0 {
+            return Err(Error::argument("buttons", n_buttons, "must be at least 1, of a sequence"));
+        }
+        let mouse: Vec<f32> = players.iter().flat_map(|(mouse, _)| *mouse).collect();
+        let buttons = players.iter().flat_map(|(_, buttons)| *buttons);
+        let buttons: Vec<f32> = buttons.map(|&pressed| f32::from(u8::from(pressed))).collect();
+        Ok(Self {
+            mouse: Tensor::from_data(TensorData::new(mouse, [batch, 1, 2]), device),
+            buttons: Tensor::from_data(TensorData::new(buttons, [batch, 1, n_buttons]), device),
+        })
+    }
+
+    /// Those of frame `i` alone.
+    ///
+    /// # Panics
+    ///
+    /// When there are not as many frames.
+    pub fn frame(&self, i: usize) -> Self {
+        let [mouse, buttons] =
+            [&self.mouse, &self.buttons].map(|side| side.clone().narrow(1, i, 1));
+        Self { mouse, buttons }
+    }
+}
+
+/// Frames with noise, and what is known of them.
+#[derive(Clone, Debug)]
+pub struct Noised {
+    /// `(1 - t) picture + t noise`, `[batch, frames, channels, height, width]`.
+    pub x: Tensor<5>,
+    /// The noise levels t, from 0 for a picture to 1 for noise, `[batch, frames]`.
+    pub t: Tensor<2>,
+    /// What the player does.
+    pub controls: Controls,
+}
+
+impl Noised {
+    /// Batch and frames, once all shapes are those of a model of `config`.
+    pub(super) fn check(&self, config: &Config) -> Result<[usize; 2]> {
+        let [batch, frames, ..] = self.x.dims();
+        let Config { channels, sample_size, n_buttons, .. } = *config;
+        let Controls { mouse, buttons } = &self.controls;
+        for (field, found, wanted) in [
+            ("x", self.x.dims().to_vec(), vec![batch, frames, channels, sample_size, sample_size]),
+            ("t", self.t.dims().to_vec(), vec![batch, frames]),
+            ("mouse", mouse.dims().to_vec(), vec![batch, frames, 2]),
+            ("buttons", buttons.dims().to_vec(), vec![batch, frames, n_buttons]),
+        ] {
+            if found != wanted || found.contains(&0) {
+                let rule = format!("must have the shape {wanted:?}, none of it 0");
+                return Err(Error::argument(field, format!("{found:?}"), rule));
+            }
+        }
+        Ok([batch, frames])
+    }
+}

@@ -1,0 +1,183 @@
+//! Files of GameRFT: tensors under the authors' names.
+
+use std::{fs, path::Path};
+
+use burn::tensor::{DType, Device};
+
+use super::{
+    Block, Config, ControlEmbedding, GameRft, Mlp,
+    embed::{CONTROL_WIDTH, LEVEL_WIDTH, MOUSE_WIDTH},
+};
+use crate::{
+    Result, WeightDtype,
+    checkpoint::{Exports, Names, Weights},
+    files::{failed, pretty, read_to_string, write},
+    load::open_folder,
+    nn::Linear,
+    save::write_weights,
+};
+
+const NAMES: Names = Names {
+    family: "GameRFT",
+    // Checkpoints of the training loop have the model within what computes its loss.
+    prefix: "core.",
+    layers: "transformer.blocks.",
+    embedding: "proj_in.weight",
+    head: "proj_out.proj.weight",
+    harmless: |_| false,
+};
+
+/// The names in files that are written.
+const WRITTEN: Names = Names { prefix: "", ..NAMES };
+
+/// The name of a projection in files, `[d_output, d_input]`, and whether it has a bias.
+type Place = (String, [usize; 2], bool);
+
+/// The projections of an MLP.
+fn mlp(name: &str, [input, hidden, output]: [usize; 3]) -> [Place; 2] {
+    [
+        (format!("{name}.fc1"), [hidden, input], true),
+        (format!("{name}.fc2"), [output, hidden], true),
+    ]
+}
+
+/// The projections outside of layers: input, level (2), angle, mouse (2), buttons (2), norm, output.
+fn outer(config: &Config) -> [Place; 10] {
+    let Config { d_model, channels, n_buttons, .. } = *config;
+    let [level_up, level_down] = mlp("t_embed.mlp", [LEVEL_WIDTH, 4 * d_model, d_model]);
+    let [mouse_up, mouse_down] =
+        mlp("control_embed.mouse.mlp", [MOUSE_WIDTH, CONTROL_WIDTH, d_model]);
+    let [buttons_up, buttons_down] =
+        mlp("control_embed.button.proj", [n_buttons, CONTROL_WIDTH, d_model]);
+    let angle = "control_embed.mouse.angle_proj".into();
+    [
+        ("proj_in".into(), [d_model, channels], false),
+        level_up,
+        level_down,
+        (angle, [MOUSE_WIDTH / 2, 2], false),
+        mouse_up,
+        mouse_down,
+        buttons_up,
+        buttons_down,
+        ("proj_out.norm.fc".into(), [2 * d_model, d_model], true),
+        ("proj_out.proj".into(), [channels, d_model], true),
+    ]
+}
+
+/// The projections of layer `i`: those of attention, then those of the MLP, in the order of [`Block`].
+fn inner(config: &Config, i: usize) -> [Place; 8] {
+    let d_model = config.d_model;
+    let name = |part: &str| format!("{}{i}.{part}", NAMES.layers);
+    let [up, down] = mlp(&name("mlp"), [d_model, 4 * d_model, d_model]);
+    [
+        (name("adaln1.fc"), [2 * d_model, d_model], true),
+        (name("attn.qkv"), [3 * d_model, d_model], true),
+        (name("attn.out"), [d_model, d_model], true),
+        (name("gate1.fc_c"), [d_model, d_model], true),
+        (name("adaln2.fc"), [2 * d_model, d_model], true),
+        up,
+        down,
+        (name("gate2.fc_c"), [d_model, d_model], true),
+    ]
+}
+
+impl GameRft {
+    /// Reads a folder with `config.json` and weights, or shards of them, in f32, f16 or bf16, as f32.
+    ///
+    /// # Errors
+    ///
+    /// A file that is not there or damaged, a field that breaks a rule, a tensor that is missing, left over, not finite
+    /// or of another shape.
+    pub fn load(folder: impl AsRef<Path>, device: &Device) -> Result<Self> {
+        let folder = folder.as_ref();
+        let path = folder.join("config.json");
+        let config = Config::from_json(&read_to_string(&path)?, &path)?;
+        Self::import(config, &mut open_folder(folder, device)?)
+    }
+
+    /// Builds the model, taking each tensor out of `weights` as it goes.
+    fn import(config: Config, weights: &mut Weights) -> Result<Self> {
+        weights.named(&NAMES)?;
+        let mut take =
+            |(name, [rows, columns], bias): Place| weights.linear(&[(name, rows)], columns, bias);
+        let [input, level_up, level_down, angle, mouse_up, mouse_down, up, down, norm, output] =
+            outer(&config);
+        let input = take(input)?;
+        let level = Mlp { up: take(level_up)?, down: take(level_down)? };
+        let controls = ControlEmbedding {
+            angle: take(angle)?,
+            mouse: Mlp { up: take(mouse_up)?, down: take(mouse_down)? },
+            buttons: Mlp { up: take(up)?, down: take(down)? },
+        };
+        let mut layers = Vec::new();
+        for i in 0..config.n_layers {
+            let [attention_norm, qkv, output, attention_gate, mlp_norm, up, down, mlp_gate] =
+                inner(&config, i);
+            layers.push(Block {
+                attention_norm: take(attention_norm)?,
+                qkv: take(qkv)?,
+                output: take(output)?,
+                attention_gate: take(attention_gate)?,
+                mlp_norm: take(mlp_norm)?,
+                mlp: Mlp { up: take(up)?, down: take(down)? },
+                mlp_gate: take(mlp_gate)?,
+            });
+        }
+        let (norm, output) = (take(norm)?, take(output)?);
+        weights.finish()?;
+        Ok(Self { input, level, controls, layers, norm, output, config })
+    }
+
+    /// The tensors of a checkpoint.
+    fn exports(&self) -> Exports {
+        let mut exports = Exports::new(&WRITTEN);
+        let mut give = |(name, [rows, _], _): Place, linear: &Linear| {
+            exports.linear(&[(name, rows)], linear);
+        };
+        let Self { input, level, controls, layers, norm, output, config } = self;
+        let ControlEmbedding { angle, mouse, buttons } = controls;
+        let linears = [
+            input,
+            &level.up,
+            &level.down,
+            angle,
+            &mouse.up,
+            &mouse.down,
+            &buttons.up,
+            &buttons.down,
+            norm,
+            output,
+        ];
+        outer(config).into_iter().zip(linears).for_each(|(place, linear)| give(place, linear));
+        for (i, layer) in layers.iter().enumerate() {
+            let linears = [
+                &layer.attention_norm,
+                &layer.qkv,
+                &layer.output,
+                &layer.attention_gate,
+                &layer.mlp_norm,
+                &layer.mlp.up,
+                &layer.mlp.down,
+                &layer.mlp_gate,
+            ];
+            inner(config, i).into_iter().zip(linears).for_each(|(place, l)| give(place, l));
+        }
+        exports
+    }
+
+    /// Writes a folder that [`load`](Self::load) and the authors' code read: `model.safetensors`, and `config.json`. The
+    /// folder is made if it is not there; the weights are whole before they get their name.
+    ///
+    /// # Errors
+    ///
+    /// One line naming the file: one that cannot be written, or a weight that is not finite or does not fit `dtype`.
+    pub fn save(&self, folder: impl AsRef<Path>, dtype: WeightDtype) -> Result<()> {
+        let folder = folder.as_ref();
+        let dtype = dtype.dtype().unwrap_or(DType::F32);
+        fs::create_dir_all(folder).map_err(failed(folder))?;
+        let path = folder.join("model.safetensors");
+        let weights = write_weights(&path, self.exports().into_tensors(), dtype)?;
+        weights.persist(&path).map_err(|error| failed(&path)(error.error))?;
+        write(&folder.join("config.json"), &pretty(&self.config.to_json()))
+    }
+}

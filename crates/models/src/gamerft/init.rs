@@ -1,0 +1,67 @@
+//! A [`GameRft`] with random weights, to be trained from scratch.
+
+use std::path::Path;
+
+use burn::{
+    module::Param,
+    nn::Initializer,
+    tensor::{Device, Tensor},
+};
+
+use super::{
+    Block, Config, ControlEmbedding, GameRft, Mlp,
+    embed::{CONTROL_WIDTH, LEVEL_WIDTH, MOUSE_WIDTH},
+};
+use crate::{
+    Result,
+    nn::{Linear, init::linear},
+};
+
+impl GameRft {
+    /// A model with random weights, which depend on the device's seed.
+    ///
+    /// Weights are normal with variance `1 / d_input`, biases 0. What conditions norms and gates is 0 at first, so that
+    /// all frames are treated alike whatever the controls (Peebles and Xie, 2022, <https://arxiv.org/abs/2212.09748>);
+    /// other than there the biases of gates are `1 / sqrt(2 n_layers)`, so that layers take part from the start and the
+    /// residual stream keeps its scale. The output is 0.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`](crate::Error::Config) for the first field that breaks a rule.
+    pub fn init(config: Config, device: &Device) -> Result<Self> {
+        config.check(Path::new("config.json"))?;
+        let Config { d_model, channels, n_buttons, n_layers, .. } = config;
+        let mlp = |[input, hidden, output]: [usize; 3]| Mlp {
+            up: linear([hidden, input], 1.0, true, device),
+            down: linear([output, hidden], 1.0, true, device),
+        };
+        let input = linear([d_model, channels], 1.0, false, device);
+        let level = mlp([LEVEL_WIDTH, 4 * d_model, d_model]);
+        let controls = ControlEmbedding {
+            angle: linear([MOUSE_WIDTH / 2, 2], 1.0, false, device),
+            mouse: mlp([MOUSE_WIDTH, CONTROL_WIDTH, d_model]),
+            buttons: mlp([n_buttons, CONTROL_WIDTH, d_model]),
+        };
+        let gate = 1.0 / (2.0 * n_layers as f64).sqrt();
+        let layers = (0..n_layers).map(|_| Block {
+            attention_norm: constant([2 * d_model, d_model], 0.0, device),
+            qkv: linear([3 * d_model, d_model], 1.0, true, device),
+            output: linear([d_model, d_model], 1.0, true, device),
+            attention_gate: constant([d_model, d_model], gate, device),
+            mlp_norm: constant([2 * d_model, d_model], 0.0, device),
+            mlp: mlp([d_model, 4 * d_model, d_model]),
+            mlp_gate: constant([d_model, d_model], gate, device),
+        });
+        let layers = layers.collect();
+        let norm = constant([2 * d_model, d_model], 0.0, device);
+        let output = constant([channels, d_model], 0.0, device);
+        Ok(Self { input, level, controls, layers, norm, output, config })
+    }
+}
+
+/// A projection that is `value` whatever it is given.
+fn constant(shape: [usize; 2], value: f64, device: &Device) -> Linear {
+    let bias = Initializer::Constant { value }.init([shape[0]], device);
+    let weight: Param<Tensor<2>> = Initializer::Zeros.init(shape, device);
+    Linear { weight: weight.into(), bias: Some(bias) }
+}

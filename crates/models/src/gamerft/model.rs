@@ -1,0 +1,231 @@
+//! A transformer whose norms and gates are conditioned frame by frame.
+
+use burn::{
+    module::Module,
+    tensor::{Tensor, activation},
+};
+use kv_cubecl::{
+    AttentionOptions, FakeQuantOptions, FrameConfig, Frames, KvCacheConfig, frame_attention,
+};
+use tracing::trace;
+
+use super::{
+    Config, ControlEmbedding, Mlp, Noised, Store, WorldCache,
+    cache::check_layers,
+    embed::{LEVEL_WIDTH, waves},
+    rope::FrameRotation,
+};
+use crate::{
+    Result,
+    nn::{Linear, unit_rms},
+    spans::LAYER,
+};
+
+/// The diffusion transformer of GameRFT.
+#[derive(Module, Debug)]
+pub struct GameRft {
+    /// From the channels of a latent pixel to those of a token, `[d_model, channels]`.
+    pub input: Linear,
+    /// The embedding of noise levels.
+    pub level: Mlp,
+    /// The embedding of mouse and buttons.
+    pub controls: ControlEmbedding,
+    /// The layers, first to last.
+    pub layers: Vec<Block>,
+    /// The condition of the final norm: scales, then shifts, `[2 * d_model, d_model]`.
+    pub norm: Linear,
+    /// From tokens to the channels of latent pixels, `[channels, d_model]`.
+    pub output: Linear,
+    #[module(skip)]
+    pub(super) config: Config,
+}
+
+/// One layer of [`GameRft`].
+#[derive(Module, Debug)]
+pub struct Block {
+    /// The condition of the norm before attention: scales, then shifts.
+    pub attention_norm: Linear,
+    /// Query, key and value rows in one matrix.
+    pub qkv: Linear,
+    /// The output projection of attention.
+    pub output: Linear,
+    /// The condition of the gate after attention.
+    pub attention_gate: Linear,
+    /// The condition of the norm before the MLP: scales, then shifts.
+    pub mlp_norm: Linear,
+    /// The MLP.
+    pub mlp: Mlp,
+    /// The condition of the gate after the MLP.
+    pub mlp_gate: Linear,
+}
+
+/// What a layer attends with.
+enum Memory<'a> {
+    /// All frames at once.
+    Parallel(FrameConfig, FakeQuantOptions),
+    /// The frames of a cache.
+    Cache(&'a mut kv_cubecl::FrameCache, Store),
+}
+
+impl Memory<'_> {
+    fn attend(self, [query, key, value]: [Tensor<4>; 3]) -> Result<Tensor<4>> {
+        Ok(match self {
+            Memory::Parallel(config, fake_quant) => {
+                let options = AttentionOptions::default();
+                frame_attention(query, key, value, &config, fake_quant, options)?
+            }
+            Memory::Cache(cache, Store::Peek) => cache.peek(query, key, value)?.output,
+            Memory::Cache(cache, Store::Update) => cache.update(query, key, value)?.output,
+            Memory::Cache(cache, Store::Rewrite) => cache.rewrite(query, key, value)?.output,
+        })
+    }
+}
+
+impl GameRft {
+    /// The configuration the model was built from.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// What each frame predicts, noise - picture, for all frames of a sequence at once, each seeing itself and those
+    /// before it in its layers' windows, as [`step`](Self::step) with a cache of `format` that lost none of them gives it
+    /// frame by frame. Differentiable.
+    ///
+    /// # Shapes
+    ///
+    /// - output: that of [`Noised::x`]
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Argument`](crate::Error::Argument) for tensors of other shapes, and those of
+    /// [`frame_attention`].
+    pub fn forward(&self, input: Noised, format: KvCacheConfig) -> Result<Tensor<5>> {
+        let formats = vec![format; self.layers.len()];
+        self.forward_with(input, &formats, FakeQuantOptions::default())
+    }
+
+    /// [`forward`](Self::forward) with a format for each layer, and a choice of how training treats quantizers.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`forward`](Self::forward), and [`Error::Argument`](crate::Error::Argument) for another number of formats.
+    pub fn forward_with(
+        &self,
+        input: Noised,
+        formats: &[KvCacheConfig],
+        fake_quant: FakeQuantOptions,
+    ) -> Result<Tensor<5>> {
+        check_layers("formats", formats.len(), &self.config)?;
+        let [_, frames] = input.check(&self.config)?;
+        let all = Frames((frames as u64).max(2));
+        self.pass(input, 0, |i| {
+            let window = self.config.window(i, all);
+            let config = FrameConfig::new(formats[i], self.config.tokens_per_frame(), window);
+            Memory::Parallel(config, fake_quant)
+        })
+    }
+
+    /// What one frame predicts, noise - picture, after those that `cache` holds. Of which noise level the cache's frames
+    /// are is not known any more when this one is stored: [`WorldCache::with_level`].
+    ///
+    /// # Shapes
+    ///
+    /// - input: one frame
+    /// - output: that of [`Noised::x`]
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Argument`](crate::Error::Argument) for tensors of other shapes or a cache of another model, and those of
+    /// the [`FrameCache`](kv_cubecl::FrameCache); the cache is then unchanged.
+    pub fn step(&self, input: Noised, cache: &mut WorldCache, store: Store) -> Result<Tensor<5>> {
+        let [batch, frames] = input.check(&self.config)?;
+        let at = cache.check(&self.config, [batch, frames], store)?;
+        let mut layers = cache.layers.iter_mut();
+        let velocity = self.pass(input, at, |_| {
+            let layer = layers.next().expect("there are as many as layers of the model");
+            Memory::Cache(layer, store)
+        })?;
+        if store != Store::Peek {
+            // The host does not read the levels of the input.
+            cache.set_level(None);
+        }
+        Ok(velocity)
+    }
+
+    /// A pass through all layers; `first` is the absolute position of the first frame.
+    fn pass<'a>(
+        &self,
+        input: Noised,
+        first: u64,
+        mut memory: impl FnMut(usize) -> Memory<'a>,
+    ) -> Result<Tensor<5>> {
+        let Noised { x, t, controls } = input;
+        let [batch, frames, channels, height, width] = x.dims();
+        let condition =
+            self.level.forward(waves(t, LEVEL_WIDTH)) + self.controls.forward(&controls);
+        let condition = activation::silu(condition); // [batch, frames, d_model]
+        let rotation = FrameRotation::new(&self.config, first, frames, &x.device());
+        let tokens = frames * height * width;
+        let x = x.permute([0, 1, 3, 4, 2]).reshape([batch, tokens, channels]);
+        let mut x = self.input.forward(x);
+        for (i, layer) in self.layers.iter().enumerate() {
+            trace!(target: LAYER, layer = i);
+            x = layer.forward(x, &condition, &rotation, self.config.n_heads, memory(i))?;
+        }
+        let x = activation::silu(modulated(x, &condition, &self.norm));
+        let x = self.output.forward(x).reshape([batch, frames, height, width, channels]);
+        Ok(x.permute([0, 1, 4, 2, 3]))
+    }
+}
+
+impl Block {
+    fn forward(
+        &self,
+        x: Tensor<3>,
+        condition: &Tensor<3>,
+        rotation: &FrameRotation,
+        n_heads: usize,
+        memory: Memory<'_>,
+    ) -> Result<Tensor<3>> {
+        let [batch, tokens, d_model] = x.dims();
+        let qkv = self.qkv.forward(modulated(x.clone(), condition, &self.attention_norm));
+        let heads = |i: usize, n: usize| {
+            let heads = qkv.clone().narrow(2, i * d_model, n * d_model);
+            heads.reshape([batch, tokens, n * n_heads, d_model / n_heads]).swap_dims(1, 2)
+        };
+        let qk = rotation.turn(unit_rms(heads(0, 2), f64::from(f32::EPSILON)));
+        let [query, key] = [0, 1].map(|i| qk.clone().narrow(1, i * n_heads, n_heads));
+        let attention = memory.attend([query, key, heads(2, 1)])?;
+        let attention = attention.swap_dims(1, 2).reshape([batch, tokens, d_model]);
+        let x = x + gated(self.output.forward(attention), condition, &self.attention_gate);
+        let mlp = self.mlp.forward(modulated(x.clone(), condition, &self.mlp_norm));
+        Ok(x + gated(mlp, condition, &self.mlp_gate))
+    }
+}
+
+/// `f(frames of x, numbers of each frame)`, where `of` makes the numbers of the condition, `[batch, frames, d_model]`.
+fn by_frame(
+    x: Tensor<3>,
+    condition: &Tensor<3>,
+    of: &Linear,
+    f: impl FnOnce(Tensor<4>, Tensor<4>) -> Tensor<4>,
+) -> Tensor<3> {
+    let ([batch, tokens, d_model], frames) = (x.dims(), condition.dims()[1]);
+    let x = x.reshape([batch, frames, tokens / frames, d_model]);
+    f(x, of.forward(condition.clone()).unsqueeze_dim(2)).reshape([batch, tokens, d_model])
+}
+
+/// The norm of x by root mean squares, with scales (less 1) and shifts that `of` makes of the condition, for all tokens
+/// of a frame alike.
+fn modulated(x: Tensor<3>, condition: &Tensor<3>, of: &Linear) -> Tensor<3> {
+    by_frame(x, condition, of, |x, numbers| {
+        let d_model = x.dims()[3];
+        let [scales, shifts] = [0, 1].map(|i| numbers.clone().narrow(3, i * d_model, d_model));
+        unit_rms(x, f64::from(f32::EPSILON)) * (scales + 1.0) + shifts
+    })
+}
+
+/// x times gates that `of` makes of the condition, for all tokens of a frame alike.
+fn gated(x: Tensor<3>, condition: &Tensor<3>, of: &Linear) -> Tensor<3> {
+    by_frame(x, condition, of, |x, gates| x * gates)
+}

@@ -1,0 +1,156 @@
+//! Frames from controls, one after the other.
+
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use kv_cubecl::Frames;
+use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
+use rand_distr::StandardNormal;
+
+use super::{Controls, GameRft, Noised, Store, WorldCache};
+use crate::{Error, Result};
+
+/// Plays a world model: controls in, frames out.
+///
+/// A frame begins as noise, at noise level 1, and is denoised in steps of Euler's method. The first steps look at the
+/// cache and store nothing; the last one stores the frame with the noise that is left, so that the cache holds frames as
+/// noisy as the context of training was, and what is left is then taken off. By default these are two steps, at the
+/// levels 1 and 0.25, as in CausVid (Yin et al., 2024, <https://arxiv.org/abs/2412.07772>) and the authors' pipeline.
+#[derive(Debug)]
+pub struct CausvidPipeline {
+    model: GameRft,
+    cache: WorldCache,
+    levels: Vec<f32>,
+    rng: Xoshiro256PlusPlus,
+}
+
+/// The noise levels of the steps of a frame, the last that of the frames in the cache.
+const LEVELS: [f32; 2] = [1.0, 0.25];
+
+impl CausvidPipeline {
+    /// Plays on from what `cache` holds; noise is a function of `seed`. Frames of another noise level than the pipeline
+    /// stores, after [`with_levels`](Self::with_levels), are refused when it is to play.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Argument`] for a cache of another model.
+    pub fn new(model: GameRft, cache: WorldCache, seed: u64) -> Result<Self> {
+        let batch = cache.layers().first().map_or(0, |layer| layer.layout().shape().batch);
+        cache.check(model.config(), [batch, 1], Store::Peek)?;
+        let rng = Xoshiro256PlusPlus::seed_from_u64(seed);
+        Ok(Self { model, cache, levels: LEVELS.to_vec(), rng })
+    }
+
+    /// Sets the noise levels of the steps, the first of them 1; frames are stored at the last one.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Argument`] for levels that do not begin with 1, do not fall, or end below 0, and for a last one that is not
+    /// the [level](WorldCache::level) of frames that the cache has.
+    pub fn with_levels(self, levels: &[f32]) -> Result<Self> {
+        let falls = levels.windows(2).all(|pair| pair[0] > pair[1]);
+        let ends = levels.last().is_some_and(|&last| last >= 0.0);
+        if levels.first() != Some(&1.0) || !falls || !ends {
+            let rule = "must begin with 1 and fall, and be at least 0";
+            return Err(Error::argument("levels", format!("{levels:?}"), rule));
+        }
+        self.cache.check_level(levels)?;
+        Ok(Self { levels: levels.to_vec(), ..self })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &GameRft {
+        &self.model
+    }
+
+    /// What it has seen.
+    pub fn cache(&self) -> &WorldCache {
+        &self.cache
+    }
+
+    /// Frames so far.
+    pub fn frames(&self) -> Frames {
+        self.cache.written()
+    }
+
+    /// Forgets all frames; the noise goes on.
+    pub fn reset(&mut self) {
+        self.cache.reset();
+    }
+
+    /// Standard normal numbers for a frame.
+    fn noise(&mut self, device: &Device) -> Tensor<4> {
+        let batch = self.cache.layers()[0].layout().shape().batch;
+        let config = self.model.config();
+        let shape = [batch, config.channels, config.sample_size, config.sample_size];
+        let n = shape.iter().product::<usize>();
+        let noise: Vec<f32> = (&mut self.rng).sample_iter(StandardNormal).take(n).collect();
+        Tensor::from_data(TensorData::new(noise, shape), (device, DType::F32))
+    }
+
+    /// The next frame, `[batch, channels, height, width]`, from noise that is drawn for it.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`next_frame_from`](Self::next_frame_from); noise has then been drawn.
+    pub fn next_frame(&mut self, controls: &Controls) -> Result<Tensor<4>> {
+        let noise = self.noise(&controls.mouse.device());
+        self.next_frame_from(noise, controls)
+    }
+
+    /// Stores a frame that is known, `[batch, channels, height, width]`, as the next one, with noise that is drawn for
+    /// it: as much as computed frames have in the cache.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`GameRft::step`], and [`Error::Argument`] for a cache of frames of another noise level; the cache is then
+    /// unchanged, and noise may have been drawn.
+    pub fn see(&mut self, frame: Tensor<4>, controls: &Controls) -> Result<()> {
+        self.cache.check_level(&self.levels)?;
+        let level = self.levels.last().copied().unwrap_or_default();
+        let noise = self.noise(&controls.mouse.device());
+        let x = (frame * (1.0 - level) + noise * level).unsqueeze_dim::<5>(1);
+        let t = Tensor::full([x.dims()[0], 1], level, (&x.device(), DType::F32));
+        let input = Noised { x, t, controls: controls.clone() };
+        self.step(input, level, Store::Update).map(drop)
+    }
+
+    /// A step of the model; a frame that is stored is of noise level `level`, as those before it are.
+    fn step(&mut self, input: Noised, level: f32, store: Store) -> Result<Tensor<5>> {
+        let velocity = self.model.step(input, &mut self.cache, store)?;
+        if store != Store::Peek {
+            self.cache.set_level(Some(level));
+        }
+        Ok(velocity)
+    }
+
+    /// The next frame from this noise, `[batch, channels, height, width]`, for the controls of one frame.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`GameRft::step`], and [`Error::Argument`] for a cache of frames of another noise level; the cache is then
+    /// unchanged.
+    pub fn next_frame_from(&mut self, noise: Tensor<4>, controls: &Controls) -> Result<Tensor<4>> {
+        self.cache.check_level(&self.levels)?;
+        let mut x = noise.unsqueeze_dim::<5>(1);
+        let last = self.levels.len() - 1;
+        for i in 0..=last {
+            let level = self.levels[i];
+            let (next, store) = match i == last {
+                true => (0.0, Store::Update),
+                false => (self.levels[i + 1], Store::Peek),
+            };
+            let t = Tensor::full([x.dims()[0], 1], level, (&x.device(), DType::F32));
+            let input = Noised { x: x.clone(), t, controls: controls.clone() };
+            let velocity = self.step(input, level, store)?;
+            x = x - velocity * (level - next);
+        }
+        Ok(x.squeeze_dim(1))
+    }
+
+    /// A frame for each of a stream of controls, each computed when it is asked for.
+    pub fn play<'a>(
+        &'a mut self,
+        controls: impl IntoIterator<Item = Controls> + 'a,
+    ) -> impl Iterator<Item = Result<Tensor<4>>> + 'a {
+        controls.into_iter().map(|controls| self.next_frame(&controls))
+    }
+}

@@ -1,0 +1,27 @@
+//! Random weights, to train from.
+
+use burn::{
+    module::Param,
+    nn::Initializer,
+    tensor::{Device, Tensor},
+};
+
+use super::{Linear, Matrix};
+
+/// A projection of random weights, and of biases that are 0.
+pub(crate) fn linear(shape: [usize; 2], gain: f64, bias: bool, device: &Device) -> Linear {
+    Linear {
+        weight: normal(shape, gain, device),
+        bias: bias.then(|| Initializer::Zeros.init([shape[0]], device)),
+    }
+}
+
+/// Normal values of standard deviation `gain / sqrt(d_input)`, in the shape `[d_output, d_input]`.
+pub(crate) fn normal(shape: [usize; 2], gain: f64, device: &Device) -> Matrix {
+    let std = gain / (shape[1] as f64).sqrt();
+    let param: Param<Tensor<2>> = Initializer::Normal { mean: 0.0, std }.init(shape, device);
+    // Burn draws the values on first use. They are used here, so that they depend on the seed alone
+    // and not on the order in which weights are used later.
+    param.val();
+    param.into()
+}

@@ -1,0 +1,496 @@
+//! Layer policies: their files, and the caches that models get by them.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use std::fs;
+
+use burn::tensor::Tensor;
+use common::{device, expected, max_difference, tiny};
+use kv_models::{
+    Error, LayerRule, LayerSpec, Layers, ModelCacheConfig, ModelSpec, Stores,
+    kv_cubecl::{Bits, CacheFloat, KvCacheConfig, Side, SideFormat, layout::CacheLayout},
+    load,
+};
+use proptest::prelude::*;
+use serde_json::{Value as Json, json};
+
+/// A model of `n` layers with heads of 64 channels, of which layer 1 has a window of 512 tokens.
+fn model(n: usize) -> ModelSpec {
+    let layer = LayerSpec::new(9, 3, 64);
+    let windowed = |i| if i == 1 { layer.with_window(Some(512)) } else { layer };
+    ModelSpec::new(1000, 576, 8192, (0..n).map(windowed).collect())
+}
+
+fn names(policy: &ModelCacheConfig, n: usize) -> Vec<String> {
+    policy.layers(&model(n)).map(|cache| cache.to_string()).collect()
+}
+
+fn layers(text: &str) -> Layers {
+    text.parse().unwrap()
+}
+
+fn cache(name: &str) -> KvCacheConfig {
+    name.parse().unwrap()
+}
+
+/// What each layer has, written down by hand.
+#[test]
+fn every_layer_has_what_its_rules_say() {
+    let both_ends = ModelCacheConfig::from(cache("k4v4-r64-s4"))
+        .with_cache(Layers::first(2), KvCacheConfig::float())
+        .with_format(Layers::last(1), None, SideFormat::Float);
+    let expected = ["float", "float-w512", "k4v4-r64-s4", "k4v4-r64-s4", "float"];
+    assert_eq!(names(&both_ends, 5), expected);
+
+    // Only the last three; layers of no rule are in float.
+    let last = ModelCacheConfig::new([]).with_cache(Layers::last(3), cache("k2v2-g64-r64"));
+    assert_eq!(names(&last, 4), ["float", "k2v2-g64-r64-w512", "k2v2-g64-r64", "k2v2-g64-r64"]);
+
+    // Bits by layer and side. The last rule has the last word, on the side that it names.
+    let by_side = ModelCacheConfig::from(cache("k4v4-s4-f16"))
+        .with_format(layers("2.."), Side::Values, SideFormat::Affine2)
+        .with_format(layers("-1,0"), Side::Keys, SideFormat::Affine8)
+        .with_format(3, Side::Values, SideFormat::Float);
+    let expected = ["k8v4-s4-f16", "k4v4-w512-f16", "k4v2-s4-f16", "k8v16-s4-f16"];
+    assert_eq!(names(&by_side, 4), expected);
+
+    // What formats need of themselves comes with them, and what means nothing to them goes.
+    let other = ModelCacheConfig::from(cache("k4v4-g64-r64-slide"))
+        .with_format(0, None, SideFormat::Int8)
+        .with_format(2, Side::Keys, SideFormat::Int8);
+    let expected = ["kint8vint8-r64", "k4v4-g64-r64-slide-w512", "kint8v4-g64-r64"];
+    assert_eq!(names(&other, 3), expected);
+    let of_float = ModelCacheConfig::from(KvCacheConfig::float())
+        .with_format(Layers::all(), None, SideFormat::Int8)
+        .with_format(0, Side::Values, SideFormat::Affine4);
+    assert_eq!(names(&of_float, 3), ["kint8v4", "kint8vint8-w512", "kint8vint8"]);
+
+    let rotated =
+        Stores::Format { side: Some(Side::Values), format: SideFormat::Affine2, rotate: true };
+    let rotated = ModelCacheConfig::from(cache("k4v4")).with_rule(LayerRule::new(2, rotated));
+    assert_eq!(names(&rotated, 3), ["k4v4", "k4v4-w512", "k4v2-hadv"]);
+
+    // From which token on: the rest stays, another cache says it anew, and layers with windows keep none.
+    let started = ModelCacheConfig::from(cache("k4v4-s4-slide"))
+        .with_start(layers("1..4"), 64)
+        .with_format(2, Side::Values, SideFormat::Int8)
+        .with_start(layers("-1"), 0)
+        .with_cache(3, cache("k2v2"));
+    let expected = ["k4v4-s4-slide", "k4v4-slide-w512", "k4vint8-s64-slide", "k2v2", "k4v4-slide"];
+    assert_eq!(names(&started, 5), expected);
+    assert!(started.validate(model(5)).is_ok());
+}
+
+/// What a rule starts at is the sinks that a short name says, in what is attended to and in memory.
+#[test]
+fn a_start_is_the_sinks_of_its_layers() {
+    let device = device();
+    let ids = expected(&tiny("llama-tiny"), &device).ids;
+    let [batch, seq] = ids.dims();
+    let model = load(tiny("llama-tiny"), &device).unwrap().model;
+    let base = || ModelCacheConfig::from(cache("k2v2-g16-r16")).with_capacity(seq);
+    let started = base().with_start(1, 5);
+    let named = base().with_cache(1, cache("k2v2-g16-r16-s5"));
+    let run = |policy: &ModelCacheConfig| {
+        let mut held = model.new_cache(policy, batch, &device).unwrap();
+        let streamed = model.step(ids.clone(), &mut held).unwrap();
+        (streamed, model.forward(ids.clone(), policy).unwrap(), held.memory_bytes().layers)
+    };
+    let (started, named, without) = (run(&started), run(&named), run(&base()));
+    assert_eq!(started.0.to_data(), named.0.to_data());
+    assert_eq!(started.1.to_data(), named.1.to_data());
+    assert_eq!(started.2, named.2);
+    assert!(max_difference(started.1, without.1) > 1e-4, "the first tokens count");
+}
+
+proptest! {
+    /// Any policy is what it was after any way through files.
+    #[test]
+    fn files_hold_what_was_built(policy in policies()) {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["policy.json", "policy.toml"] {
+            let path = folder.path().join(name);
+            policy.write(&path).unwrap();
+            prop_assert_eq!(&ModelCacheConfig::read(&path).unwrap(), &policy, "{}", name);
+            prop_assert_eq!(&ModelCacheConfig::find(path.to_str().unwrap()).unwrap(), &policy);
+        }
+        prop_assert_eq!(&ModelCacheConfig::from_toml(&policy.to_toml()).unwrap(), &policy);
+        let json = serde_json::to_value(&policy).unwrap();
+        prop_assert_eq!(&serde_json::from_value::<ModelCacheConfig>(json.clone()).unwrap(), &policy);
+        // From one form to the other.
+        let toml = toml::to_string(&json).unwrap();
+        prop_assert_eq!(&ModelCacheConfig::from_toml(&toml).unwrap(), &policy);
+        prop_assert!(!policy.to_string().contains('\n'));
+    }
+
+    /// A text that was changed anywhere is read, or refused in one line; nothing panics.
+    #[test]
+    fn mutated_files_are_read_or_refused(
+        policy in policies(),
+        at in any::<prop::sample::Index>(),
+        with in "[ -~\n]{0,3}",
+        cut in 0usize..4,
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, text) in [
+            ("policy.json", serde_json::to_string_pretty(&policy).unwrap()),
+            ("policy.toml", policy.to_toml()),
+        ] {
+            let path = folder.path().join(name);
+            let at = at.index(text.len());
+            let end = (at + cut).min(text.len());
+            fs::write(&path, [&text[..at], &with, &text[end..]].concat()).unwrap();
+            if let Err(error) = ModelCacheConfig::read(&path) {
+                let message = error.to_string();
+                prop_assert!(message.contains(name) && !message.contains('\n'), "{}", message);
+            }
+        }
+    }
+
+    /// Layers are read as they are printed, and are those that a plain reading of the text gives.
+    #[test]
+    fn layers_are_read_as_printed(spans in prop::collection::vec((-6i64..6, -6i64..7, 0..4u8), 1..4)) {
+        const N: i64 = 6;
+        let mut parts = vec![];
+        let mut expected = std::collections::BTreeSet::new();
+        let mut fits = true;
+        for (a, b, kind) in spans {
+            let of = |at: i64| if at < 0 { N + at } else { at };
+            let (text, start, end) = match kind {
+                0 => (format!("{a}"), of(a), of(a) + 1),
+                1 => (format!("{a}.."), of(a), N),
+                2 => (format!("..{b}"), 0, of(b)),
+                _ => (format!("{a}..{b}"), of(a), of(b)),
+            };
+            fits &= start < end && end <= N;
+            parts.push(text);
+            expected.extend(start..end);
+        }
+        let read = parts.join(",").parse::<Layers>();
+        let policy = read.clone().map(|layers| {
+            ModelCacheConfig::new([]).with_format(layers, None, SideFormat::Int8)
+        });
+        let valid = policy.is_ok_and(|policy| policy.validate(model(N as usize)).is_ok());
+        prop_assert_eq!(valid, fits, "{:?}", parts);
+        if let (true, Ok(layers)) = (fits, read) {
+            prop_assert_eq!(&layers.to_string().parse::<Layers>().unwrap(), &layers);
+            let found: Vec<i64> = (0..N).filter(|&i| layers.contains(i as usize, 6)).collect();
+            prop_assert_eq!(found, expected.into_iter().collect::<Vec<_>>());
+        }
+    }
+}
+
+/// Random policies of everything that their files can say.
+fn policies() -> impl Strategy<Value = ModelCacheConfig> {
+    let format = || prop::sample::select(SideFormat::ALL.to_vec());
+    let cache = (format(), format(), 0..3usize, 0..200usize, any::<[bool; 3]>(), 0..3usize)
+        .prop_map(|(keys, values, group, sinks, [slide, rotate, window], float)| {
+            KvCacheConfig::stored(keys, values)
+                .with_group_size(16 << group)
+                .with_sink_tokens(sinks)
+                .with_sliding(slide)
+                .with_rotate_values(rotate)
+                .with_window(window.then_some(777))
+                .with_float(CacheFloat::ALL[float])
+        });
+    let format = (format(), 0..3u8, any::<bool>()).prop_map(|(format, side, rotate)| {
+        let side = [None, Some(Side::Keys), Some(Side::Values)][usize::from(side)];
+        Stores::Format { side, format, rotate: rotate && format.is_quantized() }
+    });
+    let start = (0..200_000usize).prop_map(Stores::Start);
+    let stores = prop_oneof![cache.prop_map(Stores::Cache), format, start];
+    let texts = ["..", "0", "0,29", "3,1", "-1", "..4", "-4..", "2..-2", "7..9,0"];
+    let layers = prop::sample::select(texts.to_vec()).prop_map(layers);
+    let rule = (layers, stores).prop_map(|(layers, stores)| LayerRule { layers, stores });
+    let name = prop_oneof![Just(None), "[a-z][a-z0-9._-]{0,12}".prop_map(Some)];
+    (prop::collection::vec(rule, 1..5), name, 1..100_000usize).prop_filter_map(
+        "the name of a cache",
+        |(rules, name, capacity)| {
+            let policy = ModelCacheConfig::new(rules).with_capacity(capacity);
+            match name {
+                Some(name) => policy.with_name(&name).ok(),
+                None => Some(policy),
+            }
+        },
+    )
+}
+
+#[test]
+fn wrong_files_name_the_rule_and_its_field() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("policy.json");
+    let fails = |json: &Json, parts: &[&str]| {
+        fs::write(&path, json.to_string()).unwrap();
+        let message = ModelCacheConfig::read(&path).unwrap_err().to_string();
+        assert!(message.contains("policy.json: ") && !message.contains('\n'), "{message}");
+        for part in parts {
+            assert!(message.contains(part), "{message:?} lacks {part:?}");
+        }
+    };
+    let good = json!({"rules": [{"cache": "k4v4"}, {"layers": "0..2", "format": 16}]});
+    let with = |rule: Json| json!({"rules": [{"cache": "k4v4"}, rule]});
+    for (field, value, rule) in [
+        ("layers", json!("4..4"), "4..4 has no layer"),
+        ("layers", json!("-2..-4"), "-2..-4 has no layer"),
+        ("layers", json!("0..2,"), "\"\" is no layer: 0 is the first, -1 the last"),
+        ("layers", json!("first"), "\"first\" is no layer"),
+        ("layers", json!("-0"), "is no layer"),
+        ("layers", json!("99999999999999999999"), "is no layer"),
+        ("layers", json!(1.5), "\"1.5\" is no layer"),
+        ("layers", json!({}), "must be a layer, a range such as \"0..4\", or a list of these"),
+        ("layers", json!([[0]]), "must be a layer, a range such as"),
+        ("layers", json!([]), "is no layer"),
+        ("format", json!(3), "expected 2, 4, 8, or 16 for float, or one of \"int8\""),
+        ("format", json!("k4v4"), "expected 2, 4, 8"),
+        ("side", json!("key"), "must be keys or values"),
+        ("side", json!(1), "expected a string"),
+        ("rotate", json!(true), "what is in float is never rotated"),
+        ("rotate", json!("yes"), "expected a boolean"),
+        ("cache", json!("k4v4"), "either a cache, which is all of it, or a format"),
+        ("bits", json!(4), "unknown field"),
+        ("start_after", json!(100), "unknown field"),
+    ] {
+        let mut rule_of = json!({"layers": 0, "format": 16});
+        rule_of[field] = value.clone();
+        let shown = value.as_str().map_or(value.to_string(), |text| {
+            if field == "layers" { value.to_string() } else { text.to_string() }
+        });
+        let shown = if field == "format" || field == "cache" { value.to_string() } else { shown };
+        let named = format!("rules[1].{field} = ");
+        fails(&with(rule_of), &[&named, &shown, rule]);
+    }
+    fails(
+        &with(json!({"layers": 0})),
+        &["rules[1].cache = missing: ", "a cache, a format or a start"],
+    );
+    for (field, value, rule) in [
+        ("start", json!(-1), "expected usize"),
+        ("start", json!("64"), "expected usize"),
+        ("start", json!(1.5), "expected usize"),
+        ("side", json!("keys"), "both sides keep the same tokens in float"),
+        ("rotate", json!(true), "what stays in float is never rotated"),
+        ("format", json!(4), "or a start"),
+        ("cache", json!("k4v4"), "or a start"),
+        ("end", json!(64), "unknown field"),
+    ] {
+        let mut rule_of = json!({"layers": 0, "start": 64});
+        rule_of[field] = value.clone();
+        fails(&with(rule_of), &[&format!("rules[1].{field} = {value}: "), rule]);
+    }
+    fails(&with(json!({"cache": "k3v3"})), &["rules[1].cache = k3v3: ", "\"3\" in \"k3v3\""]);
+    fails(&with(json!({"cache": 4})), &["rules[1].cache = 4: must be the name of a cache"]);
+    fails(&with(json!({"cache": {"key_bits": 2}})), &["rules[1].cache.value_bits = missing: "]);
+    fails(&with(json!({"cache": "k4v4", "side": "keys"})), &["rules[1].side = ", "both sides"]);
+    fails(&with(json!({"cache": "k4v4", "rotate": true})), &["rules[1].rotate = true", "-hadv"]);
+    fails(&with(json!("k4v4")), &["rules[1] = \"k4v4\": a rule is a table of fields"]);
+    fails(&json!({"rules": []}), &["rules = []: needs one rule at least"]);
+    fails(&json!({"rules": {}}), &["rules = {}: ", "expected a sequence"]);
+    fails(&json!({}), &["rules = missing: "]);
+    fails(&json!({"name": "x"}), &["rules = missing: "]);
+    for (field, value, rule) in [
+        ("capacity", json!(-1), "expected usize"),
+        ("name", json!("a b"), "must be 1 to 40 letters, digits"),
+        ("name", json!("k4v4"), "is the name of the cache k4v4 of all layers"),
+        ("name", json!("float"), "is the name of the cache float"),
+        ("name", json!(""), "must be 1 to 40"),
+        ("group_size", json!(32), "unknown field"),
+    ] {
+        let mut wrong = good.clone();
+        wrong[field] = value;
+        fails(&wrong, &[&format!("{field} = "), rule]);
+    }
+    let text = good.to_string();
+    for len in 0..text.len() {
+        fs::write(&path, &text[..len]).unwrap();
+        let error = ModelCacheConfig::read(&path).unwrap_err();
+        assert!(matches!(error, Error::Malformed { format: "json", .. }), "{error}");
+    }
+
+    let path = folder.path().join("policy.toml");
+    for (text, parts) in [
+        ("[[rules]]\ncache = \"k4v4\nlayers = 0", "not a readable toml file"),
+        ("[[rules]]\ncache = k4v4", "at line 2"),
+        ("[[rules]]\nlayers = \"0..0\"\ncache = \"k4v4\"", "rules[0].layers = \"0..0\""),
+        ("[rules]\ncache = \"k4v4\"", "rules = {\"cache\":\"k4v4\"}: "),
+        ("capacity = 2024-01-01\n[[rules]]\nformat = 4", "capacity = "),
+    ] {
+        fs::write(&path, text).unwrap();
+        let message = ModelCacheConfig::read(&path).unwrap_err().to_string();
+        assert!(message.contains("policy.toml: ") && !message.contains('\n'), "{message}");
+        assert!(message.contains(parts), "{message:?} lacks {parts:?}");
+    }
+}
+
+#[test]
+fn a_policy_that_does_not_fit_the_model_names_the_rule() {
+    let base = || ModelCacheConfig::from(cache("k4v4"));
+    for (policy, message) in [
+        (
+            base().with_cache(layers("0..5"), cache("k2v2")),
+            "rules[1].layers = 0..5: the model has layers 0 to 3",
+        ),
+        (base().with_cache(Layers::last(5), cache("k2v2")), "rules[1].layers = -5..: "),
+        (
+            base().with_cache(layers("3..-1"), cache("k2v2")),
+            "rules[1].layers = 3..-1: 3..-1 has no layer in a model of 4",
+        ),
+        (base().with_cache(Layers::first(0), cache("k2v2")), "rules[1].layers = 0..0: "),
+        (base().with_cache(usize::MAX, cache("k2v2")), "the model has layers 0 to 3"),
+        (
+            base().with_cache(2, cache("k2v2-g128")),
+            "rules[1] = k2v2-g128: makes k2v2-g128 of layer 2: ",
+        ),
+        (
+            base().with_cache(1, cache("k4v4-r1024")),
+            "rules[1] = k4v4-r1024: makes k4v4-r1024 of layer 1: ",
+        ),
+        (ModelCacheConfig::from(cache("k2v2-g128")), "group_size 128"),
+        (base().with_start(4, 64), "rules[1].layers = 4: the model has layers 0 to 3"),
+        (base().with_start(2, 1 << 21), "from token 2097152 on: makes k4v4-s2097152 of layer 2: "),
+        // Layer 1 has a window.
+        (
+            base().with_start(1, 64),
+            "rules[1] = layers 1: from token 64 on: all of its layers have a window of their own and keep no sinks",
+        ),
+    ] {
+        let error = policy.validate(model(4)).unwrap_err().to_string();
+        assert!(error.contains(message) && !error.contains('\n'), "{error:?} lacks {message:?}");
+    }
+    base().with_cache(layers("0..4,-4..,..,3"), cache("k2v2")).validate(model(4)).unwrap();
+    // Of layers with windows among others it is said.
+    let some = base().with_start(0..3, 64);
+    some.validate(model(4)).unwrap();
+    let said = "k4v4; layers 0..3: from token 64 on: 1 of 4 layers (1) have a window of their own and keep no sinks";
+    assert_eq!(some.note(&model(4)).unwrap(), said);
+    let none = base().with_start(1, 0);
+    none.validate(model(4)).unwrap();
+    assert_eq!(none.note(&model(4)), None);
+}
+
+/// Streamed and in parallel, with caches that differ by layer and side, in layers with windows and without.
+#[test]
+fn streaming_with_a_mixed_policy_equals_parallel() {
+    let device = device();
+    for (name, policy) in [
+        (
+            "llama-tiny",
+            ModelCacheConfig::from(cache("k4v4-g16-r16-s2"))
+                .with_format(0, Side::Keys, SideFormat::Int8)
+                .with_format(Layers::last(1), Side::Values, SideFormat::Affine8),
+        ),
+        (
+            "gpt-oss-tiny",
+            ModelCacheConfig::from(cache("k4v4-g16-r16-slide"))
+                .with_format(layers("1..3"), None, SideFormat::E4m3)
+                .with_cache(0, cache("k16vint8-f16"))
+                .with_format(Layers::last(1), Side::Values, SideFormat::Affine8),
+        ),
+        (
+            "gemma3-tiny",
+            ModelCacheConfig::from(cache("k8v4-g16-r16-hadv"))
+                .with_cache(layers("0,-1"), cache("kmxfp4vmxfp4"))
+                .with_float_layers([1]),
+        ),
+    ] {
+        let ids = expected(&tiny(name), &device).ids;
+        let [batch, seq] = ids.dims();
+        let model = load(tiny(name), &device).unwrap().model;
+        let policy = policy.with_capacity(seq);
+        let parallel = model.forward(ids.clone(), &policy).unwrap();
+        let mut held = model.new_cache(&policy, batch, &device).unwrap();
+        for (i, (held, cache)) in held.layers().iter().zip(policy.layers(model.spec())).enumerate()
+        {
+            let layout =
+                CacheLayout::new(&cache, model.spec().layers[i].cache_shape(batch)).unwrap();
+            assert_eq!(held.memory_bytes(), layout.memory_bytes(), "{name}, layer {i}");
+        }
+        let steps = (0..seq).map(|t| model.step(ids.clone().narrow(1, t, 1), &mut held).unwrap());
+        let steps = Tensor::cat(steps.collect(), 1);
+        // Single codes may flip at rounding edges, but the mean difference stays small.
+        let mean = |x: Tensor<3>| x.abs().mean().into_scalar::<f32>();
+        let difference = mean(steps - parallel.clone());
+        assert!(difference < 2e-3, "{name}: mean difference {difference}");
+        // Each rule counts: without any that follows the first the logits are others.
+        for left_out in 1..policy.rules().len() {
+            let others = policy.rules().iter().enumerate().filter(|(i, _)| *i != left_out);
+            let other = ModelCacheConfig::new(others.map(|(_, rule)| rule.clone()));
+            let other = model.forward(ids.clone(), other.with_capacity(seq)).unwrap();
+            let moved = max_difference(other, parallel.clone());
+            assert!(moved > 1e-4, "{name}: rule {left_out} moves logits by {moved}");
+        }
+    }
+}
+
+#[test]
+fn presets_are_read_and_shown_in_full() {
+    assert_eq!(ModelCacheConfig::PRESETS, ["safe", "balanced", "small"]);
+    let mut bytes = vec![];
+    for name in ModelCacheConfig::PRESETS {
+        let preset = ModelCacheConfig::preset(name).unwrap().unwrap();
+        assert_eq!((preset.name(), preset.to_string().as_str()), (Some(name), name));
+        assert_eq!(name.parse::<ModelCacheConfig>().unwrap(), preset);
+        assert_eq!(ModelCacheConfig::find(name).unwrap(), preset);
+        let spec = model(30);
+        preset.validate(&spec).unwrap();
+        let shown = preset.in_full(&spec).unwrap();
+        assert!(shown.starts_with(&format!("{name}: layer")) && !shown.contains('\n'), "{shown}");
+        for cache in preset.layers(&spec.first(1)) {
+            assert!(shown.contains(&cache.to_string()), "{shown} lacks {cache}");
+        }
+        let layout = |(layer, cache): (&LayerSpec, KvCacheConfig)| {
+            CacheLayout::new(&cache, layer.cache_shape(1)).unwrap().memory_bytes().total()
+        };
+        bytes.push(spec.layers.iter().zip(preset.layers(&spec)).map(layout).sum::<usize>());
+    }
+    assert!(bytes.is_sorted_by(|a, b| a > b), "{bytes:?}");
+    // Of how few layers a model may be: as docs/results/policy.md says.
+    for (name, fewest) in [("safe", 2), ("balanced", 13), ("small", 15)] {
+        let preset = ModelCacheConfig::preset(name).unwrap().unwrap();
+        preset.validate(model(fewest)).unwrap();
+        assert_eq!(preset.validate(model(fewest - 1)).is_err(), name != "safe", "{name}");
+    }
+    assert!(ModelCacheConfig::preset("Safe").is_none());
+    let error = ModelCacheConfig::find("saf").unwrap_err().to_string();
+    assert!(error.contains("safe, balanced, small") && !error.contains('\n'), "{error}");
+    let error = ModelCacheConfig::find("nowhere/policy.toml").unwrap_err();
+    assert!(matches!(error, Error::NotFound { .. }), "{error}");
+}
+
+#[test]
+fn what_is_asked_of_a_policy() {
+    let mixed = ModelCacheConfig::from(cache("k4v2-g64-r64-s4-f16")).with_float_layers([0, 3]);
+    assert_eq!(mixed.to_string(), "k4v2-g64-r64-s4-f16 float layers 0,3");
+    assert_eq!(
+        names(&mixed.in_float(), 4),
+        ["float-f16", "float-w512-f16", "float-f16", "float-f16"]
+    );
+    let four = mixed.with_bits(Bits::Four, Bits::Four);
+    assert_eq!(four.to_string(), "k4v4-g64-r64-s4-f16 float layers 0,3");
+    assert!(mixed.is_quantized(&model(4)) && !mixed.is_float(&model(4)));
+    let float = ModelCacheConfig::from(cache("k4v4")).with_float_layers([0, 1]);
+    assert!(float.is_float(&model(2)) && !float.is_float(&model(3)));
+    assert_eq!(
+        cache("k4v4").with_capacity(9),
+        ModelCacheConfig::from(cache("k4v4").with_capacity(9)).uniform().unwrap()
+    );
+    assert_eq!(mixed.uniform(), None);
+    let several = mixed.with_format(Layers::last(2), Side::Keys, SideFormat::Int8);
+    let shown = "k4v2-g64-r64-s4-f16 float layers 0,3; layers -2..: keys as int8";
+    assert_eq!(several.to_string(), shown);
+    let in_full = "caches by layer: layer 0 float-f16, layer 1 k4v2-g64-r64-s4-f16, \
+                   layer 2 kint8v2-g64-r64-s4-f16, layer 3 kint8v16-r64-s4-f16";
+    assert_eq!(several.in_full(&model(4)).unwrap(), in_full);
+    let started = several.clone().with_start(layers("-2.."), 64);
+    assert_eq!(started.to_string(), format!("{shown}; layers -2..: from token 64 on"));
+    let two = started.with_bits(Bits::Two, Bits::Two);
+    let expected = ["float-f16", "k2v2-g64-r64-w512-f16", "k2v2-g64-r64-s64-f16", "float-f16"];
+    assert_eq!(names(&two, 4), expected);
+    assert_eq!(names(&two.in_float(), 3), ["float-f16", "float-w512-f16", "float-f16"]);
+    let called = several.with_name("mine").unwrap();
+    assert_eq!(called.to_string(), "mine");
+    for name in ["", "k2v2", "two words", "a\nb"] {
+        let error = called.clone().with_name(name).unwrap_err().to_string();
+        assert!(error.starts_with("name = "), "{error}");
+    }
+}

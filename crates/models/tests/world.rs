@@ -1,0 +1,409 @@
+//! The tiny world model against the authors' code: all frames at once, and through a ring of frames.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use burn::tensor::{Device, Distribution, Tensor, TensorData};
+use common::{copy, device, f32s, golden_in, max_difference};
+use kv_models::{
+    WeightDtype,
+    gamerft::{CausvidPipeline, Controls, GameRft, Noised, Store, WorldCache},
+    kv_cubecl::{Frames, KvCacheConfig},
+};
+use safetensors::SafeTensors;
+use serde_json::{Value, json};
+
+fn world() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/world/gamerft-tiny")
+}
+
+/// What the authors' code makes of what it is given.
+struct Expected {
+    bytes: Vec<u8>,
+    device: Device,
+}
+
+impl Expected {
+    fn of(folder: &Path, device: &Device) -> Self {
+        let bytes = fs::read(folder.join("expected.safetensors")).unwrap();
+        Self { bytes, device: device.clone() }
+    }
+
+    fn tensor<const D: usize>(&self, name: &str) -> Tensor<D> {
+        let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
+        let tensor = tensors.tensor(name).unwrap();
+        let shape: [usize; D] = tensor.shape().try_into().unwrap();
+        Tensor::from_data(TensorData::new(f32s(tensor.data()), shape), &self.device)
+    }
+
+    fn input(&self) -> Noised {
+        Noised { x: self.tensor("x"), t: self.tensor("t"), controls: self.controls() }
+    }
+
+    fn controls(&self) -> Controls {
+        Controls { mouse: self.tensor("mouse"), buttons: self.tensor("buttons") }
+    }
+}
+
+fn ring_frames(folder: &Path) -> Frames {
+    let config = fs::read_to_string(folder.join("config.json")).unwrap();
+    let config: Value = serde_json::from_str(&config).unwrap();
+    Frames(config["ring_frames"].as_u64().unwrap())
+}
+
+fn largest<const D: usize>(x: Tensor<D>) -> f32 {
+    x.abs().max().into_scalar::<f32>()
+}
+
+/// All frames of the file's noise through a ring.
+fn stream(folder: &Path, format: KvCacheConfig, device: &Device) -> (Tensor<5>, CausvidPipeline) {
+    let expected = Expected::of(folder, device);
+    let (noise, controls) = (expected.tensor::<5>("noise"), expected.controls());
+    let [batch, frames, ..] = noise.dims();
+    let model = GameRft::load(folder, device).unwrap();
+    let cache = model.new_cache(format, ring_frames(folder), batch, device).unwrap();
+    let mut pipeline = CausvidPipeline::new(model, cache, 0).unwrap();
+    let mut streamed = vec![];
+    for i in 0..frames {
+        assert_eq!(pipeline.frames(), Frames(i as u64));
+        let noise = noise.clone().narrow(1, i, 1).squeeze_dim(1);
+        let frame = pipeline.next_frame_from(noise, &controls.frame(i)).unwrap();
+        streamed.push(frame.unsqueeze_dim(1));
+    }
+    (Tensor::cat(streamed, 1), pipeline)
+}
+
+fn check_golden(device: &Device) {
+    let float = KvCacheConfig::float();
+    for folder in golden_in("world") {
+        let expected = Expected::of(&folder, device);
+        let model = GameRft::load(&folder, device).unwrap();
+        let parallel = model.forward(expected.input(), float).unwrap();
+        let wanted = expected.tensor::<5>("parallel_output");
+        let (worst, most) = (max_difference(parallel, wanted.clone()), largest(wanted));
+        assert!(worst <= 1e-4 * most, "{} parallel: {worst} of {most}", folder.display());
+
+        for (name, wanted) in [("float", "ring_frames"), ("k16vint8", "ring_frames_v_int8")] {
+            let wanted = expected.tensor::<5>(wanted);
+            let (frames, _) = stream(&folder, name.parse().unwrap(), device);
+            let (worst, most) = (max_difference(frames, wanted.clone()), largest(wanted));
+            assert!(worst <= 2e-4 * most, "{} ring of {name}: {worst} of {most}", folder.display());
+        }
+    }
+}
+
+#[test]
+fn golden_worlds() {
+    check_golden(&device());
+}
+
+#[cfg(feature = "wgpu")]
+#[test]
+fn golden_worlds_on_wgpu() {
+    check_golden(&kv_models::kv_cubecl::On::<kv_models::kv_cubecl::Wgpu>::open().unwrap());
+}
+
+/// Through a ring that loses no frame, each frame as clean as in the parallel pass, both give the same numbers, whatever
+/// the frames before are stored as.
+#[test]
+fn steps_equal_the_parallel_pass() {
+    let device = device();
+    let expected = Expected::of(&world(), &device);
+    let model = GameRft::load(world(), &device).unwrap();
+    for name in [
+        "float",
+        "float-f16",
+        "k16vint8",
+        "kint8vint8",
+        "k4v4-g16-r16",
+        "k16v8-g16-r32",
+        "k8v2-g16-r16-slide-hadv",
+    ] {
+        let format: KvCacheConfig = name.parse().unwrap();
+        let Noised { x, t, controls } = expected.input();
+        let [batch, frames, ..] = x.dims();
+        let parallel = model.forward(expected.input(), format).unwrap();
+        let mut cache = model.new_cache(format, Frames(frames as u64), batch, &device).unwrap();
+        let mut steps = vec![];
+        for i in 0..frames {
+            let input = Noised {
+                x: x.clone().narrow(1, i, 1),
+                t: t.clone().narrow(1, i, 1),
+                controls: controls.frame(i),
+            };
+            let noise = Noised {
+                x: Tensor::random(input.x.dims(), Distribution::Default, &device),
+                ..input.clone()
+            };
+            // What is peeked at leaves no trace, and what is written over neither.
+            model.step(noise.clone(), &mut cache, Store::Peek).unwrap();
+            model.step(noise, &mut cache, Store::Update).unwrap();
+            steps.push(model.step(input, &mut cache, Store::Rewrite).unwrap());
+        }
+        let most = largest(parallel.clone());
+        let worst = max_difference(Tensor::cat(steps, 1), parallel);
+        // Where a number is rounded to another code, because sums run in another order, more is off.
+        let tolerance = if format.is_quantized() { 2e-3 } else { 5e-5 };
+        assert!(worst <= tolerance * most, "{name}: {worst} of {most}");
+    }
+}
+
+/// Two halves of a batch play as they would alone, and noise is that of the seed.
+#[test]
+fn a_pipeline_is_a_function_of_its_seed() {
+    let device = device();
+    let play = |seed: u64| {
+        let model = GameRft::load(world(), &device).unwrap();
+        let cache = model.new_cache(KvCacheConfig::float(), Frames(3), 2, &device).unwrap();
+        let mut pipeline = CausvidPipeline::new(model, cache, seed).unwrap();
+        let buttons = [[true; 11], [false; 11]];
+        let players = [([1.0, -2.0], &buttons[0][..]), ([0.0, 0.0], &buttons[1][..])];
+        let controls = Controls::of(&players, &device).unwrap();
+        let frames: Vec<_> =
+            pipeline.play(vec![controls; 5]).map(|frame| frame.unwrap().into_data()).collect();
+        assert_eq!(pipeline.frames(), Frames(5));
+        frames
+    };
+    let (first, again, other) = (play(3), play(3), play(4));
+    assert_eq!(first, again);
+    assert_ne!(first[0], other[0]);
+    assert_ne!(first[0], first[1]);
+    assert!(first[4].iter::<f32>().all(f32::is_finite));
+}
+
+/// A checkpoint that is read and written gives the same numbers, also with the names of the training loop.
+#[test]
+fn saved_worlds_load() {
+    let device = device();
+    let model = GameRft::load(world(), &device).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    model.save(folder.path(), WeightDtype::F32).unwrap();
+    let names = |folder: &Path| {
+        let bytes = fs::read(folder.join("model.safetensors")).unwrap();
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        let mut tensors: Vec<_> = tensors
+            .iter()
+            .map(|(name, tensor)| {
+                (name.to_string(), tensor.shape().to_vec(), tensor.data().to_vec())
+            })
+            .collect();
+        tensors.sort();
+        tensors
+    };
+    assert_eq!(names(folder.path()), names(&world()));
+    let again = GameRft::load(folder.path(), &device).unwrap();
+    assert_eq!(again.config(), model.config());
+}
+
+#[test]
+fn what_does_not_fit_is_named() {
+    let device = device();
+    for (field, value, wanted) in [
+        ("n_layers", json!(5), "tensor transformer.blocks.4.adaln1.fc.weight is missing"),
+        ("n_layers", json!(3), "have no place in the GameRFT model"),
+        ("n_layers", json!(0), "n_layers = 0: must be between 1 and"),
+        ("d_model", json!(72), "d_model = 72: over n_heads must be a multiple of 8"),
+        ("n_buttons", json!(10), "the configuration needs [2048, 10]"),
+        ("tokens_per_frame", json!(17), "tokens_per_frame = 17: must be 16"),
+        ("causal", json!(false), "causal false"),
+        ("backbone", json!("mmdit"), "backbone mmdit"),
+        ("rope_impl", json!("motion"), "rope_impl motion"),
+        ("local_window", json!(1), "local_window = 1: must be at least 2 frames"),
+        ("local_window", Value::Null, "local_window = missing"),
+        ("n_frames", json!(1), "n_frames = 1: must be at least 2"),
+    ] {
+        let folder = copy(&world());
+        let path = folder.path().join("config.json");
+        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        config[field] = value.clone();
+        fs::write(path, config.to_string()).unwrap();
+        let error = GameRft::load(folder.path(), &device).unwrap_err().to_string();
+        assert!(error.contains(wanted) && !error.contains('\n'), "{field} {value}: {error}");
+    }
+    let folder = copy(&world());
+    let file = folder.path().join("model.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    fs::write(&file, &bytes[..bytes.len() - 1]).unwrap();
+    let error = GameRft::load(folder.path(), &device).unwrap_err().to_string();
+    assert!(error.contains("model.safetensors"), "{error}");
+}
+
+#[test]
+fn wrong_inputs_change_nothing() {
+    let device = device();
+    let model = GameRft::load(world(), &device).unwrap();
+    let mut cache = model.new_cache(KvCacheConfig::float(), Frames(3), 1, &device).unwrap();
+    let input = |batch: usize, frames: usize, buttons: usize| Noised {
+        x: Tensor::zeros([batch, frames, 8, 4, 4], &device),
+        t: Tensor::zeros([batch, frames], &device),
+        controls: Controls {
+            mouse: Tensor::zeros([batch, frames, 2], &device),
+            buttons: Tensor::zeros([batch, frames, buttons], &device),
+        },
+    };
+    for (input, store, wanted) in [
+        (input(1, 1, 10), Store::Update, "buttons = [1, 1, 10]: must have the shape [1, 1, 11]"),
+        (input(1, 2, 11), Store::Update, "frames = 2: must be 1"),
+        (input(2, 1, 11), Store::Update, "cache = CacheShape { batch: 1"),
+        (input(1, 1, 11), Store::Rewrite, "cache = 0 frames: must hold the frame"),
+    ] {
+        let error = model.step(input, &mut cache, store).unwrap_err().to_string();
+        assert!(error.contains(wanted), "{error}");
+        assert_eq!(cache.written(), Frames(0));
+    }
+    let rejects = |levels: &[f32]| {
+        let cache = model.new_cache(KvCacheConfig::float(), Frames(3), 1, &device).unwrap();
+        let pipeline = CausvidPipeline::new(model.clone(), cache, 0).unwrap();
+        pipeline.with_levels(levels).unwrap_err().to_string()
+    };
+    for levels in [&[][..], &[0.5], &[1.0, 1.0], &[1.0, -0.1], &[1.0, f32::NAN]] {
+        assert!(rejects(levels).contains("must begin with 1 and fall"), "{levels:?}");
+    }
+}
+
+/// Which noise level the frames of a cache are of is known of those that a pipeline stores, and one that stores others does
+/// not play on.
+#[test]
+fn a_pipeline_plays_on_from_frames_of_its_own_level() {
+    let device = device();
+    let model = GameRft::load(world(), &device).unwrap();
+    let controls = Controls::of(&[([0.0, 0.0], &[false; 11])], &device).unwrap();
+    let fresh = || model.new_cache(KvCacheConfig::float(), Frames(3), 1, &device).unwrap();
+    let pipeline =
+        |cache: &WorldCache| CausvidPipeline::new(model.clone(), cache.clone(), 1).unwrap();
+    let refused = |pipeline: &mut CausvidPipeline, rule: &str| {
+        let before = pipeline.frames();
+        let frame = Tensor::zeros([1, 8, 4, 4], &device);
+        for error in [
+            pipeline.next_frame(&controls).map(drop).unwrap_err(),
+            pipeline.see(frame, &controls).unwrap_err(),
+        ] {
+            let error = error.to_string();
+            assert!(error.contains("levels = [1.0, ") && error.contains(rule), "{error}");
+        }
+        assert_eq!(pipeline.frames(), before);
+    };
+
+    let mut first = pipeline(&fresh()).with_levels(&[1.0, 0.5, 0.125]).unwrap();
+    assert_eq!(first.cache().level(), None);
+    first.next_frame(&controls).unwrap();
+    assert_eq!(first.cache().level(), Some(0.125));
+    first.see(Tensor::zeros([1, 8, 4, 4], &device), &controls).unwrap();
+    let held = first.cache().clone();
+    assert_eq!((held.level(), held.written()), (Some(0.125), Frames(2)));
+
+    // Those of 0.25, which is the default, and of a level of which the number of steps does not count.
+    let rule = "must end with 0.125, at which the cache's frames were stored";
+    refused(&mut pipeline(&held), rule);
+    let error = pipeline(&held).with_levels(&[1.0, 0.0]).unwrap_err().to_string();
+    assert!(error.contains("levels = [1.0, 0.0]") && error.contains(rule), "{error}");
+    let mut again = pipeline(&held).with_levels(&[1.0, 0.125]).unwrap();
+    again.next_frame(&controls).unwrap();
+    assert_eq!(again.cache().level(), Some(0.125));
+    again.reset();
+    assert_eq!(again.cache().level(), None);
+    again.with_levels(&[1.0, 0.0]).unwrap().next_frame(&controls).unwrap();
+
+    // A step of the model alone: looking changes nothing, and what is stored is of a level that nobody has said.
+    let input = Noised {
+        x: Tensor::zeros([1, 1, 8, 4, 4], &device),
+        t: Tensor::zeros([1, 1], &device),
+        controls: controls.clone(),
+    };
+    let mut cache = held;
+    model.step(input.clone(), &mut cache, Store::Peek).unwrap();
+    assert_eq!(cache.level(), Some(0.125));
+    let known = cache.clone().with_level(0.125).unwrap_err().to_string();
+    assert!(
+        known.contains("level = 0.125: the cache's frames are known to be of 0.125"),
+        "{known}"
+    );
+    for store in [Store::Update, Store::Rewrite] {
+        let mut cache = cache.clone();
+        model.step(input.clone(), &mut cache, store).unwrap();
+        assert_eq!(cache.level(), None);
+        refused(&mut pipeline(&cache), "of a level that is not known");
+        for wrong in [-0.1, 1.5, f32::NAN] {
+            let error = cache.clone().with_level(wrong).unwrap_err().to_string();
+            assert!(error.contains("must be from 0 to 1"), "{error}");
+        }
+        pipeline(&cache.with_level(0.25).unwrap()).next_frame(&controls).unwrap();
+    }
+    let error = fresh().with_level(0.25).unwrap_err().to_string();
+    assert!(error.contains("level = 0.25: the cache has no frames"), "{error}");
+}
+
+/// Every parameter has a gradient, and along a direction it is what the loss changes by.
+#[cfg(feature = "autodiff")]
+#[test]
+fn gradients_reach_every_parameter() {
+    use burn::{
+        module::{Module, ModuleMapper, ModuleVisitor, Param},
+        tensor::Gradients,
+    };
+    use kv_models::kv_cubecl::{Autodiff, Flex, On};
+
+    struct Seen<'a> {
+        gradients: &'a Gradients,
+        squares: f64,
+        without: usize,
+    }
+    impl ModuleVisitor for Seen<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            match param.val().grad(self.gradients) {
+                Some(gradient) => {
+                    let squares = gradient.square().sum().into_scalar::<f32>();
+                    self.squares += f64::from(squares);
+                    self.without += usize::from(squares == 0.0);
+                }
+                None => self.without += 1,
+            }
+        }
+    }
+    /// Goes along the gradient.
+    struct Moved<'a> {
+        gradients: &'a Gradients,
+        by: f64,
+    }
+    impl ModuleMapper for Moved<'_> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|values| {
+                let gradient = values.grad(self.gradients).unwrap();
+                let moved = values.clone().detach().without_autodiff() + gradient * self.by;
+                Tensor::from_data(moved.into_data(), &values.device())
+            })
+        }
+    }
+
+    let device = On::<Autodiff<Flex>>::open().unwrap();
+    let expected = Expected::of(&world(), &device);
+    let model = GameRft::load(world(), &device).unwrap();
+    for name in ["float", "k8v8-g16-r16"] {
+        let format: KvCacheConfig = name.parse().unwrap();
+        let loss = |model: &GameRft| {
+            let wanted = expected.tensor::<5>("noise");
+            (model.forward(expected.input(), format).unwrap() - wanted).square().mean()
+        };
+        let gradients = loss(&model).backward();
+        let mut seen = Seen { gradients: &gradients, squares: 0.0, without: 0 };
+        model.visit(&mut seen);
+        assert_eq!(seen.without, 0, "{name}: parameters without a gradient");
+        if format.is_quantized() {
+            // The true loss is a staircase there.
+            continue;
+        }
+        let at = |by: f64| {
+            let moved = model.clone().map(&mut Moved { gradients: &gradients, by });
+            f64::from(loss(&moved).into_scalar::<f32>())
+        };
+        let step = 1e-2 / seen.squares.sqrt();
+        let slope = (at(step) - at(-step)) / (2.0 * step);
+        let error = (slope / seen.squares - 1.0).abs();
+        assert!(error < 1e-2, "{name}: slope {slope}, squares {}", seen.squares);
+    }
+}
