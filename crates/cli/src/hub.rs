@@ -39,6 +39,16 @@ impl ModelSource {
         resolve(&self.model, self.revision.as_deref())
     }
 
+    /// The model as it was named.
+    pub fn given(&self) -> &str {
+        &self.model
+    }
+
+    /// The branch, tag or commit of the hub that was named.
+    pub fn revision(&self) -> Option<&str> {
+        self.revision.as_deref()
+    }
+
     /// What it is called: on the hub what it is called there, else its file's or folder's name.
     pub fn name(&self) -> String {
         match Path::new(&self.model) {

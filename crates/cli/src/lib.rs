@@ -14,6 +14,6 @@ pub use hub::{ModelSource, name_of};
 pub use kv_cubecl;
 pub use memory::{MemorySize, memory_limit};
 pub use output::{OutFile, Screen, note, notes, open_folder};
-pub use progress::{load_bar, token_bar};
+pub use progress::{load_bar, token_bar, window_bar};
 pub use signals::{INTERRUPTED, on_interrupt};
-pub use start::{error_line, start};
+pub use start::{error_line, once, start};

@@ -1,5 +1,6 @@
 //! From a command line to an exit code.
 
+use core::ffi::c_long;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -61,11 +62,26 @@ pub fn error_line(error: &anyhow::Error) -> String {
 
 /// Makes mimalloc, if it is the allocator, keep freed memory. The next training step or forward
 /// pass asks for the same amounts again, and new pages, which the system has to clear, take as long
-/// as the computation on them. Must be called before other threads are started.
+/// as the computation on them.
 fn keep_freed_memory() {
-    // The option for the milliseconds before freed pages are given back, -1 for never. Its number
-    // is the one in mimalloc.h.
+    give_back_after(-1);
+}
+
+/// Does what needs much memory once, such as a load, after which mimalloc, if it is the allocator, keeps none of what was
+/// freed.
+pub fn once<T>(work: impl FnOnce() -> T) -> T {
+    give_back_after(0);
+    let done = work();
+    // SAFETY: it has no conditions.
+    unsafe { libmimalloc_sys::mi_collect(true) };
+    keep_freed_memory();
+    done
+}
+
+/// Sets the milliseconds after which mimalloc gives freed pages back to the system; -1 is never.
+fn give_back_after(milliseconds: c_long) {
+    // The number of the option in mimalloc.h.
     const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
-    // SAFETY: sets an option of the allocator before other threads are started.
-    unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) }
+    // SAFETY: the option is a word, of which other threads read the old value or the new one.
+    unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, milliseconds) }
 }

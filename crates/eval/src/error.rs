@@ -25,6 +25,9 @@ pub enum Error {
         /// The value.
         value: f32,
     },
+    /// The caller ended it.
+    #[error("stopped")]
+    Stopped,
     /// The device failed while computing or copying back.
     #[error("run {cache}: {why}")]
     Device {
@@ -39,6 +42,9 @@ pub enum Error {
     /// An error of the model.
     #[error(transparent)]
     Model(#[from] kv_models::Error),
+    /// An error of the game, its codec or its pictures.
+    #[error(transparent)]
+    World(#[from] kv_world::Error),
     /// An error of the KV cache.
     #[error(transparent)]
     Cache(#[from] kv_cubecl::Error),

@@ -2,8 +2,10 @@
 
 use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
-    Bits, CacheFloat, FakeQuantOptions, Granularity, KvCacheConfig, KvMemory, On, Target,
-    layout::Schedule, quantize, rotate,
+    Bits, CacheFloat, FakeQuantOptions, Granularity, KvCacheConfig, KvMemory, On, Packed, Side,
+    Target,
+    layout::{QuantSpec, Schedule},
+    quantize, quantize_side, rotate,
 };
 use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig, ids_to_tensor, spans::PHASE};
 use serde::Serialize;
@@ -91,11 +93,7 @@ pub fn layer_errors_of(
     let mut observe = |trace: AttentionTrace| {
         // After the first failure the rest of the pass is of no use, but cannot be stopped.
         if let Ok(layers) = &mut errors {
-            match of_layer(
-                &trace,
-                &config.layer(trace.layer, &model.spec().layers[trace.layer]),
-                &name,
-            ) {
+            match of_layer(&trace, &config.layer(model.spec(), trace.layer), &name) {
                 Ok(layer) => layers.push(layer),
                 Err(error) => errors = Err(error),
             }
@@ -119,7 +117,7 @@ pub fn measure_layers<T: Target>(
 ) -> Result<()> {
     let Some((ids, _)) = plan.spans().next().map(|span| plan.input(&span)) else { return Ok(()) };
     for (config, run) in plan.caches().iter().zip(runs) {
-        if config.cache.is_quantized() {
+        if config.is_quantized(model.spec()) {
             let _phase = trace_span!(target: PHASE, "layers", cache = %config).entered();
             run.layers = layer_errors(device, model, &ids, config)?;
         }
@@ -140,7 +138,8 @@ pub fn side_error(
     bits: Bits,
     group_size: usize,
 ) -> Result<SideError> {
-    side(input.clone(), input, granularity, bits, group_size, "")
+    let packed = quantize(input.clone(), granularity, bits, group_size)?;
+    side(input.clone(), input, &packed, "")
 }
 
 fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Result<LayerError> {
@@ -148,18 +147,22 @@ fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Resul
     // The quantizer, and what is compared, are f32 in a model of 16 bits too.
     let [query, key, value, output] = [query, key, value, output].map(|x| x.cast(DType::F32));
     let counts = Schedule::new(config).counts(key.dims()[2]);
-    let error = |side_of: &Tensor<4>, granularity, bits, count: usize| {
+    let error = |side_of: &Tensor<4>, which: Side, count: usize| {
         if count == 0 {
             return Ok(SideError::default());
         }
         let quantized = side_of.clone().narrow(2, config.sink_tokens, count);
         let stored = stored(quantized.clone(), config.float);
-        side(quantized, stored, granularity, bits, config.group_size, name)
+        let packed = quantize_side(stored.clone(), which, config.format(which), config.group_size)?;
+        side(quantized, stored, &packed, name)
     };
-    let keys = error(&key, Granularity::PerChannel, config.key_bits, counts.keys)?;
     // Rotating changes no error relative to the norm: they can be compared where they are quantized.
-    let turned = if config.rotates_values() { rotate(value.clone())? } else { value.clone() };
-    let values = error(&turned, Granularity::PerToken, config.value_bits, counts.values)?;
+    let turned = |rows: &Tensor<4>, side| match config.rotates(side) {
+        true => rotate(rows.clone()),
+        false => Ok(rows.clone()),
+    };
+    let keys = error(&turned(&key, Side::Keys)?, Side::Keys, counts.keys)?;
+    let values = error(&turned(&value, Side::Values)?, Side::Values, counts.values)?;
 
     let fake_quant = FakeQuantOptions::default();
     let memory = KvMemory::Parallel { config: *config, fake_quant, options: trace.options };
@@ -177,21 +180,17 @@ fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Resul
     })
 }
 
-/// Compares `original` with what is restored from it when `stored`, the same tensor rounded to the
-/// cache's float type, is quantized.
-fn side(
-    original: Tensor<4>,
-    stored: Tensor<4>,
-    granularity: Granularity,
-    bits: Bits,
-    group_size: usize,
-    name: &str,
-) -> Result<SideError> {
+/// Compares `original` with what `packed` restores to: `stored`, the same tensor rounded to the cache's float type,
+/// quantized.
+fn side(original: Tensor<4>, stored: Tensor<4>, packed: &Packed, name: &str) -> Result<SideError> {
     let [_, _, tokens, head_dim] = original.dims();
-    let packed = quantize(stored.clone(), granularity, bits, group_size)?;
+    let QuantSpec { granularity, group_size, .. } = packed.spec();
     let (error, norm) = squares(&read(packed.dequantize(), name)?, &read(original, name)?);
     let (logical, n) = (packed.to_logical(), packed.spec().max_code() as f32);
     let stored = read(stored, name)?;
+    let exponents = logical.exponents.iter().map(|&exponent| (f32::from(exponent) - 127.0).exp2());
+    let scales: Vec<f32> =
+        logical.scale.iter().map(|scale| scale.to_f32()).chain(exponents).collect();
     let clipped = stored.iter().enumerate().filter(|&(i, &x)| {
         let (slice, token, channel) =
             (i / (tokens * head_dim), i / head_dim % tokens, i % head_dim);
@@ -203,16 +202,20 @@ fn side(
                 (slice * tokens + token) * (head_dim / group_size) + channel / group_size
             }
         };
-        let (scale, min) = (logical.scale[group].to_f32(), logical.min[group].to_f32());
-        scale != 0.0 && !(0.0..=n).contains(&((saturated(x) - min) / scale))
+        let scale = scales[group];
+        let inside = match packed.spec().format.largest() {
+            Some(largest) => x.abs() / scale <= largest,
+            None => (0.0..=n).contains(&((saturated(x) - logical.min[group].to_f32()) / scale)),
+        };
+        scale != 0.0 && !inside
     });
     Ok(SideError {
         error,
         norm,
         elements: stored.len(),
         clipped: clipped.count(),
-        groups: logical.scale.len(),
-        constant: logical.scale.iter().filter(|scale| scale.to_f32() == 0.0).count(),
+        groups: scales.len(),
+        constant: scales.iter().filter(|&&scale| scale == 0.0).count(),
     })
 }
 

@@ -11,11 +11,16 @@ pub mod layers;
 pub mod memory;
 mod perplexity;
 mod plan;
+pub mod planner;
 mod report;
 mod score;
+pub mod search;
+mod twin;
+pub mod world;
 
 pub use error::{Error, Result};
 pub use layers::{LayerError, layer_errors};
 pub use perplexity::{Progress, evaluate};
 pub use plan::{Mode, Plan};
 pub use report::{PositionNll, Report, Run, Versions, device_name};
+pub use twin::{LayerCounters, SideCounters, Twin, TwinLayer, TwinStep, twin};

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use burn::tensor::Tensor;
 use kv_cubecl::{
-    KvCacheConfig, On, QuantizedCounts, Target,
+    On, QuantizedCounts, Target,
     layout::{CacheLayout, Schedule},
 };
 use kv_models::{
@@ -253,23 +253,20 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Re
     let same_top = tally.divergence.iter().filter(|row| row.same_top).count();
     let bytes = |config: &ModelCacheConfig| -> Result<usize> {
         let bytes = |(i, layer): (usize, &LayerSpec)| {
-            let layout = CacheLayout::new(&config.layer(i, layer), layer.cache_shape(1))?;
+            let layout = CacheLayout::new(&config.layer(model.spec(), i), layer.cache_shape(1))?;
             Ok(layout.memory_bytes().total())
         };
         model.spec().layers.iter().enumerate().map(bytes).sum()
     };
-    let KvCacheConfig { float, capacity, .. } = tally.config.cache;
-    let float = KvCacheConfig::float().with_float(float).with_capacity(capacity);
     let cache_bytes = match plan.mode() {
         Mode::Streaming => tally.cache_bytes,
         Mode::Parallel => bytes(&tally.config)?,
     };
-    let layers = model.spec().layers.iter().enumerate();
-    let mut layers = layers.map(|(i, layer)| tally.config.layer(i, layer));
-    let first_quantized = layers.find(KvCacheConfig::is_quantized).and_then(|cache| {
+    let first_quantized = tally.config.layers(model.spec()).filter_map(|cache| {
         let schedule = Schedule::new(&cache);
         (1..plan.window()).find(|&len| schedule.counts(len) != QuantizedCounts::default())
     });
+    let first_quantized = first_quantized.min();
     Ok(Run {
         model: String::new(),
         cache: tally.config.to_string(),
@@ -288,7 +285,7 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Re
         tokens: tally.nll.len(),
         seconds: tally.seconds,
         cache_bytes,
-        float_cache_bytes: bytes(&float.into())?,
+        float_cache_bytes: bytes(&tally.config.in_float())?,
         first_quantized,
         position_nll: by_position(plan, &tally.nll),
         layers: vec![],

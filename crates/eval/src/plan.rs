@@ -2,7 +2,7 @@
 
 use core::{fmt, ops::Range, str::FromStr};
 
-use kv_cubecl::{CacheFloat, KvCacheConfig};
+use kv_cubecl::KvCacheConfig;
 use kv_models::{LanguageModel, ModelCacheConfig};
 use serde::Serialize;
 
@@ -88,16 +88,15 @@ impl Plan {
         let asked = window;
         let window = limited(asked, ids.len(), model)?;
         ids::check(&ids, model)?;
-        let is_float = |config: &ModelCacheConfig| {
-            let KvCacheConfig { float, window, .. } = config.cache;
-            !config.cache.is_quantized() && float == CacheFloat::F32 && window.is_none()
-        };
-        let others = caches.into_iter().map(Into::into).filter(|config| !is_float(config));
-        let mut all: Vec<ModelCacheConfig> = Vec::new();
-        for mut config in [KvCacheConfig::float().into()].into_iter().chain(others) {
-            config.cache.capacity = window;
+        let mut all = vec![ModelCacheConfig::from(KvCacheConfig::float().with_capacity(window))];
+        for config in caches {
+            let config = config.into().with_capacity(window);
             config.validate(model)?;
-            if all.contains(&config) {
+            if config.is_float(model.spec()) {
+                continue;
+            }
+            // By what they are called, since that is what tells their rows apart.
+            if all.iter().any(|other| other.to_string() == config.to_string()) {
                 return Err(Error::plan("cache", config, "is given twice"));
             }
             all.push(config);
@@ -123,7 +122,7 @@ impl Plan {
         ids::check(&[bos], model)?;
         let window = limited(self.asked, self.ids.len() + 1, model)?;
         let mut plan = Self { bos: Some(bos), window, ..self };
-        plan.caches.iter_mut().for_each(|config| config.cache.capacity = window);
+        plan.caches.iter_mut().for_each(|config| config.capacity = window);
         match plan.stride {
             Some(stride) => plan.with_stride(stride),
             None => Ok(plan),

@@ -4,7 +4,11 @@
 #[allow(dead_code, reason = "each test program uses a part")]
 mod common;
 
-use std::{collections::HashMap, fs, time::Instant};
+use std::{
+    collections::{BTreeSet, HashMap},
+    fs,
+    time::Instant,
+};
 
 use common::{Outcome, Workspace, kv_eval};
 use serde_json::Value;
@@ -314,11 +318,15 @@ fn an_interrupted_run_has_its_page_or_says_why_not() {
 fn launches_of_a_device_are_on_the_hosts_clock() {
     let space = Workspace::new();
     let path = space.path("profile.html");
-    let more = ["--backend", "wgpu", "--prompt-tokens", "100", "--max-tokens", "8"];
+    let more = ["--backend", "wgpu", "--prompt-tokens", "100", "--max-tokens", "24"];
     let outcome = generate(AUSTEN, &path, &more);
     let page = Page::read(&path);
-    let (_, decode) = told(&outcome);
+    let (prefill, decode) = told(&outcome);
     let phases = page.table("Phases");
+    // What is generated to compile kernels, beside the load, is neither.
+    assert!(phases.contains_key("compile"));
+    assert_eq!((&*phases["prefill"][0], &*phases["decode"][0]), ("1", "24"));
+    assert_near(number(&phases["prefill"][1]) / 1e3, prefill, "prefill");
     assert_near(number(&phases["decode"][1]) / 1e3, decode, "decode");
     let clock = "<td>clock of the queue of main</td><td>the device&#39;s timestamps, within ";
     assert!(page.html.contains(clock), "no clock");
@@ -327,13 +335,14 @@ fn launches_of_a_device_are_on_the_hosts_clock() {
     let (gaps, launches): (Vec<&Bar>, Vec<&Bar>) =
         bars.iter().partition(|bar| bar.name.starts_with("idle before "));
     assert!(!gaps.is_empty() && gaps.iter().all(|gap| gap.detail.contains("the host was")));
-    assert!(gaps.iter().any(|gap| gap.name == "idle before L0/qkv"));
+    let before: BTreeSet<&str> = gaps.iter().map(|gap| gap.name.as_str()).collect();
+    assert!(before.iter().any(|name| name.starts_with("idle before L0/")), "{before:?}");
     assert!(launches.iter().any(|bar| bar.name == "L1/attend" && bar.detail == "PartialAttention"));
 
     // Each step ends with a read of its logits, so that what it launched has run by then.
     let host = page.lane("main");
     let steps: Vec<&Bar> = host.iter().filter(|bar| bar.name.starts_with("decode_")).collect();
-    assert_eq!(steps.len(), 8);
+    assert_eq!(steps.len(), 24);
     let slack = 2.0;
     for (step, next) in steps.iter().zip(&steps[1..]) {
         let inside = launches.iter().filter(|bar| bar.start > step.start && bar.end < step.end);
@@ -346,12 +355,19 @@ fn launches_of_a_device_are_on_the_hosts_clock() {
 
     // Sums by operation, by kernel and by what was drawn agree, and with the gaps fill the time.
     let kernels = number(&page.table("Kernels")["total"][1]);
-    let drawn: f64 = launches.iter().map(|bar| bar.end - bar.start).sum();
+    // Kernels are compiled beside the load, by a queue of their own.
+    let compiled = page.lane("queue of compile");
+    let compiled: Vec<&Bar> =
+        compiled.iter().filter(|bar| !bar.name.starts_with("idle before ")).collect();
+    let of_queues = [launches, compiled];
+    let drawn: f64 = of_queues.iter().flatten().map(|bar| bar.end - bar.start).sum();
     assert_near(drawn, kernels, "launches");
     let idle = number(&page.table("Gaps between launches")["total"][1]);
-    let first = launches.iter().map(|bar| bar.start).fold(f64::INFINITY, f64::min);
-    let last = launches.iter().map(|bar| bar.end).fold(0.0, f64::max);
-    assert_near(kernels + idle, last - first, "launches and gaps");
+    let spans = of_queues.iter().map(|launches| {
+        let first = launches.iter().map(|bar| bar.start).fold(f64::INFINITY, f64::min);
+        launches.iter().map(|bar| bar.end).fold(0.0, f64::max) - first
+    });
+    assert_near(kernels + idle, spans.sum(), "launches and gaps");
     let operations = page.table("Operations in decode");
     assert_eq!(operations["qkv"][4], operations["qkv"][0], "one launch each");
     let busy = number(&phases["decode"][4]);
@@ -383,7 +399,15 @@ fn replays_are_timed_as_a_whole() {
         .map(|bar| bar.end - bar.start)
         .sum();
     assert_near(drawn, busy, "replays");
-    let phases = page.table("Phases");
-    assert!(busy > 0.3 * number(&phases["decode"][1]), "{busy} ms of {:?}", phases["decode"]);
+    // Of the step that is least disturbed by what else this machine does, a replay is no small part.
+    let host = page.lane("main");
+    let share = |step: &Bar| {
+        let inside = bars.iter().filter(|bar| bar.name == "replay" && bar.detail == "replay");
+        let inside = inside.filter(|bar| bar.start > step.start && bar.end < step.end);
+        inside.map(|bar| bar.end - bar.start).sum::<f64>() / (step.end - step.start)
+    };
+    let shares: Vec<f64> =
+        host.iter().filter(|bar| bar.name.starts_with("decode_")).map(share).collect();
+    assert!(shares.iter().any(|&share| share > 0.3), "{shares:?}");
     assert!(page.html.contains("a replay is all of them as one"));
 }

@@ -84,8 +84,7 @@ fn fewer_bits_err_more_in_every_layer() {
     }
     let keys_only = named("k2v16-g16-r32")[1];
     assert!(keys_only.key_error > 0.0 && keys_only.value_error == 0.0, "{keys_only:?}");
-    let first_in_float =
-        ModelCacheConfig { cache: cache("k2v2-g16-r32"), float_layers: [0].into() };
+    let first_in_float = ModelCacheConfig::from(cache("k2v2-g16-r32")).with_float_layers([0]);
     let mixed = errors(first_in_float);
     assert_eq!((all(&mixed[0]), mixed[1]), ([0.0; 5], two[1]));
     assert!(named("float-f16")[0].output_error > 0.0, "f16 rounds");

@@ -236,10 +236,11 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Listener {
         };
         let is_phase = matches!(key, Key::Phase(..));
         let named = lock(&self.0.labels).get(key);
+        // A phase within another is a part of it: only the outermost one has sums of its own.
         let phase = match &outer {
-            _ if is_phase => named.group,
-            Some(scope) => scope.phase,
-            None => 0,
+            Some(scope) if scope.phase != 0 || !is_phase => scope.phase,
+            None if !is_phase => 0,
+            _ => named.group,
         };
         // What is within an operation is in its pass's layer.
         let layer = match outer {

@@ -34,7 +34,8 @@ fn drawn(timeline: &Timeline) -> Vec<&Label> {
     bars.map(|bar| &timeline.labels[bar.label as usize]).collect()
 }
 
-/// Packed weights are no parameters, and their operations have the names of those that restored ones have.
+/// Packed weights are no parameters, and their operations have the names of those that restored ones have; a gate is part
+/// of its product.
 #[test]
 fn packed_matrices_are_named_as_parameters_are() {
     let file = "../models/tests/fixtures/gguf-types/types.gguf";
@@ -50,7 +51,9 @@ fn packed_matrices_are_named_as_parameters_are() {
         names.map(|label| (label.name.clone(), label.group.clone())).collect::<BTreeSet<_>>()
     };
     let packed = operations(Some(Activations::Int8));
-    assert_eq!(packed, operations(None));
+    let mut restored = operations(None);
+    restored.retain(|(_, group)| group != "gate");
+    assert_eq!(packed, restored);
     let named = |name: &str, group: &str| packed.contains(&(name.into(), group.into()));
     for operation in ["qkv", "output", "mlp.gate_up", "mlp.down"] {
         assert!(named(&format!("L1/{operation}"), operation), "{operation} in {packed:?}");

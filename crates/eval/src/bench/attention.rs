@@ -3,7 +3,7 @@
 use std::{cell::RefCell, rc::Rc, time::Instant};
 
 use burn::tensor::{DType, Distribution, Int, Slice, Tensor, capture};
-use kv_cubecl::{CacheShape, KvCache, KvCacheConfig, On, Target};
+use kv_cubecl::{CacheShape, Granularity, KvCache, KvCacheConfig, On, Side, Target};
 use kv_models::spans::PHASE;
 use serde::Serialize;
 use tracing::trace_span;
@@ -127,8 +127,14 @@ pub fn time_decode_attention<T: Target>(
     for config in caches {
         let cache = plan.filled(config, context, room, device)?;
         let n = plan.working_set.div_ceil(cache.layout().bytes_read(context).max(1)).max(1);
-        // The clones share memory until each is first written, which happens in the warm-up.
         layers.push(vec![cache; n]);
+    }
+    // Launches wait in a queue, and the more do, the longer each takes: there are as many of each cache.
+    let most = layers.iter().map(Vec::len).max().unwrap_or(0);
+    for layers in layers.iter_mut().filter(|_| T::NAME != "flex") {
+        // The clones share memory until each is first written, which happens in the warm-up.
+        let cache = layers[0].clone();
+        layers.resize(most, cache);
     }
     let bytes_read: Vec<usize> =
         layers.iter().map(|layers| layers[0].layout().bytes_read(context)).collect();
@@ -227,7 +233,9 @@ pub fn time_append<T: Target>(
     context: usize,
 ) -> Result<AppendPoint> {
     plan.check()?;
-    let period = config.residual_length;
+    // Without a window, or of keys that leave it one by one, all steps are alike.
+    let period = config.residual_length.max(1);
+    let in_groups = config.keys.granularity(Side::Keys) == Some(Granularity::PerChannel);
     let steps = (plan.samples + 1) * period;
     let q = plan.random(plan.n_heads, 1, device);
     let (k, v) = (plan.random(plan.n_kv_heads, 1, device), plan.random(plan.n_kv_heads, 1, device));
@@ -244,7 +252,7 @@ pub fn time_append<T: Target>(
             }
             wait(device)?;
             let seconds = start.elapsed().as_secs_f64();
-            let flushed = cache.quantized_counts().keys > keys;
+            let flushed = in_groups && cache.quantized_counts().keys > keys;
             // The first period warms up.
             if step >= period {
                 if flushed { &mut flushes } else { &mut plain }.push(seconds);

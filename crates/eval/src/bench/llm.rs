@@ -4,9 +4,9 @@
 use std::time::Instant;
 
 use burn::tensor::Tensor;
-use kv_cubecl::{KvCacheConfig, On, Target};
+use kv_cubecl::{On, Target};
 use kv_models::{
-    LanguageModel, ModelCache, Sampler, Sampling, Steps, ids_to_tensor,
+    LanguageModel, ModelCache, ModelCacheConfig, Sampler, Sampling, Steps, ids_to_tensor,
     spans::{OPERATION, PHASE},
 };
 use serde::Serialize;
@@ -115,7 +115,7 @@ struct Pass {
 pub fn time_llm<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
-    caches: &[KvCacheConfig],
+    caches: &[ModelCacheConfig],
     plan: &LlmPlan,
     mut progress: impl FnMut(usize),
 ) -> Result<Vec<LlmPoint>> {
@@ -125,7 +125,9 @@ pub fn time_llm<T: Target>(
     }
     let deepest = plan.depths.last().copied().unwrap_or(0);
     let capacity = deepest + plan.prompt.max(plan.generate);
-    let new = |config: &KvCacheConfig| model.new_cache(config.with_capacity(capacity), 1, device);
+    let new = |config: &ModelCacheConfig| {
+        model.new_cache(config.clone().with_capacity(capacity), 1, device)
+    };
     let mut filled = caches.iter().map(new).collect::<kv_models::Result<Vec<_>>>()?;
     let mut points = Vec::with_capacity(2 * caches.len() * plan.depths.len());
     let mut done = 0;

@@ -5,6 +5,7 @@
 
 mod attention;
 mod codec;
+mod frames;
 mod llm;
 mod model;
 
@@ -21,6 +22,7 @@ pub use attention::{
     AppendPoint, AttentionPlan, AttentionPoint, time_append, time_decode_attention,
 };
 pub use codec::{CodecPoint, time_codec};
+pub use frames::{FramesPlan, FramesPoint, time_frames};
 pub use llm::{LlmPlan, LlmPoint, Spread, time_llm};
 pub use model::{DecodePoint, DecodeSubject, PrefillPoint, time_decode, time_prefill, timed_steps};
 

@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
-use kv_cubecl::{KvCacheConfig, On, Target};
+use kv_cubecl::{On, Target};
 use kv_models::{
-    DecodeGraph, LanguageModel, ModelCache, Sampling, Steps, ids_to_tensor, spans::PHASE,
+    DecodeGraph, LanguageModel, ModelCache, ModelCacheConfig, Sampling, Steps, ids_to_tensor,
+    spans::PHASE,
 };
 use serde::Serialize;
 use tracing::trace_span;
@@ -16,10 +17,10 @@ use crate::{Error, Result, memory::Tracking};
 pub(super) const PREFILL_CHUNK: usize = 512;
 
 /// What [`time_decode`] times.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct DecodeSubject {
     /// The cache.
-    pub cache: KvCacheConfig,
+    pub cache: ModelCacheConfig,
     /// Sequences, of lengths that differ by a token each.
     pub batch: usize,
     /// Whether the step is recorded once and replayed, see [`DecodeGraph`], or launched every time.
@@ -108,10 +109,10 @@ pub fn time_decode<T: Target>(
     let mut filled = Vec::with_capacity(subjects.len());
     let mut readers = Vec::with_capacity(subjects.len());
     for subject in subjects {
-        let config = subject.cache.with_capacity(capacity);
-        filled.push(model.new_cache(config, subject.batch, device)?);
+        let config = subject.cache.clone().with_capacity(capacity);
+        filled.push(model.new_cache(&config, subject.batch, device)?);
         let alone = subject.batch == 1;
-        readers.push((!alone).then(|| model.new_cache(config, 1, device)).transpose()?);
+        readers.push((!alone).then(|| model.new_cache(&config, 1, device)).transpose()?);
     }
     let mut points = Vec::with_capacity(subjects.len() * contexts.len());
     let mut done = 0;
@@ -169,7 +170,7 @@ pub struct PrefillPoint {
 pub fn time_prefill<T: Target, A>(
     device: &On<T>,
     model: &LanguageModel,
-    caches: &[KvCacheConfig],
+    caches: &[ModelCacheConfig],
     lengths: &[usize],
     samples: usize,
     memory: &Tracking<A>,
@@ -177,10 +178,10 @@ pub fn time_prefill<T: Target, A>(
 ) -> Result<Vec<PrefillPoint>> {
     let mut points = Vec::with_capacity(caches.len() * lengths.len());
     let mut done = 0;
-    let mut pass = |config: &KvCacheConfig, tokens: usize| -> Result<f64> {
+    let mut pass = |config: &ModelCacheConfig, tokens: usize| -> Result<f64> {
         let start = Instant::now();
         let _phase = trace_span!(target: PHASE, "prefill", cache = %config).entered();
-        let mut cache = model.new_cache(config.with_capacity(tokens), 1, device)?;
+        let mut cache = model.new_cache(config.clone().with_capacity(tokens), 1, device)?;
         let before = done;
         done += prefill(device, model, &mut cache, tokens, |n| progress(before + n))?;
         wait(device)?;

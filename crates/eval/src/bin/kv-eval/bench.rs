@@ -1,5 +1,6 @@
 //! `kv-eval bench`: what caches cost and save in time.
 
+mod frames;
 mod llm;
 mod models;
 
@@ -19,6 +20,7 @@ use kv_report::{
 use serde::Serialize;
 
 use self::{
+    frames::{FramesArgs, frames},
     llm::{LlmArgs, llm},
     models::{DecodeArgs, PrefillArgs, decode, prefill},
 };
@@ -48,6 +50,8 @@ enum Bench {
     Llm(LlmArgs),
     /// Appending a token, and the steps in which the keys of the window are flushed.
     Flush(LayerArgs),
+    /// A frame's attention over a full ring of frames, as a world model has it.
+    Frames(FramesArgs),
     /// Quantizing and restoring whole tensors.
     Quantize(CodecArgs),
 }
@@ -72,7 +76,10 @@ pub(crate) struct LayerArgs {
     #[command(flatten)]
     common: Common,
     /// A cache to time; repeatable. The first is what the others are compared with.
-    #[arg(long = "cache", default_values = ["float", "float-f16", "k8v8", "k4v4", "k2v2"])]
+    #[arg(long = "cache", default_values = [
+        "float", "float-f16", "k8v8", "k4v4", "k2v2", "kint8vint8", "ke4m3ve4m3", "ke5m2ve5m2",
+        "ke4m3bve4m3b", "ke2m1bve2m1b", "kmxfp4vmxfp4",
+    ])]
     caches: Vec<KvCacheConfig>,
     /// Context lengths to time at.
     #[arg(long, value_delimiter = ',', default_value = "1024,2048,4096,8192,16384,32768")]
@@ -146,6 +153,7 @@ pub(crate) fn run(Args { bench, profile }: &Args) -> Result<()> {
             dispatch!(args.layer.common.backend, Plain, attention(args, to))
         }
         Bench::Flush(args) => dispatch!(args.common.backend, Plain, flush(args, to)),
+        Bench::Frames(args) => dispatch!(args.common.backend, Plain, frames(args, to)),
         Bench::Quantize(args) => dispatch!(args.common.backend, Plain, codec(args, to)),
         Bench::Decode(args) => dispatch!(args.backend(), Plain, decode(args, to)),
         Bench::Prefill(args) => dispatch!(args.backend(), Plain, prefill(args, to)),

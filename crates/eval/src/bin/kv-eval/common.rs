@@ -16,13 +16,13 @@ use kv_cli::{
 use kv_cubecl::{On, Target};
 use kv_eval::{Plan, Progress, Report, Run, evaluate, layers::measure_layers};
 use kv_models::{
-    LanguageModel, LoadOptions, Tokenizer, WeightDtype,
+    LanguageModel, LoadOptions, ModelCacheConfig, ModelSpec, Tokenizer, WeightDtype,
     kv_weights::{self, Activations},
     tokenizer::Piece,
 };
 use serde::Serialize;
 
-use crate::loading::Room;
+use crate::{arguments::JsonArgs, loading::Room};
 
 /// Which model, and where it runs.
 #[derive(Debug, clap::Args)]
@@ -173,12 +173,11 @@ pub(crate) struct Output<'a> {
 
 impl<'a> Output<'a> {
     /// Finds out whether a file and a folder can be written.
-    pub(crate) fn open(json: Option<&Path>, folder: Option<&'a Path>) -> Result<Self> {
+    pub(crate) fn open(json: &JsonArgs, folder: Option<&'a Path>) -> Result<Self> {
         if let Some(folder) = folder {
             open_folder("report", folder)?;
         }
-        let screen = Screen::beside([json]);
-        let json = json.map(|path| OutFile::open("json", path)).transpose()?;
+        let (screen, json) = json.open()?;
         Ok(Self { screen, json, folder })
     }
 }
@@ -279,6 +278,14 @@ pub(crate) fn note_short_text(ids: &[u32], tokens: Option<usize>) {
     if let Some(tokens) = tokens.filter(|&tokens| tokens > ids.len()) {
         note(format_args!("the text has {} tokens, fewer than --tokens {tokens}", ids.len()));
     }
+}
+
+/// Says in full what caches store that differ by layer.
+pub(crate) fn note_policies<'a>(
+    caches: impl IntoIterator<Item = &'a ModelCacheConfig>,
+    spec: &ModelSpec,
+) {
+    caches.into_iter().filter_map(|cache| cache.in_full(spec)).for_each(note);
 }
 
 /// Writes `value` as JSON for people and programs.

@@ -10,6 +10,7 @@ use kv_eval::{Mode, Plan};
 use kv_models::{KV_CACHE_FILE, LoadOptions, ModelCacheConfig};
 
 use crate::{
+    arguments::JsonArgs,
     common::{BosArgs, Job, Output, Text, evaluate_and_report, note_short_text, read_ids},
     source::{self, Source},
 };
@@ -36,9 +37,8 @@ pub(crate) struct Args {
     /// Where to run.
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
-    /// Write the report here as JSON; with -, to standard output, and the table to standard error.
-    #[arg(long)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: JsonArgs,
     /// Write report.html and its charts into this folder.
     #[arg(long, value_name = "FOLDER", default_value = "kv-eval-report")]
     report: PathBuf,
@@ -64,7 +64,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
-    let output = Output::open(args.json.as_deref(), Some(&args.report))?;
+    let output = Output::open(&args.json, Some(&args.report))?;
     let mut base = source::read(&args.base, &device, LoadOptions::default())?;
     let mut tuned = source::read(&args.tuned, &device, LoadOptions::default())?;
     // Name the models by their folders, because both files may give the name of the original model.
@@ -80,12 +80,8 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     }
     note_short_text(&ids, Some(args.tokens));
 
-    let mut of_base: Vec<ModelCacheConfig> = [Bits::Four, Bits::Two]
-        .map(|bits| {
-            let cache = own.cache.with_bits(bits, bits);
-            ModelCacheConfig { cache, ..own.clone() }
-        })
-        .to_vec();
+    let mut of_base: Vec<ModelCacheConfig> =
+        [Bits::Four, Bits::Two].map(|bits| own.with_bits(bits, bits)).to_vec();
     if !of_base.contains(own) {
         of_base.push(own.clone());
     }

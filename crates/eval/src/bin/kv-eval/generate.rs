@@ -7,15 +7,15 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use kv_cli::{Plain, Screen, dispatch, note};
+use kv_cli::{OutFile, Plain, Screen, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{
     ChatTemplate, GenerateOptions, Generated, LanguageModel, ModelCache, ModelCacheConfig,
-    Sampling, Tokenizer, Usage, chat::Message, generate,
+    Sampling, SavedCache, Tokenizer, Usage, chat::Message, generate,
 };
 
 use crate::{
-    common::{BosArgs, ModelArgs, StepArgs, Weights},
+    common::{BosArgs, ModelArgs, StepArgs, Weights, note_policies},
     generate_several::number,
     loading::{Need, Room},
     profile::ProfileArgs,
@@ -57,9 +57,10 @@ pub(crate) struct Args {
     /// Use only the first tokens of the prompt.
     #[arg(long)]
     prompt_tokens: Option<usize>,
-    /// What the cache stores. By default what the model's kv_cache.json says, else float.
-    #[arg(long)]
-    cache: Option<KvCacheConfig>,
+    /// What the cache stores, or a policy: safe, balanced, small, or a file of .json or .toml. By default what the
+    /// model's kv_cache.json says, else float.
+    #[arg(long, value_parser = ModelCacheConfig::find)]
+    cache: Option<ModelCacheConfig>,
     /// Tokens the cache is allocated for; by default prompt and continuation, or 4096 for a
     /// conversation.
     #[arg(long)]
@@ -67,6 +68,13 @@ pub(crate) struct Args {
     /// Tokens to generate, at most.
     #[arg(long, default_value_t = 128)]
     max_tokens: usize,
+    /// Write the cache to this file in the end, with its tokens, for --load-cache; of one prompt or a conversation.
+    #[arg(long, value_name = "FILE")]
+    save_cache: Option<PathBuf>,
+    /// Go on from a cache that --save-cache wrote, instead of reading its tokens again. The prompt, or the conversation
+    /// as the model's chat template has it, must begin with them.
+    #[arg(long, value_name = "FILE")]
+    load_cache: Option<PathBuf>,
     #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
@@ -116,13 +124,15 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let mut profile = args.profile.start()?;
     let device = On::<T>::open()?;
     let mut prompts = args.prompts()?;
+    let saved = args.saved_cache(prompts.len())?;
     profile.device(&device)?;
     let Fitting { source: Source { model, tokenizer, cache, name }, room } =
         source::load(&args.on, Weights::Packed, args.need(&prompts), &device)?;
     let template = args.template(&tokenizer)?;
-    let chosen = args.cache.map(ModelCacheConfig::from).or(cache);
+    let chosen = args.cache.clone().or(cache);
     let chosen = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
     chosen.note(model.spec()).iter().for_each(kv_cli::note);
+    note_policies([&chosen], model.spec());
     // One cache serves the whole run, so that a rotation of its values can be in the weights.
     let cache_name = chosen.to_string();
     let (model, config) = model.fold_rotation(chosen);
@@ -133,7 +143,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         sampling: args.sampling.into(),
         eos: tokenizer.eos().clone(),
         recorded: args.steps.recorded(),
-        ..Default::default()
+        ..GenerateOptions::suiting(&model, &device)
     };
     let mut writer = Writer {
         device: &device,
@@ -145,6 +155,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         capacity: args.capacity,
         room,
         held: None,
+        saved,
     };
     let system = args.system.iter().map(|text| Message::new("system", text));
     let mut talk: Vec<Message> = system.collect();
@@ -169,10 +180,38 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
             writer.write_several(&prompts, args.batch)
         }
     }?;
+    if let Some(path) = &args.save_cache {
+        writer.save(path, &name)?;
+    }
     profile.finish()
 }
 
 impl Args {
+    /// The cache to go on from; finds out whether the one that is asked for can be written.
+    fn saved_cache(&self, n_prompts: usize) -> Result<Option<SavedCache>> {
+        for (name, path) in [("save-cache", &self.save_cache), ("load-cache", &self.load_cache)] {
+            let Some(path) = path else { continue };
+            if path == Path::new("-") {
+                bail!("{name} -: must be the name of a file");
+            }
+            if n_prompts > 1 {
+                bail!(
+                    "{name} {}: a file holds one text, and there are {n_prompts}",
+                    path.display()
+                );
+            }
+        }
+        if let Some(path) = &self.save_cache {
+            OutFile::open("save-cache", path)?;
+        }
+        let Some(path) = &self.load_cache else { return Ok(None) };
+        let saved = SavedCache::open(path)?;
+        match saved.tokens().len() {
+            1 => Ok(Some(saved)),
+            n => bail!("load-cache {}: it holds {n} texts, one is continued", path.display()),
+        }
+    }
+
     /// What is known of the caches before there is a tokenizer: a token is seldom less than a byte, and mostly four.
     fn need(&self, prompts: &[String]) -> Need {
         let longest = prompts.iter().map(String::len).max().unwrap_or(0) / 4;
@@ -182,7 +221,8 @@ impl Args {
             _ => longest.saturating_add(self.max_tokens),
         });
         let batch = self.batch.min(prompts.len()).max(1);
-        Need { batch, ..Need::new(self.cache, capacity) }
+        let exact = self.capacity.is_some();
+        Need { batch, exact, generates: true, ..Need::new(&self.cache, capacity) }
     }
 
     /// The prompts; none for a conversation.
@@ -289,14 +329,21 @@ pub(crate) struct Writer<'a, T: Target> {
     room: Room,
     /// A cache, and the ids in it.
     held: Option<(ModelCache, Vec<u32>)>,
+    /// What the first text goes on from.
+    saved: Option<SavedCache>,
 }
 
 impl<T: Target> Writer<'_, T> {
     /// Continues `ids`, writes the text as it is generated, then why it ended. Returns the text.
     fn write(&mut self, ids: &[u32]) -> Result<String> {
-        let (mut cache, n_held) = match self.held.take() {
-            Some((cache, held)) if ids.len() > held.len() && ids.starts_with(&held) => {
+        let (mut cache, n_held) = match (self.held.take(), self.saved.take()) {
+            (Some((cache, held)), _) if ids.len() > held.len() && ids.starts_with(&held) => {
                 (cache, held.len())
+            }
+            (_, Some(saved)) => {
+                let n_held = saved.check_prompt(0, ids)?;
+                let config = self.fitting(ids.len(), 1)?;
+                (saved.restore(self.model, config, self.device)?, n_held)
             }
             _ => (self.new_cache(ids.len(), 1)?, 0),
         };
@@ -332,13 +379,29 @@ impl<T: Target> Writer<'_, T> {
 
     /// A cache for so many sequences, the longest of whose prompts has `n_prompt` tokens.
     pub(crate) fn new_cache(&self, n_prompt: usize, batch: usize) -> Result<ModelCache> {
+        Ok(self.model.new_cache(self.fitting(n_prompt, batch)?, batch, self.device)?)
+    }
+
+    /// What such a cache stores, for which there is memory.
+    fn fitting(&self, n_prompt: usize, batch: usize) -> Result<ModelCacheConfig> {
         let most = self.model.max_positions();
         // A prompt beyond the model's limit is refused by what reads it, not by what allocates for it.
         let wanted = n_prompt.saturating_add(self.options.max_tokens).min(most);
         let mut config = self.config.clone();
-        config.cache.capacity = self.capacity.unwrap_or(wanted);
+        config.capacity = self.capacity.unwrap_or(wanted);
         self.room.check(self.model.spec(), &Usage::new(config.clone()).with_batch(batch))?;
-        Ok(self.model.new_cache(&config, batch, self.device)?)
+        Ok(config)
+    }
+
+    /// Writes the cache and the ids in it to a file.
+    fn save(&self, path: &Path, name: &str) -> Result<()> {
+        let Some((cache, ids)) = &self.held else {
+            bail!("save-cache {}: nothing was read that it could hold", path.display());
+        };
+        cache.save(path, self.model, name, &[ids])?;
+        let n = cache.len();
+        Screen::Error.line(format_args!("saved the cache of {n} tokens: {}", path.display()))?;
+        Ok(())
     }
 
     fn tell(&self, generated: &Generated, cache: &ModelCache) -> Result<bool> {

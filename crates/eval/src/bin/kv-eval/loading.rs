@@ -6,11 +6,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use burn::tensor::Device;
 use indicatif::ProgressBar;
 use kv_cli::load_bar;
-use kv_cubecl::KvCacheConfig;
+use kv_cubecl::{Flex, KvCacheConfig, Target};
 use kv_models::{
-    LoadObserver, MemoryLimit, ModelCacheConfig, ModelSpec, Planned, Usage, WeightBytes,
+    CompileAhead, LanguageModel, LoadObserver, MemoryLimit, ModelCacheConfig, ModelSpec, Planned,
+    Usage, WeightBytes,
 };
 
 /// What a command is going to do with a model.
@@ -20,10 +22,14 @@ pub(crate) struct Need {
     pub(crate) caches: Vec<ModelCacheConfig>,
     /// Tokens that they are allocated for, if the model has as many positions.
     pub(crate) capacity: usize,
+    /// Whether it is so many whatever the model has.
+    pub(crate) exact: bool,
     /// Sequences.
     pub(crate) batch: usize,
     /// Tokens that pass through the model together; by default those of a chunk of a prompt.
     pub(crate) pass: Option<usize>,
+    /// Whether texts are generated with the first of the caches, for which kernels are compiled during the load.
+    pub(crate) generates: bool,
 }
 
 impl Need {
@@ -33,7 +39,7 @@ impl Need {
         capacity: usize,
     ) -> Self {
         let caches = caches.into_iter().map(Into::into).collect();
-        Self { caches, capacity, batch: 1, pass: None }
+        Self { caches, capacity, exact: false, batch: 1, pass: None, generates: false }
     }
 
     fn usages(&self, spec: &ModelSpec, own: Option<&ModelCacheConfig>) -> Vec<Usage> {
@@ -41,10 +47,10 @@ impl Need {
         if caches.is_empty() {
             caches.push(own.cloned().unwrap_or_else(|| KvCacheConfig::float().into()));
         }
-        let capacity = self.capacity.min(spec.max_positions);
+        let most = if self.exact { usize::MAX } else { spec.max_positions };
+        let capacity = self.capacity.min(most);
         let usage = |cache: ModelCacheConfig| {
-            let cache = ModelCacheConfig { cache: cache.cache.with_capacity(capacity), ..cache };
-            let usage = Usage::new(cache).with_batch(self.batch);
+            let usage = Usage::new(cache.with_capacity(capacity)).with_batch(self.batch);
             match self.pass {
                 Some(pass) => usage.with_pass(pass.min(spec.max_positions)),
                 None => usage,
@@ -79,14 +85,19 @@ pub(crate) struct Loading {
     start: Instant,
     bytes: usize,
     bar: Option<ProgressBar>,
+    device: Device,
+    /// The cache that kernels are compiled for.
+    cache: Option<KvCacheConfig>,
+    ahead: Option<CompileAhead>,
 }
 
 /// A load that takes no longer has no bar.
 const SHORT: Duration = Duration::from_millis(700);
 
 impl Loading {
-    pub(crate) fn new(need: Need, room: Room) -> Self {
-        Self { need, room, start: Instant::now(), bytes: 0, bar: None }
+    pub(crate) fn new(need: Need, room: Room, device: &Device) -> Self {
+        let (start, device) = (Instant::now(), device.clone());
+        Self { need, room, start, bytes: 0, bar: None, device, cache: None, ahead: None }
     }
 }
 
@@ -95,8 +106,16 @@ impl LoadObserver for Loading {
         self.room.weights.replace(planned.weights.clone());
         for usage in self.need.usages(planned.spec, planned.cache) {
             planned.check(&usage, &self.room.limit)?;
+            // Of the first layer, since that is the one there is when kernels are compiled.
+            self.cache.get_or_insert_with(|| usage.cache.layer(planned.spec, 0));
         }
         Ok(())
+    }
+
+    fn first_layer(&mut self, model: LanguageModel) {
+        let generates = self.need.generates && !Flex::hosts(&self.device);
+        let cache = self.cache.filter(|_| generates);
+        self.ahead = cache.map(|cache| CompileAhead::start(model, cache, &self.device));
     }
 
     fn read(&mut self, bytes: usize) {

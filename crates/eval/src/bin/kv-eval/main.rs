@@ -1,14 +1,19 @@
 //! `kv-eval`: perplexity, generation and speed of language models with quantized KV caches.
 
+mod arguments;
 mod bench;
 mod common;
 mod compare;
 mod generate;
 mod generate_several;
 mod loading;
+mod plan;
 mod ppl;
 mod profile;
+mod search;
 mod source;
+mod twin;
+mod world;
 
 use std::process::ExitCode;
 
@@ -41,6 +46,14 @@ enum Command {
     Ppl(ppl::Args),
     /// Continue a prompt.
     Generate(generate::Args),
+    /// What a model takes of memory with every kind of cache, and the longest context and largest batch that fit.
+    Plan(plan::Args),
+    /// A float cache beside a quantized one: how far they are apart by token and layer.
+    Twin(twin::Args),
+    /// Find the layer policy that loses least in so many bytes.
+    Search(search::Args),
+    /// Let a world model play on by itself, with caches of several kinds, and compare what it shows with the truth.
+    World(world::Args),
     /// Time attention, caches and whole models by context length.
     Bench(bench::Args),
 }
@@ -50,6 +63,10 @@ fn main() -> ExitCode {
         None => compare::run(&cli.compare),
         Some(Command::Ppl(args)) => ppl::run(&args),
         Some(Command::Generate(args)) => generate::run(&args),
+        Some(Command::Plan(args)) => plan::run(&args),
+        Some(Command::Twin(args)) => twin::run(&args),
+        Some(Command::Search(args)) => search::run(&args),
+        Some(Command::World(args)) => world::run(&args),
         Some(Command::Bench(bench)) => bench::run(&bench),
     })
 }

@@ -7,10 +7,8 @@ use kv_eval::{Mode, Plan};
 use kv_models::{KV_CACHE_FILE, ModelCacheConfig};
 
 use crate::{
-    common::{
-        BosArgs, Job, ModelArgs, Output, Text, Weights, evaluate_and_report, note_short_text,
-        read_ids,
-    },
+    arguments::{JsonArgs, TextArgs, TextIds},
+    common::{Job, ModelArgs, Output, Text, Weights, evaluate_and_report, note_policies},
     loading::Need,
     profile::ProfileArgs,
     source::{self, Fitting, Source},
@@ -24,17 +22,14 @@ pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
     #[command(flatten)]
-    bos: BosArgs,
-    /// A UTF-8 text file, or - for standard input.
-    #[arg(long)]
-    text: PathBuf,
+    text: TextArgs,
     /// streaming: token by token from an empty cache; parallel: the same numbers by the closed
     /// form.
     #[arg(long, default_value = "parallel")]
     mode: Mode,
-    /// A cache to compare with float: kKvV with bits 2, 4, 8 or 16, then -gN, -rN, -sN, -after,
-    /// -slide, -hadv, -f16 or -bf16; repeatable. By default that of the model's kv_cache.json, if it
-    /// has one.
+    /// A cache to compare with float: kKvV with bits 2, 4, 8 or 16 or the name of a format, then -gN, -rN, -sN,
+    /// -after, -slide, -hadv, -hadk, -f16 or -bf16; or a policy: safe, balanced, small, or a file of .json or .toml.
+    /// Repeatable. By default that of the model's kv_cache.json, if it has one.
     #[arg(long = "cache")]
     caches: Vec<NamedCache>,
     /// Tokens per window; each window starts from an empty cache. By default 2048, or the model's
@@ -49,9 +44,8 @@ pub(crate) struct Args {
     /// Use only the first tokens of the text, and read no more of it.
     #[arg(long)]
     tokens: Option<usize>,
-    /// Write the report here as JSON; with -, to standard output, and the table to standard error.
-    #[arg(long)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: JsonArgs,
     /// Write report.html and its charts into this folder, with the errors of each layer over the
     /// first window.
     #[arg(long, value_name = "FOLDER")]
@@ -64,14 +58,14 @@ pub(crate) struct Args {
 #[derive(Clone, Debug)]
 struct NamedCache {
     name: String,
-    config: KvCacheConfig,
+    config: ModelCacheConfig,
 }
 
 impl FromStr for NamedCache {
-    type Err = kv_cubecl::Error;
+    type Err = kv_models::Error;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
-        Ok(Self { name: name.to_string(), config: name.parse()? })
+        Ok(Self { name: name.to_string(), config: ModelCacheConfig::find(name)? })
     }
 }
 
@@ -83,24 +77,22 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let mut profile = args.profile.start()?;
     let device = On::<T>::open()?;
     profile.device(&device)?;
-    let output = Output::open(args.json.as_deref(), args.report.as_deref())?;
+    let output = Output::open(&args.json, args.report.as_deref())?;
     let window = args.window.unwrap_or(WINDOW);
     let window = window.min(args.tokens.unwrap_or(usize::MAX));
-    let caches = args.caches.iter().map(|named| named.config);
+    let caches = args.caches.iter().map(|named| named.config.clone());
     // The float cache always runs, and is the largest.
-    let need = Need::new(caches.chain([KvCacheConfig::float()]), window);
+    let need = Need::new(caches.chain([KvCacheConfig::float().into()]), window);
     let need = Need { pass: Some(window), ..need };
     let Fitting { source: Source { model, tokenizer, name, cache }, .. } =
         source::load(&args.on, Weights::Restored, need, &device)?;
     profile.model(&model, &name);
-    let bos = args.bos.choose(&tokenizer)?;
-    let (ids, bytes) = read_ids(&args.text, &tokenizer, args.tokens)?;
-    note_short_text(&ids, args.tokens);
+    let TextIds { ids, bytes, bos } = args.text.read(&tokenizer, args.tokens)?;
     let window = args.window.unwrap_or_else(|| model.max_positions().min(WINDOW));
     let mut caches: Vec<ModelCacheConfig> =
-        args.caches.iter().map(|named| named.config.into()).collect();
+        args.caches.iter().map(|named| named.config.clone()).collect();
     for NamedCache { name, config } in &args.caches {
-        if name != "float" && config.to_string() == "float" {
+        if name != "float" && config.is_float(model.spec()) {
             note(format_args!("{name} is the float cache, which has its row without being named"));
         }
     }
@@ -109,6 +101,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         caches.push(cache);
     }
     caches.iter().filter_map(|cache| cache.note(model.spec())).for_each(note);
+    note_policies(&caches, model.spec());
     let mut plan =
         Plan::new(&model, args.mode, caches, ids, window, args.tokens)?.with_bos(&model, bos)?;
     if let Some(stride) = args.stride {
@@ -116,6 +109,6 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     }
     let jobs = [Job { model: &model, name, plan }];
     let bos = bos.and_then(|bos| tokenizer.id_to_token(bos));
-    evaluate_and_report(&device, Text { path: &args.text, bytes, bos }, &jobs, output)?;
+    evaluate_and_report(&device, Text { path: &args.text.path, bytes, bos }, &jobs, output)?;
     profile.finish()
 }

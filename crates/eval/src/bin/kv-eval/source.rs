@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use burn::tensor::Device;
-use kv_cli::name_of;
+use kv_cli::{name_of, once};
 use kv_models::{
     LanguageModel, LoadOptions, Loaded, ModelCacheConfig, Tokenizer, WeightDtype,
     kv_weights::Activations, load_observed, load_with, spans::PHASE,
@@ -43,7 +43,8 @@ pub(crate) fn load(
     let _phase = trace_span!(target: PHASE, "load").entered();
     let (path, options, room) =
         (args.source.find()?, args.options(weights, device), args.room(device));
-    let loaded = load_observed(&path, device, options, Loading::new(need, room.clone()))?;
+    let loading = Loading::new(need, room.clone(), device);
+    let loaded = once(|| load_observed(&path, device, options, loading))?;
     Ok(Fitting { source: with_tokenizer(loaded, args.source.name())?, room })
 }
 
@@ -56,8 +57,9 @@ pub(crate) fn load_model(
 ) -> Result<(LanguageModel, String)> {
     let _phase = trace_span!(target: PHASE, "load").entered();
     let options = args.options(Weights::Packed, device);
-    let loading = Loading::new(need, args.room(device));
-    let Loaded { model, notes, .. } = load_observed(args.source.find()?, device, options, loading)?;
+    let loading = Loading::new(need, args.room(device), device);
+    let path = args.source.find()?;
+    let Loaded { model, notes, .. } = once(|| load_observed(path, device, options, loading))?;
     kv_cli::notes(&notes);
     let name = args.source.name();
     let name = match (model.weight_dtype(), options.packed.filter(|_| model.is_packed())) {

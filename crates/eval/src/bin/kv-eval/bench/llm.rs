@@ -5,13 +5,14 @@ use std::path::PathBuf;
 use anyhow::Result;
 use indicatif::ProgressBar;
 use kv_cli::Backend;
-use kv_cubecl::{KvCacheConfig, On, Target};
+use kv_cubecl::{On, Target};
 use kv_eval::bench::{LlmPlan, Spread, time_llm};
+use kv_models::ModelCacheConfig;
 use kv_report::Table;
 
 use super::Sinks;
 use crate::{
-    common::{ModelArgs, StepArgs},
+    common::{ModelArgs, StepArgs, note_policies},
     loading::Need,
     profile::Profile,
     source,
@@ -21,9 +22,9 @@ use crate::{
 pub(crate) struct LlmArgs {
     #[command(flatten)]
     on: ModelArgs,
-    /// A cache to time; repeatable.
-    #[arg(long = "cache", default_values = ["float", "k4v4"])]
-    caches: Vec<KvCacheConfig>,
+    /// A cache to time, or a policy; repeatable.
+    #[arg(long = "cache", value_parser = ModelCacheConfig::find, default_values = ["float", "k4v4"])]
+    caches: Vec<ModelCacheConfig>,
     /// Tokens of a prompt.
     #[arg(long, default_value_t = 512)]
     prompt: usize,
@@ -46,7 +47,7 @@ pub(crate) struct LlmArgs {
 impl LlmArgs {
     fn need(&self) -> Need {
         let deepest = self.depths.iter().copied().max().unwrap_or(0);
-        Need::new(self.caches.iter().copied(), deepest + self.prompt.max(self.generate))
+        Need::new(&self.caches, deepest + self.prompt.max(self.generate))
     }
 
     pub(super) fn backend(&self) -> Backend {
@@ -59,6 +60,7 @@ pub(super) fn llm<T: Target>(args: &LlmArgs, profile: &mut Profile) -> Result<()
     profile.device(&device)?;
     let sinks = Sinks::open(args.json.as_deref(), None)?;
     let (model, name) = source::load_model(&args.on, args.need(), &device)?;
+    note_policies(&args.caches, model.spec());
     profile.model(&model, &name);
     let LlmArgs { prompt, generate, repetitions, .. } = *args;
     let recorded = args.steps.recorded();

@@ -6,13 +6,19 @@ use anyhow::Result;
 use burn::tensor::Device;
 use indicatif::ProgressBar;
 use kv_cli::{Backend, note};
-use kv_cubecl::{KvCacheConfig, On, Target};
+use kv_cubecl::{On, Target};
 use kv_eval::bench::{DecodePoint, DecodeSubject, time_decode, time_prefill, timed_steps};
-use kv_models::LanguageModel;
+use kv_models::{LanguageModel, ModelCacheConfig};
 use kv_report::Table;
 
 use super::{Sinks, by_context};
-use crate::{ALLOCATOR, common::ModelArgs, loading::Need, profile::Profile, source};
+use crate::{
+    ALLOCATOR,
+    common::{ModelArgs, note_policies},
+    loading::Need,
+    profile::Profile,
+    source,
+};
 
 /// The longest context that is timed by default.
 const LONGEST: usize = 8000;
@@ -21,9 +27,11 @@ const LONGEST: usize = 8000;
 pub(crate) struct ModelBench {
     #[command(flatten)]
     on: ModelArgs,
-    /// A cache to time; repeatable.
-    #[arg(long = "cache", default_values = ["float", "float-f16", "k4v4", "k2v2"])]
-    caches: Vec<KvCacheConfig>,
+    /// A cache to time, or a policy; repeatable.
+    #[arg(long = "cache", value_parser = ModelCacheConfig::find, default_values = [
+        "float", "float-f16", "k4v4", "k2v2",
+    ])]
+    caches: Vec<ModelCacheConfig>,
     /// Context lengths to time at, ascending. By default 512, 2048 and 8000, as far as the model goes.
     #[arg(long, value_delimiter = ',')]
     contexts: Option<Vec<usize>>,
@@ -75,9 +83,13 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
     let subjects: Vec<_> = args
         .caches
         .iter()
-        .flat_map(|&cache| batch.iter().map(move |&batch| (cache, batch)))
+        .flat_map(|cache| batch.iter().map(move |&batch| (cache, batch)))
         .flat_map(|(cache, batch)| {
-            ways.iter().map(move |&recorded| DecodeSubject { cache, batch, recorded })
+            ways.iter().map(move |&recorded| DecodeSubject {
+                cache: cache.clone(),
+                batch,
+                recorded,
+            })
         })
         .collect();
     let longest = contexts.last().copied().unwrap_or(0);
@@ -171,8 +183,10 @@ impl ModelBench {
     /// The model and its name. No text is passed, so a model without a tokenizer will do.
     fn load(&self, batch: usize, steps: usize, device: &Device) -> Result<(LanguageModel, String)> {
         let longest = self.contexts.iter().flatten().copied().max().unwrap_or(LONGEST);
-        let need = Need::new(self.caches.iter().copied(), longest + steps);
-        source::load_model(&self.on, Need { batch, ..need }, device)
+        let need = Need::new(&self.caches, longest + steps);
+        let loaded = source::load_model(&self.on, Need { batch, ..need }, device)?;
+        note_policies(&self.caches, loaded.0.spec());
+        Ok(loaded)
     }
 
     /// The contexts, each followed by `steps` timed steps.

@@ -1,0 +1,81 @@
+//! `kv-eval bench frames`.
+
+use anyhow::Result;
+use kv_cubecl::{Frames, KvCacheConfig, On, Target};
+use kv_eval::bench::{FramesPlan, time_frames};
+use kv_report::Table;
+
+use super::{Common, Sinks, us};
+use crate::profile::Profile;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct FramesArgs {
+    #[command(flatten)]
+    pub(super) common: Common,
+    /// How frames are stored; repeatable. The first is what the others are compared with.
+    #[arg(long = "cache", default_values = ["float", "float-f16", "k16vint8", "kint8vint8", "k4v4"])]
+    caches: Vec<KvCacheConfig>,
+    /// Frames of the ring; the shape by default is that of the world model owl-wms.
+    #[arg(long, default_value_t = 60)]
+    frames: u64,
+    /// Tokens of a frame.
+    #[arg(long, default_value_t = 64)]
+    tokens_per_frame: usize,
+    /// Streams.
+    #[arg(long, default_value_t = 1)]
+    batch: usize,
+    /// Heads.
+    #[arg(long, default_value_t = 24)]
+    heads: usize,
+    /// Channels per head.
+    #[arg(long, default_value_t = 64)]
+    head_dim: usize,
+}
+
+pub(super) fn frames<T: Target>(args: &FramesArgs, profile: &mut Profile) -> Result<()> {
+    let device = On::<T>::open()?;
+    profile.device(&device)?;
+    let FramesArgs { frames, tokens_per_frame, batch, heads, head_dim, .. } = *args;
+    let plan = FramesPlan {
+        batch,
+        n_heads: heads,
+        head_dim,
+        tokens_per_frame,
+        window: Frames(frames),
+        samples: args.common.samples,
+    };
+    let sinks = Sinks::open(args.common.json.as_deref(), None)?;
+    let what = format!(
+        "a frame over a ring of {} of {tokens_per_frame} tokens, one layer on {}: batch {batch}, {heads} heads of \
+         {head_dim}",
+        plan.window,
+        T::NAME
+    );
+    let copied = sinks.start(&device, &what)?;
+    let points = time_frames(&device, &plan, &args.caches)?;
+    let mut table = Table::new([
+        "cache",
+        "peek us",
+        "10%",
+        "90%",
+        "update us",
+        "KB read",
+        "KB",
+        "bytes",
+        "speedup",
+    ]);
+    for point in &points {
+        table.push([
+            point.cache.clone(),
+            us(point.peek.median),
+            us(point.peek.low),
+            us(point.peek.high),
+            us(point.update.median),
+            format!("{:.0}", point.bytes_read as f64 / 1e3),
+            format!("{:.0}", point.bytes as f64 / 1e3),
+            format!("{:.2}", point.bytes as f64 / points[0].bytes as f64),
+            format!("{:.2}", points[0].peek.median / point.peek.median),
+        ]);
+    }
+    sinks.finish(&device, copied, &table, None, &points)
+}

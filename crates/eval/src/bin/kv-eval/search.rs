@@ -1,0 +1,203 @@
+//! `kv-eval search`: the layer policy that loses least in so many bytes.
+
+use std::{
+    ops::ControlFlow,
+    path::PathBuf,
+    process::exit,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
+
+use anyhow::{Context, Result, bail};
+use kv_cli::{INTERRUPTED, MemorySize, OutFile, Plain, Screen, dispatch, on_interrupt, window_bar};
+use kv_cubecl::{KvCacheConfig, On, SideFormat, Target};
+use kv_eval::{
+    Error, Mode, Plan,
+    search::{Found, SearchPlan, search},
+};
+use kv_models::{LanguageModel, ModelCacheConfig};
+
+use crate::{
+    arguments::{JsonArgs, TextArgs, TextIds},
+    common::{ModelArgs, Weights, note_policies, write_json},
+    loading::Need,
+    source::{self, Fitting, Source},
+};
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    on: ModelArgs,
+    #[command(flatten)]
+    text: TextArgs,
+    /// Bytes of the caches of all layers for --context tokens, at most, as 12M or 10.5MiB.
+    #[arg(long, value_name = "SIZE")]
+    bytes: MemorySize,
+    /// Tokens that --bytes are for; by default 4096, or the model's limit if that is lower.
+    #[arg(long)]
+    context: Option<usize>,
+    /// What all layers have but for the formats: groups, windows, sinks, rotations and float type.
+    #[arg(long, default_value = "k4v4-g64-r64-s4-slide-hadv-f16")]
+    base: KvCacheConfig,
+    /// A format to choose from for each side of each layer, beside float: 2, 4, 8, int8, e4m3, ..; repeatable.
+    #[arg(long = "format", value_parser = format, default_values = ["4", "2"])]
+    formats: Vec<SideFormat>,
+    /// First tokens of the text, which are searched on.
+    #[arg(long, default_value_t = 1024)]
+    tokens: usize,
+    /// Tokens after them, which the search does not see, and which compare what it found.
+    #[arg(long, default_value_t = 4096)]
+    unseen_tokens: usize,
+    /// Tokens per window; each window starts from an empty cache. By default 1024, or the model's limit if that is lower.
+    #[arg(long)]
+    window: Option<usize>,
+    /// What the policy is called.
+    #[arg(long, default_value = "found")]
+    name: String,
+    /// The policy's file, of .toml or .json.
+    #[arg(long, value_name = "FILE", default_value = "policy.toml")]
+    out: PathBuf,
+    /// Draw divergence by bytes here, as SVG.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+    #[command(flatten)]
+    json: JsonArgs,
+}
+
+fn format(name: &str) -> Result<SideFormat, String> {
+    let found = SideFormat::named(name).filter(|format| format.is_quantized());
+    found.ok_or_else(|| {
+        let all = SideFormat::ALL.iter().filter(|format| format.is_quantized());
+        let names: Vec<_> = all.map(|format| format.name()).collect();
+        format!("must be one of {}", names.join(", "))
+    })
+}
+
+/// Tokens of a window and of the context, unless the user says or the model has fewer positions.
+const WINDOW: usize = 1024;
+const CONTEXT: usize = 4096;
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    dispatch!(args.on.backend, Plain, run_on(args))
+}
+
+fn run_on<T: Target>(args: &Args) -> Result<()> {
+    let device = On::<T>::open()?;
+    let toml = match args.out.extension().and_then(|it| it.to_str()) {
+        Some("toml") => true,
+        Some("json") => false,
+        _ => bail!("out {}: must end in .toml or .json", args.out.display()),
+    };
+    // A name that is refused is refused now.
+    ModelCacheConfig::from(args.base).with_name(&args.name)?;
+    let out = OutFile::open("out", &args.out)?;
+    let plot = args.plot.as_ref().map(|path| OutFile::open("plot", path)).transpose()?;
+    let (screen, json) = args.json.open()?;
+
+    let window = args.window.unwrap_or(WINDOW);
+    let need = Need { pass: Some(window), ..Need::new([KvCacheConfig::float()], window) };
+    let Fitting { source: Source { model, tokenizer, .. }, .. } =
+        source::load(&args.on, Weights::Restored, need, &device)?;
+    let all = args.tokens.checked_add(args.unseen_tokens).context("tokens: are too many")?;
+    let TextIds { ids, bos, .. } = args.text.read(&tokenizer, Some(all))?;
+    let (seen, unseen) = ids.split_at(args.tokens.min(ids.len()));
+    let window = args.window.unwrap_or_else(|| model.max_positions().min(WINDOW));
+    let text = |name: &str, ids: &[u32]| {
+        let none: [ModelCacheConfig; 0] = [];
+        Plan::new(&model, Mode::Parallel, none, ids.to_vec(), window, None)
+            .and_then(|plan| plan.with_bos(&model, bos))
+            .with_context(|| format!("{name} of {}", args.text.path.display()))
+    };
+    let plan = SearchPlan {
+        base: args.base.with_capacity(args.context(&model)?),
+        formats: args.formats.clone(),
+        bytes: usize::try_from(args.bytes.0).unwrap_or(usize::MAX),
+        name: args.name.clone(),
+        seen: text("the part that is searched on", seen)?,
+        unseen: text("the part that is not seen", unseen)?,
+    };
+    let start = Instant::now();
+    let Some(found) = searched(&device, &model, &plan)? else {
+        // What is staged beside the files goes with them.
+        drop((out, plot, json));
+        exit(INTERRUPTED.into());
+    };
+
+    // Whatever cannot be written is said after the rest is.
+    let written = match toml {
+        true => out.write(found.policy.to_toml().as_bytes()),
+        false => write_json(out, &found.policy),
+    };
+    let plotted = plot.map_or(Ok(()), |file| file.write(found.chart().svg()?.as_bytes()));
+    let json = json.map_or(Ok(()), |file| write_json(file, &found));
+    screen.print(&found)?;
+    note_policies([&found.policy], model.spec());
+    let seconds = start.elapsed().as_secs_f64();
+    screen.line(format_args!(
+        "took {seconds:.1} s; {}: {}",
+        args.out.display(),
+        verdict(&found)
+    ))?;
+    written.and(plotted).and(json)
+}
+
+/// The search with a bar; `None` if it was interrupted, which has been told.
+fn searched<T: Target>(
+    device: &On<T>,
+    model: &LanguageModel,
+    plan: &SearchPlan,
+) -> Result<Option<Found>> {
+    let asked = Arc::new(AtomicBool::new(false));
+    let heard = asked.clone();
+    on_interrupt(move || {
+        if heard.swap(true, Ordering::SeqCst) {
+            exit(INTERRUPTED.into());
+        }
+    })?;
+    let bar = window_bar();
+    let found = search(device, model, plan, |progress| {
+        bar.set_length(progress.of as u64);
+        bar.set_position(progress.done as u64);
+        match asked.load(Ordering::SeqCst) {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    });
+    bar.finish_and_clear();
+    match found {
+        Err(Error::Stopped) => {
+            let (done, of) = (bar.position(), bar.length().unwrap_or(0));
+            Screen::Error
+                .line(format_args!("stopped after {done} of {of} windows; nothing was written"))?;
+            Ok(None)
+        }
+        found => Ok(Some(found?)),
+    }
+}
+
+/// What was found, beside the best of what all layers could have alike.
+fn verdict(found: &Found) -> String {
+    let Some(chosen) = found.chosen() else { return String::new() };
+    let kl = chosen.unseen.kl;
+    match found.best_uniform() {
+        Some(best) => {
+            format!("KL {kl:.6} on text that was not seen, {} {:.6}", best.cache, best.unseen.kl)
+        }
+        None => format!("KL {kl:.6} on text that was not seen; no cache of all layers alike fits"),
+    }
+}
+
+impl Args {
+    /// Tokens that the bytes are for.
+    fn context(&self, model: &LanguageModel) -> Result<usize> {
+        let most = model.max_positions();
+        let context = self.context.unwrap_or_else(|| CONTEXT.min(most));
+        match (1..=most).contains(&context) {
+            true => Ok(context),
+            false => bail!("context {context}: must be 1 to {most}, the most tokens of the model"),
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! `kv-eval world`.
+
+use std::{path::PathBuf, time::Instant};
+
+use anyhow::{Result, bail};
+use kv_cli::{Backend, OutFile, Plain, Screen, dispatch, open_folder};
+use kv_cubecl::{Frames, On, Target};
+use kv_eval::{
+    device_name,
+    world::{
+        LayerCaches, RolloutPlan, Truth, World, WorldPoint, compare, decibels, mean, squared_error,
+    },
+};
+use kv_report::{
+    Table,
+    chart::{Chart, Series, Style},
+};
+use kv_world::{Frame, Picture};
+use serde::Serialize;
+
+use crate::common::write_json;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// The world model's folder.
+    #[arg(long, default_value = "models/world")]
+    model: PathBuf,
+    /// How frames are stored, beside float; repeatable. With @2 behind it in the last two layers alone.
+    #[arg(long = "cache", default_values = [
+        "float-f16", "k16vint8", "kint8v16", "kint8vint8", "ke4m3ve4m3", "kint8vint8@2", "k8v16-r32", "k4v4-r32",
+    ])]
+    caches: Vec<LayerCaches>,
+    /// Frames that the model plays by itself.
+    #[arg(long, default_value_t = 200)]
+    frames: usize,
+    /// Games.
+    #[arg(long, default_value_t = 20)]
+    seeds: u64,
+    /// The seed of the first game. The model was trained on none below 2^63.
+    #[arg(long, default_value_t = 1000)]
+    first_seed: u64,
+    /// True frames that the model sees first.
+    #[arg(long, default_value_t = 8)]
+    context: usize,
+    /// Frames of the rings of global layers; by default as many as the model was trained with.
+    #[arg(long)]
+    ring: Option<u64>,
+    /// First frames that stay in the rings.
+    #[arg(long, default_value_t = 0)]
+    sinks: u64,
+    /// Seed of the noise that frames begin as.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Where to run.
+    #[arg(long, value_enum, default_value = "flex")]
+    backend: Backend,
+    /// Write psnr.svg, twin.svg and sheet.png here.
+    #[arg(long, value_name = "FOLDER")]
+    out: Option<PathBuf>,
+    /// Write all numbers here as JSON; with -, to standard output, and the table to standard error.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+/// What is written as JSON.
+#[derive(Serialize)]
+struct Output<'a> {
+    command: Vec<String>,
+    target: &'static str,
+    device: String,
+    seeds: u64,
+    context: usize,
+    points: &'a [WorldPoint],
+}
+
+/// Columns of the contact sheet.
+const COLUMNS: usize = 12;
+/// Its pixels for one of a frame.
+const ZOOM: usize = 2;
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    dispatch!(args.backend, Plain, play(args))
+}
+
+fn play<T: Target>(args: &Args) -> Result<()> {
+    for (field, value) in [("frames", args.frames as u64), ("seeds", args.seeds)] {
+        if value == 0 {
+            bail!("{field} 0: must be at least 1");
+        }
+    }
+    let screen = Screen::beside([args.json.as_deref()]);
+    if let Some(folder) = &args.out {
+        open_folder("out", folder)?;
+    }
+    let json = args.json.as_deref().map(|path| OutFile::open("json", path)).transpose()?;
+    let device = On::<T>::open()?;
+    let world = World::load(&args.model, &device)?;
+    let config = world.model.config();
+    let trained = config.global_window.unwrap_or(Frames(config.n_frames as u64));
+    let ring = args.ring.map_or(trained, Frames);
+    let (sinks, seed) = (Frames(args.sinks), args.seed);
+    let plan = RolloutPlan { context: args.context, ring, sinks, seed };
+    let seeds = args.first_seed..args.first_seed.saturating_add(args.seeds);
+    let truth = Truth::new(world.maze(), seeds, args.context + args.frames);
+    screen.line(format_args!(
+        "{} games of {} frames after {} true ones on {}: {} layers of {} heads of {}, {} tokens a frame, rings of {ring}",
+        args.seeds,
+        args.frames,
+        args.context,
+        T::NAME,
+        config.n_layers,
+        config.n_heads,
+        config.head_dim(),
+        config.tokens_per_frame(),
+    ))?;
+    let mut points: Vec<WorldPoint> = vec![];
+    let mut rows = vec![sheet_row(&truth.frames[args.context..])];
+    let mut started = Instant::now();
+    let told = |point: WorldPoint, frames: &[Vec<Frame>]| {
+        rows.push(sheet_row(frames));
+        // Nobody may read there.
+        let seconds = started.elapsed().as_secs_f64();
+        let _ = Screen::Error.line(format_args!("{}: {seconds:.0} s", point.cache));
+        started = Instant::now();
+        points.push(point);
+        Ok(())
+    };
+    compare(&device, &world, &truth, &plan, &args.caches, told, || ())?;
+    screen.print(table(&points))?;
+    // Of all frames at once: where a player stands still, the last frame is right to the byte, and a mean of decibels
+    // would say little of the others.
+    let last = &truth.frames[args.context - 1];
+    let errors = truth.frames[args.context..]
+        .iter()
+        .flat_map(|frames| frames.iter().zip(last).map(|(frame, last)| squared_error(frame, last)));
+    screen.line(format_args!(
+        "PSNR of the mean squared error of all frames: {:.2} dB, of the last true frame, repeated: {:.2} dB",
+        decibels(mean(&points[0].squared_error)),
+        decibels(mean(&errors.collect::<Vec<_>>())),
+    ))?;
+    if let Some(folder) = &args.out {
+        let by_frame = |title: &str, of: fn(&WorldPoint) -> &Vec<f64>, skip: usize| Chart {
+            title: title.into(),
+            x_label: "frame".into(),
+            y_label: "PSNR, dB".into(),
+            series: points
+                .iter()
+                .skip(skip)
+                .map(|point| {
+                    let points = of(point).iter().enumerate().map(|(i, &y)| (i as f64 + 1.0, y));
+                    Series::new(&*point.cache, points.collect(), Style::Line)
+                })
+                .collect(),
+            ..Chart::default()
+        };
+        let truth = by_frame("Against the true frames", |point| &point.psnr, 0);
+        truth.write_svg(folder.join("psnr.svg"))?;
+        if points.len() > 1 {
+            let twin = by_frame("Against the float cache", |point| &point.twin_psnr, 1);
+            twin.write_svg(folder.join("twin.svg"))?;
+        }
+        let sheet = Picture::grid(&rows, ZOOM)?.png()?;
+        OutFile::open("out", &folder.join("sheet.png"))?.write(&sheet)?;
+    }
+    if let Some(json) = json {
+        let output = Output {
+            command: std::env::args().collect(),
+            target: T::NAME,
+            device: device_name(&device),
+            seeds: args.seeds,
+            context: args.context,
+            points: &points,
+        };
+        write_json(json, &output)?;
+    }
+    Ok(())
+}
+
+/// Frames of the first game, evenly spread, the first and the last among them.
+fn sheet_row(frames: &[Vec<Frame>]) -> Vec<Frame> {
+    let columns = frames.len().min(COLUMNS);
+    let at = |i: usize| i * (frames.len() - 1) / (columns - 1).max(1);
+    (0..columns).map(|i| frames[at(i)][0].clone()).collect()
+}
+
+fn table(points: &[WorldPoint]) -> Table {
+    let mut table = Table::new([
+        "cache",
+        "PSNR 1-20",
+        "PSNR",
+        "at the end",
+        "worst drop",
+        "SSIM",
+        "twin PSNR",
+        "twin SSIM",
+        "v error %",
+        "KB",
+        "saved",
+        "ms",
+        "attention",
+        "projections",
+        "decoder",
+    ]);
+    for point in points {
+        let milliseconds = |seconds: f64| format!("{:.1}", 1e3 * seconds);
+        table.push([
+            point.cache.clone(),
+            format!("{:.2}", mean(&point.psnr[..point.psnr.len().min(20)])),
+            format!("{:.2}", mean(&point.psnr)),
+            format!("{:.2}", point.last_psnr()),
+            format!("{:.2}", point.worst_drop(&points[0])),
+            format!("{:.3}", mean(&point.ssim)),
+            format!("{:.2}", mean(&point.twin_psnr)),
+            format!("{:.3}", mean(&point.twin_ssim)),
+            format!("{:.2}", 100.0 * point.velocity_error),
+            format!("{:.0}", point.bytes as f64 / 1e3),
+            format!("{:.2}", points[0].bytes as f64 / point.bytes as f64),
+            milliseconds(point.model_seconds),
+            milliseconds(point.attention_seconds),
+            milliseconds(point.projection_seconds()),
+            milliseconds(point.decoder_seconds),
+        ]);
+    }
+    table
+}

@@ -1,0 +1,361 @@
+//! What a model takes of memory, and how long a context and how large a batch there is room for: [`plan`].
+
+mod formats;
+mod formula;
+mod presets;
+mod table;
+
+use std::collections::BTreeMap;
+
+use kv_models::{
+    CacheBytes, GenerateOptions, MemoryLimit, ModelCacheConfig, ModelOutline, Planned, Usage,
+};
+use serde::Serialize;
+
+pub use formats::formats;
+pub use formula::{Format, Formula, Part};
+pub use presets::{Frame, Preset};
+
+use crate::{Error, Result};
+
+/// No cache has more tokens.
+const MOST_TOKENS: usize = 1 << 24;
+
+/// A model that is planned for.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Subject {
+    /// What it is called.
+    pub name: String,
+    /// Where its numbers are from.
+    pub source: Option<String>,
+    /// Parameters, where its authors give their number.
+    pub parameters: Option<u64>,
+    /// The tokens of a frame, for a model of frames.
+    pub frame: Option<Frame>,
+    /// What a user should know of the numbers.
+    pub notes: Vec<String>,
+    kind: Kind,
+}
+
+#[derive(Clone, Debug)]
+enum Kind {
+    /// Caches of this project's, and whether weights are counted.
+    Caches(Box<ModelOutline>, bool),
+    Formula(Formula),
+}
+
+impl Subject {
+    fn new(name: &str, kind: Kind) -> Self {
+        let (name, notes) = (name.to_string(), vec![]);
+        Self { name, source: None, parameters: None, frame: None, notes, kind }
+    }
+
+    /// A model as its files say.
+    pub fn of_files(name: &str, outline: ModelOutline) -> Self {
+        Self::new(name, Kind::Caches(Box::new(outline), true))
+    }
+
+    /// The caches of a model whose weights are not known.
+    pub fn of_caches(name: &str, outline: ModelOutline) -> Self {
+        Self::new(name, Kind::Caches(Box::new(outline), false))
+    }
+
+    /// A cache of which there is a formula.
+    pub fn of_formula(name: &str, formula: Formula) -> Self {
+        Self::new(name, Kind::Formula(formula))
+    }
+
+    /// The same, and where its numbers are from.
+    #[must_use]
+    pub fn with_source(self, source: &str) -> Self {
+        Self { source: Some(source.into()), ..self }
+    }
+
+    /// The same with notes.
+    #[must_use]
+    pub fn with_notes(mut self, notes: impl IntoIterator<Item = String>) -> Self {
+        self.notes.extend(notes);
+        self
+    }
+
+    /// The most tokens of a sequence.
+    pub fn max_context(&self) -> usize {
+        match &self.kind {
+            Kind::Caches(outline, _) => outline.spec.max_positions.min(MOST_TOKENS),
+            Kind::Formula(formula) => usize::try_from(formula.max_tokens).unwrap_or(usize::MAX),
+        }
+    }
+
+    /// The cache that the model's files name.
+    pub fn own_cache(&self) -> Option<&ModelCacheConfig> {
+        match &self.kind {
+            Kind::Caches(outline, _) => outline.cache.as_ref(),
+            Kind::Formula(_) => None,
+        }
+    }
+}
+
+/// What is asked.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Tokens of each sequence.
+    pub context: usize,
+    /// Sequences.
+    pub batch: usize,
+    /// The memory there is.
+    pub limit: MemoryLimit,
+    /// The caches by name; none for [all formats](formats), and that of the model's files.
+    pub caches: Vec<String>,
+}
+
+/// The answer of [`plan`].
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct MemoryPlan {
+    /// The model.
+    pub model: String,
+    /// Where its numbers are from, unless it is its files.
+    pub source: Option<String>,
+    /// Parameters, where its authors give their number.
+    pub parameters: Option<u64>,
+    /// The most tokens of a sequence.
+    pub max_context: usize,
+    /// Tokens of each sequence.
+    pub context: usize,
+    /// Sequences.
+    pub batch: usize,
+    /// The memory.
+    pub memory: Memory,
+    /// Bytes of the weights by the type they are kept in; `None` where they are not known and not counted.
+    pub weights: Option<BTreeMap<String, usize>>,
+    /// One for each cache.
+    pub caches: Vec<Row>,
+    /// What a user should know.
+    pub notes: Vec<String>,
+}
+
+/// The memory there is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Memory {
+    /// Bytes.
+    pub bytes: u64,
+    /// Where that number is from.
+    pub source: String,
+    /// Bytes that may be taken: 90% of them.
+    pub usable: u64,
+    /// Bytes of the device's largest buffer.
+    pub buffer: Option<u64>,
+}
+
+/// What is said of one cache.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct Row {
+    /// Its name.
+    pub cache: String,
+    /// What it takes; `None` if the model or any device cannot have it.
+    pub needs: Option<Needs>,
+    /// Why it cannot be had.
+    pub why: Option<String>,
+    /// Whether it fits what may be taken.
+    pub fits: bool,
+    /// The most tokens for as many sequences, up to the model's limit.
+    pub longest_context: Option<usize>,
+    /// The most sequences of as many tokens.
+    pub largest_batch: Option<usize>,
+}
+
+/// Bytes that are needed.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Needs {
+    /// Those of the cache, part by part.
+    pub parts: Vec<(String, u64)>,
+    /// Those of the cache.
+    pub cache: u64,
+    /// Those of the cache by token of a sequence.
+    pub cache_per_token: f64,
+    /// What a pass computes with, an estimate; `None` where the model's widths are not known.
+    pub activations: Option<u64>,
+    /// All that is known: weights, cache and activations.
+    pub total: u64,
+}
+
+/// The share of the memory that a plan may take.
+fn usable(bytes: u64) -> u64 {
+    (u128::from(bytes) * 9 / 10) as u64
+}
+
+/// What `subject` takes with each cache, and what there is room for.
+///
+/// # Errors
+///
+/// A context, a batch, or a name of a cache that breaks a rule; memory that is not known.
+pub fn plan(subject: &Subject, request: &Request) -> Result<MemoryPlan> {
+    let Request { context, batch, ref limit, ref caches } = *request;
+    let most = subject.max_context();
+    if !(1..=most).contains(&context) {
+        let rule = format!("must be 1 to {most}, the most tokens of {}", subject.name);
+        return Err(Error::plan("context", context, rule));
+    }
+    if batch == 0 || u32::try_from(batch).is_err() {
+        let rule = "must be 1 to 4294967295: a buffer has fewer than 2^32 elements";
+        return Err(Error::plan("batch", batch, rule));
+    }
+    let Some(bytes) = limit.total else {
+        return Err(Error::plan("memory", "unknown", "this system does not say; give its size"));
+    };
+    let memory =
+        Memory { bytes, source: limit.source.clone(), usable: usable(bytes), buffer: limit.buffer };
+    let limit = MemoryLimit::new(Some(memory.usable), &*memory.source).with_buffer(memory.buffer);
+    let asked = Asked { context, batch, limit: &limit };
+    let mut notes = subject.notes.clone();
+    let (weights, rows) = match &subject.kind {
+        Kind::Caches(outline, counted) => {
+            let caches = match caches.is_empty() {
+                true => {
+                    let own = outline.cache.clone();
+                    own.into_iter().chain(formats().into_iter().map(Into::into)).collect()
+                }
+                false => caches
+                    .iter()
+                    .map(|name| Ok(ModelCacheConfig::find(name)?))
+                    .collect::<Result<Vec<ModelCacheConfig>>>()?,
+            };
+            if !request.caches.is_empty() {
+                notes.extend(caches.iter().filter_map(|cache| cache.note(&outline.spec)));
+                notes.extend(caches.iter().filter_map(|cache| cache.in_full(&outline.spec)));
+            }
+            let planned = outline.planned();
+            let row = |cache: &ModelCacheConfig| asked.row(&planned, cache, *counted);
+            let weights = counted.then(|| outline.weights.by_type.clone());
+            (weights, caches.iter().map(row).collect())
+        }
+        Kind::Formula(formula) => {
+            let formats = match caches.is_empty() {
+                true => formula.formats.iter().collect(),
+                false => {
+                    caches.iter().map(|name| formula.format(name)).collect::<Result<Vec<_>>>()?
+                }
+            };
+            let row = |format: &&Format| asked.formula_row(formula, format);
+            (None, formats.iter().map(row).collect::<Result<Vec<_>>>()?)
+        }
+    };
+    if weights.is_none() {
+        let of =
+            subject.parameters.map(|n| format!(" of {:.0} billion parameters", n as f64 / 1e9));
+        let of = of.unwrap_or_default();
+        notes.push(format!("the bytes of the weights{of} are not known and not counted"));
+    }
+    Ok(MemoryPlan {
+        model: subject.name.clone(),
+        source: subject.source.clone(),
+        parameters: subject.parameters,
+        max_context: most,
+        context,
+        batch,
+        memory,
+        weights,
+        caches: rows,
+        notes,
+    })
+}
+
+/// What is asked of each cache.
+struct Asked<'a> {
+    context: usize,
+    batch: usize,
+    limit: &'a MemoryLimit,
+}
+
+impl Asked<'_> {
+    fn per_token(&self, cache: u64) -> f64 {
+        cache as f64 / self.context as f64 / self.batch as f64
+    }
+
+    fn row(&self, planned: &Planned<'_>, cache: &ModelCacheConfig, counted: bool) -> Row {
+        let at = cache.clone().with_capacity(self.context);
+        // Prompts pass in chunks, steps with a token of every sequence.
+        let chunk = GenerateOptions::default().prefill_chunk.max(self.batch);
+        let pass = if counted { chunk } else { 0 };
+        let usage = Usage::new(at).with_batch(self.batch).with_pass(pass);
+        let name = cache.to_string();
+        let known = cache
+            .validate(planned.spec)
+            .and_then(|()| Ok((planned.cache_bytes(&usage)?, planned.footprint(&usage)?)));
+        let (needs, why) = match known {
+            Ok((bytes, needed)) => {
+                let cache = bytes.total() as u64;
+                let needs = Needs {
+                    parts: parts(&bytes),
+                    cache,
+                    cache_per_token: self.per_token(cache),
+                    activations: counted.then_some(needed.activations as u64),
+                    total: needed.total() as u64,
+                };
+                let why = self.limit.buffer.filter(|most| bytes.largest_buffer as u64 > *most);
+                (Some(needs), why.map(|most| too_large(bytes.largest_buffer as u64, most)))
+            }
+            Err(error) => (None, Some(error.to_string())),
+        };
+        // A context that is too long for a buffer may be followed by shorter ones that are not.
+        let servable = cache.validate(planned.spec).is_ok();
+        let search = servable.then_some((planned, &usage));
+        Row {
+            cache: name,
+            fits: servable && planned.fits(&usage, self.limit),
+            needs,
+            why,
+            longest_context: search.and_then(|(it, usage)| it.longest_context(usage, self.limit)),
+            largest_batch: search.and_then(|(it, usage)| it.largest_batch(usage, self.limit)),
+        }
+    }
+
+    fn formula_row(&self, formula: &Formula, format: &Format) -> Result<Row> {
+        let bytes = |tokens: usize, batch: usize| {
+            let parts = formula.bytes(format, tokens as u64, batch as u64)?;
+            let sum = parts.iter().map(|(_, bytes)| bytes).sum::<u64>();
+            Ok::<_, Error>((parts, sum))
+        };
+        let fits = |tokens, batch| {
+            let within = |sum: u64| self.limit.total.is_none_or(|most| sum <= most);
+            bytes(tokens, batch).is_ok_and(|(_, sum)| within(sum))
+        };
+        let (parts, cache) = bytes(self.context, self.batch)?;
+        let most = usize::try_from(formula.max_tokens).unwrap_or(usize::MAX);
+        Ok(Row {
+            cache: format.name.clone(),
+            fits: fits(self.context, self.batch),
+            needs: Some(Needs {
+                parts,
+                cache,
+                cache_per_token: self.per_token(cache),
+                activations: None,
+                total: cache,
+            }),
+            why: None,
+            longest_context: kv_models::most_that_fits(most, |tokens| fits(tokens, self.batch)),
+            largest_batch: kv_models::most_that_fits(u32::MAX as usize, |batch| {
+                fits(self.context, batch)
+            }),
+        })
+    }
+}
+
+fn parts(bytes: &CacheBytes) -> Vec<(String, u64)> {
+    let parts = [
+        ("packed keys", bytes.keys),
+        ("packed values", bytes.values),
+        ("floats", bytes.floats),
+        ("rotary tables", bytes.rotary),
+    ];
+    parts.map(|(name, bytes)| (name.into(), bytes as u64)).into()
+}
+
+fn too_large(bytes: u64, most: u64) -> String {
+    let [bytes, most] = [bytes, most].map(kv_models::decimal_size);
+    format!("a layer has a buffer of {bytes}, a buffer of the device has at most {most}")
+}

@@ -1,0 +1,135 @@
+//! Losses and divergences of many caches over the same windows, for which the float cache runs once.
+
+use core::ops::ControlFlow;
+
+use burn::tensor::Tensor;
+use kv_cubecl::{KvCacheConfig, On, Target};
+use kv_models::{LanguageModel, ModelCacheConfig, ids_to_tensor, spans::PHASE};
+use serde::Serialize;
+use tracing::trace_span;
+
+use crate::{
+    Error, Plan, Result,
+    score::{divergence, negative_log_likelihood},
+};
+
+/// Rows whose logits are compared at once.
+const ROWS: usize = 256;
+
+/// Bytes of the logits of the float cache that are kept for all caches of a window; beyond, they are computed again.
+const KEPT: usize = 1 << 30;
+
+/// What a cache costs over a text, in nats per token.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Score {
+    /// Mean divergence of the next token's distribution from that with the float cache.
+    pub kl: f64,
+    /// Mean negative log-likelihood.
+    pub nll: f64,
+}
+
+impl Score {
+    /// `exp(nll)`.
+    pub fn perplexity(&self) -> f64 {
+        self.nll.exp()
+    }
+}
+
+/// Logits of a window, a block of rows at a time.
+struct Window<'a, T: Target> {
+    device: &'a On<T>,
+    model: &'a LanguageModel,
+    ids: Vec<u32>,
+    context: usize,
+}
+
+impl<T: Target> Window<'_, T> {
+    /// Final hidden states `[scored, hidden]` with a cache.
+    fn hidden(&self, cache: &ModelCacheConfig) -> Result<Tensor<2>> {
+        let inputs = &self.ids[..self.ids.len() - 1];
+        let ids = ids_to_tensor(inputs, [1, inputs.len()], self.device);
+        let hidden = self.model.hidden(ids, cache)?.squeeze_dim::<2>(0);
+        Ok(hidden.narrow(0, self.context - 1, self.targets().len()))
+    }
+
+    fn targets(&self) -> &[u32] {
+        &self.ids[self.context..]
+    }
+
+    /// Logits of some rows of `hidden`, on the host.
+    fn logits(&self, hidden: &Tensor<2>, start: usize, rows: usize) -> Result<Vec<f32>> {
+        let rows = hidden.clone().narrow(0, start, rows);
+        let fail = |why: String| Error::Device { cache: "search".into(), why };
+        let data = self.model.head(rows.unsqueeze_dim(0)).try_into_data();
+        data.map_err(|error| fail(format!("{error:?}")))?
+            .try_into_vec()
+            .map_err(|error| fail(format!("{error:?}")))
+    }
+}
+
+/// The scores of the float cache and of each of `caches` over the windows of `plan`, whose own caches do not count.
+/// `step` is called after each window of each cache, that of the float one included, and may end it all.
+///
+/// # Errors
+/// [`Error::Stopped`] if `step` says so, [`Error::NonFinite`], and the model's and the cache's errors.
+pub(super) fn measure<T: Target>(
+    device: &On<T>,
+    model: &LanguageModel,
+    plan: &Plan,
+    caches: &[ModelCacheConfig],
+    step: &mut dyn FnMut() -> ControlFlow<()>,
+) -> Result<(Score, Vec<Score>)> {
+    let float = ModelCacheConfig::from(KvCacheConfig::float().with_capacity(plan.window()));
+    let mut sums = vec![Score::default(); caches.len()];
+    let mut of_float = Score::default();
+    let vocab = model.vocab_size();
+    for span in plan.spans() {
+        let (ids, context) = plan.input(&span);
+        let window = Window { device, model, ids, context };
+        let targets = window.targets();
+        let blocks =
+            || (0..targets.len()).step_by(ROWS).map(|at| (at, ROWS.min(targets.len() - at)));
+        let kept = targets.len() * vocab * size_of::<f32>() <= KEPT;
+        let hidden = window.hidden(&float)?;
+        let mut known = vec![];
+        for (at, rows) in blocks() {
+            let logits = window.logits(&hidden, at, rows)?;
+            of_float.nll += total("float", &logits, &targets[at..at + rows])?;
+            known.push(if kept { logits } else { vec![] });
+        }
+        end_if(step())?;
+        for (cache, sum) in caches.iter().zip(&mut sums) {
+            let _phase = trace_span!(target: PHASE, "measure", cache = %cache).entered();
+            let other = window.hidden(&cache.clone().with_capacity(plan.window()))?;
+            for (block, (at, rows)) in blocks().enumerate() {
+                let logits = window.logits(&other, at, rows)?;
+                sum.nll += total(&cache.to_string(), &logits, &targets[at..at + rows])?;
+                let again = if kept { None } else { Some(window.logits(&hidden, at, rows)?) };
+                let float = again.as_ref().unwrap_or(&known[block]);
+                let rows = divergence(float, &logits, vocab);
+                sum.kl += rows.iter().map(|row| f64::from(row.kl)).sum::<f64>();
+            }
+            end_if(step())?;
+        }
+    }
+    let n = plan.scored_tokens() as f64;
+    let mean = |sum: Score| Score { kl: sum.kl / n, nll: sum.nll / n };
+    Ok((mean(of_float), sums.into_iter().map(mean).collect()))
+}
+
+/// The sum of the losses of some rows.
+fn total(cache: &str, logits: &[f32], targets: &[u32]) -> Result<f64> {
+    let losses = negative_log_likelihood(logits, targets);
+    match losses.iter().position(|loss| !loss.is_finite()) {
+        Some(token) => Err(Error::NonFinite { cache: cache.into(), token, value: losses[token] }),
+        None => Ok(losses.iter().map(|&loss| f64::from(loss)).sum()),
+    }
+}
+
+fn end_if(flow: ControlFlow<()>) -> Result<()> {
+    match flow {
+        ControlFlow::Continue(()) => Ok(()),
+        ControlFlow::Break(()) => Err(Error::Stopped),
+    }
+}

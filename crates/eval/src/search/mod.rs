@@ -1,0 +1,333 @@
+//! The search for a layer policy: which formats lose least for a model in so many bytes.
+//!
+//! 1. Sensitivity: the divergence from the float cache with one side of one layer quantized, for every layer, side and
+//!    format.
+//! 2. A policy costs about the sum of what its parts cost, and so do its bytes, so that the best policies for all
+//!    numbers of bytes follow from that: the [front](Found::front).
+//! 3. The one of the bytes that are asked for is measured, beside the caches of the same formats in all layers that take
+//!    no more bytes, on the text of the search and on one that the search has not seen.
+//! 4. Beside them stand caches of all layers alike with other settings and formats than the search's: those that are
+//!    [worth it](Found::alike) pass once over the text of the search, and the best of them over the other.
+
+mod alike;
+mod front;
+mod measure;
+mod report;
+
+use core::ops::ControlFlow;
+
+use kv_cubecl::{KvCacheConfig, On, Side, SideFormat, Target, layout::CacheLayout};
+use kv_models::{LanguageModel, LayerRule, Layers, ModelCacheConfig, ModelSpec, Stores};
+use serde::Serialize;
+
+pub use self::{alike::Alike, measure::Score};
+use self::{
+    front::{Assignment, Choice},
+    measure::measure,
+};
+use crate::{Error, Plan, Result};
+
+/// What is searched for, and on which texts.
+#[derive(Clone, Debug)]
+pub struct SearchPlan {
+    /// What all layers have but for the formats: groups, windows, sinks, rotations, float type, and in `capacity` the
+    /// tokens that `bytes` are for.
+    pub base: KvCacheConfig,
+    /// Formats to choose from, beside float.
+    pub formats: Vec<SideFormat>,
+    /// Bytes of the caches of all layers for one sequence, at most.
+    pub bytes: usize,
+    /// What the policy is called.
+    pub name: String,
+    /// The text of the search. Its mode and caches do not count.
+    pub seen: Plan,
+    /// A text that the search does not see.
+    pub unseen: Plan,
+}
+
+/// What one side of one layer costs in one format, the rest in float.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Sensitivity {
+    /// The layer, counted from 0.
+    pub layer: usize,
+    /// `keys` or `values`.
+    #[serde(serialize_with = "shown")]
+    pub side: Side,
+    /// The format.
+    pub format: SideFormat,
+    /// Its score over the text of the search.
+    pub score: Score,
+}
+
+fn shown<S: serde::Serializer>(side: &Side, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(side)
+}
+
+/// A policy that is the best for its bytes, if costs add up.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Predicted {
+    /// Bytes of the caches of all layers.
+    pub bytes: usize,
+    /// The divergence that is the sum of its parts', nats.
+    pub kl: f64,
+}
+
+/// A cache that was measured.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct Measured {
+    /// Its name.
+    pub cache: String,
+    /// Bytes of the caches of all layers.
+    pub bytes: usize,
+    /// On the text of the search.
+    pub seen: Score,
+    /// On the other.
+    pub unseen: Score,
+}
+
+/// The result of [`search`].
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct Found {
+    /// The policy.
+    pub policy: ModelCacheConfig,
+    /// Bytes that were allowed.
+    pub bytes: usize,
+    /// Tokens that they are for.
+    pub context: usize,
+    /// Bytes of a cache of the same float type that quantizes nothing.
+    pub float_bytes: usize,
+    /// Losses of the float cache on both texts.
+    pub float: [Score; 2],
+    /// What each part costs.
+    pub sensitivities: Vec<Sensitivity>,
+    /// Bytes and costs of the best policies, the largest first.
+    pub front: Vec<Predicted>,
+    /// Caches of all layers alike with settings and formats of their own that take no more bytes than are allowed, the
+    /// one of least divergence on the text of the search first.
+    pub alike: Vec<Alike>,
+    /// The policy, then the caches of all layers alike in the formats of the search that take no more bytes than are
+    /// allowed, then the [`BEST`] of the others.
+    pub measured: Vec<Measured>,
+}
+
+/// How many [others](Found::alike) are measured on the text that the search has not seen.
+pub const BEST: usize = 3;
+
+/// How far a search is.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct SearchProgress {
+    /// Windows that passed through the model, of `of`.
+    pub done: usize,
+    /// All windows, of all caches.
+    pub of: usize,
+}
+
+impl SearchPlan {
+    /// The formats of a cell; float is the first.
+    fn choices(&self) -> Vec<SideFormat> {
+        let others = self.formats.iter().copied().filter(|format| format.is_quantized());
+        [SideFormat::Float].into_iter().chain(others).collect()
+    }
+
+    /// A rule that some layers have a side in a format, rotated where the base is.
+    fn rule(&self, layers: Layers, side: Side, format: SideFormat) -> LayerRule {
+        let rotate = format.is_quantized()
+            && match side {
+                Side::Keys => self.base.rotate_keys && !format.is_grouped(),
+                Side::Values => self.base.rotate_values,
+            };
+        LayerRule::new(layers, Stores::Format { side: Some(side), format, rotate })
+    }
+
+    /// The policy of an assignment: cells are the keys and the values of each layer in turn.
+    fn policy(&self, assignment: &[usize]) -> ModelCacheConfig {
+        let choices = self.choices();
+        let mut policy = ModelCacheConfig::from(self.base);
+        for (which, side) in Side::BOTH.into_iter().enumerate() {
+            for (choice, &format) in choices.iter().enumerate() {
+                let cells = assignment.iter().skip(which).step_by(2).enumerate();
+                let layers: Vec<usize> = cells
+                    .filter(|&(_, &chosen)| chosen == choice)
+                    .map(|(layer, _)| layer)
+                    .collect();
+                let own = format == self.base.format(side);
+                if !layers.is_empty() && !own {
+                    let all = layers.len() * 2 == assignment.len();
+                    let layers = if all { Layers::all() } else { Layers::runs(layers) };
+                    policy = policy.with_rule(self.rule(layers, side, format));
+                }
+            }
+        }
+        policy
+    }
+
+    /// The same formats in all layers, by their short name.
+    fn uniform(&self, spec: &ModelSpec, [keys, values]: [usize; 2]) -> Option<ModelCacheConfig> {
+        let layers = spec.layers.iter().map(|layer| layer.with_window(None)).collect();
+        let plain = ModelSpec::new(spec.vocab_size, spec.hidden_size, spec.max_positions, layers);
+        let assignment = [keys, values].repeat(spec.layers.len());
+        let cache = self.policy(&assignment).layers(&plain).next()?;
+        Some(cache.into())
+    }
+
+    fn check(&self, model: &LanguageModel) -> Result<()> {
+        if !self.formats.iter().any(|format| format.is_quantized()) {
+            return Err(Error::plan("format", "none", "needs one to choose beside float"));
+        }
+        let n_layers = model.n_layers();
+        for choice in 1..self.choices().len() {
+            self.policy(&vec![choice; 2 * n_layers]).validate(model)?;
+        }
+        Ok(())
+    }
+}
+
+/// Bytes of the caches of all layers for one sequence, and of each layer.
+fn bytes(spec: &ModelSpec, cache: &ModelCacheConfig) -> Result<(usize, Vec<usize>)> {
+    let layers = spec.layers.iter().zip(cache.layers(spec));
+    let bytes = layers.map(|(layer, cache)| {
+        Ok(CacheLayout::new(&cache, layer.cache_shape(1))?.memory_bytes().total())
+    });
+    let bytes = bytes.collect::<Result<Vec<_>>>()?;
+    Ok((bytes.iter().sum(), bytes))
+}
+
+/// Searches; see the module. `progress` is told after every window, and may end the search.
+///
+/// # Errors
+/// [`Error::Plan`] for formats or bytes that cannot be, [`Error::Stopped`] if `progress` says so, and the model's and
+/// the cache's errors.
+pub fn search<T: Target>(
+    device: &On<T>,
+    model: &LanguageModel,
+    plan: &SearchPlan,
+    mut progress: impl FnMut(SearchProgress) -> ControlFlow<()>,
+) -> Result<Found> {
+    plan.check(model)?;
+    let spec = model.spec();
+    let (choices, n_cells) = (plan.choices(), 2 * spec.layers.len());
+    let single = |cell: usize, choice: usize| {
+        let mut assignment = vec![0; n_cells];
+        assignment[cell] = choice;
+        assignment
+    };
+    let (float_bytes, of_layers) = bytes(spec, &plan.policy(&vec![0; n_cells]))?;
+    // What a choice saves is the same whatever the other side of the layer is.
+    let mut cells: Vec<Vec<Choice>> = of_layers
+        .iter()
+        .flat_map(|&layer| [layer / 2, layer.div_ceil(2)])
+        .map(|bytes| vec![Choice { bytes, cost: 0.0 }; choices.len()])
+        .collect();
+    for (cell, of_cell) in cells.iter_mut().enumerate() {
+        for (choice, at) in of_cell.iter_mut().enumerate().skip(1) {
+            let (all, _) = bytes(spec, &plan.policy(&single(cell, choice)))?;
+            at.bytes = (at.bytes + all).saturating_sub(float_bytes);
+        }
+    }
+    let fewest: usize =
+        cells.iter().map(|of| of.iter().map(|at| at.bytes).min().unwrap_or(0)).sum();
+    if fewest > plan.bytes {
+        let rule = format!(
+            "a cache of {} tokens in these formats takes at least {fewest} bytes",
+            plan.base.capacity
+        );
+        return Err(Error::plan("bytes", plan.bytes, rule));
+    }
+
+    let parts: Vec<(usize, usize)> = (0..n_cells)
+        .flat_map(|cell| (1..choices.len()).map(move |choice| (cell, choice)))
+        .collect();
+    let uniform = uniforms(plan, spec)?;
+    let mut others = alike::alike(spec, plan.base.capacity, plan.bytes)?;
+    others.retain(|cache| !uniform.contains(cache));
+    let [seen, unseen] = [&plan.seen, &plan.unseen].map(|text| text.spans().count());
+    // The float cache runs again for each call of `measure`.
+    let n_measured = 1 + uniform.len() + others.len().min(BEST);
+    let of = seen * (parts.len() + others.len() + n_measured + 2) + unseen * (n_measured + 1);
+    let mut done = 0;
+    let mut step = || {
+        done += 1;
+        progress(SearchProgress { done, of })
+    };
+    let policies: Vec<_> = parts
+        .iter()
+        .map(|&(cell, choice)| plan.policy(&single(cell, choice)))
+        .chain(others.iter().cloned())
+        .collect();
+    let (_, mut scores) = measure(device, model, &plan.seen, &policies, &mut step)?;
+    let mut others: Vec<_> = others.into_iter().zip(scores.split_off(parts.len())).collect();
+    others.sort_by(|(_, a), (_, b)| a.kl.total_cmp(&b.kl));
+    let mut sensitivities = vec![];
+    for (&(cell, choice), score) in parts.iter().zip(scores) {
+        // What seems to be gained is noise, and would be saved for nothing.
+        cells[cell][choice].cost = score.kl.max(0.0);
+        let (layer, side) = (cell / 2, Side::BOTH[cell % 2]);
+        sensitivities.push(Sensitivity { layer, side, format: choices[choice], score });
+    }
+
+    let chosen = fitting(plan, spec, &cells)?;
+    let policy = plan.policy(&chosen).with_name(&plan.name)?;
+    let mut caches = vec![policy.clone()];
+    caches.extend(uniform);
+    caches.extend(others.iter().take(BEST).map(|(cache, _)| cache.clone()));
+    let (float_seen, seen) = measure(device, model, &plan.seen, &caches, &mut step)?;
+    let (float_unseen, unseen) = measure(device, model, &plan.unseen, &caches, &mut step)?;
+    let measured = caches.iter().zip(seen).zip(unseen).map(|((cache, seen), unseen)| {
+        let (bytes, _) = bytes(spec, cache)?;
+        Ok(Measured { cache: cache.to_string(), bytes, seen, unseen })
+    });
+    let measured = measured.collect::<Result<_>>()?;
+    let alike = others.iter().map(|(cache, seen)| {
+        let (bytes, _) = bytes(spec, cache)?;
+        Ok(Alike { cache: cache.to_string(), bytes, seen: *seen })
+    });
+    let alike = alike.collect::<Result<_>>()?;
+    let predicted = |assignment: &Assignment| {
+        let Choice { bytes, cost } = front::sum(&cells, assignment);
+        Predicted { bytes, kl: cost }
+    };
+    Ok(Found {
+        policy,
+        bytes: plan.bytes,
+        context: plan.base.capacity,
+        float_bytes,
+        float: [float_seen, float_unseen],
+        sensitivities,
+        front: front::front(&cells).iter().map(predicted).collect(),
+        alike,
+        measured,
+    })
+}
+
+/// The best assignment whose policy, allocated as a whole, takes no more bytes than are allowed.
+fn fitting(plan: &SearchPlan, spec: &ModelSpec, cells: &[Vec<Choice>]) -> Result<Assignment> {
+    let mut allowed = plan.bytes;
+    loop {
+        let chosen = front::within(cells, allowed);
+        let rule = "no policy of these formats fits";
+        let chosen = chosen.ok_or_else(|| Error::plan("bytes", plan.bytes, rule))?;
+        let (all, _) = bytes(spec, &plan.policy(&chosen))?;
+        let Some(excess) = all.checked_sub(plan.bytes).filter(|&excess| excess > 0) else {
+            return Ok(chosen);
+        };
+        allowed = allowed.saturating_sub(excess);
+    }
+}
+
+/// The caches of all layers alike that take no more bytes than are allowed.
+fn uniforms(plan: &SearchPlan, spec: &ModelSpec) -> Result<Vec<ModelCacheConfig>> {
+    let n = plan.choices().len();
+    let mut found = vec![];
+    for pair in (0..n).flat_map(|keys| (0..n).map(move |values| [keys, values])) {
+        let Some(cache) = plan.uniform(spec, pair) else { continue };
+        if bytes(spec, &cache)?.0 <= plan.bytes {
+            found.push(cache);
+        }
+    }
+    Ok(found)
+}

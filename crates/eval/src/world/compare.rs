@@ -1,0 +1,239 @@
+//! The same games with caches of several kinds.
+
+use core::{fmt, str::FromStr};
+use std::time::{Duration, Instant};
+
+use burn::tensor::{DType, Device, Distribution, Tensor};
+use kv_cubecl::{KvCacheConfig, On, Target};
+use kv_models::gamerft::{Noised, Store, WorldCache};
+use kv_world::Frame;
+use rayon::prelude::*;
+use serde::Serialize;
+
+use super::{Rollout, RolloutPlan, Truth, World, psnr, roll_out, squared_error, ssim};
+use crate::{Error, Result, bench::median};
+
+/// What the layers of a world model store: a format, in all layers or in the last few alone, the others in float.
+///
+/// It is parsed from and printed as the short name of the format, with `@2` behind it for the last two layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerCaches {
+    /// The format.
+    pub cache: KvCacheConfig,
+    /// How many of the last layers have it; `None` for all.
+    pub last: Option<usize>,
+}
+
+impl LayerCaches {
+    /// The format of each of so many layers.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for more layers than there are.
+    pub fn formats(&self, layers: usize) -> Result<Vec<KvCacheConfig>> {
+        let last = self.last.unwrap_or(layers);
+        if last > layers {
+            let rule = format!("names more than the {layers} layers there are");
+            return Err(Error::plan("cache", self, rule));
+        }
+        let mut formats = vec![KvCacheConfig::float(); layers];
+        formats[layers - last..].fill(self.cache);
+        Ok(formats)
+    }
+}
+
+impl fmt::Display for LayerCaches {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.cache.fmt(f)?;
+        self.last.map_or(Ok(()), |last| write!(f, "@{last}"))
+    }
+}
+
+impl FromStr for LayerCaches {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let Some((cache, last)) = text.split_once('@') else {
+            return Ok(Self { cache: text.parse()?, last: None });
+        };
+        let last = last.parse().ok().filter(|&last: &usize| last > 0);
+        let rule = "must have a number of layers, at least 1, behind its @";
+        let last = last.ok_or_else(|| Error::plan("cache", format!("{text:?}"), rule))?;
+        Ok(Self { cache: cache.parse()?, last: Some(last) })
+    }
+}
+
+/// What a model shows with one kind of cache. Means over all seeds, by frame after the context.
+#[derive(Clone, Debug, Serialize)]
+pub struct WorldPoint {
+    /// What is stored.
+    pub cache: String,
+    /// PSNR against the true frames, in decibels.
+    pub psnr: Vec<f64>,
+    /// Squared difference from the true frames.
+    pub squared_error: Vec<f64>,
+    /// SSIM against the true frames.
+    pub ssim: Vec<f64>,
+    /// PSNR against what the model shows with a float cache.
+    pub twin_psnr: Vec<f64>,
+    /// SSIM against the same.
+    pub twin_ssim: Vec<f64>,
+    /// Length of the difference of the model's predictions from those with a float cache to the length of these, both
+    /// having seen the same frames.
+    pub velocity_error: f64,
+    /// Bytes of the caches of one stream.
+    pub bytes: usize,
+    /// Bytes of them that a pass of a frame reads.
+    pub bytes_read: usize,
+    /// Seconds of a frame of all seeds: the model's two passes.
+    pub model_seconds: f64,
+    /// Those of them in attention, measured by itself with the caches as they are at the end.
+    pub attention_seconds: f64,
+    /// Seconds of decoding a frame of all seeds.
+    pub decoder_seconds: f64,
+}
+
+impl WorldPoint {
+    /// The most that the mean PSNR of a frame is below that of `float`, in decibels.
+    pub fn worst_drop(&self, float: &Self) -> f64 {
+        let drops = float.psnr.iter().zip(&self.psnr).map(|(float, this)| float - this);
+        drops.fold(f64::NEG_INFINITY, f64::max)
+    }
+
+    /// Seconds of a frame of all seeds that are not attention: the projections, and what little else a layer does.
+    pub fn projection_seconds(&self) -> f64 {
+        (self.model_seconds - self.attention_seconds).max(0.0)
+    }
+
+    /// The mean PSNR of the last tenth of the frames: how far from the truth the game has drifted.
+    pub fn last_psnr(&self) -> f64 {
+        let n = self.psnr.len().div_ceil(10);
+        mean(&self.psnr[self.psnr.len() - n..])
+    }
+}
+
+/// The mean of some numbers.
+pub fn mean(numbers: &[f64]) -> f64 {
+    numbers.iter().sum::<f64>() / numbers.len().max(1) as f64
+}
+
+/// Plays the games of `truth` with float caches and then with each of `caches`; `told` is called with every point and
+/// what was shown, `progress` after every frame.
+///
+/// # Errors
+/// Those of [`roll_out`] and [`LayerCaches::formats`], before anything is played.
+pub fn compare<T: Target>(
+    device: &On<T>,
+    world: &World,
+    truth: &Truth,
+    plan: &RolloutPlan,
+    caches: &[LayerCaches],
+    mut told: impl FnMut(WorldPoint, &[Vec<Frame>]) -> Result<()>,
+    mut progress: impl FnMut(),
+) -> Result<()> {
+    let layers = world.model.config().n_layers;
+    let float = LayerCaches { cache: KvCacheConfig::float(), last: None };
+    let all = core::iter::once(&float).chain(caches.iter().filter(|&cache| *cache != float));
+    let all: Vec<_> =
+        all.map(|cache| Ok((cache, cache.formats(layers)?))).collect::<Result<_>>()?;
+    for (_, formats) in &all {
+        // A format that the model or the device cannot have is an error now, not after the others have played.
+        world.model.new_cache_with(formats, plan.ring, plan.sinks, 1, device)?;
+    }
+    let mut twin: Option<(Vec<Vec<Frame>>, Vec<Tensor<5>>)> = None;
+    for (cache, formats) in &all {
+        let rollout = roll_out(world, truth, plan, formats, device, &mut progress)?;
+        let velocities = velocities(world, truth, plan, formats, device)?;
+        let attention = attention_time(device, world, &rollout.cache)?;
+        let (frames, reference) =
+            twin.get_or_insert_with(|| (rollout.frames.clone(), velocities.clone()));
+        let bytes = world.model.new_cache_with(formats, plan.ring, plan.sinks, 1, device)?;
+        let against = |others: &[Vec<Frame>], of: fn(&Frame, &Frame) -> f64| -> Vec<f64> {
+            let pairs = rollout.frames.par_iter().zip(others);
+            let means = pairs.map(|(frames, others)| {
+                let each = frames.iter().zip(others).map(|(a, b)| of(a, b));
+                mean(&each.collect::<Vec<_>>())
+            });
+            means.collect()
+        };
+        let seconds = |duration: Duration| duration.as_secs_f64();
+        let real = &truth.frames[plan.context..];
+        let point = WorldPoint {
+            cache: cache.to_string(),
+            psnr: against(real, psnr),
+            squared_error: against(real, squared_error),
+            ssim: against(real, ssim),
+            twin_psnr: against(frames, psnr),
+            twin_ssim: against(frames, ssim),
+            velocity_error: difference(&velocities, reference),
+            bytes: bytes.memory_bytes().total(),
+            bytes_read: rollout.cache.bytes_read() / truth.frames[0].len(),
+            model_seconds: seconds(rollout.model),
+            attention_seconds: attention,
+            decoder_seconds: seconds(rollout.decoder),
+        };
+        let Rollout { frames, .. } = &rollout;
+        told(point, frames)?;
+    }
+    Ok(())
+}
+
+/// Frames whose predictions are compared.
+const PREDICTED: usize = 64;
+
+/// What the model predicts of noise and of the true frames with noise, having seen the true frames before.
+fn velocities(
+    world: &World,
+    truth: &Truth,
+    plan: &RolloutPlan,
+    formats: &[KvCacheConfig],
+    device: &Device,
+) -> Result<Vec<Tensor<5>>> {
+    let batch = truth.frames[0].len();
+    let mut cache = world.model.new_cache_with(formats, plan.ring, plan.sinks, batch, device)?;
+    device.seed(plan.seed);
+    let mut found = Vec::new();
+    for (i, frames) in truth.frames.iter().take(plan.context + PREDICTED).enumerate() {
+        let picture = world.latents(frames, device).unsqueeze_dim::<5>(1);
+        let noise = Tensor::random(picture.dims(), Distribution::Normal(0.0, 1.0), device);
+        for (level, store) in [(1.0, Store::Peek), (0.25, Store::Update)] {
+            let x = picture.clone() * (1.0 - level) + noise.clone() * level;
+            let t = Tensor::full([batch, 1], level, (device, DType::F32));
+            let input = Noised { x, t, controls: truth.controls(i, device)? };
+            let velocity = world.model.step(input, &mut cache, store)?;
+            if i >= plan.context {
+                found.push(velocity);
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// The length of the difference of two lists of tensors to the length of the second.
+fn difference(a: &[Tensor<5>], b: &[Tensor<5>]) -> f64 {
+    let squares = |x: Tensor<5>| f64::from(x.square().sum().into_scalar::<f32>());
+    let pairs = a.iter().zip(b);
+    let apart: f64 = pairs.map(|(a, b)| squares(a.clone() - b.clone())).sum();
+    (apart / b.iter().map(|b| squares(b.clone())).sum::<f64>()).sqrt()
+}
+
+/// Seconds of the attention of one frame in all layers, twice as in its two passes.
+fn attention_time<T: Target>(device: &On<T>, world: &World, cache: &WorldCache) -> Result<f64> {
+    const SAMPLES: usize = 5;
+    let config = world.model.config();
+    let mut sum = 0.0;
+    for layer in cache.layers() {
+        let batch = layer.layout().shape().batch;
+        let shape = [batch, config.n_heads, config.tokens_per_frame(), config.head_dim()];
+        let [query, key, value] =
+            [(); 3].map(|()| Tensor::random(shape, Distribution::Normal(0.0, 1.0), &**device));
+        let mut seconds = Vec::with_capacity(SAMPLES);
+        for _ in 0..=SAMPLES {
+            let start = Instant::now();
+            layer.peek(query.clone(), key.clone(), value.clone())?.output.into_data();
+            seconds.push(start.elapsed().as_secs_f64());
+        }
+        // The first one also compiles kernels and allocates.
+        sum += 2.0 * median(&mut seconds[1..]);
+    }
+    Ok(sum)
+}

@@ -1,0 +1,160 @@
+//! World models in a world whose truth is known: how far what they show is from what is there.
+
+mod compare;
+mod quality;
+mod rollout;
+
+use std::{fs, path::Path};
+
+use burn::tensor::{Device, Tensor, TensorData};
+use kv_models::{
+    WeightDtype,
+    gamerft::{Controls, GameRft},
+};
+use kv_world::{Codec, Frame, Input, Maze, Wanderer};
+use serde::{Deserialize, Serialize};
+
+pub use compare::{LayerCaches, WorldPoint, compare, mean};
+pub use quality::{MOST_DB, decibels, psnr, squared_error, ssim};
+pub use rollout::{Rollout, RolloutPlan, roll_out};
+
+use crate::{Error, Result};
+
+/// A model, the maze it knows, and what becomes of frames before it sees them.
+#[derive(Clone, Debug)]
+pub struct World {
+    /// The model.
+    pub model: GameRft,
+    /// From frames to its latents and back.
+    pub codec: Codec,
+    /// The seed of the maze.
+    pub maze_seed: u64,
+    maze: Maze,
+}
+
+/// `world.json`.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct About {
+    /// The seed of the maze.
+    maze: u64,
+}
+
+const ABOUT: &str = "world.json";
+
+impl World {
+    /// A model with its codec, in the maze of a seed.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for a codec or buttons that are not the model's.
+    pub fn new(model: GameRft, codec: Codec, maze_seed: u64) -> Result<Self> {
+        let config = model.config();
+        for (field, found, wanted) in [
+            ("sample_size", config.sample_size, codec.latent_size()),
+            ("channels", config.channels, codec.channels()),
+            ("n_buttons", config.n_buttons, Input::BUTTONS),
+        ] {
+            if found != wanted {
+                let rule = format!("must be {wanted}, that of the codec and the game");
+                return Err(Error::plan(field, found, rule));
+            }
+        }
+        Ok(Self { model, codec, maze_seed, maze: Maze::new(maze_seed) })
+    }
+
+    /// Reads a folder that [`save`](Self::save) wrote.
+    ///
+    /// # Errors
+    /// One line naming the file that is missing, damaged or of another model.
+    pub fn load(folder: &Path, device: &Device) -> Result<Self> {
+        let model = GameRft::load(folder, device)?;
+        let path = folder.join(ABOUT);
+        let about = fs::read_to_string(&path).map_err(|error| error.to_string());
+        let about = about.and_then(|text| {
+            serde_json::from_str::<About>(&text).map_err(|error| error.to_string())
+        });
+        let about = about.map_err(|why| kv_world::Error::Malformed { path: path.clone(), why })?;
+        Self::new(model, Codec::load(folder)?, about.maze)
+    }
+
+    /// Writes the model's folder, with the codec and the maze's seed beside it.
+    ///
+    /// # Errors
+    /// One line naming the file that cannot be written.
+    pub fn save(&self, folder: &Path, dtype: WeightDtype) -> Result<()> {
+        self.model.save(folder, dtype)?;
+        self.codec.save(folder)?;
+        let path = folder.join(ABOUT);
+        let about = serde_json::json!({ "maze": self.maze_seed });
+        fs::write(&path, format!("{about:#}\n"))
+            .map_err(|source| kv_world::Error::Io { path, source }.into())
+    }
+
+    /// The maze.
+    pub fn maze(&self) -> &Maze {
+        &self.maze
+    }
+
+    /// The latents of frames, one of each sequence of a batch, `[batch, channels, size, size]`.
+    pub fn latents(&self, frames: &[Frame], device: &Device) -> Tensor<4> {
+        let numbers: Vec<f32> = frames.iter().flat_map(|frame| self.codec.encode(frame)).collect();
+        let (size, channels) = (self.codec.latent_size(), self.codec.channels());
+        Tensor::from_data(TensorData::new(numbers, [frames.len(), channels, size, size]), device)
+    }
+
+    /// The frames of latents.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when they cannot be read.
+    pub fn frames(&self, latents: Tensor<4>) -> Result<Vec<Frame>> {
+        let [_, channels, height, width] = latents.dims();
+        let data = latents.into_data().convert::<f32>();
+        let numbers = data
+            .try_to_vec::<f32>()
+            .map_err(|error| Error::Device { cache: "frames".into(), why: format!("{error:?}") })?;
+        let frames = numbers.chunks(channels * height * width);
+        Ok(frames.map(|latent| self.codec.decode(latent)).collect())
+    }
+}
+
+/// What wanderers did, and what they saw.
+#[derive(Clone, Debug)]
+pub struct Truth {
+    /// What each did, by frame.
+    pub inputs: Vec<Vec<Input>>,
+    /// What each saw after that, by frame.
+    pub frames: Vec<Vec<Frame>>,
+}
+
+impl Truth {
+    /// Those of some seeds, for so many frames.
+    pub fn new(maze: &Maze, seeds: impl IntoIterator<Item = u64>, frames: usize) -> Self {
+        let mut wanderers: Vec<_> =
+            seeds.into_iter().map(|seed| Wanderer::new(maze, seed)).collect();
+        let next = |_| wanderers.iter_mut().filter_map(Iterator::next).unzip();
+        let (inputs, frames) = (0..frames).map(next).unzip();
+        Self { inputs, frames }
+    }
+
+    /// What is done in frame `i`.
+    ///
+    /// # Errors
+    /// [`Error::Model`] for no seeds at all.
+    ///
+    /// # Panics
+    /// When there are not as many frames.
+    pub fn controls(&self, i: usize, device: &Device) -> Result<Controls> {
+        controls(&self.inputs[i], device)
+    }
+}
+
+/// What players do in a frame, as a model is told.
+///
+/// # Errors
+/// [`Error::Model`] for no players.
+pub fn controls(inputs: &[Input], device: &Device) -> Result<Controls> {
+    let buttons: Vec<_> = inputs.iter().map(Input::buttons).collect();
+    let players: Vec<_> =
+        inputs.iter().zip(&buttons).map(|(input, buttons)| (input.mouse(), &buttons[..])).collect();
+    Ok(Controls::of(&players, device)?)
+}

@@ -1,0 +1,81 @@
+//! A model that plays on by itself.
+
+use std::time::{Duration, Instant};
+
+use burn::tensor::Device;
+use kv_cubecl::{Frames, KvCacheConfig};
+use kv_models::gamerft::{CausvidPipeline, WorldCache};
+use kv_world::Frame;
+
+use super::{Truth, World};
+use crate::{Error, Result};
+
+/// How a model plays.
+#[derive(Clone, Copy, Debug)]
+pub struct RolloutPlan {
+    /// True frames that the model sees first.
+    pub context: usize,
+    /// Frames of the rings of global layers.
+    pub ring: Frames,
+    /// First frames that stay in the rings.
+    pub sinks: Frames,
+    /// Of the noise.
+    pub seed: u64,
+}
+
+/// What a model showed.
+#[derive(Debug)]
+pub struct Rollout {
+    /// Frames of each seed, after the context.
+    pub frames: Vec<Vec<Frame>>,
+    /// Time of the model, per frame of all seeds.
+    pub model: Duration,
+    /// Time of decoding latents, per frame of all seeds.
+    pub decoder: Duration,
+    /// The caches at the end.
+    pub cache: WorldCache,
+}
+
+/// Lets a model play on from the first frames of `truth`, with the controls of the others, its caches being of `formats`
+/// by layer. `progress` is called after every frame.
+///
+/// # Errors
+/// [`Error::Plan`] for no context or nothing after it, and those of the caches and the model.
+pub fn roll_out(
+    world: &World,
+    truth: &Truth,
+    plan: &RolloutPlan,
+    formats: &[KvCacheConfig],
+    device: &Device,
+    mut progress: impl FnMut(),
+) -> Result<Rollout> {
+    let frames = truth.frames.len();
+    if plan.context == 0 || plan.context >= frames {
+        let rule = format!("must be at least 1, and less than the {frames} frames there are");
+        return Err(Error::plan("context", plan.context, rule));
+    }
+    let batch = truth.frames[0].len();
+    let cache = world.model.new_cache_with(formats, plan.ring, plan.sinks, batch, device)?;
+    let mut pipeline = CausvidPipeline::new(world.model.clone(), cache, plan.seed)?;
+    for i in 0..plan.context {
+        let latents = world.latents(&truth.frames[i], device);
+        pipeline.see(latents, &truth.controls(i, device)?)?;
+        progress();
+    }
+    let (mut model, mut decoder) = (Duration::ZERO, Duration::ZERO);
+    let mut shown = Vec::with_capacity(frames - plan.context);
+    for i in plan.context..frames {
+        let controls = truth.controls(i, device)?;
+        let start = Instant::now();
+        let latents = pipeline.next_frame(&controls)?;
+        let data = latents.into_data();
+        model += start.elapsed();
+        let start = Instant::now();
+        shown.push(world.frames(burn::tensor::Tensor::from_data(data, device))?);
+        decoder += start.elapsed();
+        progress();
+    }
+    let n = (frames - plan.context) as u32;
+    let cache = pipeline.cache().clone();
+    Ok(Rollout { frames: shown, model: model / n, decoder: decoder / n, cache })
+}

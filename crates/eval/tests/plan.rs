@@ -1,0 +1,387 @@
+//! Plans of memory: the arithmetic that was published, and the program.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(dead_code, reason = "each test program uses a part of common")]
+
+mod common;
+
+use std::fs;
+
+use burn::tensor::Device;
+use common::{Outcome, Workspace, kv_eval};
+use kv_eval::planner::{MemoryPlan, Needs, Preset, Request, Subject, formats, plan};
+use kv_models::{LoadOptions, MemoryLimit, ModelOutline, Usage, WeightDtype, kv_weights};
+use serde_json::Value;
+
+fn device() -> Device {
+    Device::flex()
+}
+
+fn preset(name: &str, options: LoadOptions) -> Subject {
+    Preset::find(name).unwrap().subject(&device(), options).unwrap()
+}
+
+fn packed() -> LoadOptions {
+    LoadOptions::default().with_packed(Some(kv_weights::Activations::Int16))
+}
+
+fn request(context: usize, batch: usize, caches: &[&str]) -> Request {
+    let caches = caches.iter().map(ToString::to_string).collect();
+    Request { context, batch, limit: MemoryLimit::new(Some(16_000_000_000), "a test"), caches }
+}
+
+fn planned(name: &str, context: usize, caches: &[&str]) -> MemoryPlan {
+    plan(&preset(name, packed()), &request(context, 1, caches)).unwrap()
+}
+
+/// Bytes of keys and values of one cache, without rotary tables.
+fn keys_and_values(needs: &Needs) -> u64 {
+    let parts = needs.parts.iter().filter(|(name, _)| name != "rotary tables");
+    parts.map(|(_, bytes)| bytes).sum()
+}
+
+fn bytes(name: &str, context: usize, cache: &str) -> u64 {
+    keys_and_values(planned(name, context, &[cache]).caches[0].needs.as_ref().unwrap())
+}
+
+/// Bytes of a cache that packs nothing, without the four words that each packed side has at least.
+fn floats(name: &str, context: usize, cache: &str) -> u64 {
+    let plan = planned(name, context, &[cache]);
+    let parts = &plan.caches[0].needs.as_ref().unwrap().parts;
+    parts.iter().find(|(name, _)| name == "floats").unwrap().1
+}
+
+/// Parameters as the models' authors count them, which also checks every shape of an importer.
+#[test]
+fn presets_have_the_published_number_of_parameters() {
+    for preset in Preset::all() {
+        let subject = preset.subject(&device(), LoadOptions::default()).unwrap();
+        let plan = plan(&subject, &request(1, 1, &[])).unwrap();
+        let Some(weights) = plan.weights else { continue };
+        let found = weights.values().sum::<usize>() as u64 / 4;
+        match preset.parameters {
+            Some(published) => assert_eq!(found, published, "{}", preset.name()),
+            // The report of Gemma 3 says 675 M of embeddings and 3209 M of others, for the text model.
+            None => {
+                assert_eq!(preset.name(), "Gemma-3-4B");
+                assert_eq!((found as f64 / 1e7).round(), 388.0);
+            }
+        }
+    }
+}
+
+/// gpt-oss-20b is published with its experts in MXFP4: files of 13.76 GB.
+#[test]
+fn weights_are_counted_by_the_type_they_are_stored_in() {
+    let plan = planned("gpt-oss-20b", 128, &["float"]);
+    let weights = plan.weights.unwrap();
+    let total: usize = weights.values().sum();
+    // Vectors are f32 in memory and bf16 in the files, which is far below a percent.
+    assert!((total as f64 / 13.76e9 - 1.0).abs() < 0.01, "{weights:?}");
+    let keys: Vec<&str> = weights.keys().map(String::as_str).collect();
+    assert!(keys.contains(&"MXFP4") && keys.contains(&"BF16"), "{weights:?}");
+    let bf16 = LoadOptions::default().with_dtype(WeightDtype::Bf16);
+    let subject = preset("SmolLM2-135M", bf16);
+    let plan = plan_of(&subject);
+    assert_eq!(
+        plan.weights.unwrap().into_iter().collect::<Vec<_>>(),
+        [("bf16".to_string(), 2 * 134_515_008)]
+    );
+}
+
+fn plan_of(subject: &Subject) -> MemoryPlan {
+    plan(subject, &request(64, 1, &[])).unwrap()
+}
+
+/// The figures of the seed's float cache are those of keys and values of one layer, in units of 2^10 and 2^20 bytes.
+#[test]
+fn sixteen_bits_halve_a_float_cache() {
+    const LAYERS: u64 = 24;
+    for context in [1, 512] {
+        let float = floats("Qwen2.5-0.5B", context, "float");
+        assert_eq!(float, LAYERS * 1024 * context as u64, "1024 bytes a token and layer");
+        assert_eq!(floats("Qwen2.5-0.5B", context, "float-f16") * 2, float);
+        assert_eq!(floats("Qwen2.5-0.5B", context, "float-bf16") * 2, float);
+    }
+    assert_eq!(floats("Qwen2.5-0.5B", 512, "float"), LAYERS * (512 << 10));
+    assert_eq!(floats("Qwen2.5-0.5B", 8192, "float-f16"), LAYERS * (4 << 20));
+    let phi = Preset::find("phi-3-mini").unwrap();
+    assert_eq!(phi.name(), "Phi-3-mini");
+    assert_eq!(floats("Phi-3-mini", 512, "float"), 32 * (12 << 20));
+    assert_eq!(floats("Phi-3-mini", 512, "float-f16"), 32 * (6 << 20));
+}
+
+/// By how much a token takes less than in 16 bits: a model, a cache, and the ratio as it is published or follows from
+/// the bits of a group and its parameters.
+const RATIOS: [(&str, &str, f64); 5] = [
+    // 2 bits and, for 32 of them, two parameters of 16: 16 / 3.
+    ("Llama-3.1-8B", "k2v2-f16", 5.33),
+    ("Llama-3.1-8B", "k4v4-f16", 3.2),
+    ("Llama-3.1-8B", "k8v8-f16", 1.78),
+    // 8 bits and a scale of 16 for a token and head: 256 bytes to 130, and with heads of 64 128 to 66.
+    ("Llama-3.1-8B", "kint8vint8-f16", 1.97),
+    ("Qwen2.5-0.5B", "kint8vint8-f16", 1.94),
+];
+
+#[test]
+fn packed_caches_take_the_published_share_of_one_of_16_bits() {
+    for (model, cache, ratio) in RATIOS {
+        let added = |cache: &str| bytes(model, 32_768, cache) - bytes(model, 16_384, cache);
+        let found = added("float-f16") as f64 / added(cache) as f64;
+        assert!((found - ratio).abs() < 0.005, "{model} {cache}: {found}, published {ratio}");
+    }
+    // KIVI's window makes it less at 4096 tokens.
+    let at = |cache| bytes("Llama-3.1-8B", 4096, cache) as f64;
+    assert!((at("float-f16") / at("k2v2-f16") - 4.6).abs() < 0.1);
+}
+
+/// 566 MB for 60 frames of 64 tokens.
+#[test]
+fn the_world_models_ring() {
+    assert_eq!(floats("GameRFT", 60 * 64, "float-bf16"), 566_231_040);
+    assert_eq!(floats("gamerft", 64, "float-bf16"), 9_437_184);
+    let plan = planned("GameRFT", 60 * 64, &["float-bf16"]);
+    assert_eq!(plan.caches[0].needs.as_ref().unwrap().total / 1_000_000, 566);
+    assert!(plan.weights.is_none() && plan.notes.iter().any(|note| note.contains("not counted")));
+}
+
+#[test]
+fn deepseeks_compressed_caches() {
+    let total = |name: &str, tokens: usize, format: &str| {
+        planned(name, tokens, &[format]).caches[0].needs.as_ref().unwrap().total as f64
+    };
+    let close = |found: f64, published: f64| {
+        assert!((found / published - 1.0).abs() < 6e-4, "{found}, published {published}");
+    };
+    let gib = f64::from(1 << 30);
+    close(total("DeepSeek-V4-Pro", 1_000_000, "bf16"), 9.86e9);
+    for (model, format, published) in [
+        ("DeepSeek-V4-Pro", "bf16", 9.62),
+        ("DeepSeek-V4-Pro", "fp8", 5.39),
+        ("DeepSeek-V4-Pro", "fp8-fp4", 4.92),
+        ("DeepSeek-V4-Pro", "f32", 19.25),
+        ("DeepSeek-V4-Flash", "bf16", 6.72),
+        ("DeepSeek-V4-Flash", "fp8", 3.76),
+        ("DeepSeek-V4-Flash", "fp8-fp4", 3.43),
+    ] {
+        let found = total(model, 1 << 20, format) / gib;
+        assert!((found - published).abs() < 0.006, "{model} {format}: {found}, not {published}");
+    }
+    // bytes = a + b n: at no token there is the window alone.
+    let [one, more] = [128, 256].map(|n| total("DeepSeek-V4-Pro", n, "bf16"));
+    assert_eq!(2.0 * one - more, 61.0 * 128.0 * 1024.0);
+}
+
+/// What is said to fit does, and one more does not.
+#[test]
+fn the_longest_context_and_the_largest_batch_are_the_last_that_fit() {
+    let memory = |bytes| MemoryLimit::new(Some(bytes), "a test");
+    for (name, bytes) in [
+        ("SmolLM2-135M", 500_000_000),
+        ("Gemma-3-270M", 900_000_000),
+        ("gpt-oss-20b", 20_000_000_000),
+    ] {
+        let subject = preset(name, packed());
+        let ask = |context, batch, cache: &str| {
+            let request = Request { limit: memory(bytes), ..request(context, batch, &[cache]) };
+            plan(&subject, &request).unwrap().caches.remove(0)
+        };
+        for cache in formats() {
+            let cache = &cache.to_string();
+            let row = ask(1000, 2, cache);
+            let (context, batch) = (row.longest_context.unwrap(), row.largest_batch.unwrap());
+            let usable = bytes * 9 / 10;
+            let fits = |context, batch| {
+                let row = ask(context, batch, cache);
+                let total = row.needs.map(|needs| needs.total);
+                assert_eq!(row.fits, total.is_some_and(|total| total <= usable), "{name} {cache}");
+                row.fits
+            };
+            assert!(fits(context, 2), "{name} {cache} {context}");
+            assert!(context == subject.max_context() || !fits(context + 1, 2), "{cache}");
+            assert!(fits(1000, batch) && !fits(1000, batch + 1), "{name} {cache} {batch}");
+        }
+    }
+    // Of a formula.
+    let plan = planned("DeepSeek-V4-Flash", 1000, &["bf16"]);
+    let batch = plan.caches[0].largest_batch.unwrap() as u64;
+    let one = plan.caches[0].needs.as_ref().unwrap().total;
+    assert!(batch * one <= 14_400_000_000 && (batch + 1) * one > 14_400_000_000);
+}
+
+/// A buffer of the device bounds the cache as memory does.
+#[test]
+fn a_devices_largest_buffer_bounds_context_and_batch() {
+    let subject = preset("SmolLM2-135M", packed());
+    // Of keys and values of a layer, a token of a float cache takes 2 * 3 * 64 * 4 bytes.
+    let buffer = 1000 * 2 * 3 * 64 * 4;
+    let limit = MemoryLimit::new(Some(16_000_000_000), "a test").with_buffer(Some(buffer));
+    let ask = |context| {
+        plan(&subject, &Request { limit: limit.clone(), ..request(context, 1, &["float"]) })
+    };
+    let row = &ask(1000).unwrap().caches[0];
+    assert_eq!((row.fits, row.longest_context, row.largest_batch), (true, Some(1000), Some(1)));
+    let row = &ask(1001).unwrap().caches[0];
+    assert_eq!((row.fits, row.longest_context, row.largest_batch), (false, Some(1000), None));
+    assert!(row.why.as_ref().unwrap().contains("a buffer of the device has at most 1.5 MB"));
+}
+
+#[test]
+fn what_overflows_is_named() {
+    let fails = |name: &str, context, batch, caches: &[&str]| {
+        plan(&preset(name, packed()), &request(context, batch, caches)).unwrap_err().to_string()
+    };
+    let text = fails("SmolLM2-135M", 1 << 60, 1, &[]);
+    assert_eq!(
+        text,
+        "context 1152921504606846976: must be 1 to 8192, the most tokens of SmolLM2-135M"
+    );
+    for name in ["GameRFT", "DeepSeek-V4-Pro", "SmolLM2-135M"] {
+        assert!(
+            fails(name, 1 << 60, 1, &[]).starts_with("context 1152921504606846976: must be 1 to ")
+        );
+        assert!(fails(name, 0, 1, &[]).starts_with("context 0: "));
+        let text = fails(name, 64, 1_000_000_000_000, &[]);
+        assert!(text.starts_with("batch 1000000000000: must be 1 to 4294967295"), "{text}");
+        assert!(fails(name, 64, 0, &[]).starts_with("batch 0: "));
+    }
+    assert!(fails("DeepSeek-V4-Pro", 64, 1, &["k2v2"]).contains("the formula has bf16, f32, fp8"));
+    assert!(fails("GPT-2", 64, 1, &["k3v3"]).contains("k3v3"));
+    // A batch that no buffer holds is a reason beside its row.
+    let plan = plan(&preset("GPT-2", packed()), &request(1024, 1 << 30, &["float"])).unwrap();
+    let why = plan.caches[0].why.as_ref().unwrap();
+    assert!(why.contains("batch = 1073741824: ") && why.contains("2^32 elements"), "{why}");
+    assert!(!plan.caches[0].fits);
+}
+
+/// The plan of a model's files is what the loader is told, whatever the way there.
+#[test]
+fn plans_of_files_are_what_the_loader_finds() {
+    let space = Workspace::new();
+    let model = space.model();
+    let outline: ModelOutline = kv_models::outline(&model, &device(), packed()).unwrap();
+    let subject = Subject::of_files("model", outline.clone());
+    let plan = plan(&subject, &request(100, 3, &["k4v4-g16-r32"])).unwrap();
+    let config: kv_cubecl::KvCacheConfig = "k4v4-g16-r32".parse().unwrap();
+    let loaded = kv_models::load_with(&model, &device(), packed()).unwrap().model;
+    let cache = loaded.new_cache(config.with_capacity(100), 3, &device()).unwrap();
+    let needs = plan.caches[0].needs.as_ref().unwrap();
+    assert_eq!(keys_and_values(needs), cache.memory_bytes().total() as u64);
+    assert_eq!(plan.weights.unwrap().values().sum::<usize>(), loaded.weight_bytes());
+    let usage = Usage::new(config.with_capacity(100)).with_batch(3);
+    let footprint = outline.planned().footprint(&usage.with_pass(512)).unwrap();
+    assert_eq!(needs.total, footprint.total() as u64);
+}
+
+fn json(space: &Workspace, args: &[&str]) -> Value {
+    let path = space.path("plan.json");
+    let all = [&["plan", "--json", &path], args].concat();
+    let outcome = kv_eval(&all);
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+}
+
+#[test]
+fn the_program_plans_for_names_configurations_folders_and_files() {
+    let space = Workspace::new();
+    let (model, config) = (space.model(), format!("{}/config.json", space.model()));
+    let args = ["--context", "64", "--memory", "1G", "--model"];
+    let folder = json(&space, &[&args[..], &[&model]].concat());
+    let file = json(&space, &[&args[..], &[&config]].concat());
+    assert_eq!(folder["caches"], file["caches"]);
+    assert_eq!(folder["weights"], file["weights"]);
+    assert_eq!(folder["memory"]["usable"], 900_000_000);
+    let names =
+        folder["caches"].as_array().unwrap().iter().map(|row| row["cache"].as_str().unwrap());
+    assert_eq!(
+        names.collect::<Vec<_>>(),
+        formats().iter().map(ToString::to_string).collect::<Vec<_>>()
+    );
+    // A folder without weights.
+    let bare = space.path("bare");
+    fs::create_dir(&bare).unwrap();
+    fs::copy(&config, format!("{bare}/config.json")).unwrap();
+    space.write_cache(&bare);
+    let plan = json(&space, &[&args[..], &[&bare]].concat());
+    assert_eq!(plan["weights"], folder["weights"]);
+    assert_eq!(plan["caches"][0]["cache"], "k2v2-g16-r32-s3");
+
+    let outcome = kv_eval(&["plan", "--model", "smollm2-135m", "--memory", "16G"]);
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    for part in [
+        "SmolLM2-135M",
+        "4096 tokens of 8192",
+        "BF16",
+        "k2v2-f16",
+        "longest context",
+        "14.40 GB of 16.00 GB",
+    ] {
+        assert!(outcome.stdout.contains(part), "{part} in {}", outcome.stdout);
+    }
+    let plan = json(&space, &["--model", "GameRFT", "--frames", "60", "--memory", "3G"]);
+    assert_eq!(plan["context"], 3840);
+}
+
+#[track_caller]
+fn refused(args: &[&str], parts: &[&str]) {
+    let outcome: Outcome = kv_eval(&[&["plan"], args].concat());
+    let lines = outcome.error_lines();
+    assert!(outcome.code != 0 && lines.len() == 1, "{} {}", outcome.stdout, outcome.stderr);
+    for part in parts {
+        assert!(lines[0].contains(part), "{part} in {}", lines[0]);
+    }
+}
+
+#[test]
+fn each_mistake_is_one_line() {
+    let space = Workspace::new();
+    let model = &space.model();
+    refused(&["--model", "no-such"], &["no-such", "Llama-3.1-8B", "DeepSeek-V4-Pro"]);
+    refused(&["--model", "GPT-2", "--revision", "main"], &["revision main"]);
+    refused(
+        &["--model", model, "--context", "1152921504606846976"],
+        &["context 1152921504606846976", "512"],
+    );
+    refused(&["--model", model, "--batch", "1000000000000"], &["batch 1000000000000"]);
+    refused(&["--model", model, "--frames", "3"], &["frames 3", "has none"]);
+    refused(
+        &["--model", "GameRFT", "--frames", "1152921504606846976"],
+        &["frames 1152921504606846976"],
+    );
+    refused(&["--model", model, "--cache", "k5v5"], &["k5v5"]);
+    refused(&["--model", model, "--memory", "much"], &["much"]);
+    let path = space.path("config.json");
+    // Numbers whose product no file holds.
+    let config = fs::read_to_string(format!("{model}/config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&config).unwrap();
+    for field in ["hidden_size", "intermediate_size", "vocab_size"] {
+        config[field] = (1u64 << 31).into();
+    }
+    fs::write(&path, config.to_string()).unwrap();
+    refused(&["--model", &path], &["embed_tokens.weight", "2^40 bytes"]);
+    fs::write(&path, "{\"model_type\": \"llama\"").unwrap();
+    refused(&["--model", &path], &["config.json"]);
+    fs::write(&path, "{\"model_type\": \"mamba\"}").unwrap();
+    refused(&["--model", &path], &["mamba"]);
+}
+
+/// The same arithmetic refuses what is asked of other commands, before they read a weight.
+#[test]
+fn what_cannot_fit_is_refused_before_it_is_allocated() {
+    let space = Workspace::new();
+    let (model, text) = (space.model(), space.text());
+    let refused = |args: &[&str], parts: &[&str]| {
+        let outcome = kv_eval(&[args, &["--model", &model]].concat());
+        let lines = outcome.error_lines();
+        assert!(outcome.code != 0 && lines.len() == 1, "{} {}", outcome.stdout, outcome.stderr);
+        assert!(parts.iter().all(|part| lines[0].contains(part)), "{parts:?} in {}", lines[0]);
+    };
+    let generate = ["generate", "--no-chat", "--prompt", "It is"];
+    let huge = [&generate[..], &["--capacity", "1152921504606846976"]].concat();
+    refused(&huge, &["capacity 1152921504606846976: must be at most 16777216 tokens"]);
+    let long = [&generate[..], &["--capacity", "8000000", "--memory", "1G"]].concat();
+    refused(&long, &["memory: ", "the float cache of 8000000 tokens", "what fits: a context of "]);
+    let small = [&generate[..], &["--memory", "1M"]].concat();
+    refused(&small, &["memory: ", "1.0 MB are there by --memory"]);
+    refused(&["ppl", "--text", &text, "--memory", "1M"], &["memory: ", "by --memory"]);
+    refused(&["ppl", "--text", &text, "--cache", "k3v3"], &["k3v3"]);
+}

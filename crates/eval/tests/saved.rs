@@ -1,0 +1,135 @@
+//! `kv-eval generate` going on from a cache of another run.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(dead_code, reason = "each test program uses a part of common")]
+
+mod common;
+
+use std::{fs, path::Path};
+
+use common::{Outcome, Workspace, kv_eval};
+
+fn generate(space: &Workspace, more: &[&str]) -> Outcome {
+    let model = space.model();
+    let mut args = vec!["generate", "--model", &model, "--no-chat"];
+    if !more.contains(&"--max-tokens") {
+        args.extend(["--max-tokens", "6"]);
+    }
+    args.extend(more);
+    kv_eval(&args)
+}
+
+#[track_caller]
+fn succeeds(outcome: Outcome) -> Outcome {
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    outcome
+}
+
+#[track_caller]
+fn refused(outcome: &Outcome, parts: &[&str]) {
+    let lines = outcome.error_lines();
+    assert!(outcome.code != 0 && lines.len() == 1, "{} {}", outcome.stdout, outcome.stderr);
+    assert!(outcome.stdout.is_empty(), "{}", outcome.stdout);
+    for part in parts {
+        assert!(lines[0].contains(part), "{part:?} in {}", lines[0]);
+    }
+}
+
+const PREFIX: &str = "It is a truth universally acknowledged, that a single man";
+const PROMPT: &str =
+    "It is a truth universally acknowledged, that a single man in possession of a fortune";
+
+#[test]
+fn another_run_goes_on_from_the_prefix() {
+    let space = Workspace::new();
+    for cache in ["float", "k4v2-g16-r16-s3"] {
+        let file = &space.path("prefix.safetensors");
+        let whole = succeeds(generate(&space, &["--cache", cache, "--prompt", PROMPT]));
+        let args =
+            ["--cache", cache, "--prompt", PREFIX, "--max-tokens", "1", "--save-cache", file];
+        let saved = succeeds(generate(&space, &args));
+        let told = format!("saved the cache of {} tokens", PREFIX.len());
+        assert!(saved.stderr.contains(&told), "{}", saved.stderr);
+        let args = ["--cache", cache, "--prompt", PROMPT, "--load-cache", file];
+        let loaded = succeeds(generate(&space, &args));
+        assert_eq!(loaded.stdout, whole.stdout, "{cache}");
+        let rest = format!("prefill {} tokens", PROMPT.len() - PREFIX.len());
+        assert!(loaded.stderr.contains(&rest), "{}", loaded.stderr);
+        // In its own place, with room for more.
+        let more =
+            ["--cache", cache, "--prompt", PROMPT, "--load-cache", file, "--save-cache", file];
+        let capacity = ["--capacity", "300"];
+        let again = succeeds(generate(&space, &[&more[..], &capacity].concat()));
+        assert_eq!(again.stdout, whole.stdout, "{cache}");
+        let told = format!("saved the cache of {} tokens", PROMPT.len() + 5);
+        assert!(again.stderr.contains(&told), "{}", again.stderr);
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_one_line_before_anything_is_generated() {
+    let space = Workspace::new();
+    let file = &space.path("prefix.safetensors");
+    let save = ["--prompt", PREFIX, "--save-cache", file];
+    succeeds(generate(&space, &save));
+    let load = |more: &[&str]| generate(&space, &[&["--load-cache", file], more].concat());
+    let other = PROMPT.replacen("truth", "trust", 1);
+    refused(
+        &load(&["--prompt", &other]),
+        &["prefix.safetensors", "position 11: it has token 115, the cache 116"],
+    );
+    refused(&load(&["--prompt", "It is"]), &["the prompt has 5 and must go on after these"]);
+    refused(&load(&["--prompt", PREFIX, "--cache", "k4v4-g16-r16"]), &["must go on after these"]);
+
+    // The prefix alone, so that a longer prompt begins with it.
+    let save = ["--prompt", PREFIX, "--max-tokens", "1", "--save-cache", file];
+    succeeds(generate(&space, &save));
+    let cache = ["--prompt", PROMPT, "--cache", "k4v4-g16-r16"];
+    refused(&load(&cache), &["layers.0.cache = float: k4v4-g16-r16 is asked for"]);
+    refused(&load(&["--prompt", PROMPT, "--capacity", "20"]), &["capacity = 20", "57 tokens"]);
+    let two = ["--prompt", PROMPT, "--prompt", PREFIX];
+    refused(&load(&two), &["load-cache", "holds one text"]);
+    refused(&load(&["--prompt", PROMPT, "--memory", "1000"]), &["memory: "]);
+
+    // The same model elsewhere.
+    let tuned = space.copy("tuned");
+    let tuned =
+        ["generate", "--model", &tuned, "--no-chat", "--prompt", PROMPT, "--load-cache", file];
+    assert_eq!(kv_eval(&tuned).code, 0, "a copy of the model is the model");
+
+    let whole = fs::read(file).unwrap();
+    fs::write(file, &whole[..whole.len() - 1]).unwrap();
+    refused(&load(&["--prompt", PROMPT]), &["not a readable saved cache file"]);
+    let mut changed = whole.clone();
+    let middle = whole.len() / 2;
+    changed[middle] ^= 4;
+    fs::write(file, &changed).unwrap();
+    refused(&load(&["--prompt", PROMPT]), &["is not what was written"]);
+    let none = &space.path("none");
+    refused(&generate(&space, &["--prompt", PROMPT, "--load-cache", none]), &["none: not found"]);
+    refused(&generate(&space, &["--prompt", PROMPT, "--save-cache", "-"]), &["save-cache -"]);
+    let folder = &space.path("model");
+    refused(
+        &generate(&space, &["--prompt", PROMPT, "--save-cache", folder]),
+        &["save-cache", "folder"],
+    );
+    let beyond = &space.path("no/such/file");
+    refused(&generate(&space, &["--prompt", PROMPT, "--save-cache", beyond]), &["cannot write"]);
+    assert!(!Path::new(beyond).exists());
+}
+
+/// The same architecture with other weights.
+#[test]
+fn another_model_is_refused() {
+    let space = Workspace::new();
+    let file = &space.path("prefix.safetensors");
+    let save = ["--prompt", PREFIX, "--max-tokens", "1", "--save-cache", file];
+    succeeds(generate(&space, &save));
+    space.rewrite_weights(|name, mut values| {
+        if name.ends_with("1.self_attn.v_proj.weight") {
+            values.iter_mut().for_each(|value| *value += 0.5);
+        }
+        Some((name.into(), values))
+    });
+    let load = generate(&space, &["--prompt", PROMPT, "--load-cache", file]);
+    refused(&load, &["model.weights = ", "the cache is one of model"]);
+}

@@ -1,0 +1,121 @@
+//! A float cache beside a quantized one: the library's steps against the evaluation's divergence, and the program.
+#![allow(clippy::unwrap_used, reason = "a failing test may panic")]
+#![allow(dead_code, reason = "each test program uses a part of common")]
+
+mod common;
+
+use std::path::Path;
+
+use common::{Workspace, kv_eval};
+use kv_cubecl::{Flex, KvCacheConfig, On};
+use kv_eval::{Mode, Plan, Twin, evaluate, twin};
+use kv_models::LanguageModel;
+
+const MODELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models");
+const TOKENS: usize = 96;
+
+/// The repository's model, and the first tokens of its text.
+fn austen() -> (On<Flex>, LanguageModel, Vec<u32>) {
+    let device = On::<Flex>::open().unwrap();
+    let loaded = kv_models::load(Path::new(MODELS).join("austen"), &device).unwrap();
+    let text = std::fs::read_to_string(Path::new(MODELS).join("austen/heldout.txt")).unwrap();
+    let mut ids = loaded.tokenizer.unwrap().encode(&text).unwrap();
+    ids.truncate(TOKENS + 1);
+    (device, loaded.model, ids)
+}
+
+fn config(name: &str) -> KvCacheConfig {
+    name.parse().unwrap()
+}
+
+fn run(name: &str, stop: Option<f64>) -> Twin {
+    let (device, model, ids) = austen();
+    twin(&device, &model, &ids[..TOKENS], config(name), stop, |_| ()).unwrap()
+}
+
+#[test]
+fn a_float_twin_is_the_same() {
+    let same = run("float", Some(0.0));
+    assert_eq!(same.steps.len(), TOKENS);
+    assert!(!same.stopped);
+    for step in &same.steps {
+        assert!(step.kl == 0.0 && step.same_top, "{step:?}");
+        assert!(step.layers.iter().all(|&error| error == 0.0), "{step:?}");
+    }
+    let counters = |layer: &kv_eval::TwinLayer| layer.counters;
+    assert!(same.layers.iter().map(counters).all(|c| c.keys.is_none() && c.values.is_none()));
+}
+
+/// What `ppl` computes by another way: whole windows of hidden states, and logits in blocks.
+#[test]
+fn steps_add_up_to_the_divergence_of_an_evaluation() {
+    let (device, model, ids) = austen();
+    for name in ["kint8vint8", "k2v2-g16-r16"] {
+        let twin = run(name, None);
+        let window = TOKENS + 1;
+        let plan = Plan::new(&model, Mode::Streaming, [config(name)], ids.clone(), window, None);
+        let runs = evaluate(&device, &model, &plan.unwrap(), |_| ()).unwrap();
+        let (got, expected) = (twin.kl_mean(), runs[1].kl_mean);
+        assert!((got - expected).abs() <= 1e-3 * expected + 1e-7, "{name}: {got} {expected}");
+        let same = twin.steps.iter().filter(|step| step.same_top).count() as f64 / TOKENS as f64;
+        assert!((same - runs[1].same_top).abs() < 1e-9, "{name}");
+    }
+}
+
+#[test]
+fn fewer_bits_are_further_apart_in_every_layer() {
+    let (near, far) = (run("kint8vint8", None), run("k2v2-g16-r16", None));
+    for (near, far) in near.layers.iter().zip(&far.layers) {
+        assert!(near.mean > 0.0 && far.mean > 5.0 * near.mean, "{near:?} {far:?}");
+        assert!(near.largest >= near.mean, "{near:?}");
+        // Steps read codes where they lie; that other ways are counted is tested beside the cache.
+        for restored in [near.counters.restored, far.counters.restored] {
+            let restored = restored.expect("steps are counted");
+            assert_eq!((restored.keys, restored.values), (0, 0));
+        }
+        for counters in [near.counters.keys, near.counters.values] {
+            let counters = counters.unwrap();
+            // Each token's largest number has the largest code.
+            let least = 1.0 / 64.0 / 4.0;
+            assert!(counters.extreme >= least && counters.extreme < 0.5, "{counters:?}");
+            assert!(counters.scale_min > 0.0 && counters.scale_min <= counters.scale_max);
+            assert!(counters.scale_mean >= f64::from(counters.scale_min), "{counters:?}");
+        }
+    }
+    // A layer's error is that of its own step: the largest is the one of its token.
+    let layer = &far.layers[0];
+    assert_eq!(far.steps[layer.largest_at].layers[0], layer.largest);
+    // Of 2 bits nothing is quantized before the window of 16 is full.
+    assert!(far.steps[..15].iter().all(|step| step.kl == 0.0));
+}
+
+#[test]
+fn it_stops_at_the_first_step_beyond_the_threshold() {
+    let whole = run("k2v2-g16-r16", None);
+    let stop = whole.kl_mean();
+    let first = whole.steps.iter().position(|step| f64::from(step.kl) > stop).unwrap();
+    let stopped = run("k2v2-g16-r16", Some(stop));
+    assert!(stopped.stopped && !whole.stopped);
+    assert_eq!(stopped.steps.len(), first + 1);
+    assert!(stopped.to_string().contains(&format!("stopped at token {first}")));
+}
+
+#[test]
+fn the_program_prints_and_writes_what_it_finds() {
+    let workspace = Workspace::new();
+    let (model, text) = (workspace.path("model"), workspace.path("text.txt"));
+    let args = ["twin", "--model", &model, "--text", &text, "--cache", "kint8vint8"];
+    let outcome = kv_eval(&[&args[..], &["--tokens", "20", "--json", "-"]].concat());
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    assert!(outcome.stderr.contains("kint8vint8 beside float, 20 steps"), "{}", outcome.stderr);
+    let json: serde_json::Value = serde_json::from_str(&outcome.stdout).unwrap();
+    assert_eq!(json["steps"].as_array().unwrap().len(), 20);
+    assert!(json["layers"][0]["counters"]["keys"]["scale_mean"].as_f64().unwrap() > 0.0);
+    assert_eq!(json["layers"][0]["counters"]["restored"]["keys"], 0);
+    assert!(outcome.stderr.contains("restored bytes"), "{}", outcome.stderr);
+
+    let outcome = kv_eval(&[&args[..], &["--stop", "-1"]].concat());
+    assert_ne!(outcome.code, 0);
+    let lines = outcome.error_lines().join("\n");
+    assert!(lines.contains("must be a divergence in nats, 0 or more"), "{lines}");
+}
