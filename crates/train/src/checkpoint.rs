@@ -11,6 +11,8 @@ use std::{
     sync::Arc,
 };
 
+use burn::store::ModuleRecord;
+use burn_optim::{OptimizerRecord, lr_scheduler::LrSchedulerRecord};
 use burn_train::{
     checkpoint::{
         Checkpoint, Checkpointer, CheckpointerError, CheckpointingAction, CheckpointingStrategy,
@@ -169,20 +171,45 @@ impl Checkpoints {
 
     /// Deletes what was saved after later steps than `step`, or all: the run makes them again.
     pub(crate) fn delete_after(&self, step: Option<usize>) -> Result<()> {
-        for later in self.steps()?.into_iter().filter(|&later| Some(later) > step) {
-            for path in
-                PARTS.iter().flat_map(|part| [self.seal(part, later), self.file(part, later)])
-            {
-                remove(&path).map_err(Error::io(&path))?;
-            }
-        }
-        Ok(())
+        self.keep(|later| Some(later) <= step)
     }
 
     /// Reads one part of the checkpoint after `step`.
     pub(crate) fn restore<R: Checkpoint>(&self, part: &str, step: usize) -> Result<R> {
         let path = self.file(part, step);
         R::load(path.clone()).map_err(|error| Error::Damaged { path, why: error.to_string() })
+    }
+
+    /// Writes a whole checkpoint.
+    pub(crate) fn save(
+        &self,
+        step: usize,
+        model: ModuleRecord,
+        optimizer: OptimizerRecord,
+        schedule: LrSchedulerRecord,
+    ) -> Result<()> {
+        let [model_part, optimizer_part, schedule_part] = PARTS.map(|part| self.part(part));
+        let saved = model_part.write(step, model);
+        let saved = saved.and_then(|()| optimizer_part.write(step, optimizer));
+        saved
+            .and_then(|()| schedule_part.write(step, schedule))
+            .map_err(|why| Error::Stopped(format!("{why}; the checkpoint before it is untouched")))
+    }
+
+    /// Deletes what was saved after other steps than those to keep.
+    pub(crate) fn keep(&self, keeps: impl Fn(usize) -> bool) -> Result<()> {
+        for step in self.steps()?.into_iter().filter(|&step| !keeps(step)) {
+            self.delete(step)?;
+        }
+        Ok(())
+    }
+
+    /// Deletes what was saved after a step, its seals first.
+    fn delete(&self, step: usize) -> Result<()> {
+        for path in PARTS.iter().flat_map(|part| [self.seal(part, step), self.file(part, step)]) {
+            remove(&path).map_err(Error::io(&path))?;
+        }
+        Ok(())
     }
 
     /// What saves one part.

@@ -147,6 +147,30 @@ pub struct Schedule {
     pub warmup: usize,
 }
 
+impl Schedule {
+    /// Checks every field against its range, for a run of so many steps.
+    pub(crate) fn check(&self, steps: usize) -> Result<()> {
+        let Self { lr, min_lr, warmup } = *self;
+        unit("lr", lr)?;
+        unit("min-lr", min_lr)?;
+        if lr == 0.0 || min_lr > lr {
+            return Err(Error::setting("lr", lr, "must be above 0 and not below min-lr"));
+        }
+        if warmup >= steps {
+            let rule = format!("must be less than steps {steps}");
+            return Err(Error::setting("warmup", warmup, rule));
+        }
+        Ok(())
+    }
+}
+
+fn unit(field: &'static str, value: f64) -> Result<()> {
+    match (0.0..=1.0).contains(&value) {
+        true => Ok(()),
+        false => Err(Error::setting(field, value, "must be between 0 and 1")),
+    }
+}
+
 /// A training run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -237,22 +261,9 @@ impl TrainConfig {
                 return Err(Error::setting(field, value, "must be at least 1"));
             }
         }
-        let Schedule { lr, min_lr, warmup } = self.schedule;
-        let unit = |field, value: f64| match (0.0..=1.0).contains(&value) {
-            true => Ok(()),
-            false => Err(Error::setting(field, value, "must be between 0 and 1")),
-        };
-        unit("lr", lr)?;
-        unit("min-lr", min_lr)?;
+        self.schedule.check(self.steps)?;
         unit("float-share", self.float_share)?;
         unit("beta-2", self.beta_2.into())?;
-        if lr == 0.0 || min_lr > lr {
-            return Err(Error::setting("lr", lr, "must be above 0 and not below min-lr"));
-        }
-        if warmup >= self.steps {
-            let rule = format!("must be less than steps {}", self.steps);
-            return Err(Error::setting("warmup", warmup, rule));
-        }
         if !(0.0..1.0).contains(&self.holdout) {
             return Err(Error::setting("holdout", self.holdout, "must be at least 0 and below 1"));
         }

@@ -8,7 +8,7 @@ use std::{
 
 use burn_train::Interrupter;
 use kv_models::save::staged;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::{Error, Objective, Result, loss::Sums};
 
@@ -64,6 +64,28 @@ enum Line {
     Valid(ValidRecord),
 }
 
+/// The lines of a history. A last one cut short by a kill is dropped.
+///
+/// # Errors
+/// A file that cannot be read, or a line before the last that is not one of ours.
+pub(crate) fn read_lines<L: DeserializeOwned>(path: &Path) -> Result<Vec<L>> {
+    let file = File::open(path).map_err(Error::io(path))?;
+    let lines = BufReader::new(file).lines().collect::<std::io::Result<Vec<_>>>();
+    let lines = lines.map_err(Error::io(path))?;
+    let mut read = Vec::with_capacity(lines.len());
+    for (number, line) in lines.iter().enumerate() {
+        match serde_json::from_str(line) {
+            Ok(line) => read.push(line),
+            Err(_) if number + 1 == lines.len() => {}
+            Err(error) => {
+                let why = format!("line {}: {error}", number + 1);
+                return Err(Error::Damaged { path: path.into(), why });
+            }
+        }
+    }
+    Ok(read)
+}
+
 /// Everything a run measured, in order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct History {
@@ -84,22 +106,11 @@ impl History {
     /// # Errors
     /// A file that cannot be read, or a line before the last that is not one of ours.
     pub fn read(folder: &Path) -> Result<Self> {
-        let path = Self::path(folder);
-        let file = File::open(&path).map_err(Error::io(&path))?;
-        let lines: Vec<String> = BufReader::new(file)
-            .lines()
-            .collect::<std::io::Result<_>>()
-            .map_err(Error::io(&path))?;
         let mut history = Self::default();
-        for (number, line) in lines.iter().enumerate() {
-            match serde_json::from_str(line) {
-                Ok(Line::Train(record)) => history.train.push(record),
-                Ok(Line::Valid(record)) => history.valid.push(record),
-                Err(_) if number + 1 == lines.len() => {}
-                Err(error) => {
-                    let why = format!("line {}: {error}", number + 1);
-                    return Err(Error::Damaged { path, why });
-                }
+        for line in read_lines(&Self::path(folder))? {
+            match line {
+                Line::Train(record) => history.train.push(record),
+                Line::Valid(record) => history.valid.push(record),
             }
         }
         Ok(history)

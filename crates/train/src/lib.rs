@@ -39,6 +39,7 @@ mod report;
 mod setup;
 mod step;
 mod train;
+mod world;
 
 pub use checkpoint::Checkpoints;
 pub use config::{Adapter, Objective, Schedule, TrainConfig, Trainable};
@@ -52,3 +53,7 @@ pub use qat::{Converted, Prepared, QatConfig, prepare};
 pub use report::write_report;
 pub use step::Trainee;
 pub use train::{Resume, Run, Texts, Trained, checkpointed, train};
+pub use world::{
+    WorldConfig, WorldHistory, WorldRun, WorldStep, WorldValid, checkpointed_world, train_world,
+    world_config,
+};

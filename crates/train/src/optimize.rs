@@ -27,10 +27,10 @@ pub(crate) fn optimizer(config: &TrainConfig, trainee: &Trainee) -> ModuleOptimi
 }
 
 /// Warm-up, then the cosine, whose last step is that of the run.
-pub(crate) fn schedule(config: &TrainConfig) -> Result<ModuleLrScheduler> {
-    let Schedule { lr, min_lr, warmup } = config.schedule;
+pub(crate) fn schedule(schedule: Schedule, steps: usize) -> Result<ModuleLrScheduler> {
+    let Schedule { lr, min_lr, warmup } = schedule;
     // The steps of the cosine from its first, at `lr`, to its last.
-    let rest = (config.steps - warmup - 1).max(1);
+    let rest = (steps - warmup - 1).max(1);
     let cosine = CosineAnnealingLrSchedulerConfig::new(lr, rest).with_min_lr(min_lr);
     let fail = |why: String| Error::setting("lr", lr, why);
     if warmup == 0 {
@@ -53,8 +53,7 @@ mod tests {
     fn the_last_step_has_the_lowest_rate() {
         for (steps, warmup) in [(10, 0), (10, 3), (2, 0), (2, 1), (30, 29)] {
             let schedule = Schedule { lr: 0.5, min_lr: 0.125, warmup };
-            let config = TrainConfig { steps, schedule, ..TrainConfig::default() };
-            let mut scheduler = super::schedule(&config).unwrap();
+            let mut scheduler = super::schedule(schedule, steps).unwrap();
             let rates: Vec<f64> = (0..steps).map(|_| scheduler.step().base()).collect();
             let (up, down) = rates.split_at(warmup);
             assert!(up.iter().all(|&rate| rate <= 0.5), "{rates:?}");

@@ -45,9 +45,13 @@ impl QatConfig {
                 format!("must be below steps {steps}, or the quantizer is never switched on");
             return Err(Error::setting("start-step", self.start_step, rule));
         }
-        let cache = &self.cache.cache;
-        // The model's `head_dim` is not known yet. The group size takes its place, because it
-        // passes the rules that relate the two.
+        // Neither the model's layers nor its `head_dim` are known yet.
+        self.cache.candidates().iter().try_for_each(|cache| self.check_cache(cache, seq_len))
+    }
+
+    /// Refuses sequences in which a cache would never quantize.
+    fn check_cache(&self, cache: &KvCacheConfig, seq_len: usize) -> Result<()> {
+        // The group size takes the place of `head_dim`, because it passes the rules that relate the two.
         cache.validate(cache.group_size.max(1))?;
         let schedule = Schedule::new(cache);
         let missing = |len: usize| {

@@ -303,7 +303,11 @@ impl InferenceStep for Trainee {
 
 /// Scales all gradients so that their joint norm is at most `limit` (Pascanu et al., 2013,
 /// <https://arxiv.org/abs/1211.5063>).
-fn clip<M: Module>(module: &M, mut grads: GradientsParams, limit: f64) -> GradientsParams {
+pub(crate) fn clip<M: Module>(
+    module: &M,
+    mut grads: GradientsParams,
+    limit: f64,
+) -> GradientsParams {
     struct Norm<'a> {
         grads: &'a GradientsParams,
         squares: Vec<Tensor<1>>,

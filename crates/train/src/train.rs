@@ -212,7 +212,8 @@ pub fn train<T: Target>(
             ValidLoader::new(Arc::new(valid), config.batch, config.valid_windows, plain)?;
 
         let optimizer = optimizer(config, &trainee);
-        let mut learner = Learner::new(trainee, optimizer, schedule(config)?);
+        let mut learner =
+            Learner::new(trainee, optimizer, schedule(config.schedule, config.steps)?);
         if let Some(step) = resumed {
             let [weights, moments, rate] = PARTS;
             learner.load_model(checkpoints.restore(weights, step)?);

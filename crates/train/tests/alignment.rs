@@ -9,8 +9,8 @@ use burn::tensor::{Device, Int, Tensor, TensorData, activation::log_softmax};
 use kv_models::{
     AttentionTrace, LanguageModel, LayerSpec, LoadOptions, ModelCache, WeightDtype,
     kv_cubecl::{
-        Autodiff, Bits, Flex, KvCache, KvCacheConfig, Logical, On, Packed, Side, layout::QuantSpec,
-        quantize,
+        Autodiff, Flex, KvCache, KvCacheConfig, Logical, On, Packed, Side, SideFormat,
+        layout::QuantSpec, quantize_side,
     },
     llama::{Config, Llama},
     load_with,
@@ -114,13 +114,18 @@ struct Difference {
 }
 
 /// One side of one layer: the cache's codes against those of what the parallel pass would quantize.
-fn compare(side: Tensor<4>, packed: Option<Packed>, config: &KvCacheConfig, all: &mut Difference) {
+fn compare(
+    of: Side,
+    side: Tensor<4>,
+    packed: Option<Packed>,
+    config: &KvCacheConfig,
+    all: &mut Difference,
+) {
     let Some(packed) = packed else { return };
     let spec = packed.spec();
     let [_, _, count, _] = packed.shape();
-    let bits = Bits::try_from(spec.n_bits as u8).unwrap();
-    let side = side.narrow(2, config.sink_tokens, count);
-    let parallel = quantize(side, spec.granularity, bits, spec.group_size).unwrap();
+    let values = side.narrow(2, config.sink_tokens, count);
+    let parallel = quantize_side(values, of, config.format(of), config.group_size).unwrap();
     let (parallel, streamed) = (parallel.to_logical(), packed.to_logical());
     for (a, b) in [(&parallel.scale, &streamed.scale), (&parallel.min, &streamed.min)] {
         assert_eq!(a.len(), b.len());
@@ -167,8 +172,8 @@ fn align(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> Diff
         let AttentionTrace { query, key, value, output, layer, .. } = trace;
         let [query, key, value, output] =
             [query, key, value, output].map(|tensor| tensor.without_autodiff());
-        compare(key.clone(), streamed.packed(Side::Keys), &config, &mut all);
-        compare(value.clone(), streamed.packed(Side::Values), &config, &mut all);
+        compare(Side::Keys, key.clone(), streamed.packed(Side::Keys), &config, &mut all);
+        compare(Side::Values, value.clone(), streamed.packed(Side::Values), &config, &mut all);
 
         let shape = streamed.layout().shape();
         let mut alone = KvCache::new(&config, shape, &plain).unwrap();
@@ -183,8 +188,8 @@ fn align(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> Diff
         assert!(far < 1e-5, "{name}: attention of layer {layer} differs by {far}");
     }
     let counts = cache.layers()[0].quantized_counts();
-    assert_eq!(counts.keys > 0, config.key_bits.is_quantized(), "{name}");
-    assert_eq!(counts.values > 0, config.value_bits.is_quantized(), "{name}");
+    assert_eq!(counts.keys > 0, config.keys.is_quantized(), "{name}");
+    assert_eq!(counts.values > 0, config.values.is_quantized(), "{name}");
 
     let parallel = parallel.without_autodiff();
     all.nll = (nll(&parallel, &text) - nll(&streamed, &text)).abs();
@@ -213,7 +218,7 @@ fn check(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> bool
         assert!(logits < 1e-4, "{name}: logits differ by {logits}");
     }
     // One step of a 2-bit code is a third of its group's range.
-    let coarse = [config.key_bits, config.value_bits].contains(&Bits::Two);
+    let coarse = [config.keys, config.values].contains(&SideFormat::Affine2);
     let bound = if coarse { 1e-2 } else { 1e-3 };
     assert!(nll < bound, "{name}: mean negative log-likelihood differs by {nll}");
     differing == 0

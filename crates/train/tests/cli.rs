@@ -6,7 +6,10 @@ mod common;
 use std::fs;
 
 use common::{K2V2, World, fails, program, succeeds};
-use kv_models::kv_cubecl::{Autodiff, Flex};
+use kv_models::{
+    ModelCacheConfig,
+    kv_cubecl::{Autodiff, Flex},
+};
 
 type Cpu = World<Autodiff<Flex>>;
 
@@ -79,9 +82,32 @@ fn pretrained_then_trained_for_its_cache() {
     }
     let cache = fs::read_to_string(format!("{run}/model/kv_cache.json")).unwrap();
     assert!(cache.contains("\"residual_length\": 16"), "{cache}");
+    // A policy's file is taken like the name of a cache, and is in all files of the run.
+    let (policy, by_layer) = (world.string("policy.toml"), world.string("by-layer"));
+    let rules =
+        "[[rules]]\ncache = \"k2v2-g16-r16\"\n[[rules]]\nlayers = -1\nside = \"keys\"\nformat = 8";
+    fs::write(&policy, rules).unwrap();
+    let by_policy = ["qat", "--model", &model, "--cache", &policy, "--out", &by_layer];
+    succeeds(&mut program(&[&by_policy[..], &common].concat()));
+    let written: ModelCacheConfig = rules_in(&policy);
+    assert_eq!(rules_in(&format!("{by_layer}/model/kv_cache.json")), written);
+    for file in ["run.json", "train.json"] {
+        let json = fs::read_to_string(format!("{by_layer}/{file}")).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+        let config = if file == "run.json" { &json["config"] } else { &json };
+        let cache = serde_json::from_value::<ModelCacheConfig>(config["qat"]["cache"].clone());
+        assert_eq!(cache.unwrap(), written, "{file}");
+    }
+    assert!(weights(&by_layer) != weights(&run), "the keys of the last layer are others");
+
     fails(&mut program(&["resume", &run]), &[&run, "has done its 6 steps"]);
     let qat = [&qat[..], &common].concat();
     fails(&mut program(&qat), &[&run, "checkpoints up to step 6"]);
+}
+
+/// The policy in a file.
+fn rules_in(path: &str) -> ModelCacheConfig {
+    ModelCacheConfig::read(path).unwrap()
 }
 
 /// The rotation is in the weights that are saved, so that the cache beside them must not rotate again.
@@ -169,6 +195,10 @@ fn mistakes_are_one_line() {
     with("--text", &short, &["seq_len = 96", "need at least"]);
     with("--valid-text", &short, &["seq_len = 96", "need at least"]);
     with("--cache", "k3v3", &["k3v3", "--cache"]);
+    with("--cache", "nowhere.toml", &["nowhere.toml: not found"]);
+    let policy = world.string("policy.toml");
+    fs::write(&policy, "[[rules]]\nlayers = \"0..9\"\nformat = \"int8\"").unwrap();
+    with("--cache", &policy, &["rules[0].layers = 0..9: the model has layers 0 to 1"]);
     with("--cache", "k2v2-g64-r64", &["group_size", "64", "head_dim 32"]);
     with("--cache", "k2v2-g16-r24", &["residual_length"]);
     with("--cache", "k2v2-r0", &["residual_length"]);
@@ -185,7 +215,7 @@ fn mistakes_are_one_line() {
     with("--objective", "rl", &["objective rl", "ce, kl, or mixed:W"]);
     with("--objective", "mixed:2", &["objective mixed:2"]);
     with("--trainable", "head", &["trainable head", "all, layers, attention or qkv"]);
-    with("--float-layers", "2", &["float_layers = 2"]);
+    with("--float-layers", "2", &["rules[1].layers = 2"]);
     with("--float-share", "2", &["float-share 2"]);
     with("--lora", "0", &["lora 0"]);
     with("--lora-alpha", "1", &["--lora"]);

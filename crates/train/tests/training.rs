@@ -15,7 +15,7 @@ use common::{
 };
 use kv_models::{
     LanguageModel,
-    kv_cubecl::{Autodiff, FakeQuantOptions, Flex, On, SteGradient},
+    kv_cubecl::{Autodiff, FakeQuantOptions, Flex, On, Side, SideFormat, SteGradient},
     llama::{Config, Llama},
 };
 use kv_train::{
@@ -116,10 +116,10 @@ fn what_is_quantized() {
 
     // Layers in float, and sequences in float.
     let mut layers = qat(common::K2V2);
-    layers.cache.float_layers = [1].into();
+    layers.cache = layers.cache.with_float_layers([1]);
     let one = world.losses("one layer", &with(layers.clone()));
     assert!(one.train[0] != float.train[0] && one.train[0] != exact.train[0]);
-    layers.cache.float_layers = [0, 1].into();
+    layers.cache = layers.cache.with_float_layers([0]);
     assert_eq!(world.losses("no layer", &with(layers)), float);
     let all_float = TrainConfig { float_share: 1.0, ..quantized() };
     assert_eq!(world.losses("float share", &all_float).train, float.train);
@@ -338,8 +338,8 @@ fn mistakes_are_named() {
     new(TrainConfig { schedule: schedule(1e-3, 12), ..config() }, &["warmup 12", "steps 12"]);
     new(TrainConfig { qat: Some(qat("k2v2-g64-r64")), ..config() }, &["group_size", "head_dim 32"]);
     let mut layers = qat(common::K2V2);
-    layers.cache.float_layers = [2].into();
-    new(TrainConfig { qat: Some(layers), ..config() }, &["float_layers = 2", "layers 0 to 1"]);
+    layers.cache = layers.cache.with_float_layers([2]);
+    new(TrainConfig { qat: Some(layers), ..config() }, &["rules[1].layers = 2", "layers 0 to 1"]);
     let with = |cache, seq_len| TrainConfig { qat: Some(qat(cache)), seq_len, ..config() };
     new(with("k2v2", 64), &["seq-len 64", "at least 129 for k2v2", "window of 128 tokens"]);
     new(with("k2v2", 128), &["seq-len 128", "values stay in float"]);
@@ -376,7 +376,8 @@ fn a_saved_model_is_what_was_trained() {
     }
     let world = Cpu::new();
     let mut qat = qat("k4v2-g16-r32-s2-after");
-    qat.cache.float_layers = [1].into();
+    // Layers and sides that differ.
+    qat.cache = qat.cache.with_float_layers([1]).with_format(0, Side::Keys, SideFormat::Affine8);
     let adapter = Some(Adapter { rank: 2, alpha: 4.0 });
     for adapter in [None, adapter] {
         let name = if adapter.is_some() { "adapted" } else { "trained" };

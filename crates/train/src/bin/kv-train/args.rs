@@ -7,7 +7,7 @@ use burn::tensor::Device;
 use kv_cli::{Backend, ModelSource};
 use kv_models::{
     LayerSpec, LoadOptions, Loaded, ModelCacheConfig,
-    kv_cubecl::{FakeQuantOptions, KvCacheConfig, SteGradient},
+    kv_cubecl::{FakeQuantOptions, SteGradient},
     kv_weights::Activations,
     llama, load_with,
     nn::RopeScaling,
@@ -278,10 +278,10 @@ impl Training {
 pub(crate) struct Qat {
     #[command(flatten)]
     model: ModelSource,
-    /// The cache to train for: kKvV with bits 2, 4, 8 or 16, then -gN, -rN, -sN, -after, -slide,
-    /// -hadv, -f16 or -bf16.
-    #[arg(long)]
-    cache: KvCacheConfig,
+    /// The cache to train for: kKvV with bits 2, 4, 8 or 16 or the name of a format, then -gN, -rN, -sN, -after,
+    /// -slide, -hadv, -hadk, -f16 or -bf16; or a policy: safe, balanced, small, or a file of .json or .toml.
+    #[arg(long, value_parser = ModelCacheConfig::find)]
+    cache: ModelCacheConfig,
     /// Layers whose caches stay in float, by index.
     #[arg(long = "float-layers", value_delimiter = ',')]
     float_layers: Vec<usize>,
@@ -324,10 +324,7 @@ impl Qat {
             false => SteGradient::Identity,
         };
         let quantize_everything = self.quantize_everything;
-        let cache = ModelCacheConfig {
-            cache: self.cache,
-            float_layers: self.float_layers.into_iter().collect(),
-        };
+        let cache = self.cache.with_float_layers(self.float_layers);
         let qat = QatConfig {
             cache,
             fake_quant: FakeQuantOptions { gradient, quantize_everything },

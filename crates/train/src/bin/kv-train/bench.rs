@@ -6,8 +6,8 @@ use std::{path::Path, process::Command, time::Instant};
 use anyhow::{Context, Result, bail};
 use kv_cli::{Backend, ModelSource, dispatch};
 use kv_models::{
-    Loaded,
-    kv_cubecl::{Autodiff, KvCacheConfig, On, Target},
+    Loaded, ModelCacheConfig,
+    kv_cubecl::{Autodiff, On, Target},
 };
 use kv_train::{Adapter, Objective, QatConfig, TrainConfig, Trainable, bench::Stepper};
 
@@ -19,8 +19,8 @@ pub(crate) struct Args {
     #[command(flatten)]
     model: ModelSource,
     /// The cache of the quantized steps.
-    #[arg(long, default_value = "k2v2")]
-    cache: KvCacheConfig,
+    #[arg(long, value_parser = ModelCacheConfig::find, default_value = "k2v2")]
+    cache: ModelCacheConfig,
     /// Where to train.
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
@@ -61,7 +61,7 @@ impl Args {
     fn config(&self, kind: usize) -> TrainConfig {
         let (_, quantized, objective) = KINDS[kind];
         TrainConfig {
-            qat: quantized.then(|| QatConfig::new(self.cache)),
+            qat: quantized.then(|| QatConfig::new(&self.cache)),
             objective,
             trainable: self.trainable,
             adapter: self.lora.map(|rank| Adapter { rank, alpha: 2.0 * rank as f64 }),

@@ -7,6 +7,7 @@ mod bench;
 mod quantize;
 mod run;
 mod stop;
+mod world;
 
 use std::{cell::Cell, path::PathBuf, process::ExitCode};
 
@@ -37,6 +38,10 @@ enum Command {
     Qat(args::Qat),
     /// Train a small Llama-style model from scratch.
     Pretrain(args::Pretrain),
+    /// Train a small world model on frames that are rendered while it trains.
+    ///
+    /// The game is a maze in the first person. The model is saved in f16, with what makes latents of frames.
+    World(world::Args),
     /// Time and memory of a training step with a quantized cache beside a float one.
     Bench(bench::Args),
     /// Continue a run that was interrupted, or finish one whose model could not be saved.
@@ -49,6 +54,9 @@ enum Command {
         /// Print a line for every few steps, on a terminal too, instead of the dashboard.
         #[arg(long)]
         plain: bool,
+        /// Of a world model: end after this optimizer step, and lower the learning rate until then.
+        #[arg(long)]
+        steps: Option<usize>,
     },
     /// Quantize the matrices of a model into a new folder.
     ///
@@ -75,12 +83,23 @@ fn main() -> ExitCode {
     let code = start(|cli: Cli| match cli.command {
         Command::Qat(args) => ended(args.start().and_then(|start| run::start(&start))),
         Command::Pretrain(args) => ended(args.start().and_then(|start| run::start(&start))),
+        Command::World(args) => ended(world::start(&args)),
         Command::Bench(args) => bench::run(&args),
         Command::Quantize(args) => quantize::run(&args),
-        Command::Resume { run, from_step, plain } => {
-            ended(run::resume(&run, from_step.map_or(Resume::Last, Resume::Step), plain))
+        Command::Resume { run, from_step, plain, steps } => {
+            let resume = from_step.map_or(Resume::Last, Resume::Step);
+            ended(match (world::resume(&run, resume, steps), steps) {
+                (Some(world), _) => world,
+                (None, None) => run::resume(&run, resume, plain),
+                (None, Some(steps)) => Err(anyhow::anyhow!(
+                    "steps {steps}: only runs of world models may have another length"
+                )),
+            })
         }
-        Command::Export { run, step, out } => run::export(&run, step, out),
+        Command::Export { run, step, out } => match world::export(&run, step, out.clone()) {
+            Some(world) => world,
+            None => run::export(&run, step, out),
+        },
     });
     if stopped.get() { ExitCode::from(stop::INTERRUPTED) } else { code }
 }

@@ -148,10 +148,12 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
     let device = On::<T>::open()?;
     let new = resume == Resume::No;
     let Begun { model, tokenizer, tokenizer_file, mut files } = begin(spec, folder, &device, new)?;
-    let cache = spec.config.qat.as_ref().and_then(|qat| qat.cache.note(model.spec()));
-    cache.iter().for_each(kv_cli::note);
     // Before hours of training, not after.
     check_savable(&model, &tokenizer, save_options(spec))?;
+    if let Some(qat) = &spec.config.qat {
+        let (note, in_full) = (qat.cache.note(model.spec()), qat.cache.in_full(model.spec()));
+        note.iter().chain(&in_full).for_each(kv_cli::note);
+    }
     let out = model_folder(folder);
     if out.exists() && !out.is_dir() {
         bail!("{}: is not a folder, the model goes there", out.display());
@@ -211,20 +213,20 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
     );
     // What follows is done again when the run goes on.
     stop.end(folder);
-    let trained = match trained {
-        Err(Error::Interrupted { step, steps, .. }) => {
-            Screen::Out.line(format_args!(
-                "stopped after step {step} of {steps}, with a checkpoint in {}; go on with \
-                 kv-train resume {}",
-                Checkpoints::of(folder).folder().display(),
-                folder.display()
-            ))?;
-            return Ok(Ended::Stopped);
-        }
-        trained => trained?,
-    };
+    let Some(trained) = unless_stopped(trained, folder)? else { return Ok(Ended::Stopped) };
     finish(spec, folder, trained, &tokenizer, &texts, started)?;
     Ok(Ended::Finished)
+}
+
+/// What was trained; `None` if the run in `folder` was asked to stop, which is told.
+pub(crate) fn unless_stopped<R>(trained: kv_train::Result<R>, folder: &Path) -> Result<Option<R>> {
+    let Err(Error::Interrupted { step, steps, .. }) = trained else { return Ok(Some(trained?)) };
+    Screen::Out.line(format_args!(
+        "stopped after step {step} of {steps}, with a checkpoint in {}; go on with kv-train resume {}",
+        Checkpoints::of(folder).folder().display(),
+        folder.display()
+    ))?;
+    Ok(None)
 }
 
 /// Saves and evaluates the model, and writes the report.

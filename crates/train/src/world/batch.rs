@@ -1,0 +1,116 @@
+//! What the model is shown: sequences of episodes, and their noise, as functions of the step.
+
+use burn::tensor::{Device, Tensor, TensorData};
+use kv_eval::world::{World, controls};
+use kv_models::gamerft::Controls;
+use kv_world::{Frame, Input, Maze, Wanderer};
+use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
+use rand_distr::StandardNormal;
+
+use super::WorldConfig;
+use crate::Result;
+
+/// The level of noise that frames in the cache have.
+pub(super) const CONTEXT: f32 = 0.25;
+
+/// Frames of a sequence, and what was done in each.
+#[derive(Clone, Debug)]
+pub(super) struct Sequence {
+    pub(super) inputs: Vec<Input>,
+    pub(super) frames: Vec<Frame>,
+}
+
+/// The sequences of one optimizer step after the other.
+pub(super) struct Batches<'a> {
+    config: &'a WorldConfig,
+    maze: &'a Maze,
+    /// Who plays the episodes of the next step.
+    wanderers: Vec<Wanderer<'a>>,
+    step: usize,
+}
+
+impl<'a> Batches<'a> {
+    /// Those from a step on.
+    pub(super) fn new(config: &'a WorldConfig, maze: &'a Maze, step: usize) -> Self {
+        let mut batches =
+            Self { config, maze, wanderers: vec![], step: step - step % config.segments };
+        while batches.step < step {
+            batches.begin();
+            for wanderer in &mut batches.wanderers {
+                wanderer.walk(config.frames);
+            }
+            batches.step += 1;
+        }
+        batches
+    }
+
+    /// Begins episodes where they begin.
+    fn begin(&mut self) {
+        let WorldConfig { segments, batch, .. } = *self.config;
+        if self.step.is_multiple_of(segments) {
+            let first = (self.step / segments * batch) as u64;
+            let episodes = (first..first + batch as u64).map(|number| self.config.episode(number));
+            self.wanderers = episodes.map(|seed| Wanderer::new(self.maze, seed)).collect();
+        }
+    }
+
+    /// The sequences of the next step.
+    pub(super) fn next(&mut self) -> Vec<Sequence> {
+        self.begin();
+        self.step += 1;
+        let take = |wanderer: &mut Wanderer<'_>| {
+            let (inputs, frames) = wanderer.take(self.config.frames).unzip();
+            Sequence { inputs, frames }
+        };
+        self.wanderers.iter_mut().map(take).collect()
+    }
+}
+
+/// Random numbers of a sequence of a step.
+pub(super) fn random(config: &WorldConfig, step: usize, sequence: usize) -> Xoshiro256PlusPlus {
+    let number = (step * config.batch + sequence) as u64;
+    Xoshiro256PlusPlus::seed_from_u64(config.episode(number) ^ 0x6e6f_6973_6500_0000)
+}
+
+/// A sequence as tensors, and noise for it.
+pub(super) struct Noisy {
+    pub(super) picture: Tensor<5>,
+    pub(super) noise: Tensor<5>,
+    pub(super) controls: Controls,
+}
+
+impl Noisy {
+    pub(super) fn new(
+        world: &World,
+        sequence: &Sequence,
+        rng: &mut Xoshiro256PlusPlus,
+        device: &Device,
+    ) -> Result<Self> {
+        let picture = world.latents(&sequence.frames, device).unsqueeze_dim::<5>(0);
+        let shape = picture.dims();
+        let numbers =
+            rng.sample_iter(StandardNormal).take(shape.iter().product()).collect::<Vec<f32>>();
+        let noise = Tensor::from_data(TensorData::new(numbers, shape), device);
+        let Controls { mouse, buttons } = controls(&sequence.inputs, device)?;
+        let controls = Controls { mouse: mouse.swap_dims(0, 1), buttons: buttons.swap_dims(0, 1) };
+        Ok(Self { picture, noise, controls })
+    }
+}
+
+/// Levels of noise for the frames of a sequence: most are those that the pipeline has, 1 and [`CONTEXT`], the others any.
+/// The first frame, which nothing says anything of, is context.
+pub(super) fn any_levels(frames: usize, rng: &mut Xoshiro256PlusPlus) -> Vec<f32> {
+    let any = |rng: &mut Xoshiro256PlusPlus| match rng.random_range(0..20) {
+        0..9 => CONTEXT,
+        9..15 => 1.0,
+        _ => 1.0 - rng.random::<f32>(),
+    };
+    let rest = (1..frames).map(|_| any(rng));
+    core::iter::once(CONTEXT).chain(rest).collect()
+}
+
+/// Which frames of a sequence something happens to, one of `n`; never to the first.
+pub(super) fn some(frames: usize, n: u32, rng: &mut Xoshiro256PlusPlus) -> Vec<bool> {
+    let rest = (1..frames).map(|_| rng.random_range(0..n) == 0);
+    core::iter::once(false).chain(rest).collect()
+}
