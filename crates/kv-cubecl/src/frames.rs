@@ -151,7 +151,7 @@ impl FrameConfig {
     /// The ring for a cache of this shape.
     pub(crate) fn ring(&self, shape: CacheShape) -> Result<Ring> {
         self.check()?;
-        let Self { format, tokens_per_frame, window, sinks } = *self;
+        let Self { format, tokens_per_frame, window, sinks, .. } = *self;
         if sinks >= window {
             let rule = format!("must be fewer than the {window} of the window");
             return Err(invalid("sinks", sinks, rule));

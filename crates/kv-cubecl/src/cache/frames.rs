@@ -282,6 +282,6 @@ impl FrameCache {
         *newest = Some(largest.clone());
         let (codes, scales) = running::quantize_frame(rows, largest);
         let first = self.ring.tokens(index + sinks.0) - self.ring.layout.config().sink_tokens;
-        self.state.put(&self.ring.layout, side, first, codes, scales);
+        self.state.put_tokens(&self.ring.layout, side, first, codes, scales);
     }
 }

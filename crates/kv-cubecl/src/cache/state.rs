@@ -172,7 +172,7 @@ impl State {
 
     /// Puts codes, `[slices, tokens, words]`, and parameters, `[slices, words]`, in the place of those of the tokens from
     /// `first` on, counted after the sinks: all tokens of some words of parameters.
-    pub(super) fn put(
+    pub(super) fn put_tokens(
         &mut self,
         layout: &CacheLayout,
         side: Side,

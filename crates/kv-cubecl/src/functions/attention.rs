@@ -6,7 +6,7 @@ use burn::{
 use crate::{
     Attention, AttentionOptions, CacheFloat, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps,
     Result,
-    layout::{CacheLayout, CacheShape, SideLayout, Sides, StreamSpec},
+    layout::{CacheLayout, CacheShape, Side, SideLayout, Sides, StreamSpec},
 };
 
 use super::quantize::{debug_check_finite, fake_quantize_from};

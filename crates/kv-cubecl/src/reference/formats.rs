@@ -138,7 +138,11 @@ pub fn row_group(format: SideFormat, values: bool, head_dim: usize, group: usize
         | SideFormat::Affine4
         | SideFormat::Affine8
         | SideFormat::Int8Groups => values.then_some(group),
-        SideFormat::Int8 | SideFormat::E4m3 | SideFormat::E5m2 => Some(head_dim),
+        SideFormat::Int8
+        | SideFormat::Int8Frames
+        | SideFormat::Int8Percentile
+        | SideFormat::E4m3
+        | SideFormat::E5m2 => Some(head_dim),
         SideFormat::E4m3Blocks | SideFormat::E2m1Blocks | SideFormat::Mxfp4 => Some(32),
     }
 }
