@@ -5,9 +5,8 @@ use core::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    CacheShape, Flush, KvCacheConfig, Result,
-    error::invalid,
-    layout::{CacheLayout, Sides},
+    CacheShape, Flush, KvCacheConfig, Result, RunningScale, Side, Sides, error::invalid,
+    layout::CacheLayout,
 };
 
 /// A number of frames, which is not one of tokens.
@@ -47,7 +46,7 @@ impl fmt::Display for Frames {
 /// config.validate(CacheShape::new(1, 24, 64))?;
 /// # Ok::<(), kv_cubecl::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct FrameConfig {
@@ -61,12 +60,22 @@ pub struct FrameConfig {
     /// First frames that are seen, in float, as long as the stream lasts.
     #[serde(default)]
     pub sinks: Frames,
+    /// How the scales of frames follow one another, where a side [takes them from frames](crate::SideFormat::OF_FRAMES).
+    #[serde(default)]
+    pub running: RunningScale,
 }
 
 impl FrameConfig {
     /// Frames of so many tokens, of which each sees the newest `window`, itself among them.
-    pub const fn new(format: KvCacheConfig, tokens_per_frame: usize, window: Frames) -> Self {
-        Self { format, tokens_per_frame, window, sinks: Frames(0) }
+    pub fn new(format: KvCacheConfig, tokens_per_frame: usize, window: Frames) -> Self {
+        let (sinks, running) = (Frames(0), RunningScale::default());
+        Self { format, tokens_per_frame, window, sinks, running }
+    }
+
+    /// Sets how the scales of frames follow one another.
+    pub const fn with_running(mut self, running: RunningScale) -> Self {
+        self.running = running;
+        self
     }
 
     /// Sets how many first frames stay.
@@ -101,6 +110,22 @@ impl FrameConfig {
             let rule = "frames are quantized when they are written: must be before";
             return Err(invalid("flush", "after", rule));
         }
+        for side in Side::BOTH {
+            let stored = format.format(side);
+            if stored.of_frames().is_none() {
+                continue;
+            }
+            if format.residual_length > 0 {
+                let rule =
+                    format!("{side} as {stored} are quantized when their frame is: must be 0");
+                return Err(invalid("residual_length", format.residual_length, rule));
+            }
+            if !tokens_per_frame.is_multiple_of(2) {
+                let rule = format!("of {side} as {stored} two tokens share a word: must be even");
+                return Err(invalid("tokens_per_frame", tokens_per_frame, rule));
+            }
+        }
+        self.running.validate()?;
         match window.0 {
             0 | 1 => {
                 Err(invalid("window", window, "must be at least 2 frames: itself and another"))
@@ -109,18 +134,24 @@ impl FrameConfig {
         }
     }
 
+    /// The format of tokens: what takes its scales from frames is stored as what has one for each token.
+    pub(crate) fn tokens(&self) -> KvCacheConfig {
+        let KvCacheConfig { keys, values, .. } = self.format;
+        self.format.with_formats(keys.of_tokens(), values.of_tokens())
+    }
+
     /// The configuration of tokens that the frames before a frame are seen by.
     pub(crate) fn history(&self) -> KvCacheConfig {
         // More tokens than there ever are, but sums of them are still counted.
         let tokens = |n| Frames(n).tokens(self.tokens_per_frame).min(1 << 31);
         let [window, sinks] = [self.window.0 - 1, self.sinks.0].map(tokens);
-        self.format.with_window(Some(window)).with_sink_tokens(sinks)
+        self.tokens().with_window(Some(window)).with_sink_tokens(sinks)
     }
 
     /// The ring for a cache of this shape.
     pub(crate) fn ring(&self, shape: CacheShape) -> Result<Ring> {
         self.check()?;
-        let Self { format, tokens_per_frame, window, sinks } = *self;
+        let Self { format, tokens_per_frame, window, sinks, .. } = *self;
         if sinks >= window {
             let rule = format!("must be fewer than the {window} of the window");
             return Err(invalid("sinks", sinks, rule));

@@ -43,6 +43,7 @@ mod memory;
 mod ops;
 pub mod reference;
 mod rotary;
+mod running;
 mod scores;
 mod shapes;
 mod sides;
@@ -71,6 +72,7 @@ pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts};
 pub use memory::KvMemory;
 pub use ops::{CacheState, KvCacheOps, Token, TokenPosition, TokenRotary};
 pub use rotary::Rotary;
+pub use running::{RunningCounters, RunningScale};
 pub use sides::{Side, Sides};
 #[cfg(feature = "autodiff")]
 pub use target::Autodiff;

@@ -4,7 +4,7 @@ use core::{fmt, str::FromStr};
 use std::time::{Duration, Instant};
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
-use kv_cubecl::{KvCacheConfig, On, Target};
+use kv_cubecl::{KvCacheConfig, On, RunningCounters, Sides, Target};
 use kv_models::gamerft::{Noised, Store, WorldCache};
 use kv_world::Frame;
 use rayon::prelude::*;
@@ -90,6 +90,43 @@ pub struct WorldPoint {
     pub attention_seconds: f64,
     /// Seconds of decoding a frame of all seeds.
     pub decoder_seconds: f64,
+    /// Scales that layers take from frames, as the last frame left them.
+    pub scales: Vec<LayerScales>,
+}
+
+/// The scales of all heads of a side of a layer that takes them from frames.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct LayerScales {
+    /// The layer, from 0.
+    pub layer: usize,
+    /// `keys` or `values`.
+    pub side: &'static str,
+    /// The smallest.
+    pub min: f32,
+    /// Their mean.
+    pub mean: f64,
+    /// The largest.
+    pub max: f32,
+    /// The most by which the last frame changed one, over what it was before: whether they have converged.
+    pub change: f32,
+}
+
+impl LayerScales {
+    /// Those of all layers.
+    fn of(cache: &WorldCache) -> Vec<Self> {
+        let layers = cache.layers().iter().enumerate();
+        let sides = layers.flat_map(|(layer, ring)| {
+            let Sides { keys, values } = ring.running();
+            [("keys", keys), ("values", values)].map(|(side, found)| (layer, side, found))
+        });
+        let found = sides.filter_map(|(layer, side, found)| {
+            let RunningCounters {
+                scale_min: min, scale_mean: mean, scale_max: max, change, ..
+            } = found?;
+            Some(Self { layer, side, min, mean, max, change })
+        });
+        found.collect()
+    }
 }
 
 impl WorldPoint {
@@ -170,6 +207,7 @@ pub fn compare<T: Target>(
             model_seconds: seconds(rollout.model),
             attention_seconds: attention,
             decoder_seconds: seconds(rollout.decoder),
+            scales: LayerScales::of(&rollout.cache),
         };
         let Rollout { frames, .. } = &rollout;
         told(point, frames)?;

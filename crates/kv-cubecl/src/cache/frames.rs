@@ -4,10 +4,11 @@ use burn::tensor::{Device, Tensor};
 
 use super::{check_fit, state::State};
 use crate::{
-    Attention, AttentionOptions, CacheShape, FrameConfig, Frames, MemoryBytes, Result,
+    Attention, AttentionOptions, CacheShape, FrameConfig, Frames, MemoryBytes, Packed, Result,
+    RunningCounters, Side, Sides,
     error::misfit,
     frames::Ring,
-    functions::{self, attend_frame},
+    functions::{self, attend_frame, running},
     layout::CacheLayout,
 };
 
@@ -28,6 +29,15 @@ pub struct FrameCache {
     options: AttentionOptions,
     state: State,
     written: u64,
+    running: Sides<Running>,
+}
+
+/// What the scales of a side are taken from, `[batch, n_kv_heads, 1, 1]`: for the newest frame and for the one before.
+/// `None` without such a frame, and of sides that do not take their scales from frames.
+#[derive(Clone, Debug, Default)]
+struct Running {
+    newest: Option<Tensor<4>>,
+    before: Option<Tensor<4>>,
 }
 
 impl FrameCache {
@@ -41,7 +51,8 @@ impl FrameCache {
         let ring = config.ring(shape)?;
         crate::backends::check("cache of frames", &ring.layout, &device)?;
         let (state, options) = (State::zeros(&ring.layout, &device), AttentionOptions::default());
-        Ok(Self { config: *config, ring, options, state, written: 0 })
+        let running = Sides::default();
+        Ok(Self { config: *config, ring, options, state, written: 0, running })
     }
 
     /// Sets how scores become weights, for all attention of this cache.
@@ -77,7 +88,53 @@ impl FrameCache {
 
     /// Bytes allocated, by part. It does not change while the cache fills.
     pub fn memory_bytes(&self) -> MemoryBytes {
-        self.state.memory_bytes()
+        let mut bytes = self.state.memory_bytes();
+        let CacheShape { batch, n_kv_heads, .. } = self.layout().shape();
+        for (side, bytes) in [(Side::Keys, &mut bytes.keys), (Side::Values, &mut bytes.values)] {
+            if self.config.format.format(side).of_frames().is_some() {
+                // The two of `Running`.
+                *bytes += 2 * batch * n_kv_heads * size_of::<f32>();
+            }
+        }
+        bytes
+    }
+
+    /// The newest frame as a side stores it; `None` of a side that has it in float, in whole or in part.
+    pub fn newest(&self, side: Side) -> Option<Packed> {
+        let layout = self.layout();
+        let place = layout.sides()[side].packed()?;
+        let tokens = self.config.tokens_per_frame;
+        let end = self.ring.tokens(self.written.checked_sub(1)?) + tokens;
+        let last = end - layout.config().sink_tokens.min(end);
+        let all = last >= tokens && layout.schedule().counts(end)[side] >= last;
+        let whole = tokens.is_multiple_of(place.spec.cut(place.head_dim));
+        if !all || !whole {
+            return None;
+        }
+        self.state.packed(layout, side, place.spec, last - tokens..last)
+    }
+
+    /// What the scales that are taken from frames have come to; `None` of sides that do not take them so, and without a
+    /// frame. It waits for the device.
+    pub fn running(&self) -> Sides<Option<RunningCounters>> {
+        Sides::from_fn(|side| {
+            let Running { newest, before } = &self.running[side];
+            let numbers = |x: &Tensor<4>| -> Vec<f32> { x.to_data().iter::<f32>().collect() };
+            let newest = numbers(newest.as_ref()?);
+            let scales = || newest.iter().map(|largest| largest / 127.0);
+            let change = before.as_ref().map(|before| {
+                let changes = newest.iter().zip(numbers(before));
+                changes
+                    .map(|(newest, before)| ((newest - before) / before).abs())
+                    .fold(0.0, f32::max)
+            });
+            Some(RunningCounters {
+                scale_min: scales().fold(f32::INFINITY, f32::min),
+                scale_mean: scales().map(f64::from).sum::<f64>() / newest.len() as f64,
+                scale_max: scales().fold(0.0, f32::max),
+                change: change.unwrap_or_default(),
+            })
+        })
     }
 
     /// Bytes of the cache that the next frame reads: every code, parameter and float row that it sees, once.
@@ -88,6 +145,7 @@ impl FrameCache {
     /// Forgets all frames; the memory stays allocated.
     pub fn reset(&mut self) {
         self.written = 0;
+        self.running = Sides::default();
     }
 
     /// Attends to a frame as if it came next, which hides the oldest frame of a full window, and stores nothing.
@@ -185,6 +243,7 @@ impl FrameCache {
         let attention = match self.ring.tokens(before) {
             0 => own,
             tokens => {
+                let query = functions::rotated_side(query, Side::Keys, self.layout().config());
                 let history =
                     self.state.decode(query, *self.layout(), tokens, tokens, self.options);
                 history.rotated(self.layout().config()).merge(own)
@@ -193,11 +252,36 @@ impl FrameCache {
         attention.with_dtype(dtype)
     }
 
-    /// Stores a frame that comes after `before` others, in place.
+    /// Stores a frame that comes after `before` others, in place: the next one, or the newest again.
     fn write(&mut self, key: Tensor<4>, value: Tensor<4>, before: u64) {
-        let [key, value] = [key, value].map(functions::floats);
-        let value = functions::rotated(value, self.layout().config());
         let (layout, tokens) = (*self.layout(), self.ring.tokens(before));
-        self.state.write(key, value, layout, tokens);
+        let rows = Sides { keys: key, values: value }.map(functions::floats);
+        let rows = Sides::from_fn(|side| {
+            functions::rotated_side(rows[side].clone(), side, layout.config())
+        });
+        self.state.write(rows.keys.clone(), rows.values.clone(), layout, tokens);
+        for side in Side::BOTH {
+            if let Some(index) = before.checked_sub(self.config.sinks.0) {
+                self.scale(side, rows[side].clone(), index, before < self.written);
+            }
+        }
+    }
+
+    /// Stores a side of frame `index`, counted after the sinks, with the scale of its heads, where it takes that from
+    /// frames: in the place where it has been stored with one for each token.
+    fn scale(&mut self, side: Side, rows: Tensor<4>, index: u64, again: bool) {
+        let FrameConfig { format, running: ref rule, sinks, .. } = self.config;
+        let Some(of) = format.format(side).of_frames() else { return };
+        let rows = functions::store(rows, format.float);
+        let Running { newest, before } = &mut self.running[side];
+        if !again {
+            *before = newest.take();
+        }
+        let found = running::found(rows.clone(), of, rule);
+        let largest = running::follow(before.clone(), found, index, rule);
+        *newest = Some(largest.clone());
+        let (codes, scales) = running::quantize_frame(rows, largest);
+        let first = self.ring.tokens(index + sinks.0) - self.ring.layout.config().sink_tokens;
+        self.state.put_tokens(&self.ring.layout, side, first, codes, scales);
     }
 }

@@ -170,6 +170,49 @@ impl State {
         *self = Self::new(words, floats);
     }
 
+    /// Puts codes, `[slices, tokens, words]`, and parameters, `[slices, words]`, in the place of those of the tokens from
+    /// `first` on, counted after the sinks: all tokens of some words of parameters.
+    pub(super) fn put_tokens(
+        &mut self,
+        layout: &CacheLayout,
+        side: Side,
+        first: usize,
+        codes: Tensor<3, Int>,
+        parameters: Tensor<2, Int>,
+    ) {
+        let place = layout.sides()[side];
+        let Some(packed) = place.packed() else { return };
+        let (slices, [_, tokens, _]) = (layout.slices(), codes.dims());
+        let put = |words: Tensor<1, Int>| {
+            let all = words.dims();
+            let mut words: Tensor<2, Int> = words.reshape([slices, place.slice_words()]);
+            let mut done = 0;
+            for run in place.packed_runs(first..first + tokens) {
+                let from: Tensor<3, Int> = codes.clone().narrow(1, done, run.len());
+                let to = packed.codes(run.start)..packed.codes(run.end);
+                words =
+                    words.slice_assign([0..slices, to.clone()], from.reshape([slices, to.len()]));
+                let n = packed.spec.parameter_words(run.len(), packed.head_dim);
+                let from = parameters.clone().narrow(
+                    1,
+                    packed.spec.parameter_words(done, packed.head_dim),
+                    n,
+                );
+                let (to, _) = packed.parameter(run.start, 0);
+                words = words.slice_assign([0..slices, to..to + n], from);
+                done += run.len();
+            }
+            words.reshape(all)
+        };
+        self.change(|Sides { keys, values }, floats| {
+            let words = match side {
+                Side::Keys => Sides { keys: put(keys), values },
+                Side::Values => Sides { keys, values: put(values) },
+            };
+            (words, floats)
+        });
+    }
+
     /// The tensors of some sequences of a batch with the layout `from`; `to` is theirs.
     pub(super) fn select(&self, from: &CacheLayout, to: &CacheLayout, sequences: &[usize]) -> Self {
         let floats = self.floats();

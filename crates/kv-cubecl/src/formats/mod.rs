@@ -22,4 +22,5 @@ mod side;
 
 pub use float::CacheFloat;
 pub use packed::{Bits, Granularity, PackedFormat, QuantSpec};
+pub(crate) use side::OfFrames;
 pub use side::SideFormat;

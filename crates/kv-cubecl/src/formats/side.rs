@@ -23,6 +23,14 @@ pub enum SideFormat {
     Affine8,
     /// Signed 8 bits, `-127` to `127`, with a scale for each token and head, `f16(amax / 127)`.
     Int8,
+    /// The same with a scale for each of KIVI's groups: of tokens for keys, which is per channel, of channels for values.
+    Int8Groups,
+    /// The same with a scale for each head and frame, `f16(amax / 127)` of a running amax that follows the largest
+    /// magnitudes of frames ([`RunningScale`](crate::RunningScale)). Every token keeps the scale that it was written
+    /// with. For caches of frames alone.
+    Int8Frames,
+    /// The same of a running percentile of magnitudes, beyond which numbers saturate.
+    Int8Percentile,
     /// E4M3 floats of 8 bits with a scale for each token and head, `f16(amax / 448)`.
     E4m3,
     /// E5M2 floats of 8 bits with a scale for each token and head, `f16(amax / 57344)`.
@@ -53,22 +61,37 @@ pub(super) enum Groups {
     Token,
     /// So many channels of a token.
     Blocks(usize),
+    /// All tokens of a head of a frame, each of which has the parameter for itself.
+    Frame(OfFrames),
+}
+
+/// Of which magnitude of a frame a scale is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OfFrames {
+    /// The largest.
+    Largest,
+    /// One that most do not exceed.
+    Percentile,
 }
 
 impl SideFormat {
-    /// All there are.
+    /// All that caches of tokens store; those of frames have [two more](Self::OF_FRAMES).
     pub const ALL: &[Self] = &[
         Self::Float,
         Self::Affine2,
         Self::Affine4,
         Self::Affine8,
         Self::Int8,
+        Self::Int8Groups,
         Self::E4m3,
         Self::E5m2,
         Self::E4m3Blocks,
         Self::E2m1Blocks,
         Self::Mxfp4,
     ];
+
+    /// Those that take their scales from frames.
+    pub const OF_FRAMES: &[Self] = &[Self::Int8Frames, Self::Int8Percentile];
 
     const fn stored(self) -> Option<&'static Stored> {
         match self {
@@ -77,6 +100,9 @@ impl SideFormat {
             Self::Affine4 => Some(&super::affine::STORED[1]),
             Self::Affine8 => Some(&super::affine::STORED[2]),
             Self::Int8 => Some(&super::int8::STORED),
+            Self::Int8Groups => Some(&super::int8::STORED_GROUPS),
+            Self::Int8Frames => Some(&super::int8::STORED_FRAMES),
+            Self::Int8Percentile => Some(&super::int8::STORED_PERCENTILE),
             Self::E4m3 => Some(&super::float8::STORED_E4M3),
             Self::E5m2 => Some(&super::float8::STORED_E5M2),
             Self::E4m3Blocks => Some(&super::blocks::STORED_E4M3),
@@ -95,7 +121,7 @@ impl SideFormat {
 
     /// The format of a name; `None` if there is none of this name.
     pub fn named(name: &str) -> Option<Self> {
-        Self::ALL.iter().copied().find(|format| format.name() == name)
+        Self::ALL.iter().chain(Self::OF_FRAMES).copied().find(|format| format.name() == name)
     }
 
     /// Its bits, if it is float or one of KIVI's.
@@ -127,6 +153,22 @@ impl SideFormat {
         matches!(self.stored(), Some(Stored { groups: Groups::Kivi, .. }))
     }
 
+    /// How scales are taken from frames; `None` where they are not.
+    pub(crate) const fn of_frames(self) -> Option<OfFrames> {
+        match self.stored() {
+            Some(&Stored { groups: Groups::Frame(of), .. }) => Some(of),
+            _ => None,
+        }
+    }
+
+    /// What a cache of tokens is to store in its place: where scales are taken from frames, tokens have each their own.
+    pub(crate) const fn of_tokens(self) -> Self {
+        match self {
+            Self::Int8Frames | Self::Int8Percentile => Self::Int8,
+            other => other,
+        }
+    }
+
     /// Which axis is grouped on a side; `None` in float.
     pub const fn granularity(self, side: Side) -> Option<Granularity> {
         match (self.stored(), side) {
@@ -146,7 +188,7 @@ impl SideFormat {
         };
         let group_size = match stored.groups {
             Groups::Kivi => group_size,
-            Groups::Token => head_dim,
+            Groups::Token | Groups::Frame(_) => head_dim,
             Groups::Blocks(channels) => channels,
         };
         let &Stored { format, n_bits, .. } = stored;
@@ -178,6 +220,14 @@ impl SideFormat {
                     return Err(invalid("head_dim", head_dim, rule));
                 }
             }
+            Groups::Frame(_) => {
+                let rule = "takes its scales from frames: for caches of frames alone";
+                let field = match side {
+                    Side::Keys => "keys",
+                    Side::Values => "values",
+                };
+                return Err(invalid(field, name, rule));
+            }
             Groups::Token => {
                 if !head_dim.is_multiple_of(codes_per_word) {
                     let rule = format!(
@@ -192,7 +242,8 @@ impl SideFormat {
 
     /// All names, for messages.
     pub(crate) fn names() -> String {
-        let names: Vec<_> = Self::ALL[1..].iter().map(|format| format.name()).collect();
+        let all = Self::ALL[1..].iter().chain(Self::OF_FRAMES);
+        let names: Vec<_> = all.map(|format| format.name()).collect();
         format!("{} or 16 for float", names.join(", "))
     }
 }
@@ -244,7 +295,8 @@ impl de::Visitor<'_> for Visitor {
     type Value = SideFormat;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let names = SideFormat::ALL.iter().filter(|format| format.bits().is_none());
+        let all = SideFormat::ALL.iter().chain(SideFormat::OF_FRAMES);
+        let names = all.filter(|format| format.bits().is_none());
         let names: Vec<_> = names.map(|format| format!("{:?}", format.name())).collect();
         write!(f, "2, 4, 8, or 16 for float, or one of {}", names.join(", "))
     }

@@ -6,7 +6,7 @@ use burn::{
 use crate::{
     Attention, AttentionOptions, CacheFloat, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps,
     Result,
-    layout::{CacheLayout, CacheShape, SideLayout, Sides, StreamSpec},
+    layout::{CacheLayout, CacheShape, Side, SideLayout, Sides, StreamSpec},
 };
 
 use super::quantize::{debug_check_finite, fake_quantize_from};
@@ -123,12 +123,17 @@ fn attend_parallel(
     Ok(attention.rotated(config).with_dtype(dtype))
 }
 
-/// Values as a cache of this configuration stores them, but for rounding: rotated, if it rotates them.
-pub(crate) fn rotated(value: Tensor<4>, config: &KvCacheConfig) -> Tensor<4> {
-    match config.rotates_values() {
-        true => turned(value),
-        false => value,
+/// A side as a cache of this configuration stores it, but for rounding: rotated, if it rotates it.
+pub(crate) fn rotated_side(tensor: Tensor<4>, side: Side, config: &KvCacheConfig) -> Tensor<4> {
+    match config.rotates(side) {
+        true => turned(tensor),
+        false => tensor,
     }
+}
+
+/// [`rotated_side`] of values, or of sums of them, which it turns back.
+pub(crate) fn rotated(value: Tensor<4>, config: &KvCacheConfig) -> Tensor<4> {
+    rotated_side(value, Side::Values, config)
 }
 
 /// Queries and keys as a cache of this configuration stores keys, but for rounding: rotated, if it rotates them, which
@@ -137,10 +142,7 @@ pub(crate) fn rotated_keys(
     query_and_key: [Tensor<4>; 2],
     config: &KvCacheConfig,
 ) -> [Tensor<4>; 2] {
-    match config.rotates_keys() {
-        true => query_and_key.map(turned),
-        false => query_and_key,
-    }
+    query_and_key.map(|tensor| rotated_side(tensor, Side::Keys, config))
 }
 
 /// [`rotate`] without its checks.

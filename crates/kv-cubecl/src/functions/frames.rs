@@ -3,8 +3,9 @@
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData, activation};
 
 use super::{
-    attention::{check_qkv, floats, rotated, store},
+    attention::{check_qkv, floats, rotated, rotated_side, store},
     quantize::fake_quantize_from,
+    running::fake_quantize_frames,
 };
 use crate::{
     Attention, AttentionOptions, CacheFloat, FakeQuantOptions, FrameConfig, Result,
@@ -87,7 +88,7 @@ pub fn frame_attention(
         return Err(invalid("quantize_everything", true, rule));
     }
     // No cache is allocated here, so any valid capacity and window will do.
-    let format = config.format.with_capacity(1).with_window(None);
+    let format = config.tokens().with_capacity(1).with_window(None);
     let layout = CacheLayout::new(&format, shape)?;
     crate::backends::check(OP, &layout, &query.device())?;
     let [_, n_heads, tokens, _] = query.dims();
@@ -160,8 +161,12 @@ impl FrameView<'_> {
         let schedule = self.schedule;
         let stored = store(tensor, layout.config().float);
         let quantized = layout.sides()[side].spec.map(|spec| {
-            let (tensor, gradient) = (stored.clone(), fake_quant.gradient);
-            let hat = fake_quantize_from(tensor, spec, schedule.sink_tokens, gradient);
+            let FrameConfig { format, tokens_per_frame, ref running, .. } = *self.config;
+            let (tensor, sinks) = (stored.clone(), schedule.sink_tokens);
+            let hat = match format.format(side).of_frames() {
+                Some(of) => fake_quantize_frames(tensor, tokens_per_frame, sinks, of, running),
+                None => fake_quantize_from(tensor, spec, sinks, fake_quant.gradient),
+            };
             (hat, self.after_sinks(|before| schedule.first_float(before)[side]))
         });
         (stored, quantized)
@@ -186,6 +191,9 @@ impl FrameView<'_> {
         let plain = layout.config().float == CacheFloat::F32;
 
         let mut seen = scores(&query, key.clone(), scaled);
+        // What is stored may be rotated, and queries are with it.
+        let [query, key] =
+            [query, key].map(|tensor| rotated_side(tensor, Side::Keys, layout.config()));
         let (stored, quantized) = self.forms(key, Side::Keys, layout, fake_quant);
         if !plain {
             seen = scores(&query, stored, scaled).mask_where(own.clone(), seen);

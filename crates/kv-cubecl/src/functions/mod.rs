@@ -4,8 +4,11 @@
 mod attention;
 mod frames;
 mod quantize;
+pub(crate) mod running;
 
-pub(crate) use attention::{Attend, check_qkv, floats, rotated, rotated_keys, store, stream};
+pub(crate) use attention::{
+    Attend, check_qkv, floats, rotated, rotated_keys, rotated_side, store, stream,
+};
 pub use attention::{
     rotate, streaming_attention, streaming_attention_with, streaming_attention_with_sinks,
 };

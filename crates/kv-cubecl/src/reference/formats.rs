@@ -109,7 +109,7 @@ impl Numbers {
 /// The numbers and scales of a format that has no offset; `None` for the others.
 fn definition(format: SideFormat) -> Option<(Numbers, Scales)> {
     match format {
-        SideFormat::Int8 => Some((Numbers::Int8, Scales::Half)),
+        SideFormat::Int8 | SideFormat::Int8Groups => Some((Numbers::Int8, Scales::Half)),
         SideFormat::E4m3 => Some((Numbers::E4M3, Scales::Half)),
         SideFormat::E5m2 => Some((Numbers::E5M2, Scales::Half)),
         SideFormat::E4m3Blocks => Some((Numbers::E4M3, Scales::Ceiling(f64::from(1e-4f32)))),
@@ -134,8 +134,15 @@ pub(super) fn has_exponents(format: SideFormat) -> bool {
 pub fn row_group(format: SideFormat, values: bool, head_dim: usize, group: usize) -> Option<usize> {
     match format {
         SideFormat::Float => None,
-        SideFormat::Affine2 | SideFormat::Affine4 | SideFormat::Affine8 => values.then_some(group),
-        SideFormat::Int8 | SideFormat::E4m3 | SideFormat::E5m2 => Some(head_dim),
+        SideFormat::Affine2
+        | SideFormat::Affine4
+        | SideFormat::Affine8
+        | SideFormat::Int8Groups => values.then_some(group),
+        SideFormat::Int8
+        | SideFormat::Int8Frames
+        | SideFormat::Int8Percentile
+        | SideFormat::E4m3
+        | SideFormat::E5m2 => Some(head_dim),
         SideFormat::E4m3Blocks | SideFormat::E2m1Blocks | SideFormat::Mxfp4 => Some(32),
     }
 }

@@ -24,6 +24,7 @@ mod formats;
 mod gradient;
 mod quantizer;
 mod rotation;
+mod running;
 mod sequence;
 mod stream;
 mod tensor;
@@ -41,6 +42,7 @@ pub use gradient::{
 };
 pub use quantizer::{F16_MAX, QuantizedGroup, dequantize_group, quantize_group};
 pub use rotation::rotate;
+pub use running::{restore_with, running_amax};
 pub use sequence::{Streamed, stream};
 pub use stream::{Lane, StreamOracle};
 pub use tensor::{dequantize, fake_quantize, fake_quantize_side, quantize, quantize_side};

@@ -4,8 +4,8 @@ use std::{fs, path::PathBuf};
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use kv_cubecl::{
-    CacheParts, CacheShape, KvCache, KvCacheConfig, Logical, On, Packed, Side, SideFormat,
-    SteGradient, Target, fake_quantize_side,
+    CacheParts, CacheShape, FrameCache, FrameConfig, Frames, Granularity, KvCache, KvCacheConfig,
+    Logical, On, Packed, RunningScale, Side, SideFormat, SteGradient, Target, fake_quantize_side,
     layout::CacheLayout,
     quantize_side,
     reference::{self, Numbers},
@@ -14,11 +14,19 @@ use safetensors::{Dtype, SafeTensors};
 
 use crate::common::{Host, Rng, equal_bits, stamp};
 
-stamp!(format_files, every_code_restores, every_number_is_cast, random_sides, odd_numbers,);
+stamp!(
+    format_files,
+    frame_files,
+    every_code_restores,
+    every_number_is_cast,
+    random_sides,
+    odd_numbers,
+);
 
-/// Formats that quantize each token by itself, and what the files call them.
+/// Formats and what the files call them. With `int8_channel` all tokens of a channel are one group.
 const FILES: &[(SideFormat, &str)] = &[
     (SideFormat::Int8, "int8_token"),
+    (SideFormat::Int8Groups, "int8_channel"),
     (SideFormat::E4m3, "e4m3_token"),
     (SideFormat::E5m2, "e5m2_token"),
     (SideFormat::E4m3Blocks, "e4m3_ue8m0_b32"),
@@ -83,6 +91,19 @@ impl File {
     }
 }
 
+/// The sides on which the files have a format: a group of tokens of a channel is one of keys.
+fn sides(format: SideFormat) -> &'static [Side] {
+    if format.is_grouped() { &[Side::Keys] } else { &Side::BOTH }
+}
+
+/// Codes of 8 bits of a logical tensor of groups of tokens, in the order of its elements.
+fn codes_of_channels(logical: &Logical, [batch, heads, tokens, head_dim]: [usize; 4]) -> Vec<u8> {
+    let elements =
+        (0..batch * heads * tokens).flat_map(|row| (0..head_dim).map(move |at| (row, at)));
+    let word = |row: usize, channel| logical.codes[row / 4 * head_dim + channel];
+    elements.map(|(row, channel)| (word(row, channel) >> (row % 4 * 8)) as u8).collect()
+}
+
 /// Codes of a logical tensor, one by one.
 fn codes(logical: &Logical, format: SideFormat) -> Vec<u8> {
     let per_word = 32 / format.n_bits();
@@ -113,20 +134,52 @@ fn format_files<T: Target>(on: &On<T>) {
     for file in File::all() {
         let input = file.input();
         for &(format, name) in FILES {
-            for side in Side::BOTH {
-                let packed = quantize_side(input.on(on), side, format, 32).unwrap();
+            for &side in sides(format) {
+                let group = input.shape[2];
+                let packed = quantize_side(input.on(on), side, format, group).unwrap();
                 let logical = packed.to_logical();
                 let what = format!("{} {name} {side}", file.name);
                 let expected = file.parameters(&format!("{name}_scale"));
                 same(&format!("{what}: scales"), &parameters(&logical), &expected);
                 let expected = file.codes(&format!("{name}_codes"));
-                same(&format!("{what}: codes"), &codes(&logical, format), &expected);
+                let got = match format.granularity(side) {
+                    Some(Granularity::PerChannel) => codes_of_channels(&logical, input.shape),
+                    _ => codes(&logical, format),
+                };
+                same(&format!("{what}: codes"), &got, &expected);
                 let expected = file.f32s(&format!("{name}_dequant"));
                 equal_bits(&what, &Host::of(packed.dequantize()).data, &expected);
                 let gradient = SteGradient::Identity;
-                let fake = fake_quantize_side(input.on(on), side, format, 32, gradient).unwrap();
+                let fake = fake_quantize_side(input.on(on), side, format, group, gradient).unwrap();
                 equal_bits(format!("{what}: fake"), &Host::of(fake).data, &expected);
             }
+        }
+    }
+}
+
+/// The files have all tokens of a head as one frame.
+fn frame_files<T: Target>(on: &On<T>) {
+    for file in File::all() {
+        let input = file.input();
+        let [batch, heads, tokens, head_dim] = input.shape;
+        let mut running = RunningScale::default();
+        running.floor = 0.0;
+        let format = KvCacheConfig::stored(SideFormat::Int8Frames, SideFormat::Int8Frames);
+        let config = FrameConfig::new(format, tokens, Frames(2)).with_running(running);
+        let shape = CacheShape::new(batch, heads, head_dim);
+        let mut cache = FrameCache::new(&config, shape, on).unwrap();
+        cache.append(input.on(on), input.on(on)).unwrap();
+        for side in Side::BOTH {
+            let what = format!("{} int8_head {side}", file.name);
+            let packed = cache.newest(side).unwrap();
+            let logical = packed.to_logical();
+            // Every token has the scale of its head.
+            let scales = file.parameters("int8_head_scale");
+            let scales = scales.iter().flat_map(|&scale| core::iter::repeat_n(scale, tokens));
+            same(&what, &parameters(&logical), &scales.collect::<Vec<_>>());
+            same(&what, &codes(&logical, SideFormat::Int8), &file.codes("int8_head_codes"));
+            let restored = Host::of(packed.dequantize());
+            equal_bits(&what, &restored.data, &file.f32s("int8_head_dequant"));
         }
     }
 }
@@ -137,17 +190,18 @@ fn oracle_of_formats() {
     for file in File::all() {
         let Host { data, shape } = file.input();
         for &(format, name) in FILES {
-            let group = reference::row_group(format, true, shape[3], 32).unwrap();
-            let groups = data.chunks(group).map(|x| reference::scaled_group(x, format));
-            let groups: Vec<_> = groups.collect();
             let what = format!("{} {name}", file.name);
-            let scales: Vec<u16> = groups.iter().map(|group| group.parameter).collect();
-            assert!(scales == file.parameters(&format!("{name}_scale")), "{what}: scales");
-            let codes: Vec<u8> = groups.iter().flat_map(|group| group.codes.clone()).collect();
-            assert!(codes == file.codes(&format!("{name}_codes")), "{what}: codes");
-            let restored: Vec<f32> =
-                groups.iter().flat_map(|group| reference::restore_scaled(group, format)).collect();
-            equal_bits(&what, &restored, &file.f32s(&format!("{name}_dequant")));
+            let got = reference::quantize_side(&data, shape, sides(format)[0], format, shape[2]);
+            let scales = file.parameters(&format!("{name}_scale"));
+            same(&format!("{what}: scales"), &parameters(&got), &scales);
+            let got = match format.is_grouped() {
+                true => codes_of_channels(&got, shape),
+                false => codes(&got, format),
+            };
+            same(&format!("{what}: codes"), &got, &file.codes(&format!("{name}_codes")));
+            let got =
+                reference::fake_quantize_side(&data, shape, sides(format)[0], format, shape[2]);
+            equal_bits(&what, &got, &file.f32s(&format!("{name}_dequant")));
         }
     }
 }
@@ -254,7 +308,8 @@ fn restored<T: Target>(
 
 /// All codes of all formats, as they lie in memory.
 fn every_code_restores<T: Target>(on: &On<T>) {
-    for format in SideFormat::ALL.iter().copied() {
+    // Where a group has a word for its parameter, codes are those of the format without.
+    for format in SideFormat::ALL.iter().copied().filter(|format| !format.is_grouped()) {
         let Some(numbers) = reference::numbers(format) else { continue };
         let n_codes = 1usize << format.n_bits();
         let bytes: Vec<u8> = match format.n_bits() {
@@ -288,12 +343,23 @@ fn check_packed(what: &str, packed: &Packed, expected: &Logical) {
     assert_eq!(&got, expected, "{what}");
 }
 
+/// Whether a side of this shape is of whole groups of 32.
+fn fits(format: SideFormat, side: Side, [_, _, tokens, _]: [usize; 4]) -> bool {
+    format.granularity(side) != Some(Granularity::PerChannel) || tokens.is_multiple_of(32)
+}
+
 fn random_sides<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(81);
     for format in SideFormat::ALL.iter().copied().filter(|format| format.bits().is_none()) {
         // Odd numbers of tokens, whose parameters end within a word.
-        for shape in [[2, 3, 33, 64], [1, 1, 1, 128], [1, 2, 7, 96], [1, 1, 50, 256], [1, 2, 3, 32]]
-        {
+        for shape in [
+            [2, 3, 33, 64],
+            [1, 1, 1, 128],
+            [1, 2, 7, 96],
+            [1, 1, 50, 256],
+            [1, 2, 3, 32],
+            [2, 2, 64, 32],
+        ] {
             for spread in [-4.0f32, 0.0, 3.0] {
                 let spread = 10f32.powf(spread);
                 let mut host = Host::normal(&mut rng, shape);
@@ -301,7 +367,7 @@ fn random_sides<T: Target>(on: &On<T>) {
                 // A channel that stands out, and zeros.
                 host.data.iter_mut().step_by(shape[3]).for_each(|x| *x *= 30.0);
                 host.data[..shape[3]].fill(0.0);
-                for side in Side::BOTH {
+                for side in Side::BOTH.into_iter().filter(|&side| fits(format, side, shape)) {
                     let what = format!("{format} {side} {shape:?} spread {spread}");
                     let packed = quantize_side(host.on(on), side, format, 32).unwrap();
                     check_packed(&what, &packed, &expected(&host, side, format, 32));
@@ -342,7 +408,7 @@ fn odd_numbers<T: Target>(on: &On<T>) {
         }
         for (what, host) in hosts {
             let shape = host.shape;
-            for side in Side::BOTH {
+            for side in Side::BOTH.into_iter().filter(|&side| fits(format, side, shape)) {
                 let what = format!("{format} {side} {what}");
                 let expected = reference::fake_quantize_side(&host.data, shape, side, format, 32);
                 assert!(expected.iter().all(|x| x.is_finite()), "{what}");
@@ -375,7 +441,14 @@ fn through_a_cache<T: Target>(
     };
     let config: KvCacheConfig = name.parse().unwrap();
     let shape = CacheShape::new(batch, heads, head_dim);
-    let mut cache = KvCache::new(&config.with_capacity(tokens), shape, on).unwrap();
+    // As many tokens as a window has come after them.
+    let window = if format.is_grouped() { 32 } else { 0 };
+    let config = config.with_residual_length(window).with_capacity(tokens + window);
+    let mut cache = KvCache::new(&config, shape, on).unwrap();
     cache.append(host.on(on), host.on(on)).unwrap();
+    if window > 0 {
+        let after = || Tensor::zeros([batch, heads, window, head_dim], &**on);
+        cache.append(after(), after()).unwrap();
+    }
     cache.packed(side).unwrap().dequantize()
 }

@@ -3,8 +3,8 @@
 use burn::tensor::{DType, Tensor};
 use kv_cubecl::{
     Attention, AttentionOptions, CacheFloat, CacheShape, FakeQuantOptions, FrameCache, FrameConfig,
-    Frames, On, Target, frame_attention,
-    reference::{RowOptions, StreamOracle, attend_row_with},
+    Frames, KvCacheConfig, On, Side, SideFormat, Sides, Target, frame_attention,
+    reference::{self, RowOptions, StreamOracle, attend_row_with},
 };
 
 use crate::common::{CLOSE, Host, Rng, close, equal_bits, skipped, stamp};
@@ -92,7 +92,12 @@ impl Case {
         let FrameConfig { format, tokens_per_frame: tokens, window, sinks, .. } = self.config;
         let CacheShape { batch, n_kv_heads, .. } = self.shape;
         let sink_tokens = sinks.tokens(tokens);
-        let mut oracle = StreamOracle::new(&format.with_sink_tokens(sink_tokens), self.shape);
+        let [keys, values] = [format.keys, format.values].map(|format| match of_frames(format) {
+            true => SideFormat::Int8,
+            false => format,
+        });
+        let of_tokens = format.with_formats(keys, values).with_sink_tokens(sink_tokens);
+        let mut oracle = StreamOracle::new(&of_tokens, self.shape);
         let row = |side: &Host, lane: usize, token: usize| {
             side.data[(lane * tokens + token) * HEAD_DIM..][..HEAD_DIM].to_vec()
         };
@@ -118,6 +123,16 @@ impl Case {
                 seen.keys.extend(stored[lane].keys(&before).into_iter().map(<[_]>::to_vec));
                 seen.values.extend(stored[lane].values(&before).into_iter().map(<[_]>::to_vec));
             }
+            for (side, rows) in [(Side::Keys, &mut seen.keys), (Side::Values, &mut seen.values)] {
+                if of_frames(format.format(side)) {
+                    let scaled = self.scaled(side, lane, frames);
+                    for (row, token) in rows.iter_mut().zip(&before) {
+                        if let Some(at) = token.checked_sub(sink_tokens) {
+                            row.clone_from(&scaled[at]);
+                        }
+                    }
+                }
+            }
             for token in 0..tokens {
                 seen.tokens.push(frames.len() * tokens + token);
                 seen.keys.push(wide(&row(&new.key, lane, token)));
@@ -126,6 +141,39 @@ impl Case {
             seen
         });
         seen.collect()
+    }
+
+    /// A side of the tokens of `frames` after the sinks, as it is stored but for rounding, of one (batch, kv head), and the
+    /// running amax of each frame.
+    fn amax(&self, side: Side, lane: usize, frames: &[Frame]) -> (Vec<Vec<f32>>, Vec<f32>) {
+        let FrameConfig { format, tokens_per_frame: tokens, sinks, ref running, .. } = self.config;
+        let after = &frames[frames.len().min(sinks.0 as usize)..];
+        let rows = after.iter().map(|frame| {
+            let host = if side == Side::Keys { &frame.key } else { &frame.value };
+            let mut rows = host.data[lane * tokens * HEAD_DIM..][..tokens * HEAD_DIM].to_vec();
+            if format.rotates(side) {
+                rows = rows.chunks(HEAD_DIM).flat_map(reference::rotate).collect();
+            }
+            rows
+        });
+        let rows: Vec<Vec<f32>> = rows.collect();
+        let percentile = format.format(side) == SideFormat::Int8Percentile;
+        let amax = reference::running_amax(&rows, percentile, running);
+        (rows, amax)
+    }
+
+    /// What the tokens of `frames` after the sinks restore to, where scales are taken from frames.
+    fn scaled(&self, side: Side, lane: usize, frames: &[Frame]) -> Vec<Vec<f64>> {
+        let (rows, amax) = self.amax(side, lane, frames);
+        let restored = rows.iter().zip(amax).flat_map(|(rows, amax)| {
+            let restored = rows.iter().map(|&x| reference::restore_with(x, amax));
+            let mut restored: Vec<f32> = restored.collect();
+            if self.config.format.rotates(side) {
+                restored = restored.chunks(HEAD_DIM).flat_map(reference::rotate).collect();
+            }
+            restored.chunks(HEAD_DIM).map(wide).collect::<Vec<_>>()
+        });
+        restored.collect()
     }
 
     /// Output and log-sum-exp of a frame that comes after all of `frames`.
@@ -159,7 +207,7 @@ fn on<T: Target>(frame: &Frame, on: &On<T>) -> [Tensor<4>; 3] {
 
 /// Formats, tokens of a frame, frames of a window, of sinks: residual windows within frames, of whole frames and across
 /// them, groups that frames cut, and none.
-const CONFIGS: [(&str, usize, u64, u64); 15] = [
+const CONFIGS: [(&str, usize, u64, u64); 21] = [
     ("float", 4, 2, 0),
     ("float", 7, 4, 1),
     ("float-f16", 8, 3, 0),
@@ -175,7 +223,17 @@ const CONFIGS: [(&str, usize, u64, u64); 15] = [
     ("k16vint8", 5, 5, 0),
     ("kint8v16-r6", 4, 4, 2),
     ("kint8v4-g8-r8-hadv", 6, 4, 0),
+    ("kint8vint8-hadk-hadv", 8, 4, 0),
+    ("kint8v16-r6-hadk", 4, 4, 1),
+    ("kint8fvint8f", 8, 4, 0),
+    ("k16vint8p", 6, 3, 1),
+    ("kint8pvint8", 12, 4, 2),
+    ("kint8fvint8p-hadk-hadv", 8, 5, 1),
 ];
+
+fn of_frames(format: SideFormat) -> bool {
+    SideFormat::OF_FRAMES.contains(&format)
+}
 
 fn config((name, tokens, window, sinks): (&str, usize, u64, u64)) -> FrameConfig {
     FrameConfig::new(name.parse().unwrap(), tokens, Frames(window)).with_sinks(Frames(sinks))
@@ -283,6 +341,27 @@ fn all_frames_at_once<T: Target>(device: &On<T>) {
     }
 }
 
+#[cfg(feature = "autodiff")]
+impl Case {
+    /// Which elements of a side of all frames are beyond a scale that was taken from frames; empty where none is.
+    fn saturated(&self, side: Side) -> Vec<bool> {
+        if !of_frames(self.config.format.format(side)) {
+            return vec![];
+        }
+        let CacheShape { batch, n_kv_heads, .. } = self.shape;
+        let sinks = self.config.sinks.tokens(self.config.tokens_per_frame) * HEAD_DIM;
+        let lanes = (0..batch * n_kv_heads).flat_map(|lane| {
+            let (rows, amax) = self.amax(side, lane, &self.frames);
+            let beyond = |(rows, amax): (&Vec<f32>, f32)| {
+                rows.iter().map(|x| x.abs() > amax).collect::<Vec<_>>()
+            };
+            let after = rows.iter().zip(amax).flat_map(beyond);
+            core::iter::repeat_n(false, sinks).chain(after).collect::<Vec<_>>()
+        });
+        lanes.collect()
+    }
+}
+
 /// Gradients of the closed form are those of attention to what is seen, which pass the quantizer as they are.
 #[cfg(feature = "autodiff")]
 fn gradients_pass_straight_through<T: Target>(device: &On<T>) {
@@ -290,7 +369,11 @@ fn gradients_pass_straight_through<T: Target>(device: &On<T>) {
 
     for (seed, of) in (110..).zip(CONFIGS) {
         let case = sequence(of, seed);
-        if lacks(device, case.config.format.float) {
+        let KvCacheConfig { keys, values, .. } = case.config.format;
+        // Which numbers are beyond a scale would be known of rotated ones alone.
+        let turned = case.config.format.rotates_keys() || case.config.format.rotates_values();
+        let unclear = turned && (of_frames(keys) || of_frames(values));
+        if unclear || lacks(device, case.config.format.float) {
             continue;
         }
         let whole = case.whole();
@@ -301,6 +384,7 @@ fn gradients_pass_straight_through<T: Target>(device: &On<T>) {
 
         let (n_rep, n_tokens) = (case.n_heads / case.shape.n_kv_heads, whole[0].shape[2]);
         let mut want = whole.each_ref().map(|side| vec![0.0; side.data.len()]);
+        let saturated = Sides::from_fn(|side| case.saturated(side));
         for (frame, new) in case.frames.iter().enumerate() {
             let lanes = case.seen(&case.frames[..frame], new);
             for (head, token) in (0..2 * case.n_heads).flat_map(|h| (0..of.1).map(move |t| (h, t)))
@@ -317,8 +401,20 @@ fn gradients_pass_straight_through<T: Target>(device: &On<T>) {
                 add(0, at, &row.query);
                 for ((token, key), value) in seen.tokens.iter().zip(&row.keys).zip(&row.values) {
                     let at = (lane * n_tokens + token) * HEAD_DIM;
-                    add(1, at, key);
-                    add(2, at, value);
+                    let own = *token >= frame * of.1;
+                    for (i, (side, grad)) in
+                        [(Side::Keys, key), (Side::Values, value)].into_iter().enumerate()
+                    {
+                        let saturates = |channel: usize| {
+                            !own && saturated[side].get(at + channel).is_some_and(|&yes| yes)
+                        };
+                        let grad: Vec<f64> = grad
+                            .iter()
+                            .enumerate()
+                            .map(|(i, &x)| if saturates(i) { 0.0 } else { x })
+                            .collect();
+                        add(1 + i, at, &grad);
+                    }
                 }
             }
         }

@@ -30,6 +30,7 @@ mod quantize;
 mod ragged;
 mod resize;
 mod rotary;
+mod running;
 mod slots;
 mod small;
 mod step;

@@ -8,7 +8,8 @@ use kv_cubecl::{Frames, On, Target};
 use kv_eval::{
     device_name,
     world::{
-        LayerCaches, RolloutPlan, Truth, World, WorldPoint, compare, decibels, mean, squared_error,
+        LayerCaches, LayerScales, RolloutPlan, Truth, World, WorldPoint, compare, decibels, mean,
+        squared_error,
     },
 };
 use kv_report::{
@@ -27,7 +28,8 @@ pub(crate) struct Args {
     model: PathBuf,
     /// How frames are stored, beside float; repeatable. With @2 behind it in the last two layers alone.
     #[arg(long = "cache", default_values = [
-        "float-f16", "k16vint8", "kint8v16", "kint8vint8", "ke4m3ve4m3", "kint8vint8@2", "k8v16-r32", "k4v4-r32",
+        "float-f16", "k16vint8", "kint8v16", "kint8vint8", "kint8fvint8f", "kint8pvint8p", "ke4m3ve4m3", "kint8vint8@2",
+        "k8v16-r32", "kint8gv16-r32", "k4v4-r32",
     ])]
     caches: Vec<LayerCaches>,
     /// Frames that the model plays by itself.
@@ -127,6 +129,10 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     };
     compare(&device, &world, &truth, &plan, &args.caches, told, || ())?;
     screen.print(table(&points))?;
+    for point in points.iter().filter(|point| !point.scales.is_empty()) {
+        screen.line(format_args!("scales of frames of {}, after the last one:", point.cache))?;
+        screen.print(scales(point))?;
+    }
     // Of all frames at once: where a player stands still, the last frame is right to the byte, and a mean of decibels
     // would say little of the others.
     let last = &truth.frames[args.context - 1];
@@ -181,6 +187,21 @@ fn sheet_row(frames: &[Vec<Frame>]) -> Vec<Frame> {
     let columns = frames.len().min(COLUMNS);
     let at = |i: usize| i * (frames.len() - 1) / (columns - 1).max(1);
     (0..columns).map(|i| frames[at(i)][0].clone()).collect()
+}
+
+fn scales(point: &WorldPoint) -> Table {
+    let mut table = Table::new(["layer", "side", "min", "mean", "max", "changed by"]);
+    for &LayerScales { layer, side, min, mean, max, change } in &point.scales {
+        table.push([
+            layer.to_string(),
+            side.into(),
+            format!("{min:.3e}"),
+            format!("{mean:.3e}"),
+            format!("{max:.3e}"),
+            format!("{:.2}%", 100.0 * change),
+        ]);
+    }
+    table
 }
 
 fn table(points: &[WorldPoint]) -> Table {

@@ -3,6 +3,8 @@
 //! CubeCL's CUDA runtime compiles a kernel to PTX through LLVM ([`ptx`]) or, on request, writes CUDA
 //! C++ for NVIDIA's own compiler ([`cpp`]).
 
+#![allow(clippy::unwrap_used, reason = "a failing test may panic")]
+
 #[cfg(feature = "cuda-source")]
 mod cpp;
 #[cfg(feature = "cuda-ptx")]

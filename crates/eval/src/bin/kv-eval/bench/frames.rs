@@ -13,7 +13,7 @@ pub(crate) struct FramesArgs {
     #[command(flatten)]
     pub(super) common: Common,
     /// How frames are stored; repeatable. The first is what the others are compared with.
-    #[arg(long = "cache", default_values = ["float", "float-f16", "k16vint8", "kint8vint8", "k4v4"])]
+    #[arg(long = "cache", default_values = ["float", "float-f16", "k16vint8", "kint8vint8", "kint8fvint8f", "k4v4"])]
     caches: Vec<KvCacheConfig>,
     /// Frames of the ring; the shape by default is that of the world model owl-wms.
     #[arg(long, default_value_t = 60)]

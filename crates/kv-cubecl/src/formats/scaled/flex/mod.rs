@@ -71,6 +71,12 @@ fn largest<F: Scaled>(x: &[f32]) -> f32 {
     f32::from_bits(x.iter().map(bits).fold(0, u32::max)).min(F::FORMAT.limit())
 }
 
+/// The magnitude of a number, at most the format's limit; 0 of a NaN.
+#[inline(always)]
+fn magnitude<F: Scaled>(x: f32) -> f32 {
+    if x.is_nan() { 0.0 } else { x.abs().min(F::FORMAT.limit()) }
+}
+
 /// Code of a number.
 #[inline(always)]
 fn encode<F: Scaled>(x: f32, scale: f32) -> u8 {
@@ -109,6 +115,77 @@ fn quantize_tokens<S: Simd, F: Scaled>(
             } else {
                 for (code, x) in codes.iter_mut().zip(x.as_chunks::<2>().0) {
                     *code = encode::<F>(x[0], scale) | encode::<F>(x[1], scale) << 4;
+                }
+            }
+        }
+    }
+}
+
+/// Quantizes tokens from slot `first` on in groups of tokens, a channel each.
+#[macerator::with_simd]
+fn quantize_channels<S: Simd, F: Scaled>(
+    _format: &F,
+    rows: &[f32],
+    words: &mut [u32],
+    first: usize,
+    place: &PackedPlace,
+) {
+    let PackedPlace { spec, head_dim, .. } = *place;
+    let (granule, codes_per_word) = (spec.granule(), spec.codes_per_word());
+    let mut largest = vec![0.0; head_dim];
+    let mut scales = vec![0.0; head_dim];
+    for (i, rows) in rows.chunks_exact(granule * head_dim).enumerate() {
+        largest.fill(0.0);
+        for row in rows.chunks_exact(head_dim) {
+            for (largest, &x) in largest.iter_mut().zip(row) {
+                *largest = f32::max(*largest, magnitude::<F>(x));
+            }
+        }
+        let words = &mut words[place.codes(first + i * granule)..];
+        let (codes, parameters) =
+            words[..spec.words_per_group() * head_dim].split_at_mut(spec.code_words() * head_dim);
+        for ((parameter, scale), &largest) in parameters.iter_mut().zip(&mut scales).zip(&largest) {
+            *parameter = F::parameter(largest);
+            *scale = F::scale(*parameter);
+        }
+        let lines = rows.chunks_exact(codes_per_word * head_dim);
+        for (line, rows) in codes.chunks_exact_mut(head_dim).zip(lines) {
+            line.fill(0);
+            for (nth, row) in rows.chunks_exact(head_dim).enumerate() {
+                let shift = nth as u32 * spec.n_bits;
+                for ((word, &x), &scale) in line.iter_mut().zip(row).zip(&scales) {
+                    let code = if scale == 0.0 { 0 } else { encode::<F>(x, scale) };
+                    *word |= u32::from(code) << shift;
+                }
+            }
+        }
+    }
+}
+
+/// Restores tokens from slot `first` on that are in groups of tokens, a channel each.
+#[macerator::with_simd]
+fn restore_channels<S: Simd, F: Scaled>(
+    _format: &F,
+    words: &[u32],
+    first: usize,
+    rows: &mut [f32],
+    place: &PackedPlace,
+) {
+    let PackedPlace { spec, head_dim, .. } = *place;
+    let (granule, codes_per_word) = (spec.granule(), spec.codes_per_word());
+    let mask = (1u32 << spec.n_bits) - 1;
+    let mut scales = vec![0.0; head_dim];
+    for (i, rows) in rows.chunks_exact_mut(granule * head_dim).enumerate() {
+        let words = &words[place.codes(first + i * granule)..];
+        let (codes, parameters) =
+            words[..spec.words_per_group() * head_dim].split_at(spec.code_words() * head_dim);
+        scales.iter_mut().zip(parameters).for_each(|(to, &from)| *to = F::scale(from));
+        let lines = rows.chunks_exact_mut(codes_per_word * head_dim);
+        for (line, rows) in codes.chunks_exact(head_dim).zip(lines) {
+            for (nth, row) in rows.chunks_exact_mut(head_dim).enumerate() {
+                let shift = nth as u32 * spec.n_bits;
+                for ((x, &word), &scale) in row.iter_mut().zip(line).zip(&scales) {
+                    *x = F::value((word >> shift & mask) as u8) * scale;
                 }
             }
         }
@@ -180,11 +257,17 @@ fn add_scale_gradient<F: Scaled>(input: &[f32], grad: &mut [f32], stride: usize,
 
 impl<F: Scaled> PackedOnCpu for F {
     fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedPlace) {
-        quantize_tokens(self, rows, words, first, place);
+        match place.spec.granularity {
+            Granularity::PerToken => quantize_tokens(self, rows, words, first, place),
+            Granularity::PerChannel => quantize_channels(self, rows, words, first, place),
+        }
     }
 
     fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedPlace) {
-        restore_tokens(self, words, first, rows, place);
+        match place.spec.granularity {
+            Granularity::PerToken => restore_tokens(self, words, first, rows, place),
+            Granularity::PerChannel => restore_channels(self, words, first, rows, place),
+        }
     }
 
     fn score(

@@ -1,0 +1,132 @@
+//! Scales that frames share, and that follow those of the frames before: [`RunningScale`].
+
+use burn::{
+    backend::Dispatch,
+    tensor::{Int, Tensor},
+};
+
+use super::fake_quantize_from;
+use crate::{
+    Frames, Granularity, KvCacheOps, RunningScale, SteGradient,
+    formats::{OfFrames, PackedFormat},
+    layout::QuantSpec,
+};
+
+/// Channels behind those of a token, as many as a word has codes, that hold the magnitude which the scale is taken from.
+const BEHIND: usize = 4;
+
+/// The largest magnitude that a scale in f16 takes: all beyond it, infinite ones too, count as it.
+const LIMIT: f32 = 127.0 * 65504.0;
+
+/// How a token with [`BEHIND`] channels more is quantized.
+fn spec(head_dim: usize) -> QuantSpec {
+    QuantSpec {
+        format: PackedFormat::Int8,
+        granularity: Granularity::PerToken,
+        n_bits: 8,
+        group_size: head_dim + BEHIND,
+    }
+}
+
+/// Magnitudes; a NaN counts as 0. By comparisons that a NaN fails, since compilers may take it for granted that a number
+/// equals itself.
+fn magnitudes(x: Tensor<4>) -> Tensor<4> {
+    let x = x.abs();
+    let number = x.clone().lower_equal_elem(f32::INFINITY);
+    x.mask_fill(number.bool_not(), 0.0).clamp_max(LIMIT)
+}
+
+/// What the scale of each head of a frame is to be taken from by itself, `[batch, n_kv_heads, 1, 1]`, of a frame
+/// `[batch, n_kv_heads, tokens, head_dim]`: the largest magnitude, or that which so many percent do not exceed.
+pub(crate) fn found(frame: Tensor<4>, of: OfFrames, rule: &RunningScale) -> Tensor<4> {
+    let [batch, heads, tokens, head_dim] = frame.dims();
+    let n = tokens * head_dim;
+    let all = magnitudes(frame).reshape([batch, heads, 1, n]);
+    match of {
+        OfFrames::Largest => all.max_dim(3),
+        OfFrames::Percentile => match rule.above(n) {
+            0 => all.max_dim(3),
+            above => all.topk(above + 1, 3).narrow(3, above, 1),
+        },
+    }
+}
+
+/// What the scale of frame `index` is taken from, where it is `found` in the frame itself, and it was `before` for the
+/// frame before.
+pub(crate) fn follow(
+    before: Option<Tensor<4>>,
+    found: Tensor<4>,
+    index: u64,
+    rule: &RunningScale,
+) -> Tensor<4> {
+    let RunningScale { momentum, warm_up, growth, floor, .. } = *rule;
+    let next = match before {
+        None => found,
+        Some(before) if Frames(index) < warm_up => before.max_pair(found),
+        Some(before) => {
+            let mean = before.clone() * momentum + found * (1.0 - momentum);
+            mean.min_pair(before * growth)
+        }
+    };
+    next.clamp_min(floor)
+}
+
+/// Tokens, at most as large as `largest`, `[batch, n_kv_heads, tokens or 1, 1]`, with that behind them, so that the
+/// quantizer of tokens takes their scale from it.
+fn bounded(x: Tensor<4>, largest: Tensor<4>) -> Tensor<4> {
+    let [batch, heads, tokens, head_dim] = x.dims();
+    let number = x.clone().abs().lower_equal_elem(f32::INFINITY);
+    let x = x.mask_fill(number.bool_not(), 0.0);
+    let bound = largest.clone().expand([batch, heads, tokens, head_dim]);
+    let x = x.min_pair(bound.clone()).max_pair(-bound);
+    Tensor::cat(vec![x, largest.expand([batch, heads, tokens, BEHIND])], 3)
+}
+
+/// Codes and scales of the tokens of a frame, with the scale of `largest`: words of codes, `[slices, tokens, words]`, and
+/// of scales, `[slices, tokens / 2]`. The number of tokens must be even.
+pub(crate) fn quantize_frame(x: Tensor<4>, largest: Tensor<4>) -> (Tensor<3, Int>, Tensor<2, Int>) {
+    let [batch, heads, tokens, head_dim] = x.dims();
+    let (spec, slices) = (spec(head_dim), batch * heads);
+    let words = bounded(x, largest).into_dispatch();
+    let words: Tensor<4, Int> =
+        Tensor::from_dispatch(<Dispatch as KvCacheOps>::quantize(words, spec));
+    let width = spec.code_words();
+    let (codes, scales) = (tokens * width, spec.parameter_words(tokens, head_dim + BEHIND));
+    let words: Tensor<2, Int> = words.reshape([slices, codes + scales]);
+    let of_tokens: Tensor<3, Int> =
+        words.clone().narrow(1, 0, codes).reshape([slices, tokens, width]);
+    (of_tokens.narrow(2, 0, width - BEHIND / spec.codes_per_word()), words.narrow(1, codes, scales))
+}
+
+/// What frames of `tokens_per_frame` tokens, one after the other, restore to after the first `sinks`, which stay as they
+/// are. The gradient is the identity, and none of numbers beyond the scale.
+pub(crate) fn fake_quantize_frames(
+    x: Tensor<4>,
+    tokens_per_frame: usize,
+    sinks: usize,
+    of: OfFrames,
+    rule: &RunningScale,
+) -> Tensor<4> {
+    let [batch, heads, tokens, head_dim] = x.dims();
+    let mut running: Option<Tensor<4>> = None;
+    let plain = x.clone().detach();
+    let mut largest = Vec::new();
+    for (index, first) in (sinks.min(tokens)..tokens).step_by(tokens_per_frame).enumerate() {
+        let frame = plain.clone().narrow(2, first, tokens_per_frame);
+        let next = follow(running.take(), found(frame, of, rule), index as u64, rule);
+        largest.push(next.clone().expand([batch, heads, tokens_per_frame, 1]));
+        running = Some(next);
+    }
+    if largest.is_empty() {
+        return x;
+    }
+    let after = tokens - sinks;
+    let quantized = bounded(x.clone().narrow(2, sinks, after), Tensor::cat(largest, 2));
+    let spec = spec(head_dim);
+    let quantized = fake_quantize_from(quantized, spec, 0, SteGradient::Identity);
+    let quantized = quantized.narrow(3, 0, head_dim);
+    match sinks {
+        0 => quantized,
+        sinks => Tensor::cat(vec![x.narrow(2, 0, sinks), quantized], 2),
+    }
+}

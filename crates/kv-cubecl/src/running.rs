@@ -1,0 +1,94 @@
+//! How the scales of frames follow one another: [`RunningScale`].
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Frames, Result, error::invalid};
+
+/// How the running amax of a head, from which the scale of a frame is taken, follows the magnitudes of frames, in
+/// [formats of frames](crate::SideFormat::OF_FRAMES).
+///
+/// With `a` the largest magnitude of frame n of a head, or the percentile of its magnitudes, the running amax is
+/// `r_0 = a_0`, in the `warm_up` frames that come first `r_n = max(r_(n-1), a_n)`, and then
+/// `r_n = min(momentum r_(n-1) + (1 - momentum) a_n, growth r_(n-1))`; it is never below `floor`. The scale of the tokens
+/// of the frame is `f16(r_n / 127)`, and stays theirs; numbers beyond `r_n` saturate. Sink frames, which stay in float,
+/// are not counted. A NaN counts as 0.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+#[non_exhaustive]
+pub struct RunningScale {
+    /// The share of the frame before in a running amax, at least 0 and below 1.
+    pub momentum: f32,
+    /// First frames in which the running amax is the largest so far.
+    pub warm_up: Frames,
+    /// The most by which it grows from a frame to the next after that, at least 1.
+    pub growth: f32,
+    /// The least that it is, at least 0.
+    pub floor: f32,
+    /// Percent of the magnitudes of a frame that are not to exceed the one that is taken, above 0 and at most 100, where a
+    /// percentile is: the smallest of the frame's magnitudes of which this is true (nearest rank).
+    pub percentile: f32,
+}
+
+impl Default for RunningScale {
+    /// Momentum 0.9, a warm-up of 4 frames, growth of 2, a floor of 1e-3, and the percentile 99.5.
+    fn default() -> Self {
+        let (momentum, growth, floor) = (0.9, 2.0, 1e-3);
+        Self { momentum, warm_up: Frames(4), growth, floor, percentile: 99.5 }
+    }
+}
+
+impl RunningScale {
+    /// Checks the range of every number.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the rule.
+    pub fn validate(&self) -> Result<()> {
+        let Self { momentum, growth, floor, percentile, .. } = *self;
+        for (field, value, fits, rule) in [
+            (
+                "momentum",
+                momentum,
+                (0.0..1.0).contains(&momentum),
+                "must be at least 0 and below 1",
+            ),
+            (
+                "growth",
+                growth,
+                growth >= 1.0 && growth.is_finite(),
+                "must be finite and at least 1",
+            ),
+            ("floor", floor, floor >= 0.0 && floor.is_finite(), "must be finite and at least 0"),
+            (
+                "percentile",
+                percentile,
+                percentile > 0.0 && percentile <= 100.0,
+                "must be above 0 and at most 100",
+            ),
+        ] {
+            if !fits {
+                return Err(invalid(field, value, rule));
+            }
+        }
+        Ok(())
+    }
+
+    /// How many of `n` magnitudes are above the one that the percentile takes, or as large and not it.
+    pub(crate) fn above(&self, n: usize) -> usize {
+        let rank = (f64::from(self.percentile) * n as f64 / 100.0).ceil() as usize;
+        n - rank.clamp(1, n)
+    }
+}
+
+/// What the running scales of a side of a cache have come to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct RunningCounters {
+    /// The smallest scale of a head.
+    pub scale_min: f32,
+    /// The mean of the scales of all heads.
+    pub scale_mean: f64,
+    /// The largest of them.
+    pub scale_max: f32,
+    /// The most by which the newest frame has changed a scale, over what it was before; 0 while there is one frame alone.
+    pub change: f32,
+}
