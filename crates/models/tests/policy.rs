@@ -465,6 +465,14 @@ fn what_is_asked_of_a_policy() {
         names(&mixed.in_float(), 4),
         ["float-f16", "float-w512-f16", "float-f16", "float-f16"]
     );
+    // What means nothing to KIVI's formats, or is refused, goes.
+    for (name, four) in
+        [("kint8vint8-hadk", "k4v4"), ("kint8vint8-r5", "k4v4"), ("kint8vint8-w64", "k4v4-r64-w64")]
+    {
+        let four_bits = ModelCacheConfig::from(cache(name)).with_bits(Bits::Four, Bits::Four);
+        assert_eq!(four_bits.to_string(), four, "{name}");
+        four_bits.validate(model(1)).unwrap();
+    }
     let four = mixed.with_bits(Bits::Four, Bits::Four);
     assert_eq!(four.to_string(), "k4v4-g64-r64-s4-f16 float layers 0,3");
     assert!(mixed.is_quantized(&model(4)) && !mixed.is_float(&model(4)));
