@@ -125,13 +125,35 @@ impl KvCacheConfig {
         self.with_formats(SideFormat::of(key_bits), SideFormat::of(value_bits))
     }
 
-    /// Sets the formats of keys and of values. Where they need a residual window and there is none, it gets the length
-    /// that [`stored`](Self::stored) gives it.
+    /// Sets the formats of keys and of values. What suited the formats before and not these is set anew, so that a
+    /// configuration that is valid stays so, where head_dim allows it and a window has room for a group: keys that become
+    /// KIVI's are not rotated any more, and keys that are then quantized one by one do not slide; the group size becomes
+    /// that of [`stored`](Self::stored), and so does the residual length, or as much of it as whole groups and the window
+    /// allow. What was wrong before is left as it is.
     pub const fn with_formats(mut self, keys: SideFormat, values: SideFormat) -> Self {
+        let (before, own) = (self, Self::stored(keys, values));
         self.keys = keys;
         self.values = values;
-        if self.residual_length == 0 {
-            self.residual_length = default_residual(keys, values);
+        if keys.is_grouped() && !before.keys.is_grouped() {
+            self.rotate_keys = false;
+        }
+        if by_token(keys) && !by_token(before.keys) {
+            self.sliding = false;
+        }
+        if before.fits_group() && !self.fits_group() {
+            self.group_size = own.group_size;
+        }
+        if before.fits_residual() && !self.fits_residual() {
+            let most = match self.window {
+                Some(window) if window < own.residual_length => window,
+                _ => own.residual_length,
+            };
+            let group = self.group_size;
+            self.residual_length = match keys.is_grouped() {
+                true if group > 0 && most >= group => most - most % group,
+                true => group,
+                false => most,
+            };
         }
         self
     }
@@ -232,9 +254,31 @@ impl KvCacheConfig {
         self.keys.is_grouped() || self.values.is_grouped()
     }
 
-    /// Whether recent tokens may all be quantized: where each token is quantized by itself.
+    /// Whether recent tokens stay in float in any case: unless each token is quantized by itself.
     const fn needs_residual(&self) -> bool {
         default_residual(self.keys, self.values) > 0
+    }
+
+    /// Whether the formats may have groups of this size, whatever the head_dim.
+    const fn fits_group(&self) -> bool {
+        match self.needs_residual() {
+            true => {
+                self.group_size > 0
+                    && fills_words(self.keys, self.group_size)
+                    && fills_words(self.values, self.group_size)
+            }
+            false => self.group_size == Self::stored(self.keys, self.values).group_size,
+        }
+    }
+
+    /// Whether the formats may have a residual window of this length, in groups and a window of these sizes.
+    const fn fits_residual(&self) -> bool {
+        let hidden = match self.window {
+            Some(window) => self.is_quantized() && window < self.residual_length,
+            None => false,
+        };
+        let whole = !self.keys.is_grouped() || self.residual_length.is_multiple_of(self.group_size);
+        (self.residual_length > 0 || !self.needs_residual()) && whole && !hidden
     }
 
     /// Checks every rule that does not depend on a device, for heads of so many channels: one number, or
@@ -273,10 +317,6 @@ impl KvCacheConfig {
             self.format(side).validate(side, head_dim[side], group_size)?;
         }
         self.validate_groups(head_dim)?;
-        if self.rotates_values() && !head_dim.values.is_power_of_two() {
-            let rule = format!("head_dim {} of values is not a power of two", head_dim.values);
-            return Err(invalid("rotate_values", true, rule));
-        }
         if self.rotates_keys() && self.keys.is_grouped() {
             let rule = format!(
                 "keys as {} are quantized per channel, where one that stands out costs nothing until it is spread",
@@ -284,12 +324,34 @@ impl KvCacheConfig {
             );
             return Err(invalid("rotate_keys", true, rule));
         }
-        if self.rotates_keys() && !head_dim.keys.is_power_of_two() {
-            let rule = format!("head_dim {} of keys is not a power of two", head_dim.keys);
-            return Err(invalid("rotate_keys", true, rule));
+        for (field, side) in [("rotate_values", Side::Values), ("rotate_keys", Side::Keys)] {
+            let channels = head_dim[side];
+            if self.rotates(side) && !channels.is_power_of_two() {
+                let rule = format!("head_dim {channels} of {side} is not a power of two");
+                return Err(invalid(field, true, rule));
+            }
+            if self.rotates(side) && channels > MOST_ROTATED {
+                let rule = format!(
+                    "head_dim {channels} of {side} is above {MOST_ROTATED}, the most that is rotated"
+                );
+                return Err(invalid(field, true, rule));
+            }
         }
         Ok(())
     }
+}
+
+/// The most channels of a head that [`rotate`](crate::rotate) takes.
+const MOST_ROTATED: usize = 256;
+
+/// Whether tokens of a side are quantized, each by itself even as keys.
+const fn by_token(format: SideFormat) -> bool {
+    format.is_quantized() && !format.is_grouped()
+}
+
+/// Whether groups of this size fill whole words of codes, where a format has such groups.
+const fn fills_words(format: SideFormat, group_size: usize) -> bool {
+    !format.is_grouped() || group_size.is_multiple_of(32 / format.n_bits() as usize)
 }
 
 /// The residual length of a cache that says none: KIVI's, or none where each token is quantized by itself.

@@ -8,8 +8,8 @@ use std::{fs, sync::Mutex};
 use burn::tensor::{Int, Tensor, TensorData, activation};
 use common::{device, expected, max_difference, tiny};
 use kv_models::{
-    AttentionTrace, Error, LanguageModel, ModelCacheConfig,
-    kv_cubecl::{FakeQuantOptions, KvCacheConfig, streaming_attention},
+    AttentionTrace, Error, LanguageModel, LayerRule, Layers, ModelCacheConfig, Stores,
+    kv_cubecl::{FakeQuantOptions, KvCacheConfig, SideFormat, streaming_attention},
     llama::{Config, Llama},
     load,
     nn::RopeScaling,
@@ -298,8 +298,6 @@ fn a_configuration_from_code_is_checked() {
     }
 }
 
-/// A rotation in the weights is that in the cache: the same outputs but for rounding, streamed and in parallel, and
-/// another model without it.
 #[test]
 fn what_layers_with_windows_do_not_keep_is_said() {
     let note = |model: &str, cache: &str| {
@@ -322,6 +320,8 @@ fn what_layers_with_windows_do_not_keep_is_said() {
     assert_eq!(note("llama-tiny", "k4v4-s4-w200"), None);
 }
 
+/// A rotation in the weights is that in the cache: the same outputs but for rounding, streamed and in parallel, and
+/// another model without it.
 #[test]
 fn a_rotation_is_folded_into_the_weights() {
     let device = device();
@@ -345,6 +345,20 @@ fn a_rotation_is_folded_into_the_weights() {
         assert!(max_difference(same, rotated.clone()) < 20.0 * bound, "{name}: {plain}");
         let unrotated = model.forward(ids, &plain).unwrap();
         assert!(max_difference(unrotated, rotated) > 20.0 * bound, "{name}: nothing was rotated");
+
+        // A rule of both sides becomes one for each, since keys stay rotated in the cache.
+        let ids = expected(&tiny(name), &device).ids;
+        let both = Stores::Format { side: None, format: SideFormat::Int8, rotate: true };
+        let config = ModelCacheConfig::new([LayerRule::new(Layers::all(), both)]);
+        let rotated = model.forward(ids.clone(), &config).unwrap();
+        let (folded, plain) = model.clone().fold_rotation(config);
+        let shown = "float; all: keys as int8 rotated; all: values as int8";
+        assert_eq!(plain.to_string(), shown, "{name}");
+        for cache in plain.layers(model.spec()) {
+            assert_eq!(cache.to_string(), "kint8vint8-hadk", "{name}");
+        }
+        let same = folded.forward(ids, &plain).unwrap();
+        assert!(max_difference(same, rotated) < 20.0 * bound, "{name}: {plain}");
     }
     let model = load(tiny("llama-tiny"), &device).unwrap().model;
     let config = with_float_layers("k4v4-g16-r32", []);

@@ -216,6 +216,51 @@ fn policies() -> impl Strategy<Value = ModelCacheConfig> {
     )
 }
 
+/// Rules without a layer are not written, and no text of theirs is that of others.
+#[test]
+fn rules_without_a_layer_are_not_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let (ones, [four, two]): ([usize; 0], _) = ([], [4, 2]);
+    for (none, rule) in [
+        (Layers::last(0), "-0..: -0.. has no layer"),
+        (Layers::first(0), "0..0: 0..0 has no layer"),
+        (Layers::from(four..two), "4..2: 4..2 has no layer"),
+        (Layers::runs([]), "none: must be one layer at least"),
+        (ones.into_iter().collect(), "none: must be one layer at least"),
+    ] {
+        assert!(!none.is_all() && !none.contains(0, 4) && !none.contains(3, 4), "{none}");
+        none.to_string().parse::<Layers>().unwrap_err();
+        for policy in [
+            ModelCacheConfig::from(cache("k4v4")).with_cache(none.clone(), cache("k2v2")),
+            ModelCacheConfig::from(cache("k4v4")).with_format(none, None, SideFormat::Float),
+        ] {
+            for name in ["policy.json", "policy.toml"] {
+                let path = folder.path().join(name);
+                let error = policy.write(&path).unwrap_err().to_string();
+                let named = format!("{name}: rules[1].layers = {rule}");
+                assert!(error.contains(&named) && !error.contains('\n'), "{error}");
+                assert!(!path.exists());
+            }
+        }
+    }
+    let text = ModelCacheConfig::new([]).with_cache(Layers::last(0), cache("k2v2")).to_toml();
+    let error = ModelCacheConfig::from_toml(&text).unwrap_err().to_string();
+    assert!(error.contains("rules[0].layers = \"-0..\": \"-0\" is no layer"), "{error}");
+}
+
+#[test]
+fn files_are_known_by_their_ends_in_capitals_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let policy = ModelCacheConfig::from(cache("k4v4")).with_cache(1, cache("k2v2"));
+    for name in ["POLICY.TOML", "Policy.Json"] {
+        let path = folder.path().join(name);
+        policy.write(&path).unwrap();
+        assert_eq!(ModelCacheConfig::find(path.to_str().unwrap()).unwrap(), policy, "{name}");
+    }
+    let text = fs::read_to_string(folder.path().join("POLICY.TOML")).unwrap();
+    assert_eq!(ModelCacheConfig::from_toml(&text).unwrap(), policy);
+}
+
 #[test]
 fn wrong_files_name_the_rule_and_its_field() {
     let folder = tempfile::tempdir().unwrap();
@@ -336,6 +381,11 @@ fn a_policy_that_does_not_fit_the_model_names_the_rule() {
             "rules[1].layers = 3..-1: 3..-1 has no layer in a model of 4",
         ),
         (base().with_cache(Layers::first(0), cache("k2v2")), "rules[1].layers = 0..0: "),
+        (base().with_cache(Layers::last(0), cache("k2v2")), "rules[1].layers = -0..: "),
+        (
+            base().with_cache(Layers::runs([]), cache("k2v2")),
+            "rules[1].layers = none: must be one layer at least",
+        ),
         (base().with_cache(usize::MAX, cache("k2v2")), "the model has layers 0 to 3"),
         (
             base().with_cache(2, cache("k2v2-g128")),
@@ -465,6 +515,14 @@ fn what_is_asked_of_a_policy() {
         names(&mixed.in_float(), 4),
         ["float-f16", "float-w512-f16", "float-f16", "float-f16"]
     );
+    // What means nothing to KIVI's formats, or is refused, goes.
+    for (name, four) in
+        [("kint8vint8-hadk", "k4v4"), ("kint8vint8-r5", "k4v4"), ("kint8vint8-w64", "k4v4-r64-w64")]
+    {
+        let four_bits = ModelCacheConfig::from(cache(name)).with_bits(Bits::Four, Bits::Four);
+        assert_eq!(four_bits.to_string(), four, "{name}");
+        four_bits.validate(model(1)).unwrap();
+    }
     let four = mixed.with_bits(Bits::Four, Bits::Four);
     assert_eq!(four.to_string(), "k4v4-g64-r64-s4-f16 float layers 0,3");
     assert!(mixed.is_quantized(&model(4)) && !mixed.is_float(&model(4)));

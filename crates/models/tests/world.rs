@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use burn::tensor::{Device, Distribution, Tensor, TensorData};
+use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
 use common::{copy, device, f32s, golden_in, max_difference};
 use kv_models::{
     WeightDtype,
@@ -211,6 +211,7 @@ fn what_does_not_fit_is_named() {
         ("n_buttons", json!(10), "the configuration needs [2048, 10]"),
         ("tokens_per_frame", json!(17), "tokens_per_frame = 17: must be 16"),
         ("causal", json!(false), "causal false"),
+        ("causal", Value::Null, "causal = missing"),
         ("backbone", json!("mmdit"), "backbone mmdit"),
         ("rope_impl", json!("motion"), "rope_impl motion"),
         ("local_window", json!(1), "local_window = 1: must be at least 2 frames"),
@@ -225,6 +226,14 @@ fn what_does_not_fit_is_named() {
         let error = GameRft::load(folder.path(), &device).unwrap_err().to_string();
         assert!(error.contains(wanted) && !error.contains('\n'), "{field} {value}: {error}");
     }
+    let folder = copy(&world());
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config.as_object_mut().unwrap().remove("causal").unwrap();
+    fs::write(path, config.to_string()).unwrap();
+    let error = GameRft::load(folder.path(), &device).unwrap_err().to_string();
+    assert!(error.contains("config.json: causal = missing"), "{error}");
+
     let folder = copy(&world());
     let file = folder.path().join("model.safetensors");
     let bytes = fs::read(&file).unwrap();
@@ -264,6 +273,109 @@ fn wrong_inputs_change_nothing() {
     for levels in [&[][..], &[0.5], &[1.0, 1.0], &[1.0, -0.1], &[1.0, f32::NAN]] {
         assert!(rejects(levels).contains("must begin with 1 and fall"), "{levels:?}");
     }
+}
+
+/// Inputs of 16 bits give what their numbers give in f32, which is what all is computed in.
+#[test]
+fn inputs_of_sixteen_bits_are_computed_in_f32() {
+    fn controls(Controls { mouse, buttons }: Controls, dtype: DType) -> Controls {
+        Controls { mouse: mouse.cast(dtype), buttons: buttons.cast(dtype) }
+    }
+    let device = device();
+    let expected = Expected::of(&world(), &device);
+    let model = GameRft::load(world(), &device).unwrap();
+    let float = KvCacheConfig::float();
+    let cast = |input: Noised, dtype: DType| Noised {
+        x: input.x.cast(dtype),
+        t: input.t.cast(dtype),
+        controls: controls(input.controls, dtype),
+    };
+    for dtype in [DType::F16, DType::BF16] {
+        let narrow = cast(expected.input(), dtype);
+        let wide = cast(narrow.clone(), DType::F32);
+        let [a, b] = [&narrow, &wide].map(|input| model.forward(input.clone(), float).unwrap());
+        assert_eq!((a.dtype(), a.to_data()), (DType::F32, b.to_data()));
+
+        let played = [&narrow, &wide].map(|input| {
+            let first = |x: &Tensor<5>| x.clone().narrow(1, 0, 1);
+            let step = Noised {
+                x: first(&input.x),
+                t: input.t.clone().narrow(1, 0, 1),
+                controls: input.controls.frame(0),
+            };
+            let batch = step.x.dims()[0];
+            let mut cache = model.new_cache(float, Frames(3), batch, &device).unwrap();
+            let stepped = model.step(step.clone(), &mut cache, Store::Update).unwrap();
+            let cache = model.new_cache(float, Frames(3), batch, &device).unwrap();
+            let mut pipeline = CausvidPipeline::new(model.clone(), cache, 5).unwrap();
+            let frame = step.x.squeeze_dim::<4>(1);
+            pipeline.see(frame.clone(), &step.controls).unwrap();
+            let next = pipeline.next_frame(&step.controls).unwrap();
+            let from = pipeline.next_frame_from(frame, &step.controls).unwrap();
+            assert_eq!([next.dtype(), from.dtype()], [DType::F32; 2]);
+            (stepped.to_data(), next.to_data(), from.to_data())
+        });
+        assert_eq!(played[0], played[1], "{dtype:?}");
+    }
+}
+
+/// A frame that does not fit is refused before it is mixed with noise.
+#[test]
+fn a_frame_that_does_not_fit_is_not_seen() {
+    let device = device();
+    let model = GameRft::load(world(), &device).unwrap();
+    let cache = model.new_cache(KvCacheConfig::float(), Frames(3), 1, &device).unwrap();
+    let mut pipeline = CausvidPipeline::new(model, cache, 1).unwrap();
+    let controls = Controls::of(&[([0.0, 0.0], &[false; 11])], &device).unwrap();
+    let shapes: [[usize; 4]; 3] = [[2, 8, 4, 4], [1, 7, 4, 4], [1, 8, 4, 5]];
+    for shape in shapes {
+        let error = pipeline.see(Tensor::zeros(shape, &device), &controls).unwrap_err();
+        let wanted = format!("frame = {shape:?}: must have the shape [1, 8, 4, 4]");
+        assert!(error.to_string().contains(&wanted), "{error}");
+        assert_eq!(pipeline.frames(), Frames(0));
+    }
+}
+
+/// Tensors of another device than the model's are refused by name, wherever they are given.
+#[cfg(feature = "wgpu")]
+#[test]
+fn inputs_of_another_device_are_named() {
+    use kv_models::{
+        Error,
+        kv_cubecl::{On, Wgpu},
+    };
+
+    let (device, other) = (device(), (*On::<Wgpu>::open().unwrap()).clone());
+    let model = GameRft::load(world(), &device).unwrap();
+    let cache = || model.new_cache(KvCacheConfig::float(), Frames(3), 1, &device).unwrap();
+    let controls = |device: &Device| Controls::of(&[([0.0, 0.0], &[false; 11])], device).unwrap();
+    let input = |x: &Device, t: &Device, mouse: &Device, buttons: &Device| Noised {
+        x: Tensor::zeros([1, 1, 8, 4, 4], x),
+        t: Tensor::zeros([1, 1], t),
+        controls: Controls { mouse: controls(mouse).mouse, buttons: controls(buttons).buttons },
+    };
+    let named = |error: Error, name: &str| {
+        let Error::Argument { field, rule, .. } = &error else { panic!("{error}") };
+        assert_eq!(*field, name, "{error}");
+        assert!(rule.contains("as the model is"), "{error}");
+    };
+    for (name, input) in [
+        ("x", input(&other, &device, &device, &device)),
+        ("t", input(&device, &other, &device, &device)),
+        ("mouse", input(&device, &device, &other, &device)),
+        ("buttons", input(&device, &device, &device, &other)),
+    ] {
+        named(model.forward(input.clone(), KvCacheConfig::float()).unwrap_err(), name);
+        let mut cache = cache();
+        named(model.step(input, &mut cache, Store::Update).unwrap_err(), name);
+        assert_eq!(cache.written(), Frames(0));
+    }
+    let mut pipeline = CausvidPipeline::new(model.clone(), cache(), 1).unwrap();
+    let frame = |device: &Device| Tensor::<4>::zeros([1, 8, 4, 4], device);
+    named(pipeline.see(frame(&other), &controls(&device)).unwrap_err(), "frame");
+    named(pipeline.see(frame(&device), &controls(&other)).unwrap_err(), "mouse");
+    named(pipeline.next_frame(&controls(&other)).unwrap_err(), "x");
+    assert_eq!(pipeline.frames(), Frames(0));
 }
 
 /// Which noise level the frames of a cache are of is known of those that a pipeline stores, and one that stores others does

@@ -1,6 +1,11 @@
 //! Frames to latents and back.
 
-use std::{collections::HashMap, fs, path::Path};
+use std::{
+    collections::HashMap,
+    fs,
+    io::{self, Write},
+    path::Path,
+};
 
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
@@ -124,10 +129,10 @@ impl Codec {
         Frame::from_rgb(rgb)
     }
 
-    /// Writes [`FILE`](Self::FILE) into a folder.
+    /// Writes [`FILE`](Self::FILE) into a folder, whole or not at all.
     ///
     /// # Errors
-    /// [`Error::Io`] when it cannot be written.
+    /// [`Error::Io`] when it cannot be written; what was there is then still there.
     pub fn save(&self, folder: &Path) -> Result<()> {
         let path = folder.join(Self::FILE);
         let (channels, numbers) = (self.channels(), self.mean.len());
@@ -145,7 +150,7 @@ impl Codec {
         });
         let views = views.collect::<Result<HashMap<_, _>>>()?;
         let file = safetensors::serialize(&views, None).map_err(|error| malformed(&path, error))?;
-        fs::write(&path, file).map_err(|source| Error::Io { path, source })
+        write(&path, &file).map_err(|source| Error::Io { path, source })
     }
 
     /// Reads [`FILE`](Self::FILE) of a folder.
@@ -169,17 +174,41 @@ impl Codec {
                 false => Err(malformed(&path, format!("{name} is not finite"))),
             }
         };
-        let [(_, mean), (shape, axes), (_, scale)] =
+        let [(of_mean, mean), (of_axes, axes), (of_scale, scale)] =
             [tensor("mean")?, tensor("axes")?, tensor("scale")?];
-        let patch = (mean.len() / 3).isqrt();
-        let divides = patch > 0 && Frame::SIZE.is_multiple_of(patch);
-        if !divides || 3 * patch * patch != mean.len() || shape != [scale.len(), mean.len()] {
-            let (n, m) = (mean.len(), scale.len());
-            let why = format!("mean [{n}], axes {shape:?} and scale [{m}] are of no codec");
+        let (n, channels) = (mean.len(), scale.len());
+        let patch = (n / 3).isqrt();
+        let divides = patch > 0 && Frame::SIZE.is_multiple_of(patch) && 3 * patch * patch == n;
+        let fits = of_mean == [n] && of_axes == [channels, n] && of_scale == [channels];
+        if !divides || !fits || channels == 0 {
+            let why = format!(
+                "mean {of_mean:?}, axes {of_axes:?} and scale {of_scale:?} are of no codec"
+            );
             return Err(malformed(&path, why));
+        }
+        // Coordinates are divided by it.
+        if let Some(wrong) = scale.iter().find(|&&scale| scale <= 0.0) {
+            return Err(malformed(&path, format!("scale has {wrong}, all of it must be above 0")));
         }
         Ok(Self { patch, mean, axes, scale })
     }
+}
+
+/// Writes a file under another name beside its place, waits until it is on the disk, and moves it there.
+fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let folder = match path.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    };
+    let mut file = tempfile::Builder::new();
+    // Those of any new file, for its owner alone otherwise.
+    #[cfg(unix)]
+    file.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let mut file = file.prefix(".unfinished-").tempfile_in(folder)?;
+    file.write_all(bytes)?;
+    file.as_file().sync_all()?;
+    file.persist(path)?;
+    Ok(())
 }
 
 fn malformed(path: &Path, why: impl ToString) -> Error {

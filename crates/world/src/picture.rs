@@ -56,11 +56,15 @@ impl Picture {
 /// An animated PNG file of pictures of one size, so many of them a second, over and over; one alone does not move.
 ///
 /// # Errors
-/// [`Error::Argument`] for no pictures, or one of another size than the first; [`Error::Encode`].
+/// [`Error::Argument`] for no pictures, one of another size than the first, or none of them a second;
+/// [`Error::Encode`].
 pub fn animation(pictures: &[Picture], per_second: u16) -> Result<Vec<u8>> {
     let Some(first) = pictures.first() else {
         return Err(Error::argument("pictures", 0, "must be at least 1"));
     };
+    if per_second == 0 {
+        return Err(Error::argument("per_second", per_second, "must be at least 1"));
+    }
     let size = |picture: &Picture| (picture.width, picture.height);
     if let Some(other) = pictures.iter().find(|picture| size(picture) != size(first)) {
         let rule = format!("must be that of the first, {:?}", size(first));

@@ -1,7 +1,10 @@
 //! The game: what it shows, where one can go, and that it is the same every time.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use kv_world::{Codec, Frame, Input, Maze, Picture, Player, Wanderer, animation};
+use std::fs;
+
+use kv_world::{Codec, Error, Frame, Input, Maze, Picture, Player, Wanderer, animation};
+use safetensors::{Dtype, tensor::TensorView};
 
 fn walk() -> Input {
     Input { forward: true, ..Input::default() }
@@ -154,10 +157,71 @@ fn latents_restore_frames() {
     codec.save(folder.path()).unwrap();
     assert_eq!(Codec::load(folder.path()).unwrap(), codec);
     let file = folder.path().join(Codec::FILE);
-    let bytes = std::fs::read(&file).unwrap();
-    std::fs::write(&file, &bytes[..bytes.len() - 4]).unwrap();
+    let bytes = fs::read(&file).unwrap();
+    fs::write(&file, &bytes[..bytes.len() - 4]).unwrap();
     let error = Codec::load(folder.path()).unwrap_err().to_string();
     assert!(error.contains(Codec::FILE) && !error.contains('\n'), "{error}");
+}
+
+/// What is written takes the place of a file once it is whole: it is another file, and nothing is left beside it.
+#[test]
+fn codecs_replace_files_whole() {
+    let maze = Maze::new(0);
+    let frames: Vec<_> = Wanderer::new(&maze, 1).take(30).map(|(_, frame)| frame).collect();
+    let [first, second] = [4, 8].map(|channels| Codec::fit(&frames, 8, channels).unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    first.save(folder.path()).unwrap();
+    let (file, link) = (folder.path().join(Codec::FILE), folder.path().join("link"));
+    fs::hard_link(&file, &link).unwrap();
+    let bytes = fs::read(&file).unwrap();
+    second.save(folder.path()).unwrap();
+    assert_eq!(Codec::load(folder.path()).unwrap(), second);
+    assert_eq!(fs::read(&link).unwrap(), bytes, "the first file was written over");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "a file is left");
+    let error = first.save(&folder.path().join("nowhere")).unwrap_err();
+    assert!(matches!(error, Error::Io { .. }) && error.to_string().contains(Codec::FILE));
+}
+
+/// Files of tensors that no codec has, of patches of one pixel.
+#[test]
+fn files_of_no_codec_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let load = |mean: &[usize], axes: &[usize], (shape, scale): (&[usize], &[f32])| {
+        let zeros = |shape: &[usize]| vec![0.0; shape.iter().product()];
+        let tensors = [
+            ("mean", mean, zeros(mean)),
+            ("axes", axes, zeros(axes)),
+            ("scale", shape, scale.to_vec()),
+        ];
+        let bytes = tensors.each_ref().map(|(.., numbers)| {
+            numbers.iter().flat_map(|x: &f32| x.to_le_bytes()).collect::<Vec<u8>>()
+        });
+        let views = tensors.iter().zip(&bytes).map(|((name, shape, _), bytes)| {
+            (*name, TensorView::new(Dtype::F32, shape.to_vec(), bytes).unwrap())
+        });
+        let file = safetensors::serialize(views.collect::<Vec<_>>(), None).unwrap();
+        fs::write(folder.path().join(Codec::FILE), file).unwrap();
+        Codec::load(folder.path())
+    };
+    let fits: (&[usize], &[f32]) = (&[2], &[0.5, 2.0]);
+    assert_eq!(load(&[3], &[2, 3], fits).unwrap().channels(), 2);
+    for (mean, axes, scale, wanted) in [
+        (&[3][..], &[2, 3][..], (&[2][..], &[0.5, 0.0][..]), "scale has 0, all of it must be"),
+        (&[3], &[2, 3], (&[2], &[-1.5, 1.0]), "scale has -1.5, all of it must be above 0"),
+        (&[3], &[2, 3], (&[2], &[1.0, f32::INFINITY]), "scale is not finite"),
+        (&[3], &[2, 3], (&[2], &[f32::NAN, 1.0]), "scale is not finite"),
+        (&[3], &[0, 3], (&[0], &[]), "scale [0] are of no codec"),
+        (&[3], &[2, 3], (&[2, 1], &[1.0, 1.0]), "scale [2, 1] are of no codec"),
+        (&[3], &[1, 3], (&[], &[1.0]), "scale [] are of no codec"),
+        (&[1, 3], &[2, 3], fits, "mean [1, 3], axes"),
+        (&[3], &[3, 2], fits, "axes [3, 2] and"),
+        (&[6], &[2, 6], fits, "mean [6], axes"),
+    ] {
+        let error = load(mean, axes, scale).unwrap_err();
+        let text = error.to_string();
+        assert!(matches!(error, Error::Malformed { .. }), "{text}");
+        assert!(text.contains(wanted) && !text.contains('\n'), "{text} lacks {wanted}");
+    }
 }
 
 #[test]
@@ -172,6 +236,8 @@ fn what_cannot_be_is_named() {
     assert!(Picture::grid(&[], 1).unwrap_err().to_string().contains("at least one frame"));
     assert!(animation(&[], 1).unwrap_err().to_string().contains("pictures 0"));
     let [small, large] = [1, 2].map(|zoom| Picture::grid(&[frames.to_vec()], zoom).unwrap());
+    let error = animation(core::slice::from_ref(&small), 0).unwrap_err();
+    assert!(matches!(error, Error::Argument { field: "per_second", .. }), "{error}");
     let error = animation(&[small, large], 1).unwrap_err().to_string();
     assert!(error.contains("size (96, 96): must be that of the first, (48, 48)"), "{error}");
 }

@@ -19,8 +19,7 @@ pub struct Counters {
     pub extreme: usize,
     /// Groups, each with a scale.
     pub groups: usize,
-    /// Groups whose codes all stand for one number: of scale 0, or of nothing but codes 0 where scales are powers of
-    /// two, which are never 0.
+    /// Groups whose codes all stand for one number, -0 being 0: of scale 0, or of one code.
     pub constant: usize,
     /// The smallest scale of a group that is not constant; 0 if there is none.
     pub scale_min: f32,
@@ -40,13 +39,30 @@ impl KvCache {
     }
 }
 
+/// Codes of a group.
+#[derive(Clone, Copy, Default)]
+struct Group {
+    /// Those at an end of the range.
+    extreme: usize,
+    /// What the first one stands for.
+    first: Option<f32>,
+    /// Whether another one stands for another number.
+    varied: bool,
+}
+
 fn count(logical: &Logical, spec: QuantSpec, head_dim: usize) -> Counters {
     let scales: Vec<f32> = match logical.exponents.is_empty() {
         true => logical.scale.iter().copied().map(f16::to_f32).collect(),
         false => logical.exponents.iter().map(|&exponent| power(exponent)).collect(),
     };
-    // Of each group: codes at an end of the range, and whether there is any code but 0.
-    let mut groups = vec![(0, false); scales.len()];
+    // What a code of a group stands for. Without minimum it is before its scale, since each code is then another number
+    // unless the scale is 0; but a float's sign alone is -0. Integers have no such code.
+    let stands_for = |code: u32, group: usize| match logical.min.get(group) {
+        Some(min) => code as f32 * scales[group] + min.to_f32(),
+        None if code == 1 << (spec.n_bits - 1) => 0.0,
+        None => code as f32,
+    };
+    let mut groups = vec![Group::default(); scales.len()];
     let per_word = spec.codes_per_word();
     for (at, word) in logical.codes.iter().enumerate() {
         let group = match spec.granule() {
@@ -57,21 +73,22 @@ fn count(logical: &Logical, spec: QuantSpec, head_dim: usize) -> Counters {
         };
         for nth in 0..per_word {
             let code = word >> (nth as u32 * spec.n_bits) & spec.max_code();
-            groups[group].0 += usize::from(spec.is_extreme(code));
-            groups[group].1 |= code != 0;
+            let number = stands_for(code, group);
+            let group = &mut groups[group];
+            group.extreme += usize::from(spec.is_extreme(code));
+            group.varied |= *group.first.get_or_insert(number) != number;
         }
     }
-    let exponents = !logical.exponents.is_empty();
     let varied = || {
         let all = scales.iter().zip(&groups);
-        all.filter(|(scale, (_, any))| **scale != 0.0 && (*any || !exponents))
+        all.filter(|(scale, group)| **scale != 0.0 && group.varied)
     };
     let n = varied().count();
     let sum: f64 = varied().map(|(&scale, _)| f64::from(scale)).sum();
     let least = varied().map(|(&scale, _)| scale).fold(f32::INFINITY, f32::min);
     Counters {
         codes: logical.codes.len() * per_word,
-        extreme: varied().map(|(_, (extreme, _))| extreme).sum(),
+        extreme: varied().map(|(_, group)| group.extreme).sum(),
         groups: scales.len(),
         constant: scales.len() - n,
         scale_min: if n == 0 { 0.0 } else { least },

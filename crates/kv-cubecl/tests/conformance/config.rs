@@ -2,7 +2,7 @@
 
 use kv_cubecl::{
     Bits, CacheFloat, CacheShape, Error, Flush, Granularity, KvCacheConfig, QuantizedCounts, Side,
-    Sides,
+    SideFormat, Sides,
     layout::{CacheLayout, QuantSpec, Schedule, SideLayout},
     reference::StreamOracle,
 };
@@ -192,6 +192,8 @@ fn every_rule_names_field_value_and_itself() {
     for (name, head_dim, expected) in [
         ("k4v4-hadk", 64, "rotate_keys true: keys as 4 are quantized per channel"),
         ("kint8vint8-hadk", 96, "rotate_keys true: head_dim 96 of keys is not a power of two"),
+        ("kint8vint8-hadk", 512, "rotate_keys true: head_dim 512 of keys is above 256"),
+        ("k16v4-hadv", 512, "rotate_values true: head_dim 512 of values is above 256"),
         ("kint8vint8-slide", 64, "sliding true: keys as int8 leave the window one by one"),
         ("kint8ve4m3-g64", 64, "group_size 64: kint8ve4m3 has no groups of a size to choose"),
         ("kint8v4-r0", 64, "residual_length 0: must be at least 1"),
@@ -266,10 +268,78 @@ fn valid_configurations_are_accepted() {
         ("k16vint8", 64),
         ("ke4m3bvmxfp4", 96),
         ("kint8vint8-hadk-hadv", 64),
+        ("kint8vint8-hadk-hadv", 256),
+        ("k16v4-hadk", 512), // what is in float is not rotated
     ] {
         let config: KvCacheConfig = name.parse().unwrap();
         assert_eq!(config.validate(head_dim), Ok(()), "{name}");
     }
+}
+
+/// What other formats make of a configuration, by hand.
+#[test]
+fn other_formats_take_what_they_need() {
+    let named = |name: &str| name.parse::<KvCacheConfig>().unwrap();
+    for (before, formats, after) in [
+        ("kint8vint8-hadk", "k4v4", "k4v4"),
+        ("kint8vint8-hadk-hadv", "k4v4", "k4v4-hadv"),
+        ("kint8vint8-hadk", "ke4m3v4", "ke4m3v4-hadk"),
+        ("kint8vint8-r5", "k4v4", "k4v4"),
+        ("kint8vint8-r5", "k16v4", "k16v4-r5"),
+        ("kint8vint8-r64", "k2v2", "k2v2-r64"),
+        ("kint8vint8-w64", "k4v4", "k4v4-r64-w64"),
+        ("kint8vint8-w100", "k4v4", "k4v4-r96-w100"),
+        ("kint8vint8-w100", "k16v4", "k16v4-r100-w100"),
+        ("float-w64", "k4v4", "k4v4-r64-w64"),
+        ("k4v4-slide", "kint8v4", "kint8v4"),
+        ("k4v4-slide", "k16v4", "k16v4-slide"),
+        ("k4v4-g64-r64-slide", "kint8vint8", "kint8vint8-r64"),
+        ("k8v8-g4-r4", "k2v8", "k2v8"),
+        ("k8v8-g4-r4", "k8v16", "k8v16-g4-r4"),
+        ("k16v8-g48-r100", "k8v8", "k8v8-g48-r96"),
+        ("k16v8-g256", "k8v8", "k8v8-g256-r256"),
+        // What was wrong is not put right in silence.
+        ("k4v4-hadk", "k4v2", "k4v2-hadk"),
+        ("k4v4-g64-r100", "k4v2", "k4v2-g64-r100"),
+        ("k4v4-g0", "k2v2", "k2v2-g0"),
+    ] {
+        let of = named(formats);
+        let changed = named(before).with_formats(of.keys, of.values);
+        assert_eq!(changed.to_string(), after, "{before} as {formats}");
+    }
+    let four = named("kint8vint8-r5-hadk").with_bits(Bits::Four, Bits::Four);
+    assert_eq!((four.to_string().as_str(), four.validate(64)), ("k4v4", Ok(())));
+}
+
+/// A configuration that is valid stays so in all other formats.
+#[test]
+fn other_formats_keep_what_is_valid() {
+    let format = || prop::sample::select(SideFormat::ALL.to_vec());
+    let sizes = (
+        prop::sample::select(vec![4usize, 8, 16, 32, 64]),
+        prop::sample::select(vec![0usize, 5, 16, 32, 64, 100, 128]),
+        prop::sample::select(vec![None, Some(64usize), Some(100), Some(300)]),
+    );
+    let formats = (format(), format(), format(), format());
+    let cases = (formats, sizes, any::<[bool; 3]>());
+    let valid = core::cell::Cell::new(0);
+    check_properties(5000, cases, |((k, v, keys, values), (group, residual, window), flags)| {
+        let [sliding, rotate_keys, rotate_values] = flags;
+        let config = KvCacheConfig::stored(k, v)
+            .with_group_size(group)
+            .with_residual_length(residual)
+            .with_window(window)
+            .with_sliding(sliding)
+            .with_rotate_keys(rotate_keys)
+            .with_rotate_values(rotate_values);
+        if config.validate(64).is_ok() {
+            valid.set(valid.get() + 1);
+            let changed = config.with_formats(keys, values);
+            assert_eq!(changed.validate(64), Ok(()), "{config} as k{keys}v{values}: {changed}");
+            assert_eq!(config.with_formats(k, v), config, "its own formats change nothing");
+        }
+    });
+    assert!(valid.get() > 100, "{} of the configurations were valid", valid.get());
 }
 
 #[test]

@@ -32,32 +32,42 @@ fn row(first: &[f32]) -> [f32; CHANNELS] {
 }
 
 fn signed_codes_are_counted<T: Target>(on: &On<T>) {
-    let rows = [row(&[]), row(&[127.0, -127.0, 126.0, 3.0]), row(&[-1.0, 254.0])];
+    // Of one number, which is not 0, all codes are 127 or -127.
+    let (five, minus) = ([5.0; CHANNELS], [-2.5; CHANNELS]);
+    let varied = [row(&[127.0, -127.0, 126.0, 3.0]), row(&[-1.0, 254.0])];
+    let rows = [row(&[]), varied[0], five, varied[1], minus];
     let [keys, values] = counted(on, "k16vint8", &rows);
     assert_eq!(keys, None, "keys are in float");
     let got = values.unwrap();
-    assert_eq!((got.codes, got.extreme), (3 * CHANNELS, 3), "{got:?}");
-    assert_eq!((got.groups, got.constant), (3, 1), "{got:?}");
+    assert_eq!((got.codes, got.extreme), (5 * CHANNELS, 3), "{got:?}");
+    assert_eq!((got.groups, got.constant), (5, 3), "{got:?}");
     assert_eq!((got.scale_min, got.scale_mean, got.scale_max), (1.0, 1.5, 2.0), "{got:?}");
 
-    let rows = [row(&[448.0, -448.0, 416.0]), row(&[]), row(&[896.0, 448.0])];
+    let rows = [row(&[448.0, -448.0, 416.0]), row(&[]), minus, row(&[896.0, 448.0]), five];
     let [keys, _] = counted(on, "ke4m3v16", &rows);
     let got = keys.unwrap();
-    assert_eq!((got.extreme, got.groups, got.constant), (3, 3, 1), "{got:?}");
+    assert_eq!((got.extreme, got.groups, got.constant), (3, 5, 3), "{got:?}");
     assert_eq!((got.scale_min, got.scale_mean, got.scale_max), (1.0, 1.5, 2.0), "{got:?}");
 }
 
 fn blocks_are_counted<T: Target>(on: &On<T>) {
-    let mut rows = [row(&[]), row(&[12.0, -6.0, 13.0])];
+    let mut rows = [row(&[]), row(&[12.0, -6.0, 13.0]), [5.0; CHANNELS], [-0.0; CHANNELS]];
     // Scales are 2^(floor(log2 amax) - 2): 6 and more saturate with a scale of 1, and 8 is 4 with one of 2.
     rows[0][32..35].copy_from_slice(&[6.0, -7.5, 1.0]);
     rows[1][40] = 8.0;
+    // A block of one number but 0; two of 0 and -0, the first of which is either; and one of 2 and -2, whose codes
+    // differ in the sign alone.
+    rows[2][32..].fill(-2.0);
+    rows[2][50] = 2.0;
+    rows[3][1..20].fill(0.0);
+    rows[3][32..40].fill(0.0);
     let [_, values] = counted(on, "k16vmxfp4", &rows);
     let got = values.unwrap();
-    assert_eq!((got.codes, got.groups, got.constant), (2 * CHANNELS, 4, 1), "{got:?}");
+    assert_eq!((got.codes, got.groups, got.constant), (4 * CHANNELS, 8, 4), "{got:?}");
     assert_eq!(got.extreme, 2 + 2, "{got:?}");
-    assert_eq!((got.scale_min, got.scale_max), (1.0, 2.0), "{got:?}");
-    assert!((got.scale_mean - 5.0 / 3.0).abs() < 1e-9, "{got:?}");
+    // 2^(floor(log2 2) - 2) of the block of 2 and -2.
+    assert_eq!((got.scale_min, got.scale_max), (0.5, 2.0), "{got:?}");
+    assert!((got.scale_mean - 5.5 / 4.0).abs() < 1e-9, "{got:?}");
 }
 
 /// KIVI's keys: groups of tokens, a channel each, of which one is constant.

@@ -24,16 +24,16 @@ pub const KV_CACHE_FILE: &str = "kv_cache.json";
 
 impl ModelCacheConfig {
     /// What a user names: the short name of a cache, a [preset](Self::preset), or a file of JSON or TOML, which ends in
-    /// `.json` or `.toml`.
+    /// `.json` or `.toml`, in capitals or not.
     ///
     /// # Errors
     ///
     /// A name that is none of these, and those of [`read`](Self::read).
     pub fn find(name: &str) -> Result<Self> {
         let path = Path::new(name);
-        match path.extension().and_then(|it| it.to_str()) {
-            Some("json" | "toml") => Self::read(path),
-            _ => name.parse().map_err(|error: Error| match error {
+        match is_toml(path) || ends_in(path, "json") {
+            true => Self::read(path),
+            false => name.parse().map_err(|error: Error| match error {
                 Error::Cache(kv_cubecl::Error::InvalidCacheName { text, why, expected }) => {
                     let presets = Self::PRESETS.join(", ");
                     let expected =
@@ -77,7 +77,7 @@ impl ModelCacheConfig {
             .map_err(|WrongField { name, value, rule }| Error::config(&path, name, value, rule))
     }
 
-    /// The policy as TOML.
+    /// The policy as TOML. Of a rule without a layer it is not read again.
     pub fn to_toml(&self) -> String {
         // Only keys that are no strings and numbers beyond TOML's fail, and none is here.
         toml::to_string(self).unwrap_or_default()
@@ -87,9 +87,13 @@ impl ModelCacheConfig {
     ///
     /// # Errors
     ///
-    /// [`Error::Write`].
+    /// [`Error::Write`], and [`Error::Config`] for a rule without a layer, which could not be read again.
     pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
+        for (i, LayerRule { layers, .. }) in self.rules.iter().enumerate() {
+            let field = format!("rules[{i}].layers");
+            layers.check_any().map_err(|rule| Error::config(path, field, layers, rule))?;
+        }
         let bytes = match is_toml(path) {
             true => self.to_toml().into_bytes(),
             false => files::pretty(self),
@@ -99,7 +103,12 @@ impl ModelCacheConfig {
 }
 
 fn is_toml(path: &Path) -> bool {
-    path.extension().is_some_and(|it| it.eq_ignore_ascii_case("toml"))
+    ends_in(path, "toml")
+}
+
+/// Whether a file's name has this extension, in capitals or not.
+fn ends_in(path: &Path, extension: &str) -> bool {
+    path.extension().is_some_and(|it| it.eq_ignore_ascii_case(extension))
 }
 
 fn fields_of_toml(text: &str) -> Result<Map<String, Value>, String> {

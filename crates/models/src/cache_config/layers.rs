@@ -14,6 +14,7 @@ use core::{fmt, ops::Range, str::FromStr};
 /// let of_ten: Vec<usize> = (0..10).filter(|&layer| ends.contains(layer, 10)).collect();
 /// assert_eq!(of_ten, [0, 1, 9]);
 /// assert!("4..4".parse::<Layers>().is_err(), "a range has a layer");
+/// assert!(Layers::last(0).to_string().parse::<Layers>().is_err());
 /// # Ok::<(), String>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,6 +63,11 @@ impl At {
     }
 }
 
+/// The rule that an empty range breaks.
+fn no_layer(range: &dyn fmt::Display) -> String {
+    format!("{range} has no layer: the end of a range does not belong to it")
+}
+
 impl Span {
     const ALL: Self = Self::Range(At::Start(0), At::End(0));
 
@@ -71,14 +77,19 @@ impl Span {
         };
         let start = At::read(start, Some(At::Start(0)))?;
         let end = At::read(end, Some(At::End(0)))?;
-        let empty = match (start, end) {
-            (At::Start(start), At::Start(end)) => start >= end,
-            (At::End(start), At::End(end)) => start <= end,
-            _ => false,
-        };
-        match empty {
-            true => Err(format!("{text} has no layer: the end of a range does not belong to it")),
-            false => Ok(Self::Range(start, end)),
+        let range = Self::Range(start, end);
+        match range.is_empty() {
+            true => Err(no_layer(&text)),
+            false => Ok(range),
+        }
+    }
+
+    /// Whether it has no layer in any model.
+    fn is_empty(self) -> bool {
+        match self {
+            Self::Range(At::Start(start), At::Start(end)) => start >= end,
+            Self::Range(At::End(start), At::End(end)) => start <= end,
+            Self::One(_) | Self::Range(..) => false,
         }
     }
 
@@ -137,6 +148,15 @@ impl Layers {
     /// Whether `layer`, counted from 0, is one of them in a model of `n_layers`.
     pub fn contains(&self, layer: usize, n_layers: usize) -> bool {
         self.0.iter().any(|span| span.of(n_layers).is_some_and(|span| span.contains(&layer)))
+    }
+
+    /// Checks that there is a layer in some model, and one in each range, without which its text is not read again.
+    pub(super) fn check_any(&self) -> Result<(), String> {
+        match self.0.iter().find(|span| span.is_empty()) {
+            Some(empty) => Err(no_layer(empty)),
+            None if self.0.is_empty() => Err("must be one layer at least".into()),
+            None => Ok(()),
+        }
     }
 
     /// Checks that a model of `n` layers has all of them, and each range one at least.
@@ -207,13 +227,19 @@ impl fmt::Display for Span {
         match self {
             Self::One(at) => write!(f, "{at}"),
             Self::Range(At::Start(0), At::End(0)) => write!(f, ".."),
+            // Empty, unlike what begins with nothing: no text that is read again.
+            Self::Range(At::End(0), end) => write!(f, "-0..{end}"),
             Self::Range(start, end) => write!(f, "{start}..{end}"),
         }
     }
 }
 
 impl fmt::Display for Layers {
+    /// The text that is read again. Where there is no layer it is one that is refused.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() {
+            return write!(f, "none");
+        }
         for (i, span) in self.0.iter().enumerate() {
             write!(f, "{}{span}", if i == 0 { "" } else { "," })?;
         }

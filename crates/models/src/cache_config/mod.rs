@@ -217,11 +217,14 @@ impl ModelCacheConfig {
         all.into_iter().map(|cache| cache.with_capacity(self.capacity)).collect()
     }
 
-    /// The same policy with every cache of its rules turned into another; without a name, since it is another policy.
-    fn map(&self, change: impl Fn(Stores) -> Option<Stores>) -> Self {
-        let rule =
-            |rule: &LayerRule| Some(LayerRule { stores: change(rule.stores)?, ..rule.clone() });
-        let rules = self.rules.iter().filter_map(rule).collect();
+    /// The same policy with what each of its rules stores turned into others, one after the other; without a name, since
+    /// it is another policy.
+    fn map<I: IntoIterator<Item = Stores>>(&self, change: impl Fn(Stores) -> I) -> Self {
+        let changed = |rule: &LayerRule| {
+            let stores = change(rule.stores).into_iter();
+            stores.map(|it| LayerRule::new(rule.layers.clone(), it)).collect::<Vec<_>>()
+        };
+        let rules: Vec<LayerRule> = self.rules.iter().flat_map(changed).collect();
         let name = if rules == self.rules { self.name.clone() } else { None };
         Self { name, rules, capacity: self.capacity }
     }
@@ -256,15 +259,17 @@ impl ModelCacheConfig {
 
     /// The same without rotations of values.
     pub(crate) fn without_rotated_values(&self) -> Self {
-        self.map(|stores| {
-            Some(match stores {
-                Stores::Cache(cache) => Stores::Cache(cache.with_rotate_values(false)),
-                // Of both sides, keys are as they were.
-                Stores::Format { side: Some(Side::Values), format, .. } => {
-                    Stores::Format { side: Some(Side::Values), format, rotate: false }
-                }
-                others => others,
-            })
+        let side = |side: Side, format, rotate| Stores::Format { side: Some(side), format, rotate };
+        self.map(|stores| match stores {
+            Stores::Cache(cache) => vec![Stores::Cache(cache.with_rotate_values(false))],
+            Stores::Format { side: Some(Side::Values), format, .. } => {
+                vec![side(Side::Values, format, false)]
+            }
+            // Keys are as they were, which one rule of both sides cannot say.
+            Stores::Format { side: None, format, rotate: true } => {
+                vec![side(Side::Keys, format, true), side(Side::Values, format, false)]
+            }
+            others => vec![others],
         })
     }
 
@@ -325,7 +330,8 @@ impl ModelCacheConfig {
         let spec = model.as_ref();
         let n = spec.layers.len();
         for (i, rule) in self.rules.iter().enumerate() {
-            rule.layers.check(n).map_err(|why| Error::Rule {
+            let named = rule.layers.check_any().and_then(|()| rule.layers.check(n));
+            named.map_err(|why| Error::Rule {
                 field: format!("rules[{i}].layers"),
                 value: rule.layers.to_string(),
                 rule: why,

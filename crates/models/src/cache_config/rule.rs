@@ -52,24 +52,24 @@ impl Stores {
         let is = |of: Side| side.is_none_or(|side| side == of);
         let keys = if is(Side::Keys) { format } else { before.keys };
         let values = if is(Side::Values) { format } else { before.values };
-        let own = KvCacheConfig::stored(keys, values);
+        let unsaid = !before.is_quantized()
+            && before.residual_length == KvCacheConfig::float().residual_length;
+        let before = match unsaid {
+            true => {
+                let own = KvCacheConfig::stored(keys, values);
+                before.with_residual_length(own.residual_length)
+            }
+            false => before,
+        };
+        // What is said of KIVI's groups means nothing to other formats, which refuse it: it goes.
         let mut cache = before.with_formats(keys, values);
-        if !before.is_quantized()
-            && before.residual_length == KvCacheConfig::float().residual_length
-        {
-            cache = cache.with_residual_length(own.residual_length);
-        }
         if is(Side::Keys) {
             cache = cache.with_rotate_keys(rotate);
         }
         if is(Side::Values) {
             cache = cache.with_rotate_values(rotate);
         }
-        // What is said of KIVI's groups means nothing to other formats, which refuse it.
-        if cache.is_quantized() && !cache.is_grouped() {
-            cache = cache.with_group_size(own.group_size);
-        }
-        cache.with_sliding(cache.sliding && (!keys.is_quantized() || keys.is_grouped()))
+        cache
     }
 }
 

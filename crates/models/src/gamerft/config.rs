@@ -165,8 +165,10 @@ struct Raw {
 
 impl Raw {
     fn resolve(self, path: &Path) -> Result<Config> {
+        // In the authors' code a model that does not say it is not causal.
+        let causal = required(path, "causal", self.causal)?;
         for (field, value, computed) in [
-            ("causal", self.causal, true),
+            ("causal", Some(causal), true),
             ("uncond", self.uncond, false),
             ("has_audio", self.has_audio, false),
         ] {

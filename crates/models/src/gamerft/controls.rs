@@ -1,11 +1,11 @@
 //! What a pass is given.
 
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use super::Config;
 use crate::{Error, Result};
 
-/// What a player does in each frame.
+/// What a player does in each frame; in f32, f16 or bf16.
 #[derive(Clone, Debug)]
 pub struct Controls {
     /// How far the mouse moved along both axes, `[batch, frames, 2]`.
@@ -50,7 +50,7 @@ impl Controls {
     }
 }
 
-/// Frames with noise, and what is known of them.
+/// Frames with noise, and what is known of them; in f32, f16 or bf16.
 #[derive(Clone, Debug)]
 pub struct Noised {
     /// `(1 - t) picture + t noise`, `[batch, frames, channels, height, width]`.
@@ -62,22 +62,62 @@ pub struct Noised {
 }
 
 impl Noised {
-    /// Batch and frames, once all shapes are those of a model of `config`.
-    pub(super) fn check(&self, config: &Config) -> Result<[usize; 2]> {
+    /// The same in f32, which is what is computed in.
+    pub(super) fn in_f32(self) -> Self {
+        let Self { x, t, controls: Controls { mouse, buttons } } = self;
+        let controls =
+            Controls { mouse: mouse.cast(DType::F32), buttons: buttons.cast(DType::F32) };
+        Self { x: x.cast(DType::F32), t: t.cast(DType::F32), controls }
+    }
+
+    /// Batch and frames, once all shapes are those of a model of `config`, and all tensors are on its device.
+    pub(super) fn check(&self, config: &Config, device: Option<&Device>) -> Result<[usize; 2]> {
         let [batch, frames, ..] = self.x.dims();
         let Config { channels, sample_size, n_buttons, .. } = *config;
         let Controls { mouse, buttons } = &self.controls;
-        for (field, found, wanted) in [
-            ("x", self.x.dims().to_vec(), vec![batch, frames, channels, sample_size, sample_size]),
-            ("t", self.t.dims().to_vec(), vec![batch, frames]),
-            ("mouse", mouse.dims().to_vec(), vec![batch, frames, 2]),
-            ("buttons", buttons.dims().to_vec(), vec![batch, frames, n_buttons]),
+        check_shape("x", &self.x, [batch, frames, channels, sample_size, sample_size])?;
+        check_shape("t", &self.t, [batch, frames])?;
+        check_shape("mouse", mouse, [batch, frames, 2])?;
+        check_shape("buttons", buttons, [batch, frames, n_buttons])?;
+        for (field, found) in [
+            ("x", self.x.device()),
+            ("t", self.t.device()),
+            ("mouse", mouse.device()),
+            ("buttons", buttons.device()),
         ] {
-            if found != wanted || found.contains(&0) {
-                let rule = format!("must have the shape {wanted:?}, none of it 0");
-                return Err(Error::argument(field, format!("{found:?}"), rule));
-            }
+            check_device(field, &found, device)?;
         }
         Ok([batch, frames])
+    }
+}
+
+/// Checks the shape of an argument.
+pub(super) fn check_shape<const D: usize>(
+    field: &'static str,
+    tensor: &Tensor<D>,
+    wanted: [usize; D],
+) -> Result<()> {
+    let found = tensor.dims();
+    match found == wanted && !found.contains(&0) {
+        true => Ok(()),
+        false => {
+            let rule = format!("must have the shape {wanted:?}, none of it 0");
+            Err(Error::argument(field, format!("{found:?}"), rule))
+        }
+    }
+}
+
+/// Checks that an argument on `found` is where the model is.
+pub(super) fn check_device(
+    field: &'static str,
+    found: &Device,
+    device: Option<&Device>,
+) -> Result<()> {
+    match device.filter(|device| *device != found) {
+        None => Ok(()),
+        Some(device) => {
+            let rule = format!("must be on {device:?}, as the model is");
+            Err(Error::argument(field, format!("a tensor on {found:?}"), rule))
+        }
     }
 }

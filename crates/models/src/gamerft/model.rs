@@ -2,7 +2,7 @@
 
 use burn::{
     module::Module,
-    tensor::{Tensor, activation},
+    tensor::{Device, Tensor, activation},
 };
 use kv_cubecl::{
     AttentionOptions, FakeQuantOptions, FrameConfig, Frames, KvCacheConfig, frame_attention,
@@ -87,18 +87,23 @@ impl GameRft {
         &self.config
     }
 
+    /// Where its weights are.
+    pub(super) fn device(&self) -> Option<Device> {
+        self.input.devices().into_iter().next()
+    }
+
     /// What each frame predicts, noise - picture, for all frames of a sequence at once, each seeing itself and those
     /// before it in its layers' windows, as [`step`](Self::step) with a cache of `format` that lost none of them gives it
     /// frame by frame. Differentiable.
     ///
     /// # Shapes
     ///
-    /// - output: that of [`Noised::x`]
+    /// - output: that of [`Noised::x`], f32
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`](crate::Error::Argument) for tensors of other shapes, and those of
-    /// [`frame_attention`].
+    /// [`Error::Argument`](crate::Error::Argument) for tensors of other shapes or on another device than the model, and
+    /// those of [`frame_attention`].
     pub fn forward(&self, input: Noised, format: KvCacheConfig) -> Result<Tensor<5>> {
         let formats = vec![format; self.layers.len()];
         self.forward_with(input, &formats, FakeQuantOptions::default())
@@ -116,7 +121,7 @@ impl GameRft {
         fake_quant: FakeQuantOptions,
     ) -> Result<Tensor<5>> {
         check_layers("formats", formats.len(), &self.config)?;
-        let [_, frames] = input.check(&self.config)?;
+        let [_, frames] = input.check(&self.config, self.device().as_ref())?;
         let all = Frames((frames as u64).max(2));
         self.pass(input, 0, |i| {
             let window = self.config.window(i, all);
@@ -131,14 +136,14 @@ impl GameRft {
     /// # Shapes
     ///
     /// - input: one frame
-    /// - output: that of [`Noised::x`]
+    /// - output: that of [`Noised::x`], f32
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`](crate::Error::Argument) for tensors of other shapes or a cache of another model, and those of
-    /// the [`FrameCache`](kv_cubecl::FrameCache); the cache is then unchanged.
+    /// [`Error::Argument`](crate::Error::Argument) for tensors of other shapes or on another device than the model, or a
+    /// cache of another model, and those of the [`FrameCache`](kv_cubecl::FrameCache); the cache is then unchanged.
     pub fn step(&self, input: Noised, cache: &mut WorldCache, store: Store) -> Result<Tensor<5>> {
-        let [batch, frames] = input.check(&self.config)?;
+        let [batch, frames] = input.check(&self.config, self.device().as_ref())?;
         let at = cache.check(&self.config, [batch, frames], store)?;
         let mut layers = cache.layers.iter_mut();
         let velocity = self.pass(input, at, |_| {
@@ -159,7 +164,7 @@ impl GameRft {
         first: u64,
         mut memory: impl FnMut(usize) -> Memory<'a>,
     ) -> Result<Tensor<5>> {
-        let Noised { x, t, controls } = input;
+        let Noised { x, t, controls } = input.in_f32();
         let [batch, frames, channels, height, width] = x.dims();
         let condition =
             self.level.forward(waves(t, LEVEL_WIDTH)) + self.controls.forward(&controls);

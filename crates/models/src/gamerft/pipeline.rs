@@ -5,7 +5,10 @@ use kv_cubecl::Frames;
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 use rand_distr::StandardNormal;
 
-use super::{Controls, GameRft, Noised, Store, WorldCache};
+use super::{
+    Controls, GameRft, Noised, Store, WorldCache,
+    controls::{check_device, check_shape},
+};
 use crate::{Error, Result};
 
 /// Plays a world model: controls in, frames out.
@@ -76,11 +79,16 @@ impl CausvidPipeline {
         self.cache.reset();
     }
 
-    /// Standard normal numbers for a frame.
-    fn noise(&mut self, device: &Device) -> Tensor<4> {
+    /// The shape of a frame of the cache's streams.
+    fn shape(&self) -> [usize; 4] {
         let batch = self.cache.layers()[0].layout().shape().batch;
         let config = self.model.config();
-        let shape = [batch, config.channels, config.sample_size, config.sample_size];
+        [batch, config.channels, config.sample_size, config.sample_size]
+    }
+
+    /// Standard normal numbers for a frame.
+    fn noise(&mut self, device: &Device) -> Tensor<4> {
+        let shape = self.shape();
         let n = shape.iter().product::<usize>();
         let noise: Vec<f32> = (&mut self.rng).sample_iter(StandardNormal).take(n).collect();
         Tensor::from_data(TensorData::new(noise, shape), (device, DType::F32))
@@ -96,17 +104,21 @@ impl CausvidPipeline {
         self.next_frame_from(noise, controls)
     }
 
-    /// Stores a frame that is known, `[batch, channels, height, width]`, as the next one, with noise that is drawn for
-    /// it: as much as computed frames have in the cache.
+    /// Stores a frame that is known, `[batch, channels, height, width]` in f32, f16 or bf16, as the next one, with noise
+    /// that is drawn for it: as much as computed frames have in the cache.
     ///
     /// # Errors
     ///
-    /// Those of [`GameRft::step`], and [`Error::Argument`] for a cache of frames of another noise level; the cache is then
-    /// unchanged, and noise may have been drawn.
+    /// Those of [`GameRft::step`], and [`Error::Argument`] for a frame of another shape or on another device than the
+    /// model, and for a cache of frames of another noise level; the cache is then unchanged, and noise may have been
+    /// drawn.
     pub fn see(&mut self, frame: Tensor<4>, controls: &Controls) -> Result<()> {
         self.cache.check_level(&self.levels)?;
+        let device = frame.device();
+        check_shape("frame", &frame, self.shape())?;
+        check_device("frame", &device, self.model.device().as_ref())?;
         let level = self.levels.last().copied().unwrap_or_default();
-        let noise = self.noise(&controls.mouse.device());
+        let (frame, noise) = (frame.cast(DType::F32), self.noise(&device));
         let x = (frame * (1.0 - level) + noise * level).unsqueeze_dim::<5>(1);
         let t = Tensor::full([x.dims()[0], 1], level, (&x.device(), DType::F32));
         let input = Noised { x, t, controls: controls.clone() };
@@ -122,7 +134,8 @@ impl CausvidPipeline {
         Ok(velocity)
     }
 
-    /// The next frame from this noise, `[batch, channels, height, width]`, for the controls of one frame.
+    /// The next frame from this noise, `[batch, channels, height, width]` in f32, f16 or bf16, for the controls of one
+    /// frame; in f32.
     ///
     /// # Errors
     ///
@@ -130,7 +143,7 @@ impl CausvidPipeline {
     /// unchanged.
     pub fn next_frame_from(&mut self, noise: Tensor<4>, controls: &Controls) -> Result<Tensor<4>> {
         self.cache.check_level(&self.levels)?;
-        let mut x = noise.unsqueeze_dim::<5>(1);
+        let mut x = noise.cast(DType::F32).unsqueeze_dim::<5>(1);
         let last = self.levels.len() - 1;
         for i in 0..=last {
             let level = self.levels[i];
