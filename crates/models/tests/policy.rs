@@ -495,7 +495,7 @@ fn presets_are_read_and_shown_in_full() {
     }
     assert!(bytes.is_sorted_by(|a, b| a > b), "{bytes:?}");
     // Of how few layers a model may be: as docs/results/policy.md says.
-    for (name, fewest) in [("safe", 2), ("balanced", 13), ("small", 15)] {
+    for (name, fewest) in [("safe", 2), ("balanced", 16), ("small", 15)] {
         let preset = ModelCacheConfig::preset(name).unwrap().unwrap();
         preset.validate(model(fewest)).unwrap();
         assert_eq!(preset.validate(model(fewest - 1)).is_err(), name != "safe", "{name}");
