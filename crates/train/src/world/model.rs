@@ -64,12 +64,13 @@ impl Course<'_> {
         let mut step = done;
         loop {
             if step.is_multiple_of(config.steps_per_epoch) || step == config.steps {
+                // Before the validation, which takes long: a run that is killed in it goes on from here.
+                self.save(checkpoints, step)?;
+                saved = Some(step);
                 if !self.log.has_validation(step) {
                     let record = self.validate(step, &truth)?;
                     self.log.valid(record)?;
                 }
-                self.save(checkpoints, step)?;
-                saved = Some(step);
             }
             if step == config.steps || stops() {
                 break;
