@@ -185,7 +185,7 @@ pub fn train_world<T: Target>(
     // With its configuration there is a run; or it has another length now.
     write_settings(folder, config)?;
     checkpoints.delete_after(done)?;
-    let log = Log::new(folder, done, config.steps, run.tell, run.tell_every)?;
+    let log = Log::new(folder, done, config, run.tell, run.tell_every)?;
     let mut course = Course {
         optimizer: optimizer(config, &model),
         schedule: schedule(config.schedule, config.steps)?,
