@@ -13,7 +13,7 @@ use tracing::trace_span;
 
 use crate::{
     Error, Result, ids,
-    score::{Divergence, divergence},
+    score::{Divergence, divergence, negative_log_likelihood},
 };
 
 /// One text through two caches, a token at a time.
@@ -107,11 +107,12 @@ impl From<Counters> for SideCounters {
 }
 
 /// Passes `ids` through the model with a float cache and with `config`, a token at a time and both in turn; stops after
-/// the first step whose divergence is above `stop`, or is NaN. `progress` is told of every step.
+/// the first step whose divergence is above `stop`. `progress` is told of every step.
 ///
 /// # Errors
-/// [`Error::Plan`] for no ids or one the model does not know, or a threshold below 0, and the model's and the cache's
-/// errors, such as more ids than the model has positions.
+/// [`Error::Plan`] for no ids or one the model does not know, or a threshold below 0, [`Error::NonFinite`] for logits of
+/// either cache that are not finite, and the model's and the cache's errors, such as more ids than the model has
+/// positions.
 pub fn twin<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -146,18 +147,32 @@ pub fn twin<T: Target>(
             let why = "logits of a step are not those of one token".to_string();
             return Err(Error::Device { cache: name, why });
         };
+        // The loss of the token that follows; after the last, of that one again: a logit that is no number spoils any.
+        let next = ids.get(token + 1).copied().unwrap_or(id);
+        check_finite("float", token, &negative_log_likelihood(&float.logits, &[next]))?;
+        check_finite(&name, token, &negative_log_likelihood(&other.logits, &[next]))?;
+        // Numbers that are further apart than an f32 reaches, or of which one is an infinity that no loss has seen.
+        check_finite(&name, token, &[kl])?;
         let pairs = other.layers.iter().zip(&float.layers);
         let layers = pairs.map(|(other, float)| relative(other, float)).collect();
         let step = TwinStep { token, kl, same_top, layers };
         progress(&step);
         steps.push(step);
-        if stop.is_some_and(|stop| kl.is_nan() || f64::from(kl) > stop) {
+        if stop.is_some_and(|stop| f64::from(kl) > stop) {
             stopped = true;
             break;
         }
     }
     let layers = of_layers(&steps, &caches[1]);
     Ok(Twin { cache: name, steps, stop, stopped, layers })
+}
+
+/// Checks what a token costs with a cache.
+fn check_finite(cache: &str, token: usize, values: &[f32]) -> Result<()> {
+    match values.iter().find(|value| !value.is_finite()) {
+        Some(&value) => Err(Error::NonFinite { cache: cache.into(), token, value }),
+        None => Ok(()),
+    }
 }
 
 /// What a step of one cache gives.

@@ -208,6 +208,54 @@ fn the_longest_context_and_the_largest_batch_are_the_last_that_fit() {
     assert!(batch * one <= 14_400_000_000 && (batch + 1) * one > 14_400_000_000);
 }
 
+/// A prompt that is shorter than a chunk passes at once, in a row as in the searches beside it.
+#[test]
+fn a_short_context_has_no_longer_passes_than_itself() {
+    let subject = preset("SmolLM2-135M", packed());
+    let ask = |context, batch, bytes| {
+        let limit = MemoryLimit::new(Some(bytes), "a test");
+        let request = Request { limit, ..request(context, batch, &["float"]) };
+        plan(&subject, &request).unwrap().caches.remove(0)
+    };
+    for (context, batch) in [(64, 1), (64, 3), (1, 1), (1, 600), (511, 1)] {
+        let total = ask(context, batch, 16_000_000_000).needs.unwrap().total;
+        // Nine tenths of it may be taken.
+        let bytes = (10 * total).div_ceil(9);
+        let row = ask(context, batch, bytes);
+        let found = (row.fits, row.longest_context, row.largest_batch);
+        assert_eq!(found, (true, Some(context), Some(batch)), "{context} {batch}");
+        let row = ask(context, batch, bytes - 2);
+        assert!(!row.fits, "{context} {batch}");
+        assert!(row.longest_context < Some(context), "{context} {batch}: {row:?}");
+        assert!(row.largest_batch < Some(batch), "{context} {batch}: {row:?}");
+    }
+    // Of caches alone nothing is counted that a pass computes with, whatever the batch.
+    let cache = |batch| {
+        let request = request(64, batch, &["float-bf16"]);
+        plan(&preset("GameRFT", packed()), &request).unwrap().caches.remove(0)
+    };
+    let row = cache(1);
+    let one = row.needs.unwrap();
+    assert_eq!((one.total, one.activations), (one.cache, None));
+    let most = row.largest_batch.unwrap();
+    assert!(cache(most).fits && !cache(most + 1).fits);
+}
+
+/// Generation reads prompts of wide models in chunks of 256 tokens on the CPU, others in chunks of 512.
+#[test]
+fn activations_are_those_of_the_chunks_of_generation() {
+    let activations = |name: &str| {
+        [256, 512, 1024].map(|context| {
+            let row = planned(name, context, &["float"]).caches.remove(0);
+            row.needs.unwrap().activations.unwrap()
+        })
+    };
+    let [short, chunk, long] = activations("Llama-3.1-8B");
+    assert!(short == chunk && chunk == long, "{short} {chunk} {long}");
+    let [short, chunk, long] = activations("SmolLM2-135M");
+    assert!(short < chunk && chunk == long, "{short} {chunk} {long}");
+}
+
 /// A buffer of the device bounds the cache as memory does.
 #[test]
 fn a_devices_largest_buffer_bounds_context_and_batch() {

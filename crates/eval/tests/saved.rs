@@ -4,7 +4,11 @@
 
 mod common;
 
-use std::{fs, path::Path};
+use std::{
+    fs::{self, File},
+    path::Path,
+    process::Command,
+};
 
 use common::{Outcome, Workspace, kv_eval};
 
@@ -115,6 +119,49 @@ fn what_does_not_fit_is_one_line_before_anything_is_generated() {
     let beyond = &space.path("no/such/file");
     refused(&generate(&space, &["--prompt", PROMPT, "--save-cache", beyond]), &["cannot write"]);
     assert!(!Path::new(beyond).exists());
+}
+
+/// What is no regular file would be found to be none after everything is generated.
+#[cfg(unix)]
+#[test]
+fn a_cache_is_saved_to_regular_files_alone() {
+    let space = Workspace::new();
+    let saves = ["--prompt", PROMPT, "--save-cache", "/dev/null"];
+    refused(&generate(&space, &saves), &["save-cache /dev/null: is no regular file"]);
+    let pipe = &space.path("pipe");
+    assert!(Command::new("mkfifo").arg(pipe).status().unwrap().success());
+    let saves = ["--prompt", PROMPT, "--save-cache", pipe];
+    refused(&generate(&space, &saves), &["save-cache", "pipe: is no regular file"]);
+}
+
+/// Of a conversation whose second turn does not fit, the first is saved, whether or not the template repeats what was
+/// said before.
+#[test]
+fn a_turn_that_fails_leaves_those_before_it() {
+    let turn = "[{{ turn.content }}]";
+    for turn in [turn, &format!("{{% if loop.last %}}{turn}{{% endif %}}")] {
+        let space = Workspace::new();
+        let template = format!("{{% for turn in messages %}}{turn}{{% endfor %}}");
+        let config = serde_json::json!({ "chat_template": template });
+        let path = Path::new(&space.model()).join("tokenizer_config.json");
+        fs::write(path, config.to_string()).unwrap();
+        let (input, file) = (space.path("lines.txt"), space.path("turns.safetensors"));
+        let long = "and so on, ".repeat(10);
+        fs::write(&input, format!("first\n{long}\n")).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kv-eval"));
+        command.args(["generate", "--model", &space.model(), "--max-tokens", "1"]);
+        command.args(["--capacity", "40", "--save-cache", &file]);
+        let output = command.stdin(File::open(input).unwrap()).output().unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{template}: {errors}");
+        let told = format!("saved the cache of {} tokens", "[first]".len());
+        assert!(errors.contains(&told), "{template}: {errors}");
+        assert!(errors.contains("error: ") && errors.contains("capacity"), "{template}: {errors}");
+        // It is one that another run goes on from.
+        let more = ["--prompt", "[first] more", "--load-cache", &file];
+        let loaded = succeeds(generate(&space, &more));
+        assert!(loaded.stderr.contains("prefill 5 tokens"), "{}", loaded.stderr);
+    }
 }
 
 /// The same architecture with other weights.

@@ -100,6 +100,27 @@ fn it_stops_at_the_first_step_beyond_the_threshold() {
     assert!(stopped.to_string().contains(&format!("stopped at token {first}")));
 }
 
+/// Logits that are not finite are an error that says where, and no numbers that JSON does not have.
+#[test]
+fn logits_that_are_not_finite_are_an_error() {
+    let workspace = Workspace::new();
+    // Finite weights; what they scale has a mean square of 1, and its larger numbers become infinite.
+    workspace.rewrite_weights(|name, mut values| {
+        if name == "model.norm.weight" {
+            values.fill(3e38);
+        }
+        Some((name.into(), values))
+    });
+    let (model, text) = (workspace.path("model"), workspace.path("text.txt"));
+    let args = ["twin", "--model", &model, "--text", &text, "--cache", "kint8vint8"];
+    let outcome = kv_eval(&[&args[..], &["--tokens", "4", "--json", "-"]].concat());
+    assert_ne!(outcome.code, 0, "{}", outcome.stdout);
+    let lines = outcome.error_lines().join("\n");
+    assert!(lines.contains("run float: token 0 has"), "{lines}");
+    assert!(lines.contains("which is not finite"), "{lines}");
+    assert!(!outcome.stdout.contains("null"), "{}", outcome.stdout);
+}
+
 #[test]
 fn the_program_prints_and_writes_what_it_finds() {
     let workspace = Workspace::new();

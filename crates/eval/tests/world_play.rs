@@ -101,6 +101,12 @@ fn mistakes_are_one_line() {
         (&["--seeds", "0"], "seeds 0: must be at least 1"),
         (&["--context", "0"], "context 0: must be at least 1"),
         (&["--ring", "1"], "window 1 frame: must be at least 2 frames"),
+        (
+            &["--first-seed", "18446744073709551615"],
+            "first-seed 18446744073709551615: must be at most 18446744073709551595, for 20 games",
+        ),
+        (&["--frames", "18446744073709551615"], "frames 18446744073709551615: after 8 true ones"),
+        (&["--frames", "1152921504606846976"], "frames 1152921504606846976: after 8 true ones"),
         (&["--out", inside], "out "),
         (&["--json", inside], "json "),
         (&["--model", missing.to_str().unwrap()], "none"),
@@ -112,6 +118,8 @@ fn mistakes_are_one_line() {
         let lines = outcome.error_lines();
         assert_ne!(outcome.code, 0, "{args:?}");
         assert!(lines.len() == 1 && lines[0].contains(wanted), "{args:?}: {lines:?}");
+        // The games are told once their true frames are there.
+        assert!(outcome.stdout.is_empty(), "{args:?}: {}", outcome.stdout);
     }
 }
 

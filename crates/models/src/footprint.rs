@@ -14,16 +14,17 @@ pub struct Usage {
     pub cache: ModelCacheConfig,
     /// Sequences of the cache.
     pub batch: usize,
-    /// Tokens of all sequences that pass through the model together, at most.
+    /// Tokens of all sequences that pass through the model together, at most: a pass has no more than the caches hold,
+    /// and no fewer than a step, which has one of every sequence. With 0, what passes compute with is not counted.
     pub pass: usize,
 }
 
 impl Usage {
-    /// One sequence, and passes of as many tokens as there are in a prompt's chunk.
+    /// One sequence, and passes of as many tokens as there are in a prompt's chunk by default. What generates in
+    /// [other chunks](crate::GenerateOptions::suiting_chunk) says so by [`with_pass`](Self::with_pass).
     pub fn new(cache: impl Into<ModelCacheConfig>) -> Self {
-        let cache = cache.into();
-        let pass = cache.capacity.min(crate::GenerateOptions::default().prefill_chunk);
-        Self { cache, batch: 1, pass }
+        let pass = crate::GenerateOptions::default().prefill_chunk;
+        Self { cache: cache.into(), batch: 1, pass }
     }
 
     /// The same with so many sequences.
@@ -32,7 +33,7 @@ impl Usage {
         Self { batch, ..self }
     }
 
-    /// The same with passes of so many tokens.
+    /// The same with [passes](Self::pass) of so many tokens, at most.
     #[must_use]
     pub fn with_pass(self, pass: usize) -> Self {
         Self { pass, ..self }
@@ -40,7 +41,16 @@ impl Usage {
 
     fn with_capacity(&self, capacity: usize) -> Self {
         let cache = self.cache.clone().with_capacity(capacity);
-        Self { cache, pass: self.pass.min(capacity.saturating_mul(self.batch)), ..*self }
+        Self { cache, ..*self }
+    }
+
+    /// Tokens of the largest pass. This is the one place where a cache and a batch bound it, so that what is said of one
+    /// context and the search for the longest go by the same rule.
+    fn passing(&self) -> usize {
+        match self.pass {
+            0 => 0,
+            most => most.min(self.cache.capacity.saturating_mul(self.batch)).max(self.batch),
+        }
     }
 }
 
@@ -193,8 +203,7 @@ impl Planned<'_> {
     /// The most sequences, each of which is given a cache of as many tokens, for which everything fits; `None` if not
     /// even one does.
     pub fn largest_batch(&self, usage: &Usage, limit: &MemoryLimit) -> Option<usize> {
-        let with = |batch| usage.clone().with_batch(batch).with_pass(usage.pass.max(batch));
-        most_that_fits(MOST_SEQUENCES, |batch| self.fits(&with(batch), limit))
+        most_that_fits(MOST_SEQUENCES, |batch| self.fits(&usage.clone().with_batch(batch), limit))
     }
 
     /// Whether everything fits, and every buffer of the cache into one of the device.
@@ -311,10 +320,14 @@ impl Planned<'_> {
     fn activations(&self, usage: &Usage) -> usize {
         /// Tokens of the MLP that are computed together.
         const ROWS: usize = 512;
+        let pass = usage.passing();
+        if pass == 0 {
+            return 0;
+        }
         let layers = &self.spec.layers;
         let qkv = layers.iter().map(|layer| layer.qkv_rows()).max().unwrap_or(0);
-        let all = usage.pass.saturating_mul(4 * self.spec.hidden_size + 2 * qkv);
-        let mlp = usage.pass.min(ROWS).saturating_mul(2 * self.weights.widest);
+        let all = pass.saturating_mul(4 * self.spec.hidden_size + 2 * qkv);
+        let mlp = pass.min(ROWS).saturating_mul(2 * self.weights.widest);
         let logits = 2 * usage.batch.saturating_mul(self.spec.vocab_size);
         size_of::<f32>().saturating_mul(all.saturating_add(mlp).saturating_add(logits))
     }

@@ -127,6 +127,29 @@ fn an_outline_by_the_configuration_alone_is_that_of_the_files() {
     }
 }
 
+/// A pass has no more tokens than the caches hold and no fewer than a step, for one usage as in the search for others.
+#[test]
+fn a_pass_is_bounded_by_the_caches_and_by_a_step() {
+    let outline = outline(&tiny("llama-tiny"), &device(), LoadOptions::default()).unwrap();
+    let planned = outline.planned();
+    let activations = |usage: &Usage| planned.footprint(usage).unwrap().activations;
+    assert_eq!(activations(&float(8)), activations(&float(8).with_pass(8)));
+    assert!(activations(&float(8)) < activations(&float(9)));
+    let three = || float(8).with_batch(3);
+    assert_eq!(activations(&three()), activations(&three().with_pass(24)));
+    assert_eq!(activations(&three().with_pass(1)), activations(&three().with_pass(3)));
+    assert_eq!(activations(&three().with_pass(0)), 0);
+    for usage in [float(8), three(), three().with_pass(0), three().with_pass(2)] {
+        let just = planned.footprint(&usage).unwrap().total() as u64;
+        for (missing, context, batch) in [(0, 8, usage.batch), (1, 7, usage.batch - 1)] {
+            let limit = MemoryLimit::new(Some(just - missing), "a test");
+            assert_eq!(planned.longest_context(&usage, &limit), Some(context), "{usage:?}");
+            let batch = (batch > 0).then_some(batch);
+            assert_eq!(planned.largest_batch(&usage, &limit), batch, "{usage:?}");
+        }
+    }
+}
+
 /// A part of a layer's cache that no buffer holds is refused with the context that one does.
 #[test]
 fn a_cache_that_no_buffer_holds_is_refused() {

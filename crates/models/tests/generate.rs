@@ -9,7 +9,8 @@ use burn::{
 };
 use common::{TINY, device, smollm2, tiny};
 use kv_models::{
-    DecodeGraph, GenerateOptions, Generated, LanguageModel, ModelCache, Sampling, generate,
+    DecodeGraph, GenerateOptions, Generated, LanguageModel, LayerSpec, ModelCache, ModelSpec,
+    Sampling, generate,
     generate::Stop,
     kv_cubecl::{KvCacheConfig, On, Target},
     kv_sampling::Draw,
@@ -53,6 +54,18 @@ fn chunks_do_not_change_the_text_and_limits_stop_it() {
     let first = whole.ids.iter().position(|&id| id == whole.ids[3]).unwrap();
     let ended = run(&model, 100, &GenerateOptions { eos, ..options.clone() });
     assert_eq!((ended.ids.len(), ended.stop), (first + 1, Stop::Eos));
+}
+
+#[test]
+fn wide_models_read_prompts_in_shorter_chunks_on_the_cpu() {
+    let chunk = |hidden| {
+        let spec = ModelSpec::uniform(256, hidden, 512, 1, LayerSpec::new(1, 1, 32));
+        GenerateOptions::suiting_chunk(&spec, &device())
+    };
+    assert_eq!([64, 2047, 2048, 4096].map(chunk), [512, 512, 256, 256]);
+    let model = load(tiny("qwen2-tiny"), &device()).unwrap().model;
+    let options = GenerateOptions::suiting(&model, &device());
+    assert_eq!(options.prefill_chunk, GenerateOptions::suiting_chunk(model.spec(), &device()));
 }
 
 #[test]

@@ -231,6 +231,10 @@ fn mistakes_are_one_line() {
 
     fails(&mut program(&["resume", &nowhere]), &["nowhere/run.json", "a run's folder"]);
     fails(&mut program(&["resume", &model]), &["run.json", "a run's folder"]);
+    for (option, field) in [("--steps", "steps 3"), ("--two-step", "two-step 3")] {
+        let message = format!("{field}: only runs of world models may have another length");
+        fails(&mut program(&["resume", &model, option, "3"]), &[&message]);
+    }
     world.write("base/run.json", "{\"backend\": \"flex\"}");
     fails(&mut program(&["resume", &model]), &["run.json", "missing field"]);
     fails(&mut program(&["pretrain", "--text", &text]), &["--out"]);
@@ -245,6 +249,36 @@ fn mistakes_are_one_line() {
         &["num_key_value_heads", "3", "num_attention_heads 4"],
     );
     pretrain(&["--vocab", "260", "--head-dim", "0"], &["head_dim", "0", "between 1"]);
+}
+
+/// A run of a world model may end earlier than its last phase is long, if that is said to be shorter too.
+#[test]
+fn a_world_run_ends_earlier_than_it_was_to() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("run").to_str().unwrap().to_string();
+    let args = [
+        "--patch=12",
+        "--channels=8",
+        "--hidden=32",
+        "--layers=2",
+        "--heads=2",
+        "--local-window=2",
+        "--frames=4",
+        "--batch=2",
+        "--steps=4",
+        "--two-step=3",
+        "--steps-per-epoch=2",
+        "--warmup=1",
+        "--valid-frames=2",
+    ];
+    let told = succeeds(&mut program(&[&["world", "--out", &out][..], &args].concat()));
+    assert!(told.starts_with("4 steps, from step 2 on with two steps a frame"), "{told}");
+    let resume = ["resume", &out, "--from-step", "2", "--steps", "2"];
+    fails(&mut program(&resume), &["two-step 3: must be at most steps 2"]);
+    let told = succeeds(&mut program(&[&resume[..], &["--two-step", "1"]].concat()));
+    let going = "going on after step 2 of 2, from step 2 on with two steps a frame";
+    assert!(told.starts_with(going), "{told}");
+    assert!(told.contains("trained 2 steps"), "{told}");
 }
 
 #[test]

@@ -126,6 +126,54 @@ fn a_stopped_run_goes_on_bit_for_bit() {
     assert_eq!(model(parts.path(), world), wanted);
 }
 
+/// A run that is killed while it is validated, before its first step too, has the model to go on from.
+#[test]
+fn a_checkpoint_is_there_before_its_validation() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let (path, found) = (folder.path().to_path_buf(), Arc::new(Mutex::new(vec![])));
+    let kept = found.clone();
+    let tell = move |line: &str| {
+        if line.starts_with("valid after") {
+            kept.lock().unwrap().push(Checkpoints::of(&path).last_complete().unwrap());
+        }
+    };
+    let run = WorldRun { tell: Some(Box::new(tell)), ..WorldRun::new(folder.path()) };
+    train_world(&device(), &small(3), run).unwrap();
+    assert_eq!(*found.lock().unwrap(), [Some(0), Some(3)]);
+}
+
+#[test]
+fn a_run_without_a_checkpoint_is_not_resumed_from_random_weights() {
+    let _alone = alone();
+    let first = tempfile::tempdir().unwrap();
+    let (world, _) = train_world(&device(), &small(3), WorldRun::new(first.path())).unwrap();
+    let model = first.path().join("model");
+    world.save(&model, WeightDtype::F32).unwrap();
+    let config = WorldConfig { seed: 1, ..small(4) };
+    let from = |folder: &Path| WorldRun { from: Some(model.clone()), ..WorldRun::new(folder) };
+    let whole = tempfile::tempdir().unwrap();
+    let (_, history) = train_world(&device(), &config, from(whole.path())).unwrap();
+
+    // Stopped before its first step, it goes on from the model it was given.
+    let folder = tempfile::tempdir().unwrap();
+    let stop = Some(Arc::new(AtomicBool::new(true)));
+    let run = WorldRun { stop, ..from(folder.path()) };
+    let error = train_world(&device(), &config, run).unwrap_err();
+    assert!(matches!(error, Error::Interrupted { step: 0, .. }), "{error}");
+    let resume = || WorldRun { resume: Resume::Last, ..WorldRun::new(folder.path()) };
+    let (_, again) = train_world(&device(), &config, resume()).unwrap();
+    assert_eq!(numbers(&again), numbers(&history));
+
+    let codec = || fs::read(folder.path().join("codec.safetensors")).ok();
+    let (checkpoints, before) = (folder.path().join("checkpoints"), codec());
+    fs::remove_dir_all(&checkpoints).unwrap();
+    let error = train_world(&device(), &config, resume()).unwrap_err().to_string();
+    assert!(error.contains("holds no checkpoint to resume from: start the run again"), "{error}");
+    assert!(!checkpoints.exists());
+    assert_eq!(codec(), before);
+}
+
 #[test]
 fn what_cannot_be_is_named() {
     let folder = tempfile::tempdir().unwrap();

@@ -7,6 +7,7 @@ mod table;
 
 use std::collections::BTreeMap;
 
+use burn::tensor::Device;
 use kv_models::{
     CacheBytes, GenerateOptions, MemoryLimit, ModelCacheConfig, ModelOutline, Planned, Usage,
 };
@@ -35,6 +36,8 @@ pub struct Subject {
     pub frame: Option<Frame>,
     /// What a user should know of the numbers.
     pub notes: Vec<String>,
+    /// Tokens of the chunks in which its prompts pass.
+    chunk: usize,
     kind: Kind,
 }
 
@@ -48,7 +51,8 @@ enum Kind {
 impl Subject {
     fn new(name: &str, kind: Kind) -> Self {
         let (name, notes) = (name.to_string(), vec![]);
-        Self { name, source: None, parameters: None, frame: None, notes, kind }
+        let chunk = GenerateOptions::default().prefill_chunk;
+        Self { name, source: None, parameters: None, frame: None, notes, chunk, kind }
     }
 
     /// A model as its files say.
@@ -64,6 +68,16 @@ impl Subject {
     /// A cache of which there is a formula.
     pub fn of_formula(name: &str, formula: Formula) -> Self {
         Self::new(name, Kind::Formula(formula))
+    }
+
+    /// The same on a device, with prompts in chunks that [suit](GenerateOptions::suiting_chunk) both, as in generation.
+    #[must_use]
+    pub fn on(self, device: &Device) -> Self {
+        let chunk = match &self.kind {
+            Kind::Caches(outline, _) => GenerateOptions::suiting_chunk(&outline.spec, device),
+            Kind::Formula(_) => self.chunk,
+        };
+        Self { chunk, ..self }
     }
 
     /// The same, and where its numbers are from.
@@ -210,7 +224,7 @@ pub fn plan(subject: &Subject, request: &Request) -> Result<MemoryPlan> {
     let memory =
         Memory { bytes, source: limit.source.clone(), usable: usable(bytes), buffer: limit.buffer };
     let limit = MemoryLimit::new(Some(memory.usable), &*memory.source).with_buffer(memory.buffer);
-    let asked = Asked { context, batch, limit: &limit };
+    let asked = Asked { context, batch, chunk: subject.chunk, limit: &limit };
     let mut notes = subject.notes.clone();
     let (weights, rows) = match &subject.kind {
         Kind::Caches(outline, counted) => {
@@ -268,6 +282,7 @@ pub fn plan(subject: &Subject, request: &Request) -> Result<MemoryPlan> {
 struct Asked<'a> {
     context: usize,
     batch: usize,
+    chunk: usize,
     limit: &'a MemoryLimit,
 }
 
@@ -278,9 +293,8 @@ impl Asked<'_> {
 
     fn row(&self, planned: &Planned<'_>, cache: &ModelCacheConfig, counted: bool) -> Row {
         let at = cache.clone().with_capacity(self.context);
-        // Prompts pass in chunks, steps with a token of every sequence.
-        let chunk = GenerateOptions::default().prefill_chunk.max(self.batch);
-        let pass = if counted { chunk } else { 0 };
+        // How long the context and how many the sequences are bounds the pass, by the rule of the search below.
+        let pass = if counted { self.chunk } else { 0 };
         let usage = Usage::new(at).with_batch(self.batch).with_pass(pass);
         let name = cache.to_string();
         let known = cache

@@ -23,7 +23,7 @@ pub use steps::Steps;
 use tracing::trace_span;
 
 use crate::{
-    Error, LanguageModel, ModelCache, Result,
+    Error, LanguageModel, ModelCache, ModelSpec, Result,
     spans::{OPERATION, PHASE},
 };
 
@@ -62,19 +62,24 @@ impl GenerateOptions {
     /// computes with half as large.
     const WIDE: usize = 2048;
 
-    /// The default, with chunks of prompts that suit a model on a device: 256 tokens for one at least 2048 channels wide
-    /// on the CPU, else 512.
+    /// The default, with [chunks](Self::suiting_chunk) of prompts that suit a model on a device.
     pub fn suiting(model: &LanguageModel, device: &Device) -> Self {
-        let default = Self::default();
+        Self { prefill_chunk: Self::suiting_chunk(model.spec(), device), ..Self::default() }
+    }
+
+    /// Tokens of the chunks of prompts that suit a model on a device: 256 for one at least 2048 channels wide on the CPU,
+    /// else 512. What plans memory asks this too, so that it counts the passes that there will be.
+    pub fn suiting_chunk(spec: &ModelSpec, device: &Device) -> usize {
+        let default = Self::default().prefill_chunk;
         #[cfg(feature = "flex")]
         {
             use kv_cubecl::{Flex, Target};
 
-            if model.spec().hidden_size >= Self::WIDE && Flex::hosts(device) {
-                return Self { prefill_chunk: default.prefill_chunk / 2, ..default };
+            if spec.hidden_size >= Self::WIDE && Flex::hosts(device) {
+                return default / 2;
             }
         }
-        let _ = (model, device, Self::WIDE);
+        let _ = (spec, device, Self::WIDE);
         default
     }
 }

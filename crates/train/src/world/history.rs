@@ -9,6 +9,7 @@ use std::{
 use kv_models::save::staged;
 use serde::{Deserialize, Serialize};
 
+use super::WorldConfig;
 use crate::{Error, History, Result, Tell, history::read_lines};
 
 /// An optimizer step.
@@ -16,7 +17,9 @@ use crate::{Error, History, Result, Tell, history::read_lines};
 pub struct WorldStep {
     /// Optimizer steps made before it.
     pub step: u64,
-    /// The mean squared difference from `noise - picture`, over all latents.
+    /// The mean square over all latents of what is wrong: of a frame with noise, the prediction's difference from
+    /// `noise - picture`; of one that the model [finishes](crate::WorldConfig::two_step), the difference of what it becomes
+    /// from its picture.
     pub loss: f64,
     /// Its time.
     pub seconds: f64,
@@ -86,10 +89,11 @@ impl Log {
     pub(super) fn new(
         folder: &Path,
         done: Option<usize>,
-        steps: usize,
+        config: &WorldConfig,
         tell: Option<Tell>,
         tell_every: usize,
     ) -> Result<Self> {
+        let WorldConfig { steps, two_step, .. } = *config;
         let path = History::path(folder);
         let mut lines = Vec::new();
         if let Some(done) = done {
@@ -105,8 +109,17 @@ impl Log {
         let file = OpenOptions::new().append(true).open(&path).map_err(Error::io(&path))?;
         let validations = lines.iter().filter(|(_, kind, _)| *kind == 0);
         let validated = validations.map(|&(step, ..)| step).collect();
-        if let (Some(tell), Some(done)) = (&tell, done) {
-            tell(&format!("going on after step {done} of {steps}"));
+        if let Some(tell) = &tell {
+            let run = match done {
+                Some(done) => format!("going on after step {done} of {steps}"),
+                None => format!("{steps} steps"),
+            };
+            let second = match two_step {
+                0 => "none with two steps a frame".to_string(),
+                // As steps are counted where they are told: from 1.
+                n => format!("from step {} on with two steps a frame", steps - n + 1),
+            };
+            tell(&format!("{run}, {second}"));
         }
         Ok(Self {
             path,

@@ -121,9 +121,9 @@ fn check_settings(folder: &Path, config: &WorldConfig) -> Result<()> {
 /// made of noise, so that it learns to finish and to go on from its own pictures.
 ///
 /// # Errors
-/// A setting out of range, a folder that holds another run, cannot be written or has no room, or a damaged checkpoint:
-/// nothing has been changed then. A loss that is not finite or a full disk: checkpoints written before are complete.
-/// [`Error::Interrupted`] when it was asked to stop.
+/// A setting out of range, a folder that holds another run, cannot be written or has no room, or a damaged checkpoint or
+/// none to resume from: nothing has been changed then. A loss that is not finite or a full disk: checkpoints written
+/// before are complete. [`Error::Interrupted`] when it was asked to stop.
 pub fn train_world<T: Target>(
     device: &On<T>,
     config: &WorldConfig,
@@ -148,6 +148,12 @@ pub fn train_world<T: Target>(
         let rule = format!("must not be below the {step} steps that were made");
         return Err(Error::setting("steps", config.steps, rule));
     }
+    if run.resume != Resume::No && done.is_none() {
+        // Whether it started from another model is not in its folder, so that it cannot be started as it was.
+        let (path, why) = (checkpoints.folder().into(), "holds no checkpoint to resume from");
+        let why = format!("{why}: start the run again in another folder");
+        return Err(Error::Damaged { path, why });
+    }
     let autodiff = (**device).clone().autodiff();
     autodiff.seed(config.seed);
     let started_from = match (&run.from, run.resume) {
@@ -163,8 +169,9 @@ pub fn train_world<T: Target>(
     let codec = match run.resume {
         Resume::No => {
             check_new(folder)?;
-            // Two checkpoints of weights and two moments each, and the model in 16 bits.
-            check_room(folder, &[6 * bytes, bytes / 2])?;
+            // Three checkpoints of weights and two moments each, since the oldest of two is deleted once the next is
+            // whole, and the model in 16 bits.
+            check_room(folder, &[9 * bytes, bytes / 2])?;
             let codec = codec.map_or_else(|| fit_codec(config), Ok)?;
             codec.save(folder).map_err(kv_eval::Error::from)?;
             for (name, bytes) in run.files {
@@ -178,7 +185,7 @@ pub fn train_world<T: Target>(
     // With its configuration there is a run; or it has another length now.
     write_settings(folder, config)?;
     checkpoints.delete_after(done)?;
-    let log = Log::new(folder, done, config.steps, run.tell, run.tell_every)?;
+    let log = Log::new(folder, done, config, run.tell, run.tell_every)?;
     let mut course = Course {
         optimizer: optimizer(config, &model),
         schedule: schedule(config.schedule, config.steps)?,

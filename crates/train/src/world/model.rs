@@ -64,12 +64,13 @@ impl Course<'_> {
         let mut step = done;
         loop {
             if step.is_multiple_of(config.steps_per_epoch) || step == config.steps {
+                // Before the validation, which takes long: a run that is killed in it goes on from here.
+                self.save(checkpoints, step)?;
+                saved = Some(step);
                 if !self.log.has_validation(step) {
                     let record = self.validate(step, &truth)?;
                     self.log.valid(record)?;
                 }
-                self.save(checkpoints, step)?;
-                saved = Some(step);
             }
             if step == config.steps || stops() {
                 break;
@@ -205,20 +206,34 @@ impl Lesson<'_> {
                     own.made.iter().zip(&from_noise).map(|(made, noise)| *made && !noise);
                 let mask = by_frame(replaced.map(|yes| f32::from(u8::from(yes))), &input.x);
                 let keep = mask.clone() * -1.0 + 1.0;
-                // The picture is to be right whatever it was made of: x - level * velocity = picture. As much of it
-                // cannot be known, this counts as an error of the picture, like that of frames made of noise.
-                let off = (own.x.clone() - noisy.picture.clone()) * mask.clone();
-                let x = input.x * keep.clone() + own.x * mask.clone();
+                let x = input.x * keep + own.x.clone() * mask.clone();
                 let velocity = found(Noised { x, ..input })?;
-                let plain = (velocity.clone() - wanted) * keep;
-                let finished = off - velocity * mask * CONTEXT;
-                (plain + finished).square().mean()
+                two_step_loss(velocity, wanted, own.x, noisy.picture, mask)
             }
         } / self.config.batch as f64;
         let value = f64::from(loss.clone().into_scalar::<f32>());
         let mut gradients = loss.backward();
         Ok((value, GradientsParams::from_module(&mut gradients, model)))
     }
+}
+
+/// What is wrong with the `velocity` of a step of the pipeline's. Where `mask` is 0, it is its difference from the one that
+/// is `wanted`. Where it is 1, the frame is the model's `own`, made of noise in one step, and this one finishes it.
+///
+/// The picture is to be right whatever it was made of: own - level * velocity = picture. As much of it cannot be known,
+/// this counts as an error of the picture, like that of frames made of noise.
+fn two_step_loss(
+    velocity: Tensor<5>,
+    wanted: Tensor<5>,
+    own: Tensor<5>,
+    picture: Tensor<5>,
+    mask: Tensor<5>,
+) -> Tensor<1> {
+    let keep = mask.clone() * -1.0 + 1.0;
+    let off = (own - picture) * mask.clone();
+    let plain = (velocity.clone() - wanted) * keep;
+    let finished = off - velocity * mask * CONTEXT;
+    (plain + finished).square().mean()
 }
 
 /// Numbers of frames, for tensors like `x`.
@@ -280,4 +295,64 @@ fn own_pictures(
         made = (0..frames).map(|i| i > 0).collect();
     }
     Ok(Own { x: Tensor::from_data(x.into_data(), &device), made })
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+
+    /// The latents of a frame. All numbers here are few powers of two, so that results are exact.
+    type Latents = [f32; 4];
+
+    const NOISE: Latents = [1.0, -2.0, 0.5, 0.0];
+    const PICTURE: Latents = [-1.0, 0.5, 0.25, 2.0];
+
+    fn less(a: Latents, b: Latents, factor: f32) -> Latents {
+        core::array::from_fn(|i| a[i] - factor * b[i])
+    }
+
+    /// The loss of a frame that is the model's own, made of noise with the first velocity, and of a plain one beside it,
+    /// the velocities that are predicted of them being `second` and `plain`.
+    fn loss(first: Latents, second: Latents, plain: Latents) -> f32 {
+        let device = Device::flex();
+        let frames = |own: Latents, plain: Latents| {
+            let numbers = TensorData::new([own, plain].concat(), [1, 2, 4, 1, 1]);
+            Tensor::<5>::from_data(numbers, &device)
+        };
+        let wanted = less(NOISE, PICTURE, 1.0);
+        let own = less(NOISE, first, 1.0 - CONTEXT);
+        // Of a plain frame, what the model would have made of it does not count.
+        let own = frames(own, [7.0; 4]);
+        let mask = by_frame([1.0, 0.0].into_iter(), &own);
+        let velocity = frames(second, plain);
+        let picture = frames(PICTURE, PICTURE);
+        let loss = two_step_loss(velocity, frames(wanted, wanted), own, picture, mask);
+        loss.into_scalar::<f32>()
+    }
+
+    /// The mean over both frames, of which the other has no error.
+    fn mean(errors: Latents) -> f32 {
+        errors.map(|error| error * error).iter().sum::<f32>() / 8.0
+    }
+
+    #[test]
+    fn two_steps_are_right_where_the_picture_is() {
+        let exact = less(NOISE, PICTURE, 1.0);
+        assert_eq!(loss(exact, exact, exact), 0.0);
+        // A plain frame's error is that of its velocity.
+        let error = [0.5, -1.0, 2.0, 0.25];
+        assert_eq!(loss(exact, exact, less(exact, error, 1.0)), mean(error));
+        // What the first step has left out is in the picture, as much of it as the step is long.
+        let part = error.map(|error| 0.75 * error);
+        assert_eq!(loss(less(exact, error, 1.0), exact, exact), mean(part));
+        assert_eq!(mean(part), 0.5625 * mean(error));
+        // So is a quarter of an error of the second.
+        let part = error.map(|error| 0.25 * error);
+        assert_eq!(loss(exact, less(exact, error, 1.0), exact), mean(part));
+        // A second step may make up for the first.
+        let second = less(exact, error, -3.0);
+        assert_eq!(loss(less(exact, error, 1.0), second, exact), 0.0);
+        // Without any velocity, what is shown is noise.
+        assert_eq!(loss([0.0; 4], [0.0; 4], exact), mean(exact));
+    }
 }

@@ -155,6 +155,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         capacity: args.capacity,
         room,
         held: None,
+        saves: args.save_cache.is_some(),
         saved,
     };
     let system = args.system.iter().map(|text| Message::new("system", text));
@@ -164,7 +165,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         let talk = [&talk[..], &[Message::new("user", prompt)]].concat();
         Ok(tokenizer.encode(&template.render(&talk)?)?)
     };
-    match (prompts.len(), &template) {
+    let ended = match (prompts.len(), &template) {
         (0, None) => {
             bail!("prompt: none given, and without a chat template there is no conversation")
         }
@@ -179,10 +180,18 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
             let prompts = prompts.collect::<Result<Vec<_>>>()?;
             writer.write_several(&prompts, args.batch)
         }
-    }?;
+    };
     if let Some(path) = &args.save_cache {
-        writer.save(path, &name)?;
+        match &ended {
+            Ok(()) => writer.save(path, &name)?,
+            // The turns before the one that failed; why it did is the error there is.
+            Err(_) if writer.held.is_some() => {
+                writer.save(path, &name).unwrap_or_else(|error| note(format_args!("{error:#}")));
+            }
+            Err(_) => {}
+        }
     }
+    ended?;
     profile.finish()
 }
 
@@ -202,6 +211,10 @@ impl Args {
             }
         }
         if let Some(path) = &self.save_cache {
+            // Before it is opened, which of a pipe would wait for a reader.
+            if fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
+                bail!("save-cache {}: is no regular file", path.display());
+            }
             OutFile::open("save-cache", path)?;
         }
         let Some(path) = &self.load_cache else { return Ok(None) };
@@ -329,23 +342,33 @@ pub(crate) struct Writer<'a, T: Target> {
     room: Room,
     /// A cache, and the ids in it.
     held: Option<(ModelCache, Vec<u32>)>,
+    /// Whether what is held is saved in the end.
+    saves: bool,
     /// What the first text goes on from.
     saved: Option<SavedCache>,
 }
 
 impl<T: Target> Writer<'_, T> {
-    /// Continues `ids`, writes the text as it is generated, then why it ended. Returns the text.
+    /// Continues `ids`, writes the text as it is generated, then why it ended. Returns the text. A turn that fails before
+    /// it has read anything leaves what is held as it was.
     fn write(&mut self, ids: &[u32]) -> Result<String> {
-        let (mut cache, n_held) = match (self.held.take(), self.saved.take()) {
-            (Some((cache, held)), _) if ids.len() > held.len() && ids.starts_with(&held) => {
-                (cache, held.len())
-            }
-            (_, Some(saved)) => {
+        let begins = |held: &[u32]| ids.len() > held.len() && ids.starts_with(held);
+        let held = self.held.take_if(|(_, held)| begins(held));
+        let goes_on = held.is_some();
+        let (mut cache, n_held) = match (held, self.saved.take()) {
+            (Some((cache, held)), _) => (cache, held.len()),
+            (None, Some(saved)) => {
                 let n_held = saved.check_prompt(0, ids)?;
                 let config = self.fitting(ids.len(), 1)?;
                 (saved.restore(self.model, config, self.device)?, n_held)
             }
-            _ => (self.new_cache(ids.len(), 1)?, 0),
+            (None, None) => {
+                // This turn has no use for what is held, but it is all there is to save should the turn fail.
+                if !self.saves {
+                    self.held = None;
+                }
+                (self.new_cache(ids.len(), 1)?, 0)
+            }
         };
         let mut stream = self.tokenizer.stream();
         let (mut text, mut failure) = (String::new(), None);
@@ -363,18 +386,27 @@ impl<T: Target> Writer<'_, T> {
         };
         let Self { model, device, options, .. } = self;
         let new = &ids[n_held..];
-        let generated = generate(model, &mut cache, new, options, device, on_token)?;
-        if let Some(error) = failure {
-            return Err(error);
-        }
-        let rest = stream.finish()?;
-        Screen::Out.line(&rest)?;
-        text += &rest;
-        self.tell(&generated, &cache)?;
+        let generated = match generate(model, &mut cache, new, options, device, on_token) {
+            Ok(generated) => generated,
+            Err(error) => {
+                // Nothing was appended, as to a cache that is too small: it still holds the turns before.
+                if goes_on && cache.len() == n_held {
+                    self.held = Some((cache, ids[..n_held].to_vec()));
+                }
+                return Err(error.into());
+            }
+        };
+        let told = failure.map_or(Ok(()), Err).and_then(|()| {
+            let rest = stream.finish()?;
+            Screen::Out.line(&rest)?;
+            text += &rest;
+            self.tell(&generated, &cache).map(drop)
+        });
+        // The cache has what was generated, whether or not it could be written.
         let mut held = [ids, &generated.ids].concat();
         held.truncate(cache.len());
         self.held = Some((cache, held));
-        Ok(text)
+        told.map(|()| text)
     }
 
     /// A cache for so many sequences, the longest of whose prompts has `n_prompt` tokens.
@@ -389,7 +421,9 @@ impl<T: Target> Writer<'_, T> {
         let wanted = n_prompt.saturating_add(self.options.max_tokens).min(most);
         let mut config = self.config.clone();
         config.capacity = self.capacity.unwrap_or(wanted);
-        self.room.check(self.model.spec(), &Usage::new(config.clone()).with_batch(batch))?;
+        let usage = Usage::new(config.clone()).with_batch(batch);
+        let usage = usage.with_pass(self.options.prefill_chunk);
+        self.room.check(self.model.spec(), &usage)?;
         Ok(config)
     }
 

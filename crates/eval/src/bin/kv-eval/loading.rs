@@ -11,8 +11,8 @@ use indicatif::ProgressBar;
 use kv_cli::load_bar;
 use kv_cubecl::{Flex, KvCacheConfig, Target};
 use kv_models::{
-    CompileAhead, LanguageModel, LoadObserver, MemoryLimit, ModelCacheConfig, ModelSpec, Planned,
-    Usage, WeightBytes,
+    CompileAhead, GenerateOptions, LanguageModel, LoadObserver, MemoryLimit, ModelCacheConfig,
+    ModelSpec, Planned, Usage, WeightBytes,
 };
 
 /// What a command is going to do with a model.
@@ -42,7 +42,12 @@ impl Need {
         Self { caches, capacity, exact: false, batch: 1, pass: None, generates: false }
     }
 
-    fn usages(&self, spec: &ModelSpec, own: Option<&ModelCacheConfig>) -> Vec<Usage> {
+    fn usages(
+        &self,
+        spec: &ModelSpec,
+        own: Option<&ModelCacheConfig>,
+        device: &Device,
+    ) -> Vec<Usage> {
         let mut caches = self.caches.clone();
         if caches.is_empty() {
             caches.push(own.cloned().unwrap_or_else(|| KvCacheConfig::float().into()));
@@ -53,6 +58,10 @@ impl Need {
             let usage = Usage::new(cache.with_capacity(capacity)).with_batch(self.batch);
             match self.pass {
                 Some(pass) => usage.with_pass(pass.min(spec.max_positions)),
+                // What is not generated passes in chunks that no device changes.
+                None if self.generates => {
+                    usage.with_pass(GenerateOptions::suiting_chunk(spec, device))
+                }
                 None => usage,
             }
         };
@@ -104,7 +113,7 @@ impl Loading {
 impl LoadObserver for Loading {
     fn begin(&mut self, planned: &Planned<'_>) -> kv_models::Result<()> {
         self.room.weights.replace(planned.weights.clone());
-        for usage in self.need.usages(planned.spec, planned.cache) {
+        for usage in self.need.usages(planned.spec, planned.cache, &self.device) {
             planned.check(&usage, &self.room.limit)?;
             // Of the first layer, since that is the one there is when kernels are compiled.
             self.cache.get_or_insert_with(|| usage.cache.layer(planned.spec, 0));

@@ -52,7 +52,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     }
     let path = Path::new(model);
     let subject = if path.exists() {
-        Subject::of_files(&name_of(path), outline(path, &device, options)?)
+        Subject::of_files(&name_of(path), outline(path, &device, options)?).on(&device)
     } else if let Some(preset) = Preset::find(model) {
         preset.subject(&device, options)?
     } else {

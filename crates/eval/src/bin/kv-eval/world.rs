@@ -1,6 +1,6 @@
 //! `kv-eval world`.
 
-use std::{path::PathBuf, time::Instant};
+use std::{ops::Range, path::PathBuf, time::Instant};
 
 use anyhow::{Result, bail};
 use kv_cli::{Backend, OutFile, Plain, Screen, dispatch, open_folder};
@@ -84,12 +84,38 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     dispatch!(args.backend, Plain, play(args))
 }
 
-fn play<T: Target>(args: &Args) -> Result<()> {
-    for (field, value) in [("frames", args.frames as u64), ("seeds", args.seeds)] {
-        if value == 0 {
-            bail!("{field} 0: must be at least 1");
+impl Args {
+    /// The true frames of each game, and the seeds of the games.
+    fn games(&self) -> Result<(usize, Range<u64>)> {
+        let Self { frames, seeds, first_seed, context, .. } = *self;
+        for (field, value) in
+            [("frames", frames as u64), ("seeds", seeds), ("context", context as u64)]
+        {
+            if value == 0 {
+                bail!("{field} 0: must be at least 1");
+            }
         }
+        let Some(end) = first_seed.checked_add(seeds) else {
+            let most = u64::MAX - seeds;
+            bail!("first-seed {first_seed}: must be at most {most}, for {seeds} games");
+        };
+        // All of them are held in memory, so that no more can be asked for than it has addresses.
+        let of_games = |all: usize| all.checked_mul(usize::try_from(seeds).ok()?);
+        let bytes = |frames: usize| frames.checked_mul(3 * Frame::SIZE * Frame::SIZE);
+        let all = context.checked_add(frames).filter(|&all| {
+            of_games(all).and_then(bytes).is_some_and(|bytes| isize::try_from(bytes).is_ok())
+        });
+        let Some(all) = all else {
+            bail!(
+                "frames {frames}: after {context} true ones in {seeds} games, no memory holds them"
+            );
+        };
+        Ok((all, first_seed..end))
     }
+}
+
+fn play<T: Target>(args: &Args) -> Result<()> {
+    let (frames, seeds) = args.games()?;
     let screen = Screen::beside([args.json.as_deref()]);
     if let Some(folder) = &args.out {
         open_folder("out", folder)?;
@@ -102,8 +128,11 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     let ring = args.ring.map_or(trained, Frames);
     let (sinks, seed) = (Frames(args.sinks), args.seed);
     let plan = RolloutPlan { context: args.context, ring, sinks, seed };
-    let seeds = args.first_seed..args.first_seed.saturating_add(args.seeds);
-    let truth = Truth::new(world.maze(), seeds, args.context + args.frames);
+    for cache in &args.caches {
+        // What the model or the device cannot have is an error before the true frames are rendered, which takes long.
+        world.model.new_cache_with(&cache.formats(config.n_layers)?, ring, sinks, 1, &device)?;
+    }
+    let truth = Truth::new(world.maze(), seeds, frames);
     screen.line(format_args!(
         "{} games of {} frames after {} true ones on {}: {} layers of {} heads of {}, {} tokens a frame, rings of {ring}",
         args.seeds,

@@ -127,6 +127,7 @@ impl Preset {
         };
         let notes = self.note.iter().cloned();
         let subject = subject.with_source(&self.source).with_notes(notes);
-        Ok(Subject { parameters: self.parameters, frame: self.frame, ..subject })
+        let subject = Subject { parameters: self.parameters, frame: self.frame, ..subject };
+        Ok(subject.on(device))
     }
 }

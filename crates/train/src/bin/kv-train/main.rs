@@ -57,6 +57,9 @@ enum Command {
         /// Of a world model: end after this optimizer step, and lower the learning rate until then.
         #[arg(long)]
         steps: Option<usize>,
+        /// Of a world model: how many of the last steps are those in which it learns to finish what it made of noise.
+        #[arg(long)]
+        two_step: Option<usize>,
     },
     /// Quantize the matrices of a model into a new folder.
     ///
@@ -86,13 +89,14 @@ fn main() -> ExitCode {
         Command::World(args) => ended(world::start(&args)),
         Command::Bench(args) => bench::run(&args),
         Command::Quantize(args) => quantize::run(&args),
-        Command::Resume { run, from_step, plain, steps } => {
+        Command::Resume { run, from_step, plain, steps, two_step } => {
             let resume = from_step.map_or(Resume::Last, Resume::Step);
-            ended(match (world::resume(&run, resume, steps), steps) {
+            let length = steps.map(|n| ("steps", n)).or(two_step.map(|n| ("two-step", n)));
+            ended(match (world::resume(&run, resume, steps, two_step), length) {
                 (Some(world), _) => world,
                 (None, None) => run::resume(&run, resume, plain),
-                (None, Some(steps)) => Err(anyhow::anyhow!(
-                    "steps {steps}: only runs of world models may have another length"
+                (None, Some((field, n))) => Err(anyhow::anyhow!(
+                    "{field} {n}: only runs of world models may have another length"
                 )),
             })
         }

@@ -132,11 +132,18 @@ pub(crate) fn start(args: &Args) -> Result<Ended> {
     run_on(args.backend, &config, &args.out, Resume::No, args.from.clone())
 }
 
-/// Continues the run in `folder`, if it is one of a world model; perhaps to another step than it was started for.
-pub(crate) fn resume(folder: &Path, resume: Resume, steps: Option<usize>) -> Option<Result<Ended>> {
+/// Continues the run in `folder`, if it is one of a world model; perhaps to another step than it was started for, and
+/// with another number of last steps.
+pub(crate) fn resume(
+    folder: &Path,
+    resume: Resume,
+    steps: Option<usize>,
+    two_step: Option<usize>,
+) -> Option<Result<Ended>> {
     described(folder, |backend, config| {
         let steps = steps.unwrap_or(config.steps);
-        let config = WorldConfig { steps, ..config.clone() };
+        let two_step = two_step.unwrap_or(config.two_step);
+        let config = WorldConfig { steps, two_step, ..config.clone() };
         run_on(backend, &config, folder, resume, None)
     })
 }
