@@ -22,7 +22,7 @@ pub struct RunningScale {
     pub warm_up: Frames,
     /// The most by which it grows from a frame to the next after that, at least 1.
     pub growth: f32,
-    /// The least that it is, at least 0.
+    /// The least that it is, above 0.
     pub floor: f32,
     /// Percent of the magnitudes of a frame that are not to exceed the one that is taken, above 0 and at most 100, where a
     /// percentile is: the smallest of the frame's magnitudes of which this is true (nearest rank).
@@ -57,7 +57,8 @@ impl RunningScale {
                 growth >= 1.0 && growth.is_finite(),
                 "must be finite and at least 1",
             ),
-            ("floor", floor, floor >= 0.0 && floor.is_finite(), "must be finite and at least 0"),
+            // From 0 no growth would lead away.
+            ("floor", floor, floor > 0.0 && floor.is_finite(), "must be finite and above 0"),
             (
                 "percentile",
                 percentile,

@@ -28,12 +28,11 @@ fn spec(head_dim: usize) -> QuantSpec {
     }
 }
 
-/// Magnitudes; a NaN counts as 0. By comparisons that a NaN fails, since compilers may take it for granted that a number
-/// equals itself.
-fn magnitudes(x: Tensor<4>) -> Tensor<4> {
-    let x = x.abs();
-    let number = x.clone().lower_equal_elem(f32::INFINITY);
-    x.mask_fill(number.bool_not(), 0.0).clamp_max(LIMIT)
+/// `x` with 0 in the place of a NaN. By a comparison that a NaN fails, since compilers may take it for granted that a
+/// number equals itself.
+fn without_nan(x: Tensor<4>) -> Tensor<4> {
+    let number = x.clone().abs().lower_equal_elem(f32::INFINITY);
+    x.mask_fill(number.bool_not(), 0.0)
 }
 
 /// What the scale of each head of a frame is to be taken from by itself, `[batch, n_kv_heads, 1, 1]`, of a frame
@@ -41,7 +40,7 @@ fn magnitudes(x: Tensor<4>) -> Tensor<4> {
 pub(crate) fn found(frame: Tensor<4>, of: OfFrames, rule: &RunningScale) -> Tensor<4> {
     let [batch, heads, tokens, head_dim] = frame.dims();
     let n = tokens * head_dim;
-    let all = magnitudes(frame).reshape([batch, heads, 1, n]);
+    let all = without_nan(frame).abs().clamp_max(LIMIT).reshape([batch, heads, 1, n]);
     match of {
         OfFrames::Largest => all.max_dim(3),
         OfFrames::Percentile => match rule.above(n) {
@@ -75,10 +74,8 @@ pub(crate) fn follow(
 /// quantizer of tokens takes their scale from it.
 fn bounded(x: Tensor<4>, largest: Tensor<4>) -> Tensor<4> {
     let [batch, heads, tokens, head_dim] = x.dims();
-    let number = x.clone().abs().lower_equal_elem(f32::INFINITY);
-    let x = x.mask_fill(number.bool_not(), 0.0);
     let bound = largest.clone().expand([batch, heads, tokens, head_dim]);
-    let x = x.min_pair(bound.clone()).max_pair(-bound);
+    let x = without_nan(x).min_pair(bound.clone()).max_pair(-bound);
     Tensor::cat(vec![x, largest.expand([batch, heads, tokens, BEHIND])], 3)
 }
 

@@ -163,7 +163,7 @@ fn frame_files<T: Target>(on: &On<T>) {
         let input = file.input();
         let [batch, heads, tokens, head_dim] = input.shape;
         let mut running = RunningScale::default();
-        running.floor = 0.0;
+        running.floor = 1e-30;
         let format = KvCacheConfig::stored(SideFormat::Int8Frames, SideFormat::Int8Frames);
         let config = FrameConfig::new(format, tokens, Frames(2)).with_running(running);
         let shape = CacheShape::new(batch, heads, head_dim);

@@ -24,7 +24,7 @@ const TOKENS: usize = 6;
 fn rule() -> RunningScale {
     let mut rule = RunningScale::default();
     (rule.momentum, rule.warm_up, rule.growth) = (0.75, Frames(3), 1.25);
-    (rule.floor, rule.percentile) = (0.5, 90.0);
+    (rule.floor, rule.percentile) = (1.6, 90.0);
     rule
 }
 
@@ -66,7 +66,7 @@ fn a_frame_has_one_scale_for_each_head<T: Target>(on: &On<T>) {
     for size in [1e-6f32, 1.0, 3e4, 1e30] {
         let host = frame(&mut rng, 3, size);
         let mut rule = RunningScale::default();
-        rule.floor = 0.0;
+        rule.floor = 1e-30;
         let mut cache = cache(on, "kint8fvint8f", rule, 3);
         cache.append(host.on(on), host.on(on)).unwrap();
         let amax = host
@@ -117,7 +117,7 @@ fn scales_follow_frames<T: Target>(on: &On<T>) {
     let amax = reference::running_amax(&of_head, false, &rule);
     assert!(amax[1] == amax[0] && amax[2] > amax[1], "a warm-up: {amax:?}");
     assert!(amax[3] == amax[2] * 1.25 && amax[4] == amax[3] * 1.25, "growth is held: {amax:?}");
-    assert!(amax[6] < amax[5] && amax[11] == 0.5, "decay to the floor: {amax:?}");
+    assert!(amax[6] < amax[5] && amax[11] == rule.floor, "decay to the floor: {amax:?}");
 }
 
 /// A frame that is written again follows the frame before it, not itself, and hides nothing of it.
@@ -194,7 +194,8 @@ fn what_has_no_frames_is_refused<T: Target>(on: &On<T>) {
         for (wrong, wanted) in [
             (rule_of(|rule| rule.momentum = 1.0), "momentum 1: must be at least 0 and below 1"),
             (rule_of(|rule| rule.growth = 0.5), "growth 0.5: must be finite and at least 1"),
-            (rule_of(|rule| rule.floor = f32::NAN), "floor NaN: must be finite and at least 0"),
+            (rule_of(|rule| rule.floor = f32::NAN), "floor NaN: must be finite and above 0"),
+            (rule_of(|rule| rule.floor = 0.0), "floor 0: must be finite and above 0"),
             (rule_of(|rule| rule.percentile = 0.0), "percentile 0: must be above 0"),
         ] {
             let error = of(&name, 8, wrong);
