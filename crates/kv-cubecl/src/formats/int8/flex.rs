@@ -1,10 +1,22 @@
 //! Int8 on the CPU.
 
 use super::{Int8, LARGEST};
-use crate::formats::{
-    PackedFormat,
-    scaled::flex::{Scaled, half_scale, half_value},
+use half::f16;
+
+use crate::{
+    formats::{
+        PackedFormat, QuantSpec,
+        flex::PackedRun,
+        scaled::flex::{Scaled, half_scale, half_value},
+    },
+    layout::PackedPlace,
 };
+
+/// Tokens whose words are turned into affine ones at a time.
+const TILE: usize = 128;
+
+/// The largest scale whose affine minimum, -128 times it, is an f16.
+const LARGEST_SCALE: f32 = 65504.0 / 128.0;
 
 impl Scaled for Int8 {
     const FORMAT: PackedFormat = PackedFormat::Int8;
@@ -32,5 +44,45 @@ impl Scaled for Int8 {
 
     fn half_step(_value: f32) -> f32 {
         0.5
+    }
+    /// By the loops over affine codes of 8 bits, which multiply bytes where the processor can: a code with its sign turned
+    /// over counts from -128, which is the minimum.
+    fn score_channels(
+        &self,
+        keys: &PackedRun<'_>,
+        query: &[f32],
+        scores: &mut [f32],
+        n: usize,
+        scratch: &mut [f32],
+    ) -> bool {
+        let PackedPlace { spec, head_dim, .. } = keys.place;
+        let (granule, codes) = (spec.granule(), spec.code_words() * head_dim);
+        let step = (TILE / granule).max(1) * granule;
+        let mut words = vec![0; spec.words(step, head_dim)];
+        let affine = QuantSpec { format: PackedFormat::Affine, ..spec };
+        for token in keys.tokens.clone().step_by(step) {
+            let count = step.min(keys.tokens.end - token);
+            // Whole groups, although fewer tokens may be asked for.
+            let whole = count.next_multiple_of(granule);
+            let from = &keys.words[keys.place.codes(token)..][..spec.words(whole, head_dim)];
+            let groups = from.chunks_exact(codes + head_dim);
+            for (from, to) in groups.zip(words.chunks_exact_mut(codes + head_dim)) {
+                let ((from, scales), (to, parameters)) =
+                    (from.split_at(codes), to.split_at_mut(codes));
+                to.iter_mut().zip(from).for_each(|(to, from)| *to = from ^ 0x8080_8080);
+                for (parameter, &scale) in parameters.iter_mut().zip(scales) {
+                    let value = half_value(scale);
+                    if value > LARGEST_SCALE {
+                        return false;
+                    }
+                    *parameter = scale | u32::from(f16::from_f32(-128.0 * value).to_bits()) << 16;
+                }
+            }
+            let place = PackedPlace { spec: affine, head_dim, tokens: whole };
+            let run = PackedRun { words: &words, place, tokens: 0..count, skipped: 0 };
+            let first = token - keys.tokens.start;
+            PackedFormat::Affine.on_cpu().score(&run, query, &mut scores[first..], n, scratch);
+        }
+        true
     }
 }

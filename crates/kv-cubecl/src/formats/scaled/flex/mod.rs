@@ -46,6 +46,18 @@ pub(crate) trait Scaled: Sync {
 
     /// How far from a value what is rounded to it may be.
     fn half_step(value: f32) -> f32;
+
+    /// [`PackedOnCpu::score`] over keys in groups of tokens, if the format has a way of its own to do so.
+    fn score_channels(
+        &self,
+        _keys: &PackedRun<'_>,
+        _query: &[f32],
+        _scores: &mut [f32],
+        _n: usize,
+        _scratch: &mut [f32],
+    ) -> bool {
+        false
+    }
 }
 
 /// A scale in f16, which ends at its largest number.
@@ -276,8 +288,13 @@ impl<F: Scaled> PackedOnCpu for F {
         query: &[f32],
         scores: &mut [f32],
         n: usize,
-        #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))] scratch: &mut [f32],
+        scratch: &mut [f32],
     ) {
+        if keys.place.spec.granularity == Granularity::PerChannel
+            && self.score_channels(keys, query, scores, n, scratch)
+        {
+            return;
+        }
         #[cfg(target_arch = "x86_64")]
         if avx512::score::<F>(keys, query, scores, n, scratch) {
             return;
