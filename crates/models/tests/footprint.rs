@@ -130,7 +130,7 @@ fn an_outline_by_the_configuration_alone_is_that_of_the_files() {
 /// A pass has no more tokens than the caches hold and no fewer than a step, for one usage as in the search for others.
 #[test]
 fn a_pass_is_bounded_by_the_caches_and_by_a_step() {
-    let outline = outline(&tiny("llama-tiny"), &device(), LoadOptions::default()).unwrap();
+    let outline = outline(tiny("llama-tiny"), &device(), LoadOptions::default()).unwrap();
     let planned = outline.planned();
     let activations = |usage: &Usage| planned.footprint(usage).unwrap().activations;
     assert_eq!(activations(&float(8)), activations(&float(8).with_pass(8)));
