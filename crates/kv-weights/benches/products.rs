@@ -158,12 +158,13 @@ fn prompt_candle<const N: usize>(bencher: Bencher<'_, '_>) {
     });
 }
 
-/// One row with 8192 of 4096 numbers in each format.
-#[divan::bench(args = WeightFormat::ALL, sample_count = 30)]
-fn row(bencher: Bencher<'_, '_>, format: &WeightFormat) {
+/// One row with 8192 of 4096 numbers in each format, activations as integers of so many bits.
+#[divan::bench(args = WeightFormat::ALL, consts = [8, 16], sample_count = 30)]
+fn row<const BITS: usize>(bencher: Bencher<'_, '_>, format: &WeightFormat) {
+    let activations = if BITS == 8 { Activations::Int8 } else { Activations::Int16 };
     let (matrix, x) = (packed(*format, [8192, 4096], 1), random(1, 4096));
     bencher.counter(BytesCount::new(matrix.layout().bytes())).bench_local(|| {
-        divan::black_box(project(x.clone(), &matrix, Activations::Int8).expect("it fits"))
+        divan::black_box(project(x.clone(), &matrix, activations).expect("it fits"))
     });
 }
 

@@ -10,26 +10,70 @@ pub(crate) const GROUP: usize = 128;
 /// The most bytes of a group whose blocks may be fewer in the last group of a row.
 pub(crate) const MOST_BYTES: usize = 4 * 36;
 
-/// A format as kernels with AVX-512 read it, 128 numbers at a time.
+/// A format as kernels with AVX-512 read it, 128 numbers at a time or twice as many.
 pub(crate) trait Groups: Blocks {
     /// The group of this number in a row.
     ///
     /// # Safety
     /// The processor has AVX-512 with BW, DQ, VL and VNNI, and the blocks of the group, whole ones of 32 or 256
     /// numbers, are behind `row`.
-    unsafe fn group(row: *const u8, group: usize) -> Group;
+    unsafe fn group(row: *const u8, group: usize) -> Group<1>;
+
+    /// The pair of groups of this number in a row. What two groups share is unpacked once where a block is as long.
+    ///
+    /// # Safety
+    /// As for both groups.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn pair(row: *const u8, pair: usize) -> Group<2> {
+        // SAFETY: as the caller says.
+        let (a, b) = unsafe { (Self::group(row, 2 * pair), Self::group(row, 2 * pair + 1)) };
+        let join = |a, b| _mm256_insertf128_ps::<1>(a, _mm256_castps256_ps128(b));
+        Group {
+            codes: [a.codes[0], b.codes[0]],
+            scales: [0, 1].map(|half| join(a.scales[half], b.scales[half])),
+            mins: join(a.mins, b.mins),
+        }
+    }
 }
 
-/// 128 numbers.
+/// `N` times 128 numbers, one or two.
 #[derive(Clone, Copy)]
-pub(crate) struct Group {
-    /// The codes: those of the first halves of the four times 32 numbers, and those of the second halves.
-    pub(crate) codes: [__m512i; 2],
-    /// Scales: of the first halves and of the second, which are the same if they are of 32 numbers. Four lanes for
-    /// each 32 numbers.
-    pub(crate) scales: [__m512; 2],
-    /// Minima, if there are any, in as many lanes.
-    pub(crate) mins: __m512,
+pub(crate) struct Group<const N: usize> {
+    /// The codes of each 128: those of the first halves of the four times 32 numbers, and those of the second halves.
+    pub(crate) codes: [[__m512i; 2]; N],
+    /// Scales of each 32 numbers: of the first halves and of the second, which are the same if they are of 32 numbers.
+    /// Lanes without numbers are 0.
+    pub(crate) scales: [__m256; 2],
+    /// Minima of each 32 numbers, if there are any, otherwise 0.
+    pub(crate) mins: __m256,
+}
+
+impl Group<1> {
+    /// Four times 32 numbers without minima.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    pub(super) fn scaled(codes: [__m512i; 2], scales: __m128) -> Self {
+        Self::scaled_from(codes, scales, _mm_setzero_ps())
+    }
+
+    /// Four times 32 numbers with minima.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    pub(super) fn scaled_from(codes: [__m512i; 2], scales: __m128, mins: __m128) -> Self {
+        let [scales, mins] = [scales, mins].map(|four| _mm256_zextps128_ps256(four));
+        Self { codes: [codes], scales: [scales; 2], mins }
+    }
+}
+
+/// The four lanes of a half.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) fn half_of(eight: __m256, half: usize) -> __m128 {
+    match half {
+        0 => _mm256_castps256_ps128(eight),
+        _ => _mm256_extractf128_ps::<1>(eight),
+    }
 }
 
 /// Four times 16 bytes, `stride` apart.
@@ -58,54 +102,44 @@ pub(super) unsafe fn four_at(from: impl Fn(usize) -> *const u8) -> __m512i {
     _mm512_inserti32x4::<3>(all, part(3))
 }
 
-/// Four words, `stride` bytes apart, each in four lanes.
+/// Four f16, `stride` bytes apart.
 ///
 /// # Safety
 /// The bytes are there.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) unsafe fn four_words(from: *const u8, stride: usize) -> __m512i {
+pub(super) unsafe fn four_halves(from: *const u8, stride: usize) -> __m128 {
     // SAFETY: as the caller says.
-    unsafe { words_at(|i| from.wrapping_add(i * stride)) }
+    let half = |i: usize| unsafe { u64::from(from.add(i * stride).cast::<u16>().read_unaligned()) };
+    // Two by two: a chain of four would be waited for.
+    let four = half(0) | half(1) << 16 | (half(2) | half(3) << 16) << 32;
+    _mm_cvtph_ps(_mm_cvtsi64_si128(four.cast_signed()))
 }
 
-/// Four words, each in four lanes.
+/// Four times two f16, `stride` bytes apart: the first ones, and the second ones.
 ///
 /// # Safety
 /// The bytes are there.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) unsafe fn words_at(from: impl Fn(usize) -> *const u8) -> __m512i {
+pub(super) unsafe fn four_pairs(from: *const u8, stride: usize) -> [__m128; 2] {
+    // SAFETY: as the caller says.
+    let halves = _mm256_cvtph_ps(unsafe { words_at(|i| from.wrapping_add(i * stride)) });
+    let apart = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+    let halves = _mm256_permutevar8x32_ps(halves, apart);
+    [half_of(halves, 0), half_of(halves, 1)]
+}
+
+/// Four words.
+///
+/// # Safety
+/// The bytes are there.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) unsafe fn words_at(from: impl Fn(usize) -> *const u8) -> __m128i {
     // SAFETY: as the caller says.
     let word = |i: usize| unsafe { from(i).cast::<i32>().read_unaligned() };
-    let all = _mm512_set1_epi32(word(0));
-    let all = _mm512_mask_set1_epi32(all, 0x00f0, word(1));
-    let all = _mm512_mask_set1_epi32(all, 0x0f00, word(2));
-    _mm512_mask_set1_epi32(all, 0xf000, word(3))
-}
-
-/// Four words of two f16, `stride` bytes apart: those of their lower halves, and those of their upper ones, each in
-/// four lanes.
-///
-/// # Safety
-/// The bytes are there.
-#[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) unsafe fn four_halves(from: *const u8, stride: usize) -> [__m512; 2] {
-    // SAFETY: as the caller says.
-    let word = |i: usize| unsafe { from.add(i * stride).cast::<i32>().read_unaligned() };
-    let words = _mm_setr_epi32(word(0), word(1), word(2), word(3));
-    let halves = _mm512_castps256_ps512(_mm256_cvtph_ps(words));
-    let lower = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
-    let upper = _mm512_setr_epi32(1, 1, 1, 1, 3, 3, 3, 3, 5, 5, 5, 5, 7, 7, 7, 7);
-    [_mm512_permutexvar_ps(lower, halves), _mm512_permutexvar_ps(upper, halves)]
-}
-
-/// The f16 in the lower half of each lane.
-#[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) fn lower_halves(words: __m512i) -> __m512 {
-    _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words))
+    _mm_setr_epi32(word(0), word(1), word(2), word(3))
 }
 
 /// The lower and the upper four bits of each byte.
@@ -145,35 +179,29 @@ pub(super) fn set_bits(codes: __m512i, mask: u64, bit: __m512i) -> __m512i {
     _mm512_mask_add_epi8(codes, mask, codes, bit)
 }
 
-/// The scales and the minima of four of the eight groups of 32 in a block of 256.
+/// The scales and the minima of the eight times 32 numbers in a block of 256.
 ///
 /// # Safety
 /// 16 bytes are there.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) unsafe fn six_bit_scales(block: *const u8, half: usize) -> [__m512; 2] {
+pub(super) unsafe fn six_bit_scales(block: *const u8) -> [__m256; 2] {
     // SAFETY: as the caller says.
     let [d, last] = [0, 12].map(|at| unsafe { block.add(at).cast::<u32>().read_unaligned() });
     // SAFETY: as the caller says.
     let first = unsafe { block.add(4).cast::<u64>().read_unaligned() };
-    // Four scales, then four minima, a byte each.
-    let numbers = match half {
-        0 => first & 0x3f3f_3f3f_3f3f_3f3f,
-        _ => {
-            let low = u64::from(last) | u64::from(last) << 28;
-            low & 0x0f0f_0f0f_0f0f_0f0f | (first >> 6 & 0x0303_0303_0303_0303) << 4
-        }
-    };
-    let numbers = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(numbers.cast_signed()));
-    let steps = _mm256_castps128_ps256(_mm_cvtph_ps(_mm_cvtsi32_si128(d.cast_signed())));
-    let steps = _mm256_permutevar8x32_ps(steps, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+    // Four scales, then four minima, a byte each; the same of the other half, whose upper two bits lie in the first.
+    let low = first & 0x3f3f_3f3f_3f3f_3f3f;
+    let high = u64::from(last) | u64::from(last) << 28;
+    let high = high & 0x0f0f_0f0f_0f0f_0f0f | first >> 2 & 0x3030_3030_3030_3030;
+    let both = _mm_set_epi64x(high.cast_signed(), low.cast_signed());
+    let both = _mm_shuffle_epi32::<0b11_01_10_00>(both);
+    let [scales, mins] = [both, _mm_unpackhi_epi64(both, both)]
+        .map(|bytes| _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)));
     // Minima are subtracted.
-    let minus = _mm256_setr_ps(0.0, 0.0, 0.0, 0.0, -0.0, -0.0, -0.0, -0.0);
-    let steps = _mm256_xor_ps(steps, minus);
-    let all = _mm512_castps256_ps512(_mm256_mul_ps(steps, _mm256_cvtepi32_ps(numbers)));
-    let scales = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    let mins = _mm512_setr_epi32(4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7);
-    [_mm512_permutexvar_ps(scales, all), _mm512_permutexvar_ps(mins, all)]
+    let steps = _mm_cvtph_ps(_mm_cvtsi32_si128((d ^ 0x8000_0000).cast_signed()));
+    let of_mins = _mm256_broadcastss_ps(_mm_movehdup_ps(steps));
+    [_mm256_mul_ps(scales, _mm256_broadcastss_ps(steps)), _mm256_mul_ps(mins, of_mins)]
 }
 
 /// Codes of two times 64 in the order of [`Group::codes`]: 32 bytes of a group are the lower halves of 32 bytes, the

@@ -1,7 +1,7 @@
 use core::arch::x86_64::*;
 
 use super::{
-    super::vnni::{GROUP, Group, Groups, four_at, lower_halves, nibbles, words_at},
+    super::vnni::{GROUP, Group, Groups, four_at, nibbles, words_at},
     HEADER,
     flex::{Int4, Int8},
 };
@@ -10,7 +10,7 @@ use crate::formats::flex::Blocks;
 impl<const SIZE: usize> Groups for Int4<SIZE> {
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn group(row: *const u8, group: usize) -> Group {
+    unsafe fn group(row: *const u8, group: usize) -> Group<1> {
         let parts = Parts { row, group, size: SIZE, bytes: Self::BYTES };
         // SAFETY: the blocks are there, as the caller says.
         unsafe { parts.group(nibbles(four_at(|i| parts.at(i, 16)))) }
@@ -20,7 +20,7 @@ impl<const SIZE: usize> Groups for Int4<SIZE> {
 impl<const SIZE: usize> Groups for Int8<SIZE> {
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn group(row: *const u8, group: usize) -> Group {
+    unsafe fn group(row: *const u8, group: usize) -> Group<1> {
         let parts = Parts { row, group, size: SIZE, bytes: Self::BYTES };
         // SAFETY: the blocks are there, as the caller says.
         unsafe {
@@ -58,12 +58,12 @@ impl Parts {
     /// The blocks are there.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn group(&self, codes: [__m512i; 2]) -> Group {
+    unsafe fn group(&self, codes: [__m512i; 2]) -> Group<1> {
         // SAFETY: as the caller says.
         let words = unsafe { words_at(|i| self.block(i)) };
-        let scales = lower_halves(words);
-        let zeros = _mm512_cvtepi32_ps(_mm512_srli_epi32::<16>(words));
-        let mins = _mm512_fnmadd_ps(zeros, scales, _mm512_setzero_ps());
-        Group { codes, scales: [scales; 2], mins }
+        let scales = _mm_cvtph_ps(_mm_cvtepi32_epi16(words));
+        let zeros = _mm_cvtepi32_ps(_mm_srli_epi32::<16>(words));
+        let mins = _mm_fnmadd_ps(zeros, scales, _mm_setzero_ps());
+        Group::scaled_from(codes, scales, mins)
     }
 }

@@ -1,5 +1,5 @@
 use super::{
-    super::vnni::{Group, Groups, four, four_halves, nibbles},
+    super::vnni::{Group, Groups, four, four_pairs, nibbles},
     flex::Q4_1,
 };
 use crate::formats::flex::Blocks;
@@ -9,12 +9,12 @@ const BYTES: usize = Q4_1::BYTES;
 impl Groups for Q4_1 {
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn group(row: *const u8, group: usize) -> Group {
+    unsafe fn group(row: *const u8, group: usize) -> Group<1> {
         // SAFETY: the blocks are there, as the caller says.
         let blocks = unsafe { row.add(4 * BYTES * group) };
         // SAFETY: the blocks are there, as the caller says.
         let (codes, [scales, mins]) =
-            unsafe { (four(blocks.add(4), BYTES), four_halves(blocks, BYTES)) };
-        Group { codes: nibbles(codes), scales: [scales; 2], mins }
+            unsafe { (four(blocks.add(4), BYTES), four_pairs(blocks, BYTES)) };
+        Group::scaled_from(nibbles(codes), scales, mins)
     }
 }

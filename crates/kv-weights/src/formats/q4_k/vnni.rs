@@ -1,7 +1,7 @@
 use core::arch::x86_64::*;
 
 use super::{
-    super::vnni::{Group, Groups, by_halves, nibbles, six_bit_scales},
+    super::vnni::{Group, Groups, by_halves, half_of, nibbles, six_bit_scales},
     flex::Q4K,
 };
 use crate::formats::flex::Blocks;
@@ -9,14 +9,36 @@ use crate::formats::flex::Blocks;
 impl Groups for Q4K {
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn group(row: *const u8, group: usize) -> Group {
+    unsafe fn group(row: *const u8, group: usize) -> Group<1> {
+        let half = group % 2;
         // SAFETY: the block is there, as the caller says.
-        let (block, half) = (unsafe { row.add(group / 2 * Q4K::BYTES) }, group % 2);
-        // SAFETY: the block is there, as the caller says.
-        let ([scales, mins], bytes) = unsafe {
-            let bytes = _mm512_loadu_si512(block.add(16 + 64 * half).cast());
-            (six_bit_scales(block, half), bytes)
+        let (codes, [scales, mins]) = unsafe {
+            let block = row.add(group / 2 * Q4K::BYTES);
+            (codes(block, half), six_bit_scales(block))
         };
-        Group { codes: by_halves(nibbles(bytes)), scales: [scales; 2], mins }
+        Group::scaled_from(codes, half_of(scales, half), half_of(mins, half))
     }
+
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn pair(row: *const u8, pair: usize) -> Group<2> {
+        // SAFETY: the block is there, as the caller says.
+        let (codes, [scales, mins]) = unsafe {
+            let block = row.add(pair * Q4K::BYTES);
+            ([codes(block, 0), codes(block, 1)], six_bit_scales(block))
+        };
+        Group { codes, scales: [scales; 2], mins }
+    }
+}
+
+/// The codes of a half.
+///
+/// # Safety
+/// The block is there.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn codes(block: *const u8, half: usize) -> [__m512i; 2] {
+    // SAFETY: as the caller says.
+    let bytes = unsafe { _mm512_loadu_si512(block.add(16 + 64 * half).cast()) };
+    by_halves(nibbles(bytes))
 }

@@ -1,5 +1,5 @@
 use super::{
-    super::vnni::{Group, Groups, add_fifth_bits, four, four_halves, nibbles},
+    super::vnni::{Group, Groups, add_fifth_bits, four, four_pairs, nibbles},
     flex::Q5_1,
 };
 use crate::formats::flex::Blocks;
@@ -9,14 +9,14 @@ const BYTES: usize = Q5_1::BYTES;
 impl Groups for Q5_1 {
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn group(row: *const u8, group: usize) -> Group {
+    unsafe fn group(row: *const u8, group: usize) -> Group<1> {
         // SAFETY: the blocks are there, as the caller says.
         let blocks = unsafe { row.add(4 * BYTES * group) };
         // SAFETY: the blocks are there, as the caller says.
         let (codes, [scales, mins]) = unsafe {
             let codes = nibbles(four(blocks.add(8), BYTES));
-            (add_fifth_bits(codes, blocks.add(4), BYTES), four_halves(blocks, BYTES))
+            (add_fifth_bits(codes, blocks.add(4), BYTES), four_pairs(blocks, BYTES))
         };
-        Group { codes, scales: [scales; 2], mins }
+        Group::scaled_from(codes, scales, mins)
     }
 }

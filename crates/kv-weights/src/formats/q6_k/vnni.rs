@@ -1,7 +1,7 @@
 use core::arch::x86_64::*;
 
 use super::{
-    super::vnni::{Group, Groups, lower_halves, nibbles},
+    super::vnni::{Group, Groups, half_of, nibbles},
     flex::Q6K,
 };
 use crate::formats::flex::Blocks;
@@ -9,41 +9,70 @@ use crate::formats::flex::Blocks;
 impl Groups for Q6K {
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn group(row: *const u8, group: usize) -> Group {
+    unsafe fn group(row: *const u8, group: usize) -> Group<1> {
+        let half = group % 2;
         // SAFETY: the block is there, as the caller says.
-        let (block, half) = (unsafe { row.add(group / 2 * Q6K::BYTES) }, group % 2);
-        // SAFETY: the block is there, as the caller says.
-        let (low, high, scales, d) = unsafe {
-            let high = _mm256_loadu_si256(block.add(128 + 32 * half).cast());
-            (
-                _mm512_loadu_si512(block.add(64 * half).cast()),
-                _mm512_broadcast_i64x4(high),
-                _mm_loadl_epi64(block.add(192 + 8 * half).cast()),
-                block.add(208).cast::<u16>().read_unaligned(),
-            )
+        let (codes, scales) = unsafe {
+            let block = row.add(group / 2 * Q6K::BYTES);
+            (codes(block, half), scales(block))
         };
-        let [lower, upper] = nibbles(low);
-        let mask = _mm512_set1_epi8(0x30);
-        // Shifts of the first 32 bytes and of the second.
-        let by = |first: i16, second: i16| {
-            _mm512_inserti64x4::<1>(_mm512_set1_epi16(first), _mm256_set1_epi16(second))
-        };
-        let of_lower = _mm512_and_si512(_mm512_sllv_epi16(high, by(4, 2)), mask);
-        let of_upper = _mm512_and_si512(_mm512_srlv_epi16(high, by(0, 2)), mask);
-        let (lower, upper) = (_mm512_or_si512(lower, of_lower), _mm512_or_si512(upper, of_upper));
-        let codes = [
-            _mm512_shuffle_i32x4::<0b10_00_10_00>(lower, upper),
-            _mm512_shuffle_i32x4::<0b11_01_11_01>(lower, upper),
-        ];
-        let d = lower_halves(_mm512_set1_epi32(i32::from(d)));
-        let scale = |each: __m128i| {
-            let scales = _mm512_cvtepi8_epi32(_mm_shuffle_epi8(scales, each));
-            _mm512_mul_ps(d, _mm512_cvtepi32_ps(scales))
-        };
-        let scales = [
-            scale(_mm_setr_epi8(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6)),
-            scale(_mm_setr_epi8(1, 1, 1, 1, 3, 3, 3, 3, 5, 5, 5, 5, 7, 7, 7, 7)),
-        ];
-        Group { codes, scales, mins: _mm512_setzero_ps() }
+        let scales = scales.map(|scales| _mm256_zextps128_ps256(half_of(scales, half)));
+        Group { codes: [codes], scales, mins: _mm256_setzero_ps() }
     }
+
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn pair(row: *const u8, pair: usize) -> Group<2> {
+        // SAFETY: the block is there, as the caller says.
+        let (codes, scales) = unsafe {
+            let block = row.add(pair * Q6K::BYTES);
+            ([codes(block, 0), codes(block, 1)], scales(block))
+        };
+        Group { codes, scales, mins: _mm256_setzero_ps() }
+    }
+}
+
+/// The codes of a half.
+///
+/// # Safety
+/// The block is there.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn codes(block: *const u8, half: usize) -> [__m512i; 2] {
+    // SAFETY: as the caller says.
+    let (low, high) = unsafe {
+        let high = _mm256_loadu_si256(block.add(128 + 32 * half).cast());
+        (_mm512_loadu_si512(block.add(64 * half).cast()), _mm512_broadcast_i64x4(high))
+    };
+    let [lower, upper] = nibbles(low);
+    let mask = _mm512_set1_epi8(0x30);
+    // Shifts of the first 32 bytes and of the second.
+    let by = |first: i16, second: i16| {
+        _mm512_inserti64x4::<1>(_mm512_set1_epi16(first), _mm256_set1_epi16(second))
+    };
+    let of_lower = _mm512_and_si512(_mm512_sllv_epi16(high, by(4, 2)), mask);
+    let of_upper = _mm512_and_si512(_mm512_srlv_epi16(high, by(0, 2)), mask);
+    let (lower, upper) = (_mm512_or_si512(lower, of_lower), _mm512_or_si512(upper, of_upper));
+    [
+        _mm512_shuffle_i32x4::<0b10_00_10_00>(lower, upper),
+        _mm512_shuffle_i32x4::<0b11_01_11_01>(lower, upper),
+    ]
+}
+
+/// The scales of the first halves of the eight times 32 numbers, and of the second.
+///
+/// # Safety
+/// The block is there.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn scales(block: *const u8) -> [__m256; 2] {
+    // SAFETY: as the caller says.
+    let (scales, d) = unsafe {
+        (_mm_loadu_si128(block.add(192).cast()), block.add(208).cast::<u16>().read_unaligned())
+    };
+    let apart = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    let scales = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_shuffle_epi8(scales, apart)));
+    let d = _mm512_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(d))));
+    let scales = _mm512_mul_ps(scales, d);
+    [_mm512_castps512_ps256(scales), _mm512_extractf32x8_ps::<1>(scales)]
 }

@@ -44,21 +44,6 @@ pub(super) struct OfBlocks {
 }
 
 impl OfBlocks {
-    /// Four numbers, the steps, in four lanes each.
-    #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    pub(super) fn steps(&self) -> __m512 {
-        let four = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-        _mm512_permutexvar_ps(four, _mm512_castsi512_ps(self.line()))
-    }
-
-    /// Four numbers, the sums, in the first of four lanes each.
-    #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    pub(super) fn sums(&self) -> __m512 {
-        _mm512_castsi512_ps(spread::<4>(self.line()))
-    }
-
     /// Four numbers, the corrections of a half, in the first of four lanes each.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]

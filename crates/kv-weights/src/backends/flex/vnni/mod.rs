@@ -11,7 +11,7 @@
 mod activations;
 mod panels;
 
-use core::arch::x86_64::*;
+use core::{arch::x86_64::*, ops::Range};
 
 use super::{AHEAD, LINE, PARALLEL, gated, stacked::Stacked};
 use crate::{
@@ -139,20 +139,28 @@ impl Rows<'_> {
             *blocks = &self.blocks[row * self.row..][..self.row];
         }
         assert!(self.row >= (self.groups * GROUP / F::NUMBERS + self.rest) * F::BYTES);
-        let mut sums = [[_mm512_setzero_ps(); N]; W];
+        let mut sums = [[Sum::zero(); N]; W];
         let group_bytes = GROUP * F::BYTES / F::NUMBERS;
-        for i in 0..self.groups {
+        let (pairs, last) = (self.groups / 2, self.groups - self.groups % 2);
+        // SAFETY: there are as many groups of each row of `x`, as asserted.
+        let x_at = |n: usize, i: usize| unsafe { x.get_unchecked(n * groups + i) };
+        for pair in 0..pairs {
             for (blocks, sums) in blocks.iter().zip(&mut sums) {
-                let ahead = blocks.as_ptr().wrapping_add(i * group_bytes + AHEAD);
-                for line in 0..group_bytes.div_ceil(LINE) {
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line * LINE).cast());
-                }
+                prefetch(blocks.as_ptr().wrapping_add(2 * pair * group_bytes), 2 * group_bytes);
                 // SAFETY: whole groups are in the row, as asserted.
-                let weights = unsafe { F::group(blocks.as_ptr(), i) };
+                let weights = unsafe { F::pair(blocks.as_ptr(), pair) };
                 for (n, sum) in sums.iter_mut().enumerate() {
-                    // SAFETY: there are as many groups of each row of `x`, as asserted.
-                    let x = unsafe { x.get_unchecked(n * groups + i) };
-                    *sum = add::<F, D>(*sum, &weights, x);
+                    sum.add::<F, D, 2>(&weights, [0, 1].map(|i| x_at(n, 2 * pair + i)));
+                }
+            }
+        }
+        if last < self.groups {
+            for (blocks, sums) in blocks.iter().zip(&mut sums) {
+                prefetch(blocks.as_ptr().wrapping_add(last * group_bytes), group_bytes);
+                // SAFETY: whole groups are in the row, as asserted.
+                let weights = unsafe { F::group(blocks.as_ptr(), last) };
+                for (n, sum) in sums.iter_mut().enumerate() {
+                    sum.add::<F, D, 1>(&weights, [x_at(n, last)]);
                 }
             }
         }
@@ -161,12 +169,10 @@ impl Rows<'_> {
             if self.rest > 0 {
                 let weights = self.last::<F>(row);
                 for (n, sum) in sums.iter_mut().enumerate() {
-                    *sum = add::<F, D>(*sum, &weights, &x[n * groups + self.groups]);
+                    sum.add::<F, D, 1>(&weights, [&x[n * groups + self.groups]]);
                 }
             }
-            for (product, sum) in products.iter_mut().zip(sums) {
-                *product = _mm512_reduce_add_ps(sum);
-            }
+            *products = sums.map(|sum| sum.total());
         }
         products
     }
@@ -175,7 +181,7 @@ impl Rows<'_> {
     /// read as well, if it is there.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    fn last<F: Groups>(&self, row: usize) -> vnni::Group {
+    fn last<F: Groups>(&self, row: usize) -> vnni::Group<1> {
         assert!(F::NUMBERS <= GROUP);
         let start = row * self.row + self.groups * GROUP / F::NUMBERS * F::BYTES;
         let mut weights = match self.blocks.get(start..start + GROUP / F::NUMBERS * F::BYTES) {
@@ -189,67 +195,122 @@ impl Rows<'_> {
                 unsafe { F::group(copy.as_ptr(), 0) }
             }
         };
-        let there = (1 << (self.rest * F::NUMBERS / 32 * 4)) - 1;
-        weights.scales = weights.scales.map(|scales| _mm512_maskz_mov_ps(there, scales));
-        weights.mins = _mm512_maskz_mov_ps(there, weights.mins);
+        let there = (1 << (self.rest * F::NUMBERS / 32)) - 1;
+        weights.scales = weights.scales.map(|scales| _mm256_maskz_mov_ps(there, scales));
+        weights.mins = _mm256_maskz_mov_ps(there, weights.mins);
         weights
     }
 }
 
-/// Adds the products of 128 numbers.
+/// Brings what is [`AHEAD`] of these bytes into the cache.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn add<F: Groups, const D: usize>(sum: __m512, weights: &vnni::Group, x: &Group<D>) -> __m512 {
-    let one_scale = F::SPAN == 32;
-    let mut products = [[_mm512_setzero_si512(); 2]; D];
-    for (digit, products) in products.iter_mut().enumerate() {
-        let [first, second] = &x.digits[digit];
-        let [mut a, mut b] = *products;
-        // Those of the second digit are counted with the first.
-        if F::ZERO != 0 && digit != 1 {
-            let corrections = |half: usize| match digit {
-                0 => x.of_blocks.corrections(half),
-                _ => x.of_blocks.third(half),
-            };
-            a = corrections(0);
-            if !one_scale {
-                b = corrections(1);
-            }
-        }
-        a = _mm512_dpbusd_epi32(a, weights.codes[0], load(first.as_ptr()));
-        if one_scale {
-            a = _mm512_dpbusd_epi32(a, weights.codes[1], load(second.as_ptr()));
-        } else {
-            b = _mm512_dpbusd_epi32(b, weights.codes[1], load(second.as_ptr()));
-        }
-        *products = [a, b];
+fn prefetch(bytes: *const u8, count: usize) {
+    for line in 0..count.div_ceil(LINE) {
+        _mm_prefetch::<_MM_HINT_T0>(bytes.wrapping_add(AHEAD + line * LINE).cast());
     }
-    let steps = x.of_blocks.steps();
-    let scaled = |half: usize| _mm512_mul_ps(weights.scales[half], steps);
-    let mut sum = _mm512_fmadd_ps(total(products.map(|halves| halves[0])), scaled(0), sum);
-    if !one_scale {
-        sum = _mm512_fmadd_ps(total(products.map(|halves| halves[1])), scaled(1), sum);
-    }
-    if F::MINS {
-        sum = _mm512_fmadd_ps(weights.mins, x.of_blocks.sums(), sum);
-    }
-    sum
 }
 
-/// What the products of digits stand for: lowest first, to base 256.
+/// A product of rows, in parts.
+#[derive(Clone, Copy)]
+struct Sum {
+    products: __m512,
+    /// Minima times the sums of activations.
+    mins: __m256,
+}
+
+impl Sum {
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn zero() -> Self {
+        Self { products: _mm512_setzero_ps(), mins: _mm256_setzero_ps() }
+    }
+
+    /// Adds the products of `C` times 128 numbers.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn add<F: Groups, const D: usize, const C: usize>(
+        &mut self,
+        weights: &vnni::Group<C>,
+        x: [&Group<D>; C],
+    ) {
+        let steps = eight(x.map(|x| &x.of_blocks.steps));
+        // Scales of 32 numbers are those of both halves.
+        let halves = 32 / F::SPAN;
+        for part in 0..halves {
+            let scales = _mm512_castps256_ps512(_mm256_mul_ps(weights.scales[part], steps));
+            for i in 0..C {
+                // Each 32 numbers are in four lanes.
+                let four = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+                let lanes = _mm512_add_epi32(four, _mm512_set1_epi32(4 * i as i32));
+                let scales = _mm512_permutexvar_ps(lanes, scales);
+                let vectors = part * 2 / halves..(part + 1) * 2 / halves;
+                let products = products::<F, D>(&weights.codes[i], x[i], vectors);
+                self.products = _mm512_fmadd_ps(products, scales, self.products);
+            }
+        }
+        if F::MINS {
+            let sums = eight(x.map(|x| &x.of_blocks.sums));
+            self.mins = _mm256_fmadd_ps(weights.mins, sums, self.mins);
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn total(self) -> f32 {
+        _mm512_reduce_add_ps(_mm512_add_ps(self.products, _mm512_zextps256_ps512(self.mins)))
+    }
+}
+
+/// One or two times four floats, and zeros.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn total<const D: usize>(digits: [__m512i; D]) -> __m512 {
-    if D == 1 {
-        return _mm512_cvtepi32_ps(digits[0]);
-    }
+fn eight<const C: usize>(fours: [&[f32; 4]; C]) -> __m256 {
+    // SAFETY: the arrays have four floats.
+    let four = |i: usize| unsafe { _mm_loadu_ps(fours[i].as_ptr()) };
+    let eight = _mm256_zextps128_ps256(four(0));
+    if C == 1 { eight } else { _mm256_insertf128_ps::<1>(eight, four(1)) }
+}
+
+/// The products of the integers that digits stand for with the codes in these of the two vectors.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn products<F: Groups, const D: usize>(
+    codes: &[__m512i; 2],
+    x: &Group<D>,
+    vectors: Range<usize>,
+) -> __m512 {
+    let zero = _mm512_setzero_si512();
+    let add = |sum, digit: usize| add_bytes(sum, codes, &x.digits[digit], vectors.clone());
     // Eight products of a byte and a digit have 18 bits.
-    let lower = _mm512_add_epi32(digits[0], _mm512_slli_epi32::<8>(digits[1]));
+    let second = if D > 1 { _mm512_slli_epi32::<8>(add(zero, 1)) } else { zero };
+    let lower = if F::ZERO == 0 {
+        add(second, 0)
+    } else {
+        // Those of the second digit are counted with the first.
+        _mm512_add_epi32(add(x.of_blocks.corrections(vectors.start), 0), second)
+    };
     let lower = _mm512_cvtepi32_ps(lower);
-    if D == 2 {
+    if D < 3 {
         return lower;
     }
-    _mm512_fmadd_ps(_mm512_cvtepi32_ps(digits[2]), _mm512_set1_ps(BASE_OF_THIRD), lower)
+    let third = if F::ZERO == 0 { zero } else { x.of_blocks.third(vectors.start) };
+    _mm512_fmadd_ps(_mm512_cvtepi32_ps(add(third, 2)), _mm512_set1_ps(BASE_OF_THIRD), lower)
+}
+
+/// Adds the products of codes with a digit, four to a lane.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn add_bytes(
+    mut sum: __m512i,
+    codes: &[__m512i; 2],
+    digits: &[[i8; 64]; 2],
+    vectors: Range<usize>,
+) -> __m512i {
+    for i in vectors {
+        sum = _mm512_dpbusd_epi32(sum, codes[i], load(digits[i].as_ptr()));
+    }
+    sum
 }
 
 /// 64 bytes.

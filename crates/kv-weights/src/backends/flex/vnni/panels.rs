@@ -269,7 +269,7 @@ fn unpack<F: Groups>(blocks: &[u8], next: &[u8], layout: &PackedLayout, panel: &
                     // SAFETY: the copy has room for the blocks of a group.
                     unsafe { F::group(copy.as_ptr(), 0) }
                 };
-                (*a, *b) = (group.codes[0], group.codes[1]);
+                [*a, *b] = group.codes[0];
                 put(group.scales[0], panel, |columns| &mut columns.scales[0][first + i]);
                 if F::SPAN < BLOCK {
                     put(group.scales[1], panel, |columns| &mut columns.scales[1][first + i]);
@@ -290,15 +290,13 @@ fn unpack<F: Groups>(blocks: &[u8], next: &[u8], layout: &PackedLayout, panel: &
     }
 }
 
-/// Writes a number for each 32, which is in four lanes.
+/// Writes a number for each 32.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn put(numbers: __m512, panel: &mut [Columns; 4], to: impl Fn(&mut Columns) -> &mut f32) {
-    let each = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-    let four = _mm512_castps512_ps128(_mm512_permutexvar_ps(each, numbers));
+fn put(numbers: __m256, panel: &mut [Columns; 4], to: impl Fn(&mut Columns) -> &mut f32) {
     let mut all = [0.0f32; 4];
     // SAFETY: the array has four floats.
-    unsafe { _mm_storeu_ps(all.as_mut_ptr(), four) };
+    unsafe { _mm_storeu_ps(all.as_mut_ptr(), _mm256_castps256_ps128(numbers)) };
     for (columns, number) in panel.iter_mut().zip(all) {
         *to(columns) = number;
     }
