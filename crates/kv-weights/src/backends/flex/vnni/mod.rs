@@ -239,6 +239,10 @@ impl Sum {
         let halves = 32 / F::SPAN;
         for part in 0..halves {
             let scales = _mm512_castps256_ps512(_mm256_mul_ps(weights.scales[part], steps));
+            #[expect(
+                clippy::needless_range_loop,
+                reason = "with iterators over both arrays the loop stays one, and sums go to memory and back"
+            )]
             for i in 0..C {
                 // Each 32 numbers are in four lanes.
                 let four = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);

@@ -30,7 +30,7 @@ fn losses<T: Target>() -> (Vec<f64>, [f64; 3]) {
 }
 
 #[test]
-fn ten_steps_as_on_flex() {
+fn ten_steps_on_wgpu_are_those_on_flex() {
     let (flex, flex_valid) = losses::<Flex>();
     let (wgpu, wgpu_valid) = losses::<Wgpu>();
     let mut worst: f64 = 0.0;
