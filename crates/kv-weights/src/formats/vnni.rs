@@ -64,6 +64,32 @@ impl Group<1> {
         let [scales, mins] = [scales, mins].map(|four| _mm256_zextps128_ps256(four));
         Self { codes: [codes], scales: [scales; 2], mins }
     }
+
+    /// A half of a block of 256 with [`six_bit_scales`].
+    ///
+    /// # Safety
+    /// 16 bytes of the block are there.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    pub(super) unsafe fn of_half(codes: [__m512i; 2], block: *const u8, half: usize) -> Self {
+        // SAFETY: as the caller says.
+        let [scales, mins] = unsafe { six_bit_scales(block) };
+        Self::scaled_from(codes, half_of(scales, half), half_of(mins, half))
+    }
+}
+
+impl Group<2> {
+    /// A block of 256 with [`six_bit_scales`].
+    ///
+    /// # Safety
+    /// 16 bytes of the block are there.
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    pub(super) unsafe fn of_block(codes: [[__m512i; 2]; 2], block: *const u8) -> Self {
+        // SAFETY: as the caller says.
+        let [scales, mins] = unsafe { six_bit_scales(block) };
+        Self { codes, scales: [scales; 2], mins }
+    }
 }
 
 /// The four lanes of a half.
@@ -185,7 +211,7 @@ pub(super) fn set_bits(codes: __m512i, mask: u64, bit: __m512i) -> __m512i {
 /// 16 bytes are there.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) unsafe fn six_bit_scales(block: *const u8) -> [__m256; 2] {
+unsafe fn six_bit_scales(block: *const u8) -> [__m256; 2] {
     // SAFETY: as the caller says.
     let [d, last] = [0, 12].map(|at| unsafe { block.add(at).cast::<u32>().read_unaligned() });
     // SAFETY: as the caller says.

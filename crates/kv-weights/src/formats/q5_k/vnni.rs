@@ -1,7 +1,7 @@
 use core::arch::x86_64::*;
 
 use super::{
-    super::vnni::{Group, Groups, by_halves, half_of, nibbles, set_bits, six_bit_scales},
+    super::vnni::{Group, Groups, by_halves, nibbles, set_bits},
     flex::Q5K,
 };
 use crate::formats::flex::Blocks;
@@ -12,22 +12,20 @@ impl Groups for Q5K {
     unsafe fn group(row: *const u8, group: usize) -> Group<1> {
         let half = group % 2;
         // SAFETY: the block is there, as the caller says.
-        let (codes, [scales, mins]) = unsafe {
+        unsafe {
             let block = row.add(group / 2 * Q5K::BYTES);
-            (codes(block, half), six_bit_scales(block))
-        };
-        Group::scaled_from(codes, half_of(scales, half), half_of(mins, half))
+            Group::of_half(codes(block, half), block, half)
+        }
     }
 
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn pair(row: *const u8, pair: usize) -> Group<2> {
         // SAFETY: the block is there, as the caller says.
-        let (codes, [scales, mins]) = unsafe {
+        unsafe {
             let block = row.add(pair * Q5K::BYTES);
-            ([codes(block, 0), codes(block, 1)], six_bit_scales(block))
-        };
-        Group { codes, scales: [scales; 2], mins }
+            Group::of_block([codes(block, 0), codes(block, 1)], block)
+        }
     }
 }
 
