@@ -393,11 +393,9 @@ fn replays_are_timed_as_a_whole() {
     );
     let busy = number(&replay[5]);
     let bars = page.lane("queue of main");
-    let drawn: f64 = bars
-        .iter()
-        .filter(|bar| bar.name == "replay" && bar.detail == "replay")
-        .map(|bar| bar.end - bar.start)
-        .sum();
+    let replays: Vec<&Bar> =
+        bars.iter().filter(|bar| bar.name == "replay" && bar.detail == "replay").collect();
+    let drawn: f64 = replays.iter().map(|bar| bar.end - bar.start).sum();
     assert_near(drawn, busy, "replays");
     // Each step has one. Its share of the step says how busy the machine is, but it cannot be shorter than reading the
     // weights once takes, at 100 GB/s, which is more than the few processors that run these tests have.
@@ -405,21 +403,20 @@ fn replays_are_timed_as_a_whole() {
     let at_least = weights as f64 / 100e9 * 1e3;
     let host = page.lane("main");
     let steps = host.iter().filter(|bar| bar.name.starts_with("decode_"));
-    let replays: Vec<Vec<f64>> = steps
+    let by_step: Vec<Vec<f64>> = steps
         .map(|step| {
-            let replays = bars.iter().filter(|bar| bar.name == "replay" && bar.detail == "replay");
-            let begun = replays.filter(|bar| bar.start > step.start && bar.start < step.end);
+            let begun = replays.iter().filter(|bar| bar.start > step.start && bar.start < step.end);
             begun.map(|bar| bar.end - bar.start).collect()
         })
         .collect();
-    let (last, replayed) = replays.split_last().unwrap();
+    let (last, replayed) = by_step.split_last().unwrap();
     assert_eq!(
         (replayed.len(), last.len()),
         (8, 0),
-        "the last token is not computed on: {replays:?}"
+        "the last token is not computed on: {by_step:?}"
     );
     for of_step in replayed {
-        assert!(of_step.len() == 1 && of_step[0] > at_least, "{at_least} ms of {replays:?}");
+        assert!(of_step.len() == 1 && of_step[0] > at_least, "{at_least} ms of {by_step:?}");
     }
     assert!(page.html.contains("a replay is all of them as one"));
 }
