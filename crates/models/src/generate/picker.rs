@@ -1,9 +1,6 @@
 //! Who picks the next tokens: the host, or the device that their logits are on.
 
-use burn::{
-    backend::DispatchDevice,
-    tensor::{Device, Tensor, Transaction},
-};
+use burn::tensor::{Device, Tensor, Transaction};
 use kv_sampling::{Cursor, Draw};
 use tracing::trace_span;
 
@@ -34,7 +31,14 @@ impl Picker {
     /// An invalid `sampling`.
     pub(super) fn new(sampling: Sampling, device: &Device) -> Result<Self> {
         let sampler = Sampler::new(sampling)?;
-        let on_gpu = matches!(device.as_dispatch(), DispatchDevice::Cube(_));
+        // Burn names this kind of device only where it is built with a backend for it.
+        #[cfg(any(feature = "wgpu", feature = "cuda"))]
+        let on_gpu = matches!(device.as_dispatch(), burn::backend::DispatchDevice::Cube(_));
+        #[cfg(not(any(feature = "wgpu", feature = "cuda")))]
+        let on_gpu = {
+            let _ = device;
+            false
+        };
         Ok(match sampling.draw().filter(|_| on_gpu) {
             Some(draw) => Self::Device(draw),
             None => Self::Host(Box::new(sampler)),
