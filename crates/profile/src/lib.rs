@@ -18,6 +18,10 @@
 //! Costs nothing where no recorder is installed: a span without a subscriber is a load and a branch, and launches
 //! are observed by CubeCL in the same way.
 
+#[cfg_attr(
+    not(any(feature = "cube", test)),
+    expect(dead_code, reason = "only devices have a clock of their own")
+)]
 mod clock;
 #[cfg(feature = "cube")]
 mod device;
