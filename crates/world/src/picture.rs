@@ -74,8 +74,8 @@ pub fn animation(pictures: &[Picture], per_second: u16) -> Result<Vec<u8>> {
     let mut encoder = png::Encoder::new(&mut file, first.width as u32, first.height as u32);
     encoder.set_color(png::ColorType::Rgb);
     encoder.set_depth(png::BitDepth::Eight);
-    encoder.set_compression(png::Compression::Best);
-    encoder.set_adaptive_filter(png::AdaptiveFilterType::Adaptive);
+    encoder.set_compression(png::Compression::High);
+    encoder.set_filter(png::Filter::Adaptive);
     if pictures.len() > 1 {
         encoder.set_animated(pictures.len() as u32, 0)?;
         encoder.set_frame_delay(1, per_second)?;

@@ -248,8 +248,8 @@ fn pictures_are_read_back() {
     let frames: Vec<_> = Wanderer::new(&maze, 1).take(6).map(|(_, frame)| frame).collect();
     let rows = [frames[..3].to_vec(), frames[3..].to_vec()];
     let file = Picture::grid(&rows, 2).unwrap().png().unwrap();
-    let mut reader = png::Decoder::new(&file[..]).read_info().unwrap();
-    let mut pixels = vec![0; reader.output_buffer_size()];
+    let mut reader = png::Decoder::new(std::io::Cursor::new(&file)).read_info().unwrap();
+    let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
     let info = reader.next_frame(&mut pixels).unwrap();
     assert_eq!((info.width, info.height), (3 * 96 + 4, 2 * 96 + 2));
     let at = |x: usize, y: usize| &pixels[3 * (y * info.width as usize + x)..][..3];
@@ -263,10 +263,10 @@ fn pictures_are_read_back() {
     let pictures: Vec<_> =
         frames.iter().map(|frame| Picture::grid(&[vec![frame.clone()]], 1).unwrap()).collect();
     let file = animation(&pictures, 10).unwrap();
-    let mut reader = png::Decoder::new(&file[..]).read_info().unwrap();
+    let mut reader = png::Decoder::new(std::io::Cursor::new(&file)).read_info().unwrap();
     assert_eq!(reader.info().animation_control().unwrap().num_frames, 6);
     for frame in &frames {
-        let mut pixels = vec![0; reader.output_buffer_size()];
+        let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
         reader.next_frame(&mut pixels).unwrap();
         assert_eq!(pixels, frame.rgb());
     }

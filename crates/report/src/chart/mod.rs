@@ -111,16 +111,23 @@ impl Chart {
         if !path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("png")) {
             return Err(self.error(format!("{}: the name must end in .png", path.display())));
         }
-        // The backend reports a file it cannot write as text only.
+        let [width, height] = [SIZE.0, SIZE.1].map(|side| (f64::from(side) * PNG_SCALE) as u32);
+        let mut rgb = vec![0; (3 * width * height) as usize];
+        let backend = BitMapBackend::with_buffer(&mut rgb, (width, height));
+        draw::draw(self, backend, PNG_SCALE).map_err(|why| self.error(why))?;
         let write = |source: io::Error| Error::Write { path: path.into(), source };
-        std::fs::File::create(path).map_err(write)?;
-        let scaled = |side: u32| (f64::from(side) * PNG_SCALE) as u32;
-        let backend = BitMapBackend::new(path, (scaled(SIZE.0), scaled(SIZE.1)));
-        let drawn = draw::draw(self, backend, PNG_SCALE);
-        drawn.map_err(|why| {
-            // What was created above holds no image.
+        let file = std::fs::File::create(path).map_err(write)?;
+        let mut encoder = png::Encoder::new(io::BufWriter::new(file), width, height);
+        encoder.set_color(png::ColorType::Rgb);
+        encoder.set_depth(png::BitDepth::Eight);
+        let written = encoder.write_header().and_then(|mut writer| {
+            writer.write_image_data(&rgb)?;
+            writer.finish()
+        });
+        written.map_err(|error| {
+            // A part of an image is none.
             let _ = std::fs::remove_file(path);
-            self.error(why)
+            write(error.into())
         })
     }
 
