@@ -18,6 +18,9 @@ use kv_models::{
     load,
 };
 
+// A replay is in order only with work of the thread that made the recording.
+static_assertions::assert_not_impl_any!(DecodeGraph<'static>: Send, Sync);
+
 fn run(model: &LanguageModel, capacity: usize, options: &GenerateOptions) -> Generated {
     let device = device();
     let config = KvCacheConfig::float().with_capacity(capacity);

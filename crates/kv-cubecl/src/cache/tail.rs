@@ -14,7 +14,8 @@ use crate::{
 
 impl KvCache {
     /// First token that some row of a chunk of `tokens` sees in another form than the cache holds,
-    /// rounded down so that packed granules are whole; 0 if the sinks would be cut.
+    /// rounded down so that granules are whole, packed now or by the end of the chunk; 0 if the
+    /// sinks would be cut.
     ///
     /// With a window whose tokens some rows of the chunk do not see, the first one that any of them sees, as much
     /// rounded down: all that is seen beside the sinks is gathered.
@@ -30,7 +31,7 @@ impl KvCache {
         };
         let Some(after_sinks) = split.checked_sub(sinks).filter(|&n| n > 0) else { return 0 };
         let aligned = Side::BOTH.into_iter().fold(after_sinks, |n, side| match sides[side].spec {
-            Some(spec) if n < now[side] => n / spec.granule() * spec.granule(),
+            Some(spec) if n < then[side] => n / spec.granule() * spec.granule(),
             _ => n,
         });
         match aligned {

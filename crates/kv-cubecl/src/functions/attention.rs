@@ -294,19 +294,22 @@ impl Attention {
     /// Attention over the tokens of both, which have none in common.
     pub(crate) fn merge(self, other: Self) -> Self {
         let difference = self.lse.clone() - other.lse.clone();
-        let weight = activation::sigmoid(difference.clone());
+        // Not `(a - b) * weight + b`, where a small `a` is lost beside a large `b` that has no
+        // weight.
+        let weights = [difference.clone(), -difference.clone()]
+            .map(|difference| activation::sigmoid(difference).unsqueeze_dim::<4>(3));
         // ln(e^a + e^b), of the greater one and the difference; where both are -inf, that is NaN.
         let largest = self.lse.clone().max_pair(other.lse.clone());
         let none = largest.clone().lower_elem(f32::MIN);
         let lse = largest + activation::softplus(-difference.abs(), 1.0);
         let lse = lse.mask_fill(none, f32::NEG_INFINITY);
-        let weight = weight.unsqueeze_dim::<4>(3);
         // Where all scores of a part are -inf, it has no output: 0 / 0.
         let [a, b] = [self, other].map(|Self { output, lse }| {
             let none = lse.lower_elem(f32::MIN).unsqueeze_dim::<4>(3).expand(output.dims());
             output.mask_fill(none, 0.0)
         });
-        Self { output: (a - b.clone()) * weight + b, lse }
+        let [weight_a, weight_b] = weights;
+        Self { output: a * weight_a + b * weight_b, lse }
     }
 }
 

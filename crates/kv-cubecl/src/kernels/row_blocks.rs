@@ -4,7 +4,7 @@
 
 use cubecl::{ir::DeviceProperties, prelude::*};
 
-use super::decode_attention::{LOWEST, MAX_HEAD_DIM, SHARED_BYTES, weight_of};
+use super::decode_attention::{DOWN, LOWEST, MAX_HEAD_DIM, SHARED_BYTES, weight_of};
 use crate::layout::Sides;
 
 /// Channels and tokens are read and multiplied as vectors of four.
@@ -220,7 +220,7 @@ pub(super) fn weigh<N: Size>(
                 let score = scores[r * unit_tokens + i * 4 + k];
                 // All scores so far may be masked: a row may see nothing of its first tiles.
                 let weight = weight_of(score, largest);
-                four.insert(k, weight);
+                four.insert(k, weight * f32::new(DOWN));
                 sum += weight;
             }
             state.weights[r * tile_fours + state.unit * unit_fours + i] = four;
@@ -259,7 +259,8 @@ pub(super) fn gather<N: Size>(state: &mut RowState<N>, #[comptime] bp: RowBlocks
     sync_cube();
 }
 
-/// Four channels of a row's output, added up over the units and not yet divided by its [`sum`].
+/// Four channels of a row's output, added up over the units and not yet divided by its [`sum`]
+/// times [`DOWN`].
 #[cube]
 pub(super) fn output<N: Size>(
     state: &RowState<N>,

@@ -1,6 +1,6 @@
 //! How a text is cut into chunks changes nothing.
 
-use burn::tensor::DType;
+use burn::tensor::{DType, Tensor};
 use kv_cubecl::{
     CacheFloat, KvCache, On, Side, Target,
     reference::{quantize_side, rotate},
@@ -15,13 +15,14 @@ stamp!(
     any_chunks_leave_the_same_cache,
     every_cut_in_two,
     appended_then_attended,
+    a_window_as_long_as_the_residual,
     peek_any_chunk,
     many_rows_over_packed_history,
     many_rows_over_narrow_floats,
 );
 
 /// Checks all of a cache that has a meaning: codes and parameters, and the float rows of tokens
-/// that are in float.
+/// that are in float, but for tokens that a window hides.
 #[track_caller]
 pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
     let text = text.tokens(0..cache.len());
@@ -29,6 +30,7 @@ pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
     let sinks = text.config.sink_tokens;
     let group = text.config.group_size;
     let sides = cache.layout().sides();
+    let begin = text.config.window.map_or(0, |window| (text.len() + 1).saturating_sub(window));
     let floats = Host::of(cache.clone().into_parts().floats.cast(DType::F32));
     for (side, host) in [(Side::Keys, &text.key), (Side::Values, &text.value)] {
         let (packed, count) = (cache.packed(side), counts[side]);
@@ -40,14 +42,20 @@ pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
             false => host.clone(),
         };
         let what = format!("{text:?} {what}: {side}");
-        assert_eq!(packed.is_some(), count > 0, "{what}");
+        // Whole groups of those that the next token sees, or a few more that share a word with
+        // them.
+        let granule = sides[side].spec.map_or(1, |spec| spec.granule());
+        let hidden = begin.saturating_sub(sinks) / granule * granule;
+        assert!(packed.is_some() || count <= hidden, "{what}: nothing packed");
         if let Some(packed) = packed {
-            let host = host.tokens(sinks..sinks + count);
+            let first = count - packed.shape()[2];
+            assert!(first <= hidden, "{what}: from {first} on");
+            let host = host.tokens(sinks + first..sinks + count);
             let format = text.config.format(side);
             let expected = quantize_side(&host.data, host.shape, side, format, group);
             assert!(packed.to_logical() == expected, "{what}: codes or parameters");
         }
-        for token in (0..sinks.min(text.len())).chain(sinks + count..text.len()) {
+        for token in (0..sinks.min(text.len())).chain((sinks + count).max(begin)..text.len()) {
             let (at, head_dim) = (sides[side].element(token), host.shape[3]);
             let slices = floats.data.chunks(cache.layout().float_elements());
             let got: Vec<f32> =
@@ -109,6 +117,45 @@ fn appended_then_attended<T: Target>(on: &On<T>) {
             check_contents(&cache, &text, "appended");
             let output = attend(&mut cache, &text.tokens(77..101), &[1, 1, 7, 15], on);
             close(format!("{text:?}"), &output, &expected, CLOSE);
+        }
+    }
+}
+
+/// The first token that a chunk sees is then in float and not the first of a group, and its group
+/// is quantized within the chunk. Cuts around the ends of groups, with `peek`, `attend_ragged` and
+/// `attend` after them.
+fn a_window_as_long_as_the_residual<T: Target>(on: &On<T>) {
+    for (seed, name) in [
+        "k4v4-g8-r16-w16-after",
+        "k2v2-g16-r16-w16-after-slide",
+        "k4v4-g8-r16-s3-w16-after-slide",
+        "k16v4-g8-r16-w16-after",
+        "k4v16-g8-r16-s1-w16-after",
+        "k4v4-g8-r16-w17-after",
+        "k4v4-g8-r16-w16",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let text = Setup::new(name, [1, 2, 1, 70, 16], 30 + seed as u64);
+        let run = text.reference().output;
+        let expected = |rows: core::ops::Range<usize>| -> Vec<f64> {
+            run.chunks(70 * 16).flat_map(|x| &x[rows.start * 16..rows.end * 16]).copied().collect()
+        };
+        for cut in (1..58).filter(|cut| [0, 1, 3, 4, 7].contains(&(cut % 8))) {
+            let mut cache = text.cache(on);
+            attend(&mut cache, &text, &[cut], on);
+            let what = format!("{text:?} from {cut}");
+            let [q, k, v] = text.tokens(cut..cut + 12).on(on);
+            let peeked = Host::of(cache.peek(q.clone(), k.clone(), v.clone()).unwrap().output);
+            close(format!("{what}: peek"), &peeked, &expected(cut..cut + 12), CLOSE);
+            let mut ragged = KvCache::join(&[cache.clone(), text.cache(on)]).unwrap();
+            let both = |x: Tensor<4>| Tensor::cat(vec![x.clone(), x], 0);
+            let attention = ragged.attend_ragged(both(q), both(k), both(v), &[12, 0]).unwrap();
+            let output = Host::of(attention.output.narrow(0, 0, 1));
+            close(format!("{what}: ragged"), &output, &expected(cut..cut + 12), CLOSE);
+            let output = attend(&mut cache, &text.tokens(cut..70), &[70 - cut], on);
+            close(format!("{what}: attend"), &output, &expected(cut..70), CLOSE);
         }
     }
 }

@@ -14,6 +14,7 @@ mod config;
 mod counters;
 mod envelope;
 mod errors;
+mod extremes;
 mod formats;
 mod frames;
 mod golden;

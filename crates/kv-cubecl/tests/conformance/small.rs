@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use crate::{
     attention, chunks,
-    common::{CLOSE, Rng, Setup, attend, check_properties, chunk_sizes, close, stamp},
+    common::{CLOSE, Rng, Setup, attend, check_properties, chunk_sizes, close, stamp, windows},
     step,
 };
 
@@ -43,17 +43,18 @@ fn the_smallest_caches<T: Target>(on: &On<T>) {
     }
 }
 
-/// Any valid configuration with small numbers. Most have one slice, and a text that ends where
-/// something leaves the window.
+/// Any valid configuration with small numbers, in every other case with a sliding window. Most have
+/// one slice, and a text that ends where something leaves the residual.
 fn small_setups() -> impl Strategy<Value = Setup> {
     let bits = || prop::sample::select(vec![2usize, 4, 8, 16]);
     let few = || prop::sample::select(vec![1usize, 1, 1, 2]);
     let counts = (few(), few(), few(), 1..=6usize);
     let heads = (few(), few(), 1..=3usize);
-    let rest = (0..=3usize, 0..=2usize, any::<bool>(), 0..=4usize, any::<u32>());
+    let order = (any::<bool>(), any::<bool>(), any::<bool>(), any::<prop::sample::Index>());
+    let rest = (0..=3usize, 0..=2usize, order, 0..=4usize, any::<u32>());
     (bits(), bits(), counts, heads, rest).prop_map(
-        |(k, v, (words, windows, groups, any), (batch, n_kv_heads, per_kv), rest)| {
-            let (sinks, spare, after, beyond, seed) = rest;
+        |(k, v, (words, residuals, groups, any), (batch, n_kv_heads, per_kv), rest)| {
+            let (sinks, spare, (after, sliding, windowed, window), beyond, seed) = rest;
             // A group fills one or two whole words of the side with fewer bits.
             let codes = [k, v].map(|bits| if bits == 16 { 1 } else { 32 / bits });
             let group = words * codes[0].max(codes[1]);
@@ -64,8 +65,14 @@ fn small_setups() -> impl Strategy<Value = Setup> {
                 .with_group_size(group)
                 .with_residual_length(residual)
                 .with_sink_tokens(sinks)
+                .with_sliding(sliding && k < 16)
                 .with_flush(if after { Flush::AfterAttention } else { Flush::BeforeAttention });
-            let tokens = (sinks + windows * residual + beyond).saturating_sub(2).max(1);
+            let windows = windows(&config, head_dim);
+            let config = match windowed && !windows.is_empty() {
+                true => config.with_window(Some(*window.get(&windows))),
+                false => config,
+            };
+            let tokens = (sinks + residuals * residual + beyond).saturating_sub(2).max(1);
             let sizes = [batch, n_kv_heads * per_kv, n_kv_heads, tokens, head_dim];
             let text = Setup::with(config, sizes, seed.into());
             Setup { config: text.config.with_capacity(tokens + spare), ..text }

@@ -1,6 +1,6 @@
 //! The decode step recorded once and replayed.
 
-use std::{cell::RefCell, collections::BTreeSet, fmt, rc::Rc};
+use std::{cell::RefCell, collections::BTreeSet, fmt, marker::PhantomData, rc::Rc};
 
 use burn::tensor::{Device, Graph, Tensor, capture};
 use kv_sampling::{Cursor, Draw};
@@ -36,6 +36,9 @@ use crate::{
 /// # Ok(())
 /// # }
 /// ```
+///
+/// A graph stays on the thread that made the recording, with whose work alone a replay is in order:
+/// it is neither `Send` nor `Sync`.
 pub struct DecodeGraph<'a> {
     /// Gets its layers back when the graph is dropped.
     cache: &'a mut ModelCache,
@@ -47,6 +50,8 @@ pub struct DecodeGraph<'a> {
     id: Option<u32>,
     eos: BTreeSet<u32>,
     device: Device,
+    /// Neither `Send` nor `Sync`, whatever the other fields are.
+    one_thread: PhantomData<*const ()>,
 }
 
 /// The buffers that the recording reads and writes, which therefore must stay the same.
@@ -115,7 +120,8 @@ impl<'a> DecodeGraph<'a> {
         let step = move || held.borrow_mut().step().expect("it went well just before");
         let graph = capture(device, Box::new(step) as Box<dyn FnMut() -> _>);
         let (eos, device) = (eos.clone(), device.clone());
-        Ok(Self { cache, graph, bound, position: None, id: None, eos, device })
+        let one_thread = PhantomData;
+        Ok(Self { cache, graph, bound, position: None, id: None, eos, device, one_thread })
     }
 
     /// Whether a replay sends a recording to the device; if not, it runs the step again.
@@ -227,8 +233,8 @@ impl<'a> DecodeGraph<'a> {
     fn replay(&mut self) {
         let _span = trace_span!(target: OPERATION, REPLAY).entered();
         // SAFETY: what the step reads and writes is in `bound` or in the graph itself and lives as
-        // long as `self`; both are used by this thread alone, so that all work is in order on one
-        // stream.
+        // long as `self`. As `self` is not `Send`, this is the thread that made the recording, and
+        // all work is in order on one stream.
         unsafe { self.graph.replay() };
     }
 

@@ -8,6 +8,7 @@ use rayon::prelude::*;
 
 use super::{
     decode::{between_groups, block, block_end},
+    scale_weights,
     slice::Slice,
     streaming::{Matrix, matmul},
 };
@@ -16,14 +17,16 @@ use crate::{formats::flex::TILE, layout::Sides, scores::Scores, simd};
 /// Query rows whose scores are in memory at once.
 const ROW_BLOCK: usize = 256;
 
-/// The rows of `query`, `[.., rows, head_dim]`, over what the query of the last of the first `tokens` of the slice they
-/// belong to sees; `scores` are to base 2.
+/// The rows of `query`, `[.., rows, head_dim]`, over what the query of the last of the first
+/// `tokens` of the slice they belong to sees; `scores` are to base 2, `factor` is that of
+/// [`without_overflow`](super::without_overflow).
 pub(super) fn attend<'a>(
     query: &[f32],
     slice: impl Fn(usize) -> Slice<'a> + Sync,
     tokens: usize,
     rows: usize,
     scores: Scores,
+    factor: f32,
     [output, lse]: [&mut [f32]; 2],
 ) {
     let block = rows.min(ROW_BLOCK);
@@ -41,7 +44,7 @@ pub(super) fn attend<'a>(
                 .zip(lse.par_chunks_mut(block))
                 .zip(query.par_chunks(block * head_dim.keys))
                 .for_each(|((output, lse), query)| {
-                    slice.attend_block(query, tokens, scores, output, lse);
+                    slice.attend_block(query, tokens, scores, factor, output, lse);
                 });
         });
 }
@@ -53,6 +56,7 @@ impl Slice<'_> {
         query: &[f32],
         tokens: usize,
         scores: Scores,
+        factor: f32,
         output: &mut [f32],
         lse: &mut [f32],
     ) {
@@ -62,6 +66,7 @@ impl Slice<'_> {
         let longest = block(self.layout).min(tokens);
         let mut softmax = Softmax {
             scores,
+            factor,
             weights: vec![0.0; rows * longest],
             widened: vec![0.0; TILE * key_dim.max(value_dim)],
             maxima: vec![f32::NEG_INFINITY; rows],
@@ -91,7 +96,7 @@ impl Slice<'_> {
             *lse = simd::log_sum_exp(max, *sum);
         }
         for (out, sum) in output.chunks_exact_mut(value_dim).zip(sums) {
-            out.iter_mut().for_each(|x| *x /= sum);
+            out.iter_mut().for_each(|x| *x /= sum * factor);
         }
     }
 
@@ -105,7 +110,8 @@ impl Slice<'_> {
         output: &mut [f32],
     ) {
         let Sides { keys: key_dim, values: value_dim } = self.layout.shape().head_dim;
-        let Softmax { scores: Scores { scale, softcap }, weights, widened, maxima, sums } = softmax;
+        let Softmax { scores: Scores { scale, softcap }, factor, weights, widened, maxima, sums } =
+            softmax;
         let (start, n, rows) = (tokens.start, tokens.len(), sums.len());
         let weights = &mut weights[..rows * n];
         self.keys.tiles(tokens.clone(), widened, |token, keys| {
@@ -124,6 +130,7 @@ impl Slice<'_> {
             let base = simd::finite_or_zero(largest);
             let kept = (*max - base).exp2();
             *sum = *sum * kept + simd::exp2_minus_max(scores, base);
+            scale_weights(scores, *factor);
             *max = largest;
             out.iter_mut().for_each(|x| *x *= kept);
         }
@@ -140,6 +147,8 @@ impl Slice<'_> {
 /// A softmax over tokens that come block by block, and scratch memory for a block.
 struct Softmax {
     scores: Scores,
+    /// That of [`without_overflow`](super::without_overflow).
+    factor: f32,
     /// Scores of a block, then weights, `[rows, tokens]`.
     weights: Vec<f32>,
     /// A tile of restored rows.

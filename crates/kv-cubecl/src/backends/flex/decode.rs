@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 
 use burn::backend::Flex;
 
-use super::{chunk, slice::Slice};
+use super::{chunk, scale_weights, slice::Slice, without_overflow};
 use crate::{
     AttentionOptions, CacheState,
     formats::flex::{SCRATCH_ROWS, TILE},
@@ -99,8 +99,18 @@ impl Attend<'_> {
     pub(super) fn run(
         &self,
         query: &[f32],
+        shape: [usize; 4],
+        state: &CacheState<Flex>,
+    ) -> (Vec<f32>, Vec<f32>) {
+        without_overflow(|factor| self.run_scaled(query, shape, state, factor))
+    }
+
+    fn run_scaled(
+        &self,
+        query: &[f32],
         [_, n_heads, m, key_dim]: [usize; 4],
         state: &CacheState<Flex>,
+        factor: f32,
     ) -> (Vec<f32>, Vec<f32>) {
         let Self { layout, len, tokens, ref slices, options, threads } = *self;
         // The query heads of one kv head are adjacent, so its rows are one run of the query.
@@ -116,7 +126,7 @@ impl Attend<'_> {
         let begin = schedule.begin(tokens);
         if rows >= MANY_ROWS {
             let slice = |slice: usize| Slice::new(state, layout, len, slices.start + slice);
-            chunk::attend(query, slice, tokens, rows, scores, [&mut output, &mut lse]);
+            chunk::attend(query, slice, tokens, rows, scores, factor, [&mut output, &mut lse]);
             return (output, lse);
         }
         let first = slices.start;
@@ -159,7 +169,7 @@ impl Attend<'_> {
         with_this_thread(scratch, splits, |scratch, split| {
             let query = &query[split.slice * rows * key_dim..][..rows * key_dim];
             let slice = Slice::new(state, layout, len, first + split.slice);
-            slice.attend(query, split, begin, softcap, scratch);
+            slice.attend(query, split, begin, softcap, factor, scratch);
         });
         let splits = |row: usize| {
             let results =
@@ -179,7 +189,7 @@ impl Attend<'_> {
                     *out += weight * o;
                 }
             }
-            out.iter_mut().for_each(|out| *out /= l);
+            out.iter_mut().for_each(|out| *out /= l * factor);
             *lse = simd::log_sum_exp(m, l);
         }
         (output, lse)
@@ -269,13 +279,14 @@ fn spin_while(condition: impl Fn() -> bool) {
 impl Slice<'_> {
     /// Attention of the rows of `query`, already scaled, over the tokens of a split, which starts
     /// [between groups](between_groups); those before `begin` are hidden, unless they are sinks. `softcap` is to
-    /// base 2, as the scores.
+    /// base 2, as the scores; `factor` is that of [`without_overflow`].
     fn attend(
         &self,
         query: &[f32],
         split: Split<'_>,
         begin: usize,
         softcap: Option<f32>,
+        factor: f32,
         scratch: &mut Scratch<'_>,
     ) {
         let Split { tokens, m, l, o: out, .. } = split;
@@ -305,6 +316,7 @@ impl Slice<'_> {
                 let base = simd::finite_or_zero(maximum);
                 let kept = (*m - base).exp2();
                 *l = *l * kept + simd::exp2_minus_max(scores, base);
+                scale_weights(scores, factor);
                 *m = maximum;
                 o.iter_mut().for_each(|o| *o *= kept);
             }
@@ -399,7 +411,14 @@ mod tests {
             let (head_dim, block) = (shape.head_dim, block(&layout));
             let mut scratch = Scratch::for_threads(&mut memory, 1, ROWS, head_dim, block);
             let mut scratch = scratch.next().unwrap();
-            Slice::new(&state, &layout, TOKENS, 0).attend(&scaled, split, 0, None, &mut scratch);
+            Slice::new(&state, &layout, TOKENS, 0).attend(
+                &scaled,
+                split,
+                0,
+                None,
+                1.0,
+                &mut scratch,
+            );
 
             for r in 0..ROWS {
                 // Sums of 9000 terms in another order, each rounded to 6e-8.

@@ -315,6 +315,30 @@ fn dims<const D: usize>(tensor: &FlexTensor) -> [usize; D] {
     tensor.layout().shape().dims()
 }
 
+/// What the weights of a softmax are multiplied with, so that no sum of values is beyond f32: the
+/// reciprocal of the most tokens that a cache has.
+const DOWN: f32 = 1.0 / (1 << 24) as f32;
+
+/// Output and log-sum-exp of `attend`, which multiplies the weights of values with its argument and
+/// divides the output by it: 1, and [`DOWN`] for outputs that are not finite so, because values
+/// near the largest f32 were added up.
+fn without_overflow(attend: impl Fn(f32) -> (Vec<f32>, Vec<f32>)) -> (Vec<f32>, Vec<f32>) {
+    let (mut output, lse) = attend(1.0);
+    if !simd::all_finite(&output) {
+        let (again, _) = attend(DOWN);
+        let both = output.iter_mut().zip(again);
+        both.filter(|(x, _)| !x.is_finite()).for_each(|(x, again)| *x = again);
+    }
+    (output, lse)
+}
+
+/// Multiplies weights with what [`without_overflow`] says.
+fn scale_weights(weights: &mut [f32], factor: f32) {
+    if factor != 1.0 {
+        weights.iter_mut().for_each(|weight| *weight *= factor);
+    }
+}
+
 /// What attention of a query of this shape and type returns.
 fn attention(
     output: Vec<f32>,

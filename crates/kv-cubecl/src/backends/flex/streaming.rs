@@ -8,7 +8,7 @@ use core::ops::Range;
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use super::{attention, dims, floats};
+use super::{attention, dims, floats, scale_weights, without_overflow};
 use crate::{
     AttentionOptions,
     layout::{Sides, StreamSpec},
@@ -252,7 +252,7 @@ pub(super) fn streaming_attention(
         .map(|&(slice, block)| {
             let query = &query[slice * n_rep * m * key_dim..][..n_rep * m * key_dim];
             let sides = sides.map(|side| slice_of(side, slice, slices));
-            attend_block(&problem, block, query, sides)
+            without_overflow(|factor| attend_block(&problem, block, query, sides, factor))
         })
         .collect();
     let mut output = vec![0.0; slices * n_rep * m * value_dim];
@@ -386,6 +386,7 @@ fn attend_block(
     block: Block,
     query: &[f32],
     [key, key_hat, value, value_hat]: [&[f32]; 4],
+    factor: f32,
 ) -> (Vec<f32>, Vec<f32>) {
     let Sides { keys: key_dim, values: d } = problem.head_dim;
     let query = gather(problem, block, query, key_dim);
@@ -401,6 +402,7 @@ fn attend_block(
             let base = finite_or_zero(largest);
             let kept = (maxima[row] - base).exp2();
             sums[row] = sums[row] * kept + exp2_minus_max(seen, base);
+            scale_weights(seen, factor);
             maxima[row] = largest;
             if kept != 1.0 {
                 out[row * d..][..d].iter_mut().for_each(|x| *x *= kept);
@@ -432,7 +434,7 @@ fn attend_block(
     }
     for (out, sum) in out.chunks_exact_mut(d).zip(&sums) {
         for x in out {
-            *x /= sum;
+            *x /= sum * factor;
         }
     }
     let lse = maxima.into_iter().zip(sums).map(|(max, sum)| log_sum_exp(max, sum)).collect();

@@ -24,7 +24,7 @@ mod values;
 
 pub(crate) use args::{DecodeArgs, args};
 pub(crate) use base::{DecodeProblem, Hardware, MAX_HEAD_DIM, SHARED_BYTES, check, splits};
-pub(crate) use kernel::{LOWEST, weight_of};
+pub(crate) use kernel::{DOWN, LOWEST, weight_of};
 pub(crate) use launch::{DecodeBindings, launch_ref};
 pub(crate) use launch::{check_size, grid, launch_merge, partial_results};
 pub(crate) use score::word_at;

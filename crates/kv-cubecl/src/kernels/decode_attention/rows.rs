@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::{
     args::DecodeArgs,
     base::DecodeBlueprint,
-    kernel::{LOWEST, Tile, weight_of},
+    kernel::{DOWN, LOWEST, Tile, weight_of},
 };
 use crate::kernels::rotary::turned;
 
@@ -182,7 +182,7 @@ pub(super) fn weigh(
         let mut t = state.unit;
         while t < tile_len {
             let weight = weight_of(state.scratch[r * tile_len + t], largest[r]);
-            state.scratch[r * tile_len + t] = weight;
+            state.scratch[r * tile_len + t] = weight * f32::new(DOWN);
             state.sums[r] += weight;
             t += comptime!(bp.units);
         }
@@ -256,11 +256,11 @@ pub(super) fn write_rows(
     }
 }
 
-/// A weighted sum of values over the sum of weights; 0 for a sequence that takes no part, whose sum of weights is
-/// below 0.
+/// A sum of values by weights times [`DOWN`], over the sum of weights; 0 for a sequence that takes
+/// no part, whose sum of weights is below 0.
 #[cube]
 pub(super) fn normalized(output: f32, sum: f32) -> f32 {
-    let mut normalized = output / sum;
+    let mut normalized = output / (sum * f32::new(DOWN));
     // A NaN stays one.
     if sum < 0.0 {
         normalized = f32::new(0.0);

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::kernel::{StreamArgs, hat_end, score_of, sees, skip_hidden, visible};
 use crate::kernels::{
-    decode_attention::LOWEST,
+    decode_attention::{DOWN, LOWEST},
     grid::cube_at,
     row_blocks::{
         RowBlocks, RowState, gather, maximum, new_rows, output as output_of, read_four, sum, weigh,
@@ -276,7 +276,8 @@ pub(super) fn forward_blocked<Q: Float, N: Size>(
     let mut i = unit;
     while i < rows_left * width {
         let (r, column) = (i / width, i % width);
-        let total = Vector::<f32, N>::new(sum::<N>(&state, r, comptime!(bp.blocks)));
+        let total = sum::<N>(&state, r, comptime!(bp.blocks)) * f32::new(DOWN);
+        let total = Vector::<f32, N>::new(total);
         let row = output_of::<N>(&state, r, column, comptime!(bp.blocks)) / total;
         output[first * width + i] = Vector::cast_from(row);
         i += units;

@@ -2,7 +2,7 @@ use cubecl::prelude::*;
 
 use crate::{
     kernels::{
-        decode_attention::{LOWEST, weight_of},
+        decode_attention::{DOWN, LOWEST, weight_of},
         grid::cube_at,
         layout::{ScheduleArgs, SideScheduleArgs, begin, quantized},
         scores::softcap,
@@ -233,7 +233,7 @@ fn weigh(rows: &mut Rows) {
         let mut sum = rows.sums[row] * factor;
         for t in 0..KEYS {
             let p = weight_of(rows.scores[row * KEYS + t], maximum);
-            rows.scores[row * KEYS + t] = p;
+            rows.scores[row * KEYS + t] = p * f32::new(DOWN);
             sum += p;
         }
         rows.maxima[row] = maximum;
@@ -345,7 +345,7 @@ pub(super) fn forward<Q: Float>(
             for i in 0..channels {
                 let channel = unit + i * comptime!(bp.units);
                 if channel < head_dim {
-                    let out = acc[r * channels + i] / rows.sums[r];
+                    let out = acc[r * channels + i] / (rows.sums[r] * f32::new(DOWN));
                     output[(head * args.m + row) * head_dim + channel] = Q::cast_from(out);
                 }
             }

@@ -10,7 +10,7 @@ use kv_cubecl::{Error, On, Target};
 
 pub(crate) use check::{CLOSE, close, equal_bits, snapshot};
 pub(crate) use data::{Host, Rng};
-pub(crate) use setup::{Setup, attend, check_properties, chunk_sizes, setups};
+pub(crate) use setup::{Setup, attend, check_properties, chunk_sizes, sample, setups, windows};
 
 /// Runs a case on a target's device.
 pub(crate) fn run<T: Target>(case: fn(&On<T>)) {

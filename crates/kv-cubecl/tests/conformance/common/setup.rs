@@ -125,7 +125,18 @@ pub(crate) fn chunk_sizes(rng: &mut Rng, total: usize, largest: usize) -> Vec<us
     sizes
 }
 
-/// Any valid configuration with a text that fills its window up to three times.
+/// Sliding windows at the boundaries of a configuration: around its residual, and multiples of that
+/// and of its groups. A quantized cache refuses those below the residual.
+pub(crate) fn windows(config: &KvCacheConfig, head_dim: usize) -> Vec<usize> {
+    let (residual, group) = (config.residual_length, config.group_size);
+    let around = [residual.saturating_sub(1), residual, residual + 1];
+    let multiples = [2, 3].map(|n| n * residual).into_iter().chain([1, 2, 3, 5].map(|n| n * group));
+    let fits = |&window: &usize| config.with_window(Some(window)).validate(head_dim).is_ok();
+    around.into_iter().chain(multiples).filter(fits).collect()
+}
+
+/// Any valid configuration with a text that fills its residual up to three times, in every other
+/// case with a window.
 pub(crate) fn setups() -> impl Strategy<Value = Setup> {
     // Only a few kinds of configuration, as compiling the kernels of each takes a software driver
     // long; the cases in `attention` have them all.
@@ -133,12 +144,13 @@ pub(crate) fn setups() -> impl Strategy<Value = Setup> {
     let bits = [&kivi[..], &["int8 int8", "16 int8", "int8 4", "e4m3 mxfp4"]].concat();
     let bits = prop::sample::select(bits);
     let sizes = vec![(16, 64), (32, 64), (16, 80)];
-    let window = (prop::sample::select(sizes), 1..=2usize);
+    let sizes = (prop::sample::select(sizes), 1..=2usize);
     let sinks = prop::sample::select(vec![0, 0, 1, 4, 19]);
     let heads = (1..=2usize, 1..=2usize, 1..=4usize);
-    let order = (any::<bool>(), any::<bool>());
-    (bits, window, sinks, order, heads, (0.0..1.0, any::<u32>())).prop_map(
-        |(formats, ((group, head_dim), groups), sinks, (after, sliding), heads, (length, seed))| {
+    let order = (any::<bool>(), any::<bool>(), any::<bool>(), any::<prop::sample::Index>());
+    (bits, sizes, sinks, order, heads, (0.0..1.0, any::<u32>())).prop_map(
+        |(formats, ((group, head_dim), groups), sinks, order, heads, (length, seed))| {
+            let (after, sliding, windowed, window) = order;
             let (batch, n_kv_heads, per_kv) = heads;
             let residual = group * groups;
             let flush = if after { Flush::AfterAttention } else { Flush::BeforeAttention };
@@ -153,6 +165,11 @@ pub(crate) fn setups() -> impl Strategy<Value = Setup> {
                 false => config.with_residual_length((residual - 16) / 16 * 7),
             };
             let config = config.with_sliding(sliding && (k == "16" || config.keys.is_grouped()));
+            let windows = windows(&config, head_dim);
+            let config = match windowed && !windows.is_empty() {
+                true => config.with_window(Some(*window.get(&windows))),
+                false => config,
+            };
             let longest = (3 * residual + sinks).min(150) as f64;
             let tokens = 1 + (longest * length) as usize;
             let sizes = [batch, n_kv_heads * per_kv, n_kv_heads, tokens, head_dim];
@@ -161,16 +178,32 @@ pub(crate) fn setups() -> impl Strategy<Value = Setup> {
     )
 }
 
-/// Checks a property of `cases` random values, always the same ones. A failure prints the value,
-/// made as small as possible.
+/// How many cases a random suite runs, and the first seed: `cases` from 0 on, or what `KV_CASES`
+/// and `KV_SEED` say.
+pub(crate) fn sample(cases: u32) -> (u32, u64) {
+    let number = |name: &str| {
+        let value = std::env::var(name).ok()?;
+        Some(value.parse().unwrap_or_else(|_| panic!("{name} {value:?}: must be a whole number")))
+    };
+    (
+        number("KV_CASES").map_or(cases, |n: u64| n.try_into().unwrap()),
+        number("KV_SEED").unwrap_or(0),
+    )
+}
+
+/// Checks a property of `cases` random values, the same ones for the same seed: see [`sample`]. A
+/// failure prints the seed and the value, made as small as possible.
 pub(crate) fn check_properties<S: Strategy>(cases: u32, values: S, property: impl Fn(S::Value)) {
+    let (cases, seed) = sample(cases);
     let config = Config { cases, failure_persistence: None, ..Config::default() };
-    let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
+    let mut bytes = [0; 32];
+    bytes[..8].copy_from_slice(&seed.to_le_bytes());
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
     let result = TestRunner::new_with_rng(config, rng).run(&values, |value| {
         property(value);
         Ok::<(), TestCaseError>(())
     });
     if let Err(error) = result {
-        panic!("{error}");
+        panic!("KV_SEED={seed}: {error}");
     }
 }

@@ -39,8 +39,10 @@ const MAX_GROUPS: usize = 32;
 /// Tokens by which codes are prefetched before they are read.
 const AHEAD: usize = 32;
 
-/// The largest query, weight, or scale of values that is multiplied with floats that are too small by a power of
-/// two: 2^30. So neither what is multiplied with [half of it](codes::root) nor a sum is more than an f32 can be.
+/// The largest query, weight, or scale that is multiplied with floats that are too small by a power
+/// of two, or with sums of them: 2^30. So neither what is multiplied with [half of it](codes::root)
+/// nor a sum is more than an f32 can be; and what sums lose below the least f32, at most 2^-90 a
+/// product with that half, stays below 2^-60.
 const LARGEST: f32 = f32::from_bits((127 + 30) << 23);
 
 /// Whether this processor has the instructions, and groups are whole quads of words.
@@ -104,7 +106,8 @@ pub(super) fn score<F: Scaled>(
     scratch: &mut [f32],
 ) -> bool {
     let served = serves(&keys.place) && keys.place.tokens >= LANES;
-    if !served || reduces(F::FORMAT) && !moderate(query) {
+    let moderate = || moderate(query) && Rows::new(keys).scales_are_moderate::<F>(keys);
+    if !served || reduces(F::FORMAT) && !moderate() {
         return false;
     }
     let head_dim = keys.place.head_dim;
