@@ -136,6 +136,9 @@ pub enum Error {
         /// What is wrong with it.
         why: String,
     },
+    /// The caller asked for an end of the work before it was done.
+    #[error("interrupted, nothing is written")]
+    Interrupted,
     /// A valid request that this crate does not serve.
     #[error("unsupported {}: {}", line(what), line(why))]
     Unsupported {

@@ -148,12 +148,27 @@ impl Checkpoints {
     /// where there is none.
     ///
     /// # Errors
-    /// A damaged checkpoint; then the message names the last that is whole.
+    /// A step without a checkpoint; then the message lists those there are. A damaged checkpoint;
+    /// then it names the last that is whole.
     pub fn resume(&self, wanted: Option<usize>) -> Result<Option<usize>> {
         let Some(step) = wanted.map_or_else(|| self.last_complete(), |step| Ok(Some(step)))? else {
             return Ok(None);
         };
         let steps = self.steps()?;
+        if !steps.contains(&step) {
+            let why = match &steps[..] {
+                [] => format!("holds no checkpoint of step {step}, nor of any other"),
+                [one] => format!("holds no checkpoint of step {step}, but that of step {one}"),
+                [rest @ .., last] => {
+                    let rest: Vec<String> = rest.iter().map(usize::to_string).collect();
+                    let rest = rest.join(", ");
+                    format!(
+                        "holds no checkpoint of step {step}, but those of steps {rest} and {last}"
+                    )
+                }
+            };
+            return Err(Error::Damaged { path: self.folder.clone(), why });
+        }
         self.check(step).map(|()| Some(step)).map_err(|error| match error {
             Error::Damaged { path, why } => {
                 let whole = steps.iter().rev().find(|&&other| self.check(other).is_ok());

@@ -3,7 +3,7 @@
 
 use core::{fmt, str::FromStr};
 
-use kv_models::Role;
+use kv_models::{ModelSpec, Role};
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, QatConfig, Result};
@@ -261,9 +261,12 @@ impl TrainConfig {
                 return Err(Error::setting(field, value, "must be at least 1"));
             }
         }
+        self.check_sizes()?;
         self.schedule.check(self.steps)?;
         unit("float-share", self.float_share)?;
-        unit("beta-2", self.beta_2.into())?;
+        if !(0.0..1.0).contains(&self.beta_2) {
+            return Err(Error::setting("beta-2", self.beta_2, "must be at least 0 and below 1"));
+        }
         if !(0.0..1.0).contains(&self.holdout) {
             return Err(Error::setting("holdout", self.holdout, "must be at least 0 and below 1"));
         }
@@ -286,6 +289,48 @@ impl TrainConfig {
             return Err(Error::setting("patience", 0, "must be at least 1"));
         }
         self.qat.as_ref().map_or(Ok(()), |qat| qat.check(self.seq_len, self.steps))
+    }
+
+    /// Refuses numbers of which products would not fit: the tokens of a batch into one buffer, and
+    /// the sequences of a run into an f64, which counts the share that is trained in float.
+    fn check_sizes(&self) -> Result<()> {
+        let below = |limit: u64, numbers: &[usize]| {
+            let product = |sum: u64, &n: &usize| sum.checked_mul(n as u64);
+            numbers.iter().try_fold(1, product).is_some_and(|product| product < limit)
+        };
+        if !below(1 << 32, &[self.seq_len]) {
+            return Err(Error::setting("seq-len", self.seq_len, "must be below 2^32"));
+        }
+        if !below(1 << 32, &[self.batch, self.seq_len]) {
+            let rule = format!("times seq-len {} must be below 2^32 tokens", self.seq_len);
+            return Err(Error::setting("batch", self.batch, rule));
+        }
+        if !below(1 << 53, &[self.batch, self.accumulation]) {
+            let rule = format!("times batch {} must be below 2^53 sequences", self.batch);
+            return Err(Error::setting("accumulation", self.accumulation, rule));
+        }
+        if !below(1 << 53, &[self.batch, self.accumulation, self.steps]) {
+            let rule = format!(
+                "times batch {} and accumulation {} must be below 2^53 sequences",
+                self.batch, self.accumulation
+            );
+            return Err(Error::setting("steps", self.steps, rule));
+        }
+        Ok(())
+    }
+
+    /// Checks what the model decides: that the cache quantizes any of its layers.
+    ///
+    /// # Errors
+    /// [`Error::Setting`] for a cache that is float in all layers.
+    pub fn check_model(&self, model: &ModelSpec) -> Result<()> {
+        match &self.qat {
+            Some(qat) if qat.cache.is_float(model) => {
+                let rule = "is float in all layers, so that nothing would be quantized";
+                Err(Error::setting("cache", &qat.cache, rule))
+            }
+            _ => Ok(()),
+        }
     }
 
     pub(crate) fn epochs(&self) -> usize {

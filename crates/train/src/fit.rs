@@ -21,7 +21,7 @@ use burn_train::{
     ValidLoader, metric::store::EventStoreClient, train::MultiDevicesTrainStep,
 };
 
-use crate::{Measured, TrainConfig, Trainee, data::Batch, step::Task};
+use crate::{Measured, TrainConfig, Trainee, data::Batch, setup::check_finite, step::Task};
 
 /// Trains from optimizer step `done` to the last, or until it is asked to stop. One epoch of its
 /// data loaders is one optimizer step, so that a run can resume after any step.
@@ -110,7 +110,7 @@ impl SupervisedLearningStrategy<Trainee> for Fit {
                         break;
                     }
                 }
-                course.save(step);
+                self.save(&mut course, step);
                 saved = Some(step);
                 let stopping = early_stopping.as_mut();
                 if stopping.is_some_and(|stopping| stopping.should_stop(step, &course.store)) {
@@ -129,7 +129,7 @@ impl SupervisedLearningStrategy<Trainee> for Fit {
         // If the run was asked to stop and did not fail, the weights are those after `step` steps.
         let asked = self.stops(&course) && !self.failed(&course);
         if asked && saved != Some(step) {
-            course.save(step);
+            self.save(&mut course, step);
         }
         // Waits until all checkpoints are written.
         drop(course.checkpointer.take());
@@ -208,6 +208,9 @@ impl Fit {
         }
         course.learner.lr_step();
         course.learner.optimizer_step(accumulator.grads());
+        if self.failed(course) {
+            return false;
+        }
 
         let n_items = items.len();
         for (i, item) in items.into_iter().enumerate() {
@@ -222,6 +225,14 @@ impl Fit {
             course.train(LearnerEvent::EndSplit(epoch));
         }
         true
+    }
+
+    /// Saves a checkpoint of finite weights, or fails the run.
+    fn save(&self, course: &mut Course, step: usize) {
+        match check_finite(&course.learner.model(), step) {
+            Ok(()) => course.save(step),
+            Err(why) => self.task.fail(&why),
+        }
     }
 
     /// Measures the held-out loss after `step` steps. The task's recorder adds up the batches, and

@@ -157,6 +157,42 @@ pub(crate) fn checkpoint_bytes(prepared: &Prepared) -> [u64; 2] {
     count.0
 }
 
+/// Checks that every weight of `module` is finite, so that no checkpoint holds another one.
+///
+/// # Errors
+/// The first that is not.
+pub(crate) fn check_finite<M: Module>(module: &M, step: usize) -> core::result::Result<(), String> {
+    struct Finite {
+        path: Vec<String>,
+        wrong: Option<String>,
+    }
+    impl ModuleVisitor for Finite {
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.path.push(name.into());
+        }
+
+        fn exit_module(&mut self, _: &str, _: &str) {
+            self.path.pop();
+        }
+
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let finite = || param.val().is_finite().all().into_scalar::<bool>();
+            if self.wrong.is_none() && !finite() {
+                self.wrong = Some(self.path.join("."));
+            }
+        }
+    }
+    let mut finite = Finite { path: vec![], wrong: None };
+    module.visit(&mut finite);
+    match finite.wrong {
+        None => Ok(()),
+        Some(name) => Err(format!(
+            "weight {name} is not finite after step {step}, so it is not saved; try a lower \
+             learning rate or weight decay"
+        )),
+    }
+}
+
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use kv_models::{

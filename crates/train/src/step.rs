@@ -275,11 +275,14 @@ impl TrainStep for Trainee {
         lr: burn_optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate,
         grads: GradientsParams,
     ) -> Self {
-        let grads = match self.task.config.clip_norm {
-            Some(limit) => clip(&self, grads, limit),
-            None => grads,
-        };
-        optim.step(lr, self, grads)
+        match clip(&self, grads, self.task.config.clip_norm) {
+            Ok(grads) => optim.step(lr, self, grads),
+            Err(why) => {
+                let step = self.task.lock().steps_made();
+                self.task.fail(&format!("step {step}: {why}"));
+                self
+            }
+        }
     }
 }
 
@@ -303,18 +306,34 @@ impl InferenceStep for Trainee {
 
 /// Scales all gradients so that their joint norm is at most `limit` (Pascanu et al., 2013,
 /// <https://arxiv.org/abs/1211.5063>).
+///
+/// # Errors
+/// A joint norm that is not finite in f32, with the first weight it comes from. Such gradients would
+/// make weights NaN, or, scaled by `limit / inf`, train nothing. A finite norm also keeps AdamW's
+/// squares of gradients finite.
 pub(crate) fn clip<M: Module>(
     module: &M,
     mut grads: GradientsParams,
-    limit: f64,
-) -> GradientsParams {
+    limit: Option<f64>,
+) -> core::result::Result<GradientsParams, String> {
     struct Norm<'a> {
         grads: &'a GradientsParams,
+        path: Vec<String>,
+        names: Vec<String>,
         squares: Vec<Tensor<1>>,
     }
     impl ModuleVisitor for Norm<'_> {
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.path.push(name.into());
+        }
+
+        fn exit_module(&mut self, _: &str, _: &str) {
+            self.path.pop();
+        }
+
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
             if let Some(grad) = self.grads.get::<D>(param.id) {
+                self.names.push(self.path.join("."));
                 self.squares.push(grad.powi_scalar(2).sum());
             }
         }
@@ -330,17 +349,26 @@ pub(crate) fn clip<M: Module>(
             }
         }
     }
-    let mut norm = Norm { grads: &grads, squares: Vec::new() };
+    let mut norm = Norm { grads: &grads, path: vec![], names: vec![], squares: vec![] };
     module.visit(&mut norm);
-    let squares = norm.squares;
+    let Norm { names, squares, .. } = norm;
     if squares.is_empty() {
-        return grads;
+        return Ok(grads);
     }
-    let norm = Tensor::cat(squares, 0).sum().into_scalar::<f64>().sqrt();
-    if norm > limit {
+    let all = Tensor::cat(squares, 0);
+    let norm = all.clone().sum().into_scalar::<f64>().sqrt();
+    if !norm.is_finite() {
+        let squares = all.into_data();
+        let first = squares.iter::<f64>().zip(names).find(|(square, _)| !square.is_finite());
+        let of = first.map_or(String::new(), |(_, name)| format!(", first that of {name}"));
+        return Err(format!(
+            "the norm of the gradient is {norm} in f32{of}; try a lower learning rate"
+        ));
+    }
+    if let Some(limit) = limit.filter(|&limit| norm > limit) {
         module.visit(&mut Scale { grads: &mut grads, factor: limit / norm });
     }
-    grads
+    Ok(grads)
 }
 
 impl Task {
@@ -379,11 +407,29 @@ mod tests {
         let before = all(grads());
         let norm = |grads: &[f32]| grads.iter().map(|x| f64::from(x * x)).sum::<f64>().sqrt();
         assert!((norm(&before) - 52f64.sqrt()).abs() < 1e-6, "{before:?}");
-        assert_eq!(all(clip(&linear, grads(), 8.0)), before);
-        let after = all(clip(&linear, grads(), 0.5));
+        assert_eq!(all(clip(&linear, grads(), Some(8.0)).unwrap()), before);
+        assert_eq!(all(clip(&linear, grads(), None).unwrap()), before);
+        let after = all(clip(&linear, grads(), Some(0.5)).unwrap());
         // The rounding of one f32 factor.
         assert!((norm(&after) - 0.5).abs() < 1e-6, "{after:?}");
         let ratios = after.iter().zip(&before).map(|(after, before)| after / before);
         assert!(ratios.clone().all(|ratio| (ratio - after[0] / before[0]).abs() < 1e-6));
+    }
+
+    /// The squares of 1e20 exceed f32, though the gradients themselves do not.
+    #[test]
+    fn a_norm_that_is_not_finite_is_an_error() {
+        let device: Device = (*On::<Autodiff<Flex>>::open().unwrap()).clone();
+        let linear = LinearConfig::new(2, 2).init(&device);
+        for input in [1e20f32, f32::INFINITY, f32::NAN] {
+            for limit in [Some(1.0), None] {
+                let input =
+                    Tensor::<2>::from_data(TensorData::new(vec![1.0, input], [1, 2]), &device);
+                let mut grads = linear.forward(input).sum().backward();
+                let grads = GradientsParams::from_module(&mut grads, &linear);
+                let error = clip(&linear, grads, limit).err().unwrap();
+                assert!(error.contains("weight"), "{error}");
+            }
+        }
     }
 }

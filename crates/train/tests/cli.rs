@@ -10,6 +10,7 @@ use kv_models::{
     ModelCacheConfig,
     kv_cubecl::{Autodiff, Flex},
 };
+use kv_train::TrainConfig;
 
 type Cpu = World<Autodiff<Flex>>;
 
@@ -214,7 +215,15 @@ fn mistakes_are_one_line() {
     with("--batch", "0", &["batch 0"]);
     with("--objective", "rl", &["objective rl", "ce, kl, or mixed:W"]);
     with("--objective", "mixed:2", &["objective mixed:2"]);
-    with("--trainable", "head", &["trainable head", "all, layers, attention or qkv"]);
+    with("--trainable", "layer", &["'layer'", "--trainable", "a similar value exists: 'layers'"]);
+    with("--trainable", "head", &["'head'", "--trainable", "all, layers, attention, qkv"]);
+    with("--beta-2", "1", &["beta-2 1", "below 1"]);
+    with("--eval-tokens", "1", &["eval-tokens 1", "at least 2", "or 0"]);
+    with("--cache", "float", &["cache float", "is float in all layers"]);
+    with("--float-layers", "0,1", &["cache ", "is float in all layers"]);
+    with("--memory", "1M", &["training needs at least", "but --memory allows 1.0 MB", "weights"]);
+    with("--memory", "16", &["training needs at least"]);
+    with("--threads", "0", &["--threads", "1..=1024"]);
     with("--float-layers", "2", &["rules[1].layers = 2"]);
     with("--float-share", "2", &["float-share 2"]);
     with("--lora", "0", &["lora 0"]);
@@ -249,6 +258,137 @@ fn mistakes_are_one_line() {
         &["num_key_value_heads", "3", "num_attention_heads 4"],
     );
     pretrain(&["--vocab", "260", "--head-dim", "0"], &["head_dim", "0", "between 1"]);
+    // 100000 * 256 * (768 of queries, keys, values and output + 3 * 704) weights: none is made.
+    let parts = ["memory: training needs at least", "weights 294.91 GB", "moments 589.83 GB"];
+    pretrain(&["--layers", "100000"], &parts);
+    assert!(!world.path("out").exists(), "a refused run has left files");
+}
+
+/// The largest number there is, for every option that counts something: an error of one line, or a
+/// run that ends.
+#[test]
+fn no_option_overflows() {
+    let world = Cpu::new();
+    let (model, text) = (world.save_model("base"), world.string("text.txt"));
+    let most = u64::MAX.to_string();
+    let qat = [
+        "--steps",
+        "--steps-per-epoch",
+        "--seq-len",
+        "--batch",
+        "--accumulation",
+        "--warmup",
+        "--seed",
+        "--valid-windows",
+        "--patience",
+        "--eval-tokens",
+        "--lora",
+        "--start-step",
+        "--devices",
+        "--float-layers",
+        "--threads",
+    ];
+    let ran = |command: &mut std::process::Command, option: &str, fine: &[&str]| {
+        let output = command.output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        match output.status.code() {
+            Some(0) => assert!(fine.contains(&option), "{option} succeeded"),
+            Some(1 | 2) => {
+                assert_eq!(stderr.lines().count(), 1, "{option}: {stderr}");
+                assert!(!fine.contains(&option), "{option}: {stderr}");
+            }
+            code => panic!("{option}: {code:?}: {stderr}"),
+        }
+    };
+    for option in qat {
+        let out = world.string(option);
+        let good = [
+            ("--model", model.as_str()),
+            ("--text", &text),
+            ("--cache", K2V2),
+            ("--out", &out),
+            ("--seq-len", "96"),
+            ("--steps", "2"),
+            ("--batch", "1"),
+            ("--eval-tokens", "0"),
+            ("--warmup", "1"),
+            ("--valid-windows", "1"),
+        ];
+        let mut args = vec!["qat"];
+        for (name, value) in good.iter().filter(|(name, _)| *name != option) {
+            args.extend([name, value]);
+        }
+        args.extend([option, &most]);
+        let fine =
+            ["--steps-per-epoch", "--seed", "--valid-windows", "--patience", "--eval-tokens"];
+        ran(&mut program(&args), option, &fine);
+    }
+    for option in [
+        "--vocab",
+        "--hidden",
+        "--intermediate",
+        "--layers",
+        "--heads",
+        "--kv-heads",
+        "--head-dim",
+        "--context",
+    ] {
+        let out = world.string(option);
+        let args = ["pretrain", "--text", &text, "--out", &out, "--steps", "1", option, &most];
+        ran(&mut program(&args), option, &[]);
+    }
+    for option in [
+        "--patch",
+        "--channels",
+        "--hidden",
+        "--layers",
+        "--heads",
+        "--local-idx",
+        "--local-window",
+        "--frames",
+        "--batch",
+        "--two-step",
+        "--steps-per-epoch",
+        "--warmup",
+        "--valid-frames",
+    ] {
+        let out = world.string(&format!("world{option}"));
+        let good = [
+            ("--patch", "12"),
+            ("--channels", "8"),
+            ("--hidden", "32"),
+            ("--layers", "2"),
+            ("--heads", "2"),
+            ("--local-window", "2"),
+            ("--frames", "4"),
+            ("--batch", "2"),
+            ("--steps", "2"),
+            ("--two-step", "1"),
+            ("--warmup", "1"),
+            ("--valid-frames", "2"),
+        ];
+        let mut args = vec!["world", "--out", &out];
+        for (name, value) in good.iter().filter(|(name, _)| *name != option) {
+            args.extend([name, value]);
+        }
+        args.extend([option, &most]);
+        ran(&mut program(&args), option, &["--steps-per-epoch", "--local-window"]);
+    }
+    for option in ["--seq-len", "--batch", "--lora"] {
+        let args = ["bench", "--model", &model, "--cache", K2V2, option, &most];
+        ran(&mut program(&args), option, &[]);
+    }
+}
+
+#[test]
+fn a_run_that_fits_says_nothing_of_memory() {
+    let world = Cpu::new();
+    let (model, text, out) =
+        (world.save_model("base"), world.string("text.txt"), world.string("out"));
+    let args = ["qat", "--model", &model, "--text", &text, "--cache", K2V2, "--out", &out];
+    let more = ["--seq-len", "96", "--steps", "1", "--eval-tokens", "0", "--memory", "64M"];
+    let output = program(&[&args[..], &more, &["--threads", "1"]].concat()).output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
 }
 
 /// A run of a world model may end earlier than its last phase is long, if that is said to be shorter too.
@@ -284,9 +424,27 @@ fn a_world_run_ends_earlier_than_it_was_to() {
 #[test]
 fn help_and_version() {
     assert!(succeeds(&mut program(&["--version"])).starts_with("kv-train "));
-    for args in
-        [&["--help"][..], &["qat", "--help"], &["pretrain", "--help"], &["resume", "--help"]]
-    {
-        assert!(succeeds(&mut program(args)).contains("Usage:"));
+    let help = |command: &str| succeeds(&mut program(&[command, "--help"]));
+    for command in ["qat", "pretrain", "world", "bench", "resume", "quantize", "export"] {
+        let help = help(command);
+        assert!(help.contains("Usage:") && help.contains("Example"), "{help}");
+        assert!(help.contains(&format!("  kv-train {command} ")), "{help}");
+        assert!(help.contains("--threads"), "{help}");
+    }
+    assert!(succeeds(&mut program(&["--help"])).contains("Example"));
+    // What is said of defaults is what a run without options gets.
+    let config = TrainConfig::default();
+    let lines = help("qat");
+    for (option, default) in [
+        ("--steps ", config.steps.to_string()),
+        ("--lr ", config.schedule.lr.to_string()),
+        ("--batch ", config.batch.to_string()),
+        ("--seq-len ", config.seq_len.to_string()),
+        ("--warmup ", config.schedule.warmup.to_string()),
+    ] {
+        let at = lines.find(&format!("      {option}")).unwrap();
+        let said = lines[at..].split("\n\n").next().unwrap();
+        let here = [format!("[default: {default}]"), format!("[default: qat {default}, ")];
+        assert!(here.iter().any(|here| said.contains(here)), "{said}");
     }
 }

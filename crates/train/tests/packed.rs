@@ -245,7 +245,39 @@ fn the_program_quantizes_trains_and_resumes() {
     );
     let float = ["quantize", "--model", &model, "--format", "float", "--out", &none];
     fails(&mut program(&float), &["nothing would be quantized"]);
+    for (format, option, parts) in [
+        ("mxfp4", ["--group", "64"], &["group 64", "mxfp4 has groups of 32"][..]),
+        ("mxfp4", ["--for", "transformers"], &["mxfp4", "gpt-oss"]),
+        ("int4", ["--for", "transformer"], &["--for", "a similar value exists: 'transformers'"]),
+        ("mxfp", ["--group", "32"], &["'mxfp'", "a similar value exists: 'mxfp4'"]),
+    ] {
+        let args = ["quantize", "--model", &model, "--format", format, "--out", &wide];
+        fails(program(&args).args(option), parts);
+    }
+    let embedding = ["--for", "transformers", "--embedding", "int8", "--out", &wide];
+    fails(program(&quantize).args(embedding), &["embedding", "--for transformers"]);
     assert!(!world.path("wide").exists());
+
+    // What transformers loads is held to it by scripts/check-transformers; otherwise it is said
+    // that it does not.
+    let symmetric = world.string("symmetric");
+    for (out, more, loads) in [
+        (world.string("zeros"), &[][..], false),
+        (symmetric.clone(), &["--for", "transformers"], true),
+    ] {
+        let output = program(&quantize).args(["--out", &out]).args(more).output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{stderr}");
+        assert_eq!(stderr.contains("--for transformers"), !loads, "{stderr}");
+        let config = fs::read_to_string(format!("{out}/config.json")).unwrap();
+        let config: serde_json::Value = serde_json::from_str(&config).unwrap();
+        let config = &config["quantization_config"];
+        let groups = config["config_groups"].as_object().unwrap();
+        assert_eq!(groups.len(), 2, "{config}");
+        assert!(groups.values().all(|group| group["weights"]["symmetric"] == loads), "{config}");
+        let floats = config["ignore"].to_string();
+        assert_eq!(floats.contains("embed_tokens"), loads, "{config}");
+    }
 
     let run = world.string("run");
     let start = |model: &str, more: &[&str]| {

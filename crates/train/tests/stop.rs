@@ -17,8 +17,17 @@ use std::{
     time::Duration,
 };
 
+use burn::{
+    module::{Module, ModuleMapper, Param},
+    tensor::Tensor,
+};
 use common::{Losses, World, fails, program, quantized, succeeds, weights};
-use kv_models::kv_cubecl::{Autodiff, Flex};
+use kv_models::{
+    LayerSpec, SaveOptions, WeightDtype,
+    kv_cubecl::{Autodiff, Flex},
+    llama::Config,
+    save,
+};
 use kv_train::{Checkpoints, Error, History, Resume, Run, Texts, TrainConfig, checkpointed, train};
 
 type Cpu = World<Autodiff<Flex>>;
@@ -298,7 +307,7 @@ fn a_refused_start_changes_nothing() {
     };
     pretrain(&run, &[&run, "holds a run"]);
     // Resuming a finished run from a step without a checkpoint fails and leaves it finished.
-    fails(&mut program(&["resume", &run, "--from-step", "3"]), &["step-3"]);
+    fails(&mut program(&["resume", &run, "--from-step", "3"]), &["no checkpoint of step 3"]);
     assert!(before == contents(run.as_ref()));
 
     // A model's own folder is not taken for a run's.
@@ -359,7 +368,13 @@ fn a_run_that_could_not_save_is_finished_by_resume() {
     assert!(fs::read(format!("{out}/model.safetensors")).unwrap() == exported(4));
     assert!(exported(4) != weights);
     assert!(fs::metadata(format!("{run}/model-4/kv_cache.json")).is_ok());
-    fails(&mut program(&["export", &run, "--step", "5"]), &["step-5.model.bpk", "step 8 is whole"]);
+    fails(&mut program(&["export", &run, "--step", "5"]), &["no checkpoint of step 5", "4 and 8"]);
+    // A model that is there is not replaced.
+    fs::write(format!("{out}/model.safetensors"), "mine").unwrap();
+    let again = ["export", &run, "--step", "4", "--out", &out];
+    fails(&mut program(&again), &[&format!("out {out}"), "is there already"]);
+    assert_eq!(fs::read(format!("{out}/model.safetensors")).unwrap(), b"mine");
+    fails(&mut program(&["export", &run]), &[&format!("{run}/model-8"), "is there already"]);
     fails(&mut program(&["export", &short]), &["run.json", "a run's folder"]);
 
     // Resumed from an earlier step, it makes the later ones again, with the same result.
@@ -367,6 +382,222 @@ fn a_run_that_could_not_save_is_finished_by_resume() {
     assert!(saved(&run) == weights && losses(&run) == expected);
     // An older checkpoint may remain too, if writing one takes longer than the steps to the next.
     assert!(Checkpoints::of(run.as_ref()).steps().unwrap().ends_with(&[4, 8]));
+}
+
+/// What decides the weights is compared with what the run was started with, by content.
+#[test]
+fn a_run_is_resumed_only_with_what_it_was_started_with() {
+    let world = Cpu::new();
+    let (model, text) = (world.save_model("base"), world.string("text.txt"));
+    let (valid, run) = (world.string("valid.txt"), world.string("run"));
+    world.write("valid.txt", &common::sentences(60));
+    let mut args = qat(&model, &text, &run, "8");
+    args.extend(["--valid-text", &valid]);
+    succeeds(&mut program(&args));
+    let expected = saved(&run);
+    let resume = ["resume", run.as_str(), "--from-step", "4"];
+    let weights = format!("{model}/model.safetensors");
+    let tokenizer = format!("{model}/tokenizer.json");
+    let other = world.string("other");
+    {
+        // Another model of the same shape.
+        let model = common::tiny(common::architecture(), &world.device).valid();
+        let model = model.map(&mut Halved);
+        let options = SaveOptions { dtype: WeightDtype::F16, cache: None };
+        save(&other, &model, &world.tokenizer, options).unwrap();
+    }
+    let others = fs::read(format!("{other}/model.safetensors")).unwrap();
+    let mut text_of_others = fs::read(&text).unwrap();
+    text_of_others.extend(b"And so on.");
+    let mut spaced = fs::read(&tokenizer).unwrap();
+    spaced.push(b'\n');
+    for (path, content, what) in [
+        (&text, &text_of_others, "text"),
+        (&valid, &text_of_others, "valid-text"),
+        (&weights, &others, "model and teacher"),
+        (&tokenizer, &spaced, "model and teacher"),
+    ] {
+        let before = fs::read(path).unwrap();
+        assert!(before != *content);
+        fs::write(path, content).unwrap();
+        let why = [&format!("{what} {path}")[..], "is not the file that the run was started with"];
+        fails(&mut program(&resume), &why);
+        if what.starts_with("model") {
+            fails(&mut program(&["export", &run, "--step", "4"]), &why);
+        }
+        fs::remove_file(path).unwrap();
+        fails(&mut program(&resume), &[what, path]);
+        fs::write(path, before).unwrap();
+    }
+    succeeds(&mut program(&resume));
+    assert!(saved(&run) == expected);
+
+    // A run of an older version has no hashes.
+    let spec = format!("{run}/run.json");
+    let mut json: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(&spec).unwrap()).unwrap();
+    assert_eq!(
+        json.as_object_mut().unwrap().remove("inputs").unwrap().as_array().unwrap().len(),
+        6
+    );
+    fs::write(&spec, json.to_string()).unwrap();
+    let output = program(&resume).output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && stderr.contains("note: ") && stderr.contains("no hashes"));
+    assert!(saved(&run) == expected);
+}
+
+/// Multiplies all weights by 1/2.
+struct Halved;
+
+impl ModuleMapper for Halved {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|tensor| tensor.mul_scalar(0.5))
+    }
+}
+
+#[test]
+fn a_run_from_scratch_keeps_its_tokenizer_and_its_texts() {
+    let world = Cpu::new();
+    let (text, run) = (world.string("text.txt"), world.string("run"));
+    let mut args = vec!["pretrain", "--text", &text, "--out", &run, "--vocab", "280"];
+    args.extend(["--hidden", "32", "--intermediate", "64", "--layers", "1", "--heads", "2"]);
+    args.extend(["--kv-heads", "1", "--head-dim", "16", "--context", "64", "--seq-len", "32"]);
+    args.extend([
+        "--steps",
+        "4",
+        "--steps-per-epoch",
+        "2",
+        "--eval-tokens",
+        "0",
+        "--holdout",
+        "0.1",
+    ]);
+    succeeds(&mut program(&args));
+    let expected = saved(&run);
+    let resume = ["resume", run.as_str(), "--from-step", "2"];
+    succeeds(&mut program(&resume));
+    assert!(saved(&run) == expected);
+    let tokenizer = format!("{run}/tokenizer.json");
+    let mut spaced = fs::read(&tokenizer).unwrap();
+    spaced.push(b'\n');
+    fs::write(&tokenizer, spaced).unwrap();
+    fails(&mut program(&resume), &["tokenizer tokenizer.json", "is not the file"]);
+}
+
+/// Older versions started runs that could not be evaluated in the end, and failed then.
+#[test]
+fn a_run_whose_evaluation_cannot_be_made_is_finished_by_resume() {
+    let world = Cpu::new();
+    let (model, text, run) =
+        (world.save_model("base"), world.string("text.txt"), world.string("run"));
+    succeeds(&mut program(&qat(&model, &text, &run, "8")));
+    let weights = saved(&run);
+    let spec = format!("{run}/run.json");
+    let started = fs::read_to_string(&spec).unwrap();
+    assert!(started.contains("\"eval_tokens\": 0"), "{started}");
+    fs::write(&spec, started.replace("\"eval_tokens\": 0", "\"eval_tokens\": 1")).unwrap();
+    for again in [&["resume", run.as_str()][..], &["resume", &run, "--eval-tokens", "64"]] {
+        fs::remove_file(format!("{run}/result.json")).unwrap();
+        fs::remove_dir_all(format!("{run}/model")).unwrap();
+        let output = program(again).output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{stderr}");
+        let skipped = stderr.contains("will not be evaluated");
+        assert_eq!(skipped, again.len() == 2, "{stderr}");
+        assert_eq!(String::from_utf8(output.stdout).unwrap().contains("perplexity"), !skipped);
+        assert!(saved(&run) == weights);
+    }
+    fails(
+        &mut program(&["resume", &run, "--from-step", "4", "--eval-tokens", "1"]),
+        &["eval-tokens 1"],
+    );
+}
+
+#[cfg(unix)]
+#[test]
+fn an_interrupted_quantize_leaves_nothing() {
+    let world = Cpu::new();
+    let attention = LayerSpec::new(8, 8, 64);
+    let (hidden_size, intermediate_size, rotary_dim) = (512, 2048, 64);
+    let large = Config {
+        attention,
+        hidden_size,
+        intermediate_size,
+        rotary_dim,
+        n_layers: 12,
+        ..common::architecture()
+    };
+    let options = SaveOptions { dtype: WeightDtype::F16, cache: None };
+    let large_model = common::tiny(large, &world.device).valid();
+    save(world.path("large"), &large_model, &world.tokenizer, options).unwrap();
+    let (model, out) = (world.string("large"), world.string("int4"));
+    let args = ["quantize", "--model", &model, "--format", "int4", "--range", "least-error"];
+    let unfinished = || {
+        let entries = fs::read_dir(world.folder.path()).unwrap();
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| name.starts_with(".unfinished-")).count()
+    };
+    let mut command = program(&[&args[..], &["--out", &out]].concat());
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    while unfinished() == 0 {
+        assert!(child.try_wait().unwrap().is_none(), "it ended before it was interrupted");
+        thread::sleep(Duration::from_millis(1));
+    }
+    signal(&child, "-INT");
+    let output = child.wait_with_output().unwrap();
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(130), "{stdout}");
+    assert!(stdout.contains("interrupted, nothing is written"), "{stdout}");
+    assert_eq!(unfinished(), 0);
+    assert!(!world.path("int4").exists());
+}
+
+/// Also where there is nothing to finish.
+#[cfg(unix)]
+#[test]
+fn every_interrupted_command_exits_with_130() {
+    let world = Cpu::new();
+    let model = world.save_model("base");
+    let world_run = world.string("world");
+    let bench = ["bench", "--model", &model, "--cache", common::K2V2, "--seq-len", "96"];
+    let bench = [&bench[..], &["--steps", "1000000"]].concat();
+    let maze = ["world", "--out", &world_run];
+    for (args, most) in [(&bench[..], 20), (&maze, 1)] {
+        let mut command = program(args);
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        thread::sleep(Duration::from_secs(1));
+        for _ in 0..most {
+            if child.try_wait().unwrap().is_some() {
+                break;
+            }
+            signal(&child, "-INT");
+            thread::sleep(Duration::from_millis(100));
+        }
+        let status = child.wait().unwrap();
+        assert_eq!(status.code(), Some(130), "{args:?}");
+    }
+}
+
+/// A terminal that cannot move its cursor, made by `script`.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_dumb_terminal_has_lines() {
+    let world = Cpu::new();
+    let (model, text, run) =
+        (world.save_model("base"), world.string("text.txt"), world.string("run"));
+    let args = qat(&model, &text, &run, "8").join(" ");
+    let line = format!("{} {args}", env!("CARGO_BIN_EXE_kv-train"));
+    let mut script = Command::new("script");
+    script.args(["--quiet", "--return", "--command", &line, "/dev/null"]);
+    script.env("TERM", "dumb").stdin(Stdio::piped()).stdout(Stdio::piped());
+    let child = script.spawn().expect("script of util-linux");
+    let output = child.wait_with_output().unwrap();
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{stdout}");
+    assert!(!stdout.contains('\u{1b}'), "no escapes: {stdout:?}");
+    assert_eq!(stdout.matches("TERM \"dumb\"").count(), 1, "{stdout}");
+    assert!(stdout.contains("valid after     4"), "{stdout}");
 }
 
 #[test]

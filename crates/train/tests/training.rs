@@ -4,7 +4,14 @@
 
 mod common;
 
-use std::{collections::BTreeSet, fs};
+use std::{
+    collections::BTreeSet,
+    fs,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use burn::{
     module::{Module, ModuleMapper, Param},
@@ -52,6 +59,77 @@ fn learns() {
     assert!((history.valid[0].nll - first).abs() < 0.5, "{:?}", history.valid[0]);
     let shares = history.valid[1].shares.unwrap();
     assert!((0.0..0.1).contains(&shares.clipped) && shares.constant == 0.0, "{shares:?}");
+}
+
+/// Multiplies the weights whose paths contain `name`.
+struct Enlarge {
+    path: Vec<String>,
+    name: &'static str,
+    times: f64,
+}
+
+impl ModuleMapper for Enlarge {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.into());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match self.path.iter().any(|part| part == self.name) {
+            true => param.map(|tensor| tensor.mul_scalar(self.times)),
+            false => param,
+        }
+    }
+}
+
+impl Enlarge {
+    fn weights(model: LanguageModel, name: &'static str, times: f64) -> LanguageModel {
+        let before = weights(&model);
+        let model = model.map(&mut Self { path: vec![], name, times });
+        assert!(weights(&model) != before, "no weight of {name}");
+        model
+    }
+}
+
+/// With a head of 1e20 the loss is finite, and so is every gradient, but not their norm in f32: scaled
+/// by it they would all be 0, and the run would go on without training anything.
+#[test]
+fn a_norm_beyond_f32_stops_the_run() {
+    let world = Cpu::new();
+    let config = TrainConfig { steps: 4, ..config() };
+    let texts = Texts { train: world.tokens("text.txt"), valid: None };
+    let model = tiny(Config { tied_head: false, ..architecture() }, &world.device);
+    let model = Enlarge::weights(model, "head", 1e20);
+    for (name, clip_norm) in [("clipped", Some(1.0)), ("as it is", None)] {
+        let config = TrainConfig { clip_norm, ..config.clone() };
+        let error = world.train_on(model.clone(), &texts, name, &config, Resume::No).unwrap_err();
+        assert!(matches!(&error, Error::Stopped(_)), "{error:?}");
+        let error = error.to_string();
+        assert!(error.contains("step 0: the norm of the gradient is inf"), "{error}");
+        assert_eq!(Checkpoints::of(&world.path(name)).steps().unwrap(), [0]);
+    }
+}
+
+/// A weight decay of f32's largest number makes weights infinite in one step, after a finite loss.
+#[test]
+fn no_checkpoint_holds_a_weight_that_is_not_finite() {
+    let world = Cpu::new();
+    let schedule = Schedule { lr: 1.0, min_lr: 0.0, warmup: 0 };
+    let config = TrainConfig { weight_decay: f32::MAX, schedule, ..config() };
+    let texts = Texts { train: world.tokens("text.txt"), valid: None };
+    let asked = Arc::new(AtomicBool::new(false));
+    let stop = asked.clone();
+    let tell = move |line: &str| {
+        asked.fetch_or(line.starts_with("step"), Ordering::Relaxed);
+    };
+    let run = Run { stop: Some(stop), tell: Some(Box::new(tell)), ..Run::new(world.path("run")) };
+    let model = Enlarge::weights(world.model.clone(), "qkv", 1000.0);
+    let error = train(&world.device, model, &texts, &config, run).unwrap_err().to_string();
+    assert!(error.contains("qkv") && error.contains("not finite after step 1"), "{error}");
+    assert_eq!(Checkpoints::of(&world.path("run")).steps().unwrap(), [0]);
 }
 
 #[test]

@@ -1,6 +1,11 @@
 //! Quantized models: matrices as codes with their scales, in a Hugging Face folder.
 
-use std::{collections::BTreeMap, fs, io, path::Path};
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use burn::tensor::DType;
 use kv_weights::{PackedLayout, Quantize, WeightFormat};
@@ -45,13 +50,15 @@ pub struct QuantizeOptions<'a> {
     pub dtype: WeightDtype,
     /// The cache that the model is for, written as [`KV_CACHE_FILE`](crate::KV_CACHE_FILE).
     pub cache: Option<&'a ModelCacheConfig>,
+    /// Ends the work with [`Error::Interrupted`] when it becomes true.
+    pub stop: Option<&'a AtomicBool>,
 }
 
 impl<'a> QuantizeOptions<'a> {
     /// These formats for attention, MLPs and embedding.
     pub fn new([attention, mlp, embedding]: [Option<WeightFormat>; 3]) -> Self {
         let (quantize, dtype) = (Quantize::default(), WeightDtype::Auto);
-        Self { attention, mlp, embedding, quantize, dtype, cache: None }
+        Self { attention, mlp, embedding, quantize, dtype, cache: None, stop: None }
     }
 
     /// The same options with another way to codes.
@@ -70,6 +77,19 @@ impl<'a> QuantizeOptions<'a> {
     #[must_use]
     pub fn with_cache(self, cache: Option<&'a ModelCacheConfig>) -> Self {
         Self { cache, ..self }
+    }
+
+    /// The same options with a flag that [stops](Self::stop) the work.
+    #[must_use]
+    pub fn with_stop(self, stop: &'a AtomicBool) -> Self {
+        Self { stop: Some(stop), ..self }
+    }
+
+    fn check_stop(&self) -> Result<()> {
+        match self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
+            true => Err(Error::Interrupted),
+            false => Ok(()),
+        }
     }
 
     /// The format of a matrix of this role.
@@ -92,8 +112,8 @@ impl<'a> QuantizeOptions<'a> {
 /// # Errors
 ///
 /// One line naming the tensor or file: rows that are not whole groups, a format that is not made, weights that are not
-/// finite, experts in another format than MXFP4, a folder that is there already, a file that cannot be written, and what
-/// [`save`](super::save) refuses. Nothing is left then.
+/// finite, experts in another format than MXFP4, a folder that is there already, a file that cannot be written, what
+/// [`save`](super::save) refuses, and [`Error::Interrupted`]. Nothing is left then.
 pub fn save_quantized(
     folder: impl AsRef<Path>,
     model: &LanguageModel,
@@ -124,8 +144,9 @@ pub fn save_quantized(
     #[cfg(unix)]
     unfinished.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
     let unfinished = unfinished.tempdir_in(parent).map_err(failed(folder))?;
-    let write = |path: &Path| write_plan(path, &plan, dtype, options.quantize, &weights);
+    let write = |path: &Path| write_plan(path, &plan, dtype, options, &weights);
     write_folder(unfinished.path(), model, tokenizer, &config, options.cache, write)?;
+    options.check_stop()?;
     fs::rename(unfinished.path(), folder).map_err(failed(folder))?;
     // It has its name, and is not to be removed.
     let _ = unfinished.keep();
@@ -251,7 +272,7 @@ fn write_plan(
     at: &Path,
     plan: &[Planned],
     dtype: DType,
-    quantize: Quantize,
+    options: QuantizeOptions<'_>,
     path: &Path,
 ) -> Result<NamedTempFile> {
     let mut file = TensorFile::new(at, path);
@@ -266,16 +287,17 @@ fn write_plan(
                 };
                 vec![file.add(name.clone(), kind, values.shape())]
             }
-            Planned::Quantized(export) => export.places(&mut file, quantize),
+            Planned::Quantized(export) => export.places(&mut file, options.quantize),
         })
         .collect();
     let mut file = file.begin()?;
     for (planned, places) in plan.iter().zip(places) {
         match planned {
             Planned::Floats(name, values) => {
+                options.check_stop()?;
                 file.write(places[0], 0, &rounded(values, dtype, path, name)?)?;
             }
-            Planned::Quantized(export) => export.write(&mut file, &places, quantize, path)?,
+            Planned::Quantized(export) => export.write(&mut file, &places, options, path)?,
         }
     }
     file.finish()
@@ -315,7 +337,7 @@ impl QuantizedExport {
         &self,
         file: &mut TensorFile<'_>,
         places: &[Place],
-        quantize: Quantize,
+        options: QuantizeOptions<'_>,
         path: &Path,
     ) -> Result<()> {
         let wrong = |why| Error::Tensor { path: path.into(), tensor: self.name.clone(), why };
@@ -329,6 +351,7 @@ impl QuantizedExport {
                 RowOrder::InTurn => range.clone().step_by(range.len()),
             };
             for start in starts {
+                options.check_stop()?;
                 let n = match self.order {
                     RowOrder::Same => at_a_time.min(range.end - start),
                     RowOrder::InTurn => range.len(),
@@ -339,7 +362,7 @@ impl QuantizedExport {
                     .convert_dtype(DType::F32)
                     .try_into_vec()
                     .map_err(|e| wrong(e.to_string()))?;
-                let blocks = in_threads(&values, self.columns, self.format, quantize)
+                let blocks = in_threads(&values, self.columns, self.format, options.quantize)
                     .map_err(|error| wrong(error.to_string()))?;
                 parts.write(file, &blocks, n)?;
             }
@@ -360,6 +383,9 @@ fn in_threads(
     quantize: Quantize,
 ) -> Result<Vec<u8>> {
     let rows = values.len() / columns;
+    #[cfg(feature = "flex")]
+    let threads = rayon::current_num_threads();
+    #[cfg(not(feature = "flex"))]
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let share = rows.div_ceil(threads).max(1);
     let quantized: Vec<kv_weights::Result<Vec<u8>>> = std::thread::scope(|scope| {

@@ -103,6 +103,13 @@ impl WorldConfig {
                 return Err(Error::setting(field, value, "must be at least 1"));
             }
         }
+        // All frames of a validation are in memory at once.
+        if self.valid_frames > 1 << 16 {
+            return Err(Error::setting("valid-frames", self.valid_frames, "must be at most 65536"));
+        }
+        if self.batch > u32::MAX as usize {
+            return Err(Error::setting("batch", self.batch, "must be below 2^32"));
+        }
         let size = kv_world::Frame::SIZE;
         if !size.is_multiple_of(self.patch) {
             let rule = format!("must divide the {size} pixels of a frame");

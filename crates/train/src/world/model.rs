@@ -27,6 +27,7 @@ use super::{
 use crate::{
     Checkpoints, Error, Result,
     checkpoint::PARTS,
+    setup::check_finite,
     step::{clip, on_threads},
 };
 
@@ -113,7 +114,8 @@ impl Course<'_> {
         if !loss.is_finite() {
             return Err(Error::Stopped(format!("the loss of step {step} is {loss}")));
         }
-        let gradients = clip(&self.world.model, sum.grads(), self.config.clip_norm);
+        let gradients = clip(&self.world.model, sum.grads(), Some(self.config.clip_norm))
+            .map_err(|why| Error::Stopped(format!("step {step}: {why}")))?;
         let rate = self.schedule.step();
         self.world.model = self.optimizer.step(rate, self.world.model.clone(), gradients);
         let seconds = start.elapsed().as_secs_f64();
@@ -159,6 +161,7 @@ impl Course<'_> {
 
     /// Saves everything after a step, and keeps the checkpoint before it.
     fn save(&self, checkpoints: &Checkpoints, step: usize) -> Result<()> {
+        check_finite(&self.world.model, step).map_err(Error::Stopped)?;
         let before = checkpoints.last_complete()?;
         checkpoints.save(
             step,

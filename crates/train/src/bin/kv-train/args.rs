@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use burn::tensor::Device;
-use kv_cli::{Backend, ModelSource};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use kv_cli::{Backend, MemorySize, ModelSource};
 use kv_models::{
     LayerSpec, LoadOptions, Loaded, ModelCacheConfig,
     kv_cubecl::{FakeQuantOptions, SteGradient},
@@ -16,6 +17,8 @@ use kv_train::{
     Adapter, Objective, QatConfig, Schedule, TrainConfig, Trainable, check_new, data::Source,
 };
 use serde::{Deserialize, Serialize};
+
+use crate::{inputs::Input, memory::Sizes, run::check_eval_tokens};
 
 /// A run as its folder keeps it, to be continued without repeating the command line.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -31,6 +34,15 @@ pub(crate) struct Spec {
     /// Whether quantized weights of the model stay packed.
     #[serde(default)]
     pub(crate) weights: Weights,
+    /// The files it was started with; older runs have not kept them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) inputs: Option<Vec<Input>>,
+}
+
+/// The weights that are trained, by name, so that a mistyped one is answered with the nearest.
+pub(crate) fn trainable() -> impl TypedValueParser<Value = Trainable> {
+    PossibleValuesParser::new(["all", "layers", "attention", "qkv"])
+        .try_map(|name| name.parse::<Trainable>())
 }
 
 /// What becomes of the quantized weights of a model's file.
@@ -104,6 +116,30 @@ pub(crate) struct Architecture {
 }
 
 impl Architecture {
+    /// What decides the memory of training, computed without overflow.
+    pub(crate) fn sizes(&self) -> Sizes {
+        let [vocab, hidden, intermediate, layers, heads, kv_heads, head_dim] = [
+            self.vocab,
+            self.hidden,
+            self.intermediate,
+            self.layers,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+        ]
+        .map(|n| n as f64);
+        let (query_rows, qkv_rows) = (heads * head_dim, (heads + 2.0 * kv_heads) * head_dim);
+        let of_layer = hidden * (qkv_rows + query_rows + 3.0 * intermediate);
+        Sizes {
+            weights: 4.0 * (vocab * hidden + layers * of_layer),
+            vocabulary: vocab * hidden,
+            hidden,
+            layers,
+            qkv_rows: layers * qkv_rows,
+            widest: intermediate,
+        }
+    }
+
     pub(crate) fn config(&self) -> llama::Config {
         llama::Config {
             vocab_size: self.vocab,
@@ -134,6 +170,29 @@ pub(crate) struct Start {
     pub(crate) folder: PathBuf,
     /// Lines instead of the dashboard.
     pub(crate) plain: bool,
+    pub(crate) memory: Option<MemorySize>,
+}
+
+/// The settings of `kv-train pretrain` unless they are given.
+fn pretraining() -> TrainConfig {
+    TrainConfig {
+        steps: 1000,
+        steps_per_epoch: 100,
+        schedule: Schedule { lr: 2e-3, min_lr: 1e-4, warmup: 50 },
+        weight_decay: 0.1,
+        beta_2: 0.95,
+        valid_windows: 16,
+        ..TrainConfig::default()
+    }
+}
+
+/// The help of an option, with its default in both commands.
+fn help(text: &str, default: impl Fn(&TrainConfig) -> String) -> String {
+    let [qat, pretrain] = [TrainConfig::default(), pretraining()].map(|config| default(&config));
+    match qat == pretrain {
+        true => format!("{text} [default: {qat}]"),
+        false => format!("{text} [default: qat {qat}, pretrain {pretrain}]"),
+    }
 }
 
 /// What both kinds of training take. Defaults differ, so they are in the commands.
@@ -157,49 +216,60 @@ struct Training {
     /// Devices of the backend that share each optimizer step.
     #[arg(long, default_value_t = 1)]
     devices: usize,
-    /// Optimizer steps.
-    #[arg(long)]
+    #[arg(long, help = help("Optimizer steps", |it| it.steps.to_string()))]
     steps: Option<usize>,
-    /// Optimizer steps between validations and checkpoints; both come after the last step too.
-    #[arg(long)]
+    #[arg(long, help = help(
+        "Optimizer steps between validations and checkpoints; both come after the last step too",
+        |it| it.steps_per_epoch.to_string(),
+    ))]
     steps_per_epoch: Option<usize>,
-    /// Tokens per sequence.
-    #[arg(long)]
+    #[arg(long, help = help("Tokens per sequence", |it| it.seq_len.to_string()))]
     seq_len: Option<usize>,
-    /// Sequences per batch.
-    #[arg(long)]
+    #[arg(long, help = help("Sequences per batch", |it| it.batch.to_string()))]
     batch: Option<usize>,
-    /// Batches per optimizer step.
-    #[arg(long)]
+    #[arg(long, help = help("Batches per optimizer step", |it| it.accumulation.to_string()))]
     accumulation: Option<usize>,
-    /// The highest learning rate.
-    #[arg(long)]
+    #[arg(long, help = help("The highest learning rate", |it| it.schedule.lr.to_string()))]
     lr: Option<f64>,
-    /// The last learning rate of the cosine.
-    #[arg(long)]
+    #[arg(long, help = help(
+        "The last learning rate of the cosine",
+        |it| it.schedule.min_lr.to_string(),
+    ))]
     min_lr: Option<f64>,
-    /// Steps of linear warm-up.
-    #[arg(long)]
+    #[arg(long, help = help(
+        "Steps of linear warm-up, by default at most a tenth of all",
+        |it| it.schedule.warmup.to_string(),
+    ))]
     warmup: Option<usize>,
-    /// Decoupled weight decay, of matrices but embeddings.
-    #[arg(long)]
+    #[arg(long, help = help(
+        "Decoupled weight decay, of matrices but embeddings",
+        |it| it.weight_decay.to_string(),
+    ))]
     weight_decay: Option<f32>,
-    /// Decay rate of the second moment.
-    #[arg(long)]
+    #[arg(long, help = help("Decay rate of the second moment", |it| it.beta_2.to_string()))]
     beta_2: Option<f32>,
-    /// Largest global norm of the gradient; 0 for no limit.
-    #[arg(long)]
+    #[arg(long, help = help(
+        "Largest global norm of the gradient; 0 for no limit",
+        |it| it.clip_norm.unwrap_or(0.0).to_string(),
+    ))]
     clip_norm: Option<f64>,
-    /// Seed of the data's order, and of new weights.
-    #[arg(long)]
+    #[arg(long, help = help(
+        "Seed of the data's order and of new weights",
+        |it| it.seed.to_string(),
+    ))]
     seed: Option<u64>,
-    /// Share of each text's tail held out for validation.
-    #[arg(long)]
+    #[arg(long, help = help(
+        "Share of each text's tail held out for validation",
+        |it| it.holdout.to_string(),
+    ))]
     holdout: Option<f64>,
-    /// Held-out windows used in a validation, at most.
-    #[arg(long)]
+    #[arg(long, help = help(
+        "Held-out windows used in a validation, at most",
+        |it| it.valid_windows.to_string(),
+    ))]
     valid_windows: Option<usize>,
-    /// Stop after as many validations without a better loss, and save the best model.
+    /// Stop after as many validations without a better loss, and save the best model
+    /// [default: never].
     #[arg(long)]
     patience: Option<usize>,
     /// Held-out tokens on which the model is evaluated before and after; 0 for none.
@@ -211,6 +281,9 @@ struct Training {
     /// Print a line for every few steps, on a terminal too, instead of the dashboard.
     #[arg(long)]
     plain: bool,
+    /// The memory that training may take, such as 16G [default: what is free].
+    #[arg(long)]
+    memory: Option<MemorySize>,
 }
 
 impl Training {
@@ -252,11 +325,11 @@ impl Training {
     ) -> Result<Start> {
         let config = self.config(defaults);
         config.validate()?;
+        check_eval_tokens(self.eval_tokens)?;
         check_new(&self.out)?;
         Source::new(self.texts.iter().chain(&self.valid_texts)).check_readable()?;
         let origin = origin()?;
-        let Self { backend, devices, texts, field, valid_texts, out, eval_tokens, plain, .. } =
-            self;
+        let Self { backend, devices, texts, field, valid_texts, eval_tokens, .. } = self;
         let weights = Weights::Restored;
         let spec = Spec {
             backend,
@@ -268,8 +341,9 @@ impl Training {
             config,
             eval_tokens,
             weights,
+            inputs: None,
         };
-        Ok(Start { spec, folder: out, plain })
+        Ok(Start { spec, folder: self.out, plain: self.plain, memory: self.memory })
     }
 }
 
@@ -291,8 +365,8 @@ pub(crate) struct Qat {
     /// Share of the sequences that are trained with a float cache.
     #[arg(long, default_value_t = 0.0)]
     float_share: f64,
-    /// Which weights are trained: all, layers, attention or qkv.
-    #[arg(long, default_value = "all")]
+    /// Which weights are trained.
+    #[arg(long, value_parser = trainable(), default_value = "all")]
     trainable: Trainable,
     /// Train low-rank adapters of this rank instead of the weights.
     #[arg(long)]
@@ -362,16 +436,7 @@ pub(crate) struct Pretrain {
 
 impl Pretrain {
     pub(crate) fn start(self) -> Result<Start> {
-        let defaults = TrainConfig {
-            steps: 1000,
-            steps_per_epoch: 100,
-            schedule: Schedule { lr: 2e-3, min_lr: 1e-4, warmup: 50 },
-            weight_decay: 0.1,
-            beta_2: 0.95,
-            valid_windows: 16,
-            ..TrainConfig::default()
-        };
         let origin = || Ok(Origin::Random(self.architecture));
-        self.training.start(origin, defaults)
+        self.training.start(origin, pretraining())
     }
 }

@@ -11,7 +11,10 @@ use kv_models::{
 };
 use kv_train::{Adapter, Objective, QatConfig, TrainConfig, Trainable, bench::Stepper};
 
-use crate::args::{Weights, load};
+use crate::{
+    args::{Weights, load, trainable},
+    memory::{self, Sizes},
+};
 
 /// Arguments of `kv-train bench`.
 #[derive(Debug, clap::Args)]
@@ -34,7 +37,7 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 5)]
     steps: usize,
     /// Which weights are trained.
-    #[arg(long, default_value = "all")]
+    #[arg(long, value_parser = trainable(), default_value = "all")]
     trainable: Trainable,
     /// Train low-rank adapters of this rank instead of the weights.
     #[arg(long)]
@@ -86,6 +89,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 fn stepper<T: Target>(args: &Args, model: &Path, kind: usize) -> Result<Stepper> {
     let device = On::<T>::open()?;
+    let sizes = Sizes::of_model(model, args.weights, &device)?;
+    memory::check(&sizes, &args.config(kind), (args.backend, &*device), None)?;
     let Loaded { model, notes, .. } = load(model, &device, args.weights)?;
     kv_cli::notes(&notes);
     Ok(Stepper::new(&device, model, &args.config(kind))?)
@@ -146,7 +151,10 @@ fn peak(kind: usize) -> Result<u64> {
     let text = String::from_utf8_lossy(&out.stdout);
     match text.trim().parse() {
         Ok(peak) if out.status.success() => Ok(peak),
-        _ => bail!("{}", String::from_utf8_lossy(&out.stderr).trim()),
+        _ => {
+            let said = String::from_utf8_lossy(&out.stderr);
+            bail!("{}", said.trim().trim_start_matches("error: "))
+        }
     }
 }
 

@@ -4,6 +4,9 @@
 
 mod args;
 mod bench;
+mod examples;
+mod inputs;
+mod memory;
 mod quantize;
 mod run;
 mod stop;
@@ -11,11 +14,12 @@ mod world;
 
 use std::{cell::Cell, path::PathBuf, process::ExitCode};
 
+use anyhow::Context;
 use clap::{Parser, Subcommand};
 use kv_cli::start;
 use kv_train::Resume;
 
-use crate::run::Ended;
+use crate::{run::Ended, stop::Stop};
 
 /// Activations are allocated and freed at every layer; the system's allocator gives the pages back
 /// and faults them in again each time.
@@ -24,8 +28,11 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// Train language models for quantized KV caches.
 #[derive(Debug, Parser)]
-#[command(version, about)]
+#[command(version, about, after_help = examples::ALL)]
 struct Cli {
+    /// Threads to compute with, on the CPU [default: one for each processor].
+    #[arg(long, global = true, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
     #[command(subcommand)]
     command: Command,
 }
@@ -35,25 +42,31 @@ enum Command {
     /// Fine-tune a model with the noise of its quantized cache.
     ///
     /// It is trained in f32, whatever the type of its file, and saved in f16.
+    #[command(after_help = examples::QAT)]
     Qat(args::Qat),
     /// Train a small Llama-style model from scratch.
+    #[command(after_help = examples::PRETRAIN)]
     Pretrain(args::Pretrain),
     /// Train a small world model on frames that are rendered while it trains.
     ///
     /// The game is a maze in the first person. The model is saved in f16, with what makes latents of frames.
+    #[command(after_help = examples::WORLD)]
     World(world::Args),
     /// Time and memory of a training step with a quantized cache beside a float one.
+    #[command(after_help = examples::BENCH)]
     Bench(bench::Args),
     /// Continue a run that was interrupted, or finish one whose model could not be saved.
+    ///
+    /// The texts and the model must be those that it was started with.
+    #[command(after_help = examples::RESUME)]
     Resume {
         /// The run's folder.
         run: PathBuf,
         /// Continue after this optimizer step's checkpoint instead of the last.
         #[arg(long)]
         from_step: Option<usize>,
-        /// Print a line for every few steps, on a terminal too, instead of the dashboard.
-        #[arg(long)]
-        plain: bool,
+        #[command(flatten)]
+        again: run::Again,
         /// Of a world model: end after this optimizer step, and lower the learning rate until then.
         #[arg(long)]
         steps: Option<usize>,
@@ -65,15 +78,17 @@ enum Command {
     ///
     /// From any model that is read here, restored where its file has blocks. Vectors, positions and routers stay in
     /// floats.
+    #[command(after_help = examples::QUANTIZE)]
     Quantize(quantize::Args),
     /// Save the model of one of a run's checkpoints.
+    #[command(after_help = examples::EXPORT)]
     Export {
         /// The run's folder.
         run: PathBuf,
         /// The optimizer step of the checkpoint instead of the last.
         #[arg(long)]
         step: Option<usize>,
-        /// The model's folder instead of model-STEP in the run's.
+        /// The model's folder, which must not be there [default: model-STEP in the run's].
         #[arg(long)]
         out: Option<PathBuf>,
     },
@@ -83,27 +98,37 @@ fn main() -> ExitCode {
     let stopped = Cell::new(false);
     let ended =
         |result: anyhow::Result<Ended>| result.map(|ended| stopped.set(ended == Ended::Stopped));
-    let code = start(|cli: Cli| match cli.command {
-        Command::Qat(args) => ended(args.start().and_then(|start| run::start(&start))),
-        Command::Pretrain(args) => ended(args.start().and_then(|start| run::start(&start))),
-        Command::World(args) => ended(world::start(&args)),
-        Command::Bench(args) => bench::run(&args),
-        Command::Quantize(args) => quantize::run(&args),
-        Command::Resume { run, from_step, plain, steps, two_step } => {
-            let resume = from_step.map_or(Resume::Last, Resume::Step);
-            let length = steps.map(|n| ("steps", n)).or(two_step.map(|n| ("two-step", n)));
-            ended(match (world::resume(&run, resume, steps, two_step), length) {
-                (Some(world), _) => world,
-                (None, None) => run::resume(&run, resume, plain),
-                (None, Some((field, n))) => Err(anyhow::anyhow!(
-                    "{field} {n}: only runs of world models may have another length"
-                )),
-            })
+    let code = start(|cli: Cli| {
+        if let Some(threads) = cli.threads {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.into());
+            pool.build_global().with_context(|| format!("threads {threads}: cannot start them"))?;
         }
-        Command::Export { run, step, out } => match world::export(&run, step, out.clone()) {
-            Some(world) => world,
-            None => run::export(&run, step, out),
-        },
+        let stop = Stop::listen()?;
+        ended(match cli.command {
+            Command::Qat(args) => args.start().and_then(|start| run::start(&start, &stop)),
+            Command::Pretrain(args) => args.start().and_then(|start| run::start(&start, &stop)),
+            Command::World(args) => world::start(&args, &stop),
+            Command::Bench(args) => bench::run(&args).map(|()| Ended::Finished),
+            Command::Quantize(args) => quantize::run(&args, &stop),
+            Command::Resume { run, from_step, again, steps, two_step } => {
+                let resume = from_step.map_or(Resume::Last, Resume::Step);
+                let length = steps.map(|n| ("steps", n)).or(two_step.map(|n| ("two-step", n)));
+                match (world::resume(&run, resume, [steps, two_step], again, &stop), length) {
+                    (Some(world), _) => world,
+                    (None, None) => run::resume(&run, resume, again, &stop),
+                    (None, Some((field, n))) => Err(anyhow::anyhow!(
+                        "{field} {n}: only runs of world models may have another length"
+                    )),
+                }
+            }
+            Command::Export { run, step, out } => {
+                let exported = match world::export(&run, step, out.clone(), &stop) {
+                    Some(world) => world,
+                    None => run::export(&run, step, out, &stop),
+                };
+                exported.map(|()| Ended::Finished)
+            }
+        })
     });
     if stopped.get() { ExitCode::from(stop::INTERRUPTED) } else { code }
 }

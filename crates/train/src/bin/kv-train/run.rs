@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
-use kv_cli::{OutFile, Plain, Screen, dispatch};
+use kv_cli::{MemorySize, OutFile, Plain, Screen, dispatch};
 use kv_eval::{Mode, Plan, Report, evaluate, layers::measure_layers};
 use kv_models::{
     LanguageModel, Loaded, ModelCacheConfig, SaveOptions, Tokenizer, WeightDtype, check_savable,
@@ -18,7 +18,8 @@ use kv_models::{
     llama::Llama,
 };
 use kv_train::{
-    Checkpoints, Converted, Error, Resume, Run, Texts, Trained, ValidRecord, checkpointed,
+    Checkpoints, Converted, Error, Objective, Resume, Run, Texts, Trained, ValidRecord,
+    checkpointed,
     data::{Source, TokenFile},
     train, write_report,
 };
@@ -26,6 +27,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     args::{Origin, Spec, Start, load},
+    inputs::{Input, check_same},
+    memory,
     stop::Stop,
 };
 
@@ -47,16 +50,34 @@ struct Job<'a> {
     folder: &'a Path,
     resume: Resume,
     plain: bool,
+    memory: Option<MemorySize>,
+    stop: &'a Stop,
 }
 
 /// Starts a run.
-pub(crate) fn start(Start { spec, folder, plain }: &Start) -> Result<Ended> {
-    run_on(&Job { spec, folder, resume: Resume::No, plain: *plain })
+pub(crate) fn start(start: &Start, stop: &Stop) -> Result<Ended> {
+    let Start { spec, folder, plain, memory } = start;
+    run_on(&Job { spec, folder, resume: Resume::No, plain: *plain, memory: *memory, stop })
+}
+
+/// What may be different when a run is resumed, since it does not decide its weights.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub(crate) struct Again {
+    /// Print a line for every few steps, on a terminal too, instead of the dashboard.
+    #[arg(long)]
+    plain: bool,
+    /// Held-out tokens on which the model is evaluated at the end; 0 for none
+    /// [default: those it was started with].
+    #[arg(long)]
+    pub(crate) eval_tokens: Option<usize>,
+    /// The memory that training may take, such as 16G [default: what is free].
+    #[arg(long)]
+    pub(crate) memory: Option<MemorySize>,
 }
 
 /// Continues the run in `folder`.
-pub(crate) fn resume(folder: &Path, resume: Resume, plain: bool) -> Result<Ended> {
-    let spec = read_spec(folder)?;
+pub(crate) fn resume(folder: &Path, resume: Resume, again: Again, stop: &Stop) -> Result<Ended> {
+    let mut spec = read_spec(folder)?;
     if let Some(result) = read_result(folder)?
         && resume == Resume::Last
     {
@@ -67,7 +88,22 @@ pub(crate) fn resume(folder: &Path, resume: Resume, plain: bool) -> Result<Ended
             model_folder(folder).display()
         );
     }
-    run_on(&Job { spec: &spec, folder, resume, plain })
+    if let Some(tokens) = again.eval_tokens {
+        check_eval_tokens(tokens)?;
+        spec.eval_tokens = tokens;
+    }
+    let Again { plain, memory, .. } = again;
+    run_on(&Job { spec: &spec, folder, resume, plain, memory, stop })
+}
+
+/// Refuses an evaluation that would fail after training.
+pub(crate) fn check_eval_tokens(tokens: usize) -> Result<()> {
+    ensure!(
+        tokens != 1,
+        "eval-tokens 1: must be at least 2, one token to see and one to score, or 0 for no \
+         evaluation"
+    );
+    Ok(())
 }
 
 fn run_on(job: &Job<'_>) -> Result<Ended> {
@@ -75,9 +111,25 @@ fn run_on(job: &Job<'_>) -> Result<Ended> {
 }
 
 /// Saves the model of a checkpoint.
-pub(crate) fn export(folder: &Path, step: Option<usize>, out: Option<PathBuf>) -> Result<()> {
+pub(crate) fn export(
+    folder: &Path,
+    step: Option<usize>,
+    out: Option<PathBuf>,
+    stop: &Stop,
+) -> Result<()> {
     let spec = read_spec(folder)?;
-    dispatch!(spec.backend, Autodiff, export_from(&spec, folder, step, out))
+    dispatch!(spec.backend, Autodiff, export_from(&spec, folder, step, out, stop))
+}
+
+/// Where the model of a checkpoint goes, which must not be there.
+pub(crate) fn new_folder(folder: &Path, step: usize, out: Option<PathBuf>) -> Result<PathBuf> {
+    let out = out.unwrap_or_else(|| folder.join(format!("model-{step}")));
+    ensure!(
+        fs::symlink_metadata(&out).is_err(),
+        "out {}: is there already; name a folder that is not, or remove it",
+        out.display()
+    );
+    Ok(out)
 }
 
 fn export_from<T: Target>(
@@ -85,19 +137,81 @@ fn export_from<T: Target>(
     folder: &Path,
     step: Option<usize>,
     out: Option<PathBuf>,
+    stop: &Stop,
 ) -> Result<()> {
     let device = On::<T>::open()?;
     let checkpoints = Checkpoints::of(folder);
     let Some(step) = checkpoints.resume(step)? else {
         bail!("{}: holds no checkpoint", checkpoints.folder().display());
     };
+    let out = new_folder(folder, step, out)?;
+    check_inputs(spec, folder, &model_inputs(spec, &folder.join(TOKENIZER))?, Which::Model)?;
     let Begun { model, tokenizer, .. } = begin(spec, folder, &device, false)?;
     let converted = checkpointed(&device, model, folder, step)?.convert();
-    let out = out.unwrap_or_else(|| folder.join(format!("model-{step}")));
+    stop.making(&out);
     save(spec, &converted, &tokenizer, &out)?;
+    stop.made();
     let (steps, out) = (spec.config.steps, out.display());
     Screen::Out.line(format_args!("the model after step {step} of {steps} is in {out}"))?;
     Ok(())
+}
+
+/// The tokenizer of a run from scratch, in its folder.
+const TOKENIZER: &str = "tokenizer.json";
+
+/// The files that the model of a run and its tokenizer are read from. `tokenizer` is where that of
+/// a run from scratch is.
+fn model_inputs(spec: &Spec, tokenizer: &Path) -> Result<Vec<Input>> {
+    let what = match spec.config.objective {
+        Objective::CrossEntropy => "model",
+        Objective::Distillation | Objective::Mixed { .. } => "model and teacher",
+    };
+    match &spec.origin {
+        Origin::Model(path) => Input::of_model(what, path),
+        Origin::Random(_) => {
+            let input = Input::of("tokenizer", tokenizer)?;
+            Ok(input.into_iter().map(|input| input.at(TOKENIZER)).collect())
+        }
+    }
+}
+
+/// All files that decide the weights that a run ends with.
+fn all_inputs(spec: &Spec, tokenizer: &Path) -> Result<Vec<Input>> {
+    let mut inputs = model_inputs(spec, tokenizer)?;
+    inputs.extend(Input::all(TEXT, &spec.texts)?);
+    inputs.extend(Input::all(VALID_TEXT, &spec.valid_texts)?);
+    Ok(inputs)
+}
+
+const TEXT: &str = "text";
+const VALID_TEXT: &str = "valid-text";
+
+/// Which of a run's inputs are needed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Which {
+    /// To go on training.
+    All,
+    /// To read a checkpoint, which may hold adapters alone.
+    Model,
+}
+
+/// Checks that files `now` are those that the run in `folder` was started with.
+fn check_inputs(spec: &Spec, folder: &Path, now: &[Input], which: Which) -> Result<()> {
+    match &spec.inputs {
+        Some(started) => {
+            let is_text = |input: &&Input| [TEXT, VALID_TEXT].contains(&input.what());
+            let needed = started.iter().filter(|input| which == Which::All || !is_text(input));
+            check_same(&needed.cloned().collect::<Vec<_>>(), now)
+        }
+        None => {
+            kv_cli::note(format_args!(
+                "{}: has no hashes of the texts and the model of this run, so whether they are the \
+                 same is not checked",
+                folder.join("run.json").display()
+            ));
+            Ok(())
+        }
+    }
 }
 
 fn read_spec(folder: &Path) -> Result<Spec> {
@@ -142,12 +256,18 @@ fn read_result(folder: &Path) -> Result<Option<RunResult>> {
 }
 
 fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
-    let Job { spec, folder, resume, plain } = *job;
+    let Job { spec, folder, resume, plain, memory, stop } = *job;
     let started = Instant::now();
-    let stop = Stop::listen()?;
     let device = On::<T>::open()?;
     let new = resume == Resume::No;
+    if !new {
+        check_inputs(spec, folder, &all_inputs(spec, &folder.join(TOKENIZER))?, Which::All)?;
+    }
+    memory::check_run(spec, &device, memory)?;
     let Begun { model, tokenizer, tokenizer_file, mut files } = begin(spec, folder, &device, new)?;
+    if new {
+        spec.config.check_model(model.spec())?;
+    }
     // Before hours of training, not after.
     check_savable(&model, &tokenizer, save_options(spec))?;
     if let Some(qat) = &spec.config.qat {
@@ -169,7 +289,23 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
         false => Some(open(&spec.valid_texts)?),
     };
     let texts = Texts { train: open(&spec.texts)?, valid };
-    let dashboard = !plain && std::io::stdout().is_terminal() && std::io::stdin().is_terminal();
+    let mut spec = spec.clone();
+    if new {
+        spec.inputs = Some(all_inputs(&spec, &tokenizer_file)?);
+    }
+    if spec.eval_tokens > 0
+        && let Err(error) = check_evaluation(&spec, &model, &tokenizer, &texts)
+    {
+        if new {
+            return Err(error).context("the evaluation after training");
+        }
+        // Only the evaluation is lost, and not the training before it.
+        let why = kv_cli::error_line(&error);
+        kv_cli::note(format_args!("the model will not be evaluated after training: {why}"));
+        spec.eval_tokens = 0;
+    }
+    let spec = &spec;
+    let dashboard = dashboard(plain);
     Screen::Out.line(format_args!(
         "{} parameters, {} tokens to train on, {} in {} steps",
         model.n_weights(),
@@ -218,6 +354,20 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
     Ok(Ended::Finished)
 }
 
+/// Returns whether to show the dashboard. Where it cannot be drawn, that is said.
+fn dashboard(plain: bool) -> bool {
+    let shown = !plain && std::io::stdout().is_terminal() && std::io::stdin().is_terminal();
+    let terminal = std::env::var_os("TERM").unwrap_or_default();
+    if shown && cfg!(unix) && (terminal.is_empty() || terminal == "dumb") {
+        kv_cli::note(format_args!(
+            "TERM {terminal:?}: this terminal cannot draw the dashboard, so lines are printed, as \
+             with --plain"
+        ));
+        return false;
+    }
+    shown
+}
+
 /// What was trained; `None` if the run in `folder` was asked to stop, which is told.
 pub(crate) fn unless_stopped<R>(trained: kv_train::Result<R>, folder: &Path) -> Result<Option<R>> {
     let Err(Error::Interrupted { step, steps, .. }) = trained else { return Ok(Some(trained?)) };
@@ -244,7 +394,17 @@ fn finish(
     save(spec, &converted, tokenizer, &out)?;
     let evaluation = match spec.eval_tokens {
         0 => None,
-        tokens => Some(evaluate_trained(spec, &converted, tokenizer, texts, tokens)?),
+        _ => {
+            let evaluated = evaluate_trained(spec, &converted, tokenizer, texts);
+            Some(evaluated.with_context(|| {
+                format!(
+                    "the model is saved in {}, but could not be evaluated; kv-train resume {} \
+                     --eval-tokens 0 finishes the run without",
+                    out.display(),
+                    folder.display()
+                )
+            })?)
+        }
     };
     if let Some(evaluation) = &evaluation {
         Screen::Out.print(evaluation)?;
@@ -308,18 +468,58 @@ fn save(spec: &Spec, converted: &Converted, tokenizer: &Tokenizer, out: &Path) -
     Ok(kv_models::save(out, &converted.model, tokenizer, options)?)
 }
 
+/// The ids that the model is evaluated on.
+fn held_out(spec: &Spec, texts: &Texts) -> Result<Vec<u32>> {
+    Ok(match &texts.valid {
+        Some(valid) => valid.ids(0..spec.eval_tokens).collect(),
+        None => texts.windows(&spec.config)?.1.text(spec.eval_tokens),
+    })
+}
+
+/// The tokens of an evaluation's window.
+fn eval_window(model: &LanguageModel, ids: &[u32]) -> usize {
+    model.max_positions().min(2048).min(ids.len())
+}
+
+/// The caches of KIVI that a model from scratch is evaluated with.
+fn kivi_caches(model: &LanguageModel) -> Vec<ModelCacheConfig> {
+    // The paper's group of 32, or one that fits the heads; other sizes have no KIVI cache.
+    let layers = &model.spec().layers;
+    let fits = |group: &usize| layers.iter().all(|l| l.head_dim.values.is_multiple_of(*group));
+    let kivi = [32, 16].into_iter().find(fits).map(|group| {
+        [Bits::Four, Bits::Two]
+            .map(|bits| KvCacheConfig::kivi(bits, bits).with_group_size(group).into())
+    });
+    kivi.into_iter().flatten().collect()
+}
+
+/// Checks before training that the evaluation after it can be made.
+fn check_evaluation(
+    spec: &Spec,
+    model: &LanguageModel,
+    tokenizer: &Tokenizer,
+    texts: &Texts,
+) -> Result<()> {
+    let ids = held_out(spec, texts)?;
+    let window = eval_window(model, &ids);
+    let caches = match (&spec.origin, &spec.config.qat) {
+        (Origin::Model(_), Some(qat)) => vec![qat.cache.clone()],
+        (Origin::Model(_), None) => vec![],
+        (Origin::Random(_), _) => kivi_caches(model),
+    };
+    Plan::new(model, Mode::Parallel, caches, ids, window, None)?
+        .with_bos(model, tokenizer.leading_bos())?;
+    Ok(())
+}
+
 /// The model as it was and as it is, on held-out text, with and without its cache.
 fn evaluate_trained(
     spec: &Spec,
     trained: &Converted,
     tokenizer: &Tokenizer,
     texts: &Texts,
-    tokens: usize,
 ) -> Result<Report> {
-    let ids = match &texts.valid {
-        Some(valid) => valid.ids(0..tokens).collect(),
-        None => texts.windows(&spec.config)?.1.text(tokens),
-    };
+    let ids = held_out(spec, texts)?;
     dispatch!(spec.backend, Plain, evaluate_on(spec, trained, tokenizer, ids))
 }
 
@@ -330,7 +530,7 @@ fn evaluate_on<T: Target>(
     ids: Vec<u32>,
 ) -> Result<Report> {
     let device = On::<T>::open()?;
-    let window = trained.model.max_positions().min(2048).min(ids.len());
+    let window = eval_window(&trained.model, &ids);
     let text = "held-out text".to_string();
     let bos = tokenizer.leading_bos();
     let mut report = Report::new(&device, std::env::args().collect(), text, ids.len(), window)
@@ -350,15 +550,7 @@ fn evaluate_on<T: Target>(
             add("after", &trained.model, vec![trained.cache.clone()])?;
         }
         Origin::Random(_) => {
-            // The paper's group of 32, or one that fits the heads; other sizes have no KIVI cache.
-            let layers = &trained.model.spec().layers;
-            let fits =
-                |group: &usize| layers.iter().all(|l| l.head_dim.values.is_multiple_of(*group));
-            let kivi = [32, 16].into_iter().find(fits).map(|group| {
-                [Bits::Four, Bits::Two]
-                    .map(|bits| KvCacheConfig::kivi(bits, bits).with_group_size(group).into())
-            });
-            add("trained", &trained.model, kivi.into_iter().flatten().collect())?;
+            add("trained", &trained.model, kivi_caches(&trained.model))?;
         }
     }
     Ok(report)
@@ -386,8 +578,7 @@ fn begin(spec: &Spec, folder: &Path, device: &Device, new: bool) -> Result<Begun
         Origin::Random(architecture) => {
             let config = architecture.config();
             config.validate()?;
-            let name = "tokenizer.json";
-            let kept = folder.join(name);
+            let kept = folder.join(TOKENIZER);
             if new && kept.exists() {
                 bail!("{}: is there already; choose another folder", kept.display());
             }
@@ -402,10 +593,10 @@ fn begin(spec: &Spec, folder: &Path, device: &Device, new: bool) -> Result<Begun
             let tokens = folder.join("tokens");
             fs::create_dir_all(&tokens)
                 .with_context(|| format!("{}: cannot create", tokens.display()))?;
-            let tokenizer_file = tokens.join(name);
+            let tokenizer_file = tokens.join(TOKENIZER);
             tokenizer.save(&tokenizer_file)?;
             let files = match new {
-                true => vec![(name, fs::read(&tokenizer_file)?)],
+                true => vec![(TOKENIZER, fs::read(&tokenizer_file)?)],
                 false => Vec::new(),
             };
             device.seed(spec.config.seed);

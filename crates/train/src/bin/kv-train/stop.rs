@@ -1,12 +1,13 @@
-//! Ctrl-C and SIGTERM: the first signal stops the run, with a checkpoint; a second one ends the
-//! program.
+//! Ctrl-C and SIGTERM. The first signal stops a run, with a checkpoint, and a second one ends the
+//! program; with nothing to finish, the first one ends it.
 
 use std::{
+    fs,
     io::{self, Write},
-    path::Path,
+    path::{Path, PathBuf},
     process::exit,
     sync::{
-        Arc, OnceLock,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -14,30 +15,42 @@ use std::{
 use anyhow::Result;
 pub(crate) use kv_cli::INTERRUPTED;
 use kv_cli::on_interrupt;
+use kv_models::save::staged;
 use kv_train::restore_terminal;
 
-/// A request to stop the run in progress.
+/// A request to stop what is in progress.
 #[derive(Clone)]
 pub(crate) struct Stop {
     /// Becomes true with the first signal.
     pub(crate) asked: Arc<AtomicBool>,
-    /// Whether a run is in progress, which watches `asked`.
-    running: Arc<AtomicBool>,
-    /// Whether there is no dashboard, so that a line can be printed.
-    plain: Arc<AtomicBool>,
-    /// What to say when the program ends after the last step.
-    afterwards: Arc<OnceLock<String>>,
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Default)]
+struct State {
+    work: Work,
+    /// What to say when a signal ends the program.
+    afterwards: Option<String>,
+    /// A new folder that is being written, which a signal that ends the program removes.
+    making: Option<PathBuf>,
+}
+
+/// What a signal interrupts.
+#[derive(Clone, Copy, Default)]
+enum Work {
+    /// Nothing that watches [`Stop::asked`].
+    #[default]
+    None,
+    /// A run, which stops with a checkpoint. On a dashboard no line can be printed.
+    Run { dashboard: bool },
+    /// A file, whose unfinished part is removed by its writer.
+    File,
 }
 
 impl Stop {
-    /// Handles signals from now on. While no run is in progress, they end the program.
+    /// Handles signals from now on.
     pub(crate) fn listen() -> Result<Self> {
-        let stop = Self {
-            asked: Arc::default(),
-            running: Arc::default(),
-            plain: Arc::default(),
-            afterwards: Arc::default(),
-        };
+        let stop = Self { asked: Arc::default(), state: Arc::default() };
         let heard = stop.clone();
         on_interrupt(move || heard.signalled())?;
         Ok(stop)
@@ -46,31 +59,61 @@ impl Stop {
     /// Makes the first signal stop the run that begins now. `dashboard` says whether the run shows
     /// one.
     pub(crate) fn begin(&self, dashboard: bool) {
-        self.plain.store(!dashboard, Ordering::SeqCst);
-        self.running.store(true, Ordering::SeqCst);
+        self.state().work = Work::Run { dashboard };
     }
 
     /// Makes signals end the program again, with a line that says how to resume the run in
     /// `folder`.
     pub(crate) fn end(&self, folder: &Path) {
-        let line = format!("ended; go on with kv-train resume {}", folder.display());
-        // Only the first call sets it.
-        let _ = self.afterwards.set(line);
-        self.running.store(false, Ordering::SeqCst);
+        let mut state = self.state();
+        state.work = Work::None;
+        state.afterwards = Some(format!("ended; go on with kv-train resume {}", folder.display()));
+    }
+
+    /// Makes signals only set [`asked`](Self::asked), for the writer of a file.
+    pub(crate) fn begin_file(&self) {
+        self.state().work = Work::File;
+    }
+
+    /// Makes a signal that ends the program remove what it leaves in a `folder` that this program
+    /// makes.
+    pub(crate) fn making(&self, folder: &Path) {
+        self.state().making = Some(folder.into());
+    }
+
+    /// Makes signals leave the folder that was made.
+    pub(crate) fn made(&self) {
+        self.state().making = None;
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn signalled(&self) {
-        if !self.running.load(Ordering::SeqCst) || self.asked.swap(true, Ordering::SeqCst) {
-            restore_terminal();
-            if let Some(line) = self.afterwards.get() {
-                let _ = writeln!(io::stdout(), "{line}");
+        let state = self.state();
+        let before = self.asked.swap(true, Ordering::SeqCst);
+        match state.work {
+            Work::File => {}
+            Work::Run { dashboard } if !before => {
+                if !dashboard {
+                    // An error is ignored, because standard output may be closed.
+                    let line = "stopping as soon as there is a checkpoint; a second time, at once";
+                    let _ = writeln!(io::stdout(), "{line}");
+                }
             }
-            exit(INTERRUPTED.into());
-        }
-        if self.plain.load(Ordering::SeqCst) {
-            // An error is ignored, because standard output may be closed.
-            let line = "stopping as soon as there is a checkpoint; a second time, at once";
-            let _ = writeln!(io::stdout(), "{line}");
+            _ => {
+                restore_terminal();
+                if let Some(folder) = &state.making {
+                    staged::remove_unfinished(folder);
+                    // It stays where it holds anything else.
+                    let _ = fs::remove_dir(folder);
+                }
+                if let Some(line) = &state.afterwards {
+                    let _ = writeln!(io::stdout(), "{line}");
+                }
+                exit(INTERRUPTED.into());
+            }
         }
     }
 }

@@ -7,20 +7,22 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use kv_cli::{Backend, Plain, Screen, dispatch};
+use burn::tensor::Device;
+use kv_cli::{Backend, MemorySize, Plain, Screen, dispatch};
 use kv_models::{
     WeightDtype,
     kv_cubecl::{Autodiff, Frames, On, Target},
 };
 use kv_report::chart::{Chart, Series, Style};
 use kv_train::{
-    Resume, Schedule, WorldConfig, WorldHistory, WorldRun, checkpointed_world, train_world,
-    world_config,
+    Resume, Schedule, TrainConfig, WorldConfig, WorldHistory, WorldRun, checkpointed_world,
+    train_world, world_config,
 };
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    run::{Ended, unless_stopped},
+    memory::{self, Sizes},
+    run::{Again, Ended, new_folder, unless_stopped},
     stop::Stop,
 };
 
@@ -96,6 +98,16 @@ pub(crate) struct Args {
     /// Seed of the weights, of the episodes and of noise.
     #[arg(long, default_value_t = WorldConfig::default().seed)]
     seed: u64,
+    /// The memory that training may take, such as 16G [default: what is free].
+    #[arg(long)]
+    memory: Option<MemorySize>,
+}
+
+/// What a run is made with, beside its configuration.
+struct With<'a> {
+    from: Option<PathBuf>,
+    memory: Option<MemorySize>,
+    stop: &'a Stop,
 }
 
 /// What of a run does not decide its result.
@@ -108,7 +120,7 @@ struct Spec {
 const SPEC: &str = "run.json";
 
 /// Starts a run.
-pub(crate) fn start(args: &Args) -> Result<Ended> {
+pub(crate) fn start(args: &Args, stop: &Stop) -> Result<Ended> {
     let config = WorldConfig {
         maze: args.maze,
         patch: args.patch,
@@ -129,7 +141,8 @@ pub(crate) fn start(args: &Args) -> Result<Ended> {
         seed: args.seed,
         ..WorldConfig::default()
     };
-    run_on(args.backend, &config, &args.out, Resume::No, args.from.clone())
+    let with = With { from: args.from.clone(), memory: args.memory, stop };
+    run_on(args.backend, &config, &args.out, Resume::No, with)
 }
 
 /// Continues the run in `folder`, if it is one of a world model; perhaps to another step than it was started for, and
@@ -137,14 +150,18 @@ pub(crate) fn start(args: &Args) -> Result<Ended> {
 pub(crate) fn resume(
     folder: &Path,
     resume: Resume,
-    steps: Option<usize>,
-    two_step: Option<usize>,
+    [steps, two_step]: [Option<usize>; 2],
+    again: Again,
+    stop: &Stop,
 ) -> Option<Result<Ended>> {
     described(folder, |backend, config| {
+        if let Some(tokens) = again.eval_tokens {
+            bail!("eval-tokens {tokens}: only runs of language models are evaluated");
+        }
         let steps = steps.unwrap_or(config.steps);
         let two_step = two_step.unwrap_or(config.two_step);
         let config = WorldConfig { steps, two_step, ..config.clone() };
-        run_on(backend, &config, folder, resume, None)
+        run_on(backend, &config, folder, resume, With { from: None, memory: again.memory, stop })
     })
 }
 
@@ -153,9 +170,10 @@ pub(crate) fn export(
     folder: &Path,
     step: Option<usize>,
     out: Option<PathBuf>,
+    stop: &Stop,
 ) -> Option<Result<()>> {
     described(folder, |backend, config| {
-        dispatch!(backend, Plain, export_from(config, folder, step, out))
+        dispatch!(backend, Plain, export_from(config, folder, step, out, stop))
     })
 }
 
@@ -164,10 +182,13 @@ fn export_from<T: Target>(
     folder: &Path,
     step: Option<usize>,
     out: Option<PathBuf>,
+    stop: &Stop,
 ) -> Result<()> {
     let (world, step) = checkpointed_world(&On::<T>::open()?, config, folder, step)?;
-    let out = out.unwrap_or_else(|| folder.join(format!("model-{step}")));
+    let out = new_folder(folder, step, out)?;
+    stop.making(&out);
     world.save(&out, WeightDtype::F16)?;
+    stop.made();
     let (steps, out) = (config.steps, out.display());
     Screen::Out.line(format_args!("the model after step {step} of {steps} is in {out}"))?;
     Ok(())
@@ -196,9 +217,10 @@ fn run_on(
     config: &WorldConfig,
     folder: &Path,
     resume: Resume,
-    from: Option<PathBuf>,
+    with: With<'_>,
 ) -> Result<Ended> {
-    dispatch!(backend, Autodiff, run(backend, config, folder, resume, from))
+    config.validate()?;
+    dispatch!(backend, Autodiff, run(backend, config, folder, resume, with))
 }
 
 fn run<T: Target>(
@@ -206,15 +228,15 @@ fn run<T: Target>(
     config: &WorldConfig,
     folder: &Path,
     resume: Resume,
-    from: Option<PathBuf>,
+    With { from, memory, stop }: With<'_>,
 ) -> Result<Ended> {
     let started = Instant::now();
     let out = folder.join("model");
     if out.exists() && !out.is_dir() {
         bail!("{}: is not a folder, the model goes there", out.display());
     }
-    let stop = Stop::listen()?;
     let device = On::<T>::open()?;
+    check_memory(config, (backend, &*device), memory)?;
     let spec = serde_json::to_string_pretty(&Spec { backend })? + "\n";
     stop.begin(false);
     let trained = train_world(
@@ -244,6 +266,31 @@ fn run<T: Target>(
         out.display()
     ))?;
     Ok(Ended::Finished)
+}
+
+/// Checks that training fits into memory, before it starts.
+fn check_memory(
+    config: &WorldConfig,
+    on: (Backend, &Device),
+    memory: Option<MemorySize>,
+) -> Result<()> {
+    let [width, layers] = [config.d_model, config.layers].map(|n| n as f64);
+    let model = config.model();
+    let Some(seq_len) = model.tokens_per_frame().checked_mul(config.frames) else {
+        bail!("frames {}: too many for a sequence", config.frames);
+    };
+    let sizes = Sizes {
+        // Four matrices of attention, those of two norms and two gates, and two of an MLP of four
+        // times the width.
+        weights: 4.0 * 18.0 * layers * width * width,
+        vocabulary: 0.0,
+        hidden: width,
+        layers,
+        qkv_rows: 3.0 * layers * width,
+        widest: 4.0 * width,
+    };
+    let training = TrainConfig { batch: config.batch, seq_len, ..TrainConfig::default() };
+    memory::check(&sizes, &training, on, memory)
 }
 
 /// What validations measured.

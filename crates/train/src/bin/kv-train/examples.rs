@@ -1,0 +1,49 @@
+//! The examples at the end of each `--help`.
+
+pub(crate) const ALL: &str = "\
+Example:
+  kv-train qat --model models/austen --text book.txt --cache k2v2 --out runs/austen
+
+kv-train COMMAND --help has examples of each command.";
+
+pub(crate) const QAT: &str = "\
+Examples:
+  # All weights, for a cache of 2 bits
+  kv-train qat --model models/austen --text book.txt --cache k2v2 --scale-gradient --steps 500 \\
+      --lr 1e-3 --out runs/austen
+
+  # Adapters on the packed weights of a GGUF file
+  kv-train qat --model model.Q4_K_M.gguf --weights packed --lora 8 --text chats.jsonl \\
+      --cache k4v4 --out runs/chats";
+
+pub(crate) const PRETRAIN: &str = "\
+Example:
+  kv-train pretrain --text book.txt --vocab 1024 --layers 4 --steps 2000 --out runs/small";
+
+pub(crate) const WORLD: &str = "\
+Examples:
+  kv-train world --out runs/maze
+  kv-train world --from runs/maze/model --steps 500 --two-step 100 --out runs/maze-2";
+
+pub(crate) const BENCH: &str = "\
+Example:
+  kv-train bench --model models/austen --cache k2v2 --seq-len 512 --batch 2";
+
+pub(crate) const RESUME: &str = "\
+Examples:
+  kv-train resume runs/austen
+  kv-train resume runs/austen --from-step 100";
+
+pub(crate) const QUANTIZE: &str = "\
+Examples:
+  # Smallest loss at about 5.5 bits a weight
+  kv-train quantize --model owner/name --format int4 --attention int8 --range least-error \\
+      --out small
+
+  # A folder that the transformers library loads
+  kv-train quantize --model owner/name --format int4 --group 64 --for transformers --out small";
+
+pub(crate) const EXPORT: &str = "\
+Examples:
+  kv-train export runs/austen
+  kv-train export runs/austen --step 75 --out austen-75";

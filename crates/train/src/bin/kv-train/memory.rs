@@ -1,0 +1,122 @@
+//! Whether a run fits into memory, before it starts.
+
+use std::path::Path;
+
+use anyhow::{Result, bail};
+use burn::tensor::Device;
+use kv_cli::{Backend, MemorySize, memory_limit};
+use kv_models::{LayerSpec, MemoryLimit, decimal_size, outline};
+use kv_train::{Objective, TrainConfig, Trainable};
+
+use crate::args::{Origin, Spec, Weights};
+
+/// Sizes of a model that decide what training takes.
+pub(crate) struct Sizes {
+    /// Bytes of the weights in memory.
+    pub(crate) weights: f64,
+    /// Numbers of the embedding and of the head, at most.
+    pub(crate) vocabulary: f64,
+    pub(crate) hidden: f64,
+    pub(crate) layers: f64,
+    /// Rows of the queries, keys and values of all layers.
+    pub(crate) qkv_rows: f64,
+    /// Rows of the widest matrix of a layer.
+    pub(crate) widest: f64,
+}
+
+/// Checks that the least that training takes is there: weights, gradients, AdamW's moments, the
+/// teacher, and what the backward pass needs of the forward pass.
+///
+/// # Errors
+/// What each part takes.
+pub(crate) fn check(
+    sizes: &Sizes,
+    config: &TrainConfig,
+    (backend, device): (Backend, &Device),
+    memory: Option<MemorySize>,
+) -> Result<()> {
+    let MemoryLimit { total: Some(available), source, .. } = memory_limit(memory, device) else {
+        return Ok(());
+    };
+    let parts = parts(sizes, config, backend == Backend::Flex);
+    let needed: f64 = parts.iter().map(|(_, bytes)| bytes).sum();
+    if needed <= available as f64 {
+        return Ok(());
+    }
+    let size = |bytes: f64| decimal_size(bytes as u64);
+    let listed = parts.iter().filter(|(_, bytes)| *bytes > 0.0);
+    let listed: Vec<_> = listed.map(|(name, bytes)| format!("{name} {}", size(*bytes))).collect();
+    bail!(
+        "memory: training needs at least {}, but {source} allows {}: {}; try a smaller model, \
+         smaller batches or shorter sequences",
+        size(needed),
+        decimal_size(available),
+        listed.join(", "),
+    )
+}
+
+/// Bytes by what they are for. All are lower bounds, so that nothing that fits is refused.
+fn parts(sizes: &Sizes, config: &TrainConfig, on_cpu: bool) -> [(&'static str, f64); 5] {
+    const F32: f64 = 4.0;
+    let Sizes { weights, vocabulary, hidden, layers, qkv_rows, widest } = *sizes;
+    let (batch, seq) = (config.batch as f64, config.seq_len as f64);
+    let trained = match (config.adapter, config.trainable) {
+        (Some(adapter), _) => adapter.rank as f64 * (hidden * layers + qkv_rows),
+        (None, Trainable::All) => weights / F32,
+        (None, Trainable::Layers) => (weights / F32 - vocabulary).max(0.0),
+        (None, Trainable::Attention | Trainable::Qkv) => hidden * qkv_rows,
+    };
+    // On the CPU every sequence of a batch has gradients of its own, which are then added up.
+    let gradients = if on_cpu { batch } else { 1.0 };
+    // The teacher shares the weights that are frozen.
+    let teacher = match (config.objective, config.adapter) {
+        (Objective::CrossEntropy, _) | (_, Some(_)) => 0.0,
+        _ => F32 * trained,
+    };
+    // The residual stream before each layer; what a layer computes is kept too unless it is
+    // recomputed.
+    let per_token = match config.gradient_checkpointing {
+        true => hidden * layers,
+        false => (hidden + widest) * layers + qkv_rows,
+    };
+    let at_once = match on_cpu {
+        true => batch.min(rayon::current_num_threads() as f64),
+        false => batch,
+    };
+    [
+        ("weights", weights),
+        ("teacher", teacher),
+        ("gradients", F32 * trained * gradients),
+        ("moments", 2.0 * F32 * trained),
+        ("activations", F32 * at_once * seq * per_token),
+    ]
+}
+
+/// Checks the model that a run starts from.
+///
+/// # Errors
+/// Those of [`check`], and those of reading the headers of the model's files.
+pub(crate) fn check_run(spec: &Spec, device: &Device, memory: Option<MemorySize>) -> Result<()> {
+    let sizes = match &spec.origin {
+        Origin::Model(path) => Sizes::of_model(path, spec.weights, device)?,
+        Origin::Random(architecture) => architecture.sizes(),
+    };
+    check(&sizes, &spec.config, (spec.backend, device), memory)
+}
+
+impl Sizes {
+    /// Those of a model's files, by their headers.
+    pub(crate) fn of_model(path: &Path, weights: Weights, device: &Device) -> Result<Self> {
+        let outline = outline(path, device, weights.options())?;
+        let (model, weights) = (&outline.spec, &outline.weights);
+        let rows = |layer: &LayerSpec| layer.qkv_rows() as f64;
+        Ok(Self {
+            weights: weights.total() as f64,
+            vocabulary: 2.0 * model.vocab_size as f64 * model.hidden_size as f64,
+            hidden: model.hidden_size as f64,
+            layers: model.layers.len() as f64,
+            qkv_rows: model.layers.iter().map(rows).sum(),
+            widest: weights.widest as f64,
+        })
+    }
+}
