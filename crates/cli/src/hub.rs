@@ -21,7 +21,7 @@ use crate::note;
 pub struct ModelSource {
     /// A folder with config.json, a .gguf file, or a model of the Hugging Face hub: owner/name, or
     /// owner/name/FILE.gguf.
-    #[arg(long)]
+    #[arg(long, short)]
     model: String,
     /// The branch, tag or commit of a model of the hub.
     #[arg(long)]
@@ -121,14 +121,28 @@ fn resolve(model: &str, revision: Option<&str>) -> Result<PathBuf> {
     Ok(wanted.model.map_or(folder.clone(), |file| folder.join(file)))
 }
 
+/// A path that an environment variable names.
+fn set(name: &str) -> Option<PathBuf> {
+    env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
+}
+
+/// The folder of the `huggingface_hub` package.
+fn home() -> Option<PathBuf> {
+    set("HF_HOME")
+        .or_else(|| Some(set("XDG_CACHE_HOME")?.join("huggingface")))
+        .or_else(|| Some(env::home_dir()?.join(".cache/huggingface")))
+}
+
+/// The folder that models of the hub are downloaded to; `None` without a home folder.
+pub fn hub_folder() -> Option<PathBuf> {
+    set("HF_HUB_CACHE").or_else(|| Some(home()?.join("hub")))
+}
+
 /// The cache, and the way to the hub, where the environment variables of the `huggingface_hub` package
 /// say.
 fn open() -> Result<(Cache, Api)> {
-    let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let home = set("HF_HOME")
-        .or_else(|| Some(set("XDG_CACHE_HOME")?.join("huggingface")))
-        .or_else(|| Some(env::home_dir()?.join(".cache/huggingface")))
-        .context("there is no home folder; HF_HOME names one for what is downloaded")?;
+    let home =
+        home().context("there is no home folder; HF_HOME names one for what is downloaded")?;
     let cache = Cache::new(set("HF_HUB_CACHE").unwrap_or_else(|| home.join("hub")));
     let of_file = || fs::read_to_string(set("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token")));
     let token = match set("HF_HUB_DISABLE_IMPLICIT_TOKEN") {

@@ -10,7 +10,7 @@ use burn::tensor::Device;
 use kv_cubecl::DeviceMemory;
 use kv_models::MemoryLimit;
 
-/// Bytes, as `8G` or `512MiB`.
+/// Bytes, as `8G` or `512MiB`: a number without a unit could be gigabytes as well as bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemorySize(pub u64);
 
@@ -22,7 +22,10 @@ impl FromStr for MemorySize {
         let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
         let number: f64 = text[..digits].parse().map_err(|_| rule())?;
         let unit = match text[digits..].trim().to_ascii_lowercase().as_str() {
-            "" | "b" => 1.0,
+            "" => {
+                return Err(format!("{text:?} has no unit: {text}G are gigabytes, {text}B bytes"));
+            }
+            "b" => 1.0,
             "k" | "kb" => 1e3,
             "m" | "mb" => 1e6,
             "g" | "gb" => 1e9,
@@ -53,7 +56,7 @@ pub fn memory_limit(asked: Option<MemorySize>, device: &Device) -> MemoryLimit {
 }
 
 /// What this machine has free, whose files are below `root`: on Linux what the kernel can give without swapping, or
-/// what the program's control groups leave it if that is less.
+/// what the program's control groups or its own limit (`ulimit -v`) leave it if that is less.
 fn free(root: &Path) -> MemoryLimit {
     let machine = fs::read_to_string(root.join("proc/meminfo")).ok().and_then(|text| {
         let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -61,13 +64,27 @@ fn free(root: &Path) -> MemoryLimit {
         Some(kib * 1024)
     });
     let groups = groups(root).into_iter().filter_map(|group| group.left()).min();
-    match (machine, groups) {
-        (Some(machine), Some(group)) if group < machine => {
-            MemoryLimit::new(Some(group), "the control group's limit")
-        }
-        (None, Some(group)) => MemoryLimit::new(Some(group), "the control group's limit"),
-        (machine, _) => MemoryLimit::new(machine, "MemAvailable"),
+    let limits = [
+        (machine, "MemAvailable"),
+        (groups, "the control group's limit"),
+        (addresses(root), "the limit of ulimit -v"),
+    ];
+    let known = limits.into_iter().filter_map(|(bytes, source)| Some((bytes?, source)));
+    match known.min_by_key(|(bytes, _)| *bytes) {
+        Some((bytes, source)) => MemoryLimit::new(Some(bytes), source),
+        None => MemoryLimit::new(None, "MemAvailable"),
     }
+}
+
+/// What the limit of this program's address space leaves it, if there is one.
+fn addresses(root: &Path) -> Option<u64> {
+    let read = |name: &str| fs::read_to_string(root.join("proc/self").join(name)).ok();
+    let (limits, status) = (read("limits")?, read("status")?);
+    let limit = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
+    let limit: u64 = limit.split_whitespace().next()?.parse().ok()?;
+    let used = status.lines().find_map(|line| line.strip_prefix("VmSize:"))?;
+    let used: u64 = used.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(limit.saturating_sub(used * 1024))
 }
 
 /// The folder of a control group, and what its files are called.
@@ -132,12 +149,17 @@ mod tests {
 
     #[test]
     fn sizes_are_read_with_their_units() {
-        for (text, bytes) in
-            [("8G", 8_000_000_000), ("512MiB", 512 << 20), ("1.5gb", 1_500_000_000), ("4096", 4096)]
-        {
+        for (text, bytes) in [
+            ("8G", 8_000_000_000),
+            ("512MiB", 512 << 20),
+            ("1.5gb", 1_500_000_000),
+            ("4096B", 4096),
+        ] {
             assert_eq!(text.parse(), Ok(MemorySize(bytes)), "{text}");
         }
-        for text in ["", "G", "-1G", "0", "8 X", "1e400", "1.2.3M", "NaN"] {
+        let error = "16".parse::<MemorySize>().unwrap_err();
+        assert_eq!(error, "\"16\" has no unit: 16G are gigabytes, 16B bytes");
+        for text in ["", "G", "4096", "-1G", "0", "8 X", "1e400", "1.2.3M", "NaN"] {
             assert!(text.parse::<MemorySize>().is_err(), "{text}");
         }
     }
@@ -183,5 +205,14 @@ mod tests {
         ]);
         assert_eq!(limit.total, Some(1_500_000));
         assert_eq!(machine(&[]).total, None);
+        // A limit of the program's own.
+        let of_shell = |limit: &str| {
+            let limits = format!("Max address space         {limit}    unlimited     bytes\n");
+            let status = ("proc/self/status", "Name: x\nVmSize:\t    1000 kB\n");
+            machine(&[meminfo, ("proc/self/limits", &limits), status])
+        };
+        let limit = of_shell("3024000");
+        assert_eq!((limit.total, &*limit.source), (Some(2_000_000), "the limit of ulimit -v"));
+        assert_eq!(of_shell("unlimited").total, Some(4_096_000));
     }
 }

@@ -1,19 +1,19 @@
 //! What a program writes: lines for people, and files for programs.
 //!
 //! A reader that goes away (`| head`) is no mistake of the program, and does not end it: what else it
-//! writes may still be wanted. A file is opened before the work whose result it is to hold, so that a
-//! wrong name is found at once.
+//! writes may still be wanted. A file is tried before the work whose result it is to hold, so that a
+//! wrong name is found at once; nothing of it is on the disk until the result is.
 
 use core::fmt::Display;
 use std::{
     fs::{self, File, OpenOptions},
     io::{self, ErrorKind, Write},
     path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use anyhow::{Context, Result, bail};
 use kv_models::save::staged;
-use tempfile::NamedTempFile;
 
 /// Where people read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,8 +90,8 @@ pub struct OutFile {
 #[derive(Debug)]
 enum To {
     Stdout,
-    /// A new file beside the one that it takes the place of.
-    Staged(NamedTempFile),
+    /// A new file, which is written beside the one that it takes the place of.
+    Replaced,
     /// What is no regular file, such as a pipe or a terminal.
     Direct(File),
 }
@@ -103,7 +103,7 @@ impl OutFile {
     /// # Errors
     /// Why it cannot be written.
     pub fn open(name: &'static str, path: &Path) -> Result<Self> {
-        let to = stage(path).with_context(|| format!("{name} {}: cannot write", path.display()))?;
+        let to = check(path).with_context(|| format!("{name} {}: cannot write", path.display()))?;
         Ok(Self { name, path: path.into(), to })
     }
 
@@ -113,22 +113,26 @@ impl OutFile {
     /// What the system says. The file is then as it was.
     pub fn write(self, content: &[u8]) -> Result<()> {
         let Self { name, path, to } = self;
+        let _whole = writing();
         let written = match to {
             To::Stdout => match io::stdout().lock().write_all(content) {
                 Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
                 written => written,
             },
             To::Direct(mut file) => file.write_all(content),
-            To::Staged(mut file) => file.write_all(content).and_then(|()| {
-                let target = fs::canonicalize(&path).unwrap_or_else(|_| path.clone());
-                file.persist(target).map(drop).map_err(|error| error.error)
-            }),
+            To::Replaced => {
+                let target = target(&path);
+                staged::stage(&target).and_then(|mut file| {
+                    file.write_all(content)?;
+                    file.persist(target).map(drop).map_err(|error| error.error)
+                })
+            }
         };
         written.with_context(|| format!("{name} {}: cannot write", path.display()))
     }
 }
 
-fn stage(path: &Path) -> Result<To> {
+fn check(path: &Path) -> Result<To> {
     if is_stdout(path) {
         return Ok(To::Stdout);
     }
@@ -144,9 +148,26 @@ fn stage(path: &Path) -> Result<To> {
         Err(error) if error.kind() == ErrorKind::NotFound => (),
         Err(error) => return Err(error.into()),
     }
-    // Of a link, what it points to is replaced.
-    let target = fs::canonicalize(path).unwrap_or_else(|_| path.into());
-    Ok(To::Staged(staged::stage(&target)?))
+    // Whether a new file can be made there is known once one was.
+    staged::stage(&target(path))?;
+    Ok(To::Replaced)
+}
+
+/// The file that is replaced: of a link, what it points to.
+fn target(path: &Path) -> PathBuf {
+    fs::canonicalize(path).unwrap_or_else(|_| path.into())
+}
+
+/// Does what leaves files behind when it is cut off: [`exit_interrupted`](crate::exit_interrupted) waits until it is done.
+pub fn uninterrupted<T>(work: impl FnOnce() -> T) -> T {
+    let _whole = writing();
+    work()
+}
+
+/// Held while a file is written, so that a program that is ended by a signal leaves no part of one.
+pub(crate) fn writing() -> MutexGuard<'static, ()> {
+    static WRITING: Mutex<()> = Mutex::new(());
+    WRITING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Makes `folder` if it is not there, and finds out whether files can be written into it.

@@ -1,11 +1,28 @@
 //! Ctrl-C and SIGTERM.
 
-use std::thread;
+use std::{process::exit, thread};
 
 use anyhow::{Context, Result};
 
+use crate::output::writing;
+
 /// The exit code of a program that was interrupted.
 pub const INTERRUPTED: u8 = 130;
+
+/// Ends the program with [`INTERRUPTED`]. A file that is being written is finished first, so that no part of one is
+/// left.
+pub fn exit_interrupted() -> ! {
+    let _whole = writing();
+    exit(INTERRUPTED.into())
+}
+
+/// Has Ctrl-C and SIGTERM [end the program](exit_interrupted) from now on.
+///
+/// # Errors
+/// What the system says.
+pub fn exit_on_interrupt() -> Result<()> {
+    on_interrupt(|| exit_interrupted())
+}
 
 /// Calls `told` on a thread of its own for every Ctrl-C and SIGTERM from now on, which then do nothing else.
 ///

@@ -134,6 +134,8 @@ pub struct Report {
     pub bos: Option<String>,
     /// Tokens from the start of one window to that of the next.
     pub stride: usize,
+    /// What a user should know of how the models were computed.
+    pub notes: Vec<String>,
     /// The runs, grouped by model, the `float` run of each model first.
     pub runs: Vec<Run>,
 }
@@ -158,6 +160,7 @@ impl Report {
             window,
             bos: None,
             stride: window,
+            notes: vec![],
             runs: vec![],
         }
     }
@@ -174,6 +177,12 @@ impl Report {
     #[must_use]
     pub fn with_bos(self, bos: Option<String>) -> Self {
         Self { bos, ..self }
+    }
+
+    /// The same report with notes.
+    #[must_use]
+    pub fn with_notes(self, notes: Vec<String>) -> Self {
+        Self { notes, ..self }
     }
 
     /// The same report, of a text whose tokens stand for `bytes` bytes. Must be called before runs
@@ -312,10 +321,11 @@ impl Report {
         let Versions { kv_eval, burn, cubecl } = self.versions;
         html.heading("How it was made")
             .pre(&format!(
-                "{}\n\nkv-eval {kv_eval}, burn {burn}, cubecl {cubecl}\nbackend {}, device {}",
+                "{}\n\nkv-eval {kv_eval}, burn {burn}, cubecl {cubecl}\nbackend {}, device {}{}",
                 self.command.join(" "),
                 self.backend,
-                self.device
+                self.device,
+                self.notes.iter().map(|note| format!("\nnote: {note}")).collect::<String>()
             ))
             .write(&page)?;
         Ok([vec![page], charts].concat())
@@ -470,9 +480,7 @@ pub fn device_name<T: Target>(device: &On<T>) -> String {
         return identity.name;
     }
     match T::NAME {
-        "flex" => {
-            format!("cpu, {} threads", std::thread::available_parallelism().map_or(1, |n| n.get()))
-        }
+        "flex" => format!("cpu, {} threads", rayon::current_num_threads()),
         _ => format!("{:?}", **device),
     }
 }

@@ -122,6 +122,44 @@ fn a_policy_is_taken_wherever_a_cache_is_named() {
     assert!(outcome.stdout.contains("note: small: layer"), "{}", outcome.stdout);
 }
 
+/// Benchmarks of one layer take every cache that a layer has by a policy; games play with those of all layers.
+#[test]
+fn a_policy_is_timed_and_played() {
+    let space = Workspace::new();
+    let (path, small) = (space.path("policy.toml"), ["--contexts", "64", "--samples", "1"]);
+    let policy = |rest: &str| {
+        let first = "name = \"mine\"\n[[rules]]\ncache = \"k8v8-r32\"\n";
+        fs::write(&path, format!("{first}{rest}")).unwrap();
+    };
+    policy("[[rules]]\nlayers = \"-2,-1\"\ncache = \"kint8vint8\"\n");
+    let attention = ["bench", "decode-attention", "--working-set", "1", "--cache", &path];
+    let frames = ["bench", "frames", "--frames", "4", "--samples", "1", "--cache", &path];
+    let flush = ["bench", "flush", "--cache", &path];
+    for args in [[&attention[..], &small].concat(), [&flush[..], &small].concat(), frames.to_vec()]
+    {
+        let outcome = succeeds(&args);
+        for cache in [" k8v8-r32 ", " kint8vint8 "] {
+            let rows = format!(" {}", outcome.stdout.replace('\n', "\n "));
+            assert!(rows.contains(cache), "{args:?}: {}", outcome.stdout);
+        }
+    }
+    let json = space.path("world.json");
+    let games = ["--frames", "3", "--seeds", "1", "--context", "2", "--json", &json];
+    let world = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/world");
+    let play = ["world", "--model", world, "--cache", &path, "--cache", "kint8vint8@2"];
+    succeeds(&[&play[..], &games].concat());
+    let found: Value = serde_json::from_str(&fs::read_to_string(&json).unwrap()).unwrap();
+    let points = found["points"].as_array().unwrap();
+    let names: Vec<_> = points.iter().map(|point| point["cache"].as_str().unwrap()).collect();
+    assert_eq!(names, ["float", "mine", "kint8vint8@2"]);
+    // Of the layers of the policy the last two are those of the third, the others are larger than these and less than float.
+    let bytes: Vec<u64> = points.iter().map(|point| point["bytes"].as_u64().unwrap()).collect();
+    assert!(bytes[1] < bytes[2] && bytes[2] < bytes[0], "{bytes:?}");
+
+    policy("[[rules]]\nlayers = 99\ncache = \"kint8vint8\"\n");
+    fails(&[&play[..], &games].concat(), &["rules[1].layers = 99"]);
+}
+
 #[test]
 fn mistakes_are_one_line() {
     let space = Workspace::new();
@@ -141,10 +179,8 @@ fn mistakes_are_one_line() {
     let beyond = "[[rules]]\ncache = \"k4v4-g16-r16\"\n[[rules]]\nlayers = 1\ncache = \"k4v4\"";
     says(beyond, &["rules[1] = k4v4: makes k4v4 of layer 1: ", "head_dim 16"]);
     fails(&[&ppl[..], &["nowhere.toml"]].concat(), &["nowhere.toml: not found"]);
-    fails(&[&ppl[..], &["balance"]].concat(), &["balance", "safe, balanced, small"]);
+    fails(&[&ppl[..], &["balance"]].concat(), &["balance", "did you mean balanced?"]);
     fails(&[&ppl[..], &["balanced"]].concat(), &["rules[1].layers = -16,", "layers 0 to 1"]);
-    let attention = ["bench", "decode-attention", "--cache", &path];
-    fails(&attention, &["policy.toml", "neither float nor kKvV"]);
 }
 
 /// The search for a policy of the repository's model.

@@ -420,3 +420,24 @@ fn replays_are_timed_as_a_whole() {
     }
     assert!(page.html.contains("a replay is all of them as one"));
 }
+
+/// Weights that stay packed are called by their format, and not by the type that they are computed with in.
+#[test]
+fn packed_weights_have_the_name_of_their_format() {
+    let device = burn::tensor::Device::flex();
+    let loaded = kv_models::load(AUSTEN, &device).unwrap();
+    let space = Workspace::new();
+    let (model, path) = (space.path("int8"), space.path("profile.html"));
+    let int8 = Some("int8-g32".parse().unwrap());
+    let options = kv_models::QuantizeOptions::new([int8; 3]);
+    let tokenizer = loaded.tokenizer.unwrap();
+    kv_models::save_quantized(&model, &loaded.model, &tokenizer, options).unwrap();
+    let more = ["--prompt-tokens", "8", "--max-tokens", "2", "--weights"];
+    generate(&model, &path, &[&more[..], &["packed"]].concat());
+    let page = Page::read(&path).html;
+    // The norms stay floats: what is called f32 is far less than what is packed.
+    assert!(page.contains(" MB of int8-g32, 0.0 MB of f32"), "{:?}", page.find(" MB of "));
+    generate(&model, &path, &[&more[..], &["restored"]].concat());
+    let page = Page::read(&path).html;
+    assert!(page.contains(" MB of f32") && !page.contains("int8-g32"));
+}

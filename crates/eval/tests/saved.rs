@@ -92,7 +92,7 @@ fn what_does_not_fit_is_one_line_before_anything_is_generated() {
     refused(&load(&["--prompt", PROMPT, "--capacity", "20"]), &["capacity = 20", "57 tokens"]);
     let two = ["--prompt", PROMPT, "--prompt", PREFIX];
     refused(&load(&two), &["load-cache", "holds one text"]);
-    refused(&load(&["--prompt", PROMPT, "--memory", "1000"]), &["memory: "]);
+    refused(&load(&["--prompt", PROMPT, "--memory", "1000B"]), &["memory: "]);
 
     // The same model elsewhere.
     let tuned = space.copy("tuned");

@@ -140,3 +140,19 @@ fn the_program_prints_and_writes_what_it_finds() {
     let lines = outcome.error_lines().join("\n");
     assert!(lines.contains("must be a divergence in nats, 0 or more"), "{lines}");
 }
+
+/// More tokens than the model has positions are those of its positions, which is said before they pass.
+#[test]
+fn tokens_beyond_the_models_limit_are_left_out() {
+    let workspace = Workspace::new();
+    let (model, text) = (workspace.path("model"), workspace.path("text.txt"));
+    workspace.rewrite_config("\"max_position_embeddings\": 512", "\"max_position_embeddings\": 24");
+    let args = ["twin", "--model", &model, "--text", &text, "--cache", "kint8vint8"];
+    for tokens in ["99999", "18446744073709551615"] {
+        let outcome = kv_eval(&[&args[..], &["--tokens", tokens]].concat());
+        assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+        assert!(outcome.stdout.contains("kint8vint8 beside float, 24 steps"), "{}", outcome.stdout);
+        let note = format!("note: the model has 24 positions, fewer than --tokens {tokens}");
+        assert!(outcome.stderr.contains(&note), "{}", outcome.stderr);
+    }
+}

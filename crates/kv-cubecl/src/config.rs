@@ -4,7 +4,9 @@ use core::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Bits, CacheFloat, Error, Result, Side, SideFormat, Sides, error::invalid};
+use crate::{
+    Bits, CacheFloat, Error, Result, Side, SideFormat, Sides, error::invalid, nearest::nearest,
+};
 
 /// When tokens that leave the residual window are quantized, relative to the query at that step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -450,13 +452,12 @@ impl FromStr for KvCacheConfig {
 
     fn from_str(text: &str) -> Result<Self> {
         let fail = |why: String| {
-            let floats = CacheFloat::ALL.iter().map(|float| format!(", -{}", float.name()));
-            let expected = format!(
-                "expected float, or kKvV with {}, then any of -gN group size, -rN residual length, -sN \
-                 sink tokens, -wN window, -before, -after, -slide, -hadv, -hadk{}",
-                SideFormat::names(),
-                floats.collect::<String>()
-            );
+            let expected = match nearest(text) {
+                Some(name) => format!("did you mean {name}?"),
+                None => {
+                    "expected float, or a format for keys and one for values, as in k4v4-g64".into()
+                }
+            };
             Error::InvalidCacheName { text: text.to_string(), why, expected }
         };
         let number = |part: &str, digits: &str| {
@@ -477,7 +478,7 @@ impl FromStr for KvCacheConfig {
                 .ok_or_else(|| fail(format!("{bits:?} is neither float nor kKvV")))?;
             let side = |name: &str| {
                 SideFormat::named(name).ok_or_else(|| {
-                    fail(format!("{name:?} in {bits:?}: must be {}", SideFormat::names()))
+                    fail(format!("{name:?} is no format: must be {}", SideFormat::names()))
                 })
             };
             Self::stored(side(keys)?, side(values)?)

@@ -5,8 +5,9 @@ use core::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    CacheShape, Flush, KvCacheConfig, Result, RunningScale, Side, Sides, error::invalid,
-    layout::CacheLayout,
+    CacheShape, Flush, KvCacheConfig, Result, RunningScale, Side, Sides,
+    error::invalid,
+    layout::{CacheLayout, MemoryBytes},
 };
 
 /// A number of frames, which is not one of tokens.
@@ -90,6 +91,14 @@ impl FrameConfig {
     /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the rule.
     pub fn validate(&self, shape: CacheShape) -> Result<()> {
         self.ring(shape).map(drop)
+    }
+
+    /// Bytes that a cache of this shape allocates, by part.
+    ///
+    /// # Errors
+    /// Those of [`validate`](Self::validate).
+    pub fn memory_bytes(&self, shape: CacheShape) -> Result<MemoryBytes> {
+        Ok(self.ring(shape)?.layout.memory_bytes())
     }
 
     /// What does not depend on sizes of a cache.

@@ -40,6 +40,7 @@ mod functions;
 mod kernels;
 pub mod layout;
 mod memory;
+mod nearest;
 mod ops;
 pub mod reference;
 mod rotary;

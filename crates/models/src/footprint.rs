@@ -150,6 +150,8 @@ pub struct Shortage {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Advice {
+    /// Weights that stay packed, which then take so many bytes.
+    Packed(usize),
     /// A cache for so many tokens.
     Context(usize),
     /// A cache of this name for as many tokens as were asked for.
@@ -289,6 +291,14 @@ impl Planned<'_> {
 
     fn advice(&self, usage: &Usage, limit: &MemoryLimit) -> Vec<Advice> {
         let mut advice = vec![];
+        if let Some(packed) = self.weights.packed {
+            // What is given back is more memory to the others.
+            let less = self.weights.total().saturating_sub(packed) as u64;
+            let total = limit.total.map(|total| total.saturating_add(less));
+            if self.fits(usage, &MemoryLimit { total, ..limit.clone() }) {
+                advice.push(Advice::Packed(packed));
+            }
+        }
         let shorter = usage.cache.capacity.saturating_sub(1);
         let context =
             most_that_fits(shorter, |tokens| self.fits(&usage.with_capacity(tokens), limit));
@@ -391,6 +401,9 @@ pub fn decimal_size(bytes: u64) -> String {
 /// Advice for a cache of so many tokens, in words.
 fn told(advice: &[Advice], capacity: usize) -> String {
     let told = advice.iter().map(|advice| match advice {
+        Advice::Packed(bytes) => {
+            format!("--weights packed, which keeps them in {}", decimal_size(*bytes as u64))
+        }
         Advice::Context(tokens) => format!("a context of {tokens} tokens"),
         Advice::Cache(name) => format!("a {name} cache of {capacity} tokens"),
         Advice::Int4Head(saved) => {

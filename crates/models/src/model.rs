@@ -10,6 +10,7 @@ use burn::{
     tensor::{DType, Device, Int, Tensor},
 };
 use kv_cubecl::FakeQuantOptions;
+use kv_weights::WeightFormat;
 use tracing::trace_span;
 
 use crate::{
@@ -36,6 +37,27 @@ pub(crate) struct PackedSize {
     pub(crate) numbers: usize,
     /// Matrices with an adapter.
     pub(crate) adapters: usize,
+    /// Bytes of each of [`WeightFormat::ALL`].
+    pub(crate) formats: [usize; WeightFormat::ALL.len()],
+}
+
+impl PackedSize {
+    /// Adds numbers that take so many bytes in a format.
+    pub(crate) fn add(&mut self, format: WeightFormat, bytes: usize, numbers: usize) {
+        self.bytes += bytes;
+        self.numbers += numbers;
+        let place = WeightFormat::ALL.iter().position(|other| *other == format);
+        if let Some(place) = place {
+            self.formats[place] += bytes;
+        }
+    }
+
+    fn subtract(&mut self, other: &Self) {
+        self.bytes -= other.bytes;
+        self.numbers -= other.numbers;
+        self.adapters -= other.adapters;
+        self.formats.iter_mut().zip(other.formats).for_each(|(bytes, less)| *bytes -= less);
+    }
 }
 
 impl LanguageModel {
@@ -319,6 +341,16 @@ impl LanguageModel {
         count.0 + self.packed.bytes
     }
 
+    /// Bytes of all weights by the type they are stored in: the formats of packed ones, then the
+    /// [type](Self::weight_dtype) of the others.
+    pub fn weight_types(&self) -> Vec<(String, usize)> {
+        let packed = WeightFormat::ALL.iter().zip(self.packed.formats);
+        let packed = packed.map(|(format, bytes)| (format.to_string(), bytes));
+        let floats = self.weight_bytes() - self.packed.bytes;
+        let floats = (self.weight_dtype().to_string(), floats);
+        packed.chain([floats]).filter(|(_, bytes)| *bytes > 0).collect()
+    }
+
     /// Whether weights stay in the blocks of their file.
     pub fn is_packed(&self) -> bool {
         self.packed.bytes > 0
@@ -414,10 +446,7 @@ impl Module for LanguageModel {
     fn materialize(mut self) -> Self {
         if self.is_adapted() {
             for projection in self.decoder.decoder_mut().projections() {
-                let PackedSize { bytes, numbers, adapters } = projection.weight.merge();
-                self.packed.bytes -= bytes;
-                self.packed.numbers -= numbers;
-                self.packed.adapters -= adapters;
+                self.packed.subtract(&projection.weight.merge());
             }
         }
         self.change(Change::Materialize)

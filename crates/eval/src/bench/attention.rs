@@ -3,12 +3,14 @@
 use std::{cell::RefCell, rc::Rc, time::Instant};
 
 use burn::tensor::{DType, Distribution, Int, Slice, Tensor, capture};
-use kv_cubecl::{CacheShape, Granularity, KvCache, KvCacheConfig, On, Side, Target};
+use kv_cubecl::{
+    CacheShape, Granularity, KvCache, KvCacheConfig, On, Side, Target, layout::CacheLayout,
+};
 use kv_models::spans::PHASE;
 use serde::Serialize;
 use tracing::trace_span;
 
-use super::{Subject, Timing, not_recorded, time_in_turn, wait};
+use super::{Subject, Timing, not_recorded, size, time_in_turn, wait};
 use crate::{Error, Result};
 
 /// The shape of an attention layer, and how it is timed.
@@ -45,8 +47,8 @@ impl AttentionPlan {
             ("kv_heads", self.n_kv_heads),
             ("head_dim", self.head_dim),
             ("tokens", self.tokens),
-            ("samples", self.samples),
         ];
+        size::check_samples("samples", self.samples)?;
         for (field, value) in fields {
             if value == 0 {
                 return Err(Error::plan(field, value, "must be at least 1"));
@@ -60,6 +62,63 @@ impl AttentionPlan {
             return Err(Error::plan("tokens", self.tokens, "must be 1 to be recorded"));
         }
         Ok(())
+    }
+
+    /// Bytes that [`time_decode_attention`] takes with all of `caches` at a context.
+    ///
+    /// # Errors
+    /// Those of [`time_decode_attention`] before anything is allocated.
+    pub fn attention_bytes<T: Target>(
+        &self,
+        caches: &[KvCacheConfig],
+        context: usize,
+    ) -> Result<u64> {
+        self.check()?;
+        let tokens = context.saturating_add(self.appended());
+        let mut layers = vec![];
+        for config in caches {
+            let layout = size::layout(config, tokens, self.shape())?;
+            layers.push((layout.memory_bytes().total() as u64, self.copies(&layout, context)));
+        }
+        let most = layers.iter().map(|&(_, copies)| copies).max().unwrap_or(0);
+        let copies = |copies| if T::NAME == "flex" { copies } else { most };
+        let all = layers.iter().map(|&(bytes, n)| bytes.saturating_mul(copies(n) as u64));
+        let caches = all.fold(0, u64::saturating_add);
+        Ok(caches.saturating_add(self.input_bytes(self.tokens)?))
+    }
+
+    /// Bytes that [`time_append`] takes with a cache at a context.
+    ///
+    /// # Errors
+    /// Those of [`time_append`] before anything is allocated.
+    pub fn append_bytes(&self, config: &KvCacheConfig, context: usize) -> Result<u64> {
+        self.check()?;
+        let tokens = context.saturating_add(self.steps(config));
+        let layout = size::layout(config, tokens, self.shape())?;
+        Ok((layout.memory_bytes().total() as u64).saturating_add(self.input_bytes(1)?))
+    }
+
+    /// Bytes of queries, keys and values for so many tokens, and of what fills a cache.
+    fn input_bytes(&self, tokens: usize) -> Result<u64> {
+        let Self { batch, n_heads, n_kv_heads, head_dim, .. } = *self;
+        let of = |heads, tokens| size::tensor_bytes([batch, heads, tokens, head_dim]);
+        // A query's output is as large, and both are copied on the way.
+        Ok(4 * of(n_heads, tokens)? + 2 * of(n_kv_heads, tokens)? + 2 * of(n_kv_heads, FILL_CHUNK)?)
+    }
+
+    /// Tokens that a cache has room for beside its context: those of all samples and of the warm-up rounds.
+    fn appended(&self) -> usize {
+        self.tokens.saturating_mul(size::rounds(self.samples))
+    }
+
+    /// Caches that a sample uses in turn.
+    fn copies(&self, layout: &CacheLayout, context: usize) -> usize {
+        self.working_set.div_ceil(layout.bytes_read(context).max(1)).max(1)
+    }
+
+    /// Steps of [`time_append`]: a period of the keys' flushes for each sample and one for warming up.
+    fn steps(&self, config: &KvCacheConfig) -> usize {
+        self.samples.saturating_add(1).saturating_mul(period(config))
     }
 
     /// Standard normal numbers for `tokens` tokens.
@@ -76,17 +135,24 @@ impl AttentionPlan {
         room: usize,
         device: &On<T>,
     ) -> Result<KvCache> {
-        /// Tokens appended at once.
-        const CHUNK: usize = 8192;
-        let config = config.with_capacity(context + room);
+        let config = config.with_capacity(context.saturating_add(room));
         let mut cache = KvCache::new(&config, self.shape(), device)?;
         while cache.len() < context {
-            let tokens = CHUNK.min(context - cache.len());
+            let tokens = FILL_CHUNK.min(context - cache.len());
             let side = || self.random(self.n_kv_heads, tokens, device);
             cache.append(side(), side())?;
         }
         Ok(cache)
     }
+}
+
+/// Tokens appended at once to fill a cache.
+const FILL_CHUNK: usize = 8192;
+
+/// Steps from one flush of the keys to the next. Without a window, or of keys that leave it one by one, all steps are
+/// alike.
+fn period(config: &KvCacheConfig) -> usize {
+    config.residual_length.max(1)
 }
 
 /// Attention over one kind of cache at one context length.
@@ -120,13 +186,12 @@ pub fn time_decode_attention<T: Target>(
     caches: &[KvCacheConfig],
     context: usize,
 ) -> Result<Vec<AttentionPoint>> {
-    plan.check()?;
-    // The tokens of all samples and of the warm-up rounds.
-    let room = plan.tokens * (plan.samples + super::WARM_UP);
+    plan.attention_bytes::<T>(caches, context)?;
+    let room = plan.appended();
     let mut layers = Vec::with_capacity(caches.len());
     for config in caches {
         let cache = plan.filled(config, context, room, device)?;
-        let n = plan.working_set.div_ceil(cache.layout().bytes_read(context).max(1)).max(1);
+        let n = plan.copies(cache.layout(), context);
         layers.push(vec![cache; n]);
     }
     // Launches wait in a queue, and the more do, the longer each takes: there are as many of each cache.
@@ -232,11 +297,9 @@ pub fn time_append<T: Target>(
     config: &KvCacheConfig,
     context: usize,
 ) -> Result<AppendPoint> {
-    plan.check()?;
-    // Without a window, or of keys that leave it one by one, all steps are alike.
-    let period = config.residual_length.max(1);
+    plan.append_bytes(config, context)?;
     let in_groups = config.keys.granularity(Side::Keys) == Some(Granularity::PerChannel);
-    let steps = (plan.samples + 1) * period;
+    let (period, steps) = (period(config), plan.steps(config));
     let q = plan.random(plan.n_heads, 1, device);
     let (k, v) = (plan.random(plan.n_kv_heads, 1, device), plan.random(plan.n_kv_heads, 1, device));
     let time = |attend: bool| -> Result<_> {

@@ -6,7 +6,7 @@ use kv_models::spans::PHASE;
 use serde::Serialize;
 use tracing::trace_span;
 
-use super::{Subject, Timing, time_in_turn, wait};
+use super::{Subject, Timing, size, time_in_turn, wait};
 use crate::Result;
 
 /// Quantizing and restoring one tensor.
@@ -24,11 +24,22 @@ pub struct CodecPoint {
     pub dequantize: Timing,
 }
 
+/// Bytes that [`time_codec`] takes: the tensor, what is packed of it, and a restored copy.
+///
+/// # Errors
+/// [`Error::Plan`](crate::Error::Plan) for a tensor of 2^32 elements or more.
+pub fn codec_bytes([heads, tokens, head_dim]: [usize; 3]) -> Result<u64> {
+    /// All formats of both sides together have 28 bits a number and parameters beside them, less than one f32; quantizing
+    /// and restoring one more.
+    const COPIES: u64 = 4;
+    Ok(COPIES * size::tensor_bytes([1, heads, tokens, head_dim])?)
+}
+
 /// Times quantizing and restoring f32 `[1, heads, tokens, head_dim]` with all bits, keys and values in
 /// turn.
 ///
 /// # Errors
-/// Those of [`quantize`].
+/// Those of [`quantize`] and of [`codec_bytes`], and a number of samples that is 0 or too large.
 pub fn time_codec<T: Target>(
     device: &On<T>,
     [heads, tokens, head_dim]: [usize; 3],
@@ -36,6 +47,8 @@ pub fn time_codec<T: Target>(
     samples: usize,
 ) -> Result<Vec<CodecPoint>> {
     let shape = [1, heads, tokens, head_dim];
+    codec_bytes([heads, tokens, head_dim])?;
+    size::check_samples("samples", samples)?;
     let input = Tensor::<4>::random(shape, Distribution::Normal(0.0, 1.0), &**device);
     let kinds: Vec<(&'static str, Granularity, Bits)> = [Bits::Two, Bits::Four, Bits::Eight]
         .into_iter()

@@ -6,7 +6,7 @@ use kv_models::spans::PHASE;
 use serde::Serialize;
 use tracing::trace_span;
 
-use super::{Subject, Timing, time_in_turn, wait};
+use super::{Subject, Timing, size, time_in_turn, wait};
 use crate::{Error, Result};
 
 /// The shape of an attention layer over frames, and how it is timed.
@@ -28,11 +28,28 @@ pub struct FramesPlan {
 
 impl FramesPlan {
     fn check(&self) -> Result<()> {
+        size::check_samples("samples", self.samples)?;
         let fields = [("batch", self.batch), ("heads", self.n_heads), ("head_dim", self.head_dim)];
         match fields.into_iter().find(|(_, value)| *value == 0) {
             Some((field, value)) => Err(Error::plan(field, value, "must be at least 1")),
             None => Ok(()),
         }
+    }
+
+    /// Bytes that [`time_frames`] takes with rings of all of `formats`.
+    ///
+    /// # Errors
+    /// Those of [`time_frames`] before anything is allocated.
+    pub fn bytes(&self, formats: &[KvCacheConfig]) -> Result<u64> {
+        self.check()?;
+        let shape = CacheShape::new(self.batch, self.n_heads, self.head_dim);
+        let Self { batch, n_heads, tokens_per_frame, head_dim, .. } = *self;
+        // A frame's query, key and value, and a copy of each.
+        let frame = size::tensor_bytes([batch, n_heads, tokens_per_frame, head_dim])?;
+        formats.iter().try_fold(6 * frame, |sum, &format| {
+            let ring = FrameConfig::new(format, tokens_per_frame, self.window);
+            Ok(sum.saturating_add(ring.memory_bytes(shape)?.total() as u64))
+        })
     }
 
     /// A frame of standard normal numbers.
@@ -66,7 +83,7 @@ pub fn time_frames<T: Target>(
     plan: &FramesPlan,
     formats: &[KvCacheConfig],
 ) -> Result<Vec<FramesPoint>> {
-    plan.check()?;
+    plan.bytes(formats)?;
     let shape = CacheShape::new(plan.batch, plan.n_heads, plan.head_dim);
     let mut rings = Vec::with_capacity(formats.len());
     for &format in formats {

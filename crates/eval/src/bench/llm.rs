@@ -12,7 +12,7 @@ use kv_models::{
 use serde::Serialize;
 use tracing::trace_span;
 
-use super::{model, not_recorded, wait};
+use super::{model, not_recorded, size, wait};
 use crate::{Error, Result};
 
 /// What [`time_llm`] times.
@@ -43,6 +43,7 @@ impl LlmPlan {
         at_least("prompt", self.prompt, 1)?;
         at_least("generate", self.generate, LEAST_GENERATED)?;
         at_least("repetitions", self.repetitions, 2)?;
+        size::check_samples("repetitions", self.repetitions)?;
         let depths = || format!("{:?}", self.depths);
         let Some(&deepest) = self.depths.last() else {
             return Err(Error::plan("depths", depths(), "must be at least one"));
@@ -165,8 +166,9 @@ pub fn time_llm<T: Target>(
 impl LlmPlan {
     /// Tokens that are passed with each cache.
     pub fn tokens(&self) -> usize {
-        let timed = self.depths.len() * (self.repetitions + 1) * (self.prompt + self.generate);
-        timed + self.depths.last().copied().unwrap_or(0)
+        let once = self.prompt.saturating_add(self.generate);
+        let times = self.repetitions.saturating_add(1).saturating_mul(self.depths.len());
+        once.saturating_mul(times).saturating_add(self.depths.last().copied().unwrap_or(0))
     }
 }
 

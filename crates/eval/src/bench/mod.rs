@@ -8,6 +8,7 @@ mod codec;
 mod frames;
 mod llm;
 mod model;
+mod size;
 
 use std::{hint::black_box, time::Instant};
 
@@ -21,7 +22,7 @@ use tracing::trace_span;
 pub use attention::{
     AppendPoint, AttentionPlan, AttentionPoint, time_append, time_decode_attention,
 };
-pub use codec::{CodecPoint, time_codec};
+pub use codec::{CodecPoint, codec_bytes, time_codec};
 pub use frames::{FramesPlan, FramesPoint, time_frames};
 pub use llm::{LlmPlan, LlmPoint, Spread, time_llm};
 pub use model::{DecodePoint, DecodeSubject, PrefillPoint, time_decode, time_prefill, timed_steps};
@@ -82,6 +83,7 @@ const WARM_UP: usize = 2;
 /// # Errors
 /// Those of the subjects, and [`Error::Plan`] for no rounds.
 pub fn time_in_turn(rounds: usize, mut subjects: Vec<Subject<'_>>) -> Result<Vec<Timing>> {
+    size::check_samples("samples", rounds)?;
     let mut seconds = vec![Vec::with_capacity(rounds); subjects.len()];
     for round in 0..WARM_UP + rounds {
         for (subject, seconds) in subjects.iter_mut().zip(&mut seconds) {

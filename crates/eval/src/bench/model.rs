@@ -10,7 +10,7 @@ use kv_models::{
 use serde::Serialize;
 use tracing::trace_span;
 
-use super::{Subject, Timing, not_recorded, time_in_turn, wait};
+use super::{Subject, Timing, not_recorded, size, time_in_turn, wait};
 use crate::{Error, Result, memory::Tracking};
 
 /// Tokens per prefill pass.
@@ -68,7 +68,7 @@ fn step<T: Target>(
 /// The tokens that [`time_decode`] appends at each context: its samples and the warm-up steps
 /// before them.
 pub fn timed_steps(samples: usize) -> usize {
-    samples + super::WARM_UP
+    size::rounds(samples)
 }
 
 /// Times `samples` decode steps of `model` at each of the ascending `contexts`, for each of
@@ -85,8 +85,10 @@ pub fn time_decode<T: Target>(
     samples: usize,
     mut progress: impl FnMut(usize),
 ) -> Result<Vec<DecodePoint>> {
+    size::check_samples("samples", samples)?;
     let steps = timed_steps(samples);
-    if contexts.first() == Some(&0) || !contexts.is_sorted_by(|a, b| a + steps <= *b) {
+    let ascend = |a: &usize, b: &usize| a.checked_add(steps).is_some_and(|end| end <= *b);
+    if contexts.first() == Some(&0) || !contexts.is_sorted_by(ascend) {
         let rule =
             format!("must be above 0 and ascend by at least the {steps} steps timed at each");
         return Err(Error::plan("contexts", format!("{contexts:?}"), rule));
@@ -105,7 +107,7 @@ pub fn time_decode<T: Target>(
             return Err(Error::plan("batch", batch, rule));
         }
     }
-    let capacity = contexts.last().map_or(1, |last| last + steps);
+    let capacity = contexts.last().map_or(1, |last| last.saturating_add(steps));
     let mut filled = Vec::with_capacity(subjects.len());
     let mut readers = Vec::with_capacity(subjects.len());
     for subject in subjects {
@@ -176,6 +178,7 @@ pub fn time_prefill<T: Target, A>(
     memory: &Tracking<A>,
     mut progress: impl FnMut(usize),
 ) -> Result<Vec<PrefillPoint>> {
+    size::check_samples("samples", samples)?;
     let mut points = Vec::with_capacity(caches.len() * lengths.len());
     let mut done = 0;
     let mut pass = |config: &ModelCacheConfig, tokens: usize| -> Result<f64> {

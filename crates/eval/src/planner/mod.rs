@@ -157,7 +157,7 @@ pub struct Memory {
     pub bytes: u64,
     /// Where that number is from.
     pub source: String,
-    /// Bytes that may be taken: 90% of them.
+    /// Bytes that may be taken: all of them, as when a model is loaded.
     pub usable: u64,
     /// Bytes of the device's largest buffer.
     pub buffer: Option<u64>,
@@ -197,11 +197,6 @@ pub struct Needs {
     pub total: u64,
 }
 
-/// The share of the memory that a plan may take.
-fn usable(bytes: u64) -> u64 {
-    (u128::from(bytes) * 9 / 10) as u64
-}
-
 /// What `subject` takes with each cache, and what there is room for.
 ///
 /// # Errors
@@ -222,9 +217,8 @@ pub fn plan(subject: &Subject, request: &Request) -> Result<MemoryPlan> {
         return Err(Error::plan("memory", "unknown", "this system does not say; give its size"));
     };
     let memory =
-        Memory { bytes, source: limit.source.clone(), usable: usable(bytes), buffer: limit.buffer };
-    let limit = MemoryLimit::new(Some(memory.usable), &*memory.source).with_buffer(memory.buffer);
-    let asked = Asked { context, batch, chunk: subject.chunk, limit: &limit };
+        Memory { bytes, source: limit.source.clone(), usable: bytes, buffer: limit.buffer };
+    let asked = Asked { context, batch, chunk: subject.chunk, limit };
     let mut notes = subject.notes.clone();
     let (weights, rows) = match &subject.kind {
         Kind::Caches(outline, counted) => {

@@ -8,6 +8,12 @@ use kv_report::Table;
 use super::{MemoryPlan, Row};
 
 impl MemoryPlan {
+    /// The types of the weights, as `BF16, f32`.
+    pub fn weight_types(&self) -> String {
+        let types = self.weights.iter().flat_map(|types| types.keys());
+        types.map(String::as_str).collect::<Vec<_>>().join(", ")
+    }
+
     /// The caches side by side, in megabytes (10^6 bytes).
     fn table(&self) -> Table {
         // The parts that some cache has.
@@ -61,12 +67,11 @@ impl fmt::Display for MemoryPlan {
         let memory = &self.memory;
         writeln!(
             f,
-            ": {} tokens of {} at most, batch {}; {} of {} may be taken ({})",
+            ": {} tokens of {} at most, batch {}; {} of memory ({})",
             self.context,
             self.max_context,
             self.batch,
             decimal_size(memory.usable),
-            decimal_size(memory.bytes),
             memory.source,
         )?;
         if let Some(weights) = &self.weights {

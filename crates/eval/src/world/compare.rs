@@ -5,7 +5,10 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use kv_cubecl::{KvCacheConfig, On, RunningCounters, Sides, Target};
-use kv_models::gamerft::{Noised, Store, WorldCache};
+use kv_models::{
+    ModelCacheConfig,
+    gamerft::{Noised, Store, WorldCache},
+};
 use kv_world::Frame;
 use rayon::prelude::*;
 use serde::Serialize;
@@ -13,13 +16,15 @@ use serde::Serialize;
 use super::{Rollout, RolloutPlan, Truth, World, psnr, roll_out, squared_error, ssim};
 use crate::{Error, Result, bench::median};
 
-/// What the layers of a world model store: a format, in all layers or in the last few alone, the others in float.
+/// What the layers of a world model store: a cache or a policy, in all layers or in the last few alone, the others in
+/// float.
 ///
-/// It is parsed from and printed as the short name of the format, with `@2` behind it for the last two layers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// It is parsed from the short name of a cache, of a preset or of a policy's file, with `@2` behind it for the last two
+/// layers, and printed as the name of what it stores.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerCaches {
-    /// The format.
-    pub cache: KvCacheConfig,
+    /// What is stored.
+    pub cache: ModelCacheConfig,
     /// How many of the last layers have it; `None` for all.
     pub last: Option<usize>,
 }
@@ -35,9 +40,14 @@ impl LayerCaches {
             let rule = format!("names more than the {layers} layers there are");
             return Err(Error::plan("cache", self, rule));
         }
-        let mut formats = vec![KvCacheConfig::float(); layers];
-        formats[layers - last..].fill(self.cache);
+        let mut formats = vec![KvCacheConfig::float(); layers - last];
+        formats.extend(self.cache.of_layers(last)?);
         Ok(formats)
+    }
+
+    /// Float in all layers, which others are compared with.
+    fn float() -> Self {
+        Self { cache: KvCacheConfig::float().into(), last: None }
     }
 }
 
@@ -53,12 +63,12 @@ impl FromStr for LayerCaches {
 
     fn from_str(text: &str) -> Result<Self> {
         let Some((cache, last)) = text.split_once('@') else {
-            return Ok(Self { cache: text.parse()?, last: None });
+            return Ok(Self { cache: ModelCacheConfig::find(text)?, last: None });
         };
         let last = last.parse().ok().filter(|&last: &usize| last > 0);
         let rule = "must have a number of layers, at least 1, behind its @";
         let last = last.ok_or_else(|| Error::plan("cache", format!("{text:?}"), rule))?;
-        Ok(Self { cache: cache.parse()?, last: Some(last) })
+        Ok(Self { cache: ModelCacheConfig::find(cache)?, last: Some(last) })
     }
 }
 
@@ -148,6 +158,42 @@ impl WorldPoint {
     }
 }
 
+/// Bytes that [`compare`] takes for so many games of so many frames, the true ones first among them.
+///
+/// # Errors
+/// Those of the caches, before any is allocated.
+pub fn compare_bytes(
+    world: &World,
+    [games, frames]: [u64; 2],
+    plan: &RolloutPlan,
+    caches: &[LayerCaches],
+) -> Result<u64> {
+    let config = world.model.config();
+    let mut largest = 0;
+    for cache in [&LayerCaches::float()].into_iter().chain(caches) {
+        let formats = cache.formats(config.n_layers)?;
+        let batch = usize::try_from(games).unwrap_or(usize::MAX);
+        let bytes = world.model.cache_bytes_with(&formats, plan.ring, plan.sinks, batch)?;
+        largest = largest.max(bytes as u64);
+    }
+    let played = frames.saturating_sub(plan.context as u64);
+    // The truth, what was shown with the float cache, and what is shown.
+    let pictures = frames.saturating_add(played.saturating_mul(2));
+    let picture = 3 * (Frame::SIZE * Frame::SIZE) as u64;
+    let float = size_of::<f32>() as u64;
+    let (latents, tokens) = (
+        (world.codec.channels() * world.codec.latent_size().pow(2)) as u64,
+        config.tokens_per_frame() as u64,
+    );
+    // Of the float cache and of another, for two levels of noise.
+    let velocities = 4 * played.min(PREDICTED as u64) * latents * float;
+    // The residual stream, queries, keys and values, and the MLP, which is four times as wide.
+    let pass = 12 * tokens * config.d_model as u64 * float;
+    // The games' cache, and the one that predictions are made with.
+    let of_games = pictures.saturating_mul(picture).saturating_add(velocities + pass);
+    Ok(games.saturating_mul(of_games).saturating_add(2 * largest))
+}
+
 /// The mean of some numbers.
 pub fn mean(numbers: &[f64]) -> f64 {
     numbers.iter().sum::<f64>() / numbers.len().max(1) as f64
@@ -168,7 +214,7 @@ pub fn compare<T: Target>(
     mut progress: impl FnMut(),
 ) -> Result<()> {
     let layers = world.model.config().n_layers;
-    let float = LayerCaches { cache: KvCacheConfig::float(), last: None };
+    let float = LayerCaches::float();
     let all = core::iter::once(&float).chain(caches.iter().filter(|&cache| *cache != float));
     let all: Vec<_> =
         all.map(|cache| Ok((cache, cache.formats(layers)?))).collect::<Result<_>>()?;

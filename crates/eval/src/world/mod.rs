@@ -14,7 +14,7 @@ use kv_models::{
 use kv_world::{Codec, Frame, Input, Maze, Wanderer};
 use serde::{Deserialize, Serialize};
 
-pub use compare::{LayerCaches, LayerScales, WorldPoint, compare, mean};
+pub use compare::{LayerCaches, LayerScales, WorldPoint, compare, compare_bytes, mean};
 pub use quality::{MOST_DB, decibels, psnr, squared_error, ssim};
 pub use rollout::{Rollout, RolloutPlan, roll_out};
 

@@ -22,6 +22,8 @@ pub use schedule::{QuantizedCounts, Schedule, SideSchedule};
 pub use side::SideLayout;
 pub use view::{RowView, StreamSpec};
 
+use core::fmt;
+
 use crate::{KvCacheConfig, Result};
 pub use crate::{
     formats::{Granularity, PackedFormat, QuantSpec, SideFormat},
@@ -53,6 +55,14 @@ impl CacheShape {
             Side::Values => self.head_dim.values,
         };
         [self.batch, self.n_kv_heads, tokens, head_dim]
+    }
+}
+
+impl fmt::Display for CacheShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { batch, n_kv_heads, head_dim: Sides { keys, values } } = self;
+        write!(f, "batch {batch}, {n_kv_heads} heads of {keys} channels")?;
+        if keys == values { Ok(()) } else { write!(f, " for keys and {values} for values") }
     }
 }
 
@@ -102,7 +112,7 @@ impl CacheLayout {
         // u128 nothing below overflows.
         let slices = shape.batch as u128 * shape.n_kv_heads as u128;
         if slices.saturating_mul(layout.slice_elements() as u128) >= u128::from(u32::MAX) {
-            let rule = format!("too large for one buffer of 2^32 elements with {shape:?}");
+            let rule = format!("too large for one buffer of 2^32 elements with {shape}");
             return Err(crate::error::invalid("capacity", config.capacity, rule));
         }
         Ok(layout)

@@ -15,6 +15,7 @@ use serde::{
     de::{DeserializeOwned, Error as _},
 };
 use serde_json::{Map, Value};
+use strsim::osa_distance;
 
 use super::{CAPACITY, LayerRule, Layers, ModelCacheConfig, Stores, name_rule};
 use crate::{Error, Result, files};
@@ -35,9 +36,17 @@ impl ModelCacheConfig {
             true => Self::read(path),
             false => name.parse().map_err(|error: Error| match error {
                 Error::Cache(kv_cubecl::Error::InvalidCacheName { text, why, expected }) => {
-                    let presets = Self::PRESETS.join(", ");
-                    let expected =
-                        format!("{expected}; or {presets}; or a policy's file of .json or .toml");
+                    let presets = Self::PRESETS;
+                    let expected = match presets.iter().find(|it| osa_distance(&text, it) <= 2) {
+                        Some(preset) => format!("did you mean {preset}?"),
+                        None if expected.starts_with("expected") => {
+                            format!(
+                                "{expected}, or {}, or a file of .json or .toml",
+                                presets.join(", ")
+                            )
+                        }
+                        None => expected,
+                    };
                     kv_cubecl::Error::InvalidCacheName { text, why, expected }.into()
                 }
                 other => other,
@@ -146,7 +155,7 @@ struct RuleFields {
 
 /// A cache by its short name, or where that does not say all of it, as of groups in float, by its fields.
 #[derive(Serialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "must be a cache's short name or its fields")]
 enum Cache {
     Name(String),
     Fields(Map<String, Value>),

@@ -158,6 +158,28 @@ impl ModelCacheConfig {
         }
     }
 
+    /// What each of the `n_layers` layers of a model stores whose layers have no windows of their own.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Rule`] for a rule for a layer that the model does not have.
+    pub fn of_layers(&self, n_layers: usize) -> Result<Vec<KvCacheConfig>> {
+        for i in 0..self.rules.len() {
+            self.check_rule(i, n_layers)?;
+        }
+        Ok((0..n_layers).map(|layer| self.own(layer, n_layers)).collect())
+    }
+
+    /// Checks that the layers of a rule are there.
+    fn check_rule(&self, i: usize, n_layers: usize) -> Result<()> {
+        let layers = &self.rules[i].layers;
+        let named = layers.check_any().and_then(|()| layers.check(n_layers));
+        named.map_err(|rule| {
+            let field = format!("rules[{i}].layers");
+            Error::Rule { field, value: layers.to_string(), rule }
+        })
+    }
+
     /// What the rules say of layer `index` of `n_layers`.
     fn own(&self, index: usize, n_layers: usize) -> KvCacheConfig {
         let rules = self.rules.iter().filter(|rule| rule.layers.contains(index, n_layers));
@@ -330,12 +352,7 @@ impl ModelCacheConfig {
         let spec = model.as_ref();
         let n = spec.layers.len();
         for (i, rule) in self.rules.iter().enumerate() {
-            let named = rule.layers.check_any().and_then(|()| rule.layers.check(n));
-            named.map_err(|why| Error::Rule {
-                field: format!("rules[{i}].layers"),
-                value: rule.layers.to_string(),
-                rule: why,
-            })?;
+            self.check_rule(i, n)?;
             if matches!(rule.stores, Stores::Start(1..)) && self.lacks_sinks(rule, spec) {
                 return Err(Error::Rule {
                     field: format!("rules[{i}]"),

@@ -76,8 +76,8 @@ pub(super) struct Kept {
 impl Kept {
     /// Counts `matrices` of this layout.
     pub(super) fn add(&mut self, layout: PackedLayout, matrices: usize) {
-        self.size.bytes += matrices * layout.bytes();
-        self.size.numbers += matrices * layout.rows() * layout.columns();
+        let numbers = layout.rows() * layout.columns();
+        self.size.add(layout.format(), matrices * layout.bytes(), matrices * numbers);
     }
 }
 
@@ -247,8 +247,9 @@ impl Weights {
     ) -> Result<Vec<PackedMatrix>> {
         let (most, device) = (self.largest_buffer, &self.device);
         let parts = PackedMatrix::parts_from_bytes(bytes, format, shape, most, device)?;
-        self.kept.size.bytes += parts.iter().map(|part| part.layout().bytes()).sum::<usize>();
-        self.kept.size.numbers += shape[0] * shape[1];
+        for part in &parts {
+            self.kept.add(part.layout(), 1);
+        }
         Ok(parts)
     }
 

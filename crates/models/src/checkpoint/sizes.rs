@@ -1,24 +1,42 @@
 //! What the tensors of a checkpoint will take, before any is taken.
 
 use burn::tensor::DType;
+use kv_weights::{PackedLayout, WeightFormat};
 
 use super::{Names, Weights, entry::Entry};
 use crate::{WeightDtype, load::WeightBytes};
+
+/// What a tensor takes in memory.
+struct InMemory {
+    /// What its type is called.
+    kind: String,
+    bytes: usize,
+    /// Whether its rows are multiplied as they are in the file.
+    packed: bool,
+}
 
 impl Weights {
     /// What the tensors that are there take in memory, of a family with these names.
     pub(super) fn sizes(&self, names: &Names) -> WeightBytes {
         let mut sizes = WeightBytes::default();
         let has_head = self.tensors.contains_key(names.head);
+        let may_pack = self.packed.is_none()
+            && self.dtype == DType::F32
+            && kv_weights::check_device("", &self.device).is_ok();
+        let mut all_packed = 0;
         for (name, entry) in &self.tensors {
             if (names.harmless)(name) {
                 continue;
             }
-            let (kind, bytes) = self.in_memory(name, entry);
+            let InMemory { kind, bytes, packed } =
+                self.in_memory(names, name, entry, self.packed.is_some());
             *sizes.by_type.entry(kind).or_default() += bytes;
             sizes.in_files += entry.in_file();
+            if may_pack {
+                all_packed += self.in_memory(names, name, entry, true).bytes;
+            }
             let shape = entry.tensor.shape.to_vec();
-            let unsplit = if self.stays_packed(name, entry) {
+            let unsplit = if packed {
                 bytes / shape[..shape.len() - 1].iter().product::<usize>().max(1)
             } else {
                 bytes
@@ -42,34 +60,54 @@ impl Weights {
                 sizes.widest = sizes.widest.max(rows.max(columns));
             }
         }
+        sizes.packed = may_pack.then_some(all_packed).filter(|&bytes| bytes < sizes.total());
         sizes
     }
 
-    /// Whether the rows of a tensor are multiplied as they are in the file.
+    /// Whether the rows of a tensor are multiplied as they are in the file, where packed ones may stay so.
     fn stays_packed(&self, name: &str, entry: &Entry) -> bool {
         // Of floats, experts that are stored transposed are restored, and so are the biases of experts.
         let restored =
             entry.tensor.shape.num_dims() > 2 && !self.is_gguf() || name.ends_with("bias");
-        self.packed.is_some()
-            && entry.packed_format().is_some()
-            && (entry.blocks.is_some() || !restored)
+        entry.packed_format().is_some() && (entry.blocks.is_some() || !restored)
     }
 
-    /// The type that a tensor has in memory, and its bytes.
-    fn in_memory(&self, name: &str, entry: &Entry) -> (String, usize) {
+    /// The layout that a tensor is planned to be quantized to; `None` for what is not quantized.
+    fn planned_layout(&self, names: &Names, name: &str, entry: &Entry) -> Option<PackedLayout> {
+        let format: WeightFormat = self.planned?;
+        // Matrices of the layers, the embedding and the head; not tables of positions and what picks experts.
+        let [rows, columns] = entry.tensor.shape.to_vec()[..] else { return None };
+        let quantized =
+            name.starts_with(names.layers) || name == names.embedding || name == names.head;
+        let layout = |shape| PackedLayout::new(format, shape).ok();
+        // Some families store the transpose.
+        let layout = layout([rows, columns]).or_else(|| layout([columns, rows]));
+        layout.filter(|_| quantized && !name.contains(".router."))
+    }
+
+    /// What a tensor takes, if packed ones stay so or if they do not.
+    fn in_memory(&self, names: &Names, name: &str, entry: &Entry, packed: bool) -> InMemory {
+        if let Some(layout) = self.planned_layout(names, name, entry).filter(|_| packed) {
+            let kind = layout.format().name().to_string();
+            return InMemory { kind, bytes: layout.bytes(), packed: true };
+        }
         let shape = &entry.tensor.shape;
         let numbers = shape.num_elements();
-        if let Some((kind, _)) = entry.packed_type().filter(|_| self.stays_packed(name, entry)) {
-            return (kind, entry.in_file());
+        if let Some((kind, _)) =
+            entry.packed_type().filter(|_| packed && self.stays_packed(name, entry))
+        {
+            return InMemory { kind, bytes: entry.in_file(), packed: true };
         }
         // Codes and scales of MXFP4, two codes to a byte.
         let numbers = match entry.tensor.dtype {
-            DType::U8 if self.packed.is_some() => return ("MXFP4".into(), numbers),
+            DType::U8 if packed => {
+                return InMemory { kind: "MXFP4".into(), bytes: numbers, packed: false };
+            }
             DType::U8 if name.ends_with("_scales") => 0,
             DType::U8 => 2 * numbers,
             _ => numbers,
         };
         let kind = WeightDtype::of(self.dtype).map_or_else(String::new, |kind| kind.to_string());
-        (kind, numbers * self.dtype.size())
+        InMemory { kind, bytes: numbers * self.dtype.size(), packed: false }
     }
 }

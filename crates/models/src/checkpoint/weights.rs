@@ -11,7 +11,7 @@ use burn::{
 };
 use burn_store::burn_pack::Tensor as PackTensor;
 
-use kv_weights::Activations;
+use kv_weights::{Activations, WeightFormat};
 
 use super::{
     Names, Outline, Stored,
@@ -48,6 +48,8 @@ pub struct Weights {
     /// What blocks that stay packed are multiplied with; `None` if all are restored.
     pub(super) packed: Option<Activations>,
     pub(super) kept: Kept,
+    /// The format that matrices are counted in, whatever they are stored in.
+    pub(crate) planned: Option<WeightFormat>,
     /// The most bytes of a buffer of packed weights, if that is less than the device has.
     pub(crate) largest_buffer: Option<u64>,
     /// Who is told what is read.
@@ -73,6 +75,7 @@ impl Weights {
             notes: vec![],
             packed: None,
             kept: Kept::default(),
+            planned: None,
             largest_buffer: None,
             watcher: Watcher::default(),
             cache: None,

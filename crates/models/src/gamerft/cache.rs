@@ -189,14 +189,42 @@ impl GameRft {
         batch: usize,
         device: &Device,
     ) -> Result<WorldCache> {
-        let config = &self.config;
-        check_layers("formats", formats.len(), config)?;
-        let shape = shape(config, batch);
-        let layers = formats.iter().enumerate().map(|(i, &format)| {
-            let (tokens, window) = (config.tokens_per_frame(), config.window(i, ring));
-            let frames = FrameConfig::new(format, tokens, window).with_sinks(sinks);
-            Ok(FrameCache::new(&frames, shape, device)?)
-        });
+        check_layers("formats", formats.len(), &self.config)?;
+        let shape = shape(&self.config, batch);
+        let rings = self.rings(formats, ring, sinks);
+        let layers = rings.map(|config| Ok(FrameCache::new(&config, shape, device)?));
         Ok(WorldCache { layers: layers.collect::<Result<_>>()?, level: None })
+    }
+
+    /// Bytes that [`new_cache_with`](Self::new_cache_with) allocates.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`new_cache_with`](Self::new_cache_with) that no device decides.
+    pub fn cache_bytes_with(
+        &self,
+        formats: &[KvCacheConfig],
+        ring: Frames,
+        sinks: Frames,
+        batch: usize,
+    ) -> Result<usize> {
+        check_layers("formats", formats.len(), &self.config)?;
+        let shape = shape(&self.config, batch);
+        let rings = self.rings(formats, ring, sinks);
+        rings.map(|config| Ok(config.memory_bytes(shape)?.total())).sum()
+    }
+
+    /// The ring of each layer.
+    fn rings(
+        &self,
+        formats: &[KvCacheConfig],
+        ring: Frames,
+        sinks: Frames,
+    ) -> impl Iterator<Item = FrameConfig> {
+        let config = &self.config;
+        formats.iter().enumerate().map(move |(i, &format)| {
+            let window = config.window(i, ring);
+            FrameConfig::new(format, config.tokens_per_frame(), window).with_sinks(sinks)
+        })
     }
 }

@@ -78,6 +78,7 @@ fn read_model(
     weights.set_dtype(options.dtype)?;
     weights.set_packed(options.packed)?;
     weights.largest_buffer = options.largest_buffer;
+    weights.planned = options.planned;
     let model = family.import_gguf(&Metadata::new(header, arch, first), &mut weights)?;
     let model = model.with_packed(weights.kept());
     Ok((model, std::mem::take(weights.notes())))

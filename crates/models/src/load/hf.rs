@@ -90,6 +90,7 @@ fn build(
     weights.set_dtype(options.dtype)?;
     weights.set_packed(options.packed)?;
     weights.largest_buffer = options.largest_buffer;
+    weights.planned = options.planned;
     let config = ConfigJson { text: &config, path: &config_path };
     let model = family.import(&config, &mut weights)?;
     let model = model.with_packed(weights.kept());
@@ -153,6 +154,7 @@ pub(super) fn outline(
     })?;
     weights.set_packed(options.packed)?;
     weights.largest_buffer = options.largest_buffer;
+    weights.planned = options.planned;
     family.import(config, &mut weights).map(drop)
 }
 
@@ -258,7 +260,7 @@ struct Generation {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "must be a token id or a list of them")]
 enum Ids {
     One(u32),
     Many(Vec<u32>),

@@ -8,7 +8,7 @@ mod outline;
 use std::{fs, io, path::Path};
 
 use burn::tensor::Device;
-use kv_weights::Activations;
+use kv_weights::{Activations, WeightFormat};
 
 pub(crate) use self::observer::Watcher;
 pub use self::{
@@ -61,12 +61,15 @@ pub struct LoadOptions {
     /// The most bytes of a buffer: packed matrices with more become several of neighboring rows, as they do beyond what
     /// the device has. `None` leaves it at the device's.
     pub largest_buffer: Option<u64>,
+    /// The format that an [`outline`] counts matrices in, as if [`save_quantized`](crate::save_quantized) had written
+    /// them so; those whose rows are no whole blocks stay as they are. A load ignores it.
+    pub planned: Option<WeightFormat>,
 }
 
 impl Default for LoadOptions {
     /// Restored to f32, whatever the file holds.
     fn default() -> Self {
-        Self { dtype: WeightDtype::F32, packed: None, largest_buffer: None }
+        Self { dtype: WeightDtype::F32, packed: None, largest_buffer: None, planned: None }
     }
 }
 
@@ -87,6 +90,12 @@ impl LoadOptions {
     #[must_use]
     pub fn with_largest_buffer(self, largest_buffer: Option<u64>) -> Self {
         Self { largest_buffer, ..self }
+    }
+
+    /// The same options for an [`outline`] of the model in another format.
+    #[must_use]
+    pub fn with_planned(self, planned: Option<WeightFormat>) -> Self {
+        Self { planned, ..self }
     }
 }
 
@@ -149,6 +158,8 @@ fn read(path: &Path, device: &Device, options: LoadOptions, watcher: Watcher) ->
         gguf::load(path, device, options, watcher)?
     };
 
+    let packed = options.packed.filter(|_| loaded.model.is_packed());
+    loaded.notes.extend(activations_note(packed, is_cpu(device)).map(str::to_string));
     let vocab_size = loaded.model.vocab_size();
     if let Ok(tokenizer) = &loaded.tokenizer
         && tokenizer.n_ids() > vocab_size
@@ -163,6 +174,41 @@ fn read(path: &Path, device: &Device, options: LoadOptions, watcher: Watcher) ->
     Ok(loaded)
 }
 
+/// What a user should know who asks for activations in integers.
+fn activations_note(packed: Option<Activations>, is_cpu: bool) -> Option<&'static str> {
+    let rounded = !matches!(packed, None | Some(Activations::Exact));
+    (rounded && !is_cpu).then_some(
+        "activations are rounded on the CPU only: this device multiplies packed weights with activations as they are",
+    )
+}
+
+fn is_cpu(device: &Device) -> bool {
+    #[cfg(feature = "flex")]
+    if <kv_cubecl::Flex as kv_cubecl::Target>::hosts(device) {
+        return true;
+    }
+    let _ = device;
+    false
+}
+
 fn file_stem(path: &Path) -> String {
     path.file_stem().map_or_else(|| "model".into(), |stem| stem.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_rounds_no_activations_is_noted() {
+        for rounded in [Activations::Int16, Activations::Int8] {
+            assert!(
+                activations_note(Some(rounded), false)
+                    .is_some_and(|note| note.contains("CPU only"))
+            );
+            assert_eq!(activations_note(Some(rounded), true), None);
+        }
+        assert_eq!(activations_note(Some(Activations::Exact), false), None);
+        assert_eq!(activations_note(None, false), None);
+    }
 }

@@ -183,11 +183,13 @@ impl Matrix {
         if packed.adapter.is_none() {
             return PackedSize::default();
         }
-        let bytes = packed.parts.iter().map(|part| part.layout().bytes()).sum();
-        let [rows, columns] = packed.dims();
+        let mut size = PackedSize { adapters: 1, ..PackedSize::default() };
+        for layout in packed.parts.iter().map(|part| part.layout()) {
+            size.add(layout.format(), layout.bytes(), layout.rows() * layout.columns());
+        }
         let merged = Param::from_tensor(self.val().detach());
         self.0 = Stored::Dense(merged);
-        PackedSize { bytes, numbers: rows * columns, adapters: 1 }
+        size
     }
 
     /// The numbers, `[rows, columns]`; packed weights are restored to f32.

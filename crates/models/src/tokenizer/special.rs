@@ -29,7 +29,7 @@ struct Config {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "must be a token's text or an object with its content")]
 enum Spelling {
     Plain(String),
     Token { content: String },
@@ -45,7 +45,7 @@ impl Spelling {
 
 /// One template, or several, of which the one called `default` is for conversations.
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "must be a template or several with names")]
 enum Templates {
     One(String),
     Named(Vec<Named>),

@@ -1,10 +1,14 @@
-//! Arguments that several commands have: the text, and where results go as JSON.
+//! Arguments that several commands have: the text, the caches, and where results go as JSON.
 
-use std::path::PathBuf;
+use std::{
+    path::{Path, PathBuf},
+    str::FromStr,
+};
 
 use anyhow::Result;
-use kv_cli::{OutFile, Screen};
-use kv_models::Tokenizer;
+use kv_cli::{NamedFiles, OutFile, Screen};
+use kv_cubecl::KvCacheConfig;
+use kv_models::{ModelCacheConfig, Tokenizer};
 
 use crate::common::{BosArgs, note_short_text, read_ids};
 
@@ -14,7 +18,7 @@ pub(crate) struct TextArgs {
     #[command(flatten)]
     bos: BosArgs,
     /// A UTF-8 text file, or - for standard input.
-    #[arg(id = "text", long = "text", value_name = "TEXT")]
+    #[arg(id = "text", long = "text", short = 'f', value_name = "TEXT")]
     pub(crate) path: PathBuf,
 }
 
@@ -47,10 +51,74 @@ pub(crate) struct JsonArgs {
 }
 
 impl JsonArgs {
+    /// The file, if one is named.
+    pub(crate) fn path(&self) -> Option<&Path> {
+        self.json.as_deref()
+    }
+
     /// The terminal's part, and the file, of which it is known that it can be written.
     pub(crate) fn open(&self) -> Result<(Screen, Option<OutFile>)> {
         let screen = Screen::beside([self.json.as_deref()]);
         let file = self.json.as_deref().map(|path| OutFile::open("json", path)).transpose()?;
         Ok((screen, file))
     }
+}
+
+/// A cache as it was named.
+#[derive(Clone, Debug)]
+pub(crate) struct NamedCache {
+    pub(crate) name: String,
+    pub(crate) config: ModelCacheConfig,
+}
+
+impl FromStr for NamedCache {
+    type Err = kv_models::Error;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        Ok(Self { name: name.to_string(), config: ModelCacheConfig::find(name)? })
+    }
+}
+
+/// Caches of one layer, as they were named: a cache, or all that some layer has by a policy.
+#[derive(Clone, Debug)]
+pub(crate) struct LayerCaches {
+    name: String,
+    configs: Vec<KvCacheConfig>,
+}
+
+impl FromStr for LayerCaches {
+    type Err = kv_models::Error;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        Ok(Self { name: name.to_string(), configs: ModelCacheConfig::find(name)?.candidates() })
+    }
+}
+
+impl LayerCaches {
+    /// Each configuration once.
+    pub(crate) fn all(caches: &[Self]) -> Vec<KvCacheConfig> {
+        let mut all = vec![];
+        for config in caches.iter().flat_map(|caches| &caches.configs) {
+            if !all.contains(config) {
+                all.push(*config);
+            }
+        }
+        all
+    }
+
+    /// Files that policies of `caches` are read from.
+    pub(crate) fn files(caches: &[Self]) -> NamedFiles<'_> {
+        let none = NamedFiles::default();
+        caches.iter().fold(none, |files, caches| files.reads("cache", &caches.name))
+    }
+}
+
+/// The configurations of `caches`.
+pub(crate) fn configs(caches: &[NamedCache]) -> Vec<ModelCacheConfig> {
+    caches.iter().map(|named| named.config.clone()).collect()
+}
+
+/// Files that policies of `caches` are read from.
+pub(crate) fn policies<'a>(files: NamedFiles<'a>, caches: &'a [NamedCache]) -> NamedFiles<'a> {
+    caches.iter().fold(files, |files, named| files.reads("cache", &named.name))
 }

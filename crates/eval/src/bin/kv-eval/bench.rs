@@ -6,13 +6,15 @@ mod models;
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result, bail};
 use indicatif::ProgressBar;
-use kv_cli::{Backend, OutFile, Plain, Screen, dispatch};
-use kv_cubecl::{KvCacheConfig, On, Target};
+use kv_cli::{Backend, NamedFiles, OutFile, Plain, Screen, dispatch, memory_limit};
+use kv_cubecl::{On, Target};
 use kv_eval::bench::{
-    AttentionPlan, Timing, copy_bandwidth, time_append, time_codec, time_decode_attention,
+    AttentionPlan, Timing, codec_bytes, copy_bandwidth, time_append, time_codec,
+    time_decode_attention,
 };
+use kv_models::decimal_size;
 use kv_report::{
     Table,
     chart::{Chart, Series, Style},
@@ -25,11 +27,16 @@ use self::{
     models::{DecodeArgs, PrefillArgs, decode, prefill},
 };
 use crate::{
+    arguments::LayerCaches,
     common::write_json,
     profile::{Profile, ProfileArgs},
 };
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  kv-eval bench decode-attention
+  kv-eval bench llm --model SmolLM2-135M.gguf
+  kv-eval bench --profile where.html decode --model models/austen")]
 pub(crate) struct Args {
     #[command(subcommand)]
     bench: Bench,
@@ -49,6 +56,8 @@ enum Bench {
     /// Prompts and generated tokens by depth, as llama.cpp's llama-bench has them.
     Llm(LlmArgs),
     /// Appending a token, and the steps in which the keys of the window are flushed.
+    #[command(after_help = "Examples:
+  kv-eval bench flush --cache k4v4 --cache k2v2-slide --contexts 4096")]
     Flush(LayerArgs),
     /// A frame's attention over a full ring of frames, as a world model has it.
     Frames(FramesArgs),
@@ -75,12 +84,13 @@ struct Common {
 pub(crate) struct LayerArgs {
     #[command(flatten)]
     common: Common,
-    /// A cache to time; repeatable. The first is what the others are compared with.
+    /// A cache to time, or a policy's file of .json or .toml for every cache that a layer has by it; repeatable. The first
+    /// is what the others are compared with.
     #[arg(long = "cache", default_values = [
         "float", "float-f16", "k8v8", "k4v4", "k2v2", "kint8vint8", "kint8gvint8g", "ke4m3ve4m3", "ke5m2ve5m2",
         "ke4m3bve4m3b", "ke2m1bve2m1b", "kmxfp4vmxfp4",
     ])]
-    caches: Vec<KvCacheConfig>,
+    caches: Vec<LayerCaches>,
     /// Context lengths to time at.
     #[arg(long, value_delimiter = ',', default_value = "1024,2048,4096,8192,16384,32768")]
     contexts: Vec<usize>,
@@ -99,6 +109,9 @@ pub(crate) struct LayerArgs {
 }
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  kv-eval bench decode-attention
+  kv-eval bench decode-attention --cache float --cache k4v4 --contexts 4096,8192 --plot attention.svg")]
 pub(crate) struct AttentionArgs {
     #[command(flatten)]
     layer: LayerArgs,
@@ -117,6 +130,9 @@ pub(crate) struct AttentionArgs {
 }
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  kv-eval bench quantize
+  kv-eval bench quantize --tokens 32768 --group-size 64")]
 pub(crate) struct CodecArgs {
     #[command(flatten)]
     common: Common,
@@ -145,7 +161,28 @@ struct Output<'a, P> {
     points: &'a [P],
 }
 
+impl Bench {
+    /// The files that it reads and writes.
+    fn files(&self) -> NamedFiles<'_> {
+        let (files, json) = match self {
+            Self::DecodeAttention(args) => {
+                let files = LayerCaches::files(&args.layer.caches);
+                (files.writes("plot", args.plot.as_deref()), &args.layer.common.json)
+            }
+            Self::Flush(args) => (LayerCaches::files(&args.caches), &args.common.json),
+            Self::Frames(args) => (LayerCaches::files(&args.caches), &args.common.json),
+            Self::Quantize(args) => (NamedFiles::default(), &args.common.json),
+            Self::Decode(args) => return args.files(),
+            Self::Prefill(args) => return args.files(),
+            Self::Llm(args) => return args.files(),
+        };
+        files.writes("json", json.as_deref())
+    }
+}
+
 pub(crate) fn run(Args { bench, profile }: &Args) -> Result<()> {
+    bench.files().writes("profile", profile.path()).check()?;
+    profile.end_on_interrupt()?;
     let mut profile = profile.start()?;
     let to = &mut profile;
     match bench {
@@ -165,6 +202,20 @@ pub(crate) fn run(Args { bench, profile }: &Args) -> Result<()> {
 /// Bytes of each buffer that is copied to measure the bandwidth: more than processors' caches hold,
 /// and within the size of a buffer that WebGPU lets a kernel bind.
 const COPIED: usize = 128 << 20;
+
+/// Checks that a benchmark's tensors fit into memory, before they are allocated.
+fn check_memory<T: Target>(needed: u64, device: &On<T>) -> Result<()> {
+    let limit = memory_limit(None, device);
+    let copied = if T::NAME == "flex" { 2 * COPIED as u64 } else { 0 };
+    match limit.total {
+        Some(total) if needed.saturating_add(copied) > total => {
+            let [needed, total] = [needed, total].map(decimal_size);
+            let source = limit.source;
+            bail!("memory: needs {needed}, but {source} is {total}; time a smaller shape")
+        }
+        _ => Ok(()),
+    }
+}
 
 /// Where a benchmark's results go.
 struct Sinks {
@@ -219,8 +270,14 @@ fn attention<T: Target>(args: &AttentionArgs, profile: &mut Profile) -> Result<(
     let device = On::<T>::open()?;
     profile.device(&device)?;
     let &AttentionArgs { ref layer, tokens, recorded, .. } = args;
-    let working_set = args.working_set << 20;
+    let working_set = args.working_set.checked_mul(1 << 20).with_context(|| {
+        format!("working-set {}: must be at most {} megabytes", args.working_set, usize::MAX >> 20)
+    })?;
     let plan = AttentionPlan { tokens, working_set, recorded, ..layer.plan() };
+    let caches = LayerCaches::all(&layer.caches);
+    for &context in &layer.contexts {
+        check_memory(plan.attention_bytes::<T>(&caches, context)?, &device)?;
+    }
     let how = if recorded { "recorded" } else { "launched" };
     let shape = format!("{}, {tokens} at once, {how}", layer.describe());
     let sinks = Sinks::open(layer.common.json.as_deref(), args.plot.as_deref())?;
@@ -232,7 +289,7 @@ fn attention<T: Target>(args: &AttentionArgs, profile: &mut Profile) -> Result<(
     let mut points = Vec::new();
     let bar = ProgressBar::new(layer.contexts.len() as u64);
     for &context in &layer.contexts {
-        let at = time_decode_attention(&device, &plan, &layer.caches, context)?;
+        let at = time_decode_attention(&device, &plan, &caches, context)?;
         for point in &at {
             table.push([
                 context.to_string(),
@@ -259,7 +316,12 @@ fn attention<T: Target>(args: &AttentionArgs, profile: &mut Profile) -> Result<(
 fn flush<T: Target>(args: &LayerArgs, profile: &mut Profile) -> Result<()> {
     let device = On::<T>::open()?;
     profile.device(&device)?;
-    let plan = args.plan();
+    let (plan, caches) = (args.plan(), LayerCaches::all(&args.caches));
+    for &context in &args.contexts {
+        for config in &caches {
+            check_memory(plan.append_bytes(config, context)?, &device)?;
+        }
+    }
     let sinks = Sinks::open(args.common.json.as_deref(), None)?;
     let what = format!("appending a token to one layer on {}: {}", T::NAME, args.describe());
     let copied = sinks.start(&device, &what)?;
@@ -274,7 +336,7 @@ fn flush<T: Target>(args: &LayerArgs, profile: &mut Profile) -> Result<()> {
     ]);
     let mut points = Vec::new();
     for &context in &args.contexts {
-        for config in &args.caches {
+        for config in &caches {
             let point = time_append(&device, &plan, config, context)?;
             let optional = |timing: Option<Timing>| timing.map_or(String::new(), |t| us(t.median));
             let ratio = point.step_flush.map(|t| t.median / point.step.median);
@@ -297,6 +359,7 @@ fn codec<T: Target>(args: &CodecArgs, profile: &mut Profile) -> Result<()> {
     let device = On::<T>::open()?;
     profile.device(&device)?;
     let CodecArgs { kv_heads, tokens, head_dim, group_size, .. } = *args;
+    check_memory(codec_bytes([kv_heads, tokens, head_dim])?, &device)?;
     let sinks = Sinks::open(args.common.json.as_deref(), None)?;
     let what =
         format!("f32 of {kv_heads} heads, {tokens} tokens, {head_dim} channels on {}", T::NAME);

@@ -70,11 +70,12 @@ impl StepArgs {
 /// What becomes of quantized weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Weights {
-    /// Packed, and multiplied with activations rounded to 16 bits, 32 at a time.
+    /// Packed, and multiplied with activations rounded to 16 bits, 32 at a time; on WGPU and CUDA as they are.
     Packed,
     /// Packed, and multiplied with activations as they are.
     PackedExact,
-    /// Packed, and multiplied with activations rounded to 8 bits, 32 at a time, as in llama.cpp: the fastest for prompts.
+    /// Packed, and multiplied with activations rounded to 8 bits, 32 at a time, as in llama.cpp: the fastest for prompts. On
+    /// WGPU and CUDA as they are.
     PackedInt8,
     /// Restored to the type of --dtype when the model is loaded.
     Restored,
@@ -183,18 +184,21 @@ impl<'a> Output<'a> {
 }
 
 /// A text that is evaluated.
-pub(crate) struct Text<'a> {
-    pub(crate) path: &'a Path,
+pub(crate) struct Text {
+    /// What the report calls it.
+    pub(crate) name: String,
     /// Bytes that its tokens stand for.
     pub(crate) bytes: usize,
     /// The token that windows of it start with, as it is spelled.
     pub(crate) bos: Option<String>,
+    /// What a user should know of the models.
+    pub(crate) notes: Vec<String>,
 }
 
 /// Runs `jobs`, whose plans are of the same tokens of `text`, and prints and writes their report.
 pub(crate) fn evaluate_and_report<T: Target>(
     device: &On<T>,
-    text: Text<'_>,
+    text: Text,
     jobs: &[Job<'_>],
     output: Output<'_>,
 ) -> Result<()> {
@@ -205,9 +209,10 @@ pub(crate) fn evaluate_and_report<T: Target>(
     let [tokens, window, stride] =
         [Plan::tokens, Plan::window, Plan::stride].map(|part| plan.map_or(0, part));
     let command = std::env::args().collect();
-    let mut report = Report::new(device, command, text_name(text.path), tokens, window)
+    let mut report = Report::new(device, command, text.name, tokens, window)
         .with_stride(stride)
         .with_bos(text.bos)
+        .with_notes(text.notes)
         .with_text_bytes(text.bytes);
     for job in jobs {
         report.add(&job.name, job.run(device, folder.is_some(), &bar)?);
@@ -234,7 +239,7 @@ fn is_stdin(path: &Path) -> bool {
 }
 
 /// What a report calls the text.
-fn text_name(text: &Path) -> String {
+pub(crate) fn text_name(text: &Path) -> String {
     match is_stdin(text) {
         true => "standard input".into(),
         // As it would be named from here.
@@ -252,11 +257,25 @@ pub(crate) fn read_ids(
     tokenizer: &Tokenizer,
     tokens: Option<usize>,
 ) -> Result<(Vec<u32>, usize)> {
-    let cannot = || format!("text {}: cannot read", text.display());
     let reader: Box<dyn Read> = match is_stdin(text) {
         true => Box::new(io::stdin().lock()),
-        false => Box::new(File::open(text).with_context(cannot)?),
+        false => Box::new(File::open(text).with_context(|| cannot_read(text))?),
     };
+    ids_of(reader, text, tokenizer, tokens)
+}
+
+fn cannot_read(text: &Path) -> String {
+    format!("text {}: cannot read", text.display())
+}
+
+/// [`read_ids`] of what `reader` has of a text that messages call `text`.
+pub(crate) fn ids_of(
+    reader: Box<dyn Read + '_>,
+    text: &Path,
+    tokenizer: &Tokenizer,
+    tokens: Option<usize>,
+) -> Result<(Vec<u32>, usize)> {
+    let cannot = || cannot_read(text);
     let (limit, mut ids, mut bytes) = (tokens.unwrap_or(usize::MAX), vec![], 0);
     for piece in tokenizer.pieces(reader, text) {
         let Piece { text, continues } = piece.with_context(cannot)?;

@@ -4,31 +4,38 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
-use kv_cli::{Backend, Plain, dispatch};
+use kv_cli::{
+    Backend, NamedFiles, Plain, dispatch, error_line, exit_on_interrupt, note, open_folder,
+};
 use kv_cubecl::{Bits, On, Target};
 use kv_eval::{Mode, Plan};
+use kv_eval_models::{AUSTEN, AUSTEN_K2V2_SLIDE, BuiltIn, HELDOUT, HELDOUT_NAME};
 use kv_models::{KV_CACHE_FILE, LoadOptions, ModelCacheConfig};
 
 use crate::{
     arguments::JsonArgs,
-    common::{BosArgs, Job, Output, Text, evaluate_and_report, note_short_text, read_ids},
+    built_in,
+    common::{
+        BosArgs, Job, Output, Text, evaluate_and_report, ids_of, note_short_text, read_ids,
+        text_name,
+    },
     source::{self, Source},
 };
 
-/// Without a command: compare the repository's model, with float, 4-bit and 2-bit caches, to the same
+/// Without a command: compare the built-in model, with float, 4-bit and 2-bit caches, to the same
 /// model after training with its cache.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Folder of the model as it was trained, without a cache.
-    #[arg(long, value_name = "FOLDER", default_value_os_t = repository("austen"))]
-    base: PathBuf,
+    /// Folder of the model as it was trained, without a cache [default: the built-in model austen].
+    #[arg(long, value_name = "FOLDER")]
+    base: Option<PathBuf>,
     /// Folder of the model after training with its cache, which its kv_cache.json describes; the base
-    /// model is evaluated with caches of the same groups and windows.
-    #[arg(long, value_name = "FOLDER", default_value_os_t = repository("austen-k2v2-slide"))]
-    tuned: PathBuf,
-    /// A UTF-8 text file that neither was trained on.
-    #[arg(long, value_name = "FILE", default_value_os_t = repository("austen/heldout.txt"))]
-    text: PathBuf,
+    /// model is evaluated with caches of the same groups and windows [default: the built-in model austen-k2v2-slide].
+    #[arg(long, value_name = "FOLDER")]
+    tuned: Option<PathBuf>,
+    /// A UTF-8 text file that neither was trained on [default: the built-in novel].
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
     /// Use only the first tokens of the text, in windows of the model's limit or 2048.
     #[arg(long, default_value_t = 65536)]
     tokens: usize,
@@ -39,44 +46,70 @@ pub(crate) struct Args {
     backend: Backend,
     #[command(flatten)]
     json: JsonArgs,
-    /// Write report.html and its charts into this folder.
-    #[arg(long, value_name = "FOLDER", default_value = "kv-eval-report")]
-    report: PathBuf,
+    /// Write report.html and its charts into this folder [default: kv-eval-report, where it can be written].
+    #[arg(long, value_name = "FOLDER")]
+    report: Option<PathBuf>,
 }
 
-/// A path of the repository this program was built in.
-fn repository(path: &str) -> PathBuf {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2);
-    root.unwrap_or(Path::new(".")).join("models").join(path)
-}
+/// The folder of the report unless the user names one.
+pub(crate) const REPORT: &str = "kv-eval-report";
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    for (name, path) in [("base", &args.base), ("tuned", &args.tuned), ("text", &args.text)] {
-        if !path.exists() {
-            bail!(
-                "{name} {}: not found; name another with --{name}, or give a command, see --help",
-                path.display()
-            );
+    let named = [("base", &args.base), ("tuned", &args.tuned), ("text", &args.text)];
+    for (name, path) in named {
+        if let Some(path) = path.as_ref().filter(|path| !path.exists()) {
+            bail!("{name} {}: not found; name another with --{name}", path.display());
         }
     }
+    let mut files = NamedFiles::default().writes("json", args.json.path());
+    if let Some(text) = &args.text {
+        files = files.reads("text", text);
+    }
+    for (name, model) in [("base", &args.base), ("tuned", &args.tuned)] {
+        if let Some(model) = model {
+            files = files.reads_model(name, model);
+        }
+    }
+    files.check()?;
+    exit_on_interrupt()?;
     dispatch!(args.backend, Plain, run_on(args))
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
-    let output = Output::open(&args.json, Some(&args.report))?;
-    let mut base = source::read(&args.base, &device, LoadOptions::default())?;
-    let mut tuned = source::read(&args.tuned, &device, LoadOptions::default())?;
-    // Name the models by their folders, because both files may give the name of the original model.
-    (base.name, tuned.name) = names(&args.base, &args.tuned);
-    let Some(own) = &tuned.cache else {
-        bail!("tuned {}: has no {KV_CACHE_FILE}, which names its cache", args.tuned.display());
+    let (report, without_report) = match &args.report {
+        Some(folder) => (Some(&**folder), None),
+        // Whoever has named no folder wants the table at least.
+        None => match open_folder("report", Path::new(REPORT)) {
+            Ok(()) => (Some(Path::new(REPORT)), None),
+            Err(error) => (None, Some(error_line(&error))),
+        },
     };
-    let ids_of = |source: &Source| read_ids(&args.text, &source.tokenizer, Some(args.tokens));
+    let output = Output::open(&args.json, report)?;
+    let load = |named: &Option<PathBuf>, model: &BuiltIn| {
+        let read = |path: &Path| source::read(path, &device, LoadOptions::default());
+        built_in::load(named.as_deref(), model, read)
+    };
+    let mut base = load(&args.base, &AUSTEN)?;
+    let mut tuned = load(&args.tuned, &AUSTEN_K2V2_SLIDE)?;
+    // Name the models by their folders, because both files may give the name of the original model.
+    let paths = [args.base_path(), args.tuned_path()];
+    (base.name, tuned.name) = names(paths[0], paths[1]);
+    let Some(own) = &tuned.cache else {
+        bail!("tuned {}: has no {KV_CACHE_FILE}, which names its cache", paths[1].display());
+    };
+    let ids_of = |source: &Source| match &args.text {
+        Some(text) => read_ids(text, &source.tokenizer, Some(args.tokens)),
+        None => {
+            let text = Box::new(HELDOUT.as_bytes());
+            ids_of(text, Path::new(HELDOUT_NAME), &source.tokenizer, Some(args.tokens))
+        }
+    };
+    let text_name = args.text.as_deref().map_or(HELDOUT_NAME.into(), text_name);
     let bos = args.bos.choose(&base.tokenizer)?;
     let (ids, bytes) = ids_of(&base)?;
     if ids_of(&tuned)?.0 != ids || args.bos.choose(&tuned.tokenizer)? != bos {
-        bail!("text {}: the tokenizers of the two models disagree", args.text.display());
+        bail!("text {text_name}: the tokenizers of the two models disagree");
     }
     note_short_text(&ids, Some(args.tokens));
 
@@ -100,7 +133,23 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         },
     ];
     let bos = bos.and_then(|bos| base.tokenizer.id_to_token(bos));
-    evaluate_and_report(&device, Text { path: &args.text, bytes, bos }, &jobs, output)
+    let notes = [&base.notes[..], &tuned.notes].concat();
+    let text = Text { name: text_name, bytes, bos, notes };
+    evaluate_and_report(&device, text, &jobs, output)?;
+    if let Some(why) = without_report {
+        note(format_args!("no report was written: {why}; --report names another folder"));
+    }
+    Ok(())
+}
+
+impl Args {
+    fn base_path(&self) -> &Path {
+        self.base.as_deref().unwrap_or(Path::new(AUSTEN.name))
+    }
+
+    fn tuned_path(&self) -> &Path {
+        self.tuned.as_deref().unwrap_or(Path::new(AUSTEN_K2V2_SLIDE.name))
+    }
 }
 
 /// The shortest ends of two paths that tell them apart.

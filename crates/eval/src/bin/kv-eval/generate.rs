@@ -126,7 +126,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let mut prompts = args.prompts()?;
     let saved = args.saved_cache(prompts.len())?;
     profile.device(&device)?;
-    let Fitting { source: Source { model, tokenizer, cache, name }, room } =
+    let Fitting { source: Source { model, tokenizer, cache, name, .. }, room } =
         source::load(&args.on, Weights::Packed, args.need(&prompts), &device)?;
     let template = args.template(&tokenizer)?;
     let chosen = args.cache.clone().or(cache);

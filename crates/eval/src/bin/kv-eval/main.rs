@@ -2,6 +2,7 @@
 
 mod arguments;
 mod bench;
+mod built_in;
 mod common;
 mod compare;
 mod generate;
@@ -13,6 +14,7 @@ mod profile;
 mod search;
 mod source;
 mod twin;
+mod version;
 mod world;
 
 use std::process::ExitCode;
@@ -29,10 +31,17 @@ static ALLOCATOR: Tracking<MiMalloc> = Tracking::new(MiMalloc);
 
 /// Evaluate language models with quantized KV caches.
 ///
-/// Without a command, the repository's model with float, 4-bit and 2-bit caches is compared with the
+/// Without a command, a small built-in model with float, 4-bit and 2-bit caches is compared with the
 /// same model after training with its cache: one table, and a report with charts.
 #[derive(Debug, Parser)]
-#[command(version, about, args_conflicts_with_subcommands = true)]
+#[command(version, long_version = version::long(), about, args_conflicts_with_subcommands = true)]
+#[command(after_help = "Examples:
+  kv-eval
+  kv-eval --tokens 8192 --report my-report
+  kv-eval ppl --model models/austen --text models/austen/heldout.txt --cache k4v4
+  kv-eval plan --model Llama-3.1-8B --context 32768 --memory 16G
+
+--version says where models, reports and temporary files are.")]
 struct Cli {
     #[command(subcommand)]
     command: Option<Command>,
@@ -69,4 +78,39 @@ fn main() -> ExitCode {
         Some(Command::World(args)) => world::run(&args),
         Some(Command::Bench(bench)) => bench::run(&bench),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    /// Every command has examples, and each is a command line.
+    #[test]
+    fn examples_are_command_lines() {
+        let mut commands = vec![Cli::command()];
+        while let Some(command) = commands.pop() {
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let examples = help.lines().filter(|line| line.starts_with("  kv-eval"));
+            let examples: Vec<&str> = examples.collect();
+            let name = command.get_name();
+            assert!(!examples.is_empty() || name == "generate", "{name} has no examples");
+            for example in examples {
+                // Arguments in quotes are one.
+                let mut words: Vec<String> = vec![];
+                for (i, part) in example.split('"').enumerate() {
+                    match i % 2 {
+                        0 => words.extend(part.split_whitespace().map(str::to_string)),
+                        _ => words.push(part.to_string()),
+                    }
+                }
+                if let Err(error) = Cli::try_parse_from(words) {
+                    panic!("{example}: {error}");
+                }
+            }
+            commands
+                .extend(command.get_subcommands().filter(|it| it.get_name() != "help").cloned());
+        }
+    }
 }

@@ -1,17 +1,22 @@
 //! `kv-eval plan`: what a model takes of memory, before there is any of it.
 
-use std::path::Path;
+use std::{path::Path, str::FromStr};
 
 use anyhow::{Context, Result, bail};
-use kv_cli::{Plain, dispatch, memory_limit, name_of};
-use kv_cubecl::{On, Target};
-use kv_eval::planner::{Preset, Request, Subject, plan};
-use kv_models::outline;
-
-use crate::{
-    arguments::JsonArgs,
-    common::{ModelArgs, Weights, write_json},
+use burn::tensor::Device;
+use kv_cli::{
+    Backend, MemorySize, ModelSource, NamedFiles, Plain, dispatch, exit_on_interrupt, memory_limit,
+    name_of,
 };
+use kv_cubecl::{On, Target};
+use kv_eval::planner::{MemoryPlan, Preset, Request, Subject, plan};
+use kv_models::{
+    LoadOptions, WeightDtype, decimal_size,
+    kv_weights::{Activations, GroupSize, WeightFormat, check_device},
+    outline,
+};
+
+use crate::{arguments::JsonArgs, common::write_json};
 
 /// Tokens that are planned for unless the user says, if the model has as many positions.
 const CONTEXT: usize = 4096;
@@ -19,11 +24,29 @@ const CONTEXT: usize = 4096;
 /// --model is a folder, a .gguf file, a config.json whose weights need not be there, or a name such as SmolLM2-135M,
 /// Llama-3.1-8B or DeepSeek-V4-Pro.
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  kv-eval plan --model Llama-3.1-8B --context 32768 --memory 16G
+  kv-eval plan --model Phi-4-mini --weights int4 --memory 8G --cache k4v4 --cache k2v2
+  kv-eval plan --model SmolLM2-135M.gguf --batch 8
+  kv-eval plan --model GameRFT --frames 60 --memory 24G")]
 pub(crate) struct Args {
     #[command(flatten)]
-    on: ModelArgs,
+    source: ModelSource,
+    /// Where it would run.
+    #[arg(long, value_enum, default_value = "flex")]
+    backend: Backend,
+    /// The type of floats: f32, f16, bf16, or auto for that of the file.
+    #[arg(long, default_value = "f32")]
+    dtype: WeightDtype,
+    /// What the weights are: packed, as the file has them; restored; or a format that they would be quantized to, such
+    /// as int4, int8, mxfp4 or q4_0. By default packed, or of a model that has no file here and does not fit int8 or int4.
+    #[arg(long, value_name = "WEIGHTS")]
+    weights: Option<PlannedWeights>,
+    /// The memory there is, as 16G or 512MiB; by default what the device has, or what is free.
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<MemorySize>,
     /// Tokens of each sequence; by default 4096, or the model's limit if that is lower.
-    #[arg(long, conflicts_with = "frames")]
+    #[arg(long, short, conflicts_with = "frames")]
     context: Option<usize>,
     /// Frames of each sequence, of a model of frames.
     #[arg(long)]
@@ -38,40 +61,120 @@ pub(crate) struct Args {
     json: JsonArgs,
 }
 
+/// What a plan takes weights for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PlannedWeights {
+    Packed,
+    Restored,
+    /// Quantized to a format.
+    As(WeightFormat),
+}
+
+impl FromStr for PlannedWeights {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            // How they are multiplied does not change what they take.
+            "packed" | "packed-exact" | "packed-int8" => Ok(Self::Packed),
+            "restored" => Ok(Self::Restored),
+            "int4" => Ok(Self::As(WeightFormat::Int4(GroupSize::G32))),
+            "int8" => Ok(Self::As(WeightFormat::Int8(GroupSize::G32))),
+            _ => WeightFormat::from_str(text).map(Self::As).map_err(|_| {
+                let names = WeightFormat::ALL.iter().map(|format| format.name());
+                let names: Vec<_> = names.collect();
+                format!("must be packed, restored, int4, int8, {}", names.join(", "))
+            }),
+        }
+    }
+}
+
+/// What weights are planned as where those of the model's authors do not fit, what costs least first.
+const SMALLER: [PlannedWeights; 2] = [
+    PlannedWeights::As(WeightFormat::Int8(GroupSize::G32)),
+    PlannedWeights::As(WeightFormat::Int4(GroupSize::G32)),
+];
+
 pub(crate) fn run(args: &Args) -> Result<()> {
-    dispatch!(args.on.backend, Plain, run_on(args))
+    let files = NamedFiles::default().reads_model("model", args.source.given());
+    let files = args.caches.iter().fold(files, |files, cache| files.reads("cache", cache));
+    files.writes("json", args.json.path()).check()?;
+    exit_on_interrupt()?;
+    dispatch!(args.backend, Plain, run_on(args))
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
     let (screen, json) = args.json.open()?;
-    let options = args.on.options(Weights::Packed, &device);
-    let model = args.on.source.given();
-    if let Some(revision) = args.on.source.revision() {
+    if let Some(revision) = args.source.revision() {
         bail!("revision {revision}: only models of the hub have one; a plan downloads nothing");
     }
-    let path = Path::new(model);
-    let subject = if path.exists() {
-        Subject::of_files(&name_of(path), outline(path, &device, options)?).on(&device)
-    } else if let Some(preset) = Preset::find(model) {
-        preset.subject(&device, options)?
-    } else {
-        let names: Vec<_> = Preset::all().iter().map(|preset| preset.name().to_string()).collect();
-        bail!("model {model}: no such file or folder, and not one of {}", names.join(", "));
+    let first = match args.weights {
+        Some(weights) => weights,
+        None if args.packs(&device) => PlannedWeights::Packed,
+        None => PlannedWeights::Restored,
     };
-    let request = Request {
-        context: args.context(&subject)?,
-        batch: args.batch,
-        limit: memory_limit(args.on.memory, &device),
-        caches: args.caches.clone(),
-    };
-    let plan = plan(&subject, &request)?;
+    let mut plan = args.plan(first, &device)?;
+    let fits = |plan: &MemoryPlan| plan.caches.iter().any(|row| row.fits);
+    let is_known_by_name = !Path::new(args.source.given()).exists();
+    if args.weights.is_none() && is_known_by_name && plan.weights.is_some() && !fits(&plan) {
+        for smaller in SMALLER.into_iter().filter(|_| args.packs(&device)) {
+            let mut other = args.plan(smaller, &device)?;
+            if let (PlannedWeights::As(format), true) = (smaller, fits(&other)) {
+                let size = plan.weights.iter().flat_map(|types| types.values()).sum::<usize>();
+                let (size, kind) = (decimal_size(size as u64), plan.weight_types());
+                other.notes.push(format!(
+                    "with weights of {size} in {kind} no cache fits: this is a plan for weights quantized to {format}; \
+                     --weights chooses others"
+                ));
+                plan = other;
+                break;
+            }
+        }
+    }
     let json = json.map_or(Ok(()), |file| write_json(file, &plan));
     screen.print(&plan)?;
     json
 }
 
 impl Args {
+    /// Whether packed weights are multiplied on the device.
+    fn packs(&self, device: &Device) -> bool {
+        self.dtype == WeightDtype::F32 && check_device("", device).is_ok()
+    }
+
+    /// The plan for weights of a kind.
+    fn plan(&self, weights: PlannedWeights, device: &Device) -> Result<MemoryPlan> {
+        let (packed, planned) = match weights {
+            PlannedWeights::Packed => (Some(Activations::Int16), None),
+            PlannedWeights::Restored => (None, None),
+            PlannedWeights::As(format) => (Some(Activations::Int16), Some(format)),
+        };
+        let options = LoadOptions::default().with_dtype(self.dtype).with_packed(packed);
+        let options = options.with_planned(planned);
+        if let (Some(format), false) = (planned, self.dtype == WeightDtype::F32) {
+            bail!("weights {format}: are multiplied in f32, not with --dtype {}", self.dtype);
+        }
+        let model = self.source.given();
+        let path = Path::new(model);
+        let subject = if path.exists() {
+            Subject::of_files(&name_of(path), outline(path, device, options)?).on(device)
+        } else if let Some(preset) = Preset::find(model) {
+            preset.subject(device, options)?
+        } else {
+            let all = Preset::all();
+            let names: Vec<_> = all.iter().map(Preset::name).collect();
+            bail!("model {model}: no such file or folder, and not one of {}", names.join(", "));
+        };
+        let request = Request {
+            context: self.context(&subject)?,
+            batch: self.batch,
+            limit: memory_limit(self.memory, device),
+            caches: self.caches.clone(),
+        };
+        Ok(plan(&subject, &request)?)
+    }
+
     /// Tokens of each sequence.
     fn context(&self, subject: &Subject) -> Result<usize> {
         let most = subject.max_context();

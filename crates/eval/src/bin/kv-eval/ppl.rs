@@ -1,14 +1,16 @@
-use std::{path::PathBuf, str::FromStr};
+use std::path::PathBuf;
 
 use anyhow::Result;
-use kv_cli::{Plain, dispatch, note};
+use kv_cli::{NamedFiles, Plain, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::{Mode, Plan};
-use kv_models::{KV_CACHE_FILE, ModelCacheConfig};
+use kv_models::KV_CACHE_FILE;
 
 use crate::{
-    arguments::{JsonArgs, TextArgs, TextIds},
-    common::{Job, ModelArgs, Output, Text, Weights, evaluate_and_report, note_policies},
+    arguments::{JsonArgs, NamedCache, TextArgs, TextIds, configs, policies},
+    common::{
+        Job, ModelArgs, Output, Text, Weights, evaluate_and_report, note_policies, text_name,
+    },
     loading::Need,
     profile::ProfileArgs,
     source::{self, Fitting, Source},
@@ -18,6 +20,10 @@ use crate::{
 const WINDOW: usize = 2048;
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  kv-eval ppl --model models/austen --text models/austen/heldout.txt --cache k4v4 --cache k2v2
+  kv-eval ppl --model SmolLM2-135M.gguf --text novel.txt --tokens 4096 --stride 512 --json out.json
+  kv-eval ppl --model owner/name --text - --cache kint8vint8 --mode streaming --report my-report")]
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
@@ -41,7 +47,7 @@ pub(crate) struct Args {
     /// before does not reach: every token is predicted from more text, at more work.
     #[arg(long)]
     stride: Option<usize>,
-    /// Use only the first tokens of the text, and read no more of it.
+    /// Use only the first tokens of the text, and read no more of it; by default all of it is used.
     #[arg(long)]
     tokens: Option<usize>,
     #[command(flatten)]
@@ -54,22 +60,14 @@ pub(crate) struct Args {
     profile: ProfileArgs,
 }
 
-/// A cache as it was named.
-#[derive(Clone, Debug)]
-struct NamedCache {
-    name: String,
-    config: ModelCacheConfig,
-}
-
-impl FromStr for NamedCache {
-    type Err = kv_models::Error;
-
-    fn from_str(name: &str) -> Result<Self, Self::Err> {
-        Ok(Self { name: name.to_string(), config: ModelCacheConfig::find(name)? })
-    }
-}
-
 pub(crate) fn run(args: &Args) -> Result<()> {
+    let files = NamedFiles::default().reads("text", &args.text.path);
+    policies(files, &args.caches)
+        .reads_model("model", args.on.source.given())
+        .writes("json", args.json.path())
+        .writes("profile", args.profile.path())
+        .check()?;
+    args.profile.end_on_interrupt()?;
     dispatch!(args.on.backend, Plain, run_on(args))
 }
 
@@ -80,17 +78,16 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let output = Output::open(&args.json, args.report.as_deref())?;
     let window = args.window.unwrap_or(WINDOW);
     let window = window.min(args.tokens.unwrap_or(usize::MAX));
-    let caches = args.caches.iter().map(|named| named.config.clone());
+    let caches = configs(&args.caches).into_iter();
     // The float cache always runs, and is the largest.
     let need = Need::new(caches.chain([KvCacheConfig::float().into()]), window);
     let need = Need { pass: Some(window), ..need };
-    let Fitting { source: Source { model, tokenizer, name, cache }, .. } =
+    let Fitting { source: Source { model, tokenizer, name, cache, notes }, .. } =
         source::load(&args.on, Weights::Restored, need, &device)?;
     profile.model(&model, &name);
     let TextIds { ids, bytes, bos } = args.text.read(&tokenizer, args.tokens)?;
     let window = args.window.unwrap_or_else(|| model.max_positions().min(WINDOW));
-    let mut caches: Vec<ModelCacheConfig> =
-        args.caches.iter().map(|named| named.config.clone()).collect();
+    let mut caches = configs(&args.caches);
     for NamedCache { name, config } in &args.caches {
         if name != "float" && config.is_float(model.spec()) {
             note(format_args!("{name} is the float cache, which has its row without being named"));
@@ -109,6 +106,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     }
     let jobs = [Job { model: &model, name, plan }];
     let bos = bos.and_then(|bos| tokenizer.id_to_token(bos));
-    evaluate_and_report(&device, Text { path: &args.text.path, bytes, bos }, &jobs, output)?;
+    let text = Text { name: text_name(&args.text.path), bytes, bos, notes };
+    evaluate_and_report(&device, text, &jobs, output)?;
     profile.finish()
 }

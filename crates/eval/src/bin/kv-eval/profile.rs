@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Result, bail};
 use burn::tensor::Device;
-use kv_cli::{INTERRUPTED, OutFile, Screen, error_line, note, on_interrupt};
+use kv_cli::{INTERRUPTED, OutFile, Screen, error_line, exit_on_interrupt, note, on_interrupt};
 use kv_cubecl::{On, Target};
 use kv_eval::{Versions, device_name};
 use kv_models::LanguageModel;
@@ -70,6 +70,16 @@ fn lock(shared: &Shared) -> MutexGuard<'_, Option<Recording>> {
 }
 
 impl ProfileArgs {
+    /// The page's file, if one is named.
+    pub(crate) fn path(&self) -> Option<&Path> {
+        self.profile.as_deref()
+    }
+
+    /// Has Ctrl-C end the program, unless a profile is recorded, which [`start`](Self::start) has it write.
+    pub(crate) fn end_on_interrupt(&self) -> Result<()> {
+        if self.profile.is_none() { exit_on_interrupt() } else { Ok(()) }
+    }
+
     /// Finds out whether the page can be written, and starts to record.
     pub(crate) fn start(&self) -> Result<Profile> {
         let Some(path) = &self.profile else { return Ok(Profile(None)) };
@@ -112,9 +122,10 @@ impl Profile {
     pub(crate) fn model(&mut self, model: &LanguageModel, name: &str) {
         self.change(|Recording { recorder, facts, .. }| {
             recorder.name_operations(model);
-            let (layers, mb) = (model.n_layers(), model.weight_bytes() as f64 / 1e6);
-            let dtype = model.weight_dtype();
-            facts.push(("model".into(), format!("{name}: {layers} layers, {mb:.1} MB of {dtype}")));
+            let of_type = |(name, bytes)| format!("{:.1} MB of {name}", bytes as f64 / 1e6);
+            let types: Vec<_> = model.weight_types().into_iter().map(of_type).collect();
+            let (layers, types) = (model.n_layers(), types.join(", "));
+            facts.push(("model".into(), format!("{name}: {layers} layers, {types}")));
         });
     }
 

@@ -3,7 +3,6 @@
 use std::{
     ops::ControlFlow,
     path::PathBuf,
-    process::exit,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -12,7 +11,10 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use kv_cli::{INTERRUPTED, MemorySize, OutFile, Plain, Screen, dispatch, on_interrupt, window_bar};
+use kv_cli::{
+    MemorySize, NamedFiles, OutFile, Plain, Screen, dispatch, exit_interrupted, on_interrupt,
+    window_bar,
+};
 use kv_cubecl::{KvCacheConfig, On, SideFormat, Target};
 use kv_eval::{
     Error, Mode, Plan,
@@ -28,16 +30,19 @@ use crate::{
 };
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  kv-eval search --model models/austen --text models/austen/heldout.txt --bytes 195KiB --context 1024 --base k4v4-r32-f16
+  kv-eval search --model SmolLM2-135M.gguf --text novel.txt --bytes 18.8M --out small.toml --plot front.svg")]
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
     #[command(flatten)]
     text: TextArgs,
     /// Bytes of the caches of all layers for --context tokens, at most, as 12M or 10.5MiB.
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", value_parser = bytes)]
     bytes: MemorySize,
     /// Tokens that --bytes are for; by default 4096, or the model's limit if that is lower.
-    #[arg(long)]
+    #[arg(long, short)]
     context: Option<usize>,
     /// What all layers have but for the formats: groups, windows, sinks, rotations and float type.
     #[arg(long, default_value = "k4v4-g64-r64-s4-slide-hadv-f16")]
@@ -76,15 +81,54 @@ fn format(name: &str) -> Result<SideFormat, String> {
     })
 }
 
+/// A size, which may be a number of bytes.
+fn bytes(text: &str) -> Result<MemorySize, String> {
+    match text.parse::<u64>() {
+        Ok(bytes) if bytes > 0 => Ok(MemorySize(bytes)),
+        _ => text.parse(),
+    }
+}
+
 /// Tokens of a window and of the context, unless the user says or the model has fewer positions.
 const WINDOW: usize = 1024;
 const CONTEXT: usize = 4096;
 
+/// What Ctrl-C does: it ends the program, but for a search that has begun, which it has end at the next window.
+#[derive(Clone, Default)]
+struct Interrupt {
+    searching: Arc<AtomicBool>,
+    asked: Arc<AtomicBool>,
+}
+
+impl Interrupt {
+    fn listen() -> Result<Self> {
+        let this = Self::default();
+        let Self { searching, asked } = this.clone();
+        on_interrupt(move || {
+            if !searching.load(Ordering::SeqCst) || asked.swap(true, Ordering::SeqCst) {
+                exit_interrupted();
+            }
+        })?;
+        Ok(this)
+    }
+}
+
 pub(crate) fn run(args: &Args) -> Result<()> {
+    NamedFiles::default()
+        .reads("text", &args.text.path)
+        .reads_model("model", args.on.source.given())
+        .writes("out", Some(&args.out))
+        .writes("plot", args.plot.as_deref())
+        .writes("json", args.json.path())
+        .check()?;
+    if args.out.symlink_metadata().is_ok() {
+        bail!("out {}: is there already; remove it or name another file", args.out.display());
+    }
     dispatch!(args.on.backend, Plain, run_on(args))
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
+    let interrupt = Interrupt::listen()?;
     let device = On::<T>::open()?;
     let toml = match args.out.extension().and_then(|it| it.to_str()) {
         Some("toml") => true,
@@ -120,11 +164,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         unseen: text("the part that is not seen", unseen)?,
     };
     let start = Instant::now();
-    let Some(found) = searched(&device, &model, &plan)? else {
-        // What is staged beside the files goes with them.
-        drop((out, plot, json));
-        exit(INTERRUPTED.into());
-    };
+    let Some(found) = searched(&device, &model, &plan, &interrupt)? else { exit_interrupted() };
 
     // Whatever cannot be written is said after the rest is.
     let written = match toml {
@@ -149,23 +189,19 @@ fn searched<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
     plan: &SearchPlan,
+    interrupt: &Interrupt,
 ) -> Result<Option<Found>> {
-    let asked = Arc::new(AtomicBool::new(false));
-    let heard = asked.clone();
-    on_interrupt(move || {
-        if heard.swap(true, Ordering::SeqCst) {
-            exit(INTERRUPTED.into());
-        }
-    })?;
+    interrupt.searching.store(true, Ordering::SeqCst);
     let bar = window_bar();
     let found = search(device, model, plan, |progress| {
         bar.set_length(progress.of as u64);
         bar.set_position(progress.done as u64);
-        match asked.load(Ordering::SeqCst) {
+        match interrupt.asked.load(Ordering::SeqCst) {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),
         }
     });
+    interrupt.searching.store(false, Ordering::SeqCst);
     bar.finish_and_clear();
     match found {
         Err(Error::Stopped) => {

@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::Result;
 use burn::tensor::Device;
 use kv_cli::{name_of, once};
+use kv_cubecl::{Flex, Target};
 use kv_models::{
     LanguageModel, LoadOptions, Loaded, ModelCacheConfig, Tokenizer, WeightDtype,
     kv_weights::Activations, load_observed, load_with, spans::PHASE,
@@ -23,6 +24,8 @@ pub(crate) struct Source {
     pub(crate) name: String,
     /// The cache it was trained with, if it says so.
     pub(crate) cache: Option<ModelCacheConfig>,
+    /// What a user should know of it, which has been printed.
+    pub(crate) notes: Vec<String>,
 }
 
 /// A model with a tokenizer that is known to fit.
@@ -63,6 +66,8 @@ pub(crate) fn load_model(
     kv_cli::notes(&notes);
     let name = args.source.name();
     let name = match (model.weight_dtype(), options.packed.filter(|_| model.is_packed())) {
+        // Where activations are not rounded, how is not named.
+        (_, Some(_)) if !Flex::hosts(device) => format!("{name}, packed"),
         (_, Some(Activations::Exact)) => format!("{name}, packed, exact"),
         (_, Some(Activations::Int8)) => format!("{name}, packed, int8"),
         (_, Some(_)) => format!("{name}, packed"),
@@ -80,5 +85,5 @@ pub(crate) fn read(path: &Path, device: &Device, options: LoadOptions) -> Result
 fn with_tokenizer(loaded: Loaded, name: String) -> Result<Source> {
     let Loaded { model, tokenizer, cache, notes, .. } = loaded;
     kv_cli::notes(&notes);
-    Ok(Source { model, tokenizer: tokenizer?, name, cache })
+    Ok(Source { model, tokenizer: tokenizer?, name, cache, notes })
 }

@@ -1,19 +1,21 @@
 //! `kv-eval twin`: a float cache beside a quantized one.
 
 use anyhow::Result;
-use kv_cli::{Plain, dispatch, token_bar};
+use kv_cli::{NamedFiles, Plain, dispatch, exit_on_interrupt, note, token_bar};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::twin;
-use kv_models::ModelCacheConfig;
 
 use crate::{
-    arguments::{JsonArgs, TextArgs, TextIds},
+    arguments::{JsonArgs, NamedCache, TextArgs, TextIds},
     common::{ModelArgs, Weights, note_policies, write_json},
     loading::Need,
     source::{self, Fitting, Source},
 };
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  kv-eval twin --model models/austen --text models/austen/heldout.txt --cache k2v2-slide
+  kv-eval twin --model SmolLM2-135M.gguf --text novel.txt --cache kint8vint8 --tokens 1000 --stop 0.5")]
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
@@ -21,8 +23,8 @@ pub(crate) struct Args {
     text: TextArgs,
     /// The cache to put beside the float one, or a policy: safe, balanced, small, or a file of .json or .toml.
     #[arg(long)]
-    cache: ModelCacheConfig,
-    /// Tokens to pass, one at a time; at most so many as the model has positions.
+    cache: NamedCache,
+    /// Tokens to pass, one at a time. A model of fewer positions gets as many tokens as it has positions.
     #[arg(long, default_value_t = 256)]
     tokens: usize,
     /// Stop after the first token whose distribution diverges further from the float cache's than this, in nats.
@@ -33,21 +35,34 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    NamedFiles::default()
+        .reads("text", &args.text.path)
+        .reads("cache", &args.cache.name)
+        .reads_model("model", args.on.source.given())
+        .writes("json", args.json.path())
+        .check()?;
+    exit_on_interrupt()?;
     dispatch!(args.on.backend, Plain, run_on(args))
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
     let (screen, json) = args.json.open()?;
-    let need = Need::new([KvCacheConfig::float().into(), args.cache.clone()], args.tokens);
+    let cache = &args.cache.config;
+    let need = Need::new([KvCacheConfig::float().into(), cache.clone()], args.tokens);
     let Fitting { source: Source { model, tokenizer, .. }, .. } =
         source::load(&args.on, Weights::Packed, need, &device)?;
-    note_policies([&args.cache], model.spec());
-    let TextIds { ids, bos, .. } = args.text.read(&tokenizer, Some(args.tokens))?;
+    note_policies([cache], model.spec());
+    let (asked, most) = (args.tokens, model.max_positions());
+    if asked > most {
+        note(format_args!("the model has {most} positions, fewer than --tokens {asked}"));
+    }
+    let tokens = asked.min(most);
+    let TextIds { ids, bos, .. } = args.text.read(&tokenizer, Some(tokens))?;
     let mut ids: Vec<u32> = bos.into_iter().chain(ids).collect();
-    ids.truncate(args.tokens);
+    ids.truncate(tokens);
     let bar = token_bar(ids.len());
-    let twin = twin(&device, &model, &ids, &args.cache, args.stop, |_| bar.inc(1));
+    let twin = twin(&device, &model, &ids, cache, args.stop, |_| bar.inc(1));
     bar.finish_and_clear();
     let twin = twin?;
     let json = json.map_or(Ok(()), |file| write_json(file, &twin));

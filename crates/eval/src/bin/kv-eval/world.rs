@@ -1,17 +1,27 @@
 //! `kv-eval world`.
 
-use std::{ops::Range, path::PathBuf, time::Instant};
+use std::{
+    ops::Range,
+    path::{Path, PathBuf},
+    str::FromStr,
+    time::Instant,
+};
 
 use anyhow::{Result, bail};
-use kv_cli::{Backend, OutFile, Plain, Screen, dispatch, open_folder};
+use kv_cli::{
+    Backend, NamedFiles, OutFile, Plain, Screen, dispatch, exit_on_interrupt, memory_limit,
+    open_folder,
+};
 use kv_cubecl::{Frames, On, Target};
 use kv_eval::{
     device_name,
     world::{
-        LayerCaches, LayerScales, RolloutPlan, Truth, World, WorldPoint, compare, decibels, mean,
-        squared_error,
+        LayerCaches, LayerScales, RolloutPlan, Truth, World, WorldPoint, compare, compare_bytes,
+        decibels, mean, squared_error,
     },
 };
+use kv_eval_models::WORLD;
+use kv_models::decimal_size;
 use kv_report::{
     Table,
     chart::{Chart, Series, Style},
@@ -19,19 +29,23 @@ use kv_report::{
 use kv_world::{Frame, Picture};
 use serde::Serialize;
 
-use crate::common::write_json;
+use crate::{built_in, common::write_json};
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  kv-eval world --seeds 2 --frames 40
+  kv-eval world --cache kint8vint8 --cache kint8vint8@2 --json out.json --out charts")]
 pub(crate) struct Args {
-    /// The world model's folder.
-    #[arg(long, default_value = "models/world")]
-    model: PathBuf,
-    /// How frames are stored, beside float; repeatable. With @2 behind it in the last two layers alone.
+    /// The world model's folder [default: the built-in model world].
+    #[arg(long, short, value_name = "FOLDER")]
+    model: Option<PathBuf>,
+    /// How frames are stored, beside float: a short name or a policy's file of .json or .toml; repeatable. With @2 behind
+    /// it in the last two layers alone.
     #[arg(long = "cache", default_values = [
         "float-f16", "k16vint8", "kint8v16", "kint8vint8", "kint8fvint8f", "kint8pvint8p", "ke4m3ve4m3", "kint8vint8@2",
         "k8v16-r32", "kint8gv16-r32", "k4v4-r32",
     ])]
-    caches: Vec<LayerCaches>,
+    caches: Vec<NamedLayerCaches>,
     /// Frames that the model plays by itself.
     #[arg(long, default_value_t = 200)]
     frames: usize,
@@ -64,6 +78,21 @@ pub(crate) struct Args {
     json: Option<PathBuf>,
 }
 
+/// What layers store, as it was named.
+#[derive(Clone, Debug)]
+struct NamedLayerCaches {
+    name: String,
+    caches: LayerCaches,
+}
+
+impl FromStr for NamedLayerCaches {
+    type Err = kv_eval::Error;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        Ok(Self { name: name.to_string(), caches: name.parse()? })
+    }
+}
+
 /// What is written as JSON.
 #[derive(Serialize)]
 struct Output<'a> {
@@ -81,6 +110,14 @@ const COLUMNS: usize = 12;
 const ZOOM: usize = 2;
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    let files = NamedFiles::default();
+    let files = args.model.iter().fold(files, |files, model| files.reads_model("model", model));
+    args.caches
+        .iter()
+        .fold(files, |files, cache| files.reads("cache", &cache.name))
+        .writes("json", args.json.as_deref())
+        .check()?;
+    exit_on_interrupt()?;
     dispatch!(args.backend, Plain, play(args))
 }
 
@@ -122,13 +159,22 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     }
     let json = args.json.as_deref().map(|path| OutFile::open("json", path)).transpose()?;
     let device = On::<T>::open()?;
-    let world = World::load(&args.model, &device)?;
+    let load = |path: &Path| Ok(World::load(path, &device)?);
+    let world = built_in::load(args.model.as_deref(), &WORLD, load)?;
     let config = world.model.config();
     let trained = config.global_window.unwrap_or(Frames(config.n_frames as u64));
     let ring = args.ring.map_or(trained, Frames);
     let (sinks, seed) = (Frames(args.sinks), args.seed);
     let plan = RolloutPlan { context: args.context, ring, sinks, seed };
-    for cache in &args.caches {
+    let caches: Vec<LayerCaches> = args.caches.iter().map(|named| named.caches.clone()).collect();
+    let needed = compare_bytes(&world, [args.seeds, frames as u64], &plan, &caches)?;
+    let limit = memory_limit(None, &device);
+    if let Some(total) = limit.total.filter(|&total| needed > total) {
+        let [needed, total] = [needed, total].map(decimal_size);
+        let source = limit.source;
+        bail!("memory: needs {needed}, but {source} is {total}; play fewer --frames or --seeds");
+    }
+    for cache in &caches {
         // What the model or the device cannot have is an error before the true frames are rendered, which takes long.
         world.model.new_cache_with(&cache.formats(config.n_layers)?, ring, sinks, 1, &device)?;
     }
@@ -156,7 +202,7 @@ fn play<T: Target>(args: &Args) -> Result<()> {
         points.push(point);
         Ok(())
     };
-    compare(&device, &world, &truth, &plan, &args.caches, told, || ())?;
+    compare(&device, &world, &truth, &plan, &caches, told, || ())?;
     screen.print(table(&points))?;
     for point in points.iter().filter(|point| !point.scales.is_empty()) {
         screen.line(format_args!("scales of frames of {}, after the last one:", point.cache))?;

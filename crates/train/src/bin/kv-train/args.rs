@@ -214,7 +214,7 @@ struct Training {
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
     /// Devices of the backend that share each optimizer step.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     devices: usize,
     #[arg(long, help = help("Optimizer steps", |it| it.steps.to_string()))]
     steps: Option<usize>,
@@ -438,5 +438,13 @@ impl Pretrain {
     pub(crate) fn start(self) -> Result<Start> {
         let origin = || Ok(Origin::Random(self.architecture));
         self.training.start(origin, pretraining())
+    }
+}
+
+/// A number that is not 0.
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) | Err(_) => Err("must be a whole number, at least 1".into()),
+        Ok(n) => Ok(n),
     }
 }

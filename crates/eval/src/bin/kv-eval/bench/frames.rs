@@ -1,20 +1,24 @@
 //! `kv-eval bench frames`.
 
 use anyhow::Result;
-use kv_cubecl::{Frames, KvCacheConfig, On, Target};
+use kv_cubecl::{Frames, On, Target};
 use kv_eval::bench::{FramesPlan, time_frames};
 use kv_report::Table;
 
-use super::{Common, Sinks, us};
-use crate::profile::Profile;
+use super::{Common, Sinks, check_memory, us};
+use crate::{arguments::LayerCaches, profile::Profile};
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  kv-eval bench frames
+  kv-eval bench frames --cache float --cache kint8vint8 --frames 120 --json out.json")]
 pub(crate) struct FramesArgs {
     #[command(flatten)]
     pub(super) common: Common,
-    /// How frames are stored; repeatable. The first is what the others are compared with.
+    /// How frames are stored: a short name, or a policy's file of .json or .toml for every cache that a layer has by it;
+    /// repeatable. The first is what the others are compared with.
     #[arg(long = "cache", default_values = ["float", "float-f16", "k16vint8", "kint8vint8", "kint8fvint8f", "k4v4"])]
-    caches: Vec<KvCacheConfig>,
+    pub(super) caches: Vec<LayerCaches>,
     /// Frames of the ring; the shape by default is that of the world model owl-wms.
     #[arg(long, default_value_t = 60)]
     frames: u64,
@@ -44,6 +48,8 @@ pub(super) fn frames<T: Target>(args: &FramesArgs, profile: &mut Profile) -> Res
         window: Frames(frames),
         samples: args.common.samples,
     };
+    let caches = LayerCaches::all(&args.caches);
+    check_memory(plan.bytes(&caches)?, &device)?;
     let sinks = Sinks::open(args.common.json.as_deref(), None)?;
     let what = format!(
         "a frame over a ring of {} of {tokens_per_frame} tokens, one layer on {}: batch {batch}, {heads} heads of \
@@ -52,7 +58,7 @@ pub(super) fn frames<T: Target>(args: &FramesArgs, profile: &mut Profile) -> Res
         T::NAME
     );
     let copied = sinks.start(&device, &what)?;
-    let points = time_frames(&device, &plan, &args.caches)?;
+    let points = time_frames(&device, &plan, &caches)?;
     let mut table = Table::new([
         "cache",
         "peek us",

@@ -4,14 +4,14 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use indicatif::ProgressBar;
-use kv_cli::Backend;
+use kv_cli::{Backend, NamedFiles};
 use kv_cubecl::{On, Target};
 use kv_eval::bench::{LlmPlan, Spread, time_llm};
-use kv_models::ModelCacheConfig;
 use kv_report::Table;
 
 use super::Sinks;
 use crate::{
+    arguments::{NamedCache, configs, policies},
     common::{ModelArgs, StepArgs, note_policies},
     loading::Need,
     profile::Profile,
@@ -19,12 +19,14 @@ use crate::{
 };
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  kv-eval bench llm --model SmolLM2-135M.gguf --prompt 512 --generate 128 --depths 0,4096")]
 pub(crate) struct LlmArgs {
     #[command(flatten)]
     on: ModelArgs,
     /// A cache to time, or a policy; repeatable.
-    #[arg(long = "cache", value_parser = ModelCacheConfig::find, default_values = ["float", "k4v4"])]
-    caches: Vec<ModelCacheConfig>,
+    #[arg(long = "cache", default_values = ["float", "k4v4"])]
+    caches: Vec<NamedCache>,
     /// Tokens of a prompt.
     #[arg(long, default_value_t = 512)]
     prompt: usize,
@@ -47,11 +49,17 @@ pub(crate) struct LlmArgs {
 impl LlmArgs {
     fn need(&self) -> Need {
         let deepest = self.depths.iter().copied().max().unwrap_or(0);
-        Need::new(&self.caches, deepest + self.prompt.max(self.generate))
+        Need::new(configs(&self.caches), deepest.saturating_add(self.prompt.max(self.generate)))
     }
 
     pub(super) fn backend(&self) -> Backend {
         self.on.backend
+    }
+
+    pub(super) fn files(&self) -> NamedFiles<'_> {
+        policies(NamedFiles::default(), &self.caches)
+            .reads_model("model", self.on.source.given())
+            .writes("json", self.json.as_deref())
     }
 }
 
@@ -60,15 +68,16 @@ pub(super) fn llm<T: Target>(args: &LlmArgs, profile: &mut Profile) -> Result<()
     profile.device(&device)?;
     let sinks = Sinks::open(args.json.as_deref(), None)?;
     let (model, name) = source::load_model(&args.on, args.need(), &device)?;
-    note_policies(&args.caches, model.spec());
+    let caches = configs(&args.caches);
+    note_policies(&caches, model.spec());
     profile.model(&model, &name);
     let LlmArgs { prompt, generate, repetitions, .. } = *args;
     let recorded = args.steps.recorded();
     let plan = LlmPlan { prompt, generate, depths: args.depths.clone(), repetitions, recorded };
     let copied = sinks.start(&device, &format!("{name} on {}, {repetitions} times", T::NAME))?;
-    let bar = ProgressBar::new((plan.tokens() * args.caches.len()) as u64);
+    let bar = ProgressBar::new(plan.tokens().saturating_mul(caches.len()) as u64);
     let set = |done: usize| bar.set_position(done as u64);
-    let points = time_llm(&device, &model, &args.caches, &plan, set)?;
+    let points = time_llm(&device, &model, &caches, &plan, set)?;
     bar.finish_and_clear();
     let mut table =
         Table::new(["test", "depth", "cache", "tokens/s", "+-", "forward", "+-", "first ms", "+-"]);

@@ -5,15 +5,16 @@ use std::path::PathBuf;
 use anyhow::Result;
 use burn::tensor::Device;
 use indicatif::ProgressBar;
-use kv_cli::{Backend, note};
+use kv_cli::{Backend, NamedFiles, note};
 use kv_cubecl::{On, Target};
 use kv_eval::bench::{DecodePoint, DecodeSubject, time_decode, time_prefill, timed_steps};
-use kv_models::{LanguageModel, ModelCacheConfig};
+use kv_models::LanguageModel;
 use kv_report::Table;
 
 use super::{Sinks, by_context};
 use crate::{
     ALLOCATOR,
+    arguments::{NamedCache, configs, policies},
     common::{ModelArgs, note_policies},
     loading::Need,
     profile::Profile,
@@ -28,10 +29,10 @@ pub(crate) struct ModelBench {
     #[command(flatten)]
     on: ModelArgs,
     /// A cache to time, or a policy; repeatable.
-    #[arg(long = "cache", value_parser = ModelCacheConfig::find, default_values = [
+    #[arg(long = "cache", default_values = [
         "float", "float-f16", "k4v4", "k2v2",
     ])]
-    caches: Vec<ModelCacheConfig>,
+    caches: Vec<NamedCache>,
     /// Context lengths to time at, ascending. By default 512, 2048 and 8000, as far as the model goes.
     #[arg(long, value_delimiter = ',')]
     contexts: Option<Vec<usize>>,
@@ -44,6 +45,9 @@ pub(crate) struct ModelBench {
 }
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  kv-eval bench decode --model SmolLM2-135M.gguf --cache float --cache k4v4 --contexts 512,8000
+  kv-eval bench decode --model models/austen --batch 1,8 --plot decode.svg")]
 pub(crate) struct DecodeArgs {
     #[command(flatten)]
     bench: ModelBench,
@@ -60,6 +64,8 @@ pub(crate) struct DecodeArgs {
 }
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  kv-eval bench prefill --model SmolLM2-135M.gguf --contexts 512,2048")]
 pub(crate) struct PrefillArgs {
     #[command(flatten)]
     bench: ModelBench,
@@ -80,8 +86,8 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
     let what = format!("{name} on {}, median of {samples} decode steps", T::NAME);
     let copied = sinks.start(&device, &what)?;
     let ways = if *recorded { &[false, true][..] } else { &[false] };
-    let subjects: Vec<_> = args
-        .caches
+    let caches = configs(&args.caches);
+    let subjects: Vec<_> = caches
         .iter()
         .flat_map(|cache| batch.iter().map(move |&batch| (cache, batch)))
         .flat_map(|(cache, batch)| {
@@ -93,7 +99,7 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
         })
         .collect();
     let longest = contexts.last().copied().unwrap_or(0);
-    let bar = args.progress(longest * ways.len() * batch.len());
+    let bar = args.progress(longest.saturating_mul(ways.len() * batch.len()));
     let set = |done: usize| bar.set_position(done as u64);
     let points = time_decode(&device, &model, &subjects, &contexts, *samples, set)?;
     bar.finish_and_clear();
@@ -143,10 +149,11 @@ pub(super) fn prefill<T: Target>(
     let contexts = args.contexts(&model, 0);
     let what = format!("{name} on {}, prompts passed {samples} times", T::NAME);
     let copied = sinks.start(&device, &what)?;
-    let bar = args.progress(contexts.iter().sum::<usize>() * (samples + 1));
+    let all = contexts.iter().copied().fold(0, usize::saturating_add);
+    let bar = args.progress(all.saturating_mul(samples.saturating_add(1)));
     let set = |done: usize| bar.set_position(done as u64);
-    let caches = &args.caches;
-    let points = time_prefill(&device, &model, caches, &contexts, *samples, &ALLOCATOR, set)?;
+    let caches = configs(&args.caches);
+    let points = time_prefill(&device, &model, &caches, &contexts, *samples, &ALLOCATOR, set)?;
     bar.finish_and_clear();
     let mut table = Table::new(["tokens", "cache", "seconds", "10%", "90%", "tokens/s", "peak MB"]);
     for point in &points {
@@ -171,21 +178,37 @@ impl DecodeArgs {
     pub(super) fn backend(&self) -> Backend {
         self.bench.on.backend
     }
+
+    pub(super) fn files(&self) -> NamedFiles<'_> {
+        self.bench.files()
+    }
 }
 
 impl PrefillArgs {
     pub(super) fn backend(&self) -> Backend {
         self.bench.on.backend
     }
+
+    pub(super) fn files(&self) -> NamedFiles<'_> {
+        self.bench.files()
+    }
 }
 
 impl ModelBench {
+    fn files(&self) -> NamedFiles<'_> {
+        policies(NamedFiles::default(), &self.caches)
+            .reads_model("model", self.on.source.given())
+            .writes("json", self.json.as_deref())
+            .writes("plot", self.plot.as_deref())
+    }
+
     /// The model and its name. No text is passed, so a model without a tokenizer will do.
     fn load(&self, batch: usize, steps: usize, device: &Device) -> Result<(LanguageModel, String)> {
         let longest = self.contexts.iter().flatten().copied().max().unwrap_or(LONGEST);
-        let need = Need::new(&self.caches, longest + steps);
+        let caches = configs(&self.caches);
+        let need = Need::new(&caches, longest.saturating_add(steps));
         let loaded = source::load_model(&self.on, Need { batch, ..need }, device)?;
-        note_policies(&self.caches, loaded.0.spec());
+        note_policies(&caches, loaded.0.spec());
         Ok(loaded)
     }
 
@@ -199,11 +222,11 @@ impl ModelBench {
         for context in
             [512, 2048, LONGEST].map(|context: usize| context.min(limit.saturating_sub(steps)))
         {
-            if contexts.last().is_none_or(|&last| context >= last + steps.max(1)) {
+            if contexts.last().is_none_or(|&last| context >= last.saturating_add(steps.max(1))) {
                 contexts.push(context);
             }
         }
-        if limit < LONGEST + steps {
+        if limit < LONGEST.saturating_add(steps) {
             note(format_args!("the model has {limit} positions; contexts are {contexts:?}"));
         }
         contexts
@@ -211,7 +234,7 @@ impl ModelBench {
 
     /// A bar for `tokens` tokens with each cache.
     fn progress(&self, tokens: usize) -> ProgressBar {
-        ProgressBar::new((tokens * self.caches.len()) as u64)
+        ProgressBar::new(tokens.saturating_mul(self.caches.len()) as u64)
     }
 }
 
