@@ -21,7 +21,7 @@ use crate::note;
 pub struct ModelSource {
     /// A folder with config.json, a .gguf file, or a model of the Hugging Face hub: owner/name, or
     /// owner/name/FILE.gguf.
-    #[arg(long)]
+    #[arg(long, short)]
     model: String,
     /// The branch, tag or commit of a model of the hub.
     #[arg(long)]

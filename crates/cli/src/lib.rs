@@ -8,6 +8,7 @@ mod output;
 mod progress;
 mod signals;
 mod start;
+mod threads;
 
 pub use backend::{Backend, Plain, not_built_in};
 pub use hub::{ModelSource, name_of};
@@ -17,3 +18,4 @@ pub use output::{OutFile, Screen, note, notes, open_folder};
 pub use progress::{load_bar, token_bar, window_bar};
 pub use signals::{INTERRUPTED, on_interrupt};
 pub use start::{error_line, once, start};
+pub use threads::ThreadArgs;

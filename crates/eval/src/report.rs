@@ -470,9 +470,7 @@ pub fn device_name<T: Target>(device: &On<T>) -> String {
         return identity.name;
     }
     match T::NAME {
-        "flex" => {
-            format!("cpu, {} threads", std::thread::available_parallelism().map_or(1, |n| n.get()))
-        }
+        "flex" => format!("cpu, {} threads", rayon::current_num_threads()),
         _ => format!("{:?}", **device),
     }
 }

@@ -18,7 +18,7 @@ mod world;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kv_cli::start;
+use kv_cli::{ThreadArgs, start};
 use kv_eval::memory::Tracking;
 use mimalloc::MiMalloc;
 
@@ -38,6 +38,8 @@ struct Cli {
     command: Option<Command>,
     #[command(flatten)]
     compare: compare::Args,
+    #[command(flatten)]
+    threads: ThreadArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -59,14 +61,17 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    start(|cli: Cli| match cli.command {
-        None => compare::run(&cli.compare),
-        Some(Command::Ppl(args)) => ppl::run(&args),
-        Some(Command::Generate(args)) => generate::run(&args),
-        Some(Command::Plan(args)) => plan::run(&args),
-        Some(Command::Twin(args)) => twin::run(&args),
-        Some(Command::Search(args)) => search::run(&args),
-        Some(Command::World(args)) => world::run(&args),
-        Some(Command::Bench(bench)) => bench::run(&bench),
+    start(|cli: Cli| {
+        cli.threads.start()?;
+        match cli.command {
+            None => compare::run(&cli.compare),
+            Some(Command::Ppl(args)) => ppl::run(&args),
+            Some(Command::Generate(args)) => generate::run(&args),
+            Some(Command::Plan(args)) => plan::run(&args),
+            Some(Command::Twin(args)) => twin::run(&args),
+            Some(Command::Search(args)) => search::run(&args),
+            Some(Command::World(args)) => world::run(&args),
+            Some(Command::Bench(bench)) => bench::run(&bench),
+        }
     })
 }
