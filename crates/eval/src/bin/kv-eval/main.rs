@@ -5,6 +5,8 @@ mod bench;
 mod common;
 mod compare;
 mod generate;
+mod generate_interrupt;
+mod generate_reply;
 mod generate_several;
 mod loading;
 mod plan;
