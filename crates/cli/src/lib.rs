@@ -9,6 +9,7 @@ mod overwrite;
 mod progress;
 mod signals;
 mod start;
+mod threads;
 
 pub use backend::{Backend, Plain, not_built_in};
 pub use hub::{ModelSource, hub_folder, name_of};
@@ -19,3 +20,4 @@ pub use overwrite::NamedFiles;
 pub use progress::{load_bar, token_bar, window_bar};
 pub use signals::{INTERRUPTED, exit_interrupted, exit_on_interrupt, on_interrupt};
 pub use start::{error_line, once, start};
+pub use threads::ThreadArgs;

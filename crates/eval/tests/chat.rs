@@ -63,15 +63,15 @@ fn the_reason_of_stopping_is_told() {
     let space = with_template();
     let stops = |more: &[&str], reason: &str| {
         let all = [&["--prompt", "hi", "--no-chat"], more].concat();
-        assert_told(&generate(&space, &all), &[&format!("stopped by {reason};")]);
+        assert_told(&generate(&space, &all), &[&format!("{reason};")]);
     };
-    stops(&[], "the most tokens asked for");
-    stops(&["--capacity", "3"], "a full cache");
+    stops(&[], "reached --max-tokens (3)");
+    stops(&["--capacity", "3"], "stopped by a full cache");
     // Every id is an end-of-text id.
     let all: Vec<String> = (0..256).map(|id| id.to_string()).collect();
     let config = format!(r#"{{"eos_token_id": [{}]}}"#, all.join(","));
     fs::write(Path::new(&space.model()).join("generation_config.json"), config).unwrap();
-    stops(&[], "the end of the text");
+    stops(&[], "stopped by the end of the text");
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn a_conversation_is_read_line_by_line() {
     let output = command.stdin(File::open(input).unwrap()).output().unwrap();
     let errors = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.success(), "{errors}");
-    assert_eq!(errors.matches("stopped by").count(), 2, "{errors}");
+    assert_eq!(errors.matches("reached --max-tokens (1)").count(), 2, "{errors}");
     assert!(errors.contains(&format!("prefill {} tokens", "[user] first\n>".len())), "{errors}");
 }
 

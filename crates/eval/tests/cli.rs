@@ -228,6 +228,25 @@ fn generation_streams_text_and_is_reproducible() {
     }
 }
 
+/// The report names the threads that computed, not the cores of the machine.
+#[test]
+fn threads_are_as_many_as_asked_for() {
+    let space = Workspace::new();
+    for (name, n) in [("--threads", "3"), ("-t", "5")] {
+        let json = space.path("threads.json");
+        let outcome = ppl(&space, &["--tokens", "40", "--json", &json, name, n]);
+        assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+        let report: serde_json::Value =
+            serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+        assert!(report.to_string().contains(&format!("cpu, {n} threads")), "{report}");
+    }
+    for n in ["0", "-1", "1000000", "many"] {
+        let outcome = ppl(&space, &[&format!("--threads={n}")]);
+        assert_eq!(outcome.code, 2, "{}", outcome.stderr);
+        assert_one_line(&outcome, &["--threads", n]);
+    }
+}
+
 #[test]
 fn a_float_cache_with_a_window_is_not_the_float_cache() {
     let space = Workspace::new();

@@ -67,12 +67,12 @@ fn what_was_done_is_told_at_the_end() {
     assert_eq!(outcome.code, 0, "{}", outcome.stderr);
     let lines = outcome.error_lines();
     for (i, prompt) in PROMPTS.iter().enumerate() {
-        let told = format!(
-            "[{}] stopped by the most tokens asked for; prefill {} tokens, generated 30",
-            i + 1,
-            prompt.len()
-        );
-        assert!(lines.contains(&told.as_str()), "{told:?} is not in {lines:?}");
+        let (n, i) = (prompt.len(), i + 1);
+        let begins =
+            format!("[{i}] reached --max-tokens (30); prefill {n} tokens, first token after ");
+        let told = lines.iter().find(|line| line.starts_with(&begins));
+        let told = told.unwrap_or_else(|| panic!("{begins:?} is not in {lines:?}"));
+        assert!(told.ends_with(" s, generated 30"), "{told}");
     }
     let n: usize = PROMPTS.iter().map(|prompt| prompt.len()).sum();
     let last = lines.last().unwrap();
@@ -82,7 +82,7 @@ fn what_was_done_is_told_at_the_end() {
         format!("prefill {n} tokens, "),
         "decode 116 tokens, ".to_string(),
         "tokens/s in all; ".to_string(),
-        format!("cache float: 3 of {} tokens, ", PROMPTS[3].len() + 30),
+        format!("cache float: 3 sequences of up to {} tokens, ", PROMPTS[3].len() + 30),
     ] {
         assert!(last.contains(&part), "{part:?} is not in {last:?}");
     }

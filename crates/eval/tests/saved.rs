@@ -58,14 +58,97 @@ fn another_run_goes_on_from_the_prefix() {
         assert_eq!(loaded.stdout, whole.stdout, "{cache}");
         let rest = format!("prefill {} tokens", PROMPT.len() - PREFIX.len());
         assert!(loaded.stderr.contains(&rest), "{}", loaded.stderr);
-        // In its own place, with room for more.
+        let reused = format!("reused {} of {} prompt tokens", PREFIX.len(), PROMPT.len());
+        assert!(loaded.stderr.contains(&reused), "{}", loaded.stderr);
+        // In its own place, with room for more: the prompt, and its reply where that is asked for.
         let more =
             ["--cache", cache, "--prompt", PROMPT, "--load-cache", file, "--save-cache", file];
         let capacity = ["--capacity", "300"];
-        let again = succeeds(generate(&space, &[&more[..], &capacity].concat()));
-        assert_eq!(again.stdout, whole.stdout, "{cache}");
-        let told = format!("saved the cache of {} tokens", PROMPT.len() + 5);
-        assert!(again.stderr.contains(&told), "{}", again.stderr);
+        let again = [&more[..], &capacity].concat();
+        for (again, n) in [(again.clone(), 0), ([&again[..], &["--save-reply"]].concat(), 5)] {
+            let again = succeeds(generate(&space, &again));
+            assert_eq!(again.stdout, whole.stdout, "{cache}");
+            let told = format!("saved the cache of {} tokens", PROMPT.len() + n);
+            assert!(again.stderr.contains(&told), "{}", again.stderr);
+        }
+    }
+}
+
+/// A document is read once, and each question computes only its own tokens; so does the same prompt again.
+#[test]
+fn prompts_reuse_what_they_share_with_the_cache() {
+    let space = Workspace::new();
+    for cache in ["float", "k4v2-g16-r16-s3", "k2v2-g16-r16", "kint8vint8", "float-w20"] {
+        let file = &space.path("document.safetensors");
+        let run = |prompt: &str, more: &[&str]| {
+            let args = [&["--cache", cache, "--prompt", prompt], more].concat();
+            succeeds(generate(&space, &args))
+        };
+        let saved = run(PREFIX, &["--max-tokens", "0", "--save-cache", file]);
+        assert_eq!(saved.stdout, "", "nothing was asked for");
+        let told = format!("saved the cache of {} tokens", PREFIX.len());
+        assert!(saved.stderr.contains(&told), "{}", saved.stderr);
+        assert!(saved.stderr.contains("reached --max-tokens (0); prefill"), "{}", saved.stderr);
+        let n = PREFIX.len();
+        // A cache that quantizes goes back to 1 or 16 tokens before the end of what was saved.
+        let quantizes = !["float", "kint8vint8"].contains(&cache);
+        let questions = [
+            (PROMPT.to_string(), n),
+            (format!("{PREFIX} who?"), n),
+            (PREFIX.to_string(), n - 1),
+            (format!("{} woman?", &PREFIX[..n - 3]), if quantizes { n - 16 } else { n - 3 }),
+        ];
+        for (question, reused) in &questions {
+            let told = format!("reused {reused} of {} prompt tokens", question.len());
+            let loaded = run(question, &["--load-cache", file]);
+            assert!(loaded.stderr.contains(&told), "{cache} {question}: {}", loaded.stderr);
+            let computed = format!("prefill {} tokens", question.len() - reused);
+            assert!(loaded.stderr.contains(&computed), "{cache} {question}: {}", loaded.stderr);
+            assert_eq!(loaded.stdout, run(question, &[]).stdout, "{cache} {question}");
+        }
+        let other = run("Of another text", &["--load-cache", file]);
+        assert!(other.stderr.contains("reused 0 of 15 prompt tokens"), "{}", other.stderr);
+    }
+}
+
+/// The answers of a conversation in two runs are those of one.
+#[test]
+fn a_conversation_goes_on_in_another_run() {
+    let space = Workspace::new();
+    let template = "{% for turn in messages %}[{{ turn.role }}: {{ turn.content }}]{% endfor %}";
+    let config = serde_json::json!({ "chat_template": template });
+    fs::write(Path::new(&space.model()).join("tokenizer_config.json"), config.to_string()).unwrap();
+    let talk = |lines: &str, more: &[&str]| {
+        let input = space.path("lines.txt");
+        fs::write(&input, lines).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kv-eval"));
+        command.args(["generate", "--model", &space.model(), "--max-tokens", "6", "--json"]);
+        command.args(["--cache", "k4v4-g8-r16"]).args(more);
+        let output = command.stdin(File::open(input).unwrap()).output().unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{errors}");
+        let answers = String::from_utf8(output.stdout).unwrap();
+        let answers = answers.lines().map(|line| {
+            let answer: serde_json::Value = serde_json::from_str(line).unwrap();
+            answer["text"].as_str().unwrap().to_string()
+        });
+        (answers.collect::<Vec<_>>(), errors)
+    };
+    let (whole, _) = talk("first\nsecond\nthird\n", &["--system", "be brief"]);
+    assert_eq!(whole.len(), 3);
+    for more in [&[][..], &["--save-reply"]] {
+        let file = &space.path("talk.safetensors");
+        let saves = [&["--system", "be brief", "--save-cache", file], more].concat();
+        let (answers, _) = talk("first\nsecond\n", &saves);
+        assert_eq!(answers, whole[..2]);
+        let (answers, errors) = talk("third\n", &["--load-cache", file]);
+        assert_eq!(answers, whole[2..]);
+        assert!(errors.contains("going on with a conversation of 5 messages"), "{errors}");
+        assert!(!errors.contains("reused 0 of"), "{errors}");
+        let (same, _) = talk("third\n", &["--load-cache", file, "--system", "be brief"]);
+        assert_eq!(same, answers);
+        let other = generate(&space, &["--load-cache", file, "--system", "be long"]);
+        assert_ne!(other.code, 0, "{}", other.stderr);
     }
 }
 
@@ -73,23 +156,15 @@ fn another_run_goes_on_from_the_prefix() {
 fn what_does_not_fit_is_one_line_before_anything_is_generated() {
     let space = Workspace::new();
     let file = &space.path("prefix.safetensors");
-    let save = ["--prompt", PREFIX, "--save-cache", file];
+    let save = ["--prompt", PREFIX, "--save-cache", file, "--save-reply"];
     succeeds(generate(&space, &save));
     let load = |more: &[&str]| generate(&space, &[&["--load-cache", file], more].concat());
-    let other = PROMPT.replacen("truth", "trust", 1);
-    refused(
-        &load(&["--prompt", &other]),
-        &["prefix.safetensors", "position 11: it has token 115, the cache 116"],
-    );
-    refused(&load(&["--prompt", "It is"]), &["the prompt has 5 and must go on after these"]);
-    refused(&load(&["--prompt", PREFIX, "--cache", "k4v4-g16-r16"]), &["must go on after these"]);
-
-    // The prefix alone, so that a longer prompt begins with it.
-    let save = ["--prompt", PREFIX, "--max-tokens", "1", "--save-cache", file];
-    succeeds(generate(&space, &save));
     let cache = ["--prompt", PROMPT, "--cache", "k4v4-g16-r16"];
-    refused(&load(&cache), &["layers.0.cache = float: k4v4-g16-r16 is asked for"]);
-    refused(&load(&["--prompt", PROMPT, "--capacity", "20"]), &["capacity = 20", "57 tokens"]);
+    let parts = ["prefix.safetensors", "saved with --cache float", "give --cache float"];
+    refused(&load(&cache), &parts);
+    let half = ["--prompt", PROMPT, "--dtype", "bf16"];
+    refused(&load(&half), &["weights = f32", "bf16 weights", "the same --weights and --dtype"]);
+    refused(&load(&["--prompt", PROMPT, "--capacity", "20"]), &["capacity = 20", "62 tokens"]);
     let two = ["--prompt", PROMPT, "--prompt", PREFIX];
     refused(&load(&two), &["load-cache", "holds one text"]);
     refused(&load(&["--prompt", PROMPT, "--memory", "1000B"]), &["memory: "]);
@@ -178,5 +253,19 @@ fn another_model_is_refused() {
         Some((name.into(), values))
     });
     let load = generate(&space, &["--prompt", PROMPT, "--load-cache", file]);
-    refused(&load, &["model.weights = ", "the cache is one of model"]);
+    refused(&load, &["model = model: its weights are not those of this model"]);
+}
+
+/// A rotation of values is in the weights, which then are others.
+#[test]
+fn a_cache_that_differs_by_its_rotation_is_named() {
+    let space = Workspace::new();
+    let file = &space.path("prefix.safetensors");
+    let rotated = "k4v4-g16-r16-hadv";
+    let save = ["--prompt", PREFIX, "--cache", rotated, "--save-cache", file];
+    succeeds(generate(&space, &save));
+    let load = |cache| ["--prompt", PROMPT, "--cache", cache, "--load-cache", file];
+    succeeds(generate(&space, &load(rotated)));
+    let other = generate(&space, &load("k4v4-g16-r16"));
+    refused(&other, &[&format!("saved with --cache {rotated}"), "k4v4-g16-r16 is asked for"]);
 }

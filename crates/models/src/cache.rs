@@ -1,12 +1,16 @@
 //! The KV caches of all layers of a model.
 
+mod prompt;
 mod saved;
 mod slots;
 
 use burn::tensor::Device;
 use kv_cubecl::{KvCache, MemoryBytes, Rotary};
 
-pub use self::saved::SavedCache;
+pub use self::{
+    prompt::{Checkpoints, PromptCache},
+    saved::{SavedAs, SavedCache},
+};
 use crate::{Error, LayerSpec, ModelCacheConfig, ModelSpec, Result, nn::Rope};
 
 /// One [`KvCache`] per layer; all of them hold the same tokens.

@@ -61,7 +61,7 @@ pub mod spans;
 mod spec;
 pub mod tokenizer;
 
-pub use cache::{ModelCache, ModelCacheBytes, SavedCache};
+pub use cache::{Checkpoints, ModelCache, ModelCacheBytes, PromptCache, SavedAs, SavedCache};
 pub use cache_config::{KV_CACHE_FILE, LayerRule, Layers, ModelCacheConfig, Stores};
 pub use chat::ChatTemplate;
 pub use decoder::{Decoder, Role, Roles};

@@ -223,10 +223,12 @@ fn what_is_not_as_it_was_is_named() {
         values.iter_mut().for_each(|value| *value *= 1.0 + 1e-6);
     });
     let tuned = load(tuned.path(), &on).unwrap().model;
-    saved.refused(&tuned, saved.config, &["model.weights = ", "the-maker"]);
+    let own = &["model = the-maker", "weights are not those of this model", "load the model that"];
+    saved.refused(&tuned, saved.config, own);
     let half = LoadOptions::default().with_dtype(WeightDtype::Bf16);
     let half = load_with(tiny("llama-tiny"), &on, half).unwrap().model;
-    saved.refused(&half, saved.config, &["model.weights = "]);
+    let kind = &["weights = f32", "this model has bf16 weights", "same --weights and --dtype"];
+    saved.refused(&half, saved.config, kind);
 
     // Another rotary encoding of the same weights.
     let rope = common::with_config("llama-tiny", |config| {
@@ -246,7 +248,8 @@ fn what_is_not_as_it_was_is_named() {
     for name in
         ["float", "k4v4-g16-r16-s3", "k4v2-g16-r16", "k4v2-g16-r16-s3-f16", "k4v2-g16-r32-s3"]
     {
-        let parts = &["layers.0.cache = k4v2-g16-r16-s3: ", &format!("{name} is asked for")];
+        let asked = format!("{name} is asked for; use the same --cache");
+        let parts = &["layers.0.cache = k4v2-g16-r16-s3: ", &asked];
         saved.refused(&saved.model, config(name, 48), parts);
     }
     let mixed = kv_models::ModelCacheConfig::from(saved.config).with_float_layers([1]);
@@ -294,7 +297,7 @@ fn packed_weights_are_told_from_restored_ones_and_from_others() {
     assert!(saved.restore(&packed(Activations::Int8), config, &on).is_ok());
     let restored = load(&file, &on).unwrap().model;
     let error = saved.restore(&restored, config, &on).unwrap_err().to_string();
-    assert_contains(&error, &["model.weights"]);
+    assert_contains(&error, &["weights = packed", "this model has f32 weights", "--weights"]);
 }
 
 #[test]

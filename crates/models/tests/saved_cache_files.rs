@@ -105,12 +105,20 @@ fn files_that_contradict_themselves_are_refused() {
         opened.restore(&saved.model, saved.config, &on)
     };
     assert!(forged(&|_, _| ()).is_ok(), "what is forged unchanged is whole");
+    let first_version = forged(&|said, _| {
+        said["version"] = json!(1);
+        drop(said["model"].as_object_mut().unwrap().remove("kept").unwrap());
+    });
+    assert!(first_version.is_ok(), "{first_version:?}");
     fn of<'a>(name: &str, tensors: &'a mut [Named]) -> &'a mut Named {
         tensors.iter_mut().find(|it| it.0 == name).unwrap()
     }
     type Change<'a> = (&'a str, &'a dyn Fn(&mut Value, &mut Vec<Named>));
     let changes: &[Change<'_>] = &[
-        ("version", &|said, _| said["version"] = json!(2)),
+        ("version", &|said, _| said["version"] = json!(3)),
+        ("checkpoints at [31]", &|said, _| said["checkpoints"] = json!([31])),
+        ("checkpoints at [9, 9]", &|said, _| said["checkpoints"] = json!([9, 9])),
+        ("not those of", &|said, _| said["checkpoints"] = json!([9])),
         ("unknown field", &|said, _| said["more"] = json!(1)),
         ("missing field", &|said, _| drop(said.as_object_mut().unwrap().remove("ropes"))),
         ("sequences of", &|said, _| said["lens"] = json!([29])),

@@ -299,7 +299,8 @@ impl KvCache {
         Ok(tokens)
     }
 
-    fn device(&self) -> Device {
+    /// The device that it lies on.
+    pub fn device(&self) -> Device {
         self.state.floats().device()
     }
 

@@ -63,6 +63,54 @@ impl KvCache {
         Ok(self.shortest_by_keys(now).max(self.shortest_by_window(now)))
     }
 
+    /// Cuts a sequence back to its first `len` tokens, or to as many of them as leave exactly the cache that was never
+    /// given the others, and returns how many these are: [`exact`](Self::exact).
+    ///
+    /// # Errors
+    /// Those of [`exact`](Self::exact).
+    pub fn cut_back(&mut self, sequence: usize, len: usize) -> Result<usize> {
+        let exact = self.exact(sequence, len)?;
+        self.lens[sequence] = exact;
+        Ok(exact)
+    }
+
+    /// The largest number of tokens up to `len` at which [`cut_back`](Self::cut_back) leaves the cache of a sequence that
+    /// never was longer, bit for bit.
+    ///
+    /// That is `len` itself where both sides are in float, or quantized as soon as they are appended, and where no token
+    /// was quantized since. Keys that are quantized in blocks are whole at the end of each block. All other rows that
+    /// were in float at `len` and are not now are lost, so that only the sinks remain, as they do where a window has
+    /// hidden tokens. What is lost has to be computed again; [`truncate`](Self::truncate) restores it from its codes.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not have, and for
+    /// a `len` above its tokens.
+    pub fn exact(&self, sequence: usize, len: usize) -> Result<usize> {
+        check_sequence(sequence, self.lens.len())?;
+        let now = self.lens[sequence];
+        if len > now {
+            let rule = format!("must be at most the {now} tokens of sequence {sequence}");
+            return Err(invalid("len", len, rule));
+        }
+        let schedule = self.layout.schedule();
+        if len < now && schedule.begin(now) > schedule.sink_tokens {
+            return Ok(len.min(schedule.sink_tokens));
+        }
+        let mut exact = len;
+        loop {
+            let shorter = Side::BOTH.into_iter().fold(exact, |len, side| {
+                if self.layout.sides()[side].spec.is_none() {
+                    return len;
+                }
+                schedule.exact(side, now, len)
+            });
+            if shorter == exact {
+                return Ok(exact);
+            }
+            exact = shorter;
+        }
+    }
+
     /// The fewest tokens of which as many keys are quantized as of `now`.
     fn shortest_by_keys(&self, now: usize) -> usize {
         let schedule = self.layout.schedule();

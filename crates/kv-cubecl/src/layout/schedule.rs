@@ -124,6 +124,31 @@ impl Schedule {
         Sides { keys: keys.quantized(n), values: values.quantized(n) }
     }
 
+    /// The largest number of tokens up to `len` whose rows in float a cache of `now` tokens still has, of a side that is
+    /// quantized.
+    pub(crate) fn exact(&self, side: Side, now: usize, len: usize) -> usize {
+        let sinks = self.sink_tokens;
+        let (then, now) = (self.counts(len)[side], self.counts(now)[side]);
+        let first_float = sinks + then;
+        match len <= sinks || now <= then || first_float >= len {
+            true => len,
+            // At the end of a block nothing is in float.
+            false if self.sides[side].keep == 0 && self.lag() == 0 => first_float,
+            false => sinks,
+        }
+    }
+
+    /// Whether a cache can be cut back to any number of tokens and is then the one that was never given the others: see
+    /// [`KvCache::exact`](crate::KvCache::exact).
+    pub fn is_exact_anywhere(&self) -> bool {
+        let at_once = SideSchedule::sliding(0);
+        let exact = |side: Side| {
+            let schedule = self.sides[side];
+            schedule == SideSchedule::NEVER || schedule == at_once && self.lag() == 0
+        };
+        self.window.is_none() && Side::BOTH.into_iter().all(exact)
+    }
+
     /// The first token past the sinks that the query of token `len - 1` sees.
     pub const fn begin(&self, len: usize) -> usize {
         match self.window {

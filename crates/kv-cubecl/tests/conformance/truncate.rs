@@ -12,6 +12,8 @@ stamp!(
     the_same_tokens_get_the_same_codes,
     a_truncated_sequence_goes_on_another_way,
     quantized_keys_do_not_come_back,
+    what_is_cut_back_exactly_never_was_longer,
+    lengths_to_cut_back_to_exactly,
 );
 
 const NAMES: [&str; 15] = [
@@ -228,4 +230,81 @@ fn quantized_keys_do_not_come_back<T: Target>(on: &On<T>) {
     cache.truncate(0, 0).unwrap();
     let output = attend(&mut cache, &text, &[30, 10], on);
     equal_bits("from the start", &output.data, &expected.data);
+}
+
+/// After the cut, the cache goes on with another text as one that was given nothing else, bit for bit.
+fn what_is_cut_back_exactly_never_was_longer<T: Target>(on: &On<T>) {
+    let rng = &mut Rng::new(700);
+    let rounds = if T::NAME == "flex" { 30 } else { 3 };
+    let more =
+        ["k4v16-g16-r16-s3", "float-w20", "k4v4-g16-r16-w40", "kint8vint8-w24", "k4v4-g16-r64"];
+    let mut shortened = 0;
+    for (seed, name) in NAMES.into_iter().chain(more).enumerate() {
+        let sizes = [1, 2, 1, 100, 64];
+        let text = Setup::new(name, sizes, 710 + seed as u64);
+        let other = Setup::with(text.config, sizes, 740 + seed as u64);
+        for round in 0..rounds {
+            let now = 1 + rng.below(99);
+            let len = rng.below(now + 1);
+            let mut cut = text.cache(on);
+            attend(&mut cut, &text.tokens(0..now), &[now], on);
+            let before = cut.clone();
+            let exact = cut.cut_back(0, len).unwrap();
+            assert!(exact <= len, "{name}: {exact} of {len}");
+            assert_eq!((before.exact(0, len).unwrap(), cut.lens()), (exact, &[exact][..]));
+            assert_eq!(before.lens(), [now], "{name}: a clone was cut");
+            let mut fresh = text.cache(on);
+            if exact > 0 {
+                attend(&mut fresh, &text.tokens(0..exact), &[exact], on);
+                shortened += usize::from(exact < now);
+            }
+            let n = 100 - exact;
+            let first = n.min(2);
+            let sizes: Vec<usize> =
+                [1, first - 1, n - first].into_iter().filter(|&n| n > 0).collect();
+            let rest = other.tokens(exact..100);
+            let [got, want] = [cut, fresh].map(|mut cache| attend(&mut cache, &rest, &sizes, on));
+            let what = format!("{name} round {round}: back from {now} to {exact}");
+            equal_bits(what, &got.data, &want.data);
+        }
+    }
+    assert!(shortened > 3 * rounds, "{shortened} caches were cut back: too few to say anything");
+}
+
+fn lengths_to_cut_back_to_exactly<T: Target>(on: &On<T>) {
+    for (name, now, len, exact) in [
+        ("float", 70, 33, 33),
+        ("kint8vint8", 70, 33, 33),
+        ("kint8v16", 70, 33, 33),
+        // Values of the last 16 tokens were in float, of which none is now.
+        ("k4v4-g16-r16", 70, 33, 0),
+        ("k16v4-g16-r16-s3", 70, 33, 3),
+        ("k4v4-g16-r16", 70, 70, 70),
+        ("k4v4-g16-r16", 70, 0, 0),
+        ("k4v4-g16-r16", 15, 9, 9),
+        // The end of the last block of keys.
+        ("k4v16-g16-r16", 70, 33, 32),
+        ("k4v16-g16-r16", 70, 66, 66),
+        ("k4v16-g16-r16", 70, 32, 32),
+        ("k4v16-g16-r16-s3", 70, 33, 19),
+        // There is always a token in float.
+        ("k4v16-g16-r16-after", 70, 33, 0),
+        ("k4v16-g8-r16-slide", 70, 33, 0),
+        ("float-w9", 70, 33, 0),
+        ("float-w9-s2", 70, 33, 2),
+        ("float-w40", 39, 33, 33),
+    ] {
+        let text = Setup::new(name, [1, 2, 1, 80, 64], 790);
+        let mut cache = text.cache(on);
+        attend(&mut cache, &text.tokens(0..now), &[now], on);
+        assert_eq!(cache.exact(0, len).unwrap(), exact, "{name}: from {now} to {len}");
+        let anywhere = cache.layout().schedule().is_exact_anywhere();
+        assert!(!anywhere || exact == len, "{name}");
+        assert_eq!(anywhere, ["float", "kint8vint8", "kint8v16"].contains(&name), "{name}");
+        for (sequence, len) in [(1, 0), (0, now + 1)] {
+            let error = cache.cut_back(sequence, len).unwrap_err();
+            assert!(matches!(error, Error::InvalidConfig { .. }), "{error:?}");
+            assert_eq!(cache.lens(), [now]);
+        }
+    }
 }

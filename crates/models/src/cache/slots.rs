@@ -100,6 +100,38 @@ impl ModelCache {
         self.layers.iter().try_fold(0, shortest)
     }
 
+    /// Cuts a sequence back to its first `len` tokens, or to as many of them as leave exactly the cache that was never
+    /// given the others, and returns how many these are; see [`KvCache::cut_back`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`exact`](Self::exact).
+    pub fn cut_back(&mut self, sequence: usize, len: usize) -> Result<usize> {
+        let exact = self.exact(sequence, len)?;
+        for layer in &mut self.layers {
+            layer.cut_back(sequence, exact)?;
+        }
+        Ok(exact)
+    }
+
+    /// The largest number of tokens up to `len` at which [`cut_back`](Self::cut_back) leaves all layers exactly; see
+    /// [`KvCache::exact`].
+    ///
+    /// # Errors
+    ///
+    /// A sequence that the batch does not have, and a `len` above its tokens.
+    pub fn exact(&self, sequence: usize, len: usize) -> Result<usize> {
+        let mut exact = len;
+        loop {
+            let shorter = |len: usize, layer: &KvCache| Ok(layer.exact(sequence, len)?);
+            let shortest = self.layers.iter().try_fold(exact, shorter);
+            match shortest {
+                Ok(len) if len < exact => exact = len,
+                ended => return ended,
+            }
+        }
+    }
+
     /// Checks that layers and limits of `other` are those of this cache; what each layer stores is compared
     /// by the layers.
     fn check_like(&self, other: &Self) -> Result<()> {

@@ -118,6 +118,7 @@ struct Text {
     ids: Vec<u32>,
     n_prompt: usize,
     prefill_time: Duration,
+    first_token_time: Duration,
     /// When the prompt was read.
     start: Instant,
     decode_tokens: usize,
@@ -150,6 +151,7 @@ impl Text {
             stop,
             prefill_tokens: self.n_prompt,
             prefill_time: self.prefill_time,
+            first_token_time: self.first_token_time,
             decode_tokens: self.decode_tokens,
             decode_time: self.start.elapsed(),
         };
@@ -212,8 +214,16 @@ impl<'a> Batch<'a> {
         let seed = self.options.sampling.seed.wrapping_add(number as u64);
         let picker = Picker::new(super::Sampling { seed, ..self.options.sampling }, self.device)?;
         let (ids, n_prompt) = (prompt.to_vec(), prompt.len());
-        let (prefill_time, start, decode_tokens) = (Duration::ZERO, Instant::now(), 0);
-        let text = Text { number, picker, ids, n_prompt, prefill_time, start, decode_tokens };
+        let text = Text {
+            number,
+            picker,
+            ids,
+            n_prompt,
+            prefill_time: Duration::ZERO,
+            first_token_time: Duration::ZERO,
+            start: Instant::now(),
+            decode_tokens: 0,
+        };
         self.waiting.push_back(text);
         self.n_texts += 1;
         Ok(number)
@@ -278,6 +288,7 @@ impl<'a> Batch<'a> {
             0 => Some(Stop::MaxTokens),
             _ => {
                 let id = text.picker.pick(logits, &text.ids)?;
+                text.first_token_time = start.elapsed();
                 text.take(id, self.reader.remaining(), &self.options, &mut self.events)
             }
         };

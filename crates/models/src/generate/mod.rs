@@ -6,6 +6,7 @@ mod graph;
 mod picker;
 mod sampler;
 mod steps;
+mod stops;
 
 use std::{
     collections::BTreeSet,
@@ -20,6 +21,7 @@ pub use batch::{Batch, BatchTotals, Event};
 pub use graph::DecodeGraph;
 pub use sampler::{Sampler, Sampling};
 pub use steps::Steps;
+pub use stops::StopStrings;
 use tracing::trace_span;
 
 use crate::{
@@ -102,7 +104,7 @@ impl fmt::Display for Stop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Eos => "the end of the text",
-            Self::MaxTokens => "the most tokens asked for",
+            Self::MaxTokens => "max_tokens",
             Self::Capacity => "a full cache",
             Self::Callback => "being asked to",
         })
@@ -120,6 +122,8 @@ pub struct Generated {
     pub prefill_tokens: usize,
     /// Time to the logits of the first token.
     pub prefill_time: Duration,
+    /// Time from the start of the prefill to the first token; zero when none was generated.
+    pub first_token_time: Duration,
     /// Tokens passed through the model one at a time after that.
     pub decode_tokens: usize,
     /// Time from the end of the prefill to the end, sampling and recording included.
@@ -127,9 +131,26 @@ pub struct Generated {
 }
 
 impl Generated {
-    /// Prompt tokens per second.
+    /// Nothing yet.
+    pub fn new(stop: Stop) -> Self {
+        let zero = Duration::ZERO;
+        Self {
+            ids: vec![],
+            stop,
+            prefill_tokens: 0,
+            prefill_time: zero,
+            first_token_time: zero,
+            decode_tokens: 0,
+            decode_time: zero,
+        }
+    }
+
+    /// Prompt tokens per second, zero when there were none.
     pub fn prefill_tokens_per_second(&self) -> f64 {
-        self.prefill_tokens as f64 / self.prefill_time.as_secs_f64()
+        match self.prefill_tokens {
+            0 => 0.0,
+            n => n as f64 / self.prefill_time.as_secs_f64(),
+        }
     }
 
     /// Decoded tokens per second, zero when there were none.
@@ -155,7 +176,7 @@ pub fn generate(
     prompt: &[u32],
     options: &GenerateOptions,
     device: &Device,
-    mut on_token: impl FnMut(u32) -> bool,
+    on_token: impl FnMut(u32) -> bool,
 ) -> Result<Generated> {
     Sampler::new(options.sampling)?;
     if options.prefill_chunk == 0 {
@@ -169,16 +190,29 @@ pub fn generate(
     let start = Instant::now();
     let logits = prefill(model, cache, prompt, options.prefill_chunk, device)?;
     finish(device)?;
-    let mut out = Generated {
-        ids: vec![],
-        stop: Stop::MaxTokens,
-        prefill_tokens: prompt.len(),
-        prefill_time: start.elapsed(),
-        decode_tokens: 0,
-        decode_time: Duration::ZERO,
-    };
+    let prefill_time = start.elapsed();
+    let text = prompt.to_vec();
+    let mut out = decode(model, cache, text, logits, options, device, on_token)?;
+    (out.prefill_tokens, out.prefill_time) = (prompt.len(), prefill_time);
+    out.first_token_time += prefill_time;
+    Ok(out)
+}
 
-    let mut text = prompt.to_vec();
+/// Continues `text`, whose tokens are in `cache` and whose last one gave `logits`, as [`generate`] does.
+///
+/// # Errors
+///
+/// Those of [`generate`] but for the prompt's.
+pub(crate) fn decode(
+    model: &LanguageModel,
+    cache: &mut ModelCache,
+    mut text: Vec<u32>,
+    logits: Tensor<2>,
+    options: &GenerateOptions,
+    device: &Device,
+    mut on_token: impl FnMut(u32) -> bool,
+) -> Result<Generated> {
+    let mut out = Generated::new(Stop::MaxTokens);
     let start = Instant::now();
     let pays = || Steps::pays_recorded(model, cache, options.max_tokens, device);
     let recorded = options.recorded.unwrap_or_else(pays);
@@ -187,6 +221,9 @@ pub fn generate(
     while out.ids.len() < options.max_tokens {
         let _phase = trace_span!(target: PHASE, "decode", n = out.ids.len() + 1).entered();
         let id = steps.pick(&text)?;
+        if out.ids.is_empty() {
+            out.first_token_time = start.elapsed();
+        }
         text.push(id);
         out.ids.push(id);
         if options.eos.contains(&id) {
@@ -233,7 +270,7 @@ fn prefill(
 }
 
 /// Passes `ids` and returns the logits after the last, `[1, vocab]`; the head is applied to that one alone.
-fn last_logits(
+pub(crate) fn last_logits(
     model: &LanguageModel,
     cache: &mut ModelCache,
     ids: &[u32],
@@ -245,7 +282,7 @@ fn last_logits(
 }
 
 /// Waits until the device is done, so that what was asked of it is what is timed.
-fn finish(device: &Device) -> Result<()> {
+pub(crate) fn finish(device: &Device) -> Result<()> {
     let _span = trace_span!(target: OPERATION, "wait").entered();
     device.sync().map_err(|error| Error::argument("device", format!("{error:?}"), "must finish"))
 }

@@ -1,5 +1,7 @@
 //! Picking a token from logits.
 
+use std::collections::HashMap;
+
 use kv_sampling::Draw;
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
@@ -23,7 +25,11 @@ pub struct Sampling {
     /// <https://arxiv.org/abs/1909.05858>: their logits are divided by it where positive, else
     /// multiplied. 1 changes nothing.
     pub repeat_penalty: f32,
-    /// How many of the latest ids, the prompt's included, the penalty applies to.
+    /// Subtracted from the logit of a token for each time it occurred recently.
+    pub frequency_penalty: f32,
+    /// Subtracted from the logit of a token that occurred recently, however often.
+    pub presence_penalty: f32,
+    /// How many of the latest ids, the prompt's included, the penalties apply to.
     pub repeat_last: usize,
     /// Equal seeds give equal texts on the same kind of device.
     pub seed: u64,
@@ -37,6 +43,8 @@ impl Sampling {
         top_p: 1.0,
         min_p: 0.0,
         repeat_penalty: 1.0,
+        frequency_penalty: 0.0,
+        presence_penalty: 0.0,
         repeat_last: 64,
         seed: 0,
     };
@@ -48,8 +56,29 @@ impl Sampling {
 
     /// The same choice as a device makes it: `None` where it depends on the tokens that occurred.
     pub(super) fn draw(&self) -> Option<Draw> {
-        let Self { temperature, top_k, top_p, min_p, seed, repeat_penalty, .. } = *self;
-        (repeat_penalty == 1.0).then_some(Draw { temperature, top_k, top_p, min_p, seed })
+        let Self { temperature, top_k, top_p, min_p, seed, .. } = *self;
+        (!self.penalizes()).then_some(Draw { temperature, top_k, top_p, min_p, seed })
+    }
+
+    /// Whether tokens that occurred are less likely, for which the logits of every step are read by the host.
+    pub fn penalizes(&self) -> bool {
+        self.repeat_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
+    }
+
+    /// `logits` with those of `ids` made less likely, in the order of llama.cpp: the repeat penalty first.
+    fn penalize(&self, logits: &[f32], ids: &[u32]) -> Vec<f32> {
+        let mut counts: HashMap<u32, f32> = HashMap::new();
+        ids.iter().for_each(|id| *counts.entry(*id).or_default() += 1.0);
+        let mut penalized = logits.to_vec();
+        for (id, count) in counts {
+            let Some(logit) = penalized.get_mut(id as usize) else { continue };
+            match *logit > 0.0 {
+                true => *logit /= self.repeat_penalty,
+                false => *logit *= self.repeat_penalty,
+            }
+            *logit -= count * self.frequency_penalty + self.presence_penalty;
+        }
+        penalized
     }
 
     fn check(&self) -> Result<()> {
@@ -66,6 +95,14 @@ impl Sampling {
         }
         if !(repeat_penalty.is_finite() && repeat_penalty > 0.0) {
             return Err(Error::argument("repeat_penalty", repeat_penalty, "must be above 0"));
+        }
+        for (field, penalty) in [
+            ("frequency_penalty", self.frequency_penalty),
+            ("presence_penalty", self.presence_penalty),
+        ] {
+            if !penalty.is_finite() {
+                return Err(Error::argument(field, penalty, "must be finite"));
+            }
         }
         let rule = "chooses among likely tokens, which needs a temperature above 0";
         for (field, value, chooses) in [
@@ -118,14 +155,13 @@ impl Sampler {
         if let Some(id) = logits.iter().position(|logit| logit.is_nan()) {
             return Err(Error::argument("logits", format!("NaN at id {id}"), "must be numbers"));
         }
-        let Sampling { repeat_penalty, repeat_last, .. } = self.sampling;
         let penalized;
-        let logits = if repeat_penalty == 1.0 {
-            logits
-        } else {
-            let recent = &before[before.len().saturating_sub(repeat_last)..];
-            penalized = penalize(logits, recent, repeat_penalty);
+        let logits = if self.sampling.penalizes() {
+            let recent = &before[before.len().saturating_sub(self.sampling.repeat_last)..];
+            penalized = self.sampling.penalize(logits, recent);
             &penalized
+        } else {
+            logits
         };
         if self.sampling.is_greedy() { greedy(logits) } else { self.choose(logits) }
             .ok_or_else(|| Error::argument("logits", "none", "a vocabulary has at least one token"))
@@ -166,17 +202,6 @@ impl Sampler {
         // Rounding may leave the point just past the last candidate.
         chosen.or(self.candidates.last()).map(|(_, id)| *id)
     }
-}
-
-/// `logits` with those of `ids` made less likely, each once.
-fn penalize(logits: &[f32], ids: &[u32], penalty: f32) -> Vec<f32> {
-    let mut penalized = logits.to_vec();
-    for &id in ids {
-        if let (Some(new), Some(&old)) = (penalized.get_mut(id as usize), logits.get(id as usize)) {
-            *new = if old > 0.0 { old / penalty } else { old * penalty };
-        }
-    }
-    penalized
 }
 
 fn greedy(logits: &[f32]) -> Option<u32> {
@@ -248,6 +273,33 @@ mod tests {
         assert_eq!(next(&[-2.0, -3.0], &[0]), 1, "negative ones are multiplied");
     }
 
+    /// By the formula of OpenAI's documentation, `logit - count * frequency - (count > 0) * presence`.
+    #[test]
+    fn frequency_and_presence_are_subtracted() {
+        let next = |sampling: Sampling, logits: &[f32], before: &[u32]| {
+            Sampler::new(sampling).unwrap().sample(logits, before).unwrap()
+        };
+        let frequency = Sampling { frequency_penalty: 0.5, ..Sampling::GREEDY };
+        assert_eq!(next(frequency, &[3.0, 2.2], &[0]), 0, "3 - 0.5 is above 2.2");
+        assert_eq!(next(frequency, &[3.0, 2.2], &[0, 0]), 1, "3 - 1 is below 2.2");
+        assert_eq!(next(frequency, &[-1.0, -1.2], &[0]), 1, "negative ones alike");
+        let presence = Sampling { presence_penalty: 0.5, ..Sampling::GREEDY };
+        assert_eq!(next(presence, &[3.0, 2.6], &[0]), 1, "3 - 0.5 is below 2.6");
+        assert_eq!(next(presence, &[3.0, 2.4], &[0, 0, 0]), 0, "once, however often it was there");
+        let likes = Sampling { presence_penalty: -0.5, ..Sampling::GREEDY };
+        assert_eq!(next(likes, &[3.0, 2.6], &[1]), 1, "a negative penalty makes it more likely");
+        let last = Sampling { repeat_last: 2, ..presence };
+        assert_eq!(next(last, &[3.0, 2.6], &[0, 9, 9]), 0, "too long ago");
+        // After the repeat penalty: 4 / 2 - 0.25 - 0.5 = 1.25.
+        let all = Sampling { repeat_penalty: 2.0, frequency_penalty: 0.25, ..presence };
+        assert_eq!(next(all, &[4.0, 1.2], &[0]), 0);
+        assert_eq!(next(all, &[4.0, 1.3], &[0]), 1);
+        for sampling in [frequency, presence, likes] {
+            assert!(sampling.draw().is_none(), "the device does not know what occurred");
+        }
+        assert!(RANDOM.draw().is_some());
+    }
+
     #[test]
     fn seeds_repeat_and_differ() {
         let logits = [0.0; 50];
@@ -272,6 +324,8 @@ mod tests {
             (Sampling { top_p: 1.5, ..RANDOM }, "top_p"),
             (Sampling { min_p: -0.1, ..RANDOM }, "min_p"),
             (Sampling { repeat_penalty: 0.0, ..RANDOM }, "repeat_penalty"),
+            (Sampling { frequency_penalty: f32::NAN, ..RANDOM }, "frequency_penalty"),
+            (Sampling { presence_penalty: f32::INFINITY, ..RANDOM }, "presence_penalty"),
             (Sampling { top_k: 5, ..Sampling::GREEDY }, "top_k"),
             (Sampling { top_p: 0.5, ..Sampling::GREEDY }, "top_p"),
             (Sampling { min_p: 0.5, ..Sampling::GREEDY }, "min_p"),

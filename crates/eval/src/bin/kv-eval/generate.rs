@@ -4,35 +4,58 @@ use std::{
     fs,
     io::{self, BufRead, IsTerminal},
     path::{Path, PathBuf},
+    process::exit,
+    sync::mpsc,
+    thread,
+    time::Instant,
 };
 
 use anyhow::{Context, Result, bail};
-use kv_cli::{OutFile, Plain, Screen, dispatch, note};
+use kv_cli::{INTERRUPTED, OutFile, Plain, Screen, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{
-    ChatTemplate, GenerateOptions, Generated, LanguageModel, ModelCache, ModelCacheConfig,
-    Sampling, SavedCache, Tokenizer, Usage, chat::Message, generate,
+    ChatTemplate, Checkpoints, GenerateOptions, Generated, LanguageModel, ModelCache,
+    ModelCacheConfig, PromptCache, Sampler, Sampling, SavedAs, SavedCache, Tokenizer, Usage,
+    chat::Message,
+    generate::{Stop, StopStrings},
 };
 
 use crate::{
     common::{BosArgs, ModelArgs, StepArgs, Weights, note_policies},
+    generate_interrupt::Interrupt,
+    generate_reply::{End, JsonLines, Reply, TextOut},
     generate_several::number,
     loading::{Need, Room},
     profile::ProfileArgs,
     source::{self, Fitting, Source},
 };
 
+const EXAMPLES: &str = "\
+Examples:
+  Continue a text with a cache of 4 bits:
+    kv-eval generate -m model.gguf -p \"Once upon a time\" --no-chat --cache k4v4
+  Talk to a model, one line at a time; Ctrl-C stops an answer:
+    kv-eval generate -m HuggingFaceTB/SmolLM2-135M-Instruct
+  Ask several questions about a document that is read once:
+    kv-eval generate -m model.gguf --prompt-file book.txt --no-chat -n 0 --save-cache book.kv
+    kv-eval generate -m model.gguf --prompt-file book-and-question.txt --no-chat --load-cache book.kv
+  Go on with a conversation in another run:
+    kv-eval generate -m model.gguf --load-cache talk.kv --save-cache talk.kv
+  Answer each line of a file, a line of JSON per reply:
+    kv-eval generate -m model.gguf --prompts questions.txt --stop \"\\n\\n\" --json > replies.jsonl";
+
 /// Tokens that the cache of a conversation has room for by default.
 const CONVERSATION: usize = 4096;
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
     /// The text to continue, or what to say to a model with a chat template; repeatable: several are
     /// continued together, and each line starts with the number of its prompt. Without it, a conversation is
     /// read from standard input, one line at a time.
-    #[arg(long, conflicts_with_all = ["prompt_file", "prompts"])]
+    #[arg(long, short, conflicts_with_all = ["prompt_file", "prompts"])]
     prompt: Vec<String>,
     /// Read the prompt from a file.
     #[arg(long, conflicts_with = "prompts")]
@@ -57,24 +80,35 @@ pub(crate) struct Args {
     /// Use only the first tokens of the prompt.
     #[arg(long)]
     prompt_tokens: Option<usize>,
-    /// What the cache stores, or a policy: safe, balanced, small, or a file of .json or .toml. By default what the
-    /// model's kv_cache.json says, else float.
+    /// What the cache stores, or a policy: safe, balanced, small, or a file of .json or .toml [default: what the
+    /// model's kv_cache.json says, else float].
     #[arg(long, value_parser = ModelCacheConfig::find)]
     cache: Option<ModelCacheConfig>,
-    /// Tokens the cache is allocated for; by default prompt and continuation, or 4096 for a
-    /// conversation.
-    #[arg(long)]
+    /// Tokens the cache is allocated for [default: prompt and continuation; 4096 for a conversation, or the model's
+    /// limit if that is less].
+    #[arg(long, short)]
     capacity: Option<usize>,
-    /// Tokens to generate, at most.
-    #[arg(long, default_value_t = 128)]
+    /// Tokens to generate, at most; 0 only fills the cache.
+    #[arg(long, short = 'n', default_value_t = 128)]
     max_tokens: usize,
-    /// Write the cache to this file in the end, with its tokens, for --load-cache; of one prompt or a conversation.
+    /// End a text before this string, which is not printed; repeatable.
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Write the cache of the prompt, or of the conversation up to its last answer, to this file in the end, for
+    /// --load-cache.
     #[arg(long, value_name = "FILE")]
     save_cache: Option<PathBuf>,
-    /// Go on from a cache that --save-cache wrote, instead of reading its tokens again. The prompt, or the conversation
-    /// as the model's chat template has it, must begin with them.
+    /// Keep what was generated after the prompt in the file of --save-cache.
+    #[arg(long, requires = "save_cache")]
+    save_reply: bool,
+    /// Reuse a cache that --save-cache wrote: the longest prefix that the prompt shares with it is not computed again.
+    /// Without a prompt, the conversation that was saved goes on.
     #[arg(long, value_name = "FILE")]
     load_cache: Option<PathBuf>,
+    /// Write a line of JSON per reply here, with finish_reason, usage and timings; without a file, to standard output in
+    /// place of the texts.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
+    json: Option<PathBuf>,
     #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
@@ -100,7 +134,13 @@ struct SamplingArgs {
     /// Above 1, makes tokens that occurred already less likely.
     #[arg(long, default_value_t = 1.0)]
     repeat_penalty: f32,
-    /// How many of the last tokens the repeat penalty looks at.
+    /// Subtract this from the logit of a token for each time it occurred. On a GPU, the host computes penalties.
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    frequency_penalty: f32,
+    /// Subtract this from the logit of a token that occurred, however often.
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    presence_penalty: f32,
+    /// How many of the last tokens the penalties look at, those of the prompt among them.
     #[arg(long, default_value_t = 64)]
     repeat_last: usize,
     /// Seed of the sampling; of several prompts, the second draws as with the next seed, and so on.
@@ -110,21 +150,38 @@ struct SamplingArgs {
 
 impl From<SamplingArgs> for Sampling {
     fn from(args: SamplingArgs) -> Self {
-        let SamplingArgs { temperature, top_k, top_p, min_p, repeat_penalty, repeat_last, seed } =
-            args;
-        Self { temperature, top_k, top_p, min_p, repeat_penalty, repeat_last, seed }
+        Self {
+            temperature: args.temperature,
+            top_k: args.top_k,
+            top_p: args.top_p,
+            min_p: args.min_p,
+            repeat_penalty: args.repeat_penalty,
+            frequency_penalty: args.frequency_penalty,
+            presence_penalty: args.presence_penalty,
+            repeat_last: args.repeat_last,
+            seed: args.seed,
+        }
     }
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    dispatch!(args.on.backend, Plain, run_on(args))
+    if dispatch!(args.on.backend, Plain, run_on(args))? {
+        exit(INTERRUPTED.into());
+    }
+    Ok(())
 }
 
-fn run_on<T: Target>(args: &Args) -> Result<()> {
-    let mut profile = args.profile.start()?;
+/// Returns whether it was interrupted.
+fn run_on<T: Target>(args: &Args) -> Result<bool> {
+    let mut profile = args.profile.record()?;
+    let interrupt = Interrupt::listen(profile.interrupted())?;
     let device = On::<T>::open()?;
     let mut prompts = args.prompts()?;
     let saved = args.saved_cache(prompts.len())?;
+    let stops = StopStrings::new(&args.stop)?;
+    let sampling = Sampling::from(args.sampling);
+    Sampler::new(sampling)?;
+    let json = JsonLines::open(args.json.as_ref())?;
     profile.device(&device)?;
     let Fitting { source: Source { model, tokenizer, cache, name, .. }, room } =
         source::load(&args.on, Weights::Packed, args.need(&prompts), &device)?;
@@ -138,13 +195,17 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let (model, config) = model.fold_rotation(chosen);
     profile.model(&model, &name);
     profile.fact("cache", &config);
+    if sampling.penalizes() && T::NAME != "flex" {
+        note("penalties are computed on the host, which reads the logits of every step");
+    }
     let options = GenerateOptions {
         max_tokens: args.max_tokens,
-        sampling: args.sampling.into(),
+        sampling,
         eos: tokenizer.eos().clone(),
         recorded: args.steps.recorded(),
         ..GenerateOptions::suiting(&model, &device)
     };
+    interrupt.begin();
     let mut writer = Writer {
         device: &device,
         model: &model,
@@ -155,11 +216,22 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         capacity: args.capacity,
         room,
         held: None,
-        saves: args.save_cache.is_some(),
+        checkpoints: match (&args.save_cache, prompts.len()) {
+            (Some(_), _) => Checkpoints::All,
+            (None, 0) => Checkpoints::Ends,
+            (None, _) => Checkpoints::None,
+        },
+        saves: args.save_cache.as_ref().map(|_| args.save_reply),
+        n_prompt: 0,
+        n_turns: 0,
         saved,
+        stops,
+        json,
+        interrupt,
+        interrupted: false,
     };
-    let system = args.system.iter().map(|text| Message::new("system", text));
-    let mut talk: Vec<Message> = system.collect();
+    let converses = prompts.is_empty();
+    let mut talk = args.talk(&writer, converses)?;
     let encode = |prompt: String| -> Result<Vec<u32>> {
         let Some(template) = &template else { return args.continued(&tokenizer, &prompt) };
         let talk = [&talk[..], &[Message::new("user", prompt)]].concat();
@@ -170,7 +242,9 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
             bail!("prompt: none given, and without a chat template there is no conversation")
         }
         (0, Some(template)) => {
-            writer.capacity.get_or_insert(CONVERSATION.min(model.max_positions()));
+            let saved = writer.saved.as_ref().map_or(0, |saved| saved.tokens()[0].len());
+            let capacity = CONVERSATION.max(saved.saturating_add(args.max_tokens));
+            writer.capacity.get_or_insert(capacity.min(model.max_positions()));
             converse(&mut writer, template, &mut talk)
         }
         (1, _) => writer.write(&encode(prompts.remove(0))?).map(drop),
@@ -181,18 +255,28 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
             writer.write_several(&prompts, args.batch)
         }
     };
+    writer.interrupt.finish();
+    // A prompt alone is no conversation that another run could go on with.
+    let talk = if converses { &talk[..] } else { &[] };
     if let Some(path) = &args.save_cache {
         match &ended {
-            Ok(()) => writer.save(path, &name)?,
+            Ok(()) => writer.save(path, &name, talk)?,
             // The turns before the one that failed; why it did is the error there is.
             Err(_) if writer.held.is_some() => {
-                writer.save(path, &name).unwrap_or_else(|error| note(format_args!("{error:#}")));
+                let saved = writer.save(path, &name, talk);
+                saved.unwrap_or_else(|error| note(format_args!("{error:#}")));
             }
             Err(_) => {}
         }
     }
+    let Writer { json, interrupted, .. } = writer;
+    json.finish()?;
     ended?;
-    profile.finish()
+    if interrupted {
+        profile.fact("ended", "by Ctrl-C or SIGTERM");
+    }
+    profile.finish()?;
+    Ok(interrupted)
 }
 
 impl Args {
@@ -225,13 +309,30 @@ impl Args {
         }
     }
 
+    /// The conversation so far: the one that was saved, or the system message.
+    fn talk<T: Target>(&self, writer: &Writer<'_, T>, converses: bool) -> Result<Vec<Message>> {
+        let system = self.system.iter().map(|text| Message::new("system", text));
+        let system: Vec<Message> = system.collect();
+        let saved = writer.saved.as_ref().filter(|_| converses).map_or(&[][..], SavedCache::talk);
+        if saved.is_empty() {
+            return Ok(system);
+        }
+        if !saved.starts_with(&system) {
+            bail!(
+                "system: the saved conversation has another; leave out --system to go on with it"
+            );
+        }
+        note(format_args!("going on with a conversation of {} messages", saved.len()));
+        Ok(saved.to_vec())
+    }
+
     /// What is known of the caches before there is a tokenizer: a token is seldom less than a byte, and mostly four.
     fn need(&self, prompts: &[String]) -> Need {
         let longest = prompts.iter().map(String::len).max().unwrap_or(0) / 4;
         let longest = longest.min(self.prompt_tokens.unwrap_or(usize::MAX));
         let capacity = self.capacity.unwrap_or(match prompts {
             [] => CONVERSATION,
-            _ => longest.saturating_add(self.max_tokens),
+            _ => longest.saturating_add(self.max_tokens).max(1),
         });
         let batch = self.batch.min(prompts.len()).max(1);
         let exact = self.capacity.is_some();
@@ -302,29 +403,65 @@ impl Args {
     }
 }
 
+/// What a conversation waits for.
+enum Said {
+    Line(io::Result<String>),
+    End,
+    /// Ctrl-C.
+    Interrupt,
+}
+
 /// A conversation over standard input, one line at a time.
 fn converse<T: Target>(
     writer: &mut Writer<'_, T>,
     template: &ChatTemplate,
     talk: &mut Vec<Message>,
 ) -> Result<()> {
-    let stdin = io::stdin();
-    let ask = || match stdin.is_terminal() {
-        true => Screen::Error.print("> ").map(drop),
-        false => Ok(()),
-    };
-    ask()?;
-    for line in stdin.lock().lines() {
-        let line = line.context("standard input: cannot read")?;
+    let asks = io::stdin().is_terminal();
+    // A thread of its own reads, so that a signal ends the waiting.
+    let (sender, said) = mpsc::sync_channel(1);
+    let wake = sender.clone();
+    writer.interrupt.wait(move || drop(wake.try_send(Said::Interrupt)));
+    thread::spawn(move || {
+        let lines = io::stdin().lock().lines().map(Said::Line);
+        lines.chain([Said::End]).try_for_each(|said| sender.send(said))
+    });
+    loop {
+        if asks {
+            Screen::Error.print("> ")?;
+        }
+        let line = match said.recv() {
+            Ok(Said::Line(line)) => line.context("standard input: cannot read")?,
+            Ok(Said::Interrupt) => String::new(),
+            Ok(Said::End) | Err(_) => return Ok(()),
+        };
+        if writer.interrupt.ends() {
+            writer.interrupted = true;
+            return Ok(());
+        }
         if !line.trim().is_empty() {
+            writer.interrupt.begin();
             talk.push(Message::new("user", line));
             let ids = writer.tokenizer.encode(&template.render(talk)?)?;
-            let answer = writer.write(&ids)?;
-            talk.push(Message::new("assistant", answer));
+            let answer = match writer.write(&ids) {
+                Ok(answer) => answer,
+                Err(error) => {
+                    talk.pop();
+                    return Err(error);
+                }
+            };
+            // A turn without an answer is no part of the conversation.
+            match std::mem::take(&mut writer.interrupted) && answer.is_empty() {
+                true => drop(talk.pop()),
+                false => talk.push(Message::new("assistant", answer)),
+            }
         }
-        ask()?;
+        writer.interrupt.pause();
+        if writer.interrupt.ends() {
+            writer.interrupted = true;
+            return Ok(());
+        }
     }
-    Ok(())
 }
 
 /// Writes what a model generates, and keeps its cache for the next turn.
@@ -340,73 +477,118 @@ pub(crate) struct Writer<'a, T: Target> {
     capacity: Option<usize>,
     /// The memory that there is.
     room: Room,
-    /// A cache, and the ids in it.
-    held: Option<(ModelCache, Vec<u32>)>,
-    /// Whether what is held is saved in the end.
-    saves: bool,
-    /// What the first text goes on from.
+    /// The cache of the turns so far.
+    held: Option<PromptCache>,
+    /// Where the cache can be cut back to.
+    checkpoints: Checkpoints,
+    /// Whether the cache is saved in the end, and if so with what was generated last.
+    saves: Option<bool>,
+    /// Tokens of the last prompt.
+    n_prompt: usize,
+    n_turns: usize,
+    /// What the first text reuses.
     saved: Option<SavedCache>,
+    pub(crate) stops: StopStrings,
+    pub(crate) json: JsonLines,
+    pub(crate) interrupt: Interrupt,
+    /// Whether the last text was.
+    pub(crate) interrupted: bool,
 }
 
 impl<T: Target> Writer<'_, T> {
     /// Continues `ids`, writes the text as it is generated, then why it ended. Returns the text. A turn that fails before
     /// it has read anything leaves what is held as it was.
     fn write(&mut self, ids: &[u32]) -> Result<String> {
-        let begins = |held: &[u32]| ids.len() > held.len() && ids.starts_with(held);
-        let held = self.held.take_if(|(_, held)| begins(held));
-        let goes_on = held.is_some();
-        let (mut cache, n_held) = match (held, self.saved.take()) {
-            (Some((cache, held)), _) => (cache, held.len()),
-            (None, Some(saved)) => {
-                let n_held = saved.check_prompt(0, ids)?;
-                let config = self.fitting(ids.len(), 1)?;
-                (saved.restore(self.model, config, self.device)?, n_held)
-            }
-            (None, None) => {
-                // This turn has no use for what is held, but it is all there is to save should the turn fail.
-                if !self.saves {
-                    self.held = None;
-                }
-                (self.new_cache(ids.len(), 1)?, 0)
-            }
-        };
-        let mut stream = self.tokenizer.stream();
-        let (mut text, mut failure) = (String::new(), None);
-        // Generation stops when nobody reads the output any more.
-        let on_token = |id| {
-            let part = stream.push(id).map_err(anyhow::Error::from);
-            let told = part.and_then(|part| {
-                text += &part;
-                Screen::Out.print(part)
-            });
-            told.unwrap_or_else(|error| {
-                failure = Some(error);
-                false
-            })
-        };
-        let Self { model, device, options, .. } = self;
-        let new = &ids[n_held..];
-        let generated = match generate(model, &mut cache, new, options, device, on_token) {
-            Ok(generated) => generated,
+        let (mut held, before) = self.begin(ids)?;
+        let reuses = before.is_some() || !held.tokens().is_empty();
+        let start = Instant::now();
+        let Self { model, device, options, interrupt, .. } = self;
+        let proceed = || !interrupt.stops();
+        let prefilled = held.reuse(ids).and_then(|n_held| {
+            let logits = held.prefill(model, ids, options.prefill_chunk, device, proceed)?;
+            Ok((n_held, logits))
+        });
+        let (n_held, logits) = match prefilled {
+            Ok(prefilled) => prefilled,
             Err(error) => {
                 // Nothing was appended, as to a cache that is too small: it still holds the turns before.
-                if goes_on && cache.len() == n_held {
-                    self.held = Some((cache, ids[..n_held].to_vec()));
-                }
+                self.held = before.or(Some(held).filter(|held| !held.tokens().is_empty()));
                 return Err(error.into());
             }
         };
-        let told = failure.map_or(Ok(()), Err).and_then(|()| {
-            let rest = stream.finish()?;
-            Screen::Out.line(&rest)?;
-            text += &rest;
-            self.tell(&generated, &cache).map(drop)
-        });
+        let (prefill_time, n_prefilled) = (start.elapsed(), held.tokens().len() - n_held);
+        self.n_prompt = held.tokens().len();
+        let mut out = TextOut::new(self.tokenizer, &self.stops);
+        let mut failure = None;
+        let prints = self.json.prints_texts();
+        // Generation stops when nobody reads the output any more.
+        let on_token = |id| {
+            let told = out.push(id).and_then(|part| match prints && !part.is_empty() {
+                true => Screen::Out.print(part),
+                false => Ok(true),
+            });
+            let told = told.unwrap_or_else(|error| {
+                failure = Some(error);
+                false
+            });
+            told && out.stopped().is_none() && !interrupt.stops()
+        };
+        let generated = match logits {
+            Some(logits) => held.generate(model, logits, options, device, on_token).map(Some),
+            None => Ok(None),
+        };
         // The cache has what was generated, whether or not it could be written.
-        let mut held = [ids, &generated.ids].concat();
-        held.truncate(cache.len());
-        self.held = Some((cache, held));
-        told.map(|()| text)
+        self.held = Some(held);
+        self.interrupted = interrupt.stops();
+        let mut generated = generated?.unwrap_or_else(|| Generated::new(Stop::Callback));
+        if let Some(error) = failure {
+            return Err(error);
+        }
+        let rest = out.finish()?;
+        if prints && options.max_tokens > 0 {
+            Screen::Out.line(&rest)?;
+        }
+        (generated.prefill_tokens, generated.prefill_time) = (n_prefilled, prefill_time);
+        if !generated.ids.is_empty() {
+            generated.first_token_time += prefill_time;
+        }
+        let end = End::new(generated.stop, out.stopped(), options.max_tokens);
+        let prompt = n_held + n_prefilled;
+        let text = out.into_text();
+        let reply = Reply { index: self.n_turns, text, end, prompt, generated };
+        self.n_turns += 1;
+        self.json.push(&reply)?;
+        self.tell(&reply, reuses)?;
+        Ok(reply.text)
+    }
+
+    /// The cache that `ids` go on from, and the one that they have no use for, to save should they fail.
+    fn begin(&mut self, ids: &[u32]) -> Result<(PromptCache, Option<PromptCache>)> {
+        if let Some(saved) = self.saved.take() {
+            let capacity = ids.len().max(saved.tokens()[0].len());
+            let config = self.fitting(capacity, 1)?;
+            let restored = saved.restore_prompt(self.model, config, self.device, self.checkpoints);
+            return match (restored, saved.cache()) {
+                (Ok(held), _) => Ok((held, None)),
+                // A rotation that is in the weights makes them others.
+                (Err(_), Some(cache)) if cache != self.cache_name => bail!(
+                    "load-cache {}: it was saved with --cache {cache}, and {} is asked for; \
+                     give --cache {cache}",
+                    saved.path().display(),
+                    self.cache_name
+                ),
+                (Err(error), _) => Err(error.into()),
+            };
+        }
+        let shares = |held: &PromptCache| held.tokens().first() == ids.first();
+        match self.held.take() {
+            Some(held) if shares(&held) => Ok((held, None)),
+            // It is all there is to save should the turn fail.
+            other => {
+                let other = other.filter(|_| self.saves.is_some());
+                Ok((PromptCache::new(self.new_cache(ids.len(), 1)?, self.checkpoints)?, other))
+            }
+        }
     }
 
     /// A cache for so many sequences, the longest of whose prompts has `n_prompt` tokens.
@@ -427,30 +609,50 @@ impl<T: Target> Writer<'_, T> {
         Ok(config)
     }
 
-    /// Writes the cache and the ids in it to a file.
-    fn save(&self, path: &Path, name: &str) -> Result<()> {
-        let Some((cache, ids)) = &self.held else {
+    /// Writes the cache and its tokens to a file.
+    fn save(&mut self, path: &Path, name: &str, talk: &[Message]) -> Result<()> {
+        let Some(held) = &mut self.held else {
             bail!("save-cache {}: nothing was read that it could hold", path.display());
         };
-        cache.save(path, self.model, name, &[ids])?;
-        let n = cache.len();
+        if self.saves == Some(false) {
+            held.cut_back(self.n_prompt)?;
+        }
+        let named = SavedAs { model: name, cache: Some(&self.cache_name), talk };
+        held.save(path, self.model, &named)?;
+        let n = held.tokens().len();
         Screen::Error.line(format_args!("saved the cache of {n} tokens: {}", path.display()))?;
         Ok(())
     }
 
-    fn tell(&self, generated: &Generated, cache: &ModelCache) -> Result<bool> {
+    fn tell(&self, reply: &Reply, reuses: bool) -> Result<bool> {
+        let Reply { end, prompt, generated, .. } = reply;
+        let reused = match reuses {
+            true => format!("reused {} of {prompt} prompt tokens; ", reply.reused()),
+            false => String::new(),
+        };
+        let first = match generated.ids.is_empty() {
+            true => String::new(),
+            false => {
+                format!("first token after {:.2} s; ", generated.first_token_time.as_secs_f64())
+            }
+        };
+        let cache = self.held.as_ref().map_or_else(String::new, |held| {
+            let cache = held.cache();
+            format!(
+                "cache {}: {} of {} tokens, {:.2} MiB",
+                self.cache_name,
+                cache.len(),
+                cache.len() + cache.remaining(),
+                cache.memory_bytes().total() as f64 / (1 << 20) as f64
+            )
+        });
         Screen::Error.line(format_args!(
-            "stopped by {}; prefill {} tokens, {:.1} tokens/s; decode {} tokens, {:.1} tokens/s; \
-             cache {}: {} of {} tokens, {:.2} MiB",
-            generated.stop,
+            "{end}; {reused}prefill {} tokens, {:.1} tokens/s; {first}decode {} tokens, \
+             {:.1} tokens/s; {cache}",
             generated.prefill_tokens,
             generated.prefill_tokens_per_second(),
             generated.decode_tokens,
             generated.decode_tokens_per_second(),
-            self.cache_name,
-            cache.len(),
-            cache.len() + cache.remaining(),
-            cache.memory_bytes().total() as f64 / (1 << 20) as f64,
         ))
     }
 }

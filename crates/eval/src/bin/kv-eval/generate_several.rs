@@ -3,63 +3,59 @@
 use anyhow::{Context, Result};
 use kv_cli::Screen;
 use kv_cubecl::Target;
-use kv_models::{
-    Generated, Tokenizer,
-    generate::{Batch, Event},
-    tokenizer::TextStream,
-};
+use kv_models::generate::{Batch, Event};
 
-use crate::generate::Writer;
+use crate::{
+    generate::Writer,
+    generate_reply::{End, Reply, TextOut},
+};
 
 /// The text of one prompt, which is written line by line: tokens of several texts on one line could not be told
 /// apart.
 struct Lines<'a> {
     /// The number of the prompt, from 1.
     number: usize,
-    stream: TextStream<'a>,
+    out: TextOut<'a>,
     /// What is not written yet: no whole line.
     line: String,
+    /// Whether lines are written at all.
+    prints: bool,
 }
 
-impl<'a> Lines<'a> {
-    fn new(number: usize, tokenizer: &'a Tokenizer) -> Self {
-        Self { number, stream: tokenizer.stream(), line: String::new() }
-    }
-
-    /// Writes the lines that `id` completes. Whether there still is a reader.
+impl Lines<'_> {
+    /// Writes the lines that `id` completes. Returns whether there still is a reader.
     fn push(&mut self, id: u32) -> Result<bool> {
-        self.line += &self.stream.push(id)?;
+        self.line += &self.out.push(id)?;
         let Some((whole, rest)) = self.line.rsplit_once('\n') else { return Ok(true) };
         let heard = self.write(whole)?;
         self.line = rest.into();
         Ok(heard)
     }
 
-    /// Writes what is left. Whether there still is a reader.
-    fn finish(self) -> Result<bool> {
-        let Self { number, stream, line } = self;
-        let rest = line + &stream.finish()?;
-        match rest.is_empty() {
-            true => Ok(true),
-            false => write(number, &rest),
+    /// Writes what is left. Returns whether there still is a reader.
+    fn finish(&mut self) -> Result<bool> {
+        self.line += &self.out.finish()?;
+        match std::mem::take(&mut self.line) {
+            rest if rest.is_empty() => Ok(true),
+            rest => self.write(&rest),
         }
     }
 
+    /// All at once, so that nothing comes between the lines.
     fn write(&self, lines: &str) -> Result<bool> {
-        write(self.number, lines)
+        if !self.prints {
+            return Ok(true);
+        }
+        let number = self.number;
+        let lines: Vec<_> = lines.split('\n').map(|line| format!("[{number}] {line}\n")).collect();
+        Screen::Out.print(lines.concat())
     }
-}
-
-/// All at once, so that nothing comes between the lines.
-fn write(number: usize, lines: &str) -> Result<bool> {
-    let lines: Vec<String> = lines.split('\n').map(|line| format!("[{number}] {line}\n")).collect();
-    Screen::Out.print(lines.concat())
 }
 
 impl<T: Target> Writer<'_, T> {
     /// Continues `prompts`, `slots` at a time; writes their lines as they are generated, why each ended, and how
     /// fast all were.
-    pub(crate) fn write_several(&self, prompts: &[Vec<u32>], slots: usize) -> Result<()> {
+    pub(crate) fn write_several(&mut self, prompts: &[Vec<u32>], slots: usize) -> Result<()> {
         let slots = slots.min(prompts.len());
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let mut cache = self.new_cache(longest, slots)?;
@@ -69,28 +65,56 @@ impl<T: Target> Writer<'_, T> {
         for (i, prompt) in prompts.iter().enumerate() {
             batch.push(prompt).with_context(|| number(i))?;
         }
-        let new = |number| Some(Lines::new(number, self.tokenizer));
+        let new = |number| {
+            let out = TextOut::new(self.tokenizer, &self.stops);
+            Some(Lines { number, out, line: String::new(), prints: self.json.prints_texts() })
+        };
         let mut texts: Vec<_> = (1..=prompts.len()).map(new).collect();
+        self.interrupt.begin();
+        let mut interrupted = false;
         while let Some(event) = batch.next_event()? {
+            if self.interrupt.stops() && !interrupted {
+                interrupted = true;
+                for text in 0..prompts.len() {
+                    batch.stop(text);
+                }
+            }
             let heard = match event {
-                Event::Token { text, id } => {
-                    texts[text].as_mut().map_or(Ok(true), |lines| lines.push(id))?
-                }
-                Event::End { text, generated } => {
-                    let heard = texts[text].take().map_or(Ok(true), Lines::finish)?;
-                    tell(text + 1, &generated)?;
-                    heard
-                }
+                Event::Token { text, id } => match &mut texts[text] {
+                    Some(lines) => {
+                        let heard = lines.push(id)?;
+                        if lines.out.stopped().is_some() {
+                            batch.stop(text);
+                        }
+                        heard
+                    }
+                    None => true,
+                },
+                Event::End { text, generated } => match texts[text].take() {
+                    Some(mut lines) => {
+                        let mut heard = lines.finish()?;
+                        let most = self.options.max_tokens;
+                        let end = End::new(generated.stop, lines.out.stopped(), most);
+                        let (prompt, text_out) = (prompts[text].len(), lines.out.into_text());
+                        let reply = Reply { index: text, text: text_out, end, prompt, generated };
+                        heard &= self.json.push(&reply)?;
+                        tell(&reply)?;
+                        heard
+                    }
+                    None => true,
+                },
             };
             // Nobody reads the output any more.
             if !heard {
                 break;
             }
         }
+        self.interrupted |= interrupted;
         let totals = batch.totals();
         Screen::Error.line(format_args!(
             "{} prompts, {slots} at a time: prefill {} tokens, {:.1} tokens/s; decode {} tokens, \
-             {:.1} tokens/s in all; cache {}: {slots} of {capacity} tokens, {:.2} MiB",
+             {:.1} tokens/s in all; cache {}: {slots} sequences of up to {capacity} tokens, \
+             {:.2} MiB",
             prompts.len(),
             totals.prefill_tokens,
             totals.prefill_tokens_per_second(),
@@ -108,10 +132,12 @@ pub(crate) fn number(index: usize) -> String {
     format!("prompt {}", index + 1)
 }
 
-fn tell(number: usize, generated: &Generated) -> Result<bool> {
-    let Generated { stop, prefill_tokens, ids, .. } = generated;
+fn tell(reply: &Reply) -> Result<bool> {
+    let Reply { index, end, prompt, generated, .. } = reply;
     Screen::Error.line(format_args!(
-        "[{number}] stopped by {stop}; prefill {prefill_tokens} tokens, generated {}",
-        ids.len()
+        "[{}] {end}; prefill {prompt} tokens, first token after {:.2} s, generated {}",
+        index + 1,
+        generated.first_token_time.as_secs_f64(),
+        generated.ids.len()
     ))
 }

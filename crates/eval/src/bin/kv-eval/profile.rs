@@ -81,7 +81,18 @@ impl ProfileArgs {
     }
 
     /// Finds out whether the page can be written, and starts to record.
+    /// Ctrl-C and SIGTERM end the program, with the page.
     pub(crate) fn start(&self) -> Result<Profile> {
+        let profile = self.record()?;
+        if let Some(shared) = &profile.0 {
+            let heard = shared.clone();
+            on_interrupt(move || interrupted(&heard))?;
+        }
+        Ok(profile)
+    }
+
+    /// Finds out whether the page can be written, and starts to record. Signals are the caller's.
+    pub(crate) fn record(&self) -> Result<Profile> {
         let Some(path) = &self.profile else { return Ok(Profile(None)) };
         if path == Path::new("-") {
             bail!("profile -: a page is written to a file, not to standard output");
@@ -100,13 +111,17 @@ impl ProfileArgs {
         let facts = facts.map(|(name, value)| (name.to_string(), value)).to_vec();
         let recording = Recording { recorder, file, path: path.clone(), facts, device: None };
         let shared = Arc::new(Mutex::new(Some(recording)));
-        let heard = shared.clone();
-        on_interrupt(move || interrupted(&heard))?;
         Ok(Profile(Some(shared)))
     }
 }
 
 impl Profile {
+    /// What ends the program with the page of what was recorded so far, if anything is recorded.
+    pub(crate) fn interrupted(&self) -> impl Fn() + Send + 'static {
+        let shared = self.0.clone();
+        move || shared.iter().for_each(interrupted)
+    }
+
     /// Says where it runs, and compares the device's clock with the host's.
     pub(crate) fn device<T: Target>(&mut self, device: &On<T>) -> Result<()> {
         self.change(|Recording { recorder, facts, device: at, .. }| {

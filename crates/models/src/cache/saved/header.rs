@@ -3,10 +3,12 @@
 use kv_cubecl::KvCacheConfig;
 use serde::{Deserialize, Serialize};
 
-use crate::{LanguageModel, LayerSpec, ModelCacheConfig, ModelSpec, Result, nn::Rope};
+use crate::{
+    LanguageModel, LayerSpec, ModelCacheConfig, ModelSpec, Result, chat::Message, nn::Rope,
+};
 
-/// The version of the format that is written, and the only one that is read.
-pub(super) const VERSION: u32 = 1;
+/// The version of the format that is written. Version 1, which has no checkpoints, is read as well.
+pub(super) const VERSION: u32 = 2;
 
 /// The metadata of a saved cache, as JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -20,6 +22,15 @@ pub(super) struct Header {
     pub(super) ropes: Vec<RopeMark>,
     /// Tokens of each sequence.
     pub(super) lens: Vec<usize>,
+    /// What the user calls the policy of the cache.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) cache: Option<String>,
+    /// The conversation, if it is one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) talk: Vec<Message>,
+    /// Tokens at each checkpoint, ascending.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) checkpoints: Vec<usize>,
 }
 
 /// The model that filled the cache.
@@ -34,6 +45,17 @@ pub(super) struct Maker {
     pub(super) hidden_size: usize,
     /// A checksum of samples of all weights.
     pub(super) weights: String,
+    /// How the weights are kept, see [`kept_weights`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) kept: Option<String>,
+}
+
+/// How the weights of a model are kept: `packed`, or their type.
+pub(super) fn kept_weights(model: &LanguageModel) -> String {
+    match model.is_packed() {
+        true => "packed".into(),
+        false => model.weight_dtype().to_string(),
+    }
 }
 
 /// One layer.
@@ -70,18 +92,42 @@ impl Maker {
             vocab_size,
             hidden_size,
             weights: super::fingerprint::of_weights(model)?,
+            kept: Some(kept_weights(model)),
         })
     }
 
-    /// The first field in which `other` differs, its value here and there.
-    pub(super) fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
-        let fields = [
-            ("model.decoder", self.decoder.clone(), other.decoder.clone()),
-            ("model.vocab_size", self.vocab_size.to_string(), other.vocab_size.to_string()),
-            ("model.hidden_size", self.hidden_size.to_string(), other.hidden_size.to_string()),
-            ("model.weights", self.weights.clone(), other.weights.clone()),
+    /// The first size in which the model `asked` for differs: the field, its value here, and what to say of the other.
+    pub(super) fn other_sizes(&self, asked: &Self) -> Option<(&'static str, String, String)> {
+        let sizes = [
+            ("model.decoder", &self.decoder, &asked.decoder),
+            ("model.vocab_size", &self.vocab_size.to_string(), &asked.vocab_size.to_string()),
+            ("model.hidden_size", &self.hidden_size.to_string(), &asked.hidden_size.to_string()),
         ];
-        fields.into_iter().find(|(_, here, there)| here != there)
+        let (field, here, there) = sizes.into_iter().find(|(_, here, there)| here != there)?;
+        let rule = format!("this model has {there}; the cache is one of {}", self.name);
+        Some((field, here.clone(), rule))
+    }
+
+    /// Whether the weights of the model `asked` for are others, said as by [`other_sizes`](Self::other_sizes).
+    pub(super) fn other_weights(&self, asked: &Self) -> Option<(&'static str, String, String)> {
+        if self.weights == asked.weights {
+            return None;
+        }
+        match (&self.kept, &asked.kept) {
+            (Some(here), Some(there)) if here != there => Some((
+                "weights",
+                here.clone(),
+                format!(
+                    "this model has {there} weights; load it with the same --weights and --dtype"
+                ),
+            )),
+            _ => Some((
+                "model",
+                self.name.clone(),
+                "its weights are not those of this model; load the model that filled the cache"
+                    .into(),
+            )),
+        }
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! The file is of safetensors: the packed words and float rows of every layer, `layers.N.keys`, `layers.N.values` and
 //! `layers.N.floats`, as [`CacheParts`] has them for a cache of no more tokens than are saved; `tokens`, those of all
-//! sequences; `checksums`, the CRC-32 of the file's header and of every other tensor, by name. The metadata `kv_cache`
+//! sequences; `checkpoints.C.layers.N.PART`, what the caches of layers had when they held fewer tokens, see
+//! [`PromptCache`]; `checksums`, the CRC-32 of the file's header and of every other tensor, by name. The metadata `kv_cache`
 //! say by which model and how. A cache goes on from it bit for bit, with any capacity; on another backend with the same
 //! state and the numbers of that backend.
 
@@ -17,13 +18,16 @@ use std::{
 };
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use kv_cubecl::{CacheParts, KvCache};
+use kv_cubecl::{CacheParts, KvCache, layout::CacheLayout};
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
 use self::header::{Header, Layer, Maker, RopeMark, VERSION};
-use super::ModelCache;
-use crate::{Error, LanguageModel, ModelCacheConfig, Result, gguf::map};
+use super::{
+    ModelCache,
+    prompt::{Checkpoint, Checkpoints, PromptCache, kept},
+};
+use crate::{Error, LanguageModel, ModelCacheConfig, Result, chat::Message, gguf::map};
 
 /// The key of the metadata.
 const KEY: &str = "kv_cache";
@@ -36,6 +40,22 @@ const LENGTH: usize = 8;
 /// The name of a part of a layer's cache.
 fn name(layer: usize, part: &str) -> String {
     format!("layers.{layer}.{part}")
+}
+
+/// The name of a part of a layer's cache at a checkpoint.
+fn checkpoint_name(checkpoint: usize, layer: usize, part: &str) -> String {
+    format!("checkpoints.{checkpoint}.{}", name(layer, part))
+}
+
+/// What a file says of a cache beside its content.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SavedAs<'a> {
+    /// What messages call the model.
+    pub model: &'a str,
+    /// What messages call the policy of the cache.
+    pub cache: Option<&'a str>,
+    /// The conversation whose tokens the cache holds, if it is one.
+    pub talk: &'a [Message],
 }
 
 /// A cache in a file that has been found to be whole: see [`ModelCache::save`].
@@ -63,9 +83,24 @@ impl SavedCache {
         Ok(Self { path: path.into(), map, header, tokens })
     }
 
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// What the model that filled it was called.
     pub fn model(&self) -> &str {
         &self.header.model.name
+    }
+
+    /// What the policy of the cache was called, if the file says it.
+    pub fn cache(&self) -> Option<&str> {
+        self.header.cache.as_deref()
+    }
+
+    /// The conversation that was saved with it; empty if it is none.
+    pub fn talk(&self) -> &[Message] {
+        &self.header.talk
     }
 
     /// The tokens of each sequence.
@@ -124,9 +159,9 @@ impl SavedCache {
             let view = |part| tensors.tensor(&name(i, part)).map_err(|e| self.malformed(e));
             let [keys, values, floats] = [view("keys")?, view("values")?, view("floats")?];
             let parts = CacheParts {
-                keys: words(&keys, &device),
-                values: words(&values, &device),
-                floats: self.floats(&floats, &device)?,
+                keys: to_device(words(&keys), &device),
+                values: to_device(words(&values), &device),
+                floats: self.floats_on(&floats, &device)?,
                 lens: self.header.lens.clone(),
             };
             let shape = layer.cache_shape(self.tokens.len());
@@ -138,6 +173,56 @@ impl SavedCache {
         Ok(ModelCache::of_layers(layers, &config, spec, self.tokens.len(), &device))
     }
 
+    /// The cache of one sequence with its tokens and checkpoints, for prompts to reuse what they share with it.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`restore`](Self::restore), and a file of several sequences.
+    pub fn restore_prompt(
+        &self,
+        model: &LanguageModel,
+        config: impl Into<ModelCacheConfig>,
+        device: &Device,
+        taken: Checkpoints,
+    ) -> Result<PromptCache> {
+        let [tokens] = &self.tokens[..] else {
+            let rule = "must be 1 for a prompt cache";
+            return Err(Error::config(&self.path, "sequences", self.tokens.len(), rule));
+        };
+        let cache = self.restore(model, config, device)?;
+        let tensors = self.tensors()?;
+        let mut checkpoints = vec![];
+        for (i, &len) in self.header.checkpoints.iter().enumerate() {
+            let mut layers = vec![];
+            for (n, layer) in cache.layers().iter().enumerate() {
+                let (config, shape) =
+                    (layer.layout().config().with_capacity(len), layer.layout().shape());
+                let layout = CacheLayout::new(&config, shape)?;
+                let part = |part: &&str| {
+                    let name = checkpoint_name(i, n, part);
+                    let view = tensors.tensor(&name).map_err(|error| self.malformed(error))?;
+                    let (data, expected) = match *part {
+                        "keys" => (words(&view), vec![layout.sides().keys.words(layout.slices())]),
+                        "values" => {
+                            (words(&view), vec![layout.sides().values.words(layout.slices())])
+                        }
+                        _ => (self.floats(&view)?, layout.float_shape().to_vec()),
+                    };
+                    let dtype = if *part == "floats" { config.float.dtype() } else { DType::U32 };
+                    match data.shape()[..] == expected[..] && data.dtype() == dtype {
+                        true => Ok(data),
+                        false => {
+                            Err(self.malformed(format!("{name} is not {dtype:?} of {expected:?}")))
+                        }
+                    }
+                };
+                layers.push(kept(&config).iter().map(part).collect::<Result<_>>()?);
+            }
+            checkpoints.push(Checkpoint { len, layers });
+        }
+        Ok(PromptCache::of_saved(cache, tokens.clone(), checkpoints, taken))
+    }
+
     /// Checks that the cache is one of `model` and like `config`.
     fn check(&self, model: &LanguageModel, config: &ModelCacheConfig) -> Result<()> {
         let wrong = |field: String, saved: String, rule: String| {
@@ -146,8 +231,7 @@ impl SavedCache {
         let (spec, capacity) = (model.spec(), config.capacity);
         let Header { model: maker, layers, ropes, .. } = &self.header;
         let own = Maker::new(model, "")?;
-        if let Some((field, saved, asked)) = maker.difference(&own) {
-            let rule = format!("this model has {asked}; the cache is one of {}", maker.name);
+        if let Some((field, saved, rule)) = maker.other_sizes(&own) {
             return wrong(field.into(), saved, rule);
         }
         let asked = Layer::all(spec, config, self.longest().max(1));
@@ -157,12 +241,14 @@ impl SavedCache {
         }
         for (i, (saved, asked)) in layers.iter().zip(&asked).enumerate() {
             if let Some((field, saved, asked)) = saved.difference(asked) {
-                return wrong(
-                    format!("layers.{i}.{field}"),
-                    saved,
-                    format!("{asked} is asked for"),
-                );
+                let remedy = if field == "cache" { "; use the same --cache" } else { "" };
+                let rule = format!("{asked} is asked for{remedy}");
+                return wrong(format!("layers.{i}.{field}"), saved, rule);
             }
+        }
+        // After the caches: the rotation of one may be in the weights.
+        if let Some((field, saved, rule)) = maker.other_weights(&own) {
+            return wrong(field.into(), saved, rule);
         }
         let longest = self.longest();
         if longest > capacity {
@@ -200,31 +286,38 @@ impl SavedCache {
         malformed(&self.path, why)
     }
 
-    fn floats(&self, view: &TensorView<'_>, device: &Device) -> Result<Tensor<4>> {
+    fn floats_on(&self, view: &TensorView<'_>, device: &Device) -> Result<Tensor<4>> {
+        let data = self.floats(view)?;
+        if data.shape().len() != 4 {
+            return Err(self.malformed(format!("floats have shape {:?}", view.shape())));
+        }
+        if !device.supports_dtype(data.dtype()) {
+            let what = format!("floats of {:?} on {device:?}", data.dtype());
+            return Err(Error::unsupported(what, "the device does not have the type"));
+        }
+        let dtype = data.dtype();
+        Ok(Tensor::from_data(data, (device, dtype)))
+    }
+
+    fn floats(&self, view: &TensorView<'_>) -> Result<TensorData> {
         let dtype = match view.dtype() {
             Dtype::F32 => DType::F32,
             Dtype::F16 => DType::F16,
             Dtype::BF16 => DType::BF16,
             other => return Err(self.malformed(format!("floats are {other:?}"))),
         };
-        let shape: [usize; 4] = view
-            .shape()
-            .try_into()
-            .map_err(|_| self.malformed(format!("floats have shape {:?}", view.shape())))?;
-        if !device.supports_dtype(dtype) {
-            let what = format!("floats of {dtype:?} on {device:?}");
-            return Err(Error::unsupported(what, "the device does not have the type"));
-        }
-        let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, dtype);
-        Ok(Tensor::from_data(data, (device, dtype)))
+        Ok(TensorData::from_bytes_vec(view.data().to_vec(), view.shape().to_vec(), dtype))
     }
 }
 
-fn words(view: &TensorView<'_>, device: &Device) -> Tensor<1, Int> {
+fn words(view: &TensorView<'_>) -> TensorData {
     let data = view.data().to_vec();
     let shape = [data.len() / size_of::<u32>()];
-    let data = TensorData::from_bytes_vec(data, shape, DType::U32);
-    Tensor::from_data(data, (device, DType::U32))
+    TensorData::from_bytes_vec(data, shape, DType::U32)
+}
+
+fn to_device(words: TensorData, device: &Device) -> Tensor<1, Int> {
+    Tensor::from_data(words, (device, DType::U32))
 }
 
 fn malformed(path: &Path, why: impl ToString) -> Error {
@@ -241,14 +334,25 @@ fn read(path: &Path, bytes: &[u8]) -> Result<(Header, Vec<Vec<u32>>)> {
     let text = text.ok_or_else(|| wrong(format!("its metadata have no {KEY}")))?;
     check_sums(&bytes[LENGTH..LENGTH + length], &tensors).map_err(wrong)?;
     let header: Header = serde_json::from_str(text).map_err(|error| wrong(error.to_string()))?;
-    let Header { version, layers, lens, model, .. } = &header;
-    if *version != VERSION {
-        return Err(wrong(format!("is of version {version}, {VERSION} is read")));
+    let Header { version, layers, lens, model, checkpoints, .. } = &header;
+    if !(1..=VERSION).contains(version) {
+        return Err(wrong(format!("is of version {version}, 1 to {VERSION} are read")));
+    }
+    let ascending = checkpoints.is_sorted_by(|a, b| a < b);
+    let inside = checkpoints.iter().all(|len| lens.first().is_some_and(|n| (1..=*n).contains(len)));
+    if !checkpoints.is_empty() && !(lens.len() == 1 && ascending && inside) {
+        return Err(wrong(format!("it has checkpoints at {checkpoints:?} of {lens:?} tokens")));
     }
     let mut expected: Vec<String> = (0..layers.len())
         .flat_map(|i| ["keys", "values", "floats"].map(|part| name(i, part)))
         .chain([TOKENS.to_string(), CHECKSUMS.to_string()])
         .collect();
+    for checkpoint in 0..checkpoints.len() {
+        for (i, layer) in layers.iter().enumerate() {
+            let parts = kept(&layer.cache).iter();
+            expected.extend(parts.map(|part| checkpoint_name(checkpoint, i, part)));
+        }
+    }
     let mut found: Vec<&str> = tensors.names();
     expected.sort_unstable();
     found.sort_unstable();

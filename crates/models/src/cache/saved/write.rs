@@ -7,8 +7,11 @@ use kv_cubecl::{CacheParts, layout::CacheLayout};
 use safetensors::Dtype;
 
 use super::{
-    super::ModelCache,
-    CHECKSUMS, KEY, TOKENS,
+    super::{
+        ModelCache,
+        prompt::{Checkpoint, kept},
+    },
+    CHECKSUMS, KEY, SavedAs, TOKENS,
     header::{Header, Layer, Maker, RopeMark, VERSION},
 };
 use crate::{
@@ -35,7 +38,20 @@ impl ModelCache {
         name: &str,
         tokens: &[impl AsRef<[u32]>],
     ) -> Result<()> {
-        let path = path.as_ref();
+        let named = SavedAs { model: name, ..SavedAs::default() };
+        self.write(path.as_ref(), model, &named, tokens, &[])
+    }
+
+    /// [`save`](Self::save) with all that a file says of the cache.
+    pub(in crate::cache) fn write(
+        &self,
+        path: &Path,
+        model: &LanguageModel,
+        named: &SavedAs<'_>,
+        tokens: &[impl AsRef<[u32]>],
+        checkpoints: &[Checkpoint],
+    ) -> Result<()> {
+        let &SavedAs { model: name, cache, talk } = named;
         let given: Vec<usize> = tokens.iter().map(|tokens| tokens.as_ref().len()).collect();
         if given != self.lens() {
             let rule = format!("the sequences of the cache hold {:?}", self.lens());
@@ -56,6 +72,9 @@ impl ModelCache {
             layers: layers.map(|(layer, cache)| Layer::new(layer, cache)).collect(),
             ropes: RopeMark::all(spec, self.room()),
             lens: given,
+            cache: cache.map(Into::into),
+            talk: talk.to_vec(),
+            checkpoints: checkpoints.iter().map(|checkpoint| checkpoint.len).collect(),
         };
         // Its maps have strings as keys.
         let header = serde_json::to_string(&header).unwrap_or_default();
@@ -66,11 +85,7 @@ impl ModelCache {
             let config = layer.layout().config().with_capacity(n);
             let layout = CacheLayout::new(&config, layer.layout().shape())?;
             let words = layout.sides().map(|side| side.words(layout.slices()));
-            let float = match config.float.dtype() {
-                DType::F16 => Dtype::F16,
-                DType::BF16 => Dtype::BF16,
-                _ => Dtype::F32,
-            };
+            let float = dtype_of(config.float.dtype());
             listed.extend([
                 (super::name(i, "keys"), Dtype::U32, vec![words.keys]),
                 (super::name(i, "values"), Dtype::U32, vec![words.values]),
@@ -78,6 +93,17 @@ impl ModelCache {
             ]);
         }
         listed.push((TOKENS.into(), Dtype::U32, vec![tokens.len()]));
+        let n_whole = listed.len();
+        let mut kept_data = vec![];
+        for (i, checkpoint) in checkpoints.iter().enumerate() {
+            for (n, (layer, data)) in self.layers.iter().zip(&checkpoint.layers).enumerate() {
+                for (part, data) in kept(layer.layout().config()).iter().zip(data) {
+                    let dtype = dtype_of(data.dtype());
+                    listed.push((super::checkpoint_name(i, n, part), dtype, data.shape().to_vec()));
+                    kept_data.push(data);
+                }
+            }
+        }
 
         // Of a link, what it points to is replaced.
         let target = fs::canonicalize(path).unwrap_or_else(|_| path.into());
@@ -108,7 +134,10 @@ impl ModelCache {
                 put(3 * i + part, &data)?;
             }
         }
-        put(listed.len() - 1, &TensorData::new(tokens.clone(), [tokens.len()]))?;
+        put(n_whole - 1, &TensorData::new(tokens.clone(), [tokens.len()]))?;
+        for (i, data) in kept_data.into_iter().enumerate() {
+            put(n_whole + i, data)?;
+        }
         let of_header = crc32fast::hash(file.header());
         let sums: Vec<u32> = [of_header].into_iter().chain(sums.into_values()).collect();
         let bytes: Vec<u8> = sums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
@@ -117,5 +146,15 @@ impl ModelCache {
         file.as_file().sync_all().map_err(failed(path))?;
         file.persist(&target).map_err(|error| failed(path)(error.error))?;
         Ok(())
+    }
+}
+
+/// The type of a cache's tensor as files name it.
+fn dtype_of(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F16 => Dtype::F16,
+        DType::BF16 => Dtype::BF16,
+        DType::U32 => Dtype::U32,
+        _ => Dtype::F32,
     }
 }

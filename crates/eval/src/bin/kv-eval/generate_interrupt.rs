@@ -1,0 +1,108 @@
+//! Ctrl-C while texts are generated: the first stops a text, the next ends the program.
+
+use std::{
+    process::exit,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU8, Ordering},
+    },
+};
+
+use anyhow::Result;
+use kv_cli::on_interrupt;
+
+/// What the program is doing, which decides what a signal does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+enum Phase {
+    /// Nothing that is worth keeping yet: a signal ends the program.
+    Loading,
+    /// Generating: a signal stops the text.
+    Running,
+    /// Waiting for what the user says next: a signal ends the conversation.
+    Waiting,
+    /// Writing what was generated, which is not interrupted.
+    Ending,
+}
+
+/// Calls for the end of what is waited for.
+type Wake = Box<dyn Fn() + Send>;
+
+#[derive(Default)]
+struct State {
+    phase: AtomicU8,
+    /// Signals since the text began.
+    signals: AtomicU8,
+    wake: Mutex<Option<Wake>>,
+}
+
+/// Whether Ctrl-C or SIGTERM asked to stop.
+#[derive(Clone)]
+pub(crate) struct Interrupt(Arc<State>);
+
+impl Interrupt {
+    /// Listens to signals from now on. `at_once` ends the program where nothing is kept.
+    pub(crate) fn listen(at_once: impl Fn() + Send + 'static) -> Result<Self> {
+        let interrupt = Self(Arc::default());
+        let heard = interrupt.clone();
+        on_interrupt(move || heard.signalled(&at_once))?;
+        Ok(interrupt)
+    }
+
+    /// A text begins.
+    pub(crate) fn begin(&self) {
+        self.0.signals.store(0, Ordering::SeqCst);
+        self.set(Phase::Running);
+    }
+
+    /// Whether the text is to stop.
+    pub(crate) fn stops(&self) -> bool {
+        self.0.signals.load(Ordering::SeqCst) > 0
+    }
+
+    /// Whether the conversation is to end.
+    pub(crate) fn ends(&self) -> bool {
+        self.0.signals.load(Ordering::SeqCst) > 1
+    }
+
+    /// The user is asked for the first turn; `wake` ends the waiting.
+    pub(crate) fn wait(&self, wake: impl Fn() + Send + 'static) {
+        *self.0.wake.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(wake));
+        self.pause();
+    }
+
+    /// The user is asked for the next turn.
+    pub(crate) fn pause(&self) {
+        self.set(Phase::Waiting);
+    }
+
+    /// Nothing is interrupted from now on.
+    pub(crate) fn finish(&self) {
+        self.set(Phase::Ending);
+    }
+
+    fn set(&self, phase: Phase) {
+        self.0.phase.store(phase as u8, Ordering::SeqCst);
+    }
+
+    fn signalled(&self, at_once: &impl Fn()) {
+        let phase = self.0.phase.load(Ordering::SeqCst);
+        if phase == Phase::Loading as u8 {
+            at_once();
+            exit(kv_cli::INTERRUPTED.into());
+        }
+        if phase == Phase::Waiting as u8 {
+            self.0.signals.store(2, Ordering::SeqCst);
+            if let Some(wake) = &*self.0.wake.lock().unwrap_or_else(PoisonError::into_inner) {
+                wake();
+            }
+            return;
+        }
+        let signals = self.0.signals.load(Ordering::SeqCst).saturating_add(1);
+        self.0.signals.store(signals, Ordering::SeqCst);
+        if phase == Phase::Running as u8 && signals > 2 {
+            at_once();
+            exit(kv_cli::INTERRUPTED.into());
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! A text that was generated: how it ended, in words and as a line of JSON.
+
+use core::fmt;
+use std::{path::PathBuf, time::Duration};
+
+use anyhow::{Result, bail};
+use kv_cli::{OutFile, Screen};
+use kv_models::{
+    Generated, Tokenizer,
+    generate::{Stop, StopStrings},
+    tokenizer::TextStream,
+};
+use serde_json::{Value, json};
+
+/// Why a text ended.
+#[derive(Clone, Debug)]
+pub(crate) enum End {
+    /// An end-of-text token.
+    Eos,
+    /// A string of `--stop`.
+    StopString(String),
+    /// As many tokens as `--max-tokens`.
+    MaxTokens(usize),
+    /// No room for another token.
+    Capacity,
+    /// Ctrl-C, or nobody reads the text any more.
+    Interrupted,
+}
+
+impl End {
+    /// Why generation stopped, where `stop_string` was found in its text and `most` tokens were asked for.
+    pub(crate) fn new(stop: Stop, stop_string: Option<&str>, most: usize) -> Self {
+        match (stop, stop_string) {
+            (_, Some(stop)) => Self::StopString(stop.into()),
+            (Stop::Eos, None) => Self::Eos,
+            (Stop::MaxTokens, None) => Self::MaxTokens(most),
+            (Stop::Capacity, None) => Self::Capacity,
+            _ => Self::Interrupted,
+        }
+    }
+
+    /// The reason by its name in OpenAI's API; `abort` for what that has no name for.
+    fn finish_reason(&self) -> &'static str {
+        match self {
+            Self::Eos | Self::StopString(_) => "stop",
+            Self::MaxTokens(_) | Self::Capacity => "length",
+            Self::Interrupted => "abort",
+        }
+    }
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Eos => write!(f, "stopped by the end of the text"),
+            Self::StopString(stop) => write!(f, "stopped by --stop {stop:?}"),
+            Self::MaxTokens(most) => write!(f, "reached --max-tokens ({most})"),
+            Self::Capacity => write!(f, "stopped by a full cache"),
+            Self::Interrupted => write!(f, "interrupted"),
+        }
+    }
+}
+
+/// A text that has ended.
+#[derive(Debug)]
+pub(crate) struct Reply {
+    /// Which of the prompts, or turns, from 0.
+    pub(crate) index: usize,
+    pub(crate) text: String,
+    pub(crate) end: End,
+    /// Tokens of the prompt.
+    pub(crate) prompt: usize,
+    /// What was done for it. Tokens of the prompt that were not prefilled were reused.
+    pub(crate) generated: Generated,
+}
+
+impl Reply {
+    /// Tokens of the prompt that were in the cache already.
+    pub(crate) fn reused(&self) -> usize {
+        self.prompt - self.generated.prefill_tokens
+    }
+
+    /// The reply as a JSON object: its text and usage by their names in OpenAI's API, timings by those of llama.cpp's
+    /// server.
+    pub(crate) fn json(&self) -> Value {
+        let Self { index, text, end, prompt, generated } = self;
+        let n = generated.ids.len();
+        let mut json = json!({
+            "index": index,
+            "text": text,
+            "finish_reason": end.finish_reason(),
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": n,
+                "total_tokens": prompt + n,
+                "prompt_tokens_details": { "cached_tokens": self.reused() },
+            },
+            "timings": {
+                "cache_n": self.reused(),
+                "prompt_n": generated.prefill_tokens,
+                "prompt_ms": milliseconds(generated.prefill_time),
+                "prompt_per_second": generated.prefill_tokens_per_second(),
+                "first_token_ms": milliseconds(generated.first_token_time),
+                "predicted_n": generated.decode_tokens,
+                "predicted_ms": milliseconds(generated.decode_time),
+                "predicted_per_second": generated.decode_tokens_per_second(),
+            },
+        });
+        if let End::StopString(stop) = end {
+            json["stopping_word"] = stop.clone().into();
+        }
+        json
+    }
+}
+
+fn milliseconds(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// Where replies go as JSON: nowhere, standard output instead of their texts, or a file.
+pub(crate) enum JsonLines {
+    None,
+    Stdout,
+    /// The lines so far.
+    File(PathBuf, String),
+}
+
+impl JsonLines {
+    /// Finds out whether the file can be written.
+    pub(crate) fn open(path: Option<&PathBuf>) -> Result<Self> {
+        Ok(match path {
+            None => Self::None,
+            Some(path) if path.as_os_str() == "-" => Self::Stdout,
+            Some(path) => {
+                // The file is opened again in the end, so that a run that is killed leaves nothing beside it.
+                OutFile::open("json", path)?;
+                Self::File(path.clone(), String::new())
+            }
+        })
+    }
+
+    /// Whether texts are printed as they are generated.
+    pub(crate) fn prints_texts(&self) -> bool {
+        !matches!(self, Self::Stdout)
+    }
+
+    /// Writes a reply. Returns whether there still is a reader.
+    pub(crate) fn push(&mut self, reply: &Reply) -> Result<bool> {
+        match self {
+            Self::None => Ok(true),
+            Self::Stdout => Screen::Out.line(reply.json()),
+            Self::File(_, lines) => {
+                *lines += &format!("{}\n", reply.json());
+                Ok(true)
+            }
+        }
+    }
+
+    /// Writes the file.
+    pub(crate) fn finish(self) -> Result<()> {
+        match self {
+            Self::File(path, lines) => OutFile::open("json", &path)?.write(lines.as_bytes()),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The text of tokens as they come, up to a stop string.
+pub(crate) struct TextOut<'a> {
+    stream: Option<TextStream<'a>>,
+    stops: StopStrings,
+    text: String,
+}
+
+impl<'a> TextOut<'a> {
+    pub(crate) fn new(tokenizer: &'a Tokenizer, stops: &StopStrings) -> Self {
+        Self { stream: Some(tokenizer.stream()), stops: stops.clone(), text: String::new() }
+    }
+
+    /// What `id` adds to the text.
+    pub(crate) fn push(&mut self, id: u32) -> Result<String> {
+        let Some(stream) = &mut self.stream else { bail!("text: it has ended") };
+        let new = self.stops.push(&stream.push(id)?);
+        self.text += &new;
+        Ok(new)
+    }
+
+    /// What was held back.
+    pub(crate) fn finish(&mut self) -> Result<String> {
+        let rest = self.stream.take().map_or(Ok(String::new()), TextStream::finish)?;
+        let mut new = self.stops.push(&rest);
+        new += &self.stops.finish();
+        self.text += &new;
+        Ok(new)
+    }
+
+    /// The stop string that ended the text, if one did.
+    pub(crate) fn stopped(&self) -> Option<&str> {
+        self.stops.found()
+    }
+
+    /// All of the text.
+    pub(crate) fn into_text(self) -> String {
+        self.text
+    }
+}

@@ -1,0 +1,329 @@
+//! A text in a cache, of which the next text reuses the longest prefix.
+
+use std::path::Path;
+
+use burn::tensor::{Device, Tensor, TensorData};
+use kv_cubecl::{CacheParts, KvCache, KvCacheConfig};
+use tracing::trace_span;
+
+use super::{ModelCache, SavedAs, check_context};
+use crate::{
+    Error, GenerateOptions, Generated, LanguageModel, Result,
+    generate::{decode, finish, ids_to_tensor, last_logits},
+    spans::PHASE,
+};
+
+/// How far before the end of a prompt its checkpoints are: close to where the next prompt is likely to differ. A text
+/// that differs `n` tokens before the end is computed again from at most 16 `n` before it.
+const DISTANCES: [usize; 8] = [0, 1, 16, 128, 1024, 8192, 65_536, 524_288];
+
+/// Where a [`PromptCache`] can be cut back to, beside the lengths that [`ModelCache::exact`] allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Checkpoints {
+    /// Nowhere else.
+    None,
+    /// At the end of each prompt.
+    Ends,
+    /// At the end of each prompt, and at growing distances before it.
+    All,
+}
+
+impl Checkpoints {
+    /// The lengths at which a prompt of `len` tokens gets a checkpoint, ascending.
+    fn lengths(self, len: usize) -> impl Iterator<Item = usize> {
+        let distances = match self {
+            Self::None => &[][..],
+            Self::Ends => &DISTANCES[..1],
+            Self::All => &DISTANCES,
+        };
+        distances.iter().rev().filter_map(move |distance| len.checked_sub(*distance))
+    }
+}
+
+/// A [`ModelCache`] of one sequence with its tokens, which is cut back to what the next prompt shares with them.
+///
+/// A cache that quantizes loses the recent tokens in float as it grows, and one with a sliding window the tokens before
+/// it. So [checkpoints](Checkpoints) keep them as they were at some lengths: a cache that goes on from one gives the
+/// logits of a cache that was never longer.
+#[derive(Clone, Debug)]
+pub struct PromptCache {
+    cache: ModelCache,
+    tokens: Vec<u32>,
+    /// Ascending by their lengths.
+    checkpoints: Vec<Checkpoint>,
+    taken: Checkpoints,
+}
+
+impl PromptCache {
+    /// No tokens yet.
+    ///
+    /// # Errors
+    ///
+    /// A cache that holds tokens, or of another batch than 1.
+    pub fn new(cache: ModelCache, taken: Checkpoints) -> Result<Self> {
+        if cache.batch() != 1 {
+            return Err(Error::argument("batch", cache.batch(), "must be 1 for a prompt cache"));
+        }
+        if !cache.is_empty() {
+            let held = format!("{} tokens", cache.len());
+            return Err(Error::argument("cache", held, "must be empty for a new prompt cache"));
+        }
+        Ok(Self { cache, tokens: vec![], checkpoints: vec![], taken })
+    }
+
+    /// A cache that holds `tokens`.
+    pub(super) fn of_saved(
+        cache: ModelCache,
+        tokens: Vec<u32>,
+        checkpoints: Vec<Checkpoint>,
+        taken: Checkpoints,
+    ) -> Self {
+        Self { cache, tokens, checkpoints, taken }
+    }
+
+    /// The tokens in the cache.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// The cache.
+    pub fn cache(&self) -> &ModelCache {
+        &self.cache
+    }
+
+    /// Cuts the cache back to the longest prefix of `prompt` that it can go on from exactly, and returns how many tokens
+    /// that are. At least the last token of `prompt` is left to compute.
+    ///
+    /// # Errors
+    ///
+    /// A prompt that exceeds the cache or the model, or a checkpoint that the device cannot hold. The cache is then
+    /// unchanged.
+    pub fn reuse(&mut self, prompt: &[u32]) -> Result<usize> {
+        let pairs = self.tokens.iter().zip(prompt);
+        let common = pairs.take_while(|(held, asked)| held == asked).count();
+        let shared = common.min(prompt.len().saturating_sub(1));
+        let (cache, added) = (&self.cache, prompt.len() - shared);
+        check_context(shared, added, "max_positions", cache.max_positions)?;
+        check_context(shared, added, "capacity", cache.capacity)?;
+        self.cut_back(shared)
+    }
+
+    /// Cuts the cache back to its first `len` tokens, or to as many of them as it can exactly; returns how many these
+    /// are.
+    ///
+    /// # Errors
+    ///
+    /// A checkpoint that the device cannot hold. The cache is then unchanged.
+    pub fn cut_back(&mut self, len: usize) -> Result<usize> {
+        let len = len.min(self.tokens.len());
+        let exact = self.cache.exact(0, len)?;
+        let better = |checkpoint: &&Checkpoint| (exact + 1..=len).contains(&checkpoint.len);
+        let exact = match self.checkpoints.iter().rfind(better) {
+            Some(checkpoint) => {
+                checkpoint.restore(&mut self.cache)?;
+                checkpoint.len
+            }
+            None => self.cache.cut_back(0, exact)?,
+        };
+        self.tokens.truncate(exact);
+        self.checkpoints.retain(|checkpoint| checkpoint.len <= exact);
+        Ok(exact)
+    }
+
+    /// Appends what `prompt` has beyond the tokens in the cache, `chunk` tokens per pass. Returns the logits after the
+    /// last token, `[1, vocab]`, or `None` if `proceed`, which is asked before each pass, returned false.
+    ///
+    /// # Errors
+    ///
+    /// A prompt that does not go on after the tokens in the cache, or that exceeds the cache or the model; nothing is
+    /// then appended.
+    pub fn prefill(
+        &mut self,
+        model: &LanguageModel,
+        prompt: &[u32],
+        chunk: usize,
+        device: &Device,
+        mut proceed: impl FnMut() -> bool,
+    ) -> Result<Option<Tensor<2>>> {
+        if chunk == 0 {
+            return Err(Error::argument("prefill_chunk", 0, "must be at least 1"));
+        }
+        let held = self.tokens.len();
+        if prompt.len() < held || prompt[..held] != self.tokens[..] {
+            let rule = format!("must begin with the {held} tokens of the cache");
+            return Err(Error::argument("prompt", format!("{} tokens", prompt.len()), rule));
+        }
+        self.cache.check(1, prompt.len() - held)?;
+        let _phase = trace_span!(target: PHASE, "prefill").entered();
+        // A cache that can be cut back anywhere needs no checkpoint.
+        let taken = match self
+            .cache
+            .layers()
+            .iter()
+            .all(|layer| kept(layer.layout().config()).is_empty())
+        {
+            true => Checkpoints::None,
+            false => self.taken,
+        };
+        let marks: Vec<usize> = taken.lengths(prompt.len()).filter(|&len| len > held).collect();
+        let mut logits = None;
+        while self.tokens.len() < prompt.len() {
+            if !proceed() {
+                return Ok(None);
+            }
+            let start = self.tokens.len();
+            let next = marks.iter().copied().find(|&mark| mark > start).unwrap_or(prompt.len());
+            let end = next.min(start + chunk);
+            let ids = &prompt[start..end];
+            if end == prompt.len() {
+                logits = Some(last_logits(model, &mut self.cache, ids, device)?);
+            } else {
+                model.hidden_step(ids_to_tensor(ids, [1, ids.len()], device), &mut self.cache)?;
+            }
+            self.tokens.extend_from_slice(ids);
+            if marks.contains(&end) {
+                self.checkpoints.push(Checkpoint::of(&self.cache)?);
+            }
+        }
+        self.thin_out();
+        finish(device)?;
+        Ok(logits)
+    }
+
+    /// Continues the tokens in the cache, whose last one gave `logits`: see [`generate`](crate::generate()). What was
+    /// prefilled before is not counted.
+    ///
+    /// # Errors
+    ///
+    /// Invalid sampling options, recording on a device that cannot record, or logits that are not finite.
+    pub fn generate(
+        &mut self,
+        model: &LanguageModel,
+        logits: Tensor<2>,
+        options: &GenerateOptions,
+        device: &Device,
+        mut on_token: impl FnMut(u32) -> bool,
+    ) -> Result<Generated> {
+        let text = self.tokens.clone();
+        let tokens = &mut self.tokens;
+        let told = |id| {
+            tokens.push(id);
+            on_token(id)
+        };
+        let generated = decode(model, &mut self.cache, text, logits, options, device, told);
+        // The last token is never appended.
+        self.tokens.truncate(self.cache.len());
+        generated
+    }
+
+    /// Writes the cache to a file, from which [`SavedCache`](super::SavedCache) goes on, with its checkpoints.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`ModelCache::save`].
+    pub fn save(
+        &self,
+        path: impl AsRef<Path>,
+        model: &LanguageModel,
+        named: &SavedAs<'_>,
+    ) -> Result<()> {
+        self.cache.write(path.as_ref(), model, named, &[&self.tokens], &self.checkpoints)
+    }
+
+    /// Drops checkpoints that are close to others, the closer the nearer these are to the end, so that their number
+    /// grows with the logarithm of the tokens.
+    fn thin_out(&mut self) {
+        let end = self.tokens.len();
+        let mut last: Option<usize> = None;
+        let mut keeps: Vec<bool> = self
+            .checkpoints
+            .iter()
+            .rev()
+            .map(|checkpoint| {
+                let distance = end - checkpoint.len;
+                let keep = last.is_none_or(|last| distance > 0 && distance >= 4 * last);
+                if keep {
+                    last = Some(distance);
+                }
+                keep
+            })
+            .collect();
+        self.checkpoints.retain(|_| keeps.pop().unwrap_or(true));
+    }
+}
+
+/// What a cache held at some length and does not hold any more when it is longer.
+#[derive(Clone, Debug)]
+pub(super) struct Checkpoint {
+    pub(super) len: usize,
+    /// For each layer, its [`kept`] parts, as a cache for no more than `len` tokens has them.
+    pub(super) layers: Vec<Vec<TensorData>>,
+}
+
+/// The parts of a layer's cache that a checkpoint keeps.
+pub(super) fn kept(config: &KvCacheConfig) -> &'static [&'static str] {
+    let schedule = kv_cubecl::layout::Schedule::new(config);
+    match (schedule.window, schedule.is_exact_anywhere()) {
+        // A window overwrites what it has hidden.
+        (Some(_), _) => &["keys", "values", "floats"],
+        (None, true) => &[],
+        (None, false) => &["floats"],
+    }
+}
+
+impl Checkpoint {
+    fn of(cache: &ModelCache) -> Result<Self> {
+        let len = cache.len();
+        let layer = |layer: &KvCache| {
+            let kept = kept(layer.layout().config());
+            if kept.is_empty() {
+                return Ok(vec![]);
+            }
+            let CacheParts { keys, values, floats, .. } = layer.resized(len)?.into_parts();
+            let mut data = vec![];
+            if kept.contains(&"keys") {
+                data.extend([keys.try_into_data(), values.try_into_data()]);
+            }
+            data.push(floats.try_into_data());
+            let data = data.into_iter().collect::<core::result::Result<_, _>>();
+            data.map_err(|error| Error::argument("cache", error.to_string(), "must be readable"))
+        };
+        let layers = cache.layers.iter().map(layer).collect::<Result<_>>()?;
+        Ok(Self { len, layers })
+    }
+
+    /// Cuts a cache that has grown since back to this.
+    fn restore(&self, cache: &mut ModelCache) -> Result<()> {
+        let layers = cache.layers.iter().zip(&self.layers);
+        cache.layers =
+            layers.map(|(layer, kept)| self.layer(layer, kept)).collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    fn layer(&self, layer: &KvCache, kept: &[TensorData]) -> Result<KvCache> {
+        let len = self.len;
+        let (config, shape) = (layer.layout().config(), layer.layout().shape());
+        let Some((floats, words)) = kept.split_last() else {
+            let mut layer = layer.clone();
+            layer.cut_back(0, len)?;
+            return Ok(layer);
+        };
+        let device = layer.device();
+        let floats = Tensor::from_data(floats.clone(), (&device, floats.dtype()));
+        let parts = match words {
+            [keys, values] => {
+                let words =
+                    |data: &TensorData| Tensor::from_data(data.clone(), (&device, data.dtype()));
+                CacheParts { keys: words(keys), values: words(values), floats, lens: vec![len] }
+            }
+            _ => {
+                // Codes stay, as of the first tokens of the longer cache.
+                let now = CacheParts { lens: vec![len], ..layer.clone().into_parts() };
+                let now = KvCache::from_parts(config, shape, now)?.resized(len)?;
+                CacheParts { floats, ..now.into_parts() }
+            }
+        };
+        let short = KvCache::from_parts(&config.with_capacity(len), shape, parts)?;
+        Ok(short.with_options(layer.options())?.resized(config.capacity)?)
+    }
+}

@@ -1,0 +1,280 @@
+//! A prompt that reuses what it shares with a cache gets the logits of a cache that was given nothing else.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(dead_code, reason = "each test program uses a part of common")]
+
+mod common;
+
+use burn::tensor::Device;
+use common::{
+    assert_contains, device,
+    saved::{Saved, bits, config, pass, text},
+    tiny,
+};
+use kv_models::{
+    Checkpoints, GenerateOptions, LanguageModel, ModelCacheConfig, PromptCache, SavedAs,
+    SavedCache, kv_cubecl::SideFormat, load,
+};
+use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
+
+/// Every kind of layer: windows, sinks, learned positions, scaled frequencies.
+const MODELS: [&str; 5] =
+    ["llama-tiny", "gemma3-tiny", "gpt-oss-tiny", "gpt2-tiny", "mistral-swa-tiny"];
+
+/// Every format for keys and for values, flushes before and after attention, by groups and by blocks, sinks, and
+/// windows of their own.
+fn caches() -> Vec<String> {
+    let one_side = |format: &SideFormat| match format {
+        SideFormat::Float => "16".to_string(),
+        other => other.to_string(),
+    };
+    let mut names: Vec<String> = SideFormat::ALL
+        .iter()
+        .map(one_side)
+        .flat_map(|side| [format!("k{side}v16-g8-r8-s2"), format!("k{side}v{side}-g8-r16")])
+        .collect();
+    let more = [
+        "float",
+        "float-f16",
+        "float-w12-s2",
+        "k4v2-g16-r16-s3-after",
+        "k4v4-g8-r16-slide",
+        "k2v2-g8-r8-w8",
+        "k4v4-g8-r16-w24-after",
+        "kint8vint8-r9-s3-after",
+        "kint8vint8-w16",
+        "k16v4-g8-r64",
+    ];
+    names.extend(more.map(String::from));
+    names
+}
+
+/// The logits after the last of `ids`, which pass one at a time.
+fn one_by_one(model: &LanguageModel, cache: &str, ids: &[u32], on: &Device) -> Vec<f32> {
+    let mut cache = model.new_cache(config(cache, 96), 1, on).unwrap();
+    ids.iter().fold(vec![], |_, id| pass(model, &mut cache, &[*id], on))
+}
+
+fn named<'a>(model: &'a str, cache: &'a str) -> SavedAs<'a> {
+    SavedAs { model, cache: Some(cache), ..SavedAs::default() }
+}
+
+fn prefill(
+    model: &LanguageModel,
+    held: &mut PromptCache,
+    ids: &[u32],
+    chunk: usize,
+    on: &Device,
+) -> Vec<f32> {
+    let logits = held.prefill(model, ids, chunk, on, || true).unwrap().unwrap();
+    logits.into_data().convert::<f32>().try_into_vec().unwrap()
+}
+
+/// 200 texts, each split at random into what is saved and what another run goes on with, with every cache: what is
+/// saved is a prompt, often with its reply, and the next prompt shares all of it or less.
+///
+/// Tokens pass one at a time, so that the same numbers are summed in the same order and all logits are equal bit for bit.
+#[test]
+fn resumed_texts_have_the_logits_of_one_run() {
+    let (on, scratch) = (device(), tempfile::tempdir().unwrap());
+    let path = scratch.path().join("prompt.safetensors");
+    let models = MODELS.map(|name| load(tiny(name), &on).unwrap().model);
+    let mut rng = Xoshiro256PlusPlus::seed_from_u64(1);
+    let (mut served, mut reused, mut cut) = (0, 0, 0);
+    let caches: Vec<String> = caches();
+    for seed in 0..200 {
+        let model = &models[seed % models.len()];
+        let name = MODELS[seed % models.len()];
+        let (ids, other) = (text(64, seed as u64), text(96, 1000 + seed as u64));
+        let split = rng.random_range(1..60);
+        let with_reply: bool = rng.random();
+        // Often all of it, else any part.
+        let shared = if rng.random() { usize::MAX } else { rng.random_range(0..=split) };
+        let more = rng.random_range(0..12);
+        for cache in &caches {
+            let own = config(cache, 96);
+            // Blocks of 32 channels, and windows shorter than the residual.
+            if ModelCacheConfig::from(own).validate(model).is_err() {
+                continue;
+            }
+            let what = format!("{name} {cache} seed {seed}: {split} tokens, {shared} of them");
+            let empty = model.new_cache(own, 1, &on).unwrap();
+            let mut held = PromptCache::new(empty, Checkpoints::All).unwrap();
+            let prompt = &ids[..split];
+            let logits = held.prefill(model, prompt, 1, &on, || true).unwrap().unwrap();
+            let options = GenerateOptions { max_tokens: 5, ..GenerateOptions::default() };
+            held.generate(model, logits, &options, &on, |_| true).unwrap();
+            assert_eq!(held.tokens().len(), split + 4, "{what}: the last token is not appended");
+            if !with_reply {
+                assert_eq!(held.cut_back(split).unwrap(), split, "{what}: the end of the prompt");
+            }
+            let saved = held.tokens().to_vec();
+            held.save(&path, model, &named(name, cache)).unwrap();
+            drop(held);
+
+            let file = SavedCache::open(&path).unwrap();
+            assert_eq!((file.tokens(), file.cache()), (&[saved.clone()][..], Some(&**cache)));
+            let mut held = file.restore_prompt(model, own, &on, Checkpoints::All).unwrap();
+            // The token after what is shared differs.
+            let shared = shared.min(saved.len());
+            let mut prompt = [&saved[..shared], &other[shared..shared + more]].concat();
+            if let (Some(id), Some(saved)) = (prompt.get_mut(shared), saved.get(shared)) {
+                *id = (saved + 1) % 250;
+            }
+            if prompt.is_empty() {
+                prompt.push(7);
+            }
+            let n = held.reuse(&prompt).unwrap();
+            let most = shared.min(prompt.len() - 1);
+            assert!(n <= most && held.tokens() == &prompt[..n], "{what}: {n} are reused");
+            // A checkpoint is near the end of the saved prompt, wherever the next one differs.
+            let distance = split.saturating_sub(most).max(1);
+            assert!(n + 16 * distance >= split.min(most), "{what}: only {n} of {most} are reused");
+            served += 1;
+            reused += n;
+            cut += usize::from(n < saved.len() && n > 0);
+
+            let got = prefill(model, &mut held, &prompt, 1, &on);
+            let want = one_by_one(model, cache, &prompt, &on);
+            assert!(bits(&got) == bits(&want), "{what}: other logits");
+        }
+    }
+    let told = format!("{reused} tokens reused and {cut} caches cut back in {served}");
+    assert!(served > 4000 && reused > 5 * served && cut > served / 10, "{told}: too few");
+}
+
+/// Prompts that pass in chunks: the same bits as of a cache that is given the same chunks up to a checkpoint.
+#[test]
+fn checkpoints_of_chunks_are_exact() {
+    let (on, scratch) = (device(), tempfile::tempdir().unwrap());
+    let path = scratch.path().join("prompt.safetensors");
+    let ids = text(200, 3);
+    for name in ["llama-tiny", "mistral-swa-tiny"] {
+        let model = load(tiny(name), &on).unwrap().model;
+        for cache in ["k4v4-g8-r16", "k2v2-g16-r16-after", "kint8v4-g8-r8", "k4v4-g8-r16-w24"] {
+            let own = config(cache, 200);
+            let empty = || model.new_cache(own, 1, &on).unwrap();
+            let mut held = PromptCache::new(empty(), Checkpoints::All).unwrap();
+            prefill(&model, &mut held, &ids[..150], 100, &on);
+            held.save(&path, &model, &named(name, cache)).unwrap();
+            // Checkpoints are 0, 1, 16 and 128 tokens before the end.
+            for (shared, reused, passes) in [
+                (150, 150, &[22, 122, 134, 149, 150][..]),
+                (149, 149, &[22, 122, 134, 149]),
+                (148, 134, &[22, 122, 134]),
+                (30, 22, &[22]),
+                (21, 0, &[]),
+            ] {
+                let mut prompt = ids[..shared + 20].to_vec();
+                prompt[shared] = (ids[shared] + 1) % 250;
+                let file = SavedCache::open(&path).unwrap();
+                for mut held in [
+                    held.clone(),
+                    file.restore_prompt(&model, own, &on, Checkpoints::None).unwrap(),
+                ] {
+                    let what = format!("{name} {cache}: {shared} tokens");
+                    assert_eq!(held.reuse(&prompt).unwrap(), reused, "{what}");
+                    let mut fresh = empty();
+                    let mut start = 0;
+                    for &end in passes {
+                        pass(&model, &mut fresh, &ids[start..end], &on);
+                        start = end;
+                    }
+                    let got = prefill(&model, &mut held, &prompt[..reused + 1], 100, &on);
+                    let want = pass(&model, &mut fresh, &prompt[reused..reused + 1], &on);
+                    assert!(bits(&got) == bits(&want), "{what}: other logits");
+                }
+            }
+        }
+    }
+}
+
+/// A float cache goes back to any length without a checkpoint, and its file has none.
+#[test]
+fn caches_that_go_back_anywhere_have_no_checkpoints() {
+    let (on, scratch) = (device(), tempfile::tempdir().unwrap());
+    let path = scratch.path().join("prompt.safetensors");
+    let model = load(tiny("llama-tiny"), &on).unwrap().model;
+    let ids = text(60, 4);
+    for (cache, checkpoints) in [("float", false), ("kint8vint8", false), ("k4v4-g8-r16", true)] {
+        let empty = model.new_cache(config(cache, 64), 1, &on).unwrap();
+        let mut held = PromptCache::new(empty, Checkpoints::All).unwrap();
+        prefill(&model, &mut held, &ids, 64, &on);
+        held.save(&path, &model, &named("it", cache)).unwrap();
+        let file = String::from_utf8_lossy(&std::fs::read(&path).unwrap()).into_owned();
+        assert_eq!(file.contains("checkpoints.0.layers.0.floats"), checkpoints, "{cache}");
+        for len in [59, 33, 1, 0] {
+            assert_eq!(held.cut_back(len).unwrap() == len, !checkpoints || [59, 0].contains(&len));
+        }
+    }
+}
+
+/// What has passed when a prompt is stopped is a cache that goes on.
+#[test]
+fn a_stopped_prefill_keeps_what_has_passed() {
+    let on = device();
+    let model = load(tiny("llama-tiny"), &on).unwrap().model;
+    let ids = text(60, 5);
+    let cache = "k4v4-g8-r16";
+    let empty = model.new_cache(config(cache, 96), 1, &on).unwrap();
+    let mut held = PromptCache::new(empty, Checkpoints::None).unwrap();
+    let mut passes = 0;
+    let stopped = held.prefill(&model, &ids, 1, &on, || {
+        passes += 1;
+        passes <= 23
+    });
+    assert!(stopped.unwrap().is_none());
+    assert_eq!(held.tokens(), &ids[..23]);
+    assert_eq!(held.reuse(&ids).unwrap(), 23);
+    let got = prefill(&model, &mut held, &ids, 1, &on);
+    assert!(bits(&got) == bits(&one_by_one(&model, cache, &ids, &on)));
+}
+
+#[test]
+fn prompts_and_caches_that_do_not_fit_are_refused() {
+    let on = device();
+    let model = load(tiny("llama-tiny"), &on).unwrap().model;
+    let new = |batch| model.new_cache(config("float", 20), batch, &on).unwrap();
+    let error = PromptCache::new(new(2), Checkpoints::None).unwrap_err().to_string();
+    assert_contains(&error, &["batch = 2", "must be 1"]);
+    let mut filled = new(1);
+    pass(&model, &mut filled, &[1, 2], &on);
+    let error = PromptCache::new(filled, Checkpoints::None).unwrap_err().to_string();
+    assert_contains(&error, &["2 tokens", "must be empty"]);
+
+    let mut held = PromptCache::new(new(1), Checkpoints::None).unwrap();
+    prefill(&model, &mut held, &[1, 2, 3], 8, &on);
+    for (prompt, chunk, part) in [
+        (&[1, 2][..], 8, "must begin with the 3 tokens"),
+        (&[1, 2, 4, 5], 8, "must begin with the 3 tokens"),
+        (&[1, 2, 3], 8, "at least one token"),
+        (&[1, 2, 3, 4], 0, "prefill_chunk = 0"),
+        (&[1; 21][..], 8, "must begin with"),
+    ] {
+        let error = held.prefill(&model, prompt, chunk, &on, || true).unwrap_err().to_string();
+        assert_contains(&error, &[part]);
+        assert_eq!(held.tokens(), [1, 2, 3]);
+    }
+    let long = [&[1, 2][..], &[4; 19]].concat();
+    let error = held.reuse(&long).unwrap_err().to_string();
+    assert_contains(&error, &["context of 21 tokens", "capacity 20"]);
+    assert_eq!(held.tokens(), [1, 2, 3], "it is not cut back for a prompt that does not fit");
+    let long = [&[1, 2, 3][..], &[4; 18]].concat();
+    let error = held.prefill(&model, &long, 8, &on, || true).unwrap_err().to_string();
+    assert_contains(&error, &["context of 21 tokens", "capacity 20"]);
+    assert_eq!(held.tokens(), [1, 2, 3]);
+}
+
+/// Files of the first version have neither checkpoints nor the kind of weights.
+#[test]
+fn a_saved_cache_without_checkpoints_is_a_prompt_cache_too() {
+    let saved = Saved::new("llama-tiny");
+    let file = SavedCache::open(saved.path()).unwrap();
+    let on = device();
+    let mut held = file.restore_prompt(&saved.model, saved.config, &on, Checkpoints::All).unwrap();
+    assert_eq!(held.tokens(), saved.text);
+    assert_eq!(file.cache(), None);
+    let longer = [&saved.text[..], &[1]].concat();
+    assert_eq!(held.reuse(&longer).unwrap(), 30);
+    // Values of the residual cannot come back, but the sinks are there.
+    assert_eq!(held.reuse(&saved.text[..20]).unwrap(), 3);
+}
