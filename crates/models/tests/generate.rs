@@ -18,7 +18,7 @@ use kv_models::{
     load,
 };
 
-// A replay is in order only with work of the thread that made the recording.
+// A replay is ordered only against the work of the thread that made the recording.
 static_assertions::assert_not_impl_any!(DecodeGraph<'static>: Send, Sync);
 
 fn run(model: &LanguageModel, capacity: usize, options: &GenerateOptions) -> Generated {

@@ -294,8 +294,7 @@ impl Attention {
     /// Attention over the tokens of both, which have none in common.
     pub(crate) fn merge(self, other: Self) -> Self {
         let difference = self.lse.clone() - other.lse.clone();
-        // Not `(a - b) * weight + b`, where a small `a` is lost beside a large `b` that has no
-        // weight.
+        // `(a - b) * weight + b` would lose a small `a` beside a large `b` of no weight.
         let weights = [difference.clone(), -difference.clone()]
             .map(|difference| activation::sigmoid(difference).unsqueeze_dim::<4>(3));
         // ln(e^a + e^b), of the greater one and the difference; where both are -inf, that is NaN.

@@ -37,8 +37,8 @@ use crate::{
 /// # }
 /// ```
 ///
-/// A graph stays on the thread that made the recording, with whose work alone a replay is in order:
-/// it is neither `Send` nor `Sync`.
+/// A graph is neither `Send` nor `Sync`: a replay is ordered only against the work of the thread
+/// that made the recording.
 pub struct DecodeGraph<'a> {
     /// Gets its layers back when the graph is dropped.
     cache: &'a mut ModelCache,

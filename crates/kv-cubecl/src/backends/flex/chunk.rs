@@ -18,7 +18,7 @@ use crate::{formats::flex::TILE, layout::Sides, scores::Scores, simd};
 const ROW_BLOCK: usize = 256;
 
 /// The rows of `query`, `[.., rows, head_dim]`, over what the query of the last of the first
-/// `tokens` of the slice they belong to sees; `scores` are to base 2, `factor` is that of
+/// `tokens` of the slice they belong to sees; `scores` are to base 2. For `factor` see
 /// [`without_overflow`](super::without_overflow).
 pub(super) fn attend<'a>(
     query: &[f32],
@@ -147,7 +147,7 @@ impl Slice<'_> {
 /// A softmax over tokens that come block by block, and scratch memory for a block.
 struct Softmax {
     scores: Scores,
-    /// That of [`without_overflow`](super::without_overflow).
+    /// The factor of [`without_overflow`](super::without_overflow).
     factor: f32,
     /// Scores of a block, then weights, `[rows, tokens]`.
     weights: Vec<f32>,

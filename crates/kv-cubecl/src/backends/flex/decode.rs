@@ -279,7 +279,7 @@ fn spin_while(condition: impl Fn() -> bool) {
 impl Slice<'_> {
     /// Attention of the rows of `query`, already scaled, over the tokens of a split, which starts
     /// [between groups](between_groups); those before `begin` are hidden, unless they are sinks. `softcap` is to
-    /// base 2, as the scores; `factor` is that of [`without_overflow`].
+    /// base 2, as the scores. For `factor` see [`without_overflow`].
     fn attend(
         &self,
         query: &[f32],
@@ -411,14 +411,8 @@ mod tests {
             let (head_dim, block) = (shape.head_dim, block(&layout));
             let mut scratch = Scratch::for_threads(&mut memory, 1, ROWS, head_dim, block);
             let mut scratch = scratch.next().unwrap();
-            Slice::new(&state, &layout, TOKENS, 0).attend(
-                &scaled,
-                split,
-                0,
-                None,
-                1.0,
-                &mut scratch,
-            );
+            let slice = Slice::new(&state, &layout, TOKENS, 0);
+            slice.attend(&scaled, split, 0, None, 1.0, &mut scratch);
 
             for r in 0..ROWS {
                 // Sums of 9000 terms in another order, each rounded to 6e-8.

@@ -315,13 +315,13 @@ fn dims<const D: usize>(tensor: &FlexTensor) -> [usize; D] {
     tensor.layout().shape().dims()
 }
 
-/// What the weights of a softmax are multiplied with, so that no sum of values is beyond f32: the
-/// reciprocal of the most tokens that a cache has.
+/// The reciprocal of the most tokens that a cache holds. Sums of values with weights that are
+/// smaller by this factor do not overflow.
 const DOWN: f32 = 1.0 / (1 << 24) as f32;
 
-/// Output and log-sum-exp of `attend`, which multiplies the weights of values with its argument and
-/// divides the output by it: 1, and [`DOWN`] for outputs that are not finite so, because values
-/// near the largest f32 were added up.
+/// Returns the output and log-sum-exp of `attend`, which multiplies the weights of values with a
+/// factor and divides the output by it. The factor is 1, so that small values lose no digits. If
+/// an output is not finite, `attend` runs again with [`DOWN`]: a sum may have overflowed.
 fn without_overflow(attend: impl Fn(f32) -> (Vec<f32>, Vec<f32>)) -> (Vec<f32>, Vec<f32>) {
     let (mut output, lse) = attend(1.0);
     if !simd::all_finite(&output) {
@@ -332,7 +332,7 @@ fn without_overflow(attend: impl Fn(f32) -> (Vec<f32>, Vec<f32>)) -> (Vec<f32>, 
     (output, lse)
 }
 
-/// Multiplies weights with what [`without_overflow`] says.
+/// Multiplies weights with the factor of [`without_overflow`].
 fn scale_weights(weights: &mut [f32], factor: f32) {
     if factor != 1.0 {
         weights.iter_mut().for_each(|weight| *weight *= factor);

@@ -256,8 +256,8 @@ pub(super) fn write_rows(
     }
 }
 
-/// A sum of values by weights times [`DOWN`], over the sum of weights; 0 for a sequence that takes
-/// no part, whose sum of weights is below 0.
+/// The output of a row: its sum of values, whose weights were multiplied with [`DOWN`], over its
+/// sum of weights; 0 for a sequence that takes no part, whose sum of weights is below 0.
 #[cube]
 pub(super) fn normalized(output: f32, sum: f32) -> f32 {
     let mut normalized = output / (sum * f32::new(DOWN));

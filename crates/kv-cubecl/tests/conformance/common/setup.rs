@@ -178,8 +178,8 @@ pub(crate) fn setups() -> impl Strategy<Value = Setup> {
     )
 }
 
-/// How many cases a random suite runs, and the first seed: `cases` from 0 on, or what `KV_CASES`
-/// and `KV_SEED` say.
+/// Returns the number of cases of a random suite and its first seed: `KV_CASES` and `KV_SEED`, or
+/// `cases` and 0.
 pub(crate) fn sample(cases: u32) -> (u32, u64) {
     let number = |name: &str| {
         let value = std::env::var(name).ok()?;

@@ -39,10 +39,10 @@ const MAX_GROUPS: usize = 32;
 /// Tokens by which codes are prefetched before they are read.
 const AHEAD: usize = 32;
 
-/// The largest query, weight, or scale that is multiplied with floats that are too small by a power
-/// of two, or with sums of them: 2^30. So neither what is multiplied with [half of it](codes::root)
-/// nor a sum is more than an f32 can be; and what sums lose below the least f32, at most 2^-90 a
-/// product with that half, stays below 2^-60.
+/// The largest query, weight or scale, 2^30, that is multiplied with floats that are too small by a
+/// power of two, or with sums of them. Neither what is multiplied with [half of it](codes::root)
+/// nor a sum overflows. A product that underflows is off by 2^-150, which that half and a scale
+/// make 2^-60 of a score.
 const LARGEST: f32 = f32::from_bits((127 + 30) << 23);
 
 /// Whether this processor has the instructions, and groups are whole quads of words.
