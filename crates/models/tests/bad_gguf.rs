@@ -216,3 +216,21 @@ fn unknown_ggml_types_are_named() {
         &["unsupported GGML type 20 (IQ4_NL)", "token_embd.weight", "iq.gguf"],
     );
 }
+
+#[test]
+fn values_of_wrong_types_are_shown_as_the_file_has_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("wrong.gguf");
+    let cases = [
+        (Value::String("6".into()), "head_count = \"6\":"),
+        (Value::F32(1.5), "head_count = 1.5:"),
+        (Value::I32(-3), "head_count = -3:"),
+        (Value::Bool(true), "head_count = true:"),
+        (Value::Array(vec![Value::U8(1); 3]), "head_count = an array of 3 values:"),
+    ];
+    for (value, expected) in cases {
+        let extra = [("llama.attention.head_count", value)];
+        write_gguf(&tiny("llama-tiny"), &file, GgmlDType::F32, &extra);
+        assert_contains(&failure(&file), &[expected]);
+    }
+}

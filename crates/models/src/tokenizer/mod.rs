@@ -67,14 +67,16 @@ impl Tokenizer {
     /// its pre-tokenizer.
     pub fn from_gguf(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        Self::from_gguf_metadata(crate::gguf::metadata(path)?, path)
+        let (map, metadata) = crate::gguf::metadata(path)?;
+        Self::from_gguf_metadata(metadata, &map, path)
     }
 
     pub(crate) fn from_gguf_metadata(
         metadata: HashMap<String, GgufValue>,
+        file: &[u8],
         path: &Path,
     ) -> Result<Self> {
-        let gguf::Built { inner, n_ids, eos, settings } = gguf::build(&metadata, path)?;
+        let gguf::Built { inner, n_ids, eos, settings } = gguf::build(&metadata, file, path)?;
         // What the file says of a large vocabulary is not kept for the checks.
         drop(metadata);
         Self::new(inner, n_ids, eos, settings, path)
