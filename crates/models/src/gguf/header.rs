@@ -201,7 +201,28 @@ impl Header {
             .into_iter()
             .map(|tensor| tensor.place(data, file.len(), path))
             .collect::<Result<Vec<_>>>()?;
+        apart(&tensors, path)?;
         Ok(Self { metadata, tensors })
+    }
+}
+
+/// Refuses tensors that share bytes: no writer makes them, and one of the two would be numbers of the other.
+fn apart(tensors: &[TensorInfo], path: &Path) -> Result<()> {
+    let mut in_order: Vec<_> = tensors.iter().filter(|tensor| !tensor.bytes.is_empty()).collect();
+    in_order.sort_by_key(|tensor| tensor.bytes.start);
+    match in_order.windows(2).find(|pair| pair[1].bytes.start < pair[0].bytes.end) {
+        None => Ok(()),
+        Some(pair) => {
+            let [first, second] = [0, 1].map(|i| {
+                let TensorInfo { name, bytes, .. } = pair[i];
+                format!("{name} at bytes {} to {}", bytes.start, bytes.end)
+            });
+            let why = format!(
+                "tensors {first} and {second} overlap, and each must have its own bytes; convert the \
+                 model again"
+            );
+            Err(Error::Malformed { path: path.into(), format: "GGUF", why })
+        }
     }
 }
 
