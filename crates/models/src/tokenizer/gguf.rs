@@ -74,8 +74,18 @@ pub(super) fn build(metadata: &HashMap<String, Value>, file: &[u8], path: &Path)
     let tokens = vocabulary.strings("tokenizer.ggml.tokens")?;
     let tokens: Vec<&str> = tokens.iter().collect();
     let types = vocabulary.types(tokens.len())?;
+    let mut notes = vec![];
     let (mut inner, begins) = match vocabulary.string("tokenizer.ggml.model")? {
-        "gpt2" => byte_level(&vocabulary, &tokens)?,
+        "gpt2" => {
+            if !metadata.contains_key("tokenizer.ggml.pre") {
+                notes.push(format!(
+                    "{} has no tokenizer.ggml.pre: texts are split as by llama.cpp's default, which \
+                     costs quality if the model was trained on another split; convert it again",
+                    path.display()
+                ));
+            }
+            byte_level(&vocabulary, &tokens)?
+        }
         "llama" => {
             let scores = vocabulary.scores(tokens.len())?;
             let unknown = vocabulary.id("tokenizer.ggml.unknown_token_id");
@@ -126,7 +136,7 @@ pub(super) fn build(metadata: &HashMap<String, Value>, file: &[u8], path: &Path)
     };
     let eos_token = vocabulary.id("tokenizer.ggml.eos_token_id");
     let eos_token = eos_token.and_then(|id| inner.id_to_token(id));
-    let settings = Settings { bos, chat_template, eos_token, ..Settings::default() };
+    let settings = Settings { bos, chat_template, eos_token, notes, ..Settings::default() };
     Ok(Built { inner, n_ids, eos, settings })
 }
 
