@@ -216,3 +216,48 @@ fn unknown_ggml_types_are_named() {
         &["unsupported GGML type 20 (IQ4_NL)", "token_embd.weight", "iq.gguf"],
     );
 }
+
+/// The place of the offset of a tensor with two dimensions: after name, u32 n_dims, two u64 dims and u32 type.
+fn offset_of(bytes: &[u8], tensor: &str) -> usize {
+    let name = [&(tensor.len() as u64).to_le_bytes()[..], tensor.as_bytes()].concat();
+    let at = bytes.windows(name.len()).position(|window| window == name).unwrap();
+    at + name.len() + 4 + 16 + 4
+}
+
+#[test]
+fn overlapping_tensors_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("overlap.gguf");
+    write_gguf(&tiny("llama-tiny"), &file, GgmlDType::F32, &[]);
+    let bytes = fs::read(&file).unwrap();
+    let (first, second) = ("blk.0.attn_q.weight", "blk.1.ffn_down.weight");
+    let [to, from] = [second, first].map(|tensor| offset_of(&bytes, tensor));
+    let offset = u64::from_le_bytes(bytes[from..from + 8].try_into().unwrap());
+    // The same bytes, and some of them.
+    for shift in [0, 32] {
+        let mut changed = bytes.clone();
+        changed[to..to + 8].copy_from_slice(&(offset + shift).to_le_bytes());
+        fs::write(&file, &changed).unwrap();
+        assert_contains(&failure(&file), &[first, second, "overlap"]);
+    }
+    fs::write(&file, &bytes).unwrap();
+    load(&file, &device()).unwrap();
+}
+
+#[test]
+fn values_of_wrong_types_are_shown_as_the_file_has_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("wrong.gguf");
+    let cases = [
+        (Value::String("6".into()), "head_count = \"6\":"),
+        (Value::F32(1.5), "head_count = 1.5:"),
+        (Value::I32(-3), "head_count = -3:"),
+        (Value::Bool(true), "head_count = true:"),
+        (Value::Array(vec![Value::U8(1); 3]), "head_count = an array of 3 values:"),
+    ];
+    for (value, expected) in cases {
+        let extra = [("llama.attention.head_count", value)];
+        write_gguf(&tiny("llama-tiny"), &file, GgmlDType::F32, &extra);
+        assert_contains(&failure(&file), &[expected]);
+    }
+}

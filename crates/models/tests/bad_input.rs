@@ -11,7 +11,7 @@ use common::{
     Named, assert_contains, copy, device, expected, failure, fixture, tiny, with_config,
     with_tensors, write_gguf,
 };
-use kv_models::{Error, kv_cubecl::KvCacheConfig, llama::Llama, load};
+use kv_models::{Error, Tokenizer, kv_cubecl::KvCacheConfig, llama::Llama, load};
 use serde_json::{Value as Json, json};
 
 /// A change to a configuration.
@@ -28,6 +28,30 @@ fn nothing_there() {
         &failure(folder.path()),
         &["model.safetensors: not found", "pytorch_model.bin"],
     );
+}
+
+/// Fields that may have one of several forms: the error says which, in no language but English.
+#[test]
+fn fields_of_several_forms_say_what_they_may_be() {
+    for value in [json!("</s>"), json!(-1), json!(2.5), json!([1, "</s>"]), json!({"id": 2})] {
+        let folder = with_config("llama-tiny", |c| c["eos_token_id"] = value);
+        let message = failure(folder.path());
+        assert_contains(&message, &["config.json", "eos_token_id must be a token id or a list"]);
+        assert!(!message.contains("enum"), "{message}");
+    }
+    let cases = [
+        (r#"{"bos_token": 1}"#, "a token must be a text"),
+        (r#"{"eos_token": ["</s>"]}"#, "a token must be a text"),
+        (r#"{"chat_template": 1}"#, "chat_template must be a text"),
+    ];
+    for (config, rule) in cases {
+        let folder = copy(&tiny("llama-tiny"));
+        fs::copy(fixture("bos/tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
+        fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
+        let error = Tokenizer::from_folder(folder.path(), &[]).unwrap_err().to_string();
+        assert_contains(&error, &["tokenizer_config.json", rule]);
+        assert!(!error.contains("enum"), "{error}");
+    }
 }
 
 #[test]

@@ -11,8 +11,10 @@ use std::{
 };
 
 use candle_core::quantized::{GgmlDType, gguf_file::Value};
-use common::{bos_vocabulary, copy, device, fixture, smollm2, tiny, write_gguf, write_vocabulary};
-use kv_models::{Error, SaveOptions, Tokenizer, load, save};
+use common::{
+    bos_vocabulary, copy, device, fixture, smollm2, tiny, with_config, write_gguf, write_vocabulary,
+};
+use kv_models::{Error, Loaded, SaveOptions, Tokenizer, load, save};
 use serde::Deserialize;
 use serde_json::{Value as Json, json};
 
@@ -420,4 +422,55 @@ fn a_byte_order_mark_is_no_text_and_bad_bytes_are_named() {
             other => panic!("{other:?}"),
         }
     }
+}
+
+/// The vocabulary of 256 tokens in a GGUF file with these values of its own.
+fn gguf_of(file: &Path, pre: Option<&str>, more: &[(&str, Value)]) -> Loaded {
+    let mut metadata = bos_vocabulary(more);
+    metadata.retain(|(key, _)| key != "tokenizer.ggml.pre");
+    metadata.extend(pre.map(|pre| ("tokenizer.ggml.pre".into(), Value::String(pre.into()))));
+    let metadata: Vec<_> =
+        metadata.iter().map(|(key, value)| (key.as_str(), value.clone())).collect();
+    write_gguf(&tiny("llama-tiny"), file, GgmlDType::F32, &metadata);
+    load(file, &device()).unwrap()
+}
+
+/// transformers never ends a text at such an id, and llama.cpp warns and leaves it out.
+#[test]
+fn end_tokens_outside_the_vocabulary_are_noted() {
+    let folder = with_config("llama-tiny", |c| c["eos_token_id"] = json!([2, 256, 70_000]));
+    fs::copy(fixture("bos/tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
+    let loaded = load(folder.path(), &device()).unwrap();
+    assert_eq!(loaded.tokenizer.unwrap().eos(), &[2].into());
+    let [first, second] = &loaded.notes[..] else { panic!("{:?}", loaded.notes) };
+    for (note, id) in [(first, 256), (second, 70_000)] {
+        let expected =
+            format!("tokenizer.json has 256 tokens and no end token {id}: texts do not end at it");
+        assert!(note.ends_with(&expected), "{note}");
+    }
+
+    let file = folder.path().join("end.gguf");
+    let with_end =
+        |id: u32| gguf_of(&file, Some("gpt-2"), &[("tokenizer.ggml.eos_token_id", Value::U32(id))]);
+    let inside = with_end(255);
+    assert_eq!(inside.tokenizer.unwrap().eos(), &[255].into());
+    assert!(inside.notes.is_empty(), "{:?}", inside.notes);
+    let outside = with_end(256);
+    assert!(outside.tokenizer.unwrap().eos().is_empty());
+    let [note] = &outside.notes[..] else { panic!("{:?}", outside.notes) };
+    assert!(note.contains("end.gguf has 256 tokens and no end token 256"), "{note}");
+}
+
+/// llama.cpp splits texts by its default then, and warns that quality suffers.
+#[test]
+fn a_missing_pre_tokenizer_is_noted() {
+    let folder = tempfile::tempdir().unwrap();
+    let loaded = gguf_of(&folder.path().join("plain.gguf"), None, &[]);
+    let [note] = &loaded.notes[..] else { panic!("{:?}", loaded.notes) };
+    assert!(note.contains("plain.gguf has no tokenizer.ggml.pre"), "{note}");
+    let named = gguf_of(&folder.path().join("default.gguf"), Some("default"), &[]);
+    assert!(named.notes.is_empty(), "{:?}", named.notes);
+    let text = "It's 1234 words, and 5 more.";
+    let ids = |loaded: Loaded| loaded.tokenizer.unwrap().encode(text).unwrap();
+    assert_eq!(ids(loaded), ids(named));
 }

@@ -12,6 +12,8 @@ stamp!(
     gates_are_those_of_their_halves,
     gates_alone_are_those_of_f64,
     gates_hide_nothing_and_take_views,
+    gates_far_below_zero_are_shut,
+    gates_of_products_far_below_zero_are_shut,
     views_are_the_numbers_they_show,
     what_does_not_fit_is_named
 );
@@ -181,11 +183,74 @@ fn gates_alone_are_those_of_f64(device: &Device) {
     }
 }
 
+/// SiLU and GELU are 0 in f32 from about -104 on, down to the most negative number; what is beside a gate is any number.
+fn gates_far_below_zero_are_shut(device: &Device) {
+    let gates = [-1e3, -1e10, -1e19, -3e19, -1e30, -1e38, f32::MIN.next_up(), f32::MIN];
+    let ups = [0.0, 1.0, -1e-30, 1e10, -1e19, 1e38, f32::MAX, f32::MIN];
+    let pairs: Vec<[f32; 2]> = gates.iter().flat_map(|&gate| ups.map(|up| [gate, up])).collect();
+    // Both widths of a vector and less, and several rows.
+    for n in [1, 8, 64] {
+        let rows = pairs.chunks(n).map(|pairs| [0, 1].map(|i| pairs.iter().map(move |p| p[i])));
+        let x: Vec<f32> = rows.flat_map(|[gates, ups]| gates.chain(ups)).collect();
+        for gate in [Gate::Silu, Gate::GeluTanh] {
+            let y = gated(matrix(&x, 2 * n, device), gate).unwrap();
+            let y = y.into_data().try_into_vec::<f32>().unwrap();
+            for (y, pair) in y.into_iter().zip(&pairs) {
+                assert_eq!(y, 0.0, "{gate:?} {pair:?}");
+            }
+        }
+    }
+    // Far above 0 they are open.
+    for gate in [Gate::Silu, Gate::GeluTanh] {
+        let x = [1e3, 1e19, 1e38, f32::MAX, 1.0, 2.0, -1.0, 1.0];
+        let y = gated(matrix(&x, 8, device), gate).unwrap();
+        let y = y.into_data().try_into_vec::<f32>().unwrap();
+        assert_eq!(y, [1e3, 2e19, -1e38, f32::MAX], "{gate:?}");
+    }
+}
+
+/// The same where a gate follows products in one operation.
+fn gates_of_products_far_below_zero_are_shut(device: &Device) {
+    let x = [-1e3, -1e19, -1e30, -1e37];
+    let bytes: Vec<u8> = [1.0f32, 3.0]
+        .into_iter()
+        .flat_map(|weight| {
+            let mut row = [half::f16::ZERO; 32];
+            row[0] = half::f16::from_f32(weight);
+            row.into_iter().flat_map(half::f16::to_le_bytes)
+        })
+        .collect();
+    let blocks = Blocks { format: WeightFormat::F16, shape: [2, 32], bytes };
+    let packed = device_blocks(&blocks, device);
+    for gate in [Gate::Silu, Gate::GeluTanh] {
+        for n in [1, 4, 40] {
+            let rows = (0..n).flat_map(|i| {
+                let mut row = [0.0; 32];
+                row[0] = x[i % x.len()];
+                row
+            });
+            let rows: Vec<f32> = rows.collect();
+            let fused = Fused::default().with_gate(gate);
+            let y = matrix(&rows, 32, device);
+            let y = project_fused(y, &[&packed], Activations::Exact, fused).unwrap();
+            let y = y.into_data().try_into_vec::<f32>().unwrap();
+            assert!(y.iter().all(|y| *y == 0.0), "{gate:?} by {n}: {y:?}");
+        }
+    }
+}
+
 fn gates_hide_nothing_and_take_views(device: &Device) {
     let host = |y: Tensor<3>| y.into_data().try_into_vec::<f32>().unwrap();
     let x = matrix(&[f32::NAN, f32::INFINITY, 1.0, 1.0], 4, device);
     let y = host(gated(x.clone(), Gate::Silu).unwrap());
     assert!(y[0].is_nan() && y[1] == f32::INFINITY, "{y:?}");
+    // As in PyTorch: negative infinity times 0, and 0 times infinity or no number, are no number.
+    let (infinite, none) = (f32::INFINITY, f32::NAN);
+    for gate in [Gate::Silu, Gate::GeluTanh] {
+        let x = [-infinite, -1e19, -1e19, infinite, 1.0, infinite, none, none];
+        let y = host(gated(matrix(&x, 8, device), gate).unwrap());
+        assert!(y.iter().all(|y| y.is_nan()), "{gate:?} {y:?}");
+    }
     let all = matrix(&[9.0, 1.0, 2.0, 9.0, 9.0, 3.0, 4.0, 9.0], 4, device);
     let y = host(gated(all.narrow(2, 1, 2), Gate::Silu).unwrap());
     let expected = host(gated(matrix(&[1.0, 2.0, 3.0, 4.0], 2, device), Gate::Silu).unwrap());

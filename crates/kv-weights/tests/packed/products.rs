@@ -1,6 +1,7 @@
 //! Products against f64, and restored numbers against the definitions of the formats.
 
 use burn::tensor::{Device, Int, Tensor};
+use half::f16;
 use kv_weights::{Activations, WeightFormat, lookup, project, reference};
 
 use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
@@ -9,7 +10,10 @@ stamp!(
     launches_go_over_several_axes,
     rows_are_restored_bit_for_bit,
     products_are_those_of_restored_weights,
-    products_of_integers_are_those_of_rounded_activations
+    products_of_integers_are_those_of_rounded_activations,
+    an_outlier_leaves_exact_products_as_they_are,
+    an_outlier_rounds_integers_by_half_a_step,
+    weights_that_are_zero_make_nothing
 );
 
 /// Rows of weights, rows of activations and blocks of 256: less than a vector, tails of every length, several parts.
@@ -97,6 +101,111 @@ fn products_of_integers_are_those_of_rounded_activations(device: &Device) {
             close(&name, &y, x, weights, 5.0 * 0.5 / f64::from(to));
         }
     });
+}
+
+/// Activations of about 1e-2 with one of 1e4 in every 32, as some channels of language models have them.
+fn with_outliers(rng: &mut Rng, n: usize) -> Vec<f32> {
+    let mut x: Vec<f32> = rng.normals(n).into_iter().map(|x| 1e-2 * x).collect();
+    for block in x.chunks_mut(32) {
+        block[rng.below(32)] = if rng.below(2) == 0 { 1e4 } else { -1e4 };
+    }
+    x
+}
+
+/// Calls `case` for every format with weights that are often 0: minima are whole multiples of scales.
+fn each_with_zeros(seed: u64, rows: usize, case: impl Fn(&mut Rng, &Blocks, &str)) {
+    for &format in WeightFormat::ALL {
+        let mut rng = Rng::new(seed);
+        let columns = 512 + if format.block_numbers() < 256 { format.block_numbers() } else { 0 };
+        let mut weights = Blocks::random(&mut rng, format, [rows, columns]);
+        for block in weights.bytes.chunks_mut(format.block_bytes()) {
+            let halves: &[(usize, f32)] = match format {
+                WeightFormat::Q4_1 | WeightFormat::Q5_1 => &[(0, 0.125), (2, -0.625)],
+                WeightFormat::Q4K | WeightFormat::Q5K => &[(0, 0.125), (2, 0.125)],
+                _ => &[],
+            };
+            for &(at, value) in halves {
+                block[at..at + 2].copy_from_slice(&f16::from_f32(value).to_le_bytes());
+            }
+            if format.is_float() && rng.below(2) == 0 {
+                block.fill(0);
+            }
+        }
+        case(&mut rng, &weights, &format.to_string());
+    }
+}
+
+/// Where the weight of an outlier is 0, the others are all there is, and nothing of it may be left in their sum.
+fn an_outlier_leaves_exact_products_as_they_are(device: &Device) {
+    for n in [1, 5, 40] {
+        each_with_zeros(400 + n as u64, 131, |rng, weights, name| {
+            let columns = weights.shape[1];
+            let x = with_outliers(rng, n * columns);
+            let packed = device_blocks(weights, device);
+            let y = project(matrix(&x, columns, device), &packed, Activations::Exact).unwrap();
+            let y = y.into_data().try_into_vec::<f32>().unwrap();
+            // Each of as many additions as there are columns is off by at most 2^-24 of the magnitudes that are added: one
+            // after the other, behind an outlier, they are all rounded to its last digit.
+            let tolerance = columns as f64 * 2f64.powi(-24);
+            close(&format!("{name} by {n}"), &y, &x, weights, tolerance);
+            // One outlier alone in a row is where sums of the others are easiest to lose.
+            let mut x = vec![1e-2; n * columns];
+            let zeros = weights.restored();
+            let at = zeros[..columns].iter().position(|&weight| weight == 0.0).unwrap_or(0);
+            x.iter_mut().skip(at).step_by(columns).for_each(|x| *x = 1e4);
+            let y = project(matrix(&x, columns, device), &packed, Activations::Exact).unwrap();
+            let y = y.into_data().try_into_vec::<f32>().unwrap();
+            close(&format!("{name} by {n}, one outlier"), &y, &x, weights, tolerance);
+        });
+    }
+}
+
+fn an_outlier_rounds_integers_by_half_a_step(device: &Device) {
+    for n in [1, 5, 40] {
+        each_with_zeros(500 + n as u64, 67, |rng, weights, name| {
+            let (columns, restored) = (weights.shape[1], weights.restored());
+            let x = with_outliers(rng, n * columns);
+            let packed = device_blocks(weights, device);
+            for (activations, to) in [(Activations::Int16, 32639.0), (Activations::Int8, 127.0)] {
+                let y = project(matrix(&x, columns, device), &packed, activations).unwrap();
+                let y = y.into_data().try_into_vec::<f32>().unwrap();
+                let expected = reference::project(&x, &restored, columns);
+                let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
+                let steps = reference::round_activations(&x, to).1;
+                let steps: Vec<f32> = (0..x.len()).map(|i| steps[i / 32]).collect();
+                let weights = magnitudes(&restored);
+                let half_steps = reference::project(&steps, &weights, columns);
+                let sums = reference::project(&magnitudes(&x), &weights, columns);
+                for (i, (got, expected)) in y.iter().zip(&expected).enumerate() {
+                    let error = (f64::from(*got) - expected).abs();
+                    // Beside rounding the sums in f32 are off, by less than in tests of exact products.
+                    let bound = 0.5 * half_steps[i] + 2e-6 * sums[i];
+                    assert!(error <= bound, "{name} {activations:?} by {n}: {i}: {error:.1e}");
+                }
+            }
+        });
+    }
+}
+
+/// Activations of any size where weights are 0, and none elsewhere.
+fn weights_that_are_zero_make_nothing(device: &Device) {
+    for rows in [1, 5, 40] {
+        each_with_zeros(600 + rows as u64, rows, |rng, weights, name| {
+            let (columns, restored) = (weights.shape[1], weights.restored());
+            let x = rng.normals(rows * columns);
+            let x: Vec<f32> = x.into_iter().map(|x| 1000.0 * x).collect();
+            let zeros = restored.iter().map(|weight| f32::from(u8::from(*weight == 0.0)));
+            let x: Vec<f32> = x.into_iter().zip(zeros).map(|(x, zero)| x * zero).collect();
+            assert!(rows == 1 || x.iter().any(|x| *x != 0.0), "{name}: no weight is 0");
+            let packed = device_blocks(weights, device);
+            let y = project(matrix(&x, columns, device), &packed, Activations::Exact).unwrap();
+            let y = y.into_data().try_into_vec::<f32>().unwrap();
+            // Each row of activations fits the row of weights of its number.
+            for row in 0..rows {
+                assert_eq!(y[row * rows + row], 0.0, "{name}: row {row} of {rows}");
+            }
+        });
+    }
 }
 
 /// More cubes than a device with WebGPU's limits has along an axis, 65535 of four rows of activations.

@@ -5,7 +5,7 @@
 //! does not name the tensor. Only the block types of `candle-core` are used, for the
 //! dequantization.
 
-use std::{borrow::Cow, collections::HashMap, iter, ops::Range, path::Path};
+use std::{borrow::Cow, collections::HashMap, fmt, iter, ops::Range, path::Path};
 
 use candle_core::quantized::GgmlDType;
 use kv_weights::WeightFormat;
@@ -20,8 +20,102 @@ pub(crate) enum Value {
     Float(f64),
     Bool(bool),
     String(String),
-    Array(Vec<Value>),
-    Strings(Strings),
+    Array(Array),
+}
+
+/// What errors say of a value.
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unsigned(n) => n.fmt(f),
+            Self::Signed(n) => n.fmt(f),
+            Self::Float(x) => x.fmt(f),
+            Self::Bool(flag) => flag.fmt(f),
+            Self::String(text) => write!(f, "{text:?}"),
+            Self::Array(array) => write!(f, "an array of {} values", array.len),
+        }
+    }
+}
+
+/// GGUF's numbers of the types of values that are not fixed in size.
+const STRING: u32 = 8;
+const ARRAY: u32 = 9;
+
+/// The place of an array in the file. Its items are read when they are asked for, as a file may have arrays of any size
+/// that nobody needs.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Array {
+    /// GGUF's number of the type of the items.
+    kind: u32,
+    len: usize,
+    /// Where the items lie.
+    bytes: Range<usize>,
+    /// Whether the lengths of strings have 64 bits.
+    wide: bool,
+}
+
+impl Array {
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The items of an array of integers of any type in `file`, which the array was found in.
+    pub(crate) fn integers(&self, file: &[u8]) -> Option<Vec<i64>> {
+        match self.kind {
+            0 => Some(self.numbers(file, |[byte]| i64::from(byte))),
+            1 => Some(self.numbers(file, |bytes| i64::from(i8::from_le_bytes(bytes)))),
+            2 => Some(self.numbers(file, |bytes| i64::from(u16::from_le_bytes(bytes)))),
+            3 => Some(self.numbers(file, |bytes| i64::from(i16::from_le_bytes(bytes)))),
+            4 => Some(self.numbers(file, |bytes| i64::from(u32::from_le_bytes(bytes)))),
+            5 => Some(self.numbers(file, |bytes| i64::from(i32::from_le_bytes(bytes)))),
+            10 => Some(self.numbers(file, |bytes| u64::from_le_bytes(bytes).cast_signed())),
+            11 => Some(self.numbers(file, i64::from_le_bytes)),
+            _ => None,
+        }
+    }
+
+    /// The items of an array of floats of either type.
+    pub(crate) fn floats(&self, file: &[u8]) -> Option<Vec<f64>> {
+        match self.kind {
+            6 => Some(self.numbers(file, |bytes| f64::from(f32::from_le_bytes(bytes)))),
+            12 => Some(self.numbers(file, f64::from_le_bytes)),
+            _ => None,
+        }
+    }
+
+    fn numbers<const N: usize, T>(&self, file: &[u8], number: impl Fn([u8; N]) -> T) -> Vec<T> {
+        file[self.bytes.clone()].as_chunks().0.iter().map(|bytes| number(*bytes)).collect()
+    }
+
+    /// The items of an array of strings.
+    pub(crate) fn strings(&self, file: &[u8]) -> Option<Strings> {
+        // Without any, a writer may give any type.
+        if self.kind != STRING && self.len > 0 {
+            return None;
+        }
+        let (wide, mut rest) = (self.wide, &file[self.bytes.clone()]);
+        let mut strings = Strings::default();
+        for _ in 0..self.len {
+            // The lengths were checked when the header was read.
+            let n;
+            (n, rest) = if wide {
+                let (n, rest) = rest.split_first_chunk()?;
+                (u64::from_le_bytes(*n) as usize, rest)
+            } else {
+                let (n, rest) = rest.split_first_chunk()?;
+                (u32::from_le_bytes(*n) as usize, rest)
+            };
+            let (text, after) = rest.split_at_checked(n)?;
+            strings.push(&lossy(text));
+            rest = after;
+        }
+        Some(strings)
+    }
+}
+
+/// Some published vocabularies hold invalid UTF-8, which is replaced rather than refused.
+fn lossy(bytes: &[u8]) -> Cow<'_, str> {
+    String::from_utf8_lossy(bytes)
 }
 
 /// Strings one after the other: a vocabulary has hundreds of thousands of them.
@@ -86,7 +180,7 @@ impl Header {
         for i in 0..n_values {
             let key = cursor.string(&format!("metadata key {i}"))?;
             let kind = cursor.u32(&key)?;
-            let value = cursor.value(kind, &key, 0)?;
+            let value = cursor.value(kind, &key)?;
             metadata.insert(key, value);
         }
         let mut raw = Vec::new();
@@ -99,15 +193,36 @@ impl Header {
             Some(&Value::Unsigned(n)) if n > 0 && n.is_multiple_of(8) && n <= 1 << 20 => n as usize,
             Some(other) => {
                 let rule = "must be a multiple of 8, at most 1048576";
-                return Err(Error::config(path, "general.alignment", format!("{other:?}"), rule));
+                return Err(Error::config(path, "general.alignment", other.to_string(), rule));
             }
         };
         let data = cursor.at.next_multiple_of(alignment);
         let tensors = raw
             .into_iter()
             .map(|tensor| tensor.place(data, file.len(), path))
-            .collect::<Result<_>>()?;
+            .collect::<Result<Vec<_>>>()?;
+        apart(&tensors, path)?;
         Ok(Self { metadata, tensors })
+    }
+}
+
+/// Refuses tensors that share bytes: no writer makes them, and one of the two would be numbers of the other.
+fn apart(tensors: &[TensorInfo], path: &Path) -> Result<()> {
+    let mut in_order: Vec<_> = tensors.iter().filter(|tensor| !tensor.bytes.is_empty()).collect();
+    in_order.sort_by_key(|tensor| tensor.bytes.start);
+    match in_order.windows(2).find(|pair| pair[1].bytes.start < pair[0].bytes.end) {
+        None => Ok(()),
+        Some(pair) => {
+            let [first, second] = [0, 1].map(|i| {
+                let TensorInfo { name, bytes, .. } = pair[i];
+                format!("{name} at bytes {} to {}", bytes.start, bytes.end)
+            });
+            let why = format!(
+                "tensors {first} and {second} overlap, and each must have its own bytes; convert the \
+                 model again"
+            );
+            Err(Error::Malformed { path: path.into(), format: "GGUF", why })
+        }
     }
 }
 
@@ -169,17 +284,16 @@ impl<'a> Cursor<'a> {
     }
 
     fn string(&mut self, what: &str) -> Result<String> {
-        self.text(what).map(Cow::into_owned)
+        self.text(what).map(|bytes| lossy(bytes).into_owned())
     }
 
-    fn text(&mut self, what: &str) -> Result<Cow<'a, str>> {
+    /// The bytes of a string.
+    fn text(&mut self, what: &str) -> Result<&'a [u8]> {
         let n = self.count(what, 1)?;
-        let bytes = self.take(n, what)?;
-        // Some published vocabularies hold invalid UTF-8, which is replaced rather than refused.
-        Ok(String::from_utf8_lossy(bytes))
+        self.take(n, what)
     }
 
-    fn value(&mut self, kind: u32, key: &str, depth: usize) -> Result<Value> {
+    fn value(&mut self, kind: u32, key: &str) -> Result<Value> {
         Ok(match kind {
             0 => Value::Unsigned(u64::from(self.array::<1>(key)?[0])),
             1 => Value::Signed(i64::from(i8::from_le_bytes(self.array(key)?))),
@@ -189,33 +303,52 @@ impl<'a> Cursor<'a> {
             5 => Value::Signed(i64::from(i32::from_le_bytes(self.array(key)?))),
             6 => Value::Float(f64::from(f32::from_le_bytes(self.array(key)?))),
             7 => Value::Bool(self.array::<1>(key)?[0] != 0),
-            8 => Value::String(self.string(key)?),
-            9 if depth < MAX_DEPTH => {
-                let kind = self.u32(key)?;
-                let min_bytes = match kind {
-                    0 | 1 | 7 => 1,
-                    2 | 3 => 2,
-                    4..=6 => 4,
-                    9 => 12,
-                    _ => 8,
-                };
-                let n = self.count(key, min_bytes)?;
-                if kind == 8 {
-                    let mut strings = Strings::default();
-                    for _ in 0..n {
-                        strings.push(&self.text(key)?);
-                    }
-                    return Ok(Value::Strings(strings));
-                }
-                let items = (0..n).map(|_| self.value(kind, key, depth + 1));
-                Value::Array(items.collect::<Result<_>>()?)
-            }
-            9 => return Err(self.malformed(format!("{key} nests arrays too deep"))),
+            STRING => Value::String(self.string(key)?),
+            ARRAY => Value::Array(self.skip_array(key, 0)?),
             10 => Value::Unsigned(self.u64(key)?),
             11 => Value::Signed(i64::from_le_bytes(self.array(key)?)),
             12 => Value::Float(f64::from_le_bytes(self.array(key)?)),
-            other => return Err(self.malformed(format!("{key} has unknown value type {other}"))),
+            other => return Err(self.unknown(other, key)),
         })
+    }
+
+    fn unknown(&self, kind: u32, key: &str) -> Error {
+        self.malformed(format!("{key} has unknown value type {kind}"))
+    }
+
+    /// Finds where an array ends.
+    fn skip_array(&mut self, key: &str, depth: usize) -> Result<Array> {
+        if depth == MAX_DEPTH {
+            return Err(self.malformed(format!("{key} nests arrays too deep")));
+        }
+        let kind = self.u32(key)?;
+        let item_bytes = match kind {
+            0 | 1 | 7 => 1,
+            2 | 3 => 2,
+            4..=6 => 4,
+            ARRAY => 12,
+            _ => 8,
+        };
+        let len = self.count(key, item_bytes)?;
+        let start = self.at;
+        match kind {
+            STRING => {
+                for _ in 0..len {
+                    self.text(key)?;
+                }
+            }
+            ARRAY => {
+                for _ in 0..len {
+                    self.skip_array(key, depth + 1)?;
+                }
+            }
+            0..=7 | 10..=12 => {
+                self.take(len.saturating_mul(item_bytes), key)?;
+            }
+            _ if len > 0 => return Err(self.unknown(kind, key)),
+            _ => {}
+        }
+        Ok(Array { kind, len, bytes: start..self.at, wide: self.wide })
     }
 
     fn tensor(&mut self, i: usize) -> Result<RawTensor> {

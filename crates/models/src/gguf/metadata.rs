@@ -48,7 +48,7 @@ impl<'a> Metadata<'a> {
             Some(&Value::Signed(n)) if (0..=1 << 40).contains(&n) => Ok(Some(n as usize)),
             Some(other) => {
                 let rule = "must be an unsigned integer";
-                Err(Error::config(self.path, self.key(key), format!("{other:?}"), rule))
+                Err(Error::config(self.path, self.key(key), other.to_string(), rule))
             }
         }
     }
@@ -72,8 +72,7 @@ impl<'a> Metadata<'a> {
             None => Ok(None),
             Some(&Value::Float(x)) => Ok(Some(x)),
             Some(other) => {
-                let (key, other) = (self.key(key), format!("{other:?}"));
-                Err(Error::config(self.path, key, other, "must be a float"))
+                Err(Error::config(self.path, self.key(key), other.to_string(), "must be a float"))
             }
         }
     }

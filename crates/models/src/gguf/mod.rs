@@ -5,16 +5,19 @@ mod metadata;
 mod names;
 mod split;
 
-use std::{collections::HashMap, path::Path};
+use std::{collections::HashMap, path::Path, sync::Arc};
 
-pub(crate) use header::{BlockType, TensorInfo, Value};
+use memmap2::Mmap;
+
+pub(crate) use header::{Array, BlockType, Strings, TensorInfo, Value};
 pub use metadata::Metadata;
 pub use names::GgufNames;
 pub(crate) use split::{GgufFile, map, open};
 
 use crate::Result;
 
-/// Reads the metadata alone, those of the first part if the file is one of several.
-pub(crate) fn metadata(path: &Path) -> Result<HashMap<String, Value>> {
-    Ok(open(path)?.swap_remove(0).header.metadata)
+/// Reads the metadata alone, those of the first part if the file is one of several; arrays lie in the mapped file.
+pub(crate) fn metadata(path: &Path) -> Result<(Arc<Mmap>, HashMap<String, Value>)> {
+    let first = open(path)?.swap_remove(0);
+    Ok((first.map, first.header.metadata))
 }

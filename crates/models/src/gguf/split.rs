@@ -76,7 +76,7 @@ impl GgufFile {
             Some(&Value::Signed(n)) if n >= 0 => Ok(Some(n as u64)),
             Some(other) => {
                 let rule = "must be an unsigned integer";
-                Err(Error::config(&self.path, key, format!("{other:?}"), rule))
+                Err(Error::config(&self.path, key, other.to_string(), rule))
             }
         }
     }

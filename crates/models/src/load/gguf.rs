@@ -27,13 +27,14 @@ pub(super) fn load(
     watcher: Watcher,
 ) -> Result<Loaded> {
     let mut files = gguf::open(path)?;
-    let GgufFile { path: first, header, .. } = &mut files[0];
+    let GgufFile { path: first, header, map } = &mut files[0];
     let of_tokenizer = |key: &String, _: &mut Value| key.starts_with("tokenizer.");
     let vocabulary: HashMap<_, _> = header.metadata.extract_if(of_tokenizer).collect();
-    let first = first.clone();
+    let (first, map) = (first.clone(), map.clone());
     // A large vocabulary takes as long as a gigabyte of weights, so it is read beside them.
     let (tokenizer, model) = thread::scope(|scope| {
-        let tokenizer = scope.spawn(move || Tokenizer::from_gguf_metadata(vocabulary, &first));
+        let tokenizer =
+            scope.spawn(move || Tokenizer::from_gguf_metadata(vocabulary, &map, &first));
         let model = read_model(path, &files, device, options, watcher);
         (tokenizer.join().unwrap_or_else(|panic| panic::resume_unwind(panic)), model)
     });

@@ -15,7 +15,10 @@ use super::{
     sentencepiece,
     special::{Settings, begin_with},
 };
-use crate::{Error, Result, gguf::Value};
+use crate::{
+    Error, Result,
+    gguf::{Array, Strings, Value},
+};
 
 /// The regular expression of GPT-2.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
@@ -66,12 +69,23 @@ pub(super) struct Built {
 }
 
 /// The tokenizer.
-pub(super) fn build(metadata: &HashMap<String, Value>, path: &Path) -> Result<Built> {
-    let vocabulary = Vocabulary { metadata, path };
+pub(super) fn build(metadata: &HashMap<String, Value>, file: &[u8], path: &Path) -> Result<Built> {
+    let vocabulary = Vocabulary { metadata, file, path };
     let tokens = vocabulary.strings("tokenizer.ggml.tokens")?;
+    let tokens: Vec<&str> = tokens.iter().collect();
     let types = vocabulary.types(tokens.len())?;
+    let mut notes = vec![];
     let (mut inner, begins) = match vocabulary.string("tokenizer.ggml.model")? {
-        "gpt2" => byte_level(&vocabulary, &tokens)?,
+        "gpt2" => {
+            if !metadata.contains_key("tokenizer.ggml.pre") {
+                notes.push(format!(
+                    "{} has no tokenizer.ggml.pre: texts are split as by llama.cpp's default, which \
+                     costs quality if the model was trained on another split; convert it again",
+                    path.display()
+                ));
+            }
+            byte_level(&vocabulary, &tokens)?
+        }
         "llama" => {
             let scores = vocabulary.scores(tokens.len())?;
             let unknown = vocabulary.id("tokenizer.ggml.unknown_token_id");
@@ -122,7 +136,7 @@ pub(super) fn build(metadata: &HashMap<String, Value>, path: &Path) -> Result<Bu
     };
     let eos_token = vocabulary.id("tokenizer.ggml.eos_token_id");
     let eos_token = eos_token.and_then(|id| inner.id_to_token(id));
-    let settings = Settings { bos, chat_template, eos_token, ..Settings::default() };
+    let settings = Settings { bos, chat_template, eos_token, notes, ..Settings::default() };
     Ok(Built { inner, n_ids, eos, settings })
 }
 
@@ -132,7 +146,7 @@ fn byte_level(
     vocabulary: &Vocabulary<'_>,
     tokens: &[&str],
 ) -> Result<(tokenizers::Tokenizer, bool)> {
-    let (metadata, path) = (vocabulary.metadata, vocabulary.path);
+    let &Vocabulary { metadata, path, .. } = vocabulary;
     // Files from before this field was introduced use llama.cpp's default.
     let name = match metadata.get("tokenizer.ggml.pre") {
         None => "default",
@@ -149,7 +163,7 @@ fn byte_level(
 
     let merges = vocabulary.strings("tokenizer.ggml.merges")?;
     let longest = tokens.iter().map(|token| token.len()).max().unwrap_or(0);
-    let split = |merge: &&str| match merge.split_once(' ') {
+    let split = |merge: &str| match merge.split_once(' ') {
         Some((left, right)) if left.len() + right.len() <= longest => {
             Ok((left.to_string(), right.to_string()))
         }
@@ -211,6 +225,8 @@ fn describe(pre: &Pre) -> Json {
 
 struct Vocabulary<'a> {
     metadata: &'a HashMap<String, Value>,
+    /// What arrays are read from.
+    file: &'a [u8],
     path: &'a Path,
 }
 
@@ -227,50 +243,44 @@ impl<'a> Vocabulary<'a> {
         }
     }
 
-    fn strings(&self, key: &str) -> Result<Vec<&'a str>> {
+    fn array(&self, key: &str) -> Option<&'a Array> {
         match self.metadata.get(key) {
-            Some(Value::Strings(strings)) => Ok(strings.iter().collect()),
-            // Without any, a writer may give any type.
-            Some(Value::Array(none)) if none.is_empty() => Ok(vec![]),
-            _ => Err(self.wrong(key, "an array of strings")),
+            Some(Value::Array(array)) => Some(array),
+            _ => None,
         }
+    }
+
+    fn strings(&self, key: &str) -> Result<Strings> {
+        let strings = self.array(key).and_then(|array| array.strings(self.file));
+        strings.ok_or_else(|| self.wrong(key, "an array of strings"))
     }
 
     /// One type per token; without the key all are normal.
     fn types(&self, n_tokens: usize) -> Result<Vec<i64>> {
         let key = "tokenizer.ggml.token_type";
-        let types: Vec<_> = match self.metadata.get(key) {
-            None => return Ok(vec![1; n_tokens]),
-            Some(Value::Array(items)) => items
-                .iter()
-                .map(|item| match item {
-                    Value::Signed(kind) => Ok(*kind),
-                    Value::Unsigned(kind) => Ok(*kind as i64),
-                    _ => Err(self.wrong(key, "an array of integers")),
-                })
-                .collect::<Result<_>>()?,
-            Some(_) => return Err(self.wrong(key, "an array of integers")),
-        };
-        if types.len() != n_tokens {
-            let what = format!("as long as the {n_tokens} tokens but {}", types.len());
-            return Err(self.wrong(key, &what));
+        if !self.metadata.contains_key(key) {
+            return Ok(vec![1; n_tokens]);
         }
-        Ok(types)
+        match self.array(key) {
+            // Nothing is read of an array that is too long.
+            Some(array) if array.len() != n_tokens => {
+                let what = format!("as long as the {n_tokens} tokens but {}", array.len());
+                Err(self.wrong(key, &what))
+            }
+            array => array
+                .and_then(|array| array.integers(self.file))
+                .ok_or_else(|| self.wrong(key, "an array of integers")),
+        }
     }
 
     /// One score per token.
     fn scores(&self, n_tokens: usize) -> Result<Vec<f64>> {
         let key = "tokenizer.ggml.scores";
         let what = format!("an array of {n_tokens} finite floats, one per token");
-        let Some(Value::Array(items)) = self.metadata.get(key) else {
-            return Err(self.wrong(key, &what));
-        };
-        let score = |item: &Value| match item {
-            Value::Float(score) if score.is_finite() => Some(*score),
-            _ => None,
-        };
-        let scores: Option<Vec<f64>> = items.iter().map(score).collect();
-        scores.filter(|scores| scores.len() == n_tokens).ok_or_else(|| self.wrong(key, &what))
+        let scores = self.array(key).filter(|array| array.len() == n_tokens);
+        let scores = scores.and_then(|array| array.floats(self.file));
+        let scores = scores.filter(|scores| scores.iter().all(|score| score.is_finite()));
+        scores.ok_or_else(|| self.wrong(key, &what))
     }
 
     /// A boolean, if it is there.

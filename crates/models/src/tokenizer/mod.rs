@@ -67,14 +67,16 @@ impl Tokenizer {
     /// its pre-tokenizer.
     pub fn from_gguf(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        Self::from_gguf_metadata(crate::gguf::metadata(path)?, path)
+        let (map, metadata) = crate::gguf::metadata(path)?;
+        Self::from_gguf_metadata(metadata, &map, path)
     }
 
     pub(crate) fn from_gguf_metadata(
         metadata: HashMap<String, GgufValue>,
+        file: &[u8],
         path: &Path,
     ) -> Result<Self> {
-        let gguf::Built { inner, n_ids, eos, settings } = gguf::build(&metadata, path)?;
+        let gguf::Built { inner, n_ids, eos, settings } = gguf::build(&metadata, file, path)?;
         // What the file says of a large vocabulary is not kept for the checks.
         drop(metadata);
         Self::new(inner, n_ids, eos, settings, path)
@@ -100,10 +102,16 @@ impl Tokenizer {
         mut settings: Settings,
         path: &Path,
     ) -> Result<Self> {
+        let (eos, outside): (BTreeSet<_>, BTreeSet<_>) =
+            eos.into_iter().partition(|&id| (id as usize) < n_ids);
+        settings.notes.extend(outside.into_iter().map(|id| {
+            let path = path.display();
+            format!("{path} has {n_ids} tokens and no end token {id}: texts do not end at it")
+        }));
         settings.encode_whole(&mut inner, path)?;
         settings.follow_template(&inner, path)?;
         let cuts = Cuts::new(&inner);
-        Ok(Self { inner, eos: eos.into_iter().collect(), n_ids, settings, cuts })
+        Ok(Self { inner, eos, n_ids, settings, cuts })
     }
 
     /// The ids of `text`, without a [begin-of-text token](Self::bos) or any template.

@@ -100,8 +100,13 @@ impl CodeInstructions for Avx2 {
 
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn float_products(codes: &[u8], zero: u8, x: &[f32]) -> __m256 {
-        let mut products = _mm256_setzero_ps();
+    unsafe fn float_products(
+        codes: &[u8],
+        zero: u8,
+        [scale, min]: [__m256; 2],
+        x: &[f32],
+        mut sums: __m256,
+    ) -> __m256 {
         for (codes, x) in codes.as_chunks().0.iter().zip(x.as_chunks::<16>().0) {
             let codes = sixteen(codes, zero);
             let halves = [_mm256_castsi256_si128(codes), _mm256_extracti128_si256::<1>(codes)];
@@ -109,10 +114,10 @@ impl CodeInstructions for Avx2 {
                 let codes = _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(codes));
                 // SAFETY: the array has 32 bytes.
                 let x = unsafe { _mm256_loadu_ps(x.as_ptr()) };
-                products = _mm256_fmadd_ps(codes, x, products);
+                sums = _mm256_fmadd_ps(_mm256_fmadd_ps(codes, scale, min), x, sums);
             }
         }
-        products
+        sums
     }
 
     #[target_feature(enable = "avx2,fma,f16c")]

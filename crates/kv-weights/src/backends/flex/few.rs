@@ -15,8 +15,7 @@ use crate::{
 /// Rows of activations as they are multiplied.
 pub(super) enum Rows<'a> {
     Rounded(Integers),
-    /// As they are, and their sums of 32.
-    Exact(&'a [f32], Vec<f32>),
+    Exact(&'a [f32]),
 }
 
 /// `x W^T` for few rows of `x`, `[rows of x, rows]`.
@@ -30,10 +29,7 @@ pub(super) fn project<I: CodeInstructions, F: Blocks>(
     let n = x.len() / columns;
     let x = match activations.largest() {
         Some(largest) => Rows::Rounded(Integers::round(x, largest)),
-        None => {
-            let blocks = x.as_chunks::<BLOCK>().0.iter();
-            Rows::Exact(x, blocks.map(|x| x.iter().sum()).collect())
-        }
+        None => Rows::Exact(x),
     };
     matrix.by_weight_rows(n, matrix.rows() * columns * n >= PARALLEL, |blocks, out| {
         let blocks = blocks.chunks_exact(row);
@@ -59,7 +55,7 @@ pub(super) unsafe fn row<I: CodeInstructions, F: Blocks>(
     unsafe {
         match x {
             Rows::Rounded(x) => rounded::<I, F>(row, x, columns, out),
-            Rows::Exact(x, sums) => exact::<I, F>(row, x, sums, columns, out),
+            Rows::Exact(x) => exact::<I, F>(row, x, columns, out),
         }
     }
 }
@@ -157,7 +153,9 @@ unsafe fn rounded_block<I: CodeInstructions, F: Blocks>(
     (sums, mins)
 }
 
-/// The products of a row of weights with all of `x`, whose sums of 32 are `of_x`.
+/// The products of a row of weights with all of `x`. A weight is rounded as when it is restored, before it is multiplied: a
+/// minimum times the sum of activations, apart from their products with codes, would be off by a part of these, also where
+/// they cancel each other.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -165,7 +163,6 @@ unsafe fn rounded_block<I: CodeInstructions, F: Blocks>(
 unsafe fn exact<I: CodeInstructions, F: Blocks>(
     row: &[u8],
     x: &[f32],
-    of_x: &[f32],
     columns: usize,
     out: &mut [f32],
 ) {
@@ -179,22 +176,15 @@ unsafe fn exact<I: CodeInstructions, F: Blocks>(
             let codes = block.codes[..F::NUMBERS].chunks_exact(F::SPAN);
             let spans = codes.zip(x[at..at + F::NUMBERS].chunks_exact(F::SPAN));
             // SAFETY: as the caller says.
-            let sum = unsafe {
+            unsafe {
                 let mut sums = I::splat(0.0);
-                for ((codes, x), &scale) in spans.zip(&block.scales) {
-                    let products = I::float_products(codes, F::ZERO, x);
-                    sums = I::multiply_add(products, I::splat(scale), sums);
+                for (span, (codes, x)) in spans.enumerate() {
+                    let min = if F::MINS { block.mins[span * F::SPAN / BLOCK] } else { 0.0 };
+                    let scale = [block.scales[span], min].map(|number| I::splat(number));
+                    sums = I::float_products(codes, F::ZERO, scale, x, sums);
                 }
-                I::total(sums)
-            };
-            let mut mins = 0.0;
-            if F::MINS {
-                for (min, of_x) in block.mins.iter().zip(&of_x[at / BLOCK..][..F::NUMBERS / BLOCK])
-                {
-                    mins += min * of_x;
-                }
+                *out += I::total(sums);
             }
-            *out += sum + mins;
         }
     }
 }

@@ -57,8 +57,14 @@ pub(super) trait CodeInstructions: Instructions + Halves {
     /// Sums of the products of codes, less `zero`, with as many integers, 16 or 32, in any lanes.
     unsafe fn integer_products(codes: &[u8], zero: u8, x: &[i16]) -> Self::Vector;
 
-    /// Sums of the products of codes, less `zero`, with as many floats, 16 or 32, in any lanes.
-    unsafe fn float_products(codes: &[u8], zero: u8, x: &[f32]) -> Self::Vector;
+    /// `sums` and the products of weights, `(code - zero) * scale + min`, with as many floats, 16 or 32, in any lanes.
+    unsafe fn float_products(
+        codes: &[u8],
+        zero: u8,
+        scale_and_min: [Self::Vector; 2],
+        x: &[f32],
+        sums: Self::Vector,
+    ) -> Self::Vector;
 
     /// [`few::row`](super::few::row).
     unsafe fn row<F: Blocks>(row: &[u8], x: &Rows<'_>, columns: usize, out: &mut [f32]);

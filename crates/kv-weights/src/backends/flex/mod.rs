@@ -319,4 +319,84 @@ mod tests {
             }
         }
     }
+
+    /// Blocks with any codes, scales of 1 / 64 and zeros in the middle of the codes.
+    fn blocks_of(format: WeightFormat, blocks: usize) -> Vec<u8> {
+        let mut state = 1u64;
+        let mut bytes: Vec<u8> = (0..blocks * format.block_bytes())
+            .map(|_| {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                (state >> 33) as u8
+            })
+            .collect();
+        let (scale, min) = (0x2400u16, 0xad00u16);
+        for block in bytes.chunks_exact_mut(format.block_bytes()) {
+            let words: &[(usize, u16)] = match format {
+                WeightFormat::Q4_1 | WeightFormat::Q5_1 => &[(0, scale), (2, min)],
+                WeightFormat::Q4K | WeightFormat::Q5K => &[(0, scale), (2, scale)],
+                WeightFormat::Q6K => &[(208, scale)],
+                WeightFormat::Int4(_) => &[(0, scale), (2, 8)],
+                WeightFormat::Int8(_) => &[(0, scale), (2, 128)],
+                WeightFormat::Mxfp4 => &[(0, 0x7979)],
+                _ => &[(0, scale)],
+            };
+            for &(at, word) in words {
+                block[at..at + 2].copy_from_slice(&word.to_le_bytes());
+            }
+            if format.is_float() {
+                for number in block.as_chunks_mut::<2>().0 {
+                    // A quarter is 0; exponents are those of numbers of about 1.
+                    number[1] = if number[0] < 64 { 0 } else { number[1] & 0x83 | 0x3c };
+                    number[0] = if number[0] < 64 { 0 } else { number[0] };
+                }
+            }
+        }
+        bytes
+    }
+
+    /// An activation of 1e4 where a weight is 0 is nothing beside those of 1e-2: every way of a processor finds their sum.
+    #[test]
+    fn exact_products_are_exact_beside_outliers() {
+        for &format in WeightFormat::ALL {
+            let (rows, columns) = (69, 1024);
+            let matrix = blocks_of(format, rows * columns / format.block_numbers());
+            let restored = reference::restore(format, &matrix);
+            let layout = PackedLayout::new(format, [rows, columns]).unwrap();
+            let stacked = Stacked::one(&matrix, layout);
+            for n in [1, 5] {
+                // Each row of activations has its outliers where weights of a row are 0.
+                let x: Vec<f32> = (0..n * columns)
+                    .map(|i| match restored[i] {
+                        0.0 => 1e4 * (1.0 - 2.0 * (i % 2) as f32),
+                        _ => ((i * 7919) % 1009) as f32 / 5e4,
+                    })
+                    .collect();
+                assert!(x.iter().any(|x| x.abs() > 1e3), "{format} has zeros");
+                let exact = Activations::Exact;
+                let mut ways = vec![("dense".to_string(), dense::project(&x, &stacked))];
+                ways.push(("best".into(), project(&x, &stacked, exact, None)));
+                with_blocks!(format, F => {
+                    ways.push(("portable".into(), portable::project::<F>(&x, &stacked, exact)));
+                    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+                    if Native::available() {
+                        let products = few::project::<Native, F>(&x, &stacked, exact);
+                        ways.push(("native".into(), products));
+                    }
+                }, wide W => for &way in wide::Way::ALL.iter().filter(|way| way.is_available()) {
+                    ways.push((format!("{way:?}"), wide::project_by::<W>(way, &x, &stacked)));
+                });
+                let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
+                let expected = reference::project(&x, &restored, columns);
+                let sums = reference::project(&magnitudes(&x), &magnitudes(&restored), columns);
+                for (way, products) in ways {
+                    for (i, product) in products.into_iter().enumerate() {
+                        let error = (f64::from(product) - expected[i]).abs();
+                        // Each of as many additions as there are columns may be rounded to the last digit of the sum.
+                        let bound = columns as f64 * 2f64.powi(-24) * sums[i];
+                        assert!(error <= bound, "{format} {way} by {n}: {i}: {error:.1e}");
+                    }
+                }
+            }
+        }
+    }
 }

@@ -108,19 +108,25 @@ impl CodeInstructions for Neon {
 
     #[inline]
     #[target_feature(enable = "neon")]
-    unsafe fn float_products(codes: &[u8], zero: u8, x: &[f32]) -> float32x4_t {
-        let mut products = vdupq_n_f32(0.0);
+    unsafe fn float_products(
+        codes: &[u8],
+        zero: u8,
+        [scale, min]: [float32x4_t; 2],
+        x: &[f32],
+        mut sums: float32x4_t,
+    ) -> float32x4_t {
         for (codes, x) in codes.as_chunks().0.iter().zip(x.as_chunks::<16>().0) {
             for (codes, x) in sixteen(codes, zero).into_iter().zip(x.as_chunks::<8>().0) {
                 let halves = [vmovl_s16(vget_low_s16(codes)), vmovl_high_s16(codes)];
                 for (codes, x) in halves.into_iter().zip(x.as_chunks::<4>().0) {
                     // SAFETY: the array has 4 numbers.
                     let x = unsafe { vld1q_f32(x.as_ptr()) };
-                    products = vfmaq_f32(products, vcvtq_f32_s32(codes), x);
+                    let weights = vfmaq_f32(min, vcvtq_f32_s32(codes), scale);
+                    sums = vfmaq_f32(sums, weights, x);
                 }
             }
         }
-        products
+        sums
     }
 
     #[target_feature(enable = "neon")]

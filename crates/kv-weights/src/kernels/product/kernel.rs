@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     Gate,
-    formats::cube::{BlocksInKernels, SPAN, Span, code, new_span, unpack_row},
+    formats::cube::{BlocksInKernels, SPAN, Span, code, new_span, number, unpack_row},
 };
 
 /// Run-time numbers of a launch.
@@ -196,7 +196,8 @@ fn add<F: BlocksInKernels>(
 }
 
 /// Adds the products of unpacked spans with the cube's rows of the activations. A code is made a number once for all of
-/// these.
+/// these. Minima are added to weights: times the sums of activations they would cancel products of codes that are far
+/// larger than what is left.
 #[cube]
 fn add_spans<F: BlocksInKernels>(
     x: &[Vector<f32, Const<4>>],
@@ -210,7 +211,6 @@ fn add_spans<F: BlocksInKernels>(
 ) {
     let rows = comptime!(bp.unit_rows * bp.width());
     let mut sums = zeros(comptime!(bp.products()));
-    let mut x_sums = zeros(comptime!(bp.x_rows));
     #[unroll]
     for i in 0..comptime!(SPAN / 4) {
         let mut numbers = Array::<f32>::new(comptime!(4 * rows));
@@ -218,7 +218,12 @@ fn add_spans<F: BlocksInKernels>(
         for r in 0..rows {
             #[unroll]
             for k in 0..4usize {
-                numbers[comptime!(4 * r + k)] = code::<F>(spans.index(r), comptime!(4 * i + k));
+                if comptime!(F::MINS) {
+                    numbers[comptime!(4 * r + k)] =
+                        number::<F>(spans.index(r), comptime!(4 * i + k));
+                } else {
+                    numbers[comptime!(4 * r + k)] = code::<F>(spans.index(r), comptime!(4 * i + k));
+                }
             }
         }
         #[unroll]
@@ -237,9 +242,6 @@ fn add_spans<F: BlocksInKernels>(
                     four *= gain;
                 }
                 ComptimeOption::None => {}
-            }
-            if comptime!(F::MINS) {
-                x_sums[j] += sum_of(four);
             }
             #[unroll]
             for r in 0..rows {
@@ -272,13 +274,10 @@ fn add_spans<F: BlocksInKernels>(
         #[unroll]
         for j in 0..bp.x_rows {
             let at = comptime!(r * bp.x_rows + j);
-            if comptime!(F::SCALES) {
+            if comptime!(F::SCALES && !F::MINS) {
                 totals[at] += sums[at] * scale;
             } else {
                 totals[at] += sums[at];
-            }
-            if comptime!(F::MINS) {
-                totals[at] += x_sums[j] * span.min;
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Activations as signed bytes: one for each number, or three digits to base 256.
+//! Activations as signed bytes: one for each number, or two digits to base 256.
 
 use core::arch::x86_64::*;
 
@@ -7,16 +7,12 @@ use crate::formats::{flex::Blocks, vnni::GROUP};
 /// Numbers that share a step.
 const BLOCK: usize = 32;
 
-/// The integer that the largest of 32 activations is scaled to, by the number of digits. In three its sum with [`ZERO`]
-/// is below 2^23, also when rounded up.
-pub(super) const LARGEST: [f32; 4] = [0.0, 127.0, 0x7f7f as f32, 0x3f_7f00 as f32];
+/// The integer that the largest of 32 activations is scaled to, by the number of digits.
+pub(super) const LARGEST: [f32; 3] = [0.0, 127.0, 0x7f7f as f32];
 
 /// Makes the bytes of an integer its signed digits: with `x + ZERO` written to base 256, subtracting `ZERO` from it byte
 /// by byte, without borrowing, leaves signed bytes whose value is x.
-const ZERO: [i32; 4] = [0, 0, 0x8080, 0x40_8080];
-
-/// What 1 in the third digit stands for.
-pub(super) const BASE_OF_THIRD: f32 = 65536.0;
+const ZERO: [i32; 3] = [0, 0, 0x8080];
 
 /// 128 activations, as `D` digits each, in the order of [`Group::codes`](crate::formats::vnni::Group::codes).
 #[derive(Clone, Copy)]
@@ -27,8 +23,8 @@ pub(super) struct Group<const D: usize> {
     pub(super) of_blocks: OfBlocks,
 }
 
-/// What there is to say of each 32 of 128 activations. It takes a line of the cache, and another one for a third digit:
-/// thousands of activations are read again for every row of weights, and must stay in the fastest cache.
+/// What there is to say of each 32 of 128 activations. It takes a line of the cache: thousands of activations are read
+/// again for every row of weights, and must stay in the fastest cache.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(super) struct OfBlocks {
@@ -36,11 +32,9 @@ pub(super) struct OfBlocks {
     pub(super) steps: [f32; 4],
     /// The activations added up.
     pub(super) sums: [f32; 4],
-    /// What is to be added to the products with the first two digits for a code of 0 to count as 0, of the first halves of
-    /// 32 and of the second; both in the first if they have one scale.
+    /// What is to be added to the products for a code of 0 to count as 0, of the first halves of 32 and of the second;
+    /// both in the first if they have one scale.
     pub(super) corrections: [[i32; 4]; 2],
-    /// The same for the third digit.
-    pub(super) third: [[i32; 4]; 2],
 }
 
 impl OfBlocks {
@@ -54,21 +48,12 @@ impl OfBlocks {
         }
     }
 
-    /// Those of the third digit.
-    #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    pub(super) fn third(&self, half: usize) -> __m512i {
-        // SAFETY: the array has four words.
-        let four = unsafe { _mm_loadu_si128(self.third[half].as_ptr().cast()) };
-        spread::<0>(_mm512_castsi128_si512(four))
-    }
-
-    /// The first line.
+    /// All of it.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn line(&self) -> __m512i {
-        const { assert!(core::mem::offset_of!(Self, third) == 64) };
-        // SAFETY: there are 64 bytes before the last array.
+        const { assert!(size_of::<Self>() == 64) };
+        // SAFETY: there are 64 bytes.
         unsafe { _mm512_load_si512(core::ptr::from_ref(self).cast()) }
     }
 }
@@ -85,12 +70,7 @@ fn spread<const FROM: i32>(line: __m512i) -> __m512i {
 impl<const D: usize> Group<D> {
     const EMPTY: Self = Self {
         digits: [[[0; 64]; 2]; D],
-        of_blocks: OfBlocks {
-            steps: [0.0; 4],
-            sums: [0.0; 4],
-            corrections: [[0; 4]; 2],
-            third: [[0; 4]; 2],
-        },
+        of_blocks: OfBlocks { steps: [0.0; 4], sums: [0.0; 4], corrections: [[0; 4]; 2] },
     };
 }
 
@@ -136,24 +116,22 @@ pub(super) fn step(x: &[f32; BLOCK], limit: f32) -> (f32, [__m512i; 2]) {
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn put<F: Blocks, const D: usize>(group: &mut Group<D>, i: usize, x: &[f32; BLOCK]) {
     let (step, units) = step(x, LARGEST[D]);
-    let (mut sums, mut total) = ([[0; 2]; 2], 0);
+    let (mut sums, mut total) = ([0; 2], 0);
     for (half, units) in units.into_iter().enumerate() {
         for (digit, bytes) in digits::<D>(units).into_iter().enumerate() {
             let to = &mut group.digits[digit][half][16 * i..][..16];
             // SAFETY: the slice has 16 bytes.
             unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), bytes) };
             let sum = _mm512_reduce_add_epi32(_mm512_cvtepi8_epi32(bytes));
-            sums[digit / 2][half] += sum << (digit % 2 * 8);
+            sums[half] += sum << (8 * digit);
         }
         total += _mm512_reduce_add_epi32(units);
     }
     let of_blocks = &mut group.of_blocks;
     of_blocks.steps[i] = step;
     of_blocks.sums[i] = total as f32 * step;
-    let [lower, third] = sums.map(|sums| corrections::<F>(sums));
-    for half in 0..2 {
-        of_blocks.corrections[half][i] = lower[half];
-        of_blocks.third[half][i] = third[half];
+    for (of_half, correction) in of_blocks.corrections.iter_mut().zip(corrections::<F>(sums)) {
+        of_half[i] = correction;
     }
 }
 

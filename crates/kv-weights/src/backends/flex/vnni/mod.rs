@@ -4,21 +4,21 @@
 //! (activations) and adds the products to a 32-bit sum, so that a step of [`Activations::Int8`] is exact in integers
 //! until it is multiplied with the two scales of its 32 numbers.
 //!
-//! Integers of 16 bits are multiplied the same way, as two signed digits to base 256, and exact activations as three, of
-//! integers of 23 bits: the largest of each 32 activations is scaled to the largest of these. That changes an activation
-//! by at most 2^-23 of the largest of its 32, about as much as rounding a sum of f32 does.
+//! Integers of 16 bits are multiplied the same way, as two signed digits to base 256. Exact activations are multiplied as
+//! floats: as integers with one step for 32 of them, those beside an outlier would be lost.
 
 mod activations;
+mod exact;
 mod panels;
 
 use core::{arch::x86_64::*, ops::Range};
 
-use super::{AHEAD, LINE, PARALLEL, gated, stacked::Stacked};
+use super::{AHEAD, LINE, PARALLEL, dense, gated, stacked::Stacked};
 use crate::{
     Activations, Gate, PackedLayout,
     formats::vnni::{self, GROUP, Groups, MOST_BYTES},
 };
-use activations::{BASE_OF_THIRD, Group, groups};
+use activations::{Group, groups};
 
 /// Rows of activations that are multiplied with a row of weights at a time.
 const ROWS: usize = 4;
@@ -45,7 +45,13 @@ pub(super) fn project<F: Groups>(
     gate: Option<Gate>,
 ) -> Vec<f32> {
     match activations {
-        Activations::Exact => by_digits::<F, 3>(x, matrix, gate),
+        Activations::Exact if x.len() / matrix.columns() >= MANY => {
+            gated(dense::project(x, matrix), matrix, gate)
+        }
+        Activations::Exact => {
+            let x = exact::groups(x, matrix.columns());
+            gated(few::<F, _>(&x, matrix), matrix, gate)
+        }
         Activations::Int16 => by_digits::<F, 2>(x, matrix, gate),
         Activations::Int8 => by_digits::<F, 1>(x, matrix, gate),
     }
@@ -58,26 +64,61 @@ fn by_digits<F: Groups, const D: usize>(
 ) -> Vec<f32> {
     assert!(available());
     let columns = matrix.columns();
-    let n = x.len() / columns;
-    if n >= MANY {
+    if x.len() / columns >= MANY {
         return panels::project::<F, D>(x, matrix, gate);
     }
     // SAFETY: the processor has the instructions, as asserted.
     let x = unsafe { groups::<F, D>(x, columns) };
-    let parallel = matrix.rows() * columns * n * D >= PARALLEL;
-    let products = matrix.by_weight_rows(n, parallel, |blocks, out| {
+    gated(few::<F, _>(&x, matrix), matrix, gate)
+}
+
+/// 128 activations as they are multiplied. In the last ones of a row zeros follow the numbers that are there.
+trait Multiplied: Copy + Sync {
+    /// How much work a product is, that of bytes being 1.
+    const WORK: usize;
+
+    /// Adds the products of `C` times 128 numbers.
+    ///
+    /// # Safety
+    /// The processor has AVX-512 with BW, DQ, VL and VNNI.
+    unsafe fn add<F: Groups, const C: usize>(
+        sum: &mut Sum,
+        weights: &vnni::Group<C>,
+        x: [&Self; C],
+    );
+}
+
+impl<const D: usize> Multiplied for Group<D> {
+    const WORK: usize = D;
+
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn add<F: Groups, const C: usize>(
+        sum: &mut Sum,
+        weights: &vnni::Group<C>,
+        x: [&Self; C],
+    ) {
+        sum.add::<F, D, C>(weights, x);
+    }
+}
+
+/// The products of all rows of weights with a few rows of `x`.
+fn few<F: Groups, X: Multiplied>(x: &[X], matrix: &Stacked<'_>) -> Vec<f32> {
+    assert!(available());
+    let n = x.len() / matrix.columns().div_ceil(GROUP);
+    let parallel = matrix.rows() * matrix.columns() * n * X::WORK >= PARALLEL;
+    matrix.by_weight_rows(n, parallel, |blocks, out| {
         // SAFETY: the processor has the instructions, as asserted.
-        unsafe { some_rows::<F, D>(blocks, matrix.layout(), &x, out) };
-    });
-    gated(products, matrix, gate)
+        unsafe { some_rows::<F, X>(blocks, matrix.layout(), x, out) };
+    })
 }
 
 /// The products of the first rows of `blocks`, as many as fit `out`, with all of `x`: `[rows of weights, rows of x]`.
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn some_rows<F: Groups, const D: usize>(
+fn some_rows<F: Groups, X: Multiplied>(
     blocks: &[u8],
     layout: &PackedLayout,
-    x: &[Group<D>],
+    x: &[X],
     out: &mut [f32],
 ) {
     let columns = layout.columns();
@@ -89,23 +130,23 @@ fn some_rows<F: Groups, const D: usize>(
         let part = out.len() / TOGETHER;
         for row in 0..part {
             let rows = core::array::from_fn(|i| row + i * part);
-            let products = weights.multiply::<F, D, TOGETHER, 1>(rows, x);
+            let products = weights.multiply::<F, X, TOGETHER, 1>(rows, x);
             for (row, [product]) in rows.into_iter().zip(products) {
                 out[row] = product;
             }
         }
         for (row, out) in out.iter_mut().enumerate().skip(TOGETHER * part) {
-            [[*out]] = weights.multiply::<F, D, 1, 1>([row], x);
+            [[*out]] = weights.multiply::<F, X, 1, 1>([row], x);
         }
         return;
     }
     for (row, out) in out.chunks_exact_mut(n).enumerate() {
         for (x, out) in x.chunks(ROWS * groups).zip(out.chunks_mut(ROWS)) {
             match out.len() {
-                1 => out.copy_from_slice(&weights.multiply::<F, D, 1, 1>([row], x)[0]),
-                2 => out.copy_from_slice(&weights.multiply::<F, D, 1, 2>([row], x)[0]),
-                3 => out.copy_from_slice(&weights.multiply::<F, D, 1, 3>([row], x)[0]),
-                _ => out.copy_from_slice(&weights.multiply::<F, D, 1, ROWS>([row], x)[0]),
+                1 => out.copy_from_slice(&weights.multiply::<F, X, 1, 1>([row], x)[0]),
+                2 => out.copy_from_slice(&weights.multiply::<F, X, 1, 2>([row], x)[0]),
+                3 => out.copy_from_slice(&weights.multiply::<F, X, 1, 3>([row], x)[0]),
+                _ => out.copy_from_slice(&weights.multiply::<F, X, 1, ROWS>([row], x)[0]),
             }
         }
     }
@@ -127,10 +168,10 @@ impl Rows<'_> {
     /// The products of `W` rows with `N` rows of `x`.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    fn multiply<F: Groups, const D: usize, const W: usize, const N: usize>(
+    fn multiply<F: Groups, X: Multiplied, const W: usize, const N: usize>(
         &self,
         rows: [usize; W],
-        x: &[Group<D>],
+        x: &[X],
     ) -> [[f32; N]; W] {
         let groups = self.groups + usize::from(self.rest > 0);
         assert!(x.len() == N * groups);
@@ -150,7 +191,9 @@ impl Rows<'_> {
                 // SAFETY: whole groups are in the row, as asserted.
                 let weights = unsafe { F::pair(blocks.as_ptr(), pair) };
                 for (n, sum) in sums.iter_mut().enumerate() {
-                    sum.add::<F, D, 2>(&weights, [0, 1].map(|i| x_at(n, 2 * pair + i)));
+                    let x = [0, 1].map(|i| x_at(n, 2 * pair + i));
+                    // SAFETY: the processor has the instructions, for which this function is compiled.
+                    unsafe { X::add::<F, 2>(sum, &weights, x) };
                 }
             }
         }
@@ -160,7 +203,8 @@ impl Rows<'_> {
                 // SAFETY: whole groups are in the row, as asserted.
                 let weights = unsafe { F::group(blocks.as_ptr(), last) };
                 for (n, sum) in sums.iter_mut().enumerate() {
-                    sum.add::<F, D, 1>(&weights, [x_at(n, last)]);
+                    // SAFETY: as above.
+                    unsafe { X::add::<F, 1>(sum, &weights, [x_at(n, last)]) };
                 }
             }
         }
@@ -169,7 +213,8 @@ impl Rows<'_> {
             if self.rest > 0 {
                 let weights = self.last::<F>(row);
                 for (n, sum) in sums.iter_mut().enumerate() {
-                    sum.add::<F, D, 1>(&weights, [&x[n * groups + self.groups]]);
+                    // SAFETY: as above.
+                    unsafe { X::add::<F, 1>(sum, &weights, [&x[n * groups + self.groups]]) };
                 }
             }
             *products = sums.map(|sum| sum.total());
@@ -294,12 +339,7 @@ fn products<F: Groups, const D: usize>(
         // Those of the second digit are counted with the first.
         _mm512_add_epi32(add(x.of_blocks.corrections(vectors.start), 0), second)
     };
-    let lower = _mm512_cvtepi32_ps(lower);
-    if D < 3 {
-        return lower;
-    }
-    let third = if F::ZERO == 0 { zero } else { x.of_blocks.third(vectors.start) };
-    _mm512_fmadd_ps(_mm512_cvtepi32_ps(add(third, 2)), _mm512_set1_ps(BASE_OF_THIRD), lower)
+    _mm512_cvtepi32_ps(lower)
 }
 
 /// Adds the products of codes with a digit, four to a lane.

@@ -4,7 +4,7 @@
 use core::{arch::x86_64::*, mem::MaybeUninit};
 
 use super::{
-    activations::{BASE_OF_THIRD, LARGEST, corrections, digits, step},
+    activations::{LARGEST, corrections, digits, step},
     load,
 };
 use crate::{
@@ -39,13 +39,13 @@ struct Activations<const D: usize> {
     step: f32,
     /// All of them, added up.
     sum: f32,
-    /// What is to be added to the products with the first two digits, and with the third, for a code of 0 to count as 0,
-    /// for each half; in the first for both if they have one scale.
-    corrections: [[i32; 2]; 2],
+    /// What is to be added to the products for a code of 0 to count as 0, for each half; in the first for both if they
+    /// have one scale.
+    corrections: [i32; 2],
 }
 
 impl<const D: usize> Activations<D> {
-    const EMPTY: Self = Self { digits: [[0; 8]; D], step: 0.0, sum: 0.0, corrections: [[0; 2]; 2] };
+    const EMPTY: Self = Self { digits: [[0; 8]; D], step: 0.0, sum: 0.0, corrections: [0; 2] };
 }
 
 /// 32 columns of a panel.
@@ -176,7 +176,7 @@ fn round<F: Blocks, const D: usize>(x: &[f32], out: &mut [MaybeUninit<Activation
     for (x, to) in x.as_chunks::<BLOCK>().0.iter().zip(out) {
         let mut out = Activations::EMPTY;
         let (step, units) = step(x, LARGEST[D]);
-        let mut sums = [[0; 2]; 2];
+        let mut sums = [0; 2];
         let mut sum = 0;
         for (half, units) in units.into_iter().enumerate() {
             for (digit, bytes) in digits::<D>(units).into_iter().enumerate() {
@@ -184,13 +184,13 @@ fn round<F: Blocks, const D: usize>(x: &[f32], out: &mut [MaybeUninit<Activation
                 // SAFETY: the slice has 16 bytes.
                 unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), bytes) };
                 let total = _mm512_reduce_add_epi32(_mm512_cvtepi8_epi32(bytes));
-                sums[digit / 2][half] += total << (digit % 2 * 8);
+                sums[half] += total << (8 * digit);
             }
             sum += _mm512_reduce_add_epi32(units);
         }
         out.step = step;
         out.sum = sum as f32 * step;
-        out.corrections = sums.map(|sums| corrections::<F>(sums));
+        out.corrections = corrections::<F>(sums);
         to.write(out);
     }
 }
@@ -386,7 +386,7 @@ unsafe fn multiply<F: Groups, const D: usize, const R: usize>(
         let halves = BLOCK / F::SPAN;
         for part in 0..halves {
             // The highest digit first: what it sums up to is shifted before the next is added. Products with two digits
-            // have 29 bits, and those with a third are added up apart.
+            // have 29 bits.
             let mut products = [[_mm512_setzero_si512(); 2]; R];
             for digit in (0..D).rev() {
                 if digit == 0 && D > 1 {
@@ -402,23 +402,18 @@ unsafe fn multiply<F: Groups, const D: usize, const R: usize>(
                         products[1] = _mm512_dpbusd_epi32(products[1], codes[1], x);
                     }
                 }
-                if digit == 1 {
-                    continue;
-                }
-                let (sums_of, base) = if digit == 2 { (1, BASE_OF_THIRD) } else { (0, 1.0) };
-                let scales = two(&columns.scales[part]);
-                for (r, products) in products.iter_mut().enumerate() {
-                    let step = _mm512_set1_ps(x(r).step * base);
-                    for half in 0..2 {
-                        if F::ZERO != 0 {
-                            let correction = _mm512_set1_epi32(x(r).corrections[sums_of][part]);
-                            products[half] = _mm512_add_epi32(products[half], correction);
-                        }
-                        let scale = _mm512_castsi512_ps(scales[half]);
-                        let scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(products[half]), scale);
-                        sums[r][half] = _mm512_fmadd_ps(scaled, step, sums[r][half]);
-                        products[half] = _mm512_setzero_si512();
+            }
+            let scales = two(&columns.scales[part]);
+            for (r, products) in products.iter_mut().enumerate() {
+                let step = _mm512_set1_ps(x(r).step);
+                for half in 0..2 {
+                    if F::ZERO != 0 {
+                        let correction = _mm512_set1_epi32(x(r).corrections[part]);
+                        products[half] = _mm512_add_epi32(products[half], correction);
                     }
+                    let scale = _mm512_castsi512_ps(scales[half]);
+                    let scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(products[half]), scale);
+                    sums[r][half] = _mm512_fmadd_ps(scaled, step, sums[r][half]);
                 }
             }
         }
