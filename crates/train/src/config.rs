@@ -319,17 +319,19 @@ impl TrainConfig {
         Ok(())
     }
 
-    /// Checks what the model decides: that the cache quantizes any of its layers.
+    /// Checks what the model decides: that the cache fits it, and quantizes any of its layers.
     ///
     /// # Errors
-    /// [`Error::Setting`] for a cache that is float in all layers.
+    /// A cache that does not fit the model, [`Error::Setting`] for one that is float in all layers.
     pub fn check_model(&self, model: &ModelSpec) -> Result<()> {
-        match &self.qat {
-            Some(qat) if qat.cache.is_float(model) => {
+        let Some(qat) = &self.qat else { return Ok(()) };
+        qat.cache.validate(model)?;
+        match qat.cache.is_float(model) {
+            true => {
                 let rule = "is float in all layers, so that nothing would be quantized";
                 Err(Error::setting("cache", &qat.cache, rule))
             }
-            _ => Ok(()),
+            false => Ok(()),
         }
     }
 

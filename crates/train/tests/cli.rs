@@ -261,8 +261,10 @@ fn mistakes_are_one_line() {
     pretrain(&["--vocab", "260", "--head-dim", "0"], &["head_dim", "0", "between 1"]);
     // 100000 * 256 * (768 of queries, keys, values and output + 3 * 704) weights: none is made.
     let parts = ["memory: training needs at least", "weights 294.91 GB", "moments 589.83 GB"];
-    pretrain(&["--layers", "100000"], &parts);
-    assert!(!world.path("out").exists(), "a refused run has left files");
+    let refused = world.string("refused");
+    let args = ["pretrain", "--text", &text, "--out", &refused, "--layers", "100000"];
+    fails(&mut program(&args), &parts);
+    assert!(!world.path("refused").exists(), "a refused run has left files");
 }
 
 /// The largest number there is, for every option that counts something: an error of one line, or a
