@@ -160,7 +160,7 @@ fn what_does_not_fit_is_one_line_before_anything_is_generated() {
     succeeds(generate(&space, &save));
     let load = |more: &[&str]| generate(&space, &[&["--load-cache", file], more].concat());
     let cache = ["--prompt", PROMPT, "--cache", "k4v4-g16-r16"];
-    let parts = ["prefix.safetensors", "saved with --cache float", "give --cache float"];
+    let parts = ["prefix.safetensors", "saved with --cache float", "layers.0.cache = float"];
     refused(&load(&cache), &parts);
     let half = ["--prompt", PROMPT, "--dtype", "bf16"];
     refused(&load(&half), &["weights = f32", "bf16 weights", "the same --weights and --dtype"]);

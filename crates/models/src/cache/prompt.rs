@@ -1,9 +1,12 @@
 //! A text in a cache, of which the next text reuses the longest prefix.
 
-use std::path::Path;
+use std::{ops::Range, path::Path};
 
 use burn::tensor::{Device, Tensor, TensorData};
-use kv_cubecl::{CacheParts, KvCache, KvCacheConfig};
+use kv_cubecl::{
+    CacheParts, KvCache, KvCacheConfig, Side,
+    layout::{CacheLayout, Schedule},
+};
 use tracing::trace_span;
 
 use super::{ModelCache, SavedAs, check_context};
@@ -262,13 +265,32 @@ pub(super) struct Checkpoint {
 
 /// The parts of a layer's cache that a checkpoint keeps.
 pub(super) fn kept(config: &KvCacheConfig) -> &'static [&'static str] {
-    let schedule = kv_cubecl::layout::Schedule::new(config);
+    let schedule = Schedule::new(config);
     match (schedule.window, schedule.is_exact_anywhere()) {
         // A window overwrites what it has hidden.
         (Some(_), _) => &["keys", "values", "floats"],
         (None, true) => &[],
         (None, false) => &["floats"],
     }
+}
+
+/// The elements of a slice's float rows that a checkpoint keeps: all of a window's, else those of the sides that are
+/// quantized, whose rings are short.
+fn kept_elements(layout: &CacheLayout) -> Vec<Range<usize>> {
+    if layout.schedule().window.is_some() {
+        return vec![0..layout.float_elements()];
+    }
+    // A side that is quantized and never all at once has a ring.
+    let sides = Side::BOTH.map(|side| layout.sides()[side]);
+    let quantized = sides.into_iter().filter(|side| side.spec.is_some());
+    let elements =
+        quantized.map(|side| side.first_element..side.first_element + side.rows() * side.head_dim);
+    elements.filter(|elements| !elements.is_empty()).collect()
+}
+
+/// The shape of the floats that a checkpoint keeps of a layer.
+pub(super) fn kept_shape(layout: &CacheLayout) -> [usize; 2] {
+    [layout.slices(), kept_elements(layout).iter().map(Range::len).sum()]
 }
 
 impl Checkpoint {
@@ -279,7 +301,14 @@ impl Checkpoint {
             if kept.is_empty() {
                 return Ok(vec![]);
             }
-            let CacheParts { keys, values, floats, .. } = layer.resized(len)?.into_parts();
+            let layer = layer.resized(len)?;
+            let layout = *layer.layout();
+            let CacheParts { keys, values, floats, .. } = layer.into_parts();
+            let rows: Tensor<2> = floats.reshape([layout.slices(), layout.float_elements()]);
+            let rows = kept_elements(&layout)
+                .into_iter()
+                .map(|elements| rows.clone().narrow(1, elements.start, elements.len()));
+            let floats = Tensor::cat(rows.collect(), 1);
             let mut data = vec![];
             if kept.contains(&"keys") {
                 data.extend([keys.try_into_data(), values.try_into_data()]);
@@ -309,20 +338,27 @@ impl Checkpoint {
             return Ok(layer);
         };
         let device = layer.device();
-        let floats = Tensor::from_data(floats.clone(), (&device, floats.dtype()));
-        let parts = match words {
-            [keys, values] => {
-                let words =
-                    |data: &TensorData| Tensor::from_data(data.clone(), (&device, data.dtype()));
-                CacheParts { keys: words(keys), values: words(values), floats, lens: vec![len] }
-            }
-            _ => {
-                // Codes stay, as of the first tokens of the longer cache.
-                let now = CacheParts { lens: vec![len], ..layer.clone().into_parts() };
-                let now = KvCache::from_parts(config, shape, now)?.resized(len)?;
-                CacheParts { floats, ..now.into_parts() }
-            }
-        };
+        // Codes stay, as of the first tokens of the longer cache.
+        let now = CacheParts { lens: vec![len], ..layer.clone().into_parts() };
+        let now = KvCache::from_parts(config, shape, now)?.resized(len)?;
+        let layout = *now.layout();
+        let mut parts = now.into_parts();
+        if let [keys, values] = words {
+            let words =
+                |data: &TensorData| Tensor::from_data(data.clone(), (&device, data.dtype()));
+            (parts.keys, parts.values) = (words(keys), words(values));
+        }
+        let float_shape = parts.floats.dims();
+        let mut rows: Tensor<2> = parts.floats.reshape([layout.slices(), layout.float_elements()]);
+        let floats: Tensor<2> = Tensor::from_data(floats.clone(), (&device, floats.dtype()));
+        let mut from = 0;
+        for elements in kept_elements(&layout) {
+            let n = elements.len();
+            let part = floats.clone().narrow(1, from, n);
+            rows = rows.slice_assign([0..layout.slices(), elements], part);
+            from += n;
+        }
+        parts.floats = rows.reshape(float_shape);
         let short = KvCache::from_parts(&config.with_capacity(len), shape, parts)?;
         Ok(short.with_options(layer.options())?.resized(config.capacity)?)
     }

@@ -570,13 +570,18 @@ impl<T: Target> Writer<'_, T> {
             let restored = saved.restore_prompt(self.model, config, self.device, self.checkpoints);
             return match (restored, saved.cache()) {
                 (Ok(held), _) => Ok((held, None)),
-                // A rotation that is in the weights makes them others.
-                (Err(_), Some(cache)) if cache != self.cache_name => bail!(
-                    "load-cache {}: it was saved with --cache {cache}, and {} is asked for; \
-                     give --cache {cache}",
-                    saved.path().display(),
-                    self.cache_name
-                ),
+                (Err(error), Some(cache)) if cache != self.cache_name => {
+                    let path = saved.path().display();
+                    let other = format!(
+                        "load-cache {path}: it was saved with --cache {cache}, and {} is asked for",
+                        self.cache_name
+                    );
+                    match error.to_string().contains(".cache = ") {
+                        true => Err(anyhow::Error::from(error).context(other)),
+                        // A rotation that is in the weights makes them others.
+                        false => bail!("{other}; give --cache {cache}"),
+                    }
+                }
                 (Err(error), _) => Err(error.into()),
             };
         }

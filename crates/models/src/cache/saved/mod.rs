@@ -25,7 +25,7 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use self::header::{Header, Layer, Maker, RopeMark, VERSION};
 use super::{
     ModelCache,
-    prompt::{Checkpoint, Checkpoints, PromptCache, kept},
+    prompt::{Checkpoint, Checkpoints, PromptCache, kept, kept_shape},
 };
 use crate::{Error, LanguageModel, ModelCacheConfig, Result, chat::Message, gguf::map};
 
@@ -206,7 +206,7 @@ impl SavedCache {
                         "values" => {
                             (words(&view), vec![layout.sides().values.words(layout.slices())])
                         }
-                        _ => (self.floats(&view)?, layout.float_shape().to_vec()),
+                        _ => (self.floats(&view)?, kept_shape(&layout).to_vec()),
                     };
                     let dtype = if *part == "floats" { config.float.dtype() } else { DType::U32 };
                     match data.shape()[..] == expected[..] && data.dtype() == dtype {
