@@ -1,4 +1,5 @@
-//! The small models of kv-eval, as they are built into the program: it then runs wherever it is installed.
+//! The small models of kv-eval, as they are built into the program: it then runs wherever it is
+//! installed.
 //!
 //! ```
 //! let model = &kv_eval_models::AUSTEN;

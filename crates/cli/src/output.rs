@@ -1,8 +1,8 @@
 //! What a program writes: lines for people, and files for programs.
 //!
 //! A reader that goes away (`| head`) is no mistake of the program, and does not end it: what else it
-//! writes may still be wanted. A file is tried before the work whose result it is to hold, so that a
-//! wrong name is found at once; nothing of it is on the disk until the result is.
+//! writes may still be wanted. A file is tried before the work whose result it is to hold, so that
+//! a wrong name is found at once; nothing of it is on the disk until the result is.
 
 use core::fmt::Display;
 use std::{
@@ -158,7 +158,8 @@ fn target(path: &Path) -> PathBuf {
     fs::canonicalize(path).unwrap_or_else(|_| path.into())
 }
 
-/// Does what leaves files behind when it is cut off: [`exit_interrupted`](crate::exit_interrupted) waits until it is done.
+/// Does what leaves files behind when it is cut off: [`exit_interrupted`](crate::exit_interrupted)
+/// waits until it is done.
 pub fn uninterrupted<T>(work: impl FnOnce() -> T) -> T {
     let _whole = writing();
     work()

@@ -514,6 +514,23 @@ fn a_text_has_its_bits_per_byte() {
 }
 
 #[test]
+fn an_end_token_of_another_type_is_told_without_rust() {
+    let space = Workspace::new();
+    space.rewrite_config("\"eos_token_id\": 2", "\"eos_token_id\": \"two\"");
+    assert_one_line(&ppl(&space, &[]), &["config.json", "must be a token id or a list of them"]);
+}
+
+/// What is printed is how many threads compute, not how many the machine has.
+#[test]
+fn the_threads_of_rayon_are_counted() {
+    let space = Workspace::new();
+    let (model, text) = (space.model(), space.text());
+    let args = ["ppl", "--model", &model, "--text", &text, "--tokens", "40"];
+    let outcome = common::kv_eval_in(&args, &[("RAYON_NUM_THREADS", "3")]);
+    assert!(outcome.stdout.contains("(cpu, 3 threads)"), "{}", outcome.stdout);
+}
+
+#[test]
 fn windows_overlap_by_the_stride() {
     let space = Workspace::new();
     let json = space.path("report.json");

@@ -1,4 +1,5 @@
-//! Numbers that no machine can serve are refused in one line: nothing panics, and nothing is allocated that is not there.
+//! Numbers that no machine can serve are refused in one line: nothing panics, and nothing is
+//! allocated that is not there.
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
@@ -6,7 +7,8 @@ use std::process::Command;
 
 const AUSTEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen");
 const WORLD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/world");
-/// 2^64 - 1, a number whose bytes no machine has, one below 2^32, and one whose bytes the limit below does not have.
+/// 2^64 - 1, a number whose bytes no machine has, one below 2^32, and one whose bytes the limit
+/// below does not have.
 const HUGE: [&str; 4] = ["18446744073709551615", "100000000000", "4000000000", "3000000"];
 
 /// Runs the program with addresses for 3 GB.
@@ -23,6 +25,8 @@ fn refused(args: &[&str], parts: &[&str]) {
     let lines: Vec<&str> = errors.lines().filter(|line| !line.starts_with("note: ")).collect();
     assert!(lines.len() == 1 && lines[0].starts_with("error: "), "{args:?}: {errors}");
     assert!(parts.iter().all(|part| lines[0].contains(part)), "{args:?}: {errors}");
+    // A Rust type has braces, a sentence has none.
+    assert!(!lines[0].contains('{'), "{args:?}: {errors}");
 }
 
 #[test]

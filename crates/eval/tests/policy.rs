@@ -122,7 +122,8 @@ fn a_policy_is_taken_wherever_a_cache_is_named() {
     assert!(outcome.stdout.contains("note: small: layer"), "{}", outcome.stdout);
 }
 
-/// Benchmarks of one layer take every cache that a layer has by a policy; games play with those of all layers.
+/// Benchmarks of one layer take every cache that a layer has by a policy; games play with those of
+/// all layers.
 #[test]
 fn a_policy_is_timed_and_played() {
     let space = Workspace::new();
@@ -152,7 +153,8 @@ fn a_policy_is_timed_and_played() {
     let points = found["points"].as_array().unwrap();
     let names: Vec<_> = points.iter().map(|point| point["cache"].as_str().unwrap()).collect();
     assert_eq!(names, ["float", "mine", "kint8vint8@2"]);
-    // Of the layers of the policy the last two are those of the third, the others are larger than these and less than float.
+    // Of the layers of the policy the last two are those of the third, the others are larger than
+    // these and less than float.
     let bytes: Vec<u64> = points.iter().map(|point| point["bytes"].as_u64().unwrap()).collect();
     assert!(bytes[1] < bytes[2] && bytes[2] < bytes[0], "{bytes:?}");
 

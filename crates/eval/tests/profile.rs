@@ -421,7 +421,8 @@ fn replays_are_timed_as_a_whole() {
     assert!(page.html.contains("a replay is all of them as one"));
 }
 
-/// Weights that stay packed are called by their format, and not by the type that they are computed with in.
+/// Weights that stay packed are called by their format, and not by the type that they are computed
+/// with in.
 #[test]
 fn packed_weights_have_the_name_of_their_format() {
     let device = burn::tensor::Device::flex();

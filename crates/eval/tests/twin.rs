@@ -141,7 +141,8 @@ fn the_program_prints_and_writes_what_it_finds() {
     assert!(lines.contains("must be a divergence in nats, 0 or more"), "{lines}");
 }
 
-/// More tokens than the model has positions are those of its positions, which is said before they pass.
+/// More tokens than the model has positions are those of its positions, which is said before they
+/// pass.
 #[test]
 fn tokens_beyond_the_models_limit_are_left_out() {
     let workspace = Workspace::new();

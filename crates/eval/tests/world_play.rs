@@ -160,7 +160,8 @@ fn names_are_read_as_they_are_printed() {
     }
     let caches: LayerCaches = "kint8vint8@2".parse().unwrap();
     let float = KvCacheConfig::float();
-    assert_eq!(caches.formats(3).unwrap(), [float, caches.cache, caches.cache]);
+    let stored = "kint8vint8".parse().unwrap();
+    assert_eq!(caches.formats(3).unwrap(), [float, stored, stored]);
     let error = caches.formats(1).unwrap_err().to_string();
     assert_eq!(error, "cache kint8vint8@2: names more than the 1 layers there are");
     for name in ["kint8vint8@", "kint8vint8@0", "float@x"] {

@@ -258,7 +258,7 @@ fn wrong_inputs_change_nothing() {
     for (input, store, wanted) in [
         (input(1, 1, 10), Store::Update, "buttons = [1, 1, 10]: must have the shape [1, 1, 11]"),
         (input(1, 2, 11), Store::Update, "frames = 2: must be 1"),
-        (input(2, 1, 11), Store::Update, "cache = CacheShape { batch: 1"),
+        (input(2, 1, 11), Store::Update, "cache = batch 1, "),
         (input(1, 1, 11), Store::Rewrite, "cache = 0 frames: must hold the frame"),
     ] {
         let error = model.step(input, &mut cache, store).unwrap_err().to_string();

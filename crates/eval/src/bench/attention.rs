@@ -106,7 +106,8 @@ impl AttentionPlan {
         Ok(4 * of(n_heads, tokens)? + 2 * of(n_kv_heads, tokens)? + 2 * of(n_kv_heads, FILL_CHUNK)?)
     }
 
-    /// Tokens that a cache has room for beside its context: those of all samples and of the warm-up rounds.
+    /// Tokens that a cache has room for beside its context: those of all samples and of the warm-up
+    /// rounds.
     fn appended(&self) -> usize {
         self.tokens.saturating_mul(size::rounds(self.samples))
     }
@@ -116,7 +117,8 @@ impl AttentionPlan {
         self.working_set.div_ceil(layout.bytes_read(context).max(1)).max(1)
     }
 
-    /// Steps of [`time_append`]: a period of the keys' flushes for each sample and one for warming up.
+    /// Steps of [`time_append`]: a period of the keys' flushes for each sample and one for warming
+    /// up.
     fn steps(&self, config: &KvCacheConfig) -> usize {
         self.samples.saturating_add(1).saturating_mul(period(config))
     }
@@ -149,8 +151,8 @@ impl AttentionPlan {
 /// Tokens appended at once to fill a cache.
 const FILL_CHUNK: usize = 8192;
 
-/// Steps from one flush of the keys to the next. Without a window, or of keys that leave it one by one, all steps are
-/// alike.
+/// Steps from one flush of the keys to the next. Without a window, or of keys that leave it one by
+/// one, all steps are alike.
 fn period(config: &KvCacheConfig) -> usize {
     config.residual_length.max(1)
 }

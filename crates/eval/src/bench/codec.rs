@@ -29,8 +29,8 @@ pub struct CodecPoint {
 /// # Errors
 /// [`Error::Plan`](crate::Error::Plan) for a tensor of 2^32 elements or more.
 pub fn codec_bytes([heads, tokens, head_dim]: [usize; 3]) -> Result<u64> {
-    /// All formats of both sides together have 28 bits a number and parameters beside them, less than one f32; quantizing
-    /// and restoring one more.
+    /// All formats of both sides together have 28 bits a number and parameters beside them, less
+    /// than one f32; quantizing and restoring one more.
     const COPIES: u64 = 4;
     Ok(COPIES * size::tensor_bytes([1, heads, tokens, head_dim])?)
 }

@@ -16,11 +16,11 @@ use serde::Serialize;
 use super::{Rollout, RolloutPlan, Truth, World, psnr, roll_out, squared_error, ssim};
 use crate::{Error, Result, bench::median};
 
-/// What the layers of a world model store: a cache or a policy, in all layers or in the last few alone, the others in
-/// float.
+/// What the layers of a world model store: a cache or a policy, in all layers or in the last few
+/// alone, the others in float.
 ///
-/// It is parsed from the short name of a cache, of a preset or of a policy's file, with `@2` behind it for the last two
-/// layers, and printed as the name of what it stores.
+/// It is parsed from the short name of a cache, of a preset or of a policy's file, with `@2` behind
+/// it for the last two layers, and printed as the name of what it stores.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerCaches {
     /// What is stored.
@@ -158,7 +158,8 @@ impl WorldPoint {
     }
 }
 
-/// Bytes that [`compare`] takes for so many games of so many frames, the true ones first among them.
+/// Bytes that [`compare`] takes for so many games of so many frames, the true ones first among
+/// them.
 ///
 /// # Errors
 /// Those of the caches, before any is allocated.

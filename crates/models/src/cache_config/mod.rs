@@ -158,7 +158,8 @@ impl ModelCacheConfig {
         }
     }
 
-    /// What each of the `n_layers` layers of a model stores whose layers have no windows of their own.
+    /// What each of the `n_layers` layers of a model stores whose layers have no windows of their
+    /// own.
     ///
     /// # Errors
     ///

@@ -64,7 +64,8 @@ impl Weights {
         sizes
     }
 
-    /// Whether the rows of a tensor are multiplied as they are in the file, where packed ones may stay so.
+    /// Whether the rows of a tensor are multiplied as they are in the file, where packed ones may
+    /// stay so.
     fn stays_packed(&self, name: &str, entry: &Entry) -> bool {
         // Of floats, experts that are stored transposed are restored, and so are the biases of experts.
         let restored =
@@ -75,7 +76,8 @@ impl Weights {
     /// The layout that a tensor is planned to be quantized to; `None` for what is not quantized.
     fn planned_layout(&self, names: &Names, name: &str, entry: &Entry) -> Option<PackedLayout> {
         let format: WeightFormat = self.planned?;
-        // Matrices of the layers, the embedding and the head; not tables of positions and what picks experts.
+        // Matrices of the layers, the embedding and the head; not tables of positions and what
+        // picks experts.
         let [rows, columns] = entry.tensor.shape.to_vec()[..] else { return None };
         let quantized =
             name.starts_with(names.layers) || name == names.embedding || name == names.head;

@@ -124,11 +124,9 @@ impl WorldCache {
         for layer in &self.layers {
             let (found, tokens) = (layer.layout().shape(), layer.config().tokens_per_frame);
             if found != shape || tokens != config.tokens_per_frame() {
-                let rule = format!(
-                    "must be {shape:?} with {} tokens_per_frame",
-                    config.tokens_per_frame()
-                );
-                let found = format!("{found:?} with {tokens}");
+                let rule =
+                    format!("must be {shape} with {} tokens_per_frame", config.tokens_per_frame());
+                let found = format!("{found} with {tokens}");
                 return Err(Error::argument("cache", found, rule));
             }
         }

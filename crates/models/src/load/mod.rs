@@ -61,8 +61,9 @@ pub struct LoadOptions {
     /// The most bytes of a buffer: packed matrices with more become several of neighboring rows, as they do beyond what
     /// the device has. `None` leaves it at the device's.
     pub largest_buffer: Option<u64>,
-    /// The format that an [`outline`] counts matrices in, as if [`save_quantized`](crate::save_quantized) had written
-    /// them so; those whose rows are no whole blocks stay as they are. A load ignores it.
+    /// The format that an [`outline`] counts matrices in, as if
+    /// [`save_quantized`](crate::save_quantized) had written them so; those whose rows are no whole
+    /// blocks stay as they are. A load ignores it.
     pub planned: Option<WeightFormat>,
 }
 
@@ -178,7 +179,8 @@ fn read(path: &Path, device: &Device, options: LoadOptions, watcher: Watcher) ->
 fn activations_note(packed: Option<Activations>, is_cpu: bool) -> Option<&'static str> {
     let rounded = !matches!(packed, None | Some(Activations::Exact));
     (rounded && !is_cpu).then_some(
-        "activations are rounded on the CPU only: this device multiplies packed weights with activations as they are",
+        "activations are rounded on the CPU only: this device multiplies packed weights with \
+         activations as they are",
     )
 }
 

@@ -59,8 +59,8 @@ pub struct WeightBytes {
     pub by_type: BTreeMap<String, usize>,
     /// Bytes in the files.
     pub in_files: usize,
-    /// Bytes in memory of all if what can stay packed did; `None` where it does, and where the device or the type asked
-    /// for rules that out.
+    /// Bytes in memory of all if what can stay packed did; `None` where it does, and where the
+    /// device or the type asked for rules that out.
     pub packed: Option<usize>,
     /// The tensor with the most bytes that have to be in one buffer, as the files name it, and these: all of it, or a row
     /// of one that stays packed, of which there can be several buffers.

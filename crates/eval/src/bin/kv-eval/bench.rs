@@ -84,8 +84,8 @@ struct Common {
 pub(crate) struct LayerArgs {
     #[command(flatten)]
     common: Common,
-    /// A cache to time, or a policy's file of .json or .toml for every cache that a layer has by it; repeatable. The first
-    /// is what the others are compared with.
+    /// A cache to time, or a policy's file of .json or .toml for every cache that a layer has by
+    /// it; repeatable. The first is what the others are compared with.
     #[arg(long = "cache", default_values = [
         "float", "float-f16", "k8v8", "k4v4", "k2v2", "kint8vint8", "kint8gvint8g", "ke4m3ve4m3", "ke5m2ve5m2",
         "ke4m3bve4m3b", "ke2m1bve2m1b", "kmxfp4vmxfp4",
@@ -111,7 +111,7 @@ pub(crate) struct LayerArgs {
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   kv-eval bench decode-attention
-  kv-eval bench decode-attention --cache float --cache k4v4 --contexts 4096,8192 --plot attention.svg")]
+  kv-eval bench decode-attention --cache k4v4 --contexts 4096,8192 --plot attention.svg")]
 pub(crate) struct AttentionArgs {
     #[command(flatten)]
     layer: LayerArgs,

@@ -6,8 +6,8 @@ use anyhow::{Context, Result};
 use kv_cli::uninterrupted;
 use kv_eval_models::BuiltIn;
 
-/// Loads the folder that is named, or a built-in model from a folder that is there meanwhile: what loads a model reads
-/// files.
+/// Loads the folder that is named, or a built-in model from a folder that is there meanwhile: what
+/// loads a model reads files.
 pub(crate) fn load<T>(
     named: Option<&Path>,
     built_in: &BuiltIn,

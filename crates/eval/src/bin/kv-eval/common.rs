@@ -70,12 +70,13 @@ impl StepArgs {
 /// What becomes of quantized weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Weights {
-    /// Packed, and multiplied with activations rounded to 16 bits, 32 at a time; on WGPU and CUDA as they are.
+    /// Packed, and multiplied with activations rounded to 16 bits, 32 at a time; on WGPU and CUDA
+    /// as they are.
     Packed,
     /// Packed, and multiplied with activations as they are.
     PackedExact,
-    /// Packed, and multiplied with activations rounded to 8 bits, 32 at a time, as in llama.cpp: the fastest for prompts. On
-    /// WGPU and CUDA as they are.
+    /// Packed, and multiplied with activations rounded to 8 bits, 32 at a time, as in llama.cpp:
+    /// the fastest for prompts. On WGPU and CUDA as they are.
     PackedInt8,
     /// Restored to the type of --dtype when the model is loaded.
     Restored,

@@ -30,7 +30,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FOLDER")]
     base: Option<PathBuf>,
     /// Folder of the model after training with its cache, which its kv_cache.json describes; the base
-    /// model is evaluated with caches of the same groups and windows [default: the built-in model austen-k2v2-slide].
+    /// model is evaluated with caches of the same groups and windows [default: the built-in model
+    /// austen-k2v2-slide].
     #[arg(long, value_name = "FOLDER")]
     tuned: Option<PathBuf>,
     /// A UTF-8 text file that neither was trained on [default: the built-in novel].
@@ -46,7 +47,8 @@ pub(crate) struct Args {
     backend: Backend,
     #[command(flatten)]
     json: JsonArgs,
-    /// Write report.html and its charts into this folder [default: kv-eval-report, where it can be written].
+    /// Write report.html and its charts into this folder [default: kv-eval-report, where it can be
+    /// written].
     #[arg(long, value_name = "FOLDER")]
     report: Option<PathBuf>,
 }

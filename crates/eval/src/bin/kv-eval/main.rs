@@ -33,8 +33,8 @@ static ALLOCATOR: Tracking<MiMalloc> = Tracking::new(MiMalloc);
 
 /// Evaluate language models with quantized KV caches.
 ///
-/// Without a command, a small built-in model with float, 4-bit and 2-bit caches is compared with the
-/// same model after training with its cache: one table, and a report with charts.
+/// Without a command, a small built-in model with float, 4-bit and 2-bit caches is compared with
+/// the same model after training with its cache: one table, and a report with charts.
 #[derive(Debug, Parser)]
 #[command(version, long_version = version::long(), about, args_conflicts_with_subcommands = true)]
 #[command(after_help = "Examples:

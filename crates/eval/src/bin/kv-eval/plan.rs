@@ -38,8 +38,9 @@ pub(crate) struct Args {
     /// The type of floats: f32, f16, bf16, or auto for that of the file.
     #[arg(long, default_value = "f32")]
     dtype: WeightDtype,
-    /// What the weights are: packed, as the file has them; restored; or a format that they would be quantized to, such
-    /// as int4, int8, mxfp4 or q4_0. By default packed, or of a model that has no file here and does not fit int8 or int4.
+    /// What the weights are: packed, as the file has them; restored; or a format that they would be
+    /// quantized to, such as int4, int8, mxfp4 or q4_0. By default packed, or of a model that has
+    /// no file here and does not fit int8 or int4.
     #[arg(long, value_name = "WEIGHTS")]
     weights: Option<PlannedWeights>,
     /// The memory there is, as 16G or 512MiB; by default what the device has, or what is free.
@@ -89,7 +90,8 @@ impl FromStr for PlannedWeights {
     }
 }
 
-/// What weights are planned as where those of the model's authors do not fit, what costs least first.
+/// What weights are planned as where those of the model's authors do not fit, what costs least
+/// first.
 const SMALLER: [PlannedWeights; 2] = [
     PlannedWeights::As(WeightFormat::Int8(GroupSize::G32)),
     PlannedWeights::As(WeightFormat::Int4(GroupSize::G32)),
@@ -124,8 +126,8 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
                 let size = plan.weights.iter().flat_map(|types| types.values()).sum::<usize>();
                 let (size, kind) = (decimal_size(size as u64), plan.weight_types());
                 other.notes.push(format!(
-                    "with weights of {size} in {kind} no cache fits: this is a plan for weights quantized to {format}; \
-                     --weights chooses others"
+                    "with weights of {size} in {kind} no cache fits: this is a plan for weights \
+                     quantized to {format}; --weights chooses others"
                 ));
                 plan = other;
                 break;

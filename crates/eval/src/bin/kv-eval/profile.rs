@@ -75,7 +75,8 @@ impl ProfileArgs {
         self.profile.as_deref()
     }
 
-    /// Has Ctrl-C end the program, unless a profile is recorded, which [`start`](Self::start) has it write.
+    /// Has Ctrl-C end the program, unless a profile is recorded, which [`start`](Self::start) has
+    /// it write.
     pub(crate) fn end_on_interrupt(&self) -> Result<()> {
         if self.profile.is_none() { exit_on_interrupt() } else { Ok(()) }
     }

@@ -31,8 +31,8 @@ use crate::{
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  kv-eval search --model models/austen --text models/austen/heldout.txt --bytes 195KiB --context 1024 --base k4v4-r32-f16
-  kv-eval search --model SmolLM2-135M.gguf --text novel.txt --bytes 18.8M --out small.toml --plot front.svg")]
+  kv-eval search -m models/austen -f novel.txt --bytes 195KiB -c 1024 --base k4v4-r32-f16
+  kv-eval search -m SmolLM2-135M.gguf -f novel.txt --bytes 18.8M --out small.toml")]
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
@@ -93,7 +93,8 @@ fn bytes(text: &str) -> Result<MemorySize, String> {
 const WINDOW: usize = 1024;
 const CONTEXT: usize = 4096;
 
-/// What Ctrl-C does: it ends the program, but for a search that has begun, which it has end at the next window.
+/// What Ctrl-C does: it ends the program, but for a search that has begun, which it has end at the
+/// next window.
 #[derive(Clone, Default)]
 struct Interrupt {
     searching: Arc<AtomicBool>,

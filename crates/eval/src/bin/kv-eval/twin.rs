@@ -15,7 +15,7 @@ use crate::{
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   kv-eval twin --model models/austen --text models/austen/heldout.txt --cache k2v2-slide
-  kv-eval twin --model SmolLM2-135M.gguf --text novel.txt --cache kint8vint8 --tokens 1000 --stop 0.5")]
+  kv-eval twin -m SmolLM2-135M.gguf -f novel.txt --cache kint8vint8 --tokens 1000 --stop 0.5")]
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
@@ -24,7 +24,8 @@ pub(crate) struct Args {
     /// The cache to put beside the float one, or a policy: safe, balanced, small, or a file of .json or .toml.
     #[arg(long)]
     cache: NamedCache,
-    /// Tokens to pass, one at a time. A model of fewer positions gets as many tokens as it has positions.
+    /// Tokens to pass, one at a time. A model of fewer positions gets as many tokens as it has
+    /// positions.
     #[arg(long, default_value_t = 256)]
     tokens: usize,
     /// Stop after the first token whose distribution diverges further from the float cache's than this, in nats.

@@ -39,8 +39,8 @@ pub(crate) struct Args {
     /// The world model's folder [default: the built-in model world].
     #[arg(long, short, value_name = "FOLDER")]
     model: Option<PathBuf>,
-    /// How frames are stored, beside float: a short name or a policy's file of .json or .toml; repeatable. With @2 behind
-    /// it in the last two layers alone.
+    /// How frames are stored, beside float: a short name or a policy's file of .json or .toml;
+    /// repeatable. With @2 behind it in the last two layers alone.
     #[arg(long = "cache", default_values = [
         "float-f16", "k16vint8", "kint8v16", "kint8vint8", "kint8fvint8f", "kint8pvint8p", "ke4m3ve4m3", "kint8vint8@2",
         "k8v16-r32", "kint8gv16-r32", "k4v4-r32",

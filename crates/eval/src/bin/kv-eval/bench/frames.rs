@@ -15,8 +15,8 @@ use crate::{arguments::LayerCaches, profile::Profile};
 pub(crate) struct FramesArgs {
     #[command(flatten)]
     pub(super) common: Common,
-    /// How frames are stored: a short name, or a policy's file of .json or .toml for every cache that a layer has by it;
-    /// repeatable. The first is what the others are compared with.
+    /// How frames are stored: a short name, or a policy's file of .json or .toml for every cache
+    /// that a layer has by it; repeatable. The first is what the others are compared with.
     #[arg(long = "cache", default_values = ["float", "float-f16", "k16vint8", "kint8vint8", "kint8fvint8f", "k4v4"])]
     pub(super) caches: Vec<LayerCaches>,
     /// Frames of the ring; the shape by default is that of the world model owl-wms.
