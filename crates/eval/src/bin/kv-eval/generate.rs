@@ -42,7 +42,7 @@ Examples:
   Go on with a conversation in another run:
     kv-eval generate -m model.gguf --load-cache talk.kv --save-cache talk.kv
   Answer each line of a file, a line of JSON per reply:
-    kv-eval generate -m model.gguf --prompts questions.txt --stop \"\\n\\n\" --json > replies.jsonl";
+    kv-eval generate -m model.gguf --prompts questions.txt --stop $'\\n\\n' --json > replies.jsonl";
 
 /// Tokens that the cache of a conversation has room for by default.
 const CONVERSATION: usize = 4096;
