@@ -260,7 +260,10 @@ struct Generation {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged, expecting = "must be a token id or a list of them")]
+#[serde(
+    untagged,
+    expecting = "eos_token_id must be a token id or a list of them, whole numbers from 0 to 4294967295"
+)]
 enum Ids {
     One(u32),
     Many(Vec<u32>),

@@ -29,7 +29,7 @@ struct Config {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged, expecting = "must be a token's text or an object with its content")]
+#[serde(untagged, expecting = "a token must be a text or an object with the text as its content")]
 enum Spelling {
     Plain(String),
     Token { content: String },
@@ -45,7 +45,10 @@ impl Spelling {
 
 /// One template, or several, of which the one called `default` is for conversations.
 #[derive(Deserialize)]
-#[serde(untagged, expecting = "must be a template or several with names")]
+#[serde(
+    untagged,
+    expecting = "chat_template must be a text, a list of objects with name and template, or an object of texts"
+)]
 enum Templates {
     One(String),
     Named(Vec<Named>),
