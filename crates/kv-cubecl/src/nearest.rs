@@ -17,7 +17,7 @@ pub(crate) fn nearest(text: &str) -> Option<String> {
     for part in parts.filter_map(part) {
         let longer = format!("{name}-{part}");
         // A part that is there already is left out.
-        if longer.parse::<KvCacheConfig>().is_ok() {
+        if KvCacheConfig::read(&longer).is_ok() {
             name = longer;
         }
     }
