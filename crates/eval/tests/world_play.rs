@@ -170,3 +170,16 @@ fn names_are_read_as_they_are_printed() {
     }
     assert!("nothing@1".parse::<LayerCaches>().is_err());
 }
+
+/// A ring that is longer than what the model sees is that of the model, and is said to be.
+#[test]
+fn a_ring_beyond_the_models_window_is_noted() {
+    let short = ["--frames", "2", "--seeds", "1", "--context", "2", "--cache", "float-f16"];
+    let outcome = played(&[&short[..], &["--ring", "99"]].concat());
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    let note = "note: ring 99: the model sees no more than 12 frames, which are kept";
+    assert!(outcome.stderr.contains(note), "{}", outcome.stderr);
+    assert!(outcome.stdout.contains("rings of 12 frames"), "{}", outcome.stdout);
+    let outcome = played(&[&short[..], &["--ring", "8"]].concat());
+    assert!(!outcome.stderr.contains("note: "), "{}", outcome.stderr);
+}

@@ -451,7 +451,7 @@ impl FromStr for KvCacheConfig {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let fail = |why: String| {
+        Self::read(text).map_err(|why| {
             let expected = match nearest(text) {
                 Some(name) => format!("did you mean {name}?"),
                 None => {
@@ -459,13 +459,19 @@ impl FromStr for KvCacheConfig {
                 }
             };
             Error::InvalidCacheName { text: text.to_string(), why, expected }
-        };
+        })
+    }
+}
+
+impl KvCacheConfig {
+    /// The configuration of a short name, or the part of it that cannot be read and why.
+    pub(crate) fn read(text: &str) -> Result<Self, String> {
         let number = |part: &str, digits: &str| {
             let well_formed = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
             well_formed
                 .then(|| digits.parse::<usize>().ok())
                 .flatten()
-                .ok_or_else(|| fail(format!("{part:?} needs a whole number")))
+                .ok_or_else(|| format!("{part:?} needs a whole number"))
         };
         let mut parts = text.split('-');
         let bits = parts.next().unwrap_or_default();
@@ -475,10 +481,10 @@ impl FromStr for KvCacheConfig {
             let (keys, values) = bits
                 .strip_prefix('k')
                 .and_then(|rest| rest.split_once('v'))
-                .ok_or_else(|| fail(format!("{bits:?} is neither float nor kKvV")))?;
+                .ok_or_else(|| format!("{bits:?} is neither float nor kKvV"))?;
             let side = |name: &str| {
                 SideFormat::named(name).ok_or_else(|| {
-                    fail(format!("{name:?} is no format: must be {}", SideFormat::names()))
+                    format!("{name:?} is no format: must be {}", SideFormat::names())
                 })
             };
             Self::stored(side(keys)?, side(values)?)
@@ -526,10 +532,10 @@ impl FromStr for KvCacheConfig {
                     config.window = Some(number(part, &part[1..])?);
                     "window"
                 }
-                _ => return Err(fail(format!("{part:?} is unknown"))),
+                _ => return Err(format!("{part:?} is unknown")),
             };
             if seen.contains(&kind) {
-                return Err(fail(format!("{part:?} is given twice")));
+                return Err(format!("{part:?} is given twice"));
             }
             seen.push(kind);
         }

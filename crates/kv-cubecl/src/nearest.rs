@@ -10,12 +10,14 @@ pub(crate) fn nearest(text: &str) -> Option<String> {
     let mut parts = text.split(['-', '_', ' ']);
     let first = parts.next().unwrap_or_default();
     let sides = || SideFormat::ALL.iter().map(|format| format.name());
-    let caches = sides().flat_map(|keys| sides().map(move |values| format!("k{keys}v{values}")));
-    let mut name = closest(first, caches.chain(["float".into()]))?;
+    // Of names that are as near, the first is found: one of both sides alike.
+    let alike = sides().map(|side| format!("k{side}v{side}"));
+    let others = sides().flat_map(|keys| sides().map(move |values| format!("k{keys}v{values}")));
+    let mut name = closest(first, alike.chain(others).chain(["float".into()]))?;
     for part in parts.filter_map(part) {
         let longer = format!("{name}-{part}");
         // A part that is there already is left out.
-        if longer.parse::<KvCacheConfig>().is_ok() {
+        if KvCacheConfig::read(&longer).is_ok() {
             name = longer;
         }
     }

@@ -148,10 +148,6 @@ pub fn train<T: Target>(
         let rule = format!("exceeds the model's {} positions", model.max_positions());
         return Err(Error::setting("seq-len", config.seq_len, rule));
     }
-    if run.resume == Resume::No {
-        // A run that was started so by an older version is resumed all the same.
-        config.check_model(model.spec())?;
-    }
     let (train, valid) = texts.windows(config)?;
     // The folder of a run that is resumed is claimed before its checkpoints are read, since another
     // process might be writing them. A new folder is claimed once the run is sure to start.

@@ -222,7 +222,7 @@ fn mistakes_are_one_line() {
     with("--cache", "float", &["cache float", "is float in all layers"]);
     with("--float-layers", "0,1", &["cache ", "is float in all layers"]);
     with("--memory", "1M", &["training needs at least", "but --memory allows 1.0 MB", "weights"]);
-    with("--memory", "16", &["training needs at least"]);
+    with("--memory", "16", &["--memory", "no unit"]);
     with("--threads", "0", &["--threads", "1..=1024"]);
     with("--float-layers", "2", &["rules[1].layers = 2"]);
     with("--float-share", "2", &["float-share 2"]);

@@ -7,42 +7,40 @@ use std::{
     process::exit,
     sync::mpsc,
     thread,
-    time::Instant,
 };
 
 use anyhow::{Context, Result, bail};
 use kv_cli::{INTERRUPTED, OutFile, Plain, Screen, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{
-    ChatTemplate, Checkpoints, GenerateOptions, Generated, LanguageModel, ModelCache,
-    ModelCacheConfig, PromptCache, Sampler, Sampling, SavedAs, SavedCache, Tokenizer, Usage,
-    chat::Message,
-    generate::{Stop, StopStrings},
+    ChatTemplate, Checkpoints, GenerateOptions, ModelCacheConfig, Sampler, Sampling, SavedCache,
+    Tokenizer, chat::Message, generate::StopStrings,
 };
 
 use crate::{
     common::{BosArgs, ModelArgs, StepArgs, Weights, note_policies},
     generate_interrupt::Interrupt,
-    generate_reply::{End, JsonLines, Reply, TextOut},
+    generate_reply::JsonLines,
     generate_several::number,
-    loading::{Need, Room},
+    generate_writer::Writer,
+    loading::Need,
     profile::ProfileArgs,
     source::{self, Fitting, Source},
 };
 
 const EXAMPLES: &str = "\
 Examples:
-  Continue a text with a cache of 4 bits:
-    kv-eval generate -m model.gguf -p \"Once upon a time\" --no-chat --cache k4v4
-  Talk to a model, one line at a time; Ctrl-C stops an answer:
-    kv-eval generate -m HuggingFaceTB/SmolLM2-135M-Instruct
-  Ask several questions about a document that is read once:
-    kv-eval generate -m model.gguf --prompt-file book.txt --no-chat -n 0 --save-cache book.kv
-    kv-eval generate -m model.gguf --prompt-file book-and-question.txt --no-chat --load-cache book.kv
-  Go on with a conversation in another run:
-    kv-eval generate -m model.gguf --load-cache talk.kv --save-cache talk.kv
-  Answer each line of a file, a line of JSON per reply:
-    kv-eval generate -m model.gguf --prompts questions.txt --stop \"\\n\\n\" --json > replies.jsonl";
+Continue a text with a cache of 4 bits:
+  kv-eval generate -m model.gguf -p \"Once upon a time\" --no-chat --cache k4v4
+Talk to a model, one line at a time; Ctrl-C stops an answer:
+  kv-eval generate -m HuggingFaceTB/SmolLM2-135M-Instruct
+Read a document once, then ask about it, several times:
+  kv-eval generate -m model.gguf --prompt-file book.txt --no-chat -n 0 --save-cache book.kv
+  kv-eval generate -m model.gguf --prompt-file book-and-question.txt --no-chat --load-cache book.kv
+Go on with a conversation in another run:
+  kv-eval generate -m model.gguf --load-cache talk.kv --save-cache talk.kv
+Answer each line of a file, with a line of JSON per reply:
+  kv-eval generate -m model.gguf --prompts questions.txt --stop Question: --json replies.jsonl";
 
 /// Tokens that the cache of a conversation has room for by default.
 const CONVERSATION: usize = 4096;
@@ -461,203 +459,5 @@ fn converse<T: Target>(
             writer.interrupted = true;
             return Ok(());
         }
-    }
-}
-
-/// Writes what a model generates, and keeps its cache for the next turn.
-pub(crate) struct Writer<'a, T: Target> {
-    pub(crate) device: &'a On<T>,
-    pub(crate) model: &'a LanguageModel,
-    pub(crate) tokenizer: &'a Tokenizer,
-    pub(crate) options: GenerateOptions,
-    pub(crate) config: ModelCacheConfig,
-    /// The cache that was asked for, whose rotation may be in the weights of `model` rather than in `config`.
-    pub(crate) cache_name: String,
-    /// Tokens the cache is allocated for; by default the prompt and its continuation.
-    capacity: Option<usize>,
-    /// The memory that there is.
-    room: Room,
-    /// The cache of the turns so far.
-    held: Option<PromptCache>,
-    /// Where the cache can be cut back to.
-    checkpoints: Checkpoints,
-    /// Whether the cache is saved in the end, and if so with what was generated last.
-    saves: Option<bool>,
-    /// Tokens of the last prompt.
-    n_prompt: usize,
-    n_turns: usize,
-    /// What the first text reuses.
-    saved: Option<SavedCache>,
-    pub(crate) stops: StopStrings,
-    pub(crate) json: JsonLines,
-    pub(crate) interrupt: Interrupt,
-    /// Whether the last text was.
-    pub(crate) interrupted: bool,
-}
-
-impl<T: Target> Writer<'_, T> {
-    /// Continues `ids`, writes the text as it is generated, then why it ended. Returns the text. A turn that fails before
-    /// it has read anything leaves what is held as it was.
-    fn write(&mut self, ids: &[u32]) -> Result<String> {
-        let (mut held, before) = self.begin(ids)?;
-        let reuses = before.is_some() || !held.tokens().is_empty();
-        let start = Instant::now();
-        let Self { model, device, options, interrupt, .. } = self;
-        let proceed = || !interrupt.stops();
-        let prefilled = held.reuse(ids).and_then(|n_held| {
-            let logits = held.prefill(model, ids, options.prefill_chunk, device, proceed)?;
-            Ok((n_held, logits))
-        });
-        let (n_held, logits) = match prefilled {
-            Ok(prefilled) => prefilled,
-            Err(error) => {
-                // Nothing was appended, as to a cache that is too small: it still holds the turns before.
-                self.held = before.or(Some(held).filter(|held| !held.tokens().is_empty()));
-                return Err(error.into());
-            }
-        };
-        let (prefill_time, n_prefilled) = (start.elapsed(), held.tokens().len() - n_held);
-        self.n_prompt = held.tokens().len();
-        let mut out = TextOut::new(self.tokenizer, &self.stops);
-        let mut failure = None;
-        let prints = self.json.prints_texts();
-        // Generation stops when nobody reads the output any more.
-        let on_token = |id| {
-            let told = out.push(id).and_then(|part| match prints && !part.is_empty() {
-                true => Screen::Out.print(part),
-                false => Ok(true),
-            });
-            let told = told.unwrap_or_else(|error| {
-                failure = Some(error);
-                false
-            });
-            told && out.stopped().is_none() && !interrupt.stops()
-        };
-        let generated = match logits {
-            Some(logits) => held.generate(model, logits, options, device, on_token).map(Some),
-            None => Ok(None),
-        };
-        // The cache has what was generated, whether or not it could be written.
-        self.held = Some(held);
-        self.interrupted = interrupt.stops();
-        let mut generated = generated?.unwrap_or_else(|| Generated::new(Stop::Callback));
-        if let Some(error) = failure {
-            return Err(error);
-        }
-        let rest = out.finish()?;
-        if prints && options.max_tokens > 0 {
-            Screen::Out.line(&rest)?;
-        }
-        (generated.prefill_tokens, generated.prefill_time) = (n_prefilled, prefill_time);
-        if !generated.ids.is_empty() {
-            generated.first_token_time += prefill_time;
-        }
-        let end = End::new(generated.stop, out.stopped(), options.max_tokens);
-        let prompt = n_held + n_prefilled;
-        let text = out.into_text();
-        let reply = Reply { index: self.n_turns, text, end, prompt, generated };
-        self.n_turns += 1;
-        self.json.push(&reply)?;
-        self.tell(&reply, reuses)?;
-        Ok(reply.text)
-    }
-
-    /// The cache that `ids` go on from, and the one that they have no use for, to save should they fail.
-    fn begin(&mut self, ids: &[u32]) -> Result<(PromptCache, Option<PromptCache>)> {
-        if let Some(saved) = self.saved.take() {
-            let capacity = ids.len().max(saved.tokens()[0].len());
-            let config = self.fitting(capacity, 1)?;
-            let restored = saved.restore_prompt(self.model, config, self.device, self.checkpoints);
-            return match (restored, saved.cache()) {
-                (Ok(held), _) => Ok((held, None)),
-                (Err(error), Some(cache)) if cache != self.cache_name => {
-                    let path = saved.path().display();
-                    let other = format!(
-                        "load-cache {path}: it was saved with --cache {cache}, and {} is asked for",
-                        self.cache_name
-                    );
-                    match error.to_string().contains(".cache = ") {
-                        true => Err(anyhow::Error::from(error).context(other)),
-                        // A rotation that is in the weights makes them others.
-                        false => bail!("{other}; give --cache {cache}"),
-                    }
-                }
-                (Err(error), _) => Err(error.into()),
-            };
-        }
-        let shares = |held: &PromptCache| held.tokens().first() == ids.first();
-        match self.held.take() {
-            Some(held) if shares(&held) => Ok((held, None)),
-            // It is all there is to save should the turn fail.
-            other => {
-                let other = other.filter(|_| self.saves.is_some());
-                Ok((PromptCache::new(self.new_cache(ids.len(), 1)?, self.checkpoints)?, other))
-            }
-        }
-    }
-
-    /// A cache for so many sequences, the longest of whose prompts has `n_prompt` tokens.
-    pub(crate) fn new_cache(&self, n_prompt: usize, batch: usize) -> Result<ModelCache> {
-        Ok(self.model.new_cache(self.fitting(n_prompt, batch)?, batch, self.device)?)
-    }
-
-    /// What such a cache stores, for which there is memory.
-    fn fitting(&self, n_prompt: usize, batch: usize) -> Result<ModelCacheConfig> {
-        let most = self.model.max_positions();
-        // A prompt beyond the model's limit is refused by what reads it, not by what allocates for it.
-        let wanted = n_prompt.saturating_add(self.options.max_tokens).min(most);
-        let mut config = self.config.clone();
-        config.capacity = self.capacity.unwrap_or(wanted);
-        let usage = Usage::new(config.clone()).with_batch(batch);
-        let usage = usage.with_pass(self.options.prefill_chunk);
-        self.room.check(self.model.spec(), &usage)?;
-        Ok(config)
-    }
-
-    /// Writes the cache and its tokens to a file.
-    fn save(&mut self, path: &Path, name: &str, talk: &[Message]) -> Result<()> {
-        let Some(held) = &mut self.held else {
-            bail!("save-cache {}: nothing was read that it could hold", path.display());
-        };
-        if self.saves == Some(false) {
-            held.cut_back(self.n_prompt)?;
-        }
-        let named = SavedAs { model: name, cache: Some(&self.cache_name), talk };
-        held.save(path, self.model, &named)?;
-        let n = held.tokens().len();
-        Screen::Error.line(format_args!("saved the cache of {n} tokens: {}", path.display()))?;
-        Ok(())
-    }
-
-    fn tell(&self, reply: &Reply, reuses: bool) -> Result<bool> {
-        let Reply { end, prompt, generated, .. } = reply;
-        let reused = match reuses {
-            true => format!("reused {} of {prompt} prompt tokens; ", reply.reused()),
-            false => String::new(),
-        };
-        let first = match generated.ids.is_empty() {
-            true => String::new(),
-            false => {
-                format!("first token after {:.2} s; ", generated.first_token_time.as_secs_f64())
-            }
-        };
-        let cache = self.held.as_ref().map_or_else(String::new, |held| {
-            let cache = held.cache();
-            format!(
-                "cache {}: {} of {} tokens, {:.2} MiB",
-                self.cache_name,
-                cache.len(),
-                cache.len() + cache.remaining(),
-                cache.memory_bytes().total() as f64 / (1 << 20) as f64
-            )
-        });
-        Screen::Error.line(format_args!(
-            "{end}; {reused}prefill {} tokens, {:.1} tokens/s; {first}decode {} tokens, \
-             {:.1} tokens/s; {cache}",
-            generated.prefill_tokens,
-            generated.prefill_tokens_per_second(),
-            generated.decode_tokens,
-            generated.decode_tokens_per_second(),
-        ))
     }
 }

@@ -6,8 +6,8 @@ use kv_cubecl::Target;
 use kv_models::generate::{Batch, Event};
 
 use crate::{
-    generate::Writer,
     generate_reply::{End, Reply, TextOut},
+    generate_writer::Writer,
 };
 
 /// The text of one prompt, which is written line by line: tokens of several texts on one line could not be told
@@ -135,7 +135,7 @@ pub(crate) fn number(index: usize) -> String {
 fn tell(reply: &Reply) -> Result<bool> {
     let Reply { index, end, prompt, generated, .. } = reply;
     Screen::Error.line(format_args!(
-        "[{}] {end}; prefill {prompt} tokens, first token after {:.2} s, generated {}",
+        "[{}] {end}; prefill {prompt} tokens, first token after {:.3} s, generated {}",
         index + 1,
         generated.first_token_time.as_secs_f64(),
         generated.ids.len()

@@ -9,6 +9,7 @@ mod generate;
 mod generate_interrupt;
 mod generate_reply;
 mod generate_several;
+mod generate_writer;
 mod loading;
 mod plan;
 mod ppl;

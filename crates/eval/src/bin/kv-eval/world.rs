@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Result, bail};
 use kv_cli::{
-    Backend, NamedFiles, OutFile, Plain, Screen, dispatch, exit_on_interrupt, memory_limit,
+    Backend, NamedFiles, OutFile, Plain, Screen, dispatch, exit_on_interrupt, memory_limit, note,
     open_folder,
 };
 use kv_cubecl::{Frames, On, Target};
@@ -163,7 +163,11 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     let world = built_in::load(args.model.as_deref(), &WORLD, load)?;
     let config = world.model.config();
     let trained = config.global_window.unwrap_or(Frames(config.n_frames as u64));
-    let ring = args.ring.map_or(trained, Frames);
+    let mut ring = args.ring.map_or(trained, Frames);
+    if let Some(most) = config.global_window.filter(|&most| ring > most) {
+        note(format_args!("ring {}: the model sees no more than {most}, which are kept", ring.0));
+        ring = most;
+    }
     let (sinks, seed) = (Frames(args.sinks), args.seed);
     let plan = RolloutPlan { context: args.context, ring, sinks, seed };
     let caches: Vec<LayerCaches> = args.caches.iter().map(|named| named.caches.clone()).collect();

@@ -14,9 +14,8 @@ mod world;
 
 use std::{cell::Cell, path::PathBuf, process::ExitCode};
 
-use anyhow::Context;
 use clap::{Parser, Subcommand};
-use kv_cli::start;
+use kv_cli::{ThreadArgs, start};
 use kv_train::Resume;
 
 use crate::{run::Ended, stop::Stop};
@@ -30,9 +29,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 #[derive(Debug, Parser)]
 #[command(version, about, after_help = examples::ALL)]
 struct Cli {
-    /// Threads to compute with, on the CPU [default: one for each processor].
-    #[arg(long, global = true, value_parser = clap::value_parser!(u16).range(1..=1024))]
-    threads: Option<u16>,
+    #[command(flatten)]
+    threads: ThreadArgs,
     #[command(subcommand)]
     command: Command,
 }
@@ -99,10 +97,7 @@ fn main() -> ExitCode {
     let ended =
         |result: anyhow::Result<Ended>| result.map(|ended| stopped.set(ended == Ended::Stopped));
     let code = start(|cli: Cli| {
-        if let Some(threads) = cli.threads {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.into());
-            pool.build_global().with_context(|| format!("threads {threads}: cannot start them"))?;
-        }
+        cli.threads.start()?;
         let stop = Stop::listen()?;
         ended(match cli.command {
             Command::Qat(args) => args.start().and_then(|start| run::start(&start, &stop)),

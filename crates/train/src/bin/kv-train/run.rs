@@ -266,6 +266,7 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
     memory::check_run(spec, &device, memory)?;
     let Begun { model, tokenizer, tokenizer_file, mut files } = begin(spec, folder, &device, new)?;
     if new {
+        // A run that an older version started so is resumed all the same.
         spec.config.check_model(model.spec())?;
     }
     // Before hours of training, not after.
