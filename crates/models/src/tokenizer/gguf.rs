@@ -80,7 +80,7 @@ pub(super) fn build(metadata: &HashMap<String, Value>, file: &[u8], path: &Path)
             if !metadata.contains_key("tokenizer.ggml.pre") {
                 notes.push(format!(
                     "{} has no tokenizer.ggml.pre: texts are split as by llama.cpp's default, \
-                     which costs quality if the model was trained on another split; convert it again",
+                     which costs quality if the model was trained on another; convert it again",
                     path.display()
                 ));
             }
