@@ -18,8 +18,8 @@ use crate::{Activations, PackedLayout};
 /// Most rows of activations that a fused product on a GPU is one launch for.
 pub(crate) const FEW: usize = 32;
 
-/// The nonlinearity of a gate. It is 0 for every number far below 0, and NaN for NaN and for negative infinity, as in
-/// PyTorch.
+/// The nonlinearity of a gate. It is 0 for every number far below 0, and NaN for NaN and for
+/// negative infinity, as in PyTorch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Gate {

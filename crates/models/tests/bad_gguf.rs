@@ -217,7 +217,8 @@ fn unknown_ggml_types_are_named() {
     );
 }
 
-/// The place of the offset of a tensor with two dimensions: after name, u32 n_dims, two u64 dims and u32 type.
+/// The place of the offset of a tensor with two dimensions: after name, u32 n_dims, two u64 dims
+/// and u32 type.
 fn offset_of(bytes: &[u8], tensor: &str) -> usize {
     let name = [&(tensor.len() as u64).to_le_bytes()[..], tensor.as_bytes()].concat();
     let at = bytes.windows(name.len()).position(|window| window == name).unwrap();

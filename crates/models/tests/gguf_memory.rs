@@ -49,8 +49,9 @@ fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
 /// Bytes of the large arrays.
 const LARGE: usize = 96 << 20;
 
-/// Writes `gguf` with one more value, an array of type `kind` of as many copies of `item` as fill 96 MiB. The length of
-/// what is added is a multiple of the alignment, so that tensors stay where offsets say.
+/// Writes `gguf` with one more value, an array of type `kind` of as many copies of `item` as fill
+/// 96 MiB. The length of what is added is a multiple of the alignment, so that tensors stay where
+/// offsets say.
 fn with_array(gguf: &[u8], to: &Path, name: &str, kind: u32, item: &[u8]) {
     let n = LARGE / item.len();
     let fixed = 8 + 4 + 4 + 8 + n * item.len();
@@ -116,13 +117,15 @@ fn arrays_that_nothing_asks_for_take_no_memory() {
         }
     }
 
-    // An array where one value belongs, and one of a wrong length: a line of error that does not repeat it.
+    // An array where one value belongs, and one of a wrong length: a line of error that does not
+    // repeat it.
     for (key, parts) in [
         ("general.alignment", ["general.alignment = an array of", "multiple of 8"]),
         ("general.architecture", ["general.architecture", "needs it"]),
         ("llama.block_count", ["llama.block_count = an array of", "unsigned integer"]),
     ] {
-        // A later value replaces an earlier one, and the name is not padded, so the small file's key goes first.
+        // A later value replaces an earlier one, and the name is not padded, so the small file's
+        // key goes first.
         let renamed = renamed(&gguf, key);
         exact_key(&renamed, &large, key);
         let (error, most) = peak(|| load(&large, &device()).unwrap_err().to_string());

@@ -183,7 +183,8 @@ fn gates_alone_are_those_of_f64(device: &Device) {
     }
 }
 
-/// SiLU and GELU are 0 in f32 from about -104 on, down to the most negative number; what is beside a gate is any number.
+/// SiLU and GELU are 0 in f32 from about -104 on, down to the most negative number; what is beside
+/// a gate is any number.
 fn gates_far_below_zero_are_shut(device: &Device) {
     let gates = [-1e3, -1e10, -1e19, -3e19, -1e30, -1e38, f32::MIN.next_up(), f32::MIN];
     let ups = [0.0, 1.0, -1e-30, 1e10, -1e19, 1e38, f32::MAX, f32::MIN];

@@ -133,7 +133,8 @@ fn what_no_buffer_holds_is_several_matrices(device: &Device) {
             let sums = reference::project(&magnitudes(&numbers), &restored, columns);
             let both = project(&parts).into_iter().zip(project(&[&whole]));
             for ((several, one), sum) in both.zip(sums) {
-                // Sums of many rows may be taken in another order: each is off by less than 2e-6 of the magnitudes.
+                // Sums of many rows may be taken in another order: each is off by less than 2e-6 of
+                // the magnitudes.
                 assert!(f64::from((several - one).abs()) <= 4e-6 * sum, "{name} by {n}");
             }
         }

@@ -103,7 +103,8 @@ fn products_of_integers_are_those_of_rounded_activations(device: &Device) {
     });
 }
 
-/// Activations of about 1e-2 with one of 1e4 in every 32, as some channels of language models have them.
+/// Activations of about 1e-2 with one of 1e4 in every 32, as some channels of language models have
+/// them.
 fn with_outliers(rng: &mut Rng, n: usize) -> Vec<f32> {
     let mut x: Vec<f32> = rng.normals(n).into_iter().map(|x| 1e-2 * x).collect();
     for block in x.chunks_mut(32) {
@@ -112,7 +113,8 @@ fn with_outliers(rng: &mut Rng, n: usize) -> Vec<f32> {
     x
 }
 
-/// Calls `case` for every format with weights that are often 0: minima are whole multiples of scales.
+/// Calls `case` for every format with weights that are often 0: minima are whole multiples of
+/// scales.
 fn each_with_zeros(seed: u64, rows: usize, case: impl Fn(&mut Rng, &Blocks, &str)) {
     for &format in WeightFormat::ALL {
         let mut rng = Rng::new(seed);
@@ -135,7 +137,8 @@ fn each_with_zeros(seed: u64, rows: usize, case: impl Fn(&mut Rng, &Blocks, &str
     }
 }
 
-/// Where the weight of an outlier is 0, the others are all there is, and nothing of it may be left in their sum.
+/// Where the weight of an outlier is 0, the others are all there is, and nothing of it may be left
+/// in their sum.
 fn an_outlier_leaves_exact_products_as_they_are(device: &Device) {
     for n in [1, 5, 40] {
         each_with_zeros(400 + n as u64, 131, |rng, weights, name| {
@@ -144,8 +147,9 @@ fn an_outlier_leaves_exact_products_as_they_are(device: &Device) {
             let packed = device_blocks(weights, device);
             let y = project(matrix(&x, columns, device), &packed, Activations::Exact).unwrap();
             let y = y.into_data().try_into_vec::<f32>().unwrap();
-            // Each of as many additions as there are columns is off by at most 2^-24 of the magnitudes that are added: one
-            // after the other, behind an outlier, they are all rounded to its last digit.
+            // Each of as many additions as there are columns is off by at most 2^-24 of the
+            // magnitudes that are added: one after the other, behind an outlier, they are all
+            // rounded to its last digit.
             let tolerance = columns as f64 * 2f64.powi(-24);
             close(&format!("{name} by {n}"), &y, &x, weights, tolerance);
             // One outlier alone in a row is where sums of the others are easiest to lose.
@@ -178,7 +182,8 @@ fn an_outlier_rounds_integers_by_half_a_step(device: &Device) {
                 let sums = reference::project(&magnitudes(&x), &weights, columns);
                 for (i, (got, expected)) in y.iter().zip(&expected).enumerate() {
                     let error = (f64::from(*got) - expected).abs();
-                    // Beside rounding the sums in f32 are off, by less than in tests of exact products.
+                    // Beside rounding the sums in f32 are off, by less than in tests of exact
+                    // products.
                     let bound = 0.5 * half_steps[i] + 2e-6 * sums[i];
                     assert!(error <= bound, "{name} {activations:?} by {n}: {i}: {error:.1e}");
                 }

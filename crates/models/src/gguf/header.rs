@@ -41,8 +41,8 @@ impl fmt::Display for Value {
 const STRING: u32 = 8;
 const ARRAY: u32 = 9;
 
-/// The place of an array in the file. Its items are read when they are asked for, as a file may have arrays of any size
-/// that nobody needs.
+/// The place of an array in the file. Its items are read when they are asked for, as a file may
+/// have arrays of any size that nobody needs.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Array {
     /// GGUF's number of the type of the items.
@@ -206,7 +206,8 @@ impl Header {
     }
 }
 
-/// Refuses tensors that share bytes: no writer makes them, and one of the two would be numbers of the other.
+/// Refuses tensors that share bytes: no writer makes them, and one of the two would be numbers of
+/// the other.
 fn apart(tensors: &[TensorInfo], path: &Path) -> Result<()> {
     let mut in_order: Vec<_> = tensors.iter().filter(|tensor| !tensor.bytes.is_empty()).collect();
     in_order.sort_by_key(|tensor| tensor.bytes.start);
@@ -218,8 +219,8 @@ fn apart(tensors: &[TensorInfo], path: &Path) -> Result<()> {
                 format!("{name} at bytes {} to {}", bytes.start, bytes.end)
             });
             let why = format!(
-                "tensors {first} and {second} overlap, and each must have its own bytes; convert the \
-                 model again"
+                "tensors {first} and {second} overlap, and each must have its own bytes; convert \
+                 the model again"
             );
             Err(Error::Malformed { path: path.into(), format: "GGUF", why })
         }

@@ -16,7 +16,8 @@ pub(crate) use split::{GgufFile, map, open};
 
 use crate::Result;
 
-/// Reads the metadata alone, those of the first part if the file is one of several; arrays lie in the mapped file.
+/// Reads the metadata alone, those of the first part if the file is one of several; arrays lie in
+/// the mapped file.
 pub(crate) fn metadata(path: &Path) -> Result<(Arc<Mmap>, HashMap<String, Value>)> {
     let first = open(path)?.swap_remove(0);
     Ok((first.map, first.header.metadata))

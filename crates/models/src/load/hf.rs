@@ -262,7 +262,7 @@ struct Generation {
 #[derive(Deserialize)]
 #[serde(
     untagged,
-    expecting = "eos_token_id must be a token id or a list of them, whole numbers from 0 to 4294967295"
+    expecting = "eos_token_id must be a token id or a list of them, each from 0 to 4294967295"
 )]
 enum Ids {
     One(u32),

@@ -79,8 +79,8 @@ pub(super) fn build(metadata: &HashMap<String, Value>, file: &[u8], path: &Path)
         "gpt2" => {
             if !metadata.contains_key("tokenizer.ggml.pre") {
                 notes.push(format!(
-                    "{} has no tokenizer.ggml.pre: texts are split as by llama.cpp's default, which \
-                     costs quality if the model was trained on another split; convert it again",
+                    "{} has no tokenizer.ggml.pre: texts are split as by llama.cpp's default, \
+                     which costs quality if the model was trained on another; convert it again",
                     path.display()
                 ));
             }

@@ -47,7 +47,7 @@ impl Spelling {
 #[derive(Deserialize)]
 #[serde(
     untagged,
-    expecting = "chat_template must be a text, a list of objects with name and template, or an object of texts"
+    expecting = "chat_template must be a text, a list of named ones or an object of texts"
 )]
 enum Templates {
     One(String),

@@ -153,9 +153,9 @@ unsafe fn rounded_block<I: CodeInstructions, F: Blocks>(
     (sums, mins)
 }
 
-/// The products of a row of weights with all of `x`. A weight is rounded as when it is restored, before it is multiplied: a
-/// minimum times the sum of activations, apart from their products with codes, would be off by a part of these, also where
-/// they cancel each other.
+/// The products of a row of weights with all of `x`. A weight is rounded as when it is restored,
+/// before it is multiplied: a minimum times the sum of activations, apart from their products with
+/// codes, would be off by a part of these, also where they cancel each other.
 ///
 /// # Safety
 /// The processor has the instructions.

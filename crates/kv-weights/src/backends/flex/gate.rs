@@ -50,8 +50,8 @@ fn gelu_tanh<S: Simd>(gate_up: &[f32], out: &mut [MaybeUninit<f32>], n: usize) {
     each(gate_up, out, n, |x| SCALE * x * (1.0 + 0.044_715 * x * x));
 }
 
-/// `x * sigmoid(z(x)) * up` for each gate x, by the rules of f32 for what is not finite: a gate of negative infinity is no
-/// number, as in PyTorch, and so is a shut gate of what is infinite.
+/// `x * sigmoid(z(x)) * up` for each gate x, by the rules of f32 for what is not finite: a gate of
+/// negative infinity is no number, as in PyTorch, and so is a shut gate of what is infinite.
 #[inline(always)]
 fn each(gate_up: &[f32], out: &mut [MaybeUninit<f32>], n: usize, z: impl Fn(f32) -> f32) {
     for (gate_up, out) in gate_up.chunks_exact(2 * n).zip(out.chunks_exact_mut(n)) {
@@ -62,8 +62,8 @@ fn each(gate_up: &[f32], out: &mut [MaybeUninit<f32>], n: usize, z: impl Fn(f32)
     }
 }
 
-/// `e^x`, to the rounding of x in f32, where that is in 2^-126 to 2^127; 2^-126 below, and infinite from 2^127.5 on, as the
-/// gate of a large negative number is 0 only if it is divided by infinity.
+/// `e^x`, to the rounding of x in f32, where that is in 2^-126 to 2^127; 2^-126 below, and infinite
+/// from 2^127.5 on, as the gate of a large negative number is 0 only if it is divided by infinity.
 ///
 /// As a power of 2: the exponent is split into the nearest integer and a rest r with `|r| <= 1/2`. `2^r` is a polynomial
 /// of degree 5, the one of least relative error among those that begin `1 + r ln 2`; the integer becomes the exponent of

@@ -57,7 +57,8 @@ pub(super) trait CodeInstructions: Instructions + Halves {
     /// Sums of the products of codes, less `zero`, with as many integers, 16 or 32, in any lanes.
     unsafe fn integer_products(codes: &[u8], zero: u8, x: &[i16]) -> Self::Vector;
 
-    /// `sums` and the products of weights, `(code - zero) * scale + min`, with as many floats, 16 or 32, in any lanes.
+    /// `sums` and the products of weights, `(code - zero) * scale + min`, with as many floats, 16
+    /// or 32, in any lanes.
     unsafe fn float_products(
         codes: &[u8],
         zero: u8,

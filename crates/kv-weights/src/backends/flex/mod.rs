@@ -354,7 +354,8 @@ mod tests {
         bytes
     }
 
-    /// An activation of 1e4 where a weight is 0 is nothing beside those of 1e-2: every way of a processor finds their sum.
+    /// An activation of 1e4 where a weight is 0 is nothing beside those of 1e-2: every way of a
+    /// processor finds their sum.
     #[test]
     fn exact_products_are_exact_beside_outliers() {
         for &format in WeightFormat::ALL {
@@ -391,7 +392,8 @@ mod tests {
                 for (way, products) in ways {
                     for (i, product) in products.into_iter().enumerate() {
                         let error = (f64::from(product) - expected[i]).abs();
-                        // Each of as many additions as there are columns may be rounded to the last digit of the sum.
+                        // Each of as many additions as there are columns may be rounded to the last
+                        // digit of the sum.
                         let bound = columns as f64 * 2f64.powi(-24) * sums[i];
                         assert!(error <= bound, "{format} {way} by {n}: {i}: {error:.1e}");
                     }

@@ -195,9 +195,9 @@ fn add<F: BlocksInKernels>(
     }
 }
 
-/// Adds the products of unpacked spans with the cube's rows of the activations. A code is made a number once for all of
-/// these. Minima are added to weights: times the sums of activations they would cancel products of codes that are far
-/// larger than what is left.
+/// Adds the products of unpacked spans with the cube's rows of the activations. A code is made a
+/// number once for all of these. Minima are added to weights: times the sums of activations they
+/// would cancel products of codes that are far larger than what is left.
 #[cube]
 fn add_spans<F: BlocksInKernels>(
     x: &[Vector<f32, Const<4>>],

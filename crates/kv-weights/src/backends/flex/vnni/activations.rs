@@ -23,8 +23,8 @@ pub(super) struct Group<const D: usize> {
     pub(super) of_blocks: OfBlocks,
 }
 
-/// What there is to say of each 32 of 128 activations. It takes a line of the cache: thousands of activations are read
-/// again for every row of weights, and must stay in the fastest cache.
+/// What there is to say of each 32 of 128 activations. It takes a line of the cache: thousands of
+/// activations are read again for every row of weights, and must stay in the fastest cache.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(super) struct OfBlocks {
@@ -32,8 +32,8 @@ pub(super) struct OfBlocks {
     pub(super) steps: [f32; 4],
     /// The activations added up.
     pub(super) sums: [f32; 4],
-    /// What is to be added to the products for a code of 0 to count as 0, of the first halves of 32 and of the second;
-    /// both in the first if they have one scale.
+    /// What is to be added to the products for a code of 0 to count as 0, of the first halves of 32
+    /// and of the second; both in the first if they have one scale.
     pub(super) corrections: [[i32; 4]; 2],
 }
 

@@ -29,8 +29,9 @@ pub(super) fn groups(x: &[f32], columns: usize) -> Vec<Floats> {
 impl Multiplied for Floats {
     const WORK: usize = 3;
 
-    /// A weight is rounded as when it is restored, before it is multiplied: a minimum times the sum of activations, apart
-    /// from their products with codes, would be off by a part of these, also where they cancel each other.
+    /// A weight is rounded as when it is restored, before it is multiplied: a minimum times the sum
+    /// of activations, apart from their products with codes, would be off by a part of these, also
+    /// where they cancel each other.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn add<F: Groups, const C: usize>(

@@ -39,8 +39,8 @@ struct Activations<const D: usize> {
     step: f32,
     /// All of them, added up.
     sum: f32,
-    /// What is to be added to the products for a code of 0 to count as 0, for each half; in the first for both if they
-    /// have one scale.
+    /// What is to be added to the products for a code of 0 to count as 0, for each half; in the
+    /// first for both if they have one scale.
     corrections: [i32; 2],
 }
 
