@@ -168,41 +168,48 @@ fn checkpoints_of_chunks_are_exact() {
     let (on, scratch) = (device(), tempfile::tempdir().unwrap());
     let path = scratch.path().join("prompt.safetensors");
     let ids = text(200, 3);
-    for name in ["llama-tiny", "mistral-swa-tiny"] {
+    // Checkpoints are 0, 16 and 128 tokens before the end; where a window keeps as much in each as in the cache, the
+    // last is left out.
+    let far = &[
+        (150, 150, &[22, 122, 134, 150][..]),
+        (148, 134, &[22, 122, 134]),
+        (30, 22, &[22]),
+        (21, 0, &[]),
+    ];
+    let near = &[(150, 150, &[100, 134, 150][..]), (148, 134, &[100, 134]), (133, 0, &[])];
+    for (name, cache, cuts) in [
+        ("llama-tiny", "k4v4-g8-r16", &far[..]),
+        ("llama-tiny", "k2v2-g16-r16-slide", far),
+        ("llama-tiny", "k16v4-g8-r16-after", far),
+        ("llama-tiny", "kint8v4-g8-r8", far),
+        ("llama-tiny", "k4v4-g8-r16-w24", near),
+        ("mistral-swa-tiny", "float", near),
+        ("mistral-swa-tiny", "k2v2-g16-r16", near),
+    ] {
         let model = load(tiny(name), &on).unwrap().model;
-        for cache in ["k4v4-g8-r16", "k16v4-g8-r16-after", "kint8v4-g8-r8", "k4v4-g8-r16-w24"] {
-            let own = config(cache, 200);
-            let empty = || model.new_cache(own, 1, &on).unwrap();
-            let mut held = PromptCache::new(empty(), Checkpoints::All).unwrap();
-            prefill(&model, &mut held, &ids[..150], 100, &on);
-            held.save(&path, &model, &named(name, cache)).unwrap();
-            // Checkpoints are 0, 1, 16 and 128 tokens before the end.
-            for (shared, reused, passes) in [
-                (150, 150, &[22, 122, 134, 149, 150][..]),
-                (149, 149, &[22, 122, 134, 149]),
-                (148, 134, &[22, 122, 134]),
-                (30, 22, &[22]),
-                (21, 0, &[]),
-            ] {
-                let mut prompt = ids[..shared + 20].to_vec();
-                prompt[shared] = (ids[shared] + 1) % 250;
-                let file = SavedCache::open(&path).unwrap();
-                for mut held in [
-                    held.clone(),
-                    file.restore_prompt(&model, own, &on, Checkpoints::None).unwrap(),
-                ] {
-                    let what = format!("{name} {cache}: {shared} tokens");
-                    assert_eq!(held.reuse(&prompt).unwrap(), reused, "{what}");
-                    let mut fresh = empty();
-                    let mut start = 0;
-                    for &end in passes {
-                        pass(&model, &mut fresh, &ids[start..end], &on);
-                        start = end;
-                    }
-                    let got = prefill(&model, &mut held, &prompt[..reused + 1], 100, &on);
-                    let want = pass(&model, &mut fresh, &prompt[reused..reused + 1], &on);
-                    assert!(bits(&got) == bits(&want), "{what}: other logits");
+        let own = config(cache, 200);
+        let empty = || model.new_cache(own, 1, &on).unwrap();
+        let mut held = PromptCache::new(empty(), Checkpoints::All).unwrap();
+        prefill(&model, &mut held, &ids[..150], 100, &on);
+        held.save(&path, &model, &named(name, cache)).unwrap();
+        for &(shared, reused, passes) in cuts {
+            let mut prompt = ids[..shared + 20].to_vec();
+            prompt[shared] = (ids[shared] + 1) % 250;
+            let file = SavedCache::open(&path).unwrap();
+            for mut held in
+                [held.clone(), file.restore_prompt(&model, own, &on, Checkpoints::None).unwrap()]
+            {
+                let what = format!("{name} {cache}: {shared} tokens");
+                assert_eq!(held.reuse(&prompt).unwrap(), reused, "{what}");
+                let mut fresh = empty();
+                let mut start = 0;
+                for &end in passes {
+                    pass(&model, &mut fresh, &ids[start..end], &on);
+                    start = end;
                 }
+                let got = prefill(&model, &mut held, &prompt[..reused + 1], 100, &on);
+                let want = pass(&model, &mut fresh, &prompt[reused..reused + 1], &on);
+                assert!(bits(&got) == bits(&want), "{what}: other logits");
             }
         }
     }
@@ -222,8 +229,9 @@ fn caches_that_go_back_anywhere_have_no_checkpoints() {
         held.save(&path, &model, &named("it", cache)).unwrap();
         let file = String::from_utf8_lossy(&std::fs::read(&path).unwrap()).into_owned();
         assert_eq!(file.contains("checkpoints.0.layers.0.floats"), checkpoints, "{cache}");
-        for len in [59, 33, 1, 0] {
-            assert_eq!(held.cut_back(len).unwrap() == len, !checkpoints || [59, 0].contains(&len));
+        // A checkpoint is 16 tokens before the end.
+        for len in [44, 33, 1, 0] {
+            assert_eq!(held.cut_back(len).unwrap() == len, !checkpoints || [44, 0].contains(&len));
         }
     }
 }

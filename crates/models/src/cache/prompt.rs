@@ -18,7 +18,7 @@ use crate::{
 
 /// How far before the end of a prompt its checkpoints are: close to where the next prompt is likely to differ. A text
 /// that differs `n` tokens before the end is computed again from at most 16 `n` before it.
-const DISTANCES: [usize; 8] = [0, 1, 16, 128, 1024, 8192, 65_536, 524_288];
+const DISTANCES: [usize; 7] = [0, 16, 128, 1024, 8192, 65_536, 524_288];
 
 /// Where a [`PromptCache`] can be cut back to, beside the lengths that [`ModelCache::exact`] allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,19 +27,18 @@ pub enum Checkpoints {
     None,
     /// At the end of each prompt.
     Ends,
-    /// At the end of each prompt, and at growing distances before it.
+    /// At the end of each prompt, and at growing distances before it, as many as take no more memory than the cache.
     All,
 }
 
 impl Checkpoints {
-    /// The lengths at which a prompt of `len` tokens gets a checkpoint, ascending.
-    fn lengths(self, len: usize) -> impl Iterator<Item = usize> {
-        let distances = match self {
-            Self::None => &[][..],
+    /// How far before the end of a prompt they are, ascending.
+    fn distances(self) -> &'static [usize] {
+        match self {
+            Self::None => &[],
             Self::Ends => &DISTANCES[..1],
             Self::All => &DISTANCES,
-        };
-        distances.iter().rev().filter_map(move |distance| len.checked_sub(*distance))
+        }
     }
 }
 
@@ -158,24 +157,15 @@ impl PromptCache {
         }
         self.cache.check(1, prompt.len() - held)?;
         let _phase = trace_span!(target: PHASE, "prefill").entered();
-        // A cache that can be cut back anywhere needs no checkpoint.
-        let taken = match self
-            .cache
-            .layers()
-            .iter()
-            .all(|layer| kept(layer.layout().config()).is_empty())
-        {
-            true => Checkpoints::None,
-            false => self.taken,
-        };
-        let marks: Vec<usize> = taken.lengths(prompt.len()).filter(|&len| len > held).collect();
+        let marks = self.marks(prompt.len())?;
         let mut logits = None;
         while self.tokens.len() < prompt.len() {
             if !proceed() {
                 return Ok(None);
             }
             let start = self.tokens.len();
-            let next = marks.iter().copied().find(|&mark| mark > start).unwrap_or(prompt.len());
+            let next = marks.iter().copied().filter(|&mark| mark > start).min();
+            let next = next.unwrap_or(prompt.len());
             let end = next.min(start + chunk);
             let ids = &prompt[start..end];
             if end == prompt.len() {
@@ -230,7 +220,41 @@ impl PromptCache {
         model: &LanguageModel,
         named: &SavedAs<'_>,
     ) -> Result<()> {
-        self.cache.write(path.as_ref(), model, named, &[&self.tokens], &self.checkpoints)
+        // One at the end is the cache itself.
+        let n = self.checkpoints.partition_point(|checkpoint| checkpoint.len < self.tokens.len());
+        self.cache.write(path.as_ref(), model, named, &[&self.tokens], &self.checkpoints[..n])
+    }
+
+    /// The lengths at which a prompt of `len` tokens gets a checkpoint.
+    fn marks(&self, len: usize) -> Result<Vec<usize>> {
+        let layouts = |len: usize| {
+            let layouts = self.cache.layers.iter().map(KvCache::layout);
+            layouts.map(move |it| CacheLayout::new(&it.config().with_capacity(len), it.shape()))
+        };
+        let mut room = 0;
+        for layout in layouts(len) {
+            room += layout?.memory_bytes().total();
+        }
+        let mut marks = vec![];
+        for distance in self.taken.distances() {
+            let Some(mark) = len.checked_sub(*distance).filter(|mark| *mark > self.tokens.len())
+            else {
+                break;
+            };
+            let mut bytes = 0;
+            for layout in layouts(mark) {
+                bytes += kept_bytes(&layout?);
+            }
+            // A cache that can be cut back anywhere needs none. The one at the end is dropped by the next prompt.
+            if bytes == 0 || *distance > 0 && bytes > room {
+                break;
+            }
+            if *distance > 0 {
+                room -= bytes;
+            }
+            marks.push(mark);
+        }
+        Ok(marks)
     }
 
     /// Drops checkpoints that are close to others, the closer the nearer these are to the end, so that their number
@@ -291,6 +315,17 @@ fn kept_elements(layout: &CacheLayout) -> Vec<Range<usize>> {
 /// The shape of the floats that a checkpoint keeps of a layer.
 pub(super) fn kept_shape(layout: &CacheLayout) -> [usize; 2] {
     [layout.slices(), kept_elements(layout).iter().map(Range::len).sum()]
+}
+
+/// The bytes of what a checkpoint keeps of a layer.
+fn kept_bytes(layout: &CacheLayout) -> usize {
+    match kept(layout.config()) {
+        [] => 0,
+        ["floats"] => {
+            kept_shape(layout).iter().product::<usize>() * layout.config().float.dtype().size()
+        }
+        _ => layout.memory_bytes().total(),
+    }
 }
 
 impl Checkpoint {
