@@ -86,6 +86,7 @@ impl LanguageModel {
     /// # Errors
     ///
     /// The model as it was, if it is not.
+    #[allow(clippy::result_large_err, reason = "the error gives the model back")]
     pub fn downcast<D: Decoder>(self) -> core::result::Result<D, Self> {
         if self.downcast_ref::<D>().is_none() {
             return Err(self);

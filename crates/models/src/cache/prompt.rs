@@ -1,6 +1,6 @@
 //! A text in a cache, of which the next text reuses the longest prefix.
 
-use std::{ops::Range, path::Path};
+use std::{iter, ops::Range, path::Path};
 
 use burn::tensor::{Device, Tensor, TensorData};
 use kv_cubecl::{
@@ -302,7 +302,7 @@ pub(super) fn kept(config: &KvCacheConfig) -> &'static [&'static str] {
 /// quantized, whose rings are short.
 fn kept_elements(layout: &CacheLayout) -> Vec<Range<usize>> {
     if layout.schedule().window.is_some() {
-        return vec![0..layout.float_elements()];
+        return iter::once(0..layout.float_elements()).collect();
     }
     // A side that is quantized and never all at once has a ring.
     let sides = Side::BOTH.map(|side| layout.sides()[side]);

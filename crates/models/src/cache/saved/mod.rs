@@ -340,7 +340,8 @@ fn read(path: &Path, bytes: &[u8]) -> Result<(Header, Vec<Vec<u32>>)> {
     }
     let ascending = checkpoints.is_sorted_by(|a, b| a < b);
     let inside = checkpoints.iter().all(|len| lens.first().is_some_and(|n| (1..=*n).contains(len)));
-    if !checkpoints.is_empty() && !(lens.len() == 1 && ascending && inside) {
+    let valid = lens.len() == 1 && ascending && inside;
+    if !checkpoints.is_empty() && !valid {
         return Err(wrong(format!("it has checkpoints at {checkpoints:?} of {lens:?} tokens")));
     }
     let mut expected: Vec<String> = (0..layers.len())
