@@ -60,24 +60,19 @@ impl Input {
     /// The files that the model at `path` is read from.
     pub(crate) fn of_model(what: &str, path: &Path) -> Result<Vec<Self>> {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let beside = path.parent().unwrap_or(Path::new(""));
-        let (folder, of_model): (_, Box<dyn Fn(&str) -> bool>) = if path.is_dir() {
-            (path, Box::new(is_of_folder))
-        } else if name.ends_with(".safetensors") || name.ends_with(".bin") {
-            (beside, Box::new(is_of_folder))
-        } else {
-            let whole = stem_of_parts(&name);
-            let belongs = move |other: &str| {
-                other == name || whole.is_some() && stem_of_parts(other) == whole
-            };
-            (beside, Box::new(belongs))
+        let folder = if path.is_dir() { path } else { path.parent().unwrap_or(Path::new("")) };
+        let is_folder = path.is_dir() || name.ends_with(".safetensors") || name.ends_with(".bin");
+        let whole = stem_of_parts(&name);
+        let of_model = |other: &str| match is_folder {
+            true => is_of_folder(other),
+            false => other == name || whole.is_some() && stem_of_parts(other) == whole,
         };
         let listed = if folder == Path::new("") { Path::new(".") } else { folder };
         let context = || format!("{what} {}: cannot read", path.display());
         let mut paths = vec![];
         for entry in fs::read_dir(listed).with_context(context)? {
             let name = entry.with_context(context)?.file_name();
-            if name.to_str().is_some_and(&of_model) {
+            if name.to_str().is_some_and(of_model) {
                 paths.push(folder.join(name));
             }
         }
