@@ -129,7 +129,7 @@ impl Recorder {
     /// [`Error::Device`].
     #[cfg_attr(
         not(feature = "cube"),
-        expect(unused_variables, clippy::unused_self, reason = "only devices have clocks")
+        expect(unused_variables, reason = "only devices have clocks")
     )]
     pub fn calibrate(&self, device: &Device) -> Result<()> {
         #[cfg(feature = "cube")]
