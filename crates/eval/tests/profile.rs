@@ -4,11 +4,7 @@
 #[allow(dead_code, reason = "each test program uses a part")]
 mod common;
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    fs,
-    time::Instant,
-};
+use std::{collections::HashMap, fs, time::Instant};
 
 use common::{Outcome, Workspace, kv_eval};
 use serde_json::Value;
@@ -23,6 +19,7 @@ struct Page {
 struct Bar {
     name: String,
     depth: usize,
+    #[cfg_attr(not(feature = "wgpu"), expect(dead_code, reason = "read of launches alone"))]
     detail: String,
     start: f64,
     end: f64,
@@ -335,7 +332,8 @@ fn launches_of_a_device_are_on_the_hosts_clock() {
     let (gaps, launches): (Vec<&Bar>, Vec<&Bar>) =
         bars.iter().partition(|bar| bar.name.starts_with("idle before "));
     assert!(!gaps.is_empty() && gaps.iter().all(|gap| gap.detail.contains("the host was")));
-    let before: BTreeSet<&str> = gaps.iter().map(|gap| gap.name.as_str()).collect();
+    let before: std::collections::BTreeSet<&str> =
+        gaps.iter().map(|gap| gap.name.as_str()).collect();
     assert!(before.iter().any(|name| name.starts_with("idle before L0/")), "{before:?}");
     assert!(launches.iter().any(|bar| bar.name == "L1/attend" && bar.detail == "PartialAttention"));
 

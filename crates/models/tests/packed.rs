@@ -7,7 +7,7 @@ use std::{fs, path::Path};
 
 use burn::{
     module::Module,
-    tensor::{Device, Int, Tensor, TensorData},
+    tensor::{Device, Int, Tensor},
 };
 use candle_core::quantized::{GgmlDType, gguf_file};
 use common::{TINY, converted, device, expected, fixture, max_difference, small, tiny, write_gguf};
@@ -275,7 +275,7 @@ fn packed_on_wgpu_as_restored_on_the_cpu() {
         assert!(packed.is_packed(), "{name}");
         let ids = |device: &Device| {
             let ids: Vec<i64> = (0..24).map(|i| i * 37 % restored.vocab_size() as i64).collect();
-            Tensor::<2, Int>::from_data(TensorData::new(ids, [1, 24]), device)
+            Tensor::<2, Int>::from_data(burn::tensor::TensorData::new(ids, [1, 24]), device)
         };
         let config = KvCacheConfig::float().with_capacity(24);
         let expected = restored.forward(ids(&device()), config).unwrap();
@@ -325,7 +325,8 @@ fn experts_are_picked_on_a_gpu() {
             let host = |logits: Tensor<2>| {
                 let shape = logits.dims();
                 let data = logits.into_data().try_into_vec::<f32>().unwrap();
-                Tensor::<2>::from_data(TensorData::new(data, shape), &device()).unsqueeze::<3>()
+                Tensor::<2>::from_data(burn::tensor::TensorData::new(data, shape), &device())
+                    .unsqueeze::<3>()
             };
             let launched = host(step(&on_gpu, &mut launched, &wgpu));
             let recorded = host(graph.step(&[id]).unwrap().clone());
