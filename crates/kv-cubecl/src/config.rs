@@ -484,7 +484,7 @@ impl KvCacheConfig {
                 .ok_or_else(|| format!("{bits:?} is neither float nor kKvV"))?;
             let side = |name: &str| {
                 SideFormat::named(name).ok_or_else(|| {
-                    format!("{name:?} is no format: must be {}", SideFormat::names())
+                    format!("{name:?} in {bits:?} is no format: must be {}", SideFormat::names())
                 })
             };
             Self::stored(side(keys)?, side(values)?)

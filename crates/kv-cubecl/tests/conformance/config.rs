@@ -83,7 +83,7 @@ fn names_by_hand() {
 fn bad_names_say_which_part() {
     for (name, part) in [
         ("", "\"\""),
-        ("kivi", "\"i\""),
+        ("kivi", "\"kivi\""),
         ("k3v2", "3"),
         ("k2v5", "5"),
         ("k2v258", "258"),
