@@ -64,61 +64,41 @@ impl JsonArgs {
     }
 }
 
-/// A cache as it was named.
+/// What an argument stands for, with its text: that may be a file, which no output may overwrite.
 #[derive(Clone, Debug)]
-pub(crate) struct NamedCache {
+pub(crate) struct Named<T> {
     pub(crate) name: String,
-    pub(crate) config: ModelCacheConfig,
+    pub(crate) value: T,
 }
+
+/// A cache or a policy.
+pub(crate) type NamedCache = Named<ModelCacheConfig>;
 
 impl FromStr for NamedCache {
     type Err = kv_models::Error;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
-        Ok(Self { name: name.to_string(), config: ModelCacheConfig::find(name)? })
+        Ok(Self { name: name.to_string(), value: ModelCacheConfig::find(name)? })
     }
 }
 
-/// Caches of one layer, as they were named: a cache, or all that some layer has by a policy.
-#[derive(Clone, Debug)]
-pub(crate) struct LayerCaches {
-    name: String,
-    configs: Vec<KvCacheConfig>,
-}
-
-impl FromStr for LayerCaches {
-    type Err = kv_models::Error;
-
-    fn from_str(name: &str) -> Result<Self, Self::Err> {
-        Ok(Self { name: name.to_string(), configs: ModelCacheConfig::find(name)?.candidates() })
-    }
-}
-
-impl LayerCaches {
-    /// Each configuration once.
-    pub(crate) fn all(caches: &[Self]) -> Vec<KvCacheConfig> {
-        let mut all = vec![];
-        for config in caches.iter().flat_map(|caches| &caches.configs) {
-            if !all.contains(config) {
-                all.push(*config);
-            }
+/// Every cache that a layer has by one of `caches`, once.
+pub(crate) fn layer_caches(caches: &[NamedCache]) -> Vec<KvCacheConfig> {
+    let mut all = vec![];
+    for config in caches.iter().flat_map(|named| named.value.candidates()) {
+        if !all.contains(&config) {
+            all.push(config);
         }
-        all
     }
-
-    /// Files that policies of `caches` are read from.
-    pub(crate) fn files(caches: &[Self]) -> NamedFiles<'_> {
-        let none = NamedFiles::default();
-        caches.iter().fold(none, |files, caches| files.reads("cache", &caches.name))
-    }
+    all
 }
 
-/// The configurations of `caches`.
-pub(crate) fn configs(caches: &[NamedCache]) -> Vec<ModelCacheConfig> {
-    caches.iter().map(|named| named.config.clone()).collect()
+/// The values of `caches`.
+pub(crate) fn configs<T: Clone>(caches: &[Named<T>]) -> Vec<T> {
+    caches.iter().map(|named| named.value.clone()).collect()
 }
 
-/// Files that policies of `caches` are read from.
-pub(crate) fn policies<'a>(files: NamedFiles<'a>, caches: &'a [NamedCache]) -> NamedFiles<'a> {
+/// Adds the files that policies of `caches` are read from.
+pub(crate) fn policies<'a, T>(files: NamedFiles<'a>, caches: &'a [Named<T>]) -> NamedFiles<'a> {
     caches.iter().fold(files, |files, named| files.reads("cache", &named.name))
 }

@@ -6,15 +6,14 @@ mod models;
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use indicatif::ProgressBar;
-use kv_cli::{Backend, NamedFiles, OutFile, Plain, Screen, dispatch, memory_limit};
+use kv_cli::{Backend, NamedFiles, OutFile, Plain, Screen, dispatch};
 use kv_cubecl::{On, Target};
 use kv_eval::bench::{
     AttentionPlan, Timing, codec_bytes, copy_bandwidth, time_append, time_codec,
     time_decode_attention,
 };
-use kv_models::decimal_size;
 use kv_report::{
     Table,
     chart::{Chart, Series, Style},
@@ -27,8 +26,8 @@ use self::{
     models::{DecodeArgs, PrefillArgs, decode, prefill},
 };
 use crate::{
-    arguments::LayerCaches,
-    common::write_json,
+    arguments::{NamedCache, layer_caches, policies},
+    common::{self, write_json},
     profile::{Profile, ProfileArgs},
 };
 
@@ -90,7 +89,7 @@ pub(crate) struct LayerArgs {
         "float", "float-f16", "k8v8", "k4v4", "k2v2", "kint8vint8", "kint8gvint8g", "ke4m3ve4m3", "ke5m2ve5m2",
         "ke4m3bve4m3b", "ke2m1bve2m1b", "kmxfp4vmxfp4",
     ])]
-    caches: Vec<LayerCaches>,
+    caches: Vec<NamedCache>,
     /// Context lengths to time at.
     #[arg(long, value_delimiter = ',', default_value = "1024,2048,4096,8192,16384,32768")]
     contexts: Vec<usize>,
@@ -166,11 +165,13 @@ impl Bench {
     fn files(&self) -> NamedFiles<'_> {
         let (files, json) = match self {
             Self::DecodeAttention(args) => {
-                let files = LayerCaches::files(&args.layer.caches);
+                let files = policies(NamedFiles::default(), &args.layer.caches);
                 (files.writes("plot", args.plot.as_deref()), &args.layer.common.json)
             }
-            Self::Flush(args) => (LayerCaches::files(&args.caches), &args.common.json),
-            Self::Frames(args) => (LayerCaches::files(&args.caches), &args.common.json),
+            Self::Flush(args) => (policies(NamedFiles::default(), &args.caches), &args.common.json),
+            Self::Frames(args) => {
+                (policies(NamedFiles::default(), &args.caches), &args.common.json)
+            }
             Self::Quantize(args) => (NamedFiles::default(), &args.common.json),
             Self::Decode(args) => return args.files(),
             Self::Prefill(args) => return args.files(),
@@ -205,16 +206,8 @@ const COPIED: usize = 128 << 20;
 
 /// Checks that a benchmark's tensors fit into memory, before they are allocated.
 fn check_memory<T: Target>(needed: u64, device: &On<T>) -> Result<()> {
-    let limit = memory_limit(None, device);
     let copied = if T::NAME == "flex" { 2 * COPIED as u64 } else { 0 };
-    match limit.total {
-        Some(total) if needed.saturating_add(copied) > total => {
-            let [needed, total] = [needed, total].map(decimal_size);
-            let source = limit.source;
-            bail!("memory: needs {needed}, but {source} is {total}; time a smaller shape")
-        }
-        _ => Ok(()),
-    }
+    common::check_memory(needed, copied, device, "time a smaller shape")
 }
 
 /// Where a benchmark's results go.
@@ -274,7 +267,7 @@ fn attention<T: Target>(args: &AttentionArgs, profile: &mut Profile) -> Result<(
         format!("working-set {}: must be at most {} megabytes", args.working_set, usize::MAX >> 20)
     })?;
     let plan = AttentionPlan { tokens, working_set, recorded, ..layer.plan() };
-    let caches = LayerCaches::all(&layer.caches);
+    let caches = layer_caches(&layer.caches);
     for &context in &layer.contexts {
         check_memory(plan.attention_bytes::<T>(&caches, context)?, &device)?;
     }
@@ -316,7 +309,7 @@ fn attention<T: Target>(args: &AttentionArgs, profile: &mut Profile) -> Result<(
 fn flush<T: Target>(args: &LayerArgs, profile: &mut Profile) -> Result<()> {
     let device = On::<T>::open()?;
     profile.device(&device)?;
-    let (plan, caches) = (args.plan(), LayerCaches::all(&args.caches));
+    let (plan, caches) = (args.plan(), layer_caches(&args.caches));
     for &context in &args.contexts {
         for config in &caches {
             check_memory(plan.append_bytes(config, context)?, &device)?;

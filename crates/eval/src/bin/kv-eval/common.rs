@@ -16,7 +16,7 @@ use kv_cli::{
 use kv_cubecl::{On, Target};
 use kv_eval::{Plan, Progress, Report, Run, evaluate, layers::measure_layers};
 use kv_models::{
-    LanguageModel, LoadOptions, ModelCacheConfig, ModelSpec, Tokenizer, WeightDtype,
+    LanguageModel, LoadOptions, ModelCacheConfig, ModelSpec, Tokenizer, WeightDtype, decimal_size,
     kv_weights::{self, Activations},
     tokenizer::Piece,
 };
@@ -311,4 +311,20 @@ pub(crate) fn note_policies<'a>(
 /// Writes `value` as JSON for people and programs.
 pub(crate) fn write_json(file: OutFile, value: &impl Serialize) -> Result<()> {
     file.write((serde_json::to_string_pretty(value)? + "\n").as_bytes())
+}
+
+/// Checks that there is memory for `needed` bytes, and for `beside` that are taken anyway, before
+/// any are allocated.
+///
+/// # Errors
+/// Names both sizes, and `remedy`.
+pub(crate) fn check_memory(needed: u64, beside: u64, device: &Device, remedy: &str) -> Result<()> {
+    let limit = memory_limit(None, device);
+    match limit.total {
+        Some(total) if needed.saturating_add(beside) > total => {
+            let [needed, total] = [needed, total].map(decimal_size);
+            bail!("memory: needs {needed}, but {} is {total}; {remedy}", limit.source)
+        }
+        _ => Ok(()),
+    }
 }

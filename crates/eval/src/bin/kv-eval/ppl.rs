@@ -7,7 +7,7 @@ use kv_eval::{Mode, Plan};
 use kv_models::KV_CACHE_FILE;
 
 use crate::{
-    arguments::{JsonArgs, NamedCache, TextArgs, TextIds, configs, policies},
+    arguments::{JsonArgs, Named, NamedCache, TextArgs, TextIds, configs, policies},
     common::{
         Job, ModelArgs, Output, Text, Weights, evaluate_and_report, note_policies, text_name,
     },
@@ -88,7 +88,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let TextIds { ids, bytes, bos } = args.text.read(&tokenizer, args.tokens)?;
     let window = args.window.unwrap_or_else(|| model.max_positions().min(WINDOW));
     let mut caches = configs(&args.caches);
-    for NamedCache { name, config } in &args.caches {
+    for Named { name, value: config } in &args.caches {
         if name != "float" && config.is_float(model.spec()) {
             note(format_args!("{name} is the float cache, which has its row without being named"));
         }

@@ -49,7 +49,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
     let (screen, json) = args.json.open()?;
-    let cache = &args.cache.config;
+    let cache = &args.cache.value;
     let need = Need::new([KvCacheConfig::float().into(), cache.clone()], args.tokens);
     let Fitting { source: Source { model, tokenizer, .. }, .. } =
         source::load(&args.on, Weights::Packed, need, &device)?;

@@ -9,8 +9,7 @@ use std::{
 
 use anyhow::{Result, bail};
 use kv_cli::{
-    Backend, NamedFiles, OutFile, Plain, Screen, dispatch, exit_on_interrupt, memory_limit, note,
-    open_folder,
+    Backend, NamedFiles, OutFile, Plain, Screen, dispatch, exit_on_interrupt, note, open_folder,
 };
 use kv_cubecl::{Frames, On, Target};
 use kv_eval::{
@@ -21,7 +20,6 @@ use kv_eval::{
     },
 };
 use kv_eval_models::WORLD;
-use kv_models::decimal_size;
 use kv_report::{
     Table,
     chart::{Chart, Series, Style},
@@ -29,7 +27,11 @@ use kv_report::{
 use kv_world::{Frame, Picture};
 use serde::Serialize;
 
-use crate::{built_in, common::write_json};
+use crate::{
+    arguments::{Named, configs, policies},
+    built_in,
+    common::{check_memory, write_json},
+};
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
@@ -45,7 +47,7 @@ pub(crate) struct Args {
         "float-f16", "k16vint8", "kint8v16", "kint8vint8", "kint8fvint8f", "kint8pvint8p", "ke4m3ve4m3", "kint8vint8@2",
         "k8v16-r32", "kint8gv16-r32", "k4v4-r32",
     ])]
-    caches: Vec<NamedLayerCaches>,
+    caches: Vec<Named<LayerCaches>>,
     /// Frames that the model plays by itself.
     #[arg(long, default_value_t = 200)]
     frames: usize,
@@ -78,18 +80,11 @@ pub(crate) struct Args {
     json: Option<PathBuf>,
 }
 
-/// What layers store, as it was named.
-#[derive(Clone, Debug)]
-struct NamedLayerCaches {
-    name: String,
-    caches: LayerCaches,
-}
-
-impl FromStr for NamedLayerCaches {
+impl FromStr for Named<LayerCaches> {
     type Err = kv_eval::Error;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
-        Ok(Self { name: name.to_string(), caches: name.parse()? })
+        Ok(Self { name: name.to_string(), value: name.parse()? })
     }
 }
 
@@ -112,11 +107,7 @@ const ZOOM: usize = 2;
 pub(crate) fn run(args: &Args) -> Result<()> {
     let files = NamedFiles::default();
     let files = args.model.iter().fold(files, |files, model| files.reads_model("model", model));
-    args.caches
-        .iter()
-        .fold(files, |files, cache| files.reads("cache", &cache.name))
-        .writes("json", args.json.as_deref())
-        .check()?;
+    policies(files, &args.caches).writes("json", args.json.as_deref()).check()?;
     exit_on_interrupt()?;
     dispatch!(args.backend, Plain, play(args))
 }
@@ -170,14 +161,9 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     }
     let (sinks, seed) = (Frames(args.sinks), args.seed);
     let plan = RolloutPlan { context: args.context, ring, sinks, seed };
-    let caches: Vec<LayerCaches> = args.caches.iter().map(|named| named.caches.clone()).collect();
+    let caches = configs(&args.caches);
     let needed = compare_bytes(&world, [args.seeds, frames as u64], &plan, &caches)?;
-    let limit = memory_limit(None, &device);
-    if let Some(total) = limit.total.filter(|&total| needed > total) {
-        let [needed, total] = [needed, total].map(decimal_size);
-        let source = limit.source;
-        bail!("memory: needs {needed}, but {source} is {total}; play fewer --frames or --seeds");
-    }
+    check_memory(needed, 0, &device, "play fewer --frames or --seeds")?;
     for cache in &caches {
         // What the model or the device cannot have is an error before the true frames are rendered, which takes long.
         world.model.new_cache_with(&cache.formats(config.n_layers)?, ring, sinks, 1, &device)?;

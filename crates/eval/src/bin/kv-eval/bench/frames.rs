@@ -6,7 +6,10 @@ use kv_eval::bench::{FramesPlan, time_frames};
 use kv_report::Table;
 
 use super::{Common, Sinks, check_memory, us};
-use crate::{arguments::LayerCaches, profile::Profile};
+use crate::{
+    arguments::{NamedCache, layer_caches},
+    profile::Profile,
+};
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
@@ -18,7 +21,7 @@ pub(crate) struct FramesArgs {
     /// How frames are stored: a short name, or a policy's file of .json or .toml for every cache
     /// that a layer has by it; repeatable. The first is what the others are compared with.
     #[arg(long = "cache", default_values = ["float", "float-f16", "k16vint8", "kint8vint8", "kint8fvint8f", "k4v4"])]
-    pub(super) caches: Vec<LayerCaches>,
+    pub(super) caches: Vec<NamedCache>,
     /// Frames of the ring; the shape by default is that of the world model owl-wms.
     #[arg(long, default_value_t = 60)]
     frames: u64,
@@ -48,7 +51,7 @@ pub(super) fn frames<T: Target>(args: &FramesArgs, profile: &mut Profile) -> Res
         window: Frames(frames),
         samples: args.common.samples,
     };
-    let caches = LayerCaches::all(&args.caches);
+    let caches = layer_caches(&args.caches);
     check_memory(plan.bytes(&caches)?, &device)?;
     let sinks = Sinks::open(args.common.json.as_deref(), None)?;
     let what = format!(
