@@ -12,8 +12,8 @@ pub struct ThreadArgs {
 }
 
 impl ThreadArgs {
-    /// Starts that many threads; without the argument nothing is done, and Rayon starts one per core.
-    /// Must be called before anything is computed.
+    /// Starts that many threads; without the argument nothing is done, and Rayon starts one per
+    /// core. Must be called before anything is computed.
     ///
     /// # Errors
     /// What the system says when threads cannot be started.

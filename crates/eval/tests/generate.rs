@@ -128,7 +128,8 @@ fn each_prompt_has_a_line_of_json() {
     }
 }
 
-/// The text ends before the string, whose bytes are tokens of their own here, alone and among others.
+/// The text ends before the string, whose bytes are tokens of their own here, alone and among
+/// others.
 #[test]
 fn a_stop_string_ends_the_text() {
     let space = Workspace::new();
@@ -291,7 +292,8 @@ mod interrupts {
         assert!(replies.iter().all(|reply| reply["finish_reason"] == "abort"), "{text}");
     }
 
-    /// The first signal stops a turn, after which the conversation goes on; the next one ends it, with its cache.
+    /// The first signal stops a turn, after which the conversation goes on; the next one ends it,
+    /// with its cache.
     #[test]
     fn an_interrupted_turn_is_not_the_end_of_a_conversation() {
         let (folder, model) = endless();

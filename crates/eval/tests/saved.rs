@@ -74,7 +74,8 @@ fn another_run_goes_on_from_the_prefix() {
     }
 }
 
-/// A document is read once, and each question computes only its own tokens; so does the same prompt again.
+/// A document is read once, and each question computes only its own tokens; so does the same prompt
+/// again.
 #[test]
 fn prompts_reuse_what_they_share_with_the_cache() {
     let space = Workspace::new();

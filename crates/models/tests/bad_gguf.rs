@@ -231,8 +231,8 @@ fn overlapping_tensors_are_named() {
     let file = folder.path().join("overlap.gguf");
     write_gguf(&tiny("llama-tiny"), &file, GgmlDType::F32, &[]);
     let bytes = fs::read(&file).unwrap();
-    // The order of tensors in the file differs from run to run. The smaller one moves into the larger
-    // one, so that neither ends past the file.
+    // The order of tensors in the file differs from run to run. The smaller one moves into the
+    // larger one, so that neither ends past the file.
     let (first, second) = ("blk.1.ffn_down.weight", "blk.0.attn_q.weight");
     let [to, from] = [second, first].map(|tensor| offset_of(&bytes, tensor));
     let offset = u64::from_le_bytes(bytes[from..from + 8].try_into().unwrap());

@@ -1,4 +1,5 @@
-//! A prompt that reuses what it shares with a cache gets the logits of a cache that was given nothing else.
+//! A prompt that reuses what it shares with a cache gets the logits of a cache that was given
+//! nothing else.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(dead_code, reason = "each test program uses a part of common")]
 
@@ -16,8 +17,8 @@ use kv_models::{
 };
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
-/// Every format for keys and for values, flushes before and after attention, by groups and by blocks, sinks, and
-/// windows of their own.
+/// Every format for keys and for values, flushes before and after attention, by groups and by
+/// blocks, sinks, and windows of their own.
 fn caches() -> Vec<String> {
     let named = |format: &SideFormat| match format.is_grouped() {
         true => (format.to_string(), "-g16"),
@@ -66,10 +67,12 @@ fn prefill(
     logits.into_data().convert::<f32>().try_into_vec().unwrap()
 }
 
-/// 40 texts, each split at random into what is saved and what another run goes on with, with every cache that fits the
-/// model, all but `n_unfit`: what is saved is a prompt, often with its reply, and the next prompt shares all of it or less.
+/// 40 texts, each split at random into what is saved and what another run goes on with, with every
+/// cache that fits the model, all but `n_unfit`: what is saved is a prompt, often with its reply,
+/// and the next prompt shares all of it or less.
 ///
-/// Tokens pass one at a time, so that the same numbers are summed in the same order and all logits are equal bit for bit.
+/// Tokens pass one at a time, so that the same numbers are summed in the same order and all logits
+/// are equal bit for bit.
 fn resumed_texts_have_the_logits_of_one_run(name: &str, n_unfit: usize) {
     let (on, scratch) = (device(), tempfile::tempdir().unwrap());
     let path = scratch.path().join("prompt.safetensors");
@@ -136,7 +139,8 @@ fn resumed_texts_have_the_logits_of_one_run(name: &str, n_unfit: usize) {
     assert!(reused > 5 * n && cut > n / 10, "{told}: too few");
 }
 
-/// 200 splits together: learned positions, rotary ones, sinks of the model, and windows in some layers and in all.
+/// 200 splits together: learned positions, rotary ones, sinks of the model, and windows in some
+/// layers and in all.
 #[test]
 fn resumed_texts_of_gpt2() {
     resumed_texts_have_the_logits_of_one_run("gpt2-tiny", 0);
@@ -162,14 +166,15 @@ fn resumed_texts_of_mistral() {
     resumed_texts_have_the_logits_of_one_run("mistral-swa-tiny", 7);
 }
 
-/// Prompts that pass in chunks: the same bits as of a cache that is given the same chunks up to a checkpoint.
+/// Prompts that pass in chunks: the same bits as of a cache that is given the same chunks up to a
+/// checkpoint.
 #[test]
 fn checkpoints_of_chunks_are_exact() {
     let (on, scratch) = (device(), tempfile::tempdir().unwrap());
     let path = scratch.path().join("prompt.safetensors");
     let ids = text(200, 3);
-    // Checkpoints are 0, 16 and 128 tokens before the end; where a window keeps as much in each as in the cache, the
-    // last is left out.
+    // Checkpoints are 0, 16 and 128 tokens before the end; where a window keeps as much in each as
+    // in the cache, the last is left out.
     let far = &[
         (150, 150, &[22, 122, 134, 150][..]),
         (148, 134, &[22, 122, 134]),

@@ -94,8 +94,8 @@ impl Enlarge {
     }
 }
 
-/// With a head of 1e20 the loss is finite, and so is every gradient, but not their norm in f32: scaled
-/// by it they would all be 0, and the run would go on without training anything.
+/// With a head of 1e20 the loss is finite, and so is every gradient, but not their norm in f32:
+/// scaled by it they would all be 0, and the run would go on without training anything.
 #[test]
 fn a_norm_beyond_f32_stops_the_run() {
     let world = Cpu::new();

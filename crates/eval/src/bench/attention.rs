@@ -67,7 +67,7 @@ impl AttentionPlan {
     /// Bytes that [`time_decode_attention`] takes with all of `caches` at a context.
     ///
     /// # Errors
-    /// Those of [`time_decode_attention`] before anything is allocated.
+    /// Returns the errors that [`time_decode_attention`] finds before it allocates.
     pub fn attention_bytes<T: Target>(
         &self,
         caches: &[KvCacheConfig],
@@ -90,7 +90,7 @@ impl AttentionPlan {
     /// Bytes that [`time_append`] takes with a cache at a context.
     ///
     /// # Errors
-    /// Those of [`time_append`] before anything is allocated.
+    /// Returns the errors that [`time_append`] finds before it allocates.
     pub fn append_bytes(&self, config: &KvCacheConfig, context: usize) -> Result<u64> {
         self.check()?;
         let tokens = context.saturating_add(self.steps(config));
@@ -98,7 +98,7 @@ impl AttentionPlan {
         Ok((layout.memory_bytes().total() as u64).saturating_add(self.input_bytes(1)?))
     }
 
-    /// Bytes of queries, keys and values for so many tokens, and of what fills a cache.
+    /// Bytes of queries, keys and values of `tokens` tokens, and of a chunk that fills a cache.
     fn input_bytes(&self, tokens: usize) -> Result<u64> {
         let Self { batch, n_heads, n_kv_heads, head_dim, .. } = *self;
         let of = |heads, tokens| size::tensor_bytes([batch, heads, tokens, head_dim]);
@@ -106,8 +106,7 @@ impl AttentionPlan {
         Ok(4 * of(n_heads, tokens)? + 2 * of(n_kv_heads, tokens)? + 2 * of(n_kv_heads, FILL_CHUNK)?)
     }
 
-    /// Tokens that a cache has room for beside its context: those of all samples and of the warm-up
-    /// rounds.
+    /// Returns how many tokens the samples and the warm-up rounds append to a context.
     fn appended(&self) -> usize {
         self.tokens.saturating_mul(size::rounds(self.samples))
     }

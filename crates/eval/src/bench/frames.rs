@@ -39,7 +39,7 @@ impl FramesPlan {
     /// Bytes that [`time_frames`] takes with rings of all of `formats`.
     ///
     /// # Errors
-    /// Those of [`time_frames`] before anything is allocated.
+    /// Returns the errors that [`time_frames`] finds before it allocates.
     pub fn bytes(&self, formats: &[KvCacheConfig]) -> Result<u64> {
         self.check()?;
         let shape = CacheShape::new(self.batch, self.n_heads, self.head_dim);

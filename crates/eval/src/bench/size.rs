@@ -20,7 +20,7 @@ pub(super) fn check_samples(field: &'static str, samples: usize) -> Result<()> {
     }
 }
 
-/// Steps that are taken for so many samples, those of the warm-up among them.
+/// Returns how many steps `samples` take, warm-up included.
 pub(super) fn rounds(samples: usize) -> usize {
     samples.saturating_add(WARM_UP)
 }
@@ -39,7 +39,7 @@ pub(super) fn tensor_bytes(shape: [usize; 4]) -> Result<u64> {
     }
 }
 
-/// The layout of a cache for so many tokens.
+/// Returns the layout of a cache for `tokens` tokens.
 pub(super) fn layout(
     config: &KvCacheConfig,
     tokens: usize,

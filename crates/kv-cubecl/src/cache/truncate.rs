@@ -63,8 +63,9 @@ impl KvCache {
         Ok(self.shortest_by_keys(now).max(self.shortest_by_window(now)))
     }
 
-    /// Cuts a sequence back to its first `len` tokens, or to as many of them as leave exactly the cache that was never
-    /// given the others, and returns how many these are: [`exact`](Self::exact).
+    /// Cuts a sequence back to its first `len` tokens, or to as many of them as leave exactly the
+    /// cache that was never given the others, and returns how many these are:
+    /// [`exact`](Self::exact).
     ///
     /// # Errors
     /// Those of [`exact`](Self::exact).
@@ -74,17 +75,18 @@ impl KvCache {
         Ok(exact)
     }
 
-    /// The largest number of tokens up to `len` at which [`cut_back`](Self::cut_back) leaves the cache of a sequence that
-    /// never was longer, bit for bit.
+    /// The largest number of tokens up to `len` at which [`cut_back`](Self::cut_back) leaves the
+    /// cache of a sequence that never was longer, bit for bit.
     ///
-    /// That is `len` itself where both sides are in float, or quantized as soon as they are appended, and where no token
-    /// was quantized since. Keys that are quantized in blocks are whole at the end of each block. All other rows that
-    /// were in float at `len` and are not now are lost, so that only the sinks remain, as they do where a window has
-    /// hidden tokens. What is lost has to be computed again; [`truncate`](Self::truncate) restores it from its codes.
+    /// That is `len` itself where both sides are in float, or quantized as soon as they are
+    /// appended, and where no token was quantized since. Keys that are quantized in blocks are
+    /// whole at the end of each block. All other rows that were in float at `len` and are not now
+    /// are lost, so that only the sinks remain, as they do where a window has hidden tokens. What
+    /// is lost has to be computed again; [`truncate`](Self::truncate) restores it from its codes.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not have, and for
-    /// a `len` above its tokens.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not have, and
+    /// for a `len` above its tokens.
     pub fn exact(&self, sequence: usize, len: usize) -> Result<usize> {
         check_sequence(sequence, self.lens.len())?;
         let now = self.lens[sequence];

@@ -124,8 +124,8 @@ impl Schedule {
         Sides { keys: keys.quantized(n), values: values.quantized(n) }
     }
 
-    /// The largest number of tokens up to `len` whose rows in float a cache of `now` tokens still has, of a side that is
-    /// quantized.
+    /// The largest number of tokens up to `len` whose rows in float a cache of `now` tokens still
+    /// has, of a side that is quantized.
     pub(crate) fn exact(&self, side: Side, now: usize, len: usize) -> usize {
         let sinks = self.sink_tokens;
         let (then, now) = (self.counts(len)[side], self.counts(now)[side]);
@@ -138,8 +138,8 @@ impl Schedule {
         }
     }
 
-    /// Whether a cache can be cut back to any number of tokens and is then the one that was never given the others: see
-    /// [`KvCache::exact`](crate::KvCache::exact).
+    /// Whether a cache can be cut back to any number of tokens and is then the one that was never
+    /// given the others: see [`KvCache::exact`](crate::KvCache::exact).
     pub fn is_exact_anywhere(&self) -> bool {
         let at_once = SideSchedule::sliding(0);
         let exact = |side: Side| {

@@ -23,9 +23,9 @@ const SAMPLED: usize = 3;
 /// Every format of keys with every format of values, windows of all kinds and both orders: attention and what is
 /// stored are the oracle's, or the configuration is refused with its rule.
 ///
-/// Compiling kernels takes most of the time on a GPU without hardware. There a third of the pairs is
-/// run, each in one window and order; the seed `KV_SEED`, by default the day, picks another third.
-/// `KV_ALL_PAIRS=1` runs everything.
+/// Compiling kernels takes most of the time on a GPU without hardware. There a third of the pairs
+/// is run, each in one window and order; the seed `KV_SEED`, by default the day, picks another
+/// third. `KV_ALL_PAIRS=1` runs everything.
 fn every_pair_of_formats<T: Target>(on: &On<T>) {
     let all = T::NAME == "flex" || std::env::var_os("KV_ALL_PAIRS").is_some_and(|all| all == "1");
     let today = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() / 86400;

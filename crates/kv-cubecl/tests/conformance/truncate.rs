@@ -232,7 +232,8 @@ fn quantized_keys_do_not_come_back<T: Target>(on: &On<T>) {
     equal_bits("from the start", &output.data, &expected.data);
 }
 
-/// After the cut, the cache goes on with another text as one that was given nothing else, bit for bit.
+/// After the cut, the cache goes on with another text as one that was given nothing else, bit for
+/// bit.
 fn what_is_cut_back_exactly_never_was_longer<T: Target>(on: &On<T>) {
     let rng = &mut Rng::new(700);
     let rounds = if T::NAME == "flex" { 30 } else { 3 };

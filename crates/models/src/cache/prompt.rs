@@ -16,18 +16,21 @@ use crate::{
     spans::PHASE,
 };
 
-/// How far before the end of a prompt its checkpoints are: close to where the next prompt is likely to differ. A text
-/// that differs `n` tokens before the end is computed again from at most 16 `n` before it.
+/// How far before the end of a prompt its checkpoints are: close to where the next prompt is likely
+/// to differ. A text that differs `n` tokens before the end is computed again from at most 16 `n`
+/// before it.
 const DISTANCES: [usize; 7] = [0, 16, 128, 1024, 8192, 65_536, 524_288];
 
-/// Where a [`PromptCache`] can be cut back to, beside the lengths that [`ModelCache::exact`] allows.
+/// Where a [`PromptCache`] can be cut back to, beside the lengths that [`ModelCache::exact`]
+/// allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Checkpoints {
     /// Nowhere else.
     None,
     /// At the end of each prompt.
     Ends,
-    /// At the end of each prompt, and at growing distances before it, as many as take no more memory than the cache.
+    /// At the end of each prompt, and at growing distances before it, as many as take no more
+    /// memory than the cache.
     All,
 }
 
@@ -42,11 +45,12 @@ impl Checkpoints {
     }
 }
 
-/// A [`ModelCache`] of one sequence with its tokens, which is cut back to what the next prompt shares with them.
+/// A [`ModelCache`] of one sequence with its tokens, which is cut back to what the next prompt
+/// shares with them.
 ///
-/// A cache that quantizes loses the recent tokens in float as it grows, and one with a sliding window the tokens before
-/// it. So [checkpoints](Checkpoints) keep them as they were at some lengths: a cache that goes on from one gives the
-/// logits of a cache that was never longer.
+/// A cache that quantizes loses the recent tokens in float as it grows, and one with a sliding
+/// window the tokens before it. So [checkpoints](Checkpoints) keep them as they were at some
+/// lengths: a cache that goes on from one gives the logits of a cache that was never longer.
 #[derive(Clone, Debug)]
 pub struct PromptCache {
     cache: ModelCache,
@@ -93,13 +97,13 @@ impl PromptCache {
         &self.cache
     }
 
-    /// Cuts the cache back to the longest prefix of `prompt` that it can go on from exactly, and returns how many tokens
-    /// that are. At least the last token of `prompt` is left to compute.
+    /// Cuts the cache back to the longest prefix of `prompt` that it can go on from exactly, and
+    /// returns how many tokens that are. At least the last token of `prompt` is left to compute.
     ///
     /// # Errors
     ///
-    /// A prompt that exceeds the cache or the model, or a checkpoint that the device cannot hold. The cache is then
-    /// unchanged.
+    /// A prompt that exceeds the cache or the model, or a checkpoint that the device cannot hold.
+    /// The cache is then unchanged.
     pub fn reuse(&mut self, prompt: &[u32]) -> Result<usize> {
         let pairs = self.tokens.iter().zip(prompt);
         let common = pairs.take_while(|(held, asked)| held == asked).count();
@@ -110,8 +114,8 @@ impl PromptCache {
         self.cut_back(shared)
     }
 
-    /// Cuts the cache back to its first `len` tokens, or to as many of them as it can exactly; returns how many these
-    /// are.
+    /// Cuts the cache back to its first `len` tokens, or to as many of them as it can exactly;
+    /// returns how many these are.
     ///
     /// # Errors
     ///
@@ -132,13 +136,14 @@ impl PromptCache {
         Ok(exact)
     }
 
-    /// Appends what `prompt` has beyond the tokens in the cache, `chunk` tokens per pass. Returns the logits after the
-    /// last token, `[1, vocab]`, or `None` if `proceed`, which is asked before each pass, returned false.
+    /// Appends what `prompt` has beyond the tokens in the cache, `chunk` tokens per pass. Returns
+    /// the logits after the last token, `[1, vocab]`, or `None` if `proceed`, which is asked before
+    /// each pass, returned false.
     ///
     /// # Errors
     ///
-    /// A prompt that does not go on after the tokens in the cache, or that exceeds the cache or the model; nothing is
-    /// then appended.
+    /// A prompt that does not go on after the tokens in the cache, or that exceeds the cache or the
+    /// model; nothing is then appended.
     pub fn prefill(
         &mut self,
         model: &LanguageModel,
@@ -183,12 +188,13 @@ impl PromptCache {
         Ok(logits)
     }
 
-    /// Continues the tokens in the cache, whose last one gave `logits`: see [`generate`](crate::generate()). What was
-    /// prefilled before is not counted.
+    /// Continues the tokens in the cache, whose last one gave `logits`: see
+    /// [`generate`](crate::generate()). What was prefilled before is not counted.
     ///
     /// # Errors
     ///
-    /// Invalid sampling options, recording on a device that cannot record, or logits that are not finite.
+    /// Invalid sampling options, recording on a device that cannot record, or logits that are not
+    /// finite.
     pub fn generate(
         &mut self,
         model: &LanguageModel,
@@ -209,7 +215,8 @@ impl PromptCache {
         generated
     }
 
-    /// Writes the cache to a file, from which [`SavedCache`](super::SavedCache) goes on, with its checkpoints.
+    /// Writes the cache to a file, from which [`SavedCache`](super::SavedCache) goes on, with its
+    /// checkpoints.
     ///
     /// # Errors
     ///
@@ -245,7 +252,8 @@ impl PromptCache {
             for layout in layouts(mark) {
                 bytes += kept_bytes(&layout?);
             }
-            // A cache that can be cut back anywhere needs none. The one at the end is dropped by the next prompt.
+            // A cache that can be cut back anywhere needs none. The one at the end is dropped by
+            // the next prompt.
             if bytes == 0 || *distance > 0 && bytes > room {
                 break;
             }
@@ -257,8 +265,8 @@ impl PromptCache {
         Ok(marks)
     }
 
-    /// Drops checkpoints that are close to others, the closer the nearer these are to the end, so that their number
-    /// grows with the logarithm of the tokens.
+    /// Drops checkpoints that are close to others, the closer the nearer these are to the end, so
+    /// that their number grows with the logarithm of the tokens.
     fn thin_out(&mut self) {
         let end = self.tokens.len();
         let mut last: Option<usize> = None;
@@ -298,8 +306,8 @@ pub(super) fn kept(config: &KvCacheConfig) -> &'static [&'static str] {
     }
 }
 
-/// The elements of a slice's float rows that a checkpoint keeps: all of a window's, else those of the sides that are
-/// quantized, whose rings are short.
+/// The elements of a slice's float rows that a checkpoint keeps: all of a window's, else those of
+/// the sides that are quantized, whose rings are short.
 fn kept_elements(layout: &CacheLayout) -> Vec<Range<usize>> {
     if layout.schedule().window.is_some() {
         return iter::once(0..layout.float_elements()).collect();

@@ -100,8 +100,9 @@ impl ModelCache {
         self.layers.iter().try_fold(0, shortest)
     }
 
-    /// Cuts a sequence back to its first `len` tokens, or to as many of them as leave exactly the cache that was never
-    /// given the others, and returns how many these are; see [`KvCache::cut_back`].
+    /// Cuts a sequence back to its first `len` tokens, or to as many of them as leave exactly the
+    /// cache that was never given the others, and returns how many these are; see
+    /// [`KvCache::cut_back`].
     ///
     /// # Errors
     ///
@@ -114,8 +115,8 @@ impl ModelCache {
         Ok(exact)
     }
 
-    /// The largest number of tokens up to `len` at which [`cut_back`](Self::cut_back) leaves all layers exactly; see
-    /// [`KvCache::exact`].
+    /// The largest number of tokens up to `len` at which [`cut_back`](Self::cut_back) leaves all
+    /// layers exactly; see [`KvCache::exact`].
     ///
     /// # Errors
     ///

@@ -198,7 +198,8 @@ pub fn generate(
     Ok(out)
 }
 
-/// Continues `text`, whose tokens are in `cache` and whose last one gave `logits`, as [`generate`] does.
+/// Continues `text`, whose tokens are in `cache` and whose last one gave `logits`, as [`generate`]
+/// does.
 ///
 /// # Errors
 ///

@@ -60,12 +60,14 @@ impl Sampling {
         (!self.penalizes()).then_some(Draw { temperature, top_k, top_p, min_p, seed })
     }
 
-    /// Whether tokens that occurred are less likely, for which the logits of every step are read by the host.
+    /// Whether tokens that occurred are less likely, for which the logits of every step are read by
+    /// the host.
     pub fn penalizes(&self) -> bool {
         self.repeat_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
     }
 
-    /// `logits` with those of `ids` made less likely, in the order of llama.cpp: the repeat penalty first.
+    /// `logits` with those of `ids` made less likely, in the order of llama.cpp: the repeat penalty
+    /// first.
     fn penalize(&self, logits: &[f32], ids: &[u32]) -> Vec<f32> {
         let mut counts: HashMap<u32, f32> = HashMap::new();
         ids.iter().for_each(|id| *counts.entry(*id).or_default() += 1.0);
@@ -273,7 +275,8 @@ mod tests {
         assert_eq!(next(&[-2.0, -3.0], &[0]), 1, "negative ones are multiplied");
     }
 
-    /// By the formula of OpenAI's documentation, `logit - count * frequency - (count > 0) * presence`.
+    /// By the formula of OpenAI's documentation, `logit - count * frequency - (count > 0) *
+    /// presence`.
     #[test]
     fn frequency_and_presence_are_subtracted() {
         let next = |sampling: Sampling, logits: &[f32], before: &[u32]| {

@@ -2,9 +2,11 @@
 
 use crate::{Error, Result};
 
-/// Finds the first of several strings in a text that arrives in pieces, which may end anywhere within one.
+/// Finds the first of several strings in a text that arrives in pieces, which may end anywhere
+/// within one.
 ///
-/// What may be the beginning of a stop string is held back until it is known, so that no part of one is told.
+/// What may be the beginning of a stop string is held back until it is known, so that no part of
+/// one is told.
 #[derive(Clone, Debug)]
 pub struct StopStrings {
     stops: Vec<String>,
@@ -26,8 +28,8 @@ impl StopStrings {
         Ok(Self { stops, held: String::new(), found: None })
     }
 
-    /// Appends a piece of the text; returns what is known to come before any stop string. Nothing follows once one was
-    /// [found](Self::found).
+    /// Appends a piece of the text; returns what is known to come before any stop string. Nothing
+    /// follows once one was [found](Self::found).
     pub fn push(&mut self, piece: &str) -> String {
         if self.found.is_some() {
             return String::new();

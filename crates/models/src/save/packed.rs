@@ -111,9 +111,10 @@ impl<'a> QuantizeOptions<'a> {
 ///
 /// # Errors
 ///
-/// One line naming the tensor or file: rows that are not whole groups, a format that is not made, weights that are not
-/// finite, experts in another format than MXFP4, a folder that is there already, a file that cannot be written, what
-/// [`save`](super::save) refuses, and [`Error::Interrupted`]. Nothing is left then.
+/// One line naming the tensor or file: rows that are not whole groups, a format that is not made,
+/// weights that are not finite, experts in another format than MXFP4, a folder that is there
+/// already, a file that cannot be written, what [`save`](super::save) refuses, and
+/// [`Error::Interrupted`]. Nothing is left then.
 pub fn save_quantized(
     folder: impl AsRef<Path>,
     model: &LanguageModel,

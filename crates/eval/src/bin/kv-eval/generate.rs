@@ -78,12 +78,12 @@ pub(crate) struct Args {
     /// Use only the first tokens of the prompt.
     #[arg(long)]
     prompt_tokens: Option<usize>,
-    /// What the cache stores, or a policy: safe, balanced, small, or a file of .json or .toml [default: what the
-    /// model's kv_cache.json says, else float].
+    /// What the cache stores, or a policy: safe, balanced, small, or a file of .json or .toml
+    /// [default: what the model's kv_cache.json says, else float].
     #[arg(long, value_parser = ModelCacheConfig::find)]
     cache: Option<ModelCacheConfig>,
-    /// Tokens the cache is allocated for [default: prompt and continuation; 4096 for a conversation, or the model's
-    /// limit if that is less].
+    /// Tokens the cache is allocated for [default: prompt and continuation; 4096 for a
+    /// conversation, or the model's limit if that is less].
     #[arg(long, short)]
     capacity: Option<usize>,
     /// Tokens to generate, at most; 0 only fills the cache.
@@ -92,19 +92,19 @@ pub(crate) struct Args {
     /// End a text before this string, which is not printed; repeatable.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Write the cache of the prompt, or of the conversation up to its last answer, to this file in the end, for
-    /// --load-cache.
+    /// Write the cache of the prompt, or of the conversation up to its last answer, to this file in
+    /// the end, for --load-cache.
     #[arg(long, value_name = "FILE")]
     save_cache: Option<PathBuf>,
     /// Keep what was generated after the prompt in the file of --save-cache.
     #[arg(long, requires = "save_cache")]
     save_reply: bool,
-    /// Reuse a cache that --save-cache wrote: the longest prefix that the prompt shares with it is not computed again.
-    /// Without a prompt, the conversation that was saved goes on.
+    /// Reuse a cache that --save-cache wrote: the longest prefix that the prompt shares with it is
+    /// not computed again. Without a prompt, the conversation that was saved goes on.
     #[arg(long, value_name = "FILE")]
     load_cache: Option<PathBuf>,
-    /// Write a line of JSON per reply here, with finish_reason, usage and timings; without a file, to standard output in
-    /// place of the texts.
+    /// Write a line of JSON per reply here, with finish_reason, usage and timings; without a file,
+    /// to standard output in place of the texts.
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
     #[command(flatten)]
@@ -132,13 +132,14 @@ struct SamplingArgs {
     /// Above 1, makes tokens that occurred already less likely.
     #[arg(long, default_value_t = 1.0)]
     repeat_penalty: f32,
-    /// Subtract this from the logit of a token for each time it occurred. On a GPU, the host computes penalties.
+    /// Subtract this from the logit of a token for each time it occurred. On a GPU, the host
+    /// computes penalties.
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     frequency_penalty: f32,
     /// Subtract this from the logit of a token that occurred, however often.
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     presence_penalty: f32,
-    /// How many of the last tokens the penalties look at, those of the prompt among them.
+    /// How many of the last tokens the penalties look at, prompt included.
     #[arg(long, default_value_t = 64)]
     repeat_last: usize,
     /// Seed of the sampling; of several prompts, the second draws as with the next seed, and so on.

@@ -28,7 +28,8 @@ pub(crate) enum End {
 }
 
 impl End {
-    /// Why generation stopped, where `stop_string` was found in its text and `most` tokens were asked for.
+    /// Why generation stopped, where `stop_string` was found in its text and `most` tokens were
+    /// asked for.
     pub(crate) fn new(stop: Stop, stop_string: Option<&str>, most: usize) -> Self {
         match (stop, stop_string) {
             (_, Some(stop)) => Self::StopString(stop.into()),
@@ -80,8 +81,8 @@ impl Reply {
         self.prompt - self.generated.prefill_tokens
     }
 
-    /// The reply as a JSON object: its text and usage by their names in OpenAI's API, timings by those of llama.cpp's
-    /// server.
+    /// Returns the reply as a JSON object. Text and usage have the names of OpenAI's API, timings
+    /// those of llama.cpp's server.
     pub(crate) fn json(&self) -> Value {
         let Self { index, text, end, prompt, generated } = self;
         let n = generated.ids.len();
@@ -132,7 +133,8 @@ impl JsonLines {
             None => Self::None,
             Some(path) if path.as_os_str() == "-" => Self::Stdout,
             Some(path) => {
-                // The file is opened again in the end, so that a run that is killed leaves nothing beside it.
+                // The file is opened again in the end, so that a run that is killed leaves nothing
+                // beside it.
                 OutFile::open("json", path)?;
                 Self::File(path.clone(), String::new())
             }
@@ -144,7 +146,7 @@ impl JsonLines {
         !matches!(self, Self::Stdout)
     }
 
-    /// Writes a reply. Returns whether there still is a reader.
+    /// Writes a reply. Returns `false` once nobody reads the output.
     pub(crate) fn push(&mut self, reply: &Reply) -> Result<bool> {
         match self {
             Self::None => Ok(true),

@@ -23,7 +23,7 @@ struct Lines<'a> {
 }
 
 impl Lines<'_> {
-    /// Writes the lines that `id` completes. Returns whether there still is a reader.
+    /// Writes the lines that `id` completes. Returns `false` once nobody reads the output.
     fn push(&mut self, id: u32) -> Result<bool> {
         self.line += &self.out.push(id)?;
         let Some((whole, rest)) = self.line.rsplit_once('\n') else { return Ok(true) };
@@ -32,7 +32,7 @@ impl Lines<'_> {
         Ok(heard)
     }
 
-    /// Writes what is left. Returns whether there still is a reader.
+    /// Writes what is left. Returns `false` once nobody reads the output.
     fn finish(&mut self) -> Result<bool> {
         self.line += &self.out.finish()?;
         match std::mem::take(&mut self.line) {

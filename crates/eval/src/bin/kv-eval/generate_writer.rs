@@ -25,7 +25,8 @@ pub(crate) struct Writer<'a, T: Target> {
     pub(crate) tokenizer: &'a Tokenizer,
     pub(crate) options: GenerateOptions,
     pub(crate) config: ModelCacheConfig,
-    /// The cache that was asked for, whose rotation may be in the weights of `model` rather than in `config`.
+    /// The cache that was asked for, whose rotation may be in the weights of `model` rather than in
+    /// `config`.
     pub(crate) cache_name: String,
     /// Tokens the cache is allocated for; by default the prompt and its continuation.
     pub(crate) capacity: Option<usize>,
@@ -50,8 +51,8 @@ pub(crate) struct Writer<'a, T: Target> {
 }
 
 impl<T: Target> Writer<'_, T> {
-    /// Continues `ids`, writes the text as it is generated, then why it ended. Returns the text. A turn that fails before
-    /// it has read anything leaves what is held as it was.
+    /// Continues `ids`, writes the text as it is generated, then why it ended. Returns the text. A
+    /// turn that fails before it has read anything leaves what is held as it was.
     pub(crate) fn write(&mut self, ids: &[u32]) -> Result<String> {
         let (mut held, before) = self.begin(ids)?;
         let reuses = before.is_some() || !held.tokens().is_empty();
@@ -65,7 +66,8 @@ impl<T: Target> Writer<'_, T> {
         let (n_held, logits) = match prefilled {
             Ok(prefilled) => prefilled,
             Err(error) => {
-                // Nothing was appended, as to a cache that is too small: it still holds the turns before.
+                // Nothing was appended, as to a cache that is too small: it still holds the turns
+                // before.
                 self.held = before.or(Some(held).filter(|held| !held.tokens().is_empty()));
                 return Err(error.into());
             }
@@ -116,7 +118,8 @@ impl<T: Target> Writer<'_, T> {
         Ok(reply.text)
     }
 
-    /// The cache that `ids` go on from, and the one that they have no use for, to save should they fail.
+    /// The cache that `ids` go on from, and the one that they have no use for, to save should they
+    /// fail.
     fn begin(&mut self, ids: &[u32]) -> Result<(PromptCache, Option<PromptCache>)> {
         if let Some(saved) = self.saved.take() {
             let capacity = ids.len().max(saved.tokens()[0].len());
@@ -158,7 +161,8 @@ impl<T: Target> Writer<'_, T> {
     /// What such a cache stores, for which there is memory.
     fn fitting(&self, n_prompt: usize, batch: usize) -> Result<ModelCacheConfig> {
         let most = self.model.max_positions();
-        // A prompt beyond the model's limit is refused by what reads it, not by what allocates for it.
+        // A prompt beyond the model's limit is refused by what reads it, not by what allocates for
+        // it.
         let wanted = n_prompt.saturating_add(self.options.max_tokens).min(most);
         let mut config = self.config.clone();
         config.capacity = self.capacity.unwrap_or(wanted);

@@ -96,7 +96,8 @@ impl Maker {
         })
     }
 
-    /// The first size in which the model `asked` for differs: the field, its value here, and what to say of the other.
+    /// The first size in which the model `asked` for differs: the field, its value here, and what
+    /// to say of the other.
     pub(super) fn other_sizes(&self, asked: &Self) -> Option<(&'static str, String, String)> {
         let sizes = [
             ("model.decoder", &self.decoder, &asked.decoder),
@@ -108,7 +109,8 @@ impl Maker {
         Some((field, here.clone(), rule))
     }
 
-    /// Whether the weights of the model `asked` for are others, said as by [`other_sizes`](Self::other_sizes).
+    /// Whether the weights of the model `asked` for are others, said as by
+    /// [`other_sizes`](Self::other_sizes).
     pub(super) fn other_weights(&self, asked: &Self) -> Option<(&'static str, String, String)> {
         if self.weights == asked.weights {
             return None;

@@ -1,11 +1,12 @@
 //! Caches in files, so that a text that was read once is not read again by the next program.
 //!
-//! The file is of safetensors: the packed words and float rows of every layer, `layers.N.keys`, `layers.N.values` and
-//! `layers.N.floats`, as [`CacheParts`] has them for a cache of no more tokens than are saved; `tokens`, those of all
-//! sequences; `checkpoints.C.layers.N.PART`, what the caches of layers had when they held fewer tokens, see
-//! [`PromptCache`]; `checksums`, the CRC-32 of the file's header and of every other tensor, by name. The metadata `kv_cache`
-//! say by which model and how. A cache goes on from it bit for bit, with any capacity; on another backend with the same
-//! state and the numbers of that backend.
+//! The file is of safetensors: the packed words and float rows of every layer, `layers.N.keys`,
+//! `layers.N.values` and `layers.N.floats`, as [`CacheParts`] has them for a cache of no more
+//! tokens than are saved; `tokens`, those of all sequences; `checkpoints.C.layers.N.PART`, what the
+//! caches of layers had when they held fewer tokens, see [`PromptCache`]; `checksums`, the CRC-32
+//! of the file's header and of every other tensor, by name. The metadata `kv_cache` say by which
+//! model and how. A cache goes on from it bit for bit, with any capacity; on another backend with
+//! the same state and the numbers of that backend.
 
 mod fingerprint;
 mod header;
@@ -173,7 +174,8 @@ impl SavedCache {
         Ok(ModelCache::of_layers(layers, &config, spec, self.tokens.len(), &device))
     }
 
-    /// The cache of one sequence with its tokens and checkpoints, for prompts to reuse what they share with it.
+    /// The cache of one sequence with its tokens and checkpoints, for prompts to reuse what they
+    /// share with it.
     ///
     /// # Errors
     ///
