@@ -36,7 +36,7 @@ fn part(text: &str) -> Option<String> {
     closest(text, words.chain(floats).map(str::to_string))
 }
 
-/// The candidate that fewest edits away, if these are less than half of the text.
+/// Returns the candidate that takes the fewest edits, if these are at most half of the text.
 fn closest(text: &str, candidates: impl Iterator<Item = String>) -> Option<String> {
     let distances = candidates.map(|candidate| (osa_distance(text, &candidate), candidate));
     let (edits, candidate) = distances.min_by_key(|(edits, _)| *edits)?;

@@ -2,6 +2,11 @@
 
 use core::f32::consts::LOG2_E;
 
+/// The reciprocal of the most tokens that a cache holds. Sums of values whose weights are smaller by
+/// this factor do not overflow, also near the largest f32.
+#[cfg(any(feature = "flex", feature = "cube"))]
+pub(crate) const DOWN: f32 = 1.0 / (1 << 24) as f32;
+
 /// What is done to the product of a query and a key.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Scores {

@@ -133,10 +133,12 @@ impl<T: Target> Writer<'_, T> {
                         "load-cache {path}: it was saved with --cache {cache}, and {} is asked for",
                         self.cache_name
                     );
-                    match error.to_string().contains(".cache = ") {
-                        true => Err(anyhow::Error::from(error).context(other)),
+                    match &error {
+                        kv_models::Error::Config { field, .. } if field.ends_with(".cache") => {
+                            Err(anyhow::Error::from(error).context(other))
+                        }
                         // A rotation that is in the weights makes them others.
-                        false => bail!("{other}; give --cache {cache}"),
+                        _ => bail!("{other}; give --cache {cache}"),
                     }
                 }
                 (Err(error), _) => Err(error.into()),

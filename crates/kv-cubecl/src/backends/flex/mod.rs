@@ -29,6 +29,7 @@ use super::sinks;
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient, Token,
     layout::{CacheLayout, PackedPlace, QuantSpec, Sides, StreamSpec},
+    scores::DOWN,
     shapes, simd,
 };
 
@@ -314,10 +315,6 @@ fn grouped(tokens: usize, skip: usize, spec: &QuantSpec) -> core::ops::Range<usi
 fn dims<const D: usize>(tensor: &FlexTensor) -> [usize; D] {
     tensor.layout().shape().dims()
 }
-
-/// The reciprocal of the most tokens that a cache holds. Sums of values with weights that are
-/// smaller by this factor do not overflow.
-const DOWN: f32 = 1.0 / (1 << 24) as f32;
 
 /// Returns the output and log-sum-exp of `attend`, which multiplies the weights of values with a
 /// factor and divides the output by it. The factor is 1, so that small values lose no digits. If

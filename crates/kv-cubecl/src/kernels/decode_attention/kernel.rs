@@ -22,10 +22,6 @@ pub(crate) fn weight_of(score: f32, largest: f32) -> f32 {
     select(score == f32::new(LOWEST), f32::new(0.0), (score - largest).exp())
 }
 
-/// The reciprocal of the most tokens that a cache holds. Weights are multiplied with it, so that
-/// sums of values near the largest f32 do not overflow. Values below 2^-102 lose digits.
-pub(crate) const DOWN: f32 = 1.0 / (1 << 24) as f32;
-
 /// The tokens that a split attends to, and how they are stored.
 #[derive(CubeType)]
 pub(super) struct Extent {

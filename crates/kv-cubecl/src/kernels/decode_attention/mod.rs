@@ -24,8 +24,11 @@ mod values;
 
 pub(crate) use args::{DecodeArgs, args};
 pub(crate) use base::{DecodeProblem, Hardware, MAX_HEAD_DIM, SHARED_BYTES, check, splits};
-pub(crate) use kernel::{DOWN, LOWEST, weight_of};
+pub(crate) use kernel::{LOWEST, weight_of};
 pub(crate) use launch::{DecodeBindings, launch_ref};
 pub(crate) use launch::{check_size, grid, launch_merge, partial_results};
 pub(crate) use score::word_at;
 pub(crate) use values::value_place;
+
+/// Kernels always multiply weights with it, so values below 2^-102 lose digits.
+pub(crate) use crate::scores::DOWN;

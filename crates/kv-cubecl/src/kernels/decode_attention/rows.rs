@@ -3,9 +3,10 @@
 use cubecl::prelude::*;
 
 use super::{
+    DOWN,
     args::DecodeArgs,
     base::DecodeBlueprint,
-    kernel::{DOWN, LOWEST, Tile, weight_of},
+    kernel::{LOWEST, Tile, weight_of},
 };
 use crate::kernels::rotary::turned;
 
