@@ -2,7 +2,6 @@
 //! question.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-#[allow(dead_code, reason = "each test program uses a part")]
 mod common;
 
 use std::{

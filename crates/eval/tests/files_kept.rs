@@ -1,7 +1,6 @@
 //! Files of the user: what is read is not overwritten, what is there is not replaced, and Ctrl-C
 //! leaves nothing behind.
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
-#![allow(dead_code, reason = "each test program uses a part of common")]
 
 mod common;
 

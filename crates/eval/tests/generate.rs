@@ -1,7 +1,6 @@
 //! `kv-eval generate` as other tools' users expect it: JSON, stop strings, penalties, Ctrl-C.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-#[allow(dead_code, reason = "each test program uses a part")]
 mod common;
 
 use std::fs;

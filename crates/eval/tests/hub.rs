@@ -1,7 +1,6 @@
 //! Models of the hub, from a small one on this machine.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-#[allow(dead_code, reason = "each test program uses a part")]
 mod common;
 
 use std::{

@@ -1,6 +1,5 @@
 //! Plans of memory: the arithmetic that was published, and the program.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-#![allow(dead_code, reason = "each test program uses a part of common")]
 
 mod common;
 

@@ -1,6 +1,5 @@
 //! Layer policies in the program: files and presets wherever a cache is named, and the search for them.
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
-#![allow(dead_code, reason = "each test program uses a part of common")]
 
 mod common;
 

@@ -1,7 +1,6 @@
 //! `--profile`: the page says where the time went, and agrees with the clock.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-#[allow(dead_code, reason = "each test program uses a part")]
 mod common;
 
 use std::{collections::HashMap, fs, time::Instant};

@@ -1,7 +1,6 @@
 //! Several prompts continued together: what is written where, and each of the mistakes.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-#[allow(dead_code, reason = "each test program uses a part")]
 mod common;
 
 use std::{

@@ -1,6 +1,5 @@
 //! `kv-eval generate` going on from a cache of another run.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-#![allow(dead_code, reason = "each test program uses a part of common")]
 
 mod common;
 

@@ -1,6 +1,5 @@
 //! A float cache beside a quantized one: the library's steps against the evaluation's divergence, and the program.
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
-#![allow(dead_code, reason = "each test program uses a part of common")]
 
 mod common;
 

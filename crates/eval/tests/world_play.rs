@@ -1,6 +1,5 @@
 //! The repository's world model, and the program that plays it.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-#![allow(dead_code, reason = "each test program uses a part of common")]
 
 mod common;
 
@@ -24,10 +23,6 @@ fn played(args: &[&str]) -> Outcome {
 
 fn numbers(point: &Value, of: &str) -> Vec<f64> {
     point[of].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
-}
-
-fn mean(numbers: &[f64]) -> f64 {
-    numbers.iter().sum::<f64>() / numbers.len() as f64
 }
 
 /// On games it has not seen, the model shows what is there better than the last frame does, and values in 8 bits change

@@ -1,6 +1,5 @@
 //! What a model takes is known before it is loaded, and a model that does not fit is refused then.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-#![allow(dead_code, reason = "each test program uses a part of common")]
 
 mod common;
 

@@ -1,7 +1,6 @@
 //! A prompt that reuses what it shares with a cache gets the logits of a cache that was given
 //! nothing else.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-#![allow(dead_code, reason = "each test program uses a part of common")]
 
 mod common;
 

@@ -1,6 +1,5 @@
 //! Caches in files go on bit for bit, and those that are not of this model, cache or text are refused.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-#![allow(dead_code, reason = "each test program uses a part of common")]
 #![allow(clippy::print_stderr, reason = "a test that is skipped says so")]
 
 mod common;

@@ -1,6 +1,5 @@
 //! Files that are not what was written, or that contradict themselves, are no caches; and none is half written.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-#![allow(dead_code, reason = "each test program uses a part of common")]
 
 mod common;
 

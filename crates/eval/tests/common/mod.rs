@@ -1,4 +1,5 @@
 //! A scratch model and the program run on it.
+#![allow(dead_code, reason = "each test program uses a part")]
 
 use std::{
     collections::HashMap,
