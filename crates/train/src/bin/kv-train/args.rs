@@ -18,7 +18,7 @@ use kv_train::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::{inputs::Input, memory::Sizes, run::check_eval_tokens};
+use crate::{evaluation::check_eval_tokens, inputs::Input, memory::Sizes};
 
 /// A run as its folder keeps it, to be continued without repeating the command line.
 #[derive(Clone, Debug, Serialize, Deserialize)]

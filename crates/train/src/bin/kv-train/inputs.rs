@@ -8,8 +8,11 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use kv_train::Objective;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
+
+use crate::args::{Origin, Spec};
 
 /// A file that a run was started with.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,7 +26,7 @@ pub(crate) struct Input {
 
 impl Input {
     /// The hash of a file; `None` for a pipe, which can be read only once.
-    pub(crate) fn of(what: &str, path: &Path) -> Result<Option<Self>> {
+    fn of(what: &str, path: &Path) -> Result<Option<Self>> {
         let read = || -> std::io::Result<Option<String>> {
             if !fs::metadata(path)?.is_file() {
                 return Ok(None);
@@ -41,24 +44,19 @@ impl Input {
         Ok(xxh3.map(|xxh3| Self { what: what.into(), path: path.into(), xxh3 }))
     }
 
-    /// What it is to the run.
-    pub(crate) fn what(&self) -> &str {
-        &self.what
-    }
-
     /// The same file under another path, such as the one it will have.
-    pub(crate) fn at(self, path: impl Into<PathBuf>) -> Self {
+    fn at(self, path: impl Into<PathBuf>) -> Self {
         Self { path: path.into(), ..self }
     }
 
     /// The files of `paths`, without pipes.
-    pub(crate) fn all(what: &str, paths: &[PathBuf]) -> Result<Vec<Self>> {
+    fn all(what: &str, paths: &[PathBuf]) -> Result<Vec<Self>> {
         let inputs = paths.iter().map(|path| Self::of(what, path));
         Ok(inputs.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
     /// The files that the model at `path` is read from.
-    pub(crate) fn of_model(what: &str, path: &Path) -> Result<Vec<Self>> {
+    fn of_model(what: &str, path: &Path) -> Result<Vec<Self>> {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let folder = if path.is_dir() { path } else { path.parent().unwrap_or(Path::new("")) };
         let is_folder = path.is_dir() || name.ends_with(".safetensors") || name.ends_with(".bin");
@@ -104,7 +102,7 @@ fn stem_of_parts(name: &str) -> Option<(String, String)> {
 ///
 /// # Errors
 /// The first file that differs, is missing, or was not there.
-pub(crate) fn check_same(started: &[Input], now: &[Input]) -> Result<()> {
+fn check_same(started: &[Input], now: &[Input]) -> Result<()> {
     let of = |list: &[Input], input: &Input| {
         list.iter().find(|other| (&other.what, &other.path) == (&input.what, &input.path)).cloned()
     };
@@ -122,4 +120,62 @@ pub(crate) fn check_same(started: &[Input], now: &[Input]) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// The tokenizer of a run from scratch, in its folder.
+pub(crate) const TOKENIZER: &str = "tokenizer.json";
+
+/// The files that the model of a run and its tokenizer are read from. `tokenizer` is where that of
+/// a run from scratch is.
+pub(crate) fn model_inputs(spec: &Spec, tokenizer: &Path) -> Result<Vec<Input>> {
+    let what = match spec.config.objective {
+        Objective::CrossEntropy => "model",
+        Objective::Distillation | Objective::Mixed { .. } => "model and teacher",
+    };
+    match &spec.origin {
+        Origin::Model(path) => Input::of_model(what, path),
+        Origin::Random(_) => {
+            let input = Input::of("tokenizer", tokenizer)?;
+            Ok(input.into_iter().map(|input| input.at(TOKENIZER)).collect())
+        }
+    }
+}
+
+/// All files that decide the weights that a run ends with.
+pub(crate) fn all_inputs(spec: &Spec, tokenizer: &Path) -> Result<Vec<Input>> {
+    let mut inputs = model_inputs(spec, tokenizer)?;
+    inputs.extend(Input::all(TEXT, &spec.texts)?);
+    inputs.extend(Input::all(VALID_TEXT, &spec.valid_texts)?);
+    Ok(inputs)
+}
+
+const TEXT: &str = "text";
+const VALID_TEXT: &str = "valid-text";
+
+/// Which of a run's inputs are needed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Which {
+    /// To go on training.
+    All,
+    /// To read a checkpoint, which may hold adapters alone.
+    Model,
+}
+
+/// Checks that files `now` are those that the run in `folder` was started with.
+pub(crate) fn check_inputs(spec: &Spec, folder: &Path, now: &[Input], which: Which) -> Result<()> {
+    match &spec.inputs {
+        Some(started) => {
+            let is_text = |input: &&Input| [TEXT, VALID_TEXT].contains(&&*input.what);
+            let needed = started.iter().filter(|input| which == Which::All || !is_text(input));
+            check_same(&needed.cloned().collect::<Vec<_>>(), now)
+        }
+        None => {
+            kv_cli::note(format_args!(
+                "{}: has no hashes of the texts and the model of this run, so whether they are the \
+                 same is not checked",
+                folder.join("run.json").display()
+            ));
+            Ok(())
+        }
+    }
 }

@@ -4,6 +4,7 @@
 
 mod args;
 mod bench;
+mod evaluation;
 mod examples;
 mod inputs;
 mod memory;

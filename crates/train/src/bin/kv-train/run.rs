@@ -10,16 +10,14 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
-use kv_cli::{MemorySize, OutFile, Plain, Screen, dispatch};
-use kv_eval::{Mode, Plan, Report, evaluate, layers::measure_layers};
+use kv_cli::{MemorySize, OutFile, Screen, dispatch};
 use kv_models::{
-    LanguageModel, Loaded, ModelCacheConfig, SaveOptions, Tokenizer, WeightDtype, check_savable,
-    kv_cubecl::{Autodiff, Bits, KvCacheConfig, On, Target},
+    LanguageModel, Loaded, SaveOptions, Tokenizer, WeightDtype, check_savable,
+    kv_cubecl::{Autodiff, On, Target},
     llama::Llama,
 };
 use kv_train::{
-    Checkpoints, Converted, Error, Objective, Resume, Run, Texts, Trained, ValidRecord,
-    checkpointed,
+    Checkpoints, Converted, Error, Resume, Run, Texts, Trained, ValidRecord, checkpointed,
     data::{Source, TokenFile},
     train, write_report,
 };
@@ -27,7 +25,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     args::{Origin, Spec, Start, load},
-    inputs::{Input, check_same},
+    evaluation::{check_eval_tokens, check_evaluation, evaluate_trained},
+    inputs::{TOKENIZER, Which, all_inputs, check_inputs, model_inputs},
     memory,
     stop::Stop,
 };
@@ -96,16 +95,6 @@ pub(crate) fn resume(folder: &Path, resume: Resume, again: Again, stop: &Stop) -
     run_on(&Job { spec: &spec, folder, resume, plain, memory, stop })
 }
 
-/// Refuses an evaluation that would fail after training.
-pub(crate) fn check_eval_tokens(tokens: usize) -> Result<()> {
-    ensure!(
-        tokens != 1,
-        "eval-tokens 1: must be at least 2, one token to see and one to score, or 0 for no \
-         evaluation"
-    );
-    Ok(())
-}
-
 fn run_on(job: &Job<'_>) -> Result<Ended> {
     dispatch!(job.spec.backend, Autodiff, run(job))
 }
@@ -154,64 +143,6 @@ fn export_from<T: Target>(
     let (steps, out) = (spec.config.steps, out.display());
     Screen::Out.line(format_args!("the model after step {step} of {steps} is in {out}"))?;
     Ok(())
-}
-
-/// The tokenizer of a run from scratch, in its folder.
-const TOKENIZER: &str = "tokenizer.json";
-
-/// The files that the model of a run and its tokenizer are read from. `tokenizer` is where that of
-/// a run from scratch is.
-fn model_inputs(spec: &Spec, tokenizer: &Path) -> Result<Vec<Input>> {
-    let what = match spec.config.objective {
-        Objective::CrossEntropy => "model",
-        Objective::Distillation | Objective::Mixed { .. } => "model and teacher",
-    };
-    match &spec.origin {
-        Origin::Model(path) => Input::of_model(what, path),
-        Origin::Random(_) => {
-            let input = Input::of("tokenizer", tokenizer)?;
-            Ok(input.into_iter().map(|input| input.at(TOKENIZER)).collect())
-        }
-    }
-}
-
-/// All files that decide the weights that a run ends with.
-fn all_inputs(spec: &Spec, tokenizer: &Path) -> Result<Vec<Input>> {
-    let mut inputs = model_inputs(spec, tokenizer)?;
-    inputs.extend(Input::all(TEXT, &spec.texts)?);
-    inputs.extend(Input::all(VALID_TEXT, &spec.valid_texts)?);
-    Ok(inputs)
-}
-
-const TEXT: &str = "text";
-const VALID_TEXT: &str = "valid-text";
-
-/// Which of a run's inputs are needed.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Which {
-    /// To go on training.
-    All,
-    /// To read a checkpoint, which may hold adapters alone.
-    Model,
-}
-
-/// Checks that files `now` are those that the run in `folder` was started with.
-fn check_inputs(spec: &Spec, folder: &Path, now: &[Input], which: Which) -> Result<()> {
-    match &spec.inputs {
-        Some(started) => {
-            let is_text = |input: &&Input| [TEXT, VALID_TEXT].contains(&input.what());
-            let needed = started.iter().filter(|input| which == Which::All || !is_text(input));
-            check_same(&needed.cloned().collect::<Vec<_>>(), now)
-        }
-        None => {
-            kv_cli::note(format_args!(
-                "{}: has no hashes of the texts and the model of this run, so whether they are the \
-                 same is not checked",
-                folder.join("run.json").display()
-            ));
-            Ok(())
-        }
-    }
 }
 
 fn read_spec(folder: &Path) -> Result<Spec> {
@@ -467,94 +398,6 @@ fn save(spec: &Spec, converted: &Converted, tokenizer: &Tokenizer, out: &Path) -
     let cache = spec.config.qat.as_ref().map(|_| &converted.cache);
     let options = SaveOptions { cache, ..save_options(spec) };
     Ok(kv_models::save(out, &converted.model, tokenizer, options)?)
-}
-
-/// The ids that the model is evaluated on.
-fn held_out(spec: &Spec, texts: &Texts) -> Result<Vec<u32>> {
-    Ok(match &texts.valid {
-        Some(valid) => valid.ids(0..spec.eval_tokens).collect(),
-        None => texts.windows(&spec.config)?.1.text(spec.eval_tokens),
-    })
-}
-
-/// The tokens of an evaluation's window.
-fn eval_window(model: &LanguageModel, ids: &[u32]) -> usize {
-    model.max_positions().min(2048).min(ids.len())
-}
-
-/// The caches of KIVI that a model from scratch is evaluated with.
-fn kivi_caches(model: &LanguageModel) -> Vec<ModelCacheConfig> {
-    // The paper's group of 32, or one that fits the heads; other sizes have no KIVI cache.
-    let layers = &model.spec().layers;
-    let fits = |group: &usize| layers.iter().all(|l| l.head_dim.values.is_multiple_of(*group));
-    let kivi = [32, 16].into_iter().find(fits).map(|group| {
-        [Bits::Four, Bits::Two]
-            .map(|bits| KvCacheConfig::kivi(bits, bits).with_group_size(group).into())
-    });
-    kivi.into_iter().flatten().collect()
-}
-
-/// Checks before training that the evaluation after it can be made.
-fn check_evaluation(
-    spec: &Spec,
-    model: &LanguageModel,
-    tokenizer: &Tokenizer,
-    texts: &Texts,
-) -> Result<()> {
-    let ids = held_out(spec, texts)?;
-    let window = eval_window(model, &ids);
-    let caches = match (&spec.origin, &spec.config.qat) {
-        (Origin::Model(_), Some(qat)) => vec![qat.cache.clone()],
-        (Origin::Model(_), None) => vec![],
-        (Origin::Random(_), _) => kivi_caches(model),
-    };
-    Plan::new(model, Mode::Parallel, caches, ids, window, None)?
-        .with_bos(model, tokenizer.leading_bos())?;
-    Ok(())
-}
-
-/// The model as it was and as it is, on held-out text, with and without its cache.
-fn evaluate_trained(
-    spec: &Spec,
-    trained: &Converted,
-    tokenizer: &Tokenizer,
-    texts: &Texts,
-) -> Result<Report> {
-    let ids = held_out(spec, texts)?;
-    dispatch!(spec.backend, Plain, evaluate_on(spec, trained, tokenizer, ids))
-}
-
-fn evaluate_on<T: Target>(
-    spec: &Spec,
-    trained: &Converted,
-    tokenizer: &Tokenizer,
-    ids: Vec<u32>,
-) -> Result<Report> {
-    let device = On::<T>::open()?;
-    let window = eval_window(&trained.model, &ids);
-    let text = "held-out text".to_string();
-    let bos = tokenizer.leading_bos();
-    let mut report = Report::new(&device, std::env::args().collect(), text, ids.len(), window)
-        .with_bos(bos.and_then(|id| tokenizer.id_to_token(id)));
-    let mut add = |name: &str, model: &LanguageModel, caches: Vec<ModelCacheConfig>| {
-        let plan = Plan::new(model, Mode::Parallel, caches, ids.clone(), window, None)?
-            .with_bos(model, bos)?;
-        let mut runs = evaluate(&device, model, &plan, |_| ())?;
-        measure_layers(&device, model, &plan, &mut runs)?;
-        report.add(name, runs);
-        anyhow::Ok(())
-    };
-    match &spec.origin {
-        Origin::Model(path) => {
-            let cache = spec.config.qat.as_ref().map_or(&trained.cache, |qat| &qat.cache);
-            add("before", &load(path, &device, spec.weights)?.model, vec![cache.clone()])?;
-            add("after", &trained.model, vec![trained.cache.clone()])?;
-        }
-        Origin::Random(_) => {
-            add("trained", &trained.model, kivi_caches(&trained.model))?;
-        }
-    }
-    Ok(report)
 }
 
 /// What a run begins with.
