@@ -83,8 +83,6 @@ pub(crate) enum Flaw {
     Type(DType),
     /// The first value that is NaN or infinite.
     NonFinite { index: usize, value: f32 },
-    /// They are not what their type says.
-    Unreadable(String),
     /// The first value that the type it is to be rounded to does not reach.
     TooLarge { index: usize, value: f32, name: &'static str, max: f32 },
 }
@@ -108,7 +106,6 @@ impl Flaw {
             Self::NonFinite { index, value } => {
                 return Error::NonFinite { path, tensor, value, index };
             }
-            Self::Unreadable(why) => why,
             Self::Type(dtype) => format!("type {dtype:?} is not one of f32, f16, bf16"),
             Self::TooLarge { index, value, name, max } => {
                 format!("holds {value} at element {index}, {name} weights must be at most {max}")

@@ -82,7 +82,7 @@ fn packed_families_compute_what_restored_ones_do() {
 fn every_block_type_is_multiplied_or_said_to_be_restored() {
     let file = fixture("gguf-types").join("types.gguf");
     let (restored, packed, notes) = both(&file, Activations::Exact);
-    for kind in ["Q2K", "Q3K"] {
+    for kind in ["q2_k", "q3_k"] {
         let said = |note: &&String| note.contains(&format!("1 tensors of {kind} are restored"));
         assert_eq!(notes.iter().filter(said).count(), 1, "{kind}: {notes:?}");
     }

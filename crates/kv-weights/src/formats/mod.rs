@@ -4,8 +4,6 @@ mod bf16;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
 mod f16;
-#[cfg(feature = "flex")]
-pub(crate) mod flex;
 mod grouped;
 mod mxfp4;
 mod q4_0;
@@ -16,6 +14,7 @@ mod q5_1;
 mod q5_k;
 mod q6_k;
 mod q8_0;
+pub(crate) mod unpack;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]
 pub(crate) mod vnni;
 #[cfg(all(feature = "flex", any(target_arch = "x86_64", target_arch = "aarch64")))]
@@ -144,6 +143,14 @@ impl WeightFormat {
     /// Bytes of a block.
     pub const fn block_bytes(self) -> usize {
         self.spec().bytes
+    }
+
+    /// Returns the numbers of `blocks` in f32, in their order. An incomplete last block is ignored.
+    pub fn restore(self, blocks: &[u8]) -> Vec<f32> {
+        let n = blocks.len() / self.block_bytes();
+        let mut numbers = vec![0.0; n * self.block_numbers()];
+        unpack::restore(self, &blocks[..n * self.block_bytes()], &mut numbers);
+        numbers
     }
 
     /// The first of these blocks whose numbers are not all finite in f32.

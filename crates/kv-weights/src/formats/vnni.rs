@@ -2,7 +2,7 @@
 
 use core::arch::x86_64::*;
 
-use super::flex::Blocks;
+use super::unpack::Blocks;
 
 /// Numbers of a group: four times 32.
 pub(crate) const GROUP: usize = 128;

@@ -5,7 +5,7 @@ use core::arch::aarch64::*;
 #[cfg(target_arch = "x86_64")]
 use core::arch::x86_64::*;
 
-use super::flex::Wide;
+use super::unpack::Wide;
 
 /// A format of numbers of 16 bits as vector kernels read it.
 pub(crate) trait Vectors: Wide {

@@ -81,9 +81,10 @@ struct Mxfp4 {
 }
 
 impl Mxfp4 {
-    /// The codes of each block, two to a byte, and its scale.
-    fn blocks(&self) -> impl Iterator<Item = (&[u8], u8)> {
-        self.codes.chunks_exact(BLOCK / 2).zip(self.scales.iter().copied())
+    /// The same blocks as GGUF files hold them.
+    fn gguf_blocks(&self) -> Vec<u8> {
+        let blocks = self.codes.chunks_exact(BLOCK / 2).zip(&self.scales);
+        blocks.flat_map(|(codes, scale)| mxfp4::gguf_block(codes, *scale)).collect()
     }
 }
 
@@ -136,13 +137,7 @@ impl Weights {
     ) -> Result<Vec<f32>> {
         let mut values = vec![];
         if self.contains(&format!("{name}_blocks")) {
-            for (codes, scale) in self.mxfp4(name, shape)?.blocks() {
-                let scale = mxfp4::scale(scale);
-                // Neighbors share a byte, the first of them in its lower half.
-                let pair =
-                    |byte: &u8| [byte & 15, byte >> 4].map(|code| mxfp4::value(code) * scale);
-                values.extend(codes.iter().flat_map(pair));
-            }
+            values = WeightFormat::Mxfp4.restore(&self.mxfp4(name, shape)?.gguf_blocks());
         } else if self.is_gguf() {
             self.read(weight, &shape, &mut values)?;
         } else {
@@ -171,11 +166,7 @@ impl Weights {
         if self.contains(&format!("{name}_blocks")) {
             let format = WeightFormat::Mxfp4;
             let layout = PackedLayout::new(format, [rows, columns])?;
-            let blocks = self.mxfp4(name, shape)?;
-            let bytes: Vec<u8> = blocks
-                .blocks()
-                .flat_map(|(codes, scale)| mxfp4::gguf_block(codes, scale))
-                .collect();
+            let bytes = self.mxfp4(name, shape)?.gguf_blocks();
             if let Some([row, column]) = layout.not_finite(&bytes) {
                 let why = format!("makes numbers infinite in row {row} from {column} on");
                 return Err(self.flawed(&format!("{name}_scales"), why));

@@ -1,15 +1,13 @@
 //! Ranges of memory-mapped files.
 
-use std::{borrow::Cow, ops::Range, sync::Arc};
+use std::{ops::Range, sync::Arc};
 
 use burn::tensor::{AllocationProperty, Bytes, DType};
-use candle_core::{CpuStorage, quantized::GgmlDType};
 use memmap2::Mmap;
 
 use crate::{
     float::{Flaw, Float, append},
-    gguf::BlockType,
-    mxfp4,
+    gguf::NumberType,
 };
 
 /// A range of a memory-mapped file.
@@ -90,7 +88,7 @@ impl Mapped {
 #[derive(Clone, Debug)]
 pub(crate) struct Stored {
     pub(crate) mapped: Mapped,
-    pub(crate) kind: BlockType,
+    pub(crate) kind: NumberType,
 }
 
 /// Numbers of blocks that are restored at a time; whole blocks of every type.
@@ -100,36 +98,15 @@ impl Stored {
     /// Appends all numbers to `values`, in its type, without another copy of them.
     pub(super) fn append<T: Float>(&self, values: &mut Vec<T>) -> Result<(), Flaw> {
         let bytes = self.mapped.bytes();
-        let dtype = match self.kind {
-            BlockType::Ggml(GgmlDType::F32) => DType::F32,
-            BlockType::Ggml(GgmlDType::F16) => DType::F16,
-            BlockType::Ggml(GgmlDType::BF16) => DType::BF16,
-            blocks => {
-                let part = PART / blocks.block_size() * blocks.type_size();
-                for (i, bytes) in bytes.chunks(part).enumerate() {
-                    let restored = restore(blocks, bytes)?;
-                    append(bytemuck::cast_slice(&restored), DType::F32, values)
-                        .map_err(|flaw| flaw.after(i * PART))?;
-                }
-                return Ok(());
-            }
+        let blocks = match self.kind {
+            NumberType::Float(dtype) => return append(bytes, dtype, values),
+            NumberType::Blocks(blocks) => blocks,
         };
-        append(bytes, dtype, values)
-    }
-}
-
-/// The numbers of blocks.
-pub(crate) fn restore(kind: BlockType, bytes: &[u8]) -> Result<Vec<f32>, Flaw> {
-    let unreadable = |why: String| Flaw::Unreadable(why);
-    match kind {
-        BlockType::Mxfp4 => Ok(mxfp4::restore(bytes)),
-        BlockType::Ggml(dtype) => {
-            let n = bytes.len() / dtype.type_size() * dtype.block_size();
-            match dtype.from_data(Cow::Borrowed(bytes)).dequantize(n) {
-                Ok(CpuStorage::F32(values)) => Ok(values),
-                Ok(_) => Err(unreadable("dequantized to another type".into())),
-                Err(error) => Err(unreadable(error.to_string())),
-            }
+        for (i, bytes) in bytes.chunks(PART / blocks.numbers() * blocks.bytes()).enumerate() {
+            let restored = blocks.restore(bytes);
+            append(bytemuck::cast_slice(&restored), DType::F32, values)
+                .map_err(|flaw| flaw.after(i * PART))?;
         }
+        Ok(())
     }
 }

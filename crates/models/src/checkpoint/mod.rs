@@ -17,7 +17,7 @@ mod weights;
 pub(crate) use experts::ExpertRows;
 pub use exports::Exports;
 pub(crate) use exports::{Export, RowOrder, Values};
-pub(crate) use mapped::{Mapped, Stored, restore};
+pub(crate) use mapped::{Mapped, Stored};
 pub(crate) use outline::Outline;
 pub(crate) use packed::{BlockSource, Blocks};
 pub use weights::Weights;

@@ -205,12 +205,7 @@ impl Quantized {
         let restore = move || {
             let blocks =
                 quantized.blocks().map_err(|e| PackError::ValidationError(e.to_string()))?;
-            let shape = [rows, columns];
-            let values = match layout.format() {
-                WeightFormat::Mxfp4 => mxfp4::restore(&blocks),
-                format => restore_integers(format, &blocks),
-            };
-            Ok(TensorData::new(values, shape))
+            Ok(TensorData::new(layout.format().restore(&blocks), [rows, columns]))
         };
         let tensor = bridge::deferred(name.clone(), DType::F32, shape, None, restore);
         Entry { tensor, name, path, stored: None, blocks: Some(blocks), interleaved: None }
@@ -284,25 +279,4 @@ impl Quantized {
         };
         values.iter().enumerate().map(exact).collect()
     }
-}
-
-/// The numbers of blocks of integers: `scale * (code - zero)`.
-fn restore_integers(format: WeightFormat, blocks: &[u8]) -> Vec<f32> {
-    let numbers = format.block_numbers();
-    let mut values = Vec::with_capacity(blocks.len() / format.block_bytes() * numbers);
-    for block in blocks.chunks_exact(format.block_bytes()) {
-        let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
-        let zero = f32::from(u16::from_le_bytes([block[2], block[3]]));
-        let value = |code: u8| scale * (f32::from(code) - zero);
-        let codes = &block[4..];
-        if codes.len() == numbers {
-            values.extend(codes.iter().map(|code| value(*code)));
-            continue;
-        }
-        for codes in codes.chunks_exact(16) {
-            values.extend(codes.iter().map(|codes| value(codes & 15)));
-            values.extend(codes.iter().map(|codes| value(codes >> 4)));
-        }
-    }
-    values
 }

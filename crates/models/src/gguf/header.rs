@@ -2,15 +2,12 @@
 //!
 //! Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>. `candle-core` also has a
 //! reader of this header, but it divides by an alignment of zero, and its error for an unknown type
-//! does not name the tensor. Only the block types of `candle-core` are used, for the
-//! dequantization.
+//! does not name the tensor.
 
 use std::{borrow::Cow, collections::HashMap, fmt, iter, ops::Range, path::Path};
 
-use candle_core::quantized::GgmlDType;
-use kv_weights::WeightFormat;
-
-use crate::{Error, Result, mxfp4};
+use super::NumberType;
+use crate::{Error, Result};
 
 /// A metadata value. Numbers of all widths are widened to 64 bits.
 #[derive(Clone, Debug, PartialEq)]
@@ -144,7 +141,7 @@ pub(crate) struct TensorInfo {
     pub(crate) name: String,
     /// Outermost dimension first, as in every other format; the file has the reverse order.
     pub(crate) shape: Vec<usize>,
-    pub(crate) dtype: BlockType,
+    pub(crate) kind: NumberType,
     pub(crate) bytes: Range<usize>,
 }
 
@@ -379,13 +376,13 @@ impl RawTensor {
     /// Locates the tensor's bytes, which must lie inside the file.
     fn place(self, data: usize, file_len: usize, path: &Path) -> Result<TensorInfo> {
         let Self { name, dims, kind, offset } = self;
-        let Some(dtype) = BlockType::of(kind) else {
+        let Some(kind) = NumberType::of(kind) else {
             let why = format!("tensor {name} of {} has it", path.display());
             return Err(Error::unsupported(format!("GGML type {}", ggml_name(kind)), why));
         };
         let row = dims.last().copied().unwrap_or(0);
-        if !row.is_multiple_of(dtype.block_size() as u64) {
-            let why = format!("rows of {row} are not whole blocks of {}", dtype.block_size());
+        if !row.is_multiple_of(kind.block_numbers() as u64) {
+            let why = format!("rows of {row} are not whole blocks of {}", kind.block_numbers());
             return Err(Error::Tensor { path: path.into(), tensor: name, why });
         }
         if !offset.is_multiple_of(8) {
@@ -395,15 +392,15 @@ impl RawTensor {
         let n_bytes = dims
             .iter()
             .try_fold(1u64, |n, dim| n.checked_mul(*dim))
-            .map(|n| n / dtype.block_size() as u64)
-            .and_then(|n| n.checked_mul(dtype.type_size() as u64));
+            .map(|n| n / kind.block_numbers() as u64)
+            .and_then(|n| n.checked_mul(kind.block_bytes() as u64));
         let start = offset.checked_add(data as u64);
         let end = start.zip(n_bytes).and_then(|(start, n)| start.checked_add(n));
         match (start, end) {
             (Some(start), Some(end)) if end <= file_len as u64 => Ok(TensorInfo {
                 shape: dims.iter().map(|&dim| dim as usize).collect(),
                 name,
-                dtype,
+                kind,
                 bytes: start as usize..end as usize,
             }),
             _ => Err(Error::Malformed {
@@ -416,82 +413,6 @@ impl RawTensor {
             }),
         }
     }
-}
-
-/// How the numbers of a tensor are stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum BlockType {
-    /// What `candle-core` restores.
-    Ggml(GgmlDType),
-    Mxfp4,
-}
-
-impl BlockType {
-    fn of(kind: u32) -> Option<Self> {
-        match kind {
-            39 => Some(Self::Mxfp4),
-            kind => ggml_dtype(kind).map(Self::Ggml),
-        }
-    }
-
-    /// Name and format of blocks; `None` for floats.
-    pub(crate) fn blocks(self) -> Option<(String, Option<WeightFormat>)> {
-        Some(match self {
-            Self::Ggml(GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16) => return None,
-            Self::Ggml(dtype) => {
-                let format = match dtype {
-                    GgmlDType::Q4_0 => Some(WeightFormat::Q4_0),
-                    GgmlDType::Q4_1 => Some(WeightFormat::Q4_1),
-                    GgmlDType::Q5_0 => Some(WeightFormat::Q5_0),
-                    GgmlDType::Q5_1 => Some(WeightFormat::Q5_1),
-                    GgmlDType::Q8_0 => Some(WeightFormat::Q8_0),
-                    GgmlDType::Q4K => Some(WeightFormat::Q4K),
-                    GgmlDType::Q5K => Some(WeightFormat::Q5K),
-                    GgmlDType::Q6K => Some(WeightFormat::Q6K),
-                    _ => None,
-                };
-                (format!("{dtype:?}"), format)
-            }
-            Self::Mxfp4 => ("MXFP4".into(), Some(WeightFormat::Mxfp4)),
-        })
-    }
-
-    /// Numbers of a block.
-    pub(crate) fn block_size(self) -> usize {
-        match self {
-            Self::Ggml(dtype) => dtype.block_size(),
-            Self::Mxfp4 => mxfp4::BLOCK,
-        }
-    }
-
-    /// Bytes of a block.
-    pub(crate) fn type_size(self) -> usize {
-        match self {
-            Self::Ggml(dtype) => dtype.type_size(),
-            Self::Mxfp4 => mxfp4::BLOCK_BYTES,
-        }
-    }
-}
-
-/// The types whose blocks `candle-core` dequantizes.
-fn ggml_dtype(kind: u32) -> Option<GgmlDType> {
-    Some(match kind {
-        0 => GgmlDType::F32,
-        1 => GgmlDType::F16,
-        2 => GgmlDType::Q4_0,
-        3 => GgmlDType::Q4_1,
-        6 => GgmlDType::Q5_0,
-        7 => GgmlDType::Q5_1,
-        8 => GgmlDType::Q8_0,
-        10 => GgmlDType::Q2K,
-        11 => GgmlDType::Q3K,
-        12 => GgmlDType::Q4K,
-        13 => GgmlDType::Q5K,
-        14 => GgmlDType::Q6K,
-        15 => GgmlDType::Q8K,
-        30 => GgmlDType::BF16,
-        _ => return None,
-    })
 }
 
 fn ggml_name(kind: u32) -> String {

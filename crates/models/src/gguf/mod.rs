@@ -1,5 +1,6 @@
 //! GGUF files: their header, memory map and names of tensors.
 
+mod block;
 mod header;
 mod metadata;
 mod names;
@@ -9,7 +10,8 @@ use std::{collections::HashMap, path::Path, sync::Arc};
 
 use memmap2::Mmap;
 
-pub(crate) use header::{Array, BlockType, Strings, TensorInfo, Value};
+pub(crate) use block::NumberType;
+pub(crate) use header::{Array, Strings, TensorInfo, Value};
 pub use metadata::Metadata;
 pub use names::GgufNames;
 pub(crate) use split::{GgufFile, map, open};

@@ -3,19 +3,15 @@
 use std::{collections::HashMap, panic, path::Path, sync::Arc, thread};
 
 use burn::tensor::{DType, Device, Shape, TensorData};
-use burn_store::{
-    bridge,
-    burn_pack::{Error as PackError, Tensor as PackTensor},
-};
-use candle_core::quantized::GgmlDType;
+use burn_store::{bridge, burn_pack::Tensor as PackTensor};
 use memmap2::Mmap;
 
 use super::{Format, LoadOptions, Loaded, Watcher, file_stem};
 use crate::{
     Error, LanguageModel, Result, Tokenizer,
-    checkpoint::{BlockSource, Blocks, Mapped, Stored, Weights, restore},
+    checkpoint::{BlockSource, Blocks, Mapped, Stored, Weights},
     files::Part,
-    gguf::{self, BlockType, GgufFile, Metadata, TensorInfo, Value},
+    gguf::{self, GgufFile, Metadata, NumberType, TensorInfo, Value},
     registry,
 };
 
@@ -73,7 +69,7 @@ fn read_model(
             let (name, tensor) = (names.to_hugging_face(&info.name), deferred(map, info));
             let mapped = Mapped { map: map.clone(), range: info.bytes.clone() };
             weights.insert(name.clone(), tensor, blocks(&mapped, info), path)?;
-            weights.lies_at(&name, Stored { mapped, kind: info.dtype });
+            weights.lies_at(&name, Stored { mapped, kind: info.kind });
         }
     }
     weights.set_dtype(options.dtype)?;
@@ -87,29 +83,26 @@ fn read_model(
 
 /// The blocks of a tensor that has some.
 fn blocks(mapped: &Mapped, info: &TensorInfo) -> Option<Blocks> {
-    let (name, format) = info.dtype.blocks()?;
-    Some(Blocks { name, format, source: BlockSource::Mapped(mapped.clone()) })
+    let NumberType::Blocks(blocks) = info.kind else { return None };
+    let source = BlockSource::Mapped(mapped.clone());
+    Some(Blocks { name: blocks.name().to_string(), format: blocks.packed(), source })
 }
 
 /// A tensor whose bytes are read and dequantized when it is taken.
 fn deferred(map: &Arc<Mmap>, info: &TensorInfo) -> PackTensor {
     let shape = Shape::from(info.shape.clone());
-    let dtype = match info.dtype {
-        BlockType::Ggml(GgmlDType::F16) => DType::F16,
-        BlockType::Ggml(GgmlDType::BF16) => DType::BF16,
-        _ => DType::F32,
+    let dtype = match info.kind {
+        NumberType::Float(dtype) => dtype,
+        NumberType::Blocks(_) => DType::F32,
     };
     let (map, info) = (map.clone(), info.clone());
     bridge::deferred(info.name.clone(), dtype, shape.clone(), None, move || {
         let bytes = &map[info.bytes.clone()];
-        match info.dtype {
-            BlockType::Ggml(GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16) => {
-                Ok(TensorData::from_bytes_vec(bytes.to_vec(), shape.clone(), dtype))
+        Ok(match info.kind {
+            NumberType::Float(dtype) => {
+                TensorData::from_bytes_vec(bytes.to_vec(), shape.clone(), dtype)
             }
-            blocks => match restore(blocks, bytes) {
-                Ok(values) => Ok(TensorData::new(values, shape.clone())),
-                Err(flaw) => Err(PackError::ValidationError(format!("{flaw:?}"))),
-            },
-        }
+            NumberType::Blocks(blocks) => TensorData::new(blocks.restore(bytes), shape.clone()),
+        })
     })
 }

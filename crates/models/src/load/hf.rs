@@ -8,7 +8,6 @@ use std::{
 
 use burn::tensor::{DType, Device};
 use burn_store::{ModuleStore, PytorchStore, SafetensorsStore};
-use candle_core::quantized::GgmlDType;
 use safetensors::{Dtype, SafeTensors, tensor::TensorInfo};
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -21,7 +20,7 @@ use crate::{
         quantized::{INTEGER_FORMAT, INTEGERS, MXFP4},
     },
     files::{Part, read_to_string},
-    gguf::{BlockType, map},
+    gguf::{NumberType, map},
     registry,
 };
 
@@ -388,15 +387,15 @@ fn places(file: &Path) -> Result<Vec<(String, Stored)>> {
     const LENGTH: usize = 8;
     let data = LENGTH + header;
     let place = |(name, info): (String, &TensorInfo)| {
-        let kind = match info.dtype {
-            Dtype::F32 => GgmlDType::F32,
-            Dtype::F16 => GgmlDType::F16,
-            Dtype::BF16 => GgmlDType::BF16,
+        let dtype = match info.dtype {
+            Dtype::F32 => DType::F32,
+            Dtype::F16 => DType::F16,
+            Dtype::BF16 => DType::BF16,
             _ => return None,
         };
         let (start, end) = info.data_offsets;
         let mapped = Mapped { map: map.clone(), range: data + start..data + end };
-        Some((name, Stored { mapped, kind: BlockType::Ggml(kind) }))
+        Some((name, Stored { mapped, kind: NumberType::Float(dtype) }))
     };
     Ok(metadata.tensors().into_iter().filter_map(place).collect())
 }

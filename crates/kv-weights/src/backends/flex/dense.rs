@@ -60,7 +60,7 @@ pub(super) fn restore(blocks: &[u8], layout: &PackedLayout, out: &mut [f32]) {
     let rows = PART.div_ceil(columns);
     let parallel = out.len() >= 2 * PART;
     let parts = blocks.chunks(rows * row).zip(out.chunks_mut(rows * columns));
-    in_parts(parts, parallel, |(blocks, out)| portable::restore(blocks, layout.format(), out));
+    in_parts(parts, parallel, |(blocks, out)| portable::restore(layout.format(), blocks, out));
 }
 
 /// A product of an `[m, k]` matrix with a `[k, n]` one.

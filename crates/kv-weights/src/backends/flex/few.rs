@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     Activations,
-    formats::flex::{Blocks, MOST},
+    formats::unpack::{Blocks, MOST},
 };
 
 /// Rows of activations as they are multiplied.

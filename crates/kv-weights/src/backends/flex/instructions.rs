@@ -3,7 +3,7 @@
 
 use super::few::Rows;
 use crate::formats::{
-    flex::{Blocks, Halves},
+    unpack::{Blocks, Halves},
     wide::Vectors,
 };
 

@@ -43,7 +43,7 @@ pub use threads::in_parts;
 use super::composed;
 use crate::{
     Activations, FusedInputs, FusedPlan, Gate, PackedLayout, Picks, WeightOps,
-    formats::flex::{Blocks, with_blocks},
+    formats::unpack::{Blocks, with_blocks},
 };
 
 /// The instructions that most processors of this architecture have.
@@ -157,7 +157,7 @@ impl WeightOps for Flex {
         let ids: Vec<usize> = ids.into_data().iter::<i64>().map(|id| id as usize).collect();
         let mut out = vec![0.0; ids.len() * layout.columns()];
         for (id, out) in ids.iter().zip(out.chunks_exact_mut(layout.columns())) {
-            portable::restore(&blocks[id * row..][..row], layout.format(), out);
+            portable::restore(layout.format(), &blocks[id * row..][..row], out);
         }
         tensor(out, [ids.len(), layout.columns()])
     }

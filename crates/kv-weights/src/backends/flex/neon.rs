@@ -9,7 +9,7 @@ use super::{
     wide,
 };
 use crate::formats::{
-    flex::{Blocks, Halves},
+    unpack::{Blocks, Halves},
     wide::Vectors,
 };
 

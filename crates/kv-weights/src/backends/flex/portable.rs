@@ -7,11 +7,10 @@ use super::{
     PARALLEL,
     integers::{BLOCK, Integers},
     stacked::Stacked,
-    wide,
 };
 use crate::{
     Activations, WeightFormat,
-    formats::flex::{self, AnyHalves, Blocks, MOST, Wide, with_blocks},
+    formats::unpack::{self, AnyHalves, Blocks, MOST},
 };
 
 /// `x W^T` for few rows of `x`, `[rows of x, rows]`.
@@ -34,19 +33,13 @@ pub(super) fn project<F: Blocks>(
     })
 }
 
-/// The numbers of whole blocks.
-pub(super) fn restore(blocks: &[u8], format: WeightFormat, out: &mut [f32]) {
-    with_blocks!(format, F => restore_blocks::<F>(blocks, out), wide W => {
-        W::widen(&wide::bits(blocks), out)
-    });
-}
-
-fn restore_blocks<F: Blocks>(blocks: &[u8], out: &mut [f32]) {
-    vectorized(F::default(), blocks, out);
+/// Writes the numbers of whole blocks, with the widest vectors the processor has.
+pub(super) fn restore(format: WeightFormat, blocks: &[u8], out: &mut [f32]) {
+    vectorized(format, blocks, out);
 
     #[macerator::with_simd]
-    fn vectorized<S: Simd, F: Blocks>(_: F, blocks: &[u8], out: &mut [f32]) {
-        flex::restore::<F>(blocks, out);
+    fn vectorized<S: Simd>(format: WeightFormat, blocks: &[u8], out: &mut [f32]) {
+        unpack::restore(format, blocks, out);
     }
 }
 
@@ -57,7 +50,7 @@ fn exact<S: Simd, F: Blocks>(_: F, blocks: &[u8], x: &[f32], columns: usize, out
     let weights = &mut weights[..F::NUMBERS];
     out.fill(0.0);
     for (i, block) in blocks.chunks_exact(F::BYTES).enumerate() {
-        flex::restore::<F>(block, weights);
+        unpack::restore_blocks::<F>(block, weights);
         for (x, out) in x.chunks_exact(columns).zip(&mut *out) {
             *out += dot(weights, &x[i * F::NUMBERS..][..F::NUMBERS]);
         }

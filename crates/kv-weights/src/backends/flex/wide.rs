@@ -3,7 +3,6 @@
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use core::array;
-use std::borrow::Cow;
 
 use macerator::Simd;
 
@@ -13,8 +12,8 @@ use super::avx512::Avx512;
 use super::{AHEAD, LINE, Native, instructions::Instructions};
 use super::{PARALLEL, stacked::Stacked};
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-use crate::formats::flex::Wide as Vectors;
-use crate::formats::flex::Wide;
+use crate::formats::unpack::Wide as Vectors;
+use crate::formats::unpack::{Wide, bits};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::formats::wide::Vectors;
 
@@ -57,14 +56,6 @@ impl Way {
 
     fn best() -> Self {
         Self::ALL.iter().copied().find(|way| way.is_available()).unwrap_or(Self::Portable)
-    }
-}
-
-/// The bits of the numbers of blocks; copied only where they do not lie at even addresses.
-pub(super) fn bits(blocks: &[u8]) -> Cow<'_, [u16]> {
-    match bytemuck::try_cast_slice(blocks) {
-        Ok(bits) => Cow::Borrowed(bits),
-        Err(_) => Cow::Owned(bytemuck::pod_collect_to_vec(blocks)),
     }
 }
 

@@ -1,6 +1,6 @@
 use core::arch::aarch64::*;
 
-use super::{super::wide::Vectors, flex::Bf16};
+use super::{super::wide::Vectors, unpack::Bf16};
 
 impl Vectors for Bf16 {
     #[inline]

@@ -2,10 +2,9 @@
 
 #[cfg(feature = "cube")]
 pub(super) mod cube;
-#[cfg(feature = "flex")]
-pub(super) mod flex;
 #[cfg(all(feature = "flex", target_arch = "aarch64"))]
 mod neon;
+pub(super) mod unpack;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]
 mod x86;
 

@@ -1,6 +1,6 @@
 use core::arch::x86_64::*;
 
-use super::{super::wide::Vectors, flex::F16};
+use super::{super::wide::Vectors, unpack::F16};
 
 impl Vectors for F16 {
     #[inline]

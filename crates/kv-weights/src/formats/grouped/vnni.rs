@@ -3,9 +3,9 @@ use core::arch::x86_64::*;
 use super::{
     super::vnni::{GROUP, Group, Groups, four_at, nibbles, words_at},
     HEADER,
-    flex::{Int4, Int8},
+    unpack::{Int4, Int8},
 };
-use crate::formats::flex::Blocks;
+use crate::formats::unpack::Blocks;
 
 impl<const SIZE: usize> Groups for Int4<SIZE> {
     #[inline]

@@ -2,9 +2,9 @@ use core::arch::x86_64::*;
 
 use super::{
     super::vnni::{Group, Groups, four, nibbles, words_at},
-    flex::{DOUBLED, Mxfp4},
+    unpack::{DOUBLED, Mxfp4},
 };
-use crate::formats::flex::Blocks;
+use crate::formats::unpack::Blocks;
 
 const BYTES: usize = Mxfp4::BYTES;
 

@@ -1,8 +1,8 @@
 use super::{
     super::vnni::{Group, Groups, four, four_halves, nibbles},
-    flex::Q4_0,
+    unpack::Q4_0,
 };
-use crate::formats::flex::Blocks;
+use crate::formats::unpack::Blocks;
 
 const BYTES: usize = Q4_0::BYTES;
 

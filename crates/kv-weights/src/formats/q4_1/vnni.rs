@@ -1,8 +1,8 @@
 use super::{
     super::vnni::{Group, Groups, four, four_pairs, nibbles},
-    flex::Q4_1,
+    unpack::Q4_1,
 };
-use crate::formats::flex::Blocks;
+use crate::formats::unpack::Blocks;
 
 const BYTES: usize = Q4_1::BYTES;
 

@@ -3,8 +3,7 @@
 
 #[cfg(feature = "cube")]
 pub(super) mod cube;
-#[cfg(feature = "flex")]
-pub(super) mod flex;
+pub(super) mod unpack;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]
 mod vnni;
 

@@ -1,8 +1,8 @@
 use super::{
     super::vnni::{Group, Groups, add_fifth_bits, four, four_halves, nibbles},
-    flex::Q5_0,
+    unpack::Q5_0,
 };
-use crate::formats::flex::Blocks;
+use crate::formats::unpack::Blocks;
 
 const BYTES: usize = Q5_0::BYTES;
 

@@ -1,8 +1,8 @@
 use super::{
     super::vnni::{Group, Groups, add_fifth_bits, four, four_pairs, nibbles},
-    flex::Q5_1,
+    unpack::Q5_1,
 };
-use crate::formats::flex::Blocks;
+use crate::formats::unpack::Blocks;
 
 const BYTES: usize = Q5_1::BYTES;
 

@@ -2,9 +2,9 @@ use core::arch::x86_64::*;
 
 use super::{
     super::vnni::{Group, Groups, by_halves, nibbles, set_bits},
-    flex::Q5K,
+    unpack::Q5K,
 };
-use crate::formats::flex::Blocks;
+use crate::formats::unpack::Blocks;
 
 impl Groups for Q5K {
     #[inline]

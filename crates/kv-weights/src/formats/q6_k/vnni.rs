@@ -2,9 +2,9 @@ use core::arch::x86_64::*;
 
 use super::{
     super::vnni::{Group, Groups, half_of, nibbles},
-    flex::Q6K,
+    unpack::Q6K,
 };
-use crate::formats::flex::Blocks;
+use crate::formats::unpack::Blocks;
 
 impl Groups for Q6K {
     #[inline]

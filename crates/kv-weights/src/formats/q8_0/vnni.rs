@@ -2,9 +2,9 @@ use core::arch::x86_64::*;
 
 use super::{
     super::vnni::{Group, Groups, four, four_halves},
-    flex::Q8_0,
+    unpack::Q8_0,
 };
-use crate::formats::flex::Blocks;
+use crate::formats::unpack::Blocks;
 
 const BYTES: usize = Q8_0::BYTES;
 

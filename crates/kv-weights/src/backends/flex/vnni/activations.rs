@@ -2,7 +2,7 @@
 
 use core::arch::x86_64::*;
 
-use crate::formats::{flex::Blocks, vnni::GROUP};
+use crate::formats::{unpack::Blocks, vnni::GROUP};
 
 /// Numbers that share a step.
 const BLOCK: usize = 32;

@@ -11,7 +11,7 @@ use crate::{
     Gate, PackedLayout,
     backends::flex::{gate::open, gated, stacked::Stacked, threads::in_parts},
     formats::{
-        flex::Blocks,
+        unpack::Blocks,
         vnni::{GROUP, Groups, MOST_BYTES},
     },
 };

@@ -1,6 +1,6 @@
 use half::{f16, slice::HalfFloatSliceExt};
 
-use super::super::flex::Wide;
+use super::super::unpack::Wide;
 
 #[derive(Clone, Copy, Default)]
 pub(crate) struct F16;

@@ -1,5 +1,5 @@
 use super::{
-    super::flex::{Blocks, Halves, half},
+    super::unpack::{Blocks, Halves, half},
     SPEC,
 };
 

@@ -1,5 +1,5 @@
 use super::{
-    super::flex::{Blocks, Halves, nibbles},
+    super::unpack::{Blocks, Halves, nibbles},
     SPEC,
 };
 

@@ -1,4 +1,4 @@
-use super::super::flex::Wide;
+use super::super::unpack::Wide;
 
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Bf16;

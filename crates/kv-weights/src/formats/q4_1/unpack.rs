@@ -1,5 +1,5 @@
 use super::{
-    super::flex::{Blocks, Halves, half, nibbles},
+    super::unpack::{Blocks, Halves, half, nibbles},
     SPEC,
 };
 

@@ -1,5 +1,5 @@
 use super::{
-    super::flex::{Blocks, Halves, six_bit_scales},
+    super::unpack::{Blocks, Halves, six_bit_scales},
     SPEC,
 };
 

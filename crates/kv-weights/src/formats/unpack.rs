@@ -1,6 +1,10 @@
-//! Blocks on the CPU: each format unpacks its blocks into bytes, and everything portable is made of that.
+//! Blocks on the CPU: each format unpacks its blocks into bytes, and all portable code is built on that.
+
+use std::borrow::Cow;
 
 use half::f16;
+
+use super::WeightFormat;
 
 /// The most numbers that a block has.
 pub(crate) const MOST: usize = 256;
@@ -60,71 +64,71 @@ macro_rules! with_blocks {
     ($format:expr, $F:ident => $body:expr, wide $W:ident => $other:expr) => {
         match $format {
             $crate::WeightFormat::F16 => {
-                type $W = $crate::formats::flex::F16;
+                type $W = $crate::formats::unpack::F16;
                 $other
             }
             $crate::WeightFormat::Bf16 => {
-                type $W = $crate::formats::flex::Bf16;
+                type $W = $crate::formats::unpack::Bf16;
                 $other
             }
             $crate::WeightFormat::Q4_0 => {
-                type $F = $crate::formats::flex::Q4_0;
+                type $F = $crate::formats::unpack::Q4_0;
                 $body
             }
             $crate::WeightFormat::Q4_1 => {
-                type $F = $crate::formats::flex::Q4_1;
+                type $F = $crate::formats::unpack::Q4_1;
                 $body
             }
             $crate::WeightFormat::Q5_0 => {
-                type $F = $crate::formats::flex::Q5_0;
+                type $F = $crate::formats::unpack::Q5_0;
                 $body
             }
             $crate::WeightFormat::Q5_1 => {
-                type $F = $crate::formats::flex::Q5_1;
+                type $F = $crate::formats::unpack::Q5_1;
                 $body
             }
             $crate::WeightFormat::Q8_0 => {
-                type $F = $crate::formats::flex::Q8_0;
+                type $F = $crate::formats::unpack::Q8_0;
                 $body
             }
             $crate::WeightFormat::Q4K => {
-                type $F = $crate::formats::flex::Q4K;
+                type $F = $crate::formats::unpack::Q4K;
                 $body
             }
             $crate::WeightFormat::Q5K => {
-                type $F = $crate::formats::flex::Q5K;
+                type $F = $crate::formats::unpack::Q5K;
                 $body
             }
             $crate::WeightFormat::Q6K => {
-                type $F = $crate::formats::flex::Q6K;
+                type $F = $crate::formats::unpack::Q6K;
                 $body
             }
             $crate::WeightFormat::Int4($crate::GroupSize::G32) => {
-                type $F = $crate::formats::flex::Int4<32>;
+                type $F = $crate::formats::unpack::Int4<32>;
                 $body
             }
             $crate::WeightFormat::Int4($crate::GroupSize::G64) => {
-                type $F = $crate::formats::flex::Int4<64>;
+                type $F = $crate::formats::unpack::Int4<64>;
                 $body
             }
             $crate::WeightFormat::Int4($crate::GroupSize::G128) => {
-                type $F = $crate::formats::flex::Int4<128>;
+                type $F = $crate::formats::unpack::Int4<128>;
                 $body
             }
             $crate::WeightFormat::Int8($crate::GroupSize::G32) => {
-                type $F = $crate::formats::flex::Int8<32>;
+                type $F = $crate::formats::unpack::Int8<32>;
                 $body
             }
             $crate::WeightFormat::Int8($crate::GroupSize::G64) => {
-                type $F = $crate::formats::flex::Int8<64>;
+                type $F = $crate::formats::unpack::Int8<64>;
                 $body
             }
             $crate::WeightFormat::Int8($crate::GroupSize::G128) => {
-                type $F = $crate::formats::flex::Int8<128>;
+                type $F = $crate::formats::unpack::Int8<128>;
                 $body
             }
             $crate::WeightFormat::Mxfp4 => {
-                type $F = $crate::formats::flex::Mxfp4;
+                type $F = $crate::formats::unpack::Mxfp4;
                 $body
             }
         }
@@ -132,19 +136,20 @@ macro_rules! with_blocks {
 }
 
 pub(crate) use super::{
-    bf16::flex::Bf16,
-    f16::flex::F16,
-    grouped::flex::{Int4, Int8},
-    mxfp4::flex::Mxfp4,
-    q4_0::flex::Q4_0,
-    q4_1::flex::Q4_1,
-    q4_k::flex::Q4K,
-    q5_0::flex::Q5_0,
-    q5_1::flex::Q5_1,
-    q5_k::flex::Q5K,
-    q6_k::flex::Q6K,
-    q8_0::flex::Q8_0,
+    bf16::unpack::Bf16,
+    f16::unpack::F16,
+    grouped::unpack::{Int4, Int8},
+    mxfp4::unpack::Mxfp4,
+    q4_0::unpack::Q4_0,
+    q4_1::unpack::Q4_1,
+    q4_k::unpack::Q4K,
+    q5_0::unpack::Q5_0,
+    q5_1::unpack::Q5_1,
+    q5_k::unpack::Q5K,
+    q6_k::unpack::Q6K,
+    q8_0::unpack::Q8_0,
 };
+#[cfg(feature = "flex")]
 pub(crate) use with_blocks;
 
 /// The f16 at byte `at`.
@@ -188,9 +193,25 @@ pub(super) fn six_bit_scales<H: Halves>(block: &[u8], scales: &mut [f32], mins: 
     }
 }
 
-/// Restores whole blocks.
+/// Writes the numbers of whole blocks of any format.
 #[inline(always)]
-pub(crate) fn restore<F: Blocks>(blocks: &[u8], out: &mut [f32]) {
+pub(crate) fn restore(format: WeightFormat, blocks: &[u8], out: &mut [f32]) {
+    with_blocks!(format, F => restore_blocks::<F>(blocks, out), wide W => {
+        W::widen(&bits(blocks), out)
+    });
+}
+
+/// The bits of the numbers of blocks; copied only where they do not lie at even addresses.
+pub(crate) fn bits(blocks: &[u8]) -> Cow<'_, [u16]> {
+    match bytemuck::try_cast_slice(blocks) {
+        Ok(bits) => Cow::Borrowed(bits),
+        Err(_) => Cow::Owned(bytemuck::pod_collect_to_vec(blocks)),
+    }
+}
+
+/// Writes the numbers of whole blocks.
+#[inline(always)]
+pub(crate) fn restore_blocks<F: Blocks>(blocks: &[u8], out: &mut [f32]) {
     let (mut codes, mut scales, mut mins) = ([0; MOST], [0.0; MOST / 16], [0.0; MOST / 32]);
     for (block, out) in blocks.chunks_exact(F::BYTES).zip(out.chunks_exact_mut(F::NUMBERS)) {
         F::unpack::<AnyHalves>(block, &mut codes, &mut scales, &mut mins);

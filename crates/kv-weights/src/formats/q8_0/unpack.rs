@@ -1,22 +1,23 @@
 use super::{
-    super::flex::{Blocks, Halves, add_fifth_bits, half, nibbles},
+    super::unpack::{Blocks, Halves, half},
     SPEC,
 };
 
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Q5_0;
+pub(crate) struct Q8_0;
 
-impl Blocks for Q5_0 {
+impl Blocks for Q8_0 {
     const NUMBERS: usize = SPEC.numbers;
     const BYTES: usize = SPEC.bytes;
-    const ZERO: u8 = 16;
+    const ZERO: u8 = 128;
     const SPAN: usize = 32;
     const MINS: bool = false;
 
     #[inline(always)]
     fn unpack<H: Halves>(block: &[u8], codes: &mut [u8], scales: &mut [f32], _: &mut [f32]) {
         scales[0] = half::<H>(block, 0);
-        nibbles(&block[6..22], codes);
-        add_fifth_bits(block, 2, codes);
+        for (code, byte) in codes.iter_mut().zip(&block[2..34]) {
+            *code = byte ^ 128;
+        }
     }
 }

@@ -1,5 +1,5 @@
 use super::{
-    super::flex::{Blocks, Halves, add_fifth_bits, half, nibbles},
+    super::unpack::{Blocks, Halves, add_fifth_bits, half, nibbles},
     SPEC,
 };
 
