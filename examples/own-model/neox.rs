@@ -14,7 +14,7 @@ use kv_models::{
     Roles,
     checkpoint::{Exports, Names, Weights},
     fields::{head_dim, positive, sizes},
-    nn::{Embedding, LayerNorm, Linear, Matrix, Memory, Rope, RopeScaling, Rotation, in_f32},
+    nn::{Embedding, LayerNorm, Linear, Matrix, Memory, Rope, RopeRows, RopeScaling, in_f32},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -55,7 +55,7 @@ impl Config {
         head_dim(path, ("hidden_size", self.hidden_size), heads)?;
         let rotary_dim = self.rotary_dim();
         if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) || self.rotary_pct > 1.0 {
-            let rule = format!("must rotate 2, 4, .. of {} channels", self.layer().head_dim.keys);
+            let rule = format!("must encode 2, 4, .. of {} channels", self.layer().head_dim.keys);
             return Err(Error::config(path, "rotary_pct", self.rotary_pct, rule));
         }
         positive(path, "rotary_emb_base", self.rotary_emb_base)?;
@@ -121,7 +121,7 @@ impl Layer {
         &self,
         x: Tensor<3>,
         spec: &LayerSpec,
-        rotation: Option<&Rotation>,
+        rope: Option<&RopeRows>,
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let [batch, seq, width] = x.dims();
@@ -129,9 +129,9 @@ impl Layer {
         let qkv = self.qkv.forward(self.attention_norm.forward(x.clone()));
         let qkv = qkv.reshape([batch, seq, n_heads, 3 * head_dim]).swap_dims(1, 2);
         let part = |i: usize| qkv.clone().narrow(3, i * head_dim, head_dim);
-        let rotated = |x| rotation.map_or_else(|| part(x), |rotation| rotation.apply(part(x)));
+        let with_rope = |x| rope.map_or_else(|| part(x), |rope| rope.apply(part(x)));
         // [batch, n_heads, seq, head_dim]; this is all that the cache has to do with the model.
-        let heads = memory.attend(rotated(0), rotated(1), part(2))?;
+        let heads = memory.attend(with_rope(0), with_rope(1), part(2))?;
         let attention = self.output.forward(heads.swap_dims(1, 2).reshape([batch, seq, width]));
         let up = in_f32(self.up.forward(self.mlp_norm.forward(x.clone())), activation::gelu);
         Ok(x + attention + self.down.forward(up))
@@ -148,10 +148,10 @@ impl Decoder for NeoX {
     }
 
     fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
-        let rotations = pass.rotations(&self.spec, ids.dims()[1], &ids.device());
+        let ropes = pass.ropes(&self.spec, ids.dims()[1], &ids.device());
         let mut x = self.embedding.forward(ids);
         for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
-            x = layer.forward(x, spec, rotations.of(spec), pass.layer(i))?;
+            x = layer.forward(x, spec, ropes.of(spec), pass.layer(i))?;
         }
         Ok(self.norm.forward(x))
     }

@@ -33,7 +33,7 @@ pub const AUSTEN: BuiltIn = built_in!("austen":
     "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json");
 
 /// The same model after training with a cache of 2 bits.
-pub const AUSTEN_K2V2_SLIDE: BuiltIn = built_in!("austen-k2v2-slide":
+pub const AUSTEN_K2V2_GFLUSH: BuiltIn = built_in!("austen-k2v2-gflush":
     "config.json", "kv_cache.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json");
 
 /// A world model of a maze.
@@ -48,7 +48,7 @@ pub const HELDOUT_NAME: &str = "models/austen/heldout.txt";
 
 impl BuiltIn {
     /// All of them.
-    pub const ALL: [&Self; 3] = [&AUSTEN, &AUSTEN_K2V2_SLIDE, &WORLD];
+    pub const ALL: [&Self; 3] = [&AUSTEN, &AUSTEN_K2V2_GFLUSH, &WORLD];
 
     /// Bytes of all files.
     pub fn bytes(&self) -> usize {

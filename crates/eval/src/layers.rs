@@ -2,10 +2,10 @@
 
 use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
-    Bits, CacheFloat, FakeQuantOptions, Granularity, KvCacheConfig, KvMemory, On, Packed, Side,
-    Target,
+    CacheFloat, FakeQuantOptions, Granularity, KvCacheConfig, KvFormat, KvMemory, On, Packed, Side,
+    Target, hadamard,
     layout::{QuantSpec, Schedule},
-    quantize, quantize_side, rotate,
+    quantize, quantize_side,
 };
 use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig, ids_to_tensor, spans::PHASE};
 use serde::Serialize;
@@ -135,7 +135,7 @@ pub fn measure_layers<T: Target>(
 pub fn side_error(
     input: Tensor<4>,
     granularity: Granularity,
-    bits: Bits,
+    bits: KvFormat,
     group_size: usize,
 ) -> Result<SideError> {
     let packed = quantize(input.clone(), granularity, bits, group_size)?;
@@ -157,8 +157,8 @@ fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Resul
         side(quantized, stored, &packed, name)
     };
     // Rotating changes no error relative to the norm: they can be compared where they are quantized.
-    let turned = |rows: &Tensor<4>, side| match config.rotates(side) {
-        true => rotate(rows.clone()),
+    let turned = |rows: &Tensor<4>, side| match config.uses_hadamard(side) {
+        true => hadamard(rows.clone()),
         false => Ok(rows.clone()),
     };
     let keys = error(&turned(&key, Side::Keys)?, Side::Keys, counts.keys)?;

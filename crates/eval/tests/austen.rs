@@ -22,12 +22,12 @@ fn runs(model: &LanguageModel, ids: &[u32], caches: &[ModelCacheConfig]) -> Vec<
 #[test]
 fn training_wins_back_most_of_what_two_bits_cost() {
     let device = On::<Flex>::open().unwrap();
-    let [base, tuned] = ["austen", "austen-k2v2-slide"]
+    let [base, tuned] = ["austen", "austen-k2v2-gflush"]
         .map(|folder| kv_models::load(Path::new(MODELS).join(folder), &device).unwrap());
     let text = std::fs::read_to_string(Path::new(MODELS).join("austen/heldout.txt")).unwrap();
     let ids = base.tokenizer.unwrap().encode(&text).unwrap();
-    let k4v4 = ModelCacheConfig::from("k4v4-slide".parse::<KvCacheConfig>().unwrap());
-    let k2v2 = ModelCacheConfig::from("k2v2-slide".parse::<KvCacheConfig>().unwrap());
+    let k4v4 = ModelCacheConfig::from("k4v4-gflush".parse::<KvCacheConfig>().unwrap());
+    let k2v2 = ModelCacheConfig::from("k2v2-gflush".parse::<KvCacheConfig>().unwrap());
     assert_eq!(tuned.cache.as_ref(), Some(&k2v2));
 
     let before = runs(&base.model, &ids, &[k4v4, k2v2.clone()]);

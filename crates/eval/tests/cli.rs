@@ -262,7 +262,7 @@ fn a_float_cache_with_a_window_is_not_the_float_cache() {
 }
 
 #[test]
-fn a_rotation_in_the_weights_changes_no_text() {
+fn a_hadamard_transform_in_the_weights_changes_no_text() {
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen");
     let novel = std::fs::read_to_string(format!("{model}/heldout.txt")).unwrap();
     let prompt: String = novel.chars().take(600).collect();

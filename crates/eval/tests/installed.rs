@@ -79,7 +79,7 @@ fn the_comparison_runs_in_an_empty_folder() {
 
     // The numbers are those of the files in the repository.
     let models = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models");
-    let [base, tuned, text] = ["austen", "austen-k2v2-slide", "austen/heldout.txt"]
+    let [base, tuned, text] = ["austen", "austen-k2v2-gflush", "austen/heldout.txt"]
         .map(|name| format!("{models}/{name}"));
     let of_files = installed.path("files.json");
     let paths = ["--base", &base, "--tuned", &tuned, "--text", &text, "--tokens", "2048"];

@@ -189,7 +189,7 @@ fn search<'a>(out: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let text = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen/heldout.txt");
     let args = ["search", "--model", AUSTEN, "--text", text, "--context", "1024", "--out", out];
     let others =
-        [["--base", "k4v4-r32-s4-slide-f16"], ["--tokens", "1024"], ["--unseen-tokens", "2048"]];
+        [["--base", "k4v4-r32-s4-gflush-f16"], ["--tokens", "1024"], ["--unseen-tokens", "2048"]];
     let others = others.into_iter().filter(|[name, _]| !more.contains(name));
     args.into_iter().chain(others.flatten()).chain(more.iter().copied()).collect()
 }

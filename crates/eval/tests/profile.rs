@@ -153,7 +153,7 @@ fn assert_agrees(model: &str, layers: f64, named: f64) -> Page {
             assert!(operations.contains_key(operation), "{operation} in {phase}");
         }
         // Attention to one token rotates it.
-        assert_eq!(operations.contains_key("rotate"), phase == "prefill");
+        assert_eq!(operations.contains_key("rope"), phase == "prefill");
     }
     // On one thread that is the time of the phase; prompts are computed on more.
     let operations = page.table("Operations in decode");

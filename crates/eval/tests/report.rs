@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use burn::tensor::{Tensor, TensorData};
-use kv_cubecl::{Bits, Flex, Granularity, KvCacheConfig, On};
+use kv_cubecl::{Flex, Granularity, KvCacheConfig, KvFormat, On};
 use kv_eval::{
     LayerError, Mode, Plan, Run, evaluate, layer_errors,
     layers::{SideError, side_error},
@@ -101,7 +101,7 @@ fn constant_and_clipped_elements_are_counted() {
     let sides = [Granularity::PerChannel, Granularity::PerToken];
     for granularity in sides {
         let flat = Tensor::<4>::full([1, 2, 32, 16], 0.5, &*device);
-        let side = side_error(flat, granularity, Bits::Two, 16).unwrap();
+        let side = side_error(flat, granularity, KvFormat::Affine2, 16).unwrap();
         let expected = SideError {
             error: 0.0,
             norm: 256.0,
@@ -122,7 +122,7 @@ fn constant_and_clipped_elements_are_counted() {
     let per_token = Tensor::<4>::from_data(rows, &*device);
     let per_channel = per_token.clone().swap_dims(2, 3);
     for (input, granularity) in [per_channel, per_token].into_iter().zip(sides) {
-        let side = side_error(input, granularity, Bits::Two, 16).unwrap();
+        let side = side_error(input, granularity, KvFormat::Affine2, 16).unwrap();
         assert_eq!((side.clipped, side.elements), (2, 32));
         assert_eq!((side.constant, side.groups), (0, 2));
         assert!(side.error > 0.0);

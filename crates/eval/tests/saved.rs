@@ -262,14 +262,14 @@ fn another_model_is_refused() {
 
 /// A rotation of values is in the weights, which then are others.
 #[test]
-fn a_cache_that_differs_by_its_rotation_is_named() {
+fn a_cache_that_differs_by_its_hadamard_transform_is_named() {
     let space = Workspace::new();
     let file = &space.path("prefix.safetensors");
-    let rotated = "k4v4-g16-r16-hadv";
-    let save = ["--prompt", PREFIX, "--cache", rotated, "--save-cache", file];
+    let transformed = "k4v4-g16-r16-hadv";
+    let save = ["--prompt", PREFIX, "--cache", transformed, "--save-cache", file];
     succeeds(generate(&space, &save));
     let load = |cache| ["--prompt", PROMPT, "--cache", cache, "--load-cache", file];
-    succeeds(generate(&space, &load(rotated)));
+    succeeds(generate(&space, &load(transformed)));
     let other = generate(&space, &load("k4v4-g16-r16"));
-    refused(&other, &[&format!("saved with --cache {rotated}"), "k4v4-g16-r16 is asked for"]);
+    refused(&other, &[&format!("saved with --cache {transformed}"), "k4v4-g16-r16 is asked for"]);
 }

@@ -95,7 +95,7 @@ fn mistakes_are_one_line() {
         (&["--frames", "0"], "frames 0: must be at least 1"),
         (&["--seeds", "0"], "seeds 0: must be at least 1"),
         (&["--context", "0"], "context 0: must be at least 1"),
-        (&["--ring", "1"], "window 1 frame: must be at least 2 frames"),
+        (&["--ring", "1"], "sliding_window 1 frame: must be at least 2 frames"),
         (
             &["--first-seed", "18446744073709551615"],
             "first-seed 18446744073709551615: must be at most 18446744073709551595, for 20 games",

@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use burn::tensor::{Distribution, Tensor};
 use divan::{Bencher, counter::BytesCount};
 use kv_cubecl::{
-    Bits, CacheShape, Granularity, KvCache, KvCacheConfig, On, Target, quantize,
+    CacheShape, Granularity, KvCache, KvCacheConfig, KvFormat, On, Target, quantize,
     streaming_attention,
 };
 
@@ -52,13 +52,13 @@ macro_rules! benches {
                 super::streaming::<$target>(bencher, cache, N);
             }
 
-            #[divan::bench(args = [Bits::Two, Bits::Four, Bits::Eight])]
-            fn quantize_keys(bencher: Bencher<'_, '_>, bits: Bits) {
+            #[divan::bench(args = [KvFormat::Affine2, KvFormat::Affine4, KvFormat::Affine8])]
+            fn quantize_keys(bencher: Bencher<'_, '_>, bits: KvFormat) {
                 super::quantize_side::<$target>(bencher, Granularity::PerChannel, bits);
             }
 
-            #[divan::bench(args = [Bits::Two, Bits::Four, Bits::Eight])]
-            fn quantize_values(bencher: Bencher<'_, '_>, bits: Bits) {
+            #[divan::bench(args = [KvFormat::Affine2, KvFormat::Affine4, KvFormat::Affine8])]
+            fn quantize_values(bencher: Bencher<'_, '_>, bits: KvFormat) {
                 super::quantize_side::<$target>(bencher, Granularity::PerToken, bits);
             }
         }
@@ -111,7 +111,7 @@ fn streaming<T: Target>(bencher: Bencher<'_, '_>, cache: &str, tokens: usize) {
     });
 }
 
-fn quantize_side<T: Target>(bencher: Bencher<'_, '_>, granularity: Granularity, bits: Bits) {
+fn quantize_side<T: Target>(bencher: Bencher<'_, '_>, granularity: Granularity, bits: KvFormat) {
     let on = open::<T>();
     let input = random(&on, SHAPE.1, 8192);
     let bytes = size_of::<f32>() * input.shape().num_elements();

@@ -5,7 +5,7 @@ use core::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    CacheShape, Flush, KvCacheConfig, Result, RunningScale, Side, Sides,
+    CacheShape, KvCacheConfig, Result, RunningScale, Side, Sides,
     error::invalid,
     layout::{CacheLayout, MemoryBytes},
 };
@@ -57,20 +57,21 @@ pub struct FrameConfig {
     /// Tokens of a frame.
     pub tokens_per_frame: usize,
     /// Recent frames that a frame sees, itself among them, beside the sinks.
-    pub window: Frames,
+    #[serde(alias = "window")]
+    pub sliding_window: Frames,
     /// First frames that are seen, in float, as long as the stream lasts.
     #[serde(default)]
     pub sinks: Frames,
-    /// How the scales of frames follow one another, where a side [takes them from frames](crate::SideFormat::OF_FRAMES).
+    /// How the scales of frames follow one another, where a side [takes them from frames](crate::KvFormat::OF_FRAMES).
     #[serde(default)]
     pub running: RunningScale,
 }
 
 impl FrameConfig {
     /// Frames of so many tokens, of which each sees the newest `window`, itself among them.
-    pub fn new(format: KvCacheConfig, tokens_per_frame: usize, window: Frames) -> Self {
+    pub fn new(format: KvCacheConfig, tokens_per_frame: usize, sliding_window: Frames) -> Self {
         let (sinks, running) = (Frames(0), RunningScale::default());
-        Self { format, tokens_per_frame, window, sinks, running }
+        Self { format, tokens_per_frame, sliding_window, sinks, running }
     }
 
     /// Sets how the scales of frames follow one another.
@@ -103,19 +104,23 @@ impl FrameConfig {
 
     /// What does not depend on sizes of a cache.
     pub(crate) fn check(&self) -> Result<()> {
-        let Self { format, tokens_per_frame, window, .. } = self;
+        let Self { format, tokens_per_frame, sliding_window: window, .. } = self;
         if *tokens_per_frame == 0 {
             return Err(invalid("tokens_per_frame", tokens_per_frame, "must be at least 1"));
         }
-        if format.window.is_some() {
-            let value = format.window.unwrap_or_default();
-            return Err(invalid("window", value, "of a cache of frames is a number of frames"));
+        if format.sliding_window.is_some() {
+            let value = format.sliding_window.unwrap_or_default();
+            return Err(invalid(
+                "sliding_window",
+                value,
+                "of a cache of frames is a number of frames",
+            ));
         }
         if format.sink_tokens > 0 {
             let rule = "of a cache of frames are whole frames";
             return Err(invalid("sink_tokens", format.sink_tokens, rule));
         }
-        if format.is_quantized() && format.flush == Flush::AfterAttention {
+        if format.is_quantized() && format.flush.is_after() {
             let rule = "frames are quantized when they are written: must be before";
             return Err(invalid("flush", "after", rule));
         }
@@ -136,9 +141,11 @@ impl FrameConfig {
         }
         self.running.validate()?;
         match window.0 {
-            0 | 1 => {
-                Err(invalid("window", window, "must be at least 2 frames: itself and another"))
-            }
+            0 | 1 => Err(invalid(
+                "sliding_window",
+                window,
+                "must be at least 2 frames: itself and another",
+            )),
             _ => Ok(()),
         }
     }
@@ -153,23 +160,23 @@ impl FrameConfig {
     pub(crate) fn history(&self) -> KvCacheConfig {
         // More tokens than there ever are, but sums of them are still counted.
         let tokens = |n| Frames(n).tokens(self.tokens_per_frame).min(1 << 31);
-        let [window, sinks] = [self.window.0 - 1, self.sinks.0].map(tokens);
-        self.tokens().with_window(Some(window)).with_sink_tokens(sinks)
+        let [window, sinks] = [self.sliding_window.0 - 1, self.sinks.0].map(tokens);
+        self.tokens().with_sliding_window(Some(window)).with_sink_tokens(sinks)
     }
 
     /// The ring for a cache of this shape.
     pub(crate) fn ring(&self, shape: CacheShape) -> Result<Ring> {
         self.check()?;
-        let Self { format, tokens_per_frame, window, sinks, .. } = *self;
+        let Self { format, tokens_per_frame, sliding_window: window, sinks, .. } = *self;
         if sinks >= window {
             let rule = format!("must be fewer than the {window} of the window");
             return Err(invalid("sinks", sinks, rule));
         }
         let history = self.history();
-        let seen = history.window.unwrap_or(usize::MAX);
+        let seen = history.sliding_window.unwrap_or(usize::MAX);
         if seen > MAX_TOKENS {
             let rule = format!("must be at most {MAX_TOKENS} tokens before the newest frame");
-            return Err(invalid("window", window, rule));
+            return Err(invalid("sliding_window", window, rule));
         }
         if format.is_quantized() && format.residual_length > seen {
             let rule = format!("must be at most the {seen} tokens before the newest of {window}");
@@ -201,7 +208,7 @@ impl FrameConfig {
                  tokens, which must be less than {MAX_TOKENS}; let one divide the other",
                 format.residual_length
             );
-            return Err(invalid("window", window, rule));
+            return Err(invalid("sliding_window", window, rule));
         }
         Ok(Ring { layout: layout(capacity)?, tokens_per_frame, steady, period })
     }
@@ -258,7 +265,7 @@ mod tests {
             ("float", 7, 5, 0),
             ("float", 64, 60, 2),
             ("k4v4-g8-r8", 16, 6, 0),
-            ("k4v4-g8-r24-slide", 8, 6, 1),
+            ("k4v4-g8-r24-gflush", 8, 6, 1),
             ("k16v8-g8-r40", 10, 7, 2),
             ("k2v16-g16-r48", 12, 5, 0),
         ] {
@@ -289,7 +296,7 @@ mod tests {
         for (tokens, window, heads, head_dim) in
             [(64, 60, 24, 64), (65, 60, 24, 64), (1560, 21, 12, 128)]
         {
-            for name in ["float-bf16", "kint8vint8", "k16vint8", "kint8v4", "k4v4", "k2v2-slide"] {
+            for name in ["float-bf16", "kint8vint8", "k16vint8", "kint8v4", "k4v4", "k2v2-gflush"] {
                 let config = FrameConfig::new(name.parse().unwrap(), tokens, Frames(window));
                 config.validate(CacheShape::new(1, heads, head_dim)).unwrap();
             }
@@ -315,13 +322,19 @@ mod tests {
     fn rules_name_what_breaks_them() {
         for (name, tokens, window, sinks, wanted) in [
             ("float", 0, 4, 0, "tokens_per_frame 0: must be at least 1"),
-            ("float", 8, 1, 0, "window 1 frame: must be at least 2 frames"),
+            ("float", 8, 1, 0, "sliding_window 1 frame: must be at least 2 frames"),
             ("float", 8, 4, 4, "sinks 4 frames: must be fewer than the 4 frames of the window"),
-            ("float-w9", 8, 4, 0, "window 9: of a cache of frames is a number of frames"),
+            ("float-w9", 8, 4, 0, "sliding_window 9: of a cache of frames is a number of frames"),
             ("k4v4-s3", 8, 60, 0, "sink_tokens 3: of a cache of frames are whole frames"),
             ("k4v4-after", 8, 60, 0, "flush after: frames are quantized when they are written"),
             ("k4v4-g8-r32", 8, 4, 0, "residual_length 32: must be at most the 24 tokens before"),
-            ("float", 1 << 20, 1 << 10, 0, "window 1024 frames: must be at most 16777216 tokens"),
+            (
+                "float",
+                1 << 20,
+                1 << 10,
+                0,
+                "sliding_window 1024 frames: must be at most 16777216 tokens",
+            ),
             ("k4v4-g16-r16368", 1021, 60, 0, "lie alike only every"),
         ] {
             let error = ring(name, tokens, window, sinks).unwrap_err().to_string();

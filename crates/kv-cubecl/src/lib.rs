@@ -40,10 +40,9 @@ mod functions;
 mod kernels;
 pub mod layout;
 mod memory;
-mod nearest;
 mod ops;
 pub mod reference;
-mod rotary;
+mod rope;
 mod running;
 mod scores;
 mod shapes;
@@ -62,17 +61,17 @@ pub use backends::DeviceMemory;
 pub use cache::{CacheParts, Counters, FrameCache, KvCache};
 pub use config::{Flush, KvCacheConfig};
 pub use error::{Error, Result};
-pub use formats::{Bits, CacheFloat, SideFormat};
+pub use formats::{CacheFloat, KvFormat};
 pub use frames::{FrameConfig, Frames};
 pub use functions::{
     Logical, Packed, ensure_finite, fake_quantize, fake_quantize_side, fake_quantize_with,
-    frame_attention, quantize, quantize_side, rotate, streaming_attention,
+    frame_attention, hadamard, quantize, quantize_side, streaming_attention,
     streaming_attention_with, streaming_attention_with_sinks,
 };
 pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts};
 pub use memory::KvMemory;
-pub use ops::{CacheState, KvCacheOps, Token, TokenPosition, TokenRotary};
-pub use rotary::Rotary;
+pub use ops::{CacheState, KvCacheOps, Token, TokenPosition, TokenRope};
+pub use rope::RopeTable;
 pub use running::{RunningCounters, RunningScale};
 pub use sides::{Side, Sides};
 #[cfg(feature = "autodiff")]

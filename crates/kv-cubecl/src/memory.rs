@@ -3,8 +3,8 @@
 use burn::tensor::{Int, Tensor};
 
 use crate::{
-    Attention, AttentionOptions, Error, FakeQuantOptions, KvCache, KvCacheConfig, Result, Rotary,
-    streaming_attention_with, streaming_attention_with_sinks,
+    Attention, AttentionOptions, Error, FakeQuantOptions, KvCache, KvCacheConfig, Result,
+    RopeTable, streaming_attention_with, streaming_attention_with_sinks,
 };
 
 /// Where one layer's attention finds the keys and values of earlier tokens: a layer that takes one serves
@@ -89,7 +89,7 @@ impl KvMemory<'_> {
         with_sinks(attention, sink_logits)
     }
 
-    /// Whether [`attend_rotated`](Self::attend_rotated) serves one token here.
+    /// Whether [`attend_with_rope`](Self::attend_with_rope) serves one token here.
     pub fn turns_tokens(&self) -> bool {
         matches!(self, Self::Cached(_) | Self::At(..))
     }
@@ -98,24 +98,24 @@ impl KvMemory<'_> {
     /// is done in the launches that append and attend.
     ///
     /// # Errors
-    /// Those of [`KvCache::attend_rotated`] and [`KvCache::attend_at_rotated`], and
+    /// Those of [`KvCache::attend_with_rope`] and [`KvCache::attend_at_with_rope`], and
     /// [`Error::Unsupported`] for a memory that does not [turn tokens](Self::turns_tokens).
-    pub fn attend_rotated(
+    pub fn attend_with_rope(
         self,
         query: Tensor<4>,
         key: Tensor<4>,
         value: Tensor<4>,
-        rotary: &Rotary,
+        rope: &RopeTable,
         sink_logits: Option<Tensor<1>>,
     ) -> Result<Attention> {
         let attention = match self {
-            Self::Cached(cache) => cache.attend_rotated(query, key, value, rotary)?,
+            Self::Cached(cache) => cache.attend_with_rope(query, key, value, rope)?,
             Self::At(cache, position) => {
-                cache.attend_at_rotated(query, key, value, position, rotary)?
+                cache.attend_at_with_rope(query, key, value, position, rope)?
             }
             Self::Parallel { .. } | Self::Ragged(..) => {
-                let what = "attend_rotated of a sequence or of ragged ones".to_string();
-                let why = "rotate query and key before, and attend".to_string();
+                let what = "attend_with_rope of a sequence or of ragged ones".to_string();
+                let why = "hadamard query and key before, and attend".to_string();
                 return Err(Error::Unsupported { what, why });
             }
         };

@@ -48,7 +48,7 @@ pub struct Token<B: Backend> {
     pub position: TokenPosition<B>,
     /// What rotates query and key.
     #[extension_type]
-    pub rotary: TokenRotary<B>,
+    pub rope: TokenRope<B>,
 }
 
 /// Where a [`Token`] stands in its sequence.
@@ -74,14 +74,14 @@ impl<B: Backend> TokenPosition<B> {
 /// What rotates the query and the key of a [`Token`] by its position.
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
-pub enum TokenRotary<B: Backend> {
+pub enum TokenRope<B: Backend> {
     /// Nothing: they come rotated, or are not rotated at all.
     Absent,
-    /// The table of a [`Rotary`](crate::Rotary), f32 `[positions, rotary_dim]`.
+    /// The table of a [`RopeTable`](crate::RopeTable), f32 `[positions, rotary_dim]`.
     Table(FloatTensor<B>),
 }
 
-impl<B: Backend> TokenRotary<B> {
+impl<B: Backend> TokenRope<B> {
     /// The table, if there is one.
     pub fn into_option(self) -> Option<FloatTensor<B>> {
         match self {
@@ -147,7 +147,7 @@ pub trait KvCacheOps: Backend {
     /// those two apart, four apart, and so on. The matrix is its own inverse and transpose, so that the same is
     /// its gradient.
     #[fusion(meta = |input| input.clone())]
-    fn rotate(input: FloatTensor<Self>) -> FloatTensor<Self>;
+    fn hadamard(input: FloatTensor<Self>) -> FloatTensor<Self>;
 
     /// Appends `key` and `value` `[batch, n_kv_heads, m, head_dim]` to a cache of `len` tokens, in
     /// place: quantizes what leaves the residual window, and writes the new tokens that stay in float

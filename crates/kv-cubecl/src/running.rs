@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::{Frames, Result, error::invalid};
 
 /// How the running amax of a head, from which the scale of a frame is taken, follows the magnitudes of frames, in
-/// [formats of frames](crate::SideFormat::OF_FRAMES).
+/// [formats of frames](crate::KvFormat::OF_FRAMES).
 ///
 /// With `a` the largest magnitude of frame n of a head, or the percentile of its magnitudes, the running amax is
 /// `r_0 = a_0`, in the `warm_up` frames that come first `r_n = max(r_(n-1), a_n)`, and then

@@ -106,7 +106,7 @@ impl Cursor {
         write(&mut self.broken, zero);
     }
 
-    /// Picks the next token of every text from `logits`, f32 `[batch, vocab]`, at the position after. A row that is
+    /// ExpertSelection the next token of every text from `logits`, f32 `[batch, vocab]`, at the position after. A row that is
     /// not finite is [counted](Self::broken), and its token is 0.
     ///
     /// # Errors

@@ -37,7 +37,7 @@ pub struct CursorState<B: Backend> {
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait SamplingOps: Backend {
-    /// Picks a token for every row of `logits`, f32 `[batch, vocab]`, and adds 1 to the position; if one of the tokens
+    /// ExpertSelection a token for every row of `logits`, f32 `[batch, vocab]`, and adds 1 to the position; if one of the tokens
     /// is among `ends`, i32 `[n]`, it adds `past` as well. A row with a logit that is not finite gets token 0 and is
     /// counted.
     #[fusion(meta = |_logits, state, _ends, _past, _draw| state.clone())]

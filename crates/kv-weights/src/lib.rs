@@ -52,7 +52,8 @@ pub use error::{Error, Result};
 pub use experts::PackedExperts;
 pub use formats::{GroupSize, WeightFormat};
 pub use functions::{
-    Picks, back_project, fuses, gated, lookup, lookup_parts, project, project_fused, project_picked,
+    ExpertSelection, back_project, fuses, gated, lookup, lookup_parts, project, project_fused,
+    project_picked,
 };
 pub use fused::{Fused, FusedInputs, FusedPlan, Gate, MaybeFloat, Norm, PartWords};
 pub use layout::PackedLayout;

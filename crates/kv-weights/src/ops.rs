@@ -10,7 +10,7 @@ use burn::backend::{
 #[cfg(feature = "fusion")]
 use crate::shapes;
 use crate::{
-    Activations, Gate, PackedLayout, Picks,
+    Activations, ExpertSelection, Gate, PackedLayout,
     backends::composed,
     fused::{FusedInputs, FusedPlan},
 };
@@ -58,7 +58,7 @@ pub trait WeightOps: Backend {
         words: IntTensor<Self>,
         picked: IntTensor<Self>,
         layout: PackedLayout,
-        picks: Picks,
+        picks: ExpertSelection,
     ) -> FloatTensor<Self>;
 
     /// `f(a) * b` of the halves `a` and `b` of the rows of `x`, `[n, 2 * outputs]`: `[n, outputs]`. An infinite or

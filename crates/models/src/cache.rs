@@ -5,7 +5,7 @@ mod saved;
 mod slots;
 
 use burn::tensor::Device;
-use kv_cubecl::{KvCache, MemoryBytes, Rotary};
+use kv_cubecl::{KvCache, MemoryBytes, RopeTable};
 
 pub use self::{
     prompt::{Checkpoints, PromptCache},
@@ -22,7 +22,7 @@ use crate::{Error, LayerSpec, ModelCacheConfig, ModelSpec, Result, nn::Rope};
 pub struct ModelCache {
     pub(crate) layers: Vec<KvCache>,
     /// The rotary tables of all positions below `room()`, and the [`Rope`]s they were computed by.
-    rotations: Vec<(Rope, Rotary)>,
+    rope_tables: Vec<(Rope, RopeTable)>,
     batch: usize,
     capacity: usize,
     max_positions: usize,
@@ -69,14 +69,14 @@ impl ModelCache {
         let (capacity, max_positions) = (config.capacity, spec.max_positions);
         let room = capacity.min(max_positions);
         let tabulate = |rope: &Rope| (rope.clone(), rope.table(0, room, room, device));
-        let rotations = spec.ropes.iter().map(tabulate).collect();
-        Self { layers, rotations, batch, capacity, max_positions }
+        let rope_tables = spec.ropes.iter().map(tabulate).collect();
+        Self { layers, rope_tables, batch, capacity, max_positions }
     }
 
     /// The rotary table that was computed by `rope`, if it lies on `device`; `None` on a device that
     /// records gradients.
-    pub(crate) fn rotations(&self, rope: &Rope, device: &Device) -> Option<&Rotary> {
-        let (_, table) = self.rotations.iter().find(|(owner, _)| owner == rope)?;
+    pub(crate) fn rope_table(&self, rope: &Rope, device: &Device) -> Option<&RopeTable> {
+        let (_, table) = self.rope_tables.iter().find(|(owner, _)| owner == rope)?;
         (table.table().device() == *device && !device.is_autodiff()).then_some(table)
     }
 
@@ -123,9 +123,9 @@ impl ModelCache {
 
     /// Moves the layers and the rotary tables out, and leaves a cache without them.
     pub(crate) fn take(&mut self) -> Self {
-        let (layers, rotations) =
-            (std::mem::take(&mut self.layers), std::mem::take(&mut self.rotations));
-        Self { layers, rotations, ..*self }
+        let (layers, rope_tables) =
+            (std::mem::take(&mut self.layers), std::mem::take(&mut self.rope_tables));
+        Self { layers, rope_tables, ..*self }
     }
 
     /// Adds `tokens` to the length of every layer, for tokens that [`KvCache::attend_at`] appended

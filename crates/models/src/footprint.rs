@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use kv_cubecl::{Bits, KvCacheConfig, MemoryBytes, layout::CacheLayout};
+use kv_cubecl::{KvCacheConfig, KvFormat, MemoryBytes, layout::CacheLayout};
 
 use crate::{Error, LayerSpec, ModelCacheConfig, ModelSpec, Result, load::Planned};
 
@@ -65,7 +65,7 @@ pub struct CacheBytes {
     /// Sinks, windows, and sides that are not quantized.
     pub floats: usize,
     /// The tables of the rotary encodings.
-    pub rotary: usize,
+    pub rope_tables: usize,
     /// The largest buffer among these.
     pub largest_buffer: usize,
 }
@@ -73,7 +73,7 @@ pub struct CacheBytes {
 impl CacheBytes {
     /// Bytes of all parts.
     pub fn total(&self) -> usize {
-        self.keys + self.values + self.floats + self.rotary
+        self.keys + self.values + self.floats + self.rope_tables
     }
 
     fn add(&mut self, MemoryBytes { keys, values, floats }: MemoryBytes) {
@@ -161,8 +161,11 @@ pub enum Advice {
 }
 
 /// Caches that take less and less memory.
-const CHEAPER: [(Bits, Bits); 3] =
-    [(Bits::Eight, Bits::Eight), (Bits::Four, Bits::Four), (Bits::Two, Bits::Two)];
+const CHEAPER: [(KvFormat, KvFormat); 3] = [
+    (KvFormat::Affine8, KvFormat::Affine8),
+    (KvFormat::Affine4, KvFormat::Affine4),
+    (KvFormat::Affine2, KvFormat::Affine2),
+];
 
 /// Fewer tokens than these are no context to advise.
 const LEAST: usize = 64;
@@ -306,7 +309,7 @@ impl Planned<'_> {
             advice.push(Advice::Context(tokens));
         }
         for (keys, values) in CHEAPER {
-            let cheaper = usage.cache.with_bits(keys, values);
+            let cheaper = usage.cache.with_formats(keys, values);
             let less = |usage: &Usage| self.cache_bytes(usage).map_or(usize::MAX, |it| it.total());
             let with_it = Usage { cache: cheaper, ..usage.clone() };
             let valid = with_it.cache.validate(self.spec).is_ok();
@@ -368,7 +371,7 @@ fn cache_bytes(spec: &ModelSpec, usage: &Usage) -> Result<CacheBytes> {
     for rope in &spec.ropes {
         // Sine and cosine of every pair of channels.
         let table = room.saturating_mul(size_of::<f32>() * rope.rotary_dim());
-        bytes.rotary += table;
+        bytes.rope_tables += table;
         bytes.largest_buffer = bytes.largest_buffer.max(table);
     }
     Ok(bytes)

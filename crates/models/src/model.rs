@@ -98,7 +98,7 @@ impl LanguageModel {
     /// Logits of a whole sequence, computed in parallel as a cache of `config` would have
     /// produced them token by token. Differentiable.
     ///
-    /// Rotary frequencies that depend on the context length
+    /// RopeTable frequencies that depend on the context length
     /// ([`RopeScaling::LongRope`](crate::nn::RopeScaling::LongRope)) are chosen by the capacity in
     /// `config`, as in such a cache, or by the sequence if it is longer.
     ///

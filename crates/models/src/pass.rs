@@ -8,7 +8,7 @@ use tracing::{trace, trace_span};
 
 use crate::{
     LayerSpec, ModelCache, ModelCacheConfig, ModelSpec,
-    nn::{AttentionObserver, Matrix, Memory, Rope, Rotation},
+    nn::{AttentionObserver, Matrix, Memory, Rope, RopeRows},
     spans::{LAYER, OPERATION},
 };
 
@@ -64,39 +64,39 @@ impl<'a> Pass<'a> {
 impl Pass<'_> {
     /// The rotations of the pass's `seq` tokens in a model of `spec`. Must be called before the first
     /// layer runs, because each layer adds the tokens to its cache.
-    pub fn rotations(&self, spec: &ModelSpec, seq: usize, device: &Device) -> Rotations {
-        let _span = trace_span!(target: OPERATION, "rotations").entered();
-        Rotations(spec.ropes.iter().map(|rope| self.rotation(spec, rope, seq, device)).collect())
+    pub fn ropes(&self, spec: &ModelSpec, seq: usize, device: &Device) -> Ropes {
+        let _span = trace_span!(target: OPERATION, "ropes").entered();
+        Ropes(spec.ropes.iter().map(|rope| self.rope_rows(spec, rope, seq, device)).collect())
     }
 
-    fn rotation(&self, spec: &ModelSpec, rope: &Rope, seq: usize, device: &Device) -> Rotation {
+    fn rope_rows(&self, spec: &ModelSpec, rope: &Rope, seq: usize, device: &Device) -> RopeRows {
         match self {
             // The context is the capacity of the cache, or the sequence if that is longer.
             Self::Parallel { config, .. } => {
                 let capacity = config.capacity.min(spec.max_positions);
-                rope.rotation(0, seq, seq.max(capacity), device)
+                rope.rows(0, seq, seq.max(capacity), device)
             }
             Self::Cached(cache) | Self::Observed { cache, .. } => {
-                match cache.rotations(rope, device) {
-                    Some(table) => Rotation::rows(table, cache.len(), seq),
-                    None => rope.rotation(cache.len(), seq, cache.room(), device),
+                match cache.rope_table(rope, device) {
+                    Some(table) => RopeRows::range(table, cache.len(), seq),
+                    None => rope.rows(cache.len(), seq, cache.room(), device),
                 }
             }
             Self::Ragged { cache, .. } => {
                 let positions = cache.positions(seq, device);
-                match cache.rotations(rope, device) {
-                    Some(table) => Rotation::at(table, &positions, seq),
+                match cache.rope_table(rope, device) {
+                    Some(table) => RopeRows::at(table, &positions, seq),
                     None => {
                         let table = rope.table(0, cache.capacity(), cache.room(), device);
-                        Rotation::at(&table, &positions, seq)
+                        RopeRows::at(&table, &positions, seq)
                     }
                 }
             }
-            Self::At { cache, position } => match cache.rotations(rope, device) {
-                Some(table) => Rotation::at(table, position, 1),
+            Self::At { cache, position } => match cache.rope_table(rope, device) {
+                Some(table) => RopeRows::at(table, position, 1),
                 None => {
                     let table = rope.table(0, cache.capacity(), cache.room(), device);
-                    Rotation::at(&table, position, 1)
+                    RopeRows::at(&table, position, 1)
                 }
             },
         }
@@ -179,17 +179,17 @@ impl fmt::Debug for Pass<'_> {
 
 /// The rotations of one pass: of each of a model's rotary encodings.
 #[derive(Clone, Debug)]
-pub struct Rotations(pub(crate) Vec<Rotation>);
+pub struct Ropes(pub(crate) Vec<RopeRows>);
 
-impl Rotations {
+impl Ropes {
     /// That of a layer; `None` for a layer whose queries and keys are not rotated.
-    pub fn of(&self, layer: &LayerSpec) -> Option<&Rotation> {
+    pub fn of(&self, layer: &LayerSpec) -> Option<&RopeRows> {
         self.0.get(layer.rope?)
     }
 
     /// [`Rotation::to_dtype`] of each.
     #[must_use]
     pub fn to_dtype(&self, dtype: DType) -> Self {
-        Self(self.0.iter().map(|rotation| rotation.to_dtype(dtype)).collect())
+        Self(self.0.iter().map(|rope| rope.to_dtype(dtype)).collect())
     }
 }

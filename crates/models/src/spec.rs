@@ -6,7 +6,7 @@ use kv_cubecl::{AttentionOptions, CacheShape, Sides};
 
 use crate::{
     Result,
-    nn::{Memory, QkNorms, Rope, Rotation},
+    nn::{Memory, QkNorms, Rope, RopeRows},
 };
 
 /// The attention of one layer.
@@ -22,7 +22,7 @@ pub struct LayerSpec {
     /// How scores become weights.
     pub options: AttentionOptions,
     /// Recent tokens that a query sees, its own among them; `None` for all before it.
-    pub window: Option<usize>,
+    pub sliding_window: Option<usize>,
     /// Which of [`ModelSpec::ropes`] rotates queries and keys; `None` for none.
     pub rope: Option<usize>,
 }
@@ -33,7 +33,7 @@ impl LayerSpec {
     /// without rotary positions.
     pub fn new(n_heads: usize, n_kv_heads: usize, head_dim: impl Into<Sides<usize>>) -> Self {
         let (head_dim, options) = (head_dim.into(), AttentionOptions::default());
-        Self { n_heads, n_kv_heads, head_dim, options, window: None, rope: None }
+        Self { n_heads, n_kv_heads, head_dim, options, sliding_window: None, rope: None }
     }
 
     /// The same layer with other options.
@@ -44,8 +44,8 @@ impl LayerSpec {
 
     /// The same layer with a sliding window of so many tokens, or without one.
     #[must_use]
-    pub fn with_window(self, window: Option<usize>) -> Self {
-        Self { window, ..self }
+    pub fn with_sliding_window(self, sliding_window: Option<usize>) -> Self {
+        Self { sliding_window, ..self }
     }
 
     /// The same layer with the rotary encoding of this number in [`ModelSpec::ropes`], or without one.
@@ -79,10 +79,10 @@ impl LayerSpec {
     pub fn attend(
         &self,
         qkv: Tensor<3>,
-        rotation: Option<&Rotation>,
+        rope: Option<&RopeRows>,
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
-        self.attend_normed(qkv, None, rotation, memory)
+        self.attend_normed(qkv, None, rope, memory)
     }
 
     /// [`attend`](Self::attend) with norms of the heads of queries and keys, if the model has them, before they
@@ -95,7 +95,7 @@ impl LayerSpec {
         &self,
         qkv: Tensor<3>,
         norms: Option<&QkNorms>,
-        rotation: Option<&Rotation>,
+        rope: Option<&RopeRows>,
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let Self { n_heads, n_kv_heads, head_dim, .. } = *self;
@@ -121,9 +121,9 @@ impl LayerSpec {
             Some(norms) => norms.forward(qk, n_heads),
             None => qk,
         };
-        let rotary = rotation.and_then(|rotation| memory.rotary(rotation, qk.dtype()));
-        let qk = match rotation {
-            Some(rotation) if rotary.is_none() => rotation.apply(qk),
+        let rope_table = rope.and_then(|rope| memory.rope_table(rope, qk.dtype()));
+        let qk = match rope {
+            Some(rope) if rope_table.is_none() => rope.apply(qk),
             _ => qk,
         };
         let v = alone(v);
@@ -131,8 +131,8 @@ impl LayerSpec {
         let k = qk.narrow(1, n_heads, n_kv_heads);
 
         // [batch, n_heads, seq, head_dim]
-        let out = match rotary {
-            Some(rotary) => memory.attend_rotated(q, k, v, rotary)?,
+        let out = match rope_table {
+            Some(rope_table) => memory.attend_with_rope(q, k, v, rope_table)?,
             None => memory.attend(q, k, v)?,
         };
         Ok(out.swap_dims(1, 2).reshape([batch, seq, n_heads * head_dim.values]))

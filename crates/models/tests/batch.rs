@@ -20,7 +20,7 @@ const BATCH: usize = 8;
 
 /// What the tiny models are tested with. A sum in another order moves a number by its last bits, and then, rarely, a
 /// code by one: a larger model has so many that some do.
-const CACHES: [&str; 2] = ["float", "k4v4-g16-r16-slide"];
+const CACHES: [&str; 2] = ["float", "k4v4-g16-r16-gflush"];
 
 /// Ids that differ from text to text.
 fn text(model: &LanguageModel, number: usize, len: usize) -> Vec<u32> {

@@ -9,7 +9,7 @@ use burn::tensor::{Int, Tensor, TensorData, activation};
 use common::{device, expected, max_difference, tiny};
 use kv_models::{
     AttentionTrace, Error, LanguageModel, LayerRule, Layers, ModelCacheConfig, Stores,
-    kv_cubecl::{FakeQuantOptions, KvCacheConfig, SideFormat, streaming_attention},
+    kv_cubecl::{FakeQuantOptions, KvCacheConfig, KvFormat, streaming_attention},
     llama::{Config, Llama},
     load,
     nn::RopeScaling,
@@ -323,7 +323,7 @@ fn what_layers_with_windows_do_not_keep_is_said() {
 /// A rotation in the weights is that in the cache: the same outputs but for rounding, streamed and in parallel, and
 /// another model without it.
 #[test]
-fn a_rotation_is_folded_into_the_weights() {
+fn hadamard_values_are_folded_into_the_weights() {
     let device = device();
     for name in ["gpt2-tiny", "llama-tiny", "qwen2-tiny"] {
         let ids = expected(&tiny(name), &device).ids;
@@ -332,9 +332,9 @@ fn a_rotation_is_folded_into_the_weights() {
         if config.validate(model.spec()).is_err() {
             continue;
         }
-        let rotated = model.forward(ids.clone(), &config).unwrap();
+        let transformed = model.forward(ids.clone(), &config).unwrap();
         let float = model.forward(ids.clone(), KvCacheConfig::float()).unwrap();
-        let (folded, plain) = model.clone().fold_rotation(config.clone());
+        let (folded, plain) = model.clone().fold_hadamard(config.clone());
         assert_eq!(plain.to_string(), "k4v2-g16-r32 float layers 1", "{name}");
         let largest = |x: Tensor<3>| x.abs().max().into_scalar::<f32>();
         let bound = 1e-4 * largest(float.clone());
@@ -342,25 +342,28 @@ fn a_rotation_is_folded_into_the_weights() {
         assert!(max_difference(same, float) < bound, "{name}: a float cache");
         // A value at the border of two codes may fall to the other side, which is rare.
         let same = folded.forward(ids.clone(), &plain).unwrap();
-        assert!(max_difference(same, rotated.clone()) < 20.0 * bound, "{name}: {plain}");
-        let unrotated = model.forward(ids, &plain).unwrap();
-        assert!(max_difference(unrotated, rotated) > 20.0 * bound, "{name}: nothing was rotated");
+        assert!(max_difference(same, transformed.clone()) < 20.0 * bound, "{name}: {plain}");
+        let plain_output = model.forward(ids, &plain).unwrap();
+        assert!(
+            max_difference(plain_output, transformed) > 20.0 * bound,
+            "{name}: nothing was transformed"
+        );
 
-        // A rule of both sides becomes one for each, since keys stay rotated in the cache.
+        // A rule of both sides becomes one for each, since keys stay transformed in the cache.
         let ids = expected(&tiny(name), &device).ids;
-        let both = Stores::Format { side: None, format: SideFormat::Int8, rotate: true };
+        let both = Stores::Format { side: None, format: KvFormat::Int8, hadamard: true };
         let config = ModelCacheConfig::new([LayerRule::new(Layers::all(), both)]);
-        let rotated = model.forward(ids.clone(), &config).unwrap();
-        let (folded, plain) = model.clone().fold_rotation(config);
-        let shown = "float; all: keys as int8 rotated; all: values as int8";
+        let transformed = model.forward(ids.clone(), &config).unwrap();
+        let (folded, plain) = model.clone().fold_hadamard(config);
+        let shown = "float; all: keys as int8 hadamard; all: values as int8";
         assert_eq!(plain.to_string(), shown, "{name}");
         for cache in plain.layers(model.spec()) {
             assert_eq!(cache.to_string(), "kint8vint8-hadk", "{name}");
         }
         let same = folded.forward(ids, &plain).unwrap();
-        assert!(max_difference(same, rotated) < 20.0 * bound, "{name}: {plain}");
+        assert!(max_difference(same, transformed) < 20.0 * bound, "{name}: {plain}");
     }
     let model = load(tiny("llama-tiny"), &device).unwrap().model;
     let config = with_float_layers("k4v4-g16-r32", []);
-    assert_eq!(model.fold_rotation(config.clone()).1, config);
+    assert_eq!(model.fold_hadamard(config.clone()).1, config);
 }

@@ -175,7 +175,7 @@ fn phi3_is_exact_past_its_sliding_window() {
     let loaded = load(folder.path(), &device).unwrap();
     let model = loaded.model;
     assert_eq!((model.max_positions(), loaded.notes), (4096, vec![]));
-    assert!(model.spec().layers.iter().all(|layer| layer.window == Some(24)));
+    assert!(model.spec().layers.iter().all(|layer| layer.sliding_window == Some(24)));
     let logits = model.forward(ids.clone(), KvCacheConfig::float()).unwrap();
     let n = expected.dims()[1];
     assert!(max_difference(logits.narrow(1, 16, n), expected.clone()) < TOLERANCE);
@@ -204,7 +204,7 @@ fn sliding_windows_are_read_from_every_format() {
     let windows = |path: &Path| -> Vec<Option<usize>> {
         let loaded = load(path, &device).unwrap();
         assert!(loaded.notes.is_empty(), "{:?}", loaded.notes);
-        loaded.model.spec().layers.iter().map(|layer| layer.window).collect()
+        loaded.model.spec().layers.iter().map(|layer| layer.sliding_window).collect()
     };
     let mixed = with_config("qwen2-tiny", |c| {
         c["sliding_window"] = json!(128);

@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 use common::{device, expected, max_difference, tiny};
 use kv_models::{
     Error, LayerRule, LayerSpec, Layers, ModelCacheConfig, ModelSpec, Stores,
-    kv_cubecl::{Bits, CacheFloat, KvCacheConfig, Side, SideFormat, layout::CacheLayout},
+    kv_cubecl::{CacheFloat, Flush, KvCacheConfig, KvFormat, Side, layout::CacheLayout},
     load,
 };
 use proptest::prelude::*;
@@ -18,7 +18,7 @@ use serde_json::{Value as Json, json};
 /// A model of `n` layers with heads of 64 channels, of which layer 1 has a window of 512 tokens.
 fn model(n: usize) -> ModelSpec {
     let layer = LayerSpec::new(9, 3, 64);
-    let windowed = |i| if i == 1 { layer.with_window(Some(512)) } else { layer };
+    let windowed = |i| if i == 1 { layer.with_sliding_window(Some(512)) } else { layer };
     ModelSpec::new(1000, 576, 8192, (0..n).map(windowed).collect())
 }
 
@@ -39,7 +39,7 @@ fn cache(name: &str) -> KvCacheConfig {
 fn every_layer_has_what_its_rules_say() {
     let both_ends = ModelCacheConfig::from(cache("k4v4-r64-s4"))
         .with_cache(Layers::first(2), KvCacheConfig::float())
-        .with_format(Layers::last(1), None, SideFormat::Float);
+        .with_format(Layers::last(1), None, KvFormat::Float);
     let expected = ["float", "float-w512", "k4v4-r64-s4", "k4v4-r64-s4", "float"];
     assert_eq!(names(&both_ends, 5), expected);
 
@@ -49,35 +49,37 @@ fn every_layer_has_what_its_rules_say() {
 
     // Bits by layer and side. The last rule has the last word, on the side that it names.
     let by_side = ModelCacheConfig::from(cache("k4v4-s4-f16"))
-        .with_format(layers("2.."), Side::Values, SideFormat::Affine2)
-        .with_format(layers("-1,0"), Side::Keys, SideFormat::Affine8)
-        .with_format(3, Side::Values, SideFormat::Float);
+        .with_format(layers("2.."), Side::Values, KvFormat::Affine2)
+        .with_format(layers("-1,0"), Side::Keys, KvFormat::Affine8)
+        .with_format(3, Side::Values, KvFormat::Float);
     let expected = ["k8v4-s4-f16", "k4v4-w512-f16", "k4v2-s4-f16", "k8v16-s4-f16"];
     assert_eq!(names(&by_side, 4), expected);
 
     // What formats need of themselves comes with them, and what means nothing to them goes.
-    let other = ModelCacheConfig::from(cache("k4v4-g64-r64-slide"))
-        .with_format(0, None, SideFormat::Int8)
-        .with_format(2, Side::Keys, SideFormat::Int8);
-    let expected = ["kint8vint8-r64", "k4v4-g64-r64-slide-w512", "kint8v4-g64-r64"];
+    let other = ModelCacheConfig::from(cache("k4v4-g64-r64-gflush"))
+        .with_format(0, None, KvFormat::Int8)
+        .with_format(2, Side::Keys, KvFormat::Int8);
+    let expected = ["kint8vint8-r64", "k4v4-g64-r64-gflush-w512", "kint8v4-g64-r64"];
     assert_eq!(names(&other, 3), expected);
     let of_float = ModelCacheConfig::from(KvCacheConfig::float())
-        .with_format(Layers::all(), None, SideFormat::Int8)
-        .with_format(0, Side::Values, SideFormat::Affine4);
+        .with_format(Layers::all(), None, KvFormat::Int8)
+        .with_format(0, Side::Values, KvFormat::Affine4);
     assert_eq!(names(&of_float, 3), ["kint8v4", "kint8vint8-w512", "kint8vint8"]);
 
-    let rotated =
-        Stores::Format { side: Some(Side::Values), format: SideFormat::Affine2, rotate: true };
-    let rotated = ModelCacheConfig::from(cache("k4v4")).with_rule(LayerRule::new(2, rotated));
-    assert_eq!(names(&rotated, 3), ["k4v4", "k4v4-w512", "k4v2-hadv"]);
+    let transformed =
+        Stores::Format { side: Some(Side::Values), format: KvFormat::Affine2, hadamard: true };
+    let transformed =
+        ModelCacheConfig::from(cache("k4v4")).with_rule(LayerRule::new(2, transformed));
+    assert_eq!(names(&transformed, 3), ["k4v4", "k4v4-w512", "k4v2-hadv"]);
 
     // From which token on: the rest stays, another cache says it anew, and layers with windows keep none.
-    let started = ModelCacheConfig::from(cache("k4v4-s4-slide"))
+    let started = ModelCacheConfig::from(cache("k4v4-s4-gflush"))
         .with_start(layers("1..4"), 64)
-        .with_format(2, Side::Values, SideFormat::Int8)
+        .with_format(2, Side::Values, KvFormat::Int8)
         .with_start(layers("-1"), 0)
         .with_cache(3, cache("k2v2"));
-    let expected = ["k4v4-s4-slide", "k4v4-slide-w512", "k4vint8-s64-slide", "k2v2", "k4v4-slide"];
+    let expected =
+        ["k4v4-s4-gflush", "k4v4-gflush-w512", "k4vint8-s64-gflush", "k2v2", "k4v4-gflush"];
     assert_eq!(names(&started, 5), expected);
     assert!(started.validate(model(5)).is_ok());
 }
@@ -169,7 +171,7 @@ proptest! {
         }
         let read = parts.join(",").parse::<Layers>();
         let policy = read.clone().map(|layers| {
-            ModelCacheConfig::new([]).with_format(layers, None, SideFormat::Int8)
+            ModelCacheConfig::new([]).with_format(layers, None, KvFormat::Int8)
         });
         let valid = policy.is_ok_and(|policy| policy.validate(model(N as usize)).is_ok());
         prop_assert_eq!(valid, fits, "{:?}", parts);
@@ -183,20 +185,20 @@ proptest! {
 
 /// Random policies of everything that their files can say.
 fn policies() -> impl Strategy<Value = ModelCacheConfig> {
-    let format = || prop::sample::select(SideFormat::ALL.to_vec());
+    let format = || prop::sample::select(KvFormat::ALL.to_vec());
     let cache = (format(), format(), 0..3usize, 0..200usize, any::<[bool; 3]>(), 0..3usize)
-        .prop_map(|(keys, values, group, sinks, [slide, rotate, window], float)| {
-            KvCacheConfig::stored(keys, values)
+        .prop_map(|(keys, values, group, sinks, [by_group, hadamard, window], float)| {
+            KvCacheConfig::new(keys, values)
                 .with_group_size(16 << group)
                 .with_sink_tokens(sinks)
-                .with_sliding(slide)
-                .with_rotate_values(rotate)
-                .with_window(window.then_some(777))
+                .with_flush(Flush::new(false, by_group))
+                .with_hadamard_values(hadamard)
+                .with_sliding_window(window.then_some(777))
                 .with_float(CacheFloat::ALL[float])
         });
-    let format = (format(), 0..3u8, any::<bool>()).prop_map(|(format, side, rotate)| {
+    let format = (format(), 0..3u8, any::<bool>()).prop_map(|(format, side, hadamard)| {
         let side = [None, Some(Side::Keys), Some(Side::Values)][usize::from(side)];
-        Stores::Format { side, format, rotate: rotate && format.is_quantized() }
+        Stores::Format { side, format, hadamard: hadamard && format.is_quantized() }
     });
     let start = (0..200_000usize).prop_map(Stores::Start);
     let stores = prop_oneof![cache.prop_map(Stores::Cache), format, start];
@@ -232,7 +234,7 @@ fn rules_without_a_layer_are_not_written() {
         none.to_string().parse::<Layers>().unwrap_err();
         for policy in [
             ModelCacheConfig::from(cache("k4v4")).with_cache(none.clone(), cache("k2v2")),
-            ModelCacheConfig::from(cache("k4v4")).with_format(none, None, SideFormat::Float),
+            ModelCacheConfig::from(cache("k4v4")).with_format(none, None, KvFormat::Float),
         ] {
             for name in ["policy.json", "policy.toml"] {
                 let path = folder.path().join(name);
@@ -290,8 +292,8 @@ fn wrong_files_name_the_rule_and_its_field() {
         ("format", json!("k4v4"), "expected 2, 4, 8"),
         ("side", json!("key"), "must be keys or values"),
         ("side", json!(1), "expected a string"),
-        ("rotate", json!(true), "what is in float is never rotated"),
-        ("rotate", json!("yes"), "expected a boolean"),
+        ("hadamard", json!(true), "only quantized sides have a Hadamard transform"),
+        ("hadamard", json!("yes"), "expected a boolean"),
         ("cache", json!("k4v4"), "either a cache, which is all of it, or a format"),
         ("bits", json!(4), "unknown field"),
         ("start_after", json!(100), "unknown field"),
@@ -314,7 +316,7 @@ fn wrong_files_name_the_rule_and_its_field() {
         ("start", json!("64"), "expected usize"),
         ("start", json!(1.5), "expected usize"),
         ("side", json!("keys"), "both sides keep the same tokens in float"),
-        ("rotate", json!(true), "what stays in float is never rotated"),
+        ("hadamard", json!(true), "only quantized sides have a Hadamard transform"),
         ("format", json!(4), "or a start"),
         ("cache", json!("k4v4"), "or a start"),
         ("end", json!(64), "unknown field"),
@@ -327,7 +329,10 @@ fn wrong_files_name_the_rule_and_its_field() {
     fails(&with(json!({"cache": 4})), &["rules[1].cache = 4: must be the name of a cache"]);
     fails(&with(json!({"cache": {"key_bits": 2}})), &["rules[1].cache.value_bits = missing: "]);
     fails(&with(json!({"cache": "k4v4", "side": "keys"})), &["rules[1].side = ", "both sides"]);
-    fails(&with(json!({"cache": "k4v4", "rotate": true})), &["rules[1].rotate = true", "-hadv"]);
+    fails(
+        &with(json!({"cache": "k4v4", "hadamard": true})),
+        &["rules[1].hadamard = true", "-hadv"],
+    );
     fails(&with(json!("k4v4")), &["rules[1] = \"k4v4\": a rule is a table of fields"]);
     fails(&json!({"rules": []}), &["rules = []: needs one rule at least"]);
     fails(&json!({"rules": {}}), &["rules = {}: ", "expected a sequence"]);
@@ -426,15 +431,15 @@ fn streaming_with_a_mixed_policy_equals_parallel() {
         (
             "llama-tiny",
             ModelCacheConfig::from(cache("k4v4-g16-r16-s2"))
-                .with_format(0, Side::Keys, SideFormat::Int8)
-                .with_format(Layers::last(1), Side::Values, SideFormat::Affine8),
+                .with_format(0, Side::Keys, KvFormat::Int8)
+                .with_format(Layers::last(1), Side::Values, KvFormat::Affine8),
         ),
         (
             "gpt-oss-tiny",
-            ModelCacheConfig::from(cache("k4v4-g16-r16-slide"))
-                .with_format(layers("1..3"), None, SideFormat::E4m3)
+            ModelCacheConfig::from(cache("k4v4-g16-r16-gflush"))
+                .with_format(layers("1..3"), None, KvFormat::E4m3)
                 .with_cache(0, cache("k16vint8-f16"))
-                .with_format(Layers::last(1), Side::Values, SideFormat::Affine8),
+                .with_format(Layers::last(1), Side::Values, KvFormat::Affine8),
         ),
         (
             "gemma3-tiny",
@@ -519,11 +524,12 @@ fn what_is_asked_of_a_policy() {
     for (name, four) in
         [("kint8vint8-hadk", "k4v4"), ("kint8vint8-r5", "k4v4"), ("kint8vint8-w64", "k4v4-r64-w64")]
     {
-        let four_bits = ModelCacheConfig::from(cache(name)).with_bits(Bits::Four, Bits::Four);
+        let four_bits =
+            ModelCacheConfig::from(cache(name)).with_formats(KvFormat::Affine4, KvFormat::Affine4);
         assert_eq!(four_bits.to_string(), four, "{name}");
         four_bits.validate(model(1)).unwrap();
     }
-    let four = mixed.with_bits(Bits::Four, Bits::Four);
+    let four = mixed.with_formats(KvFormat::Affine4, KvFormat::Affine4);
     assert_eq!(four.to_string(), "k4v4-g64-r64-s4-f16 float layers 0,3");
     assert!(mixed.is_quantized(&model(4)) && !mixed.is_float(&model(4)));
     let float = ModelCacheConfig::from(cache("k4v4")).with_float_layers([0, 1]);
@@ -533,7 +539,7 @@ fn what_is_asked_of_a_policy() {
         ModelCacheConfig::from(cache("k4v4").with_capacity(9)).uniform().unwrap()
     );
     assert_eq!(mixed.uniform(), None);
-    let several = mixed.with_format(Layers::last(2), Side::Keys, SideFormat::Int8);
+    let several = mixed.with_format(Layers::last(2), Side::Keys, KvFormat::Int8);
     let shown = "k4v2-g64-r64-s4-f16 float layers 0,3; layers -2..: keys as int8";
     assert_eq!(several.to_string(), shown);
     let in_full = "caches by layer: layer 0 float-f16, layer 1 k4v2-g64-r64-s4-f16, \
@@ -541,7 +547,7 @@ fn what_is_asked_of_a_policy() {
     assert_eq!(several.in_full(&model(4)).unwrap(), in_full);
     let started = several.clone().with_start(layers("-2.."), 64);
     assert_eq!(started.to_string(), format!("{shown}; layers -2..: from token 64 on"));
-    let two = started.with_bits(Bits::Two, Bits::Two);
+    let two = started.with_formats(KvFormat::Affine2, KvFormat::Affine2);
     let expected = ["float-f16", "k2v2-g64-r64-w512-f16", "k2v2-g64-r64-s64-f16", "float-f16"];
     assert_eq!(names(&two, 4), expected);
     assert_eq!(names(&two.in_float(), 3), ["float-f16", "float-w512-f16", "float-f16"]);

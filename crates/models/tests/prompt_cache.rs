@@ -12,18 +12,18 @@ use common::{
 };
 use kv_models::{
     Checkpoints, GenerateOptions, LanguageModel, ModelCacheConfig, PromptCache, SavedAs,
-    SavedCache, kv_cubecl::SideFormat, load,
+    SavedCache, kv_cubecl::KvFormat, load,
 };
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
 /// Every format for keys and for values, flushes before and after attention, by groups and by
 /// blocks, sinks, and windows of their own.
 fn caches() -> Vec<String> {
-    let named = |format: &SideFormat| match format.is_grouped() {
+    let named = |format: &KvFormat| match format.is_grouped() {
         true => (format.to_string(), "-g16"),
         false => (format.to_string(), ""),
     };
-    let quantized = SideFormat::ALL.iter().filter(|format| format.is_quantized()).map(named);
+    let quantized = KvFormat::ALL.iter().filter(|format| format.is_quantized()).map(named);
     let mut names: Vec<String> = quantized
         .flat_map(|(side, group)| {
             [format!("k{side}v16{group}-r16-s2"), format!("k{side}v{side}{group}-r16")]
@@ -34,7 +34,7 @@ fn caches() -> Vec<String> {
         "float-f16",
         "float-w12-s2",
         "k4v2-g16-r16-s3-after",
-        "k4v4-g8-r16-slide",
+        "k4v4-g8-r16-gflush",
         "k2v2-g16-r16-w16",
         "k4v4-g8-r16-w24-after",
         "kint8vint8-r9-s3-after",
@@ -183,7 +183,7 @@ fn checkpoints_of_chunks_are_exact() {
     let near = &[(150, 150, &[100, 134, 150][..]), (148, 134, &[100, 134]), (133, 0, &[])];
     for (name, cache, cuts) in [
         ("llama-tiny", "k4v4-g8-r16", &far[..]),
-        ("llama-tiny", "k2v2-g16-r16-slide", far),
+        ("llama-tiny", "k2v2-g16-r16-gflush", far),
         ("llama-tiny", "k16v4-g8-r16-after", far),
         ("llama-tiny", "kint8v4-g8-r8", far),
         ("llama-tiny", "k4v4-g8-r16-w24", near),

@@ -372,7 +372,7 @@ fn frequencies_that_follow_the_context_are_saved() {
 }
 
 #[test]
-fn rotating_parts_of_a_head_survive_rounding() {
+fn partial_rope_survives_rounding() {
     let device = device();
     for head_dim in [24, 80, 96, 112] {
         for rotary_dim in (2..head_dim).step_by(2) {

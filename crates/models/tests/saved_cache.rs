@@ -27,7 +27,7 @@ const CACHES: [&str; 8] = [
     "float-f16",
     "k8v8-g8-r16",
     "k4v2-g16-r16-s3-after",
-    "k4v4-g8-r16-slide",
+    "k4v4-g8-r16-gflush",
     "k4v16-g8-r8",
     "kint8vint8",
     "k2v2-g16-r16",
@@ -234,7 +234,7 @@ fn what_is_not_as_it_was_is_named() {
         config["rope_parameters"]["rope_theta"] = json!(12345.0)
     });
     let rope = load(rope.path(), &on).unwrap().model;
-    saved.refused(&rope, saved.config, &["ropes.0 = ", "channels", "rotated by others"]);
+    saved.refused(&rope, saved.config, &["ropes.0 = ", "channels", "another rope"]);
     // Another window.
     let window = common::with_config("llama-tiny", |config| {
         config["model_type"] = json!("mistral");

@@ -122,7 +122,7 @@ fn steps_equal_the_parallel_pass() {
         "kint8vint8",
         "k4v4-g16-r16",
         "k16v8-g16-r32",
-        "k8v2-g16-r16-slide-hadv",
+        "k8v2-g16-r16-gflush-hadv",
     ] {
         let format: KvCacheConfig = name.parse().unwrap();
         let Noised { x, t, controls } = expected.input();

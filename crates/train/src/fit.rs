@@ -35,7 +35,7 @@ pub(crate) struct Fit {
 }
 
 /// What a run in progress works with.
-struct Course {
+struct TrainState {
     learner: Learner<Trainee>,
     processor: SupervisedTrainingEventProcessor<Trainee>,
     checkpointer: Option<LearningCheckpointer<Trainee>>,
@@ -90,7 +90,7 @@ impl SupervisedLearningStrategy<Trainee> for Fit {
         let main = &self.devices[0];
         learner.fork(main);
         let several = self.devices.len() > 1;
-        let mut course = Course {
+        let mut course = TrainState {
             learner,
             processor: event_processor,
             checkpointer,
@@ -143,12 +143,12 @@ impl Fit {
     }
 
     /// Whether the run was asked to stop, or failed.
-    fn stops(&self, course: &Course) -> bool {
+    fn stops(&self, course: &TrainState) -> bool {
         let asked = self.stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed));
         asked || course.interrupter.should_stop()
     }
 
-    fn failed(&self, course: &Course) -> bool {
+    fn failed(&self, course: &TrainState) -> bool {
         course.interrupter.error().is_some() || self.task.lock().failure().is_some()
     }
 
@@ -159,7 +159,7 @@ impl Fit {
 
     /// Makes one optimizer step. Returns `false`, with the model as it was, if the run failed or is
     /// to stop.
-    fn step(&self, course: &mut Course, step: usize) -> bool {
+    fn step(&self, course: &mut TrainState, step: usize) -> bool {
         let config = self.config();
         let per_step = config.batch * config.accumulation * self.devices.len();
         let first = (self.epoch_after(step) - 1) * config.steps_per_epoch;
@@ -228,7 +228,7 @@ impl Fit {
     }
 
     /// Saves a checkpoint of finite weights, or fails the run.
-    fn save(&self, course: &mut Course, step: usize) {
+    fn save(&self, course: &mut TrainState, step: usize) {
         match check_finite(&course.learner.model(), step) {
             Ok(()) => course.save(step),
             Err(why) => self.task.fail(&why),
@@ -237,7 +237,7 @@ impl Fit {
 
     /// Measures the held-out loss after `step` steps. The task's recorder adds up the batches, and
     /// records the loss when all of them were measured.
-    fn validate(&self, course: &mut Course, step: usize) {
+    fn validate(&self, course: &mut TrainState, step: usize) {
         let epoch = step.div_ceil(self.config().steps_per_epoch).max(1);
         let total_items = course.valid.num_items();
         course.valid(LearnerEvent::StartSplit { epoch_number: epoch, total_items });
@@ -271,7 +271,7 @@ impl Fit {
     }
 }
 
-impl Course {
+impl TrainState {
     fn train(&mut self, event: LearnerEvent<Measured>) {
         let result = self.processor.process_train(event);
         self.interrupter.fail_on_error(result);

@@ -141,10 +141,10 @@ impl Prepared {
 
     /// The plain model with its weights unchanged, low-rank adapters merged into them, and the
     /// configuration of its cache beside it. If that rotates values, the rotation is folded into the
-    /// weights where they allow it; see [`LanguageModel::fold_rotation`].
+    /// weights where they allow it; see [`LanguageModel::fold_hadamard`].
     pub fn convert(self) -> Converted {
         let model = self.model.valid().materialize();
-        let (model, cache) = model.fold_rotation(self.config.cache);
+        let (model, cache) = model.fold_hadamard(self.config.cache);
         Converted { model, cache }
     }
 }

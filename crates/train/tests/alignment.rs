@@ -9,7 +9,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData, activation::log_softmax};
 use kv_models::{
     AttentionTrace, LanguageModel, LayerSpec, LoadOptions, ModelCache, WeightDtype,
     kv_cubecl::{
-        Autodiff, Flex, KvCache, KvCacheConfig, Logical, On, Packed, Side, SideFormat,
+        Autodiff, Flex, KvCache, KvCacheConfig, KvFormat, Logical, On, Packed, Side,
         layout::QuantSpec, quantize_side,
     },
     llama::{Config, Llama},
@@ -43,7 +43,7 @@ fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
         rope_theta: 10_000.0,
         rope_scaling: RopeScaling::Default,
         full_layers: Default::default(),
-        unrotated_layers: Default::default(),
+        layers_without_rope: Default::default(),
         qk_norms: false,
     };
     let mut llama = Llama::init(config, device);
@@ -218,7 +218,7 @@ fn check(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> bool
         assert!(logits < 1e-4, "{name}: logits differ by {logits}");
     }
     // One step of a 2-bit code is a third of its group's range.
-    let coarse = [config.keys, config.values].contains(&SideFormat::Affine2);
+    let coarse = [config.keys, config.values].contains(&KvFormat::Affine2);
     let bound = if coarse { 1e-2 } else { 1e-3 };
     assert!(nll < bound, "{name}: mean negative log-likelihood differs by {nll}");
     differing == 0

@@ -113,7 +113,7 @@ fn rules_in(path: &str) -> ModelCacheConfig {
 
 /// The rotation is in the weights that are saved, so that the cache beside them must not rotate again.
 #[test]
-fn a_rotation_is_saved_once() {
+fn a_hadamard_transform_is_saved_once() {
     let world = Cpu::new();
     let (model, text, out) =
         (world.save_model("base"), world.string("text.txt"), world.string("out"));
@@ -131,7 +131,7 @@ fn a_rotation_is_saved_once() {
     // Codes at rounding edges differ; values that are not rotated give other numbers altogether.
     assert!((before - after).abs() < 2e-3 * before, "{before} and {after}\n{table}");
     let saved = fs::read_to_string(format!("{out}/model/kv_cache.json")).unwrap();
-    assert!(!saved.contains("rotate_values"), "{saved}");
+    assert!(!saved.contains("hadamard_values"), "{saved}");
 }
 
 #[test]

@@ -149,9 +149,9 @@ fn adapters_compute_and_differentiate_as_dense_weights() {
         }
     }
 
-    // Merged, it is the dense model, whose rows can be rotated; with adapters beside packed weights they cannot.
-    let rotated: KvCacheConfig = "k4v4-g16-r16-hadv".parse().unwrap();
-    let (kept, still) = packed.clone().fold_rotation(rotated.into());
+    // Merged, it is the dense model, whose rows can be transformed; with adapters beside packed weights they cannot.
+    let transformed: KvCacheConfig = "k4v4-g16-r16-hadv".parse().unwrap();
+    let (kept, still) = packed.clone().fold_hadamard(transformed.into());
     assert!(still.to_string().ends_with("-hadv") && kept.is_packed());
     let merged = packed.valid().materialize();
     assert!(merged.is_packed(), "the MLPs are");
@@ -160,7 +160,7 @@ fn adapters_compute_and_differentiate_as_dense_weights() {
     let found = merged.forward(ids(&plain), KvCacheConfig::float()).unwrap();
     let dense = dense.valid();
     close("merged", found, dense.forward(ids(&plain), KvCacheConfig::float()).unwrap());
-    let (folded, none) = merged.fold_rotation(rotated.into());
+    let (folded, none) = merged.fold_hadamard(transformed.into());
     assert!(!none.to_string().contains("had"));
     let found = folded.forward(ids(&plain), KvCacheConfig::float()).unwrap();
     close("folded", found, dense.forward(ids(&plain), KvCacheConfig::float()).unwrap());

@@ -22,7 +22,7 @@ use common::{
 };
 use kv_models::{
     LanguageModel,
-    kv_cubecl::{Autodiff, FakeQuantOptions, Flex, On, Side, SideFormat, SteGradient},
+    kv_cubecl::{Autodiff, FakeQuantOptions, Flex, KvFormat, On, Side, SteGradient},
     llama::{Config, Llama},
 };
 use kv_train::{
@@ -456,7 +456,7 @@ fn a_saved_model_is_what_was_trained() {
     let world = Cpu::new();
     let mut qat = qat("k4v2-g16-r32-s2-after");
     // Layers and sides that differ.
-    qat.cache = qat.cache.with_float_layers([1]).with_format(0, Side::Keys, SideFormat::Affine8);
+    qat.cache = qat.cache.with_float_layers([1]).with_format(0, Side::Keys, KvFormat::Affine8);
     let adapter = Some(Adapter { rank: 2, alpha: 4.0 });
     for adapter in [None, adapter] {
         let name = if adapter.is_some() { "adapted" } else { "trained" };

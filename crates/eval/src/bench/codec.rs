@@ -1,7 +1,7 @@
 //! Quantizing and restoring whole tensors.
 
 use burn::tensor::{Distribution, Tensor};
-use kv_cubecl::{Bits, Granularity, On, Target, quantize};
+use kv_cubecl::{Granularity, KvFormat, On, Target, quantize};
 use kv_models::spans::PHASE;
 use serde::Serialize;
 use tracing::trace_span;
@@ -50,12 +50,13 @@ pub fn time_codec<T: Target>(
     codec_bytes([heads, tokens, head_dim])?;
     size::check_samples("samples", samples)?;
     let input = Tensor::<4>::random(shape, Distribution::Normal(0.0, 1.0), &**device);
-    let kinds: Vec<(&'static str, Granularity, Bits)> = [Bits::Two, Bits::Four, Bits::Eight]
-        .into_iter()
-        .flat_map(|bits| {
-            [("keys", Granularity::PerChannel, bits), ("values", Granularity::PerToken, bits)]
-        })
-        .collect();
+    let kinds: Vec<(&'static str, Granularity, KvFormat)> =
+        [KvFormat::Affine2, KvFormat::Affine4, KvFormat::Affine8]
+            .into_iter()
+            .flat_map(|bits| {
+                [("keys", Granularity::PerChannel, bits), ("values", Granularity::PerToken, bits)]
+            })
+            .collect();
     let mut packed = Vec::with_capacity(kinds.len());
     for &(_, granularity, bits) in &kinds {
         packed.push(quantize(input.clone(), granularity, bits, group_size)?);

@@ -358,7 +358,7 @@ fn parts(bytes: &CacheBytes) -> Vec<(String, u64)> {
         ("packed keys", bytes.keys),
         ("packed values", bytes.values),
         ("floats", bytes.floats),
-        ("rotary tables", bytes.rotary),
+        ("rotary tables", bytes.rope_tables),
     ];
     parts.map(|(name, bytes)| (name.into(), bytes as u64)).into()
 }

@@ -1,6 +1,6 @@
 //! Caches of all layers alike that a policy is to beat, whatever its own settings are.
 
-use kv_cubecl::{Bits, KvCacheConfig, SideFormat};
+use kv_cubecl::{KvCacheConfig, KvFormat};
 use kv_models::{ModelCacheConfig, ModelSpec};
 use serde::Serialize;
 
@@ -10,13 +10,14 @@ use crate::Result;
 /// Settings of KIVI's caches, each with every pair of bits: the paper's, and those of the presets with smaller windows and
 /// groups.
 const GROUPED: [&str; 4] =
-    ["", "-r32-s4-slide-hadv-f16", "-r64-s4-slide-hadv-f16", "-g64-r64-s4-slide-hadv-f16"];
+    ["", "-r32-s4-gflush-hadv-f16", "-r64-s4-gflush-hadv-f16", "-g64-r64-s4-gflush-hadv-f16"];
 
 /// Settings of caches that quantize each token by itself, each with every such format on both sides.
 const BY_TOKEN: [&str; 3] = ["", "-s4-f16", "-s4-hadv-hadk-f16"];
 
 /// Bits of a side, the most first.
-const BITS: [Bits; 4] = [Bits::Float, Bits::Eight, Bits::Four, Bits::Two];
+const BITS: [KvFormat; 4] =
+    [KvFormat::Float, KvFormat::Affine8, KvFormat::Affine4, KvFormat::Affine2];
 
 /// A cache of all layers alike, over the text of the search.
 #[derive(Clone, Debug, Serialize)]
@@ -41,7 +42,7 @@ pub(super) fn alike(
     let fits = |cache: &ModelCacheConfig| -> Result<bool> {
         Ok(cache.validate(spec).is_ok() && bytes(spec, cache)?.0 <= most)
     };
-    let named = |formats: [SideFormat; 2], settings: &str| -> Result<ModelCacheConfig> {
+    let named = |formats: [KvFormat; 2], settings: &str| -> Result<ModelCacheConfig> {
         let cache: KvCacheConfig = format!("k{}v{}{settings}", formats[0], formats[1]).parse()?;
         Ok(cache.with_capacity(capacity).into())
     };
@@ -50,7 +51,7 @@ pub(super) fn alike(
         let mut fitting: Vec<([usize; 2], ModelCacheConfig)> = vec![];
         for keys in 0..BITS.len() {
             for values in 0..BITS.len() {
-                let formats = [keys, values].map(|at| SideFormat::of(BITS[at]));
+                let formats = [keys, values].map(|at| BITS[at]);
                 let cache = named(formats, settings)?;
                 if formats.iter().any(|format| format.is_quantized()) && fits(&cache)? {
                     fitting.push(([keys, values], cache));
@@ -65,8 +66,7 @@ pub(super) fn alike(
             fitting.iter().filter(|(pair, _)| !beaten(*pair)).map(|(_, cache)| cache.clone()),
         );
     }
-    for format in SideFormat::ALL.iter().copied().filter(|it| it.is_quantized() && !it.is_grouped())
-    {
+    for format in KvFormat::ALL.iter().copied().filter(|it| it.is_quantized() && !it.is_grouped()) {
         for settings in BY_TOKEN {
             let cache = named([format; 2], settings)?;
             if fits(&cache)? {
@@ -100,21 +100,25 @@ mod tests {
             let pairs = names.iter().filter_map(|name| name.strip_suffix(settings));
             pairs.filter(|pair| pair.len() == 4).collect()
         };
-        assert_eq!(of("-g64-r64-s4-slide-hadv-f16"), ["k4v2", "k2v4"]);
+        assert_eq!(of("-g64-r64-s4-gflush-hadv-f16"), ["k4v2", "k2v4"]);
         // Groups of 32 have twice the parameters: a side of 4 bits takes 327680, one of 2 bits 196608, and the floats
         // of 32 tokens bring both over what is allowed.
-        assert_eq!(of("-r32-s4-slide-hadv-f16"), ["k2v2"]);
+        assert_eq!(of("-r32-s4-gflush-hadv-f16"), ["k2v2"]);
     }
 
     #[test]
     fn whatever_fits_is_there() {
         let all = names(64, usize::MAX);
-        for name in
-            ["k16v8", "k8v16", "k8v16-g64-r64-s4-slide-hadv-f16", "kint8vint8", "ke4m3ve4m3-s4-f16"]
-        {
+        for name in [
+            "k16v8",
+            "k8v16",
+            "k8v16-g64-r64-s4-gflush-hadv-f16",
+            "kint8vint8",
+            "ke4m3ve4m3-s4-f16",
+        ] {
             assert!(all.iter().any(|it| it == name), "{all:?} lacks {name}");
         }
-        let by_token = SideFormat::ALL.iter().filter(|it| it.is_quantized() && !it.is_grouped());
+        let by_token = KvFormat::ALL.iter().filter(|it| it.is_quantized() && !it.is_grouped());
         assert_eq!(all.len(), GROUPED.len() * 2 + BY_TOKEN.len() * by_token.count());
         let unique: std::collections::BTreeSet<_> = all.iter().collect();
         assert_eq!(unique.len(), all.len(), "{all:?}");
@@ -122,7 +126,7 @@ mod tests {
         // Neither groups of 64 nor matrices of Hadamard's fit values of 96 channels.
         let narrow = names(96, usize::MAX);
         assert!(narrow.iter().any(|it| it == "k16v8"));
-        let rotated = narrow.iter().filter(|it| it.contains("hadv")).collect::<Vec<_>>();
-        assert!(rotated.iter().all(|it| it.starts_with("k8v16-")), "{rotated:?}");
+        let hadamard = narrow.iter().filter(|it| it.contains("hadv")).collect::<Vec<_>>();
+        assert!(hadamard.iter().all(|it| it.starts_with("k8v16-")), "{hadamard:?}");
     }
 }

@@ -16,7 +16,7 @@ mod report;
 
 use core::ops::ControlFlow;
 
-use kv_cubecl::{KvCacheConfig, On, Side, SideFormat, Target, layout::CacheLayout};
+use kv_cubecl::{KvCacheConfig, KvFormat, On, Side, Target, layout::CacheLayout};
 use kv_models::{LanguageModel, LayerRule, Layers, ModelCacheConfig, ModelSpec, Stores};
 use serde::Serialize;
 
@@ -34,7 +34,7 @@ pub struct SearchPlan {
     /// tokens that `bytes` are for.
     pub base: KvCacheConfig,
     /// Formats to choose from, beside float.
-    pub formats: Vec<SideFormat>,
+    pub formats: Vec<KvFormat>,
     /// Bytes of the caches of all layers for one sequence, at most.
     pub bytes: usize,
     /// What the policy is called.
@@ -55,7 +55,7 @@ pub struct Sensitivity {
     #[serde(serialize_with = "shown")]
     pub side: Side,
     /// The format.
-    pub format: SideFormat,
+    pub format: KvFormat,
     /// Its score over the text of the search.
     pub score: Score,
 }
@@ -129,19 +129,19 @@ pub struct SearchProgress {
 
 impl SearchPlan {
     /// The formats of a cell; float is the first.
-    fn choices(&self) -> Vec<SideFormat> {
+    fn choices(&self) -> Vec<KvFormat> {
         let others = self.formats.iter().copied().filter(|format| format.is_quantized());
-        [SideFormat::Float].into_iter().chain(others).collect()
+        [KvFormat::Float].into_iter().chain(others).collect()
     }
 
     /// A rule that some layers have a side in a format, rotated where the base is.
-    fn rule(&self, layers: Layers, side: Side, format: SideFormat) -> LayerRule {
-        let rotate = format.is_quantized()
+    fn rule(&self, layers: Layers, side: Side, format: KvFormat) -> LayerRule {
+        let hadamard = format.is_quantized()
             && match side {
-                Side::Keys => self.base.rotate_keys && !format.is_grouped(),
-                Side::Values => self.base.rotate_values,
+                Side::Keys => self.base.hadamard_keys && !format.is_grouped(),
+                Side::Values => self.base.hadamard_values,
             };
-        LayerRule::new(layers, Stores::Format { side: Some(side), format, rotate })
+        LayerRule::new(layers, Stores::Format { side: Some(side), format, hadamard })
     }
 
     /// The policy of an assignment: cells are the keys and the values of each layer in turn.
@@ -168,7 +168,7 @@ impl SearchPlan {
 
     /// The same formats in all layers, by their short name.
     fn uniform(&self, spec: &ModelSpec, [keys, values]: [usize; 2]) -> Option<ModelCacheConfig> {
-        let layers = spec.layers.iter().map(|layer| layer.with_window(None)).collect();
+        let layers = spec.layers.iter().map(|layer| layer.with_sliding_window(None)).collect();
         let plain = ModelSpec::new(spec.vocab_size, spec.hidden_size, spec.max_positions, layers);
         let assignment = [keys, values].repeat(spec.layers.len());
         let cache = self.policy(&assignment).layers(&plain).next()?;

@@ -18,7 +18,7 @@ use burn_autodiff::{
 use super::sinks;
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient, Token, TokenPosition,
-    TokenRotary,
+    TokenRope,
     layout::{CacheLayout, QuantSpec, StreamSpec},
 };
 
@@ -36,13 +36,13 @@ impl<B: Backend> Backward<B, 1> for StraightThrough {
 
 /// [`KvCacheOps::rotate`], which is its own gradient.
 #[derive(Debug)]
-struct Rotation;
+struct Hadamard;
 
-impl<B: KvCacheOps> Backward<B, 1> for Rotation {
+impl<B: KvCacheOps> Backward<B, 1> for Hadamard {
     type State = ();
 
     fn backward(self, ops: Ops<(), 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-        unary::<B, _>(ops.parents, ops.node, grads, <B as KvCacheOps>::rotate);
+        unary::<B, _>(ops.parents, ops.node, grads, <B as KvCacheOps>::hadamard);
     }
 }
 
@@ -154,10 +154,10 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         StraightThrough.prepare::<C>([node]).compute_bound().stateless(rounded)
     }
 
-    fn rotate(input: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn hadamard(input: FloatTensor<Self>) -> FloatTensor<Self> {
         let node = input.node();
-        let rotated = <B as KvCacheOps>::rotate(input.into_primitive());
-        Rotation.prepare::<C>([node]).compute_bound().stateless(rotated)
+        let hadamard_values = <B as KvCacheOps>::hadamard(input.into_primitive());
+        Hadamard.prepare::<C>([node]).compute_bound().stateless(hadamard_values)
     }
 
     /// A cache is state, not part of the graph: what is written to it records no gradient.
@@ -201,12 +201,12 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         len: usize,
         options: AttentionOptions,
     ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>) {
-        let Token { query, key, value, position, rotary } = token;
+        let Token { query, key, value, position, rope } = token;
         let [query, key, value] = [query, key, value].map(|x| x.into_primitive());
         let position = position.into_option().map_or(TokenPosition::Counted, TokenPosition::Stored);
-        let table = rotary.into_option().map(|table| table.into_primitive());
-        let rotary = table.map_or(TokenRotary::Absent, TokenRotary::Table);
-        let token = Token { query, key, value, position, rotary };
+        let table = rope.into_option().map(|table| table.into_primitive());
+        let rope = table.map_or(TokenRope::Absent, TokenRope::Table);
+        let token = Token { query, key, value, position, rope };
         let (state, output, lse) =
             <B as KvCacheOps>::step(unwrap(state), token, layout, len, options);
         (wrap(state), constant::<B, C>(output), constant::<B, C>(lse))

@@ -65,7 +65,7 @@ fn count(logical: &Logical, spec: QuantSpec, head_dim: usize) -> Counters {
     let mut groups = vec![Group::default(); scales.len()];
     let per_word = spec.codes_per_word();
     for (at, word) in logical.codes.iter().enumerate() {
-        let group = match spec.granule() {
+        let group = match spec.block_tokens() {
             // Words of a group are next to each other.
             1 => at / spec.code_words(),
             // A word has consecutive tokens of a channel; those of neighboring channels are next to it.

@@ -82,7 +82,7 @@ impl FrameCache {
 
     /// Frames that the next frame sees, itself not among them.
     pub fn seen(&self) -> Frames {
-        let FrameConfig { window, sinks, .. } = self.config;
+        let FrameConfig { sliding_window: window, sinks, .. } = self.config;
         Frames(self.written.min(window.0 - 1 + sinks.0))
     }
 
@@ -107,7 +107,7 @@ impl FrameCache {
         let end = self.ring.tokens(self.written.checked_sub(1)?) + tokens;
         let last = end - layout.config().sink_tokens.min(end);
         let all = last >= tokens && layout.schedule().counts(end)[side] >= last;
-        let whole = tokens.is_multiple_of(place.spec.cut(place.head_dim));
+        let whole = tokens.is_multiple_of(place.spec.alignment_tokens(place.head_dim));
         if !all || !whole {
             return None;
         }
@@ -243,10 +243,10 @@ impl FrameCache {
         let attention = match self.ring.tokens(before) {
             0 => own,
             tokens => {
-                let query = functions::rotated_side(query, Side::Keys, self.layout().config());
+                let query = functions::hadamard_side(query, Side::Keys, self.layout().config());
                 let history =
                     self.state.decode(query, *self.layout(), tokens, tokens, self.options);
-                history.rotated(self.layout().config()).merge(own)
+                history.undo_hadamard(self.layout().config()).merge(own)
             }
         };
         attention.with_dtype(dtype)
@@ -257,7 +257,7 @@ impl FrameCache {
         let (layout, tokens) = (*self.layout(), self.ring.tokens(before));
         let rows = Sides { keys: key, values: value }.map(functions::floats);
         let rows = Sides::from_fn(|side| {
-            functions::rotated_side(rows[side].clone(), side, layout.config())
+            functions::hadamard_side(rows[side].clone(), side, layout.config())
         });
         self.state.write(rows.keys.clone(), rows.values.clone(), layout, tokens);
         for side in Side::BOTH {

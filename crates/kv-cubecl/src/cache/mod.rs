@@ -171,7 +171,7 @@ impl KvCache {
         let dtype = query.dtype();
         let [query, key, value] = self.stored([query, key, value]);
         let attention = self.attend_stored(query, key, value, tokens);
-        Ok(attention.rotated(self.layout.config()).with_dtype(dtype))
+        Ok(attention.undo_hadamard(self.layout.config()).with_dtype(dtype))
     }
 
     /// [`attend`](Self::attend), where all sequences hold the same number of tokens, to values as they are
@@ -198,12 +198,12 @@ impl KvCache {
     /// or values.
     fn stored(&self, qkv: [Tensor<4>; 3]) -> [Tensor<4>; 3] {
         let config = self.layout.config();
-        if !config.rotates_values() && !config.rotates_keys() {
+        if !config.uses_hadamard_values() && !config.uses_hadamard_keys() {
             return qkv;
         }
         let [query, key, value] = qkv.map(functions::floats);
-        let [query, key] = functions::rotated_keys([query, key], config);
-        [query, key, functions::rotated(value, config)]
+        let [query, key] = functions::hadamard_query_key([query, key], config);
+        [query, key, functions::hadamard_values(value, config)]
     }
 
     /// Adds to the length of every sequence the `tokens` that [`attend_at`](Self::attend_at) has appended
@@ -246,7 +246,7 @@ impl KvCache {
         let dtype = query.dtype();
         let [query, key, value] = self.stored([query, key, value]);
         let attention = self.attend_chunk(query, key, value);
-        Ok(attention.rotated(self.layout.config()).with_dtype(dtype))
+        Ok(attention.undo_hadamard(self.layout.config()).with_dtype(dtype))
     }
 
     /// The keys or values that are quantized now in every sequence, from the first group on that the next token of
@@ -262,7 +262,7 @@ impl KvCache {
         let longest = schedule.counts(self.len())[side];
         let hidden = schedule.begin(self.len() + 1) - schedule.sink_tokens;
         // From where words are of no token before.
-        let cut = spec.cut(place.head_dim);
+        let cut = spec.alignment_tokens(place.head_dim);
         let oldest = longest.saturating_sub(place.packed_tokens).next_multiple_of(cut);
         let first = oldest.max(hidden / cut * cut);
         (first < count).then(|| self.state.packed(&self.layout, side, spec, first..count))?

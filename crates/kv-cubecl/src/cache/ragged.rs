@@ -39,7 +39,7 @@ impl KvCache {
         let dtype = query.dtype();
         let [query, key, value] = self.stored([query, key, value]);
         let attention = self.attend_each(query, key, value, tokens, one);
-        Ok(attention.rotated(self.layout.config()).with_dtype(dtype))
+        Ok(attention.undo_hadamard(self.layout.config()).with_dtype(dtype))
     }
 
     /// [`append`](Self::append) of another number of tokens for each sequence, as
@@ -182,7 +182,7 @@ impl KvCache {
         let positions: Vec<i32> = self.lens.iter().zip(steps).map(position).collect();
         let positions = TensorData::new(positions, [steps.len()]);
         let positions = Tensor::from_data(positions, (&query.device(), DType::I32));
-        let place = Place { position: Some(positions), rotary: None };
+        let place = Place { position: Some(positions), rope: None };
         self.state.step([query, key, value], place, self.layout, self.len(), self.options)
     }
 

@@ -36,11 +36,11 @@ impl KvCache {
         Some(Sides { keys: keys.load(Relaxed), values: values.load(Relaxed) })
     }
 
-    /// Packed tokens of one side, restored; `tokens` are counted after the sinks, and begin at a granule.
+    /// Packed tokens of one side, restored; `tokens` are counted after the sinks, and begin at a block_tokens.
     pub(super) fn restore(&self, side: Side, tokens: Range<usize>) -> Option<Tensor<4>> {
         let place = self.layout.sides()[side].packed()?;
         // Tokens before them that share a word are restored, too, and left out.
-        let cut = place.spec.cut(place.head_dim);
+        let cut = place.spec.alignment_tokens(place.head_dim);
         let skipped = tokens.start % cut;
         let all = tokens.start - skipped..tokens.end;
         let rows = self.state.packed(&self.layout, side, place.spec, all)?.dequantize();

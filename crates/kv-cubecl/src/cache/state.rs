@@ -9,7 +9,7 @@ use burn::{
 
 use crate::{
     Attention, AttentionOptions, CacheShape, CacheState, Error, KvCacheOps, MemoryBytes, Packed,
-    Result, Rotary, Token, TokenPosition, TokenRotary,
+    Result, RopeTable, Token, TokenPosition, TokenRope,
     layout::{CacheLayout, QuantSpec, Side, SideLayout, Sides},
     shapes,
 };
@@ -23,7 +23,7 @@ pub(super) struct State(Option<CacheState<Dispatch>>);
 pub(super) struct Place<'a> {
     /// i32 `[1]` or `[batch]`; `None` where the host counts.
     pub(super) position: Option<Tensor<1, Int>>,
-    pub(super) rotary: Option<&'a Rotary>,
+    pub(super) rope: Option<&'a RopeTable>,
 }
 
 /// Panic message for a cache that is used after its backend panicked while writing it.
@@ -138,9 +138,9 @@ impl State {
         let [query, key, value] = qkv.map(Tensor::into_dispatch);
         let position = place.position.map(Tensor::into_dispatch);
         let position = position.map_or(TokenPosition::Counted, TokenPosition::Stored);
-        let table = place.rotary.map(|rotary| rotary.table().clone().into_dispatch());
-        let rotary = table.map_or(TokenRotary::Absent, TokenRotary::Table);
-        let token = Token { query, key, value, position, rotary };
+        let table = place.rope.map(|rope| rope.table().clone().into_dispatch());
+        let rope = table.map_or(TokenRope::Absent, TokenRope::Table);
+        let token = Token { query, key, value, position, rope };
         let (output, lse) = self.update(|state| {
             let (state, output, lse) =
                 <Dispatch as KvCacheOps>::step(state, token, layout, len, options);
@@ -277,8 +277,8 @@ impl State {
         let place = layout.sides()[side];
         let slice_words = place.slice_words();
         // Rows as `quantize` gives them.
-        let granule = layout.shape().of_tokens(side, spec.granule());
-        let [_, _, rows, width] = shapes::packed(granule, &spec);
+        let block_tokens = layout.shape().of_tokens(side, spec.block_tokens());
+        let [_, _, rows, width] = shapes::packed(block_tokens, &spec);
         let words = self.words(layout, side)?;
         let shape = layout.shape().of_tokens(side, tokens.len());
         if spec.packs_parameters() {
@@ -298,7 +298,7 @@ impl State {
         }
         let words = words.reshape([batch, n_kv_heads, slice_words / width, width]);
         let runs = place.packed_runs(tokens).into_iter().map(|run| {
-            let [first, count] = [run.start, run.len()].map(|n| n / spec.granule() * rows);
+            let [first, count] = [run.start, run.len()].map(|n| n / spec.block_tokens() * rows);
             words.clone().narrow(2, first, count)
         });
         let mut runs: Vec<_> = runs.collect();

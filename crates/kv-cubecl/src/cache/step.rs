@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Int, Tensor, TensorData};
 
 use super::{KvCache, check_device, state::Place};
-use crate::{Attention, Error, Result, Rotary, functions};
+use crate::{Attention, Error, Result, RopeTable, functions};
 
 impl KvCache {
     /// [`attend`](Self::attend) for one token, of a cache whose sequences hold as many tokens as `position`
@@ -32,7 +32,7 @@ impl KvCache {
         value: Tensor<4>,
         position: &Tensor<1, Int>,
     ) -> Result<Attention> {
-        let place = Place { position: Some(position.clone()), rotary: None };
+        let place = Place { position: Some(position.clone()), rope: None };
         self.attend_stored_at("attend_at", [query, key, value], place)
     }
 
@@ -41,16 +41,16 @@ impl KvCache {
     ///
     /// # Errors
     /// Those of [`attend_at`](Self::attend_at), and [`Error::Shape`] for a table of more channels than a key.
-    pub fn attend_at_rotated(
+    pub fn attend_at_with_rope(
         &mut self,
         query: Tensor<4>,
         key: Tensor<4>,
         value: Tensor<4>,
         position: &Tensor<1, Int>,
-        rotary: &Rotary,
+        rope: &RopeTable,
     ) -> Result<Attention> {
-        let place = Place { position: Some(position.clone()), rotary: Some(rotary) };
-        self.attend_stored_at("attend_at_rotated", [query, key, value], place)
+        let place = Place { position: Some(position.clone()), rope: Some(rope) };
+        self.attend_stored_at("attend_at_with_rope", [query, key, value], place)
     }
 
     /// [`attend`](Self::attend) for one token, to a query and a key before the position encoding, which `rotary`
@@ -62,23 +62,23 @@ impl KvCache {
     /// # Errors
     /// Those of [`attend`](Self::attend), and [`Error::Shape`] for several tokens, or a table of more channels than a
     /// key or of too few positions; the cache is then unchanged.
-    pub fn attend_rotated(
+    pub fn attend_with_rope(
         &mut self,
         query: Tensor<4>,
         key: Tensor<4>,
         value: Tensor<4>,
-        rotary: &Rotary,
+        rope: &RopeTable,
     ) -> Result<Attention> {
-        const OP: &str = "attend_rotated";
+        const OP: &str = "attend_with_rope";
         let tokens = self.check(OP, &query, &key, &value)?;
         check_one_token(OP, &key, tokens)?;
-        self.check_rotary(OP, rotary)?;
-        if self.len() >= rotary.positions() {
+        self.check_rotary(OP, rope)?;
+        if self.len() >= rope.positions() {
             let rule = format!("must have a row for position {}", self.len());
-            let shape = rotary.table().dims().to_vec();
-            return Err(Error::Shape { op: OP, tensor: "rotary", shape, rule });
+            let shape = rope.table().dims().to_vec();
+            return Err(Error::Shape { op: OP, tensor: "rope", shape, rule });
         }
-        let mut place = Place { position: None, rotary: Some(rotary) };
+        let mut place = Place { position: None, rope: Some(rope) };
         if !self.is_even() {
             let positions = self.lens.iter().map(|&len| len as i32).collect::<Vec<_>>();
             let positions = TensorData::new(positions, [self.lens.len()]);
@@ -112,8 +112,8 @@ impl KvCache {
             }
             check_device(op, "position", &position.device(), &device)?;
         }
-        if let Some(rotary) = place.rotary {
-            self.check_rotary(op, rotary)?;
+        if let Some(rope) = place.rope {
+            self.check_rotary(op, rope)?;
         }
         crate::backends::check_attend(&self.layout, query.dims(), self.capacity(), &device)?;
         self.stepped = true;
@@ -123,8 +123,8 @@ impl KvCache {
     /// A step without counting its token.
     fn take_step(&mut self, mut qkv: [Tensor<4>; 3], mut place: Place<'_>) -> Attention {
         let dtype = qkv[0].dtype();
-        if self.layout.config().rotates_keys()
-            && let Some(rotary) = place.rotary.take()
+        if self.layout.config().uses_hadamard_keys()
+            && let Some(rope) = place.rope.take()
         {
             // Keys are rotated after they are turned, so that no kernel can do it.
             let position = place.position.clone().unwrap_or_else(|| {
@@ -132,21 +132,21 @@ impl KvCache {
                 Tensor::from_data(len, (&qkv[0].device(), DType::I32))
             });
             let [query, key, value] = qkv;
-            qkv = [rotary.turned(query, &position), rotary.turned(key, &position), value];
+            qkv = [rope.apply_rope(query, &position), rope.apply_rope(key, &position), value];
             qkv[2] = functions::floats(qkv[2].clone());
         }
         let (qkv, len) = (self.stored(qkv), self.len());
         let attention = self.state.step(qkv, place, self.layout, len, self.options);
-        attention.rotated(self.layout.config()).with_dtype(dtype)
+        attention.undo_hadamard(self.layout.config()).with_dtype(dtype)
     }
 
-    fn check_rotary(&self, op: &'static str, rotary: &Rotary) -> Result<()> {
-        check_device(op, "rotary", &rotary.table().device(), &self.device())?;
+    fn check_rotary(&self, op: &'static str, rope: &RopeTable) -> Result<()> {
+        check_device(op, "rope", &rope.table().device(), &self.device())?;
         let head_dim = self.layout.shape().head_dim.keys;
-        if rotary.rotary_dim() > head_dim {
-            let rule = format!("must turn at most the {head_dim} channels of a key");
-            let shape = rotary.table().dims().to_vec();
-            return Err(Error::Shape { op, tensor: "rotary", shape, rule });
+        if rope.rotary_dim() > head_dim {
+            let rule = format!("must apply_rope at most the {head_dim} channels of a key");
+            let shape = rope.table().dims().to_vec();
+            return Err(Error::Shape { op, tensor: "rope", shape, rule });
         }
         Ok(())
     }

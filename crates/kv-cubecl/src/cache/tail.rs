@@ -14,7 +14,7 @@ use crate::{
 
 impl KvCache {
     /// First token that some row of a chunk of `tokens` sees in another form than the cache holds,
-    /// rounded down so that no granule is cut that is packed now or at the end of the chunk; 0 if
+    /// rounded down so that no block_tokens is cut that is packed now or at the end of the chunk; 0 if
     /// the sinks would be cut.
     ///
     /// With a window whose tokens some rows of the chunk do not see, the first one that any of them sees, as much
@@ -31,7 +31,7 @@ impl KvCache {
         };
         let Some(after_sinks) = split.checked_sub(sinks).filter(|&n| n > 0) else { return 0 };
         let aligned = Side::BOTH.into_iter().fold(after_sinks, |n, side| match sides[side].spec {
-            Some(spec) if n < then[side] => n / spec.granule() * spec.granule(),
+            Some(spec) if n < then[side] => n / spec.block_tokens() * spec.block_tokens(),
             _ => n,
         });
         match aligned {

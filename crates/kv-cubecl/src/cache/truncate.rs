@@ -116,7 +116,7 @@ impl KvCache {
     /// The fewest tokens of which as many keys are quantized as of `now`.
     fn shortest_by_keys(&self, now: usize) -> usize {
         let schedule = self.layout.schedule();
-        let in_groups = self.layout.sides().keys.spec.is_some_and(|spec| spec.granule() > 1);
+        let in_groups = self.layout.sides().keys.spec.is_some_and(|spec| spec.block_tokens() > 1);
         match schedule.counts(now).keys {
             keys if keys == 0 || !in_groups => 0,
             keys => schedule.sink_tokens + schedule.lag() + schedule.sides.keys.keep + keys,
@@ -135,7 +135,7 @@ impl KvCache {
     fn restore_rows(&mut self, side: Side, sequence: usize, len: usize) {
         let schedule = self.layout.schedule();
         let place = self.layout.sides()[side];
-        if place.spec.is_none_or(|spec| spec.granule() > 1) {
+        if place.spec.is_none_or(|spec| spec.block_tokens() > 1) {
             return;
         }
         let sinks = schedule.sink_tokens;

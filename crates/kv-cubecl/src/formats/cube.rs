@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::{
-    PackedFormat, QuantSpec,
+    Codec, QuantSpec,
     affine::Affine,
     blocks::{E2m1Blocks, E4m3Blocks, Mxfp4},
     float8::{E4m3, E5m2},
@@ -11,9 +11,9 @@ use super::{
     minifloat,
 };
 
-/// A [`PackedFormat`] in kernels: what codes stand for is `value(code) * scale + offset`.
+/// A [`Codec`] in kernels: what codes stand for is `value(code) * scale + offset`.
 #[cube]
-pub(crate) trait PackedInKernels {
+pub(crate) trait CubeCodec {
     /// Parameter of a group whose extremes, limited by [`limited`], are `min` and `max`. In a group of nothing but
     /// NaN no number was found: its minimum is then above its maximum, and both count as 0.
     fn parameter(min: f32, max: f32, #[comptime] n_bits: u32) -> u32;
@@ -42,34 +42,34 @@ pub(crate) trait PackedInKernels {
     );
 }
 
-/// The functions of [`PackedInKernels`], for the format of a [`QuantSpec`].
+/// The functions of [`CubeCodec`], for the format of a [`QuantSpec`].
 macro_rules! dispatch {
     ($($Format:ident),+ $(,)?) => {
-        /// [`PackedInKernels::parameter`].
+        /// [`CubeCodec::parameter`].
         #[cube]
         pub(crate) fn parameter(min: f32, max: f32, #[comptime] spec: QuantSpec) -> u32 {
             match comptime!(spec.format) {
-                $(PackedFormat::$Format => $Format::parameter(min, max, spec.n_bits),)+
+                $(Codec::$Format => $Format::parameter(min, max, spec.n_bits),)+
             }
         }
 
-        /// [`PackedInKernels::scale`].
+        /// [`CubeCodec::scale`].
         #[cube]
         pub(crate) fn scale(parameter: u32, #[comptime] spec: QuantSpec) -> f32 {
             match comptime!(spec.format) {
-                $(PackedFormat::$Format => $Format::scale(parameter),)+
+                $(Codec::$Format => $Format::scale(parameter),)+
             }
         }
 
-        /// [`PackedInKernels::offset`].
+        /// [`CubeCodec::offset`].
         #[cube]
         pub(crate) fn offset(parameter: u32, #[comptime] spec: QuantSpec) -> f32 {
             match comptime!(spec.format) {
-                $(PackedFormat::$Format => $Format::offset(parameter),)+
+                $(Codec::$Format => $Format::offset(parameter),)+
             }
         }
 
-        /// [`PackedInKernels::encode`].
+        /// [`CubeCodec::encode`].
         #[cube]
         pub(crate) fn encode(
             x: f32,
@@ -78,19 +78,19 @@ macro_rules! dispatch {
             #[comptime] spec: QuantSpec,
         ) -> u32 {
             match comptime!(spec.format) {
-                $(PackedFormat::$Format => $Format::encode(x, scale, offset, spec.n_bits),)+
+                $(Codec::$Format => $Format::encode(x, scale, offset, spec.n_bits),)+
             }
         }
 
-        /// [`PackedInKernels::value`].
+        /// [`CubeCodec::value`].
         #[cube]
         pub(crate) fn value(code: u32, #[comptime] spec: QuantSpec) -> f32 {
             match comptime!(spec.format) {
-                $(PackedFormat::$Format => $Format::value(code),)+
+                $(Codec::$Format => $Format::value(code),)+
             }
         }
 
-        /// [`PackedInKernels::add_scale_gradient`].
+        /// [`CubeCodec::add_scale_gradient`].
         #[cube]
         pub(crate) fn add_scale_gradient(
             data: &[f32],
@@ -100,7 +100,7 @@ macro_rules! dispatch {
             #[comptime] spec: QuantSpec,
         ) {
             match comptime!(spec.format) {
-                $(PackedFormat::$Format => $Format::add_scale_gradient(
+                $(Codec::$Format => $Format::add_scale_gradient(
                     data,
                     grad,
                     base,

@@ -2,7 +2,7 @@
 
 use core::ops::Range;
 
-use super::PackedFormat;
+use super::Codec;
 use crate::{
     layout::PackedPlace,
     simd::{add_rows, score_rows},
@@ -11,7 +11,7 @@ use crate::{
 /// Tokens that are restored together, few enough for their rows to stay in the L1 cache.
 pub(crate) const TILE: usize = 32;
 
-/// Scratch memory that [`PackedOnCpu::score`] is given, in rows of `head_dim` elements.
+/// Scratch memory that [`CpuCodec::score`] is given, in rows of `head_dim` elements.
 pub(crate) const SCRATCH_ROWS: usize = 8;
 
 /// Consecutive packed tokens of one (batch, kv head).
@@ -19,21 +19,21 @@ pub(crate) struct PackedRun<'a> {
     /// The words of all packed tokens.
     pub(crate) words: &'a [u32],
     pub(crate) place: PackedPlace,
-    /// Which of them, from the first of a granule on.
+    /// Which of them, from the first of a block_tokens on.
     pub(crate) tokens: Range<usize>,
     /// Tokens that are not packed before them, of those that were asked for.
     pub(crate) skipped: usize,
 }
 
 impl PackedRun<'_> {
-    /// [`PackedOnCpu::score`] over restored keys.
+    /// [`CpuCodec::score`] over restored keys.
     pub(crate) fn score_restored(&self, query: &[f32], scores: &mut [f32], n: usize) {
         self.restored_tiles(|first, rows| {
             score_rows(query, rows, &mut scores[first..], n, self.place.head_dim);
         });
     }
 
-    /// [`PackedOnCpu::add`] over restored values.
+    /// [`CpuCodec::add`] over restored values.
     pub(crate) fn add_restored(&self, weights: &[f32], n: usize, o: &mut [f32]) {
         self.restored_tiles(|first, rows| {
             add_rows(&weights[first..], n, rows, o, self.place.head_dim);
@@ -45,20 +45,20 @@ impl PackedRun<'_> {
         let Self { ref place, ref tokens, .. } = *self;
         let PackedPlace { spec, head_dim, .. } = *place;
         // Whole granules, although fewer tokens may be asked for.
-        let granule = spec.granule();
-        let step = granule.max(TILE / granule * granule);
+        let block_tokens = spec.block_tokens();
+        let step = block_tokens.max(TILE / block_tokens * block_tokens);
         let mut tile = vec![0.0; step * head_dim];
         for token in tokens.clone().step_by(step) {
             let count = step.min(tokens.end - token);
-            let whole = count.next_multiple_of(granule);
+            let whole = count.next_multiple_of(block_tokens);
             spec.format.on_cpu().restore(self.words, token, &mut tile[..whole * head_dim], place);
             visit(token - tokens.start, &tile[..count * head_dim]);
         }
     }
 }
 
-/// A [`PackedFormat`] on the CPU.
-pub(crate) trait PackedOnCpu: Sync {
+/// A [`Codec`] on the CPU.
+pub(crate) trait CpuCodec: Sync {
     /// Quantizes `rows`, `[tokens, head_dim]` of whole granules, into the words of a slice, from token `first` on.
     fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedPlace);
 
@@ -87,8 +87,8 @@ pub(crate) trait PackedOnCpu: Sync {
     }
 }
 
-impl PackedFormat {
-    pub(crate) fn on_cpu(self) -> &'static dyn PackedOnCpu {
+impl Codec {
+    pub(crate) fn on_cpu(self) -> &'static dyn CpuCodec {
         match self {
             Self::Affine => &super::affine::Affine,
             Self::Int8 => &super::int8::Int8,

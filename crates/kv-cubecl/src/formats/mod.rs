@@ -1,5 +1,5 @@
 //! The formats that tokens are stored in, a folder each: floats ([`CacheFloat`]) while they are recent, groups of
-//! codes ([`PackedFormat`]) afterwards. How a side of a cache uses one is a [`SideFormat`].
+//! codes ([`Codec`]) afterwards. How a side of a cache uses one is a [`KvFormat`].
 //!
 //! Whatever the format, sums and scores are f32.
 
@@ -21,6 +21,6 @@ mod scaled;
 mod side;
 
 pub use float::CacheFloat;
-pub use packed::{Bits, Granularity, PackedFormat, QuantSpec};
+pub use packed::{Codec, Granularity, QuantSpec};
+pub use side::KvFormat;
 pub(crate) use side::OfFrames;
-pub use side::SideFormat;

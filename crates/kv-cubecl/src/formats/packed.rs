@@ -1,67 +1,14 @@
 //! How tokens are packed once they leave the window: in groups of codes with a parameter word each.
 
-use serde::{Deserialize, Serialize};
-
-use super::minifloat::Minifloat;
-use crate::{Error, Result, error::invalid};
-
-/// Bits per stored element of one side (keys or values) of a cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(into = "u8", try_from = "u8")]
-pub enum Bits {
-    /// 2 bits, 16 codes per u32 word.
-    Two,
-    /// 4 bits, 8 codes per u32 word.
-    Four,
-    /// 8 bits, 4 codes per u32 word.
-    Eight,
-    /// Left in float: this side is never quantized.
-    Float,
-}
-
-impl Bits {
-    /// Bits per code; 16 means float.
-    pub const fn n_bits(self) -> u32 {
-        match self {
-            Bits::Two => 2,
-            Bits::Four => 4,
-            Bits::Eight => 8,
-            Bits::Float => 16,
-        }
-    }
-
-    /// Whether this side is quantized at all.
-    pub const fn is_quantized(self) -> bool {
-        !matches!(self, Bits::Float)
-    }
-}
-
-impl From<Bits> for u8 {
-    fn from(bits: Bits) -> u8 {
-        bits.n_bits() as u8
-    }
-}
-
-impl TryFrom<u8> for Bits {
-    type Error = Error;
-
-    fn try_from(n_bits: u8) -> Result<Self> {
-        Ok(match n_bits {
-            2 => Bits::Two,
-            4 => Bits::Four,
-            8 => Bits::Eight,
-            16 => Bits::Float,
-            _ => return Err(invalid("n_bits", n_bits, "must be 2, 4, 8, or 16 for float")),
-        })
-    }
-}
+use super::{KvFormat, minifloat::Minifloat};
+use crate::{Result, error::invalid};
 
 /// The formats of packed tokens: what the codes of a group and its parameter say.
 ///
 /// How groups lie in tensors and words is the same for all ([`QuantSpec`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum PackedFormat {
+pub enum Codec {
     /// `code * scale + min`, with scale and minimum in f16.
     Affine,
     /// `code * scale`, signed codes of 8 bits from -127 to 127, scale in f16.
@@ -80,7 +27,7 @@ pub enum PackedFormat {
 }
 
 /// What is fixed in a format of packed tokens.
-pub(super) struct PackedAbout {
+pub(super) struct CodecSpec {
     /// Bits of the parameter of a group.
     pub(super) parameter_bits: usize,
     /// The largest number that a code stands for, before its scale; `None` where code 0 does not stand for 0.
@@ -91,8 +38,8 @@ pub(super) struct PackedAbout {
     pub(super) float: Option<Minifloat>,
 }
 
-impl PackedFormat {
-    const fn about(self) -> &'static PackedAbout {
+impl Codec {
+    const fn about(self) -> &'static CodecSpec {
         match self {
             Self::Affine => &super::affine::ABOUT,
             Self::Int8 => &super::int8::ABOUT,
@@ -140,18 +87,18 @@ pub enum Granularity {
 
 /// How a tensor `[.., tokens, head_dim]` is quantized, and where its words are.
 ///
-/// Tokens are packed in granules of [`granule`](Self::granule) tokens, the fewest that hold whole groups.
-/// A granule has [`groups`](Self::groups) groups: first come the code words of all of them, then one
+/// Tokens are packed in granules of [`block_tokens`](Self::block_tokens) tokens, the fewest that hold whole groups.
+/// A block_tokens has [`groups`](Self::groups) groups: first come the code words of all of them, then one
 /// parameter word for each. The words of a group are next to one another per token; per channel, those of
 /// neighboring channels are, so that word `j` of a group is `head_dim` words after word `j - 1`.
 ///
-/// Tokens quantized per token whose [parameters](PackedFormat::parameter_bits) are narrower than a word have them
+/// Tokens quantized per token whose [parameters](Codec::parameter_bits) are narrower than a word have them
 /// [behind](Self::packs_parameters) the code words of all tokens of a slice, where those of neighboring groups and
 /// tokens share words, least significant bits first. A word of parameters may then belong to several tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct QuantSpec {
     /// What codes and parameters mean.
-    pub format: PackedFormat,
+    pub format: Codec,
     /// Which axis is grouped.
     pub granularity: Granularity,
     /// Bits per code: 2, 4 or 8.
@@ -161,16 +108,15 @@ pub struct QuantSpec {
 }
 
 impl QuantSpec {
-    /// [Affine](PackedFormat::Affine) codes. Checks the bits, and that groups fill whole words.
+    /// The groups of one of KIVI's formats. Checks that they fill whole words.
     ///
     /// # Errors
     /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
-    pub fn new(granularity: Granularity, bits: Bits, group_size: usize) -> Result<Self> {
-        if !bits.is_quantized() {
-            return Err(invalid("n_bits", 16, "must be 2, 4 or 8 to quantize"));
-        }
-        let (format, n_bits) = (PackedFormat::Affine, bits.n_bits());
-        let spec = Self { format, granularity, n_bits, group_size };
+    pub fn new(granularity: Granularity, format: KvFormat, group_size: usize) -> Result<Self> {
+        let Some(n_bits) = format.affine_bits() else {
+            return Err(invalid("format", format, "must be 2, 4 or 8"));
+        };
+        let spec = Self { format: Codec::Affine, granularity, n_bits, group_size };
         if group_size == 0 || !group_size.is_multiple_of(spec.codes_per_word()) {
             let rule = format!("must be a positive multiple of {}", spec.codes_per_word());
             return Err(invalid("group_size", group_size, rule));
@@ -210,14 +156,14 @@ impl QuantSpec {
     }
 
     /// Tokens that are quantized together: a group of them per channel, one per token.
-    pub const fn granule(&self) -> usize {
+    pub const fn block_tokens(&self) -> usize {
         match self.granularity {
             Granularity::PerChannel => self.group_size,
             Granularity::PerToken => 1,
         }
     }
 
-    /// Groups of a granule.
+    /// Groups of a block_tokens.
     pub const fn groups(&self, head_dim: usize) -> usize {
         match self.granularity {
             Granularity::PerChannel => head_dim,
@@ -231,9 +177,9 @@ impl QuantSpec {
     }
 
     /// Tokens at whose multiples packed tokens may be cut: no word belongs to tokens of both sides.
-    pub const fn cut(&self, head_dim: usize) -> usize {
+    pub const fn alignment_tokens(&self, head_dim: usize) -> usize {
         if !self.packs_parameters() {
-            return self.granule();
+            return self.block_tokens();
         }
         // The fewest tokens whose parameters fill whole words.
         let mut tokens = 1;

@@ -4,7 +4,7 @@ use core::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-use super::{Bits, Granularity, PackedFormat, QuantSpec};
+use super::{Codec, Granularity, QuantSpec};
 use crate::{Result, Side, error::invalid};
 
 /// How one side of a cache is stored.
@@ -12,7 +12,7 @@ use crate::{Result, Side, error::invalid};
 /// In files a format is its number of bits where it is one of KIVI's or float, and otherwise its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum SideFormat {
+pub enum KvFormat {
     /// Never quantized: all tokens are of the cache's [`CacheFloat`](crate::CacheFloat).
     Float,
     /// KIVI's groups with scale and minimum, 2 bits: of tokens for keys, of channels for values.
@@ -47,7 +47,7 @@ pub enum SideFormat {
 pub(super) struct Stored {
     /// What it is called in the short names of configurations, and in files.
     pub(super) name: &'static str,
-    pub(super) format: PackedFormat,
+    pub(super) format: Codec,
     pub(super) n_bits: u32,
     pub(super) groups: Groups,
 }
@@ -74,7 +74,7 @@ pub(crate) enum OfFrames {
     Percentile,
 }
 
-impl SideFormat {
+impl KvFormat {
     /// All that caches of tokens store; those of frames have [two more](Self::OF_FRAMES).
     pub const ALL: &[Self] = &[
         Self::Float,
@@ -124,13 +124,10 @@ impl SideFormat {
         Self::ALL.iter().chain(Self::OF_FRAMES).copied().find(|format| format.name() == name)
     }
 
-    /// Its bits, if it is float or one of KIVI's.
-    pub const fn bits(self) -> Option<Bits> {
-        match self {
-            Self::Float => Some(Bits::Float),
-            Self::Affine2 => Some(Bits::Two),
-            Self::Affine4 => Some(Bits::Four),
-            Self::Affine8 => Some(Bits::Eight),
+    /// The bits of a code, if it is one of KIVI's formats.
+    pub const fn affine_bits(self) -> Option<u32> {
+        match self.stored() {
+            Some(&Stored { format: Codec::Affine, n_bits, .. }) => Some(n_bits),
             _ => None,
         }
     }
@@ -248,41 +245,33 @@ impl SideFormat {
     }
 }
 
-impl From<Bits> for SideFormat {
-    fn from(bits: Bits) -> Self {
-        Self::of(bits)
-    }
-}
-
-impl SideFormat {
-    /// KIVI's format of so many bits, or float.
-    pub const fn of(bits: Bits) -> Self {
-        match bits {
-            Bits::Two => Self::Affine2,
-            Bits::Four => Self::Affine4,
-            Bits::Eight => Self::Affine8,
-            Bits::Float => Self::Float,
-        }
-    }
-}
-
-impl fmt::Display for SideFormat {
+impl fmt::Display for KvFormat {
     /// Its name.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl Serialize for SideFormat {
+impl KvFormat {
+    /// The number that stands for the format in files; `None` if its name does.
+    fn file_number(self) -> Option<u32> {
+        match self {
+            Self::Float => Some(self.n_bits()),
+            _ => self.affine_bits(),
+        }
+    }
+}
+
+impl Serialize for KvFormat {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match self.bits() {
-            Some(bits) => bits.serialize(serializer),
+        match self.file_number() {
+            Some(number) => serializer.serialize_u32(number),
             None => serializer.serialize_str(self.name()),
         }
     }
 }
 
-impl<'de> Deserialize<'de> for SideFormat {
+impl<'de> Deserialize<'de> for KvFormat {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_any(Visitor)
     }
@@ -292,24 +281,24 @@ impl<'de> Deserialize<'de> for SideFormat {
 struct Visitor;
 
 impl de::Visitor<'_> for Visitor {
-    type Value = SideFormat;
+    type Value = KvFormat;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let all = SideFormat::ALL.iter().chain(SideFormat::OF_FRAMES);
-        let names = all.filter(|format| format.bits().is_none());
+        let all = KvFormat::ALL.iter().chain(KvFormat::OF_FRAMES);
+        let names = all.filter(|format| format.file_number().is_none());
         let names: Vec<_> = names.map(|format| format!("{:?}", format.name())).collect();
         write!(f, "2, 4, 8, or 16 for float, or one of {}", names.join(", "))
     }
 
-    fn visit_u64<E: de::Error>(self, n_bits: u64) -> Result<SideFormat, E> {
-        let bits = u8::try_from(n_bits).ok().and_then(|n| Bits::try_from(n).ok());
-        bits.map(SideFormat::of)
-            .ok_or_else(|| E::invalid_value(de::Unexpected::Unsigned(n_bits), &self))
+    fn visit_u64<E: de::Error>(self, number: u64) -> Result<KvFormat, E> {
+        let found = KvFormat::ALL.iter().copied();
+        let mut found = found.filter(|format| format.file_number().map(u64::from) == Some(number));
+        found.next().ok_or_else(|| E::invalid_value(de::Unexpected::Unsigned(number), &self))
     }
 
-    fn visit_str<E: de::Error>(self, name: &str) -> Result<SideFormat, E> {
-        // Those of a number of bits are numbers.
-        let found = SideFormat::named(name).filter(|format| format.bits().is_none());
+    fn visit_str<E: de::Error>(self, name: &str) -> Result<KvFormat, E> {
+        // Formats that are numbers in files are not also names there.
+        let found = KvFormat::named(name).filter(|format| format.file_number().is_none());
         found.ok_or_else(|| E::invalid_value(de::Unexpected::Str(name), &self))
     }
 }

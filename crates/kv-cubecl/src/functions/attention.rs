@@ -114,59 +114,60 @@ fn attend_parallel(
     debug_check_finite("streaming_attention", "value", &value)?;
     let dtype = query.dtype();
     // What is changed after attention is rounded to a narrow type once, at the end.
-    let changed = config.rotates_values() || config.rotates_keys() || sink_logits.is_some();
+    let changed =
+        config.uses_hadamard_values() || config.uses_hadamard_keys() || sink_logits.is_some();
     let query = if changed { floats(query) } else { query };
-    let [query, key] = rotated_keys([query, key], config);
-    let value = rotated(value, config);
+    let [query, key] = hadamard_query_key([query, key], config);
+    let value = hadamard_values(value, config);
     let attend = Attend { layout: &layout, fake_quant, options, sink_logits };
     let attention = attend.closed_form(query, key, value);
-    Ok(attention.rotated(config).with_dtype(dtype))
+    Ok(attention.undo_hadamard(config).with_dtype(dtype))
 }
 
 /// A side as a cache of this configuration stores it, but for rounding: rotated, if it rotates it.
-pub(crate) fn rotated_side(tensor: Tensor<4>, side: Side, config: &KvCacheConfig) -> Tensor<4> {
-    match config.rotates(side) {
-        true => turned(tensor),
+pub(crate) fn hadamard_side(tensor: Tensor<4>, side: Side, config: &KvCacheConfig) -> Tensor<4> {
+    match config.uses_hadamard(side) {
+        true => apply_hadamard(tensor),
         false => tensor,
     }
 }
 
-/// [`rotated_side`] of values, or of sums of them, which it turns back.
-pub(crate) fn rotated(value: Tensor<4>, config: &KvCacheConfig) -> Tensor<4> {
-    rotated_side(value, Side::Values, config)
+/// [`hadamard_side`] of values, or of sums of them, which it turns back.
+pub(crate) fn hadamard_values(value: Tensor<4>, config: &KvCacheConfig) -> Tensor<4> {
+    hadamard_side(value, Side::Values, config)
 }
 
 /// Queries and keys as a cache of this configuration stores keys, but for rounding: rotated, if it rotates them, which
 /// leaves their products as they are.
-pub(crate) fn rotated_keys(
+pub(crate) fn hadamard_query_key(
     query_and_key: [Tensor<4>; 2],
     config: &KvCacheConfig,
 ) -> [Tensor<4>; 2] {
-    query_and_key.map(|tensor| rotated_side(tensor, Side::Keys, config))
+    query_and_key.map(|tensor| hadamard_side(tensor, Side::Keys, config))
 }
 
 /// [`rotate`] without its checks.
-fn turned(input: Tensor<4>) -> Tensor<4> {
-    Tensor::from_dispatch(<Dispatch as KvCacheOps>::rotate(floats(input).into_dispatch()))
+fn apply_hadamard(input: Tensor<4>) -> Tensor<4> {
+    Tensor::from_dispatch(<Dispatch as KvCacheOps>::hadamard(floats(input).into_dispatch()))
 }
 
 /// Multiplies each row by Sylvester's Hadamard matrix divided by the root of its size, which is its own inverse: what
-/// a cache with [`KvCacheConfig::rotate_values`] does to values. The output is f32, whatever the input.
+/// a cache with [`KvCacheConfig::hadamard_values`] does to values. The output is f32, whatever the input.
 ///
 /// # Shapes
 /// - `input`, output: `[batch, heads, tokens, head_dim]`, head_dim a power of two up to 256
 ///
 /// # Errors
 /// [`Error::Shape`], and [`Error::Unsupported`] for a device without the operation.
-pub fn rotate(input: Tensor<4>) -> Result<Tensor<4>> {
+pub fn hadamard(input: Tensor<4>) -> Result<Tensor<4>> {
     let shape = input.dims();
     if shape.contains(&0) || !shape[3].is_power_of_two() || shape[3] > 256 {
         let rule = "head_dim must be a power of two up to 256, and no axis empty".to_string();
-        return Err(Error::Shape { op: "rotate", tensor: "input", shape: shape.to_vec(), rule });
+        return Err(Error::Shape { op: "hadamard", tensor: "input", shape: shape.to_vec(), rule });
     }
-    crate::backends::check_device("rotate", &input.device())?;
-    crate::backends::check_elements("rotate", shape, &input.device())?;
-    Ok(turned(input))
+    crate::backends::check_device("hadamard", &input.device())?;
+    crate::backends::check_elements("hadamard", shape, &input.device())?;
+    Ok(apply_hadamard(input))
 }
 
 /// How a whole sequence is attended to.
@@ -198,7 +199,7 @@ impl Attend<'_> {
         let (key_hat, value_hat) = (hat(&key, sides.keys), hat(&value, sides.values));
         if fake_quant.quantize_everything {
             // Every row sees the restored form of every token.
-            let float = KvCacheConfig::float().with_window(config.window);
+            let float = KvCacheConfig::float().with_sliding_window(config.sliding_window);
             let spec = StreamSpec::whole(&float.with_sink_tokens(config.sink_tokens));
             let sides = [key_hat.clone(), key_hat, value_hat.clone(), value_hat];
             return stream(query, sides, sink_logits, spec, options);
@@ -279,8 +280,8 @@ impl Attention {
     }
 
     /// With the output, f32, turned back, of a cache that rotates values.
-    pub(crate) fn rotated(self, config: &KvCacheConfig) -> Self {
-        Self { output: rotated(self.output, config), ..self }
+    pub(crate) fn undo_hadamard(self, config: &KvCacheConfig) -> Self {
+        Self { output: hadamard_values(self.output, config), ..self }
     }
 
     /// With the output in the type of the query.

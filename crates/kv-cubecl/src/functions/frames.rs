@@ -3,7 +3,7 @@
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData, activation};
 
 use super::{
-    attention::{check_qkv, floats, rotated, rotated_side, store},
+    attention::{check_qkv, floats, hadamard_side, hadamard_values, store},
     quantize::fake_quantize_from,
     running::fake_quantize_frames,
 };
@@ -88,7 +88,7 @@ pub fn frame_attention(
         return Err(invalid("quantize_everything", true, rule));
     }
     // No cache is allocated here, so any valid capacity and window will do.
-    let format = config.tokens().with_capacity(1).with_window(None);
+    let format = config.tokens().with_capacity(1).with_sliding_window(None);
     let layout = CacheLayout::new(&format, shape)?;
     crate::backends::check(OP, &layout, &query.device())?;
     let [_, n_heads, tokens, _] = query.dims();
@@ -193,7 +193,7 @@ impl FrameView<'_> {
         let mut seen = scores(&query, key.clone(), scaled);
         // What is stored may be rotated, and queries are with it.
         let [query, key] =
-            [query, key].map(|tensor| rotated_side(tensor, Side::Keys, layout.config()));
+            [query, key].map(|tensor| hadamard_side(tensor, Side::Keys, layout.config()));
         let (stored, quantized) = self.forms(key, Side::Keys, layout, fake_quant);
         if !plain {
             seen = scores(&query, stored, scaled).mask_where(own.clone(), seen);
@@ -205,8 +205,8 @@ impl FrameView<'_> {
         let weights = activation::softmax(seen, 3);
 
         // What is stored may be rotated, and is turned back once it is summed up.
-        let turned = rotated(value.clone(), layout.config());
-        let output = match (plain, self.forms(turned, Side::Values, layout, fake_quant)) {
+        let transformed = hadamard_values(value.clone(), layout.config());
+        let output = match (plain, self.forms(transformed, Side::Values, layout, fake_quant)) {
             (true, (_, None)) => weights.matmul(value),
             (_, (stored, quantized)) => {
                 let itself = weights.clone().mask_fill(own.clone().bool_not(), 0.0).matmul(value);
@@ -219,7 +219,7 @@ impl FrameView<'_> {
                         before.mask_fill(mask, 0.0).matmul(stored) + packed.matmul(hat)
                     }
                 };
-                itself + rotated(before, layout.config())
+                itself + hadamard_values(before, layout.config())
             }
         };
         output.reshape([batch, n_heads, m, value_dim])

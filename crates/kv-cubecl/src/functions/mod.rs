@@ -7,10 +7,10 @@ mod quantize;
 pub(crate) mod running;
 
 pub(crate) use attention::{
-    Attend, check_qkv, floats, rotated, rotated_keys, rotated_side, store, stream,
+    Attend, check_qkv, floats, hadamard_query_key, hadamard_side, hadamard_values, store, stream,
 };
 pub use attention::{
-    rotate, streaming_attention, streaming_attention_with, streaming_attention_with_sinks,
+    hadamard, streaming_attention, streaming_attention_with, streaming_attention_with_sinks,
 };
 pub(crate) use frames::attend_frame;
 pub use frames::frame_attention;

@@ -5,7 +5,7 @@ use burn::{
 use half::f16;
 
 use crate::{
-    Bits, Error, Granularity, KvCacheOps, Result, Side, SideFormat, SteGradient,
+    Error, Granularity, KvCacheOps, KvFormat, Result, Side, SteGradient,
     error::invalid,
     layout::{PackedPlace, QuantSpec},
     shapes,
@@ -116,7 +116,7 @@ impl Packed {
     }
 }
 
-/// Quantizes `input` by groups, with scale and minimum in f16. Over a group, with
+/// Quantizes `input` by groups in one of KIVI's formats, with scale and minimum in f16. Over a group, with
 /// `n = 2^n_bits - 1`: `min = f16(min x)`, `scale = f16((max x - min x) / n)`,
 /// `code = round_half_even(clamp((x - min) / scale, 0, n))`. A constant group has scale 0 and codes
 /// 0. Values beyond ±65504, the range of f16, saturate.
@@ -134,26 +134,26 @@ impl Packed {
 pub fn quantize(
     input: Tensor<4>,
     granularity: Granularity,
-    bits: Bits,
+    format: KvFormat,
     group_size: usize,
 ) -> Result<Packed> {
-    quantize_with(input, QuantSpec::new(granularity, bits, group_size)?)
+    quantize_with(input, QuantSpec::new(granularity, format, group_size)?)
 }
 
 /// Quantizes `input` as a side of a cache in this format does; `group_size` counts where the format
-/// [has such groups](SideFormat::is_grouped). What numbers become is said in the format; infinities saturate, and a
+/// [has such groups](KvFormat::is_grouped). What numbers become is said in the format; infinities saturate, and a
 /// NaN counts for no scale and has code 0.
 ///
 /// # Shapes
 /// As [`quantize`].
 ///
 /// # Errors
-/// As [`quantize`], and [`Error::InvalidConfig`] for [`SideFormat::Float`] and for a head_dim that the format does not
+/// As [`quantize`], and [`Error::InvalidConfig`] for [`KvFormat::Float`] and for a head_dim that the format does not
 /// take.
 pub fn quantize_side(
     input: Tensor<4>,
     side: Side,
-    format: SideFormat,
+    format: KvFormat,
     group_size: usize,
 ) -> Result<Packed> {
     quantize_with(input.clone(), side_spec(&input, side, format, group_size)?)
@@ -169,7 +169,7 @@ pub fn quantize_side(
 pub fn fake_quantize_side(
     input: Tensor<4>,
     side: Side,
-    format: SideFormat,
+    format: KvFormat,
     group_size: usize,
     gradient: SteGradient,
 ) -> Result<Tensor<4>> {
@@ -181,7 +181,7 @@ pub fn fake_quantize_side(
 fn side_spec(
     input: &Tensor<4>,
     side: Side,
-    format: SideFormat,
+    format: KvFormat,
     group_size: usize,
 ) -> Result<QuantSpec> {
     let [.., head_dim] = input.dims();
@@ -210,10 +210,10 @@ fn quantize_with(input: Tensor<4>, spec: QuantSpec) -> Result<Packed> {
 pub fn fake_quantize(
     input: Tensor<4>,
     granularity: Granularity,
-    bits: Bits,
+    format: KvFormat,
     group_size: usize,
 ) -> Result<Tensor<4>> {
-    fake_quantize_with(input, granularity, bits, group_size, SteGradient::Identity)
+    fake_quantize_with(input, granularity, format, group_size, SteGradient::Identity)
 }
 
 /// [`fake_quantize`] with a choice of gradient, for the same shapes.
@@ -223,11 +223,11 @@ pub fn fake_quantize(
 pub fn fake_quantize_with(
     input: Tensor<4>,
     granularity: Granularity,
-    bits: Bits,
+    format: KvFormat,
     group_size: usize,
     gradient: SteGradient,
 ) -> Result<Tensor<4>> {
-    let spec = QuantSpec::new(granularity, bits, group_size)?;
+    let spec = QuantSpec::new(granularity, format, group_size)?;
     check("fake_quantize", &input, spec)?;
     Ok(fake_quantize_from(input, spec, 0, gradient))
 }

@@ -8,7 +8,7 @@ use burn::{
 use super::fake_quantize_from;
 use crate::{
     Frames, Granularity, KvCacheOps, RunningScale, SteGradient,
-    formats::{OfFrames, PackedFormat},
+    formats::{Codec, OfFrames},
     layout::QuantSpec,
 };
 
@@ -21,7 +21,7 @@ const LIMIT: f32 = 127.0 * 65504.0;
 /// How a token with [`BEHIND`] channels more is quantized.
 fn spec(head_dim: usize) -> QuantSpec {
     QuantSpec {
-        format: PackedFormat::Int8,
+        format: Codec::Int8,
         granularity: Granularity::PerToken,
         n_bits: 8,
         group_size: head_dim + BEHIND,

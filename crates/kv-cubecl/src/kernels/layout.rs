@@ -54,8 +54,8 @@ pub(crate) fn quantized(len: usize, side: &SideScheduleArgs, schedule: &Schedule
 #[cube]
 pub(crate) fn begin(len: usize, schedule: &ScheduleArgs) -> usize {
     let mut begin = schedule.sinks;
-    if len > schedule.sinks + schedule.window {
-        begin = len - schedule.window;
+    if len > schedule.sinks + schedule.sliding_window {
+        begin = len - schedule.sliding_window;
     }
     begin
 }

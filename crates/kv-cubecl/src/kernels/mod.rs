@@ -27,7 +27,7 @@ pub(crate) mod decode_attention;
 mod grid;
 mod layout;
 pub(crate) mod quantize;
-pub(crate) mod rotary;
+pub(crate) mod rope;
 mod row_blocks;
 mod scores;
 pub(crate) mod streaming_attention;

@@ -26,7 +26,7 @@ use core::fmt;
 
 use crate::{KvCacheConfig, Result};
 pub use crate::{
-    formats::{Granularity, PackedFormat, QuantSpec, SideFormat},
+    formats::{Codec, Granularity, KvFormat, QuantSpec},
     sides::{Side, Sides},
 };
 
@@ -178,7 +178,7 @@ impl CacheLayout {
     /// The end of the run of tokens from `token` on whose packed form, on either side, is in one piece: rings of
     /// packed tokens start again after whole groups.
     pub(crate) fn packed_run_end(&self, token: usize) -> usize {
-        if self.config.window.is_none() {
+        if self.config.sliding_window.is_none() {
             return usize::MAX;
         }
         let (sinks, counts) =
@@ -226,17 +226,17 @@ fn side(
     side: Side,
     first_element: usize,
 ) -> SideLayout {
-    let KvCacheConfig { capacity, sink_tokens, group_size, window, .. } = *config;
+    let KvCacheConfig { capacity, sink_tokens, group_size, sliding_window, .. } = *config;
     let head_dim = shape.head_dim[side];
     let spec = config.format(side).spec(side, head_dim, group_size);
     let schedule = Schedule::new(config);
     let after_sinks = capacity.saturating_sub(sink_tokens);
     // Of what is in float for good and of what is packed, only the window is kept; its newest tokens are not packed.
-    let stored = window.map(|window| window + newest);
+    let stored = sliding_window.map(|window| window + newest);
     let seen = stored.map_or(after_sinks, |stored| after_sinks.min(stored));
     let packed = schedule.counts(capacity)[side];
     let packed_seen = stored.map_or(packed, |stored| {
-        let cut = spec.map_or(1, |spec| spec.cut(head_dim));
+        let cut = spec.map_or(1, |spec| spec.alignment_tokens(head_dim));
         // What is written in chunks has a ring as long on both sides, so that positions soon repeat.
         let packed = match newest {
             0 => stored.saturating_sub(schedule.sides[side].keep),
@@ -246,7 +246,7 @@ fn side(
         // of both the oldest and the newest, as those of chunks of whole words never are.
         let shared = match newest > 0 && newest.is_multiple_of(cut) {
             true => 0,
-            false => spec.map_or(0, |spec| cut - spec.granule()),
+            false => spec.map_or(0, |spec| cut - spec.block_tokens()),
         };
         let unit = match (config.is_grouped(), newest) {
             (true, _) => group_size,

@@ -17,9 +17,9 @@ impl SideSchedule {
     /// That of a side which is grouped along this axis, or stays in float.
     const fn new(config: &KvCacheConfig, granularity: Option<Granularity>) -> Self {
         let length = config.residual_length;
-        match (granularity, config.sliding) {
+        match (granularity, config.flush.is_by_group()) {
             (None, _) => Self::NEVER,
-            (Some(Granularity::PerToken), _) => Self::sliding(length),
+            (Some(Granularity::PerToken), _) => Self::one_by_one(length),
             (Some(Granularity::PerChannel), false) => Self::blocks(length),
             (Some(Granularity::PerChannel), true) => Self::groups(length, config.group_size),
         }
@@ -40,7 +40,7 @@ impl SideSchedule {
 
     /// The oldest token of a full window of `length` tokens is quantized for every new one: the values of
     /// KIVI, and all that is quantized token by token. With a window of 0 that is the new one itself.
-    pub const fn sliding(length: usize) -> Self {
+    pub const fn one_by_one(length: usize) -> Self {
         Self { step: 1, keep: length }
     }
 
@@ -90,7 +90,7 @@ pub struct Schedule {
     /// Sink tokens S, which stay in float for good.
     pub sink_tokens: usize,
     /// Recent tokens that a query sees beside the sinks, its own among them; `None` for all.
-    pub window: Option<usize>,
+    pub sliding_window: Option<usize>,
 }
 
 impl Schedule {
@@ -99,17 +99,14 @@ impl Schedule {
         let keys = SideSchedule::new(config, config.keys.granularity(Side::Keys));
         let values = SideSchedule::new(config, config.values.granularity(Side::Values));
         let sides = Sides { keys, values };
-        let KvCacheConfig { flush, sink_tokens, window, .. } = *config;
-        Self { sides, flush, sink_tokens, window }
+        let KvCacheConfig { flush, sink_tokens, sliding_window, .. } = *config;
+        Self { sides, flush, sink_tokens, sliding_window }
     }
 
     /// Tokens by which quantization lags behind the tokens appended: the newest one, if it is quantized
     /// after its own attention.
     pub const fn lag(&self) -> usize {
-        match self.flush {
-            Flush::BeforeAttention => 0,
-            Flush::AfterAttention => 1,
-        }
+        if self.flush.is_after() { 1 } else { 0 }
     }
 
     /// Quantized counts in a cache of `len` tokens, which is what the query of token `len - 1`
@@ -141,17 +138,17 @@ impl Schedule {
     /// Whether a cache can be cut back to any number of tokens and is then the one that was never
     /// given the others: see [`KvCache::exact`](crate::KvCache::exact).
     pub fn is_exact_anywhere(&self) -> bool {
-        let at_once = SideSchedule::sliding(0);
+        let at_once = SideSchedule::one_by_one(0);
         let exact = |side: Side| {
             let schedule = self.sides[side];
             schedule == SideSchedule::NEVER || schedule == at_once && self.lag() == 0
         };
-        self.window.is_none() && Side::BOTH.into_iter().all(exact)
+        self.sliding_window.is_none() && Side::BOTH.into_iter().all(exact)
     }
 
     /// The first token past the sinks that the query of token `len - 1` sees.
     pub const fn begin(&self, len: usize) -> usize {
-        match self.window {
+        match self.sliding_window {
             Some(window) if len > self.sink_tokens + window => len - window,
             _ => self.sink_tokens,
         }

@@ -4,13 +4,13 @@ use super::Schedule;
 use crate::KvCacheConfig;
 
 /// The keys and values that one query row sees, by their index in the tensors it attends to: the sinks and
-/// `begin..end`, of which those before `key_hat_end` and `value_hat_end` are quantized and the others in float.
+/// `begin..end`, of which those before `quantized_keys_end` and `value_hat_end` are quantized and the others in float.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowView {
     /// The first key and value past the [sinks](StreamSpec::sinks) that the row sees.
     pub begin: usize,
     /// Keys before it are seen quantized. Sinks are among them: their quantized form is the float itself.
-    pub key_hat_end: usize,
+    pub quantized_keys_end: usize,
     /// Values before it are seen quantized, as keys.
     pub value_hat_end: usize,
     /// The first key and value that the row does not see.
@@ -59,7 +59,7 @@ impl StreamSpec {
         let counts = self.schedule.counts(len);
         RowView {
             begin: self.begin(row),
-            key_hat_end: self.hat_end(counts.keys),
+            quantized_keys_end: self.hat_end(counts.keys),
             value_hat_end: self.hat_end(counts.values),
             end: self.end(row),
         }

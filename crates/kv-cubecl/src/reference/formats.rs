@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use half::f16;
 
 use super::quantizer::{dequantize_group, quantize_group};
-use crate::SideFormat;
+use crate::KvFormat;
 
 /// A group quantized to `value * scale`.
 #[derive(Clone, Debug, PartialEq)]
@@ -107,43 +107,42 @@ impl Numbers {
 }
 
 /// The numbers and scales of a format that has no offset; `None` for the others.
-fn definition(format: SideFormat) -> Option<(Numbers, Scales)> {
+fn definition(format: KvFormat) -> Option<(Numbers, Scales)> {
     match format {
-        SideFormat::Int8 | SideFormat::Int8Groups => Some((Numbers::Int8, Scales::Half)),
-        SideFormat::E4m3 => Some((Numbers::E4M3, Scales::Half)),
-        SideFormat::E5m2 => Some((Numbers::E5M2, Scales::Half)),
-        SideFormat::E4m3Blocks => Some((Numbers::E4M3, Scales::Ceiling(f64::from(1e-4f32)))),
-        SideFormat::E2m1Blocks => Some((Numbers::E2M1, Scales::Ceiling(6.0 * 2f64.powi(-126)))),
-        SideFormat::Mxfp4 => Some((Numbers::E2M1, Scales::Floor)),
+        KvFormat::Int8 | KvFormat::Int8Groups => Some((Numbers::Int8, Scales::Half)),
+        KvFormat::E4m3 => Some((Numbers::E4M3, Scales::Half)),
+        KvFormat::E5m2 => Some((Numbers::E5M2, Scales::Half)),
+        KvFormat::E4m3Blocks => Some((Numbers::E4M3, Scales::Ceiling(f64::from(1e-4f32)))),
+        KvFormat::E2m1Blocks => Some((Numbers::E2M1, Scales::Ceiling(6.0 * 2f64.powi(-126)))),
+        KvFormat::Mxfp4 => Some((Numbers::E2M1, Scales::Floor)),
         _ => None,
     }
 }
 
 /// The numbers of a format that has no offset; `None` for the others.
-pub fn numbers(format: SideFormat) -> Option<Numbers> {
+pub fn numbers(format: KvFormat) -> Option<Numbers> {
     definition(format).map(|(numbers, _)| numbers)
 }
 
 /// Whether what is stored of a scale is its exponent.
-pub(super) fn has_exponents(format: SideFormat) -> bool {
+pub(super) fn has_exponents(format: KvFormat) -> bool {
     definition(format).is_some_and(|(_, scales)| scales != Scales::Half)
 }
 
 /// How many elements of a row of `head_dim` share a parameter; `None` where groups are of tokens, or the row stays in
 /// float.
-pub fn row_group(format: SideFormat, values: bool, head_dim: usize, group: usize) -> Option<usize> {
+pub fn row_group(format: KvFormat, values: bool, head_dim: usize, group: usize) -> Option<usize> {
     match format {
-        SideFormat::Float => None,
-        SideFormat::Affine2
-        | SideFormat::Affine4
-        | SideFormat::Affine8
-        | SideFormat::Int8Groups => values.then_some(group),
-        SideFormat::Int8
-        | SideFormat::Int8Frames
-        | SideFormat::Int8Percentile
-        | SideFormat::E4m3
-        | SideFormat::E5m2 => Some(head_dim),
-        SideFormat::E4m3Blocks | SideFormat::E2m1Blocks | SideFormat::Mxfp4 => Some(32),
+        KvFormat::Float => None,
+        KvFormat::Affine2 | KvFormat::Affine4 | KvFormat::Affine8 | KvFormat::Int8Groups => {
+            values.then_some(group)
+        }
+        KvFormat::Int8
+        | KvFormat::Int8Frames
+        | KvFormat::Int8Percentile
+        | KvFormat::E4m3
+        | KvFormat::E5m2 => Some(head_dim),
+        KvFormat::E4m3Blocks | KvFormat::E2m1Blocks | KvFormat::Mxfp4 => Some(32),
     }
 }
 
@@ -184,7 +183,7 @@ fn limit(scales: Scales) -> f64 {
 ///
 /// # Panics
 /// For another format.
-pub fn scaled_group(values: &[f32], format: SideFormat) -> ScaledGroup {
+pub fn scaled_group(values: &[f32], format: KvFormat) -> ScaledGroup {
     let (numbers, scales) = definition(format).expect("a format without offset");
     let limit = limit(scales);
     let x: Vec<f64> = values.iter().map(|&x| f64::from(x).clamp(-limit, limit)).collect();
@@ -198,24 +197,22 @@ pub fn scaled_group(values: &[f32], format: SideFormat) -> ScaledGroup {
 }
 
 /// `value * scale` of every element.
-pub fn restore_scaled(group: &ScaledGroup, format: SideFormat) -> Vec<f32> {
+pub fn restore_scaled(group: &ScaledGroup, format: KvFormat) -> Vec<f32> {
     let numbers = numbers(format).expect("a format without offset");
     group.codes.iter().map(|&code| numbers.value(code) as f32 * group.scale).collect()
 }
 
 /// What a group restores to.
-pub fn fake_quantize_group(values: &[f32], format: SideFormat) -> Vec<f32> {
-    match format.bits() {
-        Some(bits) if bits.is_quantized() => {
-            dequantize_group(&quantize_group(values, bits.n_bits()))
-        }
-        Some(_) => values.to_vec(),
+pub fn fake_quantize_group(values: &[f32], format: KvFormat) -> Vec<f32> {
+    match format.affine_bits() {
+        Some(n_bits) => dequantize_group(&quantize_group(values, n_bits)),
+        None if format == KvFormat::Float => values.to_vec(),
         None => restore_scaled(&scaled_group(values, format), format),
     }
 }
 
 /// [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin) of one group of a format without offset.
-pub fn scaled_group_backward(values: &[f32], grad: &[f64], format: SideFormat) -> Vec<f64> {
+pub fn scaled_group_backward(values: &[f32], grad: &[f64], format: KvFormat) -> Vec<f64> {
     let mut out = grad.to_vec();
     // Powers of two change with their group but in steps: nothing passes through them.
     let Some((numbers, Scales::Half)) = definition(format) else { return out };
@@ -262,15 +259,15 @@ mod tests {
     #[test]
     fn int8_by_hand() {
         // Scale 2: ties at 1 (half a step) and 3 (one and a half) go to even.
-        let group = scaled_group(&[254.0, -254.0, 1.0, 3.0, -5.0, f32::NAN], SideFormat::Int8);
+        let group = scaled_group(&[254.0, -254.0, 1.0, 3.0, -5.0, f32::NAN], KvFormat::Int8);
         assert_eq!(
             group.codes.iter().map(|&code| code as i8).collect::<Vec<_>>(),
             [127, -127, 0, 2, -2, 0]
         );
         assert_eq!(group.scale, 2.0);
-        assert_eq!(restore_scaled(&group, SideFormat::Int8), [254.0, -254.0, 0.0, 4.0, -4.0, 0.0]);
-        assert_eq!(fake_quantize_group(&[0.0; 4], SideFormat::Int8), [0.0; 4]);
-        let huge = scaled_group(&[f32::INFINITY, 1.0], SideFormat::Int8);
+        assert_eq!(restore_scaled(&group, KvFormat::Int8), [254.0, -254.0, 0.0, 4.0, -4.0, 0.0]);
+        assert_eq!(fake_quantize_group(&[0.0; 4], KvFormat::Int8), [0.0; 4]);
+        let huge = scaled_group(&[f32::INFINITY, 1.0], KvFormat::Int8);
         assert_eq!((huge.scale, &huge.codes[..]), (65504.0, &[127, 0][..]));
     }
 }

@@ -3,13 +3,13 @@
 use super::{
     attention::{RowOptions, attend_row_backward},
     formats::{row_group, scaled_group_backward},
+    hadamard::hadamard,
     quantizer::{F16_MAX, quantize_group},
-    rotation::rotate,
     sequence::{token, with_dim},
-    stream::{StreamOracle, rotates, stored, to_f64},
+    stream::{StreamOracle, stored, to_f64, uses_hadamard},
     tensor::groups,
 };
-use crate::{CacheShape, Granularity, KvCacheConfig, Side, SideFormat, Sides, SteGradient};
+use crate::{CacheShape, Granularity, KvCacheConfig, KvFormat, Side, Sides, SteGradient};
 
 /// Gradients of a scalar loss with respect to the inputs of [`stream`](super::stream).
 #[derive(Clone, Debug)]
@@ -104,16 +104,16 @@ pub fn stream_gradients_with(
     let keys = (key, key_shape, key_hat, (Side::Keys, config.keys));
     let values = (value, value_shape, value_hat, (Side::Values, config.values));
     for (to, (input, shape, hat, how)) in [(&mut out.key, keys), (&mut out.value, values)] {
-        let rotates = rotates(config, how.0);
-        let turned = |x: &[f64]| -> Vec<f64> {
+        let uses_hadamard = uses_hadamard(config, how.0);
+        let transformed = |x: &[f64]| -> Vec<f64> {
             let rows = x.chunks(shape[3]);
-            if rotates { rows.flat_map(rotate).collect() } else { x.to_vec() }
+            if uses_hadamard { rows.flat_map(hadamard).collect() } else { x.to_vec() }
         };
         let rows = input.chunks(shape[3]);
-        let input = if rotates { rows.flat_map(rotate).collect() } else { input.to_vec() };
+        let input = if uses_hadamard { rows.flat_map(hadamard).collect() } else { input.to_vec() };
         let input = stored(&input, config.float);
-        let through = through_quantizer((&input, shape), &turned(&hat), how, config, gradient);
-        add(to, &turned(&through));
+        let through = through_quantizer((&input, shape), &transformed(&hat), how, config, gradient);
+        add(to, &transformed(&through));
     }
     out
 }
@@ -122,12 +122,12 @@ pub fn stream_gradients_with(
 fn through_quantizer(
     (input, shape): (&[f32], [usize; 4]),
     grad: &[f64],
-    (side, format): (Side, SideFormat),
+    (side, format): (Side, KvFormat),
     config: &KvCacheConfig,
     gradient: SteGradient,
 ) -> Vec<f64> {
     let mut out = grad.to_vec();
-    if gradient == SteGradient::Identity || format == SideFormat::Float {
+    if gradient == SteGradient::Identity || format == KvFormat::Float {
         return out;
     }
     let sinks = config.sink_tokens;
@@ -148,8 +148,8 @@ fn through_quantizer(
             let elements: Vec<usize> = elements.into_iter().map(|index| first + index).collect();
             let values: Vec<f32> = elements.iter().map(|&index| input[index]).collect();
             let grads: Vec<f64> = elements.iter().map(|&index| grad[index]).collect();
-            let through = match format.bits() {
-                Some(bits) => fake_quantize_group_backward(&values, &grads, bits.n_bits()),
+            let through = match format.affine_bits() {
+                Some(n_bits) => fake_quantize_group_backward(&values, &grads, n_bits),
                 None => scaled_group_backward(&values, &grads, format),
             };
             elements.iter().zip(through).for_each(|(&index, through)| out[index] = through);

@@ -22,8 +22,8 @@
 mod attention;
 mod formats;
 mod gradient;
+mod hadamard;
 mod quantizer;
-mod rotation;
 mod running;
 mod sequence;
 mod stream;
@@ -40,8 +40,8 @@ pub use formats::{
 pub use gradient::{
     StreamGradients, fake_quantize_group_backward, stream_gradients, stream_gradients_with,
 };
+pub use hadamard::hadamard;
 pub use quantizer::{F16_MAX, QuantizedGroup, dequantize_group, quantize_group};
-pub use rotation::rotate;
 pub use running::{restore_with, running_amax};
 pub use sequence::{Streamed, stream};
 pub use stream::{Lane, StreamOracle};

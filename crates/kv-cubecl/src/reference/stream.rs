@@ -5,11 +5,9 @@ use std::collections::VecDeque;
 use super::{
     attention::attend_row,
     formats::{fake_quantize_group, row_group},
-    rotation::rotate,
+    hadamard::hadamard,
 };
-use crate::{
-    CacheFloat, CacheShape, Flush, KvCacheConfig, QuantizedCounts, Side, SideFormat, Sides,
-};
+use crate::{CacheFloat, CacheShape, KvCacheConfig, KvFormat, QuantizedCounts, Side, Sides};
 
 /// One token of one (batch, kv head).
 #[derive(Clone, Debug)]
@@ -37,10 +35,10 @@ pub struct Lane {
 
 impl Lane {
     fn push(&mut self, config: &KvCacheConfig, key: &[f32], value: &[f32]) {
-        let turned = |row: &[f32], side| {
-            if rotates(config, side) { rotate(row) } else { row.to_vec() }
+        let transformed = |row: &[f32], side| {
+            if uses_hadamard(config, side) { hadamard(row) } else { row.to_vec() }
         };
-        let (key, value) = (turned(key, Side::Keys), turned(value, Side::Values));
+        let (key, value) = (transformed(key, Side::Keys), transformed(value, Side::Values));
         let (key, value) = (stored(&key, config.float), stored(&value, config.float));
         let new = self.tokens.len();
         self.tokens.push(Token {
@@ -69,9 +67,12 @@ impl Lane {
                 token.seen_key = seen(&key, config, Side::Keys);
                 token.key_quantized = true;
             }
-            None if config.keys != SideFormat::Float && window == config.residual_length => {
-                let leaving =
-                    if config.sliding { config.group_size } else { config.residual_length };
+            None if config.keys != KvFormat::Float && window == config.residual_length => {
+                let leaving = if config.flush.is_by_group() {
+                    config.group_size
+                } else {
+                    config.residual_length
+                };
                 let residual: Vec<usize> = self.key_residual.drain(..leaving).collect();
                 for group in residual.chunks(config.group_size) {
                     self.quantize_keys(group, config.keys);
@@ -92,7 +93,7 @@ impl Lane {
     }
 
     /// Quantizes the keys of the tokens in `group`, each channel a group of its own.
-    fn quantize_keys(&mut self, group: &[usize], format: SideFormat) {
+    fn quantize_keys(&mut self, group: &[usize], format: KvFormat) {
         for channel in 0..self.tokens[group[0]].key.len() {
             let column: Vec<f32> = group.iter().map(|&t| self.tokens[t].key[channel]).collect();
             let restored = fake_quantize_group(&column, format);
@@ -108,7 +109,7 @@ impl Lane {
     /// The tokens that the query of the newest one sees: the sinks and those of the window.
     pub fn seen(&self, config: &KvCacheConfig) -> Vec<usize> {
         let newest = self.tokens.len() - 1;
-        let in_window = |t: usize| config.window.is_none_or(|window| t + window > newest);
+        let in_window = |t: usize| config.sliding_window.is_none_or(|window| t + window > newest);
         (0..=newest).filter(|&t| t < config.sink_tokens || in_window(t)).collect()
     }
 
@@ -164,12 +165,12 @@ impl StreamOracle {
         let rows = key.chunks(keys).zip(value.chunks(values));
         for (lane, (key, value)) in self.lanes.iter_mut().zip(rows) {
             lane.push(&self.config, key, value);
-            if self.config.flush == Flush::BeforeAttention {
+            if !self.config.flush.is_after() {
                 lane.flush(&self.config);
             }
         }
         let seen = see(&self.lanes);
-        if self.config.flush == Flush::AfterAttention {
+        if self.config.flush.is_after() {
             self.lanes.iter_mut().for_each(|lane| lane.flush(&self.config));
         }
         seen
@@ -213,19 +214,19 @@ pub(super) fn to_f64(x: &[f32]) -> Vec<f64> {
 }
 
 /// Whether a side is stored rotated.
-pub(super) fn rotates(config: &KvCacheConfig, side: Side) -> bool {
+pub(super) fn uses_hadamard(config: &KvCacheConfig, side: Side) -> bool {
     match side {
-        Side::Keys => config.rotate_keys && config.keys != SideFormat::Float,
-        Side::Values => config.rotate_values && config.values != SideFormat::Float,
+        Side::Keys => config.hadamard_keys && config.keys != KvFormat::Float,
+        Side::Values => config.hadamard_values && config.values != KvFormat::Float,
     }
 }
 
 /// What a row restores to that is quantized in groups of so many channels.
-fn restored(row: &[f32], format: SideFormat, group: usize) -> Vec<f32> {
+fn restored(row: &[f32], format: KvFormat, group: usize) -> Vec<f32> {
     row.chunks(group).flat_map(|group| fake_quantize_group(group, format)).collect()
 }
 
 /// A stored row as queries see it: turned back, in f64, if it is stored rotated.
 fn seen(row: &[f32], config: &KvCacheConfig, side: Side) -> Vec<f64> {
-    if rotates(config, side) { rotate(&to_f64(row)) } else { to_f64(row) }
+    if uses_hadamard(config, side) { hadamard(&to_f64(row)) } else { to_f64(row) }
 }

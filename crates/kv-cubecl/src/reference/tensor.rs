@@ -6,7 +6,7 @@ use super::{
     formats::{fake_quantize_group, has_exponents, row_group, scaled_group},
     quantizer::{QuantizedGroup, dequantize_group, quantize_group},
 };
-use crate::{Granularity, Logical, Side, SideFormat};
+use crate::{Granularity, KvFormat, Logical, Side};
 
 /// The elements of every group, as indices into the tensor; groups are in the order of their
 /// parameters.
@@ -88,12 +88,12 @@ pub fn quantize_side(
     input: &[f32],
     shape: [usize; 4],
     side: Side,
-    format: SideFormat,
+    format: KvFormat,
     group_size: usize,
 ) -> Logical {
     let (granularity, group_size) = grouping(shape, side, format, group_size);
-    if let Some(bits) = format.bits() {
-        return quantize(input, shape, granularity, bits.n_bits(), group_size);
+    if let Some(n_bits) = format.affine_bits() {
+        return quantize(input, shape, granularity, n_bits, group_size);
     }
     let n_bits = format.n_bits();
     let codes = vec![0; input.len() * n_bits as usize / 32];
@@ -118,7 +118,7 @@ pub fn fake_quantize_side(
     input: &[f32],
     shape: [usize; 4],
     side: Side,
-    format: SideFormat,
+    format: KvFormat,
     group_size: usize,
 ) -> Vec<f32> {
     let (granularity, group_size) = grouping(shape, side, format, group_size);
@@ -135,7 +135,7 @@ pub fn fake_quantize_side(
 fn grouping(
     [_, _, _, head_dim]: [usize; 4],
     side: Side,
-    format: SideFormat,
+    format: KvFormat,
     group_size: usize,
 ) -> (Granularity, usize) {
     match row_group(format, side == Side::Values, head_dim, group_size) {

@@ -8,14 +8,14 @@
 //! builds such closures without the extension, and every vector operation in them becomes a function
 //! call.
 
-mod rotate;
+mod hadamard;
 mod rows;
 
 use core::f32::consts::LN_2;
 
 use macerator::{Scalar, Simd, Vector};
 
-pub(crate) use rotate::rotate;
+pub(crate) use hadamard::hadamard;
 pub(crate) use rows::{add_rows, score_rows};
 
 /// The most 32-bit lanes that a vector has: 16 with AVX-512.

@@ -13,7 +13,7 @@ stamp!(
 );
 
 const NAMES: [&str; 5] =
-    ["float", "k2v2-g16-r16-slide", "k4v4-g16-r32-s3-after", "k16v4-g16-r16-s20", "k8v16-g16-r16"];
+    ["float", "k2v2-g16-r16-gflush", "k4v4-g16-r32-s3-after", "k16v4-g16-r16-s20", "k8v16-g16-r16"];
 
 /// One sequence of `text`, alone.
 pub(crate) fn sequence(text: &Setup, index: usize) -> Setup {

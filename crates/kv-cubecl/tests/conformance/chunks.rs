@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Tensor};
 use kv_cubecl::{
     CacheFloat, KvCache, On, Side, Target,
-    reference::{quantize_side, rotate},
+    reference::{hadamard, quantize_side},
 };
 
 use crate::common::{
@@ -30,13 +30,14 @@ pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
     let sinks = text.config.sink_tokens;
     let group = text.config.group_size;
     let sides = cache.layout().sides();
-    let begin = text.config.window.map_or(0, |window| (text.len() + 1).saturating_sub(window));
+    let begin =
+        text.config.sliding_window.map_or(0, |window| (text.len() + 1).saturating_sub(window));
     let floats = Host::of(cache.clone().into_parts().floats.cast(DType::F32));
     for (side, host) in [(Side::Keys, &text.key), (Side::Values, &text.value)] {
         let (packed, count) = (cache.packed(side), counts[side]);
-        let host = &match text.config.rotates(side) {
+        let host = &match text.config.uses_hadamard(side) {
             true => {
-                let data = host.data.chunks(host.shape[3]).flat_map(rotate).collect();
+                let data = host.data.chunks(host.shape[3]).flat_map(hadamard).collect();
                 Host { data, shape: host.shape }
             }
             false => host.clone(),
@@ -44,8 +45,8 @@ pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
         let what = format!("{text:?} {what}: {side}");
         // Whole groups of those that the next token sees, or a few more that share a word with
         // them.
-        let granule = sides[side].spec.map_or(1, |spec| spec.granule());
-        let hidden = begin.saturating_sub(sinks) / granule * granule;
+        let block_tokens = sides[side].spec.map_or(1, |spec| spec.block_tokens());
+        let hidden = begin.saturating_sub(sinks) / block_tokens * block_tokens;
         assert!(packed.is_some() || count <= hidden, "{what}: nothing packed");
         if let Some(packed) = packed {
             let first = count - packed.shape()[2];
@@ -127,8 +128,8 @@ fn appended_then_attended<T: Target>(on: &On<T>) {
 fn a_window_as_long_as_the_residual<T: Target>(on: &On<T>) {
     for (seed, name) in [
         "k4v4-g8-r16-w16-after",
-        "k2v2-g16-r16-w16-after-slide",
-        "k4v4-g8-r16-s3-w16-after-slide",
+        "k2v2-g16-r16-w16-after-gflush",
+        "k4v4-g8-r16-s3-w16-after-gflush",
         "k16v4-g8-r16-w16-after",
         "k4v16-g8-r16-s1-w16-after",
         "k4v4-g8-r16-w17-after",

@@ -1,8 +1,8 @@
 //! Configurations: names, rules, and a parser that never panics. No device is needed.
 
 use kv_cubecl::{
-    Bits, CacheFloat, CacheShape, Error, Flush, Granularity, KvCacheConfig, QuantizedCounts, Side,
-    SideFormat, Sides,
+    CacheFloat, CacheShape, Error, Flush, Granularity, KvCacheConfig, KvFormat, QuantizedCounts,
+    Side, Sides,
     layout::{CacheLayout, QuantSpec, Schedule, SideLayout},
     reference::StreamOracle,
 };
@@ -10,8 +10,13 @@ use proptest::prelude::*;
 
 use crate::common::check_properties;
 
-fn bits() -> impl Strategy<Value = Bits> {
-    prop::sample::select(vec![Bits::Two, Bits::Four, Bits::Eight, Bits::Float])
+fn bits() -> impl Strategy<Value = KvFormat> {
+    prop::sample::select(vec![
+        KvFormat::Affine2,
+        KvFormat::Affine4,
+        KvFormat::Affine8,
+        KvFormat::Float,
+    ])
 }
 
 fn configs() -> impl Strategy<Value = KvCacheConfig> {
@@ -19,18 +24,17 @@ fn configs() -> impl Strategy<Value = KvCacheConfig> {
     let flags = (any::<bool>(), any::<bool>(), any::<(bool, bool)>());
     (bits(), bits(), sizes, flags).prop_map(
         |(
-            key_bits,
-            value_bits,
+            keys,
+            values,
             (group_size, residual_length, sinks),
-            (after, half, (sliding, rotate)),
+            (after, half, (by_group, hadamard)),
         )| {
-            KvCacheConfig::kivi(key_bits, value_bits)
+            KvCacheConfig::new(keys, values)
                 .with_group_size(group_size)
                 .with_residual_length(residual_length)
                 .with_sink_tokens(sinks)
-                .with_sliding(sliding)
-                .with_rotate_values(rotate)
-                .with_flush(if after { Flush::AfterAttention } else { Flush::BeforeAttention })
+                .with_hadamard_values(hadamard)
+                .with_flush(Flush::new(after, by_group))
                 .with_float(if half { CacheFloat::F16 } else { CacheFloat::F32 })
         },
     )
@@ -61,9 +65,12 @@ fn names_by_hand() {
         ("k4v2-g64-r32-s4", "k4v2-g64-r32-s4"),
         ("k2v2-after", "k2v2-after"),
         ("k2v2-f16-after-s1", "k2v2-s1-after-f16"),
-        ("k2v2-slide-s4-after", "k2v2-s4-after-slide"),
-        ("k2v2-hadv-slide-f16", "k2v2-slide-hadv-f16"),
+        ("k2v2-gflush-s4-after", "k2v2-s4-after-gflush"),
+        ("k2v2-hadv-gflush-f16", "k2v2-gflush-hadv-f16"),
         ("k2v2-w1024-s4-f16", "k2v2-s4-w1024-f16"),
+        ("k2v2-slide", "k2v2-gflush"),
+        ("k2v2-slide-after", "k2v2-after-gflush"),
+        ("kint8vint8-hadamard_keys-hadamard_values", "kint8vint8-hadv-hadk"),
         ("float-w9", "float-w9"),
         ("float-w9-s4", "float-s4-w9"),
         ("k16v2-g16", "k16v2-g16"),
@@ -149,9 +156,9 @@ fn the_parser_survives_mutations() {
 
 #[test]
 fn every_rule_names_field_value_and_itself() {
-    let kivi = KvCacheConfig::kivi(Bits::Two, Bits::Two);
-    let k4v16 = KvCacheConfig::kivi(Bits::Four, Bits::Float);
-    let k16v4 = KvCacheConfig::kivi(Bits::Float, Bits::Four);
+    let kivi = KvCacheConfig::new(KvFormat::Affine2, KvFormat::Affine2);
+    let k4v16 = KvCacheConfig::new(KvFormat::Affine4, KvFormat::Float);
+    let k16v4 = KvCacheConfig::new(KvFormat::Float, KvFormat::Affine4);
     for (config, head_dim, field, value, rule) in [
         (kivi, 0, "head_dim", "0", "at least 1"),
         (kivi.with_capacity(0), 64, "capacity", "0", "at least 1"),
@@ -190,11 +197,11 @@ fn every_rule_names_field_value_and_itself() {
         assert_eq!(error.to_string(), format!("{f} {v}: {r}"));
     }
     for (name, head_dim, expected) in [
-        ("k4v4-hadk", 64, "rotate_keys true: keys as 4 are quantized per channel"),
-        ("kint8vint8-hadk", 96, "rotate_keys true: head_dim 96 of keys is not a power of two"),
-        ("kint8vint8-hadk", 512, "rotate_keys true: head_dim 512 of keys is above 256"),
-        ("k16v4-hadv", 512, "rotate_values true: head_dim 512 of values is above 256"),
-        ("kint8vint8-slide", 64, "sliding true: keys as int8 leave the window one by one"),
+        ("k4v4-hadk", 64, "hadamard_keys true: keys as 4 are quantized per channel"),
+        ("kint8vint8-hadk", 96, "hadamard_keys true: head_dim 96 of keys is not a power of two"),
+        ("kint8vint8-hadk", 512, "hadamard_keys true: head_dim 512 of keys is above 256"),
+        ("k16v4-hadv", 512, "hadamard_values true: head_dim 512 of values is above 256"),
+        ("kint8vint8-gflush", 64, "flush group: keys as int8 leave the residual one by one"),
         ("kint8ve4m3-g64", 64, "group_size 64: kint8ve4m3 has no groups of a size to choose"),
         ("kint8v4-r0", 64, "residual_length 0: must be at least 1"),
         (
@@ -207,14 +214,14 @@ fn every_rule_names_field_value_and_itself() {
             80,
             "head_dim 80: must be a multiple of the 32 channels of a block for values",
         ),
-        ("kint8vint8-r16-w8", 64, "window 8: must be at least residual_length 16"),
+        ("kint8vint8-r16-w8", 64, "sliding_window 8: must be at least residual_length 16"),
     ] {
         let config: KvCacheConfig = name.parse().unwrap();
         let error = config.validate(head_dim).unwrap_err().to_string();
         assert!(error.starts_with(expected), "{name}: {error}");
     }
-    let error = kivi.with_rotate_values(true).validate(96).unwrap_err().to_string();
-    assert_eq!(error, "rotate_values true: head_dim 96 of values is not a power of two");
+    let error = kivi.with_hadamard_values(true).validate(96).unwrap_err().to_string();
+    assert_eq!(error, "hadamard_values true: head_dim 96 of values is not a power of two");
     let shape = CacheShape::new(1, 1, 64);
     for (shape, field) in [
         (CacheShape::new(0, 1, 64), "batch"),
@@ -269,7 +276,7 @@ fn valid_configurations_are_accepted() {
         ("ke4m3bvmxfp4", 96),
         ("kint8vint8-hadk-hadv", 64),
         ("kint8vint8-hadk-hadv", 256),
-        ("k16v4-hadk", 512), // what is in float is not rotated
+        ("k16v4-hadk", 512), // what is in float is not hadamard_values
     ] {
         let config: KvCacheConfig = name.parse().unwrap();
         assert_eq!(config.validate(head_dim), Ok(()), "{name}");
@@ -291,9 +298,9 @@ fn other_formats_take_what_they_need() {
         ("kint8vint8-w100", "k4v4", "k4v4-r96-w100"),
         ("kint8vint8-w100", "k16v4", "k16v4-r100-w100"),
         ("float-w64", "k4v4", "k4v4-r64-w64"),
-        ("k4v4-slide", "kint8v4", "kint8v4"),
-        ("k4v4-slide", "k16v4", "k16v4-slide"),
-        ("k4v4-g64-r64-slide", "kint8vint8", "kint8vint8-r64"),
+        ("k4v4-gflush", "kint8v4", "kint8v4"),
+        ("k4v4-gflush", "k16v4", "k16v4-gflush"),
+        ("k4v4-g64-r64-gflush", "kint8vint8", "kint8vint8-r64"),
         ("k8v8-g4-r4", "k2v8", "k2v8"),
         ("k8v8-g4-r4", "k8v16", "k8v16-g4-r4"),
         ("k16v8-g48-r100", "k8v8", "k8v8-g48-r96"),
@@ -307,14 +314,14 @@ fn other_formats_take_what_they_need() {
         let changed = named(before).with_formats(of.keys, of.values);
         assert_eq!(changed.to_string(), after, "{before} as {formats}");
     }
-    let four = named("kint8vint8-r5-hadk").with_bits(Bits::Four, Bits::Four);
+    let four = named("kint8vint8-r5-hadk").with_formats(KvFormat::Affine4, KvFormat::Affine4);
     assert_eq!((four.to_string().as_str(), four.validate(64)), ("k4v4", Ok(())));
 }
 
 /// A configuration that is valid stays so in all other formats.
 #[test]
 fn other_formats_keep_what_is_valid() {
-    let format = || prop::sample::select(SideFormat::ALL.to_vec());
+    let format = || prop::sample::select(KvFormat::ALL.to_vec());
     let sizes = (
         prop::sample::select(vec![4usize, 8, 16, 32, 64]),
         prop::sample::select(vec![0usize, 5, 16, 32, 64, 100, 128]),
@@ -324,14 +331,14 @@ fn other_formats_keep_what_is_valid() {
     let cases = (formats, sizes, any::<[bool; 3]>());
     let valid = core::cell::Cell::new(0);
     check_properties(5000, cases, |((k, v, keys, values), (group, residual, window), flags)| {
-        let [sliding, rotate_keys, rotate_values] = flags;
-        let config = KvCacheConfig::stored(k, v)
+        let [by_group, hadamard_keys, hadamard_values] = flags;
+        let config = KvCacheConfig::new(k, v)
             .with_group_size(group)
             .with_residual_length(residual)
-            .with_window(window)
-            .with_sliding(sliding)
-            .with_rotate_keys(rotate_keys)
-            .with_rotate_values(rotate_values);
+            .with_sliding_window(window)
+            .with_flush(Flush::new(false, by_group))
+            .with_hadamard_keys(hadamard_keys)
+            .with_hadamard_values(hadamard_values);
         if config.validate(64).is_ok() {
             valid.set(valid.get() + 1);
             let changed = config.with_formats(keys, values);
@@ -342,16 +349,44 @@ fn other_formats_keep_what_is_valid() {
     assert!(valid.get() > 100, "{} of the configurations were valid", valid.get());
 }
 
+/// Files of earlier versions are read, and written with today's names.
+#[test]
+fn old_field_names_are_read_and_never_written() {
+    let old = r#"{"key_bits":4,"value_bits":"int8","group_size":32,"residual_length":128,
+        "flush":"after","sink_tokens":4,"capacity":9,"float":"f16","sliding":true,
+        "rotate_values":true,"rotate_keys":true,"window":200}"#;
+    let config: KvCacheConfig = serde_json::from_str(old).unwrap();
+    let expected = KvCacheConfig::new(KvFormat::Affine4, KvFormat::Int8)
+        .with_sink_tokens(4)
+        .with_capacity(9)
+        .with_float(CacheFloat::F16)
+        .with_flush(Flush::GroupAfterAttention)
+        .with_hadamard_values(true)
+        .with_hadamard_keys(true)
+        .with_sliding_window(Some(200));
+    assert_eq!(config, expected);
+    let new = r#"{"key_format":4,"value_format":"int8","group_size":32,"residual_length":128,"flush":"group-after","sink_tokens":4,"capacity":9,"float":"f16","hadamard_values":true,"hadamard_keys":true,"sliding_window":200}"#;
+    assert_eq!(serde_json::to_string(&config).unwrap(), new);
+    assert_eq!(serde_json::from_str::<KvCacheConfig>(new).unwrap(), config);
+    for flush in ["before", "group"] {
+        let text = old.replace("after", flush).replace("\"rotate_keys\":true,", "");
+        let config: KvCacheConfig = serde_json::from_str(&text).unwrap();
+        assert_eq!(config.flush, Flush::GroupBeforeAttention, "{flush}");
+    }
+    let twice = old.replace("\"window\"", "\"key_format\":4,\"window\"");
+    let error = serde_json::from_str::<KvCacheConfig>(&twice).unwrap_err().to_string();
+    assert!(error.contains("duplicate field"), "{error}");
+}
+
 #[test]
 fn specs_of_the_quantizer() {
-    for (bits, group, field) in
-        [(Bits::Float, 32, "n_bits"), (Bits::Two, 8, "group_size"), (Bits::Four, 0, "group_size")]
-    {
+    for (bits, group, field) in [
+        (KvFormat::Float, 32, "format"),
+        (KvFormat::Affine2, 8, "group_size"),
+        (KvFormat::Affine4, 0, "group_size"),
+    ] {
         let error = QuantSpec::new(Granularity::PerToken, bits, group).unwrap_err();
         assert!(matches!(error, Error::InvalidConfig { field: f, .. } if f == field), "{error}");
-    }
-    for n_bits in 0..=255u8 {
-        assert_eq!(Bits::try_from(n_bits).is_ok(), matches!(n_bits, 2 | 4 | 8 | 16), "{n_bits}");
     }
 }
 
@@ -361,11 +396,11 @@ fn counts_are_the_oracles() {
     let sizes = (1..4usize, 1..4usize, 0..30usize);
     check_properties(200, (bits(), bits(), sizes, any::<bool>()), |(k, v, sizes, after)| {
         let (groups, group, sinks) = sizes;
-        let config = KvCacheConfig::kivi(k, v)
+        let config = KvCacheConfig::new(k, v)
             .with_group_size(16 * group)
             .with_residual_length(16 * group * groups)
             .with_sink_tokens(sinks)
-            .with_flush(if after { Flush::AfterAttention } else { Flush::BeforeAttention });
+            .with_flush(Flush::new(after, false));
         let head_dim = 16 * group;
         let shape = CacheShape::new(1, 1, head_dim);
         let (mut oracle, row) = (StreamOracle::new(&config, shape), vec![1.0; head_dim]);
@@ -383,14 +418,14 @@ fn float_rows_do_not_collide() {
     for name in [
         "k2v2-g16-r16",
         "k2v2-g16-r32-s3-after",
-        "k4v8-g8-r24-slide-after",
-        "k4v2-g16-r48-s2-slide",
+        "k4v8-g8-r24-gflush-after",
+        "k4v2-g16-r48-s2-gflush",
         "k16v2-g16-r16-s1",
         "k2v16-g16-r16",
         "float",
         "float-s2-w5",
         "k2v2-g16-r16-s1-w30",
-        "k4v8-g8-r24-w25-slide-after",
+        "k4v8-g8-r24-w25-gflush-after",
         "k16v2-g16-r32-w32-after",
     ] {
         for (capacity, (keys, values)) in
@@ -404,7 +439,8 @@ fn float_rows_do_not_collide() {
                 let counts = layout.schedule().counts(len);
                 let in_float = |count: usize| {
                     let sinks = config.sink_tokens;
-                    let begin = config.window.map_or(0, |window| len.saturating_sub(window));
+                    let begin =
+                        config.sliding_window.map_or(0, |window| len.saturating_sub(window));
                     (0..len).filter(move |&t| t < sinks || t >= begin.max(sinks + count))
                 };
                 let rows = |side: SideLayout, count| {
@@ -425,12 +461,12 @@ fn float_rows_do_not_collide() {
 /// No two packed tokens that a query sees share a slot, and none of them a slot with one that is packed for it.
 #[test]
 fn packed_slots_do_not_collide() {
-    for name in ["k2v2-g16-r16-s1-w30", "k4v8-g8-r24-w25-slide-after", "k4v4-g8-r16-w16", "k2v2"] {
+    for name in ["k2v2-g16-r16-s1-w30", "k4v8-g8-r24-w25-gflush-after", "k4v4-g8-r16-w16", "k2v2"] {
         let config = name.parse::<KvCacheConfig>().unwrap().with_capacity(300);
         let layout = CacheLayout::new(&config, CacheShape::new(1, 1, 32)).unwrap();
         for len in 1..=300 {
             let counts = layout.schedule().counts(len);
-            let begin = config.window.map_or(0, |window| len.saturating_sub(window));
+            let begin = config.sliding_window.map_or(0, |window| len.saturating_sub(window));
             for side in Side::BOTH {
                 let first = begin.saturating_sub(config.sink_tokens);
                 let mut slots: Vec<_> =
@@ -447,9 +483,9 @@ fn packed_slots_do_not_collide() {
 #[test]
 fn windows_that_hold_too_little_are_refused() {
     for (name, expected) in [
-        ("k2v2-w127", "window 127: must be at least residual_length 128"),
-        ("float-w0", "window 0: must be 1 to 16777216 tokens"),
-        ("float-s5-w4", "sink_tokens 5: must be at most window 4"),
+        ("k2v2-w127", "sliding_window 127: must be at least residual_length 128"),
+        ("float-w0", "sliding_window 0: must be 1 to 16777216 tokens"),
+        ("float-s5-w4", "sink_tokens 5: must be at most sliding_window 4"),
     ] {
         let config: KvCacheConfig = name.parse().unwrap();
         let error = config.validate(64).unwrap_err().to_string();
@@ -501,8 +537,8 @@ fn bytes_of_formats() {
 fn windows_are_optional_in_files() {
     let config: KvCacheConfig = "k2v2-s4".parse().unwrap();
     let text = serde_json::to_string(&config).unwrap();
-    assert!(!text.contains("window"), "{text}");
-    let with_window = config.with_window(Some(512));
-    let text = serde_json::to_string(&with_window).unwrap();
-    assert_eq!(serde_json::from_str::<KvCacheConfig>(&text).unwrap(), with_window);
+    assert!(!text.contains("sliding_window"), "{text}");
+    let with_sliding_window = config.with_sliding_window(Some(512));
+    let text = serde_json::to_string(&with_sliding_window).unwrap();
+    assert_eq!(serde_json::from_str::<KvCacheConfig>(&text).unwrap(), with_sliding_window);
 }

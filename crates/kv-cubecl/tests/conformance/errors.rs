@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Tensor};
 use kv_cubecl::{
-    Bits, CacheShape, Error, Granularity, KvCache, KvCacheConfig, On, Target, ensure_finite,
+    CacheShape, Error, Granularity, KvCache, KvCacheConfig, KvFormat, On, Target, ensure_finite,
     fake_quantize, quantize, streaming_attention,
 };
 
@@ -45,7 +45,7 @@ const MISFITS: [Misfit; 6] = [
 ];
 
 fn shapes_of_a_cache_call<T: Target>(on: &On<T>) {
-    let config = KvCacheConfig::kivi(Bits::Two, Bits::Two).with_capacity(50);
+    let config = KvCacheConfig::new(KvFormat::Affine2, KvFormat::Affine2).with_capacity(50);
     let shape = CacheShape::new(1, 2, 64);
     let mut cache = KvCache::new(&config, shape, on).unwrap();
     let kv = tensor(on, [1, 2, 5, 64]);
@@ -69,7 +69,7 @@ fn shapes_of_a_cache_call<T: Target>(on: &On<T>) {
 }
 
 fn shapes_of_streaming_attention<T: Target>(on: &On<T>) {
-    let config = KvCacheConfig::kivi(Bits::Two, Bits::Two);
+    let config = KvCacheConfig::new(KvFormat::Affine2, KvFormat::Affine2);
     for (q, k, v, blamed) in MISFITS {
         let [q, k, v] = [q, k, v].map(|shape| tensor(on, shape));
         shape_error(streaming_attention(q, k, v, &config), "streaming_attention", blamed);
@@ -83,13 +83,18 @@ fn shapes_of_the_quantizer<T: Target>(on: &On<T>) {
         ([1, 2, 16, 64], Granularity::PerChannel),
     ] {
         let input = tensor(on, shape);
-        let quantized = quantize(input.clone(), granularity, Bits::Two, 32);
+        let quantized = quantize(input.clone(), granularity, KvFormat::Affine2, 32);
         shape_error(quantized, "quantize", "input");
-        let restored = fake_quantize(input, granularity, Bits::Two, 32);
+        let restored = fake_quantize(input, granularity, KvFormat::Affine2, 32);
         shape_error(restored, "fake_quantize", "input");
     }
     let input = tensor(on, [1, 2, 64, 64]);
-    for (bits, group) in [(Bits::Float, 32), (Bits::Two, 24), (Bits::Two, 0), (Bits::Eight, 2)] {
+    for (bits, group) in [
+        (KvFormat::Float, 32),
+        (KvFormat::Affine2, 24),
+        (KvFormat::Affine2, 0),
+        (KvFormat::Affine8, 2),
+    ] {
         let error = quantize(input.clone(), Granularity::PerToken, bits, group).unwrap_err();
         assert!(matches!(error, Error::InvalidConfig { .. }), "{error}");
     }
@@ -112,14 +117,14 @@ fn other_float_types<T: Target>(on: &On<T>) {
     assert!(cache.is_empty());
     // The quantizer also takes f32 only, and must not misread another type.
     let input = tensor(on, [1, 1, 32, 64]).cast(DType::F16);
-    let error = quantize(input.clone(), Granularity::PerToken, Bits::Two, 32).unwrap_err();
+    let error = quantize(input.clone(), Granularity::PerToken, KvFormat::Affine2, 32).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-    let error = fake_quantize(input, Granularity::PerToken, Bits::Two, 32).unwrap_err();
+    let error = fake_quantize(input, Granularity::PerToken, KvFormat::Affine2, 32).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
 }
 
 fn invalid_configurations<T: Target>(on: &On<T>) {
-    let config = KvCacheConfig::kivi(Bits::Two, Bits::Two).with_group_size(64);
+    let config = KvCacheConfig::new(KvFormat::Affine2, KvFormat::Affine2).with_group_size(64);
     let config = config.with_capacity(50);
     let shape = CacheShape::new(1, 1, 80);
     let expected = config.validate(80).unwrap_err();
@@ -136,7 +141,7 @@ fn values_that_are_not_finite<T: Target>(on: &On<T>) {
         let expected = Error::NonFinite { op: "test", tensor: "input" };
         assert_eq!(ensure_finite("test", "input", &host.on(on)), Err(expected));
         // Only debug builds refuse such values.
-        let result = quantize(host.on(on), Granularity::PerToken, Bits::Two, 32);
+        let result = quantize(host.on(on), Granularity::PerToken, KvFormat::Affine2, 32);
         assert_eq!(result.is_err(), cfg!(debug_assertions));
     }
 }
@@ -210,14 +215,14 @@ fn a_device_without_the_operations() {
         assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
         assert!(error.to_string().contains("kv-cubecl serves"), "{error}");
     };
-    let config = KvCacheConfig::kivi(Bits::Two, Bits::Two).with_capacity(50);
+    let config = KvCacheConfig::new(KvFormat::Affine2, KvFormat::Affine2).with_capacity(50);
     let shape = CacheShape::new(1, 2, 64);
     for device in [device.clone(), device.autodiff()] {
         let x = || Host::normal(&mut Rng::new(75), [1, 2, 32, 64]).on(&device);
         refused(KvCache::new(&config, shape, &device).unwrap_err());
         refused(streaming_attention(x(), x(), x(), &config).unwrap_err());
-        refused(quantize(x(), Granularity::PerChannel, Bits::Two, 32).unwrap_err());
-        refused(fake_quantize(x(), Granularity::PerToken, Bits::Two, 32).unwrap_err());
+        refused(quantize(x(), Granularity::PerChannel, KvFormat::Affine2, 32).unwrap_err());
+        refused(fake_quantize(x(), Granularity::PerToken, KvFormat::Affine2, 32).unwrap_err());
         let parts = kv_cubecl::CacheParts {
             keys: Tensor::zeros([4], &device),
             values: Tensor::zeros([4], &device),

@@ -5,7 +5,7 @@ use std::{fs, path::PathBuf};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use kv_cubecl::{
     CacheParts, CacheShape, FrameCache, FrameConfig, Frames, Granularity, KvCache, KvCacheConfig,
-    Logical, On, Packed, RunningScale, Side, SideFormat, SteGradient, Target, fake_quantize_side,
+    KvFormat, Logical, On, Packed, RunningScale, Side, SteGradient, Target, fake_quantize_side,
     layout::CacheLayout,
     quantize_side,
     reference::{self, Numbers},
@@ -24,14 +24,14 @@ stamp!(
 );
 
 /// Formats and what the files call them. With `int8_channel` all tokens of a channel are one group.
-const FILES: &[(SideFormat, &str)] = &[
-    (SideFormat::Int8, "int8_token"),
-    (SideFormat::Int8Groups, "int8_channel"),
-    (SideFormat::E4m3, "e4m3_token"),
-    (SideFormat::E5m2, "e5m2_token"),
-    (SideFormat::E4m3Blocks, "e4m3_ue8m0_b32"),
-    (SideFormat::E2m1Blocks, "e2m1_ue8m0_b32"),
-    (SideFormat::Mxfp4, "mxfp4"),
+const FILES: &[(KvFormat, &str)] = &[
+    (KvFormat::Int8, "int8_token"),
+    (KvFormat::Int8Groups, "int8_channel"),
+    (KvFormat::E4m3, "e4m3_token"),
+    (KvFormat::E5m2, "e5m2_token"),
+    (KvFormat::E4m3Blocks, "e4m3_ue8m0_b32"),
+    (KvFormat::E2m1Blocks, "e2m1_ue8m0_b32"),
+    (KvFormat::Mxfp4, "mxfp4"),
 ];
 
 /// One file of numbers, in the folder `formats` of the golden files.
@@ -92,7 +92,7 @@ impl File {
 }
 
 /// The sides on which the files have a format: a group of tokens of a channel is one of keys.
-fn sides(format: SideFormat) -> &'static [Side] {
+fn sides(format: KvFormat) -> &'static [Side] {
     if format.is_grouped() { &[Side::Keys] } else { &Side::BOTH }
 }
 
@@ -105,7 +105,7 @@ fn codes_of_channels(logical: &Logical, [batch, heads, tokens, head_dim]: [usize
 }
 
 /// Codes of a logical tensor, one by one.
-fn codes(logical: &Logical, format: SideFormat) -> Vec<u8> {
+fn codes(logical: &Logical, format: KvFormat) -> Vec<u8> {
     let per_word = 32 / format.n_bits();
     let mask = (1u32 << format.n_bits()) - 1;
     let of_word = |word: &u32| {
@@ -164,7 +164,7 @@ fn frame_files<T: Target>(on: &On<T>) {
         let [batch, heads, tokens, head_dim] = input.shape;
         let mut running = RunningScale::default();
         running.floor = 1e-30;
-        let format = KvCacheConfig::stored(SideFormat::Int8Frames, SideFormat::Int8Frames);
+        let format = KvCacheConfig::new(KvFormat::Int8Frames, KvFormat::Int8Frames);
         let config = FrameConfig::new(format, tokens, Frames(2)).with_running(running);
         let shape = CacheShape::new(batch, heads, head_dim);
         let mut cache = FrameCache::new(&config, shape, on).unwrap();
@@ -177,7 +177,7 @@ fn frame_files<T: Target>(on: &On<T>) {
             let scales = file.parameters("int8_head_scale");
             let scales = scales.iter().flat_map(|&scale| core::iter::repeat_n(scale, tokens));
             same(&what, &parameters(&logical), &scales.collect::<Vec<_>>());
-            same(&what, &codes(&logical, SideFormat::Int8), &file.codes("int8_head_codes"));
+            same(&what, &codes(&logical, KvFormat::Int8), &file.codes("int8_head_codes"));
             let restored = Host::of(packed.dequantize());
             equal_bits(&what, &restored.data, &file.f32s("int8_head_dequant"));
         }
@@ -233,17 +233,17 @@ fn every_number_is_cast<T: Target>(on: &On<T>) {
     let file = File::read("formats_tables.safetensors");
     let input = file.f32s("cast_input");
     for (format, name) in [
-        (SideFormat::E4m3, "e4m3"),
-        (SideFormat::E5m2, "e5m2"),
-        (SideFormat::E4m3Blocks, "e4m3"),
-        (SideFormat::E2m1Blocks, "e2m1"),
-        (SideFormat::Mxfp4, "e2m1"),
+        (KvFormat::E4m3, "e4m3"),
+        (KvFormat::E5m2, "e5m2"),
+        (KvFormat::E4m3Blocks, "e4m3"),
+        (KvFormat::E2m1Blocks, "e2m1"),
+        (KvFormat::Mxfp4, "e2m1"),
     ] {
         let largest = reference::numbers(format).unwrap().largest() as f32;
         let cast = file.codes(&format!("cast_{name}"));
         let (mut data, mut expected) = (vec![], vec![]);
         // Of MXFP4's scale, numbers from 4 to 8 have the same exponent, and those from 6 on saturate.
-        let most = if format == SideFormat::Mxfp4 { 7.99 } else { largest };
+        let most = if format == KvFormat::Mxfp4 { 7.99 } else { largest };
         for (x, code) in input.iter().zip(cast).filter(|(x, _)| x.abs() <= most) {
             if data.len() % 32 == 0 {
                 data.push(largest);
@@ -309,7 +309,7 @@ fn restored<T: Target>(
 /// All codes of all formats, as they lie in memory.
 fn every_code_restores<T: Target>(on: &On<T>) {
     // Where a group has a word for its parameter, codes are those of the format without.
-    for format in SideFormat::ALL.iter().copied().filter(|format| !format.is_grouped()) {
+    for format in KvFormat::ALL.iter().copied().filter(|format| !format.is_grouped()) {
         let Some(numbers) = reference::numbers(format) else { continue };
         let n_codes = 1usize << format.n_bits();
         let bytes: Vec<u8> = match format.n_bits() {
@@ -328,7 +328,7 @@ fn every_code_restores<T: Target>(on: &On<T>) {
 }
 
 /// What a side is quantized to by the oracle, as the words of a [`Logical`].
-fn expected(host: &Host, side: Side, format: SideFormat, group: usize) -> Logical {
+fn expected(host: &Host, side: Side, format: KvFormat, group: usize) -> Logical {
     reference::quantize_side(&host.data, host.shape, side, format, group)
 }
 
@@ -344,13 +344,17 @@ fn check_packed(what: &str, packed: &Packed, expected: &Logical) {
 }
 
 /// Whether a side of this shape is of whole groups of 32.
-fn fits(format: SideFormat, side: Side, [_, _, tokens, _]: [usize; 4]) -> bool {
+fn fits(format: KvFormat, side: Side, [_, _, tokens, _]: [usize; 4]) -> bool {
     format.granularity(side) != Some(Granularity::PerChannel) || tokens.is_multiple_of(32)
 }
 
 fn random_sides<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(81);
-    for format in SideFormat::ALL.iter().copied().filter(|format| format.bits().is_none()) {
+    for format in KvFormat::ALL
+        .iter()
+        .copied()
+        .filter(|format| format.is_quantized() && format.affine_bits().is_none())
+    {
         // Odd numbers of tokens, whose parameters end within a word.
         for shape in [
             [2, 3, 33, 64],
@@ -386,7 +390,11 @@ fn random_sides<T: Target>(on: &On<T>) {
 /// Ties between codes, infinities, numbers beyond every scale, and NaN.
 fn odd_numbers<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(82);
-    for format in SideFormat::ALL.iter().copied().filter(|format| format.bits().is_none()) {
+    for format in KvFormat::ALL
+        .iter()
+        .copied()
+        .filter(|format| format.is_quantized() && format.affine_bits().is_none())
+    {
         let largest = reference::numbers(format).map_or(1.0, Numbers::largest) as f32;
         let mut hosts = vec![];
         // With a scale of 1: eighths up to the largest number.
@@ -428,12 +436,7 @@ fn odd_numbers<T: Target>(on: &On<T>) {
 }
 
 /// What a side of a cache restores to that is given these rows.
-fn through_a_cache<T: Target>(
-    on: &On<T>,
-    host: &Host,
-    side: Side,
-    format: SideFormat,
-) -> Tensor<4> {
+fn through_a_cache<T: Target>(on: &On<T>, host: &Host, side: Side, format: KvFormat) -> Tensor<4> {
     let [batch, heads, tokens, head_dim] = host.shape;
     let name = match side {
         Side::Keys => format!("k{format}v16"),

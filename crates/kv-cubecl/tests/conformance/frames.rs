@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Tensor};
 use kv_cubecl::{
     Attention, AttentionOptions, CacheFloat, CacheShape, FakeQuantOptions, FrameCache, FrameConfig,
-    Frames, KvCacheConfig, On, Side, SideFormat, Sides, Target, frame_attention,
+    Frames, KvCacheConfig, KvFormat, On, Side, Sides, Target, frame_attention,
     reference::{self, RowOptions, StreamOracle, attend_row_with},
 };
 
@@ -89,11 +89,12 @@ impl Case {
     /// What a frame that comes after all of `frames` sees, by the definition, for each (batch, kv head): the tokens of
     /// the stream, and their keys and values as the cache stores them, then the frame's own as they are.
     fn seen(&self, frames: &[Frame], new: &Frame) -> Vec<Seen> {
-        let FrameConfig { format, tokens_per_frame: tokens, window, sinks, .. } = self.config;
+        let FrameConfig { format, tokens_per_frame: tokens, sliding_window: window, sinks, .. } =
+            self.config;
         let CacheShape { batch, n_kv_heads, .. } = self.shape;
         let sink_tokens = sinks.tokens(tokens);
         let [keys, values] = [format.keys, format.values].map(|format| match of_frames(format) {
-            true => SideFormat::Int8,
+            true => KvFormat::Int8,
             false => format,
         });
         let of_tokens = format.with_formats(keys, values).with_sink_tokens(sink_tokens);
@@ -151,13 +152,13 @@ impl Case {
         let rows = after.iter().map(|frame| {
             let host = if side == Side::Keys { &frame.key } else { &frame.value };
             let mut rows = host.data[lane * tokens * HEAD_DIM..][..tokens * HEAD_DIM].to_vec();
-            if format.rotates(side) {
-                rows = rows.chunks(HEAD_DIM).flat_map(reference::rotate).collect();
+            if format.uses_hadamard(side) {
+                rows = rows.chunks(HEAD_DIM).flat_map(reference::hadamard).collect();
             }
             rows
         });
         let rows: Vec<Vec<f32>> = rows.collect();
-        let percentile = format.format(side) == SideFormat::Int8Percentile;
+        let percentile = format.format(side) == KvFormat::Int8Percentile;
         let amax = reference::running_amax(&rows, percentile, running);
         (rows, amax)
     }
@@ -168,8 +169,8 @@ impl Case {
         let restored = rows.iter().zip(amax).flat_map(|(rows, amax)| {
             let restored = rows.iter().map(|&x| reference::restore_with(x, amax));
             let mut restored: Vec<f32> = restored.collect();
-            if self.config.format.rotates(side) {
-                restored = restored.chunks(HEAD_DIM).flat_map(reference::rotate).collect();
+            if self.config.format.uses_hadamard(side) {
+                restored = restored.chunks(HEAD_DIM).flat_map(reference::hadamard).collect();
             }
             restored.chunks(HEAD_DIM).map(wide).collect::<Vec<_>>()
         });
@@ -216,8 +217,8 @@ const CONFIGS: [(&str, usize, u64, u64); 21] = [
     ("k8v2-g16-r16", 8, 5, 1),
     ("k16v8-g8-r8", 6, 4, 0),
     ("k2v16-g16-r32", 12, 4, 2),
-    ("k8v8-g8-r24-slide", 10, 5, 0),
-    ("k4v8-g8-r16-slide-hadv", 9, 4, 1),
+    ("k8v8-g8-r24-gflush", 10, 5, 0),
+    ("k4v8-g8-r16-gflush-hadv", 9, 4, 1),
     ("kint8vint8", 8, 4, 0),
     ("kint8vint8", 7, 3, 1),
     ("k16vint8", 5, 5, 0),
@@ -231,8 +232,8 @@ const CONFIGS: [(&str, usize, u64, u64); 21] = [
     ("kint8fvint8p-hadk-hadv", 8, 5, 1),
 ];
 
-fn of_frames(format: SideFormat) -> bool {
-    SideFormat::OF_FRAMES.contains(&format)
+fn of_frames(format: KvFormat) -> bool {
+    KvFormat::OF_FRAMES.contains(&format)
 }
 
 fn config((name, tokens, window, sinks): (&str, usize, u64, u64)) -> FrameConfig {
@@ -371,8 +372,9 @@ fn gradients_pass_straight_through<T: Target>(device: &On<T>) {
         let case = sequence(of, seed);
         let KvCacheConfig { keys, values, .. } = case.config.format;
         // Which numbers are beyond a scale would be known of rotated ones alone.
-        let turned = case.config.format.rotates_keys() || case.config.format.rotates_values();
-        let unclear = turned && (of_frames(keys) || of_frames(values));
+        let transformed =
+            case.config.format.uses_hadamard_keys() || case.config.format.uses_hadamard_values();
+        let unclear = transformed && (of_frames(keys) || of_frames(values));
         if unclear || lacks(device, case.config.format.float) {
             continue;
         }

@@ -4,7 +4,7 @@
 use std::{collections::HashMap, fs, path::PathBuf};
 
 use kv_cubecl::{
-    Bits, CacheFloat, Flush, Granularity, KvCacheConfig, Logical, On, QuantizedCounts, Target,
+    CacheFloat, Flush, Granularity, KvCacheConfig, KvFormat, Logical, On, QuantizedCounts, Target,
     quantize, reference, streaming_attention,
 };
 use safetensors::SafeTensors;
@@ -77,9 +77,9 @@ impl File {
 
     /// The configuration and inputs of a stream file.
     fn text(&self) -> Setup {
-        let bits = |field| Bits::try_from(u8::try_from(self.number(field)).unwrap()).unwrap();
+        let bits = |field| KvFormat::named(&self.metadata[field]).unwrap();
         let key = self.host("key");
-        let config = KvCacheConfig::kivi(bits("k_bits"), bits("v_bits"))
+        let config = KvCacheConfig::new(bits("k_bits"), bits("v_bits"))
             .with_group_size(self.number("group_size"))
             .with_residual_length(self.number("residual_length"))
             .with_sink_tokens(self.number("sink_tokens"))
@@ -88,13 +88,17 @@ impl File {
                 None => CacheFloat::F32,
                 Some(name) => *CacheFloat::ALL.iter().find(|float| float.name() == name).unwrap(),
             })
-            .with_sliding(self.metadata.get("sliding").is_some_and(|sliding| sliding == "true"))
-            .with_rotate_values(self.metadata.get("hadamard").is_some_and(|side| side == "values"))
-            .with_flush(match self.metadata["flush"].as_str() {
-                "before" => Flush::BeforeAttention,
-                "after" => Flush::AfterAttention,
-                other => panic!("{}: flush {other}", self.name),
-            });
+            .with_hadamard_values(
+                self.metadata.get("hadamard").is_some_and(|side| side == "values"),
+            )
+            .with_flush(Flush::new(
+                match self.metadata["flush"].as_str() {
+                    "before" => false,
+                    "after" => true,
+                    other => panic!("{}: flush {other}", self.name),
+                },
+                self.metadata.get("sliding").is_some_and(|sliding| sliding == "true"),
+            ));
         Setup { config, seed: 0, query: self.host("query"), key, value: self.host("value") }
     }
 
@@ -110,7 +114,7 @@ const SIDES: [(&str, Granularity); 2] =
 
 fn quantizer_files<T: Target>(on: &On<T>) {
     for file in files("quant_") {
-        let bits = Bits::try_from(u8::try_from(file.number("n_bits")).unwrap()).unwrap();
+        let bits = KvFormat::named(&file.metadata["n_bits"]).unwrap();
         for (side, granularity) in SIDES {
             let input = file.host(side).on(on);
             let packed = quantize(input, granularity, bits, file.number("group_size")).unwrap();

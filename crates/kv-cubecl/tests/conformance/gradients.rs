@@ -4,7 +4,7 @@
 
 use burn::tensor::{DType, Device, Tensor};
 use kv_cubecl::{
-    AttentionOptions, Bits, Error, FakeQuantOptions, Granularity, KvCache, KvMemory, On,
+    AttentionOptions, Error, FakeQuantOptions, Granularity, KvCache, KvFormat, KvMemory, On,
     SteGradient, Target, fake_quantize,
     reference::{self, RowOptions, causal_attention, stream_gradients, stream_gradients_with},
     streaming_attention, streaming_attention_with,
@@ -99,10 +99,10 @@ pub(crate) fn check_with<T: Target>(
 fn fake_quantize_is_the_identity<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(80);
     for (granularity, bits) in [
-        (Granularity::PerChannel, Bits::Two),
-        (Granularity::PerChannel, Bits::Eight),
-        (Granularity::PerToken, Bits::Two),
-        (Granularity::PerToken, Bits::Four),
+        (Granularity::PerChannel, KvFormat::Affine2),
+        (Granularity::PerChannel, KvFormat::Affine8),
+        (Granularity::PerToken, KvFormat::Affine2),
+        (Granularity::PerToken, KvFormat::Affine4),
     ] {
         // The input has constant groups and one that saturates.
         let mut host = Host::normal(&mut rng, [2, 2, 64, 64]);
@@ -159,7 +159,7 @@ fn straight_through_in_every_configuration<T: Target>(on: &On<T>) {
         "k16v2-g16-r16",
         "k2v16-g16-r16",
         "k2v2-g16-r16-s200",
-        "k2v2-g16-r32-s3-slide",
+        "k2v2-g16-r32-s3-gflush",
         "k4v2-g16-r16-s2-hadv",
         "kint8vint8",
         "ke4m3ve5m2-s2-after",
@@ -183,7 +183,7 @@ fn windows_bounds_and_sinks<T: Target>(on: &On<T>) {
         ("k4v2-g16-r32-w40-after", Some(1.5), false),
         ("float", Some(0.7), true),
         ("k2v2-g16-r16", None, true),
-        ("k2v2-g16-r16-s3-w30-slide-hadv", Some(3.0), true),
+        ("k2v2-g16-r16-s3-w30-gflush-hadv", Some(3.0), true),
     ];
     for (seed, (name, softcap, with_sinks)) in cases.into_iter().enumerate() {
         let text = Setup::new(name, [2, 4, 2, 77, 64], 70 + seed as u64);

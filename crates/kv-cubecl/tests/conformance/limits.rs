@@ -7,7 +7,7 @@ use burn::{
     tensor::{DType, Int, Tensor, TensorData},
 };
 use kv_cubecl::{
-    AttentionOptions, Bits, CacheShape, CacheState, Granularity, KvCacheConfig, KvCacheOps, On,
+    AttentionOptions, CacheShape, CacheState, Granularity, KvCacheConfig, KvCacheOps, KvFormat, On,
     Target, fake_quantize,
     layout::{CacheLayout, StreamSpec},
     quantize,
@@ -50,9 +50,9 @@ fn many_elements<T: Target>(on: &On<T>) {
     // Restoring takes a unit per element: 66577 cubes of 128 units. Quantizing takes one per group.
     let logical = reference::quantize(&host.data, shape, granularity, 4, 8);
     let restored = reference::dequantize(&logical, shape, granularity, 4, 8);
-    let packed = quantize(host.on(on), granularity, Bits::Four, 8).unwrap();
+    let packed = quantize(host.on(on), granularity, KvFormat::Affine4, 8).unwrap();
     equal_bits("dequantize", &Host::of(packed.dequantize()).data, &restored);
-    let fake = fake_quantize(host.on(on), granularity, Bits::Four, 8).unwrap();
+    let fake = fake_quantize(host.on(on), granularity, KvFormat::Affine4, 8).unwrap();
     equal_bits("fake_quantize", &Host::of(fake).data, &restored);
 }
 

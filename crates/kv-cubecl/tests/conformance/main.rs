@@ -30,7 +30,7 @@ mod poison;
 mod quantize;
 mod ragged;
 mod resize;
-mod rotary;
+mod rope;
 mod running;
 mod slots;
 mod small;

@@ -70,13 +70,13 @@ fn two_bits_save_what_they_promise<T: Target>(on: &On<T>) {
 /// A window of 512 tokens at a capacity of 32768 takes what 512 tokens take.
 #[test]
 fn windows_take_the_memory_of_their_tokens() {
-    for name in ["float", "k4v4", "k2v2-s4-slide", "k8v16-r64-after", "k16v4"] {
+    for name in ["float", "k4v4", "k2v2-s4-gflush", "k8v16-r64-after", "k16v4"] {
         let config: KvCacheConfig = name.parse().unwrap();
         let bytes = |config: KvCacheConfig| {
             CacheLayout::new(&config, shape()).unwrap().memory_bytes().total()
         };
         let all = bytes(config.with_capacity(512 + config.sink_tokens));
-        let windowed = bytes(config.with_window(Some(512)).with_capacity(32_768));
+        let windowed = bytes(config.with_sliding_window(Some(512)).with_capacity(32_768));
         // The blocks of keys that are quantized together begin anywhere in a window, so that it may hold one more.
         let extra = windowed as f64 / all as f64;
         assert!((1.0..1.04).contains(&extra), "{name}: {windowed} bytes, not {all}");

@@ -179,12 +179,12 @@ impl<T: Target> Run<'_, T> {
             "ke4m3ve5m2-w9-hadk",
         ];
         let config: KvCacheConfig = names[rng.below(names.len())].parse().unwrap();
-        let flush = [Flush::BeforeAttention, Flush::AfterAttention][rng.below(2)];
-        let sliding = config.keys.is_grouped() && rng.below(2) == 0;
-        let config = config.with_flush(flush).with_sliding(sliding);
+        let after = rng.below(2) == 1;
+        let by_group = config.keys.is_grouped() && rng.below(2) == 0;
+        let config = config.with_flush(Flush::new(after, by_group));
         let windows = windows(&config, HEAD_DIM);
         let config = match rng.below(2) == 0 && !windows.is_empty() {
-            true => config.with_window(Some(windows[rng.below(windows.len())])),
+            true => config.with_sliding_window(Some(windows[rng.below(windows.len())])),
             false => config,
         };
         let config = config.with_capacity(1 + rng.below(70));
@@ -385,7 +385,7 @@ impl<T: Target> Run<'_, T> {
         let truncated = cache.truncate(index, len);
         // A window that has hidden tokens has overwritten them.
         let hides = |window| now > window + self.config.sink_tokens;
-        let fits = match self.config.window.is_some_and(hides) {
+        let fits = match self.config.sliding_window.is_some_and(hides) {
             true => len == now,
             // Keys that are quantized one by one are given back.
             false => then.keys == counts.keys || !self.config.keys.is_grouped(),
@@ -425,15 +425,16 @@ fn check(Pair { cache, sequences }: &Pair, config: &KvCacheConfig, story: &str) 
             let (packed, Some(spec)) = (one.packed(side), sides[side].spec) else { continue };
             // A window leaves those that it shows to the next token, or a few more that share a
             // word with them.
-            let begin = config.window.map_or(0, |window| (lens[i] + 1).saturating_sub(window));
+            let begin =
+                config.sliding_window.map_or(0, |window| (lens[i] + 1).saturating_sub(window));
             let hidden = begin.saturating_sub(config.sink_tokens);
-            let hidden = hidden / spec.granule() * spec.granule();
+            let hidden = hidden / spec.block_tokens() * spec.block_tokens();
             let Some(packed) = packed else {
                 assert!(counts[side] <= hidden, "{story}: no {side} of sequence {i}");
                 continue;
             };
-            let tokens = tokens.iter().map(|token| match config.rotates(side) {
-                true => token.chunks(HEAD_DIM).flat_map(kv_cubecl::reference::rotate).collect(),
+            let tokens = tokens.iter().map(|token| match config.uses_hadamard(side) {
+                true => token.chunks(HEAD_DIM).flat_map(kv_cubecl::reference::hadamard).collect(),
                 false => token.clone(),
             });
             let first = counts[side] - packed.shape()[2];

@@ -126,7 +126,7 @@ const NAMES: [&str; 6] = [
     "k4v4-g16-r16",
     "k2v2-g16-r16-s3-after",
     "k8v16-g16-r32-s2",
-    "k2v2-g16-r48-s1-slide",
+    "k2v2-g16-r48-s1-gflush",
 ];
 
 fn log_sum_exps_are_those_of_the_scores<T: Target>(on: &On<T>) {
@@ -168,7 +168,7 @@ fn windows_hide_older_tokens<T: Target>(on: &On<T>) {
         "k4v4-g16-r16-w24",
         "k2v2-g16-r32-s3-w40",
         "k2v2-g16-r32-s1-w33-after",
-        "k4v2-g16-r32-s2-w37-slide-hadv",
+        "k4v2-g16-r32-s2-w37-gflush-hadv",
         "k8v16-g16-r32-s2-w50",
         "k16v4-g16-r16-w29",
         "k2v2-g16-r16-w500",

@@ -5,7 +5,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use kv_cubecl::{Error, KvCacheConfig, On, SideFormat, Target, streaming_attention};
+use kv_cubecl::{Error, KvCacheConfig, KvFormat, On, Target, streaming_attention};
 
 use crate::{
     chunks::check_contents,
@@ -37,8 +37,8 @@ fn every_pair_of_formats<T: Target>(on: &On<T>) {
         }
     }
     let (mut ran, mut refused) = (0, HashMap::<String, usize>::new());
-    for (i, &keys) in SideFormat::ALL.iter().enumerate() {
-        for (j, &values) in SideFormat::ALL.iter().enumerate() {
+    for (i, &keys) in KvFormat::ALL.iter().enumerate() {
+        for (j, &values) in KvFormat::ALL.iter().enumerate() {
             // Latin squares: every format is in some pair, as keys and as values.
             if !all && !(i + j + seed).is_multiple_of(SAMPLED) {
                 continue;
@@ -60,14 +60,14 @@ fn every_pair_of_formats<T: Target>(on: &On<T>) {
         );
         refused.iter().for_each(|(rule, count)| println!("  {count}: {rule}"));
     }
-    let pairs = SideFormat::ALL.len().pow(2);
+    let pairs = KvFormat::ALL.len().pow(2);
     assert!(ran >= if all { pairs } else { pairs / SAMPLED });
 }
 
 /// A text for each window and order in which the two formats may be one cache; rules that refuse others are counted.
 fn valid_setups(
-    keys: SideFormat,
-    values: SideFormat,
+    keys: KvFormat,
+    values: KvFormat,
     seed: usize,
     refused: &mut HashMap<String, usize>,
 ) -> Vec<Setup> {
@@ -97,7 +97,7 @@ fn check_in_parts<T: Target>(on: &On<T>, text: &Setup) {
     let output = attend(&mut cache, text, &[14, 1, 1, 3, 1, 15, 1, 1], on);
     close(format!("{text:?}"), &output, &expected.output, CLOSE);
     assert_eq!(Some(&cache.quantized_counts()), expected.counts.last(), "{text:?}");
-    if text.config.window.is_none() {
+    if text.config.sliding_window.is_none() {
         check_contents(&cache, text, "in parts");
     }
     // The capacity is the text's length.

@@ -1,7 +1,7 @@
 //! The quantizer, bit for bit against the oracle.
 
 use burn::tensor::Tensor;
-use kv_cubecl::{Bits, Granularity, On, Target, fake_quantize, quantize, reference, rotate};
+use kv_cubecl::{Granularity, KvFormat, On, Target, fake_quantize, hadamard, quantize, reference};
 use proptest::prelude::*;
 
 use crate::common::{Host, Rng, check_properties, equal_bits, stamp};
@@ -15,11 +15,11 @@ stamp!(
     strided_inputs,
     any_scale,
     one_token_and_one_channel,
-    rotations,
+    hadamard_transforms,
 );
 
 const GRANULARITIES: [Granularity; 2] = [Granularity::PerChannel, Granularity::PerToken];
-const BITS: [Bits; 3] = [Bits::Two, Bits::Four, Bits::Eight];
+const BITS: [KvFormat; 3] = [KvFormat::Affine2, KvFormat::Affine4, KvFormat::Affine8];
 
 /// Asserts that `tensor`, which holds `host`, quantizes and restores as the oracle does.
 #[track_caller]
@@ -27,7 +27,7 @@ fn check(
     what: impl core::fmt::Display,
     tensor: Tensor<4>,
     host: &Host,
-    (granularity, bits, group_size): (Granularity, Bits, usize),
+    (granularity, bits, group_size): (Granularity, KvFormat, usize),
 ) {
     let what = format!("{what}: {:?} {granularity:?} {bits:?} G {group_size}", host.shape);
     let n_bits = bits.n_bits();
@@ -70,7 +70,7 @@ fn random_inputs<T: Target>(on: &On<T>) {
     check_all(on, "keys, seed 1", &Host::keys(&mut rng, [1, 2, 64, 128]));
     // Sizes that are not powers of two.
     for (head_dim, group_size) in [(80, 16), (96, 32), (256, 64), (8, 8), (24, 8)] {
-        let bits = if group_size < 16 { Bits::Four } else { Bits::Two };
+        let bits = if group_size < 16 { KvFormat::Affine4 } else { KvFormat::Affine2 };
         let values = Host::normal(&mut rng, [1, 3, 7, head_dim]);
         let spec = (Granularity::PerToken, bits, group_size);
         check("odd tokens, seed 1", values.on(on), &values, spec);
@@ -149,7 +149,9 @@ fn strided_inputs<T: Target>(on: &On<T>) {
     for (what, tensor) in inputs {
         let host = Host::of(tensor.clone());
         for granularity in GRANULARITIES {
-            for (bits, group_size) in [(Bits::Two, 64), (Bits::Four, 16), (Bits::Eight, 32)] {
+            for (bits, group_size) in
+                [(KvFormat::Affine2, 64), (KvFormat::Affine4, 16), (KvFormat::Affine8, 32)]
+            {
                 check(what, tensor.clone(), &host, (granularity, bits, group_size));
             }
         }
@@ -179,26 +181,31 @@ fn any_scale<T: Target>(on: &On<T>) {
 fn one_token_and_one_channel<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(7);
     let token = Host::normal(&mut rng, [1, 1, 1, 64]);
-    check("one token", token.on(on), &token, (Granularity::PerToken, Bits::Two, 64));
+    check("one token", token.on(on), &token, (Granularity::PerToken, KvFormat::Affine2, 64));
     let channel = Host::normal(&mut rng, [1, 1, 32, 1]);
-    check("one channel", channel.on(on), &channel, (Granularity::PerChannel, Bits::Four, 32));
+    check(
+        "one channel",
+        channel.on(on),
+        &channel,
+        (Granularity::PerChannel, KvFormat::Affine4, 32),
+    );
 }
 
 /// Sums are taken in the same order everywhere, so that rotated values have the same codes everywhere.
-fn rotations<T: Target>(on: &On<T>) {
+fn hadamard_transforms<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(29);
     for shape in [[1, 1, 1, 1], [2, 3, 5, 2], [1, 2, 33, 64], [1, 1, 7, 256], [2, 8, 200, 128]] {
         let host = Host::normal(&mut rng, shape);
-        let rotated = rotate(host.on(on)).unwrap();
+        let hadamard_values = hadamard(host.on(on)).unwrap();
         let rows = host.data.chunks(shape[3]);
-        let expected: Vec<f32> = rows.flat_map(reference::rotate).collect();
-        equal_bits(format!("{shape:?}"), &Host::of(rotated.clone()).data, &expected);
+        let expected: Vec<f32> = rows.flat_map(reference::hadamard).collect();
+        equal_bits(format!("{shape:?}"), &Host::of(hadamard_values.clone()).data, &expected);
         // Twice is nothing, but for the rounding of sums of up to 256 numbers.
-        let back = Host::of(rotate(rotated.swap_dims(1, 2)).unwrap().swap_dims(1, 2));
-        crate::common::close(format!("{shape:?} turned back"), &back, &host.f64(), 1e-6);
+        let back = Host::of(hadamard(hadamard_values.swap_dims(1, 2)).unwrap().swap_dims(1, 2));
+        crate::common::close(format!("{shape:?} transformed back"), &back, &host.f64(), 1e-6);
     }
     for shape in [[1, 1, 1, 96], [1, 1, 1, 512], [1, 1, 1, 3]] {
-        let error = rotate(Host::from_fn(shape, || 1.0).on(on)).unwrap_err().to_string();
+        let error = hadamard(Host::from_fn(shape, || 1.0).on(on)).unwrap_err().to_string();
         assert!(error.contains("head_dim must be a power of two up to 256"), "{error}");
     }
 }

@@ -19,11 +19,11 @@ const NAMES: [&str; 14] = [
     "k16ve4m3-r8",
     "k2v2-g16-r16",
     "k4v2-g16-r32-s3-after",
-    "k16v4-g16-r16-s20-slide",
+    "k16v4-g16-r16-s20-gflush",
     "k8v16-g16-r16",
     "k4v8-g16-r32-hadv",
     "k4v4-g16-r16-w40",
-    "k4v8-g8-r16-w21-s5-slide",
+    "k4v8-g8-r16-w21-s5-gflush",
     "k8v8-g16-r16-w17-after",
 ];
 
@@ -81,7 +81,7 @@ fn goes_on_as_a_cache_of_that_capacity<T: Target>(on: &On<T>) {
 
 fn a_batch_of_different_lengths_keeps_them<T: Target>(on: &On<T>) {
     for (seed, name) in
-        ["float", "k4v2-g16-r32-s3-after", "k4v8-g8-r16-w21-s5-slide"].into_iter().enumerate()
+        ["float", "k4v2-g16-r32-s3-after", "k4v8-g8-r16-w21-s5-gflush"].into_iter().enumerate()
     {
         let text = Setup::new(name, [1, 2, 1, 90, 64], 730 + seed as u64);
         let alone = |capacity, len: usize| {

@@ -3,8 +3,8 @@
 use burn::tensor::{Tensor, TensorData};
 use half::f16;
 use kv_cubecl::{
-    CacheShape, FrameCache, FrameConfig, Frames, KvCache, KvCacheConfig, Logical, On, Packed,
-    RunningScale, Side, SideFormat, Target, quantize_side, reference,
+    CacheShape, FrameCache, FrameConfig, Frames, KvCache, KvCacheConfig, KvFormat, Logical, On,
+    Packed, RunningScale, Side, Target, quantize_side, reference,
 };
 
 use crate::common::{Host, Rng, equal_bits, stamp};
@@ -171,7 +171,7 @@ fn what_is_no_number_leaves_scales_finite<T: Target>(on: &On<T>) {
 
 /// Names are parsed and printed, and every cache that cannot have such a format says why.
 fn what_has_no_frames_is_refused<T: Target>(on: &On<T>) {
-    for &format in SideFormat::OF_FRAMES {
+    for &format in KvFormat::OF_FRAMES {
         let name = format!("k{format}v16");
         let config: KvCacheConfig = name.parse().unwrap();
         assert_eq!((config.to_string(), config.keys), (name.clone(), format));

@@ -12,7 +12,7 @@ stamp!(a_slot_is_used_again, a_fork_goes_on_alone, slots_that_cannot_be);
 
 const NAMES: [&str; 6] = [
     "float",
-    "k2v2-g16-r16-slide",
+    "k2v2-g16-r16-gflush",
     "k4v4-g16-r32-s3-after",
     "k16v4-g16-r16-s20",
     "k4v4-g16-hadv",

@@ -54,7 +54,7 @@ fn small_setups() -> impl Strategy<Value = Setup> {
     let rest = (0..=3usize, 0..=2usize, order, 0..=4usize, any::<u32>());
     (bits(), bits(), counts, heads, rest).prop_map(
         |(k, v, (words, residuals, groups, any), (batch, n_kv_heads, per_kv), rest)| {
-            let (sinks, spare, (after, sliding, windowed, window), beyond, seed) = rest;
+            let (sinks, spare, (after, by_group, windowed, window), beyond, seed) = rest;
             // A group fills one or two whole words of the side with fewer bits.
             let codes = [k, v].map(|bits| if bits == 16 { 1 } else { 32 / bits });
             let group = words * codes[0].max(codes[1]);
@@ -65,11 +65,10 @@ fn small_setups() -> impl Strategy<Value = Setup> {
                 .with_group_size(group)
                 .with_residual_length(residual)
                 .with_sink_tokens(sinks)
-                .with_sliding(sliding && k < 16)
-                .with_flush(if after { Flush::AfterAttention } else { Flush::BeforeAttention });
+                .with_flush(Flush::new(after, by_group && k < 16));
             let windows = windows(&config, head_dim);
             let config = match windowed && !windows.is_empty() {
-                true => config.with_window(Some(*window.get(&windows))),
+                true => config.with_sliding_window(Some(*window.get(&windows))),
                 false => config,
             };
             let tokens = (sinks + residuals * residual + beyond).saturating_sub(2).max(1);

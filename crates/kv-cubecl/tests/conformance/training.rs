@@ -2,7 +2,7 @@
 
 use burn::tensor::{Device, Tensor, TensorData, activation::softmax};
 use kv_cubecl::{
-    AttentionOptions, Bits, FakeQuantOptions, Flush, Granularity, KvCacheConfig, On, SteGradient,
+    AttentionOptions, FakeQuantOptions, Granularity, KvCacheConfig, KvFormat, On, SteGradient,
     Target, fake_quantize, fake_quantize_with,
     reference::{self, causal_attention, fake_quantize_group_backward, stream_gradients},
     streaming_attention, streaming_attention_with,
@@ -41,12 +41,12 @@ fn distance(a: &Host, b: &Host) -> f32 {
 fn scale_gradient_of_one_tensor<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(90);
     for (granularity, bits) in [
-        (Granularity::PerChannel, Bits::Two),
-        (Granularity::PerChannel, Bits::Four),
-        (Granularity::PerChannel, Bits::Eight),
-        (Granularity::PerToken, Bits::Two),
-        (Granularity::PerToken, Bits::Four),
-        (Granularity::PerToken, Bits::Eight),
+        (Granularity::PerChannel, KvFormat::Affine2),
+        (Granularity::PerChannel, KvFormat::Affine4),
+        (Granularity::PerChannel, KvFormat::Affine8),
+        (Granularity::PerToken, KvFormat::Affine2),
+        (Granularity::PerToken, KvFormat::Affine4),
+        (Granularity::PerToken, KvFormat::Affine8),
     ] {
         let (shape, group_size) = ([2, 2, 64, 64], 32);
         // Token and channel of element `i` of special group `g`.
@@ -104,7 +104,7 @@ fn scale_gradient_in_every_configuration<T: Target>(on: &On<T>) {
         "k16v2-g16-r16",
         "k2v16-g16-r16-s3-after",
         "k2v2-g16-r16-s200",
-        "k4v2-g16-r32-s1-slide-hadv",
+        "k4v2-g16-r32-s1-gflush-hadv",
         "float",
     ];
     for (seed, name) in names.into_iter().enumerate() {
@@ -161,7 +161,7 @@ fn restored(
     x: Tensor<4>,
     host: &Host,
     granularity: Granularity,
-    (bits, group_size): (Bits, usize),
+    (bits, group_size): (KvFormat, usize),
     sinks: usize,
     gradient: SteGradient,
 ) -> Tensor<4> {
@@ -176,7 +176,7 @@ fn restored(
             (after, [batch, heads, after, head_dim / group_size, group_size], 4)
         }
     };
-    if bits == Bits::Float || len == 0 {
+    if bits == KvFormat::Float || len == 0 {
         return x;
     }
     let n_bits = bits.n_bits();
@@ -229,8 +229,8 @@ fn composed(on: &Device, text: &Setup, weight: &Host, options: FakeQuantOptions)
     let side = |x: &Tensor<4>, host, granularity, bits| {
         restored(x.clone(), host, granularity, (bits, config.group_size), sinks, options.gradient)
     };
-    let k_hat = side(&k, &text.key, Granularity::PerChannel, config.keys.bits().unwrap());
-    let v_hat = side(&v, &text.value, Granularity::PerToken, config.values.bits().unwrap());
+    let k_hat = side(&k, &text.key, Granularity::PerChannel, config.keys);
+    let v_hat = side(&v, &text.value, Granularity::PerToken, config.values);
 
     let [batch, n_heads, tokens, head_dim] = q.dims();
     let n_kv_heads = k.dims()[1];
@@ -246,9 +246,9 @@ fn composed(on: &Device, text: &Setup, weight: &Host, options: FakeQuantOptions)
         Host { data, shape: [1, 1, tokens, tokens] }.on(on)
     };
     // Number of tokens after the sinks that the last flush before the attention of row t has seen.
-    let seen = |t: usize| match config.flush {
-        Flush::BeforeAttention => (t + 1).saturating_sub(sinks),
-        Flush::AfterAttention => t.saturating_sub(sinks),
+    let seen = |t: usize| match config.flush.is_after() {
+        false => (t + 1).saturating_sub(sinks),
+        true => t.saturating_sub(sinks),
     };
     let keys_hat = mask(&|t, j| window == 0 || j < sinks || j - sinks < seen(t) / window * window);
     let values_hat = mask(&|t, j| window == 0 || j < sinks || j - sinks + window < seen(t));
@@ -331,10 +331,10 @@ fn quantizing_everything<T: Target>(on: &On<T>) {
     {
         let text = Setup::new(name, [2, 4, 2, 53, 64], 96);
         let options = FakeQuantOptions { quantize_everything: true, ..Default::default() };
-        let side = |host: &Host, granularity, bits: Bits, len| {
+        let side = |host: &Host, granularity, bits: KvFormat, len| {
             let part = host.tokens(0..len);
             let data = match bits {
-                Bits::Float => part.data,
+                KvFormat::Float => part.data,
                 bits => {
                     let n_bits = bits.n_bits();
                     reference::fake_quantize(&part.data, part.shape, granularity, n_bits, 16)
@@ -343,7 +343,7 @@ fn quantizing_everything<T: Target>(on: &On<T>) {
             let hat = Host { data, shape: part.shape };
             if len < 53 { Host::cat(&[hat, host.tokens(len..53)]) } else { hat }
         };
-        let (keys, values) = (text.config.keys.bits().unwrap(), text.config.values.bits().unwrap());
+        let (keys, values) = (text.config.keys, text.config.values);
         let key = side(&text.key, Granularity::PerChannel, keys, 48);
         let value = side(&text.value, Granularity::PerToken, values, 53);
         let (shape, kv_shape) = (text.query.shape, key.shape);

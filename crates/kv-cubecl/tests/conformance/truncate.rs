@@ -19,13 +19,13 @@ stamp!(
 const NAMES: [&str; 15] = [
     "float",
     "k2v2-g16-r16",
-    "k2v2-g16-r16-slide",
+    "k2v2-g16-r16-gflush",
     "k4v2-g16-r32-s3-after",
     "k16v4-g16-r16-s20",
     "k16v4-g8-r8-after",
     "k8v16-g16-r16",
     "k4v8-g16-r32-hadv",
-    "k2v4-g16-r32-s3-after-slide-hadv",
+    "k2v4-g16-r32-s3-after-gflush-hadv",
     "kint8vint8",
     "kint8vint8-r21-s3-after",
     "kint8v4-g16-r32-s2",
@@ -156,8 +156,8 @@ fn a_truncated_sequence_goes_on_another_way<T: Target>(on: &On<T>) {
             let Some(rows) = packed.filter(|_| !in_groups).map(|packed| packed.dequantize()) else {
                 continue;
             };
-            let rows = match side == Side::Values && text.config.rotates_values() {
-                true => kv_cubecl::rotate(rows).unwrap(),
+            let rows = match side == Side::Values && text.config.uses_hadamard_values() {
+                true => kv_cubecl::hadamard(rows).unwrap(),
                 false => rows,
             };
             let (rows, sinks) = (Host::of(rows), text.config.sink_tokens);
@@ -188,8 +188,8 @@ fn quantized_keys_do_not_come_back<T: Target>(on: &On<T>) {
         ("k2v2-g16-r32", 70, 64),
         ("k2v2-g16-r32-after", 70, 65),
         ("k2v2-g16-r32-s3", 70, 67),
-        ("k2v2-g16-r32-slide", 70, 64),
-        ("k4v16-g16-r16-s5-after-slide", 70, 70),
+        ("k2v2-g16-r32-gflush", 70, 64),
+        ("k4v16-g16-r16-s5-after-gflush", 70, 70),
         ("k2v2-g16-r32", 31, 0),
         ("k16v2-g16-r16", 70, 0),
         ("float", 70, 0),
@@ -290,7 +290,7 @@ fn lengths_to_cut_back_to_exactly<T: Target>(on: &On<T>) {
         ("k4v16-g16-r16-s3", 70, 33, 19),
         // There is always a token in float.
         ("k4v16-g16-r16-after", 70, 33, 0),
-        ("k4v16-g8-r16-slide", 70, 33, 0),
+        ("k4v16-g8-r16-gflush", 70, 33, 0),
         ("float-w9", 70, 33, 0),
         ("float-w9-s2", 70, 33, 2),
         ("float-w40", 39, 33, 33),

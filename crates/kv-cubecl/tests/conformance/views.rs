@@ -3,7 +3,7 @@
 
 use burn::tensor::{DType, Device, Int, Slice, Tensor, kind::Basic};
 use kv_cubecl::{
-    Bits, CacheParts, Granularity, KvCache, On, Target, fake_quantize, quantize,
+    CacheParts, Granularity, KvCache, KvFormat, On, Target, fake_quantize, quantize,
     streaming_attention,
 };
 
@@ -117,8 +117,8 @@ fn views_are_quantized<T: Target>(on: &On<T>) {
         let plain = copy(&view);
         for granularity in [Granularity::PerChannel, Granularity::PerToken] {
             let all = |x: &Tensor<4>| {
-                let packed = quantize(x.clone(), granularity, Bits::Four, 8).unwrap();
-                let fake = fake_quantize(x.clone(), granularity, Bits::Four, 8).unwrap();
+                let packed = quantize(x.clone(), granularity, KvFormat::Affine4, 8).unwrap();
+                let fake = fake_quantize(x.clone(), granularity, KvFormat::Affine4, 8).unwrap();
                 (packed.to_logical(), Host::of(packed.dequantize()), Host::of(fake))
             };
             assert!(all(&view) == all(&plain), "{what}: {granularity:?}");

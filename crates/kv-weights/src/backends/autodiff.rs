@@ -11,7 +11,7 @@ use burn_autodiff::{
     ops::{Backward, Ops, OpsKind, unary},
 };
 
-use crate::{Activations, PackedLayout, Picks, WeightOps};
+use crate::{Activations, ExpertSelection, PackedLayout, WeightOps};
 
 /// [`WeightOps::packed_project`]; its state is the blocks.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ impl<B: WeightOps, C: CheckpointStrategy> WeightOps for Autodiff<B, C> {
         words: IntTensor<Self>,
         picked: IntTensor<Self>,
         layout: PackedLayout,
-        picks: Picks,
+        picks: ExpertSelection,
     ) -> FloatTensor<Self> {
         let x = x.into_primitive();
         constant::<B, C>(<B as WeightOps>::packed_picked(x, words, picked, layout, picks))

@@ -8,10 +8,10 @@ use crate::{Activations, Error, PackedExperts, Result, WeightOps};
 
 /// Where experts lie, and which rows of activations they take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Picks {
+pub struct ExpertSelection {
     /// Words from the first of an expert to that of the next.
     pub stride: usize,
-    /// Picks that share a row of activations.
+    /// ExpertSelection that share a row of activations.
     pub shared: usize,
     /// What products are made of.
     pub activations: Activations,
@@ -53,7 +53,8 @@ pub fn project_picked(
     let picked = picked.cast(DType::I32).clamp(0, last).reshape([n * per_token]).into_dispatch();
     let x = x.reshape([n * of_token, columns]).into_dispatch();
     let words = experts.words().clone().into_dispatch();
-    let picks = Picks { stride: experts.stride(), shared: per_token / of_token, activations };
+    let picks =
+        ExpertSelection { stride: experts.stride(), shared: per_token / of_token, activations };
     let y = <Dispatch as WeightOps>::packed_picked(x, words, picked, layout, picks);
     Ok(Tensor::<2>::from_dispatch(y).reshape([n, per_token, rows]))
 }

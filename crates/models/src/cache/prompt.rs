@@ -298,7 +298,7 @@ pub(super) struct Checkpoint {
 /// The parts of a layer's cache that a checkpoint keeps.
 pub(super) fn kept(config: &KvCacheConfig) -> &'static [&'static str] {
     let schedule = Schedule::new(config);
-    match (schedule.window, schedule.is_exact_anywhere()) {
+    match (schedule.sliding_window, schedule.is_exact_anywhere()) {
         // A window overwrites what it has hidden.
         (Some(_), _) => &["keys", "values", "floats"],
         (None, true) => &[],
@@ -309,7 +309,7 @@ pub(super) fn kept(config: &KvCacheConfig) -> &'static [&'static str] {
 /// The elements of a slice's float rows that a checkpoint keeps: all of a window's, else those of
 /// the sides that are quantized, whose rings are short.
 fn kept_elements(layout: &CacheLayout) -> Vec<Range<usize>> {
-    if layout.schedule().window.is_some() {
+    if layout.schedule().sliding_window.is_some() {
         return iter::once(0..layout.float_elements()).collect();
     }
     // A side that is quantized and never all at once has a ring.

@@ -15,8 +15,8 @@ impl ModelCache {
     pub fn select(&self, sequences: &[usize]) -> Result<Self> {
         let layers = self.layers.iter().map(|layer| layer.select(sequences));
         let layers = layers.collect::<Result<Vec<_>, _>>()?;
-        let rotations = self.rotations.clone();
-        Ok(Self { layers, rotations, batch: sequences.len(), ..*self })
+        let rope_tables = self.rope_tables.clone();
+        Ok(Self { layers, rope_tables, batch: sequences.len(), ..*self })
     }
 
     /// One cache of the sequences of several, in this order; see [`KvCache::join`].
@@ -35,7 +35,7 @@ impl ModelCache {
         };
         let layers = (0..first.layers.len()).map(join).collect::<Result<Vec<_>, _>>()?;
         let batch = caches.iter().map(|cache| cache.batch).sum();
-        Ok(Self { layers, rotations: first.rotations.clone(), batch, ..*first })
+        Ok(Self { layers, rope_tables: first.rope_tables.clone(), batch, ..*first })
     }
 
     /// Forgets the tokens of one sequence, whose slot is then free; see [`KvCache::remove`].

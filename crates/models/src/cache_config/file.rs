@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kv_cubecl::{KvCacheConfig, Side, SideFormat};
+use kv_cubecl::{Flush, KvCacheConfig, KvFormat, Side};
 use serde::{
     Deserialize, Deserializer, Serialize, Serializer,
     de::{DeserializeOwned, Error as _},
@@ -146,9 +146,9 @@ struct RuleFields {
     #[serde(skip_serializing_if = "Option::is_none")]
     cache: Option<Cache>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    format: Option<SideFormat>,
+    format: Option<KvFormat>,
     #[serde(skip_serializing_if = "core::ops::Not::not")]
-    rotate: bool,
+    hadamard: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     start: Option<usize>,
 }
@@ -185,9 +185,9 @@ impl From<&LayerRule> for RuleFields {
                 };
                 Self { layers, cache: Some(cache), ..Self::default() }
             }
-            Stores::Format { side, format, rotate } => {
+            Stores::Format { side, format, hadamard } => {
                 let side = side.map(|side| side.to_string());
-                Self { layers, side, format: Some(format), rotate, ..Self::default() }
+                Self { layers, side, format: Some(format), hadamard, ..Self::default() }
             }
             Stores::Start(tokens) => Self { layers, start: Some(tokens), ..Self::default() },
         }
@@ -234,7 +234,10 @@ impl ModelCacheConfig {
     /// Reads the fields one by one, because serde's own messages name a field only when it is
     /// missing.
     fn from_fields(mut fields: Map<String, Value>) -> Result<Self, WrongField> {
-        let policy = match ["key_bits", "value_bits"].iter().any(|one| fields.contains_key(*one)) {
+        let policy = match ["key_format", "value_format", "key_bits", "value_bits"]
+            .iter()
+            .any(|one| fields.contains_key(*one))
+        {
             true => {
                 let cache = cache_of(&mut fields)?;
                 let capacity = required(&mut fields, "capacity")?;
@@ -272,20 +275,38 @@ impl ModelCacheConfig {
     }
 }
 
+/// Names of fields that earlier versions wrote, and those they have now.
+const OLD_NAMES: [(&str, &str); 5] = [
+    ("key_bits", "key_format"),
+    ("value_bits", "value_format"),
+    ("rotate_values", "hadamard_values"),
+    ("rotate_keys", "hadamard_keys"),
+    ("window", "sliding_window"),
+];
+
 /// The fields of a cache but for its capacity.
 fn cache_of(fields: &mut Map<String, Value>) -> Result<KvCacheConfig, WrongField> {
-    let keys: SideFormat = required(fields, "key_bits")?;
-    let values: SideFormat = required(fields, "value_bits")?;
-    Ok(KvCacheConfig::stored(keys, values)
+    for (old, name) in OLD_NAMES {
+        if let Some(value) = fields.remove(old)
+            && fields.insert(name.to_string(), value.clone()).is_some()
+        {
+            return Err(WrongField::new(old, value, format!("is also given as {name}")));
+        }
+    }
+    let flush: Flush = required(fields, "flush")?;
+    // What is `flush: group` now.
+    let by_group = optional(fields, "sliding")?.unwrap_or_default();
+    let keys: KvFormat = required(fields, "key_format")?;
+    let values: KvFormat = required(fields, "value_format")?;
+    Ok(KvCacheConfig::new(keys, values)
         .with_group_size(required(fields, "group_size")?)
         .with_residual_length(required(fields, "residual_length")?)
-        .with_flush(required(fields, "flush")?)
+        .with_flush(flush.with_groups(by_group || flush.is_by_group()))
         .with_sink_tokens(required(fields, "sink_tokens")?)
         .with_float(required(fields, "float")?)
-        .with_sliding(optional(fields, "sliding")?.unwrap_or_default())
-        .with_rotate_values(optional(fields, "rotate_values")?.unwrap_or_default())
-        .with_rotate_keys(optional(fields, "rotate_keys")?.unwrap_or_default())
-        .with_window(optional(fields, "window")?))
+        .with_hadamard_values(optional(fields, "hadamard_values")?.unwrap_or_default())
+        .with_hadamard_keys(optional(fields, "hadamard_keys")?.unwrap_or_default())
+        .with_sliding_window(optional(fields, "sliding_window")?))
 }
 
 fn rule_of(value: Value) -> Result<LayerRule, WrongField> {
@@ -301,14 +322,14 @@ fn rule_of(value: Value) -> Result<LayerRule, WrongField> {
         "format" => format_of(&mut fields)?,
         _ => Stores::Start(required(&mut fields, "start")?),
     };
-    let [side, rotate] = match stores {
+    let [side, hadamard] = match stores {
         Stores::Cache(_) => [
             "a cache is of both sides; a side has a format",
             "the name of a cache says it: -hadk, -hadv",
         ],
-        _ => ["both sides keep the same tokens in float", "what stays in float is never rotated"],
+        _ => ["both sides keep the same tokens in float", FLOAT_HAS_NO_HADAMARD],
     };
-    for (name, rule) in [("side", side), ("rotate", rotate)] {
+    for (name, rule) in [("side", side), ("hadamard", hadamard), ("rotate", hadamard)] {
         if let Some(value) = fields.remove(name) {
             return Err(WrongField::new(name, value, rule));
         }
@@ -348,19 +369,25 @@ fn named_cache(cache: Value) -> Result<KvCacheConfig, WrongField> {
 
 /// The format of a side, or of both.
 fn format_of(fields: &mut Map<String, Value>) -> Result<Stores, WrongField> {
-    let format: SideFormat = required(fields, "format")?;
+    let format: KvFormat = required(fields, "format")?;
     let side = match optional::<String>(fields, "side")?.as_deref() {
         None => None,
         Some("keys") => Some(Side::Keys),
         Some("values") => Some(Side::Values),
         Some(other) => return Err(WrongField::new("side", other, "must be keys or values")),
     };
-    let rotate = optional(fields, "rotate")?.unwrap_or_default();
-    match rotate && !format.is_quantized() {
-        true => Err(WrongField::new("rotate", true, "what is in float is never rotated")),
-        false => Ok(Stores::Format { side, format, rotate }),
+    // Earlier versions wrote `rotate`.
+    let hadamard = match optional(fields, "rotate")? {
+        Some(hadamard) => hadamard,
+        None => optional(fields, "hadamard")?.unwrap_or_default(),
+    };
+    match hadamard && !format.is_quantized() {
+        true => Err(WrongField::new("hadamard", true, FLOAT_HAS_NO_HADAMARD)),
+        false => Ok(Stores::Format { side, format, hadamard }),
     }
 }
+
+const FLOAT_HAS_NO_HADAMARD: &str = "only quantized sides have a Hadamard transform";
 
 /// Layers as a number, a text, or a list of these.
 fn layers_of(value: &Value) -> Result<Layers, String> {

@@ -7,7 +7,7 @@ mod rule;
 
 use core::{fmt, str::FromStr};
 
-use kv_cubecl::{Bits, KvCacheConfig, Side, SideFormat};
+use kv_cubecl::{KvCacheConfig, KvFormat, Side};
 
 pub use self::{
     file::KV_CACHE_FILE,
@@ -24,7 +24,7 @@ use crate::{Error, ModelSpec, Result};
 ///
 /// ```
 /// use kv_models::{LayerSpec, Layers, ModelCacheConfig, ModelSpec};
-/// use kv_models::kv_cubecl::{KvCacheConfig, Side, SideFormat};
+/// use kv_models::kv_cubecl::{KvCacheConfig, Side, KvFormat};
 ///
 /// let policy = ModelCacheConfig::from_toml(r#"
 ///     [[rules]]                # all layers
@@ -43,11 +43,11 @@ use crate::{Error, ModelSpec, Result};
 /// let k2v2_s4: KvCacheConfig = "k2v2-s4".parse()?;
 /// let built = ModelCacheConfig::from(k2v2_s4)
 ///     .with_cache("0..2,-1".parse::<Layers>()?, KvCacheConfig::float())
-///     .with_format("-4..-1".parse::<Layers>()?, Side::Keys, SideFormat::Affine4)
+///     .with_format("-4..-1".parse::<Layers>()?, Side::Keys, KvFormat::Affine4)
 ///     .with_start(2..5, 64);
 /// assert_eq!(policy, built);
 ///
-/// let layer = LayerSpec::new(9, 3, 64).with_window(Some(512));
+/// let layer = LayerSpec::new(9, 3, 64).with_sliding_window(Some(512));
 /// let model = ModelSpec::new(1000, 576, 2048, vec![layer; 10]);
 /// let cache = |layer| policy.layer(&model, layer).to_string();
 /// // A layer with a window of its own keeps no sinks.
@@ -96,10 +96,10 @@ impl ModelCacheConfig {
         self,
         layers: impl Into<Layers>,
         side: impl Into<Option<Side>>,
-        format: SideFormat,
+        format: KvFormat,
     ) -> Self {
         let side = side.into();
-        self.with_rule(LayerRule::new(layers, Stores::Format { side, format, rotate: false }))
+        self.with_rule(LayerRule::new(layers, Stores::Format { side, format, hadamard: false }))
     }
 
     /// The same with these layers quantized from token `tokens` on: those before it stay in float for good.
@@ -197,11 +197,11 @@ impl ModelCacheConfig {
     pub fn layer(&self, model: &ModelSpec, index: usize) -> KvCacheConfig {
         let layers = &model.layers;
         let cache = self.own(index, layers.len());
-        match layers[index].window {
+        match layers[index].sliding_window {
             None => cache,
             Some(window) => {
-                let window = cache.window.map_or(window, |asked| asked.min(window));
-                cache.with_window(Some(window)).with_sink_tokens(0)
+                let window = cache.sliding_window.map_or(window, |asked| asked.min(window));
+                cache.with_sliding_window(Some(window)).with_sink_tokens(0)
             }
         }
     }
@@ -266,7 +266,7 @@ impl ModelCacheConfig {
     /// The same in KIVI's formats of so many bits on all layers, but for those that a rule has in float; with the
     /// windows and sinks of the first rule, and the tokens that rules after it start at.
     #[must_use]
-    pub fn with_bits(&self, keys: Bits, values: Bits) -> Self {
+    pub fn with_formats(&self, keys: KvFormat, values: KvFormat) -> Self {
         let first = self.rules.iter().enumerate().find_map(|(i, rule)| match rule.stores {
             Stores::Cache(cache) if rule.layers.is_all() => Some((i, cache)),
             _ => None,
@@ -276,20 +276,21 @@ impl ModelCacheConfig {
             Stores::Start(_) => *i >= first,
             _ => rule.is_float() && !rule.layers.is_all(),
         });
-        let base = Self::from(cache.with_bits(keys, values).with_capacity(self.capacity));
+        let base = Self::from(cache.with_formats(keys, values).with_capacity(self.capacity));
         kept.fold(base, |policy, (_, rule)| policy.with_rule(rule.clone()))
     }
 
     /// The same without rotations of values.
-    pub(crate) fn without_rotated_values(&self) -> Self {
-        let side = |side: Side, format, rotate| Stores::Format { side: Some(side), format, rotate };
+    pub(crate) fn without_hadamard_values(&self) -> Self {
+        let side =
+            |side: Side, format, hadamard| Stores::Format { side: Some(side), format, hadamard };
         self.map(|stores| match stores {
-            Stores::Cache(cache) => vec![Stores::Cache(cache.with_rotate_values(false))],
+            Stores::Cache(cache) => vec![Stores::Cache(cache.with_hadamard_values(false))],
             Stores::Format { side: Some(Side::Values), format, .. } => {
                 vec![side(Side::Values, format, false)]
             }
             // Keys are as they were, which one rule of both sides cannot say.
-            Stores::Format { side: None, format, rotate: true } => {
+            Stores::Format { side: None, format, hadamard: true } => {
                 vec![side(Side::Keys, format, true), side(Side::Values, format, false)]
             }
             others => vec![others],
@@ -303,12 +304,14 @@ impl ModelCacheConfig {
         let windowed = |asked: fn(KvCacheConfig, usize) -> bool| -> Vec<usize> {
             let layers = spec.layers.iter().enumerate();
             layers
-                .filter(|(i, layer)| layer.window.is_some_and(|own| asked(self.own(*i, all), own)))
+                .filter(|(i, layer)| {
+                    layer.sliding_window.is_some_and(|own| asked(self.own(*i, all), own))
+                })
                 .map(|(i, _)| i)
                 .collect()
         };
         let sinks = windowed(|cache, _| cache.sink_tokens > 0);
-        let longer = windowed(|cache, own| cache.window.is_some_and(|it| it > own));
+        let longer = windowed(|cache, own| cache.sliding_window.is_some_and(|it| it > own));
         let (layers, rule) = match (sinks.is_empty(), longer.is_empty()) {
             (true, true) => return None,
             (true, false) => (longer, "keep no more than that"),
@@ -374,7 +377,7 @@ impl ModelCacheConfig {
     fn lacks_sinks(&self, rule: &LayerRule, spec: &ModelSpec) -> bool {
         let n = spec.layers.len();
         let mut named = (0..n).filter(|&layer| rule.layers.contains(layer, n));
-        named.all(|layer| spec.layers[layer].window.is_some())
+        named.all(|layer| spec.layers[layer].sliding_window.is_some())
     }
 
     /// An error of a layer's cache, with the rule that has the last word on it unless there is but one.

@@ -2,7 +2,7 @@
 
 use core::fmt;
 
-use kv_cubecl::{KvCacheConfig, Side, SideFormat};
+use kv_cubecl::{KvCacheConfig, KvFormat, Side};
 
 use super::Layers;
 
@@ -28,9 +28,9 @@ pub enum Stores {
         /// The side; `None` for both.
         side: Option<Side>,
         /// Its format.
-        format: SideFormat,
+        format: KvFormat,
         /// Whether it is rotated by a Hadamard matrix before it is quantized.
-        rotate: bool,
+        hadamard: bool,
     },
     /// From which token on both sides are quantized: so many tokens at the start stay in float for good, which are the
     /// cache's [sinks](KvCacheConfig::sink_tokens); the rest stays as the rules before have it.
@@ -40,14 +40,14 @@ pub enum Stores {
 impl Stores {
     /// Keys and values in float.
     pub(super) const FLOAT: Self =
-        Self::Format { side: None, format: SideFormat::Float, rotate: false };
+        Self::Format { side: None, format: KvFormat::Float, hadamard: false };
 
     /// What a layer stores that stored `before` by the rules before.
     pub(super) fn after(&self, before: KvCacheConfig) -> KvCacheConfig {
-        let (side, format, rotate) = match *self {
+        let (side, format, hadamard) = match *self {
             Self::Cache(cache) => return cache,
             Self::Start(tokens) => return before.with_sink_tokens(tokens),
-            Self::Format { side, format, rotate } => (side, format, rotate),
+            Self::Format { side, format, hadamard } => (side, format, hadamard),
         };
         let is = |of: Side| side.is_none_or(|side| side == of);
         let keys = if is(Side::Keys) { format } else { before.keys };
@@ -56,7 +56,7 @@ impl Stores {
             && before.residual_length == KvCacheConfig::float().residual_length;
         let before = match unsaid {
             true => {
-                let own = KvCacheConfig::stored(keys, values);
+                let own = KvCacheConfig::new(keys, values);
                 before.with_residual_length(own.residual_length)
             }
             false => before,
@@ -64,10 +64,10 @@ impl Stores {
         // What is said of KIVI's groups means nothing to other formats, which refuse it: it goes.
         let mut cache = before.with_formats(keys, values);
         if is(Side::Keys) {
-            cache = cache.with_rotate_keys(rotate);
+            cache = cache.with_hadamard_keys(hadamard);
         }
         if is(Side::Values) {
-            cache = cache.with_rotate_values(rotate);
+            cache = cache.with_hadamard_values(hadamard);
         }
         cache
     }
@@ -99,15 +99,15 @@ impl fmt::Display for Stores {
         match self {
             Self::Cache(cache) => write!(f, "{cache}"),
             Self::Start(tokens) => write!(f, "from token {tokens} on"),
-            Self::Format { side, format, rotate } => {
+            Self::Format { side, format, hadamard } => {
                 if let Some(side) = side {
                     write!(f, "{side} ")?;
                 }
                 match format {
-                    SideFormat::Float => write!(f, "float")?,
+                    KvFormat::Float => write!(f, "float")?,
                     format => write!(f, "as {format}")?,
                 }
-                if *rotate { write!(f, " rotated") } else { Ok(()) }
+                if *hadamard { write!(f, " hadamard") } else { Ok(()) }
             }
         }
     }

@@ -13,7 +13,7 @@ use super::{
     Config, ControlEmbedding, Mlp, Noised, Store, WorldCache,
     cache::check_layers,
     embed::{LEVEL_WIDTH, waves},
-    rope::FrameRotation,
+    rope::FrameRope,
 };
 use crate::{
     Result,
@@ -169,13 +169,13 @@ impl GameRft {
         let condition =
             self.level.forward(waves(t, LEVEL_WIDTH)) + self.controls.forward(&controls);
         let condition = activation::silu(condition); // [batch, frames, d_model]
-        let rotation = FrameRotation::new(&self.config, first, frames, &x.device());
+        let rope = FrameRope::new(&self.config, first, frames, &x.device());
         let tokens = frames * height * width;
         let x = x.permute([0, 1, 3, 4, 2]).reshape([batch, tokens, channels]);
         let mut x = self.input.forward(x);
         for (i, layer) in self.layers.iter().enumerate() {
             trace!(target: LAYER, layer = i);
-            x = layer.forward(x, &condition, &rotation, self.config.n_heads, memory(i))?;
+            x = layer.forward(x, &condition, &rope, self.config.n_heads, memory(i))?;
         }
         let x = activation::silu(modulated(x, &condition, &self.norm));
         let x = self.output.forward(x).reshape([batch, frames, height, width, channels]);
@@ -188,7 +188,7 @@ impl Block {
         &self,
         x: Tensor<3>,
         condition: &Tensor<3>,
-        rotation: &FrameRotation,
+        rope: &FrameRope,
         n_heads: usize,
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
@@ -198,7 +198,7 @@ impl Block {
             let heads = qkv.clone().narrow(2, i * d_model, n * d_model);
             heads.reshape([batch, tokens, n * n_heads, d_model / n_heads]).swap_dims(1, 2)
         };
-        let qk = rotation.turn(unit_rms(heads(0, 2), f64::from(f32::EPSILON)));
+        let qk = rope.turn(unit_rms(heads(0, 2), f64::from(f32::EPSILON)));
         let [query, key] = [0, 1].map(|i| qk.clone().narrow(1, i * n_heads, n_heads));
         let attention = memory.attend([query, key, heads(2, 1)])?;
         let attention = attention.swap_dims(1, 2).reshape([batch, tokens, d_model]);

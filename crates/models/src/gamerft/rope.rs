@@ -1,4 +1,4 @@
-//! Rotary positions in time and along both axes of a frame.
+//! RopeTable positions in time and along both axes of a frame.
 
 use core::f64::consts::PI;
 
@@ -8,12 +8,12 @@ use super::Config;
 
 /// The cosines and sines by which the tokens of some consecutive frames turn, `[1, 1, tokens, head_dim / 2]` each.
 #[derive(Clone, Debug)]
-pub(super) struct FrameRotation {
+pub(super) struct FrameRope {
     cos: Tensor<4>,
     sin: Tensor<4>,
 }
 
-impl FrameRotation {
+impl FrameRope {
     /// Those of `frames` frames from the `first` one on.
     ///
     /// A head's pairs of channels turn, a quarter of them each, by its frame, its row and its column, and a quarter not

@@ -37,7 +37,7 @@ pub struct Config {
     /// What scores are bounded by, if they are.
     pub softcap: Option<f32>,
     /// Recent tokens that the layers see which are not in [`full_layers`](Self::full_layers).
-    pub window: usize,
+    pub sliding_window: usize,
     /// Layers, counted from 0, that see all tokens.
     pub full_layers: BTreeSet<usize>,
     /// The longest context.
@@ -154,7 +154,7 @@ impl Config {
         };
         if scaling(local.as_ref())? != RopeScaling::Default {
             let why = format!("{} has it; layers that see all tokens may", path.display());
-            return Err(Error::unsupported("scaled rotation of layers with a window", why));
+            return Err(Error::unsupported("scaled rope of layers with a sliding window", why));
         }
         let theta = |rope: Option<&RopeFields>, old: Option<f64>, default| {
             rope.and_then(|rope| rope.rope_theta).or(old).unwrap_or(default)
@@ -169,7 +169,7 @@ impl Config {
             head_dim,
             query_scalar: raw.query_pre_attn_scalar.unwrap_or(head_dim as f64),
             softcap: raw.attn_logit_softcapping,
-            window: required(path, "sliding_window", raw.sliding_window)?,
+            sliding_window: required(path, "sliding_window", raw.sliding_window)?,
             full_layers,
             max_positions,
             norm_epsilon: raw.rms_norm_eps.unwrap_or(1e-6),
@@ -209,7 +209,7 @@ impl Config {
                 _ => head_dim as f64,
             },
             softcap: None,
-            window: metadata.size("attention.sliding_window")?,
+            sliding_window: metadata.size("attention.sliding_window")?,
             full_layers: every(path, &pattern_key, pattern.unwrap_or(PATTERN), n_layers)?,
             max_positions,
             norm_epsilon: metadata.float("attention.layer_norm_rms_epsilon")?.unwrap_or(1e-6),
@@ -239,7 +239,7 @@ impl Config {
             ("num_key_value_heads", self.n_kv_heads),
             ("head_dim", self.head_dim),
             ("max_position_embeddings", self.max_positions),
-            ("sliding_window", self.window),
+            ("sliding_window", self.sliding_window),
         ];
         sizes(path, &fields)?;
         if !self.n_heads.is_multiple_of(self.n_kv_heads) {
@@ -271,10 +271,10 @@ impl Config {
         let layer = LayerSpec::new(self.n_heads, self.n_kv_heads, self.head_dim);
         let layer = layer.with_options(options);
         // A window that hides nothing is none.
-        let window = Some(self.window).filter(|&window| window < self.max_positions);
+        let window = Some(self.sliding_window).filter(|&window| window < self.max_positions);
         let layers = (0..self.n_layers).map(|i| match self.full_layers.contains(&i) {
             true => layer.with_rope(Some(0)),
-            false => layer.with_rope(Some(1)).with_window(window),
+            false => layer.with_rope(Some(1)).with_sliding_window(window),
         });
         let ropes = vec![
             Rope::new(self.head_dim, self.rope_theta, &self.rope_scaling),
@@ -307,7 +307,7 @@ impl Config {
             "final_logit_softcapping": null,
             "query_pre_attn_scalar": self.query_scalar,
             "tie_word_embeddings": self.tied_head,
-            "sliding_window": self.window,
+            "sliding_window": self.sliding_window,
             "layer_types": layer_types,
             "rope_theta": self.rope_theta,
             "rope_local_base_freq": self.local_rope_theta,

@@ -13,7 +13,7 @@ use super::Config;
 use crate::{
     Decoder, LayerSpec, ModelSpec, Pass, Result, Role, Roles,
     checkpoint::Exports,
-    nn::{Embedding, GatedMlp, Linear, Matrix, Memory, QkNorms, RmsNorm, Rotation, by_rows},
+    nn::{Embedding, GatedMlp, Linear, Matrix, Memory, QkNorms, RmsNorm, RopeRows, by_rows},
 };
 
 /// Gemma 3, <https://arxiv.org/abs/2503.19786>.
@@ -76,12 +76,12 @@ impl Decoder for Gemma3 {
 
     /// Those after the last layer, before the final norm.
     fn states(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
-        let rotations = pass.rotations(&self.spec, ids.dims()[1], &ids.device());
+        let ropes = pass.ropes(&self.spec, ids.dims()[1], &ids.device());
         let scale = (self.spec.hidden_size as f64).sqrt();
         let mut x = self.embedding.forward(ids) * scale; // [batch, seq, hidden]
-        let rotations = rotations.to_dtype(x.dtype()); // once for all layers
+        let ropes = ropes.to_dtype(x.dtype()); // once for all layers
         for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
-            x = layer.forward(x, rotations.of(spec), spec, pass.layer(i))?;
+            x = layer.forward(x, ropes.of(spec), spec, pass.layer(i))?;
         }
         Ok(x)
     }
@@ -141,12 +141,12 @@ impl Layer {
     pub fn forward(
         &self,
         x: Tensor<3>,
-        rotation: Option<&Rotation>,
+        rope: Option<&RopeRows>,
         spec: &LayerSpec,
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let qkv = by_rows(x.clone(), |x| self.qkv.forward_normed(x, &self.attention_norm));
-        let heads = spec.attend_normed(qkv, Some(&self.qk_norms), rotation, memory)?;
+        let heads = spec.attend_normed(qkv, Some(&self.qk_norms), rope, memory)?;
         let x = x + by_rows(heads, |x| self.post_attention_norm.forward(self.output.forward(x)));
         Ok(by_rows(x, |x| {
             let added = self.mlp.forward_normed(x.clone(), &self.mlp_norm);

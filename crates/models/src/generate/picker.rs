@@ -7,7 +7,7 @@ use tracing::trace_span;
 use super::{Sampler, Sampling, read};
 use crate::{Error, Result, spans::OPERATION};
 
-/// Picks the tokens of one text.
+/// ExpertSelection the tokens of one text.
 #[derive(Clone, Debug)]
 pub(super) enum Picker {
     /// From logits that are read.
@@ -53,7 +53,7 @@ impl Picker {
         }
     }
 
-    /// Picks a token of `text` from `logits`, `[1, vocab]`.
+    /// ExpertSelection a token of `text` from `logits`, `[1, vocab]`.
     ///
     /// # Errors
     ///
@@ -64,7 +64,7 @@ impl Picker {
     }
 }
 
-/// Picks a token for every text from its row of `logits`, `[texts, vocab]`, and reads all at once.
+/// ExpertSelection a token for every text from its row of `logits`, `[texts, vocab]`, and reads all at once.
 ///
 /// # Errors
 ///

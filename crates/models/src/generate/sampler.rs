@@ -147,7 +147,7 @@ impl Sampler {
         Ok(Self { sampling, rng, candidates: vec![] })
     }
 
-    /// Picks one of `logits.len()` ids; `before` are the ids of the text so far.
+    /// ExpertSelection one of `logits.len()` ids; `before` are the ids of the text so far.
     ///
     /// # Errors
     ///

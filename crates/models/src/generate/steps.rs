@@ -124,7 +124,7 @@ impl<'a> Steps<'a> {
         self.logits = Some(logits);
     }
 
-    /// Picks the token after the last [`step`](Self::step) or the [prompt](Self::start); `text` are the ids so far.
+    /// ExpertSelection the token after the last [`step`](Self::step) or the [prompt](Self::start); `text` are the ids so far.
     ///
     /// # Errors
     ///

@@ -39,7 +39,7 @@ pub struct Config {
     /// What the values inside an expert are clamped to.
     pub swiglu_limit: f64,
     /// Recent tokens that the layers see which are not in [`full_layers`](Self::full_layers).
-    pub window: usize,
+    pub sliding_window: usize,
     /// Layers, counted from 0, that see all tokens.
     pub full_layers: BTreeSet<usize>,
     /// The longest context.
@@ -127,7 +127,7 @@ impl Config {
             n_experts: required(path, "num_local_experts", raw.num_local_experts)?,
             experts_per_token: required(path, "num_experts_per_tok", raw.num_experts_per_tok)?,
             swiglu_limit: raw.swiglu_limit.unwrap_or(LIMIT),
-            window: required(path, "sliding_window", raw.sliding_window)?,
+            sliding_window: required(path, "sliding_window", raw.sliding_window)?,
             full_layers: match &raw.layer_types {
                 Some(types) => full_layers(path, types, n_layers)?,
                 None => alternating(n_layers),
@@ -172,7 +172,7 @@ impl Config {
             n_experts: metadata.size("expert_count")?,
             experts_per_token: metadata.size("expert_used_count")?,
             swiglu_limit: LIMIT,
-            window: metadata.size("attention.sliding_window")?,
+            sliding_window: metadata.size("attention.sliding_window")?,
             full_layers: alternating(n_layers),
             max_positions,
             norm_epsilon: metadata.float("attention.layer_norm_rms_epsilon")?.unwrap_or(1e-5),
@@ -197,7 +197,7 @@ impl Config {
             ("num_local_experts", self.n_experts),
             ("num_experts_per_tok", self.experts_per_token),
             ("max_position_embeddings", self.max_positions),
-            ("sliding_window", self.window),
+            ("sliding_window", self.sliding_window),
         ];
         sizes(path, &fields)?;
         if !self.n_heads.is_multiple_of(self.n_kv_heads) {
@@ -221,10 +221,10 @@ impl Config {
     pub(super) fn spec(&self) -> ModelSpec {
         let layer = LayerSpec::new(self.n_heads, self.n_kv_heads, self.head_dim).with_rope(Some(0));
         // A window that hides nothing is none.
-        let window = Some(self.window).filter(|&window| window < self.max_positions);
+        let window = Some(self.sliding_window).filter(|&window| window < self.max_positions);
         let layers = (0..self.n_layers).map(|i| match self.full_layers.contains(&i) {
             true => layer,
-            false => layer.with_window(window),
+            false => layer.with_sliding_window(window),
         });
         let rope = Rope::new(self.head_dim, self.rope_theta, &self.rope_scaling);
         let Self { vocab_size, hidden_size, max_positions, .. } = *self;
@@ -250,7 +250,7 @@ impl Config {
             "num_experts_per_tok": self.experts_per_token,
             "swiglu_limit": self.swiglu_limit,
             "hidden_act": "silu",
-            "sliding_window": self.window,
+            "sliding_window": self.sliding_window,
             "layer_types": layer_types,
             "max_position_embeddings": self.max_positions,
             "rms_norm_eps": self.norm_epsilon,

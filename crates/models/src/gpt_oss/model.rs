@@ -12,7 +12,7 @@ use super::{Config, Experts};
 use crate::{
     Decoder, LayerSpec, ModelSpec, Pass, Result, Role, Roles,
     checkpoint::Exports,
-    nn::{Embedding, Linear, Matrix, Memory, RmsNorm, Rotation, by_rows},
+    nn::{Embedding, Linear, Matrix, Memory, RmsNorm, RopeRows, by_rows},
 };
 
 /// gpt-oss, <https://arxiv.org/abs/2508.10925>.
@@ -72,11 +72,11 @@ impl Decoder for GptOss {
     /// Those after the last layer, before the final norm.
     fn states(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
         let on_device = matches!(pass, Pass::At { .. });
-        let rotations = pass.rotations(&self.spec, ids.dims()[1], &ids.device());
+        let ropes = pass.ropes(&self.spec, ids.dims()[1], &ids.device());
         let mut x = self.embedding.forward(ids); // [batch, seq, hidden]
-        let rotations = rotations.to_dtype(x.dtype()); // once for all layers
+        let ropes = ropes.to_dtype(x.dtype()); // once for all layers
         for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
-            x = layer.attend(x, rotations.of(spec), spec, pass.layer(i))?;
+            x = layer.attend(x, ropes.of(spec), spec, pass.layer(i))?;
             let normed = by_rows(x.clone(), |x| layer.mlp_norm.forward(x));
             x = x + layer.experts.forward(normed, on_device);
         }
@@ -144,13 +144,13 @@ impl Layer {
     pub fn attend(
         &self,
         x: Tensor<3>,
-        rotation: Option<&Rotation>,
+        rope: Option<&RopeRows>,
         spec: &LayerSpec,
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let qkv = by_rows(x.clone(), |x| self.qkv.forward_normed(x, &self.attention_norm));
         let memory = memory.with_sinks(self.sink_logits.val().cast(DType::F32));
-        let heads = spec.attend(qkv, rotation, memory)?;
+        let heads = spec.attend(qkv, rope, memory)?;
         Ok(self.output.forward_added(heads, x))
     }
 }

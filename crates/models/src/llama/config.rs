@@ -27,7 +27,7 @@ pub struct Config {
     /// Layers, counted from 0, that see all tokens although [`attention`](Self::attention) has a window.
     pub full_layers: BTreeSet<usize>,
     /// Layers whose queries and keys are not rotated.
-    pub unrotated_layers: BTreeSet<usize>,
+    pub layers_without_rope: BTreeSet<usize>,
     /// Whether every head of queries and keys has a norm.
     pub qk_norms: bool,
     /// The longest context.
@@ -55,9 +55,9 @@ impl Config {
     pub(super) fn spec(&self) -> ModelSpec {
         let Self { vocab_size, hidden_size, max_positions, n_layers, attention, .. } = *self;
         let layer = |i: usize| {
-            let window = attention.window.filter(|_| !self.full_layers.contains(&i));
-            let rope = (!self.unrotated_layers.contains(&i)).then_some(0);
-            attention.with_window(window).with_rope(rope)
+            let window = attention.sliding_window.filter(|_| !self.full_layers.contains(&i));
+            let rope = (!self.layers_without_rope.contains(&i)).then_some(0);
+            attention.with_sliding_window(window).with_rope(rope)
         };
         let rope = Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling);
         let layers = (0..n_layers).map(layer).collect();
@@ -102,11 +102,11 @@ impl Config {
             let rule = format!("must be head_dim {head_dim}: this family has one for both");
             return Err(Error::config(path, "head_dim of values", of_sides.values, rule));
         }
-        if self.attention.window == Some(0) {
+        if self.attention.sliding_window == Some(0) {
             return Err(Error::config(path, "sliding_window", 0, "must be at least 1"));
         }
         for (field, layers) in
-            [("full_layers", &self.full_layers), ("no_rope_layers", &self.unrotated_layers)]
+            [("full_layers", &self.full_layers), ("no_rope_layers", &self.layers_without_rope)]
         {
             if let Some(&layer) = layers.last().filter(|layer| **layer >= self.n_layers) {
                 let rule = format!("the model has layers 0 to {}", self.n_layers - 1);
@@ -146,8 +146,8 @@ impl Config {
         let (n_heads, head_dim) = (self.attention.n_heads, self.head_dim());
         let biases = (self.qkv_bias, self.output_bias, self.mlp_bias);
         let plain = biases == (false, false, false);
-        let rotated = self.unrotated_layers.is_empty();
-        let windowed = self.attention.window.is_some();
+        let rotated = self.layers_without_rope.is_empty();
+        let windowed = self.attention.sliding_window.is_some();
         if self.rotary_dim < head_dim {
             let known =
                 matches!(self.rope_scaling, RopeScaling::Default | RopeScaling::LongRope { .. });
@@ -169,7 +169,8 @@ impl Config {
 
     /// The kind of attention of every layer, as `layer_types` has it.
     fn layer_types(&self) -> Vec<&'static str> {
-        let windowed = |i| self.attention.window.is_some() && !self.full_layers.contains(&i);
+        let windowed =
+            |i| self.attention.sliding_window.is_some() && !self.full_layers.contains(&i);
         (0..self.n_layers).map(|i| if windowed(i) { SLIDING } else { FULL }).collect()
     }
 
@@ -223,7 +224,7 @@ impl Config {
         if matches!(dialect, Dialect::Llama | Dialect::SmolLm3) {
             put("mlp_bias", json!(self.mlp_bias));
         }
-        let window = self.attention.window;
+        let window = self.attention.sliding_window;
         match dialect {
             Dialect::Llama => {}
             Dialect::Mistral => {
@@ -235,7 +236,7 @@ impl Config {
                 put("layer_types", json!(self.layer_types()));
                 if dialect == Dialect::SmolLm3 {
                     // 1 for a layer that rotates.
-                    let rotates = |i| u8::from(!self.unrotated_layers.contains(&i));
+                    let rotates = |i| u8::from(!self.layers_without_rope.contains(&i));
                     let rotates: Vec<_> = (0..self.n_layers).map(rotates).collect();
                     put("no_rope_layers", json!(rotates));
                 }

@@ -29,10 +29,10 @@ impl Config {
         let window = window.filter(|&n| n > 0 && n < context_length);
         let block_count = metadata.size("block_count")?;
         let n_layers = fields::layers(path, &metadata.key("block_count"), block_count)?;
-        let mut unrotated_layers = BTreeSet::new();
+        let mut layers_without_rope = BTreeSet::new();
         if metadata.arch() == "smollm3" {
             let last = SMOLLM3_INTERVAL - 1;
-            unrotated_layers = (last..n_layers).step_by(SMOLLM3_INTERVAL).collect();
+            layers_without_rope = (last..n_layers).step_by(SMOLLM3_INTERVAL).collect();
         }
         let rotary_dim = metadata.optional_size("rope.dimension_count")?.unwrap_or(head_dim);
         let rope_theta = metadata.float("rope.freq_base")?.unwrap_or(10_000.0);
@@ -42,9 +42,9 @@ impl Config {
             hidden_size,
             intermediate_size: metadata.size("feed_forward_length")?,
             n_layers,
-            attention: LayerSpec::new(n_heads, n_kv_heads, head_dim).with_window(window),
+            attention: LayerSpec::new(n_heads, n_kv_heads, head_dim).with_sliding_window(window),
             full_layers: BTreeSet::new(),
-            unrotated_layers,
+            layers_without_rope,
             qk_norms: weights.contains("layers.0.self_attn.q_norm.weight"),
             max_positions: context_length,
             norm_epsilon: epsilon.unwrap_or(1e-5),

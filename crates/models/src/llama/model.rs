@@ -12,7 +12,7 @@ use super::Config;
 use crate::{
     Decoder, LayerSpec, ModelSpec, Pass, Result, Role, Roles,
     checkpoint::Exports,
-    nn::{Embedding, GatedMlp, Linear, Matrix, Memory, QkNorms, RmsNorm, Rotation, by_rows},
+    nn::{Embedding, GatedMlp, Linear, Matrix, Memory, QkNorms, RmsNorm, RopeRows, by_rows},
 };
 
 /// A model of the Llama family, <https://arxiv.org/abs/2302.13971>.
@@ -72,11 +72,11 @@ impl Decoder for Llama {
     /// Those after the last layer, before the final norm.
     fn states(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
         let seq = ids.dims()[1];
-        let rotations = pass.rotations(&self.spec, seq, &ids.device());
+        let ropes = pass.ropes(&self.spec, seq, &ids.device());
         let mut x = self.embedding.forward(ids); // [batch, seq, hidden]
-        let rotations = rotations.to_dtype(x.dtype()); // once for all layers
+        let ropes = ropes.to_dtype(x.dtype()); // once for all layers
         for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
-            x = layer.forward(x, rotations.of(spec), spec, pass.layer(i))?;
+            x = layer.forward(x, ropes.of(spec), spec, pass.layer(i))?;
         }
         Ok(x)
     }
@@ -134,12 +134,12 @@ impl Layer {
     pub fn forward(
         &self,
         x: Tensor<3>,
-        rotation: Option<&Rotation>,
+        rope: Option<&RopeRows>,
         spec: &LayerSpec,
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let qkv = by_rows(x.clone(), |x| self.qkv.forward_normed(x, &self.attention_norm));
-        let heads = spec.attend_normed(qkv, self.qk_norms.as_ref(), rotation, memory)?;
+        let heads = spec.attend_normed(qkv, self.qk_norms.as_ref(), rope, memory)?;
         let x = self.output.forward_added(heads, x);
         Ok(by_rows(x, |x| self.mlp.forward_added(x, &self.mlp_norm)))
     }

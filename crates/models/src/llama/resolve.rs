@@ -77,8 +77,8 @@ impl Raw {
             }
         };
         self.check_supported(path)?;
-        let unrotated_layers = self.unrotated_layers(path, n_layers)?;
-        let (window, full_layers) = self.window(path, n_layers, &unrotated_layers)?;
+        let layers_without_rope = self.layers_without_rope(path, n_layers)?;
+        let (window, full_layers) = self.window(path, n_layers, &layers_without_rope)?;
         // One that hides nothing is none.
         let window = window.filter(|&window| window < max_positions);
         let full_layers = if window.is_some() { full_layers } else { BTreeSet::new() };
@@ -103,9 +103,9 @@ impl Raw {
             hidden_size,
             intermediate_size: required(path, "intermediate_size", self.intermediate_size)?,
             n_layers,
-            attention: LayerSpec::new(n_heads, n_kv_heads, head_dim).with_window(window),
+            attention: LayerSpec::new(n_heads, n_kv_heads, head_dim).with_sliding_window(window),
             full_layers,
-            unrotated_layers,
+            layers_without_rope,
             qk_norms: family == "qwen3",
             max_positions,
             norm_epsilon: self.rms_norm_eps.unwrap_or(1e-6),
@@ -170,7 +170,7 @@ impl Raw {
         }
     }
 
-    fn unrotated_layers(&self, path: &Path, n_layers: usize) -> Result<BTreeSet<usize>> {
+    fn layers_without_rope(&self, path: &Path, n_layers: usize) -> Result<BTreeSet<usize>> {
         if self.model_type != "smollm3" {
             return Ok(BTreeSet::new());
         }

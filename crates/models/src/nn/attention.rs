@@ -3,10 +3,10 @@
 use std::fmt;
 
 use burn::tensor::{DType, Tensor};
-use kv_cubecl::{AttentionOptions, KvMemory, Rotary};
+use kv_cubecl::{AttentionOptions, KvMemory, RopeTable};
 use tracing::trace_span;
 
-use super::Rotation;
+use super::RopeRows;
 use crate::{Result, spans::OPERATION};
 
 /// The inputs and the output of one layer's attention.
@@ -102,23 +102,23 @@ impl<'a> Memory<'a> {
         Ok(output)
     }
 
-    /// The table by which [`attend_rotated`](Self::attend_rotated) rotates queries and keys of `dtype`, where it
+    /// The table by which [`attend_with_rope`](Self::attend_with_rope) rotates queries and keys of `dtype`, where it
     /// does.
-    pub(crate) fn rotary<'r>(&self, rotation: &'r Rotation, dtype: DType) -> Option<&'r Rotary> {
+    pub(crate) fn rope_table<'r>(&self, rope: &'r RopeRows, dtype: DType) -> Option<&'r RopeTable> {
         let turns = self.observer.is_none() && self.kv.turns_tokens() && dtype == DType::F32;
-        rotation.table().filter(|_| turns)
+        rope.table().filter(|_| turns)
     }
 
     /// [`attend`](Self::attend) of one token that is not rotated yet, in the launches that append and attend; by
     /// what [`rotary`](Self::rotary) gives.
-    pub(crate) fn attend_rotated(
+    pub(crate) fn attend_with_rope(
         self,
         q: Tensor<4>,
         k: Tensor<4>,
         v: Tensor<4>,
-        rotary: &Rotary,
+        rope_table: &RopeTable,
     ) -> Result<Tensor<4>> {
         let _span = trace_span!(target: OPERATION, "attend").entered();
-        Ok(self.kv.attend_rotated(q, k, v, rotary, self.sink_logits)?.output)
+        Ok(self.kv.attend_with_rope(q, k, v, rope_table, self.sink_logits)?.output)
     }
 }

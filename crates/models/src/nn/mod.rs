@@ -25,5 +25,5 @@ pub use matrix::Matrix;
 pub(crate) use matrix::PACKED;
 pub use mlp::{GatedMlp, Gating, in_f32};
 pub use norm::{LayerNorm, QkNorms, RmsNorm, unit_rms};
-pub use rope::{Rope, RopeScaling, Rotation};
+pub use rope::{Rope, RopeRows, RopeScaling};
 pub use rows::by_rows;

@@ -1,10 +1,10 @@
-//! Rotary position encoding in the half-split form of the transformers library.
+//! RopeTable position encoding in the half-split form of the transformers library.
 
 use core::f64::consts::TAU;
 use std::sync::{Arc, OnceLock};
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use kv_cubecl::Rotary;
+use kv_cubecl::RopeTable;
 
 /// How the rotation frequencies of a model differ from `theta^(-2i / rotary_dim)`.
 #[derive(Clone, Debug, PartialEq)]
@@ -157,8 +157,8 @@ impl Rope {
     /// The rotation of positions `start..start + seq`, which is the same for all layers: computed once for the
     /// tokens of a pass. `context` is the largest number of positions there can be, by which
     /// [`RopeScaling::LongRope`] chooses its frequencies.
-    pub fn rotation(&self, start: usize, seq: usize, context: usize, device: &Device) -> Rotation {
-        Rotation::rows(&self.table(start, seq, context, device), 0, seq)
+    pub fn rows(&self, start: usize, seq: usize, context: usize, device: &Device) -> RopeRows {
+        RopeRows::range(&self.table(start, seq, context, device), 0, seq)
     }
 
     /// The table of positions `start..start + seq`, which a cache computes once for all positions it has room for.
@@ -170,7 +170,7 @@ impl Rope {
         seq: usize,
         context: usize,
         device: &Device,
-    ) -> Rotary {
+    ) -> RopeTable {
         let inv_freq = self.inv_freq(context);
         let scale = self.attention_factor;
         let half = self.inv_freq.len();
@@ -183,7 +183,7 @@ impl Rope {
             }
         }
         let table = TensorData::new(table, [seq, 2 * half]);
-        Rotary::new(Tensor::from_data(table, (device, DType::F32)))
+        RopeTable::new(Tensor::from_data(table, (device, DType::F32)))
             .expect("a pass has a token, and a frequency belongs to a pair of channels")
     }
 }
@@ -239,8 +239,8 @@ fn scale(freq: f64, (i, n): (usize, usize), theta: f64, scaling: &RopeScaling) -
 
 /// The rotation of the tokens of a pass: rows of a table.
 #[derive(Clone, Debug)]
-pub struct Rotation {
-    table: Rotary,
+pub struct RopeRows {
+    table: RopeTable,
     place: Place,
     /// Cosines and sines of the tokens, `[1 or batch, 1, seq, rotary_dim / 2]`: picked from the table when they are
     /// first asked for, once for all layers.
@@ -258,24 +258,24 @@ enum Place {
     Picked,
 }
 
-impl Rotation {
-    fn new(table: &Rotary, place: Place) -> Self {
+impl RopeRows {
+    fn new(table: &RopeTable, place: Place) -> Self {
         Self { table: table.clone(), place, rows: Arc::default() }
     }
 
     /// The rotation of `seq` positions from `start` on.
-    pub(crate) fn rows(table: &Rotary, start: usize, seq: usize) -> Self {
+    pub(crate) fn range(table: &RopeTable, start: usize, seq: usize) -> Self {
         Self::new(table, Place::Range(start, seq))
     }
 
     /// The rotation of positions `[n]`, of `seq` tokens of each sequence or of all; one past the table gets that of
     /// its last position, one before it that of its first.
-    pub(crate) fn at(table: &Rotary, positions: &Tensor<1, Int>, seq: usize) -> Self {
+    pub(crate) fn at(table: &RopeTable, positions: &Tensor<1, Int>, seq: usize) -> Self {
         Self::new(table, Place::Stored(Box::new(positions.clone()), seq))
     }
 
     /// The table, by whose rows a cache may rotate one token of its own, in f32.
-    pub(crate) fn table(&self) -> Option<&Rotary> {
+    pub(crate) fn table(&self) -> Option<&RopeTable> {
         match self.place {
             Place::Range(_, 1) | Place::Stored(_, 1) => Some(&self.table),
             _ => None,
@@ -320,7 +320,7 @@ impl Rotation {
     /// - x: `[batch, heads, seq, head_dim]`
     /// - output: `[batch, heads, seq, head_dim]`
     pub fn apply(&self, x: Tensor<4>) -> Tensor<4> {
-        let _span = tracing::trace_span!(target: crate::spans::OPERATION, "rotate").entered();
+        let _span = tracing::trace_span!(target: crate::spans::OPERATION, "rope").entered();
         let head_dim = x.dims()[3];
         let [cos, sin] = self.cos_sin().map(|table| match table.dtype() == x.dtype() {
             true => table,
@@ -329,9 +329,9 @@ impl Rotation {
         let half = cos.dims()[3];
         let a = x.clone().narrow(3, 0, half);
         let b = x.clone().narrow(3, half, half);
-        let rotated_a = a.clone() * cos.clone() - b.clone() * sin.clone();
-        let rotated_b = b * cos + a * sin;
-        let mut parts = vec![rotated_a, rotated_b];
+        let first = a.clone() * cos.clone() - b.clone() * sin.clone();
+        let second = b * cos + a * sin;
+        let mut parts = vec![first, second];
         if head_dim > 2 * half {
             parts.push(x.narrow(3, 2 * half, head_dim - 2 * half));
         }

@@ -243,7 +243,7 @@ pub(crate) fn small() -> Config {
         rope_theta: 10_000.0,
         rope_scaling: RopeScaling::Default,
         full_layers: Default::default(),
-        unrotated_layers: Default::default(),
+        layers_without_rope: Default::default(),
         qk_norms: false,
     }
 }

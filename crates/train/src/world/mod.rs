@@ -25,7 +25,7 @@ use kv_world::{Codec, Frame, Maze, Wanderer};
 pub use config::WorldConfig;
 pub use history::{WorldHistory, WorldStep, WorldValid};
 
-use self::{history::Log, model::Course};
+use self::{history::Log, model::TrainState};
 use crate::{
     Checkpoints, Error, Result, Resume, Tell,
     checkpoint::PARTS,
@@ -186,7 +186,7 @@ pub fn train_world<T: Target>(
     write_settings(folder, config)?;
     checkpoints.delete_after(done)?;
     let log = Log::new(folder, done, config, run.tell, run.tell_every)?;
-    let mut course = Course {
+    let mut course = TrainState {
         optimizer: optimizer(config, &model),
         schedule: schedule(config.schedule, config.steps)?,
         world: World::new(model, codec, config.maze)?,
@@ -198,7 +198,7 @@ pub fn train_world<T: Target>(
         course.restore(&checkpoints, step)?;
     }
     course.run(done.unwrap_or(0), &checkpoints, run.stop.as_deref())?;
-    let Course { mut world, .. } = course;
+    let TrainState { mut world, .. } = course;
     world.model = world.model.valid();
     Ok((world, WorldHistory::read(folder)?))
 }

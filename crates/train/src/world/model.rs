@@ -32,7 +32,7 @@ use crate::{
 };
 
 /// What a run in progress works with.
-pub(super) struct Course<'a> {
+pub(super) struct TrainState<'a> {
     pub(super) config: &'a WorldConfig,
     pub(super) world: World,
     pub(super) optimizer: ModuleOptimizer,
@@ -45,7 +45,7 @@ pub(super) struct Course<'a> {
 /// Frames of a rollout that a validation shows the model first.
 const CONTEXT_FRAMES: usize = 6;
 
-impl Course<'_> {
+impl TrainState<'_> {
     /// Trains from step `done` to the last, or until it is asked to stop.
     pub(super) fn run(
         &mut self,

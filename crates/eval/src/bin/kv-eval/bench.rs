@@ -56,7 +56,7 @@ enum Bench {
     Llm(LlmArgs),
     /// Appending a token, and the steps in which the keys of the window are flushed.
     #[command(after_help = "Examples:
-  kv-eval bench flush --cache k4v4 --cache k2v2-slide --contexts 4096")]
+  kv-eval bench flush --cache k4v4 --cache k2v2-gflush --contexts 4096")]
     Flush(LayerArgs),
     /// A frame's attention over a full ring of frames, as a world model has it.
     Frames(FramesArgs),

@@ -7,9 +7,9 @@ use anyhow::{Result, bail};
 use kv_cli::{
     Backend, NamedFiles, Plain, dispatch, error_line, exit_on_interrupt, note, open_folder,
 };
-use kv_cubecl::{Bits, On, Target};
+use kv_cubecl::{KvFormat, On, Target};
 use kv_eval::{Mode, Plan};
-use kv_eval_models::{AUSTEN, AUSTEN_K2V2_SLIDE, BuiltIn, HELDOUT, HELDOUT_NAME};
+use kv_eval_models::{AUSTEN, AUSTEN_K2V2_GFLUSH, BuiltIn, HELDOUT, HELDOUT_NAME};
 use kv_models::{KV_CACHE_FILE, LoadOptions, ModelCacheConfig};
 
 use crate::{
@@ -31,7 +31,7 @@ pub(crate) struct Args {
     base: Option<PathBuf>,
     /// Folder of the model after training with its cache, which its kv_cache.json describes; the base
     /// model is evaluated with caches of the same groups and windows [default: the built-in model
-    /// austen-k2v2-slide].
+    /// austen-k2v2-gflush].
     #[arg(long, value_name = "FOLDER")]
     tuned: Option<PathBuf>,
     /// A UTF-8 text file that neither was trained on [default: the built-in novel].
@@ -93,7 +93,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         built_in::load(named.as_deref(), model, read)
     };
     let mut base = load(&args.base, &AUSTEN)?;
-    let mut tuned = load(&args.tuned, &AUSTEN_K2V2_SLIDE)?;
+    let mut tuned = load(&args.tuned, &AUSTEN_K2V2_GFLUSH)?;
     // Name the models by their folders, because both files may give the name of the original model.
     let paths = [args.base_path(), args.tuned_path()];
     (base.name, tuned.name) = names(paths[0], paths[1]);
@@ -116,7 +116,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     note_short_text(&ids, Some(args.tokens));
 
     let mut of_base: Vec<ModelCacheConfig> =
-        [Bits::Four, Bits::Two].map(|bits| own.with_bits(bits, bits)).to_vec();
+        [KvFormat::Affine4, KvFormat::Affine2].map(|bits| own.with_formats(bits, bits)).to_vec();
     if !of_base.contains(own) {
         of_base.push(own.clone());
     }
@@ -150,7 +150,7 @@ impl Args {
     }
 
     fn tuned_path(&self) -> &Path {
-        self.tuned.as_deref().unwrap_or(Path::new(AUSTEN_K2V2_SLIDE.name))
+        self.tuned.as_deref().unwrap_or(Path::new(AUSTEN_K2V2_GFLUSH.name))
     }
 }
 

@@ -191,7 +191,7 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
     note_policies([&chosen], model.spec());
     // One cache serves the whole run, so that a rotation of its values can be in the weights.
     let cache_name = chosen.to_string();
-    let (model, config) = model.fold_rotation(chosen);
+    let (model, config) = model.fold_hadamard(chosen);
     profile.model(&model, &name);
     profile.fact("cache", &config);
     if sampling.penalizes() && T::NAME != "flex" {

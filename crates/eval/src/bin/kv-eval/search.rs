@@ -15,7 +15,7 @@ use kv_cli::{
     MemorySize, NamedFiles, OutFile, Plain, Screen, dispatch, exit_interrupted, on_interrupt,
     window_bar,
 };
-use kv_cubecl::{KvCacheConfig, On, SideFormat, Target};
+use kv_cubecl::{KvCacheConfig, KvFormat, On, Target};
 use kv_eval::{
     Error, Mode, Plan,
     search::{Found, SearchPlan, search},
@@ -45,11 +45,11 @@ pub(crate) struct Args {
     #[arg(long, short)]
     context: Option<usize>,
     /// What all layers have but for the formats: groups, windows, sinks, rotations and float type.
-    #[arg(long, default_value = "k4v4-g64-r64-s4-slide-hadv-f16")]
+    #[arg(long, default_value = "k4v4-g64-r64-s4-gflush-hadv-f16")]
     base: KvCacheConfig,
     /// A format to choose from for each side of each layer, beside float: 2, 4, 8, int8, e4m3, ..; repeatable.
     #[arg(long = "format", value_parser = format, default_values = ["4", "2"])]
-    formats: Vec<SideFormat>,
+    formats: Vec<KvFormat>,
     /// First tokens of the text, which are searched on.
     #[arg(long, default_value_t = 1024)]
     tokens: usize,
@@ -72,10 +72,10 @@ pub(crate) struct Args {
     json: JsonArgs,
 }
 
-fn format(name: &str) -> Result<SideFormat, String> {
-    let found = SideFormat::named(name).filter(|format| format.is_quantized());
+fn format(name: &str) -> Result<KvFormat, String> {
+    let found = KvFormat::named(name).filter(|format| format.is_quantized());
     found.ok_or_else(|| {
-        let all = SideFormat::ALL.iter().filter(|format| format.is_quantized());
+        let all = KvFormat::ALL.iter().filter(|format| format.is_quantized());
         let names: Vec<_> = all.map(|format| format.name()).collect();
         format!("must be one of {}", names.join(", "))
     })

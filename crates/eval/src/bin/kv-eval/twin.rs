@@ -14,7 +14,7 @@ use crate::{
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  kv-eval twin --model models/austen --text models/austen/heldout.txt --cache k2v2-slide
+  kv-eval twin --model models/austen --text models/austen/heldout.txt --cache k2v2-gflush
   kv-eval twin -m SmolLM2-135M.gguf -f novel.txt --cache kint8vint8 --tokens 1000 --stop 0.5")]
 pub(crate) struct Args {
     #[command(flatten)]

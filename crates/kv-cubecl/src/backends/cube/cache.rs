@@ -21,7 +21,7 @@ use crate::{
         cache::{self, CacheBindings, CacheProblem},
         chunk_attention,
         decode_attention::{self, DecodeBindings, DecodeProblem},
-        rotary::{self, RotaryBinding},
+        rope::{self, RotaryBinding},
     },
     layout::{CacheLayout, Side, Sides},
     scores::Scores,
@@ -33,8 +33,8 @@ use crate::{
 pub(super) struct Place<'a> {
     /// Contiguous, as [`TokenPosition::Stored`](crate::TokenPosition::Stored).
     pub(super) position: Option<&'a CubeTensor>,
-    /// Contiguous, as [`TokenRotary::Table`](crate::TokenRotary::Table).
-    pub(super) rotary: Option<&'a CubeTensor>,
+    /// Contiguous, as [`TokenRope::Table`](crate::TokenRope::Table).
+    pub(super) rope: Option<&'a CubeTensor>,
 }
 
 /// Appends `key` and `value` to a cache of `len` tokens. With a position, the kernel reads from it
@@ -105,8 +105,8 @@ pub(super) fn decode_attention(
     let query = match plan {
         Some(_) => {
             let query = into_contiguous(CubeBackend::float_cast(query, FloatDType::F32));
-            match place.rotary.take() {
-                Some(table) => turned(query, table, tokens - 1),
+            match place.rope.take() {
+                Some(table) => apply_rope(query, table, tokens - 1),
                 None => query,
             }
         }
@@ -154,23 +154,23 @@ pub(in crate::backends) fn check_decode(
 }
 
 /// The rows of `x`, contiguous and f32, turned by `position`.
-fn turned(x: CubeTensor, table: &CubeTensor, position: usize) -> CubeTensor {
+fn apply_rope(x: CubeTensor, table: &CubeTensor, position: usize) -> CubeTensor {
     let shape = dims(&x);
     let output = empty_like(&x, shape, DType::F32);
     let (client, n) = (&x.client, shape.iter().product());
     let binding = rotary_binding(table);
-    launched(rotary::launch_turn(client, arg(&x), arg(&output), binding, n, shape[3], position));
+    launched(rope::launch_turn(client, arg(&x), arg(&output), binding, n, shape[3], position));
     output
 }
 
 /// Keys, values and float rows of a cache.
 fn cache_bindings(
     [keys, values, floats]: [&CubeTensor; 3],
-    Place { position, rotary }: Place<'_>,
+    Place { position, rope }: Place<'_>,
 ) -> CacheBindings {
     let [keys, values, floats] = [keys, values, floats].map(arg);
-    let (position, rotary) = (position.map(positions), rotary.map(rotary_binding));
-    CacheBindings { keys, values, floats, position, rotary }
+    let (position, rope) = (position.map(positions), rope.map(rotary_binding));
+    CacheBindings { keys, values, floats, position, rope }
 }
 
 fn rotary_binding(table: &CubeTensor) -> RotaryBinding {

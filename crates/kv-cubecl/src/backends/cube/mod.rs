@@ -97,11 +97,11 @@ impl KvCacheOps for CubeBackend {
         data
     }
 
-    fn rotate(input: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn hadamard(input: FloatTensor<Self>) -> FloatTensor<Self> {
         let data = writable(into_contiguous(input));
         let [.., head_dim] = dims(&data);
         let n = data.meta.shape().num_elements();
-        launched(quantize::launch_rotate(&data.client, arg(&data), n, head_dim));
+        launched(quantize::launch_hadamard(&data.client, arg(&data), n, head_dim));
         data
     }
 
@@ -134,10 +134,10 @@ impl KvCacheOps for CubeBackend {
         len: usize,
         options: AttentionOptions,
     ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>) {
-        let Token { query, key, value, position, rotary } = token;
+        let Token { query, key, value, position, rope } = token;
         let position = position.into_option().map(into_contiguous);
-        let table = rotary.into_option().map(into_contiguous);
-        let place = Place { position: position.as_ref(), rotary: table.as_ref() };
+        let table = rope.into_option().map(into_contiguous);
+        let place = Place { position: position.as_ref(), rope: table.as_ref() };
         let (before, after) = match place.position {
             None => (len, len + 1),
             // Launches are planned for a full cache, so that one recording of them serves every length.

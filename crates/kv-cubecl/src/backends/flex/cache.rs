@@ -83,23 +83,23 @@ pub(super) fn flush(
             }
             floats.read(slice * slice_floats + place.element(token), out);
         };
-        let (spec, granule) = (packed.spec, packed.spec.granule());
+        let (spec, block_tokens) = (packed.spec, packed.spec.block_tokens());
         let words = match side {
             Side::Keys => state.keys.storage_mut::<u32>(),
             Side::Values => state.values.storage_mut::<u32>(),
         };
-        let (room, last) = (place.packed_tokens / granule, after[side] / granule);
+        let (room, last) = (place.packed_tokens / block_tokens, after[side] / block_tokens);
         // Of more than there is room for, only the newest are kept.
-        let first = (before[side] / granule).max(last.saturating_sub(room));
+        let first = (before[side] / block_tokens).max(last.saturating_sub(room));
         let slice_words = place.slice_words();
-        let due_words = spec.words((last - first) * granule, head_dim);
+        let due_words = spec.words((last - first) * block_tokens, head_dim);
         for_each_slice(words, slices, slice_words, due_words, |slice, words| {
-            let mut rows = vec![0.0; granule * head_dim];
+            let mut rows = vec![0.0; block_tokens * head_dim];
             for index in first..last {
                 for (i, row) in rows.chunks_exact_mut(head_dim).enumerate() {
-                    read(slice, schedule.sink_tokens + index * granule + i, row);
+                    read(slice, schedule.sink_tokens + index * block_tokens + i, row);
                 }
-                let slot = place.packed_slot(index * granule);
+                let slot = place.packed_slot(index * block_tokens);
                 spec.format.on_cpu().quantize(&rows, words, slot, &packed);
             }
         });

@@ -9,7 +9,7 @@
 mod cache;
 mod chunk;
 mod decode;
-mod rotary;
+mod rope;
 mod slice;
 mod streaming;
 mod streaming_backward;
@@ -76,8 +76,8 @@ impl KvCacheOps for Flex {
         let (grouped, format) = (grouped(tokens, skip, &spec), spec.format.on_cpu());
         output.storage_mut::<f32>().par_chunks_mut(tokens * head_dim).for_each(|slice| {
             // A few groups at a time, in one small buffer: their packed form is not kept.
-            let granule = spec.granule();
-            let step = granule.max(RESTORED / granule * granule);
+            let block_tokens = spec.block_tokens();
+            let step = block_tokens.max(RESTORED / block_tokens * block_tokens);
             let place = PackedPlace { spec, head_dim, tokens: step.min(grouped.len()) };
             let mut words = vec![0; place.words()];
             let part = &mut slice[grouped.start * head_dim..grouped.end * head_dim];
@@ -118,15 +118,15 @@ impl KvCacheOps for Flex {
         output
     }
 
-    fn rotate(input: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn hadamard(input: FloatTensor<Self>) -> FloatTensor<Self> {
         let [.., head_dim]: [usize; 4] = dims(&input);
         let mut output = input.to_contiguous();
         let rows = output.storage_mut::<f32>();
         match rows.len() <= FEW_ROTATED {
-            true => simd::rotate(rows, head_dim),
+            true => simd::hadamard(rows, head_dim),
             false => rows
                 .par_chunks_mut(FEW_ROTATED / head_dim * head_dim)
-                .for_each(|rows| simd::rotate(rows, head_dim)),
+                .for_each(|rows| simd::hadamard(rows, head_dim)),
         }
         output
     }
@@ -169,19 +169,19 @@ impl KvCacheOps for Flex {
         len: usize,
         options: AttentionOptions,
     ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>) {
-        let Token { query, key, value, position, rotary } = token;
+        let Token { query, key, value, position, rope } = token;
         let (capacity, shape, dtype) = (layout.config().capacity, dims(&query), query.dtype());
         let [query, key, value] = [query, key, value].map(floats);
         let position = position.into_option().map(contiguous);
         let counted = [len as i32];
         let positions: &[i32] = position.as_ref().map_or(&counted, |position| position.storage());
-        let table = rotary.into_option().map(contiguous);
+        let table = rope.into_option().map(contiguous);
         let table = table.as_ref().map(|table| {
             let [_, rotary_dim] = dims(table);
-            rotary::Table { data: table.storage(), rotary_dim }
+            rope::Table { data: table.storage(), rotary_dim }
         });
         let [query, key] =
-            [&query, &key].map(|rows| rotary::turned(rows.storage(), shape[3], positions, table));
+            [&query, &key].map(|rows| rope::apply_rope(rows.storage(), shape[3], positions, table));
         let slices = layout.slices() / positions.len();
         let chunks = Sides { keys: &*key, values: value.storage() };
         state = contiguous_state(state);
@@ -309,7 +309,7 @@ const RESTORED: usize = 512;
 fn grouped(tokens: usize, skip: usize, spec: &QuantSpec) -> core::ops::Range<usize> {
     let start = skip.min(tokens);
     let after = tokens - start;
-    start..start + after / spec.granule() * spec.granule()
+    start..start + after / spec.block_tokens() * spec.block_tokens()
 }
 
 fn dims<const D: usize>(tensor: &FlexTensor) -> [usize; D] {

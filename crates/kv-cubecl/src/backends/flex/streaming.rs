@@ -62,17 +62,21 @@ impl Problem {
         while start < self.m {
             let first = self.spec.view(start);
             let mut end = (start + BLOCK).min(self.m);
-            while self.spec.view(end - 1).key_hat_end != first.key_hat_end {
+            while self.spec.view(end - 1).quantized_keys_end != first.quantized_keys_end {
                 end -= 1;
             }
             let last = self.spec.view(end - 1);
             blocks.push(Block {
                 start,
                 end,
-                sinks: self.spec.schedule.window.map_or(0, |_| self.spec.sinks().min(last.end)),
-                begin: if self.spec.schedule.window.is_some() { first.begin } else { 0 },
+                sinks: self
+                    .spec
+                    .schedule
+                    .sliding_window
+                    .map_or(0, |_| self.spec.sinks().min(last.end)),
+                begin: if self.spec.schedule.sliding_window.is_some() { first.begin } else { 0 },
                 visible: last.end.min(self.n),
-                hat_keys: first.key_hat_end,
+                hat_keys: first.quantized_keys_end,
                 hat_values: first.value_hat_end,
                 hat_values_last: last.value_hat_end,
             });
@@ -132,7 +136,7 @@ impl Block {
         columns: &Range<usize>,
     ) -> Range<usize> {
         let row = self.start + row % self.len();
-        let begin = match problem.spec.schedule.window {
+        let begin = match problem.spec.schedule.sliding_window {
             Some(_) if columns.start >= self.sinks => problem.spec.begin(row),
             _ => columns.start,
         };

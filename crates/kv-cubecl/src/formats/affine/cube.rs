@@ -4,11 +4,11 @@ use cubecl::prelude::*;
 
 use super::Affine;
 use crate::formats::cube::{
-    F16_MAX, PackedInKernels, half_bits, half_value, is_nan, round_half_even, saturate,
+    CubeCodec, F16_MAX, half_bits, half_value, is_nan, round_half_even, saturate,
 };
 
 #[cube]
-impl PackedInKernels for Affine {
+impl CubeCodec for Affine {
     fn parameter(min: f32, max: f32, #[comptime] n_bits: u32) -> u32 {
         let max_code = comptime!(((1u32 << n_bits) - 1) as f32);
         let none = min > max;

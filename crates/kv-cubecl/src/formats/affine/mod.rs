@@ -6,19 +6,19 @@ mod cube;
 mod flex;
 
 use super::{
-    PackedFormat,
-    packed::PackedAbout,
+    Codec,
+    packed::CodecSpec,
     side::{Groups, Stored},
 };
 
-pub(super) const ABOUT: PackedAbout =
-    PackedAbout { parameter_bits: 32, largest: None, limit: 65504.0, float: None };
+pub(super) const ABOUT: CodecSpec =
+    CodecSpec { parameter_bits: 32, largest: None, limit: 65504.0, float: None };
 
 /// With 2, 4 and 8 bits.
 pub(super) const STORED: [Stored; 3] = [stored("2", 2), stored("4", 4), stored("8", 8)];
 
 const fn stored(name: &'static str, n_bits: u32) -> Stored {
-    Stored { name, format: PackedFormat::Affine, n_bits, groups: Groups::Kivi }
+    Stored { name, format: Codec::Affine, n_bits, groups: Groups::Kivi }
 }
 
 /// See [the module](self).

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::{E2m1Blocks, E4m3Blocks, MANTISSA, Mxfp4, Rule};
 use crate::formats::{
-    cube::{PackedInKernels, is_nan},
+    cube::{CubeCodec, is_nan},
     minifloat,
     scaled::cube::largest,
 };
@@ -32,7 +32,7 @@ fn power(parameter: u32) -> f32 {
 macro_rules! in_kernels {
     ($Format:ident, $RULE:ident) => {
         #[cube]
-        impl PackedInKernels for $Format {
+        impl CubeCodec for $Format {
             fn parameter(min: f32, max: f32, #[comptime] _n_bits: u32) -> u32 {
                 exponent(min, max, Rule::$RULE)
             }

@@ -1,7 +1,7 @@
 //! Blocks on the CPU.
 
 use super::{E2m1Blocks, E4m3Blocks, MANTISSA, Mxfp4, Rule};
-use crate::formats::{PackedFormat, scaled::flex::Scaled};
+use crate::formats::{Codec, scaled::flex::Scaled};
 
 impl Rule {
     /// The exponent of the scale of a block, and 127.
@@ -15,7 +15,7 @@ impl Rule {
 macro_rules! scaled {
     ($Format:ident, $RULE:ident) => {
         impl Scaled for $Format {
-            const FORMAT: PackedFormat = PackedFormat::$Format;
+            const FORMAT: Codec = Codec::$Format;
             const LARGEST: Option<f32> = None;
 
             fn parameter(amax: f32) -> u32 {

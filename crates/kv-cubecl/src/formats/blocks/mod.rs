@@ -13,10 +13,10 @@ mod cube;
 mod flex;
 
 use super::{
-    PackedFormat,
+    Codec,
     float8::E4M3,
     minifloat::Minifloat,
-    packed::PackedAbout,
+    packed::CodecSpec,
     side::{Groups, Stored},
 };
 
@@ -54,23 +54,18 @@ const E2M1_MOST: u32 = E2M1.largest.to_bits() & MANTISSA;
 /// 2^127: what it is restored to is finite.
 const LIMIT: f32 = f32::from_bits(0x7f00_0000);
 
-pub(super) const ABOUT_E4M3: PackedAbout = about(E4M3);
-pub(super) const ABOUT_E2M1: PackedAbout = about(E2M1);
+pub(super) const ABOUT_E4M3: CodecSpec = about(E4M3);
+pub(super) const ABOUT_E2M1: CodecSpec = about(E2M1);
 
-const fn about(float: Minifloat) -> PackedAbout {
-    PackedAbout {
-        parameter_bits: 8,
-        largest: Some(float.largest),
-        limit: LIMIT,
-        float: Some(float),
-    }
+const fn about(float: Minifloat) -> CodecSpec {
+    CodecSpec { parameter_bits: 8, largest: Some(float.largest), limit: LIMIT, float: Some(float) }
 }
 
-pub(super) const STORED_E4M3: Stored = stored("e4m3b", PackedFormat::E4m3Blocks, 8);
-pub(super) const STORED_E2M1: Stored = stored("e2m1b", PackedFormat::E2m1Blocks, 4);
-pub(super) const STORED_MXFP4: Stored = stored("mxfp4", PackedFormat::Mxfp4, 4);
+pub(super) const STORED_E4M3: Stored = stored("e4m3b", Codec::E4m3Blocks, 8);
+pub(super) const STORED_E2M1: Stored = stored("e2m1b", Codec::E2m1Blocks, 4);
+pub(super) const STORED_MXFP4: Stored = stored("mxfp4", Codec::Mxfp4, 4);
 
-const fn stored(name: &'static str, format: PackedFormat, n_bits: u32) -> Stored {
+const fn stored(name: &'static str, format: Codec, n_bits: u32) -> Stored {
     Stored { name, format, n_bits, groups: Groups::Blocks(BLOCK) }
 }
 

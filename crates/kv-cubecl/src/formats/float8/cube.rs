@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::{E4M3, E4m3, E5M2, E5m2};
 use crate::formats::{
-    cube::{PackedInKernels, half_value, is_nan},
+    cube::{CubeCodec, half_value, is_nan},
     minifloat,
     scaled::cube::{ScaledInKernels, add_gradient, half_scale},
 };
@@ -12,7 +12,7 @@ use crate::formats::{
 macro_rules! in_kernels {
     ($Format:ident, $FLOAT:ident) => {
         #[cube]
-        impl PackedInKernels for $Format {
+        impl CubeCodec for $Format {
             fn parameter(min: f32, max: f32, #[comptime] _n_bits: u32) -> u32 {
                 half_scale(min, max, f32::new(comptime!($FLOAT.largest)))
             }

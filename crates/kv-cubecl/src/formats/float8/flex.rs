@@ -2,14 +2,14 @@
 
 use super::{E4M3, E4m3, E5M2, E5m2};
 use crate::formats::{
-    PackedFormat,
+    Codec,
     scaled::flex::{Scaled, half_scale, half_value},
 };
 
 macro_rules! scaled {
     ($Format:ident, $FLOAT:ident) => {
         impl Scaled for $Format {
-            const FORMAT: PackedFormat = PackedFormat::$Format;
+            const FORMAT: Codec = Codec::$Format;
             const LARGEST: Option<f32> = Some($FLOAT.largest);
 
             fn parameter(amax: f32) -> u32 {

@@ -11,9 +11,9 @@ mod cube;
 mod flex;
 
 use super::{
-    PackedFormat,
+    Codec,
     minifloat::Minifloat,
-    packed::PackedAbout,
+    packed::CodecSpec,
     side::{Groups, Stored},
 };
 
@@ -25,11 +25,11 @@ pub(super) const E4M3: Minifloat =
 pub(super) const E5M2: Minifloat =
     Minifloat { bias: 15, mantissa: 2, largest: 57344.0, sign: 0x80, first_special: 0x7c };
 
-pub(super) const ABOUT_E4M3: PackedAbout = about(E4M3);
-pub(super) const ABOUT_E5M2: PackedAbout = about(E5M2);
+pub(super) const ABOUT_E4M3: CodecSpec = about(E4M3);
+pub(super) const ABOUT_E5M2: CodecSpec = about(E5M2);
 
-const fn about(float: Minifloat) -> PackedAbout {
-    PackedAbout {
+const fn about(float: Minifloat) -> CodecSpec {
+    CodecSpec {
         parameter_bits: 16,
         largest: Some(float.largest),
         limit: f32::MAX,
@@ -37,10 +37,10 @@ const fn about(float: Minifloat) -> PackedAbout {
     }
 }
 
-pub(super) const STORED_E4M3: Stored = stored("e4m3", PackedFormat::E4m3);
-pub(super) const STORED_E5M2: Stored = stored("e5m2", PackedFormat::E5m2);
+pub(super) const STORED_E4M3: Stored = stored("e4m3", Codec::E4m3);
+pub(super) const STORED_E5M2: Stored = stored("e5m2", Codec::E5m2);
 
-const fn stored(name: &'static str, format: PackedFormat) -> Stored {
+const fn stored(name: &'static str, format: Codec) -> Stored {
     Stored { name, format, n_bits: 8, groups: Groups::Token }
 }
 

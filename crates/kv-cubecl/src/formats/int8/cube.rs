@@ -4,12 +4,12 @@ use cubecl::prelude::*;
 
 use super::{Int8, LARGEST};
 use crate::formats::{
-    cube::{PackedInKernels, half_value, is_nan, round_half_even},
+    cube::{CubeCodec, half_value, is_nan, round_half_even},
     scaled::cube::{ScaledInKernels, add_gradient, half_scale},
 };
 
 #[cube]
-impl PackedInKernels for Int8 {
+impl CubeCodec for Int8 {
     fn parameter(min: f32, max: f32, #[comptime] _n_bits: u32) -> u32 {
         half_scale(min, max, f32::new(LARGEST))
     }

@@ -5,7 +5,7 @@ use half::f16;
 
 use crate::{
     formats::{
-        PackedFormat, QuantSpec,
+        Codec, QuantSpec,
         flex::PackedRun,
         scaled::flex::{Scaled, half_scale, half_value},
     },
@@ -19,7 +19,7 @@ const TILE: usize = 128;
 const LARGEST_SCALE: f32 = 65504.0 / 128.0;
 
 impl Scaled for Int8 {
-    const FORMAT: PackedFormat = PackedFormat::Int8;
+    const FORMAT: Codec = Codec::Int8;
     const LARGEST: Option<f32> = Some(LARGEST);
 
     fn parameter(amax: f32) -> u32 {
@@ -56,14 +56,14 @@ impl Scaled for Int8 {
         scratch: &mut [f32],
     ) -> bool {
         let PackedPlace { spec, head_dim, .. } = keys.place;
-        let (granule, codes) = (spec.granule(), spec.code_words() * head_dim);
-        let step = (TILE / granule).max(1) * granule;
+        let (block_tokens, codes) = (spec.block_tokens(), spec.code_words() * head_dim);
+        let step = (TILE / block_tokens).max(1) * block_tokens;
         let mut words = vec![0; spec.words(step, head_dim)];
-        let affine = QuantSpec { format: PackedFormat::Affine, ..spec };
+        let affine = QuantSpec { format: Codec::Affine, ..spec };
         for token in keys.tokens.clone().step_by(step) {
             let count = step.min(keys.tokens.end - token);
             // Whole groups, although fewer tokens may be asked for.
-            let whole = count.next_multiple_of(granule);
+            let whole = count.next_multiple_of(block_tokens);
             let from = &keys.words[keys.place.codes(token)..][..spec.words(whole, head_dim)];
             let groups = from.chunks_exact(codes + head_dim);
             for (from, to) in groups.zip(words.chunks_exact_mut(codes + head_dim)) {
@@ -81,7 +81,7 @@ impl Scaled for Int8 {
             let place = PackedPlace { spec: affine, head_dim, tokens: whole };
             let run = PackedRun { words: &words, place, tokens: 0..count, skipped: 0 };
             let first = token - keys.tokens.start;
-            PackedFormat::Affine.on_cpu().score(&run, query, &mut scores[first..], n, scratch);
+            Codec::Affine.on_cpu().score(&run, query, &mut scores[first..], n, scratch);
         }
         true
     }

@@ -9,13 +9,13 @@ mod cube;
 mod flex;
 
 use super::{
-    PackedFormat,
-    packed::PackedAbout,
+    Codec,
+    packed::CodecSpec,
     side::{Groups, OfFrames, Stored},
 };
 
-pub(super) const ABOUT: PackedAbout =
-    PackedAbout { parameter_bits: 16, largest: Some(LARGEST), limit: f32::MAX, float: None };
+pub(super) const ABOUT: CodecSpec =
+    CodecSpec { parameter_bits: 16, largest: Some(LARGEST), limit: f32::MAX, float: None };
 
 /// With a scale for each token and head.
 pub(super) const STORED: Stored = stored("int8", Groups::Token);
@@ -30,7 +30,7 @@ pub(super) const STORED_FRAMES: Stored = stored("int8f", Groups::Frame(OfFrames:
 pub(super) const STORED_PERCENTILE: Stored = stored("int8p", Groups::Frame(OfFrames::Percentile));
 
 const fn stored(name: &'static str, groups: Groups) -> Stored {
-    Stored { name, format: PackedFormat::Int8, n_bits: 8, groups }
+    Stored { name, format: Codec::Int8, n_bits: 8, groups }
 }
 
 /// Largest code.

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use crate::formats::cube::{F16_MAX, PackedInKernels, half_bits, is_nan};
+use crate::formats::cube::{CubeCodec, F16_MAX, half_bits, is_nan};
 
 /// The largest magnitude of a group with these extremes; 0 where no number was found.
 #[cube]
@@ -19,12 +19,12 @@ pub(crate) fn half_scale(min: f32, max: f32, most: f32) -> u32 {
 
 /// What gradients need of a format beside the rest.
 #[cube]
-pub(crate) trait ScaledInKernels: PackedInKernels {
+pub(crate) trait ScaledInKernels: CubeCodec {
     /// How far from a value what is rounded to it may be.
     fn half_step(value: f32) -> f32;
 }
 
-/// [`PackedInKernels::add_scale_gradient`] where the scale is the largest magnitude over `most`.
+/// [`CubeCodec::add_scale_gradient`] where the scale is the largest magnitude over `most`.
 #[cube]
 pub(crate) fn add_gradient<F: ScaledInKernels>(
     data: &[f32],

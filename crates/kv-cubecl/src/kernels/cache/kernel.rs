@@ -10,7 +10,7 @@ use crate::{
             CacheArgs, SideArgs, SideScheduleArgs, float_element, packed_slot, parameter_place,
             quantized,
         },
-        rotary::{RotaryArgs, turned},
+        rope::{RopeArgs, apply_rope},
     },
 };
 
@@ -24,7 +24,7 @@ pub(super) struct Source {
     /// Elements of the float rows of one slice of the cache.
     pub(super) float_elements: usize,
     /// The table that turns the rows of the chunk, where there is one.
-    pub(super) rotary: RotaryArgs,
+    pub(super) rope: RopeArgs,
 }
 
 /// One channel of a token of the chunk, turned if there is a table.
@@ -39,7 +39,7 @@ fn new_element<C: Float>(
     side: &SideArgs,
 ) -> f32 {
     let row = (slice * source.added + token - source.len) * side.head_dim;
-    turned::<C>(chunk, row, channel, table, token, &source.rotary)
+    apply_rope::<C>(chunk, row, channel, table, token, &source.rope)
 }
 
 /// One channel of a token past the sinks, from its ring or from the chunk, rounded to the stored type
@@ -88,7 +88,7 @@ struct Run {
     stride: usize,
 }
 
-/// Quantizes group `group` of a granule, counted after the sinks, into its words.
+/// Quantizes group `group` of a block_tokens, counted after the sinks, into its words.
 #[cube]
 fn flush_group<R: Float, C: Float>(
     floats: &[R],
@@ -96,7 +96,7 @@ fn flush_group<R: Float, C: Float>(
     table: &ComptimeOption<Box<[f32]>>,
     words: &mut [u32],
     slice: usize,
-    granule: usize,
+    block_tokens: usize,
     group: usize,
     source: &Source,
     side: &SideArgs,
@@ -115,8 +115,9 @@ fn flush_group<R: Float, C: Float>(
         first_word = group * code_words;
         stride = 1;
     }
-    let token = side.sinks + granule * comptime!(spec.granule());
-    let slot = packed_slot(granule * comptime!(spec.granule()), side) / comptime!(spec.granule());
+    let token = side.sinks + block_tokens * comptime!(spec.block_tokens());
+    let slot = packed_slot(block_tokens * comptime!(spec.block_tokens()), side)
+        / comptime!(spec.block_tokens());
     let base = slice * side.slice_words + slot * groups * (code_words + 1);
     let run = Run { token, channel, word: base + first_word, stride };
     let param = quantize_run::<R, C>(
@@ -237,7 +238,7 @@ fn store<R: Float, C: Float>(
     }
 }
 
-/// One unit per (slice, granule, group); where parameters share words, one per (slice, run of tokens), so that no word
+/// One unit per (slice, block_tokens, group); where parameters share words, one per (slice, run of tokens), so that no word
 /// has two writers.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn flush<R: Float>(
@@ -374,10 +375,10 @@ pub(super) struct TokenArgs {
 }
 
 /// Writes one side of a token that is appended to `source.len` others, and quantizes what leaves the
-/// window for it: `unit` counts (slice, granule that may leave, run of channels).
+/// window for it: `unit` counts (slice, block_tokens that may leave, run of channels).
 ///
 /// A slot that is read for what leaves and written for what comes belongs to one unit: it can only be in
-/// the first granule that leaves.
+/// the first block_tokens that leaves.
 #[cube]
 fn write_side<R: Float, C: Float>(
     chunk: &[C],
@@ -410,8 +411,8 @@ fn write_side<R: Float, C: Float>(
     }
     if len < args.cache.capacity {
         let (added, float_elements) = (args.source.added, args.source.float_elements);
-        let rotary = args.source.rotary.copied();
-        let source = Source { len, added, float_elements, rotary };
+        let rope = args.source.rope.copied();
+        let source = Source { len, added, float_elements, rope };
         let index = row % granules;
         let group = unit % runs;
         write_unit::<R, C>(
@@ -457,20 +458,20 @@ fn write_unit<R: Float, C: Float>(
     #[comptime]
     match spec {
         Some(spec) => {
-            let granule = comptime!(spec.granule());
+            let block_tokens = comptime!(spec.block_tokens());
             if comptime!(spec.packs_parameters()) {
                 flush_tokens::<R, C>(
                     &*floats, chunk, table, words, slice, before, after, source, side, spec,
                     saturating,
                 );
-            } else if index < (after - before) / granule {
+            } else if index < (after - before) / block_tokens {
                 flush_group::<R, C>(
                     &*floats,
                     chunk,
                     table,
                     words,
                     slice,
-                    before / granule + index,
+                    before / block_tokens + index,
                     group,
                     source,
                     side,
@@ -514,7 +515,7 @@ pub(super) fn write_token<R: Float, C: Float>(
     key_words: &mut [u32],
     value_words: &mut [u32],
     position: ComptimeOption<Box<[i32]>>,
-    rotary: ComptimeOption<Box<[f32]>>,
+    rope: ComptimeOption<Box<[f32]>>,
     args: TokenArgs,
     #[comptime] bp: TokenBlueprint,
     #[define(R)] _dtype: ElemType,
@@ -524,7 +525,7 @@ pub(super) fn write_token<R: Float, C: Float>(
     if ABSOLUTE_POS < args.n_keys {
         write_side::<R, C>(
             key,
-            &rotary,
+            &rope,
             floats,
             key_words,
             &position,

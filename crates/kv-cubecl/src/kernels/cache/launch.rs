@@ -13,7 +13,7 @@ use crate::{
         elementwise,
         layout::SideArgsLaunch,
         quantize::RestoreProblem,
-        rotary::{RotaryArgsLaunch, RotaryBinding, rotary_args},
+        rope::{RotaryArgsLaunch, RotaryBinding, rotary_args},
     },
     layout::{CacheLayout, QuantSpec, QuantizedCounts, Side, Sides},
 };
@@ -34,8 +34,8 @@ pub(crate) struct CacheProblem {
 }
 
 impl CacheProblem {
-    fn source(&self, rotary: RotaryArgsLaunch) -> SourceLaunch {
-        SourceLaunch::new(self.len, self.added, self.layout.float_elements(), rotary)
+    fn source(&self, rope: RotaryArgsLaunch) -> SourceLaunch {
+        SourceLaunch::new(self.len, self.added, self.layout.float_elements(), rope)
     }
 
     /// Elements of the longest buffer: the cache's float rows or the appended tokens. Packed words
@@ -74,7 +74,7 @@ pub(crate) struct CacheBindings {
     /// many positions there are is beside it.
     pub(crate) position: Option<(BufferArg, usize)>,
     /// What turns the key, or the query, of a token by its position.
-    pub(crate) rotary: Option<RotaryBinding>,
+    pub(crate) rope: Option<RotaryBinding>,
 }
 
 /// Appends one token, `key` and `value` of type `chunk`, `[slices, head_dim]`, and quantizes what leaves the
@@ -96,14 +96,14 @@ pub(crate) fn launch_write_token(
         saturating: layout.config().float.saturates(),
     };
     let (position, n_positions) = cache.position.unzip();
-    let (table, rotary) = rotary_args(cache.rotary);
+    let (table, rope) = rotary_args(cache.rope);
     let leaving = match position {
         // As many as ever leave at once.
         Some(_) => layout.schedule().sides.map(|side| side.step),
         None => problem.leaving()[1],
     };
     let granules = Sides::from_fn(|side| {
-        specs[side].map_or(1, |spec| (leaving[side] / spec.granule()).max(1))
+        specs[side].map_or(1, |spec| (leaving[side] / spec.block_tokens()).max(1))
     });
     let runs = Sides::from_fn(|side| kernel::runs(&specs[side], sides[side].head_dim));
     let units = Sides::from_fn(|side| slices * granules[side] * runs[side]);
@@ -122,7 +122,7 @@ pub(crate) fn launch_write_token(
         position.into(),
         table.into(),
         TokenArgsLaunch::new(
-            problem.source(rotary),
+            problem.source(rope),
             layout.args(),
             granules.keys,
             granules.values,
@@ -155,7 +155,7 @@ pub(crate) fn launch_flush(
     let place = layout.sides()[side];
     let Some(spec) = place.spec else { return Ok(()) };
     let [before, leaving] = problem.leaving().map(|tokens| tokens[side]);
-    let cut = spec.cut(place.head_dim);
+    let cut = spec.alignment_tokens(place.head_dim);
     let last = before + leaving;
     // Of more than there is room for, only the newest are kept; from where words are of no token before.
     let first = match leaving > place.packed_tokens {
@@ -193,7 +193,7 @@ fn flush_runs(
     spec: &QuantSpec,
 ) -> (usize, FlushRunsLaunch) {
     let Range { start, end } = tokens;
-    let (cut, groups) = (spec.cut(head_dim), kernel::runs(&Some(*spec), head_dim));
+    let (cut, groups) = (spec.alignment_tokens(head_dim), kernel::runs(&Some(*spec), head_dim));
     let runs = if tokens.is_empty() { 0 } else { end.div_ceil(cut) - start / cut };
     (slices * runs * groups, FlushRunsLaunch::new(start, end, cut, runs, groups))
 }

@@ -11,7 +11,7 @@ use crate::{
         decode_attention::{
             DecodeBindings, DecodeProblem, args, grid, launch_merge, partial_results,
         },
-        rotary::rotary_args,
+        rope::rotary_args,
         row_blocks::VECTOR,
     },
 };

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::base::DecodeProblem;
 use crate::kernels::{
     layout::CacheArgs,
-    rotary::{RotaryArgs, RotaryArgsLaunch},
+    rope::{RopeArgs, RotaryArgsLaunch},
 };
 
 /// Run-time numbers of a launch.
@@ -25,14 +25,14 @@ pub(crate) struct DecodeArgs {
     /// What scores are bounded by, where they are.
     pub(crate) softcap: f32,
     /// The table that turns the query, where there is one.
-    pub(super) rotary: RotaryArgs,
+    pub(super) rope: RopeArgs,
 }
 
 pub(crate) fn args(
     problem: &DecodeProblem,
     n_splits: usize,
     n_positions: usize,
-    rotary: RotaryArgsLaunch,
+    rope: RotaryArgsLaunch,
 ) -> DecodeArgsLaunch {
     let layout = &problem.layout;
     DecodeArgsLaunch::new(
@@ -45,6 +45,6 @@ pub(crate) fn args(
         n_splits,
         problem.scores.scale,
         problem.scores.softcap.unwrap_or(0.0),
-        rotary,
+        rope,
     )
 }

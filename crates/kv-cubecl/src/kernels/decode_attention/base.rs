@@ -82,7 +82,7 @@ pub(crate) struct DecodeBlueprint {
 impl DecodeBlueprint {
     /// Tokens of packed keys that are read from the first of them on: those of a group.
     pub(super) fn key_granule(&self) -> usize {
-        self.specs.keys.map_or(1, |spec| spec.granule())
+        self.specs.keys.map_or(1, |spec| spec.block_tokens())
     }
 
     /// Tokens whose weights are in shared memory at once.

@@ -79,8 +79,8 @@ fn extent_of(
             first_packed = end_packed;
             first_float = seen;
         } else if seen > sinks {
-            let granule = comptime!(bp.key_granule());
-            first_packed = sinks + (seen - sinks) / granule * granule;
+            let block_tokens = comptime!(bp.key_granule());
+            first_packed = sinks + (seen - sinks) / block_tokens * block_tokens;
         }
     }
     let n_tiles = sinks.div_ceil(tile)
@@ -167,7 +167,7 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     results: &mut [f32],
     lse: &mut [f32],
     position: ComptimeOption<Box<[i32]>>,
-    rotary: ComptimeOption<Box<[f32]>>,
+    rope: ComptimeOption<Box<[f32]>>,
     args: DecodeArgs,
     #[comptime] bp: DecodeBlueprint,
     #[define(R)] _dtype: ElemType,
@@ -183,7 +183,7 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     }
     let mut rows = new_rows(bp);
     let extent = extent_of(slice, split, &position, &args, bp);
-    load_query::<Q>(query, &rotary, &mut rows, slice, first_row, extent.tokens, &args, bp);
+    load_query::<Q>(query, &rope, &mut rows, slice, first_row, extent.tokens, &args, bp);
     sync_cube();
     for index in extent.first_tile..extent.last_tile {
         let tile = tile_at(index, &extent, &args, bp);

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     Result,
-    kernels::{Grid, Limits, cache::CacheBindings, elementwise, rotary::rotary_args},
+    kernels::{Grid, Limits, cache::CacheBindings, elementwise, rope::rotary_args},
 };
 
 /// The buffers of a launch, all contiguous.
@@ -60,7 +60,7 @@ pub(crate) fn launch_ref(
         }
     };
     let (position, n_positions) = bindings.cache.position.unzip();
-    let (table, rotary) = rotary_args(bindings.cache.rotary);
+    let (table, rope) = rotary_args(bindings.cache.rope);
     if position.is_none() {
         let bytes = row_chunks * problem.layout.bytes_read(problem.tokens);
         tracing::trace!(target: crate::READ, kernel = "decode_attention", bytes);
@@ -82,7 +82,7 @@ pub(crate) fn launch_ref(
             lse(),
             position.into(),
             table.into(),
-            args(problem, n_splits, n_positions.unwrap_or(1), rotary),
+            args(problem, n_splits, n_positions.unwrap_or(1), rope),
             blueprint,
             problem.float,
             problem.query,

@@ -8,7 +8,7 @@ use super::{
     base::DecodeBlueprint,
     kernel::{LOWEST, Tile, weight_of},
 };
-use crate::kernels::rotary::turned;
+use crate::kernels::rope::apply_rope;
 
 /// Memory that the units of a cube share, and the sums that each unit keeps.
 #[derive(CubeType)]
@@ -93,7 +93,7 @@ pub(super) fn load_query<Q: Float>(
         let mut q = f32::new(0.0);
         if row < args.rows {
             let (at, position) = ((slice * args.rows + row) * key_dim, clamp_min(tokens, 1) - 1);
-            q = turned::<Q>(query, at, i % key_dim, table, position, &args.rotary) * args.scale;
+            q = apply_rope::<Q>(query, at, i % key_dim, table, position, &args.rope) * args.scale;
         }
         state.query[i] = q;
         i += comptime!(bp.units);

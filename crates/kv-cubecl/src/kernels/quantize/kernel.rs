@@ -33,7 +33,7 @@ pub(super) fn round_trip<R: Float>(
 
 /// Rotates rows of `head_dim` elements, which divides the elements of a cube; two elements per unit.
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn rotate(data: &mut [f32], n: usize, #[comptime] head_dim: usize) {
+pub(super) fn hadamard(data: &mut [f32], n: usize, #[comptime] head_dim: usize) {
     let scale = comptime!(1.0 / (head_dim as f32).sqrt());
     let unit = UNIT_POS as usize;
     let first = 2 * (ABSOLUTE_POS - unit);
@@ -83,7 +83,7 @@ pub(super) fn dequantize(
         let channel = ABSOLUTE_POS % head_dim;
         // Slices are whole granules.
         let token = ABSOLUTE_POS / head_dim;
-        let granule = token / comptime!(spec.granule());
+        let block_tokens = token / comptime!(spec.block_tokens());
         let mut groups = head_dim;
         let mut group = channel;
         let mut at = token % group_size;
@@ -94,7 +94,7 @@ pub(super) fn dequantize(
             at = channel % group_size;
             word = channel / codes_per_word;
         }
-        let mut base = granule * groups * (code_words + 1);
+        let mut base = block_tokens * groups * (code_words + 1);
         let param = if comptime!(spec.packs_parameters()) {
             let first = token / tokens * slice_words;
             let slot = token % tokens;
@@ -120,7 +120,7 @@ pub(super) struct Restored {
     pub(super) granules: usize,
 }
 
-/// The first element of a unit's group, and the distance to the next; one unit per (slice, granule,
+/// The first element of a unit's group, and the distance to the next; one unit per (slice, block_tokens,
 /// group).
 #[cube]
 fn group_of(unit: usize, restored: &Restored, #[comptime] spec: QuantSpec) -> (usize, usize) {
@@ -134,12 +134,12 @@ fn group_of(unit: usize, restored: &Restored, #[comptime] spec: QuantSpec) -> (u
         stride = 1usize;
     }
     let row = unit / groups;
-    let token = restored.skip + row % restored.granules * comptime!(spec.granule());
+    let token = restored.skip + row % restored.granules * comptime!(spec.block_tokens());
     let first = row / restored.granules * restored.tokens + token;
     (first * head_dim + unit % groups * width, stride)
 }
 
-/// Replaces each group by what it restores to; one unit per (slice, granule, group).
+/// Replaces each group by what it restores to; one unit per (slice, block_tokens, group).
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn fake_quantize(
     data: &mut [f32],
@@ -171,7 +171,7 @@ fn fake_quantize_group(data: &mut [f32], base: usize, stride: usize, #[comptime]
     }
 }
 
-/// Adds what passes through the scales; one unit per (slice, granule, group).
+/// Adds what passes through the scales; one unit per (slice, block_tokens, group).
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn scale_gradient(
     data: &[f32],

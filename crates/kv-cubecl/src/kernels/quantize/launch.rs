@@ -25,7 +25,7 @@ impl RestoreProblem {
     /// have in all slices.
     fn restored(&self, skip: usize) -> (RestoredLaunch, usize) {
         let Self { slices, tokens, head_dim, spec } = *self;
-        let granules = tokens.saturating_sub(skip) / spec.granule();
+        let granules = tokens.saturating_sub(skip) / spec.block_tokens();
         let n = slices * granules * spec.groups(head_dim);
         (RestoredLaunch::new(tokens, head_dim, skip, granules), n)
     }
@@ -58,7 +58,7 @@ pub(crate) fn launch_dequantize(
 }
 
 /// Replaces `data`, f32 `[slices, tokens, head_dim]`, by what it restores to, from token `skip` on and up
-/// to the last whole granule.
+/// to the last whole block_tokens.
 pub(crate) fn launch_fake_quantize(
     client: &Client,
     data: BufferArg,
@@ -124,14 +124,14 @@ pub(crate) fn launch_round_trip(
 }
 
 /// Rotates rows of `head_dim` elements in `data`, `n` elements of f32 ([`KvCacheOps::rotate`](crate::KvCacheOps::rotate)).
-pub(crate) fn launch_rotate(
+pub(crate) fn launch_hadamard(
     client: &Client,
     data: BufferArg,
     n: usize,
     head_dim: usize,
 ) -> Result<()> {
     // A unit has two elements of a row. Rows divide the elements of a cube.
-    let grid = elementwise(client, "rotate", n.div_ceil(2), n)?;
-    kernel::rotate::launch(client, grid.count(), grid.dim(), grid.address, data, n, head_dim);
+    let grid = elementwise(client, "hadamard", n.div_ceil(2), n)?;
+    kernel::hadamard::launch(client, grid.count(), grid.dim(), grid.address, data, n, head_dim);
     Ok(())
 }

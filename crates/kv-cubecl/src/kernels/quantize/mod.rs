@@ -9,6 +9,6 @@ mod launch;
 mod tests;
 
 pub(crate) use launch::{
-    RestoreProblem, launch_dequantize, launch_fake_quantize, launch_rotate, launch_round_trip,
+    RestoreProblem, launch_dequantize, launch_fake_quantize, launch_hadamard, launch_round_trip,
     launch_scale_gradient,
 };

@@ -4,7 +4,7 @@ use super::kernel::{
     dequantize::Dequantize, fake_quantize::FakeQuantize, scale_gradient::ScaleGradient,
 };
 use crate::{
-    Bits, Granularity,
+    Granularity,
     kernels::{
         ELEMENTWISE_UNITS,
         cuda_source::{buffer, each_ptx, named, settings},
@@ -18,7 +18,7 @@ fn no_array_is_in_local_memory() {
     let s = || settings(ELEMENTWISE_UNITS, ExecutionMode::Checked);
     let (b, t) = (buffer, Default::default);
     for (side, granularity) in [("k2", Granularity::PerChannel), ("v2", Granularity::PerToken)] {
-        let spec = QuantSpec::new(granularity, Bits::Two, 32).unwrap();
+        let spec = QuantSpec::new(granularity, KvFormat::Affine2, 32).unwrap();
         each_ptx(|card| {
             let d = || card.clone();
             let r = || ().dynamic_cast();

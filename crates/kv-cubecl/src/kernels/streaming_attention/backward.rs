@@ -266,7 +266,7 @@ pub(super) fn keys_and_values(
     let mut end_row = args.m;
     if comptime!(bp.window) {
         if first_key >= sinks(&args) {
-            let last = args.first_key + first_key + KEYS_PER_CUBE + args.schedule.window;
+            let last = args.first_key + first_key + KEYS_PER_CUBE + args.schedule.sliding_window;
             if last < args.first_query + end_row {
                 end_row = last - clamp_max(args.first_query, last);
             }

@@ -60,7 +60,7 @@ pub(super) struct StreamArgs {
     pub(super) softcap: f32,
 }
 
-/// Number of keys or values, from the first, that `row` sees quantized: `key_hat_end` or `value_hat_end` of
+/// Number of keys or values, from the first, that `row` sees quantized: `quantized_keys_end` or `value_hat_end` of
 /// its [`RowView`](crate::layout::RowView).
 #[cube]
 pub(super) fn hat_end(row: usize, side: &SideScheduleArgs, args: &StreamArgs) -> usize {

@@ -55,7 +55,7 @@ impl StreamProblem {
 
     /// Whether a window may hide tokens, and whether scores are bounded.
     fn features(&self) -> (bool, bool) {
-        (self.spec.schedule.window.is_some(), self.scores.softcap.is_some())
+        (self.spec.schedule.sliding_window.is_some(), self.scores.softcap.is_some())
     }
 
     fn heads(&self) -> usize {

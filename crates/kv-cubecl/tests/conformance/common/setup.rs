@@ -131,7 +131,8 @@ pub(crate) fn windows(config: &KvCacheConfig, head_dim: usize) -> Vec<usize> {
     let (residual, group) = (config.residual_length, config.group_size);
     let around = [residual.saturating_sub(1), residual, residual + 1];
     let multiples = [2, 3].map(|n| n * residual).into_iter().chain([1, 2, 3, 5].map(|n| n * group));
-    let fits = |&window: &usize| config.with_window(Some(window)).validate(head_dim).is_ok();
+    let fits =
+        |&window: &usize| config.with_sliding_window(Some(window)).validate(head_dim).is_ok();
     around.into_iter().chain(multiples).filter(fits).collect()
 }
 
@@ -150,24 +151,24 @@ pub(crate) fn setups() -> impl Strategy<Value = Setup> {
     let order = (any::<bool>(), any::<bool>(), any::<bool>(), any::<prop::sample::Index>());
     (bits, sizes, sinks, order, heads, (0.0..1.0, any::<u32>())).prop_map(
         |(formats, ((group, head_dim), groups), sinks, order, heads, (length, seed))| {
-            let (after, sliding, windowed, window) = order;
+            let (after, by_group, windowed, window) = order;
             let (batch, n_kv_heads, per_kv) = heads;
             let residual = group * groups;
-            let flush = if after { Flush::AfterAttention } else { Flush::BeforeAttention };
             // Blocks are of 32 channels.
             let head_dim = if formats.contains("mxfp4") { 64 } else { head_dim };
             let (k, v) = formats.split_once(' ').unwrap();
             let config: KvCacheConfig = format!("k{k}v{v}").parse().unwrap();
-            let config = config.with_sink_tokens(sinks).with_flush(flush);
+            let config = config.with_sink_tokens(sinks);
             let config = match config.is_grouped() || !config.is_quantized() {
                 true => config.with_group_size(group).with_residual_length(residual),
                 // Any window, or none.
                 false => config.with_residual_length((residual - 16) / 16 * 7),
             };
-            let config = config.with_sliding(sliding && (k == "16" || config.keys.is_grouped()));
+            let by_group = by_group && (k == "16" || config.keys.is_grouped());
+            let config = config.with_flush(Flush::new(after, by_group));
             let windows = windows(&config, head_dim);
             let config = match windowed && !windows.is_empty() {
-                true => config.with_window(Some(*window.get(&windows))),
+                true => config.with_sliding_window(Some(*window.get(&windows))),
                 false => config,
             };
             let longest = (3 * residual + sinks).min(150) as f64;

@@ -14,7 +14,8 @@ use burn_cubecl::{
 
 use super::composed;
 use crate::{
-    Activations, FusedInputs, FusedPlan, MaybeFloat, PackedLayout, Picks, Result, WeightOps,
+    Activations, ExpertSelection, FusedInputs, FusedPlan, MaybeFloat, PackedLayout, Result,
+    WeightOps,
     formats::cube::with_kernels,
     kernels::{
         product::{self, Hardware, ProductBindings, ProductProblem, Way},
@@ -59,7 +60,7 @@ impl WeightOps for CubeBackend {
         words: IntTensor<Self>,
         picked: IntTensor<Self>,
         layout: PackedLayout,
-        picks: Picks,
+        picks: ExpertSelection,
     ) -> FloatTensor<Self> {
         let (x, words, picked) =
             (into_contiguous(x), into_contiguous(words), into_contiguous(picked));

@@ -42,7 +42,7 @@ pub use threads::in_parts;
 
 use super::composed;
 use crate::{
-    Activations, FusedInputs, FusedPlan, Gate, PackedLayout, Picks, WeightOps,
+    Activations, ExpertSelection, FusedInputs, FusedPlan, Gate, PackedLayout, WeightOps,
     formats::unpack::{Blocks, with_blocks},
 };
 
@@ -106,7 +106,7 @@ impl WeightOps for Flex {
         words: IntTensor<Self>,
         picked: IntTensor<Self>,
         layout: PackedLayout,
-        picks: Picks,
+        picks: ExpertSelection,
     ) -> FloatTensor<Self> {
         let (x, words, picked) = (contiguous(x), contiguous(words), contiguous(picked));
         let (x, words) = (x.storage::<f32>(), words.storage::<u32>());

@@ -5,7 +5,7 @@ use super::{
     kernel::{self, ProductArgsLaunch},
 };
 use crate::{
-    PackedLayout, Picks, Result,
+    ExpertSelection, PackedLayout, Result,
     formats::cube::{BlocksInKernels, SPAN},
     kernels::{Grid, tell},
 };
@@ -101,7 +101,7 @@ pub(crate) fn launch_picked<F: BlocksInKernels>(
     client: &Client,
     [x, words, picked, out]: [BufferArg; 4],
     layout: PackedLayout,
-    picks: Picks,
+    picks: ExpertSelection,
     [n, bytes]: [usize; 2],
     hardware: Hardware,
 ) -> Result<()> {

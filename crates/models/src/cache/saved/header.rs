@@ -68,7 +68,8 @@ pub(super) struct Layer {
     pub(super) head_dim: [usize; 2],
     pub(super) scale: Option<f32>,
     pub(super) softcap: Option<f32>,
-    pub(super) window: Option<usize>,
+    #[serde(alias = "window")]
+    pub(super) sliding_window: Option<usize>,
     pub(super) rope: Option<usize>,
     /// With a capacity of the tokens that are saved.
     pub(super) cache: KvCacheConfig,
@@ -136,9 +137,9 @@ impl Maker {
 impl Layer {
     /// A layer whose cache is `cache`.
     pub(super) fn new(layer: &LayerSpec, cache: KvCacheConfig) -> Self {
-        let LayerSpec { n_heads, n_kv_heads, head_dim, options, window, rope } = *layer;
+        let LayerSpec { n_heads, n_kv_heads, head_dim, options, sliding_window, rope } = *layer;
         let (head_dim, scale, softcap) = (head_dim.into_array(), options.scale, options.softcap);
-        Self { n_heads, n_kv_heads, head_dim, scale, softcap, window, rope, cache }
+        Self { n_heads, n_kv_heads, head_dim, scale, softcap, sliding_window, rope, cache }
     }
 
     /// All layers of a model with caches of `config` for so many tokens.
@@ -159,7 +160,7 @@ impl Layer {
                 ("head_dim", text(&it.head_dim)),
                 ("scale", text(&it.scale)),
                 ("softcap", text(&it.softcap)),
-                ("window", text(&it.window)),
+                ("sliding_window", text(&it.sliding_window)),
                 ("rope", text(&it.rope)),
                 ("cache", it.cache.to_string()),
             ]

@@ -267,7 +267,7 @@ impl SavedCache {
                 })
             };
             let rule = format!(
-                "this model with room for {capacity} tokens has {}: keys were rotated by others",
+                "this model with room for {capacity} tokens has {}: the saved keys have another rope",
                 say(asked.get(i))
             );
             return wrong(format!("ropes.{i}"), say(ropes.get(i)), rule);

@@ -157,7 +157,7 @@ impl Architecture {
             rope_theta: 10_000.0,
             rope_scaling: RopeScaling::Default,
             full_layers: Default::default(),
-            unrotated_layers: Default::default(),
+            layers_without_rope: Default::default(),
             qk_norms: false,
         }
     }
@@ -353,7 +353,7 @@ pub(crate) struct Qat {
     #[command(flatten)]
     model: ModelSource,
     /// The cache to train for: kKvV with bits 2, 4, 8 or 16 or the name of a format, then -gN, -rN, -sN, -after,
-    /// -slide, -hadv, -hadk, -f16 or -bf16; or a policy: safe, balanced, small, or a file of .json or .toml.
+    /// -gflush, -hadv, -hadk, -f16 or -bf16; or a policy: safe, balanced, small, or a file of .json or .toml.
     #[arg(long, value_parser = ModelCacheConfig::find)]
     cache: ModelCacheConfig,
     /// Layers whose caches stay in float, by index.

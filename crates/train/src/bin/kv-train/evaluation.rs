@@ -5,7 +5,7 @@ use kv_cli::{Plain, dispatch};
 use kv_eval::{Mode, Plan, Report, evaluate, layers::measure_layers};
 use kv_models::{
     LanguageModel, ModelCacheConfig, Tokenizer,
-    kv_cubecl::{Bits, KvCacheConfig, On, Target},
+    kv_cubecl::{KvCacheConfig, KvFormat, On, Target},
 };
 use kv_train::{Converted, Texts};
 
@@ -40,8 +40,8 @@ fn kivi_caches(model: &LanguageModel) -> Vec<ModelCacheConfig> {
     let layers = &model.spec().layers;
     let fits = |group: &usize| layers.iter().all(|l| l.head_dim.values.is_multiple_of(*group));
     let kivi = [32, 16].into_iter().find(fits).map(|group| {
-        [Bits::Four, Bits::Two]
-            .map(|bits| KvCacheConfig::kivi(bits, bits).with_group_size(group).into())
+        [KvFormat::Affine4, KvFormat::Affine2]
+            .map(|bits| KvCacheConfig::new(bits, bits).with_group_size(group).into())
     });
     kivi.into_iter().flatten().collect()
 }

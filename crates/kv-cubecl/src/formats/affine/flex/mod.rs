@@ -15,7 +15,7 @@ use super::Affine;
 use crate::{
     formats::{
         QuantSpec,
-        flex::{PackedOnCpu, PackedRun},
+        flex::{CpuCodec, PackedRun},
     },
     layout::PackedPlace,
     simd,
@@ -26,7 +26,7 @@ fn reads_codes(spec: &QuantSpec) -> bool {
     spec.group_size.is_multiple_of(simd::lanes())
 }
 
-impl PackedOnCpu for Affine {
+impl CpuCodec for Affine {
     fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedPlace) {
         let PackedPlace { spec, head_dim, .. } = *place;
         let last = place.codes(first + rows.len() / head_dim);

@@ -13,8 +13,8 @@ use macerator::Simd;
 
 use crate::{
     formats::{
-        Granularity, PackedFormat,
-        flex::{PackedOnCpu, PackedRun},
+        Codec, Granularity,
+        flex::{CpuCodec, PackedRun},
     },
     layout::PackedPlace,
     simd,
@@ -23,10 +23,10 @@ use crate::{
 /// Tokens by which codes are prefetched before they are restored.
 const AHEAD: usize = 32;
 
-/// A format of scaled groups. [`PackedOnCpu`] is the same for all.
+/// A format of scaled groups. [`CpuCodec`] is the same for all.
 pub(crate) trait Scaled: Sync {
     /// What is said of the format.
-    const FORMAT: PackedFormat;
+    const FORMAT: Codec;
 
     /// The largest value of a code, where the scale is the group's largest magnitude over it and gradients may pass
     /// through it; `None` where scales are powers of two, which do not change with it but in steps.
@@ -47,7 +47,7 @@ pub(crate) trait Scaled: Sync {
     /// How far from a value what is rounded to it may be.
     fn half_step(value: f32) -> f32;
 
-    /// [`PackedOnCpu::score`] over keys in groups of tokens, if the format has a way of its own to do so.
+    /// [`CpuCodec::score`] over keys in groups of tokens, if the format has a way of its own to do so.
     fn score_channels(
         &self,
         _keys: &PackedRun<'_>,
@@ -143,17 +143,17 @@ fn quantize_channels<S: Simd, F: Scaled>(
     place: &PackedPlace,
 ) {
     let PackedPlace { spec, head_dim, .. } = *place;
-    let (granule, codes_per_word) = (spec.granule(), spec.codes_per_word());
+    let (block_tokens, codes_per_word) = (spec.block_tokens(), spec.codes_per_word());
     let mut largest = vec![0.0; head_dim];
     let mut scales = vec![0.0; head_dim];
-    for (i, rows) in rows.chunks_exact(granule * head_dim).enumerate() {
+    for (i, rows) in rows.chunks_exact(block_tokens * head_dim).enumerate() {
         largest.fill(0.0);
         for row in rows.chunks_exact(head_dim) {
             for (largest, &x) in largest.iter_mut().zip(row) {
                 *largest = f32::max(*largest, magnitude::<F>(x));
             }
         }
-        let words = &mut words[place.codes(first + i * granule)..];
+        let words = &mut words[place.codes(first + i * block_tokens)..];
         let (codes, parameters) =
             words[..spec.words_per_group() * head_dim].split_at_mut(spec.code_words() * head_dim);
         for ((parameter, scale), &largest) in parameters.iter_mut().zip(&mut scales).zip(&largest) {
@@ -184,11 +184,11 @@ fn restore_channels<S: Simd, F: Scaled>(
     place: &PackedPlace,
 ) {
     let PackedPlace { spec, head_dim, .. } = *place;
-    let (granule, codes_per_word) = (spec.granule(), spec.codes_per_word());
+    let (block_tokens, codes_per_word) = (spec.block_tokens(), spec.codes_per_word());
     let mask = (1u32 << spec.n_bits) - 1;
     let mut scales = vec![0.0; head_dim];
-    for (i, rows) in rows.chunks_exact_mut(granule * head_dim).enumerate() {
-        let words = &words[place.codes(first + i * granule)..];
+    for (i, rows) in rows.chunks_exact_mut(block_tokens * head_dim).enumerate() {
+        let words = &words[place.codes(first + i * block_tokens)..];
         let (codes, parameters) =
             words[..spec.words_per_group() * head_dim].split_at(spec.code_words() * head_dim);
         scales.iter_mut().zip(parameters).for_each(|(to, &from)| *to = F::scale(from));
@@ -267,7 +267,7 @@ fn add_scale_gradient<F: Scaled>(input: &[f32], grad: &mut [f32], stride: usize,
     grad[at * stride] += sign * (parts.sum::<f32>() / most);
 }
 
-impl<F: Scaled> PackedOnCpu for F {
+impl<F: Scaled> CpuCodec for F {
     fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedPlace) {
         match place.spec.granularity {
             Granularity::PerToken => quantize_tokens(self, rows, words, first, place),

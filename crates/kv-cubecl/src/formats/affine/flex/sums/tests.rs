@@ -10,7 +10,7 @@ use super::{
     add_rows_impl, score_rows_impl,
 };
 use crate::{
-    formats::{Granularity, PackedFormat, QuantSpec, flex::SCRATCH_ROWS},
+    formats::{Codec, Granularity, QuantSpec, flex::SCRATCH_ROWS},
     simd::{self, MAX_LANES},
 };
 
@@ -76,7 +76,7 @@ fn check<const CODES: usize, const ROWS: usize>(head_dim: usize, group_size: usi
         for (granularity, count) in
             [(Granularity::PerChannel, whole), (Granularity::PerToken, tokens)]
         {
-            let spec = QuantSpec { format: PackedFormat::Affine, granularity, n_bits, group_size };
+            let spec = QuantSpec { format: Codec::Affine, granularity, n_bits, group_size };
             let input = wave(count * head_dim, 0.37);
             let mut words = vec![0; spec.words(count, head_dim)];
             quantize_slice(&input, &mut words, head_dim, &spec);
@@ -193,7 +193,7 @@ fn integers_keep_zeros_and_what_is_not_finite() {
     const GROUP: usize = 32;
     const ROWS: usize = 3;
     let spec = |granularity| QuantSpec {
-        format: PackedFormat::Affine,
+        format: Codec::Affine,
         granularity,
         n_bits: 4,
         group_size: GROUP,

@@ -16,7 +16,7 @@ mod values;
 use super::Scaled;
 use crate::{
     formats::{
-        PackedFormat,
+        Codec,
         flex::{PackedRun, SCRATCH_ROWS},
     },
     layout::PackedPlace,
@@ -64,26 +64,26 @@ fn moderate(x: &[f32]) -> bool {
 }
 
 /// Whether floats are too small, by a power of two, that are made of codes of a format.
-const fn reduces(format: PackedFormat) -> bool {
-    matches!(format, PackedFormat::E4m3 | PackedFormat::E4m3Blocks | PackedFormat::E5m2)
+const fn reduces(format: Codec) -> bool {
+    matches!(format, Codec::E4m3 | Codec::E4m3Blocks | Codec::E5m2)
 }
 
 /// The instance of a function for the codes of a format and query rows (up to [`MAX_ROWS`]).
 macro_rules! by_codes {
     ($way:ident::$name:ident, $F:ident, $rows:expr) => {
         match ($F::FORMAT, $rows) {
-            (PackedFormat::E4m3 | PackedFormat::E4m3Blocks, 1) => $way::$name::<$F, E4M3, 1>,
-            (PackedFormat::E4m3 | PackedFormat::E4m3Blocks, 2) => $way::$name::<$F, E4M3, 2>,
-            (PackedFormat::E4m3 | PackedFormat::E4m3Blocks, 3) => $way::$name::<$F, E4M3, 3>,
-            (PackedFormat::E4m3 | PackedFormat::E4m3Blocks, _) => $way::$name::<$F, E4M3, 4>,
-            (PackedFormat::E5m2, 1) => $way::$name::<$F, E5M2, 1>,
-            (PackedFormat::E5m2, 2) => $way::$name::<$F, E5M2, 2>,
-            (PackedFormat::E5m2, 3) => $way::$name::<$F, E5M2, 3>,
-            (PackedFormat::E5m2, _) => $way::$name::<$F, E5M2, 4>,
-            (PackedFormat::E2m1Blocks | PackedFormat::Mxfp4, 1) => $way::$name::<$F, E2M1, 1>,
-            (PackedFormat::E2m1Blocks | PackedFormat::Mxfp4, 2) => $way::$name::<$F, E2M1, 2>,
-            (PackedFormat::E2m1Blocks | PackedFormat::Mxfp4, 3) => $way::$name::<$F, E2M1, 3>,
-            (PackedFormat::E2m1Blocks | PackedFormat::Mxfp4, _) => $way::$name::<$F, E2M1, 4>,
+            (Codec::E4m3 | Codec::E4m3Blocks, 1) => $way::$name::<$F, E4M3, 1>,
+            (Codec::E4m3 | Codec::E4m3Blocks, 2) => $way::$name::<$F, E4M3, 2>,
+            (Codec::E4m3 | Codec::E4m3Blocks, 3) => $way::$name::<$F, E4M3, 3>,
+            (Codec::E4m3 | Codec::E4m3Blocks, _) => $way::$name::<$F, E4M3, 4>,
+            (Codec::E5m2, 1) => $way::$name::<$F, E5M2, 1>,
+            (Codec::E5m2, 2) => $way::$name::<$F, E5M2, 2>,
+            (Codec::E5m2, 3) => $way::$name::<$F, E5M2, 3>,
+            (Codec::E5m2, _) => $way::$name::<$F, E5M2, 4>,
+            (Codec::E2m1Blocks | Codec::Mxfp4, 1) => $way::$name::<$F, E2M1, 1>,
+            (Codec::E2m1Blocks | Codec::Mxfp4, 2) => $way::$name::<$F, E2M1, 2>,
+            (Codec::E2m1Blocks | Codec::Mxfp4, 3) => $way::$name::<$F, E2M1, 3>,
+            (Codec::E2m1Blocks | Codec::Mxfp4, _) => $way::$name::<$F, E2M1, 4>,
             (_, 1) => $way::$name::<$F, INT8, 1>,
             (_, 2) => $way::$name::<$F, INT8, 2>,
             (_, 3) => $way::$name::<$F, INT8, 3>,
@@ -97,7 +97,7 @@ fn runs(rows: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..rows).step_by(MAX_ROWS).map(move |first| (first, MAX_ROWS.min(rows - first)))
 }
 
-/// [`PackedOnCpu::score`](crate::formats::flex::PackedOnCpu::score), if keys and queries can be read so.
+/// [`CpuCodec::score`](crate::formats::flex::CpuCodec::score), if keys and queries can be read so.
 pub(super) fn score<F: Scaled>(
     keys: &PackedRun<'_>,
     query: &[f32],
@@ -120,7 +120,7 @@ pub(super) fn score<F: Scaled>(
     true
 }
 
-/// [`PackedOnCpu::add`](crate::formats::flex::PackedOnCpu::add), if values and weights can be read so.
+/// [`CpuCodec::add`](crate::formats::flex::CpuCodec::add), if values and weights can be read so.
 pub(super) fn add<F: Scaled>(
     values: &PackedRun<'_>,
     weights: &[f32],

@@ -2,10 +2,10 @@
 
 use super::*;
 use crate::{
-    Side, SideFormat,
+    KvFormat, Side,
     formats::{
         blocks::{E2m1Blocks, E4m3Blocks, Mxfp4},
-        flex::PackedOnCpu,
+        flex::CpuCodec,
         float8::{E4m3, E5m2},
         int8::Int8,
     },
@@ -28,7 +28,7 @@ impl Noise {
 
 /// Rows of tokens, packed. Each is of another size than the one before, some have channels that stand out by far, so
 /// that codes of others are below the normal numbers, and one is zeros.
-fn packed(noise: &mut Noise, format: SideFormat, tokens: usize, head_dim: usize) -> Vec<u32> {
+fn packed(noise: &mut Noise, format: KvFormat, tokens: usize, head_dim: usize) -> Vec<u32> {
     let place = place(format, tokens, head_dim);
     let mut rows = noise.take(tokens * head_dim);
     for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
@@ -46,7 +46,7 @@ fn packed(noise: &mut Noise, format: SideFormat, tokens: usize, head_dim: usize)
     words
 }
 
-fn place(format: SideFormat, tokens: usize, head_dim: usize) -> PackedPlace {
+fn place(format: KvFormat, tokens: usize, head_dim: usize) -> PackedPlace {
     let spec = format.spec(Side::Keys, head_dim, 32).unwrap();
     PackedPlace { spec, head_dim, tokens }
 }
@@ -69,7 +69,7 @@ fn near(what: &str, got: f32, terms: impl Iterator<Item = f64>) {
     assert!(error <= 3e-6 * size, "{what}: {got} is not {sum}, of terms of {size}");
 }
 
-fn check<F: Scaled>(format: SideFormat) {
+fn check<F: Scaled>(format: KvFormat) {
     let mut noise = Noise(11);
     for head_dim in [16, 32, 48, 64, 80, 96, 128, 160, 256] {
         if format.validate(Side::Keys, head_dim, 32).is_err() {
@@ -121,12 +121,12 @@ fn check<F: Scaled>(format: SideFormat) {
 
 #[test]
 fn sums_are_those_of_restored_rows() {
-    check::<Int8>(SideFormat::Int8);
-    check::<E4m3>(SideFormat::E4m3);
-    check::<E5m2>(SideFormat::E5m2);
-    check::<E4m3Blocks>(SideFormat::E4m3Blocks);
-    check::<E2m1Blocks>(SideFormat::E2m1Blocks);
-    check::<Mxfp4>(SideFormat::Mxfp4);
+    check::<Int8>(KvFormat::Int8);
+    check::<E4m3>(KvFormat::E4m3);
+    check::<E5m2>(KvFormat::E5m2);
+    check::<E4m3Blocks>(KvFormat::E4m3Blocks);
+    check::<E2m1Blocks>(KvFormat::E2m1Blocks);
+    check::<Mxfp4>(KvFormat::Mxfp4);
 }
 
 /// What is too large to be multiplied with a power of two is not: neither queries, nor weights, nor scales.
@@ -134,8 +134,8 @@ fn sums_are_those_of_restored_rows() {
 fn large_numbers_go_the_other_way() {
     let head_dim = 64;
     let mut noise = Noise(12);
-    let words = packed(&mut noise, SideFormat::E4m3Blocks, 20, head_dim);
-    let place = place(SideFormat::E4m3Blocks, 20, head_dim);
+    let words = packed(&mut noise, KvFormat::E4m3Blocks, 20, head_dim);
+    let place = place(KvFormat::E4m3Blocks, 20, head_dim);
     let run = PackedRun { words: &words, place, tokens: 0..20, skipped: 0 };
     let rows = restored(&run);
     let mut scratch = vec![0.0; SCRATCH_ROWS * head_dim];

@@ -2,14 +2,15 @@
 
 use strsim::osa_distance;
 
-use crate::{CacheFloat, KvCacheConfig, SideFormat};
+use super::KvCacheConfig;
+use crate::formats::{CacheFloat, KvFormat};
 
 /// The nearest name that can be read; `None` where none is near.
-pub(crate) fn nearest(text: &str) -> Option<String> {
+pub(super) fn nearest(text: &str) -> Option<String> {
     let text = text.to_ascii_lowercase();
     let mut parts = text.split(['-', '_', ' ']);
     let first = parts.next().unwrap_or_default();
-    let sides = || SideFormat::ALL.iter().map(|format| format.name());
+    let sides = || KvFormat::ALL.iter().map(|format| format.name());
     // Of names that are as near, the first is found: one of both sides alike.
     let alike = sides().map(|side| format!("k{side}v{side}"));
     let others = sides().flat_map(|keys| sides().map(move |values| format!("k{keys}v{values}")));
@@ -31,7 +32,7 @@ fn part(text: &str) -> Option<String> {
     if let (Some(letter), Ok(number)) = (letter, digits.parse::<usize>()) {
         return Some(format!("{letter}{number}"));
     }
-    let words = ["before", "after", "slide", "hadv", "hadk"].into_iter();
+    let words = ["before", "after", "gflush", "hadv", "hadk"].into_iter();
     let floats = CacheFloat::ALL.iter().map(|float| float.name());
     closest(text, words.chain(floats).map(str::to_string))
 }
@@ -58,7 +59,7 @@ mod tests {
             ("k4v4-g64x", "k4v4-g64"),
             ("k4v4_g64", "k4v4-g64"),
             ("k4v4-aftr-r64", "k4v4-after-r64"),
-            ("k4v4-silde-bf1", "k4v4-slide-bf16"),
+            ("k4v4-gfulsh-bf1", "k4v4-gflush-bf16"),
             ("k4v4-g64-g32", "k4v4-g64"),
             ("k4v4-?", "k4v4"),
         ] {

@@ -1,21 +1,21 @@
-//! Rotary positions as a table.
+//! RopeTable positions as a table.
 
 use burn::tensor::{DType, Int, Tensor};
 
 use crate::{Error, Result, functions::floats};
 
-/// Rotary position encoding (Su et al., 2021, <https://arxiv.org/abs/2104.09864>) in its half-split form: at position
+/// RopeTable position encoding (Su et al., 2021, <https://arxiv.org/abs/2104.09864>) in its half-split form: at position
 /// `p`, channel `i` of a head turns with channel `i + rotary_dim / 2` by an angle of which the table has cosine and
 /// sine. Channels from `rotary_dim` on stay as they are.
 ///
 /// A cache that is given one turns query and key where it reads them, in the launches that append and attend; see
-/// [`KvCache::attend_rotated`](crate::KvCache::attend_rotated).
+/// [`KvCache::attend_with_rope`](crate::KvCache::attend_with_rope).
 #[derive(Clone, Debug)]
-pub struct Rotary {
+pub struct RopeTable {
     table: Tensor<2>,
 }
 
-impl Rotary {
+impl RopeTable {
     /// Takes the table, f32 `[positions, rotary_dim]`: of each position the cosines of all pairs of channels, then
     /// their sines.
     ///
@@ -29,14 +29,14 @@ impl Rotary {
                 "must be [positions, rotary_dim] of F32, not of {dtype:?}, with pairs of channels"
             );
             let shape = table.dims().to_vec();
-            return Err(Error::Shape { op: "rotary", tensor: "table", shape, rule });
+            return Err(Error::Shape { op: "rope", tensor: "table", shape, rule });
         }
         Ok(Self { table })
     }
 
     /// The rows of `x`, one token of each sequence `[batch, heads, 1, head_dim]`, turned by their positions, i32 `[1]`
     /// or `[batch]`, in f32. Positions past the table turn like its last, those below 0 like 0.
-    pub(crate) fn turned(&self, x: Tensor<4>, positions: &Tensor<1, Int>) -> Tensor<4> {
+    pub(crate) fn apply_rope(&self, x: Tensor<4>, positions: &Tensor<1, Int>) -> Tensor<4> {
         let (last, half) = (self.positions() as i32 - 1, self.rotary_dim() / 2);
         let angles = self.table.clone().select(0, positions.clone().clamp(0, last));
         let [n, _] = angles.dims();

@@ -1,4 +1,4 @@
-//! Rotary positions: channel `i` of a row turns with channel `i + rotary_dim / 2`.
+//! RopeTable positions: channel `i` of a row turns with channel `i + rotary_dim / 2`.
 
 use std::borrow::Cow;
 
@@ -11,7 +11,7 @@ pub(super) struct Table<'a> {
 
 impl Table<'_> {
     /// Turns rows of `head_dim` channels by `position`; one past the table turns like its last.
-    fn turn(&self, rows: &mut [f32], head_dim: usize, position: usize) {
+    fn apply_rope(&self, rows: &mut [f32], head_dim: usize, position: usize) {
         let last = self.data.len() / self.rotary_dim - 1;
         let angles = &self.data[position.min(last) * self.rotary_dim..][..self.rotary_dim];
         let (cos, sin) = angles.split_at(self.rotary_dim / 2);
@@ -27,7 +27,7 @@ impl Table<'_> {
 
 /// One token of each sequence, `rows` `[batch, heads, 1, head_dim]`, turned by its position if there is a table; of
 /// one position, all sequences by that.
-pub(super) fn turned<'a>(
+pub(super) fn apply_rope<'a>(
     rows: &'a [f32],
     head_dim: usize,
     positions: &[i32],
@@ -38,7 +38,7 @@ pub(super) fn turned<'a>(
     let of_each = rows.len() / positions.len();
     for (rows, &position) in rows.chunks_exact_mut(of_each).zip(positions) {
         // One below 0 takes no part.
-        table.turn(rows, head_dim, usize::try_from(position).unwrap_or(0));
+        table.apply_rope(rows, head_dim, usize::try_from(position).unwrap_or(0));
     }
     Cow::Owned(rows)
 }

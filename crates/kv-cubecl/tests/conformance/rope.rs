@@ -1,7 +1,7 @@
-//! Rotary positions in the launches that append and attend.
+//! RopeTable positions in the launches that append and attend.
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
-use kv_cubecl::{KvCache, KvMemory, On, Rotary, Target, streaming_attention};
+use kv_cubecl::{KvCache, KvMemory, On, RopeTable, Target, streaming_attention};
 
 use crate::common::{CLOSE, Host, Rng, Setup, attend, close, skipped, snapshot, stamp};
 
@@ -43,17 +43,17 @@ fn exact(name: &str, sizes: [usize; 5], rotary_dim: usize, seed: u64) -> (Setup,
     (text, table)
 }
 
-fn table_on<T: Target>(table: &[f32], rotary_dim: usize, on: &On<T>) -> Rotary {
+fn table_on<T: Target>(table: &[f32], rotary_dim: usize, on: &On<T>) -> RopeTable {
     let shape = [table.len() / rotary_dim, rotary_dim];
-    Rotary::new(Tensor::from_data(TensorData::new(table.to_vec(), shape), &**on)).unwrap()
+    RopeTable::new(Tensor::from_data(TensorData::new(table.to_vec(), shape), &**on)).unwrap()
 }
 
 /// Every token turned by its position, or by the position that `at` gives for it.
-fn turned(rows: &Host, table: &[f32], rotary_dim: usize, at: impl Fn(usize) -> usize) -> Host {
+fn apply_rope(rows: &Host, table: &[f32], rotary_dim: usize, at: impl Fn(usize) -> usize) -> Host {
     let [_, _, tokens, head_dim] = rows.shape;
     let half = rotary_dim / 2;
-    let mut turned = rows.clone();
-    for (i, row) in turned.data.chunks_mut(head_dim).enumerate() {
+    let mut apply_rope = rows.clone();
+    for (i, row) in apply_rope.data.chunks_mut(head_dim).enumerate() {
         let angles = &table[at(i % tokens) * rotary_dim..][..rotary_dim];
         for pair in 0..half {
             let (cos, sin) = (angles[pair], angles[half + pair]);
@@ -62,12 +62,12 @@ fn turned(rows: &Host, table: &[f32], rotary_dim: usize, at: impl Fn(usize) -> u
             row[pair + half] = b * cos + a * sin;
         }
     }
-    turned
+    apply_rope
 }
 
 fn turned_text(text: &Setup, table: &[f32], rotary_dim: usize) -> Setup {
-    let turn = |rows| turned(rows, table, rotary_dim, |token| token);
-    Setup { query: turn(&text.query), key: turn(&text.key), ..text.clone() }
+    let apply_rope = |rows| apply_rope(rows, table, rotary_dim, |token| token);
+    Setup { query: apply_rope(&text.query), key: apply_rope(&text.key), ..text.clone() }
 }
 
 /// The output rows of the tokens from `prefix` on.
@@ -80,7 +80,7 @@ fn tail(output: &[f64], text: &Setup, prefix: usize) -> Vec<f64> {
 /// Tokens from a prefix on, one at a time by `step`, against the oracle over turned tokens and a cache of those.
 fn check<T: Target>(
     on: &On<T>,
-    step: impl Fn(&mut KvCache, [Tensor<4>; 3], usize, &Rotary) -> Tensor<4>,
+    step: impl Fn(&mut KvCache, [Tensor<4>; 3], usize, &RopeTable) -> Tensor<4>,
 ) {
     for (seed, (name, sizes)) in SETUPS.into_iter().enumerate() {
         if name.ends_with("f16") && !on.supports_dtype(DType::F16) {
@@ -90,7 +90,7 @@ fn check<T: Target>(
         // All channels, or some of them.
         for rotary_dim in [sizes[4], sizes[4] / 4 * 2] {
             let (text, table) = exact(name, sizes, rotary_dim, 300 + seed as u64);
-            let rotary = table_on(&table, rotary_dim, on);
+            let rope = table_on(&table, rotary_dim, on);
             let expected_text = turned_text(&text, &table, rotary_dim);
             let prefix = text.len() - 30;
             let mut expected = text.cache(on);
@@ -98,7 +98,7 @@ fn check<T: Target>(
             let mut cache = expected.clone();
             attend(&mut expected, &expected_text.tokens(prefix..text.len()), &[1; 30], on);
             let outputs: Vec<Host> = (prefix..text.len())
-                .map(|t| Host::of(step(&mut cache, text.tokens(t..t + 1).on(on), t, &rotary)))
+                .map(|t| Host::of(step(&mut cache, text.tokens(t..t + 1).on(on), t, &rope)))
                 .collect();
             assert!(snapshot(&cache) == snapshot(&expected), "{text:?}: codes differ");
             let oracle = tail(&expected_text.reference().output, &text, prefix);
@@ -115,17 +115,17 @@ fn check<T: Target>(
 }
 
 fn a_counted_token_is_turned<T: Target>(on: &On<T>) {
-    check(on, |cache, [q, k, v], _, rotary| {
+    check(on, |cache, [q, k, v], _, rope| {
         assert!(KvMemory::Cached(cache).turns_tokens());
-        KvMemory::Cached(cache).attend_rotated(q, k, v, rotary, None).unwrap().output
+        KvMemory::Cached(cache).attend_with_rope(q, k, v, rope, None).unwrap().output
     });
 }
 
 fn a_token_at_a_position_is_turned<T: Target>(on: &On<T>) {
-    check(on, |cache, [q, k, v], t, rotary| {
+    check(on, |cache, [q, k, v], t, rope| {
         let position = at(&[t as i32], on);
         let memory = KvMemory::At(cache, &position);
-        let output = memory.attend_rotated(q, k, v, rotary, None).unwrap().output;
+        let output = memory.attend_with_rope(q, k, v, rope, None).unwrap().output;
         cache.advance(1).unwrap();
         output
     });
@@ -143,33 +143,34 @@ fn sequences_have_positions_of_their_own<T: Target>(on: &On<T>) {
 /// Sequences of different lengths, of which one takes no part where positions are stored.
 fn check_positions<T: Target>(on: &On<T>, name: &str) {
     let (text, table) = exact(name, [2, 4, 2, 40, 16], 16, 330);
-    let rotary = table_on(&table, 16, on);
+    let rope = table_on(&table, 16, on);
     let expected_text = turned_text(&text, &table, 16);
     let mut filled = text.cache(on);
     attend(&mut filled, &expected_text.tokens(0..30), &[30], on);
     filled.truncate(1, 29).unwrap();
     let [q, k, v] = text.tokens(30..31).on(on);
     // The second sequence is one token behind, so its token is turned by position 29.
-    let turn = |rows: &Host| {
+    let apply_rope = |rows: &Host| {
         let [first, second] =
-            [30, 29].map(|position| turned(&rows.tokens(30..31), &table, 16, |_| position));
+            [30, 29].map(|position| apply_rope(&rows.tokens(30..31), &table, 16, |_| position));
         let half = first.data.len() / 2;
         let data = [&first.data[..half], &second.data[half..]].concat();
         Host { data, shape: first.shape }.on(on)
     };
     let mut expected = filled.clone();
-    let output = expected.attend(turn(&text.query), turn(&text.key), v.clone()).unwrap().output;
+    let output =
+        expected.attend(apply_rope(&text.query), apply_rope(&text.key), v.clone()).unwrap().output;
     let output = Host::of(output);
 
     let mut counted = filled.clone();
-    let got = counted.attend_rotated(q.clone(), k.clone(), v.clone(), &rotary).unwrap().output;
+    let got = counted.attend_with_rope(q.clone(), k.clone(), v.clone(), &rope).unwrap().output;
     assert_eq!(counted.lens(), [31, 30]);
     assert!(snapshot(&counted) == snapshot(&expected));
     close("counted", &Host::of(got), &output.f64(), CLOSE);
 
     let mut stored = filled.clone();
     let positions = at(&[30, -1], on);
-    let got = stored.attend_at_rotated(q, k, v, &positions, &rotary).unwrap();
+    let got = stored.attend_at_with_rope(q, k, v, &positions, &rope).unwrap();
     let (got, lse) = (Host::of(got.output), got.lse.into_data());
     let half = got.data.len() / 2;
     let first = Host { data: got.data[..half].to_vec(), shape: got.shape };
@@ -186,40 +187,43 @@ fn positions_past_the_table_turn_like_its_last<T: Target>(on: &On<T>) {
     attend(&mut cache, &text.tokens(0..9), &[9], on);
     let mut expected = cache.clone();
     let token = text.tokens(9..10);
-    let turn = |rows: &Host| turned(rows, &table, 16, |_| 4).on(on);
+    let apply_rope = |rows: &Host| apply_rope(rows, &table, 16, |_| 4).on(on);
     let v = token.value.on(on);
-    let want = expected.attend(turn(&token.query), turn(&token.key), v.clone()).unwrap().output;
+    let want = expected
+        .attend(apply_rope(&token.query), apply_rope(&token.key), v.clone())
+        .unwrap()
+        .output;
     let [q, k, _] = token.on(on);
-    let got = cache.attend_at_rotated(q.clone(), k.clone(), v.clone(), &at(&[9], on), &short);
+    let got = cache.attend_at_with_rope(q.clone(), k.clone(), v.clone(), &at(&[9], on), &short);
     close("at 9", &Host::of(got.unwrap().output), &Host::of(want).f64(), CLOSE);
     // A host that counts knows better.
     let mut counted = text.cache(on);
     attend(&mut counted, &text.tokens(0..9), &[9], on);
-    let error = counted.attend_rotated(q, k, v, &short).unwrap_err().to_string();
+    let error = counted.attend_with_rope(q, k, v, &short).unwrap_err().to_string();
     assert!(error.contains("rotary has shape [5, 16]: must have a row for position 9"), "{error}");
 }
 
 fn wrong_tables_are_refused<T: Target>(on: &On<T>) {
     let zeros = |shape, dtype| Tensor::<2>::zeros(shape, (&**on, dtype));
     for (shape, dtype) in [([0, 4], DType::F32), ([3, 0], DType::F32), ([3, 5], DType::F32)] {
-        let error = Rotary::new(zeros(shape, dtype)).unwrap_err().to_string();
+        let error = RopeTable::new(zeros(shape, dtype)).unwrap_err().to_string();
         assert!(error.contains("table has shape") && error.contains("pairs"), "{error}");
     }
     let text = Setup::new("float", [1, 2, 1, 20, 16], 341);
     let mut cache = text.cache(on);
     let before = snapshot(&cache);
-    let wide = Rotary::new(zeros([20, 18], DType::F32)).unwrap();
+    let wide = RopeTable::new(zeros([20, 18], DType::F32)).unwrap();
     let [q, k, v] = text.tokens(0..1).on(on);
-    let error = cache.attend_rotated(q, k, v, &wide).unwrap_err().to_string();
-    assert!(error.contains("must turn at most the 16 channels of a key"), "{error}");
-    let rotary = Rotary::new(zeros([20, 16], DType::F32)).unwrap();
+    let error = cache.attend_with_rope(q, k, v, &wide).unwrap_err().to_string();
+    assert!(error.contains("must apply_rope at most the 16 channels of a key"), "{error}");
+    let rope = RopeTable::new(zeros([20, 16], DType::F32)).unwrap();
     let [q, k, v] = text.tokens(0..2).on(on);
-    let error = cache.attend_rotated(q, k, v, &rotary).unwrap_err().to_string();
+    let error = cache.attend_with_rope(q, k, v, &rope).unwrap_err().to_string();
     assert!(error.contains("must be one token"), "{error}");
     let [q, k, v] = text.tokens(0..1).on(on);
     let ragged = KvMemory::Ragged(&mut cache, &[1]);
     assert!(!ragged.turns_tokens());
-    let error = ragged.attend_rotated(q, k, v, &rotary, None).unwrap_err().to_string();
-    assert!(error.contains("rotate query and key before"), "{error}");
+    let error = ragged.attend_with_rope(q, k, v, &rope, None).unwrap_err().to_string();
+    assert!(error.contains("hadamard query and key before"), "{error}");
     assert!(snapshot(&cache) == before, "a refused call wrote");
 }

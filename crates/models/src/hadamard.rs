@@ -4,21 +4,21 @@ use burn::{
     module::{Module, ModuleMapper, Param},
     tensor::{DType, Tensor},
 };
-use kv_cubecl::rotate;
+use kv_cubecl::hadamard;
 
 use crate::{LanguageModel, LayerSpec, ModelCacheConfig, Role, Roles};
 
 impl LanguageModel {
     /// The same model with the Hadamard rotation of `config`, if all layers that quantize values have one
-    /// ([`KvCacheConfig::rotate_values`](kv_cubecl::KvCacheConfig::rotate_values)), in its weights, and `config`
-    /// without it: the projections give values rotated already, and the output projections take sums of them. Both
+    /// ([`KvCacheConfig::hadamard_values`](kv_cubecl::KvCacheConfig::hadamard_values)), in its weights, and `config`
+    /// without it: the projections give values transformed already, and the output projections take sums of them. Both
     /// compute what they did, but for rounding, and a step rotates nothing any more.
     ///
     /// A model whose weights do not allow it is returned as it was, with `config` as it was: one whose layers are
     /// of different shapes, with packed weights, or with other weights for a layer's values than the rows of a fused
     /// projection.
     #[must_use]
-    pub fn fold_rotation(self, config: ModelCacheConfig) -> (Self, ModelCacheConfig) {
+    pub fn fold_hadamard(self, config: ModelCacheConfig) -> (Self, ModelCacheConfig) {
         let layer = self.spec().layers.first().copied();
         let foldable = layer.filter(|layer| {
             let spec = self.spec();
@@ -26,11 +26,13 @@ impl LanguageModel {
                 (other.n_heads, other.n_kv_heads, other.head_dim)
                     == (layer.n_heads, layer.n_kv_heads, layer.head_dim)
             };
-            // Half of the sum of packed weights and an adapter cannot be rotated.
+            // Half of the sum of packed weights and an adapter cannot be transformed.
             !self.is_adapted()
                 && config.validate(spec).is_ok()
-                && config.layers(spec).any(|cache| cache.rotates_values())
-                && config.layers(spec).all(|it| it.rotates_values() || !it.values.is_quantized())
+                && config.layers(spec).any(|cache| cache.uses_hadamard_values())
+                && config
+                    .layers(spec)
+                    .all(|it| it.uses_hadamard_values() || !it.values.is_quantized())
                 && spec.layers.iter().all(alike)
         });
         let Some(layer) = foldable else { return (self, config) };
@@ -41,7 +43,7 @@ impl LanguageModel {
         if (fold.projections, fold.outputs) != (n_layers, n_layers) {
             return (self, config);
         }
-        (folded, config.without_rotated_values())
+        (folded, config.without_hadamard_values())
     }
 }
 
@@ -49,7 +51,7 @@ impl LanguageModel {
 struct Fold<'a> {
     roles: &'a Roles,
     layer: LayerSpec,
-    /// Matrices that were rotated.
+    /// Matrices that were transformed.
     projections: usize,
     outputs: usize,
 }
@@ -68,7 +70,7 @@ impl ModuleMapper for Fold<'_> {
                     let dims = tensor.dims();
                     let rows = tensor.reshape([dims[0] as i32, -1]);
                     let values = rows.clone().narrow(0, first, n_values * head_dim);
-                    let values = rotate_rows(values.transpose(), head_dim).transpose();
+                    let values = transform_rows(values.transpose(), head_dim).transpose();
                     Tensor::cat(vec![rows.narrow(0, 0, first), values], 0).reshape(dims)
                 })
             }
@@ -77,7 +79,7 @@ impl ModuleMapper for Fold<'_> {
                 param.map(|tensor| {
                     let dims = tensor.dims();
                     let rows = tensor.reshape([dims[0], dims[1]]);
-                    rotate_rows(rows, head_dim).reshape(dims)
+                    transform_rows(rows, head_dim).reshape(dims)
                 })
             }
             _ => param,
@@ -86,9 +88,9 @@ impl ModuleMapper for Fold<'_> {
 }
 
 /// Rotates each `head_dim` columns of a matrix.
-fn rotate_rows(matrix: Tensor<2>, head_dim: usize) -> Tensor<2> {
+fn transform_rows(matrix: Tensor<2>, head_dim: usize) -> Tensor<2> {
     let ([rows, columns], dtype) = (matrix.dims(), matrix.dtype());
     let heads = matrix.cast(DType::F32).reshape([1, rows, columns / head_dim, head_dim]);
-    let rotated = rotate(heads).expect("a cache that fits the heads has checked head_dim");
-    rotated.reshape([rows, columns]).cast(dtype)
+    let transformed = hadamard(heads).expect("a cache that fits the heads has checked head_dim");
+    transformed.reshape([rows, columns]).cast(dtype)
 }

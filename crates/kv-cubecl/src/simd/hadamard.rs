@@ -5,7 +5,7 @@ use macerator::Simd;
 /// [`KvCacheOps::rotate`](crate::KvCacheOps::rotate) of rows of `head_dim` elements.
 #[allow(clippy::extra_unused_type_parameters, reason = "macerator needs one")]
 #[macerator::with_simd]
-pub(crate) fn rotate<S: Simd>(rows: &mut [f32], head_dim: usize) {
+pub(crate) fn hadamard<S: Simd>(rows: &mut [f32], head_dim: usize) {
     let scale = 1.0 / (head_dim as f32).sqrt();
     let mut stride = 1;
     while stride < head_dim {

@@ -1,4 +1,4 @@
-//! Rotary positions: channel `i` of a row turns with channel `i + rotary_dim / 2`.
+//! RopeTable positions: channel `i` of a row turns with channel `i + rotary_dim / 2`.
 
 use cubecl::{client::Client, prelude::*};
 
@@ -7,7 +7,7 @@ use crate::Result;
 
 /// What kernels are told of a table `[positions, rotary_dim]`, whose rows are cosines, then sines.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct RotaryArgs {
+pub(crate) struct RopeArgs {
     /// Positions of the table, at least 1; those past the last turn like it.
     positions: usize,
     /// Channels that turn with another one, at least 1.
@@ -15,9 +15,9 @@ pub(crate) struct RotaryArgs {
 }
 
 #[cube]
-impl RotaryArgs {
-    pub(crate) fn copied(&self) -> RotaryArgs {
-        RotaryArgs { positions: self.positions, half: self.half }
+impl RopeArgs {
+    pub(crate) fn copied(&self) -> RopeArgs {
+        RopeArgs { positions: self.positions, half: self.half }
     }
 }
 
@@ -31,8 +31,8 @@ pub(crate) struct RotaryBinding {
 }
 
 /// The table, if there is one, and what kernels are told of it.
-pub(crate) fn rotary_args(rotary: Option<RotaryBinding>) -> (Option<BufferArg>, RotaryArgsLaunch) {
-    match rotary {
+pub(crate) fn rotary_args(rope: Option<RotaryBinding>) -> (Option<BufferArg>, RotaryArgsLaunch) {
+    match rope {
         // The shape of no table is not read.
         None => (None, RotaryArgsLaunch::new(1, 1)),
         Some(RotaryBinding { table, positions, rotary_dim }) => {
@@ -43,13 +43,13 @@ pub(crate) fn rotary_args(rotary: Option<RotaryBinding>) -> (Option<BufferArg>, 
 
 /// Channel `channel` of the row of `x` that begins at `row`, turned by `position` if there is a table.
 #[cube]
-pub(crate) fn turned<F: Float>(
+pub(crate) fn apply_rope<F: Float>(
     x: &[F],
     row: usize,
     channel: usize,
     table: &ComptimeOption<Box<[f32]>>,
     position: usize,
-    args: &RotaryArgs,
+    args: &RopeArgs,
 ) -> f32 {
     let mut value = f32::cast_from(x[row + channel]);
     #[comptime]
@@ -78,7 +78,7 @@ fn turn_rows(
     x: &[f32],
     output: &mut [f32],
     table: ComptimeOption<Box<[f32]>>,
-    args: RotaryArgs,
+    args: RopeArgs,
     n: usize,
     head_dim: usize,
     position: usize,
@@ -86,7 +86,7 @@ fn turn_rows(
     if ABSOLUTE_POS < n {
         let channel = ABSOLUTE_POS % head_dim;
         let row = ABSOLUTE_POS - channel;
-        output[ABSOLUTE_POS] = turned::<f32>(x, row, channel, &table, position, &args);
+        output[ABSOLUTE_POS] = apply_rope::<f32>(x, row, channel, &table, position, &args);
     }
 }
 
@@ -95,13 +95,13 @@ pub(crate) fn launch_turn(
     client: &Client,
     x: BufferArg,
     output: BufferArg,
-    rotary: RotaryBinding,
+    rope: RotaryBinding,
     n: usize,
     head_dim: usize,
     position: usize,
 ) -> Result<()> {
-    let grid = elementwise(client, "rotary", n, n.max(rotary.positions * rotary.rotary_dim))?;
-    let (table, args) = rotary_args(Some(rotary));
+    let grid = elementwise(client, "rope", n, n.max(rope.positions * rope.rotary_dim))?;
+    let (table, args) = rotary_args(Some(rope));
     turn_rows::launch(
         client,
         grid.count(),

@@ -1,10 +1,10 @@
-//! The rotation of values.
+//! The Hadamard transform.
 
 use core::ops::{Add, Mul, Sub};
 
 /// `x H / sqrt(n)` for n elements, a power of two, with Sylvester's Hadamard matrix: H of one element is 1, H of
 /// 2n elements `[[H, H], [H, -H]]`. The two halves are transformed first, then added and subtracted.
-pub fn rotate<T>(x: &[T]) -> Vec<T>
+pub fn hadamard<T>(x: &[T]) -> Vec<T>
 where
     T: Copy + Add<Output = T> + Sub<Output = T> + Mul<Output = T> + From<f32>,
 {
@@ -29,7 +29,7 @@ mod tests {
 
     #[test]
     fn four_elements_by_hand() {
-        assert_eq!(rotate(&[1.0f32, 2.0, 3.0, 4.0]), [5.0, -1.0, -2.0, 0.0]);
-        assert_eq!(rotate(&[5.0f64, -1.0, -2.0, 0.0]), [1.0, 2.0, 3.0, 4.0]);
+        assert_eq!(hadamard(&[1.0f32, 2.0, 3.0, 4.0]), [5.0, -1.0, -2.0, 0.0]);
+        assert_eq!(hadamard(&[5.0f64, -1.0, -2.0, 0.0]), [1.0, 2.0, 3.0, 4.0]);
     }
 }

@@ -1,0 +1,160 @@
+//! Which configurations are valid.
+
+use super::KvCacheConfig;
+use crate::{
+    Result,
+    error::invalid,
+    formats::KvFormat,
+    sides::{Side, Sides},
+};
+
+/// The most channels of a head that [`hadamard`](crate::hadamard) takes.
+const MAX_HADAMARD: usize = 256;
+
+/// Returns whether a format quantizes each token by itself, keys included.
+pub(super) const fn is_per_token(format: KvFormat) -> bool {
+    format.is_quantized() && !format.is_grouped()
+}
+
+/// Returns whether groups of this size fill whole words of codes, where a format has such groups.
+const fn fills_words(format: KvFormat, group_size: usize) -> bool {
+    !format.is_grouped() || (group_size * format.n_bits() as usize).is_multiple_of(32)
+}
+
+/// The residual length of a cache whose name gives none: KIVI's, or none where each token is
+/// quantized by itself.
+pub(super) const fn default_residual(keys: KvFormat, values: KvFormat) -> usize {
+    let quantized = keys.is_quantized() || values.is_quantized();
+    if quantized && !keys.is_grouped() && !values.is_grouped() { 0 } else { 128 }
+}
+
+impl KvCacheConfig {
+    /// Returns whether the newest tokens must stay in float: unless each is quantized by itself.
+    const fn needs_residual(&self) -> bool {
+        default_residual(self.keys, self.values) > 0
+    }
+
+    /// Returns whether the formats can have groups of this size, whatever the head_dim.
+    pub(super) const fn fits_group(&self) -> bool {
+        match self.needs_residual() {
+            true => {
+                self.group_size > 0
+                    && fills_words(self.keys, self.group_size)
+                    && fills_words(self.values, self.group_size)
+            }
+            false => self.group_size == Self::new(self.keys, self.values).group_size,
+        }
+    }
+
+    /// Returns whether the formats can have a residual of this length, given the group size and the
+    /// sliding window.
+    pub(super) const fn fits_residual(&self) -> bool {
+        let hidden = match self.sliding_window {
+            Some(window) => self.is_quantized() && window < self.residual_length,
+            None => false,
+        };
+        let whole = !self.keys.is_grouped() || self.residual_length.is_multiple_of(self.group_size);
+        (self.residual_length > 0 || !self.needs_residual()) && whole && !hidden
+    }
+
+    /// Checks every rule that does not depend on a device.
+    ///
+    /// `head_dim` is the number of channels of a head: one for both sides, or one for each.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the rule.
+    pub fn validate(&self, head_dim: impl Into<Sides<usize>>) -> Result<()> {
+        let Self { group_size, residual_length, .. } = *self;
+        let head_dim = head_dim.into();
+        if head_dim.into_array().contains(&0) {
+            return Err(invalid("head_dim", 0, "must be at least 1"));
+        }
+        if self.capacity == 0 {
+            return Err(invalid("capacity", self.capacity, "must be at least 1 token"));
+        }
+        // A bound for kernels that address tokens, ring slots and words with u32.
+        if self.capacity > 1 << 24 {
+            return Err(invalid("capacity", self.capacity, "must be at most 16777216 tokens"));
+        }
+        // Float caches are checked as well, because their layout reads these fields too.
+        for (field, value, least) in [
+            ("group_size", group_size, 1),
+            ("residual_length", residual_length, usize::from(self.needs_residual())),
+            ("sink_tokens", self.sink_tokens, 0),
+        ] {
+            if value < least {
+                return Err(invalid(field, value, format!("must be at least {least}")));
+            }
+            if value > 1 << 20 {
+                return Err(invalid(field, value, "must be at most 1048576"));
+            }
+        }
+        self.validate_sliding_window()?;
+        for side in Side::BOTH {
+            self.format(side).validate(side, head_dim[side], group_size)?;
+        }
+        self.validate_groups(head_dim)?;
+        self.validate_hadamard(head_dim)
+    }
+
+    fn validate_sliding_window(&self) -> Result<()> {
+        let Some(window) = self.sliding_window else { return Ok(()) };
+        let fail = |rule: String| Err(invalid("sliding_window", window, rule));
+        if window == 0 || window > 1 << 24 {
+            return fail("must be 1 to 16777216 tokens".to_string());
+        }
+        if self.is_quantized() && window < self.residual_length {
+            // Everything visible would be in float, and nothing quantized would ever be read.
+            return fail(format!("must be at least residual_length {}", self.residual_length));
+        }
+        if self.sink_tokens > window {
+            let rule = format!("must be at most sliding_window {window}");
+            return Err(invalid("sink_tokens", self.sink_tokens, rule));
+        }
+        Ok(())
+    }
+
+    fn validate_groups(&self, head_dim: Sides<usize>) -> Result<()> {
+        let Self { keys, values, group_size, residual_length, .. } = *self;
+        if keys.is_grouped() && !residual_length.is_multiple_of(group_size) {
+            let rule = format!("group_size {group_size} does not divide residual_length");
+            return Err(invalid("residual_length", residual_length, rule));
+        }
+        if values.is_grouped() && !head_dim.values.is_multiple_of(group_size) {
+            let rule = format!("does not divide head_dim {}", head_dim.values);
+            return Err(invalid("group_size", group_size, rule));
+        }
+        if !self.needs_residual() && group_size != Self::new(keys, values).group_size {
+            let rule = format!("k{keys}v{values} has no groups of a size to choose");
+            return Err(invalid("group_size", group_size, rule));
+        }
+        if self.flush.is_by_group() && is_per_token(keys) {
+            let rule = format!("keys as {keys} leave the residual one by one in any case");
+            return Err(invalid("flush", "group", rule));
+        }
+        Ok(())
+    }
+
+    fn validate_hadamard(&self, head_dim: Sides<usize>) -> Result<()> {
+        if self.uses_hadamard_keys() && self.keys.is_grouped() {
+            let rule = format!(
+                "keys as {} are quantized per channel, where an outlier channel costs nothing \
+                 until it is spread over the others",
+                self.keys
+            );
+            return Err(invalid("hadamard_keys", true, rule));
+        }
+        for (field, side) in [("hadamard_values", Side::Values), ("hadamard_keys", Side::Keys)] {
+            let channels = head_dim[side];
+            if self.uses_hadamard(side) && !channels.is_power_of_two() {
+                let rule = format!("head_dim {channels} of {side} is not a power of two");
+                return Err(invalid(field, true, rule));
+            }
+            if self.uses_hadamard(side) && channels > MAX_HADAMARD {
+                let rule = format!("head_dim {channels} of {side} is above {MAX_HADAMARD}");
+                return Err(invalid(field, true, rule));
+            }
+        }
+        Ok(())
+    }
+}
