@@ -129,9 +129,9 @@ fn wrong_files_name_the_field() {
         }
     };
     for (field, value, rule) in [
-        ("key_bits", json!(3), "expected 2, 4, 8, or 16 for float"),
-        ("value_bits", json!(258), "expected 2, 4, 8, or 16 for float"),
-        ("value_bits", json!("2"), "or one of \"int8\""),
+        ("key_format", json!(3), "expected 2, 4, 8, or 16 for float"),
+        ("value_format", json!(258), "expected 2, 4, 8, or 16 for float"),
+        ("value_format", json!("2"), "or one of \"int8\""),
         ("group_size", json!(-1), "expected usize"),
         ("residual_length", json!(1.5), "expected usize"),
         ("flush", json!("later"), "expected `before` or `after`"),

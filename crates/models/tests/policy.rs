@@ -327,7 +327,7 @@ fn wrong_files_name_the_rule_and_its_field() {
     }
     fails(&with(json!({"cache": "k3v3"})), &["rules[1].cache = k3v3: ", "\"3\" in \"k3v3\""]);
     fails(&with(json!({"cache": 4})), &["rules[1].cache = 4: must be the name of a cache"]);
-    fails(&with(json!({"cache": {"key_bits": 2}})), &["rules[1].cache.value_bits = missing: "]);
+    fails(&with(json!({"cache": {"key_format": 2}})), &["rules[1].cache.value_format = missing: "]);
     fails(&with(json!({"cache": "k4v4", "side": "keys"})), &["rules[1].side = ", "both sides"]);
     fails(
         &with(json!({"cache": "k4v4", "hadamard": true})),
@@ -557,4 +557,43 @@ fn what_is_asked_of_a_policy() {
         let error = called.clone().with_name(name).unwrap_err().to_string();
         assert!(error.starts_with("name = "), "{error}");
     }
+}
+
+#[test]
+fn files_of_earlier_versions_are_read_and_never_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("policy.json");
+    let cases = [
+        (
+            json!({
+                "key_bits": 2, "value_bits": "int8", "group_size": 32, "residual_length": 128,
+                "flush": "before", "sink_tokens": 4, "capacity": 4096, "float": "f16",
+                "sliding": true, "rotate_values": true, "window": 256, "float_layers": [1],
+            }),
+            "k2vint8-s4-gflush-hadv-w256-f16 float layers 1",
+        ),
+        (
+            json!({"rules": [
+                {"cache": "k4v4-slide"},
+                {"layers": 2, "side": "values", "format": "int8", "rotate": true},
+            ]}),
+            "k4v4-gflush; layers 2: values as int8 hadamard",
+        ),
+    ];
+    for (old, shown) in cases {
+        fs::write(&path, old.to_string()).unwrap();
+        let policy = ModelCacheConfig::read(&path).unwrap();
+        assert_eq!(policy.to_string(), shown);
+        policy.write(&path).unwrap();
+        let written = fs::read_to_string(&path).unwrap();
+        for name in ["_bits", "sliding\"", "slide", "rotate", "\"window"] {
+            assert!(!written.contains(name), "{written} contains {name}");
+        }
+        assert_eq!(ModelCacheConfig::read(&path).unwrap(), policy);
+    }
+    // A field under both of its names is ambiguous.
+    let twice = json!({"rules": [{"cache": {"key_bits": 2, "key_format": 4}}]});
+    fs::write(&path, twice.to_string()).unwrap();
+    let error = ModelCacheConfig::read(&path).unwrap_err().to_string();
+    assert!(error.contains("key_bits = 2: is also given as key_format"), "{error}");
 }

@@ -241,7 +241,7 @@ fn what_is_not_as_it_was_is_named() {
         config["sliding_window"] = json!(20);
     });
     let window = load(window.path(), &on).unwrap().model;
-    saved.refused(&window, saved.config, &["layers.0.window = None", "Some(20)"]);
+    saved.refused(&window, saved.config, &["layers.0.sliding_window = None", "Some(20)"]);
 
     // Other caches.
     for name in

@@ -85,7 +85,7 @@ impl Workspace {
     /// 32, 3 sinks.
     pub(crate) fn write_cache(&self, model: &str) {
         let json = serde_json::json!({
-            "key_bits": 2, "value_bits": 2, "group_size": 16, "residual_length": 32,
+            "key_format": 2, "value_format": 2, "group_size": 16, "residual_length": 32,
             "flush": "before", "sink_tokens": 3, "capacity": 512, "float": "f32",
         });
         fs::write(Path::new(model).join("kv_cache.json"), json.to_string()).unwrap();

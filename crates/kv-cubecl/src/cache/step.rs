@@ -144,7 +144,7 @@ impl KvCache {
         check_device(op, "rope", &rope.table().device(), &self.device())?;
         let head_dim = self.layout.shape().head_dim.keys;
         if rope.rotary_dim() > head_dim {
-            let rule = format!("must apply_rope at most the {head_dim} channels of a key");
+            let rule = format!("must cover at most the {head_dim} channels of a key");
             let shape = rope.table().dims().to_vec();
             return Err(Error::Shape { op, tensor: "rope", shape, rule });
         }

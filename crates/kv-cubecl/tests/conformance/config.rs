@@ -497,10 +497,10 @@ fn windows_that_hold_too_little_are_refused() {
 #[test]
 fn formats_in_files() {
     let json = |name: &str| serde_json::to_string(&name.parse::<KvCacheConfig>().unwrap()).unwrap();
-    let old = r#"{"key_bits":4,"value_bits":16,"group_size":32,"residual_length":128,"flush":"before","sink_tokens":0,"capacity":4096,"float":"f32"}"#;
+    let old = r#"{"key_format":4,"value_format":16,"group_size":32,"residual_length":128,"flush":"before","sink_tokens":0,"capacity":4096,"float":"f32"}"#;
     assert_eq!(json("k4v16"), old);
     let new = json("kint8vmxfp4-hadk");
-    assert!(new.starts_with(r#"{"key_bits":"int8","value_bits":"mxfp4","#), "{new}");
+    assert!(new.starts_with(r#"{"key_format":"int8","value_format":"mxfp4","#), "{new}");
     let read = |text: &str| serde_json::from_str::<KvCacheConfig>(text);
     for (name, text) in [("k4v16", old), ("kint8vmxfp4-hadk", &new)] {
         assert_eq!(read(text).unwrap(), name.parse().unwrap());

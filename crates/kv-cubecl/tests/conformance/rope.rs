@@ -200,7 +200,7 @@ fn positions_past_the_table_turn_like_its_last<T: Target>(on: &On<T>) {
     let mut counted = text.cache(on);
     attend(&mut counted, &text.tokens(0..9), &[9], on);
     let error = counted.attend_with_rope(q, k, v, &short).unwrap_err().to_string();
-    assert!(error.contains("rotary has shape [5, 16]: must have a row for position 9"), "{error}");
+    assert!(error.contains("rope has shape [5, 16]: must have a row for position 9"), "{error}");
 }
 
 fn wrong_tables_are_refused<T: Target>(on: &On<T>) {
@@ -215,7 +215,7 @@ fn wrong_tables_are_refused<T: Target>(on: &On<T>) {
     let wide = RopeTable::new(zeros([20, 18], DType::F32)).unwrap();
     let [q, k, v] = text.tokens(0..1).on(on);
     let error = cache.attend_with_rope(q, k, v, &wide).unwrap_err().to_string();
-    assert!(error.contains("must apply_rope at most the 16 channels of a key"), "{error}");
+    assert!(error.contains("must cover at most the 16 channels of a key"), "{error}");
     let rope = RopeTable::new(zeros([20, 16], DType::F32)).unwrap();
     let [q, k, v] = text.tokens(0..2).on(on);
     let error = cache.attend_with_rope(q, k, v, &rope).unwrap_err().to_string();

@@ -293,11 +293,11 @@ fn cache_of(fields: &mut Map<String, Value>) -> Result<KvCacheConfig, WrongField
             return Err(WrongField::new(old, value, format!("is also given as {name}")));
         }
     }
+    let keys: KvFormat = required(fields, "key_format")?;
+    let values: KvFormat = required(fields, "value_format")?;
     let flush: Flush = required(fields, "flush")?;
     // What is `flush: group` now.
     let by_group = optional(fields, "sliding")?.unwrap_or_default();
-    let keys: KvFormat = required(fields, "key_format")?;
-    let values: KvFormat = required(fields, "value_format")?;
     Ok(KvCacheConfig::new(keys, values)
         .with_group_size(required(fields, "group_size")?)
         .with_residual_length(required(fields, "residual_length")?)
