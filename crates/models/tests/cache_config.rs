@@ -134,7 +134,7 @@ fn wrong_files_name_the_field() {
         ("value_format", json!("2"), "or one of \"int8\""),
         ("group_size", json!(-1), "expected usize"),
         ("residual_length", json!(1.5), "expected usize"),
-        ("flush", json!("later"), "expected `before` or `after`"),
+        ("flush", json!("later"), "expected one of `before`, `after`, `group`, `group-after`"),
         ("capacity", json!(null), "expected usize"),
         ("float", json!("f64"), "expected one of `f32`, `f16`, `bf16`"),
         ("float_layers", json!(0), "expected a sequence"),
