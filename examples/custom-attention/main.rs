@@ -8,8 +8,8 @@ use burn::{
     nn::{Linear, LinearConfig},
     tensor::{Device, Distribution, Int, Tensor},
 };
+use burn_kv::cache::{Autodiff, CacheShape, Flex, KvCache, KvCacheConfig, KvMemory, On};
 use burn_optim::{AdamConfig, GradientsParams};
-use kv_cubecl::{Autodiff, CacheShape, Flex, KvCache, KvCacheConfig, KvMemory, On};
 
 const N_HEADS: usize = 4;
 const N_KV_HEADS: usize = 2;

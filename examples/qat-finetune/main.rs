@@ -7,10 +7,10 @@
 use std::{path::Path, sync::Arc};
 
 use anyhow::{Context, Result};
-use kv_cubecl::{Autodiff, FakeQuantOptions, Flex, KvCacheConfig, On, SteGradient};
-use kv_eval::{Mode, Plan, evaluate};
-use kv_models::LanguageModel;
-use kv_train::{
+use burn_kv::cache::{Autodiff, FakeQuantOptions, Flex, KvCacheConfig, On, SteGradient};
+use burn_kv::eval::{Mode, Plan, evaluate};
+use burn_kv::models::LanguageModel;
+use burn_kv::train::{
     Objective, QatConfig, Run, Schedule, Texts, TrainConfig,
     data::{Source, TokenFile},
     train,
@@ -33,7 +33,7 @@ fn main() -> Result<()> {
 
     // The backend is one type parameter: `Autodiff<Wgpu>` trains on a graphics card.
     let device = On::<Autodiff<Flex>>::open()?;
-    let loaded = kv_models::load(&model, &device)?;
+    let loaded = burn_kv::models::load(&model, &device)?;
     let tokenizer = loaded.tokenizer?;
 
     // The text is tokenized once; the next run uses the same file.
@@ -70,7 +70,7 @@ fn main() -> Result<()> {
     converted.save(out.join("model"), &tokenizer)?;
 
     let plain = On::<Flex>::open()?;
-    let before = kv_models::load(&model, &plain)?.model;
+    let before = burn_kv::models::load(&model, &plain)?.model;
     println!("{:<8} {:<10} {:>10} {:>10}", "model", "cache", "perplexity", "kl mean");
     report(&plain, "before", &before, cache, &ids)?;
     report(&plain, "after", &converted.model, cache, &ids)?;

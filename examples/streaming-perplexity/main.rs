@@ -7,8 +7,8 @@
 use std::fs::File;
 
 use anyhow::{Context, Result};
-use kv_cubecl::{Flex, KvCacheConfig, On};
-use kv_eval::{Mode, Plan, evaluate};
+use burn_kv::cache::{Flex, KvCacheConfig, On};
+use burn_kv::eval::{Mode, Plan, evaluate};
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
@@ -17,7 +17,7 @@ fn main() -> Result<()> {
     let tokens: usize = args.next().as_deref().unwrap_or("256").parse().context(usage)?;
 
     let device = On::<Flex>::open()?;
-    let loaded = kv_models::load(model, &device)?;
+    let loaded = burn_kv::models::load(model, &device)?;
     let tokenizer = loaded.tokenizer?;
     let file = File::open(&text).with_context(|| format!("{text}: cannot read"))?;
     let ids = tokenizer.encode_reader(file, &text, Some(tokens))?;

@@ -3,7 +3,7 @@
 
 use anyhow::Result;
 use burn::tensor::{Tensor, TensorData};
-use kv_cubecl::{CacheShape, KvCache, KvCacheConfig, On, Target};
+use burn_kv::cache::{CacheShape, KvCache, KvCacheConfig, On, Target};
 
 /// Streams 300 tokens through a quantized cache on target `T` and returns the last output.
 fn last_output<T: Target>(config: &KvCacheConfig) -> Result<Vec<f32>> {
@@ -40,11 +40,11 @@ fn last_output<T: Target>(config: &KvCacheConfig) -> Result<Vec<f32>> {
 
 fn main() -> Result<()> {
     let config: KvCacheConfig = "k4v2-r64".parse()?;
-    let cpu = last_output::<kv_cubecl::Flex>(&config)?;
+    let cpu = last_output::<burn_kv::cache::Flex>(&config)?;
 
     #[cfg(feature = "wgpu")]
     {
-        let gpu = last_output::<kv_cubecl::Wgpu>(&config)?;
+        let gpu = last_output::<burn_kv::cache::Wgpu>(&config)?;
         let worst = cpu.iter().zip(&gpu).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         println!("largest difference {worst:.1e}");
         anyhow::ensure!(worst < 1e-4, "the two targets disagree");
