@@ -10,7 +10,6 @@ use serde::Serialize;
 
 pub use flush::Flush;
 
-use self::rules::{default_residual, is_per_token};
 use crate::{
     formats::{CacheFloat, KvFormat},
     sides::Side,
@@ -79,6 +78,18 @@ pub struct KvCacheConfig {
 
 fn is_false(flag: &bool) -> bool {
     !flag
+}
+
+/// Returns whether a format quantizes each token by itself, keys included.
+const fn is_per_token(format: KvFormat) -> bool {
+    format.is_quantized() && !format.is_grouped()
+}
+
+/// The residual length of a cache whose name gives none: KIVI's, or none where each token is
+/// quantized by itself.
+const fn default_residual(keys: KvFormat, values: KvFormat) -> usize {
+    let quantized = keys.is_quantized() || values.is_quantized();
+    if quantized && !keys.is_grouped() && !values.is_grouped() { 0 } else { 128 }
 }
 
 impl KvCacheConfig {

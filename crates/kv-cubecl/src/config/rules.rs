@@ -1,6 +1,6 @@
 //! Which configurations are valid.
 
-use super::KvCacheConfig;
+use super::{KvCacheConfig, default_residual, is_per_token};
 use crate::{
     Result,
     error::invalid,
@@ -11,21 +11,9 @@ use crate::{
 /// The most channels of a head that [`hadamard`](crate::hadamard) takes.
 const MAX_HADAMARD: usize = 256;
 
-/// Returns whether a format quantizes each token by itself, keys included.
-pub(super) const fn is_per_token(format: KvFormat) -> bool {
-    format.is_quantized() && !format.is_grouped()
-}
-
 /// Returns whether groups of this size fill whole words of codes, where a format has such groups.
 const fn fills_words(format: KvFormat, group_size: usize) -> bool {
     !format.is_grouped() || (group_size * format.n_bits() as usize).is_multiple_of(32)
-}
-
-/// The residual length of a cache whose name gives none: KIVI's, or none where each token is
-/// quantized by itself.
-pub(super) const fn default_residual(keys: KvFormat, values: KvFormat) -> usize {
-    let quantized = keys.is_quantized() || values.is_quantized();
-    if quantized && !keys.is_grouped() && !values.is_grouped() { 0 } else { 128 }
 }
 
 impl KvCacheConfig {
