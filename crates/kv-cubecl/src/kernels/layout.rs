@@ -24,7 +24,7 @@ pub(crate) struct ScheduleArgs {
     pub(crate) sinks: usize,
     lag: usize,
     /// Recent tokens that a query sees.
-    pub(crate) window: usize,
+    pub(crate) sliding_window: usize,
     pub(crate) keys: SideScheduleArgs,
     pub(crate) values: SideScheduleArgs,
 }
@@ -32,9 +32,9 @@ pub(crate) struct ScheduleArgs {
 impl Schedule {
     pub(crate) fn args(&self) -> ScheduleArgsLaunch {
         let [keys, values] = self.sides.map(|side| side.args()).into_array();
-        // Without a window all tokens are recent; kernels add the sinks to it in u32.
-        let window = self.window.unwrap_or(1 << 31);
-        ScheduleArgsLaunch::new(self.sink_tokens, self.lag(), window, keys, values)
+        // Without a sliding window every token is visible. Kernels add the sinks to this in u32.
+        let sliding_window = self.sliding_window.unwrap_or(1 << 31);
+        ScheduleArgsLaunch::new(self.sink_tokens, self.lag(), sliding_window, keys, values)
     }
 }
 

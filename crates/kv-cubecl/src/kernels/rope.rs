@@ -31,12 +31,12 @@ pub(crate) struct RotaryBinding {
 }
 
 /// The table, if there is one, and what kernels are told of it.
-pub(crate) fn rotary_args(rope: Option<RotaryBinding>) -> (Option<BufferArg>, RotaryArgsLaunch) {
+pub(crate) fn rotary_args(rope: Option<RotaryBinding>) -> (Option<BufferArg>, RopeArgsLaunch) {
     match rope {
         // The shape of no table is not read.
-        None => (None, RotaryArgsLaunch::new(1, 1)),
+        None => (None, RopeArgsLaunch::new(1, 1)),
         Some(RotaryBinding { table, positions, rotary_dim }) => {
-            (Some(table), RotaryArgsLaunch::new(positions, rotary_dim / 2))
+            (Some(table), RopeArgsLaunch::new(positions, rotary_dim / 2))
         }
     }
 }

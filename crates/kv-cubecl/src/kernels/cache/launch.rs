@@ -13,7 +13,7 @@ use crate::{
         elementwise,
         layout::SideArgsLaunch,
         quantize::RestoreProblem,
-        rope::{RotaryArgsLaunch, RotaryBinding, rotary_args},
+        rope::{RopeArgsLaunch, RotaryBinding, rotary_args},
     },
     layout::{CacheLayout, QuantSpec, QuantizedCounts, Side, Sides},
 };
@@ -34,7 +34,7 @@ pub(crate) struct CacheProblem {
 }
 
 impl CacheProblem {
-    fn source(&self, rope: RotaryArgsLaunch) -> SourceLaunch {
+    fn source(&self, rope: RopeArgsLaunch) -> SourceLaunch {
         SourceLaunch::new(self.len, self.added, self.layout.float_elements(), rope)
     }
 

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::base::DecodeProblem;
 use crate::kernels::{
     layout::CacheArgs,
-    rope::{RopeArgs, RotaryArgsLaunch},
+    rope::{RopeArgs, RopeArgsLaunch},
 };
 
 /// Run-time numbers of a launch.
@@ -32,7 +32,7 @@ pub(crate) fn args(
     problem: &DecodeProblem,
     n_splits: usize,
     n_positions: usize,
-    rope: RotaryArgsLaunch,
+    rope: RopeArgsLaunch,
 ) -> DecodeArgsLaunch {
     let layout = &problem.layout;
     DecodeArgsLaunch::new(

@@ -193,7 +193,7 @@ pub(super) fn prepare(
         lanes: 1,
         plane: hardware.plane,
         flat: false,
-        window: layout.config().window.is_some(),
+        window: layout.config().sliding_window.is_some(),
         softcap: problem.scores.softcap.is_some(),
         whole: false,
     };

@@ -4,7 +4,7 @@ use super::kernel::{
     dequantize::Dequantize, fake_quantize::FakeQuantize, scale_gradient::ScaleGradient,
 };
 use crate::{
-    Granularity,
+    Granularity, KvFormat,
     kernels::{
         ELEMENTWISE_UNITS,
         cuda_source::{buffer, each_ptx, named, settings},
