@@ -156,7 +156,7 @@ fn damage_is_named_and_the_epoch_before_goes_on() {
         let path = world.path(&format!("run/checkpoints/step-{step}.model.bpk"));
         fs::write(path, "not a model").unwrap();
     }
-    refuses("step-12.model.bpk", &["no other checkpoint is whole"]);
+    refuses("step-12.model.bpk", &["no other checkpoint is intact"]);
 }
 
 #[test]

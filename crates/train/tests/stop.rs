@@ -90,7 +90,7 @@ fn two_hundred_stops_change_nothing() {
         let asked = Arc::new(AtomicBool::new(false));
         let (stop, lines) = (asked.clone(), AtomicUsize::new(0));
         let after = 1 + pick(&mut state, 5) as usize;
-        let tell = move |_: &str| {
+        let log = move |_: &str| {
             if lines.fetch_add(1, Ordering::Relaxed) + 1 == after {
                 asked.store(true, Ordering::Relaxed);
             }
@@ -98,7 +98,7 @@ fn two_hundred_stops_change_nothing() {
         let run = Run {
             resume: if stops == 0 { Resume::No } else { Resume::Last },
             stop: Some(stop),
-            tell: Some(Box::new(tell)),
+            log: Some(Box::new(log)),
             ..Run::new(world.path("stopped"))
         };
         match train(&world.device, world.model.clone(), &texts, &config, run) {
@@ -287,7 +287,7 @@ fn the_dashboard_stops_by_its_keys_and_by_ctrl_c() {
         let made = History::read(run.as_ref()).unwrap().train.last().unwrap().step as usize;
         assert!(!keeps || made <= step, "{name}: steps up to {made} for a checkpoint of {step}");
         let stdout = succeeds(&mut program(&["resume", &run, "--plain"]));
-        assert!(stdout.contains(&format!("going on after step {step} of 300")), "{stdout}");
+        assert!(stdout.contains(&format!("resuming after step {step} of 300")), "{stdout}");
         assert!(saved(&run) == saved(&whole), "{name}");
     }
 }
@@ -300,12 +300,15 @@ fn a_refused_start_changes_nothing() {
     succeeds(&mut program(&qat(&model, &text, &run, "8")));
     let before = contents(run.as_ref());
     let args = qat(&model, &text, &run, "12");
-    fails(&mut program(&args), &[&run, "holds a run", "resume it, or choose another folder"]);
+    fails(
+        &mut program(&args),
+        &[&run, "already holds a run", "resume it, or choose another folder"],
+    );
     let pretrain = |out: &str, parts: &[&str]| {
         let args = ["pretrain", "--text", &text, "--vocab", "270", "--out", out];
         fails(&mut program(&args), parts);
     };
-    pretrain(&run, &[&run, "holds a run"]);
+    pretrain(&run, &[&run, "already holds a run"]);
     // Resuming a finished run from a step without a checkpoint fails and leaves it finished.
     fails(&mut program(&["resume", &run, "--from-step", "3"]), &["no checkpoint of step 3"]);
     assert!(before == contents(run.as_ref()));

@@ -122,10 +122,10 @@ fn no_checkpoint_holds_a_weight_that_is_not_finite() {
     let texts = Texts { train: world.tokens("text.txt"), valid: None };
     let asked = Arc::new(AtomicBool::new(false));
     let stop = asked.clone();
-    let tell = move |line: &str| {
+    let log = move |line: &str| {
         asked.fetch_or(line.starts_with("step"), Ordering::Relaxed);
     };
-    let run = Run { stop: Some(stop), tell: Some(Box::new(tell)), ..Run::new(world.path("run")) };
+    let run = Run { stop: Some(stop), log: Some(Box::new(log)), ..Run::new(world.path("run")) };
     let model = Enlarge::weights(world.model.clone(), "qkv", 1000.0);
     let error = train(&world.device, model, &texts, &config, run).unwrap_err().to_string();
     assert!(error.contains("qkv") && error.contains("not finite after step 1"), "{error}");
@@ -420,7 +420,7 @@ fn mistakes_are_named() {
     layers.cache = layers.cache.with_float_layers([2]);
     new(TrainConfig { qat: Some(layers), ..config() }, &["rules[1].layers = 2", "layers 0 to 1"]);
     let with = |cache, seq_len| TrainConfig { qat: Some(qat(cache)), seq_len, ..config() };
-    new(with("k2v2", 64), &["seq-len 64", "at least 129 for k2v2", "window of 128 tokens"]);
+    new(with("k2v2", 64), &["seq-len 64", "at least 129 for k2v2", "residual of 128 tokens"]);
     new(with("k2v2", 128), &["seq-len 128", "values stay in float"]);
     new(with("k2v16", 127), &["seq-len 127", "at least 128 for k2v16", "keys stay in float"]);
     new(with("k2v2-r32-s4-after", 37), &["seq-len 37", "at least 38"]);
@@ -434,7 +434,7 @@ fn mistakes_are_named() {
     let folder = world.string("run");
     says("run", &config, Resume::No, &[&folder, "checkpoints up to step 8", "resume it"]);
     let other = TrainConfig { seed: 6, ..config.clone() };
-    says("run", &other, Resume::Step(4), &["train.json", "another configuration"]);
+    says("run", &other, Resume::Step(4), &["train.json", "differs from the configuration"]);
     says("run", &config, Resume::Step(7), &["no checkpoint of step 7", "4 and 8"]);
     for entry in fs::read_dir(world.path("run/checkpoints")).unwrap() {
         fs::remove_file(entry.unwrap().path()).unwrap();

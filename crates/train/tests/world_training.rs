@@ -92,13 +92,13 @@ fn a_stopped_run_goes_on_bit_for_bit() {
     let parts = tempfile::tempdir().unwrap();
     let stop = Arc::new(AtomicBool::new(false));
     let asked = stop.clone();
-    let tell = move |line: &str| {
+    let log = move |line: &str| {
         if line.starts_with("step     6/9") {
             asked.store(true, Ordering::SeqCst);
         }
     };
     let run =
-        WorldRun { tell: Some(Box::new(tell)), stop: Some(stop), ..WorldRun::new(parts.path()) };
+        WorldRun { log: Some(Box::new(log)), stop: Some(stop), ..WorldRun::new(parts.path()) };
     let error = train_world(&device(), &config, run).unwrap_err();
     assert!(matches!(error, Error::Interrupted { step: 6, steps: 9, .. }), "{error}");
     let checkpoints = Checkpoints::of(parts.path());
@@ -118,9 +118,9 @@ fn a_stopped_run_goes_on_bit_for_bit() {
         train_world(&device(), &config, run).unwrap_err().to_string()
     };
     let other = WorldConfig { batch: 3, ..config.clone() };
-    assert!(error(other).contains("world-run.json: is not there, or another configuration"));
+    assert!(error(other).contains("world-run.json: is missing or differs from the configuration"));
     let shorter = WorldConfig { steps: 8, ..config.clone() };
-    assert!(error(shorter).contains("steps 8: must not be below the 9 steps that were made"));
+    assert!(error(shorter).contains("steps 8: must be at least 9, the steps already made"));
     let (world, step) = checkpointed_world(&device(), &config, parts.path(), None).unwrap();
     assert_eq!(step, 9);
     assert_eq!(model(parts.path(), world), wanted);
@@ -133,12 +133,12 @@ fn a_checkpoint_is_there_before_its_validation() {
     let folder = tempfile::tempdir().unwrap();
     let (path, found) = (folder.path().to_path_buf(), Arc::new(Mutex::new(vec![])));
     let kept = found.clone();
-    let tell = move |line: &str| {
+    let log = move |line: &str| {
         if line.starts_with("valid after") {
             kept.lock().unwrap().push(Checkpoints::of(&path).last_complete().unwrap());
         }
     };
-    let run = WorldRun { tell: Some(Box::new(tell)), ..WorldRun::new(folder.path()) };
+    let run = WorldRun { log: Some(Box::new(log)), ..WorldRun::new(folder.path()) };
     train_world(&device(), &small(3), run).unwrap();
     assert_eq!(*found.lock().unwrap(), [Some(0), Some(3)]);
 }
@@ -200,7 +200,7 @@ fn what_cannot_be_is_named() {
     WorldConfig { two_step: 3, ..small(3) }.validate().unwrap();
     fs::write(folder.path().join("history.jsonl"), "").unwrap();
     let error = train_world(&device(), &small(3), WorldRun::new(folder.path())).unwrap_err();
-    assert!(error.to_string().contains("holds a run (history.jsonl)"), "{error}");
+    assert!(error.to_string().contains("already holds a run (history.jsonl)"), "{error}");
 }
 
 #[test]

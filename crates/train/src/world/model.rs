@@ -21,8 +21,8 @@ use rayon::prelude::*;
 
 use super::{
     WorldConfig, WorldStep, WorldValid,
-    batch::{Batches, CONTEXT, Noisy, Sequence, any_levels, random, some},
-    history::Log,
+    batch::{Batches, CONTEXT, Noisy, Sequence, random, random_levels, random_mask},
+    history::WorldRecorder,
 };
 use crate::{
     Checkpoints, Error, Result,
@@ -31,18 +31,18 @@ use crate::{
     step::{clip, on_threads},
 };
 
-/// What a run in progress works with.
+/// The state of a run in progress.
 pub(super) struct TrainState<'a> {
     pub(super) config: &'a WorldConfig,
     pub(super) world: World,
     pub(super) optimizer: ModuleOptimizer,
     pub(super) schedule: ModuleLrScheduler,
-    /// With autodiff.
+    /// A device with autodiff.
     pub(super) device: Device,
-    pub(super) log: Log,
+    pub(super) recorder: WorldRecorder,
 }
 
-/// Frames of a rollout that a validation shows the model first.
+/// True frames that a validation gives the model before it generates.
 const CONTEXT_FRAMES: usize = 6;
 
 impl TrainState<'_> {
@@ -65,19 +65,19 @@ impl TrainState<'_> {
         let mut step = done;
         loop {
             if step.is_multiple_of(config.steps_per_epoch) || step == config.steps {
-                // Before the validation, which takes long: a run that is killed in it goes on from here.
+                // A validation takes long; a run that is killed during it resumes from here.
                 self.save(checkpoints, step)?;
                 saved = Some(step);
-                if !self.log.has_validation(step) {
+                if !self.recorder.has_validation(step) {
                     let record = self.validate(step, &truth)?;
-                    self.log.valid(record)?;
+                    self.recorder.valid(record)?;
                 }
             }
             if step == config.steps || stops() {
                 break;
             }
             let record = self.step(step, &batches.next())?;
-            self.log.step(record)?;
+            self.recorder.step(record)?;
             step += 1;
         }
         if saved != Some(step) {
@@ -96,9 +96,9 @@ impl TrainState<'_> {
     fn step(&mut self, step: usize, sequences: &[Sequence]) -> Result<WorldStep> {
         let start = Instant::now();
         let (config, world, device) = (self.config, &self.world, &self.device);
-        let lesson = Lesson { config, world, device, step };
-        let one = |model: &GameRft, i: usize| lesson.gradients(model, i, &sequences[i]);
-        // A fork has an autodiff graph of its own, so that backward passes run side by side.
+        let context = StepContext { config, world, device, step };
+        let one = |model: &GameRft, i: usize| context.gradients(model, i, &sequences[i]);
+        // A fork has its own autodiff graph, so backward passes can run in parallel.
         let fork = |model: &mut GameRft, i| one(&model.clone().fork(device), i);
         let all = 0..sequences.len();
         let parts: Vec<Result<(f64, GradientsParams)>> = match on_threads(&self.device) {
@@ -122,7 +122,7 @@ impl TrainState<'_> {
         Ok(WorldStep { step: step as u64, loss, seconds })
     }
 
-    /// How well the model plays on by itself.
+    /// Measures the PSNR of frames that the model generates.
     fn validate(&self, step: usize, truth: &Truth) -> Result<WorldValid> {
         let mut world = self.world.clone();
         world.model = world.model.valid();
@@ -149,7 +149,7 @@ impl TrainState<'_> {
         })
     }
 
-    /// Reads what was saved after a step.
+    /// Reads the checkpoint of a step.
     pub(super) fn restore(&mut self, checkpoints: &Checkpoints, step: usize) -> Result<()> {
         let [weights, moments, rate] = PARTS;
         let model = self.world.model.clone();
@@ -159,7 +159,7 @@ impl TrainState<'_> {
         Ok(())
     }
 
-    /// Saves everything after a step, and keeps the checkpoint before it.
+    /// Saves a checkpoint, and keeps the previous one.
     fn save(&self, checkpoints: &Checkpoints, step: usize) -> Result<()> {
         check_finite(&self.world.model, step).map_err(Error::Stopped)?;
         let before = checkpoints.last_complete()?;
@@ -173,17 +173,17 @@ impl TrainState<'_> {
     }
 }
 
-/// What the gradients of a step are computed from, beside the model.
-struct Lesson<'a> {
+/// The inputs of a step's gradients, except the model.
+struct StepContext<'a> {
     config: &'a WorldConfig,
     world: &'a World,
     device: &'a Device,
-    /// Optimizer steps made before.
+    /// Optimizer steps made before this one.
     step: usize,
 }
 
-impl Lesson<'_> {
-    /// The share of a sequence in the loss of its step, and in the gradients.
+impl StepContext<'_> {
+    /// Returns the contribution of one sequence to the loss and the gradients of its step.
     fn gradients(
         &self,
         model: &GameRft,
@@ -197,12 +197,12 @@ impl Lesson<'_> {
         let found = |input| model.forward(input, KvCacheConfig::float());
         let loss = match two_step {
             false => {
-                let (input, wanted) = noised(&noisy, &any_levels(frames, &mut rng));
+                let (input, wanted) = noised(&noisy, &random_levels(frames, &mut rng));
                 (found(input)? - wanted).square().mean()
             }
             true => {
-                let own = own_pictures(&model.clone().valid(), &noisy, frames, &mut rng)?;
-                let from_noise = some(frames, 3, &mut rng);
+                let own = generated_frames(&model.clone().valid(), &noisy, frames, &mut rng)?;
+                let from_noise = random_mask(frames, 3, &mut rng);
                 let levels = from_noise.iter().map(|&noise| if noise { 1.0 } else { CONTEXT });
                 let (input, wanted) = noised(&noisy, &levels.collect::<Vec<_>>());
                 let replaced =
@@ -220,11 +220,12 @@ impl Lesson<'_> {
     }
 }
 
-/// What is wrong with the `velocity` of a step of the pipeline's. Where `mask` is 0, it is its difference from the one that
-/// is `wanted`. Where it is 1, the frame is the model's `own`, made of noise in one step, and this one finishes it.
+/// Returns the loss of a predicted `velocity`. Where `mask` is 0, the error is the difference from
+/// `wanted`. Where it is 1, the frame is the model's `own`: it was generated from noise in the first
+/// denoising step, and this velocity is the second step.
 ///
-/// The picture is to be right whatever it was made of: own - level * velocity = picture. As much of it cannot be known,
-/// this counts as an error of the picture, like that of frames made of noise.
+/// The second step is right if its result is the picture: own - level * velocity = picture. The error
+/// of the result is counted as an error of the picture, as for frames generated from noise.
 fn two_step_loss(
     velocity: Tensor<5>,
     wanted: Tensor<5>,
@@ -239,14 +240,14 @@ fn two_step_loss(
     (plain + finished).square().mean()
 }
 
-/// Numbers of frames, for tensors like `x`.
+/// Returns one number per frame as a tensor that broadcasts to `x`.
 fn by_frame(numbers: impl Iterator<Item = f32>, x: &Tensor<5>) -> Tensor<5> {
     let numbers: Vec<f32> = numbers.collect();
     let shape = [1, numbers.len(), 1, 1, 1];
     Tensor::from_data(TensorData::new(numbers, shape), &x.device())
 }
 
-/// Frames of these levels of noise, and what is to be predicted of them.
+/// Adds noise of these levels to frames. Returns the noisy frames and the prediction wanted for them.
 fn noised(noisy: &Noisy, levels: &[f32]) -> (Noised, Tensor<5>) {
     let Noisy { picture, noise, controls } = noisy;
     let level = by_frame(levels.iter().copied(), picture);
@@ -257,28 +258,29 @@ fn noised(noisy: &Noisy, levels: &[f32]) -> (Noised, Tensor<5>) {
     (Noised { x, t, controls: controls.clone() }, wanted)
 }
 
-/// Frames as the first step of the pipeline leaves them, which is how the cache holds them.
-struct Own {
+/// Frames after the first denoising step, as the cache holds them.
+struct Generated {
     x: Tensor<5>,
-    /// Which frames of `x` are; the others are context made of true ones.
+    /// Marks the generated frames of `x`; the others are true frames with context noise.
     made: Vec<bool>,
 }
 
-/// What the model makes of noise in some frames of a sequence, the others being context. In every second sequence it
-/// then makes all other frames, but the first, beside what it has made, since in play its pictures come from its own.
-fn own_pictures(
+/// Lets the model generate some frames of a sequence from noise; the others are context. In about half
+/// of the sequences it then also generates all other frames except the first, because in play it sees
+/// only its own frames.
+fn generated_frames(
     model: &GameRft,
     noisy: &Noisy,
     frames: usize,
     rng: &mut Xoshiro256PlusPlus,
-) -> Result<Own> {
+) -> Result<Generated> {
     let plain = |x: &Tensor<5>| x.clone().without_autodiff();
     let controls = Controls {
         mouse: noisy.controls.mouse.clone().without_autodiff(),
         buttons: noisy.controls.buttons.clone().without_autodiff(),
     };
     let (noise, device) = (plain(&noisy.noise), noisy.noise.device());
-    // What `x` becomes where frames are `made` of noise.
+    // Replaces the frames marked in `made` by generated ones.
     let make = |x: Tensor<5>, made: &[bool]| -> Result<Tensor<5>> {
         let mask = by_frame(made.iter().map(|&made| f32::from(u8::from(made))), &x);
         let keep = mask.clone() * -1.0 + 1.0;
@@ -290,21 +292,21 @@ fn own_pictures(
         Ok(x - velocity * mask * (1.0 - CONTEXT))
     };
     let (context, _) = noised(noisy, &vec![CONTEXT; frames]);
-    let mut made = some(frames, 2, rng);
+    let mut made = random_mask(frames, 2, rng);
     let mut x = make(plain(&context.x), &made)?;
     if rng.random() {
         let others: Vec<bool> = made.iter().enumerate().map(|(i, made)| i > 0 && !made).collect();
         x = make(x, &others)?;
         made = (0..frames).map(|i| i > 0).collect();
     }
-    Ok(Own { x: Tensor::from_data(x.into_data(), &device), made })
+    Ok(Generated { x: Tensor::from_data(x.into_data(), &device), made })
 }
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
 
-    /// The latents of a frame. All numbers here are few powers of two, so that results are exact.
+    /// The latents of a frame. All numbers here are sums of few powers of two, so results are exact.
     type Latents = [f32; 4];
 
     const NOISE: Latents = [1.0, -2.0, 0.5, 0.0];
@@ -314,8 +316,8 @@ mod tests {
         core::array::from_fn(|i| a[i] - factor * b[i])
     }
 
-    /// The loss of a frame that is the model's own, made of noise with the first velocity, and of a plain one beside it,
-    /// the velocities that are predicted of them being `second` and `plain`.
+    /// Computes the loss of two frames. One was generated from noise with velocity `first`, and its
+    /// predicted velocity is `second`. The other is a noisy true frame with predicted velocity `plain`.
     fn loss(first: Latents, second: Latents, plain: Latents) -> f32 {
         let device = Device::flex();
         let frames = |own: Latents, plain: Latents| {
@@ -324,7 +326,7 @@ mod tests {
         };
         let wanted = less(NOISE, PICTURE, 1.0);
         let own = less(NOISE, first, 1.0 - CONTEXT);
-        // Of a plain frame, what the model would have made of it does not count.
+        // The mask hides the model's version of the true frame, so its value does not matter.
         let own = frames(own, [7.0; 4]);
         let mask = by_frame([1.0, 0.0].into_iter(), &own);
         let velocity = frames(second, plain);
@@ -333,29 +335,29 @@ mod tests {
         loss.into_scalar::<f32>()
     }
 
-    /// The mean over both frames, of which the other has no error.
+    /// The mean over both frames if the other one has no error.
     fn mean(errors: Latents) -> f32 {
         errors.map(|error| error * error).iter().sum::<f32>() / 8.0
     }
 
     #[test]
-    fn two_steps_are_right_where_the_picture_is() {
+    fn two_step_loss_is_the_error_of_the_picture() {
         let exact = less(NOISE, PICTURE, 1.0);
         assert_eq!(loss(exact, exact, exact), 0.0);
         // A plain frame's error is that of its velocity.
         let error = [0.5, -1.0, 2.0, 0.25];
         assert_eq!(loss(exact, exact, less(exact, error, 1.0)), mean(error));
-        // What the first step has left out is in the picture, as much of it as the step is long.
+        // An error of the first step counts by the length of that step, 0.75.
         let part = error.map(|error| 0.75 * error);
         assert_eq!(loss(less(exact, error, 1.0), exact, exact), mean(part));
         assert_eq!(mean(part), 0.5625 * mean(error));
-        // So is a quarter of an error of the second.
+        // An error of the second step counts by its length, 0.25.
         let part = error.map(|error| 0.25 * error);
         assert_eq!(loss(exact, less(exact, error, 1.0), exact), mean(part));
-        // A second step may make up for the first.
+        // The second step can correct the first.
         let second = less(exact, error, -3.0);
         assert_eq!(loss(less(exact, error, 1.0), second, exact), 0.0);
-        // Without any velocity, what is shown is noise.
+        // Without any velocity, the result is noise.
         assert_eq!(loss([0.0; 4], [0.0; 4], exact), mean(exact));
     }
 }
