@@ -301,7 +301,7 @@ fn weights_in_16_bits_are_not_trained() {
         let options = LoadOptions::default().with_dtype(dtype);
         let model = load_with(folder, &device, options).unwrap().model;
         let error = prepare(model, QatConfig::new(KvCacheConfig::float())).unwrap_err();
-        let told = format!("dtype {dtype}: must be f32 to train; load the model as f32");
-        assert_eq!(error.to_string(), told);
+        let output = format!("dtype {dtype}: must be f32 to train; load the model as f32");
+        assert_eq!(error.to_string(), output);
     }
 }

@@ -19,39 +19,26 @@ fn pretrained_then_trained_for_its_cache() {
     let world = Cpu::new();
     let (text, base) = (world.string("text.txt"), world.string("base"));
     let common = [
-        "--text",
-        &text,
-        "--seq-len",
-        "64",
-        "--steps",
-        "6",
-        "--steps-per-epoch",
-        "3",
-        "--holdout",
-        "0.1",
-        "--valid-windows",
-        "2",
-        "--eval-tokens",
-        "200",
+        ["--text", &text],
+        ["--seq-len", "64"],
+        ["--steps", "6"],
+        ["--steps-per-epoch", "3"],
+        ["--holdout", "0.1"],
+        ["--valid-windows", "2"],
+        ["--eval-tokens", "200"],
     ];
+    let common = common.concat();
     let architecture = [
-        "--vocab",
-        "280",
-        "--hidden",
-        "32",
-        "--intermediate",
-        "64",
-        "--layers",
-        "1",
-        "--heads",
-        "2",
-        "--kv-heads",
-        "1",
-        "--head-dim",
-        "16",
-        "--context",
-        "128",
+        ["--vocab", "280"],
+        ["--hidden", "32"],
+        ["--intermediate", "64"],
+        ["--layers", "1"],
+        ["--heads", "2"],
+        ["--kv-heads", "1"],
+        ["--head-dim", "16"],
+        ["--context", "128"],
     ];
+    let architecture = architecture.concat();
     let args = [&["pretrain", "--out", &base][..], &architecture, &common].concat();
     let stdout = succeeds(&mut program(&args));
     assert!(stdout.contains("parameters") && stdout.contains("valid after"), "{stdout}");
@@ -101,7 +88,7 @@ fn pretrained_then_trained_for_its_cache() {
     }
     assert!(weights(&by_layer) != weights(&run), "the keys of the last layer are others");
 
-    fails(&mut program(&["resume", &run]), &[&run, "has done its 6 steps"]);
+    fails(&mut program(&["resume", &run]), &[&run, "is finished after 6 steps"]);
     let qat = [&qat[..], &common].concat();
     fails(&mut program(&qat), &[&run, "checkpoints up to step 6"]);
 }
@@ -239,10 +226,11 @@ fn mistakes_are_one_line() {
     #[cfg(not(feature = "cuda"))]
     with("--backend", "cuda", &["cuda is not built into", "--features cuda"]);
 
-    fails(&mut program(&["resume", &nowhere]), &["nowhere/run.json", "a run's folder"]);
-    fails(&mut program(&["resume", &model]), &["run.json", "a run's folder"]);
+    fails(&mut program(&["resume", &nowhere]), &["nowhere/run.json", "name the folder of a run"]);
+    fails(&mut program(&["resume", &model]), &["run.json", "name the folder of a run"]);
     for (option, field) in [("--steps", "steps 3"), ("--two-step", "two-step 3")] {
-        let message = format!("{field}: only runs of world models may have another length");
+        let message =
+            format!("{field}: only runs of world models can change their number of steps");
         fails(&mut program(&["resume", &model, option, "3"]), &[&message]);
     }
     world.write("base/run.json", "{\"backend\": \"flex\"}");
@@ -414,14 +402,14 @@ fn a_world_run_ends_earlier_than_it_was_to() {
         "--warmup=1",
         "--valid-frames=2",
     ];
-    let told = succeeds(&mut program(&[&["world", "--out", &out][..], &args].concat()));
-    assert!(told.starts_with("4 steps, from step 2 on with two steps a frame"), "{told}");
+    let output = succeeds(&mut program(&[&["world", "--out", &out][..], &args].concat()));
+    assert!(output.starts_with("4 steps, two denoising steps per frame from step 2"), "{output}");
     let resume = ["resume", &out, "--from-step", "2", "--steps", "2"];
     fails(&mut program(&resume), &["two-step 3: must be at most steps 2"]);
-    let told = succeeds(&mut program(&[&resume[..], &["--two-step", "1"]].concat()));
-    let going = "going on after step 2 of 2, from step 2 on with two steps a frame";
-    assert!(told.starts_with(going), "{told}");
-    assert!(told.contains("trained 2 steps"), "{told}");
+    let output = succeeds(&mut program(&[&resume[..], &["--two-step", "1"]].concat()));
+    let resuming = "resuming after step 2 of 2, two denoising steps per frame from step 2";
+    assert!(output.starts_with(resuming), "{output}");
+    assert!(output.contains("trained 2 steps"), "{output}");
 }
 
 #[test]

@@ -48,8 +48,8 @@ fn what_is_wrong_is_said_before_a_model_is_downloaded() {
     for (args, part) in [
         (qat("someone/model", "nothing.txt", &[]), "nothing.txt"),
         (qat("someone/model", "text.txt", &["--valid-text", "."]), "directory"),
-        (qat("someone/model", "text.txt", &["--seq-len", "64"]), "window"),
-        (vec!["bench", "--model", "someone/model", "--seq-len", "64"], "window"),
+        (qat("someone/model", "text.txt", &["--seq-len", "64"]), "residual"),
+        (vec!["bench", "--model", "someone/model", "--seq-len", "64"], "residual"),
     ] {
         let errors = refused(&args);
         assert!(errors.contains(part) && !errors.contains("hub"), "{errors}");

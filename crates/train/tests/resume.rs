@@ -200,7 +200,7 @@ fn a_full_disk_is_an_error_and_what_was_whole_stays_whole() {
     // Before the first step, and the same command does it where there is room.
     let first = world.string("first");
     let command = &mut limited(blocks, &qat(&model, &text, &first, &more));
-    fails(command, &[&first, "no room", "File too large"]);
+    fails(command, &[&first, "MiB for the run's checkpoints", "File too large"]);
     assert!(Checkpoints::of(first.as_ref()).steps().unwrap().is_empty());
     succeeds(&mut program(&qat(&model, &text, &first, &more)));
 
@@ -216,8 +216,8 @@ fn a_full_disk_is_an_error_and_what_was_whole_stays_whole() {
     }
     fs::remove_file(format!("{run}/result.json")).unwrap();
     let resume = ["resume", &run];
-    fails(&mut limited(blocks, &resume), &["no room", "File too large"]);
-    fails(&mut limited(2, &resume), &["no room", "File too large"]);
+    fails(&mut limited(blocks, &resume), &["MiB for the run's checkpoints", "File too large"]);
+    fails(&mut limited(2, &resume), &["MiB for the run's checkpoints", "File too large"]);
     let checkpoints = Checkpoints::of(run.as_ref());
     checkpoints.check(8).unwrap();
     succeeds(&mut program(&resume));

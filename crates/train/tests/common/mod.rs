@@ -301,3 +301,28 @@ pub(crate) fn succeeds(command: &mut Command) -> String {
     assert!(status.success(), "{status}: {}", String::from_utf8_lossy(&stderr));
     String::from_utf8(stdout).unwrap()
 }
+
+/// The bytes of the weights that a run saved.
+pub(crate) fn saved(folder: &str) -> Vec<u8> {
+    fs::read(format!("{folder}/model/model.safetensors")).unwrap()
+}
+
+/// The losses in the history of a run's folder.
+pub(crate) fn losses(folder: &str) -> Losses {
+    Losses::of(&History::read(folder.as_ref()).unwrap())
+}
+
+/// Arguments of a run of `steps` steps with a validation after every fourth one.
+pub(crate) fn qat_args<'a>(
+    model: &'a str,
+    text: &'a str,
+    out: &'a str,
+    steps: &'a str,
+) -> Vec<&'a str> {
+    let mut args = vec!["qat", "--model", model, "--text", text, "--out", out];
+    args.extend(["--cache", K2V2, "--seq-len", "48", "--holdout", "0.1"]);
+    args.extend(["--valid-windows", "3", "--lr", "1e-3", "--warmup", "2", "--eval-tokens", "0"]);
+    args.extend(["--batch", "1", "--accumulation", "2", "--steps-per-epoch", "4"]);
+    args.extend(["--steps", steps]);
+    args
+}

@@ -135,8 +135,7 @@ impl Args {
         if !any(&[Kind::Int4, Kind::Int8]) {
             if let Some(group) = self.group.filter(|&group| group != 32) {
                 bail!(
-                    "group {group}: only int4 and int8 have other groups than 32; leave out --group, \
-                     or choose another format"
+                    "group {group}: mxfp4 has groups of 32; leave out --group, or choose int4 or int8"
                 );
             }
             ensure!(
