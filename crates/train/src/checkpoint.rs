@@ -1,8 +1,9 @@
 //! Checkpoints that are either complete or recognized as damaged.
 //!
 //! A checkpoint consists of three files. Each is written under a temporary name and renamed when
-//! complete; its seal, a file with its length and checksum, is written last. The previous checkpoint
-//! is kept until the next one is complete, and the one with the best validation is never deleted.
+//! complete; its seal, a file with its length and checksum, is written last. The previous
+//! checkpoint is kept until the next one is complete, and the one with the best validation is never
+//! deleted.
 
 use std::{
     fs::{self, File},
@@ -144,12 +145,12 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// The step to resume after: `wanted`, or the step of the last complete checkpoint. `None` if no
-    /// checkpoint is complete.
+    /// The step to resume after: `wanted`, or the step of the last complete checkpoint. `None` if
+    /// no checkpoint is complete.
     ///
     /// # Errors
-    /// A step without a checkpoint: the message lists the steps that have one. A damaged checkpoint:
-    /// the message names the last one that is intact.
+    /// A step without a checkpoint: the message lists the steps that have one. A damaged
+    /// checkpoint: the message names the last one that is intact.
     pub fn resume(&self, wanted: Option<usize>) -> Result<Option<usize>> {
         let Some(step) = wanted.map_or_else(|| self.last_complete(), |step| Ok(Some(step)))? else {
             return Ok(None);

@@ -15,7 +15,8 @@ pub enum Objective {
     /// `-log p(target)`: adapts to the text.
     CrossEntropy,
     /// `KL(teacher || student)`: recovers the quality that quantization lost. The teacher is the
-    /// untrained model, frozen, with a float cache (Hinton et al., 2015, <https://arxiv.org/abs/1503.02531>).
+    /// untrained model, frozen, with a float cache (Hinton et al., 2015,
+    /// <https://arxiv.org/abs/1503.02531>).
     Distillation,
     /// `(1 - kl_weight) * cross-entropy + kl_weight * distillation`.
     Mixed {
@@ -182,9 +183,9 @@ pub struct TrainConfig {
     /// Share of the sequences, between 0 and 1, that are trained with a float cache. They keep the
     /// model good when it is served without quantization.
     pub float_share: f64,
-    /// Which weights are trained.
+    /// The weights that are trained.
     pub trainable: Trainable,
-    /// Train low-rank adapters in place of the weights.
+    /// Low-rank adapters to train in place of the weights.
     pub adapter: Option<Adapter>,
     /// Tokens per sequence.
     pub seq_len: usize,
@@ -211,9 +212,10 @@ pub struct TrainConfig {
     pub holdout: f64,
     /// Largest number of held-out windows in a validation.
     pub valid_windows: usize,
-    /// Stop after this many validations in a row without a better loss, and keep the best model.
+    /// Number of validations in a row without a better loss after which the run stops and keeps the
+    /// best model.
     pub patience: Option<usize>,
-    /// Recompute cheap activations in the backward pass instead of keeping them.
+    /// Whether cheap activations are recomputed in the backward pass instead of being kept.
     pub gradient_checkpointing: bool,
 }
 

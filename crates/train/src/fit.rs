@@ -1,7 +1,8 @@
-//! The training loop: optimizer steps, validations, checkpoints, and the points where a run may stop.
+//! The training loop: optimizer steps, validations, checkpoints, and the points where a run may
+//! stop.
 //!
-//! Burn's own training strategies stop between batches without a checkpoint and can only start at the
-//! beginning of an epoch, so they are not used.
+//! Burn's own training strategies stop between batches without a checkpoint and can only start at
+//! the beginning of an epoch, so they are not used.
 
 use std::sync::{
     Arc,
@@ -157,8 +158,8 @@ impl Fit {
         step / self.config().steps_per_epoch + 1
     }
 
-    /// Makes one optimizer step. Returns `false` and leaves the model unchanged if the run failed or
-    /// was asked to stop.
+    /// Makes one optimizer step. Returns `false` and leaves the model unchanged if the run failed
+    /// or was asked to stop.
     fn step(&self, state: &mut TrainState, step: usize) -> bool {
         let config = self.config();
         let per_step = config.batch * config.accumulation * self.devices.len();

@@ -103,7 +103,8 @@ impl FolderLock {
     }
 }
 
-/// Writes the first files of a run. The configuration comes last, since it marks the run as started.
+/// Writes the first files of a run. The configuration comes last, since it marks the run as
+/// started.
 pub(crate) fn write_start(
     folder: &Path,
     files: &[(&str, Vec<u8>)],

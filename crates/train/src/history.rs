@@ -38,10 +38,10 @@ pub struct ValidRecord {
     pub nll: f64,
     /// Negative log-likelihood with a float cache.
     pub nll_float: f64,
-    /// Divergence from the teacher, or without a teacher from the same model with a float cache; with
-    /// the cache that is trained for.
+    /// Divergence from the teacher, or without a teacher from the same model with a float cache;
+    /// with the cache that is trained for.
     pub kl: f64,
-    /// The same divergence with a float cache.
+    /// Divergence with a float cache, from the same reference.
     pub kl_float: f64,
     /// Shares of clipped elements and constant groups.
     pub shares: Option<GroupShares>,

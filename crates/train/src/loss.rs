@@ -1,9 +1,10 @@
 //! Losses over a vocabulary without keeping the logits.
 //!
-//! One block of rows is processed at a time, and the gradients with respect to hidden states and head
-//! weights are computed by hand in the same pass. The logits of a long text and a large vocabulary
-//! are the largest tensors of a training step, and an autodiff graph would hold several of them. The
-//! idea is that of Cut Cross-Entropy (Wijmans et al., 2024, <https://arxiv.org/abs/2411.09009>).
+//! One block of rows is processed at a time, and the gradients with respect to hidden states and
+//! head weights are computed by hand in the same pass. The logits of a long text and a large
+//! vocabulary are the largest tensors of a training step, and an autodiff graph would hold several
+//! of them. The idea is that of Cut Cross-Entropy (Wijmans et al., 2024,
+//! <https://arxiv.org/abs/2411.09009>).
 
 use burn::tensor::{IndexingUpdateOp, Int, Tensor, activation::log_softmax};
 use kv_models::nn::Matrix;

@@ -23,7 +23,7 @@ use crate::{Error, Result};
 pub struct QatConfig {
     /// The cache that the model is served with; training uses the same one.
     pub cache: ModelCacheConfig,
-    /// How training treats the quantizer: its gradient, and whether to quantize every token.
+    /// The quantizer in training: its gradient, and whether it quantizes every token.
     #[serde(default)]
     pub fake_quant: FakeQuantOptions,
     /// Optimizer steps before the quantizer is switched on; until then the cache is float.
@@ -126,7 +126,8 @@ impl Prepared {
         Ok(self.model.head(self.hidden(ids, self.config.start_step)?))
     }
 
-    /// Runs [`forward`](Self::forward) up to the final norm, with the cache of optimizer step `step`.
+    /// Runs [`forward`](Self::forward) up to the final norm, with the cache of optimizer step
+    /// `step`.
     ///
     /// # Shapes
     /// - ids: `[batch, seq]`
@@ -139,9 +140,9 @@ impl Prepared {
         Ok(self.model.hidden_with(ids, &cache, self.config.fake_quant, None)?)
     }
 
-    /// Returns the plain model, with low-rank adapters merged into its weights, and the configuration
-    /// of its cache. A Hadamard transform of values is folded into the weights if they allow it; see
-    /// [`LanguageModel::fold_hadamard`].
+    /// Returns the plain model, with low-rank adapters merged into its weights, and the
+    /// configuration of its cache. A Hadamard transform of values is folded into the weights if
+    /// they allow it; see [`LanguageModel::fold_hadamard`].
     pub fn convert(self) -> Converted {
         let model = self.model.valid().materialize();
         let (model, cache) = model.fold_hadamard(self.config.cache);
@@ -163,8 +164,8 @@ impl Converted {
     /// `kv_cache.json`, which `kv-eval` and [`kv_models::load()`] read.
     ///
     /// # Errors
-    /// A file that cannot be written. The error names it, and a model that was in the folder before is
-    /// unchanged.
+    /// A file that cannot be written. The error names it, and a model that was in the folder before
+    /// is unchanged.
     pub fn save(&self, folder: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<()> {
         let options = SaveOptions { dtype: WeightDtype::F16, cache: Some(&self.cache) };
         Ok(kv_models::save(folder, &self.model, tokenizer, options)?)

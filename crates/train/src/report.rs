@@ -13,7 +13,8 @@ use crate::{History, Result, StepRecord, TrainConfig, ValidRecord};
 /// Largest number of points in a smoothed curve of training steps.
 const POINTS: usize = 200;
 
-/// Writes charts of the run as SVG and PNG, and `report.html` with all of them, into the run's folder.
+/// Writes charts of the run as SVG and PNG, and `report.html` with all of them, into the run's
+/// folder.
 ///
 /// `saved` is the optimizer step after which the saved model was taken. `evaluation`, of the model
 /// before and after training, adds its own charts. Returns the path of the page.

@@ -26,8 +26,8 @@ pub(crate) struct Setup {
     pub(crate) autodiff: Device,
 }
 
-/// Prepares `model` for the cache of `config`, or for a float cache, and freezes all weights that are
-/// not trained.
+/// Prepares `model` for the cache of `config`, or for a float cache, and freezes all weights that
+/// are not trained.
 pub(crate) fn set_up(
     device: &Device,
     mut model: LanguageModel,

@@ -77,8 +77,8 @@ fn head(model: &LanguageModel, hidden: Tensor<3>) -> Head {
 }
 
 impl Trainee {
-    /// Runs forward and backward of a batch. Returns loss sums, and the gradient of the mean loss over
-    /// all tokens of the optimizer step.
+    /// Runs forward and backward of a batch. Returns loss sums, and the gradient of the mean loss
+    /// over all tokens of the optimizer step.
     pub(crate) fn train_batch(&self, batch: Batch) -> Result<(Sums, GradientsParams)> {
         let config = &self.task.config;
         let [sequences, seq] = batch.inputs.dims();
@@ -162,8 +162,9 @@ impl Trainee {
         Ok((sums, grads))
     }
 
-    /// Returns the loss sums with the cache that is trained for and with a float cache. For the first
-    /// batch of a validation, also returns the shares of clipped elements and constant groups.
+    /// Returns the loss sums with the cache that is trained for and with a float cache. For the
+    /// first batch of a validation, also returns the shares of clipped elements and constant
+    /// groups.
     fn valid_batch(&self, batch: Batch) -> Result<(Sums, Sums, Option<GroupShares>)> {
         let Task { teacher, .. } = &*self.task;
         let targets = batch.targets.clone().flatten::<1>(0, 1);
@@ -212,8 +213,8 @@ fn group_shares(
 }
 
 impl Task {
-    /// Returns whether the run is complete: after the last validation, or after one that used up the
-    /// patience.
+    /// Returns whether the run is complete: after the last validation, or after one that used up
+    /// the patience.
     pub(crate) fn is_finished(&self) -> bool {
         let (config, recorder) = (&self.config, self.lock());
         let (made, validations) = (recorder.steps_made(), recorder.validations());

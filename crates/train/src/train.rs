@@ -101,7 +101,7 @@ impl core::fmt::Debug for Run<'_> {
     }
 }
 
-/// How a run starts.
+/// The start of a run: new or resumed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Resume {
     /// Starts a new run; a folder that already holds a run is an error.
@@ -116,8 +116,8 @@ pub enum Resume {
 /// A finished run.
 #[derive(Debug)]
 pub struct Trained {
-    /// The trained model: after the last step, or with [`patience`](TrainConfig::patience) after the
-    /// step with the best validation.
+    /// The trained model: after the last step, or with [`patience`](TrainConfig::patience) after
+    /// the step with the best validation.
     pub model: Prepared,
     /// The losses of all steps and validations.
     pub history: History,
@@ -130,10 +130,10 @@ pub struct Trained {
 /// Trains `model` on `texts`.
 ///
 /// # Errors
-/// - A setting out of range, texts shorter than a window, a folder that holds another run, cannot be
-///   written or lacks space, or a damaged checkpoint: nothing is changed.
-/// - A failure during training, such as a loss that is not finite or a full disk: earlier checkpoints
-///   are complete.
+/// - A setting out of range, texts shorter than a window, a folder that holds another run, cannot
+///   be written or lacks space, or a damaged checkpoint: nothing is changed.
+/// - A failure during training, such as a loss that is not finite or a full disk: earlier
+///   checkpoints are complete.
 /// - [`Error::Interrupted`] if the run was asked to stop.
 pub fn train<T: Target>(
     device: &On<T>,
@@ -163,8 +163,8 @@ pub fn train<T: Target>(
         check_new(&run.folder)?;
     }
     let [weights, moments] = checkpoint_bytes(&prepared);
-    // At worst there are three checkpoints: the best, the last, and the one being written. The final
-    // model in f16 also holds the packed weights, which are in no checkpoint.
+    // At worst there are three checkpoints: the best, the last, and the one being written. The
+    // final model in f16 also holds the packed weights, which are in no checkpoint.
     let in_f16 = 2 * prepared.model.n_weights() as u64;
     let kept = if resumed.is_some() { 1 } else { 3 };
     let sizes = [weights, moments].repeat(kept);

@@ -1,4 +1,4 @@
-//! Runs that must fail: numbers that are not finite, and settings and folders that are refused.
+//! Runs that must fail: numbers that are not finite, and invalid settings and folders.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -60,8 +60,8 @@ impl Enlarge {
     }
 }
 
-/// With a head of 1e20 the loss is finite, and so is every gradient, but not their norm in f32:
-/// scaled by it they would all be 0, and the run would go on without training anything.
+/// With a head of 1e20, the loss and every gradient are finite, but their norm in f32 is not.
+/// Scaled by it, all gradients would be 0, and the run would continue without training anything.
 #[test]
 fn a_norm_beyond_f32_stops_the_run() {
     let world = Cpu::new();
@@ -79,7 +79,7 @@ fn a_norm_beyond_f32_stops_the_run() {
     }
 }
 
-/// A weight decay of f32's largest number makes weights infinite in one step, after a finite loss.
+/// The largest f32 as weight decay makes weights infinite in one step, after a finite loss.
 #[test]
 fn no_checkpoint_holds_a_weight_that_is_not_finite() {
     let world = Cpu::new();
@@ -111,7 +111,7 @@ fn broken(token: usize, world: &Cpu) -> LanguageModel {
 }
 
 #[test]
-fn a_loss_that_is_no_number_stops_the_run() {
+fn a_loss_that_is_not_finite_stops_the_run() {
     let world = Cpu::new();
     let id = |text: &str| world.tokenizer.encode(text).unwrap()[0] as usize;
     let texts = Texts { train: world.tokens("text.txt"), valid: None };
@@ -122,7 +122,7 @@ fn a_loss_that_is_no_number_stops_the_run() {
         "training stopped: the held-out loss after step 0 is NaN, with a float cache NaN"
     );
 
-    // An infinity in validation only: no checkpoint is written.
+    // The infinity occurs only in validation: no checkpoint is written.
     world.write("other.txt", &sentences(60).replace("the moon", "Q"));
     let texts = Texts { valid: Some(world.tokens("other.txt")), ..texts };
     let config = TrainConfig { seq_len: 48, valid_windows: 100, ..quantized() };
@@ -131,7 +131,7 @@ fn a_loss_that_is_no_number_stops_the_run() {
     assert!(matches!(&error, Error::Stopped(why) if why.contains("after step 0")), "{error}");
     assert_eq!(Checkpoints::of(&world.path("valid")).steps().unwrap(), [0; 0]);
 
-    // An infinity of a token that only training has: the first checkpoint would hold it.
+    // The infinity occurs only in training: the first checkpoint would hold it.
     let texts = Texts { train: world.tokens("other.txt"), valid: Some(world.tokens("text.txt")) };
     let model = broken(id("Q"), &world);
     let error = world.train_on(model, &texts, "later", &config, Resume::No).unwrap_err();
@@ -141,7 +141,7 @@ fn a_loss_that_is_no_number_stops_the_run() {
 }
 
 #[test]
-fn mistakes_are_named() {
+fn mistakes_are_reported() {
     let world = Cpu::new();
     let says = |name: &str, config: &TrainConfig, resume, parts: &[&str]| {
         let error = world.resume(name, config, resume).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! The folder of a run: what it refuses, and what resume and export read from it.
+//! The folder of a run: refused starts, resume and export.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -19,7 +19,7 @@ use kv_train::{Checkpoints, History};
 
 type Cpu = World<Autodiff<Flex>>;
 
-/// All files below a folder.
+/// Reads all files below a folder.
 fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let mut files = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -53,12 +53,12 @@ fn a_refused_start_changes_nothing() {
     fails(&mut program(&["resume", &run, "--from-step", "3"]), &["no checkpoint of step 3"]);
     assert!(before == contents(run.as_ref()));
 
-    // A model's own folder is not taken for a run's.
+    // The folder of a model is not mistaken for the folder of a run.
     let before = contents(model.as_ref());
     pretrain(&model, &["tokenizer.json", "already exists"]);
     assert!(before == contents(model.as_ref()));
 
-    // After a start that is refused for another reason, the same folder can be used at once.
+    // After a start that is refused for another reason, the folder can still be used.
     let new = world.string("new");
     let args = qat_args(&model, &text, &new, "8");
     let mut late = args.clone();
@@ -69,7 +69,7 @@ fn a_refused_start_changes_nothing() {
 }
 
 #[test]
-fn a_reader_that_goes_away_does_not_end_a_run() {
+fn a_closed_output_does_not_end_a_run() {
     let world = Cpu::new();
     let (model, text) = (world.save_model("base"), world.string("text.txt"));
     let run = world.string("run");
@@ -81,7 +81,7 @@ fn a_reader_that_goes_away_does_not_end_a_run() {
 }
 
 #[test]
-fn a_run_that_could_not_save_is_finished_by_resume() {
+fn resume_finishes_a_run_that_could_not_save() {
     let world = Cpu::new();
     let (model, text) = (world.save_model("base"), world.string("text.txt"));
     let run = world.string("run");
@@ -89,7 +89,7 @@ fn a_run_that_could_not_save_is_finished_by_resume() {
     let (expected, weights) = (losses(&run), saved(&run));
     fails(&mut program(&["resume", &run]), &[&run, "is finished after 8 steps"]);
 
-    // As after a failure to save: all steps were made, but there is no model.
+    // The state after a failure to save: all steps are made, but there is no model.
     fs::remove_file(format!("{run}/result.json")).unwrap();
     fs::remove_dir_all(format!("{run}/model")).unwrap();
     fs::write(format!("{run}/model"), "in the way").unwrap();
@@ -112,7 +112,7 @@ fn a_run_that_could_not_save_is_finished_by_resume() {
     assert!(exported(4) != weights);
     assert!(fs::metadata(format!("{run}/model-4/kv_cache.json")).is_ok());
     fails(&mut program(&["export", &run, "--step", "5"]), &["no checkpoint of step 5", "4 and 8"]);
-    // A model that is there is not replaced.
+    // An existing model is not replaced.
     fs::write(format!("{out}/model.safetensors"), "mine").unwrap();
     let again = ["export", &run, "--step", "4", "--out", &out];
     fails(&mut program(&again), &[&format!("out {out}"), "already exists"]);
@@ -120,16 +120,17 @@ fn a_run_that_could_not_save_is_finished_by_resume() {
     fails(&mut program(&["export", &run]), &[&format!("{run}/model-8"), "already exists"]);
     fails(&mut program(&["export", &short]), &["run.json", "name the folder of a run"]);
 
-    // Resumed from an earlier step, it makes the later ones again, with the same result.
+    // A run resumed from an earlier step computes the later steps again, with the same result.
     succeeds(&mut program(&["resume", &run, "--from-step", "4"]));
     assert!(saved(&run) == weights && losses(&run) == expected);
-    // An older checkpoint may remain too, if writing one takes longer than the steps to the next.
+    // An older checkpoint may remain if writing takes longer than the steps between two
+    // checkpoints.
     assert!(Checkpoints::of(run.as_ref()).steps().unwrap().ends_with(&[4, 8]));
 }
 
-/// What decides the weights is compared with what the run was started with, by content.
+/// Files are compared by content with the ones that the run was started with.
 #[test]
-fn a_run_is_resumed_only_with_what_it_was_started_with() {
+fn a_run_is_resumed_only_with_its_original_files() {
     let world = Cpu::new();
     let (model, text) = (world.save_model("base"), world.string("text.txt"));
     let (valid, run) = (world.string("valid.txt"), world.string("run"));
@@ -201,7 +202,7 @@ impl ModuleMapper for Halved {
 }
 
 #[test]
-fn a_run_from_scratch_keeps_its_tokenizer_and_its_texts() {
+fn a_run_from_scratch_needs_its_tokenizer_and_texts() {
     let world = Cpu::new();
     let (text, run) = (world.string("text.txt"), world.string("run"));
     let mut args = vec!["pretrain", "--text", &text, "--out", &run, "--vocab", "280"];
@@ -229,9 +230,9 @@ fn a_run_from_scratch_keeps_its_tokenizer_and_its_texts() {
     fails(&mut program(&resume), &["tokenizer tokenizer.json", "differs from the file"]);
 }
 
-/// Older versions started runs that could not be evaluated in the end, and failed then.
+/// Older versions started runs whose evaluation then failed at the end.
 #[test]
-fn a_run_whose_evaluation_cannot_be_made_is_finished_by_resume() {
+fn resume_finishes_a_run_whose_evaluation_fails() {
     let world = Cpu::new();
     let (model, text, run) =
         (world.save_model("base"), world.string("text.txt"), world.string("run"));
@@ -265,7 +266,7 @@ fn a_short_last_epoch_and_a_validation_before_the_first_step() {
         (world.save_model("base"), world.string("text.txt"), world.string("run"));
     let args = qat_args(&model, &text, &run, "30");
     let args: Vec<&str> = args.into_iter().filter(|arg| *arg != "--steps-per-epoch").collect();
-    // The default of 25 steps in place of the 4 that stood there.
+    // Without the option's value 4, the default is 25.
     let at = args.iter().position(|arg| *arg == "4").unwrap();
     let args = [&args[..at], &args[at + 1..]].concat();
     let stdout = succeeds(&mut program(&args));

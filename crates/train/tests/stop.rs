@@ -1,4 +1,4 @@
-//! Runs that are stopped and go on, and folders that hold a run already.
+//! Runs that are stopped by signals, keys, requests or patience.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -30,7 +30,7 @@ use kv_train::{Checkpoints, Error, History, Resume, Run, Texts, TrainConfig, che
 
 type Cpu = World<Autodiff<Flex>>;
 
-/// A number below `n`, from a linear congruential generator.
+/// Draws a number below `n` from a linear congruential generator.
 fn pick(state: &mut u64, n: u64) -> u64 {
     *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     (*state >> 33) % n
@@ -52,7 +52,7 @@ fn two_hundred_stops_change_nothing() {
     let texts = Texts { train: world.tokens("text.txt"), valid: None };
     let (mut state, mut stops, mut before) = (3, 0, 0);
     let trained = loop {
-        // The run is asked to stop when a line is output: within a step, between two, or in a
+        // The run is asked to stop when it logs a line: within a step, between two steps, or in a
         // validation.
         let asked = Arc::new(AtomicBool::new(false));
         let (stop, lines) = (asked.clone(), AtomicUsize::new(0));
@@ -87,7 +87,7 @@ fn two_hundred_stops_change_nothing() {
 #[test]
 fn stops_when_validation_gets_worse() {
     let world = Cpu::new();
-    // Held-out letters in an order that never occurs in the text.
+    // Held-out letters whose order never occurs in the text.
     let letters: String = (0..800u32).map(|i| char::from(b'a' + (i * i % 26) as u8)).collect();
     world.write("letters.txt", &letters);
     let texts = Texts { train: world.tokens("text.txt"), valid: Some(world.tokens("letters.txt")) };
@@ -109,8 +109,8 @@ fn stops_when_validation_gets_worse() {
     let best = weights(&trained.model.convert().model);
     assert_eq!(trained.step == 0, best == weights(&world.model));
 
-    // With more patience, the best model is one in the middle. Its checkpoint is kept, and so is
-    // the last.
+    // With more patience, the best model is in the middle of the run. Its checkpoint is kept, and
+    // so is the last one.
     let patient = TrainConfig { patience: Some(100), ..config.clone() };
     let patient = train("patient", &patient, Resume::No);
     let valid: Vec<f64> = patient.history.valid.iter().map(|record| record.nll).collect();
@@ -126,7 +126,7 @@ fn stops_when_validation_gets_worse() {
     assert_eq!(checkpoint(patient.step), middle);
     assert_ne!(checkpoint(40), middle);
 
-    // A resumed run remembers what the best was.
+    // A resumed run remembers the best validation.
     let again = train("run", &config, Resume::Step(trained.step));
     assert_eq!(Losses::of(&again.history), Losses::of(&trained.history));
     assert_eq!(weights(&again.model.convert().model), best);
@@ -143,7 +143,7 @@ fn signal(child: &Child, name: &str) {
     assert!(Command::new("kill").args([name, &id]).status().unwrap().success());
 }
 
-/// The program is killed or asked to stop at random moments, and resumed, until it ends by itself.
+/// The program is killed or stopped at random times, and resumed, until it ends by itself.
 #[cfg(unix)]
 #[test]
 fn signals_at_any_time_change_nothing() {
@@ -169,7 +169,7 @@ fn signals_at_any_time_change_nothing() {
         match output.status.code() {
             Some(0) => break,
             Some(130) => stopped += 1,
-            // It was killed, or got the signal before it handled signals.
+            // It was killed, or the signal came before it handled signals.
             None => {}
             Some(_) => panic!("{:?}: {stderr}", output.status),
         }
@@ -182,7 +182,7 @@ fn signals_at_any_time_change_nothing() {
 
 #[cfg(unix)]
 #[test]
-fn a_stopped_run_says_how_to_go_on() {
+fn a_stopped_run_tells_how_to_resume() {
     let world = Cpu::new();
     let (model, text) = (world.save_model("base"), world.string("text.txt"));
     for name in ["-INT", "-TERM"] {
@@ -192,7 +192,7 @@ fn a_stopped_run_says_how_to_go_on() {
         while History::read(run.as_ref()).unwrap_or_default().train.len() < 3 {
             thread::sleep(Duration::from_millis(1));
         }
-        // Meanwhile no other process may train there.
+        // No other process may train in the folder of a running process.
         fails(&mut program(&["resume", &run]), &[&run, "another process is training"]);
         signal(&child, name);
         let output = child.wait_with_output().unwrap();
@@ -209,10 +209,10 @@ fn a_stopped_run_says_how_to_go_on() {
     }
 }
 
-/// The dashboard on a terminal made by `script`.
+/// Shows the dashboard on a terminal created by `script`.
 #[cfg(target_os = "linux")]
 #[test]
-fn the_dashboard_stops_by_its_keys_and_by_ctrl_c() {
+fn keys_and_ctrl_c_stop_the_dashboard() {
     let world = Cpu::new();
     let (model, text) = (world.save_model("base"), world.string("text.txt"));
     let whole = world.string("whole");
@@ -242,7 +242,7 @@ fn the_dashboard_stops_by_its_keys_and_by_ctrl_c() {
         drop(input);
         let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
         assert_eq!(output.status.code(), Some(130), "{name}: {stdout}");
-        // The alternate screen is entered, and left again.
+        // The alternate screen is entered and left.
         let (last, shown) = (stdout.rfind("\u{1b}[?1049l"), stdout.rfind("\u{1b}[?25h"));
         assert!(stdout.contains("\u{1b}[?1049h") && last.is_some(), "{name}: {stdout}");
         assert!(shown > stdout.rfind("\u{1b}[?25l"), "{name}: the cursor is hidden");
@@ -298,7 +298,7 @@ fn an_interrupted_quantize_leaves_nothing() {
     assert!(!world.path("int4").exists());
 }
 
-/// Also where there is nothing to finish.
+/// Includes commands that have nothing to finish.
 #[cfg(unix)]
 #[test]
 fn every_interrupted_command_exits_with_130() {
@@ -324,10 +324,10 @@ fn every_interrupted_command_exits_with_130() {
     }
 }
 
-/// A terminal that cannot move its cursor, made by `script`.
+/// The terminal, created by `script`, cannot move its cursor.
 #[cfg(target_os = "linux")]
 #[test]
-fn a_dumb_terminal_has_lines() {
+fn a_dumb_terminal_gets_lines() {
     let world = Cpu::new();
     let (model, text, run) =
         (world.save_model("base"), world.string("text.txt"), world.string("run"));

@@ -1,5 +1,5 @@
-//! What a run must do with what it is asked to train. All on Flex, where equal computations give
-//! equal bits: losses are compared exactly wherever the same is computed.
+//! Settings of a run have their documented effect. On Flex, equal computations give equal bits, so
+//! losses are compared exactly.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -21,7 +21,7 @@ use kv_train::{
 
 type Cpu = World<Autodiff<Flex>>;
 
-/// Paths of the weights that two models differ in.
+/// Returns the paths of the weights in which two models differ.
 fn changed(before: &LanguageModel, after: &LanguageModel) -> BTreeSet<String> {
     let (before, after) = (weights(before), weights(after));
     assert!(before.keys().eq(after.keys()), "other weights");
@@ -29,7 +29,7 @@ fn changed(before: &LanguageModel, after: &LanguageModel) -> BTreeSet<String> {
 }
 
 #[test]
-fn learns() {
+fn training_lowers_the_loss() {
     let world = Cpu::new();
     let config = TrainConfig { steps: 40, steps_per_epoch: 20, ..quantized() };
     let trained = world.train("run", &config).unwrap();
@@ -44,14 +44,14 @@ fn learns() {
     assert!(history.train.iter().all(|record| record.tokens_per_second > 0.0));
     assert!(history.train.iter().all(|record| record.kl.is_none() && record.nll == record.loss));
     assert!(history.valid[2].nll < history.valid[1].nll);
-    // The loss of the untrained model, except for the difference between the texts.
+    // Both are losses of the untrained model, on different texts.
     assert!((history.valid[0].nll - first).abs() < 0.5, "{:?}", history.valid[0]);
     let shares = history.valid[1].shares.unwrap();
     assert!((0.0..0.1).contains(&shares.clipped) && shares.constant == 0.0, "{shares:?}");
 }
 
 #[test]
-fn the_same_run_twice() {
+fn equal_runs_give_equal_bits() {
     let world = Cpu::new();
     let adapter = Some(Adapter { rank: 2, alpha: 4.0 });
     for (name, config) in
@@ -103,14 +103,14 @@ fn a_delayed_start_is_float_until_then() {
 }
 
 #[test]
-fn what_is_quantized() {
+fn settings_decide_what_is_quantized() {
     let world = Cpu::new();
     let with = |qat: QatConfig| TrainConfig { qat: Some(qat), ..config() };
     let float = world.losses("float", &config());
     let exact = world.losses("exact", &quantized());
     assert_ne!(float.train[0], exact.train[0]);
 
-    // Layers in float, and sequences in float.
+    // Some layers in float, then some sequences in float.
     let mut layers = qat(common::K2V2);
     layers.cache = layers.cache.with_float_layers([1]);
     let one = world.losses("one layer", &with(layers.clone()));
@@ -123,7 +123,7 @@ fn what_is_quantized() {
     let half = world.losses("half", &half_float);
     assert!(half.train[0] != float.train[0] && half.train[0] != exact.train[0]);
 
-    // Quantizing every token, and another gradient of the quantizer.
+    // Quantization of every token, then another gradient of the quantizer.
     let everything = FakeQuantOptions { quantize_everything: true, ..Default::default() };
     let everything = QatConfig { fake_quant: everything, ..qat(common::K2V2) };
     let everything = world.losses("everything", &with(everything));
@@ -136,7 +136,7 @@ fn what_is_quantized() {
 }
 
 #[test]
-fn only_what_is_chosen_changes() {
+fn only_the_chosen_weights_change() {
     let world = Cpu::new();
     let layer = |names: &[&str]| -> BTreeSet<String> {
         let paths = names
@@ -190,7 +190,7 @@ fn the_last_epoch_may_be_short() {
     let trained = world.train("run", &config).unwrap();
     let steps: Vec<u64> = trained.history.valid.iter().map(|record| record.step).collect();
     assert_eq!(steps, [0, 4, 8, 10]);
-    // How often it is validated changes nothing else.
+    // The number of validations changes nothing else.
     let config = TrainConfig { steps_per_epoch: 10, ..config };
     let whole = world.train("whole", &config).unwrap();
     assert_eq!(Losses::of(&trained.history).train, Losses::of(&whole.history).train);
@@ -206,13 +206,13 @@ fn accumulated_batches_are_one_batch() {
     assert_eq!(halves.train[3].1, 1, "two records per optimizer step");
     for (whole, halves) in whole.iter().zip(halves.objectives().chunks(2)) {
         let mean = (halves[0] + halves[1]) / 2.0;
-        // Sums of two gradients in f32, in one order or another.
+        // Only the order of f32 sums differs.
         assert!((whole - mean).abs() < 1e-6 * whole, "{whole} against {mean}");
     }
 }
 
 #[test]
-fn distillation_recovers() {
+fn distillation_lowers_the_divergence() {
     let mut world = Cpu::new();
     let pretrained = TrainConfig { steps: 80, steps_per_epoch: 80, ..config() };
     let pretrained = world.train("pretrained", &pretrained).unwrap().model.convert();
@@ -223,8 +223,7 @@ fn distillation_recovers() {
     let base = TrainConfig { objective, steps: 3, steps_per_epoch: 3, ..config() };
     let float = world.train("float", &base).unwrap();
     let kl = float.history.train[0].kl.unwrap();
-    // Teacher and student have the same logits; only the rounding of f32 sums over the vocabulary
-    // is left.
+    // Teacher and student have the same logits, so only the rounding of f32 sums remains.
     assert!(kl.abs() < 1e-6, "{kl}");
 
     let base = TrainConfig { qat: Some(qat(common::K2V2)), ..base };
@@ -252,14 +251,14 @@ fn distillation_recovers() {
     assert_eq!(mixed.kl, record.kl);
 }
 
-/// A small limit on the gradient gives another result than no limit.
+/// A small limit on the gradient norm changes the result.
 #[test]
 fn clipping_bounds_the_update() {
     let world = Cpu::new();
     let with = |clip_norm| TrainConfig { clip_norm, ..quantized() };
     let free = world.losses("free", &with(None));
     assert_eq!(free, world.losses("never reached", &with(Some(1e9))));
-    // Far below Adam's epsilon nothing moves.
+    // Gradients far below Adam's epsilon change nothing.
     let held = world.train("held", &with(Some(1e-13))).unwrap();
     let before = weights(&world.model);
     for (path, after) in weights(&held.model.convert().model) {
@@ -279,7 +278,7 @@ fn a_saved_model_is_what_was_trained() {
     }
     let world = Cpu::new();
     let mut qat = qat("k4v2-g16-r32-s2-after");
-    // Layers and sides that differ.
+    // The layers and the sides have different formats.
     qat.cache = qat.cache.with_float_layers([1]).with_format(0, Side::Keys, KvFormat::Affine8);
     let adapter = Some(Adapter { rank: 2, alpha: 4.0 });
     for adapter in [None, adapter] {
@@ -298,7 +297,7 @@ fn a_saved_model_is_what_was_trained() {
         let logits = host(converted.model.forward(ids(&plain), &converted.cache).unwrap());
         let largest = logits.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
         let far = prepared.iter().zip(&logits).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        // Merging adapters changes the order of f32 sums, and now and then flips a code.
+        // Merging adapters changes the order of f32 sums and sometimes the rounding of a code.
         assert!(far <= if adapter.is_some() { 2e-2 * largest } else { 0.0 }, "{far} of {largest}");
 
         let folder = world.path(&format!("{name}/model"));

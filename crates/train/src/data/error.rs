@@ -93,7 +93,10 @@ pub enum DataError {
         source: io::Error,
     },
     /// A cache file reads back differently than it was written.
-    #[error("{}: written, but reading it back failed: {why}; the disk may be failing", path.display())]
+    #[error(
+        "{}: written, but reading it back failed: {why}; the disk may be failing",
+        path.display()
+    )]
     ReadBack {
         /// The file.
         path: PathBuf,

@@ -23,8 +23,8 @@ pub struct Batch {
     pub inputs: Tensor<2, Int>,
     /// The id that follows each input id, `[batch, seq]`.
     pub targets: Tensor<2, Int>,
-    /// Position of the first window in the order of the whole run, counted from 0. The other windows
-    /// have the next positions.
+    /// Position of the first window in the order of the whole run, counted from 0. The other
+    /// windows have the next positions.
     pub position: u64,
     /// Number of batches of the same loader before this one, over all epochs.
     pub number: u64,
@@ -34,8 +34,8 @@ pub struct Batch {
 ///
 /// An epoch is a number of batches, not a pass over the data: epoch `e` holds the samples at
 /// positions `e * n .. (e + 1) * n` of an [`Order`], with `n = batch * batches_per_epoch`. An epoch
-/// may start or end in the middle of a pass. The k-th call of `iter` yields epoch `first_epoch + k`,
-/// so a loader with `first_epoch = e` continues exactly where another stopped after `e` epochs.
+/// may start or end in the middle of a pass. The k-th call of `iter` yields epoch `first_epoch +
+/// k`, so a loader with `first_epoch = e` continues exactly where another stopped after `e` epochs.
 ///
 /// A [`slice`](DataLoader::slice) is a worker's share: the items `start..end` of every epoch, in
 /// batches of the same size; the last one may be smaller. A slice and a loader moved by
@@ -59,8 +59,8 @@ impl TrainLoader {
     /// from 0.
     ///
     /// # Errors
-    /// [`DataError::Argument`] if a size is 0, an epoch is too large to count, or `order` has another
-    /// number of windows.
+    /// [`DataError::Argument`] if a size is 0, an epoch is too large to count, or `order` has
+    /// another number of windows.
     pub fn new(
         windows: Arc<Windows>,
         order: Order,

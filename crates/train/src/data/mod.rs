@@ -1,5 +1,5 @@
-//! From texts to batches: texts are tokenized once into a file, cut into windows, and shuffled so that
-//! a run can resume at any position.
+//! From texts to batches: texts are tokenized once into a file, cut into windows, and shuffled so
+//! that a run can resume at any position.
 //!
 //! ```no_run
 //! use std::{path::Path, sync::Arc};

@@ -2,13 +2,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::DataError;
 
-/// The order in which training visits windows. Each pass over the data is a permutation that depends
-/// only on the seed and the number of the pass.
+/// The order in which training visits windows. Each pass over the data is a permutation that
+/// depends only on the seed and the number of the pass.
 ///
 /// Any position can be looked up at any time, so a run needs only its position to resume. The
-/// permutation is a Fisher-Yates shuffle (Knuth's Algorithm P) driven by SplitMix64 (Steele, Lea and
-/// Flood, 2014) without modulo bias (Lemire, 2019). It is uniform and the same on every machine.
-/// Clones share the last permutation, which takes 4 bytes per window.
+/// permutation is a Fisher-Yates shuffle (Knuth's Algorithm P) driven by SplitMix64 (Steele, Lea
+/// and Flood, 2014) without modulo bias (Lemire, 2019). It is uniform and the same on every
+/// machine. Clones share the last permutation, which takes 4 bytes per window.
 #[derive(Clone, Debug)]
 pub struct Order {
     seed: u64,

@@ -13,8 +13,8 @@ use super::DataError;
 
 /// Texts on disk: plain UTF-8 files, and JSONL files (`.jsonl`) with one JSON object per line.
 ///
-/// A document is a whole text file or the text field of one JSONL line. A byte order mark at the start
-/// of a file, blank JSONL lines and empty documents are skipped; all other text is unchanged.
+/// A document is a whole text file or the text field of one JSONL line. A byte order mark at the
+/// start of a file, blank JSONL lines and empty documents are skipped; all other text is unchanged.
 #[derive(Clone, Debug)]
 pub struct Source {
     paths: Vec<PathBuf>,
@@ -48,7 +48,8 @@ impl Piece<'_> {
 }
 
 impl Source {
-    /// Creates a source of these files, in this order. The text of a JSONL line is its field `text`.
+    /// Creates a source of these files, in this order. The text of a JSONL line is its field
+    /// `text`.
     pub fn new(paths: impl IntoIterator<Item = impl Into<PathBuf>>) -> Self {
         Self { paths: paths.into_iter().map(Into::into).collect(), field: "text".into() }
     }
@@ -127,8 +128,8 @@ impl Source {
     }
 
     /// Calls `take` with batches of documents, in order, and updates `digest` as
-    /// [`digest`](Self::digest) does. `tokenizer` cuts text files into pieces that it encodes to the
-    /// same ids as the whole file; without a tokenizer, each text file is one piece.
+    /// [`digest`](Self::digest) does. `tokenizer` cuts text files into pieces that it encodes to
+    /// the same ids as the whole file; without a tokenizer, each text file is one piece.
     pub(super) fn read(
         &self,
         tokenizer: Option<&Tokenizer>,

@@ -83,8 +83,8 @@ impl Header {
         bytes
     }
 
-    /// Parses the header of a file. Returns it with the bytes after it, or the reason why the file is
-    /// not usable.
+    /// Parses the header of a file. Returns it with the bytes after it, or the reason why the file
+    /// is not usable.
     fn read(bytes: &[u8], fingerprint: u64) -> Result<(Self, &[u8]), String> {
         let Some((header, body)) = bytes.split_at_checked(HEADER) else {
             return Err(format!("it has {} bytes, fewer than a header of {HEADER}", bytes.len()));
@@ -135,21 +135,22 @@ fn le(bytes: &[u8]) -> u64 {
 
 impl TokenFile {
     /// Returns the ids of `source` encoded by `tokenizer`. They are read from a file in the folder
-    /// `cache` if it holds an intact one of the same bytes. Otherwise the texts are tokenized into a
-    /// new file; the folder is created if it is missing.
+    /// `cache` if it holds an intact one of the same bytes. Otherwise the texts are tokenized into
+    /// a new file; the folder is created if it is missing.
     ///
-    /// `tokenizer_file` is the file that `tokenizer` was read from: a `tokenizer.json`, a GGUF file or
-    /// a folder with a `tokenizer.json`. Its bytes are part of the fingerprint. Each document is
-    /// encoded as a whole. Documents are joined by the smallest of the tokenizer's end-of-text ids, if
-    /// it has any.
+    /// `tokenizer_file` is the file that `tokenizer` was read from: a `tokenizer.json`, a GGUF file
+    /// or a folder with a `tokenizer.json`. Its bytes are part of the fingerprint. Each document is
+    /// encoded as a whole. Documents are joined by the smallest of the tokenizer's end-of-text ids,
+    /// if it has any.
     ///
-    /// Every source is read once to compute the fingerprint, and a second time if it is tokenized. A
-    /// few pieces of text, or the longest JSONL line, are in memory at a time.
+    /// Every source is read once to compute the fingerprint, and a second time if it is tokenized.
+    /// A few pieces of text, or the longest JSONL line, are in memory at a time.
     /// [`origin`](Self::origin) says which case it was.
     ///
     /// # Errors
-    /// Sources that are missing, not UTF-8 or malformed JSONL; texts without a token; a text that the
-    /// tokenizer refuses; a cache folder that cannot be written, in which nothing is left behind.
+    /// Sources that are missing, not UTF-8 or malformed JSONL; texts without a token; a text that
+    /// the tokenizer refuses; a cache folder that cannot be written, in which nothing is left
+    /// behind.
     pub fn open(
         source: &Source,
         tokenizer: &Tokenizer,
@@ -188,9 +189,9 @@ impl TokenFile {
     }
 
     fn map(file: &File, path: &Path, fingerprint: u64, origin: Origin) -> Result<Self, String> {
-        // SAFETY: the map is read-only, and any bytes are valid as `u8`. This crate replaces a cache
-        // file only by renaming another over it. No memory map can be protected from another process
-        // that changes the file in place.
+        // SAFETY: the map is read-only, and any bytes are valid as `u8`. This crate replaces a
+        // cache file only by renaming another over it. No memory map can be protected from another
+        // process that changes the file in place.
         let map =
             unsafe { Mmap::map(file) }.map_err(|error| format!("it cannot be mapped: {error}"))?;
         let (header, body) = Header::read(&map, fingerprint)?;
@@ -373,7 +374,8 @@ fn build(
         Ok(file.persist(path)?)
     };
     let file = finish().map_err(failed)?;
-    // Makes the new name durable if folders can be synced. If it is lost, texts are tokenized again.
+    // Makes the new name durable if folders can be synced. If it is lost, texts are tokenized
+    // again.
     if let Some(Ok(folder)) = path.parent().map(File::open) {
         let _ = folder.sync_all();
     }

@@ -2,12 +2,12 @@ use std::{iter, ops::Range, sync::Arc};
 
 use super::{DataError, TokenFile};
 
-/// Windows of `seq_len + 1` ids of a [`TokenFile`]: `seq_len` inputs, and `seq_len` targets shifted by
-/// one id.
+/// Windows of `seq_len + 1` ids of a [`TokenFile`]: `seq_len` inputs, and `seq_len` targets shifted
+/// by one id.
 ///
-/// Neighbors overlap by one id: the last target of one is the first input of the next, so every token
-/// except the first is predicted exactly once. An incomplete window at the end of the texts is
-/// dropped.
+/// Neighbors overlap by one id: the last target of one is the first input of the next, so every
+/// token except the first is predicted exactly once. An incomplete window at the end of the texts
+/// is dropped.
 #[derive(Clone, Debug)]
 pub struct Windows {
     tokens: Arc<TokenFile>,
@@ -22,8 +22,8 @@ impl Windows {
     /// Creates all windows of `tokens`.
     ///
     /// # Errors
-    /// [`DataError::Argument`] if `seq_len` is 0, [`DataError::TooShort`] if the text is shorter than
-    /// one window.
+    /// [`DataError::Argument`] if `seq_len` is 0, [`DataError::TooShort`] if the text is shorter
+    /// than one window.
     pub fn new(tokens: Arc<TokenFile>, seq_len: usize) -> Result<Self, DataError> {
         if seq_len == 0 {
             return Err(DataError::argument("seq_len", 0, "must be at least 1"));
@@ -58,13 +58,14 @@ impl Windows {
     }
 
     /// Splits into windows to train on and held-out windows from the end of each text. Each text
-    /// holds out `fraction` of its windows, rounded, and at least one if it has two. If that exceeds a
-    /// tenth of all windows, as with many small texts, only some evenly spread texts hold out a
-    /// window.
+    /// holds out `fraction` of its windows, rounded, and at least one if it has two. If that
+    /// exceeds a tenth of all windows, as with many small texts, only some evenly spread texts hold
+    /// out a window.
     ///
-    /// No held-out target is trained on, neither as target nor as input. The window after the held-out
-    /// ones starts with their last target; if another text follows, that window is in neither part.
-    /// The first held-out windows of all texts come first, then the second ones, and so on.
+    /// No held-out target is trained on, neither as target nor as input. The window after the
+    /// held-out ones starts with their last target; if another text follows, that window is in
+    /// neither part. The first held-out windows of all texts come first, then the second ones, and
+    /// so on.
     ///
     /// # Errors
     /// [`DataError::Argument`] if `fraction` is not between 0 and 1 or leaves nothing to train on;

@@ -89,8 +89,8 @@ impl WorldConfig {
     /// Checks every field against its range.
     ///
     /// # Errors
-    /// [`Error::Setting`] naming the first field that is out of its range, or an error of the model's
-    /// configuration.
+    /// [`Error::Setting`] naming the first field that is out of its range, or an error of the
+    /// model's configuration.
     pub fn validate(&self) -> Result<()> {
         for (field, value) in [
             ("patch", self.patch),
@@ -159,8 +159,8 @@ impl WorldConfig {
         }
     }
 
-    /// Returns the seed of an episode. It is always large, because the games of evaluations have small
-    /// seeds.
+    /// Returns the seed of an episode. It is always large, because the games of evaluations have
+    /// small seeds.
     pub(super) fn episode(&self, number: u64) -> u64 {
         use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
         let seed = self.seed.rotate_left(32) ^ number;

@@ -19,7 +19,8 @@ pub struct WorldStep {
     pub step: u64,
     /// Mean squared error over all latents. For a noisy frame, the error is the difference of the
     /// prediction from `noise - picture`. For a frame that the model
-    /// [finishes](crate::WorldConfig::two_step), it is the difference of the result from the picture.
+    /// [finishes](crate::WorldConfig::two_step), it is the difference of the result from the
+    /// picture.
     pub loss: f64,
     /// Time of the step in seconds.
     pub seconds: f64,

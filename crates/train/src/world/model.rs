@@ -221,11 +221,11 @@ impl StepContext<'_> {
 }
 
 /// Returns the loss of a predicted `velocity`. Where `mask` is 0, the error is the difference from
-/// `wanted`. Where it is 1, the frame is the model's `own`: it was generated from noise in the first
-/// denoising step, and this velocity is the second step.
+/// `wanted`. Where it is 1, the frame is the model's `own`: it was generated from noise in the
+/// first denoising step, and this velocity is the second step.
 ///
-/// The second step is right if its result is the picture: own - level * velocity = picture. The error
-/// of the result is counted as an error of the picture, as for frames generated from noise.
+/// The second step is right if its result is the picture: own - level * velocity = picture. The
+/// error of the result is counted as an error of the picture, as for frames generated from noise.
 fn two_step_loss(
     velocity: Tensor<5>,
     wanted: Tensor<5>,
@@ -247,7 +247,8 @@ fn by_frame(numbers: impl Iterator<Item = f32>, x: &Tensor<5>) -> Tensor<5> {
     Tensor::from_data(TensorData::new(numbers, shape), &x.device())
 }
 
-/// Adds noise of these levels to frames. Returns the noisy frames and the prediction wanted for them.
+/// Adds noise of these levels to frames. Returns the noisy frames and the prediction wanted for
+/// them.
 fn noised(noisy: &Noisy, levels: &[f32]) -> (Noised, Tensor<5>) {
     let Noisy { picture, noise, controls } = noisy;
     let level = by_frame(levels.iter().copied(), picture);
@@ -265,9 +266,9 @@ struct Generated {
     made: Vec<bool>,
 }
 
-/// Lets the model generate some frames of a sequence from noise; the others are context. In about half
-/// of the sequences it then also generates all other frames except the first, because in play it sees
-/// only its own frames.
+/// Lets the model generate some frames of a sequence from noise; the others are context. In about
+/// half of the sequences it then also generates all other frames except the first, because in play
+/// it sees only its own frames.
 fn generated_frames(
     model: &GameRft,
     noisy: &Noisy,
@@ -306,7 +307,8 @@ fn generated_frames(
 mod tests {
     use super::*;
 
-    /// The latents of a frame. All numbers here are sums of few powers of two, so results are exact.
+    /// The latents of a frame. All numbers here are sums of few powers of two, so results are
+    /// exact.
     type Latents = [f32; 4];
 
     const NOISE: Latents = [1.0, -2.0, 0.5, 0.0];
@@ -317,7 +319,8 @@ mod tests {
     }
 
     /// Computes the loss of two frames. One was generated from noise with velocity `first`, and its
-    /// predicted velocity is `second`. The other is a noisy true frame with predicted velocity `plain`.
+    /// predicted velocity is `second`. The other is a noisy true frame with predicted velocity
+    /// `plain`.
     fn loss(first: Latents, second: Latents, plain: Latents) -> f32 {
         let device = Device::flex();
         let frames = |own: Latents, plain: Latents| {

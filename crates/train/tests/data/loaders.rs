@@ -15,7 +15,7 @@ fn device() -> Device {
     Flex::open().unwrap().clone()
 }
 
-/// Position and number of an epoch's first batch.
+/// Returns position and number of an epoch's first batch.
 fn place(loader: &dyn DataLoader<Batch>) -> (u64, u64) {
     let batch = loader.iter().next().unwrap().unwrap();
     (batch.position, batch.number)
@@ -27,7 +27,8 @@ fn rows(tensor: Tensor<2, Int>) -> Vec<Vec<i64>> {
     ids.chunks(seq).map(<[i64]>::to_vec).collect()
 }
 
-/// The windows of an epoch, checked to be inputs and targets one apart, and the batches' sizes.
+/// Returns the windows of an epoch and the sizes of its batches. Checks that targets are the inputs
+/// shifted by one.
 fn epoch(loader: &dyn DataLoader<Batch>) -> (Vec<Vec<i64>>, Vec<usize>) {
     let mut iterator = loader.iter();
     let (mut windows, mut sizes, mut places) = (vec![], vec![], vec![]);
@@ -88,7 +89,7 @@ fn epochs_follow_the_order_and_resume_anywhere() {
             assert_eq!(&epoch(&resumed), e);
         }
     }
-    // A loader that is moved continues with its next epoch, and so does the one it was moved from.
+    // A moved loader continues with the next epoch, and so does the original one.
     let loader = new(2);
     epoch(&loader);
     let moved = loader.to_device(&device());
@@ -130,7 +131,7 @@ fn workers_share_each_epoch() {
             }
         }
     }
-    // Slices of slices, and beyond the end.
+    // Slices of slices, and slices beyond the end.
     let loader = TrainLoader::new(windows.clone(), order.clone(), 4, 3, 1, device()).unwrap();
     let slice = loader.slice(3, 11).slice(2, 5);
     assert_eq!(epoch(&*slice).0, expected(&windows, &order, 12 + 5..12 + 8));
@@ -176,7 +177,7 @@ fn validation_is_the_same_every_time() {
 }
 
 #[test]
-fn loaders_refuse_what_makes_no_batch() {
+fn loaders_refuse_invalid_sizes() {
     let world = World::new();
     let windows = windows(&world);
     let order = Order::new(5, windows.len()).unwrap();
@@ -193,7 +194,7 @@ fn loaders_refuse_what_makes_no_batch() {
     );
     assert!(message(ValidLoader::new(windows.clone(), 0, 1, device())).starts_with("batch = 0"));
     assert!(message(ValidLoader::new(windows.clone(), 1, 0, device())).starts_with("max_windows"));
-    // Positions beyond 64 bits: an error in place of a batch, then the end.
+    // Positions beyond 64 bits give an error instead of a batch, then the end.
     let last = TrainLoader::new(windows, order, 4, 3, usize::MAX, device()).unwrap();
     let mut iterator = last.iter();
     let error = iterator.next().unwrap().unwrap_err();

@@ -1,4 +1,4 @@
-//! From texts to batches: a wrong cache file is always noticed, and an order resumes at any
+//! From texts to batches: a wrong cache file is always detected, and an order resumes at any
 //! position.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -21,7 +21,7 @@ use tempfile::TempDir;
 
 const EOS: u32 = 256;
 
-/// Bytes 0 to 255 as ids, `<|end|>` as 256, then `merges`.
+/// Writes a tokenizer with bytes as ids 0 to 255, `<|end|>` as 256, then `merges`.
 fn write_tokenizer(path: &Path, merges: &[(&str, &str)]) {
     let printable = |b: u32| matches!(b, 33..=126 | 161..=172 | 174..=255);
     let unprintable: Vec<u32> = (0..256).filter(|&b| !printable(b)).collect();
@@ -93,7 +93,7 @@ impl World {
         self.open(&Source::new([self.write(name, bytes)]))
     }
 
-    /// The ids that documents must become.
+    /// Returns the expected ids of documents.
     fn joined(&self, documents: &[&str]) -> Vec<u32> {
         let ids: Vec<_> =
             documents.iter().map(|text| self.tokenizer.encode(text).unwrap()).collect();
@@ -104,7 +104,7 @@ impl World {
         fs::read_dir(self.cache()).map_or(0, Iterator::count)
     }
 
-    /// `n` tokens, each telling its position modulo 251.
+    /// Creates `n` tokens that repeat the alphabet.
     fn tokens(&self, n: usize) -> Arc<TokenFile> {
         let text: String = (0..n).map(|i| ALPHABET[i % ALPHABET.len()]).collect();
         let tokens = self.open_one(&format!("{n}.txt"), text).unwrap();
@@ -121,7 +121,7 @@ fn all(tokens: &TokenFile) -> Vec<u32> {
     tokens.ids(0..tokens.len()).collect()
 }
 
-/// The message of an error, which is one line.
+/// Returns the message of an error and checks that it is one line.
 fn message<T: std::fmt::Debug>(result: Result<T, DataError>) -> String {
     let message = result.unwrap_err().to_string();
     assert_eq!(message.lines().count(), 1, "{message}");

@@ -41,7 +41,7 @@ fn an_order_depends_on_the_seed_and_the_position_only() {
     };
     let orders: BTreeSet<Vec<usize>> = (0..200).map(of).collect();
     assert_eq!(orders.len(), 200);
-    // A neighboring seed does not give the same passes at another time.
+    // Another seed does not give the same passes in another order.
     assert!(!orders.contains(&whole[100..200]));
     order.window_at(u64::MAX);
     message(Order::new(1, 0));
@@ -54,7 +54,7 @@ const PINNED: [usize; 8] = [83, 88, 11, 30, 97, 35, 50, 28];
 
 #[test]
 fn an_order_is_uniform() {
-    // Each of the 24 orders of 4 windows comes up about as often as the others.
+    // All 24 orders of 4 windows must be about equally frequent.
     let order = Order::new(11, 4).unwrap();
     let mut counts = std::collections::BTreeMap::<Vec<usize>, f64>::new();
     for pass in 0..24_000 {

@@ -1,4 +1,4 @@
-//! Text and JSONL files as documents.
+//! Sources: text and JSONL files as documents.
 
 use std::{fs, path::PathBuf};
 
@@ -49,11 +49,11 @@ fn many_lines_keep_their_order() {
 }
 
 #[test]
-fn without_eos_documents_touch() {
+fn without_eos_documents_are_concatenated() {
     let world = World::new();
     let tokenizer = Tokenizer::from_file(world.path("tokenizer.json"), &[]).unwrap();
     let source = Source::new([world.write("a.txt", "one"), world.write("b.txt", "two")]);
-    // A folder stands for the tokenizer.json in it.
+    // A folder means the tokenizer.json in it.
     let tokens = TokenFile::open(&source, &tokenizer, world.folder.path(), &world.cache()).unwrap();
     assert_eq!(tokenizer.decode(&all(&tokens)).unwrap(), "onetwo");
 }
@@ -79,7 +79,7 @@ fn large_vocabularies_take_four_bytes() {
         let message = message(tokens.require_vocab(65_536));
         assert!(message.contains("id 65536 of token 2 must be below"), "{message}");
     }
-    // It has no token for other words, and refuses them.
+    // The tokenizer refuses words without a token.
     let source = Source::new([world.write("b.jsonl", "{\"text\": \"w1\"}\n{\"text\": \"what\"}")]);
     let refused = TokenFile::open(&source, &tokenizer, &path, &world.cache());
     assert!(matches!(&refused, Err(DataError::Tokenizer { line: Some(2), .. })), "{refused:?}");
@@ -88,7 +88,7 @@ fn large_vocabularies_take_four_bytes() {
 }
 
 #[test]
-fn mistakes_in_sources_are_told_and_leave_nothing() {
+fn mistakes_in_sources_are_reported_and_leave_nothing() {
     let world = World::new();
     let check = |name: &str, bytes: &[u8], expected: &str| {
         let message = message(world.open_one(name, bytes));
@@ -157,7 +157,7 @@ fn a_tokenizer_that_truncates_encodes_whole_documents() {
     assert!(tokens.len() > 2);
 }
 
-/// A text file is read in pieces, but stays one document.
+/// A text file is read in pieces but remains one document.
 #[test]
 fn a_long_text_is_one_document() {
     let world = World::new();

@@ -14,7 +14,7 @@ fn a_cache_follows_its_sources_and_its_tokenizer() {
     assert_eq!(world.open(&source).unwrap().origin(), &Origin::Built);
     assert_eq!(world.open(&source).unwrap().origin(), &Origin::Reused);
 
-    // Another text of the same length, even with the same time stamp.
+    // The text changes, but its length and its time stamp do not.
     let old = world.open(&source).unwrap();
     let modified = fs::metadata(&source.paths()[0]).unwrap().modified().unwrap();
     world.write("a.txt", "the two");
@@ -33,7 +33,7 @@ fn a_cache_follows_its_sources_and_its_tokenizer() {
     assert_eq!(world.open(&source).unwrap().origin(), &Origin::Reused);
     assert_eq!(world.n_cached(), 2);
 
-    // A tokenizer with as many tokens but other merges.
+    // The tokenizer has the same number of tokens, but other merges.
     let path = world.path("tokenizer.json");
     write_tokenizer(&path, &[("t", "h"), ("th", "e"), ("t", "w")]);
     let tokenizer = Tokenizer::from_file(&path, &[EOS]).unwrap();
@@ -43,12 +43,12 @@ fn a_cache_follows_its_sources_and_its_tokenizer() {
     assert_ne!(tokenizer.encode("the two").unwrap(), world.tokenizer.encode("the two").unwrap());
     let documents = ["the two", "more"].map(|text| tokenizer.encode(text).unwrap());
     assert_eq!(all(&new), documents.join(&EOS));
-    // The same file with another end-of-text id.
+    // The tokenizer's file is the same, but the end-of-text id differs.
     rebuilt(&open(&Tokenizer::from_file(&path, &[10]).unwrap()));
 }
 
 #[test]
-fn bytes_moved_between_sources_are_noticed() {
+fn bytes_moved_between_sources_are_detected() {
     let world = World::new();
     let source = Source::new([world.write("a.txt", "the one"), world.write("b.txt", "and two")]);
     world.open(&source).unwrap();
@@ -112,7 +112,7 @@ fn a_cache_that_cannot_be_written_is_an_error() {
     }
     assert_eq!(fs::read(file).unwrap(), b"in the way");
 
-    // A folder in place of the file.
+    // A folder is in the place of the file.
     let path = world.open(&source).unwrap().path().to_path_buf();
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
@@ -120,7 +120,7 @@ fn a_cache_that_cannot_be_written_is_an_error() {
     assert_eq!(world.n_cached(), 1);
 }
 
-/// Writes fail when the file reaches the limit of the process, as they do on a full disk.
+/// A limit on the size of files makes writes fail as on a full disk.
 #[cfg(unix)]
 #[test]
 fn a_full_disk_leaves_nothing() {
@@ -138,9 +138,11 @@ fn a_full_disk_leaves_nothing() {
     let source = Source::new([world.write("a.txt", "0123456789\n".repeat(300_000))]);
     let status = std::process::Command::new("sh")
         .arg("-c")
-        // Blocks of 512 or 1024 bytes; the signal would end the process before the error.
-        .arg("trap '' XFSZ; ulimit -f 2000; exec \"$0\" --exact token_file::a_full_disk_leaves_nothing")
+        // The signal is ignored, because it would end the process before the error. Blocks have 512
+        // or 1024 bytes.
+        .arg("trap '' XFSZ; ulimit -f 2000; exec \"$0\" --exact \"$1\"")
         .arg(std::env::current_exe().unwrap())
+        .arg("token_file::a_full_disk_leaves_nothing")
         .env(FOLDER, world.folder.path())
         .output()
         .unwrap();

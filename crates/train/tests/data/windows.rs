@@ -59,7 +59,7 @@ fn held_out_tokens_are_the_end_of_the_text() {
         }
         assert!(train.get(train.len()).is_none() && valid.get(valid.len()).is_none());
     }
-    // Held out a second time: the end of what is left.
+    // A second split holds out the end of the first part.
     let (train, _) = windows.hold_out(0.1).unwrap();
     let (train, valid) = train.hold_out(0.5).unwrap();
     assert_eq!((train.len(), valid.len()), (45, 45));
@@ -69,7 +69,7 @@ fn held_out_tokens_are_the_end_of_the_text() {
 #[test]
 fn every_text_holds_out_its_own_tail() {
     let world = World::new();
-    // Ids are bytes: each text has letters of its own.
+    // Ids are bytes, and each text has its own letter.
     let lengths = [500, 301, 3, 812];
     let texts = ["a", "b", "c", "d"].map(|letter| (letter, letter.as_bytes()[0]));
     let paths: Vec<PathBuf> = texts
@@ -79,7 +79,7 @@ fn every_text_holds_out_its_own_tail() {
         .collect();
     let tokens = Arc::new(world.open(&Source::new(paths)).unwrap());
     let ends: Vec<usize> = tokens.sources().map(|source| source.end).collect();
-    // A separator goes before each text but the first.
+    // A separator precedes each text except the first.
     assert_eq!(ends, [500, 802, 806, 1619]);
     let count = |ids: &[u32], letter: u8| ids.iter().filter(|&&id| id == u32::from(letter)).count();
 
@@ -90,7 +90,7 @@ fn every_text_holds_out_its_own_tail() {
             (0..part.len()).map(|i| part.get(i).unwrap().collect()).collect()
         };
         let (trained, held_out) = (part(&train), part(&valid));
-        // 49, 30 and 80 windows lie within one text; that of three tokens has none.
+        // 49, 30 and 80 windows lie within one text; the text of three tokens has none.
         for (&(letter, byte), whole) in texts.iter().zip([49.0f64, 30.0, 0.0, 80.0]) {
             let expected =
                 if whole == 0.0 { 0 } else { ((whole * fraction).round() as usize).max(1) };
@@ -110,8 +110,8 @@ fn every_text_holds_out_its_own_tail() {
         }
     }
 
-    // No id that is scored is trained on. In these texts no character occurs twice, so ids show
-    // their position.
+    // No scored id is trained on. In these texts, no character occurs twice, so ids identify their
+    // position.
     let distinct: Vec<PathBuf> = (0..3)
         .map(|text| {
             let chars = (0..400u32).map(|i| char::from_u32(0x4e00 + 400 * text + i).unwrap());
@@ -123,7 +123,7 @@ fn every_text_holds_out_its_own_tail() {
     let (train, valid) = windows.hold_out(0.2).unwrap();
     let at = |windows: &Windows, i: usize| windows.get(i).unwrap().collect::<Vec<u32>>();
     let position = |ids: &[u32]| {
-        // Three bytes are a character, and no two characters are equal.
+        // Each character takes three bytes and is unique.
         (0..=tokens.len() - ids.len())
             .find(|&p| tokens.ids(p..p + ids.len()).eq(ids.iter().copied()))
             .unwrap()
@@ -139,8 +139,7 @@ fn every_text_holds_out_its_own_tail() {
         }
     }
 
-    // A hundred small texts: not every one of them holds out a window, which would be a third of
-    // it.
+    // Not each of a hundred small texts holds out a window, which would be a third of the text.
     let small: Vec<PathBuf> =
         (0..100).map(|i| world.write(&format!("small {i}.txt"), "x".repeat(35))).collect();
     let tokens = Arc::new(world.open(&Source::new(small)).unwrap());

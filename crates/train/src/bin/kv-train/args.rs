@@ -213,9 +213,9 @@ impl Training {
 pub(crate) struct Qat {
     #[command(flatten)]
     model: ModelSource,
-    /// Cache to train for: kKvV with 2, 4, 8 or 16 bits or the name of a format, then any of -gN, -rN,
-    /// -sN, -after, -gflush, -hadv, -hadk, -f16 and -bf16; or a policy: safe, balanced, small, or a
-    /// .json or .toml file.
+    /// Cache to train for: kKvV with 2, 4, 8 or 16 bits or the name of a format, then any of -gN,
+    /// -rN, -sN, -after, -gflush, -hadv, -hadk, -f16 and -bf16; or a policy: safe, balanced, small,
+    /// or a .json or .toml file.
     #[arg(long, value_parser = ModelCacheConfig::find)]
     cache: ModelCacheConfig,
     /// Indices of layers whose caches stay in float.
@@ -234,8 +234,9 @@ pub(crate) struct Qat {
     /// Train low-rank adapters of this rank instead of the weights.
     #[arg(long)]
     lora: Option<usize>,
-    /// How to load weights of a GGUF file, of kv-train quantize, or in f16 or bf16. Packed weights take
-    /// as many bytes in memory as in the file, and only adapters (--lora) are trained on them.
+    /// Load weights of a GGUF file, of kv-train quantize, or in f16 or bf16 restored or packed.
+    /// Packed weights take as many bytes in memory as in the file, and only adapters (--lora) can
+    /// train them.
     #[arg(long, value_enum, default_value = "restored")]
     weights: Weights,
     /// Scale of the adapters, which is divided by their rank [default: twice the rank].

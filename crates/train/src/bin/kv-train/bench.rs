@@ -44,7 +44,7 @@ pub(crate) struct Args {
     /// Train low-rank adapters of this rank instead of the weights.
     #[arg(long)]
     lora: Option<usize>,
-    /// How to load quantized weights; packed weights need --lora.
+    /// Load quantized weights restored or packed; packed weights need --lora.
     #[arg(long, value_enum, default_value = "restored")]
     weights: Weights,
     /// Recompute cheap activations in the backward pass instead of keeping them.

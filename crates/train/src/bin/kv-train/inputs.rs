@@ -1,4 +1,5 @@
-//! Hashes of the files that decide the result of a run, so that it is resumed only with the same ones.
+//! Hashes of the files that decide the result of a run, so that it is resumed only with the same
+//! ones.
 
 use std::{
     fs::{self, File},
@@ -124,8 +125,8 @@ fn check_same(started: &[Input], now: &[Input]) -> Result<()> {
 /// The file name of the tokenizer in the folder of a run from scratch.
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
 
-/// Hashes the files that the model of a run and its tokenizer are read from. `tokenizer` is the path
-/// of the tokenizer in a run from scratch.
+/// Hashes the files that the model of a run and its tokenizer are read from. `tokenizer` is the
+/// path of the tokenizer in a run from scratch.
 pub(crate) fn model_inputs(spec: &Spec, tokenizer: &Path) -> Result<Vec<Input>> {
     let what = match spec.config.objective {
         Objective::CrossEntropy => "model",

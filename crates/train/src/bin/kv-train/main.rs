@@ -22,8 +22,8 @@ use kv_train::Resume;
 
 use crate::{run::Outcome, stop::Stop};
 
-/// The system's allocator returns the pages of activations after every layer and faults them in again
-/// for the next one; mimalloc keeps them.
+/// The system's allocator returns the pages of activations after every layer and faults them in
+/// again for the next one; mimalloc keeps them.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -49,8 +49,8 @@ enum Command {
     Pretrain(args::Pretrain),
     /// Train a small world model on frames that are rendered during training.
     ///
-    /// The game is a first-person maze. The model is saved in f16, with the codec that encodes frames
-    /// into latents.
+    /// The game is a first-person maze. The model is saved in f16, with the codec that encodes
+    /// frames into latents.
     #[command(after_help = examples::WORLD)]
     World(world::Args),
     /// Measure time and memory of training steps with a quantized cache and with a float cache.

@@ -24,8 +24,8 @@ pub(crate) struct Sizes {
     pub(crate) widest: f64,
 }
 
-/// Checks that the minimum that training takes fits into memory: weights, gradients, AdamW's moments,
-/// the teacher, and the activations that the backward pass needs.
+/// Checks that the minimum that training takes fits into memory: weights, gradients, AdamW's
+/// moments, the teacher, and the activations that the backward pass needs.
 ///
 /// # Errors
 /// Too little memory; the message lists the size of each part.

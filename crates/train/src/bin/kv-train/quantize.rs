@@ -25,10 +25,12 @@ pub(crate) struct Args {
     /// Group size of int4 and int8: 32, 64 or 128 [default: 32]. The groups of mxfp4 are always 32.
     #[arg(long)]
     group: Option<usize>,
-    /// How to choose the range of a group: the whole range, or the range of least squared error.
+    /// Range of a group's codes: the whole range of its numbers, or the range of least squared
+    /// error.
     #[arg(long, value_enum, default_value = "whole")]
     range: RangeArg,
-    /// Use symmetric int4 and int8: the code of 0 is the middle one, not the one that fits the range.
+    /// Use symmetric int4 and int8: the code of 0 is the middle one, not the one that fits the
+    /// range.
     #[arg(long)]
     symmetric: bool,
     /// Format of the projections of attention.
@@ -135,7 +137,7 @@ impl Args {
         if !any(&[Kind::Int4, Kind::Int8]) {
             if let Some(group) = self.group.filter(|&group| group != 32) {
                 bail!(
-                    "group {group}: mxfp4 has groups of 32; leave out --group, or choose int4 or int8"
+                    "group {group}: mxfp4 has groups of 32; leave out --group, or use int4 or int8"
                 );
             }
             ensure!(
@@ -170,7 +172,7 @@ pub(crate) fn run(args: &Args, stop: &Stop) -> Result<Outcome> {
     if ended == Outcome::Finished && (foreign || integers && !symmetric) {
         kv_cli::note(
             "the transformers library does not load this folder: it needs symmetric integers and \
-             embeddings in float; write them with --for transformers",
+             embeddings in float; use --for transformers",
         );
     }
     Ok(ended)

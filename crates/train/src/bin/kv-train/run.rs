@@ -35,7 +35,7 @@ use crate::{
 /// Training steps between two printed lines.
 const LOG_EVERY: u64 = 10;
 
-/// How a run ended.
+/// The outcome of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// All work is done.
@@ -88,8 +88,8 @@ pub(crate) fn resume(
         && resume == Resume::Last
     {
         bail!(
-            "{}: the run is finished after {} steps, and its model is in {}; resume an earlier step \
-             with --from-step",
+            "{}: the run is finished after {} steps, and its model is in {}; use --from-step to \
+             repeat later steps",
             folder.display(),
             result.steps,
             model_folder(folder).display()
@@ -280,8 +280,8 @@ fn dashboard(plain: bool) -> bool {
 pub(crate) fn unless_stopped<R>(trained: kv_train::Result<R>, folder: &Path) -> Result<Option<R>> {
     let Err(Error::Interrupted { step, steps, .. }) = trained else { return Ok(Some(trained?)) };
     Screen::Out.line(format_args!(
-        "stopped after step {step} of {steps}, with a checkpoint in {}; continue with kv-train resume \
-         {}",
+        "stopped after step {step} of {steps}, with a checkpoint in {}; continue with kv-train \
+         resume {}",
         Checkpoints::of(folder).folder().display(),
         folder.display()
     ))?;
@@ -298,7 +298,8 @@ struct Initial {
     files: Vec<(&'static str, Vec<u8>)>,
 }
 
-/// Loads the model before training, or creates it with its own tokenizer for a `new` run from scratch.
+/// Loads the model before training, or creates it with its own tokenizer for a `new` run from
+/// scratch.
 fn load_initial(spec: &Spec, folder: &Path, device: &Device, new: bool) -> Result<Initial> {
     match &spec.origin {
         Origin::Model(path) => {

@@ -13,7 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{inputs::Input, memory::Sizes};
 
-/// The description of a run in its folder, with which it is resumed without repeating the arguments.
+/// The description of a run in its folder, with which it is resumed without repeating the
+/// arguments.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Spec {
     pub(crate) backend: Backend,
@@ -24,7 +25,7 @@ pub(crate) struct Spec {
     pub(crate) valid_texts: Vec<PathBuf>,
     pub(crate) config: TrainConfig,
     pub(crate) eval_tokens: usize,
-    /// How quantized weights of the model are loaded.
+    /// The form in which quantized weights of the model are loaded.
     #[serde(default)]
     pub(crate) weights: Weights,
     /// The files it was started with; `None` for runs of older versions.
@@ -32,7 +33,7 @@ pub(crate) struct Spec {
     pub(crate) inputs: Option<Vec<Input>>,
 }
 
-/// How quantized weights of a model's file are loaded.
+/// The form in which quantized weights of a model's file are loaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Weights {

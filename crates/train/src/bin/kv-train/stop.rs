@@ -1,5 +1,5 @@
-//! Ctrl-C and SIGTERM. During a run, the first signal stops the run with a checkpoint, and the second
-//! one ends the program. At other times, the first signal ends the program.
+//! Ctrl-C and SIGTERM. During a run, the first signal stops the run with a checkpoint, and the
+//! second one ends the program. At other times, the first signal ends the program.
 
 use std::{
     fs,
@@ -61,7 +61,8 @@ impl Stop {
         self.state().work = Work::Run { dashboard };
     }
 
-    /// Makes signals end the program again, with a line that tells how to resume the run in `folder`.
+    /// Makes signals end the program again, with a line that tells how to resume the run in
+    /// `folder`.
     pub(crate) fn end(&self, folder: &Path) {
         let mut state = self.state();
         state.work = Work::None;

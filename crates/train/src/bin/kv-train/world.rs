@@ -172,7 +172,8 @@ pub(crate) fn resume(
     })
 }
 
-/// Saves the model of a checkpoint of the run in `folder`; `None` if it does not train a world model.
+/// Saves the model of a checkpoint of the run in `folder`; `None` if it does not train a world
+/// model.
 pub(crate) fn export(
     folder: &Path,
     step: Option<usize>,
