@@ -215,7 +215,7 @@ pub struct TrainConfig {
     /// Number of validations in a row without a better loss after which the run stops and keeps the
     /// best model.
     pub patience: Option<usize>,
-    /// Whether cheap activations are recomputed in the backward pass instead of being kept.
+    /// If true, the backward pass recomputes cheap activations instead of keeping them.
     pub gradient_checkpointing: bool,
 }
 

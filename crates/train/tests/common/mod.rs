@@ -1,4 +1,5 @@
-//! Shared by all tests: a small text, its tokenizer, a model that trains in a second, and the program.
+//! Shared by all tests: a small text, its tokenizer, a model that trains in a second, and the
+//! program.
 #![allow(dead_code, reason = "shared by several test binaries")]
 
 use std::{
@@ -73,8 +74,8 @@ pub(crate) fn architecture() -> Config {
     }
 }
 
-/// Creates a model with random weights, the same on every backend. The weights of keys and values are
-/// enlarged, so that quantization matters.
+/// Creates a model with random weights, the same on every backend. The weights of keys and values
+/// are enlarged, so that quantization matters.
 pub(crate) fn tiny(config: Config, device: &Device) -> LanguageModel {
     struct Copy<'a>(&'a Device);
     impl ModuleMapper for Copy<'_> {
