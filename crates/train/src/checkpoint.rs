@@ -139,7 +139,9 @@ impl Checkpoints {
                 return Err(damaged(format!("is truncated: {bytes} of {of} bytes")));
             }
             if found.crc32 != sealed.crc32 {
-                return Err(damaged("is damaged: its checksum is not what was written".into()));
+                return Err(damaged(
+                    "is damaged: its checksum differs from the one written".into(),
+                ));
             }
         }
         Ok(())
@@ -195,7 +197,7 @@ impl Checkpoints {
         R::load(path.clone()).map_err(|error| Error::Damaged { path, why: error.to_string() })
     }
 
-    /// Writes a whole checkpoint.
+    /// Writes all parts of a checkpoint.
     pub(crate) fn save(
         &self,
         step: usize,

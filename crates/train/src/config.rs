@@ -284,7 +284,7 @@ impl TrainConfig {
         if let Some(Adapter { rank, alpha }) = self.adapter
             && (rank == 0 || !(alpha > 0.0 && alpha.is_finite()))
         {
-            let rule = format!("must have a rank of at least 1 and an alpha {alpha} above 0");
+            let rule = format!("must be at least 1, and its alpha {alpha} must be above 0");
             return Err(Error::setting("lora", rank, rule));
         }
         if self.patience == Some(0) {

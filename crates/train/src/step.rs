@@ -263,7 +263,10 @@ impl TrainStep for Trainee {
         if record.loss.is_finite() && record.nll.is_finite() {
             self.task.lock().step(&record);
         } else {
-            self.task.fail(&format!("the loss of step {step} is {}", record.loss));
+            self.task.fail(&format!(
+                "the loss of step {step} is {}; try a lower learning rate",
+                record.loss
+            ));
         }
         TrainOutput { grads, item: Measured::train(&record, sums.rows) }
     }

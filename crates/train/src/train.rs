@@ -144,7 +144,7 @@ pub fn train<T: Target>(
 ) -> Result<Trained> {
     config.validate()?;
     if config.seq_len > model.max_positions() {
-        let rule = format!("exceeds the model's {} positions", model.max_positions());
+        let rule = format!("must be at most the model's {} positions", model.max_positions());
         return Err(Error::setting("seq-len", config.seq_len, rule));
     }
     let (train, valid) = texts.windows(config)?;

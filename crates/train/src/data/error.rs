@@ -121,7 +121,8 @@ pub enum DataError {
     },
     /// The text has fewer windows than needed.
     #[error(
-        "tokens = {tokens}: {windows} window(s) with seq_len = {seq_len} need at least {needed}"
+        "tokens = {tokens}: {windows} window(s) with seq_len = {seq_len} need at least {needed}; \
+         use more text or a smaller seq_len"
     )]
     TooShort {
         /// Tokens available.

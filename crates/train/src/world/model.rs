@@ -112,7 +112,8 @@ impl TrainState<'_> {
             sum.accumulate(&self.world.model, gradients);
         }
         if !loss.is_finite() {
-            return Err(Error::Stopped(format!("the loss of step {step} is {loss}")));
+            let why = format!("the loss of step {step} is {loss}; try a lower learning rate");
+            return Err(Error::Stopped(why));
         }
         let gradients = clip(&self.world.model, sum.grads(), Some(self.config.clip_norm))
             .map_err(|why| Error::Stopped(format!("step {step}: {why}")))?;
@@ -347,7 +348,7 @@ mod tests {
     fn two_step_loss_is_the_error_of_the_picture() {
         let exact = less(NOISE, PICTURE, 1.0);
         assert_eq!(loss(exact, exact, exact), 0.0);
-        // A plain frame's error is that of its velocity.
+        // The error of a true frame is the error of its velocity.
         let error = [0.5, -1.0, 2.0, 0.25];
         assert_eq!(loss(exact, exact, less(exact, error, 1.0)), mean(error));
         // An error of the first step counts by the length of that step, 0.75.

@@ -31,7 +31,8 @@ fn short_texts_and_odd_splits_are_errors() {
     let world = World::new();
     let tokens = world.tokens(17);
     let short = Windows::new(tokens.clone(), 17);
-    assert_eq!(message(short), "tokens = 17: 1 window(s) with seq_len = 17 need at least 18");
+    let rule = "tokens = 17: 1 window(s) with seq_len = 17 need at least 18";
+    assert_eq!(message(short), format!("{rule}; use more text or a smaller seq_len"));
     message(Windows::new(tokens.clone(), usize::MAX));
     assert!(message(Windows::new(tokens.clone(), 0)).starts_with("seq_len = 0: "));
     let windows = Windows::new(tokens.clone(), 4).unwrap();
