@@ -236,12 +236,12 @@ impl Checkpoints {
 }
 
 /// Saves after every validation, and keeps the previous checkpoint and the best validated one.
-pub(crate) struct Keep {
+pub(crate) struct KeepLastAndBest {
     pub(crate) checkpoints: Checkpoints,
     pub(crate) task: Arc<Task>,
 }
 
-impl CheckpointingStrategy for Keep {
+impl CheckpointingStrategy for KeepLastAndBest {
     fn checkpointing(&mut self, step: usize, _: &EventStoreClient) -> Vec<CheckpointingAction> {
         // The best earlier one, because the new one is not complete yet.
         let objective = self.task.config.objective;

@@ -41,9 +41,10 @@ struct TrainState {
     processor: SupervisedTrainingEventProcessor<Trainee>,
     checkpointer: Option<LearningCheckpointer<Trainee>>,
     interrupter: Interrupter,
-    store: Arc<EventStoreClient>,
-    train: Vec<TrainLoader<Trainee>>,
-    valid: ValidLoader<Trainee>,
+    event_store: Arc<EventStoreClient>,
+    /// One loader per device.
+    train_loaders: Vec<TrainLoader<Trainee>>,
+    valid_loader: ValidLoader<Trainee>,
     /// Computes a step on several devices; `None` with a single one.
     workers: Option<MultiDevicesTrainStep<Trainee>>,
 }
@@ -96,9 +97,9 @@ impl SupervisedLearningStrategy<Trainee> for Fit {
             processor: event_processor,
             checkpointer,
             interrupter,
-            store: event_store,
-            train: split_dataloader(train, &self.devices),
-            valid: valid.to_device(&main.clone().inner()),
+            event_store,
+            train_loaders: split_dataloader(train, &self.devices),
+            valid_loader: valid.to_device(&main.clone().inner()),
             workers: several.then(|| MultiDevicesTrainStep::new(&self.devices)),
         };
 
@@ -114,7 +115,7 @@ impl SupervisedLearningStrategy<Trainee> for Fit {
                 self.save(&mut state, step);
                 saved = Some(step);
                 let stopping = early_stopping.as_mut();
-                if stopping.is_some_and(|stopping| stopping.should_stop(step, &state.store)) {
+                if stopping.is_some_and(|stopping| stopping.should_stop(step, &state.event_store)) {
                     break;
                 }
             }
@@ -168,12 +169,12 @@ impl Fit {
         let epoch = self.epoch_after(step);
         if step == first || step == self.done {
             let total_items = steps * per_step;
-            state.train(LearnerEvent::StartSplit { epoch_number: epoch, total_items });
+            state.train_event(LearnerEvent::StartSplit { epoch_number: epoch, total_items });
         }
 
         let mut items = Vec::new();
         let mut accumulator = GradientsAccumulator::new();
-        let loaders = state.train.clone();
+        let loaders = state.train_loaders.clone();
         let mut batches: Vec<_> = loaders.iter().map(|loader| loader.iter()).collect();
         for _ in 0..config.accumulation {
             let outputs = match &state.workers {
@@ -220,10 +221,10 @@ impl Fit {
             let iteration = (step - first) * n_items + i + 1;
             let lr = state.learner.lr_current();
             let item = TrainingItem::new(item, progress, Some(iteration), Some(lr));
-            state.train(LearnerEvent::ProcessedItem(item));
+            state.train_event(LearnerEvent::ProcessedItem(item));
         }
         if config.validates_after(step + 1) {
-            state.train(LearnerEvent::EndSplit(epoch));
+            state.train_event(LearnerEvent::EndSplit(epoch));
         }
         true
     }
@@ -240,10 +241,10 @@ impl Fit {
     /// records the loss after the last one.
     fn validate(&self, state: &mut TrainState, step: usize) {
         let epoch = step.div_ceil(self.config().steps_per_epoch).max(1);
-        let total_items = state.valid.num_items();
-        state.valid(LearnerEvent::StartSplit { epoch_number: epoch, total_items });
+        let total_items = state.valid_loader.num_items();
+        state.valid_event(LearnerEvent::StartSplit { epoch_number: epoch, total_items });
         let model = state.learner.model().valid();
-        let loader = state.valid.clone();
+        let loader = state.valid_loader.clone();
         let mut batches = loader.iter();
         let mut iteration = 0;
         while let Some(batch) = batches.next() {
@@ -257,15 +258,15 @@ impl Fit {
             iteration += 1;
             let item = InferenceStep::step(&model, batch);
             let item = TrainingItem::new(item, batches.progress(), Some(iteration), None);
-            state.valid(LearnerEvent::ProcessedItem(item));
+            state.valid_event(LearnerEvent::ProcessedItem(item));
             if self.stops(state) {
                 break;
             }
         }
         self.task.lock().abandon_validation();
-        state.valid(LearnerEvent::EndSplit(epoch));
+        state.valid_event(LearnerEvent::EndSplit(epoch));
         if step > 0 {
-            state.train(LearnerEvent::EndEpoch(epoch));
+            state.train_event(LearnerEvent::EndEpoch(epoch));
         }
         let flushed = state.processor.flush();
         state.interrupter.fail_on_error(flushed);
@@ -273,12 +274,12 @@ impl Fit {
 }
 
 impl TrainState {
-    fn train(&mut self, event: LearnerEvent<Measured>) {
+    fn train_event(&mut self, event: LearnerEvent<Measured>) {
         let result = self.processor.process_train(event);
         self.interrupter.fail_on_error(result);
     }
 
-    fn valid(&mut self, event: LearnerEvent<Measured>) {
+    fn valid_event(&mut self, event: LearnerEvent<Measured>) {
         let result = self.processor.process_valid(event);
         self.interrupter.fail_on_error(result);
     }
@@ -286,7 +287,7 @@ impl TrainState {
     /// Writes a checkpoint in the background.
     fn save(&mut self, step: usize) {
         if let Some(checkpointer) = &mut self.checkpointer {
-            checkpointer.checkpoint(&self.learner, step, &self.store);
+            checkpointer.checkpoint(&self.learner, step, &self.event_store);
         }
     }
 }

@@ -165,12 +165,12 @@ pub(crate) struct Recorder {
     /// Only the validations.
     history: History,
     valid_batches: usize,
-    pending: Pending,
+    pending: PendingValidation,
 }
 
-/// A validation under way.
+/// The sums of a validation in progress.
 #[derive(Default)]
-struct Pending {
+struct PendingValidation {
     batches: usize,
     quantized: Sums,
     float: Sums,
@@ -218,7 +218,7 @@ impl Recorder {
             made: trained,
             history: History { train: Vec::new(), valid: history.valid },
             valid_batches,
-            pending: Pending::default(),
+            pending: PendingValidation::default(),
         })
     }
 
@@ -259,7 +259,7 @@ impl Recorder {
 
     /// Discards the sums of a validation that was interrupted.
     pub(crate) fn abandon_validation(&mut self) {
-        self.pending = Pending::default();
+        self.pending = PendingValidation::default();
     }
 
     /// Shows a line of progress.
@@ -295,7 +295,7 @@ impl Recorder {
         if pending.batches < self.valid_batches {
             return;
         }
-        let Pending { quantized, float, shares, .. } = core::mem::take(&mut self.pending);
+        let PendingValidation { quantized, float, shares, .. } = core::mem::take(&mut self.pending);
         let mean = |sum: f64| sum / quantized.rows.max(1) as f64;
         let record = ValidRecord {
             step: self.made,

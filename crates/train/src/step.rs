@@ -45,7 +45,7 @@ pub(crate) struct Task {
 
 /// The position of a sequence in its run.
 #[derive(Clone, Copy)]
-struct At {
+struct RunPosition {
     /// Number of sequences before it.
     position: u64,
     /// Number of optimizer steps before it.
@@ -88,7 +88,7 @@ impl Trainee {
         let step = self.task.step_of(&batch);
         let one = |trainee: &Self, index: usize| {
             let ids = |ids: &Tensor<2, Int>| ids.clone().narrow(0, index, 1);
-            let at = At { position: batch.position + index as u64, step };
+            let at = RunPosition { position: batch.position + index as u64, step };
             trainee.train_rows(ids(&batch.inputs), ids(&batch.targets), at, factor)
         };
         let parts: Vec<Result<(Sums, GradientsParams)>> = if on_threads(&device) && sequences > 1 {
@@ -100,7 +100,7 @@ impl Trainee {
         } else if config.float_share > 0.0 {
             (0..sequences).map(|index| one(self, index)).collect()
         } else {
-            let at = At { position: batch.position, step };
+            let at = RunPosition { position: batch.position, step };
             vec![self.train_rows(batch.inputs, batch.targets, at, factor)]
         };
         let (mut sums, mut grads) = (Sums::default(), GradientsAccumulator::new());
@@ -117,7 +117,7 @@ impl Trainee {
         &self,
         inputs: Tensor<2, Int>,
         targets: Tensor<2, Int>,
-        at: At,
+        at: RunPosition,
         factor: f64,
     ) -> Result<(Sums, GradientsParams)> {
         let Task { config, teacher, .. } = &*self.task;

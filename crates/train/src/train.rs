@@ -18,7 +18,7 @@ use kv_models::{
 
 use crate::{
     Checkpoints, Error, History, Prepared, Result, TrainConfig, Trainee,
-    checkpoint::{Keep, PARTS},
+    checkpoint::{KeepLastAndBest, PARTS},
     data::{Order, TokenFile, TrainLoader, ValidLoader, Windows},
     fit::Fit,
     folder::{FolderLock, check_disk_space, check_new, resumed, write_start},
@@ -266,7 +266,10 @@ fn launch(
             checkpoints.part(optimizer_part),
             checkpoints.part(schedule_part),
         )
-        .with_checkpointing_strategy(Keep { checkpoints: checkpoints.clone(), task: task.clone() })
+        .with_checkpointing_strategy(KeepLastAndBest {
+            checkpoints: checkpoints.clone(),
+            task: task.clone(),
+        })
         .num_epochs(config.epochs());
     let resumed = (fit.done > 0).then_some(fit.done / config.steps_per_epoch);
     training = training.renderer(renderer::new(dashboard, &interrupter, resumed)?);

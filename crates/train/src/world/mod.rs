@@ -2,8 +2,9 @@
 
 mod batch;
 mod config;
+mod denoise;
+mod fit;
 mod history;
-mod model;
 
 use std::{
     fs,
@@ -25,7 +26,7 @@ use kv_world::{Codec, Frame, Maze, Wanderer};
 pub use config::WorldConfig;
 pub use history::{WorldHistory, WorldStep, WorldValid};
 
-use self::{history::WorldRecorder, model::TrainState};
+use self::{fit::TrainState, history::WorldRecorder};
 use crate::{
     Checkpoints, Error, LogLine, Result, Resume,
     checkpoint::PARTS,
