@@ -59,8 +59,8 @@ fn main() -> Result<()> {
     };
     let ids = texts.windows(&config)?.1.text(EVALUATED);
     let run = Run {
-        tell: Some(Box::new(|line: &str| println!("{line}"))),
-        tell_every: 50,
+        log: Some(Box::new(|line: &str| println!("{line}"))),
+        log_every: 50,
         ..Run::new(out)
     };
     let trained = train(&device, loaded.model, &texts, &config, run)?;

@@ -1,4 +1,4 @@
-//! Single training steps, outside of a run, to be timed.
+//! Single training steps outside of a run, for benchmarks.
 
 use std::sync::{Arc, Mutex};
 
@@ -19,7 +19,7 @@ use crate::{
     step::Task,
 };
 
-/// A model, its optimizer, and one batch that is trained on again and again.
+/// A model, its optimizer, and one batch that every step trains on.
 pub struct Stepper {
     trainee: Trainee,
     optimizer: ModuleOptimizer,
@@ -34,8 +34,8 @@ impl core::fmt::Debug for Stepper {
 }
 
 impl Stepper {
-    /// Prepares `model` as [`train`](crate::train) does; the batch's ids are the same for every
-    /// model of one vocabulary.
+    /// Prepares `model` as [`train`](crate::train) does. The batch's ids depend only on the size of
+    /// the vocabulary.
     ///
     /// # Errors
     /// A setting out of range, or a cache that does not fit the model.
@@ -64,7 +64,7 @@ impl Stepper {
     /// Forward, backward and update; returns the loss.
     ///
     /// # Errors
-    /// Those of the model, and [`Error::Stopped`] when the loss is not finite.
+    /// An error of the model, or [`Error::Stopped`] if the loss is not finite.
     pub fn step(&mut self) -> Result<f64> {
         let (sums, grads) = self.trainee.train_batch(self.batch.clone())?;
         let trainee = self.trainee.clone();

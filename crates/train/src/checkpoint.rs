@@ -1,8 +1,9 @@
-//! Checkpoints that are either whole or recognized as damaged.
+//! Checkpoints that are either complete or recognized as damaged.
 //!
-//! A checkpoint is three files, written beside and renamed when complete, each with a note of its
-//! length and checksum, which comes last. The one before is kept until the next is whole, and the
-//! best validated one for good.
+//! A checkpoint consists of three files. Each is written under a temporary name and renamed when
+//! complete; its seal, a file with its length and checksum, is written last. The previous
+//! checkpoint is kept until the next one is complete, and the one with the best validation is never
+//! deleted.
 
 use std::{
     fs::{self, File},
@@ -24,7 +25,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result, ValidRecord, step::Task};
 
-/// What a checkpoint consists of.
+/// The parts of a checkpoint, one file each.
 pub(crate) const PARTS: [&str; 3] = ["model", "optimizer", "schedule"];
 
 /// The checkpoints of a run's folder, named by the optimizer steps made before them.
@@ -33,7 +34,7 @@ pub struct Checkpoints {
     folder: PathBuf,
 }
 
-/// Length and checksum of a file, written after it.
+/// The length and checksum of a file, written after the file itself.
 #[derive(Serialize, Deserialize)]
 struct Seal {
     bytes: u64,
@@ -58,7 +59,7 @@ impl Seal {
 }
 
 impl Checkpoints {
-    /// Those of the run in `run`.
+    /// The checkpoints of the run in folder `run`.
     pub fn of(run: &Path) -> Self {
         Self { folder: run.join("checkpoints") }
     }
@@ -68,7 +69,7 @@ impl Checkpoints {
         self.folder.parent().unwrap_or(&self.folder)
     }
 
-    /// Where they are.
+    /// The folder that holds them.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -81,10 +82,10 @@ impl Checkpoints {
         self.folder.join(format!("step-{step}.{part}.json"))
     }
 
-    /// Steps after which something was saved, ascending.
+    /// The optimizer steps after which any part was saved, in ascending order.
     ///
     /// # Errors
-    /// A folder that is there and cannot be read.
+    /// A folder that exists but cannot be read.
     pub fn steps(&self) -> Result<Vec<usize>> {
         let entries = match fs::read_dir(&self.folder) {
             Ok(entries) => entries,
@@ -106,20 +107,20 @@ impl Checkpoints {
         Ok(steps)
     }
 
-    /// Whether everything after `step` was written to its end.
+    /// Returns whether all parts after `step` are completely written.
     pub fn is_complete(&self, step: usize) -> bool {
         PARTS.iter().all(|part| self.seal(part, step).is_file())
     }
 
-    /// The last that was written to its end.
+    /// The last step whose checkpoint is completely written.
     ///
     /// # Errors
-    /// Those of [`steps`](Self::steps).
+    /// As for [`steps`](Self::steps).
     pub fn last_complete(&self) -> Result<Option<usize>> {
         Ok(self.steps()?.into_iter().rev().find(|&step| self.is_complete(step)))
     }
 
-    /// Checks that the checkpoint after `step` is what was written.
+    /// Checks the lengths and checksums of the checkpoint after `step`.
     ///
     /// # Errors
     /// [`Error::Damaged`] naming the file that is missing, shorter or different.
@@ -138,18 +139,20 @@ impl Checkpoints {
                 return Err(damaged(format!("is truncated: {bytes} of {of} bytes")));
             }
             if found.crc32 != sealed.crc32 {
-                return Err(damaged("is damaged: its checksum is not what was written".into()));
+                return Err(damaged(
+                    "is damaged: its checksum differs from the one written".into(),
+                ));
             }
         }
         Ok(())
     }
 
-    /// The step to resume after: `wanted`, or that of the last checkpoint written to its end; `None`
-    /// where there is none.
+    /// The step to resume after: `wanted`, or the step of the last complete checkpoint. `None` if
+    /// no checkpoint is complete.
     ///
     /// # Errors
-    /// A step without a checkpoint; then the message lists those there are. A damaged checkpoint;
-    /// then it names the last that is whole.
+    /// A step without a checkpoint: the message lists the steps that have one. A damaged
+    /// checkpoint: the message names the last one that is intact.
     pub fn resume(&self, wanted: Option<usize>) -> Result<Option<usize>> {
         let Some(step) = wanted.map_or_else(|| self.last_complete(), |step| Ok(Some(step)))? else {
             return Ok(None);
@@ -157,14 +160,12 @@ impl Checkpoints {
         let steps = self.steps()?;
         if !steps.contains(&step) {
             let why = match &steps[..] {
-                [] => format!("holds no checkpoint of step {step}, nor of any other"),
-                [one] => format!("holds no checkpoint of step {step}, but that of step {one}"),
+                [] => format!("holds no checkpoint of step {step} or any other step"),
+                [one] => format!("holds no checkpoint of step {step}, only of step {one}"),
                 [rest @ .., last] => {
                     let rest: Vec<String> = rest.iter().map(usize::to_string).collect();
                     let rest = rest.join(", ");
-                    format!(
-                        "holds no checkpoint of step {step}, but those of steps {rest} and {last}"
-                    )
+                    format!("holds no checkpoint of step {step}, only of steps {rest} and {last}")
                 }
             };
             return Err(Error::Damaged { path: self.folder.clone(), why });
@@ -174,9 +175,10 @@ impl Checkpoints {
                 let whole = steps.iter().rev().find(|&&other| self.check(other).is_ok());
                 let hint = match whole {
                     Some(whole) => format!(
-                        "; the checkpoint of step {whole} is whole: resume with --from-step {whole}"
+                        "; the checkpoint of step {whole} is intact: resume with --from-step \
+                         {whole}"
                     ),
-                    None => "; no other checkpoint is whole".into(),
+                    None => "; no other checkpoint is intact".into(),
                 };
                 Error::Damaged { path, why: why + &hint }
             }
@@ -184,7 +186,7 @@ impl Checkpoints {
         })
     }
 
-    /// Deletes what was saved after later steps than `step`, or all: the run makes them again.
+    /// Deletes the checkpoints of steps after `step`, or all: the run computes them again.
     pub(crate) fn delete_after(&self, step: Option<usize>) -> Result<()> {
         self.keep(|later| Some(later) <= step)
     }
@@ -195,7 +197,7 @@ impl Checkpoints {
         R::load(path.clone()).map_err(|error| Error::Damaged { path, why: error.to_string() })
     }
 
-    /// Writes a whole checkpoint.
+    /// Writes all parts of a checkpoint.
     pub(crate) fn save(
         &self,
         step: usize,
@@ -208,10 +210,10 @@ impl Checkpoints {
         let saved = saved.and_then(|()| optimizer_part.write(step, optimizer));
         saved
             .and_then(|()| schedule_part.write(step, schedule))
-            .map_err(|why| Error::Stopped(format!("{why}; the checkpoint before it is untouched")))
+            .map_err(|why| Error::Stopped(format!("{why}; the previous checkpoint is unchanged")))
     }
 
-    /// Deletes what was saved after other steps than those to keep.
+    /// Deletes the checkpoints of all steps for which `keeps` returns false.
     pub(crate) fn keep(&self, keeps: impl Fn(usize) -> bool) -> Result<()> {
         for step in self.steps()?.into_iter().filter(|&step| !keeps(step)) {
             self.delete(step)?;
@@ -219,7 +221,7 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Deletes what was saved after a step, its seals first.
+    /// Deletes the checkpoint of a step, seals first.
     fn delete(&self, step: usize) -> Result<()> {
         for path in PARTS.iter().flat_map(|part| [self.seal(part, step), self.file(part, step)]) {
             remove(&path).map_err(Error::io(&path))?;
@@ -227,21 +229,21 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// What saves one part.
+    /// The writer of one part, for burn-train.
     pub(crate) fn part(&self, part: &'static str) -> Part {
         Part { checkpoints: self.clone(), part }
     }
 }
 
-/// Saves after every validation, and keeps the checkpoint before that one and the best validated.
-pub(crate) struct Keep {
+/// Saves after every validation, and keeps the previous checkpoint and the best validated one.
+pub(crate) struct KeepLastAndBest {
     pub(crate) checkpoints: Checkpoints,
     pub(crate) task: Arc<Task>,
 }
 
-impl CheckpointingStrategy for Keep {
+impl CheckpointingStrategy for KeepLastAndBest {
     fn checkpointing(&mut self, step: usize, _: &EventStoreClient) -> Vec<CheckpointingAction> {
-        // The best before this one: until this one is whole, it may be the best there is.
+        // The best earlier one, because the new one is not complete yet.
         let objective = self.task.config.objective;
         let value = |record: &&ValidRecord| objective.value(record.nll, record.kl);
         let best = {
@@ -250,12 +252,12 @@ impl CheckpointingStrategy for Keep {
                 recorder.validations().valid.iter().filter(|record| record.step < step as u64);
             earlier.min_by(|a, b| value(a).total_cmp(&value(b))).map(|record| record.step)
         };
-        // What cannot be listed is not deleted.
+        // If the folder cannot be listed, nothing is deleted.
         let steps = self.checkpoints.steps().unwrap_or_default();
         let complete = |other: &usize| *other < step && self.checkpoints.is_complete(*other);
         let before = steps.iter().copied().filter(complete).max().unwrap_or(0);
         let old = steps.iter().filter(|&&other| other < before && Some(other as u64) != best);
-        // First the deletions, which wait for nothing; then the checkpoint, in the background.
+        // Deletions come first: they are immediate, the checkpoint is written in the background.
         old.map(|&other| CheckpointingAction::Delete(other))
             .chain([CheckpointingAction::Save])
             .collect()
@@ -269,7 +271,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// A file is complete before it gets its name, and named before it is sealed.
+    /// Writes a file under a temporary name, renames it when complete, then writes its seal.
     fn write<R: Checkpoint>(&self, step: usize, record: R) -> core::result::Result<(), String> {
         let Self { checkpoints, part } = self;
         let (path, seal) = (checkpoints.file(part, step), checkpoints.seal(part, step));
@@ -283,7 +285,7 @@ impl Part {
         File::open(&file).and_then(|file| file.sync_all()).map_err(io(&path))?;
         let sealed = Seal::of(&file).map_err(io(&path))?;
         let text = serde_json::to_string(&sealed).map_err(|error| error.to_string())?;
-        // An older seal is not of this file.
+        // A seal left by an earlier checkpoint does not match this file.
         remove(&seal).map_err(io(&seal))?;
         file.persist(&path).map_err(|error| io(&path)(error.error))?;
         staged::write(&seal, text.as_bytes()).map_err(io(&seal))
@@ -300,7 +302,7 @@ fn remove(path: &Path) -> io::Result<()> {
 impl<R: Checkpoint> Checkpointer<R> for Part {
     fn save(&self, step: usize, record: R) -> core::result::Result<(), CheckpointerError> {
         self.write(step, record).map_err(|why| {
-            CheckpointerError::Unknown(format!("{why}; the checkpoint before it is untouched"))
+            CheckpointerError::Unknown(format!("{why}; the previous checkpoint is unchanged"))
         })
     }
 
@@ -308,7 +310,7 @@ impl<R: Checkpoint> Checkpointer<R> for Part {
         R::load(self.checkpoints.file(self.part, step))
     }
 
-    /// Deletes an old checkpoint, but never the last that is whole.
+    /// Deletes an old checkpoint, but never the last complete one.
     fn delete(&self, step: usize) -> core::result::Result<(), CheckpointerError> {
         let Self { checkpoints, part } = self;
         let last = checkpoints

@@ -8,14 +8,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, QatConfig, Result};
 
-/// What is minimized, per token and in nats.
+/// The loss that training minimizes, per token and in nats.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Objective {
     /// `-log p(target)`: adapts to the text.
     CrossEntropy,
-    /// `KL(teacher || student)`, the teacher being the model as it was, frozen, with a float cache:
-    /// recovers what quantization lost (Hinton et al., 2015, <https://arxiv.org/abs/1503.02531>).
+    /// `KL(teacher || student)`: recovers the quality that quantization lost. The teacher is the
+    /// untrained model, frozen, with a float cache (Hinton et al., 2015,
+    /// <https://arxiv.org/abs/1503.02531>).
     Distillation,
     /// `(1 - kl_weight) * cross-entropy + kl_weight * distillation`.
     Mixed {
@@ -40,7 +41,7 @@ impl Objective {
         ce_weight * nll + kl_weight * kl
     }
 
-    /// Whether a teacher has to run.
+    /// Returns whether a teacher has to run.
     pub(crate) fn needs_teacher(self) -> bool {
         self.weights().1 != 0.0
     }
@@ -74,7 +75,7 @@ impl FromStr for Objective {
     }
 }
 
-/// Which weights are trained; the others are frozen.
+/// The weights that are trained; all others are frozen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Trainable {
@@ -90,7 +91,7 @@ pub enum Trainable {
 }
 
 impl Trainable {
-    /// Whether a weight of this role is trained; `None` is one that the model gives no role.
+    /// Returns whether a weight of this role is trained; `None` is a weight without a role.
     pub(crate) fn includes(self, role: Option<Role>) -> bool {
         match self {
             Self::All => true,
@@ -148,7 +149,7 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// Checks every field against its range, for a run of so many steps.
+    /// Checks every field against its range, for a run of `steps` optimizer steps.
     pub(crate) fn check(&self, steps: usize) -> Result<()> {
         let Self { lr, min_lr, warmup } = *self;
         unit("lr", lr)?;
@@ -177,14 +178,14 @@ fn unit(field: &'static str, value: f64) -> Result<()> {
 pub struct TrainConfig {
     /// The cache to train for; `None` trains with a float cache.
     pub qat: Option<QatConfig>,
-    /// What is minimized.
+    /// The loss that is minimized.
     pub objective: Objective,
-    /// Share of the sequences, between 0 and 1, that are trained with a float cache, so that the
-    /// model stays good when it is served without quantization.
+    /// Share of the sequences, between 0 and 1, that are trained with a float cache. They keep the
+    /// model good when it is served without quantization.
     pub float_share: f64,
-    /// Which weights are trained.
+    /// The weights that are trained.
     pub trainable: Trainable,
-    /// Train low-rank adapters in place of the weights.
+    /// Low-rank adapters to train in place of the weights.
     pub adapter: Option<Adapter>,
     /// Tokens per sequence.
     pub seq_len: usize,
@@ -194,8 +195,8 @@ pub struct TrainConfig {
     pub accumulation: usize,
     /// Optimizer steps in all.
     pub steps: usize,
-    /// Optimizer steps between validations and checkpoints; what the dashboard calls an epoch. The
-    /// last may be shorter.
+    /// Optimizer steps between validations and checkpoints, called an epoch in the dashboard. The
+    /// last epoch may be shorter.
     pub steps_per_epoch: usize,
     /// Learning rate by step.
     pub schedule: Schedule,
@@ -209,11 +210,12 @@ pub struct TrainConfig {
     pub seed: u64,
     /// Share of each text, at its end, that is held out for validation.
     pub holdout: f64,
-    /// Held-out windows used in a validation, at most.
+    /// Largest number of held-out windows in a validation.
     pub valid_windows: usize,
-    /// Stop after this many validations in a row without a better loss, and keep the best model.
+    /// Number of validations in a row without a better loss after which the run stops and keeps the
+    /// best model.
     pub patience: Option<usize>,
-    /// Recompute cheap activations in the backward pass instead of keeping them.
+    /// If true, the backward pass recomputes cheap activations instead of keeping them.
     pub gradient_checkpointing: bool,
 }
 
@@ -282,7 +284,7 @@ impl TrainConfig {
         if let Some(Adapter { rank, alpha }) = self.adapter
             && (rank == 0 || !(alpha > 0.0 && alpha.is_finite()))
         {
-            let rule = format!("must have a rank of at least 1 and an alpha {alpha} above 0");
+            let rule = format!("must be at least 1, and its alpha {alpha} must be above 0");
             return Err(Error::setting("lora", rank, rule));
         }
         if self.patience == Some(0) {
@@ -291,8 +293,8 @@ impl TrainConfig {
         self.qat.as_ref().map_or(Ok(()), |qat| qat.check(self.seq_len, self.steps))
     }
 
-    /// Refuses numbers of which products would not fit: the tokens of a batch into one buffer, and
-    /// the sequences of a run into an f64, which counts the share that is trained in float.
+    /// Refuses products that overflow: the tokens of a batch must fit into one buffer, and the
+    /// sequences of a run into an f64, which counts the share that is trained in float.
     fn check_sizes(&self) -> Result<()> {
         let below = |limit: u64, numbers: &[usize]| {
             let product = |sum: u64, &n: &usize| sum.checked_mul(n as u64);
@@ -319,16 +321,16 @@ impl TrainConfig {
         Ok(())
     }
 
-    /// Checks what the model decides: that the cache fits it, and quantizes any of its layers.
+    /// Checks that the cache fits the model and quantizes at least one of its layers.
     ///
     /// # Errors
-    /// A cache that does not fit the model, [`Error::Setting`] for one that is float in all layers.
+    /// A cache that does not fit the model, or [`Error::Setting`] if it is float in all layers.
     pub fn check_model(&self, model: &ModelSpec) -> Result<()> {
         let Some(qat) = &self.qat else { return Ok(()) };
         qat.cache.validate(model)?;
         match qat.cache.is_float(model) {
             true => {
-                let rule = "is float in all layers, so that nothing would be quantized";
+                let rule = "is float in all layers, so nothing would be quantized";
                 Err(Error::setting("cache", &qat.cache, rule))
             }
             false => Ok(()),
@@ -339,7 +341,7 @@ impl TrainConfig {
         self.steps.div_ceil(self.steps_per_epoch)
     }
 
-    /// Whether there is a validation, and a checkpoint, after `step` optimizer steps.
+    /// Returns whether a validation and a checkpoint follow optimizer step `step`.
     pub(crate) fn validates_after(&self, step: usize) -> bool {
         step.is_multiple_of(self.steps_per_epoch) || step == self.steps
     }

@@ -1,4 +1,4 @@
-//! burn-train's dashboard, with Ctrl-C still sent as a signal.
+//! burn-train's dashboard, changed so that Ctrl-C still sends a signal.
 
 use std::{any::Any, io};
 
@@ -10,7 +10,7 @@ use crossterm::{
     terminal::{LeaveAlternateScreen, disable_raw_mode, is_raw_mode_enabled},
 };
 
-/// The dashboard; `resumed` is the epoch a run continues after.
+/// Creates the dashboard. `resumed` is the epoch after which a run continues.
 pub(crate) fn new(interrupter: Interrupter, resumed: Option<usize>) -> TuiMetricsRendererWrapper {
     let dashboard = TuiMetricsRendererWrapper::new(interrupter, resumed);
     #[cfg(unix)]
@@ -18,25 +18,25 @@ pub(crate) fn new(interrupter: Interrupter, resumed: Option<usize>) -> TuiMetric
     dashboard
 }
 
-/// Makes the terminal send a signal for Ctrl-C again: the dashboard reads keys in raw mode, in
-/// which Ctrl-C is an ordinary key, and the dashboard ignores that key.
+/// Makes the terminal send a signal for Ctrl-C again. The dashboard reads keys in raw mode, where
+/// Ctrl-C is an ordinary key, and ignores that key.
 #[cfg(unix)]
 fn keep_interrupts() {
     use rustix::termios::{LocalModes, OptionalActions, SpecialCodeIndex, tcgetattr, tcsetattr};
 
     /// The value that switches a special character off.
     const NONE: u8 = if cfg!(target_os = "linux") { 0 } else { 0xff };
-    // A thread of the dashboard switches to raw mode; wait for that.
+    // Wait until the dashboard's thread has switched to raw mode.
     for _ in 0..200 {
         let Ok(mut mode) = tcgetattr(io::stdin()) else { return };
         let raw = is_raw_mode_enabled().unwrap_or(false);
         if raw && !mode.local_modes.contains(LocalModes::ICANON) {
             mode.local_modes |= LocalModes::ISIG;
-            // Suspend and quit are switched off: they would leave the terminal in raw mode.
+            // Suspend and quit would leave the terminal in raw mode, so they are switched off.
             for key in [SpecialCodeIndex::VSUSP, SpecialCodeIndex::VQUIT] {
                 mode.special_codes[key] = NONE;
             }
-            // Where this fails, `q` and `s` still stop the run.
+            // If this fails, `q` and `s` still stop the run.
             let _ = tcsetattr(io::stdin(), OptionalActions::Now, &mode);
             return;
         }
@@ -47,14 +47,14 @@ fn keep_interrupts() {
 /// Restores the terminal if the dashboard is using it, for a program that is about to exit.
 pub fn restore_terminal() {
     if is_raw_mode_enabled().unwrap_or(false) {
-        // Errors are ignored: nothing can be done about a terminal that cannot be written.
+        // Errors are ignored, because the program is about to exit.
         let _ = disable_raw_mode();
         let _ = execute!(io::stdout(), DisableMouseCapture, LeaveAlternateScreen, Show);
     }
 }
 
-/// Whether a panic is the one that the dashboard raises to stop immediately. The dashboard has left
-/// the alternate screen by then, so this only shows the cursor again.
+/// Returns whether a panic is the one that the dashboard raises to stop immediately. The dashboard
+/// has left the alternate screen by then, so this only shows the cursor again.
 pub(crate) fn is_kill(panic: &(dyn Any + Send)) -> bool {
     let text = panic.downcast_ref::<&str>().copied();
     let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));

@@ -2,21 +2,21 @@ use std::path::PathBuf;
 
 use crate::data::DataError;
 
-/// What can go wrong in training.
+/// An error of training.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A setting out of its range.
+    /// A setting is out of its range.
     #[error("{field} {value}: {rule}")]
     Setting {
         /// The setting.
         field: &'static str,
         /// Its value.
         value: String,
-        /// What it must be.
+        /// The rule it breaks.
         rule: String,
     },
-    /// A file that could not be read or written.
+    /// A file cannot be read or written.
     #[error("{path}: {source}", path = path.display())]
     Io {
         /// The file.
@@ -24,18 +24,18 @@ pub enum Error {
         /// Why.
         source: std::io::Error,
     },
-    /// A file of a run is damaged: it is not what was written.
+    /// A file of a run differs from what was written.
     #[error("{path}: {why}", path = path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it, and what still works.
+        /// The damage, and what still works.
         why: String,
     },
-    /// A folder in which no run can start.
+    /// No run can start in a folder.
     #[error("{path}: {why}", path = path.display())]
     Folder {
-        /// The folder, or the file of it that is in the way.
+        /// The folder, or the file in it that is in the way.
         path: PathBuf,
         /// Why, and what to do.
         why: String,
@@ -43,7 +43,7 @@ pub enum Error {
     /// Training failed.
     #[error("training stopped: {0}")]
     Stopped(String),
-    /// Training was asked to stop, and can go on.
+    /// Training was asked to stop, and can be resumed.
     #[error(
         "stopped after step {step} of {steps}; the checkpoint is in {folder}",
         folder = folder.display()
@@ -51,9 +51,9 @@ pub enum Error {
     Interrupted {
         /// The run's folder.
         folder: PathBuf,
-        /// The optimizer steps made, after which there is a checkpoint.
+        /// Optimizer steps made; the last checkpoint follows this step.
         step: usize,
-        /// Those that were planned.
+        /// Optimizer steps planned.
         steps: usize,
     },
     /// An error of the texts.
@@ -65,10 +65,10 @@ pub enum Error {
     /// An error of the cache's configuration or of the device.
     #[error(transparent)]
     Cache(#[from] kv_models::kv_cubecl::Error),
-    /// A report that could not be drawn or written.
+    /// A report cannot be drawn or written.
     #[error(transparent)]
     Report(#[from] kv_report::Error),
-    /// An evaluation that could not be done.
+    /// An evaluation fails.
     #[error(transparent)]
     Eval(#[from] kv_eval::Error),
 }

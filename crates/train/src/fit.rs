@@ -1,7 +1,8 @@
-//! The loop of a run: optimizer steps, validations, checkpoints, and where the run may stop.
+//! The training loop: optimizer steps, validations, checkpoints, and the points where a run may
+//! stop.
 //!
-//! Burn's own training strategies are not used, because they stop between batches without a
-//! checkpoint, and can only start at the beginning of an epoch.
+//! Burn's own training strategies stop between batches without a checkpoint and can only start at
+//! the beginning of an epoch, so they are not used.
 
 use std::sync::{
     Arc,
@@ -30,19 +31,20 @@ pub(crate) struct Fit {
     pub(crate) task: Arc<Task>,
     /// Optimizer steps made before this starts; 0 in a new run.
     pub(crate) done: usize,
-    /// Becomes true when the run shall stop.
+    /// Asks the run to stop when it becomes true.
     pub(crate) stop: Option<Arc<AtomicBool>>,
 }
 
-/// What a run in progress works with.
+/// The state of a run in progress.
 struct TrainState {
     learner: Learner<Trainee>,
     processor: SupervisedTrainingEventProcessor<Trainee>,
     checkpointer: Option<LearningCheckpointer<Trainee>>,
     interrupter: Interrupter,
-    store: Arc<EventStoreClient>,
-    train: Vec<TrainLoader<Trainee>>,
-    valid: ValidLoader<Trainee>,
+    event_store: Arc<EventStoreClient>,
+    /// One loader per device.
+    train_loaders: Vec<TrainLoader<Trainee>>,
+    valid_loader: ValidLoader<Trainee>,
     /// Computes a step on several devices; `None` with a single one.
     workers: Option<MultiDevicesTrainStep<Trainee>>,
 }
@@ -90,14 +92,14 @@ impl SupervisedLearningStrategy<Trainee> for Fit {
         let main = &self.devices[0];
         learner.fork(main);
         let several = self.devices.len() > 1;
-        let mut course = TrainState {
+        let mut state = TrainState {
             learner,
             processor: event_processor,
             checkpointer,
             interrupter,
-            store: event_store,
-            train: split_dataloader(train, &self.devices),
-            valid: valid.to_device(&main.clone().inner()),
+            event_store,
+            train_loaders: split_dataloader(train, &self.devices),
+            valid_loader: valid.to_device(&main.clone().inner()),
             workers: several.then(|| MultiDevicesTrainStep::new(&self.devices)),
         };
 
@@ -105,35 +107,35 @@ impl SupervisedLearningStrategy<Trainee> for Fit {
         loop {
             if self.config().validates_after(step) {
                 if self.task.lock().validations().validation(step).is_none() {
-                    self.validate(&mut course, step);
-                    if self.stops(&course) {
+                    self.validate(&mut state, step);
+                    if self.stops(&state) {
                         break;
                     }
                 }
-                self.save(&mut course, step);
+                self.save(&mut state, step);
                 saved = Some(step);
                 let stopping = early_stopping.as_mut();
-                if stopping.is_some_and(|stopping| stopping.should_stop(step, &course.store)) {
+                if stopping.is_some_and(|stopping| stopping.should_stop(step, &state.event_store)) {
                     break;
                 }
             }
-            if step == self.config().steps || self.stops(&course) {
+            if step == self.config().steps || self.stops(&state) {
                 break;
             }
-            if !self.step(&mut course, step) {
+            if !self.step(&mut state, step) {
                 break;
             }
             step += 1;
-            self.task.lock().made(step);
+            self.task.lock().set_steps_made(step);
         }
-        // If the run was asked to stop and did not fail, the weights are those after `step` steps.
-        let asked = self.stops(&course) && !self.failed(&course);
+        // A run that was asked to stop and did not fail has the weights after `step` steps.
+        let asked = self.stops(&state) && !self.failed(&state);
         if asked && saved != Some(step) {
-            self.save(&mut course, step);
+            self.save(&mut state, step);
         }
         // Waits until all checkpoints are written.
-        drop(course.checkpointer.take());
-        (course.learner.model(), course.processor)
+        drop(state.checkpointer.take());
+        (state.learner.model(), state.processor)
     }
 }
 
@@ -142,14 +144,14 @@ impl Fit {
         &self.task.config
     }
 
-    /// Whether the run was asked to stop, or failed.
-    fn stops(&self, course: &TrainState) -> bool {
+    /// Returns whether the run was asked to stop or failed.
+    fn stops(&self, state: &TrainState) -> bool {
         let asked = self.stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed));
-        asked || course.interrupter.should_stop()
+        asked || state.interrupter.should_stop()
     }
 
-    fn failed(&self, course: &TrainState) -> bool {
-        course.interrupter.error().is_some() || self.task.lock().failure().is_some()
+    fn failed(&self, state: &TrainState) -> bool {
+        state.interrupter.error().is_some() || self.task.lock().failure().is_some()
     }
 
     /// The epoch, counted from 1, of the optimizer step that follows `step` steps.
@@ -157,9 +159,9 @@ impl Fit {
         step / self.config().steps_per_epoch + 1
     }
 
-    /// Makes one optimizer step. Returns `false`, with the model as it was, if the run failed or is
-    /// to stop.
-    fn step(&self, course: &mut TrainState, step: usize) -> bool {
+    /// Makes one optimizer step. Returns `false` and leaves the model unchanged if the run failed
+    /// or was asked to stop.
+    fn step(&self, state: &mut TrainState, step: usize) -> bool {
         let config = self.config();
         let per_step = config.batch * config.accumulation * self.devices.len();
         let first = (self.epoch_after(step) - 1) * config.steps_per_epoch;
@@ -167,48 +169,48 @@ impl Fit {
         let epoch = self.epoch_after(step);
         if step == first || step == self.done {
             let total_items = steps * per_step;
-            course.train(LearnerEvent::StartSplit { epoch_number: epoch, total_items });
+            state.train_event(LearnerEvent::StartSplit { epoch_number: epoch, total_items });
         }
 
         let mut items = Vec::new();
         let mut accumulator = GradientsAccumulator::new();
-        let loaders = course.train.clone();
+        let loaders = state.train_loaders.clone();
         let mut batches: Vec<_> = loaders.iter().map(|loader| loader.iter()).collect();
         for _ in 0..config.accumulation {
-            let outputs = match &course.workers {
-                Some(workers) => match workers.step(&mut batches, &course.learner.model()) {
+            let outputs = match &state.workers {
+                Some(workers) => match workers.step(&mut batches, &state.learner.model()) {
                     Ok((outputs, _)) => outputs.into_iter().map(|done| done.output).collect(),
                     Err(error) => {
-                        course.interrupter.fail(error);
+                        state.interrupter.fail(error);
                         Vec::new()
                     }
                 },
                 None => match batches[0].next() {
-                    Some(Ok(batch)) => vec![course.learner.train_step(batch)],
+                    Some(Ok(batch)) => vec![state.learner.train_step(batch)],
                     Some(Err(error)) => {
-                        course.interrupter.fail(error);
+                        state.interrupter.fail(error);
                         Vec::new()
                     }
                     None => Vec::new(),
                 },
             };
             for TrainOutput { grads, item } in outputs {
-                let model = course.learner.model();
+                let model = state.learner.model();
                 accumulator.accumulate(&model, grads.to_device(&self.devices[0], &model));
                 items.push(item);
             }
-            if self.failed(course) {
+            if self.failed(state) {
                 return false;
             }
-            // Asked to stop before the last batch of the step: a resumed run computes the whole
+            // If the stop comes before the last batch of the step, a resumed run computes the whole
             // step again.
-            if items.len() < config.accumulation * self.devices.len() && self.stops(course) {
+            if items.len() < config.accumulation * self.devices.len() && self.stops(state) {
                 return false;
             }
         }
-        course.learner.lr_step();
-        course.learner.optimizer_step(accumulator.grads());
-        if self.failed(course) {
+        state.learner.lr_step();
+        state.learner.optimizer_step(accumulator.grads());
+        if self.failed(state) {
             return false;
         }
 
@@ -217,67 +219,67 @@ impl Fit {
             let done = (step - first) * per_step + (i + 1) * config.batch;
             let progress = Progress::new(done, steps * per_step, Some("items".into()));
             let iteration = (step - first) * n_items + i + 1;
-            let lr = course.learner.lr_current();
+            let lr = state.learner.lr_current();
             let item = TrainingItem::new(item, progress, Some(iteration), Some(lr));
-            course.train(LearnerEvent::ProcessedItem(item));
+            state.train_event(LearnerEvent::ProcessedItem(item));
         }
         if config.validates_after(step + 1) {
-            course.train(LearnerEvent::EndSplit(epoch));
+            state.train_event(LearnerEvent::EndSplit(epoch));
         }
         true
     }
 
-    /// Saves a checkpoint of finite weights, or fails the run.
-    fn save(&self, course: &mut TrainState, step: usize) {
-        match check_finite(&course.learner.model(), step) {
-            Ok(()) => course.save(step),
+    /// Saves a checkpoint, or fails the run if a weight is not finite.
+    fn save(&self, state: &mut TrainState, step: usize) {
+        match check_finite(&state.learner.model(), step) {
+            Ok(()) => state.save(step),
             Err(why) => self.task.fail(&why),
         }
     }
 
-    /// Measures the held-out loss after `step` steps. The task's recorder adds up the batches, and
-    /// records the loss when all of them were measured.
-    fn validate(&self, course: &mut TrainState, step: usize) {
+    /// Measures the held-out loss after `step` steps. The task's recorder adds up the batches and
+    /// records the loss after the last one.
+    fn validate(&self, state: &mut TrainState, step: usize) {
         let epoch = step.div_ceil(self.config().steps_per_epoch).max(1);
-        let total_items = course.valid.num_items();
-        course.valid(LearnerEvent::StartSplit { epoch_number: epoch, total_items });
-        let model = course.learner.model().valid();
-        let loader = course.valid.clone();
+        let total_items = state.valid_loader.num_items();
+        state.valid_event(LearnerEvent::StartSplit { epoch_number: epoch, total_items });
+        let model = state.learner.model().valid();
+        let loader = state.valid_loader.clone();
         let mut batches = loader.iter();
         let mut iteration = 0;
         while let Some(batch) = batches.next() {
             let batch: Batch = match batch {
                 Ok(batch) => batch,
                 Err(error) => {
-                    course.interrupter.fail(error);
+                    state.interrupter.fail(error);
                     break;
                 }
             };
             iteration += 1;
             let item = InferenceStep::step(&model, batch);
             let item = TrainingItem::new(item, batches.progress(), Some(iteration), None);
-            course.valid(LearnerEvent::ProcessedItem(item));
-            if self.stops(course) {
+            state.valid_event(LearnerEvent::ProcessedItem(item));
+            if self.stops(state) {
                 break;
             }
         }
         self.task.lock().abandon_validation();
-        course.valid(LearnerEvent::EndSplit(epoch));
+        state.valid_event(LearnerEvent::EndSplit(epoch));
         if step > 0 {
-            course.train(LearnerEvent::EndEpoch(epoch));
+            state.train_event(LearnerEvent::EndEpoch(epoch));
         }
-        let flushed = course.processor.flush();
-        course.interrupter.fail_on_error(flushed);
+        let flushed = state.processor.flush();
+        state.interrupter.fail_on_error(flushed);
     }
 }
 
 impl TrainState {
-    fn train(&mut self, event: LearnerEvent<Measured>) {
+    fn train_event(&mut self, event: LearnerEvent<Measured>) {
         let result = self.processor.process_train(event);
         self.interrupter.fail_on_error(result);
     }
 
-    fn valid(&mut self, event: LearnerEvent<Measured>) {
+    fn valid_event(&mut self, event: LearnerEvent<Measured>) {
         let result = self.processor.process_valid(event);
         self.interrupter.fail_on_error(result);
     }
@@ -285,7 +287,7 @@ impl TrainState {
     /// Writes a checkpoint in the background.
     fn save(&mut self, step: usize) {
         if let Some(checkpointer) = &mut self.checkpointer {
-            checkpointer.checkpoint(&self.learner, step, &self.store);
+            checkpointer.checkpoint(&self.learner, step, &self.event_store);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A run's folder: who may start in it, and what must fit into it.
+//! A run's folder: its lock, its configuration and the disk space that it needs.
 
 use std::{
     fs::{self, File, TryLockError},
@@ -12,10 +12,10 @@ use kv_models::save::staged;
 
 use crate::{Checkpoints, Error, History, Result, Resume, TrainConfig};
 
-/// Checks that a new run can start in `folder`, and changes nothing.
+/// Checks that a new run can start in `folder`, without changing anything.
 ///
 /// # Errors
-/// A folder that holds a run already.
+/// A folder that already holds a run.
 pub fn check_new(folder: &Path) -> Result<()> {
     let checkpoints = Checkpoints::of(folder);
     let traces = [settings(folder), History::path(folder), checkpoints.folder().to_path_buf()];
@@ -25,16 +25,16 @@ pub fn check_new(folder: &Path) -> Result<()> {
         None => String::new(),
     };
     let name = trace.file_name().unwrap_or_default().to_string_lossy();
-    let why = format!("holds a run ({name}{made}): resume it, or choose another folder");
+    let why = format!("already holds a run ({name}{made}): resume it, or choose another folder");
     Err(Error::Folder { path: folder.into(), why })
 }
 
-/// Where a run's configuration is.
+/// The path of a run's configuration.
 fn settings(folder: &Path) -> PathBuf {
     folder.join("train.json")
 }
 
-/// The optimizer steps to go on after; `None` starts from the beginning.
+/// The number of optimizer steps after which to resume; `None` starts from the beginning.
 pub(crate) fn resumed(
     folder: &Path,
     resume: Resume,
@@ -47,12 +47,12 @@ pub(crate) fn resumed(
     };
     let path = settings(folder);
     if TrainConfig::read(&path)? != *config {
-        let why = "is another configuration than the one to resume with".into();
+        let why = "differs from the configuration to resume with".into();
         return Err(Error::Damaged { path, why });
     }
     let checkpoints = Checkpoints::of(folder);
     let step = checkpoints.resume(wanted)?;
-    // A run has a checkpoint before its first step, unless it was killed before it could write one.
+    // A run writes a checkpoint before its first step, unless it is killed before that.
     let begun = || History::read(folder).is_ok_and(|history| !history.train.is_empty());
     if step.is_none() && begun() {
         let why = "holds no checkpoint to resume from".into();
@@ -65,31 +65,32 @@ pub(crate) fn resumed(
     Ok(step)
 }
 
-/// Makes a folder and keeps other processes from training in it until it is dropped.
+/// A lock on a folder, which keeps other processes from training in it until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Claim {
-    /// The lock is the file's.
+pub(crate) struct FolderLock {
+    /// The operating system releases the lock when this is closed.
     _lock: File,
 }
 
-impl Claim {
-    /// That of a run that is there already.
+impl FolderLock {
+    /// Locks the folder of an existing run.
     pub(crate) fn of_run(folder: &Path) -> Result<Self> {
         TrainConfig::read(&settings(folder))?;
         Self::new(folder)
     }
 
+    /// Creates a folder if it is missing, and locks it.
     pub(crate) fn new(folder: &Path) -> Result<Self> {
         fs::create_dir_all(folder).map_err(Error::io(folder))?;
         let path = folder.join("lock");
         let lock = File::create(&path).map_err(Error::io(&path))?;
-        // A process that is just being started by this one shares its locks for a moment.
+        // A child process shares this process's locks for a moment while it starts.
         for _ in 0..20 {
             match lock.try_lock() {
                 Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(50)),
-                // Or on a file system without locks.
+                // An error means that the file system has no locks.
                 Ok(()) | Err(TryLockError::Error(_)) => {
-                    // Of a process that was killed.
+                    // A killed process may have left unfinished files.
                     for part in ["", "checkpoints", "model", "tokens"] {
                         staged::remove_unfinished(&folder.join(part));
                     }
@@ -102,7 +103,8 @@ impl Claim {
     }
 }
 
-/// Writes what a run starts with: its configuration last, whole or not at all.
+/// Writes the first files of a run. The configuration comes last, since it marks the run as
+/// started.
 pub(crate) fn write_start(
     folder: &Path,
     files: &[(&str, Vec<u8>)],
@@ -117,9 +119,9 @@ pub(crate) fn write_start(
         .try_for_each(|(path, bytes)| staged::write(&path, &bytes).map_err(Error::io(&path)))
 }
 
-/// Checks that files of so many bytes fit into `folder` beside each other, by reserving them and
-/// giving them back. Where the file system cannot reserve, only that it can be written.
-pub(crate) fn check_room(folder: &Path, sizes: &[u64]) -> Result<()> {
+/// Checks that files of these sizes in bytes fit into `folder` together, by reserving the space and
+/// releasing it. On a file system that cannot reserve space, checks only that files can be written.
+pub(crate) fn check_disk_space(folder: &Path, sizes: &[u64]) -> Result<()> {
     let probes: Vec<PathBuf> =
         (0..sizes.len()).map(|i| folder.join(format!("room-{i}.partial"))).collect();
     let reserved = probes.iter().zip(sizes).try_for_each(|(path, &bytes)| {
@@ -127,13 +129,12 @@ pub(crate) fn check_room(folder: &Path, sizes: &[u64]) -> Result<()> {
         reserve(&file, bytes)
     });
     for path in &probes {
-        // Of those that were not made there is nothing to remove.
+        // Some may not have been created.
         let _ = fs::remove_file(path);
     }
     reserved.map_err(|error| {
         let megabytes = sizes.iter().sum::<u64>().div_ceil(1 << 20);
-        let why =
-            format!("has no room for the run's checkpoints and model, {megabytes} MiB: {error}");
+        let why = format!("needs {megabytes} MiB for the run's checkpoints and model: {error}");
         Error::Folder { path: folder.into(), why }
     })
 }

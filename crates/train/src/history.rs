@@ -1,4 +1,4 @@
-//! What a run measured, one line of JSON per event, appended as it happens.
+//! The history of a run: its losses, one line of JSON per event, appended as it happens.
 
 use std::{
     fs::{File, OpenOptions},
@@ -12,20 +12,20 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::{Error, Objective, Result, loss::Sums};
 
-/// One batch of training. Losses are means over its tokens, in nats.
+/// One training batch. Losses are means over its tokens, in nats.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepRecord {
     /// Sequences trained on before it.
     pub position: u64,
     /// Optimizer steps made before it.
     pub step: u64,
-    /// The objective.
+    /// Value of the objective.
     pub loss: f64,
     /// Negative log-likelihood.
     pub nll: f64,
-    /// Divergence from the teacher, where there is one.
+    /// Divergence from the teacher, if there is one.
     pub kl: Option<f64>,
-    /// Tokens per second, forward and backward.
+    /// Tokens per second of forward and backward pass.
     pub tokens_per_second: f64,
 }
 
@@ -38,25 +38,25 @@ pub struct ValidRecord {
     pub nll: f64,
     /// Negative log-likelihood with a float cache.
     pub nll_float: f64,
-    /// Divergence of the cache that is trained for from the teacher; without a teacher, from the
-    /// model's own float cache.
+    /// Divergence from the teacher, or without a teacher from the same model with a float cache;
+    /// with the cache that is trained for.
     pub kl: f64,
-    /// Divergence of the float cache from the same.
+    /// Divergence with a float cache, from the same reference.
     pub kl_float: f64,
-    /// What the quantizer met.
+    /// Shares of clipped elements and constant groups.
     pub shares: Option<GroupShares>,
 }
 
-/// How many of the quantizer's groups and elements are special, over all layers of a sample.
+/// Shares of clipped elements and constant groups in the quantizer, over all layers of a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GroupShares {
-    /// Elements beyond the codes because scale and minimum are rounded to f16.
+    /// Elements outside the range of the codes, because scale and minimum are rounded to f16.
     pub clipped: f64,
     /// Groups whose scale is 0.
     pub constant: f64,
 }
 
-/// One line.
+/// One line of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Line {
@@ -64,10 +64,10 @@ enum Line {
     Valid(ValidRecord),
 }
 
-/// The lines of a history. A last one cut short by a kill is dropped.
+/// Reads the lines of a history. A last line cut short by a kill is dropped.
 ///
 /// # Errors
-/// A file that cannot be read, or a line before the last that is not one of ours.
+/// A file that cannot be read, or a line before the last that cannot be parsed.
 pub(crate) fn read_lines<L: DeserializeOwned>(path: &Path) -> Result<Vec<L>> {
     let file = File::open(path).map_err(Error::io(path))?;
     let lines = BufReader::new(file).lines().collect::<std::io::Result<Vec<_>>>();
@@ -86,7 +86,7 @@ pub(crate) fn read_lines<L: DeserializeOwned>(path: &Path) -> Result<Vec<L>> {
     Ok(read)
 }
 
-/// Everything a run measured, in order.
+/// All records of a run, in order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct History {
     /// Batches.
@@ -96,15 +96,15 @@ pub struct History {
 }
 
 impl History {
-    /// The file of a run's folder.
+    /// The path of the history in a run's folder.
     pub fn path(folder: &Path) -> PathBuf {
         folder.join("history.jsonl")
     }
 
-    /// Reads what a run in `folder` measured. A last line cut short by a kill is dropped.
+    /// Reads the history of the run in `folder`. A last line cut short by a kill is dropped.
     ///
     /// # Errors
-    /// A file that cannot be read, or a line before the last that is not one of ours.
+    /// A file that cannot be read, or a line before the last that cannot be parsed.
     pub fn read(folder: &Path) -> Result<Self> {
         let mut history = Self::default();
         for line in read_lines(&Self::path(folder))? {
@@ -121,19 +121,19 @@ impl History {
         self.valid.iter().find(|record| record.step == step as u64)
     }
 
-    /// The first validation of the lowest `objective`.
+    /// The validation with the lowest `objective`, the first of several.
     pub fn best(&self, objective: Objective) -> Option<&ValidRecord> {
         let value = |record: &&ValidRecord| objective.value(record.nll, record.kl);
         self.valid.iter().min_by(|a, b| value(a).total_cmp(&value(b)))
     }
 
-    /// Validations since the best.
+    /// Number of validations since the best.
     pub(crate) fn since_best(&self, objective: Objective) -> usize {
         let best = self.best(objective).map_or(0, |best| best.step);
         self.valid.iter().filter(|record| record.step > best).count()
     }
 
-    /// Drops what came after optimizer step `step`.
+    /// Drops all records after optimizer step `step`.
     fn truncate(&mut self, step: u64) {
         self.train.retain(|record| record.step < step);
         self.valid.retain(|record| record.step <= step);
@@ -148,29 +148,29 @@ impl History {
     }
 }
 
-/// Called with a line of text.
-pub type Tell = Box<dyn Fn(&str) + Send>;
+/// A function that shows one line of progress.
+pub type LogLine = Box<dyn Fn(&str) + Send>;
 
-/// Writes the history of a run, and stops it at the first failure.
+/// Writes the history of a run, and stops the run at the first failure.
 #[derive(Default)]
 pub(crate) struct Recorder {
     path: PathBuf,
-    /// `None` keeps nothing.
+    /// `None` writes no file.
     file: Option<File>,
-    tell: Option<(Tell, u64)>,
+    log: Option<(LogLine, u64)>,
     interrupter: Option<Interrupter>,
     failure: Option<String>,
     steps: u64,
     made: u64,
-    /// The validations.
+    /// Only the validations.
     history: History,
     valid_batches: usize,
-    pending: Pending,
+    pending: PendingValidation,
 }
 
-/// A validation under way.
+/// The sums of a validation in progress.
 #[derive(Default)]
-struct Pending {
+struct PendingValidation {
     batches: usize,
     quantized: Sums,
     float: Sums,
@@ -184,14 +184,14 @@ impl core::fmt::Debug for Recorder {
 }
 
 impl Recorder {
-    /// A new history in `folder`, or, to resume after so many optimizer steps, the part of the old
-    /// one up to there.
+    /// Starts a new history in `folder`, or keeps the part of the old one up to `resumed` optimizer
+    /// steps.
     pub(crate) fn new(
         folder: &Path,
         resumed: Option<u64>,
         steps: u64,
         valid_batches: usize,
-        tell: Option<(Tell, u64)>,
+        log: Option<(LogLine, u64)>,
     ) -> Result<Self> {
         let path = History::path(folder);
         let trained = resumed.unwrap_or(0);
@@ -211,14 +211,14 @@ impl Recorder {
         Ok(Self {
             path,
             file: Some(file),
-            tell,
+            log,
             interrupter: None,
             failure: None,
             steps,
             made: trained,
             history: History { train: Vec::new(), valid: history.valid },
             valid_batches,
-            pending: Pending::default(),
+            pending: PendingValidation::default(),
         })
     }
 
@@ -226,7 +226,7 @@ impl Recorder {
         self.interrupter = Some(interrupter);
     }
 
-    /// Keeps the first reason and asks the run to stop.
+    /// Remembers the first reason and asks the run to stop.
     pub(crate) fn fail(&mut self, why: &str) {
         self.failure.get_or_insert_with(|| why.to_string());
         if let Some(interrupter) = &self.interrupter {
@@ -238,13 +238,13 @@ impl Recorder {
         self.failure.as_deref()
     }
 
-    /// Whether the next validation batch is the first of its validation.
+    /// Returns whether the next validation batch is the first of its validation.
     pub(crate) fn validation_starts(&self) -> bool {
         self.pending.batches == 0
     }
 
-    /// Notes that so many optimizer steps are made.
-    pub(crate) fn made(&mut self, steps: usize) {
+    /// Sets the number of optimizer steps made.
+    pub(crate) fn set_steps_made(&mut self, steps: usize) {
         self.made = steps as u64;
     }
 
@@ -257,25 +257,25 @@ impl Recorder {
         &self.history
     }
 
-    /// Forgets the part of a validation that was interrupted.
+    /// Discards the sums of a validation that was interrupted.
     pub(crate) fn abandon_validation(&mut self) {
-        self.pending = Pending::default();
+        self.pending = PendingValidation::default();
     }
 
-    /// Tells `line`.
-    pub(crate) fn say(&self, line: &str) {
-        if let Some((tell, _)) = &self.tell {
-            tell(line);
+    /// Shows a line of progress.
+    pub(crate) fn log_line(&self, line: &str) {
+        if let Some((log, _)) = &self.log {
+            log(line);
         }
     }
 
     pub(crate) fn step(&mut self, record: &StepRecord) {
         self.write(&Line::Train(*record));
-        if let Some((tell, every)) = &self.tell
+        if let Some((log, every)) = &self.log
             && (record.step + 1).is_multiple_of(*every)
         {
             let kl = record.kl.map_or(String::new(), |kl| format!("  kl {kl:.4}"));
-            tell(&format!(
+            log(&format!(
                 "step {:>5}/{}  loss {:.4}  perplexity {:.3}{kl}  {:.0} tokens/s",
                 record.step + 1,
                 self.steps,
@@ -295,7 +295,7 @@ impl Recorder {
         if pending.batches < self.valid_batches {
             return;
         }
-        let Pending { quantized, float, shares, .. } = core::mem::take(&mut self.pending);
+        let PendingValidation { quantized, float, shares, .. } = core::mem::take(&mut self.pending);
         let mean = |sum: f64| sum / quantized.rows.max(1) as f64;
         let record = ValidRecord {
             step: self.made,
@@ -314,7 +314,7 @@ impl Recorder {
         }
         self.history.valid.push(record);
         self.write(&Line::Valid(record));
-        self.say(&format!(
+        self.log_line(&format!(
             "valid after {:>5}  perplexity {:.3}  with a float cache {:.3}  kl {:.4}",
             record.step,
             record.nll.exp(),

@@ -1,9 +1,9 @@
-//! Quantization-aware training (QAT) for KIVI caches: fine-tune a model with the noise its cache will
-//! add in serving, so that it keeps its quality at 2 bits.
+//! Quantization-aware training (QAT) for quantized KV caches: fine-tune a model with the noise that
+//! its cache adds in serving, so that it keeps its quality at 2 bits.
 //!
-//! One [`ModelCacheConfig`](kv_models::ModelCacheConfig) drives post-training evaluation, training and
-//! serving: [`prepare`] makes the parallel forward pass use it, [`train`] adapts the weights,
-//! [`convert`](Prepared::convert) gives the plain model back with the configuration beside it.
+//! One [`ModelCacheConfig`](kv_models::ModelCacheConfig) drives post-training evaluation, training
+//! and serving: [`prepare`] makes the parallel forward pass use it, [`train`] updates the weights,
+//! [`convert`](Prepared::convert) returns the plain model with the configuration beside it.
 //!
 //! ```no_run
 //! use kv_models::kv_cubecl::{Autodiff, Flex, On};
@@ -47,7 +47,7 @@ pub use config::{Adapter, Objective, Schedule, TrainConfig, Trainable};
 pub use dashboard::restore_terminal;
 pub use error::{Error, Result};
 pub use folder::check_new;
-pub use history::{GroupShares, History, StepRecord, Tell, ValidRecord};
+pub use history::{GroupShares, History, LogLine, StepRecord, ValidRecord};
 pub use metrics::Measured;
 pub use qat::{Converted, Prepared, QatConfig, prepare};
 pub use report::write_report;

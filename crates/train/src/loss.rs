@@ -1,7 +1,9 @@
-//! Losses over a vocabulary without keeping logits: a block of rows at a time, the gradients with
-//! respect to hidden states and head weights computed by hand in the same pass. The logits of a long
-//! text and a large vocabulary are the largest tensors of a training step; an autodiff graph would
-//! hold several of them (the idea of Cut Cross-Entropy, Wijmans et al., 2024,
+//! Losses over a vocabulary without keeping the logits.
+//!
+//! One block of rows is processed at a time, and the gradients with respect to hidden states and
+//! head weights are computed by hand in the same pass. The logits of a long text and a large
+//! vocabulary are the largest tensors of a training step, and an autodiff graph would hold several
+//! of them. The idea is that of Cut Cross-Entropy (Wijmans et al., 2024,
 //! <https://arxiv.org/abs/2411.09009>).
 
 use burn::tensor::{IndexingUpdateOp, Int, Tensor, activation::log_softmax};
@@ -10,7 +12,7 @@ use rayon::prelude::*;
 
 use crate::Objective;
 
-/// Rows whose logits are in memory at once.
+/// Number of rows whose logits are in memory at once.
 const ROWS: usize = 128;
 
 /// Hidden states and the weights that turn them into logits.
@@ -44,7 +46,7 @@ impl Sums {
 pub(crate) struct HeadGrads {
     /// `[rows, hidden]`.
     pub(crate) hidden: Tensor<2>,
-    /// `[vocab, hidden]`, where the head is trained.
+    /// `[vocab, hidden]`; `None` if the head is not trained.
     pub(crate) weight: Option<Tensor<2>>,
 }
 
@@ -59,7 +61,7 @@ pub(crate) fn losses(student: &Head, teacher: Option<&Head>, targets: &Tensor<1,
     )
 }
 
-/// [`losses`], and the gradients of `factor * sum over rows of objective`.
+/// Returns [`losses`] and the gradients of `factor * sum over rows of objective`.
 pub(crate) fn gradients(
     student: &Head,
     teacher: Option<&Head>,
@@ -106,7 +108,8 @@ struct Block {
     sums: Sums,
 }
 
-/// `f` of every block of rows, in order; on the CPU, several at a time.
+/// Applies `f` to every block of rows and returns the results in order; on the CPU, several blocks
+/// run at a time.
 fn over_blocks<R: Send>(
     student: &Head,
     teacher: Option<&Head>,

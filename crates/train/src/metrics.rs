@@ -1,4 +1,4 @@
-//! What the dashboard shows.
+//! The metrics that the dashboard shows.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use burn_train::{
 
 use crate::{Objective, StepRecord, history::GroupShares, loss::Sums};
 
-/// What was measured with one batch; a field that was not is `None`.
+/// The measurements of one batch; `None` marks a field that was not measured.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Measured {
     rows: usize,
@@ -68,7 +68,7 @@ impl Adaptor<Measured> for Measured {
     }
 }
 
-/// The mean of one field over tokens. A perplexity is shown from the mean of its logarithm.
+/// The mean of one field over tokens. A perplexity is the exponential of a mean.
 #[derive(Clone)]
 struct Mean {
     name: MetricName,
@@ -158,7 +158,7 @@ impl Numeric for Mean {
     }
 }
 
-/// Registers everything that is measured.
+/// Registers all metrics with burn-train.
 pub(crate) fn register<M>(training: SupervisedTraining<M>) -> SupervisedTraining<M>
 where
     M: LearnerModel,

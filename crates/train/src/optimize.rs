@@ -15,9 +15,11 @@ use crate::{
     setup::{group, weights},
 };
 
-/// AdamW for the parameters of `trainee`. Only matrices decay, and of these not the embeddings: the
-/// scale of a norm's gain or of a bias cannot be made up for by another weight, and rows of an
-/// embedding would shrink even in steps whose batch does not contain their tokens.
+/// AdamW for the parameters of `trainee`.
+///
+/// Weight decay applies to matrices except embeddings. No other weight can compensate for a smaller
+/// gain or bias, and rows of an embedding would shrink even in steps whose batch does not contain
+/// their tokens.
 pub(crate) fn optimizer(config: &TrainConfig, trainee: &Trainee) -> ModuleOptimizer {
     let adamw = AdamWConfig::new().with_beta_2(config.beta_2).with_epsilon(1e-8);
     let decaying = adamw.clone().with_weight_decay(config.weight_decay).init();
@@ -26,10 +28,10 @@ pub(crate) fn optimizer(config: &TrainConfig, trainee: &Trainee) -> ModuleOptimi
     decaying.with_group(kept, adamw.with_weight_decay(0.0).build(), None)
 }
 
-/// Warm-up, then the cosine, whose last step is that of the run.
+/// Linear warm-up, then a cosine that ends at the last step of the run.
 pub(crate) fn schedule(schedule: Schedule, steps: usize) -> Result<ModuleLrScheduler> {
     let Schedule { lr, min_lr, warmup } = schedule;
-    // The steps of the cosine from its first, at `lr`, to its last.
+    // Number of intervals between the first step of the cosine, at `lr`, and the last.
     let rest = (steps - warmup - 1).max(1);
     let cosine = CosineAnnealingLrSchedulerConfig::new(lr, rest).with_min_lr(min_lr);
     let fail = |why: String| Error::setting("lr", lr, why);
@@ -59,7 +61,7 @@ mod tests {
             assert!(up.iter().all(|&rate| rate <= 0.5), "{rates:?}");
             assert_eq!(down[0], 0.5, "{rates:?}");
             assert!(down.is_sorted_by(|a, b| a > b), "{rates:?}");
-            // A run with one step after its warm-up ends at the highest rate.
+            // With a single step after the warm-up, the run ends at the highest rate.
             if down.len() > 1 {
                 assert!((rates[steps - 1] - 0.125).abs() < 1e-12, "{rates:?}");
             }

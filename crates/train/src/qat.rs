@@ -17,13 +17,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// What a model is prepared for: the cache it will be served with, and how training sees it.
+/// The cache that a model is prepared for, and how training treats it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct QatConfig {
-    /// The cache in serving; training uses the same.
+    /// The cache that the model is served with; training uses the same one.
     pub cache: ModelCacheConfig,
-    /// How training treats the quantizer: its gradient, and whether to quantize every token.
+    /// The quantizer in training: its gradient, and whether it quantizes every token.
     #[serde(default)]
     pub fake_quant: FakeQuantOptions,
     /// Optimizer steps before the quantizer is switched on; until then the cache is float.
@@ -37,7 +37,7 @@ impl QatConfig {
         Self { cache: cache.into(), fake_quant: FakeQuantOptions::default(), start_step: 0 }
     }
 
-    /// Refuses training that would never quantize: sequences too short for the window to fill, or a
+    /// Refuses training that would never quantize: sequences too short to fill the residual, or a
     /// start after the last step.
     pub(crate) fn check(&self, seq_len: usize, steps: usize) -> Result<()> {
         if self.start_step >= steps as u64 {
@@ -45,13 +45,13 @@ impl QatConfig {
                 format!("must be below steps {steps}, or the quantizer is never switched on");
             return Err(Error::setting("start-step", self.start_step, rule));
         }
-        // Neither the model's layers nor its `head_dim` are known yet.
+        // The model's layers and `head_dim` are not known yet, so all candidates are checked.
         self.cache.candidates().iter().try_for_each(|cache| self.check_cache(cache, seq_len))
     }
 
     /// Refuses sequences in which a cache would never quantize.
     fn check_cache(&self, cache: &KvCacheConfig, seq_len: usize) -> Result<()> {
-        // The group size takes the place of `head_dim`, because it passes the rules that relate the two.
+        // The group size replaces the unknown `head_dim`, because it passes the rules on both.
         cache.validate(cache.group_size.max(1))?;
         let schedule = Schedule::new(cache);
         let missing = |len: usize| {
@@ -63,24 +63,24 @@ impl QatConfig {
             return Ok(());
         }
         let Some(side) = missing(seq_len) else { return Ok(()) };
-        // Two tokens past sinks and window both sides are quantized, whatever the order of flushes.
+        // Two tokens past sinks and residual, both sides are quantized in every order of flushes.
         let longest = cache.sink_tokens + cache.residual_length + 2;
         let needed = (seq_len..longest).find(|&len| missing(len).is_none()).unwrap_or(longest);
         let rule = format!(
-            "must be at least {needed} for {cache}, whose {side} stay in float until its window of \
-             {} tokens is full",
+            "must be at least {needed} for {cache}, whose {side} stay in float until its residual \
+             of {} tokens is full",
             cache.residual_length
         );
         Err(Error::setting("seq-len", seq_len, rule))
     }
 
-    /// What the cache stores in optimizer step `step`, counted from 0.
+    /// The cache in optimizer step `step`, counted from 0.
     pub fn cache_at(&self, step: u64) -> ModelCacheConfig {
         if step < self.start_step { KvCacheConfig::float().into() } else { self.cache.clone() }
     }
 }
 
-/// A model whose parallel forward pass computes what streaming through its cache would.
+/// A model whose parallel forward pass gives the same results as streaming through its cache.
 #[derive(Module, Debug)]
 pub struct Prepared {
     /// The model whose weights are trained.
@@ -100,8 +100,8 @@ pub(crate) fn check_f32(model: &LanguageModel) -> Result<()> {
 /// Makes `model` train with the cache of `config`.
 ///
 /// # Errors
-/// A cache that does not fit the model's heads, a float layer that it does not have, or weights in 16
-/// bits: training updates f32, which [`kv_models::load()`] makes of any file.
+/// A cache that does not fit the model's heads, a float layer that does not exist, or weights in 16
+/// bits: training updates f32 weights, to which [`kv_models::load()`] converts any file.
 pub fn prepare(model: LanguageModel, config: QatConfig) -> Result<Prepared> {
     check_f32(&model)?;
     config.cache.validate(&model)?;
@@ -114,34 +114,35 @@ impl Prepared {
         &self.config
     }
 
-    /// Logits of whole sequences with the quantizer on; differentiable.
+    /// Computes the logits of whole sequences with the quantizer on; differentiable.
     ///
     /// # Shapes
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, vocab]`
     ///
     /// # Errors
-    /// Those of [`LanguageModel::forward`].
+    /// As for [`LanguageModel::forward`].
     pub fn forward(&self, ids: Tensor<2, Int>) -> Result<Tensor<3>> {
         Ok(self.model.head(self.hidden(ids, self.config.start_step)?))
     }
 
-    /// [`forward`](Self::forward) up to the final norm, as optimizer step `step` computes it.
+    /// Runs [`forward`](Self::forward) up to the final norm, with the cache of optimizer step
+    /// `step`.
     ///
     /// # Shapes
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, hidden]`
     ///
     /// # Errors
-    /// Those of [`LanguageModel::forward`].
+    /// As for [`LanguageModel::forward`].
     pub fn hidden(&self, ids: Tensor<2, Int>, step: u64) -> Result<Tensor<3>> {
         let cache = self.config.cache_at(step);
         Ok(self.model.hidden_with(ids, &cache, self.config.fake_quant, None)?)
     }
 
-    /// The plain model with its weights unchanged, low-rank adapters merged into them, and the
-    /// configuration of its cache beside it. If that rotates values, the rotation is folded into the
-    /// weights where they allow it; see [`LanguageModel::fold_hadamard`].
+    /// Returns the plain model, with low-rank adapters merged into its weights, and the
+    /// configuration of its cache. A Hadamard transform of values is folded into the weights if
+    /// they allow it; see [`LanguageModel::fold_hadamard`].
     pub fn convert(self) -> Converted {
         let model = self.model.valid().materialize();
         let (model, cache) = model.fold_hadamard(self.config.cache);
@@ -160,11 +161,11 @@ pub struct Converted {
 
 impl Converted {
     /// Writes a Hugging Face folder: safetensors in f16, `config.json`, the tokenizer, and
-    /// `kv_cache.json`, which `kv-eval` and [`kv_models::load()`] pick up.
+    /// `kv_cache.json`, which `kv-eval` and [`kv_models::load()`] read.
     ///
     /// # Errors
-    /// A file that cannot be written; the error names it, and an earlier model in the folder is
-    /// unchanged.
+    /// A file that cannot be written. The error names it, and a model that was in the folder before
+    /// is unchanged.
     pub fn save(&self, folder: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<()> {
         let options = SaveOptions { dtype: WeightDtype::F16, cache: Some(&self.cache) };
         Ok(kv_models::save(folder, &self.model, tokenizer, options)?)

@@ -1,6 +1,6 @@
-//! burn-train's dashboard, or nothing where the lines of text that a run reports are enough.
-//! Metrics are logged in `history.jsonl` only, because burn-train's own log files panic on a full
-//! disk.
+//! The renderer of a run: burn-train's dashboard, or none if the run prints lines of text.
+//!
+//! Metrics go to `history.jsonl` only, because burn-train's own log files panic on a full disk.
 
 use burn_train::{
     Interrupter,
@@ -15,7 +15,7 @@ use burn_train::{
     },
 };
 
-/// The dashboard, or nothing in its place. `resumed` is the epoch a run continues after.
+/// Creates the dashboard or a silent renderer. `resumed` is the epoch after which a run continues.
 ///
 /// # Errors
 /// A dashboard in a build without the feature `tui`.
@@ -34,7 +34,7 @@ pub(crate) fn new(
     }
 }
 
-/// Draws and keeps nothing.
+/// A renderer without output.
 pub(crate) struct Silent;
 
 impl MetricsRendererTraining for Silent {

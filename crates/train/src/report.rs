@@ -10,12 +10,14 @@ use kv_report::{
 
 use crate::{History, Result, StepRecord, TrainConfig, ValidRecord};
 
-/// The most points that a smoothed curve of training steps has.
+/// Largest number of points in a smoothed curve of training steps.
 const POINTS: usize = 200;
 
-/// Writes charts of the run, as SVG and PNG, and `report.html` with all of them into the run's
-/// folder; `saved` is the optimizer step after which the saved model was taken. `evaluation`, of
-/// the model before and after training, adds its own charts. Returns the page's path.
+/// Writes charts of the run as SVG and PNG, and `report.html` with all of them, into the run's
+/// folder.
+///
+/// `saved` is the optimizer step after which the saved model was taken. `evaluation`, of the model
+/// before and after training, adds its own charts. Returns the path of the page.
 ///
 /// # Errors
 /// A history without a step, or a file that cannot be written.
@@ -43,7 +45,7 @@ pub fn write_report(
     Ok(path)
 }
 
-/// Means of `value` over equal pieces of the run, by optimizer step.
+/// Returns the means of `value` over equal pieces of the run, by optimizer step.
 fn smooth(records: &[StepRecord], value: impl Fn(&StepRecord) -> Option<f64>) -> Vec<(f64, f64)> {
     let piece = records.len().div_ceil(POINTS).max(1);
     records

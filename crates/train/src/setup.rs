@@ -1,4 +1,4 @@
-//! A model ready for its first step.
+//! Preparation of a model for its first training step.
 
 use burn::{
     module::{Lora, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup},
@@ -8,8 +8,7 @@ use kv_models::{LanguageModel, Role, Roles, kv_cubecl::KvCacheConfig};
 
 use crate::{Error, Prepared, QatConfig, Result, TrainConfig, Trainable, prepare, qat::check_f32};
 
-/// Creates every weight anew on a device. A weight that is moved there would keep its own autodiff
-/// settings.
+/// Recreates every weight on a device, because a weight that is moved keeps its autodiff settings.
 struct Recreate<'a>(&'a Device);
 
 impl ModuleMapper for Recreate<'_> {
@@ -18,17 +17,17 @@ impl ModuleMapper for Recreate<'_> {
     }
 }
 
-/// A model ready for its first step.
+/// A model ready for its first training step.
 pub(crate) struct Setup {
     pub(crate) prepared: Prepared,
-    /// The model as it was, where the objective needs it.
+    /// The untrained model, if the objective needs it.
     pub(crate) teacher: Option<LanguageModel>,
     /// The device of the prepared model.
     pub(crate) autodiff: Device,
 }
 
-/// Prepares `model` for the cache of `config`, or for a float cache, and marks the weights that are
-/// trained.
+/// Prepares `model` for the cache of `config`, or for a float cache, and freezes all weights that
+/// are not trained.
 pub(crate) fn set_up(
     device: &Device,
     mut model: LanguageModel,
@@ -52,11 +51,12 @@ pub(crate) fn set_up(
     Ok(Setup { prepared, teacher, autodiff })
 }
 
-/// Refuses to train all weights of a model that keeps some packed.
+/// Refuses to train all weights of a model that has packed ones.
 fn check_adapter(model: &LanguageModel, config: &TrainConfig) -> Result<()> {
     match config.adapter {
         None if model.is_packed() => {
-            let rule = "are frozen: train adapters on them with --lora N, or restore them";
+            let rule =
+                "are frozen: train adapters on them with --lora N, or use --weights restored";
             Err(Error::setting("weights", "packed", rule))
         }
         _ => Ok(()),
@@ -65,14 +65,14 @@ fn check_adapter(model: &LanguageModel, config: &TrainConfig) -> Result<()> {
 
 /// A float parameter of a module.
 pub(crate) struct Weight {
-    /// Such as `Llama.layers.0.qkv.weight`.
+    /// For example `Llama.layers.0.qkv.weight`.
     pub(crate) path: String,
     pub(crate) role: Option<Role>,
-    /// The number of its dimensions.
+    /// Number of dimensions.
     pub(crate) rank: usize,
 }
 
-/// Every float parameter of a module that holds a model with these roles.
+/// Lists every float parameter of a module that holds a model with these roles.
 pub(crate) fn weights<M: Module>(module: &M, roles: &Roles) -> Vec<Weight> {
     struct Visitor<'a> {
         path: Vec<String>,
@@ -98,21 +98,20 @@ pub(crate) fn weights<M: Module>(module: &M, roles: &Roles) -> Vec<Weight> {
     visitor.found
 }
 
-/// The parameters of `weights` that `choice` picks.
+/// The group of those `weights` for which `choice` returns true.
 pub(crate) fn group(weights: Vec<Weight>, choice: impl Fn(&Weight) -> bool) -> ParamGroup {
     let chosen = weights.into_iter().filter(choice).map(|weight| weight.path);
     ParamGroup::from_paths(chosen.collect::<Vec<_>>())
 }
 
-/// Freezes what is not trained, or attaches adapters to what is.
+/// Freezes the weights that are not trained, or attaches adapters to the ones that are.
 fn choose(model: LanguageModel, config: &TrainConfig, device: &Device) -> Result<LanguageModel> {
     let weights = weights(&model, &model.roles());
     let Some(adapter) = config.adapter else {
         let trained = group(weights, |weight| config.trainable.includes(weight.role));
         return Ok(model.freeze().unfreeze_group(trained));
     };
-    // Adapters are for the matrices of the layers: an adapted embedding would be computed as a
-    // whole for every lookup.
+    // Embeddings have no adapters: each lookup would compute the whole adapted matrix.
     let included =
         |role: Option<Role>| config.trainable.includes(role) && Trainable::Layers.includes(role);
     let adapted = group(weights, |weight| included(weight.role));
@@ -120,13 +119,13 @@ fn choose(model: LanguageModel, config: &TrainConfig, device: &Device) -> Result
         model.apply_lora(Lora::new(adapter.rank, adapter.alpha).set_param_group(adapted));
     model.adapt(adapter.rank, adapter.alpha, device, |role| included(Some(role)));
     if model.is_packed() && !trains(&model) {
-        let rule = "has no packed projection of its layers that its family lists";
+        let rule = "selects no packed projection of this model; try --trainable all";
         return Err(Error::setting("trainable", config.trainable, rule));
     }
     Ok(model)
 }
 
-/// Whether any parameter is trained.
+/// Returns whether any parameter is trained.
 fn trains(model: &LanguageModel) -> bool {
     struct Any(bool);
     impl ModuleVisitor for Any {
@@ -139,8 +138,8 @@ fn trains(model: &LanguageModel) -> bool {
     any.0
 }
 
-/// Bytes of the files of a checkpoint of `prepared`, as f32: weights, and two moments of those that are
-/// trained.
+/// Returns the bytes of a checkpoint's files in f32: all weights, and two moments of each trained
+/// weight.
 pub(crate) fn checkpoint_bytes(prepared: &Prepared) -> [u64; 2] {
     struct Count([u64; 2]);
     impl ModuleVisitor for Count {
@@ -157,10 +156,10 @@ pub(crate) fn checkpoint_bytes(prepared: &Prepared) -> [u64; 2] {
     count.0
 }
 
-/// Checks that every weight of `module` is finite, so that no checkpoint holds another one.
+/// Checks that every weight of `module` is finite, so that every checkpoint is usable.
 ///
 /// # Errors
-/// The first that is not.
+/// The first weight that is not finite.
 pub(crate) fn check_finite<M: Module>(module: &M, step: usize) -> core::result::Result<(), String> {
     struct Finite {
         path: Vec<String>,
@@ -202,7 +201,7 @@ mod tests {
 
     use super::*;
 
-    /// What a choice by names in the paths of parameters picked before models gave them roles.
+    /// Selects weights by names in their paths, as was done before models gave them roles.
     fn by_name(trainable: Trainable, path: &str) -> bool {
         let any = |names: &[&str]| path.split('.').any(|part| names.contains(&part));
         match trainable {

@@ -1,4 +1,4 @@
-//! One training step: what burn-train calls.
+//! One training step, as burn-train calls it.
 
 use std::{
     sync::{Arc, Mutex},
@@ -23,7 +23,7 @@ use crate::{
     metrics::Measured,
 };
 
-/// A prepared model and the task it is trained on.
+/// A prepared model and its training task.
 #[derive(Module, Debug)]
 pub struct Trainee {
     /// The model.
@@ -32,27 +32,27 @@ pub struct Trainee {
     pub(crate) task: Arc<Task>,
 }
 
-/// What stays the same from step to step.
+/// The part of a run that stays the same in all steps.
 #[derive(Debug)]
 pub(crate) struct Task {
     pub(crate) config: TrainConfig,
-    /// The model as it was, on a device without autodiff.
+    /// The untrained model, on a device without autodiff.
     pub(crate) teacher: Option<LanguageModel>,
-    /// Devices that share each optimizer step, and whose gradients are summed.
+    /// Number of devices that share each optimizer step; their gradients are summed.
     pub(crate) n_devices: usize,
     pub(crate) recorder: Mutex<Recorder>,
 }
 
-/// Where a sequence stands in its run.
+/// The position of a sequence in its run.
 #[derive(Clone, Copy)]
-struct At {
-    /// Sequences before it.
+struct RunPosition {
+    /// Number of sequences before it.
     position: u64,
-    /// Optimizer steps before it.
+    /// Number of optimizer steps before it.
     step: u64,
 }
 
-/// Whether work on `device` is faster when this crate splits it over threads: Flex runs
+/// Returns whether this crate should split work on `device` over threads, because Flex runs
 /// element-wise operations on the calling thread.
 pub(crate) fn on_threads(device: &Device) -> bool {
     #[cfg(feature = "flex")]
@@ -67,7 +67,7 @@ pub(crate) fn on_threads(device: &Device) -> bool {
     }
 }
 
-/// Final hidden states `[batch * seq, hidden]` and the head, off the autodiff graph.
+/// Detaches final hidden states, as `[batch * seq, hidden]`, and the head from the autodiff graph.
 fn head(model: &LanguageModel, hidden: Tensor<3>) -> Head {
     let [batch, seq, width] = hidden.dims();
     Head {
@@ -77,23 +77,22 @@ fn head(model: &LanguageModel, hidden: Tensor<3>) -> Head {
 }
 
 impl Trainee {
-    /// Forward and backward of a batch: loss sums and the gradient of the mean over the tokens of its
-    /// optimizer step.
+    /// Runs forward and backward of a batch. Returns loss sums, and the gradient of the mean loss
+    /// over all tokens of the optimizer step.
     pub(crate) fn train_batch(&self, batch: Batch) -> Result<(Sums, GradientsParams)> {
         let config = &self.task.config;
         let [sequences, seq] = batch.inputs.dims();
-        // The mean over all tokens of the optimizer step.
         let per_step = seq * sequences * config.accumulation * self.task.n_devices;
         let factor = 1.0 / per_step as f64;
         let device = batch.inputs.device();
         let step = self.task.step_of(&batch);
         let one = |trainee: &Self, index: usize| {
             let ids = |ids: &Tensor<2, Int>| ids.clone().narrow(0, index, 1);
-            let at = At { position: batch.position + index as u64, step };
+            let at = RunPosition { position: batch.position + index as u64, step };
             trainee.train_rows(ids(&batch.inputs), ids(&batch.targets), at, factor)
         };
         let parts: Vec<Result<(Sums, GradientsParams)>> = if on_threads(&device) && sequences > 1 {
-            // A fork has an autodiff graph of its own, so that backward passes run side by side.
+            // A fork has its own autodiff graph, so backward passes can run in parallel.
             (0..sequences)
                 .into_par_iter()
                 .map_with(self.clone(), |trainee, index| one(&trainee.clone().fork(&device), index))
@@ -101,7 +100,7 @@ impl Trainee {
         } else if config.float_share > 0.0 {
             (0..sequences).map(|index| one(self, index)).collect()
         } else {
-            let at = At { position: batch.position, step };
+            let at = RunPosition { position: batch.position, step };
             vec![self.train_rows(batch.inputs, batch.targets, at, factor)]
         };
         let (mut sums, mut grads) = (Sums::default(), GradientsAccumulator::new());
@@ -113,13 +112,12 @@ impl Trainee {
         Ok((sums, grads.grads()))
     }
 
-    /// Forward and backward of whole sequences `[n, seq]` that are trained with the same kind of
-    /// cache.
+    /// Runs forward and backward of sequences `[n, seq]` that all use the same cache.
     fn train_rows(
         &self,
         inputs: Tensor<2, Int>,
         targets: Tensor<2, Int>,
-        at: At,
+        at: RunPosition,
         factor: f64,
     ) -> Result<(Sums, GradientsParams)> {
         let Task { config, teacher, .. } = &*self.task;
@@ -131,7 +129,7 @@ impl Trainee {
         };
         let teacher = match teacher {
             Some(teacher) => {
-                // This only moves the teacher on further devices; on the first it is in place.
+                // This moves the teacher only if there are several devices.
                 let teacher = teacher.clone().to_device(&plain.device());
                 let hidden = teacher.hidden(plain, KvCacheConfig::float())?;
                 Some(head(&teacher, hidden))
@@ -164,8 +162,9 @@ impl Trainee {
         Ok((sums, grads))
     }
 
-    /// Loss sums with the cache that is trained for and with a float cache; for the first batch of
-    /// a validation also the shares of clipped elements and constant groups.
+    /// Returns the loss sums with the cache that is trained for and with a float cache. For the
+    /// first batch of a validation, also returns the shares of clipped elements and constant
+    /// groups.
     fn valid_batch(&self, batch: Batch) -> Result<(Sums, Sums, Option<GroupShares>)> {
         let Task { teacher, .. } = &*self.task;
         let targets = batch.targets.clone().flatten::<1>(0, 1);
@@ -178,7 +177,7 @@ impl Trainee {
                 let sums = loss::losses(&float, Some(&reference), &targets);
                 (reference, sums)
             }
-            // Without a teacher the float run is its own reference, from which it does not diverge.
+            // Without a teacher, the float cache is the reference, so its own divergence is 0.
             None => {
                 let sums = loss::losses(&float, None, &targets);
                 (float, sums)
@@ -199,8 +198,8 @@ impl Trainee {
     }
 }
 
-/// The shares of clipped elements and constant groups in the first sequence of `inputs`, as means
-/// over all layers; a layer in float counts as 0.
+/// Returns the shares of clipped elements and constant groups in the first sequence of `inputs`, as
+/// means over all layers. A layer in float counts as 0.
 fn group_shares(
     model: &LanguageModel,
     inputs: Tensor<2, Int>,
@@ -214,8 +213,8 @@ fn group_shares(
 }
 
 impl Task {
-    /// Whether nothing is left to do: after the last validation, or after one that used up the
-    /// patience.
+    /// Returns whether the run is complete: after the last validation, or after one that used up
+    /// the patience.
     pub(crate) fn is_finished(&self) -> bool {
         let (config, recorder) = (&self.config, self.lock());
         let (made, validations) = (recorder.steps_made(), recorder.validations());
@@ -224,14 +223,14 @@ impl Task {
             && (made == config.steps || config.patience.is_some_and(impatient))
     }
 
-    /// Whether the sequence at `position` is trained with a float cache. Such sequences are spread
-    /// evenly over the run.
+    /// Returns whether the sequence at `position` is trained with a float cache. Such sequences are
+    /// spread evenly over the run.
     fn is_float(&self, position: u64) -> bool {
         let before = |n: u64| (n as f64 * self.config.float_share).floor();
         before(position + 1) > before(position)
     }
 
-    /// Optimizer steps made before `batch`.
+    /// Returns the number of optimizer steps made before `batch`.
     fn step_of(&self, batch: &Batch) -> u64 {
         batch.number / self.config.accumulation as u64
     }
@@ -264,7 +263,10 @@ impl TrainStep for Trainee {
         if record.loss.is_finite() && record.nll.is_finite() {
             self.task.lock().step(&record);
         } else {
-            self.task.fail(&format!("the loss of step {step} is {}", record.loss));
+            self.task.fail(&format!(
+                "the loss of step {step} is {}; try a lower learning rate",
+                record.loss
+            ));
         }
         TrainOutput { grads, item: Measured::train(&record, sums.rows) }
     }
@@ -304,13 +306,13 @@ impl InferenceStep for Trainee {
     }
 }
 
-/// Scales all gradients so that their joint norm is at most `limit` (Pascanu et al., 2013,
+/// Scales all gradients so that their global norm is at most `limit` (Pascanu et al., 2013,
 /// <https://arxiv.org/abs/1211.5063>).
 ///
 /// # Errors
-/// A joint norm that is not finite in f32, with the first weight it comes from. Such gradients would
-/// make weights NaN, or, scaled by `limit / inf`, train nothing. A finite norm also keeps AdamW's
-/// squares of gradients finite.
+/// A global norm that is not finite in f32, with the first weight that causes it. Such gradients
+/// would make weights NaN, or have no effect when scaled by `limit / inf`. A finite norm also keeps
+/// AdamW's squares of gradients finite.
 pub(crate) fn clip<M: Module>(
     module: &M,
     mut grads: GradientsParams,
@@ -360,7 +362,7 @@ pub(crate) fn clip<M: Module>(
     if !norm.is_finite() {
         let squares = all.into_data();
         let first = squares.iter::<f64>().zip(names).find(|(square, _)| !square.is_finite());
-        let of = first.map_or(String::new(), |(_, name)| format!(", first that of {name}"));
+        let of = first.map_or(String::new(), |(_, name)| format!(" (first in {name})"));
         return Err(format!(
             "the norm of the gradient is {norm} in f32{of}; try a lower learning rate"
         ));
@@ -376,7 +378,8 @@ impl Task {
         self.lock().fail(why);
     }
 
-    /// The recorder, even if a thread panicked while it held the lock: at worst a line is missing.
+    /// Locks the recorder, even if a thread panicked while it held the lock: at worst a line of the
+    /// history is missing.
     pub(crate) fn lock(&self) -> std::sync::MutexGuard<'_, Recorder> {
         self.recorder.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
@@ -390,7 +393,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clipped_to_a_joint_norm() {
+    fn clips_to_the_global_norm() {
         let device: Device = (*On::<Autodiff<Flex>>::open().unwrap()).clone();
         let linear = LinearConfig::new(2, 2).init(&device);
         let input = Tensor::<2>::from_data(TensorData::new(vec![3f32, 4.0], [1, 2]), &device);
@@ -403,14 +406,14 @@ mod tests {
             let bias = grads.remove::<1>(linear.bias.as_ref().unwrap().id).unwrap().into_data();
             weight.iter::<f32>().chain(bias.iter::<f32>()).collect()
         };
-        // The gradients are the inputs, twice, and two ones: a norm of sqrt(52).
+        // The gradients are the inputs twice and two ones, so the norm is sqrt(52).
         let before = all(grads());
         let norm = |grads: &[f32]| grads.iter().map(|x| f64::from(x * x)).sum::<f64>().sqrt();
         assert!((norm(&before) - 52f64.sqrt()).abs() < 1e-6, "{before:?}");
         assert_eq!(all(clip(&linear, grads(), Some(8.0)).unwrap()), before);
         assert_eq!(all(clip(&linear, grads(), None).unwrap()), before);
         let after = all(clip(&linear, grads(), Some(0.5)).unwrap());
-        // The rounding of one f32 factor.
+        // The tolerance covers the rounding of one f32 factor.
         assert!((norm(&after) - 0.5).abs() < 1e-6, "{after:?}");
         let ratios = after.iter().zip(&before).map(|(after, before)| after / before);
         assert!(ratios.clone().all(|ratio| (ratio - after[0] / before[0]).abs() < 1e-6));

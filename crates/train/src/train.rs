@@ -1,4 +1,4 @@
-//! A whole run on burn-train.
+//! A complete run with burn-train.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
@@ -18,11 +18,11 @@ use kv_models::{
 
 use crate::{
     Checkpoints, Error, History, Prepared, Result, TrainConfig, Trainee,
-    checkpoint::{Keep, PARTS},
+    checkpoint::{KeepLastAndBest, PARTS},
     data::{Order, TokenFile, TrainLoader, ValidLoader, Windows},
     fit::Fit,
-    folder::{Claim, check_new, check_room, resumed, write_start},
-    history::{Recorder, Tell},
+    folder::{FolderLock, check_disk_space, check_new, resumed, write_start},
+    history::{LogLine, Recorder},
     metrics,
     optimize::{optimizer, schedule},
     renderer::{self, Silent},
@@ -30,20 +30,20 @@ use crate::{
     step::Task,
 };
 
-/// The token ids that a model is trained on and validated with.
+/// The token ids for training and validation.
 #[derive(Clone, Debug)]
 pub struct Texts {
-    /// To train on.
+    /// Texts for training.
     pub train: Arc<TokenFile>,
-    /// To validate with; `None` holds out the tail of each text of `train`.
+    /// Texts for validation; `None` holds out the tail of each text of `train`.
     pub valid: Option<Arc<TokenFile>>,
 }
 
 impl Texts {
-    /// The windows that `config` trains on, and those it validates with.
+    /// Cuts the texts into windows: those to train on, and those to validate with.
     ///
     /// # Errors
-    /// Texts shorter than a window, or a share held out that leaves nothing.
+    /// Texts shorter than a window, or a held-out share that leaves nothing to train on.
     pub fn windows(&self, config: &TrainConfig) -> Result<(Windows, Windows)> {
         let train = Windows::new(self.train.clone(), config.seq_len)?;
         Ok(match &self.valid {
@@ -53,24 +53,23 @@ impl Texts {
     }
 }
 
-/// Where a run keeps its files and how it shows what it does.
+/// The folder of a run and the way it shows its progress.
 pub struct Run<'a> {
     /// Its folder: `train.json`, `history.jsonl` and `checkpoints/`.
     pub folder: PathBuf,
-    /// Whether to start a new run, or to continue after the last checkpoint or that of a given
-    /// step.
+    /// Starts a new run, or resumes after the last checkpoint or after the checkpoint of a step.
     pub resume: Resume,
-    /// burn-train's dashboard on this terminal; needs the feature `tui`.
+    /// Shows burn-train's dashboard on this terminal; needs the feature `tui`.
     pub dashboard: bool,
-    /// Called with a line of text for every validation, and for every `tell_every`-th step.
-    pub tell: Option<Tell>,
-    /// Optimizer steps from one that is told to the next.
-    pub tell_every: u64,
+    /// Receives a line of text for every validation and for every `log_every`-th step.
+    pub log: Option<LogLine>,
+    /// Optimizer steps between two lines of text.
+    pub log_every: u64,
     /// Devices that share each optimizer step; `None` is the model's alone.
     pub devices: Option<&'a [Device]>,
     /// Stops the run when it becomes true, with a checkpoint of the last whole optimizer step.
     pub stop: Option<Arc<AtomicBool>>,
-    /// Names and contents of files written into the folder of a new run once it is sure to start.
+    /// Names and contents of files written into the folder of a new run after all checks passed.
     pub files: Vec<(&'a str, Vec<u8>)>,
 }
 
@@ -81,8 +80,8 @@ impl<'a> Run<'a> {
             folder: folder.into(),
             resume: Resume::No,
             dashboard: false,
-            tell: None,
-            tell_every: 1,
+            log: None,
+            log_every: 1,
             devices: None,
             stop: None,
             files: Vec::new(),
@@ -102,40 +101,40 @@ impl core::fmt::Debug for Run<'_> {
     }
 }
 
-/// Whether a run starts or continues.
+/// The start of a run: new or resumed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Resume {
-    /// Start; a folder with a run in it is an error.
+    /// Starts a new run; a folder that already holds a run is an error.
     #[default]
     No,
-    /// After the last checkpoint that was written to its end. A run that has made all its steps
-    /// makes none, and is returned as it ended.
+    /// Resumes after the last complete checkpoint. A finished run is returned as it ended.
     Last,
-    /// After the checkpoint of an optimizer step; later ones are made again.
+    /// Resumes after the checkpoint of an optimizer step; later steps are computed again.
     Step(usize),
 }
 
 /// A finished run.
 #[derive(Debug)]
 pub struct Trained {
-    /// The model as trained: after the last step, or with [`patience`](TrainConfig::patience) as it
-    /// was when its validation was best.
+    /// The trained model: after the last step, or with [`patience`](TrainConfig::patience) after
+    /// the step with the best validation.
     pub model: Prepared,
-    /// What was measured.
+    /// The losses of all steps and validations.
     pub history: History,
-    /// Optimizer steps made; fewer than planned when it stopped early.
+    /// Optimizer steps made; fewer than planned if the run stopped early.
     pub steps: usize,
-    /// The number of optimizer steps after which the model had these weights.
+    /// The optimizer step after which the model had these weights.
     pub step: usize,
 }
 
 /// Trains `model` on `texts`.
 ///
 /// # Errors
-/// A setting out of range, texts shorter than a window, a folder that holds another run, cannot be
-/// written or has no room, or a damaged checkpoint: nothing has been changed then. Whatever stops
-/// training, such as a loss that is not finite or a full disk: checkpoints written before are
-/// complete. [`Error::Interrupted`] when it was asked to stop.
+/// - A setting out of range, texts shorter than a window, a folder that holds another run, cannot
+///   be written or lacks space, or a damaged checkpoint: nothing is changed.
+/// - A failure during training, such as a loss that is not finite or a full disk: earlier
+///   checkpoints are complete.
+/// - [`Error::Interrupted`] if the run was asked to stop.
 pub fn train<T: Target>(
     device: &On<T>,
     model: LanguageModel,
@@ -145,31 +144,31 @@ pub fn train<T: Target>(
 ) -> Result<Trained> {
     config.validate()?;
     if config.seq_len > model.max_positions() {
-        let rule = format!("exceeds the model's {} positions", model.max_positions());
+        let rule = format!("must be at most the model's {} positions", model.max_positions());
         return Err(Error::setting("seq-len", config.seq_len, rule));
     }
     let (train, valid) = texts.windows(config)?;
-    // The folder of a run that is resumed is claimed before its checkpoints are read, since another
-    // process might be writing them. A new folder is claimed once the run is sure to start.
-    let claim = match run.resume {
+    // The folder of a resumed run is locked before its checkpoints are read, since another process
+    // might be writing them. A new folder is locked after all checks passed.
+    let lock = match run.resume {
         Resume::No => None,
-        _ => Some(Claim::of_run(&run.folder)?),
+        _ => Some(FolderLock::of_run(&run.folder)?),
     };
     let resumed = resumed(&run.folder, run.resume, config)?;
     let Setup { prepared, teacher, autodiff } = set_up(device, model, config)?;
 
-    let _claim = claim.map_or_else(|| Claim::new(&run.folder), Ok)?;
+    let _lock = lock.map_or_else(|| FolderLock::new(&run.folder), Ok)?;
     if run.resume == Resume::No {
-        // Another process may have begun a run here meanwhile.
+        // Another process may have started a run here in the meantime.
         check_new(&run.folder)?;
     }
     let [weights, moments] = checkpoint_bytes(&prepared);
-    // At worst there are three checkpoints: the best, the last, and the one being written. At the
-    // end the model is added in f16, its packed weights too, which are in no checkpoint.
+    // At worst there are three checkpoints: the best, the last, and the one being written. The
+    // final model in f16 also holds the packed weights, which are in no checkpoint.
     let in_f16 = 2 * prepared.model.n_weights() as u64;
     let kept = if resumed.is_some() { 1 } else { 3 };
     let sizes = [weights, moments].repeat(kept);
-    check_room(&run.folder, &[&sizes[..], &[in_f16]].concat())?;
+    check_disk_space(&run.folder, &[&sizes[..], &[in_f16]].concat())?;
     if run.resume == Resume::No {
         write_start(&run.folder, &run.files, config)?;
     }
@@ -183,11 +182,11 @@ pub fn train<T: Target>(
         resumed.map(|step| step as u64),
         config.steps as u64,
         valid_batches,
-        run.tell.map(|tell| (tell, run.tell_every)),
+        run.log.map(|log| (log, run.log_every)),
     )?;
-    recorder.made(done);
+    recorder.set_steps_made(done);
     if resumed.is_some() {
-        recorder.say(&format!("going on after step {done} of {}", config.steps));
+        recorder.log_line(&format!("resuming after step {done} of {}", config.steps));
     }
     let recorder = Mutex::new(recorder);
     let task = Arc::new(Task { config: config.clone(), teacher, n_devices, recorder });
@@ -197,7 +196,7 @@ pub fn train<T: Target>(
         trainee
     } else {
         let order = Order::new(config.seed, train.len())?;
-        // To the loader an epoch is one optimizer step.
+        // An epoch of the loader is one optimizer step.
         let batches = config.accumulation * n_devices;
         let train_loader = TrainLoader::new(
             Arc::new(train),
@@ -233,7 +232,7 @@ pub fn train<T: Target>(
 
     let (steps, history) = (task.lock().steps_made(), History::read(&run.folder)?);
     if !task.is_finished() {
-        // The last checkpoint was written in the background.
+        // The last checkpoint was written in the background, so it has not been checked yet.
         checkpoints.check(steps)?;
         return Err(Error::Interrupted { folder: run.folder, step: steps, steps: config.steps });
     }
@@ -246,7 +245,7 @@ pub fn train<T: Target>(
     Ok(Trained { model, history, steps, step })
 }
 
-/// Runs what is left of `fit`.
+/// Runs the remaining steps of `fit`.
 fn launch(
     mut training: SupervisedTraining<Trainee>,
     learner: Learner<Trainee>,
@@ -267,7 +266,10 @@ fn launch(
             checkpoints.part(optimizer_part),
             checkpoints.part(schedule_part),
         )
-        .with_checkpointing_strategy(Keep { checkpoints: checkpoints.clone(), task: task.clone() })
+        .with_checkpointing_strategy(KeepLastAndBest {
+            checkpoints: checkpoints.clone(),
+            task: task.clone(),
+        })
         .num_epochs(config.epochs());
     let resumed = (fit.done > 0).then_some(fit.done / config.steps_per_epoch);
     training = training.renderer(renderer::new(dashboard, &interrupter, resumed)?);
@@ -277,7 +279,7 @@ fn launch(
     }
     training = training.with_training_strategy(TrainingStrategy::Custom(Arc::new(fit)));
 
-    // The dashboard's "stop immediately" is a panic.
+    // The dashboard stops immediately by a panic.
     let launched = catch_unwind(AssertUnwindSafe(|| training.launch(learner)));
     let LearningResult { model, renderer, error, .. } = match launched {
         Ok(result) => result,
@@ -289,7 +291,7 @@ fn launch(
         }
         Err(panic) => resume_unwind(panic),
     };
-    // Restores the terminal.
+    // Dropping the renderer restores the terminal.
     drop(renderer);
     if let Some(error) = error {
         return Err(Error::Stopped(error.to_string()));
@@ -300,8 +302,8 @@ fn launch(
     }
 }
 
-/// Stops after as many validations as the configured patience have not improved on the best.
-/// Validations from before the run was resumed count as well.
+/// Stops after a configured number of validations in a row without improvement. Validations from
+/// before the run was resumed count as well.
 #[derive(Clone)]
 struct Patience {
     task: Arc<Task>,
@@ -313,10 +315,10 @@ impl EarlyStoppingStrategy for Patience {
     }
 }
 
-/// `model` as the run in `folder` had it after `step` optimizer steps.
+/// Returns `model` with the weights of the run in `folder` after `step` optimizer steps.
 ///
 /// # Errors
-/// No such checkpoint, a damaged one, or a model or configuration that is not the run's.
+/// A missing or damaged checkpoint, or a model or configuration that does not belong to the run.
 pub fn checkpointed<T: Target>(
     device: &On<T>,
     model: LanguageModel,

@@ -1,5 +1,5 @@
-//! Training computes what serving does: the parallel pass of a prepared model is compared with the
-//! converted model, streamed token by token through the cache.
+//! Training and serving compute the same results: the parallel pass of a prepared model is compared
+//! with the converted model, which streams token by token through the cache.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(clippy::print_stdout, reason = "how close is seen with --nocapture")]
 
@@ -23,7 +23,7 @@ const VOCAB: usize = 97;
 
 /// Two layers of four query heads and `n_kv_heads` key and value heads of 64 channels.
 fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
-    // All tests of the process draw from one sequence.
+    // All tests of the process share one random generator.
     static DRAWING: Mutex<()> = Mutex::new(());
     let _drawing = DRAWING.lock().unwrap();
     device.seed(11);
@@ -47,8 +47,8 @@ fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
         qk_norms: false,
     };
     let mut llama = Llama::init(config, device);
-    // As in a trained model, scores and logits differ by some nats, and each layer adds little to
-    // the residual stream.
+    // As in a trained model, scores and logits differ by several nats, and each layer adds little
+    // to the residual stream.
     let scale = |matrix: &mut Matrix, times: f32| {
         *matrix = matrix.clone().map_tensor(|tensor| tensor.mul_scalar(times));
     };
@@ -63,7 +63,7 @@ fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
 }
 
 fn ids(device: &Device) -> Tensor<2, Int> {
-    // Weyl's sequence: no period within the text.
+    // A Weyl sequence has no period within the text.
     let ids = (0..TOKENS as u64).map(|i| (((i * 0x9e37_79b9) >> 7) % VOCAB as u64) as i32);
     Tensor::from_data(TensorData::new(ids.collect(), [1, TOKENS]), device)
 }
@@ -72,7 +72,7 @@ fn host<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
     tensor.into_data().try_to_vec::<f32>().unwrap()
 }
 
-/// Largest difference, over the largest magnitude of `expected`.
+/// Returns the largest difference, divided by the largest magnitude of `expected`.
 fn distance(got: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(got.len(), expected.len());
     let largest = expected.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
@@ -80,14 +80,14 @@ fn distance(got: &[f32], expected: &[f32]) -> f32 {
     difference.fold(0.0, f32::max) / largest
 }
 
-/// Mean negative log-likelihood of every next token.
+/// Returns the mean negative log-likelihood of the next tokens.
 fn nll(logits: &Tensor<3>, ids: &Tensor<2, Int>) -> f64 {
     let log_p = log_softmax(logits.clone().narrow(1, 0, TOKENS - 1), 2);
     let next = ids.clone().narrow(1, 1, TOKENS - 1).unsqueeze_dim::<3>(2);
     -log_p.gather(2, next).mean().into_scalar::<f64>()
 }
 
-/// Every code, in the order of the words.
+/// Returns all codes, in the order of the words.
 fn codes(packed: &Logical, spec: QuantSpec) -> Vec<u32> {
     let per_word = spec.codes_per_word() as u32;
     let bits = 32 / per_word;
@@ -98,22 +98,22 @@ fn codes(packed: &Logical, spec: QuantSpec) -> Vec<u32> {
         .collect()
 }
 
-/// The differences between two ways through a model.
+/// The differences between the parallel pass and streaming.
 #[derive(Default)]
 struct Difference {
-    /// Codes, those that differ, and the largest difference in steps.
+    /// Number of codes, number of different ones, and the largest difference in steps.
     codes: usize,
     differing: usize,
     steps: u32,
-    /// Scales and minima, and those that differ.
+    /// Number of scales and minima, and number of different ones.
     params: usize,
     differing_params: usize,
     nll: f64,
-    /// Largest difference of the logits, over the largest logit.
+    /// Largest difference of the logits, divided by the largest logit.
     logits: f32,
 }
 
-/// One side of one layer: the cache's codes against those of what the parallel pass would quantize.
+/// Compares the codes of one side of one layer with the codes that the parallel pass would store.
 fn compare(
     of: Side,
     side: Tensor<4>,
@@ -141,8 +141,8 @@ fn compare(
     all.codes += parallel.len();
 }
 
-/// Compares both ways for one cache, and the attention of the parallel pass with that of a cache
-/// fed with the same keys and values.
+/// Compares the parallel pass with streaming for one cache. Also compares the attention of the
+/// parallel pass with a cache that gets the same keys and values.
 fn align(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> Difference {
     let config: KvCacheConfig = name.parse().unwrap();
     let config = config.with_capacity(TOKENS);
@@ -208,13 +208,13 @@ fn check(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> bool
          {params} parameters, logits {logits:.1e}, nll {nll:.1e}",
         model.spec().layers[0].n_kv_heads
     );
-    // Float noise decides which way a code at a rounding edge falls, and that changes the input of
-    // later layers.
+    // Float noise decides the rounding of a code that lies between two values, which changes the
+    // input of later layers.
     assert!(differing as f64 <= 1e-3 * codes as f64, "{name}: {differing} of {codes} codes differ");
     assert!(steps <= 1, "{name}: a code differs by {steps}");
     if differing == 0 {
-        // What is left are two layers of f32 sums in another order, and scales and minima at a
-        // rounding edge of f16.
+        // The remaining difference comes from the order of f32 sums in two layers, and from scales
+        // and minima that lie between two f16 values.
         assert!(logits < 1e-4, "{name}: logits differ by {logits}");
     }
     // One step of a 2-bit code is a third of its group's range.
@@ -228,7 +228,7 @@ fn check_all(n_kv_heads: usize, names: &[&str]) {
     let device = On::<Autodiff<Flex>>::open().unwrap();
     let model = model(n_kv_heads, &device);
     let equal = names.iter().filter(|name| check(&model, name, &device)).count();
-    // The bound on logits was checked at least once.
+    // At least one cache must have passed the bound on logits.
     assert!(equal > 0, "codes differ with each of {names:?}");
 }
 
@@ -292,7 +292,7 @@ fn one_key_head_and_one_side_in_float() {
     check_all(1, &["k2v2-g32-r32", "k2v16-g32-r128", "k16v2-g64-r32-after", "k4v2-g16-r32-s5"]);
 }
 
-/// Small updates would be lost in the rounding of 16 bits, so that a model in them is refused.
+/// Small updates would be lost in the rounding to 16 bits.
 #[test]
 fn weights_in_16_bits_are_not_trained() {
     let device = On::<Flex>::open().unwrap();
@@ -301,7 +301,7 @@ fn weights_in_16_bits_are_not_trained() {
         let options = LoadOptions::default().with_dtype(dtype);
         let model = load_with(folder, &device, options).unwrap().model;
         let error = prepare(model, QatConfig::new(KvCacheConfig::float())).unwrap_err();
-        let told = format!("dtype {dtype}: must be f32 to train; load the model as f32");
-        assert_eq!(error.to_string(), told);
+        let output = format!("dtype {dtype}: must be f32 to train; load the model as f32");
+        assert_eq!(error.to_string(), output);
     }
 }

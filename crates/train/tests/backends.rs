@@ -9,14 +9,13 @@ use common::{World, config, qat};
 use kv_models::kv_cubecl::{Autodiff, Flex, Target, Wgpu};
 use kv_train::{Objective, Schedule, TrainConfig};
 
-/// Objectives of ten steps, and the last validation.
+/// Returns the objectives of ten steps, and the last validation.
 fn losses<T: Target>() -> (Vec<f64>, [f64; 3]) {
     let world = World::<Autodiff<T>>::new();
     let config = TrainConfig {
         qat: Some(qat(common::K2V2)),
         objective: Objective::Distillation,
-        // A low rate: Adam's first steps are as long for a gradient that is only noise as for any
-        // other.
+        // The rate is low because Adam's first steps are as long for noise as for real gradients.
         schedule: Schedule { lr: 5e-4, min_lr: 0.0, warmup: 2 },
         batch: 1,
         steps: 10,
@@ -44,7 +43,7 @@ fn ten_steps_on_wgpu_are_those_on_flex() {
     println!("largest difference {worst:.1e}");
     assert_eq!(flex.len(), 10);
     assert!(flex[0] > 1e-3, "the quantizer is on: {flex:?}");
-    // The backends sum in different orders; codes that flip at a rounding edge make most of the
-    // difference.
+    // The backends sum in different orders; most of the difference comes from codes that round the
+    // other way.
     assert!(worst < 1e-3, "{flex:?} against {wgpu:?}, {flex_valid:?} against {wgpu_valid:?}");
 }

@@ -1,4 +1,4 @@
-//! The program as users run it: what a run leaves, and one clear line for each mistake.
+//! The program `kv-train`: the files of a run, and one clear line for each mistake.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -15,43 +15,30 @@ use kv_train::TrainConfig;
 type Cpu = World<Autodiff<Flex>>;
 
 #[test]
-fn pretrained_then_trained_for_its_cache() {
+fn pretrain_then_qat() {
     let world = Cpu::new();
     let (text, base) = (world.string("text.txt"), world.string("base"));
     let common = [
-        "--text",
-        &text,
-        "--seq-len",
-        "64",
-        "--steps",
-        "6",
-        "--steps-per-epoch",
-        "3",
-        "--holdout",
-        "0.1",
-        "--valid-windows",
-        "2",
-        "--eval-tokens",
-        "200",
+        ["--text", &text],
+        ["--seq-len", "64"],
+        ["--steps", "6"],
+        ["--steps-per-epoch", "3"],
+        ["--holdout", "0.1"],
+        ["--valid-windows", "2"],
+        ["--eval-tokens", "200"],
     ];
+    let common = common.concat();
     let architecture = [
-        "--vocab",
-        "280",
-        "--hidden",
-        "32",
-        "--intermediate",
-        "64",
-        "--layers",
-        "1",
-        "--heads",
-        "2",
-        "--kv-heads",
-        "1",
-        "--head-dim",
-        "16",
-        "--context",
-        "128",
+        ["--vocab", "280"],
+        ["--hidden", "32"],
+        ["--intermediate", "64"],
+        ["--layers", "1"],
+        ["--heads", "2"],
+        ["--kv-heads", "1"],
+        ["--head-dim", "16"],
+        ["--context", "128"],
     ];
+    let architecture = architecture.concat();
     let args = [&["pretrain", "--out", &base][..], &architecture, &common].concat();
     let stdout = succeeds(&mut program(&args));
     assert!(stdout.contains("parameters") && stdout.contains("valid after"), "{stdout}");
@@ -61,7 +48,7 @@ fn pretrained_then_trained_for_its_cache() {
         assert!(fs::metadata(format!("{model}/{name}")).is_ok(), "{name}");
     }
     assert!(fs::metadata(format!("{model}/kv_cache.json")).is_err(), "trained for no cache");
-    // The seed decides the initial weights and the order of the data, and so the result.
+    // The seed decides the initial weights and the data order, and therefore the result.
     let again = world.string("again");
     succeeds(&mut program(&[&["pretrain", "--out", &again][..], &architecture, &common].concat()));
     let weights = |folder: &str| fs::read(format!("{folder}/model/model.safetensors")).unwrap();
@@ -83,7 +70,7 @@ fn pretrained_then_trained_for_its_cache() {
     }
     let cache = fs::read_to_string(format!("{run}/model/kv_cache.json")).unwrap();
     assert!(cache.contains("\"residual_length\": 16"), "{cache}");
-    // A policy's file is taken like the name of a cache, and is in all files of the run.
+    // A policy file is accepted like the name of a cache, and all files of the run contain it.
     let (policy, by_layer) = (world.string("policy.toml"), world.string("by-layer"));
     let rules =
         "[[rules]]\ncache = \"k2v2-g16-r16\"\n[[rules]]\nlayers = -1\nside = \"keys\"\nformat = 8";
@@ -101,17 +88,18 @@ fn pretrained_then_trained_for_its_cache() {
     }
     assert!(weights(&by_layer) != weights(&run), "the keys of the last layer are others");
 
-    fails(&mut program(&["resume", &run]), &[&run, "has done its 6 steps"]);
+    fails(&mut program(&["resume", &run]), &[&run, "is finished after 6 steps"]);
     let qat = [&qat[..], &common].concat();
     fails(&mut program(&qat), &[&run, "checkpoints up to step 6"]);
 }
 
-/// The policy in a file.
+/// Reads the policy in a file.
 fn rules_in(path: &str) -> ModelCacheConfig {
     ModelCacheConfig::read(path).unwrap()
 }
 
-/// The rotation is in the weights that are saved, so that the cache beside them must not rotate again.
+/// The Hadamard transform is folded into the saved weights, so the saved cache must not apply it
+/// again.
 #[test]
 fn a_hadamard_transform_is_saved_once() {
     let world = Cpu::new();
@@ -128,14 +116,14 @@ fn a_hadamard_transform_is_saved_once() {
         row[2].parse().unwrap()
     };
     let (before, after) = (perplexity("before", cache), perplexity("after", "k2v2-g16-r16"));
-    // Codes at rounding edges differ; values that are not rotated give other numbers altogether.
+    // Some codes round the other way. Without the transform, the numbers would differ much more.
     assert!((before - after).abs() < 2e-3 * before, "{before} and {after}\n{table}");
     let saved = fs::read_to_string(format!("{out}/model/kv_cache.json")).unwrap();
     assert!(!saved.contains("hadamard_values"), "{saved}");
 }
 
 #[test]
-fn what_a_user_should_know_of_the_model_is_said() {
+fn notes_on_the_model_are_printed() {
     let world = Cpu::new();
     let (model, text, out) =
         (world.save_model("base"), world.string("text.txt"), world.string("out"));
@@ -167,7 +155,7 @@ fn mistakes_are_one_line() {
         (world.string("short.txt"), world.string("empty.txt"), world.string("bad.jsonl"));
     let (out, file, nowhere) = (world.string("out"), world.string("file"), world.string("nowhere"));
 
-    // Each replaces the value of one option of a command that works.
+    // Each call replaces the value of one option of a valid command.
     let good = [
         ("--model", model.as_str()),
         ("--text", &text),
@@ -239,10 +227,11 @@ fn mistakes_are_one_line() {
     #[cfg(not(feature = "cuda"))]
     with("--backend", "cuda", &["cuda is not built into", "--features cuda"]);
 
-    fails(&mut program(&["resume", &nowhere]), &["nowhere/run.json", "a run's folder"]);
-    fails(&mut program(&["resume", &model]), &["run.json", "a run's folder"]);
+    fails(&mut program(&["resume", &nowhere]), &["nowhere/run.json", "name the folder of a run"]);
+    fails(&mut program(&["resume", &model]), &["run.json", "name the folder of a run"]);
     for (option, field) in [("--steps", "steps 3"), ("--two-step", "two-step 3")] {
-        let message = format!("{field}: only runs of world models may have another length");
+        let message =
+            format!("{field}: only runs of world models can change their number of steps");
         fails(&mut program(&["resume", &model, option, "3"]), &[&message]);
     }
     world.write("base/run.json", "{\"backend\": \"flex\"}");
@@ -259,7 +248,8 @@ fn mistakes_are_one_line() {
         &["num_key_value_heads", "3", "num_attention_heads 4"],
     );
     pretrain(&["--vocab", "260", "--head-dim", "0"], &["head_dim", "0", "between 1"]);
-    // 100000 * 256 * (768 of queries, keys, values and output + 3 * 704) weights: none is made.
+    // 100000 * 256 * (768 of queries, keys, values and output + 3 * 704) weights, none of them
+    // created.
     let parts = ["memory: training needs at least", "weights 294.91 GB", "moments 589.83 GB"];
     let refused = world.string("refused");
     let args = ["pretrain", "--text", &text, "--out", &refused, "--layers", "100000"];
@@ -267,8 +257,7 @@ fn mistakes_are_one_line() {
     assert!(!world.path("refused").exists(), "a refused run has left files");
 }
 
-/// The largest number there is, for every option that counts something: an error of one line, or a
-/// run that ends.
+/// The largest u64 gives an error of one line or a run that ends, for every option with a number.
 #[test]
 fn no_option_overflows() {
     let world = Cpu::new();
@@ -384,7 +373,7 @@ fn no_option_overflows() {
 }
 
 #[test]
-fn a_run_that_fits_says_nothing_of_memory() {
+fn a_run_that_fits_prints_nothing_about_memory() {
     let world = Cpu::new();
     let (model, text, out) =
         (world.save_model("base"), world.string("text.txt"), world.string("out"));
@@ -394,9 +383,9 @@ fn a_run_that_fits_says_nothing_of_memory() {
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
 }
 
-/// A run of a world model may end earlier than its last phase is long, if that is said to be shorter too.
+/// A run can be shortened to fewer steps than its two-step phase if that phase is shortened, too.
 #[test]
-fn a_world_run_ends_earlier_than_it_was_to() {
+fn a_world_run_can_be_shortened() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("run").to_str().unwrap().to_string();
     let args = [
@@ -414,14 +403,14 @@ fn a_world_run_ends_earlier_than_it_was_to() {
         "--warmup=1",
         "--valid-frames=2",
     ];
-    let told = succeeds(&mut program(&[&["world", "--out", &out][..], &args].concat()));
-    assert!(told.starts_with("4 steps, from step 2 on with two steps a frame"), "{told}");
+    let output = succeeds(&mut program(&[&["world", "--out", &out][..], &args].concat()));
+    assert!(output.starts_with("4 steps, two denoising steps per frame from step 2"), "{output}");
     let resume = ["resume", &out, "--from-step", "2", "--steps", "2"];
     fails(&mut program(&resume), &["two-step 3: must be at most steps 2"]);
-    let told = succeeds(&mut program(&[&resume[..], &["--two-step", "1"]].concat()));
-    let going = "going on after step 2 of 2, from step 2 on with two steps a frame";
-    assert!(told.starts_with(going), "{told}");
-    assert!(told.contains("trained 2 steps"), "{told}");
+    let output = succeeds(&mut program(&[&resume[..], &["--two-step", "1"]].concat()));
+    let resuming = "resuming after step 2 of 2, two denoising steps per frame from step 2";
+    assert!(output.starts_with(resuming), "{output}");
+    assert!(output.contains("trained 2 steps"), "{output}");
 }
 
 #[test]
@@ -435,7 +424,7 @@ fn help_and_version() {
         assert!(help.contains("--threads"), "{help}");
     }
     assert!(succeeds(&mut program(&["--help"])).contains("Example"));
-    // What is said of defaults is what a run without options gets.
+    // The defaults in the help are the ones that a run gets.
     let config = TrainConfig::default();
     let lines = help("qat");
     for (option, default) in [

@@ -1,9 +1,9 @@
-//! Models of the hub are asked for there, once nothing else is wrong.
+//! Models are looked up on the hub only after all other checks passed.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::{fs, process::Command};
 
-/// One line on standard error of a run that does not start.
+/// Runs a command that must fail, and returns its single line on standard error.
 fn refused(args: &[&str]) -> String {
     let home = tempfile::tempdir().unwrap();
     let (run, text) = (home.path().join("run"), home.path().join("text.txt"));
@@ -44,12 +44,12 @@ fn a_model_id_is_looked_up() {
 }
 
 #[test]
-fn what_is_wrong_is_said_before_a_model_is_downloaded() {
+fn mistakes_are_reported_before_a_model_is_downloaded() {
     for (args, part) in [
         (qat("someone/model", "nothing.txt", &[]), "nothing.txt"),
         (qat("someone/model", "text.txt", &["--valid-text", "."]), "directory"),
-        (qat("someone/model", "text.txt", &["--seq-len", "64"]), "window"),
-        (vec!["bench", "--model", "someone/model", "--seq-len", "64"], "window"),
+        (qat("someone/model", "text.txt", &["--seq-len", "64"]), "residual"),
+        (vec!["bench", "--model", "someone/model", "--seq-len", "64"], "residual"),
     ] {
         let errors = refused(&args);
         assert!(errors.contains(part) && !errors.contains("hub"), "{errors}");

@@ -1,4 +1,4 @@
-//! Adapters on packed weights: what they compute, what is trained, and what is left as it was.
+//! Adapters on packed weights: their results, the weights they train, and the weights they keep.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -24,7 +24,7 @@ type Cpu = World<Autodiff<Flex>>;
 const RANK: usize = 3;
 const ALPHA: f64 = 1.5;
 
-/// The world's model with weights of 4 bits, in a folder of this name.
+/// Saves the world's model with 4-bit weights in the folder `name`.
 fn quantize(world: &Cpu, name: &str) -> std::path::PathBuf {
     let folder = world.path(name);
     let options = QuantizeOptions::new([Some(WeightFormat::Int4(GroupSize::G32)); 3]);
@@ -37,7 +37,7 @@ fn read(folder: &Path, device: &Device, packed: bool) -> LanguageModel {
     load_with(folder, device, LoadOptions::default().with_packed(packed)).unwrap().model
 }
 
-/// Gives every factor of an adapter random numbers.
+/// Sets every factor of an adapter to random numbers.
 struct Randomize;
 
 impl ModuleMapper for Randomize {
@@ -67,7 +67,7 @@ fn params(model: &LanguageModel) -> BTreeMap<String, Tensor<2>> {
             self.path.pop();
         }
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            // The leaf itself, which has a gradient.
+            // Only the leaf itself has a gradient.
             let leaf: Box<dyn Any> = Box::new(param.val());
             if let Ok(matrix) = leaf.downcast::<Tensor<2>>() {
                 self.all.insert(self.path.join("."), *matrix);
@@ -90,7 +90,7 @@ fn close<const D: usize>(name: &str, found: Tensor<D>, expected: Tensor<D>) {
     assert!(scale > 0.0 && off < 2e-5 * scale, "{name}: {off} of {scale}");
 }
 
-/// Against a model whose matrices are restored and have the adapters added, differentiated by Burn.
+/// Compares with a model whose matrices are restored, plus adapters, differentiated by Burn.
 #[test]
 fn adapters_compute_and_differentiate_as_dense_weights() {
     let world = Cpu::new();
@@ -101,7 +101,7 @@ fn adapters_compute_and_differentiate_as_dense_weights() {
     let plain = packed.clone().forward(ids(device), KvCacheConfig::float()).unwrap();
     let attention = |role: Role| role.is_attention();
     assert_eq!(packed.adapt(RANK, ALPHA, device, attention), 4);
-    // They add nothing at first.
+    // New adapters add nothing.
     let adapted = packed.clone().forward(ids(device), KvCacheConfig::float()).unwrap();
     assert_eq!(adapted.into_data(), plain.clone().into_data());
 
@@ -149,7 +149,8 @@ fn adapters_compute_and_differentiate_as_dense_weights() {
         }
     }
 
-    // Merged, it is the dense model, whose rows can be transformed; with adapters beside packed weights they cannot.
+    // After merging, the model is dense and its rows can be transformed. That is impossible for
+    // adapters on packed weights.
     let transformed: KvCacheConfig = "k4v4-g16-r16-hadv".parse().unwrap();
     let (kept, still) = packed.clone().fold_hadamard(transformed.into());
     assert!(still.to_string().ends_with("-hadv") && kept.is_packed());
@@ -190,7 +191,8 @@ fn packed_weights_stay_as_they_are_and_adapters_learn() {
     // Two matrices in each of two layers, and five norms of 64; all weights are 290 kB.
     assert!(bytes < 30_000, "{bytes}");
 
-    // As with weights that are restored, but for the rounding of sums; with recomputed activations to the bit.
+    // Restored weights give the same losses up to rounding of sums; recomputed activations give the
+    // same bits.
     let again = run("again", &adapted(), Resume::No).unwrap();
     let recomputed = TrainConfig { gradient_checkpointing: true, ..adapted() };
     let recomputed = run("recomputed", &recomputed, Resume::No).unwrap();
@@ -235,7 +237,7 @@ fn the_program_quantizes_trains_and_resumes() {
     let quantize = ["quantize", "--model", &model, "--format", "int4", "--attention", "int8"];
     let said = succeeds(program(&quantize).args(["--range", "least-error", "--out", &int4]));
     assert!(said.contains("weights in") && said.contains(&int4), "{said}");
-    fails(program(&quantize).args(["--out", &int4]), &["is there already"]);
+    fails(program(&quantize).args(["--out", &int4]), &["already exists"]);
     let (wide, none) = (world.string("wide"), world.string("none"));
     let out = ["--group", "128", "--out", &wide];
     fails(program(&quantize).args(out), &["64 columns", "groups of 128", "embed_tokens"]);
@@ -258,8 +260,8 @@ fn the_program_quantizes_trains_and_resumes() {
     fails(program(&quantize).args(embedding), &["embedding", "--for transformers"]);
     assert!(!world.path("wide").exists());
 
-    // What transformers loads is held to it by scripts/check-transformers; otherwise it is said
-    // that it does not.
+    // scripts/check-transformers tests that transformers loads such folders. For others, a note
+    // says that it does not.
     let symmetric = world.string("symmetric");
     for (out, more, loads) in [
         (world.string("zeros"), &[][..], false),
@@ -291,7 +293,10 @@ fn the_program_quantizes_trains_and_resumes() {
     };
     fails(&mut start(&int4, &[]), &["weights packed", "--lora"]);
     let f32 = world.save_model_in("f32", WeightDtype::F32);
-    fails(&mut start(&f32, &["--lora", "4"]), &["weights packed", "holds none", "quantize"]);
+    fails(
+        &mut start(&f32, &["--lora", "4"]),
+        &["weights packed", "has no packed weights", "quantize"],
+    );
     succeeds(&mut start(&int4, &["--lora", "4", "--lr", "1e-3"]));
     let trained = fs::read(world.path("run").join("model/model.safetensors")).unwrap();
     let again = ["resume", &run, "--from-step", "3", "--plain"];

@@ -1,4 +1,4 @@
-//! Runs that are killed, files that are damaged, disks that are full.
+//! Resuming after kills, damaged files and full disks.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -29,7 +29,7 @@ fn qat<'a>(model: &'a str, text: &'a str, out: &'a str, more: &[&'a str]) -> Vec
 }
 
 #[test]
-fn a_killed_run_goes_on_as_if_it_had_not_been() {
+fn a_killed_run_resumes_bit_for_bit() {
     let world = Cpu::new();
     let (model, text) = (world.save_model("base"), world.string("text.txt"));
     let more = ["--batch", "2", "--accumulation", "2", "--steps", "30", "--steps-per-epoch", "10"];
@@ -38,7 +38,7 @@ fn a_killed_run_goes_on_as_if_it_had_not_been() {
     let expected = Losses::of(&History::read(whole.as_ref()).unwrap());
     assert_eq!((expected.train.len(), expected.valid.len()), (60, 4));
 
-    // Killed in the middle of the second epoch; on a busy machine the moment may be missed.
+    // It is killed in the middle of the second epoch; on a busy machine, the kill may come later.
     let killed = (0..5).map(|i| world.string(&format!("killed {i}"))).find(|folder| {
         let mut command = program(&qat(&model, &text, folder, &more));
         let mut child = command.stdout(Stdio::null()).spawn().unwrap();
@@ -55,12 +55,12 @@ fn a_killed_run_goes_on_as_if_it_had_not_been() {
     });
     let killed = killed.unwrap();
     let checkpoints = Checkpoints::of(killed.as_ref());
-    // Its writing may still have been under way.
+    // The checkpoint may still have been incomplete.
     assert!(matches!(checkpoints.last_complete().unwrap(), Some(0 | 10)));
     succeeds(&mut program(&["resume", &killed]));
     assert_eq!(Losses::of(&History::read(killed.as_ref()).unwrap()), expected);
     assert!(checkpoints.steps().unwrap().ends_with(&[20, 30]));
-    // Nor do the weights differ.
+    // The weights are equal, too.
     let weights = |folder: &str| fs::read(format!("{folder}/model/model.safetensors")).unwrap();
     assert!(weights(&whole) == weights(&killed));
 }
@@ -86,7 +86,7 @@ fn every_kind_of_run_resumes_exactly() {
 }
 
 #[test]
-fn damage_is_named_and_the_epoch_before_goes_on() {
+fn damage_is_reported_and_the_previous_epoch_resumes() {
     let world = Cpu::new();
     let expected = world.losses("run", &quantized());
     let checkpoints = Checkpoints::of(&world.path("run"));
@@ -133,12 +133,11 @@ fn damage_is_named_and_the_epoch_before_goes_on() {
         }
     }
 
-    // A checkpoint whose writing was interrupted, some parts of it and none of it sealed, is passed
-    // over.
+    // An incomplete checkpoint, with some parts missing or without a seal, is skipped.
     for name in ["optimizer.json", "optimizer.bpk", "schedule.json", "schedule.bpk"] {
         fs::remove_file(world.path("run/checkpoints").join(format!("step-12.{name}"))).unwrap();
     }
-    // What a killed process left is removed, in every folder of the run.
+    // Unfinished files of a killed process are removed from every folder of the run.
     let unfinished: Vec<PathBuf> = ["", "checkpoints/", "model/", "tokens/"]
         .map(|folder| world.path(&format!("run/{folder}.unfinished-a1B2c3-step-12.optimizer.bpk")))
         .into();
@@ -151,23 +150,23 @@ fn damage_is_named_and_the_epoch_before_goes_on() {
     assert_eq!(Losses::of(&again.history), expected);
     checkpoints.check(12).unwrap();
 
-    // Step 4 may be there as well, if it was validated best.
+    // Step 4 may exist as well if its validation was the best.
     for step in checkpoints.steps().unwrap() {
         let path = world.path(&format!("run/checkpoints/step-{step}.model.bpk"));
         fs::write(path, "not a model").unwrap();
     }
-    refuses("step-12.model.bpk", &["no other checkpoint is whole"]);
+    refuses("step-12.model.bpk", &["no other checkpoint is intact"]);
 }
 
 #[test]
-fn a_damaged_history_is_named() {
+fn a_damaged_history_is_reported() {
     let world = Cpu::new();
     let expected = world.losses("run", &quantized());
     let path = world.path("run/history.jsonl");
     let text = fs::read_to_string(&path).unwrap();
     let resume = || world.resume("run", &quantized(), Resume::Step(8));
 
-    // Cut short by a kill: the last line is not used.
+    // A last line that a kill cut short is ignored.
     fs::write(&path, &text[..text.len() - 20]).unwrap();
     assert_eq!(Losses::of(&resume().unwrap().history), expected);
 
@@ -181,7 +180,7 @@ fn a_damaged_history_is_named() {
     assert_eq!(Losses::of(&resume().unwrap().history), expected);
 }
 
-/// `kv-train` where no file may grow beyond `blocks` of 512 bytes: writes fail as on a full disk.
+/// Runs `kv-train` with files limited to `blocks` of 512 bytes: writes fail as on a full disk.
 fn limited(blocks: usize, args: &[&str]) -> Command {
     let script = format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"");
     let mut command = Command::new("sh");
@@ -190,21 +189,21 @@ fn limited(blocks: usize, args: &[&str]) -> Command {
 }
 
 #[test]
-fn a_full_disk_is_an_error_and_what_was_whole_stays_whole() {
+fn a_full_disk_is_an_error_and_keeps_complete_checkpoints() {
     let world = Cpu::new();
     let (model, text) = (world.save_model("base"), world.string("text.txt"));
     // Weights take 0.4 MB, the optimizer's moments 0.7 MB.
     let blocks = 1000;
     let more = ["--batch", "1", "--steps", "12", "--steps-per-epoch", "4"];
 
-    // Before the first step, and the same command does it where there is room.
+    // It fails before the first step. Without the limit, the same command succeeds.
     let first = world.string("first");
     let command = &mut limited(blocks, &qat(&model, &text, &first, &more));
-    fails(command, &[&first, "no room", "File too large"]);
+    fails(command, &[&first, "MiB for the run's checkpoints", "File too large"]);
     assert!(Checkpoints::of(first.as_ref()).steps().unwrap().is_empty());
     succeeds(&mut program(&qat(&model, &text, &first, &more)));
 
-    // With a checkpoint to go back to.
+    // A resumed run keeps its checkpoint.
     let run = world.string("run");
     succeeds(&mut program(&qat(&model, &text, &run, &more)));
     let expected = Losses::of(&History::read(run.as_ref()).unwrap());
@@ -216,8 +215,8 @@ fn a_full_disk_is_an_error_and_what_was_whole_stays_whole() {
     }
     fs::remove_file(format!("{run}/result.json")).unwrap();
     let resume = ["resume", &run];
-    fails(&mut limited(blocks, &resume), &["no room", "File too large"]);
-    fails(&mut limited(2, &resume), &["no room", "File too large"]);
+    fails(&mut limited(blocks, &resume), &["MiB for the run's checkpoints", "File too large"]);
+    fails(&mut limited(2, &resume), &["MiB for the run's checkpoints", "File too large"]);
     let checkpoints = Checkpoints::of(run.as_ref());
     checkpoints.check(8).unwrap();
     succeeds(&mut program(&resume));
@@ -227,7 +226,7 @@ fn a_full_disk_is_an_error_and_what_was_whole_stays_whole() {
 }
 
 #[test]
-fn a_full_disk_leaves_no_half_of_a_quantized_model() {
+fn a_full_disk_leaves_no_part_of_a_quantized_model() {
     let world = Cpu::new();
     let (model, out) = (world.save_model("base"), world.string("int4"));
     let quantize = ["quantize", "--model", &model, "--format", "int4", "--out", &out];
@@ -242,7 +241,7 @@ fn a_full_disk_leaves_no_half_of_a_quantized_model() {
 }
 
 #[test]
-fn a_full_disk_stops_every_other_file_too() {
+fn a_full_disk_fails_token_cache_and_history() {
     let world = Cpu::new();
     let (model, text) = (world.save_model("base"), world.string("text.txt"));
     let out = world.string("tokens-run");
@@ -250,7 +249,7 @@ fn a_full_disk_stops_every_other_file_too() {
     fails(command, &["cannot write the token cache", "File too large"]);
     assert_eq!(fs::read_dir(format!("{out}/tokens")).unwrap().count(), 0);
 
-    // The history outgrows a limit that the checkpoints of a small model keep.
+    // The history exceeds a limit that the checkpoints of a small model do not.
     let out = world.string("history-run");
     let small = world.save_small_model("small");
     let args = [
@@ -264,7 +263,7 @@ fn a_full_disk_stops_every_other_file_too() {
     assert_eq!(Checkpoints::of(out.as_ref()).steps().unwrap(), [0]);
     let history = History::read(out.as_ref()).unwrap();
     assert!(history.train.len() > 30, "what was written can be read");
-    // With the disk no longer full it goes on to the end of a run that had room.
+    // Without the limit, the run resumes and ends like a run that never had one.
     succeeds(&mut program(&["resume", &out]));
     let whole = world.string("whole");
     let args: Vec<&str> = args.iter().map(|&arg| if arg == out { &whole } else { arg }).collect();

@@ -1,4 +1,4 @@
-//! Training of world models: it learns, goes on bit for bit, and refuses what cannot be.
+//! Training of world models: it lowers the loss, resumes bit for bit, and refuses invalid settings.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::{
@@ -19,7 +19,7 @@ use kv_train::{
     train_world,
 };
 
-/// A model that learns something in seconds.
+/// A model that lowers its loss within seconds.
 fn small(steps: usize) -> WorldConfig {
     WorldConfig {
         patch: 12,
@@ -45,13 +45,13 @@ fn device() -> On<Autodiff<Flex>> {
     On::open().unwrap()
 }
 
-/// Random weights come from the one generator of the device, which another test must not draw from meanwhile.
+/// Locks the device's random generator, which all tests share, for random weights.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Losses of all steps, and PSNRs of all validations.
+/// Returns the losses of all steps and the PSNRs of all validations.
 fn numbers(history: &WorldHistory) -> (Vec<f64>, Vec<[f64; 3]>) {
     let losses = history.train.iter().map(|record| record.loss).collect();
     let valid = history.valid.iter();
@@ -68,17 +68,17 @@ fn a_few_steps_lower_the_loss() {
     assert_eq!((losses.len(), valid.len()), (80, 2));
     let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
     let (before, after) = (mean(&losses[..5]), mean(&losses[75..]));
-    // Noise and pictures both have a mean square of 1, and at first nothing is predicted.
+    // Noise and pictures both have a mean square of 1, and an untrained model predicts nothing.
     assert!((before - 2.0).abs() < 0.4, "{before}");
     assert!(after < 0.95 * before, "{before}, then {after}");
     assert!(valid[1][0] > valid[0][0], "{valid:?}");
-    // What is compared with does not depend on the model.
+    // The baselines do not depend on the model.
     assert_eq!(valid[0][1..], valid[1][1..]);
 }
 
-/// Stopped within an episode and among the steps of the pipeline, a run goes on as if it had not been.
+/// The run is stopped in the middle of an episode and of the two-step phase.
 #[test]
-fn a_stopped_run_goes_on_bit_for_bit() {
+fn a_stopped_run_resumes_bit_for_bit() {
     let _alone = alone();
     let config = WorldConfig { two_step: 4, steps_per_epoch: 5, ..small(9) };
     let model = |folder: &Path, world: kv_eval::world::World| {
@@ -92,53 +92,54 @@ fn a_stopped_run_goes_on_bit_for_bit() {
     let parts = tempfile::tempdir().unwrap();
     let stop = Arc::new(AtomicBool::new(false));
     let asked = stop.clone();
-    let tell = move |line: &str| {
+    let log = move |line: &str| {
         if line.starts_with("step     6/9") {
             asked.store(true, Ordering::SeqCst);
         }
     };
     let run =
-        WorldRun { tell: Some(Box::new(tell)), stop: Some(stop), ..WorldRun::new(parts.path()) };
+        WorldRun { log: Some(Box::new(log)), stop: Some(stop), ..WorldRun::new(parts.path()) };
     let error = train_world(&device(), &config, run).unwrap_err();
     assert!(matches!(error, Error::Interrupted { step: 6, steps: 9, .. }), "{error}");
     let checkpoints = Checkpoints::of(parts.path());
     assert_eq!(checkpoints.steps().unwrap(), [5, 6]);
 
-    // What was written after the checkpoint is made again.
+    // Records after the checkpoint are computed again.
     for resume in [Resume::Last, Resume::Step(9)] {
         let run = WorldRun { resume, ..WorldRun::new(parts.path()) };
         let (world, again) = train_world(&device(), &config, run).unwrap();
         assert_eq!(numbers(&again), numbers(&history));
         assert_eq!(model(parts.path(), world), wanted, "{resume:?}");
     }
-    // Another length is another schedule; other data are another run.
+    // The number of steps may change, since only the schedule depends on it; other settings may
+    // not.
     let config = WorldConfig { two_step: 6, ..config };
     let error = |config: WorldConfig| {
         let run = WorldRun { resume: Resume::Last, ..WorldRun::new(parts.path()) };
         train_world(&device(), &config, run).unwrap_err().to_string()
     };
     let other = WorldConfig { batch: 3, ..config.clone() };
-    assert!(error(other).contains("world-run.json: is not there, or another configuration"));
+    assert!(error(other).contains("world-run.json: is missing or differs from the configuration"));
     let shorter = WorldConfig { steps: 8, ..config.clone() };
-    assert!(error(shorter).contains("steps 8: must not be below the 9 steps that were made"));
+    assert!(error(shorter).contains("steps 8: must be at least 9, the steps already made"));
     let (world, step) = checkpointed_world(&device(), &config, parts.path(), None).unwrap();
     assert_eq!(step, 9);
     assert_eq!(model(parts.path(), world), wanted);
 }
 
-/// A run that is killed while it is validated, before its first step too, has the model to go on from.
+/// A run that is killed during a validation, even the one before the first step, can be resumed.
 #[test]
-fn a_checkpoint_is_there_before_its_validation() {
+fn a_checkpoint_is_written_before_its_validation() {
     let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
     let (path, found) = (folder.path().to_path_buf(), Arc::new(Mutex::new(vec![])));
     let kept = found.clone();
-    let tell = move |line: &str| {
+    let log = move |line: &str| {
         if line.starts_with("valid after") {
             kept.lock().unwrap().push(Checkpoints::of(&path).last_complete().unwrap());
         }
     };
-    let run = WorldRun { tell: Some(Box::new(tell)), ..WorldRun::new(folder.path()) };
+    let run = WorldRun { log: Some(Box::new(log)), ..WorldRun::new(folder.path()) };
     train_world(&device(), &small(3), run).unwrap();
     assert_eq!(*found.lock().unwrap(), [Some(0), Some(3)]);
 }
@@ -155,7 +156,7 @@ fn a_run_without_a_checkpoint_is_not_resumed_from_random_weights() {
     let whole = tempfile::tempdir().unwrap();
     let (_, history) = train_world(&device(), &config, from(whole.path())).unwrap();
 
-    // Stopped before its first step, it goes on from the model it was given.
+    // A run that is stopped before its first step resumes from the model it started from.
     let folder = tempfile::tempdir().unwrap();
     let stop = Some(Arc::new(AtomicBool::new(true)));
     let run = WorldRun { stop, ..from(folder.path()) };
@@ -175,7 +176,7 @@ fn a_run_without_a_checkpoint_is_not_resumed_from_random_weights() {
 }
 
 #[test]
-fn what_cannot_be_is_named() {
+fn invalid_settings_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let fails = |config: WorldConfig| {
         let error = train_world(&device(), &config, WorldRun::new(folder.path())).unwrap_err();
@@ -200,7 +201,7 @@ fn what_cannot_be_is_named() {
     WorldConfig { two_step: 3, ..small(3) }.validate().unwrap();
     fs::write(folder.path().join("history.jsonl"), "").unwrap();
     let error = train_world(&device(), &small(3), WorldRun::new(folder.path())).unwrap_err();
-    assert!(error.to_string().contains("holds a run (history.jsonl)"), "{error}");
+    assert!(error.to_string().contains("already holds a run (history.jsonl)"), "{error}");
 }
 
 #[test]
@@ -211,14 +212,15 @@ fn a_run_starts_from_the_model_of_another() {
     let model = first.path().join("model");
     world.save(&model, WeightDtype::F32).unwrap();
 
-    // Another seed would be other random weights; the codec is kept whatever episodes are seen.
+    // With another seed, random weights would differ. The codec comes from the model, not from
+    // episodes.
     let second = tempfile::tempdir().unwrap();
     let from = |folder: &Path| WorldRun { from: Some(model.clone()), ..WorldRun::new(folder) };
     let config = WorldConfig { seed: 1, ..small(4) };
     let (_, again) = train_world(&device(), &config, from(second.path())).unwrap();
     let (ended, began) = (history.valid.last().unwrap(), &again.valid[0]);
     assert_eq!([ended.psnr, ended.psnr_of_codec], [began.psnr, began.psnr_of_codec]);
-    // It learns: its last validation is not its first.
+    // Training changes the validation.
     assert_ne!(again.valid[1].psnr, began.psnr);
 
     let third = tempfile::tempdir().unwrap();

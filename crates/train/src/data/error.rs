@@ -1,13 +1,13 @@
 use std::{io, path::PathBuf};
 
-/// What can be wrong with texts, their cache file or their windows; one line each.
+/// An error of texts, their token cache or their windows. Each message is one line.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
     /// No path was given.
     #[error("sources: none given; name at least one text or JSONL file")]
     NoSources,
-    /// There is no such file.
+    /// A file does not exist.
     #[error("{}: not found", path.display())]
     NotFound {
         /// The file.
@@ -23,7 +23,7 @@ pub enum DataError {
         source: io::Error,
     },
     /// A text is not UTF-8.
-    #[error("{}: byte {offset} is not UTF-8; texts must be", path.display())]
+    #[error("{}: byte {offset} is not UTF-8; convert the file to UTF-8", path.display())]
     NotUtf8 {
         /// The file.
         path: PathBuf,
@@ -37,12 +37,12 @@ pub enum DataError {
         path: PathBuf,
         /// The line, counted from 1.
         line: u64,
-        /// What is wrong with it.
+        /// The error.
         why: String,
     },
-    /// A line of a JSONL file has no text where it should.
+    /// The text field of a JSONL line is missing or not a string.
     #[error(
-        "{}: line {line}: field `{}` is {found}, it must be a string",
+        "{}: line {line}: field `{}` is {found}, but must be a string",
         path.display(),
         one_line(field)
     )]
@@ -61,7 +61,7 @@ pub enum DataError {
     Empty {
         /// The first source.
         first: PathBuf,
-        /// How many there are.
+        /// Number of sources.
         n: usize,
     },
     /// The tokenizer refused a document.
@@ -71,7 +71,7 @@ pub enum DataError {
         path: PathBuf,
         /// Its line, for JSONL.
         line: Option<u64>,
-        /// What the tokenizer said.
+        /// The tokenizer's message.
         why: String,
     },
     /// A source changed between its first and its second reading.
@@ -80,7 +80,7 @@ pub enum DataError {
         /// The first source; which one changed is not known.
         path: PathBuf,
     },
-    /// The cache folder or file could not be written; nothing was left behind.
+    /// The cache folder or file cannot be written; nothing is left behind.
     #[error(
         "{}: cannot write the token cache: {source}; free space or name another cache folder",
         path.display()
@@ -92,18 +92,21 @@ pub enum DataError {
         #[source]
         source: io::Error,
     },
-    /// A cache file that was just written reads back differently.
-    #[error("{}: written, but {why}; the disk may be failing", path.display())]
+    /// A cache file reads back differently than it was written.
+    #[error(
+        "{}: written, but reading it back failed: {why}; the disk may be failing",
+        path.display()
+    )]
     ReadBack {
         /// The file.
         path: PathBuf,
         /// The difference.
         why: String,
     },
-    /// An id that the model does not have.
+    /// A token id is outside the model's vocabulary.
     #[error(
-        "{}: id {id} of token {index} is not below the vocabulary's {vocab_size}; is this the \
-         model's tokenizer?",
+        "{}: id {id} of token {index} must be below the vocabulary size {vocab_size}; use the \
+         model's own tokenizer",
         path.display()
     )]
     Vocab {
@@ -113,21 +116,22 @@ pub enum DataError {
         index: usize,
         /// Its id.
         id: u32,
-        /// Ids the model has.
+        /// Size of the model's vocabulary.
         vocab_size: usize,
     },
-    /// The text is shorter than what is asked of it.
+    /// The text has fewer windows than needed.
     #[error(
-        "tokens = {tokens}: {windows} window(s) with seq_len = {seq_len} need at least {needed}"
+        "tokens = {tokens}: {windows} window(s) with seq_len = {seq_len} need at least {needed}; \
+         use more text or a smaller seq_len"
     )]
     TooShort {
-        /// Tokens there are.
+        /// Tokens available.
         tokens: usize,
         /// Ids predicted per window.
         seq_len: usize,
-        /// Windows asked for.
+        /// Windows needed.
         windows: usize,
-        /// Tokens that take.
+        /// Tokens needed.
         needed: usize,
     },
     /// An argument breaks a rule.
@@ -168,7 +172,7 @@ fn at_line(line: Option<u64>) -> String {
     line.map(|line| format!(": line {line}")).unwrap_or_default()
 }
 
-/// Words of files and of other crates on one line of bounded length.
+/// Puts text from files or other crates on one line of bounded length.
 fn one_line(text: &str) -> String {
     kv_models::one_line(text, 300)
 }

@@ -16,51 +16,51 @@ use burn::{
 
 use super::{DataError, Order, Windows};
 
-/// Windows side by side, on one device.
+/// A batch of windows on one device.
 #[derive(Clone, Debug)]
 pub struct Batch {
-    /// `[batch, seq]`.
+    /// Token ids, `[batch, seq]`.
     pub inputs: Tensor<2, Int>,
-    /// The ids that follow each of the inputs, `[batch, seq]`.
+    /// The id that follows each input id, `[batch, seq]`.
     pub targets: Tensor<2, Int>,
-    /// Position of the first window in the order of the whole run, counted from 0; the other
-    /// windows are at the positions that follow.
+    /// Position of the first window in the order of the whole run, counted from 0. The other
+    /// windows have the next positions.
     pub position: u64,
-    /// The number of batches of the same loader before this one, over all epochs from 0 on.
+    /// Number of batches of the same loader before this one, over all epochs.
     pub number: u64,
 }
 
-/// Training batches, an epoch per call of [`iter`](DataLoader::iter).
+/// Training batches; each call of [`iter`](DataLoader::iter) yields one epoch.
 ///
 /// An epoch is a number of batches, not a pass over the data: epoch `e` holds the samples at
-/// positions `e * n .. (e + 1) * n` of an [`Order`], `n = batch * batches_per_epoch`, and the last
-/// epochs need not end where a pass does. The k-th call of `iter` yields epoch `first_epoch + k`,
-/// so a loader with `first_epoch = e` continues exactly where another stopped after `e` epochs.
+/// positions `e * n .. (e + 1) * n` of an [`Order`], with `n = batch * batches_per_epoch`. An epoch
+/// may start or end in the middle of a pass. The k-th call of `iter` yields epoch `first_epoch +
+/// k`, so a loader with `first_epoch = e` continues exactly where another stopped after `e` epochs.
 ///
 /// A [`slice`](DataLoader::slice) is a worker's share: the items `start..end` of every epoch, in
-/// batches of the same size, the last one smaller if need be. A slice, and a loader moved
-/// [`to_device`](DataLoader::to_device), counts its epochs itself, from the next one of the loader
-/// it came from.
+/// batches of the same size; the last one may be smaller. A slice and a loader moved by
+/// [`to_device`](DataLoader::to_device) count their own epochs, starting from the next epoch of the
+/// original loader.
 #[derive(Debug)]
 pub struct TrainLoader {
     windows: Arc<Windows>,
     order: Order,
     batch: usize,
-    /// Items of a whole epoch.
+    /// Number of items in an epoch, over all workers.
     epoch_items: usize,
-    /// The items of an epoch that are this loader's.
+    /// This loader's items of each epoch.
     share: Range<usize>,
     next_epoch: AtomicUsize,
     device: Device,
 }
 
 impl TrainLoader {
-    /// Batches of `batch` windows in `order`, on `device`; `first_epoch` counts from 0.
+    /// Creates a loader of `batch` windows per batch in `order`, on `device`; `first_epoch` counts
+    /// from 0.
     ///
     /// # Errors
-    ///
-    /// [`DataError::Argument`] when a size is 0, when an epoch is too large to count, or when
-    /// `order` is of another number of windows.
+    /// [`DataError::Argument`] if a size is 0, an epoch is too large to count, or `order` has
+    /// another number of windows.
     pub fn new(
         windows: Arc<Windows>,
         order: Order,
@@ -72,7 +72,7 @@ impl TrainLoader {
         at_least_one("batch", batch)?;
         at_least_one("batches_per_epoch", batches_per_epoch)?;
         if order.n_windows() != windows.len() {
-            let rule = format!("the order must be of the {} windows there are", windows.len());
+            let rule = format!("the order must have {}, the number of windows", windows.len());
             return Err(DataError::argument("n_windows", order.n_windows(), rule));
         }
         let Some(epoch_items) = batch.checked_mul(batches_per_epoch) else {
@@ -87,7 +87,7 @@ impl TrainLoader {
         Arc::new(Self {
             windows: self.windows.clone(),
             // A clone would share the permutation in memory, and workers in different passes over
-            // the data would replace each other's.
+            // the data would keep replacing it.
             order: self.order.detached(),
             batch: self.batch,
             epoch_items: self.epoch_items,
@@ -125,7 +125,7 @@ impl DataLoader<Batch> for TrainLoader {
     }
 }
 
-/// Held-out batches, the same and in the order of the text on every [`iter`](DataLoader::iter).
+/// Validation batches: each call of [`iter`](DataLoader::iter) yields the same ones, in text order.
 #[derive(Clone, Debug)]
 pub struct ValidLoader {
     windows: Arc<Windows>,
@@ -135,12 +135,11 @@ pub struct ValidLoader {
 }
 
 impl ValidLoader {
-    /// The first `max_windows` of `windows`, or all if there are fewer, in batches of `batch`, the
-    /// last one smaller if need be.
+    /// Creates a loader of at most the first `max_windows` of `windows`, in batches of `batch`. The
+    /// last batch may be smaller.
     ///
     /// # Errors
-    ///
-    /// [`DataError::Argument`] when a size is 0.
+    /// [`DataError::Argument`] if a size is 0.
     pub fn new(
         windows: Arc<Windows>,
         batch: usize,
@@ -188,14 +187,14 @@ fn at_least_one(field: &'static str, value: usize) -> Result<(), DataError> {
     Ok(())
 }
 
-/// Items `start..end` of a share, limited to those it has.
+/// Returns items `start..end` of a share, clamped to its length.
 fn sub_range(share: &Range<usize>, start: usize, end: usize) -> Range<usize> {
     let end = end.min(share.len());
     let start = start.min(end);
     share.start + start..share.start + end
 }
 
-/// The items of a share in batches; `window` says which window is at a position of the whole run.
+/// Iterates over a share in batches. `window` maps a position in the run to a window.
 struct Batches<'a, F> {
     windows: &'a Windows,
     share: Range<usize>,
@@ -215,7 +214,7 @@ impl<F: Fn(u64) -> usize> Batches<'_, F> {
         let before = self.epoch.checked_mul(self.epoch_items).ok_or_else(beyond)?;
         before.checked_add(items.end as u64).ok_or_else(beyond)?;
         let position = before + items.start as u64;
-        // This does not overflow either, because an epoch has no more batches than items.
+        // This does not overflow either, because an epoch has at most as many batches as items.
         let of_epoch = self.share.len().div_ceil(self.batch) as u64;
         let number = self.epoch * of_epoch + ((items.start - self.share.start) / self.batch) as u64;
 
@@ -229,7 +228,7 @@ impl<F: Fn(u64) -> usize> Batches<'_, F> {
                 return Err(DataError::argument("window", index, rule));
             };
             for (i, id) in ids.enumerate() {
-                // Ids are below 2^31: `TokenFile` holds no others.
+                // `TokenFile` holds only ids below 2^31.
                 let id = id as i32;
                 if i < shape[1] {
                     inputs.push(id);
@@ -253,7 +252,7 @@ impl<F: Fn(u64) -> usize> Iterator for Batches<'_, F> {
         }
         let end = self.share.end.min(self.next.saturating_add(self.batch));
         let batch = self.batch(self.next..end);
-        // Nothing follows an error.
+        // The iterator ends after an error.
         self.next = if batch.is_ok() { end } else { self.share.end };
         Some(batch.map_err(DatasetError::new))
     }

@@ -1,5 +1,5 @@
-//! From texts to batches: texts are tokenized once into a file, cut into windows, and shuffled in a
-//! way that lets a run resume at any position.
+//! From texts to batches: texts are tokenized once into a file, cut into windows, and shuffled so
+//! that a run can resume at any position.
 //!
 //! ```no_run
 //! use std::{path::Path, sync::Arc};
@@ -10,12 +10,12 @@
 //! # use kv_train::data::DataError;
 //! # fn open(tokenizer: &kv_models::Tokenizer, device: Device) -> Result<(), DataError> {
 //! let source = Source::new(["texts/emma.txt", "texts/enwiki.jsonl"]);
-//! let model = Path::new("models/austen"); // whose tokenizer.json is part of the fingerprint
+//! let model = Path::new("models/austen"); // its tokenizer.json is part of the fingerprint
 //! let tokens = TokenFile::open(&source, tokenizer, model, Path::new("cache"))?;
 //! tokens.require_vocab(tokenizer.n_ids())?;
 //! let (train, valid) = Windows::new(Arc::new(tokens), 512)?.hold_out(0.05)?;
 //! let order = Order::new(17, train.len())?;
-//! // Epochs of 100 batches of 8 windows, from the first epoch on.
+//! // 100 batches of 8 windows per epoch, starting with the first epoch.
 //! let train = TrainLoader::new(Arc::new(train), order, 8, 100, 0, device.clone())?;
 //! let valid = ValidLoader::new(Arc::new(valid), 8, 64, device.inner())?;
 //! # Ok(())

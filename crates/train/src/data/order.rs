@@ -2,13 +2,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::DataError;
 
-/// The order in which training visits windows: pass after pass over the data, each in a permutation
-/// of its own that depends on the seed and the pass only.
+/// The order in which training visits windows. Each pass over the data is a permutation that
+/// depends only on the seed and the number of the pass.
 ///
-/// Any position can be asked for at any time, so a run resumes from its position alone. The
-/// permutation is Fisher and Yates' shuffle (Knuth's Algorithm P) driven by SplitMix64 (Steele, Lea
-/// and Flood, 2014) without modulo bias (Lemire, 2019): uniform, and the same on every machine.
-/// Clones share the last permutation, 4 bytes per window.
+/// Any position can be looked up at any time, so a run needs only its position to resume. The
+/// permutation is a Fisher-Yates shuffle (Knuth's Algorithm P) driven by SplitMix64 (Steele, Lea
+/// and Flood, 2014) without modulo bias (Lemire, 2019). It is uniform and the same on every
+/// machine. Clones share the last permutation, which takes 4 bytes per window.
 #[derive(Clone, Debug)]
 pub struct Order {
     seed: u64,
@@ -24,11 +24,10 @@ struct Pass {
 }
 
 impl Order {
-    /// The order of `n_windows` windows under `seed`.
+    /// Creates the order of `n_windows` windows for `seed`.
     ///
     /// # Errors
-    ///
-    /// [`DataError::Argument`], when `n_windows` is 0 or above 2^32.
+    /// [`DataError::Argument`] if `n_windows` is 0 or above 2^32.
     pub fn new(seed: u64, n_windows: usize) -> Result<Self, DataError> {
         if n_windows == 0 || u32::try_from(n_windows - 1).is_err() {
             return Err(DataError::argument("n_windows", n_windows, "must be from 1 to 2^32"));
@@ -36,7 +35,7 @@ impl Order {
         Ok(Self { seed, n_windows, last: Arc::default() })
     }
 
-    /// The same order, with a permutation of its own in memory.
+    /// Returns the same order with its own permutation in memory.
     pub(super) fn detached(&self) -> Self {
         Self { last: Arc::default(), ..*self }
     }
@@ -51,13 +50,12 @@ impl Order {
         self.n_windows
     }
 
-    /// The index of the window, below [`n_windows`](Self::n_windows), at a position counted from
-    /// the start of training. Position `n_windows` starts the second pass.
+    /// Returns the index, below [`n_windows`](Self::n_windows), of the window at a position counted
+    /// from the start of training. Position `n_windows` starts the second pass.
     pub fn window_at(&self, position: u64) -> usize {
         let n = self.n_windows as u64;
         let (number, index) = (position / n, (position % n) as usize);
-        // A pass is only ever replaced as a whole, so the one left by a thread that panicked is
-        // valid.
+        // A pass is only replaced as a whole, so a poisoned lock still holds a valid one.
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let pass = match last.take() {
             Some(pass) if pass.number == number => pass,
@@ -67,7 +65,7 @@ impl Order {
     }
 
     fn pass(&self, number: u64) -> Pass {
-        // Both seed and number go through the generator, so that neighboring seeds share no pass.
+        // Both seed and number pass through the generator, so neighboring seeds share no pass.
         let mut random = SplitMix64(SplitMix64(self.seed).next() ^ number);
         random = SplitMix64(random.next());
         let mut windows: Vec<u32> = (0..self.n_windows).map(|i| i as u32).collect();
@@ -89,12 +87,11 @@ impl SplitMix64 {
         z ^ (z >> 31)
     }
 
-    /// Uniform in `0..n`, `n > 0`.
+    /// Draws a number uniformly from `0..n`; `n` must be above 0.
     fn below(&mut self, n: u64) -> u64 {
         loop {
             let product = u128::from(self.next()) * u128::from(n);
-            // Without this rejection, some results would come up more often than others (Lemire,
-            // 2019).
+            // Without this rejection, some results would be more likely than others (Lemire, 2019).
             if (product as u64) >= n.wrapping_neg() % n {
                 return (product >> 64) as u64;
             }

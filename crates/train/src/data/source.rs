@@ -13,8 +13,8 @@ use super::DataError;
 
 /// Texts on disk: plain UTF-8 files, and JSONL files (`.jsonl`) with one JSON object per line.
 ///
-/// A document is a whole text file, or the text field of one line. A byte order mark at the start
-/// of a file, blank lines of JSONL and empty documents are skipped; nothing else is changed.
+/// A document is a whole text file or the text field of one JSONL line. A byte order mark at the
+/// start of a file, blank JSONL lines and empty documents are skipped; all other text is unchanged.
 #[derive(Clone, Debug)]
 pub struct Source {
     paths: Vec<PathBuf>,
@@ -23,16 +23,16 @@ pub struct Source {
 
 /// A document, or a part of one that can be encoded by itself.
 pub(super) struct Piece<'a> {
-    /// The number of its file, from 0.
+    /// Index of its file.
     pub(super) source: usize,
     pub(super) path: &'a Path,
-    /// Line of a JSONL file, from 1.
+    /// Line in a JSONL file, counted from 1.
     pub(super) line: Option<u64>,
     content: Content,
 }
 
 enum Content {
-    /// An undecoded line, and where it starts in the file.
+    /// A line that is not decoded yet, and its offset in the file.
     Line {
         offset: u64,
         bytes: Vec<u8>,
@@ -41,19 +41,20 @@ enum Content {
 }
 
 impl Piece<'_> {
-    /// Whether it goes on with the document of the piece before.
+    /// Returns whether it continues the document of the previous piece.
     pub(super) fn continues(&self) -> bool {
         matches!(&self.content, Content::Text(piece) if piece.continues)
     }
 }
 
 impl Source {
-    /// The files, in this order. The text of a JSONL line is its field `text`.
+    /// Creates a source of these files, in this order. The text of a JSONL line is its field
+    /// `text`.
     pub fn new(paths: impl IntoIterator<Item = impl Into<PathBuf>>) -> Self {
         Self { paths: paths.into_iter().map(Into::into).collect(), field: "text".into() }
     }
 
-    /// Names the field that holds the text of a JSONL line.
+    /// Sets the field that holds the text of a JSONL line.
     #[must_use]
     pub fn with_field(mut self, field: impl Into<String>) -> Self {
         self.field = field.into();
@@ -70,11 +71,10 @@ impl Source {
         &self.field
     }
 
-    /// Whether the files are there and can be opened; their content is not looked at.
+    /// Checks that all files exist and can be opened, without reading them.
     ///
     /// # Errors
-    ///
-    /// [`DataError::Read`] of the first that cannot be read.
+    /// [`DataError::Read`] for the first file that cannot be opened.
     pub fn check_readable(&self) -> Result<(), DataError> {
         for path in &self.paths {
             let failed = |source| DataError::read(path, source);
@@ -82,7 +82,7 @@ impl Source {
             if metadata.is_dir() {
                 return Err(failed(io::ErrorKind::IsADirectory.into()));
             }
-            // A pipe is opened once, by its reader.
+            // A pipe can be opened only once, by its reader.
             if metadata.is_file() {
                 File::open(path).map_err(failed)?;
             }
@@ -90,12 +90,11 @@ impl Source {
         Ok(())
     }
 
-    /// The documents, in order and all in memory: to learn a tokenizer from, say.
+    /// Reads all documents into memory, in order, for example to train a tokenizer.
     ///
     /// # Errors
-    ///
-    /// [`DataError::NoSources`]; sources that are missing, not UTF-8 or malformed JSONL;
-    /// [`DataError::Empty`].
+    /// [`DataError::NoSources`], [`DataError::Empty`], or an error of a source that is missing, not
+    /// UTF-8 or malformed JSONL.
     pub fn documents(&self) -> Result<Vec<String>, DataError> {
         let Some(first) = self.paths.first() else { return Err(DataError::NoSources) };
         let mut documents: Vec<String> = vec![];
@@ -114,7 +113,7 @@ impl Source {
         Ok(documents)
     }
 
-    /// Adds all bytes and everything else that decides what the documents are.
+    /// Adds all bytes to `digest`, and the settings that decide the documents.
     pub(super) fn digest(&self, digest: &mut Digest) -> Result<(), DataError> {
         for path in &self.paths {
             self.digest_kind(path, digest);
@@ -128,9 +127,9 @@ impl Source {
         digest.update(&[u8::from(is_jsonl(path))]);
     }
 
-    /// Calls `take` with some documents at a time, in order, and adds to `digest` what
-    /// [`digest`](Self::digest) adds. Text files come in pieces that `tokenizer` encodes as it would
-    /// the whole; without one, each is a document in one piece.
+    /// Calls `take` with batches of documents, in order, and updates `digest` as
+    /// [`digest`](Self::digest) does. `tokenizer` cuts text files into pieces that it encodes to
+    /// the same ids as the whole file; without a tokenizer, each text file is one piece.
     pub(super) fn read(
         &self,
         tokenizer: Option<&Tokenizer>,
@@ -141,7 +140,7 @@ impl Source {
         for (source, path) in self.paths.iter().enumerate() {
             self.digest_kind(path, digest);
             let failed = |source| DataError::read(path, source);
-            let mut file = Digested { file: File::open(path).map_err(failed)?, digest, n: 0 };
+            let mut file = DigestReader { file: File::open(path).map_err(failed)?, digest, n: 0 };
             match (is_jsonl(path), tokenizer) {
                 (true, _) => {
                     let mut file = BufReader::with_capacity(1 << 20, &mut file);
@@ -159,7 +158,7 @@ impl Source {
                 }
                 (false, Some(tokenizer)) => {
                     for piece in tokenizer.pieces(&mut file, path) {
-                        let piece = piece.map_err(refused)?;
+                        let piece = piece.map_err(piece_error)?;
                         let n = piece.text.len();
                         let content = Content::Text(piece);
                         batch.push(Piece { source, path, line: None, content }, n)?;
@@ -179,7 +178,7 @@ impl Source {
         batch.finish()
     }
 
-    /// The text of a document or of its piece, empty for a blank line.
+    /// Returns the text of a piece; empty for a blank line.
     pub(super) fn text<'a>(&self, piece: &'a Piece<'_>) -> Result<Cow<'a, str>, DataError> {
         let path = piece.path;
         let (offset, bytes) = match &piece.content {
@@ -195,7 +194,7 @@ impl Source {
         let mut object = match serde_json::from_str(text.trim_end()) {
             Ok(Value::Object(object)) => object,
             Ok(other) => {
-                return Err(not_json(format!("is {}, it must be a JSON object", kind(&other))));
+                return Err(not_json(format!("is {}, but must be a JSON object", kind(&other))));
             }
             Err(error) => {
                 return Err(not_json(format!("not JSON: {error}").replace("line 1 ", "")));
@@ -210,7 +209,7 @@ impl Source {
     }
 }
 
-/// Pieces on their way to whom they are for, some at a time.
+/// Collects pieces and passes them on in batches.
 struct Batch<'p, 't> {
     pieces: Vec<Piece<'p>>,
     held: usize,
@@ -219,11 +218,11 @@ struct Batch<'p, 't> {
 
 impl<'p> Batch<'p, '_> {
     fn push(&mut self, piece: Piece<'p>, n_bytes: usize) -> Result<(), DataError> {
-        /// Bytes of text in memory at a time, but for a larger document.
-        const AT_A_TIME: usize = 16 << 20;
+        /// Bytes of text in a batch, unless one document is larger.
+        const BATCH_BYTES: usize = 16 << 20;
         self.pieces.push(piece);
         self.held += n_bytes;
-        if self.held < AT_A_TIME {
+        if self.held < BATCH_BYTES {
             return Ok(());
         }
         self.held = 0;
@@ -235,14 +234,14 @@ impl<'p> Batch<'p, '_> {
     }
 }
 
-/// A file whose bytes are digested as they are read.
-struct Digested<'a> {
+/// A reader that adds all bytes it reads to a digest.
+struct DigestReader<'a> {
     file: File,
     digest: &'a mut Digest,
     n: u64,
 }
 
-impl Read for Digested<'_> {
+impl Read for DigestReader<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let n = self.file.read(buffer)?;
         self.digest.update(&buffer[..n]);
@@ -251,7 +250,7 @@ impl Read for Digested<'_> {
     }
 }
 
-/// The text of bytes at `offset` of a file, without the byte order mark of its start.
+/// Decodes the bytes at `offset` of a file, without a byte order mark at its start.
 fn decode<'a>(path: &Path, offset: u64, bytes: &'a [u8]) -> Result<&'a str, DataError> {
     let text = std::str::from_utf8(bytes).map_err(|error| DataError::NotUtf8 {
         path: path.into(),
@@ -260,8 +259,8 @@ fn decode<'a>(path: &Path, offset: u64, bytes: &'a [u8]) -> Result<&'a str, Data
     Ok(if offset == 0 { text.strip_prefix('\u{feff}').unwrap_or(text) } else { text })
 }
 
-/// What cutting a text into pieces can say.
-fn refused(error: Error) -> DataError {
+/// Converts an error from cutting a text into pieces.
+fn piece_error(error: Error) -> DataError {
     match error {
         Error::NotUtf8 { path, offset } => DataError::NotUtf8 { path, offset },
         Error::Io { path, source } => DataError::read(&path, source),
@@ -284,7 +283,7 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// Adds a file's bytes and how many there are.
+/// Adds a file's bytes and their number to a digest.
 pub(super) fn digest_file(path: &Path, digest: &mut Digest) -> Result<(), DataError> {
     let failed = |source| DataError::read(path, source);
     let mut file = File::open(path).map_err(failed)?;
@@ -305,8 +304,7 @@ pub(super) fn digest_file(path: &Path, digest: &mut Digest) -> Result<(), DataEr
     Ok(())
 }
 
-/// A 64-bit hash of bytes, XXH3, however they arrive in pieces. It is no defence against someone who
-/// constructs a collision.
+/// A streaming 64-bit hash (XXH3). It does not protect against deliberate collisions.
 #[derive(Clone)]
 pub(super) struct Digest(Xxh3);
 
@@ -325,7 +323,7 @@ impl Digest {
         self.update(&number.to_le_bytes());
     }
 
-    /// Bytes with their number before them.
+    /// Adds the number of bytes, then the bytes.
     pub(super) fn string(&mut self, bytes: &[u8]) {
         self.number(bytes.len() as u64);
         self.update(bytes);

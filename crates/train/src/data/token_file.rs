@@ -15,10 +15,10 @@ use super::{
     source::{Digest, digest_file},
 };
 
-/// Texts as ids, tokenized once into a file and mapped into memory.
+/// Token ids of texts, in a file that is mapped into memory.
 ///
-/// The file is `HEADER` bytes, for each source the number of ids up to its end as a u64, and the ids,
-/// all little-endian:
+/// The file consists of a header of `HEADER` bytes, one u64 per source with the number of ids up to
+/// its end, and the ids. All numbers are little-endian:
 ///
 /// | offset | type | field                                              |
 /// |-------:|------|----------------------------------------------------|
@@ -32,15 +32,15 @@ use super::{
 /// |     48 | u32  | CRC-32 of what follows the header                  |
 /// |     52 | u32  | CRC-32 of the 52 bytes before                      |
 ///
-/// It is written beside its place and renamed into it when complete, so several processes may share
-/// a cache folder, and a mapped file is never changed by this crate. A process that is killed
-/// meanwhile leaves a file `*.part`, which nobody reads.
+/// The file is written under a temporary name and renamed when complete. Several processes can
+/// therefore share a cache folder, and this crate never changes a mapped file. A process that is
+/// killed while it writes leaves a file `*.part`, which is never read.
 pub struct TokenFile {
     path: PathBuf,
     map: Mmap,
     width: usize,
     n_documents: usize,
-    /// Of every source, the number of ids up to its end.
+    /// For every source, the number of ids up to its end.
     ends: Vec<usize>,
     origin: Origin,
 }
@@ -48,12 +48,12 @@ pub struct TokenFile {
 /// Where the ids of a [`TokenFile`] come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// A cache file of the same texts and tokenizer.
+    /// Read from a cache file of the same texts and tokenizer.
     Reused,
-    /// Tokenized just now; there was no cache file.
+    /// Tokenized now, because there was no cache file.
     Built,
-    /// Tokenized just now, for the reason given: the cache file was of other texts or another
-    /// tokenizer, or damaged.
+    /// Tokenized now, because the cache file was damaged or belonged to other texts or another
+    /// tokenizer; the text is the reason.
     Rebuilt(String),
 }
 
@@ -83,15 +83,16 @@ impl Header {
         bytes
     }
 
-    /// The header of a file and what follows it, or why it is none of ours.
+    /// Parses the header of a file. Returns it with the bytes after it, or the reason why the file
+    /// is not usable.
     fn read(bytes: &[u8], fingerprint: u64) -> Result<(Self, &[u8]), String> {
         let Some((header, body)) = bytes.split_at_checked(HEADER) else {
-            return Err(format!("it has {} bytes, a header has {HEADER}", bytes.len()));
+            return Err(format!("it has {} bytes, fewer than a header of {HEADER}", bytes.len()));
         };
         let u32_at = |at: usize| le(&header[at..at + 4]) as u32;
         let u64_at = |at: usize| le(&header[at..at + 8]);
         if header[..8] != MAGIC {
-            return Err("it is no token cache".into());
+            return Err("it is not a token cache".into());
         }
         if crc32fast::hash(&header[..HEADER - 4]) != u32_at(HEADER - 4) {
             return Err("its header is damaged".into());
@@ -127,28 +128,29 @@ impl Header {
     }
 }
 
-/// An unsigned little-endian number of up to 8 bytes.
+/// Reads an unsigned little-endian number of up to 8 bytes.
 fn le(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
 }
 
 impl TokenFile {
-    /// The ids of `source` under `tokenizer`, from a file in the folder `cache` (created if
-    /// missing) if there is a whole one of the same bytes, tokenized into it otherwise.
+    /// Returns the ids of `source` encoded by `tokenizer`. They are read from a file in the folder
+    /// `cache` if it holds an intact one of the same bytes. Otherwise the texts are tokenized into
+    /// a new file; the folder is created if it is missing.
     ///
-    /// `tokenizer_file` is where `tokenizer` was read from: a `tokenizer.json`, a GGUF file or a
-    /// folder with a `tokenizer.json`. Its bytes are part of the fingerprint. Documents are encoded
-    /// each as a whole and joined by the smallest of the tokenizer's end-of-text ids, if it has
-    /// any.
+    /// `tokenizer_file` is the file that `tokenizer` was read from: a `tokenizer.json`, a GGUF file
+    /// or a folder with a `tokenizer.json`. Its bytes are part of the fingerprint. Each document is
+    /// encoded as a whole. Documents are joined by the smallest of the tokenizer's end-of-text ids,
+    /// if it has any.
     ///
-    /// Opening reads every source once, tokenizing a second time, a piece at a time; memory is that of
-    /// some pieces, and of the largest line of JSONL. [`origin`](Self::origin) tells what happened.
+    /// Every source is read once to compute the fingerprint, and a second time if it is tokenized.
+    /// A few pieces of text, or the longest JSONL line, are in memory at a time.
+    /// [`origin`](Self::origin) says which case it was.
     ///
     /// # Errors
-    ///
-    /// Sources that are missing, not UTF-8 or malformed JSONL; texts without a token; a tokenizer
-    /// that refuses a text; a cache folder that cannot be written, of which
-    /// nothing is left behind then.
+    /// Sources that are missing, not UTF-8 or malformed JSONL; texts without a token; a text that
+    /// the tokenizer refuses; a cache folder that cannot be written, in which nothing is left
+    /// behind.
     pub fn open(
         source: &Source,
         tokenizer: &Tokenizer,
@@ -187,10 +189,9 @@ impl TokenFile {
     }
 
     fn map(file: &File, path: &Path, fingerprint: u64, origin: Origin) -> Result<Self, String> {
-        // SAFETY: the map is read only, and its bytes are valid for the type they are used as,
-        // `u8`, whatever they are. This crate changes a cache file by renaming another over it,
-        // never in place; a foreign process that does is outside of what a memory map can be
-        // defended from.
+        // SAFETY: the map is read-only, and any bytes are valid as `u8`. This crate replaces a
+        // cache file only by renaming another over it. No memory map can be protected from another
+        // process that changes the file in place.
         let map =
             unsafe { Mmap::map(file) }.map_err(|error| format!("it cannot be mapped: {error}"))?;
         let (header, body) = Header::read(&map, fingerprint)?;
@@ -200,23 +201,23 @@ impl TokenFile {
         Ok(Self { path: path.into(), map, width, n_documents, ends, origin })
     }
 
-    /// How many ids there are, at least 1.
+    /// Returns the number of ids, at least 1.
     pub fn len(&self) -> usize {
         self.body().len() / self.width
     }
 
-    /// Never: texts without a token are an error.
+    /// Always returns false, because texts without a token are an error.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The ids of each source, in order: each from the end of the one before.
+    /// Returns the range of ids of each source, in order.
     pub fn sources(&self) -> impl Iterator<Item = Range<usize>> + '_ {
         let starts = [0].into_iter().chain(self.ends.iter().copied());
         starts.zip(&self.ends).map(|(start, &end)| start..end)
     }
 
-    /// How many documents with at least one id there are.
+    /// Returns the number of documents with at least one id.
     pub fn n_documents(&self) -> usize {
         self.n_documents
     }
@@ -226,12 +227,12 @@ impl TokenFile {
         &self.path
     }
 
-    /// Whether the cache file was there already.
+    /// Returns whether the ids were read from the cache file or tokenized now.
     pub fn origin(&self) -> &Origin {
         &self.origin
     }
 
-    /// The ids in `range`, as far as there are any.
+    /// Returns the ids in `range`, clamped to the file.
     pub fn ids(&self, range: Range<usize>) -> impl Iterator<Item = u32> + '_ {
         let end = range.end.min(self.len());
         let range = range.start.min(end) * self.width..end * self.width;
@@ -241,7 +242,6 @@ impl TokenFile {
     /// Checks every id against a model's vocabulary.
     ///
     /// # Errors
-    ///
     /// [`DataError::Vocab`] naming the first id that is not below `vocab_size`.
     pub fn require_vocab(&self, vocab_size: usize) -> Result<(), DataError> {
         let beyond = self.ids(0..self.len()).enumerate().find(|&(_, id)| id as usize >= vocab_size);
@@ -267,7 +267,7 @@ impl fmt::Debug for TokenFile {
     }
 }
 
-/// A name that stays the same when the contents of the files change.
+/// Returns a file name that does not depend on the contents of the files.
 fn file_name(source: &Source, first: &Path, tokenizer_file: &Path) -> Result<String, DataError> {
     let mut key = Digest::new("kv-train token file");
     for path in source.paths().iter().map(PathBuf::as_path).chain([tokenizer_file]) {
@@ -299,14 +299,14 @@ fn build(
     out.write_all(&vec![0; HEADER + 8 * paths.len()]).map_err(failed)?;
     let mut crc = crc32fast::Hasher::new();
     let (mut n_ids, mut n_documents) = (0, 0u64);
-    // Whether the document at hand has ids already.
+    // True once the current document has ids.
     let mut begun = false;
     let mut ends = vec![0u64; paths.len()];
     source.read(Some(tokenizer), &mut digest, |pieces| {
         let encode = |piece| {
             let text = source.text(piece)?;
             let ids = match piece.line {
-                // A whole document, as long as it may be.
+                // A JSONL line is always a whole document, even a long one.
                 Some(_) => tokenizer.encode(&text),
                 None => tokenizer.encode_piece(&text, piece.continues()),
             };
@@ -316,7 +316,7 @@ fn build(
                 why: error.to_string(),
             })
         };
-        // All before the first error, so that it is the same one every time.
+        // The results are kept in order, so the first error is always the same one.
         let documents: Vec<Result<Vec<u32>, DataError>> = pieces.par_iter().map(encode).collect();
         for (document, piece) in documents.into_iter().zip(&pieces) {
             let document = document?;
@@ -351,7 +351,7 @@ fn build(
     if n_ids == 0 {
         return Err(DataError::Empty { first: paths[0].clone(), n: paths.len() });
     }
-    // A source without a token ends where the one before does.
+    // A source without a token ends where the previous one ends.
     let table: Vec<u8> = ends
         .iter()
         .scan(0, |last, &end| {
@@ -374,7 +374,8 @@ fn build(
         Ok(file.persist(path)?)
     };
     let file = finish().map_err(failed)?;
-    // Makes the new name durable where folders can be synced; a lost one is only tokenized again.
+    // Makes the new name durable if folders can be synced. If it is lost, texts are tokenized
+    // again.
     if let Some(Ok(folder)) = path.parent().map(File::open) {
         let _ = folder.sync_all();
     }

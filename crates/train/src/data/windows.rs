@@ -2,30 +2,28 @@ use std::{iter, ops::Range, sync::Arc};
 
 use super::{DataError, TokenFile};
 
-/// Windows of `seq_len + 1` ids of a [`TokenFile`]: `seq_len` inputs and, one id later, as many
-/// targets.
+/// Windows of `seq_len + 1` ids of a [`TokenFile`]: `seq_len` inputs, and `seq_len` targets shifted
+/// by one id.
 ///
-/// Neighbors overlap by one id, the last target of one and the first input of the next, so that
-/// every token but the first is predicted exactly once. An incomplete window at the end of the
-/// texts, fewer than `seq_len` tokens, is dropped.
+/// Neighbors overlap by one id: the last target of one is the first input of the next, so every
+/// token except the first is predicted exactly once. An incomplete window at the end of the texts
+/// is dropped.
 #[derive(Clone, Debug)]
 pub struct Windows {
     tokens: Arc<TokenFile>,
     seq_len: usize,
-    /// The windows, as ranges of windows of the whole text, in the order in which they are
-    /// numbered.
+    /// The windows, as ranges of window numbers in the whole text, in the order of their indices.
     ranges: Vec<Range<usize>>,
-    /// The number of windows up to the end of each range.
+    /// Number of windows up to the end of each range.
     ends: Vec<usize>,
 }
 
 impl Windows {
-    /// All windows of `tokens`.
+    /// Creates all windows of `tokens`.
     ///
     /// # Errors
-    ///
-    /// [`DataError::Argument`] when `seq_len` is 0, [`DataError::TooShort`] when the text has not
-    /// one window.
+    /// [`DataError::Argument`] if `seq_len` is 0, [`DataError::TooShort`] if the text is shorter
+    /// than one window.
     pub fn new(tokens: Arc<TokenFile>, seq_len: usize) -> Result<Self, DataError> {
         if seq_len == 0 {
             return Err(DataError::argument("seq_len", 0, "must be at least 1"));
@@ -59,26 +57,25 @@ impl Windows {
         })
     }
 
-    /// Splits into windows to train on and held-out windows from the end of each text: `fraction`
-    /// of its windows, rounded, and at least one if it has two. Where that would be more than a
-    /// tenth of all windows, as with many small texts, only some texts hold out a window, evenly
-    /// spread over all of them.
+    /// Splits into windows to train on and held-out windows from the end of each text. Each text
+    /// holds out `fraction` of its windows, rounded, and at least one if it has two. If that
+    /// exceeds a tenth of all windows, as with many small texts, only some evenly spread texts hold
+    /// out a window.
     ///
-    /// No held-out target is ever trained on, neither as target nor as input: where another text
-    /// follows, the window after the held-out ones, which starts with their last target, is in
+    /// No held-out target is trained on, neither as target nor as input. The window after the
+    /// held-out ones starts with their last target; if another text follows, that window is in
     /// neither part. The first held-out windows of all texts come first, then the second ones, and
     /// so on.
     ///
     /// # Errors
-    ///
-    /// [`DataError::Argument`] when `fraction` is not between 0 and 1, or leaves nothing to train
-    /// on; [`DataError::TooShort`] when there are not two windows.
+    /// [`DataError::Argument`] if `fraction` is not between 0 and 1 or leaves nothing to train on;
+    /// [`DataError::TooShort`] if there are fewer than two windows.
     pub fn hold_out(&self, fraction: f64) -> Result<(Self, Self), DataError> {
         if !(fraction > 0.0 && fraction < 1.0) {
             return Err(DataError::argument(
                 "holdout",
                 fraction,
-                "must be above 0 and below 1, the fraction of windows kept for validation",
+                "must be above 0 and below 1: the fraction of windows held out for validation",
             ));
         }
         self.require(2)?;
@@ -115,10 +112,10 @@ impl Windows {
         Ok((train, valid))
     }
 
-    /// The windows at the end of each text that are held out.
+    /// Returns the held-out windows at the end of each text.
     fn tails(&self, fraction: f64) -> Vec<Range<usize>> {
         let share = |n: usize| (n as f64 * fraction).round() as usize;
-        // Whole windows of one text, in the last of the ranges that has any.
+        // The complete windows of one text, in the last range that has any.
         let of_source = |source: Range<usize>| {
             let first = source.start.div_ceil(self.seq_len);
             let last = source.end.saturating_sub(1) / self.seq_len;
@@ -127,7 +124,7 @@ impl Windows {
         };
         let mut texts: Vec<Range<usize>> = self.tokens.sources().filter_map(of_source).collect();
         if texts.is_empty() {
-            // Every text is shorter than a window: they are treated as one text.
+            // If every text is shorter than a window, they are treated as one text.
             texts.extend(self.ranges.last().cloned());
         }
         let each = |range: &Range<usize>| match range.len() {
@@ -159,12 +156,12 @@ impl Windows {
         texts.into_iter().zip(counts).filter(|&(_, n)| n > 0).map(tail).collect()
     }
 
-    /// How many windows there are, at least 1.
+    /// Returns the number of windows, at least 1.
     pub fn len(&self) -> usize {
         self.ends.last().copied().unwrap_or(0)
     }
 
-    /// Always false, because a text without a window is an error.
+    /// Always returns false, because a text without a window is an error.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -174,12 +171,12 @@ impl Windows {
         self.seq_len
     }
 
-    /// The text these are windows of.
+    /// The token file that the windows belong to.
     pub fn tokens(&self) -> &Arc<TokenFile> {
         &self.tokens
     }
 
-    /// The `seq_len + 1` ids of a window, `None` beyond the last.
+    /// Returns the `seq_len + 1` ids of a window, or `None` beyond the last.
     pub fn get(&self, index: usize) -> Option<impl Iterator<Item = u32> + '_> {
         let at = self.ends.partition_point(|&end| end <= index);
         let range = self.ranges.get(at)?;
@@ -187,8 +184,8 @@ impl Windows {
         Some(self.tokens.ids(start..start + self.seq_len + 1))
     }
 
-    /// The ids in these windows as running text, at most `n`, taken in equal parts from every
-    /// contiguous piece of text. All ids but the first are targets of these windows.
+    /// Returns the ids in these windows as running text, at most `n`, in equal parts from every
+    /// contiguous piece of text. All ids except the first are targets of these windows.
     pub fn text(&self, n: usize) -> Vec<u32> {
         let mut ranges = self.ranges.clone();
         ranges.sort_by_key(|range| range.start);

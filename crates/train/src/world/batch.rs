@@ -1,4 +1,4 @@
-//! What the model is shown: sequences of episodes, and their noise, as functions of the step.
+//! Training data of a world model: sequences of episodes and their noise, as functions of the step.
 
 use burn::tensor::{Device, Tensor, TensorData};
 use kv_eval::world::{World, controls};
@@ -10,27 +10,27 @@ use rand_distr::StandardNormal;
 use super::WorldConfig;
 use crate::Result;
 
-/// The level of noise that frames in the cache have.
+/// Noise level of the frames in the cache.
 pub(super) const CONTEXT: f32 = 0.25;
 
-/// Frames of a sequence, and what was done in each.
+/// The frames of a sequence, and the player's input in each.
 #[derive(Clone, Debug)]
 pub(super) struct Sequence {
     pub(super) inputs: Vec<Input>,
     pub(super) frames: Vec<Frame>,
 }
 
-/// The sequences of one optimizer step after the other.
+/// Produces the sequences of one optimizer step after another.
 pub(super) struct Batches<'a> {
     config: &'a WorldConfig,
     maze: &'a Maze,
-    /// Who plays the episodes of the next step.
+    /// The players of the next step's episodes.
     wanderers: Vec<Wanderer<'a>>,
     step: usize,
 }
 
 impl<'a> Batches<'a> {
-    /// Those from a step on.
+    /// Creates the batches from `step` on.
     pub(super) fn new(config: &'a WorldConfig, maze: &'a Maze, step: usize) -> Self {
         let mut batches =
             Self { config, maze, wanderers: vec![], step: step - step % config.segments };
@@ -44,7 +44,7 @@ impl<'a> Batches<'a> {
         batches
     }
 
-    /// Begins episodes where they begin.
+    /// Starts new episodes if the next step is the first of an episode.
     fn begin(&mut self) {
         let WorldConfig { segments, batch, .. } = *self.config;
         if self.step.is_multiple_of(segments) {
@@ -54,7 +54,7 @@ impl<'a> Batches<'a> {
         }
     }
 
-    /// The sequences of the next step.
+    /// Returns the sequences of the next step.
     pub(super) fn next(&mut self) -> Vec<Sequence> {
         self.begin();
         self.step += 1;
@@ -66,13 +66,13 @@ impl<'a> Batches<'a> {
     }
 }
 
-/// Random numbers of a sequence of a step.
+/// Creates the random generator of one sequence in one step.
 pub(super) fn random(config: &WorldConfig, step: usize, sequence: usize) -> Xoshiro256PlusPlus {
     let number = (step * config.batch + sequence) as u64;
     Xoshiro256PlusPlus::seed_from_u64(config.episode(number) ^ 0x6e6f_6973_6500_0000)
 }
 
-/// A sequence as tensors, and noise for it.
+/// A sequence as tensors, with its noise.
 pub(super) struct Noisy {
     pub(super) picture: Tensor<5>,
     pub(super) noise: Tensor<5>,
@@ -97,9 +97,9 @@ impl Noisy {
     }
 }
 
-/// Levels of noise for the frames of a sequence: most are those that the pipeline has, 1 and [`CONTEXT`], the others any.
-/// The first frame, which nothing says anything of, is context.
-pub(super) fn any_levels(frames: usize, rng: &mut Xoshiro256PlusPlus) -> Vec<f32> {
+/// Draws noise levels for the frames of a sequence: mostly the two levels of inference, 1 and
+/// [`CONTEXT`], and sometimes any other. The first frame cannot be predicted, so it is context.
+pub(super) fn random_levels(frames: usize, rng: &mut Xoshiro256PlusPlus) -> Vec<f32> {
     let any = |rng: &mut Xoshiro256PlusPlus| match rng.random_range(0..20) {
         0..9 => CONTEXT,
         9..15 => 1.0,
@@ -109,8 +109,8 @@ pub(super) fn any_levels(frames: usize, rng: &mut Xoshiro256PlusPlus) -> Vec<f32
     core::iter::once(CONTEXT).chain(rest).collect()
 }
 
-/// Which frames of a sequence something happens to, one of `n`; never to the first.
-pub(super) fn some(frames: usize, n: u32, rng: &mut Xoshiro256PlusPlus) -> Vec<bool> {
+/// Selects each frame of a sequence with a probability of `1 / n`, but never the first one.
+pub(super) fn random_mask(frames: usize, n: u32, rng: &mut Xoshiro256PlusPlus) -> Vec<bool> {
     let rest = (1..frames).map(|_| rng.random_range(0..n) == 0);
     core::iter::once(false).chain(rest).collect()
 }

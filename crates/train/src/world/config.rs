@@ -14,9 +14,9 @@ use crate::{Error, Result, Schedule};
 pub struct WorldConfig {
     /// The seed of the maze.
     pub maze: u64,
-    /// Pixels along a side of the patch that is a token.
+    /// Width and height in pixels of the patch that becomes one token.
     pub patch: usize,
-    /// Channels of a latent pixel.
+    /// Channels of a latent pixel, which encodes one patch.
     pub channels: usize,
     /// Width of the residual stream.
     pub d_model: usize,
@@ -24,35 +24,36 @@ pub struct WorldConfig {
     pub layers: usize,
     /// Heads.
     pub heads: usize,
-    /// Every so many layers sees all frames of a sequence, the others the newest few.
+    /// One layer in `local_idx` is global and sees all frames of a sequence; the others are local.
     pub local_idx: usize,
-    /// Frames that local layers see.
+    /// Newest frames that local layers see.
     pub local_window: Frames,
-    /// Frames of a sequence, and those that global layers see in play.
+    /// Frames of a training sequence, and newest frames that global layers see in play.
     pub frames: usize,
     /// Sequences of an optimizer step.
     pub batch: usize,
-    /// Sequences that follow one another in an episode.
+    /// Consecutive sequences in an episode.
     pub segments: usize,
     /// Optimizer steps in all.
     pub steps: usize,
-    /// The last of them, which are those of the pipeline of two steps a frame.
+    /// Number of last steps that train the second denoising step, which finishes the model's own
+    /// frames.
     pub two_step: usize,
     /// Optimizer steps between validations and checkpoints.
     pub steps_per_epoch: usize,
     /// Learning rate by step.
     pub schedule: Schedule,
-    /// Decoupled weight decay of AdamW, of matrices.
+    /// Decoupled weight decay of AdamW, applied to matrices.
     pub weight_decay: f32,
     /// Decay rate of AdamW's second moment; the first moment's is 0.9.
     pub beta_2: f32,
     /// Largest global norm of the gradient; a longer gradient is scaled down to it.
     pub clip_norm: f64,
-    /// Episodes of a validation.
+    /// Episodes in a validation.
     pub valid_episodes: usize,
-    /// Frames that the model plays on by itself in a validation.
+    /// Frames that the model generates in each episode of a validation.
     pub valid_frames: usize,
-    /// Seed of the weights, of the episodes and of noise.
+    /// Seed of the weights, the episodes and the noise.
     pub seed: u64,
 }
 
@@ -88,7 +89,8 @@ impl WorldConfig {
     /// Checks every field against its range.
     ///
     /// # Errors
-    /// [`Error::Setting`] naming the first field that is out of its range, and those of the model's configuration.
+    /// [`Error::Setting`] naming the first field that is out of its range, or an error of the
+    /// model's configuration.
     pub fn validate(&self) -> Result<()> {
         for (field, value) in [
             ("patch", self.patch),
@@ -103,7 +105,7 @@ impl WorldConfig {
                 return Err(Error::setting(field, value, "must be at least 1"));
             }
         }
-        // All frames of a validation are in memory at once.
+        // A validation keeps all its frames in memory.
         if self.valid_frames > 1 << 16 {
             return Err(Error::setting("valid-frames", self.valid_frames, "must be at most 65536"));
         }
@@ -157,7 +159,8 @@ impl WorldConfig {
         }
     }
 
-    /// The seed of an episode. Those of the games that a model is judged by are small numbers, which none of these is.
+    /// Returns the seed of an episode. It is always large, because the games of evaluations have
+    /// small seeds.
     pub(super) fn episode(&self, number: u64) -> u64 {
         use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
         let seed = self.seed.rotate_left(32) ^ number;

@@ -1,4 +1,4 @@
-//! What a run measured, one line of JSON per event, appended as it happens.
+//! The history of a run: its losses and PSNRs, one line of JSON per event, appended as it happens.
 
 use std::{
     fs::{File, OpenOptions},
@@ -10,35 +10,36 @@ use kv_models::save::staged;
 use serde::{Deserialize, Serialize};
 
 use super::WorldConfig;
-use crate::{Error, History, Result, Tell, history::read_lines};
+use crate::{Error, History, LogLine, Result, history::read_lines};
 
 /// An optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorldStep {
     /// Optimizer steps made before it.
     pub step: u64,
-    /// The mean square over all latents of what is wrong: of a frame with noise, the prediction's difference from
-    /// `noise - picture`; of one that the model [finishes](crate::WorldConfig::two_step), the difference of what it becomes
-    /// from its picture.
+    /// Mean squared error over all latents. For a noisy frame, the error is the difference of the
+    /// prediction from `noise - picture`. For a frame that the model
+    /// [finishes](crate::WorldConfig::two_step), it is the difference of the result from the
+    /// picture.
     pub loss: f64,
-    /// Its time.
+    /// Time of the step in seconds.
     pub seconds: f64,
 }
 
-/// Frames that the model played on by itself, against the true ones: means in decibels.
+/// Mean PSNRs, in decibels, of frames that the model generated against the true ones.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorldValid {
     /// Optimizer steps made before it.
     pub step: u64,
-    /// PSNR of what the model shows.
+    /// PSNR of the generated frames.
     pub psnr: f64,
-    /// PSNR of the last frame it was shown, over and over.
+    /// PSNR of the last given frame, repeated.
     pub psnr_of_last: f64,
-    /// PSNR of what the codec restores of the true frames.
+    /// PSNR of the true frames after encoding and decoding.
     pub psnr_of_codec: f64,
 }
 
-/// One line.
+/// One line of the file.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Line {
@@ -46,7 +47,7 @@ enum Line {
     Valid(WorldValid),
 }
 
-/// Everything a run measured, in order.
+/// All records of a run, in order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct WorldHistory {
     /// Steps.
@@ -56,10 +57,10 @@ pub struct WorldHistory {
 }
 
 impl WorldHistory {
-    /// Reads what a run in `folder` measured. A last line cut short by a kill is dropped.
+    /// Reads the history of the run in `folder`. A last line cut short by a kill is dropped.
     ///
     /// # Errors
-    /// A file that cannot be read, or a line before the last that is not one of ours.
+    /// A file that cannot be read, or a line before the last that cannot be parsed.
     pub fn read(folder: &Path) -> Result<Self> {
         let mut history = Self::default();
         for line in read_lines(&History::path(folder))? {
@@ -73,25 +74,25 @@ impl WorldHistory {
 }
 
 /// Writes the history of a run.
-pub(super) struct Log {
+pub(super) struct WorldRecorder {
     path: PathBuf,
     file: File,
-    tell: Option<Tell>,
-    tell_every: usize,
+    log: Option<LogLine>,
+    log_every: usize,
     steps: usize,
     validated: Vec<u64>,
-    /// Of the steps since the last that was told.
+    /// Losses of the steps since the last line of progress.
     losses: Vec<f64>,
 }
 
-impl Log {
-    /// A new history in `folder`, or, to resume after so many steps, the part of the old one up to there.
+impl WorldRecorder {
+    /// Starts a new history in `folder`, or keeps the part of the old one up to `done` steps.
     pub(super) fn new(
         folder: &Path,
         done: Option<usize>,
         config: &WorldConfig,
-        tell: Option<Tell>,
-        tell_every: usize,
+        log: Option<LogLine>,
+        log_every: usize,
     ) -> Result<Self> {
         let WorldConfig { steps, two_step, .. } = *config;
         let path = History::path(folder);
@@ -109,27 +110,19 @@ impl Log {
         let file = OpenOptions::new().append(true).open(&path).map_err(Error::io(&path))?;
         let validations = lines.iter().filter(|(_, kind, _)| *kind == 0);
         let validated = validations.map(|&(step, ..)| step).collect();
-        if let Some(tell) = &tell {
+        if let Some(log) = &log {
             let run = match done {
-                Some(done) => format!("going on after step {done} of {steps}"),
+                Some(done) => format!("resuming after step {done} of {steps}"),
                 None => format!("{steps} steps"),
             };
             let second = match two_step {
-                0 => "none with two steps a frame".to_string(),
-                // As steps are counted where they are told: from 1.
-                n => format!("from step {} on with two steps a frame", steps - n + 1),
+                0 => "none with two denoising steps per frame".to_string(),
+                // Lines of progress count steps from 1.
+                n => format!("two denoising steps per frame from step {}", steps - n + 1),
             };
-            tell(&format!("{run}, {second}"));
+            log(&format!("{run}, {second}"));
         }
-        Ok(Self {
-            path,
-            file,
-            tell,
-            tell_every: tell_every.max(1),
-            steps,
-            validated,
-            losses: vec![],
-        })
+        Ok(Self { path, file, log, log_every: log_every.max(1), steps, validated, losses: vec![] })
     }
 
     pub(super) fn has_validation(&self, step: usize) -> bool {
@@ -139,21 +132,21 @@ impl Log {
     pub(super) fn step(&mut self, record: WorldStep) -> Result<()> {
         self.losses.push(record.loss);
         let made = record.step as usize + 1;
-        if let Some(tell) = &self.tell
-            && made.is_multiple_of(self.tell_every)
+        if let Some(log) = &self.log
+            && made.is_multiple_of(self.log_every)
         {
             let loss = self.losses.iter().sum::<f64>() / self.losses.len() as f64;
             let (steps, seconds) = (self.steps, record.seconds);
-            tell(&format!("step {made:>5}/{steps}  loss {loss:.4}  {seconds:.2} s a step"));
+            log(&format!("step {made:>5}/{steps}  loss {loss:.4}  {seconds:.2} s per step"));
             self.losses.clear();
         }
         self.write(&Line::Train(record))
     }
 
     pub(super) fn valid(&mut self, record: WorldValid) -> Result<()> {
-        if let Some(tell) = &self.tell {
+        if let Some(log) = &self.log {
             let WorldValid { step, psnr, psnr_of_last, psnr_of_codec } = record;
-            tell(&format!(
+            log(&format!(
                 "valid after {step:>5}  PSNR {psnr:.2} dB  of the last frame {psnr_of_last:.2}  \
                  of the codec {psnr_of_codec:.2}"
             ));
@@ -168,7 +161,7 @@ impl Log {
     }
 }
 
-/// Numbers and names always are JSON.
+/// Returns a line as JSON. Numbers and names cannot fail to serialize.
 fn json(line: &Line) -> String {
     serde_json::to_string(line).unwrap_or_default()
 }

@@ -1,9 +1,10 @@
-//! Training a world model on the frames of the game of `kv-world`.
+//! Training of a world model on frames of the game in `kv-world`.
 
 mod batch;
 mod config;
+mod denoise;
+mod fit;
 mod history;
-mod model;
 
 use std::{
     fs,
@@ -25,39 +26,40 @@ use kv_world::{Codec, Frame, Maze, Wanderer};
 pub use config::WorldConfig;
 pub use history::{WorldHistory, WorldStep, WorldValid};
 
-use self::{history::Log, model::TrainState};
+use self::{fit::TrainState, history::WorldRecorder};
 use crate::{
-    Checkpoints, Error, Result, Resume, Tell,
+    Checkpoints, Error, LogLine, Result, Resume,
     checkpoint::PARTS,
-    folder::{Claim, check_new, check_room},
+    folder::{FolderLock, check_disk_space, check_new},
     optimize::schedule,
     setup::{group, weights},
 };
 
-/// Where a run keeps its files, and how it shows what it does.
+/// The folder of a run and the way it shows its progress.
 pub struct WorldRun {
     /// Its folder: `world-run.json`, `history.jsonl`, the codec and `checkpoints/`.
     pub folder: PathBuf,
-    /// Whether to start a new run, or to continue after the last checkpoint or that of a given step.
+    /// Starts a new run, or resumes after the last checkpoint or after the checkpoint of a step.
     pub resume: Resume,
-    /// The folder of a model whose weights and codec a new run starts from, instead of random ones.
+    /// The folder of a model whose weights and codec a new run starts from; `None` for random
+    /// weights.
     pub from: Option<PathBuf>,
-    /// Called with a line of text for every validation, and for every `tell_every`-th step.
-    pub tell: Option<Tell>,
-    /// Optimizer steps from one that is told to the next.
-    pub tell_every: usize,
+    /// Receives a line of text for every validation and for every `log_every`-th step.
+    pub log: Option<LogLine>,
+    /// Optimizer steps between two lines of text.
+    pub log_every: usize,
     /// Stops the run when it becomes true, with a checkpoint of the last whole optimizer step.
     pub stop: Option<Arc<AtomicBool>>,
-    /// Names and contents of files written into the folder of a new run once it is sure to start.
+    /// Names and contents of files written into the folder of a new run after all checks passed.
     pub files: Vec<(&'static str, Vec<u8>)>,
 }
 
 impl WorldRun {
-    /// A new run in `folder`, silent.
+    /// A new run in `folder`, without output.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         let folder = folder.into();
-        let (resume, from, tell, stop) = (Resume::No, None, None, None);
-        Self { folder, resume, from, tell, tell_every: 1, stop, files: vec![] }
+        let (resume, from, log, stop) = (Resume::No, None, None, None);
+        Self { folder, resume, from, log, log_every: 1, stop, files: vec![] }
     }
 }
 
@@ -72,10 +74,10 @@ impl core::fmt::Debug for WorldRun {
     }
 }
 
-/// The configuration of a run in `folder`; `None` where there is no such run.
+/// Reads the configuration of a world model's run in `folder`; `None` if there is no such run.
 ///
 /// # Errors
-/// A file that is not one.
+/// A file that cannot be read or is not a configuration.
 pub fn world_config(folder: &Path) -> Result<Option<WorldConfig>> {
     let path = settings(folder);
     match fs::read_to_string(&path) {
@@ -98,32 +100,36 @@ fn write_settings(folder: &Path, config: &WorldConfig) -> Result<()> {
     staged::write(&path, text.as_bytes()).map_err(Error::io(&path))
 }
 
-/// Checks that the run in `folder` is the one of `config`, whose length alone may be another.
+/// Checks that the run in `folder` has this `config`; only the number of steps may differ.
 fn check_settings(folder: &Path, config: &WorldConfig) -> Result<()> {
     let WorldConfig { steps, two_step, .. } = *config;
     let found = world_config(folder)?.map(|found| WorldConfig { steps, two_step, ..found });
     match found.as_ref() == Some(config) {
         true => Ok(()),
         false => {
-            let why = "is not there, or another configuration than the one to resume with".into();
+            let why = "is missing or differs from the configuration to resume with".into();
             Err(Error::Damaged { path: settings(folder), why })
         }
     }
 }
 
-/// Trains a world model, from scratch or [from](WorldRun::from) the weights of another run. A run may be resumed with
-/// another length, which its learning rate then follows.
+/// Trains a world model from scratch or [from](WorldRun::from) the weights of another run. A run
+/// may be resumed with another number of steps; the learning rate then follows the new number.
 ///
-/// Frames of a sequence have noise levels of their own, as in Diffusion Forcing (Chen et al., 2024,
-/// <https://arxiv.org/abs/2407.01392>), and the model learns `noise - picture` (rectified flow; Liu et al., 2022,
-/// <https://arxiv.org/abs/2209.03003>). The last [`two_step`](WorldConfig::two_step) steps are those of the pipeline
-/// that will play: frames have the two levels that it uses, and some of those at the lower one are what the model itself
-/// made of noise, so that it learns to finish and to go on from its own pictures.
+/// Each frame of a sequence has its own noise level, as in Diffusion Forcing (Chen et al., 2024,
+/// <https://arxiv.org/abs/2407.01392>). The model learns to predict `noise - picture`, which is
+/// rectified flow (Liu et al., 2022, <https://arxiv.org/abs/2209.03003>).
+///
+/// The last [`two_step`](WorldConfig::two_step) steps follow inference, which denoises each frame
+/// in two steps. Frames have the two noise levels of inference, and some frames at the lower level
+/// were generated by the model itself from noise. The model thus learns to finish its own frames
+/// and to continue from them.
 ///
 /// # Errors
-/// A setting out of range, a folder that holds another run, cannot be written or has no room, or a damaged checkpoint or
-/// none to resume from: nothing has been changed then. A loss that is not finite or a full disk: checkpoints written
-/// before are complete. [`Error::Interrupted`] when it was asked to stop.
+/// - A setting out of range, a folder that holds another run, cannot be written or lacks space, or
+///   a checkpoint that is damaged or missing: nothing is changed.
+/// - A loss that is not finite or a full disk: earlier checkpoints are complete.
+/// - [`Error::Interrupted`] if the run was asked to stop.
 pub fn train_world<T: Target>(
     device: &On<T>,
     config: &WorldConfig,
@@ -131,9 +137,9 @@ pub fn train_world<T: Target>(
 ) -> Result<(World, WorldHistory)> {
     config.validate()?;
     let folder = &run.folder;
-    let claim = match run.resume {
+    let lock = match run.resume {
         Resume::No => check_new(folder).map(|()| None)?,
-        _ => Some(Claim::new(folder)?),
+        _ => Some(FolderLock::new(folder)?),
     };
     if run.resume != Resume::No {
         check_settings(folder, config)?;
@@ -145,11 +151,12 @@ pub fn train_world<T: Target>(
         Resume::Step(step) => checkpoints.resume(Some(step))?,
     };
     if let Some(step) = done.filter(|&step| step > config.steps) {
-        let rule = format!("must not be below the {step} steps that were made");
+        let rule = format!("must be at least {step}, the steps already made");
         return Err(Error::setting("steps", config.steps, rule));
     }
     if run.resume != Resume::No && done.is_none() {
-        // Whether it started from another model is not in its folder, so that it cannot be started as it was.
+        // The folder does not tell whether the run started from another model, so it cannot be
+        // started again here.
         let (path, why) = (checkpoints.folder().into(), "holds no checkpoint to resume from");
         let why = format!("{why}: start the run again in another folder");
         return Err(Error::Damaged { path, why });
@@ -165,13 +172,13 @@ pub fn train_world<T: Target>(
         None => (GameRft::init(config.model(), &autodiff)?, None),
     };
     let bytes = 4 * model.num_params() as u64;
-    let _claim = claim.map_or_else(|| Claim::new(folder), Ok)?;
+    let _lock = lock.map_or_else(|| FolderLock::new(folder), Ok)?;
     let codec = match run.resume {
         Resume::No => {
             check_new(folder)?;
-            // Three checkpoints of weights and two moments each, since the oldest of two is deleted once the next is
-            // whole, and the model in 16 bits.
-            check_room(folder, &[9 * bytes, bytes / 2])?;
+            // Three checkpoints of weights and two moments each, because the oldest of two is
+            // deleted only when the third is complete, and the model in 16 bits.
+            check_disk_space(folder, &[9 * bytes, bytes / 2])?;
             let codec = codec.map_or_else(|| fit_codec(config), Ok)?;
             codec.save(folder).map_err(kv_eval::Error::from)?;
             for (name, bytes) in run.files {
@@ -182,31 +189,32 @@ pub fn train_world<T: Target>(
         }
         _ => Codec::load(folder).map_err(kv_eval::Error::from)?,
     };
-    // With its configuration there is a run; or it has another length now.
+    // This file marks the run as started. For a resumed run it records the new number of steps.
     write_settings(folder, config)?;
     checkpoints.delete_after(done)?;
-    let log = Log::new(folder, done, config, run.tell, run.tell_every)?;
-    let mut course = TrainState {
+    let recorder = WorldRecorder::new(folder, done, config, run.log, run.log_every)?;
+    let mut state = TrainState {
         optimizer: optimizer(config, &model),
         schedule: schedule(config.schedule, config.steps)?,
         world: World::new(model, codec, config.maze)?,
         config,
         device: autodiff,
-        log,
+        recorder,
     };
     if let Some(step) = done {
-        course.restore(&checkpoints, step)?;
+        state.restore(&checkpoints, step)?;
     }
-    course.run(done.unwrap_or(0), &checkpoints, run.stop.as_deref())?;
-    let TrainState { mut world, .. } = course;
+    state.run(done.unwrap_or(0), &checkpoints, run.stop.as_deref())?;
+    let TrainState { mut world, .. } = state;
     world.model = world.model.valid();
     Ok((world, WorldHistory::read(folder)?))
 }
 
-/// The model as the run in `folder` had it after a step, or after its last checkpoint, and that step.
+/// Returns the model of the run in `folder` after a step, or after its last checkpoint, and that
+/// step.
 ///
 /// # Errors
-/// No such checkpoint, or a damaged one.
+/// A missing or damaged checkpoint.
 pub fn checkpointed_world<T: Target>(
     device: &On<T>,
     config: &WorldConfig,
@@ -226,7 +234,7 @@ pub fn checkpointed_world<T: Target>(
     Ok((World::new(model, codec, config.maze)?, step))
 }
 
-/// The model in `folder`, whose shape and maze must be those of `config`.
+/// Loads the model in `folder`, which must have the shape and maze of `config`.
 fn start_from(folder: &Path, config: &WorldConfig, device: &Device) -> Result<World> {
     let world = World::load(folder, device)?;
     let (found, wanted) = (world.model.config(), config.model());
@@ -250,7 +258,7 @@ fn start_from(folder: &Path, config: &WorldConfig, device: &Device) -> Result<Wo
     Ok(world)
 }
 
-/// The codec of frames that wanderers of their own seeds see.
+/// Fits the codec to frames of episodes that are not used for training.
 fn fit_codec(config: &WorldConfig) -> Result<Codec> {
     let maze = Maze::new(config.maze);
     let frames = (0..CODEC_EPISODES).flat_map(|i| {
@@ -262,11 +270,11 @@ fn fit_codec(config: &WorldConfig) -> Result<Codec> {
     Ok(codec.map_err(kv_eval::Error::from)?)
 }
 
-/// Episodes that the codec is fitted to, and frames of each.
+/// Episodes that the codec is fitted to, and frames per episode.
 const CODEC_EPISODES: u64 = 40;
 const CODEC_FRAMES: usize = 50;
 
-/// AdamW, of which matrices decay.
+/// AdamW with weight decay for matrices only.
 fn optimizer(config: &WorldConfig, model: &GameRft) -> ModuleOptimizer {
     let adamw = AdamWConfig::new().with_beta_2(config.beta_2).with_epsilon(1e-8);
     let decaying = adamw.clone().with_weight_decay(config.weight_decay).init();

@@ -1,4 +1,5 @@
-//! A small text, its tokenizer, a model that trains in a second, and the program.
+//! Shared by all tests: a small text, its tokenizer, a model that trains in a second, and the
+//! program.
 #![allow(dead_code, reason = "shared by several test binaries")]
 
 use std::{
@@ -28,16 +29,16 @@ use kv_train::{
 use tempfile::TempDir;
 
 pub(crate) const VOCAB: usize = 288;
-/// With sequences of 96 tokens and a window of 32, most tokens that a query sees are quantized.
+/// With sequences of 96 tokens and a residual of 32, most tokens that a query sees are quantized.
 pub(crate) const K2V2: &str = "k2v2-g16-r32";
 
-/// A process has a single stream of Burn's random numbers, so tests that use it hold this lock.
+/// Locks Burn's random generator, which all tests of a process share.
 pub(crate) fn random() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// `n` sentences of one pattern.
+/// Returns `n` sentences of one pattern.
 pub(crate) fn sentences(n: usize) -> String {
     let pick = |words: &[&'static str], i: usize| words[i * i / 3 % words.len()];
     (0..n)
@@ -73,8 +74,8 @@ pub(crate) fn architecture() -> Config {
     }
 }
 
-/// A model with random weights, the same on every backend; those of keys and values are enlarged,
-/// so that quantizing them matters.
+/// Creates a model with random weights, the same on every backend. The weights of keys and values
+/// are enlarged, so that quantization matters.
 pub(crate) fn tiny(config: Config, device: &Device) -> LanguageModel {
     struct Copy<'a>(&'a Device);
     impl ModuleMapper for Copy<'_> {
@@ -94,7 +95,7 @@ pub(crate) fn tiny(config: Config, device: &Device) -> LanguageModel {
     LanguageModel::new(llama.map(&mut Copy(device)))
 }
 
-/// Twelve steps of two sequences in three epochs.
+/// A run of twelve steps of two sequences in three epochs.
 pub(crate) fn config() -> TrainConfig {
     TrainConfig {
         seq_len: 96,
@@ -151,7 +152,7 @@ impl<T: Target> World<T> {
         fs::write(self.path(name), text).unwrap();
     }
 
-    /// The ids of a text in the folder.
+    /// Tokenizes a text in the folder.
     pub(crate) fn tokens(&self, name: &str) -> Arc<TokenFile> {
         let source = Source::new([self.path(name)]);
         let file = self.path("tokenizer.json");
@@ -185,13 +186,13 @@ impl<T: Target> World<T> {
         train(&self.device, model, texts, config, run)
     }
 
-    /// The losses of a run that must succeed.
+    /// Returns the losses of a run that must succeed.
     #[track_caller]
     pub(crate) fn losses(&self, name: &str, config: &TrainConfig) -> Losses {
         Losses::of(&self.train(name, config).unwrap().history)
     }
 
-    /// A model of one narrow layer as a Hugging Face folder.
+    /// Saves a model of one narrow layer as a Hugging Face folder.
     pub(crate) fn save_small_model(&self, name: &str) -> String {
         let attention = LayerSpec::new(1, 1, 16);
         let config = Config {
@@ -208,7 +209,7 @@ impl<T: Target> World<T> {
         self.string(name)
     }
 
-    /// The model as a Hugging Face folder.
+    /// Saves the model as a Hugging Face folder.
     pub(crate) fn save_model(&self, name: &str) -> String {
         self.save_model_in(name, WeightDtype::F16)
     }
@@ -220,7 +221,7 @@ impl<T: Target> World<T> {
     }
 }
 
-/// What must be the same in two equal runs: everything but the time, to the bit.
+/// The numbers that two equal runs must share bit for bit: all except times.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Losses {
     /// Position, step, and the bits of objective, likelihood and divergence.
@@ -241,13 +242,13 @@ impl Losses {
         Self { train: train.collect(), valid: valid.collect() }
     }
 
-    /// Objectives, in order.
+    /// Returns the objectives, in order.
     pub(crate) fn objectives(&self) -> Vec<f64> {
         self.train.iter().map(|&(_, _, [loss, ..])| f64::from_bits(loss)).collect()
     }
 }
 
-/// Every weight by its path.
+/// Returns every weight by its path.
 pub(crate) fn weights(model: &LanguageModel) -> BTreeMap<String, Vec<f32>> {
     #[derive(Default)]
     struct Weights {
@@ -271,14 +272,14 @@ pub(crate) fn weights(model: &LanguageModel) -> BTreeMap<String, Vec<f32>> {
     weights.all
 }
 
-/// `kv-train` with `args`.
+/// Creates a command that runs `kv-train` with `args`.
 pub(crate) fn program(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kv-train"));
     command.args(args);
     command
 }
 
-/// A command that must fail with one line holding `parts`.
+/// Runs a command that must fail with one line that contains `parts`.
 #[track_caller]
 pub(crate) fn fails(command: &mut Command, parts: &[&str]) -> String {
     let Output { status, stderr, stdout } = command.output().unwrap();
@@ -295,9 +296,35 @@ pub(crate) fn fails(command: &mut Command, parts: &[&str]) -> String {
     lines[0].to_string()
 }
 
+/// Runs a command that must succeed, and returns its output.
 #[track_caller]
 pub(crate) fn succeeds(command: &mut Command) -> String {
     let Output { status, stderr, stdout } = command.output().unwrap();
     assert!(status.success(), "{status}: {}", String::from_utf8_lossy(&stderr));
     String::from_utf8(stdout).unwrap()
+}
+
+/// Reads the bytes of the weights that a run saved.
+pub(crate) fn saved(folder: &str) -> Vec<u8> {
+    fs::read(format!("{folder}/model/model.safetensors")).unwrap()
+}
+
+/// Reads the losses in the history of a run's folder.
+pub(crate) fn losses(folder: &str) -> Losses {
+    Losses::of(&History::read(folder.as_ref()).unwrap())
+}
+
+/// Returns the arguments of a run of `steps` steps with a validation after every fourth one.
+pub(crate) fn qat_args<'a>(
+    model: &'a str,
+    text: &'a str,
+    out: &'a str,
+    steps: &'a str,
+) -> Vec<&'a str> {
+    let mut args = vec!["qat", "--model", model, "--text", text, "--out", out];
+    args.extend(["--cache", K2V2, "--seq-len", "48", "--holdout", "0.1"]);
+    args.extend(["--valid-windows", "3", "--lr", "1e-3", "--warmup", "2", "--eval-tokens", "0"]);
+    args.extend(["--batch", "1", "--accumulation", "2", "--steps-per-epoch", "4"]);
+    args.extend(["--steps", steps]);
+    args
 }

@@ -1,166 +1,27 @@
-//! The command line, and the run it describes.
+//! The arguments of `qat` and `pretrain`, and the run they describe.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Result, bail};
-use burn::tensor::Device;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use kv_cli::{Backend, MemorySize, ModelSource};
 use kv_models::{
-    LayerSpec, LoadOptions, Loaded, ModelCacheConfig,
+    ModelCacheConfig,
     kv_cubecl::{FakeQuantOptions, SteGradient},
-    kv_weights::Activations,
-    llama, load_with,
-    nn::RopeScaling,
 };
 use kv_train::{
     Adapter, Objective, QatConfig, Schedule, TrainConfig, Trainable, check_new, data::Source,
 };
-use serde::{Deserialize, Serialize};
 
-use crate::{evaluation::check_eval_tokens, inputs::Input, memory::Sizes};
+use crate::{
+    evaluation::check_eval_tokens,
+    spec::{Architecture, Origin, Spec, Weights},
+};
 
-/// A run as its folder keeps it, to be continued without repeating the command line.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Spec {
-    pub(crate) backend: Backend,
-    pub(crate) devices: usize,
-    pub(crate) origin: Origin,
-    pub(crate) texts: Vec<PathBuf>,
-    pub(crate) field: String,
-    pub(crate) valid_texts: Vec<PathBuf>,
-    pub(crate) config: TrainConfig,
-    pub(crate) eval_tokens: usize,
-    /// Whether quantized weights of the model stay packed.
-    #[serde(default)]
-    pub(crate) weights: Weights,
-    /// The files it was started with; older runs have not kept them.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) inputs: Option<Vec<Input>>,
-}
-
-/// The weights that are trained, by name, so that a mistyped one is answered with the nearest.
+/// Parses the weights that are trained by name, so that an error can suggest the nearest name.
 pub(crate) fn trainable() -> impl TypedValueParser<Value = Trainable> {
     PossibleValuesParser::new(["all", "layers", "attention", "qkv"])
         .try_map(|name| name.parse::<Trainable>())
-}
-
-/// What becomes of the quantized weights of a model's file.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum Weights {
-    /// Restored to f32 when the model is loaded.
-    #[default]
-    Restored,
-    /// Frozen as they are in the file, and multiplied with activations as they are.
-    Packed,
-}
-
-impl Weights {
-    /// How the model is loaded.
-    pub(crate) fn options(self) -> LoadOptions {
-        let packed = (self == Self::Packed).then_some(Activations::Exact);
-        LoadOptions::default().with_packed(packed)
-    }
-}
-
-/// Loads a model to be trained.
-pub(crate) fn load(path: &Path, device: &Device, weights: Weights) -> Result<Loaded> {
-    let loaded = load_with(path, device, weights.options())?;
-    if weights == Weights::Packed && !loaded.model.is_packed() {
-        bail!(
-            "weights packed: {} holds none; kv-train quantize makes them, and GGUF files and those in 16 bits have them",
-            path.display()
-        );
-    }
-    Ok(loaded)
-}
-
-/// Where the weights come from.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum Origin {
-    /// A model's folder or file.
-    Model(PathBuf),
-    /// Random weights.
-    Random(Architecture),
-}
-
-/// A Llama-style model.
-#[derive(Clone, Debug, Serialize, Deserialize, clap::Args)]
-pub(crate) struct Architecture {
-    /// Ids of the tokenizer that is trained on the texts.
-    #[arg(long, default_value_t = 2048)]
-    pub(crate) vocab: usize,
-    /// Width of the residual stream.
-    #[arg(long, default_value_t = 256)]
-    pub(crate) hidden: usize,
-    /// Width of the MLP.
-    #[arg(long, default_value_t = 704)]
-    pub(crate) intermediate: usize,
-    /// Layers.
-    #[arg(long, default_value_t = 4)]
-    pub(crate) layers: usize,
-    /// Query heads.
-    #[arg(long, default_value_t = 4)]
-    pub(crate) heads: usize,
-    /// Key and value heads.
-    #[arg(long, default_value_t = 2)]
-    pub(crate) kv_heads: usize,
-    /// Channels per head.
-    #[arg(long, default_value_t = 64)]
-    pub(crate) head_dim: usize,
-    /// The longest context.
-    #[arg(long, default_value_t = 1024)]
-    pub(crate) context: usize,
-}
-
-impl Architecture {
-    /// What decides the memory of training, computed without overflow.
-    pub(crate) fn sizes(&self) -> Sizes {
-        let [vocab, hidden, intermediate, layers, heads, kv_heads, head_dim] = [
-            self.vocab,
-            self.hidden,
-            self.intermediate,
-            self.layers,
-            self.heads,
-            self.kv_heads,
-            self.head_dim,
-        ]
-        .map(|n| n as f64);
-        let (query_rows, qkv_rows) = (heads * head_dim, (heads + 2.0 * kv_heads) * head_dim);
-        let of_layer = hidden * (qkv_rows + query_rows + 3.0 * intermediate);
-        Sizes {
-            weights: 4.0 * (vocab * hidden + layers * of_layer),
-            vocabulary: vocab * hidden,
-            hidden,
-            layers,
-            qkv_rows: layers * qkv_rows,
-            widest: intermediate,
-        }
-    }
-
-    pub(crate) fn config(&self) -> llama::Config {
-        llama::Config {
-            vocab_size: self.vocab,
-            hidden_size: self.hidden,
-            intermediate_size: self.intermediate,
-            n_layers: self.layers,
-            attention: LayerSpec::new(self.heads, self.kv_heads, self.head_dim),
-            max_positions: self.context,
-            norm_epsilon: 1e-5,
-            qkv_bias: false,
-            output_bias: false,
-            mlp_bias: false,
-            tied_head: true,
-            rotary_dim: self.head_dim,
-            rope_theta: 10_000.0,
-            rope_scaling: RopeScaling::Default,
-            full_layers: Default::default(),
-            layers_without_rope: Default::default(),
-            qk_norms: false,
-        }
-    }
 }
 
 /// A new run.
@@ -168,12 +29,12 @@ impl Architecture {
 pub(crate) struct Start {
     pub(crate) spec: Spec,
     pub(crate) folder: PathBuf,
-    /// Lines instead of the dashboard.
+    /// Prints lines instead of showing the dashboard.
     pub(crate) plain: bool,
     pub(crate) memory: Option<MemorySize>,
 }
 
-/// The settings of `kv-train pretrain` unless they are given.
+/// The defaults of `kv-train pretrain`.
 fn pretraining() -> TrainConfig {
     TrainConfig {
         steps: 1000,
@@ -186,7 +47,7 @@ fn pretraining() -> TrainConfig {
     }
 }
 
-/// The help of an option, with its default in both commands.
+/// Returns the help of an option with its defaults in both commands.
 fn help(text: &str, default: impl Fn(&TrainConfig) -> String) -> String {
     let [qat, pretrain] = [TrainConfig::default(), pretraining()].map(|config| default(&config));
     match qat == pretrain {
@@ -195,31 +56,31 @@ fn help(text: &str, default: impl Fn(&TrainConfig) -> String) -> String {
     }
 }
 
-/// What both kinds of training take. Defaults differ, so they are in the commands.
+/// The arguments that `qat` and `pretrain` share. Their defaults differ, so none is declared here.
 #[derive(Debug, clap::Args)]
 struct Training {
-    /// A text to train on: UTF-8, or .jsonl with one object per line; repeatable.
+    /// Text to train on: UTF-8, or .jsonl with one object per line; repeatable.
     #[arg(long = "text", required = true)]
     texts: Vec<PathBuf>,
-    /// The field of a .jsonl object that holds the text.
+    /// Field of a .jsonl object that holds the text.
     #[arg(long, default_value = "text")]
     field: String,
-    /// A text to validate with, instead of the tail of the others; repeatable.
+    /// Text for validation instead of the tails of the training texts; repeatable.
     #[arg(long = "valid-text")]
     valid_texts: Vec<PathBuf>,
-    /// The run's folder, which must not hold another run.
+    /// Folder of the new run; it must not hold another run.
     #[arg(long)]
     out: PathBuf,
-    /// Where to train.
+    /// Backend to train on.
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
-    /// Devices of the backend that share each optimizer step.
+    /// Number of the backend's devices that share each optimizer step.
     #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     devices: usize,
     #[arg(long, help = help("Optimizer steps", |it| it.steps.to_string()))]
     steps: Option<usize>,
     #[arg(long, help = help(
-        "Optimizer steps between validations and checkpoints; both come after the last step too",
+        "Optimizer steps between validations and checkpoints; the last step always has both",
         |it| it.steps_per_epoch.to_string(),
     ))]
     steps_per_epoch: Option<usize>,
@@ -229,24 +90,24 @@ struct Training {
     batch: Option<usize>,
     #[arg(long, help = help("Batches per optimizer step", |it| it.accumulation.to_string()))]
     accumulation: Option<usize>,
-    #[arg(long, help = help("The highest learning rate", |it| it.schedule.lr.to_string()))]
+    #[arg(long, help = help("Highest learning rate", |it| it.schedule.lr.to_string()))]
     lr: Option<f64>,
     #[arg(long, help = help(
-        "The last learning rate of the cosine",
+        "Learning rate at the end of the cosine",
         |it| it.schedule.min_lr.to_string(),
     ))]
     min_lr: Option<f64>,
     #[arg(long, help = help(
-        "Steps of linear warm-up, by default at most a tenth of all",
+        "Steps of linear warm-up, by default at most a tenth of --steps",
         |it| it.schedule.warmup.to_string(),
     ))]
     warmup: Option<usize>,
     #[arg(long, help = help(
-        "Decoupled weight decay, of matrices but embeddings",
+        "Decoupled weight decay of matrices except embeddings",
         |it| it.weight_decay.to_string(),
     ))]
     weight_decay: Option<f32>,
-    #[arg(long, help = help("Decay rate of the second moment", |it| it.beta_2.to_string()))]
+    #[arg(long, help = help("Decay rate of AdamW's second moment", |it| it.beta_2.to_string()))]
     beta_2: Option<f32>,
     #[arg(long, help = help(
         "Largest global norm of the gradient; 0 for no limit",
@@ -254,7 +115,7 @@ struct Training {
     ))]
     clip_norm: Option<f64>,
     #[arg(long, help = help(
-        "Seed of the data's order and of new weights",
+        "Seed of the data order and of new weights",
         |it| it.seed.to_string(),
     ))]
     seed: Option<u64>,
@@ -264,24 +125,24 @@ struct Training {
     ))]
     holdout: Option<f64>,
     #[arg(long, help = help(
-        "Held-out windows used in a validation, at most",
+        "Largest number of held-out windows in a validation",
         |it| it.valid_windows.to_string(),
     ))]
     valid_windows: Option<usize>,
-    /// Stop after as many validations without a better loss, and save the best model
+    /// Stop after this many validations in a row without a better loss, and save the best model
     /// [default: never].
     #[arg(long)]
     patience: Option<usize>,
-    /// Held-out tokens on which the model is evaluated before and after; 0 for none.
+    /// Held-out tokens to evaluate the model on before and after training; 0 for no evaluation.
     #[arg(long, default_value_t = 4096)]
     eval_tokens: usize,
     /// Recompute cheap activations in the backward pass instead of keeping them.
     #[arg(long)]
     gradient_checkpointing: bool,
-    /// Print a line for every few steps, on a terminal too, instead of the dashboard.
+    /// Print a line for every few steps instead of showing the dashboard.
     #[arg(long)]
     plain: bool,
-    /// The memory that training may take, such as 16G [default: what is free].
+    /// Memory limit for training, such as 16G [default: the free memory].
     #[arg(long)]
     memory: Option<MemorySize>,
 }
@@ -316,8 +177,8 @@ impl Training {
         }
     }
 
-    /// Refuses what can be known to be wrong before it finds out where the weights come from, which
-    /// may download them. Nothing has been written by then.
+    /// Checks everything that does not need the model before `origin` finds it, which may download
+    /// it. Nothing is written.
     fn start(
         self,
         origin: impl FnOnce() -> Result<Origin>,
@@ -352,39 +213,42 @@ impl Training {
 pub(crate) struct Qat {
     #[command(flatten)]
     model: ModelSource,
-    /// The cache to train for: kKvV with bits 2, 4, 8 or 16 or the name of a format, then -gN, -rN, -sN, -after,
-    /// -gflush, -hadv, -hadk, -f16 or -bf16; or a policy: safe, balanced, small, or a file of .json or .toml.
+    /// Cache to train for: kKvV with 2, 4, 8 or 16 bits or the name of a format, then any of -gN,
+    /// -rN, -sN, -after, -gflush, -hadv, -hadk, -f16 and -bf16; or a policy: safe, balanced, small,
+    /// or a .json or .toml file.
     #[arg(long, value_parser = ModelCacheConfig::find)]
     cache: ModelCacheConfig,
-    /// Layers whose caches stay in float, by index.
+    /// Indices of layers whose caches stay in float.
     #[arg(long = "float-layers", value_delimiter = ',')]
     float_layers: Vec<usize>,
-    /// ce, kl (distillation from the model as it is, with a float cache), or mixed:W.
+    /// Loss: ce, kl (distillation from the untrained model with a float cache), or mixed:W with the
+    /// weight W of kl.
     #[arg(long, default_value = "kl")]
     objective: Objective,
-    /// Share of the sequences that are trained with a float cache.
+    /// Share of sequences that are trained with a float cache.
     #[arg(long, default_value_t = 0.0)]
     float_share: f64,
-    /// Which weights are trained.
+    /// Weights to train.
     #[arg(long, value_parser = trainable(), default_value = "all")]
     trainable: Trainable,
     /// Train low-rank adapters of this rank instead of the weights.
     #[arg(long)]
     lora: Option<usize>,
-    /// What becomes of quantized weights, those of a GGUF file or of kv-train quantize, and of those in f16 and bf16. Packed ones take the file's
-    /// bytes in memory; only adapters are trained on them, by --lora.
+    /// Load weights of a GGUF file, of kv-train quantize, or in f16 or bf16 restored or packed.
+    /// Packed weights take as many bytes in memory as in the file, and only adapters (--lora) can
+    /// train them.
     #[arg(long, value_enum, default_value = "restored")]
     weights: Weights,
-    /// Scale of the adapters, over their rank; by default twice the rank.
+    /// Scale of the adapters, which is divided by their rank [default: twice the rank].
     #[arg(long, requires = "lora")]
     lora_alpha: Option<f64>,
-    /// Let gradients pass through scale and minimum as well.
+    /// Also pass gradients through the quantizer's scale and minimum.
     #[arg(long)]
     scale_gradient: bool,
-    /// Steps before the quantizer is switched on.
+    /// Optimizer steps before the quantizer is switched on.
     #[arg(long, default_value_t = 0)]
     start_step: u64,
-    /// Quantize every token while training, which no cache does: for comparison only.
+    /// Quantize every token during training, which no cache does; for comparison only.
     #[arg(long)]
     quantize_everything: bool,
     #[command(flatten)]
@@ -416,7 +280,7 @@ impl Qat {
             ..TrainConfig::default()
         };
         if self.weights == Weights::Packed && self.lora.is_none() {
-            bail!("weights packed: are frozen; train adapters on them with --lora N");
+            bail!("weights packed: packed weights are frozen; add --lora N to train adapters");
         }
         let origin = || Ok(Origin::Model(self.model.find()?));
         let mut start = self.training.start(origin, defaults)?;
@@ -441,7 +305,7 @@ impl Pretrain {
     }
 }
 
-/// A number that is not 0.
+/// Parses a number above 0.
 fn at_least_one(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) | Err(_) => Err("must be a whole number, at least 1".into()),

@@ -1,5 +1,6 @@
-//! A step with a quantized cache beside a float one: time in one process, taken in turn; peak memory
-//! in a process each.
+//! `kv-train bench`: training steps with a quantized cache and with a float one.
+//!
+//! Times are measured in one process, in turn; peak memory in one process per kind of step.
 
 use std::{path::Path, process::Command, time::Instant};
 
@@ -12,8 +13,9 @@ use kv_models::{
 use kv_train::{Adapter, Objective, QatConfig, TrainConfig, Trainable, bench::Stepper};
 
 use crate::{
-    args::{Weights, load, trainable},
+    args::trainable,
     memory::{self, Sizes},
+    spec::{Weights, load},
 };
 
 /// Arguments of `kv-train bench`.
@@ -21,10 +23,10 @@ use crate::{
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelSource,
-    /// The cache of the quantized steps.
+    /// Cache of the quantized steps.
     #[arg(long, value_parser = ModelCacheConfig::find, default_value = "k2v2")]
     cache: ModelCacheConfig,
-    /// Where to train.
+    /// Backend to train on.
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
     /// Tokens per sequence.
@@ -33,27 +35,27 @@ pub(crate) struct Args {
     /// Sequences per step.
     #[arg(long, default_value_t = 2)]
     batch: usize,
-    /// Timed steps of each kind; one more warms up.
+    /// Timed steps of each kind, after one untimed step.
     #[arg(long, default_value_t = 5)]
     steps: usize,
-    /// Which weights are trained.
+    /// Weights to train.
     #[arg(long, value_parser = trainable(), default_value = "all")]
     trainable: Trainable,
     /// Train low-rank adapters of this rank instead of the weights.
     #[arg(long)]
     lora: Option<usize>,
-    /// What becomes of quantized weights; packed ones are trained by adapters alone.
+    /// Load quantized weights restored or packed; packed weights need --lora.
     #[arg(long, value_enum, default_value = "restored")]
     weights: Weights,
     /// Recompute cheap activations in the backward pass instead of keeping them.
     #[arg(long)]
     gradient_checkpointing: bool,
-    /// Take two steps of one kind and print the peak of resident memory in kB.
+    /// Make two steps of one kind and print the peak resident memory in kB.
     #[arg(long, hide = true)]
     memory_of: Option<usize>,
 }
 
-/// What is compared: name, whether the cache is quantized, objective.
+/// The kinds of step: name, whether the cache is quantized, and objective.
 const KINDS: [(&str, bool, Objective); 3] = [
     ("float cache, cross-entropy", false, Objective::CrossEntropy),
     ("quantized cache, cross-entropy", true, Objective::CrossEntropy),
@@ -113,7 +115,7 @@ fn times<T: Target>(args: &Args, model: &Path) -> Result<()> {
     let median = |seconds: &mut Vec<f64>| kv_eval::bench::median(seconds);
     let medians: Vec<f64> = seconds.iter_mut().map(median).collect();
     println!(
-        "{}{} on {}, {} x {} tokens, {}, {}{} trained, median of {} steps taken in turn",
+        "{}{} on {}, {} x {} tokens, {}, {}{} trained, median of {} alternating steps",
         args.model.name(),
         if args.weights == Weights::Packed { ", packed," } else { "" },
         T::NAME,
@@ -140,7 +142,7 @@ fn times<T: Target>(args: &Args, model: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Peak of resident memory in kB of a process of its own that takes two steps.
+/// Measures the peak resident memory in kB of a new process that makes two steps.
 fn peak(kind: usize) -> Result<u64> {
     let program = std::env::current_exe().context("this program's own path")?;
     let out = Command::new(program)
@@ -167,7 +169,7 @@ fn memory<T: Target>(args: &Args, model: &Path, kind: usize) -> Result<()> {
         stepper.step()?;
     }
     let status = std::fs::read_to_string("/proc/self/status")
-        .context("peak memory is read from /proc, which is not here")?;
+        .context("cannot read peak memory from /proc/self/status")?;
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
     let peak = peak.and_then(|line| line.split_whitespace().next());
     println!("{}", peak.context("/proc/self/status has no VmHWM")?);

@@ -1,4 +1,4 @@
-//! The evaluation after training, and whether it can be made, before.
+//! The evaluation after training, and the check before training that it will work.
 
 use anyhow::{Result, ensure};
 use kv_cli::{Plain, dispatch};
@@ -9,19 +9,19 @@ use kv_models::{
 };
 use kv_train::{Converted, Texts};
 
-use crate::args::{Origin, Spec, load};
+use crate::spec::{Origin, Spec, load};
 
 /// Refuses an evaluation that would fail after training.
 pub(crate) fn check_eval_tokens(tokens: usize) -> Result<()> {
     ensure!(
         tokens != 1,
-        "eval-tokens 1: must be at least 2, one token to see and one to score, or 0 for no \
+        "eval-tokens 1: must be at least 2, one token as context and one to score, or 0 for no \
          evaluation"
     );
     Ok(())
 }
 
-/// The ids that the model is evaluated on.
+/// Returns the held-out ids that the model is evaluated on.
 fn held_out(spec: &Spec, texts: &Texts) -> Result<Vec<u32>> {
     Ok(match &texts.valid {
         Some(valid) => valid.ids(0..spec.eval_tokens).collect(),
@@ -29,14 +29,14 @@ fn held_out(spec: &Spec, texts: &Texts) -> Result<Vec<u32>> {
     })
 }
 
-/// The tokens of an evaluation's window.
+/// Returns the length of the eval window in tokens.
 fn eval_window(model: &LanguageModel, ids: &[u32]) -> usize {
     model.max_positions().min(2048).min(ids.len())
 }
 
-/// The caches of KIVI that a model from scratch is evaluated with.
+/// Returns the KIVI caches that a model from scratch is evaluated with.
 fn kivi_caches(model: &LanguageModel) -> Vec<ModelCacheConfig> {
-    // The paper's group of 32, or one that fits the heads; other sizes have no KIVI cache.
+    // The paper's group size is 32. If neither it nor 16 divides head_dim, there is no KIVI cache.
     let layers = &model.spec().layers;
     let fits = |group: &usize| layers.iter().all(|l| l.head_dim.values.is_multiple_of(*group));
     let kivi = [32, 16].into_iter().find(fits).map(|group| {
@@ -46,7 +46,7 @@ fn kivi_caches(model: &LanguageModel) -> Vec<ModelCacheConfig> {
     kivi.into_iter().flatten().collect()
 }
 
-/// Checks before training that the evaluation after it can be made.
+/// Checks before training that the evaluation after it will work.
 pub(crate) fn check_evaluation(
     spec: &Spec,
     model: &LanguageModel,
@@ -65,7 +65,7 @@ pub(crate) fn check_evaluation(
     Ok(())
 }
 
-/// The model as it was and as it is, on held-out text, with and without its cache.
+/// Evaluates the model before and after training on held-out text, with a float cache and its own.
 pub(crate) fn evaluate_trained(
     spec: &Spec,
     trained: &Converted,

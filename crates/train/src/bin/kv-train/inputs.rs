@@ -1,5 +1,5 @@
-//! The files that decide the weights a run ends with, by their hashes: a run is not resumed with
-//! others.
+//! Hashes of the files that decide the result of a run, so that it is resumed only with the same
+//! ones.
 
 use std::{
     fs::{self, File},
@@ -12,12 +12,12 @@ use kv_train::Objective;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::args::{Origin, Spec};
+use crate::spec::{Origin, Spec};
 
 /// A file that a run was started with.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Input {
-    /// What it is to the run, as `text`.
+    /// Its role in the run, such as `text`.
     what: String,
     path: PathBuf,
     /// XXH3 of its bytes, in hexadecimal.
@@ -25,7 +25,7 @@ pub(crate) struct Input {
 }
 
 impl Input {
-    /// The hash of a file; `None` for a pipe, which can be read only once.
+    /// Hashes a file; `None` for a pipe, which can be read only once.
     fn of(what: &str, path: &Path) -> Result<Option<Self>> {
         let read = || -> std::io::Result<Option<String>> {
             if !fs::metadata(path)?.is_file() {
@@ -44,18 +44,18 @@ impl Input {
         Ok(xxh3.map(|xxh3| Self { what: what.into(), path: path.into(), xxh3 }))
     }
 
-    /// The same file under another path, such as the one it will have.
+    /// Returns the same file with another path, for example its path in the run's folder.
     fn at(self, path: impl Into<PathBuf>) -> Self {
         Self { path: path.into(), ..self }
     }
 
-    /// The files of `paths`, without pipes.
+    /// Hashes the files of `paths`, without pipes.
     fn all(what: &str, paths: &[PathBuf]) -> Result<Vec<Self>> {
         let inputs = paths.iter().map(|path| Self::of(what, path));
         Ok(inputs.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
-    /// The files that the model at `path` is read from.
+    /// Hashes the files that the model at `path` is read from.
     fn of_model(what: &str, path: &Path) -> Result<Vec<Self>> {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let folder = if path.is_dir() { path } else { path.parent().unwrap_or(Path::new("")) };
@@ -74,7 +74,7 @@ impl Input {
                 paths.push(folder.join(name));
             }
         }
-        // Where both kinds of weights are there, safetensors are read.
+        // If both kinds of weights exist, safetensors are read.
         let is = |path: &Path, extension| path.extension().is_some_and(|found| found == extension);
         if paths.iter().any(|path| is(path, "safetensors")) {
             paths.retain(|path| !is(path, "bin"));
@@ -84,24 +84,24 @@ impl Input {
     }
 }
 
-/// Whether a file of a model's folder decides its weights or its tokens.
+/// Returns whether a file of a model's folder decides its weights or its tokens.
 fn is_of_folder(name: &str) -> bool {
     let named = ["config.json", "tokenizer.json", "tokenizer_config.json"].contains(&name);
     let ends = [".safetensors", ".bin"].iter().any(|end| name.ends_with(end));
     !name.starts_with('.') && (named || ends)
 }
 
-/// What the parts of a GGUF model have in common: `NAME-00001-of-00003.gguf`.
+/// Returns the common parts of the names of a split GGUF model, `NAME-00001-of-00003.gguf`.
 fn stem_of_parts(name: &str) -> Option<(String, String)> {
     let (rest, count) = name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
     let (stem, _) = rest.rsplit_once('-')?;
     Some((stem.into(), count.into()))
 }
 
-/// Checks that a run that was `started` with these files is resumed with the same.
+/// Checks that a run is resumed with the same files it was `started` with.
 ///
 /// # Errors
-/// The first file that differs, is missing, or was not there.
+/// The first file that differs, is missing or is new.
 fn check_same(started: &[Input], now: &[Input]) -> Result<()> {
     let of = |list: &[Input], input: &Input| {
         list.iter().find(|other| (&other.what, &other.path) == (&input.what, &input.path)).cloned()
@@ -109,12 +109,12 @@ fn check_same(started: &[Input], now: &[Input]) -> Result<()> {
     for input in started.iter().chain(now) {
         let why = match (of(started, input), of(now, input)) {
             (Some(before), Some(found)) if before.xxh3 == found.xxh3 => continue,
-            (Some(_), Some(_)) => "is not the file that the run was started with",
-            (Some(_), None) => "is not there, and the run was started with it",
-            (None, _) => "was not there when the run was started",
+            (Some(_), Some(_)) => "differs from the file that the run was started with",
+            (Some(_), None) => "is missing, but the run was started with it",
+            (None, _) => "did not exist when the run was started",
         };
         bail!(
-            "{} {}: {why}; put back what was there, or start a new run",
+            "{} {}: {why}; restore the original files, or start a new run",
             input.what,
             input.path.display()
         );
@@ -122,11 +122,11 @@ fn check_same(started: &[Input], now: &[Input]) -> Result<()> {
     Ok(())
 }
 
-/// The tokenizer of a run from scratch, in its folder.
+/// The file name of the tokenizer in the folder of a run from scratch.
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
 
-/// The files that the model of a run and its tokenizer are read from. `tokenizer` is where that of
-/// a run from scratch is.
+/// Hashes the files that the model of a run and its tokenizer are read from. `tokenizer` is the
+/// path of the tokenizer in a run from scratch.
 pub(crate) fn model_inputs(spec: &Spec, tokenizer: &Path) -> Result<Vec<Input>> {
     let what = match spec.config.objective {
         Objective::CrossEntropy => "model",
@@ -141,7 +141,7 @@ pub(crate) fn model_inputs(spec: &Spec, tokenizer: &Path) -> Result<Vec<Input>> 
     }
 }
 
-/// All files that decide the weights that a run ends with.
+/// Hashes all files that decide the final weights of a run.
 pub(crate) fn all_inputs(spec: &Spec, tokenizer: &Path) -> Result<Vec<Input>> {
     let mut inputs = model_inputs(spec, tokenizer)?;
     inputs.extend(Input::all(TEXT, &spec.texts)?);
@@ -152,27 +152,33 @@ pub(crate) fn all_inputs(spec: &Spec, tokenizer: &Path) -> Result<Vec<Input>> {
 const TEXT: &str = "text";
 const VALID_TEXT: &str = "valid-text";
 
-/// Which of a run's inputs are needed.
+/// The inputs that an operation needs.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Which {
-    /// To go on training.
+pub(crate) enum Required {
+    /// All inputs, to continue training.
     All,
-    /// To read a checkpoint, which may hold adapters alone.
+    /// The model, to read a checkpoint that may hold only adapters.
     Model,
 }
 
-/// Checks that files `now` are those that the run in `folder` was started with.
-pub(crate) fn check_inputs(spec: &Spec, folder: &Path, now: &[Input], which: Which) -> Result<()> {
+/// Checks that files `now` are the ones that the run in `folder` was started with.
+pub(crate) fn check_inputs(
+    spec: &Spec,
+    folder: &Path,
+    now: &[Input],
+    required: Required,
+) -> Result<()> {
     match &spec.inputs {
         Some(started) => {
             let is_text = |input: &&Input| [TEXT, VALID_TEXT].contains(&&*input.what);
-            let needed = started.iter().filter(|input| which == Which::All || !is_text(input));
+            let needed =
+                started.iter().filter(|input| required == Required::All || !is_text(input));
             check_same(&needed.cloned().collect::<Vec<_>>(), now)
         }
         None => {
             kv_cli::note(format_args!(
-                "{}: has no hashes of the texts and the model of this run, so whether they are the \
-                 same is not checked",
+                "{}: has no hashes of the texts and the model, so they are not compared with the \
+                 ones that the run was started with",
                 folder.join("run.json").display()
             ));
             Ok(())

@@ -1,15 +1,16 @@
-//! `kv-train`: train small language models from scratch, and fine-tune models for a quantized KV
-//! cache.
+//! `kv-train`: trains small models from scratch, and fine-tunes models for a quantized KV cache.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
 
 mod args;
 mod bench;
 mod evaluation;
 mod examples;
+mod finish;
 mod inputs;
 mod memory;
 mod quantize;
 mod run;
+mod spec;
 mod stop;
 mod world;
 
@@ -19,10 +20,10 @@ use clap::{Parser, Subcommand};
 use kv_cli::{ThreadArgs, start};
 use kv_train::Resume;
 
-use crate::{run::Ended, stop::Stop};
+use crate::{run::Outcome, stop::Stop};
 
-/// Activations are allocated and freed at every layer; the system's allocator gives the pages back
-/// and faults them in again each time.
+/// The system's allocator returns the pages of activations after every layer and faults them in
+/// again for the next one; mimalloc keeps them.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -38,56 +39,56 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Fine-tune a model with the noise of its quantized cache.
+    /// Fine-tune a model for a quantized cache.
     ///
-    /// It is trained in f32, whatever the type of its file, and saved in f16.
+    /// The model is trained in f32, whatever the type of its file, and saved in f16.
     #[command(after_help = examples::QAT)]
     Qat(args::Qat),
     /// Train a small Llama-style model from scratch.
     #[command(after_help = examples::PRETRAIN)]
     Pretrain(args::Pretrain),
-    /// Train a small world model on frames that are rendered while it trains.
+    /// Train a small world model on frames that are rendered during training.
     ///
-    /// The game is a maze in the first person. The model is saved in f16, with what makes latents of frames.
+    /// The game is a first-person maze. The model is saved in f16, with the codec that encodes
+    /// frames into latents.
     #[command(after_help = examples::WORLD)]
     World(world::Args),
-    /// Time and memory of a training step with a quantized cache beside a float one.
+    /// Measure time and memory of training steps with a quantized cache and with a float cache.
     #[command(after_help = examples::BENCH)]
     Bench(bench::Args),
-    /// Continue a run that was interrupted, or finish one whose model could not be saved.
+    /// Resume a run that was interrupted, or finish one whose model could not be saved.
     ///
-    /// The texts and the model must be those that it was started with.
+    /// The texts and the model must be the ones that the run was started with.
     #[command(after_help = examples::RESUME)]
     Resume {
         /// The run's folder.
         run: PathBuf,
-        /// Continue after this optimizer step's checkpoint instead of the last.
+        /// Resume after the checkpoint of this optimizer step instead of the last one.
         #[arg(long)]
         from_step: Option<usize>,
         #[command(flatten)]
-        again: run::Again,
-        /// Of a world model: end after this optimizer step, and lower the learning rate until then.
+        args: run::ResumeArgs,
+        /// World models only: new number of optimizer steps; the learning rate follows it.
         #[arg(long)]
         steps: Option<usize>,
-        /// Of a world model: how many of the last steps are those in which it learns to finish what it made of noise.
+        /// World models only: number of last steps that train the second denoising step.
         #[arg(long)]
         two_step: Option<usize>,
     },
     /// Quantize the matrices of a model into a new folder.
     ///
-    /// From any model that is read here, restored where its file has blocks. Vectors, positions and routers stay in
-    /// floats.
+    /// Reads any supported model, quantized or not. Vectors, positions and routers stay in float.
     #[command(after_help = examples::QUANTIZE)]
     Quantize(quantize::Args),
-    /// Save the model of one of a run's checkpoints.
+    /// Save the model of a run's checkpoint.
     #[command(after_help = examples::EXPORT)]
     Export {
         /// The run's folder.
         run: PathBuf,
-        /// The optimizer step of the checkpoint instead of the last.
+        /// Optimizer step of the checkpoint instead of the last one.
         #[arg(long)]
         step: Option<usize>,
-        /// The model's folder, which must not be there [default: model-STEP in the run's].
+        /// Folder of the model, which must not exist [default: model-STEP in the run's folder].
         #[arg(long)]
         out: Option<PathBuf>,
     },
@@ -95,8 +96,9 @@ enum Command {
 
 fn main() -> ExitCode {
     let stopped = Cell::new(false);
-    let ended =
-        |result: anyhow::Result<Ended>| result.map(|ended| stopped.set(ended == Ended::Stopped));
+    let ended = |result: anyhow::Result<Outcome>| {
+        result.map(|ended| stopped.set(ended == Outcome::Stopped))
+    };
     let code = start(|cli: Cli| {
         cli.threads.start()?;
         let stop = Stop::listen()?;
@@ -104,16 +106,16 @@ fn main() -> ExitCode {
             Command::Qat(args) => args.start().and_then(|start| run::start(&start, &stop)),
             Command::Pretrain(args) => args.start().and_then(|start| run::start(&start, &stop)),
             Command::World(args) => world::start(&args, &stop),
-            Command::Bench(args) => bench::run(&args).map(|()| Ended::Finished),
+            Command::Bench(args) => bench::run(&args).map(|()| Outcome::Finished),
             Command::Quantize(args) => quantize::run(&args, &stop),
-            Command::Resume { run, from_step, again, steps, two_step } => {
+            Command::Resume { run, from_step, args, steps, two_step } => {
                 let resume = from_step.map_or(Resume::Last, Resume::Step);
                 let length = steps.map(|n| ("steps", n)).or(two_step.map(|n| ("two-step", n)));
-                match (world::resume(&run, resume, [steps, two_step], again, &stop), length) {
+                match (world::resume(&run, resume, [steps, two_step], args, &stop), length) {
                     (Some(world), _) => world,
-                    (None, None) => run::resume(&run, resume, again, &stop),
+                    (None, None) => run::resume(&run, resume, args, &stop),
                     (None, Some((field, n))) => Err(anyhow::anyhow!(
-                        "{field} {n}: only runs of world models may have another length"
+                        "{field} {n}: only runs of world models can change their number of steps"
                     )),
                 }
             }
@@ -122,7 +124,7 @@ fn main() -> ExitCode {
                     Some(world) => world,
                     None => run::export(&run, step, out, &stop),
                 };
-                exported.map(|()| Ended::Finished)
+                exported.map(|()| Outcome::Finished)
             }
         })
     });

@@ -1,4 +1,4 @@
-//! Whether a run fits into memory, before it starts.
+//! The check before a run that training fits into memory.
 
 use std::path::Path;
 
@@ -8,13 +8,13 @@ use kv_cli::{Backend, MemorySize, memory_limit};
 use kv_models::{LayerSpec, MemoryLimit, decimal_size, outline};
 use kv_train::{Objective, TrainConfig, Trainable};
 
-use crate::args::{Origin, Spec, Weights};
+use crate::spec::{Origin, Spec, Weights};
 
-/// Sizes of a model that decide what training takes.
+/// The sizes of a model that decide how much memory training takes.
 pub(crate) struct Sizes {
     /// Bytes of the weights in memory.
     pub(crate) weights: f64,
-    /// Numbers of the embedding and of the head, at most.
+    /// Largest number of elements in embedding and head.
     pub(crate) vocabulary: f64,
     pub(crate) hidden: f64,
     pub(crate) layers: f64,
@@ -24,11 +24,11 @@ pub(crate) struct Sizes {
     pub(crate) widest: f64,
 }
 
-/// Checks that the least that training takes is there: weights, gradients, AdamW's moments, the
-/// teacher, and what the backward pass needs of the forward pass.
+/// Checks that the minimum that training takes fits into memory: weights, gradients, AdamW's
+/// moments, the teacher, and the activations that the backward pass needs.
 ///
 /// # Errors
-/// What each part takes.
+/// Too little memory; the message lists the size of each part.
 pub(crate) fn check(
     sizes: &Sizes,
     config: &TrainConfig,
@@ -55,7 +55,7 @@ pub(crate) fn check(
     )
 }
 
-/// Bytes by what they are for. All are lower bounds, so that nothing that fits is refused.
+/// Returns the bytes of each part. All are lower bounds, so a run that fits is never refused.
 fn parts(sizes: &Sizes, config: &TrainConfig, on_cpu: bool) -> [(&'static str, f64); 5] {
     const F32: f64 = 4.0;
     let Sizes { weights, vocabulary, hidden, layers, qkv_rows, widest } = *sizes;
@@ -66,14 +66,14 @@ fn parts(sizes: &Sizes, config: &TrainConfig, on_cpu: bool) -> [(&'static str, f
         (None, Trainable::Layers) => (weights / F32 - vocabulary).max(0.0),
         (None, Trainable::Attention | Trainable::Qkv) => hidden * qkv_rows,
     };
-    // On the CPU every sequence of a batch has gradients of its own, which are then added up.
+    // On the CPU, every sequence of a batch has its own gradients, which are then added up.
     let gradients = if on_cpu { batch } else { 1.0 };
-    // The teacher shares the weights that are frozen.
+    // The teacher shares the frozen weights.
     let teacher = match (config.objective, config.adapter) {
         (Objective::CrossEntropy, _) | (_, Some(_)) => 0.0,
         _ => F32 * trained,
     };
-    // The residual stream before each layer; what a layer computes is kept too unless it is
+    // The residual stream before each layer is kept, and the results of the layer unless they are
     // recomputed.
     let per_token = match config.gradient_checkpointing {
         true => hidden * layers,
@@ -92,10 +92,10 @@ fn parts(sizes: &Sizes, config: &TrainConfig, on_cpu: bool) -> [(&'static str, f
     ]
 }
 
-/// Checks the model that a run starts from.
+/// Checks that training the model of a run fits into memory.
 ///
 /// # Errors
-/// Those of [`check`], and those of reading the headers of the model's files.
+/// As for [`check`], or a header of the model's files that cannot be read.
 pub(crate) fn check_run(spec: &Spec, device: &Device, memory: Option<MemorySize>) -> Result<()> {
     let sizes = match &spec.origin {
         Origin::Model(path) => Sizes::of_model(path, spec.weights, device)?,
@@ -105,7 +105,7 @@ pub(crate) fn check_run(spec: &Spec, device: &Device, memory: Option<MemorySize>
 }
 
 impl Sizes {
-    /// Those of a model's files, by their headers.
+    /// Reads the sizes from the headers of a model's files.
     pub(crate) fn of_model(path: &Path, weights: Weights, device: &Device) -> Result<Self> {
         let outline = outline(path, device, weights.options())?;
         let (model, weights) = (&outline.spec, &outline.weights);

@@ -1,4 +1,4 @@
-//! Models with quantized matrices.
+//! `kv-train quantize`: writes models with quantized matrices.
 
 use std::path::PathBuf;
 
@@ -12,69 +12,70 @@ use kv_models::{
     load_with, save_quantized,
 };
 
-use crate::{run::Ended, stop::Stop};
+use crate::{run::Outcome, stop::Stop};
 
 /// Arguments of `kv-train quantize`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelSource,
-    /// The format of all matrices but those below.
+    /// Format of all matrices, unless another option overrides it.
     #[arg(long, value_enum)]
     format: Kind,
-    /// Numbers that share a scale, of int4 and int8: 32, 64 or 128 [default: 32]. Those of mxfp4
-    /// are 32.
+    /// Group size of int4 and int8: 32, 64 or 128 [default: 32]. The groups of mxfp4 are always 32.
     #[arg(long)]
     group: Option<usize>,
-    /// How the ranges of groups are chosen: the whole range, or that of least squared error.
+    /// Range of a group's codes: the whole range of its numbers, or the range of least squared
+    /// error.
     #[arg(long, value_enum, default_value = "whole")]
     range: RangeArg,
-    /// Put the code of 0 of int4 and int8 in the middle, rather than where the range is best used.
+    /// Use symmetric int4 and int8: the code of 0 is the middle one, not the one that fits the
+    /// range.
     #[arg(long)]
     symmetric: bool,
-    /// Another format for the projections of attention.
+    /// Format of the projections of attention.
     #[arg(long, value_enum)]
     attention: Option<Kind>,
-    /// Another format for the MLPs.
+    /// Format of the MLPs.
     #[arg(long, value_enum)]
     mlp: Option<Kind>,
-    /// Another format for the token embedding and the head.
+    /// Format of the token embedding and the head.
     #[arg(long, value_enum)]
     embedding: Option<Kind>,
-    /// Write what other software loads: symmetric integers, and the embedding in floats.
+    /// Write a folder that other software loads: symmetric integers, and the embedding in float.
     #[arg(long = "for", value_enum)]
     reader: Option<Reader>,
-    /// The type of what stays in floats; auto is that of the model.
+    /// Type of everything that stays in float; auto keeps the model's type.
     #[arg(long, value_parser = dtypes(), default_value = "auto")]
     dtype: WeightDtype,
-    /// Where matrices are restored.
+    /// Backend on which matrices are restored.
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
-    /// The folder to write, which must not be there.
+    /// Folder to write; it must not exist.
     #[arg(long)]
     out: PathBuf,
 }
 
-/// The types of floats by name, so that a mistyped one is answered with the nearest.
+/// Parses a float type by name, so that an error can suggest the nearest name.
 fn dtypes() -> impl TypedValueParser<Value = WeightDtype> {
     PossibleValuesParser::new(["auto", "f32", "f16", "bf16"])
         .try_map(|name| name.parse::<WeightDtype>())
 }
 
-/// What matrices are stored as, but for their groups.
+/// The format of a matrix, without its group size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Kind {
-    /// Integers of 4 bits.
+    /// 4-bit integers.
     Int4,
-    /// Integers of 8 bits.
+    /// 8-bit integers.
     Int8,
-    /// Floats of 4 bits, 32 of which share a power of two.
+    /// 4-bit floats; each block of 32 shares a power of two.
     Mxfp4,
     /// Not quantized.
     Float,
 }
 
-/// Software that reads fewer folders than this project does.
+/// Software that reads fewer formats than this project.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Reader {
     /// The transformers library with compressed-tensors.
@@ -94,9 +95,9 @@ impl Kind {
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 enum RangeArg {
-    /// All numbers of a group are in its range.
+    /// The range of all numbers in the group.
     Whole,
-    /// Of some narrower ranges and the whole one, that of least squared error.
+    /// The whole range or a narrower one, whichever has the least squared error.
     LeastError,
 }
 
@@ -110,7 +111,7 @@ impl From<RangeArg> for Range {
 }
 
 impl Args {
-    /// Formats of attention, MLPs and embedding, and whether integers are symmetric.
+    /// Returns the formats of attention, MLPs and embedding, and whether integers are symmetric.
     fn kinds(&self) -> Result<([Kind; 3], bool)> {
         let transformers = self.reader == Some(Reader::Transformers);
         let embedding = if transformers { Kind::Float } else { self.format };
@@ -124,29 +125,31 @@ impl Args {
         if transformers {
             ensure!(
                 !any(&[Kind::Mxfp4]),
-                "format mxfp4: transformers reads it of gpt-oss models alone; choose int4 or int8, \
+                "format mxfp4: transformers reads it only in gpt-oss models; choose int4 or int8, \
                  or leave out --for transformers"
             );
             ensure!(
                 kinds[2] == Kind::Float,
-                "embedding: transformers reads it in floats alone; leave out --embedding, or --for \
+                "embedding: transformers reads it only in float; leave out --embedding or --for \
                  transformers"
             );
         }
         if !any(&[Kind::Int4, Kind::Int8]) {
             if let Some(group) = self.group.filter(|&group| group != 32) {
                 bail!(
-                    "group {group}: is of int4 and int8, and mxfp4 has groups of 32; leave it out, \
-                     or choose another format"
+                    "group {group}: mxfp4 has groups of 32; leave out --group, or use int4 or int8"
                 );
             }
-            ensure!(!self.symmetric, "symmetric: is of int4 and int8, mxfp4 has no code of zero");
+            ensure!(
+                !self.symmetric,
+                "symmetric: only int4 and int8 can be symmetric; leave out --symmetric"
+            );
         }
         Ok((kinds, self.symmetric || transformers))
     }
 }
 
-pub(crate) fn run(args: &Args, stop: &Stop) -> Result<Ended> {
+pub(crate) fn run(args: &Args, stop: &Stop) -> Result<Outcome> {
     let sizes = [GroupSize::G32, GroupSize::G64, GroupSize::G128];
     let group = args.group.unwrap_or(32);
     let Some(group) = sizes.into_iter().find(|size| size.numbers() == group) else {
@@ -156,7 +159,7 @@ pub(crate) fn run(args: &Args, stop: &Stop) -> Result<Ended> {
     let formats = kinds.map(|kind| kind.format(group));
     ensure!(
         std::fs::symlink_metadata(&args.out).is_err(),
-        "out {}: is there already; name a folder that is not, or remove it",
+        "out {}: already exists; choose another folder, or remove it",
         args.out.display()
     );
     let options = QuantizeOptions::new(formats)
@@ -166,19 +169,19 @@ pub(crate) fn run(args: &Args, stop: &Stop) -> Result<Ended> {
     let ended = dispatch!(args.backend, Plain, run_on(args, options, stop))?;
     let integers = kinds.iter().any(|kind| matches!(kind, Kind::Int4 | Kind::Int8));
     let foreign = kinds.contains(&Kind::Mxfp4) || kinds[2] != Kind::Float;
-    if ended == Ended::Finished && (foreign || integers && !symmetric) {
+    if ended == Outcome::Finished && (foreign || integers && !symmetric) {
         kv_cli::note(
-            "the transformers library does not load this folder: it reads integers without zero \
-             points and embeddings in floats, as --for transformers writes them",
+            "the transformers library does not load this folder: it needs symmetric integers and \
+             embeddings in float; use --for transformers",
         );
     }
     Ok(ended)
 }
 
-fn run_on<T: Target>(args: &Args, quantize: QuantizeOptions<'_>, stop: &Stop) -> Result<Ended> {
+fn run_on<T: Target>(args: &Args, quantize: QuantizeOptions<'_>, stop: &Stop) -> Result<Outcome> {
     let path = args.model.find()?;
     let device = On::<T>::open()?;
-    // Blocks of a file are restored a matrix at a time.
+    // Weights stay packed if the device supports it, and are restored one matrix at a time.
     let packed = check_device("", &device).is_ok().then_some(Activations::Exact);
     let options = LoadOptions::default().with_dtype(WeightDtype::Auto).with_packed(packed);
     let Loaded { model, tokenizer, cache, notes, .. } = load_with(&path, &device, options)?;
@@ -188,17 +191,17 @@ fn run_on<T: Target>(args: &Args, quantize: QuantizeOptions<'_>, stop: &Stop) ->
     match save_quantized(&args.out, &model, &tokenizer?, options) {
         Err(Error::Interrupted) => {
             Screen::Out.line(Error::Interrupted)?;
-            return Ok(Ended::Stopped);
+            return Ok(Outcome::Stopped);
         }
         saved => saved?,
     }
     let bytes = std::fs::metadata(args.out.join("model.safetensors"))?.len();
     Screen::Out.line(format_args!(
-        "{} weights in {:.1} MB, {:.2} bits each, in {}",
+        "{} weights in {:.1} MB, {:.2} bits per weight, in {}",
         model.n_weights(),
         bytes as f64 / 1e6,
         8.0 * bytes as f64 / model.n_weights() as f64,
         args.out.display()
     ))?;
-    Ok(Ended::Finished)
+    Ok(Outcome::Finished)
 }

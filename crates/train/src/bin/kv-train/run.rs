@@ -1,4 +1,4 @@
-//! From a description of a run to its files.
+//! Starts, resumes and exports runs of language models.
 
 use std::{
     fs,
@@ -10,40 +10,41 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
-use kv_cli::{MemorySize, OutFile, Screen, dispatch};
+use kv_cli::{MemorySize, Screen, dispatch};
 use kv_models::{
-    LanguageModel, Loaded, SaveOptions, Tokenizer, WeightDtype, check_savable,
+    LanguageModel, Loaded, Tokenizer, check_savable,
     kv_cubecl::{Autodiff, On, Target},
     llama::Llama,
 };
 use kv_train::{
-    Checkpoints, Converted, Error, Resume, Run, Texts, Trained, ValidRecord, checkpointed,
+    Checkpoints, Error, Resume, Run, Texts, checkpointed,
     data::{Source, TokenFile},
-    train, write_report,
+    train,
 };
-use serde::{Deserialize, Serialize};
 
 use crate::{
-    args::{Origin, Spec, Start, load},
-    evaluation::{check_eval_tokens, check_evaluation, evaluate_trained},
-    inputs::{TOKENIZER, Which, all_inputs, check_inputs, model_inputs},
+    args::Start,
+    evaluation::{check_eval_tokens, check_evaluation},
+    finish::{finish, model_folder, read_result, result_file, save, save_options},
+    inputs::{Required, TOKENIZER, all_inputs, check_inputs, model_inputs},
     memory,
+    spec::{Origin, Spec, load},
     stop::Stop,
 };
 
-/// Lines of training between two that are printed.
-const TELL_EVERY: u64 = 10;
+/// Training steps between two printed lines.
+const LOG_EVERY: u64 = 10;
 
-/// How a run ended.
+/// The outcome of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Ended {
-    /// With all it was asked for.
+pub(crate) enum Outcome {
+    /// All work is done.
     Finished,
-    /// On request, with a checkpoint to go on from.
+    /// It was asked to stop, and can be resumed.
     Stopped,
 }
 
-/// A run to start or to go on with.
+/// A run to start or resume.
 struct Job<'a> {
     spec: &'a Spec,
     folder: &'a Path,
@@ -54,48 +55,55 @@ struct Job<'a> {
 }
 
 /// Starts a run.
-pub(crate) fn start(start: &Start, stop: &Stop) -> Result<Ended> {
+pub(crate) fn start(start: &Start, stop: &Stop) -> Result<Outcome> {
     let Start { spec, folder, plain, memory } = start;
     run_on(&Job { spec, folder, resume: Resume::No, plain: *plain, memory: *memory, stop })
 }
 
-/// What may be different when a run is resumed, since it does not decide its weights.
+/// Arguments of `kv-train resume` that may differ from the start of the run, because they do not
+/// decide its weights.
 #[derive(Clone, Copy, Debug, clap::Args)]
-pub(crate) struct Again {
-    /// Print a line for every few steps, on a terminal too, instead of the dashboard.
+pub(crate) struct ResumeArgs {
+    /// Print a line for every few steps instead of showing the dashboard.
     #[arg(long)]
     plain: bool,
-    /// Held-out tokens on which the model is evaluated at the end; 0 for none
-    /// [default: those it was started with].
+    /// Held-out tokens to evaluate the model on at the end; 0 for no evaluation
+    /// [default: as when the run was started].
     #[arg(long)]
     pub(crate) eval_tokens: Option<usize>,
-    /// The memory that training may take, such as 16G [default: what is free].
+    /// Memory limit for training, such as 16G [default: the free memory].
     #[arg(long)]
     pub(crate) memory: Option<MemorySize>,
 }
 
-/// Continues the run in `folder`.
-pub(crate) fn resume(folder: &Path, resume: Resume, again: Again, stop: &Stop) -> Result<Ended> {
+/// Resumes the run in `folder`.
+pub(crate) fn resume(
+    folder: &Path,
+    resume: Resume,
+    args: ResumeArgs,
+    stop: &Stop,
+) -> Result<Outcome> {
     let mut spec = read_spec(folder)?;
     if let Some(result) = read_result(folder)?
         && resume == Resume::Last
     {
         bail!(
-            "{}: the run has done its {} steps, the model is in {}",
+            "{}: the run is finished after {} steps, and its model is in {}; use --from-step to \
+             repeat later steps",
             folder.display(),
             result.steps,
             model_folder(folder).display()
         );
     }
-    if let Some(tokens) = again.eval_tokens {
+    if let Some(tokens) = args.eval_tokens {
         check_eval_tokens(tokens)?;
         spec.eval_tokens = tokens;
     }
-    let Again { plain, memory, .. } = again;
+    let ResumeArgs { plain, memory, .. } = args;
     run_on(&Job { spec: &spec, folder, resume, plain, memory, stop })
 }
 
-fn run_on(job: &Job<'_>) -> Result<Ended> {
+fn run_on(job: &Job<'_>) -> Result<Outcome> {
     dispatch!(job.spec.backend, Autodiff, run(job))
 }
 
@@ -110,12 +118,12 @@ pub(crate) fn export(
     dispatch!(spec.backend, Autodiff, export_from(&spec, folder, step, out, stop))
 }
 
-/// Where the model of a checkpoint goes, which must not be there.
+/// Returns the folder for the model of a checkpoint, which must not exist.
 pub(crate) fn new_folder(folder: &Path, step: usize, out: Option<PathBuf>) -> Result<PathBuf> {
     let out = out.unwrap_or_else(|| folder.join(format!("model-{step}")));
     ensure!(
         fs::symlink_metadata(&out).is_err(),
-        "out {}: is there already; name a folder that is not, or remove it",
+        "out {}: already exists; choose another folder, or remove it",
         out.display()
     );
     Ok(out)
@@ -134,12 +142,12 @@ fn export_from<T: Target>(
         bail!("{}: holds no checkpoint", checkpoints.folder().display());
     };
     let out = new_folder(folder, step, out)?;
-    check_inputs(spec, folder, &model_inputs(spec, &folder.join(TOKENIZER))?, Which::Model)?;
-    let Begun { model, tokenizer, .. } = begin(spec, folder, &device, false)?;
+    check_inputs(spec, folder, &model_inputs(spec, &folder.join(TOKENIZER))?, Required::Model)?;
+    let Initial { model, tokenizer, .. } = load_initial(spec, folder, &device, false)?;
     let converted = checkpointed(&device, model, folder, step)?.convert();
-    stop.making(&out);
+    stop.begin_folder(&out);
     save(spec, &converted, &tokenizer, &out)?;
-    stop.made();
+    stop.end_folder();
     let (steps, out) = (spec.config.steps, out.display());
     Screen::Out.line(format_args!("the model after step {step} of {steps} is in {out}"))?;
     Ok(())
@@ -148,59 +156,26 @@ fn export_from<T: Target>(
 fn read_spec(folder: &Path) -> Result<Spec> {
     let path = folder.join("run.json");
     let text = fs::read_to_string(&path)
-        .with_context(|| format!("{}: cannot read, is this a run's folder?", path.display()))?;
+        .with_context(|| format!("{}: cannot read; name the folder of a run", path.display()))?;
     serde_json::from_str(&text).with_context(|| path.display().to_string())
 }
 
-/// What a finished run leaves, last of all.
-#[derive(Debug, Serialize, Deserialize)]
-struct RunResult {
-    /// Optimizer steps made.
-    steps: usize,
-    /// The step after which the saved model was.
-    step: usize,
-    /// The validation before the first step.
-    before: Option<ValidRecord>,
-    /// That of the saved model.
-    saved: Option<ValidRecord>,
-    /// The best.
-    best: Option<ValidRecord>,
-}
-
-fn model_folder(folder: &Path) -> PathBuf {
-    folder.join("model")
-}
-
-fn result_file(folder: &Path) -> PathBuf {
-    folder.join("result.json")
-}
-
-fn read_result(folder: &Path) -> Result<Option<RunResult>> {
-    let path = result_file(folder);
-    match fs::read_to_string(&path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        text => text
-            .map_err(anyhow::Error::from)
-            .and_then(|text| Ok(Some(serde_json::from_str(&text)?)))
-            .with_context(|| path.display().to_string()),
-    }
-}
-
-fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
+fn run<T: Target>(job: &Job<'_>) -> Result<Outcome> {
     let Job { spec, folder, resume, plain, memory, stop } = *job;
     let started = Instant::now();
     let device = On::<T>::open()?;
     let new = resume == Resume::No;
     if !new {
-        check_inputs(spec, folder, &all_inputs(spec, &folder.join(TOKENIZER))?, Which::All)?;
+        check_inputs(spec, folder, &all_inputs(spec, &folder.join(TOKENIZER))?, Required::All)?;
     }
     memory::check_run(spec, &device, memory)?;
-    let Begun { model, tokenizer, tokenizer_file, mut files } = begin(spec, folder, &device, new)?;
+    let Initial { model, tokenizer, tokenizer_file, mut files } =
+        load_initial(spec, folder, &device, new)?;
     if new {
-        // A run that an older version started so is resumed all the same.
+        // Only for new runs, because an older version may have started such a run.
         spec.config.check_model(model.spec())?;
     }
-    // Before hours of training, not after.
+    // An error here is better before hours of training than after.
     check_savable(&model, &tokenizer, save_options(spec))?;
     if let Some(qat) = &spec.config.qat {
         let (note, in_full) = (qat.cache.note(model.spec()), qat.cache.in_full(model.spec()));
@@ -208,7 +183,7 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
     }
     let out = model_folder(folder);
     if out.exists() && !out.is_dir() {
-        bail!("{}: is not a folder, the model goes there", out.display());
+        bail!("{}: is not a folder, but the model is saved there; move it away", out.display());
     }
     let open = |texts: &[PathBuf]| -> Result<Arc<TokenFile>> {
         let source = Source::new(texts).with_field(&spec.field);
@@ -231,7 +206,7 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
         if new {
             return Err(error).context("the evaluation after training");
         }
-        // Only the evaluation is lost, and not the training before it.
+        // A resumed run only loses the evaluation, not its training.
         let why = kv_cli::error_line(&error);
         kv_cli::note(format_args!("the model will not be evaluated after training: {why}"));
         spec.eval_tokens = 0;
@@ -248,17 +223,18 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
     if let Some(bos) = tokenizer.leading_bos() {
         let bos = tokenizer.id_to_token(bos).unwrap_or_default();
         kv_cli::note(format_args!(
-            "windows are cut anywhere in the texts and do not start with {bos}; evaluations do"
+            "training windows are cut anywhere in the texts and do not start with {bos}; eval \
+             windows do"
         ));
     }
     let devices = (spec.devices > 1).then(|| devices::<T>(spec.devices)).transpose()?;
     files.push(("run.json", (serde_json::to_string_pretty(spec)? + "\n").into_bytes()));
-    // A step without a checkpoint is refused before the finished run is none any more.
+    // A step without a checkpoint is refused before result.json is removed.
     if let Resume::Step(step) = resume {
         Checkpoints::of(folder).resume(Some(step))?;
     }
     if !new && let Err(error) = fs::remove_file(result_file(folder)) {
-        // None, if the run had not ended.
+        // There is no such file if the run had not finished.
         ensure!(error.kind() == ErrorKind::NotFound, "{}: {error}", result_file(folder).display());
     }
     stop.begin(dashboard);
@@ -271,160 +247,73 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Ended> {
             folder: folder.into(),
             resume,
             dashboard,
-            // Training goes on where nobody reads, or the terminal's disk is full.
-            tell: (!dashboard).then(|| Box::new(|line: &str| drop(Screen::Out.line(line))) as _),
-            tell_every: TELL_EVERY,
+            // Training continues even if nobody reads the output or its disk is full.
+            log: (!dashboard).then(|| Box::new(|line: &str| drop(Screen::Out.line(line))) as _),
+            log_every: LOG_EVERY,
             devices: devices.as_deref(),
             stop: Some(stop.asked.clone()),
             files,
         },
     );
-    // What follows is done again when the run goes on.
+    // All that follows is repeated if the run is resumed.
     stop.end(folder);
-    let Some(trained) = unless_stopped(trained, folder)? else { return Ok(Ended::Stopped) };
+    let Some(trained) = unless_stopped(trained, folder)? else { return Ok(Outcome::Stopped) };
     finish(spec, folder, trained, &tokenizer, &texts, started)?;
-    Ok(Ended::Finished)
+    Ok(Outcome::Finished)
 }
 
-/// Returns whether to show the dashboard. Where it cannot be drawn, that is said.
+/// Returns whether to show the dashboard. Prints a note if the terminal cannot draw it.
 fn dashboard(plain: bool) -> bool {
     let shown = !plain && std::io::stdout().is_terminal() && std::io::stdin().is_terminal();
     let terminal = std::env::var_os("TERM").unwrap_or_default();
     if shown && cfg!(unix) && (terminal.is_empty() || terminal == "dumb") {
         kv_cli::note(format_args!(
-            "TERM {terminal:?}: this terminal cannot draw the dashboard, so lines are printed, as \
-             with --plain"
+            "TERM {terminal:?}: this terminal cannot draw the dashboard, so progress is printed in \
+             lines, as with --plain"
         ));
         return false;
     }
     shown
 }
 
-/// What was trained; `None` if the run in `folder` was asked to stop, which is told.
+/// Returns the result of training; `None`, with a message, if the run in `folder` was stopped.
 pub(crate) fn unless_stopped<R>(trained: kv_train::Result<R>, folder: &Path) -> Result<Option<R>> {
     let Err(Error::Interrupted { step, steps, .. }) = trained else { return Ok(Some(trained?)) };
     Screen::Out.line(format_args!(
-        "stopped after step {step} of {steps}, with a checkpoint in {}; go on with kv-train resume {}",
+        "stopped after step {step} of {steps}, with a checkpoint in {}; continue with kv-train \
+         resume {}",
         Checkpoints::of(folder).folder().display(),
         folder.display()
     ))?;
     Ok(None)
 }
 
-/// Saves and evaluates the model, and writes the report.
-fn finish(
-    spec: &Spec,
-    folder: &Path,
-    trained: Trained,
-    tokenizer: &Tokenizer,
-    texts: &Texts,
-    started: Instant,
-) -> Result<()> {
-    let Trained { model, history, steps, step } = trained;
-    let out = model_folder(folder);
-    let converted = model.convert();
-    save(spec, &converted, tokenizer, &out)?;
-    let evaluation = match spec.eval_tokens {
-        0 => None,
-        _ => {
-            let evaluated = evaluate_trained(spec, &converted, tokenizer, texts);
-            Some(evaluated.with_context(|| {
-                format!(
-                    "the model is saved in {}, but could not be evaluated; kv-train resume {} \
-                     --eval-tokens 0 finishes the run without",
-                    out.display(),
-                    folder.display()
-                )
-            })?)
-        }
-    };
-    if let Some(evaluation) = &evaluation {
-        Screen::Out.print(evaluation)?;
-    }
-    let report = write_report(folder, &spec.config, &history, step, evaluation.as_ref())?;
-    let objective = spec.config.objective;
-    let result = RunResult {
-        steps,
-        step,
-        before: history.validation(0).copied(),
-        saved: history.validation(step).copied(),
-        best: history.best(objective).copied(),
-    };
-    if let Some(line) = verdict(spec, folder, &result) {
-        Screen::Out.line(line)?;
-    }
-    let text = serde_json::to_string_pretty(&result)? + "\n";
-    OutFile::open("result", &result_file(folder))?.write(text.as_bytes())?;
-    Screen::Out.line(format_args!(
-        "trained {steps} steps in {:.0} s; the model{} is in {}, the report is {}",
-        started.elapsed().as_secs_f64(),
-        if step == steps { String::new() } else { format!(" after step {step}, the best,") },
-        out.display(),
-        report.display()
-    ))?;
-    Ok(())
-}
-
-/// What is not as one would hope of the saved model.
-fn verdict(spec: &Spec, folder: &Path, result: &RunResult) -> Option<String> {
-    let (before, saved, best) = (result.before?, result.saved?, result.best?);
-    let value = |record: ValidRecord| spec.config.objective.value(record.nll, record.kl);
-    if best.step == 0 {
-        let (before, saved) = (value(before), value(saved));
-        return Some(format!(
-            "note: no validation was better than {before:.4}, the one before training; the saved \
-             model's is {saved:.4}"
-        ));
-    }
-    (best.step != saved.step).then(|| {
-        format!(
-            "note: the best validation was after step {}, {:.4}, that of the saved model is {:.4}; \
-             kv-train export {} --step {} saves the best",
-            best.step,
-            value(best),
-            value(saved),
-            folder.display(),
-            best.step
-        )
-    })
-}
-
-fn save_options(spec: &Spec) -> SaveOptions<'_> {
-    SaveOptions { dtype: WeightDtype::F16, cache: spec.config.qat.as_ref().map(|qat| &qat.cache) }
-}
-
-fn save(spec: &Spec, converted: &Converted, tokenizer: &Tokenizer, out: &Path) -> Result<()> {
-    // The cache of the weights that are saved, which may have taken up a rotation of its values.
-    let cache = spec.config.qat.as_ref().map(|_| &converted.cache);
-    let options = SaveOptions { cache, ..save_options(spec) };
-    Ok(kv_models::save(out, &converted.model, tokenizer, options)?)
-}
-
-/// What a run begins with.
-struct Begun {
+/// The inputs of a run before its first step.
+struct Initial {
     model: LanguageModel,
     tokenizer: Tokenizer,
     /// The file the tokenizer was read from.
     tokenizer_file: PathBuf,
-    /// What of it the run's folder is to keep.
+    /// Names and contents of files for the run's folder.
     files: Vec<(&'static str, Vec<u8>)>,
 }
 
-/// The model before training; that of a `new` run from scratch with a tokenizer of its own.
-fn begin(spec: &Spec, folder: &Path, device: &Device, new: bool) -> Result<Begun> {
+/// Loads the model before training, or creates it with its own tokenizer for a `new` run from
+/// scratch.
+fn load_initial(spec: &Spec, folder: &Path, device: &Device, new: bool) -> Result<Initial> {
     match &spec.origin {
         Origin::Model(path) => {
             let Loaded { model, tokenizer, notes, .. } = load(path, device, spec.weights)?;
             kv_cli::notes(&notes);
             let (tokenizer, tokenizer_file) = (tokenizer?, path.clone());
-            Ok(Begun { model, tokenizer, tokenizer_file, files: Vec::new() })
+            Ok(Initial { model, tokenizer, tokenizer_file, files: Vec::new() })
         }
         Origin::Random(architecture) => {
             let config = architecture.config();
             config.validate()?;
             let kept = folder.join(TOKENIZER);
             if new && kept.exists() {
-                bail!("{}: is there already; choose another folder", kept.display());
+                bail!("{}: already exists; choose another folder", kept.display());
             }
             let tokenizer = match new {
                 true => {
@@ -433,7 +322,7 @@ fn begin(spec: &Spec, folder: &Path, device: &Device, new: bool) -> Result<Begun
                 }
                 false => Tokenizer::from_file(&kept, &[0])?,
             };
-            // Beside the ids made with it, so that no other tokenizer.json is in danger.
+            // It is saved beside its ids, where it cannot overwrite another tokenizer.json.
             let tokens = folder.join("tokens");
             fs::create_dir_all(&tokens)
                 .with_context(|| format!("{}: cannot create", tokens.display()))?;
@@ -445,12 +334,12 @@ fn begin(spec: &Spec, folder: &Path, device: &Device, new: bool) -> Result<Begun
             };
             device.seed(spec.config.seed);
             let model = LanguageModel::new(Llama::init(config, device));
-            Ok(Begun { model, tokenizer, tokenizer_file, files })
+            Ok(Initial { model, tokenizer, tokenizer_file, files })
         }
     }
 }
 
-/// The first `n` devices of the target.
+/// Returns the first `n` devices of the target.
 fn devices<T: Target>(n: usize) -> Result<Vec<Device>> {
     #[allow(unused_mut, reason = "on the CPU there is one device")]
     let mut found: Vec<Device> = Vec::new();
@@ -461,7 +350,7 @@ fn devices<T: Target>(n: usize) -> Result<Vec<Device>> {
     let devices: Vec<Device> =
         found.into_iter().map(Device::autodiff).filter(T::hosts).take(n).collect();
     if devices.len() < n {
-        bail!("devices {n}: {} has {} here", T::NAME, devices.len().max(1));
+        bail!("devices {n}: {} has only {} here", T::NAME, devices.len().max(1));
     }
     Ok(devices)
 }

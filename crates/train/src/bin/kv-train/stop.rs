@@ -1,5 +1,5 @@
-//! Ctrl-C and SIGTERM. The first signal stops a run, with a checkpoint, and a second one ends the
-//! program; with nothing to finish, the first one ends it.
+//! Ctrl-C and SIGTERM. During a run, the first signal stops the run with a checkpoint, and the
+//! second one ends the program. At other times, the first signal ends the program.
 
 use std::{
     fs,
@@ -18,7 +18,7 @@ use kv_cli::on_interrupt;
 use kv_models::save::staged;
 use kv_train::restore_terminal;
 
-/// A request to stop what is in progress.
+/// A request to stop the work in progress.
 #[derive(Clone)]
 pub(crate) struct Stop {
     /// Becomes true with the first signal.
@@ -29,21 +29,21 @@ pub(crate) struct Stop {
 #[derive(Default)]
 struct State {
     work: Work,
-    /// What to say when a signal ends the program.
+    /// The line to print if a signal ends the program.
     afterwards: Option<String>,
-    /// A new folder that is being written, which a signal that ends the program removes.
+    /// A new folder that is being written; a signal that ends the program removes it.
     making: Option<PathBuf>,
 }
 
-/// What a signal interrupts.
+/// The work that a signal interrupts.
 #[derive(Clone, Copy, Default)]
 enum Work {
-    /// Nothing that watches [`Stop::asked`].
+    /// Work that does not check [`Stop::asked`].
     #[default]
     None,
-    /// A run, which stops with a checkpoint. On a dashboard no line can be printed.
+    /// A run, which stops with a checkpoint. No line can be printed while the dashboard is shown.
     Run { dashboard: bool },
-    /// A file, whose unfinished part is removed by its writer.
+    /// A file, whose writer removes the unfinished part.
     File,
 }
 
@@ -56,33 +56,32 @@ impl Stop {
         Ok(stop)
     }
 
-    /// Makes the first signal stop the run that begins now. `dashboard` says whether the run shows
-    /// one.
+    /// Makes the first signal stop the run that starts now. `dashboard` says whether it is shown.
     pub(crate) fn begin(&self, dashboard: bool) {
         self.state().work = Work::Run { dashboard };
     }
 
-    /// Makes signals end the program again, with a line that says how to resume the run in
+    /// Makes signals end the program again, with a line that tells how to resume the run in
     /// `folder`.
     pub(crate) fn end(&self, folder: &Path) {
         let mut state = self.state();
         state.work = Work::None;
-        state.afterwards = Some(format!("ended; go on with kv-train resume {}", folder.display()));
+        state.afterwards =
+            Some(format!("interrupted; continue with kv-train resume {}", folder.display()));
     }
 
-    /// Makes signals only set [`asked`](Self::asked), for the writer of a file.
+    /// Makes signals only set [`asked`](Self::asked), which the writer of a file checks.
     pub(crate) fn begin_file(&self) {
         self.state().work = Work::File;
     }
 
-    /// Makes a signal that ends the program remove what it leaves in a `folder` that this program
-    /// makes.
-    pub(crate) fn making(&self, folder: &Path) {
+    /// Makes a signal that ends the program remove the new `folder`, which is being written.
+    pub(crate) fn begin_folder(&self, folder: &Path) {
         self.state().making = Some(folder.into());
     }
 
-    /// Makes signals leave the folder that was made.
-    pub(crate) fn made(&self) {
+    /// Makes signals leave the new folder, which is complete.
+    pub(crate) fn end_folder(&self) {
         self.state().making = None;
     }
 
@@ -98,7 +97,7 @@ impl Stop {
             Work::Run { dashboard } if !before => {
                 if !dashboard {
                     // An error is ignored, because standard output may be closed.
-                    let line = "stopping as soon as there is a checkpoint; a second time, at once";
+                    let line = "stopping after a checkpoint; interrupt again to stop at once";
                     let _ = writeln!(io::stdout(), "{line}");
                 }
             }
@@ -106,7 +105,7 @@ impl Stop {
                 restore_terminal();
                 if let Some(folder) = &state.making {
                     staged::remove_unfinished(folder);
-                    // It stays where it holds anything else.
+                    // If the folder holds anything else, it stays.
                     let _ = fs::remove_dir(folder);
                 }
                 if let Some(line) = &state.afterwards {

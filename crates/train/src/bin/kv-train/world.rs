@@ -22,105 +22,106 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     memory::{self, Sizes},
-    run::{Again, Ended, new_folder, unless_stopped},
+    run::{Outcome, ResumeArgs, new_folder, unless_stopped},
     stop::Stop,
 };
 
-/// Steps of training between two lines that are printed.
-const TELL_EVERY: usize = 10;
+/// Training steps between two printed lines.
+const LOG_EVERY: usize = 10;
 
 /// Arguments of `kv-train world`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The run's folder, which must not hold another run.
+    /// Folder of the new run; it must not hold another run.
     #[arg(long)]
     out: PathBuf,
     /// Folder of a model of the same shape and maze, to start from instead of random weights.
     #[arg(long)]
     from: Option<PathBuf>,
-    /// Where to train.
+    /// Backend to train on.
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
     /// Seed of the maze.
     #[arg(long, default_value_t = WorldConfig::default().maze)]
     maze: u64,
-    /// Pixels along a side of the patch of a frame that is a token.
+    /// Width and height in pixels of the patch that becomes one token.
     #[arg(long, default_value_t = WorldConfig::default().patch)]
     patch: usize,
-    /// Channels that a patch is reduced to.
+    /// Channels that encode a patch.
     #[arg(long, default_value_t = WorldConfig::default().channels)]
     channels: usize,
     /// Width of the residual stream.
     #[arg(long, default_value_t = WorldConfig::default().d_model)]
     hidden: usize,
-    /// Layers.
+    /// Number of layers.
     #[arg(long, default_value_t = WorldConfig::default().layers)]
     layers: usize,
-    /// Heads.
+    /// Number of heads.
     #[arg(long, default_value_t = WorldConfig::default().heads)]
     heads: usize,
-    /// Every so many layers sees all frames of a sequence, the others the newest few.
+    /// One layer in LOCAL_IDX is global and sees all frames of a sequence; the others are local.
     #[arg(long, default_value_t = WorldConfig::default().local_idx)]
     local_idx: usize,
-    /// Frames that local layers see.
+    /// Newest frames that local layers see.
     #[arg(long, default_value_t = WorldConfig::default().local_window.0)]
     local_window: u64,
-    /// Frames of a sequence.
+    /// Frames per sequence.
     #[arg(long, default_value_t = WorldConfig::default().frames)]
     frames: usize,
-    /// Sequences of an optimizer step.
+    /// Sequences per optimizer step.
     #[arg(long, default_value_t = WorldConfig::default().batch)]
     batch: usize,
     /// Optimizer steps.
     #[arg(long, default_value_t = WorldConfig::default().steps)]
     steps: usize,
-    /// The last steps, in which the model learns to finish what it made of noise in one step.
+    /// Number of last steps that train the second denoising step, which finishes the model's own
+    /// frames.
     #[arg(long, default_value_t = WorldConfig::default().two_step)]
     two_step: usize,
-    /// Optimizer steps between validations and checkpoints; both come after the last step too.
+    /// Optimizer steps between validations and checkpoints; the last step always has both.
     #[arg(long, default_value_t = WorldConfig::default().steps_per_epoch)]
     steps_per_epoch: usize,
-    /// The highest learning rate.
+    /// Highest learning rate.
     #[arg(long, default_value_t = WorldConfig::default().schedule.lr)]
     lr: f64,
-    /// The learning rate of the last step.
+    /// Learning rate of the last step.
     #[arg(long, default_value_t = WorldConfig::default().schedule.min_lr)]
     min_lr: f64,
-    /// Optimizer steps of warm-up.
+    /// Optimizer steps of linear warm-up.
     #[arg(long, default_value_t = WorldConfig::default().schedule.warmup)]
     warmup: usize,
     /// Decoupled weight decay of matrices.
     #[arg(long, default_value_t = WorldConfig::default().weight_decay)]
     weight_decay: f32,
-    /// Frames that the model plays on by itself in a validation.
+    /// Frames that the model generates in each episode of a validation.
     #[arg(long, default_value_t = WorldConfig::default().valid_frames)]
     valid_frames: usize,
-    /// Seed of the weights, of the episodes and of noise.
+    /// Seed of the weights, the episodes and the noise.
     #[arg(long, default_value_t = WorldConfig::default().seed)]
     seed: u64,
-    /// The memory that training may take, such as 16G [default: what is free].
+    /// Memory limit for training, such as 16G [default: the free memory].
     #[arg(long)]
     memory: Option<MemorySize>,
 }
 
-/// What a run is made with, beside its configuration.
-struct With<'a> {
+/// The settings of a run that do not decide its result, and its initial model.
+struct RunOptions<'a> {
     from: Option<PathBuf>,
     memory: Option<MemorySize>,
     stop: &'a Stop,
 }
 
-/// What of a run does not decide its result.
+/// The saved settings of a run that do not decide its result.
 #[derive(Debug, Serialize, Deserialize)]
 struct Spec {
     backend: Backend,
 }
 
-/// Where [`Spec`] is.
+/// The file name of [`Spec`].
 const SPEC: &str = "run.json";
 
 /// Starts a run.
-pub(crate) fn start(args: &Args, stop: &Stop) -> Result<Ended> {
+pub(crate) fn start(args: &Args, stop: &Stop) -> Result<Outcome> {
     let config = WorldConfig {
         maze: args.maze,
         patch: args.patch,
@@ -141,31 +142,38 @@ pub(crate) fn start(args: &Args, stop: &Stop) -> Result<Ended> {
         seed: args.seed,
         ..WorldConfig::default()
     };
-    let with = With { from: args.from.clone(), memory: args.memory, stop };
-    run_on(args.backend, &config, &args.out, Resume::No, with)
+    let options = RunOptions { from: args.from.clone(), memory: args.memory, stop };
+    run_on(args.backend, &config, &args.out, Resume::No, options)
 }
 
-/// Continues the run in `folder`, if it is one of a world model; perhaps to another step than it was started for, and
-/// with another number of last steps.
+/// Resumes the run in `folder`, perhaps with another number of steps; `None` if it does not train a
+/// world model.
 pub(crate) fn resume(
     folder: &Path,
     resume: Resume,
     [steps, two_step]: [Option<usize>; 2],
-    again: Again,
+    args: ResumeArgs,
     stop: &Stop,
-) -> Option<Result<Ended>> {
+) -> Option<Result<Outcome>> {
     described(folder, |backend, config| {
-        if let Some(tokens) = again.eval_tokens {
-            bail!("eval-tokens {tokens}: only runs of language models are evaluated");
+        if let Some(tokens) = args.eval_tokens {
+            bail!("eval-tokens {tokens}: runs of world models are not evaluated; leave it out");
         }
         let steps = steps.unwrap_or(config.steps);
         let two_step = two_step.unwrap_or(config.two_step);
         let config = WorldConfig { steps, two_step, ..config.clone() };
-        run_on(backend, &config, folder, resume, With { from: None, memory: again.memory, stop })
+        run_on(
+            backend,
+            &config,
+            folder,
+            resume,
+            RunOptions { from: None, memory: args.memory, stop },
+        )
     })
 }
 
-/// Saves the model of a checkpoint of the run in `folder`, if it is one of a world model.
+/// Saves the model of a checkpoint of the run in `folder`; `None` if it does not train a world
+/// model.
 pub(crate) fn export(
     folder: &Path,
     step: Option<usize>,
@@ -186,15 +194,15 @@ fn export_from<T: Target>(
 ) -> Result<()> {
     let (world, step) = checkpointed_world(&On::<T>::open()?, config, folder, step)?;
     let out = new_folder(folder, step, out)?;
-    stop.making(&out);
+    stop.begin_folder(&out);
     world.save(&out, WeightDtype::F16)?;
-    stop.made();
+    stop.end_folder();
     let (steps, out) = (config.steps, out.display());
     Screen::Out.line(format_args!("the model after step {step} of {steps} is in {out}"))?;
     Ok(())
 }
 
-/// Does something with the run in `folder`; `None` if it is none of a world model.
+/// Calls `work` with the run in `folder`; `None` if it does not train a world model.
 fn described<R>(
     folder: &Path,
     work: impl FnOnce(Backend, &WorldConfig) -> Result<R>,
@@ -217,10 +225,10 @@ fn run_on(
     config: &WorldConfig,
     folder: &Path,
     resume: Resume,
-    with: With<'_>,
-) -> Result<Ended> {
+    options: RunOptions<'_>,
+) -> Result<Outcome> {
     config.validate()?;
-    dispatch!(backend, Autodiff, run(backend, config, folder, resume, with))
+    dispatch!(backend, Autodiff, run(backend, config, folder, resume, options))
 }
 
 fn run<T: Target>(
@@ -228,12 +236,12 @@ fn run<T: Target>(
     config: &WorldConfig,
     folder: &Path,
     resume: Resume,
-    With { from, memory, stop }: With<'_>,
-) -> Result<Ended> {
+    RunOptions { from, memory, stop }: RunOptions<'_>,
+) -> Result<Outcome> {
     let started = Instant::now();
     let out = folder.join("model");
     if out.exists() && !out.is_dir() {
-        bail!("{}: is not a folder, the model goes there", out.display());
+        bail!("{}: is not a folder, but the model is saved there; move it away", out.display());
     }
     let device = On::<T>::open()?;
     check_memory(config, (backend, &*device), memory)?;
@@ -246,16 +254,16 @@ fn run<T: Target>(
             folder: folder.into(),
             resume,
             from,
-            // Training goes on where nobody reads.
-            tell: Some(Box::new(|line: &str| drop(Screen::Out.line(line)))),
-            tell_every: TELL_EVERY,
+            // Training continues even if nobody reads the output.
+            log: Some(Box::new(|line: &str| drop(Screen::Out.line(line)))),
+            log_every: LOG_EVERY,
             stop: Some(stop.asked.clone()),
             files: vec![(SPEC, spec.into_bytes())],
         },
     );
     stop.end(folder);
     let Some((world, history)) = unless_stopped(trained, folder)? else {
-        return Ok(Ended::Stopped);
+        return Ok(Outcome::Stopped);
     };
     world.save(&out, WeightDtype::F16)?;
     chart(&history).write_svg(folder.join("psnr.svg"))?;
@@ -265,10 +273,10 @@ fn run<T: Target>(
         started.elapsed().as_secs_f64(),
         out.display()
     ))?;
-    Ok(Ended::Finished)
+    Ok(Outcome::Finished)
 }
 
-/// Checks that training fits into memory, before it starts.
+/// Checks before training that it fits into memory.
 fn check_memory(
     config: &WorldConfig,
     on: (Backend, &Device),
@@ -277,11 +285,11 @@ fn check_memory(
     let [width, layers] = [config.d_model, config.layers].map(|n| n as f64);
     let model = config.model();
     let Some(seq_len) = model.tokens_per_frame().checked_mul(config.frames) else {
-        bail!("frames {}: too many for a sequence", config.frames);
+        bail!("frames {}: too many for one sequence; choose fewer", config.frames);
     };
     let sizes = Sizes {
-        // Four matrices of attention, those of two norms and two gates, and two of an MLP of four
-        // times the width.
+        // Four matrices of attention, four of norms and gates, and two of an MLP of four times the
+        // width.
         weights: 4.0 * 18.0 * layers * width * width,
         vocabulary: 0.0,
         hidden: width,
@@ -293,14 +301,14 @@ fn check_memory(
     memory::check(&sizes, &training, on, memory)
 }
 
-/// What validations measured.
+/// Draws the PSNRs of all validations.
 fn chart(history: &WorldHistory) -> Chart {
     let series = |name: &str, of: fn(&kv_train::WorldValid) -> f64| {
         let points = history.valid.iter().map(|record| (record.step as f64, of(record)));
         Series::new(name, points.collect(), Style::LinePoints)
     };
     Chart {
-        title: "Frames that the model plays on by itself".into(),
+        title: "Frames that the model generates".into(),
         x_label: "optimizer step".into(),
         y_label: "PSNR against the true frames, dB".into(),
         series: vec![

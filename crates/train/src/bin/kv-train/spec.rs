@@ -1,0 +1,153 @@
+//! The description of a run, which its folder keeps.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+use burn::tensor::Device;
+use kv_cli::Backend;
+use kv_models::{
+    LayerSpec, LoadOptions, Loaded, kv_weights::Activations, llama, load_with, nn::RopeScaling,
+};
+use kv_train::TrainConfig;
+use serde::{Deserialize, Serialize};
+
+use crate::{inputs::Input, memory::Sizes};
+
+/// The description of a run in its folder, with which it is resumed without repeating the
+/// arguments.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Spec {
+    pub(crate) backend: Backend,
+    pub(crate) devices: usize,
+    pub(crate) origin: Origin,
+    pub(crate) texts: Vec<PathBuf>,
+    pub(crate) field: String,
+    pub(crate) valid_texts: Vec<PathBuf>,
+    pub(crate) config: TrainConfig,
+    pub(crate) eval_tokens: usize,
+    /// The form in which quantized weights of the model are loaded.
+    #[serde(default)]
+    pub(crate) weights: Weights,
+    /// The files it was started with; `None` for runs of older versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) inputs: Option<Vec<Input>>,
+}
+
+/// The form in which quantized weights of a model's file are loaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Weights {
+    /// Restore them to f32.
+    #[default]
+    Restored,
+    /// Keep them in the file's format, frozen.
+    Packed,
+}
+
+impl Weights {
+    /// Returns the options to load the model with.
+    pub(crate) fn options(self) -> LoadOptions {
+        let packed = (self == Self::Packed).then_some(Activations::Exact);
+        LoadOptions::default().with_packed(packed)
+    }
+}
+
+/// Loads a model to be trained.
+pub(crate) fn load(path: &Path, device: &Device, weights: Weights) -> Result<Loaded> {
+    let loaded = load_with(path, device, weights.options())?;
+    if weights == Weights::Packed && !loaded.model.is_packed() {
+        bail!(
+            "weights packed: {} has no packed weights; use a GGUF file or one in 16 bits, or run \
+             kv-train quantize first",
+            path.display()
+        );
+    }
+    Ok(loaded)
+}
+
+/// The origin of the initial weights.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Origin {
+    /// The folder or file of a model.
+    Model(PathBuf),
+    /// Random weights of this architecture.
+    Random(Architecture),
+}
+
+/// The sizes of a Llama-style model.
+#[derive(Clone, Debug, Serialize, Deserialize, clap::Args)]
+pub(crate) struct Architecture {
+    /// Vocabulary size of the tokenizer, which is trained on the texts.
+    #[arg(long, default_value_t = 2048)]
+    pub(crate) vocab: usize,
+    /// Width of the residual stream.
+    #[arg(long, default_value_t = 256)]
+    pub(crate) hidden: usize,
+    /// Width of the MLP.
+    #[arg(long, default_value_t = 704)]
+    pub(crate) intermediate: usize,
+    /// Number of layers.
+    #[arg(long, default_value_t = 4)]
+    pub(crate) layers: usize,
+    /// Number of query heads.
+    #[arg(long, default_value_t = 4)]
+    pub(crate) heads: usize,
+    /// Number of key and value heads.
+    #[arg(long, default_value_t = 2)]
+    pub(crate) kv_heads: usize,
+    /// Channels per head.
+    #[arg(long, default_value_t = 64)]
+    pub(crate) head_dim: usize,
+    /// Longest context in tokens.
+    #[arg(long, default_value_t = 1024)]
+    pub(crate) context: usize,
+}
+
+impl Architecture {
+    /// Computes the sizes that decide the memory of training, as f64 to avoid overflow.
+    pub(crate) fn sizes(&self) -> Sizes {
+        let [vocab, hidden, intermediate, layers, heads, kv_heads, head_dim] = [
+            self.vocab,
+            self.hidden,
+            self.intermediate,
+            self.layers,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+        ]
+        .map(|n| n as f64);
+        let (query_rows, qkv_rows) = (heads * head_dim, (heads + 2.0 * kv_heads) * head_dim);
+        let of_layer = hidden * (qkv_rows + query_rows + 3.0 * intermediate);
+        Sizes {
+            weights: 4.0 * (vocab * hidden + layers * of_layer),
+            vocabulary: vocab * hidden,
+            hidden,
+            layers,
+            qkv_rows: layers * qkv_rows,
+            widest: intermediate,
+        }
+    }
+
+    pub(crate) fn config(&self) -> llama::Config {
+        llama::Config {
+            vocab_size: self.vocab,
+            hidden_size: self.hidden,
+            intermediate_size: self.intermediate,
+            n_layers: self.layers,
+            attention: LayerSpec::new(self.heads, self.kv_heads, self.head_dim),
+            max_positions: self.context,
+            norm_epsilon: 1e-5,
+            qkv_bias: false,
+            output_bias: false,
+            mlp_bias: false,
+            tied_head: true,
+            rotary_dim: self.head_dim,
+            rope_theta: 10_000.0,
+            rope_scaling: RopeScaling::Default,
+            full_layers: Default::default(),
+            layers_without_rope: Default::default(),
+            qk_norms: false,
+        }
+    }
+}
