@@ -125,23 +125,23 @@ impl Page {
     }
 }
 
-/// How far a queue's times may be wrong.
+/// Describes the error of a queue's times.
 fn clock(queue: &Queue) -> String {
     let us = |nanoseconds: f64| format!("{:.1} us", nanoseconds / 1e3);
     match queue.timing {
         Timing::Device(Clock { error, drifted, .. }) => {
-            let told = format!("the device's timestamps, within {} of the host's clock", us(error));
-            let told = match drifted {
+            let message = format!("the device's timestamps, within {} of the host's clock", us(error));
+            let message = match drifted {
                 Some((drift, error)) => {
                     let (drift, error) = (us(drift), us(error));
-                    format!("{told}; drift over the run {drift}, within {error}, taken out")
+                    format!("{message}; drift over the run {drift}, within {error}, taken out")
                 }
-                None => format!("{told}; its drift is not known"),
+                None => format!("{message}; its drift is not known"),
             };
             let early = |launch: &&Launch| launch.start as f64 + error < launch.issued as f64;
             match queue.launches.iter().filter(early).count() {
-                0 => format!("{told}; no launch begins before it is issued"),
-                n => format!("{told}; {n} launches seem to begin before they are issued"),
+                0 => format!("{message}; no launch begins before it is issued"),
+                n => format!("{message}; {n} launches seem to begin before they are issued"),
             }
         }
         Timing::Uncompared => {
@@ -157,7 +157,7 @@ fn clock(queue: &Queue) -> String {
     }
 }
 
-/// What launches cost the host.
+/// Describes the host time spent on launches.
 fn issuing(launches: &Launches) -> String {
     let mut first: HashMap<&str, u64> = HashMap::new();
     let (mut n, mut all) = (0, 0);

@@ -60,7 +60,7 @@ impl Axis {
         (!values.is_empty()).then_some(Self { low, high, log, step })
     }
 
-    /// Whether `value` lies within the axis.
+    /// Returns whether `value` lies within the axis.
     pub(super) fn holds(&self, value: f64) -> bool {
         self.range().contains(&value)
     }

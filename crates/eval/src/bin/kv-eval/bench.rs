@@ -27,7 +27,8 @@ use self::{
 };
 use crate::{
     arguments::{NamedCache, layer_caches, policies},
-    common::{self, write_json},
+    common::{self},
+    json::write_json,
     profile::{Profile, ProfileArgs},
 };
 
@@ -64,7 +65,7 @@ enum Bench {
     Quantize(CodecArgs),
 }
 
-/// What every benchmark takes.
+/// Arguments shared by all benchmarks.
 #[derive(Debug, clap::Args)]
 struct Common {
     /// Where to run.
@@ -149,7 +150,7 @@ pub(crate) struct CodecArgs {
     group_size: usize,
 }
 
-/// What a benchmark writes as JSON.
+/// The JSON report of a benchmark.
 #[derive(Serialize)]
 struct Output<'a, P> {
     command: Vec<String>,
