@@ -23,7 +23,7 @@ pub struct LayerError {
     pub key_error: f64,
     /// `rms(restored - value) / rms(value)`.
     pub value_error: f64,
-    /// The same for the attention output of all tokens, compared with that of a float cache for the
+    /// Error of the attention output of all tokens, compared with that of a float cache for the
     /// same queries, keys and values.
     pub output_error: f64,
     /// Share of quantized elements outside the range of the codes, which is a little too small

@@ -165,14 +165,14 @@ impl Report {
         }
     }
 
-    /// The same report, of windows that begin every `stride` tokens, see
+    /// Sets the stride: windows begin every `stride` tokens, see
     /// [`Plan::with_stride`](crate::Plan::with_stride).
     #[must_use]
     pub fn with_stride(self, stride: usize) -> Self {
         Self { stride, ..self }
     }
 
-    /// The same report, of windows that start with a begin-of-text token, spelled `bos`, see
+    /// Sets the begin-of-text token: windows start with a begin-of-text token, spelled `bos`, see
     /// [`Plan::with_bos`](crate::Plan::with_bos).
     #[must_use]
     pub fn with_bos(self, bos: Option<String>) -> Self {
@@ -185,7 +185,7 @@ impl Report {
         Self { notes, ..self }
     }
 
-    /// The same report, of a text whose tokens stand for `bytes` bytes. Must be called before runs
+    /// Sets the bytes of text that the tokens encode. Must be called before runs
     /// are added.
     #[must_use]
     pub fn with_text_bytes(self, bytes: usize) -> Self {

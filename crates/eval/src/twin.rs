@@ -63,9 +63,9 @@ pub struct TwinLayer {
 /// [`Counters`] of a layer; `None` of a side that holds nothing quantized.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct LayerCounters {
-    /// Value for the keys.
+    /// Counters of the keys.
     pub keys: Option<SideCounters>,
-    /// Value for the values.
+    /// Counters of the values.
     pub values: Option<SideCounters>,
     /// Bytes of the tensors of floats that its quantized keys and values were restored to, over all
     /// steps; `None` if they were not counted.
@@ -75,9 +75,9 @@ pub struct LayerCounters {
 /// [`KvCache::restored_bytes`](kv_cubecl::KvCache::restored_bytes) of a layer, as they are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct RestoredBytes {
-    /// Value for the keys.
+    /// Bytes of the restored keys.
     pub keys: usize,
-    /// Value for the values.
+    /// Bytes of the restored values.
     pub values: usize,
 }
 

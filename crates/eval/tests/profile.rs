@@ -350,7 +350,7 @@ fn launches_of_a_device_are_on_the_hosts_clock() {
         assert_eq!(across.count(), 0, "launches of {} run in {}", step.name, next.name);
     }
 
-    // Sums by operation, by kernel and by what was drawn agree, and with the gaps fill the time.
+    // Sums by operation, by kernel and by bars drawn agree, and with the gaps fill the time.
     let kernels = number(&page.table("Kernels")["total"][1]);
     // Kernels are compiled beside the load, by a queue of their own.
     let compiled = page.lane("queue of compile");

@@ -22,7 +22,7 @@ pub struct Usage {
 
 impl Usage {
     /// One sequence, and passes of as many tokens as there are in a prompt's chunk by default. What
-    /// generates in [other chunks](crate::GenerateOptions::prefill_chunk_for) says so by
+    /// generates in [other chunks](crate::GenerateOptions::prefill_chunk_for) sets it by
     /// [`with_pass`](Self::with_pass).
     pub fn new(cache: impl Into<ModelCacheConfig>) -> Self {
         let pass = crate::GenerateOptions::default().prefill_chunk;
@@ -207,8 +207,8 @@ impl Planned<'_> {
         most_that_fits(most, |tokens| self.fits(&usage.with_capacity(tokens), limit))
     }
 
-    /// The most sequences, each of which is given a cache of as many tokens, for which everything
-    /// fits; `None` if not even one does.
+    /// Returns the most sequences with a cache of this capacity each for which everything fits;
+    /// `None` if not even one does.
     pub fn largest_batch(&self, usage: &Usage, limit: &MemoryLimit) -> Option<usize> {
         most_that_fits(MOST_SEQUENCES, |batch| self.fits(&usage.clone().with_batch(batch), limit))
     }

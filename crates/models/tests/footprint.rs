@@ -90,7 +90,7 @@ fn what_is_planned_is_what_is_there() {
             assert!(needed.activations > 0);
             assert_eq!(
                 told.read, told.weights.in_files,
-                "{at}: all of the files is told to be read"
+                "{at}: all bytes of the files are reported as read"
             );
             let [rows, columns] = model.decoder().head_weight().dims();
             assert_eq!(told.weights.head.1, rows * columns, "{at}");

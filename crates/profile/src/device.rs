@@ -263,7 +263,7 @@ pub(crate) fn calibrate(shared: &Shared, device: &Device) -> Result<Known> {
     (0..ROUNDS).map(round).collect()
 }
 
-/// The offset by the launches of one comparison, each of which is the last that was issued before
+/// Computes the offset from the launches of one comparison, each the last one issued before
 /// its result was known.
 fn offset(launches: &[&Measured], known: &Known) -> Option<Offset> {
     let mut rounds = vec![];

@@ -67,7 +67,7 @@ pub(crate) struct ThreadLog {
 impl ThreadLog {
     #[cfg_attr(
         not(feature = "cube"),
-        expect(unused_variables, reason = "only launches are told apart by it")
+        expect(unused_variables, reason = "only launches need the number")
     )]
     pub(crate) fn new(number: usize, name: String) -> Self {
         Self {

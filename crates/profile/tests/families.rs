@@ -1,5 +1,5 @@
-//! Every family's operations have their names, by what its modules are called: nothing of a family
-//! says them.
+//! Every family's operations have their names, taken from its modules: no family defines them
+//! itself.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::{collections::BTreeSet, fs, path::Path, time::Instant};
@@ -97,7 +97,7 @@ fn layers_of_all_families_are_named() {
     assert!(families >= 10, "{families} families");
 }
 
-/// What a model that nobody profiles pays: far less than the norm of one row, the cheapest
+/// A model that is not profiled pays little: far less than the norm of one row, the cheapest
 /// operation there is.
 #[test]
 fn a_span_that_nobody_hears_is_nearly_free() {

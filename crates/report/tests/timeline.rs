@@ -2,7 +2,7 @@
 //!
 //! The browser is that of `KV_BROWSER`, or the first of the usual names that is installed: Chrome,
 //! Chromium or its headless shell, as Debian's package `chromium-headless-shell` has it. Without
-//! one, what only a browser can tell is not tested, and the test says so.
+//! one, what only a browser can tell is not tested, and the test prints a note.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::{fs, io::Write, path::Path, process::Command};
@@ -92,8 +92,7 @@ fn an_empty_timeline_is_a_page() {
 /// A browser that only prints a page's elements paints one frame.
 const FRAMES: &str = "<script>requestAnimationFrame = (draw) => setTimeout(draw, 16);</script>";
 
-/// What is done to the page: events as a user's, and what is to be seen after each, written into an
-/// element.
+/// Sends user events to the page and writes the state after each into an element.
 const USE: &str = r#"<script>
 const events = [], at = (x, y, more) => {
   const box = canvas.getBoundingClientRect();

@@ -165,8 +165,7 @@ fn latents_restore_frames() {
     assert!(error.contains(Codec::FILE) && !error.contains('\n'), "{error}");
 }
 
-/// What is written takes the place of a file once it is whole: it is another file, and nothing is
-/// left beside it.
+/// A complete new file replaces the old one, and no temporary file is left.
 #[test]
 fn codecs_replace_files_whole() {
     let maze = Maze::new(0);

@@ -289,7 +289,7 @@ pub struct AppendPoint {
 }
 
 /// Times steps of one token: appending alone, and appending and attending, each with separate times
-/// for steps in which the keys of the window are flushed, of which `plan.samples` are timed.
+/// for steps that flush the keys of the residual; `plan.samples` of these are timed.
 ///
 /// # Errors
 /// As [`time_decode_attention`].

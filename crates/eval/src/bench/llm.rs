@@ -1,5 +1,5 @@
 //! Whole models the way llama.cpp's `llama-bench` times them: prompts ("pp") and generated tokens
-//! ("tg") after so many tokens that are in the cache already.
+//! ("tg") after a number of tokens already in the cache.
 
 use std::time::Instant;
 
@@ -108,7 +108,7 @@ struct Pass {
 }
 
 /// Times prompts and generation of `model` with each of `caches`, all of them in turn in every
-/// repetition. `progress` is told the tokens passed so far, see [`LlmPlan::tokens`].
+/// repetition. `progress` receives the tokens processed so far, see [`LlmPlan::tokens`].
 ///
 /// # Errors
 /// [`Error::Plan`] for a plan that is none or exceeds the model, a device that cannot record, and

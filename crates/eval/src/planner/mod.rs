@@ -71,7 +71,7 @@ impl Subject {
         Self::new(name, Kind::Formula(formula))
     }
 
-    /// The same on a device, with prompts in chunks that [suit](GenerateOptions::prefill_chunk_for)
+    /// Plans for a device, with prompts in chunks that [suit](GenerateOptions::prefill_chunk_for)
     /// both, as in generation.
     #[must_use]
     pub fn on(self, device: &Device) -> Self {

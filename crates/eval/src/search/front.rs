@@ -70,7 +70,7 @@ pub(super) fn sum(cells: &[Vec<Choice>], assignment: &[usize]) -> Choice {
     })
 }
 
-/// The first of the front of no more than so many bytes, with single choices bettered as long as
+/// Returns the first point of the front within the byte budget, with single choices bettered as long as
 /// any fits; `None` if not even the fewest bytes do.
 pub(super) fn within(cells: &[Vec<Choice>], bytes: usize) -> Option<Assignment> {
     let fits = |assignment: &Assignment| sum(cells, assignment).bytes <= bytes;

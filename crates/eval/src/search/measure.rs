@@ -75,7 +75,7 @@ impl<T: Target> Window<'_, T> {
 /// included, and may end it all.
 ///
 /// # Errors
-/// [`Error::Stopped`] if `step` says so, [`Error::NonFinite`], and the model's and the cache's
+/// [`Error::Stopped`] if `step` asks to stop, [`Error::NonFinite`], and the model's and the cache's
 /// errors.
 pub(super) fn measure<T: Target>(
     device: &On<T>,

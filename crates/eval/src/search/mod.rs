@@ -1,4 +1,4 @@
-//! The search for a layer policy: which formats lose least for a model in so many bytes.
+//! The search for a layer policy: which formats lose least for a model within a byte budget.
 //!
 //! 1. Sensitivity: the divergence from the float cache with one side of one layer quantized, for
 //! every layer, side and
@@ -34,7 +34,7 @@ use crate::{Error, Plan, Result};
 /// The goal of a search, and its texts.
 #[derive(Clone, Debug)]
 pub struct SearchPlan {
-    /// What all layers have but for the formats: groups, windows, sinks, rotations, float type, and
+    /// Options of all layers except the formats: groups, residual, sinks, hadamard, float type, and
     /// in `capacity` the tokens that `bytes` are for.
     pub base: KvCacheConfig,
     /// Formats to choose from, beside float.
@@ -204,7 +204,7 @@ fn bytes(spec: &ModelSpec, cache: &ModelCacheConfig) -> Result<(usize, Vec<usize
 /// Searches; see the module. `progress` is called after every window, and may end the search.
 ///
 /// # Errors
-/// [`Error::Plan`] for formats or bytes that cannot be, [`Error::Stopped`] if `progress` says so,
+/// [`Error::Plan`] for formats or bytes that cannot be, [`Error::Stopped`] if `progress` asks to stop,
 /// and the model's and the cache's errors.
 pub fn search<T: Target>(
     device: &On<T>,

@@ -160,7 +160,7 @@ impl WorldPoint {
     }
 }
 
-/// Bytes that [`compare`] takes for so many games of so many frames, the true ones first among
+/// Bytes that [`compare`] takes for a number of games and frames, the true ones first among
 /// them.
 ///
 /// # Errors
@@ -268,7 +268,7 @@ pub fn compare<T: Target>(
 /// Frames whose predictions are compared.
 const PREDICTED: usize = 64;
 
-/// What the model predicts of noise and of the true frames with noise, having seen the true frames
+/// Returns the model's predictions of noise and of the true frames with noise, having seen the true frames
 /// before.
 fn velocities(
     world: &World,

@@ -20,7 +20,7 @@ pub use rollout::{Rollout, RolloutPlan, roll_out};
 
 use crate::{Error, Result};
 
-/// A model, the maze it knows, and what becomes of frames before it sees them.
+/// A model, the maze it knows, and the degradation of frames before it sees them.
 #[derive(Clone, Debug)]
 pub struct World {
     /// The model.

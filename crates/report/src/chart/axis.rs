@@ -34,7 +34,7 @@ pub(super) struct Axis {
 }
 
 impl Axis {
-    /// An axis over `values`, each of which passes [`check`], and a margin of `margin` times their
+    /// An axis over `values`, which all pass [`check`], and a margin of `margin` times their
     /// range on either side. `None` for no values.
     pub(super) fn new(values: &[f64], log: bool, margin: f64) -> Option<Self> {
         let placed = values.iter().map(|&value| if log { value.log10() } else { value });

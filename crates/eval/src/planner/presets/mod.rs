@@ -1,6 +1,6 @@
 //! Models that are known by name: a file each, with the numbers that its authors published.
 //!
-//! A file has `names`, the first of which is shown; `source`; and one of
+//! A file has `names` (the first is shown); `source`; and one of
 //! - `config`, a `config.json` of a family that `kv-models` knows, with the fields that decide
 //! bytes (the divisors of
 //!   Phi-4-mini's frequencies do not, and are left out), and `parameters` as its authors count them;
