@@ -25,7 +25,7 @@ use crate::{
 /// Rows whose logits are in memory at once.
 const HEAD_ROWS: usize = 256;
 /// Losses are reported as means over buckets of this many positions of a window, or of a multiple
-/// of it so that there are at most [`POSITION_BUCKETS`].
+/// of it that gives at most [`POSITION_BUCKETS`].
 const POSITION_BUCKET: usize = 16;
 const POSITION_BUCKETS: usize = 64;
 

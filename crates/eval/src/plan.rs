@@ -95,7 +95,7 @@ impl Plan {
             if config.is_float(model.spec()) {
                 continue;
             }
-            // Compares names, since rows are told apart by name only.
+            // Compares names, since only the name identifies a row.
             if all.iter().any(|other| other.to_string() == config.to_string()) {
                 return Err(Error::plan("cache", config, "is given twice"));
             }

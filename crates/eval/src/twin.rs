@@ -107,7 +107,7 @@ impl From<Counters> for SideCounters {
 }
 
 /// Passes `ids` through the model with a float cache and with `config`, a token at a time and both
-/// in turn; stops after the first step whose divergence is above `stop`. `progress` is told of
+/// in turn; stops after the first step whose divergence is above `stop`. `progress` receives
 /// every step.
 ///
 /// # Errors
@@ -153,7 +153,7 @@ pub fn twin<T: Target>(
         let next = ids.get(token + 1).copied().unwrap_or(id);
         check_finite("float", token, &negative_log_likelihood(&float.logits, &[next]))?;
         check_finite(&name, token, &negative_log_likelihood(&other.logits, &[next]))?;
-        // Numbers that are further apart than an f32 reaches, or of which one is an infinity that
+        // Numbers that are further apart than an f32 reaches, or one is an infinity that
         // no loss has seen.
         check_finite(&name, token, &[kl])?;
         let pairs = other.layers.iter().zip(&float.layers);

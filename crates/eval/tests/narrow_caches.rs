@@ -37,8 +37,8 @@ fn largest_difference(model: &Path, text: &Path, cache: &str) -> f32 {
     largest
 }
 
-/// Of f16, which rounds by 2^-11 of a number, a hundredth is allowed, and of bf16, which rounds by
-/// 2^-8, eight times as much. A cache that did not round would make no difference at all, and bf16
+/// Allows a hundredth for f16, which rounds by 2^-11 of a number, and eight times as much for bf16,
+/// which rounds by 2^-8. A cache that did not round would make no difference at all, and bf16
 /// makes clearly more than f16.
 fn check(model: &Path, text: &Path) {
     let f16 = largest_difference(model, text, "float-f16");

@@ -213,8 +213,8 @@ fn a_cache_is_saved_to_regular_files_alone() {
     refused(&generate(&space, &saves), &["save-cache", "pipe: is no regular file"]);
 }
 
-/// Of a conversation whose second turn does not fit, the first is saved, whether or not the
-/// template repeats what was said before.
+/// The first turn is saved if the second does not fit, whether or not the template repeats earlier
+/// messages.
 #[test]
 fn a_turn_that_fails_leaves_those_before_it() {
     let turn = "[{{ turn.content }}]";

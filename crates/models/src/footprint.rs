@@ -332,7 +332,7 @@ impl Planned<'_> {
     }
 
     /// The residual stream and its norm, queries, keys and values, what attention returns, and the
-    /// widest part of the MLP, of which the CPU computes a few hundred tokens at a time; logits of
+    /// widest part of the MLP (the CPU computes a few hundred tokens of it at a time); logits of
     /// the last token of each sequence.
     fn activations(&self, usage: &Usage) -> usize {
         /// Tokens of the MLP that are computed together.

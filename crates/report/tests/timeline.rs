@@ -99,7 +99,8 @@ const events = [], at = (x, y, more) => {
   return { clientX: box.left + x, clientY: box.top + y, bubbles: true, cancelable: true, ...more };
 };
 const canvas = document.getElementById("canvas"), tip = document.getElementById("tip");
-const span = () => [Number(canvas.dataset.from), Number(canvas.dataset.to), Number(canvas.dataset.drawn)];
+const span = () => [Number(canvas.dataset.from), Number(canvas.dataset.to),
+  Number(canvas.dataset.drawn)];
 const soon = () => new Promise((done) => setTimeout(done, 60));
 const x = (time) => 150 + (canvas.clientWidth - 150) * time / 1e9;
 (async () => {

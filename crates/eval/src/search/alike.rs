@@ -96,7 +96,7 @@ mod tests {
     /// parameters of a group of 64 numbers without what is in float: a side takes 2 * 4096 * (64 *
     /// bits / 8 + 4), in 4 bits 294912 and in 2 bits
     /// 163840. So one side in 4 bits fits into half a megabyte, both do not, and pairs of 2 bits
-    /// are beaten.
+    ///         are beaten.
     #[test]
     fn pairs_of_fewer_bits_are_left_out() {
         let names = names(64, 525_000);

@@ -70,8 +70,8 @@ pub(super) fn sum(cells: &[Vec<Choice>], assignment: &[usize]) -> Choice {
     })
 }
 
-/// Returns the first point of the front within the byte budget, with single choices bettered as long as
-/// any fits; `None` if not even the fewest bytes do.
+/// Returns the first point of the front within the byte budget, with single choices bettered as
+/// long as any fits; `None` if not even the fewest bytes do.
 pub(super) fn within(cells: &[Vec<Choice>], bytes: usize) -> Option<Assignment> {
     let fits = |assignment: &Assignment| sum(cells, assignment).bytes <= bytes;
     let mut best = front(cells).into_iter().find(fits)?;

@@ -1,17 +1,18 @@
 //! The search for a layer policy: which formats lose least for a model within a byte budget.
 //!
 //! 1. Sensitivity: the divergence from the float cache with one side of one layer quantized, for
-//! every layer, side and
+//!    every layer, side and
 //!    format.
 //! 2. A policy costs about the sum of what its parts cost, and so do its bytes, so that the best
-//! policies for all
+//!    policies for all
 //!    numbers of bytes follow from that: the [front](Found::front).
 //! 3. The one of the bytes that are asked for is measured, beside the caches of the same formats in
-//! all layers that take
+//!    all layers that take
 //!    no more bytes, on the text of the search and on one that the search has not seen.
 //! 4. Beside them stand caches of all layers alike with other settings and formats than the
-//! search's: those that are
-//!    [worth it](Found::alike) pass once over the text of the search, and the best of them over the other.
+//!    search's: those that are
+//!    [worth it](Found::alike) pass once over the text of the search, and the best of them over
+//!    the other.
 
 mod alike;
 mod front;
@@ -204,8 +205,8 @@ fn bytes(spec: &ModelSpec, cache: &ModelCacheConfig) -> Result<(usize, Vec<usize
 /// Searches; see the module. `progress` is called after every window, and may end the search.
 ///
 /// # Errors
-/// [`Error::Plan`] for formats or bytes that cannot be, [`Error::Stopped`] if `progress` asks to stop,
-/// and the model's and the cache's errors.
+/// [`Error::Plan`] for formats or bytes that cannot be, [`Error::Stopped`] if `progress` asks to
+/// stop, and the model's and the cache's errors.
 pub fn search<T: Target>(
     device: &On<T>,
     model: &LanguageModel,

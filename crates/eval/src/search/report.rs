@@ -20,8 +20,8 @@ impl Found {
         self.measured.first()
     }
 
-    /// Of the caches of all layers alike that fit, the one that diverges least on the text that the
-    /// search has not seen.
+    /// Returns the cache that diverges least on the unseen text, among those that fit and are
+    /// shared by all layers.
     pub fn best_uniform(&self) -> Option<&Measured> {
         let others = self.measured.iter().skip(1);
         others.min_by(|a, b| a.unseen.kl.total_cmp(&b.unseen.kl))

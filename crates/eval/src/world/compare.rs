@@ -268,8 +268,8 @@ pub fn compare<T: Target>(
 /// Frames whose predictions are compared.
 const PREDICTED: usize = 64;
 
-/// Returns the model's predictions of noise and of the true frames with noise, having seen the true frames
-/// before.
+/// Returns the model's predictions of noise and of the true frames with noise, having seen the true
+/// frames before.
 fn velocities(
     world: &World,
     truth: &Truth,

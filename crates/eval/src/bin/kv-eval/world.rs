@@ -45,7 +45,8 @@ pub(crate) struct Args {
     /// Cache format to compare with float: a short name such as k4v4 or kint8vint8, or a policy
     /// file (.json or .toml); repeatable. The suffix @2 applies it to the last two layers alone.
     #[arg(long = "cache", default_values = [
-        "float-f16", "k16vint8", "kint8v16", "kint8vint8", "kint8fvint8f", "kint8pvint8p", "ke4m3ve4m3", "kint8vint8@2",
+        "float-f16", "k16vint8", "kint8v16", "kint8vint8", "kint8fvint8f", "kint8pvint8p",
+        "ke4m3ve4m3", "kint8vint8@2",
         "k8v16-r32", "kint8gv16-r32", "k4v4-r32",
     ])]
     caches: Vec<Named<LayerCaches>>,
@@ -172,7 +173,8 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     }
     let truth = Truth::new(world.maze(), seeds, frames);
     screen.line(format_args!(
-        "{} games of {} frames after {} true ones on {}: {} layers of {} heads of {}, {} tokens a frame, rings of {ring}",
+        "{} games of {} frames after {} true ones on {}: {} layers of {} heads of {}, \
+             {} tokens a frame, rings of {ring}",
         args.seeds,
         args.frames,
         args.context,
@@ -207,7 +209,8 @@ fn play<T: Target>(args: &Args) -> Result<()> {
         .iter()
         .flat_map(|frames| frames.iter().zip(last).map(|(frame, last)| squared_error(frame, last)));
     screen.line(format_args!(
-        "PSNR of the mean squared error of all frames: {:.2} dB, of the last true frame, repeated: {:.2} dB",
+        "PSNR of the mean squared error of all frames: {:.2} dB, \
+             of the last true frame, repeated: {:.2} dB",
         decibels(mean(&points[0].squared_error)),
         decibels(mean(&errors.collect::<Vec<_>>())),
     ))?;

@@ -2,10 +2,11 @@
 //!
 //! A file has `names` (the first is shown); `source`; and one of
 //! - `config`, a `config.json` of a family that `kv-models` knows, with the fields that decide
-//! bytes (the divisors of
-//!   Phi-4-mini's frequencies do not, and are left out), and `parameters` as its authors count them;
+//!   bytes (the divisors of
+//!   Phi-4-mini's frequencies do not, and are left out), and `parameters` as its authors count
+//!   them;
 //! - `layers` of plain attention, of a model whose weights are not counted; `frame` says how many
-//! tokens are a frame;
+//!   tokens are a frame;
 //! - `formula`: bytes of a cache that is none of this project's, in parts.
 
 use burn::tensor::Device;
