@@ -42,8 +42,9 @@ impl Attention {
         x.reshape([batch, tokens, heads, HEAD_DIM]).swap_dims(1, 2)
     }
 
-    /// All there is to attention over a cache: `memory` says whether the whole sequence is here, to be
-    /// computed as the cache would token by token, with gradients, or the next tokens of a cache.
+    /// All there is to attention over a cache: `memory` says whether the whole sequence is here, to
+    /// be computed as the cache would token by token, with gradients, or the next tokens of a
+    /// cache.
     fn forward(&self, x: Tensor<3>, memory: KvMemory<'_>) -> Result<Tensor<3>> {
         let q = Self::split(self.query.forward(x.clone()), N_HEADS);
         let k = Self::split(self.key.forward(x.clone()), N_KV_HEADS);

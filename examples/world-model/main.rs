@@ -1,5 +1,5 @@
-//! A world model to play: in the terminal, or as an animated PNG file. What the model shows with caches of several kinds
-//! stands side by side, with the truth at the left.
+//! A world model to play: in the terminal, or as an animated PNG file. What the model shows with
+//! caches of several kinds stands side by side, with the truth at the left.
 #![allow(clippy::print_stdout, reason = "programs print")]
 
 mod terminal;
@@ -18,14 +18,14 @@ use kv_world::{Frame, Input, Picture, Player, Wanderer, animation};
 
 /// True frames that the models see first.
 const CONTEXT: usize = 8;
-/// Of the player's place, and of noise.
+/// Seed of the player's start and of noise.
 const SEED: u64 = 2000;
 /// Pictures a second of the file.
 const PER_SECOND: u16 = 12;
 
 const USAGE: &str = "usage: world-model [--model FOLDER] [--out FILE.png [--frames N]] [CACHE..]";
 
-/// What is asked for.
+/// The command line's options.
 struct Options {
     model: PathBuf,
     /// `None` plays in the terminal.

@@ -60,8 +60,8 @@ pub(crate) fn play(
     }
 }
 
-/// What was pressed since the last frame; `None` to leave. A terminal does not say when keys are let go, so a key counts
-/// for a frame, and again while it repeats.
+/// Returns the keys pressed since the last frame; `None` to leave. A terminal does not report key
+/// releases, so a key counts for one frame, and again while it repeats.
 fn pressed() -> Result<Option<Input>> {
     let mut input = Input::default();
     while poll(Duration::ZERO)? {

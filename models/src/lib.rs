@@ -32,7 +32,7 @@ macro_rules! built_in {
 pub const AUSTEN: BuiltIn = built_in!("austen":
     "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json");
 
-/// The same model after training with a cache of 2 bits.
+/// The model austen after training with a 2-bit cache.
 pub const AUSTEN_K2V2_GFLUSH: BuiltIn = built_in!("austen-k2v2-gflush":
     "config.json", "kv_cache.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json");
 

@@ -16,7 +16,7 @@ use hf_hub::{
 
 use crate::note;
 
-/// The model that a program is told of.
+/// The arguments that name a model.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ModelSource {
     /// A folder with config.json, a .gguf file, or a model of the Hugging Face hub: owner/name, or
@@ -33,8 +33,8 @@ impl ModelSource {
     /// cache and is not downloaded again.
     ///
     /// # Errors
-    /// What is neither path nor id, a revision of a local path, a repository without weights or with
-    /// several GGUF files to choose from, and what the hub does not give.
+    /// What is neither path nor id, a revision of a local path, a repository without weights or
+    /// with several GGUF files to choose from, and what the hub does not give.
     pub fn find(&self) -> Result<PathBuf> {
         resolve(&self.model, self.revision.as_deref())
     }
@@ -49,7 +49,7 @@ impl ModelSource {
         self.revision.as_deref()
     }
 
-    /// What it is called: on the hub what it is called there, else its file's or folder's name.
+    /// Returns the model's id on the hub, or the name of its file or folder.
     pub fn name(&self) -> String {
         match Path::new(&self.model) {
             path if path.exists() => name_of(path),
@@ -66,9 +66,10 @@ pub fn name_of(path: &Path) -> String {
     name.map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into_owned())
 }
 
-/// A local path as it is, else a model of the Hugging Face hub, as `owner/name`, or `owner/name/FILE`
-/// for one of the GGUF files of a repository that has several. What is downloaded stays in the hub's
-/// cache and is not downloaded again. `revision` is a branch, tag or commit of a model of the hub.
+/// A local path as it is, else a model of the Hugging Face hub, as `owner/name`, or
+/// `owner/name/FILE` for one of the GGUF files of a repository that has several. What is downloaded
+/// stays in the hub's cache and is not downloaded again. `revision` is a branch, tag or commit of a
+/// model of the hub.
 ///
 /// Of the weights a repository has, one kind is downloaded: safetensors, else PyTorch's, else GGUF.
 fn resolve(model: &str, revision: Option<&str>) -> Result<PathBuf> {
@@ -138,8 +139,8 @@ pub fn hub_folder() -> Option<PathBuf> {
     set("HF_HUB_CACHE").or_else(|| Some(home()?.join("hub")))
 }
 
-/// The cache, and the way to the hub, where the environment variables of the `huggingface_hub` package
-/// say.
+/// The cache, and the way to the hub, where the environment variables of the `huggingface_hub`
+/// package say.
 fn open() -> Result<(Cache, Api)> {
     let home =
         home().context("there is no home folder; HF_HOME names one for what is downloaded")?;
@@ -192,7 +193,7 @@ impl<'a> Id<'a> {
     }
 }
 
-/// What to download.
+/// The files to download.
 struct Wanted {
     files: Vec<String>,
     /// The file that is the model, where it is not the whole folder.
@@ -214,7 +215,7 @@ fn parts_of<'a>(file: &str, files: &'a [String]) -> Vec<&'a String> {
     files.iter().filter(|other| *other == file || (whole.is_some() && of(other) == whole)).collect()
 }
 
-/// Of all files at the top of a repository, those that a model is read from.
+/// Picks the files that a model is read from among all files at the top of a repository.
 fn wanted(files: &[String], chosen: Option<&str>) -> Result<Wanted> {
     let weights = |stem: &str, extension: &str| -> Vec<&String> {
         let belongs = |file: &&String| file.starts_with(stem) && file.ends_with(extension);

@@ -43,8 +43,8 @@ impl FromStr for MemorySize {
     }
 }
 
-/// What `device` may take: what is `asked` for with `--memory`, else what the device has, else what this machine has
-/// free, as far as that can be known.
+/// Returns the memory that `device` may take: `asked` (from `--memory`), else the device's own,
+/// else the free memory of this machine, as far as it is known.
 pub fn memory_limit(asked: Option<MemorySize>, device: &Device) -> MemoryLimit {
     let of_device = DeviceMemory::of(device);
     let limit = match (asked, of_device.total) {
@@ -55,8 +55,9 @@ pub fn memory_limit(asked: Option<MemorySize>, device: &Device) -> MemoryLimit {
     limit.with_buffer(of_device.buffer)
 }
 
-/// What this machine has free, whose files are below `root`: on Linux what the kernel can give without swapping, or
-/// what the program's control groups or its own limit (`ulimit -v`) leave it if that is less.
+/// Returns the free memory of this machine, read from files below `root`. On Linux it is the least
+/// of the memory available without swapping, the rest of the control groups' limits and the rest of
+/// `ulimit -v`.
 fn free(root: &Path) -> MemoryLimit {
     let machine = fs::read_to_string(root.join("proc/meminfo")).ok().and_then(|text| {
         let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -76,7 +77,7 @@ fn free(root: &Path) -> MemoryLimit {
     }
 }
 
-/// What the limit of this program's address space leaves it, if there is one.
+/// Returns the bytes left of this program's address space limit, if there is one.
 fn addresses(root: &Path) -> Option<u64> {
     let read = |name: &str| fs::read_to_string(root.join("proc/self").join(name)).ok();
     let (limits, status) = (read("limits")?, read("status")?);
@@ -95,7 +96,8 @@ struct Group {
 }
 
 impl Group {
-    /// Bytes that it may still take; those of files in memory, which the kernel drops, count as not taken.
+    /// Bytes that it may still take; those of files in memory, which the kernel drops, count as not
+    /// taken.
     fn left(&self) -> Option<u64> {
         let read = |name: &str| fs::read_to_string(self.folder.join(name)).ok();
         let number = |name: &str| read(name)?.trim().parse::<u64>().ok();

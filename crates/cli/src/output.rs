@@ -1,8 +1,8 @@
 //! What a program writes: lines for people, and files for programs.
 //!
-//! A reader that goes away (`| head`) is no mistake of the program, and does not end it: what else it
-//! writes may still be wanted. A file is tried before the work whose result it is to hold, so that
-//! a wrong name is found at once; nothing of it is on the disk until the result is.
+//! A reader that goes away (`| head`) is no mistake of the program, and does not end it: what else
+//! it writes may still be wanted. A file is tried before the work whose result it is to hold, so
+//! that a wrong name is found at once; nothing of it is on the disk until the result is.
 
 use core::fmt::Display;
 use std::{
@@ -92,13 +92,13 @@ enum To {
     Stdout,
     /// A new file, which is written beside the one that it takes the place of.
     Replaced,
-    /// What is no regular file, such as a pipe or a terminal.
+    /// Not a regular file: a pipe or a terminal, for example.
     Direct(File),
 }
 
 impl OutFile {
-    /// Finds out whether `path` can be written, and changes nothing there yet; `name` is the argument
-    /// that messages name.
+    /// Finds out whether `path` can be written, and changes nothing there yet; `name` is the
+    /// argument that messages name.
     ///
     /// # Errors
     /// Why it cannot be written.

@@ -6,14 +6,14 @@ pub fn token_bar(total: usize) -> ProgressBar {
     bar(total, "{bar:20} {pos}/{len} tokens, {eta} left  {wide_msg}")
 }
 
-/// A bar on standard error that counts the `total` bytes of a model and says how long the rest takes. Nothing is drawn
-/// where standard error is no terminal.
+/// A bar on standard error that counts the `total` bytes of a model and says how long the rest
+/// takes. Nothing is drawn where standard error is no terminal.
 pub fn load_bar(total: usize) -> ProgressBar {
     bar(total, "{bar:20} {decimal_bytes}/{decimal_total_bytes} loaded, {eta} left")
 }
 
-/// A bar on standard error that counts windows of a text, whose number is set later, and says how long the rest takes.
-/// Nothing is drawn where standard error is no terminal.
+/// A bar on standard error that counts windows of a text, whose number is set later, and says how
+/// long the rest takes. Nothing is drawn where standard error is no terminal.
 pub fn window_bar() -> ProgressBar {
     bar(0, "{bar:20} {pos}/{len} windows, {eta} left")
 }

@@ -24,28 +24,29 @@ pub fn exit_on_interrupt() -> Result<()> {
     on_interrupt(|| exit_interrupted())
 }
 
-/// Calls `told` on a thread of its own for every Ctrl-C and SIGTERM from now on, which then do nothing else.
+/// Calls `handler` on a thread of its own for every Ctrl-C and SIGTERM from now on, which then do
+/// nothing else.
 ///
 /// # Errors
 /// What the system says.
 #[cfg(unix)]
-pub fn on_interrupt(mut told: impl FnMut() + Send + 'static) -> Result<()> {
+pub fn on_interrupt(mut handler: impl FnMut() + Send + 'static) -> Result<()> {
     use signal_hook::{
         consts::{SIGINT, SIGTERM},
         iterator::Signals,
     };
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot listen to signals")?;
-    thread::spawn(move || signals.forever().for_each(|_| told()));
+    thread::spawn(move || signals.forever().for_each(|_| handler()));
     Ok(())
 }
 
-/// Calls `told` on a thread of its own for every Ctrl-C and SIGTERM from now on, which then do nothing else. On this
-/// system a signal sets a flag, which the thread polls.
+/// Calls `handler` on a thread of its own for every Ctrl-C and SIGTERM from now on, which then do
+/// nothing else. On this system a signal sets a flag, which the thread polls.
 ///
 /// # Errors
 /// What the system says.
 #[cfg(not(unix))]
-pub fn on_interrupt(mut told: impl FnMut() + Send + 'static) -> Result<()> {
+pub fn on_interrupt(mut handler: impl FnMut() + Send + 'static) -> Result<()> {
     use std::{
         sync::{
             Arc,
@@ -63,7 +64,7 @@ pub fn on_interrupt(mut told: impl FnMut() + Send + 'static) -> Result<()> {
     thread::spawn(move || {
         loop {
             if flag.swap(false, Ordering::SeqCst) {
-                told();
+                handler();
             }
             thread::sleep(Duration::from_millis(50));
         }

@@ -36,7 +36,7 @@ pub fn start<C: Parser>(run: impl FnOnce(C) -> anyhow::Result<()>) -> ExitCode {
     }
 }
 
-/// What is wrong with a command line, on one line: the first paragraph of clap's message, then its
+/// Puts a usage error on one line: the first paragraph of clap's message, then its
 /// tips.
 fn usage_line(error: &clap::Error) -> String {
     let text = error.to_string();
@@ -67,8 +67,8 @@ fn keep_freed_memory() {
     give_back_after(-1);
 }
 
-/// Does what needs much memory once, such as a load, after which mimalloc, if it is the allocator, keeps none of what was
-/// freed.
+/// Does what needs much memory once, such as a load, after which mimalloc, if it is the allocator,
+/// keeps none of what was freed.
 pub fn once<T>(work: impl FnOnce() -> T) -> T {
     give_back_after(0);
     let done = work();
@@ -82,6 +82,6 @@ pub fn once<T>(work: impl FnOnce() -> T) -> T {
 fn give_back_after(milliseconds: c_long) {
     // The number of the option in mimalloc.h.
     const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
-    // SAFETY: the option is a word, of which other threads read the old value or the new one.
+    // SAFETY: the option is one word; other threads read either the old or the new value.
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, milliseconds) }
 }

@@ -1,7 +1,7 @@
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
-/// What can go wrong in an evaluation and its report.
+/// Errors of an evaluation and its report.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -33,7 +33,7 @@ pub enum Error {
     Device {
         /// The run.
         cache: String,
-        /// What the device reported.
+        /// The device's message.
         why: String,
     },
     /// The report cannot be drawn or written.

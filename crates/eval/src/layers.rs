@@ -23,7 +23,7 @@ pub struct LayerError {
     pub key_error: f64,
     /// `rms(restored - value) / rms(value)`.
     pub value_error: f64,
-    /// The same for the attention output of all tokens, compared with that of a float cache for the
+    /// Error of the attention output of all tokens, compared with that of a float cache for the
     /// same queries, keys and values.
     pub output_error: f64,
     /// Share of quantized elements outside the range of the codes, which is a little too small
@@ -33,7 +33,7 @@ pub struct LayerError {
     pub constant: f64,
 }
 
-/// What quantizing one tensor does to it; sums and counts, to be added up.
+/// Quantization error of one tensor, as sums and counts that can be added up.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SideError {
     /// Sum of squares of `restored - original`.
@@ -62,8 +62,8 @@ impl SideError {
 /// it.
 ///
 /// # Errors
-/// [`Error::Plan`] for no ids or one the model does not know, and the model's and the cache's errors,
-/// such as more ids than the model has positions.
+/// [`Error::Plan`] for no ids or one the model does not know, and the model's and the cache's
+/// errors, such as more ids than the model has positions.
 pub fn layer_errors<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -156,7 +156,8 @@ fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Resul
         let packed = quantize_side(stored.clone(), which, config.format(which), config.group_size)?;
         side(quantized, stored, &packed, name)
     };
-    // Rotating changes no error relative to the norm: they can be compared where they are quantized.
+    // Rotating changes no error relative to the norm: they can be compared where they are
+    // quantized.
     let turned = |rows: &Tensor<4>, side| match config.uses_hadamard(side) {
         true => hadamard(rows.clone()),
         false => Ok(rows.clone()),
@@ -180,8 +181,8 @@ fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Resul
     })
 }
 
-/// Compares `original` with what `packed` restores to: `stored`, the same tensor rounded to the cache's float type,
-/// quantized.
+/// Compares `original` with what `packed` restores to: `stored`, the same tensor rounded to the
+/// cache's float type, quantized.
 fn side(original: Tensor<4>, stored: Tensor<4>, packed: &Packed, name: &str) -> Result<SideError> {
     let [_, _, tokens, head_dim] = original.dims();
     let QuantSpec { granularity, group_size, .. } = packed.spec();

@@ -1,6 +1,6 @@
 //! Evaluating language models with quantized KV caches: perplexity and KL divergence against the
-//! float cache, streamed token by token or in the equivalent closed form; loss by position, error by
-//! layer; speed by context length; reports with charts.
+//! float cache, streamed token by token or in the equivalent closed form; loss by position, error
+//! by layer; speed by context length; reports with charts.
 //!
 //! The `kv-eval` program is a thin shell around these functions.
 

@@ -25,7 +25,7 @@ use crate::{
 /// Rows whose logits are in memory at once.
 const HEAD_ROWS: usize = 256;
 /// Losses are reported as means over buckets of this many positions of a window, or of a multiple
-/// of it so that there are at most [`POSITION_BUCKETS`].
+/// of it that gives at most [`POSITION_BUCKETS`].
 const POSITION_BUCKET: usize = 16;
 const POSITION_BUCKETS: usize = 64;
 
@@ -33,7 +33,7 @@ const POSITION_BUCKETS: usize = 64;
 /// first pass allocates memory, starts threads and, on a GPU, compiles kernels.
 const WARM_UP: usize = 256;
 
-/// How far an evaluation is.
+/// Progress of an evaluation.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress<'a> {
     /// Tokens scored so far, of `plan.scored_tokens() * plan.caches().len()`.
@@ -43,7 +43,7 @@ pub struct Progress<'a> {
     pub perplexities: &'a [(String, f64)],
 }
 
-/// What one cache scored.
+/// Scores of one cache.
 struct Tally {
     config: ModelCacheConfig,
     nll: Vec<f32>,
@@ -132,8 +132,8 @@ fn warm_up<T: Target>(device: &On<T>, model: &LanguageModel, plan: &Plan) -> Res
     Ok(())
 }
 
-/// Passes `ids` from an empty cache and scores those from `context` on, which is at least 1. Returns
-/// the hidden states `[scored, hidden]` that predict them.
+/// Passes `ids` from an empty cache and scores those from `context` on, which is at least 1.
+/// Returns the hidden states `[scored, hidden]` that predict them.
 fn pass<T: Target>(
     device: &On<T>,
     model: &LanguageModel,

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::{Error, Result, ids};
 
-/// How a window's tokens pass through the model.
+/// The passes of a window's tokens through the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
@@ -67,8 +67,8 @@ impl Plan {
     ///
     /// # Errors
     /// [`Error::Plan`] for a text shorter than two tokens, a window below 2 or beyond the model's
-    /// limit, a cache named twice, or an id the model does not know; [`Error::Model`] for a cache that
-    /// does not fit the model's heads or layers.
+    /// limit, a cache named twice, or an id the model does not know; [`Error::Model`] for a cache
+    /// that does not fit the model's heads or layers.
     pub fn new(
         model: &LanguageModel,
         mode: Mode,
@@ -95,7 +95,7 @@ impl Plan {
             if config.is_float(model.spec()) {
                 continue;
             }
-            // By what they are called, since that is what tells their rows apart.
+            // Compares names, since only the name identifies a row.
             if all.iter().any(|other| other.to_string() == config.to_string()) {
                 return Err(Error::plan("cache", config, "is given twice"));
             }
@@ -155,7 +155,7 @@ impl Plan {
         Ok(Self { stride: Some(stride.min(self.text_window())), ..self })
     }
 
-    /// How tokens pass through the model.
+    /// The passes of tokens through the model.
     pub fn mode(&self) -> Mode {
         self.mode
     }
@@ -180,7 +180,7 @@ impl Plan {
         self.ids.len()
     }
 
-    /// What passes through the model for a span, and how many of its first tokens are not scored.
+    /// Returns the tokens of a span's pass, and the number of its first tokens that are not scored.
     pub(crate) fn input(&self, span: &Span) -> (Vec<u32>, usize) {
         let ids: Vec<u32> =
             self.bos.iter().chain(&self.ids[span.tokens.clone()]).copied().collect();

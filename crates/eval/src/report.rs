@@ -37,7 +37,7 @@ pub struct Run {
     pub model: String,
     /// The cache's short name.
     pub cache: String,
-    /// How tokens passed through the model.
+    /// The passes of tokens through the model.
     pub mode: Mode,
     /// The type of the model's weights, in which it computes.
     pub dtype: WeightDtype,
@@ -54,8 +54,8 @@ pub struct Run {
     /// Standard error of `nll_excess`, computed from blocks of tokens, because neighboring tokens
     /// are not independent.
     pub nll_excess_stderr: f64,
-    /// `nll` in bits, per byte of text rather than per token; `None` before [`Report::add`] and where
-    /// the report does not know the text's bytes.
+    /// `nll` in bits, per byte of text rather than per token; `None` before [`Report::add`] and
+    /// where the report does not know the text's bytes.
     pub bits_per_byte: Option<f64>,
     /// Mean divergence of the next-token distribution from the float run's, nats.
     pub kl_mean: f64,
@@ -87,7 +87,7 @@ impl Run {
         self.tokens as f64 / self.seconds
     }
 
-    /// Whether this is the run that the others of its model are compared with.
+    /// Set for the baseline run of its model.
     fn is_float(&self) -> bool {
         self.cache == "float"
     }
@@ -134,7 +134,7 @@ pub struct Report {
     pub bos: Option<String>,
     /// Tokens from the start of one window to that of the next.
     pub stride: usize,
-    /// What a user should know of how the models were computed.
+    /// Notes on the computation for the user.
     pub notes: Vec<String>,
     /// The runs, grouped by model, the `float` run of each model first.
     pub runs: Vec<Run>,
@@ -165,27 +165,27 @@ impl Report {
         }
     }
 
-    /// The same report, of windows that begin every `stride` tokens, see
+    /// Sets the stride: windows begin every `stride` tokens, see
     /// [`Plan::with_stride`](crate::Plan::with_stride).
     #[must_use]
     pub fn with_stride(self, stride: usize) -> Self {
         Self { stride, ..self }
     }
 
-    /// The same report, of windows that start with a begin-of-text token, spelled `bos`, see
+    /// Sets the begin-of-text token: windows start with a begin-of-text token, spelled `bos`, see
     /// [`Plan::with_bos`](crate::Plan::with_bos).
     #[must_use]
     pub fn with_bos(self, bos: Option<String>) -> Self {
         Self { bos, ..self }
     }
 
-    /// The same report with notes.
+    /// Adds notes to the report.
     #[must_use]
     pub fn with_notes(self, notes: Vec<String>) -> Self {
         Self { notes, ..self }
     }
 
-    /// The same report, of a text whose tokens stand for `bytes` bytes. Must be called before runs
+    /// Sets the bytes of text that the tokens encode. Must be called before runs
     /// are added.
     #[must_use]
     pub fn with_text_bytes(self, bytes: usize) -> Self {

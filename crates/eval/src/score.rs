@@ -15,7 +15,7 @@ pub(crate) struct Divergence {
     /// Kullback-Leibler divergence in nats of the row's distribution from the float one,
     /// `sum_i p_i (log p_i - log q_i)`.
     pub(crate) kl: f32,
-    /// Whether both have the same most likely token; of equals, the first.
+    /// Set if both have the same most likely token; the first one wins a tie.
     pub(crate) same_top: bool,
 }
 

@@ -21,11 +21,11 @@ use crate::{
 pub struct Twin {
     /// The quantized cache's short name.
     pub cache: String,
-    /// What each token did, first token first.
+    /// Results of each token, in order.
     pub steps: Vec<TwinStep>,
     /// The divergence at which to stop, if one was given.
     pub stop: Option<f64>,
-    /// Whether the last step is beyond it.
+    /// Set if the last step exceeds it.
     pub stopped: bool,
     /// Each layer over all steps, and what its cache holds after the last.
     pub layers: Vec<TwinLayer>,
@@ -38,10 +38,10 @@ pub struct TwinStep {
     pub token: usize,
     /// Divergence of the next token's distribution from that of the float cache, nats.
     pub kl: f32,
-    /// Whether both have the same most likely token.
+    /// Set if both have the same most likely token.
     pub same_top: bool,
-    /// For each layer, `rms(output - float) / rms(float)` of its attention. It includes what layers before it have
-    /// changed.
+    /// For each layer, `rms(output - float) / rms(float)` of its attention. It includes what layers
+    /// before it have changed.
     pub layers: Vec<f64>,
 }
 
@@ -56,28 +56,28 @@ pub struct TwinLayer {
     pub largest: f64,
     /// The first token with that one.
     pub largest_at: usize,
-    /// What its cache holds.
+    /// Contents of its cache.
     pub counters: LayerCounters,
 }
 
 /// [`Counters`] of a layer; `None` of a side that holds nothing quantized.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct LayerCounters {
-    /// Those of its keys.
+    /// Counters of the keys.
     pub keys: Option<SideCounters>,
-    /// Those of its values.
+    /// Counters of the values.
     pub values: Option<SideCounters>,
-    /// Bytes of the tensors of floats that its quantized keys and values were restored to, over all steps; `None` if they
-    /// were not counted.
+    /// Bytes of the tensors of floats that its quantized keys and values were restored to, over all
+    /// steps; `None` if they were not counted.
     pub restored: Option<RestoredBytes>,
 }
 
 /// [`KvCache::restored_bytes`](kv_cubecl::KvCache::restored_bytes) of a layer, as they are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct RestoredBytes {
-    /// Those of its keys.
+    /// Bytes of the restored keys.
     pub keys: usize,
-    /// Those of its values.
+    /// Bytes of the restored values.
     pub values: usize,
 }
 
@@ -106,13 +106,14 @@ impl From<Counters> for SideCounters {
     }
 }
 
-/// Passes `ids` through the model with a float cache and with `config`, a token at a time and both in turn; stops after
-/// the first step whose divergence is above `stop`. `progress` is told of every step.
+/// Passes `ids` through the model with a float cache and with `config`, a token at a time and both
+/// in turn; stops after the first step whose divergence is above `stop`. `progress` receives
+/// every step.
 ///
 /// # Errors
-/// [`Error::Plan`] for no ids or one the model does not know, or a threshold below 0, [`Error::NonFinite`] for logits of
-/// either cache that are not finite, and the model's and the cache's errors, such as more ids than the model has
-/// positions.
+/// [`Error::Plan`] for no ids or one the model does not know, or a threshold below 0,
+/// [`Error::NonFinite`] for logits of either cache that are not finite, and the model's and the
+/// cache's errors, such as more ids than the model has positions.
 pub fn twin<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -147,11 +148,13 @@ pub fn twin<T: Target>(
             let why = "logits of a step are not those of one token".to_string();
             return Err(Error::Device { cache: name, why });
         };
-        // The loss of the token that follows; after the last, of that one again: a logit that is no number spoils any.
+        // The loss of the token that follows; after the last, of that one again: a logit that is no
+        // number spoils any.
         let next = ids.get(token + 1).copied().unwrap_or(id);
         check_finite("float", token, &negative_log_likelihood(&float.logits, &[next]))?;
         check_finite(&name, token, &negative_log_likelihood(&other.logits, &[next]))?;
-        // Numbers that are further apart than an f32 reaches, or of which one is an infinity that no loss has seen.
+        // Numbers that are further apart than an f32 reaches, or one is an infinity that
+        // no loss has seen.
         check_finite(&name, token, &[kl])?;
         let pairs = other.layers.iter().zip(&float.layers);
         let layers = pairs.map(|(other, float)| relative(other, float)).collect();
@@ -175,7 +178,7 @@ fn check_finite(cache: &str, token: usize, values: &[f32]) -> Result<()> {
     }
 }
 
-/// What a step of one cache gives.
+/// Output of a step with one cache.
 struct Step {
     logits: Vec<f32>,
     /// The attention of each layer.

@@ -1,4 +1,5 @@
-//! `kv-eval bench`: every benchmark runs, reports what it was asked for, and names a wrong argument.
+//! `kv-eval bench`: every benchmark runs, reports what it was asked for, and names a wrong
+//! argument.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

@@ -105,13 +105,13 @@ fn the_program_follows_the_files_and_its_arguments() {
     let (space, expected) = workspace();
     let nll = |i: usize| expected["perplexities"][i]["nll"].as_f64().unwrap();
     let (with, without) = (nll(1), nll(2));
-    for (more, expected, told) in [
+    for (more, expected, note) in [
         (&[][..], with, "in windows of 64, parallel, BOS <s>"),
         (&["--bos"], with, "in windows of 64, parallel, BOS <s>"),
         (&["--no-bos"], without, "in windows of 64, parallel, no BOS"),
     ] {
         let (stdout, nll) = run(&space, more);
-        assert!(stdout.contains(told), "{more:?}: {stdout}");
+        assert!(stdout.contains(note), "{more:?}: {stdout}");
         assert!((nll - expected).abs() < 1e-5, "{more:?}: {nll}, not {expected}");
     }
     let config = Path::new(&space.model()).join("tokenizer_config.json");

@@ -31,7 +31,7 @@ fn generate(space: &Workspace, more: &[&str]) -> Outcome {
 }
 
 #[track_caller]
-fn assert_told(outcome: &Outcome, parts: &[&str]) {
+fn assert_printed(outcome: &Outcome, parts: &[&str]) {
     assert_eq!(outcome.code, 0, "{}", outcome.stderr);
     for part in parts {
         assert!(outcome.stderr.contains(part), "{part:?} is not in {}", outcome.stderr);
@@ -43,17 +43,17 @@ fn the_template_is_used_where_there_is_one() {
     let (space, plain) = (with_template(), Workspace::new());
     let n = "[user] hi\n>".len();
     let by_default = generate(&space, &["--prompt", "hi"]);
-    assert_told(&by_default, &[&format!("prefill {n} tokens"), "--no-chat"]);
+    assert_printed(&by_default, &[&format!("prefill {n} tokens"), "--no-chat"]);
     let asked = generate(&space, &["--prompt", "hi", "--chat"]);
-    assert_told(&asked, &[&format!("prefill {n} tokens")]);
+    assert_printed(&asked, &[&format!("prefill {n} tokens")]);
     assert!(!asked.stderr.contains("note"), "{}", asked.stderr);
     assert_eq!(asked.stdout, by_default.stdout);
     let n = "[system] be brief\n[user] hi\n>".len();
-    let told = generate(&space, &["--prompt", "hi", "--system", "be brief"]);
-    assert_told(&told, &[&format!("prefill {n} tokens")]);
+    let outcome = generate(&space, &["--prompt", "hi", "--system", "be brief"]);
+    assert_printed(&outcome, &[&format!("prefill {n} tokens")]);
 
     let continued = generate(&space, &["--prompt", "hi", "--no-chat"]);
-    assert_told(&continued, &["prefill 2 tokens"]);
+    assert_printed(&continued, &["prefill 2 tokens"]);
     assert_eq!(generate(&plain, &["--prompt", "hi"]).stdout, continued.stdout);
 }
 
@@ -62,7 +62,7 @@ fn the_reason_of_stopping_is_told() {
     let space = with_template();
     let stops = |more: &[&str], reason: &str| {
         let all = [&["--prompt", "hi", "--no-chat"], more].concat();
-        assert_told(&generate(&space, &all), &[&format!("{reason};")]);
+        assert_printed(&generate(&space, &all), &[&format!("{reason};")]);
     };
     stops(&[], "reached --max-tokens (3)");
     stops(&["--capacity", "3"], "stopped by a full cache");

@@ -520,7 +520,7 @@ fn an_end_token_of_another_type_is_told_without_rust() {
     assert_one_line(&ppl(&space, &[]), &["config.json", "must be a token id or a list of them"]);
 }
 
-/// What is printed is how many threads compute, not how many the machine has.
+/// The number of compute threads is printed, not that of the machine.
 #[test]
 fn the_threads_of_rayon_are_counted() {
     let space = Workspace::new();
@@ -605,19 +605,19 @@ fn a_model_that_needs_more_memory_than_there_is_is_refused() {
         assert_eq!(lines.len(), 1, "{command:?}: {}", outcome.stderr);
         assert!(lines[0].starts_with("error: memory: "), "{command:?}: {}", lines[0]);
         assert!(
-            lines[0].contains("0.1 MB are there by --memory: weights"),
+            lines[0].contains("but --memory allows 0.1 MB: weights"),
             "{command:?}: {}",
             lines[0]
         );
     }
-    // With room for the weights and some of the cache, what fits is said, and it does.
+    // A limit above the weights names a context that fits, and that context loads.
     let of = |more: &[&str]| {
         let command = ["generate", "--model", &model, "--prompt", "x", "--max-tokens", "2"];
         kv_eval(&[&command[..], more].concat())
     };
     let outcome = of(&["--capacity", "500", "--memory", "1.2M"]);
     let line = outcome.error_lines().join(" ");
-    let tokens = line.split_once("what fits: a context of ").map(|(_, rest)| rest);
+    let tokens = line.split_once("try a context of ").map(|(_, rest)| rest);
     let tokens = tokens.and_then(|rest| rest.split_once(" tokens")).map(|(tokens, _)| tokens);
     let tokens = tokens.unwrap_or_else(|| panic!("no advice in {line}"));
     let outcome = of(&["--capacity", tokens, "--memory", "1.2M"]);

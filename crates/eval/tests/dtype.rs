@@ -1,6 +1,6 @@
 //! The program with weights in 16 bits.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-#![allow(clippy::print_stderr, reason = "a test that is skipped says so")]
+#![allow(clippy::print_stderr, reason = "a skipped test prints a note")]
 
 mod common;
 

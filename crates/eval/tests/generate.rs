@@ -43,28 +43,28 @@ fn help_has_examples_defaults_and_short_options() {
     assert!(short.stderr.contains("of 40 tokens"), "{}", short.stderr);
 }
 
-/// What is timed is told on standard error, beside the text.
+/// Timings are printed on standard error, not with the text.
 #[test]
 fn times_and_rates_are_told() {
     let space = Workspace::new();
     let outcome = generate(&space, &["-p", "Hello", "-n", "9"]);
-    let told = outcome.stderr.lines().last().unwrap();
+    let stderr = outcome.stderr.lines().last().unwrap();
     for part in [
         "reached --max-tokens (9); prefill 5 tokens, ",
         " tokens/s; first token after ",
         " s; decode 8 tokens, ",
         " tokens/s; cache float: 13 of 14 tokens, ",
     ] {
-        assert!(told.contains(part), "{part:?} is not in {told}");
+        assert!(stderr.contains(part), "{part:?} is not in {stderr}");
     }
-    assert!(!told.contains("reused"), "there is nothing to reuse: {told}");
+    assert!(!stderr.contains("reused"), "there is nothing to reuse: {stderr}");
     // A cache of the shortest prompt is no cache of 0 tokens.
     for prompt in ["a", "abc"] {
         let outcome = generate(&space, &["-p", prompt, "-n", "0"]);
         assert_eq!(outcome.stdout, "");
         let n = prompt.len();
-        let told = format!("reached --max-tokens (0); prefill {n} tokens");
-        assert!(outcome.stderr.contains(&told), "{}", outcome.stderr);
+        let message = format!("reached --max-tokens (0); prefill {n} tokens");
+        assert!(outcome.stderr.contains(&message), "{}", outcome.stderr);
         assert!(!outcome.stderr.contains("first token"), "{}", outcome.stderr);
     }
 }
@@ -139,7 +139,7 @@ fn a_stop_string_ends_the_text() {
         for (from, n) in [(0, 2), (5, 1), (12, 3)] {
             let stop: String = text[from..from + n].iter().collect();
             let text: String = text.iter().collect();
-            // A byte that is no character is told as one that stands for it.
+            // An invalid byte is printed as the replacement character.
             if stop.contains(char::REPLACEMENT_CHARACTER) || stop.starts_with('-') {
                 continue;
             }
@@ -148,8 +148,8 @@ fn a_stop_string_ends_the_text() {
             let args = ["-p", prompt, "-n", "60", "--stop", never, "--stop", &stop];
             let stopped = generate(&space, &args);
             assert_eq!(stopped.stdout, format!("{want}\n"), "{stop:?}");
-            let told = format!("stopped by --stop {stop:?}; prefill");
-            assert!(stopped.stderr.contains(&told), "{}", stopped.stderr);
+            let message = format!("stopped by --stop {stop:?}; prefill");
+            assert!(stopped.stderr.contains(&message), "{}", stopped.stderr);
             let reply =
                 &json_lines(&generate(&space, &[&args[..], &["--json"]].concat()).stdout)[0];
             assert_eq!((&reply["text"], &reply["finish_reason"]), (&want.into(), &"stop".into()));
@@ -181,8 +181,8 @@ fn penalties_change_the_text() {
         assert!(less.trim_end().chars().all(|c| likely.contains(c)), "{penalty}: {less:?}");
         let model = space.model();
         let wrong = kv_eval(&["generate", "-m", &model, "-p", "x", penalty, "NaN"]);
-        let told = format!("{} = NaN: must be finite", penalty[2..].replace('-', "_"));
-        assert!(wrong.code == 1 && wrong.stderr.contains(&told), "{}", wrong.stderr);
+        let message = format!("{} = NaN: must be finite", penalty[2..].replace('-', "_"));
+        assert!(wrong.code == 1 && wrong.stderr.contains(&message), "{}", wrong.stderr);
     }
 }
 
@@ -237,18 +237,18 @@ mod interrupts {
         assert!(Command::new("kill").args(["-INT", &id]).status().unwrap().success());
     }
 
-    /// Reads what is told up to `part`.
-    fn hears(run: &mut Child, told: &mut String, part: &str) {
+    /// Reads standard error up to `part`.
+    fn hears(run: &mut Child, stderr: &mut String, part: &str) {
         let mut byte = [0];
-        while !told.contains(part) {
+        while !stderr.contains(part) {
             run.stderr.as_mut().unwrap().read_exact(&mut byte).unwrap();
-            told.push(char::from(byte[0]));
+            stderr.push(char::from(byte[0]));
         }
     }
 
-    fn ends(mut run: Child, mut told: String) -> (Option<i32>, String) {
-        run.stderr.take().unwrap().read_to_string(&mut told).unwrap();
-        (run.wait().unwrap().code(), told)
+    fn ends(mut run: Child, mut stderr: String) -> (Option<i32>, String) {
+        run.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+        (run.wait().unwrap().code(), stderr)
     }
 
     #[test]
@@ -263,10 +263,13 @@ mod interrupts {
         // What it still writes must not fill the pipe.
         let mut rest = run.stdout.take().unwrap();
         let reader = std::thread::spawn(move || rest.read_to_end(&mut vec![]).unwrap());
-        let (code, told) = ends(run, String::new());
+        let (code, stderr) = ends(run, String::new());
         reader.join().unwrap();
-        assert_eq!(code, Some(130), "{told}");
-        assert!(told.contains("interrupted; ") && told.contains("saved the cache of"), "{told}");
+        assert_eq!(code, Some(130), "{stderr}");
+        assert!(
+            stderr.contains("interrupted; ") && stderr.contains("saved the cache of"),
+            "{stderr}"
+        );
         let args =
             [&["generate", "-m", &model, "-n", "3", "--cache", "k4v4"], &prompt[..]].concat();
         let loaded = kv_eval(&[&args[..], &["--load-cache", file]].concat());
@@ -284,10 +287,10 @@ mod interrupts {
         interrupt(&run);
         let mut text = String::new();
         run.stdout.take().unwrap().read_to_string(&mut text).unwrap();
-        let (code, told) = ends(run, String::new());
-        assert_eq!(code, Some(130), "{told}");
+        let (code, stderr) = ends(run, String::new());
+        assert_eq!(code, Some(130), "{stderr}");
         let replies = json_lines(&text);
-        assert_eq!(replies.len(), 2, "{told}");
+        assert_eq!(replies.len(), 2, "{stderr}");
         assert!(replies.iter().all(|reply| reply["finish_reason"] == "abort"), "{text}");
     }
 
@@ -306,7 +309,7 @@ mod interrupts {
                 let _ = sender.send(byte[0]);
             }
         });
-        let mut told = String::new();
+        let mut stderr = String::new();
         for turn in 0..2 {
             writeln!(run.stdin.as_mut().unwrap(), "Is it so?").unwrap();
             let _ = bytes.recv().unwrap();
@@ -315,15 +318,15 @@ mod interrupts {
             hears(&mut run, &mut now, "interrupted; ");
             hears(&mut run, &mut now, "MiB\n");
             assert_eq!(now.contains("reused"), turn > 0, "{now}");
-            told += &now;
+            stderr += &now;
             while bytes.try_recv().is_ok() {}
         }
         // It waits for the next turn now.
         std::thread::sleep(std::time::Duration::from_millis(300));
         interrupt(&run);
-        let (code, told) = ends(run, told);
-        assert_eq!(code, Some(130), "{told}");
-        assert!(told.contains("saved the cache of"), "{told}");
+        let (code, stderr) = ends(run, stderr);
+        assert_eq!(code, Some(130), "{stderr}");
+        assert!(stderr.contains("saved the cache of"), "{stderr}");
         assert!(file.exists());
     }
 }

@@ -48,7 +48,7 @@ impl Hub {
         self.asked.lock().unwrap().iter().filter(|line| line.contains(part)).count()
     }
 
-    /// How many files of `part` were downloaded, rather than asked about.
+    /// Counts the files of `part` that were downloaded, not only asked about.
     fn downloaded(&self, part: &str) -> usize {
         let asked = self.asked.lock().unwrap();
         asked.iter().filter(|line| line.contains(part) && line.ends_with(" bytes=0-")).count()

@@ -1,4 +1,5 @@
-//! What loading a model takes: its own bytes, and one tensor beside it; of packed weights those of the file.
+//! What loading a model takes: its own bytes, and one tensor beside it; of packed weights those of
+//! the file.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::{
@@ -169,8 +170,9 @@ fn resident(path: &Path) -> usize {
     of_file.map(rss).sum()
 }
 
-/// Packed weights are the pages of the file; what has to be copied, the rows of queries and keys in another order and
-/// those of values that join them, is copied once, and its pages are given back. Restored weights leave no page.
+/// Packed weights are the pages of the file; what has to be copied, the rows of queries and keys in
+/// another order and those of values that join them, is copied once, and its pages are given back.
+/// Restored weights leave no page.
 #[cfg(target_os = "linux")]
 #[test]
 fn packed_weights_take_the_file_once() {
@@ -196,12 +198,13 @@ fn packed_weights_take_the_file_once() {
     };
     let ((model, cache), peak) = run(Some(Activations::Int8));
     let copied = 4 * (1024 + 2 * KV as usize) * 1024 / 32 * 18;
-    // Of each token of a prompt: the residual stream, what is added to it, queries, keys and values before and after they
-    // are rotated, and what attention makes of them; and of 256 tokens gates and what is beside them, twice, for that
-    // which is made of them.
+    // Of each token of a prompt: the residual stream, what is added to it, queries, keys and values
+    // before and after they are rotated, and what attention makes of them; and of 256 tokens gates
+    // and what is beside them, twice, for that which is made of them.
     let (hidden, qkv, ff) = (1024, 1024 + 2 * KV as usize, 2816);
     let pass = 4 * (PROMPT * (3 * hidden + 2 * qkv) + 256 * 4 * ff);
-    // The largest matrix that is copied, on its way; what passes compute with, and threads keep for them.
+    // The largest matrix that is copied, on its way; what passes compute with, and threads keep for
+    // them.
     let rest = copied / 4 + pass + (3 << 20);
     assert!(
         peak < copied + cache + rest,
@@ -215,7 +218,8 @@ fn packed_weights_take_the_file_once() {
     assert!(mapped + peak < file + cache + rest + ends, "{mapped} + {peak} for {file}");
     drop(model);
 
-    // In f32 they are seven times the file. No tensor is there twice, but for a part of the largest.
+    // In f32 they are seven times the file. No tensor is there twice, but for a part of the
+    // largest.
     let ((model, cache), peak) = run(None);
     let largest = 4 * 16384 * 1024;
     let weights = model.weight_bytes();

@@ -1,6 +1,7 @@
 //! Caches in 16 bits against one in 32, logit by logit, while 600 tokens are decoded one by one.
 //!
-//! SmolLM2 is found as in `real_model.rs`; its test is ignored unless asked for by `--ignored smollm2`.
+//! SmolLM2 is found as in `real_model.rs`; its test is ignored unless asked for by `--ignored
+//! smollm2`.
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
 use std::{env, fs, path::Path};
@@ -12,8 +13,8 @@ use kv_models::{Loaded, ids_to_tensor, load};
 const PROJECT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 const TOKENS: usize = 600;
 
-/// The largest difference between logits of a cache in f32 and of `cache`, over the largest logit of that token, of the
-/// first tokens of a text.
+/// The largest difference between logits of a cache in f32 and of `cache`, over the largest logit
+/// of that token, of the first tokens of a text.
 fn largest_difference(model: &Path, text: &Path, cache: &str) -> f32 {
     let device = On::<Flex>::open().unwrap();
     let Loaded { model, tokenizer, .. } = load(model, &device).unwrap();
@@ -36,8 +37,9 @@ fn largest_difference(model: &Path, text: &Path, cache: &str) -> f32 {
     largest
 }
 
-/// Of f16, which rounds by 2^-11 of a number, a hundredth is allowed, and of bf16, which rounds by 2^-8, eight times as much. A cache that did not round would make no difference at
-/// all, and bf16 makes clearly more than f16.
+/// Allows a hundredth for f16, which rounds by 2^-11 of a number, and eight times as much for bf16,
+/// which rounds by 2^-8. A cache that did not round would make no difference at all, and bf16
+/// makes clearly more than f16.
 fn check(model: &Path, text: &Path) {
     let f16 = largest_difference(model, text, "float-f16");
     assert!(0.0 < f16 && f16 < 1e-2, "f16: {f16}");

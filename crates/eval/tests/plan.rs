@@ -59,7 +59,8 @@ fn presets_have_the_published_number_of_parameters() {
         let found = weights.values().sum::<usize>() as u64 / 4;
         match preset.parameters {
             Some(published) => assert_eq!(found, published, "{}", preset.name()),
-            // The report of Gemma 3 says 675 M of embeddings and 3209 M of others, for the text model.
+            // The report of Gemma 3 says 675 M of embeddings and 3209 M of others, for the text
+            // model.
             None => {
                 assert_eq!(preset.name(), "Gemma-3-4B");
                 assert_eq!((found as f64 / 1e7).round(), 388.0);
@@ -91,7 +92,8 @@ fn plan_of(subject: &Subject) -> MemoryPlan {
     plan(subject, &request(64, 1, &[])).unwrap()
 }
 
-/// The figures of the seed's float cache are those of keys and values of one layer, in units of 2^10 and 2^20 bytes.
+/// The figures of the seed's float cache are those of keys and values of one layer, in units of
+/// 2^10 and 2^20 bytes.
 #[test]
 fn sixteen_bits_halve_a_float_cache() {
     const LAYERS: u64 = 24;
@@ -109,14 +111,15 @@ fn sixteen_bits_halve_a_float_cache() {
     assert_eq!(floats("Phi-3-mini", 512, "float-f16"), 32 * (6 << 20));
 }
 
-/// By how much a token takes less than in 16 bits: a model, a cache, and the ratio as it is published or follows from
-/// the bits of a group and its parameters.
+/// By how much a token takes less than in 16 bits: a model, a cache, and the ratio as it is
+/// published or follows from the bits of a group and its parameters.
 const RATIOS: [(&str, &str, f64); 5] = [
     // 2 bits and, for 32 of them, two parameters of 16: 16 / 3.
     ("Llama-3.1-8B", "k2v2-f16", 5.33),
     ("Llama-3.1-8B", "k4v4-f16", 3.2),
     ("Llama-3.1-8B", "k8v8-f16", 1.78),
-    // 8 bits and a scale of 16 for a token and head: 256 bytes to 130, and with heads of 64 128 to 66.
+    // 8 bits and a scale of 16 for a token and head: 256 bytes to 130, and with heads of 64 128 to
+    // 66.
     ("Llama-3.1-8B", "kint8vint8-f16", 1.97),
     ("Qwen2.5-0.5B", "kint8vint8-f16", 1.94),
 ];
@@ -170,7 +173,7 @@ fn deepseeks_compressed_caches() {
     assert_eq!(2.0 * one - more, 61.0 * 128.0 * 1024.0);
 }
 
-/// What is said to fit does, and one more does not.
+/// The largest context and batch fit, and one more does not.
 #[test]
 fn the_longest_context_and_the_largest_batch_are_the_last_that_fit() {
     let memory = |bytes| MemoryLimit::new(Some(bytes), "a test");
@@ -237,7 +240,8 @@ fn a_short_context_has_no_longer_passes_than_itself() {
     assert!(cache(most).fits && !cache(most + 1).fits);
 }
 
-/// Generation reads prompts of wide models in chunks of 256 tokens on the CPU, others in chunks of 512.
+/// Generation reads prompts of wide models in chunks of 256 tokens on the CPU, others in chunks of
+/// 512.
 #[test]
 fn activations_are_those_of_the_chunks_of_generation() {
     let activations = |name: &str| {
@@ -297,7 +301,7 @@ fn what_overflows_is_named() {
     assert!(!plan.caches[0].fits);
 }
 
-/// The plan of a model's files is what the loader is told, whatever the way there.
+/// The plan of a model's files equals the loader's, for each source.
 #[test]
 fn plans_of_files_are_what_the_loader_finds() {
     let space = Workspace::new();
@@ -408,7 +412,7 @@ fn each_mistake_is_one_line() {
     refused(&["--model", &path], &["mamba"]);
 }
 
-/// The same arithmetic refuses what is asked of other commands, before they read a weight.
+/// Other commands refuse by the same arithmetic, before they read a weight.
 #[test]
 fn what_cannot_fit_is_refused_before_it_is_allocated() {
     let space = Workspace::new();
@@ -423,14 +427,14 @@ fn what_cannot_fit_is_refused_before_it_is_allocated() {
     let huge = [&generate[..], &["--capacity", "1152921504606846976"]].concat();
     refused(&huge, &["capacity 1152921504606846976: must be at most 16777216 tokens"]);
     let long = [&generate[..], &["--capacity", "8000000", "--memory", "1G"]].concat();
-    refused(&long, &["memory: ", "the float cache of 8000000 tokens", "what fits: a context of "]);
+    refused(&long, &["memory: ", "the float cache of 8000000 tokens", "try a context of "]);
     let small = [&generate[..], &["--memory", "1M"]].concat();
-    refused(&small, &["memory: ", "1.0 MB are there by --memory"]);
+    refused(&small, &["memory: ", "but --memory allows 1.0 MB: "]);
     refused(&["ppl", "--text", &text, "--memory", "1M"], &["memory: ", "by --memory"]);
     refused(&["ppl", "--text", &text, "--cache", "k3v3"], &["k3v3"]);
 }
 
-/// What is planned to fit is loaded, with the memory that the plan counts and not with a byte less.
+/// A model loads with exactly the memory of its plan, and fails with one byte less.
 #[test]
 fn a_plan_and_a_load_have_one_rule() {
     let space = Workspace::new();
@@ -525,11 +529,7 @@ fn a_refusal_names_packed_weights_where_they_fit() {
     let memory = format!("{restored}B");
     let outcome = kv_eval(&[&ppl[..], &[&memory]].concat());
     assert_eq!(outcome.code, 1, "{}", outcome.stderr);
-    assert!(
-        outcome.stderr.contains("what fits: --weights packed, which keeps them in"),
-        "{}",
-        outcome.stderr
-    );
+    assert!(outcome.stderr.contains("try --weights packed (weights take "), "{}", outcome.stderr);
     let outcome = kv_eval(&[&ppl[..], &[&memory, "--weights", "packed"]].concat());
     assert_eq!(outcome.code, 0, "{}", outcome.stderr);
 }

@@ -1,4 +1,5 @@
-//! Layer policies in the program: files and presets wherever a cache is named, and the search for them.
+//! Layer policies in the program: files and presets wherever a cache is named, and the search for
+//! them.
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
 mod common;
@@ -51,7 +52,7 @@ fn a_policy_is_taken_wherever_a_cache_is_named() {
     let (toml, as_json) = (space.path("policy.toml"), space.path("policy.json"));
     fs::write(&toml, POLICY).unwrap();
     ModelCacheConfig::read(&toml).unwrap().write(&as_json).unwrap();
-    let told = "note: mine: layer 0 k4v4-g16-r16, layer 1 kint8v4-g16-r16";
+    let note = "note: mine: layer 0 k4v4-g16-r16, layer 1 kint8v4-g16-r16";
 
     let mut perplexities = vec![];
     for (mode, policy) in [("parallel", &toml), ("parallel", &as_json), ("streaming", &toml)] {
@@ -73,7 +74,7 @@ fn a_policy_is_taken_wherever_a_cache_is_named() {
             "--cache",
             "k4v4-g16-r16",
         ]);
-        assert!(outcome.stderr.contains(told), "{}", outcome.stderr);
+        assert!(outcome.stderr.contains(note), "{}", outcome.stderr);
         assert!(outcome.stdout.contains("\nmine "), "{}", outcome.stdout);
         let report = json(&out);
         let of = |i: usize| report["runs"][i]["perplexity"].as_f64().unwrap();
@@ -87,7 +88,7 @@ fn a_policy_is_taken_wherever_a_cache_is_named() {
     let prompt = ["--prompt", "Hello", "--max-tokens", "3"];
     let generate = ["generate", "--model", &model, "--cache", &toml];
     let outcome = succeeds(&[&generate[..], &prompt].concat());
-    assert!(outcome.stderr.contains(told) && outcome.stderr.contains("cache mine: "));
+    assert!(outcome.stderr.contains(note) && outcome.stderr.contains("cache mine: "));
 
     // What is saved with a policy goes on with it, and with no other.
     let saved = space.path("saved.safetensors");
@@ -102,7 +103,7 @@ fn a_policy_is_taken_wherever_a_cache_is_named() {
     );
 
     let outcome = succeeds(&["plan", "--model", &model, "--memory", "1G", "--cache", &toml]);
-    assert!(outcome.stdout.contains("\nmine ") && outcome.stdout.contains(told));
+    assert!(outcome.stdout.contains("\nmine ") && outcome.stdout.contains(note));
     let outcome = succeeds(&[
         "bench",
         "decode",
@@ -115,7 +116,7 @@ fn a_policy_is_taken_wherever_a_cache_is_named() {
         "--samples",
         "1",
     ]);
-    assert!(outcome.stdout.contains("mine") && outcome.stderr.contains(told), "{}", outcome.stderr);
+    assert!(outcome.stdout.contains("mine") && outcome.stderr.contains(note), "{}", outcome.stderr);
     let outcome =
         succeeds(&["plan", "--model", "SmolLM2-135M", "--memory", "1G", "--cache", "small"]);
     assert!(outcome.stdout.contains("note: small: layer"), "{}", outcome.stdout);
@@ -244,7 +245,8 @@ fn the_search_beats_caches_of_all_layers_alike() {
     let front = found["front"].as_array().unwrap();
     assert!(front.len() > 4 && front.is_sorted_by(|a, b| bytes(a) > bytes(b)), "{front:?}");
 
-    // What the search says of the policy is what ppl says, on the same tokens and in the same windows.
+    // What the search says of the policy is what ppl says, on the same tokens and in the same
+    // windows.
     let text = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen/heldout.txt");
     let report = path("report.json");
     let ppl = ["ppl", "--model", AUSTEN, "--text", text, "--tokens", "1024", "--window", "1024"];

@@ -51,7 +51,7 @@ impl Page {
             .collect()
     }
 
-    /// What is drawn for a thread or queue.
+    /// Returns the bars of a thread or queue.
     fn lane(&self, name: &str) -> Vec<Bar> {
         let lanes = self.data["lanes"].as_array().unwrap();
         let lane = lanes.iter().find(|lane| lane["name"] == name);
@@ -90,7 +90,7 @@ fn number(cell: &str) -> f64 {
 }
 
 /// Seconds of the prefill and of decoding, as the program says them by clocks of its own.
-fn told(outcome: &Outcome) -> (f64, f64) {
+fn printed_speeds(outcome: &Outcome) -> (f64, f64) {
     let line = outcome.stderr.lines().find(|line| line.contains("; prefill ")).unwrap();
     let seconds = |what: &str| {
         let rest = line.split_once(&format!("; {what} ")).unwrap().1;
@@ -118,8 +118,8 @@ fn generate(model: &str, page: &str, more: &[&str]) -> Outcome {
     outcome
 }
 
-/// Runs `model` and checks the page against the clocks of the program and of this test. Of the time in phases,
-/// `named` at least is in operations that have a name.
+/// Runs `model` and checks the page against the clocks of the program and of this test. Of the time
+/// in phases, `named` at least is in operations that have a name.
 #[track_caller]
 fn assert_agrees(model: &str, layers: f64, named: f64) -> Page {
     let space = Workspace::new();
@@ -127,7 +127,7 @@ fn assert_agrees(model: &str, layers: f64, named: f64) -> Page {
     let start = Instant::now();
     let outcome = generate(model, &path, &["--prompt-tokens", "700", "--max-tokens", "60"]);
     let process = start.elapsed().as_secs_f64();
-    let (prefill, decode) = told(&outcome);
+    let (prefill, decode) = printed_speeds(&outcome);
     let page = Page::read(&path);
     let phases = page.table("Phases");
     assert_near(number(&phases["prefill"][1]) / 1e3, prefill, "prefill");
@@ -263,8 +263,8 @@ fn a_run_that_fails_leaves_the_page_as_it_was() {
     assert_eq!(fs::read_to_string(&path).unwrap(), "what was there");
 }
 
-/// Ends a run by a signal as soon as it has written `before` its text, after `meanwhile`; the exit code, and what it
-/// said on standard error.
+/// Ends a run by a signal as soon as it has written `before` its text, after `meanwhile`; the exit
+/// code, and what it said on standard error.
 #[cfg(unix)]
 fn interrupted(page: &str, meanwhile: impl FnOnce()) -> (Option<i32>, String) {
     use std::{
@@ -283,9 +283,9 @@ fn interrupted(page: &str, meanwhile: impl FnOnce()) -> (Option<i32>, String) {
     meanwhile();
     let id = run.id().to_string();
     assert!(Command::new("kill").args(["-INT", &id]).status().unwrap().success());
-    let mut told = String::new();
-    run.stderr.take().unwrap().read_to_string(&mut told).unwrap();
-    (run.wait().unwrap().code(), told)
+    let mut stderr = String::new();
+    run.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+    (run.wait().unwrap().code(), stderr)
 }
 
 #[cfg(unix)]
@@ -295,20 +295,20 @@ fn an_interrupted_run_has_its_page_or_says_why_not() {
     let folder = space.path("pages");
     fs::create_dir(&folder).unwrap();
     let path = format!("{folder}/page.html");
-    let (code, told) = interrupted(&path, || {});
-    assert_eq!(code, Some(130), "{told}");
-    assert!(told.contains(&format!("the profile is in {path}")), "{told}");
+    let (code, stderr) = interrupted(&path, || {});
+    assert_eq!(code, Some(130), "{stderr}");
+    assert!(stderr.contains(&format!("the profile is in {path}")), "{stderr}");
     let page = Page::read(&path);
     assert!(page.html.contains("<td>by Ctrl-C or SIGTERM</td>"));
     assert!(number(&page.table("Phases")["decode"][0]) >= 1.0);
 
-    let (code, told) = interrupted(&path, || fs::remove_dir_all(&folder).unwrap());
-    assert_eq!(code, Some(1), "{told}");
-    assert!(told.contains(&format!("error: profile {path}: cannot write")), "{told}");
+    let (code, stderr) = interrupted(&path, || fs::remove_dir_all(&folder).unwrap());
+    assert_eq!(code, Some(1), "{stderr}");
+    assert!(stderr.contains(&format!("error: profile {path}: cannot write")), "{stderr}");
 }
 
-/// On a device: launches are named, run after they are issued and within the phase that waited for them, and the
-/// device's time and its gaps are all there is between the first launch and the last.
+/// On a device: launches are named, run after they are issued and within the phase that waited for
+/// them, and the device's time and its gaps are all there is between the first launch and the last.
 #[cfg(feature = "wgpu")]
 #[test]
 fn launches_of_a_device_are_on_the_hosts_clock() {
@@ -317,7 +317,7 @@ fn launches_of_a_device_are_on_the_hosts_clock() {
     let more = ["--backend", "wgpu", "--prompt-tokens", "100", "--max-tokens", "24"];
     let outcome = generate(AUSTEN, &path, &more);
     let page = Page::read(&path);
-    let (prefill, decode) = told(&outcome);
+    let (prefill, decode) = printed_speeds(&outcome);
     let phases = page.table("Phases");
     // What is generated to compile kernels, beside the load, is neither.
     assert!(phases.contains_key("compile"));
@@ -350,7 +350,7 @@ fn launches_of_a_device_are_on_the_hosts_clock() {
         assert_eq!(across.count(), 0, "launches of {} run in {}", step.name, next.name);
     }
 
-    // Sums by operation, by kernel and by what was drawn agree, and with the gaps fill the time.
+    // Sums by operation, by kernel and by bars drawn agree, and with the gaps fill the time.
     let kernels = number(&page.table("Kernels")["total"][1]);
     // Kernels are compiled beside the load, by a queue of their own.
     let compiled = page.lane("queue of compile");
@@ -372,8 +372,8 @@ fn launches_of_a_device_are_on_the_hosts_clock() {
     assert!(busy < number(&phases["decode"][1]), "busier than there was time");
 }
 
-/// A recorded step is one launch of many kernels that nothing observes: it is timed as a whole, so that the device is
-/// not taken to be idle.
+/// A recorded step is one launch of many kernels that nothing observes: it is timed as a whole, so
+/// that the device is not taken to be idle.
 #[cfg(feature = "wgpu")]
 #[test]
 fn replays_are_timed_as_a_whole() {
@@ -394,8 +394,9 @@ fn replays_are_timed_as_a_whole() {
         bars.iter().filter(|bar| bar.name == "replay" && bar.detail == "replay").collect();
     let drawn: f64 = replays.iter().map(|bar| bar.end - bar.start).sum();
     assert_near(drawn, busy, "replays");
-    // Each step has one. Its share of the step says how busy the machine is, but it cannot be shorter than reading the
-    // weights once takes, at 100 GB/s, which is more than the few processors that run these tests have.
+    // Each step has one. Its share of the step says how busy the machine is, but it cannot be
+    // shorter than reading the weights once takes, at 100 GB/s, which is more than the few
+    // processors that run these tests have.
     let weights = fs::metadata(format!("{AUSTEN}/model.safetensors")).unwrap().len();
     let at_least = weights as f64 / 100e9 * 1e3;
     let host = page.lane("main");

@@ -29,7 +29,7 @@ fn texts(outcome: &Outcome, prompts: usize) -> Vec<String> {
     texts
 }
 
-/// What each prompt becomes alone, the first with `seed`, the second with the next.
+/// Generates each prompt alone, the first with `seed`, the second with the next.
 fn alone(space: &Workspace, more: &[&str], seed: usize) -> Vec<String> {
     let one = |(i, prompt): (usize, &&str)| {
         let seed = (seed + i).to_string();
@@ -69,9 +69,9 @@ fn what_was_done_is_told_at_the_end() {
         let (n, i) = (prompt.len(), i + 1);
         let begins =
             format!("[{i}] reached --max-tokens (30); prefill {n} tokens, first token after ");
-        let told = lines.iter().find(|line| line.starts_with(&begins));
-        let told = told.unwrap_or_else(|| panic!("{begins:?} is not in {lines:?}"));
-        assert!(told.ends_with(" s, generated 30"), "{told}");
+        let line = lines.iter().find(|line| line.starts_with(&begins));
+        let line = line.unwrap_or_else(|| panic!("{begins:?} is not in {lines:?}"));
+        assert!(line.ends_with(" s, generated 30"), "{line}");
     }
     let n: usize = PROMPTS.iter().map(|prompt| prompt.len()).sum();
     let last = lines.last().unwrap();

@@ -1,8 +1,9 @@
 //! SmolLM2-135M against PyTorch, streaming against parallel, WGPU against the CPU.
 //!
 //! The model is what `scripts/get-smollm2` leaves in `target/models`, or the file named by
-//! `KV_SMOLLM2`; `KV_WIKITEXT` names the WikiText-2 raw test set for the published table. So the tests
-//! are ignored unless asked for by `--ignored smollm2` and `--ignored wikitext`, as `scripts/check` does.
+//! `KV_SMOLLM2`; `KV_WIKITEXT` names the WikiText-2 raw test set for the published table. So the
+//! tests are ignored unless asked for by `--ignored smollm2` and `--ignored wikitext`, as
+//! `scripts/check` does.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::{
@@ -107,8 +108,8 @@ fn smollm2_on_wgpu_is_that_on_flex() {
 #[ignore = "needs SmolLM2 and the WikiText-2 raw test set: KV_WIKITEXT"]
 fn wikitext_perplexities_are_the_published_ones() {
     let text = env::var_os("KV_WIKITEXT").expect("KV_WIKITEXT names the WikiText-2 raw test set");
-    // Perplexity and relative tolerance: float noise for the first two; 2-bit codes flip at rounding
-    // edges, which alone moves a run by 0.6%.
+    // Perplexity and relative tolerance: float noise for the first two; 2-bit codes flip at
+    // rounding edges, which alone moves a run by 0.6%.
     let expected = [
         ("float", 18.9777, 1e-3),
         ("k8v8", 18.9762, 1e-3),

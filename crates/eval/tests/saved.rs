@@ -50,8 +50,8 @@ fn another_run_goes_on_from_the_prefix() {
         let args =
             ["--cache", cache, "--prompt", PREFIX, "--max-tokens", "1", "--save-cache", file];
         let saved = succeeds(generate(&space, &args));
-        let told = format!("saved the cache of {} tokens", PREFIX.len());
-        assert!(saved.stderr.contains(&told), "{}", saved.stderr);
+        let message = format!("saved the cache of {} tokens", PREFIX.len());
+        assert!(saved.stderr.contains(&message), "{}", saved.stderr);
         let args = ["--cache", cache, "--prompt", PROMPT, "--load-cache", file];
         let loaded = succeeds(generate(&space, &args));
         assert_eq!(loaded.stdout, whole.stdout, "{cache}");
@@ -67,8 +67,8 @@ fn another_run_goes_on_from_the_prefix() {
         for (again, n) in [(again.clone(), 0), ([&again[..], &["--save-reply"]].concat(), 5)] {
             let again = succeeds(generate(&space, &again));
             assert_eq!(again.stdout, whole.stdout, "{cache}");
-            let told = format!("saved the cache of {} tokens", PROMPT.len() + n);
-            assert!(again.stderr.contains(&told), "{}", again.stderr);
+            let message = format!("saved the cache of {} tokens", PROMPT.len() + n);
+            assert!(again.stderr.contains(&message), "{}", again.stderr);
         }
     }
 }
@@ -86,8 +86,8 @@ fn prompts_reuse_what_they_share_with_the_cache() {
         };
         let saved = run(PREFIX, &["--max-tokens", "0", "--save-cache", file]);
         assert_eq!(saved.stdout, "", "nothing was asked for");
-        let told = format!("saved the cache of {} tokens", PREFIX.len());
-        assert!(saved.stderr.contains(&told), "{}", saved.stderr);
+        let message = format!("saved the cache of {} tokens", PREFIX.len());
+        assert!(saved.stderr.contains(&message), "{}", saved.stderr);
         assert!(saved.stderr.contains("reached --max-tokens (0); prefill"), "{}", saved.stderr);
         let n = PREFIX.len();
         // A cache that quantizes goes back to 16 tokens before the end of what was saved.
@@ -99,9 +99,9 @@ fn prompts_reuse_what_they_share_with_the_cache() {
             (format!("{} woman?", &PREFIX[..n - 3]), if quantizes { n - 16 } else { n - 3 }),
         ];
         for (question, reused) in &questions {
-            let told = format!("reused {reused} of {} prompt tokens", question.len());
+            let message = format!("reused {reused} of {} prompt tokens", question.len());
             let loaded = run(question, &["--load-cache", file]);
-            assert!(loaded.stderr.contains(&told), "{cache} {question}: {}", loaded.stderr);
+            assert!(loaded.stderr.contains(&message), "{cache} {question}: {}", loaded.stderr);
             let computed = format!("prefill {} tokens", question.len() - reused);
             assert!(loaded.stderr.contains(&computed), "{cache} {question}: {}", loaded.stderr);
             assert_eq!(loaded.stdout, run(question, &[]).stdout, "{cache} {question}");
@@ -200,7 +200,7 @@ fn what_does_not_fit_is_one_line_before_anything_is_generated() {
     assert!(!Path::new(beyond).exists());
 }
 
-/// What is no regular file would be found to be none after everything is generated.
+/// A path that is no regular file is refused before anything is generated.
 #[cfg(unix)]
 #[test]
 fn a_cache_is_saved_to_regular_files_alone() {
@@ -213,8 +213,8 @@ fn a_cache_is_saved_to_regular_files_alone() {
     refused(&generate(&space, &saves), &["save-cache", "pipe: is no regular file"]);
 }
 
-/// Of a conversation whose second turn does not fit, the first is saved, whether or not the template repeats what was
-/// said before.
+/// The first turn is saved if the second does not fit, whether or not the template repeats earlier
+/// messages.
 #[test]
 fn a_turn_that_fails_leaves_those_before_it() {
     let turn = "[{{ turn.content }}]";
@@ -233,8 +233,8 @@ fn a_turn_that_fails_leaves_those_before_it() {
         let output = command.stdin(File::open(input).unwrap()).output().unwrap();
         let errors = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success(), "{template}: {errors}");
-        let told = format!("saved the cache of {} tokens", "[first]".len());
-        assert!(errors.contains(&told), "{template}: {errors}");
+        let message = format!("saved the cache of {} tokens", "[first]".len());
+        assert!(errors.contains(&message), "{template}: {errors}");
         assert!(errors.contains("error: ") && errors.contains("capacity"), "{template}: {errors}");
         // It is one that another run goes on from.
         let more = ["--prompt", "[first] more", "--load-cache", &file];
@@ -243,7 +243,7 @@ fn a_turn_that_fails_leaves_those_before_it() {
     }
 }
 
-/// The same architecture with other weights.
+/// A model of the same architecture with other weights is refused.
 #[test]
 fn another_model_is_refused() {
     let space = Workspace::new();

@@ -138,16 +138,16 @@ fn perplexities_so_far_end_in_the_final_ones() {
     let cache: KvCacheConfig = "k2v2-g16-r16".parse().unwrap();
     for mode in [Mode::Parallel, Mode::Streaming] {
         let plan = Plan::new(&model, mode, [cache], ids(90), 30, None).unwrap();
-        let mut told: Vec<(usize, Vec<(String, f64)>)> = Vec::new();
+        let mut reports: Vec<(usize, Vec<(String, f64)>)> = Vec::new();
         let runs = evaluate(&device, &model, &plan, |progress| {
-            told.push((progress.done, progress.perplexities.to_vec()));
+            reports.push((progress.done, progress.perplexities.to_vec()));
         });
         let finals = runs.unwrap().into_iter().map(|run| (run.cache, run.perplexity));
-        let (done, last) = told.last().unwrap();
+        let (done, last) = reports.last().unwrap();
         assert_eq!((*done, last), (2 * 87, &finals.collect::<Vec<_>>()));
-        assert!(told.is_sorted_by(|a, b| a.0 <= b.0));
+        assert!(reports.is_sorted_by(|a, b| a.0 <= b.0));
         // The float cache's perplexity is known before the first window of the other cache is done.
-        let first = told.iter().find(|(_, figures)| !figures.is_empty()).unwrap();
+        let first = reports.iter().find(|(_, figures)| !figures.is_empty()).unwrap();
         assert_eq!((first.0, first.1[0].0.as_str()), (29, "float"));
     }
 }

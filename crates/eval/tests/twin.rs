@@ -1,4 +1,5 @@
-//! A float cache beside a quantized one: the library's steps against the evaluation's divergence, and the program.
+//! A float cache beside a quantized one: the library's steps against the evaluation's divergence,
+//! and the program.
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
 mod common;
@@ -45,7 +46,7 @@ fn a_float_twin_is_the_same() {
     assert!(same.layers.iter().map(counters).all(|c| c.keys.is_none() && c.values.is_none()));
 }
 
-/// What `ppl` computes by another way: whole windows of hidden states, and logits in blocks.
+/// `ppl` gives the same numbers another way: whole windows of hidden states, logits in blocks.
 #[test]
 fn steps_add_up_to_the_divergence_of_an_evaluation() {
     let (device, model, ids) = austen();
@@ -103,7 +104,8 @@ fn it_stops_at_the_first_step_beyond_the_threshold() {
 #[test]
 fn logits_that_are_not_finite_are_an_error() {
     let workspace = Workspace::new();
-    // Finite weights; what they scale has a mean square of 1, and its larger numbers become infinite.
+    // Finite weights; what they scale has a mean square of 1, and its larger numbers become
+    // infinite.
     workspace.rewrite_weights(|name, mut values| {
         if name == "model.norm.weight" {
             values.fill(3e38);

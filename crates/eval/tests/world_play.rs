@@ -25,8 +25,8 @@ fn numbers(point: &Value, of: &str) -> Vec<f64> {
     point[of].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
 }
 
-/// On games it has not seen, the model shows what is there better than the last frame does, and values in 8 bits change
-/// little of it.
+/// On games it has not seen, the model shows what is there better than the last frame does, and
+/// values in 8 bits change little of it.
 #[test]
 fn the_model_knows_its_maze() {
     let folder = tempfile::tempdir().unwrap();
@@ -113,13 +113,13 @@ fn mistakes_are_one_line() {
         let lines = outcome.error_lines();
         assert_ne!(outcome.code, 0, "{args:?}");
         assert!(lines.len() == 1 && lines[0].contains(wanted), "{args:?}: {lines:?}");
-        // The games are told once their true frames are there.
+        // The games are reported once their true frames are rendered.
         assert!(outcome.stdout.is_empty(), "{args:?}: {}", outcome.stdout);
     }
 }
 
-/// A frame of a formula that other software can follow: `(37 i + 11 i^2 / 7 + shift) mod 256` for byte i, and from
-/// row 24 on a ramp.
+/// A frame of a formula that other software can follow: `(37 i + 11 i^2 / 7 + shift) mod 256` for
+/// byte i, and from row 24 on a ramp.
 fn frame(shift: usize) -> Frame {
     let byte = |i: usize| match i < 3 * 24 * 48 {
         true => ((37 * i + 11 * i * i / 7 + shift) % 256) as u8,
@@ -128,7 +128,7 @@ fn frame(shift: usize) -> Frame {
     Frame::from_rgb((0..3 * 48 * 48).map(byte).collect())
 }
 
-/// The same numbers by numpy, window by window as the definition has it.
+/// numpy gives the same numbers, window by window by the definition.
 #[test]
 fn as_other_software_has_it() {
     for (a, b, decibels, similarity) in SAMPLES {

@@ -72,7 +72,7 @@ pub trait Decoder: Any + Debug + Send + Sync {
 
     /// Whether a recorded step computes no more than a launched one, so that it is recorded where nobody says. Not so
     /// where the host chooses what is computed.
-    fn records(&self) -> bool {
+    fn captures(&self) -> bool {
         true
     }
 

@@ -6,34 +6,36 @@ use kv_cubecl::{KvCacheConfig, KvFormat, MemoryBytes, layout::CacheLayout};
 
 use crate::{Error, LayerSpec, ModelCacheConfig, ModelSpec, Result, load::Planned};
 
-/// How a model is going to be used.
+/// The use a model is planned for.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Usage {
-    /// What its cache stores, with the tokens it is allocated for.
+    /// The cache configuration, with its capacity.
     pub cache: ModelCacheConfig,
     /// Sequences of the cache.
     pub batch: usize,
-    /// Tokens of all sequences that pass through the model together, at most: a pass has no more than the caches hold,
-    /// and no fewer than a step, which has one of every sequence. With 0, what passes compute with is not counted.
+    /// Tokens of all sequences that pass through the model together, at most: a pass has no more
+    /// than the caches hold, and no fewer than a step, which has one of every sequence. With 0,
+    /// what passes compute with is not counted.
     pub pass: usize,
 }
 
 impl Usage {
-    /// One sequence, and passes of as many tokens as there are in a prompt's chunk by default. What generates in
-    /// [other chunks](crate::GenerateOptions::suiting_chunk) says so by [`with_pass`](Self::with_pass).
+    /// One sequence, and passes of as many tokens as there are in a prompt's chunk by default. What
+    /// generates in [other chunks](crate::GenerateOptions::prefill_chunk_for) sets it by
+    /// [`with_pass`](Self::with_pass).
     pub fn new(cache: impl Into<ModelCacheConfig>) -> Self {
         let pass = crate::GenerateOptions::default().prefill_chunk;
         Self { cache: cache.into(), batch: 1, pass }
     }
 
-    /// The same with so many sequences.
+    /// Sets the number of sequences.
     #[must_use]
     pub fn with_batch(self, batch: usize) -> Self {
         Self { batch, ..self }
     }
 
-    /// The same with [passes](Self::pass) of so many tokens, at most.
+    /// Sets the most tokens of one [pass](Self::pass).
     #[must_use]
     pub fn with_pass(self, pass: usize) -> Self {
         Self { pass, ..self }
@@ -44,8 +46,8 @@ impl Usage {
         Self { cache, ..*self }
     }
 
-    /// Tokens of the largest pass. This is the one place where a cache and a batch bound it, so that what is said of one
-    /// context and the search for the longest go by the same rule.
+    /// Tokens of the largest pass. This is the one place where a cache and a batch bound it, so
+    /// that what is said of one context and the search for the longest go by the same rule.
     fn passing(&self) -> usize {
         match self.pass {
             0 => 0,
@@ -92,7 +94,7 @@ pub struct Footprint {
     pub weights: usize,
     /// The caches of all layers, and the rotary tables: [`CacheBytes::total`].
     pub cache: usize,
-    /// What a pass computes with, estimated from the widths of the model.
+    /// Bytes of activations, estimated from the widths of the model.
     pub activations: usize,
 }
 
@@ -116,12 +118,12 @@ pub struct MemoryLimit {
 }
 
 impl MemoryLimit {
-    /// So many bytes, and where that is said.
+    /// Creates a limit of `total` bytes; `source` names its origin in errors.
     pub fn new(total: Option<u64>, source: impl Into<String>) -> Self {
         Self { total, source: source.into(), buffer: None }
     }
 
-    /// The same on a device whose buffers have no more than so many bytes.
+    /// Sets the most bytes of one buffer of the device.
     #[must_use]
     pub fn with_buffer(self, buffer: Option<u64>) -> Self {
         Self { buffer, ..self }
@@ -132,31 +134,31 @@ impl MemoryLimit {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Shortage {
-    /// What is needed.
+    /// The memory needed.
     pub needed: Footprint,
     /// Bytes of weights by type.
     pub by_type: Vec<(String, usize)>,
-    /// How the model was going to be used.
+    /// The use that was planned.
     pub usage: Usage,
-    /// What there is.
+    /// Bytes available.
     pub available: u64,
     /// Where that number is from.
     pub source: String,
-    /// What would make it fit, what costs least first; empty if nothing here does.
+    /// Changes that make the model fit, least costly first; empty if none does.
     pub advice: Vec<Advice>,
 }
 
-/// What makes a model fit.
+/// A change that makes a model fit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Advice {
-    /// Weights that stay packed, which then take so many bytes.
+    /// Keep the weights packed, in this number of bytes.
     Packed(usize),
-    /// A cache for so many tokens.
+    /// Allocate the cache for this number of tokens.
     Context(usize),
     /// A cache of this name for as many tokens as were asked for.
     Cache(String),
-    /// The projection to the vocabulary in 4 bits, which takes so many bytes less.
+    /// Quantize the output projection to 4 bits, which saves this number of bytes.
     Int4Head(usize),
 }
 
@@ -176,7 +178,7 @@ const MOST_TOKENS: usize = 1 << 24;
 const MOST_SEQUENCES: usize = u32::MAX as usize;
 
 impl Planned<'_> {
-    /// What the model takes.
+    /// Returns the memory the model takes.
     ///
     /// # Errors
     ///
@@ -189,7 +191,7 @@ impl Planned<'_> {
         })
     }
 
-    /// What the caches of all layers take.
+    /// Returns the memory the caches of all layers take.
     ///
     /// # Errors
     ///
@@ -198,20 +200,20 @@ impl Planned<'_> {
         cache_bytes(self.spec, usage)
     }
 
-    /// The most tokens, up to the model's limit, that a cache can be allocated for so that everything fits; `None` if
-    /// not even one does.
+    /// The most tokens, up to the model's limit, that a cache can be allocated for so that
+    /// everything fits; `None` if not even one does.
     pub fn longest_context(&self, usage: &Usage, limit: &MemoryLimit) -> Option<usize> {
         let most = self.spec.max_positions.min(MOST_TOKENS);
         most_that_fits(most, |tokens| self.fits(&usage.with_capacity(tokens), limit))
     }
 
-    /// The most sequences, each of which is given a cache of as many tokens, for which everything fits; `None` if not
-    /// even one does.
+    /// Returns the most sequences with a cache of this capacity each for which everything fits;
+    /// `None` if not even one does.
     pub fn largest_batch(&self, usage: &Usage, limit: &MemoryLimit) -> Option<usize> {
         most_that_fits(MOST_SEQUENCES, |batch| self.fits(&usage.clone().with_batch(batch), limit))
     }
 
-    /// Whether everything fits, and every buffer of the cache into one of the device.
+    /// Returns whether everything fits, including each cache buffer in a device buffer.
     pub fn fits(&self, usage: &Usage, limit: &MemoryLimit) -> bool {
         let (Ok(needed), Ok(cache)) = (self.footprint(usage), self.cache_bytes(usage)) else {
             return false;
@@ -220,8 +222,8 @@ impl Planned<'_> {
         within(needed.total(), limit.total) && within(cache.largest_buffer, limit.buffer)
     }
 
-    /// Bytes that a step of one token of each sequence reads after `len` tokens: weights once, and the caches of all
-    /// layers.
+    /// Bytes that a step of one token of each sequence reads after `len` tokens: weights once, and
+    /// the caches of all layers.
     ///
     /// # Errors
     ///
@@ -232,21 +234,22 @@ impl Planned<'_> {
             let config = usage.cache.layer(self.spec, i);
             Ok(CacheLayout::new(&config, layer.cache_shape(usage.batch))?.bytes_read(len + 1))
         });
-        Ok([self.weights.of_a_token(), caches.sum::<Result<usize>>()?])
+        Ok([self.weights.bytes_per_token(), caches.sum::<Result<usize>>()?])
     }
 
     /// Checks that the model fits, before it is loaded.
     ///
     /// # Errors
     ///
-    /// [`Error::Memory`] with what would help, [`Error::Unsupported`] for a tensor or a part of a layer's cache that is
-    /// larger than a buffer of the device, or a cache that does not fit the model.
+    /// [`Error::Memory`] with what would help, [`Error::Unsupported`] for a tensor or a part of a
+    /// layer's cache that is larger than a buffer of the device, or a cache that does not fit the
+    /// model.
     pub fn check(&self, usage: &Usage, limit: &MemoryLimit) -> Result<()> {
         usage.cache.validate(self.spec)?;
         let (name, bytes) = &self.weights.largest;
         if let Some(most) = limit.buffer.filter(|&most| *bytes as u64 > most) {
             let what = format!("tensor {name} of {}", decimal_size(*bytes as u64));
-            let why = format!("a buffer of the device has at most {}", decimal_size(most));
+            let why = format!("the device allows buffers of at most {}", decimal_size(most));
             return Err(Error::unsupported(what, why));
         }
         let needed = self.footprint(usage)?;
@@ -282,10 +285,10 @@ impl Planned<'_> {
         let advice = self.advice(usage, limit);
         let advice = match advice.is_empty() {
             true => "no shorter context and no cheaper cache fits".into(),
-            false => format!("what fits: {}", told(&advice, capacity)),
+            false => format!("try {}", advice_text(&advice, capacity)),
         };
         let why = format!(
-            "a layer has a buffer of {}, a buffer of the device has at most {}; {advice}",
+            "a layer needs a buffer of {}, but the device allows at most {}; {advice}",
             decimal_size(buffer),
             decimal_size(most)
         );
@@ -320,7 +323,7 @@ impl Planned<'_> {
         }
         let (bytes, numbers) = self.weights.head;
         let saved = bytes.saturating_sub(numbers / 32 * 18);
-        // With so much less, where it is memory that lacks and not a buffer.
+        // The saved bytes help only if memory is short, not a buffer.
         let more = limit.total.map(|total| total.saturating_add(saved as u64));
         if saved > 0 && self.fits(usage, &MemoryLimit { total: more, ..limit.clone() }) {
             advice.push(Advice::Int4Head(saved));
@@ -328,8 +331,9 @@ impl Planned<'_> {
         advice
     }
 
-    /// The residual stream and its norm, queries, keys and values, what attention returns, and the widest part of the
-    /// MLP, of which the CPU computes a few hundred tokens at a time; logits of the last token of each sequence.
+    /// The residual stream and its norm, queries, keys and values, what attention returns, and the
+    /// widest part of the MLP (the CPU computes a few hundred tokens of it at a time); logits of
+    /// the last token of each sequence.
     fn activations(&self, usage: &Usage) -> usize {
         /// Tokens of the MLP that are computed together.
         const ROWS: usize = 512;
@@ -360,8 +364,8 @@ pub fn most_that_fits(most: usize, fits: impl Fn(usize) -> bool) -> Option<usize
     (fitting > 0).then_some(fitting)
 }
 
-/// Bytes of the caches of all layers and of the rotary tables. They do not overflow: no buffer of a layout has 2^32
-/// elements, nor has any model 2^17 layers.
+/// Bytes of the caches of all layers and of the rotary tables. They do not overflow: no buffer of a
+/// layout has 2^32 elements, nor has any model 2^17 layers.
 fn cache_bytes(spec: &ModelSpec, usage: &Usage) -> Result<CacheBytes> {
     let mut bytes = CacheBytes::default();
     for (i, layer) in spec.layers.iter().enumerate() {
@@ -377,7 +381,8 @@ fn cache_bytes(spec: &ModelSpec, usage: &Usage) -> Result<CacheBytes> {
     Ok(bytes)
 }
 
-/// The layout of a layer's cache. Where one sequence could have it, the error is about their number.
+/// The layout of a layer's cache. Where one sequence could have it, the error is about their
+/// number.
 fn layout(config: &KvCacheConfig, layer: &LayerSpec, batch: usize) -> Result<CacheLayout> {
     CacheLayout::new(config, layer.cache_shape(batch)).map_err(|error| {
         match batch > 1 && CacheLayout::new(config, layer.cache_shape(1)).is_ok() {
@@ -401,11 +406,11 @@ pub fn decimal_size(bytes: u64) -> String {
     }
 }
 
-/// Advice for a cache of so many tokens, in words.
-fn told(advice: &[Advice], capacity: usize) -> String {
-    let told = advice.iter().map(|advice| match advice {
+/// Describes `advice` for a cache of `capacity` tokens.
+fn advice_text(advice: &[Advice], capacity: usize) -> String {
+    let parts = advice.iter().map(|advice| match advice {
         Advice::Packed(bytes) => {
-            format!("--weights packed, which keeps them in {}", decimal_size(*bytes as u64))
+            format!("--weights packed (weights take {})", decimal_size(*bytes as u64))
         }
         Advice::Context(tokens) => format!("a context of {tokens} tokens"),
         Advice::Cache(name) => format!("a {name} cache of {capacity} tokens"),
@@ -413,7 +418,7 @@ fn told(advice: &[Advice], capacity: usize) -> String {
             format!("a head in 4 bits ({} less)", decimal_size(*saved as u64))
         }
     });
-    told.collect::<Vec<_>>().join(", or ")
+    parts.collect::<Vec<_>>().join(", or ")
 }
 
 impl fmt::Display for Shortage {
@@ -424,7 +429,8 @@ impl fmt::Display for Shortage {
         let capacity = usage.cache.capacity;
         write!(
             f,
-            "memory: {} are needed and {} are there by {source}: weights {} ({}), the {} cache of {capacity} tokens",
+            "memory: needs {}, but {source} allows {}: weights {} ({}), the {} cache of {capacity} \
+             tokens",
             bytes(needed.total()),
             decimal_size(*available),
             bytes(needed.weights),
@@ -436,11 +442,8 @@ impl fmt::Display for Shortage {
         }
         write!(f, " {}, activations {}; ", bytes(needed.cache), bytes(needed.activations))?;
         if advice.is_empty() {
-            return write!(
-                f,
-                "neither a shorter context nor a cheaper cache nor a head in 4 bits fits"
-            );
+            return write!(f, "no shorter context, cheaper cache or head in 4 bits fits");
         }
-        write!(f, "what fits: {}", told(advice, capacity))
+        write!(f, "try {}", advice_text(advice, capacity))
     }
 }

@@ -14,7 +14,7 @@ use kv_models::{
 };
 use safetensors::Dtype;
 
-/// What was told of a load.
+/// Records the events of a load.
 #[derive(Default)]
 struct Told {
     needed: Option<Footprint>,
@@ -90,7 +90,7 @@ fn what_is_planned_is_what_is_there() {
             assert!(needed.activations > 0);
             assert_eq!(
                 told.read, told.weights.in_files,
-                "{at}: all of the files is told to be read"
+                "{at}: all bytes of the files are reported as read"
             );
             let [rows, columns] = model.decoder().head_weight().dims();
             assert_eq!(told.weights.head.1, rows * columns, "{at}");
@@ -98,7 +98,8 @@ fn what_is_planned_is_what_is_there() {
     }
 }
 
-/// A configuration alone gives what its files give: the importers ask for the tensors that are there.
+/// A configuration alone gives what its files give: the importers ask for the tensors that are
+/// there.
 #[test]
 fn an_outline_by_the_configuration_alone_is_that_of_the_files() {
     let packed = LoadOptions::default().with_packed(Some(Activations::Int8));
@@ -126,7 +127,8 @@ fn an_outline_by_the_configuration_alone_is_that_of_the_files() {
     }
 }
 
-/// A pass has no more tokens than the caches hold and no fewer than a step, for one usage as in the search for others.
+/// A pass has no more tokens than the caches hold and no fewer than a step, for one usage as in the
+/// search for others.
 #[test]
 fn a_pass_is_bounded_by_the_caches_and_by_a_step() {
     let outline = outline(tiny("llama-tiny"), &device(), LoadOptions::default()).unwrap();
@@ -180,7 +182,8 @@ fn shortage(error: Error) -> Shortage {
     }
 }
 
-/// Refused before the first tensor is read, with everything that would help and nothing that would not.
+/// Refused before the first tensor is read, with everything that would help and nothing that would
+/// not.
 #[test]
 fn a_model_that_does_not_fit_is_refused_with_advice_that_holds() {
     let path = tiny("llama-tiny");
@@ -227,7 +230,7 @@ fn a_model_that_does_not_fit_is_refused_with_advice_that_holds() {
     assert!(!text.contains('\n'), "{text}");
     for part in [
         "memory: ",
-        "0.0 MB are there by a test",
+        "but a test allows 0.0 MB: ",
         "weights ",
         "(f32 ",
         "the float cache of 512 tokens",
@@ -239,7 +242,7 @@ fn a_model_that_does_not_fit_is_refused_with_advice_that_holds() {
     let text = shortage(load(&usage, short).0.unwrap_err()).to_string();
     assert!(
         text.contains(&format!(
-            "what fits: a context of {tokens} tokens, or a k8v8-g16-r32 cache of 512 tokens"
+            "try a context of {tokens} tokens, or a k8v8-g16-r32 cache of 512 tokens"
         )),
         "{text}"
     );

@@ -63,12 +63,12 @@ fn chunks_do_not_change_the_text_and_limits_stop_it() {
 fn wide_models_read_prompts_in_shorter_chunks_on_the_cpu() {
     let chunk = |hidden| {
         let spec = ModelSpec::uniform(256, hidden, 512, 1, LayerSpec::new(1, 1, 32));
-        GenerateOptions::suiting_chunk(&spec, &device())
+        GenerateOptions::prefill_chunk_for(&spec, &device())
     };
     assert_eq!([64, 2047, 2048, 4096].map(chunk), [512, 512, 256, 256]);
     let model = load(tiny("qwen2-tiny"), &device()).unwrap().model;
     let options = GenerateOptions::suiting(&model, &device());
-    assert_eq!(options.prefill_chunk, GenerateOptions::suiting_chunk(model.spec(), &device()));
+    assert_eq!(options.prefill_chunk, GenerateOptions::prefill_chunk_for(model.spec(), &device()));
 }
 
 #[test]

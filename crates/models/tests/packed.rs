@@ -307,7 +307,7 @@ fn experts_are_picked_on_a_gpu() {
             [&device(), &*wgpu].map(|device| load_with(&path, device, options).unwrap().model);
         assert_eq!(on_gpu.weight_bytes(), on_cpu.weight_bytes());
         assert_eq!(on_gpu.n_weights(), on_cpu.n_weights());
-        assert!(on_gpu.decoder().records() && !on_cpu.decoder().records());
+        assert!(on_gpu.decoder().captures() && !on_cpu.decoder().captures());
         let config = KvCacheConfig::float().with_capacity(20);
         let [mut expected, mut launched, mut replayed] =
             [(&on_cpu, &device()), (&on_gpu, &*wgpu), (&on_gpu, &*wgpu)]

@@ -1,9 +1,9 @@
 //! Two clocks, and how far the one is from the other.
 //!
-//! A launch begins on the device after the host has issued it, and ends before the host has what it computed. So
-//! the device's clock is behind the host's by at least `issued - began` and at most `known - ended`, whatever
-//! either is set to. Of several launches the tightest of both count. Two such measurements, before a run and after
-//! it, give the drift between them.
+//! A launch begins on the device after the host has issued it, and ends before the host has what it
+//! computed. So the device's clock is behind the host's by at least `issued - began` and at most
+//! `known - ended`, whatever either is set to. Of several launches the tightest of both count. Two
+//! such measurements, before a run and after it, give the drift between them.
 
 /// One launch on both clocks, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
@@ -18,14 +18,14 @@ pub(crate) struct Round {
     pub(crate) known: u64,
 }
 
-/// How far the device's clock is behind the host's at one time.
+/// Offset of the device's clock from the host's at one time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Offset {
     /// On the device's clock.
     at: f64,
     /// Nanoseconds to be added to the device's.
     nanoseconds: f64,
-    /// How many it may be wrong by.
+    /// Error bound of the offset, in nanoseconds.
     error: f64,
 }
 
@@ -49,7 +49,8 @@ pub(crate) struct Clock {
     drift: f64,
     /// Nanoseconds by which times may be wrong.
     pub(crate) error: f64,
-    /// Nanoseconds of drift between the measurements, and by how many that may be wrong; `None` after one.
+    /// Nanoseconds of drift between the measurements, and by how many that may be wrong; `None`
+    /// after one.
     pub(crate) drifted: Option<(f64, f64)>,
 }
 

@@ -39,12 +39,12 @@ const ROUNDS: usize = 24;
 /// When the host had each result of a comparison of clocks.
 pub(crate) type Known = Vec<u64>;
 
-/// What is listened to, and what was heard.
+/// The launches to observe, and those observed.
 #[derive(Debug)]
 pub(crate) struct Watch {
     shared: Arc<Shared>,
     running: Option<Running>,
-    /// Of every comparison of clocks.
+    /// Results of all clock comparisons.
     pub(crate) calibrations: Vec<Known>,
 }
 
@@ -263,8 +263,8 @@ pub(crate) fn calibrate(shared: &Shared, device: &Device) -> Result<Known> {
     (0..ROUNDS).map(round).collect()
 }
 
-/// The offset by the launches of one comparison, each of which is the last that was issued before its result was
-/// known.
+/// Computes the offset from the launches of one comparison, each the last one issued before
+/// its result was known.
 fn offset(launches: &[&Measured], known: &Known) -> Option<Offset> {
     let mut rounds = vec![];
     // The first round only warms up: nothing says when it began.

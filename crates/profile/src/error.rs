@@ -11,7 +11,7 @@ pub enum Error {
     /// The device failed.
     #[error("profile: the device's clock cannot be read: {why}")]
     Device {
-        /// What it says.
+        /// The message.
         why: String,
     },
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use kv_report::timeline::{Kind, Label};
 
-/// What a span is known by until it has its name.
+/// Identifies a span until it has its name.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Key {
     /// The operation that reads a parameter.
@@ -17,19 +17,20 @@ pub(crate) enum Key {
     Phase(String, Option<u64>),
 }
 
-/// A label's number, and that of its group: of all labels that differ only in the layer or the step.
+/// A label's number, and that of its group: of all labels that differ only in the layer or the
+/// step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Named {
     pub(crate) label: u32,
     pub(crate) group: u32,
-    /// Whether it is within a layer.
+    /// Set for spans within a layer.
     pub(crate) in_layer: bool,
 }
 
 /// The labels that were needed so far.
 #[derive(Debug, Default)]
 pub(crate) struct Labels {
-    /// What the operations that read parameters are called.
+    /// Names of the operations that read parameters.
     operations: HashMap<u64, String>,
     known: HashMap<Key, Named>,
     pub(crate) list: Vec<Label>,

@@ -1,28 +1,29 @@
 //! Launches of a device, on the host's clock.
 
-use crate::{clock::Clock, log::Place};
+use crate::{clock::Clock, log::PhaseGroup};
 
 /// A launch and when it ran, in nanoseconds of the host's clock.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Launch {
     /// The operation that issued it.
     pub(crate) label: Option<u32>,
-    pub(crate) place: Place,
+    pub(crate) place: PhaseGroup,
     pub(crate) kernel: &'static str,
     pub(crate) issued: u64,
-    /// How long the host took to issue it, and to have it timed.
+    /// Time the host took to issue and time it.
     pub(crate) host: u64,
     pub(crate) start: u64,
     pub(crate) end: u64,
 }
 
-/// How the times of a queue were taken.
+/// The source of a queue's times.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[cfg_attr(not(feature = "cube"), expect(dead_code, reason = "without a device there is no queue"))]
 pub(crate) enum Timing {
     /// By the device's clock.
     Device(Clock),
-    /// By the device's clock, which was never compared with the host's: no launch begins before it is issued.
+    /// By the device's clock, which was never compared with the host's: no launch begins before it
+    /// is issued.
     Uncompared,
     /// By the host, around launches that it waits for.
     Host,
@@ -38,7 +39,7 @@ pub(crate) struct Queue {
     pub(crate) launches: Vec<Launch>,
 }
 
-/// What a device did.
+/// The launches of a device.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Launches {
     pub(crate) queues: Vec<Queue>,

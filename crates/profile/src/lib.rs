@@ -1,6 +1,7 @@
 //! Where the time of a model goes: a [`Recorder`] keeps the spans of `kv-models`
-//! ([`kv_models::spans`]) of every thread and, with the features `wgpu` and `cuda`, when the device ran each launch, and makes a
-//! [`Timeline`](kv_report::Timeline) of them, with sums by phase, operation and kernel.
+//! ([`kv_models::spans`]) of every thread and, with the features `wgpu` and `cuda`, when the device
+//! ran each launch, and makes a [`Timeline`](kv_report::Timeline) of them, with sums by phase,
+//! operation and kernel.
 //!
 //! ```
 //! use kv_profile::Recorder;
@@ -15,8 +16,8 @@
 //! # }
 //! ```
 //!
-//! Costs nothing where no recorder is installed: a span without a subscriber is a load and a branch, and launches
-//! are observed by CubeCL in the same way.
+//! Costs nothing where no recorder is installed: a span without a subscriber is a load and a
+//! branch, and launches are observed by CubeCL in the same way.
 
 #[cfg_attr(
     not(any(feature = "cube", test)),

@@ -17,7 +17,7 @@ pub(crate) struct Sum {
 }
 
 /// A phase and a group, both by their group's number.
-pub(crate) type Place = (u32, u32);
+pub(crate) type PhaseGroup = (u32, u32);
 
 /// A span that has begun.
 #[derive(Clone, Copy, Debug)]
@@ -36,13 +36,13 @@ struct Open {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Issued {
     pub(crate) label: Option<u32>,
-    pub(crate) place: Place,
+    pub(crate) place: PhaseGroup,
     pub(crate) at: u64,
-    /// How long the host took to issue it, once that is known.
+    /// Time the host took to issue it, once known.
     pub(crate) host: u64,
 }
 
-/// What a thread did so far.
+/// Spans and sums of one thread so far.
 #[derive(Debug)]
 pub(crate) struct ThreadLog {
     /// The thread's place among those that were recorded.
@@ -53,7 +53,7 @@ pub(crate) struct ThreadLog {
     pub(crate) bars: Vec<Bar>,
     /// Bars that there was no room for.
     pub(crate) dropped: u64,
-    pub(crate) sums: HashMap<Place, Sum>,
+    pub(crate) sums: HashMap<PhaseGroup, Sum>,
     #[cfg(feature = "cube")]
     pub(crate) issued: Option<Issued>,
     /// Launches without a measurement.
@@ -67,7 +67,7 @@ pub(crate) struct ThreadLog {
 impl ThreadLog {
     #[cfg_attr(
         not(feature = "cube"),
-        expect(unused_variables, reason = "only launches are told apart by it")
+        expect(unused_variables, reason = "only launches need the number")
     )]
     pub(crate) fn new(number: usize, name: String) -> Self {
         Self {
@@ -95,7 +95,8 @@ impl ThreadLog {
         self.open.push(Open { span: Some(span), named, phase, start: now, inner: 0 });
     }
 
-    /// A layer begins; it ends with the next, with the pass, or with an operation that is in no layer.
+    /// A layer begins; it ends with the next, with the pass, or with an operation that is in no
+    /// layer.
     pub(crate) fn layer(&mut self, named: Named, phase: u32, now: u64) {
         self.end_layer(now);
         self.open.push(Open { span: None, named, phase, start: now, inner: 0 });

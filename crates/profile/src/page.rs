@@ -125,39 +125,42 @@ impl Page {
     }
 }
 
-/// How far a queue's times may be wrong.
+/// Describes the error of a queue's times.
 fn clock(queue: &Queue) -> String {
     let us = |nanoseconds: f64| format!("{:.1} us", nanoseconds / 1e3);
     match queue.timing {
         Timing::Device(Clock { error, drifted, .. }) => {
-            let told = format!("the device's timestamps, within {} of the host's clock", us(error));
-            let told = match drifted {
+            let message =
+                format!("the device's timestamps, within {} of the host's clock", us(error));
+            let message = match drifted {
                 Some((drift, error)) => {
                     let (drift, error) = (us(drift), us(error));
-                    format!("{told}; drift over the run {drift}, within {error}, taken out")
+                    format!("{message}; drift over the run {drift}, within {error}, taken out")
                 }
-                None => format!("{told}; its drift is not known"),
+                None => format!("{message}; its drift is not known"),
             };
             let early = |launch: &&Launch| launch.start as f64 + error < launch.issued as f64;
             match queue.launches.iter().filter(early).count() {
-                0 => format!("{told}; no launch begins before it is issued"),
-                n => format!("{told}; {n} launches seem to begin before they are issued"),
+                0 => format!("{message}; no launch begins before it is issued"),
+                n => format!("{message}; {n} launches seem to begin before they are issued"),
             }
         }
         Timing::Uncompared => {
-            "the device's timestamps, moved so that no launch runs before it is issued; its drift is \
+            "the device's timestamps, moved so that no launch runs before it is issued; its \
+             drift is \
              not known"
                 .into()
         }
         Timing::Host => {
-            "the host's: this adapter has no timestamps, so that the host waits for every launch, and \
+            "the host's: this adapter has no timestamps, so that the host waits for every \
+             launch, and \
              its time has that of the submission in it"
                 .into()
         }
     }
 }
 
-/// What launches cost the host.
+/// Describes the host time spent on launches.
 fn issuing(launches: &Launches) -> String {
     let mut first: HashMap<&str, u64> = HashMap::new();
     let (mut n, mut all) = (0, 0);
@@ -169,7 +172,8 @@ fn issuing(launches: &Launches) -> String {
     let of_first: u64 = first.values().sum();
     let others = (n - first.len()).max(1) as f64;
     format!(
-        "{n} launches took {:.1} ms of the host to issue and time: {:.1} ms the first of each of {} kernels, \
+        "{n} launches took {:.1} ms of the host to issue and time: {:.1} ms the first of each \
+         of {} kernels, \
          which compiles it, and {:.1} us each of the others.",
         all as f64 / 1e6,
         of_first as f64 / 1e6,
@@ -180,7 +184,8 @@ fn issuing(launches: &Launches) -> String {
 
 fn notes(launches: &Launches, dropped: u64) -> Vec<String> {
     let mut notes = vec![
-        "Operations are named by layer and module (L3/qkv) and summed over layers (qkv); host times \
+        "Operations are named by layer and module (L3/qkv) and summed over layers (qkv); host \
+         times \
          are those of the span itself, without the spans within it, on all threads."
             .to_string(),
     ];
@@ -191,21 +196,25 @@ fn notes(launches: &Launches, dropped: u64) -> Vec<String> {
                 .into(),
         );
     } else {
-        let waits = "The host waits for the server of the device at every launch to have it timed, which takes \
-                     longer than without a profile: gaps between launches are wider, and the device's own times \
+        let waits = "The host waits for the server of the device at every launch to have it \
+        timed, which takes \
+                     longer than without a profile: gaps between launches are wider, and the \
+                     device's own times \
                      are not.";
         notes.push(format!("{waits} {}", issuing(launches)));
     }
     if launches.unmeasured > 0 {
         notes.push(format!(
-            "{} launches have no time of their own: they were recorded, so that a replay is all of them as one, or \
+            "{} launches have no time of their own: they were recorded, so that a replay is all \
+             of them as one, or \
              the device did not say when they ran.",
             launches.unmeasured
         ));
     }
     if dropped > 0 {
         notes.push(format!(
-            "{dropped} bars beyond the first {ROOM} of a thread or queue are not drawn. The tables count them, \
+            "{dropped} bars beyond the first {ROOM} of a thread or queue are not drawn. The \
+             tables count them, \
              but for what the host did in gaps after them, which they call {OUTSIDE}."
         ));
     }

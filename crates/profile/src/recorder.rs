@@ -45,7 +45,7 @@ pub struct Recorder {
     device: Arc<Mutex<crate::device::Watch>>,
 }
 
-/// What the threads write to.
+/// State shared by the threads.
 #[derive(Debug)]
 pub(crate) struct Shared {
     /// Tells recorders apart.
@@ -57,7 +57,7 @@ pub(crate) struct Shared {
     pub(crate) queue: crate::device::ToReader,
 }
 
-/// What a span knows of those around it.
+/// A span's view of the spans around it.
 #[derive(Clone, Debug)]
 struct Scope {
     named: Named,
@@ -122,8 +122,9 @@ impl Recorder {
         }
     }
 
-    /// Compares the clock of the device with that of the host, by launches that the host waits for. To be called
-    /// before what is recorded and after it, so that the drift between them is known. Does nothing on the CPU.
+    /// Compares the clock of the device with that of the host, by launches that the host waits for.
+    /// To be called before what is recorded and after it, so that the drift between them is known.
+    /// Does nothing on the CPU.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -192,7 +193,7 @@ impl Shared {
     }
 }
 
-/// What a thread that panicked has written is still true.
+/// Locks a mutex; data written by a thread that panicked is still valid.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

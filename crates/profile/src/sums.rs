@@ -10,7 +10,7 @@ use kv_report::{
 use crate::{
     label::{Labels, OUTSIDE},
     launch::{Launch, Launches},
-    log::{Place, Sum, ThreadLog},
+    log::{PhaseGroup, Sum, ThreadLog},
 };
 
 /// Rows of a table; what is left is one more.
@@ -21,8 +21,8 @@ pub(crate) struct Sums<'a> {
     labels: &'a Labels,
     /// Nanoseconds of the whole run.
     wall: u64,
-    host: BTreeMap<Place, Sum>,
-    device: HashMap<Place, Sum>,
+    host: BTreeMap<PhaseGroup, Sum>,
+    device: HashMap<PhaseGroup, Sum>,
     launches: &'a Launches,
 }
 
@@ -62,14 +62,14 @@ impl<'a> Sums<'a> {
         launches: &'a Launches,
         wall: u64,
     ) -> Self {
-        let mut host: BTreeMap<Place, Sum> = BTreeMap::new();
+        let mut host: BTreeMap<PhaseGroup, Sum> = BTreeMap::new();
         for (&place, sum) in logs.iter().flat_map(|log| &log.sums) {
             let all = host.entry(place).or_default();
             all.count += sum.count;
             all.own += sum.own;
             all.whole += sum.whole;
         }
-        let mut device: HashMap<Place, Sum> = HashMap::new();
+        let mut device: HashMap<PhaseGroup, Sum> = HashMap::new();
         for launch in launches.queues.iter().flat_map(|queue| &queue.launches) {
             let sum = device.entry(launch.place).or_default();
             sum.count += 1;
@@ -111,7 +111,7 @@ impl<'a> Sums<'a> {
 
     /// Nanoseconds that the device was busy with launches of a phase, or of all.
     fn busy(&self, phase: Option<u32>) -> u64 {
-        let of = |place: &Place| phase.is_none_or(|phase| place.0 == phase);
+        let of = |place: &PhaseGroup| phase.is_none_or(|phase| place.0 == phase);
         self.device.iter().filter(|(place, _)| of(place)).map(|(_, sum)| sum.own).sum()
     }
 
@@ -206,7 +206,7 @@ impl<'a> Sums<'a> {
         self.sorted(["kernel", "launches", "device ms", "mean us", "share"], kernels)
     }
 
-    /// What the host did while the device had nothing to do.
+    /// Lists the host's operations while the device was idle.
     fn idle(&self, logs: &[&ThreadLog]) -> Table {
         let mut idle: HashMap<String, Times> = HashMap::new();
         for queue in &self.launches.queues {
@@ -255,7 +255,7 @@ pub(crate) fn kernel_name(launch: &Launch) -> String {
     name.rsplit("::").next().unwrap_or(name).to_string()
 }
 
-/// What a thread was in at any time.
+/// Looks up the span that a thread was in at a time.
 pub(crate) struct Host {
     /// Start, end and label, one after the other.
     parts: Vec<(u64, u64, u32)>,
@@ -290,7 +290,8 @@ impl Host {
         Self { parts }
     }
 
-    /// The innermost spans from `start` to `end`, and for how many nanoseconds each; `None` for none.
+    /// The innermost spans from `start` to `end`, and for how many nanoseconds each; `None` for
+    /// none.
     pub(crate) fn during(&self, start: u64, end: u64) -> Vec<(Option<u32>, u64)> {
         let mut found = vec![];
         let mut at = start;

@@ -1,4 +1,5 @@
-//! Every family's operations have their names, by what its modules are called: nothing of a family says them.
+//! Every family's operations have their names, taken from its modules: no family defines them
+//! itself.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::{collections::BTreeSet, fs, path::Path, time::Instant};
@@ -16,7 +17,7 @@ use kv_report::{
 use tracing::subscriber::with_default;
 use tracing_subscriber::layer::SubscriberExt;
 
-/// What was recorded of one pass of three tokens.
+/// Records one pass of three tokens.
 fn a_pass(model: &LanguageModel, device: &Device) -> Timeline {
     let recorder = Recorder::new();
     recorder.name_operations(model);
@@ -34,8 +35,8 @@ fn drawn(timeline: &Timeline) -> Vec<&Label> {
     bars.map(|bar| &timeline.labels[bar.label as usize]).collect()
 }
 
-/// Packed weights are no parameters, and their operations have the names of those that restored ones have; a gate is part
-/// of its product.
+/// Packed weights are no parameters, and their operations have the names of those that restored
+/// ones have; a gate is part of its product.
 #[test]
 fn packed_matrices_are_named_as_parameters_are() {
     let file = "../models/tests/fixtures/gguf-types/types.gguf";
@@ -96,7 +97,8 @@ fn layers_of_all_families_are_named() {
     assert!(families >= 10, "{families} families");
 }
 
-/// What a model that nobody profiles pays: far less than the norm of one row, the cheapest operation there is.
+/// A model that is not profiled pays little: far less than the norm of one row, the cheapest
+/// operation there is.
 #[test]
 fn a_span_that_nobody_hears_is_nearly_free() {
     const SPANS: u32 = 1_000_000;

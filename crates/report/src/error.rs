@@ -3,7 +3,7 @@ use std::{io, path::PathBuf};
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
-/// What can go wrong in drawing and writing.
+/// Errors of drawing and writing.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -12,7 +12,7 @@ pub enum Error {
     Chart {
         /// Its title.
         title: String,
-        /// What does not fit.
+        /// The reason.
         why: String,
     },
     /// A file or folder cannot be written.

@@ -91,7 +91,8 @@ impl HtmlReport {
         format!(
             "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
              <meta name=\"viewport\" content=\"width=device-width\">\n<title>{title}</title>\n\
-             <style>{STYLE}{style}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{}</body>\n</html>\n",
+             <style>{STYLE}{style}</style>\n</head>\n<body>\n<h1>{title}</h1>\n\
+             {}</body>\n</html>\n",
             self.body
         )
     }

@@ -33,7 +33,7 @@ impl Table {
         &self.rows
     }
 
-    /// Whether every cell of `column` is a number, a percentage or empty.
+    /// Returns whether every cell of `column` is a number, a percentage or empty.
     pub(crate) fn is_numeric(&self, column: usize) -> bool {
         self.rows.iter().filter_map(|row| row.get(column)).all(|cell| {
             let digits = cell.trim().trim_end_matches('%');

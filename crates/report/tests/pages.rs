@@ -118,7 +118,7 @@ fn odd_data_is_drawn_or_refused_but_does_not_panic() {
     let mut crowded = chart(crowd);
     crowded.title = "very long title ".repeat(40);
     let svg = crowded.svg().unwrap();
-    assert!(svg.contains(" more"), "a legend that does not fit says so");
+    assert!(svg.contains(" more"), "a legend that does not fit names the rest");
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! The page of a timeline: one file, whose script runs in a browser.
 //!
-//! The browser is that of `KV_BROWSER`, or the first of the usual names that is installed: Chrome, Chromium or its
-//! headless shell, as Debian's package `chromium-headless-shell` has it. Without one, what only a browser can tell is
-//! not tested, and the test says so.
+//! The browser is that of `KV_BROWSER`, or the first of the usual names that is installed: Chrome,
+//! Chromium or its headless shell, as Debian's package `chromium-headless-shell` has it. Without
+//! one, what only a browser can tell is not tested, and the test prints a note.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::{fs, io::Write, path::Path, process::Command};
@@ -21,7 +21,8 @@ fn bar(label: u32, row: u16, start: u64, end: u64) -> Bar {
     Bar { label, detail: None, row, start, end }
 }
 
-/// One second of two phases and a queue with a gap; a name would end the script if it were not escaped.
+/// One second of two phases and a queue with a gap; a name would end the script if it were not
+/// escaped.
 fn timeline() -> Timeline {
     let mut table = Table::new(["operation", "total ms"]);
     table.push(["qkv", "300.0"]);
@@ -91,57 +92,58 @@ fn an_empty_timeline_is_a_page() {
 /// A browser that only prints a page's elements paints one frame.
 const FRAMES: &str = "<script>requestAnimationFrame = (draw) => setTimeout(draw, 16);</script>";
 
-/// What is done to the page: events as a user's, and what is to be seen after each, written into an element.
+/// Sends user events to the page and writes the state after each into an element.
 const USE: &str = r#"<script>
-const told = [], at = (x, y, more) => {
+const events = [], at = (x, y, more) => {
   const box = canvas.getBoundingClientRect();
   return { clientX: box.left + x, clientY: box.top + y, bubbles: true, cancelable: true, ...more };
 };
 const canvas = document.getElementById("canvas"), tip = document.getElementById("tip");
-const span = () => [Number(canvas.dataset.from), Number(canvas.dataset.to), Number(canvas.dataset.drawn)];
+const span = () => [Number(canvas.dataset.from), Number(canvas.dataset.to),
+  Number(canvas.dataset.drawn)];
 const soon = () => new Promise((done) => setTimeout(done, 60));
 const x = (time) => 150 + (canvas.clientWidth - 150) * time / 1e9;
 (async () => {
-  told.push(["first", ...span()]);
+  events.push(["first", ...span()]);
   const pixel = canvas.getContext("2d").getImageData(x(3e8), 28, 1, 1).data;
   const long = canvas.getContext("2d").getImageData(x(3e8), 45, 1, 1).data;
-  told.push(["painted", Math.min(...pixel), Math.min(...long)]);
+  events.push(["painted", Math.min(...pixel), Math.min(...long)]);
   canvas.dispatchEvent(new PointerEvent("pointermove", at(x(2e8), 70)));
-  told.push(["tip", tip.hidden, tip.textContent]);
+  events.push(["tip", tip.hidden, tip.textContent]);
   canvas.dispatchEvent(new PointerEvent("pointermove", at(x(5e8), 70)));
-  told.push(["gap", tip.hidden, tip.textContent]);
+  events.push(["gap", tip.hidden, tip.textContent]);
   canvas.dispatchEvent(new PointerEvent("pointermove", at(x(9.5e8), 70)));
-  told.push(["nothing", tip.hidden]);
+  events.push(["nothing", tip.hidden]);
   canvas.dispatchEvent(new WheelEvent("wheel", at(x(2e8), 70, { deltaY: -500 })));
   await soon();
-  told.push(["zoomed", ...span()]);
+  events.push(["zoomed", ...span()]);
   canvas.dispatchEvent(new PointerEvent("pointerdown", at(400, 70)));
   canvas.dispatchEvent(new PointerEvent("pointermove", at(300, 70)));
   canvas.dispatchEvent(new PointerEvent("pointerup", at(300, 70)));
   await soon();
-  told.push(["panned", ...span()]);
+  events.push(["panned", ...span()]);
   canvas.dispatchEvent(new KeyboardEvent("keydown", { key: "0", bubbles: true }));
   await soon();
-  told.push(["fitted", ...span()]);
+  events.push(["fitted", ...span()]);
   const phases = document.getElementById("phases");
-  told.push(["phases", ...[...phases.options].map((option) => option.text)]);
+  events.push(["phases", ...[...phases.options].map((option) => option.text)]);
   phases.value = "1";
   phases.dispatchEvent(new Event("change"));
   await soon();
-  told.push(["phase", ...span()]);
+  events.push(["phase", ...span()]);
   const find = document.getElementById("find");
   find.value = "L0/";
   find.dispatchEvent(new Event("input"));
-  told.push(["found", document.getElementById("found").textContent]);
+  events.push(["found", document.getElementById("found").textContent]);
   document.getElementById("fit").click();
   await soon();
   canvas.dispatchEvent(new MouseEvent("dblclick", at(x(2e8), 45)));
   await soon();
-  told.push(["bar", ...span()]);
-})().catch((error) => told.push(["error", String(error)])).then(() => {
+  events.push(["bar", ...span()]);
+})().catch((error) => events.push(["error", String(error)])).then(() => {
   const out = document.createElement("pre");
-  out.id = "told";
-  out.textContent = JSON.stringify(told);
+  out.id = "events";
+  out.textContent = JSON.stringify(events);
   document.body.append(out);
 });
 </script>"#;
@@ -182,13 +184,13 @@ fn a_browser_draws_zooms_and_tells() {
     fs::write(&path, page.replace("</body>", &format!("{USE}</body>"))).unwrap();
     let dom = opened(&browser, &path);
     let start =
-        dom.find("<pre id=\"told\">").expect("the scripts ended") + "<pre id=\"told\">".len();
+        dom.find("<pre id=\"events\">").expect("the scripts ended") + "<pre id=\"events\">".len();
     let json = dom[start..start + dom[start..].find("</pre>").unwrap()]
         .replace("&lt;", "<")
         .replace("&gt;", ">");
-    let told: Vec<Value> = serde_json::from_str(&json).unwrap();
+    let events: Vec<Value> = serde_json::from_str(&json).unwrap();
     let of = |name: &str| {
-        told.iter().find(|line| line[0] == name).unwrap_or_else(|| panic!("{name}: {json}"))
+        events.iter().find(|line| line[0] == name).unwrap_or_else(|| panic!("{name}: {json}"))
     };
     let span = |name| {
         let number = |i: usize| of(name)[i].as_f64().unwrap();

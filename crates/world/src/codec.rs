@@ -12,11 +12,12 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
 use crate::{Error, Frame, Result};
 
-/// The best linear autoencoder of square patches of frames: a patch becomes its coordinates along the axes in which the
-/// patches of some frames vary most (principal components), and the restored one is their sum.
+/// The best linear autoencoder of square patches of frames: a patch becomes its coordinates along
+/// the axes in which the patches of some frames vary most (principal components), and the restored
+/// one is their sum.
 ///
-/// Coordinates are divided by numbers that go with the square root of how much they vary, so that their mean square is
-/// 1 and those that vary less still stand out of noise.
+/// Coordinates are divided by numbers that go with the square root of how much they vary, so that
+/// their mean square is 1 and those that vary less still stand out of noise.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Codec {
     /// Pixels along a side of a patch.
@@ -25,7 +26,7 @@ pub struct Codec {
     mean: Vec<f32>,
     /// Orthonormal axes, `[channels, numbers]`.
     axes: Vec<f32>,
-    /// What coordinates along each axis are divided by, `[channels]`.
+    /// Divisor of the coordinates along each axis, `[channels]`.
     scale: Vec<f32>,
 }
 
@@ -36,10 +37,11 @@ impl Codec {
     /// The file of a model's folder.
     pub const FILE: &'static str = "codec.safetensors";
 
-    /// The codec of patches of `patch` pixels along a side, whose latents have so many channels, for frames like these.
+    /// Fits a codec to `frames`: patches of `patch` pixels a side, latents of `channels` channels.
     ///
     /// # Errors
-    /// [`Error::Argument`] for no frames, patches that do not divide a frame, or more channels than numbers in a patch.
+    /// [`Error::Argument`] for no frames, patches that do not divide a frame, or more channels than
+    /// numbers in a patch.
     pub fn fit(frames: &[Frame], patch: usize, channels: usize) -> Result<Self> {
         if frames.is_empty() {
             return Err(Error::argument("frames", 0, "must be at least 1"));
@@ -194,7 +196,8 @@ impl Codec {
     }
 }
 
-/// Writes a file under another name beside its place, waits until it is on the disk, and moves it there.
+/// Writes a file under another name beside its place, waits until it is on the disk, and moves it
+/// there.
 fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let folder = match path.parent() {
         Some(folder) if folder != Path::new("") => folder,
@@ -237,7 +240,8 @@ fn product(matrix: &[f64], vector: &[f64]) -> Vec<f64> {
     matrix.chunks(vector.len()).map(|row| dot(row, vector)).collect()
 }
 
-/// The axes in which `covariance`, of n rows, is largest, by orthogonal iteration (Golub and Van Loan, 2013, 8.2.4).
+/// The axes in which `covariance`, of n rows, is largest, by orthogonal iteration (Golub and Van
+/// Loan, 2013, 8.2.4).
 fn largest_axes(covariance: &[f64], n: usize, count: usize) -> Vec<Vec<f64>> {
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(0);
     let random = |_| (0..n).map(|_| rng.random::<f64>() - 0.5).collect();

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// What can be wrong. Every message is one line.
+/// Errors of this crate. Every message is one line.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -13,7 +13,7 @@ pub enum Error {
         field: &'static str,
         /// Its value.
         value: String,
-        /// What it must be.
+        /// The rule.
         rule: String,
     },
     /// A file that cannot be read or written.
@@ -29,7 +29,7 @@ pub enum Error {
     Malformed {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         why: String,
     },
     /// A picture that cannot be encoded.

@@ -1,8 +1,9 @@
-//! A small game whose frames a world model is trained on and judged by: a maze seen by who walks in it.
+//! A small game whose frames a world model is trained on and judged by: a maze seen by who walks in
+//! it.
 //!
-//! Everything is a function of seeds, and of whole numbers and basic arithmetic, so that it is the same on every
-//! machine: the [`Maze`], where a [`Player`] is after any [`Input`]s, the [`Frame`] seen from there, and how a
-//! [`Wanderer`] plays.
+//! Everything is a function of seeds, and of whole numbers and basic arithmetic, so that it is the
+//! same on every machine: the [`Maze`], where a [`Player`] is after any [`Input`]s, the [`Frame`]
+//! seen from there, and how a [`Wanderer`] plays.
 //!
 //! ```
 //! use kv_world::{Frame, Input, Maze, Player};

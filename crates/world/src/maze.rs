@@ -2,8 +2,8 @@
 
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
-/// A square of blocks, some of which are walls of one color each. Rooms lie at odd coordinates, and passages between
-/// them; every room can be reached.
+/// A square maze of blocks: free or a wall of one color. Rooms lie at odd coordinates with passages
+/// between them, and every room can be reached.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Maze {
     /// 0 where one can walk, else one more than the color of the wall; by rows.
@@ -20,8 +20,9 @@ impl Maze {
     /// Colors of walls.
     pub const COLORS: usize = 12;
 
-    /// The maze of a seed: a random spanning tree of rooms, grown from a random walk that turns back where it has no
-    /// way on (depth first), and half of the walls between rooms that are left taken away.
+    /// The maze of a seed: a random spanning tree of rooms, grown from a random walk that turns
+    /// back where it has no way on (depth first), and half of the walls between rooms that are left
+    /// taken away.
     pub fn new(seed: u64) -> Self {
         let mut rng = Xoshiro256PlusPlus::seed_from_u64(seed);
         let blocks = (0..Self::SIZE * Self::SIZE).map(|_| rng.random_range(1..=Self::COLORS as u8));
@@ -54,7 +55,7 @@ impl Maze {
         self.blocks[y * Self::SIZE + x] = 0;
     }
 
-    /// Whether the block in column `x` and row `y` is a wall, as all are outside of the maze.
+    /// Returns whether the block in column `x` and row `y` is a wall; outside the maze all are.
     pub fn is_wall(&self, x: usize, y: usize) -> bool {
         self.color(x, y).is_some()
     }

@@ -16,7 +16,8 @@ const GAP: usize = 2;
 const GROUND: u8 = 255;
 
 impl Picture {
-    /// A grid of frames, each pixel drawn as `zoom` times `zoom` ones; rows may be shorter than the first.
+    /// A grid of frames, each pixel drawn as `zoom` times `zoom` ones; rows may be shorter than the
+    /// first.
     ///
     /// # Errors
     /// [`Error::Argument`] for no frames or a `zoom` of 0.
@@ -53,11 +54,11 @@ impl Picture {
     }
 }
 
-/// An animated PNG file of pictures of one size, so many of them a second, over and over; one alone does not move.
+/// Encodes pictures of one size as an animated PNG that repeats; a single picture does not move.
 ///
 /// # Errors
-/// [`Error::Argument`] for no pictures, one of another size than the first, or none of them a second;
-/// [`Error::Encode`].
+/// [`Error::Argument`] for no pictures, one of another size than the first, or none of them a
+/// second; [`Error::Encode`].
 pub fn animation(pictures: &[Picture], per_second: u16) -> Result<Vec<u8>> {
     let Some(first) = pictures.first() else {
         return Err(Error::argument("pictures", 0, "must be at least 1"));

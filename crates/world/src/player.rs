@@ -6,7 +6,7 @@ use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
 use crate::Maze;
 
-/// What is done in one frame.
+/// The player's input in one frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Input {
     /// Counts that the mouse moves to the right, at most [`Player::MAX_TURN`] either way.
@@ -51,7 +51,7 @@ pub struct Player {
 const SPEED: f64 = 0.12;
 /// Half the width of a player, in blocks.
 const RADIUS: f64 = 0.25;
-/// What is less is no overlap.
+/// Smaller overlaps count as none.
 const EPSILON: f64 = 1e-6;
 
 impl Player {
@@ -79,7 +79,8 @@ impl Player {
         self.heading
     }
 
-    /// The unit vector of a heading. It is rounded, so that the libraries of all systems give the same.
+    /// The unit vector of a heading. It is rounded, so that the libraries of all systems give the
+    /// same.
     pub(crate) fn direction(heading: u16) -> [f64; 2] {
         const UNIT: f64 = (1u64 << 32) as f64;
         let angle = TAU * f64::from(heading) / f64::from(Self::HEADINGS);
@@ -105,13 +106,14 @@ impl Player {
 fn walked(from: f64, by: f64, hits: impl Fn(f64) -> bool) -> f64 {
     match hits(from + by) {
         false => from + by,
-        // A step is shorter than a block, so that the wall begins at the side of the block that the front enters.
+        // A step is shorter than a block, so that the wall begins at the side of the block that the
+        // front enters.
         true if by > 0.0 => (from + by + RADIUS).floor() - RADIUS,
         true => (from + by - RADIUS).ceil() + RADIUS,
     }
 }
 
-/// Whether somebody there would be in a wall.
+/// Returns whether a player at this position overlaps a wall.
 fn hits(maze: &Maze, x: f64, y: f64) -> bool {
     let sides = |at: f64| [at - RADIUS + EPSILON, at + RADIUS - EPSILON].map(|at| at as usize);
     sides(x).into_iter().any(|x| sides(y).into_iter().any(|y| maze.is_wall(x, y)))

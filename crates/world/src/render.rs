@@ -16,7 +16,7 @@ impl core::fmt::Debug for Frame {
 
 /// Rays for a column of pixels, whose colors are averaged.
 const RAYS: usize = 3;
-/// How much a column to the side looks aside, per unit ahead: a view of 80 degrees.
+/// Sideways reach of the view per unit ahead: a view of 80 degrees.
 const HALF_VIEW: f64 = 0.839_099_631;
 /// Where the darker part of a wall begins, from its middle at 0 to the floor at 1.
 const SKIRTING: f64 = 0.7;
@@ -44,9 +44,9 @@ const SKY: [Rgb; 2] = [[70.0, 110.0, 190.0], [180.0, 205.0, 235.0]];
 /// At the horizon, and below.
 const FLOOR: [Rgb; 2] = [[130.0, 125.0, 115.0], [60.0, 55.0, 50.0]];
 
-/// What a ray hits.
+/// The wall that a ray hits.
 struct Hit {
-    /// How far ahead, along the direction of view.
+    /// Distance along the direction of view.
     distance: f64,
     color: Rgb,
 }
@@ -65,8 +65,9 @@ impl Frame {
 
     /// The view of a player.
     ///
-    /// For each ray the blocks it passes are visited one after the other (Amanatides and Woo, 1987). How much of a pixel
-    /// is wall is computed from where walls begin and end, so that edges move smoothly.
+    /// For each ray the blocks it passes are visited one after the other (Amanatides and Woo,
+    /// 1987). How much of a pixel is wall is computed from where walls begin and end, so that edges
+    /// move smoothly.
     pub fn render(maze: &Maze, player: &Player) -> Self {
         let size = Self::SIZE;
         let [ahead_x, ahead_y] = Player::direction(player.heading);
@@ -141,7 +142,8 @@ fn cast(maze: &Maze, from: [f64; 2], direction: [f64; 2]) -> Hit {
         if let Some(color) = maze.color(block[0], block[1]) {
             let along = from[1 - axis] + distance * direction[1 - axis];
             let along = along - along.floor();
-            // Each side of a block has a brightness of its own, which grows from one edge to the other; edges are dark.
+            // Each side of a block has a brightness of its own, which grows from one edge to the
+            // other; edges are dark.
             let side = 1.0 - 0.12 * (2 * axis + usize::from(direction[axis] > 0.0)) as f64;
             let edge = if (along - 0.5).abs() > 0.46 { 0.6 } else { 1.0 };
             let shade = side * edge * (0.7 + 0.3 * along) / (1.0 + 0.12 * distance);

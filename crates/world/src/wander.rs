@@ -4,8 +4,9 @@ use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
 use crate::{Frame, Input, Maze, Player};
 
-/// Plays as somebody who looks around: walks ahead for a while, turns ever faster and slower again, turns away from
-/// walls, and sometimes steps aside or back. An endless stream of inputs, each with the frame that it leads to.
+/// Plays as somebody who looks around: walks ahead for a while, turns ever faster and slower again,
+/// turns away from walls, and sometimes steps aside or back. An endless stream of inputs, each with
+/// the frame that it leads to.
 #[derive(Clone, Debug)]
 pub struct Wanderer<'a> {
     maze: &'a Maze,
@@ -31,7 +32,7 @@ impl<'a> Wanderer<'a> {
         Self { maze, player, rng, input, aim: 0, turning: 0, walking: 0 }
     }
 
-    /// Goes on for so many frames that nobody looks at.
+    /// Walks for `frames` frames without rendering them.
     pub fn walk(&mut self, frames: usize) {
         for _ in 0..frames {
             self.go();
@@ -49,7 +50,7 @@ impl<'a> Wanderer<'a> {
         &self.player
     }
 
-    /// Whether somebody who walks straight on from here is soon stopped.
+    /// Returns whether a wall is close ahead.
     fn is_blocked(&self) -> bool {
         let mut ahead = self.player;
         let walk = Input { forward: true, ..Input::default() };
@@ -62,7 +63,7 @@ impl<'a> Wanderer<'a> {
         })
     }
 
-    /// What the player does next.
+    /// Decides the player's next input.
     fn decide(&mut self) -> Input {
         let rng = &mut self.rng;
         if self.walking == 0 {

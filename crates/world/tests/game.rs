@@ -59,7 +59,8 @@ fn a_whole_turn_is_none() {
     }
 }
 
-/// Nobody is ever closer to a wall than a quarter of a block, whatever the controls, and every room can be reached.
+/// Nobody is ever closer to a wall than a quarter of a block, whatever the controls, and every room
+/// can be reached.
 #[test]
 fn walls_are_not_walked_through() {
     for seed in 0..6 {
@@ -83,7 +84,8 @@ fn walls_are_not_walked_through() {
     }
 }
 
-/// Walking ahead ends at a wall, which then fills the view, and walking back along the same line starts there.
+/// Walking ahead ends at a wall, which then fills the view, and walking back along the same line
+/// starts there.
 #[test]
 fn a_wall_stops() {
     let maze = Maze::new(0);
@@ -104,8 +106,8 @@ fn a_wall_stops() {
     assert!((moved.sum::<f64>() - 0.12).abs() < 1e-9);
 }
 
-/// The closer a wall, the more of the picture it takes: the sky at the upper edge of the middle column is as bright as
-/// the sky only from afar.
+/// The closer a wall, the more of the picture it takes: the sky at the upper edge of the middle
+/// column is as bright as the sky only from afar.
 #[test]
 fn walls_grow() {
     let maze = Maze::new(0);
@@ -163,7 +165,7 @@ fn latents_restore_frames() {
     assert!(error.contains(Codec::FILE) && !error.contains('\n'), "{error}");
 }
 
-/// What is written takes the place of a file once it is whole: it is another file, and nothing is left beside it.
+/// A complete new file replaces the old one, and no temporary file is left.
 #[test]
 fn codecs_replace_files_whole() {
     let maze = Maze::new(0);

@@ -29,9 +29,9 @@ pub struct AttentionPlan {
     /// The least number of bytes that one timed sample reads, so that the processor's caches do not
     /// hold them: a sample uses as many KV caches in turn as this takes.
     pub working_set: usize,
-    /// Samples, of which the median counts.
+    /// Number of samples; the median is reported.
     pub samples: usize,
-    /// Whether the launches of a sample are recorded once and replayed; requires `tokens` to be 1.
+    /// Capture the launches of a sample once and replay them; requires `tokens` to be 1.
     pub recorded: bool,
 }
 
@@ -195,7 +195,8 @@ pub fn time_decode_attention<T: Target>(
         let n = plan.copies(cache.layout(), context);
         layers.push(vec![cache; n]);
     }
-    // Launches wait in a queue, and the more do, the longer each takes: there are as many of each cache.
+    // Launches wait in a queue, and the more do, the longer each takes: there are as many of each
+    // cache.
     let most = layers.iter().map(Vec::len).max().unwrap_or(0);
     for layers in layers.iter_mut().filter(|_| T::NAME != "flex") {
         // The clones share memory until each is first written, which happens in the warm-up.
@@ -236,7 +237,7 @@ pub fn time_decode_attention<T: Target>(
         .collect())
 }
 
-/// Records one step of every one of `layers`, each of which holds `context` tokens.
+/// Captures one step of each of `layers`, which hold `context` tokens each.
 fn recorded<'a, T: Target>(
     device: &'a On<T>,
     layers: &'a mut [KvCache],
@@ -283,12 +284,12 @@ pub struct AppendPoint {
     pub append_flush: Option<Timing>,
     /// Seconds to append one token and attend.
     pub step: Timing,
-    /// The same in a step in which the keys are flushed; `None` for caches that never do.
+    /// Time of a step that flushes keys; `None` for caches that never flush.
     pub step_flush: Option<Timing>,
 }
 
 /// Times steps of one token: appending alone, and appending and attending, each with separate times
-/// for steps in which the keys of the window are flushed, of which `plan.samples` are timed.
+/// for steps that flush the keys of the residual; `plan.samples` of these are timed.
 ///
 /// # Errors
 /// As [`time_decode_attention`].

@@ -35,11 +35,12 @@ pub fn codec_bytes([heads, tokens, head_dim]: [usize; 3]) -> Result<u64> {
     Ok(COPIES * size::tensor_bytes([1, heads, tokens, head_dim])?)
 }
 
-/// Times quantizing and restoring f32 `[1, heads, tokens, head_dim]` with all bits, keys and values in
-/// turn.
+/// Times quantizing and restoring f32 `[1, heads, tokens, head_dim]` with all bits, keys and values
+/// in turn.
 ///
 /// # Errors
-/// Fails as [`quantize`] and [`codec_bytes`] do, and for a number of samples that is 0 or too large.
+/// Fails as [`quantize`] and [`codec_bytes`] do, and for a number of samples that is 0 or too
+/// large.
 pub fn time_codec<T: Target>(
     device: &On<T>,
     [heads, tokens, head_dim]: [usize; 3],

@@ -22,7 +22,7 @@ pub struct FramesPlan {
     pub tokens_per_frame: usize,
     /// Frames of the ring, the one that attends among them.
     pub window: Frames,
-    /// Samples, of which the median counts.
+    /// Number of samples; the median is reported.
     pub samples: usize,
 }
 

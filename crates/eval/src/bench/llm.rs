@@ -1,5 +1,5 @@
-//! Whole models the way llama.cpp's `llama-bench` times them: prompts ("pp") and generated tokens ("tg") after
-//! so many tokens that are in the cache already.
+//! Whole models the way llama.cpp's `llama-bench` times them: prompts ("pp") and generated tokens
+//! ("tg") after a number of tokens already in the cache.
 
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ use tracing::trace_span;
 use super::{model, not_recorded, size, wait};
 use crate::{Error, Result};
 
-/// What [`time_llm`] times.
+/// The plan of [`time_llm`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LlmPlan {
     /// Tokens of a prompt.
@@ -26,7 +26,7 @@ pub struct LlmPlan {
     pub depths: Vec<usize>,
     /// Times that each is done, after one that does not count; at least 2.
     pub repetitions: usize,
-    /// Whether steps are recorded once and replayed, see [`kv_models::DecodeGraph`]; `None` for where that
+    /// Capture steps once and replay them, see [`kv_models::DecodeGraph`]; `None` captures where it
     /// [pays](Steps::pays_recorded).
     pub recorded: Option<bool>,
 }
@@ -91,12 +91,12 @@ pub struct LlmPoint {
     pub cache: String,
     /// Tokens in the cache before.
     pub depth: usize,
-    /// Tokens per second by the wall clock: passes through the model, logits read by the host, and each token picked
-    /// (of a prompt, the one after it).
+    /// Tokens per second by the wall clock: passes through the model, logits read by the host, and
+    /// each token picked (of a prompt, the one after it).
     pub tokens_per_second: Spread,
     /// Tokens per second of the passes through the model alone, until the device has done them.
     pub forward_tokens_per_second: Spread,
-    /// Of a prompt, the seconds until the token after it is picked.
+    /// Seconds until the first token after a prompt is picked.
     pub first_token_seconds: Option<Spread>,
 }
 
@@ -107,12 +107,12 @@ struct Pass {
     forward: f64,
 }
 
-/// Times prompts and generation of `model` with each of `caches`, all of them in turn in every repetition. `progress`
-/// is told the tokens passed so far, see [`LlmPlan::tokens`].
+/// Times prompts and generation of `model` with each of `caches`, all of them in turn in every
+/// repetition. `progress` receives the tokens processed so far, see [`LlmPlan::tokens`].
 ///
 /// # Errors
-/// [`Error::Plan`] for a plan that is none or exceeds the model, a device that cannot record, and the model's and the
-/// cache's errors.
+/// [`Error::Plan`] for a plan that is none or exceeds the model, a device that cannot record, and
+/// the model's and the cache's errors.
 pub fn time_llm<T: Target>(
     device: &On<T>,
     model: &LanguageModel,

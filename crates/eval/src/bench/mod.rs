@@ -38,7 +38,7 @@ pub struct Timing {
     pub low: f64,
     /// A tenth were slower.
     pub high: f64,
-    /// How many were taken.
+    /// Number of samples taken.
     pub samples: usize,
 }
 

@@ -16,14 +16,14 @@ use crate::{Error, Result, memory::Tracking};
 /// Tokens per prefill pass.
 pub(super) const PREFILL_CHUNK: usize = 512;
 
-/// What [`time_decode`] times.
+/// The plan of [`time_decode`].
 #[derive(Clone, Debug)]
 pub struct DecodeSubject {
     /// The cache.
     pub cache: ModelCacheConfig,
     /// Sequences, of lengths that differ by a token each.
     pub batch: usize,
-    /// Whether the step is recorded once and replayed, see [`DecodeGraph`], or launched every time.
+    /// Capture the step once and replay it, see [`DecodeGraph`], rather than launch it every time.
     pub recorded: bool,
 }
 
@@ -34,7 +34,7 @@ pub struct DecodePoint {
     pub cache: String,
     /// Sequences that take the step together.
     pub batch: usize,
-    /// Whether a recording of the step was replayed.
+    /// Set if a captured step was replayed.
     pub recorded: bool,
     /// Tokens in the cache, of the longest sequence.
     pub context: usize,
@@ -72,11 +72,11 @@ pub fn timed_steps(samples: usize) -> usize {
 }
 
 /// Times `samples` decode steps of `model` at each of the ascending `contexts`, for each of
-/// `subjects` in turn. `progress` is told the tokens prefilled so far.
+/// `subjects` in turn. `progress` receives the tokens prefilled so far.
 ///
 /// # Errors
-/// [`Error::Plan`] for contexts that do not ascend, fewer tokens than sequences, a device that cannot record or
-/// a batch that is to be recorded, and the model's and the cache's errors.
+/// [`Error::Plan`] for contexts that do not ascend, fewer tokens than sequences, a device that
+/// cannot record or a batch that is to be recorded, and the model's and the cache's errors.
 pub fn time_decode<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -165,7 +165,7 @@ pub struct PrefillPoint {
 
 /// Times passing prompts of `lengths` tokens into empty caches, chunk by chunk, `samples` times for
 /// each of `caches` in turn. Before that, each cache is filled once to measure its memory with
-/// `memory`, the program's allocator. `progress` is told the tokens passed so far.
+/// `memory`, the program's allocator. `progress` receives the tokens processed so far.
 ///
 /// # Errors
 /// [`Error::Plan`] for no samples, and the model's and the cache's errors.
@@ -229,8 +229,9 @@ pub(super) fn prefill<T: Target>(
     Ok(cache.len() - before)
 }
 
-/// Fills the sequences of `cache`, the last up to `context` tokens and each before it with one less, from
-/// `reader`, which holds what it held at the context before. Returns how many tokens that took.
+/// Fills the sequences of `cache`, the last up to `context` tokens and each before it with one
+/// less, from `reader`, which holds what it held at the context before. Returns how many tokens
+/// that took.
 fn fill<T: Target>(
     device: &On<T>,
     model: &LanguageModel,

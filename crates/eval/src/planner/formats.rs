@@ -2,8 +2,8 @@
 
 use kv_cubecl::{CacheFloat, KvCacheConfig, KvFormat};
 
-/// The caches of a plan that names none: every float type for all tokens, then every format of packed tokens on both sides,
-/// with what stays in float in the 16 bits that every device has.
+/// The caches of a plan that names none: every float type for all tokens, then every format of
+/// packed tokens on both sides, with what stays in float in the 16 bits that every device has.
 pub fn formats() -> Vec<KvCacheConfig> {
     let floats = CacheFloat::ALL.iter().map(|&float| KvCacheConfig::float().with_float(float));
     let packed = KvFormat::ALL.iter().filter(|format| format.is_quantized());

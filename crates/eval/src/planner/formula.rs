@@ -13,9 +13,9 @@ use crate::{Error, Result};
 pub struct Formula {
     /// The most tokens of a sequence.
     pub max_tokens: u64,
-    /// What the sum is of.
+    /// The parts of the sum.
     pub parts: Vec<Part>,
-    /// How entries are stored.
+    /// Storage of the entries.
     pub formats: Vec<Format>,
 }
 
@@ -24,24 +24,24 @@ pub struct Formula {
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Part {
-    /// What they are called.
+    /// Name of the layers.
     pub name: String,
-    /// How many layers have them.
+    /// Number of layers with these entries.
     pub layers: u64,
-    /// Of how many tokens there is one entry.
+    /// Tokens per entry.
     every: Option<u64>,
-    /// How many entries there are whatever the tokens.
+    /// Number of entries independent of the tokens.
     entries: Option<u64>,
-    /// What an entry consists of.
+    /// Parts of an entry.
     entry: Vec<String>,
 }
 
-/// How entries are stored.
+/// Storage of the entries.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Format {
-    /// What it is called.
+    /// The name.
     pub name: String,
     /// The bytes of everything that entries consist of.
     bytes: BTreeMap<String, u64>,
@@ -60,7 +60,7 @@ impl Formula {
         })
     }
 
-    /// The bytes of each part for `batch` sequences of so many tokens.
+    /// Returns the bytes of each part for `batch` sequences of `tokens` tokens.
     ///
     /// # Errors
     ///
@@ -100,8 +100,8 @@ mod tests {
         Preset::find("deepseek-v4-pro").unwrap().formula().unwrap().clone()
     }
 
-    /// Everything that an entry consists of has bytes in every format, and a part has entries by tokens or a fixed
-    /// number of them.
+    /// Everything that an entry consists of has bytes in every format, and a part has entries by
+    /// tokens or a fixed number of them.
     #[test]
     fn formulas_are_complete() {
         for preset in Preset::all() {

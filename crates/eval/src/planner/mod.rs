@@ -1,4 +1,5 @@
-//! What a model takes of memory, and how long a context and how large a batch there is room for: [`plan`].
+//! What a model takes of memory, and how long a context and how large a batch there is room for:
+//! [`plan`].
 
 mod formats;
 mod formula;
@@ -26,7 +27,7 @@ const MOST_TOKENS: usize = 1 << 24;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Subject {
-    /// What it is called.
+    /// The name.
     pub name: String,
     /// Where its numbers are from.
     pub source: Option<String>,
@@ -34,7 +35,7 @@ pub struct Subject {
     pub parameters: Option<u64>,
     /// The tokens of a frame, for a model of frames.
     pub frame: Option<Frame>,
-    /// What a user should know of the numbers.
+    /// Notes on the numbers for the user.
     pub notes: Vec<String>,
     /// Tokens of the chunks in which its prompts pass.
     chunk: usize,
@@ -65,28 +66,29 @@ impl Subject {
         Self::new(name, Kind::Caches(Box::new(outline), false))
     }
 
-    /// A cache of which there is a formula.
+    /// A cache given by a formula.
     pub fn of_formula(name: &str, formula: Formula) -> Self {
         Self::new(name, Kind::Formula(formula))
     }
 
-    /// The same on a device, with prompts in chunks that [suit](GenerateOptions::suiting_chunk) both, as in generation.
+    /// Plans for a device, with prompts in chunks that [suit](GenerateOptions::prefill_chunk_for)
+    /// both, as in generation.
     #[must_use]
     pub fn on(self, device: &Device) -> Self {
         let chunk = match &self.kind {
-            Kind::Caches(outline, _) => GenerateOptions::suiting_chunk(&outline.spec, device),
+            Kind::Caches(outline, _) => GenerateOptions::prefill_chunk_for(&outline.spec, device),
             Kind::Formula(_) => self.chunk,
         };
         Self { chunk, ..self }
     }
 
-    /// The same, and where its numbers are from.
+    /// Sets the source of the numbers.
     #[must_use]
     pub fn with_source(self, source: &str) -> Self {
         Self { source: Some(source.into()), ..self }
     }
 
-    /// The same with notes.
+    /// Adds notes.
     #[must_use]
     pub fn with_notes(mut self, notes: impl IntoIterator<Item = String>) -> Self {
         self.notes.extend(notes);
@@ -110,7 +112,7 @@ impl Subject {
     }
 }
 
-/// What is asked.
+/// The question of a plan.
 #[derive(Clone, Debug)]
 pub struct Request {
     /// Tokens of each sequence.
@@ -141,11 +143,12 @@ pub struct MemoryPlan {
     pub batch: usize,
     /// The memory.
     pub memory: Memory,
-    /// Bytes of the weights by the type they are kept in; `None` where they are not known and not counted.
+    /// Bytes of the weights by the type they are kept in; `None` where they are not known and not
+    /// counted.
     pub weights: Option<BTreeMap<String, usize>>,
     /// One for each cache.
     pub caches: Vec<Row>,
-    /// What a user should know.
+    /// Notes for the user.
     pub notes: Vec<String>,
 }
 
@@ -163,17 +166,17 @@ pub struct Memory {
     pub buffer: Option<u64>,
 }
 
-/// What is said of one cache.
+/// The plan for one cache.
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct Row {
     /// Its name.
     pub cache: String,
-    /// What it takes; `None` if the model or any device cannot have it.
+    /// Memory it takes; `None` if the model or any device does not support it.
     pub needs: Option<Needs>,
     /// Why it cannot be had.
     pub why: Option<String>,
-    /// Whether it fits what may be taken.
+    /// Set if it fits the memory limit.
     pub fits: bool,
     /// The most tokens for as many sequences, up to the model's limit.
     pub longest_context: Option<usize>,
@@ -185,19 +188,19 @@ pub struct Row {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Needs {
-    /// Those of the cache, part by part.
+    /// Bytes of the cache, by part.
     pub parts: Vec<(String, u64)>,
-    /// Those of the cache.
+    /// Bytes of the cache.
     pub cache: u64,
-    /// Those of the cache by token of a sequence.
+    /// Bytes of the cache per token of a sequence.
     pub cache_per_token: f64,
-    /// What a pass computes with, an estimate; `None` where the model's widths are not known.
+    /// Estimated bytes of activations; `None` if the model's widths are not known.
     pub activations: Option<u64>,
     /// All that is known: weights, cache and activations.
     pub total: u64,
 }
 
-/// What `subject` takes with each cache, and what there is room for.
+/// Plans the memory of `subject` with each cache, and the context and batch that fit.
 ///
 /// # Errors
 ///
@@ -272,7 +275,7 @@ pub fn plan(subject: &Subject, request: &Request) -> Result<MemoryPlan> {
     })
 }
 
-/// What is asked of each cache.
+/// The question for each cache.
 struct Asked<'a> {
     context: usize,
     batch: usize,
@@ -287,7 +290,8 @@ impl Asked<'_> {
 
     fn row(&self, planned: &Planned<'_>, cache: &ModelCacheConfig, counted: bool) -> Row {
         let at = cache.clone().with_capacity(self.context);
-        // How long the context and how many the sequences are bounds the pass, by the rule of the search below.
+        // How long the context and how many the sequences are bounds the pass, by the rule of the
+        // search below.
         let pass = if counted { self.chunk } else { 0 };
         let usage = Usage::new(at).with_batch(self.batch).with_pass(pass);
         let name = cache.to_string();

@@ -7,12 +7,13 @@ use serde::Serialize;
 use super::{Score, bytes};
 use crate::Result;
 
-/// Settings of KIVI's caches, each with every pair of bits: the paper's, and those of the presets with smaller windows and
-/// groups.
+/// Settings of KIVI's caches, each with every pair of bits: the paper's, and those of the presets
+/// with smaller windows and groups.
 const GROUPED: [&str; 4] =
     ["", "-r32-s4-gflush-hadv-f16", "-r64-s4-gflush-hadv-f16", "-g64-r64-s4-gflush-hadv-f16"];
 
-/// Settings of caches that quantize each token by itself, each with every such format on both sides.
+/// Settings of caches that quantize each token by itself, each with every such format on both
+/// sides.
 const BY_TOKEN: [&str; 3] = ["", "-s4-f16", "-s4-hadv-hadk-f16"];
 
 /// Bits of a side, the most first.
@@ -31,9 +32,10 @@ pub struct Alike {
     pub seen: Score,
 }
 
-/// The caches of `capacity` tokens that are worth a measurement where at most `most` bytes are allowed: every setting
-/// with every format on both sides, and with every pair of bits, unless another pair of no fewer bits on either side
-/// fits as well. Those that do not fit the heads of the model are left out.
+/// The caches of `capacity` tokens that are worth a measurement where at most `most` bytes are
+/// allowed: every setting with every format on both sides, and with every pair of bits, unless
+/// another pair of no fewer bits on either side fits as well. Those that do not fit the heads of
+/// the model are left out.
 pub(super) fn alike(
     spec: &ModelSpec,
     capacity: usize,
@@ -90,9 +92,11 @@ mod tests {
         alike(&spec, 4096, most).unwrap().iter().map(ToString::to_string).collect()
     }
 
-    /// Bytes by hand, of two layers of 4096 tokens with one head of 64 channels, codes and parameters of a group of 64
-    /// numbers without what is in float: a side takes 2 * 4096 * (64 * bits / 8 + 4), in 4 bits 294912 and in 2 bits
-    /// 163840. So one side in 4 bits fits into half a megabyte, both do not, and pairs of 2 bits are beaten.
+    /// Bytes by hand, of two layers of 4096 tokens with one head of 64 channels, codes and
+    /// parameters of a group of 64 numbers without what is in float: a side takes 2 * 4096 * (64 *
+    /// bits / 8 + 4), in 4 bits 294912 and in 2 bits
+    /// 163840. So one side in 4 bits fits into half a megabyte, both do not, and pairs of 2 bits
+    ///         are beaten.
     #[test]
     fn pairs_of_fewer_bits_are_left_out() {
         let names = names(64, 525_000);
@@ -101,8 +105,8 @@ mod tests {
             pairs.filter(|pair| pair.len() == 4).collect()
         };
         assert_eq!(of("-g64-r64-s4-gflush-hadv-f16"), ["k4v2", "k2v4"]);
-        // Groups of 32 have twice the parameters: a side of 4 bits takes 327680, one of 2 bits 196608, and the floats
-        // of 32 tokens bring both over what is allowed.
+        // Groups of 32 have twice the parameters: a side of 4 bits takes 327680, one of 2 bits
+        // 196608, and the floats of 32 tokens bring both over what is allowed.
         assert_eq!(of("-r32-s4-gflush-hadv-f16"), ["k2v2"]);
     }
 

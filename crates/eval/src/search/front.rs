@@ -10,8 +10,8 @@ pub(super) struct Choice {
 /// The choice of every cell, by number.
 pub(super) type Assignment = Vec<usize>;
 
-/// The choices of a cell that are best for some price of a byte, the cheapest in cost first: the lower convex hull of
-/// its points.
+/// The choices of a cell that are best for some price of a byte, the cheapest in cost first: the
+/// lower convex hull of its points.
 fn hull(choices: &[Choice]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..choices.len()).collect();
     order.sort_by(|&a, &b| {
@@ -34,13 +34,13 @@ fn hull(choices: &[Choice]) -> Vec<usize> {
     hull
 }
 
-/// What a byte costs that is saved by going from one choice to another.
+/// Returns the loss per byte saved by going from one choice to another.
 fn price(from: Choice, to: Choice) -> f64 {
     (to.cost - from.cost) / (from.bytes - to.bytes) as f64
 }
 
-/// Assignments from the one of least cost to the one of fewest bytes, each with one choice of one cell changed. Each is
-/// the best there is for its bytes: no other of no more bytes costs less.
+/// Assignments from the one of least cost to the one of fewest bytes, each with one choice of one
+/// cell changed. Each is the best there is for its bytes: no other of no more bytes costs less.
 pub(super) fn front(cells: &[Vec<Choice>]) -> Vec<Assignment> {
     let hulls: Vec<Vec<usize>> = cells.iter().map(|choices| hull(choices)).collect();
     let mut steps: Vec<(f64, usize, usize)> = vec![];
@@ -70,8 +70,8 @@ pub(super) fn sum(cells: &[Vec<Choice>], assignment: &[usize]) -> Choice {
     })
 }
 
-/// The first of the front of no more than so many bytes, with single choices bettered as long as any fits; `None` if
-/// not even the fewest bytes do.
+/// Returns the first point of the front within the byte budget, with single choices bettered as
+/// long as any fits; `None` if not even the fewest bytes do.
 pub(super) fn within(cells: &[Vec<Choice>], bytes: usize) -> Option<Assignment> {
     let fits = |assignment: &Assignment| sum(cells, assignment).bytes <= bytes;
     let mut best = front(cells).into_iter().find(fits)?;

@@ -1,4 +1,5 @@
-//! Losses and divergences of many caches over the same windows, for which the float cache runs once.
+//! Losses and divergences of many caches over the same windows, for which the float cache runs
+//! once.
 
 use core::ops::ControlFlow;
 
@@ -16,10 +17,11 @@ use crate::{
 /// Rows whose logits are compared at once.
 const ROWS: usize = 256;
 
-/// Bytes of the logits of the float cache that are kept for all caches of a window; beyond, they are computed again.
+/// Bytes of the logits of the float cache that are kept for all caches of a window; beyond, they
+/// are computed again.
 const KEPT: usize = 1 << 30;
 
-/// What a cache costs over a text, in nats per token.
+/// Loss of a cache over a text, in nats per token.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Score {
@@ -68,11 +70,13 @@ impl<T: Target> Window<'_, T> {
     }
 }
 
-/// The scores of the float cache and of each of `caches` over the windows of `plan`, whose own caches do not count.
-/// `step` is called after each window of each cache, that of the float one included, and may end it all.
+/// The scores of the float cache and of each of `caches` over the windows of `plan`, whose own
+/// caches do not count. `step` is called after each window of each cache, that of the float one
+/// included, and may end it all.
 ///
 /// # Errors
-/// [`Error::Stopped`] if `step` says so, [`Error::NonFinite`], and the model's and the cache's errors.
+/// [`Error::Stopped`] if `step` asks to stop, [`Error::NonFinite`], and the model's and the cache's
+/// errors.
 pub(super) fn measure<T: Target>(
     device: &On<T>,
     model: &LanguageModel,

@@ -1,13 +1,18 @@
-//! The search for a layer policy: which formats lose least for a model in so many bytes.
+//! The search for a layer policy: which formats lose least for a model within a byte budget.
 //!
-//! 1. Sensitivity: the divergence from the float cache with one side of one layer quantized, for every layer, side and
+//! 1. Sensitivity: the divergence from the float cache with one side of one layer quantized, for
+//!    every layer, side and
 //!    format.
-//! 2. A policy costs about the sum of what its parts cost, and so do its bytes, so that the best policies for all
+//! 2. A policy costs about the sum of what its parts cost, and so do its bytes, so that the best
+//!    policies for all
 //!    numbers of bytes follow from that: the [front](Found::front).
-//! 3. The one of the bytes that are asked for is measured, beside the caches of the same formats in all layers that take
+//! 3. The one of the bytes that are asked for is measured, beside the caches of the same formats in
+//!    all layers that take
 //!    no more bytes, on the text of the search and on one that the search has not seen.
-//! 4. Beside them stand caches of all layers alike with other settings and formats than the search's: those that are
-//!    [worth it](Found::alike) pass once over the text of the search, and the best of them over the other.
+//! 4. Beside them stand caches of all layers alike with other settings and formats than the
+//!    search's: those that are
+//!    [worth it](Found::alike) pass once over the text of the search, and the best of them over
+//!    the other.
 
 mod alike;
 mod front;
@@ -27,17 +32,17 @@ use self::{
 };
 use crate::{Error, Plan, Result};
 
-/// What is searched for, and on which texts.
+/// The goal of a search, and its texts.
 #[derive(Clone, Debug)]
 pub struct SearchPlan {
-    /// What all layers have but for the formats: groups, windows, sinks, rotations, float type, and in `capacity` the
-    /// tokens that `bytes` are for.
+    /// Options of all layers except the formats: groups, residual, sinks, hadamard, float type, and
+    /// in `capacity` the tokens that `bytes` are for.
     pub base: KvCacheConfig,
     /// Formats to choose from, beside float.
     pub formats: Vec<KvFormat>,
     /// Bytes of the caches of all layers for one sequence, at most.
     pub bytes: usize,
-    /// What the policy is called.
+    /// Name of the policy.
     pub name: String,
     /// The text of the search. Its mode and caches do not count.
     pub seen: Plan,
@@ -45,7 +50,7 @@ pub struct SearchPlan {
     pub unseen: Plan,
 }
 
-/// What one side of one layer costs in one format, the rest in float.
+/// Loss of one side of one layer in one format, with the rest in float.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Sensitivity {
@@ -102,22 +107,22 @@ pub struct Found {
     pub float_bytes: usize,
     /// Losses of the float cache on both texts.
     pub float: [Score; 2],
-    /// What each part costs.
+    /// Loss of each part.
     pub sensitivities: Vec<Sensitivity>,
     /// Bytes and costs of the best policies, the largest first.
     pub front: Vec<Predicted>,
-    /// Caches of all layers alike with settings and formats of their own that take no more bytes than are allowed, the
-    /// one of least divergence on the text of the search first.
+    /// Caches of all layers alike with settings and formats of their own that take no more bytes
+    /// than are allowed, the one of least divergence on the text of the search first.
     pub alike: Vec<Alike>,
-    /// The policy, then the caches of all layers alike in the formats of the search that take no more bytes than are
-    /// allowed, then the [`BEST`] of the others.
+    /// The policy, then the caches of all layers alike in the formats of the search that take no
+    /// more bytes than are allowed, then the [`BEST`] of the others.
     pub measured: Vec<Measured>,
 }
 
-/// How many [others](Found::alike) are measured on the text that the search has not seen.
+/// Number of [others](Found::alike) measured on the text that the search has not seen.
 pub const BEST: usize = 3;
 
-/// How far a search is.
+/// Progress of a search.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct SearchProgress {
@@ -166,7 +171,7 @@ impl SearchPlan {
         policy
     }
 
-    /// The same formats in all layers, by their short name.
+    /// Short name of the formats shared by all layers.
     fn uniform(&self, spec: &ModelSpec, [keys, values]: [usize; 2]) -> Option<ModelCacheConfig> {
         let layers = spec.layers.iter().map(|layer| layer.with_sliding_window(None)).collect();
         let plain = ModelSpec::new(spec.vocab_size, spec.hidden_size, spec.max_positions, layers);
@@ -197,11 +202,11 @@ fn bytes(spec: &ModelSpec, cache: &ModelCacheConfig) -> Result<(usize, Vec<usize
     Ok((bytes.iter().sum(), bytes))
 }
 
-/// Searches; see the module. `progress` is told after every window, and may end the search.
+/// Searches; see the module. `progress` is called after every window, and may end the search.
 ///
 /// # Errors
-/// [`Error::Plan`] for formats or bytes that cannot be, [`Error::Stopped`] if `progress` says so, and the model's and
-/// the cache's errors.
+/// [`Error::Plan`] for formats or bytes that cannot be, [`Error::Stopped`] if `progress` asks to
+/// stop, and the model's and the cache's errors.
 pub fn search<T: Target>(
     device: &On<T>,
     model: &LanguageModel,

@@ -20,14 +20,14 @@ impl Found {
         self.measured.first()
     }
 
-    /// Of the caches of all layers alike that fit, the one that diverges least on the text that the search has not
-    /// seen.
+    /// Returns the cache that diverges least on the unseen text, among those that fit and are
+    /// shared by all layers.
     pub fn best_uniform(&self) -> Option<&Measured> {
         let others = self.measured.iter().skip(1);
         others.min_by(|a, b| a.unseen.kl.total_cmp(&b.unseen.kl))
     }
 
-    /// What was measured: on the text of the search, then on the one it has not seen.
+    /// Measurements on the text of the search, then on the unseen one.
     fn measured_table(&self) -> Table {
         let mut table = Table::new([
             "cache",
@@ -108,8 +108,8 @@ impl Found {
         table
     }
 
-    /// Divergence against bytes: the front as it is predicted, and what was measured on the text that the search has not
-    /// seen.
+    /// Divergence against bytes: the front as it is predicted, and what was measured on the text
+    /// that the search has not seen.
     pub fn chart(&self) -> Chart {
         let front = self.front.iter().filter(|at| at.kl > 0.0);
         let front = front.map(|at| (mib(at.bytes), at.kl)).collect();

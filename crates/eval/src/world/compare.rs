@@ -16,21 +16,21 @@ use serde::Serialize;
 use super::{Rollout, RolloutPlan, Truth, World, psnr, roll_out, squared_error, ssim};
 use crate::{Error, Result, bench::median};
 
-/// What the layers of a world model store: a cache or a policy, in all layers or in the last few
-/// alone, the others in float.
+/// The caches of a world model's layers: a cache or policy in all layers, or only in the last few
+/// with float in the others.
 ///
 /// It is parsed from the short name of a cache, of a preset or of a policy's file, with `@2` behind
 /// it for the last two layers, and printed as the name of what it stores.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerCaches {
-    /// What is stored.
+    /// The cache or policy.
     pub cache: ModelCacheConfig,
-    /// How many of the last layers have it; `None` for all.
+    /// Number of last layers with it; `None` for all.
     pub last: Option<usize>,
 }
 
 impl LayerCaches {
-    /// The format of each of so many layers.
+    /// Returns the format of each of `layers` layers.
     ///
     /// # Errors
     /// [`Error::Plan`] for more layers than there are.
@@ -72,10 +72,10 @@ impl FromStr for LayerCaches {
     }
 }
 
-/// What a model shows with one kind of cache. Means over all seeds, by frame after the context.
+/// Quality of a model's frames with one cache: means over all seeds, by frame after the context.
 #[derive(Clone, Debug, Serialize)]
 pub struct WorldPoint {
-    /// What is stored.
+    /// The cache or policy.
     pub cache: String,
     /// PSNR against the true frames, in decibels.
     pub psnr: Vec<f64>,
@@ -87,8 +87,8 @@ pub struct WorldPoint {
     pub twin_psnr: Vec<f64>,
     /// SSIM against the same.
     pub twin_ssim: Vec<f64>,
-    /// Length of the difference of the model's predictions from those with a float cache to the length of these, both
-    /// having seen the same frames.
+    /// Length of the difference of the model's predictions from those with a float cache to the
+    /// length of these, both having seen the same frames.
     pub velocity_error: f64,
     /// Bytes of the caches of one stream.
     pub bytes: usize,
@@ -96,7 +96,7 @@ pub struct WorldPoint {
     pub bytes_read: usize,
     /// Seconds of a frame of all seeds: the model's two passes.
     pub model_seconds: f64,
-    /// Those of them in attention, measured by itself with the caches as they are at the end.
+    /// Seconds in attention, measured separately with the caches as they are at the end.
     pub attention_seconds: f64,
     /// Seconds of decoding a frame of all seeds.
     pub decoder_seconds: f64,
@@ -117,12 +117,13 @@ pub struct LayerScales {
     pub mean: f64,
     /// The largest.
     pub max: f32,
-    /// The most by which the last frame changed one, over what it was before: whether they have converged.
+    /// The most by which the last frame changed one, over what it was before: whether they have
+    /// converged.
     pub change: f32,
 }
 
 impl LayerScales {
-    /// Those of all layers.
+    /// Sum over all layers.
     fn of(cache: &WorldCache) -> Vec<Self> {
         let layers = cache.layers().iter().enumerate();
         let sides = layers.flat_map(|(layer, ring)| {
@@ -146,7 +147,8 @@ impl WorldPoint {
         drops.fold(f64::NEG_INFINITY, f64::max)
     }
 
-    /// Seconds of a frame of all seeds that are not attention: the projections, and what little else a layer does.
+    /// Seconds of a frame of all seeds that are not attention: the projections, and what little
+    /// else a layer does.
     pub fn projection_seconds(&self) -> f64 {
         (self.model_seconds - self.attention_seconds).max(0.0)
     }
@@ -158,7 +160,7 @@ impl WorldPoint {
     }
 }
 
-/// Bytes that [`compare`] takes for so many games of so many frames, the true ones first among
+/// Bytes that [`compare`] takes for a number of games and frames, the true ones first among
 /// them.
 ///
 /// # Errors
@@ -200,8 +202,8 @@ pub fn mean(numbers: &[f64]) -> f64 {
     numbers.iter().sum::<f64>() / numbers.len().max(1) as f64
 }
 
-/// Plays the games of `truth` with float caches and then with each of `caches`; `told` is called with every point and
-/// what was shown, `progress` after every frame.
+/// Plays the games of `truth` with float caches and then with each of `caches`; `on_point` is
+/// called with every point and what was shown, `progress` after every frame.
 ///
 /// # Errors
 /// Those of [`roll_out`] and [`LayerCaches::formats`], before anything is played.
@@ -211,7 +213,7 @@ pub fn compare<T: Target>(
     truth: &Truth,
     plan: &RolloutPlan,
     caches: &[LayerCaches],
-    mut told: impl FnMut(WorldPoint, &[Vec<Frame>]) -> Result<()>,
+    mut on_point: impl FnMut(WorldPoint, &[Vec<Frame>]) -> Result<()>,
     mut progress: impl FnMut(),
 ) -> Result<()> {
     let layers = world.model.config().n_layers;
@@ -220,7 +222,8 @@ pub fn compare<T: Target>(
     let all: Vec<_> =
         all.map(|cache| Ok((cache, cache.formats(layers)?))).collect::<Result<_>>()?;
     for (_, formats) in &all {
-        // A format that the model or the device cannot have is an error now, not after the others have played.
+        // A format that the model or the device cannot have is an error now, not after the others
+        // have played.
         world.model.new_cache_with(formats, plan.ring, plan.sinks, 1, device)?;
     }
     let mut twin: Option<(Vec<Vec<Frame>>, Vec<Tensor<5>>)> = None;
@@ -257,7 +260,7 @@ pub fn compare<T: Target>(
             scales: LayerScales::of(&rollout.cache),
         };
         let Rollout { frames, .. } = &rollout;
-        told(point, frames)?;
+        on_point(point, frames)?;
     }
     Ok(())
 }
@@ -265,7 +268,8 @@ pub fn compare<T: Target>(
 /// Frames whose predictions are compared.
 const PREDICTED: usize = 64;
 
-/// What the model predicts of noise and of the true frames with noise, having seen the true frames before.
+/// Returns the model's predictions of noise and of the true frames with noise, having seen the true
+/// frames before.
 fn velocities(
     world: &World,
     truth: &Truth,

@@ -20,7 +20,7 @@ pub use rollout::{Rollout, RolloutPlan, roll_out};
 
 use crate::{Error, Result};
 
-/// A model, the maze it knows, and what becomes of frames before it sees them.
+/// A model, the maze it knows, and the degradation of frames before it sees them.
 #[derive(Clone, Debug)]
 pub struct World {
     /// The model.
@@ -117,17 +117,17 @@ impl World {
     }
 }
 
-/// What wanderers did, and what they saw.
+/// Inputs and frames of wandering players.
 #[derive(Clone, Debug)]
 pub struct Truth {
-    /// What each did, by frame.
+    /// Inputs of each player, by frame.
     pub inputs: Vec<Vec<Input>>,
-    /// What each saw after that, by frame.
+    /// Frames each player saw after the input.
     pub frames: Vec<Vec<Frame>>,
 }
 
 impl Truth {
-    /// Those of some seeds, for so many frames.
+    /// Plays the games of some seeds for a number of frames.
     pub fn new(maze: &Maze, seeds: impl IntoIterator<Item = u64>, frames: usize) -> Self {
         let mut wanderers: Vec<_> =
             seeds.into_iter().map(|seed| Wanderer::new(maze, seed)).collect();
@@ -136,7 +136,7 @@ impl Truth {
         Self { inputs, frames }
     }
 
-    /// What is done in frame `i`.
+    /// Returns the inputs of frame `i`.
     ///
     /// # Errors
     /// [`Error::Model`] for no seeds at all.
@@ -148,7 +148,7 @@ impl Truth {
     }
 }
 
-/// What players do in a frame, as a model is told.
+/// The players' input in a frame, as a model reads it.
 ///
 /// # Errors
 /// [`Error::Model`] for no players.

@@ -14,7 +14,8 @@ pub fn squared_error(a: &Frame, b: &Frame) -> f64 {
     squares.sum::<f64>() / a.rgb().len() as f64
 }
 
-/// Peak signal to noise ratio of a mean squared difference of bytes, in decibels, at most [`MOST_DB`].
+/// Peak signal to noise ratio of a mean squared difference of bytes, in decibels, at most
+/// [`MOST_DB`].
 pub fn decibels(squared_error: f64) -> f64 {
     (10.0 * (255.0 * 255.0 / squared_error).log10()).min(MOST_DB)
 }
@@ -27,8 +28,9 @@ pub fn psnr(a: &Frame, b: &Frame) -> f64 {
 /// Pixels of the window of [`ssim`] along a side.
 const WINDOW: usize = 11;
 
-/// Structural similarity of the brightness of two frames, at most 1: over Gaussian windows of 11 by 11 pixels with a
-/// deviation of 1.5 that lie within the frame (Wang et al., 2004, <https://doi.org/10.1109/TIP.2003.819861>).
+/// Structural similarity of the brightness of two frames, at most 1: over Gaussian windows of 11 by
+/// 11 pixels with a deviation of 1.5 that lie within the frame (Wang et al., 2004,
+/// <https://doi.org/10.1109/TIP.2003.819861>).
 pub fn ssim(a: &Frame, b: &Frame) -> f64 {
     const C1: f64 = (0.01 * 255.0) * (0.01 * 255.0);
     const C2: f64 = (0.03 * 255.0) * (0.03 * 255.0);

@@ -10,7 +10,7 @@ use kv_world::Frame;
 use super::{Truth, World};
 use crate::{Error, Result};
 
-/// How a model plays.
+/// Settings of a model's game.
 #[derive(Clone, Copy, Debug)]
 pub struct RolloutPlan {
     /// True frames that the model sees first.
@@ -19,11 +19,11 @@ pub struct RolloutPlan {
     pub ring: Frames,
     /// First frames that stay in the rings.
     pub sinks: Frames,
-    /// Of the noise.
+    /// Seed of the noise.
     pub seed: u64,
 }
 
-/// What a model showed.
+/// Frames a model generated.
 #[derive(Debug)]
 pub struct Rollout {
     /// Frames of each seed, after the context.
@@ -36,8 +36,8 @@ pub struct Rollout {
     pub cache: WorldCache,
 }
 
-/// Lets a model play on from the first frames of `truth`, with the controls of the others, its caches being of `formats`
-/// by layer. `progress` is called after every frame.
+/// Lets a model play on from the first frames of `truth`, with the controls of the others, its
+/// caches being of `formats` by layer. `progress` is called after every frame.
 ///
 /// # Errors
 /// [`Error::Plan`] for no context or nothing after it, and those of the caches and the model.

@@ -33,7 +33,7 @@ impl CompileAhead {
             // What is generated here is no prompt and no step of the run.
             let _phase = trace_span!(target: PHASE, "compile").entered();
             let Ok(mut cache) = model.new_cache(cache, 1, &device) else { return };
-            let recorded = model.decoder().records() && DecodeGraph::is_supported(&device);
+            let recorded = model.decoder().captures() && DecodeGraph::is_supported(&device);
             let options = GenerateOptions {
                 max_tokens: TOKENS,
                 recorded: Some(recorded),

@@ -64,14 +64,14 @@ impl GenerateOptions {
     /// computes with half as large.
     const WIDE: usize = 2048;
 
-    /// The default, with [chunks](Self::suiting_chunk) of prompts that suit a model on a device.
+    /// The default, with [chunks](Self::prefill_chunk_for) of prompts that suit a model on a device.
     pub fn suiting(model: &LanguageModel, device: &Device) -> Self {
-        Self { prefill_chunk: Self::suiting_chunk(model.spec(), device), ..Self::default() }
+        Self { prefill_chunk: Self::prefill_chunk_for(model.spec(), device), ..Self::default() }
     }
 
     /// Tokens of the chunks of prompts that suit a model on a device: 256 for one at least 2048 channels wide on the CPU,
     /// else 512. What plans memory asks this too, so that it counts the passes that there will be.
-    pub fn suiting_chunk(spec: &ModelSpec, device: &Device) -> usize {
+    pub fn prefill_chunk_for(spec: &ModelSpec, device: &Device) -> usize {
         let default = Self::default().prefill_chunk;
         #[cfg(feature = "flex")]
         {

@@ -62,7 +62,7 @@ impl<'a> Steps<'a> {
         device: &Device,
     ) -> bool {
         tokens >= RECORDED_TOKENS
-            && model.decoder().records()
+            && model.decoder().captures()
             && cache.is_even()
             && DecodeGraph::is_supported(device)
     }

@@ -117,7 +117,7 @@ impl Decoder for GptOss {
 
     /// Where weights are packed on a GPU: elsewhere a recorded step multiplies with all experts, as the host cannot say
     /// with which.
-    fn records(&self) -> bool {
+    fn captures(&self) -> bool {
         self.layers.iter().all(|layer| layer.experts.picks_on_device())
     }
 

@@ -76,7 +76,7 @@ pub struct WeightBytes {
 impl WeightBytes {
     /// Bytes that a step of one token reads: all weights, but of the token embedding a row. (All experts of a mixture
     /// count, and all of a table of positions.)
-    pub fn of_a_token(&self) -> usize {
+    pub fn bytes_per_token(&self) -> usize {
         let (table, row) = self.looked_up;
         self.total() - table + row
     }

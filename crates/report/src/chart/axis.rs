@@ -34,7 +34,7 @@ pub(super) struct Axis {
 }
 
 impl Axis {
-    /// An axis over `values`, each of which passes [`check`], and a margin of `margin` times their
+    /// An axis over `values`, which all pass [`check`], and a margin of `margin` times their
     /// range on either side. `None` for no values.
     pub(super) fn new(values: &[f64], log: bool, margin: f64) -> Option<Self> {
         let placed = values.iter().map(|&value| if log { value.log10() } else { value });
@@ -60,7 +60,7 @@ impl Axis {
         (!values.is_empty()).then_some(Self { low, high, log, step })
     }
 
-    /// Whether `value` lies within the axis.
+    /// Returns whether `value` lies within the axis.
     pub(super) fn holds(&self, value: f64) -> bool {
         self.range().contains(&value)
     }

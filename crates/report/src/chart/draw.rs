@@ -160,7 +160,7 @@ fn axis(
     axis.ok_or_else(|| "there are no points".to_string())
 }
 
-/// How a series looks, in the plot and in the legend; lengths in pixels.
+/// Appearance of a series in plot and legend; lengths in pixels.
 #[derive(Clone, Copy, Default)]
 struct Look {
     color: RGBColor,
@@ -201,7 +201,7 @@ impl Look {
         Drawn { look: self, points: [&points[..n_line], marked].concat(), n_line }
     }
 
-    /// What stands for the series in the legend; `(x, y)` is its left end.
+    /// Draws the legend's sample of the series; `(x, y)` is its left end.
     fn sample(self, (x, y): Point, length: i32) -> Drawn {
         let ends = [(x, y), (x + length, y), (x + length / 2, y)];
         let (points, n_line) = match self.style {

@@ -13,7 +13,7 @@ use crate::{Error, Result};
 const SIZE: (u32, u32) = (900, 520);
 const PNG_SCALE: f64 = 1.5;
 
-/// How the points of a series are drawn.
+/// Drawing style of a series.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Style {
     /// A line through them.
@@ -32,7 +32,7 @@ pub struct Series {
     pub name: String,
     /// `(x, y)`.
     pub points: Vec<(f64, f64)>,
-    /// How they are drawn.
+    /// Drawing style of the points.
     pub style: Style,
 }
 
@@ -67,14 +67,14 @@ pub struct Chart {
     pub x_label: String,
     /// Beside the vertical axis.
     pub y_label: String,
-    /// Whether the horizontal axis is logarithmic.
+    /// Use a logarithmic horizontal axis.
     pub log_x: bool,
-    /// Whether the vertical axis is logarithmic.
+    /// Use a logarithmic vertical axis.
     pub log_y: bool,
-    /// What is drawn.
+    /// The series to draw.
     pub series: Vec<Series>,
-    /// Vertical lines with a name each, in the legend; those outside the range of the points are left
-    /// out.
+    /// Vertical lines with a name each, in the legend; those outside the range of the points are
+    /// left out.
     pub vertical_marks: Vec<(f64, String)>,
 }
 
@@ -82,8 +82,8 @@ impl Chart {
     /// The chart as an `<svg>` element, 900 by 520 pixels.
     ///
     /// # Errors
-    /// [`Error::Chart`] for no points at all, a coordinate that is NaN, infinite or beyond 1e300, or
-    /// one that is not above 0 on a logarithmic axis.
+    /// [`Error::Chart`] for no points at all, a coordinate that is NaN, infinite or beyond 1e300,
+    /// or one that is not above 0 on a logarithmic axis.
     pub fn svg(&self) -> Result<String> {
         let mut svg = String::new();
         draw::draw(self, SVGBackend::with_string(&mut svg, SIZE), 1.0)

@@ -1,13 +1,13 @@
 //! A timeline in one HTML file, to be zoomed and searched in a browser, with tables below it.
 //!
-//! The page refers to nothing outside itself; its script draws lanes of bars on a canvas and needs no library.
-//! Without a script, its tables are there all the same.
+//! The page refers to nothing outside itself; its script draws lanes of bars on a canvas and needs
+//! no library. Without a script, its tables are there all the same.
 
 use serde::Serialize;
 
 use crate::{HtmlReport, Table};
 
-/// What a bar stands for, by which it is coloured.
+/// Kind of a bar, which decides its color.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -22,14 +22,14 @@ pub enum Kind {
     Idle,
 }
 
-/// What bars are called.
+/// Names of bars.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Label {
     /// The name.
     pub name: String,
-    /// What it is one of several of.
+    /// Group the bar belongs to.
     pub group: String,
-    /// What it stands for.
+    /// Kind of the bar.
     pub kind: Kind,
 }
 
@@ -62,13 +62,13 @@ pub struct Lane {
 pub struct Timeline {
     /// The page's title.
     pub title: String,
-    /// What was run, when and where: names and values.
+    /// Facts about the run, as names and values.
     pub facts: Vec<(String, String)>,
-    /// What a reader should know, a paragraph each.
+    /// Notes for the reader, one paragraph each.
     pub notes: Vec<String>,
-    /// What bars are called.
+    /// Names of bars.
     pub labels: Vec<Label>,
-    /// What else is said of bars.
+    /// Further details of bars.
     pub details: Vec<String>,
     /// The lanes, top to bottom.
     pub lanes: Vec<Lane>,

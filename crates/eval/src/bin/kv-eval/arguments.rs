@@ -1,18 +1,15 @@
-//! Arguments that several commands have: the text, the caches, and where results go as JSON.
+//! Arguments shared by several commands: the text and the caches.
 
-use std::{
-    path::{Path, PathBuf},
-    str::FromStr,
-};
+use std::{path::PathBuf, str::FromStr};
 
 use anyhow::Result;
-use kv_cli::{NamedFiles, OutFile, Screen};
+use kv_cli::NamedFiles;
 use kv_cubecl::KvCacheConfig;
 use kv_models::{ModelCacheConfig, Tokenizer};
 
 use crate::common::{BosArgs, note_short_text, read_ids};
 
-/// The text, and what it starts with.
+/// The text, and whether it starts with a begin-of-text token.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TextArgs {
     #[command(flatten)]
@@ -22,18 +19,18 @@ pub(crate) struct TextArgs {
     pub(crate) path: PathBuf,
 }
 
-/// A text that was read.
+/// A tokenized text.
 pub(crate) struct TextIds {
     /// The first tokens of the text.
     pub(crate) ids: Vec<u32>,
-    /// Bytes that they stand for.
+    /// Bytes of text that the tokens encode.
     pub(crate) bytes: usize,
-    /// The token to start with.
+    /// The token to start with, if any.
     pub(crate) bos: Option<u32>,
 }
 
 impl TextArgs {
-    /// The text's first `tokens`, or all; says so if it has fewer.
+    /// Reads the first `tokens` of the text, or all of it; prints a note if it has fewer.
     pub(crate) fn read(&self, tokenizer: &Tokenizer, tokens: Option<usize>) -> Result<TextIds> {
         let bos = self.bos.choose(tokenizer)?;
         let (ids, bytes) = read_ids(&self.path, tokenizer, tokens)?;
@@ -42,36 +39,14 @@ impl TextArgs {
     }
 }
 
-/// Where results go beside the terminal.
-#[derive(Debug, clap::Args)]
-pub(crate) struct JsonArgs {
-    /// Write all results here as JSON; with -, to standard output, and what is printed to standard error.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-}
-
-impl JsonArgs {
-    /// The file, if one is named.
-    pub(crate) fn path(&self) -> Option<&Path> {
-        self.json.as_deref()
-    }
-
-    /// The terminal's part, and the file, of which it is known that it can be written.
-    pub(crate) fn open(&self) -> Result<(Screen, Option<OutFile>)> {
-        let screen = Screen::beside([self.json.as_deref()]);
-        let file = self.json.as_deref().map(|path| OutFile::open("json", path)).transpose()?;
-        Ok((screen, file))
-    }
-}
-
-/// What an argument stands for, with its text: that may be a file, which no output may overwrite.
+/// The value of an argument, with its text: that may name a file, which no output may overwrite.
 #[derive(Clone, Debug)]
 pub(crate) struct Named<T> {
     pub(crate) name: String,
     pub(crate) value: T,
 }
 
-/// A cache or a policy.
+/// A cache or a per-layer policy.
 pub(crate) type NamedCache = Named<ModelCacheConfig>;
 
 impl FromStr for NamedCache {
@@ -82,7 +57,7 @@ impl FromStr for NamedCache {
     }
 }
 
-/// Every cache that a layer has by one of `caches`, once.
+/// Lists each cache that `caches` give to some layer, without repetition.
 pub(crate) fn layer_caches(caches: &[NamedCache]) -> Vec<KvCacheConfig> {
     let mut all = vec![];
     for config in caches.iter().flat_map(|named| named.value.candidates()) {
@@ -93,7 +68,7 @@ pub(crate) fn layer_caches(caches: &[NamedCache]) -> Vec<KvCacheConfig> {
     all
 }
 
-/// The values of `caches`.
+/// Returns the values of `caches`.
 pub(crate) fn configs<T: Clone>(caches: &[Named<T>]) -> Vec<T> {
     caches.iter().map(|named| named.value.clone()).collect()
 }

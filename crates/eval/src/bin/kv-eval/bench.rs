@@ -27,7 +27,8 @@ use self::{
 };
 use crate::{
     arguments::{NamedCache, layer_caches, policies},
-    common::{self, write_json},
+    common::{self},
+    json::write_json,
     profile::{Profile, ProfileArgs},
 };
 
@@ -64,7 +65,7 @@ enum Bench {
     Quantize(CodecArgs),
 }
 
-/// What every benchmark takes.
+/// Arguments shared by all benchmarks.
 #[derive(Debug, clap::Args)]
 struct Common {
     /// Where to run.
@@ -86,7 +87,8 @@ pub(crate) struct LayerArgs {
     /// A cache to time, or a policy's file of .json or .toml for every cache that a layer has by
     /// it; repeatable. The first is what the others are compared with.
     #[arg(long = "cache", default_values = [
-        "float", "float-f16", "k8v8", "k4v4", "k2v2", "kint8vint8", "kint8gvint8g", "ke4m3ve4m3", "ke5m2ve5m2",
+        "float", "float-f16", "k8v8", "k4v4", "k2v2", "kint8vint8", "kint8gvint8g",
+        "ke4m3ve4m3", "ke5m2ve5m2",
         "ke4m3bve4m3b", "ke2m1bve2m1b", "kmxfp4vmxfp4",
     ])]
     caches: Vec<NamedCache>,
@@ -149,7 +151,7 @@ pub(crate) struct CodecArgs {
     group_size: usize,
 }
 
-/// What a benchmark writes as JSON.
+/// The JSON report of a benchmark.
 #[derive(Serialize)]
 struct Output<'a, P> {
     command: Vec<String>,

@@ -20,11 +20,13 @@ use kv_models::{
     kv_weights::{self, Activations},
     tokenizer::Piece,
 };
-use serde::Serialize;
 
-use crate::{arguments::JsonArgs, loading::Room};
+use crate::{
+    json::{JsonArgs, write_json},
+    loading::MemoryBudget,
+};
 
-/// Which model, and where it runs.
+/// The model, and the backend that runs it.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ModelArgs {
     #[command(flatten)]
@@ -32,42 +34,42 @@ pub(crate) struct ModelArgs {
     /// Where to run.
     #[arg(long, value_enum, default_value = "flex")]
     pub(crate) backend: Backend,
-    /// The type of the weights, in which the model computes: f32, f16, bf16, or auto for that of the
-    /// file. 16 bits take half the memory of f32. On the CPU they make steps faster, and prompts
-    /// slower: a little in bf16, two and a half times in f16.
+    /// The type of the weights, in which the model computes: f32, f16, bf16, or auto for that of
+    /// the file. 16 bits take half the memory of f32. On the CPU they make steps faster, and
+    /// prompts slower: a little in bf16, two and a half times in f16.
     #[arg(long, default_value = "f32")]
     pub(crate) dtype: WeightDtype,
-    /// What becomes of quantized weights, those of a GGUF file or of kv-train quantize, and of those in f16 and bf16. Packed ones take the file's bytes, and are computed with in f32.
-    /// By default they stay packed where texts are generated and times are measured, and are restored where perplexity
-    /// is.
+    /// Representation of quantized, f16 and bf16 weights in memory. Packed weights take as many
+    /// bytes as in the file and are computed with in f32. By default, weights stay packed for
+    /// generation and benchmarks and are restored for perplexity.
     #[arg(long, value_enum)]
     pub(crate) weights: Option<Weights>,
-    /// The memory that weights, cache and activations may take, as 8G or 512MiB; by default what the device has, or
-    /// what is free. A model that needs more is refused before it is loaded.
+    /// Memory limit for weights, cache and activations, such as 8G or 512MiB. Default: the device's
+    /// memory, or the free memory. A model that needs more is refused before it is loaded.
     #[arg(long, value_name = "SIZE")]
     pub(crate) memory: Option<MemorySize>,
 }
 
-/// How the steps of single tokens are sent to a device.
+/// The way decode steps are sent to a device.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub(crate) struct StepArgs {
-    /// Record the step of one token once and replay it, as is done anyway on devices that can (CUDA, WGPU) but for a
-    /// few tokens and for mixtures of experts.
+    /// Capture the decode step once and replay it. This is the default on CUDA and WGPU, except for
+    /// short texts and for mixtures of experts.
     #[arg(long, conflicts_with = "launched")]
     recorded: bool,
-    /// Launch every step anew.
+    /// Launch each decode step without graph capture.
     #[arg(long)]
     launched: bool,
 }
 
 impl StepArgs {
-    /// Whether steps are to be recorded; `None` for where it pays.
+    /// Returns whether to capture decode steps; `None` captures them where it pays.
     pub(crate) fn recorded(self) -> Option<bool> {
         (self.recorded || self.launched).then_some(self.recorded)
     }
 }
 
-/// What becomes of quantized weights.
+/// Representation of quantized weights in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Weights {
     /// Packed, and multiplied with activations rounded to 16 bits, 32 at a time; on WGPU and CUDA
@@ -94,13 +96,13 @@ impl Weights {
 }
 
 impl ModelArgs {
-    /// The memory there is for the model.
-    pub(crate) fn room(&self, device: &Device) -> Room {
-        Room::new(memory_limit(self.memory, device))
+    /// Returns the memory budget for the model.
+    pub(crate) fn memory_budget(&self, device: &Device) -> MemoryBudget {
+        MemoryBudget::new(memory_limit(self.memory, device))
     }
 
-    /// How the model is loaded on `device`; `default` is what becomes of quantized weights unless it is said, where
-    /// the device can.
+    /// Returns the options to load the model on `device`. Without `--weights`, quantized weights
+    /// are kept as `default` if the device supports it.
     pub(crate) fn options(&self, default: Weights, device: &Device) -> LoadOptions {
         let weights = self.weights.unwrap_or_else(|| match kv_weights::check_device("", device) {
             Ok(()) if self.dtype == WeightDtype::F32 => default,
@@ -110,7 +112,7 @@ impl ModelArgs {
     }
 }
 
-/// Whether texts start with the model's begin-of-text token.
+/// Arguments that decide whether texts start with the model's begin-of-text token.
 #[derive(Debug, clap::Args)]
 pub(crate) struct BosArgs {
     /// Start with the begin-of-text token; by default as the model's files say.
@@ -122,7 +124,7 @@ pub(crate) struct BosArgs {
 }
 
 impl BosArgs {
-    /// Whether it is said, rather than left to the model's files.
+    /// Returns whether the user decided, rather than the model's files.
     pub(crate) fn is_given(&self) -> bool {
         self.bos || self.no_bos
     }
@@ -186,13 +188,13 @@ impl<'a> Output<'a> {
 
 /// A text that is evaluated.
 pub(crate) struct Text {
-    /// What the report calls it.
+    /// Name of the text in the report.
     pub(crate) name: String,
     /// Bytes that its tokens stand for.
     pub(crate) bytes: usize,
     /// The token that windows of it start with, as it is spelled.
     pub(crate) bos: Option<String>,
-    /// What a user should know of the models.
+    /// Notes on the models for the user.
     pub(crate) notes: Vec<String>,
 }
 
@@ -221,25 +223,26 @@ pub(crate) fn evaluate_and_report<T: Target>(
     bar.finish_and_clear();
 
     // Whatever cannot be written is said after the rest is.
-    let mut told = format!("{report}took {:.1} s\n", start.elapsed().as_secs_f64());
+    let mut summary = format!("{report}took {:.1} s\n", start.elapsed().as_secs_f64());
     let written = folder.map(|folder| report.write_folder(folder)).transpose();
     if let Ok(Some(files)) = &written
         && let Some(page) = files.first()
     {
-        told += &format!("report: {} and {} charts beside it\n", page.display(), files.len() / 2);
+        summary +=
+            &format!("report: {} and {} charts beside it\n", page.display(), files.len() / 2);
     }
     let json = json.map_or(Ok(()), |file| write_json(file, &report));
-    screen.print(told)?;
+    screen.print(summary)?;
     written?;
     json
 }
 
-/// Whether a path means standard input.
+/// Returns whether a path means standard input.
 fn is_stdin(path: &Path) -> bool {
     path == Path::new("-")
 }
 
-/// What a report calls the text.
+/// Returns the name of the text in a report.
 pub(crate) fn text_name(text: &Path) -> String {
     match is_stdin(text) {
         true => "standard input".into(),
@@ -251,8 +254,8 @@ pub(crate) fn text_name(text: &Path) -> String {
     }
 }
 
-/// The ids of the text to evaluate on, of its first `tokens` at most, and the bytes of text that they
-/// stand for. No more of it is read.
+/// Reads at most the first `tokens` of a text. Returns their ids and the bytes of text they encode.
+/// The rest of the text is not read.
 pub(crate) fn read_ids(
     text: &Path,
     tokenizer: &Tokenizer,
@@ -293,24 +296,19 @@ pub(crate) fn ids_of(
     Ok((ids, bytes))
 }
 
-/// Says so if the text has fewer tokens than are asked for.
+/// Prints a note if the text has fewer tokens than requested.
 pub(crate) fn note_short_text(ids: &[u32], tokens: Option<usize>) {
     if let Some(tokens) = tokens.filter(|&tokens| tokens > ids.len()) {
         note(format_args!("the text has {} tokens, fewer than --tokens {tokens}", ids.len()));
     }
 }
 
-/// Says in full what caches store that differ by layer.
+/// Prints the cache of each layer for caches that differ by layer.
 pub(crate) fn note_policies<'a>(
     caches: impl IntoIterator<Item = &'a ModelCacheConfig>,
     spec: &ModelSpec,
 ) {
     caches.into_iter().filter_map(|cache| cache.in_full(spec)).for_each(note);
-}
-
-/// Writes `value` as JSON for people and programs.
-pub(crate) fn write_json(file: OutFile, value: &impl Serialize) -> Result<()> {
-    file.write((serde_json::to_string_pretty(value)? + "\n").as_bytes())
 }
 
 /// Checks that there is memory for `needed` bytes, and for `beside` that are taken anyway, before

@@ -13,12 +13,12 @@ use kv_eval_models::{AUSTEN, AUSTEN_K2V2_GFLUSH, BuiltIn, HELDOUT, HELDOUT_NAME}
 use kv_models::{KV_CACHE_FILE, LoadOptions, ModelCacheConfig};
 
 use crate::{
-    arguments::JsonArgs,
     built_in,
     common::{
         BosArgs, Job, Output, Text, evaluate_and_report, ids_of, note_short_text, read_ids,
         text_name,
     },
+    json::JsonArgs,
     source::{self, Source},
 };
 
@@ -29,9 +29,9 @@ pub(crate) struct Args {
     /// Folder of the model as it was trained, without a cache [default: the built-in model austen].
     #[arg(long, value_name = "FOLDER")]
     base: Option<PathBuf>,
-    /// Folder of the model after training with its cache, which its kv_cache.json describes; the base
-    /// model is evaluated with caches of the same groups and windows [default: the built-in model
-    /// austen-k2v2-gflush].
+    /// Folder of the model after training with its cache, which its kv_cache.json describes; the
+    /// base model is evaluated with caches of the same groups and windows [default: the built-in
+    /// model austen-k2v2-gflush].
     #[arg(long, value_name = "FOLDER")]
     tuned: Option<PathBuf>,
     /// A UTF-8 text file that neither was trained on [default: the built-in novel].

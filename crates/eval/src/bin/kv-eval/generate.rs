@@ -20,12 +20,11 @@ use kv_models::{
 use crate::{
     common::{BosArgs, ModelArgs, StepArgs, Weights, note_policies},
     generate_interrupt::Interrupt,
-    generate_reply::JsonLines,
-    generate_several::number,
+    generate_reply::{JsonLines, prompt_label},
     generate_writer::Writer,
-    loading::Need,
+    loading::MemoryRequest,
     profile::ProfileArgs,
-    source::{self, Fitting, Source},
+    source::{self, Source},
 };
 
 const EXAMPLES: &str = "\
@@ -42,7 +41,7 @@ Go on with a conversation in another run:
 Answer each line of a file, with a line of JSON per reply:
   kv-eval generate -m model.gguf --prompts questions.txt --stop Question: --json replies.jsonl";
 
-/// Tokens that the cache of a conversation has room for by default.
+/// Default cache capacity of a conversation, in tokens.
 const CONVERSATION: usize = 4096;
 
 #[derive(Debug, clap::Args)]
@@ -50,9 +49,9 @@ const CONVERSATION: usize = 4096;
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
-    /// The text to continue, or what to say to a model with a chat template; repeatable: several are
-    /// continued together, and each line starts with the number of its prompt. Without it, a conversation is
-    /// read from standard input, one line at a time.
+    /// The text to continue, or what to say to a model with a chat template; repeatable: several
+    /// are continued together, and each line starts with the number of its prompt. Without it, a
+    /// conversation is read from standard input, one line at a time.
     #[arg(long, short, conflicts_with_all = ["prompt_file", "prompts"])]
     prompt: Vec<String>,
     /// Read the prompt from a file.
@@ -61,7 +60,7 @@ pub(crate) struct Args {
     /// Read prompts from a file, one per line; empty lines are none, and - is standard input.
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
-    /// Of several prompts, how many are continued at a time; the next starts when one has ended.
+    /// Number of prompts continued at a time; the next starts when one has ended.
     #[arg(long, value_name = "N", default_value_t = 8)]
     batch: usize,
     /// Put the prompt into the model's chat template. The default for models that have one.
@@ -78,8 +77,11 @@ pub(crate) struct Args {
     /// Use only the first tokens of the prompt.
     #[arg(long)]
     prompt_tokens: Option<usize>,
-    /// What the cache stores, or a policy: safe, balanced, small, or a file of .json or .toml
-    /// [default: what the model's kv_cache.json says, else float].
+    /// Cache format. A short name gives the bits of keys and values, as k4v4, and then options, as
+    /// in k2v2-g64-r64-s4-gflush-hadv-f16: groups of 64, the newest 64 tokens and the first 4 in
+    /// float, keys flushed one group at a time, Hadamard-transformed values, floats in f16. Also
+    /// float, a policy (safe, balanced or small) or a policy file (.json or .toml) [default: the
+    /// cache of the model's kv_cache.json, else float].
     #[arg(long, value_parser = ModelCacheConfig::find)]
     cache: Option<ModelCacheConfig>,
     /// Tokens the cache is allocated for [default: prompt and continuation; 4096 for a
@@ -139,7 +141,7 @@ struct SamplingArgs {
     /// Subtract this from the logit of a token that occurred, however often.
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     presence_penalty: f32,
-    /// How many of the last tokens the penalties look at, prompt included.
+    /// Number of last tokens the penalties look at, prompt included.
     #[arg(long, default_value_t = 64)]
     repeat_last: usize,
     /// Seed of the sampling; of several prompts, the second draws as with the next seed, and so on.
@@ -182,8 +184,8 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
     Sampler::new(sampling)?;
     let json = JsonLines::open(args.json.as_ref())?;
     profile.device(&device)?;
-    let Fitting { source: Source { model, tokenizer, cache, name, .. }, room } =
-        source::load(&args.on, Weights::Packed, args.need(&prompts), &device)?;
+    let (Source { model, tokenizer, cache, name, .. }, budget) =
+        source::load(&args.on, Weights::Packed, args.request(&prompts), &device)?;
     let template = args.template(&tokenizer)?;
     let chosen = args.cache.clone().or(cache);
     let chosen = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
@@ -213,7 +215,7 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
         config,
         cache_name,
         capacity: args.capacity,
-        room,
+        budget,
         held: None,
         checkpoints: match (&args.save_cache, prompts.len()) {
             (Some(_), _) => Checkpoints::All,
@@ -248,7 +250,7 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
         }
         (1, _) => writer.write(&encode(prompts.remove(0))?).map(drop),
         _ => {
-            let encode = |(i, prompt)| encode(prompt).with_context(|| number(i));
+            let encode = |(i, prompt)| encode(prompt).with_context(|| prompt_label(i));
             let prompts = prompts.into_iter().enumerate().map(encode);
             let prompts = prompts.collect::<Result<Vec<_>>>()?;
             writer.write_several(&prompts, args.batch)
@@ -325,8 +327,8 @@ impl Args {
         Ok(saved.to_vec())
     }
 
-    /// What is known of the caches before there is a tokenizer: a token is seldom less than a byte, and mostly four.
-    fn need(&self, prompts: &[String]) -> Need {
+    /// Estimates the memory request before the tokenizer is loaded, at four bytes per token.
+    fn request(&self, prompts: &[String]) -> MemoryRequest {
         let longest = prompts.iter().map(String::len).max().unwrap_or(0) / 4;
         let longest = longest.min(self.prompt_tokens.unwrap_or(usize::MAX));
         let capacity = self.capacity.unwrap_or(match prompts {
@@ -335,7 +337,7 @@ impl Args {
         });
         let batch = self.batch.min(prompts.len()).max(1);
         let exact = self.capacity.is_some();
-        Need { batch, exact, generates: true, ..Need::new(&self.cache, capacity) }
+        MemoryRequest { batch, exact, generates: true, ..MemoryRequest::new(&self.cache, capacity) }
     }
 
     /// The prompts; none for a conversation.
@@ -402,7 +404,7 @@ impl Args {
     }
 }
 
-/// What a conversation waits for.
+/// An event that a conversation waits for.
 enum Said {
     Line(io::Result<String>),
     End,

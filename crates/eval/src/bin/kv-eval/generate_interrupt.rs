@@ -11,7 +11,7 @@ use std::{
 use anyhow::Result;
 use kv_cli::on_interrupt;
 
-/// What the program is doing, which decides what a signal does.
+/// State of the program, which decides the effect of a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Phase {
@@ -36,7 +36,7 @@ struct State {
     wake: Mutex<Option<Wake>>,
 }
 
-/// Whether Ctrl-C or SIGTERM asked to stop.
+/// Requests to stop by Ctrl-C or SIGTERM.
 #[derive(Clone)]
 pub(crate) struct Interrupt(Arc<State>);
 
@@ -55,12 +55,12 @@ impl Interrupt {
         self.set(Phase::Running);
     }
 
-    /// Whether the text is to stop.
+    /// Returns whether the text must stop.
     pub(crate) fn stops(&self) -> bool {
         self.0.signals.load(Ordering::SeqCst) > 0
     }
 
-    /// Whether the conversation is to end.
+    /// Returns whether the conversation must end.
     pub(crate) fn ends(&self) -> bool {
         self.0.signals.load(Ordering::SeqCst) > 1
     }

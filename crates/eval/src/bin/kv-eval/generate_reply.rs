@@ -65,13 +65,13 @@ impl fmt::Display for End {
 /// A text that has ended.
 #[derive(Debug)]
 pub(crate) struct Reply {
-    /// Which of the prompts, or turns, from 0.
+    /// Index of the prompt or turn, from 0.
     pub(crate) index: usize,
     pub(crate) text: String,
     pub(crate) end: End,
     /// Tokens of the prompt.
     pub(crate) prompt: usize,
-    /// What was done for it. Tokens of the prompt that were not prefilled were reused.
+    /// Tokens and timings. Prompt tokens that were not prefilled were reused.
     pub(crate) generated: Generated,
 }
 
@@ -118,6 +118,11 @@ fn milliseconds(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
+/// Names one of several prompts in an error, counting from 1.
+pub(crate) fn prompt_label(index: usize) -> String {
+    format!("prompt {}", index + 1)
+}
+
 /// Where replies go as JSON: nowhere, standard output instead of their texts, or a file.
 pub(crate) enum JsonLines {
     None,
@@ -141,7 +146,7 @@ impl JsonLines {
         })
     }
 
-    /// Whether texts are printed as they are generated.
+    /// Returns whether texts are printed as they are generated.
     pub(crate) fn prints_texts(&self) -> bool {
         !matches!(self, Self::Stdout)
     }
@@ -179,7 +184,7 @@ impl<'a> TextOut<'a> {
         Self { stream: Some(tokenizer.stream()), stops: stops.clone(), text: String::new() }
     }
 
-    /// What `id` adds to the text.
+    /// Returns the text that `id` adds.
     pub(crate) fn push(&mut self, id: u32) -> Result<String> {
         let Some(stream) = &mut self.stream else { bail!("text: it has ended") };
         let new = self.stops.push(&stream.push(id)?);
@@ -187,7 +192,7 @@ impl<'a> TextOut<'a> {
         Ok(new)
     }
 
-    /// What was held back.
+    /// Returns the text that was held back.
     pub(crate) fn finish(&mut self) -> Result<String> {
         let rest = self.stream.take().map_or(Ok(String::new()), TextStream::finish)?;
         let mut new = self.stops.push(&rest);

@@ -6,19 +6,18 @@ use kv_cubecl::Target;
 use kv_models::generate::{Batch, Event};
 
 use crate::{
-    generate_reply::{End, Reply, TextOut},
+    generate_reply::{End, Reply, TextOut, prompt_label},
     generate_writer::Writer,
 };
 
-/// The text of one prompt, which is written line by line: tokens of several texts on one line could not be told
-/// apart.
+/// The text of one prompt, written line by line so that texts do not mix within a line.
 struct Lines<'a> {
     /// The number of the prompt, from 1.
     number: usize,
     out: TextOut<'a>,
-    /// What is not written yet: no whole line.
+    /// The unfinished line, not yet written.
     line: String,
-    /// Whether lines are written at all.
+    /// Write the lines to standard output.
     prints: bool,
 }
 
@@ -41,7 +40,7 @@ impl Lines<'_> {
         }
     }
 
-    /// All at once, so that nothing comes between the lines.
+    /// Writes all lines at once, so that nothing comes between them.
     fn write(&self, lines: &str) -> Result<bool> {
         if !self.prints {
             return Ok(true);
@@ -53,8 +52,8 @@ impl Lines<'_> {
 }
 
 impl<T: Target> Writer<'_, T> {
-    /// Continues `prompts`, `slots` at a time; writes their lines as they are generated, why each ended, and how
-    /// fast all were.
+    /// Continues `prompts`, `slots` at a time; writes their lines as they are generated, why each
+    /// ended, and how fast all were.
     pub(crate) fn write_several(&mut self, prompts: &[Vec<u32>], slots: usize) -> Result<()> {
         let slots = slots.min(prompts.len());
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
@@ -63,7 +62,7 @@ impl<T: Target> Writer<'_, T> {
         let bytes = cache.memory_bytes().total();
         let mut batch = Batch::new(self.model, &mut cache, self.options.clone(), self.device)?;
         for (i, prompt) in prompts.iter().enumerate() {
-            batch.push(prompt).with_context(|| number(i))?;
+            batch.push(prompt).with_context(|| prompt_label(i))?;
         }
         let new = |number| {
             let out = TextOut::new(self.tokenizer, &self.stops);
@@ -125,11 +124,6 @@ impl<T: Target> Writer<'_, T> {
         ))?;
         Ok(())
     }
-}
-
-/// Which of several prompts an error is about.
-pub(crate) fn number(index: usize) -> String {
-    format!("prompt {}", index + 1)
 }
 
 fn tell(reply: &Reply) -> Result<bool> {

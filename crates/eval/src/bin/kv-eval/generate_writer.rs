@@ -15,7 +15,7 @@ use kv_models::{
 use crate::{
     generate_interrupt::Interrupt,
     generate_reply::{End, JsonLines, Reply, TextOut},
-    loading::Room,
+    loading::MemoryBudget,
 };
 
 /// Writes what a model generates, and keeps its cache for the next turn.
@@ -31,22 +31,22 @@ pub(crate) struct Writer<'a, T: Target> {
     /// Tokens the cache is allocated for; by default the prompt and its continuation.
     pub(crate) capacity: Option<usize>,
     /// The memory that there is.
-    pub(crate) room: Room,
+    pub(crate) budget: MemoryBudget,
     /// The cache of the turns so far.
     pub(crate) held: Option<PromptCache>,
     /// Where the cache can be cut back to.
     pub(crate) checkpoints: Checkpoints,
-    /// Whether the cache is saved in the end, and if so with what was generated last.
+    /// `Some` if the cache is saved at the end; `true` keeps the last reply in it.
     pub(crate) saves: Option<bool>,
     /// Tokens of the last prompt.
     pub(crate) n_prompt: usize,
     pub(crate) n_turns: usize,
-    /// What the first text reuses.
+    /// The saved cache that the first text reuses.
     pub(crate) saved: Option<SavedCache>,
     pub(crate) stops: StopStrings,
     pub(crate) json: JsonLines,
     pub(crate) interrupt: Interrupt,
-    /// Whether the last text was.
+    /// Set if the last text was interrupted.
     pub(crate) interrupted: bool,
 }
 
@@ -79,15 +79,15 @@ impl<T: Target> Writer<'_, T> {
         let prints = self.json.prints_texts();
         // Generation stops when nobody reads the output any more.
         let on_token = |id| {
-            let told = out.push(id).and_then(|part| match prints && !part.is_empty() {
+            let continues = out.push(id).and_then(|part| match prints && !part.is_empty() {
                 true => Screen::Out.print(part),
                 false => Ok(true),
             });
-            let told = told.unwrap_or_else(|error| {
+            let continues = continues.unwrap_or_else(|error| {
                 failure = Some(error);
                 false
             });
-            told && out.stopped().is_none() && !interrupt.stops()
+            continues && out.stopped().is_none() && !interrupt.stops()
         };
         let generated = match logits {
             Some(logits) => held.generate(model, logits, options, device, on_token).map(Some),
@@ -155,22 +155,21 @@ impl<T: Target> Writer<'_, T> {
         }
     }
 
-    /// A cache for so many sequences, the longest of whose prompts has `n_prompt` tokens.
+    /// Allocates a cache for `batch` sequences whose longest prompt has `n_prompt` tokens.
     pub(crate) fn new_cache(&self, n_prompt: usize, batch: usize) -> Result<ModelCache> {
         Ok(self.model.new_cache(self.fitting(n_prompt, batch)?, batch, self.device)?)
     }
 
-    /// What such a cache stores, for which there is memory.
+    /// Returns the configuration of such a cache, after checking that it fits into memory.
     fn fitting(&self, n_prompt: usize, batch: usize) -> Result<ModelCacheConfig> {
         let most = self.model.max_positions();
-        // A prompt beyond the model's limit is refused by what reads it, not by what allocates for
-        // it.
+        // Prefill refuses a prompt beyond the model's limit; the allocation does not.
         let wanted = n_prompt.saturating_add(self.options.max_tokens).min(most);
         let mut config = self.config.clone();
         config.capacity = self.capacity.unwrap_or(wanted);
         let usage = Usage::new(config.clone()).with_batch(batch);
         let usage = usage.with_pass(self.options.prefill_chunk);
-        self.room.check(self.model.spec(), &usage)?;
+        self.budget.check(self.model.spec(), &usage)?;
         Ok(config)
     }
 

@@ -1,4 +1,4 @@
-//! A model on its way into memory: whether it fits, and how far it is.
+//! Loads a model: checks first that it fits into memory, and shows the progress.
 
 use std::{
     cell::RefCell,
@@ -15,25 +15,26 @@ use kv_models::{
     ModelSpec, Planned, Usage, WeightBytes,
 };
 
-/// What a command is going to do with a model.
+/// The memory that a command asks for: its caches and the tokens it processes at a time.
 #[derive(Clone, Debug)]
-pub(crate) struct Need {
-    /// The caches that are allocated one after the other; without any, that of the model's files, else float.
+pub(crate) struct MemoryRequest {
+    /// The caches, allocated one after the other. Empty means the cache that the model's files ask
+    /// for, else float.
     pub(crate) caches: Vec<ModelCacheConfig>,
-    /// Tokens that they are allocated for, if the model has as many positions.
+    /// Capacity of each cache in tokens, clamped to the model's positions unless `exact`.
     pub(crate) capacity: usize,
-    /// Whether it is so many whatever the model has.
+    /// Do not clamp the capacity to max_position_embeddings.
     pub(crate) exact: bool,
-    /// Sequences.
+    /// Number of sequences.
     pub(crate) batch: usize,
-    /// Tokens that pass through the model together; by default those of a chunk of a prompt.
+    /// Tokens processed in one forward pass; `None` for one chunk of prefill.
     pub(crate) pass: Option<usize>,
-    /// Whether texts are generated with the first of the caches, for which kernels are compiled during the load.
+    /// Compile the kernels of the first cache during the load, to generate text with it.
     pub(crate) generates: bool,
 }
 
-impl Need {
-    /// Caches of one sequence of so many tokens.
+impl MemoryRequest {
+    /// Requests `caches` of one sequence with this capacity.
     pub(crate) fn new(
         caches: impl IntoIterator<Item = impl Into<ModelCacheConfig>>,
         capacity: usize,
@@ -58,9 +59,9 @@ impl Need {
             let usage = Usage::new(cache.with_capacity(capacity)).with_batch(self.batch);
             match self.pass {
                 Some(pass) => usage.with_pass(pass.min(spec.max_positions)),
-                // What is not generated passes in chunks that no device changes.
+                // Without generation, the chunk does not depend on the device.
                 None if self.generates => {
-                    usage.with_pass(GenerateOptions::suiting_chunk(spec, device))
+                    usage.with_pass(GenerateOptions::prefill_chunk_for(spec, device))
                 }
                 None => usage,
             }
@@ -69,60 +70,60 @@ impl Need {
     }
 }
 
-/// The memory that there was before the model was loaded, and what its weights take of it.
+/// The memory available before the model was loaded, and the bytes its weights take of it.
 #[derive(Clone, Debug)]
-pub(crate) struct Room {
+pub(crate) struct MemoryBudget {
     limit: MemoryLimit,
     weights: Rc<RefCell<WeightBytes>>,
 }
 
-impl Room {
+impl MemoryBudget {
     pub(crate) fn new(limit: MemoryLimit) -> Self {
         Self { limit, weights: Rc::default() }
     }
 
-    /// Checks that there is room for a cache, before it is allocated.
+    /// Checks that a cache fits, before it is allocated.
     pub(crate) fn check(&self, spec: &ModelSpec, usage: &Usage) -> kv_models::Result<()> {
         Planned::new(spec, &self.weights.borrow(), None).check(usage, &self.limit)
     }
 }
 
-/// What the loader tells, for a check and a bar.
+/// Observes a load: checks the memory request and draws a progress bar.
 pub(crate) struct Loading {
-    need: Need,
-    room: Room,
+    request: MemoryRequest,
+    budget: MemoryBudget,
     start: Instant,
     bytes: usize,
     bar: Option<ProgressBar>,
     device: Device,
-    /// The cache that kernels are compiled for.
+    /// The cache whose kernels are compiled.
     cache: Option<KvCacheConfig>,
     ahead: Option<CompileAhead>,
 }
 
-/// A load that takes no longer has no bar.
+/// A load shorter than this shows no bar.
 const SHORT: Duration = Duration::from_millis(700);
 
 impl Loading {
-    pub(crate) fn new(need: Need, room: Room, device: &Device) -> Self {
+    pub(crate) fn new(request: MemoryRequest, budget: MemoryBudget, device: &Device) -> Self {
         let (start, device) = (Instant::now(), device.clone());
-        Self { need, room, start, bytes: 0, bar: None, device, cache: None, ahead: None }
+        Self { request, budget, start, bytes: 0, bar: None, device, cache: None, ahead: None }
     }
 }
 
 impl LoadObserver for Loading {
     fn begin(&mut self, planned: &Planned<'_>) -> kv_models::Result<()> {
-        self.room.weights.replace(planned.weights.clone());
-        for usage in self.need.usages(planned.spec, planned.cache, &self.device) {
-            planned.check(&usage, &self.room.limit)?;
-            // Of the first layer, since that is the one there is when kernels are compiled.
+        self.budget.weights.replace(planned.weights.clone());
+        for usage in self.request.usages(planned.spec, planned.cache, &self.device) {
+            planned.check(&usage, &self.budget.limit)?;
+            // Kernels are compiled when only the first layer is loaded.
             self.cache.get_or_insert_with(|| usage.cache.layer(planned.spec, 0));
         }
         Ok(())
     }
 
     fn first_layer(&mut self, model: LanguageModel) {
-        let generates = self.need.generates && !Flex::hosts(&self.device);
+        let generates = self.request.generates && !Flex::hosts(&self.device);
         let cache = self.cache.filter(|_| generates);
         self.ahead = cache.map(|cache| CompileAhead::start(model, cache, &self.device));
     }
@@ -130,7 +131,7 @@ impl LoadObserver for Loading {
     fn read(&mut self, bytes: usize) {
         self.bytes += bytes;
         if self.start.elapsed() > SHORT {
-            let total = self.room.weights.borrow().in_files;
+            let total = self.budget.weights.borrow().in_files;
             let bar =
                 self.bar.get_or_insert_with(|| load_bar(total).with_elapsed(self.start.elapsed()));
             bar.set_position(self.bytes as u64);

@@ -10,6 +10,7 @@ mod generate_interrupt;
 mod generate_reply;
 mod generate_several;
 mod generate_writer;
+mod json;
 mod loading;
 mod plan;
 mod ppl;
@@ -60,13 +61,15 @@ enum Command {
     Ppl(ppl::Args),
     /// Continue a prompt.
     Generate(generate::Args),
-    /// What a model takes of memory with every kind of cache, and the longest context and largest batch that fit.
+    /// Compare a model's memory use across cache formats, with the longest context and largest
+    /// batch that fit.
     Plan(plan::Args),
     /// A float cache beside a quantized one: how far they are apart by token and layer.
     Twin(twin::Args),
-    /// Find the layer policy that loses least in so many bytes.
+    /// Find the best per-layer cache policy within a byte budget.
     Search(search::Args),
-    /// Let a world model play on by itself, with caches of several kinds, and compare what it shows with the truth.
+    /// Let a world model play on by itself, with caches of several kinds, and compare what it shows
+    /// with the truth.
     World(world::Args),
     /// Time attention, caches and whole models by context length.
     Bench(bench::Args),

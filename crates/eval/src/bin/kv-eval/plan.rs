@@ -16,13 +16,13 @@ use kv_models::{
     outline,
 };
 
-use crate::{arguments::JsonArgs, common::write_json};
+use crate::json::{JsonArgs, write_json};
 
 /// Tokens that are planned for unless the user says, if the model has as many positions.
 const CONTEXT: usize = 4096;
 
-/// --model is a folder, a .gguf file, a config.json whose weights need not be there, or a name such as SmolLM2-135M,
-/// Llama-3.1-8B or DeepSeek-V4-Pro.
+/// --model is a folder, a .gguf file, a config.json whose weights need not be there, or a name such
+/// as SmolLM2-135M, Llama-3.1-8B or DeepSeek-V4-Pro.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   kv-eval plan --model Llama-3.1-8B --context 32768 --memory 16G
@@ -38,9 +38,9 @@ pub(crate) struct Args {
     /// The type of floats: f32, f16, bf16, or auto for that of the file.
     #[arg(long, default_value = "f32")]
     dtype: WeightDtype,
-    /// What the weights are: packed, as the file has them; restored; or a format that they would be
-    /// quantized to, such as int4, int8, mxfp4 or q4_0. By default packed, or of a model that has
-    /// no file here and does not fit int8 or int4.
+    /// Weights to plan for: packed, as in the file; restored; or a format to quantize them to, such
+    /// as int4, int8, mxfp4 or q4_0. Default: packed; int8 or int4 for a model without a local file
+    /// that does not fit.
     #[arg(long, value_name = "WEIGHTS")]
     weights: Option<PlannedWeights>,
     /// The memory there is, as 16G or 512MiB; by default what the device has, or what is free.
@@ -55,14 +55,16 @@ pub(crate) struct Args {
     /// Sequences.
     #[arg(long, default_value_t = 1)]
     batch: usize,
-    /// A cache to plan for, or a policy: safe, balanced, small, or a file of .json or .toml; repeatable. By default all formats, and that of the model's kv_cache.json, if it has one.
+    /// Cache format to plan for: a short name such as k4v4 or k2v2-g64-r64-s4-gflush-hadv-f16, a
+    /// policy (safe, balanced or small) or a policy file (.json or .toml); repeatable. Default: all
+    /// formats, and the cache of the model's kv_cache.json, if it has one.
     #[arg(long = "cache")]
     caches: Vec<String>,
     #[command(flatten)]
     json: JsonArgs,
 }
 
-/// What a plan takes weights for.
+/// The weights that a plan assumes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PlannedWeights {
     Packed,
@@ -90,8 +92,7 @@ impl FromStr for PlannedWeights {
     }
 }
 
-/// What weights are planned as where those of the model's authors do not fit, what costs least
-/// first.
+/// Weights to plan for if the authors' weights do not fit, in order of least loss.
 const SMALLER: [PlannedWeights; 2] = [
     PlannedWeights::As(WeightFormat::Int8(GroupSize::G32)),
     PlannedWeights::As(WeightFormat::Int4(GroupSize::G32)),
@@ -140,7 +141,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
 }
 
 impl Args {
-    /// Whether packed weights are multiplied on the device.
+    /// Returns whether the device multiplies packed weights.
     fn packs(&self, device: &Device) -> bool {
         self.dtype == WeightDtype::F32 && check_device("", device).is_ok()
     }

@@ -7,13 +7,14 @@ use kv_eval::{Mode, Plan};
 use kv_models::KV_CACHE_FILE;
 
 use crate::{
-    arguments::{JsonArgs, Named, NamedCache, TextArgs, TextIds, configs, policies},
+    arguments::{Named, NamedCache, TextArgs, TextIds, configs, policies},
     common::{
         Job, ModelArgs, Output, Text, Weights, evaluate_and_report, note_policies, text_name,
     },
-    loading::Need,
+    json::JsonArgs,
+    loading::MemoryRequest,
     profile::ProfileArgs,
-    source::{self, Fitting, Source},
+    source::{self, Source},
 };
 
 /// Tokens of a window, unless the model has fewer positions.
@@ -33,9 +34,10 @@ pub(crate) struct Args {
     /// form.
     #[arg(long, default_value = "parallel")]
     mode: Mode,
-    /// A cache to compare with float: kKvV with bits 2, 4, 8 or 16 or the name of a format, then -gN, -rN, -sN,
-    /// -after, -gflush, -hadv, -hadk, -f16 or -bf16; or a policy: safe, balanced, small, or a file of .json or .toml.
-    /// Repeatable. By default that of the model's kv_cache.json, if it has one.
+    /// A cache to compare with float: kKvV with bits 2, 4, 8 or 16 or the name of a format, then
+    /// -gN, -rN, -sN,
+    /// -after, -gflush, -hadv, -hadk, -f16 or -bf16; or a policy: safe, balanced, small, or a file
+    /// of .json or .toml. Repeatable. By default that of the model's kv_cache.json, if it has one.
     #[arg(long = "cache")]
     caches: Vec<NamedCache>,
     /// Tokens per window; each window starts from an empty cache. By default 2048, or the model's
@@ -80,10 +82,10 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let window = window.min(args.tokens.unwrap_or(usize::MAX));
     let caches = configs(&args.caches).into_iter();
     // The float cache always runs, and is the largest.
-    let need = Need::new(caches.chain([KvCacheConfig::float().into()]), window);
-    let need = Need { pass: Some(window), ..need };
-    let Fitting { source: Source { model, tokenizer, name, cache, notes }, .. } =
-        source::load(&args.on, Weights::Restored, need, &device)?;
+    let request = MemoryRequest::new(caches.chain([KvCacheConfig::float().into()]), window);
+    let request = MemoryRequest { pass: Some(window), ..request };
+    let (Source { model, tokenizer, name, cache, notes }, _) =
+        source::load(&args.on, Weights::Restored, request, &device)?;
     profile.model(&model, &name);
     let TextIds { ids, bytes, bos } = args.text.read(&tokenizer, args.tokens)?;
     let window = args.window.unwrap_or_else(|| model.max_positions().min(WINDOW));

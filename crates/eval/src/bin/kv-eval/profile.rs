@@ -18,8 +18,9 @@ use kv_profile::Recorder;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ProfileArgs {
-    /// Write a page here that shows where the time goes: a timeline of threads and of the device's queues by layer
-    /// and operation, with sums. On WGPU and CUDA every launch is timed, which slows the host down.
+    /// Write a page here that shows where the time goes: a timeline of threads and of the device's
+    /// queues by layer and operation, with sums. On WGPU and CUDA every launch is timed, which
+    /// slows the host down.
     #[arg(long, global = true, value_name = "FILE")]
     profile: Option<PathBuf>,
 }
@@ -64,7 +65,7 @@ fn interrupted(shared: &Shared) {
     exit(code);
 }
 
-/// What a thread that panicked has left is a whole recording.
+/// Locks the recording; a panic of another thread leaves it whole.
 fn lock(shared: &Shared) -> MutexGuard<'_, Option<Recording>> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -117,7 +118,7 @@ impl ProfileArgs {
 }
 
 impl Profile {
-    /// What ends the program with the page of what was recorded so far, if anything is recorded.
+    /// Returns a handler that writes the page recorded so far, if any, and ends the program.
     pub(crate) fn interrupted(&self) -> impl Fn() + Send + 'static {
         let shared = self.0.clone();
         move || shared.iter().for_each(interrupted)
@@ -158,7 +159,7 @@ impl Profile {
     pub(crate) fn finish(self) -> Result<()> {
         let Some(shared) = self.0 else { return Ok(()) };
         let Some(recording) = lock(&shared).take() else {
-            // The page is being written by what then ends the program.
+            // Another thread is writing the page and then ends the program.
             loop {
                 thread::park();
             }

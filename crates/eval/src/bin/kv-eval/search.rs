@@ -1,4 +1,4 @@
-//! `kv-eval search`: the layer policy that loses least in so many bytes.
+//! `kv-eval search`: finds the best per-layer cache policy within a byte budget.
 
 use std::{
     ops::ControlFlow,
@@ -23,10 +23,11 @@ use kv_eval::{
 use kv_models::{LanguageModel, ModelCacheConfig};
 
 use crate::{
-    arguments::{JsonArgs, TextArgs, TextIds},
-    common::{ModelArgs, Weights, note_policies, write_json},
-    loading::Need,
-    source::{self, Fitting, Source},
+    arguments::{TextArgs, TextIds},
+    common::{ModelArgs, Weights, note_policies},
+    json::{JsonArgs, write_json},
+    loading::MemoryRequest,
+    source::{self, Source},
 };
 
 #[derive(Debug, clap::Args)]
@@ -44,10 +45,12 @@ pub(crate) struct Args {
     /// Tokens that --bytes are for; by default 4096, or the model's limit if that is lower.
     #[arg(long, short)]
     context: Option<usize>,
-    /// What all layers have but for the formats: groups, windows, sinks, rotations and float type.
+    /// Cache that gives all layers their options except the formats: groups, residual, sinks,
+    /// hadamard and float type.
     #[arg(long, default_value = "k4v4-g64-r64-s4-gflush-hadv-f16")]
     base: KvCacheConfig,
-    /// A format to choose from for each side of each layer, beside float: 2, 4, 8, int8, e4m3, ..; repeatable.
+    /// A format to choose from for each side of each layer, beside float: 2, 4, 8, int8, e4m3, ..;
+    /// repeatable.
     #[arg(long = "format", value_parser = format, default_values = ["4", "2"])]
     formats: Vec<KvFormat>,
     /// First tokens of the text, which are searched on.
@@ -56,10 +59,11 @@ pub(crate) struct Args {
     /// Tokens after them, which the search does not see, and which compare what it found.
     #[arg(long, default_value_t = 4096)]
     unseen_tokens: usize,
-    /// Tokens per window; each window starts from an empty cache. By default 1024, or the model's limit if that is lower.
+    /// Tokens per window; each window starts from an empty cache. By default 1024, or the model's
+    /// limit if that is lower.
     #[arg(long)]
     window: Option<usize>,
-    /// What the policy is called.
+    /// Name of the policy.
     #[arg(long, default_value = "found")]
     name: String,
     /// The policy's file, of .toml or .json.
@@ -93,8 +97,7 @@ fn bytes(text: &str) -> Result<MemorySize, String> {
 const WINDOW: usize = 1024;
 const CONTEXT: usize = 4096;
 
-/// What Ctrl-C does: it ends the program, but for a search that has begun, which it has end at the
-/// next window.
+/// Handles Ctrl-C: ends the program, or a running search at its next window.
 #[derive(Clone, Default)]
 struct Interrupt {
     searching: Arc<AtomicBool>,
@@ -143,9 +146,12 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let (screen, json) = args.json.open()?;
 
     let window = args.window.unwrap_or(WINDOW);
-    let need = Need { pass: Some(window), ..Need::new([KvCacheConfig::float()], window) };
-    let Fitting { source: Source { model, tokenizer, .. }, .. } =
-        source::load(&args.on, Weights::Restored, need, &device)?;
+    let request = MemoryRequest {
+        pass: Some(window),
+        ..MemoryRequest::new([KvCacheConfig::float()], window)
+    };
+    let (Source { model, tokenizer, .. }, _) =
+        source::load(&args.on, Weights::Restored, request, &device)?;
     let all = args.tokens.checked_add(args.unseen_tokens).context("tokens: are too many")?;
     let TextIds { ids, bos, .. } = args.text.read(&tokenizer, Some(all))?;
     let (seen, unseen) = ids.split_at(args.tokens.min(ids.len()));
@@ -215,7 +221,7 @@ fn searched<T: Target>(
     }
 }
 
-/// What was found, beside the best of what all layers could have alike.
+/// Describes the policy found, next to the best cache shared by all layers.
 fn verdict(found: &Found) -> String {
     let Some(chosen) = found.chosen() else { return String::new() };
     let kl = chosen.unseen.kl;

@@ -1,4 +1,4 @@
-//! From what a user names to a model with its tokenizer.
+//! Loads the model that a user names, with its tokenizer.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use tracing::trace_span;
 
 use crate::{
     common::{ModelArgs, Weights},
-    loading::{Loading, Need, Room},
+    loading::{Loading, MemoryBudget, MemoryRequest},
 };
 
 /// A model with a tokenizer.
@@ -22,51 +22,44 @@ pub(crate) struct Source {
     pub(crate) model: LanguageModel,
     pub(crate) tokenizer: Tokenizer,
     pub(crate) name: String,
-    /// The cache it was trained with, if it says so.
+    /// The cache that the model's files ask for, if they do.
     pub(crate) cache: Option<ModelCacheConfig>,
-    /// What a user should know of it, which has been printed.
+    /// Notes for the user, already printed.
     pub(crate) notes: Vec<String>,
 }
 
-/// A model with a tokenizer that is known to fit.
-pub(crate) struct Fitting {
-    pub(crate) source: Source,
-    /// The memory it was found to fit into.
-    pub(crate) room: Room,
-}
-
-/// Loads the model and tokenizer that are named, if there is memory for what is done with them; `weights` is what
-/// becomes of quantized ones by default.
+/// Loads a model and its tokenizer if `request` fits the memory budget, which is returned too.
+/// `weights` says how quantized weights are kept unless `--weights` does.
 pub(crate) fn load(
     args: &ModelArgs,
     weights: Weights,
-    need: Need,
+    request: MemoryRequest,
     device: &Device,
-) -> Result<Fitting> {
+) -> Result<(Source, MemoryBudget)> {
     let _phase = trace_span!(target: PHASE, "load").entered();
-    let (path, options, room) =
-        (args.source.find()?, args.options(weights, device), args.room(device));
-    let loading = Loading::new(need, room.clone(), device);
+    let (path, options, budget) =
+        (args.source.find()?, args.options(weights, device), args.memory_budget(device));
+    let loading = Loading::new(request, budget.clone(), device);
     let loaded = once(|| load_observed(&path, device, options, loading))?;
-    Ok(Fitting { source: with_tokenizer(loaded, args.source.name())?, room })
+    Ok((with_tokenizer(loaded, args.source.name())?, budget))
 }
 
-/// The model that is named, and its name, with the type of its weights unless that is f32.
-/// Fails if there is no memory for what is done with it.
+/// Loads a model and returns it with its name, to which the dtype of its weights is added unless it
+/// is f32. Fails if `request` exceeds the memory budget.
 pub(crate) fn load_model(
     args: &ModelArgs,
-    need: Need,
+    request: MemoryRequest,
     device: &Device,
 ) -> Result<(LanguageModel, String)> {
     let _phase = trace_span!(target: PHASE, "load").entered();
     let options = args.options(Weights::Packed, device);
-    let loading = Loading::new(need, args.room(device), device);
+    let loading = Loading::new(request, args.memory_budget(device), device);
     let path = args.source.find()?;
     let Loaded { model, notes, .. } = once(|| load_observed(path, device, options, loading))?;
     kv_cli::notes(&notes);
     let name = args.source.name();
     let name = match (model.weight_dtype(), options.packed.filter(|_| model.is_packed())) {
-        // Where activations are not rounded, how is not named.
+        // A GPU never rounds activations, so the name leaves the rounding out.
         (_, Some(_)) if !Flex::hosts(device) => format!("{name}, packed"),
         (_, Some(Activations::Exact)) => format!("{name}, packed, exact"),
         (_, Some(Activations::Int8)) => format!("{name}, packed, int8"),

@@ -6,10 +6,11 @@ use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::twin;
 
 use crate::{
-    arguments::{JsonArgs, NamedCache, TextArgs, TextIds},
-    common::{ModelArgs, Weights, note_policies, write_json},
-    loading::Need,
-    source::{self, Fitting, Source},
+    arguments::{NamedCache, TextArgs, TextIds},
+    common::{ModelArgs, Weights, note_policies},
+    json::{JsonArgs, write_json},
+    loading::MemoryRequest,
+    source::{self, Source},
 };
 
 #[derive(Debug, clap::Args)]
@@ -21,14 +22,16 @@ pub(crate) struct Args {
     on: ModelArgs,
     #[command(flatten)]
     text: TextArgs,
-    /// The cache to put beside the float one, or a policy: safe, balanced, small, or a file of .json or .toml.
+    /// The cache to put beside the float one, or a policy: safe, balanced, small, or a file of
+    /// .json or .toml.
     #[arg(long)]
     cache: NamedCache,
     /// Tokens to pass, one at a time. A model of fewer positions gets as many tokens as it has
     /// positions.
     #[arg(long, default_value_t = 256)]
     tokens: usize,
-    /// Stop after the first token whose distribution diverges further from the float cache's than this, in nats.
+    /// Stop after the first token whose distribution diverges further from the float cache's than
+    /// this, in nats.
     #[arg(long, allow_negative_numbers = true)]
     stop: Option<f64>,
     #[command(flatten)]
@@ -50,9 +53,9 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
     let (screen, json) = args.json.open()?;
     let cache = &args.cache.value;
-    let need = Need::new([KvCacheConfig::float().into(), cache.clone()], args.tokens);
-    let Fitting { source: Source { model, tokenizer, .. }, .. } =
-        source::load(&args.on, Weights::Packed, need, &device)?;
+    let request = MemoryRequest::new([KvCacheConfig::float().into(), cache.clone()], args.tokens);
+    let (Source { model, tokenizer, .. }, _) =
+        source::load(&args.on, Weights::Packed, request, &device)?;
     note_policies([cache], model.spec());
     let (asked, most) = (args.tokens, model.max_positions());
     if asked > most {

@@ -30,7 +30,8 @@ use serde::Serialize;
 use crate::{
     arguments::{Named, configs, policies},
     built_in,
-    common::{check_memory, write_json},
+    common::check_memory,
+    json::write_json,
 };
 
 #[derive(Debug, clap::Args)]
@@ -41,10 +42,11 @@ pub(crate) struct Args {
     /// The world model's folder [default: the built-in model world].
     #[arg(long, short, value_name = "FOLDER")]
     model: Option<PathBuf>,
-    /// How frames are stored, beside float: a short name or a policy's file of .json or .toml;
-    /// repeatable. With @2 behind it in the last two layers alone.
+    /// Cache format to compare with float: a short name such as k4v4 or kint8vint8, or a policy
+    /// file (.json or .toml); repeatable. The suffix @2 applies it to the last two layers alone.
     #[arg(long = "cache", default_values = [
-        "float-f16", "k16vint8", "kint8v16", "kint8vint8", "kint8fvint8f", "kint8pvint8p", "ke4m3ve4m3", "kint8vint8@2",
+        "float-f16", "k16vint8", "kint8v16", "kint8vint8", "kint8fvint8f", "kint8pvint8p",
+        "ke4m3ve4m3", "kint8vint8@2",
         "k8v16-r32", "kint8gv16-r32", "k4v4-r32",
     ])]
     caches: Vec<Named<LayerCaches>>,
@@ -88,7 +90,7 @@ impl FromStr for Named<LayerCaches> {
     }
 }
 
-/// What is written as JSON.
+/// The JSON report.
 #[derive(Serialize)]
 struct Output<'a> {
     command: Vec<String>,
@@ -165,12 +167,14 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     let needed = compare_bytes(&world, [args.seeds, frames as u64], &plan, &caches)?;
     check_memory(needed, 0, &device, "play fewer --frames or --seeds")?;
     for cache in &caches {
-        // What the model or the device cannot have is an error before the true frames are rendered, which takes long.
+        // What the model or the device cannot have is an error before the true frames are rendered,
+        // which takes long.
         world.model.new_cache_with(&cache.formats(config.n_layers)?, ring, sinks, 1, &device)?;
     }
     let truth = Truth::new(world.maze(), seeds, frames);
     screen.line(format_args!(
-        "{} games of {} frames after {} true ones on {}: {} layers of {} heads of {}, {} tokens a frame, rings of {ring}",
+        "{} games of {} frames after {} true ones on {}: {} layers of {} heads of {}, \
+             {} tokens a frame, rings of {ring}",
         args.seeds,
         args.frames,
         args.context,
@@ -183,7 +187,7 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     let mut points: Vec<WorldPoint> = vec![];
     let mut rows = vec![sheet_row(&truth.frames[args.context..])];
     let mut started = Instant::now();
-    let told = |point: WorldPoint, frames: &[Vec<Frame>]| {
+    let on_point = |point: WorldPoint, frames: &[Vec<Frame>]| {
         rows.push(sheet_row(frames));
         // Nobody may read there.
         let seconds = started.elapsed().as_secs_f64();
@@ -192,20 +196,21 @@ fn play<T: Target>(args: &Args) -> Result<()> {
         points.push(point);
         Ok(())
     };
-    compare(&device, &world, &truth, &plan, &caches, told, || ())?;
+    compare(&device, &world, &truth, &plan, &caches, on_point, || ())?;
     screen.print(table(&points))?;
     for point in points.iter().filter(|point| !point.scales.is_empty()) {
         screen.line(format_args!("scales of frames of {}, after the last one:", point.cache))?;
         screen.print(scales(point))?;
     }
-    // Of all frames at once: where a player stands still, the last frame is right to the byte, and a mean of decibels
-    // would say little of the others.
+    // Of all frames at once: where a player stands still, the last frame is right to the byte, and
+    // a mean of decibels would say little of the others.
     let last = &truth.frames[args.context - 1];
     let errors = truth.frames[args.context..]
         .iter()
         .flat_map(|frames| frames.iter().zip(last).map(|(frame, last)| squared_error(frame, last)));
     screen.line(format_args!(
-        "PSNR of the mean squared error of all frames: {:.2} dB, of the last true frame, repeated: {:.2} dB",
+        "PSNR of the mean squared error of all frames: {:.2} dB, \
+             of the last true frame, repeated: {:.2} dB",
         decibels(mean(&points[0].squared_error)),
         decibels(mean(&errors.collect::<Vec<_>>())),
     ))?;

@@ -1,9 +1,12 @@
 //! Models that are known by name: a file each, with the numbers that its authors published.
 //!
-//! A file has `names`, the first of which is shown; `source`; and one of
-//! - `config`, a `config.json` of a family that `kv-models` knows, with the fields that decide bytes (the divisors of
-//!   Phi-4-mini's frequencies do not, and are left out), and `parameters` as its authors count them;
-//! - `layers` of plain attention, of a model whose weights are not counted; `frame` says how many tokens are a frame;
+//! A file has `names` (the first is shown); `source`; and one of
+//! - `config`, a `config.json` of a family that `kv-models` knows, with the fields that decide
+//!   bytes (the divisors of
+//!   Phi-4-mini's frequencies do not, and are left out), and `parameters` as its authors count
+//!   them;
+//! - `layers` of plain attention, of a model whose weights are not counted; `frame` says how many
+//!   tokens are a frame;
 //! - `formula`: bytes of a cache that is none of this project's, in parts.
 
 use burn::tensor::Device;
@@ -41,13 +44,13 @@ const FILES: &[&str] = &[
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Preset {
-    /// What it is called, without regard to case.
+    /// The name, in any case.
     pub names: Vec<String>,
     /// Where its numbers are published.
     pub source: String,
     /// Parameters, as its authors count them.
     pub parameters: Option<u64>,
-    /// What a user should know of the numbers.
+    /// Notes on the numbers for the user.
     pub note: Option<String>,
     /// The tokens of a frame, for a model of frames.
     pub frame: Option<Frame>,
@@ -56,7 +59,7 @@ pub struct Preset {
     formula: Option<Formula>,
 }
 
-/// What a frame is in a cache of tokens.
+/// A frame as entries of a token cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
@@ -90,7 +93,7 @@ impl Preset {
         Self::all().into_iter().find(called)
     }
 
-    /// What is shown of its names.
+    /// The name to show.
     pub fn name(&self) -> &str {
         self.names.first().map_or("", String::as_str)
     }

@@ -18,9 +18,12 @@ use crate::{
 pub(crate) struct FramesArgs {
     #[command(flatten)]
     pub(super) common: Common,
-    /// How frames are stored: a short name, or a policy's file of .json or .toml for every cache
-    /// that a layer has by it; repeatable. The first is what the others are compared with.
-    #[arg(long = "cache", default_values = ["float", "float-f16", "k16vint8", "kint8vint8", "kint8fvint8f", "k4v4"])]
+    /// Cache format: a short name such as k4v4 or kint8vint8, or a policy file (.json or .toml),
+    /// which stands for each cache it gives to a layer; repeatable. The others are compared with
+    /// the first.
+    #[arg(long = "cache", default_values = [
+        "float", "float-f16", "k16vint8", "kint8vint8", "kint8fvint8f", "k4v4",
+    ])]
     pub(super) caches: Vec<NamedCache>,
     /// Frames of the ring; the shape by default is that of the world model owl-wms.
     #[arg(long, default_value_t = 60)]
@@ -55,7 +58,8 @@ pub(super) fn frames<T: Target>(args: &FramesArgs, profile: &mut Profile) -> Res
     check_memory(plan.bytes(&caches)?, &device)?;
     let sinks = Sinks::open(args.common.json.as_deref(), None)?;
     let what = format!(
-        "a frame over a ring of {} of {tokens_per_frame} tokens, one layer on {}: batch {batch}, {heads} heads of \
+        "a frame over a ring of {} of {tokens_per_frame} tokens, one layer on {}: \
+             batch {batch}, {heads} heads of \
          {head_dim}",
         plan.window,
         T::NAME

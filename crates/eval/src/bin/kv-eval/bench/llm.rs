@@ -13,7 +13,7 @@ use super::Sinks;
 use crate::{
     arguments::{NamedCache, configs, policies},
     common::{ModelArgs, StepArgs, note_policies},
-    loading::Need,
+    loading::MemoryRequest,
     profile::Profile,
     source,
 };
@@ -47,9 +47,12 @@ pub(crate) struct LlmArgs {
 }
 
 impl LlmArgs {
-    fn need(&self) -> Need {
+    fn request(&self) -> MemoryRequest {
         let deepest = self.depths.iter().copied().max().unwrap_or(0);
-        Need::new(configs(&self.caches), deepest.saturating_add(self.prompt.max(self.generate)))
+        MemoryRequest::new(
+            configs(&self.caches),
+            deepest.saturating_add(self.prompt.max(self.generate)),
+        )
     }
 
     pub(super) fn backend(&self) -> Backend {
@@ -67,7 +70,7 @@ pub(super) fn llm<T: Target>(args: &LlmArgs, profile: &mut Profile) -> Result<()
     let device = On::<T>::open()?;
     profile.device(&device)?;
     let sinks = Sinks::open(args.json.as_deref(), None)?;
-    let (model, name) = source::load_model(&args.on, args.need(), &device)?;
+    let (model, name) = source::load_model(&args.on, args.request(), &device)?;
     let caches = configs(&args.caches);
     note_policies(&caches, model.spec());
     profile.model(&model, &name);

@@ -16,7 +16,7 @@ use crate::{
     ALLOCATOR,
     arguments::{NamedCache, configs, policies},
     common::{ModelArgs, note_policies},
-    loading::Need,
+    loading::MemoryRequest,
     profile::Profile,
     source,
 };
@@ -33,7 +33,8 @@ pub(crate) struct ModelBench {
         "float", "float-f16", "k4v4", "k2v2",
     ])]
     caches: Vec<NamedCache>,
-    /// Context lengths to time at, ascending. By default 512, 2048 and 8000, as far as the model goes.
+    /// Context lengths to time at, ascending. By default 512, 2048 and 8000, as far as the model
+    /// goes.
     #[arg(long, value_delimiter = ',')]
     contexts: Option<Vec<usize>>,
     /// Write the points here as JSON; with -, to standard output, and the table to standard error.
@@ -54,11 +55,12 @@ pub(crate) struct DecodeArgs {
     /// Decode steps per cache and context length; the median counts.
     #[arg(long, default_value_t = 15)]
     samples: usize,
-    /// Sequences that take each step together, of lengths that differ by a token each; several numbers are timed
-    /// side by side.
+    /// Sequences that take each step together, of lengths that differ by a token each; several
+    /// numbers are timed side by side.
     #[arg(long, value_delimiter = ',', default_value = "1")]
     batch: Vec<usize>,
-    /// Also time steps that are recorded once and replayed: graphs on CUDA, prepared launches on WGPU.
+    /// Also time steps that are recorded once and replayed: graphs on CUDA, prepared launches on
+    /// WGPU.
     #[arg(long)]
     recorded: bool,
 }
@@ -206,8 +208,8 @@ impl ModelBench {
     fn load(&self, batch: usize, steps: usize, device: &Device) -> Result<(LanguageModel, String)> {
         let longest = self.contexts.iter().flatten().copied().max().unwrap_or(LONGEST);
         let caches = configs(&self.caches);
-        let need = Need::new(&caches, longest.saturating_add(steps));
-        let loaded = source::load_model(&self.on, Need { batch, ..need }, device)?;
+        let request = MemoryRequest::new(&caches, longest.saturating_add(steps));
+        let loaded = source::load_model(&self.on, MemoryRequest { batch, ..request }, device)?;
         note_policies(&caches, loaded.0.spec());
         Ok(loaded)
     }

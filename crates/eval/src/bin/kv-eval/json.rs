@@ -1,0 +1,35 @@
+//! Results as JSON: the argument that names the file, and writing it.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use kv_cli::{OutFile, Screen};
+use serde::Serialize;
+
+/// The file for results as JSON.
+#[derive(Debug, clap::Args)]
+pub(crate) struct JsonArgs {
+    /// Write all results to this file as JSON. With -, JSON goes to standard output and the printed
+    /// tables go to standard error.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+impl JsonArgs {
+    /// Returns the path, if one is given.
+    pub(crate) fn path(&self) -> Option<&Path> {
+        self.json.as_deref()
+    }
+
+    /// Returns the stream to print to, and the file after checking that it is writable.
+    pub(crate) fn open(&self) -> Result<(Screen, Option<OutFile>)> {
+        let screen = Screen::beside([self.json.as_deref()]);
+        let file = self.json.as_deref().map(|path| OutFile::open("json", path)).transpose()?;
+        Ok((screen, file))
+    }
+}
+
+/// Writes `value` as indented JSON.
+pub(crate) fn write_json(file: OutFile, value: &impl Serialize) -> Result<()> {
+    file.write((serde_json::to_string_pretty(value)? + "\n").as_bytes())
+}
