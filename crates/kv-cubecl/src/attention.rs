@@ -10,8 +10,8 @@ use crate::{Result, error::invalid, scores::Scores};
 pub struct AttentionOptions {
     /// What scores are multiplied with; `None` for `1 / sqrt(head_dim)`.
     pub scale: Option<f32>,
-    /// What scores are bounded by, after scaling: `softcap * tanh(score / softcap)`, as in Gemma 2 (2024,
-    /// <https://arxiv.org/abs/2408.00118>); `None` for no bound.
+    /// What scores are bounded by, after scaling: `softcap * tanh(score / softcap)`, as in Gemma 2
+    /// (2024, <https://arxiv.org/abs/2408.00118>); `None` for no bound.
     pub softcap: Option<f32>,
 }
 
@@ -55,7 +55,7 @@ impl AttentionOptions {
 pub struct Attention {
     /// `softmax(scores) value`, in the shape of the query, with the channels of a value.
     pub output: Tensor<4>,
-    /// The log-sum-exp of each row's scaled scores, `[batch, n_heads, tokens]`. With it attention over other
-    /// tokens, or a sink that brings no value, can be merged; it records no gradient.
+    /// The log-sum-exp of each row's scaled scores, `[batch, n_heads, tokens]`. With it attention
+    /// over other tokens, or a sink that brings no value, can be merged; it records no gradient.
     pub lse: Tensor<3>,
 }

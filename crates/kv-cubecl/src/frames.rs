@@ -32,12 +32,13 @@ impl fmt::Display for Frames {
     }
 }
 
-/// A cache of frames of equally many tokens, as world models and video models have: the tokens of a frame see one
-/// another, the frames before it up to a window, and the first frames, if some are kept as sinks.
+/// A cache of frames of equally many tokens, as world models and video models have: the tokens of a
+/// frame see one another, the frames before it up to a window, and the first frames, if some are
+/// kept as sinks.
 ///
-/// The same configuration drives the stream ([`FrameCache`](crate::FrameCache)) and all frames at once
-/// ([`frame_attention`](crate::frame_attention)). A frame sees itself in float, as it was computed; frames before it as
-/// `format` stores them, which may be in float as well.
+/// The same configuration drives the stream ([`FrameCache`](crate::FrameCache)) and all frames at
+/// once ([`frame_attention`](crate::frame_attention)). A frame sees itself in float, as it was
+/// computed; frames before it as `format` stores them, which may be in float as well.
 ///
 /// ```
 /// use kv_cubecl::{CacheShape, FrameConfig, Frames};
@@ -51,8 +52,9 @@ impl fmt::Display for Frames {
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct FrameConfig {
-    /// How tokens are stored. Its residual window counts tokens, and may be any part of a frame or several frames. It
-    /// has no window and no sinks of its own, since those are whole frames; its capacity is not read.
+    /// How tokens are stored. Its residual window counts tokens, and may be any part of a frame or
+    /// several frames. It has no window and no sinks of its own, since those are whole frames; its
+    /// capacity is not read.
     pub format: KvCacheConfig,
     /// Tokens of a frame.
     pub tokens_per_frame: usize,
@@ -62,7 +64,8 @@ pub struct FrameConfig {
     /// First frames that are seen, in float, as long as the stream lasts.
     #[serde(default)]
     pub sinks: Frames,
-    /// How the scales of frames follow one another, where a side [takes them from frames](crate::KvFormat::OF_FRAMES).
+    /// How the scales of frames follow one another, where a side [takes them from
+    /// frames](crate::KvFormat::OF_FRAMES).
     #[serde(default)]
     pub running: RunningScale,
 }
@@ -89,7 +92,8 @@ impl FrameConfig {
     /// Checks every rule that does not depend on a device, for a cache of this shape.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the rule.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the
+    /// rule.
     pub fn validate(&self, shape: CacheShape) -> Result<()> {
         self.ring(shape).map(drop)
     }
@@ -150,7 +154,8 @@ impl FrameConfig {
         }
     }
 
-    /// The format of tokens: what takes its scales from frames is stored as what has one for each token.
+    /// The format of tokens: what takes its scales from frames is stored as what has one for each
+    /// token.
     pub(crate) fn tokens(&self) -> KvCacheConfig {
         let KvCacheConfig { keys, values, .. } = self.format;
         self.format.with_formats(keys.of_tokens(), values.of_tokens())
@@ -257,8 +262,8 @@ mod tests {
         config.with_sinks(Frames(sinks)).ring(CacheShape::new(1, 1, 16))
     }
 
-    /// Every frame that a frame sees lies elsewhere than all others, and positions of a long stream are those of a
-    /// short one: every ring and every step of quantization divides the period.
+    /// Every frame that a frame sees lies elsewhere than all others, and positions of a long stream
+    /// are those of a short one: every ring and every step of quantization divides the period.
     #[test]
     fn positions_repeat() {
         for (name, tokens, window, sinks) in [
@@ -303,8 +308,8 @@ mod tests {
         }
     }
 
-    /// owl-wms keeps 60 frames in 24 layers of 24 heads: 566 MB in bf16, and 1.94 times less in 8 bits with a scale of
-    /// 16 bits for each token and head.
+    /// owl-wms keeps 60 frames in 24 layers of 24 heads: 566 MB in bf16, and 1.94 times less in 8
+    /// bits with a scale of 16 bits for each token and head.
     #[test]
     fn bytes_of_a_world() {
         let bytes = |name: &str| {

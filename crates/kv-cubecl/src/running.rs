@@ -4,14 +4,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Frames, Result, error::invalid};
 
-/// How the running amax of a head, from which the scale of a frame is taken, follows the magnitudes of frames, in
-/// [formats of frames](crate::KvFormat::OF_FRAMES).
+/// How the running amax of a head, from which the scale of a frame is taken, follows the magnitudes
+/// of frames, in [formats of frames](crate::KvFormat::OF_FRAMES).
 ///
-/// With `a` the largest magnitude of frame n of a head, or the percentile of its magnitudes, the running amax is
-/// `r_0 = a_0`, in the `warm_up` frames that come first `r_n = max(r_(n-1), a_n)`, and then
-/// `r_n = min(momentum r_(n-1) + (1 - momentum) a_n, growth r_(n-1))`; it is never below `floor`. The scale of the tokens
-/// of the frame is `f16(r_n / 127)`, and stays theirs; numbers beyond `r_n` saturate. Sink frames, which stay in float,
-/// are not counted. A NaN counts as 0.
+/// With `a` the largest magnitude of frame n of a head, or the percentile of its magnitudes, the
+/// running amax is `r_0 = a_0`, in the `warm_up` frames that come first `r_n = max(r_(n-1), a_n)`,
+/// and then `r_n = min(momentum r_(n-1) + (1 - momentum) a_n, growth r_(n-1))`; it is never below
+/// `floor`. The scale of the tokens of the frame is `f16(r_n / 127)`, and stays theirs; numbers
+/// beyond `r_n` saturate. Sink frames, which stay in float, are not counted. A NaN counts as 0.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 #[non_exhaustive]
@@ -24,8 +24,9 @@ pub struct RunningScale {
     pub growth: f32,
     /// The least that it is, above 0.
     pub floor: f32,
-    /// Percent of the magnitudes of a frame that are not to exceed the one that is taken, above 0 and at most 100, where a
-    /// percentile is: the smallest of the frame's magnitudes of which this is true (nearest rank).
+    /// Percent of the magnitudes of a frame that are not to exceed the one that is taken, above 0
+    /// and at most 100, where a percentile is: the smallest of the frame's magnitudes of which this
+    /// is true (nearest rank).
     pub percentile: f32,
 }
 
@@ -41,7 +42,8 @@ impl RunningScale {
     /// Checks the range of every number.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the rule.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the
+    /// rule.
     pub fn validate(&self) -> Result<()> {
         let Self { momentum, growth, floor, percentile, .. } = *self;
         for (field, value, fits, rule) in [
@@ -73,7 +75,8 @@ impl RunningScale {
         Ok(())
     }
 
-    /// How many of `n` magnitudes are above the one that the percentile takes, or as large and not it.
+    /// How many of `n` magnitudes are above the one that the percentile takes, or as large and not
+    /// it.
     pub(crate) fn above(&self, n: usize) -> usize {
         let rank = (f64::from(self.percentile) * n as f64 / 100.0).ceil() as usize;
         n - rank.clamp(1, n)
@@ -90,6 +93,7 @@ pub struct RunningCounters {
     pub scale_mean: f64,
     /// The largest of them.
     pub scale_max: f32,
-    /// The most by which the newest frame has changed a scale, over what it was before; 0 while there is one frame alone.
+    /// The most by which the newest frame has changed a scale, over what it was before; 0 while
+    /// there is one frame alone.
     pub change: f32,
 }

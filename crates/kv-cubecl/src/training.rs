@@ -16,9 +16,9 @@ pub enum SteGradient {
     /// <https://arxiv.org/abs/1308.3432>).
     #[default]
     Identity,
-    /// Only rounding is the identity; scale and minimum depend on the group's extremes (the step size
-    /// gradient of LSQ, Esser et al., 2020, <https://arxiv.org/abs/1902.08153>, for a scale and
-    /// minimum that are read off the group):
+    /// Only rounding is the identity; scale and minimum depend on the group's extremes (the step
+    /// size gradient of LSQ, Esser et al., 2020, <https://arxiv.org/abs/1902.08153>, for a scale
+    /// and minimum that are read off the group):
     ///
     /// `dL/dx_i = g_i + (sum_j g_j e_j) * ([i = argmax x] - [i = argmin x]) / n`, where
     /// `e_j = code_j - (x_j - min) / scale` is the rounding error in steps. There is no term for

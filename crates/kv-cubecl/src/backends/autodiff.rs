@@ -253,7 +253,8 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         (output, lse_out)
     }
 
-    /// Records no gradient; [`streaming_attention_with_sinks`](Self::streaming_attention_with_sinks) does.
+    /// Records no gradient;
+    /// [`streaming_attention_with_sinks`](Self::streaming_attention_with_sinks) does.
     fn add_sinks(
         output: FloatTensor<Self>,
         lse: FloatTensor<Self>,

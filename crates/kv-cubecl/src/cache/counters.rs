@@ -1,5 +1,5 @@
-//! What the codes and scales of a cache are like. They are read where they are stored: a cache that nobody asks does
-//! nothing for it.
+//! What the codes and scales of a cache are like. They are read where they are stored: a cache that
+//! nobody asks does nothing for it.
 
 use half::f16;
 
@@ -30,7 +30,8 @@ pub struct Counters {
 }
 
 impl KvCache {
-    /// [`Counters`] of the tokens that [`packed`](Self::packed) gives; `None` of a side that has no quantized ones.
+    /// [`Counters`] of the tokens that [`packed`](Self::packed) gives; `None` of a side that has no
+    /// quantized ones.
     pub fn counters(&self) -> Sides<Option<Counters>> {
         Sides::from_fn(|side: Side| {
             let packed = self.packed(side)?;
@@ -55,8 +56,9 @@ fn count(logical: &Logical, spec: QuantSpec, head_dim: usize) -> Counters {
         true => logical.scale.iter().copied().map(f16::to_f32).collect(),
         false => logical.exponents.iter().map(|&exponent| power(exponent)).collect(),
     };
-    // What a code of a group stands for. Without minimum it is before its scale, since each code is then another number
-    // unless the scale is 0; but a float's sign alone is -0. Integers have no such code.
+    // What a code of a group stands for. Without minimum it is before its scale, since each code is
+    // then another number unless the scale is 0; but a float's sign alone is -0. Integers have no
+    // such code.
     let stands_for = |code: u32, group: usize| match logical.min.get(group) {
         Some(min) => code as f32 * scales[group] + min.to_f32(),
         None if code == 1 << (spec.n_bits - 1) => 0.0,
@@ -68,7 +70,8 @@ fn count(logical: &Logical, spec: QuantSpec, head_dim: usize) -> Counters {
         let group = match spec.block_tokens() {
             // Words of a group are next to each other.
             1 => at / spec.code_words(),
-            // A word has consecutive tokens of a channel; those of neighboring channels are next to it.
+            // A word has consecutive tokens of a channel; those of neighboring channels are next to
+            // it.
             _ => at / (spec.code_words() * head_dim) * head_dim + at % head_dim,
         };
         for nth in 0..per_word {

@@ -14,14 +14,15 @@ use crate::{
 
 /// One layer's ring of frames.
 ///
-/// A frame is attended to with the frames before it, which are read where and as they lie, while it sees itself in
-/// float; the two are merged by their log-sum-exps. So no window of restored keys and values is ever in memory. Frames
-/// may be looked at without being stored ([`peek`](Self::peek)), and the newest one may be written again
-/// ([`rewrite`](Self::rewrite)), as often as a sampler has steps: what is there afterwards depends on the last time
-/// alone, since the ring has room for one frame more than a frame sees before it.
+/// A frame is attended to with the frames before it, which are read where and as they lie, while it
+/// sees itself in float; the two are merged by their log-sum-exps. So no window of restored keys
+/// and values is ever in memory. Frames may be looked at without being stored
+/// ([`peek`](Self::peek)), and the newest one may be written again ([`rewrite`](Self::rewrite)), as
+/// often as a sampler has steps: what is there afterwards depends on the last time alone, since the
+/// ring has room for one frame more than a frame sees before it.
 ///
-/// All memory is allocated when the cache is made. Frames are counted in 64 bits, and nothing is computed from the
-/// count but where the next one lies.
+/// All memory is allocated when the cache is made. Frames are counted in 64 bits, and nothing is
+/// computed from the count but where the next one lies.
 #[derive(Clone, Debug)]
 pub struct FrameCache {
     config: FrameConfig,
@@ -32,8 +33,9 @@ pub struct FrameCache {
     running: Sides<Running>,
 }
 
-/// What the scales of a side are taken from, `[batch, n_kv_heads, 1, 1]`: for the newest frame and for the one before.
-/// `None` without such a frame, and of sides that do not take their scales from frames.
+/// What the scales of a side are taken from, `[batch, n_kv_heads, 1, 1]`: for the newest frame and
+/// for the one before. `None` without such a frame, and of sides that do not take their scales from
+/// frames.
 #[derive(Clone, Debug, Default)]
 struct Running {
     newest: Option<Tensor<4>>,
@@ -74,8 +76,8 @@ impl FrameCache {
         &self.ring.layout
     }
 
-    /// Frames ever written, which is the absolute position of the next one: of frames that are peeked at, and of the
-    /// next update. That of a rewritten frame is one less.
+    /// Frames ever written, which is the absolute position of the next one: of frames that are
+    /// peeked at, and of the next update. That of a rewritten frame is one less.
     pub fn written(&self) -> Frames {
         Frames(self.written)
     }
@@ -99,7 +101,8 @@ impl FrameCache {
         bytes
     }
 
-    /// The newest frame as a side stores it; `None` of a side that has it in float, in whole or in part.
+    /// The newest frame as a side stores it; `None` of a side that has it in float, in whole or in
+    /// part.
     pub fn newest(&self, side: Side) -> Option<Packed> {
         let layout = self.layout();
         let place = layout.sides()[side].packed()?;
@@ -114,8 +117,8 @@ impl FrameCache {
         self.state.packed(layout, side, place.spec, last - tokens..last)
     }
 
-    /// What the scales that are taken from frames have come to; `None` of sides that do not take them so, and without a
-    /// frame. It waits for the device.
+    /// What the scales that are taken from frames have come to; `None` of sides that do not take
+    /// them so, and without a frame. It waits for the device.
     pub fn running(&self) -> Sides<Option<RunningCounters>> {
         Sides::from_fn(|side| {
             let Running { newest, before } = &self.running[side];
@@ -137,7 +140,8 @@ impl FrameCache {
         })
     }
 
-    /// Bytes of the cache that the next frame reads: every code, parameter and float row that it sees, once.
+    /// Bytes of the cache that the next frame reads: every code, parameter and float row that it
+    /// sees, once.
     pub fn bytes_read(&self) -> usize {
         self.layout().bytes_read(self.ring.tokens(self.written))
     }
@@ -148,17 +152,19 @@ impl FrameCache {
         self.running = Sides::default();
     }
 
-    /// Attends to a frame as if it came next, which hides the oldest frame of a full window, and stores nothing.
+    /// Attends to a frame as if it came next, which hides the oldest frame of a full window, and
+    /// stores nothing.
     ///
     /// # Shapes
     /// - `query`: `[batch, n_heads, tokens_per_frame, head_dim]`, `n_kv_heads` divides `n_heads`
-    /// - `key`, `value`: `[batch, n_kv_heads, tokens_per_frame, head_dim]`, keys after the position encoding
-    /// - all three f32, f16 or bf16; output: the type of `query`, its shape with the channels of `value`, and
-    ///   its [`lse`](Attention::lse)
+    /// - `key`, `value`: `[batch, n_kv_heads, tokens_per_frame, head_dim]`, keys after the position
+    ///   encoding
+    /// - all three f32, f16 or bf16; output: the type of `query`, its shape with the channels of
+    ///   `value`, and its [`lse`](Attention::lse)
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape), or [`Error::Unsupported`](crate::Error::Unsupported) for tensors that
-    /// record gradients or sit on another device.
+    /// [`Error::Shape`](crate::Error::Shape), or [`Error::Unsupported`](crate::Error::Unsupported)
+    /// for tensors that record gradients or sit on another device.
     pub fn peek(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Result<Attention> {
         self.check("peek", &query, &key, &value)?;
         Ok(self.attend(query, key, value, self.written))
@@ -185,8 +191,8 @@ impl FrameCache {
     /// [`update`](Self::update) had been this one.
     ///
     /// # Errors
-    /// Those of [`peek`](Self::peek), and [`Error::Unsupported`](crate::Error::Unsupported) for a cache that holds no
-    /// frame; the cache is then unchanged.
+    /// Those of [`peek`](Self::peek), and [`Error::Unsupported`](crate::Error::Unsupported) for a
+    /// cache that holds no frame; the cache is then unchanged.
     pub fn rewrite(
         &mut self,
         query: Tensor<4>,
@@ -252,7 +258,8 @@ impl FrameCache {
         attention.with_dtype(dtype)
     }
 
-    /// Stores a frame that comes after `before` others, in place: the next one, or the newest again.
+    /// Stores a frame that comes after `before` others, in place: the next one, or the newest
+    /// again.
     fn write(&mut self, key: Tensor<4>, value: Tensor<4>, before: u64) {
         let (layout, tokens) = (*self.layout(), self.ring.tokens(before));
         let rows = Sides { keys: key, values: value }.map(functions::floats);
@@ -267,8 +274,8 @@ impl FrameCache {
         }
     }
 
-    /// Stores a side of frame `index`, counted after the sinks, with the scale of its heads, where it takes that from
-    /// frames: in the place where it has been stored with one for each token.
+    /// Stores a side of frame `index`, counted after the sinks, with the scale of its heads, where
+    /// it takes that from frames: in the place where it has been stored with one for each token.
     fn scale(&mut self, side: Side, rows: Tensor<4>, index: u64, again: bool) {
         let FrameConfig { format, running: ref rule, sinks, .. } = self.config;
         let Some(of) = format.format(side).of_frames() else { return };

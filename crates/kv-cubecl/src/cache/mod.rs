@@ -53,8 +53,8 @@ impl KvCache {
     /// Allocates an empty cache.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] naming the field, or [`Error::Unsupported`] when the device lacks the
-    /// float type.
+    /// [`Error::InvalidConfig`] naming the field, or [`Error::Unsupported`] when the device lacks
+    /// the float type.
     pub fn new(config: &KvCacheConfig, shape: CacheShape, device: &Device) -> Result<Self> {
         let device = device.clone().without_autodiff();
         let layout = Self::layout_on(config, shape, &device)?;
@@ -145,15 +145,15 @@ impl KvCache {
         Ok(())
     }
 
-    /// Appends m >= 1 tokens to every sequence and attends: row `i` sees the cache as it is after token `i` of the
-    /// chunk was appended alone. What is not finite stays where it
-    /// is seen, as [`streaming_attention`](crate::streaming_attention) says.
+    /// Appends m >= 1 tokens to every sequence and attends: row `i` sees the cache as it is after
+    /// token `i` of the chunk was appended alone. What is not finite stays where it is seen, as
+    /// [`streaming_attention`](crate::streaming_attention) says.
     ///
     /// # Shapes
     /// - `query`: `[batch, n_heads, m, head_dim]`, `n_kv_heads` divides `n_heads`
     /// - `key`, `value`: `[batch, n_kv_heads, m, head_dim]`, keys after the position encoding
-    /// - all three f32, f16 or bf16; output: the type of `query`, its shape with the channels of `value`, and
-    ///   its [`lse`](Attention::lse)
+    /// - all three f32, f16 or bf16; output: the type of `query`, its shape with the channels of
+    ///   `value`, and its [`lse`](Attention::lse)
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::Unsupported`] for tensors that record gradients or sit on another
@@ -174,8 +174,8 @@ impl KvCache {
         Ok(attention.undo_hadamard(self.layout.config()).with_dtype(dtype))
     }
 
-    /// [`attend`](Self::attend), where all sequences hold the same number of tokens, to values as they are
-    /// stored, and with an output like them.
+    /// [`attend`](Self::attend), where all sequences hold the same number of tokens, to values as
+    /// they are stored, and with an output like them.
     fn attend_stored(
         &mut self,
         query: Tensor<4>,
@@ -194,8 +194,8 @@ impl KvCache {
         attention
     }
 
-    /// Query, keys and values as they are; rotated, and all in f32, if the cache rotates keys, and with them queries,
-    /// or values.
+    /// Query, keys and values as they are; rotated, and all in f32, if the cache rotates keys, and
+    /// with them queries, or values.
     fn stored(&self, qkv: [Tensor<4>; 3]) -> [Tensor<4>; 3] {
         let config = self.layout.config();
         if !config.uses_hadamard_values() && !config.uses_hadamard_keys() {
@@ -206,13 +206,14 @@ impl KvCache {
         [query, key, functions::hadamard_values(value, config)]
     }
 
-    /// Adds to the length of every sequence the `tokens` that [`attend_at`](Self::attend_at) has appended
-    /// from there on. Only the caller knows how many there are; for a recorded step it is how often
-    /// it was replayed. Where some took no part, [`advance_ragged`](Self::advance_ragged) counts.
+    /// Adds to the length of every sequence the `tokens` that [`attend_at`](Self::attend_at) has
+    /// appended from there on. Only the caller knows how many there are; for a recorded step it is
+    /// how often it was replayed. Where some took no part, [`advance_ragged`](Self::advance_ragged)
+    /// counts.
     ///
     /// # Errors
-    /// [`Error::CapacityExceeded`], or [`Error::Unsupported`] for a cache that has never taken a step by
-    /// `attend_at`, whose memory holds no such tokens; the cache is then unchanged.
+    /// [`Error::CapacityExceeded`], or [`Error::Unsupported`] for a cache that has never taken a
+    /// step by `attend_at`, whose memory holds no such tokens; the cache is then unchanged.
     pub fn advance(&mut self, tokens: usize) -> Result<()> {
         self.check_room(tokens)?;
         self.check_stepped(tokens)?;
@@ -249,9 +250,9 @@ impl KvCache {
         Ok(attention.undo_hadamard(self.layout.config()).with_dtype(dtype))
     }
 
-    /// The keys or values that are quantized now in every sequence, from the first group on that the next token of
-    /// the longest sequence sees where a window hides others, or `None` if there are none. Those of a cache that
-    /// rotates them are rotated.
+    /// The keys or values that are quantized now in every sequence, from the first group on that
+    /// the next token of the longest sequence sees where a window hides others, or `None` if there
+    /// are none. Those of a cache that rotates them are rotated.
     pub fn packed(&self, side: Side) -> Option<Packed> {
         let spec = self.layout.sides()[side].spec?;
         let shortest = self.lens.iter().copied().min()?;

@@ -5,28 +5,30 @@ use burn::tensor::{DType, Tensor, TensorData};
 use super::{KvCache, slots::check_sequence, state::Place};
 use crate::{Attention, CacheShape, Error, Result, error::invalid, layout::CacheLayout};
 
-/// Most tokens of a sequence that are taken step by step, all sequences in one launch. A step reads the
-/// history once for each token; a chunk has launches of its own for each sequence, reads its history once,
-/// and copies its memory out and back. For 8 sequences of 1000 tokens, 9 query heads on 3 of 64, on 2 CPU cores, chunks
-/// are faster from 8 tokens on in float, and from 13 on at 4 bits.
+/// Most tokens of a sequence that are taken step by step, all sequences in one launch. A step reads
+/// the history once for each token; a chunk has launches of its own for each sequence, reads its
+/// history once, and copies its memory out and back. For 8 sequences of 1000 tokens, 9 query heads
+/// on 3 of 64, on 2 CPU cores, chunks are faster from 8 tokens on in float, and from 13 on at 4
+/// bits.
 const FEW: usize = 8;
 
 impl KvCache {
-    /// [`attend`](Self::attend) of another number of tokens for each sequence: of sequence `i` the first
-    /// `tokens[i]` rows of `query`, `key` and `value` count. The rest is padding, of which nothing is written;
-    /// its output is 0 and its `lse` -inf. A sequence with 0 tokens takes no part.
+    /// [`attend`](Self::attend) of another number of tokens for each sequence: of sequence `i` the
+    /// first `tokens[i]` rows of `query`, `key` and `value` count. The rest is padding, of which
+    /// nothing is written; its output is 0 and its `lse` -inf. A sequence with 0 tokens takes no
+    /// part.
     ///
-    /// At most one token for each is one launch for the batch, as is each further step up to a few; longer
-    /// chunks go sequence by sequence.
+    /// At most one token for each is one launch for the batch, as is each further step up to a few;
+    /// longer chunks go sequence by sequence.
     ///
     /// # Shapes
     /// - as those of [`attend`](Self::attend), where m is at least the largest of `tokens`
     /// - `tokens`: one number for each sequence, 0 to m
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::InvalidConfig`] for more tokens than `key` has, [`Error::Unsupported`] for
-    /// tensors that record gradients or sit on another device, or [`Error::SequenceFull`]; the cache is then
-    /// unchanged, all of its sequences.
+    /// [`Error::Shape`], [`Error::InvalidConfig`] for more tokens than `key` has,
+    /// [`Error::Unsupported`] for tensors that record gradients or sit on another device, or
+    /// [`Error::SequenceFull`]; the cache is then unchanged, all of its sequences.
     pub fn attend_ragged(
         &mut self,
         query: Tensor<4>,
@@ -77,8 +79,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// [`advance`](Self::advance) by another number of tokens for each sequence: 0 for one whose position was below
-    /// 0, whose memory holds no such tokens.
+    /// [`advance`](Self::advance) by another number of tokens for each sequence: 0 for one whose
+    /// position was below 0, whose memory holds no such tokens.
     ///
     /// # Errors
     /// [`Error::Shape`] for another number of sequences, [`Error::SequenceFull`], and those of
@@ -126,7 +128,8 @@ impl KvCache {
         crate::backends::check_attend(&self.layout, query.dims(), len, &query.device())
     }
 
-    /// [`attend_ragged`](Self::attend_ragged) to values as they are stored, and with an output like them.
+    /// [`attend_ragged`](Self::attend_ragged) to values as they are stored, and with an output like
+    /// them.
     fn attend_each(
         &mut self,
         query: Tensor<4>,

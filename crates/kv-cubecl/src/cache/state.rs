@@ -159,7 +159,8 @@ impl State {
         output
     }
 
-    /// Gives `change` the only handles to packed words and float rows, so that it can assign in place.
+    /// Gives `change` the only handles to packed words and float rows, so that it can assign in
+    /// place.
     pub(super) fn change(
         &mut self,
         change: impl FnOnce(Sides<Tensor<1, Int>>, Tensor<4>) -> (Sides<Tensor<1, Int>>, Tensor<4>),
@@ -170,8 +171,9 @@ impl State {
         *self = Self::new(words, floats);
     }
 
-    /// Puts codes, `[slices, tokens, words]`, and parameters, `[slices, words]`, in the place of those of the tokens from
-    /// `first` on, counted after the sinks: all tokens of some words of parameters.
+    /// Puts codes, `[slices, tokens, words]`, and parameters, `[slices, words]`, in the place of
+    /// those of the tokens from `first` on, counted after the sinks: all tokens of some words of
+    /// parameters.
     pub(super) fn put_tokens(
         &mut self,
         layout: &CacheLayout,
@@ -245,7 +247,8 @@ impl State {
             .then(|| self.packed_words(side).narrow(0, 0, batch * words).reshape([batch, words]))
     }
 
-    /// Tensors as [`zeros`](Self::zeros) makes them, with the words of each sequence and its float rows.
+    /// Tensors as [`zeros`](Self::zeros) makes them, with the words of each sequence and its float
+    /// rows.
     pub(super) fn of_sequences(
         layout: &CacheLayout,
         words: Sides<Option<Tensor<2, Int>>>,
@@ -264,8 +267,8 @@ impl State {
         Self::new(words, floats)
     }
 
-    /// Packed tokens of one side, if it has any; `tokens` are counted after the sinks, are whole granules and begin at
-    /// a multiple of [`QuantSpec::cut`].
+    /// Packed tokens of one side, if it has any; `tokens` are counted after the sinks, are whole
+    /// granules and begin at a multiple of [`QuantSpec::cut`].
     pub(super) fn packed(
         &self,
         layout: &CacheLayout,

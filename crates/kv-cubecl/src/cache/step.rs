@@ -1,4 +1,5 @@
-//! One token for every sequence: where the device holds the length, and rotary positions in the same launches.
+//! One token for every sequence: where the device holds the length, and rotary positions in the
+//! same launches.
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
 
@@ -6,12 +7,12 @@ use super::{KvCache, check_device, state::Place};
 use crate::{Attention, Error, Result, RopeTable, functions};
 
 impl KvCache {
-    /// [`attend`](Self::attend) for one token, of a cache whose sequences hold as many tokens as `position`
-    /// says when the kernels run: recorded once, as by [`burn::tensor::capture`], the launches serve every
-    /// length. A full cache is read and stays as it is.
+    /// [`attend`](Self::attend) for one token, of a cache whose sequences hold as many tokens as
+    /// `position` says when the kernels run: recorded once, as by [`burn::tensor::capture`], the
+    /// launches serve every length. A full cache is read and stays as it is.
     ///
-    /// A sequence whose position is below 0 takes no part: its memory is neither read nor written, its output
-    /// is 0 and its `lse` -inf.
+    /// A sequence whose position is below 0 takes no part: its memory is neither read nor written,
+    /// its output is 0 and its `lse` -inf.
     ///
     /// [`len`](Self::len) does not change: [`advance`](Self::advance) counts what such steps have
     /// appended.
@@ -23,8 +24,8 @@ impl KvCache {
     /// - all three f32, f16 or bf16; output: as that of [`attend`](Self::attend)
     ///
     /// # Errors
-    /// [`Error::Shape`], or [`Error::Unsupported`] for tensors that record gradients or sit on another
-    /// device; the cache is then unchanged.
+    /// [`Error::Shape`], or [`Error::Unsupported`] for tensors that record gradients or sit on
+    /// another device; the cache is then unchanged.
     pub fn attend_at(
         &mut self,
         query: Tensor<4>,
@@ -36,11 +37,12 @@ impl KvCache {
         self.attend_stored_at("attend_at", [query, key, value], place)
     }
 
-    /// [`attend_at`](Self::attend_at) to a query and a key before the position encoding, which `rotary` turns by the
-    /// token's position; one past the table turns like its last.
+    /// [`attend_at`](Self::attend_at) to a query and a key before the position encoding, which
+    /// `rotary` turns by the token's position; one past the table turns like its last.
     ///
     /// # Errors
-    /// Those of [`attend_at`](Self::attend_at), and [`Error::Shape`] for a table of more channels than a key.
+    /// Those of [`attend_at`](Self::attend_at), and [`Error::Shape`] for a table of more channels
+    /// than a key.
     pub fn attend_at_with_rope(
         &mut self,
         query: Tensor<4>,
@@ -53,15 +55,15 @@ impl KvCache {
         self.attend_stored_at("attend_at_with_rope", [query, key, value], place)
     }
 
-    /// [`attend`](Self::attend) for one token, to a query and a key before the position encoding, which `rotary`
-    /// turns by the token's position.
+    /// [`attend`](Self::attend) for one token, to a query and a key before the position encoding,
+    /// which `rotary` turns by the token's position.
     ///
     /// # Shapes
     /// - as those of [`attend_at`](Self::attend_at)
     ///
     /// # Errors
-    /// Those of [`attend`](Self::attend), and [`Error::Shape`] for several tokens, or a table of more channels than a
-    /// key or of too few positions; the cache is then unchanged.
+    /// Those of [`attend`](Self::attend), and [`Error::Shape`] for several tokens, or a table of
+    /// more channels than a key or of too few positions; the cache is then unchanged.
     pub fn attend_with_rope(
         &mut self,
         query: Tensor<4>,

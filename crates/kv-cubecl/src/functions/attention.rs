@@ -13,19 +13,19 @@ use super::quantize::{debug_check_finite, fake_quantize_from};
 
 /// Causal attention over a whole sequence exactly as a KIVI cache would compute it token by token,
 /// without the token loop: row `t` sees quantized keys and values by
-/// [`Schedule::counts`](crate::layout::Schedule::counts) and the rest in float. Scores are scaled by
-/// `1 / sqrt(head_dim)`.
+/// [`Schedule::counts`](crate::layout::Schedule::counts) and the rest in float. Scores are scaled
+/// by `1 / sqrt(head_dim)`.
 ///
 /// Differentiable in all three inputs, straight through the quantizer: this is what
 /// quantization-aware training of the cache runs.
 ///
 /// # Shapes
 /// - `query`: `[batch, n_heads, tokens, head_dim]`
-/// - `key`: `[batch, n_kv_heads, tokens, head_dim]`, after the position encoding; `n_kv_heads` divides
-///   `n_heads`
+/// - `key`: `[batch, n_kv_heads, tokens, head_dim]`, after the position encoding; `n_kv_heads`
+///   divides `n_heads`
 /// - `value`: as `key`, but a head may have another number of channels
-/// - all three f32, f16 or bf16, sums are f32; output: the type of `query`, its shape with the channels of
-///   `value`, and its [`lse`](Attention::lse)
+/// - all three f32, f16 or bf16, sums are f32; output: the type of `query`, its shape with the
+///   channels of `value`, and its [`lse`](Attention::lse)
 ///
 /// NaN and infinite inputs spread no further than in a cache: the output of row `t` is not finite
 /// exactly if something that the row sees makes it so, a NaN or infinite score (the whole row) or
@@ -35,8 +35,8 @@ use super::quantize::{debug_check_finite, fake_quantize_from};
 ///
 /// # Errors
 /// [`Error::Shape`] and [`Error::InvalidConfig`] naming the argument; [`Error::Unsupported`] for a
-/// device without the cache's float type, or more elements than it can count; [`Error::NonFinite`] in
-/// debug builds.
+/// device without the cache's float type, or more elements than it can count; [`Error::NonFinite`]
+/// in debug builds.
 pub fn streaming_attention(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -47,8 +47,8 @@ pub fn streaming_attention(
     streaming_attention_with(query, key, value, config, fake_quant, options)
 }
 
-/// [`streaming_attention`] with a choice of how training treats the quantizer, and of how scores become
-/// weights.
+/// [`streaming_attention`] with a choice of how training treats the quantizer, and of how scores
+/// become weights.
 ///
 /// # Errors
 /// Those of [`streaming_attention`].
@@ -63,12 +63,13 @@ pub fn streaming_attention_with(
     attend_parallel(query, key, value, None, config, fake_quant, options)
 }
 
-/// [`streaming_attention_with`] with a learned sink: `sink_logits`, `[n_heads]` in f32, f16 or bf16, is a score of
-/// each head whose weight goes to no value, as in gpt-oss (2025, <https://arxiv.org/abs/2508.10925>). It is in the
-/// log-sum-exp. Differentiable in it, too.
+/// [`streaming_attention_with`] with a learned sink: `sink_logits`, `[n_heads]` in f32, f16 or
+/// bf16, is a score of each head whose weight goes to no value, as in gpt-oss (2025,
+/// <https://arxiv.org/abs/2508.10925>). It is in the log-sum-exp. Differentiable in it, too.
 ///
 /// # Errors
-/// Those of [`streaming_attention`], and [`Error::Shape`] for another number of logits than query heads.
+/// Those of [`streaming_attention`], and [`Error::Shape`] for another number of logits than query
+/// heads.
 pub fn streaming_attention_with_sinks(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -137,8 +138,8 @@ pub(crate) fn hadamard_values(value: Tensor<4>, config: &KvCacheConfig) -> Tenso
     hadamard_side(value, Side::Values, config)
 }
 
-/// Queries and keys as a cache of this configuration stores keys, but for rounding: rotated, if it rotates them, which
-/// leaves their products as they are.
+/// Queries and keys as a cache of this configuration stores keys, but for rounding: rotated, if it
+/// rotates them, which leaves their products as they are.
 pub(crate) fn hadamard_query_key(
     query_and_key: [Tensor<4>; 2],
     config: &KvCacheConfig,
@@ -151,8 +152,9 @@ fn apply_hadamard(input: Tensor<4>) -> Tensor<4> {
     Tensor::from_dispatch(<Dispatch as KvCacheOps>::hadamard(floats(input).into_dispatch()))
 }
 
-/// Multiplies each row by Sylvester's Hadamard matrix divided by the root of its size, which is its own inverse: what
-/// a cache with [`KvCacheConfig::hadamard_values`] does to values. The output is f32, whatever the input.
+/// Multiplies each row by Sylvester's Hadamard matrix divided by the root of its size, which is its
+/// own inverse: what a cache with [`KvCacheConfig::hadamard_values`] does to values. The output is
+/// f32, whatever the input.
 ///
 /// # Shapes
 /// - `input`, output: `[batch, heads, tokens, head_dim]`, head_dim a power of two up to 256
@@ -179,8 +181,8 @@ pub(crate) struct Attend<'a> {
 }
 
 impl Attend<'_> {
-    /// [`streaming_attention_with`] without the checks, for a sequence that starts with an empty cache, with values
-    /// and output [`rotated`].
+    /// [`streaming_attention_with`] without the checks, for a sequence that starts with an empty
+    /// cache, with values and output [`rotated`].
     pub(crate) fn closed_form(
         self,
         query: Tensor<4>,
@@ -217,7 +219,8 @@ pub(crate) fn floats(tensor: Tensor<4>) -> Tensor<4> {
     }
 }
 
-/// Rounds to the cache's float type, as storing in the cache does, with a straight-through gradient.
+/// Rounds to the cache's float type, as storing in the cache does, with a straight-through
+/// gradient.
 pub(crate) fn store(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     match float {
         CacheFloat::F32 => tensor,
@@ -227,7 +230,8 @@ pub(crate) fn store(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     }
 }
 
-/// [`KvCacheOps::streaming_attention`] on Burn's high-level tensors; `sides` are key, key_hat, value and value_hat.
+/// [`KvCacheOps::streaming_attention`] on Burn's high-level tensors; `sides` are key, key_hat,
+/// value and value_hat.
 pub(crate) fn stream(
     query: Tensor<4>,
     sides: [Tensor<4>; 4],
@@ -252,12 +256,12 @@ pub(crate) fn stream(
 }
 
 impl Attention {
-    /// This attention with a learned sink: see [`streaming_attention_with_sinks`]. For that of a cache, which records
-    /// no gradient.
+    /// This attention with a learned sink: see [`streaming_attention_with_sinks`]. For that of a
+    /// cache, which records no gradient.
     ///
     /// # Errors
-    /// [`Error::Shape`] for another number of logits than heads, [`Error::Unsupported`] on a device that records
-    /// gradients.
+    /// [`Error::Shape`] for another number of logits than heads, [`Error::Unsupported`] on a device
+    /// that records gradients.
     pub fn with_sinks(self, sink_logits: Tensor<1>) -> Result<Self> {
         const OP: &str = "with_sinks";
         check_sinks(OP, &sink_logits, self.lse.dims()[1])?;

@@ -1,5 +1,5 @@
-//! The kernels' copy of [`layout`](crate::layout): where tokens are, and which are quantized when. The
-//! conformance suite holds it to the original.
+//! The kernels' copy of [`layout`](crate::layout): where tokens are, and which are quantized when.
+//! The conformance suite holds it to the original.
 
 use cubecl::prelude::*;
 
@@ -82,8 +82,9 @@ pub(crate) struct ParameterPlace {
     pub(crate) shift: u32,
 }
 
-/// Where the parameter of group `group` of the token in a slot is, where parameters share words and there is room for
-/// so many tokens: [`PackedPlace::parameter`](crate::layout::PackedPlace::parameter).
+/// Where the parameter of group `group` of the token in a slot is, where parameters share words and
+/// there is room for so many tokens:
+/// [`PackedPlace::parameter`](crate::layout::PackedPlace::parameter).
 #[cube]
 pub(crate) fn parameter_place(
     slot: usize,
@@ -116,7 +117,8 @@ impl SideLayout {
     }
 }
 
-/// The first element of the float row of `token` among those of both sides: [`SideLayout::element`].
+/// The first element of the float row of `token` among those of both sides:
+/// [`SideLayout::element`].
 #[cube]
 pub(crate) fn float_element(token: usize, side: &SideArgs) -> usize {
     let mut row = token;

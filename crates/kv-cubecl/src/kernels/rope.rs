@@ -41,7 +41,8 @@ pub(crate) fn rotary_args(rope: Option<RotaryBinding>) -> (Option<BufferArg>, Ro
     }
 }
 
-/// Channel `channel` of the row of `x` that begins at `row`, turned by `position` if there is a table.
+/// Channel `channel` of the row of `x` that begins at `row`, turned by `position` if there is a
+/// table.
 #[cube]
 pub(crate) fn apply_rope<F: Float>(
     x: &[F],

@@ -2,15 +2,16 @@
 //!
 //! Nothing here knows a tensor. A cache of `T` tokens holds, per (batch, kv head):
 //!
-//! - **float rows**, `head_dim` wide: the sinks, then a ring of recent tokens, first for the keys, then
-//!   for the values, whose rows may be of another width;
+//! - **float rows**, `head_dim` wide: the sinks, then a ring of recent tokens, first for the keys,
+//!   then for the values, whose rows may be of another width;
 //! - **packed keys**: per group of G tokens `G / codes_per_word` rows of code words and one row of
 //!   parameters, each `head_dim` wide, channels innermost;
 //! - **packed values**: per token `head_dim / codes_per_word` code words, then `head_dim / G`
-//!   parameter words. A parameter word is two f16: the scale in the low half, the minimum in the high half;
+//!   parameter words. A parameter word is two f16: the scale in the low half, the minimum in the
+//!   high half;
 //! - or, in the formats that quantize each token by itself, **packed keys or values**: per token
-//!   `head_dim / codes_per_word` code words; behind those of all tokens the parameters, of 16 bits or 8, of which a
-//!   word has those of several groups or tokens ([`PackedPlace`]).
+//!   `head_dim / codes_per_word` code words; behind those of all tokens the parameters, of 16 bits
+//!   or 8, of which a word has those of several groups or tokens ([`PackedPlace`]).
 
 mod packed;
 mod schedule;
@@ -83,8 +84,9 @@ impl CacheLayout {
         Self::rewritable(config, shape, 0)
     }
 
-    /// [`new`](Self::new) for a cache that is written `newest` tokens at a time, the last of which may be written
-    /// again: there is room for them beside all that a query sees before them, so that nothing is lost of that.
+    /// [`new`](Self::new) for a cache that is written `newest` tokens at a time, the last of which
+    /// may be written again: there is room for them beside all that a query sees before them, so
+    /// that nothing is lost of that.
     ///
     /// # Errors
     /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
@@ -108,8 +110,8 @@ impl CacheLayout {
             values.first_element = keys.head_dim;
         }
         let layout = Self { config: *config, shape, sides: Sides { keys, values } };
-        // So that the kernels of every device can index every buffer, with u32 where they have no more; in
-        // u128 nothing below overflows.
+        // So that the kernels of every device can index every buffer, with u32 where they have no
+        // more; in u128 nothing below overflows.
         let slices = shape.batch as u128 * shape.n_kv_heads as u128;
         if slices.saturating_mul(layout.slice_elements() as u128) >= u128::from(u32::MAX) {
             let rule = format!("too large for one buffer of 2^32 elements with {shape}");
@@ -149,8 +151,9 @@ impl CacheLayout {
         values.first_element.saturating_add(values.rows().saturating_mul(values.head_dim))
     }
 
-    /// Shape of the tensor of float rows, `[batch, n_kv_heads, rows, width]`. A row is `head_dim` wide; where
-    /// keys and values are of different width, each of their rows is some consecutive rows of the tensor.
+    /// Shape of the tensor of float rows, `[batch, n_kv_heads, rows, width]`. A row is `head_dim`
+    /// wide; where keys and values are of different width, each of their rows is some consecutive
+    /// rows of the tensor.
     pub const fn float_shape(&self) -> [usize; 4] {
         let CacheShape { batch, n_kv_heads, .. } = self.shape;
         let width = self.float_width();
@@ -166,8 +169,8 @@ impl CacheLayout {
         a
     }
 
-    /// No buffer of the cache has more elements for one (batch, kv head) slice, nor has that of as many
-    /// tokens as the capacity: a packed side has fewer words than its tokens have elements.
+    /// No buffer of the cache has more elements for one (batch, kv head) slice, nor has that of as
+    /// many tokens as the capacity: a packed side has fewer words than its tokens have elements.
     pub(crate) fn slice_elements(&self) -> usize {
         let Sides { keys, values } = self.shape.head_dim;
         let tokens = self.sides.map(|side| side.packed_tokens + side.rows());
@@ -175,8 +178,8 @@ impl CacheLayout {
         self.float_elements().max(tokens.saturating_mul(keys.max(values)))
     }
 
-    /// The end of the run of tokens from `token` on whose packed form, on either side, is in one piece: rings of
-    /// packed tokens start again after whole groups.
+    /// The end of the run of tokens from `token` on whose packed form, on either side, is in one
+    /// piece: rings of packed tokens start again after whole groups.
     pub(crate) fn packed_run_end(&self, token: usize) -> usize {
         if self.config.sliding_window.is_none() {
             return usize::MAX;
@@ -231,19 +234,22 @@ fn side(
     let spec = config.format(side).spec(side, head_dim, group_size);
     let schedule = Schedule::new(config);
     let after_sinks = capacity.saturating_sub(sink_tokens);
-    // Of what is in float for good and of what is packed, only the window is kept; its newest tokens are not packed.
+    // Of what is in float for good and of what is packed, only the window is kept; its newest
+    // tokens are not packed.
     let stored = sliding_window.map(|window| window + newest);
     let seen = stored.map_or(after_sinks, |stored| after_sinks.min(stored));
     let packed = schedule.counts(capacity)[side];
     let packed_seen = stored.map_or(packed, |stored| {
         let cut = spec.map_or(1, |spec| spec.alignment_tokens(head_dim));
-        // What is written in chunks has a ring as long on both sides, so that positions soon repeat.
+        // What is written in chunks has a ring as long on both sides, so that positions soon
+        // repeat.
         let packed = match newest {
             0 => stored.saturating_sub(schedule.sides[side].keep),
             _ => stored,
         };
-        // Where a side has groups, tokens are read by whole groups of both. Words that tokens share must not be
-        // of both the oldest and the newest, as those of chunks of whole words never are.
+        // Where a side has groups, tokens are read by whole groups of both. Words that tokens share
+        // must not be of both the oldest and the newest, as those of chunks of whole words never
+        // are.
         let shared = match newest > 0 && newest.is_multiple_of(cut) {
             true => 0,
             false => spec.map_or(0, |spec| cut - spec.block_tokens()),

@@ -38,8 +38,9 @@ impl SideSchedule {
         Self { step: group, keep: length.saturating_sub(group) }
     }
 
-    /// The oldest token of a full window of `length` tokens is quantized for every new one: the values of
-    /// KIVI, and all that is quantized token by token. With a window of 0 that is the new one itself.
+    /// The oldest token of a full window of `length` tokens is quantized for every new one: the
+    /// values of KIVI, and all that is quantized token by token. With a window of 0 that is the new
+    /// one itself.
     pub const fn one_by_one(length: usize) -> Self {
         Self { step: 1, keep: length }
     }
@@ -49,14 +50,16 @@ impl SideSchedule {
     pub(super) const fn slots(&self, lag: usize) -> usize {
         match self.step {
             1 => self.keep.saturating_add(lag),
-            // The token that completes a step is stored like the others, so it has room for the lag, too.
+            // The token that completes a step is stored like the others, so it has room for the
+            // lag, too.
             step => self.keep.saturating_add(step),
         }
     }
 
-    /// Slots of the ring that holds the tokens in float of a cache that is written `chunk` tokens at a time, at least
-    /// one, where what was in float before a chunk stays while the chunk is there: whole chunks, so that positions
-    /// soon repeat, and none, if no chunk leaves tokens in float.
+    /// Slots of the ring that holds the tokens in float of a cache that is written `chunk` tokens
+    /// at a time, at least one, where what was in float before a chunk stays while the chunk is
+    /// there: whole chunks, so that positions soon repeat, and none, if no chunk leaves tokens in
+    /// float.
     pub(super) const fn slots_of_chunks(&self, chunk: usize) -> usize {
         // The greatest common divisor of chunk and step.
         let (mut divisor, mut rest) = (chunk, self.step);
@@ -103,8 +106,8 @@ impl Schedule {
         Self { sides, flush, sink_tokens, sliding_window }
     }
 
-    /// Tokens by which quantization lags behind the tokens appended: the newest one, if it is quantized
-    /// after its own attention.
+    /// Tokens by which quantization lags behind the tokens appended: the newest one, if it is
+    /// quantized after its own attention.
     pub const fn lag(&self) -> usize {
         if self.flush.is_after() { 1 } else { 0 }
     }
@@ -112,9 +115,10 @@ impl Schedule {
     /// Quantized counts in a cache of `len` tokens, which is what the query of token `len - 1`
     /// sees.
     ///
-    /// With a window of R tokens `BeforeAttention` quantizes keys `R * floor((t + 1) / R)` and values
-    /// `t + 1 - R`, `AfterAttention` keys `R * floor(t / R)` and values `t - R`; `t = len - 1 - S`. Of n tokens
-    /// that count, sliding keys are quantized by groups of G: `G * floor((n - (R - G)) / G)`.
+    /// With a window of R tokens `BeforeAttention` quantizes keys `R * floor((t + 1) / R)` and
+    /// values `t + 1 - R`, `AfterAttention` keys `R * floor(t / R)` and values `t - R`; `t = len -
+    /// 1 - S`. Of n tokens that count, sliding keys are quantized by groups of G: `G * floor((n -
+    /// (R - G)) / G)`.
     pub const fn counts(&self, len: usize) -> QuantizedCounts {
         let n = len.saturating_sub(self.sink_tokens + self.lag());
         let Sides { keys, values } = &self.sides;
@@ -160,8 +164,8 @@ impl Schedule {
         Sides { keys: self.sink_tokens + keys, values: self.sink_tokens + values }
     }
 
-    /// First token past the sinks of each side whose float row a cache of `len` tokens keeps: one that is in float
-    /// and in the window.
+    /// First token past the sinks of each side whose float row a cache of `len` tokens keeps: one
+    /// that is in float and in the window.
     pub(crate) fn first_kept(&self, len: usize) -> Sides<usize> {
         self.first_float(len).map(|token| token.max(self.begin(len)))
     }

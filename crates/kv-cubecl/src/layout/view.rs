@@ -3,13 +3,15 @@
 use super::Schedule;
 use crate::KvCacheConfig;
 
-/// The keys and values that one query row sees, by their index in the tensors it attends to: the sinks and
-/// `begin..end`, of which those before `quantized_keys_end` and `value_hat_end` are quantized and the others in float.
+/// The keys and values that one query row sees, by their index in the tensors it attends to: the
+/// sinks and `begin..end`, of which those before `quantized_keys_end` and `value_hat_end` are
+/// quantized and the others in float.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowView {
     /// The first key and value past the [sinks](StreamSpec::sinks) that the row sees.
     pub begin: usize,
-    /// Keys before it are seen quantized. Sinks are among them: their quantized form is the float itself.
+    /// Keys before it are seen quantized. Sinks are among them: their quantized form is the float
+    /// itself.
     pub quantized_keys_end: usize,
     /// Values before it are seen quantized, as keys.
     pub value_hat_end: usize,
@@ -19,9 +21,9 @@ pub struct RowView {
 
 /// Which part of a sequence a call of the closed form computes, and what each row sees.
 ///
-/// Row `i` is the query of token `first_query + i`; key and value `j` belong to token
-/// `first_key + j`. A row sees the sinks and, of the tokens up to its own, all or a window; of those, quantized ones by
-/// [`Schedule::counts`], the rest in float.
+/// Row `i` is the query of token `first_query + i`; key and value `j` belong to token `first_key +
+/// j`. A row sees the sinks and, of the tokens up to its own, all or a window; of those, quantized
+/// ones by [`Schedule::counts`], the rest in float.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StreamSpec {
     /// When tokens are quantized.
@@ -43,7 +45,8 @@ impl StreamSpec {
         self.first_query + row + 1 - self.first_key
     }
 
-    /// Keys and values of sinks, which come first; none in a part of a sequence that starts after them.
+    /// Keys and values of sinks, which come first; none in a part of a sequence that starts after
+    /// them.
     pub const fn sinks(&self) -> usize {
         self.schedule.sink_tokens.saturating_sub(self.first_key)
     }

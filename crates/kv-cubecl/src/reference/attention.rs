@@ -106,8 +106,8 @@ pub fn attend_row_backward(
 }
 
 /// Plain causal attention: what a cache that quantizes nothing computes. Query `[batch, n_heads,
-/// tokens, head_dim]`, key and value `[batch, n_kv_heads, tokens, head_dim]`, where a value may have another
-/// head_dim; query head `h` reads KV head `h / (n_heads / n_kv_heads)`.
+/// tokens, head_dim]`, key and value `[batch, n_kv_heads, tokens, head_dim]`, where a value may
+/// have another head_dim; query head `h` reads KV head `h / (n_heads / n_kv_heads)`.
 pub fn causal_attention(
     (query, query_shape): (&[f64], [usize; 4]),
     (key, key_shape): (&[f64], [usize; 4]),

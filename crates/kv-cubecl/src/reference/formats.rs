@@ -1,4 +1,5 @@
-//! The formats of caches by their definitions: what a group of numbers that share a parameter restores to.
+//! The formats of caches by their definitions: what a group of numbers that share a parameter
+//! restores to.
 
 use std::sync::OnceLock;
 
@@ -76,7 +77,8 @@ impl Numbers {
         if self == Self::E2M1 { 8 } else { 128 }
     }
 
-    /// The code of the nearest number, ties to the even one; what is larger than all has the largest.
+    /// The code of the nearest number, ties to the even one; what is larger than all has the
+    /// largest.
     pub fn code(self, x: f64) -> u8 {
         match self {
             Self::Int8 => x.round_ties_even().clamp(-127.0, 127.0) as i8 as u8,
@@ -129,8 +131,8 @@ pub(super) fn has_exponents(format: KvFormat) -> bool {
     definition(format).is_some_and(|(_, scales)| scales != Scales::Half)
 }
 
-/// How many elements of a row of `head_dim` share a parameter; `None` where groups are of tokens, or the row stays in
-/// float.
+/// How many elements of a row of `head_dim` share a parameter; `None` where groups are of tokens,
+/// or the row stays in float.
 pub fn row_group(format: KvFormat, values: bool, head_dim: usize, group: usize) -> Option<usize> {
     match format {
         KvFormat::Float => None,
@@ -178,8 +180,9 @@ fn limit(scales: Scales) -> f64 {
     if scales == Scales::Half { f64::from(f32::MAX) } else { 2f64.powi(127) }
 }
 
-/// Quantizes a group in a format without offset: the scale from the largest magnitude, codes of `x / scale` with the
-/// scale as it is stored. A NaN counts for no scale and has code 0; codes are 0 where the scale is.
+/// Quantizes a group in a format without offset: the scale from the largest magnitude, codes of `x
+/// / scale` with the scale as it is stored. A NaN counts for no scale and has code 0; codes are 0
+/// where the scale is.
 ///
 /// # Panics
 /// For another format.

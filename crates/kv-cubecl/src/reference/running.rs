@@ -5,8 +5,8 @@ use half::f16;
 use super::formats::Numbers;
 use crate::RunningScale;
 
-/// The running amax of a head after each frame, from all numbers of each: of the largest magnitudes, or of the percentile
-/// that `rule` says.
+/// The running amax of a head after each frame, from all numbers of each: of the largest
+/// magnitudes, or of the percentile that `rule` says.
 pub fn running_amax(frames: &[Vec<f32>], percentile: bool, rule: &RunningScale) -> Vec<f32> {
     let mut running = Vec::new();
     for (n, frame) in frames.iter().enumerate() {

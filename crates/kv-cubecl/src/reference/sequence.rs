@@ -13,7 +13,8 @@ pub struct Streamed {
 }
 
 /// Feeds a whole sequence to a [`StreamOracle`] token by token. Query `[batch, n_heads, tokens,
-/// head_dim]`, key and value `[batch, n_kv_heads, tokens, head_dim]`, where a value may have another head_dim.
+/// head_dim]`, key and value `[batch, n_kv_heads, tokens, head_dim]`, where a value may have
+/// another head_dim.
 pub fn stream(
     (query, query_shape): (&[f32], [usize; 4]),
     (key, key_shape): (&[f32], [usize; 4]),

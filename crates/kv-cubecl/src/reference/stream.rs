@@ -26,8 +26,9 @@ struct Token {
 #[derive(Clone, Debug, Default)]
 pub struct Lane {
     tokens: Vec<Token>,
-    /// Tokens past the sinks whose key is in float; the window fills up and is flushed as a whole, or by its
-    /// first group if it slides; or it slides as that of values, where each key is quantized by itself.
+    /// Tokens past the sinks whose key is in float; the window fills up and is flushed as a whole,
+    /// or by its first group if it slides; or it slides as that of values, where each key is
+    /// quantized by itself.
     key_residual: Vec<usize>,
     /// Tokens past the sinks whose value is in float; the window slides.
     value_residual: VecDeque<usize>,
@@ -152,9 +153,9 @@ impl StreamOracle {
         Self { config: *config, shape, lanes }
     }
 
-    /// Appends one token (`key` and `value` are `[batch, n_kv_heads, head_dim]`, each with its own), calls `see` with
-    /// the lanes, batch by batch, as the query of this token finds them, and returns what `see`
-    /// returns.
+    /// Appends one token (`key` and `value` are `[batch, n_kv_heads, head_dim]`, each with its
+    /// own), calls `see` with the lanes, batch by batch, as the query of this token finds them, and
+    /// returns what `see` returns.
     pub fn step_with<T>(
         &mut self,
         key: &[f32],
@@ -182,7 +183,8 @@ impl StreamOracle {
     }
 
     /// Appends one token and attends with `query` `[batch, n_heads, head_dim]`; returns the output,
-    /// `[batch, n_heads, head_dim]` with the channels of a value, and how many tokens the query saw quantized.
+    /// `[batch, n_heads, head_dim]` with the channels of a value, and how many tokens the query saw
+    /// quantized.
     pub fn step(
         &mut self,
         query: &[f32],

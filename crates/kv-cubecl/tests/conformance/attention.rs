@@ -101,9 +101,9 @@ fn bits_of_keys_and_values_apart<T: Target>(on: &On<T>) {
     }
 }
 
-/// Keys and values are rounded to the cache's float type as they enter, and so they are in the oracle.
-/// Nothing else is, so what is left are the errors of f32; a cache that did not round would be off by 1e-4
-/// and more.
+/// Keys and values are rounded to the cache's float type as they enter, and so they are in the
+/// oracle. Nothing else is, so what is left are the errors of f32; a cache that did not round would
+/// be off by 1e-4 and more.
 fn narrow_floats<T: Target>(on: &On<T>) {
     for name in ["k2v2-g16-r16", "k4v2-g32-r32-s4-after", "k16v4-g16-r32", "float"] {
         for &float in CacheFloat::ALL {

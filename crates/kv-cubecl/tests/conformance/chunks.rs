@@ -227,8 +227,8 @@ fn many_rows_over_packed_history<T: Target>(on: &On<T>) {
     }
 }
 
-/// Narrow rows as sinks, and as keys or values of all tokens. They are widened, so that the errors are those
-/// of f32.
+/// Narrow rows as sinks, and as keys or values of all tokens. They are widened, so that the errors
+/// are those of f32.
 fn many_rows_over_narrow_floats<T: Target>(on: &On<T>) {
     for &float in CacheFloat::ALL {
         if !on.supports_dtype(float.dtype()) {

@@ -458,7 +458,8 @@ fn float_rows_do_not_collide() {
     }
 }
 
-/// No two packed tokens that a query sees share a slot, and none of them a slot with one that is packed for it.
+/// No two packed tokens that a query sees share a slot, and none of them a slot with one that is
+/// packed for it.
 #[test]
 fn packed_slots_do_not_collide() {
     for name in ["k2v2-g16-r16-s1-w30", "k4v8-g8-r24-w25-gflush-after", "k4v4-g8-r16-w16", "k2v2"] {
@@ -511,7 +512,8 @@ fn formats_in_files() {
     }
 }
 
-/// What is published of bytes: int8 with a scale for each token and head is 1.97 times less than f16 at 128 channels.
+/// What is published of bytes: int8 with a scale for each token and head is 1.97 times less than
+/// f16 at 128 channels.
 #[test]
 fn bytes_of_formats() {
     for (name, head_dim, bytes) in [

@@ -206,8 +206,8 @@ fn oracle_of_formats() {
     }
 }
 
-/// What the files say of every code and of numbers cast to codes, with a scale of 1: the oracle says the same, to which
-/// all backends are held.
+/// What the files say of every code and of numbers cast to codes, with a scale of 1: the oracle
+/// says the same, to which all backends are held.
 #[test]
 fn oracle_of_codes() {
     let file = File::read("formats_tables.safetensors");
@@ -227,8 +227,8 @@ fn oracle_of_codes() {
     }
 }
 
-/// Numbers cast to codes, with a scale of 1, which the largest number beside them gives; those beyond it are cast in
-/// blocks, whose scale may be too small for them.
+/// Numbers cast to codes, with a scale of 1, which the largest number beside them gives; those
+/// beyond it are cast in blocks, whose scale may be too small for them.
 fn every_number_is_cast<T: Target>(on: &On<T>) {
     let file = File::read("formats_tables.safetensors");
     let input = file.f32s("cast_input");
@@ -242,7 +242,8 @@ fn every_number_is_cast<T: Target>(on: &On<T>) {
         let largest = reference::numbers(format).unwrap().largest() as f32;
         let cast = file.codes(&format!("cast_{name}"));
         let (mut data, mut expected) = (vec![], vec![]);
-        // Of MXFP4's scale, numbers from 4 to 8 have the same exponent, and those from 6 on saturate.
+        // Of MXFP4's scale, numbers from 4 to 8 have the same exponent, and those from 6 on
+        // saturate.
         let most = if format == KvFormat::Mxfp4 { 7.99 } else { largest };
         for (x, code) in input.iter().zip(cast).filter(|(x, _)| x.abs() <= most) {
             if data.len() % 32 == 0 {

@@ -27,8 +27,8 @@ struct Sequence {
 }
 
 impl Sequence {
-    /// What the oracle says to the last `queries`, each `[n_heads, head_dim]`, and its counts after the last
-    /// token: `[tokens, n_heads, head_dim]`.
+    /// What the oracle says to the last `queries`, each `[n_heads, head_dim]`, and its counts after
+    /// the last token: `[tokens, n_heads, head_dim]`.
     fn attend(&self, config: &KvCacheConfig, queries: &[Vec<f32>]) -> (Vec<f64>, QuantizedCounts) {
         let shape = CacheShape::new(1, N_KV_HEADS, HEAD_DIM);
         let mut oracle = StreamOracle::new(config, shape);
@@ -123,8 +123,8 @@ impl Chunk {
         }
     }
 
-    /// What attention to the first `tokens` of each sequence of this chunk, which `sequences` end with, should
-    /// give, and zeros for the others.
+    /// What attention to the first `tokens` of each sequence of this chunk, which `sequences` end
+    /// with, should give, and zeros for the others.
     fn expected(
         &self,
         config: &KvCacheConfig,
@@ -455,7 +455,8 @@ fn check(Pair { cache, sequences }: &Pair, config: &KvCacheConfig, story: &str) 
 }
 
 fn any_operations<T: Target>(on: &On<T>) {
-    // Together 10,000 operations and more; where a kernel is compiled for every configuration, a part of them.
+    // Together 10,000 operations and more; where a kernel is compiled for every configuration, a
+    // part of them.
     let (n, first) = sample(if T::NAME == "flex" { 1000 } else { 24 });
     (first..first + u64::from(n)).for_each(|seed| Run::new(on, seed).go());
 }

@@ -13,7 +13,8 @@ stamp!(
     wrong_tables_are_refused,
 );
 
-/// Caches of every way of storing keys, with sinks, windows and several rows of queries for a head, few and many.
+/// Caches of every way of storing keys, with sinks, windows and several rows of queries for a head,
+/// few and many.
 const SETUPS: [(&str, [usize; 5]); 12] = [
     ("k2v2-g16-r16", [2, 4, 2, 70, 64]),
     ("k4v2-g16-r32-s3-after", [1, 6, 2, 70, 48]),
@@ -31,8 +32,8 @@ const SETUPS: [(&str, [usize; 5]); 12] = [
     ("k4v4-g16-r16", [1, 9, 1, 1100, 32]),
 ];
 
-/// A text of multiples of 1/32 and a table of multiples of 1/8, so that every product and sum of a turn is exact and
-/// the order of operations does not matter.
+/// A text of multiples of 1/32 and a table of multiples of 1/8, so that every product and sum of a
+/// turn is exact and the order of operations does not matter.
 fn exact(name: &str, sizes: [usize; 5], rotary_dim: usize, seed: u64) -> (Setup, Vec<f32>) {
     let mut text = Setup::new(name, sizes, seed);
     for host in [&mut text.query, &mut text.key] {
@@ -77,7 +78,8 @@ fn tail(output: &[f64], text: &Setup, prefix: usize) -> Vec<f64> {
     slices.flat_map(|slice| &slice[prefix * head_dim..]).copied().collect()
 }
 
-/// Tokens from a prefix on, one at a time by `step`, against the oracle over turned tokens and a cache of those.
+/// Tokens from a prefix on, one at a time by `step`, against the oracle over turned tokens and a
+/// cache of those.
 fn check<T: Target>(
     on: &On<T>,
     step: impl Fn(&mut KvCache, [Tensor<4>; 3], usize, &RopeTable) -> Tensor<4>,
@@ -102,7 +104,8 @@ fn check<T: Target>(
                 .collect();
             assert!(snapshot(&cache) == snapshot(&expected), "{text:?}: codes differ");
             let oracle = tail(&expected_text.reference().output, &text, prefix);
-            // Rows of f16 are rounded by the cache and not by the oracle: half of 2^-11 of keys of up to 10.
+            // Rows of f16 are rounded by the cache and not by the oracle: half of 2^-11 of keys of
+            // up to 10.
             let tolerance = if name.ends_with("f16") { 2e-2 } else { CLOSE };
             let what = format!("{text:?} of {rotary_dim}");
             close(&what, &Host::cat(&outputs), &oracle, tolerance);

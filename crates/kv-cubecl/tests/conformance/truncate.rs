@@ -65,8 +65,8 @@ fn any_length_with_the_same_quantized_keys<T: Target>(on: &On<T>) {
     }
 }
 
-/// Truncated anywhere and given the same tokens again, a cache has the codes it had, also those of values
-/// that were in between restored to the window.
+/// Truncated anywhere and given the same tokens again, a cache has the codes it had, also those of
+/// values that were in between restored to the window.
 fn the_same_tokens_get_the_same_codes<T: Target>(on: &On<T>) {
     let rng = &mut Rng::new(620);
     let rounds = if T::NAME == "flex" { 40 } else { 4 };
@@ -98,8 +98,8 @@ fn the_same_tokens_get_the_same_codes<T: Target>(on: &On<T>) {
             let what = format!("{name} round {round}: {now} to {len} and back");
             for side in Side::BOTH {
                 let packed = |cache: &KvCache| cache.packed(side);
-                // A power of two may be the next one where the largest number of a block was rounded to half of what
-                // its scale allows: other codes for the same numbers.
+                // A power of two may be the next one where the largest number of a block was
+                // rounded to half of what its scale allows: other codes for the same numbers.
                 if text
                     .config
                     .format(side)

@@ -38,8 +38,8 @@ pub(super) struct Place<'a> {
 }
 
 /// Appends `key` and `value` to a cache of `len` tokens. With a position, the kernel reads from it
-/// how many tokens the cache holds; `len` is then only what the launch is planned for. A table turns the key of one
-/// token.
+/// how many tokens the cache holds; `len` is then only what the launch is planned for. A table
+/// turns the key of one token.
 pub(super) fn write(
     state: CacheState<CubeBackend>,
     key: CubeTensor,

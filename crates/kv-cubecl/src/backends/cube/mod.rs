@@ -140,7 +140,8 @@ impl KvCacheOps for CubeBackend {
         let place = Place { position: position.as_ref(), rope: table.as_ref() };
         let (before, after) = match place.position {
             None => (len, len + 1),
-            // Launches are planned for a full cache, so that one recording of them serves every length.
+            // Launches are planned for a full cache, so that one recording of them serves every
+            // length.
             Some(_) => (layout.config().capacity, layout.config().capacity),
         };
         let state = cache::write(state, key, value, layout, before, place);

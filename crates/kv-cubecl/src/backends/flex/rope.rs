@@ -25,8 +25,8 @@ impl Table<'_> {
     }
 }
 
-/// One token of each sequence, `rows` `[batch, heads, 1, head_dim]`, turned by its position if there is a table; of
-/// one position, all sequences by that.
+/// One token of each sequence, `rows` `[batch, heads, 1, head_dim]`, turned by its position if
+/// there is a table; of one position, all sequences by that.
 pub(super) fn apply_rope<'a>(
     rows: &'a [f32],
     head_dim: usize,

@@ -279,8 +279,8 @@ pub(super) fn slice_of(x: &[f32], slice: usize, slices: usize) -> &[f32] {
     &x[slice * len..][..len]
 }
 
-/// Rows of a block, one query head after another: `[n_rep * block.len(), d]`, where a row of `x` has `d`
-/// elements.
+/// Rows of a block, one query head after another: `[n_rep * block.len(), d]`, where a row of `x`
+/// has `d` elements.
 pub(super) fn gather(problem: &Problem, block: Block, x: &[f32], d: usize) -> Vec<f32> {
     let m = problem.m;
     let mut rows = Vec::with_capacity(problem.n_rep * block.len() * d);
@@ -290,8 +290,8 @@ pub(super) fn gather(problem: &Problem, block: Block, x: &[f32], d: usize) -> Ve
     rows
 }
 
-/// Scores of a block's rows with the keys of the tile `columns`, `[rows, columns]`, scaled, bounded and
-/// multiplied by `log2 e`, for a softmax of powers of 2.
+/// Scores of a block's rows with the keys of the tile `columns`, `[rows, columns]`, scaled, bounded
+/// and multiplied by `log2 e`, for a softmax of powers of 2.
 pub(super) fn scores(
     problem: &Problem,
     block: Block,

@@ -42,8 +42,8 @@ fn new_element<C: Float>(
     apply_rope::<C>(chunk, row, channel, table, token, &source.rope)
 }
 
-/// One channel of a token past the sinks, from its ring or from the chunk, rounded to the stored type
-/// and as large as the packed format takes it.
+/// One channel of a token past the sinks, from its ring or from the chunk, rounded to the stored
+/// type and as large as the packed format takes it.
 #[cube]
 fn read<R: Float, C: Float>(
     floats: &[R],
@@ -126,8 +126,8 @@ fn flush_group<R: Float, C: Float>(
     words[base + groups * code_words + group] = param;
 }
 
-/// Quantizes tokens `first..last`, counted after the sinks, where each is quantized by itself and parameters share
-/// words: no other unit may write those of these tokens.
+/// Quantizes tokens `first..last`, counted after the sinks, where each is quantized by itself and
+/// parameters share words: no other unit may write those of these tokens.
 #[cube]
 fn flush_tokens<R: Float, C: Float>(
     floats: &[R],
@@ -212,8 +212,8 @@ fn quantize_run<R: Float, C: Float>(
     param
 }
 
-/// Stores one element of the chunk, unless its token is between the sinks and `first_kept` and so is
-/// packed already or hidden by the window. Rows narrower than f32 saturate.
+/// Stores one element of the chunk, unless its token is between the sinks and `first_kept` and so
+/// is packed already or hidden by the window. Rows narrower than f32 saturate.
 #[cube]
 fn store<R: Float, C: Float>(
     chunk: &[C],
@@ -238,8 +238,8 @@ fn store<R: Float, C: Float>(
     }
 }
 
-/// One unit per (slice, block_tokens, group); where parameters share words, one per (slice, run of tokens), so that no word
-/// has two writers.
+/// One unit per (slice, block_tokens, group); where parameters share words, one per (slice, run of
+/// tokens), so that no word has two writers.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn flush<R: Float>(
     floats: &[R],
@@ -345,8 +345,8 @@ pub(super) struct TokenBlueprint {
     pub(super) saturating: bool,
 }
 
-/// Units that share the channels of a token of a side, each of which stores those of the group that it quantizes; one
-/// where a token's parameters share words.
+/// Units that share the channels of a token of a side, each of which stores those of the group that
+/// it quantizes; one where a token's parameters share words.
 pub(super) const fn runs(spec: &Option<QuantSpec>, head_dim: usize) -> usize {
     match spec {
         Some(spec) if spec.packs_parameters() => 1,
@@ -374,11 +374,11 @@ pub(super) struct TokenArgs {
     pub(super) n: usize,
 }
 
-/// Writes one side of a token that is appended to `source.len` others, and quantizes what leaves the
-/// window for it: `unit` counts (slice, block_tokens that may leave, run of channels).
+/// Writes one side of a token that is appended to `source.len` others, and quantizes what leaves
+/// the window for it: `unit` counts (slice, block_tokens that may leave, run of channels).
 ///
-/// A slot that is read for what leaves and written for what comes belongs to one unit: it can only be in
-/// the first block_tokens that leaves.
+/// A slot that is read for what leaves and written for what comes belongs to one unit: it can only
+/// be in the first block_tokens that leaves.
 #[cube]
 fn write_side<R: Float, C: Float>(
     chunk: &[C],
@@ -502,11 +502,12 @@ fn write_unit<R: Float, C: Float>(
     }
 }
 
-/// Appends one token, both sides, with all that leaves the window for it: first the units of the keys,
-/// then those of the values.
+/// Appends one token, both sides, with all that leaves the window for it: first the units of the
+/// keys, then those of the values.
 ///
-/// A sequence holds as many tokens as its position says, or as the source where there is none; if it is full,
-/// or its position is below 0, nothing is written. With a table, keys are turned by their position first.
+/// A sequence holds as many tokens as its position says, or as the source where there is none; if
+/// it is full, or its position is below 0, nothing is written. With a table, keys are turned by
+/// their position first.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn write_token<R: Float, C: Float>(
     key: &[C],

@@ -69,16 +69,16 @@ pub(crate) struct CacheBindings {
     pub(crate) values: BufferArg,
     /// Float rows.
     pub(crate) floats: BufferArg,
-    /// i32, `[1]` or one for each sequence: the position of the newest token, which says how many there are,
-    /// read by the kernel instead of being told by the problem; below 0 for a sequence that takes no part. How
-    /// many positions there are is beside it.
+    /// i32, `[1]` or one for each sequence: the position of the newest token, which says how many
+    /// there are, read by the kernel instead of being told by the problem; below 0 for a sequence
+    /// that takes no part. How many positions there are is beside it.
     pub(crate) position: Option<(BufferArg, usize)>,
     /// What turns the key, or the query, of a token by its position.
     pub(crate) rope: Option<RotaryBinding>,
 }
 
-/// Appends one token, `key` and `value` of type `chunk`, `[slices, head_dim]`, and quantizes what leaves the
-/// window for it, in one launch. A full cache is left as it is.
+/// Appends one token, `key` and `value` of type `chunk`, `[slices, head_dim]`, and quantizes what
+/// leaves the window for it, in one launch. A full cache is left as it is.
 pub(crate) fn launch_write_token(
     client: &Client,
     key: BufferArg,
@@ -157,7 +157,8 @@ pub(crate) fn launch_flush(
     let [before, leaving] = problem.leaving().map(|tokens| tokens[side]);
     let cut = spec.alignment_tokens(place.head_dim);
     let last = before + leaving;
-    // Of more than there is room for, only the newest are kept; from where words are of no token before.
+    // Of more than there is room for, only the newest are kept; from where words are of no token
+    // before.
     let first = match leaving > place.packed_tokens {
         true => (last - place.packed_tokens).next_multiple_of(cut),
         false => before,
@@ -198,8 +199,8 @@ fn flush_runs(
     (slices * runs * groups, FlushRunsLaunch::new(start, end, cut, runs, groups))
 }
 
-/// Stores the rows of `chunk`, the appended keys or values, f32 `[slices, added, head_dim]`, that stay in
-/// float.
+/// Stores the rows of `chunk`, the appended keys or values, f32 `[slices, added, head_dim]`, that
+/// stay in float.
 pub(crate) fn launch_append(
     client: &Client,
     chunk: BufferArg,
@@ -229,8 +230,8 @@ pub(crate) fn launch_append(
     Ok(())
 }
 
-/// Quantizes `input`, f32 `[slices, tokens, head_dim]`: a chunk that is appended to nothing, and all of
-/// which leaves the window.
+/// Quantizes `input`, f32 `[slices, tokens, head_dim]`: a chunk that is appended to nothing, and
+/// all of which leaves the window.
 pub(crate) fn launch_quantize(
     client: &Client,
     input: BufferArg,

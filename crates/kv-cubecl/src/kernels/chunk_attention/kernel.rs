@@ -75,8 +75,8 @@ fn restore_groups<N: Size>(
     }
 }
 
-/// As [`restore_groups`], for keys that are each packed by itself, with parameters that share words. The run ends
-/// before `end`.
+/// As [`restore_groups`], for keys that are each packed by itself, with parameters that share
+/// words. The run ends before `end`.
 #[cube]
 fn restore_tokens<N: Size>(
     keys: &[Vector<u32, N>],
@@ -175,8 +175,9 @@ struct Run {
     end: usize,
 }
 
-/// Scores of the unit's tokens of `tile`, `[rows, unit_tokens]`; those past its end are masked. With `uniform`,
-/// each side that is quantized is packed for all of them; otherwise the form of each token is looked up.
+/// Scores of the unit's tokens of `tile`, `[rows, unit_tokens]`; those past its end are masked.
+/// With `uniform`, each side that is quantized is packed for all of them; otherwise the form of
+/// each token is looked up.
 #[cube]
 #[allow(clippy::if_same_then_else, clippy::collapsible_if, reason = "decided when compiled")]
 fn score<R: Float, N: Size>(

@@ -30,8 +30,8 @@ pub(crate) fn launch_ref(
     let grid = grid_of(problem, plan, client.properties())?;
     let blueprint = ChunkBlueprint { flat: grid.flat, ..plan.blueprint };
     let partials = partial_results(client, problem, n_splits);
-    // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
-    // the cache's length, rows and channels below theirs.
+    // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are
+    // below the cache's length, rows and channels below theirs.
     unsafe {
         kernel::partial_attention::launch_unchecked(
             client,

@@ -217,8 +217,8 @@ pub(super) fn prepare(
     while blueprint.shared_bytes() > SHARED_BYTES && blueprint.rows > 1 {
         blueprint.rows = blueprint.rows.div_ceil(2);
     }
-    // Smaller cubes where the tokens are too few to occupy the device; a few sizes, so that a growing
-    // context compiles few kernels.
+    // Smaller cubes where the tokens are too few to occupy the device; a few sizes, so that a
+    // growing context compiles few kernels.
     let sinks = config.sink_tokens.min(problem.tokens);
     let row_chunks = problem.rows.div_ceil(blueprint.rows);
     let wanted = CUBES_PER_MULTIPROCESSOR * hardware.n_multiprocessors;

@@ -150,9 +150,9 @@ fn tile_at(
     Tile { start, end, begin, windowed, packed }
 }
 
-/// One cube per (slice, split, chunk of query rows); writes `(o, m, l)` of each row to
-/// `results` `[slices, rows, n_splits, head_dim + 2]`, with the head_dim of values. A split that is the whole writes
-/// the output to `results` `[slices, rows, head_dim]`, and to `lse` `[slices, rows]`.
+/// One cube per (slice, split, chunk of query rows); writes `(o, m, l)` of each row to `results`
+/// `[slices, rows, n_splits, head_dim + 2]`, with the head_dim of values. A split that is the whole
+/// writes the output to `results` `[slices, rows, head_dim]`, and to `lse` `[slices, rows]`.
 ///
 /// Keys: a unit takes `unit_tokens` consecutive tokens and every `lanes`-th vector of their
 /// channels. Values: a unit takes `unit_channels` consecutive channels and every `strides`-th

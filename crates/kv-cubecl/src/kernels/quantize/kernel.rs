@@ -31,7 +31,8 @@ pub(super) fn round_trip<R: Float>(
     }
 }
 
-/// Rotates rows of `head_dim` elements, which divides the elements of a cube; two elements per unit.
+/// Rotates rows of `head_dim` elements, which divides the elements of a cube; two elements per
+/// unit.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn hadamard(data: &mut [f32], n: usize, #[comptime] head_dim: usize) {
     let scale = comptime!(1.0 / (head_dim as f32).sqrt());
@@ -120,8 +121,8 @@ pub(super) struct Restored {
     pub(super) granules: usize,
 }
 
-/// The first element of a unit's group, and the distance to the next; one unit per (slice, block_tokens,
-/// group).
+/// The first element of a unit's group, and the distance to the next; one unit per (slice,
+/// block_tokens, group).
 #[cube]
 fn group_of(unit: usize, restored: &Restored, #[comptime] spec: QuantSpec) -> (usize, usize) {
     let head_dim = restored.head_dim;

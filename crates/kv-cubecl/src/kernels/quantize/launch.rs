@@ -21,8 +21,8 @@ impl RestoreProblem {
         self.slices * self.tokens * self.head_dim
     }
 
-    /// Which tokens are restored after the first `skip`, whole granules of them, and how many groups these
-    /// have in all slices.
+    /// Which tokens are restored after the first `skip`, whole granules of them, and how many
+    /// groups these have in all slices.
     fn restored(&self, skip: usize) -> (RestoredLaunch, usize) {
         let Self { slices, tokens, head_dim, spec } = *self;
         let granules = tokens.saturating_sub(skip) / spec.block_tokens();
@@ -57,8 +57,8 @@ pub(crate) fn launch_dequantize(
     Ok(())
 }
 
-/// Replaces `data`, f32 `[slices, tokens, head_dim]`, by what it restores to, from token `skip` on and up
-/// to the last whole block_tokens.
+/// Replaces `data`, f32 `[slices, tokens, head_dim]`, by what it restores to, from token `skip` on
+/// and up to the last whole block_tokens.
 pub(crate) fn launch_fake_quantize(
     client: &Client,
     data: BufferArg,
@@ -82,8 +82,8 @@ pub(crate) fn launch_fake_quantize(
     Ok(())
 }
 
-/// Adds to `grad`, the gradient of what [`launch_fake_quantize`] makes of `data`, what passes through the
-/// scales.
+/// Adds to `grad`, the gradient of what [`launch_fake_quantize`] makes of `data`, what passes
+/// through the scales.
 pub(crate) fn launch_scale_gradient(
     client: &Client,
     data: BufferArg,
@@ -123,7 +123,8 @@ pub(crate) fn launch_round_trip(
     Ok(())
 }
 
-/// Rotates rows of `head_dim` elements in `data`, `n` elements of f32 ([`KvCacheOps::rotate`](crate::KvCacheOps::rotate)).
+/// Rotates rows of `head_dim` elements in `data`, `n` elements of f32
+/// ([`KvCacheOps::rotate`](crate::KvCacheOps::rotate)).
 pub(crate) fn launch_hadamard(
     client: &Client,
     data: BufferArg,

@@ -35,7 +35,8 @@ struct Tile {
     end: usize,
 }
 
-/// Scores of the unit's tokens of `tile`, `[rows, unit_tokens]`. Without `masked`, every row sees all of them.
+/// Scores of the unit's tokens of `tile`, `[rows, unit_tokens]`. Without `masked`, every row sees
+/// all of them.
 #[cube]
 fn score<Q: Float, N: Size>(
     query: &[Vector<Q, N>],

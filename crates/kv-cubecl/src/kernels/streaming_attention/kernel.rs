@@ -60,8 +60,8 @@ pub(super) struct StreamArgs {
     pub(super) softcap: f32,
 }
 
-/// Number of keys or values, from the first, that `row` sees quantized: `quantized_keys_end` or `value_hat_end` of
-/// its [`RowView`](crate::layout::RowView).
+/// Number of keys or values, from the first, that `row` sees quantized: `quantized_keys_end` or
+/// `value_hat_end` of its [`RowView`](crate::layout::RowView).
 #[cube]
 pub(super) fn hat_end(row: usize, side: &SideScheduleArgs, args: &StreamArgs) -> usize {
     let count = quantized(args.first_query + row + 1, side, &args.schedule);
@@ -82,7 +82,8 @@ pub(super) fn visible(row: usize, args: &StreamArgs) -> usize {
     end
 }
 
-/// The first key and value past the sinks that `row` sees: `begin` of its [`RowView`](crate::layout::RowView).
+/// The first key and value past the sinks that `row` sees: `begin` of its
+/// [`RowView`](crate::layout::RowView).
 #[cube]
 pub(super) fn begin_of(row: usize, args: &StreamArgs) -> usize {
     let token = begin(args.first_query + row + 1, &args.schedule);
@@ -163,8 +164,8 @@ pub(super) fn dot<Q: Float>(
     sum
 }
 
-/// What the units of a cube share of their rows: scores of a step and then weights, `[ROWS, KEYS]`, and the
-/// softmax so far.
+/// What the units of a cube share of their rows: scores of a step and then weights, `[ROWS, KEYS]`,
+/// and the softmax so far.
 #[derive(CubeType)]
 struct Rows {
     scores: Shared<[f32]>,
