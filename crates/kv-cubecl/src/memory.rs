@@ -17,14 +17,14 @@ pub enum KvMemory<'a> {
     Parallel {
         /// The cache.
         config: KvCacheConfig,
-        /// How training treats its quantizer.
+        /// Options of the quantizer in training.
         fake_quant: FakeQuantOptions,
-        /// How scores become weights.
+        /// Options of the softmax.
         options: AttentionOptions,
     },
     /// In this cache, which grows by the tokens of the call.
     Cached(&'a mut KvCache),
-    /// In this cache, each sequence of which grows by so many of the tokens of the call; see
+    /// A cache and the number of tokens of the call for each sequence; see
     /// [`KvCache::attend_ragged`].
     Ragged(&'a mut KvCache, &'a [usize]),
     /// In this cache, which grows by one token at this position; see [`KvCache::attend_at`].
@@ -89,7 +89,7 @@ impl KvMemory<'_> {
         with_sinks(attention, sink_logits)
     }
 
-    /// Whether [`attend_with_rope`](Self::attend_with_rope) serves one token here.
+    /// Returns whether [`attend_with_rope`](Self::attend_with_rope) accepts one token here.
     pub fn turns_tokens(&self) -> bool {
         matches!(self, Self::Cached(_) | Self::At(..))
     }

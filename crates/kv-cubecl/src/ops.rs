@@ -46,7 +46,7 @@ pub struct Token<B: Backend> {
     /// Where the token stands in its sequence.
     #[extension_type]
     pub position: TokenPosition<B>,
-    /// What rotates query and key.
+    /// Rope table for query and key.
     #[extension_type]
     pub rope: TokenRope<B>,
 }
@@ -55,7 +55,7 @@ pub struct Token<B: Backend> {
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub enum TokenPosition<B: Backend> {
-    /// After as many tokens as the operation is told.
+    /// After the number of tokens that the operation is given.
     Counted,
     /// Where this says when the kernels run, i32 `[1]` for all sequences or `[batch]`, one for
     /// each.
@@ -72,11 +72,11 @@ impl<B: Backend> TokenPosition<B> {
     }
 }
 
-/// What rotates the query and the key of a [`Token`] by its position.
+/// Rope table for the query and the key of a [`Token`].
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub enum TokenRope<B: Backend> {
-    /// Nothing: they come rotated, or are not rotated at all.
+    /// No table: they come after the position encoding, or have none.
     Absent,
     /// The table of a [`RopeTable`](crate::RopeTable), f32 `[positions, rotary_dim]`.
     Table(FloatTensor<B>),

@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What the backward pass uses as the derivative of the quantizer, whose true derivative is zero
-/// almost everywhere. The forward pass is the same for all.
+/// Derivative of the quantizer in the backward pass. The true derivative is zero almost everywhere.
+/// The forward pass is the same for all variants.
 ///
 /// The formulas are for one group of `x`: `scale`, `min`, `code` and `n` are those of
 /// [`quantize`](crate::quantize), `x_hat = code * scale + min`, and `g` is the gradient of the loss
@@ -28,11 +28,11 @@ pub enum SteGradient {
     ScaleMin,
 }
 
-/// How [`streaming_attention_with`](crate::streaming_attention_with) treats the quantizer.
+/// Options of the quantizer in [`streaming_attention_with`](crate::streaming_attention_with).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FakeQuantOptions {
-    /// How gradients pass the quantizer.
+    /// Derivative that gradients use.
     pub gradient: SteGradient,
     /// Quantize every token, that of the query itself included, instead of only those that have
     /// left the residual window and are not sinks; with per-channel groups an incomplete last group

@@ -67,7 +67,7 @@ impl<B: KvCacheOps> Backward<B, 1> for ThroughScale {
 #[derive(Debug)]
 struct StreamingAttention;
 
-/// What the backward pass of [`StreamingAttention`] needs.
+/// State that the backward pass of [`StreamingAttention`] needs.
 #[derive(Clone, Debug)]
 struct Attended<B: Backend> {
     /// Query, key, key_hat, value and value_hat.

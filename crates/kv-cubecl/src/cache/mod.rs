@@ -26,7 +26,7 @@ pub use counters::Counters;
 pub use frames::FrameCache;
 pub use parts::CacheParts;
 use restored::RestoredBytes;
-use state::{Place, State};
+use state::{State, StepPosition};
 
 /// One layer's streaming KIVI cache.
 ///
@@ -43,9 +43,10 @@ pub struct KvCache {
     state: State,
     /// Tokens that each sequence holds.
     lens: Vec<usize>,
-    /// Whether a step at a position was taken or recorded, so that there may be tokens to count.
+    /// True once a step at a device position was made or captured, so the host may not know all
+    /// tokens.
     stepped: bool,
-    /// What was restored, if that is counted.
+    /// Bytes restored so far, if they are counted.
     restored: RestoredBytes,
 }
 
@@ -83,7 +84,7 @@ impl KvCache {
         Ok(layout)
     }
 
-    /// How scores become weights.
+    /// Returns the options of the softmax.
     pub fn options(&self) -> AttentionOptions {
         self.options
     }
@@ -103,7 +104,7 @@ impl KvCache {
         &self.lens
     }
 
-    /// Whether no token is held.
+    /// Returns whether the cache holds no token.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -113,7 +114,7 @@ impl KvCache {
         self.layout.config().capacity
     }
 
-    /// How many keys and values are quantized now, in the longest sequence.
+    /// Returns the number of quantized keys and values of the longest sequence.
     pub fn quantized_counts(&self) -> QuantizedCounts {
         self.layout.schedule().counts(self.len())
     }
@@ -184,7 +185,7 @@ impl KvCache {
         tokens: usize,
     ) -> Attention {
         if tokens == 1 {
-            let (qkv, place) = ([query, key, value], Place::default());
+            let (qkv, place) = ([query, key, value], StepPosition::default());
             let attention = self.state.step(qkv, place, self.layout, self.len(), self.options);
             self.lens.iter_mut().for_each(|len| *len += 1);
             return attention;
@@ -258,7 +259,7 @@ impl KvCache {
         let shortest = self.lens.iter().copied().min()?;
         let count = self.layout.schedule().counts(shortest)[side];
         let place = self.layout.sides()[side];
-        // Those that the next token sees: of the others, a window may have left some.
+        // Tokens hidden by the sliding window may still be stored; leave them out.
         let schedule = self.layout.schedule();
         let longest = schedule.counts(self.len())[side];
         let hidden = schedule.begin(self.len() + 1) - schedule.sink_tokens;
@@ -305,7 +306,7 @@ impl KvCache {
         self.state.floats().device()
     }
 
-    /// Whether all sequences hold the same number of tokens.
+    /// Returns whether all sequences hold the same number of tokens.
     fn is_even(&self) -> bool {
         self.lens.iter().all(|&len| len == self.lens[0])
     }
@@ -318,7 +319,7 @@ impl KvCache {
         }
     }
 
-    /// Quantizes what leaves the window and writes the new tokens, in place.
+    /// Quantizes the tokens that leave the residual and writes the new tokens, in place.
     fn write(&mut self, key: Tensor<4>, value: Tensor<4>, tokens: usize) {
         // A single token is read in its own type.
         let [key, value] = match tokens {
@@ -355,7 +356,7 @@ impl KvCache {
         let options = self.options;
         let sides = [key, key_hat, value, value_hat];
         let tail = functions::stream(query.clone(), sides, None, spec, options);
-        // Of what is not gathered, a window leaves the sinks.
+        // With a sliding window only the sinks remain of the rest.
         let before = match self.hides(tokens) {
             true => split.min(schedule.sink_tokens),
             false => split,

@@ -18,9 +18,9 @@ use crate::{
 #[derive(Clone, Debug)]
 pub(super) struct State(Option<CacheState<Dispatch>>);
 
-/// Where one token stands, and what turns it.
+/// Device position and rope table of one token.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Place<'a> {
+pub(super) struct StepPosition<'a> {
     /// i32 `[1]` or `[batch]`; `None` where the host counts.
     pub(super) position: Option<Tensor<1, Int>>,
     pub(super) rope: Option<&'a RopeTable>,
@@ -130,7 +130,7 @@ impl State {
     pub(super) fn step(
         &mut self,
         qkv: [Tensor<4>; 3],
-        place: Place<'_>,
+        place: StepPosition<'_>,
         layout: CacheLayout,
         len: usize,
         options: AttentionOptions,
@@ -267,8 +267,8 @@ impl State {
         Self::new(words, floats)
     }
 
-    /// Packed tokens of one side, if it has any; `tokens` are counted after the sinks, are whole
-    /// granules and begin at a multiple of [`QuantSpec::cut`].
+    /// Returns packed tokens of one side, if it has any. `tokens` is counted after the sinks,
+    /// covers whole blocks and begins at a multiple of [`QuantSpec::alignment_tokens`].
     pub(super) fn packed(
         &self,
         layout: &CacheLayout,

@@ -40,7 +40,7 @@ impl KvCache {
         }
     }
 
-    /// Whether the window hides tokens of the cache from some row of a chunk of `tokens`.
+    /// Returns whether the sliding window hides cached tokens from some row of a chunk of `tokens`.
     pub(super) fn hides(&self, tokens: usize) -> bool {
         let schedule = self.layout.schedule();
         schedule.begin(self.len() + tokens) > schedule.sink_tokens

@@ -1,4 +1,4 @@
-//! A sequence cut back to its first tokens.
+//! Truncating a sequence to its first tokens.
 
 use core::ops::Range;
 
@@ -54,9 +54,9 @@ impl KvCache {
         Ok(())
     }
 
-    /// The fewest tokens that [`truncate`](Self::truncate) can cut a sequence back to: the length
-    /// at which its last group of keys was quantized, or 0 where there is none; all tokens, where a
-    /// window has hidden some.
+    /// Returns the smallest length that [`truncate`](Self::truncate) accepts: the length at which
+    /// the sequence's last group of keys was quantized, 0 if there is none, or all tokens if the
+    /// sliding window has hidden some.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not
@@ -117,7 +117,7 @@ impl KvCache {
         }
     }
 
-    /// The fewest tokens of which as many keys are quantized as of `now`.
+    /// Returns the smallest length with as many quantized keys as `now` tokens have.
     fn shortest_by_keys(&self, now: usize) -> usize {
         let schedule = self.layout.schedule();
         let in_groups = self.layout.sides().keys.spec.is_some_and(|spec| spec.block_tokens() > 1);

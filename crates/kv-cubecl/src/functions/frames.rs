@@ -109,7 +109,7 @@ pub fn frame_attention(
     })
 }
 
-/// What the tokens of a sequence of frames see.
+/// Visible tokens of a sequence of frames.
 struct FrameView<'a> {
     schedule: Schedule,
     config: &'a FrameConfig,
@@ -153,8 +153,8 @@ impl FrameView<'_> {
         end.bool_not().bool_or(self.after_sinks(|before| self.schedule.begin(before)))
     }
 
-    /// What a side is before a frame: its form as it is stored in float, and quantized, with the
-    /// mask of where.
+    /// Returns a side as a frame sees it: in float, quantized, and the mask of the quantized
+    /// tokens.
     fn forms(
         &self,
         tensor: Tensor<4>,

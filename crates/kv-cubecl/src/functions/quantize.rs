@@ -17,7 +17,7 @@ use crate::{
 pub struct Packed {
     words: Tensor<4, Int>,
     spec: QuantSpec,
-    /// Of the tensor that it restores to.
+    /// Shape of the restored tensor.
     shape: [usize; 4],
 }
 
@@ -45,7 +45,7 @@ impl Packed {
         Self { words, spec, shape }
     }
 
-    /// How it was quantized.
+    /// Returns the quantization parameters.
     pub fn spec(&self) -> QuantSpec {
         self.spec
     }
@@ -55,8 +55,7 @@ impl Packed {
         self.shape
     }
 
-    /// What the codes stand for, as `code * scale + min`, f32 `[batch, n_kv_heads, tokens,
-    /// head_dim]`.
+    /// Restores the numbers as `code * scale + min`, f32 `[batch, n_kv_heads, tokens, head_dim]`.
     pub fn dequantize(&self) -> Tensor<4> {
         let words = self.words.clone().into_dispatch();
         Tensor::from_dispatch(<Dispatch as KvCacheOps>::dequantize(words, self.spec, self.shape))

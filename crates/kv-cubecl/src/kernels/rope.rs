@@ -5,7 +5,7 @@ use cubecl::{client::Client, prelude::*};
 use super::elementwise;
 use crate::Result;
 
-/// What kernels are told of a table `[positions, rotary_dim]`, whose rows are cosines, then sines.
+/// Run-time arguments of a table `[positions, rotary_dim]`, whose rows are cosines, then sines.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct RopeArgs {
     /// Positions of the table, at least 1; those past the last turn like it.
@@ -30,7 +30,7 @@ pub(crate) struct RotaryBinding {
     pub(crate) rotary_dim: usize,
 }
 
-/// The table, if there is one, and what kernels are told of it.
+/// Returns the table's buffer, if there is one, and its run-time arguments.
 pub(crate) fn rotary_args(rope: Option<RotaryBinding>) -> (Option<BufferArg>, RopeArgsLaunch) {
     match rope {
         // The shape of no table is not read.

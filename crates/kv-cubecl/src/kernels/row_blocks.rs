@@ -126,7 +126,7 @@ pub(super) struct RowState<N: Size> {
     /// The unit's part of the outputs, `[rows, unit_channels]`.
     pub(super) outputs: Array<f32>,
     unit: usize,
-    /// Which block of channels the unit adds to.
+    /// Index of the block of channels that the unit sums.
     pub(super) block: usize,
     /// Index of the unit among those that share its block of channels.
     pub(super) stride: usize,

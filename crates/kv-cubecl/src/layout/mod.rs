@@ -49,7 +49,7 @@ impl CacheShape {
         Self { batch, n_kv_heads, head_dim: head_dim.into() }
     }
 
-    /// Shape of the keys or values of so many tokens.
+    /// Returns the shape of the keys or values of `tokens` tokens.
     pub const fn of_tokens(&self, side: Side, tokens: usize) -> [usize; 4] {
         let head_dim = match side {
             Side::Keys => self.head_dim.keys,
@@ -81,16 +81,17 @@ impl CacheLayout {
     /// # Errors
     /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
     pub fn new(config: &KvCacheConfig, shape: CacheShape) -> Result<Self> {
-        Self::rewritable(config, shape, 0)
+        Self::with_overwrite(config, shape, 0)
     }
 
-    /// [`new`](Self::new) for a cache that is written `newest` tokens at a time, the last of which
-    /// may be written again: there is room for them beside all that a query sees before them, so
-    /// that nothing is lost of that.
+    /// Computes the layout of a cache whose newest tokens may be overwritten.
+    ///
+    /// The cache is written `newest` tokens at a time. It has room for them beside all tokens that
+    /// a query sees before them, so overwriting them loses nothing.
     ///
     /// # Errors
     /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
-    pub(crate) fn rewritable(
+    pub(crate) fn with_overwrite(
         config: &KvCacheConfig,
         shape: CacheShape,
         newest: usize,
@@ -221,7 +222,7 @@ impl CacheLayout {
 }
 
 /// Where the tokens of a side are whose float rows begin at `first_element`; `newest` as in
-/// [`CacheLayout::rewritable`].
+/// [`CacheLayout::with_overwrite`].
 fn side(
     config: &KvCacheConfig,
     shape: CacheShape,
@@ -234,8 +235,8 @@ fn side(
     let spec = config.format(side).spec(side, head_dim, group_size);
     let schedule = Schedule::new(config);
     let after_sinks = capacity.saturating_sub(sink_tokens);
-    // Of what is in float for good and of what is packed, only the window is kept; its newest
-    // tokens are not packed.
+    // With a sliding window, unquantized tokens and packed ones are kept only while visible; the
+    // newest tokens are not packed.
     let stored = sliding_window.map(|window| window + newest);
     let seen = stored.map_or(after_sinks, |stored| after_sinks.min(stored));
     let packed = schedule.counts(capacity)[side];

@@ -6,7 +6,7 @@ use super::QuantSpec;
 /// how they are quantized. Tokens are counted by their slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PackedPlace {
-    /// How tokens are quantized.
+    /// Quantization of the tokens.
     pub spec: QuantSpec,
     /// Channels.
     pub head_dim: usize,

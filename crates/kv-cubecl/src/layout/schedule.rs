@@ -14,7 +14,7 @@ pub struct SideSchedule {
 }
 
 impl SideSchedule {
-    /// That of a side which is grouped along this axis, or stays in float.
+    /// Returns the schedule of a side with this grouping axis; `None` stays in float.
     const fn new(config: &KvCacheConfig, granularity: Option<Granularity>) -> Self {
         let length = config.residual_length;
         match (granularity, config.flush.is_by_group()) {
@@ -74,30 +74,31 @@ impl SideSchedule {
         }
     }
 
-    /// How many of the first of `n` tokens after the sinks are quantized.
+    /// Returns the number of quantized tokens among `n` tokens after the sinks.
     pub const fn quantized(&self, n: usize) -> usize {
         n.saturating_sub(self.keep) / self.step * self.step
     }
 }
 
-/// How many of the first tokens after the sinks are quantized, for keys and for values.
+/// Numbers of quantized keys and values, counted after the sinks.
 pub type QuantizedCounts = Sides<usize>;
 
-/// Which tokens of a cache are quantized when.
+/// Rule for when the tokens of a cache are quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Schedule {
-    /// That of each side.
+    /// Schedule of each side.
     pub sides: Sides<SideSchedule>,
-    /// Whether a query sees the tokens that its own token pushes out quantized.
+    /// Order of flush and attention: whether a query sees the tokens that its own token pushes out
+    /// quantized.
     pub flush: Flush,
-    /// Sink tokens S, which stay in float for good.
+    /// Number S of sink tokens, which always stay in float.
     pub sink_tokens: usize,
     /// Recent tokens that a query sees beside the sinks, its own among them; `None` for all.
     pub sliding_window: Option<usize>,
 }
 
 impl Schedule {
-    /// That of a configuration.
+    /// Returns the schedule of a configuration.
     pub const fn new(config: &KvCacheConfig) -> Self {
         let keys = SideSchedule::new(config, config.keys.granularity(Side::Keys));
         let values = SideSchedule::new(config, config.values.granularity(Side::Values));
@@ -139,8 +140,8 @@ impl Schedule {
         }
     }
 
-    /// Whether a cache can be cut back to any number of tokens and is then the one that was never
-    /// given the others: see [`KvCache::exact`](crate::KvCache::exact).
+    /// Returns whether truncating a cache to any length gives exactly the cache that never held the
+    /// removed tokens: see [`KvCache::exact`](crate::KvCache::exact).
     pub fn is_exact_anywhere(&self) -> bool {
         let at_once = SideSchedule::one_by_one(0);
         let exact = |side: Side| {

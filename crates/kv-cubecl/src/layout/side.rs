@@ -9,7 +9,7 @@ use crate::formats::QuantSpec;
 /// its window in float rows, the others packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SideLayout {
-    /// How tokens that leave the window are quantized; `None` if all stay in float.
+    /// Quantization of the tokens that leave the residual; `None` if all stay in float.
     pub spec: Option<QuantSpec>,
     /// Packed tokens that there is room for: all that are ever quantized, or the newest of them, in
     /// a ring, where a window hides the others.

@@ -3,9 +3,10 @@
 use super::Schedule;
 use crate::KvCacheConfig;
 
-/// The keys and values that one query row sees, by their index in the tensors it attends to: the
-/// sinks and `begin..end`, of which those before `quantized_keys_end` and `value_hat_end` are
-/// quantized and the others in float.
+/// Keys and values that one query row sees, as indices into the attended tensors.
+///
+/// The row sees the sinks and `begin..end`. Tokens before `quantized_keys_end` and `value_hat_end`
+/// are quantized, the others are in float.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowView {
     /// The first key and value past the [sinks](StreamSpec::sinks) that the row sees.
@@ -19,11 +20,11 @@ pub struct RowView {
     pub end: usize,
 }
 
-/// Which part of a sequence a call of the closed form computes, and what each row sees.
+/// Part of a sequence that a call of the closed form computes, and the visible tokens of each row.
 ///
 /// Row `i` is the query of token `first_query + i`; key and value `j` belong to token `first_key +
-/// j`. A row sees the sinks and, of the tokens up to its own, all or a window; of those, quantized
-/// ones by [`Schedule::counts`], the rest in float.
+/// j`. A row sees the sinks and the tokens up to its own, limited by the sliding window.
+/// [`Schedule::counts`] says how many of them are quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StreamSpec {
     /// When tokens are quantized.
@@ -56,7 +57,7 @@ impl StreamSpec {
         self.schedule.begin(self.first_query + row + 1).saturating_sub(self.first_key)
     }
 
-    /// What row `row` sees.
+    /// Returns the visible tokens of row `row`.
     pub const fn view(&self, row: usize) -> RowView {
         let len = self.first_query + row + 1;
         let counts = self.schedule.counts(len);

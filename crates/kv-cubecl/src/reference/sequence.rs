@@ -8,7 +8,7 @@ use crate::{CacheShape, KvCacheConfig, QuantizedCounts, Sides};
 pub struct Streamed {
     /// Outputs, in the shape of the query, with the channels of a value.
     pub output: Vec<f64>,
-    /// How many tokens each query saw quantized.
+    /// Number of quantized tokens that each query saw.
     pub counts: Vec<QuantizedCounts>,
 }
 

@@ -124,7 +124,7 @@ impl Lane {
         tokens.iter().map(|&token| self.tokens[token].seen_value.as_slice()).collect()
     }
 
-    /// Whether the key and the value of a token are quantized now.
+    /// Returns whether the key and the value of a token are quantized now.
     pub fn quantized(&self, token: usize) -> (bool, bool) {
         (self.tokens[token].key_quantized, self.tokens[token].value_quantized)
     }
@@ -215,7 +215,7 @@ pub(super) fn to_f64(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
 }
 
-/// Whether a side is stored rotated.
+/// Returns whether a side is stored after the Hadamard transform.
 pub(super) fn uses_hadamard(config: &KvCacheConfig, side: Side) -> bool {
     match side {
         Side::Keys => config.hadamard_keys && config.keys != KvFormat::Float,
@@ -223,7 +223,7 @@ pub(super) fn uses_hadamard(config: &KvCacheConfig, side: Side) -> bool {
     }
 }
 
-/// What a row restores to that is quantized in groups of so many channels.
+/// Quantizes and restores a row in groups of `group` channels.
 fn restored(row: &[f32], format: KvFormat, group: usize) -> Vec<f32> {
     row.chunks(group).flat_map(|group| fake_quantize_group(group, format)).collect()
 }

@@ -190,15 +190,15 @@ pub(crate) fn log_sum_exp(maximum: f32, sum: f32) -> f32 {
     maximum * LN_2 + sum.ln()
 }
 
-/// What to subtract from scores whose largest is `maximum`, before they become powers of 2:
-/// `maximum`, but 0 where it is `-inf`. There all scores are `-inf` and must get weight 0, while
-/// `-inf - -inf` is NaN.
+/// Returns the number to subtract from scores with this maximum before they become powers of 2.
+/// That is `maximum`, or 0 where it is `-inf`: all scores are then `-inf` and must get weight 0,
+/// while `-inf - -inf` is NaN.
 pub(crate) fn finite_or_zero(maximum: f32) -> f32 {
     if maximum == f32::NEG_INFINITY { 0.0 } else { maximum }
 }
 
-/// Whether there is no NaN and no infinity. Never stops early, so that the compiler can vectorize
-/// the loop.
+/// Returns whether all numbers are finite. Never stops early, so the compiler can vectorize the
+/// loop.
 pub(crate) fn all_finite(x: &[f32]) -> bool {
     x.iter().fold(true, |finite, x| finite & x.is_finite())
 }

@@ -277,9 +277,9 @@ fn any_updates_peeks_and_rewrites<T: Target>(device: &On<T>) {
                     case.check(&story, &case.frames, &new, got);
                 }
                 1 if written > 0 => {
-                    story += " rewrite";
+                    story += " overwrite";
                     case.frames.pop();
-                    let got = cache.rewrite(query, key, value).unwrap();
+                    let got = cache.overwrite(query, key, value).unwrap();
                     case.check(&story, &case.frames, &new, got);
                     case.frames.push(new);
                 }
@@ -468,8 +468,8 @@ fn what_does_not_fit_changes_nothing<T: Target>(device: &On<T>) {
     let tensor = |shape: [usize; 4]| Tensor::<4>::zeros(shape, &**device);
     let message = |error: kv_cubecl::Error| error.to_string();
     let [query, key, value] = on(&case.random(&mut rng), device);
-    let empty = cache.rewrite(query.clone(), key.clone(), value.clone()).unwrap_err();
-    assert!(message(empty).contains("rewrite of a cache of 0 frames"));
+    let empty = cache.overwrite(query.clone(), key.clone(), value.clone()).unwrap_err();
+    assert!(message(empty).contains("overwrite of a cache of 0 frames"));
     for _ in 0..4 {
         let [query, key, value] = on(&case.random(&mut rng), device);
         cache.update(query, key, value).unwrap();
@@ -492,7 +492,7 @@ fn what_does_not_fit_changes_nothing<T: Target>(device: &On<T>) {
         let [q, k, v] = qkv();
         assert!(message(cache.update(q, k, v).unwrap_err()).contains(wanted), "{wanted}");
         let [q, k, v] = qkv();
-        assert!(message(cache.rewrite(q, k, v).unwrap_err()).contains(wanted), "{wanted}");
+        assert!(message(cache.overwrite(q, k, v).unwrap_err()).contains(wanted), "{wanted}");
         assert_eq!(cache.written(), Frames(4));
     }
     let after = Host::of(cache.peek(query, key, value).unwrap().output);

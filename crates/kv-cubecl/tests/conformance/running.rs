@@ -135,7 +135,7 @@ fn the_newest_frame_again_is_as_if_it_had_come_once<T: Target>(on: &On<T>) {
             for i in 0..times {
                 let last = if i + 1 == times { host } else { &other };
                 let [q, k, v] = [last.on(on), last.on(on), last.on(on)];
-                cache.rewrite(q, k, v).unwrap();
+                cache.overwrite(q, k, v).unwrap();
             }
         }
         let stored = Side::BOTH.map(|side| cache.newest(side).unwrap().to_logical());

@@ -17,7 +17,7 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 
-use self::cache::Place;
+use self::cache::StepTensors;
 use super::sinks;
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, Result, SteGradient, Token,
@@ -112,7 +112,7 @@ impl KvCacheOps for CubeBackend {
         layout: CacheLayout,
         len: usize,
     ) -> CacheState<Self> {
-        cache::write(state, key, value, layout, len, Place::default())
+        cache::write(state, key, value, layout, len, StepTensors::default())
     }
 
     fn decode_attention(
@@ -124,7 +124,7 @@ impl KvCacheOps for CubeBackend {
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let state = cache::contiguous(state);
-        cache::decode_attention(query, &state, layout, len, tokens, options, Place::default())
+        cache::decode_attention(query, &state, layout, len, tokens, options, StepTensors::default())
     }
 
     fn step(
@@ -137,16 +137,15 @@ impl KvCacheOps for CubeBackend {
         let Token { query, key, value, position, rope } = token;
         let position = position.into_option().map(into_contiguous);
         let table = rope.into_option().map(into_contiguous);
-        let place = Place { position: position.as_ref(), rope: table.as_ref() };
-        let (before, after) = match place.position {
+        let step = StepTensors { position: position.as_ref(), rope: table.as_ref() };
+        let (before, after) = match step.position {
             None => (len, len + 1),
-            // Launches are planned for a full cache, so that one recording of them serves every
-            // length.
+            // Planned for a full cache, so one graph capture replays at every length.
             Some(_) => (layout.config().capacity, layout.config().capacity),
         };
-        let state = cache::write(state, key, value, layout, before, place);
+        let state = cache::write(state, key, value, layout, before, step);
         let (output, lse) =
-            cache::decode_attention(query, &state, layout, after, after, options, place);
+            cache::decode_attention(query, &state, layout, after, after, options, step);
         (state, output, lse)
     }
 
@@ -287,7 +286,7 @@ fn empty_like<const D: usize>(like: &CubeTensor, shape: [usize; D], dtype: DType
     empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype)
 }
 
-/// The tensor itself if nothing else holds it, else a copy: what makes a write in place safe.
+/// The tensor itself if nothing else holds it, else a copy: what makes a write in step safe.
 fn writable(tensor: CubeTensor) -> CubeTensor {
     if tensor.can_mut() { tensor } else { tensor.copy() }
 }

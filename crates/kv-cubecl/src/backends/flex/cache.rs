@@ -108,8 +108,8 @@ pub(super) fn flush(
     state
 }
 
-/// Calls `write` with each slice of `words`, of which it writes `due`; by several threads if that
-/// is worth waking them. There may be more words than those of the slices: see
+/// Calls `write`, which writes `due` words, with each slice of `words`. Uses several threads where
+/// the work outweighs waking them. `words` may be longer than all slices: see
 /// [`SideLayout::words`](crate::layout::SideLayout::words).
 fn for_each_slice(
     words: &mut [u32],

@@ -85,7 +85,7 @@ pub(super) struct Attend<'a> {
     pub(super) layout: &'a CacheLayout,
     /// Tokens the cache holds, in the sequences of `slices`.
     pub(super) len: usize,
-    /// Of those, the first ones to attend to.
+    /// Number of those tokens, from the first, to attend to.
     pub(super) tokens: usize,
     pub(super) slices: Range<usize>,
     pub(super) options: AttentionOptions,

@@ -128,7 +128,7 @@ impl Block {
         [columns.start..hat, hat..last, last..columns.end]
     }
 
-    /// Which columns of a tile row `row` sees; rows are counted as in [`gather`].
+    /// Returns the columns of a tile that row `row` sees; rows are counted as in [`gather`].
     pub(super) fn seen(
         &self,
         problem: &Problem,
@@ -343,9 +343,9 @@ pub(super) fn split_band(
     (hat, float)
 }
 
-/// Whether everything that some row of the block does not see is finite, so that matrix products
-/// may multiply it by that row's weight of 0 (0 times infinity is NaN): the `floats` of the band
-/// and after it, and the `hats` of the band. The parts are those of [`Block::parts`].
+/// Returns whether every hidden element of the block is finite: the `floats` of the band and after
+/// it, and the `hats` of the band. Matrix products may then multiply it by the hidden row's weight
+/// of 0; 0 times infinity would be NaN. The parts are those of [`Block::parts`].
 pub(super) fn hidden_are_finite(
     [_, band, rest]: &[Range<usize>; 3],
     floats: &[f32],

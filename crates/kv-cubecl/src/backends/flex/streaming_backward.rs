@@ -38,7 +38,7 @@ struct Inputs<'a> {
 /// Gradients for one (batch, kv head) slice.
 struct Outputs {
     query: Vec<f32>,
-    /// Of key, key_hat, value, value_hat.
+    /// Gradients of key, key_hat, value and value_hat.
     sides: [Vec<f32>; 4],
 }
 

@@ -23,11 +23,11 @@ pub(super) struct Source {
     pub(super) added: usize,
     /// Elements of the float rows of one slice of the cache.
     pub(super) float_elements: usize,
-    /// The table that turns the rows of the chunk, where there is one.
+    /// Rope table for the rows of the chunk, if there is one.
     pub(super) rope: RopeArgs,
 }
 
-/// One channel of a token of the chunk, turned if there is a table.
+/// Reads one channel of a token of the chunk, after rope if there is a table.
 #[cube]
 fn new_element<C: Float>(
     chunk: &[C],
@@ -296,7 +296,7 @@ pub(super) struct FlushRuns {
     pub(super) last: usize,
     /// Tokens at whose multiples runs begin.
     pub(super) cut: usize,
-    /// Runs, the first and the last of which may be shorter.
+    /// Number of runs; the first and the last may be shorter.
     pub(super) runs: usize,
     /// Groups of a run that are a unit each.
     pub(super) groups: usize,
@@ -334,19 +334,19 @@ pub(super) fn append<R: Float>(
     }
 }
 
-/// What changes the generated code of [`write_token`].
+/// Compile-time parameters of [`write_token`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct TokenBlueprint {
-    /// How keys are quantized, if they are.
+    /// Quantization of keys, if any.
     pub(super) keys: Option<QuantSpec>,
-    /// How values are quantized, if they are.
+    /// Quantization of values, if any.
     pub(super) values: Option<QuantSpec>,
-    /// Whether rows are narrower than f32.
+    /// True if rows are narrower than f32.
     pub(super) saturating: bool,
 }
 
-/// Units that share the channels of a token of a side, each of which stores those of the group that
-/// it quantizes; one where a token's parameters share words.
+/// Returns the number of units per token of a side. Each stores the channels of the groups that it
+/// quantizes; where a token's parameters share words there is one unit.
 pub(super) const fn runs(spec: &Option<QuantSpec>, head_dim: usize) -> usize {
     match spec {
         Some(spec) if spec.packs_parameters() => 1,
@@ -360,7 +360,7 @@ pub(super) const fn runs(spec: &Option<QuantSpec>, head_dim: usize) -> usize {
 pub(super) struct TokenArgs {
     pub(super) source: Source,
     pub(super) cache: CacheArgs,
-    /// Most granules of keys, and of values, that leave the window; at least 1.
+    /// Largest number of key blocks and value blocks that leave the residual; at least 1.
     pub(super) key_granules: usize,
     pub(super) value_granules: usize,
     /// Units that share the channels of a key, and of a value: [`runs`].
@@ -434,7 +434,7 @@ fn write_side<R: Float, C: Float>(
     }
 }
 
-/// What one unit of [`write_side`] does where the cache has room.
+/// Runs one unit of [`write_side`] in a cache that is not full.
 #[cube]
 #[allow(clippy::single_match, reason = "decided when the kernel is compiled")]
 fn write_unit<R: Float, C: Float>(

@@ -46,7 +46,7 @@ impl CacheProblem {
         self.layout.slices() * self.layout.slice_elements().max(added)
     }
 
-    /// Tokens of each side that left the window before, and those that do now.
+    /// Tokens of each side that left the residual before, and those that leave it now.
     fn leaving(&self) -> [QuantizedCounts; 2] {
         let schedule = self.layout.schedule();
         let before = schedule.counts(self.len);
@@ -54,7 +54,7 @@ impl CacheProblem {
         [before, Sides::from_fn(|side| after[side] - before[side])]
     }
 
-    /// Whether tokens of a side leave the window, so that its words are written.
+    /// Returns for each side whether tokens leave the residual, so its words are written.
     pub(crate) fn flushes(&self) -> Sides<bool> {
         self.leaving()[1].map(|leaving| leaving > 0)
     }
@@ -73,7 +73,7 @@ pub(crate) struct CacheBindings {
     /// there are, read by the kernel instead of being told by the problem; below 0 for a sequence
     /// that takes no part. How many positions there are is beside it.
     pub(crate) position: Option<(BufferArg, usize)>,
-    /// What turns the key, or the query, of a token by its position.
+    /// Rope table for the token's key or query.
     pub(crate) rope: Option<RotaryBinding>,
 }
 
@@ -139,7 +139,7 @@ pub(crate) fn launch_write_token(
     Ok(())
 }
 
-/// Quantizes the tokens of `side` that leave the window into `words`.
+/// Quantizes the tokens of `side` that leave the residual into `words`.
 ///
 /// `floats` are the cache's float rows, `chunk` the appended keys or values, f32
 /// `[slices, added, head_dim]`.
@@ -157,8 +157,7 @@ pub(crate) fn launch_flush(
     let [before, leaving] = problem.leaving().map(|tokens| tokens[side]);
     let cut = spec.alignment_tokens(place.head_dim);
     let last = before + leaving;
-    // Of more than there is room for, only the newest are kept; from where words are of no token
-    // before.
+    // Only the newest tokens that fit are kept; from where words are of no token before.
     let first = match leaving > place.packed_tokens {
         true => (last - place.packed_tokens).next_multiple_of(cut),
         false => before,
@@ -186,7 +185,7 @@ pub(crate) fn launch_flush(
     Ok(())
 }
 
-/// The units that quantize these tokens of each slice, and what they are told.
+/// Returns the number of units that quantize these tokens of each slice, and their arguments.
 fn flush_runs(
     tokens: Range<usize>,
     slices: usize,
@@ -230,8 +229,7 @@ pub(crate) fn launch_append(
     Ok(())
 }
 
-/// Quantizes `input`, f32 `[slices, tokens, head_dim]`: a chunk that is appended to nothing, and
-/// all of which leaves the window.
+/// Quantizes all tokens of `input`, f32 `[slices, tokens, head_dim]`, without a cache before them.
 pub(crate) fn launch_quantize(
     client: &Client,
     input: BufferArg,

@@ -15,11 +15,11 @@ use crate::{
     },
 };
 
-/// How the tokens are divided into tiles and splits; run-time numbers.
+/// Division of the tokens into tiles and splits, at run time.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct Tiles {
-    /// How many tokens, the oldest after the sinks, are packed on each side that is quantized; all
-    /// tokens if neither side is.
+    /// Number of oldest tokens after the sinks that are packed on each quantized side; all tokens
+    /// if no side is quantized.
     main: usize,
     main_tiles: usize,
     sink_tiles: usize,

@@ -44,18 +44,18 @@ pub(crate) struct DecodeProblem {
     pub(crate) float: ElemType,
     /// Type of query and output.
     pub(crate) query: ElemType,
-    /// What is done to scores.
+    /// Scale and soft cap of the scores.
     pub(crate) scores: Scores,
 }
 
-/// What changes the generated code.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct DecodeBlueprint {
     /// Channels of keys and of values.
     pub(crate) head_dim: Sides<usize>,
     /// Query rows per cube.
     pub(crate) rows: usize,
-    /// How keys and values are packed, where they are.
+    /// Quantization of keys and values, if any.
     pub(crate) specs: Sides<Option<QuantSpec>>,
     /// Units per cube.
     pub(crate) units: usize,
@@ -71,11 +71,11 @@ pub(crate) struct DecodeBlueprint {
     pub(crate) plane: usize,
     /// See [`Grid::flat`](crate::kernels::Grid::flat).
     pub(crate) flat: bool,
-    /// Whether a window may hide tokens, so that packed tokens are in a ring.
+    /// True if a sliding window may hide tokens, so packed tokens are in a ring.
     pub(crate) window: bool,
-    /// Whether scores are bounded.
+    /// True if scores have a soft cap.
     pub(crate) softcap: bool,
-    /// Whether there is one split, whose sums are the result.
+    /// True if there is one split, whose sums are the result.
     pub(crate) whole: bool,
 }
 
@@ -112,7 +112,7 @@ impl DecodeBlueprint {
     }
 }
 
-/// How the work is divided over cubes; run-time numbers.
+/// Division of the work over cubes, at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Settings {
     pub(super) row_chunks: usize,

@@ -110,9 +110,9 @@ pub(super) struct Tile {
     pub(super) end: usize,
     /// The first that is seen.
     pub(super) begin: usize,
-    /// Whether the tokens come after the sinks.
+    /// True if the tokens come after the sinks.
     pub(super) windowed: bool,
-    /// Whether their keys are packed.
+    /// True if their keys are packed.
     pub(super) packed: bool,
 }
 

@@ -29,9 +29,9 @@ pub(super) struct Rows {
     /// which lie in one group.
     pub(super) offsets: Array<f32>,
     pub(super) unit: usize,
-    /// Which share of a token's channels the unit scores.
+    /// Index of the unit's share of a token's channels in the scores.
     pub(super) lane: usize,
-    /// Which block of channels the unit adds to.
+    /// Index of the block of channels that the unit sums.
     pub(super) block: usize,
     /// Index of the unit among those that share its block of channels.
     pub(super) stride: usize,
@@ -73,8 +73,8 @@ pub(super) fn zeros(#[comptime] len: usize) -> Array<f32> {
     array
 }
 
-/// Scales the cube's rows of the query, turned by the position of token `tokens - 1` if there is a
-/// table; those past the last are zeros. To be followed by a barrier.
+/// Scales the cube's rows of the query, after rope by the position of token `tokens - 1` if there
+/// is a table; those past the last are zeros. To be followed by a barrier.
 #[cube]
 pub(super) fn load_query<Q: Float>(
     query: &[Q],

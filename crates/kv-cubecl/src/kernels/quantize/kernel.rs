@@ -31,8 +31,8 @@ pub(super) fn round_trip<R: Float>(
     }
 }
 
-/// Rotates rows of `head_dim` elements, which divides the elements of a cube; two elements per
-/// unit.
+/// Applies the Hadamard transform to rows of `head_dim` elements, which divides the elements of a
+/// cube. Each unit handles two elements.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn hadamard(data: &mut [f32], n: usize, #[comptime] head_dim: usize) {
     let scale = comptime!(1.0 / (head_dim as f32).sqrt());
@@ -82,7 +82,7 @@ pub(super) fn dequantize(
         let codes_per_word = comptime!(spec.codes_per_word());
         let code_words = comptime!(spec.code_words());
         let channel = ABSOLUTE_POS % head_dim;
-        // Slices are whole granules.
+        // Slices are whole blocks of tokens.
         let token = ABSOLUTE_POS / head_dim;
         let block_tokens = token / comptime!(spec.block_tokens());
         let mut groups = head_dim;
@@ -110,14 +110,14 @@ pub(super) fn dequantize(
     }
 }
 
-/// Which tokens `[slices, tokens, head_dim]` are quantized and restored.
+/// Range of the tokens in `[slices, tokens, head_dim]` that are quantized and restored.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct Restored {
     pub(super) tokens: usize,
     pub(super) head_dim: usize,
     /// First tokens of a slice that stay as they are.
     pub(super) skip: usize,
-    /// Granules of a slice.
+    /// Number of token blocks in a slice.
     pub(super) granules: usize,
 }
 
@@ -140,7 +140,7 @@ fn group_of(unit: usize, restored: &Restored, #[comptime] spec: QuantSpec) -> (u
     (first * head_dim + unit % groups * width, stride)
 }
 
-/// Replaces each group by what it restores to; one unit per (slice, block_tokens, group).
+/// Quantizes and restores each group in place; one unit per (slice, block_tokens, group).
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn fake_quantize(
     data: &mut [f32],

@@ -22,7 +22,7 @@ use crate::{
 /// Sizes of a call of streaming attention.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StreamProblem {
-    /// Which tokens, and what each row sees.
+    /// Range of tokens and the visible ones of each row.
     pub(crate) spec: StreamSpec,
     /// (batch, kv head) pairs.
     pub(crate) slices: usize,
@@ -34,7 +34,7 @@ pub(crate) struct StreamProblem {
     pub(crate) n: usize,
     /// Channels of queries and keys, and of values; at most 256.
     pub(crate) head_dim: Sides<usize>,
-    /// What is done to scores.
+    /// Scale and soft cap of the scores.
     pub(crate) scores: Scores,
 }
 
@@ -53,7 +53,7 @@ impl StreamProblem {
         )
     }
 
-    /// Whether a window may hide tokens, and whether scores are bounded.
+    /// Returns whether a sliding window may hide tokens, and whether scores have a soft cap.
     fn features(&self) -> (bool, bool) {
         (self.spec.schedule.sliding_window.is_some(), self.scores.softcap.is_some())
     }
