@@ -211,8 +211,8 @@ impl FrameConfig {
         let capacity = steady.saturating_add(period).saturating_add(tokens_per_frame);
         if capacity > MAX_TOKENS {
             let rule = format!(
-                "frames of {tokens_per_frame} tokens and residual_length {} lie alike only every {period} \
-                 tokens, which must be less than {MAX_TOKENS}; let one divide the other",
+                "frames of {tokens_per_frame} tokens and residual_length {} lie alike only every \
+                 {period} tokens, which must be less than {MAX_TOKENS}; let one divide the other",
                 format.residual_length
             );
             return Err(invalid("sliding_window", window, rule));

@@ -94,8 +94,8 @@ impl KvMemory<'_> {
         matches!(self, Self::Cached(_) | Self::At(..))
     }
 
-    /// [`attend_with_sinks`](Self::attend_with_sinks) for one token whose query and key are not
-    /// rotated yet, which is done in the launches that append and attend.
+    /// [`attend_with_sinks`](Self::attend_with_sinks) for one token whose query and key come before
+    /// the position encoding; rope is applied in the launches that append and attend.
     ///
     /// # Errors
     /// Those of [`KvCache::attend_with_rope`] and [`KvCache::attend_at_with_rope`], and

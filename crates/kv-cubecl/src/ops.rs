@@ -152,7 +152,7 @@ pub trait KvCacheOps: Backend {
     fn hadamard(input: FloatTensor<Self>) -> FloatTensor<Self>;
 
     /// Appends `key` and `value` `[batch, n_kv_heads, m, head_dim]` to a cache of `len` tokens, in
-    /// place: quantizes what leaves the residual window, and writes the new tokens that stay in
+    /// place: quantizes what leaves the residual, and writes the new tokens that stay in
     /// float into their slots.
     #[fusion(meta = |state, _key, _value, _layout, _len| state.clone())]
     fn write(
@@ -182,12 +182,12 @@ pub trait KvCacheOps: Backend {
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
     /// One decode step of a cache of `len` tokens, or of as many as the token's position says when
-    /// the kernels run: query and key are rotated if there is a table, then [`write`](Self::write)
-    /// of one token, then [`decode_attention`](Self::decode_attention) of the query over all. With
-    /// a stored position, `len` does not matter and launches do not depend on the length, so that
-    /// they can be recorded once and replayed; a full cache is read and not written; and a sequence
-    /// whose position is below 0 takes no part: nothing of it is written or read, its output is 0
-    /// and its log-sum-exp -inf.
+    /// the kernels run: query and key get rope applied if there is a table, then
+    /// [`write`](Self::write) of one token, then [`decode_attention`](Self::decode_attention) of
+    /// the query over all. With a stored position, `len` does not matter and launches do not depend
+    /// on the length, so that they can be captured once and replayed; a full cache is read and not
+    /// written; and a sequence whose position is below 0 takes no part: nothing of it is written or
+    /// read, its output is 0 and its log-sum-exp -inf.
     #[fusion(meta = |state, token, layout, _len, _options| {
         let (output, lse) = shapes::attention(&token.query, layout.shape().head_dim.values);
         (state.clone(), output, lse)

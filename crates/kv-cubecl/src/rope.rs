@@ -1,16 +1,17 @@
-//! RopeTable positions as a table.
+//! Rotary position encoding (rope) as a table.
 
 use burn::tensor::{DType, Int, Tensor};
 
 use crate::{Error, Result, functions::floats};
 
-/// RopeTable position encoding (Su et al., 2021, <https://arxiv.org/abs/2104.09864>) in its
-/// half-split form: at position `p`, channel `i` of a head turns with channel `i + rotary_dim / 2`
-/// by an angle of which the table has cosine and sine. Channels from `rotary_dim` on stay as they
-/// are.
+/// Table for rotary position encoding (Su et al., 2021, <https://arxiv.org/abs/2104.09864>) in its
+/// half-split form.
 ///
-/// A cache that is given one turns query and key where it reads them, in the launches that append
-/// and attend; see [`KvCache::attend_with_rope`](crate::KvCache::attend_with_rope).
+/// At position `p`, channels `i` and `i + rotary_dim / 2` of a head are rotated by an angle whose
+/// cosine and sine are in the table. Channels from `rotary_dim` on stay unchanged.
+///
+/// A cache with a table applies rope to query and key inside the launches that append and attend;
+/// see [`KvCache::attend_with_rope`](crate::KvCache::attend_with_rope).
 #[derive(Clone, Debug)]
 pub struct RopeTable {
     table: Tensor<2>,
@@ -36,9 +37,8 @@ impl RopeTable {
         Ok(Self { table })
     }
 
-    /// The rows of `x`, one token of each sequence `[batch, heads, 1, head_dim]`, turned by their
-    /// positions, i32 `[1]` or `[batch]`, in f32. Positions past the table turn like its last,
-    /// those below 0 like 0.
+    /// Applies rope to the rows of `x`, one token per sequence `[batch, heads, 1, head_dim]`, by
+    /// their sequence's position.
     pub(crate) fn apply_rope(&self, x: Tensor<4>, positions: &Tensor<1, Int>) -> Tensor<4> {
         let (last, half) = (self.positions() as i32 - 1, self.rotary_dim() / 2);
         let angles = self.table.clone().select(0, positions.clone().clamp(0, last));

@@ -34,7 +34,7 @@ impl<B: Backend> Backward<B, 1> for StraightThrough {
     }
 }
 
-/// [`KvCacheOps::rotate`], which is its own gradient.
+/// Backward pass of [`KvCacheOps::hadamard`], which is its own gradient.
 #[derive(Debug)]
 struct Hadamard;
 

@@ -195,8 +195,8 @@ impl KvCache {
         attention
     }
 
-    /// Query, keys and values as they are; rotated, and all in f32, if the cache rotates keys, and
-    /// with them queries, or values.
+    /// Returns query, key and value as the cache stores them: after the Hadamard transform and in
+    /// f32 if the cache transforms keys, and unchanged otherwise.
     fn stored(&self, qkv: [Tensor<4>; 3]) -> [Tensor<4>; 3] {
         let config = self.layout.config();
         if !config.uses_hadamard_values() && !config.uses_hadamard_keys() {
@@ -208,7 +208,7 @@ impl KvCache {
     }
 
     /// Adds to the length of every sequence the `tokens` that [`attend_at`](Self::attend_at) has
-    /// appended from there on. Only the caller knows how many there are; for a recorded step it is
+    /// appended from there on. Only the caller knows how many there are; for a captured step it is
     /// how often it was replayed. Where some took no part, [`advance_ragged`](Self::advance_ragged)
     /// counts.
     ///
@@ -251,9 +251,11 @@ impl KvCache {
         Ok(attention.undo_hadamard(self.layout.config()).with_dtype(dtype))
     }
 
-    /// The keys or values that are quantized now in every sequence, from the first group on that
-    /// the next token of the longest sequence sees where a window hides others, or `None` if there
-    /// are none. Those of a cache that rotates them are rotated.
+    /// Returns the keys or values that are quantized now in every sequence, or `None` if there are
+    /// none.
+    ///
+    /// With a sliding window, they start at the first group that the next token of the longest
+    /// sequence sees. A side with a Hadamard transform is returned transformed.
     pub fn packed(&self, side: Side) -> Option<Packed> {
         let spec = self.layout.sides()[side].spec?;
         let shortest = self.lens.iter().copied().min()?;
@@ -264,9 +266,9 @@ impl KvCache {
         let longest = schedule.counts(self.len())[side];
         let hidden = schedule.begin(self.len() + 1) - schedule.sink_tokens;
         // From where words are of no token before.
-        let cut = spec.alignment_tokens(place.head_dim);
-        let oldest = longest.saturating_sub(place.packed_tokens).next_multiple_of(cut);
-        let first = oldest.max(hidden / cut * cut);
+        let alignment = spec.alignment_tokens(place.head_dim);
+        let oldest = longest.saturating_sub(place.packed_tokens).next_multiple_of(alignment);
+        let first = oldest.max(hidden / alignment * alignment);
         (first < count).then(|| self.state.packed(&self.layout, side, spec, first..count))?
     }
 

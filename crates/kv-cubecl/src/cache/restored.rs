@@ -43,8 +43,8 @@ impl KvCache {
     pub(super) fn restore(&self, side: Side, tokens: Range<usize>) -> Option<Tensor<4>> {
         let place = self.layout.sides()[side].packed()?;
         // Tokens before them that share a word are restored, too, and left out.
-        let cut = place.spec.alignment_tokens(place.head_dim);
-        let skipped = tokens.start % cut;
+        let alignment_tokens = place.spec.alignment_tokens(place.head_dim);
+        let skipped = tokens.start % alignment_tokens;
         let all = tokens.start - skipped..tokens.end;
         let rows = self.state.packed(&self.layout, side, place.spec, all)?.dequantize();
         if let Some(counts) = &self.restored.0 {

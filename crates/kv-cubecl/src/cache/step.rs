@@ -75,7 +75,7 @@ impl KvCache {
         const OP: &str = "attend_with_rope";
         let tokens = self.check(OP, &query, &key, &value)?;
         check_one_token(OP, &key, tokens)?;
-        self.check_rotary(OP, rope)?;
+        self.check_rope(OP, rope)?;
         if self.len() >= rope.positions() {
             let rule = format!("must have a row for position {}", self.len());
             let shape = rope.table().dims().to_vec();
@@ -116,7 +116,7 @@ impl KvCache {
             check_device(op, "position", &position.device(), &device)?;
         }
         if let Some(rope) = step.rope {
-            self.check_rotary(op, rope)?;
+            self.check_rope(op, rope)?;
         }
         crate::backends::check_attend(&self.layout, query.dims(), self.capacity(), &device)?;
         self.stepped = true;
@@ -143,7 +143,7 @@ impl KvCache {
         attention.undo_hadamard(self.layout.config()).with_dtype(dtype)
     }
 
-    fn check_rotary(&self, op: &'static str, rope: &RopeTable) -> Result<()> {
+    fn check_rope(&self, op: &'static str, rope: &RopeTable) -> Result<()> {
         check_device(op, "rope", &rope.table().device(), &self.device())?;
         let head_dim = self.layout.shape().head_dim.keys;
         if rope.rotary_dim() > head_dim {

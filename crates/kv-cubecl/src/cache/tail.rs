@@ -14,8 +14,8 @@ use crate::{
 
 impl KvCache {
     /// First token that some row of a chunk of `tokens` sees in another form than the cache holds,
-    /// rounded down so that no block_tokens is cut that is packed now or at the end of the chunk; 0
-    /// if the sinks would be cut.
+    /// rounded down so that no block is split that is packed now or at the end of the chunk; 0
+    /// if the sinks would be split.
     ///
     /// With a window whose tokens some rows of the chunk do not see, the first one that any of them
     /// sees, as much rounded down: all that is seen beside the sinks is gathered.

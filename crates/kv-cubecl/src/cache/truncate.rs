@@ -20,9 +20,9 @@ impl KvCache {
     /// back no further than [`shortest`](Self::shortest). Values, and keys in other formats, are
     /// quantized one by one, and those that have been since `len` remain what they were restored
     /// to: that form, rounded to the float type, is written back into the float rows where a
-    /// sequence of `len` tokens has them (rotated in a cache that rotates values). The state is
+    /// sequence of `len` tokens has them (after the Hadamard transform, if any). The state is
     /// again what a cache holds after `len` tokens, if these had those rows from the start. When
-    /// they leave the window again they are quantized again, which gives the codes they had: the
+    /// they leave the residual again they are quantized again, which gives the codes they had: the
     /// numbers that a group of codes stands for have the group's minimum and, where it has its
     /// greatest code, its scale. Only groups far from 0 for their range, by more than 1500 steps of
     /// their codes, and of rows of 16 bits, whose rounding may move a scale by its last bit, are
@@ -67,7 +67,7 @@ impl KvCache {
         Ok(self.shortest_by_keys(now).max(self.shortest_by_window(now)))
     }
 
-    /// Cuts a sequence back to its first `len` tokens, or to as many of them as leave exactly the
+    /// Truncates a sequence to its first `len` tokens, or to as many of them as leave exactly the
     /// cache that was never given the others, and returns how many these are:
     /// [`exact`](Self::exact).
     ///

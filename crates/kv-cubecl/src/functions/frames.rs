@@ -195,7 +195,7 @@ impl FrameView<'_> {
         let plain = layout.config().float == CacheFloat::F32;
 
         let mut seen = scores(&query, key.clone(), scaled);
-        // What is stored may be rotated, and queries are with it.
+        // Stored keys may be after the Hadamard transform; queries then get it, too.
         let [query, key] =
             [query, key].map(|tensor| hadamard_side(tensor, Side::Keys, layout.config()));
         let (stored, quantized) = self.forms(key, Side::Keys, layout, fake_quant);
@@ -208,7 +208,7 @@ impl FrameView<'_> {
         let seen = seen.mask_fill(all(self.hidden()), f32::NEG_INFINITY);
         let weights = activation::softmax(seen, 3);
 
-        // What is stored may be rotated, and is turned back once it is summed up.
+        // Stored values may be after the Hadamard transform, which is undone after the sum.
         let transformed = hadamard_values(value.clone(), layout.config());
         let output = match (plain, self.forms(transformed, Side::Values, layout, fake_quant)) {
             (true, (_, None)) => weights.matmul(value),

@@ -9,9 +9,9 @@
 //! - **packed values**: per token `head_dim / codes_per_word` code words, then `head_dim / G`
 //!   parameter words. A parameter word is two f16: the scale in the low half, the minimum in the
 //!   high half;
-//! - or, in the formats that quantize each token by itself, **packed keys or values**: per token
-//!   `head_dim / codes_per_word` code words; behind those of all tokens the parameters, of 16 bits
-//!   or 8, of which a word has those of several groups or tokens ([`PackedPlace`]).
+//! - or, in the formats that quantize each token by itself, **packed keys or values**: `head_dim /
+//!   codes_per_word` code words per token, then the parameters of all tokens, of 16 or 8 bits each.
+//!   A parameter word is shared by several groups or tokens ([`PackedPlace`]).
 
 mod packed;
 mod schedule;

@@ -228,7 +228,7 @@ fn restored(row: &[f32], format: KvFormat, group: usize) -> Vec<f32> {
     row.chunks(group).flat_map(|group| fake_quantize_group(group, format)).collect()
 }
 
-/// A stored row as queries see it: turned back, in f64, if it is stored rotated.
+/// Returns a stored row as queries see it, in f64, after undoing the Hadamard transform.
 fn seen(row: &[f32], config: &KvCacheConfig, side: Side) -> Vec<f64> {
     if uses_hadamard(config, side) { hadamard(&to_f64(row)) } else { to_f64(row) }
 }

@@ -36,7 +36,7 @@ struct Frame {
     value: Host,
 }
 
-/// What the tokens of a frame see.
+/// Tokens that the tokens of a frame see.
 #[derive(Clone, Default)]
 struct Seen {
     tokens: Vec<usize>,
@@ -86,9 +86,9 @@ impl Case {
         }
     }
 
-    /// What a frame that comes after all of `frames` sees, by the definition, for each (batch, kv
-    /// head): the tokens of the stream, and their keys and values as the cache stores them, then
-    /// the frame's own as they are.
+    /// Returns the tokens that a frame after all of `frames` sees by definition, for each (batch,
+    /// kv head): the stored tokens with their keys and values as the cache stores them, then the
+    /// frame's own, unchanged.
     fn seen(&self, frames: &[Frame], new: &Frame) -> Vec<Seen> {
         let FrameConfig { format, tokens_per_frame: tokens, sliding_window: window, sinks, .. } =
             self.config;
@@ -164,7 +164,8 @@ impl Case {
         (rows, amax)
     }
 
-    /// What the tokens of `frames` after the sinks restore to, where scales are taken from frames.
+    /// Quantizes and restores the tokens of `frames` after the sinks, with scales taken from
+    /// frames.
     fn scaled(&self, side: Side, lane: usize, frames: &[Frame]) -> Vec<Vec<f64>> {
         let (rows, amax) = self.amax(side, lane, frames);
         let restored = rows.iter().zip(amax).flat_map(|(rows, amax)| {
@@ -345,8 +346,8 @@ fn all_frames_at_once<T: Target>(device: &On<T>) {
 
 #[cfg(feature = "autodiff")]
 impl Case {
-    /// Which elements of a side of all frames are beyond a scale that was taken from frames; empty
-    /// where none is.
+    /// Marks the elements of all frames beyond the scale that was taken from frames; empty where no
+    /// scale is.
     fn saturated(&self, side: Side) -> Vec<bool> {
         if !of_frames(self.config.format.format(side)) {
             return vec![];
@@ -374,7 +375,7 @@ fn gradients_pass_straight_through<T: Target>(device: &On<T>) {
     for (seed, of) in (110..).zip(CONFIGS) {
         let case = sequence(of, seed);
         let KvCacheConfig { keys, values, .. } = case.config.format;
-        // Which numbers are beyond a scale would be known of rotated ones alone.
+        // Saturated elements are only known before the Hadamard transform is undone.
         let transformed =
             case.config.format.uses_hadamard_keys() || case.config.format.uses_hadamard_values();
         let unclear = transformed && (of_frames(keys) || of_frames(values));

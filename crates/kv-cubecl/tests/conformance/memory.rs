@@ -35,7 +35,7 @@ fn reported_bytes_are_those_of_the_tensors<T: Target>(on: &On<T>) {
     }
 }
 
-/// Of a cache that has fewer tokens than sinks, float rows are read and nothing else.
+/// A cache with fewer tokens than sinks reads float rows only.
 fn the_first_sinks_are_read_in_float<T: Target>(_: &On<T>) {
     for len in 0..4 {
         let bytes = |name: &str| {

@@ -21,7 +21,7 @@ use crate::{
         cache::{self, CacheBindings, CacheProblem},
         chunk_attention,
         decode_attention::{self, DecodeBindings, DecodeProblem},
-        rope::{self, RotaryBinding},
+        rope::{self, RopeBinding},
     },
     layout::{CacheLayout, Side, Sides},
     scores::Scores,
@@ -158,8 +158,8 @@ fn apply_rope(x: CubeTensor, table: &CubeTensor, position: usize) -> CubeTensor 
     let shape = dims(&x);
     let output = empty_like(&x, shape, DType::F32);
     let (client, n) = (&x.client, shape.iter().product());
-    let binding = rotary_binding(table);
-    launched(rope::launch_turn(client, arg(&x), arg(&output), binding, n, shape[3], position));
+    let binding = rope_binding(table);
+    launched(rope::launch_rope(client, arg(&x), arg(&output), binding, n, shape[3], position));
     output
 }
 
@@ -169,13 +169,13 @@ fn cache_bindings(
     StepTensors { position, rope }: StepTensors<'_>,
 ) -> CacheBindings {
     let [keys, values, floats] = [keys, values, floats].map(arg);
-    let (position, rope) = (position.map(positions), rope.map(rotary_binding));
+    let (position, rope) = (position.map(positions), rope.map(rope_binding));
     CacheBindings { keys, values, floats, position, rope }
 }
 
-fn rotary_binding(table: &CubeTensor) -> RotaryBinding {
+fn rope_binding(table: &CubeTensor) -> RopeBinding {
     let [positions, rotary_dim] = table.meta.shape().dims();
-    RotaryBinding { table: arg(table), positions, rotary_dim }
+    RopeBinding { table: arg(table), positions, rotary_dim }
 }
 
 /// Binds positions with their number.

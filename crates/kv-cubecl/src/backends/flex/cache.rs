@@ -1,4 +1,4 @@
-//! Writing a cache in place: flush (quantize what leaves the window) and append.
+//! Writing a cache in place: flush (quantize what leaves the residual) and append.
 
 use core::ops::Range;
 
@@ -54,7 +54,7 @@ impl<'a> Floats<'a> {
     }
 }
 
-/// Quantizes what leaves the window when `chunks`, keys and values `[.., added, head_dim]`, are
+/// Quantizes what leaves the residual when `chunks`, keys and values `[.., added, head_dim]`, are
 /// appended to the `len` tokens of some of the slices.
 pub(super) fn flush(
     mut state: CacheState<Flex>,

@@ -255,15 +255,15 @@ pub(super) fn flush<R: Float>(
 ) {
     if ABSOLUTE_POS < n {
         if comptime!(spec.packs_parameters()) {
-            let part = runs.first / runs.cut + ABSOLUTE_POS % runs.runs;
+            let part = runs.first / runs.alignment_tokens + ABSOLUTE_POS % runs.runs;
             flush_tokens::<R, f32>(
                 floats,
                 chunk,
                 &ComptimeOption::new_None(),
                 words,
                 ABSOLUTE_POS / runs.runs,
-                clamp_min(part * runs.cut, runs.first),
-                clamp_max(part * runs.cut + runs.cut, runs.last),
+                clamp_min(part * runs.alignment_tokens, runs.first),
+                clamp_max(part * runs.alignment_tokens + runs.alignment_tokens, runs.last),
                 &source,
                 &side,
                 spec,
@@ -277,7 +277,7 @@ pub(super) fn flush<R: Float>(
                 &ComptimeOption::new_None(),
                 words,
                 row / runs.runs,
-                runs.first / runs.cut + row % runs.runs,
+                runs.first / runs.alignment_tokens + row % runs.runs,
                 ABSOLUTE_POS % runs.groups,
                 &source,
                 &side,
@@ -295,7 +295,7 @@ pub(super) struct FlushRuns {
     /// One past the last.
     pub(super) last: usize,
     /// Tokens at whose multiples runs begin.
-    pub(super) cut: usize,
+    pub(super) alignment_tokens: usize,
     /// Number of runs; the first and the last may be shorter.
     pub(super) runs: usize,
     /// Groups of a run that are a unit each.
@@ -361,8 +361,8 @@ pub(super) struct TokenArgs {
     pub(super) source: Source,
     pub(super) cache: CacheArgs,
     /// Largest number of key blocks and value blocks that leave the residual; at least 1.
-    pub(super) key_granules: usize,
-    pub(super) value_granules: usize,
+    pub(super) key_blocks: usize,
+    pub(super) value_blocks: usize,
     /// Units that share the channels of a key, and of a value: [`runs`].
     pub(super) key_runs: usize,
     pub(super) value_runs: usize,
@@ -387,7 +387,7 @@ fn write_side<R: Float, C: Float>(
     words: &mut [u32],
     position: &ComptimeOption<Box<[i32]>>,
     unit: usize,
-    granules: usize,
+    blocks: usize,
     runs: usize,
     args: &TokenArgs,
     side: &SideArgs,
@@ -396,7 +396,7 @@ fn write_side<R: Float, C: Float>(
     #[comptime] saturating: bool,
 ) {
     let row = unit / runs;
-    let slice = row / granules;
+    let slice = row / blocks;
     let mut len = args.source.len;
     #[comptime]
     match position {
@@ -413,7 +413,7 @@ fn write_side<R: Float, C: Float>(
         let (added, float_elements) = (args.source.added, args.source.float_elements);
         let rope = args.source.rope.copied();
         let source = Source { len, added, float_elements, rope };
-        let index = row % granules;
+        let index = row % blocks;
         let group = unit % runs;
         write_unit::<R, C>(
             chunk,
@@ -502,12 +502,12 @@ fn write_unit<R: Float, C: Float>(
     }
 }
 
-/// Appends one token, both sides, with all that leaves the window for it: first the units of the
+/// Appends one token, both sides, with all that leaves the residual for it: first the units of the
 /// keys, then those of the values.
 ///
 /// A sequence holds as many tokens as its position says, or as the source where there is none; if
-/// it is full, or its position is below 0, nothing is written. With a table, keys are turned by
-/// their position first.
+/// it is full, or its position is below 0, nothing is written. With a table, rope is
+/// applied to keys first.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn write_token<R: Float, C: Float>(
     key: &[C],
@@ -531,7 +531,7 @@ pub(super) fn write_token<R: Float, C: Float>(
             key_words,
             &position,
             ABSOLUTE_POS,
-            args.key_granules,
+            args.key_blocks,
             args.key_runs,
             &args,
             &cache.keys,
@@ -547,7 +547,7 @@ pub(super) fn write_token<R: Float, C: Float>(
             value_words,
             &position,
             ABSOLUTE_POS - args.n_keys,
-            args.value_granules,
+            args.value_blocks,
             args.value_runs,
             &args,
             &cache.values,

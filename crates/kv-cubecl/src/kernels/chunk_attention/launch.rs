@@ -11,7 +11,7 @@ use crate::{
         decode_attention::{
             DecodeBindings, DecodeProblem, args, grid, launch_merge, partial_results,
         },
-        rope::rotary_args,
+        rope::rope_args,
         row_blocks::VECTOR,
     },
 };
@@ -44,7 +44,7 @@ pub(crate) fn launch_ref(
             bindings.cache.values,
             bindings.cache.floats,
             partials(),
-            args(problem, n_splits, 1, rotary_args(None).1),
+            args(problem, n_splits, 1, rope_args(None).1),
             TilesLaunch::new(
                 plan.main,
                 plan.main_tiles,

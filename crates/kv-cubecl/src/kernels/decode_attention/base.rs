@@ -81,7 +81,7 @@ pub(crate) struct DecodeBlueprint {
 
 impl DecodeBlueprint {
     /// Tokens of packed keys that are read from the first of them on: those of a group.
-    pub(super) fn key_granule(&self) -> usize {
+    pub(super) fn key_block_tokens(&self) -> usize {
         self.specs.keys.map_or(1, |spec| spec.block_tokens())
     }
 

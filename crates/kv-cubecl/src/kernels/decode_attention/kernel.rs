@@ -79,7 +79,7 @@ fn extent_of(
             first_packed = end_packed;
             first_float = seen;
         } else if seen > sinks {
-            let block_tokens = comptime!(bp.key_granule());
+            let block_tokens = comptime!(bp.key_block_tokens());
             first_packed = sinks + (seen - sinks) / block_tokens * block_tokens;
         }
     }

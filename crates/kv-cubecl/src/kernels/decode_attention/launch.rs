@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     Result,
-    kernels::{Grid, Limits, cache::CacheBindings, elementwise, rope::rotary_args},
+    kernels::{Grid, Limits, cache::CacheBindings, elementwise, rope::rope_args},
 };
 
 /// The buffers of a launch, all contiguous.
@@ -60,7 +60,7 @@ pub(crate) fn launch_ref(
         }
     };
     let (position, n_positions) = bindings.cache.position.unzip();
-    let (table, rope) = rotary_args(bindings.cache.rope);
+    let (table, rope) = rope_args(bindings.cache.rope);
     if position.is_none() {
         let bytes = row_chunks * problem.layout.bytes_read(problem.tokens);
         tracing::trace!(target: crate::READ, kernel = "decode_attention", bytes);

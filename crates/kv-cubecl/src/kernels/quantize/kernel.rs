@@ -118,7 +118,7 @@ pub(super) struct Restored {
     /// First tokens of a slice that stay as they are.
     pub(super) skip: usize,
     /// Number of token blocks in a slice.
-    pub(super) granules: usize,
+    pub(super) blocks: usize,
 }
 
 /// The first element of a unit's group, and the distance to the next; one unit per (slice,
@@ -135,8 +135,8 @@ fn group_of(unit: usize, restored: &Restored, #[comptime] spec: QuantSpec) -> (u
         stride = 1usize;
     }
     let row = unit / groups;
-    let token = restored.skip + row % restored.granules * comptime!(spec.block_tokens());
-    let first = row / restored.granules * restored.tokens + token;
+    let token = restored.skip + row % restored.blocks * comptime!(spec.block_tokens());
+    let first = row / restored.blocks * restored.tokens + token;
     (first * head_dim + unit % groups * width, stride)
 }
 

@@ -25,9 +25,9 @@ impl RestoreProblem {
     /// of their groups in all slices.
     fn restored(&self, skip: usize) -> (RestoredLaunch, usize) {
         let Self { slices, tokens, head_dim, spec } = *self;
-        let granules = tokens.saturating_sub(skip) / spec.block_tokens();
-        let n = slices * granules * spec.groups(head_dim);
-        (RestoredLaunch::new(tokens, head_dim, skip, granules), n)
+        let blocks = tokens.saturating_sub(skip) / spec.block_tokens();
+        let n = slices * blocks * spec.groups(head_dim);
+        (RestoredLaunch::new(tokens, head_dim, skip, blocks), n)
     }
 }
 

@@ -27,8 +27,8 @@ pub(crate) fn close(what: impl core::fmt::Display, got: &Host, want: &[f64], tol
     let (error, index) = worst;
     assert!(
         error <= tolerance * largest,
-        "{what}: element {index} of {:?} is {}, expected {}: off by {:.2e} of the largest magnitude \
-         {largest:.3e}, allowed {tolerance:.0e}",
+        "{what}: element {index} of {:?} is {}, expected {}: off by {:.2e} of the largest \
+         magnitude {largest:.3e}, allowed {tolerance:.0e}",
         got.shape,
         got.data[index],
         want[index],
