@@ -286,7 +286,7 @@ fn empty_like<const D: usize>(like: &CubeTensor, shape: [usize; D], dtype: DType
     empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype)
 }
 
-/// The tensor itself if nothing else holds it, else a copy: what makes a write in step safe.
+/// The tensor itself if nothing else holds it, else a copy: what makes a write in place safe.
 fn writable(tensor: CubeTensor) -> CubeTensor {
     if tensor.can_mut() { tensor } else { tensor.copy() }
 }
