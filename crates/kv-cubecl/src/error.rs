@@ -3,7 +3,7 @@
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
-/// What can go wrong in a caller's data or on a caller's machine.
+/// Error caused by a caller's data or by the machine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -76,7 +76,7 @@ pub enum Error {
     NoDevice {
         /// The target's name.
         target: &'static str,
-        /// What is missing, or what the driver said.
+        /// The missing part, or the driver's message.
         why: String,
     },
     /// A device belongs to another target than the one asked for.

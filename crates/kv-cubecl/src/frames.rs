@@ -18,7 +18,7 @@ use crate::{
 pub struct Frames(pub u64);
 
 impl Frames {
-    /// How many tokens so many frames have, or the largest number there is, if they have more.
+    /// Returns the number of tokens of these frames, saturating at `usize::MAX`.
     pub fn tokens(self, tokens_per_frame: usize) -> usize {
         let frames = usize::try_from(self.0).unwrap_or(usize::MAX);
         frames.saturating_mul(tokens_per_frame)
@@ -32,12 +32,13 @@ impl fmt::Display for Frames {
     }
 }
 
-/// A cache of frames of equally many tokens, as world models and video models have: the tokens of a frame see one
-/// another, the frames before it up to a window, and the first frames, if some are kept as sinks.
+/// A cache of frames of equally many tokens, as world models and video models have: the tokens of a
+/// frame see one another, the frames before it up to a window, and the first frames, if some are
+/// kept as sinks.
 ///
-/// The same configuration drives the stream ([`FrameCache`](crate::FrameCache)) and all frames at once
-/// ([`frame_attention`](crate::frame_attention)). A frame sees itself in float, as it was computed; frames before it as
-/// `format` stores them, which may be in float as well.
+/// The same configuration drives the stream ([`FrameCache`](crate::FrameCache)) and all frames at
+/// once ([`frame_attention`](crate::frame_attention)). A frame sees itself in float, as it was
+/// computed; frames before it as `format` stores them, which may be in float as well.
 ///
 /// ```
 /// use kv_cubecl::{CacheShape, FrameConfig, Frames};
@@ -51,36 +52,38 @@ impl fmt::Display for Frames {
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct FrameConfig {
-    /// How tokens are stored. Its residual window counts tokens, and may be any part of a frame or several frames. It
-    /// has no window and no sinks of its own, since those are whole frames; its capacity is not read.
+    /// Format of the tokens. Its residual length counts tokens and need not be whole frames. It
+    /// must not set `sliding_window` or `sink_tokens`, which this configuration counts in frames;
+    /// its capacity is ignored.
     pub format: KvCacheConfig,
     /// Tokens of a frame.
     pub tokens_per_frame: usize,
-    /// Recent frames that a frame sees, itself among them, beside the sinks.
+    /// Number of newest frames that a frame sees, including itself, beside the sinks.
     #[serde(alias = "window")]
     pub sliding_window: Frames,
-    /// First frames that are seen, in float, as long as the stream lasts.
+    /// Number of first frames that every frame sees, stored in float.
     #[serde(default)]
     pub sinks: Frames,
-    /// How the scales of frames follow one another, where a side [takes them from frames](crate::KvFormat::OF_FRAMES).
+    /// Rule for the running scales, for sides that [take their scales from
+    /// frames](crate::KvFormat::OF_FRAMES).
     #[serde(default)]
     pub running: RunningScale,
 }
 
 impl FrameConfig {
-    /// Frames of so many tokens, of which each sees the newest `window`, itself among them.
+    /// Describes a cache whose frames see the newest `sliding_window` frames, including themselves.
     pub fn new(format: KvCacheConfig, tokens_per_frame: usize, sliding_window: Frames) -> Self {
         let (sinks, running) = (Frames(0), RunningScale::default());
         Self { format, tokens_per_frame, sliding_window, sinks, running }
     }
 
-    /// Sets how the scales of frames follow one another.
+    /// Sets the rule for the running scales.
     pub const fn with_running(mut self, running: RunningScale) -> Self {
         self.running = running;
         self
     }
 
-    /// Sets how many first frames stay.
+    /// Sets the number of first frames that stay visible.
     pub const fn with_sinks(mut self, sinks: Frames) -> Self {
         self.sinks = sinks;
         self
@@ -89,12 +92,13 @@ impl FrameConfig {
     /// Checks every rule that does not depend on a device, for a cache of this shape.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the rule.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the
+    /// rule.
     pub fn validate(&self, shape: CacheShape) -> Result<()> {
         self.ring(shape).map(drop)
     }
 
-    /// Bytes that a cache of this shape allocates, by part.
+    /// Returns the bytes that a cache of this shape allocates, by part.
     ///
     /// # Errors
     /// Those of [`validate`](Self::validate).
@@ -102,7 +106,7 @@ impl FrameConfig {
         Ok(self.ring(shape)?.layout.memory_bytes())
     }
 
-    /// What does not depend on sizes of a cache.
+    /// Checks the rules that do not depend on the cache's shape.
     pub(crate) fn check(&self) -> Result<()> {
         let Self { format, tokens_per_frame, sliding_window: window, .. } = self;
         if *tokens_per_frame == 0 {
@@ -150,21 +154,22 @@ impl FrameConfig {
         }
     }
 
-    /// The format of tokens: what takes its scales from frames is stored as what has one for each token.
+    /// Returns the format of tokens: a side that takes its scales from frames is stored like one
+    /// with a scale per token.
     pub(crate) fn tokens(&self) -> KvCacheConfig {
         let KvCacheConfig { keys, values, .. } = self.format;
         self.format.with_formats(keys.of_tokens(), values.of_tokens())
     }
 
-    /// The configuration of tokens that the frames before a frame are seen by.
+    /// Returns the token configuration through which a frame sees the frames before it.
     pub(crate) fn history(&self) -> KvCacheConfig {
-        // More tokens than there ever are, but sums of them are still counted.
+        // Larger than any cache, small enough that sums do not overflow.
         let tokens = |n| Frames(n).tokens(self.tokens_per_frame).min(1 << 31);
         let [window, sinks] = [self.sliding_window.0 - 1, self.sinks.0].map(tokens);
         self.tokens().with_sliding_window(Some(window)).with_sink_tokens(sinks)
     }
 
-    /// The ring for a cache of this shape.
+    /// Returns the ring for a cache of this shape.
     pub(crate) fn ring(&self, shape: CacheShape) -> Result<Ring> {
         self.check()?;
         let Self { format, tokens_per_frame, sliding_window: window, sinks, .. } = *self;
@@ -182,10 +187,11 @@ impl FrameConfig {
             let rule = format!("must be at most the {seen} tokens before the newest of {window}");
             return Err(invalid("residual_length", format.residual_length, rule));
         }
-        // Positions repeat after as many tokens as all rings and all steps of quantization divide.
+        // Positions repeat after a number of tokens that all rings and all quantization steps
+        // divide.
         let layout = |capacity| {
             let history = history.with_capacity(capacity);
-            CacheLayout::rewritable(&history, shape, tokens_per_frame)
+            CacheLayout::with_overwrite(&history, shape, tokens_per_frame)
         };
         let sizes = layout(MAX_TOKENS)?;
         let steps = sizes.schedule().sides;
@@ -198,14 +204,15 @@ impl FrameConfig {
         let period = lengths.fold(tokens_per_frame, |period, n| {
             (period / greatest_common_divisor(period, n)).saturating_mul(n)
         });
-        // From here on a window hides frames, and all that is quantized has been before.
+        // From this length on the sliding window hides frames, and everything that gets quantized
+        // has been.
         let steady = history.sink_tokens + seen + tokens_per_frame + format.residual_length;
         let steady = steady.next_multiple_of(tokens_per_frame);
         let capacity = steady.saturating_add(period).saturating_add(tokens_per_frame);
         if capacity > MAX_TOKENS {
             let rule = format!(
-                "frames of {tokens_per_frame} tokens and residual_length {} lie alike only every {period} \
-                 tokens, which must be less than {MAX_TOKENS}; let one divide the other",
+                "frames of {tokens_per_frame} tokens and residual_length {} lie alike only every \
+                 {period} tokens, which must be less than {MAX_TOKENS}; let one divide the other",
                 format.residual_length
             );
             return Err(invalid("sliding_window", window, rule));
@@ -214,7 +221,7 @@ impl FrameConfig {
     }
 }
 
-/// Most tokens that kernels count.
+/// Largest number of tokens that kernels can count.
 const MAX_TOKENS: usize = 1 << 24;
 
 fn greatest_common_divisor(mut a: usize, mut b: usize) -> usize {
@@ -224,19 +231,20 @@ fn greatest_common_divisor(mut a: usize, mut b: usize) -> usize {
     a
 }
 
-/// Where the frames of a stream without an end lie.
+/// Placement of the frames of an endless stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ring {
     pub(crate) layout: CacheLayout,
     tokens_per_frame: usize,
-    /// A number of tokens from which on positions repeat, of whole frames.
+    /// Number of tokens, in whole frames, from which positions repeat.
     steady: usize,
-    /// After how many tokens they do, of whole frames.
+    /// Period of the repetition in tokens, in whole frames.
     period: usize,
 }
 
 impl Ring {
-    /// How many tokens a cache of the layout is to hold to lie as one of `frames` frames does.
+    /// Returns the length in tokens at which a cache of this layout is laid out like one of
+    /// `frames` frames.
     pub(crate) fn tokens(&self, frames: u64) -> usize {
         let [steady, period] =
             [self.steady, self.period].map(|tokens| (tokens / self.tokens_per_frame) as u64);
@@ -257,8 +265,8 @@ mod tests {
         config.with_sinks(Frames(sinks)).ring(CacheShape::new(1, 1, 16))
     }
 
-    /// Every frame that a frame sees lies elsewhere than all others, and positions of a long stream are those of a
-    /// short one: every ring and every step of quantization divides the period.
+    /// Visible frames never share a slot, and a long stream uses the positions of a short one:
+    /// every ring and every quantization step divides the period.
     #[test]
     fn positions_repeat() {
         for (name, tokens, window, sinks) in [
@@ -277,7 +285,7 @@ mod tests {
                 assert!(at + tokens <= layout.config().capacity, "{name}");
                 let next = ring.tokens(frames + 1);
                 assert!(next == at + tokens || next == ring.steady, "{name}: {at} then {next}");
-                // As they would be if it were counted on: 2^40 times 64 fits.
+                // The same positions by counting on:
                 let long = usize::try_from(frames).unwrap() * tokens;
                 for side in crate::Side::BOTH {
                     let (place, step) = (layout.sides()[side], layout.schedule().sides[side].step);
@@ -303,8 +311,8 @@ mod tests {
         }
     }
 
-    /// owl-wms keeps 60 frames in 24 layers of 24 heads: 566 MB in bf16, and 1.94 times less in 8 bits with a scale of
-    /// 16 bits for each token and head.
+    /// owl-wms keeps 60 frames in 24 layers of 24 heads: 566 MB in bf16, and 1.94 times less in 8
+    /// bits with a scale of 16 bits for each token and head.
     #[test]
     fn bytes_of_a_world() {
         let bytes = |name: &str| {
@@ -312,7 +320,7 @@ mod tests {
             let ring = config.ring(CacheShape::new(1, 24, 64)).unwrap();
             24 * ring.layout.memory_bytes().total()
         };
-        // A few words more where nothing is packed: no tensor of a cache is empty.
+        // An unpacked side adds a few words:
         assert!((566_231_040..566_233_000).contains(&bytes("float-bf16")));
         let saved = bytes("float-bf16") as f64 / bytes("kint8vint8") as f64;
         assert!((1.935..1.945).contains(&saved), "{saved}");

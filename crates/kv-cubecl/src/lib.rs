@@ -52,8 +52,9 @@ mod simd;
 mod target;
 mod training;
 
-/// The target of the [`tracing`] events with which each launch of attention on a GPU tells its `kernel` and the `bytes`
-/// of the cache that it reads, where the host knows its length. Without a subscriber an event is one load and one branch.
+/// The target of the [`tracing`] events with which each launch of attention on a GPU tells its
+/// `kernel` and the `bytes` of the cache that it reads, where the host knows its length. Without a
+/// subscriber an event is one load and one branch.
 pub const READ: &str = "kv::read";
 
 pub use attention::{Attention, AttentionOptions};

@@ -7,24 +7,24 @@ use crate::{
     RopeTable, streaming_attention_with, streaming_attention_with_sinks,
 };
 
-/// Where one layer's attention finds the keys and values of earlier tokens: a layer that takes one serves
-/// training, evaluation and streaming with the same code.
+/// Where one layer's attention finds the keys and values of earlier tokens: a layer that takes one
+/// serves training, evaluation and streaming with the same code.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum KvMemory<'a> {
-    /// Nowhere: the whole sequence is here, and the closed form of a cache of this kind is computed in
-    /// parallel. Differentiable.
+    /// Nowhere: the whole sequence is here, and the closed form of a cache of this kind is computed
+    /// in parallel. Differentiable.
     Parallel {
         /// The cache.
         config: KvCacheConfig,
-        /// How training treats its quantizer.
+        /// Options of the quantizer in training.
         fake_quant: FakeQuantOptions,
-        /// How scores become weights.
+        /// Options of the softmax.
         options: AttentionOptions,
     },
     /// In this cache, which grows by the tokens of the call.
     Cached(&'a mut KvCache),
-    /// In this cache, each sequence of which grows by so many of the tokens of the call; see
+    /// A cache and the number of tokens of the call for each sequence; see
     /// [`KvCache::attend_ragged`].
     Ragged(&'a mut KvCache, &'a [usize]),
     /// In this cache, which grows by one token at this position; see [`KvCache::attend_at`].
@@ -52,12 +52,12 @@ impl KvMemory<'_> {
         self.attend_with_sinks(query, key, value, None)
     }
 
-    /// [`attend`](Self::attend) with a learned sink of each head, `[n_heads]`, if the model has them: see
-    /// [`streaming_attention_with_sinks`].
+    /// [`attend`](Self::attend) with a learned sink of each head, `[n_heads]`, if the model has
+    /// them: see [`streaming_attention_with_sinks`].
     ///
     /// # Errors
-    /// Those of [`attend`](Self::attend), and [`Error::Shape`](crate::Error::Shape) for another number of logits than
-    /// query heads.
+    /// Those of [`attend`](Self::attend), and [`Error::Shape`](crate::Error::Shape) for another
+    /// number of logits than query heads.
     pub fn attend_with_sinks(
         self,
         query: Tensor<4>,
@@ -89,13 +89,13 @@ impl KvMemory<'_> {
         with_sinks(attention, sink_logits)
     }
 
-    /// Whether [`attend_with_rope`](Self::attend_with_rope) serves one token here.
+    /// Returns whether [`attend_with_rope`](Self::attend_with_rope) accepts one token here.
     pub fn turns_tokens(&self) -> bool {
         matches!(self, Self::Cached(_) | Self::At(..))
     }
 
-    /// [`attend_with_sinks`](Self::attend_with_sinks) for one token whose query and key are not rotated yet, which
-    /// is done in the launches that append and attend.
+    /// [`attend_with_sinks`](Self::attend_with_sinks) for one token whose query and key come before
+    /// the position encoding; rope is applied in the launches that append and attend.
     ///
     /// # Errors
     /// Those of [`KvCache::attend_with_rope`] and [`KvCache::attend_at_with_rope`], and

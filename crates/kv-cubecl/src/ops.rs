@@ -46,7 +46,7 @@ pub struct Token<B: Backend> {
     /// Where the token stands in its sequence.
     #[extension_type]
     pub position: TokenPosition<B>,
-    /// What rotates query and key.
+    /// Rope table for query and key.
     #[extension_type]
     pub rope: TokenRope<B>,
 }
@@ -55,9 +55,10 @@ pub struct Token<B: Backend> {
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub enum TokenPosition<B: Backend> {
-    /// After as many tokens as the operation is told.
+    /// After the number of tokens that the operation is given.
     Counted,
-    /// Where this says when the kernels run, i32 `[1]` for all sequences or `[batch]`, one for each.
+    /// Where this says when the kernels run, i32 `[1]` for all sequences or `[batch]`, one for
+    /// each.
     Stored(IntTensor<B>),
 }
 
@@ -71,11 +72,11 @@ impl<B: Backend> TokenPosition<B> {
     }
 }
 
-/// What rotates the query and the key of a [`Token`] by its position.
+/// Rope table for the query and the key of a [`Token`].
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub enum TokenRope<B: Backend> {
-    /// Nothing: they come rotated, or are not rotated at all.
+    /// No table: they come after the position encoding, or have none.
     Absent,
     /// The table of a [`RopeTable`](crate::RopeTable), f32 `[positions, rotary_dim]`.
     Table(FloatTensor<B>),
@@ -105,8 +106,9 @@ impl<B: Backend> TokenRope<B> {
 pub trait KvCacheOps: Backend {
     /// Quantizes `input` `[batch, n_kv_heads, tokens, head_dim]`, a whole number of groups, into
     /// `[batch, n_kv_heads, tokens / group_size * words_per_group, head_dim]` per channel, or
-    /// `[batch, n_kv_heads, tokens, head_dim / group_size * words_per_group]` per token; where parameters share words
-    /// ([`QuantSpec::packs_parameters`]), into `[batch, n_kv_heads, 1, words]`.
+    /// `[batch, n_kv_heads, tokens, head_dim / group_size * words_per_group]` per token; where
+    /// parameters share words ([`QuantSpec::packs_parameters`]), into `[batch, n_kv_heads, 1,
+    /// words]`.
     #[fusion(meta = |input, spec| shapes::quantize(input, spec))]
     fn quantize(input: FloatTensor<Self>, spec: QuantSpec) -> IntTensor<Self>;
 
@@ -137,21 +139,21 @@ pub trait KvCacheOps: Backend {
         skip: usize,
     ) -> FloatTensor<Self>;
 
-    /// Rounds as storing in a cache of this type does ([`CacheFloat::round`]), and stays f32. The gradient is
-    /// that of the identity.
+    /// Rounds as storing in a cache of this type does ([`CacheFloat::round`]), and stays f32. The
+    /// gradient is that of the identity.
     #[fusion(meta = |input, _float| input.clone())]
     fn round_to(input: FloatTensor<Self>, float: CacheFloat) -> FloatTensor<Self>;
 
-    /// Multiplies each row, the last axis of an f32 tensor and a power of two up to 256 long, by the
-    /// Sylvester-Hadamard matrix divided by the root of its size: sums and differences of neighbors, then of
-    /// those two apart, four apart, and so on. The matrix is its own inverse and transpose, so that the same is
-    /// its gradient.
+    /// Multiplies each row, the last axis of an f32 tensor and a power of two up to 256 long, by
+    /// the Sylvester-Hadamard matrix divided by the root of its size: sums and differences of
+    /// neighbors, then of those two apart, four apart, and so on. The matrix is its own inverse and
+    /// transpose, so that the same is its gradient.
     #[fusion(meta = |input| input.clone())]
     fn hadamard(input: FloatTensor<Self>) -> FloatTensor<Self>;
 
     /// Appends `key` and `value` `[batch, n_kv_heads, m, head_dim]` to a cache of `len` tokens, in
-    /// place: quantizes what leaves the residual window, and writes the new tokens that stay in float
-    /// into their slots.
+    /// place: quantizes what leaves the residual, and writes the new tokens that stay in
+    /// float into their slots.
     #[fusion(meta = |state, _key, _value, _layout, _len| state.clone())]
     fn write(
         #[extension_type] state: CacheState<Self>,
@@ -179,11 +181,12 @@ pub trait KvCacheOps: Backend {
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
-    /// One decode step of a cache of `len` tokens, or of as many as the token's position says when the kernels run:
-    /// query and key are rotated if there is a table, then [`write`](Self::write) of one token, then
-    /// [`decode_attention`](Self::decode_attention) of the query over all. With a stored position, `len` does not
-    /// matter and launches do not depend on the length, so that they can be recorded once and replayed; a full cache
-    /// is read and not written; and a sequence whose position is below 0 takes no part: nothing of it is written or
+    /// One decode step of a cache of `len` tokens, or of as many as the token's position says when
+    /// the kernels run: query and key get rope applied if there is a table, then
+    /// [`write`](Self::write) of one token, then [`decode_attention`](Self::decode_attention) of
+    /// the query over all. With a stored position, `len` does not matter and launches do not depend
+    /// on the length, so that they can be captured once and replayed; a full cache is read and not
+    /// written; and a sequence whose position is below 0 takes no part: nothing of it is written or
     /// read, its output is 0 and its log-sum-exp -inf.
     #[fusion(meta = |state, token, layout, _len, _options| {
         let (output, lse) = shapes::attention(&token.query, layout.shape().head_dim.values);
@@ -201,8 +204,8 @@ pub trait KvCacheOps: Backend {
     /// quantized or in float as `spec` says. `key_hat` and `value_hat` are the fake-quantized keys
     /// and values, f32; the output is of the type of the query.
     ///
-    /// Query `[batch, n_heads, m, head_dim]`, the others `[batch, n_kv_heads, n, head_dim]`. Returns
-    /// the output and the log-sum-exp as [`decode_attention`](Self::decode_attention) does.
+    /// Query `[batch, n_heads, m, head_dim]`, the others `[batch, n_kv_heads, n, head_dim]`.
+    /// Returns the output and the log-sum-exp as [`decode_attention`](Self::decode_attention) does.
     #[fusion(meta = |query, _key, _key_hat, value, _value_hat, _spec, _options| {
         shapes::attention(query, value.shape.dims::<4>()[3])
     })]
@@ -216,9 +219,11 @@ pub trait KvCacheOps: Backend {
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
-    /// Output and log-sum-exp of attention whose softmax has a term more in its denominator, e^s for the logit s
-    /// of the head, `[n_heads]` in `sink_logits`, and no value for it; all f32. `output` and `lse` are those without
-    /// it, which [`streaming_attention`](Self::streaming_attention) and the others return. Records no gradient.
+    /// Output and log-sum-exp of attention whose softmax has a term more in its denominator, e^s
+    /// for the logit s of the head, `[n_heads]` in `sink_logits`, and no value for it; all f32.
+    /// `output` and `lse` are those without it, which
+    /// [`streaming_attention`](Self::streaming_attention) and the others return. Records no
+    /// gradient.
     #[fusion(meta = |output, lse, _sink_logits| (output.clone(), lse.clone()))]
     fn add_sinks(
         output: FloatTensor<Self>,
@@ -226,8 +231,8 @@ pub trait KvCacheOps: Backend {
         sink_logits: FloatTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
-    /// [`streaming_attention`](Self::streaming_attention), then [`add_sinks`](Self::add_sinks), with the gradients
-    /// of both; all f32.
+    /// [`streaming_attention`](Self::streaming_attention), then [`add_sinks`](Self::add_sinks),
+    /// with the gradients of both; all f32.
     #[allow(clippy::too_many_arguments, reason = "those of streaming_attention and one more")]
     #[fusion(meta = |query, _key, _key_hat, value, _value_hat, _sink_logits, _spec, _options| {
         shapes::attention(query, value.shape.dims::<4>()[3])
@@ -246,8 +251,8 @@ pub trait KvCacheOps: Backend {
     /// The backward pass of [`streaming_attention`](Self::streaming_attention), from its inputs and
     /// outputs and `grad`, the gradient of the output. Returns the gradients of query, key,
     /// key_hat, value and value_hat, in that order. With the outputs of
-    /// [`streaming_attention_with_sinks`](Self::streaming_attention_with_sinks), whose log-sum-exp has the sink in it,
-    /// these are its gradients.
+    /// [`streaming_attention_with_sinks`](Self::streaming_attention_with_sinks), whose log-sum-exp
+    /// has the sink in it, these are its gradients.
     #[allow(clippy::too_many_arguments, reason = "the inputs and outputs of the forward pass")]
     #[allow(clippy::type_complexity, reason = "the macro reads tuples, not aliases")]
     #[fusion(meta = |query, key, key_hat, value, value_hat, _out, _lse, _grad, _spec, _options| {

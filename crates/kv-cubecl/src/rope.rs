@@ -1,26 +1,29 @@
-//! RopeTable positions as a table.
+//! Rotary position encoding (rope) as a table.
 
 use burn::tensor::{DType, Int, Tensor};
 
 use crate::{Error, Result, functions::floats};
 
-/// RopeTable position encoding (Su et al., 2021, <https://arxiv.org/abs/2104.09864>) in its half-split form: at position
-/// `p`, channel `i` of a head turns with channel `i + rotary_dim / 2` by an angle of which the table has cosine and
-/// sine. Channels from `rotary_dim` on stay as they are.
+/// Table for rotary position encoding (Su et al., 2021, <https://arxiv.org/abs/2104.09864>) in its
+/// half-split form.
 ///
-/// A cache that is given one turns query and key where it reads them, in the launches that append and attend; see
-/// [`KvCache::attend_with_rope`](crate::KvCache::attend_with_rope).
+/// At position `p`, channels `i` and `i + rotary_dim / 2` of a head are rotated by an angle whose
+/// cosine and sine are in the table. Channels from `rotary_dim` on stay unchanged.
+///
+/// A cache with a table applies rope to query and key inside the launches that append and attend;
+/// see [`KvCache::attend_with_rope`](crate::KvCache::attend_with_rope).
 #[derive(Clone, Debug)]
 pub struct RopeTable {
     table: Tensor<2>,
 }
 
 impl RopeTable {
-    /// Takes the table, f32 `[positions, rotary_dim]`: of each position the cosines of all pairs of channels, then
-    /// their sines.
+    /// Takes the table, f32 `[positions, rotary_dim]`: of each position the cosines of all pairs of
+    /// channels, then their sines.
     ///
     /// # Errors
-    /// [`Error::Shape`] for no position, no channel or an odd number of channels, or another type than f32.
+    /// [`Error::Shape`] for no position, no channel or an odd number of channels, or another type
+    /// than f32.
     pub fn new(table: Tensor<2>) -> Result<Self> {
         let [positions, rotary_dim] = table.dims();
         let dtype = table.dtype();
@@ -34,8 +37,8 @@ impl RopeTable {
         Ok(Self { table })
     }
 
-    /// The rows of `x`, one token of each sequence `[batch, heads, 1, head_dim]`, turned by their positions, i32 `[1]`
-    /// or `[batch]`, in f32. Positions past the table turn like its last, those below 0 like 0.
+    /// Applies rope to the rows of `x`, one token per sequence `[batch, heads, 1, head_dim]`, by
+    /// their sequence's position.
     pub(crate) fn apply_rope(&self, x: Tensor<4>, positions: &Tensor<1, Int>) -> Tensor<4> {
         let (last, half) = (self.positions() as i32 - 1, self.rotary_dim() / 2);
         let angles = self.table.clone().select(0, positions.clone().clamp(0, last));

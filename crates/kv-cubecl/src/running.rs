@@ -4,14 +4,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Frames, Result, error::invalid};
 
-/// How the running amax of a head, from which the scale of a frame is taken, follows the magnitudes of frames, in
-/// [formats of frames](crate::KvFormat::OF_FRAMES).
+/// Rule for the running amax of a head, which gives the scale of a frame in [frame
+/// formats](crate::KvFormat::OF_FRAMES).
 ///
-/// With `a` the largest magnitude of frame n of a head, or the percentile of its magnitudes, the running amax is
-/// `r_0 = a_0`, in the `warm_up` frames that come first `r_n = max(r_(n-1), a_n)`, and then
-/// `r_n = min(momentum r_(n-1) + (1 - momentum) a_n, growth r_(n-1))`; it is never below `floor`. The scale of the tokens
-/// of the frame is `f16(r_n / 127)`, and stays theirs; numbers beyond `r_n` saturate. Sink frames, which stay in float,
-/// are not counted. A NaN counts as 0.
+/// Let `a_n` be the largest magnitude of frame n of a head, or the percentile of its magnitudes.
+/// The running amax is `r_0 = a_0`, then `r_n = max(r_(n-1), a_n)` in the first `warm_up` frames,
+/// and `r_n = min(momentum r_(n-1) + (1 - momentum) a_n, growth r_(n-1))` after them; it is never
+/// below `floor`. The frame's tokens keep the scale `f16(r_n / 127)`, and numbers beyond `r_n`
+/// saturate. Sink frames stay in float and are not counted. A NaN counts as 0.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 #[non_exhaustive]
@@ -24,8 +24,8 @@ pub struct RunningScale {
     pub growth: f32,
     /// The least that it is, above 0.
     pub floor: f32,
-    /// Percent of the magnitudes of a frame that are not to exceed the one that is taken, above 0 and at most 100, where a
-    /// percentile is: the smallest of the frame's magnitudes of which this is true (nearest rank).
+    /// Percentile of a frame's magnitudes that is taken, above 0 and at most 100: the smallest
+    /// magnitude that this percentage of them does not exceed (nearest rank).
     pub percentile: f32,
 }
 
@@ -41,7 +41,8 @@ impl RunningScale {
     /// Checks the range of every number.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the rule.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the
+    /// rule.
     pub fn validate(&self) -> Result<()> {
         let Self { momentum, growth, floor, percentile, .. } = *self;
         for (field, value, fits, rule) in [
@@ -73,14 +74,14 @@ impl RunningScale {
         Ok(())
     }
 
-    /// How many of `n` magnitudes are above the one that the percentile takes, or as large and not it.
+    /// Returns how many of `n` sorted magnitudes come after the one at the percentile.
     pub(crate) fn above(&self, n: usize) -> usize {
         let rank = (f64::from(self.percentile) * n as f64 / 100.0).ceil() as usize;
         n - rank.clamp(1, n)
     }
 }
 
-/// What the running scales of a side of a cache have come to.
+/// Statistics of the running scales of a side.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RunningCounters {
@@ -90,6 +91,7 @@ pub struct RunningCounters {
     pub scale_mean: f64,
     /// The largest of them.
     pub scale_max: f32,
-    /// The most by which the newest frame has changed a scale, over what it was before; 0 while there is one frame alone.
+    /// The most by which the newest frame has changed a scale, over what it was before; 0 while
+    /// there is one frame alone.
     pub change: f32,
 }

@@ -2,17 +2,17 @@
 
 use core::f32::consts::LOG2_E;
 
-/// The reciprocal of the most tokens that a cache holds. Sums of values whose weights are smaller by
-/// this factor do not overflow, also near the largest f32.
+/// The reciprocal of the most tokens that a cache holds. Sums of values whose weights are smaller
+/// by this factor do not overflow, also near the largest f32.
 #[cfg(any(feature = "flex", feature = "cube"))]
 pub(crate) const DOWN: f32 = 1.0 / (1 << 24) as f32;
 
-/// What is done to the product of a query and a key.
+/// Scale and soft cap of the product of a query and a key.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Scores {
-    /// What it is multiplied with.
+    /// Factor on the product.
     pub(crate) scale: f32,
-    /// What it is then bounded by: `softcap * tanh(score / softcap)`.
+    /// Bound on the scaled score:
     pub(crate) softcap: Option<f32>,
 }
 
@@ -21,7 +21,8 @@ impl Scores {
     #[cfg(feature = "cube")]
     pub(crate) const PLAIN: Self = Self { scale: 1.0, softcap: None };
 
-    /// The same for scores to base 2, `log2 e` times as large: powers of 2 are cheaper than powers of e.
+    /// Returns the same options for scores to base 2, `log2 e` times as large: powers of 2 are
+    /// cheaper than powers of e.
     pub(crate) fn base_2(self) -> Self {
         Self { scale: LOG2_E * self.scale, softcap: self.softcap.map(|cap| LOG2_E * cap) }
     }

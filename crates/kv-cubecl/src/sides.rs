@@ -5,7 +5,7 @@ use core::{
     ops::{Index, IndexMut},
 };
 
-/// Which of the two a number or a tensor belongs to.
+/// Side of a cache: keys or values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     /// The keys.
@@ -31,14 +31,14 @@ impl fmt::Display for Side {
 /// One of something for the keys and one for the values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Sides<T> {
-    /// That of the keys.
+    /// Item of the keys.
     pub keys: T,
-    /// That of the values.
+    /// Item of the values.
     pub values: T,
 }
 
 impl<T> Sides<T> {
-    /// What `make` returns for each side.
+    /// Calls `make` for each side.
     pub fn from_fn(mut make: impl FnMut(Side) -> T) -> Self {
         let [keys, values] = Side::BOTH.map(&mut make);
         Self { keys, values }
@@ -56,7 +56,7 @@ impl<T> Sides<T> {
     }
 }
 
-/// The same for both.
+/// Uses the same item for both sides.
 impl<T: Copy> From<T> for Sides<T> {
     fn from(both: T) -> Self {
         Self { keys: both, values: both }

@@ -28,7 +28,7 @@ pub trait Target: Copy + fmt::Debug + Send + Sync + 'static {
     /// Name for users to read and write, such as `flex`.
     const NAME: &'static str;
 
-    /// Whether `device` belongs to this target.
+    /// Returns whether `device` belongs to this target.
     fn hosts(device: &Device) -> bool;
 
     /// Opens the default device of this target.

@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What the backward pass uses as the derivative of the quantizer, whose true derivative is zero
-/// almost everywhere. The forward pass is the same for all.
+/// Derivative of the quantizer in the backward pass. The true derivative is zero almost everywhere.
+/// The forward pass is the same for all variants.
 ///
 /// The formulas are for one group of `x`: `scale`, `min`, `code` and `n` are those of
 /// [`quantize`](crate::quantize), `x_hat = code * scale + min`, and `g` is the gradient of the loss
@@ -16,9 +16,9 @@ pub enum SteGradient {
     /// <https://arxiv.org/abs/1308.3432>).
     #[default]
     Identity,
-    /// Only rounding is the identity; scale and minimum depend on the group's extremes (the step size
-    /// gradient of LSQ, Esser et al., 2020, <https://arxiv.org/abs/1902.08153>, for a scale and
-    /// minimum that are read off the group):
+    /// Only rounding is the identity; scale and minimum depend on the group's extremes (the step
+    /// size gradient of LSQ, Esser et al., 2020, <https://arxiv.org/abs/1902.08153>, for a scale
+    /// and minimum that are read off the group):
     ///
     /// `dL/dx_i = g_i + (sum_j g_j e_j) * ([i = argmax x] - [i = argmin x]) / n`, where
     /// `e_j = code_j - (x_j - min) / scale` is the rounding error in steps. There is no term for
@@ -28,11 +28,11 @@ pub enum SteGradient {
     ScaleMin,
 }
 
-/// How [`streaming_attention_with`](crate::streaming_attention_with) treats the quantizer.
+/// Options of the quantizer in [`streaming_attention_with`](crate::streaming_attention_with).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FakeQuantOptions {
-    /// How gradients pass the quantizer.
+    /// Derivative that gradients use.
     pub gradient: SteGradient,
     /// Quantize every token, that of the query itself included, instead of only those that have
     /// left the residual window and are not sinks; with per-channel groups an incomplete last group

@@ -14,8 +14,8 @@ use kv_cubecl::{
     streaming_attention,
 };
 
-/// The system's allocator, which also counts the bytes that are allocated, the most that ever were, and how often
-/// it is called.
+/// The system's allocator, which also counts the bytes that are allocated, the most that ever were,
+/// and how often it is called.
 struct Counting;
 
 static HELD: AtomicUsize = AtomicUsize::new(0);
@@ -78,8 +78,8 @@ fn closed_form(device: &Device, tokens: usize) -> usize {
     })
 }
 
-/// Peaks of a frame of 64 tokens over a full ring of `frames` frames, and how often memory is allocated, for several
-/// frames one after the other.
+/// Peaks of a frame of 64 tokens over a full ring of `frames` frames, and how often memory is
+/// allocated, for several frames one after the other.
 fn frames(device: &Device, name: &str, frames: u64) -> Vec<(usize, usize)> {
     let config = FrameConfig::new(name.parse().unwrap(), 64, Frames(frames));
     let mut cache = FrameCache::new(&config, CacheShape::new(1, 1, 32), device).unwrap();

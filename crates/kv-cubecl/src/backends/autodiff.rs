@@ -34,7 +34,7 @@ impl<B: Backend> Backward<B, 1> for StraightThrough {
     }
 }
 
-/// [`KvCacheOps::rotate`], which is its own gradient.
+/// Backward pass of [`KvCacheOps::hadamard`], which is its own gradient.
 #[derive(Debug)]
 struct Hadamard;
 
@@ -67,7 +67,7 @@ impl<B: KvCacheOps> Backward<B, 1> for ThroughScale {
 #[derive(Debug)]
 struct StreamingAttention;
 
-/// What the backward pass of [`StreamingAttention`] needs.
+/// State that the backward pass of [`StreamingAttention`] needs.
 #[derive(Clone, Debug)]
 struct Attended<B: Backend> {
     /// Query, key, key_hat, value and value_hat.
@@ -253,7 +253,8 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         (output, lse_out)
     }
 
-    /// Records no gradient; [`streaming_attention_with_sinks`](Self::streaming_attention_with_sinks) does.
+    /// Records no gradient;
+    /// [`streaming_attention_with_sinks`](Self::streaming_attention_with_sinks) does.
     fn add_sinks(
         output: FloatTensor<Self>,
         lse: FloatTensor<Self>,

@@ -37,8 +37,8 @@ pub(crate) fn check_device(op: &str, device: &Device) -> Result<()> {
     }
 }
 
-/// Checks that `device` has enough cubes and wide enough indices for the kernels of `op`, which have up to a
-/// unit for each element of a tensor of this shape.
+/// Checks that `device` has enough cubes and wide enough indices for the kernels of `op`, which
+/// have up to a unit for each element of a tensor of this shape.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming `op`.
@@ -53,8 +53,8 @@ pub(crate) fn check_elements(op: &str, shape: [usize; 4], device: &Device) -> Re
     Ok(())
 }
 
-/// Checks that `device` has enough cubes and wide enough indices for `streaming_attention` of `tokens`
-/// tokens and, if it records gradients, for the backward pass.
+/// Checks that `device` has enough cubes and wide enough indices for `streaming_attention` of
+/// `tokens` tokens and, if it records gradients, for the backward pass.
 ///
 /// # Errors
 /// [`Error::Unsupported`].

@@ -1,5 +1,6 @@
-//! Learned attention sinks: a logit per head that joins the softmax's denominator and brings no value (Agarwal et
-//! al., 2025, <https://arxiv.org/abs/2508.10925>). Elementwise operations of any backend.
+//! Learned attention sinks: a logit per head that joins the softmax's denominator and brings no
+//! value (Agarwal et al., 2025, <https://arxiv.org/abs/2508.10925>). Elementwise operations of any
+//! backend.
 
 use burn::{
     backend::{Backend, TensorMetadata, tensor::FloatTensor},
@@ -22,8 +23,9 @@ pub(super) fn add<B: Backend>(
     (B::float_mul(output, weight), lse)
 }
 
-/// Gradient of the logits, from output and log-sum-exp with the sink, and `grad`, the gradient of the output. The
-/// sink's value is 0, so that of its score is `-p sum_c output_c * grad_c`, with its weight p.
+/// Gradient of the logits, from output and log-sum-exp with the sink, and `grad`, the gradient of
+/// the output. The sink's value is 0, so that of its score is `-p sum_c output_c * grad_c`, with
+/// its weight p.
 #[cfg(feature = "autodiff")]
 pub(super) fn gradient<B: Backend>(
     output: FloatTensor<B>,

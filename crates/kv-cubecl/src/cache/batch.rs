@@ -4,8 +4,8 @@ use super::{KvCache, slots::check_sequence, state::State};
 use crate::{CacheShape, Error, Result, layout::CacheLayout};
 
 impl KvCache {
-    /// A cache of the given sequences of the batch, in this order: beam search drops some and continues
-    /// others several times. Their memory is copied.
+    /// A cache of the given sequences of the batch, in this order: beam search drops some and
+    /// continues others several times. Their memory is copied.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] for no sequence at all or one that the batch does not have.
@@ -20,12 +20,12 @@ impl KvCache {
         Ok(Self { layout, state, lens, options, stepped: self.stepped, restored })
     }
 
-    /// One cache of the sequences of several, in this order, with lengths of their own: texts that were
-    /// read alone go on as a batch. Their memory is copied.
+    /// One cache of the sequences of several, in this order, with lengths of their own: texts that
+    /// were read alone go on as a batch. Their memory is copied.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for no cache at all, and for caches whose configuration, heads, options or
-    /// device are not those of the first.
+    /// [`Error::Unsupported`] for no cache at all, and for caches whose configuration, heads,
+    /// options or device are not those of the first.
     pub fn join(caches: &[Self]) -> Result<Self> {
         let different = |index: usize, what: &str| {
             let what = format!("join: {what} of cache {index}");

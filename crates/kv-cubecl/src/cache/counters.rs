@@ -1,5 +1,4 @@
-//! What the codes and scales of a cache are like. They are read where they are stored: a cache that nobody asks does
-//! nothing for it.
+//! Statistics of the codes and scales of a cache, computed from the stored words on request.
 
 use half::f16;
 
@@ -9,28 +8,31 @@ use crate::{
     layout::{QuantSpec, Side, Sides},
 };
 
-/// Codes and scales of the quantized tokens of a side of a cache.
+/// Statistics of the quantized tokens of one side of a cache.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Counters {
-    /// Codes.
+    /// Number of codes.
     pub codes: usize,
-    /// Codes [at an end of the range](QuantSpec::is_extreme), in groups that are not constant.
+    /// Number of codes [at an end of the range](QuantSpec::is_extreme), in groups that are not
+    /// constant.
     pub extreme: usize,
-    /// Groups, each with a scale.
+    /// Number of groups, each with one scale.
     pub groups: usize,
-    /// Groups whose codes all stand for one number, -0 being 0: of scale 0, or of one code.
+    /// Number of groups whose codes all stand for one number: the scale is 0, or all codes are
+    /// alike. -0 counts as 0.
     pub constant: usize,
     /// The smallest scale of a group that is not constant; 0 if there is none.
     pub scale_min: f32,
-    /// The mean of these scales; 0 if there is none.
+    /// The mean scale of groups that are not constant; 0 if there is none.
     pub scale_mean: f64,
-    /// The largest of them; 0 if there is none.
+    /// The largest scale of a group that is not constant; 0 if there is none.
     pub scale_max: f32,
 }
 
 impl KvCache {
-    /// [`Counters`] of the tokens that [`packed`](Self::packed) gives; `None` of a side that has no quantized ones.
+    /// Returns the [`Counters`] of the tokens in [`packed`](Self::packed), `None` for a side
+    /// without quantized tokens.
     pub fn counters(&self) -> Sides<Option<Counters>> {
         Sides::from_fn(|side: Side| {
             let packed = self.packed(side)?;
@@ -39,14 +41,14 @@ impl KvCache {
     }
 }
 
-/// Codes of a group.
+/// Counts of one group.
 #[derive(Clone, Copy, Default)]
 struct Group {
-    /// Those at an end of the range.
+    /// Number of codes at an end of the range.
     extreme: usize,
-    /// What the first one stands for.
+    /// Number that the first code stands for.
     first: Option<f32>,
-    /// Whether another one stands for another number.
+    /// True if another code stands for another number.
     varied: bool,
 }
 
@@ -55,8 +57,9 @@ fn count(logical: &Logical, spec: QuantSpec, head_dim: usize) -> Counters {
         true => logical.scale.iter().copied().map(f16::to_f32).collect(),
         false => logical.exponents.iter().map(|&exponent| power(exponent)).collect(),
     };
-    // What a code of a group stands for. Without minimum it is before its scale, since each code is then another number
-    // unless the scale is 0; but a float's sign alone is -0. Integers have no such code.
+    // Number that a code of a group stands for. In formats without a minimum the code's value is
+    // not scaled: codes stand for different numbers unless the scale is 0. A float's sign bit alone
+    // is -0; integers have no such code.
     let stands_for = |code: u32, group: usize| match logical.min.get(group) {
         Some(min) => code as f32 * scales[group] + min.to_f32(),
         None if code == 1 << (spec.n_bits - 1) => 0.0,
@@ -68,7 +71,7 @@ fn count(logical: &Logical, spec: QuantSpec, head_dim: usize) -> Counters {
         let group = match spec.block_tokens() {
             // Words of a group are next to each other.
             1 => at / spec.code_words(),
-            // A word has consecutive tokens of a channel; those of neighboring channels are next to it.
+            // A word holds consecutive tokens of a channel; the next word holds the next channel.
             _ => at / (spec.code_words() * head_dim) * head_dim + at % head_dim,
         };
         for nth in 0..per_word {
@@ -97,7 +100,7 @@ fn count(logical: &Logical, spec: QuantSpec, head_dim: usize) -> Counters {
     }
 }
 
-/// The power of two of an exponent and 127.
+/// Returns 2 to the power of a biased exponent (bias 127).
 fn power(exponent: u8) -> f32 {
     (f32::from(exponent) - 127.0).exp2()
 }

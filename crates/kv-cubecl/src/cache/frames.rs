@@ -12,16 +12,16 @@ use crate::{
     layout::CacheLayout,
 };
 
-/// One layer's ring of frames.
+/// Streaming cache of the frames of one layer.
 ///
-/// A frame is attended to with the frames before it, which are read where and as they lie, while it sees itself in
-/// float; the two are merged by their log-sum-exps. So no window of restored keys and values is ever in memory. Frames
-/// may be looked at without being stored ([`peek`](Self::peek)), and the newest one may be written again
-/// ([`rewrite`](Self::rewrite)), as often as a sampler has steps: what is there afterwards depends on the last time
-/// alone, since the ring has room for one frame more than a frame sees before it.
+/// A frame attends to the stored frames, which are read in place, and to itself in float; the two
+/// results are merged by their log-sum-exps, so the restored keys and values are never all in
+/// memory. [`peek`](Self::peek) looks at a frame without storing it. [`overwrite`](Self::overwrite)
+/// replaces the newest frame, as often as a sampler has steps: only the last write counts, because
+/// the ring has room for one frame more than a frame sees before it.
 ///
-/// All memory is allocated when the cache is made. Frames are counted in 64 bits, and nothing is computed from the
-/// count but where the next one lies.
+/// All memory is allocated by [`new`](Self::new). The 64-bit frame count only determines the place
+/// of the next frame.
 #[derive(Clone, Debug)]
 pub struct FrameCache {
     config: FrameConfig,
@@ -32,8 +32,8 @@ pub struct FrameCache {
     running: Sides<Running>,
 }
 
-/// What the scales of a side are taken from, `[batch, n_kv_heads, 1, 1]`: for the newest frame and for the one before.
-/// `None` without such a frame, and of sides that do not take their scales from frames.
+/// Running amax of a side, `[batch, n_kv_heads, 1, 1]`, for the newest frame and the one before.
+/// `None` without such a frame, and for sides whose scales do not come from frames.
 #[derive(Clone, Debug, Default)]
 struct Running {
     newest: Option<Tensor<4>>,
@@ -64,29 +64,29 @@ impl FrameCache {
         Ok(Self { options, ..self })
     }
 
-    /// What it was made for.
+    /// Returns the configuration.
     pub fn config(&self) -> &FrameConfig {
         &self.config
     }
 
-    /// The layout, which gives every size of the cache.
+    /// Returns the layout, which gives every size of the cache.
     pub fn layout(&self) -> &CacheLayout {
         &self.ring.layout
     }
 
-    /// Frames ever written, which is the absolute position of the next one: of frames that are peeked at, and of the
-    /// next update. That of a rewritten frame is one less.
+    /// Returns the number of frames written since the start, which is the absolute position of the
+    /// next one. [`overwrite`](Self::overwrite) uses the position before it.
     pub fn written(&self) -> Frames {
         Frames(self.written)
     }
 
-    /// Frames that the next frame sees, itself not among them.
+    /// Returns the number of stored frames that the next frame sees.
     pub fn seen(&self) -> Frames {
         let FrameConfig { sliding_window: window, sinks, .. } = self.config;
         Frames(self.written.min(window.0 - 1 + sinks.0))
     }
 
-    /// Bytes allocated, by part. It does not change while the cache fills.
+    /// Returns the bytes allocated, by part. They do not change while the cache fills.
     pub fn memory_bytes(&self) -> MemoryBytes {
         let mut bytes = self.state.memory_bytes();
         let CacheShape { batch, n_kv_heads, .. } = self.layout().shape();
@@ -99,7 +99,7 @@ impl FrameCache {
         bytes
     }
 
-    /// The newest frame as a side stores it; `None` of a side that has it in float, in whole or in part.
+    /// Returns the newest frame as a side stores it; `None` if any part of it is stored in float.
     pub fn newest(&self, side: Side) -> Option<Packed> {
         let layout = self.layout();
         let place = layout.sides()[side].packed()?;
@@ -114,8 +114,8 @@ impl FrameCache {
         self.state.packed(layout, side, place.spec, last - tokens..last)
     }
 
-    /// What the scales that are taken from frames have come to; `None` of sides that do not take them so, and without a
-    /// frame. It waits for the device.
+    /// Returns the running scales that are taken from frames; `None` for sides without them and
+    /// before the first frame. Waits for the device.
     pub fn running(&self) -> Sides<Option<RunningCounters>> {
         Sides::from_fn(|side| {
             let Running { newest, before } = &self.running[side];
@@ -137,34 +137,37 @@ impl FrameCache {
         })
     }
 
-    /// Bytes of the cache that the next frame reads: every code, parameter and float row that it sees, once.
+    /// Returns the bytes of the cache that the next frame reads: every visible code, parameter and
+    /// float row, once.
     pub fn bytes_read(&self) -> usize {
         self.layout().bytes_read(self.ring.tokens(self.written))
     }
 
-    /// Forgets all frames; the memory stays allocated.
+    /// Removes all frames; the memory stays allocated.
     pub fn reset(&mut self) {
         self.written = 0;
         self.running = Sides::default();
     }
 
-    /// Attends to a frame as if it came next, which hides the oldest frame of a full window, and stores nothing.
+    /// Attends to a frame as if it came next, without storing it. In a full cache the oldest frame
+    /// in the sliding window is then hidden.
     ///
     /// # Shapes
     /// - `query`: `[batch, n_heads, tokens_per_frame, head_dim]`, `n_kv_heads` divides `n_heads`
-    /// - `key`, `value`: `[batch, n_kv_heads, tokens_per_frame, head_dim]`, keys after the position encoding
-    /// - all three f32, f16 or bf16; output: the type of `query`, its shape with the channels of `value`, and
-    ///   its [`lse`](Attention::lse)
+    /// - `key`, `value`: `[batch, n_kv_heads, tokens_per_frame, head_dim]`, keys after the position
+    ///   encoding
+    /// - all three f32, f16 or bf16; output: the type of `query`, its shape with the channels of
+    ///   `value`, and its [`lse`](Attention::lse)
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape), or [`Error::Unsupported`](crate::Error::Unsupported) for tensors that
-    /// record gradients or sit on another device.
+    /// [`Error::Shape`](crate::Error::Shape), or [`Error::Unsupported`](crate::Error::Unsupported)
+    /// for tensors that record gradients or sit on another device.
     pub fn peek(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Result<Attention> {
         self.check("peek", &query, &key, &value)?;
         Ok(self.attend(query, key, value, self.written))
     }
 
-    /// [`peek`](Self::peek), and stores the frame as the newest one.
+    /// Attends as [`peek`](Self::peek) does and stores the frame as the newest one.
     ///
     /// # Errors
     /// Those of [`peek`](Self::peek); the cache is then unchanged.
@@ -181,21 +184,22 @@ impl FrameCache {
         Ok(attention)
     }
 
-    /// Attends to the newest frame anew and stores it in the same place: as if its last
-    /// [`update`](Self::update) had been this one.
+    /// Overwrites the newest frame and attends to it, as if the last [`update`](Self::update) had
+    /// been this one.
     ///
     /// # Errors
-    /// Those of [`peek`](Self::peek), and [`Error::Unsupported`](crate::Error::Unsupported) for a cache that holds no
-    /// frame; the cache is then unchanged.
-    pub fn rewrite(
+    /// Those of [`peek`](Self::peek), and [`Error::Unsupported`](crate::Error::Unsupported) for a
+    /// cache that holds no frame; the cache is then unchanged.
+    pub fn overwrite(
         &mut self,
         query: Tensor<4>,
         key: Tensor<4>,
         value: Tensor<4>,
     ) -> Result<Attention> {
-        self.check("rewrite", &query, &key, &value)?;
+        self.check("overwrite", &query, &key, &value)?;
         let Some(before) = self.written.checked_sub(1) else {
-            let (what, why) = ("rewrite of a cache of 0 frames", "the newest frame is rewritten");
+            let (what, why) =
+                ("overwrite of a cache of 0 frames", "there is no newest frame; call update first");
             return Err(crate::Error::Unsupported { what: what.into(), why: why.into() });
         };
         let attention = self.attend(query, key.clone(), value.clone(), before);
@@ -252,7 +256,8 @@ impl FrameCache {
         attention.with_dtype(dtype)
     }
 
-    /// Stores a frame that comes after `before` others, in place: the next one, or the newest again.
+    /// Stores a frame that comes after `before` others, in place: the next one, or the newest
+    /// again.
     fn write(&mut self, key: Tensor<4>, value: Tensor<4>, before: u64) {
         let (layout, tokens) = (*self.layout(), self.ring.tokens(before));
         let rows = Sides { keys: key, values: value }.map(functions::floats);
@@ -267,8 +272,8 @@ impl FrameCache {
         }
     }
 
-    /// Stores a side of frame `index`, counted after the sinks, with the scale of its heads, where it takes that from
-    /// frames: in the place where it has been stored with one for each token.
+    /// Stores a side of frame `index`, counted after the sinks, with the scale of its heads, where
+    /// it takes that from frames: in the place where it has been stored with one for each token.
     fn scale(&mut self, side: Side, rows: Tensor<4>, index: u64, again: bool) {
         let FrameConfig { format, running: ref rule, sinks, .. } = self.config;
         let Some(of) = format.format(side).of_frames() else { return };

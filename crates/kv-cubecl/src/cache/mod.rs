@@ -26,7 +26,7 @@ pub use counters::Counters;
 pub use frames::FrameCache;
 pub use parts::CacheParts;
 use restored::RestoredBytes;
-use state::{Place, State};
+use state::{State, StepPosition};
 
 /// One layer's streaming KIVI cache.
 ///
@@ -43,9 +43,10 @@ pub struct KvCache {
     state: State,
     /// Tokens that each sequence holds.
     lens: Vec<usize>,
-    /// Whether a step at a position was taken or recorded, so that there may be tokens to count.
+    /// True once a step at a device position was made or captured, so the host may not know all
+    /// tokens.
     stepped: bool,
-    /// What was restored, if that is counted.
+    /// Bytes restored so far, if they are counted.
     restored: RestoredBytes,
 }
 
@@ -53,8 +54,8 @@ impl KvCache {
     /// Allocates an empty cache.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] naming the field, or [`Error::Unsupported`] when the device lacks the
-    /// float type.
+    /// [`Error::InvalidConfig`] naming the field, or [`Error::Unsupported`] when the device lacks
+    /// the float type.
     pub fn new(config: &KvCacheConfig, shape: CacheShape, device: &Device) -> Result<Self> {
         let device = device.clone().without_autodiff();
         let layout = Self::layout_on(config, shape, &device)?;
@@ -83,7 +84,7 @@ impl KvCache {
         Ok(layout)
     }
 
-    /// How scores become weights.
+    /// Returns the options of the softmax.
     pub fn options(&self) -> AttentionOptions {
         self.options
     }
@@ -103,7 +104,7 @@ impl KvCache {
         &self.lens
     }
 
-    /// Whether no token is held.
+    /// Returns whether the cache holds no token.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -113,7 +114,7 @@ impl KvCache {
         self.layout.config().capacity
     }
 
-    /// How many keys and values are quantized now, in the longest sequence.
+    /// Returns the number of quantized keys and values of the longest sequence.
     pub fn quantized_counts(&self) -> QuantizedCounts {
         self.layout.schedule().counts(self.len())
     }
@@ -145,15 +146,15 @@ impl KvCache {
         Ok(())
     }
 
-    /// Appends m >= 1 tokens to every sequence and attends: row `i` sees the cache as it is after token `i` of the
-    /// chunk was appended alone. What is not finite stays where it
-    /// is seen, as [`streaming_attention`](crate::streaming_attention) says.
+    /// Appends m >= 1 tokens to every sequence and attends: row `i` sees the cache as it is after
+    /// token `i` of the chunk was appended alone. What is not finite stays where it is seen, as
+    /// [`streaming_attention`](crate::streaming_attention) says.
     ///
     /// # Shapes
     /// - `query`: `[batch, n_heads, m, head_dim]`, `n_kv_heads` divides `n_heads`
     /// - `key`, `value`: `[batch, n_kv_heads, m, head_dim]`, keys after the position encoding
-    /// - all three f32, f16 or bf16; output: the type of `query`, its shape with the channels of `value`, and
-    ///   its [`lse`](Attention::lse)
+    /// - all three f32, f16 or bf16; output: the type of `query`, its shape with the channels of
+    ///   `value`, and its [`lse`](Attention::lse)
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::Unsupported`] for tensors that record gradients or sit on another
@@ -174,8 +175,8 @@ impl KvCache {
         Ok(attention.undo_hadamard(self.layout.config()).with_dtype(dtype))
     }
 
-    /// [`attend`](Self::attend), where all sequences hold the same number of tokens, to values as they are
-    /// stored, and with an output like them.
+    /// [`attend`](Self::attend), where all sequences hold the same number of tokens, to values as
+    /// they are stored, and with an output like them.
     fn attend_stored(
         &mut self,
         query: Tensor<4>,
@@ -184,7 +185,7 @@ impl KvCache {
         tokens: usize,
     ) -> Attention {
         if tokens == 1 {
-            let (qkv, place) = ([query, key, value], Place::default());
+            let (qkv, place) = ([query, key, value], StepPosition::default());
             let attention = self.state.step(qkv, place, self.layout, self.len(), self.options);
             self.lens.iter_mut().for_each(|len| *len += 1);
             return attention;
@@ -194,8 +195,8 @@ impl KvCache {
         attention
     }
 
-    /// Query, keys and values as they are; rotated, and all in f32, if the cache rotates keys, and with them queries,
-    /// or values.
+    /// Returns query, key and value as the cache stores them: after the Hadamard transform and in
+    /// f32 if the cache transforms keys, and unchanged otherwise.
     fn stored(&self, qkv: [Tensor<4>; 3]) -> [Tensor<4>; 3] {
         let config = self.layout.config();
         if !config.uses_hadamard_values() && !config.uses_hadamard_keys() {
@@ -206,13 +207,14 @@ impl KvCache {
         [query, key, functions::hadamard_values(value, config)]
     }
 
-    /// Adds to the length of every sequence the `tokens` that [`attend_at`](Self::attend_at) has appended
-    /// from there on. Only the caller knows how many there are; for a recorded step it is how often
-    /// it was replayed. Where some took no part, [`advance_ragged`](Self::advance_ragged) counts.
+    /// Adds to the length of every sequence the `tokens` that [`attend_at`](Self::attend_at) has
+    /// appended from there on. Only the caller knows how many there are; for a captured step it is
+    /// how often it was replayed. Where some took no part, [`advance_ragged`](Self::advance_ragged)
+    /// counts.
     ///
     /// # Errors
-    /// [`Error::CapacityExceeded`], or [`Error::Unsupported`] for a cache that has never taken a step by
-    /// `attend_at`, whose memory holds no such tokens; the cache is then unchanged.
+    /// [`Error::CapacityExceeded`], or [`Error::Unsupported`] for a cache that has never taken a
+    /// step by `attend_at`, whose memory holds no such tokens; the cache is then unchanged.
     pub fn advance(&mut self, tokens: usize) -> Result<()> {
         self.check_room(tokens)?;
         self.check_stepped(tokens)?;
@@ -249,22 +251,24 @@ impl KvCache {
         Ok(attention.undo_hadamard(self.layout.config()).with_dtype(dtype))
     }
 
-    /// The keys or values that are quantized now in every sequence, from the first group on that the next token of
-    /// the longest sequence sees where a window hides others, or `None` if there are none. Those of a cache that
-    /// rotates them are rotated.
+    /// Returns the keys or values that are quantized now in every sequence, or `None` if there are
+    /// none.
+    ///
+    /// With a sliding window, they start at the first group that the next token of the longest
+    /// sequence sees. A side with a Hadamard transform is returned transformed.
     pub fn packed(&self, side: Side) -> Option<Packed> {
         let spec = self.layout.sides()[side].spec?;
         let shortest = self.lens.iter().copied().min()?;
         let count = self.layout.schedule().counts(shortest)[side];
         let place = self.layout.sides()[side];
-        // Those that the next token sees: of the others, a window may have left some.
+        // Tokens hidden by the sliding window may still be stored; leave them out.
         let schedule = self.layout.schedule();
         let longest = schedule.counts(self.len())[side];
         let hidden = schedule.begin(self.len() + 1) - schedule.sink_tokens;
         // From where words are of no token before.
-        let cut = spec.alignment_tokens(place.head_dim);
-        let oldest = longest.saturating_sub(place.packed_tokens).next_multiple_of(cut);
-        let first = oldest.max(hidden / cut * cut);
+        let alignment = spec.alignment_tokens(place.head_dim);
+        let oldest = longest.saturating_sub(place.packed_tokens).next_multiple_of(alignment);
+        let first = oldest.max(hidden / alignment * alignment);
         (first < count).then(|| self.state.packed(&self.layout, side, spec, first..count))?
     }
 
@@ -304,7 +308,7 @@ impl KvCache {
         self.state.floats().device()
     }
 
-    /// Whether all sequences hold the same number of tokens.
+    /// Returns whether all sequences hold the same number of tokens.
     fn is_even(&self) -> bool {
         self.lens.iter().all(|&len| len == self.lens[0])
     }
@@ -317,7 +321,7 @@ impl KvCache {
         }
     }
 
-    /// Quantizes what leaves the window and writes the new tokens, in place.
+    /// Quantizes the tokens that leave the residual and writes the new tokens, in place.
     fn write(&mut self, key: Tensor<4>, value: Tensor<4>, tokens: usize) {
         // A single token is read in its own type.
         let [key, value] = match tokens {
@@ -354,7 +358,7 @@ impl KvCache {
         let options = self.options;
         let sides = [key, key_hat, value, value_hat];
         let tail = functions::stream(query.clone(), sides, None, spec, options);
-        // Of what is not gathered, a window leaves the sinks.
+        // With a sliding window only the sinks remain of the rest.
         let before = match self.hides(tokens) {
             true => split.min(schedule.sink_tokens),
             false => split,

@@ -26,8 +26,8 @@ impl KvCache {
         CacheParts { keys: words.keys, values: words.values, floats, lens: self.lens }
     }
 
-    /// Puts together what [`into_parts`](Self::into_parts) took apart. Views are read as what they show
-    /// and copied when the cache is first written.
+    /// Puts together what [`into_parts`](Self::into_parts) took apart. Views are read as what they
+    /// show and copied when the cache is first written.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`], [`Error::Shape`] when a tensor does not fit `config` and `shape`,

@@ -2,31 +2,34 @@
 
 use burn::tensor::{DType, Tensor, TensorData};
 
-use super::{KvCache, slots::check_sequence, state::Place};
+use super::{KvCache, slots::check_sequence, state::StepPosition};
 use crate::{Attention, CacheShape, Error, Result, error::invalid, layout::CacheLayout};
 
-/// Most tokens of a sequence that are taken step by step, all sequences in one launch. A step reads the
-/// history once for each token; a chunk has launches of its own for each sequence, reads its history once,
-/// and copies its memory out and back. For 8 sequences of 1000 tokens, 9 query heads on 3 of 64, on 2 CPU cores, chunks
-/// are faster from 8 tokens on in float, and from 13 on at 4 bits.
+/// Most tokens of a sequence that are taken step by step, all sequences in one launch. A step reads
+/// the history once for each token; a chunk has launches of its own for each sequence, reads its
+/// history once, and copies its memory out and back. For 8 sequences of 1000 tokens, 9 query heads
+/// on 3 of 64, on 2 CPU cores, chunks are faster from 8 tokens on in float, and from 13 on at 4
+/// bits.
 const FEW: usize = 8;
 
 impl KvCache {
-    /// [`attend`](Self::attend) of another number of tokens for each sequence: of sequence `i` the first
-    /// `tokens[i]` rows of `query`, `key` and `value` count. The rest is padding, of which nothing is written;
-    /// its output is 0 and its `lse` -inf. A sequence with 0 tokens takes no part.
+    /// Attends with a different number of tokens per sequence.
     ///
-    /// At most one token for each is one launch for the batch, as is each further step up to a few; longer
-    /// chunks go sequence by sequence.
+    /// Only the first `tokens[i]` rows of `query`, `key` and `value` of sequence `i` count. The
+    /// rest is padding: none of it is written, its output is 0 and its `lse` -inf. A sequence with
+    /// 0 tokens is unchanged.
+    ///
+    /// If every sequence has at most one token, one launch serves the batch, and so does each
+    /// further step while there are few. Longer chunks run sequence by sequence.
     ///
     /// # Shapes
     /// - as those of [`attend`](Self::attend), where m is at least the largest of `tokens`
     /// - `tokens`: one number for each sequence, 0 to m
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::InvalidConfig`] for more tokens than `key` has, [`Error::Unsupported`] for
-    /// tensors that record gradients or sit on another device, or [`Error::SequenceFull`]; the cache is then
-    /// unchanged, all of its sequences.
+    /// [`Error::Shape`], [`Error::InvalidConfig`] for more tokens than `key` has,
+    /// [`Error::Unsupported`] for tensors that record gradients or sit on another device, or
+    /// [`Error::SequenceFull`]. On failure no sequence of the cache is changed.
     pub fn attend_ragged(
         &mut self,
         query: Tensor<4>,
@@ -77,8 +80,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// [`advance`](Self::advance) by another number of tokens for each sequence: 0 for one whose position was below
-    /// 0, whose memory holds no such tokens.
+    /// [`advance`](Self::advance) by another number of tokens for each sequence: 0 for one whose
+    /// position was below 0, whose memory holds no such tokens.
     ///
     /// # Errors
     /// [`Error::Shape`] for another number of sequences, [`Error::SequenceFull`], and those of
@@ -126,7 +129,8 @@ impl KvCache {
         crate::backends::check_attend(&self.layout, query.dims(), len, &query.device())
     }
 
-    /// [`attend_ragged`](Self::attend_ragged) to values as they are stored, and with an output like them.
+    /// [`attend_ragged`](Self::attend_ragged) to values as they are stored, and with an output like
+    /// them.
     fn attend_each(
         &mut self,
         query: Tensor<4>,
@@ -182,7 +186,7 @@ impl KvCache {
         let positions: Vec<i32> = self.lens.iter().zip(steps).map(position).collect();
         let positions = TensorData::new(positions, [steps.len()]);
         let positions = Tensor::from_data(positions, (&query.device(), DType::I32));
-        let place = Place { position: Some(positions), rope: None };
+        let place = StepPosition { position: Some(positions), rope: None };
         self.state.step([query, key, value], place, self.layout, self.len(), self.options)
     }
 

@@ -11,13 +11,14 @@ use crate::{
 };
 
 impl KvCache {
-    /// The same tokens in a cache for `capacity` of them, whose memory is copied: a prefix that was stored for no more
-    /// than its own tokens has room again, or one is stored so.
+    /// Returns a cache of another capacity with the same tokens, in new memory. A prefix can be
+    /// stored with a capacity of exactly its tokens, and get more room when it is read.
     ///
-    /// It goes on as a cache of that capacity does which was given the same tokens.
+    /// It continues like a cache of that capacity that was given the same tokens.
     ///
     /// # Errors
-    /// [`Error::CapacityExceeded`] for fewer tokens than it holds, and what [`new`](Self::new) says of the capacity.
+    /// [`Error::CapacityExceeded`] for fewer tokens than it holds, and the errors of
+    /// [`new`](Self::new) for the capacity.
     pub fn resized(&self, capacity: usize) -> Result<Self> {
         let len = self.len();
         if len > capacity {
@@ -35,10 +36,12 @@ impl KvCache {
 }
 
 impl State {
-    /// The tensors of a cache of layout `to`, with the tokens of one of layout `from` that both have room for.
+    /// Copies the tensors of a cache of layout `from` into layout `to`, with the tokens that fit
+    /// both.
     ///
-    /// What a region of a slice holds begins the same in both: a ring, of packed tokens or of float rows, is shorter in one of them
-    /// only where its capacity is, and then no token of either is past the end of the shorter one.
+    /// What a region of a slice holds begins the same in both: a ring, of packed tokens or of float
+    /// rows, is shorter in one of them only where its capacity is, and then no token of either is
+    /// past the end of the shorter one.
     fn resized(&self, from: &CacheLayout, to: &CacheLayout) -> Self {
         let CacheShape { batch, n_kv_heads, .. } = to.shape();
         let slices = to.slices();
@@ -84,7 +87,8 @@ impl State {
     }
 }
 
-/// The words of a slice that grow apart: those of codes, and of parameters where all tokens' share words.
+/// The words of a slice that grow apart: those of codes, and of parameters where all tokens' share
+/// words.
 fn regions(side: &SideLayout) -> Vec<Range<usize>> {
     let words = side.slice_words();
     let codes = match side.packed() {

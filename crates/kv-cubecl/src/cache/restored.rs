@@ -16,10 +16,11 @@ use crate::layout::{Side, Sides};
 pub(super) struct RestoredBytes(Option<Arc<[AtomicUsize; 2]>>);
 
 impl KvCache {
-    /// Counts from now on how many bytes of quantized keys and values become tensors of floats again
-    /// ([`restored_bytes`](Self::restored_bytes)). It is off before, and costs nothing then.
+    /// Counts from now on how many bytes of quantized keys and values become tensors of floats
+    /// again ([`restored_bytes`](Self::restored_bytes)). It is off before, and costs nothing then.
     ///
-    /// Clones and copies of some sequences that are made of this cache from now on count into the same numbers.
+    /// Clones and copies of some sequences that are made of this cache from now on count into the
+    /// same numbers.
     pub fn count_restored(&mut self) {
         self.restored = RestoredBytes(Some(Arc::default()));
     }
@@ -27,21 +28,23 @@ impl KvCache {
     /// Bytes of the float tensors that quantized keys and values were restored to since
     /// [`count_restored`](Self::count_restored), or `None` without it.
     ///
-    /// A token that is appended alone restores none: attention reads codes where they lie, and what a kernel or a loop of
-    /// the CPU makes of them on the way, a tile at most, is no tensor. A chunk into a filled cache restores the few
-    /// tokens whose form its rows see change, and [`truncate`](Self::truncate) those that are in float again. What
-    /// is done with [`packed`](Self::packed) outside of the cache is not counted.
+    /// A token that is appended alone restores none: attention reads codes where they lie, and what
+    /// a kernel or a loop of the CPU makes of them on the way, a tile at most, is no tensor. A
+    /// chunk into a filled cache restores the few tokens whose form its rows see change, and
+    /// [`truncate`](Self::truncate) those that are in float again. What is done with
+    /// [`packed`](Self::packed) outside of the cache is not counted.
     pub fn restored_bytes(&self) -> Option<Sides<usize>> {
         let [keys, values] = self.restored.0.as_deref()?;
         Some(Sides { keys: keys.load(Relaxed), values: values.load(Relaxed) })
     }
 
-    /// Packed tokens of one side, restored; `tokens` are counted after the sinks, and begin at a block_tokens.
+    /// Packed tokens of one side, restored; `tokens` are counted after the sinks, and begin at a
+    /// block_tokens.
     pub(super) fn restore(&self, side: Side, tokens: Range<usize>) -> Option<Tensor<4>> {
         let place = self.layout.sides()[side].packed()?;
         // Tokens before them that share a word are restored, too, and left out.
-        let cut = place.spec.alignment_tokens(place.head_dim);
-        let skipped = tokens.start % cut;
+        let alignment_tokens = place.spec.alignment_tokens(place.head_dim);
+        let skipped = tokens.start % alignment_tokens;
         let all = tokens.start - skipped..tokens.end;
         let rows = self.state.packed(&self.layout, side, place.spec, all)?.dequantize();
         if let Some(counts) = &self.restored.0 {

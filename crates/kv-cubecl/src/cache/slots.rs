@@ -10,9 +10,9 @@ use crate::{
 };
 
 impl KvCache {
-    /// Forgets the tokens of one sequence. Its slot is free: the sequence is one of no tokens, which
-    /// [`admit`](Self::admit), [`fork`](Self::fork) or new tokens may fill. What a sequence of no tokens has in
-    /// memory is never read.
+    /// Forgets the tokens of one sequence. Its slot is free: the sequence is one of no tokens,
+    /// which [`admit`](Self::admit), [`fork`](Self::fork) or new tokens may fill. What a sequence
+    /// of no tokens has in memory is never read.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] for a sequence that the batch does not have or that holds no token.
@@ -22,12 +22,14 @@ impl KvCache {
         Ok(())
     }
 
-    /// Copies the one sequence of `cache` into a free slot, for example a prompt that was read alone.
+    /// Copies the one sequence of `cache` into a free slot, for example a prompt that was read
+    /// alone.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] for a slot that the batch does not have or that is not free and for a `cache` of
-    /// another batch than 1 or of no token, [`Error::Unsupported`] for one whose configuration, heads, options or
-    /// device are not those of this cache; nothing is then written.
+    /// [`Error::InvalidConfig`] for a slot that the batch does not have or that is not free and for
+    /// a `cache` of another batch than 1 or of no token, [`Error::Unsupported`] for one whose
+    /// configuration, heads, options or device are not those of this cache; nothing is then
+    /// written.
     pub fn admit(&mut self, sequence: usize, cache: &Self) -> Result<()> {
         self.check_free("sequence", sequence)?;
         let batch = cache.lens.len();
@@ -46,12 +48,12 @@ impl KvCache {
         Ok(())
     }
 
-    /// Copies one sequence into a free slot, from where both go on alone. A clone of the whole cache copies
-    /// nothing before either is written; this copies the memory of the one sequence.
+    /// Copies one sequence into a free slot, from where both go on alone. A clone of the whole
+    /// cache copies nothing before either is written; this copies the memory of the one sequence.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] for a sequence that the batch does not have, `from` one of no token, or `to` one
-    /// that is not free; nothing is then written.
+    /// [`Error::InvalidConfig`] for a sequence that the batch does not have, `from` one of no
+    /// token, or `to` one that is not free; nothing is then written.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<()> {
         self.check_holds(from)?;
         self.check_free("to", to)?;
@@ -108,8 +110,8 @@ pub(super) fn check_sequence(sequence: usize, batch: usize) -> Result<()> {
 }
 
 impl State {
-    /// Overwrites one sequence of a cache of `layout` with `one`, the tensors of a cache of one sequence that is
-    /// otherwise like it; in place, if nothing else holds the tensors.
+    /// Overwrites one sequence of a cache of `layout` with `one`, the tensors of a cache of one
+    /// sequence that is otherwise like it; in place, if nothing else holds the tensors.
     pub(super) fn put(&mut self, layout: &CacheLayout, sequence: usize, one: &Self) {
         let slices = layout.slices() / layout.shape().batch;
         let assign = |words: Tensor<1, Int>, side: Side| {

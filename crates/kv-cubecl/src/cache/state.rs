@@ -18,9 +18,9 @@ use crate::{
 #[derive(Clone, Debug)]
 pub(super) struct State(Option<CacheState<Dispatch>>);
 
-/// Where one token stands, and what turns it.
+/// Device position and rope table of one token.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Place<'a> {
+pub(super) struct StepPosition<'a> {
     /// i32 `[1]` or `[batch]`; `None` where the host counts.
     pub(super) position: Option<Tensor<1, Int>>,
     pub(super) rope: Option<&'a RopeTable>,
@@ -130,7 +130,7 @@ impl State {
     pub(super) fn step(
         &mut self,
         qkv: [Tensor<4>; 3],
-        place: Place<'_>,
+        place: StepPosition<'_>,
         layout: CacheLayout,
         len: usize,
         options: AttentionOptions,
@@ -159,7 +159,8 @@ impl State {
         output
     }
 
-    /// Gives `change` the only handles to packed words and float rows, so that it can assign in place.
+    /// Gives `change` the only handles to packed words and float rows, so that it can assign in
+    /// place.
     pub(super) fn change(
         &mut self,
         change: impl FnOnce(Sides<Tensor<1, Int>>, Tensor<4>) -> (Sides<Tensor<1, Int>>, Tensor<4>),
@@ -170,8 +171,9 @@ impl State {
         *self = Self::new(words, floats);
     }
 
-    /// Puts codes, `[slices, tokens, words]`, and parameters, `[slices, words]`, in the place of those of the tokens from
-    /// `first` on, counted after the sinks: all tokens of some words of parameters.
+    /// Puts codes, `[slices, tokens, words]`, and parameters, `[slices, words]`, in the place of
+    /// those of the tokens from `first` on, counted after the sinks: all tokens of some words of
+    /// parameters.
     pub(super) fn put_tokens(
         &mut self,
         layout: &CacheLayout,
@@ -245,7 +247,8 @@ impl State {
             .then(|| self.packed_words(side).narrow(0, 0, batch * words).reshape([batch, words]))
     }
 
-    /// Tensors as [`zeros`](Self::zeros) makes them, with the words of each sequence and its float rows.
+    /// Tensors as [`zeros`](Self::zeros) makes them, with the words of each sequence and its float
+    /// rows.
     pub(super) fn of_sequences(
         layout: &CacheLayout,
         words: Sides<Option<Tensor<2, Int>>>,
@@ -264,8 +267,8 @@ impl State {
         Self::new(words, floats)
     }
 
-    /// Packed tokens of one side, if it has any; `tokens` are counted after the sinks, are whole granules and begin at
-    /// a multiple of [`QuantSpec::cut`].
+    /// Returns packed tokens of one side, if it has any. `tokens` is counted after the sinks,
+    /// covers whole blocks and begins at a multiple of [`QuantSpec::alignment_tokens`].
     pub(super) fn packed(
         &self,
         layout: &CacheLayout,

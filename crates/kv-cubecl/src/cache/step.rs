@@ -1,20 +1,22 @@
-//! One token for every sequence: where the device holds the length, and rotary positions in the same launches.
+//! Steps of one token per sequence, with positions on the device and rope in the same launches.
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
 
-use super::{KvCache, check_device, state::Place};
+use super::{KvCache, check_device, state::StepPosition};
 use crate::{Attention, Error, Result, RopeTable, functions};
 
 impl KvCache {
-    /// [`attend`](Self::attend) for one token, of a cache whose sequences hold as many tokens as `position`
-    /// says when the kernels run: recorded once, as by [`burn::tensor::capture`], the launches serve every
-    /// length. A full cache is read and stays as it is.
+    /// Attends with one token at positions that the device holds.
     ///
-    /// A sequence whose position is below 0 takes no part: its memory is neither read nor written, its output
-    /// is 0 and its `lse` -inf.
+    /// The kernels read `position` when they run, so one graph capture (see
+    /// [`burn::tensor::capture`]) replays at every length. A full cache is attended to and stays
+    /// unchanged.
     ///
-    /// [`len`](Self::len) does not change: [`advance`](Self::advance) counts what such steps have
-    /// appended.
+    /// A sequence whose position is below 0 is skipped: its memory is neither read nor written, its
+    /// output is 0 and its `lse` -inf.
+    ///
+    /// [`len`](Self::len) does not change; call [`advance`](Self::advance) to count the tokens that
+    /// such steps appended.
     ///
     /// # Shapes
     /// - `query`: `[batch, n_heads, 1, head_dim]`
@@ -23,8 +25,8 @@ impl KvCache {
     /// - all three f32, f16 or bf16; output: as that of [`attend`](Self::attend)
     ///
     /// # Errors
-    /// [`Error::Shape`], or [`Error::Unsupported`] for tensors that record gradients or sit on another
-    /// device; the cache is then unchanged.
+    /// [`Error::Shape`], or [`Error::Unsupported`] for tensors that record gradients or sit on
+    /// another device; the cache is then unchanged.
     pub fn attend_at(
         &mut self,
         query: Tensor<4>,
@@ -32,15 +34,16 @@ impl KvCache {
         value: Tensor<4>,
         position: &Tensor<1, Int>,
     ) -> Result<Attention> {
-        let place = Place { position: Some(position.clone()), rope: None };
-        self.attend_stored_at("attend_at", [query, key, value], place)
+        let step = StepPosition { position: Some(position.clone()), rope: None };
+        self.attend_stored_at("attend_at", [query, key, value], step)
     }
 
-    /// [`attend_at`](Self::attend_at) to a query and a key before the position encoding, which `rotary` turns by the
-    /// token's position; one past the table turns like its last.
+    /// Computes [`attend_at`](Self::attend_at) for a query and a key before the position encoding,
+    /// and applies `rope` by the token's position. A position past the table uses its last row.
     ///
     /// # Errors
-    /// Those of [`attend_at`](Self::attend_at), and [`Error::Shape`] for a table of more channels than a key.
+    /// Those of [`attend_at`](Self::attend_at), and [`Error::Shape`] for a table of more channels
+    /// than a key.
     pub fn attend_at_with_rope(
         &mut self,
         query: Tensor<4>,
@@ -49,19 +52,19 @@ impl KvCache {
         position: &Tensor<1, Int>,
         rope: &RopeTable,
     ) -> Result<Attention> {
-        let place = Place { position: Some(position.clone()), rope: Some(rope) };
-        self.attend_stored_at("attend_at_with_rope", [query, key, value], place)
+        let step = StepPosition { position: Some(position.clone()), rope: Some(rope) };
+        self.attend_stored_at("attend_at_with_rope", [query, key, value], step)
     }
 
-    /// [`attend`](Self::attend) for one token, to a query and a key before the position encoding, which `rotary`
-    /// turns by the token's position.
+    /// Computes [`attend`](Self::attend) for one token whose query and key come before the position
+    /// encoding, and applies `rope` by the token's position.
     ///
     /// # Shapes
     /// - as those of [`attend_at`](Self::attend_at)
     ///
     /// # Errors
-    /// Those of [`attend`](Self::attend), and [`Error::Shape`] for several tokens, or a table of more channels than a
-    /// key or of too few positions; the cache is then unchanged.
+    /// Those of [`attend`](Self::attend), and [`Error::Shape`] for several tokens, or a table of
+    /// more channels than a key or of too few positions; the cache is then unchanged.
     pub fn attend_with_rope(
         &mut self,
         query: Tensor<4>,
@@ -72,35 +75,35 @@ impl KvCache {
         const OP: &str = "attend_with_rope";
         let tokens = self.check(OP, &query, &key, &value)?;
         check_one_token(OP, &key, tokens)?;
-        self.check_rotary(OP, rope)?;
+        self.check_rope(OP, rope)?;
         if self.len() >= rope.positions() {
             let rule = format!("must have a row for position {}", self.len());
             let shape = rope.table().dims().to_vec();
             return Err(Error::Shape { op: OP, tensor: "rope", shape, rule });
         }
-        let mut place = Place { position: None, rope: Some(rope) };
+        let mut step = StepPosition { position: None, rope: Some(rope) };
         if !self.is_even() {
             let positions = self.lens.iter().map(|&len| len as i32).collect::<Vec<_>>();
             let positions = TensorData::new(positions, [self.lens.len()]);
-            place.position = Some(Tensor::from_data(positions, (&query.device(), DType::I32)));
+            step.position = Some(Tensor::from_data(positions, (&query.device(), DType::I32)));
         }
-        let attention = self.take_step([query, key, value], place);
+        let attention = self.take_step([query, key, value], step);
         self.lens.iter_mut().for_each(|len| *len += 1);
         Ok(attention)
     }
 
-    /// A step at a position that the device holds.
+    /// Makes a step at a position that the device holds.
     fn attend_stored_at(
         &mut self,
         op: &'static str,
         qkv: [Tensor<4>; 3],
-        place: Place<'_>,
+        step: StepPosition<'_>,
     ) -> Result<Attention> {
         let [query, key, value] = &qkv;
         let tokens = self.check_tensors(op, query, key, value)?;
         check_one_token(op, key, tokens)?;
         let device = query.device();
-        if let Some(position) = &place.position {
+        if let Some(position) = &step.position {
             let [positions] = position.dims();
             let batch = self.layout.shape().batch;
             if ![1, batch].contains(&positions) || position.dtype() != DType::I32 {
@@ -112,22 +115,22 @@ impl KvCache {
             }
             check_device(op, "position", &position.device(), &device)?;
         }
-        if let Some(rope) = place.rope {
-            self.check_rotary(op, rope)?;
+        if let Some(rope) = step.rope {
+            self.check_rope(op, rope)?;
         }
         crate::backends::check_attend(&self.layout, query.dims(), self.capacity(), &device)?;
         self.stepped = true;
-        Ok(self.take_step(qkv, place))
+        Ok(self.take_step(qkv, step))
     }
 
-    /// A step without counting its token.
-    fn take_step(&mut self, mut qkv: [Tensor<4>; 3], mut place: Place<'_>) -> Attention {
+    /// Makes a step without counting its token.
+    fn take_step(&mut self, mut qkv: [Tensor<4>; 3], mut step: StepPosition<'_>) -> Attention {
         let dtype = qkv[0].dtype();
         if self.layout.config().uses_hadamard_keys()
-            && let Some(rope) = place.rope.take()
+            && let Some(rope) = step.rope.take()
         {
-            // Keys are rotated after they are turned, so that no kernel can do it.
-            let position = place.position.clone().unwrap_or_else(|| {
+            // The Hadamard transform comes after rope, so the kernels cannot apply rope.
+            let position = step.position.clone().unwrap_or_else(|| {
                 let len = TensorData::new(vec![self.len() as i32], [1]);
                 Tensor::from_data(len, (&qkv[0].device(), DType::I32))
             });
@@ -136,11 +139,11 @@ impl KvCache {
             qkv[2] = functions::floats(qkv[2].clone());
         }
         let (qkv, len) = (self.stored(qkv), self.len());
-        let attention = self.state.step(qkv, place, self.layout, len, self.options);
+        let attention = self.state.step(qkv, step, self.layout, len, self.options);
         attention.undo_hadamard(self.layout.config()).with_dtype(dtype)
     }
 
-    fn check_rotary(&self, op: &'static str, rope: &RopeTable) -> Result<()> {
+    fn check_rope(&self, op: &'static str, rope: &RopeTable) -> Result<()> {
         check_device(op, "rope", &rope.table().device(), &self.device())?;
         let head_dim = self.layout.shape().head_dim.keys;
         if rope.rotary_dim() > head_dim {

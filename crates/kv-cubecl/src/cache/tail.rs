@@ -14,11 +14,11 @@ use crate::{
 
 impl KvCache {
     /// First token that some row of a chunk of `tokens` sees in another form than the cache holds,
-    /// rounded down so that no block_tokens is cut that is packed now or at the end of the chunk; 0 if
-    /// the sinks would be cut.
+    /// rounded down so that no block is split that is packed now or at the end of the chunk; 0
+    /// if the sinks would be split.
     ///
-    /// With a window whose tokens some rows of the chunk do not see, the first one that any of them sees, as much
-    /// rounded down: all that is seen beside the sinks is gathered.
+    /// With a window whose tokens some rows of the chunk do not see, the first one that any of them
+    /// sees, as much rounded down: all that is seen beside the sinks is gathered.
     pub(super) fn split(&self, tokens: usize) -> usize {
         let (schedule, sides) = (self.layout.schedule(), self.layout.sides());
         let (now, then) = (schedule.counts(self.len()), schedule.counts(self.len() + tokens));
@@ -40,7 +40,7 @@ impl KvCache {
         }
     }
 
-    /// Whether the window hides tokens of the cache from some row of a chunk of `tokens`.
+    /// Returns whether the sliding window hides cached tokens from some row of a chunk of `tokens`.
     pub(super) fn hides(&self, tokens: usize) -> bool {
         let schedule = self.layout.schedule();
         schedule.begin(self.len() + tokens) > schedule.sink_tokens

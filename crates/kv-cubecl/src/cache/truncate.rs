@@ -1,4 +1,4 @@
-//! A sequence cut back to its first tokens.
+//! Truncating a sequence to its first tokens.
 
 use core::ops::Range;
 
@@ -13,23 +13,25 @@ use crate::{
 };
 
 impl KvCache {
-    /// Forgets all tokens of one sequence but the first `len`: speculative decoding takes back the tokens that
-    /// were drafted and not accepted.
+    /// Forgets all tokens of one sequence but the first `len`: speculative decoding takes back the
+    /// tokens that were drafted and not accepted.
     ///
-    /// Keys that are quantized in groups of tokens cannot be in float again, so a sequence goes back no further than
-    /// [`shortest`](Self::shortest). Values, and keys in other formats, are quantized one by one, and those that have
-    /// been since `len` remain what they were restored to: that form, rounded to the float type, is written back into
-    /// the float rows where a sequence of `len` tokens has them (rotated in a cache that rotates values). The state is
-    /// again what a cache holds after `len` tokens, if these had those rows from the start. When they leave the
-    /// window again they are quantized again, which gives the codes they had: the numbers that a group of codes
-    /// stands for have the group's minimum and, where it has its greatest code, its scale. Only groups far from
-    /// 0 for their range, by more than 1500 steps of their codes, and of rows of 16 bits, whose rounding may
-    /// move a scale by its last bit, are quantized from what was written back as any other number is. Where scales are
-    /// powers of two, a block may get the next one, and other codes for the same numbers.
+    /// Keys that are quantized in groups of tokens cannot be in float again, so a sequence goes
+    /// back no further than [`shortest`](Self::shortest). Values, and keys in other formats, are
+    /// quantized one by one, and those that have been since `len` remain what they were restored
+    /// to: that form, rounded to the float type, is written back into the float rows where a
+    /// sequence of `len` tokens has them (after the Hadamard transform, if any). The state is
+    /// again what a cache holds after `len` tokens, if these had those rows from the start. When
+    /// they leave the residual again they are quantized again, which gives the codes they had: the
+    /// numbers that a group of codes stands for have the group's minimum and, where it has its
+    /// greatest code, its scale. Only groups far from 0 for their range, by more than 1500 steps of
+    /// their codes, and of rows of 16 bits, whose rounding may move a scale by its last bit, are
+    /// quantized from what was written back as any other number is. Where scales are powers of two,
+    /// a block may get the next one, and other codes for the same numbers.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not have, and for
-    /// a `len` above its tokens or below the shortest; nothing is then written.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not
+    /// have, and for a `len` above its tokens or below the shortest; nothing is then written.
     pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<()> {
         let shortest = self.shortest(sequence)?;
         let now = self.lens[sequence];
@@ -52,18 +54,20 @@ impl KvCache {
         Ok(())
     }
 
-    /// The fewest tokens that [`truncate`](Self::truncate) can cut a sequence back to: the length at which its
-    /// last group of keys was quantized, or 0 where there is none; all tokens, where a window has hidden some.
+    /// Returns the smallest length that [`truncate`](Self::truncate) accepts: the length at which
+    /// the sequence's last group of keys was quantized, 0 if there is none, or all tokens if the
+    /// sliding window has hidden some.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not have.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not
+    /// have.
     pub fn shortest(&self, sequence: usize) -> Result<usize> {
         check_sequence(sequence, self.lens.len())?;
         let now = self.lens[sequence];
         Ok(self.shortest_by_keys(now).max(self.shortest_by_window(now)))
     }
 
-    /// Cuts a sequence back to its first `len` tokens, or to as many of them as leave exactly the
+    /// Truncates a sequence to its first `len` tokens, or to as many of them as leave exactly the
     /// cache that was never given the others, and returns how many these are:
     /// [`exact`](Self::exact).
     ///
@@ -85,8 +89,8 @@ impl KvCache {
     /// is lost has to be computed again; [`truncate`](Self::truncate) restores it from its codes.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not have, and
-    /// for a `len` above its tokens.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not
+    /// have, and for a `len` above its tokens.
     pub fn exact(&self, sequence: usize, len: usize) -> Result<usize> {
         check_sequence(sequence, self.lens.len())?;
         let now = self.lens[sequence];
@@ -113,7 +117,7 @@ impl KvCache {
         }
     }
 
-    /// The fewest tokens of which as many keys are quantized as of `now`.
+    /// Returns the smallest length with as many quantized keys as `now` tokens have.
     fn shortest_by_keys(&self, now: usize) -> usize {
         let schedule = self.layout.schedule();
         let in_groups = self.layout.sides().keys.spec.is_some_and(|spec| spec.block_tokens() > 1);
@@ -123,15 +127,16 @@ impl KvCache {
         }
     }
 
-    /// `now` where a window has hidden tokens, whose rows and codes are overwritten: a shorter sequence would see some of
-    /// them. How far back they still are depends on what the sequence was before, so that none is given back.
+    /// `now` where a window has hidden tokens, whose rows and codes are overwritten: a shorter
+    /// sequence would see some of them. How far back they still are depends on what the sequence
+    /// was before, so that none is given back.
     fn shortest_by_window(&self, now: usize) -> usize {
         let schedule = self.layout.schedule();
         if schedule.begin(now) > schedule.sink_tokens { now } else { 0 }
     }
 
-    /// Writes the rows of a side of one sequence that are quantized now, and would be in float if it held `len`
-    /// tokens, back into their float rows, where each token is quantized by itself.
+    /// Writes the rows of a side of one sequence that are quantized now, and would be in float if
+    /// it held `len` tokens, back into their float rows, where each token is quantized by itself.
     fn restore_rows(&mut self, side: Side, sequence: usize, len: usize) {
         let schedule = self.layout.schedule();
         let place = self.layout.sides()[side];
@@ -172,8 +177,8 @@ impl SideLayout {
 }
 
 impl State {
-    /// Overwrites the float rows of consecutive tokens of one side of one sequence, which are adjacent, with
-    /// `rows` `[1, n_kv_heads, tokens, head_dim]`.
+    /// Overwrites the float rows of consecutive tokens of one side of one sequence, which are
+    /// adjacent, with `rows` `[1, n_kv_heads, tokens, head_dim]`.
     fn put_rows(
         &mut self,
         sequence: usize,

@@ -13,19 +13,19 @@ use super::quantize::{debug_check_finite, fake_quantize_from};
 
 /// Causal attention over a whole sequence exactly as a KIVI cache would compute it token by token,
 /// without the token loop: row `t` sees quantized keys and values by
-/// [`Schedule::counts`](crate::layout::Schedule::counts) and the rest in float. Scores are scaled by
-/// `1 / sqrt(head_dim)`.
+/// [`Schedule::counts`](crate::layout::Schedule::counts) and the rest in float. Scores are scaled
+/// by `1 / sqrt(head_dim)`.
 ///
 /// Differentiable in all three inputs, straight through the quantizer: this is what
 /// quantization-aware training of the cache runs.
 ///
 /// # Shapes
 /// - `query`: `[batch, n_heads, tokens, head_dim]`
-/// - `key`: `[batch, n_kv_heads, tokens, head_dim]`, after the position encoding; `n_kv_heads` divides
-///   `n_heads`
+/// - `key`: `[batch, n_kv_heads, tokens, head_dim]`, after the position encoding; `n_kv_heads`
+///   divides `n_heads`
 /// - `value`: as `key`, but a head may have another number of channels
-/// - all three f32, f16 or bf16, sums are f32; output: the type of `query`, its shape with the channels of
-///   `value`, and its [`lse`](Attention::lse)
+/// - all three f32, f16 or bf16, sums are f32; output: the type of `query`, its shape with the
+///   channels of `value`, and its [`lse`](Attention::lse)
 ///
 /// NaN and infinite inputs spread no further than in a cache: the output of row `t` is not finite
 /// exactly if something that the row sees makes it so, a NaN or infinite score (the whole row) or
@@ -35,8 +35,8 @@ use super::quantize::{debug_check_finite, fake_quantize_from};
 ///
 /// # Errors
 /// [`Error::Shape`] and [`Error::InvalidConfig`] naming the argument; [`Error::Unsupported`] for a
-/// device without the cache's float type, or more elements than it can count; [`Error::NonFinite`] in
-/// debug builds.
+/// device without the cache's float type, or more elements than it can count; [`Error::NonFinite`]
+/// in debug builds.
 pub fn streaming_attention(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -47,8 +47,7 @@ pub fn streaming_attention(
     streaming_attention_with(query, key, value, config, fake_quant, options)
 }
 
-/// [`streaming_attention`] with a choice of how training treats the quantizer, and of how scores become
-/// weights.
+/// Computes [`streaming_attention`] with options for the quantizer's gradient and for the softmax.
 ///
 /// # Errors
 /// Those of [`streaming_attention`].
@@ -63,12 +62,15 @@ pub fn streaming_attention_with(
     attend_parallel(query, key, value, None, config, fake_quant, options)
 }
 
-/// [`streaming_attention_with`] with a learned sink: `sink_logits`, `[n_heads]` in f32, f16 or bf16, is a score of
-/// each head whose weight goes to no value, as in gpt-oss (2025, <https://arxiv.org/abs/2508.10925>). It is in the
-/// log-sum-exp. Differentiable in it, too.
+/// Computes [`streaming_attention_with`] with a learned sink per query head.
+///
+/// `sink_logits`, `[n_heads]` in f32, f16 or bf16, adds one score to each head's softmax whose
+/// weight goes to no value, as in gpt-oss (2025, <https://arxiv.org/abs/2508.10925>). The
+/// log-sum-exp includes it, and gradients reach it.
 ///
 /// # Errors
-/// Those of [`streaming_attention`], and [`Error::Shape`] for another number of logits than query heads.
+/// Those of [`streaming_attention`], and [`Error::Shape`] for another number of logits than query
+/// heads.
 pub fn streaming_attention_with_sinks(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -113,7 +115,7 @@ fn attend_parallel(
     debug_check_finite("streaming_attention", "key", &key)?;
     debug_check_finite("streaming_attention", "value", &value)?;
     let dtype = query.dtype();
-    // What is changed after attention is rounded to a narrow type once, at the end.
+    // An output that is processed further is rounded to a narrow type once, at the end.
     let changed =
         config.uses_hadamard_values() || config.uses_hadamard_keys() || sink_logits.is_some();
     let query = if changed { floats(query) } else { query };
@@ -124,7 +126,7 @@ fn attend_parallel(
     Ok(attention.undo_hadamard(config).with_dtype(dtype))
 }
 
-/// A side as a cache of this configuration stores it, but for rounding: rotated, if it rotates it.
+/// Applies the Hadamard transform to a side if the cache stores it transformed.
 pub(crate) fn hadamard_side(tensor: Tensor<4>, side: Side, config: &KvCacheConfig) -> Tensor<4> {
     match config.uses_hadamard(side) {
         true => apply_hadamard(tensor),
@@ -132,13 +134,13 @@ pub(crate) fn hadamard_side(tensor: Tensor<4>, side: Side, config: &KvCacheConfi
     }
 }
 
-/// [`hadamard_side`] of values, or of sums of them, which it turns back.
+/// Applies [`hadamard_side`] to values. The transform is its own inverse, so it also restores sums
+/// of transformed values.
 pub(crate) fn hadamard_values(value: Tensor<4>, config: &KvCacheConfig) -> Tensor<4> {
     hadamard_side(value, Side::Values, config)
 }
 
-/// Queries and keys as a cache of this configuration stores keys, but for rounding: rotated, if it rotates them, which
-/// leaves their products as they are.
+/// Applies [`hadamard_side`] to queries and keys, which keeps their products.
 pub(crate) fn hadamard_query_key(
     query_and_key: [Tensor<4>; 2],
     config: &KvCacheConfig,
@@ -146,13 +148,15 @@ pub(crate) fn hadamard_query_key(
     query_and_key.map(|tensor| hadamard_side(tensor, Side::Keys, config))
 }
 
-/// [`rotate`] without its checks.
+/// Computes [`hadamard`] without its checks.
 fn apply_hadamard(input: Tensor<4>) -> Tensor<4> {
     Tensor::from_dispatch(<Dispatch as KvCacheOps>::hadamard(floats(input).into_dispatch()))
 }
 
-/// Multiplies each row by Sylvester's Hadamard matrix divided by the root of its size, which is its own inverse: what
-/// a cache with [`KvCacheConfig::hadamard_values`] does to values. The output is f32, whatever the input.
+/// Multiplies each row by Sylvester's Hadamard matrix divided by the root of its size.
+///
+/// The transform is its own inverse. A cache with [`KvCacheConfig::hadamard_values`] applies it to
+/// values. The output is f32 for every input type.
 ///
 /// # Shapes
 /// - `input`, output: `[batch, heads, tokens, head_dim]`, head_dim a power of two up to 256
@@ -170,7 +174,7 @@ pub fn hadamard(input: Tensor<4>) -> Result<Tensor<4>> {
     Ok(apply_hadamard(input))
 }
 
-/// How a whole sequence is attended to.
+/// Attention over a whole sequence.
 pub(crate) struct Attend<'a> {
     pub(crate) layout: &'a CacheLayout,
     pub(crate) fake_quant: FakeQuantOptions,
@@ -179,8 +183,8 @@ pub(crate) struct Attend<'a> {
 }
 
 impl Attend<'_> {
-    /// [`streaming_attention_with`] without the checks, for a sequence that starts with an empty cache, with values
-    /// and output [`rotated`].
+    /// Computes [`streaming_attention_with`] without its checks. The sequence starts with an empty
+    /// cache; values and output are after [`hadamard_values`].
     pub(crate) fn closed_form(
         self,
         query: Tensor<4>,
@@ -217,7 +221,8 @@ pub(crate) fn floats(tensor: Tensor<4>) -> Tensor<4> {
     }
 }
 
-/// Rounds to the cache's float type, as storing in the cache does, with a straight-through gradient.
+/// Rounds to the cache's float type, as storing in the cache does, with a straight-through
+/// gradient.
 pub(crate) fn store(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     match float {
         CacheFloat::F32 => tensor,
@@ -227,7 +232,8 @@ pub(crate) fn store(tensor: Tensor<4>, float: CacheFloat) -> Tensor<4> {
     }
 }
 
-/// [`KvCacheOps::streaming_attention`] on Burn's high-level tensors; `sides` are key, key_hat, value and value_hat.
+/// [`KvCacheOps::streaming_attention`] on Burn's high-level tensors; `sides` are key, key_hat,
+/// value and value_hat.
 pub(crate) fn stream(
     query: Tensor<4>,
     sides: [Tensor<4>; 4],
@@ -252,12 +258,12 @@ pub(crate) fn stream(
 }
 
 impl Attention {
-    /// This attention with a learned sink: see [`streaming_attention_with_sinks`]. For that of a cache, which records
-    /// no gradient.
+    /// Adds a learned sink: see [`streaming_attention_with_sinks`]. It serves the output of a
+    /// cache, which records no gradient.
     ///
     /// # Errors
-    /// [`Error::Shape`] for another number of logits than heads, [`Error::Unsupported`] on a device that records
-    /// gradients.
+    /// [`Error::Shape`] for another number of logits than heads, [`Error::Unsupported`] on a device
+    /// that records gradients.
     pub fn with_sinks(self, sink_logits: Tensor<1>) -> Result<Self> {
         const OP: &str = "with_sinks";
         check_sinks(OP, &sink_logits, self.lse.dims()[1])?;
@@ -279,12 +285,12 @@ impl Attention {
         Ok(Self { output, lse }.with_dtype(dtype))
     }
 
-    /// With the output, f32, turned back, of a cache that rotates values.
+    /// Undoes the Hadamard transform of the values in the f32 output.
     pub(crate) fn undo_hadamard(self, config: &KvCacheConfig) -> Self {
         Self { output: hadamard_values(self.output, config), ..self }
     }
 
-    /// With the output in the type of the query.
+    /// Converts the output to the type of the query.
     pub(crate) fn with_dtype(self, dtype: DType) -> Self {
         match self.output.dtype() == dtype {
             true => self,
@@ -292,7 +298,7 @@ impl Attention {
         }
     }
 
-    /// Attention over the tokens of both, which have none in common.
+    /// Merges attention over two disjoint sets of tokens.
     pub(crate) fn merge(self, other: Self) -> Self {
         let difference = self.lse.clone() - other.lse.clone();
         // `(a - b) * weight + b` would lose a small `a` beside a large `b` of no weight.

@@ -14,8 +14,8 @@ use crate::{
     scores::Scores,
 };
 
-/// Scores of `query` `[batch, n_heads, m, head_dim]` and `key` `[batch, n_kv_heads, n, head_dim]`, both f32:
-/// `[batch, n_kv_heads, n_heads / n_kv_heads * m, n]`.
+/// Scores of `query` `[batch, n_heads, m, head_dim]` and `key` `[batch, n_kv_heads, n, head_dim]`,
+/// both f32: `[batch, n_kv_heads, n_heads / n_kv_heads * m, n]`.
 fn scores(query: &Tensor<4>, key: Tensor<4>, Scores { scale, softcap }: Scores) -> Tensor<4> {
     let scores = query.clone().matmul(key.transpose()) * scale;
     match softcap {
@@ -47,23 +47,26 @@ pub(crate) fn attend_frame(
     }
 }
 
-/// Attention of all frames of a sequence at once, exactly as a [`FrameCache`](crate::FrameCache) computes it frame by
-/// frame: the tokens of a frame see one another in float, and the frames before it, up to the window, as they are
-/// stored. Scores are scaled by `1 / sqrt(head_dim)` unless `options` say otherwise.
+/// Attention of all frames of a sequence at once, exactly as a [`FrameCache`](crate::FrameCache)
+/// computes it frame by frame: the tokens of a frame see one another in float, and the frames
+/// before it, up to the window, as they are stored. Scores are scaled by `1 / sqrt(head_dim)`
+/// unless `options` say otherwise.
 ///
-/// Differentiable in all three inputs, straight through the quantizer, as `fake_quant` says. All scores are in memory
-/// at once: it is for the short sequences that such models are trained with.
+/// Differentiable in all three inputs, straight through the quantizer, as `fake_quant` says. All
+/// scores are in memory at once: it is for the short sequences that such models are trained with.
 ///
 /// # Shapes
 /// - `query`: `[batch, n_heads, frames * tokens_per_frame, head_dim]`
-/// - `key`: `[batch, n_kv_heads, frames * tokens_per_frame, head_dim]`, after the position encoding; `n_kv_heads`
-///   divides `n_heads`
+/// - `key`: `[batch, n_kv_heads, frames * tokens_per_frame, head_dim]`, after the position
+///   encoding; `n_kv_heads` divides `n_heads`
 /// - `value`: as `key`, but a head may have another number of channels
-/// - all three f32, f16 or bf16, sums are f32; output: the type of `query`, its shape with the channels of `value`
+/// - all three f32, f16 or bf16, sums are f32; output: the type of `query`, its shape with the
+///   channels of `value`
 ///
 /// # Errors
-/// [`Error::Shape`](crate::Error::Shape) and [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the argument;
-/// [`Error::Unsupported`](crate::Error::Unsupported) for a device without the cache's float type.
+/// [`Error::Shape`](crate::Error::Shape) and [`Error::InvalidConfig`](crate::Error::InvalidConfig)
+/// naming the argument; [`Error::Unsupported`](crate::Error::Unsupported) for a device without the
+/// cache's float type.
 pub fn frame_attention(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -106,7 +109,7 @@ pub fn frame_attention(
     })
 }
 
-/// What the tokens of a sequence of frames see.
+/// Visible tokens of a sequence of frames.
 struct FrameView<'a> {
     schedule: Schedule,
     config: &'a FrameConfig,
@@ -150,7 +153,8 @@ impl FrameView<'_> {
         end.bool_not().bool_or(self.after_sinks(|before| self.schedule.begin(before)))
     }
 
-    /// What a side is before a frame: its form as it is stored in float, and quantized, with the mask of where.
+    /// Returns a side as a frame sees it: in float, quantized, and the mask of the quantized
+    /// tokens.
     fn forms(
         &self,
         tensor: Tensor<4>,
@@ -191,7 +195,7 @@ impl FrameView<'_> {
         let plain = layout.config().float == CacheFloat::F32;
 
         let mut seen = scores(&query, key.clone(), scaled);
-        // What is stored may be rotated, and queries are with it.
+        // Stored keys may be after the Hadamard transform; queries then get it, too.
         let [query, key] =
             [query, key].map(|tensor| hadamard_side(tensor, Side::Keys, layout.config()));
         let (stored, quantized) = self.forms(key, Side::Keys, layout, fake_quant);
@@ -204,7 +208,7 @@ impl FrameView<'_> {
         let seen = seen.mask_fill(all(self.hidden()), f32::NEG_INFINITY);
         let weights = activation::softmax(seen, 3);
 
-        // What is stored may be rotated, and is turned back once it is summed up.
+        // Stored values may be after the Hadamard transform, which is undone after the sum.
         let transformed = hadamard_values(value.clone(), layout.config());
         let output = match (plain, self.forms(transformed, Side::Values, layout, fake_quant)) {
             (true, (_, None)) => weights.matmul(value),

@@ -17,7 +17,7 @@ use crate::{
 pub struct Packed {
     words: Tensor<4, Int>,
     spec: QuantSpec,
-    /// Of the tensor that it restores to.
+    /// Shape of the restored tensor.
     shape: [usize; 4],
 }
 
@@ -33,8 +33,8 @@ pub struct Logical {
     pub scale: Vec<f16>,
     /// One f16 minimum per group, shaped like `scale`; empty in formats that have none.
     pub min: Vec<f16>,
-    /// Where scales are powers of two, their exponents and 127, one per group, shaped as `scale` would be; otherwise
-    /// empty.
+    /// Where scales are powers of two, their exponents and 127, one per group, shaped as `scale`
+    /// would be; otherwise empty.
     pub exponents: Vec<u8>,
 }
 
@@ -45,7 +45,7 @@ impl Packed {
         Self { words, spec, shape }
     }
 
-    /// How it was quantized.
+    /// Returns the quantization parameters.
     pub fn spec(&self) -> QuantSpec {
         self.spec
     }
@@ -55,7 +55,7 @@ impl Packed {
         self.shape
     }
 
-    /// What the codes stand for, as `code * scale + min`, f32 `[batch, n_kv_heads, tokens, head_dim]`.
+    /// Restores the numbers as `code * scale + min`, f32 `[batch, n_kv_heads, tokens, head_dim]`.
     pub fn dequantize(&self) -> Tensor<4> {
         let words = self.words.clone().into_dispatch();
         Tensor::from_dispatch(<Dispatch as KvCacheOps>::dequantize(words, self.spec, self.shape))
@@ -116,21 +116,22 @@ impl Packed {
     }
 }
 
-/// Quantizes `input` by groups in one of KIVI's formats, with scale and minimum in f16. Over a group, with
-/// `n = 2^n_bits - 1`: `min = f16(min x)`, `scale = f16((max x - min x) / n)`,
-/// `code = round_half_even(clamp((x - min) / scale, 0, n))`. A constant group has scale 0 and codes
+/// Quantizes `input` by groups in one of KIVI's formats, with scale and minimum in f16. Over a
+/// group, with `n = 2^n_bits - 1`: `min = f16(min x)`, `scale = f16((max x - min x) / n)`, `code =
+/// round_half_even(clamp((x - min) / scale, 0, n))`. A constant group has scale 0 and codes
 /// 0. Values beyond ±65504, the range of f16, saturate.
 ///
 /// # Shapes
-/// - `input`: `[batch, n_kv_heads, tokens, head_dim]`; the grouped axis (tokens per channel, head_dim
-///   per token) must be a multiple of `group_size`.
+/// - `input`: `[batch, n_kv_heads, tokens, head_dim]`; the grouped axis (tokens per channel,
+///   head_dim per token) must be a multiple of `group_size`.
 ///
 /// # Errors
 /// [`Error::Shape`] or [`Error::InvalidConfig`] for a group size that does not fit,
-/// [`Error::Unsupported`] for a type other than f32, or for more elements than the device can count.
-/// Non-finite values are [`Error::NonFinite`] in debug builds. In release builds infinite ones
-/// saturate as well; a NaN does not count for minimum and maximum and has code 0, so that it is
-/// restored as the minimum, or as 0 if the group is all NaN. [`ensure_finite`] checks in any build.
+/// [`Error::Unsupported`] for a type other than f32, or for more elements than the device can
+/// count. Non-finite values are [`Error::NonFinite`] in debug builds. In release builds infinite
+/// ones saturate as well; a NaN does not count for minimum and maximum and has code 0, so that it
+/// is restored as the minimum, or as 0 if the group is all NaN. [`ensure_finite`] checks in any
+/// build.
 pub fn quantize(
     input: Tensor<4>,
     granularity: Granularity,
@@ -141,15 +142,15 @@ pub fn quantize(
 }
 
 /// Quantizes `input` as a side of a cache in this format does; `group_size` counts where the format
-/// [has such groups](KvFormat::is_grouped). What numbers become is said in the format; infinities saturate, and a
-/// NaN counts for no scale and has code 0.
+/// [has such groups](KvFormat::is_grouped). What numbers become is said in the format; infinities
+/// saturate, and a NaN counts for no scale and has code 0.
 ///
 /// # Shapes
 /// As [`quantize`].
 ///
 /// # Errors
-/// As [`quantize`], and [`Error::InvalidConfig`] for [`KvFormat::Float`] and for a head_dim that the format does not
-/// take.
+/// As [`quantize`], and [`Error::InvalidConfig`] for [`KvFormat::Float`] and for a head_dim that
+/// the format does not take.
 pub fn quantize_side(
     input: Tensor<4>,
     side: Side,

@@ -12,13 +12,14 @@ use crate::{
     layout::QuantSpec,
 };
 
-/// Channels behind those of a token, as many as a word has codes, that hold the magnitude which the scale is taken from.
+/// Channels behind those of a token, as many as a word has codes, that hold the magnitude which the
+/// scale is taken from.
 const BEHIND: usize = 4;
 
 /// The largest magnitude that a scale in f16 takes: all beyond it, infinite ones too, count as it.
 const LIMIT: f32 = 127.0 * 65504.0;
 
-/// How a token with [`BEHIND`] channels more is quantized.
+/// Returns the quantization parameters of a token with [`BEHIND`] more channels.
 fn spec(head_dim: usize) -> QuantSpec {
     QuantSpec {
         format: Codec::Int8,
@@ -28,15 +29,15 @@ fn spec(head_dim: usize) -> QuantSpec {
     }
 }
 
-/// `x` with 0 in the place of a NaN. By a comparison that a NaN fails, since compilers may take it for granted that a
-/// number equals itself.
+/// `x` with 0 in the place of a NaN. By a comparison that a NaN fails, since compilers may take it
+/// for granted that a number equals itself.
 fn without_nan(x: Tensor<4>) -> Tensor<4> {
     let number = x.clone().abs().lower_equal_elem(f32::INFINITY);
     x.mask_fill(number.bool_not(), 0.0)
 }
 
-/// What the scale of each head of a frame is to be taken from by itself, `[batch, n_kv_heads, 1, 1]`, of a frame
-/// `[batch, n_kv_heads, tokens, head_dim]`: the largest magnitude, or that which so many percent do not exceed.
+/// Returns the amax of each head, `[batch, n_kv_heads, 1, 1]`, of a frame `[batch, n_kv_heads,
+/// tokens, head_dim]`: the largest magnitude, or the percentile of the magnitudes.
 pub(crate) fn found(frame: Tensor<4>, of: OfFrames, rule: &RunningScale) -> Tensor<4> {
     let [batch, heads, tokens, head_dim] = frame.dims();
     let n = tokens * head_dim;
@@ -50,8 +51,8 @@ pub(crate) fn found(frame: Tensor<4>, of: OfFrames, rule: &RunningScale) -> Tens
     }
 }
 
-/// What the scale of frame `index` is taken from, where it is `found` in the frame itself, and it was `before` for the
-/// frame before.
+/// Returns the running amax of frame `index` from the amax `found` in it and the running amax
+/// `before` it.
 pub(crate) fn follow(
     before: Option<Tensor<4>>,
     found: Tensor<4>,
@@ -70,8 +71,8 @@ pub(crate) fn follow(
     next.clamp_min(floor)
 }
 
-/// Tokens, at most as large as `largest`, `[batch, n_kv_heads, tokens or 1, 1]`, with that behind them, so that the
-/// quantizer of tokens takes their scale from it.
+/// Tokens, at most as large as `largest`, `[batch, n_kv_heads, tokens or 1, 1]`, with that behind
+/// them, so that the quantizer of tokens takes their scale from it.
 fn bounded(x: Tensor<4>, largest: Tensor<4>) -> Tensor<4> {
     let [batch, heads, tokens, head_dim] = x.dims();
     let bound = largest.clone().expand([batch, heads, tokens, head_dim]);
@@ -79,8 +80,9 @@ fn bounded(x: Tensor<4>, largest: Tensor<4>) -> Tensor<4> {
     Tensor::cat(vec![x, largest.expand([batch, heads, tokens, BEHIND])], 3)
 }
 
-/// Codes and scales of the tokens of a frame, with the scale of `largest`: words of codes, `[slices, tokens, words]`, and
-/// of scales, `[slices, tokens / 2]`. The number of tokens must be even.
+/// Codes and scales of the tokens of a frame, with the scale of `largest`: words of codes,
+/// `[slices, tokens, words]`, and of scales, `[slices, tokens / 2]`. The number of tokens must be
+/// even.
 pub(crate) fn quantize_frame(x: Tensor<4>, largest: Tensor<4>) -> (Tensor<3, Int>, Tensor<2, Int>) {
     let [batch, heads, tokens, head_dim] = x.dims();
     let (spec, slices) = (spec(head_dim), batch * heads);
@@ -95,8 +97,8 @@ pub(crate) fn quantize_frame(x: Tensor<4>, largest: Tensor<4>) -> (Tensor<3, Int
     (of_tokens.narrow(2, 0, width - BEHIND / spec.codes_per_word()), words.narrow(1, codes, scales))
 }
 
-/// What frames of `tokens_per_frame` tokens, one after the other, restore to after the first `sinks`, which stay as they
-/// are. The gradient is the identity, and none of numbers beyond the scale.
+/// Quantizes and restores consecutive frames of `tokens_per_frame` tokens; the first `sinks` tokens
+/// stay as they are. The gradient is the identity, and 0 for numbers beyond the scale.
 pub(crate) fn fake_quantize_frames(
     x: Tensor<4>,
     tokens_per_frame: usize,

@@ -11,17 +11,17 @@ use crate::{Error, Result};
 /// Units per cube of the element-wise kernels.
 pub(super) const ELEMENTWISE_UNITS: usize = 128;
 
-/// What a device allows of a launch.
+/// Limits of a device on a launch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     /// Most cubes along each axis; WebGPU guarantees 65535.
     max_cubes: [usize; 3],
-    /// Whether indices may have 64 bits; WGSL has none.
+    /// True if indices may have 64 bits, which WGSL lacks.
     wide: bool,
 }
 
 impl Limits {
-    /// What WebGPU guarantees.
+    /// The limits that WebGPU guarantees.
     #[cfg(test)]
     pub(crate) const WEBGPU: Self = Self { max_cubes: [65_535; 3], wide: false };
 
@@ -38,8 +38,8 @@ pub(crate) struct Grid {
     counts: [u32; 3],
     /// Units per cube.
     units: usize,
-    /// Whether the wanted cubes exceed the limit of an axis, so that they are spread over all axes.
-    /// There may then be a few without work, and kernels compute their place by [`cube_at`].
+    /// True if the cubes exceed the limit of one axis and are spread over all three. Some cubes may
+    /// then have no work, and kernels compute their index by [`cube_at`].
     pub(crate) flat: bool,
     /// Type of the kernel's indices.
     pub(crate) address: AddressType,

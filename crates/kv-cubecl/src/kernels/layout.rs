@@ -1,5 +1,5 @@
-//! The kernels' copy of [`layout`](crate::layout): where tokens are, and which are quantized when. The
-//! conformance suite holds it to the original.
+//! The kernels' copy of [`layout`](crate::layout): where tokens are, and which are quantized when.
+//! The conformance suite holds it to the original.
 
 use cubecl::prelude::*;
 
@@ -38,7 +38,7 @@ impl Schedule {
     }
 }
 
-/// How many tokens of a side, one of those of `schedule`, are quantized in a cache of `len` tokens:
+/// Returns the number of quantized tokens of a side in a cache of `len` tokens:
 /// [`Schedule::counts`].
 #[cube]
 pub(crate) fn quantized(len: usize, side: &SideScheduleArgs, schedule: &ScheduleArgs) -> usize {
@@ -69,7 +69,7 @@ pub(crate) struct SideArgs {
     pub(crate) head_dim: usize,
     /// Packed words of one slice.
     pub(crate) slice_words: usize,
-    /// Packed tokens that there is room for.
+    /// Capacity in packed tokens.
     pub(crate) packed_tokens: usize,
 }
 
@@ -82,8 +82,8 @@ pub(crate) struct ParameterPlace {
     pub(crate) shift: u32,
 }
 
-/// Where the parameter of group `group` of the token in a slot is, where parameters share words and there is room for
-/// so many tokens: [`PackedPlace::parameter`](crate::layout::PackedPlace::parameter).
+/// Returns the position of a group's parameter for the token in a slot, where parameters share
+/// words: [`PackedPlace::parameter`](crate::layout::PackedPlace::parameter).
 #[cube]
 pub(crate) fn parameter_place(
     slot: usize,
@@ -116,7 +116,8 @@ impl SideLayout {
     }
 }
 
-/// The first element of the float row of `token` among those of both sides: [`SideLayout::element`].
+/// The first element of the float row of `token` among those of both sides:
+/// [`SideLayout::element`].
 #[cube]
 pub(crate) fn float_element(token: usize, side: &SideArgs) -> usize {
     let mut row = token;
@@ -132,7 +133,7 @@ pub(crate) fn packed_slot(token: usize, side: &SideArgs) -> usize {
     token % side.packed_tokens
 }
 
-/// What kernels are told of a cache.
+/// Run-time arguments that describe a cache.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct CacheArgs {
     pub(crate) schedule: ScheduleArgs,
@@ -144,7 +145,7 @@ pub(crate) struct CacheArgs {
 }
 
 impl CacheLayout {
-    /// How keys and values are quantized, where they are.
+    /// Returns the quantization of keys and values, if any.
     pub(crate) fn specs(&self) -> Sides<Option<QuantSpec>> {
         self.sides().map(|side| side.spec)
     }

@@ -1,11 +1,11 @@
-//! RopeTable positions: channel `i` of a row turns with channel `i + rotary_dim / 2`.
+//! Rope: channel `i` of a row pairs with channel `i + rotary_dim / 2`.
 
 use cubecl::{client::Client, prelude::*};
 
 use super::elementwise;
 use crate::Result;
 
-/// What kernels are told of a table `[positions, rotary_dim]`, whose rows are cosines, then sines.
+/// Run-time arguments of a table `[positions, rotary_dim]`, whose rows are cosines, then sines.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct RopeArgs {
     /// Positions of the table, at least 1; those past the last turn like it.
@@ -23,25 +23,26 @@ impl RopeArgs {
 
 /// A table and its shape.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
-pub(crate) struct RotaryBinding {
+pub(crate) struct RopeBinding {
     /// f32 `[positions, rotary_dim]`.
     pub(crate) table: BufferArg,
     pub(crate) positions: usize,
     pub(crate) rotary_dim: usize,
 }
 
-/// The table, if there is one, and what kernels are told of it.
-pub(crate) fn rotary_args(rope: Option<RotaryBinding>) -> (Option<BufferArg>, RopeArgsLaunch) {
+/// Returns the table's buffer, if there is one, and its run-time arguments.
+pub(crate) fn rope_args(rope: Option<RopeBinding>) -> (Option<BufferArg>, RopeArgsLaunch) {
     match rope {
         // The shape of no table is not read.
         None => (None, RopeArgsLaunch::new(1, 1)),
-        Some(RotaryBinding { table, positions, rotary_dim }) => {
+        Some(RopeBinding { table, positions, rotary_dim }) => {
             (Some(table), RopeArgsLaunch::new(positions, rotary_dim / 2))
         }
     }
 }
 
-/// Channel `channel` of the row of `x` that begins at `row`, turned by `position` if there is a table.
+/// Reads channel `channel` of the row of `x` that begins at `row`, with rope by `position` if there
+/// is a table.
 #[cube]
 pub(crate) fn apply_rope<F: Float>(
     x: &[F],
@@ -91,17 +92,17 @@ fn turn_rows(
 }
 
 /// Turns the rows of `x`, f32 `[rows, head_dim]` of `n` elements, all at one position.
-pub(crate) fn launch_turn(
+pub(crate) fn launch_rope(
     client: &Client,
     x: BufferArg,
     output: BufferArg,
-    rope: RotaryBinding,
+    rope: RopeBinding,
     n: usize,
     head_dim: usize,
     position: usize,
 ) -> Result<()> {
     let grid = elementwise(client, "rope", n, n.max(rope.positions * rope.rotary_dim))?;
-    let (table, args) = rotary_args(Some(rope));
+    let (table, args) = rope_args(Some(rope));
     turn_rows::launch(
         client,
         grid.count(),

@@ -15,8 +15,8 @@ pub(super) const VECTOR: usize = 4;
 pub(super) enum Processor {
     /// A GPU: blocks are sized so that a unit's sums stay in registers.
     Gpu,
-    /// A CPU that emulates a GPU (Mesa's llvmpipe): a load costs as much as a hundred products, and sums
-    /// live in memory in any case, so that larger blocks pay.
+    /// A CPU that emulates a GPU (Mesa's llvmpipe): a load costs as much as a hundred products, and
+    /// sums live in memory in any case, so that larger blocks pay.
     Software,
 }
 
@@ -43,8 +43,8 @@ pub(crate) struct RowBlocks {
 
 impl RowBlocks {
     /// Blocks whose runs of tokens divide `token_group` and whose runs of channels divide
-    /// `channel_group` (0 where nothing is grouped); `None` if head_dim of either side is not a multiple of
-    /// four up to 256.
+    /// `channel_group` (0 where nothing is grouped); `None` if head_dim of either side is not a
+    /// multiple of four up to 256.
     pub(super) fn new(
         head_dim: Sides<usize>,
         token_group: usize,
@@ -61,9 +61,9 @@ impl RowBlocks {
             Processor::Gpu => (64, 16, 32),
             Processor::Software => (128, 8, 8),
         };
-        // Few channels per unit leave room for more rows, which share the work of restoring keys and
-        // values. More channels per unit are taken while that does not cost rows, or while there would
-        // be more units than needed.
+        // Few channels per unit leave room for more rows, which share the work of restoring keys
+        // and values. More channels per unit are taken while that does not cost rows, or while
+        // there would be more units than needed.
         let mut unit_channels = VECTOR;
         for n in [8, 16] {
             let wanted = n <= sums / most_rows || value_dim / unit_channels > fewest_units;
@@ -112,8 +112,8 @@ impl RowBlocks {
 /// The state of a cube: memory its units share, and the sums that each unit keeps over all tiles.
 #[derive(CubeType)]
 pub(super) struct RowState<N: Size> {
-    /// During the loop the weights of a tile, `[rows, tile]`, in vectors of four tokens; after it the
-    /// outputs to be added up, `[rows, strides, head_dim]`, in vectors of four channels.
+    /// During the loop the weights of a tile, `[rows, tile]`, in vectors of four tokens; after it
+    /// the outputs to be added up, `[rows, strides, head_dim]`, in vectors of four channels.
     pub(super) weights: Shared<[Vector<f32, N>]>,
     /// One number of each unit for reductions over the cube, `[rows, units]`.
     stats: Shared<[f32]>,
@@ -126,7 +126,7 @@ pub(super) struct RowState<N: Size> {
     /// The unit's part of the outputs, `[rows, unit_channels]`.
     pub(super) outputs: Array<f32>,
     unit: usize,
-    /// Which block of channels the unit adds to.
+    /// Index of the block of channels that the unit sums.
     pub(super) block: usize,
     /// Index of the unit among those that share its block of channels.
     pub(super) stride: usize,

@@ -2,15 +2,16 @@
 //!
 //! Nothing here knows a tensor. A cache of `T` tokens holds, per (batch, kv head):
 //!
-//! - **float rows**, `head_dim` wide: the sinks, then a ring of recent tokens, first for the keys, then
-//!   for the values, whose rows may be of another width;
+//! - **float rows**, `head_dim` wide: the sinks, then a ring of recent tokens, first for the keys,
+//!   then for the values, whose rows may be of another width;
 //! - **packed keys**: per group of G tokens `G / codes_per_word` rows of code words and one row of
 //!   parameters, each `head_dim` wide, channels innermost;
 //! - **packed values**: per token `head_dim / codes_per_word` code words, then `head_dim / G`
-//!   parameter words. A parameter word is two f16: the scale in the low half, the minimum in the high half;
-//! - or, in the formats that quantize each token by itself, **packed keys or values**: per token
-//!   `head_dim / codes_per_word` code words; behind those of all tokens the parameters, of 16 bits or 8, of which a
-//!   word has those of several groups or tokens ([`PackedPlace`]).
+//!   parameter words. A parameter word is two f16: the scale in the low half, the minimum in the
+//!   high half;
+//! - or, in the formats that quantize each token by itself, **packed keys or values**: `head_dim /
+//!   codes_per_word` code words per token, then the parameters of all tokens, of 16 or 8 bits each.
+//!   A parameter word is shared by several groups or tokens ([`PackedPlace`]).
 
 mod packed;
 mod schedule;
@@ -48,7 +49,7 @@ impl CacheShape {
         Self { batch, n_kv_heads, head_dim: head_dim.into() }
     }
 
-    /// Shape of the keys or values of so many tokens.
+    /// Returns the shape of the keys or values of `tokens` tokens.
     pub const fn of_tokens(&self, side: Side, tokens: usize) -> [usize; 4] {
         let head_dim = match side {
             Side::Keys => self.head_dim.keys,
@@ -80,15 +81,17 @@ impl CacheLayout {
     /// # Errors
     /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
     pub fn new(config: &KvCacheConfig, shape: CacheShape) -> Result<Self> {
-        Self::rewritable(config, shape, 0)
+        Self::with_overwrite(config, shape, 0)
     }
 
-    /// [`new`](Self::new) for a cache that is written `newest` tokens at a time, the last of which may be written
-    /// again: there is room for them beside all that a query sees before them, so that nothing is lost of that.
+    /// Computes the layout of a cache whose newest tokens may be overwritten.
+    ///
+    /// The cache is written `newest` tokens at a time. It has room for them beside all tokens that
+    /// a query sees before them, so overwriting them loses nothing.
     ///
     /// # Errors
     /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
-    pub(crate) fn rewritable(
+    pub(crate) fn with_overwrite(
         config: &KvCacheConfig,
         shape: CacheShape,
         newest: usize,
@@ -108,8 +111,8 @@ impl CacheLayout {
             values.first_element = keys.head_dim;
         }
         let layout = Self { config: *config, shape, sides: Sides { keys, values } };
-        // So that the kernels of every device can index every buffer, with u32 where they have no more; in
-        // u128 nothing below overflows.
+        // So that the kernels of every device can index every buffer, with u32 where they have no
+        // more; in u128 nothing below overflows.
         let slices = shape.batch as u128 * shape.n_kv_heads as u128;
         if slices.saturating_mul(layout.slice_elements() as u128) >= u128::from(u32::MAX) {
             let rule = format!("too large for one buffer of 2^32 elements with {shape}");
@@ -149,8 +152,9 @@ impl CacheLayout {
         values.first_element.saturating_add(values.rows().saturating_mul(values.head_dim))
     }
 
-    /// Shape of the tensor of float rows, `[batch, n_kv_heads, rows, width]`. A row is `head_dim` wide; where
-    /// keys and values are of different width, each of their rows is some consecutive rows of the tensor.
+    /// Shape of the tensor of float rows, `[batch, n_kv_heads, rows, width]`. A row is `head_dim`
+    /// wide; where keys and values are of different width, each of their rows is some consecutive
+    /// rows of the tensor.
     pub const fn float_shape(&self) -> [usize; 4] {
         let CacheShape { batch, n_kv_heads, .. } = self.shape;
         let width = self.float_width();
@@ -166,8 +170,8 @@ impl CacheLayout {
         a
     }
 
-    /// No buffer of the cache has more elements for one (batch, kv head) slice, nor has that of as many
-    /// tokens as the capacity: a packed side has fewer words than its tokens have elements.
+    /// No buffer of the cache has more elements for one (batch, kv head) slice, nor has that of as
+    /// many tokens as the capacity: a packed side has fewer words than its tokens have elements.
     pub(crate) fn slice_elements(&self) -> usize {
         let Sides { keys, values } = self.shape.head_dim;
         let tokens = self.sides.map(|side| side.packed_tokens + side.rows());
@@ -175,8 +179,8 @@ impl CacheLayout {
         self.float_elements().max(tokens.saturating_mul(keys.max(values)))
     }
 
-    /// The end of the run of tokens from `token` on whose packed form, on either side, is in one piece: rings of
-    /// packed tokens start again after whole groups.
+    /// The end of the run of tokens from `token` on whose packed form, on either side, is in one
+    /// piece: rings of packed tokens start again after whole groups.
     pub(crate) fn packed_run_end(&self, token: usize) -> usize {
         if self.config.sliding_window.is_none() {
             return usize::MAX;
@@ -218,7 +222,7 @@ impl CacheLayout {
 }
 
 /// Where the tokens of a side are whose float rows begin at `first_element`; `newest` as in
-/// [`CacheLayout::rewritable`].
+/// [`CacheLayout::with_overwrite`].
 fn side(
     config: &KvCacheConfig,
     shape: CacheShape,
@@ -231,19 +235,22 @@ fn side(
     let spec = config.format(side).spec(side, head_dim, group_size);
     let schedule = Schedule::new(config);
     let after_sinks = capacity.saturating_sub(sink_tokens);
-    // Of what is in float for good and of what is packed, only the window is kept; its newest tokens are not packed.
+    // With a sliding window, unquantized tokens and packed ones are kept only while visible; the
+    // newest tokens are not packed.
     let stored = sliding_window.map(|window| window + newest);
     let seen = stored.map_or(after_sinks, |stored| after_sinks.min(stored));
     let packed = schedule.counts(capacity)[side];
     let packed_seen = stored.map_or(packed, |stored| {
         let cut = spec.map_or(1, |spec| spec.alignment_tokens(head_dim));
-        // What is written in chunks has a ring as long on both sides, so that positions soon repeat.
+        // What is written in chunks has a ring as long on both sides, so that positions soon
+        // repeat.
         let packed = match newest {
             0 => stored.saturating_sub(schedule.sides[side].keep),
             _ => stored,
         };
-        // Where a side has groups, tokens are read by whole groups of both. Words that tokens share must not be
-        // of both the oldest and the newest, as those of chunks of whole words never are.
+        // Where a side has groups, tokens are read by whole groups of both. Words that tokens share
+        // must not be of both the oldest and the newest, as those of chunks of whole words never
+        // are.
         let shared = match newest > 0 && newest.is_multiple_of(cut) {
             true => 0,
             false => spec.map_or(0, |spec| cut - spec.block_tokens()),

@@ -2,11 +2,11 @@
 
 use super::QuantSpec;
 
-/// The words of the packed tokens of one (batch, kv head): how many tokens there is room for, and how they are
-/// quantized. Tokens are counted by their slot.
+/// The words of the packed tokens of one (batch, kv head): how many tokens there is room for, and
+/// how they are quantized. Tokens are counted by their slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PackedPlace {
-    /// How tokens are quantized.
+    /// Quantization of the tokens.
     pub spec: QuantSpec,
     /// Channels.
     pub head_dim: usize,
@@ -33,7 +33,8 @@ impl PackedPlace {
         self.tokens * self.head_dim / self.spec.codes_per_word()
     }
 
-    /// Where the parameter of a group of `token` is, where parameters share words: its word, and its lowest bit.
+    /// Where the parameter of a group of `token` is, where parameters share words: its word, and
+    /// its lowest bit.
     pub const fn parameter(&self, token: usize, group: usize) -> (usize, u32) {
         let bits = self.spec.format.parameter_bits();
         let bit = (token * self.spec.groups(self.head_dim) + group) * bits;

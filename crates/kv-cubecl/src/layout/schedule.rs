@@ -14,7 +14,7 @@ pub struct SideSchedule {
 }
 
 impl SideSchedule {
-    /// That of a side which is grouped along this axis, or stays in float.
+    /// Returns the schedule of a side with this grouping axis; `None` stays in float.
     const fn new(config: &KvCacheConfig, granularity: Option<Granularity>) -> Self {
         let length = config.residual_length;
         match (granularity, config.flush.is_by_group()) {
@@ -38,8 +38,9 @@ impl SideSchedule {
         Self { step: group, keep: length.saturating_sub(group) }
     }
 
-    /// The oldest token of a full window of `length` tokens is quantized for every new one: the values of
-    /// KIVI, and all that is quantized token by token. With a window of 0 that is the new one itself.
+    /// The oldest token of a full window of `length` tokens is quantized for every new one: the
+    /// values of KIVI, and all that is quantized token by token. With a window of 0 that is the new
+    /// one itself.
     pub const fn one_by_one(length: usize) -> Self {
         Self { step: 1, keep: length }
     }
@@ -49,14 +50,16 @@ impl SideSchedule {
     pub(super) const fn slots(&self, lag: usize) -> usize {
         match self.step {
             1 => self.keep.saturating_add(lag),
-            // The token that completes a step is stored like the others, so it has room for the lag, too.
+            // The token that completes a step is stored like the others, so it has room for the
+            // lag, too.
             step => self.keep.saturating_add(step),
         }
     }
 
-    /// Slots of the ring that holds the tokens in float of a cache that is written `chunk` tokens at a time, at least
-    /// one, where what was in float before a chunk stays while the chunk is there: whole chunks, so that positions
-    /// soon repeat, and none, if no chunk leaves tokens in float.
+    /// Slots of the ring that holds the tokens in float of a cache that is written `chunk` tokens
+    /// at a time, at least one, where what was in float before a chunk stays while the chunk is
+    /// there: whole chunks, so that positions soon repeat, and none, if no chunk leaves tokens in
+    /// float.
     pub(super) const fn slots_of_chunks(&self, chunk: usize) -> usize {
         // The greatest common divisor of chunk and step.
         let (mut divisor, mut rest) = (chunk, self.step);
@@ -71,30 +74,31 @@ impl SideSchedule {
         }
     }
 
-    /// How many of the first of `n` tokens after the sinks are quantized.
+    /// Returns the number of quantized tokens among `n` tokens after the sinks.
     pub const fn quantized(&self, n: usize) -> usize {
         n.saturating_sub(self.keep) / self.step * self.step
     }
 }
 
-/// How many of the first tokens after the sinks are quantized, for keys and for values.
+/// Numbers of quantized keys and values, counted after the sinks.
 pub type QuantizedCounts = Sides<usize>;
 
-/// Which tokens of a cache are quantized when.
+/// Rule for when the tokens of a cache are quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Schedule {
-    /// That of each side.
+    /// Schedule of each side.
     pub sides: Sides<SideSchedule>,
-    /// Whether a query sees the tokens that its own token pushes out quantized.
+    /// Order of flush and attention: whether a query sees the tokens that its own token pushes out
+    /// quantized.
     pub flush: Flush,
-    /// Sink tokens S, which stay in float for good.
+    /// Number S of sink tokens, which always stay in float.
     pub sink_tokens: usize,
     /// Recent tokens that a query sees beside the sinks, its own among them; `None` for all.
     pub sliding_window: Option<usize>,
 }
 
 impl Schedule {
-    /// That of a configuration.
+    /// Returns the schedule of a configuration.
     pub const fn new(config: &KvCacheConfig) -> Self {
         let keys = SideSchedule::new(config, config.keys.granularity(Side::Keys));
         let values = SideSchedule::new(config, config.values.granularity(Side::Values));
@@ -103,8 +107,8 @@ impl Schedule {
         Self { sides, flush, sink_tokens, sliding_window }
     }
 
-    /// Tokens by which quantization lags behind the tokens appended: the newest one, if it is quantized
-    /// after its own attention.
+    /// Tokens by which quantization lags behind the tokens appended: the newest one, if it is
+    /// quantized after its own attention.
     pub const fn lag(&self) -> usize {
         if self.flush.is_after() { 1 } else { 0 }
     }
@@ -112,9 +116,10 @@ impl Schedule {
     /// Quantized counts in a cache of `len` tokens, which is what the query of token `len - 1`
     /// sees.
     ///
-    /// With a window of R tokens `BeforeAttention` quantizes keys `R * floor((t + 1) / R)` and values
-    /// `t + 1 - R`, `AfterAttention` keys `R * floor(t / R)` and values `t - R`; `t = len - 1 - S`. Of n tokens
-    /// that count, sliding keys are quantized by groups of G: `G * floor((n - (R - G)) / G)`.
+    /// With a window of R tokens `BeforeAttention` quantizes keys `R * floor((t + 1) / R)` and
+    /// values `t + 1 - R`, `AfterAttention` keys `R * floor(t / R)` and values `t - R`; `t = len -
+    /// 1 - S`. Of n tokens that count, sliding keys are quantized by groups of G: `G * floor((n -
+    /// (R - G)) / G)`.
     pub const fn counts(&self, len: usize) -> QuantizedCounts {
         let n = len.saturating_sub(self.sink_tokens + self.lag());
         let Sides { keys, values } = &self.sides;
@@ -135,8 +140,8 @@ impl Schedule {
         }
     }
 
-    /// Whether a cache can be cut back to any number of tokens and is then the one that was never
-    /// given the others: see [`KvCache::exact`](crate::KvCache::exact).
+    /// Returns whether truncating a cache to any length gives exactly the cache that never held the
+    /// removed tokens: see [`KvCache::exact`](crate::KvCache::exact).
     pub fn is_exact_anywhere(&self) -> bool {
         let at_once = SideSchedule::one_by_one(0);
         let exact = |side: Side| {
@@ -160,8 +165,8 @@ impl Schedule {
         Sides { keys: self.sink_tokens + keys, values: self.sink_tokens + values }
     }
 
-    /// First token past the sinks of each side whose float row a cache of `len` tokens keeps: one that is in float
-    /// and in the window.
+    /// First token past the sinks of each side whose float row a cache of `len` tokens keeps: one
+    /// that is in float and in the window.
     pub(crate) fn first_kept(&self, len: usize) -> Sides<usize> {
         self.first_float(len).map(|token| token.max(self.begin(len)))
     }

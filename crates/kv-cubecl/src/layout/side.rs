@@ -5,18 +5,19 @@ use core::ops::Range;
 use super::PackedPlace;
 use crate::formats::QuantSpec;
 
-/// Where the tokens of one side of a cache are, per (batch, kv head): its sinks and the tokens of its
-/// window in float rows, the others packed.
+/// Where the tokens of one side of a cache are, per (batch, kv head): its sinks and the tokens of
+/// its window in float rows, the others packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SideLayout {
-    /// How tokens that leave the window are quantized; `None` if all stay in float.
+    /// Quantization of the tokens that leave the residual; `None` if all stay in float.
     pub spec: Option<QuantSpec>,
-    /// Packed tokens that there is room for: all that are ever quantized, or the newest of them, in a ring, where
-    /// a window hides the others.
+    /// Packed tokens that there is room for: all that are ever quantized, or the newest of them, in
+    /// a ring, where a window hides the others.
     pub packed_tokens: usize,
     /// Float rows of sinks.
     pub sinks: usize,
-    /// Slots of the ring of recent tokens; where nothing is quantized, all tokens that are seen after the sinks.
+    /// Slots of the ring of recent tokens; where nothing is quantized, all tokens that are seen
+    /// after the sinks.
     pub ring: usize,
     /// The first element of this side's float rows among those of both sides.
     pub first_element: usize,
@@ -45,7 +46,8 @@ impl SideLayout {
         token % self.packed_tokens
     }
 
-    /// The slots of packed tokens, counted after the sinks: one run, or several where the ring starts again.
+    /// The slots of packed tokens, counted after the sinks: one run, or several where the ring
+    /// starts again.
     pub(crate) fn packed_runs(&self, tokens: Range<usize>) -> Vec<Range<usize>> {
         let (mut runs, mut start) = (Vec::new(), tokens.start);
         while start < tokens.end {
@@ -78,9 +80,9 @@ impl SideLayout {
         self.spec.map_or(0, |spec| spec.words(tokens, self.head_dim))
     }
 
-    /// Words allocated for `slices` (batch, kv head) slices: at least four, more than the slices have
-    /// where little or nothing is ever quantized, because a kernel that reads four at once must not be
-    /// given fewer.
+    /// Words allocated for `slices` (batch, kv head) slices: at least four, more than the slices
+    /// have where little or nothing is ever quantized, because a kernel that reads four at once
+    /// must not be given fewer.
     pub fn words(&self, slices: usize) -> usize {
         (slices * self.slice_words()).max(4)
     }

@@ -3,13 +3,16 @@
 use super::Schedule;
 use crate::KvCacheConfig;
 
-/// The keys and values that one query row sees, by their index in the tensors it attends to: the sinks and
-/// `begin..end`, of which those before `quantized_keys_end` and `value_hat_end` are quantized and the others in float.
+/// Keys and values that one query row sees, as indices into the attended tensors.
+///
+/// The row sees the sinks and `begin..end`. Tokens before `quantized_keys_end` and `value_hat_end`
+/// are quantized, the others are in float.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowView {
     /// The first key and value past the [sinks](StreamSpec::sinks) that the row sees.
     pub begin: usize,
-    /// Keys before it are seen quantized. Sinks are among them: their quantized form is the float itself.
+    /// Keys before it are seen quantized. Sinks are among them: their quantized form is the float
+    /// itself.
     pub quantized_keys_end: usize,
     /// Values before it are seen quantized, as keys.
     pub value_hat_end: usize,
@@ -17,11 +20,11 @@ pub struct RowView {
     pub end: usize,
 }
 
-/// Which part of a sequence a call of the closed form computes, and what each row sees.
+/// Part of a sequence that a call of the closed form computes, and the visible tokens of each row.
 ///
-/// Row `i` is the query of token `first_query + i`; key and value `j` belong to token
-/// `first_key + j`. A row sees the sinks and, of the tokens up to its own, all or a window; of those, quantized ones by
-/// [`Schedule::counts`], the rest in float.
+/// Row `i` is the query of token `first_query + i`; key and value `j` belong to token `first_key +
+/// j`. A row sees the sinks and the tokens up to its own, limited by the sliding window.
+/// [`Schedule::counts`] says how many of them are quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StreamSpec {
     /// When tokens are quantized.
@@ -43,7 +46,8 @@ impl StreamSpec {
         self.first_query + row + 1 - self.first_key
     }
 
-    /// Keys and values of sinks, which come first; none in a part of a sequence that starts after them.
+    /// Keys and values of sinks, which come first; none in a part of a sequence that starts after
+    /// them.
     pub const fn sinks(&self) -> usize {
         self.schedule.sink_tokens.saturating_sub(self.first_key)
     }
@@ -53,7 +57,7 @@ impl StreamSpec {
         self.schedule.begin(self.first_query + row + 1).saturating_sub(self.first_key)
     }
 
-    /// What row `row` sees.
+    /// Returns the visible tokens of row `row`.
     pub const fn view(&self, row: usize) -> RowView {
         let len = self.first_query + row + 1;
         let counts = self.schedule.counts(len);

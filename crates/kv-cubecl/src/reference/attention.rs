@@ -1,17 +1,17 @@
 //! Attention in f64, one query row at a time.
 
-/// How scores become weights.
+/// Options of the softmax.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RowOptions {
-    /// What products are multiplied with; `None` for `1 / sqrt(head_dim)`.
+    /// Factor on the products; `None` for `1 / sqrt(head_dim)`.
     pub scale: Option<f64>,
-    /// What scores are bounded by, as `softcap * tanh(score / softcap)`.
+    /// Bound on the scores: `softcap * tanh(score / softcap)`.
     pub softcap: Option<f64>,
     /// A score that has a weight and no value.
     pub sink: Option<f64>,
 }
 
-/// What one query row gives.
+/// Attention of one query row.
 #[derive(Clone, Debug)]
 pub struct Row {
     /// The weighted sum of values.
@@ -70,13 +70,13 @@ pub fn attend_row_with(
 /// Gradients of [`attend_row_with`].
 #[derive(Clone, Debug)]
 pub struct RowGradients {
-    /// Of the query.
+    /// Gradient of the query.
     pub query: Vec<f64>,
-    /// Of each key.
+    /// Gradient of each key.
     pub keys: Vec<Vec<f64>>,
-    /// Of each value.
+    /// Gradient of each value.
     pub values: Vec<Vec<f64>>,
-    /// Of the sink's score, 0 without one.
+    /// Gradient of the sink's score, 0 without one.
     pub sink: f64,
 }
 
@@ -106,8 +106,8 @@ pub fn attend_row_backward(
 }
 
 /// Plain causal attention: what a cache that quantizes nothing computes. Query `[batch, n_heads,
-/// tokens, head_dim]`, key and value `[batch, n_kv_heads, tokens, head_dim]`, where a value may have another
-/// head_dim; query head `h` reads KV head `h / (n_heads / n_kv_heads)`.
+/// tokens, head_dim]`, key and value `[batch, n_kv_heads, tokens, head_dim]`, where a value may
+/// have another head_dim; query head `h` reads KV head `h / (n_heads / n_kv_heads)`.
 pub fn causal_attention(
     (query, query_shape): (&[f64], [usize; 4]),
     (key, key_shape): (&[f64], [usize; 4]),

@@ -1,4 +1,5 @@
-//! The formats of caches by their definitions: what a group of numbers that share a parameter restores to.
+//! The formats of caches by their definitions: what a group of numbers that share a parameter
+//! restores to.
 
 use std::sync::OnceLock;
 
@@ -14,7 +15,7 @@ pub struct ScaledGroup {
     pub codes: Vec<u8>,
     /// The scale.
     pub scale: f32,
-    /// What is stored of it: the bits of an f16, or the exponent of a power of two and 127.
+    /// The stored form:
     pub parameter: u16,
 }
 
@@ -31,19 +32,19 @@ pub enum Numbers {
     E2M1,
 }
 
-/// How scales are chosen.
+/// Rule that chooses scales.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Scales {
     /// `f16(amax / largest)`, at most 65504.
     Half,
-    /// `2^ceil(log2(amax / largest))`, of an amax that is at least so much.
+    /// `2^ceil(log2(amax / largest))`, with amax at least this number.
     Ceiling(f64),
     /// `2^(floor(log2 amax) - 2)`.
     Floor,
 }
 
 impl Numbers {
-    /// What a code stands for.
+    /// Returns the number that a code stands for.
     pub fn value(self, code: u8) -> f64 {
         let (exponent_bits, mantissa_bits) = match self {
             Self::Int8 => return f64::from(code as i8),
@@ -65,7 +66,7 @@ impl Numbers {
         }
     }
 
-    /// What each code stands for, worked out once.
+    /// Returns the number that each code stands for, computed once.
     fn values(self) -> &'static [f64] {
         static TABLES: [OnceLock<Vec<f64>>; 4] = [const { OnceLock::new() }; 4];
         TABLES[self as usize].get_or_init(|| (0..=255).map(|code| self.value(code)).collect())
@@ -76,7 +77,8 @@ impl Numbers {
         if self == Self::E2M1 { 8 } else { 128 }
     }
 
-    /// The code of the nearest number, ties to the even one; what is larger than all has the largest.
+    /// The code of the nearest number, ties to the even one; what is larger than all has the
+    /// largest.
     pub fn code(self, x: f64) -> u8 {
         match self {
             Self::Int8 => x.round_ties_even().clamp(-127.0, 127.0) as i8 as u8,
@@ -124,13 +126,13 @@ pub fn numbers(format: KvFormat) -> Option<Numbers> {
     definition(format).map(|(numbers, _)| numbers)
 }
 
-/// Whether what is stored of a scale is its exponent.
+/// Returns whether scales are stored as exponents.
 pub(super) fn has_exponents(format: KvFormat) -> bool {
     definition(format).is_some_and(|(_, scales)| scales != Scales::Half)
 }
 
-/// How many elements of a row of `head_dim` share a parameter; `None` where groups are of tokens, or the row stays in
-/// float.
+/// Returns the number of elements of a row that share a parameter; `None` where groups are of
+/// tokens, or the row stays in float.
 pub fn row_group(format: KvFormat, values: bool, head_dim: usize, group: usize) -> Option<usize> {
     match format {
         KvFormat::Float => None,
@@ -178,8 +180,9 @@ fn limit(scales: Scales) -> f64 {
     if scales == Scales::Half { f64::from(f32::MAX) } else { 2f64.powi(127) }
 }
 
-/// Quantizes a group in a format without offset: the scale from the largest magnitude, codes of `x / scale` with the
-/// scale as it is stored. A NaN counts for no scale and has code 0; codes are 0 where the scale is.
+/// Quantizes a group in a format without offset: the scale from the largest magnitude, codes of `x
+/// / scale` with the scale as it is stored. A NaN counts for no scale and has code 0; codes are 0
+/// where the scale is.
 ///
 /// # Panics
 /// For another format.
@@ -202,7 +205,7 @@ pub fn restore_scaled(group: &ScaledGroup, format: KvFormat) -> Vec<f32> {
     group.codes.iter().map(|&code| numbers.value(code) as f32 * group.scale).collect()
 }
 
-/// What a group restores to.
+/// Quantizes and restores a group.
 pub fn fake_quantize_group(values: &[f32], format: KvFormat) -> Vec<f32> {
     match format.affine_bits() {
         Some(n_bits) => dequantize_group(&quantize_group(values, n_bits)),

@@ -20,7 +20,7 @@ pub struct StreamGradients {
     pub key: Vec<f64>,
     /// Shaped like the value.
     pub value: Vec<f64>,
-    /// Of each query head's sink, 0 without one.
+    /// Gradient of each query head's sink, 0 without one.
     pub sinks: Vec<f64>,
 }
 

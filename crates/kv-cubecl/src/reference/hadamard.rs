@@ -2,8 +2,9 @@
 
 use core::ops::{Add, Mul, Sub};
 
-/// `x H / sqrt(n)` for n elements, a power of two, with Sylvester's Hadamard matrix: H of one element is 1, H of
-/// 2n elements `[[H, H], [H, -H]]`. The two halves are transformed first, then added and subtracted.
+/// `x H / sqrt(n)` for n elements, a power of two, with Sylvester's Hadamard matrix: H of one
+/// element is 1, H of 2n elements `[[H, H], [H, -H]]`. The two halves are transformed first, then
+/// added and subtracted.
 pub fn hadamard<T>(x: &[T]) -> Vec<T>
 where
     T: Copy + Add<Output = T> + Sub<Output = T> + Mul<Output = T> + From<f32>,

@@ -1,7 +1,7 @@
 //! The oracle: plain host code that follows the KIVI paper word by word, for tests to compare with.
 //!
-//! Slow and literal on purpose, and independent of everything it checks: the quantizer is one
-//! group at a time in f32 ([`quantize_group`], [`scaled_group`]), attention is one row at a time in f64
+//! Slow and literal on purpose, and independent of everything it checks: the quantizer is one group
+//! at a time in f32 ([`quantize_group`], [`scaled_group`]), attention is one row at a time in f64
 //! ([`attend_row`]), and the streaming cache is a list of tokens from which a window takes the
 //! oldest ([`StreamOracle`]), not the formulas of [`crate::layout`]. No tensor library.
 //!

@@ -2,8 +2,8 @@
 
 use half::f16;
 
-/// Largest finite f16; inputs beyond it, infinite ones too, saturate, so that scale and minimum stay
-/// finite.
+/// Largest finite f16; inputs beyond it, infinite ones too, saturate, so that scale and minimum
+/// stay finite.
 pub const F16_MAX: f32 = 65504.0;
 
 /// A quantized group.
@@ -17,10 +17,10 @@ pub struct QuantizedGroup {
     pub min: f16,
 }
 
-/// Quantizes the elements that share one scale and minimum. With `n = 2^n_bits - 1`:
-/// `min = f16(min x)`, `scale = f16((max x - min x) / n)`,
-/// `code = round_half_even(clamp((x - min) / scale, 0, n))`, all in f32; codes are 0 if the scale is.
-/// A NaN does not count for minimum and maximum and has code 0; if all are NaN, both are 0.
+/// Quantizes the elements that share one scale and minimum. With `n = 2^n_bits - 1`: `min = f16(min
+/// x)`, `scale = f16((max x - min x) / n)`, `code = round_half_even(clamp((x - min) / scale, 0,
+/// n))`, all in f32; codes are 0 if the scale is. A NaN does not count for minimum and maximum and
+/// has code 0; if all are NaN, both are 0.
 pub fn quantize_group(values: &[f32], n_bits: u32) -> QuantizedGroup {
     let values: Vec<f32> = values.iter().map(|x| x.clamp(-F16_MAX, F16_MAX)).collect();
     let numbers = || values.iter().copied().filter(|x| !x.is_nan());

@@ -5,8 +5,8 @@ use half::f16;
 use super::formats::Numbers;
 use crate::RunningScale;
 
-/// The running amax of a head after each frame, from all numbers of each: of the largest magnitudes, or of the percentile
-/// that `rule` says.
+/// The running amax of a head after each frame, from all numbers of each: of the largest
+/// magnitudes, or of the percentile that `rule` says.
 pub fn running_amax(frames: &[Vec<f32>], percentile: bool, rule: &RunningScale) -> Vec<f32> {
     let mut running = Vec::new();
     for (n, frame) in frames.iter().enumerate() {
@@ -14,7 +14,7 @@ pub fn running_amax(frames: &[Vec<f32>], percentile: bool, rule: &RunningScale) 
         let size = |x: &f32| if x.is_nan() { 0.0 } else { x.abs().min(limit) };
         let mut sizes: Vec<f32> = frame.iter().map(size).collect();
         sizes.sort_by(f32::total_cmp);
-        // The first of which so many percent of all are no larger.
+        // Nearest rank: the smallest magnitude that at least `percent` of all do not exceed.
         let percent = if percentile { f64::from(rule.percentile) } else { 100.0 };
         let reached = |i: &usize| (i + 1) as f64 * 100.0 >= percent * sizes.len() as f64;
         let a = sizes[(0..sizes.len()).find(reached).unwrap_or(sizes.len() - 1)];
@@ -31,7 +31,7 @@ pub fn running_amax(frames: &[Vec<f32>], percentile: bool, rule: &RunningScale) 
     running
 }
 
-/// What a number restores to in int8 whose scale is `f16(amax / 127)`.
+/// Quantizes and restores a number in int8 with the scale `f16(amax / 127)`.
 pub fn restore_with(x: f32, amax: f32) -> f32 {
     let scale = f16::from_f32(amax / 127.0).to_f32();
     if x.is_nan() || scale == 0.0 {

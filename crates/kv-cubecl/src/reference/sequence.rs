@@ -8,12 +8,13 @@ use crate::{CacheShape, KvCacheConfig, QuantizedCounts, Sides};
 pub struct Streamed {
     /// Outputs, in the shape of the query, with the channels of a value.
     pub output: Vec<f64>,
-    /// How many tokens each query saw quantized.
+    /// Number of quantized tokens that each query saw.
     pub counts: Vec<QuantizedCounts>,
 }
 
 /// Feeds a whole sequence to a [`StreamOracle`] token by token. Query `[batch, n_heads, tokens,
-/// head_dim]`, key and value `[batch, n_kv_heads, tokens, head_dim]`, where a value may have another head_dim.
+/// head_dim]`, key and value `[batch, n_kv_heads, tokens, head_dim]`, where a value may have
+/// another head_dim.
 pub fn stream(
     (query, query_shape): (&[f32], [usize; 4]),
     (key, key_shape): (&[f32], [usize; 4]),

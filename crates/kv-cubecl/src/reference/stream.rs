@@ -26,8 +26,9 @@ struct Token {
 #[derive(Clone, Debug, Default)]
 pub struct Lane {
     tokens: Vec<Token>,
-    /// Tokens past the sinks whose key is in float; the window fills up and is flushed as a whole, or by its
-    /// first group if it slides; or it slides as that of values, where each key is quantized by itself.
+    /// Tokens past the sinks whose key is in float; the window fills up and is flushed as a whole,
+    /// or by its first group if it slides; or it slides as that of values, where each key is
+    /// quantized by itself.
     key_residual: Vec<usize>,
     /// Tokens past the sinks whose value is in float; the window slides.
     value_residual: VecDeque<usize>,
@@ -123,7 +124,7 @@ impl Lane {
         tokens.iter().map(|&token| self.tokens[token].seen_value.as_slice()).collect()
     }
 
-    /// Whether the key and the value of a token are quantized now.
+    /// Returns whether the key and the value of a token are quantized now.
     pub fn quantized(&self, token: usize) -> (bool, bool) {
         (self.tokens[token].key_quantized, self.tokens[token].value_quantized)
     }
@@ -152,9 +153,9 @@ impl StreamOracle {
         Self { config: *config, shape, lanes }
     }
 
-    /// Appends one token (`key` and `value` are `[batch, n_kv_heads, head_dim]`, each with its own), calls `see` with
-    /// the lanes, batch by batch, as the query of this token finds them, and returns what `see`
-    /// returns.
+    /// Appends one token (`key` and `value` are `[batch, n_kv_heads, head_dim]`, each with its
+    /// own), calls `see` with the lanes, batch by batch, as the query of this token finds them, and
+    /// returns what `see` returns.
     pub fn step_with<T>(
         &mut self,
         key: &[f32],
@@ -182,7 +183,8 @@ impl StreamOracle {
     }
 
     /// Appends one token and attends with `query` `[batch, n_heads, head_dim]`; returns the output,
-    /// `[batch, n_heads, head_dim]` with the channels of a value, and how many tokens the query saw quantized.
+    /// `[batch, n_heads, head_dim]` with the channels of a value, and how many tokens the query saw
+    /// quantized.
     pub fn step(
         &mut self,
         query: &[f32],
@@ -213,7 +215,7 @@ pub(super) fn to_f64(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
 }
 
-/// Whether a side is stored rotated.
+/// Returns whether a side is stored after the Hadamard transform.
 pub(super) fn uses_hadamard(config: &KvCacheConfig, side: Side) -> bool {
     match side {
         Side::Keys => config.hadamard_keys && config.keys != KvFormat::Float,
@@ -221,12 +223,12 @@ pub(super) fn uses_hadamard(config: &KvCacheConfig, side: Side) -> bool {
     }
 }
 
-/// What a row restores to that is quantized in groups of so many channels.
+/// Quantizes and restores a row in groups of `group` channels.
 fn restored(row: &[f32], format: KvFormat, group: usize) -> Vec<f32> {
     row.chunks(group).flat_map(|group| fake_quantize_group(group, format)).collect()
 }
 
-/// A stored row as queries see it: turned back, in f64, if it is stored rotated.
+/// Returns a stored row as queries see it, in f64, after undoing the Hadamard transform.
 fn seen(row: &[f32], config: &KvCacheConfig, side: Side) -> Vec<f64> {
     if uses_hadamard(config, side) { hadamard(&to_f64(row)) } else { to_f64(row) }
 }

@@ -113,7 +113,7 @@ pub fn quantize_side(
     out
 }
 
-/// What `input` restores to in [`quantize_side`].
+/// Quantizes and restores `input` as [`quantize_side`] does.
 pub fn fake_quantize_side(
     input: &[f32],
     shape: [usize; 4],
@@ -131,7 +131,7 @@ pub fn fake_quantize_side(
     out
 }
 
-/// Which elements of a side share a parameter, and how many.
+/// Returns the elements of a side that share a parameter.
 fn grouping(
     [_, _, _, head_dim]: [usize; 4],
     side: Side,

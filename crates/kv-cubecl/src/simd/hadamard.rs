@@ -2,7 +2,7 @@
 
 use macerator::Simd;
 
-/// [`KvCacheOps::rotate`](crate::KvCacheOps::rotate) of rows of `head_dim` elements.
+/// Computes [`KvCacheOps::hadamard`](crate::KvCacheOps::hadamard) of rows of `head_dim` elements.
 #[allow(clippy::extra_unused_type_parameters, reason = "macerator needs one")]
 #[macerator::with_simd]
 pub(crate) fn hadamard<S: Simd>(rows: &mut [f32], head_dim: usize) {

@@ -1,12 +1,12 @@
 //! Portable vector code for the CPU.
 //!
-//! macerator compiles a function marked `with_simd` once for each vector extension (SSE, AVX2, AVX-512,
-//! NEON) and picks one when it is called. Such a function uses macerator's vectors, or plain loops over
-//! slices, which the compiler vectorizes with the same extension.
+//! macerator compiles a function marked `with_simd` once for each vector extension (SSE, AVX2,
+//! AVX-512, NEON) and picks one when it is called. Such a function uses macerator's vectors, or
+//! plain loops over slices, which the compiler vectorizes with the same extension.
 //!
-//! Vectors must not be used in closures that are passed to an iterator or to `from_fn`: the compiler
-//! builds such closures without the extension, and every vector operation in them becomes a function
-//! call.
+//! Vectors must not be used in closures that are passed to an iterator or to `from_fn`: the
+//! compiler builds such closures without the extension, and every vector operation in them becomes
+//! a function call.
 
 mod hadamard;
 mod rows;
@@ -54,21 +54,22 @@ pub(crate) fn store_part<S: Simd>(x: &mut [f32], vector: Vector<S, f32>) {
     x.copy_from_slice(&all[..x.len()]);
 }
 
-/// `out[i] = x[i * stride]`. Each load is volatile, which keeps the compiler from using the processor's
-/// gather instruction, as that is slower.
+/// `out[i] = x[i * stride]`. Each load is volatile, which keeps the compiler from using the
+/// processor's gather instruction, as that is slower.
 #[inline(always)]
 pub(crate) fn gather(x: &[u32], stride: usize, out: &mut [u32]) {
     assert!(out.is_empty() || (out.len() - 1) * stride < x.len());
     let mut from = x.as_ptr();
     for out in out {
-        // SAFETY: the pointer is within `x`, as asserted; only past the last element it is not, and is
-        // not read.
+        // SAFETY: the pointer is within `x`, as asserted; only past the last element it is not, and
+        // is not read.
         *out = unsafe { from.read_volatile() };
         from = from.wrapping_add(stride);
     }
 }
 
-/// Prefetches `len` words of `x` from `start` on into the L1 cache; words past its end are left out.
+/// Prefetches `len` words of `x` from `start` on into the L1 cache; words past its end are left
+/// out.
 #[inline(always)]
 pub(crate) fn prefetch(x: &[u32], start: usize, len: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -78,8 +79,8 @@ pub(crate) fn prefetch(x: &[u32], start: usize, len: usize) {
         const LINE: usize = 64 / size_of::<u32>();
         let lines = len.min(x.len().saturating_sub(start)).div_ceil(LINE);
         for line in 0..lines {
-            // SAFETY: the address is within `x`; a prefetch, which every x86-64 processor has, changes no
-            // data.
+            // SAFETY: the address is within `x`; a prefetch, which every x86-64 processor has,
+            // changes no data.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().add(start + line * LINE).cast()) };
         }
     }
@@ -134,17 +135,17 @@ pub(crate) fn add_scaled<S: Simd, const N: usize>(
 
 /// `2^x` for `x` up to 0, within 2 ulp; 0 below -127.
 ///
-/// x is split into the nearest integer and a rest r with `|r| <= 1/2`. `2^r` is a polynomial of degree 5,
-/// the one of least relative error (1.05e-7) among those that begin `1 + r ln 2`; the integer becomes
-/// the exponent of a float.
+/// x is split into the nearest integer and a rest r with `|r| <= 1/2`. `2^r` is a polynomial of
+/// degree 5, the one of least relative error (1.05e-7) among those that begin `1 + r ln 2`; the
+/// integer becomes the exponent of a float.
 #[inline(always)]
 fn exp2<S: Simd>(x: Vector<S, f32>) -> Vector<S, f32> {
     /// At this `x` the exponent bits of the result are 0, which makes it the number 0.
     const LOWEST: f32 = -127.0;
     const POLYNOMIAL: [f32; 6] =
         [1.330_060_5e-3, 9.669_691e-3, 5.550_558_5e-2, 2.402_228_3e-1, LN_2, 1.0];
-    // Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits of the float. The
-    // further 127 is the bias of a float's exponent.
+    // Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits of the float.
+    // The further 127 is the bias of a float's exponent.
     let round = (12_582_912.0 + 127.0).splat();
     // x86 returns the second operand of `max` if one is NaN, so that in this order NaN stays NaN.
     let x = LOWEST.splat::<S>().max(x);
@@ -160,8 +161,8 @@ fn exp2<S: Simd>(x: Vector<S, f32>) -> Vector<S, f32> {
 
 /// Replaces each score by `2^(score - maximum)` and returns their sum.
 ///
-/// Powers of 2 are cheaper than powers of e. The scores were multiplied by `log2 e` along with their
-/// scale, so that the softmax is the same.
+/// Powers of 2 are cheaper than powers of e. The scores were multiplied by `log2 e` along with
+/// their scale, so that the softmax is the same.
 #[macerator::with_simd]
 pub(crate) fn exp2_minus_max<S: Simd>(scores: &mut [f32], maximum: f32) -> f32 {
     let maximum = maximum.splat::<S>();
@@ -189,15 +190,15 @@ pub(crate) fn log_sum_exp(maximum: f32, sum: f32) -> f32 {
     maximum * LN_2 + sum.ln()
 }
 
-/// What to subtract from scores whose largest is `maximum`, before they become powers of 2:
-/// `maximum`, but 0 where it is `-inf`. There all scores are `-inf` and must get weight 0, while
-/// `-inf - -inf` is NaN.
+/// Returns the number to subtract from scores with this maximum before they become powers of 2.
+/// That is `maximum`, or 0 where it is `-inf`: all scores are then `-inf` and must get weight 0,
+/// while `-inf - -inf` is NaN.
 pub(crate) fn finite_or_zero(maximum: f32) -> f32 {
     if maximum == f32::NEG_INFINITY { 0.0 } else { maximum }
 }
 
-/// Whether there is no NaN and no infinity. Never stops early, so that the compiler can vectorize
-/// the loop.
+/// Returns whether all numbers are finite. Never stops early, so the compiler can vectorize the
+/// loop.
 pub(crate) fn all_finite(x: &[f32]) -> bool {
     x.iter().fold(true, |finite, x| finite & x.is_finite())
 }

@@ -101,9 +101,9 @@ fn bits_of_keys_and_values_apart<T: Target>(on: &On<T>) {
     }
 }
 
-/// Keys and values are rounded to the cache's float type as they enter, and so they are in the oracle.
-/// Nothing else is, so what is left are the errors of f32; a cache that did not round would be off by 1e-4
-/// and more.
+/// Keys and values are rounded to the cache's float type as they enter, and so they are in the
+/// oracle. Nothing else is, so what is left are the errors of f32; a cache that did not round would
+/// be off by 1e-4 and more.
 fn narrow_floats<T: Target>(on: &On<T>) {
     for name in ["k2v2-g16-r16", "k4v2-g32-r32-s4-after", "k16v4-g16-r32", "float"] {
         for &float in CacheFloat::ALL {
@@ -174,10 +174,10 @@ fn a_long_text<T: Target>(on: &On<T>) {
     }
 }
 
-/// What training computes in parallel is what the cache serves token by token: groups of 16, 32 and
-/// 64, windows of 32 and 128, both flush orders, different bits for keys and values, several query
-/// heads per kv head. Compared directly, not through the oracle; on a GPU, exponentials and the
-/// order of sums differ more than on the CPU.
+/// The parallel form of training agrees with the cache token by token: groups of 16, 32 and 64,
+/// residuals of 32 and 128, both flush orders, different bits for keys and values, several query
+/// heads per kv head. The two are compared directly, not through the oracle; on a GPU, exponentials
+/// and the order of sums differ more than on the CPU.
 fn training_and_serving_agree<T: Target>(on: &On<T>) {
     let tolerance = if T::NAME == "flex" { 1e-5 } else { 1e-4 };
     for (seed, (window, bits)) in [

@@ -43,8 +43,8 @@ pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
             false => host.clone(),
         };
         let what = format!("{text:?} {what}: {side}");
-        // Whole groups of those that the next token sees, or a few more that share a word with
-        // them.
+        // Whole groups of the tokens that the next token sees, including tokens that share a word
+        // with them.
         let block_tokens = sides[side].spec.map_or(1, |spec| spec.block_tokens());
         let hidden = begin.saturating_sub(sinks) / block_tokens * block_tokens;
         assert!(packed.is_some() || count <= hidden, "{what}: nothing packed");
@@ -227,8 +227,8 @@ fn many_rows_over_packed_history<T: Target>(on: &On<T>) {
     }
 }
 
-/// Narrow rows as sinks, and as keys or values of all tokens. They are widened, so that the errors are those
-/// of f32.
+/// Narrow rows as sinks, and as keys or values of all tokens. They are widened, so that the errors
+/// are those of f32.
 fn many_rows_over_narrow_floats<T: Target>(on: &On<T>) {
     for &float in CacheFloat::ALL {
         if !on.supports_dtype(float.dtype()) {

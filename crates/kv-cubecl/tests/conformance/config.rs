@@ -283,7 +283,7 @@ fn valid_configurations_are_accepted() {
     }
 }
 
-/// What other formats make of a configuration, by hand.
+/// Other serialization formats read a configuration written by hand.
 #[test]
 fn other_formats_take_what_they_need() {
     let named = |name: &str| name.parse::<KvCacheConfig>().unwrap();
@@ -365,7 +365,11 @@ fn old_field_names_are_read_and_never_written() {
         .with_hadamard_keys(true)
         .with_sliding_window(Some(200));
     assert_eq!(config, expected);
-    let new = r#"{"key_format":4,"value_format":"int8","group_size":32,"residual_length":128,"flush":"group-after","sink_tokens":4,"capacity":9,"float":"f16","hadamard_values":true,"hadamard_keys":true,"sliding_window":200}"#;
+    let new = concat!(
+        r#"{"key_format":4,"value_format":"int8","group_size":32,"residual_length":128,"#,
+        r#""flush":"group-after","sink_tokens":4,"capacity":9,"float":"f16","#,
+        r#""hadamard_values":true,"hadamard_keys":true,"sliding_window":200}"#
+    );
     assert_eq!(serde_json::to_string(&config).unwrap(), new);
     assert_eq!(serde_json::from_str::<KvCacheConfig>(new).unwrap(), config);
     for flush in ["before", "group"] {
@@ -458,7 +462,8 @@ fn float_rows_do_not_collide() {
     }
 }
 
-/// No two packed tokens that a query sees share a slot, and none of them a slot with one that is packed for it.
+/// No two packed tokens that a query sees share a slot, and none of them a slot with one that is
+/// packed for it.
 #[test]
 fn packed_slots_do_not_collide() {
     for name in ["k2v2-g16-r16-s1-w30", "k4v8-g8-r24-w25-gflush-after", "k4v4-g8-r16-w16", "k2v2"] {
@@ -481,7 +486,7 @@ fn packed_slots_do_not_collide() {
 }
 
 #[test]
-fn windows_that_hold_too_little_are_refused() {
+fn sliding_windows_that_are_too_short_are_refused() {
     for (name, expected) in [
         ("k2v2-w127", "sliding_window 127: must be at least residual_length 128"),
         ("float-w0", "sliding_window 0: must be 1 to 16777216 tokens"),
@@ -497,7 +502,10 @@ fn windows_that_hold_too_little_are_refused() {
 #[test]
 fn formats_in_files() {
     let json = |name: &str| serde_json::to_string(&name.parse::<KvCacheConfig>().unwrap()).unwrap();
-    let old = r#"{"key_format":4,"value_format":16,"group_size":32,"residual_length":128,"flush":"before","sink_tokens":0,"capacity":4096,"float":"f32"}"#;
+    let old = concat!(
+        r#"{"key_format":4,"value_format":16,"group_size":32,"residual_length":128,"#,
+        r#""flush":"before","sink_tokens":0,"capacity":4096,"float":"f32"}"#
+    );
     assert_eq!(json("k4v16"), old);
     let new = json("kint8vmxfp4-hadk");
     assert!(new.starts_with(r#"{"key_format":"int8","value_format":"mxfp4","#), "{new}");
@@ -511,7 +519,8 @@ fn formats_in_files() {
     }
 }
 
-/// What is published of bytes: int8 with a scale for each token and head is 1.97 times less than f16 at 128 channels.
+/// Checks the published sizes: int8 with a scale per token and head is 1.97 times smaller than f16
+/// at 128 channels.
 #[test]
 fn bytes_of_formats() {
     for (name, head_dim, bytes) in [
@@ -532,9 +541,9 @@ fn bytes_of_formats() {
     }
 }
 
-/// A configuration without a window is written as before there were windows.
+/// A configuration without a sliding window is written without the field, as in earlier versions.
 #[test]
-fn windows_are_optional_in_files() {
+fn sliding_windows_are_optional_in_files() {
     let config: KvCacheConfig = "k2v2-s4".parse().unwrap();
     let text = serde_json::to_string(&config).unwrap();
     assert!(!text.contains("sliding_window"), "{text}");

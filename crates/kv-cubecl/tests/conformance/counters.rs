@@ -9,7 +9,7 @@ stamp!(
     blocks_are_counted,
     groups_of_tokens_are_counted,
     decode_restores_nothing_and_what_chunks_restore_is_counted,
-    what_is_cut_back_is_counted
+    a_truncated_cache_is_counted
 );
 
 const CHANNELS: usize = 64;
@@ -52,11 +52,12 @@ fn signed_codes_are_counted<T: Target>(on: &On<T>) {
 
 fn blocks_are_counted<T: Target>(on: &On<T>) {
     let mut rows = [row(&[]), row(&[12.0, -6.0, 13.0]), [5.0; CHANNELS], [-0.0; CHANNELS]];
-    // Scales are 2^(floor(log2 amax) - 2): 6 and more saturate with a scale of 1, and 8 is 4 with one of 2.
+    // Scales are 2^(floor(log2 amax) - 2): 6 and more saturate with a scale of 1, and 8 is 4 with
+    // one of 2.
     rows[0][32..35].copy_from_slice(&[6.0, -7.5, 1.0]);
     rows[1][40] = 8.0;
-    // A block of one number but 0; two of 0 and -0, the first of which is either; and one of 2 and -2, whose codes
-    // differ in the sign alone.
+    // One block of a number other than 0, two blocks of 0 and -0 in either order, and one of 2 and
+    // -2, whose codes differ only in the sign.
     rows[2][32..].fill(-2.0);
     rows[2][50] = 2.0;
     rows[3][1..20].fill(0.0);
@@ -70,7 +71,7 @@ fn blocks_are_counted<T: Target>(on: &On<T>) {
     assert!((got.scale_mean - 5.5 / 4.0).abs() < 1e-9, "{got:?}");
 }
 
-/// KIVI's keys: groups of tokens, a channel each, of which one is constant.
+/// KIVI's keys: groups of tokens of one channel; one group is constant.
 fn groups_of_tokens_are_counted<T: Target>(on: &On<T>) {
     let rows: Vec<_> = (0..33)
         .map(|token| {
@@ -90,9 +91,10 @@ fn groups_of_tokens_are_counted<T: Target>(on: &On<T>) {
     assert!((got.scale_mean - mean).abs() < 1e-9, "{got:?}");
 }
 
-/// The prompt, tokens one by one, and a chunk of 8 behind 40 tokens. By then 32 keys and 24 values are quantized; the chunk
-/// makes that 48 and 32, so that its rows see keys from 32 on and values from 24 on change. Its rows share the tokens
-/// before 16, the last group of keys that is whole before 24: keys 16 to 31 and values 16 to 23 are gathered.
+/// The prompt, tokens one by one, and a chunk of 8 behind 40 tokens. By then 32 keys and 24 values
+/// are quantized; the chunk makes that 48 and 32, so that its rows see keys from 32 on and values
+/// from 24 on change. Its rows share the tokens before 16, the last group of keys that is whole
+/// before 24: keys 16 to 31 and values 16 to 23 are gathered.
 fn decode_restores_nothing_and_what_chunks_restore_is_counted<T: Target>(on: &On<T>) {
     let text = Setup::new("k4v4-g16-r16", [1, 2, 1, 48, CHANNELS], 81);
     let mut cache = text.cache(on);
@@ -111,8 +113,9 @@ fn decode_restores_nothing_and_what_chunks_restore_is_counted<T: Target>(on: &On
     assert_eq!(cache.restored_bytes(), Some(Sides { keys: 0, values: 0 }), "from now on");
 }
 
-/// Of 20 tokens with a window of 8 the first 12 are quantized, of 16 the first 8: four values are floats again.
-fn what_is_cut_back_is_counted<T: Target>(on: &On<T>) {
+/// With a residual of 8, the first 12 of 20 tokens are quantized, and the first 8 of 16: truncation
+/// makes four values floats again.
+fn a_truncated_cache_is_counted<T: Target>(on: &On<T>) {
     let text = Setup::new("k16vint8-r8", [1, 2, 1, 20, CHANNELS], 82);
     let mut cache = text.cache(on);
     cache.count_restored();

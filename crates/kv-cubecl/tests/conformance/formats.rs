@@ -49,7 +49,7 @@ impl File {
         Self { name: name.to_string(), bytes }
     }
 
-    /// Those with inputs and what they become.
+    /// Reads all files with inputs and expected results.
     fn all() -> Vec<Self> {
         let names: Vec<String> =
             serde_json::from_slice(&Self::read("formats_index.json").bytes).unwrap();
@@ -81,7 +81,7 @@ impl File {
         Host { data: self.f32s("input"), shape }
     }
 
-    /// What is stored of the scales: f16 bits, or bytes.
+    /// Returns the stored form of the scales: f16 bits, or bytes.
     fn parameters(&self, tensor: &str) -> Vec<u16> {
         let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
         match tensors.tensor(tensor).unwrap().dtype() {
@@ -206,8 +206,8 @@ fn oracle_of_formats() {
     }
 }
 
-/// What the files say of every code and of numbers cast to codes, with a scale of 1: the oracle says the same, to which
-/// all backends are held.
+/// The oracle agrees with the files on every code and on numbers cast to codes with a scale of 1.
+/// All backends are compared with the oracle.
 #[test]
 fn oracle_of_codes() {
     let file = File::read("formats_tables.safetensors");
@@ -227,8 +227,8 @@ fn oracle_of_codes() {
     }
 }
 
-/// Numbers cast to codes, with a scale of 1, which the largest number beside them gives; those beyond it are cast in
-/// blocks, whose scale may be too small for them.
+/// Numbers cast to codes, with a scale of 1, which the largest number beside them gives; those
+/// beyond it are cast in blocks, whose scale may be too small for them.
 fn every_number_is_cast<T: Target>(on: &On<T>) {
     let file = File::read("formats_tables.safetensors");
     let input = file.f32s("cast_input");
@@ -242,7 +242,8 @@ fn every_number_is_cast<T: Target>(on: &On<T>) {
         let largest = reference::numbers(format).unwrap().largest() as f32;
         let cast = file.codes(&format!("cast_{name}"));
         let (mut data, mut expected) = (vec![], vec![]);
-        // Of MXFP4's scale, numbers from 4 to 8 have the same exponent, and those from 6 on saturate.
+        // Of MXFP4's scale, numbers from 4 to 8 have the same exponent, and those from 6 on
+        // saturate.
         let most = if format == KvFormat::Mxfp4 { 7.99 } else { largest };
         for (x, code) in input.iter().zip(cast).filter(|(x, _)| x.abs() <= most) {
             if data.len() % 32 == 0 {
@@ -327,7 +328,7 @@ fn every_code_restores<T: Target>(on: &On<T>) {
     }
 }
 
-/// What a side is quantized to by the oracle, as the words of a [`Logical`].
+/// Quantizes a side with the oracle, as the words of a [`Logical`].
 fn expected(host: &Host, side: Side, format: KvFormat, group: usize) -> Logical {
     reference::quantize_side(&host.data, host.shape, side, format, group)
 }
@@ -343,7 +344,7 @@ fn check_packed(what: &str, packed: &Packed, expected: &Logical) {
     assert_eq!(&got, expected, "{what}");
 }
 
-/// Whether a side of this shape is of whole groups of 32.
+/// Returns whether a side of this shape has whole groups of 32.
 fn fits(format: KvFormat, side: Side, [_, _, tokens, _]: [usize; 4]) -> bool {
     format.granularity(side) != Some(Granularity::PerChannel) || tokens.is_multiple_of(32)
 }
@@ -435,7 +436,7 @@ fn odd_numbers<T: Target>(on: &On<T>) {
     }
 }
 
-/// What a side of a cache restores to that is given these rows.
+/// Stores these rows in a cache and restores the side.
 fn through_a_cache<T: Target>(on: &On<T>, host: &Host, side: Side, format: KvFormat) -> Tensor<4> {
     let [batch, heads, tokens, head_dim] = host.shape;
     let name = match side {

@@ -36,7 +36,7 @@ struct Frame {
     value: Host,
 }
 
-/// What the tokens of a frame see.
+/// Tokens that the tokens of a frame see.
 #[derive(Clone, Default)]
 struct Seen {
     tokens: Vec<usize>,
@@ -86,8 +86,9 @@ impl Case {
         }
     }
 
-    /// What a frame that comes after all of `frames` sees, by the definition, for each (batch, kv head): the tokens of
-    /// the stream, and their keys and values as the cache stores them, then the frame's own as they are.
+    /// Returns the tokens that a frame after all of `frames` sees by definition, for each (batch,
+    /// kv head): the stored tokens with their keys and values as the cache stores them, then the
+    /// frame's own, unchanged.
     fn seen(&self, frames: &[Frame], new: &Frame) -> Vec<Seen> {
         let FrameConfig { format, tokens_per_frame: tokens, sliding_window: window, sinks, .. } =
             self.config;
@@ -144,8 +145,8 @@ impl Case {
         seen.collect()
     }
 
-    /// A side of the tokens of `frames` after the sinks, as it is stored but for rounding, of one (batch, kv head), and the
-    /// running amax of each frame.
+    /// A side of the tokens of `frames` after the sinks, as it is stored but for rounding, of one
+    /// (batch, kv head), and the running amax of each frame.
     fn amax(&self, side: Side, lane: usize, frames: &[Frame]) -> (Vec<Vec<f32>>, Vec<f32>) {
         let FrameConfig { format, tokens_per_frame: tokens, sinks, ref running, .. } = self.config;
         let after = &frames[frames.len().min(sinks.0 as usize)..];
@@ -163,7 +164,8 @@ impl Case {
         (rows, amax)
     }
 
-    /// What the tokens of `frames` after the sinks restore to, where scales are taken from frames.
+    /// Quantizes and restores the tokens of `frames` after the sinks, with scales taken from
+    /// frames.
     fn scaled(&self, side: Side, lane: usize, frames: &[Frame]) -> Vec<Vec<f64>> {
         let (rows, amax) = self.amax(side, lane, frames);
         let restored = rows.iter().zip(amax).flat_map(|(rows, amax)| {
@@ -206,8 +208,8 @@ fn on<T: Target>(frame: &Frame, on: &On<T>) -> [Tensor<4>; 3] {
     [&frame.query, &frame.key, &frame.value].map(|side| side.on(on))
 }
 
-/// Formats, tokens of a frame, frames of a window, of sinks: residual windows within frames, of whole frames and across
-/// them, groups that frames cut, and none.
+/// Formats, tokens of a frame, frames of a window, of sinks: residual windows within frames, of
+/// whole frames and across them, groups that frames cut, and none.
 const CONFIGS: [(&str, usize, u64, u64); 21] = [
     ("float", 4, 2, 0),
     ("float", 7, 4, 1),
@@ -253,8 +255,8 @@ fn lacks<T: Target>(on: &On<T>, float: CacheFloat) -> bool {
     lacks
 }
 
-/// Whatever is peeked at and however often a frame is rewritten, every answer is that of the frames as they were
-/// written last.
+/// Whatever is peeked at and however often a frame is rewritten, every answer is that of the frames
+/// as they were written last.
 fn any_updates_peeks_and_rewrites<T: Target>(device: &On<T>) {
     for (seed, of) in (70..).zip(CONFIGS) {
         let config = config(of);
@@ -276,9 +278,9 @@ fn any_updates_peeks_and_rewrites<T: Target>(device: &On<T>) {
                     case.check(&story, &case.frames, &new, got);
                 }
                 1 if written > 0 => {
-                    story += " rewrite";
+                    story += " overwrite";
                     case.frames.pop();
-                    let got = cache.rewrite(query, key, value).unwrap();
+                    let got = cache.overwrite(query, key, value).unwrap();
                     case.check(&story, &case.frames, &new, got);
                     case.frames.push(new);
                 }
@@ -344,7 +346,8 @@ fn all_frames_at_once<T: Target>(device: &On<T>) {
 
 #[cfg(feature = "autodiff")]
 impl Case {
-    /// Which elements of a side of all frames are beyond a scale that was taken from frames; empty where none is.
+    /// Marks the elements of all frames beyond the scale that was taken from frames; empty where no
+    /// scale is.
     fn saturated(&self, side: Side) -> Vec<bool> {
         if !of_frames(self.config.format.format(side)) {
             return vec![];
@@ -363,7 +366,8 @@ impl Case {
     }
 }
 
-/// Gradients of the closed form are those of attention to what is seen, which pass the quantizer as they are.
+/// Gradients of the closed form are those of attention to what is seen, which pass the quantizer as
+/// they are.
 #[cfg(feature = "autodiff")]
 fn gradients_pass_straight_through<T: Target>(device: &On<T>) {
     use kv_cubecl::reference::attend_row_backward;
@@ -371,7 +375,7 @@ fn gradients_pass_straight_through<T: Target>(device: &On<T>) {
     for (seed, of) in (110..).zip(CONFIGS) {
         let case = sequence(of, seed);
         let KvCacheConfig { keys, values, .. } = case.config.format;
-        // Which numbers are beyond a scale would be known of rotated ones alone.
+        // Saturated elements are only known before the Hadamard transform is undone.
         let transformed =
             case.config.format.uses_hadamard_keys() || case.config.format.uses_hadamard_values();
         let unclear = transformed && (of_frames(keys) || of_frames(values));
@@ -426,7 +430,8 @@ fn gradients_pass_straight_through<T: Target>(device: &On<T>) {
     }
 }
 
-/// Positions repeat: after as many frames as they take to, a cache gives the same bits for the same frames.
+/// Positions repeat: after as many frames as they take to, a cache gives the same bits for the same
+/// frames.
 fn a_long_stream_goes_on_like_a_short_one<T: Target>(device: &On<T>) {
     for of in [("float", 4, 3, 1), ("k4v4-g8-r16", 8, 4, 0)] {
         let case = Case::new(config(of), [1, 1, 1]);
@@ -464,8 +469,8 @@ fn what_does_not_fit_changes_nothing<T: Target>(device: &On<T>) {
     let tensor = |shape: [usize; 4]| Tensor::<4>::zeros(shape, &**device);
     let message = |error: kv_cubecl::Error| error.to_string();
     let [query, key, value] = on(&case.random(&mut rng), device);
-    let empty = cache.rewrite(query.clone(), key.clone(), value.clone()).unwrap_err();
-    assert!(message(empty).contains("rewrite of a cache of 0 frames"));
+    let empty = cache.overwrite(query.clone(), key.clone(), value.clone()).unwrap_err();
+    assert!(message(empty).contains("overwrite of a cache of 0 frames"));
     for _ in 0..4 {
         let [query, key, value] = on(&case.random(&mut rng), device);
         cache.update(query, key, value).unwrap();
@@ -488,23 +493,26 @@ fn what_does_not_fit_changes_nothing<T: Target>(device: &On<T>) {
         let [q, k, v] = qkv();
         assert!(message(cache.update(q, k, v).unwrap_err()).contains(wanted), "{wanted}");
         let [q, k, v] = qkv();
-        assert!(message(cache.rewrite(q, k, v).unwrap_err()).contains(wanted), "{wanted}");
+        assert!(message(cache.overwrite(q, k, v).unwrap_err()).contains(wanted), "{wanted}");
         assert_eq!(cache.written(), Frames(4));
     }
     let after = Host::of(cache.peek(query, key, value).unwrap().output);
     equal_bits("after errors", &after.data, &before.data);
 }
 
-/// A ring takes what its frames take, whatever has passed through it: the frames that a frame sees and one more.
+/// A ring takes what its frames take, whatever has passed through it: the frames that a frame sees
+/// and one more.
 fn memory_is_that_of_the_ring<T: Target>(device: &On<T>) {
     let case = Case::new(config(("float", 8, 5, 1)), [1, 2, 2]);
     let mut cache = case.cache(device);
     let bytes = cache.memory_bytes();
-    // Keys and values of 5 frames and a sink, 2 heads; nothing of a format without a window is in float, but for sinks.
+    // Keys and values of 5 frames and a sink, 2 heads; nothing of a format without a window is in
+    // float, but for sinks.
     assert_eq!(bytes.floats, 2 * 6 * 8 * 2 * HEAD_DIM * 4);
     let int8 = FrameConfig::new("kint8vint8".parse().unwrap(), 8, Frames(5));
     let int8 = FrameCache::new(&int8, case.shape, device).unwrap().memory_bytes();
-    // A code for each number, and a scale of two bytes for each row, for each head in whole vectors of words.
+    // A code for each number, and a scale of two bytes for each row, for each head in whole vectors
+    // of words.
     let head = (5 * 8 * (HEAD_DIM + 2usize)).next_multiple_of(16);
     assert_eq!((int8.keys, int8.values), (2 * head, 2 * head));
     assert!(int8.floats <= 2 * HEAD_DIM * 4, "{} bytes in float", int8.floats);

@@ -173,8 +173,8 @@ fn straight_through_in_every_configuration<T: Target>(on: &On<T>) {
     }
 }
 
-/// Sinks, a bound and windows together and apart, against their definition. As the bound and the sinks are not
-/// affected by quantization, what holds for one cache holds for all.
+/// Sinks, a bound and windows together and apart, against their definition. As the bound and the
+/// sinks are not affected by quantization, what holds for one cache holds for all.
 fn windows_bounds_and_sinks<T: Target>(on: &On<T>) {
     let logits = [0.3, -2.0, 1.5, 4.0];
     let cases = [
@@ -299,8 +299,8 @@ fn narrow_inputs<T: Target>(on: &On<T>) {
         };
         let narrow = gradients(text.on(on).map(|x| x.cast(dtype)));
         let wide = gradients(text.on(on).map(|x| x.cast(dtype).cast(DType::F32)));
-        // The gradient of the output passes through the narrow type once, that of an input as well: each
-        // rounds to half a unit in the last of 8 (bf16) or 11 bits.
+        // The gradient of the output passes through the narrow type once, that of an input as well:
+        // each rounds to half a unit in the last of 8 (bf16) or 11 bits.
         let tolerance = if dtype == DType::F16 { 2e-3 } else { 2e-2 };
         for (narrow, wide) in narrow.into_iter().zip(wide) {
             assert_eq!(narrow.dtype(), dtype);

@@ -35,7 +35,7 @@ fn reported_bytes_are_those_of_the_tensors<T: Target>(on: &On<T>) {
     }
 }
 
-/// Of a cache that has fewer tokens than sinks, float rows are read and nothing else.
+/// A cache with fewer tokens than sinks reads float rows only.
 fn the_first_sinks_are_read_in_float<T: Target>(_: &On<T>) {
     for len in 0..4 {
         let bytes = |name: &str| {
@@ -77,7 +77,8 @@ fn windows_take_the_memory_of_their_tokens() {
         };
         let all = bytes(config.with_capacity(512 + config.sink_tokens));
         let windowed = bytes(config.with_sliding_window(Some(512)).with_capacity(32_768));
-        // The blocks of keys that are quantized together begin anywhere in a window, so that it may hold one more.
+        // The blocks of keys that are quantized together begin anywhere in a window, so that it may
+        // hold one more.
         let extra = windowed as f64 / all as f64;
         assert!((1.0..1.04).contains(&extra), "{name}: {windowed} bytes, not {all}");
     }

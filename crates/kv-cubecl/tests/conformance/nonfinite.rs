@@ -78,7 +78,7 @@ pub(crate) fn alike(what: &str, got: &Host, want: &[f64], tolerance: f64) {
     }
 }
 
-/// Whether this is a debug build, where such inputs are refused before they reach a kernel.
+/// Returns whether this is a debug build, which refuses such inputs before they reach a kernel.
 pub(crate) fn refused_earlier() -> bool {
     if cfg!(debug_assertions) {
         skipped("debug builds return an error for input that is not finite");

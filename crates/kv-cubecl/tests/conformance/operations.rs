@@ -27,8 +27,8 @@ struct Sequence {
 }
 
 impl Sequence {
-    /// What the oracle says to the last `queries`, each `[n_heads, head_dim]`, and its counts after the last
-    /// token: `[tokens, n_heads, head_dim]`.
+    /// Returns the oracle's output for the last `queries`, each `[n_heads, head_dim]`, as `[tokens,
+    /// n_heads, head_dim]`, and its counts after the last token.
     fn attend(&self, config: &KvCacheConfig, queries: &[Vec<f32>]) -> (Vec<f64>, QuantizedCounts) {
         let shape = CacheShape::new(1, N_KV_HEADS, HEAD_DIM);
         let mut oracle = StreamOracle::new(config, shape);
@@ -123,8 +123,8 @@ impl Chunk {
         }
     }
 
-    /// What attention to the first `tokens` of each sequence of this chunk, which `sequences` end with, should
-    /// give, and zeros for the others.
+    /// Returns the expected attention to the first `tokens` of each sequence of this chunk, which
+    /// ends `sequences`; zeros for the others.
     fn expected(
         &self,
         config: &KvCacheConfig,
@@ -299,7 +299,7 @@ impl<T: Target> Run<'_, T> {
         close(&self.story, &Host::of(output), &expected, CLOSE);
     }
 
-    /// Sequences chosen, of which some may be the same.
+    /// Selects sequences, possibly the same one several times.
     fn select(&mut self, Pair { cache, sequences }: &mut Pair) {
         let n = 1 + self.rng.below(4);
         let chosen: Vec<usize> = (0..n).map(|_| self.rng.below(sequences.len())).collect();
@@ -423,7 +423,7 @@ fn check(Pair { cache, sequences }: &Pair, config: &KvCacheConfig, story: &str) 
         let sides = one.layout().sides();
         for (side, tokens) in [(Side::Keys, &sequence.keys), (Side::Values, &sequence.values)] {
             let (packed, Some(spec)) = (one.packed(side), sides[side].spec) else { continue };
-            // A window leaves those that it shows to the next token, or a few more that share a
+            // A sliding window keeps the tokens that the next token sees, and tokens that share a
             // word with them.
             let begin =
                 config.sliding_window.map_or(0, |window| (lens[i] + 1).saturating_sub(window));
@@ -455,7 +455,8 @@ fn check(Pair { cache, sequences }: &Pair, config: &KvCacheConfig, story: &str) 
 }
 
 fn any_operations<T: Target>(on: &On<T>) {
-    // Together 10,000 operations and more; where a kernel is compiled for every configuration, a part of them.
+    // Together 10,000 operations and more; where a kernel is compiled for every configuration, a
+    // part of them.
     let (n, first) = sample(if T::NAME == "flex" { 1000 } else { 24 });
     (first..first + u64::from(n)).for_each(|seed| Run::new(on, seed).go());
 }

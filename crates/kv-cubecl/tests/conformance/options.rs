@@ -21,8 +21,8 @@ stamp!(
     narrow_inputs,
 );
 
-/// Output and log-sum-exp of every row in f64, over what the oracle's cache shows it, with the options of each
-/// query head.
+/// Output and log-sum-exp of every row in f64, over what the oracle's cache shows it, with the
+/// options of each query head.
 fn expected(text: &Setup, options: &dyn Fn(usize) -> RowOptions) -> [Vec<f64>; 2] {
     let [batch, n_heads, tokens, head_dim] = text.query.shape;
     let n_rep = n_heads / text.key.shape[1];
@@ -48,8 +48,8 @@ fn expected(text: &Setup, options: &dyn Fn(usize) -> RowOptions) -> [Vec<f64>; 2
     [output, lse]
 }
 
-/// All ways to attend to a text: token by token, at positions on the device, in chunks, looking ahead,
-/// and in parallel.
+/// All ways to attend to a text: token by token, at positions on the device, in chunks, looking
+/// ahead, and in parallel.
 fn check<T: Target>(on: &On<T>, text: &Setup, options: AttentionOptions) {
     check_with_sinks(on, text, options, None);
 }
@@ -147,7 +147,8 @@ fn scores_are_scaled_as_asked<T: Target>(on: &On<T>) {
 /// Keys of one width and values of another: both are cut into groups as wide as they are.
 fn keys_and_values_of_different_width<T: Target>(on: &On<T>) {
     let names = ["float", "k4v4-g16-r16", "k2v2-g16-r16-s3-after", "k8v16-g16-r32-s2", "k16v2-g16"];
-    // Wider keys (as in DeepSeek's latent attention), wider values, and widths without a common vector.
+    // Wider keys (as in DeepSeek's latent attention), wider values, and widths without a common
+    // vector.
     for (seed, (key_dim, value_dim)) in [(96, 64), (32, 80), (18, 48)].into_iter().enumerate() {
         for name in names {
             let text = Setup::new(name, [2, 4, 2, 75, key_dim], 50 + seed as u64);
@@ -157,8 +158,8 @@ fn keys_and_values_of_different_width<T: Target>(on: &On<T>) {
     }
 }
 
-/// Windows that hide more than a group and less, that begin within a group and between two, with rings that are
-/// written over several times, with and without sinks, on either side in float.
+/// Windows that hide more than a group and less, that begin within a group and between two, with
+/// rings that are written over several times, with and without sinks, on either side in float.
 fn windows_hide_older_tokens<T: Target>(on: &On<T>) {
     let names = [
         "float-w1",
@@ -239,8 +240,8 @@ fn scales_without_meaning_are_refused<T: Target>(on: &On<T>) {
     assert!(error.contains("softcap 0: must be finite and above 0"), "{error}");
 }
 
-/// Queries, keys and values that are narrow: the same numbers as in f32, in which all is computed, and the
-/// output rounded to their type.
+/// Queries, keys and values that are narrow: the same numbers as in f32, in which all is computed,
+/// and the output rounded to their type.
 fn narrow_inputs<T: Target>(on: &On<T>) {
     for dtype in [DType::F16, DType::BF16] {
         if !on.supports_dtype(dtype) {

@@ -20,8 +20,8 @@ const WINDOWS: [&str; 9] =
 /// Where kernels are compiled for each pair, one in this many pairs is run.
 const SAMPLED: usize = 3;
 
-/// Every format of keys with every format of values, windows of all kinds and both orders: attention and what is
-/// stored are the oracle's, or the configuration is refused with its rule.
+/// Every format of keys with every format of values, windows of all kinds and both orders:
+/// attention and what is stored are the oracle's, or the configuration is refused with its rule.
 ///
 /// Compiling kernels takes most of the time on a GPU without hardware. There a third of the pairs
 /// is run, each in one window and order; the seed `KV_SEED`, by default the day, picks another
@@ -64,7 +64,8 @@ fn every_pair_of_formats<T: Target>(on: &On<T>) {
     assert!(ran >= if all { pairs } else { pairs / SAMPLED });
 }
 
-/// A text for each window and order in which the two formats may be one cache; rules that refuse others are counted.
+/// A text for each window and order in which the two formats may be one cache; rules that refuse
+/// others are counted.
 fn valid_setups(
     keys: KvFormat,
     values: KvFormat,
@@ -90,7 +91,8 @@ fn valid_setups(
     valid
 }
 
-/// A chunk, steps, a chunk of few and of many rows, and all at once; then a token too many, which changes nothing.
+/// A chunk, steps, a chunk of few and of many rows, and all at once; then a token too many, which
+/// changes nothing.
 fn check_in_parts<T: Target>(on: &On<T>, text: &Setup) {
     let expected = text.reference();
     let mut cache = text.cache(on);

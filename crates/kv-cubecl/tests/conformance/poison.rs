@@ -25,7 +25,7 @@ fn poisoned<T: Target>(text: &Setup, on: &On<T>) -> KvCache {
     KvCache::from_parts(&text.config, text.shape(), parts).unwrap()
 }
 
-/// The same run with and without poison, with a capacity that the text fills and with a larger one.
+/// Compares a run with and without poison, at a capacity that the text fills and at a larger one.
 #[track_caller]
 fn check<T: Target>(on: &On<T>, text: &Setup, sizes: &[usize]) {
     for spare in [0, 45] {

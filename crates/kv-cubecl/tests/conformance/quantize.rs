@@ -191,7 +191,8 @@ fn one_token_and_one_channel<T: Target>(on: &On<T>) {
     );
 }
 
-/// Sums are taken in the same order everywhere, so that rotated values have the same codes everywhere.
+/// Sums are taken in the same order everywhere, so that values after the Hadamard transform have
+/// the same codes everywhere.
 fn hadamard_transforms<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(29);
     for shape in [[1, 1, 1, 1], [2, 3, 5, 2], [1, 2, 33, 64], [1, 1, 7, 256], [2, 8, 200, 128]] {

@@ -54,7 +54,8 @@ fn padded(texts: &[Setup], starts: &[usize], tokens: &[usize]) -> Setup {
     batch_of(&parts.collect::<Vec<_>>())
 }
 
-/// Checks that row `row` of every head of a sequence takes no part from `n` on, and returns the others.
+/// Checks that row `row` of every head of a sequence takes no part from `n` on, and returns the
+/// others.
 fn rows_of(attention: &Attention, sequence: usize, n: usize) -> Host {
     let output = Host::of(attention.output.clone().narrow(0, sequence, 1));
     let rest = output.tokens(n..output.shape[2]);

@@ -6,14 +6,15 @@ use kv_cubecl::{KvCache, KvMemory, On, RopeTable, Target, streaming_attention};
 use crate::common::{CLOSE, Host, Rng, Setup, attend, close, skipped, snapshot, stamp};
 
 stamp!(
-    a_counted_token_is_turned,
-    a_token_at_a_position_is_turned,
+    a_counted_token_gets_rope,
+    a_token_at_a_position_gets_rope,
     sequences_have_positions_of_their_own,
     positions_past_the_table_turn_like_its_last,
     wrong_tables_are_refused,
 );
 
-/// Caches of every way of storing keys, with sinks, windows and several rows of queries for a head, few and many.
+/// Caches of every way of storing keys, with sinks, windows and several rows of queries for a head,
+/// few and many.
 const SETUPS: [(&str, [usize; 5]); 12] = [
     ("k2v2-g16-r16", [2, 4, 2, 70, 64]),
     ("k4v2-g16-r32-s3-after", [1, 6, 2, 70, 48]),
@@ -21,7 +22,7 @@ const SETUPS: [(&str, [usize; 5]); 12] = [
     ("k16v4-g16-r16-s20", [2, 2, 1, 70, 64]),
     ("k4v4-g8-r8-w24", [1, 4, 2, 70, 16]),
     ("kint8v4-g16-r16", [1, 4, 2, 70, 64]),
-    // Keys that are rotated after they are turned.
+    // Keys with the Hadamard transform after rope.
     ("kint8vint8-r16-hadk", [2, 4, 2, 70, 64]),
     ("ke4m3v16-s3-hadk-hadv", [1, 4, 2, 70, 32]),
     ("kmxfp4v4-g16-r16-w24-hadk", [1, 2, 2, 70, 64]),
@@ -31,8 +32,8 @@ const SETUPS: [(&str, [usize; 5]); 12] = [
     ("k4v4-g16-r16", [1, 9, 1, 1100, 32]),
 ];
 
-/// A text of multiples of 1/32 and a table of multiples of 1/8, so that every product and sum of a turn is exact and
-/// the order of operations does not matter.
+/// A text of multiples of 1/32 and a table of multiples of 1/8, so that every product and sum of a
+/// turn is exact and the order of operations does not matter.
 fn exact(name: &str, sizes: [usize; 5], rotary_dim: usize, seed: u64) -> (Setup, Vec<f32>) {
     let mut text = Setup::new(name, sizes, seed);
     for host in [&mut text.query, &mut text.key] {
@@ -48,7 +49,7 @@ fn table_on<T: Target>(table: &[f32], rotary_dim: usize, on: &On<T>) -> RopeTabl
     RopeTable::new(Tensor::from_data(TensorData::new(table.to_vec(), shape), &**on)).unwrap()
 }
 
-/// Every token turned by its position, or by the position that `at` gives for it.
+/// Every token after rope by its position, or by the position that `at` gives for it.
 fn apply_rope(rows: &Host, table: &[f32], rotary_dim: usize, at: impl Fn(usize) -> usize) -> Host {
     let [_, _, tokens, head_dim] = rows.shape;
     let half = rotary_dim / 2;
@@ -65,7 +66,7 @@ fn apply_rope(rows: &Host, table: &[f32], rotary_dim: usize, at: impl Fn(usize) 
     apply_rope
 }
 
-fn turned_text(text: &Setup, table: &[f32], rotary_dim: usize) -> Setup {
+fn text_after_rope(text: &Setup, table: &[f32], rotary_dim: usize) -> Setup {
     let apply_rope = |rows| apply_rope(rows, table, rotary_dim, |token| token);
     Setup { query: apply_rope(&text.query), key: apply_rope(&text.key), ..text.clone() }
 }
@@ -77,7 +78,8 @@ fn tail(output: &[f64], text: &Setup, prefix: usize) -> Vec<f64> {
     slices.flat_map(|slice| &slice[prefix * head_dim..]).copied().collect()
 }
 
-/// Tokens from a prefix on, one at a time by `step`, against the oracle over turned tokens and a cache of those.
+/// Tokens from a prefix on, one at a time by `step`, against the oracle over tokens after rope and
+/// a cache of those.
 fn check<T: Target>(
     on: &On<T>,
     step: impl Fn(&mut KvCache, [Tensor<4>; 3], usize, &RopeTable) -> Tensor<4>,
@@ -91,7 +93,7 @@ fn check<T: Target>(
         for rotary_dim in [sizes[4], sizes[4] / 4 * 2] {
             let (text, table) = exact(name, sizes, rotary_dim, 300 + seed as u64);
             let rope = table_on(&table, rotary_dim, on);
-            let expected_text = turned_text(&text, &table, rotary_dim);
+            let expected_text = text_after_rope(&text, &table, rotary_dim);
             let prefix = text.len() - 30;
             let mut expected = text.cache(on);
             attend(&mut expected, &expected_text.tokens(0..prefix), &[prefix], on);
@@ -102,7 +104,8 @@ fn check<T: Target>(
                 .collect();
             assert!(snapshot(&cache) == snapshot(&expected), "{text:?}: codes differ");
             let oracle = tail(&expected_text.reference().output, &text, prefix);
-            // Rows of f16 are rounded by the cache and not by the oracle: half of 2^-11 of keys of up to 10.
+            // Rows of f16 are rounded by the cache and not by the oracle: half of 2^-11 of keys of
+            // up to 10.
             let tolerance = if name.ends_with("f16") { 2e-2 } else { CLOSE };
             let what = format!("{text:?} of {rotary_dim}");
             close(&what, &Host::cat(&outputs), &oracle, tolerance);
@@ -114,14 +117,14 @@ fn check<T: Target>(
     }
 }
 
-fn a_counted_token_is_turned<T: Target>(on: &On<T>) {
+fn a_counted_token_gets_rope<T: Target>(on: &On<T>) {
     check(on, |cache, [q, k, v], _, rope| {
         assert!(KvMemory::Cached(cache).turns_tokens());
         KvMemory::Cached(cache).attend_with_rope(q, k, v, rope, None).unwrap().output
     });
 }
 
-fn a_token_at_a_position_is_turned<T: Target>(on: &On<T>) {
+fn a_token_at_a_position_gets_rope<T: Target>(on: &On<T>) {
     check(on, |cache, [q, k, v], t, rope| {
         let position = at(&[t as i32], on);
         let memory = KvMemory::At(cache, &position);
@@ -140,16 +143,16 @@ fn sequences_have_positions_of_their_own<T: Target>(on: &On<T>) {
     check_positions(on, "kint8v4-g8-r8-hadk");
 }
 
-/// Sequences of different lengths, of which one takes no part where positions are stored.
+/// Sequences of different lengths; one of them is skipped where positions are stored.
 fn check_positions<T: Target>(on: &On<T>, name: &str) {
     let (text, table) = exact(name, [2, 4, 2, 40, 16], 16, 330);
     let rope = table_on(&table, 16, on);
-    let expected_text = turned_text(&text, &table, 16);
+    let expected_text = text_after_rope(&text, &table, 16);
     let mut filled = text.cache(on);
     attend(&mut filled, &expected_text.tokens(0..30), &[30], on);
     filled.truncate(1, 29).unwrap();
     let [q, k, v] = text.tokens(30..31).on(on);
-    // The second sequence is one token behind, so its token is turned by position 29.
+    // The second sequence is one token behind, so its token gets rope by position 29.
     let apply_rope = |rows: &Host| {
         let [first, second] =
             [30, 29].map(|position| apply_rope(&rows.tokens(30..31), &table, 16, |_| position));

@@ -46,7 +46,8 @@ fn scales(packed: &Packed) -> Vec<Vec<f32>> {
     scale.chunks(TOKENS).map(|head| head.iter().map(|scale| scale.to_f32()).collect()).collect()
 }
 
-/// Asserts that the newest frame of a side restores to what the oracle makes of it, with these running amaxes by head.
+/// Asserts that the newest frame of a side restores to what the oracle makes of it, with these
+/// running amaxes by head.
 #[track_caller]
 fn check(what: &str, cache: &FrameCache, side: Side, host: &Host, amax: &[f32]) {
     let newest = cache.newest(side).expect("a frame that is quantized");
@@ -60,7 +61,8 @@ fn check(what: &str, cache: &FrameCache, side: Side, host: &Host, amax: &[f32]) 
     equal_bits(what, &Host::of(newest.dequantize()).data, &wanted.collect::<Vec<_>>());
 }
 
-/// The largest magnitude of a frame over all its tokens, where it is the first: what `int8_head` of the golden files is.
+/// The largest magnitude of a frame over all its tokens, where it is the first: what `int8_head` of
+/// the golden files is.
 fn a_frame_has_one_scale_for_each_head<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(300);
     for size in [1e-6f32, 1.0, 3e4, 1e30] {
@@ -80,8 +82,8 @@ fn a_frame_has_one_scale_for_each_head<T: Target>(on: &On<T>) {
     }
 }
 
-/// Through warm-up, growth that is held back, decay and the floor, in keys by percentile and in values by the largest.
-/// Older frames keep their scales.
+/// Through warm-up, growth that is held back, decay and the floor, in keys by percentile and in
+/// values by the largest. Older frames keep their scales.
 fn scales_follow_frames<T: Target>(on: &On<T>) {
     let (rule, mut rng) = (rule(), Rng::new(301));
     let mut cache = cache(on, "kint8pvint8f", rule, 2);
@@ -133,7 +135,7 @@ fn the_newest_frame_again_is_as_if_it_had_come_once<T: Target>(on: &On<T>) {
             for i in 0..times {
                 let last = if i + 1 == times { host } else { &other };
                 let [q, k, v] = [last.on(on), last.on(on), last.on(on)];
-                cache.rewrite(q, k, v).unwrap();
+                cache.overwrite(q, k, v).unwrap();
             }
         }
         let stored = Side::BOTH.map(|side| cache.newest(side).unwrap().to_logical());
@@ -149,7 +151,8 @@ fn the_newest_frame_again_is_as_if_it_had_come_once<T: Target>(on: &On<T>) {
     }
 }
 
-/// A NaN counts for no scale and is stored as 0; an infinity counts as the largest number that a scale takes.
+/// A NaN counts for no scale and is stored as 0; an infinity counts as the largest number that a
+/// scale takes.
 fn what_is_no_number_leaves_scales_finite<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(303);
     for name in ["kint8fvint8f", "kint8pvint8p"] {

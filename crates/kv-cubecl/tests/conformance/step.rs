@@ -11,7 +11,7 @@ stamp!(
     the_device_holds_the_length,
     any_length_on_the_device,
     a_full_cache_is_read_and_not_written,
-    a_recorded_step_serves_every_length,
+    a_captured_step_serves_every_length,
     wrong_tokens_and_positions,
     only_steps_are_counted,
     steps_of_some_sequences_are_counted,
@@ -46,7 +46,7 @@ pub(crate) fn check<T: Target>(on: &On<T>, text: &Setup, prefix: usize) {
     for t in 0..rest.len() {
         let [q, k, v] = rest.tokens(t..t + 1).on(on);
         outputs.push(Host::of(cache.attend_at(q, k, v, &at(prefix + t, on)).unwrap().output));
-        assert_eq!(cache.len(), prefix, "{text:?}: the host is not told");
+        assert_eq!(cache.len(), prefix, "{text:?}: the host does not count it");
     }
     cache.advance(rest.len()).unwrap();
     assert!(snapshot(&cache) == snapshot(&expected), "{text:?}: codes differ");
@@ -108,7 +108,7 @@ struct Bound {
     position: Tensor<1, Int>,
 }
 
-fn a_recorded_step_serves_every_length<T: Target>(on: &On<T>) {
+fn a_captured_step_serves_every_length<T: Target>(on: &On<T>) {
     for (seed, name) in NAMES.into_iter().enumerate() {
         let text = Setup::new(name, [1, 4, 2, 70, 64], 240 + seed as u64);
         let mut expected = text.cache(on);
@@ -197,7 +197,7 @@ fn only_steps_are_counted<T: Target>(on: &On<T>) {
     assert_eq!(cache.len(), 11);
 }
 
-/// Of a step in which a sequence takes no part, only the others' tokens are counted.
+/// A step that skips a sequence counts only the tokens of the others.
 fn steps_of_some_sequences_are_counted<T: Target>(on: &On<T>) {
     let text = Setup::new("k2v2-g16-r16", [2, 4, 2, 12, 64], 262);
     let mut cache = text.cache(on);

@@ -38,7 +38,7 @@ fn counts(text: &Setup, len: usize) -> QuantizedCounts {
     CacheLayout::new(&text.config, text.shape()).unwrap().schedule().counts(len)
 }
 
-/// Which lengths there are to go back to, from the rule itself.
+/// Lengths to which truncation is possible, from the rule itself.
 fn any_length_with_the_same_quantized_keys<T: Target>(on: &On<T>) {
     for (seed, name) in NAMES.into_iter().enumerate() {
         let text = Setup::new(name, [1, 2, 1, 90, 64], 600 + seed as u64);
@@ -65,8 +65,8 @@ fn any_length_with_the_same_quantized_keys<T: Target>(on: &On<T>) {
     }
 }
 
-/// Truncated anywhere and given the same tokens again, a cache has the codes it had, also those of values
-/// that were in between restored to the window.
+/// Truncated anywhere and given the same tokens again, a cache has the codes it had, also those of
+/// values that were in between restored to the window.
 fn the_same_tokens_get_the_same_codes<T: Target>(on: &On<T>) {
     let rng = &mut Rng::new(620);
     let rounds = if T::NAME == "flex" { 40 } else { 4 };
@@ -98,8 +98,8 @@ fn the_same_tokens_get_the_same_codes<T: Target>(on: &On<T>) {
             let what = format!("{name} round {round}: {now} to {len} and back");
             for side in Side::BOTH {
                 let packed = |cache: &KvCache| cache.packed(side);
-                // A power of two may be the next one where the largest number of a block was rounded to half of what
-                // its scale allows: other codes for the same numbers.
+                // A power of two may be the next one where the largest number of a block was
+                // rounded to half of what its scale allows: other codes for the same numbers.
                 if text
                     .config
                     .format(side)
@@ -277,7 +277,7 @@ fn lengths_to_cut_back_to_exactly<T: Target>(on: &On<T>) {
         ("float", 70, 33, 33),
         ("kint8vint8", 70, 33, 33),
         ("kint8v16", 70, 33, 33),
-        // Values of the last 16 tokens were in float, of which none is now.
+        // The values of the last 16 tokens were in float; none of them remains.
         ("k4v4-g16-r16", 70, 33, 0),
         ("k16v4-g16-r16-s3", 70, 33, 3),
         ("k4v4-g16-r16", 70, 70, 70),

@@ -134,7 +134,7 @@ impl WorldCache {
         match store {
             Store::Peek | Store::Update => Ok(written),
             Store::Rewrite => written.checked_sub(1).ok_or_else(|| {
-                Error::argument("cache", "0 frames", "must hold the frame that is rewritten")
+                Error::argument("cache", "0 frames", "must hold the frame that is overwritten")
             }),
         }
     }

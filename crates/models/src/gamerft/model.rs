@@ -76,7 +76,7 @@ impl Memory<'_> {
             }
             Memory::Cache(cache, Store::Peek) => cache.peek(query, key, value)?.output,
             Memory::Cache(cache, Store::Update) => cache.update(query, key, value)?.output,
-            Memory::Cache(cache, Store::Rewrite) => cache.rewrite(query, key, value)?.output,
+            Memory::Cache(cache, Store::Rewrite) => cache.overwrite(query, key, value)?.output,
         })
     }
 }

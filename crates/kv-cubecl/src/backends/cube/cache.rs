@@ -1,4 +1,4 @@
-//! A cache written and attended to.
+//! Launches that write a cache and attend to it.
 
 use burn::{
     backend::ops::FloatTensorOps,
@@ -21,24 +21,24 @@ use crate::{
         cache::{self, CacheBindings, CacheProblem},
         chunk_attention,
         decode_attention::{self, DecodeBindings, DecodeProblem},
-        rope::{self, RotaryBinding},
+        rope::{self, RopeBinding},
     },
     layout::{CacheLayout, Side, Sides},
     scores::Scores,
     shapes,
 };
 
-/// Where one token stands: beside what the host counts.
+/// Device position and rope table of one token.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Place<'a> {
+pub(super) struct StepTensors<'a> {
     /// Contiguous, as [`TokenPosition::Stored`](crate::TokenPosition::Stored).
     pub(super) position: Option<&'a CubeTensor>,
     /// Contiguous, as [`TokenRope::Table`](crate::TokenRope::Table).
     pub(super) rope: Option<&'a CubeTensor>,
 }
 
-/// Appends `key` and `value` to a cache of `len` tokens. With a position, the kernel reads from it
-/// how many tokens the cache holds; `len` is then only what the launch is planned for. A table turns the key of one
+/// Appends `key` and `value` to a cache of `len` tokens. With a device position, the kernel reads
+/// the length from it, and `len` only plans the launch. A rope table applies to the key of a single
 /// token.
 pub(super) fn write(
     state: CacheState<CubeBackend>,
@@ -46,13 +46,13 @@ pub(super) fn write(
     value: CubeTensor,
     layout: CacheLayout,
     len: usize,
-    place: Place<'_>,
+    step: StepTensors<'_>,
 ) -> CacheState<CubeBackend> {
     let CacheState { mut keys, mut values, floats } = contiguous(state);
     let floats = writable(floats);
     let (key, value) = (into_contiguous(key), into_contiguous(value));
     let problem = CacheProblem { layout, len, added: dims(&key)[2], float: elem(&floats) };
-    let flushes = match place.position {
+    let flushes = match step.position {
         Some(_) => Sides { keys: true, values: true },
         None => problem.flushes(),
     };
@@ -64,7 +64,7 @@ pub(super) fn write(
     }
     let client = &floats.client;
     if problem.added == 1 {
-        let bindings = cache_bindings([&keys, &values, &floats], place);
+        let bindings = cache_bindings([&keys, &values, &floats], step);
         let (chunk, key, value) = (elem(&key), arg(&key), arg(&value));
         launched(cache::launch_write_token(client, key, value, bindings, chunk, &problem));
     } else {
@@ -82,8 +82,8 @@ pub(super) fn write(
 }
 
 /// Attends to the first `tokens` of a cache of `len` tokens, whose tensors are contiguous. With a
-/// position, the kernel reads from it the position of the last token; `len` and `tokens` are then
-/// only what the launch is planned for. A table turns the query of that token.
+/// device position, the kernel reads the last token's position from it, and `len` and `tokens` only
+/// plan the launch. A rope table applies to the query of that token.
 pub(super) fn decode_attention(
     query: CubeTensor,
     state: &CacheState<CubeBackend>,
@@ -91,21 +91,21 @@ pub(super) fn decode_attention(
     len: usize,
     tokens: usize,
     options: AttentionOptions,
-    mut place: Place<'_>,
+    mut step: StepTensors<'_>,
 ) -> (CubeTensor, CubeTensor) {
     let (shape, dtype) = (dims(&query), query.dtype);
     let rows = shape[1] / layout.shape().n_kv_heads * shape[2];
     let (float, scores) = (elem(&state.floats), options.scores(shape[3]));
     let problem = DecodeProblem { layout, len, tokens, rows, float, query: elem(&query), scores };
-    let plan = match place.position {
+    let plan = match step.position {
         Some(_) => None,
         None => chunk_attention::plan(&problem, query.client.properties()),
     };
-    // Chunks are read in vectors, and are f32 and turned already.
+    // The chunk kernel reads vectors of f32 to which rope has been applied.
     let query = match plan {
         Some(_) => {
             let query = into_contiguous(CubeBackend::float_cast(query, FloatDType::F32));
-            match place.rope.take() {
+            match step.rope.take() {
                 Some(table) => apply_rope(query, table, tokens - 1),
                 None => query,
             }
@@ -119,7 +119,7 @@ pub(super) fn decode_attention(
     let lse = empty_like(&query, shapes::log_sum_exp(shape), DType::F32);
     let bindings = DecodeBindings {
         query: arg(&query),
-        cache: cache_bindings([&state.keys, &state.values, &state.floats], place),
+        cache: cache_bindings([&state.keys, &state.values, &state.floats], step),
         output: arg(&output),
         lse: &|| arg(&lse),
     };
@@ -153,32 +153,32 @@ pub(in crate::backends) fn check_decode(
     }
 }
 
-/// The rows of `x`, contiguous and f32, turned by `position`.
+/// Applies rope by `position` to the rows of `x`, contiguous and f32.
 fn apply_rope(x: CubeTensor, table: &CubeTensor, position: usize) -> CubeTensor {
     let shape = dims(&x);
     let output = empty_like(&x, shape, DType::F32);
     let (client, n) = (&x.client, shape.iter().product());
-    let binding = rotary_binding(table);
-    launched(rope::launch_turn(client, arg(&x), arg(&output), binding, n, shape[3], position));
+    let binding = rope_binding(table);
+    launched(rope::launch_rope(client, arg(&x), arg(&output), binding, n, shape[3], position));
     output
 }
 
-/// Keys, values and float rows of a cache.
+/// Binds the tensors of a cache and the token's position.
 fn cache_bindings(
     [keys, values, floats]: [&CubeTensor; 3],
-    Place { position, rope }: Place<'_>,
+    StepTensors { position, rope }: StepTensors<'_>,
 ) -> CacheBindings {
     let [keys, values, floats] = [keys, values, floats].map(arg);
-    let (position, rope) = (position.map(positions), rope.map(rotary_binding));
+    let (position, rope) = (position.map(positions), rope.map(rope_binding));
     CacheBindings { keys, values, floats, position, rope }
 }
 
-fn rotary_binding(table: &CubeTensor) -> RotaryBinding {
+fn rope_binding(table: &CubeTensor) -> RopeBinding {
     let [positions, rotary_dim] = table.meta.shape().dims();
-    RotaryBinding { table: arg(table), positions, rotary_dim }
+    RopeBinding { table: arg(table), positions, rotary_dim }
 }
 
-/// Positions, and how many there are.
+/// Binds positions with their number.
 fn positions(tensor: &CubeTensor) -> (BufferArg, usize) {
     (arg(tensor), tensor.meta.shape().num_elements())
 }

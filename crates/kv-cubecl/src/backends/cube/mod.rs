@@ -17,7 +17,7 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 
-use self::cache::Place;
+use self::cache::StepTensors;
 use super::sinks;
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, Result, SteGradient, Token,
@@ -112,7 +112,7 @@ impl KvCacheOps for CubeBackend {
         layout: CacheLayout,
         len: usize,
     ) -> CacheState<Self> {
-        cache::write(state, key, value, layout, len, Place::default())
+        cache::write(state, key, value, layout, len, StepTensors::default())
     }
 
     fn decode_attention(
@@ -124,7 +124,7 @@ impl KvCacheOps for CubeBackend {
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let state = cache::contiguous(state);
-        cache::decode_attention(query, &state, layout, len, tokens, options, Place::default())
+        cache::decode_attention(query, &state, layout, len, tokens, options, StepTensors::default())
     }
 
     fn step(
@@ -137,15 +137,15 @@ impl KvCacheOps for CubeBackend {
         let Token { query, key, value, position, rope } = token;
         let position = position.into_option().map(into_contiguous);
         let table = rope.into_option().map(into_contiguous);
-        let place = Place { position: position.as_ref(), rope: table.as_ref() };
-        let (before, after) = match place.position {
+        let step = StepTensors { position: position.as_ref(), rope: table.as_ref() };
+        let (before, after) = match step.position {
             None => (len, len + 1),
-            // Launches are planned for a full cache, so that one recording of them serves every length.
+            // Planned for a full cache, so one graph capture replays at every length.
             Some(_) => (layout.config().capacity, layout.config().capacity),
         };
-        let state = cache::write(state, key, value, layout, before, place);
+        let state = cache::write(state, key, value, layout, before, step);
         let (output, lse) =
-            cache::decode_attention(query, &state, layout, after, after, options, place);
+            cache::decode_attention(query, &state, layout, after, after, options, step);
         (state, output, lse)
     }
 

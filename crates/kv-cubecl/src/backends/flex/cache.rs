@@ -1,4 +1,4 @@
-//! Writing a cache in place: flush (quantize what leaves the window) and append.
+//! Writing a cache in place: flush (quantize what leaves the residual) and append.
 
 use core::ops::Range;
 
@@ -37,7 +37,8 @@ impl<'a> Floats<'a> {
         }
     }
 
-    /// As [`read`](Self::read) into `scratch`, but without a copy where the elements are f32 already.
+    /// As [`read`](Self::read) into `scratch`, but without a copy where the elements are f32
+    /// already.
     #[inline]
     pub(super) fn rows<'b>(self, start: usize, scratch: &'b mut [f32]) -> &'b [f32]
     where
@@ -53,8 +54,8 @@ impl<'a> Floats<'a> {
     }
 }
 
-/// Quantizes what leaves the window when `chunks`, keys and values `[.., added, head_dim]`, are appended to
-/// the `len` tokens of some of the slices.
+/// Quantizes what leaves the residual when `chunks`, keys and values `[.., added, head_dim]`, are
+/// appended to the `len` tokens of some of the slices.
 pub(super) fn flush(
     mut state: CacheState<Flex>,
     chunks: Sides<&[f32]>,
@@ -107,8 +108,9 @@ pub(super) fn flush(
     state
 }
 
-/// Calls `write` with each slice of `words`, of which it writes `due`; by several threads if that is
-/// worth waking them. There may be more words than those of the slices: see [`SideLayout::words`](crate::layout::SideLayout::words).
+/// Calls `write`, which writes `due` words, with each slice of `words`. Uses several threads where
+/// the work outweighs waking them. `words` may be longer than all slices: see
+/// [`SideLayout::words`](crate::layout::SideLayout::words).
 fn for_each_slice(
     words: &mut [u32],
     slices: &Range<usize>,

@@ -100,7 +100,7 @@ impl Slice<'_> {
         }
     }
 
-    /// Adds a block of tokens, of which the first are hidden.
+    /// Adds a block of tokens, skipping the hidden ones at its start.
     fn add_block(
         &self,
         query: &Matrix<'_>,

@@ -22,19 +22,19 @@ use crate::{
 /// Fewest tokens in a split: for less work, waking a thread takes longer than it saves.
 const MIN_SPLIT: usize = 512;
 
-/// Tasks per thread. More tasks balance the load, as a thread that wakes up late does fewer of them; but
-/// the first memory reads of each task are not prefetched.
+/// Tasks per thread. More tasks balance the load, as a thread that wakes up late does fewer of
+/// them; but the first memory reads of each task are not prefetched.
 const TASKS_PER_THREAD: usize = 8;
 
 /// Tokens whose scores a thread has in memory at once.
 const BLOCK: usize = 4096;
 
-/// From this number of query rows on, restoring tiles and multiplying matrices is faster than one pass
-/// over the codes.
+/// From this number of query rows on, restoring tiles and multiplying matrices is faster than one
+/// pass over the codes.
 const MANY_ROWS: usize = 16;
 
-/// A split of one slice, and the partial softmax over its tokens: for each row the largest score m (in
-/// powers of 2), the sum of weights l, and the output o, which is not yet divided by l.
+/// A split of one slice, and the partial softmax over its tokens: for each row the largest score m
+/// (in powers of 2), the sum of weights l, and the output o, which is not yet divided by l.
 struct Split<'a> {
     slice: usize,
     tokens: Range<usize>,
@@ -43,8 +43,8 @@ struct Split<'a> {
     o: &'a mut [f32],
 }
 
-/// The scratch memory of one thread. Each part is aligned to a cache line, since writing a vector across
-/// two lines is slow, and so is writing to a line that another thread writes to.
+/// The scratch memory of one thread. Each part is aligned to a cache line, since writing a vector
+/// across two lines is slow, and so is writing to a line that another thread writes to.
 struct Scratch<'a> {
     /// Output of the rows.
     o: &'a mut [f32],
@@ -85,7 +85,7 @@ pub(super) struct Attend<'a> {
     pub(super) layout: &'a CacheLayout,
     /// Tokens the cache holds, in the sequences of `slices`.
     pub(super) len: usize,
-    /// Of those, the first ones to attend to.
+    /// Number of those tokens, from the first, to attend to.
     pub(super) tokens: usize,
     pub(super) slices: Range<usize>,
     pub(super) options: AttentionOptions,
@@ -94,8 +94,8 @@ pub(super) struct Attend<'a> {
 }
 
 impl Attend<'_> {
-    /// Output and log-sum-exp of the rows of the slices; `query` is that of all slices, `[batch, n_heads, m,
-    /// head_dim]`.
+    /// Output and log-sum-exp of the rows of the slices; `query` is that of all slices, `[batch,
+    /// n_heads, m, head_dim]`.
     pub(super) fn run(
         &self,
         query: &[f32],
@@ -133,8 +133,8 @@ impl Attend<'_> {
         let slices = slices.len();
         let query: Vec<f32> = query.iter().map(|q| q * scale).collect();
         let wanted = (TASKS_PER_THREAD * threads).div_ceil(slices);
-        // What is seen is one run of tokens, unless a window hides some after the sinks: then the sinks are a split
-        // of their own, and the others begin with a whole group.
+        // What is seen is one run of tokens, unless a window hides some after the sinks: then the
+        // sinks are a split of their own, and the others begin with a whole group.
         let hides = begin > schedule.sink_tokens;
         let start = if hides { between_groups(layout, begin) } else { 0 };
         let sinks = usize::from(hides && schedule.sink_tokens > 0);
@@ -148,7 +148,8 @@ impl Attend<'_> {
         let split_len = rows * (value_dim + 2);
         let mut results = vec![0.0; slices * n_splits * split_len];
         let splits = results.chunks_exact_mut(split_len).enumerate().map(|(index, result)| {
-            // The last split first: it has the window, and what is long is better not left to the end.
+            // The last split first: it has the window, and what is long is better not left to the
+            // end.
             let (slice, split) = (index / n_splits, (index + n_splits - 1) % n_splits);
             let (stats, o) = result.split_at_mut(2 * rows);
             let (m, l) = stats.split_at_mut(rows);
@@ -204,8 +205,8 @@ pub(super) fn between_groups(layout: &CacheLayout, token: usize) -> usize {
     if token <= sinks { token } else { sinks + (token - sinks) / group * group }
 }
 
-/// Where a block that starts at `start` ends, of a run of tokens that ends at `end`: the words of its packed
-/// tokens follow each other.
+/// Where a block that starts at `start` ends, of a run of tokens that ends at `end`: the words of
+/// its packed tokens follow each other.
 pub(super) fn block_end(layout: &CacheLayout, start: usize, end: usize) -> usize {
     let block = match start + block(layout) {
         block if block >= end => end,
@@ -219,8 +220,8 @@ pub(super) fn block(layout: &CacheLayout) -> usize {
     BLOCK.max(layout.config().group_size)
 }
 
-/// The attention of each of several sequences, one after the other on all threads; of many, several at a time on a
-/// thread each.
+/// The attention of each of several sequences, one after the other on all threads; of many, several
+/// at a time on a thread each.
 pub(super) fn of_each<T: Send>(
     sequences: &[(Range<usize>, usize)],
     attend: impl Fn(&(Range<usize>, usize), usize) -> T + Sync,
@@ -278,8 +279,8 @@ fn spin_while(condition: impl Fn() -> bool) {
 
 impl Slice<'_> {
     /// Attention of the rows of `query`, already scaled, over the tokens of a split, which starts
-    /// [between groups](between_groups); those before `begin` are hidden, unless they are sinks. `softcap` is to
-    /// base 2, as the scores. For `factor` see [`without_overflow`].
+    /// [between groups](between_groups); those before `begin` are hidden, unless they are sinks.
+    /// `softcap` is to base 2, as the scores. For `factor` see [`without_overflow`].
     fn attend(
         &self,
         query: &[f32],

@@ -336,7 +336,7 @@ fn scale_weights(weights: &mut [f32], factor: f32) {
     }
 }
 
-/// What attention of a query of this shape and type returns.
+/// Wraps the output and the log-sum-exp of a query of this shape and type.
 fn attention(
     output: Vec<f32>,
     lse: Vec<f32>,

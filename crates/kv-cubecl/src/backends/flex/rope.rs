@@ -1,4 +1,4 @@
-//! RopeTable positions: channel `i` of a row turns with channel `i + rotary_dim / 2`.
+//! Rope: channel `i` of a row pairs with channel `i + rotary_dim / 2`.
 
 use std::borrow::Cow;
 
@@ -10,7 +10,8 @@ pub(super) struct Table<'a> {
 }
 
 impl Table<'_> {
-    /// Turns rows of `head_dim` channels by `position`; one past the table turns like its last.
+    /// Applies rope by `position` to rows of `head_dim` channels; a position past the table uses
+    /// its last row.
     fn apply_rope(&self, rows: &mut [f32], head_dim: usize, position: usize) {
         let last = self.data.len() / self.rotary_dim - 1;
         let angles = &self.data[position.min(last) * self.rotary_dim..][..self.rotary_dim];
@@ -25,8 +26,8 @@ impl Table<'_> {
     }
 }
 
-/// One token of each sequence, `rows` `[batch, heads, 1, head_dim]`, turned by its position if there is a table; of
-/// one position, all sequences by that.
+/// Applies rope to one token of each sequence, `rows` `[batch, heads, 1, head_dim]`, turned by its
+/// position if there is a table; of one position, all sequences by that.
 pub(super) fn apply_rope<'a>(
     rows: &'a [f32],
     head_dim: usize,

@@ -22,7 +22,7 @@ pub(super) struct Slice<'a> {
 /// The keys or the values of a slice.
 pub(super) struct SideSlice<'a> {
     place: SideLayout,
-    /// How many tokens are packed, the first ones after the sinks; those that a window hides are counted.
+    /// Number of packed tokens after the sinks, including those that the sliding window hides.
     n_packed: usize,
     words: &'a [u32],
     floats: Floats<'a>,
@@ -98,7 +98,8 @@ impl SideSlice<'_> {
         }
     }
 
-    /// Calls `visit` with the first token and the rows, in f32, of each tile of `tokens`, packed or not.
+    /// Calls `visit` with the first token and the rows, in f32, of each tile of `tokens`, packed or
+    /// not.
     pub(super) fn tiles(
         &self,
         tokens: Range<usize>,

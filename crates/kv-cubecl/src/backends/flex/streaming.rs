@@ -128,7 +128,7 @@ impl Block {
         [columns.start..hat, hat..last, last..columns.end]
     }
 
-    /// Which columns of a tile row `row` sees; rows are counted as in [`gather`].
+    /// Returns the columns of a tile that row `row` sees; rows are counted as in [`gather`].
     pub(super) fn seen(
         &self,
         problem: &Problem,
@@ -279,8 +279,8 @@ pub(super) fn slice_of(x: &[f32], slice: usize, slices: usize) -> &[f32] {
     &x[slice * len..][..len]
 }
 
-/// Rows of a block, one query head after another: `[n_rep * block.len(), d]`, where a row of `x` has `d`
-/// elements.
+/// Rows of a block, one query head after another: `[n_rep * block.len(), d]`, where a row of `x`
+/// has `d` elements.
 pub(super) fn gather(problem: &Problem, block: Block, x: &[f32], d: usize) -> Vec<f32> {
     let m = problem.m;
     let mut rows = Vec::with_capacity(problem.n_rep * block.len() * d);
@@ -290,8 +290,8 @@ pub(super) fn gather(problem: &Problem, block: Block, x: &[f32], d: usize) -> Ve
     rows
 }
 
-/// Scores of a block's rows with the keys of the tile `columns`, `[rows, columns]`, scaled, bounded and
-/// multiplied by `log2 e`, for a softmax of powers of 2.
+/// Scores of a block's rows with the keys of the tile `columns`, `[rows, columns]`, scaled, bounded
+/// and multiplied by `log2 e`, for a softmax of powers of 2.
 pub(super) fn scores(
     problem: &Problem,
     block: Block,
@@ -343,9 +343,9 @@ pub(super) fn split_band(
     (hat, float)
 }
 
-/// Whether everything that some row of the block does not see is finite, so that matrix products
-/// may multiply it by that row's weight of 0 (0 times infinity is NaN): the `floats` of the band
-/// and after it, and the `hats` of the band. The parts are those of [`Block::parts`].
+/// Returns whether every hidden element of the block is finite: the `floats` of the band and after
+/// it, and the `hats` of the band. Matrix products may then multiply it by the hidden row's weight
+/// of 0; 0 times infinity would be NaN. The parts are those of [`Block::parts`].
 pub(super) fn hidden_are_finite(
     [_, band, rest]: &[Range<usize>; 3],
     floats: &[f32],

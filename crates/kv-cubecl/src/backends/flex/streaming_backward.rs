@@ -38,7 +38,7 @@ struct Inputs<'a> {
 /// Gradients for one (batch, kv head) slice.
 struct Outputs {
     query: Vec<f32>,
-    /// Of key, key_hat, value, value_hat.
+    /// Gradients of key, key_hat, value and value_hat.
     sides: [Vec<f32>; 4],
 }
 
@@ -112,8 +112,8 @@ fn backward_block(problem: &Problem, block: Block, inputs: &Inputs<'_>, outputs:
         for (row, p) in p.chunks_exact_mut(columns.len()).enumerate() {
             let seen = hide_others(p, block.seen(problem, row, &columns));
             let lse = inputs.lse[source(row)] * LOG2_E;
-            // A score exceeds its row's log-sum-exp only by rounding, which is large where scores are
-            // huge; its weight is then 1.
+            // A score exceeds its row's log-sum-exp only by rounding, which is large where scores
+            // are huge; its weight is then 1.
             seen.iter_mut().for_each(|score| {
                 let difference = *score - lse;
                 *score = if difference > 0.0 { 0.0 } else { difference };

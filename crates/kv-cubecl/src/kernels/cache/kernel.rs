@@ -23,11 +23,11 @@ pub(super) struct Source {
     pub(super) added: usize,
     /// Elements of the float rows of one slice of the cache.
     pub(super) float_elements: usize,
-    /// The table that turns the rows of the chunk, where there is one.
+    /// Rope table for the rows of the chunk, if there is one.
     pub(super) rope: RopeArgs,
 }
 
-/// One channel of a token of the chunk, turned if there is a table.
+/// Reads one channel of a token of the chunk, after rope if there is a table.
 #[cube]
 fn new_element<C: Float>(
     chunk: &[C],
@@ -42,8 +42,8 @@ fn new_element<C: Float>(
     apply_rope::<C>(chunk, row, channel, table, token, &source.rope)
 }
 
-/// One channel of a token past the sinks, from its ring or from the chunk, rounded to the stored type
-/// and as large as the packed format takes it.
+/// One channel of a token past the sinks, from its ring or from the chunk, rounded to the stored
+/// type and as large as the packed format takes it.
 #[cube]
 fn read<R: Float, C: Float>(
     floats: &[R],
@@ -126,8 +126,8 @@ fn flush_group<R: Float, C: Float>(
     words[base + groups * code_words + group] = param;
 }
 
-/// Quantizes tokens `first..last`, counted after the sinks, where each is quantized by itself and parameters share
-/// words: no other unit may write those of these tokens.
+/// Quantizes tokens `first..last`, counted after the sinks, where each is quantized by itself and
+/// parameters share words: no other unit may write those of these tokens.
 #[cube]
 fn flush_tokens<R: Float, C: Float>(
     floats: &[R],
@@ -212,8 +212,8 @@ fn quantize_run<R: Float, C: Float>(
     param
 }
 
-/// Stores one element of the chunk, unless its token is between the sinks and `first_kept` and so is
-/// packed already or hidden by the window. Rows narrower than f32 saturate.
+/// Stores one element of the chunk, unless its token is between the sinks and `first_kept` and so
+/// is packed already or hidden by the window. Rows narrower than f32 saturate.
 #[cube]
 fn store<R: Float, C: Float>(
     chunk: &[C],
@@ -238,8 +238,8 @@ fn store<R: Float, C: Float>(
     }
 }
 
-/// One unit per (slice, block_tokens, group); where parameters share words, one per (slice, run of tokens), so that no word
-/// has two writers.
+/// One unit per (slice, block_tokens, group); where parameters share words, one per (slice, run of
+/// tokens), so that no word has two writers.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn flush<R: Float>(
     floats: &[R],
@@ -255,15 +255,15 @@ pub(super) fn flush<R: Float>(
 ) {
     if ABSOLUTE_POS < n {
         if comptime!(spec.packs_parameters()) {
-            let part = runs.first / runs.cut + ABSOLUTE_POS % runs.runs;
+            let part = runs.first / runs.alignment_tokens + ABSOLUTE_POS % runs.runs;
             flush_tokens::<R, f32>(
                 floats,
                 chunk,
                 &ComptimeOption::new_None(),
                 words,
                 ABSOLUTE_POS / runs.runs,
-                clamp_min(part * runs.cut, runs.first),
-                clamp_max(part * runs.cut + runs.cut, runs.last),
+                clamp_min(part * runs.alignment_tokens, runs.first),
+                clamp_max(part * runs.alignment_tokens + runs.alignment_tokens, runs.last),
                 &source,
                 &side,
                 spec,
@@ -277,7 +277,7 @@ pub(super) fn flush<R: Float>(
                 &ComptimeOption::new_None(),
                 words,
                 row / runs.runs,
-                runs.first / runs.cut + row % runs.runs,
+                runs.first / runs.alignment_tokens + row % runs.runs,
                 ABSOLUTE_POS % runs.groups,
                 &source,
                 &side,
@@ -295,8 +295,8 @@ pub(super) struct FlushRuns {
     /// One past the last.
     pub(super) last: usize,
     /// Tokens at whose multiples runs begin.
-    pub(super) cut: usize,
-    /// Runs, the first and the last of which may be shorter.
+    pub(super) alignment_tokens: usize,
+    /// Number of runs; the first and the last may be shorter.
     pub(super) runs: usize,
     /// Groups of a run that are a unit each.
     pub(super) groups: usize,
@@ -334,19 +334,19 @@ pub(super) fn append<R: Float>(
     }
 }
 
-/// What changes the generated code of [`write_token`].
+/// Compile-time parameters of [`write_token`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct TokenBlueprint {
-    /// How keys are quantized, if they are.
+    /// Quantization of keys, if any.
     pub(super) keys: Option<QuantSpec>,
-    /// How values are quantized, if they are.
+    /// Quantization of values, if any.
     pub(super) values: Option<QuantSpec>,
-    /// Whether rows are narrower than f32.
+    /// True if rows are narrower than f32.
     pub(super) saturating: bool,
 }
 
-/// Units that share the channels of a token of a side, each of which stores those of the group that it quantizes; one
-/// where a token's parameters share words.
+/// Returns the number of units per token of a side. Each stores the channels of the groups that it
+/// quantizes; where a token's parameters share words there is one unit.
 pub(super) const fn runs(spec: &Option<QuantSpec>, head_dim: usize) -> usize {
     match spec {
         Some(spec) if spec.packs_parameters() => 1,
@@ -360,9 +360,9 @@ pub(super) const fn runs(spec: &Option<QuantSpec>, head_dim: usize) -> usize {
 pub(super) struct TokenArgs {
     pub(super) source: Source,
     pub(super) cache: CacheArgs,
-    /// Most granules of keys, and of values, that leave the window; at least 1.
-    pub(super) key_granules: usize,
-    pub(super) value_granules: usize,
+    /// Largest number of key blocks and value blocks that leave the residual; at least 1.
+    pub(super) key_blocks: usize,
+    pub(super) value_blocks: usize,
     /// Units that share the channels of a key, and of a value: [`runs`].
     pub(super) key_runs: usize,
     pub(super) value_runs: usize,
@@ -374,11 +374,11 @@ pub(super) struct TokenArgs {
     pub(super) n: usize,
 }
 
-/// Writes one side of a token that is appended to `source.len` others, and quantizes what leaves the
-/// window for it: `unit` counts (slice, block_tokens that may leave, run of channels).
+/// Writes one side of a token that is appended to `source.len` others, and quantizes what leaves
+/// the window for it: `unit` counts (slice, block_tokens that may leave, run of channels).
 ///
-/// A slot that is read for what leaves and written for what comes belongs to one unit: it can only be in
-/// the first block_tokens that leaves.
+/// A slot that is read for what leaves and written for what comes belongs to one unit: it can only
+/// be in the first block_tokens that leaves.
 #[cube]
 fn write_side<R: Float, C: Float>(
     chunk: &[C],
@@ -387,7 +387,7 @@ fn write_side<R: Float, C: Float>(
     words: &mut [u32],
     position: &ComptimeOption<Box<[i32]>>,
     unit: usize,
-    granules: usize,
+    blocks: usize,
     runs: usize,
     args: &TokenArgs,
     side: &SideArgs,
@@ -396,7 +396,7 @@ fn write_side<R: Float, C: Float>(
     #[comptime] saturating: bool,
 ) {
     let row = unit / runs;
-    let slice = row / granules;
+    let slice = row / blocks;
     let mut len = args.source.len;
     #[comptime]
     match position {
@@ -413,7 +413,7 @@ fn write_side<R: Float, C: Float>(
         let (added, float_elements) = (args.source.added, args.source.float_elements);
         let rope = args.source.rope.copied();
         let source = Source { len, added, float_elements, rope };
-        let index = row % granules;
+        let index = row % blocks;
         let group = unit % runs;
         write_unit::<R, C>(
             chunk,
@@ -434,7 +434,7 @@ fn write_side<R: Float, C: Float>(
     }
 }
 
-/// What one unit of [`write_side`] does where the cache has room.
+/// Runs one unit of [`write_side`] in a cache that is not full.
 #[cube]
 #[allow(clippy::single_match, reason = "decided when the kernel is compiled")]
 fn write_unit<R: Float, C: Float>(
@@ -502,11 +502,12 @@ fn write_unit<R: Float, C: Float>(
     }
 }
 
-/// Appends one token, both sides, with all that leaves the window for it: first the units of the keys,
-/// then those of the values.
+/// Appends one token, both sides, with all that leaves the residual for it: first the units of the
+/// keys, then those of the values.
 ///
-/// A sequence holds as many tokens as its position says, or as the source where there is none; if it is full,
-/// or its position is below 0, nothing is written. With a table, keys are turned by their position first.
+/// A sequence holds as many tokens as its position says, or as the source where there is none; if
+/// it is full, or its position is below 0, nothing is written. With a table, rope is
+/// applied to keys first.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn write_token<R: Float, C: Float>(
     key: &[C],
@@ -530,7 +531,7 @@ pub(super) fn write_token<R: Float, C: Float>(
             key_words,
             &position,
             ABSOLUTE_POS,
-            args.key_granules,
+            args.key_blocks,
             args.key_runs,
             &args,
             &cache.keys,
@@ -546,7 +547,7 @@ pub(super) fn write_token<R: Float, C: Float>(
             value_words,
             &position,
             ABSOLUTE_POS - args.n_keys,
-            args.value_granules,
+            args.value_blocks,
             args.value_runs,
             &args,
             &cache.values,

@@ -13,7 +13,7 @@ use crate::{
         elementwise,
         layout::SideArgsLaunch,
         quantize::RestoreProblem,
-        rope::{RopeArgsLaunch, RotaryBinding, rotary_args},
+        rope::{RopeArgsLaunch, RopeBinding, rope_args},
     },
     layout::{CacheLayout, QuantSpec, QuantizedCounts, Side, Sides},
 };
@@ -46,7 +46,7 @@ impl CacheProblem {
         self.layout.slices() * self.layout.slice_elements().max(added)
     }
 
-    /// Tokens of each side that left the window before, and those that do now.
+    /// Tokens of each side that left the residual before, and those that leave it now.
     fn leaving(&self) -> [QuantizedCounts; 2] {
         let schedule = self.layout.schedule();
         let before = schedule.counts(self.len);
@@ -54,7 +54,7 @@ impl CacheProblem {
         [before, Sides::from_fn(|side| after[side] - before[side])]
     }
 
-    /// Whether tokens of a side leave the window, so that its words are written.
+    /// Returns for each side whether tokens leave the residual, so its words are written.
     pub(crate) fn flushes(&self) -> Sides<bool> {
         self.leaving()[1].map(|leaving| leaving > 0)
     }
@@ -69,16 +69,16 @@ pub(crate) struct CacheBindings {
     pub(crate) values: BufferArg,
     /// Float rows.
     pub(crate) floats: BufferArg,
-    /// i32, `[1]` or one for each sequence: the position of the newest token, which says how many there are,
-    /// read by the kernel instead of being told by the problem; below 0 for a sequence that takes no part. How
-    /// many positions there are is beside it.
+    /// i32, `[1]` or one for each sequence: the position of the newest token, which says how many
+    /// there are, read by the kernel instead of being told by the problem; below 0 for a sequence
+    /// that takes no part. How many positions there are is beside it.
     pub(crate) position: Option<(BufferArg, usize)>,
-    /// What turns the key, or the query, of a token by its position.
-    pub(crate) rope: Option<RotaryBinding>,
+    /// Rope table for the token's key or query.
+    pub(crate) rope: Option<RopeBinding>,
 }
 
-/// Appends one token, `key` and `value` of type `chunk`, `[slices, head_dim]`, and quantizes what leaves the
-/// window for it, in one launch. A full cache is left as it is.
+/// Appends one token, `key` and `value` of type `chunk`, `[slices, head_dim]`, and quantizes what
+/// leaves the residual for it, in one launch. A full cache is left as it is.
 pub(crate) fn launch_write_token(
     client: &Client,
     key: BufferArg,
@@ -96,17 +96,17 @@ pub(crate) fn launch_write_token(
         saturating: layout.config().float.saturates(),
     };
     let (position, n_positions) = cache.position.unzip();
-    let (table, rope) = rotary_args(cache.rope);
+    let (table, rope) = rope_args(cache.rope);
     let leaving = match position {
         // As many as ever leave at once.
         Some(_) => layout.schedule().sides.map(|side| side.step),
         None => problem.leaving()[1],
     };
-    let granules = Sides::from_fn(|side| {
+    let blocks = Sides::from_fn(|side| {
         specs[side].map_or(1, |spec| (leaving[side] / spec.block_tokens()).max(1))
     });
     let runs = Sides::from_fn(|side| kernel::runs(&specs[side], sides[side].head_dim));
-    let units = Sides::from_fn(|side| slices * granules[side] * runs[side]);
+    let units = Sides::from_fn(|side| slices * blocks[side] * runs[side]);
     let n = units.keys + units.values;
     let grid = elementwise(client, "write", n, problem.elements())?;
     kernel::write_token::launch(
@@ -124,8 +124,8 @@ pub(crate) fn launch_write_token(
         TokenArgsLaunch::new(
             problem.source(rope),
             layout.args(),
-            granules.keys,
-            granules.values,
+            blocks.keys,
+            blocks.values,
             runs.keys,
             runs.values,
             slices / n_positions.unwrap_or(1),
@@ -139,7 +139,7 @@ pub(crate) fn launch_write_token(
     Ok(())
 }
 
-/// Quantizes the tokens of `side` that leave the window into `words`.
+/// Quantizes the tokens of `side` that leave the residual into `words`.
 ///
 /// `floats` are the cache's float rows, `chunk` the appended keys or values, f32
 /// `[slices, added, head_dim]`.
@@ -155,11 +155,11 @@ pub(crate) fn launch_flush(
     let place = layout.sides()[side];
     let Some(spec) = place.spec else { return Ok(()) };
     let [before, leaving] = problem.leaving().map(|tokens| tokens[side]);
-    let cut = spec.alignment_tokens(place.head_dim);
+    let alignment_tokens = spec.alignment_tokens(place.head_dim);
     let last = before + leaving;
-    // Of more than there is room for, only the newest are kept; from where words are of no token before.
+    // Only the newest tokens that fit are kept; from where words are of no token before.
     let first = match leaving > place.packed_tokens {
-        true => (last - place.packed_tokens).next_multiple_of(cut),
+        true => (last - place.packed_tokens).next_multiple_of(alignment_tokens),
         false => before,
     };
     let (n, runs) = flush_runs(first..last, layout.slices(), place.head_dim, &spec);
@@ -173,7 +173,7 @@ pub(crate) fn launch_flush(
             floats,
             chunk,
             words,
-            problem.source(rotary_args(None).1),
+            problem.source(rope_args(None).1),
             place.args(),
             n,
             runs,
@@ -185,7 +185,7 @@ pub(crate) fn launch_flush(
     Ok(())
 }
 
-/// The units that quantize these tokens of each slice, and what they are told.
+/// Returns the number of units that quantize these tokens of each slice, and their arguments.
 fn flush_runs(
     tokens: Range<usize>,
     slices: usize,
@@ -193,13 +193,18 @@ fn flush_runs(
     spec: &QuantSpec,
 ) -> (usize, FlushRunsLaunch) {
     let Range { start, end } = tokens;
-    let (cut, groups) = (spec.alignment_tokens(head_dim), kernel::runs(&Some(*spec), head_dim));
-    let runs = if tokens.is_empty() { 0 } else { end.div_ceil(cut) - start / cut };
-    (slices * runs * groups, FlushRunsLaunch::new(start, end, cut, runs, groups))
+    let (alignment_tokens, groups) =
+        (spec.alignment_tokens(head_dim), kernel::runs(&Some(*spec), head_dim));
+    let runs = if tokens.is_empty() {
+        0
+    } else {
+        end.div_ceil(alignment_tokens) - start / alignment_tokens
+    };
+    (slices * runs * groups, FlushRunsLaunch::new(start, end, alignment_tokens, runs, groups))
 }
 
-/// Stores the rows of `chunk`, the appended keys or values, f32 `[slices, added, head_dim]`, that stay in
-/// float.
+/// Stores the rows of `chunk`, the appended keys or values, f32 `[slices, added, head_dim]`, that
+/// stay in float.
 pub(crate) fn launch_append(
     client: &Client,
     chunk: BufferArg,
@@ -219,7 +224,7 @@ pub(crate) fn launch_append(
         grid.address,
         chunk,
         floats,
-        problem.source(rotary_args(None).1),
+        problem.source(rope_args(None).1),
         place.args(),
         n,
         first_kept,
@@ -229,8 +234,7 @@ pub(crate) fn launch_append(
     Ok(())
 }
 
-/// Quantizes `input`, f32 `[slices, tokens, head_dim]`: a chunk that is appended to nothing, and all of
-/// which leaves the window.
+/// Quantizes all tokens of `input`, f32 `[slices, tokens, head_dim]`, without a cache before them.
 pub(crate) fn launch_quantize(
     client: &Client,
     input: BufferArg,
@@ -251,7 +255,7 @@ pub(crate) fn launch_quantize(
         floats,
         input,
         words,
-        SourceLaunch::new(0, tokens, head_dim, rotary_args(None).1),
+        SourceLaunch::new(0, tokens, head_dim, rope_args(None).1),
         SideArgsLaunch::new(0, 1, 0, head_dim, spec.words(tokens, head_dim), tokens),
         n,
         runs,

@@ -1,4 +1,4 @@
-//! Writing a cache in place: quantizing what leaves the window, storing what enters it.
+//! Writing a cache in place: quantizes tokens that leave the residual and stores new ones.
 
 mod kernel;
 mod launch;

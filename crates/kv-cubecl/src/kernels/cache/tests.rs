@@ -13,8 +13,8 @@ use crate::{
     layout::{CacheLayout, Sides},
 };
 
-/// Two bits in groups of 32, the narrowest codes and the most of them per word, and formats that quantize tokens by
-/// themselves, whose parameters share words.
+/// Two bits in groups of 32, the narrowest codes and the most of them per word, and formats that
+/// quantize tokens by themselves, whose parameters share words.
 const CACHES: [&str; 4] = ["k2v2", "kint8vint8", "ke4m3ve5m2", "kmxfp4ve4m3b"];
 
 #[test]

@@ -11,25 +11,25 @@ use crate::{
 /// Fewest query rows per kv head for which a cube has enough to do.
 const MIN_ROWS: usize = 8;
 
-/// Cubes that a streaming multiprocessor runs at once: so many planes fit with 255 registers per
-/// unit. An estimate, not measured.
+/// Cubes that a streaming multiprocessor runs at once, estimated from 255 registers per unit, not
+/// measured.
 const CUBES_PER_MULTIPROCESSOR: usize = 8;
 
-/// What changes the generated code.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ChunkBlueprint {
     /// Rows, units and their runs of tokens and channels.
     pub(crate) blocks: RowBlocks,
-    /// How keys and values are packed, where they are.
+    /// Quantization of keys and values, if any.
     pub(crate) specs: Sides<Option<QuantSpec>>,
     /// See [`Grid::flat`](crate::kernels::Grid::flat).
     pub(crate) flat: bool,
-    /// Whether scores are bounded.
+    /// True if scores have a soft cap.
     pub(crate) softcap: bool,
 }
 
 impl ChunkBlueprint {
-    /// Whether some keys or values are packed, so that not all tokens have one form.
+    /// Returns whether some keys or values are packed, so that tokens have two forms.
     pub(super) const fn packed(&self) -> bool {
         self.specs.keys.is_some() || self.specs.values.is_some()
     }
@@ -42,13 +42,13 @@ struct Machine {
     processor: Processor,
 }
 
-/// How the work of a launch is divided.
+/// Division of a launch's work over cubes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ChunkPlan {
     pub(super) blueprint: ChunkBlueprint,
     pub(super) row_chunks: usize,
-    /// How many tokens, the oldest after the sinks, are packed on each side that is quantized; all
-    /// tokens if neither side is.
+    /// Number of oldest tokens after the sinks that are packed on each quantized side; all tokens
+    /// if no side is quantized.
     pub(super) main: usize,
     pub(super) main_tiles: usize,
     pub(super) sink_tiles: usize,

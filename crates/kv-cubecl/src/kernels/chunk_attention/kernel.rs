@@ -15,11 +15,11 @@ use crate::{
     },
 };
 
-/// How the tokens are divided into tiles and splits; run-time numbers.
+/// Division of the tokens into tiles and splits, at run time.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct Tiles {
-    /// How many tokens, the oldest after the sinks, are packed on each side that is quantized; all
-    /// tokens if neither side is.
+    /// Number of oldest tokens after the sinks that are packed on each quantized side; all tokens
+    /// if no side is quantized.
     main: usize,
     main_tiles: usize,
     sink_tiles: usize,
@@ -75,8 +75,8 @@ fn restore_groups<N: Size>(
     }
 }
 
-/// As [`restore_groups`], for keys that are each packed by itself, with parameters that share words. The run ends
-/// before `end`.
+/// As [`restore_groups`], for keys that are each packed by itself, with parameters that share
+/// words. The run ends before `end`.
 #[cube]
 fn restore_tokens<N: Size>(
     keys: &[Vector<u32, N>],
@@ -175,8 +175,9 @@ struct Run {
     end: usize,
 }
 
-/// Scores of the unit's tokens of `tile`, `[rows, unit_tokens]`; those past its end are masked. With `uniform`,
-/// each side that is quantized is packed for all of them; otherwise the form of each token is looked up.
+/// Scores of the unit's tokens of `tile`, `[rows, unit_tokens]`; those past its end are masked.
+/// With `uniform`, each side that is quantized is packed for all of them; otherwise the form of
+/// each token is looked up.
 #[cube]
 #[allow(clippy::if_same_then_else, clippy::collapsible_if, reason = "decided when compiled")]
 fn score<R: Float, N: Size>(

@@ -11,7 +11,7 @@ use crate::{
         decode_attention::{
             DecodeBindings, DecodeProblem, args, grid, launch_merge, partial_results,
         },
-        rope::rotary_args,
+        rope::rope_args,
         row_blocks::VECTOR,
     },
 };
@@ -30,8 +30,8 @@ pub(crate) fn launch_ref(
     let grid = grid_of(problem, plan, client.properties())?;
     let blueprint = ChunkBlueprint { flat: grid.flat, ..plan.blueprint };
     let partials = partial_results(client, problem, n_splits);
-    // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
-    // the cache's length, rows and channels below theirs.
+    // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are
+    // below the cache's length, rows and channels below theirs.
     unsafe {
         kernel::partial_attention::launch_unchecked(
             client,
@@ -44,7 +44,7 @@ pub(crate) fn launch_ref(
             bindings.cache.values,
             bindings.cache.floats,
             partials(),
-            args(problem, n_splits, 1, rotary_args(None).1),
+            args(problem, n_splits, 1, rope_args(None).1),
             TilesLaunch::new(
                 plan.main,
                 plan.main_tiles,

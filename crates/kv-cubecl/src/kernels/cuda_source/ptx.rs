@@ -67,8 +67,8 @@ pub(in crate::kernels) fn cuda_ptx(
     text
 }
 
-/// Compiles the kernels that `kernels` makes for a card, for each card, and asserts that none keeps an
-/// array in local memory.
+/// Compiles the kernels that `kernels` makes for a card, for each card, and asserts that none keeps
+/// an array in local memory.
 pub(in crate::kernels) fn each_ptx(kernels: impl Fn(Arc<DeviceProperties>) -> Vec<Named>) {
     for architecture in ARCHITECTURES {
         for (name, kernel) in kernels(properties(architecture)) {

@@ -22,9 +22,9 @@ pub(crate) struct DecodeArgs {
     pub(super) position_slices: usize,
     pub(crate) n_splits: usize,
     pub(crate) scale: f32,
-    /// What scores are bounded by, where they are.
+    /// Soft cap of the scores, if there is one.
     pub(crate) softcap: f32,
-    /// The table that turns the query, where there is one.
+    /// Rope table for the query, if there is one.
     pub(super) rope: RopeArgs,
 }
 

@@ -44,18 +44,18 @@ pub(crate) struct DecodeProblem {
     pub(crate) float: ElemType,
     /// Type of query and output.
     pub(crate) query: ElemType,
-    /// What is done to scores.
+    /// Scale and soft cap of the scores.
     pub(crate) scores: Scores,
 }
 
-/// What changes the generated code.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct DecodeBlueprint {
     /// Channels of keys and of values.
     pub(crate) head_dim: Sides<usize>,
     /// Query rows per cube.
     pub(crate) rows: usize,
-    /// How keys and values are packed, where they are.
+    /// Quantization of keys and values, if any.
     pub(crate) specs: Sides<Option<QuantSpec>>,
     /// Units per cube.
     pub(crate) units: usize,
@@ -71,17 +71,17 @@ pub(crate) struct DecodeBlueprint {
     pub(crate) plane: usize,
     /// See [`Grid::flat`](crate::kernels::Grid::flat).
     pub(crate) flat: bool,
-    /// Whether a window may hide tokens, so that packed tokens are in a ring.
+    /// True if a sliding window may hide tokens, so packed tokens are in a ring.
     pub(crate) window: bool,
-    /// Whether scores are bounded.
+    /// True if scores have a soft cap.
     pub(crate) softcap: bool,
-    /// Whether there is one split, whose sums are the result.
+    /// True if there is one split, whose sums are the result.
     pub(crate) whole: bool,
 }
 
 impl DecodeBlueprint {
     /// Tokens of packed keys that are read from the first of them on: those of a group.
-    pub(super) fn key_granule(&self) -> usize {
+    pub(super) fn key_block_tokens(&self) -> usize {
         self.specs.keys.map_or(1, |spec| spec.block_tokens())
     }
 
@@ -112,7 +112,7 @@ impl DecodeBlueprint {
     }
 }
 
-/// How the work is divided over cubes; run-time numbers.
+/// Division of the work over cubes, at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Settings {
     pub(super) row_chunks: usize,
@@ -217,8 +217,8 @@ pub(super) fn prepare(
     while blueprint.shared_bytes() > SHARED_BYTES && blueprint.rows > 1 {
         blueprint.rows = blueprint.rows.div_ceil(2);
     }
-    // Smaller cubes where the tokens are too few to occupy the device; a few sizes, so that a growing
-    // context compiles few kernels.
+    // Smaller cubes where the tokens are too few to occupy the device; a few sizes, so that a
+    // growing context compiles few kernels.
     let sinks = config.sink_tokens.min(problem.tokens);
     let row_chunks = problem.rows.div_ceil(blueprint.rows);
     let wanted = CUBES_PER_MULTIPROCESSOR * hardware.n_multiprocessors;

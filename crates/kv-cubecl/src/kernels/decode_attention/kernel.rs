@@ -79,7 +79,7 @@ fn extent_of(
             first_packed = end_packed;
             first_float = seen;
         } else if seen > sinks {
-            let block_tokens = comptime!(bp.key_granule());
+            let block_tokens = comptime!(bp.key_block_tokens());
             first_packed = sinks + (seen - sinks) / block_tokens * block_tokens;
         }
     }
@@ -110,9 +110,9 @@ pub(super) struct Tile {
     pub(super) end: usize,
     /// The first that is seen.
     pub(super) begin: usize,
-    /// Whether the tokens come after the sinks.
+    /// True if the tokens come after the sinks.
     pub(super) windowed: bool,
-    /// Whether their keys are packed.
+    /// True if their keys are packed.
     pub(super) packed: bool,
 }
 
@@ -150,9 +150,9 @@ fn tile_at(
     Tile { start, end, begin, windowed, packed }
 }
 
-/// One cube per (slice, split, chunk of query rows); writes `(o, m, l)` of each row to
-/// `results` `[slices, rows, n_splits, head_dim + 2]`, with the head_dim of values. A split that is the whole writes
-/// the output to `results` `[slices, rows, head_dim]`, and to `lse` `[slices, rows]`.
+/// One cube per (slice, split, chunk of query rows); writes `(o, m, l)` of each row to `results`
+/// `[slices, rows, n_splits, head_dim + 2]`, with the head_dim of values. A split that is the whole
+/// writes the output to `results` `[slices, rows, head_dim]`, and to `lse` `[slices, rows]`.
 ///
 /// Keys: a unit takes `unit_tokens` consecutive tokens and every `lanes`-th vector of their
 /// channels. Values: a unit takes `unit_channels` consecutive channels and every `strides`-th

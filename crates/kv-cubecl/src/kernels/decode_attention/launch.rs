@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     Result,
-    kernels::{Grid, Limits, cache::CacheBindings, elementwise, rope::rotary_args},
+    kernels::{Grid, Limits, cache::CacheBindings, elementwise, rope::rope_args},
 };
 
 /// The buffers of a launch, all contiguous.
@@ -15,8 +15,8 @@ use crate::{
 pub(crate) struct DecodeBindings<'a> {
     /// `[slices, rows, head_dim]` of the problem's type, with the head_dim of keys.
     pub(crate) query: BufferArg,
-    /// The cache. With a position, that of the last token, the problem's lengths are only what is planned for;
-    /// past the capacity counts as the last.
+    /// The cache. With a position, that of the last token, the problem's lengths are only what is
+    /// planned for; past the capacity counts as the last.
     pub(crate) cache: CacheBindings,
     /// As `query`, with the head_dim of values.
     pub(crate) output: BufferArg,
@@ -35,8 +35,8 @@ pub(crate) fn check_size(problem: &DecodeProblem, properties: &DeviceProperties)
     grid(problem, n_splits, row_chunks, blueprint.units, &Limits::of(properties)).map(drop)
 }
 
-/// Attention of `problem`, in one launch, or in two where tokens are split over cubes: partial results of the
-/// splits, and their merge.
+/// Attention of `problem`, in one launch, or in two where tokens are split over cubes: partial
+/// results of the splits, and their merge.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported), see [the module](super).
@@ -60,13 +60,13 @@ pub(crate) fn launch_ref(
         }
     };
     let (position, n_positions) = bindings.cache.position.unzip();
-    let (table, rope) = rotary_args(bindings.cache.rope);
+    let (table, rope) = rope_args(bindings.cache.rope);
     if position.is_none() {
         let bytes = row_chunks * problem.layout.bytes_read(problem.tokens);
         tracing::trace!(target: crate::READ, kernel = "decode_attention", bytes);
     }
-    // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are below
-    // the cache's length, rows and channels below theirs.
+    // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are
+    // below the cache's length, rows and channels below theirs.
     unsafe {
         kernel::partial_attention::launch_unchecked(
             client,
@@ -121,8 +121,8 @@ pub(crate) fn grid(
     Grid::new("attention over a cache", wanted, units, elements, limits)
 }
 
-/// Allocates f32 `[slices, rows, n_splits, head_dim + 2]`, with the head_dim of values: `(o, m, l)` of every
-/// split.
+/// Allocates f32 `[slices, rows, n_splits, head_dim + 2]`, with the head_dim of values: `(o, m, l)`
+/// of every split.
 pub(crate) fn partial_results(
     client: &Client,
     problem: &DecodeProblem,

@@ -6,8 +6,8 @@
 //! history is never restored in memory: scales and minima are folded into the query once per group
 //! of keys, or into sums over the codes of a token.
 //!
-//! **Supported**: head_dim up to 256; any number of query heads per kv head and of query rows; every format
-//! or float on either side; f32 and f16 float rows.
+//! **Supported**: head_dim up to 256; any number of query heads per kv head and of query rows;
+//! every format or float on either side; f32 and f16 float rows.
 //!
 //! **Rejected** ([`Error::Unsupported`](crate::Error::Unsupported)): a head_dim above 256, and
 //! sizes for which the device has too few cubes or too narrow indices.

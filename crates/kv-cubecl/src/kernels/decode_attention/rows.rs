@@ -25,13 +25,13 @@ pub(super) struct Rows {
     pub(super) sums: Array<f32>,
     /// The unit's part of the outputs, `[rows, unit_channels]`.
     pub(super) outputs: Array<f32>,
-    /// Per row, the sum of weight times offset. It is the same for all of the unit's channels, which lie in
-    /// one group.
+    /// Per row, the sum of weight times offset. It is the same for all of the unit's channels,
+    /// which lie in one group.
     pub(super) offsets: Array<f32>,
     pub(super) unit: usize,
-    /// Which share of a token's channels the unit scores.
+    /// Index of the unit's share of a token's channels in the scores.
     pub(super) lane: usize,
-    /// Which block of channels the unit adds to.
+    /// Index of the block of channels that the unit sums.
     pub(super) block: usize,
     /// Index of the unit among those that share its block of channels.
     pub(super) stride: usize,
@@ -73,8 +73,8 @@ pub(super) fn zeros(#[comptime] len: usize) -> Array<f32> {
     array
 }
 
-/// Scales the cube's rows of the query, turned by the position of token `tokens - 1` if there is a table; those
-/// past the last are zeros. To be followed by a barrier.
+/// Scales the cube's rows of the query, after rope by the position of token `tokens - 1` if there
+/// is a table; those past the last are zeros. To be followed by a barrier.
 #[cube]
 pub(super) fn load_query<Q: Float>(
     query: &[Q],
@@ -128,9 +128,9 @@ fn cube_max(values: &mut Array<f32>, state: &mut Rows, #[comptime] bp: DecodeBlu
     }
 }
 
-/// Turns the scores of the unit's run of tokens, `[rows, unit_tokens]`, into weights in shared memory, and
-/// scales the sums so far to the new maxima. Ends with a barrier, after which all weights of the tile may be
-/// read.
+/// Turns the scores of the unit's run of tokens, `[rows, unit_tokens]`, into weights in shared
+/// memory, and scales the sums so far to the new maxima. Ends with a barrier, after which all
+/// weights of the tile may be read.
 #[cube]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn weigh(
@@ -191,8 +191,8 @@ pub(super) fn weigh(
     sync_cube();
 }
 
-/// Adds up the units' outputs and sums, one row at a time, into `(o, m, l)` of the split; or, if it is the whole,
-/// into the output and its log-sum-exp.
+/// Adds up the units' outputs and sums, one row at a time, into `(o, m, l)` of the split; or, if it
+/// is the whole, into the output and its log-sum-exp.
 #[cube]
 pub(super) fn write_rows(
     results: &mut [f32],
@@ -269,7 +269,8 @@ pub(super) fn normalized(output: f32, sum: f32) -> f32 {
     normalized
 }
 
-/// The log-sum-exp of scores of this maximum and sum of weights; -inf for a sequence that takes no part.
+/// The log-sum-exp of scores of this maximum and sum of weights; -inf for a sequence that takes no
+/// part.
 #[cube]
 pub(super) fn log_sum_exp(maximum: f32, sum: f32) -> f32 {
     let mut lse = maximum + sum.ln();

@@ -19,8 +19,8 @@ use crate::{
     },
 };
 
-/// The scores of the tokens of a tile that the unit works on, `[rows, unit_tokens]`; those past the end of the
-/// tile are to be masked.
+/// The scores of the tokens of a tile that the unit works on, `[rows, unit_tokens]`; those past the
+/// end of the tile are to be masked.
 #[cube]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn score<R: Float, N: Size>(
@@ -174,11 +174,11 @@ fn score_packed<N: Size>(
     }
 }
 
-/// As [`score_packed`], for keys that are each packed by itself, with parameters that share words. The run ends
-/// before `end`.
+/// As [`score_packed`], for keys that are each packed by itself, with parameters that share words.
+/// The run ends before `end`.
 ///
-/// The scale of a token is multiplied with its sums where all channels that the unit reads of it are of one group, and
-/// elsewhere with what its codes stand for.
+/// The scale of a token is multiplied with its sums where all channels that the unit reads of it
+/// are of one group, and elsewhere with what its codes stand for.
 #[cube]
 fn score_tokens<N: Size>(
     keys: &[Vector<u32, N>],
@@ -197,7 +197,8 @@ fn score_tokens<N: Size>(
     let key_dim = comptime!(bp.head_dim.keys);
     let codes = comptime!(spec.codes_per_word());
     let width = comptime!(bp.head_dim.keys / spec.codes_per_word() / bp.vector);
-    // Channels of a vector of words, and whether all that the unit reads of a token are of one group.
+    // Channels of a vector of words, and whether all that the unit reads of a token are of one
+    // group.
     let channels = comptime!(spec.codes_per_word() * bp.vector);
     let once = comptime!(bp.head_dim.keys == spec.group_size || width == bp.lanes);
     let mut slots = Array::<usize>::new(unit_tokens);

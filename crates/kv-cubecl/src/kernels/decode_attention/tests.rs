@@ -35,8 +35,8 @@ const CACHES: [&str; 9] = [
 /// `kv-eval bench` measures on CUDA.
 const ROWS: [(usize, bool); 4] = [(1, false), (3, false), (4, false), (4, true)];
 
-/// The first of the two kernels, its plan, and a name; for a card, with the length on the device and rotary positions
-/// or neither.
+/// The first of the two kernels, its plan, and a name; for a card, with the length on the device
+/// and rotary positions or neither.
 fn kernel(
     properties: Arc<DeviceProperties>,
     cache: &str,

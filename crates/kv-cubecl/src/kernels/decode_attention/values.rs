@@ -120,7 +120,8 @@ pub(crate) struct ValuePlace {
     pub(crate) parameter: u32,
 }
 
-/// The words of the packed value in a slot, of a slice that begins at word `base`, and the parameter of a group.
+/// The words of the packed value in a slot, of a slice that begins at word `base`, and the
+/// parameter of a group.
 #[cube]
 pub(crate) fn value_place(
     values: &[u32],

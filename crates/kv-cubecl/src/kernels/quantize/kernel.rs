@@ -31,7 +31,8 @@ pub(super) fn round_trip<R: Float>(
     }
 }
 
-/// Rotates rows of `head_dim` elements, which divides the elements of a cube; two elements per unit.
+/// Applies the Hadamard transform to rows of `head_dim` elements, which divides the elements of a
+/// cube. Each unit handles two elements.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn hadamard(data: &mut [f32], n: usize, #[comptime] head_dim: usize) {
     let scale = comptime!(1.0 / (head_dim as f32).sqrt());
@@ -81,7 +82,7 @@ pub(super) fn dequantize(
         let codes_per_word = comptime!(spec.codes_per_word());
         let code_words = comptime!(spec.code_words());
         let channel = ABSOLUTE_POS % head_dim;
-        // Slices are whole granules.
+        // Slices are whole blocks of tokens.
         let token = ABSOLUTE_POS / head_dim;
         let block_tokens = token / comptime!(spec.block_tokens());
         let mut groups = head_dim;
@@ -109,19 +110,19 @@ pub(super) fn dequantize(
     }
 }
 
-/// Which tokens `[slices, tokens, head_dim]` are quantized and restored.
+/// Range of the tokens in `[slices, tokens, head_dim]` that are quantized and restored.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct Restored {
     pub(super) tokens: usize,
     pub(super) head_dim: usize,
     /// First tokens of a slice that stay as they are.
     pub(super) skip: usize,
-    /// Granules of a slice.
-    pub(super) granules: usize,
+    /// Number of token blocks in a slice.
+    pub(super) blocks: usize,
 }
 
-/// The first element of a unit's group, and the distance to the next; one unit per (slice, block_tokens,
-/// group).
+/// The first element of a unit's group, and the distance to the next; one unit per (slice,
+/// block_tokens, group).
 #[cube]
 fn group_of(unit: usize, restored: &Restored, #[comptime] spec: QuantSpec) -> (usize, usize) {
     let head_dim = restored.head_dim;
@@ -134,12 +135,12 @@ fn group_of(unit: usize, restored: &Restored, #[comptime] spec: QuantSpec) -> (u
         stride = 1usize;
     }
     let row = unit / groups;
-    let token = restored.skip + row % restored.granules * comptime!(spec.block_tokens());
-    let first = row / restored.granules * restored.tokens + token;
+    let token = restored.skip + row % restored.blocks * comptime!(spec.block_tokens());
+    let first = row / restored.blocks * restored.tokens + token;
     (first * head_dim + unit % groups * width, stride)
 }
 
-/// Replaces each group by what it restores to; one unit per (slice, block_tokens, group).
+/// Quantizes and restores each group in place; one unit per (slice, block_tokens, group).
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn fake_quantize(
     data: &mut [f32],

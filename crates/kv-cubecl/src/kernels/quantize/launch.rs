@@ -12,7 +12,7 @@ pub(crate) struct RestoreProblem {
     pub(crate) tokens: usize,
     /// Channels.
     pub(crate) head_dim: usize,
-    /// How the tensor is quantized.
+    /// Quantization of the tensor.
     pub(crate) spec: QuantSpec,
 }
 
@@ -21,13 +21,13 @@ impl RestoreProblem {
         self.slices * self.tokens * self.head_dim
     }
 
-    /// Which tokens are restored after the first `skip`, whole granules of them, and how many groups these
-    /// have in all slices.
+    /// Returns the range of tokens restored after the first `skip`, in whole blocks, and the number
+    /// of their groups in all slices.
     fn restored(&self, skip: usize) -> (RestoredLaunch, usize) {
         let Self { slices, tokens, head_dim, spec } = *self;
-        let granules = tokens.saturating_sub(skip) / spec.block_tokens();
-        let n = slices * granules * spec.groups(head_dim);
-        (RestoredLaunch::new(tokens, head_dim, skip, granules), n)
+        let blocks = tokens.saturating_sub(skip) / spec.block_tokens();
+        let n = slices * blocks * spec.groups(head_dim);
+        (RestoredLaunch::new(tokens, head_dim, skip, blocks), n)
     }
 }
 
@@ -57,8 +57,8 @@ pub(crate) fn launch_dequantize(
     Ok(())
 }
 
-/// Replaces `data`, f32 `[slices, tokens, head_dim]`, by what it restores to, from token `skip` on and up
-/// to the last whole block_tokens.
+/// Quantizes and restores `data`, f32 `[slices, tokens, head_dim]`, in place, from token `skip` to
+/// the end of the last whole block of tokens.
 pub(crate) fn launch_fake_quantize(
     client: &Client,
     data: BufferArg,
@@ -82,8 +82,8 @@ pub(crate) fn launch_fake_quantize(
     Ok(())
 }
 
-/// Adds to `grad`, the gradient of what [`launch_fake_quantize`] makes of `data`, what passes through the
-/// scales.
+/// Adds to `grad`, the gradient of what [`launch_fake_quantize`] makes of `data`, what passes
+/// through the scales.
 pub(crate) fn launch_scale_gradient(
     client: &Client,
     data: BufferArg,
@@ -123,7 +123,8 @@ pub(crate) fn launch_round_trip(
     Ok(())
 }
 
-/// Rotates rows of `head_dim` elements in `data`, `n` elements of f32 ([`KvCacheOps::rotate`](crate::KvCacheOps::rotate)).
+/// Applies the Hadamard transform to rows of `head_dim` elements in `data`, `n` elements of f32
+/// ([`KvCacheOps::hadamard`](crate::KvCacheOps::hadamard)).
 pub(crate) fn launch_hadamard(
     client: &Client,
     data: BufferArg,

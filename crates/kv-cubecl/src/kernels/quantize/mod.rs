@@ -1,5 +1,5 @@
-//! Rotating values, restoring packed tensors, fake quantization (quantizing and restoring in place) and its
-//! gradient.
+//! Hadamard transform, restoring packed tensors, fake quantization (quantizing and restoring in
+//! place) and its gradient.
 //!
 //! Quantizing itself is [`super::cache::launch_quantize`].
 

@@ -1,8 +1,8 @@
 //! Gradients, with weights recomputed from the log-sum-exp (Dao et al., 2022).
 //!
-//! `keys` and `values` are `[2, slices, n, head_dim]`, each with its own head_dim: the floats, then their
-//! restored form.
-//! `stats` is `[2, heads, m]`: the log-sum-exp, then `sum_c output_c * grad_c`.
+//! `keys` and `values` are `[2, slices, n, head_dim]`, each with its own head_dim: the floats, then
+//! their restored form. `stats` is `[2, heads, m]`: the log-sum-exp, then `sum_c output_c *
+//! grad_c`.
 
 use cubecl::prelude::*;
 
@@ -53,8 +53,8 @@ fn weight_and_gradient(
     let v = element(at, hat_value, slice, slices, args.n, value_dim);
     let product = dot::<f32>(query, row_of_all * key_dim, keys, k, key_dim);
     let score = score_of(product, args, bp.softcap);
-    // A score exceeds its row's log-sum-exp only by rounding, which is large where scores are huge; its
-    // weight is then 1. NaN stays NaN.
+    // A score exceeds its row's log-sum-exp only by rounding, which is large where scores are huge;
+    // its weight is then 1. NaN stays NaN.
     let difference = score - stats[row_of_all];
     let p = select(difference > f32::new(0.0), f32::new(0.0), difference).exp();
     let dp = dot::<f32>(grad, row_of_all * value_dim, values, v, value_dim);
@@ -158,9 +158,9 @@ pub(super) fn queries(
     }
 }
 
-/// Adds to the unit's gradients, `[channels, KEYS_PER_CUBE, 4]`, those of the rows from `start` on, whose
-/// weights and gradients of scores are `ps` and `ds`. Rows that do not see a key add nothing to it; 0 times
-/// infinity is not 0.
+/// Adds to the unit's gradients, `[channels, KEYS_PER_CUBE, 4]`, those of the rows from `start` on,
+/// whose weights and gradients of scores are `ps` and `ds`. Rows that do not see a key add nothing
+/// to it; 0 times infinity is not 0.
 #[cube]
 fn add_rows(
     query: &[f32],

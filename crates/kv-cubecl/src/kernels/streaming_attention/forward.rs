@@ -11,19 +11,19 @@ use crate::kernels::{
     },
 };
 
-/// What changes the generated code.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ForwardBlueprint {
     pub(super) blocks: RowBlocks,
     /// See [`Grid::flat`](crate::kernels::Grid::flat).
     pub(super) flat: bool,
-    /// Whether keys are quantized.
+    /// True if keys are quantized.
     pub(super) keys: bool,
-    /// Whether values are quantized.
+    /// True if values are quantized.
     pub(super) values: bool,
-    /// Whether a window may hide tokens.
+    /// True if a sliding window may hide tokens.
     pub(super) window: bool,
-    /// Whether scores are bounded.
+    /// True if scores have a soft cap.
     pub(super) softcap: bool,
 }
 
@@ -35,7 +35,8 @@ struct Tile {
     end: usize,
 }
 
-/// Scores of the unit's tokens of `tile`, `[rows, unit_tokens]`. Without `masked`, every row sees all of them.
+/// Scores of the unit's tokens of `tile`, `[rows, unit_tokens]`. Without `masked`, every row sees
+/// all of them.
 #[cube]
 fn score<Q: Float, N: Size>(
     query: &[Vector<Q, N>],

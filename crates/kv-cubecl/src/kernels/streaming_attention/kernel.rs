@@ -15,7 +15,7 @@ pub(super) const ROWS: usize = 8;
 /// Keys per step.
 pub(super) const KEYS: usize = 32;
 
-/// What changes the generated code.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct StreamBlueprint {
     /// Channels of queries and keys, and of values.
@@ -23,9 +23,9 @@ pub(super) struct StreamBlueprint {
     pub(super) units: usize,
     /// See [`Grid::flat`](crate::kernels::Grid::flat).
     pub(super) flat: bool,
-    /// Whether a window may hide tokens.
+    /// True if a sliding window may hide tokens.
     pub(super) window: bool,
-    /// Whether scores are bounded.
+    /// True if scores have a soft cap.
     pub(super) softcap: bool,
 }
 
@@ -35,7 +35,7 @@ impl StreamBlueprint {
         head_dim.div_ceil(self.units)
     }
 
-    /// The same for the wider of keys and values.
+    /// Returns the channels per unit for the wider of keys and values.
     pub(super) fn widest_channels(&self) -> usize {
         self.channels(self.head_dim.keys.max(self.head_dim.values))
     }
@@ -56,12 +56,12 @@ pub(super) struct StreamArgs {
     pub(super) first_key: usize,
     pub(super) schedule: ScheduleArgs,
     pub(super) scale: f32,
-    /// What scores are bounded by, where they are.
+    /// Soft cap of the scores, if there is one.
     pub(super) softcap: f32,
 }
 
-/// Number of keys or values, from the first, that `row` sees quantized: `quantized_keys_end` or `value_hat_end` of
-/// its [`RowView`](crate::layout::RowView).
+/// Number of keys or values, from the first, that `row` sees quantized: `quantized_keys_end` or
+/// `value_hat_end` of its [`RowView`](crate::layout::RowView).
 #[cube]
 pub(super) fn hat_end(row: usize, side: &SideScheduleArgs, args: &StreamArgs) -> usize {
     let count = quantized(args.first_query + row + 1, side, &args.schedule);
@@ -82,7 +82,8 @@ pub(super) fn visible(row: usize, args: &StreamArgs) -> usize {
     end
 }
 
-/// The first key and value past the sinks that `row` sees: `begin` of its [`RowView`](crate::layout::RowView).
+/// The first key and value past the sinks that `row` sees: `begin` of its
+/// [`RowView`](crate::layout::RowView).
 #[cube]
 pub(super) fn begin_of(row: usize, args: &StreamArgs) -> usize {
     let token = begin(args.first_query + row + 1, &args.schedule);
@@ -103,7 +104,8 @@ pub(super) fn sinks(args: &StreamArgs) -> usize {
     sinks
 }
 
-/// Whether `row`, whose [`visible`] keys and values are the first `end`, sees key and value `at`.
+/// Returns whether `row`, whose [`visible`] keys and values are the first `end`, sees key and value
+/// `at`.
 #[cube]
 pub(super) fn sees(
     row: usize,
@@ -163,8 +165,8 @@ pub(super) fn dot<Q: Float>(
     sum
 }
 
-/// What the units of a cube share of their rows: scores of a step and then weights, `[ROWS, KEYS]`, and the
-/// softmax so far.
+/// State of the rows that the units of a cube share: the scores of a step and then weights, `[ROWS,
+/// KEYS]`, and the softmax so far.
 #[derive(CubeType)]
 struct Rows {
     scores: Shared<[f32]>,

@@ -22,7 +22,7 @@ use crate::{
 /// Sizes of a call of streaming attention.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StreamProblem {
-    /// Which tokens, and what each row sees.
+    /// Range of tokens and the visible ones of each row.
     pub(crate) spec: StreamSpec,
     /// (batch, kv head) pairs.
     pub(crate) slices: usize,
@@ -34,7 +34,7 @@ pub(crate) struct StreamProblem {
     pub(crate) n: usize,
     /// Channels of queries and keys, and of values; at most 256.
     pub(crate) head_dim: Sides<usize>,
-    /// What is done to scores.
+    /// Scale and soft cap of the scores.
     pub(crate) scores: Scores,
 }
 
@@ -53,7 +53,7 @@ impl StreamProblem {
         )
     }
 
-    /// Whether a window may hide tokens, and whether scores are bounded.
+    /// Returns whether a sliding window may hide tokens, and whether scores have a soft cap.
     fn features(&self) -> (bool, bool) {
         (self.spec.schedule.sliding_window.is_some(), self.scores.softcap.is_some())
     }
@@ -77,8 +77,8 @@ impl StreamProblem {
         StreamBlueprint { head_dim, units, flat: grid.flat, window, softcap }
     }
 
-    /// At least the elements of the longest buffer: the query or the output, or `sides` tensors shaped like
-    /// the keys or values, in one buffer.
+    /// At least the elements of the longest buffer: the query or the output, or `sides` tensors
+    /// shaped like the keys or values, in one buffer.
     fn elements(&self, sides: usize) -> usize {
         self.widest() * (self.heads() * self.m).max(sides * self.slices * self.n)
     }
@@ -122,8 +122,8 @@ impl StreamProblem {
     }
 }
 
-/// Buffers of the forward pass, all contiguous; f32, but for query and output. Keys and queries have one head_dim, values and outputs
-/// another.
+/// Buffers of the forward pass, all contiguous; f32, but for query and output. Keys and queries
+/// have one head_dim, values and outputs another.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
 pub(crate) struct ForwardBindings {
     /// `[slices, n_rep, m, head_dim]`.
@@ -159,8 +159,8 @@ pub(crate) fn launch_forward(
         let (flat, (window, softcap)) = (grid.flat, problem.features());
         let Sides { keys, values } = sides;
         let blueprint = ForwardBlueprint { blocks, flat, keys, values, window, softcap };
-        // SAFETY: every index is below the length of its buffer: rows, tokens and channels are below
-        // theirs.
+        // SAFETY: every index is below the length of its buffer: rows, tokens and channels are
+        // below theirs.
         unsafe {
             forward::forward_blocked::launch_unchecked(
                 client,
@@ -210,7 +210,8 @@ pub(crate) struct BackwardBindings<F: Fn() -> [BufferArg; 5]> {
     pub(crate) inputs: F,
     /// Gradient of the query.
     pub(crate) query_grad: BufferArg,
-    /// Gradients of key, key_hat, value, value_hat, one after the other, each `[slices, n, head_dim]`.
+    /// Gradients of key, key_hat, value, value_hat, one after the other, each `[slices, n,
+    /// head_dim]`.
     pub(crate) side_grads: BufferArg,
 }
 

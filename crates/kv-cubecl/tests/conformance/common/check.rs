@@ -10,7 +10,8 @@ use super::Host;
 /// about 1e-6; ten times that leaves the order of summation free.
 pub(crate) const CLOSE: f64 = 1e-5;
 
-/// Asserts that all of `got` is finite and within `tolerance` times the largest magnitude of `want`.
+/// Asserts that all of `got` is finite and within `tolerance` times the largest magnitude of
+/// `want`.
 #[track_caller]
 pub(crate) fn close(what: impl core::fmt::Display, got: &Host, want: &[f64], tolerance: f64) {
     assert_eq!(got.data.len(), want.len(), "{what}: number of elements");
@@ -26,8 +27,8 @@ pub(crate) fn close(what: impl core::fmt::Display, got: &Host, want: &[f64], tol
     let (error, index) = worst;
     assert!(
         error <= tolerance * largest,
-        "{what}: element {index} of {:?} is {}, expected {}: off by {:.2e} of the largest magnitude \
-         {largest:.3e}, allowed {tolerance:.0e}",
+        "{what}: element {index} of {:?} is {}, expected {}: off by {:.2e} of the largest \
+         magnitude {largest:.3e}, allowed {tolerance:.0e}",
         got.shape,
         got.data[index],
         want[index],

@@ -57,7 +57,7 @@ impl Setup {
         CacheShape::new(batch, n_kv_heads, Sides { keys, values: self.value.shape[3] })
     }
 
-    /// The same text with values of another number of channels.
+    /// Returns the text with values of another number of channels.
     pub(crate) fn with_value_dim(self, value_dim: usize) -> Self {
         let [batch, n_kv_heads, tokens, _] = self.key.shape;
         let mut rng = Rng::new(self.seed + 500);
@@ -79,7 +79,7 @@ impl Setup {
         [&self.query, &self.key, &self.value].map(|host| host.on(device))
     }
 
-    /// The same setup with only these tokens.
+    /// Returns the setup with only these tokens.
     pub(crate) fn tokens(&self, tokens: core::ops::Range<usize>) -> Self {
         Self {
             query: self.query.tokens(tokens.clone()),
