@@ -1,19 +1,16 @@
-//! The formats of packed weights, a folder each: what a block holds, and how the CPU and kernels unpack it.
+//! The formats of packed weights: a folder for each kind of block, with its layout and how the CPU
+//! and kernels unpack it, and one table of them all.
 
-mod bf16;
+pub(crate) mod affine;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
-mod f16;
-mod grouped;
-mod mxfp4;
-mod q4_0;
-mod q4_1;
-mod q4_k;
-mod q5_0;
-mod q5_1;
-mod q5_k;
-mod q6_k;
-mod q8_0;
+pub(crate) mod floats;
+pub(crate) mod grouped;
+pub(crate) mod mxfp4;
+pub(crate) mod q4_k;
+pub(crate) mod q5_k;
+pub(crate) mod q6_k;
+pub(crate) mod scaled;
 pub(crate) mod unpack;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]
 pub(crate) mod vnni;
@@ -26,115 +23,232 @@ pub use grouped::GroupSize;
 
 use crate::{Error, error::invalid};
 
-/// How the numbers of a matrix are packed: in blocks of codes with their scales, or in 16 bits.
-///
-/// Those of GGML lie bit for bit as in GGUF files
-/// (<https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h>).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum WeightFormat {
-    /// 32 codes of 4 bits: `scale * (code - 8)`; 4.5 bits a number.
-    Q4_0,
-    /// 32 codes of 4 bits: `scale * code + min`; 5 bits a number.
-    Q4_1,
-    /// 32 codes of 5 bits: `scale * (code - 16)`; 5.5 bits a number.
-    Q5_0,
-    /// 32 codes of 5 bits: `scale * code + min`; 6 bits a number.
-    Q5_1,
-    /// 32 signed bytes: `scale * code`; 8.5 bits a number.
-    Q8_0,
-    /// 256 codes of 4 bits, in groups of 32 with a scale and a minimum of 6 bits; 4.5 bits a number.
-    Q4K,
-    /// 256 codes of 5 bits, in groups of 32 with a scale and a minimum of 6 bits; 5.5 bits a number.
-    Q5K,
-    /// 256 codes of 6 bits, in groups of 16 with a scale of 8 bits; 6.5625 bits a number.
-    Q6K,
-    /// 32 numbers of 4 bits (E2M1) with a power of two, as the Open Compute Project's "Microscaling Formats" have
-    /// them, in GGUF's order; 4.25 bits a number.
-    Mxfp4,
-    /// Codes of 4 bits in groups: `scale * (code - zero)`, with both for each group; 5, 4.5 or 4.25 bits a number.
-    Int4(GroupSize),
-    /// Codes of 8 bits in groups: `scale * (code - zero)`, with both for each group; 9, 8.5 or 8.25 bits a number.
-    Int8(GroupSize),
-    /// Numbers of 16 bits (IEEE 754), 32 of which are called a block. Each is what it is in f32: subnormal numbers,
-    /// infinities and both zeros too, and one that is no number stays none.
-    F16,
-    /// The upper 16 bits of numbers in f32, 32 of which are called a block. What is subnormal is subnormal in f32 too,
-    /// which a GPU may take for 0; infinities and what is no number stay so.
-    Bf16,
-}
-
-/// Where the numbers of a block of 32 are that are f16.
-const HALF_OFFSETS: [usize; 32] = {
-    let mut offsets = [0; 32];
-    let mut i = 0;
-    while i < 32 {
-        offsets[i] = 2 * i;
-        i += 1;
-    }
-    offsets
-};
-
-/// What is known of a format without its blocks.
+/// Properties of a format that need no block.
 pub(crate) struct Spec {
-    name: &'static str,
     /// Numbers of a block.
     numbers: usize,
     /// Bytes of a block.
     bytes: usize,
-    /// GGML's number of the type.
-    ggml: Option<u32>,
     /// The bytes of a block at which f16 numbers begin.
     halves: &'static [usize],
-    /// The byte of a block that is the exponent of a power of two, 127 above it.
+    /// The byte of a block that is the exponent of a power of two, with a bias of 127.
     exponent: Option<usize>,
 }
 
-impl WeightFormat {
-    /// All formats.
-    pub const ALL: &[Self] = &[
-        Self::Q4_0,
-        Self::Q4_1,
-        Self::Q5_0,
-        Self::Q5_1,
-        Self::Q8_0,
-        Self::Q4K,
-        Self::Q5K,
-        Self::Q6K,
-        Self::Mxfp4,
-        Self::Int4(GroupSize::G32),
-        Self::Int4(GroupSize::G64),
-        Self::Int4(GroupSize::G128),
-        Self::Int8(GroupSize::G32),
-        Self::Int8(GroupSize::G64),
-        Self::Int8(GroupSize::G128),
-        Self::F16,
-        Self::Bf16,
-    ];
-
-    const fn spec(self) -> &'static Spec {
-        match self {
-            Self::Q4_0 => &q4_0::SPEC,
-            Self::Q4_1 => &q4_1::SPEC,
-            Self::Q5_0 => &q5_0::SPEC,
-            Self::Q5_1 => &q5_1::SPEC,
-            Self::Q8_0 => &q8_0::SPEC,
-            Self::Q4K => &q4_k::SPEC,
-            Self::Q5K => &q5_k::SPEC,
-            Self::Q6K => &q6_k::SPEC,
-            Self::Mxfp4 => &mxfp4::SPEC,
-            Self::Int4(group) => grouped::int4(group),
-            Self::Int8(group) => grouped::int8(group),
-            Self::F16 => &f16::SPEC,
-            Self::Bf16 => &bf16::SPEC,
+/// Defines [`WeightFormat`] and all that is chosen by it from a table of its variants.
+///
+/// A row is `Variant = "name" (GGML type), folder::Type;`. `Type` is in `folder/unpack.rs`, where it
+/// implements [`Blocks`](unpack::Blocks), and in `folder/cube.rs`. The table has three parts:
+/// `codes`, `grouped` (rows with a name for each [`GroupSize`]) and `floats`, whose types implement
+/// [`Wide`](unpack::Wide) instead. The first token is a dollar sign for the macros defined inside.
+macro_rules! formats {
+    (
+        $d:tt
+        codes { $(
+            $(#[$code_doc:meta])+
+            $code:ident = $code_name:literal ($code_ggml:literal),
+                $code_folder:ident::$code_type:ident $(<$code_bits:literal>)?;
+        )+ }
+        grouped { $(
+            $(#[$group_doc:meta])+
+            $group:ident = $g32:literal, $g64:literal, $g128:literal,
+                $group_folder:ident::$group_type:ident;
+        )+ }
+        floats { $(
+            $(#[$float_doc:meta])+
+            $float:ident = $float_name:literal ($float_ggml:literal),
+                $float_folder:ident::$float_type:ident;
+        )+ }
+    ) => {
+        /// How the numbers of a matrix are packed: in blocks of codes with their scales, or in 16
+        /// bits.
+        ///
+        /// GGML's formats have the same bytes as in GGUF files
+        /// (<https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h>).
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum WeightFormat {
+            $($(#[$code_doc])+ $code,)+
+            $($(#[$group_doc])+ $group(GroupSize),)+
+            $($(#[$float_doc])+ $float,)+
         }
-    }
 
-    /// The name for users to read and write, such as `q4_1`.
-    pub const fn name(self) -> &'static str {
-        self.spec().name
-    }
+        impl WeightFormat {
+            /// All formats.
+            pub const ALL: &[Self] = &[
+                $(Self::$code,)+
+                $(
+                    Self::$group(GroupSize::G32),
+                    Self::$group(GroupSize::G64),
+                    Self::$group(GroupSize::G128),
+                )+
+                $(Self::$float,)+
+            ];
 
+            const fn spec(self) -> &'static Spec {
+                match self {
+                    $(Self::$code => const {
+                        &$code_folder::unpack::$code_type$(::<$code_bits>)?::SPEC
+                    },)+
+                    $(
+                        Self::$group(GroupSize::G32) => const {
+                            &$group_folder::unpack::$group_type::<32>::SPEC
+                        },
+                        Self::$group(GroupSize::G64) => const {
+                            &$group_folder::unpack::$group_type::<64>::SPEC
+                        },
+                        Self::$group(GroupSize::G128) => const {
+                            &$group_folder::unpack::$group_type::<128>::SPEC
+                        },
+                    )+
+                    $(Self::$float => const { &$float_folder::unpack::$float_type::SPEC },)+
+                }
+            }
+
+            /// Returns the name for users to read and write, such as `q4_1`.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$code => $code_name,)+
+                    $(
+                        Self::$group(GroupSize::G32) => $g32,
+                        Self::$group(GroupSize::G64) => $g64,
+                        Self::$group(GroupSize::G128) => $g128,
+                    )+
+                    $(Self::$float => $float_name,)+
+                }
+            }
+
+            /// Returns GGML's number of the type in GGUF files, or `None` for a format that is not
+            /// GGML's.
+            pub const fn ggml_type(self) -> Option<u32> {
+                match self {
+                    $(Self::$code => Some($code_ggml),)+
+                    $(Self::$group(_) => None,)+
+                    $(Self::$float => Some($float_ggml),)+
+                }
+            }
+
+            /// Returns whether numbers are stored in 16 bits each, rather than as codes.
+            pub const fn is_float(self) -> bool {
+                matches!(self, $(Self::$float)|+)
+            }
+        }
+
+        /// Calls `$body` with `$F` the [`Blocks`](unpack::Blocks) of a [`WeightFormat`], or
+        /// `$other` with `$W` its [`Wide`](unpack::Wide).
+        macro_rules! with_blocks {
+            ($d format:expr, $d F:ident => $d body:expr, wide $d W:ident => $d other:expr) => {
+                match $d format {
+                    $($crate::formats::WeightFormat::$code => {
+                        type $d F =
+                            $crate::formats::$code_folder::unpack::$code_type $(<$code_bits>)?;
+                        $d body
+                    })+
+                    $(
+                        $crate::formats::WeightFormat::$group($crate::formats::GroupSize::G32) => {
+                            type $d F = $crate::formats::$group_folder::unpack::$group_type<32>;
+                            $d body
+                        }
+                        $crate::formats::WeightFormat::$group($crate::formats::GroupSize::G64) => {
+                            type $d F = $crate::formats::$group_folder::unpack::$group_type<64>;
+                            $d body
+                        }
+                        $crate::formats::WeightFormat::$group($crate::formats::GroupSize::G128) => {
+                            type $d F = $crate::formats::$group_folder::unpack::$group_type<128>;
+                            $d body
+                        }
+                    )+
+                    $($crate::formats::WeightFormat::$float => {
+                        type $d W = $crate::formats::$float_folder::unpack::$float_type;
+                        $d other
+                    })+
+                }
+            };
+        }
+
+        /// Calls `$body` with `$F` the [`BlocksInKernels`](cube::BlocksInKernels) of a
+        /// [`WeightFormat`].
+        #[cfg(feature = "cube")]
+        macro_rules! with_kernels {
+            ($d format:expr, $d F:ident => $d body:expr) => {
+                match $d format {
+                    $($crate::formats::WeightFormat::$code => {
+                        type $d F =
+                            $crate::formats::$code_folder::cube::$code_type $(<$code_bits>)?;
+                        $d body
+                    })+
+                    $(
+                        $crate::formats::WeightFormat::$group($crate::formats::GroupSize::G32) => {
+                            type $d F = $crate::formats::$group_folder::cube::$group_type<32>;
+                            $d body
+                        }
+                        $crate::formats::WeightFormat::$group($crate::formats::GroupSize::G64) => {
+                            type $d F = $crate::formats::$group_folder::cube::$group_type<64>;
+                            $d body
+                        }
+                        $crate::formats::WeightFormat::$group($crate::formats::GroupSize::G128) => {
+                            type $d F = $crate::formats::$group_folder::cube::$group_type<128>;
+                            $d body
+                        }
+                    )+
+                    $($crate::formats::WeightFormat::$float => {
+                        type $d F = $crate::formats::$float_folder::cube::$float_type;
+                        $d body
+                    })+
+                }
+            };
+        }
+    };
+}
+
+formats! {
+    $
+    codes {
+        /// 32 codes of 4 bits: `scale * (code - 8)`; 4.5 bits per number.
+        Q4_0 = "q4_0" (2), scaled::Scaled<4>;
+        /// 32 codes of 4 bits: `scale * code + min`; 5 bits per number.
+        Q4_1 = "q4_1" (3), affine::Affine<4>;
+        /// 32 codes of 5 bits: `scale * (code - 16)`; 5.5 bits per number.
+        Q5_0 = "q5_0" (6), scaled::Scaled<5>;
+        /// 32 codes of 5 bits: `scale * code + min`; 6 bits per number.
+        Q5_1 = "q5_1" (7), affine::Affine<5>;
+        /// 32 signed bytes: `scale * code`; 8.5 bits per number.
+        Q8_0 = "q8_0" (8), scaled::Scaled<8>;
+        /// 256 codes of 4 bits, in groups of 32 with a scale and a minimum of 6 bits; 4.5 bits per
+        /// number.
+        Q4K = "q4_k" (12), q4_k::Q4K;
+        /// 256 codes of 5 bits, in groups of 32 with a scale and a minimum of 6 bits; 5.5 bits per
+        /// number.
+        Q5K = "q5_k" (13), q5_k::Q5K;
+        /// 256 codes of 6 bits, in groups of 16 with a scale of 8 bits; 6.5625 bits per number.
+        Q6K = "q6_k" (14), q6_k::Q6K;
+        /// 32 numbers of 4 bits (E2M1) with a power of two, as in the Open Compute Project's
+        /// "Microscaling Formats", in GGUF's order; 4.25 bits per number.
+        Mxfp4 = "mxfp4" (39), mxfp4::Mxfp4;
+    }
+    grouped {
+        /// Codes of 4 bits in groups: `scale * (code - zero)`, with both for each group; 5, 4.5 or
+        /// 4.25 bits per number.
+        Int4 = "int4-g32", "int4-g64", "int4-g128", grouped::Int4;
+        /// Codes of 8 bits in groups: `scale * (code - zero)`, with both for each group; 9, 8.5 or
+        /// 8.25 bits per number.
+        Int8 = "int8-g32", "int8-g64", "int8-g128", grouped::Int8;
+    }
+    floats {
+        /// Numbers of 16 bits (IEEE 754), in blocks of 32. Widening to f32 is exact: subnormal
+        /// numbers, infinities, NaN and both zeros are kept.
+        F16 = "f16" (1), floats::F16;
+        /// The upper 16 bits of numbers in f32, in blocks of 32. Subnormal numbers are also
+        /// subnormal in f32, which a GPU may flush to 0. Infinities and NaN are kept.
+        Bf16 = "bf16" (30), floats::Bf16;
+    }
+}
+
+pub(crate) use with_blocks;
+#[cfg(feature = "cube")]
+pub(crate) use with_kernels;
+
+impl WeightFormat {
     /// Numbers of a block.
     pub const fn block_numbers(self) -> usize {
         self.spec().numbers
@@ -161,18 +275,8 @@ impl WeightFormat {
             halves.iter().fold(false, |any, at| any | (block[at + 1] & 0x7c == 0x7c))
                 // The largest code is 6, so that two more exponents overflow than the one that means no number.
                 || exponent.is_some_and(|at| block[at] > 252)
-                || self == Self::Bf16 && !bf16::finite(block)
+                || self == Self::Bf16 && !floats::bf16_finite(block)
         })
-    }
-
-    /// Whether numbers lie there as they are, in 16 bits, rather than as codes.
-    pub const fn is_float(self) -> bool {
-        matches!(self, Self::F16 | Self::Bf16)
-    }
-
-    /// GGML's number of the type, which GGUF files have; `None` for a format that is not GGML's.
-    pub const fn ggml_type(self) -> Option<u32> {
-        self.spec().ggml
     }
 
     /// The format of GGML's type of this number, if it is one of these.

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use half::f16;
 
-use super::WeightFormat;
+use super::{WeightFormat, with_blocks};
 
 /// The most numbers that a block has.
 pub(crate) const MOST: usize = 256;
@@ -58,99 +58,6 @@ impl Halves for AnyHalves {
         f16::from_bits(bits).to_f32()
     }
 }
-
-/// Calls `$body` with `$F` the [`Blocks`] of a [`WeightFormat`](crate::WeightFormat), or `$other` with `$W` its [`Wide`].
-macro_rules! with_blocks {
-    ($format:expr, $F:ident => $body:expr, wide $W:ident => $other:expr) => {
-        match $format {
-            $crate::WeightFormat::F16 => {
-                type $W = $crate::formats::unpack::F16;
-                $other
-            }
-            $crate::WeightFormat::Bf16 => {
-                type $W = $crate::formats::unpack::Bf16;
-                $other
-            }
-            $crate::WeightFormat::Q4_0 => {
-                type $F = $crate::formats::unpack::Q4_0;
-                $body
-            }
-            $crate::WeightFormat::Q4_1 => {
-                type $F = $crate::formats::unpack::Q4_1;
-                $body
-            }
-            $crate::WeightFormat::Q5_0 => {
-                type $F = $crate::formats::unpack::Q5_0;
-                $body
-            }
-            $crate::WeightFormat::Q5_1 => {
-                type $F = $crate::formats::unpack::Q5_1;
-                $body
-            }
-            $crate::WeightFormat::Q8_0 => {
-                type $F = $crate::formats::unpack::Q8_0;
-                $body
-            }
-            $crate::WeightFormat::Q4K => {
-                type $F = $crate::formats::unpack::Q4K;
-                $body
-            }
-            $crate::WeightFormat::Q5K => {
-                type $F = $crate::formats::unpack::Q5K;
-                $body
-            }
-            $crate::WeightFormat::Q6K => {
-                type $F = $crate::formats::unpack::Q6K;
-                $body
-            }
-            $crate::WeightFormat::Int4($crate::GroupSize::G32) => {
-                type $F = $crate::formats::unpack::Int4<32>;
-                $body
-            }
-            $crate::WeightFormat::Int4($crate::GroupSize::G64) => {
-                type $F = $crate::formats::unpack::Int4<64>;
-                $body
-            }
-            $crate::WeightFormat::Int4($crate::GroupSize::G128) => {
-                type $F = $crate::formats::unpack::Int4<128>;
-                $body
-            }
-            $crate::WeightFormat::Int8($crate::GroupSize::G32) => {
-                type $F = $crate::formats::unpack::Int8<32>;
-                $body
-            }
-            $crate::WeightFormat::Int8($crate::GroupSize::G64) => {
-                type $F = $crate::formats::unpack::Int8<64>;
-                $body
-            }
-            $crate::WeightFormat::Int8($crate::GroupSize::G128) => {
-                type $F = $crate::formats::unpack::Int8<128>;
-                $body
-            }
-            $crate::WeightFormat::Mxfp4 => {
-                type $F = $crate::formats::unpack::Mxfp4;
-                $body
-            }
-        }
-    };
-}
-
-pub(crate) use super::{
-    bf16::unpack::Bf16,
-    f16::unpack::F16,
-    grouped::unpack::{Int4, Int8},
-    mxfp4::unpack::Mxfp4,
-    q4_0::unpack::Q4_0,
-    q4_1::unpack::Q4_1,
-    q4_k::unpack::Q4K,
-    q5_0::unpack::Q5_0,
-    q5_1::unpack::Q5_1,
-    q5_k::unpack::Q5K,
-    q6_k::unpack::Q6K,
-    q8_0::unpack::Q8_0,
-};
-#[cfg(feature = "flex")]
-pub(crate) use with_blocks;
 
 /// The f16 at byte `at`.
 #[inline(always)]

@@ -16,7 +16,7 @@ use super::composed;
 use crate::{
     Activations, ExpertSelection, FusedInputs, FusedPlan, MaybeFloat, PackedLayout, Result,
     WeightOps,
-    formats::cube::with_kernels,
+    formats::with_kernels,
     kernels::{
         product::{self, Hardware, ProductBindings, ProductProblem, Way},
         restore, tiled,

@@ -43,7 +43,7 @@ pub use threads::in_parts;
 use super::composed;
 use crate::{
     Activations, ExpertSelection, FusedInputs, FusedPlan, Gate, PackedLayout, WeightOps,
-    formats::unpack::{Blocks, with_blocks},
+    formats::{unpack::Blocks, with_blocks},
 };
 
 /// The instructions that most processors of this architecture have.

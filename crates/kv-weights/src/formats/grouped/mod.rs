@@ -2,8 +2,8 @@
 //! those of the first half in the lower halves of 16 bytes.
 
 #[cfg(feature = "cube")]
-pub(super) mod cube;
-pub(super) mod unpack;
+pub(crate) mod cube;
+pub(crate) mod unpack;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]
 mod vnni;
 
@@ -35,23 +35,7 @@ impl GroupSize {
 /// Bytes of scale and code of 0.
 pub(crate) const HEADER: usize = 4;
 
-const fn spec(name: &'static str, bits: usize, numbers: usize) -> Spec {
+const fn spec(bits: usize, numbers: usize) -> Spec {
     let bytes = HEADER + bits * numbers / 8;
-    Spec { name, numbers, bytes, ggml: None, halves: &[0], exponent: None }
-}
-
-pub(super) const fn int4(group: GroupSize) -> &'static Spec {
-    match group {
-        GroupSize::G32 => const { &spec("int4-g32", 4, 32) },
-        GroupSize::G64 => const { &spec("int4-g64", 4, 64) },
-        GroupSize::G128 => const { &spec("int4-g128", 4, 128) },
-    }
-}
-
-pub(super) const fn int8(group: GroupSize) -> &'static Spec {
-    match group {
-        GroupSize::G32 => const { &spec("int8-g32", 8, 32) },
-        GroupSize::G64 => const { &spec("int8-g64", 8, 64) },
-        GroupSize::G128 => const { &spec("int8-g128", 8, 128) },
-    }
+    Spec { numbers, bytes, halves: &[0], exponent: None }
 }

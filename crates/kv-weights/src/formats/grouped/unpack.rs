@@ -1,15 +1,26 @@
 use super::{
-    super::unpack::{Blocks, Halves, half, nibbles},
-    HEADER,
+    super::{
+        Spec,
+        unpack::{Blocks, Halves, half, nibbles},
+    },
+    HEADER, spec,
 };
 
 /// Groups of `GROUP` codes of 4 bits.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Int4<const GROUP: usize>;
 
+impl<const GROUP: usize> Int4<GROUP> {
+    pub(crate) const SPEC: Spec = spec(4, GROUP);
+}
+
 /// Groups of `GROUP` codes of 8 bits.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Int8<const GROUP: usize>;
+
+impl<const GROUP: usize> Int8<GROUP> {
+    pub(crate) const SPEC: Spec = spec(8, GROUP);
+}
 
 /// Writes the scale and the minimum of each 32 codes.
 #[inline(always)]
@@ -22,8 +33,8 @@ fn parameters<H: Halves>(block: &[u8], group: usize, scales: &mut [f32], mins: &
 }
 
 impl<const GROUP: usize> Blocks for Int4<GROUP> {
-    const NUMBERS: usize = GROUP;
-    const BYTES: usize = HEADER + GROUP / 2;
+    const NUMBERS: usize = Self::SPEC.numbers;
+    const BYTES: usize = Self::SPEC.bytes;
     const ZERO: u8 = 0;
     const SPAN: usize = 32;
     const MINS: bool = true;
@@ -39,8 +50,8 @@ impl<const GROUP: usize> Blocks for Int4<GROUP> {
 }
 
 impl<const GROUP: usize> Blocks for Int8<GROUP> {
-    const NUMBERS: usize = GROUP;
-    const BYTES: usize = HEADER + GROUP;
+    const NUMBERS: usize = Self::SPEC.numbers;
+    const BYTES: usize = Self::SPEC.bytes;
     const ZERO: u8 = 0;
     const SPAN: usize = 32;
     const MINS: bool = true;

@@ -2,12 +2,11 @@
 //! stands for: `2^(exponent - 128)`.
 
 #[cfg(feature = "cube")]
-pub(super) mod cube;
-pub(super) mod unpack;
+pub(crate) mod cube;
+pub(crate) mod unpack;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]
 mod vnni;
 
 use super::Spec;
 
-pub(super) const SPEC: Spec =
-    Spec { name: "mxfp4", numbers: 32, bytes: 17, ggml: Some(39), halves: &[], exponent: Some(0) };
+pub(super) const SPEC: Spec = Spec { numbers: 32, bytes: 17, halves: &[], exponent: Some(0) };

@@ -1,10 +1,15 @@
 use super::{
+    super::Spec,
     super::unpack::{Blocks, Halves, nibbles},
     SPEC,
 };
 
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Mxfp4;
+
+impl Mxfp4 {
+    pub(crate) const SPEC: Spec = SPEC;
+}
 
 impl Blocks for Mxfp4 {
     const NUMBERS: usize = SPEC.numbers;

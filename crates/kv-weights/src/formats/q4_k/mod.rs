@@ -2,18 +2,11 @@
 //! the lower halves are a group, the upper halves the next.
 
 #[cfg(feature = "cube")]
-pub(super) mod cube;
-pub(super) mod unpack;
+pub(crate) mod cube;
+pub(crate) mod unpack;
 #[cfg(all(feature = "flex", target_arch = "x86_64"))]
 mod vnni;
 
 use super::Spec;
 
-pub(super) const SPEC: Spec = Spec {
-    name: "q4_k",
-    numbers: 256,
-    bytes: 144,
-    ggml: Some(12),
-    halves: &[0, 2],
-    exponent: None,
-};
+pub(super) const SPEC: Spec = Spec { numbers: 256, bytes: 144, halves: &[0, 2], exponent: None };

@@ -1,10 +1,15 @@
 use super::{
+    super::Spec,
     super::unpack::{Blocks, Halves, six_bit_scales},
     SPEC,
 };
 
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Q4K;
+
+impl Q4K {
+    pub(crate) const SPEC: Spec = SPEC;
+}
 
 impl Blocks for Q4K {
     const NUMBERS: usize = SPEC.numbers;

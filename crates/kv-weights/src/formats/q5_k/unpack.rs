@@ -1,10 +1,15 @@
 use super::{
+    super::Spec,
     super::unpack::{Blocks, Halves, six_bit_scales},
     SPEC,
 };
 
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Q5K;
+
+impl Q5K {
+    pub(crate) const SPEC: Spec = SPEC;
+}
 
 impl Blocks for Q5K {
     const NUMBERS: usize = SPEC.numbers;

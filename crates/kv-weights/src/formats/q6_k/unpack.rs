@@ -1,10 +1,15 @@
 use super::{
+    super::Spec,
     super::unpack::{Blocks, Halves, half},
     SPEC,
 };
 
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Q6K;
+
+impl Q6K {
+    pub(crate) const SPEC: Spec = SPEC;
+}
 
 impl Blocks for Q6K {
     const NUMBERS: usize = SPEC.numbers;

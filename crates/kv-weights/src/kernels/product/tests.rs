@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     Gate, GroupSize, PackedLayout, WeightFormat,
-    formats::cube::{BlocksInKernels, with_kernels},
+    formats::{cube::BlocksInKernels, with_kernels},
     kernels::cuda_source::{buffer, cuda_source, dynamic_indices, h200, settings},
 };
 

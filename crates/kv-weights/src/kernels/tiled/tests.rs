@@ -3,7 +3,7 @@ use cubecl::prelude::*;
 use super::kernel::{UNITS, tiled::Tiled};
 use crate::{
     GroupSize, WeightFormat,
-    formats::cube::{BlocksInKernels, with_kernels},
+    formats::{cube::BlocksInKernels, with_kernels},
     kernels::cuda_source::{buffer, cuda_source, dynamic_indices, h200, settings},
 };
 

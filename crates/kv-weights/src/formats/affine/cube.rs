@@ -2,16 +2,17 @@ use cubecl::prelude::*;
 
 use super::{
     super::cube::{BlocksInKernels, Span, add_fifth_bits, byte, half_value, nibbles, word},
-    SPEC,
+    HEADER, codes_at, spec,
 };
 
+/// Blocks of codes of `BITS` bits.
 #[derive(Debug)]
-pub(crate) struct Q5_1;
+pub(crate) struct Affine<const BITS: usize>;
 
 #[cube]
-impl BlocksInKernels for Q5_1 {
-    const NUMBERS: usize = SPEC.numbers;
-    const BYTES: usize = SPEC.bytes;
+impl<const BITS: usize> BlocksInKernels for Affine<BITS> {
+    const NUMBERS: usize = spec(BITS).numbers;
+    const BYTES: usize = spec(BITS).bytes;
     const PER_WORD: usize = 4;
     const SCALES: bool = true;
     const HALVES: bool = false;
@@ -23,9 +24,11 @@ impl BlocksInKernels for Q5_1 {
         span.min = half_value(both >> 16u32);
         #[unroll]
         for i in 0..4usize {
-            nibbles(word(words, at + 8 + 4 * i), i, span);
+            nibbles(word(words, at + comptime!(codes_at(BITS)) + 4 * i), i, span);
         }
-        add_fifth_bits(word(words, at + 4), span);
+        if comptime!(BITS == 5) {
+            add_fifth_bits(word(words, at + HEADER), span);
+        }
     }
 
     fn code(word: u32, #[comptime] index: usize) -> f32 {
