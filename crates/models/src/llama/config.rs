@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, path::Path};
 use serde_json::{Map, Value, json};
 
 use crate::{
-    Error, LayerSpec, ModelSpec, Result,
+    DecoderConfig, Error, LayerSpec, ModelSpec, Result,
     fields::{FULL, SLIDING, positive, sizes},
     nn::{Rope, RopeScaling},
     rope_config,
@@ -51,19 +51,6 @@ pub struct Config {
 }
 
 impl Config {
-    /// What the model is, layer by layer.
-    pub(super) fn spec(&self) -> ModelSpec {
-        let Self { vocab_size, hidden_size, max_positions, n_layers, attention, .. } = *self;
-        let layer = |i: usize| {
-            let window = attention.sliding_window.filter(|_| !self.full_layers.contains(&i));
-            let rope = (!self.layers_without_rope.contains(&i)).then_some(0);
-            attention.with_sliding_window(window).with_rope(rope)
-        };
-        let rope = Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling);
-        let layers = (0..n_layers).map(layer).collect();
-        ModelSpec::new(vocab_size, hidden_size, max_positions, layers).with_ropes(vec![rope])
-    }
-
     /// Checks a configuration that was made in code rather than read from a file.
     ///
     /// # Errors
@@ -174,9 +161,41 @@ impl Config {
         (0..self.n_layers).map(|i| if windowed(i) { SLIDING } else { FULL }).collect()
     }
 
-    /// The fields of `config.json` that [`from_json`](Self::from_json) reads, in the spelling that
+    /// The share of a head that rotates, as a number that gives readers exactly `rotary_dim`: they
+    /// multiply it by `head_dim` and round down, and their parser may get its last digit wrong.
+    fn rotary_factor(&self) -> f64 {
+        let head_dim = self.head_dim() as f64;
+        let exact = self.rotary_dim as f64 / head_dim;
+        let found = |factor: f64| (factor * head_dim) as usize == self.rotary_dim;
+        let read = serde_json::from_str(&exact.to_string()).unwrap_or(exact);
+        if found(exact) && found(read) { exact } else { (self.rotary_dim as f64 + 0.5) / head_dim }
+    }
+}
+
+impl DecoderConfig for Config {
+    fn spec(&self) -> ModelSpec {
+        let Self { vocab_size, hidden_size, max_positions, n_layers, attention, .. } = *self;
+        let layer = |i: usize| {
+            let window = attention.sliding_window.filter(|_| !self.full_layers.contains(&i));
+            let rope = (!self.layers_without_rope.contains(&i)).then_some(0);
+            attention.with_sliding_window(window).with_rope(rope)
+        };
+        let rope = Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling);
+        let layers = (0..n_layers).map(layer).collect();
+        ModelSpec::new(vocab_size, hidden_size, max_positions, layers).with_ropes(vec![rope])
+    }
+
+    fn norm_epsilon(&self) -> f64 {
+        self.norm_epsilon
+    }
+
+    fn tied_head(&self) -> bool {
+        self.tied_head
+    }
+
+    /// Returns the fields of `config.json` that [`from_json`](Config::from_json) reads, in the spelling that
     /// both old and new versions of the transformers library read; `path` is for the message.
-    pub(super) fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
+    fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
         let LayerSpec { n_heads, n_kv_heads, .. } = self.attention;
         let head_dim = self.head_dim();
         let unsupported = |what: &str| {
@@ -250,15 +269,5 @@ impl Config {
             }
         }
         Ok(fields)
-    }
-
-    /// The share of a head that rotates, as a number that gives readers exactly `rotary_dim`: they
-    /// multiply it by `head_dim` and round down, and their parser may get its last digit wrong.
-    fn rotary_factor(&self) -> f64 {
-        let head_dim = self.head_dim() as f64;
-        let exact = self.rotary_dim as f64 / head_dim;
-        let found = |factor: f64| (factor * head_dim) as usize == self.rotary_dim;
-        let read = serde_json::from_str(&exact.to_string()).unwrap_or(exact);
-        if found(exact) && found(read) { exact } else { (self.rotary_dim as f64 + 0.5) / head_dim }
     }
 }

@@ -67,6 +67,11 @@ impl<'a> Memory<'a> {
         Self { sink_logits: Some(sink_logits), ..self }
     }
 
+    /// Returns whether this is a decode step for graph capture, which cannot wait for the host.
+    pub fn is_captured(&self) -> bool {
+        matches!(self.kv, KvMemory::At(..))
+    }
+
     /// Shows the attention to `observe`.
     #[must_use]
     pub fn shown_to(
