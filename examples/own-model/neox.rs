@@ -1,6 +1,6 @@
 //! GPT-NeoX, the architecture of Pythia (<https://arxiv.org/abs/2304.01373>), as a decoder of
-//! `kv-models`. Attention and MLP read the same input, rope covers a quarter of each head, and every
-//! projection has a bias.
+//! `kv-models`. Attention and MLP read the same input, rope covers a quarter of each head, and
+//! every projection has a bias.
 
 use std::path::Path;
 

@@ -53,20 +53,20 @@ pub trait Decoder: Any + Debug + Send + Sync {
         self.head_weight().project(states)
     }
 
-    /// Returns the weight of the head, `[vocab, hidden]`, which is the token embedding if the head is
-    /// tied to it. Training computes its loss from a block of rows at a time.
+    /// Returns the weight of the head, `[vocab, hidden]`; the token embedding if the head is tied
+    /// to it. Training computes its loss from a block of rows at a time.
     fn head_weight(&self) -> &Matrix;
 
     /// Tells the role of every parameter, by which training selects what it trains.
     fn roles(&self, roles: &mut Roles);
 
-    /// Returns the projections of the layers. Training can put adapters on those with packed weights.
+    /// Returns the projections of the layers. Training can put adapters on packed ones.
     fn projections(&mut self) -> Vec<&mut Linear> {
         vec![]
     }
 
-    /// Returns whether a graph replay computes no more than a launched step, so that graph capture is
-    /// the default. It is not where the host selects what is computed.
+    /// Returns whether a graph replay computes no more than a launched step. Graph capture is then
+    /// the default.
     fn records(&self) -> bool {
         true
     }
@@ -104,7 +104,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// Returns whether the parameter belongs to a layer's attention: its norm, projections and output.
+    /// Returns whether the parameter belongs to a layer's attention: norm, projections or output.
     pub fn is_attention(self) -> bool {
         matches!(self, Self::AttentionNorm | Self::Qkv | Self::AttentionOutput)
     }

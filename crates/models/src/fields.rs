@@ -28,7 +28,7 @@ pub fn sizes(path: &Path, fields: &[(&str, usize)]) -> Result<()> {
     }
 }
 
-/// Checks a number of layers, which no tensor has confirmed yet, before anything is allocated per layer.
+/// Checks a number of layers before anything is allocated per layer.
 ///
 /// # Errors
 /// [`Error::Config`] for none, or more than 65536.

@@ -20,9 +20,9 @@ pub enum Pass<'a> {
         spec: &'a ModelSpec,
         /// The cache whose result is computed in parallel.
         config: &'a ModelCacheConfig,
-        /// How training treats the quantizer.
+        /// Options of the quantizer in training.
         fake_quant: FakeQuantOptions,
-        /// Is called with every layer's attention.
+        /// Receives every layer's attention.
         observer: Option<&'a mut AttentionObserver<'a>>,
     },
     /// The tokens that follow those in a cache, which grows by them.
@@ -31,11 +31,10 @@ pub enum Pass<'a> {
     Observed {
         /// The cache.
         cache: &'a mut ModelCache,
-        /// Is called with every layer's attention.
+        /// Receives every layer's attention.
         observer: &'a mut AttentionObserver<'a>,
     },
-    /// So many tokens of each sequence that follow those in a cache, which grows by them; the others are
-    /// padding.
+    /// A number of new tokens per sequence, appended to a cache; the other ids are padding.
     Ragged {
         /// The cache.
         cache: &'a mut ModelCache,
@@ -62,8 +61,8 @@ impl<'a> Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Returns the rope rows of the pass's `seq` tokens in a model of `spec`. Must be called before the first
-    /// layer runs, because each layer adds the tokens to its cache.
+    /// Returns the rope rows of the pass's `seq` tokens in a model of `spec`. Must be called before
+    /// the first layer runs, because each layer adds the tokens to its cache.
     pub fn ropes(&self, spec: &ModelSpec, seq: usize, device: &Device) -> Ropes {
         if spec.ropes.is_empty() {
             return Ropes(vec![]);

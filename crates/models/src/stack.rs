@@ -101,8 +101,8 @@ pub trait DecoderLayer: Module + ModuleDisplay + Debug + Send + Sync + 'static {
     const NAME: &'static str;
     /// The names of the family's tensors.
     const NAMES: &'static Names;
-    /// The name of the final norm, as `norm`.
-    const NORM: &'static str;
+    /// The name of the final norm.
+    const NORM: &'static str = "norm";
     /// The name of the position table, as `wpe`, if the family learns its positions.
     const POSITIONS: Option<&'static str> = None;
 

@@ -34,9 +34,9 @@ pub struct Config {
     pub head_dim: usize,
     /// Scores are multiplied by the inverse root of it.
     pub query_scalar: f64,
-    /// What scores are bounded by, if they are.
+    /// Bound of the attention scores, if any.
     pub softcap: Option<f32>,
-    /// Recent tokens that the layers see which are not in [`full_layers`](Self::full_layers).
+    /// Sliding window of the layers outside [`full_layers`](Self::full_layers), in tokens.
     pub sliding_window: usize,
     /// Layers, counted from 0, that see all tokens.
     pub full_layers: BTreeSet<usize>,
@@ -44,19 +44,19 @@ pub struct Config {
     pub max_positions: usize,
     /// Epsilon of the norms.
     pub norm_epsilon: f64,
-    /// Whether the projections of attention have biases.
+    /// Biases of the projections of attention.
     pub attention_bias: bool,
-    /// Whether the output projection is the token embedding.
+    /// Use of the token embedding as output projection.
     pub tied_head: bool,
-    /// Base of the rotary frequencies of layers that see all tokens.
+    /// Base of the rope frequencies of layers that see all tokens.
     pub rope_theta: f64,
     /// Scaling of these frequencies.
     pub rope_scaling: RopeScaling,
-    /// Base of the rotary frequencies of the other layers.
+    /// Base of the rope frequencies of the other layers.
     pub local_rope_theta: f64,
 }
 
-/// The rotary bases of the published models.
+/// The rope bases of the published models.
 const THETA: f64 = 1e6;
 const LOCAL_THETA: f64 = 1e4;
 /// Every how many layers one sees all tokens, where a file does not say.
@@ -89,7 +89,7 @@ struct Raw {
     rope_parameters: Option<RopeByKind>,
 }
 
-/// The rotary encodings by the kind of layer; files from before there was this have `rope_theta` and
+/// The ropes by the kind of layer. Older files have `rope_theta` and
 /// `rope_scaling` for layers that see all tokens, and `rope_local_base_freq` for the others.
 #[derive(Deserialize)]
 struct RopeByKind {
@@ -183,7 +183,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Resolves the metadata of a GGUF file, and takes the tensors of the rotary encoding.
+    /// Resolves the metadata of a GGUF file, and takes the tensors of the rope.
     pub(super) fn from_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
         let path = metadata.path();
         let block_count = metadata.size("block_count")?;
@@ -203,7 +203,7 @@ impl Config {
             n_heads,
             n_kv_heads: metadata.optional_size("attention.head_count_kv")?.unwrap_or(n_heads),
             head_dim,
-            // The file does not say; the model of 27 billion parameters, which has 62 layers, differs.
+            // GGUF files lack it. Only the 27B model, which has 62 layers, differs.
             query_scalar: match n_layers {
                 62 => hidden_size as f64 / n_heads as f64,
                 _ => head_dim as f64,
@@ -296,8 +296,8 @@ impl DecoderConfig for Config {
         Some((self.hidden_size as f64).sqrt())
     }
 
-    /// Returns the fields of `config.json` that [`from_json`](Config::from_json) reads, in the spelling that both
-    /// old and new versions of the transformers library read.
+    /// Returns the fields of `config.json` that [`from_json`](Config::from_json) reads, in the
+    /// spelling that both old and new versions of the transformers library read.
     fn to_json(&self, _: &Path) -> Result<Map<String, Value>> {
         let sizes = self.sizes();
         let fields = json!({

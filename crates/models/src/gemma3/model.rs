@@ -40,7 +40,6 @@ impl DecoderLayer for Layer {
 
     const NAME: &'static str = "Gemma3";
     const NAMES: &'static Names = &NAMES;
-    const NORM: &'static str = "norm";
 
     fn forward(
         &self,

@@ -36,9 +36,9 @@ pub struct Config {
     pub n_experts: usize,
     /// Experts that compute a token.
     pub experts_per_token: usize,
-    /// What the values inside an expert are clamped to.
+    /// Bound of the values inside an expert.
     pub swiglu_limit: f64,
-    /// Recent tokens that the layers see which are not in [`full_layers`](Self::full_layers).
+    /// Sliding window of the layers outside [`full_layers`](Self::full_layers), in tokens.
     pub sliding_window: usize,
     /// Layers, counted from 0, that see all tokens.
     pub full_layers: BTreeSet<usize>,
@@ -46,17 +46,17 @@ pub struct Config {
     pub max_positions: usize,
     /// Epsilon of the norms.
     pub norm_epsilon: f64,
-    /// Whether the projections of attention have biases.
+    /// Biases of the projections of attention.
     pub attention_bias: bool,
-    /// Whether the output projection is the token embedding.
+    /// Use of the token embedding as output projection.
     pub tied_head: bool,
-    /// Base of the rotary frequencies.
+    /// Base of the rope frequencies.
     pub rope_theta: f64,
-    /// Scaling of the rotary frequencies.
+    /// Scaling of the rope frequencies.
     pub rope_scaling: RopeScaling,
 }
 
-/// The clamp and the rotary base of the published models.
+/// The clamp and the rope base of the published models.
 const LIMIT: f64 = 7.0;
 const THETA: f64 = 150_000.0;
 
@@ -107,7 +107,7 @@ impl Config {
         let n_layers = layers(path, "num_hidden_layers", n_layers)?;
         let max_positions = required(path, "max_position_embeddings", raw.max_position_embeddings)?;
         let n_heads = required(path, "num_attention_heads", raw.num_attention_heads)?;
-        // A file that does not say how keys are rotated might mean YaRN, as the transformers library takes it.
+        // Without a rope type a file might mean YaRN, which the transformers library assumes.
         let says = |rope: &&RopeFields| rope.rope_type.is_some();
         let new_rope = raw.rope_parameters.as_ref().filter(says);
         let old_rope = raw.rope_scaling.as_ref().filter(says);
@@ -146,7 +146,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Resolves the metadata of a GGUF file, and takes the tensors of the rotary encoding.
+    /// Resolves the metadata of a GGUF file, and takes the tensors of the rope.
     pub(super) fn from_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
         let path = metadata.path();
         let block_count = metadata.size("block_count")?;

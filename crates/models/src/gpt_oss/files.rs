@@ -1,8 +1,8 @@
 //! gpt-oss from tensors and to them.
 //!
-//! Hugging Face files have all experts of a layer in one tensor, gate and up rows alternating: floats as
-//! `[expert, columns, rows]`, or blocks of MXFP4. GGUF files have a tensor of the experts' gates and one of their
-//! up rows, `[expert, rows, columns]`.
+//! Hugging Face files store all experts of a layer in one tensor, with gate and up rows
+//! alternating: floats as `[expert, columns, rows]`, or blocks of MXFP4. GGUF files store gate and
+//! up rows in two tensors, `[expert, rows, columns]`.
 
 use super::{Config, Expert, Experts, Layer, Stacks};
 use crate::{

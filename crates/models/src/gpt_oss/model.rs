@@ -38,7 +38,6 @@ impl DecoderLayer for Layer {
 
     const NAME: &'static str = "GptOss";
     const NAMES: &'static Names = &NAMES;
-    const NORM: &'static str = "norm";
 
     fn forward(
         &self,

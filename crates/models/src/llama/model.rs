@@ -1,4 +1,4 @@
-//! A pre-norm transformer with rotary positions, grouped-query attention and a gated MLP.
+//! A pre-norm transformer with rope, grouped-query attention and a gated MLP.
 
 use burn::{module::Module, tensor::Tensor};
 
@@ -36,7 +36,6 @@ impl DecoderLayer for Layer {
 
     const NAME: &'static str = "Llama";
     const NAMES: &'static Names = &LLAMA_NAMES;
-    const NORM: &'static str = "norm";
 
     fn forward(
         &self,
