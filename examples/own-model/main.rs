@@ -52,7 +52,7 @@ fn main() -> Result<()> {
         use_parallel_residual: true,
         tie_word_embeddings: false,
     };
-    let model = LanguageModel::new(neox::NeoX::init(config, &device)?);
+    let model = LanguageModel::new(neox::init(config, &device)?);
     kv_models::save(&start, &model, &tokenizer, SaveOptions::default())?;
 
     // Loaded as any other model.

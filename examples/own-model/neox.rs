@@ -1,5 +1,5 @@
 //! GPT-NeoX, the architecture of Pythia (<https://arxiv.org/abs/2304.01373>), as a decoder of
-//! `kv-models`: attention and MLP side by side on the same input, a quarter of each head rotates,
+//! `kv-models`. Attention and MLP read the same input, rope covers a quarter of each head, and
 //! every projection has a bias.
 
 use std::path::Path;
@@ -7,17 +7,17 @@ use std::path::Path;
 use burn::{
     module::{Module, Param},
     nn::{EmbeddingConfig, Initializer},
-    tensor::{Device, Int, Tensor, activation},
+    tensor::{Device, Tensor, activation},
 };
 use kv_models::{
-    ConfigJson, Decoder, Error, Family, LanguageModel, LayerSpec, ModelSpec, Pass, Result, Role,
-    Roles,
+    ConfigJson, DecoderConfig, DecoderLayer, DecoderStack, Error, Family, LanguageModel, LayerSpec,
+    ModelSpec, Result, Role, Roles,
     checkpoint::{Exports, Names, Weights},
     fields::{head_dim, positive, sizes},
-    nn::{Embedding, LayerNorm, Linear, Matrix, Memory, Rope, RopeRows, RopeScaling, in_f32},
+    nn::{LayerNorm, Linear, Memory, Rope, RopeRows, RopeScaling, in_f32},
 };
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 /// The fields of `config.json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -32,30 +32,25 @@ pub(crate) struct Config {
     pub(crate) rotary_emb_base: f64,
     pub(crate) layer_norm_eps: f64,
     pub(crate) hidden_act: String,
-    /// Whether attention and MLP see the same input; other models of the family are not computed.
     pub(crate) use_parallel_residual: bool,
     pub(crate) tie_word_embeddings: bool,
 }
 
 impl Config {
-    /// Checks what the shapes of the tensors do not; `path` is for messages.
+    /// Checks the fields that no shape of a tensor confirms; `path` is for messages.
     fn check(&self, path: &Path) -> Result<()> {
-        sizes(
-            path,
-            &[
-                ("vocab_size", self.vocab_size),
-                ("hidden_size", self.hidden_size),
-                ("intermediate_size", self.intermediate_size),
-                ("num_hidden_layers", self.num_hidden_layers),
-                ("num_attention_heads", self.num_attention_heads),
-                ("max_position_embeddings", self.max_position_embeddings),
-            ],
-        )?;
-        let heads = ("num_attention_heads", self.num_attention_heads);
-        head_dim(path, ("hidden_size", self.hidden_size), heads)?;
-        let rotary_dim = self.rotary_dim();
-        if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) || self.rotary_pct > 1.0 {
-            let rule = format!("must encode 2, 4, .. of {} channels", self.layer().head_dim.keys);
+        let (layers, n_heads) = (self.num_hidden_layers, self.num_attention_heads);
+        let fields = [("vocab_size", self.vocab_size), ("num_hidden_layers", layers)];
+        sizes(path, &fields)?;
+        let fields =
+            [("intermediate_size", self.intermediate_size), ("hidden_size", self.hidden_size)];
+        sizes(path, &fields)?;
+        sizes(path, &[("max_position_embeddings", self.max_position_embeddings)])?;
+        let width = ("hidden_size", self.hidden_size);
+        let channels = head_dim(path, width, ("num_attention_heads", n_heads))?;
+        let rope = (channels as f64 * self.rotary_pct) as usize;
+        if rope == 0 || !rope.is_multiple_of(2) || self.rotary_pct > 1.0 {
+            let rule = format!("must encode 2, 4, .. of {channels} channels");
             return Err(Error::config(path, "rotary_pct", self.rotary_pct, rule));
         }
         positive(path, "rotary_emb_base", self.rotary_emb_base)?;
@@ -66,47 +61,42 @@ impl Config {
         }
         Ok(())
     }
+}
 
-    fn layer(&self) -> LayerSpec {
-        let n_heads = self.num_attention_heads;
-        LayerSpec::new(n_heads, n_heads, self.hidden_size / n_heads)
-    }
-
-    fn rotary_dim(&self) -> usize {
-        (self.layer().head_dim.keys as f64 * self.rotary_pct) as usize
-    }
-
+impl DecoderConfig for Config {
     fn spec(&self) -> ModelSpec {
-        ModelSpec::uniform(
-            self.vocab_size,
-            self.hidden_size,
-            self.max_position_embeddings,
-            self.num_hidden_layers,
-            self.layer(),
-        )
-        .with_rope(Rope::new(
-            self.rotary_dim(),
-            self.rotary_emb_base,
-            &RopeScaling::Default,
-        ))
+        let (n, n_heads) = (self.num_hidden_layers, self.num_attention_heads);
+        let head_dim = self.hidden_size / n_heads;
+        let rope = (head_dim as f64 * self.rotary_pct) as usize;
+        let layer = LayerSpec::new(n_heads, n_heads, head_dim);
+        let positions = self.max_position_embeddings;
+        ModelSpec::uniform(self.vocab_size, self.hidden_size, positions, n, layer)
+            .with_rope(Rope::new(rope, self.rotary_emb_base, &RopeScaling::Default))
+    }
+
+    fn norm_epsilon(&self) -> f64 {
+        self.layer_norm_eps
+    }
+
+    fn tied_head(&self) -> bool {
+        self.tie_word_embeddings
+    }
+
+    fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
+        let Ok(Value::Object(mut fields)) = serde_json::to_value(self) else {
+            return Err(Error::config(path, "config", "GPT-NeoX", "must be finite numbers"));
+        };
+        fields.insert("model_type".into(), json!("gpt_neox"));
+        fields.insert("architectures".into(), json!(["GPTNeoXForCausalLM"]));
+        Ok(fields)
     }
 }
 
-/// The model: an ordinary Burn module. `Module` makes it trainable, `Decoder` a language model.
-#[derive(Module, Debug)]
-pub(crate) struct NeoX {
-    embedding: Embedding,
-    layers: Vec<Layer>,
-    norm: LayerNorm,
-    head: Linear,
-    #[module(skip)]
-    spec: ModelSpec,
-    #[module(skip)]
-    config: Config,
-}
+/// The model. `DecoderStack` holds what all decoders share: embedding, final norm and head.
+pub(crate) type NeoX = DecoderStack<Layer>;
 
 #[derive(Module, Debug)]
-struct Layer {
+pub(crate) struct Layer {
     attention_norm: LayerNorm,
     /// Query, key and value rows of the first head, then those of the second, ..
     qkv: Linear,
@@ -116,12 +106,49 @@ struct Layer {
     down: Linear,
 }
 
+/// The projections' names, in the order of the fields of [`Layer`].
+const LINEARS: [&str; 4] =
+    ["attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"];
+const NORMS: [&str; 2] = ["input_layernorm", "post_attention_layernorm"];
+
 impl Layer {
+    /// Makes a layer, given how to make a norm and a projection of `[d_output, d_input]`.
+    fn build(
+        config: &Config,
+        mut part: impl FnMut(&str, [usize; 2]) -> Result<Linear>,
+        [attention_norm, mlp_norm]: [LayerNorm; 2],
+    ) -> Result<Self> {
+        let Config { hidden_size: width, intermediate_size: wide, .. } = *config;
+        let [qkv, output, up, down] = LINEARS;
+        let (qkv, output) = (part(qkv, [3 * width, width])?, part(output, [width, width])?);
+        let (up, down) = (part(up, [wide, width])?, part(down, [width, wide])?);
+        Ok(Self { attention_norm, qkv, output, mlp_norm, up, down })
+    }
+}
+
+impl DecoderLayer for Layer {
+    type Config = Config;
+    type Norm = LayerNorm;
+
+    const NAME: &'static str = "NeoX";
+    const NAMES: &'static Names = &Names {
+        family: "GPT-NeoX",
+        prefix: "gpt_neox.",
+        layers: "layers.",
+        embedding: "embed_in.weight",
+        head: "embed_out.weight",
+        // Masks and rope frequencies of older exports.
+        harmless: |name| {
+            [".attention.bias", ".masked_bias", ".inv_freq"].iter().any(|end| name.ends_with(end))
+        },
+    };
+    const NORM: &'static str = "final_layer_norm";
+
     fn forward(
         &self,
         x: Tensor<3>,
-        spec: &LayerSpec,
         rope: Option<&RopeRows>,
+        spec: &LayerSpec,
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let [batch, seq, width] = x.dims();
@@ -136,90 +163,39 @@ impl Layer {
         let up = in_f32(self.up.forward(self.mlp_norm.forward(x.clone())), activation::gelu);
         Ok(x + attention + self.down.forward(up))
     }
-}
-
-impl Decoder for NeoX {
-    fn name(&self) -> &'static str {
-        "NeoX"
-    }
-
-    fn spec(&self) -> &ModelSpec {
-        &self.spec
-    }
-
-    fn hidden(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
-        let ropes = pass.ropes(&self.spec, ids.dims()[1], &ids.device());
-        let mut x = self.embedding.forward(ids);
-        for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
-            x = layer.forward(x, spec, ropes.of(spec), pass.layer(i))?;
-        }
-        Ok(self.norm.forward(x))
-    }
-
-    fn head_weight(&self) -> &Matrix {
-        &self.head.weight
-    }
 
     fn roles(&self, roles: &mut Roles) {
-        roles.add(Role::Embedding, &self.embedding);
-        roles.add(Role::FinalNorm, &self.norm);
-        roles.add(Role::Head, &self.head);
-        for layer in &self.layers {
-            roles.add(Role::AttentionNorm, &layer.attention_norm);
-            roles.add(Role::Qkv, &layer.qkv);
-            roles.add(Role::AttentionOutput, &layer.output);
-            roles.add(Role::MlpNorm, &layer.mlp_norm);
-            roles.add(Role::Mlp, &layer.up);
-            roles.add(Role::Mlp, &layer.down);
-        }
+        roles.add(Role::AttentionNorm, &self.attention_norm);
+        roles.add(Role::Qkv, &self.qkv);
+        roles.add(Role::AttentionOutput, &self.output);
+        roles.add(Role::MlpNorm, &self.mlp_norm);
+        roles.add(Role::Mlp, &self.up);
+        roles.add(Role::Mlp, &self.down);
     }
 
-    fn config_json(&self, path: &Path) -> Result<Map<String, Value>> {
-        let fields = serde_json::to_value(&self.config).ok();
-        let Some(Value::Object(mut fields)) = fields else {
-            return Err(Error::config(path, "config", "GPT-NeoX", "must be finite numbers"));
+    fn import(config: &Config, i: usize, weights: &mut Weights) -> Result<Self> {
+        let (width, epsilon) = (config.hidden_size, config.layer_norm_eps);
+        let [first, second] = NORMS.map(|name| format!("layers.{i}.{name}"));
+        let first = weights.layer_norm(&first, width, epsilon)?;
+        let norms = [first, weights.layer_norm(&second, width, epsilon)?];
+        let linear = |name: &str, [rows, d_input]: [usize; 2]| {
+            weights.linear(&[(format!("layers.{i}.{name}"), rows)], d_input, true)
         };
-        fields.insert("model_type".into(), "gpt_neox".into());
-        fields.insert("architectures".into(), vec!["GPTNeoXForCausalLM"].into());
-        Ok(fields)
+        Self::build(config, linear, norms)
     }
 
-    fn export(&self) -> Exports {
-        let mut exports = Exports::new(&NAMES);
-        exports.embedding("embed_in", &self.embedding);
-        exports.layer_norm("final_layer_norm", &self.norm);
-        exports.linear(&[("embed_out".into(), self.config.vocab_size)], &self.head);
-        for (i, layer) in self.layers.iter().enumerate() {
-            let name = |part: &str| format!("layers.{i}.{part}");
-            exports.layer_norm(&name("input_layernorm"), &layer.attention_norm);
-            exports.layer_norm(&name("post_attention_layernorm"), &layer.mlp_norm);
-            for (part, module) in [
-                ("attention.query_key_value", &layer.qkv),
-                ("attention.dense", &layer.output),
-                ("mlp.dense_h_to_4h", &layer.up),
-                ("mlp.dense_4h_to_h", &layer.down),
-            ] {
-                exports.linear(&[(name(part), module.weight.dims()[0])], module);
-            }
+    fn export(&self, _: &Config, i: usize, exports: &mut Exports) {
+        for (name, norm) in NORMS.iter().zip([&self.attention_norm, &self.mlp_norm]) {
+            exports.layer_norm(&format!("layers.{i}.{name}"), norm);
         }
-        exports
+        let modules = [&self.qkv, &self.output, &self.up, &self.down];
+        for (name, module) in LINEARS.iter().zip(modules) {
+            exports.linear(&[(format!("layers.{i}.{name}"), module.weight.dims()[0])], module);
+        }
     }
 }
 
-/// What the names of its checkpoints have in common.
-const NAMES: Names = Names {
-    family: "GPT-NeoX",
-    prefix: "gpt_neox.",
-    layers: "layers.",
-    embedding: "embed_in.weight",
-    head: "embed_out.weight",
-    // Masks and rotary frequencies of older exports.
-    harmless: |name| {
-        [".attention.bias", ".masked_bias", ".inv_freq"].iter().any(|end| name.ends_with(end))
-    },
-};
-
-/// Its files, for `kv_models::register`.
+/// The files of the family, for `kv_models::register`.
 pub(crate) struct Files;
 
 impl Family for Files {
@@ -230,69 +206,26 @@ impl Family for Files {
     fn import(&self, json: &ConfigJson<'_>, weights: &mut Weights) -> Result<LanguageModel> {
         let config: Config = json.parse()?;
         config.check(json.path)?;
-        let spec = config.spec();
-        weights.begin(&NAMES, &spec, false)?;
-        let Config { vocab_size, hidden_size, intermediate_size, layer_norm_eps, .. } = config;
-        let layer = |i: usize| -> Result<Layer> {
-            let mut norm = |part: &str| {
-                weights.layer_norm(&format!("layers.{i}.{part}"), hidden_size, layer_norm_eps)
-            };
-            let attention_norm = norm("input_layernorm")?;
-            let mlp_norm = norm("post_attention_layernorm")?;
-            let mut linear = |part: &str, d_input, d_output| {
-                weights.linear(&[(format!("layers.{i}.{part}"), d_output)], d_input, true)
-            };
-            Ok(Layer {
-                attention_norm,
-                qkv: linear("attention.query_key_value", hidden_size, 3 * hidden_size)?,
-                output: linear("attention.dense", hidden_size, hidden_size)?,
-                mlp_norm,
-                up: linear("mlp.dense_h_to_4h", hidden_size, intermediate_size)?,
-                down: linear("mlp.dense_4h_to_h", intermediate_size, hidden_size)?,
-            })
-        };
-        let layers = (0..config.num_hidden_layers).map(layer).collect::<Result<Vec<_>>>()?;
-        let model = NeoX {
-            embedding: weights.embedding("embed_in", vocab_size, hidden_size)?,
-            layers,
-            norm: weights.layer_norm("final_layer_norm", hidden_size, layer_norm_eps)?,
-            head: weights.linear(&[("embed_out".into(), vocab_size)], hidden_size, false)?,
-            spec,
-            config,
-        };
-        weights.finish()?;
-        Ok(model.into())
+        Ok(NeoX::import(config, weights)?.into())
     }
 }
 
-impl NeoX {
-    /// Random weights, of variance `1 / d_input`; the device's seed decides them.
-    pub(crate) fn init(config: Config, device: &Device) -> Result<Self> {
-        config.check(Path::new("config"))?;
-        let Config { vocab_size, hidden_size: width, intermediate_size, .. } = config;
-        let norm = || LayerNorm::new(width, config.layer_norm_eps, device);
-        let linear = |d_input: usize, d_output: usize, bias: bool| {
-            let std = 1.0 / (d_input as f64).sqrt();
-            let normal = Initializer::Normal { mean: 0.0, std };
-            let weight: Param<Tensor<2>> = normal.init([d_output, d_input], device);
-            let bias = bias.then(|| Initializer::Zeros.init([d_output], device));
-            Linear { weight: weight.into(), bias }
-        };
-        let layer = |_| Layer {
-            attention_norm: norm(),
-            qkv: linear(width, 3 * width, true),
-            output: linear(width, width, true),
-            mlp_norm: norm(),
-            up: linear(width, intermediate_size, true),
-            down: linear(intermediate_size, width, true),
-        };
-        Ok(Self {
-            embedding: EmbeddingConfig::new(vocab_size, width).init(device).into(),
-            layers: (0..config.num_hidden_layers).map(layer).collect(),
-            norm: norm(),
-            head: linear(width, vocab_size, false),
-            spec: config.spec(),
-            config,
-        })
-    }
+/// Makes a model of random weights with variance `1 / d_input`, drawn from the device's seed.
+pub(crate) fn init(config: Config, device: &Device) -> Result<NeoX> {
+    config.check(Path::new("config"))?;
+    let Config { vocab_size, hidden_size: width, .. } = config;
+    let norm = || LayerNorm::new(width, config.layer_norm_eps, device);
+    let linear = |[d_output, d_input]: [usize; 2], bias: bool| {
+        let std = 1.0 / (d_input as f64).sqrt();
+        let normal = Initializer::Normal { mean: 0.0, std };
+        let weight: Param<Tensor<2>> = normal.init([d_output, d_input], device);
+        let bias = bias.then(|| Initializer::Zeros.init([d_output], device));
+        Linear { weight: weight.into(), bias }
+    };
+    let part = |_: &str, shape| Ok(linear(shape, true));
+    let layer = |_| Layer::build(&config, part, [norm(), norm()]);
+    let embedding = EmbeddingConfig::new(vocab_size, width).init(device).into();
+    let layers = (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?;
+    let (norm, head) = (norm(), linear([vocab_size, width], false));
+    Ok(NeoX::new(config, embedding, layers, norm, Some(head)))
 }

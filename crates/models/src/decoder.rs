@@ -23,71 +23,65 @@ pub trait Decoder: Any + Debug + Send + Sync {
     /// Checkpoints of training runs name parameters by their paths, so it must not change.
     fn name(&self) -> &'static str;
 
-    /// What the model is, layer by layer.
+    /// Returns the sizes of the model, layer by layer.
     fn spec(&self) -> &ModelSpec;
 
-    /// Final-normed hidden states of the tokens of `pass`, which gives every layer the memory of its
-    /// attention.
+    /// Returns the hidden states of the tokens of `pass` after the final norm. `pass` gives every
+    /// layer the memory of its attention.
     ///
     /// # Shapes
-    ///
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, hidden]`
     ///
     /// # Errors
-    ///
-    /// Those of [`Memory::attend`](crate::nn::Memory::attend).
+    /// Fails as [`Memory::attend`](crate::nn::Memory::attend) does.
     fn hidden(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>>;
 
-    /// What [`logits`](Self::logits) takes, `[batch, seq, hidden]`: [`hidden`](Self::hidden) states, unless a family
-    /// applies its final norm with the head.
+    /// Returns the input of [`logits`](Self::logits), `[batch, seq, hidden]`. It is
+    /// [`hidden`](Self::hidden), unless a family applies its final norm together with the head.
     ///
     /// # Errors
-    ///
-    /// Those of [`hidden`](Self::hidden).
+    /// Fails as [`hidden`](Self::hidden) does.
     fn states(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
         self.hidden(ids, pass)
     }
 
-    /// The logits of [`states`](Self::states), `[batch, seq, vocab]` in the type of [`head_weight`](Self::head_weight),
-    /// whose rows they are the products with. A family whose final norm is a root mean square gives states before it and
-    /// [`Matrix::project_normed`] of them, so that norm and products are one launch where they can be.
+    /// Returns the logits of [`states`](Self::states), `[batch, seq, vocab]`, in the type of
+    /// [`head_weight`](Self::head_weight). A family with an RMS norm returns states before the norm
+    /// and uses [`Matrix::project_normed`] here, because that can be a single launch.
     fn logits(&self, states: Tensor<3>) -> Tensor<3> {
         self.head_weight().project(states)
     }
 
-    /// The rows whose products with a final hidden state are the logits, `[vocab, hidden]`: the
-    /// token embedding where the head is tied to it. Training computes its loss from them a block of
-    /// rows at a time.
+    /// Returns the weight of the head, `[vocab, hidden]`; the token embedding if the head is tied
+    /// to it. Training computes its loss from a block of rows at a time.
     fn head_weight(&self) -> &Matrix;
 
-    /// Says of every parameter what it is for, by which training chooses what it trains.
+    /// Tells the role of every parameter, by which training selects what it trains.
     fn roles(&self, roles: &mut Roles);
 
-    /// The projections of the layers, which training can put adapters on where their weights are packed. None, unless
-    /// a family lists them.
+    /// Returns the projections of the layers. Training can put adapters on packed ones.
     fn projections(&mut self) -> Vec<&mut Linear> {
         vec![]
     }
 
-    /// Whether a recorded step computes no more than a launched one, so that it is recorded where nobody says. Not so
-    /// where the host chooses what is computed.
+    /// Returns whether a graph replay computes no more than a launched step. Graph capture is then
+    /// the default.
     fn captures(&self) -> bool {
         true
     }
 
-    /// The fields of `config.json` that say what the model is; `path` is for messages.
+    /// Returns the fields of `config.json`; `path` is for messages.
     ///
     /// # Errors
-    ///
-    /// A configuration that `config.json` cannot express.
+    /// Fails for a configuration that `config.json` cannot express.
     fn config_json(&self, path: &Path) -> Result<Map<String, Value>>;
 
-    /// The tensors of a checkpoint, under their Hugging Face names.
+    /// Returns the tensors of a checkpoint under their Hugging Face names.
     fn export(&self) -> Exports;
 }
 
-/// What a parameter is for.
+/// The purpose of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Role {
@@ -110,12 +104,12 @@ pub enum Role {
 }
 
 impl Role {
-    /// Whether the parameter belongs to a layer's attention: its norm, projections and output.
+    /// Returns whether the parameter belongs to a layer's attention: norm, projections or output.
     pub fn is_attention(self) -> bool {
         matches!(self, Self::AttentionNorm | Self::Qkv | Self::AttentionOutput)
     }
 
-    /// Whether the parameter belongs to a layer.
+    /// Returns whether the parameter belongs to a layer.
     pub fn is_layer(self) -> bool {
         self.is_attention() || matches!(self, Self::MlpNorm | Self::Mlp)
     }
@@ -126,7 +120,7 @@ impl Role {
 pub struct Roles(HashMap<ParamId, Role>);
 
 impl Roles {
-    /// Says that all parameters and packed weights of `module` have this role; adapters on them have it too.
+    /// Gives this role to all parameters and packed weights of `module`, and to adapters on them.
     pub fn add<M: Module>(&mut self, role: Role, module: &M) {
         struct Add<'a>(&'a mut Roles, Role);
         impl ModuleVisitor for Add<'_> {
@@ -143,8 +137,8 @@ impl Roles {
         module.visit(&mut Add(self, role));
     }
 
-    /// The role of a parameter, or of packed weights by their [`Matrix::id`]; `None` for one that the model has not
-    /// named.
+    /// Returns the role of a parameter, or of packed weights by their [`Matrix::id`]; `None` if the
+    /// model has not given it one.
     pub fn get(&self, id: ParamId) -> Option<Role> {
         self.0.get(&id).copied()
     }

@@ -2,9 +2,9 @@
 //!
 //! [`Module::visit`] and [`Module::map`] are generic over the visitor, and a visitor's methods over
 //! the rank of a parameter, so there is no `dyn Module`. Here a visitor is a function of what it
-//! meets, in which a parameter is a `dyn Any` with its rank: the module sees [`Forward`], which calls
-//! that function, and [`visit`] and [`map`], at the other end, turn it back into a call of the
-//! visitor that the caller has.
+//! meets, in which a parameter is a `dyn Any` with its rank: the module sees [`Forward`], which
+//! calls that function, and [`visit`] and [`map`], at the other end, turn it back into a call of
+//! the visitor that the caller has.
 
 use std::any::Any;
 

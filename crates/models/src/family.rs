@@ -25,7 +25,8 @@ impl ConfigJson<'_> {
     ///
     /// # Errors
     ///
-    /// [`Error::Malformed`] for text that is not JSON, [`Error::Config`] for a field of another type.
+    /// Fails with [`Error::Malformed`] for text that is not JSON, and with [`Error::Config`] for a
+    /// field of another type.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T> {
         serde_json::from_str(self.text).map_err(|error| match self.wrong_field::<T>() {
             Some((field, value, rule)) => Error::config(self.path, field, value, rule),
@@ -37,8 +38,8 @@ impl ConfigJson<'_> {
         })
     }
 
-    /// The first field that `T` does not read, its value and why: serde's own messages do not name it. What is said
-    /// of no fields at all is about one that is missing.
+    /// Returns the first field that `T` cannot read, its value and the reason, because serde's
+    /// messages do not name the field. Messages about missing fields are ignored.
     fn wrong_field<T: DeserializeOwned>(&self) -> Option<(String, Value, String)> {
         let why = |fields: Map<String, Value>| {
             serde_json::from_value::<T>(Value::Object(fields)).err().map(|error| error.to_string())

@@ -3,12 +3,13 @@
 
 use std::{collections::BTreeSet, path::Path};
 
+use serde_json::{Map, Value, json};
+
 use crate::{Error, Result};
 
-/// The value of a field that the model needs.
+/// Returns the value of a required field.
 ///
 /// # Errors
-///
 /// [`Error::Config`] for one that is missing.
 pub fn required<T>(path: &Path, field: &str, value: Option<T>) -> Result<T> {
     value.ok_or_else(|| Error::config(path, field, "missing", "the model needs it"))
@@ -17,7 +18,6 @@ pub fn required<T>(path: &Path, field: &str, value: Option<T>) -> Result<T> {
 /// Checks numbers of tokens, layers, heads or channels.
 ///
 /// # Errors
-///
 /// [`Error::Config`] for the first that is 0 or above 2^31.
 pub fn sizes(path: &Path, fields: &[(&str, usize)]) -> Result<()> {
     match fields.iter().find(|(_, value)| *value == 0 || *value > 1 << 31) {
@@ -28,10 +28,9 @@ pub fn sizes(path: &Path, fields: &[(&str, usize)]) -> Result<()> {
     }
 }
 
-/// Checks a number of layers before anything is made for each of them, which no tensor has confirmed then.
+/// Checks a number of layers before anything is allocated per layer.
 ///
 /// # Errors
-///
 /// [`Error::Config`] for none, or more than 65536.
 pub(crate) fn layers(path: &Path, field: &str, n_layers: usize) -> Result<usize> {
     match n_layers {
@@ -43,7 +42,6 @@ pub(crate) fn layers(path: &Path, field: &str, n_layers: usize) -> Result<usize>
 /// Checks a number that must be finite and above 0.
 ///
 /// # Errors
-///
 /// [`Error::Config`] for one that is not.
 pub fn positive(path: &Path, field: &str, value: f64) -> Result<()> {
     if value.is_finite() && value > 0.0 {
@@ -56,7 +54,6 @@ pub fn positive(path: &Path, field: &str, value: f64) -> Result<()> {
 /// number of heads, in `heads_field`.
 ///
 /// # Errors
-///
 /// [`Error::Config`] for a width that the heads do not divide.
 pub fn head_dim(
     path: &Path,
@@ -77,7 +74,6 @@ pub(crate) const SLIDING: &str = "sliding_attention";
 /// The layers with full attention in `layer_types`.
 ///
 /// # Errors
-///
 /// Another number of layers than `n_layers`, or a kind of attention that is not computed.
 pub(crate) fn full_layers(
     path: &Path,
@@ -94,4 +90,65 @@ pub(crate) fn full_layers(
         return Err(Error::config(path, "length of layer_types", layer_types.len(), rule));
     }
     Ok((0..n_layers).filter(|&i| layer_types[i] == FULL).collect())
+}
+
+/// The sizes that `config.json` spells alike in most families.
+pub(crate) struct DecoderSizes {
+    pub(crate) vocab_size: usize,
+    pub(crate) hidden_size: usize,
+    pub(crate) intermediate_size: usize,
+    pub(crate) n_layers: usize,
+    pub(crate) n_heads: usize,
+    pub(crate) n_kv_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) max_positions: usize,
+}
+
+impl DecoderSizes {
+    fn fields(&self) -> [(&'static str, usize); 8] {
+        [
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_hidden_layers", self.n_layers),
+            ("num_attention_heads", self.n_heads),
+            ("num_key_value_heads", self.n_kv_heads),
+            ("head_dim", self.head_dim),
+            ("max_position_embeddings", self.max_positions),
+        ]
+    }
+
+    /// Checks the sizes, the fields in `more`, and that heads share keys and values evenly.
+    pub(crate) fn check(&self, path: &Path, more: &[(&str, usize)]) -> Result<()> {
+        sizes(path, &self.fields())?;
+        sizes(path, more)?;
+        if !self.n_heads.is_multiple_of(self.n_kv_heads) {
+            let rule = format!("does not divide num_attention_heads {}", self.n_heads);
+            return Err(Error::config(path, "num_key_value_heads", self.n_kv_heads, rule));
+        }
+        Ok(())
+    }
+
+    /// Checks that a head consists of pairs of channels, as rope needs.
+    pub(crate) fn check_even_head(&self, path: &Path) -> Result<()> {
+        match self.head_dim % 2 {
+            0 => Ok(()),
+            _ => Err(Error::config(path, "head_dim", self.head_dim, "must be even")),
+        }
+    }
+
+    /// Returns the fields of `config.json`: the sizes, then those of `more`, which is an object.
+    pub(crate) fn to_json(&self, more: Value) -> Map<String, Value> {
+        let sizes = self.fields().map(|(field, value)| (field.to_string(), json!(value)));
+        let more = match more {
+            Value::Object(more) => more,
+            _ => Map::new(),
+        };
+        sizes.into_iter().chain(more).collect()
+    }
+
+    /// Returns `layer_types`; the layers in `full` have full attention.
+    pub(crate) fn layer_types(&self, full: &BTreeSet<usize>) -> Vec<&'static str> {
+        (0..self.n_layers).map(|i| if full.contains(&i) { FULL } else { SLIDING }).collect()
+    }
 }

@@ -59,6 +59,7 @@ mod rope_config;
 pub mod save;
 pub mod spans;
 mod spec;
+mod stack;
 pub mod tokenizer;
 
 pub use cache::{Checkpoints, ModelCache, ModelCacheBytes, PromptCache, SavedAs, SavedCache};
@@ -88,4 +89,5 @@ pub use pass::{Pass, Ropes};
 pub use registry::register;
 pub use save::{QuantizeOptions, SaveOptions, check_savable, save, save_quantized};
 pub use spec::{LayerSpec, ModelSpec};
+pub use stack::{DecoderConfig, DecoderLayer, DecoderStack, FinalNorm};
 pub use tokenizer::Tokenizer;

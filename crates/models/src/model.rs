@@ -98,7 +98,7 @@ impl LanguageModel {
     /// Logits of a whole sequence, computed in parallel as a cache of `config` would have
     /// produced them token by token. Differentiable.
     ///
-    /// RopeTable frequencies that depend on the context length
+    /// Rope frequencies that depend on the context length
     /// ([`RopeScaling::LongRope`](crate::nn::RopeScaling::LongRope)) are chosen by the capacity in
     /// `config`, as in such a cache, or by the sequence if it is longer.
     ///
@@ -119,7 +119,8 @@ impl LanguageModel {
         Ok(self.head(self.hidden(ids, config)?))
     }
 
-    /// Appends any number of tokens to every sequence of `cache` and returns the logits after each of them.
+    /// Appends any number of tokens to every sequence of `cache` and returns the logits after each
+    /// of them.
     ///
     /// # Shapes
     ///
@@ -135,7 +136,8 @@ impl LanguageModel {
         self.logits(ids, Pass::over(cache, &tokens))
     }
 
-    /// [`step`](Self::step) of another number of tokens for each sequence: of sequence `i` the first
+    /// [`step`](Self::step) of another number of tokens for each sequence: of sequence `i` the
+    /// first
     /// `tokens[i]` ids are appended, the others are padding, whose logits mean nothing. A sequence with 0
     /// tokens takes no part; ids and logits are there for it all the same.
     ///
@@ -147,8 +149,8 @@ impl LanguageModel {
     ///
     /// # Errors
     ///
-    /// No token, a batch other than the cache's, more tokens than ids, or more than the cache or the model has
-    /// room for in one sequence; the cache is then as it was.
+    /// No token, a batch other than the cache's, more tokens than ids, or more than the cache or
+    /// the model has room for in one sequence; the cache is then as it was.
     pub fn step_ragged(
         &self,
         ids: Tensor<2, Int>,
@@ -218,8 +220,8 @@ impl LanguageModel {
         self.pass(ids, Pass::over(cache, &tokens))
     }
 
-    /// [`hidden_step`](Self::hidden_step) that calls `observer` with every layer's attention. Queries and keys are
-    /// rotated before they are shown, so that a step is more launches.
+    /// Runs [`hidden_step`](Self::hidden_step) and calls `observer` with every layer's attention.
+    /// Rope is applied before the call, so that a step takes more launches.
     ///
     /// # Shapes
     ///
@@ -228,7 +230,8 @@ impl LanguageModel {
     ///
     /// # Errors
     ///
-    /// Those of [`step`](Self::step), and [`Error::Unsupported`] for sequences of different lengths.
+    /// Those of [`step`](Self::step), and [`Error::Unsupported`] for sequences of different
+    /// lengths.
     pub fn hidden_step_with(
         &self,
         ids: Tensor<2, Int>,
@@ -362,10 +365,12 @@ impl LanguageModel {
         Module::num_params(self) + self.packed.numbers
     }
 
-    /// Puts an adapter of this rank on all packed projections of the layers whose role `choose` picks:
+    /// Puts an adapter of this rank on all packed projections of the layers whose role `choose`
+    /// picks:
     /// `W + alpha / rank * B A` (Hu et al., 2021, <https://arxiv.org/abs/2106.09685>), of which A and B are parameters
-    /// and W is as it was. The model computes what it did until they are trained. Returns how many there are now;
-    /// [`materialize`](Module::materialize) merges them into weights that are restored for it.
+    /// and W is as it was. The model computes what it did until they are trained. Returns how many
+    /// there are now; [`materialize`](Module::materialize) merges them into weights that are
+    /// restored for it.
     ///
     /// Their parameters are on `device`, the model's with or without autodiff.
     pub fn adapt(

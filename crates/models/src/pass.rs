@@ -20,22 +20,21 @@ pub enum Pass<'a> {
         spec: &'a ModelSpec,
         /// The cache whose result is computed in parallel.
         config: &'a ModelCacheConfig,
-        /// How training treats the quantizer.
+        /// Options of the quantizer in training.
         fake_quant: FakeQuantOptions,
-        /// Is called with every layer's attention.
+        /// Receives every layer's attention.
         observer: Option<&'a mut AttentionObserver<'a>>,
     },
     /// The tokens that follow those in a cache, which grows by them.
     Cached(&'a mut ModelCache),
-    /// As [`Cached`](Self::Cached), with somebody to look on.
+    /// The same as [`Cached`](Self::Cached), with an observer.
     Observed {
         /// The cache.
         cache: &'a mut ModelCache,
-        /// Is called with every layer's attention.
+        /// Receives every layer's attention.
         observer: &'a mut AttentionObserver<'a>,
     },
-    /// So many tokens of each sequence that follow those in a cache, which grows by them; the others are
-    /// padding.
+    /// A number of new tokens per sequence, appended to a cache; the other ids are padding.
     Ragged {
         /// The cache.
         cache: &'a mut ModelCache,
@@ -62,9 +61,12 @@ impl<'a> Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// The rotations of the pass's `seq` tokens in a model of `spec`. Must be called before the first
-    /// layer runs, because each layer adds the tokens to its cache.
+    /// Returns the rope rows of the pass's `seq` tokens in a model of `spec`. Must be called before
+    /// the first layer runs, because each layer adds the tokens to its cache.
     pub fn ropes(&self, spec: &ModelSpec, seq: usize, device: &Device) -> Ropes {
+        if spec.ropes.is_empty() {
+            return Ropes(vec![]);
+        }
         let _span = trace_span!(target: OPERATION, "ropes").entered();
         Ropes(spec.ropes.iter().map(|rope| self.rope_rows(spec, rope, seq, device)).collect())
     }
@@ -177,17 +179,17 @@ impl fmt::Debug for Pass<'_> {
     }
 }
 
-/// The rotations of one pass: of each of a model's rotary encodings.
+/// The rope rows of one pass, for each rope of a model.
 #[derive(Clone, Debug)]
 pub struct Ropes(pub(crate) Vec<RopeRows>);
 
 impl Ropes {
-    /// That of a layer; `None` for a layer whose queries and keys are not rotated.
+    /// Returns the rows for a layer; `None` for a layer without rope.
     pub fn of(&self, layer: &LayerSpec) -> Option<&RopeRows> {
         self.0.get(layer.rope?)
     }
 
-    /// [`Rotation::to_dtype`] of each.
+    /// Converts the rows with [`RopeRows::to_dtype`].
     #[must_use]
     pub fn to_dtype(&self, dtype: DType) -> Self {
         Self(self.0.iter().map(|rope| rope.to_dtype(dtype)).collect())

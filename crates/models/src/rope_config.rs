@@ -1,4 +1,4 @@
-//! The rotary encoding as configurations describe it: in `config.json`, and in the metadata and tensors of
+//! The rope as configurations describe it: in `config.json`, and in the metadata and tensors of
 //! GGUF files. Families share it.
 
 use std::path::Path;
@@ -213,7 +213,7 @@ pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Re
     }
 }
 
-/// Adds a note if the rotary frequencies of `scaling` depend on the capacity of the cache.
+/// Adds a note if the rope frequencies of `scaling` depend on the capacity of the cache.
 pub(crate) fn note_longrope(
     path: &Path,
     scaling: &RopeScaling,
@@ -295,7 +295,7 @@ fn whole(x: f64) -> Value {
     if x.fract() == 0.0 && x < 9e15 { json!(x as u64) } else { json!(x) }
 }
 
-/// The scaling in a GGUF file. Takes the tensors of the rotary encoding out of `weights`.
+/// The scaling in a GGUF file. Takes the tensors of the rope out of `weights`.
 pub(crate) fn from_gguf(
     metadata: &Metadata<'_>,
     rotary_dim: usize,

@@ -19,42 +19,42 @@ pub struct LayerSpec {
     pub n_kv_heads: usize,
     /// Channels per head, of queries and keys, and of values.
     pub head_dim: Sides<usize>,
-    /// How scores become weights.
+    /// Scale and softcap of the scores.
     pub options: AttentionOptions,
     /// Recent tokens that a query sees, its own among them; `None` for all before it.
     pub sliding_window: Option<usize>,
-    /// Which of [`ModelSpec::ropes`] rotates queries and keys; `None` for none.
+    /// Index in [`ModelSpec::ropes`]; `None` for a layer without rope.
     pub rope: Option<usize>,
 }
 
 impl LayerSpec {
-    /// `n_heads` query heads over `n_kv_heads` key and value heads of `head_dim` channels, one number or
-    /// one for keys and one for values, whose scores are scaled by `1 / sqrt(head_dim)`, over all tokens and
-    /// without rotary positions.
+    /// Describes a layer of full attention without rope, with scores scaled by `1 /
+    /// sqrt(head_dim)`.
+    /// `head_dim` is one number, or one for keys and one for values.
     pub fn new(n_heads: usize, n_kv_heads: usize, head_dim: impl Into<Sides<usize>>) -> Self {
         let (head_dim, options) = (head_dim.into(), AttentionOptions::default());
         Self { n_heads, n_kv_heads, head_dim, options, sliding_window: None, rope: None }
     }
 
-    /// The same layer with other options.
+    /// Returns the same layer with other options.
     #[must_use]
     pub fn with_options(self, options: AttentionOptions) -> Self {
         Self { options, ..self }
     }
 
-    /// The same layer with a sliding window of so many tokens, or without one.
+    /// Returns the same layer with a sliding window of this many tokens, or without one.
     #[must_use]
     pub fn with_sliding_window(self, sliding_window: Option<usize>) -> Self {
         Self { sliding_window, ..self }
     }
 
-    /// The same layer with the rotary encoding of this number in [`ModelSpec::ropes`], or without one.
+    /// Returns the same layer with the rope at this index in [`ModelSpec::ropes`], or without one.
     #[must_use]
     pub fn with_rope(self, rope: Option<usize>) -> Self {
         Self { rope, ..self }
     }
 
-    /// What the layer's cache holds for `batch` sequences.
+    /// Returns the shape of the layer's cache for `batch` sequences.
     pub fn cache_shape(&self, batch: usize) -> CacheShape {
         let Self { n_kv_heads, head_dim, .. } = *self;
         CacheShape::new(batch, n_kv_heads, head_dim)
@@ -66,7 +66,7 @@ impl LayerSpec {
             + self.n_kv_heads * self.head_dim.values
     }
 
-    /// Cuts `qkv` into heads, rotates queries and keys, attends, and joins the heads again.
+    /// Cuts `qkv` into heads, applies rope, attends, and joins the heads again.
     ///
     /// # Shapes
     ///
@@ -85,8 +85,8 @@ impl LayerSpec {
         self.attend_normed(qkv, None, rope, memory)
     }
 
-    /// [`attend`](Self::attend) with norms of the heads of queries and keys, if the model has them, before they
-    /// are rotated.
+    /// Attends as [`attend`](Self::attend) does, with norms of the heads of queries and keys before
+    /// rope.
     ///
     /// # Errors
     ///
@@ -139,8 +139,8 @@ impl LayerSpec {
     }
 }
 
-/// The values of a prompt in memory of their own on the CPU, where attention copies them anyway: a view keeps queries and
-/// keys in memory as they were before their rotation.
+/// Copies the values of a prompt on the CPU, where attention copies them anyway. A view would keep
+/// queries and keys before rope in memory.
 fn alone(v: Tensor<4>) -> Tensor<4> {
     #[cfg(feature = "flex")]
     {
@@ -167,12 +167,12 @@ pub struct ModelSpec {
     pub max_positions: usize,
     /// The layers, first to last.
     pub layers: Vec<LayerSpec>,
-    /// The rotary encodings of queries and keys, of which each layer has one or none.
+    /// The ropes of queries and keys; each layer has one or none.
     pub ropes: Vec<Rope>,
 }
 
 impl ModelSpec {
-    /// A model of `n_layers` layers that are all like `layer`, without rotary positions.
+    /// A model of `n_layers` layers that are all like `layer`, without rope.
     pub fn uniform(
         vocab_size: usize,
         hidden_size: usize,
@@ -183,7 +183,7 @@ impl ModelSpec {
         Self::new(vocab_size, hidden_size, max_positions, vec![layer; n_layers])
     }
 
-    /// A model of these layers; the rotary encodings that they name are to be added by
+    /// A model of these layers; the ropes that they name are to be added by
     /// [`with_ropes`](Self::with_ropes).
     pub fn new(
         vocab_size: usize,
@@ -200,14 +200,14 @@ impl ModelSpec {
         Self { layers: self.layers.iter().take(n).copied().collect(), ..self.clone() }
     }
 
-    /// The same model with rotary positions, the same in all layers.
+    /// Returns the same model with this rope in all layers.
     #[must_use]
     pub fn with_rope(self, rope: Rope) -> Self {
         let layers = self.layers.iter().map(|layer| layer.with_rope(Some(0))).collect();
         Self { ropes: vec![rope], layers, ..self }
     }
 
-    /// The same model with the rotary encodings that its layers name.
+    /// Returns the same model with the ropes that its layers refer to.
     #[must_use]
     pub fn with_ropes(self, ropes: Vec<Rope>) -> Self {
         Self { ropes, ..self }

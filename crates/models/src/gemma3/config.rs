@@ -7,9 +7,9 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    ConfigJson, Error, LayerSpec, ModelSpec, Result,
+    ConfigJson, DecoderConfig, Error, LayerSpec, ModelSpec, Result,
     checkpoint::Weights,
-    fields::{FULL, SLIDING, full_layers, layers, positive, required, sizes},
+    fields::{DecoderSizes, full_layers, layers, positive, required},
     gguf::Metadata,
     nn::{Rope, RopeScaling},
     rope_config::{self, RopeFields},
@@ -34,9 +34,9 @@ pub struct Config {
     pub head_dim: usize,
     /// Scores are multiplied by the inverse root of it.
     pub query_scalar: f64,
-    /// What scores are bounded by, if they are.
+    /// Bound of the attention scores, if any.
     pub softcap: Option<f32>,
-    /// Recent tokens that the layers see which are not in [`full_layers`](Self::full_layers).
+    /// Sliding window of the layers outside [`full_layers`](Self::full_layers), in tokens.
     pub sliding_window: usize,
     /// Layers, counted from 0, that see all tokens.
     pub full_layers: BTreeSet<usize>,
@@ -44,19 +44,19 @@ pub struct Config {
     pub max_positions: usize,
     /// Epsilon of the norms.
     pub norm_epsilon: f64,
-    /// Whether the projections of attention have biases.
+    /// Biases of the projections of attention.
     pub attention_bias: bool,
-    /// Whether the output projection is the token embedding.
+    /// Use of the token embedding as output projection.
     pub tied_head: bool,
-    /// Base of the rotary frequencies of layers that see all tokens.
+    /// Base of the rope frequencies of layers that see all tokens.
     pub rope_theta: f64,
     /// Scaling of these frequencies.
     pub rope_scaling: RopeScaling,
-    /// Base of the rotary frequencies of the other layers.
+    /// Base of the rope frequencies of the other layers.
     pub local_rope_theta: f64,
 }
 
-/// The rotary bases of the published models.
+/// The rope bases of the published models.
 const THETA: f64 = 1e6;
 const LOCAL_THETA: f64 = 1e4;
 /// Every how many layers one sees all tokens, where a file does not say.
@@ -89,7 +89,7 @@ struct Raw {
     rope_parameters: Option<RopeByKind>,
 }
 
-/// The rotary encodings by the kind of layer; files from before there was this have `rope_theta` and
+/// The ropes by the kind of layer. Older files have `rope_theta` and
 /// `rope_scaling` for layers that see all tokens, and `rope_local_base_freq` for the others.
 #[derive(Deserialize)]
 struct RopeByKind {
@@ -183,7 +183,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Resolves the metadata of a GGUF file, and takes the tensors of the rotary encoding.
+    /// Resolves the metadata of a GGUF file, and takes the tensors of the rope.
     pub(super) fn from_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
         let path = metadata.path();
         let block_count = metadata.size("block_count")?;
@@ -203,7 +203,7 @@ impl Config {
             n_heads,
             n_kv_heads: metadata.optional_size("attention.head_count_kv")?.unwrap_or(n_heads),
             head_dim,
-            // The file does not say; the model of 27 billion parameters, which has 62 layers, differs.
+            // GGUF files lack it. Only the 27B model, which has 62 layers, differs.
             query_scalar: match n_layers {
                 62 => hidden_size as f64 / n_heads as f64,
                 _ => head_dim as f64,
@@ -229,26 +229,25 @@ impl Config {
         Ok(config)
     }
 
+    fn sizes(&self) -> DecoderSizes {
+        let Self { vocab_size, hidden_size, intermediate_size, n_layers, .. } = *self;
+        let Self { n_heads, n_kv_heads, head_dim, max_positions, .. } = *self;
+        DecoderSizes {
+            vocab_size,
+            hidden_size,
+            intermediate_size,
+            n_layers,
+            n_heads,
+            n_kv_heads,
+            head_dim,
+            max_positions,
+        }
+    }
+
     fn check(&self, path: &Path) -> Result<()> {
-        let fields = [
-            ("vocab_size", self.vocab_size),
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.n_layers),
-            ("num_attention_heads", self.n_heads),
-            ("num_key_value_heads", self.n_kv_heads),
-            ("head_dim", self.head_dim),
-            ("max_position_embeddings", self.max_positions),
-            ("sliding_window", self.sliding_window),
-        ];
-        sizes(path, &fields)?;
-        if !self.n_heads.is_multiple_of(self.n_kv_heads) {
-            let rule = format!("does not divide num_attention_heads {}", self.n_heads);
-            return Err(Error::config(path, "num_key_value_heads", self.n_kv_heads, rule));
-        }
-        if !self.head_dim.is_multiple_of(2) {
-            return Err(Error::config(path, "head_dim", self.head_dim, "must be even"));
-        }
+        let sizes = self.sizes();
+        sizes.check(path, &[("sliding_window", self.sliding_window)])?;
+        sizes.check_even_head(path)?;
         positive(path, "query_pre_attn_scalar", self.query_scalar)?;
         positive(path, "rope_theta", self.rope_theta)?;
         positive(path, "rope_local_base_freq", self.local_rope_theta)?;
@@ -258,9 +257,10 @@ impl Config {
         }
         rope_config::check(path, &self.rope_scaling, self.head_dim)
     }
+}
 
-    /// What the model is, layer by layer.
-    pub(super) fn spec(&self) -> ModelSpec {
+impl DecoderConfig for Config {
+    fn spec(&self) -> ModelSpec {
         let mut options = AttentionOptions::default();
         if self.query_scalar != self.head_dim as f64 {
             options = options.with_scale(self.query_scalar.powf(-0.5) as f32);
@@ -284,22 +284,25 @@ impl Config {
         ModelSpec::new(vocab_size, hidden_size, max_positions, layers.collect()).with_ropes(ropes)
     }
 
-    /// The fields of `config.json` that [`from_json`](Self::from_json) reads, in the spelling that both
-    /// old and new versions of the transformers library read.
-    pub(super) fn to_json(&self) -> Map<String, Value> {
-        let kind = |i| if self.full_layers.contains(&i) { FULL } else { SLIDING };
-        let layer_types: Vec<_> = (0..self.n_layers).map(kind).collect();
+    fn norm_epsilon(&self) -> f64 {
+        self.norm_epsilon
+    }
+
+    fn tied_head(&self) -> bool {
+        self.tied_head
+    }
+
+    fn embedding_scale(&self) -> Option<f64> {
+        Some((self.hidden_size as f64).sqrt())
+    }
+
+    /// Returns the fields of `config.json` that [`from_json`](Config::from_json) reads, in the
+    /// spelling that both old and new versions of the transformers library read.
+    fn to_json(&self, _: &Path) -> Result<Map<String, Value>> {
+        let sizes = self.sizes();
         let fields = json!({
             "architectures": ["Gemma3ForCausalLM"],
             "model_type": "gemma3_text",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.n_layers,
-            "num_attention_heads": self.n_heads,
-            "num_key_value_heads": self.n_kv_heads,
-            "head_dim": self.head_dim,
-            "max_position_embeddings": self.max_positions,
             "rms_norm_eps": self.norm_epsilon,
             "hidden_activation": "gelu_pytorch_tanh",
             "attention_bias": self.attention_bias,
@@ -308,14 +311,11 @@ impl Config {
             "query_pre_attn_scalar": self.query_scalar,
             "tie_word_embeddings": self.tied_head,
             "sliding_window": self.sliding_window,
-            "layer_types": layer_types,
+            "layer_types": sizes.layer_types(&self.full_layers),
             "rope_theta": self.rope_theta,
             "rope_local_base_freq": self.local_rope_theta,
             "rope_scaling": rope_config::to_json(&self.rope_scaling, self.max_positions),
         });
-        match fields {
-            Value::Object(fields) => fields,
-            _ => unreachable!("it is written as an object"),
-        }
+        Ok(sizes.to_json(fields))
     }
 }

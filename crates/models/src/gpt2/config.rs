@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    ConfigJson, Error, LayerSpec, ModelSpec, Result,
+    ConfigJson, DecoderConfig, Error, LayerSpec, ModelSpec, Result,
     fields::{head_dim, positive, required, sizes},
 };
 
@@ -45,13 +45,6 @@ pub struct Config {
 }
 
 impl Config {
-    /// What the model is, layer by layer.
-    pub(super) fn spec(&self) -> ModelSpec {
-        let Self { vocab_size, hidden_size, max_positions, n_layers, n_heads, .. } = *self;
-        let layer = LayerSpec::new(n_heads, n_heads, hidden_size / n_heads);
-        ModelSpec::uniform(vocab_size, hidden_size, max_positions, n_layers, layer)
-    }
-
     /// Checks the values that the shapes of the tensors do not check; `path` is for the message.
     pub(super) fn check(&self, path: &Path) -> Result<()> {
         let fields = [
@@ -74,33 +67,6 @@ impl Config {
     /// A missing or contradictory field, or a feature this crate does not compute.
     pub fn from_json(text: &str, path: &Path) -> Result<Self> {
         ConfigJson { text, path }.parse::<Raw>()?.resolve(path)
-    }
-}
-
-impl Config {
-    /// The fields of `config.json` that [`from_json`](Self::from_json) reads.
-    pub(super) fn to_json(&self) -> Map<String, Value> {
-        let activation = match self.activation {
-            Activation::GeluTanh => "gelu_new",
-            Activation::Gelu => "gelu",
-            Activation::Relu => "relu",
-        };
-        [
-            ("architectures", json!(["GPT2LMHeadModel"])),
-            ("model_type", json!("gpt2")),
-            ("vocab_size", json!(self.vocab_size)),
-            ("n_embd", json!(self.hidden_size)),
-            ("n_inner", json!(self.intermediate_size)),
-            ("n_layer", json!(self.n_layers)),
-            ("n_head", json!(self.n_heads)),
-            ("n_positions", json!(self.max_positions)),
-            ("layer_norm_epsilon", json!(self.norm_epsilon)),
-            ("activation_function", json!(activation)),
-            ("tie_word_embeddings", json!(self.tied_head)),
-        ]
-        .map(|(key, value)| (key.to_string(), value))
-        .into_iter()
-        .collect()
     }
 }
 
@@ -155,5 +121,45 @@ impl Raw {
         };
         config.check(path)?;
         Ok(config)
+    }
+}
+
+impl DecoderConfig for Config {
+    fn spec(&self) -> ModelSpec {
+        let Self { vocab_size, hidden_size, max_positions, n_layers, n_heads, .. } = *self;
+        let layer = LayerSpec::new(n_heads, n_heads, hidden_size / n_heads);
+        ModelSpec::uniform(vocab_size, hidden_size, max_positions, n_layers, layer)
+    }
+
+    fn norm_epsilon(&self) -> f64 {
+        self.norm_epsilon
+    }
+
+    fn tied_head(&self) -> bool {
+        self.tied_head
+    }
+
+    /// Returns the fields of `config.json` that [`from_json`](Config::from_json) reads.
+    fn to_json(&self, _: &Path) -> Result<Map<String, Value>> {
+        let activation = match self.activation {
+            Activation::GeluTanh => "gelu_new",
+            Activation::Gelu => "gelu",
+            Activation::Relu => "relu",
+        };
+        let fields = [
+            ("architectures", json!(["GPT2LMHeadModel"])),
+            ("model_type", json!("gpt2")),
+            ("vocab_size", json!(self.vocab_size)),
+            ("n_embd", json!(self.hidden_size)),
+            ("n_inner", json!(self.intermediate_size)),
+            ("n_layer", json!(self.n_layers)),
+            ("n_head", json!(self.n_heads)),
+            ("n_positions", json!(self.max_positions)),
+            ("layer_norm_epsilon", json!(self.norm_epsilon)),
+            ("activation_function", json!(activation)),
+            ("tie_word_embeddings", json!(self.tied_head)),
+        ]
+        .map(|(key, value)| (key.to_string(), value));
+        Ok(fields.into_iter().collect())
     }
 }

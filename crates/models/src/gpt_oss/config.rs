@@ -7,9 +7,9 @@ use serde_json::{Map, Value, json};
 
 use super::experts::ALPHA;
 use crate::{
-    ConfigJson, Error, LayerSpec, ModelSpec, Result,
+    ConfigJson, DecoderConfig, Error, LayerSpec, ModelSpec, Result,
     checkpoint::Weights,
-    fields::{FULL, SLIDING, full_layers, layers, positive, required, sizes},
+    fields::{DecoderSizes, full_layers, layers, positive, required},
     gguf::Metadata,
     nn::{Rope, RopeScaling},
     rope_config::{self, RopeFields},
@@ -36,9 +36,9 @@ pub struct Config {
     pub n_experts: usize,
     /// Experts that compute a token.
     pub experts_per_token: usize,
-    /// What the values inside an expert are clamped to.
+    /// Bound of the values inside an expert.
     pub swiglu_limit: f64,
-    /// Recent tokens that the layers see which are not in [`full_layers`](Self::full_layers).
+    /// Sliding window of the layers outside [`full_layers`](Self::full_layers), in tokens.
     pub sliding_window: usize,
     /// Layers, counted from 0, that see all tokens.
     pub full_layers: BTreeSet<usize>,
@@ -46,17 +46,17 @@ pub struct Config {
     pub max_positions: usize,
     /// Epsilon of the norms.
     pub norm_epsilon: f64,
-    /// Whether the projections of attention have biases.
+    /// Biases of the projections of attention.
     pub attention_bias: bool,
-    /// Whether the output projection is the token embedding.
+    /// Use of the token embedding as output projection.
     pub tied_head: bool,
-    /// Base of the rotary frequencies.
+    /// Base of the rope frequencies.
     pub rope_theta: f64,
-    /// Scaling of the rotary frequencies.
+    /// Scaling of the rope frequencies.
     pub rope_scaling: RopeScaling,
 }
 
-/// The clamp and the rotary base of the published models.
+/// The clamp and the rope base of the published models.
 const LIMIT: f64 = 7.0;
 const THETA: f64 = 150_000.0;
 
@@ -107,7 +107,7 @@ impl Config {
         let n_layers = layers(path, "num_hidden_layers", n_layers)?;
         let max_positions = required(path, "max_position_embeddings", raw.max_position_embeddings)?;
         let n_heads = required(path, "num_attention_heads", raw.num_attention_heads)?;
-        // A file that does not say how keys are rotated might mean YaRN, as the transformers library takes it.
+        // Without a rope type a file might mean YaRN, which the transformers library assumes.
         let says = |rope: &&RopeFields| rope.rope_type.is_some();
         let new_rope = raw.rope_parameters.as_ref().filter(says);
         let old_rope = raw.rope_scaling.as_ref().filter(says);
@@ -146,7 +146,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Resolves the metadata of a GGUF file, and takes the tensors of the rotary encoding.
+    /// Resolves the metadata of a GGUF file, and takes the tensors of the rope.
     pub(super) fn from_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
         let path = metadata.path();
         let block_count = metadata.size("block_count")?;
@@ -185,28 +185,32 @@ impl Config {
         Ok(config)
     }
 
+    fn sizes(&self) -> DecoderSizes {
+        let Self { vocab_size, hidden_size, intermediate_size, n_layers, .. } = *self;
+        let Self { n_heads, n_kv_heads, head_dim, max_positions, .. } = *self;
+        DecoderSizes {
+            vocab_size,
+            hidden_size,
+            intermediate_size,
+            n_layers,
+            n_heads,
+            n_kv_heads,
+            head_dim,
+            max_positions,
+        }
+    }
+
     fn check(&self, path: &Path) -> Result<()> {
-        let fields = [
-            ("vocab_size", self.vocab_size),
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.n_layers),
-            ("num_attention_heads", self.n_heads),
-            ("num_key_value_heads", self.n_kv_heads),
-            ("head_dim", self.head_dim),
-            ("num_local_experts", self.n_experts),
-            ("num_experts_per_tok", self.experts_per_token),
-            ("max_position_embeddings", self.max_positions),
-            ("sliding_window", self.sliding_window),
-        ];
-        sizes(path, &fields)?;
-        if !self.n_heads.is_multiple_of(self.n_kv_heads) {
-            let rule = format!("does not divide num_attention_heads {}", self.n_heads);
-            return Err(Error::config(path, "num_key_value_heads", self.n_kv_heads, rule));
-        }
-        if !self.head_dim.is_multiple_of(2) {
-            return Err(Error::config(path, "head_dim", self.head_dim, "must be even"));
-        }
+        let sizes = self.sizes();
+        sizes.check(
+            path,
+            &[
+                ("num_local_experts", self.n_experts),
+                ("num_experts_per_tok", self.experts_per_token),
+                ("sliding_window", self.sliding_window),
+            ],
+        )?;
+        sizes.check_even_head(path)?;
         if self.experts_per_token > self.n_experts {
             let rule = format!("must be at most num_local_experts {}", self.n_experts);
             return Err(Error::config(path, "num_experts_per_tok", self.experts_per_token, rule));
@@ -216,9 +220,10 @@ impl Config {
         positive(path, "rms_norm_eps", self.norm_epsilon)?;
         rope_config::check(path, &self.rope_scaling, self.head_dim)
     }
+}
 
-    /// What the model is, layer by layer.
-    pub(super) fn spec(&self) -> ModelSpec {
+impl DecoderConfig for Config {
+    fn spec(&self) -> ModelSpec {
         let layer = LayerSpec::new(self.n_heads, self.n_kv_heads, self.head_dim).with_rope(Some(0));
         // A window that hides nothing is none.
         let window = Some(self.sliding_window).filter(|&window| window < self.max_positions);
@@ -232,36 +237,32 @@ impl Config {
             .with_ropes(vec![rope])
     }
 
-    /// The fields of `config.json` that [`from_json`](Self::from_json) reads.
-    pub(super) fn to_json(&self) -> Map<String, Value> {
-        let kind = |i| if self.full_layers.contains(&i) { FULL } else { SLIDING };
-        let layer_types: Vec<_> = (0..self.n_layers).map(kind).collect();
+    fn norm_epsilon(&self) -> f64 {
+        self.norm_epsilon
+    }
+
+    fn tied_head(&self) -> bool {
+        self.tied_head
+    }
+
+    /// Returns the fields of `config.json` that [`from_json`](Config::from_json) reads.
+    fn to_json(&self, _: &Path) -> Result<Map<String, Value>> {
+        let sizes = self.sizes();
         let fields = json!({
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.n_layers,
-            "num_attention_heads": self.n_heads,
-            "num_key_value_heads": self.n_kv_heads,
-            "head_dim": self.head_dim,
             "num_local_experts": self.n_experts,
             "num_experts_per_tok": self.experts_per_token,
             "swiglu_limit": self.swiglu_limit,
             "hidden_act": "silu",
             "sliding_window": self.sliding_window,
-            "layer_types": layer_types,
-            "max_position_embeddings": self.max_positions,
+            "layer_types": sizes.layer_types(&self.full_layers),
             "rms_norm_eps": self.norm_epsilon,
             "attention_bias": self.attention_bias,
             "tie_word_embeddings": self.tied_head,
             "rope_theta": self.rope_theta,
             "rope_scaling": rope_config::to_json(&self.rope_scaling, self.max_positions),
         });
-        match fields {
-            Value::Object(fields) => fields,
-            _ => unreachable!("it is written as an object"),
-        }
+        Ok(sizes.to_json(fields))
     }
 }

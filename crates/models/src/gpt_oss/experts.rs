@@ -7,7 +7,7 @@ use burn::{
 
 use crate::nn::{ExpertStack, Linear};
 
-/// Experts, of which a router picks some for every token.
+/// Experts, and the router that selects some for every token.
 #[derive(Module, Debug)]
 pub struct Experts {
     /// A score of every expert, `[n_experts, hidden]`.
@@ -26,9 +26,9 @@ pub struct Experts {
 /// The projections of all experts of a layer, in the memory of each.
 #[derive(Clone, Debug)]
 pub struct Stacks {
-    /// Those of [`Expert::gate_up`].
+    /// The projections [`Expert::gate_up`].
     pub gate_up: ExpertStack,
-    /// Those of [`Expert::down`].
+    /// The projections [`Expert::down`].
     pub down: ExpertStack,
 }
 
@@ -50,7 +50,7 @@ impl Expert {
     }
 }
 
-/// What comes between an expert's projections, `[_, _, 2 * intermediate]` to `[_, _, intermediate]`.
+/// Applies the gate of an expert, `[_, _, 2 * intermediate]` to `[_, _, intermediate]`.
 fn gated(gate_up: Tensor<3>, limit: f64) -> Tensor<3> {
     let intermediate = gate_up.dims()[2] / 2;
     let gate = gate_up.clone().narrow(2, 0, intermediate).clamp_max(limit);
@@ -65,10 +65,10 @@ const FEW: usize = 8;
 impl Experts {
     /// Applies to every token the experts that the router picks for it.
     ///
-    /// Of few tokens, a GPU with packed weights multiplies with the experts that it picked itself. Otherwise the host
-    /// reads which these are, so that each expert computes its own tokens alone. In a step that is recorded nothing may
-    /// wait for the host: with `on_device` and weights that are not packed, all experts compute all tokens, and those
-    /// that were not picked weigh nothing.
+    /// For few tokens, a GPU with packed weights selects the experts itself. Otherwise the host
+    /// reads the selection, so that each expert computes only its own tokens. Graph capture cannot
+    /// wait for the host: with `on_device` and weights that are not packed, all experts compute all
+    /// tokens, and experts that were not selected get weight 0.
     ///
     /// # Shapes
     ///
@@ -89,12 +89,12 @@ impl Experts {
         output.reshape([batch, seq, hidden])
     }
 
-    /// Whether a recorded step multiplies with no more experts than were picked.
+    /// Returns whether a graph replay multiplies only with the selected experts.
     pub(super) fn picks_on_device(&self) -> bool {
         self.stacks.is_some()
     }
 
-    /// The stacks, if they are what the experts are, and where `x` is.
+    /// Returns the stacks, if they match the experts and are on the device of `x`.
     fn stacks_for(&self, x: &Tensor<3>) -> Option<&Stacks> {
         let unchanged = |expert: &Expert| {
             expert.gate_up.weight.is_only_packed() && expert.down.weight.is_only_packed()

@@ -1,28 +1,24 @@
 //! gpt-oss from tensors and to them.
 //!
-//! Hugging Face files have all experts of a layer in one tensor, gate and up rows alternating: floats as
-//! `[expert, columns, rows]`, or blocks of MXFP4. GGUF files have a tensor of the experts' gates and one of their
-//! up rows, `[expert, rows, columns]`.
+//! Hugging Face files store all experts of a layer in one tensor, with gate and up rows
+//! alternating: floats as `[expert, columns, rows]`, or blocks of MXFP4. GGUF files store gate and
+//! up rows in two tensors, `[expert, rows, columns]`.
 
-use super::{Config, Expert, Experts, GptOss, Layer, Stacks};
+use super::{Config, Expert, Experts, Layer, Stacks};
 use crate::{
     Result,
     checkpoint::{ExpertRows, Exports, Names, RowOrder, Weights},
     gguf::GgufNames,
+    stack::{LLAMA_GGUF, LLAMA_NAMES, attention_parts},
 };
 
-const NAMES: Names = Names {
+pub(super) const NAMES: Names = Names {
     family: "gpt-oss",
-    prefix: "model.",
-    layers: "layers.",
-    embedding: "embed_tokens.weight",
-    head: "lm_head.weight",
     harmless: |name| name.ends_with("rotary_emb.inv_freq"),
+    ..LLAMA_NAMES
 };
 
 pub(super) const GGUF: GgufNames = GgufNames {
-    layer: ("blk.", "layers."),
-    outer: &[("token_embd", "embed_tokens"), ("output_norm", "norm"), ("output", "lm_head")],
     inner: &[
         ("attn_norm", "input_layernorm"),
         ("attn_q", "self_attn.q_proj"),
@@ -36,68 +32,34 @@ pub(super) const GGUF: GgufNames = GgufNames {
         ("ffn_up_exps", "mlp.experts.up_proj"),
         ("ffn_down_exps", "mlp.experts.down_proj"),
     ],
+    ..LLAMA_GGUF
 };
 
-/// The projections of attention, with their numbers of rows.
 fn attention(config: &Config, i: usize) -> [Vec<(String, usize)>; 2] {
-    let rows = |part: &str, rows| (format!("layers.{i}.self_attn.{part}"), rows);
     let Config { n_heads, n_kv_heads, head_dim, hidden_size, .. } = *config;
-    let kv_rows = n_kv_heads * head_dim;
-    let qkv = [("q_proj", n_heads * head_dim), ("k_proj", kv_rows), ("v_proj", kv_rows)];
-    [qkv.map(|(part, n)| rows(part, n)).into(), vec![rows("o_proj", hidden_size)]]
-}
-
-impl GptOss {
-    /// Builds the model, taking each tensor out of `weights` as it goes.
-    pub(super) fn import(config: Config, weights: &mut Weights) -> Result<Self> {
-        let Config { vocab_size, hidden_size, norm_epsilon, .. } = config;
-        let spec = config.spec();
-        weights.begin(&NAMES, &spec, config.tied_head)?;
-        let embedding = weights.embedding("embed_tokens", vocab_size, hidden_size)?;
-        let norm = weights.rms_norm("norm", hidden_size, norm_epsilon)?;
-        let head = weights.head(config.tied_head, vocab_size, hidden_size)?;
-        let model = |spec, layers| Self {
-            embedding: embedding.clone(),
-            spec,
-            layers,
-            norm: norm.clone(),
-            head: head.clone(),
-            config: config.clone(),
-        };
-        let layer = |weights: &mut Weights, i| Layer::import(&config, i, weights);
-        weights.layers(&spec, layer, model)
-    }
-
-    /// The tensors of a checkpoint, the experts in floats.
-    pub(super) fn exports(&self) -> Exports {
-        let mut exports = Exports::new(&NAMES);
-        exports.embedding("embed_tokens", &self.embedding);
-        exports.rms_norm("norm", &self.norm);
-        if let Some(head) = &self.head {
-            exports.linear(&[("lm_head".into(), self.config.vocab_size)], head);
-        }
-        for (i, layer) in self.layers.iter().enumerate() {
-            let name = |part: &str| format!("layers.{i}.{part}");
-            let [qkv, output] = attention(&self.config, i);
-            exports.linear(&qkv, &layer.qkv);
-            exports.linear(&output, &layer.output);
-            exports.parameter(&name("self_attn.sinks"), &layer.sink_logits);
-            exports.rms_norm(&name("input_layernorm"), &layer.attention_norm);
-            exports.rms_norm(&name("post_attention_layernorm"), &layer.mlp_norm);
-            let Experts { router, experts, .. } = &layer.experts;
-            exports.floats(&name("mlp.router"), &router.weight, router.bias.as_ref());
-            // Gate and up rows in turn, as they are in a file.
-            let gate_up = experts.iter().map(|expert| &expert.gate_up);
-            exports.experts(&name("mlp.experts.gate_up_proj"), gate_up, RowOrder::InTurn);
-            let down = experts.iter().map(|expert| &expert.down);
-            exports.experts(&name("mlp.experts.down_proj"), down, RowOrder::Same);
-        }
-        exports
-    }
+    attention_parts(i, hidden_size, [n_heads, n_kv_heads, head_dim])
 }
 
 impl Layer {
-    fn import(config: &Config, i: usize, weights: &mut Weights) -> Result<Self> {
+    /// Adds the tensors of layer `i`.
+    pub(super) fn give(&self, config: &Config, i: usize, exports: &mut Exports) {
+        let name = |part: &str| format!("layers.{i}.{part}");
+        let [qkv, output] = attention(config, i);
+        exports.linear(&qkv, &self.qkv);
+        exports.linear(&output, &self.output);
+        exports.parameter(&name("self_attn.sinks"), &self.sink_logits);
+        exports.rms_norm(&name("input_layernorm"), &self.attention_norm);
+        exports.rms_norm(&name("post_attention_layernorm"), &self.mlp_norm);
+        let Experts { router, experts, .. } = &self.experts;
+        exports.floats(&name("mlp.router"), &router.weight, router.bias.as_ref());
+        // Gate and up rows in turn, as they are in a file.
+        let gate_up = experts.iter().map(|expert| &expert.gate_up);
+        exports.experts(&name("mlp.experts.gate_up_proj"), gate_up, RowOrder::InTurn);
+        let down = experts.iter().map(|expert| &expert.down);
+        exports.experts(&name("mlp.experts.down_proj"), down, RowOrder::Same);
+    }
+
+    pub(super) fn take(config: &Config, i: usize, weights: &mut Weights) -> Result<Self> {
         let Config { hidden_size, norm_epsilon, n_heads, head_dim, attention_bias, .. } = *config;
         let name = |part: &str| format!("layers.{i}.{part}");
         let [qkv, output] = attention(config, i);

@@ -1,36 +1,19 @@
 //! The transformer of gpt-oss.
 
-use std::path::Path;
-
 use burn::{
     module::{Module, Param},
-    tensor::{DType, Int, Tensor},
+    tensor::{DType, Tensor},
 };
-use serde_json::{Map, Value};
 
-use super::{Config, Experts};
+use super::{Config, Experts, files::NAMES};
 use crate::{
-    Decoder, LayerSpec, ModelSpec, Pass, Result, Role, Roles,
-    checkpoint::Exports,
-    nn::{Embedding, Linear, Matrix, Memory, RmsNorm, RopeRows, by_rows},
+    DecoderLayer, DecoderStack, LayerSpec, Result, Role, Roles,
+    checkpoint::{Exports, Names, Weights},
+    nn::{Linear, Memory, RmsNorm, RopeRows, by_rows},
 };
 
 /// gpt-oss, <https://arxiv.org/abs/2508.10925>.
-#[derive(Module, Debug)]
-pub struct GptOss {
-    /// Token embeddings, `[vocab, hidden]`.
-    pub embedding: Embedding,
-    /// The layers, first to last.
-    pub layers: Vec<Layer>,
-    /// The final norm.
-    pub norm: RmsNorm,
-    /// The output projection; `None` when the token embedding is used for it.
-    pub head: Option<Linear>,
-    #[module(skip)]
-    pub(super) spec: ModelSpec,
-    #[module(skip)]
-    pub(super) config: Config,
-}
+pub type GptOss = DecoderStack<Layer>;
 
 /// One layer of [`GptOss`].
 #[derive(Module, Debug)]
@@ -49,108 +32,55 @@ pub struct Layer {
     pub experts: Experts,
 }
 
-impl GptOss {
-    /// The configuration the model was built from.
-    pub fn config(&self) -> &Config {
-        &self.config
-    }
-}
+impl DecoderLayer for Layer {
+    type Config = Config;
+    type Norm = RmsNorm;
 
-impl Decoder for GptOss {
-    fn name(&self) -> &'static str {
-        "GptOss"
-    }
+    const NAME: &'static str = "GptOss";
+    const NAMES: &'static Names = &NAMES;
 
-    fn spec(&self) -> &ModelSpec {
-        &self.spec
-    }
-
-    fn hidden(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
-        Ok(self.norm.forward(self.states(ids, pass)?))
-    }
-
-    /// Those after the last layer, before the final norm.
-    fn states(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
-        let on_device = matches!(pass, Pass::At { .. });
-        let ropes = pass.ropes(&self.spec, ids.dims()[1], &ids.device());
-        let mut x = self.embedding.forward(ids); // [batch, seq, hidden]
-        let ropes = ropes.to_dtype(x.dtype()); // once for all layers
-        for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
-            x = layer.attend(x, ropes.of(spec), spec, pass.layer(i))?;
-            let normed = by_rows(x.clone(), |x| layer.mlp_norm.forward(x));
-            x = x + layer.experts.forward(normed, on_device);
-        }
-        Ok(x)
-    }
-
-    fn logits(&self, states: Tensor<3>) -> Tensor<3> {
-        self.head_weight().project_normed(states, &self.norm)
-    }
-
-    fn head_weight(&self) -> &Matrix {
-        self.head.as_ref().map_or(&self.embedding.weight, |head| &head.weight)
-    }
-
-    fn roles(&self, roles: &mut Roles) {
-        roles.add(Role::Embedding, &self.embedding);
-        roles.add(Role::FinalNorm, &self.norm);
-        roles.add(Role::Head, &self.head);
-        for layer in &self.layers {
-            roles.add(Role::AttentionNorm, &layer.attention_norm);
-            roles.add(Role::AttentionNorm, &layer.sink_logits);
-            roles.add(Role::Qkv, &layer.qkv);
-            roles.add(Role::AttentionOutput, &layer.output);
-            roles.add(Role::MlpNorm, &layer.mlp_norm);
-            roles.add(Role::Mlp, &layer.experts);
-        }
-    }
-
-    fn projections(&mut self) -> Vec<&mut Linear> {
-        let layers = self.layers.iter_mut();
-        let projections = layers.flat_map(|layer| {
-            let experts = layer.experts.experts.iter_mut();
-            let experts = experts.flat_map(|expert| [&mut expert.gate_up, &mut expert.down]);
-            [&mut layer.qkv, &mut layer.output].into_iter().chain(experts)
-        });
-        projections.collect()
-    }
-
-    /// Where weights are packed on a GPU: elsewhere a recorded step multiplies with all experts, as the host cannot say
-    /// with which.
-    fn captures(&self) -> bool {
-        self.layers.iter().all(|layer| layer.experts.picks_on_device())
-    }
-
-    fn config_json(&self, _: &Path) -> Result<Map<String, Value>> {
-        Ok(self.config.to_json())
-    }
-
-    fn export(&self) -> Exports {
-        self.exports()
-    }
-}
-
-impl Layer {
-    /// The layer's attention, and its input added.
-    ///
-    /// # Shapes
-    ///
-    /// - x: `[batch, seq, hidden]`
-    /// - output: `[batch, seq, hidden]`
-    ///
-    /// # Errors
-    ///
-    /// Those of [`Memory::attend`].
-    pub fn attend(
+    fn forward(
         &self,
         x: Tensor<3>,
         rope: Option<&RopeRows>,
         spec: &LayerSpec,
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
+        let captured = memory.is_captured();
         let qkv = by_rows(x.clone(), |x| self.qkv.forward_normed(x, &self.attention_norm));
         let memory = memory.with_sinks(self.sink_logits.val().cast(DType::F32));
         let heads = spec.attend(qkv, rope, memory)?;
-        Ok(self.output.forward_added(heads, x))
+        let x = self.output.forward_added(heads, x);
+        let normed = by_rows(x.clone(), |x| self.mlp_norm.forward(x));
+        Ok(x + self.experts.forward(normed, captured))
+    }
+
+    fn roles(&self, roles: &mut Roles) {
+        roles.add(Role::AttentionNorm, &self.attention_norm);
+        roles.add(Role::AttentionNorm, &self.sink_logits);
+        roles.add(Role::Qkv, &self.qkv);
+        roles.add(Role::AttentionOutput, &self.output);
+        roles.add(Role::MlpNorm, &self.mlp_norm);
+        roles.add(Role::Mlp, &self.experts);
+    }
+
+    fn projections(&mut self) -> Vec<&mut Linear> {
+        let experts = self.experts.experts.iter_mut();
+        let experts = experts.flat_map(|expert| [&mut expert.gate_up, &mut expert.down]);
+        [&mut self.qkv, &mut self.output].into_iter().chain(experts).collect()
+    }
+
+    /// Returns whether the experts are packed on a GPU. Elsewhere a step for graph capture
+    /// multiplies with all experts, because the host cannot read which ones the router selected.
+    fn captures(&self) -> bool {
+        self.experts.picks_on_device()
+    }
+
+    fn import(config: &Config, i: usize, weights: &mut Weights) -> Result<Self> {
+        Self::take(config, i, weights)
+    }
+
+    fn export(&self, config: &Config, i: usize, exports: &mut Exports) {
+        self.give(config, i, exports);
     }
 }

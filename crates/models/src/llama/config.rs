@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, path::Path};
 use serde_json::{Map, Value, json};
 
 use crate::{
-    Error, LayerSpec, ModelSpec, Result,
+    DecoderConfig, Error, LayerSpec, ModelSpec, Result,
     fields::{FULL, SLIDING, positive, sizes},
     nn::{Rope, RopeScaling},
     rope_config,
@@ -24,9 +24,10 @@ pub struct Config {
     pub n_layers: usize,
     /// Heads of attention, and the sliding window of the layers that have one.
     pub attention: LayerSpec,
-    /// Layers, counted from 0, that see all tokens although [`attention`](Self::attention) has a window.
+    /// Layers, counted from 0, that see all tokens although [`attention`](Self::attention) has a
+    /// window.
     pub full_layers: BTreeSet<usize>,
-    /// Layers whose queries and keys are not rotated.
+    /// Layers without rope.
     pub layers_without_rope: BTreeSet<usize>,
     /// Whether every head of queries and keys has a norm.
     pub qk_norms: bool,
@@ -42,28 +43,15 @@ pub struct Config {
     pub mlp_bias: bool,
     /// Whether the output projection is the token embedding.
     pub tied_head: bool,
-    /// Channels of a head that rotate.
+    /// Channels of a head that rope covers.
     pub rotary_dim: usize,
-    /// Base of the rotary frequencies.
+    /// Base of the rope frequencies.
     pub rope_theta: f64,
-    /// Scaling of the rotary frequencies.
+    /// Scaling of the rope frequencies.
     pub rope_scaling: RopeScaling,
 }
 
 impl Config {
-    /// What the model is, layer by layer.
-    pub(super) fn spec(&self) -> ModelSpec {
-        let Self { vocab_size, hidden_size, max_positions, n_layers, attention, .. } = *self;
-        let layer = |i: usize| {
-            let window = attention.sliding_window.filter(|_| !self.full_layers.contains(&i));
-            let rope = (!self.layers_without_rope.contains(&i)).then_some(0);
-            attention.with_sliding_window(window).with_rope(rope)
-        };
-        let rope = Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling);
-        let layers = (0..n_layers).map(layer).collect();
-        ModelSpec::new(vocab_size, hidden_size, max_positions, layers).with_ropes(vec![rope])
-    }
-
     /// Checks a configuration that was made in code rather than read from a file.
     ///
     /// # Errors
@@ -133,7 +121,7 @@ pub(super) enum Dialect {
     Qwen2,
     /// Has norms of queries and keys.
     Qwen3,
-    /// Llama with layers that do not rotate, or a window in some layers.
+    /// Llama with layers that have no rope, or a sliding window in some layers.
     SmolLm3,
     /// Has fused projections, and is the only one of these in which only a part of a head may
     /// rotate.
@@ -146,23 +134,23 @@ impl Config {
         let (n_heads, head_dim) = (self.attention.n_heads, self.head_dim());
         let biases = (self.qkv_bias, self.output_bias, self.mlp_bias);
         let plain = biases == (false, false, false);
-        let rotated = self.layers_without_rope.is_empty();
+        let all_rope = self.layers_without_rope.is_empty();
         let windowed = self.attention.sliding_window.is_some();
         if self.rotary_dim < head_dim {
             let known =
                 matches!(self.rope_scaling, RopeScaling::Default | RopeScaling::LongRope { .. });
-            let alike = rotated && self.full_layers.is_empty() && !self.qk_norms;
+            let alike = all_rope && self.full_layers.is_empty() && !self.qk_norms;
             let fits = n_heads * head_dim == self.hidden_size;
             return (known && alike && fits && plain).then_some(Dialect::Phi3);
         }
         match biases {
             (qkv, output, mlp) if self.qk_norms => {
-                (qkv == output && !mlp && rotated).then_some(Dialect::Qwen3)
+                (qkv == output && !mlp && all_rope).then_some(Dialect::Qwen3)
             }
-            (qkv, output, _) if qkv == output && rotated && !windowed => Some(Dialect::Llama),
-            _ if plain && rotated && self.full_layers.is_empty() => Some(Dialect::Mistral),
+            (qkv, output, _) if qkv == output && all_rope && !windowed => Some(Dialect::Llama),
+            _ if plain && all_rope && self.full_layers.is_empty() => Some(Dialect::Mistral),
             (qkv, output, _) if qkv == output => Some(Dialect::SmolLm3),
-            (true, false, false) if rotated => Some(Dialect::Qwen2),
+            (true, false, false) if all_rope => Some(Dialect::Qwen2),
             _ => None,
         }
     }
@@ -174,9 +162,43 @@ impl Config {
         (0..self.n_layers).map(|i| if windowed(i) { SLIDING } else { FULL }).collect()
     }
 
-    /// The fields of `config.json` that [`from_json`](Self::from_json) reads, in the spelling that
-    /// both old and new versions of the transformers library read; `path` is for the message.
-    pub(super) fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
+    /// The share of a head that with_rope, as a number that gives readers exactly `rotary_dim`:
+    /// they multiply it by `head_dim` and round down, and their parser may get its last digit
+    /// wrong.
+    fn rotary_factor(&self) -> f64 {
+        let head_dim = self.head_dim() as f64;
+        let exact = self.rotary_dim as f64 / head_dim;
+        let found = |factor: f64| (factor * head_dim) as usize == self.rotary_dim;
+        let read = serde_json::from_str(&exact.to_string()).unwrap_or(exact);
+        if found(exact) && found(read) { exact } else { (self.rotary_dim as f64 + 0.5) / head_dim }
+    }
+}
+
+impl DecoderConfig for Config {
+    fn spec(&self) -> ModelSpec {
+        let Self { vocab_size, hidden_size, max_positions, n_layers, attention, .. } = *self;
+        let layer = |i: usize| {
+            let window = attention.sliding_window.filter(|_| !self.full_layers.contains(&i));
+            let rope = (!self.layers_without_rope.contains(&i)).then_some(0);
+            attention.with_sliding_window(window).with_rope(rope)
+        };
+        let rope = Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling);
+        let layers = (0..n_layers).map(layer).collect();
+        ModelSpec::new(vocab_size, hidden_size, max_positions, layers).with_ropes(vec![rope])
+    }
+
+    fn norm_epsilon(&self) -> f64 {
+        self.norm_epsilon
+    }
+
+    fn tied_head(&self) -> bool {
+        self.tied_head
+    }
+
+    /// Returns the fields of `config.json` that [`from_json`](Config::from_json) reads, in the
+    /// spelling that both old and new versions of the transformers library read; `path` is for the
+    /// message.
+    fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
         let LayerSpec { n_heads, n_kv_heads, .. } = self.attention;
         let head_dim = self.head_dim();
         let unsupported = |what: &str| {
@@ -235,10 +257,10 @@ impl Config {
                 put("sliding_window", json!(window));
                 put("layer_types", json!(self.layer_types()));
                 if dialect == Dialect::SmolLm3 {
-                    // 1 for a layer that rotates.
-                    let rotates = |i| u8::from(!self.layers_without_rope.contains(&i));
-                    let rotates: Vec<_> = (0..self.n_layers).map(rotates).collect();
-                    put("no_rope_layers", json!(rotates));
+                    // 1 for a layer with rope.
+                    let with_rope = |i| u8::from(!self.layers_without_rope.contains(&i));
+                    let with_rope: Vec<_> = (0..self.n_layers).map(with_rope).collect();
+                    put("no_rope_layers", json!(with_rope));
                 }
             }
             Dialect::Phi3 => {
@@ -250,15 +272,5 @@ impl Config {
             }
         }
         Ok(fields)
-    }
-
-    /// The share of a head that rotates, as a number that gives readers exactly `rotary_dim`: they
-    /// multiply it by `head_dim` and round down, and their parser may get its last digit wrong.
-    fn rotary_factor(&self) -> f64 {
-        let head_dim = self.head_dim() as f64;
-        let exact = self.rotary_dim as f64 / head_dim;
-        let found = |factor: f64| (factor * head_dim) as usize == self.rotary_dim;
-        let read = serde_json::from_str(&exact.to_string()).unwrap_or(exact);
-        if found(exact) && found(read) { exact } else { (self.rotary_dim as f64 + 0.5) / head_dim }
     }
 }

@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 use super::Config;
 use crate::{LayerSpec, Result, checkpoint::Weights, fields, gguf::Metadata, rope_config};
 
-/// Every how many layers SmolLM3 has one that does not rotate; its files do not say so.
+/// Interval of SmolLM3's layers without rope, which its files do not contain.
 const SMOLLM3_INTERVAL: usize = 4;
 
 impl Config {
-    /// Resolves the metadata of a GGUF file. Takes the tensors of the rotary encoding out of
+    /// Resolves the metadata of a GGUF file. Takes the tensors of the rope out of
     /// `weights`, and adds to its notes what a user should know.
     pub(super) fn from_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
         let path = metadata.path();
@@ -68,8 +68,8 @@ impl Config {
         Ok(config)
     }
 
-    /// Says that queries and keys are stored for interleaved rotation, as in GGUF files of
-    /// architecture `llama`; this crate rotates halves.
+    /// Marks queries and keys as stored for interleaved rope, as in GGUF files of architecture
+    /// `llama`; this crate applies rope to halves.
     pub(super) fn interleaved(&self, weights: &mut Weights) {
         let LayerSpec { n_heads, n_kv_heads, .. } = self.attention;
         let head_dim = self.head_dim();

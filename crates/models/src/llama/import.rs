@@ -1,39 +1,14 @@
-//! From tensors under their Hugging Face names to [`Llama`].
+//! From tensors under their Hugging Face names to [`Layer`].
 
-use super::{
-    Config, Layer, Llama,
-    names::{LayerNames, NAMES},
-};
+use super::{Config, Layer, names::LayerNames};
 use crate::{
     Result,
     checkpoint::Weights,
     nn::{GatedMlp, Gating},
 };
 
-impl Llama {
-    /// Builds the model, taking each tensor out of `weights` as it goes.
-    pub(super) fn import(config: Config, weights: &mut Weights) -> Result<Self> {
-        let Config { vocab_size, hidden_size, .. } = config;
-        let spec = config.spec();
-        weights.begin(&NAMES, &spec, config.tied_head)?;
-        let embedding = weights.embedding("embed_tokens", vocab_size, hidden_size)?;
-        let norm = weights.rms_norm("norm", hidden_size, config.norm_epsilon)?;
-        let head = weights.head(config.tied_head, vocab_size, hidden_size)?;
-        let model = |spec, layers| Self {
-            embedding: embedding.clone(),
-            spec,
-            layers,
-            norm: norm.clone(),
-            head: head.clone(),
-            config: config.clone(),
-        };
-        let layer = |weights: &mut Weights, i| Layer::import(&config, i, weights);
-        weights.layers(&spec, layer, model)
-    }
-}
-
 impl Layer {
-    fn import(config: &Config, i: usize, weights: &mut Weights) -> Result<Self> {
+    pub(super) fn take(config: &Config, i: usize, weights: &mut Weights) -> Result<Self> {
         let Config { hidden_size, intermediate_size, norm_epsilon, .. } = *config;
         let is_fused = |module: &str| weights.contains(&format!("{module}.weight"));
         let names = LayerNames::new(config, i, is_fused);

@@ -30,7 +30,7 @@ impl Llama {
         let norm = rms_norm(&config, device);
         let head =
             (!config.tied_head).then(|| linear([vocab_size, hidden_size], 1.0, false, device));
-        Self { embedding, layers, norm, head, spec: config.spec(), config }
+        Self::new(config, embedding, layers, norm, head)
     }
 }
 

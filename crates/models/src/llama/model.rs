@@ -1,36 +1,17 @@
-//! A pre-norm transformer with rotary positions, grouped-query attention and a gated MLP.
+//! A pre-norm transformer with rope, grouped-query attention and a gated MLP.
 
-use std::path::Path;
-
-use burn::{
-    module::Module,
-    tensor::{Int, Tensor},
-};
-use serde_json::{Map, Value};
+use burn::{module::Module, tensor::Tensor};
 
 use super::Config;
 use crate::{
-    Decoder, LayerSpec, ModelSpec, Pass, Result, Role, Roles,
-    checkpoint::Exports,
-    nn::{Embedding, GatedMlp, Linear, Matrix, Memory, QkNorms, RmsNorm, RopeRows, by_rows},
+    DecoderLayer, DecoderStack, LayerSpec, Result, Role, Roles,
+    checkpoint::{Exports, Names, Weights},
+    nn::{GatedMlp, Linear, Memory, QkNorms, RmsNorm, RopeRows, by_rows},
+    stack::LLAMA_NAMES,
 };
 
 /// A model of the Llama family, <https://arxiv.org/abs/2302.13971>.
-#[derive(Module, Debug)]
-pub struct Llama {
-    /// Token embeddings, `[vocab, hidden]`.
-    pub embedding: Embedding,
-    /// The layers, first to last.
-    pub layers: Vec<Layer>,
-    /// The final norm.
-    pub norm: RmsNorm,
-    /// The output projection; `None` when the token embedding is used for it.
-    pub head: Option<Linear>,
-    #[module(skip)]
-    pub(super) spec: ModelSpec,
-    #[module(skip)]
-    pub(super) config: Config,
-}
+pub type Llama = DecoderStack<Layer>;
 
 /// One layer of [`Llama`].
 #[derive(Module, Debug)]
@@ -49,89 +30,14 @@ pub struct Layer {
     pub qk_norms: Option<QkNorms>,
 }
 
-impl Llama {
-    /// The configuration the model was built from.
-    pub fn config(&self) -> &Config {
-        &self.config
-    }
-}
+impl DecoderLayer for Layer {
+    type Config = Config;
+    type Norm = RmsNorm;
 
-impl Decoder for Llama {
-    fn name(&self) -> &'static str {
-        "Llama"
-    }
+    const NAME: &'static str = "Llama";
+    const NAMES: &'static Names = &LLAMA_NAMES;
 
-    fn spec(&self) -> &ModelSpec {
-        &self.spec
-    }
-
-    fn hidden(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
-        Ok(self.norm.forward(self.states(ids, pass)?))
-    }
-
-    /// Those after the last layer, before the final norm.
-    fn states(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
-        let seq = ids.dims()[1];
-        let ropes = pass.ropes(&self.spec, seq, &ids.device());
-        let mut x = self.embedding.forward(ids); // [batch, seq, hidden]
-        let ropes = ropes.to_dtype(x.dtype()); // once for all layers
-        for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
-            x = layer.forward(x, ropes.of(spec), spec, pass.layer(i))?;
-        }
-        Ok(x)
-    }
-
-    fn logits(&self, states: Tensor<3>) -> Tensor<3> {
-        self.head_weight().project_normed(states, &self.norm)
-    }
-
-    fn head_weight(&self) -> &Matrix {
-        self.head.as_ref().map_or(&self.embedding.weight, |head| &head.weight)
-    }
-
-    fn roles(&self, roles: &mut Roles) {
-        roles.add(Role::Embedding, &self.embedding);
-        roles.add(Role::FinalNorm, &self.norm);
-        roles.add(Role::Head, &self.head);
-        for layer in &self.layers {
-            roles.add(Role::AttentionNorm, &layer.attention_norm);
-            roles.add(Role::Qkv, &layer.qkv);
-            roles.add(Role::AttentionNorm, &layer.qk_norms);
-            roles.add(Role::AttentionOutput, &layer.output);
-            roles.add(Role::MlpNorm, &layer.mlp_norm);
-            roles.add(Role::Mlp, &layer.mlp);
-        }
-    }
-
-    fn projections(&mut self) -> Vec<&mut Linear> {
-        let layers = self.layers.iter_mut();
-        let projections = layers.flat_map(|layer| {
-            [&mut layer.qkv, &mut layer.output, &mut layer.mlp.gate_up, &mut layer.mlp.down]
-        });
-        projections.collect()
-    }
-
-    fn config_json(&self, path: &Path) -> Result<Map<String, Value>> {
-        self.config.to_json(path)
-    }
-
-    fn export(&self) -> Exports {
-        self.exports()
-    }
-}
-
-impl Layer {
-    /// Applies the layer.
-    ///
-    /// # Shapes
-    ///
-    /// - x: `[batch, seq, hidden]`
-    /// - output: `[batch, seq, hidden]`
-    ///
-    /// # Errors
-    ///
-    /// Those of [`Memory::attend`].
-    pub fn forward(
+    fn forward(
         &self,
         x: Tensor<3>,
         rope: Option<&RopeRows>,
@@ -142,5 +48,26 @@ impl Layer {
         let heads = spec.attend_normed(qkv, self.qk_norms.as_ref(), rope, memory)?;
         let x = self.output.forward_added(heads, x);
         Ok(by_rows(x, |x| self.mlp.forward_added(x, &self.mlp_norm)))
+    }
+
+    fn roles(&self, roles: &mut Roles) {
+        roles.add(Role::AttentionNorm, &self.attention_norm);
+        roles.add(Role::Qkv, &self.qkv);
+        roles.add(Role::AttentionNorm, &self.qk_norms);
+        roles.add(Role::AttentionOutput, &self.output);
+        roles.add(Role::MlpNorm, &self.mlp_norm);
+        roles.add(Role::Mlp, &self.mlp);
+    }
+
+    fn projections(&mut self) -> Vec<&mut Linear> {
+        vec![&mut self.qkv, &mut self.output, &mut self.mlp.gate_up, &mut self.mlp.down]
+    }
+
+    fn import(config: &Config, i: usize, weights: &mut Weights) -> Result<Self> {
+        Self::take(config, i, weights)
+    }
+
+    fn export(&self, config: &Config, i: usize, exports: &mut Exports) {
+        self.give(config, i, exports);
     }
 }

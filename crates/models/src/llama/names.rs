@@ -1,19 +1,7 @@
 //! The names of the tensors of the Llama family.
 
 use super::Config;
-use crate::{LayerSpec, checkpoint::Names, gguf::GgufNames};
-
-pub(super) const NAMES: Names = Names {
-    family: "Llama",
-    prefix: "model.",
-    layers: "layers.",
-    embedding: "embed_tokens.weight",
-    head: "lm_head.weight",
-    // Older exports store the rotary frequencies, which follow from the configuration.
-    harmless: |name| {
-        name.ends_with("rotary_emb.inv_freq") || name.ends_with("attn_rot_embd.weight")
-    },
-};
+use crate::{LayerSpec, gguf::GgufNames, stack::LLAMA_GGUF};
 
 /// The names of one layer's modules; a projection is the rows of one module or of several, each with
 /// its number of rows.
@@ -61,8 +49,6 @@ impl LayerNames {
 }
 
 pub(super) const GGUF: GgufNames = GgufNames {
-    layer: ("blk.", "layers."),
-    outer: &[("token_embd", "embed_tokens"), ("output_norm", "norm"), ("output", "lm_head")],
     inner: &[
         ("attn_norm", "input_layernorm"),
         ("attn_q", "self_attn.q_proj"),
@@ -77,6 +63,7 @@ pub(super) const GGUF: GgufNames = GgufNames {
         ("ffn_up", "mlp.up_proj"),
         ("ffn_down", "mlp.down_proj"),
     ],
+    ..LLAMA_GGUF
 };
 
 /// Phi-3 keeps its gate in the rows of `ffn_up`.

@@ -49,7 +49,7 @@ struct Raw {
     use_sliding_window: Option<bool>,
     max_window_layers: Option<usize>,
     layer_types: Option<Vec<String>>,
-    /// For each layer whether it rotates, 1 or 0: the opposite of the name.
+    /// 1 for each layer with rope and 0 for the others, contrary to the name.
     no_rope_layers: Option<Vec<u8>>,
     no_rope_layer_interval: Option<usize>,
     partial_rotary_factor: Option<f64>,
@@ -174,11 +174,11 @@ impl Raw {
         if self.model_type != "smollm3" {
             return Ok(BTreeSet::new());
         }
-        let rotates: Vec<u8> = match &self.no_rope_layers {
-            Some(rotates) if rotates.len() == n_layers => rotates.clone(),
-            Some(rotates) => {
+        let with_rope: Vec<u8> = match &self.no_rope_layers {
+            Some(with_rope) if with_rope.len() == n_layers => with_rope.clone(),
+            Some(with_rope) => {
                 let rule = format!("must be num_hidden_layers {n_layers}");
-                return Err(Error::config(path, "length of no_rope_layers", rotates.len(), rule));
+                return Err(Error::config(path, "length of no_rope_layers", with_rope.len(), rule));
             }
             None => {
                 let interval = self.no_rope_layer_interval.unwrap_or(4);
@@ -189,6 +189,6 @@ impl Raw {
                 (1..=n_layers).map(|i| u8::from(!i.is_multiple_of(interval))).collect()
             }
         };
-        Ok((0..n_layers).filter(|&i| rotates[i] == 0).collect())
+        Ok((0..n_layers).filter(|&i| with_rope[i] == 0).collect())
     }
 }

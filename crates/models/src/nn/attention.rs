@@ -14,9 +14,9 @@ use crate::{Result, spans::OPERATION};
 pub struct AttentionTrace {
     /// The layer, counted from 0.
     pub layer: usize,
-    /// Queries after the rotary encoding, `[batch, n_heads, seq, head_dim]`.
+    /// Queries after the rope, `[batch, n_heads, seq, head_dim]`.
     pub query: Tensor<4>,
-    /// Keys after the rotary encoding, `[batch, n_kv_heads, seq, head_dim]`.
+    /// Keys after the rope, `[batch, n_kv_heads, seq, head_dim]`.
     pub key: Tensor<4>,
     /// Values, `[batch, n_kv_heads, seq, head_dim]`.
     pub value: Tensor<4>,
@@ -60,11 +60,16 @@ impl<'a> From<KvMemory<'a>> for Memory<'a> {
 }
 
 impl<'a> Memory<'a> {
-    /// Adds a learned sink to every query head, `[n_heads]`: a term `exp(sink_logit)` in the denominator of the
-    /// softmax that brings no value.
+    /// Adds a learned sink to every query head, `[n_heads]`: a term `exp(sink_logit)` in the
+    /// denominator of the softmax that brings no value.
     #[must_use]
     pub fn with_sinks(self, sink_logits: Tensor<1>) -> Self {
         Self { sink_logits: Some(sink_logits), ..self }
+    }
+
+    /// Returns whether this is a decode step for graph capture, which cannot wait for the host.
+    pub fn is_captured(&self) -> bool {
+        matches!(self.kv, KvMemory::At(..))
     }
 
     /// Shows the attention to `observe`.
@@ -83,7 +88,7 @@ impl<'a> Memory<'a> {
     /// # Shapes
     ///
     /// - q: `[batch, n_heads, seq, head_dim]`
-    /// - k, v: `[batch, n_kv_heads, seq, head_dim]`, k after the rotary encoding
+    /// - k, v: `[batch, n_kv_heads, seq, head_dim]`, k after the rope
     /// - output: `[batch, n_heads, seq, head_dim]`
     ///
     /// # Errors
@@ -102,15 +107,15 @@ impl<'a> Memory<'a> {
         Ok(output)
     }
 
-    /// The table by which [`attend_with_rope`](Self::attend_with_rope) rotates queries and keys of `dtype`, where it
-    /// does.
+    /// Returns the table for [`attend_with_rope`](Self::attend_with_rope) if that serves queries
+    /// and keys of `dtype`.
     pub(crate) fn rope_table<'r>(&self, rope: &'r RopeRows, dtype: DType) -> Option<&'r RopeTable> {
-        let turns = self.observer.is_none() && self.kv.turns_tokens() && dtype == DType::F32;
-        rope.table().filter(|_| turns)
+        let applies = self.observer.is_none() && self.kv.turns_tokens() && dtype == DType::F32;
+        rope.table().filter(|_| applies)
     }
 
-    /// [`attend`](Self::attend) of one token that is not rotated yet, in the launches that append and attend; by
-    /// what [`rotary`](Self::rotary) gives.
+    /// Attends with one token before rope, which the launches that append and attend apply.
+    /// [`rope_table`](Self::rope_table) returns `rope_table`.
     pub(crate) fn attend_with_rope(
         self,
         q: Tensor<4>,

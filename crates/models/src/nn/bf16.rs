@@ -1,8 +1,9 @@
 //! Products with bf16 weights on the CPU.
 //!
-//! Burn's Flex backend makes a transposed copy of the matrix for every product, and of that one in f32, so
-//! that a decode step takes nine times as long as with weights in f32. Here few rows are multiplied with the
-//! weights where they lie, and many with a copy of the one matrix in f32. Its products of f16 make no copies.
+//! Burn's Flex backend makes a transposed copy of the matrix for every product, and of that one in
+//! f32, so that a decode step takes nine times as long as with weights in f32. Here few rows are
+//! multiplied with the weights where they lie, and many with a copy of the one matrix in f32. Its
+//! products of f16 make no copies.
 
 use burn::{
     backend::Flex,
@@ -116,8 +117,8 @@ fn dot<S: Simd>(row: &[bf16], x: &Split) -> f32 {
     }
 }
 
-/// Adds a vector of products of pairs from `at` on, the even ones and the odd ones. A word of two weights
-/// is in f32 the lower one moved up, and the upper one as it is.
+/// Adds a vector of products of pairs from `at` on, the even ones and the odd ones. A word of two
+/// weights is in f32 the lower one moved up, and the upper one as it is.
 #[inline(always)]
 fn add_pairs<S: Simd>(row: &[bf16], x: &Split, at: usize, sums: &mut [Vector<S, f32>; 2]) {
     let words = words::<S>(&row[2 * at..]);
@@ -139,7 +140,8 @@ fn load<S: Simd>(x: &[f32]) -> Vector<S, f32> {
 #[inline(always)]
 fn words<S: Simd>(x: &[bf16]) -> Vector<S, u32> {
     assert!(x.len() >= 2 * u32::lanes::<S>());
-    // SAFETY: the slice holds a whole vector, which need not be aligned; every bit pattern is a u32.
+    // SAFETY: the slice holds a whole vector, which need not be aligned; every bit pattern is a
+    // u32.
     unsafe { macerator::vload_unaligned(x.as_ptr().cast::<u32>()) }
 }
 
@@ -147,8 +149,8 @@ fn words<S: Simd>(x: &[bf16]) -> Vector<S, u32> {
 mod tests {
     use super::*;
 
-    /// Widths below a vector, of whole vectors, with a rest and odd; few weights, and enough for several
-    /// threads. The sums are of integers, so that they are exact in any order.
+    /// Widths below a vector, of whole vectors, with a rest and odd; few weights, and enough for
+    /// several threads. The sums are of integers, so that they are exact in any order.
     #[test]
     fn products_are_exact_sums_rounded_once() {
         for (width, d_output, rows) in

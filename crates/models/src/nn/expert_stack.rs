@@ -3,8 +3,8 @@
 use burn::tensor::{Device, Int, Tensor};
 use kv_weights::{Activations, PackedExperts, project_picked};
 
-/// The same projection of all experts of a layer, packed on a GPU: which of them are multiplied with is told there, so
-/// that a step waits for no choice.
+/// The same projection of all experts of a layer, packed on a GPU: which of them are multiplied
+/// with is told there, so that a step waits for no choice.
 #[derive(Clone, Debug)]
 pub struct ExpertStack {
     /// Rows of every expert, parts of one width.

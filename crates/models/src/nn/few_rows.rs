@@ -1,8 +1,9 @@
 //! Products of few rows with f32 weights on the CPU.
 //!
-//! Burn's Flex backend leaves products to the gemm crate, which has a loop of its own for one row, and copies the
-//! weights into blocks for more: with 8 rows, the step of a batch, that takes longer than all else. Here each row
-//! of weights is read once, where it lies, and multiplied with all rows while it is in the processor's cache.
+//! Burn's Flex backend leaves products to the gemm crate, which has a loop of its own for one row,
+//! and copies the weights into blocks for more: with 8 rows, the step of a batch, that takes longer
+//! than all else. Here each row of weights is read once, where it lies, and multiplied with all
+//! rows while it is in the processor's cache.
 
 use burn::{
     backend::Flex,
@@ -18,8 +19,8 @@ const FEW: usize = 32;
 const PART: usize = 64;
 /// Multiplications that are worth a second thread, which takes some 50 us to wake.
 const PARALLEL: usize = 1 << 20;
-/// Rows that are multiplied at once: with as many sums for each of two rows of weights, there are enough for the
-/// processor not to wait for any, and registers for all.
+/// Rows that are multiplied at once: with as many sums for each of two rows of weights, there are
+/// enough for the processor not to wait for any, and registers for all.
 const ROWS: usize = 4;
 
 /// `x W^T` for `x` `[rows, d_input]` and a weight of `[d_output, d_input]`, both f32 on the Flex backend; `None` for
@@ -83,8 +84,8 @@ fn part<S: Simd>(weights: &[f32], x: &[f32], width: usize, out: &mut [f32]) {
     }
 }
 
-/// The products of two rows of weights with the first `N` of `x`; those of the second are `stride` after those of the
-/// first, if there is room for them.
+/// The products of two rows of weights with the first `N` of `x`; those of the second are `stride`
+/// after those of the first, if there is room for them.
 #[inline(always)]
 fn block<S: Simd, const N: usize>(weights: [&[f32]; 2], x: &[f32], stride: usize, out: &mut [f32]) {
     let width = weights[0].len();
@@ -127,8 +128,9 @@ fn load<S: Simd>(x: &[f32]) -> Vector<S, f32> {
 mod tests {
     use super::*;
 
-    /// Widths below a vector, of whole vectors, with a rest and odd; few weights, odd numbers of them, and enough for
-    /// several threads. The sums are of integers, so that they are exact in any order.
+    /// Widths below a vector, of whole vectors, with a rest and odd; few weights, odd numbers of
+    /// them, and enough for several threads. The sums are of integers, so that they are exact in
+    /// any order.
     #[test]
     fn products_are_exact_sums() {
         for (width, d_output, rows) in [

@@ -40,8 +40,8 @@ impl Linear {
         }
     }
 
-    /// The projection of what `norm` makes of `x`, [`forward`](Self::forward) of it: one launch where weights are packed
-    /// on a GPU and tokens few.
+    /// The projection of what `norm` makes of `x`, [`forward`](Self::forward) of it: one launch
+    /// where weights are packed on a GPU and tokens few.
     pub fn forward_normed(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {
         let fused = || self.around().with_norm(norm.fused());
         self.fused(&x, fused).unwrap_or_else(|| self.forward(norm.forward(x)))
@@ -54,8 +54,9 @@ impl Linear {
         self.fused(&x, fused).unwrap_or_else(|| residual + self.forward(x))
     }
 
-    /// The projection of `x`, of which one half goes through the gate and is multiplied with the other, `[batch, seq,
-    /// d_output / 2]`: in one operation, for packed weights without an adapter.
+    /// The projection of `x`, of which one half goes through the gate and is multiplied with the
+    /// other, `[batch, seq, d_output / 2]`: in one operation, for packed weights without an
+    /// adapter.
     pub(super) fn forward_gated(&self, x: &Tensor<3>, gate: Gate) -> Option<Tensor<3>> {
         self.weight.is_only_packed().then(|| {
             let _span = spans::reading(self.weight.id());

@@ -8,9 +8,11 @@ use burn::{
 use super::project;
 
 /// `scale * B A`, which is added to a matrix `[rows, columns]` that is not trained (Hu et al., 2021,
-/// <https://arxiv.org/abs/2106.09685>; over packed weights Dettmers et al., 2023, <https://arxiv.org/abs/2305.14314>).
+/// <https://arxiv.org/abs/2106.09685>; over packed weights Dettmers et al., 2023,
+/// <https://arxiv.org/abs/2305.14314>).
 ///
-/// Both factors are multiplied with one after the other; their product is made for the rows that are asked for alone.
+/// Both factors are multiplied with one after the other; their product is made for the rows that
+/// are asked for alone.
 #[derive(Module, Debug)]
 pub(crate) struct LowRank {
     /// `[rank, columns]`.
@@ -21,7 +23,8 @@ pub(crate) struct LowRank {
 }
 
 impl LowRank {
-    /// An adapter that adds nothing yet: B is 0, A normal with the deviation of Burn's own adapters, `1 / rank`.
+    /// An adapter that adds nothing yet: B is 0, A normal with the deviation of Burn's own
+    /// adapters, `1 / rank`.
     pub(crate) fn new(
         [rows, columns]: [usize; 2],
         rank: usize,

@@ -17,18 +17,20 @@ use crate::{Error, Result, model::PackedSize};
 
 /// A matrix of weights, `[rows, columns]`: its rows are multiplied with, looked up, or both.
 ///
-/// Projections, embeddings and the head read their weights by its methods alone, so that how weights
-/// are stored (f32, f16, bf16, or the blocks of a file) is decided here. As a Burn module it is its parameter,
-/// without a name of its own: in `Llama.layers.0.qkv.weight` it is `weight`. Packed weights are not trained and have
-/// no parameter, but those of an adapter, `adapter.a` and `adapter.b`, where
-/// [`LanguageModel::adapt`](crate::LanguageModel::adapt) has put one.
+/// Projections, embeddings and the head read their weights by its methods alone, so that how
+/// weights are stored (f32, f16, bf16, or the blocks of a file) is decided here. As a Burn module
+/// it is its parameter, without a name of its own: in `Llama.layers.0.qkv.weight` it is `weight`.
+/// Packed weights are not trained and have no parameter, but those of an adapter, `adapter.a` and
+/// `adapter.b`, where [`LanguageModel::adapt`](crate::LanguageModel::adapt) has put one.
 #[derive(Clone, Debug)]
 pub struct Matrix(Stored);
 
-/// The kind of module that visitors are told for packed weights, whose name is their [`Matrix::id`].
+/// The kind of module that visitors are told for packed weights, whose name is their
+/// [`Matrix::id`].
 pub(crate) const PACKED: &str = "PackedMatrix";
 
-/// What the path of an adapter's parameters goes through, and the kind of module that visitors are told.
+/// What the path of an adapter's parameters goes through, and the kind of module that visitors are
+/// told.
 const ADAPTER: &str = "adapter";
 const ADAPTER_KIND: &str = "Struct:LowRank";
 
@@ -168,8 +170,8 @@ impl Matrix {
         matches!(&self.0, Stored::Packed(Packed { adapter: None, .. }))
     }
 
-    /// Adds an adapter to packed weights, which adds nothing yet and is trained, in place of one that was there.
-    /// Returns whether they are packed.
+    /// Adds an adapter to packed weights, which adds nothing yet and is trained, in place of one
+    /// that was there. Returns whether they are packed.
     pub(crate) fn adapt(&mut self, rank: usize, scale: f64, device: &Device) -> bool {
         let dims = self.dims();
         let Stored::Packed(packed) = &mut self.0 else { return false };
@@ -225,7 +227,8 @@ impl Matrix {
         }
     }
 
-    /// The type of what is looked up and of what is multiplied: that which it is stored in, f32 for packed weights.
+    /// The type of what is looked up and of what is multiplied: that which it is stored in, f32 for
+    /// packed weights.
     pub fn dtype(&self) -> DType {
         match &self.0 {
             Stored::Dense(param) => param.dtype(),
@@ -246,8 +249,8 @@ impl Matrix {
         }
     }
 
-    /// The logits of final states: products of every row with what `norm` makes of `x`, in one launch where weights are
-    /// packed on a GPU and tokens few.
+    /// The logits of final states: products of every row with what `norm` makes of `x`, in one
+    /// launch where weights are packed on a GPU and tokens few.
     ///
     /// # Shapes
     ///
@@ -259,8 +262,9 @@ impl Matrix {
         }
     }
 
-    /// Sums of the rows weighted by `y`, `y W`: what the gradient `y` with respect to [`project`](Self::project)'s
-    /// products is with respect to what they are of. That of packed weights records no gradient of its own.
+    /// Sums of the rows weighted by `y`, `y W`: what the gradient `y` with respect to
+    /// [`project`](Self::project)'s products is with respect to what they are of. That of packed
+    /// weights records no gradient of its own.
     ///
     /// # Shapes
     ///
@@ -277,14 +281,16 @@ impl Matrix {
         }
     }
 
-    /// Whether products of `x` and what is around them are one launch: for a few tokens, by packed weights on a GPU.
+    /// Whether products of `x` and what is around them are one launch: for a few tokens, by packed
+    /// weights on a GPU.
     pub(super) fn fuses(&self, x: &Tensor<3>) -> bool {
         let [batch, seq, _] = x.dims();
         matches!(&self.0, Stored::Packed(Packed { adapter: None, .. }))
             && kv_weights::fuses(batch * seq, &x.device())
     }
 
-    /// Products of `x` with every row, and what is `around` them. Shapes are those of [`project_fused`].
+    /// Products of `x` with every row, and what is `around` them. Shapes are those of
+    /// [`project_fused`].
     ///
     /// # Panics
     ///
@@ -317,8 +323,9 @@ impl Matrix {
         }
     }
 
-    /// Of these rows the first, one in the middle and the last; of packed weights without an adapter, whatever the rows,
-    /// their first words and their last, which do not depend on how they are divided into buffers.
+    /// Of these rows the first, one in the middle and the last; of packed weights without an
+    /// adapter, whatever the rows, their first words and their last, which do not depend on how
+    /// they are divided into buffers.
     pub(crate) fn sample(&self, rows: Range<usize>) -> Result<TensorData, String> {
         /// Words at either end.
         const WORDS: usize = 64;
@@ -342,7 +349,8 @@ impl Matrix {
         data.map_err(|error| error.to_string())
     }
 
-    /// The rows of these numbers, `[n]`, as `[n, columns]`; one past the end is the last row, one below 0 the first.
+    /// The rows of these numbers, `[n]`, as `[n, columns]`; one past the end is the last row, one
+    /// below 0 the first.
     pub fn rows_at(&self, numbers: &Tensor<1, Int>) -> Tensor<2> {
         let last = self.dims()[0] as i32 - 1;
         let numbers = numbers.clone().clamp(0, last);

@@ -72,7 +72,7 @@ pub fn unit_rms<const D: usize>(x: Tensor<D>, epsilon: f64) -> Tensor<D> {
     x / rms
 }
 
-/// Norms of every head of queries and of keys, before they are rotated: <https://arxiv.org/abs/2010.04245>,
+/// Norms of every head of queries and of keys, before rope: <https://arxiv.org/abs/2010.04245>,
 /// by root mean squares.
 #[derive(Module, Debug)]
 pub struct QkNorms {

@@ -1,7 +1,7 @@
 //! The root mean square norm on the CPU, in one pass over each row.
 //!
-//! Burn's Flex backend makes five operations of it, each with a result of its own: for the row of a decode step they take
-//! several times as long as the numbers.
+//! Burn's Flex backend makes five operations of it, each with a result of its own: for the row of a
+//! decode step they take several times as long as the numbers.
 
 #![allow(
     clippy::extra_unused_type_parameters,
@@ -79,7 +79,8 @@ mod tests {
 
     use super::*;
 
-    /// Against f64: widths below a vector, whole vectors, and with a rest; one row and enough for several threads.
+    /// Against f64: widths below a vector, whole vectors, and with a rest; one row and enough for
+    /// several threads.
     #[test]
     fn norms_are_those_of_f64() {
         let device = Device::flex();

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use kv_cubecl::RopeTable;
 
-/// How the rotation frequencies of a model differ from `theta^(-2i / rotary_dim)`.
+/// How the rope frequencies of a model differ from `theta^(-2i / rotary_dim)`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     /// They do not differ.
@@ -37,11 +37,12 @@ pub enum RopeScaling {
         /// The context length before scaling.
         original_max_positions: usize,
         /// Multiplies sines and cosines, and so multiplies attention scores by its square where all
-        /// channels rotate.
+        /// channels have rope.
         attention_factor: f64,
     },
-    /// Low frequencies are divided, high ones kept, those between blended, with bounds by the number of turns
-    /// over the original context; sines and cosines are scaled: YaRN, <https://arxiv.org/abs/2309.00071>.
+    /// Low frequencies are divided, high ones kept, those between blended, with bounds by the
+    /// number of turns over the original context; sines and cosines are scaled: YaRN,
+    /// <https://arxiv.org/abs/2309.00071>.
     Yarn {
         /// The divisor of low frequencies.
         factor: f64,
@@ -90,7 +91,7 @@ impl RopeScaling {
     }
 }
 
-/// The rotary encoding of one model: a frequency per pair of channels.
+/// A rope: one frequency per pair of channels.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     inv_freq: Vec<f32>,
@@ -135,7 +136,7 @@ impl Rope {
         Self { inv_freq, long, attention_factor }
     }
 
-    /// Channels of a head that rotate; the rest pass unchanged.
+    /// Returns the channels of a head that rope covers; the rest are unchanged.
     pub fn rotary_dim(&self) -> usize {
         2 * self.inv_freq.len()
     }
@@ -148,20 +149,21 @@ impl Rope {
         }
     }
 
-    /// All that rotations depend on, where there can be so many positions: the frequencies, and what multiplies sines
-    /// and cosines.
+    /// Returns all numbers that rope depends on for up to `context` positions: the frequencies,
+    /// then the factor of sines and cosines.
     pub(crate) fn numbers(&self, context: usize) -> Vec<f32> {
         [self.inv_freq(context), &[self.attention_factor]].concat()
     }
 
-    /// The rotation of positions `start..start + seq`, which is the same for all layers: computed once for the
-    /// tokens of a pass. `context` is the largest number of positions there can be, by which
-    /// [`RopeScaling::LongRope`] chooses its frequencies.
+    /// Returns the rows of positions `start..start + seq`, computed once for all layers. `context`
+    /// is the largest number of positions, by which [`RopeScaling::LongRope`] selects its
+    /// frequencies.
     pub fn rows(&self, start: usize, seq: usize, context: usize, device: &Device) -> RopeRows {
         RopeRows::range(&self.table(start, seq, context, device), 0, seq)
     }
 
-    /// The table of positions `start..start + seq`, which a cache computes once for all positions it has room for.
+    /// The table of positions `start..start + seq`, which a cache computes once for all positions
+    /// it has room for.
     ///
     /// Angles are rounded to f32 as in training code; their sines and cosines are computed in f64.
     pub(crate) fn table(
@@ -237,13 +239,13 @@ fn scale(freq: f64, (i, n): (usize, usize), theta: f64, scaling: &RopeScaling) -
     }
 }
 
-/// The rotation of the tokens of a pass: rows of a table.
+/// The rope rows of the tokens of a pass.
 #[derive(Clone, Debug)]
 pub struct RopeRows {
     table: RopeTable,
     place: Place,
-    /// Cosines and sines of the tokens, `[1 or batch, 1, seq, rotary_dim / 2]`: picked from the table when they are
-    /// first asked for, once for all layers.
+    /// Cosines and sines of the tokens, `[1 or batch, 1, seq, rotary_dim / 2]`: picked from the
+    /// table when they are first asked for, once for all layers.
     rows: Arc<OnceLock<[Tensor<4>; 2]>>,
 }
 
@@ -263,18 +265,18 @@ impl RopeRows {
         Self { table: table.clone(), place, rows: Arc::default() }
     }
 
-    /// The rotation of `seq` positions from `start` on.
+    /// Returns the rows of `seq` positions from `start` on.
     pub(crate) fn range(table: &RopeTable, start: usize, seq: usize) -> Self {
         Self::new(table, Place::Range(start, seq))
     }
 
-    /// The rotation of positions `[n]`, of `seq` tokens of each sequence or of all; one past the table gets that of
-    /// its last position, one before it that of its first.
+    /// Returns the rows of positions `[n]` of `seq` tokens, for each sequence or for all. Positions
+    /// outside the table are clamped to its first or last.
     pub(crate) fn at(table: &RopeTable, positions: &Tensor<1, Int>, seq: usize) -> Self {
         Self::new(table, Place::Stored(Box::new(positions.clone()), seq))
     }
 
-    /// The table, by whose rows a cache may rotate one token of its own, in f32.
+    /// Returns the table, from which a cache may apply rope to one token itself, in f32.
     pub(crate) fn table(&self) -> Option<&RopeTable> {
         match self.place {
             Place::Range(_, 1) | Place::Stored(_, 1) => Some(&self.table),
@@ -302,7 +304,7 @@ impl RopeRows {
         self.rows.get_or_init(pick).clone()
     }
 
-    /// The rotation with cosines and sines rounded to `dtype`, for a model that computes in it.
+    /// Returns the rows with cosines and sines rounded to `dtype`, for a model that computes in it.
     #[must_use]
     pub fn to_dtype(&self, dtype: DType) -> Self {
         if dtype == DType::F32 {
@@ -312,8 +314,8 @@ impl RopeRows {
         Self { place: Place::Picked, rows: Arc::new(rows.into()), ..self.clone() }
     }
 
-    /// Rotates channel `i` with channel `i + rotary_dim / 2`, in the type of x, to which cosines and
-    /// sines are rounded.
+    /// Rotates channel `i` with channel `i + rotary_dim / 2`, in the type of x, to which cosines
+    /// and sines are rounded.
     ///
     /// # Shapes
     ///

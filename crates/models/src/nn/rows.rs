@@ -8,9 +8,10 @@ use burn::tensor::Tensor;
 #[cfg(feature = "flex")]
 const PIECE: usize = 256;
 
-/// Tokens per piece of rows of so many channels: fewer of wide ones. With Llama 3.2 1B in 4 bits, pieces of 256 take 40 MB
-/// more than pieces of 96, a twentieth of the file, for prompts that are at most a tenth faster. All threads at one piece
-/// of 128 after the other would take less memory, but a tenth more time.
+/// Tokens per piece of rows of so many channels: fewer of wide ones. With Llama 3.2 1B in 4 bits,
+/// pieces of 256 take 40 MB more than pieces of 96, a twentieth of the file, for prompts that are
+/// at most a tenth faster. All threads at one piece of 128 after the other would take less memory,
+/// but a tenth more time.
 #[cfg(feature = "flex")]
 fn piece(width: usize) -> usize {
     (PIECE * 768 / width.max(1)).clamp(PIECE / 4, PIECE) / 32 * 32
