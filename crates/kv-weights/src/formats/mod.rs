@@ -244,7 +244,15 @@ formats! {
     }
 }
 
+#[allow(
+    clippy::single_component_path_imports,
+    reason = "clippy does not see macros that are defined by a macro"
+)]
 pub(crate) use with_blocks;
+#[allow(
+    clippy::single_component_path_imports,
+    reason = "clippy does not see macros that are defined by a macro"
+)]
 #[cfg(feature = "cube")]
 pub(crate) use with_kernels;
 
