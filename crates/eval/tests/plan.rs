@@ -430,7 +430,7 @@ fn what_cannot_fit_is_refused_before_it_is_allocated() {
     refused(&long, &["memory: ", "the float cache of 8000000 tokens", "try a context of "]);
     let small = [&generate[..], &["--memory", "1M"]].concat();
     refused(&small, &["memory: ", "but --memory allows 1.0 MB: "]);
-    refused(&["ppl", "--text", &text, "--memory", "1M"], &["memory: ", "by --memory"]);
+    refused(&["ppl", "--text", &text, "--memory", "1M"], &["memory: ", "but --memory allows"]);
     refused(&["ppl", "--text", &text, "--cache", "k3v3"], &["k3v3"]);
 }
 
