@@ -131,7 +131,7 @@ pub trait DecoderLayer: Module + ModuleDisplay + Debug + Send + Sync + 'static {
     }
 
     /// Returns whether a graph replay computes no more than a launched step; see
-    /// [`Decoder::records`].
+    /// [`Decoder::captures`].
     fn captures(&self) -> bool {
         true
     }

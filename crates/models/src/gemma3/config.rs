@@ -296,7 +296,7 @@ impl DecoderConfig for Config {
         Some((self.hidden_size as f64).sqrt())
     }
 
-    /// Returns the fields of `config.json` that [`from_json`](Config::from_json) reads, in the
+    /// Returns the fields of `config.json` that `from_json` reads, in the
     /// spelling that both old and new versions of the transformers library read.
     fn to_json(&self, _: &Path) -> Result<Map<String, Value>> {
         let sizes = self.sizes();

@@ -245,7 +245,7 @@ impl DecoderConfig for Config {
         self.tied_head
     }
 
-    /// Returns the fields of `config.json` that [`from_json`](Config::from_json) reads.
+    /// Returns the fields of `config.json` that `from_json` reads.
     fn to_json(&self, _: &Path) -> Result<Map<String, Value>> {
         let sizes = self.sizes();
         let fields = json!({
