@@ -31,7 +31,7 @@
 //! | module | feature | what it has |
 //! |---|---|---|
 //! | [`cache`] | | caches, their operations, backends as type parameters |
-//! | [`models`] | `models` | language models that take a cache as a parameter: load, generate, save |
+//! | [`models`] | `models` | language models that take a cache: load, generate, save |
 //! | [`weights`] | `models` | matrices that stay packed: GGUF blocks, int4, int8, MXFP4 |
 //! | [`eval`] | `eval` | perplexity and divergence by cache, speed, memory plans |
 //! | [`train`] | `train` | fine-tuning for a cache: prepare, train, convert |
@@ -44,21 +44,25 @@
 //! | `autodiff` | gradients; `eval` and `train` turn it on |
 //! | `fusion` | Burn's lazy execution on GPUs |
 //!
-//! # With a model
-//!
-#![cfg_attr(feature = "models", doc = "```no_run")]
-#![cfg_attr(not(feature = "models"), doc = "```ignore")]
-//! use burn_kv::prelude::*;
-//!
-//! let device = Flex::open()?;
-//! let loaded = burn_kv::models::load("SmolLM2-135M-Instruct.Q4_1.gguf", &device)?;
-//! let cache: KvCacheConfig = "k4v4".parse()?;
-//! let mut cache = loaded.model.new_cache(cache, 1, &device)?;
-//! # Ok::<(), burn_kv::models::Error>(())
-//! ```
-//!
 //! Guides, one page a task, are in the folder `docs/guide` of the repository: quickstart, cache
 //! formats, per-layer policies, fine-tuning, packed weights, evaluation, generation, GPUs.
+
+#![cfg_attr(
+    feature = "models",
+    doc = r#"
+# With a model
+
+```no_run
+use burn_kv::prelude::*;
+
+let device = Flex::open()?;
+let loaded = burn_kv::models::load("SmolLM2-135M-Instruct.Q4_1.gguf", &device)?;
+let cache: KvCacheConfig = "k4v4".parse()?;
+let mut cache = loaded.model.new_cache(cache, 1, &device)?;
+# Ok::<(), burn_kv::models::Error>(())
+```
+"#
+)]
 
 pub use kv_cubecl as cache;
 #[cfg(feature = "eval")]
