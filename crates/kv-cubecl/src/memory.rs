@@ -115,7 +115,7 @@ impl KvMemory<'_> {
             }
             Self::Parallel { .. } | Self::Ragged(..) => {
                 let what = "attend_with_rope of a sequence or of ragged ones".to_string();
-                let why = "hadamard query and key before, and attend".to_string();
+                let why = "apply rope to query and key first, then call attend".to_string();
                 return Err(Error::Unsupported { what, why });
             }
         };

@@ -392,6 +392,10 @@ fn specs_of_the_quantizer() {
         let error = QuantSpec::new(Granularity::PerToken, bits, group).unwrap_err();
         assert!(matches!(error, Error::InvalidConfig { field: f, .. } if f == field), "{error}");
     }
+    for number in 0..=255u8 {
+        let read = serde_json::from_str::<KvFormat>(&number.to_string());
+        assert_eq!(read.is_ok(), matches!(number, 2 | 4 | 8 | 16), "{number}");
+    }
 }
 
 /// The formula for the counts agrees with tokens counted one by one, after every step.
@@ -546,7 +550,7 @@ fn bytes_of_formats() {
 fn sliding_windows_are_optional_in_files() {
     let config: KvCacheConfig = "k2v2-s4".parse().unwrap();
     let text = serde_json::to_string(&config).unwrap();
-    assert!(!text.contains("sliding_window"), "{text}");
+    assert!(!text.contains("window"), "{text}");
     let with_sliding_window = config.with_sliding_window(Some(512));
     let text = serde_json::to_string(&with_sliding_window).unwrap();
     assert_eq!(serde_json::from_str::<KvCacheConfig>(&text).unwrap(), with_sliding_window);

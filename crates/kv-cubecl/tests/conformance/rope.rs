@@ -227,6 +227,6 @@ fn wrong_tables_are_refused<T: Target>(on: &On<T>) {
     let ragged = KvMemory::Ragged(&mut cache, &[1]);
     assert!(!ragged.turns_tokens());
     let error = ragged.attend_with_rope(q, k, v, &rope, None).unwrap_err().to_string();
-    assert!(error.contains("hadamard query and key before"), "{error}");
+    assert!(error.contains("apply rope to query and key first"), "{error}");
     assert!(snapshot(&cache) == before, "a refused call wrote");
 }

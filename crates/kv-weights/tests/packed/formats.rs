@@ -44,6 +44,7 @@ fn fixtures_are_restored_bit_for_bit(device: &Device) {
             .map(|bytes| f32::from_le_bytes(*bytes))
             .collect();
         assert_same(format.name(), &reference::restore(format, &bytes), &expected);
+        assert_same(format.name(), &format.restore(&bytes), &expected);
         let rows = bytes.len() / format.block_bytes();
         let blocks = Blocks { format, shape: [rows, format.block_numbers()], bytes };
         let restored = device_blocks(&blocks, device).restore().unwrap().into_data();
