@@ -17,9 +17,9 @@ use crate::{
 
 /// What a cache stores: a format for keys, one for values, and recent tokens in float.
 ///
-/// [`new`](Self::new) with the formats `Affine2` to `Affine8` is the cache of KIVI (Liu et al., 2024,
-/// <https://arxiv.org/abs/2402.02750>): keys quantized per channel in groups of tokens, values per
-/// token in groups of channels, and the newest tokens, the residual, in float.
+/// [`new`](Self::new) with the formats `Affine2` to `Affine8` is the cache of KIVI (Liu et al.,
+/// 2024, <https://arxiv.org/abs/2402.02750>): keys quantized per channel in groups of tokens, values
+/// per token in groups of channels, and the newest tokens, the residual, in float.
 /// [Other formats](KvFormat) quantize each token by itself and need no residual.
 ///
 /// The same configuration drives streaming inference ([`KvCache`](crate::KvCache)) and the parallel
@@ -60,17 +60,18 @@ pub struct KvCacheConfig {
     pub capacity: usize,
     /// Storage type of everything that stays in float.
     pub float: CacheFloat,
-    /// Multiplies values by a Hadamard matrix over head_dim before they are quantized, which spreads
-    /// outliers of one channel over all. The output is transformed back. No effect on float values.
+    /// Multiplies values by a Hadamard matrix over head_dim before they are quantized, which
+    /// spreads outliers of one channel over all. The output is transformed back. No effect on float
+    /// values.
     #[serde(skip_serializing_if = "is_false")]
     pub hadamard_values: bool,
     /// Multiplies keys, and queries as they attend, by a Hadamard matrix over head_dim before keys
-    /// are quantized, which spreads outliers of one channel over all and does not change scores. For
-    /// formats that quantize each key by itself. No effect on float keys.
+    /// are quantized, which spreads outliers of one channel over all and does not change scores.
+    /// For formats that quantize each key by itself. No effect on float keys.
     #[serde(skip_serializing_if = "is_false")]
     pub hadamard_keys: bool,
-    /// Number of newest tokens W that a query sees, its own included, beside the sinks: the query of
-    /// token t sees tokens `t - W + 1` to `t`. The cache keeps no others, so its memory does not
+    /// Number of newest tokens W that a query sees, its own included, beside the sinks: the query
+    /// of token t sees tokens `t - W + 1` to `t`. The cache keeps no others, so its memory does not
     /// grow with the capacity. `None` for all tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sliding_window: Option<usize>,
@@ -95,8 +96,8 @@ const fn default_residual(keys: KvFormat, values: KvFormat) -> usize {
 impl KvCacheConfig {
     /// A cache of keys and values in these formats, with capacity 4096 and floats in f32.
     ///
-    /// If either side is in a format of KIVI's, the group size is 32 and the residual length 128, as
-    /// in the paper. If each token is quantized by itself, there is no residual.
+    /// If either side is in a format of KIVI's, the group size is 32 and the residual length 128,
+    /// as in the paper. If each token is quantized by itself, there is no residual.
     pub const fn new(keys: KvFormat, values: KvFormat) -> Self {
         Self {
             keys,
@@ -124,8 +125,8 @@ impl KvCacheConfig {
     /// stays valid where head_dim allows it and a sliding window has room for a group: keys that
     /// become KIVI's lose their Hadamard transform, keys that become quantized one by one are no
     /// longer flushed by group, and group size and residual length return to their defaults, or to
-    /// as much of them as whole groups and the sliding window allow. Fields that were invalid before
-    /// are not changed.
+    /// as much of them as whole groups and the sliding window allow. Fields that were invalid
+    /// before are not changed.
     pub const fn with_formats(mut self, keys: KvFormat, values: KvFormat) -> Self {
         let (before, own) = (self, Self::new(keys, values));
         self.keys = keys;

@@ -19,7 +19,7 @@ pub(crate) struct PackedRun<'a> {
     /// The words of all packed tokens.
     pub(crate) words: &'a [u32],
     pub(crate) place: PackedPlace,
-    /// Which of them, from the first of a block_tokens on.
+    /// Which of them, from the first of a block on.
     pub(crate) tokens: Range<usize>,
     /// Tokens that are not packed before them, of those that were asked for.
     pub(crate) skipped: usize,
@@ -44,7 +44,7 @@ impl PackedRun<'_> {
     pub(crate) fn restored_tiles(&self, mut visit: impl FnMut(usize, &[f32])) {
         let Self { ref place, ref tokens, .. } = *self;
         let PackedPlace { spec, head_dim, .. } = *place;
-        // Whole granules, although fewer tokens may be asked for.
+        // Whole blocks, although fewer tokens may be asked for.
         let block_tokens = spec.block_tokens();
         let step = block_tokens.max(TILE / block_tokens * block_tokens);
         let mut tile = vec![0.0; step * head_dim];
@@ -59,10 +59,10 @@ impl PackedRun<'_> {
 
 /// A [`Codec`] on the CPU.
 pub(crate) trait CpuCodec: Sync {
-    /// Quantizes `rows`, `[tokens, head_dim]` of whole granules, into the words of a slice, from token `first` on.
+    /// Quantizes `rows`, `[tokens, head_dim]` of whole blocks, into the words of a slice, from token `first` on.
     fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedPlace);
 
-    /// Restores whole granules of `rows`, `[tokens, head_dim]`, from the words of a slice, from token `first` on.
+    /// Restores whole blocks of `rows`, `[tokens, head_dim]`, from the words of a slice, from token `first` on.
     fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedPlace);
 
     /// Turns `grad`, the gradient of fake-quantized rows, into that of `rows`, by adding what passes through

@@ -87,8 +87,8 @@ pub enum Granularity {
 
 /// How a tensor `[.., tokens, head_dim]` is quantized, and where its words are.
 ///
-/// Tokens are packed in granules of [`block_tokens`](Self::block_tokens) tokens, the fewest that hold whole groups.
-/// A block_tokens has [`groups`](Self::groups) groups: first come the code words of all of them, then one
+/// Tokens are packed in blocks of [`block_tokens`](Self::block_tokens) tokens, the fewest that hold
+/// whole groups. A block has [`groups`](Self::groups) groups: the code words of all of them, then one
 /// parameter word for each. The words of a group are next to one another per token; per channel, those of
 /// neighboring channels are, so that word `j` of a group is `head_dim` words after word `j - 1`.
 ///
@@ -163,7 +163,7 @@ impl QuantSpec {
         }
     }
 
-    /// Groups of a block_tokens.
+    /// Number of groups in a block.
     pub const fn groups(&self, head_dim: usize) -> usize {
         match self.granularity {
             Granularity::PerChannel => head_dim,

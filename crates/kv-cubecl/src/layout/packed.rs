@@ -20,7 +20,7 @@ impl PackedPlace {
         self.spec.words(self.tokens, self.head_dim)
     }
 
-    /// The first word of the codes of `token`, the first of a block_tokens.
+    /// The first word of the codes of `token`, the first of a block.
     pub const fn codes(&self, token: usize) -> usize {
         match self.spec.packs_parameters() {
             true => token * self.head_dim / self.spec.codes_per_word(),

@@ -11,7 +11,7 @@ use crate::{Activations, Error, PackedExperts, Result, WeightOps};
 pub struct ExpertSelection {
     /// Words from the first of an expert to that of the next.
     pub stride: usize,
-    /// ExpertSelection that share a row of activations.
+    /// Selections that share a row of activations.
     pub shared: usize,
     /// What products are made of.
     pub activations: Activations,

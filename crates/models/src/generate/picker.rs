@@ -7,7 +7,7 @@ use tracing::trace_span;
 use super::{Sampler, Sampling, read};
 use crate::{Error, Result, spans::OPERATION};
 
-/// ExpertSelection the tokens of one text.
+/// Picks the tokens of one text.
 #[derive(Clone, Debug)]
 pub(super) enum Picker {
     /// From logits that are read.
@@ -64,7 +64,8 @@ impl Picker {
     }
 }
 
-/// ExpertSelection a token for every text from its row of `logits`, `[texts, vocab]`, and reads all at once.
+/// Picks a token for every text from its row of `logits`, `[texts, vocab]`, and reads all at
+/// once.
 ///
 /// # Errors
 ///

@@ -124,7 +124,8 @@ impl<'a> Steps<'a> {
         self.logits = Some(logits);
     }
 
-    /// ExpertSelection the token after the last [`step`](Self::step) or the [prompt](Self::start); `text` are the ids so far.
+    /// Picks the token after the last [`step`](Self::step) or the [prompt](Self::start). `text`
+    /// holds the ids so far.
     ///
     /// # Errors
     ///

@@ -88,7 +88,7 @@ struct Run {
     stride: usize,
 }
 
-/// Quantizes group `group` of a block_tokens, counted after the sinks, into its words.
+/// Quantizes group `group` of a block of tokens, counted after the sinks, into its words.
 #[cube]
 fn flush_group<R: Float, C: Float>(
     floats: &[R],
