@@ -2,7 +2,6 @@
 
 use core::ops::Range;
 
-use super::Codec;
 use crate::{
     layout::PackedPlace,
     simd::{add_rows, score_rows},
@@ -57,7 +56,7 @@ impl PackedRun<'_> {
     }
 }
 
-/// A [`Codec`] on the CPU.
+/// A [`Codec`](super::Codec) on the CPU.
 pub(crate) trait CpuCodec: Sync {
     /// Quantizes `rows`, `[tokens, head_dim]` of whole blocks, into the words of a slice, from token `first` on.
     fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedPlace);
@@ -84,19 +83,5 @@ pub(crate) trait CpuCodec: Sync {
     /// `o_r += sum_t weights[r * n + t] * value_t`, by default over restored values.
     fn add(&self, values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {
         values.add_restored(weights, n, o);
-    }
-}
-
-impl Codec {
-    pub(crate) fn on_cpu(self) -> &'static dyn CpuCodec {
-        match self {
-            Self::Affine => &super::affine::Affine,
-            Self::Int8 => &super::int8::Int8,
-            Self::E4m3 => &super::float8::E4m3,
-            Self::E5m2 => &super::float8::E5m2,
-            Self::E4m3Blocks => &super::blocks::E4m3Blocks,
-            Self::E2m1Blocks => &super::blocks::E2m1Blocks,
-            Self::Mxfp4 => &super::blocks::Mxfp4,
-        }
     }
 }

@@ -4,7 +4,7 @@
 use cubecl::prelude::*;
 
 #[cfg(feature = "cube")]
-use super::cube::round_half_even;
+use super::in_kernels::round_half_even;
 
 /// A float of few bits.
 #[derive(Clone, Copy, Debug)]

@@ -6,6 +6,7 @@
 mod affine;
 mod bf16;
 mod blocks;
+mod cache_float;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
 mod f16;
@@ -14,13 +15,18 @@ mod f32;
 pub(crate) mod flex;
 mod float;
 mod float8;
+mod groups;
+#[cfg(feature = "cube")]
+mod in_kernels;
 mod int8;
 mod minifloat;
 mod packed;
+mod registry;
 mod scaled;
 mod side;
+mod table;
 
-pub use float::CacheFloat;
+pub use cache_float::CacheFloat;
+pub(crate) use groups::OfFrames;
 pub use packed::{Codec, Granularity, QuantSpec};
-pub use side::KvFormat;
-pub(crate) use side::OfFrames;
+pub use registry::KvFormat;

@@ -1,30 +1,21 @@
 //! How tokens are packed once they leave the window: in groups of codes with a parameter word each.
 
-use super::{KvFormat, minifloat::Minifloat};
-use crate::{Result, error::invalid};
+use super::{minifloat::Minifloat, table::codecs};
 
-/// The formats of packed tokens: what the codes of a group and its parameter say.
-///
-/// How groups lie in tensors and words is the same for all ([`QuantSpec`]).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Codec {
-    /// `code * scale + min`, with scale and minimum in f16.
-    Affine,
-    /// `code * scale`, signed codes of 8 bits from -127 to 127, scale in f16.
-    Int8,
-    /// Floats of 8 bits with 4 of exponent and 3 of mantissa, scale in f16.
-    E4m3,
-    /// Floats of 8 bits with 5 of exponent and 2 of mantissa, scale in f16.
-    E5m2,
-    /// E4M3 with the smallest power of two as scale that keeps all numbers.
-    E4m3Blocks,
-    /// Floats of 4 bits with 2 of exponent and 1 of mantissa, and the smallest power of two as scale that keeps all
-    /// numbers.
-    E2m1Blocks,
-    /// The same floats, with OCP's power of two, beyond which numbers saturate.
-    Mxfp4,
+macro_rules! codec_enum {
+    ($($(#[$doc:meta])* $module:ident::$Codec:ident { $($formats:tt)* })+) => {
+        /// The codecs of packed tokens: what the codes of a group and its parameter mean.
+        ///
+        /// How groups lie in tensors and words is the same for all ([`QuantSpec`]).
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum Codec {
+            $($(#[$doc])* $Codec,)+
+        }
+    };
 }
+
+codecs!(codec_enum);
 
 /// What is fixed in a format of packed tokens.
 pub(super) struct CodecSpec {
@@ -39,20 +30,9 @@ pub(super) struct CodecSpec {
 }
 
 impl Codec {
-    const fn about(self) -> &'static CodecSpec {
-        match self {
-            Self::Affine => &super::affine::ABOUT,
-            Self::Int8 => &super::int8::ABOUT,
-            Self::E4m3 => &super::float8::ABOUT_E4M3,
-            Self::E5m2 => &super::float8::ABOUT_E5M2,
-            Self::E4m3Blocks => &super::blocks::ABOUT_E4M3,
-            Self::E2m1Blocks | Self::Mxfp4 => &super::blocks::ABOUT_E2M1,
-        }
-    }
-
     /// Bits of the parameter of a group.
     pub const fn parameter_bits(self) -> usize {
-        self.about().parameter_bits
+        self.codec_spec().parameter_bits
     }
 
     /// Whether code 0 stands for another number than 0.
@@ -62,17 +42,17 @@ impl Codec {
 
     /// The largest number that a code stands for, before its scale; `None` where code 0 does not stand for 0.
     pub const fn largest(self) -> Option<f32> {
-        self.about().largest
+        self.codec_spec().largest
     }
 
     /// Numbers beyond it, infinite ones too, count as it, so that what is restored is finite.
     pub const fn limit(self) -> f32 {
-        self.about().limit
+        self.codec_spec().limit
     }
 
     /// What codes are, if they are floats.
     pub(super) const fn float(self) -> Option<Minifloat> {
-        self.about().float
+        self.codec_spec().float
     }
 }
 
@@ -108,22 +88,6 @@ pub struct QuantSpec {
 }
 
 impl QuantSpec {
-    /// The groups of one of KIVI's formats. Checks that they fill whole words.
-    ///
-    /// # Errors
-    /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
-    pub fn new(granularity: Granularity, format: KvFormat, group_size: usize) -> Result<Self> {
-        let Some(n_bits) = format.affine_bits() else {
-            return Err(invalid("format", format, "must be 2, 4 or 8"));
-        };
-        let spec = Self { format: Codec::Affine, granularity, n_bits, group_size };
-        if group_size == 0 || !group_size.is_multiple_of(spec.codes_per_word()) {
-            let rule = format!("must be a positive multiple of {}", spec.codes_per_word());
-            return Err(invalid("group_size", group_size, rule));
-        }
-        Ok(spec)
-    }
-
     /// Codes in one u32 word, least significant bits first.
     pub const fn codes_per_word(&self) -> usize {
         32 / self.n_bits as usize

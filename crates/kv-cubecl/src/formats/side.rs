@@ -4,119 +4,38 @@ use core::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-use super::{Codec, Granularity, QuantSpec};
+use super::{
+    Codec, Granularity, QuantSpec,
+    groups::{Groups, OfFrames},
+    registry::{KvFormat, Stored},
+};
 use crate::{Result, Side, error::invalid};
 
-/// How one side of a cache is stored.
-///
-/// In files a format is its number of bits where it is one of KIVI's or float, and otherwise its name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum KvFormat {
-    /// Never quantized: all tokens are of the cache's [`CacheFloat`](crate::CacheFloat).
-    Float,
-    /// KIVI's groups with scale and minimum, 2 bits: of tokens for keys, of channels for values.
-    Affine2,
-    /// The same with 4 bits.
-    Affine4,
-    /// The same with 8 bits.
-    Affine8,
-    /// Signed 8 bits, `-127` to `127`, with a scale for each token and head, `f16(amax / 127)`.
-    Int8,
-    /// The same with a scale for each of KIVI's groups: of tokens for keys, which is per channel, of channels for values.
-    Int8Groups,
-    /// The same with a scale for each head and frame, `f16(amax / 127)` of a running amax that follows the largest
-    /// magnitudes of frames ([`RunningScale`](crate::RunningScale)). Every token keeps the scale that it was written
-    /// with. For caches of frames alone.
-    Int8Frames,
-    /// The same of a running percentile of magnitudes, beyond which numbers saturate.
-    Int8Percentile,
-    /// E4M3 floats of 8 bits with a scale for each token and head, `f16(amax / 448)`.
-    E4m3,
-    /// E5M2 floats of 8 bits with a scale for each token and head, `f16(amax / 57344)`.
-    E5m2,
-    /// E4M3 in blocks of 32 channels with powers of two as scales, as DeepSeek has them.
-    E4m3Blocks,
-    /// E2M1 floats of 4 bits in such blocks.
-    E2m1Blocks,
-    /// OCP's MXFP4: E2M1 in blocks of 32 channels with its powers of two.
-    Mxfp4,
-}
-
-/// What a format has to say of how a side is stored in it.
-pub(super) struct Stored {
-    /// What it is called in the short names of configurations, and in files.
-    pub(super) name: &'static str,
-    pub(super) format: Codec,
-    pub(super) n_bits: u32,
-    pub(super) groups: Groups,
-}
-
-/// What shares a parameter.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Groups {
-    /// As KIVI has them, of the configuration's group size: tokens for keys, channels for values.
-    Kivi,
-    /// All channels of a token.
-    Token,
-    /// So many channels of a token.
-    Blocks(usize),
-    /// All tokens of a head of a frame, each of which has the parameter for itself.
-    Frame(OfFrames),
-}
-
-/// Of which magnitude of a frame a scale is taken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum OfFrames {
-    /// The largest.
-    Largest,
-    /// One that most do not exceed.
-    Percentile,
-}
-
 impl KvFormat {
-    /// All that caches of tokens store; those of frames have [two more](Self::OF_FRAMES).
-    pub const ALL: &[Self] = &[
-        Self::Float,
-        Self::Affine2,
-        Self::Affine4,
-        Self::Affine8,
-        Self::Int8,
-        Self::Int8Groups,
-        Self::E4m3,
-        Self::E5m2,
-        Self::E4m3Blocks,
-        Self::E2m1Blocks,
-        Self::Mxfp4,
-    ];
-
-    /// Those that take their scales from frames.
-    pub const OF_FRAMES: &[Self] = &[Self::Int8Frames, Self::Int8Percentile];
-
-    const fn stored(self) -> Option<&'static Stored> {
-        match self {
-            Self::Float => None,
-            Self::Affine2 => Some(&super::affine::STORED[0]),
-            Self::Affine4 => Some(&super::affine::STORED[1]),
-            Self::Affine8 => Some(&super::affine::STORED[2]),
-            Self::Int8 => Some(&super::int8::STORED),
-            Self::Int8Groups => Some(&super::int8::STORED_GROUPS),
-            Self::Int8Frames => Some(&super::int8::STORED_FRAMES),
-            Self::Int8Percentile => Some(&super::int8::STORED_PERCENTILE),
-            Self::E4m3 => Some(&super::float8::STORED_E4M3),
-            Self::E5m2 => Some(&super::float8::STORED_E5M2),
-            Self::E4m3Blocks => Some(&super::blocks::STORED_E4M3),
-            Self::E2m1Blocks => Some(&super::blocks::STORED_E2M1),
-            Self::Mxfp4 => Some(&super::blocks::STORED_MXFP4),
-        }
-    }
-
     /// What it is called in the short names of configurations.
     pub const fn name(self) -> &'static str {
         match self.stored() {
             Some(stored) => stored.name,
             None => "16",
         }
+    }
+
+    /// One line that says how tokens are stored.
+    pub const fn description(self) -> &'static str {
+        match self.stored() {
+            Some(stored) => stored.description,
+            None => "The cache's float type: f32, f16 or bf16",
+        }
+    }
+
+    /// Renders the table of formats as the rows of a Markdown table: name, bits of a code,
+    /// description.
+    pub fn markdown_rows() -> String {
+        let all = Self::ALL.iter().chain(Self::OF_FRAMES);
+        let row = |format: &Self| {
+            format!("| `{format}` | {} | {} |\n", format.n_bits(), format.description())
+        };
+        all.map(row).collect()
     }
 
     /// The format of a name; `None` if there is none of this name.
@@ -160,10 +79,20 @@ impl KvFormat {
 
     /// What a cache of tokens is to store in its place: where scales are taken from frames, tokens have each their own.
     pub(crate) const fn of_tokens(self) -> Self {
-        match self {
-            Self::Int8Frames | Self::Int8Percentile => Self::Int8,
-            other => other,
+        let Some(&Stored { format, groups: Groups::Frame(_), .. }) = self.stored() else {
+            return self;
+        };
+        let mut i = 0;
+        while i < Self::ALL.len() {
+            if let Some(other) = Self::ALL[i].stored()
+                && matches!(other.groups, Groups::Token)
+                && other.format as usize == format as usize
+            {
+                return Self::ALL[i];
+            }
+            i += 1;
         }
+        self
     }
 
     /// Which axis is grouped on a side; `None` in float.
@@ -242,6 +171,24 @@ impl KvFormat {
         let all = Self::ALL[1..].iter().chain(Self::OF_FRAMES);
         let names: Vec<_> = all.map(|format| format.name()).collect();
         format!("{} or 16 for float", names.join(", "))
+    }
+}
+
+impl QuantSpec {
+    /// The groups of one of KIVI's formats. Checks that they fill whole words.
+    ///
+    /// # Errors
+    /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
+    pub fn new(granularity: Granularity, format: KvFormat, group_size: usize) -> Result<Self> {
+        let Some(n_bits) = format.affine_bits() else {
+            return Err(invalid("format", format, "must be 2, 4 or 8"));
+        };
+        let spec = Self { format: Codec::Affine, granularity, n_bits, group_size };
+        if group_size == 0 || !group_size.is_multiple_of(spec.codes_per_word()) {
+            let rule = format!("must be a positive multiple of {}", spec.codes_per_word());
+            return Err(invalid("group_size", group_size, rule));
+        }
+        Ok(spec)
     }
 }
 

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::Affine;
-use crate::formats::cube::{
+use crate::formats::in_kernels::{
     CubeCodec, F16_MAX, half_bits, half_value, is_nan, round_half_even, saturate,
 };
 

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::{E2m1Blocks, E4m3Blocks, MANTISSA, Mxfp4, Rule};
 use crate::formats::{
-    cube::{CubeCodec, is_nan},
+    in_kernels::{CubeCodec, is_nan},
     minifloat,
     scaled::cube::largest,
 };

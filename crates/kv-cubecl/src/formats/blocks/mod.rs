@@ -12,16 +12,7 @@ mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 
-use super::{
-    Codec,
-    float8::E4M3,
-    minifloat::Minifloat,
-    packed::CodecSpec,
-    side::{Groups, Stored},
-};
-
-/// Channels of a block.
-const BLOCK: usize = 32;
+use super::{float8::E4M3, minifloat::Minifloat, packed::CodecSpec};
 
 /// 2 bits of exponent and 1 of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
 const E2M1: Minifloat = Minifloat { bias: 1, mantissa: 1, largest: 6.0, sign: 8, first_special: 8 };
@@ -54,19 +45,8 @@ const E2M1_MOST: u32 = E2M1.largest.to_bits() & MANTISSA;
 /// 2^127: what it is restored to is finite.
 const LIMIT: f32 = f32::from_bits(0x7f00_0000);
 
-pub(super) const ABOUT_E4M3: CodecSpec = about(E4M3);
-pub(super) const ABOUT_E2M1: CodecSpec = about(E2M1);
-
-const fn about(float: Minifloat) -> CodecSpec {
+const fn spec(float: Minifloat) -> CodecSpec {
     CodecSpec { parameter_bits: 8, largest: Some(float.largest), limit: LIMIT, float: Some(float) }
-}
-
-pub(super) const STORED_E4M3: Stored = stored("e4m3b", Codec::E4m3Blocks, 8);
-pub(super) const STORED_E2M1: Stored = stored("e2m1b", Codec::E2m1Blocks, 4);
-pub(super) const STORED_MXFP4: Stored = stored("mxfp4", Codec::Mxfp4, 4);
-
-const fn stored(name: &'static str, format: Codec, n_bits: u32) -> Stored {
-    Stored { name, format, n_bits, groups: Groups::Blocks(BLOCK) }
 }
 
 /// DeepSeek's blocks of E4M3.
@@ -80,3 +60,15 @@ pub(crate) struct E2m1Blocks;
 /// OCP's blocks of E2M1.
 #[derive(Debug)]
 pub(crate) struct Mxfp4;
+
+impl E4m3Blocks {
+    pub(super) const SPEC: CodecSpec = spec(E4M3);
+}
+
+impl E2m1Blocks {
+    pub(super) const SPEC: CodecSpec = spec(E2M1);
+}
+
+impl Mxfp4 {
+    pub(super) const SPEC: CodecSpec = spec(E2M1);
+}

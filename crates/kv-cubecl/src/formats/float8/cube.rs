@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::{E4M3, E4m3, E5M2, E5m2};
 use crate::formats::{
-    cube::{CubeCodec, half_value, is_nan},
+    in_kernels::{CubeCodec, half_value, is_nan},
     minifloat,
     scaled::cube::{ScaledInKernels, add_gradient, half_scale},
 };

@@ -10,12 +10,7 @@ mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 
-use super::{
-    Codec,
-    minifloat::Minifloat,
-    packed::CodecSpec,
-    side::{Groups, Stored},
-};
+use super::{minifloat::Minifloat, packed::CodecSpec};
 
 /// 4 bits of exponent and 3 of mantissa; no infinities, and NaN where all bits are set.
 pub(super) const E4M3: Minifloat =
@@ -25,23 +20,13 @@ pub(super) const E4M3: Minifloat =
 pub(super) const E5M2: Minifloat =
     Minifloat { bias: 15, mantissa: 2, largest: 57344.0, sign: 0x80, first_special: 0x7c };
 
-pub(super) const ABOUT_E4M3: CodecSpec = about(E4M3);
-pub(super) const ABOUT_E5M2: CodecSpec = about(E5M2);
-
-const fn about(float: Minifloat) -> CodecSpec {
+const fn spec(float: Minifloat) -> CodecSpec {
     CodecSpec {
         parameter_bits: 16,
         largest: Some(float.largest),
         limit: f32::MAX,
         float: Some(float),
     }
-}
-
-pub(super) const STORED_E4M3: Stored = stored("e4m3", Codec::E4m3);
-pub(super) const STORED_E5M2: Stored = stored("e5m2", Codec::E5m2);
-
-const fn stored(name: &'static str, format: Codec) -> Stored {
-    Stored { name, format, n_bits: 8, groups: Groups::Token }
 }
 
 /// See [`E4M3`].
@@ -51,3 +36,11 @@ pub(crate) struct E4m3;
 /// See [`E5M2`].
 #[derive(Debug)]
 pub(crate) struct E5m2;
+
+impl E4m3 {
+    pub(super) const SPEC: CodecSpec = spec(E4M3);
+}
+
+impl E5m2 {
+    pub(super) const SPEC: CodecSpec = spec(E5M2);
+}

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::{Int8, LARGEST};
 use crate::formats::{
-    cube::{CubeCodec, half_value, is_nan, round_half_even},
+    in_kernels::{CubeCodec, half_value, is_nan, round_half_even},
     scaled::cube::{ScaledInKernels, add_gradient, half_scale},
 };
 

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use crate::formats::cube::{CubeCodec, F16_MAX, half_bits, is_nan};
+use crate::formats::in_kernels::{CubeCodec, F16_MAX, half_bits, is_nan};
 
 /// The largest magnitude of a group with these extremes; 0 where no number was found.
 #[cube]
