@@ -7,7 +7,7 @@ use core::ops::Range;
 use rayon::prelude::*;
 
 use super::{
-    decode::{between_groups, block, block_end},
+    blocks::{between_groups, block, block_end},
     scale_weights,
     slice::Slice,
     streaming::{Matrix, matmul},

@@ -10,7 +10,12 @@ use std::sync::{Mutex, PoisonError};
 
 use burn::backend::Flex;
 
-use super::{chunk, scale_weights, slice::Slice, without_overflow};
+use super::{
+    blocks::{between_groups, block, block_end},
+    chunk, scale_weights,
+    slice::Slice,
+    without_overflow,
+};
 use crate::{
     AttentionOptions, CacheState,
     formats::flex::{SCRATCH_ROWS, TILE},
@@ -25,9 +30,6 @@ const MIN_SPLIT: usize = 512;
 /// Tasks per thread. More tasks balance the load, as a thread that wakes up late does fewer of
 /// them; but the first memory reads of each task are not prefetched.
 const TASKS_PER_THREAD: usize = 8;
-
-/// Tokens whose scores a thread has in memory at once.
-const BLOCK: usize = 4096;
 
 /// From this number of query rows on, restoring tiles and multiplying matrices is faster than one
 /// pass over the codes.
@@ -197,29 +199,6 @@ impl Attend<'_> {
     }
 }
 
-/// The last token up to `token` where a block may end without cutting a group of packed keys; among
-/// the sinks, and where no side has groups, this is any token.
-pub(super) fn between_groups(layout: &CacheLayout, token: usize) -> usize {
-    let sinks = layout.config().sink_tokens;
-    let group = if layout.config().is_grouped() { layout.config().group_size } else { 1 };
-    if token <= sinks { token } else { sinks + (token - sinks) / group * group }
-}
-
-/// Where a block that starts at `start` ends, of a run of tokens that ends at `end`: the words of
-/// its packed tokens follow each other.
-pub(super) fn block_end(layout: &CacheLayout, start: usize, end: usize) -> usize {
-    let block = match start + block(layout) {
-        block if block >= end => end,
-        block => between_groups(layout, block),
-    };
-    block.min(layout.packed_run_end(start))
-}
-
-/// Most tokens of a block: enough for at least one group.
-pub(super) fn block(layout: &CacheLayout) -> usize {
-    BLOCK.max(layout.config().group_size)
-}
-
 /// The attention of each of several sequences, one after the other on all threads; of many, several
 /// at a time on a thread each.
 pub(super) fn of_each<T: Send>(
@@ -366,7 +345,10 @@ mod tests {
     use burn_flex::FlexTensor;
 
     use super::*;
-    use crate::{CacheShape, KvCacheOps, backends::flex::tensor};
+    use crate::{
+        CacheShape, KvCacheOps,
+        backends::flex::{blocks::BLOCK, tensor},
+    };
 
     /// Most splits are shorter than a block; the one tested here has three blocks.
     #[test]

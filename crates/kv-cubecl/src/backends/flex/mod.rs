@@ -6,6 +6,7 @@
     reason = "macerator compiles a function for its first type parameter, used or not"
 )]
 
+mod blocks;
 mod cache;
 mod chunk;
 mod decode;

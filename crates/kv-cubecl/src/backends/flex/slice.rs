@@ -56,7 +56,7 @@ impl<'a> Slice<'a> {
 
 impl SideSlice<'_> {
     /// The tokens of `tokens` that are packed, if there are any; `tokens` are those of a
-    /// [block](super::decode::block_end), so that their words follow each other.
+    /// [block](super::blocks::block_end), so that their words follow each other.
     pub(super) fn packed(&self, tokens: &Range<usize>) -> Option<PackedRun<'_>> {
         let sinks = self.place.sinks;
         let clip = |token: usize| token.saturating_sub(sinks).min(self.n_packed);

@@ -1,0 +1,29 @@
+//! Blocks of tokens whose scores are in memory at once, for chunk and decode attention.
+
+use crate::layout::CacheLayout;
+
+/// Tokens whose scores a thread has in memory at once.
+pub(super) const BLOCK: usize = 4096;
+
+/// Returns the last token up to `token` where a block may end without splitting a group of packed
+/// keys; among the sinks, and where no side has groups, this is any token.
+pub(super) fn between_groups(layout: &CacheLayout, token: usize) -> usize {
+    let sinks = layout.config().sink_tokens;
+    let group = if layout.config().is_grouped() { layout.config().group_size } else { 1 };
+    if token <= sinks { token } else { sinks + (token - sinks) / group * group }
+}
+
+/// Returns the end of the block that starts at `start` in a run of tokens that ends at `end`: the
+/// words of its packed tokens follow each other.
+pub(super) fn block_end(layout: &CacheLayout, start: usize, end: usize) -> usize {
+    let block = match start + block(layout) {
+        block if block >= end => end,
+        block => between_groups(layout, block),
+    };
+    block.min(layout.packed_run_end(start))
+}
+
+/// Returns the largest number of tokens in a block: enough for at least one group.
+pub(super) fn block(layout: &CacheLayout) -> usize {
+    BLOCK.max(layout.config().group_size)
+}
