@@ -173,7 +173,7 @@ fn mistakes_are_one_line() {
     };
     says("[[rules]]\ncach = \"k4v4\"", &["policy.toml: rules[0].cache = missing"]);
     says("[[rules]]\nformat = 4\nbits = 4", &["policy.toml: rules[0].bits = 4: unknown field"]);
-    says("[[rules]]\nformat = 5", &["rules[0].format = 5: ", "expected 2, 4, 8"]);
+    says("[[rules]]\nformat = 5", &["rules[0].format = 5: ", "expected 2, 3, 4, 8"]);
     says("[[rules]]\nlayers = \"0..3\"\nformat = \"int8\"", &["rules[0].layers = 0..3", "0 to 1"]);
     says("[[rules]]\nlayers = \"1..1\"\nformat = 4", &["rules[0].layers = \"1..1\"", "no layer"]);
     says("[[rules]", &["policy.toml: not a readable toml file: ", "at line 1"]);
@@ -268,7 +268,7 @@ fn a_search_that_cannot_be_is_refused_in_one_line() {
     let says = |more: &[&str], parts: &[&str]| fails(&search(&out, more), parts);
     says(&["--bytes", "1K"], &["bytes 1000: a cache of 1024 tokens", "takes at least"]);
     says(&["--bytes", "much"], &["--bytes", "\"much\" is no size"]);
-    says(&["--bytes", "1M", "--format", "3"], &["--format", "must be one of 2, 4, 8, int8"]);
+    says(&["--bytes", "1M", "--format", "5"], &["--format", "must be one of 2, 3, 4, 8, int8"]);
     says(&["--bytes", "1M", "--name", "k4v4"], &["name = k4v4: is the name of the cache k4v4"]);
     says(&["--bytes", "1M", "--base", "k4v4-g64"], &["group_size 64"]);
     says(&["--bytes", "1M", "--tokens", "1"], &["searched on", "at least two tokens"]);

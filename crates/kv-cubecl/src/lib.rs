@@ -2,7 +2,7 @@
 //!
 //! KIVI grouped quantization (Liu et al., 2024, <https://arxiv.org/abs/2402.02750>) as
 //! [Burn](https://burn.dev) operations: keys per channel in groups of tokens, values per token in
-//! groups of channels, 2, 4 or 8 bits, a float residual window, on the CPU, WGPU and CUDA.
+//! groups of channels, 2, 3, 4 or 8 bits, a float residual, on the CPU, WGPU and CUDA.
 //!
 //! ```
 //! use burn::tensor::{Distribution, Tensor};

@@ -129,8 +129,8 @@ fn wrong_files_name_the_field() {
         }
     };
     for (field, value, rule) in [
-        ("key_format", json!(3), "expected 2, 4, 8, or 16 for float"),
-        ("value_format", json!(258), "expected 2, 4, 8, or 16 for float"),
+        ("key_format", json!(5), "expected 2, 3, 4, 8, or 16 for float"),
+        ("value_format", json!(258), "expected 2, 3, 4, 8, or 16 for float"),
         ("value_format", json!("2"), "or one of \"int8\""),
         ("group_size", json!(-1), "expected usize"),
         ("residual_length", json!(1.5), "expected usize"),

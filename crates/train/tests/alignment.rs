@@ -87,15 +87,14 @@ fn nll(logits: &Tensor<3>, ids: &Tensor<2, Int>) -> f64 {
     -log_p.gather(2, next).mean().into_scalar::<f64>()
 }
 
-/// Returns all codes, in the order of the words.
-fn codes(packed: &Logical, spec: QuantSpec) -> Vec<u32> {
-    let per_word = spec.codes_per_word() as u32;
-    let bits = 32 / per_word;
-    packed
-        .codes
-        .iter()
-        .flat_map(|word| (0..per_word).map(move |i| word >> (i * bits) & spec.max_code()))
-        .collect()
+/// Returns all codes, group by group.
+fn codes(packed: &Logical, spec: QuantSpec, head_dim: usize) -> Vec<u32> {
+    let group = |nth: usize| {
+        let (first, stride) = spec.logical_words(nth, head_dim);
+        let code = move |at| spec.code(at, |word| packed.codes[first + word * stride]);
+        (0..spec.group_size).map(code)
+    };
+    (0..packed.scale.len()).flat_map(group).collect()
 }
 
 /// The differences between the parallel pass and streaming.
@@ -123,7 +122,7 @@ fn compare(
 ) {
     let Some(packed) = packed else { return };
     let spec = packed.spec();
-    let [_, _, count, _] = packed.shape();
+    let [_, _, count, head_dim] = packed.shape();
     let values = side.narrow(2, config.sink_tokens, count);
     let parallel = quantize_side(values, of, config.format(of), config.group_size).unwrap();
     let (parallel, streamed) = (parallel.to_logical(), packed.to_logical());
@@ -132,7 +131,7 @@ fn compare(
         all.differing_params += a.iter().zip(b).filter(|(a, b)| a != b).count();
         all.params += a.len();
     }
-    let (parallel, streamed) = (codes(&parallel, spec), codes(&streamed, spec));
+    let (parallel, streamed) = (codes(&parallel, spec, head_dim), codes(&streamed, spec, head_dim));
     assert_eq!(parallel.len(), streamed.len());
     for (a, b) in parallel.iter().zip(&streamed) {
         all.differing += usize::from(a != b);

@@ -66,18 +66,11 @@ fn count(logical: &Logical, spec: QuantSpec, head_dim: usize) -> Counters {
         None => code as f32,
     };
     let mut groups = vec![Group::default(); scales.len()];
-    let per_word = spec.codes_per_word();
-    for (at, word) in logical.codes.iter().enumerate() {
-        let group = match spec.block_tokens() {
-            // Words of a group are next to each other.
-            1 => at / spec.code_words(),
-            // A word holds consecutive tokens of a channel; the next word holds the next channel.
-            _ => at / (spec.code_words() * head_dim) * head_dim + at % head_dim,
-        };
-        for nth in 0..per_word {
-            let code = word >> (nth as u32 * spec.n_bits) & spec.max_code();
-            let number = stands_for(code, group);
-            let group = &mut groups[group];
+    for (at, group) in groups.iter_mut().enumerate() {
+        let (first, stride) = spec.logical_words(at, head_dim);
+        for nth in 0..spec.group_size {
+            let code = spec.code(nth, |word| logical.codes[first + word * stride]);
+            let number = stands_for(code, at);
             group.extreme += usize::from(spec.is_extreme(code));
             group.varied |= *group.first.get_or_insert(number) != number;
         }
@@ -90,7 +83,7 @@ fn count(logical: &Logical, spec: QuantSpec, head_dim: usize) -> Counters {
     let sum: f64 = varied().map(|(&scale, _)| f64::from(scale)).sum();
     let least = varied().map(|(&scale, _)| scale).fold(f32::INFINITY, f32::min);
     Counters {
-        codes: logical.codes.len() * per_word,
+        codes: groups.len() * spec.group_size,
         extreme: varied().map(|(_, group)| group.extreme).sum(),
         groups: scales.len(),
         constant: scales.len() - n,

@@ -72,7 +72,7 @@ mod tests {
 
     #[test]
     fn an_error_names_the_nearest_form_and_no_grammar() {
-        for (typed, meant) in [("k3v2-g64", "k2v2-g64"), ("k4v4-g", "k4v4"), ("k4v4-x", "k4v4")] {
+        for (typed, meant) in [("k5v2-g64", "k2v2-g64"), ("k4v4-g", "k4v4"), ("k4v4-x", "k4v4")] {
             let error = typed.parse::<KvCacheConfig>().unwrap_err().to_string();
             assert!(error.contains(&format!("(did you mean {meant}?)")), "{error}");
             assert!(error.len() < 200, "{error}");

@@ -2,8 +2,13 @@
 
 use cubecl::prelude::*;
 
-pub(crate) use super::in_kernels::{code_at, greater, lesser, saturate};
-use super::{Codec, QuantSpec, in_kernels::CubeCodec, minifloat, table::codecs};
+pub(crate) use super::in_kernels::{greater, lesser, saturate};
+use super::{
+    Codec, QuantSpec,
+    in_kernels::{CubeCodec, code_at},
+    minifloat,
+    table::codecs,
+};
 
 /// The functions of [`CubeCodec`], for the format of a [`QuantSpec`].
 macro_rules! dispatch {
@@ -80,15 +85,69 @@ macro_rules! dispatch {
 
 codecs!(dispatch);
 
-/// What code `index` of a word stands for, before scale and offset. Codes of floats are those of finite numbers, as all
-/// that are stored.
+/// Returns which word of a group holds the low bits of a run of codes: [`QuantSpec::low_word`].
 #[cube]
-pub(crate) fn element(word: u32, #[comptime] index: usize, #[comptime] spec: QuantSpec) -> f32 {
+pub(crate) fn low_word(run: usize, #[comptime] spec: QuantSpec) -> usize {
+    if comptime!(spec.splits_codes()) { run / 2 * 3 + run % 2 } else { run }
+}
+
+/// Returns the bits of a code that are in a word of low bits: [`QuantSpec::low_bits`].
+#[cube]
+pub(crate) fn low_bits(code: u32, #[comptime] spec: QuantSpec) -> u32 {
+    if comptime!(spec.splits_codes()) { code & 3u32 } else { code }
+}
+
+/// Returns which word of a group holds the high bits of a run of codes, where codes are split:
+/// [`QuantSpec::high_word`].
+#[cube]
+pub(crate) fn high_word(run: usize) -> usize {
+    run / 2 * 3 + 2
+}
+
+/// Returns the bit of the first of these high bits in their word.
+#[cube]
+pub(crate) fn high_shift(run: usize) -> u32 {
+    (run % 2) as u32 * 16u32
+}
+
+/// Returns the high bits of a run of codes, the first in bit 0, where codes are split; else 0.
+/// `base` is the first word of the group.
+#[cube]
+pub(crate) fn high_bits(
+    words: &[u32],
+    base: usize,
+    stride: usize,
+    run: usize,
+    #[comptime] spec: QuantSpec,
+) -> u32 {
+    if comptime!(spec.splits_codes()) {
+        words[base + high_word(run) * stride] >> high_shift(run)
+    } else {
+        0u32.runtime()
+    }
+}
+
+/// Returns code `index` of a run, given its word of low bits and its [high bits](high_bits).
+#[cube]
+pub(crate) fn code_in(low: u32, high: u32, index: usize, #[comptime] spec: QuantSpec) -> u32 {
+    let code = code_at(low, index, spec.low_bits());
+    if comptime!(spec.splits_codes()) { code | (code_at(high, index, 1u32) << 2u32) } else { code }
+}
+
+/// Returns the number that [code](code_in) `index` of a run stands for, before scale and offset.
+/// Codes of floats must be those of finite numbers, as all stored ones are.
+#[cube]
+pub(crate) fn element(
+    low: u32,
+    high: u32,
+    #[comptime] index: usize,
+    #[comptime] spec: QuantSpec,
+) -> f32 {
     let float = comptime!(spec.format.float());
     #[comptime]
     match float {
-        Some(float) => minifloat::element(word, index, float),
-        None => value(code_at(word, index, spec.n_bits), spec),
+        Some(float) => minifloat::element(low, index, float),
+        None => value(code_in(low, high, index, spec), spec),
     }
 }
 

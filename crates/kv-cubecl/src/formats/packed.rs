@@ -1,4 +1,4 @@
-//! How tokens are packed once they leave the window: in groups of codes with a parameter word each.
+//! How tokens are packed once they leave the residual: in groups of codes with a parameter word each.
 
 use super::{minifloat::Minifloat, table::codecs};
 
@@ -67,6 +67,10 @@ pub enum Granularity {
 
 /// How a tensor `[.., tokens, head_dim]` is quantized, and where its words are.
 ///
+/// Codes of 2, 4 and 8 bits lie in words one after the other, least significant bits first. 32
+/// codes of 3 bits take three words: two with the low 2 bits of 16 codes each, like codes of 2
+/// bits, then one with the high bits of all 32.
+///
 /// Tokens are packed in blocks of [`block_tokens`](Self::block_tokens) tokens, the fewest that hold
 /// whole groups. A block has [`groups`](Self::groups) groups: the code words of all of them, then one
 /// parameter word for each. The words of a group are next to one another per token; per channel, those of
@@ -81,16 +85,62 @@ pub struct QuantSpec {
     pub format: Codec,
     /// Which axis is grouped.
     pub granularity: Granularity,
-    /// Bits per code: 2, 4 or 8.
+    /// Bits per code: 2, 3, 4 or 8.
     pub n_bits: u32,
     /// Elements per group.
     pub group_size: usize,
 }
 
 impl QuantSpec {
-    /// Codes in one u32 word, least significant bits first.
+    /// Returns whether the high bit of each code is in a word apart from its low bits.
+    pub const fn splits_codes(&self) -> bool {
+        self.n_bits == 3
+    }
+
+    /// Returns the bits of a code that lie next to those of its neighbors: all of them, or the low
+    /// 2 of 3.
+    pub const fn low_bits(&self) -> u32 {
+        if self.splits_codes() { 2 } else { self.n_bits }
+    }
+
+    /// Returns the number of consecutive codes that share one u32 word with their
+    /// [low bits](Self::low_bits).
     pub const fn codes_per_word(&self) -> usize {
-        32 / self.n_bits as usize
+        32 / self.low_bits() as usize
+    }
+
+    /// Returns the fewest codes that fill whole words.
+    pub const fn codes_in_whole_words(&self) -> usize {
+        if self.splits_codes() { 32 } else { self.codes_per_word() }
+    }
+
+    /// Returns the number of words that the codes of `n` elements of one token take.
+    pub const fn words_of_codes(&self, n: usize) -> usize {
+        n * self.n_bits as usize / 32
+    }
+
+    /// Returns which word of a group holds the low bits of the codes from `run *
+    /// codes_per_word()` on.
+    pub const fn low_word(&self, run: usize) -> usize {
+        if self.splits_codes() { run / 2 * 3 + run % 2 } else { run }
+    }
+
+    /// Returns which word of a group holds the high bits of the codes in a word of
+    /// [low bits](Self::low_word), and the bit of the first of them.
+    pub const fn high_word(&self, run: usize) -> (usize, u32) {
+        (run / 2 * 3 + 2, run as u32 % 2 * 16)
+    }
+
+    /// Returns code `index` of a group, given the words of its codes.
+    pub fn code(&self, index: usize, word: impl Fn(usize) -> u32) -> u32 {
+        let (run, nth) = (index / self.codes_per_word(), (index % self.codes_per_word()) as u32);
+        let low =
+            word(self.low_word(run)) >> (nth * self.low_bits()) & ((1 << self.low_bits()) - 1);
+        if !self.splits_codes() {
+            return low;
+        }
+        let (high, first) = self.high_word(run);
+        low | (word(high) >> (first + nth) & 1) << 2
     }
 
     /// Largest code, `2^n_bits - 1`.
@@ -100,7 +150,18 @@ impl QuantSpec {
 
     /// Words of codes of one group.
     pub const fn code_words(&self) -> usize {
-        self.group_size / self.codes_per_word()
+        self.words_of_codes(self.group_size)
+    }
+
+    /// Returns the first word of group `nth` in [`Logical::codes`](crate::Logical::codes), and the
+    /// distance from each of its words to the next.
+    pub const fn logical_words(&self, nth: usize, head_dim: usize) -> (usize, usize) {
+        match self.granularity {
+            Granularity::PerChannel => {
+                (nth / head_dim * self.code_words() * head_dim + nth % head_dim, head_dim)
+            }
+            Granularity::PerToken => (nth * self.code_words(), 1),
+        }
     }
 
     /// Words of one group whose parameter is a word of its own: its codes and its parameter.

@@ -127,12 +127,14 @@ impl KvFormat {
     /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the rule.
     pub(crate) fn validate(self, side: Side, head_dim: usize, group_size: usize) -> Result<()> {
         let Some(stored) = self.stored() else { return Ok(()) };
-        let (name, codes_per_word) = (stored.name, 32 / stored.n_bits as usize);
+        let name = stored.name;
+        let whole =
+            self.spec(side, head_dim, group_size).map_or(1, |spec| spec.codes_in_whole_words());
         match stored.groups {
             Groups::Kivi => {
-                if !group_size.is_multiple_of(codes_per_word) {
+                if !group_size.is_multiple_of(whole) {
                     let rule = format!(
-                        "must be a multiple of the {codes_per_word} codes in a word at {} bits",
+                        "must be a multiple of {whole}, as {whole} codes of {} bits fill whole words",
                         stored.n_bits
                     );
                     return Err(invalid("group_size", group_size, rule));
@@ -155,9 +157,9 @@ impl KvFormat {
                 return Err(invalid(field, name, rule));
             }
             Groups::Token => {
-                if !head_dim.is_multiple_of(codes_per_word) {
+                if !head_dim.is_multiple_of(whole) {
                     let rule = format!(
-                        "must be a multiple of the {codes_per_word} codes in a word for {side} as {name}"
+                        "must be a multiple of the {whole} codes in a word for {side} as {name}"
                     );
                     return Err(invalid("head_dim", head_dim, rule));
                 }
@@ -181,11 +183,12 @@ impl QuantSpec {
     /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
     pub fn new(granularity: Granularity, format: KvFormat, group_size: usize) -> Result<Self> {
         let Some(n_bits) = format.affine_bits() else {
-            return Err(invalid("format", format, "must be 2, 4 or 8"));
+            return Err(invalid("format", format, "must be one of KIVI's: 2, 3, 4 or 8"));
         };
         let spec = Self { format: Codec::Affine, granularity, n_bits, group_size };
-        if group_size == 0 || !group_size.is_multiple_of(spec.codes_per_word()) {
-            let rule = format!("must be a positive multiple of {}", spec.codes_per_word());
+        let whole = spec.codes_in_whole_words();
+        if group_size == 0 || !group_size.is_multiple_of(whole) {
+            let rule = format!("must be a positive multiple of {whole}");
             return Err(invalid("group_size", group_size, rule));
         }
         Ok(spec)
@@ -231,10 +234,12 @@ impl de::Visitor<'_> for Visitor {
     type Value = KvFormat;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let all = KvFormat::ALL.iter().chain(KvFormat::OF_FRAMES);
-        let names = all.filter(|format| format.file_number().is_none());
+        let all = || KvFormat::ALL[1..].iter().chain(KvFormat::OF_FRAMES);
+        let numbers = all().filter_map(|format| format.file_number());
+        let numbers: Vec<_> = numbers.map(|number| number.to_string()).collect();
+        let names = all().filter(|format| format.file_number().is_none());
         let names: Vec<_> = names.map(|format| format!("{:?}", format.name())).collect();
-        write!(f, "2, 4, 8, or 16 for float, or one of {}", names.join(", "))
+        write!(f, "{}, or 16 for float, or one of {}", numbers.join(", "), names.join(", "))
     }
 
     fn visit_u64<E: de::Error>(self, number: u64) -> Result<KvFormat, E> {

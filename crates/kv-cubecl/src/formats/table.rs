@@ -12,6 +12,7 @@ macro_rules! codecs {
             /// `code * scale + min`, with scale and minimum in f16.
             affine::Affine {
                 Affine2("2", 2, Groups::Kivi, "2-bit codes with an f16 scale and minimum per group (KIVI)")
+                Affine3("3", 3, Groups::Kivi, "3-bit codes with an f16 scale and minimum per group (KIVI)")
                 Affine4("4", 4, Groups::Kivi, "4-bit codes with an f16 scale and minimum per group (KIVI)")
                 Affine8("8", 8, Groups::Kivi, "8-bit codes with an f16 scale and minimum per group (KIVI)")
                 ;

@@ -23,14 +23,14 @@ impl PackedPlace {
     /// The first word of the codes of `token`, the first of a block.
     pub const fn codes(&self, token: usize) -> usize {
         match self.spec.packs_parameters() {
-            true => token * self.head_dim / self.spec.codes_per_word(),
+            true => token * self.spec.words_of_codes(self.head_dim),
             false => self.spec.words(token, self.head_dim),
         }
     }
 
     /// The first word of the parameters of all tokens, where these share words.
     pub const fn parameters(&self) -> usize {
-        self.tokens * self.head_dim / self.spec.codes_per_word()
+        self.tokens * self.spec.words_of_codes(self.head_dim)
     }
 
     /// Where the parameter of a group of `token` is, where parameters share words: its word, and

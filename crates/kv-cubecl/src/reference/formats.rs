@@ -136,9 +136,11 @@ pub(super) fn has_exponents(format: KvFormat) -> bool {
 pub fn row_group(format: KvFormat, values: bool, head_dim: usize, group: usize) -> Option<usize> {
     match format {
         KvFormat::Float => None,
-        KvFormat::Affine2 | KvFormat::Affine4 | KvFormat::Affine8 | KvFormat::Int8Groups => {
-            values.then_some(group)
-        }
+        KvFormat::Affine2
+        | KvFormat::Affine3
+        | KvFormat::Affine4
+        | KvFormat::Affine8
+        | KvFormat::Int8Groups => values.then_some(group),
         KvFormat::Int8
         | KvFormat::Int8Frames
         | KvFormat::Int8Percentile

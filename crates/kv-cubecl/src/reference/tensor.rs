@@ -44,18 +44,41 @@ pub(super) fn groups(
     groups
 }
 
-/// Index of the word that holds an element's code, and the code's bit offset in it: consecutive
-/// elements of the grouped axis share a word, least significant bits first.
-fn place(index: usize, shape: [usize; 4], granularity: Granularity, n_bits: u32) -> (usize, u32) {
+/// Returns the word and the bit of each bit of an element's code, the lowest first. Consecutive
+/// elements of the grouped axis share a word, least significant bits first; 32 codes of 3 bits are
+/// two words of 16 codes of 2 bits, then a word of the high bits.
+fn places(
+    index: usize,
+    shape: [usize; 4],
+    granularity: Granularity,
+    n_bits: u32,
+) -> Vec<(usize, u32)> {
     let [_, _, _, head_dim] = shape;
-    let per_word = 32 / n_bits as usize;
     // A slice holds whole groups and a group whole words, so rows may be counted across slices.
     let (row, channel) = (index / head_dim, index % head_dim);
-    match granularity {
-        Granularity::PerChannel => {
-            (row / per_word * head_dim + channel, (row % per_word) as u32 * n_bits)
-        }
-        Granularity::PerToken => (index / per_word, (channel % per_word) as u32 * n_bits),
+    let (nth, word_stride) = match granularity {
+        Granularity::PerChannel => (row, head_dim),
+        Granularity::PerToken => (index, 1),
+    };
+    let place = |bit: u32| {
+        let (word, bit) = match (n_bits, bit) {
+            (3, 2) => (nth / 32 * 3 + 2, nth as u32 % 32),
+            (3, _) => (nth / 32 * 3 + nth % 32 / 16, nth as u32 % 16 * 2 + bit),
+            _ => {
+                let first = nth * n_bits as usize;
+                (first / 32, first as u32 % 32 + bit)
+            }
+        };
+        let column = if granularity == Granularity::PerChannel { channel } else { 0 };
+        (word * word_stride + column, bit)
+    };
+    (0..n_bits).map(place).collect()
+}
+
+/// Writes an element's code into zeroed words.
+fn write_code(codes: &mut [u32], places: Vec<(usize, u32)>, code: u32) {
+    for (nth, (word, bit)) in places.into_iter().enumerate() {
+        codes[word] |= (code >> nth & 1) << bit;
     }
 }
 
@@ -76,8 +99,7 @@ pub fn quantize(
         out.scale.push(group.scale);
         out.min.push(group.min);
         for (index, code) in elements.into_iter().zip(group.codes) {
-            let (word, shift) = place(index, shape, granularity, n_bits);
-            out.codes[word] |= code << shift;
+            write_code(&mut out.codes, places(index, shape, granularity, n_bits), code);
         }
     }
     out
@@ -106,8 +128,8 @@ pub fn quantize_side(
             false => out.scale.push(f16::from_bits(group.parameter)),
         }
         for (index, code) in elements.into_iter().zip(group.codes) {
-            let (word, shift) = place(index, shape, granularity, n_bits);
-            out.codes[word] |= u32::from(code) << shift;
+            let places = places(index, shape, granularity, n_bits);
+            write_code(&mut out.codes, places, u32::from(code));
         }
     }
     out
@@ -157,8 +179,8 @@ pub fn dequantize(
     for (elements, (&scale, &min)) in groups(shape, granularity, group_size).into_iter().zip(params)
     {
         let code = |&index: &usize| {
-            let (word, shift) = place(index, shape, granularity, n_bits);
-            (input.codes[word] >> shift) & ((1 << n_bits) - 1)
+            let bits = places(index, shape, granularity, n_bits).into_iter().enumerate();
+            bits.map(|(nth, (word, bit))| (input.codes[word] >> bit & 1) << nth).sum()
         };
         let codes = elements.iter().map(code).collect();
         let values = dequantize_group(&QuantizedGroup { codes, scale, min });
@@ -197,5 +219,11 @@ mod tests {
         let values = quantize(&input, [1, 1, 1, 32], Granularity::PerToken, 8, 8);
         assert_eq!(values.codes[..2], [0xaa55_ff00, 0x00ff_55aa]);
         assert_eq!(values.scale.len(), 4);
+
+        // 32 channels at 3 bits that count from 0 to 7: low bits 0 1 2 3 0 1 2 3, high bits 4
+        // zeros and 4 ones.
+        let input: Vec<f32> = (0..32).map(|channel| (channel % 8) as f32).collect();
+        let values = quantize(&input, [1, 1, 1, 32], Granularity::PerToken, 3, 32);
+        assert_eq!(values.codes, [0xe4e4_e4e4, 0xe4e4_e4e4, 0xf0f0_f0f0]);
     }
 }

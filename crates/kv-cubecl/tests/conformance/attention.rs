@@ -91,8 +91,8 @@ fn sinks<T: Target>(on: &On<T>) {
 }
 
 fn bits_of_keys_and_values_apart<T: Target>(on: &On<T>) {
-    for key_bits in [2, 4, 8, 16] {
-        for value_bits in [2, 4, 8, 16] {
+    for key_bits in [2, 3, 4, 8, 16] {
+        for value_bits in [2, 3, 4, 8, 16] {
             for rest in ["", "-s1-after"] {
                 let name = format!("k{key_bits}v{value_bits}-g32-r32{rest}");
                 check(on, &Setup::new(&name, [1, 2, 1, 67, 64], 9));
@@ -128,7 +128,9 @@ fn any_configuration<T: Target>(on: &On<T>) {
 /// Tests attention apart from the quantizer: compared with f64 attention over what the cache itself
 /// restores.
 fn last_step_over_the_dequantized_cache<T: Target>(on: &On<T>) {
-    for name in ["k2v2-g32-r64", "k4v8-g16-r32-after", "k16v2-g32-r32", "k8v16-g64-r64"] {
+    for name in
+        ["k2v2-g32-r64", "k4v8-g16-r32-after", "k16v2-g32-r32", "k8v16-g64-r64", "k3v3-g64-r64"]
+    {
         let text = Setup::new(name, [2, 6, 2, 150, 64], 11);
         let mut cache = text.cache(on);
         let output = attend(&mut cache, &text, &[150 - 1, 1], on).tokens(149..150);

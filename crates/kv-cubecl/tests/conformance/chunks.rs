@@ -86,8 +86,13 @@ fn any_chunks_leave_the_same_cache<T: Target>(on: &On<T>) {
 
 /// Cuts around every multiple of 16, where groups and windows end.
 fn every_cut_in_two<T: Target>(on: &On<T>) {
-    for name in ["k2v2-g16-r16-s1", "k4v2-g16-r32-after", "k16v2-g16-r16", "k2v16-g16-r16-s3-after"]
-    {
+    for name in [
+        "k2v2-g16-r16-s1",
+        "k3v16-g32-r32-s1",
+        "k4v2-g16-r32-after",
+        "k16v2-g16-r16",
+        "k2v16-g16-r16-s3-after",
+    ] {
         let text = Setup::new(name, [1, 2, 1, 70, 16], 20);
         let expected = text.reference().output;
         for cut in (1..70).filter(|cut| cut % 16 <= 4 || cut % 16 >= 14) {
@@ -200,6 +205,7 @@ fn check_last_chunk<T: Target>(on: &On<T>, text: &Setup, chunk: usize) {
 fn many_rows_over_packed_history<T: Target>(on: &On<T>) {
     for (name, heads, history, head_dim, chunk) in [
         ("k2v2-g16-r16", [3, 1], 24, 64, 13),
+        ("k3v3-g32-r32-s4", [3, 1], 333, 64, 13),
         ("k2v2-g16-r16-s5", [3, 1], 333, 64, 13),
         ("k2v2-g16-r16-s4", [6, 2], 1301, 64, 11),
         ("k4v4-g8-r16-after", [2, 1], 150, 40, 21),

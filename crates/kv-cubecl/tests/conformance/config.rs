@@ -91,7 +91,7 @@ fn bad_names_say_which_part() {
     for (name, part) in [
         ("", "\"\""),
         ("kivi", "\"kivi\""),
-        ("k3v2", "3"),
+        ("k5v2", "5"),
         ("k2v5", "5"),
         ("k2v258", "258"),
         ("k2", "\"k2\""),
@@ -159,6 +159,7 @@ fn every_rule_names_field_value_and_itself() {
     let kivi = KvCacheConfig::new(KvFormat::Affine2, KvFormat::Affine2);
     let k4v16 = KvCacheConfig::new(KvFormat::Affine4, KvFormat::Float);
     let k16v4 = KvCacheConfig::new(KvFormat::Float, KvFormat::Affine4);
+    let k3v16 = KvCacheConfig::new(KvFormat::Affine3, KvFormat::Float);
     for (config, head_dim, field, value, rule) in [
         (kivi, 0, "head_dim", "0", "at least 1"),
         (kivi.with_capacity(0), 64, "capacity", "0", "at least 1"),
@@ -169,6 +170,8 @@ fn every_rule_names_field_value_and_itself() {
         (kivi.with_group_size(8), 64, "group_size", "8", "16 codes"),
         (kivi.with_group_size(24), 96, "group_size", "24", "16 codes"),
         (k4v16.with_group_size(12), 64, "group_size", "12", "8 codes"),
+        (k3v16.with_group_size(16), 64, "group_size", "16", "32 codes"),
+        (k3v16.with_group_size(48), 64, "group_size", "48", "32 codes"),
         (k16v4.with_group_size(12), 64, "group_size", "12", "8 codes"),
         (kivi.with_residual_length(48), 64, "residual_length", "48", "32"),
         (k4v16.with_residual_length(20), 64, "residual_length", "20", "32"),
@@ -394,7 +397,7 @@ fn specs_of_the_quantizer() {
     }
     for number in 0..=255u8 {
         let read = serde_json::from_str::<KvFormat>(&number.to_string());
-        assert_eq!(read.is_ok(), matches!(number, 2 | 4 | 8 | 16), "{number}");
+        assert_eq!(read.is_ok(), matches!(number, 2 | 3 | 4 | 8 | 16), "{number}");
     }
 }
 
@@ -517,9 +520,12 @@ fn formats_in_files() {
     for (name, text) in [("k4v16", old), ("kint8vmxfp4-hadk", &new)] {
         assert_eq!(read(text).unwrap(), name.parse().unwrap());
     }
-    for wrong in ["3", "\"4\"", "\"int7\"", "null"] {
+    for wrong in ["5", "\"4\"", "\"int7\"", "null"] {
         let error = read(&old.replace(":4,\"v", &format!(":{wrong},\"v"))).unwrap_err().to_string();
-        assert!(error.contains("expected 2, 4, 8, or 16 for float, or one of \"int8\""), "{error}");
+        assert!(
+            error.contains("expected 2, 3, 4, 8, or 16 for float, or one of \"int8\""),
+            "{error}"
+        );
     }
 }
 

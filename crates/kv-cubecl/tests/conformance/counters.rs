@@ -89,6 +89,14 @@ fn groups_of_tokens_are_counted<T: Target>(on: &On<T>) {
     assert_eq!((got.scale_min, got.scale_max), (1.0, 2.0), "{got:?}");
     let mean = (2.0 * (CHANNELS - 1) as f64 + 1.0) / (2.0 * (CHANNELS - 1) as f64);
     assert!((got.scale_mean - mean).abs() < 1e-9, "{got:?}");
+
+    // Codes of 3 bits, 0 to 7 in turn: each group of 32 has 4 of each.
+    let rows: Vec<_> = (0..65).map(|token| [(token % 8) as f32; CHANNELS]).collect();
+    let [keys, _] = counted(on, "k3v16-g32-r32", &rows);
+    let got = keys.unwrap();
+    assert_eq!((got.codes, got.groups), (64 * CHANNELS, 2 * CHANNELS), "{got:?}");
+    assert_eq!((got.extreme, got.constant), (2 * 8 * CHANNELS, 0), "{got:?}");
+    assert_eq!((got.scale_min, got.scale_max), (1.0, 1.0), "{got:?}");
 }
 
 /// The prompt, tokens one by one, and a chunk of 8 behind 40 tokens. By then 32 keys and 24 values

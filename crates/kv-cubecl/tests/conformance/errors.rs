@@ -93,6 +93,7 @@ fn shapes_of_the_quantizer<T: Target>(on: &On<T>) {
         (KvFormat::Float, 32),
         (KvFormat::Affine2, 24),
         (KvFormat::Affine2, 0),
+        (KvFormat::Affine3, 16),
         (KvFormat::Affine8, 2),
     ] {
         let error = quantize(input.clone(), Granularity::PerToken, bits, group).unwrap_err();

@@ -100,8 +100,10 @@ fn fake_quantize_is_the_identity<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(80);
     for (granularity, bits) in [
         (Granularity::PerChannel, KvFormat::Affine2),
+        (Granularity::PerChannel, KvFormat::Affine3),
         (Granularity::PerChannel, KvFormat::Affine8),
         (Granularity::PerToken, KvFormat::Affine2),
+        (Granularity::PerToken, KvFormat::Affine3),
         (Granularity::PerToken, KvFormat::Affine4),
     ] {
         // The input has constant groups and one that saturates.
@@ -161,6 +163,7 @@ fn straight_through_in_every_configuration<T: Target>(on: &On<T>) {
         "k2v2-g16-r16-s200",
         "k2v2-g16-r32-s3-gflush",
         "k4v2-g16-r16-s2-hadv",
+        "k3v3-g32-r32-s1",
         "kint8vint8",
         "ke4m3ve5m2-s2-after",
         "kmxfp4ve4m3b-r9-hadk",

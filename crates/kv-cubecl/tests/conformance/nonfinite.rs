@@ -164,9 +164,12 @@ fn groups_of_the_quantizer<T: Target>(on: &On<T>) {
     }
     let mut rng = Rng::new(62);
     for granularity in [Granularity::PerChannel, Granularity::PerToken] {
-        for (bits, group_size) in
-            [(KvFormat::Affine2, 16), (KvFormat::Affine4, 8), (KvFormat::Affine8, 32)]
-        {
+        for (bits, group_size) in [
+            (KvFormat::Affine2, 16),
+            (KvFormat::Affine3, 32),
+            (KvFormat::Affine4, 8),
+            (KvFormat::Affine8, 32),
+        ] {
             let mut host = Host::normal(&mut rng, [1, 2, 64, 32]);
             // Special groups 0 to 4: all NaN; NaN but for one number; poisons; normal numbers and a
             // NaN with its sign bit set; all infinite.

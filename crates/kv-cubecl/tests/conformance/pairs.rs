@@ -14,8 +14,18 @@ use crate::{
 
 stamp!(every_pair_of_formats);
 
-const WINDOWS: [&str; 9] =
-    ["", "-r0", "-r16", "-r5", "-s3", "-r16-s3-w24", "-r0-w20", "-r5-hadk-hadv", "-r16-hadk"];
+const WINDOWS: [&str; 10] = [
+    "",
+    "-r0",
+    "-r16",
+    "-r32",
+    "-r5",
+    "-s3",
+    "-r16-s3-w24",
+    "-r0-w20",
+    "-r5-hadk-hadv",
+    "-r16-hadk",
+];
 
 /// Where kernels are compiled for each pair, one in this many pairs is run.
 const SAMPLED: usize = 3;
@@ -72,7 +82,12 @@ fn valid_setups(
     seed: usize,
     refused: &mut HashMap<String, usize>,
 ) -> Vec<Setup> {
-    let group = if keys.is_grouped() || values.is_grouped() { "-g16" } else { "" };
+    let group = match (keys, values) {
+        // 16 codes of 3 bits do not fill whole words.
+        (KvFormat::Affine3, _) | (_, KvFormat::Affine3) => "-g32",
+        _ if keys.is_grouped() || values.is_grouped() => "-g16",
+        _ => "",
+    };
     let ways = WINDOWS.iter().flat_map(|window| ["before", "after"].map(|order| (window, order)));
     let mut valid = Vec::new();
     for (k, (window, order)) in ways.enumerate() {

@@ -42,9 +42,11 @@ fn scale_gradient_of_one_tensor<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(90);
     for (granularity, bits) in [
         (Granularity::PerChannel, KvFormat::Affine2),
+        (Granularity::PerChannel, KvFormat::Affine3),
         (Granularity::PerChannel, KvFormat::Affine4),
         (Granularity::PerChannel, KvFormat::Affine8),
         (Granularity::PerToken, KvFormat::Affine2),
+        (Granularity::PerToken, KvFormat::Affine3),
         (Granularity::PerToken, KvFormat::Affine4),
         (Granularity::PerToken, KvFormat::Affine8),
     ] {

@@ -35,7 +35,7 @@ use crate::{Error, ModelSpec, Result};
 ///     [[rules]]
 ///     layers = "-4..-1"
 ///     side = "keys"            # or "values"; without it both
-///     format = 4               # 2, 4, 8, 16 for float, or a name such as "int8"
+///     format = 4               # 2, 3, 4, 8, 16 for float, or a name such as "int8"
 ///     [[rules]]
 ///     layers = "2..5"
 ///     start = 64               # quantized from this token on: those before it stay in float for good

@@ -34,7 +34,7 @@ pub(crate) struct Args {
     /// form.
     #[arg(long, default_value = "parallel")]
     mode: Mode,
-    /// A cache to compare with float: kKvV with bits 2, 4, 8 or 16 or the name of a format, then
+    /// A cache to compare with float: kKvV with bits 2, 3, 4, 8 or 16 or the name of a format, then
     /// -gN, -rN, -sN,
     /// -after, -gflush, -hadv, -hadk, -f16 or -bf16; or a policy: safe, balanced, small, or a file
     /// of .json or .toml. Repeatable. By default that of the model's kv_cache.json, if it has one.

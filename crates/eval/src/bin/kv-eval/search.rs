@@ -49,7 +49,7 @@ pub(crate) struct Args {
     /// hadamard and float type.
     #[arg(long, default_value = "k4v4-g64-r64-s4-gflush-hadv-f16")]
     base: KvCacheConfig,
-    /// A format to choose from for each side of each layer, beside float: 2, 4, 8, int8, e4m3, ..;
+    /// A format to choose from for each side of each layer, beside float: 2, 3, 4, 8, int8, e4m3, ..;
     /// repeatable.
     #[arg(long = "format", value_parser = format, default_values = ["4", "2"])]
     formats: Vec<KvFormat>,

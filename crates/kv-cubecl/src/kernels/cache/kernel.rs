@@ -3,7 +3,10 @@ use cubecl::prelude::*;
 use crate::{
     formats::{
         Granularity, QuantSpec,
-        cube::{encode, greater, lesser, limited, offset, parameter, saturate, scale},
+        cube::{
+            encode, greater, high_shift, high_word, lesser, limited, low_bits, low_word, offset,
+            parameter, saturate, scale,
+        },
     },
     kernels::{
         layout::{
@@ -196,8 +199,9 @@ fn quantize_run<R: Float, C: Float>(
     }
     let param = parameter(min, max, spec);
     let (scale, offset) = (scale(param, spec), offset(param, spec));
-    for at in 0..comptime!(spec.code_words()) {
-        let mut word = 0u32;
+    let mut high = 0u32;
+    for at in 0..comptime!(spec.group_size / spec.codes_per_word()) {
+        let mut low = 0u32;
         for i in 0..codes_per_word {
             let nth = at * codes_per_word + i;
             let token = run.token + nth * token_step;
@@ -205,9 +209,20 @@ fn quantize_run<R: Float, C: Float>(
             let x = read::<R, C>(
                 floats, chunk, table, slice, token, channel, source, side, spec, saturating,
             );
-            word |= encode(x, scale, offset, spec) << (i as u32 * spec.n_bits);
+            let code = encode(x, scale, offset, spec);
+            low |= low_bits(code, spec) << (i as u32 * comptime!(spec.low_bits()));
+            if comptime!(spec.splits_codes()) {
+                high |= (code >> 2u32) << (high_shift(at) + i as u32);
+            }
         }
-        words[run.word + at * run.stride] = word;
+        words[run.word + low_word(at, spec) * run.stride] = low;
+        // Two runs share the word of their high bits.
+        if comptime!(spec.splits_codes()) {
+            words[run.word + high_word(at) * run.stride] = high;
+            if at % 2 == 1 {
+                high = 0u32;
+            }
+        }
     }
     param
 }

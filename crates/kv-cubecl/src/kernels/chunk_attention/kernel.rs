@@ -4,7 +4,7 @@ use super::base::ChunkBlueprint;
 use crate::{
     formats::{
         Granularity, QuantSpec,
-        cube::{code_at, offset, restore, scale},
+        cube::{code_in, high_bits, high_shift, high_word, low_word, offset, restore, scale},
     },
     kernels::{
         decode_attention::{DecodeArgs, LOWEST, value_place, word_at},
@@ -46,7 +46,7 @@ fn restore_groups<N: Size>(
     let unit_lines = comptime!(bp.blocks.unit_tokens.div_ceil(spec.codes_per_word()));
     let line_codes = comptime!(bp.blocks.unit_tokens.min(spec.codes_per_word()));
     let group_base = slice_base + token / spec.group_size * ((group_lines + 1) * width);
-    let line_base = group_base + token % spec.group_size / codes * width + column;
+    let first_run = token % spec.group_size / codes;
     let first_code = token % codes;
     let params = keys[group_base + group_lines * width + column];
     let mut scales = Array::<f32>::new(4usize);
@@ -58,16 +58,21 @@ fn restore_groups<N: Size>(
     }
     #[unroll]
     for i in 0..unit_lines {
-        let line = keys[line_base + i * width];
+        let line = keys[group_base + low_word(first_run + i, spec) * width + column];
+        let mut high_line = line;
+        if comptime!(spec.splits_codes()) {
+            high_line = keys[group_base + high_word(first_run + i) * width + column];
+        }
         #[unroll]
         for k in 0..4usize {
-            let word = line.extract(k);
+            let low = line.extract(k);
+            let high = high_line.extract(k) >> high_shift(first_run + i);
             #[unroll]
             for j in 0..line_codes {
                 let code = if comptime!(bp.blocks.unit_tokens < spec.codes_per_word()) {
-                    code_at(word, first_code + j, spec.n_bits)
+                    code_in(low, high, first_code + j, spec)
                 } else {
-                    code_at(word, j, spec.n_bits)
+                    code_in(low, high, j, spec)
                 };
                 run[(i * line_codes + j) * 4 + k] = restore(code, scales[k], offsets[k], spec);
             }
@@ -103,7 +108,7 @@ fn restore_tokens<N: Size>(
         let word = word_at::<N>(keys, slice_base, at + column * 4 / codes, 4usize);
         #[unroll]
         for k in 0..4usize {
-            let code = code_at(word, column * 4 % codes + k, spec.n_bits);
+            let code = code_in(word, 0u32, column * 4 % codes + k, spec);
             run[t * 4 + k] = restore(code, scale, f32::new(0.0), spec);
         }
     }
@@ -148,19 +153,21 @@ fn restore_value(
     let group = block * channels / spec.group_size;
     let head_dim = comptime!(bp.blocks.head_dim.values);
     let place = value_place(values, slice_base, token, group, side, head_dim, spec);
-    let line = place.line;
+    let codes_of_group = place.line + group * comptime!(spec.code_words());
+    let first_run = block * channels % spec.group_size / codes;
     let scale = scale(place.parameter, spec);
     let offset = offset(place.parameter, spec);
     let word_codes = comptime!(bp.blocks.unit_channels.min(spec.codes_per_word()));
     #[unroll]
     for i in 0..comptime!(bp.blocks.unit_channels.div_ceil(spec.codes_per_word())) {
-        let word = values[line + block * channels / codes + i];
+        let low = values[codes_of_group + low_word(first_run + i, spec)];
+        let high = high_bits(values, codes_of_group, 1usize, first_run + i, spec);
         #[unroll]
         for j in 0..word_codes {
             let code = if comptime!(bp.blocks.unit_channels < spec.codes_per_word()) {
-                code_at(word, block * channels % codes + j, spec.n_bits)
+                code_in(low, high, block * channels % codes + j, spec)
             } else {
-                code_at(word, j, spec.n_bits)
+                code_in(low, high, j, spec)
             };
             run[at * channels + i * word_codes + j] = restore(code, scale, offset, spec);
         }

@@ -11,7 +11,7 @@ use super::{
 use crate::{
     formats::{
         Granularity, QuantSpec,
-        cube::{code_at, element, offset, scale, value},
+        cube::{element, high_shift, high_word, low_word, offset, scale},
     },
     kernels::{
         layout::{SideArgs, float_element, packed_slot, parameter_in, parameter_place},
@@ -124,9 +124,10 @@ fn score_packed<N: Size>(
     let group_lines = comptime!(spec.code_words());
     let unit_lines = comptime!(bp.unit_tokens / spec.codes_per_word());
     let group_base = slice_base + token / spec.group_size * ((group_lines + 1) * width);
-    let line_base = group_base + token % spec.group_size / codes * width;
+    let first_run = token % spec.group_size / codes;
     let param_base = group_base + group_lines * width;
     let mut lines = Array::<Vector<u32, N>>::new(unit_lines);
+    let mut high_lines = Array::<Vector<u32, N>>::new(unit_lines);
     let mut folded = Array::<f32>::new(rows);
     let mut offsets = zeros(rows);
     for step in 0..comptime!(bp.head_dim.keys / bp.vector / bp.lanes) {
@@ -134,7 +135,11 @@ fn score_packed<N: Size>(
         let params = keys[param_base + column];
         #[unroll]
         for i in 0..unit_lines {
-            lines[i] = keys[line_base + i * width + column];
+            let at = group_base + low_word(first_run + i, spec) * width;
+            lines[i] = keys[at + column];
+            if comptime!(spec.splits_codes()) {
+                high_lines[i] = keys[group_base + high_word(first_run + i) * width + column];
+            }
         }
         #[unroll]
         for k in 0..comptime!(bp.vector) {
@@ -151,10 +156,14 @@ fn score_packed<N: Size>(
             }
             #[unroll]
             for i in 0..unit_lines {
-                let word = lines[i].extract(k);
+                let low = lines[i].extract(k);
+                let mut high = 0u32;
+                if comptime!(spec.splits_codes()) {
+                    high = high_lines[i].extract(k) >> high_shift(first_run + i);
+                }
                 #[unroll]
                 for j in 0..codes {
-                    let element = value(code_at(word, j, spec.n_bits), spec);
+                    let element = element(low, high, j, spec);
                     #[unroll]
                     for r in 0..rows {
                         scores[r * unit_tokens + i * codes + j] += folded[r] * element;
@@ -243,7 +252,7 @@ fn score_tokens<N: Size>(
                 }
                 #[unroll]
                 for t in 0..unit_tokens {
-                    let mut element = element(lines[t].extract(k), j, spec);
+                    let mut element = element(lines[t].extract(k), 0u32, j, spec);
                     if comptime!(!once) {
                         element *= scales[t];
                     }

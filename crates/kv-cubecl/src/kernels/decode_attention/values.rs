@@ -11,7 +11,7 @@ use super::{
 use crate::{
     formats::{
         QuantSpec,
-        cube::{element, offset, scale},
+        cube::{element, high_bits, low_word, offset, scale},
     },
     kernels::layout::{SideArgs, float_element, packed_slot, parameter_in, parameter_place},
 };
@@ -83,9 +83,11 @@ fn add_packed(
     let rows = comptime!(bp.rows);
     let unit_channels = comptime!(bp.unit_channels);
     let codes = comptime!(spec.codes_per_word());
-    let group = state.block * unit_channels / spec.group_size;
+    let channel = state.block * unit_channels;
+    let group = channel / spec.group_size;
     let place = value_place(values, slice_base, token, group, side, bp.head_dim.values, spec);
-    let line = place.line;
+    let codes_of_group = place.line + group * comptime!(spec.code_words());
+    let first_run = channel % spec.group_size / codes;
     let scale = scale(place.parameter, spec);
     let min = offset(place.parameter, spec);
     let mut weights = Array::<f32>::new(rows);
@@ -99,10 +101,11 @@ fn add_packed(
     }
     #[unroll]
     for i in 0..comptime!(bp.unit_channels / spec.codes_per_word()) {
-        let word = values[line + state.block * (unit_channels / codes) + i];
+        let low = values[codes_of_group + low_word(first_run + i, spec)];
+        let high = high_bits(values, codes_of_group, 1usize, first_run + i, spec);
         #[unroll]
         for j in 0..codes {
-            let element = element(word, j, spec);
+            let element = element(low, high, j, spec);
             #[unroll]
             for r in 0..rows {
                 state.outputs[r * unit_channels + i * codes + j] += weights[r] * element;
@@ -132,7 +135,7 @@ pub(crate) fn value_place(
     #[comptime] head_dim: usize,
     #[comptime] spec: QuantSpec,
 ) -> ValuePlace {
-    let n_words = comptime!(head_dim / spec.codes_per_word());
+    let n_words = comptime!(spec.words_of_codes(head_dim));
     if comptime!(spec.packs_parameters()) {
         let place = parameter_place(slot, group, side.packed_tokens, head_dim, spec);
         let parameter = parameter_in(values[base + place.word], place.shift, spec);

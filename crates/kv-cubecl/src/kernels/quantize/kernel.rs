@@ -4,8 +4,8 @@ use crate::{
     formats::{
         Granularity, QuantSpec,
         cube::{
-            add_scale_gradient, code_at, encode, greater, lesser, limited, offset, parameter,
-            restore, saturate, scale,
+            add_scale_gradient, code_in, encode, greater, high_bits, lesser, limited, low_word,
+            offset, parameter, restore, saturate, scale,
         },
     },
     kernels::{
@@ -88,12 +88,15 @@ pub(super) fn dequantize(
         let mut groups = head_dim;
         let mut group = channel;
         let mut at = token % group_size;
-        let mut word = at / codes_per_word * head_dim + channel;
+        // The first word of the group's codes, and the distance to the next.
+        let mut word = channel;
+        let mut stride = head_dim;
         if comptime!(spec.granularity == Granularity::PerToken) {
             groups = head_dim / group_size;
             group = channel / group_size;
             at = channel % group_size;
-            word = channel / codes_per_word;
+            word = group * code_words;
+            stride = 1usize;
         }
         let mut base = block_tokens * groups * (code_words + 1);
         let param = if comptime!(spec.packs_parameters()) {
@@ -105,7 +108,10 @@ pub(super) fn dequantize(
         } else {
             words[base + groups * code_words + group]
         };
-        let code = code_at(words[base + word], at % codes_per_word, spec.n_bits);
+        let run = at / codes_per_word;
+        let low = words[base + word + low_word(run, spec) * stride];
+        let high = high_bits(words, base + word, stride, run, spec);
+        let code = code_in(low, high, at % codes_per_word, spec);
         out[ABSOLUTE_POS] = restore(code, scale(param, spec), offset(param, spec), spec);
     }
 }

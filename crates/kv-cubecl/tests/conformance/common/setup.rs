@@ -141,7 +141,7 @@ pub(crate) fn windows(config: &KvCacheConfig, head_dim: usize) -> Vec<usize> {
 pub(crate) fn setups() -> impl Strategy<Value = Setup> {
     // Only a few kinds of configuration, as compiling the kernels of each takes a software driver
     // long; the cases in `attention` have them all.
-    let kivi = ["2 2", "4 4", "8 8", "4 2", "16 4", "2 16", "16 16"];
+    let kivi = ["2 2", "3 3", "4 4", "8 8", "4 2", "16 4", "2 16", "16 16"];
     let bits = [&kivi[..], &["int8 int8", "16 int8", "int8 4", "e4m3 mxfp4"]].concat();
     let bits = prop::sample::select(bits);
     let sizes = vec![(16, 64), (32, 64), (16, 80)];
@@ -153,9 +153,10 @@ pub(crate) fn setups() -> impl Strategy<Value = Setup> {
         |(formats, ((group, head_dim), groups), sinks, order, heads, (length, seed))| {
             let (after, by_group, windowed, window) = order;
             let (batch, n_kv_heads, per_kv) = heads;
+            // Blocks are of 32 channels, and 32 codes of 3 bits fill whole words.
+            let head_dim = if formats.contains(['m', '3']) { 64 } else { head_dim };
+            let group = if formats.contains("3 3") { 32 } else { group };
             let residual = group * groups;
-            // Blocks are of 32 channels.
-            let head_dim = if formats.contains("mxfp4") { 64 } else { head_dim };
             let (k, v) = formats.split_once(' ').unwrap();
             let config: KvCacheConfig = format!("k{k}v{v}").parse().unwrap();
             let config = config.with_sink_tokens(sinks);

@@ -213,7 +213,7 @@ impl Training {
 pub(crate) struct Qat {
     #[command(flatten)]
     model: ModelSource,
-    /// Cache to train for: kKvV with 2, 4, 8 or 16 bits or the name of a format, then any of -gN,
+    /// Cache to train for: kKvV with 2, 3, 4, 8 or 16 bits or the name of a format, then any of -gN,
     /// -rN, -sN, -after, -gflush, -hadv, -hadk, -f16 and -bf16; or a policy: safe, balanced, small,
     /// or a .json or .toml file.
     #[arg(long, value_parser = ModelCacheConfig::find)]

@@ -73,6 +73,34 @@ impl<const CODES: usize> Lanes<CODES> {
     };
 }
 
+/// Where the codes of `BITS` bits of a group are: [`QuantSpec`](crate::QuantSpec) for a number of
+/// bits known when the kernel is compiled.
+pub(super) struct Place<const BITS: usize>;
+
+impl<const BITS: usize> Place<BITS> {
+    /// True if the high bit of each code is in a word apart.
+    pub(super) const SPLIT: bool = BITS == 3;
+
+    /// Codes whose low bits share a word.
+    pub(super) const CODES: usize = if Self::SPLIT { 16 } else { 32 / BITS };
+
+    /// Words that the codes of `n` elements take.
+    pub(super) const fn words(n: usize) -> usize {
+        n * BITS / 32
+    }
+
+    /// The word of the low bits of code `first`.
+    pub(super) const fn low(first: usize) -> usize {
+        let run = first / Self::CODES;
+        if Self::SPLIT { run / 2 * 3 + run % 2 } else { run }
+    }
+
+    /// The distance from [`low`](Self::low) to the word of the high bits; 0 if codes are whole.
+    pub(super) const fn high(first: usize) -> usize {
+        if Self::SPLIT { 2 - first / Self::CODES % 2 } else { 0 }
+    }
+}
+
 /// The operands of a sum of products, which has `n` steps over packed words and factors. A step has
 /// one term, or, in the integer kernels, four terms side by side. A term is a vector of codes and,
 /// for each query row, one factor that multiplies all of them.
@@ -82,6 +110,8 @@ pub(super) struct Terms<'a> {
     pub(super) stride: usize,
     /// Distance in `words` between the words of one term.
     pub(super) word_stride: usize,
+    /// Which of these words has the high bits of split codes; 0 if codes are whole.
+    pub(super) high: usize,
     pub(super) factors: &'a [f32],
     /// Distance in `factors` from one query row to the next.
     pub(super) row_stride: usize,
@@ -100,27 +130,22 @@ impl Terms<'_> {
     }
 }
 
-/// Reads the codes of consecutive elements, one per lane of a vector.
-pub(super) struct Codes<S: Simd, const CODES: usize> {
+/// Reads whole codes, or parts of them, that lie next to each other: one per lane of a vector.
+struct Plane<S: Simd> {
     masks: [Vector<S, u32>; MAX_LANES / 4],
     flip: Vector<S, u32>,
     flipped: Vector<S, f32>,
     place: Vector<S, f32>,
 }
 
-impl<S: Simd, const CODES: usize> Codes<S, CODES> {
-    /// Number of words that the codes of one vector come from.
+impl<S: Simd> Plane<S> {
+    /// A reader for vectors that start at element `first`, a multiple of the lanes, where a word
+    /// holds `CODES` elements.
     #[inline(always)]
-    fn words() -> usize {
-        (u32::lanes::<S>() / CODES).max(1)
-    }
-
-    /// A reader for vectors that start at element `first`, a multiple of the lanes.
-    #[inline(always)]
-    pub(super) fn at(first: usize) -> Self {
+    fn at<const CODES: usize>(first: usize) -> Self {
         let code = first % CODES;
         let mut masks = [load(&Lanes::<CODES>::MASK[code..]); MAX_LANES / 4];
-        if Self::words() > 1 {
+        if u32::lanes::<S>() > CODES {
             for (mask, lanes) in masks.iter_mut().zip(&Lanes::<CODES>::MASK_OF_WORD) {
                 *mask = load(lanes);
             }
@@ -134,14 +159,54 @@ impl<S: Simd, const CODES: usize> Codes<S, CODES> {
     }
 
     /// The codes times 2^k, as floats. Where [`Lanes::FLIP`] flipped a bit, half the range of a
-    /// code is missing. [`restore`](Self::restore) corrects a sum for both.
+    /// code is missing.
     #[inline(always)]
-    fn read(&self, word: impl Fn(usize) -> u32) -> Vector<S, f32> {
+    fn read(&self, words: usize, word: impl Fn(usize) -> u32) -> Vector<S, f32> {
         let mut codes = word(0).splat::<S>() & self.masks[0];
-        for i in 1..Self::words() {
+        for i in 1..words {
             codes |= word(i).splat::<S>() & self.masks[i];
         }
         (codes ^ self.flip).reinterpret::<i32>().to_float()
+    }
+}
+
+/// Reads the codes of consecutive elements, one per lane of a vector.
+pub(super) struct Codes<S: Simd, const BITS: usize> {
+    low: Plane<S>,
+    /// Read only if codes are split.
+    high: Plane<S>,
+}
+
+impl<S: Simd, const BITS: usize> Codes<S, BITS> {
+    /// Number of words that the low bits of one vector come from.
+    #[inline(always)]
+    fn words() -> usize {
+        (u32::lanes::<S>() / Place::<BITS>::CODES).max(1)
+    }
+
+    /// A reader for vectors that start at element `first`, a multiple of the lanes.
+    #[inline(always)]
+    pub(super) fn at(first: usize) -> Self {
+        let low = match Place::<BITS>::CODES {
+            16 => Plane::at::<16>(first),
+            8 => Plane::at::<8>(first),
+            _ => Plane::at::<4>(first),
+        };
+        Self { low, high: Plane::at::<32>(first) }
+    }
+
+    /// The codes as floats, in a form that [`restore`](Self::restore) corrects in a sum: whole codes
+    /// are 2^k times too large, and [`Lanes::FLIPPED`] is missing.
+    #[inline(always)]
+    fn read(&self, word: impl Fn(usize) -> u32, high: usize) -> Vector<S, f32> {
+        let low = self.low.read(Self::words(), &word);
+        if Place::<BITS>::SPLIT {
+            // The high bits are 2^k times too large by another k, so both are divided here.
+            let high = self.high.read(1, |_| word(high)) * (self.high.place * 4.0.splat());
+            low.mul_add(self.low.place, high)
+        } else {
+            low
+        }
     }
 
     /// For each query row, the sum over all terms of factor times codes as [`read`](Self::read)
@@ -152,7 +217,7 @@ impl<S: Simd, const CODES: usize> Codes<S, CODES> {
     /// Zen 4.
     #[inline(always)]
     pub(super) fn sums<const ROWS: usize>(&self, terms: &Terms<'_>) -> [Vector<S, f32>; ROWS] {
-        terms.check(Self::words(), ROWS, 1);
+        terms.check(Self::words().max(terms.high + 1), ROWS, 1);
         let mut even = [0.0f32.splat::<S>(); ROWS];
         let mut odd = even;
         for i in 0..terms.n / 2 {
@@ -182,7 +247,7 @@ impl<S: Simd, const CODES: usize> Codes<S, CODES> {
         };
         // SAFETY: as above.
         let factor = |row| unsafe { *terms.factors.get_unchecked(row * terms.row_stride + i) };
-        let codes = self.read(word);
+        let codes = self.read(word, terms.high);
         for (r, sum) in sums.iter_mut().enumerate() {
             *sum = codes.mul_add(factor(r).splat(), *sum);
         }
@@ -192,7 +257,12 @@ impl<S: Simd, const CODES: usize> Codes<S, CODES> {
     /// codes, and adds `base`. `factors` is the sum of the factors in it.
     #[inline(always)]
     pub(super) fn restore(&self, sum: Vector<S, f32>, factors: f32, base: f32) -> Vector<S, f32> {
-        let base = self.flipped.mul_add(factors.splat(), base.splat());
-        sum.mul_add(self.place, base)
+        if Place::<BITS>::SPLIT {
+            let flipped = self.high.flipped.mul_add(4.0.splat(), self.low.flipped);
+            sum + flipped.mul_add(factors.splat(), base.splat())
+        } else {
+            let base = self.low.flipped.mul_add(factors.splat(), base.splat());
+            sum.mul_add(self.low.place, base)
+        }
     }
 }

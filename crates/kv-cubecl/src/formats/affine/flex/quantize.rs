@@ -3,6 +3,7 @@
 use half::f16;
 use macerator::{Scalar, Simd, Vector};
 
+use super::codes::Place;
 use crate::{
     formats::{Granularity, QuantSpec},
     simd::{MAX_LANES, load, store},
@@ -121,7 +122,9 @@ fn quantize_channels<S: Simd>(
     head_dim: usize,
     n_bits: u32,
 ) {
-    let (lanes, codes_per_word) = (f32::lanes::<S>(), 32 / n_bits as usize);
+    let lanes = f32::lanes::<S>();
+    // The fewest codes that fill whole words.
+    let codes_at_once = if n_bits == 3 { 32 } else { 32 / n_bits as usize };
     let max_code = (1u32 << n_bits) - 1;
     let mut range = [F16_MAX.splat::<S>(), (-F16_MAX).splat()];
     for row in rows.chunks_exact(head_dim) {
@@ -137,33 +140,40 @@ fn quantize_channels<S: Simd>(
         divisors[i] = divisor(scale);
     }
     let (min, divisors) = (load::<S, f32>(&min), load::<S, f32>(&divisors));
-    let lines = codes.chunks_exact_mut(head_dim);
-    for (line, rows) in lines.zip(rows.chunks_exact(codes_per_word * head_dim)) {
-        let mut word = 0u32.splat::<S>();
+    let lines = codes.chunks_exact_mut(codes_at_once * n_bits as usize / 32 * head_dim);
+    for (lines, rows) in lines.zip(rows.chunks_exact(codes_at_once * head_dim)) {
+        let mut words = [0u32.splat::<S>(); 3];
         for (i, row) in rows.chunks_exact(head_dim).enumerate() {
             let code = encode_vector(load(&row[channel..]), min, divisors, max_code);
-            word |= code << (i as u32 * n_bits);
+            if n_bits == 3 {
+                words[i / 16] |= (code & 3.splat()) << (i as u32 % 16 * 2);
+                words[2] |= (code >> 2) << i as u32;
+            } else {
+                words[0] |= code << (i as u32 * n_bits);
+            }
         }
-        store(&mut line[channel..], word);
+        for (line, word) in lines.chunks_exact_mut(head_dim).zip(words) {
+            store(&mut line[channel..], word);
+        }
     }
 }
 
-/// Quantizes tokens, rows of `[head_dim]`, each into its words: codes, `CODES` to a word, then
+/// Quantizes tokens, rows of `[head_dim]`, each into its words: codes of `BITS` bits, then
 /// parameters.
 #[macerator::with_simd]
-fn quantize_per_token_by<S: Simd, const CODES: usize>(
+fn quantize_per_token_by<S: Simd, const BITS: usize>(
     rows: &[f32],
     words: &mut [u32],
     head_dim: usize,
     group_size: usize,
 ) {
-    let (n_bits, lanes) = (32 / CODES as u32, f32::lanes::<S>());
-    let max_code = (1u32 << n_bits) - 1;
-    let (n_words, n_groups) = (head_dim / CODES, head_dim / group_size);
+    let lanes = f32::lanes::<S>();
+    let max_code = (1u32 << BITS) - 1;
+    let (n_words, n_groups) = (Place::<BITS>::words(head_dim), head_dim / group_size);
     let tokens = rows.chunks_exact(head_dim).zip(words.chunks_exact_mut(n_words + n_groups));
     for (row, words) in tokens {
         let (codes, params) = words.split_at_mut(n_words);
-        let lines = codes.chunks_exact_mut(group_size / CODES);
+        let lines = codes.chunks_exact_mut(Place::<BITS>::words(group_size));
         for ((group, line), param) in row.chunks_exact(group_size).zip(lines).zip(params) {
             let mut range = [F16_MAX.splat::<S>(), (-F16_MAX).splat()];
             for part in group.chunks(MAX_LANES) {
@@ -177,20 +187,38 @@ fn quantize_per_token_by<S: Simd, const CODES: usize>(
                 parameters(min.max(-F16_MAX), max.min(F16_MAX), max_code as f32);
             *param = word;
             let (min, divisor) = (min.splat::<S>(), divisor(scale).splat());
-            for (part, words) in group.chunks(MAX_LANES).zip(line.chunks_mut(MAX_LANES / CODES)) {
+            for (i, part) in group.chunks(MAX_LANES).enumerate() {
+                let (first, n) = (i * MAX_LANES, part.len());
                 let part = padded(part);
                 let mut codes = [0; MAX_LANES];
                 for i in (0..MAX_LANES).step_by(lanes) {
                     let code = encode_vector(load(&part[i..]), min, divisor, max_code);
                     store(&mut codes[i..], code);
                 }
-                for (word, codes) in words.iter_mut().zip(codes.as_chunks::<CODES>().0) {
-                    *word = 0;
-                    for (i, code) in codes.iter().enumerate() {
-                        *word |= code << (i as u32 * n_bits);
-                    }
-                }
+                write_codes::<BITS>(line, first, &codes[..n]);
             }
+        }
+    }
+}
+
+/// Writes codes into the words of a group, from element `first` on, a multiple of 16.
+#[inline(always)]
+fn write_codes<const BITS: usize>(words: &mut [u32], first: usize, codes: &[u32]) {
+    let place = |i: usize| i as u32 % Place::<BITS>::CODES as u32;
+    for (run, codes) in codes.chunks(Place::<BITS>::CODES).enumerate() {
+        let first = first + run * Place::<BITS>::CODES;
+        let low = Place::<BITS>::low(first);
+        if Place::<BITS>::SPLIT {
+            let bits = |word, (i, code): (usize, &u32)| word | (code & 3) << (2 * place(i));
+            words[low] = codes.iter().enumerate().fold(0, bits);
+            let bits = |word, (i, code): (usize, &u32)| word | (code >> 2) << place(i);
+            let high = codes.iter().enumerate().fold(0, bits);
+            // Two runs share the word of their high bits.
+            let (word, half) = (low + Place::<BITS>::high(first), first / 16 % 2);
+            words[word] = if half == 0 { high } else { words[word] | high << 16 };
+        } else {
+            let bits = |word, (i, code): (usize, &u32)| word | code << (BITS as u32 * place(i));
+            words[low] = codes.iter().enumerate().fold(0, bits);
         }
     }
 }
@@ -206,50 +234,70 @@ fn padded(part: &[f32]) -> [f32; MAX_LANES] {
 /// Quantizes tokens, rows of `[head_dim]`.
 fn quantize_per_token(rows: &[f32], words: &mut [u32], head_dim: usize, spec: &QuantSpec) {
     let kernel = match spec.n_bits {
-        2 => quantize_per_token_by::<16>,
-        4 => quantize_per_token_by::<8>,
-        _ => quantize_per_token_by::<4>,
+        2 => quantize_per_token_by::<2>,
+        3 => quantize_per_token_by::<3>,
+        4 => quantize_per_token_by::<4>,
+        _ => quantize_per_token_by::<8>,
     };
     kernel(rows, words, head_dim, spec.group_size);
 }
 
+/// Code `nth` of the codes that share the word `low` with their low bits, and the word `high` with
+/// their high bits if codes are split. Higher bits of `nth` than these words have count for nothing.
+#[inline(always)]
+fn code<const BITS: usize>(low: u32, high: u32, nth: u32) -> u32 {
+    let at = nth % Place::<BITS>::CODES as u32;
+    if Place::<BITS>::SPLIT {
+        (low >> (2 * at)) & 3 | (high >> (nth % 32) & 1) << 2
+    } else {
+        (low >> (BITS as u32 * at)) & ((1 << BITS) - 1)
+    }
+}
+
 /// Restores one group of keys from its words.
 #[macerator::with_simd]
-fn dequantize_per_channel<S: Simd>(words: &[u32], rows: &mut [f32], head_dim: usize, n_bits: u32) {
-    let codes_per_word = 32 / n_bits as usize;
-    let mask = (1u32 << n_bits) - 1;
+fn dequantize_per_channel<S: Simd, const BITS: usize>(
+    words: &[u32],
+    rows: &mut [f32],
+    head_dim: usize,
+) {
     let (codes, params) = words.split_at(words.len() - head_dim);
     let (scale, min): (Vec<_>, Vec<_>) = params.iter().map(|&word| unpack_parameters(word)).unzip();
     for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
-        let shift = (token % codes_per_word) as u32 * n_bits;
-        let line = &codes[token / codes_per_word * head_dim..][..head_dim];
-        for (((x, &word), &scale), &min) in row.iter_mut().zip(line).zip(&scale).zip(&min) {
-            *x = ((word >> shift) & mask) as i32 as f32 * scale + min;
+        let low = Place::<BITS>::low(token);
+        let line = |word: usize| &codes[word * head_dim..][..head_dim];
+        // Without split codes, the high line is the low one and is not read.
+        let lines = line(low).iter().zip(line(low + Place::<BITS>::high(token)));
+        let nth = (token % 32) as u32;
+        for (((x, (&low, &high)), &scale), &min) in row.iter_mut().zip(lines).zip(&scale).zip(&min)
+        {
+            *x = code::<BITS>(low, high, nth) as i32 as f32 * scale + min;
         }
     }
 }
 
-/// Restores tokens from their words, `CODES` codes to a word.
+/// Restores tokens from their words.
 #[macerator::with_simd]
-fn dequantize_per_token<S: Simd, const CODES: usize>(
+fn dequantize_per_token<S: Simd, const BITS: usize>(
     words: &[u32],
     out: &mut [f32],
     head_dim: usize,
     group_size: usize,
 ) {
-    let n_bits = (32 / CODES) as u32;
-    let mask = (1u32 << n_bits) - 1;
-    let (n_words, n_groups) = (head_dim / CODES, head_dim / group_size);
+    let (n_words, n_groups) = (Place::<BITS>::words(head_dim), head_dim / group_size);
     let tokens = words.chunks_exact(n_words + n_groups).zip(out.chunks_exact_mut(head_dim));
     for (words, row) in tokens {
         let (codes, params) = words.split_at(n_words);
-        let lines = codes.chunks_exact(group_size / CODES);
+        let lines = codes.chunks_exact(Place::<BITS>::words(group_size));
         for ((group, line), &param) in row.chunks_exact_mut(group_size).zip(lines).zip(params) {
             let (scale, min) = unpack_parameters(param);
-            let (parts, _) = group.as_chunks_mut::<CODES>();
-            for (&word, part) in line.iter().zip(parts) {
+            for (run, part) in group.chunks_exact_mut(Place::<BITS>::CODES).enumerate() {
+                let first = run * Place::<BITS>::CODES;
+                let low = Place::<BITS>::low(first);
+                let (low, high) = (line[low], line[low + Place::<BITS>::high(first)]);
                 for (i, x) in part.iter_mut().enumerate() {
-                    *x = ((word >> (i as u32 * n_bits)) & mask) as i32 as f32 * scale + min;
+                    let code = code::<BITS>(low, high, (first + i) as u32);
+                    *x = code as i32 as f32 * scale + min;
                 }
             }
         }
@@ -276,15 +324,22 @@ pub(super) fn dequantize_slice(words: &[u32], out: &mut [f32], head_dim: usize, 
     match spec.granularity {
         Granularity::PerChannel => {
             let groups = out.chunks_exact_mut(spec.group_size * head_dim);
+            let kernel = match spec.n_bits {
+                2 => dequantize_per_channel::<2>,
+                3 => dequantize_per_channel::<3>,
+                4 => dequantize_per_channel::<4>,
+                _ => dequantize_per_channel::<8>,
+            };
             for (rows, words) in groups.zip(words.chunks_exact(per_group * head_dim)) {
-                dequantize_per_channel(words, rows, head_dim, spec.n_bits);
+                kernel(words, rows, head_dim);
             }
         }
         Granularity::PerToken => {
             let kernel = match spec.n_bits {
-                2 => dequantize_per_token::<16>,
-                4 => dequantize_per_token::<8>,
-                _ => dequantize_per_token::<4>,
+                2 => dequantize_per_token::<2>,
+                3 => dequantize_per_token::<3>,
+                4 => dequantize_per_token::<4>,
+                _ => dequantize_per_token::<8>,
             };
             kernel(words, out, head_dim, spec.group_size);
         }

@@ -15,7 +15,7 @@ use macerator::{Scalar, Simd};
 #[cfg(target_arch = "x86_64")]
 use super::vnni;
 use super::{
-    codes::{Codes, Terms},
+    codes::{Codes, Place, Terms},
     quantize::{unpack_parameters, unpack_vector},
 };
 use crate::{
@@ -34,22 +34,22 @@ pub(super) const TILE: usize = 128;
 /// Words of values per tile: they share the L1 cache with the next tile, which is being prefetched.
 pub(super) const TILE_WORDS: usize = 1280;
 
-/// The instance of a function generic over codes per word and query rows (up to [`MAX_ROWS`]).
+/// The instance of a function generic over bits of a code and query rows (up to [`MAX_ROWS`]).
 macro_rules! by_shape {
     ($($name:ident)::+, $spec:expr, $rows:expr) => {
-        match ($spec.n_bits, $rows) {
-            (2, 1) => $($name)::+::<16, 1>,
-            (2, 2) => $($name)::+::<16, 2>,
-            (2, 3) => $($name)::+::<16, 3>,
-            (2, _) => $($name)::+::<16, 4>,
-            (4, 1) => $($name)::+::<8, 1>,
-            (4, 2) => $($name)::+::<8, 2>,
-            (4, 3) => $($name)::+::<8, 3>,
-            (4, _) => $($name)::+::<8, 4>,
-            (_, 1) => $($name)::+::<4, 1>,
-            (_, 2) => $($name)::+::<4, 2>,
-            (_, 3) => $($name)::+::<4, 3>,
-            (_, _) => $($name)::+::<4, 4>,
+        match $spec.n_bits {
+            2 => by_shape!(@rows $($name)::+, 2, $rows),
+            3 => by_shape!(@rows $($name)::+, 3, $rows),
+            4 => by_shape!(@rows $($name)::+, 4, $rows),
+            _ => by_shape!(@rows $($name)::+, 8, $rows),
+        }
+    };
+    (@rows $($name:ident)::+, $bits:literal, $rows:expr) => {
+        match $rows {
+            1 => $($name)::+::<$bits, 1>,
+            2 => $($name)::+::<$bits, 2>,
+            3 => $($name)::+::<$bits, 3>,
+            _ => $($name)::+::<$bits, 4>,
         }
     };
 }
@@ -158,7 +158,7 @@ fn fold<S: Simd, const ROWS: usize>(
 /// vector is needed.
 #[macerator::with_simd]
 #[allow(clippy::too_many_arguments, reason = "slices of one problem")]
-pub(super) fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
+pub(super) fn score_rows<S: Simd, const BITS: usize, const ROWS: usize>(
     keys: &[u32],
     query: &[f32],
     scores: &mut [f32],
@@ -169,7 +169,7 @@ pub(super) fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
     scratch: &mut [f32],
 ) {
     let lanes = u32::lanes::<S>();
-    let group_words = (group_size / CODES + 1) * head_dim;
+    let group_words = (Place::<BITS>::words(group_size) + 1) * head_dim;
     for (group, words) in
         keys.chunks_exact(group_words).take(tokens.div_ceil(group_size)).enumerate()
     {
@@ -180,11 +180,12 @@ pub(super) fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
             // Prefetches the next group: a share of it with each vector of this one.
             let share = group_words * lanes / group_size;
             simd::prefetch(keys, (group + 1) * group_words + share * (first / lanes), share);
-            let reader = Codes::<S, CODES>::at(first);
+            let reader = Codes::<S, BITS>::at(first);
             let sums = reader.sums::<ROWS>(&Terms {
-                words: &codes[first / CODES * head_dim..],
+                words: &codes[Place::<BITS>::low(first) * head_dim..],
                 stride: 1,
                 word_stride: head_dim,
+                high: Place::<BITS>::high(first),
                 factors: scratch,
                 row_stride: head_dim,
                 n: head_dim,
@@ -200,7 +201,7 @@ pub(super) fn score_rows<S: Simd, const CODES: usize, const ROWS: usize>(
 
 /// [`add`] for `ROWS` rows. Lanes are channels.
 #[macerator::with_simd]
-pub(super) fn add_rows<S: Simd, const CODES: usize, const ROWS: usize>(
+pub(super) fn add_rows<S: Simd, const BITS: usize, const ROWS: usize>(
     values: &[u32],
     weights: &[f32],
     n: usize,
@@ -209,7 +210,7 @@ pub(super) fn add_rows<S: Simd, const CODES: usize, const ROWS: usize>(
     group_size: usize,
 ) {
     let lanes = u32::lanes::<S>();
-    let (n_words, groups) = (head_dim / CODES, head_dim / group_size);
+    let (n_words, groups) = (Place::<BITS>::words(head_dim), head_dim / group_size);
     let width = n_words + groups;
     let tile_len = (TILE_WORDS / width / lanes * lanes).clamp(lanes, TILE);
     let mut params = [0; TILE];
@@ -225,11 +226,12 @@ pub(super) fn add_rows<S: Simd, const CODES: usize, const ROWS: usize>(
                 let share = tile_len * width * lanes / head_dim;
                 let next = (first + tile_len) * width;
                 simd::prefetch(values, next + share * (channel / lanes), share);
-                let reader = Codes::<S, CODES>::at(channel);
+                let reader = Codes::<S, BITS>::at(channel);
                 let sums = reader.sums::<ROWS>(&Terms {
-                    words: &lines[channel / CODES..],
+                    words: &lines[Place::<BITS>::low(channel)..],
                     stride: width,
                     word_stride: 1,
+                    high: Place::<BITS>::high(channel),
                     factors: folded.as_flattened(),
                     row_stride: TILE,
                     n: count,

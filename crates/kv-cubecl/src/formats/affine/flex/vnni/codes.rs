@@ -2,7 +2,7 @@
 
 use core::arch::x86_64::*;
 
-use super::{DIGITS, LANES, QUAD, Terms};
+use super::{DIGITS, LANES, Place, QUAD, Terms};
 
 /// Constants for each lane of a vector, for words of `CODES` codes.
 struct Lanes<const CODES: usize>;
@@ -50,19 +50,57 @@ impl<const CODES: usize> Lanes<CODES> {
     }
 }
 
+/// For each lane of either half of a word of 32 bits, the byte that holds its bit, in each of the
+/// four words of a quad.
+const BYTES_OF_BITS: [[[u8; QUAD]; LANES]; 2] = {
+    let mut halves = [[[0; QUAD]; LANES]; 2];
+    let mut i = 0;
+    while i < 2 * LANES * QUAD {
+        let (half, lane, word) = (i / QUAD / LANES, i / QUAD % LANES, i % QUAD);
+        halves[half][lane][word] = (QUAD * word + 2 * half + lane / 8) as u8;
+        i += 1;
+    }
+    halves
+};
+
+/// Moves the parts of split codes to their place in a byte: how far each lane rotates right its low
+/// bits, so that they are bits 0 and 1, and its high bit, so that it is bit 2.
+const ROTATIONS: [[u32; LANES]; 2] = {
+    let mut rotations = [[0; LANES]; 2];
+    let mut lane = 0;
+    while lane < LANES {
+        rotations[0][lane] = (lane % 4 * 2) as u32;
+        rotations[1][lane] = ((lane % 8 + 30) % 32) as u32;
+        lane += 1;
+    }
+    rotations
+};
+
 /// Reads the codes of 16 consecutive elements, one per lane.
-pub(super) struct Codes<const CODES: usize> {
+pub(super) struct Codes<const BITS: usize> {
     bytes: __m512i,
     mask: __m512i,
     place: __m512,
 }
 
-impl<const CODES: usize> Codes<CODES> {
-    /// Number of words that the codes of one term come from.
-    const WORDS: usize = LANES.div_ceil(CODES);
+impl<const BITS: usize> Codes<BITS> {
+    /// Number of words that the low bits of one term come from.
+    const WORDS: usize = LANES.div_ceil(Place::<BITS>::CODES);
 
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn new() -> Self {
+        match Place::<BITS>::CODES {
+            16 if Place::<BITS>::SPLIT => {
+                Self { mask: _mm512_set1_epi8(3), place: _mm512_set1_ps(1.0), ..Self::of::<16>() }
+            }
+            16 => Self::of::<16>(),
+            8 => Self::of::<8>(),
+            _ => Self::of::<4>(),
+        }
+    }
+
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn of<const CODES: usize>() -> Self {
         Self {
             bytes: load(Lanes::<CODES>::BYTES.as_flattened()),
             mask: load(Lanes::<CODES>::MASK.as_flattened()),
@@ -70,13 +108,16 @@ impl<const CODES: usize> Codes<CODES> {
         }
     }
 
-    /// For each query row, the sum over all terms of factor times codes, where a code counts 2^k times
-    /// as it was not shifted down. A step is a quad of terms, whose factors are digits as
+    /// For each query row, the sum over all terms of factor times codes, where a whole code counts 2^k
+    /// times as it was not shifted down. A step is a quad of terms, whose factors are digits as
     /// [`to_digits`](super::to_digits) writes them.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn sums<const ROWS: usize>(&self, terms: &Terms<'_>) -> [__m512; ROWS] {
-        terms.check(Self::WORDS, ROWS, QUAD);
+        terms.check(Self::WORDS.max(terms.high + 1), ROWS, QUAD);
+        let half = usize::from(terms.high == 1);
+        let bytes_of_bits = load(BYTES_OF_BITS[half].as_flattened());
+        let [rotate_low, rotate_high] = [load(&ROTATIONS[0]), load(&ROTATIONS[1])];
         let mut sums = [[_mm512_setzero_si512(); DIGITS]; ROWS];
         for quad in 0..terms.n {
             // SAFETY: `check` has seen that the words of each quad are in the slice.
@@ -93,7 +134,17 @@ impl<const CODES: usize> Codes<CODES> {
                 codes = _mm512_mask_broadcast_i32x4(codes, 0x0f00, words(2));
                 codes = _mm512_mask_broadcast_i32x4(codes, 0xf000, words(3));
             }
-            codes = _mm512_and_si512(_mm512_shuffle_epi8(codes, self.bytes), self.mask);
+            codes = _mm512_shuffle_epi8(codes, self.bytes);
+            if Place::<BITS>::SPLIT {
+                codes = _mm512_rorv_epi32(codes, rotate_low);
+            }
+            codes = _mm512_and_si512(codes, self.mask);
+            if Place::<BITS>::SPLIT {
+                let high = _mm512_broadcast_i32x4(words(terms.high));
+                let high = _mm512_shuffle_epi8(high, bytes_of_bits);
+                let high = _mm512_rorv_epi32(high, rotate_high);
+                codes = _mm512_or_si512(codes, _mm512_and_si512(high, _mm512_set1_epi8(4)));
+            }
             for (row, sums) in sums.iter_mut().enumerate() {
                 for (digit, sum) in sums.iter_mut().enumerate() {
                     let i = row * terms.row_stride + quad * QUAD + digit;

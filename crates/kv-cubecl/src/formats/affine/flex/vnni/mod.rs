@@ -16,7 +16,7 @@ mod digits;
 use core::{arch::x86_64::*, mem};
 
 use super::{
-    codes::Terms,
+    codes::{Place, Terms},
     sums::{MAX_ROWS, TILE, TILE_WORDS},
 };
 use crate::{formats::QuantSpec, simd};
@@ -34,7 +34,7 @@ const DIGITS: usize = 3;
 
 /// Whether this processor has the instructions and the shape fits the kernels.
 pub(super) fn serves(spec: &QuantSpec, head_dim: usize) -> bool {
-    let line = Line::new(head_dim, spec.codes_per_word(), spec.group_size);
+    let line = Line::new(spec.words_of_codes(head_dim), head_dim / spec.group_size);
     available() && head_dim.is_multiple_of(LANES) && line.words * LANES <= TILE_WORDS
 }
 
@@ -55,8 +55,7 @@ struct Line {
 }
 
 impl Line {
-    const fn new(head_dim: usize, codes_per_word: usize, group_size: usize) -> Self {
-        let (codes, groups) = (head_dim / codes_per_word, head_dim / group_size);
+    const fn new(codes: usize, groups: usize) -> Self {
         let width = codes + groups;
         Self { codes, groups, width, words: width.next_multiple_of(QUAD) }
     }
@@ -83,7 +82,7 @@ fn join(quad: impl Fn(usize) -> __m128i) -> __m512i {
 
 /// [`score_rows`](super::sums::score_rows) in integers.
 #[allow(clippy::too_many_arguments, reason = "slices of one problem")]
-pub(super) fn score_rows<const CODES: usize, const ROWS: usize>(
+pub(super) fn score_rows<const BITS: usize, const ROWS: usize>(
     keys: &[u32],
     query: &[f32],
     scores: &mut [f32],
@@ -96,13 +95,13 @@ pub(super) fn score_rows<const CODES: usize, const ROWS: usize>(
     assert!(available());
     // SAFETY: the processor has the instructions that the function is compiled for, as asserted.
     unsafe {
-        score::<CODES, ROWS>(keys, query, scores, n, tokens, head_dim, group_size, scratch);
+        score::<BITS, ROWS>(keys, query, scores, n, tokens, head_dim, group_size, scratch);
     }
 }
 
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[allow(clippy::too_many_arguments, reason = "slices of one problem")]
-fn score<const CODES: usize, const ROWS: usize>(
+fn score<const BITS: usize, const ROWS: usize>(
     keys: &[u32],
     query: &[f32],
     scores: &mut [f32],
@@ -112,8 +111,8 @@ fn score<const CODES: usize, const ROWS: usize>(
     group_size: usize,
     scratch: &mut [f32],
 ) {
-    let reader = Codes::<CODES>::new();
-    let group_words = (group_size / CODES + 1) * head_dim;
+    let reader = Codes::<BITS>::new();
+    let group_words = (Place::<BITS>::words(group_size) + 1) * head_dim;
     let n_groups = tokens.div_ceil(group_size);
     // Step `step` folds the factors of group `step`, then reads the codes of the group before. Both
     // are independent, so the processor can overlap them: the largest factor of a group, which its
@@ -141,9 +140,10 @@ fn score<const CODES: usize, const ROWS: usize>(
             let share = group_words * LANES / group_size;
             simd::prefetch(keys, (group + 3) * group_words + share * (first / LANES), share);
             let sums = reader.sums::<ROWS>(&Terms {
-                words: &words[first / CODES * head_dim..],
+                words: &words[Place::<BITS>::low(first) * head_dim..],
                 stride: QUAD,
                 word_stride: head_dim,
+                high: Place::<BITS>::high(first),
                 factors: digits,
                 row_stride: head_dim,
                 n: head_dim / QUAD,
@@ -172,7 +172,7 @@ fn store_part(x: &mut [f32], vector: __m512) {
 }
 
 /// [`add_rows`](super::sums::add_rows) in integers.
-pub(super) fn add_rows<const CODES: usize, const ROWS: usize>(
+pub(super) fn add_rows<const BITS: usize, const ROWS: usize>(
     values: &[u32],
     weights: &[f32],
     n: usize,
@@ -182,11 +182,11 @@ pub(super) fn add_rows<const CODES: usize, const ROWS: usize>(
 ) {
     assert!(available());
     // SAFETY: the processor has the instructions that the function is compiled for, as asserted.
-    unsafe { add::<CODES, ROWS>(values, weights, n, o, head_dim, group_size) }
+    unsafe { add::<BITS, ROWS>(values, weights, n, o, head_dim, group_size) }
 }
 
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn add<const CODES: usize, const ROWS: usize>(
+fn add<const BITS: usize, const ROWS: usize>(
     values: &[u32],
     weights: &[f32],
     n: usize,
@@ -194,8 +194,8 @@ fn add<const CODES: usize, const ROWS: usize>(
     head_dim: usize,
     group_size: usize,
 ) {
-    let reader = Codes::<CODES>::new();
-    let line = Line::new(head_dim, CODES, group_size);
+    let reader = Codes::<BITS>::new();
+    let line = Line::new(Place::<BITS>::words(head_dim), head_dim / group_size);
     let tile_len = (TILE_WORDS / line.words / LANES * LANES).clamp(LANES, TILE);
     let mut quads = Aligned([0; TILE_WORDS]);
     let mut digits = Aligned([[0.0; TILE]; ROWS]);
@@ -219,9 +219,10 @@ fn add<const CODES: usize, const ROWS: usize>(
                 let next = (first + tile_len) * line.width;
                 simd::prefetch(values, next + share * (channel / LANES), share);
                 let sums = reader.sums::<ROWS>(&Terms {
-                    words: &quads[channel / CODES * QUAD..],
+                    words: &quads[Place::<BITS>::low(channel) * QUAD..],
                     stride: line.words * QUAD,
                     word_stride: QUAD,
+                    high: Place::<BITS>::high(channel),
                     factors: digits,
                     row_stride: TILE,
                     n: count.div_ceil(QUAD),
