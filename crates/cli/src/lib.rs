@@ -2,6 +2,7 @@
 //! they show progress, and where they get models from. No library depends on it.
 
 mod backend;
+mod caches;
 mod hub;
 mod memory;
 mod output;
@@ -12,6 +13,7 @@ mod start;
 mod threads;
 
 pub use backend::{Backend, Plain, not_built_in};
+pub use caches::cache_help;
 pub use hub::{ModelSource, hub_folder, name_of};
 pub use kv_cubecl;
 pub use memory::{MemorySize, memory_limit};

@@ -20,7 +20,7 @@ impl KvFormat {
         }
     }
 
-    /// One line that says how tokens are stored.
+    /// Returns a line that says how tokens are stored.
     pub const fn description(self) -> &'static str {
         match self.stored() {
             Some(stored) => stored.description,
@@ -28,8 +28,7 @@ impl KvFormat {
         }
     }
 
-    /// Renders the table of formats as the rows of a Markdown table: name, bits of a code,
-    /// description.
+    /// Returns the rows of a Markdown table of all formats: name, bits of a code, description.
     pub fn markdown_rows() -> String {
         let all = Self::ALL.iter().chain(Self::OF_FRAMES);
         let row = |format: &Self| {
@@ -168,8 +167,8 @@ impl KvFormat {
         Ok(())
     }
 
-    /// All names, for messages.
-    pub(crate) fn names() -> String {
+    /// Returns all names in one line, for messages and help.
+    pub fn names() -> String {
         let all = Self::ALL[1..].iter().chain(Self::OF_FRAMES);
         let names: Vec<_> = all.map(|format| format.name()).collect();
         format!("{} or 16 for float", names.join(", "))

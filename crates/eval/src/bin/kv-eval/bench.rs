@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use indicatif::ProgressBar;
-use kv_cli::{Backend, NamedFiles, OutFile, Plain, Screen, dispatch};
+use kv_cli::{Backend, NamedFiles, OutFile, Plain, Screen, cache_help, dispatch};
 use kv_cubecl::{On, Target};
 use kv_eval::bench::{
     AttentionPlan, Timing, codec_bytes, copy_bandwidth, time_append, time_codec,
@@ -84,10 +84,11 @@ struct Common {
 pub(crate) struct LayerArgs {
     #[command(flatten)]
     common: Common,
-    /// A cache to time, or a policy's file of .json or .toml for every cache that a layer has by
-    /// it; repeatable. The first is what the others are compared with.
-    #[arg(long = "cache", default_values = [
-        "float", "float-f16", "k8v8", "k4v4", "k2v2", "kint8vint8", "kint8gvint8g",
+    #[arg(long = "cache", help = cache_help(
+        "A cache to time, repeatable; all others are compared with the first. A policy stands for \
+         every cache that it gives a layer"
+    ), default_values = [
+        "float", "float-f16", "k8v8", "k4v4", "k3v3", "k2v2", "kint8vint8", "kint8gvint8g",
         "ke4m3ve4m3", "ke5m2ve5m2",
         "ke4m3bve4m3b", "ke2m1bve2m1b", "kmxfp4vmxfp4",
     ])]

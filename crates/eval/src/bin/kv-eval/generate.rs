@@ -10,7 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use kv_cli::{INTERRUPTED, OutFile, Plain, Screen, dispatch, note};
+use kv_cli::{INTERRUPTED, OutFile, Plain, Screen, cache_help, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{
     ChatTemplate, Checkpoints, GenerateOptions, ModelCacheConfig, Sampler, Sampling, SavedCache,
@@ -77,12 +77,9 @@ pub(crate) struct Args {
     /// Use only the first tokens of the prompt.
     #[arg(long)]
     prompt_tokens: Option<usize>,
-    /// Cache format. A short name gives the bits of keys and values, as k4v4, and then options, as
-    /// in k2v2-g64-r64-s4-gflush-hadv-f16: groups of 64, the newest 64 tokens and the first 4 in
-    /// float, keys flushed one group at a time, Hadamard-transformed values, floats in f16. Also
-    /// float, a policy (safe, balanced or small) or a policy file (.json or .toml) [default: the
-    /// cache of the model's kv_cache.json, else float].
-    #[arg(long, value_parser = ModelCacheConfig::find)]
+    #[arg(long, value_parser = ModelCacheConfig::find, help = cache_help(
+        "Cache to generate with [default: the cache of the model's kv_cache.json, else float]"
+    ))]
     cache: Option<ModelCacheConfig>,
     /// Tokens the cache is allocated for [default: prompt and continuation; 4096 for a
     /// conversation, or the model's limit if that is less].

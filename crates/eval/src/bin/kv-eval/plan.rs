@@ -5,8 +5,8 @@ use std::{path::Path, str::FromStr};
 use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
 use kv_cli::{
-    Backend, MemorySize, ModelSource, NamedFiles, Plain, dispatch, exit_on_interrupt, memory_limit,
-    name_of,
+    Backend, MemorySize, ModelSource, NamedFiles, Plain, cache_help, dispatch, exit_on_interrupt,
+    memory_limit, name_of,
 };
 use kv_cubecl::{On, Target};
 use kv_eval::planner::{MemoryPlan, Preset, Request, Subject, plan};
@@ -55,10 +55,10 @@ pub(crate) struct Args {
     /// Sequences.
     #[arg(long, default_value_t = 1)]
     batch: usize,
-    /// Cache format to plan for: a short name such as k4v4 or k2v2-g64-r64-s4-gflush-hadv-f16, a
-    /// policy (safe, balanced or small) or a policy file (.json or .toml); repeatable. Default: all
-    /// formats, and the cache of the model's kv_cache.json, if it has one.
-    #[arg(long = "cache")]
+    #[arg(long = "cache", help = cache_help(
+        "A cache to plan for, repeatable [default: all formats, and the cache of the model's \
+         kv_cache.json, if it has one]"
+    ))]
     caches: Vec<String>,
     #[command(flatten)]
     json: JsonArgs,

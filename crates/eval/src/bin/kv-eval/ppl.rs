@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use kv_cli::{NamedFiles, Plain, dispatch, note};
+use kv_cli::{NamedFiles, Plain, cache_help, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::{Mode, Plan};
 use kv_models::KV_CACHE_FILE;
@@ -34,11 +34,10 @@ pub(crate) struct Args {
     /// form.
     #[arg(long, default_value = "parallel")]
     mode: Mode,
-    /// A cache to compare with float: kKvV with bits 2, 3, 4, 8 or 16 or the name of a format, then
-    /// -gN, -rN, -sN,
-    /// -after, -gflush, -hadv, -hadk, -f16 or -bf16; or a policy: safe, balanced, small, or a file
-    /// of .json or .toml. Repeatable. By default that of the model's kv_cache.json, if it has one.
-    #[arg(long = "cache")]
+    #[arg(long = "cache", help = cache_help(
+        "A cache to compare with float, repeatable [default: the cache of the model's \
+         kv_cache.json, if it has one]"
+    ))]
     caches: Vec<NamedCache>,
     /// Tokens per window; each window starts from an empty cache. By default 2048, or the model's
     /// limit if that is lower.

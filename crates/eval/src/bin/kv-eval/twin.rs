@@ -1,7 +1,7 @@
 //! `kv-eval twin`: a float cache beside a quantized one.
 
 use anyhow::Result;
-use kv_cli::{NamedFiles, Plain, dispatch, exit_on_interrupt, note, token_bar};
+use kv_cli::{NamedFiles, Plain, cache_help, dispatch, exit_on_interrupt, note, token_bar};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::twin;
 
@@ -22,9 +22,7 @@ pub(crate) struct Args {
     on: ModelArgs,
     #[command(flatten)]
     text: TextArgs,
-    /// The cache to put beside the float one, or a policy: safe, balanced, small, or a file of
-    /// .json or .toml.
-    #[arg(long)]
+    #[arg(long, help = cache_help("Cache to put beside the float one"))]
     cache: NamedCache,
     /// Tokens to pass, one at a time. A model of fewer positions gets as many tokens as it has
     /// positions.

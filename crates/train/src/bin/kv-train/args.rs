@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use kv_cli::{Backend, MemorySize, ModelSource};
+use kv_cli::{Backend, MemorySize, ModelSource, cache_help};
 use kv_models::{
     ModelCacheConfig,
     kv_cubecl::{FakeQuantOptions, SteGradient},
@@ -213,10 +213,7 @@ impl Training {
 pub(crate) struct Qat {
     #[command(flatten)]
     model: ModelSource,
-    /// Cache to train for: kKvV with 2, 3, 4, 8 or 16 bits or the name of a format, then any of -gN,
-    /// -rN, -sN, -after, -gflush, -hadv, -hadk, -f16 and -bf16; or a policy: safe, balanced, small,
-    /// or a .json or .toml file.
-    #[arg(long, value_parser = ModelCacheConfig::find)]
+    #[arg(long, value_parser = ModelCacheConfig::find, help = cache_help("Cache to train for"))]
     cache: ModelCacheConfig,
     /// Indices of layers whose caches stay in float.
     #[arg(long = "float-layers", value_delimiter = ',')]
