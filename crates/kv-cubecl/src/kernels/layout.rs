@@ -133,6 +133,24 @@ pub(crate) fn packed_slot(token: usize, side: &SideArgs) -> usize {
     token % side.packed_tokens
 }
 
+/// The position of the newest token of each sequence, where kernels read it from a buffer.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Positions {
+    /// One position, or one for each sequence; below 0 for a sequence that takes no part.
+    pub(crate) newest: ComptimeOption<Box<[i32]>>,
+    /// Slices that share a position.
+    pub(crate) slices: usize,
+}
+
+/// Returns the launch argument of positions and their number, or of none.
+pub(crate) fn positions_arg(
+    positions: Option<(BufferArg, usize)>,
+    layout: &CacheLayout,
+) -> PositionsLaunch {
+    let (newest, n) = positions.unzip();
+    PositionsLaunch::new(newest.into(), layout.slices() / n.unwrap_or(1))
+}
+
 /// Run-time arguments that describe a cache.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct CacheArgs {

@@ -5,20 +5,14 @@ use cubecl::{client::Client, prelude::*};
 use super::elementwise;
 use crate::Result;
 
-/// Run-time arguments of a table `[positions, rotary_dim]`, whose rows are cosines, then sines.
+/// A table `[positions, rotary_dim]`, whose rows are cosines, then sines; or none.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct RopeArgs {
+pub(crate) struct Rope {
+    pub(crate) table: ComptimeOption<Box<[f32]>>,
     /// Positions of the table, at least 1; those past the last turn like it.
-    positions: usize,
+    pub(crate) positions: usize,
     /// Channels that turn with another one, at least 1.
-    half: usize,
-}
-
-#[cube]
-impl RopeArgs {
-    pub(crate) fn copied(&self) -> RopeArgs {
-        RopeArgs { positions: self.positions, half: self.half }
-    }
+    pub(crate) half: usize,
 }
 
 /// A table and its shape.
@@ -30,13 +24,13 @@ pub(crate) struct RopeBinding {
     pub(crate) rotary_dim: usize,
 }
 
-/// Returns the table's buffer, if there is one, and its run-time arguments.
-pub(crate) fn rope_args(rope: Option<RopeBinding>) -> (Option<BufferArg>, RopeArgsLaunch) {
+/// Returns the launch argument of a table, or of none.
+pub(crate) fn rope_arg(rope: Option<RopeBinding>) -> RopeLaunch {
     match rope {
         // The shape of no table is not read.
-        None => (None, RopeArgsLaunch::new(1, 1)),
+        None => RopeLaunch::new(None.into(), 1, 1),
         Some(RopeBinding { table, positions, rotary_dim }) => {
-            (Some(table), RopeArgsLaunch::new(positions, rotary_dim / 2))
+            RopeLaunch::new(Some(table).into(), positions, rotary_dim / 2)
         }
     }
 }
@@ -48,18 +42,17 @@ pub(crate) fn apply_rope<F: Float>(
     x: &[F],
     row: usize,
     channel: usize,
-    table: &ComptimeOption<Box<[f32]>>,
     position: usize,
-    args: &RopeArgs,
+    rope: &Rope,
 ) -> f32 {
     let mut value = f32::cast_from(x[row + channel]);
     #[comptime]
-    match table {
+    match &rope.table {
         ComptimeOption::Some(table) => {
-            let half = args.half;
+            let half = rope.half;
             if channel < 2 * half {
                 let pair = channel % half;
-                let at = clamp_max(position, args.positions - 1) * 2 * half + pair;
+                let at = clamp_max(position, rope.positions - 1) * 2 * half + pair;
                 let (cos, sin) = (table[at], table[at + half]);
                 let a = f32::cast_from(x[row + pair]);
                 let b = f32::cast_from(x[row + pair + half]);
@@ -78,8 +71,7 @@ pub(crate) fn apply_rope<F: Float>(
 fn turn_rows(
     x: &[f32],
     output: &mut [f32],
-    table: ComptimeOption<Box<[f32]>>,
-    args: RopeArgs,
+    rope: Rope,
     n: usize,
     head_dim: usize,
     position: usize,
@@ -87,7 +79,7 @@ fn turn_rows(
     if ABSOLUTE_POS < n {
         let channel = ABSOLUTE_POS % head_dim;
         let row = ABSOLUTE_POS - channel;
-        output[ABSOLUTE_POS] = apply_rope::<f32>(x, row, channel, &table, position, &args);
+        output[ABSOLUTE_POS] = apply_rope::<f32>(x, row, channel, position, &rope);
     }
 }
 
@@ -102,7 +94,6 @@ pub(crate) fn launch_rope(
     position: usize,
 ) -> Result<()> {
     let grid = elementwise(client, "rope", n, n.max(rope.positions * rope.rotary_dim))?;
-    let (table, args) = rope_args(Some(rope));
     turn_rows::launch(
         client,
         grid.count(),
@@ -110,8 +101,7 @@ pub(crate) fn launch_rope(
         grid.address,
         x,
         output,
-        table.into(),
-        args,
+        rope_arg(Some(rope)),
         n,
         head_dim,
         position,

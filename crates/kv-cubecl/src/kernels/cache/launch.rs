@@ -6,14 +6,18 @@ use cubecl::{
     prelude::*,
 };
 
-use super::kernel::{self, FlushRunsLaunch, SourceLaunch, TokenArgsLaunch, TokenBlueprint};
+use super::{
+    elements::{self, ChunkLaunch, FlushBlueprint, LengthsLaunch},
+    flush::{self, FlushRunsLaunch},
+    token::{self, SideBlueprint, SideUnitsLaunch, TokenArgsLaunch},
+};
 use crate::{
     Result,
     kernels::{
         elementwise,
-        layout::SideArgsLaunch,
+        layout::{SideArgsLaunch, positions_arg},
         quantize::RestoreProblem,
-        rope::{RopeArgsLaunch, RopeBinding, rope_args},
+        rope::{RopeBinding, rope_arg},
     },
     layout::{CacheLayout, QuantSpec, QuantizedCounts, Side, Sides},
 };
@@ -34,8 +38,8 @@ pub(crate) struct CacheProblem {
 }
 
 impl CacheProblem {
-    fn source(&self, rope: RopeArgsLaunch) -> SourceLaunch {
-        SourceLaunch::new(self.len, self.added, self.layout.float_elements(), rope)
+    fn lengths(&self) -> LengthsLaunch {
+        LengthsLaunch::new(self.len, self.added, self.layout.float_elements())
     }
 
     /// Elements of the longest buffer: the cache's float rows or the appended tokens. Packed words
@@ -89,15 +93,9 @@ pub(crate) fn launch_write_token(
 ) -> Result<()> {
     let layout = &problem.layout;
     let (slices, sides) = (layout.slices(), layout.sides());
+    let saturating = layout.config().float.saturates();
     let specs = sides.map(|side| side.spec);
-    let blueprint = TokenBlueprint {
-        keys: specs.keys,
-        values: specs.values,
-        saturating: layout.config().float.saturates(),
-    };
-    let (position, n_positions) = cache.position.unzip();
-    let (table, rope) = rope_args(cache.rope);
-    let leaving = match position {
+    let leaving = match cache.position {
         // As many as ever leave at once.
         Some(_) => layout.schedule().sides.map(|side| side.step),
         None => problem.leaving()[1],
@@ -105,34 +103,30 @@ pub(crate) fn launch_write_token(
     let blocks = Sides::from_fn(|side| {
         specs[side].map_or(1, |spec| (leaving[side] / spec.block_tokens()).max(1))
     });
-    let runs = Sides::from_fn(|side| kernel::runs(&specs[side], sides[side].head_dim));
+    let runs = Sides::from_fn(|side| token::runs(&specs[side], sides[side].head_dim));
     let units = Sides::from_fn(|side| slices * blocks[side] * runs[side]);
     let n = units.keys + units.values;
     let grid = elementwise(client, "write", n, problem.elements())?;
-    kernel::write_token::launch(
+    token::write_token::launch(
         client,
         grid.count(),
         grid.dim(),
         grid.address,
-        key,
-        value,
+        ChunkLaunch::new(key, rope_arg(cache.rope)),
+        ChunkLaunch::new(value, rope_arg(None)),
         cache.floats,
         cache.keys,
         cache.values,
-        position.into(),
-        table.into(),
         TokenArgsLaunch::new(
-            problem.source(rope),
+            problem.lengths(),
+            positions_arg(cache.position, layout),
             layout.args(),
-            blocks.keys,
-            blocks.values,
-            runs.keys,
-            runs.values,
-            slices / n_positions.unwrap_or(1),
+            SideUnitsLaunch::new(blocks.keys, runs.keys),
+            SideUnitsLaunch::new(blocks.values, runs.values),
             units.keys,
             n,
         ),
-        blueprint,
+        specs.map(|spec| SideBlueprint { spec, saturating }),
         problem.float,
         chunk,
     );
@@ -165,20 +159,19 @@ pub(crate) fn launch_flush(
     let (n, runs) = flush_runs(first..last, layout.slices(), place.head_dim, &spec);
     if n > 0 {
         let grid = elementwise(client, "write", n, problem.elements())?;
-        kernel::flush::launch(
+        flush::flush::launch(
             client,
             grid.count(),
             grid.dim(),
             grid.address,
             floats,
-            chunk,
+            ChunkLaunch::new(chunk, rope_arg(None)),
             words,
-            problem.source(rope_args(None).1),
+            problem.lengths(),
             place.args(),
             n,
             runs,
-            spec,
-            layout.config().float.saturates(),
+            FlushBlueprint { spec, saturating: layout.config().float.saturates() },
             problem.float,
         );
     }
@@ -194,7 +187,7 @@ fn flush_runs(
 ) -> (usize, FlushRunsLaunch) {
     let Range { start, end } = tokens;
     let (alignment_tokens, groups) =
-        (spec.alignment_tokens(head_dim), kernel::runs(&Some(*spec), head_dim));
+        (spec.alignment_tokens(head_dim), token::runs(&Some(*spec), head_dim));
     let runs = if tokens.is_empty() {
         0
     } else {
@@ -217,14 +210,14 @@ pub(crate) fn launch_append(
     let first_kept = layout.schedule().first_kept(problem.len + problem.added)[side];
     let n = layout.slices() * problem.added * place.head_dim;
     let grid = elementwise(client, "write", n, problem.elements())?;
-    kernel::append::launch(
+    elements::append::launch(
         client,
         grid.count(),
         grid.dim(),
         grid.address,
-        chunk,
+        ChunkLaunch::new(chunk, rope_arg(None)),
         floats,
-        problem.source(rope_args(None).1),
+        problem.lengths(),
         place.args(),
         n,
         first_kept,
@@ -247,20 +240,19 @@ pub(crate) fn launch_quantize(
     // Of float rows there are none: they are never read, but a binding must not be empty.
     // SAFETY: the buffer is allocated with this length.
     let floats = unsafe { BufferArg::from_raw_parts(client.empty(size_of::<f32>()), 1) };
-    kernel::flush::launch(
+    flush::flush::launch(
         client,
         grid.count(),
         grid.dim(),
         grid.address,
         floats,
-        input,
+        ChunkLaunch::new(input, rope_arg(None)),
         words,
-        SourceLaunch::new(0, tokens, head_dim, rope_args(None).1),
+        LengthsLaunch::new(0, tokens, head_dim),
         SideArgsLaunch::new(0, 1, 0, head_dim, spec.words(tokens, head_dim), tokens),
         n,
         runs,
-        spec,
-        false,
+        FlushBlueprint { spec, saturating: false },
         F32,
     );
     Ok(())

@@ -1,21 +1,31 @@
 use cubecl::prelude::*;
 
 use super::{
-    kernel::{TokenBlueprint, append::Append, flush::Flush, write_token::WriteToken},
+    elements::{ChunkCompilationArg, FlushBlueprint, append::Append},
+    flush::flush::Flush,
     launch::F32,
+    token::{SideBlueprint, TokenArgsCompilationArg, write_token::WriteToken},
 };
 use crate::{
     CacheShape,
     kernels::{
         ELEMENTWISE_UNITS,
         cuda_source::{buffer, each_ptx, named, settings},
+        layout::PositionsCompilationArg,
+        rope::RopeCompilationArg,
     },
-    layout::{CacheLayout, Sides},
+    layout::{CacheLayout, Side},
 };
 
 /// Two bits in groups of 32, the narrowest codes and the most of them per word, and formats that
 /// quantize tokens by themselves, whose parameters share words.
-const CACHES: [&str; 4] = ["k2v2", "kint8vint8", "ke4m3ve5m2", "kmxfp4ve4m3b"];
+const CACHES: [&str; 5] = ["k2v2", "k3v3", "kint8vint8", "ke4m3ve5m2", "kmxfp4ve4m3b"];
+
+fn chunk<C: Float>() -> ChunkCompilationArg<C> {
+    let rope =
+        RopeCompilationArg { table: ComptimeOptionCompilationArg::None, positions: (), half: () };
+    ChunkCompilationArg { rows: buffer(), rope }
+}
 
 #[test]
 fn no_array_is_in_local_memory() {
@@ -29,54 +39,46 @@ fn no_array_is_in_local_memory() {
         for cache in CACHES {
             let shape = CacheShape::new(1, 8, 128);
             let layout = CacheLayout::new(&cache.parse().unwrap(), shape).unwrap();
-            let Sides { keys, values } = layout.sides().map(|side| side.spec);
-            let write_token = {
-                let args = ().dynamic_cast();
-                let (position, table) =
-                    (ComptimeOptionCompilationArg::None, ComptimeOptionCompilationArg::None);
-                let bp = TokenBlueprint { keys, values, saturating: false };
-                WriteToken::new(
-                    s(),
-                    d(),
-                    t(),
-                    b(),
-                    b(),
-                    b(),
-                    b(),
-                    b(),
-                    position,
-                    table,
-                    args,
-                    bp,
-                    F32,
-                    F32,
-                )
+            let specs = layout.sides().map(|side| side.spec);
+            let token = TokenArgsCompilationArg {
+                lengths: ().dynamic_cast(),
+                positions: PositionsCompilationArg {
+                    newest: ComptimeOptionCompilationArg::None,
+                    slices: (),
+                },
+                cache: ().dynamic_cast(),
+                keys: ().dynamic_cast(),
+                values: ().dynamic_cast(),
+                n_keys: (),
+                n: (),
             };
+            let bp = specs.map(|spec| SideBlueprint { spec, saturating: false });
+            let write_token = WriteToken::new(
+                s(),
+                d(),
+                t(),
+                chunk(),
+                chunk(),
+                b(),
+                b(),
+                b(),
+                token,
+                bp,
+                F32,
+                F32,
+            );
             kernels.push(named(format!("write-token-{cache}"), write_token));
-            for (side, spec) in [("keys", keys), ("values", values)] {
+            for side in Side::BOTH {
                 let sides = ().dynamic_cast();
                 let runs = ().dynamic_cast();
-                let spec = spec.unwrap();
-                let flush = Flush::new(
-                    s(),
-                    d(),
-                    t(),
-                    b(),
-                    b(),
-                    b(),
-                    args(),
-                    sides,
-                    (),
-                    runs,
-                    spec,
-                    false,
-                    F32,
-                );
+                let bp = FlushBlueprint { spec: specs[side].unwrap(), saturating: false };
+                let flush =
+                    Flush::new(s(), d(), t(), b(), chunk(), b(), args(), sides, (), runs, bp, F32);
                 kernels.push(named(format!("flush-{side}-{cache}"), flush));
             }
         }
         let side = ().dynamic_cast();
-        let append = Append::new(s(), d(), t(), b(), b(), args(), side, (), (), false, F32);
+        let append = Append::new(s(), d(), t(), chunk(), b(), args(), side, (), (), false, F32);
         kernels.push(named("append-float", append));
         kernels
     });

@@ -11,7 +11,8 @@ use crate::{
         decode_attention::{
             DecodeBindings, DecodeProblem, args, grid, launch_merge, partial_results,
         },
-        rope::rope_args,
+        layout::positions_arg,
+        rope::rope_arg,
         row_blocks::VECTOR,
     },
 };
@@ -44,7 +45,7 @@ pub(crate) fn launch_ref(
             bindings.cache.values,
             bindings.cache.floats,
             partials(),
-            args(problem, n_splits, 1, rope_args(None).1),
+            args(problem, n_splits, positions_arg(None, &problem.layout), rope_arg(None)),
             TilesLaunch::new(
                 plan.main,
                 plan.main_tiles,

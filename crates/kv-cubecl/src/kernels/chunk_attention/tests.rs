@@ -9,7 +9,7 @@ use crate::{
     CacheShape,
     kernels::{
         cuda_source::{buffer, settings},
-        decode_attention::DecodeProblem,
+        decode_attention::{DecodeProblem, compilation_args},
         row_blocks::VECTOR,
     },
     layout::CacheLayout,
@@ -17,12 +17,13 @@ use crate::{
 };
 
 /// Every number of bits, both float types, and every kind of token that is packed by itself.
-const CACHES: [&str; 9] = [
+const CACHES: [&str; 10] = [
     "float",
     "float-f16",
     "k8v8",
     "k4v4",
     "k4v2-f16",
+    "k3v3",
     "k2v2",
     "kint8vint8",
     "ke4m3ve5m2",
@@ -59,8 +60,8 @@ fn kernel(
         buffer(),
         buffer(),
         buffer(),
+        compilation_args(false),
         // Scalars have no compilation arguments: the struct of them is of size zero.
-        ().dynamic_cast(),
         ().dynamic_cast(),
         VECTOR,
         blueprint,

@@ -4,8 +4,8 @@ use cubecl::prelude::*;
 
 use super::base::DecodeProblem;
 use crate::kernels::{
-    layout::CacheArgs,
-    rope::{RopeArgs, RopeArgsLaunch},
+    layout::{CacheArgs, Positions, PositionsLaunch},
+    rope::{Rope, RopeLaunch},
 };
 
 /// Run-time numbers of a launch.
@@ -18,21 +18,20 @@ pub(crate) struct DecodeArgs {
     /// Tokens to attend to.
     pub(crate) tokens: usize,
     pub(crate) cache: CacheArgs,
-    /// Slices that share a position.
-    pub(super) position_slices: usize,
+    pub(super) positions: Positions,
     pub(crate) n_splits: usize,
     pub(crate) scale: f32,
     /// Soft cap of the scores, if there is one.
     pub(crate) softcap: f32,
     /// Rope table for the query, if there is one.
-    pub(super) rope: RopeArgs,
+    pub(super) rope: Rope,
 }
 
 pub(crate) fn args(
     problem: &DecodeProblem,
     n_splits: usize,
-    n_positions: usize,
-    rope: RopeArgsLaunch,
+    positions: PositionsLaunch,
+    rope: RopeLaunch,
 ) -> DecodeArgsLaunch {
     let layout = &problem.layout;
     DecodeArgsLaunch::new(
@@ -41,10 +40,38 @@ pub(crate) fn args(
         problem.len,
         problem.tokens,
         layout.args(),
-        layout.slices() / n_positions,
+        positions,
         n_splits,
         problem.scores.scale,
         problem.scores.softcap.unwrap_or(0.0),
         rope,
     )
+}
+
+/// Returns the compilation arguments, with or without a buffer of positions and a rope table.
+#[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
+pub(crate) fn compilation_args(buffers: bool) -> DecodeArgsCompilationArg {
+    use crate::kernels::{
+        cuda_source::buffer, layout::PositionsCompilationArg, rope::RopeCompilationArg,
+    };
+    let (newest, table) = match buffers {
+        true => (
+            ComptimeOptionCompilationArg::Some(buffer()),
+            ComptimeOptionCompilationArg::Some(buffer()),
+        ),
+        false => (ComptimeOptionCompilationArg::None, ComptimeOptionCompilationArg::None),
+    };
+    DecodeArgsCompilationArg {
+        slices: (),
+        rows: (),
+        len: (),
+        tokens: (),
+        // Scalars have no compilation arguments: the struct of them is of size zero.
+        cache: ().dynamic_cast(),
+        positions: PositionsCompilationArg { newest, slices: () },
+        n_splits: (),
+        scale: (),
+        softcap: (),
+        rope: RopeCompilationArg { table, positions: (), half: () },
+    }
 }

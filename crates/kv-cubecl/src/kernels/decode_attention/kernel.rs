@@ -45,7 +45,6 @@ pub(super) struct Extent {
 fn extent_of(
     slice: usize,
     split: usize,
-    position: &ComptimeOption<Box<[i32]>>,
     args: &DecodeArgs,
     #[comptime] bp: DecodeBlueprint,
 ) -> Extent {
@@ -53,9 +52,9 @@ fn extent_of(
     let mut len = args.len;
     let mut tokens = args.tokens;
     #[comptime]
-    match position {
+    match &args.positions.newest {
         ComptimeOption::Some(position) => {
-            let position = position[slice / args.position_slices];
+            let position = position[slice / args.positions.slices];
             len = 0;
             // A full cache stays as it is; a sequence that takes no part has no tokens.
             if position >= 0 {
@@ -166,8 +165,6 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     floats: &[Vector<R, N>],
     results: &mut [f32],
     lse: &mut [f32],
-    position: ComptimeOption<Box<[i32]>>,
-    rope: ComptimeOption<Box<[f32]>>,
     args: DecodeArgs,
     #[comptime] bp: DecodeBlueprint,
     #[define(R)] _dtype: ElemType,
@@ -182,8 +179,8 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
         }
     }
     let mut rows = new_rows(bp);
-    let extent = extent_of(slice, split, &position, &args, bp);
-    load_query::<Q>(query, &rope, &mut rows, slice, first_row, extent.tokens, &args, bp);
+    let extent = extent_of(slice, split, &args, bp);
+    load_query::<Q>(query, &mut rows, slice, first_row, extent.tokens, &args, bp);
     sync_cube();
     for index in extent.first_tile..extent.last_tile {
         let tile = tile_at(index, &extent, &args, bp);

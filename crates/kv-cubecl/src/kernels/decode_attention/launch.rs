@@ -7,7 +7,9 @@ use super::{
 };
 use crate::{
     Result,
-    kernels::{Grid, Limits, cache::CacheBindings, elementwise, rope::rope_args},
+    kernels::{
+        Grid, Limits, cache::CacheBindings, elementwise, layout::positions_arg, rope::rope_arg,
+    },
 };
 
 /// The buffers of a launch, all contiguous.
@@ -59,12 +61,12 @@ pub(crate) fn launch_ref(
             (partials(), Some((partials(), output)))
         }
     };
-    let (position, n_positions) = bindings.cache.position.unzip();
-    let (table, rope) = rope_args(bindings.cache.rope);
-    if position.is_none() {
+    if bindings.cache.position.is_none() {
         let bytes = row_chunks * problem.layout.bytes_read(problem.tokens);
         tracing::trace!(target: crate::READ, kernel = "decode_attention", bytes);
     }
+    let positions = positions_arg(bindings.cache.position, &problem.layout);
+    let args = args(problem, n_splits, positions, rope_arg(bindings.cache.rope));
     // SAFETY: every index is below the length of its buffer, which the layout gives: tokens are
     // below the cache's length, rows and channels below theirs.
     unsafe {
@@ -80,9 +82,7 @@ pub(crate) fn launch_ref(
             bindings.cache.floats,
             results,
             lse(),
-            position.into(),
-            table.into(),
-            args(problem, n_splits, n_positions.unwrap_or(1), rope),
+            args,
             blueprint,
             problem.float,
             problem.query,

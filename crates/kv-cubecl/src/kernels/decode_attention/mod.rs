@@ -22,6 +22,8 @@ mod score;
 mod tests;
 mod values;
 
+#[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
+pub(crate) use args::compilation_args;
 pub(crate) use args::{DecodeArgs, args};
 pub(crate) use base::{DecodeProblem, Hardware, MAX_HEAD_DIM, SHARED_BYTES, check, splits};
 pub(crate) use kernel::{LOWEST, weight_of};

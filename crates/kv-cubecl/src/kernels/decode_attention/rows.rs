@@ -78,7 +78,6 @@ pub(super) fn zeros(#[comptime] len: usize) -> Array<f32> {
 #[cube]
 pub(super) fn load_query<Q: Float>(
     query: &[Q],
-    table: &ComptimeOption<Box<[f32]>>,
     state: &mut Rows,
     slice: usize,
     first_row: usize,
@@ -93,7 +92,7 @@ pub(super) fn load_query<Q: Float>(
         let mut q = f32::new(0.0);
         if row < args.rows {
             let (at, position) = ((slice * args.rows + row) * key_dim, clamp_min(tokens, 1) - 1);
-            q = apply_rope::<Q>(query, at, i % key_dim, table, position, &args.rope) * args.scale;
+            q = apply_rope::<Q>(query, at, i % key_dim, position, &args.rope) * args.scale;
         }
         state.query[i] = q;
         i += comptime!(bp.units);

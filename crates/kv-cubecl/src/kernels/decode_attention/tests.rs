@@ -9,6 +9,7 @@ use cubecl::{
 
 use super::{
     DecodeProblem,
+    args::compilation_args,
     base::{DecodeBlueprint, Hardware, prepare},
     kernel::partial_attention::PartialAttention,
 };
@@ -20,12 +21,13 @@ use crate::{
 };
 
 /// Every number of bits, both float types, and every kind of token that is packed by itself.
-const CACHES: [&str; 9] = [
+const CACHES: [&str; 10] = [
     "float",
     "float-f16",
     "k8v8",
     "k4v4",
     "k4v2-f16",
+    "k3v3",
     "k2v2",
     "kint8vint8",
     "ke4m3ve5m2",
@@ -66,16 +68,7 @@ fn kernel(
         buffer(),
         buffer(),
         buffer(),
-        match at {
-            true => ComptimeOptionCompilationArg::Some(buffer()),
-            false => ComptimeOptionCompilationArg::None,
-        },
-        match at {
-            true => ComptimeOptionCompilationArg::Some(buffer()),
-            false => ComptimeOptionCompilationArg::None,
-        },
-        // Scalars have no compilation arguments: the struct of them is of size zero.
-        ().dynamic_cast(),
+        compilation_args(at),
         blueprint.vector,
         blueprint,
         float,
