@@ -9,7 +9,8 @@ use crate::{
     kernels::{
         Grid, Limits,
         decode_attention::{
-            DecodeBindings, DecodeProblem, args, grid, launch_merge, partial_results,
+            CacheBuffersLaunch, DecodeBindings, DecodeProblem, args, grid, launch_merge,
+            partial_results,
         },
         layout::positions_arg,
         rope::rope_arg,
@@ -41,9 +42,11 @@ pub(crate) fn launch_ref(
             grid.address,
             VECTOR,
             bindings.query,
-            bindings.cache.keys,
-            bindings.cache.values,
-            bindings.cache.floats,
+            CacheBuffersLaunch::new(
+                bindings.cache.keys,
+                bindings.cache.values,
+                bindings.cache.floats,
+            ),
             partials(),
             args(problem, n_splits, positions_arg(None, &problem.layout), rope_arg(None)),
             TilesLaunch::new(

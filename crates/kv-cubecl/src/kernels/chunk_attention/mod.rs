@@ -14,6 +14,7 @@
 mod base;
 mod kernel;
 mod launch;
+mod restore;
 #[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
 mod tests;
 

@@ -9,7 +9,7 @@ use crate::{
     CacheShape,
     kernels::{
         cuda_source::{buffer, settings},
-        decode_attention::{DecodeProblem, compilation_args},
+        decode_attention::{CacheBuffersCompilationArg, DecodeProblem, compilation_args},
         row_blocks::VECTOR,
     },
     layout::CacheLayout,
@@ -56,9 +56,7 @@ fn kernel(
         properties,
         Default::default(),
         buffer(),
-        buffer(),
-        buffer(),
-        buffer(),
+        CacheBuffersCompilationArg { keys: buffer(), values: buffer(), floats: buffer() },
         buffer(),
         compilation_args(false),
         // Scalars have no compilation arguments: the struct of them is of size zero.

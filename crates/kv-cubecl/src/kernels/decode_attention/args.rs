@@ -8,6 +8,14 @@ use crate::kernels::{
     rope::{Rope, RopeLaunch},
 };
 
+/// The buffers of a cache, read in vectors.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct CacheBuffers<R: Float, N: Size> {
+    pub(crate) keys: Box<[Vector<u32, N>]>,
+    pub(crate) values: Box<[u32]>,
+    pub(crate) floats: Box<[Vector<R, N>]>,
+}
+
 /// Run-time numbers of a launch.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct DecodeArgs {

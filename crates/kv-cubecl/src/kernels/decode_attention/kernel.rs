@@ -1,7 +1,7 @@
 use cubecl::prelude::*;
 
 use super::{
-    args::DecodeArgs,
+    args::{CacheBuffers, DecodeArgs},
     base::DecodeBlueprint,
     rows::{load_query, log_sum_exp, new_rows, normalized, weigh, write_rows},
     score::score,
@@ -160,9 +160,7 @@ fn tile_at(
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     query: &[Q],
-    keys: &[Vector<u32, N>],
-    values: &[u32],
-    floats: &[Vector<R, N>],
+    buffers: CacheBuffers<R, N>,
     results: &mut [f32],
     lse: &mut [f32],
     args: DecodeArgs,
@@ -184,9 +182,9 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     sync_cube();
     for index in extent.first_tile..extent.last_tile {
         let tile = tile_at(index, &extent, &args, bp);
-        let scores = score::<R, N>(keys, floats, slice, &tile, &rows, &args, bp);
+        let scores = score::<R, N>(&buffers, slice, &tile, &rows, &args, bp);
         weigh(&scores, &tile, &mut rows, bp);
-        add_values::<R, N>(values, floats, slice, &tile, &extent, &mut rows, &args, bp);
+        add_values::<R, N>(&buffers, slice, &tile, &extent, &mut rows, &args, bp);
         sync_cube();
     }
     if extent.tokens == 0 && rows.unit == 0 {

@@ -1,7 +1,7 @@
 use cubecl::{client::Client, ir::DeviceProperties, prelude::*};
 
 use super::{
-    args::args,
+    args::{CacheBuffersLaunch, args},
     base::{DecodeBlueprint, DecodeProblem, Hardware, Settings, prepare},
     kernel,
 };
@@ -77,9 +77,11 @@ pub(crate) fn launch_ref(
             grid.address,
             blueprint.vector,
             bindings.query,
-            bindings.cache.keys,
-            bindings.cache.values,
-            bindings.cache.floats,
+            CacheBuffersLaunch::new(
+                bindings.cache.keys,
+                bindings.cache.values,
+                bindings.cache.floats,
+            ),
             results,
             lse(),
             args,

@@ -22,9 +22,9 @@ mod score;
 mod tests;
 mod values;
 
+pub(crate) use args::{CacheBuffers, CacheBuffersLaunch, DecodeArgs, args};
 #[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
-pub(crate) use args::compilation_args;
-pub(crate) use args::{DecodeArgs, args};
+pub(crate) use args::{CacheBuffersCompilationArg, compilation_args};
 pub(crate) use base::{DecodeProblem, Hardware, MAX_HEAD_DIM, SHARED_BYTES, check, splits};
 pub(crate) use kernel::{LOWEST, weight_of};
 pub(crate) use launch::{DecodeBindings, launch_ref};

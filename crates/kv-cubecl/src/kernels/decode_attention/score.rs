@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::{
-    args::DecodeArgs,
+    args::{CacheBuffers, DecodeArgs},
     base::DecodeBlueprint,
     kernel::Tile,
     rows::{Rows, zeros},
@@ -24,8 +24,7 @@ use crate::{
 #[cube]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn score<R: Float, N: Size>(
-    keys: &[Vector<u32, N>],
-    floats: &[Vector<R, N>],
+    buffers: &CacheBuffers<R, N>,
     slice: usize,
     tile: &Tile,
     rows: &Rows,
@@ -34,6 +33,7 @@ pub(super) fn score<R: Float, N: Size>(
 ) -> Array<f32> {
     let cache = &args.cache;
     let token = tile.start + rows.unit / bp.lanes * bp.unit_tokens;
+    let keys = &buffers.keys;
     let mut scores = zeros(comptime!(bp.rows * bp.unit_tokens));
     if token < tile.end {
         let spec = comptime!(bp.specs.keys);
@@ -44,16 +44,15 @@ pub(super) fn score<R: Float, N: Size>(
                     let base = slice * cache.keys.slice_words / comptime!(bp.vector);
                     let token = token - cache.schedule.sinks;
                     if comptime!(spec.granularity == Granularity::PerToken) {
-                        let end = tile.end - cache.schedule.sinks;
+                        let (side, end) = (&cache.keys, tile.end - cache.schedule.sinks);
                         score_tokens::<N>(
                             keys,
                             base,
                             token,
                             end,
-                            rows.lane,
-                            &rows.query,
+                            rows,
                             &mut scores,
-                            &cache.keys,
+                            side,
                             spec,
                             bp,
                         );
@@ -62,25 +61,16 @@ pub(super) fn score<R: Float, N: Size>(
                         if comptime!(bp.window) {
                             slot = packed_slot(token, &cache.keys);
                         }
-                        let (lane, query) = (rows.lane, &rows.query);
-                        score_packed::<N>(keys, base, slot, lane, query, &mut scores, spec, bp);
+                        score_packed::<N>(keys, base, slot, rows, &mut scores, spec, bp);
                     }
                 }
             }
             None => {}
         }
         if !tile.packed {
-            score_float::<R, N>(
-                floats,
-                slice * cache.float_elements,
-                token,
-                tile.end,
-                rows.lane,
-                &rows.query,
-                &mut scores,
-                &cache.keys,
-                bp,
-            );
+            let (base, side) = (slice * cache.float_elements, &cache.keys);
+            let floats = &buffers.floats;
+            score_float::<R, N>(floats, base, token, tile.end, rows, &mut scores, side, bp);
         }
     }
     if comptime!(bp.lanes > 1) {
@@ -111,8 +101,7 @@ fn score_packed<N: Size>(
     keys: &[Vector<u32, N>],
     slice_base: usize,
     token: usize,
-    lane: usize,
-    query: &Shared<[f32]>,
+    state: &Rows,
     scores: &mut Array<f32>,
     #[comptime] spec: QuantSpec,
     #[comptime] bp: DecodeBlueprint,
@@ -131,7 +120,7 @@ fn score_packed<N: Size>(
     let mut folded = Array::<f32>::new(rows);
     let mut offsets = zeros(rows);
     for step in 0..comptime!(bp.head_dim.keys / bp.vector / bp.lanes) {
-        let column = step * bp.lanes + lane;
+        let column = step * bp.lanes + state.lane;
         let params = keys[param_base + column];
         #[unroll]
         for i in 0..unit_lines {
@@ -148,7 +137,7 @@ fn score_packed<N: Size>(
             let min = offset(param, spec);
             #[unroll]
             for r in 0..rows {
-                let q = query[r * comptime!(bp.head_dim.keys) + column * bp.vector + k];
+                let q = state.query[r * comptime!(bp.head_dim.keys) + column * bp.vector + k];
                 folded[r] = q * scale;
                 if comptime!(spec.format.has_offset()) {
                     offsets[r] += q * min;
@@ -194,8 +183,7 @@ fn score_tokens<N: Size>(
     slice_base: usize,
     token: usize,
     end: usize,
-    lane: usize,
-    query: &Shared<[f32]>,
+    state: &Rows,
     scores: &mut Array<f32>,
     side: &SideArgs,
     #[comptime] spec: QuantSpec,
@@ -223,12 +211,12 @@ fn score_tokens<N: Size>(
         slots[t] = slot;
         scales[t] = f32::new(1.0);
         if comptime!(once) {
-            let group = lane * channels / spec.group_size;
+            let group = state.lane * channels / spec.group_size;
             scales[t] = scale_of::<N>(keys, slice_base, slot, group, side, spec, bp);
         }
     }
     for step in 0..comptime!(width / bp.lanes) {
-        let column = step * bp.lanes + lane;
+        let column = step * bp.lanes + state.lane;
         if comptime!(!once) {
             #[unroll]
             for t in 0..unit_tokens {
@@ -248,7 +236,7 @@ fn score_tokens<N: Size>(
                 let at = column * channels + k * codes + j;
                 #[unroll]
                 for r in 0..rows {
-                    factors[r] = query[r * key_dim + at];
+                    factors[r] = state.query[r * key_dim + at];
                 }
                 #[unroll]
                 for t in 0..unit_tokens {
@@ -316,8 +304,7 @@ fn score_float<R: Float, N: Size>(
     slice_base: usize,
     token: usize,
     end: usize,
-    lane: usize,
-    query: &Shared<[f32]>,
+    state: &Rows,
     scores: &mut Array<f32>,
     side: &SideArgs,
     #[comptime] bp: DecodeBlueprint,
@@ -335,7 +322,7 @@ fn score_float<R: Float, N: Size>(
         bases[t] = (slice_base + float_element(at, side)) / comptime!(bp.vector);
     }
     for step in 0..comptime!(bp.head_dim.keys / bp.vector / bp.lanes) {
-        let column = step * bp.lanes + lane;
+        let column = step * bp.lanes + state.lane;
         #[unroll]
         for t in 0..unit_tokens {
             let key = floats[bases[t] + column];
@@ -344,7 +331,7 @@ fn score_float<R: Float, N: Size>(
                 let channel = f32::cast_from(key.extract(k));
                 #[unroll]
                 for r in 0..rows {
-                    let q = query[r * comptime!(bp.head_dim.keys) + column * bp.vector + k];
+                    let q = state.query[r * comptime!(bp.head_dim.keys) + column * bp.vector + k];
                     scores[r * unit_tokens + t] += q * channel;
                 }
             }

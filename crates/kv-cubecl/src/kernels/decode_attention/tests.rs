@@ -9,7 +9,7 @@ use cubecl::{
 
 use super::{
     DecodeProblem,
-    args::compilation_args,
+    args::{CacheBuffersCompilationArg, compilation_args},
     base::{DecodeBlueprint, Hardware, prepare},
     kernel::partial_attention::PartialAttention,
 };
@@ -63,9 +63,7 @@ fn kernel(
         properties,
         Default::default(),
         buffer(),
-        buffer(),
-        buffer(),
-        buffer(),
+        CacheBuffersCompilationArg { keys: buffer(), values: buffer(), floats: buffer() },
         buffer(),
         buffer(),
         compilation_args(at),

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::{
-    args::DecodeArgs,
+    args::{CacheBuffers, DecodeArgs},
     base::DecodeBlueprint,
     kernel::{Extent, Tile},
     rows::Rows,
@@ -20,8 +20,7 @@ use crate::{
 #[cube]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn add_values<R: Float, N: Size>(
-    values: &[u32],
-    floats: &[Vector<R, N>],
+    buffers: &CacheBuffers<R, N>,
     slice: usize,
     tile: &Tile,
     extent: &Extent,
@@ -53,14 +52,14 @@ pub(super) fn add_values<R: Float, N: Size>(
                         if comptime!(bp.window) {
                             slot = packed_slot(slot, &cache.values);
                         }
-                        add_packed(values, base, slot, at, rows, &cache.values, spec, bp);
+                        add_packed(&buffers.values, base, slot, at, rows, &cache.values, spec, bp);
                     }
                 }
                 None => {}
             }
             if !packed {
                 let row = slice * cache.float_elements + float_element(token, &cache.values);
-                add_float::<R, N>(floats, row, at, rows, bp);
+                add_float::<R, N>(&buffers.floats, row, at, rows, bp);
             }
             token += strides;
         }

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::kernel::{StreamArgs, hat_end, score_of, sees, skip_hidden, visible};
+use super::kernel::{Block, Inputs, StreamArgs, hat_end, score_of, sees, skip_hidden, visible};
 use crate::kernels::{
     decode_attention::{DOWN, LOWEST},
     grid::cube_at,
@@ -35,24 +35,19 @@ struct Tile {
     end: usize,
 }
 
-/// Scores of the unit's tokens of `tile`, `[rows, unit_tokens]`. Without `masked`, every row sees
-/// all of them.
+/// Products of the query rows with the unit's keys of `tile`, `[rows, unit_tokens]`.
 #[cube]
-fn score<Q: Float, N: Size>(
-    query: &[Vector<Q, N>],
-    key: &[Vector<f32, N>],
-    key_hat: &[Vector<f32, N>],
+fn products<Q: Float, N: Size>(
+    inputs: &Inputs<Vector<Q, N>, Vector<f32, N>>,
     tile: &Tile,
-    head: usize,
-    first_row: usize,
+    block: &Block,
     args: &StreamArgs,
-    #[comptime] masked: bool,
     #[comptime] bp: ForwardBlueprint,
 ) -> Array<f32> {
     let rows = comptime!(bp.blocks.rows);
     let unit_tokens = comptime!(bp.blocks.unit_tokens);
     let width = comptime!(bp.blocks.head_dim.keys / 4);
-    let key_base = head / args.n_rep * args.n;
+    let key_base = block.head / args.n_rep * args.n;
     let token = tile.start + UNIT_POS as usize * unit_tokens;
     let mut scores = Array::<f32>::new(comptime!(bp.blocks.rows * bp.blocks.unit_tokens));
     #[unroll]
@@ -67,22 +62,22 @@ fn score<Q: Float, N: Size>(
         #[unroll]
         for r in 0..rows {
             // Rows past the last one repeat it, and are not written.
-            let row = clamp_max(first_row + r, args.m - 1);
-            queries[r] = (head * args.m + row) * width;
+            let row = clamp_max(block.first_row + r, args.m - 1);
+            queries[r] = (block.head * args.m + row) * width;
             hat_ends[r] = hat_end(row, &args.schedule.keys, args);
         }
         for column in 0..width {
             #[unroll]
             for t in 0..unit_tokens {
                 let at = (key_base + clamp_max(token + t, tile.end - 1)) * width + column;
-                read_four::<f32, N>(key, at, &mut run, t);
+                read_four::<f32, N>(&inputs.key, at, &mut run, t);
                 if comptime!(bp.keys) {
-                    read_four::<f32, N>(key_hat, at, &mut run_hat, t);
+                    read_four::<f32, N>(&inputs.key_hat, at, &mut run_hat, t);
                 }
             }
             #[unroll]
             for r in 0..rows {
-                let q = query[queries[r] + column];
+                let q = inputs.query[queries[r] + column];
                 #[unroll]
                 for t in 0..unit_tokens {
                     let mut score = scores[r * unit_tokens + t];
@@ -100,9 +95,26 @@ fn score<Q: Float, N: Size>(
             }
         }
     }
+    scores
+}
+
+/// Scores of the unit's tokens of `tile`, `[rows, unit_tokens]`. Without `masked`, every row sees
+/// all of them.
+#[cube]
+fn score<Q: Float, N: Size>(
+    inputs: &Inputs<Vector<Q, N>, Vector<f32, N>>,
+    tile: &Tile,
+    block: &Block,
+    args: &StreamArgs,
+    #[comptime] masked: bool,
+    #[comptime] bp: ForwardBlueprint,
+) -> Array<f32> {
+    let unit_tokens = comptime!(bp.blocks.unit_tokens);
+    let token = tile.start + UNIT_POS as usize * unit_tokens;
+    let mut scores = products::<Q, N>(inputs, tile, block, args, bp);
     #[unroll]
-    for r in 0..rows {
-        let row = clamp_max(first_row + r, args.m - 1);
+    for r in 0..comptime!(bp.blocks.rows) {
+        let row = clamp_max(block.first_row + r, args.m - 1);
         let end = visible(row, args);
         #[unroll]
         for t in 0..unit_tokens {
@@ -117,14 +129,37 @@ fn score<Q: Float, N: Size>(
     scores
 }
 
+/// Reads the unit's channels of four values, from the vector of channels `column` on, to `run` and
+/// `run_hat` `[4, unit_channels]`. `rows` are the values' rows.
+#[cube]
+fn read_values<Q: Float, N: Size>(
+    inputs: &Inputs<Vector<Q, N>, Vector<f32, N>>,
+    rows: &Array<usize>,
+    column: usize,
+    run: &mut Array<f32>,
+    run_hat: &mut Array<f32>,
+    #[comptime] bp: ForwardBlueprint,
+) {
+    let fours = comptime!(bp.blocks.unit_channels / 4);
+    #[unroll]
+    for t in 0..4usize {
+        let at = rows[t] * comptime!(bp.blocks.head_dim.values / 4) + column;
+        #[unroll]
+        for i in 0..fours {
+            read_four::<f32, N>(&inputs.value, at + i, run, t * fours + i);
+            if comptime!(bp.values) {
+                read_four::<f32, N>(&inputs.value_hat, at + i, run_hat, t * fours + i);
+            }
+        }
+    }
+}
+
 /// Adds to the unit's outputs the values of `tile` with the weights that [`weigh`] has left.
 #[cube]
-fn add_values<N: Size>(
-    value: &[Vector<f32, N>],
-    value_hat: &[Vector<f32, N>],
+fn add_values<Q: Float, N: Size>(
+    inputs: &Inputs<Vector<Q, N>, Vector<f32, N>>,
     tile: &Tile,
-    head: usize,
-    first_row: usize,
+    block: &Block,
     state: &mut RowState<N>,
     args: &StreamArgs,
     #[comptime] masked: bool,
@@ -132,11 +167,9 @@ fn add_values<N: Size>(
 ) {
     let rows = comptime!(bp.blocks.rows);
     let unit_channels = comptime!(bp.blocks.unit_channels);
-    let fours = comptime!(bp.blocks.unit_channels / 4);
     let tile_fours = comptime!(bp.blocks.tile() / 4);
-    let width = comptime!(bp.blocks.head_dim.values / 4);
     let strides = comptime!(bp.blocks.strides());
-    let key_base = head / args.n_rep * args.n;
+    let (first_row, first_value) = (block.first_row, block.head / args.n_rep * args.n);
     if state.stride < strides {
         let mut hat_ends = Array::<usize>::new(rows);
         let mut ends = Array::<usize>::new(rows);
@@ -147,22 +180,17 @@ fn add_values<N: Size>(
         }
         let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
         let mut run_hat = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
+        let mut values = Array::<usize>::new(4usize);
         let n_fours = (tile.end - tile.start).div_ceil(4);
         let mut four = state.stride;
         while four < n_fours {
             let token = tile.start + four * 4;
             #[unroll]
             for t in 0..4usize {
-                let row = (key_base + clamp_max(token + t, tile.end - 1)) * width;
-                let at = row + state.block * fours;
-                #[unroll]
-                for i in 0..fours {
-                    read_four::<f32, N>(value, at + i, &mut run, t * fours + i);
-                    if comptime!(bp.values) {
-                        read_four::<f32, N>(value_hat, at + i, &mut run_hat, t * fours + i);
-                    }
-                }
+                values[t] = first_value + clamp_max(token + t, tile.end - 1);
             }
+            let column = state.block * comptime!(bp.blocks.unit_channels / 4);
+            read_values::<Q, N>(inputs, &values, column, &mut run, &mut run_hat, bp);
             #[unroll]
             for r in 0..rows {
                 let weights = state.weights[r * tile_fours + four];
@@ -195,33 +223,24 @@ fn add_values<N: Size>(
 /// Attends to a tile; see [`score`].
 #[cube]
 fn attend_tile<Q: Float, N: Size>(
-    query: &[Vector<Q, N>],
-    key: &[Vector<f32, N>],
-    key_hat: &[Vector<f32, N>],
-    value: &[Vector<f32, N>],
-    value_hat: &[Vector<f32, N>],
+    inputs: &Inputs<Vector<Q, N>, Vector<f32, N>>,
     tile: &Tile,
-    head: usize,
-    first_row: usize,
+    block: &Block,
     state: &mut RowState<N>,
     args: &StreamArgs,
     #[comptime] masked: bool,
     #[comptime] bp: ForwardBlueprint,
 ) {
-    let scores = score::<Q, N>(query, key, key_hat, tile, head, first_row, args, masked, bp);
+    let scores = score::<Q, N>(inputs, tile, block, args, masked, bp);
     weigh::<N>(&scores, state, comptime!(bp.blocks));
-    add_values::<N>(value, value_hat, tile, head, first_row, state, args, masked, bp);
+    add_values::<Q, N>(inputs, tile, block, state, args, masked, bp);
 }
 
 /// One cube per (block of rows, query head).
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn forward_blocked<Q: Float, N: Size>(
-    query: &[Vector<Q, N>],
-    key: &[Vector<f32, N>],
-    key_hat: &[Vector<f32, N>],
-    value: &[Vector<f32, N>],
-    value_hat: &[Vector<f32, N>],
+    inputs: Inputs<Vector<Q, N>, Vector<f32, N>>,
     output: &mut [Vector<Q, N>],
     lse: &mut [f32],
     args: StreamArgs,
@@ -233,8 +252,8 @@ pub(super) fn forward_blocked<Q: Float, N: Size>(
     let tile = comptime!(bp.blocks.tile());
     let unit = UNIT_POS as usize;
     let place = cube_at(args.m.div_ceil(rows), args.heads, comptime!(bp.flat));
-    let head = place.y;
-    let first_row = place.x * rows;
+    let block = Block { head: place.y, first_row: place.x * rows };
+    let (head, first_row) = (block.head, block.first_row);
     if comptime!(bp.flat) {
         if place.z > 0 {
             terminate!();
@@ -249,19 +268,13 @@ pub(super) fn forward_blocked<Q: Float, N: Size>(
         let whole = visible(first_row, &args) / tile;
         for index in 0..whole {
             let tile = Tile { start: index * tile, end: index * tile + tile };
-            attend_tile::<Q, N>(
-                query, key, key_hat, value, value_hat, &tile, head, first_row, &mut state, &args,
-                false, bp,
-            );
+            attend_tile::<Q, N>(&inputs, &tile, &block, &mut state, &args, false, bp);
         }
         start = whole * tile;
     }
     while start < end {
         let part = Tile { start, end: clamp_max(start + tile, end) };
-        attend_tile::<Q, N>(
-            query, key, key_hat, value, value_hat, &part, head, first_row, &mut state, &args, true,
-            bp,
-        );
+        attend_tile::<Q, N>(&inputs, &part, &block, &mut state, &args, true, bp);
         start = skip_hidden(start + tile, first_row, &args, bp.window);
     }
 

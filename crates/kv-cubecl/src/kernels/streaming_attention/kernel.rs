@@ -60,6 +60,24 @@ pub(super) struct StreamArgs {
     pub(super) softcap: f32,
 }
 
+/// The query, keys and values, each as stored and as restored.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct Inputs<Q: CubePrimitive, S: CubePrimitive> {
+    pub(super) query: Box<[Q]>,
+    pub(super) key: Box<[S]>,
+    pub(super) key_hat: Box<[S]>,
+    pub(super) value: Box<[S]>,
+    pub(super) value_hat: Box<[S]>,
+}
+
+/// The query rows of a cube.
+#[derive(CubeType)]
+pub(super) struct Block {
+    /// Query head, of those of all sequences together.
+    pub(super) head: usize,
+    pub(super) first_row: usize,
+}
+
 /// Number of keys or values, from the first, that `row` sees quantized: `quantized_keys_end` or
 /// `value_hat_end` of its [`RowView`](crate::layout::RowView).
 #[cube]
@@ -191,12 +209,9 @@ fn new_rows() -> Rows {
 /// Scores of the keys from `start` on.
 #[cube]
 fn score<Q: Float>(
-    query: &[Q],
-    key: &[f32],
-    key_hat: &[f32],
+    inputs: &Inputs<Q, f32>,
     start: usize,
-    head: usize,
-    first_row: usize,
+    block: &Block,
     rows: &mut Rows,
     args: &StreamArgs,
     #[comptime] bp: StreamBlueprint,
@@ -204,16 +219,16 @@ fn score<Q: Float>(
     let key_dim = comptime!(bp.head_dim.keys);
     let mut i = UNIT_POS as usize;
     while i < comptime!(ROWS * KEYS) {
-        let row = first_row + i / KEYS;
+        let row = block.first_row + i / KEYS;
         let at = start + i % KEYS;
         let mut score = f32::new(LOWEST);
         if row < args.m && sees(row, at, visible(row, args), args, bp.window) {
-            let q = (head * args.m + row) * key_dim;
-            let k = (head / args.n_rep * args.n + at) * key_dim;
+            let q = (block.head * args.m + row) * key_dim;
+            let k = (block.head / args.n_rep * args.n + at) * key_dim;
             let product = if at < hat_end(row, &args.schedule.keys, args) {
-                dot::<Q>(query, q, key_hat, k, key_dim)
+                dot::<Q>(&inputs.query, q, &inputs.key_hat, k, key_dim)
             } else {
-                dot::<Q>(query, q, key, k, key_dim)
+                dot::<Q>(&inputs.query, q, &inputs.key, k, key_dim)
             };
             score = score_of(product, args, bp.softcap);
         }
@@ -246,12 +261,10 @@ fn weigh(rows: &mut Rows) {
 
 /// Adds the values from `start` on to the unit's channels, `[ROWS, channels]`.
 #[cube]
-fn add_values(
-    value: &[f32],
-    value_hat: &[f32],
+fn add_values<Q: Float>(
+    inputs: &Inputs<Q, f32>,
     start: usize,
-    head: usize,
-    first_row: usize,
+    block: &Block,
     rows: &Rows,
     acc: &mut Array<f32>,
     args: &StreamArgs,
@@ -265,20 +278,21 @@ fn add_values(
         if channel < head_dim {
             #[unroll]
             for r in 0..ROWS {
-                let seen_hat = hat_end(first_row + r, &args.schedule.values, args);
-                let end = visible(first_row + r, args);
+                let row = block.first_row + r;
+                let seen_hat = hat_end(row, &args.schedule.values, args);
+                let end = visible(row, args);
                 let mut sum = acc[r * channels + i] * rows.rescale[r];
                 for t in 0..KEYS {
                     let at = start + t;
                     // Hidden tokens are left out: their weight is 0, but 0 times infinity is
                     // not 0.
-                    if sees(first_row + r, at, end, args, bp.window) {
-                        let v = (head / args.n_rep * args.n + at) * head_dim + channel;
+                    if sees(row, at, end, args, bp.window) {
+                        let v = (block.head / args.n_rep * args.n + at) * head_dim + channel;
                         let p = rows.scores[r * KEYS + t];
                         if at < seen_hat {
-                            sum += p * value_hat[v];
+                            sum += p * inputs.value_hat[v];
                         } else {
-                            sum += p * value[v];
+                            sum += p * inputs.value[v];
                         }
                     }
                 }
@@ -298,11 +312,7 @@ pub(super) fn last_visible(first_row: usize, args: &StreamArgs) -> usize {
 #[cube(launch, address_type = "dynamic")]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 pub(super) fn forward<Q: Float>(
-    query: &[Q],
-    key: &[f32],
-    key_hat: &[f32],
-    value: &[f32],
-    value_hat: &[f32],
+    inputs: Inputs<Q, f32>,
     output: &mut [Q],
     lse: &mut [f32],
     args: StreamArgs,
@@ -313,8 +323,8 @@ pub(super) fn forward<Q: Float>(
     let channels = comptime!(bp.channels(bp.head_dim.values));
     let unit = UNIT_POS as usize;
     let place = cube_at(args.m.div_ceil(ROWS), args.heads, comptime!(bp.flat));
-    let head = place.y;
-    let first_row = place.x * ROWS;
+    let block = Block { head: place.y, first_row: place.x * ROWS };
+    let (head, first_row) = (block.head, block.first_row);
     if comptime!(bp.flat) {
         if place.z > 0 {
             terminate!();
@@ -330,11 +340,11 @@ pub(super) fn forward<Q: Float>(
     let end = last_visible(first_row, &args);
     let mut start = skip_hidden(0usize, first_row, &args, bp.window);
     while start < end {
-        score::<Q>(query, key, key_hat, start, head, first_row, &mut rows, &args, bp);
+        score::<Q>(&inputs, start, &block, &mut rows, &args, bp);
         sync_cube();
         weigh(&mut rows);
         sync_cube();
-        add_values(value, value_hat, start, head, first_row, &rows, &mut acc, &args, bp);
+        add_values::<Q>(&inputs, start, &block, &rows, &mut acc, &args, bp);
         sync_cube();
         start = skip_hidden(start + KEYS, first_row, &args, bp.window);
     }

@@ -5,9 +5,9 @@ use cubecl::{
 };
 
 use super::{
-    backward,
+    backward::{self, GradientInputsLaunch},
     forward::{self, ForwardBlueprint},
-    kernel::{self, ROWS, StreamArgsLaunch, StreamBlueprint},
+    kernel::{self, InputsLaunch, ROWS, StreamArgsLaunch, StreamBlueprint},
 };
 use crate::{
     Result,
@@ -168,11 +168,13 @@ pub(crate) fn launch_forward(
                 grid.dim(),
                 grid.address,
                 VECTOR,
-                bindings.query,
-                bindings.key,
-                bindings.key_hat,
-                bindings.value,
-                bindings.value_hat,
+                InputsLaunch::new(
+                    bindings.query,
+                    bindings.key,
+                    bindings.key_hat,
+                    bindings.value,
+                    bindings.value_hat,
+                ),
                 bindings.output,
                 bindings.lse,
                 problem.args(),
@@ -187,11 +189,13 @@ pub(crate) fn launch_forward(
         grid.count(),
         grid.dim(),
         grid.address,
-        bindings.query,
-        bindings.key,
-        bindings.key_hat,
-        bindings.value,
-        bindings.value_hat,
+        InputsLaunch::new(
+            bindings.query,
+            bindings.key,
+            bindings.key_hat,
+            bindings.value,
+            bindings.value_hat,
+        ),
         bindings.output,
         bindings.lse,
         problem.args(),
@@ -225,36 +229,28 @@ pub(crate) fn launch_backward<F: Fn() -> [BufferArg; 5]>(
     problem: &StreamProblem,
 ) -> Result<()> {
     let [rows, keys_and_values] = problem.backward_grids(&Limits::of(client.properties()))?;
-    let [query, keys, values, grad, stats] = (bindings.inputs)();
+    let inputs = || {
+        let [query, keys, values, grad, stats] = (bindings.inputs)();
+        GradientInputsLaunch::new(query, keys, values, grad, stats, problem.slices)
+    };
     backward::queries::launch(
         client,
         rows.count(),
         rows.dim(),
         rows.address,
-        query,
-        keys,
-        values,
-        grad,
-        stats,
+        inputs(),
         bindings.query_grad,
         problem.args(),
-        problem.slices,
         problem.blueprint(&rows),
     );
-    let [query, keys, values, grad, stats] = (bindings.inputs)();
     backward::keys_and_values::launch(
         client,
         keys_and_values.count(),
         keys_and_values.dim(),
         keys_and_values.address,
-        query,
-        keys,
-        values,
-        grad,
-        stats,
+        inputs(),
         bindings.side_grads,
         problem.args(),
-        problem.slices,
         problem.blueprint(&keys_and_values),
     );
     Ok(())

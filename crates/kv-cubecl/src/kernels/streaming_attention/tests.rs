@@ -4,14 +4,35 @@ use cubecl::{
 };
 
 use super::{
-    backward::{keys_and_values::KeysAndValues, queries::Queries},
+    backward::{GradientInputsCompilationArg, keys_and_values::KeysAndValues, queries::Queries},
     forward::{ForwardBlueprint, forward_blocked::ForwardBlocked},
-    kernel::{StreamBlueprint, forward::Forward},
+    kernel::{InputsCompilationArg, StreamBlueprint, forward::Forward},
 };
 use crate::kernels::{
     cuda_source::{buffer, each_ptx, named, settings},
     row_blocks::{Processor, RowBlocks, VECTOR},
 };
+
+fn inputs<Q: CubePrimitive, S: CubePrimitive>() -> InputsCompilationArg<Q, S> {
+    InputsCompilationArg {
+        query: buffer(),
+        key: buffer(),
+        key_hat: buffer(),
+        value: buffer(),
+        value_hat: buffer(),
+    }
+}
+
+fn gradient_inputs() -> GradientInputsCompilationArg {
+    GradientInputsCompilationArg {
+        query: buffer(),
+        keys: buffer(),
+        values: buffer(),
+        grad: buffer(),
+        stats: buffer(),
+        slices: (),
+    }
+}
 
 /// The blocked forward pass with keys and values quantized, the simple one, and the backward pass.
 #[test]
@@ -26,11 +47,7 @@ fn no_array_is_in_local_memory() {
             settings(blocks.units, ExecutionMode::Unchecked),
             d(),
             t(),
-            b(),
-            b(),
-            b(),
-            b(),
-            b(),
+            inputs(),
             b(),
             b(),
             ().dynamic_cast(),
@@ -53,27 +70,13 @@ fn no_array_is_in_local_memory() {
             window: false,
             softcap: false,
         };
-        let forward = Forward::new(
-            s(),
-            d(),
-            t(),
-            b(),
-            b(),
-            b(),
-            b(),
-            b(),
-            b(),
-            b(),
-            ().dynamic_cast(),
-            bp(126),
-            f32,
-        );
+        let forward =
+            Forward::new(s(), d(), t(), inputs(), b(), b(), ().dynamic_cast(), bp(126), f32);
         let args = || ().dynamic_cast();
-        let queries =
-            Queries::new(s(), d(), t(), b(), b(), b(), b(), b(), b(), args(), (), bp(128));
+        let queries = Queries::new(s(), d(), t(), gradient_inputs(), b(), args(), bp(128));
         let args = || ().dynamic_cast();
         let keys_and_values =
-            KeysAndValues::new(s(), d(), t(), b(), b(), b(), b(), b(), b(), args(), (), bp(128));
+            KeysAndValues::new(s(), d(), t(), gradient_inputs(), b(), args(), bp(128));
         vec![
             named("forward-d128", forward_blocked),
             named("forward-d126", forward),
