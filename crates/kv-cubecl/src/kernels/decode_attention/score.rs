@@ -150,14 +150,7 @@ fn score_packed<N: Size>(
                 if comptime!(spec.splits_codes()) {
                     high = high_lines[i].extract(k) >> high_shift(first_run + i);
                 }
-                #[unroll]
-                for j in 0..codes {
-                    let element = element(low, high, j, spec);
-                    #[unroll]
-                    for r in 0..rows {
-                        scores[r * unit_tokens + i * codes + j] += folded[r] * element;
-                    }
-                }
+                add_codes(low, high, &folded, scores, i * codes, spec, bp);
             }
         }
     }
@@ -168,6 +161,28 @@ fn score_packed<N: Size>(
             for t in 0..unit_tokens {
                 scores[r * unit_tokens + t] += offsets[r];
             }
+        }
+    }
+}
+
+/// Adds to `scores` `[rows, unit_tokens]`, from token `first` on, the products of a run of codes with
+/// a factor for each row.
+#[cube]
+fn add_codes(
+    low: u32,
+    high: u32,
+    factors: &Array<f32>,
+    scores: &mut Array<f32>,
+    #[comptime] first: usize,
+    #[comptime] spec: QuantSpec,
+    #[comptime] bp: DecodeBlueprint,
+) {
+    #[unroll]
+    for j in 0..comptime!(spec.codes_per_word()) {
+        let element = element(low, high, j, spec);
+        #[unroll]
+        for r in 0..comptime!(bp.rows) {
+            scores[r * comptime!(bp.unit_tokens) + first + j] += factors[r] * element;
         }
     }
 }
@@ -191,8 +206,6 @@ fn score_tokens<N: Size>(
 ) {
     let rows = comptime!(bp.rows);
     let unit_tokens = comptime!(bp.unit_tokens);
-    let key_dim = comptime!(bp.head_dim.keys);
-    let codes = comptime!(spec.codes_per_word());
     let width = comptime!(bp.head_dim.keys / spec.codes_per_word() / bp.vector);
     // Channels of a vector of words, and whether all that the unit reads of a token are of one
     // group.
@@ -200,7 +213,6 @@ fn score_tokens<N: Size>(
     let once = comptime!(bp.head_dim.keys == spec.group_size || width == bp.lanes);
     let mut slots = Array::<usize>::new(unit_tokens);
     let mut scales = Array::<f32>::new(unit_tokens);
-    let mut factors = Array::<f32>::new(rows);
     #[unroll]
     for t in 0..unit_tokens {
         // Tokens past the end are read as the last one; the caller masks their scores.
@@ -229,28 +241,7 @@ fn score_tokens<N: Size>(
         for t in 0..unit_tokens {
             lines[t] = keys[slice_base + slots[t] * width + column];
         }
-        #[unroll]
-        for k in 0..comptime!(bp.vector) {
-            #[unroll]
-            for j in 0..codes {
-                let at = column * channels + k * codes + j;
-                #[unroll]
-                for r in 0..rows {
-                    factors[r] = state.query[r * key_dim + at];
-                }
-                #[unroll]
-                for t in 0..unit_tokens {
-                    let mut element = element(lines[t].extract(k), 0u32, j, spec);
-                    if comptime!(!once) {
-                        element *= scales[t];
-                    }
-                    #[unroll]
-                    for r in 0..rows {
-                        scores[r * unit_tokens + t] += factors[r] * element;
-                    }
-                }
-            }
-        }
+        add_lines::<N>(&lines, &scales, state, column * channels, scores, once, spec, bp);
     }
     if comptime!(once) {
         #[unroll]
@@ -258,6 +249,46 @@ fn score_tokens<N: Size>(
             #[unroll]
             for t in 0..unit_tokens {
                 scores[r * unit_tokens + t] *= scales[t];
+            }
+        }
+    }
+}
+
+/// Adds to `scores` `[rows, unit_tokens]` the products of the query, from `channel` on, with the
+/// codes of a vector of words of each token; `scaled` says whether scales are multiplied later.
+#[cube]
+fn add_lines<N: Size>(
+    lines: &Array<Vector<u32, N>>,
+    scales: &Array<f32>,
+    state: &Rows,
+    channel: usize,
+    scores: &mut Array<f32>,
+    #[comptime] scaled: bool,
+    #[comptime] spec: QuantSpec,
+    #[comptime] bp: DecodeBlueprint,
+) {
+    let rows = comptime!(bp.rows);
+    let codes = comptime!(spec.codes_per_word());
+    let mut factors = Array::<f32>::new(rows);
+    #[unroll]
+    for k in 0..comptime!(bp.vector) {
+        #[unroll]
+        for j in 0..codes {
+            let at = channel + k * codes + j;
+            #[unroll]
+            for r in 0..rows {
+                factors[r] = state.query[r * comptime!(bp.head_dim.keys) + at];
+            }
+            #[unroll]
+            for t in 0..comptime!(bp.unit_tokens) {
+                let mut element = element(lines[t].extract(k), 0u32, j, spec);
+                if comptime!(!scaled) {
+                    element *= scales[t];
+                }
+                #[unroll]
+                for r in 0..rows {
+                    scores[r * comptime!(bp.unit_tokens) + t] += factors[r] * element;
+                }
             }
         }
     }
