@@ -8,6 +8,7 @@
 mod codes;
 mod quantize;
 mod sums;
+mod tile;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 

@@ -17,22 +17,13 @@ use super::vnni;
 use super::{
     codes::{Codes, Place, Terms},
     quantize::{unpack_parameters, unpack_vector},
+    tile::{MAX_ROWS, TILE, TILE_WORDS},
 };
 use crate::{
-    formats::flex::{PackedRun, SCRATCH_ROWS},
+    formats::flex::PackedRun,
     layout::PackedPlace,
     simd::{self, load, store, store_part},
 };
-
-/// Most query rows computed together, so that each word is unpacked once for all of them. With more,
-/// their sums no longer fit into 16 vector registers. [`score`] takes two rows of scratch memory for each.
-pub(super) const MAX_ROWS: usize = SCRATCH_ROWS / 2;
-
-/// Tokens of values per tile: their folded weights have to stay in the L1 cache.
-pub(super) const TILE: usize = 128;
-
-/// Words of values per tile: they share the L1 cache with the next tile, which is being prefetched.
-pub(super) const TILE_WORDS: usize = 1280;
 
 /// The instance of a function generic over bits of a code and query rows (up to [`MAX_ROWS`]).
 macro_rules! by_shape {

@@ -2,7 +2,10 @@
 
 use core::arch::x86_64::*;
 
-use super::{DIGITS, LANES, Place, QUAD, Terms};
+use super::{
+    super::codes::{Place, Terms},
+    sizes::{DIGITS, LANES, QUAD},
+};
 
 /// Constants for each lane of a vector, for words of `CODES` codes.
 struct Lanes<const CODES: usize>;

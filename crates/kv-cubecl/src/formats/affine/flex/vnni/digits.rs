@@ -2,7 +2,10 @@
 
 use core::arch::x86_64::*;
 
-use super::{super::quantize::WIDEN, LANES, MAX_ROWS};
+use super::{
+    super::{quantize::WIDEN, tile::MAX_ROWS},
+    sizes::LANES,
+};
 
 /// The integer that the largest factor of a group is scaled to. Its sum with [`ZERO`] is below 2^23, also
 /// when rounded up.

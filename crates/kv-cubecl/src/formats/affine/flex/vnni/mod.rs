@@ -12,25 +12,18 @@
 
 mod codes;
 mod digits;
+mod sizes;
 
 use core::{arch::x86_64::*, mem};
 
 use super::{
     codes::{Place, Terms},
-    sums::{MAX_ROWS, TILE, TILE_WORDS},
+    tile::{MAX_ROWS, TILE, TILE_WORDS},
 };
 use crate::{formats::QuantSpec, simd};
 use codes::{Codes, load};
 use digits::{Folded, fold, to_digits};
-
-/// 32-bit lanes of a vector.
-const LANES: usize = 16;
-
-/// Terms that one instruction multiplies: one for each byte of a lane.
-const QUAD: usize = 4;
-
-/// Digits to base 256 of a factor, a signed byte each.
-const DIGITS: usize = 3;
+use sizes::{LANES, QUAD};
 
 /// Whether this processor has the instructions and the shape fits the kernels.
 pub(super) fn serves(spec: &QuantSpec, head_dim: usize) -> bool {
