@@ -41,7 +41,7 @@ pub struct FrameConfig {
     #[serde(default)]
     pub sinks: Frames,
     /// Rule for the running scales, for sides that [take their scales from
-    /// frames](crate::KvFormat::OF_FRAMES).
+    /// frames](crate::KvFormat::FRAME_ONLY).
     #[serde(default)]
     pub running: RunningScale,
 }
@@ -106,7 +106,7 @@ impl FrameConfig {
         }
         for side in Side::BOTH {
             let stored = format.format(side);
-            if stored.of_frames().is_none() {
+            if stored.frame_scale().is_none() {
                 continue;
             }
             if format.residual_length > 0 {
@@ -134,7 +134,7 @@ impl FrameConfig {
     /// with a scale per token.
     pub(crate) fn tokens(&self) -> KvCacheConfig {
         let KvCacheConfig { keys, values, .. } = self.format;
-        self.format.with_formats(keys.of_tokens(), values.of_tokens())
+        self.format.with_formats(keys.with_token_scales(), values.with_token_scales())
     }
 
     /// Returns the token configuration through which a frame sees the frames before it.

@@ -22,7 +22,8 @@ use crate::{
     simd,
 };
 
-/// Whether codes can be read as they are: every vector of them must lie within one group.
+/// Returns whether attention can read codes without restoring them: every vector of codes must lie
+/// within one group.
 fn reads_codes(spec: &QuantSpec) -> bool {
     spec.group_size.is_multiple_of(simd::lanes())
 }
