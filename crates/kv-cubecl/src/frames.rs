@@ -1,36 +1,12 @@
 //! What a cache of frames stores and what a frame sees: [`FrameConfig`].
 
-use core::fmt;
-
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    CacheShape, KvCacheConfig, Result, RunningScale, Side, Sides,
+    CacheShape, Frames, KvCacheConfig, Result, RunningScale, Side, Sides,
     error::invalid,
     layout::{CacheLayout, MemoryBytes},
 };
-
-/// A number of frames, which is not one of tokens.
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
-)]
-#[serde(transparent)]
-pub struct Frames(pub u64);
-
-impl Frames {
-    /// Returns the number of tokens of these frames, saturating at `usize::MAX`.
-    pub fn tokens(self, tokens_per_frame: usize) -> usize {
-        let frames = usize::try_from(self.0).unwrap_or(usize::MAX);
-        frames.saturating_mul(tokens_per_frame)
-    }
-}
-
-impl fmt::Display for Frames {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let unit = if self.0 == 1 { "frame" } else { "frames" };
-        write!(f, "{} {unit}", self.0)
-    }
-}
 
 /// A cache of frames of equally many tokens, as world models and video models have: the tokens of a
 /// frame see one another, the frames before it up to a window, and the first frames, if some are
@@ -65,7 +41,7 @@ pub struct FrameConfig {
     #[serde(default)]
     pub sinks: Frames,
     /// Rule for the running scales, for sides that [take their scales from
-    /// frames](crate::KvFormat::OF_FRAMES).
+    /// frames](crate::KvFormat::FRAME_ONLY).
     #[serde(default)]
     pub running: RunningScale,
 }
@@ -130,7 +106,7 @@ impl FrameConfig {
         }
         for side in Side::BOTH {
             let stored = format.format(side);
-            if stored.of_frames().is_none() {
+            if stored.frame_scale().is_none() {
                 continue;
             }
             if format.residual_length > 0 {
@@ -158,7 +134,7 @@ impl FrameConfig {
     /// with a scale per token.
     pub(crate) fn tokens(&self) -> KvCacheConfig {
         let KvCacheConfig { keys, values, .. } = self.format;
-        self.format.with_formats(keys.of_tokens(), values.of_tokens())
+        self.format.with_formats(keys.with_token_scales(), values.with_token_scales())
     }
 
     /// Returns the token configuration through which a frame sees the frames before it.

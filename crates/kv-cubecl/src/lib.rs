@@ -34,6 +34,7 @@ mod cache;
 mod config;
 mod error;
 mod formats;
+mod frame_count;
 mod frames;
 mod functions;
 #[cfg(feature = "cube")]
@@ -63,7 +64,8 @@ pub use cache::{CacheParts, Counters, FrameCache, KvCache};
 pub use config::{Flush, KvCacheConfig};
 pub use error::{Error, Result};
 pub use formats::{CacheFloat, KvFormat};
-pub use frames::{FrameConfig, Frames};
+pub use frame_count::Frames;
+pub use frames::FrameConfig;
 pub use functions::{
     Logical, Packed, ensure_finite, fake_quantize, fake_quantize_side, fake_quantize_with,
     frame_attention, hadamard, quantize, quantize_side, streaming_attention,

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::{Frames, Result, error::invalid};
 
 /// Rule for the running amax of a head, which gives the scale of a frame in [frame
-/// formats](crate::KvFormat::OF_FRAMES).
+/// formats](crate::KvFormat::FRAME_ONLY).
 ///
 /// Let `a_n` be the largest magnitude of frame n of a head, or the percentile of its magnitudes.
 /// The running amax is `r_0 = a_0`, then `r_n = max(r_(n-1), a_n)` in the first `warm_up` frames,

@@ -91,7 +91,7 @@ impl FrameCache {
         let mut bytes = self.state.memory_bytes();
         let CacheShape { batch, n_kv_heads, .. } = self.layout().shape();
         for (side, bytes) in [(Side::Keys, &mut bytes.keys), (Side::Values, &mut bytes.values)] {
-            if self.config.format.format(side).of_frames().is_some() {
+            if self.config.format.format(side).frame_scale().is_some() {
                 // The two of `Running`.
                 *bytes += 2 * batch * n_kv_heads * size_of::<f32>();
             }
@@ -276,7 +276,7 @@ impl FrameCache {
     /// it takes that from frames: in the place where it has been stored with one for each token.
     fn scale(&mut self, side: Side, rows: Tensor<4>, index: u64, again: bool) {
         let FrameConfig { format, running: ref rule, sinks, .. } = self.config;
-        let Some(of) = format.format(side).of_frames() else { return };
+        let Some(of) = format.format(side).frame_scale() else { return };
         let rows = functions::store(rows, format.float);
         let Running { newest, before } = &mut self.running[side];
         if !again {

@@ -7,6 +7,7 @@ mod parts;
 mod ragged;
 mod resize;
 mod restored;
+mod restored_bytes;
 mod slots;
 mod state;
 mod step;
@@ -25,7 +26,7 @@ use crate::{
 pub use counters::Counters;
 pub use frames::FrameCache;
 pub use parts::CacheParts;
-use restored::RestoredBytes;
+use restored_bytes::RestoredBytes;
 use state::{State, StepPosition};
 
 /// One layer's streaming KIVI cache.

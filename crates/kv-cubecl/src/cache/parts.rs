@@ -2,7 +2,7 @@
 
 use burn::tensor::{Int, Tensor};
 
-use super::{KvCache, check_device, restored::RestoredBytes, state::State};
+use super::{KvCache, check_device, restored_bytes::RestoredBytes, state::State};
 use crate::{AttentionOptions, CacheShape, Error, KvCacheConfig, Result, Sides};
 
 /// The tensors of a cache, to store it away or to inspect it. See [`KvCache::into_parts`].

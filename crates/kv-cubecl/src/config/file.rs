@@ -1,11 +1,11 @@
-//! Reads configurations from files, also those of earlier versions.
+//! Reads configurations from files of this and of earlier versions.
 
 use serde::{Deserialize, Deserializer};
 
 use super::{Flush, KvCacheConfig};
 use crate::formats::{CacheFloat, KvFormat};
 
-/// The fields of a configuration, under the names they have and have had.
+/// The fields of a configuration under their current and former names.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename = "KvCacheConfig")]
 struct Fields {
@@ -19,7 +19,7 @@ struct Fields {
     sink_tokens: usize,
     capacity: usize,
     float: CacheFloat,
-    /// What is `flush: group` now.
+    /// The former spelling of `flush: group`.
     #[serde(default)]
     sliding: bool,
     #[serde(default, alias = "rotate_values")]

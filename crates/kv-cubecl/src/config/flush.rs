@@ -1,9 +1,11 @@
+//! [`Flush`]: when tokens are quantized.
+
 use serde::{Deserialize, Serialize};
 
-/// When tokens leave the float residual and are quantized.
+/// The schedule by which tokens leave the float residual and are quantized.
 ///
-/// A schedule has two parts: how many keys leave at once, and whether the query of the token that
-/// pushes them out still sees them in float. Values leave one token at a time in every schedule.
+/// A schedule has two parts: how many keys leave at once, and whether the newest token's query
+/// still sees them in float. Values leave one token at a time in every schedule.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Flush {
@@ -12,13 +14,13 @@ pub enum Flush {
     #[default]
     #[serde(rename = "before")]
     BeforeAttention,
-    /// The KIVI authors' released code: as above, but after attention, so the newest token's query
-    /// sees them in float.
+    /// The KIVI authors' released code: the same after attention, so the newest token's query sees
+    /// the keys in float.
     #[serde(rename = "after")]
     AfterAttention,
-    /// Keys are quantized one group at a time, as soon as the oldest group is complete, before
-    /// attention: `residual_length - group_size` to `residual_length - 1` keys stay in float, in
-    /// the same memory.
+    /// The oldest group of keys is quantized before attention, whenever the residual is full.
+    /// `residual_length - group_size` to `residual_length - 1` keys stay in float, in the same
+    /// memory.
     #[serde(rename = "group")]
     GroupBeforeAttention,
     /// One group of keys at a time, after attention.
@@ -27,7 +29,8 @@ pub enum Flush {
 }
 
 impl Flush {
-    /// Returns whether a query sees what its own token pushes out in float.
+    /// Returns whether tokens are quantized after attention, so that the newest query sees them in
+    /// float.
     pub const fn is_after(self) -> bool {
         matches!(self, Self::AfterAttention | Self::GroupAfterAttention)
     }
@@ -37,13 +40,14 @@ impl Flush {
         matches!(self, Self::GroupBeforeAttention | Self::GroupAfterAttention)
     }
 
-    /// Returns the schedule with keys leaving one group at a time, or the whole residual at once.
+    /// Returns the schedule with keys leaving one group at a time if `by_group`, else all at once.
     #[must_use]
     pub const fn with_groups(self, by_group: bool) -> Self {
         Self::new(self.is_after(), by_group)
     }
 
-    /// Returns the schedule that quantizes after or before attention, by group or all at once.
+    /// Returns the schedule that quantizes after attention if `after`, else before it, and one
+    /// group of keys at a time if `by_group`, else all at once.
     pub const fn new(after: bool, by_group: bool) -> Self {
         match (after, by_group) {
             (false, false) => Self::BeforeAttention,

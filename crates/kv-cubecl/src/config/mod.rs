@@ -1,4 +1,4 @@
-//! What a cache stores and when it quantizes: [`KvCacheConfig`].
+//! [`KvCacheConfig`]: how a cache stores tokens and when it quantizes them.
 
 mod file;
 mod flush;
@@ -15,18 +15,18 @@ use crate::{
     sides::Side,
 };
 
-/// What a cache stores: a format for keys, one for values, and recent tokens in float.
+/// The configuration of a cache: a format for keys, one for values, and recent tokens in float.
 ///
 /// [`new`](Self::new) with the formats `Affine2` to `Affine8` is the cache of KIVI (Liu et al.,
-/// 2024, <https://arxiv.org/abs/2402.02750>): keys quantized per channel in groups of tokens, values
-/// per token in groups of channels, and the newest tokens, the residual, in float.
+/// 2024, <https://arxiv.org/abs/2402.02750>). Keys are quantized per channel in groups of tokens,
+/// values per token in groups of channels. The newest tokens, the residual, stay in float.
 /// [Other formats](KvFormat) quantize each token by itself and need no residual.
 ///
 /// The same configuration drives streaming inference ([`KvCache`](crate::KvCache)) and the parallel
 /// closed form used for evaluation and training
 /// ([`streaming_attention`](crate::streaming_attention)).
 ///
-/// It is parsed from and printed as a short name: `float`, `k4v4`, `k4v2-g64-r32-s4`,
+/// A configuration is parsed from and printed as a short name: `float`, `k4v4`, `k4v2-g64-r32-s4`,
 /// `k2v2-after-gflush-f16`, `kint8vint8`, `k16vint8-r64`.
 ///
 /// ```
@@ -41,36 +41,36 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct KvCacheConfig {
-    /// How keys are stored. In files it is `key_format`: a number of bits or a name.
+    /// Format of keys. In files it is `key_format`: a number of bits or a name.
     #[serde(rename = "key_format")]
     pub keys: KvFormat,
-    /// How values are stored. In files it is `value_format`.
+    /// Format of values. In files it is `value_format`.
     #[serde(rename = "value_format")]
     pub values: KvFormat,
     /// Elements that share one scale and minimum in KIVI's formats: tokens of a channel for keys,
     /// channels of a token for values.
     pub group_size: usize,
-    /// Tokens in the float residual; 0 where both sides are quantized token by token.
+    /// Tokens in the float residual; may be 0 if both sides are quantized token by token.
     pub residual_length: usize,
-    /// When tokens leave the residual and are quantized.
+    /// The schedule by which tokens leave the residual and are quantized.
     pub flush: Flush,
     /// Number of first tokens that always stay in float and never enter the residual.
     pub sink_tokens: usize,
-    /// Tokens a streaming cache is allocated for. The closed form does not read it.
+    /// Tokens that a streaming cache is allocated for. The closed form ignores it.
     pub capacity: usize,
     /// Storage type of everything that stays in float.
     pub float: CacheFloat,
-    /// Multiplies values by a Hadamard matrix over head_dim before they are quantized, which
-    /// spreads outliers of one channel over all. The output is transformed back. No effect on float
-    /// values.
+    /// Multiplies values by a Hadamard matrix over head_dim before they are quantized, so that
+    /// outliers of one channel spread over all channels. The output is transformed back. Has no
+    /// effect on float values.
     #[serde(skip_serializing_if = "is_false")]
     pub hadamard_values: bool,
-    /// Multiplies keys, and queries as they attend, by a Hadamard matrix over head_dim before keys
-    /// are quantized, which spreads outliers of one channel over all and does not change scores.
-    /// For formats that quantize each key by itself. No effect on float keys.
+    /// Multiplies queries and keys by a Hadamard matrix over head_dim before keys are quantized, so
+    /// that outliers of one channel spread over all channels. Scores do not change. Only for
+    /// formats that quantize each key by itself. Has no effect on float keys.
     #[serde(skip_serializing_if = "is_false")]
     pub hadamard_keys: bool,
-    /// Number of newest tokens W that a query sees, its own included, beside the sinks: the query
+    /// Number of newest tokens W that a query sees, including its own, besides the sinks: the query
     /// of token t sees tokens `t - W + 1` to `t`. The cache keeps no others, so its memory does not
     /// grow with the capacity. `None` for all tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -86,17 +86,16 @@ const fn is_per_token(format: KvFormat) -> bool {
     format.is_quantized() && !format.is_grouped()
 }
 
-/// The residual length of a cache whose name gives none: KIVI's, or none where each token is
-/// quantized by itself.
+/// Returns the default residual length: KIVI's, or 0 if each token is quantized by itself.
 const fn default_residual(keys: KvFormat, values: KvFormat) -> usize {
     let quantized = keys.is_quantized() || values.is_quantized();
     if quantized && !keys.is_grouped() && !values.is_grouped() { 0 } else { 128 }
 }
 
 impl KvCacheConfig {
-    /// A cache of keys and values in these formats, with capacity 4096 and floats in f32.
+    /// Returns a configuration with these formats, capacity 4096 and floats in f32.
     ///
-    /// If either side is in a format of KIVI's, the group size is 32 and the residual length 128,
+    /// If either side has one of KIVI's formats, the group size is 32 and the residual length 128,
     /// as in the paper. If each token is quantized by itself, there is no residual.
     pub const fn new(keys: KvFormat, values: KvFormat) -> Self {
         Self {
@@ -114,19 +113,22 @@ impl KvCacheConfig {
         }
     }
 
-    /// A cache that quantizes nothing.
+    /// Returns a configuration that quantizes nothing.
     pub const fn float() -> Self {
         Self::new(KvFormat::Float, KvFormat::Float)
     }
 
     /// Sets the formats of keys and of values.
     ///
-    /// Fields that suited the formats before but not these are reset, so that a valid configuration
-    /// stays valid where head_dim allows it and a sliding window has room for a group: keys that
-    /// become KIVI's lose their Hadamard transform, keys that become quantized one by one are no
-    /// longer flushed by group, and group size and residual length return to their defaults, or to
-    /// as much of them as whole groups and the sliding window allow. Fields that were invalid
-    /// before are not changed.
+    /// Resets the fields that were valid for the old formats and are not for the new ones. A valid
+    /// configuration stays valid if head_dim allows it and the sliding window has room for a group.
+    ///
+    /// - Keys in one of KIVI's formats lose their Hadamard transform.
+    /// - Keys that are quantized one by one are no longer flushed by group.
+    /// - Group size and residual length return to their defaults, or to the largest length below
+    ///   that is whole groups and fits into the sliding window.
+    ///
+    /// Fields that were invalid before are not changed.
     pub const fn with_formats(mut self, keys: KvFormat, values: KvFormat) -> Self {
         let (before, own) = (self, Self::new(keys, values));
         self.keys = keys;
@@ -155,7 +157,7 @@ impl KvCacheConfig {
         self
     }
 
-    /// The format of a side.
+    /// Returns the format of a side.
     pub const fn format(&self, side: Side) -> KvFormat {
         match side {
             Side::Keys => self.keys,
@@ -175,7 +177,7 @@ impl KvCacheConfig {
         self
     }
 
-    /// Sets when tokens are quantized.
+    /// Sets the schedule by which tokens are quantized.
     pub const fn with_flush(mut self, flush: Flush) -> Self {
         self.flush = flush;
         self
@@ -211,7 +213,7 @@ impl KvCacheConfig {
         self
     }
 
-    /// Sets how many newest tokens a query sees; `None` for all.
+    /// Sets the number of newest tokens that a query sees; `None` for all.
     pub const fn with_sliding_window(mut self, sliding_window: Option<usize>) -> Self {
         self.sliding_window = sliding_window;
         self
@@ -240,7 +242,7 @@ impl KvCacheConfig {
         self.keys.is_quantized() || self.values.is_quantized()
     }
 
-    /// Returns whether a side has groups of the configuration's group size.
+    /// Returns whether either side has groups of the configuration's group size.
     pub const fn is_grouped(&self) -> bool {
         self.keys.is_grouped() || self.values.is_grouped()
     }

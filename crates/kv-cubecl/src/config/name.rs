@@ -1,4 +1,4 @@
-//! The short names of configurations.
+//! Prints and parses the short names of configurations.
 
 use core::{fmt, str::FromStr};
 
@@ -9,7 +9,7 @@ use crate::{
 };
 
 impl fmt::Display for KvCacheConfig {
-    /// Writes the short name, without the fields that have their defaults and without the capacity.
+    /// Writes the short name, without capacity and without fields that have their defaults.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Self::new(self.keys, self.values);
         if self.is_quantized() {
@@ -35,7 +35,7 @@ impl fmt::Display for KvCacheConfig {
             }
         } else {
             write!(f, "float")?;
-            // Without a sliding window, sinks are float tokens like all others.
+            // Without a sliding window, sinks do not differ from other float tokens.
             if self.sliding_window.is_some() && self.sink_tokens != 0 {
                 write!(f, "-s{}", self.sink_tokens)?;
             }
@@ -70,7 +70,7 @@ impl KvCacheConfig {
     /// Reads a short name.
     ///
     /// # Errors
-    /// The part that cannot be read, and why.
+    /// Names the part that cannot be read, and why.
     pub(super) fn read(text: &str) -> Result<Self, String> {
         let mut parts = text.split('-');
         let mut config = read_formats(parts.next().unwrap_or_default())?;
@@ -85,7 +85,7 @@ impl KvCacheConfig {
         Ok(config)
     }
 
-    /// Reads the part behind a `-`; returns a letter or word for the field that it sets.
+    /// Reads the part behind a `-`. Returns a letter or word for the field that it sets.
     fn read_part<'a>(&mut self, part: &'a str) -> Result<&'a str, String> {
         let flush = self.flush;
         match part {
@@ -93,7 +93,7 @@ impl KvCacheConfig {
                 self.flush = Flush::new(part == "after", flush.is_by_group());
                 return Ok("flush");
             }
-            // `slide` is what `gflush` was called.
+            // `slide` is the former name of `gflush`.
             "gflush" | "slide" => {
                 self.flush = flush.with_groups(true);
                 return Ok("gflush");
@@ -123,7 +123,7 @@ impl KvCacheConfig {
     }
 }
 
-/// Reads `float`, or the formats of both sides as in `k4v2`.
+/// Reads `float`, or the formats of both sides, as in `k4v2`.
 fn read_formats(text: &str) -> Result<KvCacheConfig, String> {
     if text == "float" {
         return Ok(KvCacheConfig::float());
@@ -131,10 +131,10 @@ fn read_formats(text: &str) -> Result<KvCacheConfig, String> {
     let (keys, values) = text
         .strip_prefix('k')
         .and_then(|rest| rest.split_once('v'))
-        .ok_or_else(|| format!("{text:?} is neither float nor kKvV"))?;
+        .ok_or_else(|| format!("{text:?} is neither float nor of the form kKvV"))?;
     let format = |name: &str| {
         KvFormat::named(name).ok_or_else(|| {
-            format!("{name:?} in {text:?} is no format: must be {}", KvFormat::names())
+            format!("{name:?} in {text:?} is not a format: must be {}", KvFormat::names())
         })
     };
     Ok(KvCacheConfig::new(format(keys)?, format(values)?))

@@ -1,23 +1,23 @@
-//! The short name of a cache that is nearest to a mistyped one.
+//! Finds the valid short name that is nearest to a mistyped one.
 
 use strsim::osa_distance;
 
 use super::KvCacheConfig;
 use crate::formats::{CacheFloat, KvFormat};
 
-/// The nearest name that can be read; `None` where none is near.
+/// Returns the nearest valid name; `None` if none is near.
 pub(super) fn nearest(text: &str) -> Option<String> {
     let text = text.to_ascii_lowercase();
     let mut parts = text.split(['-', '_', ' ']);
     let first = parts.next().unwrap_or_default();
     let sides = || KvFormat::ALL.iter().map(|format| format.name());
-    // Of names that are as near, the first is found: one of both sides alike.
+    // The first of equally near names wins, so names with equal sides come first.
     let alike = sides().map(|side| format!("k{side}v{side}"));
     let others = sides().flat_map(|keys| sides().map(move |values| format!("k{keys}v{values}")));
     let mut name = closest(first, alike.chain(others).chain(["float".into()]))?;
     for part in parts.filter_map(part) {
         let longer = format!("{name}-{part}");
-        // A part that is there already is left out.
+        // A part that the name already has makes it invalid, and is dropped.
         if KvCacheConfig::read(&longer).is_ok() {
             name = longer;
         }
@@ -25,7 +25,7 @@ pub(super) fn nearest(text: &str) -> Option<String> {
     Some(name)
 }
 
-/// The part behind a `-` that is nearest.
+/// Returns the nearest valid part behind a `-`.
 fn part(text: &str) -> Option<String> {
     let digits: String = text.chars().filter(char::is_ascii_digit).collect();
     let letter = text.chars().next().filter(|letter| "grsw".contains(*letter));
@@ -37,7 +37,7 @@ fn part(text: &str) -> Option<String> {
     closest(text, words.chain(floats).map(str::to_string))
 }
 
-/// Returns the candidate that takes the fewest edits, if these are at most half of the text.
+/// Returns the candidate at the smallest edit distance, if that is at most half the text's length.
 fn closest(text: &str, candidates: impl Iterator<Item = String>) -> Option<String> {
     let distances = candidates.map(|candidate| (osa_distance(text, &candidate), candidate));
     let (edits, candidate) = distances.min_by_key(|(edits, _)| *edits)?;
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn typing_mistakes_lead_to_what_was_meant() {
+    fn mistyped_names_have_nearest_names() {
         for (typed, meant) in [
             ("k4v44", "k4v4"),
             ("K4V4", "k4v4"),
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_names_the_nearest_form_and_no_grammar() {
+    fn errors_name_the_nearest_form() {
         for (typed, meant) in [("k5v2-g64", "k2v2-g64"), ("k4v4-g", "k4v4"), ("k4v4-x", "k4v4")] {
             let error = typed.parse::<KvCacheConfig>().unwrap_err().to_string();
             assert!(error.contains(&format!("(did you mean {meant}?)")), "{error}");

@@ -1,4 +1,4 @@
-//! Which configurations are valid.
+//! The rules for valid configurations.
 
 use super::{KvCacheConfig, default_residual, is_per_token};
 use crate::{
@@ -8,21 +8,21 @@ use crate::{
     sides::{Side, Sides},
 };
 
-/// The most channels of a head that [`hadamard`](crate::hadamard) takes.
+/// The most channels of a head that [`hadamard`](crate::hadamard) supports.
 const MAX_HADAMARD: usize = 256;
 
-/// Returns whether groups of this size fill whole words of codes, where a format has such groups.
+/// Returns whether groups of this size fill whole words, if the format has groups to choose.
 const fn fills_words(format: KvFormat, group_size: usize) -> bool {
     !format.is_grouped() || (group_size * format.n_bits() as usize).is_multiple_of(32)
 }
 
 impl KvCacheConfig {
-    /// Returns whether the newest tokens must stay in float: unless each is quantized by itself.
+    /// Returns whether the newest tokens must stay in float, as tokens are quantized in groups.
     const fn needs_residual(&self) -> bool {
         default_residual(self.keys, self.values) > 0
     }
 
-    /// Returns whether the formats can have groups of this size, whatever the head_dim.
+    /// Returns whether the formats allow this group size for some head_dim.
     pub(super) const fn fits_group(&self) -> bool {
         match self.needs_residual() {
             true => {
@@ -34,8 +34,7 @@ impl KvCacheConfig {
         }
     }
 
-    /// Returns whether the formats can have a residual of this length, given the group size and the
-    /// sliding window.
+    /// Returns whether formats, group size and sliding window allow this residual length.
     pub(super) const fn fits_residual(&self) -> bool {
         let hidden = match self.sliding_window {
             Some(window) => self.is_quantized() && window < self.residual_length,
@@ -50,7 +49,8 @@ impl KvCacheConfig {
     /// `head_dim` is the number of channels of a head: one for both sides, or one for each.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the rule.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the
+    /// rule.
     pub fn validate(&self, head_dim: impl Into<Sides<usize>>) -> Result<()> {
         let Self { group_size, residual_length, .. } = *self;
         let head_dim = head_dim.into();
@@ -60,11 +60,11 @@ impl KvCacheConfig {
         if self.capacity == 0 {
             return Err(invalid("capacity", self.capacity, "must be at least 1 token"));
         }
-        // A bound for kernels that address tokens, ring slots and words with u32.
+        // Kernels address tokens, ring slots and words with u32.
         if self.capacity > 1 << 24 {
             return Err(invalid("capacity", self.capacity, "must be at most 16777216 tokens"));
         }
-        // Float caches are checked as well, because their layout reads these fields too.
+        // The layout reads these fields for float caches too.
         for (field, value, least) in [
             ("group_size", group_size, 1),
             ("residual_length", residual_length, usize::from(self.needs_residual())),
@@ -92,7 +92,7 @@ impl KvCacheConfig {
             return fail("must be 1 to 16777216 tokens".to_string());
         }
         if self.is_quantized() && window < self.residual_length {
-            // Everything visible would be in float, and nothing quantized would ever be read.
+            // All visible tokens would be in float, and no quantized token would ever be read.
             return fail(format!("must be at least residual_length {}", self.residual_length));
         }
         if self.sink_tokens > window {
@@ -113,11 +113,12 @@ impl KvCacheConfig {
             return Err(invalid("group_size", group_size, rule));
         }
         if !self.needs_residual() && group_size != Self::new(keys, values).group_size {
-            let rule = format!("k{keys}v{values} has no groups of a size to choose");
+            let default = Self::new(keys, values).group_size;
+            let rule = format!("must stay {default}, as k{keys}v{values} has groups of fixed size");
             return Err(invalid("group_size", group_size, rule));
         }
         if self.flush.is_by_group() && is_per_token(keys) {
-            let rule = format!("keys as {keys} leave the residual one by one in any case");
+            let rule = format!("keys as {keys} leave the residual one by one; try before or after");
             return Err(invalid("flush", "group", rule));
         }
         Ok(())
@@ -126,8 +127,8 @@ impl KvCacheConfig {
     fn validate_hadamard(&self, head_dim: Sides<usize>) -> Result<()> {
         if self.uses_hadamard_keys() && self.keys.is_grouped() {
             let rule = format!(
-                "keys as {} are quantized per channel, where an outlier channel costs nothing \
-                 until it is spread over the others",
+                "keys as {} are quantized per channel, where spreading an outlier channel over \
+                 the others only adds error",
                 self.keys
             );
             return Err(invalid("hadamard_keys", true, rule));

@@ -1,4 +1,4 @@
-//! The float types of a cache: sinks, residual, and sides that are not quantized.
+//! [`CacheFloat`]: the float types of sinks, residual and sides that are not quantized.
 
 use burn::tensor::DType;
 #[cfg(feature = "flex")]
@@ -33,52 +33,54 @@ macro_rules! cache_float {
 floats!(cache_float);
 
 impl CacheFloat {
-    /// What it is called in the short names of configurations, and in files.
+    /// Returns the type's name in short names of configurations and in files.
     pub fn name(self) -> &'static str {
         self.format().name()
     }
 
-    /// The type of its tensors.
+    /// Returns the type of tensors.
     pub fn dtype(self) -> DType {
         self.format().dtype()
     }
 
-    /// Bytes per element.
+    /// Returns the number of bytes per element.
     pub fn size(self) -> usize {
         self.dtype().size()
     }
 
-    /// What `x` is stored as: the nearest number of the format. Where its range is less than that of f32,
-    /// larger numbers and infinities become the largest that it has. NaN stays NaN.
+    /// Returns the number as which `x` is stored: the nearest number of this type.
+    ///
+    /// If the type has a smaller range than f32, larger numbers and infinities become its largest
+    /// number. NaN stays NaN.
     pub fn round(self, x: f32) -> f32 {
         self.format().round(x)
     }
 
-    /// [`round`](Self::round) of each.
+    /// [Rounds](Self::round) every element.
     #[cfg(feature = "flex")]
     pub(crate) fn round_all(self, row: &mut [f32]) {
         self.format().round_all(row);
     }
 
-    /// Whether its range is less than that of f32.
+    /// Returns whether the type has a smaller range than f32.
     #[cfg(feature = "cube")]
     pub(crate) fn saturates(self) -> bool {
         self.round(f32::INFINITY).is_finite()
     }
 
-    /// Its type in kernels.
+    /// Returns the type in kernels.
     #[cfg(feature = "cube")]
     pub(crate) fn elem(self) -> cubecl::ir::ElemType {
         cubecl::ir::ElemType::Float(self.format().kind())
     }
 
-    /// Fills `out` with elements of a tensor's `bytes`, from `start` on, in f32.
+    /// Fills `out` with the elements of a tensor's `bytes` from element `start` on.
     #[cfg(feature = "flex")]
     pub(crate) fn read(self, bytes: &[u8], start: usize, out: &mut [f32]) {
         self.format().read(bytes, start, out);
     }
 
-    /// Stores rows in a tensor, each from an element on.
+    /// Stores rows in a tensor. Each row comes with the index of its first element.
     #[cfg(feature = "flex")]
     pub(crate) fn write<'a>(
         self,

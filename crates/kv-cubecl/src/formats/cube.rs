@@ -1,4 +1,4 @@
-//! Packed formats in kernels: the functions of [`CubeCodec`] for the codec of a [`QuantSpec`].
+//! Packed formats in kernels: the functions of [`CubeCodec`], selected by a [`QuantSpec`].
 
 use cubecl::prelude::*;
 
@@ -10,7 +10,7 @@ use super::{
     table::codecs,
 };
 
-/// The functions of [`CubeCodec`], for the format of a [`QuantSpec`].
+/// Generates a function for each function of [`CubeCodec`] that selects the codec.
 macro_rules! dispatch {
     ($($(#[$doc:meta])* $module:ident::$Format:ident { $($formats:tt)* })+) => {
         $(use super::$module::$Format;)+
@@ -85,7 +85,7 @@ macro_rules! dispatch {
 
 codecs!(dispatch);
 
-/// Returns which word of a group holds the low bits of a run of codes: [`QuantSpec::low_word`].
+/// Returns which word of a group holds the low bits of a run: [`QuantSpec::low_word`].
 #[cube]
 pub(crate) fn low_word(run: usize, #[comptime] spec: QuantSpec) -> usize {
     if comptime!(spec.splits_codes()) { run / 2 * 3 + run % 2 } else { run }
@@ -97,21 +97,21 @@ pub(crate) fn low_bits(code: u32, #[comptime] spec: QuantSpec) -> u32 {
     if comptime!(spec.splits_codes()) { code & 3u32 } else { code }
 }
 
-/// Returns which word of a group holds the high bits of a run of codes, where codes are split:
+/// Returns which word of a group holds the high bits of a run, for split codes:
 /// [`QuantSpec::high_word`].
 #[cube]
 pub(crate) fn high_word(run: usize) -> usize {
     run / 2 * 3 + 2
 }
 
-/// Returns the bit of the first of these high bits in their word.
+/// Returns the bit position of a run's first high bit in its word.
 #[cube]
 pub(crate) fn high_shift(run: usize) -> u32 {
     (run % 2) as u32 * 16u32
 }
 
-/// Returns the high bits of a run of codes, the first in bit 0, where codes are split; else 0.
-/// `base` is the first word of the group.
+/// Returns the high bits of a run, the first in bit 0; 0 if codes are not split. `base` is the
+/// first word of the group.
 #[cube]
 pub(crate) fn high_bits(
     words: &[u32],
@@ -127,7 +127,7 @@ pub(crate) fn high_bits(
     }
 }
 
-/// Returns code `index` of a run, given its word of low bits and its [high bits](high_bits).
+/// Returns code `index` of a run from its word of low bits and its [high bits](high_bits).
 #[cube]
 pub(crate) fn code_in(low: u32, high: u32, index: usize, #[comptime] spec: QuantSpec) -> u32 {
     let code = code_at(low, index, spec.low_bits());
@@ -135,7 +135,7 @@ pub(crate) fn code_in(low: u32, high: u32, index: usize, #[comptime] spec: Quant
 }
 
 /// Returns the number that [code](code_in) `index` of a run stands for, before scale and offset.
-/// Codes of floats must be those of finite numbers, as all stored ones are.
+/// Codes of float formats must be finite, as all stored codes are.
 #[cube]
 pub(crate) fn element(
     low: u32,
@@ -151,15 +151,15 @@ pub(crate) fn element(
     }
 }
 
-/// What a code restores to.
+/// Returns the number that a code is restored to.
 #[cube]
 pub(crate) fn restore(code: u32, scale: f32, offset: f32, #[comptime] spec: QuantSpec) -> f32 {
     let value = value(code, spec);
     if comptime!(spec.format.has_offset()) { value * scale + offset } else { value * scale }
 }
 
-/// `x`, at most as large as the format takes it: infinities are finite then. NaN stays NaN, which `clamp` does not
-/// promise.
+/// Clamps `x` to the [limit](Codec::limit) of the format. NaN stays NaN, which `clamp` does not
+/// guarantee.
 #[cube]
 pub(crate) fn limited(x: f32, #[comptime] spec: QuantSpec) -> f32 {
     let high = f32::new(comptime!(spec.format.limit()));

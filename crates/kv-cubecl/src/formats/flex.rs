@@ -1,4 +1,4 @@
-//! What the CPU needs of a packed format.
+//! The interface of a codec on the CPU.
 
 use core::ops::Range;
 
@@ -7,10 +7,10 @@ use crate::{
     simd::{add_rows, score_rows},
 };
 
-/// Tokens that are restored together, few enough for their rows to stay in the L1 cache.
+/// Tokens that are restored together. Their rows have to stay in the L1 cache.
 pub(crate) const TILE: usize = 32;
 
-/// Scratch memory that [`CpuCodec::score`] is given, in rows of `head_dim` elements.
+/// Scratch memory that [`CpuCodec::score`] takes, in rows of `head_dim` elements.
 pub(crate) const SCRATCH_ROWS: usize = 8;
 
 /// Consecutive packed tokens of one (batch, kv head).
@@ -18,32 +18,33 @@ pub(crate) struct PackedRun<'a> {
     /// The words of all packed tokens.
     pub(crate) words: &'a [u32],
     pub(crate) place: PackedPlace,
-    /// Which of them, from the first of a block on.
+    /// The tokens of this run. The first one begins a block.
     pub(crate) tokens: Range<usize>,
-    /// Tokens that are not packed before them, of those that were asked for.
+    /// Requested tokens before this run that are not packed.
     pub(crate) skipped: usize,
 }
 
 impl PackedRun<'_> {
-    /// [`CpuCodec::score`] over restored keys.
+    /// Computes [`CpuCodec::score`] from restored keys.
     pub(crate) fn score_restored(&self, query: &[f32], scores: &mut [f32], n: usize) {
         self.restored_tiles(|first, rows| {
             score_rows(query, rows, &mut scores[first..], n, self.place.head_dim);
         });
     }
 
-    /// [`CpuCodec::add`] over restored values.
+    /// Computes [`CpuCodec::add`] from restored values.
     pub(crate) fn add_restored(&self, weights: &[f32], n: usize, o: &mut [f32]) {
         self.restored_tiles(|first, rows| {
             add_rows(&weights[first..], n, rows, o, self.place.head_dim);
         });
     }
 
-    /// Calls `visit` with the restored rows of some tokens after the other, and how many came before.
+    /// Restores the tokens tile by tile. Passes `visit` the number of tokens before the tile, and
+    /// its rows.
     pub(crate) fn restored_tiles(&self, mut visit: impl FnMut(usize, &[f32])) {
         let Self { ref place, ref tokens, .. } = *self;
         let PackedPlace { spec, head_dim, .. } = *place;
-        // Whole blocks, although fewer tokens may be asked for.
+        // A tile is whole blocks, although the run may end within a block.
         let block_tokens = spec.block_tokens();
         let step = block_tokens.max(TILE / block_tokens * block_tokens);
         let mut tile = vec![0.0; step * head_dim];
@@ -58,17 +59,19 @@ impl PackedRun<'_> {
 
 /// A [`Codec`](super::Codec) on the CPU.
 pub(crate) trait CpuCodec: Sync {
-    /// Quantizes `rows`, `[tokens, head_dim]` of whole blocks, into the words of a slice, from token `first` on.
+    /// Quantizes `rows`, whole blocks of `[tokens, head_dim]`, into the words of a slice from token
+    /// `first` on.
     fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedPlace);
 
-    /// Restores whole blocks of `rows`, `[tokens, head_dim]`, from the words of a slice, from token `first` on.
+    /// Restores `rows`, whole blocks of `[tokens, head_dim]`, from the words of a slice from token
+    /// `first` on.
     fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedPlace);
 
-    /// Turns `grad`, the gradient of fake-quantized rows, into that of `rows`, by adding what passes through
-    /// the parameters: [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
+    /// Adds the gradient through the parameters to `grad`, the gradient of fake-quantized `rows`:
+    /// [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
     fn add_scale_gradients(&self, rows: &[f32], grad: &mut [f32], place: &PackedPlace);
 
-    /// `scores[r * n + t] = query_r . key_t`, by default over restored keys.
+    /// Computes `scores[r * n + t] = query_r . key_t`, by default from restored keys.
     fn score(
         &self,
         keys: &PackedRun<'_>,
@@ -80,7 +83,7 @@ pub(crate) trait CpuCodec: Sync {
         keys.score_restored(query, scores, n);
     }
 
-    /// `o_r += sum_t weights[r * n + t] * value_t`, by default over restored values.
+    /// Computes `o_r += sum_t weights[r * n + t] * value_t`, by default from restored values.
     fn add(&self, values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {
         values.add_restored(weights, n, o);
     }

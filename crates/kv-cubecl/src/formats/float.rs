@@ -1,4 +1,4 @@
-//! The interface of a float type that a cache stores rows in.
+//! The interface of a float type in which a cache stores rows.
 
 use burn::tensor::DType;
 #[cfg(feature = "flex")]
@@ -12,16 +12,17 @@ pub(super) trait FloatFormat {
     /// See [`CacheFloat::dtype`](super::CacheFloat::dtype).
     fn dtype(&self) -> DType;
 
-    /// See [`CacheFloat::round`](super::CacheFloat::round). The reference uses it; a backend converts by its own means.
+    /// See [`CacheFloat::round`](super::CacheFloat::round). The reference uses it; backends have
+    /// conversions of their own.
     fn round(&self, x: f32) -> f32;
 
-    /// [`round`](Self::round) of each, with one call for all of them.
+    /// [Rounds](Self::round) a whole row, so that a row takes one virtual call.
     #[cfg(feature = "flex")]
     fn round_all(&self, row: &mut [f32]) {
         row.iter_mut().for_each(|x| *x = self.round(*x));
     }
 
-    /// The type in kernels.
+    /// Returns the type in kernels.
     #[cfg(feature = "cube")]
     fn kind(&self) -> cubecl::ir::FloatKind;
 

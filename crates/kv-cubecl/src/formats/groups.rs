@@ -1,23 +1,23 @@
-//! Which numbers share the parameter of a group.
+//! Which numbers form a group and share its parameter.
 
-/// What shares a parameter.
+/// The numbers that share one parameter.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Groups {
-    /// As KIVI has them, of the configuration's group size: tokens for keys, channels for values.
+    /// KIVI's groups, of the configuration's group size: tokens for keys, channels for values.
     Kivi,
-    /// All channels of a token.
+    /// All channels of one token.
     Token,
-    /// So many channels of a token.
+    /// A block of `n` channels of one token.
     Blocks(usize),
-    /// All tokens of a head of a frame, each of which has the parameter for itself.
-    Frame(OfFrames),
+    /// All tokens of one head of a frame. Each token stores its own copy of the parameter.
+    Frame(FrameScale),
 }
 
-/// Of which magnitude of a frame a scale is taken.
+/// The magnitude of a frame from which its scale follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum OfFrames {
-    /// The largest.
+pub(crate) enum FrameScale {
+    /// The largest magnitude.
     Largest,
-    /// One that most do not exceed.
+    /// A percentile of the magnitudes.
     Percentile,
 }

@@ -1,7 +1,11 @@
-//! The formats that tokens are stored in, a folder each: floats ([`CacheFloat`]) while they are recent, groups of
-//! codes ([`Codec`]) afterwards. How a side of a cache uses one is a [`KvFormat`].
+//! How tokens are stored, a folder for each format.
 //!
-//! Whatever the format, sums and scores are f32.
+//! Recent tokens are rows of floats ([`CacheFloat`]); older tokens are groups of codes ([`Codec`]).
+//! [`KvFormat`] names how one side of a cache is stored. Sums and scores are f32 in every format.
+//!
+//! Imports go down three layers. `registry.rs`, `cache_float.rs` and `cube.rs` list all formats,
+//! from `table.rs`. A folder implements one format. `groups.rs`, `packed.rs`, `float.rs`,
+//! `minifloat.rs`, `flex.rs` and `in_kernels.rs` describe formats and import none.
 
 mod affine;
 mod bf16;
@@ -27,6 +31,6 @@ mod side;
 mod table;
 
 pub use cache_float::CacheFloat;
-pub(crate) use groups::OfFrames;
+pub(crate) use groups::FrameScale;
 pub use packed::{Codec, Granularity, QuantSpec};
 pub use registry::KvFormat;

@@ -1,12 +1,12 @@
-//! How tokens are packed once they leave the residual: in groups of codes with a parameter word each.
+//! How tokens are packed when they leave the residual: groups of codes with one parameter each.
 
 use super::{minifloat::Minifloat, table::codecs};
 
 macro_rules! codec_enum {
     ($($(#[$doc:meta])* $module:ident::$Codec:ident { $($formats:tt)* })+) => {
-        /// The codecs of packed tokens: what the codes of a group and its parameter mean.
+        /// The codec of packed tokens: the meaning of a group's codes and parameter.
         ///
-        /// How groups lie in tensors and words is the same for all ([`QuantSpec`]).
+        /// The layout of groups in words and tensors is the same for all codecs ([`QuantSpec`]).
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum Codec {
@@ -17,73 +17,78 @@ macro_rules! codec_enum {
 
 codecs!(codec_enum);
 
-/// What is fixed in a format of packed tokens.
+/// The constants of a codec.
 pub(super) struct CodecSpec {
-    /// Bits of the parameter of a group.
+    /// See [`Codec::parameter_bits`].
     pub(super) parameter_bits: usize,
-    /// The largest number that a code stands for, before its scale; `None` where code 0 does not stand for 0.
+    /// See [`Codec::largest`].
     pub(super) largest: Option<f32>,
-    /// Numbers beyond it, infinite ones too, count as it, so that what is restored is finite.
+    /// See [`Codec::limit`].
     pub(super) limit: f32,
-    /// What codes are, if they are floats.
+    /// See [`Codec::float`].
     pub(super) float: Option<Minifloat>,
 }
 
 impl Codec {
-    /// Bits of the parameter of a group.
+    /// Returns the number of bits of a group's parameter.
     pub const fn parameter_bits(self) -> usize {
         self.codec_spec().parameter_bits
     }
 
-    /// Whether code 0 stands for another number than 0.
+    /// Returns whether the parameter holds an offset besides the scale, so that code 0 need not
+    /// stand for 0.
     pub const fn has_offset(self) -> bool {
         self.largest().is_none()
     }
 
-    /// The largest number that a code stands for, before its scale; `None` where code 0 does not stand for 0.
+    /// Returns the largest number that a code stands for, before its scale; `None` for codecs with
+    /// an [offset](Self::has_offset).
     pub const fn largest(self) -> Option<f32> {
         self.codec_spec().largest
     }
 
-    /// Numbers beyond it, infinite ones too, count as it, so that what is restored is finite.
+    /// Returns the largest magnitude that is quantized. Larger magnitudes, also infinite ones, are
+    /// clamped to it, so that restored numbers are finite.
     pub const fn limit(self) -> f32 {
         self.codec_spec().limit
     }
 
-    /// What codes are, if they are floats.
+    /// Returns the float type of the codes; `None` if codes are integers.
     pub(super) const fn float(self) -> Option<Minifloat> {
         self.codec_spec().float
     }
 }
 
-/// Which axis shares one parameter.
+/// The axis whose elements share one parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Granularity {
-    /// Groups of consecutive tokens within one channel: the keys of KIVI.
+    /// Groups of consecutive tokens of one channel, as KIVI's keys.
     PerChannel,
-    /// Groups of consecutive channels within one token, or all of them: the values of KIVI.
+    /// Groups of consecutive channels of one token, as KIVI's values; or all of its channels.
     PerToken,
 }
 
-/// How a tensor `[.., tokens, head_dim]` is quantized, and where its words are.
+/// The quantization of a tensor `[.., tokens, head_dim]`, and the layout of its words.
 ///
-/// Codes of 2, 4 and 8 bits lie in words one after the other, least significant bits first. 32
-/// codes of 3 bits take three words: two with the low 2 bits of 16 codes each, like codes of 2
-/// bits, then one with the high bits of all 32.
+/// Codes of 2, 4 and 8 bits follow each other in a word, least significant bits first. 32 codes of
+/// 3 bits take three words: two with the low 2 bits of 16 codes each, stored like 2-bit codes, then
+/// one with the high bits of all 32.
 ///
 /// Tokens are packed in blocks of [`block_tokens`](Self::block_tokens) tokens, the fewest that hold
-/// whole groups. A block has [`groups`](Self::groups) groups: the code words of all of them, then one
-/// parameter word for each. The words of a group are next to one another per token; per channel, those of
-/// neighboring channels are, so that word `j` of a group is `head_dim` words after word `j - 1`.
+/// whole groups. A block has [`groups`](Self::groups) groups: the code words of all groups, then
+/// one parameter word per group. Per token, the words of a group are adjacent. Per channel, the
+/// words of neighboring channels are adjacent, and word `j` of a group is `head_dim` words after
+/// word `j - 1`.
 ///
-/// Tokens quantized per token whose [parameters](Codec::parameter_bits) are narrower than a word have them
-/// [behind](Self::packs_parameters) the code words of all tokens of a slice, where those of neighboring groups and
-/// tokens share words, least significant bits first. A word of parameters may then belong to several tokens.
+/// If a slice is quantized per token and its [parameters](Codec::parameter_bits) are narrower than
+/// a word, they are [packed](Self::packs_parameters) behind the code words of all tokens of the
+/// slice, least significant bits first. One word may then hold parameters of several groups and
+/// tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct QuantSpec {
-    /// What codes and parameters mean.
+    /// The meaning of codes and parameters.
     pub format: Codec,
-    /// Which axis is grouped.
+    /// The grouped axis.
     pub granularity: Granularity,
     /// Bits per code: 2, 3, 4 or 8.
     pub n_bits: u32,
@@ -92,13 +97,13 @@ pub struct QuantSpec {
 }
 
 impl QuantSpec {
-    /// Returns whether the high bit of each code is in a word apart from its low bits.
+    /// Returns whether the high bit of each code is in another word than its low bits.
     pub const fn splits_codes(&self) -> bool {
         self.n_bits == 3
     }
 
-    /// Returns the bits of a code that lie next to those of its neighbors: all of them, or the low
-    /// 2 of 3.
+    /// Returns the number of bits of a code that are stored together: all of them, or the low 2 of
+    /// 3.
     pub const fn low_bits(&self) -> u32 {
         if self.splits_codes() { 2 } else { self.n_bits }
     }
@@ -119,19 +124,19 @@ impl QuantSpec {
         n * self.n_bits as usize / 32
     }
 
-    /// Returns which word of a group holds the low bits of the codes from `run *
-    /// codes_per_word()` on.
+    /// Returns which word of a group holds the low bits of run `run`: the codes from
+    /// `run * codes_per_word()` on.
     pub const fn low_word(&self, run: usize) -> usize {
         if self.splits_codes() { run / 2 * 3 + run % 2 } else { run }
     }
 
-    /// Returns which word of a group holds the high bits of the codes in a word of
-    /// [low bits](Self::low_word), and the bit of the first of them.
+    /// Returns which word of a group holds the high bits of run `run`, and the bit position of the
+    /// first of them. Only for [split](Self::splits_codes) codes.
     pub const fn high_word(&self, run: usize) -> (usize, u32) {
         (run / 2 * 3 + 2, run as u32 % 2 * 16)
     }
 
-    /// Returns code `index` of a group, given the words of its codes.
+    /// Returns code `index` of a group. `word` returns the words of the group's codes.
     pub fn code(&self, index: usize, word: impl Fn(usize) -> u32) -> u32 {
         let (run, nth) = (index / self.codes_per_word(), (index % self.codes_per_word()) as u32);
         let low =
@@ -143,12 +148,12 @@ impl QuantSpec {
         low | (word(high) >> (first + nth) & 1) << 2
     }
 
-    /// Largest code, `2^n_bits - 1`.
+    /// Returns the largest code, `2^n_bits - 1`.
     pub const fn max_code(&self) -> u32 {
         (1 << self.n_bits) - 1
     }
 
-    /// Words of codes of one group.
+    /// Returns the number of code words of one group.
     pub const fn code_words(&self) -> usize {
         self.words_of_codes(self.group_size)
     }
@@ -164,23 +169,28 @@ impl QuantSpec {
         }
     }
 
-    /// Words of one group whose parameter is a word of its own: its codes and its parameter.
+    /// Returns the number of words of one group, codes and parameter, if the parameter is a whole
+    /// word.
     pub const fn words_per_group(&self) -> usize {
         self.code_words() + 1
     }
 
-    /// Whether a code is at an end of the range: of the largest magnitude, or the lowest or highest of affine ones. Each
-    /// group that is not constant has one; more are numbers that saturate or are as large.
+    /// Returns whether a code is at an end of the range: the lowest or highest affine code, or a
+    /// code of the largest magnitude.
+    ///
+    /// Every group that is not constant has such a code. Further ones come from numbers that
+    /// saturate, or that are as large.
     pub const fn is_extreme(&self, code: u32) -> bool {
         match self.format.float() {
             Some(float) => code & (float.sign - 1) == float.first_special - 1,
             None if self.format.has_offset() => code == 0 || code == self.max_code(),
-            // Two's complement of 127 and -127.
+            // 127 and -127 in two's complement.
             None => code == self.max_code() / 2 || code == self.max_code() / 2 + 2,
         }
     }
 
-    /// Tokens that are quantized together: a group of them per channel, one per token.
+    /// Returns the number of tokens that are quantized together: a group per channel, one per
+    /// token.
     pub const fn block_tokens(&self) -> usize {
         match self.granularity {
             Granularity::PerChannel => self.group_size,
@@ -188,7 +198,7 @@ impl QuantSpec {
         }
     }
 
-    /// Number of groups in a block.
+    /// Returns the number of groups in a block.
     pub const fn groups(&self, head_dim: usize) -> usize {
         match self.granularity {
             Granularity::PerChannel => head_dim,
@@ -196,12 +206,12 @@ impl QuantSpec {
         }
     }
 
-    /// Whether parameters share words, behind the codes of all tokens of a slice.
+    /// Returns whether parameters share words, behind the codes of all tokens of a slice.
     pub const fn packs_parameters(&self) -> bool {
         matches!(self.granularity, Granularity::PerToken) && self.format.parameter_bits() < 32
     }
 
-    /// Tokens at whose multiples packed tokens may be cut: no word belongs to tokens of both sides.
+    /// Returns the number of tokens at whose multiples a slice may be cut without cutting a word.
     pub const fn alignment_tokens(&self, head_dim: usize) -> usize {
         if !self.packs_parameters() {
             return self.block_tokens();
@@ -214,7 +224,7 @@ impl QuantSpec {
         tokens
     }
 
-    /// Words of one (batch, head) slice of `tokens x head_dim` elements.
+    /// Returns the number of words of one (batch, head) slice of `tokens x head_dim` elements.
     pub const fn words(&self, tokens: usize, head_dim: usize) -> usize {
         let groups = tokens * head_dim / self.group_size;
         match self.packs_parameters() {
@@ -223,7 +233,8 @@ impl QuantSpec {
         }
     }
 
-    /// Words of the parameters of so many tokens, where these [share](Self::packs_parameters) words.
+    /// Returns the number of parameter words of `tokens` tokens, if parameters
+    /// [share words](Self::packs_parameters).
     pub const fn parameter_words(&self, tokens: usize, head_dim: usize) -> usize {
         (tokens * self.groups(head_dim) * self.format.parameter_bits()).div_ceil(32)
     }

@@ -1,17 +1,17 @@
-//! The formats of the [table](super::table) and what implements them.
+//! Generates [`KvFormat`] from the [table](super::table), and maps codecs to implementations.
 
 #[cfg(feature = "flex")]
 use super::flex::CpuCodec;
 use super::{
     Codec,
-    groups::{Groups, OfFrames},
+    groups::{FrameScale, Groups},
     packed::CodecSpec,
     table::codecs,
 };
 
-/// How a format stores a side.
+/// The entry of a quantized format in the table.
 pub(super) struct Stored {
-    /// Its name in the short names of configurations, and in files.
+    /// The format's name in short names of configurations and in files.
     pub(super) name: &'static str,
     pub(super) format: Codec,
     pub(super) n_bits: u32,
@@ -24,37 +24,40 @@ macro_rules! registry {
         $($Format:ident($name:literal, $n_bits:literal, $groups:expr, $description:literal))+
         ;
         $($Frames:ident(
-            $frames_name:literal, $frames_bits:literal, $frames_groups:expr, $frames_description:literal
+            $frames_name:literal, $frames_bits:literal, $frames_groups:expr,
+            $frames_description:literal
         ))*
     })+) => {
-        /// How one side of a cache is stored.
+        /// A format in which one side of a cache is stored.
         ///
-        /// In files a format is its number of bits if it is one of KIVI's or float, and otherwise
-        /// its name.
+        /// Files write KIVI's formats and float as a number of bits, and all others as a name.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum KvFormat {
-            /// Never quantized: all tokens are of the cache's [`CacheFloat`](crate::CacheFloat).
+            /// Never quantized: all tokens are stored in the cache's
+            /// [`CacheFloat`](crate::CacheFloat).
             Float,
             $(
                 $(#[doc = concat!($description, ".")] $Format,)+
                 $(
                     #[doc = concat!($frames_description, ".")]
                     ///
-                    /// See [`RunningScale`](crate::RunningScale). Every token keeps the scale that
-                    /// it was written with.
+                    /// Scales follow from [`RunningScale`](crate::RunningScale). Every token keeps
+                    /// the scale that it was written with.
                     $Frames,
                 )*
             )+
         }
 
         impl KvFormat {
-            /// Formats of token caches; frame caches also accept [`OF_FRAMES`](Self::OF_FRAMES).
+            /// Formats available to token caches; frame caches also accept
+            /// [`FRAME_ONLY`](Self::FRAME_ONLY).
             pub const ALL: &[Self] = &[Self::Float, $($(Self::$Format,)+)+];
 
-            /// Formats that take their scales from frames.
-            pub const OF_FRAMES: &[Self] = &[$($(Self::$Frames,)*)+];
+            /// Formats whose scales follow from whole frames.
+            pub const FRAME_ONLY: &[Self] = &[$($(Self::$Frames,)*)+];
 
+            /// Returns the format's entry in the table; `None` for float.
             pub(super) const fn stored(self) -> Option<&'static Stored> {
                 match self {
                     Self::Float => None,
@@ -79,6 +82,7 @@ macro_rules! registry {
         }
 
         impl Codec {
+            /// Returns the constants of the codec.
             pub(super) const fn codec_spec(self) -> &'static CodecSpec {
                 match self {
                     $(Self::$Codec => &super::$module::$Codec::SPEC,)+

@@ -1,4 +1,4 @@
-//! How a side of a cache, its keys or its values, is stored once its tokens leave the window.
+//! [`KvFormat`]: names, rules and serialization of the formats of a side.
 
 use core::fmt;
 
@@ -6,13 +6,13 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::{
     Codec, Granularity, QuantSpec,
-    groups::{Groups, OfFrames},
+    groups::{FrameScale, Groups},
     registry::{KvFormat, Stored},
 };
 use crate::{Result, Side, error::invalid};
 
 impl KvFormat {
-    /// What it is called in the short names of configurations.
+    /// Returns the format's name in short names of configurations.
     pub const fn name(self) -> &'static str {
         match self.stored() {
             Some(stored) => stored.name,
@@ -20,7 +20,7 @@ impl KvFormat {
         }
     }
 
-    /// Returns a line that says how tokens are stored.
+    /// Returns one line that describes how tokens are stored.
     pub const fn description(self) -> &'static str {
         match self.stored() {
             Some(stored) => stored.description,
@@ -30,19 +30,19 @@ impl KvFormat {
 
     /// Returns the rows of a Markdown table of all formats: name, bits of a code, description.
     pub fn markdown_rows() -> String {
-        let all = Self::ALL.iter().chain(Self::OF_FRAMES);
+        let all = Self::ALL.iter().chain(Self::FRAME_ONLY);
         let row = |format: &Self| {
             format!("| `{format}` | {} | {} |\n", format.n_bits(), format.description())
         };
         all.map(row).collect()
     }
 
-    /// The format of a name; `None` if there is none of this name.
+    /// Returns the format of this name, if there is one.
     pub fn named(name: &str) -> Option<Self> {
-        Self::ALL.iter().chain(Self::OF_FRAMES).copied().find(|format| format.name() == name)
+        Self::ALL.iter().chain(Self::FRAME_ONLY).copied().find(|format| format.name() == name)
     }
 
-    /// The bits of a code, if it is one of KIVI's formats.
+    /// Returns the number of bits of a code in KIVI's formats; `None` in all others.
     pub const fn affine_bits(self) -> Option<u32> {
         match self.stored() {
             Some(&Stored { format: Codec::Affine, n_bits, .. }) => Some(n_bits),
@@ -50,7 +50,7 @@ impl KvFormat {
         }
     }
 
-    /// Bits of a code; 16 means float.
+    /// Returns the number of bits of a code; 16 for float.
     pub const fn n_bits(self) -> u32 {
         match self.stored() {
             Some(stored) => stored.n_bits,
@@ -58,26 +58,28 @@ impl KvFormat {
         }
     }
 
-    /// Whether tokens of this side are quantized at all.
+    /// Returns whether tokens are quantized.
     pub const fn is_quantized(self) -> bool {
         self.stored().is_some()
     }
 
-    /// Whether its groups are of the configuration's group size.
+    /// Returns whether groups have the configuration's group size.
     pub const fn is_grouped(self) -> bool {
         matches!(self.stored(), Some(Stored { groups: Groups::Kivi, .. }))
     }
 
-    /// How scales are taken from frames; `None` where they are not.
-    pub(crate) const fn of_frames(self) -> Option<OfFrames> {
+    /// Returns the magnitude of a frame from which scales follow; `None` if they do not follow from
+    /// frames.
+    pub(crate) const fn frame_scale(self) -> Option<FrameScale> {
         match self.stored() {
-            Some(&Stored { groups: Groups::Frame(of), .. }) => Some(of),
+            Some(&Stored { groups: Groups::Frame(scale), .. }) => Some(scale),
             _ => None,
         }
     }
 
-    /// What a cache of tokens is to store in its place: where scales are taken from frames, tokens have each their own.
-    pub(crate) const fn of_tokens(self) -> Self {
+    /// Returns the format with one scale per token whose layout a [frame format](Self::FRAME_ONLY)
+    /// has, and every other format unchanged.
+    pub(crate) const fn with_token_scales(self) -> Self {
         let Some(&Stored { format, groups: Groups::Frame(_), .. }) = self.stored() else {
             return self;
         };
@@ -94,7 +96,7 @@ impl KvFormat {
         self
     }
 
-    /// Which axis is grouped on a side; `None` in float.
+    /// Returns the grouped axis of a side; `None` in float.
     pub const fn granularity(self, side: Side) -> Option<Granularity> {
         match (self.stored(), side) {
             (None, _) => None,
@@ -105,8 +107,9 @@ impl KvFormat {
         }
     }
 
-    /// How the tokens of a side of so many channels are quantized; `None` in float. `group_size` counts where a format
-    /// [has such groups](Self::is_grouped).
+    /// Returns how the tokens of a side with `head_dim` channels are quantized; `None` in float.
+    ///
+    /// Formats that are not [grouped](Self::is_grouped) ignore `group_size`.
     pub const fn spec(self, side: Side, head_dim: usize, group_size: usize) -> Option<QuantSpec> {
         let (Some(stored), Some(granularity)) = (self.stored(), self.granularity(side)) else {
             return None;
@@ -120,63 +123,58 @@ impl KvFormat {
         Some(QuantSpec { format, granularity, n_bits, group_size })
     }
 
-    /// Checks that it can store a side of so many channels in groups of this size.
+    /// Checks that the format can store a side with `head_dim` channels in groups of `group_size`.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the rule.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the
+    /// rule.
     pub(crate) fn validate(self, side: Side, head_dim: usize, group_size: usize) -> Result<()> {
         let Some(stored) = self.stored() else { return Ok(()) };
         let name = stored.name;
         let whole =
             self.spec(side, head_dim, group_size).map_or(1, |spec| spec.codes_in_whole_words());
-        match stored.groups {
+        let (field, value, multiple, why) = match stored.groups {
             Groups::Kivi => {
-                if !group_size.is_multiple_of(whole) {
-                    let rule = format!(
-                        "must be a multiple of {whole}, as {whole} codes of {} bits fill whole words",
-                        stored.n_bits
-                    );
-                    return Err(invalid("group_size", group_size, rule));
-                }
+                let why = format!("{whole} codes of {} bits fill whole words", stored.n_bits);
+                ("group_size", group_size, whole, why)
             }
             Groups::Blocks(channels) => {
-                if !head_dim.is_multiple_of(channels) {
-                    let rule = format!(
-                        "must be a multiple of the {channels} channels of a block for {side} as {name}"
-                    );
-                    return Err(invalid("head_dim", head_dim, rule));
-                }
+                let why = format!("the channels of a block of {side} as {name}");
+                ("head_dim", head_dim, channels, why)
+            }
+            Groups::Token => {
+                let why = format!("the codes in a word of {side} as {name}");
+                ("head_dim", head_dim, whole, why)
             }
             Groups::Frame(_) => {
-                let rule = "takes its scales from frames: for caches of frames alone";
                 let field = match side {
                     Side::Keys => "keys",
                     Side::Values => "values",
                 };
+                let rule = format!(
+                    "is available to frame caches only, as its scales follow from frames; try {}",
+                    self.with_token_scales()
+                );
                 return Err(invalid(field, name, rule));
             }
-            Groups::Token => {
-                if !head_dim.is_multiple_of(whole) {
-                    let rule = format!(
-                        "must be a multiple of the {whole} codes in a word for {side} as {name}"
-                    );
-                    return Err(invalid("head_dim", head_dim, rule));
-                }
-            }
+        };
+        if !value.is_multiple_of(multiple) {
+            let rule = format!("must be a multiple of {multiple}: {why}");
+            return Err(invalid(field, value, rule));
         }
         Ok(())
     }
 
     /// Returns all names in one line, for messages and help.
     pub fn names() -> String {
-        let all = Self::ALL[1..].iter().chain(Self::OF_FRAMES);
+        let all = Self::ALL[1..].iter().chain(Self::FRAME_ONLY);
         let names: Vec<_> = all.map(|format| format.name()).collect();
         format!("{} or 16 for float", names.join(", "))
     }
 }
 
 impl QuantSpec {
-    /// The groups of one of KIVI's formats. Checks that they fill whole words.
+    /// Describes groups of one of KIVI's formats, and checks that they fill whole words.
     ///
     /// # Errors
     /// [`InvalidConfig`](crate::Error::InvalidConfig) naming the field.
@@ -195,14 +193,14 @@ impl QuantSpec {
 }
 
 impl fmt::Display for KvFormat {
-    /// Its name.
+    /// Writes the name.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
 impl KvFormat {
-    /// The number that stands for the format in files; `None` if its name does.
+    /// Returns the number that stands for the format in files; `None` if its name does.
     fn file_number(self) -> Option<u32> {
         match self {
             Self::Float => Some(self.n_bits()),
@@ -226,14 +224,14 @@ impl<'de> Deserialize<'de> for KvFormat {
     }
 }
 
-/// Reads a number of bits or a name.
+/// Reads a format from a number of bits or a name.
 struct Visitor;
 
 impl de::Visitor<'_> for Visitor {
     type Value = KvFormat;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let all = || KvFormat::ALL[1..].iter().chain(KvFormat::OF_FRAMES);
+        let all = || KvFormat::ALL[1..].iter().chain(KvFormat::FRAME_ONLY);
         let numbers = all().filter_map(|format| format.file_number());
         let numbers: Vec<_> = numbers.map(|number| number.to_string()).collect();
         let names = all().filter(|format| format.file_number().is_none());
@@ -248,7 +246,7 @@ impl de::Visitor<'_> for Visitor {
     }
 
     fn visit_str<E: de::Error>(self, name: &str) -> Result<KvFormat, E> {
-        // Formats that are numbers in files are not also names there.
+        // A format has one spelling in files: a number or a name, never both.
         let found = KvFormat::named(name).filter(|format| format.file_number().is_none());
         found.ok_or_else(|| E::invalid_value(de::Unexpected::Str(name), &self))
     }

@@ -167,7 +167,7 @@ impl FrameView<'_> {
         let quantized = layout.sides()[side].spec.map(|spec| {
             let FrameConfig { format, tokens_per_frame, ref running, .. } = *self.config;
             let (tensor, sinks) = (stored.clone(), schedule.sink_tokens);
-            let hat = match format.format(side).of_frames() {
+            let hat = match format.format(side).frame_scale() {
                 Some(of) => fake_quantize_frames(tensor, tokens_per_frame, sinks, of, running),
                 None => fake_quantize_from(tensor, spec, sinks, fake_quant.gradient),
             };

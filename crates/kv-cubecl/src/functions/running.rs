@@ -8,7 +8,7 @@ use burn::{
 use super::fake_quantize_from;
 use crate::{
     Frames, Granularity, KvCacheOps, RunningScale, SteGradient,
-    formats::{Codec, OfFrames},
+    formats::{Codec, FrameScale},
     layout::QuantSpec,
 };
 
@@ -38,13 +38,13 @@ fn without_nan(x: Tensor<4>) -> Tensor<4> {
 
 /// Returns the amax of each head, `[batch, n_kv_heads, 1, 1]`, of a frame `[batch, n_kv_heads,
 /// tokens, head_dim]`: the largest magnitude, or the percentile of the magnitudes.
-pub(crate) fn found(frame: Tensor<4>, of: OfFrames, rule: &RunningScale) -> Tensor<4> {
+pub(crate) fn found(frame: Tensor<4>, of: FrameScale, rule: &RunningScale) -> Tensor<4> {
     let [batch, heads, tokens, head_dim] = frame.dims();
     let n = tokens * head_dim;
     let all = without_nan(frame).abs().clamp_max(LIMIT).reshape([batch, heads, 1, n]);
     match of {
-        OfFrames::Largest => all.max_dim(3),
-        OfFrames::Percentile => match rule.above(n) {
+        FrameScale::Largest => all.max_dim(3),
+        FrameScale::Percentile => match rule.above(n) {
             0 => all.max_dim(3),
             above => all.topk(above + 1, 3).narrow(3, above, 1),
         },
@@ -103,7 +103,7 @@ pub(crate) fn fake_quantize_frames(
     x: Tensor<4>,
     tokens_per_frame: usize,
     sinks: usize,
-    of: OfFrames,
+    of: FrameScale,
     rule: &RunningScale,
 ) -> Tensor<4> {
     let [batch, heads, tokens, head_dim] = x.dims();

@@ -205,17 +205,21 @@ fn every_rule_names_field_value_and_itself() {
         ("kint8vint8-hadk", 512, "hadamard_keys true: head_dim 512 of keys is above 256"),
         ("k16v4-hadv", 512, "hadamard_values true: head_dim 512 of values is above 256"),
         ("kint8vint8-gflush", 64, "flush group: keys as int8 leave the residual one by one"),
-        ("kint8ve4m3-g64", 64, "group_size 64: kint8ve4m3 has no groups of a size to choose"),
+        (
+            "kint8ve4m3-g64",
+            64,
+            "group_size 64: must stay 32, as kint8ve4m3 has groups of fixed size",
+        ),
         ("kint8v4-r0", 64, "residual_length 0: must be at least 1"),
         (
             "kint8v16",
             66,
-            "head_dim 66: must be a multiple of the 4 codes in a word for keys as int8",
+            "head_dim 66: must be a multiple of 4: the codes in a word of keys as int8",
         ),
         (
             "k16vmxfp4",
             80,
-            "head_dim 80: must be a multiple of the 32 channels of a block for values",
+            "head_dim 80: must be a multiple of 32: the channels of a block of values",
         ),
         ("kint8vint8-r16-w8", 64, "sliding_window 8: must be at least residual_length 16"),
     ] {

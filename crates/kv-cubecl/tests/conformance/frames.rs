@@ -235,7 +235,7 @@ const CONFIGS: [(&str, usize, u64, u64); 21] = [
 ];
 
 fn of_frames(format: KvFormat) -> bool {
-    KvFormat::OF_FRAMES.contains(&format)
+    KvFormat::FRAME_ONLY.contains(&format)
 }
 
 fn config((name, tokens, window, sinks): (&str, usize, u64, u64)) -> FrameConfig {

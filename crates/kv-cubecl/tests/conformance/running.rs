@@ -174,11 +174,11 @@ fn what_is_no_number_leaves_scales_finite<T: Target>(on: &On<T>) {
 
 /// Names are parsed and printed, and every cache that cannot have such a format says why.
 fn what_has_no_frames_is_refused<T: Target>(on: &On<T>) {
-    for &format in KvFormat::OF_FRAMES {
+    for &format in KvFormat::FRAME_ONLY {
         let name = format!("k{format}v16");
         let config: KvCacheConfig = name.parse().unwrap();
         assert_eq!((config.to_string(), config.keys), (name.clone(), format));
-        let rule = format!("keys {format}: takes its scales from frames");
+        let rule = format!("keys {format}: is available to frame caches only");
         let shape = CacheShape::new(1, 1, HEAD_DIM);
         let error = KvCache::new(&config.with_capacity(8), shape, on).unwrap_err().to_string();
         assert!(error.contains(&rule), "{error}");

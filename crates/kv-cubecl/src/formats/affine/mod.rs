@@ -1,4 +1,4 @@
-//! Codes on a line, `code * scale + min`, with scale and minimum of a group in f16: the quantizer of KIVI.
+//! Affine codes, `code * scale + min`, with a scale and minimum per group in f16: KIVI's quantizer.
 
 #[cfg(feature = "cube")]
 mod cube;
@@ -7,7 +7,7 @@ mod flex;
 
 use super::packed::CodecSpec;
 
-/// See [the module](self).
+/// The codec of [this module](self).
 #[derive(Debug)]
 pub(crate) struct Affine;
 

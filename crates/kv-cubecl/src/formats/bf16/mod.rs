@@ -1,4 +1,4 @@
-//! bfloat16: the upper half of an f32, with its range and 7 bits of mantissa.
+//! bfloat16: the upper half of an f32, with the range of f32 and 7 bits of mantissa.
 
 use burn::tensor::DType;
 #[cfg(feature = "flex")]
@@ -6,7 +6,7 @@ use half::{bf16, slice::HalfFloatSliceExt};
 
 use super::float::FloatFormat;
 
-/// See [the module](self).
+/// The float type of [this module](self).
 pub(super) struct Bf16;
 
 impl FloatFormat for Bf16 {
@@ -18,7 +18,8 @@ impl FloatFormat for Bf16 {
         DType::BF16
     }
 
-    /// By its bits, ties to even. What is nearer to `2^128` than to the largest number becomes infinite.
+    /// Rounds the bits, ties to even. Numbers nearer to `2^128` than to the largest number become
+    /// infinite.
     fn round(&self, x: f32) -> f32 {
         let bits = x.to_bits();
         match x.is_nan() {

@@ -9,7 +9,7 @@ use crate::formats::{
     scaled::cube::largest,
 };
 
-/// The exponent of the scale of a block, and 127.
+/// Returns the exponent of a block's scale, plus 127.
 #[cube]
 fn exponent(min: f32, max: f32, #[comptime] rule: Rule) -> u32 {
     let amax = clamp_min(largest(min, max), f32::new(comptime!(rule.floor)));
@@ -22,10 +22,10 @@ fn exponent(min: f32, max: f32, #[comptime] rule: Rule) -> u32 {
     clamp_min(exponent, least) - least
 }
 
-/// The power of two in a parameter.
+/// Returns the power of two in a parameter.
 #[cube]
 fn power(parameter: u32) -> f32 {
-    // The power 2^-127 is below the normal numbers.
+    // The power 2^-127 is subnormal.
     f32::reinterpret(select(parameter == 0u32, 1u32 << 22u32, parameter << 23u32))
 }
 
@@ -57,7 +57,7 @@ macro_rules! in_kernels {
                 minifloat::value(code, comptime!(Rule::$RULE.float))
             }
 
-            // A power of two changes with its block but in steps: nothing passes through it.
+            // A power of two is a step function of the block, so its gradient is 0.
             fn add_scale_gradient(
                 _data: &[f32],
                 _grad: &mut [f32],

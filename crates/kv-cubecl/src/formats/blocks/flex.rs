@@ -4,7 +4,7 @@ use super::{E2m1Blocks, E4m3Blocks, MANTISSA, Mxfp4, Rule};
 use crate::formats::{Codec, scaled::flex::Scaled};
 
 impl Rule {
-    /// The exponent of the scale of a block, and 127.
+    /// Returns the exponent of a block's scale, plus 127.
     fn parameter(self, amax: f32) -> u32 {
         let bits = amax.max(self.floor).to_bits();
         let exponent = (bits >> 23) as i32 + i32::from(bits & MANTISSA > self.most);
@@ -24,7 +24,7 @@ macro_rules! scaled {
 
             #[inline(always)]
             fn scale(parameter: u32) -> f32 {
-                // The power 2^-127 is below the normal numbers.
+                // The power 2^-127 is subnormal.
                 f32::from_bits(if parameter == 0 { 1 << 22 } else { parameter << 23 })
             }
 

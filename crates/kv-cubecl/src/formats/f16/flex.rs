@@ -2,7 +2,7 @@
 
 use half::{f16, slice::HalfFloatSliceExt};
 
-/// Converts f16 to f32, exactly.
+/// Converts f16 to f32.
 pub(super) fn widen(halves: &[f16], out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     if std::is_x86_feature_detected!("f16c") {
@@ -13,7 +13,7 @@ pub(super) fn widen(halves: &[f16], out: &mut [f32]) {
     halves.convert_to_f32_slice(out);
 }
 
-/// As half's conversion, which calls a function for every eight.
+/// Computes [`widen`] with one instruction per eight elements, where the `half` crate makes a call.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx,f16c")]
 fn widen_f16c(halves: &[f16], out: &mut [f32]) {
@@ -35,7 +35,7 @@ mod tests {
 
     #[test]
     fn every_half_widens_exactly() {
-        // One less than a multiple of eight, so that some are left over.
+        // One less than a multiple of eight, so a remainder is left.
         let halves: Vec<f16> = (0..u16::MAX).map(f16::from_bits).collect();
         let mut out = vec![0.0; halves.len()];
         widen(&halves, &mut out);

@@ -1,4 +1,4 @@
-//! IEEE half precision, 5 bits of exponent and 10 of mantissa.
+//! IEEE half precision: 5 bits of exponent and 10 of mantissa.
 
 #[cfg(feature = "flex")]
 mod flex;
@@ -8,7 +8,7 @@ use half::f16;
 
 use super::float::FloatFormat;
 
-/// See [the module](self).
+/// The float type of [this module](self).
 pub(super) struct F16;
 
 impl FloatFormat for F16 {

@@ -4,7 +4,7 @@ use burn::tensor::DType;
 
 use super::float::FloatFormat;
 
-/// See [the module](self).
+/// The float type of [this module](self).
 pub(super) struct F32;
 
 impl FloatFormat for F32 {

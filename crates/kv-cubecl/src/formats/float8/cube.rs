@@ -1,4 +1,4 @@
-//! Floats of 8 bits in kernels.
+//! 8-bit floats in kernels.
 
 use cubecl::prelude::*;
 

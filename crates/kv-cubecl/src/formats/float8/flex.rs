@@ -1,4 +1,4 @@
-//! Floats of 8 bits on the CPU.
+//! 8-bit floats on the CPU.
 
 use super::{E4M3, E4m3, E5M2, E5m2};
 use crate::formats::{

@@ -1,9 +1,9 @@
-//! Floats of 8 bits, E4M3 and E5M2 (Micikevicius et al., 2022, <https://arxiv.org/abs/2209.05433>), with a scale for
-//! each token and head, `f16(amax / largest)`.
+//! 8-bit floats, E4M3 and E5M2 (Micikevicius et al., 2022,
+//! <https://arxiv.org/abs/2209.05433>), with the scale `f16(amax / largest)` per token and head.
 //!
-//! Codes are those of `x / scale`, with the scale as it is stored, to the nearest number, ties to even; beyond the
-//! largest they saturate. So there is no code of an infinity or NaN in a cache; a NaN counts for no scale and has code
-//! 0. Encodings are worked out in integers, since WebGPU has no such type.
+//! Codes are rounded from `x / scale` with the stored scale, ties to even. Larger numbers saturate,
+//! so a cache never holds the code of an infinity or NaN. The scale ignores NaN, and the code of a
+//! NaN is 0. Kernels encode with integers, as WebGPU has no such type.
 
 #[cfg(feature = "cube")]
 mod cube;
@@ -12,11 +12,11 @@ mod flex;
 
 use super::{minifloat::Minifloat, packed::CodecSpec};
 
-/// 4 bits of exponent and 3 of mantissa; no infinities, and NaN where all bits are set.
+/// 4 bits of exponent and 3 of mantissa, without infinities. NaN has all bits set.
 pub(super) const E4M3: Minifloat =
     Minifloat { bias: 7, mantissa: 3, largest: 448.0, sign: 0x80, first_special: 0x7f };
 
-/// 5 bits of exponent and 2 of mantissa, as the upper byte of an f16.
+/// 5 bits of exponent and 2 of mantissa: the upper byte of an f16.
 pub(super) const E5M2: Minifloat =
     Minifloat { bias: 15, mantissa: 2, largest: 57344.0, sign: 0x80, first_special: 0x7c };
 
@@ -29,11 +29,11 @@ const fn spec(float: Minifloat) -> CodecSpec {
     }
 }
 
-/// See [`E4M3`].
+/// The codec of [`E4M3`] floats.
 #[derive(Debug)]
 pub(crate) struct E4m3;
 
-/// See [`E5M2`].
+/// The codec of [`E5M2`] floats.
 #[derive(Debug)]
 pub(crate) struct E5m2;
 

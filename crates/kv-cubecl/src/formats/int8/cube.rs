@@ -28,7 +28,7 @@ impl CubeCodec for Int8 {
             let steps = clamp_max((x / scale).abs(), f32::new(LARGEST));
             code = u32::cast_from(round_half_even(steps));
             if x < 0.0f32 {
-                // Of the two's complement of 8 bits.
+                // Two's complement in 8 bits.
                 code = (256u32 - code) & 255u32;
             }
         }

@@ -1,21 +1,22 @@
 //! Int8 on the CPU.
 
-use super::{Int8, LARGEST};
 use half::f16;
 
+use super::{Int8, LARGEST};
 use crate::{
     formats::{
         Codec, QuantSpec,
-        flex::PackedRun,
+        affine::Affine,
+        flex::{CpuCodec, PackedRun},
         scaled::flex::{Scaled, half_scale, half_value},
     },
     layout::PackedPlace,
 };
 
-/// Tokens whose words are turned into affine ones at a time.
+/// Tokens whose words are converted to affine words at a time.
 const TILE: usize = 128;
 
-/// The largest scale whose affine minimum, -128 times it, is an f16.
+/// The largest scale whose affine minimum, -128 times the scale, is a finite f16.
 const LARGEST_SCALE: f32 = 65504.0 / 128.0;
 
 impl Scaled for Int8 {
@@ -33,7 +34,8 @@ impl Scaled for Int8 {
 
     #[inline(always)]
     fn encode(steps: f32) -> u8 {
-        // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in the low bits.
+        // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in the low
+        // bits.
         (steps.clamp(-LARGEST, LARGEST) + 12_582_912.0).to_bits() as u8
     }
 
@@ -45,8 +47,10 @@ impl Scaled for Int8 {
     fn half_step(_value: f32) -> f32 {
         0.5
     }
-    /// By the loops over affine codes of 8 bits, which multiply bytes where the processor can: a code with its sign turned
-    /// over counts from -128, which is the minimum.
+
+    /// Uses the loops over 8-bit affine codes, which multiply bytes where the processor can. With
+    /// its sign bit flipped, a code counts from -128 up, so the affine minimum is -128 times the
+    /// scale.
     fn score_channels(
         &self,
         keys: &PackedRun<'_>,
@@ -62,7 +66,7 @@ impl Scaled for Int8 {
         let affine = QuantSpec { format: Codec::Affine, ..spec };
         for token in keys.tokens.clone().step_by(step) {
             let count = step.min(keys.tokens.end - token);
-            // Whole groups, although fewer tokens may be asked for.
+            // Groups are whole, although the run may end within a group.
             let whole = count.next_multiple_of(block_tokens);
             let from = &keys.words[keys.place.codes(token)..][..spec.words(whole, head_dim)];
             let groups = from.chunks_exact(codes + head_dim);
@@ -81,7 +85,7 @@ impl Scaled for Int8 {
             let place = PackedPlace { spec: affine, head_dim, tokens: whole };
             let run = PackedRun { words: &words, place, tokens: 0..count, skipped: 0 };
             let first = token - keys.tokens.start;
-            Codec::Affine.on_cpu().score(&run, query, &mut scores[first..], n, scratch);
+            Affine.score(&run, query, &mut scores[first..], n, scratch);
         }
         true
     }

@@ -1,7 +1,9 @@
-//! Signed integers of 8 bits, symmetric: `code * scale`, codes from -127 to 127, scale `f16(amax / 127)`.
+//! Symmetric signed integers of 8 bits: `code * scale`, with codes from -127 to 127 and the scale
+//! `f16(amax / 127)`.
 //!
-//! Codes are computed with the scale as it is stored, ties to even. A NaN counts for no scale and has code 0, and a
-//! group whose scale is 0 has codes 0. Scales end at 65504, so that numbers beyond 127 times that saturate.
+//! Codes are computed from the stored scale, rounding ties to even. The scale ignores NaN, and the
+//! code of a NaN is 0. All codes of a group with scale 0 are 0. Scales are at most 65504; numbers
+//! above 127 times that saturate.
 
 #[cfg(feature = "cube")]
 mod cube;
@@ -10,10 +12,10 @@ mod flex;
 
 use super::packed::CodecSpec;
 
-/// Largest code.
+/// The largest code.
 const LARGEST: f32 = 127.0;
 
-/// See [the module](self).
+/// The codec of [this module](self).
 #[derive(Debug)]
 pub(crate) struct Int8;
 

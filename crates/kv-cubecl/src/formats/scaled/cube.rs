@@ -4,27 +4,28 @@ use cubecl::prelude::*;
 
 use crate::formats::in_kernels::{CubeCodec, F16_MAX, half_bits, is_nan};
 
-/// The largest magnitude of a group with these extremes; 0 where no number was found.
+/// Returns the largest magnitude of a group with these extremes; 0 if all elements are NaN.
 #[cube]
 pub(crate) fn largest(min: f32, max: f32) -> f32 {
-    // Of two zeros the sign is not to be seen.
+    // Either zero may be the larger one, so `abs` removes its sign.
     select(min > max, f32::new(0.0), clamp_min(max, -min).abs())
 }
 
-/// Bits of a scale in f16 by which the largest magnitude of a group becomes `most`. Scales end at the largest f16.
+/// Returns the bits of the f16 scale that maps the largest magnitude of a group to `most`, at most
+/// the largest f16.
 #[cube]
 pub(crate) fn half_scale(min: f32, max: f32, most: f32) -> u32 {
     half_bits(clamp_max(largest(min, max) / most, f32::new(F16_MAX)))
 }
 
-/// What gradients need of a format beside the rest.
+/// A [`CubeCodec`] whose gradient is [`add_gradient`].
 #[cube]
 pub(crate) trait ScaledInKernels: CubeCodec {
-    /// How far from a value what is rounded to it may be.
+    /// Returns how far a number may be from the `value` it is rounded to.
     fn half_step(value: f32) -> f32;
 }
 
-/// [`CubeCodec::add_scale_gradient`] where the scale is the largest magnitude over `most`.
+/// Computes [`CubeCodec::add_scale_gradient`] for the scale `largest magnitude / most`.
 #[cube]
 pub(crate) fn add_gradient<F: ScaledInKernels>(
     data: &[f32],

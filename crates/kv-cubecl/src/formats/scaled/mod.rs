@@ -1,4 +1,4 @@
-//! What formats share whose numbers are `value(code) * scale`, with a scale for each group and no offset.
+//! Code shared by codecs without an offset: `value(code) * scale`, with a scale per group.
 
 #[cfg(feature = "cube")]
 pub(super) mod cube;

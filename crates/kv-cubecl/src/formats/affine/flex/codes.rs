@@ -1,4 +1,4 @@
-//! Codes of packed words as vectors of floats, and sums of their products with factors.
+//! Converts codes of packed words to vectors of floats, and sums their products with factors.
 
 use macerator::{Scalar, Simd, Vector};
 
@@ -10,8 +10,8 @@ struct Lanes<const CODES: usize>;
 impl<const CODES: usize> Lanes<CODES> {
     const N_BITS: usize = 32 / CODES;
 
-    /// Entry i masks the bits of code `i % CODES` of a word. The pattern is stored twice as long as a
-    /// vector, so that a vector of masks can be loaded from any code on.
+    /// Entry i masks the bits of code `i % CODES` of a word. The pattern is twice as long as a
+    /// vector, so a vector of masks can be loaded from any code on.
     const MASK: [u32; 2 * MAX_LANES] = {
         let mut lanes = [0; 2 * MAX_LANES];
         let mut i = 0;
@@ -22,8 +22,8 @@ impl<const CODES: usize> Lanes<CODES> {
         lanes
     };
 
-    /// For vectors that span several words: the masks of each word, zero in the lanes that belong to
-    /// another one.
+    /// The masks of each word, for vectors that span several words; zero in the lanes of other
+    /// words.
     const MASK_OF_WORD: [[u32; MAX_LANES]; MAX_LANES / 4] = {
         let mut words = [[0; MAX_LANES]; MAX_LANES / 4];
         let mut i = 0;
@@ -34,11 +34,11 @@ impl<const CODES: usize> Lanes<CODES> {
         words
     };
 
-    /// The bit to flip in each lane: the sign bit where the lane holds the last code of a word, else
+    /// The bit to flip in each lane: the sign bit if the lane holds the last code of a word, else
     /// none.
     ///
-    /// The last code contains bit 31, so that converting it as a signed integer would turn its upper
-    /// half negative. With bit 31 flipped, the signed integer is exactly the code minus half its
+    /// The last code contains bit 31, so its upper half would become negative when converted as a
+    /// signed integer. With bit 31 flipped, the signed integer is exactly the code minus half its
     /// range; [`FLIPPED`](Self::FLIPPED) adds that half back.
     const FLIP: [u32; 2 * MAX_LANES] = {
         let mut lanes = [0; 2 * MAX_LANES];
@@ -50,7 +50,7 @@ impl<const CODES: usize> Lanes<CODES> {
         lanes
     };
 
-    /// What flipping with [`FLIP`](Self::FLIP) subtracts from a code.
+    /// The number that flipping with [`FLIP`](Self::FLIP) subtracts from a code.
     const FLIPPED: [f32; 2 * MAX_LANES] = {
         let mut lanes = [0.0; 2 * MAX_LANES];
         let mut i = CODES - 1;
@@ -73,44 +73,46 @@ impl<const CODES: usize> Lanes<CODES> {
     };
 }
 
-/// Where the codes of `BITS` bits of a group are: [`QuantSpec`](crate::QuantSpec) for a number of
-/// bits known when the kernel is compiled.
+/// The places of a group's codes, as in [`QuantSpec`](crate::layout::QuantSpec), for a number of
+/// bits known at compile time.
 pub(super) struct Place<const BITS: usize>;
 
 impl<const BITS: usize> Place<BITS> {
-    /// True if the high bit of each code is in a word apart.
+    /// True if the high bit of each code is in another word.
     pub(super) const SPLIT: bool = BITS == 3;
 
-    /// Codes whose low bits share a word.
+    /// The number of codes whose low bits share a word.
     pub(super) const CODES: usize = if Self::SPLIT { 16 } else { 32 / BITS };
 
-    /// Words that the codes of `n` elements take.
+    /// Returns the number of words that the codes of `n` elements take.
     pub(super) const fn words(n: usize) -> usize {
         n * BITS / 32
     }
 
-    /// The word of the low bits of code `first`.
+    /// Returns the word with the low bits of code `first`.
     pub(super) const fn low(first: usize) -> usize {
         let run = first / Self::CODES;
         if Self::SPLIT { run / 2 * 3 + run % 2 } else { run }
     }
 
-    /// The distance from [`low`](Self::low) to the word of the high bits; 0 if codes are whole.
+    /// Returns the distance from [`low`](Self::low) to the word with the high bits; 0 if codes are
+    /// whole.
     pub(super) const fn high(first: usize) -> usize {
         if Self::SPLIT { 2 - first / Self::CODES % 2 } else { 0 }
     }
 }
 
-/// The operands of a sum of products, which has `n` steps over packed words and factors. A step has
-/// one term, or, in the integer kernels, four terms side by side. A term is a vector of codes and,
-/// for each query row, one factor that multiplies all of them.
+/// The operands of a sum of products over packed words and factors, in `n` steps.
+///
+/// A step has one term, or four adjacent terms in the integer kernels. A term is a vector of codes
+/// and, for each query row, one factor that multiplies all of them.
 pub(super) struct Terms<'a> {
     pub(super) words: &'a [u32],
     /// Distance in `words` from one step to the next.
     pub(super) stride: usize,
     /// Distance in `words` between the words of one term.
     pub(super) word_stride: usize,
-    /// Which of these words has the high bits of split codes; 0 if codes are whole.
+    /// Index of the word with the high bits of split codes; 0 if codes are whole.
     pub(super) high: usize,
     pub(super) factors: &'a [f32],
     /// Distance in `factors` from one query row to the next.
@@ -119,8 +121,11 @@ pub(super) struct Terms<'a> {
 }
 
 impl Terms<'_> {
-    /// Panics unless every word and factor is within its slice, for steps of `abreast` terms of
+    /// Checks that every word and factor is within its slice, for steps of `abreast` terms of
     /// `words` words each and for `rows` query rows.
+    ///
+    /// # Panics
+    /// Panics if one is not.
     #[inline(always)]
     pub(super) fn check(&self, words: usize, rows: usize, abreast: usize) {
         let last = self.n.saturating_sub(1);
@@ -130,7 +135,7 @@ impl Terms<'_> {
     }
 }
 
-/// Reads whole codes, or parts of them, that lie next to each other: one per lane of a vector.
+/// A reader of adjacent codes, or of adjacent parts of split codes, one per lane of a vector.
 struct Plane<S: Simd> {
     masks: [Vector<S, u32>; MAX_LANES / 4],
     flip: Vector<S, u32>,
@@ -139,7 +144,7 @@ struct Plane<S: Simd> {
 }
 
 impl<S: Simd> Plane<S> {
-    /// A reader for vectors that start at element `first`, a multiple of the lanes, where a word
+    /// Makes a reader for vectors that start at element `first`, a multiple of the lanes. A word
     /// holds `CODES` elements.
     #[inline(always)]
     fn at<const CODES: usize>(first: usize) -> Self {
@@ -158,8 +163,8 @@ impl<S: Simd> Plane<S> {
         }
     }
 
-    /// The codes times 2^k, as floats. Where [`Lanes::FLIP`] flipped a bit, half the range of a
-    /// code is missing.
+    /// Returns the codes times 2^k, as floats. In lanes where [`Lanes::FLIP`] flips a bit, half the
+    /// range of a code is missing.
     #[inline(always)]
     fn read(&self, words: usize, word: impl Fn(usize) -> u32) -> Vector<S, f32> {
         let mut codes = word(0).splat::<S>() & self.masks[0];
@@ -170,7 +175,7 @@ impl<S: Simd> Plane<S> {
     }
 }
 
-/// Reads the codes of consecutive elements, one per lane of a vector.
+/// A reader of the codes of consecutive elements, one per lane of a vector.
 pub(super) struct Codes<S: Simd, const BITS: usize> {
     low: Plane<S>,
     /// Read only if codes are split.
@@ -178,13 +183,13 @@ pub(super) struct Codes<S: Simd, const BITS: usize> {
 }
 
 impl<S: Simd, const BITS: usize> Codes<S, BITS> {
-    /// Number of words that the low bits of one vector come from.
+    /// Returns the number of words that the low bits of one vector come from.
     #[inline(always)]
     fn words() -> usize {
         (u32::lanes::<S>() / Place::<BITS>::CODES).max(1)
     }
 
-    /// A reader for vectors that start at element `first`, a multiple of the lanes.
+    /// Makes a reader for vectors that start at element `first`, a multiple of the lanes.
     #[inline(always)]
     pub(super) fn at(first: usize) -> Self {
         let low = match Place::<BITS>::CODES {
@@ -195,13 +200,13 @@ impl<S: Simd, const BITS: usize> Codes<S, BITS> {
         Self { low, high: Plane::at::<32>(first) }
     }
 
-    /// The codes as floats, in a form that [`restore`](Self::restore) corrects in a sum: whole codes
-    /// are 2^k times too large, and [`Lanes::FLIPPED`] is missing.
+    /// Returns the codes as floats, in a form that [`restore`](Self::restore) corrects in a sum:
+    /// whole codes are 2^k times too large, and [`Lanes::FLIPPED`] is missing.
     #[inline(always)]
     fn read(&self, word: impl Fn(usize) -> u32, high: usize) -> Vector<S, f32> {
         let low = self.low.read(Self::words(), &word);
         if Place::<BITS>::SPLIT {
-            // The high bits are 2^k times too large by another k, so both are divided here.
+            // The k of the high bits differs from that of the low bits, so both are divided here.
             let high = self.high.read(1, |_| word(high)) * (self.high.place * 4.0.splat());
             low.mul_add(self.low.place, high)
         } else {
@@ -209,12 +214,12 @@ impl<S: Simd, const BITS: usize> Codes<S, BITS> {
         }
     }
 
-    /// For each query row, the sum over all terms of factor times codes as [`read`](Self::read)
-    /// returns them.
+    /// Returns, for each query row, the sum over all terms of factor times codes as
+    /// [`read`](Self::read) returns them.
     ///
-    /// Vectors of codes are taken one at a time: a factor that is used once is a memory operand of its
-    /// multiplication. Sharing a factor between two vectors needs a separate load, which was slower on
-    /// Zen 4.
+    /// Takes one vector of codes at a time, because a factor that is used once is a memory operand
+    /// of its multiplication. Sharing a factor between two vectors needs a separate load, which was
+    /// slower on Zen 4.
     #[inline(always)]
     pub(super) fn sums<const ROWS: usize>(&self, terms: &Terms<'_>) -> [Vector<S, f32>; ROWS] {
         terms.check(Self::words().max(terms.high + 1), ROWS, 1);
@@ -241,7 +246,7 @@ impl<S: Simd, const BITS: usize> Codes<S, BITS> {
         i: usize,
         sums: &mut [Vector<S, f32>; ROWS],
     ) {
-        // SAFETY: `check` has seen that the words and factors of every term are in the slices.
+        // SAFETY: the words and factors of every term are in the slices, as the caller has checked.
         let word = |word| unsafe {
             *terms.words.get_unchecked(i * terms.stride + word * terms.word_stride)
         };
@@ -253,8 +258,8 @@ impl<S: Simd, const BITS: usize> Codes<S, BITS> {
         }
     }
 
-    /// Corrects `sum`, one of [`sums`](Self::sums), for the form in which [`read`](Self::read) returns
-    /// codes, and adds `base`. `factors` is the sum of the factors in it.
+    /// Corrects `sum`, one of [`sums`](Self::sums), for the form in which [`read`](Self::read)
+    /// returns codes, and adds `base`. `factors` is the sum of the factors in `sum`.
     #[inline(always)]
     pub(super) fn restore(&self, sum: Vector<S, f32>, factors: f32, base: f32) -> Vector<S, f32> {
         if Place::<BITS>::SPLIT {

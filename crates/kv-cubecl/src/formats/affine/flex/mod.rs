@@ -8,6 +8,7 @@
 mod codes;
 mod quantize;
 mod sums;
+mod tile;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 
@@ -21,7 +22,8 @@ use crate::{
     simd,
 };
 
-/// Whether codes can be read as they are: every vector of them must lie within one group.
+/// Returns whether attention can read codes without restoring them: every vector of codes must lie
+/// within one group.
 fn reads_codes(spec: &QuantSpec) -> bool {
     spec.group_size.is_multiple_of(simd::lanes())
 }

@@ -1,4 +1,4 @@
-//! Grouped quantization of slices of f32: packing, restoring, and the gradient through scales.
+//! Quantizes and restores slices of f32 in groups, and computes gradients through scales.
 
 use half::f16;
 use macerator::{Scalar, Simd, Vector};
@@ -12,9 +12,10 @@ use crate::{
 /// Largest finite f16: parameters are f16, so inputs saturate here.
 const F16_MAX: f32 = 65504.0;
 
-/// The parameter word of a group with these extremes, and its scale and minimum as restored from
-/// f16. In a group of nothing but NaN the extremes keep their start values, `min` above `max`: both
-/// then count as 0.
+/// Returns the parameter word of a group with these extremes, and its scale and minimum as restored
+/// from f16.
+///
+/// `min > max` means that all elements are NaN; both extremes then count as 0.
 #[inline(always)]
 fn parameters(min: f32, max: f32, max_code: f32) -> (u32, f32, f32) {
     let (min, max) = if min > max { (0.0, 0.0) } else { (min, max) };
@@ -24,13 +25,14 @@ fn parameters(min: f32, max: f32, max_code: f32) -> (u32, f32, f32) {
     (word, scale_half.to_f32(), min_half.to_f32())
 }
 
-/// 2^112, where 112 is the difference between the exponent biases of f32 and f16: the exponent and
-/// mantissa of an f16, moved to their place in an f32, give the f16's value when multiplied by it.
+/// 2^112, where 112 is the difference between the exponent biases of f32 and f16.
 ///
-/// This is exact for every finite f16, subnormals included; parameters are always finite.
+/// The exponent and mantissa of an f16, moved to their place in an f32 and multiplied by this, give
+/// the f16's value. This is exact for every finite f16, subnormals included, and parameters are
+/// always finite.
 pub(super) const WIDEN: f32 = f32::from_bits((127 + 127 - 15) << 23);
 
-/// Scale and minimum in a parameter word.
+/// Returns the scale and minimum in a parameter word.
 #[inline(always)]
 pub(super) fn unpack_parameters(word: u32) -> (f32, f32) {
     let scale = f32::from_bits((word & 0x7fff) << 13) * WIDEN;
@@ -38,7 +40,7 @@ pub(super) fn unpack_parameters(word: u32) -> (f32, f32) {
     (scale, f32::from_bits(min.to_bits() | word & 0x8000_0000))
 }
 
-/// [`unpack_parameters`] of a vector of words.
+/// Computes [`unpack_parameters`] of a vector of words.
 #[inline(always)]
 pub(super) fn unpack_vector<S: Simd>(words: Vector<S, u32>) -> (Vector<S, f32>, Vector<S, f32>) {
     let magnitude = 0x7fffu32.splat::<S>();
@@ -51,20 +53,20 @@ pub(super) fn unpack_vector<S: Simd>(words: Vector<S, u32>) -> (Vector<S, f32>, 
 #[inline(always)]
 fn encode(x: f32, scale: f32, min: f32, max_code: f32) -> f32 {
     let x = x.clamp(-F16_MAX, F16_MAX);
-    // A zero scale divides to NaN or infinity; its code is 0 by definition.
+    // Division by a zero scale gives NaN or infinity; its code is 0 by definition.
     let code = ((x - min) / scale).clamp(0.0, max_code).round_ties_even();
     if scale == 0.0 { 0.0 } else { code }
 }
 
-/// The divisor for a group of this scale: infinity instead of 0, so that the codes of a constant
-/// group are 0.
+/// Returns the divisor for a group of this scale: infinity instead of 0, so that the codes of a
+/// constant group are 0.
 #[inline(always)]
 fn divisor(scale: f32) -> f32 {
     if scale == 0.0 { f32::INFINITY } else { scale }
 }
 
-/// Codes of a vector of elements, given each lane's minimum and [`divisor`]. As [`encode`], bit for
-/// bit.
+/// Returns the codes of a vector of elements, given each lane's minimum and [`divisor`]. They equal
+/// those of [`encode`].
 #[inline(always)]
 fn encode_vector<S: Simd>(
     x: Vector<S, f32>,
@@ -87,8 +89,8 @@ fn widen_range<S: Simd>(range: &mut [Vector<S, f32>; 2], x: Vector<S, f32>) {
     range[1] = x.eq(x).select(x.max(range[1]), range[1]);
 }
 
-/// Quantizes one group of tokens, `rows` `[group_size, head_dim]`, into its words: code rows, then
-/// one parameter row, each `head_dim` wide.
+/// Quantizes one group of tokens, `rows` `[group_size, head_dim]`, into its words: rows of codes,
+/// then one row of parameters, each `head_dim` wide.
 #[macerator::with_simd]
 fn quantize_per_channel<S: Simd>(rows: &[f32], words: &mut [u32], head_dim: usize, n_bits: u32) {
     let lanes = f32::lanes::<S>();
@@ -107,13 +109,14 @@ fn quantize_per_channel<S: Simd>(rows: &[f32], words: &mut [u32], head_dim: usiz
         return;
     }
     for channel in (0..head_dim).step_by(lanes) {
-        // The last vector may overlap the one before: those channels are computed twice, alike.
+        // The last vector may overlap the one before. Those channels are computed twice, with the
+        // same result.
         let channel = channel.min(head_dim - lanes);
         quantize_channels::<S>(rows, words, channel, head_dim, n_bits);
     }
 }
 
-/// The part of [`quantize_per_channel`] for as many channels from `channel` on as a vector has lanes.
+/// Quantizes one vector of channels, from `channel` on, for [`quantize_per_channel`].
 #[inline(always)]
 fn quantize_channels<S: Simd>(
     rows: &[f32],
@@ -223,7 +226,7 @@ fn write_codes<const BITS: usize>(words: &mut [u32], first: usize, codes: &[u32]
     }
 }
 
-/// `part`, padded with NaN, which does not count for a group's range, to whole vectors.
+/// Pads `part` to whole vectors with NaN, which a group's range ignores.
 #[inline(always)]
 fn padded(part: &[f32]) -> [f32; MAX_LANES] {
     let mut whole = [f32::NAN; MAX_LANES];
@@ -242,8 +245,8 @@ fn quantize_per_token(rows: &[f32], words: &mut [u32], head_dim: usize, spec: &Q
     kernel(rows, words, head_dim, spec.group_size);
 }
 
-/// Code `nth` of the codes that share the word `low` with their low bits, and the word `high` with
-/// their high bits if codes are split. Higher bits of `nth` than these words have count for nothing.
+/// Returns code `nth` of the codes whose low bits share the word `low`, and whose high bits share
+/// the word `high` if codes are split. `nth` is taken modulo the number of these codes.
 #[inline(always)]
 fn code<const BITS: usize>(low: u32, high: u32, nth: u32) -> u32 {
     let at = nth % Place::<BITS>::CODES as u32;
@@ -266,7 +269,7 @@ fn dequantize_per_channel<S: Simd, const BITS: usize>(
     for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
         let low = Place::<BITS>::low(token);
         let line = |word: usize| &codes[word * head_dim..][..head_dim];
-        // Without split codes, the high line is the low one and is not read.
+        // If codes are whole, the high line is the low line and is not read.
         let lines = line(low).iter().zip(line(low + Place::<BITS>::high(token)));
         let nth = (token % 32) as u32;
         for (((x, (&low, &high)), &scale), &min) in row.iter_mut().zip(lines).zip(&scale).zip(&min)
@@ -346,8 +349,8 @@ pub(super) fn dequantize_slice(words: &[u32], out: &mut [f32], head_dim: usize, 
     }
 }
 
-/// Turns `grad`, the gradient of a fake-quantized slice, into that of its input, by adding what
-/// passes through the scales: [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
+/// Adds the gradient through scales and minima to `grad`, the gradient of a fake-quantized slice:
+/// [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
 pub(super) fn add_scale_gradients(
     input: &[f32],
     grad: &mut [f32],
@@ -374,7 +377,7 @@ pub(super) fn add_scale_gradients(
     }
 }
 
-/// [`add_scale_gradients`] of one group, whose elements are `stride` apart.
+/// Computes [`add_scale_gradients`] of one group, whose elements are `stride` apart.
 fn add_scale_gradient(input: &[f32], grad: &mut [f32], stride: usize, max_code: u32) {
     let max_code = max_code as f32;
     let elements = || input.iter().map(|x| x.clamp(-F16_MAX, F16_MAX)).step_by(stride);

@@ -1,12 +1,12 @@
 //! Attention over packed tokens, without restoring them.
 //!
-//! Scale and minimum stay outside the loops over codes: those of the keys are folded into the query
-//! once per group, those of the values into the attention weights once per token and group. What is
-//! left is one multiplication and addition per code and query row.
+//! Scale and minimum stay outside the loops over codes. Those of keys are folded into the query
+//! once per group, those of values into the attention weights once per token and group. One
+//! multiplication and addition per code and query row is left.
 //!
-//! To read codes, a u32 word is copied to every lane of a vector and each lane masks out its own code.
-//! The code is not shifted down: it stays 2^k times too large, where k is its bit offset in the word.
-//! Every lane always reads the same offset, so the factor 2^k is divided out once, at the end of a sum.
+//! To read codes, a u32 word is copied to every lane of a vector and each lane masks its own code.
+//! The code is not shifted down: it stays 2^k times too large, where k is its bit offset in the
+//! word. Every lane always reads the same offset, so a sum is divided by 2^k once, at its end.
 //!
 //! Processors with AVX-512 VNNI use the integer version of these kernels, [`vnni`].
 
@@ -17,24 +17,16 @@ use super::vnni;
 use super::{
     codes::{Codes, Place, Terms},
     quantize::{unpack_parameters, unpack_vector},
+    tile::{MAX_ROWS, TILE, TILE_WORDS},
 };
 use crate::{
-    formats::flex::{PackedRun, SCRATCH_ROWS},
+    formats::flex::PackedRun,
     layout::PackedPlace,
     simd::{self, load, store, store_part},
 };
 
-/// Most query rows computed together, so that each word is unpacked once for all of them. With more,
-/// their sums no longer fit into 16 vector registers. [`score`] takes two rows of scratch memory for each.
-pub(super) const MAX_ROWS: usize = SCRATCH_ROWS / 2;
-
-/// Tokens of values per tile: their folded weights have to stay in the L1 cache.
-pub(super) const TILE: usize = 128;
-
-/// Words of values per tile: they share the L1 cache with the next tile, which is being prefetched.
-pub(super) const TILE_WORDS: usize = 1280;
-
-/// The instance of a function generic over bits of a code and query rows (up to [`MAX_ROWS`]).
+/// Selects the instance of a function that is generic over bits of a code and query rows (up to
+/// [`MAX_ROWS`]).
 macro_rules! by_shape {
     ($($name:ident)::+, $spec:expr, $rows:expr) => {
         match $spec.n_bits {
@@ -54,7 +46,7 @@ macro_rules! by_shape {
     };
 }
 
-/// The kernel for a shape: the integer version where the processor has it and it serves the shape.
+/// Selects the kernel for a shape: the integer version if it supports the processor and the shape.
 macro_rules! kernel {
     ($name:ident, $spec:expr, $rows:expr, $head_dim:expr) => {{
         let kernel = by_shape!($name, $spec, $rows);
@@ -67,12 +59,12 @@ macro_rules! kernel {
     }};
 }
 
-/// Splits `rows` into runs of at most [`MAX_ROWS`]: first row and length.
+/// Splits `rows` into runs of at most [`MAX_ROWS`], each as first row and length.
 fn runs(rows: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..rows).step_by(MAX_ROWS).map(move |first| (first, MAX_ROWS.min(rows - first)))
 }
 
-/// `scores[r * n + t] = query_r . key_t` of the packed keys, which start at a group.
+/// Computes `scores[r * n + t] = query_r . key_t` of the packed keys, which start at a group.
 pub(super) fn score(
     keys: &PackedRun<'_>,
     query: &[f32],
@@ -100,7 +92,7 @@ pub(super) fn score(
     }
 }
 
-/// `o_r += sum_t weights[r * n + t] * value_t` of the packed values.
+/// Computes `o_r += sum_t weights[r * n + t] * value_t` of the packed values.
 pub(super) fn add(values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {
     let PackedRun { words: values, ref place, ref tokens, .. } = *values;
     let PackedPlace { ref spec, head_dim, .. } = *place;
@@ -113,9 +105,10 @@ pub(super) fn add(values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f3
     }
 }
 
-/// Folds scales into factors: multiplies `ROWS` rows of `factors` (`stride` apart) by the scales in the
-/// parameter words `params` and writes them to `folded` (rows `folded_stride` apart). Returns for each
-/// row the sum of factors times minima, and the sum of the folded factors.
+/// Folds scales into factors: multiplies `ROWS` rows of `factors` (`stride` apart) by the scales in
+/// the parameter words `params`, and writes them to `folded` (rows `folded_stride` apart).
+///
+/// Returns for each row the sum of factors times minima, and the sum of the folded factors.
 #[inline(always)]
 fn fold<S: Simd, const ROWS: usize>(
     params: &[u32],
@@ -154,8 +147,8 @@ fn fold<S: Simd, const ROWS: usize>(
     (base, total)
 }
 
-/// [`score`] of `ROWS` rows over `tokens` tokens. Lanes are tokens, so that no sum across the lanes of a
-/// vector is needed.
+/// Computes [`score`] for `ROWS` rows and `tokens` tokens. Lanes are tokens, so no sum across lanes
+/// is needed.
 #[macerator::with_simd]
 #[allow(clippy::too_many_arguments, reason = "slices of one problem")]
 pub(super) fn score_rows<S: Simd, const BITS: usize, const ROWS: usize>(
@@ -199,7 +192,7 @@ pub(super) fn score_rows<S: Simd, const BITS: usize, const ROWS: usize>(
     }
 }
 
-/// [`add`] for `ROWS` rows. Lanes are channels.
+/// Computes [`add`] for `ROWS` rows. Lanes are channels.
 #[macerator::with_simd]
 pub(super) fn add_rows<S: Simd, const BITS: usize, const ROWS: usize>(
     values: &[u32],

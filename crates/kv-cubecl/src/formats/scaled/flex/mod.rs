@@ -20,34 +20,35 @@ use crate::{
     simd,
 };
 
-/// Tokens by which codes are prefetched before they are restored.
+/// The distance in tokens at which codes are prefetched before they are restored.
 const AHEAD: usize = 32;
 
-/// A format of scaled groups. [`CpuCodec`] is the same for all.
+/// A codec of scaled groups. Implements [`CpuCodec`].
 pub(crate) trait Scaled: Sync {
-    /// What is said of the format.
+    /// The codec's variant.
     const FORMAT: Codec;
 
-    /// The largest value of a code, where the scale is the group's largest magnitude over it and gradients may pass
-    /// through it; `None` where scales are powers of two, which do not change with it but in steps.
+    /// The divisor of the group's largest magnitude in the scale, if gradients pass through the
+    /// scale; `None` if scales are powers of two, which are step functions of the magnitude.
     const LARGEST: Option<f32>;
 
-    /// Parameter of a group of this largest magnitude, of which NaN is not.
+    /// Returns the parameter of a group with this largest magnitude, which must not be NaN.
     fn parameter(amax: f32) -> u32;
 
-    /// Scale in a parameter.
+    /// Returns the scale in a parameter.
     fn scale(parameter: u32) -> f32;
 
-    /// Code of a number over its scale. There is no NaN.
+    /// Returns the code of a number divided by its scale, which must not be NaN.
     fn encode(steps: f32) -> u8;
 
-    /// What a code stands for, before the scale.
+    /// Returns the number that a code stands for, before the scale.
     fn value(code: u8) -> f32;
 
-    /// How far from a value what is rounded to it may be.
+    /// Returns how far a number may be from the `value` it is rounded to.
     fn half_step(value: f32) -> f32;
 
-    /// [`CpuCodec::score`] over keys in groups of tokens, if the format has a way of its own to do so.
+    /// Computes [`CpuCodec::score`] over keys in groups of tokens. Returns whether the codec
+    /// supports it.
     fn score_channels(
         &self,
         _keys: &PackedRun<'_>,
@@ -60,20 +61,24 @@ pub(crate) trait Scaled: Sync {
     }
 }
 
-/// A scale in f16, which ends at its largest number.
+/// Rounds a scale to f16, at most the largest f16.
 pub(crate) fn half_scale(scale: f32) -> f16 {
     f16::from_f32(scale.min(f16::MAX.to_f32()))
 }
 
-/// The scale in the bits of an f16: with exponent and mantissa at their place in an f32 it lacks a factor of 2^112, the
-/// difference of the biases. Exact for every finite f16 that is not negative.
+/// Converts the bits of a finite f16, which must not be negative, to f32.
+///
+/// With exponent and mantissa at their place in an f32, only the factor 2^112 is missing, the
+/// difference of the biases.
 #[inline(always)]
 pub(crate) fn half_value(bits: u32) -> f32 {
     f32::from_bits(bits << 13) * f32::from_bits((127 + 112) << 23)
 }
 
-/// The largest magnitude of `x`, at most the format's limit. By bits, whose order is that of magnitudes and which
-/// compilers vectorize; those of NaN are above those of infinity.
+/// Returns the largest magnitude of `x`, at most the format's limit; ignores NaN.
+///
+/// Compares bits, which have the order of magnitudes and which compilers vectorize. The bits of NaN
+/// are above those of infinity.
 #[inline(always)]
 fn largest<F: Scaled>(x: &[f32]) -> f32 {
     let bits = |x: &f32| match x.to_bits() & 0x7fff_ffff {
@@ -83,13 +88,13 @@ fn largest<F: Scaled>(x: &[f32]) -> f32 {
     f32::from_bits(x.iter().map(bits).fold(0, u32::max)).min(F::FORMAT.limit())
 }
 
-/// The magnitude of a number, at most the format's limit; 0 of a NaN.
+/// Returns the magnitude of a number, at most the format's limit; 0 for NaN.
 #[inline(always)]
 fn magnitude<F: Scaled>(x: f32) -> f32 {
     if x.is_nan() { 0.0 } else { x.abs().min(F::FORMAT.limit()) }
 }
 
-/// Code of a number.
+/// Returns the code of a number.
 #[inline(always)]
 fn encode<F: Scaled>(x: f32, scale: f32) -> u8 {
     let x = if x.is_nan() { 0.0 } else { x.clamp(-F::FORMAT.limit(), F::FORMAT.limit()) };
@@ -133,7 +138,7 @@ fn quantize_tokens<S: Simd, F: Scaled>(
     }
 }
 
-/// Quantizes tokens from slot `first` on in groups of tokens, a channel each.
+/// Quantizes tokens from slot `first` on, in groups of tokens of one channel.
 #[macerator::with_simd]
 fn quantize_channels<S: Simd, F: Scaled>(
     _format: &F,
@@ -174,7 +179,7 @@ fn quantize_channels<S: Simd, F: Scaled>(
     }
 }
 
-/// Restores tokens from slot `first` on that are in groups of tokens, a channel each.
+/// Restores tokens from slot `first` on, from groups of tokens of one channel.
 #[macerator::with_simd]
 fn restore_channels<S: Simd, F: Scaled>(
     _format: &F,
@@ -235,7 +240,7 @@ fn restore_tokens<S: Simd, F: Scaled>(
     }
 }
 
-/// The parameter of a group of a token.
+/// Returns the parameter of a group of a token.
 #[inline(always)]
 fn parameter(words: &[u32], token: usize, group: usize, place: &PackedPlace) -> u32 {
     let mask = ((1u64 << place.spec.format.parameter_bits()) - 1) as u32;
@@ -243,7 +248,8 @@ fn parameter(words: &[u32], token: usize, group: usize, place: &PackedPlace) -> 
     words[word] >> shift & mask
 }
 
-/// [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin) of one group, whose elements are `stride` apart.
+/// Computes [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin) for one group, whose elements
+/// are `stride` apart.
 fn add_scale_gradient<F: Scaled>(input: &[f32], grad: &mut [f32], stride: usize, most: f32) {
     let elements =
         || input.iter().step_by(stride).map(|x| x.clamp(-F::FORMAT.limit(), F::FORMAT.limit()));

@@ -14,7 +14,7 @@ use crate::{
     simd::{self, MAX_LANES},
 };
 
-/// Both kernels over the same tokens: scores, then outputs.
+/// The arguments of both kernels over the same tokens. Results are scores, then outputs.
 #[derive(Clone, Copy)]
 struct Kernels<'a, const BITS: usize, const ROWS: usize> {
     keys: &'a [u32],
@@ -58,84 +58,96 @@ impl<const BITS: usize, const ROWS: usize> WithSimd for Kernels<'_, BITS, ROWS> 
 }
 
 /// Compares the kernels for every vector extension that this CPU has with f64 sums over restored
-/// tokens, on numbers of tokens around multiples of vectors, groups and tiles.
+/// tokens. Numbers of tokens lie around multiples of vectors, groups and tiles.
 fn check<const BITS: usize, const ROWS: usize>(head_dim: usize, group_size: usize) {
-    let n_bits = BITS as u32;
     for tokens in [1usize, 31, 32, 37, 64, 97, 160, 199] {
-        let whole = tokens.next_multiple_of(group_size);
-        let wave = |len: usize, pitch: f32| -> Vec<f32> {
-            (0..len).map(|i| (i as f32 * pitch).sin() + 0.3 * (i % 7) as f32).collect()
-        };
-        // Factors of the second row differ by many orders of magnitude.
-        let wide = |row: usize, i: usize| if row == 1 { 10f32.powi(i as i32 % 9 - 6) } else { 1.0 };
-        let mut query = wave(ROWS * head_dim, 0.7);
-        let mut weights: Vec<f32> = wave(ROWS * tokens, 1.3).iter().map(|x| x.abs()).collect();
-        query.iter_mut().enumerate().for_each(|(i, x)| *x *= wide(i / head_dim, i));
-        weights.iter_mut().enumerate().for_each(|(i, x)| *x *= wide(i / tokens, i));
-        let (mut packed, mut restored) = (Vec::new(), Vec::new());
-        for (granularity, count) in
-            [(Granularity::PerChannel, whole), (Granularity::PerToken, tokens)]
-        {
-            let spec = QuantSpec { format: Codec::Affine, granularity, n_bits, group_size };
-            let input = wave(count * head_dim, 0.37);
-            let mut words = vec![0; spec.words(count, head_dim)];
-            quantize_slice(&input, &mut words, head_dim, &spec);
-            let mut hat = vec![0.0; input.len()];
-            dequantize_slice(&words, &mut hat, head_dim, &spec);
-            packed.push(words);
-            restored.push(hat);
-        }
-        let key = |t: usize, c: usize| f64::from(restored[0][t * head_dim + c]);
-        let value = |t: usize, c: usize| f64::from(restored[1][t * head_dim + c]);
-        let scores: Vec<f64> = (0..ROWS * tokens)
-            .map(|i| {
-                let (r, t) = (i / tokens, i % tokens);
-                (0..head_dim).map(|c| f64::from(query[r * head_dim + c]) * key(t, c)).sum()
-            })
-            .collect();
-        let outputs: Vec<f64> = (0..ROWS * head_dim)
-            .map(|i| {
-                let (r, c) = (i / head_dim, i % head_dim);
-                (0..tokens).map(|t| f64::from(weights[r * tokens + t]) * value(t, c)).sum()
-            })
-            .collect();
-        let kernels = Kernels::<BITS, ROWS> {
-            keys: &packed[0],
-            values: &packed[1],
-            query: &query,
-            weights: &weights,
-            tokens,
-            head_dim,
-            group_size,
-        };
-        let in_floats = ARCHS.map(|arch| {
-            // SAFETY: the CPU has the extension.
-            let actual = available(arch).then(|| unsafe { arch.dispatch(kernels) });
-            (format!("{arch:?}"), actual)
-        });
-        let in_integers = vnni::available().then(|| kernels.in_integers());
-        for (arch, actual) in in_floats.into_iter().chain([("VNNI".to_owned(), in_integers)]) {
-            let Some(actual) = actual else { continue };
-            for (name, actual, expected) in
-                [("scores", &actual[0], &scores), ("output", &actual[1], &outputs)]
-            {
-                for (row, (actual, expected)) in actual
-                    .chunks(actual.len() / ROWS)
-                    .zip(expected.chunks(expected.len() / ROWS))
-                    .enumerate()
-                {
-                    let largest = expected.iter().fold(0.0f64, |m, x| m.max(x.abs()));
-                    for (i, (actual, expected)) in actual.iter().zip(expected).enumerate() {
-                        // Sums of up to 256 products, each rounded to f32's 6e-8.
-                        let error = (f64::from(*actual) - expected).abs();
-                        assert!(
-                            error <= 2e-6 * largest,
-                            "{arch}, {n_bits} bits, head_dim {head_dim}, group {group_size}, {tokens} \
-                             tokens: {name}[{row}, {i}] is {actual}, not {expected}"
-                        );
-                    }
-                }
-            }
+        check_tokens::<BITS, ROWS>(tokens, head_dim, group_size);
+    }
+}
+
+fn check_tokens<const BITS: usize, const ROWS: usize>(
+    tokens: usize,
+    head_dim: usize,
+    group_size: usize,
+) {
+    // Factors of the second row differ by many orders of magnitude.
+    let wide = |row: usize, i: usize| if row == 1 { 10f32.powi(i as i32 % 9 - 6) } else { 1.0 };
+    let mut query = wave(ROWS * head_dim, 0.7);
+    let mut weights: Vec<f32> = wave(ROWS * tokens, 1.3).iter().map(|x| x.abs()).collect();
+    query.iter_mut().enumerate().for_each(|(i, x)| *x *= wide(i / head_dim, i));
+    weights.iter_mut().enumerate().for_each(|(i, x)| *x *= wide(i / tokens, i));
+    let spec = |granularity| {
+        let n_bits = BITS as u32;
+        QuantSpec { format: Codec::Affine, granularity, n_bits, group_size }
+    };
+    let whole = tokens.next_multiple_of(group_size);
+    let keys = packed(&spec(Granularity::PerChannel), whole, head_dim);
+    let values = packed(&spec(Granularity::PerToken), tokens, head_dim);
+    let key = |t: usize, c: usize| f64::from(keys.1[t * head_dim + c]);
+    let value = |t: usize, c: usize| f64::from(values.1[t * head_dim + c]);
+    let scores: Vec<f64> = (0..ROWS * tokens)
+        .map(|i| {
+            let (r, t) = (i / tokens, i % tokens);
+            (0..head_dim).map(|c| f64::from(query[r * head_dim + c]) * key(t, c)).sum()
+        })
+        .collect();
+    let outputs: Vec<f64> = (0..ROWS * head_dim)
+        .map(|i| {
+            let (r, c) = (i / head_dim, i % head_dim);
+            (0..tokens).map(|t| f64::from(weights[r * tokens + t]) * value(t, c)).sum()
+        })
+        .collect();
+    let kernels = Kernels::<BITS, ROWS> {
+        keys: &keys.0,
+        values: &values.0,
+        query: &query,
+        weights: &weights,
+        tokens,
+        head_dim,
+        group_size,
+    };
+    for (arch, actual) in on_every_extension(kernels) {
+        let what = format!(
+            "{arch}, {BITS} bits, head_dim {head_dim}, group {group_size}, {tokens} tokens"
+        );
+        assert_near::<ROWS>(&format!("{what}: scores"), &actual[0], &scores);
+        assert_near::<ROWS>(&format!("{what}: output"), &actual[1], &outputs);
+    }
+}
+
+fn wave(len: usize, pitch: f32) -> Vec<f32> {
+    (0..len).map(|i| (i as f32 * pitch).sin() + 0.3 * (i % 7) as f32).collect()
+}
+
+/// Returns the words of quantized tokens, and the numbers they are restored to.
+fn packed(spec: &QuantSpec, tokens: usize, head_dim: usize) -> (Vec<u32>, Vec<f32>) {
+    let input = wave(tokens * head_dim, 0.37);
+    let mut words = vec![0; spec.words(tokens, head_dim)];
+    quantize_slice(&input, &mut words, head_dim, spec);
+    let mut restored = vec![0.0; input.len()];
+    dequantize_slice(&words, &mut restored, head_dim, spec);
+    (words, restored)
+}
+
+/// Returns the results of the kernels for each vector extension that this CPU has.
+fn on_every_extension<const BITS: usize, const ROWS: usize>(
+    kernels: Kernels<'_, BITS, ROWS>,
+) -> Vec<(String, [Vec<f32>; 2])> {
+    let archs = ARCHS.into_iter().filter(|arch| available(*arch));
+    // SAFETY: the CPU has the extension.
+    let in_floats = archs.map(|arch| (format!("{arch:?}"), unsafe { arch.dispatch(kernels) }));
+    let in_integers = vnni::available().then(|| ("VNNI".to_owned(), kernels.in_integers()));
+    in_floats.chain(in_integers).collect()
+}
+
+/// Compares rows with the error that f32 sums of up to 256 products have, each rounded to 6e-8.
+fn assert_near<const ROWS: usize>(what: &str, actual: &[f32], expected: &[f64]) {
+    let rows = actual.chunks(actual.len() / ROWS).zip(expected.chunks(expected.len() / ROWS));
+    for (row, (actual, expected)) in rows.enumerate() {
+        let largest = expected.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+        for (i, (actual, expected)) in actual.iter().zip(expected).enumerate() {
+            let error = (f64::from(*actual) - expected).abs();
+            assert!(error <= 2e-6 * largest, "{what}[{row}, {i}] is {actual}, not {expected}");
         }
     }
 }
@@ -144,7 +156,7 @@ const ARCHS: [Arch; 4] = [Arch::Scalar, Arch::V2, Arch::V3, Arch::V4];
 
 /// Reports the vector extensions that this CPU lacks. Written to standard error directly, because
 /// the test harness captures `eprintln!`.
-fn say_what_is_missing() {
+fn report_missing_extensions() {
     let test = std::thread::current().name().unwrap_or("test").to_string();
     let archs = ARCHS.iter().filter(|arch| !available(**arch)).map(|arch| format!("{arch:?}"));
     let vnni = (!vnni::available()).then(|| "VNNI".to_string());
@@ -165,8 +177,8 @@ fn available(arch: Arch) -> bool {
 }
 
 #[test]
-fn packed_attention_is_that_over_restored_tokens_on_every_extension() {
-    say_what_is_missing();
+fn sums_over_codes_equal_sums_over_restored_tokens_on_every_extension() {
+    report_missing_extensions();
     check::<2, 3>(96, 32);
     check::<3, 3>(96, 32);
     check::<4, 3>(96, 32);
@@ -174,8 +186,8 @@ fn packed_attention_is_that_over_restored_tokens_on_every_extension() {
 }
 
 #[test]
-fn packed_attention_is_that_over_restored_tokens_in_every_shape() {
-    say_what_is_missing();
+fn sums_over_codes_equal_sums_over_restored_tokens_in_every_shape() {
+    report_missing_extensions();
     check::<2, 1>(64, 64);
     check::<2, 4>(80, 16);
     check::<3, 1>(64, 64);
@@ -188,9 +200,9 @@ fn packed_attention_is_that_over_restored_tokens_in_every_shape() {
 }
 
 #[test]
-fn integers_keep_zeros_and_what_is_not_finite() {
+fn integer_kernels_preserve_zeros_and_nonfinite_numbers() {
     if !vnni::available() {
-        return say_what_is_missing();
+        return report_missing_extensions();
     }
     const TOKENS: usize = 64;
     const HEAD_DIM: usize = 96;

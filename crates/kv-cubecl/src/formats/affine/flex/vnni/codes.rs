@@ -1,8 +1,11 @@
-//! Codes of packed words as vectors of bytes, and sums of their products with digits.
+//! Converts codes of packed words to vectors of bytes, and sums their products with digits.
 
 use core::arch::x86_64::*;
 
-use super::{DIGITS, LANES, Place, QUAD, Terms};
+use super::{
+    super::codes::{Place, Terms},
+    sizes::{DIGITS, LANES, QUAD},
+};
 
 /// Constants for each lane of a vector, for words of `CODES` codes.
 struct Lanes<const CODES: usize>;
@@ -10,7 +13,7 @@ struct Lanes<const CODES: usize>;
 impl<const CODES: usize> Lanes<CODES> {
     const N_BITS: usize = 32 / CODES;
 
-    /// For each lane, the byte that holds its code, in each of the four words of a quad.
+    /// The byte that holds each lane's code, in each of the four words of a quad.
     const BYTES: [[u8; QUAD]; LANES] = {
         let mut lanes = [[0; QUAD]; LANES];
         let mut i = 0;
@@ -22,7 +25,7 @@ impl<const CODES: usize> Lanes<CODES> {
         lanes
     };
 
-    /// For each lane, which bits of these bytes are the code.
+    /// The bits of these bytes that are each lane's code.
     const MASK: [[u8; QUAD]; LANES] = {
         let mut lanes = [[0; QUAD]; LANES];
         let mut i = 0;
@@ -50,8 +53,8 @@ impl<const CODES: usize> Lanes<CODES> {
     }
 }
 
-/// For each lane of either half of a word of 32 bits, the byte that holds its bit, in each of the
-/// four words of a quad.
+/// The byte that holds each lane's bit, for either half of a word of 32 bits, in each of the four
+/// words of a quad.
 const BYTES_OF_BITS: [[[u8; QUAD]; LANES]; 2] = {
     let mut halves = [[[0; QUAD]; LANES]; 2];
     let mut i = 0;
@@ -63,8 +66,8 @@ const BYTES_OF_BITS: [[[u8; QUAD]; LANES]; 2] = {
     halves
 };
 
-/// Moves the parts of split codes to their place in a byte: how far each lane rotates right its low
-/// bits, so that they are bits 0 and 1, and its high bit, so that it is bit 2.
+/// The rotations to the right that move the parts of split codes to their place in a byte: in each
+/// lane, low bits to bits 0 and 1, and the high bit to bit 2.
 const ROTATIONS: [[u32; LANES]; 2] = {
     let mut rotations = [[0; LANES]; 2];
     let mut lane = 0;
@@ -76,7 +79,7 @@ const ROTATIONS: [[u32; LANES]; 2] = {
     rotations
 };
 
-/// Reads the codes of 16 consecutive elements, one per lane.
+/// A reader of the codes of 16 consecutive elements, one per lane.
 pub(super) struct Codes<const BITS: usize> {
     bytes: __m512i,
     mask: __m512i,
@@ -84,7 +87,7 @@ pub(super) struct Codes<const BITS: usize> {
 }
 
 impl<const BITS: usize> Codes<BITS> {
-    /// Number of words that the low bits of one term come from.
+    /// The number of words that the low bits of one term come from.
     const WORDS: usize = LANES.div_ceil(Place::<BITS>::CODES);
 
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
@@ -108,9 +111,11 @@ impl<const BITS: usize> Codes<BITS> {
         }
     }
 
-    /// For each query row, the sum over all terms of factor times codes, where a whole code counts 2^k
-    /// times as it was not shifted down. A step is a quad of terms, whose factors are digits as
-    /// [`to_digits`](super::to_digits) writes them.
+    /// Returns, for each query row, the sum over all terms of factor times codes. Whole codes count
+    /// 2^k times, as they are not shifted down.
+    ///
+    /// A step is a quad of terms. Its factors are digits, as
+    /// [`to_digits`](super::digits::to_digits) writes them.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn sums<const ROWS: usize>(&self, terms: &Terms<'_>) -> [__m512; ROWS] {
@@ -120,7 +125,7 @@ impl<const BITS: usize> Codes<BITS> {
         let [rotate_low, rotate_high] = [load(&ROTATIONS[0]), load(&ROTATIONS[1])];
         let mut sums = [[_mm512_setzero_si512(); DIGITS]; ROWS];
         for quad in 0..terms.n {
-            // SAFETY: `check` has seen that the words of each quad are in the slice.
+            // SAFETY: the words of each quad are in the slice, as `check` asserts.
             let words = |i: usize| unsafe {
                 let words =
                     terms.words.get_unchecked(quad * terms.stride + i * terms.word_stride..);
@@ -148,7 +153,7 @@ impl<const BITS: usize> Codes<BITS> {
             for (row, sums) in sums.iter_mut().enumerate() {
                 for (digit, sum) in sums.iter_mut().enumerate() {
                     let i = row * terms.row_stride + quad * QUAD + digit;
-                    // SAFETY: `check` has seen that the digits of each quad are in the slice.
+                    // SAFETY: the digits of each quad are in the slice, as `check` asserts.
                     let digits = unsafe { terms.factors.get_unchecked(i) }.to_bits();
                     *sum = _mm512_dpbusd_epi32(*sum, codes, _mm512_set1_epi32(digits as i32));
                 }
@@ -163,8 +168,8 @@ impl<const BITS: usize> Codes<BITS> {
         totals
     }
 
-    /// Turns one of [`sums`](Self::sums) into the sum of codes times factors, and adds `base`. `unit` is
-    /// the factor that the integer 1 stands for.
+    /// Converts `sum`, one of [`sums`](Self::sums), to the sum of codes times factors, and adds
+    /// `base`. `unit` is the factor that the integer 1 stands for.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn restore(&self, sum: __m512, unit: f32, base: f32) -> __m512 {
@@ -173,7 +178,7 @@ impl<const BITS: usize> Codes<BITS> {
     }
 }
 
-/// The first 64 bytes of `x`.
+/// Loads the first 64 bytes of `x`.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn load<T: Copy>(x: &[T]) -> __m512i {

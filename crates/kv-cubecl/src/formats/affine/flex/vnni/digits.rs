@@ -1,22 +1,25 @@
-//! Factors as integers: scaled, and written as signed digits to base 256.
+//! Scales factors to integers, and writes them as signed digits to base 256.
 
 use core::arch::x86_64::*;
 
-use super::{super::quantize::WIDEN, LANES, MAX_ROWS};
+use super::{
+    super::{quantize::WIDEN, tile::MAX_ROWS},
+    sizes::LANES,
+};
 
-/// The integer that the largest factor of a group is scaled to. Its sum with [`ZERO`] is below 2^23, also
-/// when rounded up.
+/// The integer that the largest factor of a group is scaled to. Its sum with [`ZERO`] is below
+/// 2^23, also when rounded up.
 const LARGEST: f32 = 0x3f_7f00 as f32;
 
-/// Makes the bytes of an integer its signed digits: with `x + ZERO` written to base 256, subtracting
-/// `ZERO` from it byte by byte, without borrowing, leaves three signed bytes whose value is x.
+/// The number that makes the bytes of an integer its signed digits: subtracting `ZERO` from
+/// `x + ZERO` byte by byte, without borrowing, leaves three signed bytes whose value is x.
 const ZERO: u32 = 0x40_8080;
 
 /// The largest factor of a group counts as at least this, so that the division by it does not
 /// overflow. Factors below it are too small to change a softmax.
 const SMALLEST: f32 = 1e-30;
 
-/// What [`fold`] returns of the factors of a group, for each query row.
+/// The sums that [`fold`] returns for the factors of a group, for each query row.
 #[derive(Clone, Copy)]
 pub(super) struct Folded {
     /// Sum of factor times minimum.
@@ -25,10 +28,11 @@ pub(super) struct Folded {
     pub(super) largest: [f32; MAX_ROWS],
 }
 
-/// Multiplies `ROWS` rows of `n` factors (`stride` apart) by their scales and writes them to `scaled` (rows
-/// `scaled_stride` apart). `params(i)` are the 16 parameter words of factors i to i + 15.
+/// Multiplies `ROWS` rows of `n` factors (`stride` apart) by their scales, and writes them to
+/// `scaled` (rows `scaled_stride` apart). `params(i)` are the 16 parameter words of factors i to
+/// i + 15.
 ///
-/// Factors that are not finite cannot be made integers; they reach the result through
+/// Factors that are not finite cannot become integers. They reach the result through
 /// [`base`](Folded::base).
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
@@ -47,13 +51,13 @@ pub(super) fn fold<const ROWS: usize>(
         let (scale, min) = unpack_parameters(params(first));
         let wanted = u16::MAX >> LANES.saturating_sub(n - first);
         for row in 0..ROWS {
-            // SAFETY: `wanted` masks what lies past the n factors, which are in the slice as asserted.
+            // SAFETY: the n factors are in the slice, as asserted, and `wanted` masks all others.
             let factor = unsafe {
                 let factors = factors.as_ptr().add(row * stride + first);
                 _mm512_maskz_loadu_ps(wanted, factors)
             };
             let product = _mm512_mul_ps(factor, scale);
-            // SAFETY: as asserted, a row of `scaled` has room for whole vectors.
+            // SAFETY: a row of `scaled` has room for whole vectors, as asserted.
             unsafe {
                 _mm512_storeu_ps(scaled.as_mut_ptr().add(row * scaled_stride + first), product)
             };
@@ -67,11 +71,11 @@ pub(super) fn fold<const ROWS: usize>(
     }
 }
 
-/// Overwrites the factors that [`fold`] has scaled with their digits. Returns for each row the factor that
-/// the integer 1 stands for.
+/// Overwrites the factors that [`fold`] has scaled with their digits. Returns for each row the
+/// factor that the integer 1 stands for.
 ///
-/// Four factors become four words: the four lowest digits, the four middle ones, the four highest, and
-/// one word that is not read.
+/// Four factors become four words: the four lowest digits, the four middle ones, the four highest,
+/// and one word that is not read.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn to_digits<const ROWS: usize>(
@@ -83,14 +87,14 @@ pub(super) fn to_digits<const ROWS: usize>(
     assert!((ROWS - 1) * stride + n.next_multiple_of(LANES) <= scaled.len());
     let largest = largest.map(|largest| largest.max(SMALLEST));
     let per_unit = largest.map(|largest| LARGEST / largest);
-    // A float of 2^23 or more has no bits for a fraction, so that this addition rounds to an integer.
+    // A float of 2^23 or more has no bits for a fraction, so this addition rounds to an integer.
     let zero = _mm512_set1_ps(((1 << 23) + ZERO) as f32);
     let zero_digits = _mm512_set1_epi32(ZERO as i32);
     let by_digit = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     let by_digit = _mm512_broadcast_i32x4(by_digit);
     for first in (0..n).step_by(LANES) {
         for row in 0..ROWS {
-            // SAFETY: as asserted, a row of `scaled` has room for whole vectors.
+            // SAFETY: a row of `scaled` has room for whole vectors, as asserted.
             unsafe {
                 let digits = scaled.as_mut_ptr().add(row * stride + first);
                 let per_unit = _mm512_set1_ps(per_unit[row]);
@@ -123,14 +127,14 @@ fn across(rows: [__m512; 4], with: impl Fn(__m512, __m512) -> __m512) -> [f32; 4
     out
 }
 
-/// [`unpack_parameters`](super::super::quantize::unpack_parameters) of a vector of words.
+/// Computes [`unpack_parameters`](super::super::quantize::unpack_parameters) of a vector of words.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn unpack_parameters(words: __m512i) -> (__m512, __m512) {
     let magnitude = _mm512_set1_epi32(0x7fff << 13);
     let scale = _mm512_and_si512(_mm512_slli_epi32::<13>(words), magnitude);
-    // An arithmetic shift keeps the sign bit in place and copies it to its right; `signed` masks the
-    // copies.
+    // An arithmetic shift keeps the sign bit in place and copies it to the right. `signed` masks
+    // the copies.
     let signed = _mm512_or_si512(magnitude, _mm512_set1_epi32(i32::MIN));
     let min = _mm512_and_si512(_mm512_srai_epi32::<3>(words), signed);
     let widen = _mm512_set1_ps(WIDEN);

@@ -1,38 +1,31 @@
 //! Attention over packed tokens in integers, for processors that multiply bytes: AVX-512 with VNNI.
 //!
-//! The same sums as the kernels [in floating point](super), computed in fixed point. The factors of a
-//! group (query or weight times scale) are divided by the largest of them and rounded to integers of 23
-//! bits, written as three signed digits to base 256. The instruction `vpdpbusd` multiplies, in each of 16
-//! lanes, four bytes (here: the codes of four terms) with four signed bytes (one digit of the four
-//! factors) and adds the products to a 32-bit sum. So four terms take three instructions, one for each
-//! digit, where floating point takes four.
+//! Computes the sums of the kernels [in floating point](super) in fixed point. The factors of a
+//! group (query or weight times scale) are divided by the largest of them and rounded to 23-bit
+//! integers, written as three signed digits to base 256. In each of 16 lanes, the instruction
+//! `vpdpbusd` multiplies four bytes (here: the codes of four terms) by four signed bytes (one digit
+//! of each factor) and adds the products to a 32-bit sum. Four terms take three instructions, one
+//! per digit; floating point takes four.
 //!
-//! The rounding changes a factor by at most 2^-23 of the largest factor, about as much as rounding a
-//! sum of f32 does. As in floating point, codes are masked but not shifted down within their byte.
+//! The rounding changes a factor by at most 2^-23 of the largest factor, about as much as rounding
+//! a sum of f32 does. As in floating point, codes are masked but not shifted down in their byte.
 
 mod codes;
 mod digits;
+mod sizes;
 
 use core::{arch::x86_64::*, mem};
 
 use super::{
     codes::{Place, Terms},
-    sums::{MAX_ROWS, TILE, TILE_WORDS},
+    tile::{MAX_ROWS, TILE, TILE_WORDS},
 };
 use crate::{formats::QuantSpec, simd};
 use codes::{Codes, load};
 use digits::{Folded, fold, to_digits};
+use sizes::{LANES, QUAD};
 
-/// 32-bit lanes of a vector.
-const LANES: usize = 16;
-
-/// Terms that one instruction multiplies: one for each byte of a lane.
-const QUAD: usize = 4;
-
-/// Digits to base 256 of a factor, a signed byte each.
-const DIGITS: usize = 3;
-
-/// Whether this processor has the instructions and the shape fits the kernels.
+/// Returns whether this processor has the instructions and the kernels support the shape.
 pub(super) fn serves(spec: &QuantSpec, head_dim: usize) -> bool {
     let line = Line::new(spec.words_of_codes(head_dim), head_dim / spec.group_size);
     available() && head_dim.is_multiple_of(LANES) && line.words * LANES <= TILE_WORDS
@@ -45,7 +38,7 @@ pub(super) fn available() -> bool {
         && is_x86_feature_detected!("avx512vnni")
 }
 
-/// The packed values of one token: words of codes, then one parameter word per group.
+/// The sizes of one token's packed values: words of codes, then one parameter word per group.
 struct Line {
     codes: usize,
     groups: usize,
@@ -61,7 +54,7 @@ impl Line {
     }
 }
 
-/// The first four of `words`.
+/// Loads the first four words.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn load_quad(words: &[u32]) -> __m128i {
@@ -70,7 +63,7 @@ fn load_quad(words: &[u32]) -> __m128i {
     unsafe { _mm_loadu_si128(words.as_ptr().cast()) }
 }
 
-/// Four quads as one vector.
+/// Joins four quads into one vector.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn join(quad: impl Fn(usize) -> __m128i) -> __m512i {
@@ -80,7 +73,7 @@ fn join(quad: impl Fn(usize) -> __m128i) -> __m512i {
     _mm512_inserti32x4::<3>(joined, quad(3))
 }
 
-/// [`score_rows`](super::sums::score_rows) in integers.
+/// Computes [`score_rows`](super::sums::score_rows) in integers.
 #[allow(clippy::too_many_arguments, reason = "slices of one problem")]
 pub(super) fn score_rows<const BITS: usize, const ROWS: usize>(
     keys: &[u32],
@@ -114,9 +107,9 @@ fn score<const BITS: usize, const ROWS: usize>(
     let reader = Codes::<BITS>::new();
     let group_words = (Place::<BITS>::words(group_size) + 1) * head_dim;
     let n_groups = tokens.div_ceil(group_size);
-    // Step `step` folds the factors of group `step`, then reads the codes of the group before. Both
-    // are independent, so the processor can overlap them: the largest factor of a group, which its
-    // digits need, takes long to compute.
+    // Step `step` folds the factors of group `step`, then reads the codes of the group before. The
+    // two are independent, so the processor can overlap them. That hides the latency of the largest
+    // factor of a group, which its digits need.
     let (mut digits, mut scaled) = scratch.split_at_mut(MAX_ROWS * head_dim);
     let mut next = Folded { base: [0.0; MAX_ROWS], largest: [0.0; MAX_ROWS] };
     let mut unit = [0.0; MAX_ROWS];
@@ -135,8 +128,8 @@ fn score<const BITS: usize, const ROWS: usize>(
         let words = &keys[group * group_words..][..group_words];
         let in_group = group_size.min(tokens - group * group_size);
         for first in (0..in_group).step_by(LANES) {
-            // Prefetches the third group from this one, a share of it with each vector: the next is
-            // folded already, and the one after it is about to be.
+            // Prefetches the third group from this one, a share with each vector. The next group is
+            // folded already, and the following one is about to be.
             let share = group_words * LANES / group_size;
             simd::prefetch(keys, (group + 3) * group_words + share * (first / LANES), share);
             let sums = reader.sums::<ROWS>(&Terms {
@@ -171,7 +164,7 @@ fn store_part(x: &mut [f32], vector: __m512) {
     x.copy_from_slice(&all[..x.len()]);
 }
 
-/// [`add_rows`](super::sums::add_rows) in integers.
+/// Computes [`add_rows`](super::sums::add_rows) in integers.
 pub(super) fn add_rows<const BITS: usize, const ROWS: usize>(
     values: &[u32],
     weights: &[f32],
@@ -238,13 +231,14 @@ fn add<const BITS: usize, const ROWS: usize>(
     }
 }
 
-/// Aligned to a cache line, so that a vector read at a multiple of 64 bytes crosses none.
+/// A value aligned to a cache line, so that vectors at multiples of 64 bytes do not cross lines.
 #[repr(align(64))]
 struct Aligned<T>(T);
 
-/// Transposes lines of `width` words four at a time: of each quad of lines, the four first words
-/// come first, then the four second words, and so on, padded to a multiple of four words. Lines
-/// past the last are zeros.
+/// Transposes lines of `width` words, four lines at a time.
+///
+/// Each quad of lines becomes its four first words, then its four second words, and so on, padded
+/// to a multiple of four words. Lines past the last are zeros.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn transpose(lines: &[u32], width: usize, quads: &mut [u32]) {
@@ -252,8 +246,8 @@ fn transpose(lines: &[u32], width: usize, quads: &mut [u32]) {
     let by_word = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for (quad, out) in quads.chunks_exact_mut(words * QUAD).enumerate() {
         let first = quad * QUAD * width;
-        // The loop below reads a whole number of quads from each line, so past its end into the next
-        // line. Where that would leave the slice, words are copied one by one.
+        // The loop below reads whole quads of words, which may extend into the next line. Words
+        // are copied one by one where that would leave the slice.
         if first + (QUAD - 1) * width + words > lines.len() {
             for (i, out) in out.iter_mut().enumerate() {
                 *out = lines.get(first + i % QUAD * width + i / QUAD).copied().unwrap_or(0);

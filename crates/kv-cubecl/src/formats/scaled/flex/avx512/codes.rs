@@ -1,34 +1,34 @@
-//! Codes as floats.
+//! Converts codes to floats.
 
 use core::arch::x86_64::*;
 
-/// What codes are, by which they become floats. Numbers of consts, as enums are no parameters of functions yet.
+// Kinds of codes. They are numbers because enums cannot be const parameters yet.
 pub(super) const INT8: usize = 0;
 pub(super) const E4M3: usize = 1;
 pub(super) const E5M2: usize = 2;
 pub(super) const E2M1: usize = 3;
 
-/// Codes that [`numbers`] makes floats of at once, from each word.
+/// Codes of each word that [`numbers`] converts at once.
 pub(super) const PART: usize = 4;
 
-/// Codes in a word.
+/// Returns the number of codes in a word.
 pub(super) const fn per_word<const CODES: usize>() -> usize {
     if CODES == E2M1 { 8 } else { 4 }
 }
 
-/// Of what codes become in [`numbers`], floats are too small by the square of this: it is multiplied with what they
-/// are multiplied with, and with their sums.
+/// Returns the square root of the factor by which the floats of [`numbers`] are too small. Their
+/// factors and their sums are multiplied by it.
 pub(super) const fn root<const CODES: usize>() -> f32 {
     match CODES {
-        // An f32's exponent has a bias of 127, those of these codes 7 and 15.
+        // The exponents of f32, E4M3 and E5M2 have biases of 127, 7 and 15.
         E4M3 => f32::from_bits((127 + (127 - 7) / 2) << 23),
         E5M2 => f32::from_bits((127 + (127 - 15) / 2) << 23),
         _ => 1.0,
     }
 }
 
-/// The first or, of words of eight codes, the second four codes of each word as floats: code `4 * part + i` in vector
-/// `i`.
+/// Returns four codes of each word as floats: code `4 * part + i` in vector `i`. Only words of
+/// eight codes have a part 1.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) fn numbers<const CODES: usize>(words: __m512i, part: usize) -> [__m512; PART] {
@@ -41,7 +41,7 @@ pub(super) fn numbers<const CODES: usize>(words: __m512i, part: usize) -> [__m51
                 -6.0,
             );
             let words = if part == 0 { words } else { _mm512_srli_epi32::<16>(words) };
-            // Of an index four bits count.
+            // The instruction reads the low four bits of an index.
             [
                 _mm512_permutexvar_ps(words, table),
                 _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(words), table),
@@ -59,14 +59,14 @@ pub(super) fn numbers<const CODES: usize>(words: __m512i, part: usize) -> [__m51
     }
 }
 
-/// The bytes of each word as floats, whose sign is the highest bit, and whose exponent and mantissa are the others,
-/// at their place after a shift by `SHIFT` to the right. Numbers below the normal ones are so of f32, too.
+/// Returns the bytes of each word as floats. A byte's sign is its highest bit, and its exponent and
+/// mantissa are in place after a right shift by `SHIFT`. Subnormal numbers become subnormal f32.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn floats<const SHIFT: u32>(words: __m512i, mask: u16) -> [__m512; PART] {
     let mask = _mm512_set1_epi16(mask as i16);
     let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
-    // The upper halves of floats, two in each word. The shift copies the sign, and leaves it at its place.
+    // The upper halves of floats, two per word. The shift copies the sign and leaves it in place.
     let even = _mm512_srai_epi16::<SHIFT>(_mm512_slli_epi16::<8>(words));
     let even = _mm512_and_si512(even, mask);
     let odd = _mm512_and_si512(_mm512_srai_epi16::<SHIFT>(words), mask);

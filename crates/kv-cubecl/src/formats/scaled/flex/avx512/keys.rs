@@ -1,4 +1,4 @@
-//! Scores: each lane is a token.
+//! Scores of keys. Lanes are tokens.
 
 use core::arch::x86_64::*;
 
@@ -8,6 +8,7 @@ use super::{
 };
 use crate::formats::flex::PackedRun;
 
+/// Computes [`score`](super::score) for `ROWS` rows.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) fn score_rows<F: Scaled, const CODES: usize, const ROWS: usize>(
     keys: &PackedRun<'_>,
@@ -28,7 +29,7 @@ pub(super) fn score_rows<F: Scaled, const CODES: usize, const ROWS: usize>(
     let root = _mm512_set1_ps(root::<CODES>());
     for first in (0..tokens.len()).step_by(LANES) {
         let wanted = LANES.min(tokens.len() - first);
-        // Of fewer than 16 tokens others beside them are read, too, and their scores dropped.
+        // A vector that would extend past the slice begins earlier, and drops the first scores.
         let slot = (tokens.start + first).min(keys.place.tokens - LANES);
         let others = tokens.start + first - slot;
         rows.prefetch(slot, LANES);
@@ -45,8 +46,8 @@ pub(super) fn score_rows<F: Scaled, const CODES: usize, const ROWS: usize>(
                         let numbers = numbers::<CODES>(quad[i], part);
                         for k in 0..PART {
                             for r in 0..ROWS {
-                                // SAFETY: a row of the query has as many channels as words have codes, as
-                                // asserted.
+                                // SAFETY: a row of the query has as many channels as its words have
+                                // codes, as asserted.
                                 let query =
                                     unsafe { *query.get_unchecked(r * head_dim + channel + k) };
                                 sums[r][k] =
@@ -64,23 +65,26 @@ pub(super) fn score_rows<F: Scaled, const CODES: usize, const ROWS: usize>(
             }
         }
         for r in 0..ROWS {
-            let scores = &mut scores[r * n + first..][..wanted];
-            let mut all = [0.0; LANES];
-            // SAFETY: both have 16 floats.
-            unsafe {
-                match wanted {
-                    LANES => _mm512_storeu_ps(scores.as_mut_ptr(), totals[r]),
-                    _ => _mm512_storeu_ps(all.as_mut_ptr(), totals[r]),
-                }
-            }
-            if wanted < LANES {
-                scores.copy_from_slice(&all[others..][..wanted]);
-            }
+            store(&mut scores[r * n + first..][..wanted], others, totals[r]);
         }
     }
 }
 
-/// The scales of a group of 16 tokens from a slot on.
+/// Overwrites `x`, of at most 16 floats, with the lanes of `vector` from `first` on.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn store(x: &mut [f32], first: usize, vector: __m512) {
+    if let Some(x) = x.as_mut_array::<LANES>() {
+        // SAFETY: the array has 16 floats.
+        return unsafe { _mm512_storeu_ps(x.as_mut_ptr(), vector) };
+    }
+    let mut all = [0.0; LANES];
+    // SAFETY: the array has 16 floats.
+    unsafe { _mm512_storeu_ps(all.as_mut_ptr(), vector) };
+    x.copy_from_slice(&all[first..][..x.len()]);
+}
+
+/// Returns the scales of one group of 16 tokens, from a slot on.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn scales<F: Scaled>(rows: &Rows<'_>, slot: usize, group: usize) -> __m512 {
@@ -92,10 +96,11 @@ fn scales<F: Scaled>(rows: &Rows<'_>, slot: usize, group: usize) -> __m512 {
     unsafe { _mm512_loadu_ps(scales.as_ptr()) }
 }
 
-/// Four words of each of 16 tokens from a slot on, the words from `word` on: the first words of all in the first vector.
+/// Loads four words, from `word` on, of each of 16 tokens, from a slot on. Returns a vector of the
+/// first words of all tokens, one of the second words, and so on.
 ///
 /// # Safety
-/// The tokens and words must be there.
+/// The tokens and words must be in the slice of codes.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn transposed(rows: &Rows<'_>, slot: usize, word: usize) -> [__m512i; QUAD] {
@@ -106,10 +111,10 @@ unsafe fn transposed(rows: &Rows<'_>, slot: usize, word: usize) -> [__m512i; QUA
         let words = |token: usize| {
             let start = first + token * width;
             debug_assert!(start + size_of::<__m128i>() <= codes.len());
-            // SAFETY: the slice has these bytes, as the caller says.
+            // SAFETY: the slice has these bytes, as the caller guarantees.
             unsafe { _mm_loadu_si128(codes.as_ptr().add(start).cast()) }
         };
-        // Tokens four apart, so that those next to each other become neighbors.
+        // Joins tokens that are four apart, because unpacking then brings neighbors together.
         let joined = _mm512_castsi128_si512(words(i));
         let joined = _mm512_inserti32x4::<1>(joined, words(4 + i));
         let joined = _mm512_inserti32x4::<2>(joined, words(8 + i));

@@ -1,11 +1,11 @@
-//! Attention over scaled groups that are each of one token, for processors with AVX-512.
+//! Attention over scaled groups of channels of one token, for processors with AVX-512.
 //!
-//! A word of codes becomes as many floats as it has codes, in as many vectors, by shifts within words, so that a
-//! vector of 16 words takes one or two instructions for 16 numbers. The lanes of these are tokens where keys are
-//! scored, and nothing is added up across lanes; they are channels where values are added. Scales are multiplied with
-//! sums of the keys of a group, and with the weights of values.
+//! Shifts within words turn a vector of 16 words into one vector of floats per code in a word. 16
+//! numbers take one or two instructions. Lanes are tokens when keys are scored, so no sum across
+//! lanes is needed; they are channels when values are added. Scales multiply the sums over a group
+//! of keys, and the weights of values.
 
-#![allow(clippy::needless_range_loop, reason = "registers of several arrays are counted alike")]
+#![allow(clippy::needless_range_loop, reason = "one index counts the registers of several arrays")]
 
 mod codes;
 mod keys;
@@ -27,25 +27,26 @@ use codes::{E2M1, E4M3, E5M2, INT8};
 /// 32-bit lanes of a vector.
 const LANES: usize = 16;
 
-/// Words that are read of a token at once.
+/// Words of a token that are read at once.
 const QUAD: usize = 4;
 
-/// Most query rows whose sums are in registers together.
+/// Most query rows whose sums fit into registers together.
 const MAX_ROWS: usize = SCRATCH_ROWS / 2;
 
-/// Most groups of a token.
+/// Most groups of a token that the kernels support.
 const MAX_GROUPS: usize = 32;
 
-/// Tokens by which codes are prefetched before they are read.
+/// The distance in tokens at which codes are prefetched before they are read.
 const AHEAD: usize = 32;
 
-/// The largest query, weight or scale, 2^30, that is multiplied with floats that are too small by a
-/// power of two, or with sums of them. Neither what is multiplied with [half of it](codes::root)
-/// nor a sum overflows. A product that underflows is off by 2^-150, which that half and a scale
-/// make 2^-60 of a score.
+/// The largest query, weight or scale, 2^30, for codecs whose floats [`codes::numbers`] returns too
+/// small by a power of two.
+///
+/// Neither a factor multiplied by the [root](codes::root) of that power nor a sum overflows then. A
+/// product that underflows is off by 2^-150, which root and scale turn into 2^-60 of a score.
 const LARGEST: f32 = f32::from_bits((127 + 30) << 23);
 
-/// Whether this processor has the instructions, and groups are whole quads of words.
+/// Returns whether this processor has the instructions and groups are whole quads of words.
 fn serves(place: &PackedPlace) -> bool {
     let PackedPlace { spec, head_dim, .. } = *place;
     spec.packs_parameters()
@@ -57,18 +58,18 @@ fn serves(place: &PackedPlace) -> bool {
         && is_x86_feature_detected!("avx512vl")
 }
 
-/// Whether no number is NaN or beyond [`LARGEST`].
+/// Returns whether no number is NaN or above [`LARGEST`] in magnitude.
 fn moderate(x: &[f32]) -> bool {
-    // By bits, whose order is that of magnitudes; those of NaN are above all others.
+    // Bits have the order of magnitudes, and those of NaN are above all others.
     x.iter().map(|x| x.to_bits() & 0x7fff_ffff).fold(0, u32::max) <= LARGEST.to_bits()
 }
 
-/// Whether floats are too small, by a power of two, that are made of codes of a format.
+/// Returns whether [`codes::numbers`] returns floats that are too small by a power of two.
 const fn reduces(format: Codec) -> bool {
     matches!(format, Codec::E4m3 | Codec::E4m3Blocks | Codec::E5m2)
 }
 
-/// The instance of a function for the codes of a format and query rows (up to [`MAX_ROWS`]).
+/// Selects the instance of a function for the codes of a format and up to [`MAX_ROWS`] query rows.
 macro_rules! by_codes {
     ($way:ident::$name:ident, $F:ident, $rows:expr) => {
         match ($F::FORMAT, $rows) {
@@ -92,12 +93,13 @@ macro_rules! by_codes {
     };
 }
 
-/// Splits `rows` into runs of at most [`MAX_ROWS`]: first row and length.
+/// Splits `rows` into runs of at most [`MAX_ROWS`], each as first row and length.
 fn runs(rows: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..rows).step_by(MAX_ROWS).map(move |first| (first, MAX_ROWS.min(rows - first)))
 }
 
-/// [`CpuCodec::score`](crate::formats::flex::CpuCodec::score), if keys and queries can be read so.
+/// Computes [`CpuCodec::score`](crate::formats::flex::CpuCodec::score). Returns false, without
+/// computing it, if the kernels do not support the keys or queries.
 pub(super) fn score<F: Scaled>(
     keys: &PackedRun<'_>,
     query: &[f32],
@@ -114,13 +116,14 @@ pub(super) fn score<F: Scaled>(
     for (row, rows) in runs(query.len() / head_dim) {
         let kernel = by_codes!(keys::score_rows, F, rows);
         let query = &query[row * head_dim..][..rows * head_dim];
-        // SAFETY: the processor has the instructions that the function is compiled for, as `serves` has seen.
+        // SAFETY: `serves` has checked that the processor has the instructions of the function.
         unsafe { kernel(keys, query, &mut scores[row * n..], n, scratch) };
     }
     true
 }
 
-/// [`CpuCodec::add`](crate::formats::flex::CpuCodec::add), if values and weights can be read so.
+/// Computes [`CpuCodec::add`](crate::formats::flex::CpuCodec::add). Returns false, without
+/// computing it, if the kernels do not support the values or weights.
 pub(super) fn add<F: Scaled>(
     values: &PackedRun<'_>,
     weights: &[f32],
@@ -141,22 +144,24 @@ pub(super) fn add<F: Scaled>(
     for (row, rows) in runs(n_rows) {
         let kernel = by_codes!(values::add_rows, F, rows);
         let o = &mut o[row * head_dim..][..rows * head_dim];
-        // SAFETY: the processor has the instructions that the function is compiled for, as `serves` has seen.
+        // SAFETY: `serves` has checked that the processor has the instructions of the function.
         unsafe { kernel(values, &weights[row * n..], n, o) };
     }
     true
 }
 
-/// The tokens of a run as bytes, with all that is divided out once.
+/// The tokens of a run as bytes, with sizes that are computed once.
 struct Rows<'a> {
     words: &'a [u32],
-    /// Codes of all tokens of the slice, and their parameters.
+    /// Codes of all tokens of the slice.
     codes: &'a [u8],
+    /// Parameters of all tokens of the slice.
     parameters: &'a [u8],
     /// Bytes of the codes of a token.
     width: usize,
-    /// Groups of a token, and words of one.
+    /// Groups of a token.
     groups: usize,
+    /// Words of the codes of a group.
     group_words: usize,
     head_dim: usize,
 }
@@ -172,7 +177,7 @@ impl<'a> Rows<'a> {
         Self { words, codes, parameters, width, groups, group_words, head_dim }
     }
 
-    /// The scale of a group of a token.
+    /// Returns the scale of a group of a token.
     #[inline(always)]
     fn scale<F: Scaled>(&self, token: usize, group: usize) -> f32 {
         let nth = token * self.groups + group;
@@ -182,7 +187,7 @@ impl<'a> Rows<'a> {
         })
     }
 
-    /// The scales of all groups of the tokens from one on.
+    /// Fills `scales` with the scales of all groups, from the first group of `token` on.
     #[inline(always)]
     fn scales<F: Scaled>(&self, token: usize, scales: &mut [f32]) {
         let first = token * self.groups;
@@ -201,7 +206,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// Whether no scale of a run is beyond [`LARGEST`]; f16 never are.
+    /// Returns whether no scale of a run is above [`LARGEST`]. Scales in f16 never are.
     fn scales_are_moderate<F: Scaled>(&self, run: &PackedRun<'_>) -> bool {
         let tokens = &run.tokens;
         F::FORMAT.parameter_bits() != 8 || {
@@ -210,7 +215,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// Prefetches the codes of some tokens ahead of one.
+    /// Prefetches the codes of `tokens` tokens, [`AHEAD`] tokens after `token`.
     #[inline(always)]
     fn prefetch(&self, token: usize, tokens: usize) {
         let words = self.width / size_of::<u32>();
@@ -218,7 +223,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// The bits of an f16.
+/// Returns the bits of an f16.
 #[inline(always)]
 fn half(bytes: [u8; 2]) -> u32 {
     u32::from(u16::from_le_bytes(bytes))

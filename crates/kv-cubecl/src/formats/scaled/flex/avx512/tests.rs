@@ -1,4 +1,4 @@
-//! Sums over codes against sums in f64 over what they restore to.
+//! Compares sums over codes with sums in f64 over restored numbers.
 
 use super::*;
 use crate::{
@@ -11,11 +11,11 @@ use crate::{
     },
 };
 
-/// Numbers that have no pattern.
+/// A generator of pseudorandom numbers.
 struct Noise(u64);
 
 impl Noise {
-    /// From -1 to 1.
+    /// Returns a number from -1 to 1.
     fn next(&mut self) -> f32 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         (self.0 >> 40) as f32 / (1 << 23) as f32 - 1.0
@@ -26,8 +26,10 @@ impl Noise {
     }
 }
 
-/// Rows of tokens, packed. Each is of another size than the one before, some have channels that stand out by far, so
-/// that codes of others are below the normal numbers, and one is zeros.
+/// Returns packed random tokens.
+///
+/// Their magnitude changes from token to token. Some have an outlier channel, which makes the codes
+/// of other channels subnormal. Some are all zeros.
 fn packed(noise: &mut Noise, format: KvFormat, tokens: usize, head_dim: usize) -> Vec<u32> {
     let place = place(format, tokens, head_dim);
     let mut rows = noise.take(tokens * head_dim);
@@ -51,14 +53,14 @@ fn place(format: KvFormat, tokens: usize, head_dim: usize) -> PackedPlace {
     PackedPlace { spec, head_dim, tokens }
 }
 
-/// The rows of a run in f64.
+/// Returns the restored rows of a run in f64.
 fn restored(run: &PackedRun<'_>) -> Vec<f64> {
     let mut all = vec![];
     run.restored_tiles(|_, rows| all.extend(rows.iter().copied().map(f64::from)));
     all
 }
 
-/// Asserts that sums are as near to those in f64 as their terms allow.
+/// Asserts that `got` is as near to the sum of `terms` as rounding in f32 allows.
 fn near(what: &str, got: f32, terms: impl Iterator<Item = f64>) {
     let (mut sum, mut size) = (0.0, 0.0);
     for term in terms {
@@ -66,7 +68,7 @@ fn near(what: &str, got: f32, terms: impl Iterator<Item = f64>) {
         size += term.abs();
     }
     let error = (f64::from(got) - sum).abs();
-    assert!(error <= 3e-6 * size, "{what}: {got} is not {sum}, of terms of {size}");
+    assert!(error <= 3e-6 * size, "{what}: {got}, not {sum}; magnitudes sum to {size}");
 }
 
 fn check<F: Scaled>(format: KvFormat) {
@@ -88,7 +90,7 @@ fn check<F: Scaled>(format: KvFormat) {
             let place = place(format, room, head_dim);
             let run = PackedRun { words: &words, place, tokens, skipped: 0 };
             let (count, rows) = (run.tokens.len(), restored(&run));
-            // Rows of scores may be longer than what is written of them.
+            // Rows of scores may be longer than the run.
             let n = count + 3;
             let query = noise.take(n_rows * head_dim);
             let mut scores = vec![f32::NAN; n_rows * n];
@@ -120,7 +122,7 @@ fn check<F: Scaled>(format: KvFormat) {
 }
 
 #[test]
-fn sums_are_those_of_restored_rows() {
+fn sums_over_codes_equal_sums_over_restored_rows() {
     check::<Int8>(KvFormat::Int8);
     check::<E4m3>(KvFormat::E4m3);
     check::<E5m2>(KvFormat::E5m2);
@@ -129,9 +131,10 @@ fn sums_are_those_of_restored_rows() {
     check::<Mxfp4>(KvFormat::Mxfp4);
 }
 
-/// What is too large to be multiplied with a power of two is not: neither queries, nor weights, nor scales.
+/// Queries, weights and scales above [`LARGEST`] take the path over restored rows, where no product
+/// overflows.
 #[test]
-fn large_numbers_go_the_other_way() {
+fn large_numbers_use_restored_rows() {
     let head_dim = 64;
     let mut noise = Noise(12);
     let words = packed(&mut noise, KvFormat::E4m3Blocks, 20, head_dim);

@@ -1,4 +1,4 @@
-//! Weighted sums of values: lanes are words of codes, of one token or of several short ones.
+//! Weighted sums of values. Lanes are words of codes, of one token or of several short tokens.
 
 use core::arch::x86_64::*;
 
@@ -8,13 +8,14 @@ use super::{
 };
 use crate::formats::flex::PackedRun;
 
-/// Groups whose scales are multiplied with weights at a time.
+/// Groups whose scales are multiplied by weights at a time.
 const TILE: usize = 512;
 
-/// Factors of the groups of some tokens, for each row: weight times scale. Behind them are as many as may be read
-/// beyond the last.
+/// Factors of the groups of a tile of tokens, for each row: weight times scale. They are padded, as
+/// up to a quad may be read from the last factor on.
 type Factors<const ROWS: usize> = [[f32; TILE + QUAD]; ROWS];
 
+/// Computes [`add`](super::add) for `ROWS` rows.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) fn add_rows<F: Scaled, const CODES: usize, const ROWS: usize>(
     values: &PackedRun<'_>,
@@ -24,7 +25,7 @@ pub(super) fn add_rows<F: Scaled, const CODES: usize, const ROWS: usize>(
 ) {
     let (tokens, rows) = (&values.tokens, Rows::new(values));
     let words = rows.width / size_of::<u32>();
-    // Tokens of a vector.
+    // Tokens that share a vector.
     let together = if LANES.is_multiple_of(words) { LANES / words } else { 1 };
     assert!(rows.groups <= MAX_GROUPS && words * per_word::<CODES>() == rows.head_dim);
     assert!(tokens.end * rows.width <= rows.codes.len());
@@ -59,7 +60,7 @@ pub(super) fn add_rows<F: Scaled, const CODES: usize, const ROWS: usize>(
             for part in 0..per_word::<CODES>() / PART {
                 let run = Run { rows: &rows, start, count, together, words, word, part };
                 match rows.group_words >= LANES {
-                    // SAFETY: the tokens are in the slice, and the rows have their channels, as asserted.
+                    // SAFETY: the slice has the tokens and the rows their channels, as asserted.
                     true => unsafe { run.add::<CODES, ROWS, false>(&factors, o) },
                     // SAFETY: as above.
                     false => unsafe { run.add::<CODES, ROWS, true>(&factors, o) },
@@ -69,7 +70,7 @@ pub(super) fn add_rows<F: Scaled, const CODES: usize, const ROWS: usize>(
     }
 }
 
-/// Weights times the scales of their tokens' groups.
+/// Multiplies weights by the scales of their tokens' groups.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn scaled<const GROUPS: usize>(weights: &[f32], scales: &[f32], factors: &mut [f32]) {
@@ -82,23 +83,26 @@ fn scaled<const GROUPS: usize>(weights: &[f32], scales: &[f32], factors: &mut [f
     }
 }
 
-/// Some words of consecutive tokens.
+/// Consecutive tokens, and the words of them that a vector holds.
 struct Run<'a> {
     rows: &'a Rows<'a>,
-    /// The first token, and how many.
+    /// The first token.
     start: usize,
+    /// Number of tokens.
     count: usize,
-    /// Tokens of a vector, of as many words each; of more words than lanes, those from `word` on.
+    /// Tokens that share a vector.
     together: usize,
+    /// Words of a token.
     words: usize,
+    /// The first word of a token in the vector, for tokens of more words than lanes.
     word: usize,
-    /// Which four codes of each word.
+    /// The part of each word's codes, as in [`numbers`].
     part: usize,
 }
 
 impl Run<'_> {
-    /// Adds the products of the tokens with their factors to the rows of `o`. `SPLIT` says whether a vector may have
-    /// words of several groups.
+    /// Adds the products of the tokens with their factors to the rows of `o`. `SPLIT` is true if a
+    /// vector may have words of several groups.
     ///
     /// # Safety
     /// The slice of codes must have the tokens, and each row of `o` their channels.
@@ -110,7 +114,7 @@ impl Run<'_> {
         o: &mut [f32],
     ) {
         let Self { rows, start, count, together, words, word, part } = *self;
-        // Words of a token in this vector.
+        // Words of each token in this vector.
         let taken = LANES.min(words - word);
         let first_group = word / rows.group_words;
         let mut groups = [0; LANES];
@@ -127,7 +131,7 @@ impl Run<'_> {
                 rows.prefetch(start + t, together);
             }
             debug_assert!(at + mask.count_ones() as usize * size_of::<u32>() <= rows.codes.len());
-            // SAFETY: the mask leaves out what is not of these tokens, which the slice has.
+            // SAFETY: the slice has these tokens, and the mask excludes all words after them.
             let codes =
                 unsafe { _mm512_maskz_loadu_epi32(mask, rows.codes.as_ptr().add(at).cast()) };
             let numbers = numbers::<CODES>(codes, part);
