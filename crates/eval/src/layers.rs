@@ -8,30 +8,10 @@ use kv_cubecl::{
     quantize, quantize_side,
 };
 use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig, ids_to_tensor, spans::PHASE};
-use serde::Serialize;
 use tracing::trace_span;
 
+pub use crate::run::LayerError;
 use crate::{Error, Plan, Result, Run, ids};
-
-/// Errors of one layer, over the tokens that its cache holds quantized at the end of the sequence.
-/// All are 0 if it holds none.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct LayerError {
-    /// The layer, counted from 0.
-    pub layer: usize,
-    /// `rms(restored - key) / rms(key)`.
-    pub key_error: f64,
-    /// `rms(restored - value) / rms(value)`.
-    pub value_error: f64,
-    /// Error of the attention output of all tokens, compared with that of a float cache for the
-    /// same queries, keys and values.
-    pub output_error: f64,
-    /// Share of quantized elements outside the range of the codes, which is a little too small
-    /// where scale and minimum were rounded to f16.
-    pub clipped: f64,
-    /// Share of groups with scale 0: all of their elements are restored to one value.
-    pub constant: f64,
-}
 
 /// Quantization error of one tensor, as sums and counts that can be added up.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -13,14 +13,16 @@ mod perplexity;
 mod plan;
 pub mod planner;
 mod report;
+mod run;
 mod score;
 pub mod search;
 mod twin;
 pub mod world;
 
 pub use error::{Error, Result};
-pub use layers::{LayerError, layer_errors};
+pub use layers::layer_errors;
 pub use perplexity::{Progress, evaluate};
 pub use plan::{Mode, Plan};
-pub use report::{PositionNll, Report, Run, Versions, device_name};
+pub use report::{Report, Versions, device_name};
+pub use run::{LayerError, PositionNll, Run};
 pub use twin::{LayerCounters, SideCounters, Twin, TwinLayer, TwinStep, twin};

@@ -14,84 +14,7 @@ use kv_report::{
 };
 use serde::Serialize;
 
-use crate::{LayerError, Mode, Result};
-
-/// Mean loss of some positions of the windows. A position is the number of tokens the model has
-/// seen, and with them its cache holds, when it predicts.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct PositionNll {
-    /// First position.
-    pub start: usize,
-    /// Position after the last.
-    pub end: usize,
-    /// Mean negative log-likelihood, nats per token.
-    pub nll: f64,
-    /// Tokens it is the mean of, all windows together.
-    pub tokens: usize,
-}
-
-/// The results of one cache over the whole text.
-#[derive(Clone, Debug, Serialize)]
-pub struct Run {
-    /// The model's name; empty before [`Report::add`].
-    pub model: String,
-    /// The cache's short name.
-    pub cache: String,
-    /// The passes of tokens through the model.
-    pub mode: Mode,
-    /// The type of the model's weights, in which it computes.
-    pub dtype: WeightDtype,
-    /// Bytes of the model's weights.
-    pub weight_bytes: usize,
-    /// `exp(nll)`.
-    pub perplexity: f64,
-    /// Mean negative log-likelihood, nats per token.
-    pub nll: f64,
-    /// Standard error of `nll`, taking tokens as independent.
-    pub nll_stderr: f64,
-    /// Mean of each token's `nll` less that of the same token in the float run.
-    pub nll_excess: f64,
-    /// Standard error of `nll_excess`, computed from blocks of tokens, because neighboring tokens
-    /// are not independent.
-    pub nll_excess_stderr: f64,
-    /// `nll` in bits, per byte of text rather than per token; `None` before [`Report::add`] and
-    /// where the report does not know the text's bytes.
-    pub bits_per_byte: Option<f64>,
-    /// Mean divergence of the next-token distribution from the float run's, nats.
-    pub kl_mean: f64,
-    /// The divergence that 99.9% of tokens do not exceed, nats.
-    pub kl_p999: f64,
-    /// Share of tokens for which the most likely token is the float run's.
-    pub same_top: f64,
-    /// Tokens scored.
-    pub tokens: usize,
-    /// Seconds in the model and its head; computing the divergence is not counted.
-    pub seconds: f64,
-    /// Bytes the cache of one window allocates, all layers.
-    pub cache_bytes: usize,
-    /// Bytes a cache that quantizes nothing allocates with the same capacity and float type.
-    pub float_cache_bytes: usize,
-    /// Tokens in the cache when it quantizes the first of them; `None` if it never does within a
-    /// window.
-    pub first_quantized: Option<usize>,
-    /// Loss by position, ascending.
-    pub position_nll: Vec<PositionNll>,
-    /// Error by layer; empty where it was not measured.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub layers: Vec<LayerError>,
-}
-
-impl Run {
-    /// Scored tokens per second.
-    pub fn tokens_per_second(&self) -> f64 {
-        self.tokens as f64 / self.seconds
-    }
-
-    /// Set for the baseline run of its model.
-    fn is_float(&self) -> bool {
-        self.cache == "float"
-    }
-}
+use crate::{LayerError, Result, Run};
 
 /// Versions of the software that computed the numbers.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -432,12 +355,6 @@ impl Report {
             vertical_marks: starts.into_iter().map(mark).collect(),
             ..Chart::default()
         }
-    }
-}
-
-impl PositionNll {
-    fn middle(&self) -> f64 {
-        (self.start + self.end - 1) as f64 / 2.0
     }
 }
 

@@ -244,12 +244,9 @@ impl Twin {
         let sum: f64 = self.steps.iter().map(|step| f64::from(step.kl)).sum();
         sum / self.steps.len() as f64
     }
-}
 
-impl fmt::Display for Twin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let n = self.steps.len();
-        writeln!(f, "{} beside float, {n} steps", self.cache)?;
+    /// The layers as a table, with a row for each side.
+    fn table(&self) -> Table {
         let mut table = Table::new([
             "layer",
             "mean",
@@ -296,7 +293,15 @@ impl fmt::Display for Twin {
                 row = vec![String::new(); 4];
             }
         }
-        writeln!(f, "{table}")?;
+        table
+    }
+}
+
+impl fmt::Display for Twin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let n = self.steps.len();
+        writeln!(f, "{} beside float, {n} steps", self.cache)?;
+        writeln!(f, "{}", self.table())?;
         let same = self.steps.iter().filter(|step| step.same_top).count();
         let largest = self.steps.iter().max_by(|a, b| a.kl.total_cmp(&b.kl));
         let largest = largest.map_or((0.0, 0), |step| (step.kl, step.token));

@@ -85,28 +85,8 @@ pub fn time_decode<T: Target>(
     samples: usize,
     mut progress: impl FnMut(usize),
 ) -> Result<Vec<DecodePoint>> {
-    size::check_samples("samples", samples)?;
+    check_decode(device, subjects, contexts, samples)?;
     let steps = timed_steps(samples);
-    let ascend = |a: &usize, b: &usize| a.checked_add(steps).is_some_and(|end| end <= *b);
-    if contexts.first() == Some(&0) || !contexts.is_sorted_by(ascend) {
-        let rule =
-            format!("must be above 0 and ascend by at least the {steps} steps timed at each");
-        return Err(Error::plan("contexts", format!("{contexts:?}"), rule));
-    }
-    if subjects.iter().any(|subject| subject.recorded) && !DecodeGraph::is_supported(device) {
-        return Err(not_recorded::<T>());
-    }
-    let shortest = contexts.first().copied().unwrap_or(0);
-    for &DecodeSubject { batch, recorded, .. } in subjects {
-        if batch == 0 || batch > shortest {
-            let rule = format!("must be from 1 to the shortest context, {shortest}");
-            return Err(Error::plan("batch", batch, rule));
-        }
-        if recorded && batch > 1 {
-            let rule = "must be 1 for recorded steps: sequences are of different lengths";
-            return Err(Error::plan("batch", batch, rule));
-        }
-    }
     let capacity = contexts.last().map_or(1, |last| last.saturating_add(steps));
     let mut filled = Vec::with_capacity(subjects.len());
     let mut readers = Vec::with_capacity(subjects.len());
@@ -147,6 +127,37 @@ pub fn time_decode<T: Target>(
         }
     }
     Ok(points)
+}
+
+fn check_decode<T: Target>(
+    device: &On<T>,
+    subjects: &[DecodeSubject],
+    contexts: &[usize],
+    samples: usize,
+) -> Result<()> {
+    size::check_samples("samples", samples)?;
+    let steps = timed_steps(samples);
+    let ascend = |a: &usize, b: &usize| a.checked_add(steps).is_some_and(|end| end <= *b);
+    if contexts.first() == Some(&0) || !contexts.is_sorted_by(ascend) {
+        let rule =
+            format!("must be above 0 and ascend by at least the {steps} steps timed at each");
+        return Err(Error::plan("contexts", format!("{contexts:?}"), rule));
+    }
+    if subjects.iter().any(|subject| subject.recorded) && !DecodeGraph::is_supported(device) {
+        return Err(not_recorded::<T>());
+    }
+    let shortest = contexts.first().copied().unwrap_or(0);
+    for &DecodeSubject { batch, recorded, .. } in subjects {
+        if batch == 0 || batch > shortest {
+            let rule = format!("must be from 1 to the shortest context, {shortest}");
+            return Err(Error::plan("batch", batch, rule));
+        }
+        if recorded && batch > 1 {
+            let rule = "must be 1 for recorded steps: sequences are of different lengths";
+            return Err(Error::plan("batch", batch, rule));
+        }
+    }
+    Ok(())
 }
 
 /// A prompt passed into an empty cache.

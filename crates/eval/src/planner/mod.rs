@@ -225,35 +225,10 @@ pub fn plan(subject: &Subject, request: &Request) -> Result<MemoryPlan> {
     let mut notes = subject.notes.clone();
     let (weights, rows) = match &subject.kind {
         Kind::Caches(outline, counted) => {
-            let caches = match caches.is_empty() {
-                true => {
-                    let own = outline.cache.clone();
-                    own.into_iter().chain(formats().into_iter().map(Into::into)).collect()
-                }
-                false => caches
-                    .iter()
-                    .map(|name| Ok(ModelCacheConfig::find(name)?))
-                    .collect::<Result<Vec<ModelCacheConfig>>>()?,
-            };
-            if !request.caches.is_empty() {
-                notes.extend(caches.iter().filter_map(|cache| cache.note(&outline.spec)));
-                notes.extend(caches.iter().filter_map(|cache| cache.in_full(&outline.spec)));
-            }
-            let planned = outline.planned();
-            let row = |cache: &ModelCacheConfig| asked.row(&planned, cache, *counted);
-            let weights = counted.then(|| outline.weights.by_type.clone());
-            (weights, caches.iter().map(row).collect())
+            let rows = asked.rows(outline, caches, *counted, &mut notes)?;
+            (counted.then(|| outline.weights.by_type.clone()), rows)
         }
-        Kind::Formula(formula) => {
-            let formats = match caches.is_empty() {
-                true => formula.formats.iter().collect(),
-                false => {
-                    caches.iter().map(|name| formula.format(name)).collect::<Result<Vec<_>>>()?
-                }
-            };
-            let row = |format: &&Format| asked.formula_row(formula, format);
-            (None, formats.iter().map(row).collect::<Result<Vec<_>>>()?)
-        }
+        Kind::Formula(formula) => (None, asked.formula_rows(formula, caches)?),
     };
     if weights.is_none() {
         let of =
@@ -286,6 +261,41 @@ struct Asked<'a> {
 impl Asked<'_> {
     fn per_token(&self, cache: u64) -> f64 {
         cache as f64 / self.context as f64 / self.batch as f64
+    }
+
+    /// Plans for the caches of these `names`, or for the model's own cache and all formats. Adds
+    /// notes on caches that were named.
+    fn rows(
+        &self,
+        outline: &ModelOutline,
+        names: &[String],
+        counted: bool,
+        notes: &mut Vec<String>,
+    ) -> Result<Vec<Row>> {
+        let caches: Vec<ModelCacheConfig> = match names {
+            [] => {
+                let own = outline.cache.clone();
+                own.into_iter().chain(formats().into_iter().map(Into::into)).collect()
+            }
+            _ => {
+                let find = |name: &String| ModelCacheConfig::find(name);
+                let caches = names.iter().map(find).collect::<Result<Vec<_>, _>>()?;
+                notes.extend(caches.iter().filter_map(|cache| cache.note(&outline.spec)));
+                notes.extend(caches.iter().filter_map(|cache| cache.in_full(&outline.spec)));
+                caches
+            }
+        };
+        let planned = outline.planned();
+        Ok(caches.iter().map(|cache| self.row(&planned, cache, counted)).collect())
+    }
+
+    /// Plans for the formats of these `names`, or for all of the formula's.
+    fn formula_rows(&self, formula: &Formula, names: &[String]) -> Result<Vec<Row>> {
+        if names.is_empty() {
+            return formula.formats.iter().map(|it| self.formula_row(formula, it)).collect();
+        }
+        let formats = names.iter().map(|name| formula.format(name)).collect::<Result<Vec<_>>>()?;
+        formats.into_iter().map(|format| self.formula_row(formula, format)).collect()
     }
 
     fn row(&self, planned: &Planned<'_>, cache: &ModelCacheConfig, counted: bool) -> Row {

@@ -180,6 +180,42 @@ impl SearchPlan {
         Some(cache.into())
     }
 
+    /// The policy with one choice of one cell, and the rest in float.
+    fn single(&self, n_cells: usize, cell: usize, choice: usize) -> ModelCacheConfig {
+        let mut assignment = vec![0; n_cells];
+        assignment[cell] = choice;
+        self.policy(&assignment)
+    }
+
+    /// Returns the bytes of the float cache, and for each cell the bytes of every choice; costs are
+    /// not known yet.
+    fn cells(&self, spec: &ModelSpec) -> Result<(usize, Vec<Vec<Choice>>)> {
+        let n_cells = 2 * spec.layers.len();
+        let (float_bytes, of_layers) = bytes(spec, &self.policy(&vec![0; n_cells]))?;
+        // What a choice saves is the same whatever the other side of the layer is.
+        let mut cells: Vec<Vec<Choice>> = of_layers
+            .iter()
+            .flat_map(|&layer| [layer / 2, layer.div_ceil(2)])
+            .map(|bytes| vec![Choice { bytes, cost: 0.0 }; self.choices().len()])
+            .collect();
+        for (cell, of_cell) in cells.iter_mut().enumerate() {
+            for (choice, at) in of_cell.iter_mut().enumerate().skip(1) {
+                let (all, _) = bytes(spec, &self.single(n_cells, cell, choice))?;
+                at.bytes = (at.bytes + all).saturating_sub(float_bytes);
+            }
+        }
+        let fewest: usize =
+            cells.iter().map(|of| of.iter().map(|at| at.bytes).min().unwrap_or(0)).sum();
+        if fewest > self.bytes {
+            let rule = format!(
+                "a cache of {} tokens in these formats takes at least {fewest} bytes",
+                self.base.capacity
+            );
+            return Err(Error::plan("bytes", self.bytes, rule));
+        }
+        Ok((float_bytes, cells))
+    }
+
     fn check(&self, model: &LanguageModel) -> Result<()> {
         if !self.formats.iter().any(|format| format.is_quantized()) {
             return Err(Error::plan("format", "none", "needs one to choose beside float"));
@@ -216,34 +252,7 @@ pub fn search<T: Target>(
     plan.check(model)?;
     let spec = model.spec();
     let (choices, n_cells) = (plan.choices(), 2 * spec.layers.len());
-    let single = |cell: usize, choice: usize| {
-        let mut assignment = vec![0; n_cells];
-        assignment[cell] = choice;
-        assignment
-    };
-    let (float_bytes, of_layers) = bytes(spec, &plan.policy(&vec![0; n_cells]))?;
-    // What a choice saves is the same whatever the other side of the layer is.
-    let mut cells: Vec<Vec<Choice>> = of_layers
-        .iter()
-        .flat_map(|&layer| [layer / 2, layer.div_ceil(2)])
-        .map(|bytes| vec![Choice { bytes, cost: 0.0 }; choices.len()])
-        .collect();
-    for (cell, of_cell) in cells.iter_mut().enumerate() {
-        for (choice, at) in of_cell.iter_mut().enumerate().skip(1) {
-            let (all, _) = bytes(spec, &plan.policy(&single(cell, choice)))?;
-            at.bytes = (at.bytes + all).saturating_sub(float_bytes);
-        }
-    }
-    let fewest: usize =
-        cells.iter().map(|of| of.iter().map(|at| at.bytes).min().unwrap_or(0)).sum();
-    if fewest > plan.bytes {
-        let rule = format!(
-            "a cache of {} tokens in these formats takes at least {fewest} bytes",
-            plan.base.capacity
-        );
-        return Err(Error::plan("bytes", plan.bytes, rule));
-    }
-
+    let (float_bytes, mut cells) = plan.cells(spec)?;
     let parts: Vec<(usize, usize)> = (0..n_cells)
         .flat_map(|cell| (1..choices.len()).map(move |choice| (cell, choice)))
         .collect();
@@ -259,43 +268,28 @@ pub fn search<T: Target>(
         done += 1;
         progress(SearchProgress { done, of })
     };
-    let policies: Vec<_> = parts
-        .iter()
-        .map(|&(cell, choice)| plan.policy(&single(cell, choice)))
-        .chain(others.iter().cloned())
-        .collect();
+    let single = |&(cell, choice): &(usize, usize)| plan.single(n_cells, cell, choice);
+    let policies: Vec<_> = parts.iter().map(single).chain(others.iter().cloned()).collect();
     let (_, mut scores) = measure(device, model, &plan.seen, &policies, &mut step)?;
     let mut others: Vec<_> = others.into_iter().zip(scores.split_off(parts.len())).collect();
     others.sort_by(|(_, a), (_, b)| a.kl.total_cmp(&b.kl));
-    let mut sensitivities = vec![];
-    for (&(cell, choice), score) in parts.iter().zip(scores) {
-        // What seems to be gained is noise, and would be saved for nothing.
-        cells[cell][choice].cost = score.kl.max(0.0);
-        let (layer, side) = (cell / 2, Side::BOTH[cell % 2]);
-        sensitivities.push(Sensitivity { layer, side, format: choices[choice], score });
-    }
+    let sensitivities = sensitivities(&parts, scores, &choices, &mut cells);
 
-    let chosen = fitting(plan, spec, &cells)?;
-    let policy = plan.policy(&chosen).with_name(&plan.name)?;
-    let mut caches = vec![policy.clone()];
-    caches.extend(uniform);
-    caches.extend(others.iter().take(BEST).map(|(cache, _)| cache.clone()));
+    let policy = plan.policy(&fitting(plan, spec, &cells)?).with_name(&plan.name)?;
+    let best = others.iter().take(BEST).map(|(cache, _)| cache.clone());
+    let caches: Vec<_> = [policy.clone()].into_iter().chain(uniform).chain(best).collect();
     let (float_seen, seen) = measure(device, model, &plan.seen, &caches, &mut step)?;
     let (float_unseen, unseen) = measure(device, model, &plan.unseen, &caches, &mut step)?;
-    let measured = caches.iter().zip(seen).zip(unseen).map(|((cache, seen), unseen)| {
+    let scores = seen.into_iter().zip(unseen);
+    let measured = caches.iter().zip(scores).map(|(cache, (seen, unseen))| {
         let (bytes, _) = bytes(spec, cache)?;
         Ok(Measured { cache: cache.to_string(), bytes, seen, unseen })
     });
     let measured = measured.collect::<Result<_>>()?;
     let alike = others.iter().map(|(cache, seen)| {
-        let (bytes, _) = bytes(spec, cache)?;
-        Ok(Alike { cache: cache.to_string(), bytes, seen: *seen })
+        Ok(Alike { cache: cache.to_string(), bytes: bytes(spec, cache)?.0, seen: *seen })
     });
     let alike = alike.collect::<Result<_>>()?;
-    let predicted = |assignment: &Assignment| {
-        let Choice { bytes, cost } = front::sum(&cells, assignment);
-        Predicted { bytes, kl: cost }
-    };
     Ok(Found {
         policy,
         bytes: plan.bytes,
@@ -303,10 +297,35 @@ pub fn search<T: Target>(
         float_bytes,
         float: [float_seen, float_unseen],
         sensitivities,
-        front: front::front(&cells).iter().map(predicted).collect(),
+        front: predicted(&cells),
         alike,
         measured,
     })
+}
+
+/// Sets the cost of each part, a choice of a cell, to its score.
+fn sensitivities(
+    parts: &[(usize, usize)],
+    scores: Vec<Score>,
+    choices: &[KvFormat],
+    cells: &mut [Vec<Choice>],
+) -> Vec<Sensitivity> {
+    let sensitivity = |(&(cell, choice), score): (&(usize, usize), Score)| {
+        // An apparent gain is noise, and the search must not save bytes for it.
+        cells[cell][choice].cost = score.kl.max(0.0);
+        let (layer, side) = (cell / 2, Side::BOTH[cell % 2]);
+        Sensitivity { layer, side, format: choices[choice], score }
+    };
+    parts.iter().zip(scores).map(sensitivity).collect()
+}
+
+/// The policies of the front of `cells`.
+fn predicted(cells: &[Vec<Choice>]) -> Vec<Predicted> {
+    let predicted = |assignment: &Assignment| {
+        let Choice { bytes, cost } = front::sum(cells, assignment);
+        Predicted { bytes, kl: cost }
+    };
+    front::front(cells).iter().map(predicted).collect()
 }
 
 /// The best assignment whose policy, allocated as a whole, takes no more bytes than are allowed.

@@ -3,32 +3,27 @@
 mod frames;
 mod llm;
 mod models;
+mod output;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use indicatif::ProgressBar;
-use kv_cli::{Backend, NamedFiles, OutFile, Plain, Screen, dispatch};
+use kv_cli::{NamedFiles, Plain, dispatch};
 use kv_cubecl::{On, Target};
 use kv_eval::bench::{
-    AttentionPlan, Timing, codec_bytes, copy_bandwidth, time_append, time_codec,
-    time_decode_attention,
+    AttentionPlan, Timing, codec_bytes, time_append, time_codec, time_decode_attention,
 };
-use kv_report::{
-    Table,
-    chart::{Chart, Series, Style},
-};
-use serde::Serialize;
+use kv_report::Table;
 
 use self::{
     frames::{FramesArgs, frames},
     llm::{LlmArgs, llm},
     models::{DecodeArgs, PrefillArgs, decode, prefill},
+    output::{Common, Sinks, by_context, check_memory, us},
 };
 use crate::{
     arguments::{NamedCache, layer_caches, policies},
-    common::{self},
-    json::write_json,
     profile::{Profile, ProfileArgs},
 };
 
@@ -63,20 +58,6 @@ enum Bench {
     Frames(FramesArgs),
     /// Quantizing and restoring whole tensors.
     Quantize(CodecArgs),
-}
-
-/// Arguments shared by all benchmarks.
-#[derive(Debug, clap::Args)]
-struct Common {
-    /// Where to run.
-    #[arg(long, value_enum, default_value = "flex")]
-    backend: Backend,
-    /// Samples; the median counts.
-    #[arg(long, default_value_t = 21)]
-    samples: usize,
-    /// Write the points here as JSON; with -, to standard output, and the table to standard error.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
 }
 
 /// One layer's caches, and the lengths they are timed at.
@@ -151,17 +132,6 @@ pub(crate) struct CodecArgs {
     group_size: usize,
 }
 
-/// The JSON report of a benchmark.
-#[derive(Serialize)]
-struct Output<'a, P> {
-    command: Vec<String>,
-    target: &'static str,
-    device: String,
-    /// Bytes copied per second, each read once and written once.
-    copy_bandwidth: f64,
-    points: &'a [P],
-}
-
 impl Bench {
     /// The files that it reads and writes.
     fn files(&self) -> NamedFiles<'_> {
@@ -200,65 +170,6 @@ pub(crate) fn run(Args { bench, profile }: &Args) -> Result<()> {
         Bench::Llm(args) => dispatch!(args.backend(), Plain, llm(args, to)),
     }?;
     profile.finish()
-}
-
-/// Bytes of each buffer that is copied to measure the bandwidth: more than processors' caches hold,
-/// and within the size of a buffer that WebGPU lets a kernel bind.
-const COPIED: usize = 128 << 20;
-
-/// Checks that a benchmark's tensors fit into memory, before they are allocated.
-fn check_memory<T: Target>(needed: u64, device: &On<T>) -> Result<()> {
-    let copied = if T::NAME == "flex" { 2 * COPIED as u64 } else { 0 };
-    common::check_memory(needed, copied, device, "time a smaller shape")
-}
-
-/// Where a benchmark's results go.
-struct Sinks {
-    screen: Screen,
-    json: Option<OutFile>,
-    plot: Option<OutFile>,
-}
-
-impl Sinks {
-    /// Opens the outputs, so that a file that cannot be written is reported before the measurement.
-    fn open(json: Option<&Path>, plot: Option<&Path>) -> Result<Self> {
-        let screen = Screen::beside([json, plot]);
-        let open = |name, path: Option<&Path>| path.map(|path| OutFile::open(name, path));
-        let (json, plot) = (open("json", json).transpose()?, open("plot", plot).transpose()?);
-        Ok(Self { screen, json, plot })
-    }
-
-    /// Prints what is timed, then measures and prints the copy bandwidth.
-    fn start<T: Target>(&self, device: &On<T>, what: &str) -> Result<f64> {
-        self.screen.line(what)?;
-        let copied = copy_bandwidth(device, COPIED, 9)?;
-        let rate = format!("{} copies {:.1} GB/s", T::NAME, copied / 1e9);
-        self.screen.line(format_args!("{rate}: it reads that much and writes as much"))?;
-        Ok(copied)
-    }
-
-    /// Prints the table and writes what was asked for. If a file cannot be written, the error is
-    /// returned after the rest was written.
-    fn finish<T: Target, P: Serialize>(
-        self,
-        device: &On<T>,
-        copy_bandwidth: f64,
-        table: &Table,
-        chart: Option<&Chart>,
-        points: &[P],
-    ) -> Result<()> {
-        let (command, device) = (std::env::args().collect(), format!("{:?}", **device));
-        let output = Output { command, target: T::NAME, device, copy_bandwidth, points };
-        let json = self.json.map_or(Ok(()), |file| write_json(file, &output));
-        let plot = match (self.plot, chart) {
-            (Some(file), Some(chart)) => {
-                chart.svg().map_err(Into::into).and_then(|svg| file.write(svg.as_bytes()))
-            }
-            _ => Ok(()),
-        };
-        self.screen.print(table)?;
-        json.and(plot)
-    }
 }
 
 fn attention<T: Target>(args: &AttentionArgs, profile: &mut Profile) -> Result<()> {
@@ -395,27 +306,4 @@ impl LayerArgs {
         let Self { batch, heads, kv_heads, head_dim, .. } = self;
         format!("batch {batch}, {heads} query heads on {kv_heads} of {head_dim}")
     }
-}
-
-/// A line per cache over the context length.
-fn by_context(
-    title: String,
-    y_label: &str,
-    log_y: bool,
-    points: impl Iterator<Item = (String, usize, f64)>,
-) -> Chart {
-    let mut series: Vec<Series> = Vec::new();
-    for (name, context, y) in points {
-        let point = (context as f64, y);
-        match series.iter_mut().find(|series| series.name == name) {
-            Some(series) => series.points.push(point),
-            None => series.push(Series::new(name, vec![point], Style::LinePoints)),
-        }
-    }
-    let (x_label, y_label) = ("tokens in the cache".to_string(), y_label.to_string());
-    Chart { title, x_label, y_label, log_x: true, log_y, series, ..Chart::default() }
-}
-
-fn us(seconds: f64) -> String {
-    format!("{:.1}", seconds * 1e6)
 }

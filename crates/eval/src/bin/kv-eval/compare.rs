@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
+use burn::tensor::Device;
 use kv_cli::{
     Backend, NamedFiles, Plain, dispatch, error_line, exit_on_interrupt, note, open_folder,
 };
@@ -88,17 +89,12 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         },
     };
     let output = Output::open(&args.json, report)?;
-    let load = |named: &Option<PathBuf>, model: &BuiltIn| {
-        let read = |path: &Path| source::read(path, &device, LoadOptions::default());
-        built_in::load(named.as_deref(), model, read)
-    };
-    let mut base = load(&args.base, &AUSTEN)?;
-    let mut tuned = load(&args.tuned, &AUSTEN_K2V2_GFLUSH)?;
-    // Name the models by their folders, because both files may give the name of the original model.
-    let paths = [args.base_path(), args.tuned_path()];
-    (base.name, tuned.name) = names(paths[0], paths[1]);
+    let [base, tuned] = args.models(&device)?;
     let Some(own) = &tuned.cache else {
-        bail!("tuned {}: has no {KV_CACHE_FILE}, which names its cache", paths[1].display());
+        bail!(
+            "tuned {}: has no {KV_CACHE_FILE}, which names its cache",
+            args.tuned_path().display()
+        );
     };
     let ids_of = |source: &Source| match &args.text {
         Some(text) => read_ids(text, &source.tokenizer, Some(args.tokens)),
@@ -126,13 +122,10 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         Plan::new(&source.model, Mode::Parallel, caches, ids.clone(), window, tokens)?
             .with_bos(&source.model, bos)
     };
+    let (of_base, of_tuned) = (plan(&base, of_base)?, plan(&tuned, vec![own.clone()])?);
     let jobs = [
-        Job { model: &base.model, name: base.name.clone(), plan: plan(&base, of_base)? },
-        Job {
-            model: &tuned.model,
-            name: tuned.name.clone(),
-            plan: plan(&tuned, vec![own.clone()])?,
-        },
+        Job { model: &base.model, name: base.name.clone(), plan: of_base },
+        Job { model: &tuned.model, name: tuned.name.clone(), plan: of_tuned },
     ];
     let bos = bos.and_then(|bos| base.tokenizer.id_to_token(bos));
     let notes = [&base.notes[..], &tuned.notes].concat();
@@ -145,6 +138,19 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
 }
 
 impl Args {
+    /// Loads the two models.
+    fn models(&self, device: &Device) -> Result<[Source; 2]> {
+        let load = |named: &Option<PathBuf>, model: &BuiltIn| {
+            let read = |path: &Path| source::read(path, device, LoadOptions::default());
+            built_in::load(named.as_deref(), model, read)
+        };
+        let mut base = load(&self.base, &AUSTEN)?;
+        let mut tuned = load(&self.tuned, &AUSTEN_K2V2_GFLUSH)?;
+        // Their folders name them, because both files may give the name of the original model.
+        (base.name, tuned.name) = names(self.base_path(), self.tuned_path());
+        Ok([base, tuned])
+    }
+
     fn base_path(&self) -> &Path {
         self.base.as_deref().unwrap_or(Path::new(AUSTEN.name))
     }

@@ -1,24 +1,23 @@
 //! `kv-eval generate`: continues a text, or holds a conversation with a model.
 
 use std::{
-    fs,
-    io::{self, BufRead, IsTerminal},
+    collections::BTreeSet,
+    fs, io,
     path::{Path, PathBuf},
     process::exit,
-    sync::mpsc,
-    thread,
 };
 
 use anyhow::{Context, Result, bail};
-use kv_cli::{INTERRUPTED, OutFile, Plain, Screen, dispatch, note};
+use kv_cli::{INTERRUPTED, OutFile, Plain, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{
-    ChatTemplate, Checkpoints, GenerateOptions, ModelCacheConfig, Sampler, Sampling, SavedCache,
-    Tokenizer, chat::Message, generate::StopStrings,
+    ChatTemplate, Checkpoints, GenerateOptions, LanguageModel, ModelCacheConfig, Sampler, Sampling,
+    SavedCache, Tokenizer, chat::Message, generate::StopStrings,
 };
 
 use crate::{
     common::{BosArgs, ModelArgs, StepArgs, Weights, note_policies},
+    generate_conversation::{CONVERSATION, converse},
     generate_interrupt::Interrupt,
     generate_reply::{JsonLines, prompt_label},
     generate_writer::Writer,
@@ -40,9 +39,6 @@ Go on with a conversation in another run:
   kv-eval generate -m model.gguf --load-cache talk.kv --save-cache talk.kv
 Answer each line of a file, with a line of JSON per reply:
   kv-eval generate -m model.gguf --prompts questions.txt --stop Question: --json replies.jsonl";
-
-/// Default cache capacity of a conversation, in tokens.
-const CONVERSATION: usize = 4096;
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
@@ -177,7 +173,7 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
     let mut profile = args.profile.record()?;
     let interrupt = Interrupt::listen(profile.interrupted())?;
     let device = On::<T>::open()?;
-    let mut prompts = args.prompts()?;
+    let prompts = args.prompts()?;
     let saved = args.saved_cache(prompts.len())?;
     let stops = StopStrings::new(&args.stop)?;
     let sampling = Sampling::from(args.sampling);
@@ -191,23 +187,14 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
     let chosen = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
     chosen.note(model.spec()).iter().for_each(kv_cli::note);
     note_policies([&chosen], model.spec());
-    // One cache serves the whole run, so that a rotation of its values can be in the weights.
+    // One cache serves the whole run, so its transform of values can be folded into the weights.
     let cache_name = chosen.to_string();
     let (model, config) = model.fold_hadamard(chosen);
     profile.model(&model, &name);
     profile.fact("cache", &config);
-    if sampling.penalizes() && T::NAME != "flex" {
-        note("penalties are computed on the host, which reads the logits of every step");
-    }
-    let options = GenerateOptions {
-        max_tokens: args.max_tokens,
-        sampling,
-        eos: tokenizer.eos().clone(),
-        recorded: args.steps.recorded(),
-        ..GenerateOptions::suiting(&model, &device)
-    };
+    let options = args.options(sampling, tokenizer.eos(), &model, &device);
     interrupt.begin();
-    let mut writer = Writer {
+    let writer = Writer {
         device: &device,
         model: &model,
         tokenizer: &tokenizer,
@@ -217,11 +204,7 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
         capacity: args.capacity,
         budget,
         held: None,
-        checkpoints: match (&args.save_cache, prompts.len()) {
-            (Some(_), _) => Checkpoints::All,
-            (None, 0) => Checkpoints::Ends,
-            (None, _) => Checkpoints::None,
-        },
+        checkpoints: args.checkpoints(prompts.len()),
         saves: args.save_cache.as_ref().map(|_| args.save_reply),
         n_prompt: 0,
         n_turns: 0,
@@ -231,48 +214,7 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
         interrupt,
         interrupted: false,
     };
-    let converses = prompts.is_empty();
-    let mut talk = args.talk(&writer, converses)?;
-    let encode = |prompt: String| -> Result<Vec<u32>> {
-        let Some(template) = &template else { return args.continued(&tokenizer, &prompt) };
-        let talk = [&talk[..], &[Message::new("user", prompt)]].concat();
-        Ok(tokenizer.encode(&template.render(&talk)?)?)
-    };
-    let ended = match (prompts.len(), &template) {
-        (0, None) => {
-            bail!("prompt: none given, and without a chat template there is no conversation")
-        }
-        (0, Some(template)) => {
-            let saved = writer.saved.as_ref().map_or(0, |saved| saved.tokens()[0].len());
-            let capacity = CONVERSATION.max(saved.saturating_add(args.max_tokens));
-            writer.capacity.get_or_insert(capacity.min(model.max_positions()));
-            converse(&mut writer, template, &mut talk)
-        }
-        (1, _) => writer.write(&encode(prompts.remove(0))?).map(drop),
-        _ => {
-            let encode = |(i, prompt)| encode(prompt).with_context(|| prompt_label(i));
-            let prompts = prompts.into_iter().enumerate().map(encode);
-            let prompts = prompts.collect::<Result<Vec<_>>>()?;
-            writer.write_several(&prompts, args.batch)
-        }
-    };
-    writer.interrupt.finish();
-    // A prompt alone is no conversation that another run could go on with.
-    let talk = if converses { &talk[..] } else { &[] };
-    if let Some(path) = &args.save_cache {
-        match &ended {
-            Ok(()) => writer.save(path, &name, talk)?,
-            // The turns before the one that failed; why it did is the error there is.
-            Err(_) if writer.held.is_some() => {
-                let saved = writer.save(path, &name, talk);
-                saved.unwrap_or_else(|error| note(format_args!("{error:#}")));
-            }
-            Err(_) => {}
-        }
-    }
-    let Writer { json, interrupted, .. } = writer;
-    json.finish()?;
-    ended?;
+    let interrupted = args.write(writer, prompts, template.as_ref(), &name)?;
     if interrupted {
         profile.fact("ended", "by Ctrl-C or SIGTERM");
     }
@@ -281,6 +223,34 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
 }
 
 impl Args {
+    /// Continues the prompts, or holds a conversation if there are none. Returns whether that was
+    /// interrupted.
+    fn write<T: Target>(
+        &self,
+        mut writer: Writer<'_, T>,
+        prompts: Vec<String>,
+        template: Option<&ChatTemplate>,
+        name: &str,
+    ) -> Result<bool> {
+        let mut talk = self.talk(&writer, prompts.is_empty())?;
+        let prompts = self.encode(prompts, writer.tokenizer, template, &talk)?;
+        let ended = match (&prompts[..], template) {
+            ([], None) => {
+                bail!("prompt: none given, and without a chat template there is no conversation")
+            }
+            ([], Some(template)) => converse(&mut writer, template, &mut talk),
+            ([prompt], _) => writer.write(prompt).map(drop),
+            _ => writer.write_several(&prompts, self.batch),
+        };
+        writer.interrupt.finish();
+        // A prompt alone is no conversation that another run could go on with.
+        let talk = if prompts.is_empty() { &talk[..] } else { &[] };
+        self.save(&mut writer, &ended, name, talk)?;
+        writer.json.finish()?;
+        ended?;
+        Ok(writer.interrupted)
+    }
+
     /// The cache to go on from; finds out whether the one that is asked for can be written.
     fn saved_cache(&self, n_prompts: usize) -> Result<Option<SavedCache>> {
         for (name, path) in [("save-cache", &self.save_cache), ("load-cache", &self.load_cache)] {
@@ -308,6 +278,76 @@ impl Args {
             1 => Ok(Some(saved)),
             n => bail!("load-cache {}: it holds {n} texts, one is continued", path.display()),
         }
+    }
+
+    fn options<T: Target>(
+        &self,
+        sampling: Sampling,
+        eos: &BTreeSet<u32>,
+        model: &LanguageModel,
+        device: &On<T>,
+    ) -> GenerateOptions {
+        if sampling.penalizes() && T::NAME != "flex" {
+            note("penalties are computed on the host, which reads the logits of every step");
+        }
+        GenerateOptions {
+            max_tokens: self.max_tokens,
+            sampling,
+            eos: eos.clone(),
+            recorded: self.steps.recorded(),
+            ..GenerateOptions::suiting(model, device)
+        }
+    }
+
+    /// Returns the places where the cache can be cut back to.
+    fn checkpoints(&self, n_prompts: usize) -> Checkpoints {
+        match (&self.save_cache, n_prompts) {
+            (Some(_), _) => Checkpoints::All,
+            (None, 0) => Checkpoints::Ends,
+            (None, _) => Checkpoints::None,
+        }
+    }
+
+    /// Encodes prompts, with a template as the next message of the conversation `talk`.
+    fn encode(
+        &self,
+        prompts: Vec<String>,
+        tokenizer: &Tokenizer,
+        template: Option<&ChatTemplate>,
+        talk: &[Message],
+    ) -> Result<Vec<Vec<u32>>> {
+        let several = prompts.len() > 1;
+        let encode = |prompt: String| -> Result<Vec<u32>> {
+            let Some(template) = template else { return self.continued(tokenizer, &prompt) };
+            let talk = [talk, &[Message::new("user", prompt)]].concat();
+            Ok(tokenizer.encode(&template.render(&talk)?)?)
+        };
+        let labelled = |(i, prompt)| match several {
+            true => encode(prompt).with_context(|| prompt_label(i)),
+            false => encode(prompt),
+        };
+        prompts.into_iter().enumerate().map(labelled).collect()
+    }
+
+    /// Saves the cache if that is asked for. After an error, saves the turns before the one that
+    /// failed; only a note tells if this fails too.
+    fn save<T: Target>(
+        &self,
+        writer: &mut Writer<'_, T>,
+        ended: &Result<()>,
+        name: &str,
+        talk: &[Message],
+    ) -> Result<()> {
+        let Some(path) = &self.save_cache else { return Ok(()) };
+        if ended.is_ok() {
+            return writer.save(path, name, talk);
+        }
+        if writer.held.is_some()
+            && let Err(error) = writer.save(path, name, talk)
+        {
+            note(format_args!("{error:#}"));
+        }
+        Ok(())
     }
 
     /// The conversation so far: the one that was saved, or the system message.
@@ -401,66 +441,5 @@ impl Args {
             bail!("prompt: has no token, there is nothing to continue");
         }
         Ok(ids)
-    }
-}
-
-/// An event that a conversation waits for.
-enum Said {
-    Line(io::Result<String>),
-    End,
-    /// Ctrl-C.
-    Interrupt,
-}
-
-/// A conversation over standard input, one line at a time.
-fn converse<T: Target>(
-    writer: &mut Writer<'_, T>,
-    template: &ChatTemplate,
-    talk: &mut Vec<Message>,
-) -> Result<()> {
-    let asks = io::stdin().is_terminal();
-    // A thread of its own reads, so that a signal ends the waiting.
-    let (sender, said) = mpsc::sync_channel(1);
-    let wake = sender.clone();
-    writer.interrupt.wait(move || drop(wake.try_send(Said::Interrupt)));
-    thread::spawn(move || {
-        let lines = io::stdin().lock().lines().map(Said::Line);
-        lines.chain([Said::End]).try_for_each(|said| sender.send(said))
-    });
-    loop {
-        if asks {
-            Screen::Error.print("> ")?;
-        }
-        let line = match said.recv() {
-            Ok(Said::Line(line)) => line.context("standard input: cannot read")?,
-            Ok(Said::Interrupt) => String::new(),
-            Ok(Said::End) | Err(_) => return Ok(()),
-        };
-        if writer.interrupt.ends() {
-            writer.interrupted = true;
-            return Ok(());
-        }
-        if !line.trim().is_empty() {
-            writer.interrupt.begin();
-            talk.push(Message::new("user", line));
-            let ids = writer.tokenizer.encode(&template.render(talk)?)?;
-            let answer = match writer.write(&ids) {
-                Ok(answer) => answer,
-                Err(error) => {
-                    talk.pop();
-                    return Err(error);
-                }
-            };
-            // A turn without an answer is no part of the conversation.
-            match std::mem::take(&mut writer.interrupted) && answer.is_empty() {
-                true => drop(talk.pop()),
-                false => talk.push(Message::new("assistant", answer)),
-            }
-        }
-        writer.interrupt.pause();
-        if writer.interrupt.ends() {
-            writer.interrupted = true;
-            return Ok(());
-        }
     }
 }

@@ -151,6 +151,15 @@ impl JsonLines {
         !matches!(self, Self::Stdout)
     }
 
+    /// Prints a part of a text, unless replies take its place. Returns `false` once nobody reads the
+    /// output.
+    pub(crate) fn print(&self, part: String) -> Result<bool> {
+        match self.prints_texts() && !part.is_empty() {
+            true => Screen::Out.print(part),
+            false => Ok(true),
+        }
+    }
+
     /// Writes a reply. Returns `false` once nobody reads the output.
     pub(crate) fn push(&mut self, reply: &Reply) -> Result<bool> {
         match self {

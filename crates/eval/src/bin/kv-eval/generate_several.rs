@@ -3,7 +3,10 @@
 use anyhow::{Context, Result};
 use kv_cli::Screen;
 use kv_cubecl::Target;
-use kv_models::generate::{Batch, Event};
+use kv_models::{
+    Generated,
+    generate::{Batch, Event},
+};
 
 use crate::{
     generate_reply::{End, Reply, TextOut, prompt_label},
@@ -17,7 +20,7 @@ struct Lines<'a> {
     out: TextOut<'a>,
     /// The unfinished line, not yet written.
     line: String,
-    /// Write the lines to standard output.
+    /// Set if the lines are written to standard output.
     prints: bool,
 }
 
@@ -58,8 +61,7 @@ impl<T: Target> Writer<'_, T> {
         let slots = slots.min(prompts.len());
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let mut cache = self.new_cache(longest, slots)?;
-        let capacity = cache.remaining();
-        let bytes = cache.memory_bytes().total();
+        let (capacity, bytes) = (cache.remaining(), cache.memory_bytes().total());
         let mut batch = Batch::new(self.model, &mut cache, self.options.clone(), self.device)?;
         for (i, prompt) in prompts.iter().enumerate() {
             batch.push(prompt).with_context(|| prompt_label(i))?;
@@ -90,16 +92,7 @@ impl<T: Target> Writer<'_, T> {
                     None => true,
                 },
                 Event::End { text, generated } => match texts[text].take() {
-                    Some(mut lines) => {
-                        let mut heard = lines.finish()?;
-                        let most = self.options.max_tokens;
-                        let end = End::new(generated.stop, lines.out.stopped(), most);
-                        let (prompt, text_out) = (prompts[text].len(), lines.out.into_text());
-                        let reply = Reply { index: text, text: text_out, end, prompt, generated };
-                        heard &= self.json.push(&reply)?;
-                        tell(&reply)?;
-                        heard
-                    }
+                    Some(lines) => self.end(lines, prompts[text].len(), generated)?,
                     None => true,
                 },
             };
@@ -109,12 +102,11 @@ impl<T: Target> Writer<'_, T> {
             }
         }
         self.interrupted |= interrupted;
-        let totals = batch.totals();
+        let (n, totals) = (prompts.len(), batch.totals());
         Screen::Error.line(format_args!(
-            "{} prompts, {slots} at a time: prefill {} tokens, {:.1} tokens/s; decode {} tokens, \
+            "{n} prompts, {slots} at a time: prefill {} tokens, {:.1} tokens/s; decode {} tokens, \
              {:.1} tokens/s in all; cache {}: {slots} sequences of up to {capacity} tokens, \
              {:.2} MiB",
-            prompts.len(),
             totals.prefill_tokens,
             totals.prefill_tokens_per_second(),
             totals.decode_tokens,
@@ -123,6 +115,18 @@ impl<T: Target> Writer<'_, T> {
             bytes as f64 / (1 << 20) as f64,
         ))?;
         Ok(())
+    }
+
+    /// Writes the rest of a text that has ended, and its reply. Returns `false` once nobody reads
+    /// the output.
+    fn end(&mut self, mut lines: Lines<'_>, prompt: usize, generated: Generated) -> Result<bool> {
+        let read = lines.finish()?;
+        let end = End::new(generated.stop, lines.out.stopped(), self.options.max_tokens);
+        let (index, text) = (lines.number - 1, lines.out.into_text());
+        let reply = Reply { index, text, end, prompt, generated };
+        let read = self.json.push(&reply)? && read;
+        tell(&reply)?;
+        Ok(read)
     }
 }
 

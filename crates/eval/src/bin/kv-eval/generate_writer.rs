@@ -57,7 +57,7 @@ impl<T: Target> Writer<'_, T> {
         let (mut held, before) = self.begin(ids)?;
         let reuses = before.is_some() || !held.tokens().is_empty();
         let start = Instant::now();
-        let Self { model, device, options, interrupt, .. } = self;
+        let Self { model, device, options, interrupt, json, .. } = self;
         let proceed = || !interrupt.stops();
         let prefilled = held.reuse(ids).and_then(|n_held| {
             let logits = held.prefill(model, ids, options.prefill_chunk, device, proceed)?;
@@ -76,13 +76,9 @@ impl<T: Target> Writer<'_, T> {
         self.n_prompt = held.tokens().len();
         let mut out = TextOut::new(self.tokenizer, &self.stops);
         let mut failure = None;
-        let prints = self.json.prints_texts();
         // Generation stops when nobody reads the output any more.
         let on_token = |id| {
-            let continues = out.push(id).and_then(|part| match prints && !part.is_empty() {
-                true => Screen::Out.print(part),
-                false => Ok(true),
-            });
+            let continues = out.push(id).and_then(|part| json.print(part));
             let continues = continues.unwrap_or_else(|error| {
                 failure = Some(error);
                 false
@@ -101,7 +97,7 @@ impl<T: Target> Writer<'_, T> {
             return Err(error);
         }
         let rest = out.finish()?;
-        if prints && options.max_tokens > 0 {
+        if json.prints_texts() && options.max_tokens > 0 {
             Screen::Out.line(&rest)?;
         }
         (generated.prefill_tokens, generated.prefill_time) = (n_prefilled, prefill_time);

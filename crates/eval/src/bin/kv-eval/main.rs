@@ -6,6 +6,7 @@ mod built_in;
 mod common;
 mod compare;
 mod generate;
+mod generate_conversation;
 mod generate_interrupt;
 mod generate_reply;
 mod generate_several;

@@ -20,6 +20,7 @@ use kv_eval::{
     },
 };
 use kv_eval_models::WORLD;
+use kv_models::gamerft::Config;
 use kv_report::{
     Table,
     chart::{Chart, Series, Style},
@@ -115,6 +116,33 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 impl Args {
+    /// Plans the rollout for a model; prints a note if it cannot see the whole ring.
+    fn plan(&self, model: &Config) -> RolloutPlan {
+        let trained = model.global_window.unwrap_or(Frames(model.n_frames as u64));
+        let mut ring = self.ring.map_or(trained, Frames);
+        if let Some(most) = model.global_window.filter(|&most| ring > most) {
+            note(format_args!(
+                "ring {}: the model sees no more than {most}, which are kept",
+                ring.0
+            ));
+            ring = most;
+        }
+        RolloutPlan { context: self.context, ring, sinks: Frames(self.sinks), seed: self.seed }
+    }
+
+    fn describe(&self, model: &Config, ring: Frames, target: &str) -> String {
+        let (layers, heads) = (model.n_layers, model.n_heads);
+        format!(
+            "{} games of {} frames after {} true ones on {target}: {layers} layers of {heads} \
+             heads of {}, {} tokens a frame, rings of {ring}",
+            self.seeds,
+            self.frames,
+            self.context,
+            model.head_dim(),
+            model.tokens_per_frame(),
+        )
+    }
+
     /// The true frames of each game, and the seeds of the games.
     fn games(&self) -> Result<(usize, Range<u64>)> {
         let Self { frames, seeds, first_seed, context, .. } = *self;
@@ -155,35 +183,18 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     let load = |path: &Path| Ok(World::load(path, &device)?);
     let world = built_in::load(args.model.as_deref(), &WORLD, load)?;
     let config = world.model.config();
-    let trained = config.global_window.unwrap_or(Frames(config.n_frames as u64));
-    let mut ring = args.ring.map_or(trained, Frames);
-    if let Some(most) = config.global_window.filter(|&most| ring > most) {
-        note(format_args!("ring {}: the model sees no more than {most}, which are kept", ring.0));
-        ring = most;
-    }
-    let (sinks, seed) = (Frames(args.sinks), args.seed);
-    let plan = RolloutPlan { context: args.context, ring, sinks, seed };
+    let plan = args.plan(config);
+    let RolloutPlan { ring, sinks, .. } = plan;
     let caches = configs(&args.caches);
     let needed = compare_bytes(&world, [args.seeds, frames as u64], &plan, &caches)?;
     check_memory(needed, 0, &device, "play fewer --frames or --seeds")?;
     for cache in &caches {
-        // What the model or the device cannot have is an error before the true frames are rendered,
-        // which takes long.
+        // A cache that is not supported is an error before the true frames are rendered, which
+        // takes long.
         world.model.new_cache_with(&cache.formats(config.n_layers)?, ring, sinks, 1, &device)?;
     }
     let truth = Truth::new(world.maze(), seeds, frames);
-    screen.line(format_args!(
-        "{} games of {} frames after {} true ones on {}: {} layers of {} heads of {}, \
-             {} tokens a frame, rings of {ring}",
-        args.seeds,
-        args.frames,
-        args.context,
-        T::NAME,
-        config.n_layers,
-        config.n_heads,
-        config.head_dim(),
-        config.tokens_per_frame(),
-    ))?;
+    screen.line(args.describe(config, ring, T::NAME))?;
     let mut points: Vec<WorldPoint> = vec![];
     let mut rows = vec![sheet_row(&truth.frames[args.context..])];
     let mut started = Instant::now();
@@ -197,46 +208,9 @@ fn play<T: Target>(args: &Args) -> Result<()> {
         Ok(())
     };
     compare(&device, &world, &truth, &plan, &caches, on_point, || ())?;
-    screen.print(table(&points))?;
-    for point in points.iter().filter(|point| !point.scales.is_empty()) {
-        screen.line(format_args!("scales of frames of {}, after the last one:", point.cache))?;
-        screen.print(scales(point))?;
-    }
-    // Of all frames at once: where a player stands still, the last frame is right to the byte, and
-    // a mean of decibels would say little of the others.
-    let last = &truth.frames[args.context - 1];
-    let errors = truth.frames[args.context..]
-        .iter()
-        .flat_map(|frames| frames.iter().zip(last).map(|(frame, last)| squared_error(frame, last)));
-    screen.line(format_args!(
-        "PSNR of the mean squared error of all frames: {:.2} dB, \
-             of the last true frame, repeated: {:.2} dB",
-        decibels(mean(&points[0].squared_error)),
-        decibels(mean(&errors.collect::<Vec<_>>())),
-    ))?;
+    print_points(screen, &points, &truth, args.context)?;
     if let Some(folder) = &args.out {
-        let by_frame = |title: &str, of: fn(&WorldPoint) -> &Vec<f64>, skip: usize| Chart {
-            title: title.into(),
-            x_label: "frame".into(),
-            y_label: "PSNR, dB".into(),
-            series: points
-                .iter()
-                .skip(skip)
-                .map(|point| {
-                    let points = of(point).iter().enumerate().map(|(i, &y)| (i as f64 + 1.0, y));
-                    Series::new(&*point.cache, points.collect(), Style::Line)
-                })
-                .collect(),
-            ..Chart::default()
-        };
-        let truth = by_frame("Against the true frames", |point| &point.psnr, 0);
-        truth.write_svg(folder.join("psnr.svg"))?;
-        if points.len() > 1 {
-            let twin = by_frame("Against the float cache", |point| &point.twin_psnr, 1);
-            twin.write_svg(folder.join("twin.svg"))?;
-        }
-        let sheet = Picture::grid(&rows, ZOOM)?.png()?;
-        OutFile::open("out", &folder.join("sheet.png"))?.write(&sheet)?;
+        write_pictures(folder, &points, &rows)?;
     }
     if let Some(json) = json {
         let output = Output {
@@ -249,6 +223,59 @@ fn play<T: Target>(args: &Args) -> Result<()> {
         };
         write_json(json, &output)?;
     }
+    Ok(())
+}
+
+fn print_points(
+    screen: Screen,
+    points: &[WorldPoint],
+    truth: &Truth,
+    context: usize,
+) -> Result<()> {
+    screen.print(table(points))?;
+    for point in points.iter().filter(|point| !point.scales.is_empty()) {
+        screen.line(format_args!("scales of frames of {}, after the last one:", point.cache))?;
+        screen.print(scales(point))?;
+    }
+    // Of all frames at once: where a player stands still, the last frame is right to the byte, and
+    // a mean of decibels would say little of the others.
+    let last = &truth.frames[context - 1];
+    let errors = truth.frames[context..]
+        .iter()
+        .flat_map(|frames| frames.iter().zip(last).map(|(frame, last)| squared_error(frame, last)));
+    screen.line(format_args!(
+        "PSNR of the mean squared error of all frames: {:.2} dB, \
+             of the last true frame, repeated: {:.2} dB",
+        decibels(mean(&points[0].squared_error)),
+        decibels(mean(&errors.collect::<Vec<_>>())),
+    ))?;
+    Ok(())
+}
+
+/// Writes the charts, and the contact sheet with a row for the truth and for each cache.
+fn write_pictures(folder: &Path, points: &[WorldPoint], rows: &[Vec<Frame>]) -> Result<()> {
+    let by_frame = |title: &str, of: fn(&WorldPoint) -> &Vec<f64>, skip: usize| Chart {
+        title: title.into(),
+        x_label: "frame".into(),
+        y_label: "PSNR, dB".into(),
+        series: points
+            .iter()
+            .skip(skip)
+            .map(|point| {
+                let points = of(point).iter().enumerate().map(|(i, &y)| (i as f64 + 1.0, y));
+                Series::new(&*point.cache, points.collect(), Style::Line)
+            })
+            .collect(),
+        ..Chart::default()
+    };
+    let truth = by_frame("Against the true frames", |point| &point.psnr, 0);
+    truth.write_svg(folder.join("psnr.svg"))?;
+    if points.len() > 1 {
+        let twin = by_frame("Against the float cache", |point| &point.twin_psnr, 1);
+        twin.write_svg(folder.join("twin.svg"))?;
+    }
+    let sheet = Picture::grid(rows, ZOOM)?.png()?;
+    OutFile::open("out", &folder.join("sheet.png"))?.write(&sheet)?;
     Ok(())
 }
 

@@ -5,7 +5,7 @@ use kv_cubecl::{Frames, On, Target};
 use kv_eval::bench::{FramesPlan, time_frames};
 use kv_report::Table;
 
-use super::{Common, Sinks, check_memory, us};
+use super::output::{Common, Sinks, check_memory, us};
 use crate::{
     arguments::{NamedCache, layer_caches},
     profile::Profile,

@@ -9,7 +9,7 @@ use kv_cubecl::{On, Target};
 use kv_eval::bench::{LlmPlan, Spread, time_llm};
 use kv_report::Table;
 
-use super::Sinks;
+use super::output::Sinks;
 use crate::{
     arguments::{NamedCache, configs, policies},
     common::{ModelArgs, StepArgs, note_policies},

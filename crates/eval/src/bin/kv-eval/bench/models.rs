@@ -11,7 +11,7 @@ use kv_eval::bench::{DecodePoint, DecodeSubject, time_decode, time_prefill, time
 use kv_models::LanguageModel;
 use kv_report::Table;
 
-use super::{Sinks, by_context};
+use super::output::{Sinks, by_context};
 use crate::{
     ALLOCATOR,
     arguments::{NamedCache, configs, policies},
@@ -105,24 +105,38 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
     let set = |done: usize| bar.set_position(done as u64);
     let points = time_decode(&device, &model, &subjects, &contexts, *samples, set)?;
     bar.finish_and_clear();
+    let several = batch.len() > 1;
+    let rates = points.iter().map(|p| (name_of(p, several), p.context, p.tokens_per_second()));
+    let title = format!("Decoding {name} on {}", T::NAME);
+    let chart = by_context(title, "tokens per second", false, rates);
+    sinks.finish(&device, copied, &decode_table(&points, several), Some(&chart), &points)
+}
+
+/// The name of a line of the chart; `several` if there are several batches.
+fn name_of(point: &DecodePoint, several: bool) -> String {
+    let DecodePoint { cache, batch, .. } = point;
+    match (point.recorded, several) {
+        (true, _) => format!("{cache} recorded"),
+        (false, false) => cache.clone(),
+        (false, true) => format!("{cache} batch {batch}"),
+    }
+}
+
+fn decode_table(points: &[DecodePoint], several: bool) -> Table {
     let mut table = Table::new([
         "context", "cache", "batch", "ms/step", "10%", "90%", "tokens/s", "ratio", "cache MB",
         "grown",
     ]);
-    let name_of = |p: &DecodePoint| match (p.recorded, batch.len() > 1) {
-        (true, _) => format!("{} recorded", p.cache),
-        (false, false) => p.cache.clone(),
-        (false, true) => format!("{} batch {}", p.cache, p.batch),
-    };
-    for point in &points {
-        let first = points.iter().find(|p| name_of(p) == name_of(point)).unwrap_or(point);
+    for point in points {
+        let first =
+            points.iter().find(|p| name_of(p, several) == name_of(point, several)).unwrap_or(point);
         let grown = point.seconds.median - first.seconds.median;
         // Of the first batch of the same cache at the same length.
         let same = |p: &&DecodePoint| p.context == point.context && p.cache == point.cache;
         let ratio = points.iter().find(same).unwrap_or(point).tokens_per_second();
         table.push([
             point.context.to_string(),
-            if point.recorded { name_of(point) } else { point.cache.clone() },
+            if point.recorded { name_of(point, several) } else { point.cache.clone() },
             point.batch.to_string(),
             ms(point.seconds.median),
             ms(point.seconds.low),
@@ -133,10 +147,7 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
             ms(grown),
         ]);
     }
-    let rates = points.iter().map(|p| (name_of(p), p.context, p.tokens_per_second()));
-    let title = format!("Decoding {name} on {}", T::NAME);
-    let chart = by_context(title, "tokens per second", false, rates);
-    sinks.finish(&device, copied, &table, Some(&chart), &points)
+    table
 }
 
 pub(super) fn prefill<T: Target>(
