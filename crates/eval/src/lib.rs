@@ -1,8 +1,8 @@
-//! Evaluating language models with quantized KV caches: perplexity and KL divergence against the
-//! float cache, streamed token by token or in the equivalent closed form; loss by position, error
-//! by layer; speed by context length; reports with charts.
+//! Evaluation of language models with quantized KV caches. It measures perplexity and KL divergence
+//! from the float cache, token by token or in the equivalent closed form; loss by position; error
+//! by layer; and speed by context length. Reports have charts.
 //!
-//! The `kv-eval` program is a thin shell around these functions.
+//! The `kv-eval` program is a thin wrapper of these functions.
 
 pub mod bench;
 mod error;

@@ -5,8 +5,8 @@ use serde::Serialize;
 
 use crate::Mode;
 
-/// Mean loss of some positions of the windows. A position is the number of tokens the model has
-/// seen, and with them its cache holds, when it predicts.
+/// Mean loss of some positions of the eval windows. A position is the number of tokens in the cache
+/// when the model predicts.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct PositionNll {
     /// First position.
@@ -15,7 +15,7 @@ pub struct PositionNll {
     pub end: usize,
     /// Mean negative log-likelihood, nats per token.
     pub nll: f64,
-    /// Tokens it is the mean of, all windows together.
+    /// Number of tokens in all windows.
     pub tokens: usize,
 }
 
@@ -32,7 +32,7 @@ pub struct Run {
     pub model: String,
     /// The cache's short name.
     pub cache: String,
-    /// The passes of tokens through the model.
+    /// The way tokens were processed.
     pub mode: Mode,
     /// The type of the model's weights, in which it computes.
     pub dtype: WeightDtype,
@@ -49,25 +49,24 @@ pub struct Run {
     /// Standard error of `nll_excess`, computed from blocks of tokens, because neighboring tokens
     /// are not independent.
     pub nll_excess_stderr: f64,
-    /// `nll` in bits, per byte of text rather than per token; `None` before [`Report::add`] and
-    /// where the report does not know the text's bytes.
+    /// `nll` in bits per byte of text; `None` before [`Report::add`], or if the bytes of the text
+    /// are not known.
     pub bits_per_byte: Option<f64>,
     /// Mean divergence of the next-token distribution from the float run's, nats.
     pub kl_mean: f64,
     /// The divergence that 99.9% of tokens do not exceed, nats.
     pub kl_p999: f64,
-    /// Share of tokens for which the most likely token is the float run's.
+    /// Share of tokens with the same most likely token as in the float run.
     pub same_top: f64,
     /// Tokens scored.
     pub tokens: usize,
     /// Seconds in the model and its head; computing the divergence is not counted.
     pub seconds: f64,
-    /// Bytes the cache of one window allocates, all layers.
+    /// Bytes that the cache of one window allocates in all layers.
     pub cache_bytes: usize,
-    /// Bytes a cache that quantizes nothing allocates with the same capacity and float type.
+    /// Bytes of an unquantized cache of the same capacity and float type.
     pub float_cache_bytes: usize,
-    /// Tokens in the cache when it quantizes the first of them; `None` if it never does within a
-    /// window.
+    /// Tokens in the cache when it quantizes the first of them; `None` if it never does.
     pub first_quantized: Option<usize>,
     /// Loss by position, ascending.
     pub position_nll: Vec<PositionNll>,
@@ -77,12 +76,12 @@ pub struct Run {
 }
 
 impl Run {
-    /// Scored tokens per second.
+    /// Returns the scored tokens per second.
     pub fn tokens_per_second(&self) -> f64 {
         self.tokens as f64 / self.seconds
     }
 
-    /// Set for the baseline run of its model.
+    /// Returns whether this is the baseline run of its model.
     pub(crate) fn is_float(&self) -> bool {
         self.cache == "float"
     }
@@ -101,8 +100,8 @@ pub struct LayerError {
     /// Error of the attention output of all tokens, compared with that of a float cache for the
     /// same queries, keys and values.
     pub output_error: f64,
-    /// Share of quantized elements outside the range of the codes, which is a little too small
-    /// where scale and minimum were rounded to f16.
+    /// Share of quantized elements outside the range of the codes, because scale and minimum were
+    /// rounded to f16.
     pub clipped: f64,
     /// Share of groups with scale 0: all of their elements are restored to one value.
     pub constant: f64,

@@ -1,4 +1,4 @@
-//! `kv-eval bench`: what caches cost and save in time.
+//! `kv-eval bench`: the speed of caches.
 
 mod frames;
 mod llm;
@@ -41,32 +41,32 @@ pub(crate) struct Args {
 
 #[derive(Debug, clap::Subcommand)]
 enum Bench {
-    /// One layer's attention over caches of growing length: bytes read per second, and their share
-    /// of what copying memory reaches.
+    /// Time one layer's attention by context length: bytes read per second, compared with copying
+    /// memory.
     DecodeAttention(AttentionArgs),
-    /// Decode steps of a whole model by context length.
+    /// Time decode steps of a whole model by context length.
     Decode(DecodeArgs),
-    /// Prompts passed into an empty cache.
+    /// Time prefill of a whole model into an empty cache.
     Prefill(PrefillArgs),
-    /// Prompts and generated tokens by depth, as llama.cpp's llama-bench has them.
+    /// Time prefill and decode by depth, as in llama.cpp's llama-bench.
     Llm(LlmArgs),
-    /// Appending a token, and the steps in which the keys of the window are flushed.
+    /// Time appending a token, and steps that flush keys from the residual.
     #[command(after_help = "Examples:
   kv-eval bench flush --cache k4v4 --cache k2v2-gflush --contexts 4096")]
     Flush(LayerArgs),
-    /// A frame's attention over a full ring of frames, as a world model has it.
+    /// Time a frame's attention over a full ring of frames, as in a world model.
     Frames(FramesArgs),
-    /// Quantizing and restoring whole tensors.
+    /// Time quantizing and restoring whole tensors.
     Quantize(CodecArgs),
 }
 
-/// One layer's caches, and the lengths they are timed at.
+/// The shape and the caches of one layer, and the context lengths.
 #[derive(Debug, clap::Args)]
 pub(crate) struct LayerArgs {
     #[command(flatten)]
     common: Common,
-    /// A cache to time, or a policy's file of .json or .toml for every cache that a layer has by
-    /// it; repeatable. The first is what the others are compared with.
+    /// Cache to time, or a policy file (.json or .toml), which stands for each cache it gives to a
+    /// layer; repeatable. The others are compared with the first.
     #[arg(long = "cache", default_values = [
         "float", "float-f16", "k8v8", "k4v4", "k2v2", "kint8vint8", "kint8gvint8g",
         "ke4m3ve4m3", "ke5m2ve5m2",
@@ -76,10 +76,10 @@ pub(crate) struct LayerArgs {
     /// Context lengths to time at.
     #[arg(long, value_delimiter = ',', default_value = "1024,2048,4096,8192,16384,32768")]
     contexts: Vec<usize>,
-    /// Sequences.
+    /// Number of sequences.
     #[arg(long, default_value_t = 1)]
     batch: usize,
-    /// Query heads; the shape by default is that of SmolLM2-135M.
+    /// Query heads. The default shape is that of SmolLM2-135M.
     #[arg(long, default_value_t = 9)]
     heads: usize,
     /// Key and value heads.
@@ -97,16 +97,16 @@ pub(crate) struct LayerArgs {
 pub(crate) struct AttentionArgs {
     #[command(flatten)]
     layer: LayerArgs,
-    /// Tokens that are appended and attend at once.
+    /// Number of tokens appended and attending at once.
     #[arg(long, default_value_t = 1)]
     tokens: usize,
-    /// Megabytes of cache that one sample reads at least: more than the processor's caches hold.
+    /// Minimum megabytes of cache that one sample reads, to exceed the processor's caches.
     #[arg(long, default_value_t = 128)]
     working_set: usize,
-    /// Record the launches once and replay them, on devices that can (CUDA, WGPU).
+    /// Capture the launches once and replay them (CUDA, WGPU).
     #[arg(long)]
     recorded: bool,
-    /// Draw microseconds by context length here, as SVG.
+    /// Write a chart of microseconds by context length to this SVG file.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
 }
@@ -133,7 +133,7 @@ pub(crate) struct CodecArgs {
 }
 
 impl Bench {
-    /// The files that it reads and writes.
+    /// Lists the files that it reads and writes.
     fn files(&self) -> NamedFiles<'_> {
         let (files, json) = match self {
             Self::DecodeAttention(args) => {
@@ -288,7 +288,7 @@ fn codec<T: Target>(args: &CodecArgs, profile: &mut Profile) -> Result<()> {
 }
 
 impl LayerArgs {
-    /// A plan for one token at a time, and for one cache of each kind.
+    /// Returns a plan for one token at a time, with one cache per sample.
     fn plan(&self) -> AttentionPlan {
         AttentionPlan {
             batch: self.batch,

@@ -1,4 +1,4 @@
-//! `kv-eval generate`: continues a text, or holds a conversation with a model.
+//! `kv-eval generate`: continues texts, or holds a conversation with a model.
 
 use std::{
     collections::BTreeSet,
@@ -45,24 +45,24 @@ Answer each line of a file, with a line of JSON per reply:
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
-    /// The text to continue, or what to say to a model with a chat template; repeatable: several
-    /// are continued together, and each line starts with the number of its prompt. Without it, a
+    /// Text to continue, or message for a model with a chat template; repeatable. Several are
+    /// continued together, and each line starts with the number of its prompt. Without a prompt, a
     /// conversation is read from standard input, one line at a time.
     #[arg(long, short, conflicts_with_all = ["prompt_file", "prompts"])]
     prompt: Vec<String>,
     /// Read the prompt from a file.
     #[arg(long, conflicts_with = "prompts")]
     prompt_file: Option<PathBuf>,
-    /// Read prompts from a file, one per line; empty lines are none, and - is standard input.
+    /// Read prompts from a file, or - for standard input, one per line. Empty lines are skipped.
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
-    /// Number of prompts continued at a time; the next starts when one has ended.
+    /// Number of prompts continued at a time; the next one starts when one ends.
     #[arg(long, value_name = "N", default_value_t = 8)]
     batch: usize,
-    /// Put the prompt into the model's chat template. The default for models that have one.
+    /// Put the prompt into the model's chat template, the default for models that have one.
     #[arg(long, overrides_with = "no_chat")]
     chat: bool,
-    /// Continue the prompt as it is.
+    /// Continue the prompt without a chat template.
     #[arg(long)]
     no_chat: bool,
     /// System message to start the conversation with, in place of the template's own.
@@ -84,25 +84,25 @@ pub(crate) struct Args {
     /// conversation, or the model's limit if that is less].
     #[arg(long, short)]
     capacity: Option<usize>,
-    /// Tokens to generate, at most; 0 only fills the cache.
+    /// Maximum number of tokens to generate; 0 only fills the cache.
     #[arg(long, short = 'n', default_value_t = 128)]
     max_tokens: usize,
     /// End a text before this string, which is not printed; repeatable.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Write the cache of the prompt, or of the conversation up to its last answer, to this file in
-    /// the end, for --load-cache.
+    /// Save the cache of the prompt, or of the conversation up to its last answer, to this file for
+    /// --load-cache.
     #[arg(long, value_name = "FILE")]
     save_cache: Option<PathBuf>,
-    /// Keep what was generated after the prompt in the file of --save-cache.
+    /// Include the generated text in the file of --save-cache.
     #[arg(long, requires = "save_cache")]
     save_reply: bool,
-    /// Reuse a cache that --save-cache wrote: the longest prefix that the prompt shares with it is
-    /// not computed again. Without a prompt, the conversation that was saved goes on.
+    /// Load a cache saved by --save-cache: the longest prefix that the prompt shares with it is not
+    /// computed again. Without a prompt, the saved conversation continues.
     #[arg(long, value_name = "FILE")]
     load_cache: Option<PathBuf>,
-    /// Write a line of JSON per reply here, with finish_reason, usage and timings; without a file,
-    /// to standard output in place of the texts.
+    /// Write a line of JSON per reply to this file, with finish_reason, usage and timings. Without
+    /// a file, write to standard output in place of the texts.
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
     #[command(flatten)]
@@ -118,7 +118,7 @@ struct SamplingArgs {
     /// 0 picks the most likely token; higher values flatten the distribution.
     #[arg(long, default_value_t = 0.0)]
     temperature: f32,
-    /// Sample from this many most likely tokens; 0 for all.
+    /// Number of most likely tokens to sample from; 0 for all.
     #[arg(long, default_value_t = 0)]
     top_k: usize,
     /// Sample from the smallest set of tokens with this much probability.
@@ -134,13 +134,13 @@ struct SamplingArgs {
     /// computes penalties.
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     frequency_penalty: f32,
-    /// Subtract this from the logit of a token that occurred, however often.
+    /// Subtract this once from the logit of a token that occurred.
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     presence_penalty: f32,
     /// Number of last tokens the penalties look at, prompt included.
     #[arg(long, default_value_t = 64)]
     repeat_last: usize,
-    /// Seed of the sampling; of several prompts, the second draws as with the next seed, and so on.
+    /// Seed of the sampling. Each of several prompts uses the seed after that of the previous one.
     #[arg(long, default_value_t = 0)]
     seed: u64,
 }
@@ -168,7 +168,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Returns whether it was interrupted.
+/// Loads the model and continues the prompts. Returns whether it was interrupted.
 fn run_on<T: Target>(args: &Args) -> Result<bool> {
     let mut profile = args.profile.record()?;
     let interrupt = Interrupt::listen(profile.interrupted())?;
@@ -236,14 +236,14 @@ impl Args {
         let prompts = self.encode(prompts, writer.tokenizer, template, &talk)?;
         let ended = match (&prompts[..], template) {
             ([], None) => {
-                bail!("prompt: none given, and without a chat template there is no conversation")
+                bail!("prompt: none given, and the model has no chat template for a conversation")
             }
             ([], Some(template)) => converse(&mut writer, template, &mut talk),
             ([prompt], _) => writer.write(prompt).map(drop),
             _ => writer.write_several(&prompts, self.batch),
         };
         writer.interrupt.finish();
-        // A prompt alone is no conversation that another run could go on with.
+        // A prompt alone is not a conversation that another run can continue.
         let talk = if prompts.is_empty() { &talk[..] } else { &[] };
         self.save(&mut writer, &ended, name, talk)?;
         writer.json.finish()?;
@@ -251,7 +251,7 @@ impl Args {
         Ok(writer.interrupted)
     }
 
-    /// The cache to go on from; finds out whether the one that is asked for can be written.
+    /// Opens the cache to load, after checking that the cache to save can be written.
     fn saved_cache(&self, n_prompts: usize) -> Result<Option<SavedCache>> {
         for (name, path) in [("save-cache", &self.save_cache), ("load-cache", &self.load_cache)] {
             let Some(path) = path else { continue };
@@ -260,15 +260,15 @@ impl Args {
             }
             if n_prompts > 1 {
                 bail!(
-                    "{name} {}: a file holds one text, and there are {n_prompts}",
+                    "{name} {}: a file holds one text, but there are {n_prompts} prompts",
                     path.display()
                 );
             }
         }
         if let Some(path) = &self.save_cache {
-            // Before it is opened, which of a pipe would wait for a reader.
+            // Checked before it is opened, because opening a pipe waits for a reader.
             if fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
-                bail!("save-cache {}: is no regular file", path.display());
+                bail!("save-cache {}: must be a regular file", path.display());
             }
             OutFile::open("save-cache", path)?;
         }
@@ -276,7 +276,7 @@ impl Args {
         let saved = SavedCache::open(path)?;
         match saved.tokens().len() {
             1 => Ok(Some(saved)),
-            n => bail!("load-cache {}: it holds {n} texts, one is continued", path.display()),
+            n => bail!("load-cache {}: holds {n} texts, but must hold one", path.display()),
         }
     }
 
@@ -299,7 +299,7 @@ impl Args {
         }
     }
 
-    /// Returns the places where the cache can be cut back to.
+    /// Returns the positions to which the cache can be cut back.
     fn checkpoints(&self, n_prompts: usize) -> Checkpoints {
         match (&self.save_cache, n_prompts) {
             (Some(_), _) => Checkpoints::All,
@@ -329,8 +329,8 @@ impl Args {
         prompts.into_iter().enumerate().map(labelled).collect()
     }
 
-    /// Saves the cache if that is asked for. After an error, saves the turns before the one that
-    /// failed; only a note tells if this fails too.
+    /// Saves the cache if the user asked for it. After an error, saves the turns before it; if this
+    /// fails as well, prints a note.
     fn save<T: Target>(
         &self,
         writer: &mut Writer<'_, T>,
@@ -350,7 +350,7 @@ impl Args {
         Ok(())
     }
 
-    /// The conversation so far: the one that was saved, or the system message.
+    /// Returns the conversation so far: the saved one, or the system message.
     fn talk<T: Target>(&self, writer: &Writer<'_, T>, converses: bool) -> Result<Vec<Message>> {
         let system = self.system.iter().map(|text| Message::new("system", text));
         let system: Vec<Message> = system.collect();
@@ -359,11 +359,9 @@ impl Args {
             return Ok(system);
         }
         if !saved.starts_with(&system) {
-            bail!(
-                "system: the saved conversation has another; leave out --system to go on with it"
-            );
+            bail!("system: differs from the saved conversation's; omit --system to continue it");
         }
-        note(format_args!("going on with a conversation of {} messages", saved.len()));
+        note(format_args!("continuing a conversation of {} messages", saved.len()));
         Ok(saved.to_vec())
     }
 
@@ -380,7 +378,7 @@ impl Args {
         MemoryRequest { batch, exact, generates: true, ..MemoryRequest::new(&self.cache, capacity) }
     }
 
-    /// The prompts; none for a conversation.
+    /// Returns the prompts; none for a conversation.
     fn prompts(&self) -> Result<Vec<String>> {
         if self.batch == 0 {
             bail!("batch 0: must be at least 1");
@@ -403,7 +401,7 @@ impl Args {
         Ok(prompts)
     }
 
-    /// The template to use, if any.
+    /// Returns the template to use, if any.
     fn template(&self, tokenizer: &Tokenizer) -> Result<Option<ChatTemplate>> {
         let template = match self.no_chat {
             true => None,
@@ -424,7 +422,9 @@ impl Args {
                     }
                 }
                 if !self.chat {
-                    note("talking by the model's chat template; --no-chat continues the prompt");
+                    note(
+                        "using the model's chat template; --no-chat continues the prompt without it",
+                    );
                 }
             }
             None => {}
@@ -432,13 +432,13 @@ impl Args {
         Ok(template)
     }
 
-    /// The ids of a prompt that is continued as it is.
+    /// Encodes a prompt without a template.
     fn continued(&self, tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>> {
         let limit = self.prompt_tokens.unwrap_or(usize::MAX);
         let bos = self.bos.choose(tokenizer)?;
         let ids: Vec<u32> = bos.into_iter().chain(tokenizer.encode_first(prompt, limit)?).collect();
         if ids.is_empty() {
-            bail!("prompt: has no token, there is nothing to continue");
+            bail!("prompt: must have at least one token");
         }
         Ok(ids)
     }

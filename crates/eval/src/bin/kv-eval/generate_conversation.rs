@@ -24,7 +24,7 @@ enum Said {
     Interrupt,
 }
 
-/// A conversation over standard input, one line at a time.
+/// Holds a conversation over standard input, one line at a time.
 pub(crate) fn converse<T: Target>(
     writer: &mut Writer<'_, T>,
     template: &ChatTemplate,
@@ -34,7 +34,7 @@ pub(crate) fn converse<T: Target>(
     let capacity = CONVERSATION.max(saved.saturating_add(writer.options.max_tokens));
     writer.capacity.get_or_insert(capacity.min(writer.model.max_positions()));
     let asks = io::stdin().is_terminal();
-    // A thread of its own reads, so that a signal ends the waiting.
+    // A separate thread reads, so a signal can end the wait.
     let (sender, said) = mpsc::sync_channel(1);
     let wake = sender.clone();
     writer.interrupt.wait(move || drop(wake.try_send(Said::Interrupt)));
@@ -66,7 +66,7 @@ pub(crate) fn converse<T: Target>(
                     return Err(error);
                 }
             };
-            // A turn without an answer is no part of the conversation.
+            // A turn without an answer is not part of the conversation.
             match std::mem::take(&mut writer.interrupted) && answer.is_empty() {
                 true => drop(talk.pop()),
                 false => talk.push(Message::new("assistant", answer)),

@@ -1,4 +1,4 @@
-//! Several prompts continued together, each line of text behind the number of its prompt.
+//! Continues several prompts together; each line of text starts with the number of its prompt.
 
 use anyhow::{Context, Result};
 use kv_cli::Screen;
@@ -13,7 +13,7 @@ use crate::{
     generate_writer::Writer,
 };
 
-/// The text of one prompt, written line by line so that texts do not mix within a line.
+/// The text of one prompt, written line by line so texts do not mix within a line.
 struct Lines<'a> {
     /// The number of the prompt, from 1.
     number: usize,
@@ -25,7 +25,7 @@ struct Lines<'a> {
 }
 
 impl Lines<'_> {
-    /// Writes the lines that `id` completes. Returns `false` once nobody reads the output.
+    /// Writes the lines that `id` completes. Returns `false` if the output is closed.
     fn push(&mut self, id: u32) -> Result<bool> {
         self.line += &self.out.push(id)?;
         let Some((whole, rest)) = self.line.rsplit_once('\n') else { return Ok(true) };
@@ -34,7 +34,7 @@ impl Lines<'_> {
         Ok(heard)
     }
 
-    /// Writes what is left. Returns `false` once nobody reads the output.
+    /// Writes the rest. Returns `false` if the output is closed.
     fn finish(&mut self) -> Result<bool> {
         self.line += &self.out.finish()?;
         match std::mem::take(&mut self.line) {
@@ -43,7 +43,7 @@ impl Lines<'_> {
         }
     }
 
-    /// Writes all lines at once, so that nothing comes between them.
+    /// Writes all lines at once, so no other text separates them.
     fn write(&self, lines: &str) -> Result<bool> {
         if !self.prints {
             return Ok(true);
@@ -55,8 +55,8 @@ impl Lines<'_> {
 }
 
 impl<T: Target> Writer<'_, T> {
-    /// Continues `prompts`, `slots` at a time; writes their lines as they are generated, why each
-    /// ended, and how fast all were.
+    /// Continues `prompts`, `slots` at a time. Writes their lines as they are generated, the reason
+    /// why each ended, and the speed.
     pub(crate) fn write_several(&mut self, prompts: &[Vec<u32>], slots: usize) -> Result<()> {
         let slots = slots.min(prompts.len());
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
@@ -96,7 +96,6 @@ impl<T: Target> Writer<'_, T> {
                     None => true,
                 },
             };
-            // Nobody reads the output any more.
             if !heard {
                 break;
             }
@@ -117,8 +116,8 @@ impl<T: Target> Writer<'_, T> {
         Ok(())
     }
 
-    /// Writes the rest of a text that has ended, and its reply. Returns `false` once nobody reads
-    /// the output.
+    /// Writes the rest of a text that has ended, and its reply. Returns `false` if the output is
+    /// closed.
     fn end(&mut self, mut lines: Lines<'_>, prompt: usize, generated: Generated) -> Result<bool> {
         let read = lines.finish()?;
         let end = End::new(generated.stop, lines.out.stopped(), self.options.max_tokens);

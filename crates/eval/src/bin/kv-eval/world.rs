@@ -51,34 +51,35 @@ pub(crate) struct Args {
         "k8v16-r32", "kint8gv16-r32", "k4v4-r32",
     ])]
     caches: Vec<Named<LayerCaches>>,
-    /// Frames that the model plays by itself.
+    /// Number of frames that the model generates.
     #[arg(long, default_value_t = 200)]
     frames: usize,
-    /// Games.
+    /// Number of games.
     #[arg(long, default_value_t = 20)]
     seeds: u64,
-    /// The seed of the first game. The model was trained on none below 2^63.
+    /// Seed of the first game. The model was trained only on seeds from 2^63 on.
     #[arg(long, default_value_t = 1000)]
     first_seed: u64,
-    /// True frames that the model sees first.
+    /// Number of true frames that the model sees first.
     #[arg(long, default_value_t = 8)]
     context: usize,
-    /// Frames of the rings of global layers; by default as many as the model was trained with.
+    /// Frames of the rings of global layers [default: as in training].
     #[arg(long)]
     ring: Option<u64>,
-    /// First frames that stay in the rings.
+    /// Number of first frames that stay in the rings.
     #[arg(long, default_value_t = 0)]
     sinks: u64,
-    /// Seed of the noise that frames begin as.
+    /// Seed of the initial noise of frames.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Where to run.
+    /// Backend to run on.
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
-    /// Write psnr.svg, twin.svg and sheet.png here.
+    /// Write psnr.svg, twin.svg and sheet.png into this folder.
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
-    /// Write all numbers here as JSON; with -, to standard output, and the table to standard error.
+    /// Write all results to this file as JSON. With -, JSON goes to standard output and the table
+    /// to standard error.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -104,7 +105,7 @@ struct Output<'a> {
 
 /// Columns of the contact sheet.
 const COLUMNS: usize = 12;
-/// Its pixels for one of a frame.
+/// Side of a frame's pixel in pixels of the contact sheet.
 const ZOOM: usize = 2;
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -116,15 +117,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 impl Args {
-    /// Plans the rollout for a model; prints a note if it cannot see the whole ring.
+    /// Plans the rollout of a model. Prints a note if the model cannot see the whole ring.
     fn plan(&self, model: &Config) -> RolloutPlan {
         let trained = model.global_window.unwrap_or(Frames(model.n_frames as u64));
         let mut ring = self.ring.map_or(trained, Frames);
         if let Some(most) = model.global_window.filter(|&most| ring > most) {
-            note(format_args!(
-                "ring {}: the model sees no more than {most}, which are kept",
-                ring.0
-            ));
+            note(format_args!("ring {}: the model sees at most {most}, so these are kept", ring.0));
             ring = most;
         }
         RolloutPlan { context: self.context, ring, sinks: Frames(self.sinks), seed: self.seed }
@@ -143,7 +141,7 @@ impl Args {
         )
     }
 
-    /// The true frames of each game, and the seeds of the games.
+    /// Returns the number of true frames per game, and the seeds of the games.
     fn games(&self) -> Result<(usize, Range<u64>)> {
         let Self { frames, seeds, first_seed, context, .. } = *self;
         for (field, value) in
@@ -157,7 +155,7 @@ impl Args {
             let most = u64::MAX - seeds;
             bail!("first-seed {first_seed}: must be at most {most}, for {seeds} games");
         };
-        // All of them are held in memory, so that no more can be asked for than it has addresses.
+        // All frames are held in memory.
         let of_games = |all: usize| all.checked_mul(usize::try_from(seeds).ok()?);
         let bytes = |frames: usize| frames.checked_mul(3 * Frame::SIZE * Frame::SIZE);
         let all = context.checked_add(frames).filter(|&all| {
@@ -165,7 +163,7 @@ impl Args {
         });
         let Some(all) = all else {
             bail!(
-                "frames {frames}: after {context} true ones in {seeds} games, no memory holds them"
+                "frames {frames}: with {context} true ones in {seeds} games, they exceed any memory"
             );
         };
         Ok((all, first_seed..end))
@@ -200,7 +198,7 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     let mut started = Instant::now();
     let on_point = |point: WorldPoint, frames: &[Vec<Frame>]| {
         rows.push(sheet_row(frames));
-        // Nobody may read there.
+        // An error is ignored, because standard error may be closed.
         let seconds = started.elapsed().as_secs_f64();
         let _ = Screen::Error.line(format_args!("{}: {seconds:.0} s", point.cache));
         started = Instant::now();
@@ -237,8 +235,8 @@ fn print_points(
         screen.line(format_args!("scales of frames of {}, after the last one:", point.cache))?;
         screen.print(scales(point))?;
     }
-    // Of all frames at once: where a player stands still, the last frame is right to the byte, and
-    // a mean of decibels would say little of the others.
+    // The error is averaged before it is converted to decibels. If a player stands still, the last
+    // frame is exact, and its PSNR would dominate a mean of decibels.
     let last = &truth.frames[context - 1];
     let errors = truth.frames[context..]
         .iter()
@@ -252,7 +250,7 @@ fn print_points(
     Ok(())
 }
 
-/// Writes the charts, and the contact sheet with a row for the truth and for each cache.
+/// Writes the charts, and the contact sheet with a row of true frames and a row per cache.
 fn write_pictures(folder: &Path, points: &[WorldPoint], rows: &[Vec<Frame>]) -> Result<()> {
     let by_frame = |title: &str, of: fn(&WorldPoint) -> &Vec<f64>, skip: usize| Chart {
         title: title.into(),
@@ -279,7 +277,7 @@ fn write_pictures(folder: &Path, points: &[WorldPoint], rows: &[Vec<Frame>]) -> 
     Ok(())
 }
 
-/// Frames of the first game, evenly spread, the first and the last among them.
+/// Returns evenly spread frames of the first game, including the first and the last.
 fn sheet_row(frames: &[Vec<Frame>]) -> Vec<Frame> {
     let columns = frames.len().min(COLUMNS);
     let at = |i: usize| i * (frames.len() - 1) / (columns - 1).max(1);

@@ -17,13 +17,14 @@ use crate::json::write_json;
 /// Arguments shared by all benchmarks.
 #[derive(Debug, clap::Args)]
 pub(super) struct Common {
-    /// Where to run.
+    /// Backend to run on.
     #[arg(long, value_enum, default_value = "flex")]
     pub(super) backend: Backend,
-    /// Samples; the median counts.
+    /// Number of samples; the median is reported.
     #[arg(long, default_value_t = 21)]
     pub(super) samples: usize,
-    /// Write the points here as JSON; with -, to standard output, and the table to standard error.
+    /// Write the results to this file as JSON. With -, JSON goes to standard output and the table
+    /// to standard error.
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
 }
@@ -39,8 +40,8 @@ struct Output<'a, P> {
     points: &'a [P],
 }
 
-/// Bytes of each buffer that is copied to measure the bandwidth: more than processors' caches hold,
-/// and within the size of a buffer that WebGPU lets a kernel bind.
+/// Bytes of each buffer copied to measure the bandwidth: more than processors' caches hold, and
+/// within WebGPU's limit of a binding.
 const COPIED: usize = 128 << 20;
 
 /// Checks that a benchmark's tensors fit into memory, before they are allocated.
@@ -49,7 +50,7 @@ pub(super) fn check_memory<T: Target>(needed: u64, device: &On<T>) -> Result<()>
     crate::common::check_memory(needed, copied, device, "time a smaller shape")
 }
 
-/// Where a benchmark's results go.
+/// The outputs of a benchmark.
 pub(super) struct Sinks {
     screen: Screen,
     json: Option<OutFile>,
@@ -57,7 +58,7 @@ pub(super) struct Sinks {
 }
 
 impl Sinks {
-    /// Opens the outputs, so that a file that cannot be written is reported before the measurement.
+    /// Opens the outputs, so a file that cannot be written is reported before the measurement.
     pub(super) fn open(json: Option<&Path>, plot: Option<&Path>) -> Result<Self> {
         let screen = Screen::beside([json, plot]);
         let open = |name, path: Option<&Path>| path.map(|path| OutFile::open(name, path));
@@ -74,8 +75,8 @@ impl Sinks {
         Ok(copied)
     }
 
-    /// Prints the table and writes what was asked for. If a file cannot be written, the error is
-    /// returned after the rest was written.
+    /// Prints the table and writes the files. If a file cannot be written, the error is returned
+    /// after the others are written.
     pub(super) fn finish<T: Target, P: Serialize>(
         self,
         device: &On<T>,
@@ -98,7 +99,7 @@ impl Sinks {
     }
 }
 
-/// A line per cache over the context length.
+/// Draws a line per cache over the context length.
 pub(super) fn by_context(
     title: String,
     y_label: &str,
