@@ -25,7 +25,7 @@ pub enum Error {
         /// The value.
         value: f32,
     },
-    /// The caller ended it.
+    /// The caller stopped the evaluation.
     #[error("stopped")]
     Stopped,
     /// The device failed while computing or copying back.

@@ -1,4 +1,4 @@
-//! What quantizing a cache costs layer by layer, on the keys and values a model really computes.
+//! Quantization errors by layer, on the keys and values that a model computes.
 
 use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
@@ -8,30 +8,10 @@ use kv_cubecl::{
     quantize, quantize_side,
 };
 use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig, ids_to_tensor, spans::PHASE};
-use serde::Serialize;
 use tracing::trace_span;
 
+pub use crate::run::LayerError;
 use crate::{Error, Plan, Result, Run, ids};
-
-/// Errors of one layer, over the tokens that its cache holds quantized at the end of the sequence.
-/// All are 0 if it holds none.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct LayerError {
-    /// The layer, counted from 0.
-    pub layer: usize,
-    /// `rms(restored - key) / rms(key)`.
-    pub key_error: f64,
-    /// `rms(restored - value) / rms(value)`.
-    pub value_error: f64,
-    /// Error of the attention output of all tokens, compared with that of a float cache for the
-    /// same queries, keys and values.
-    pub output_error: f64,
-    /// Share of quantized elements outside the range of the codes, which is a little too small
-    /// where scale and minimum were rounded to f16.
-    pub clipped: f64,
-    /// Share of groups with scale 0: all of their elements are restored to one value.
-    pub constant: f64,
-}
 
 /// Quantization error of one tensor, as sums and counts that can be added up.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -57,9 +37,8 @@ impl SideError {
     }
 }
 
-/// Errors of every layer of `model` with the cache `config`. The keys and values are those of the
-/// float run over `ids`, so that the errors of a layer do not include those of the layers before
-/// it.
+/// Returns the errors of every layer of `model` with the cache `config`. Keys and values come from
+/// the float run over `ids`, so the errors of earlier layers are not included.
 ///
 /// # Errors
 /// [`Error::Plan`] for no ids or one the model does not know, and the model's and the cache's
@@ -72,12 +51,12 @@ pub fn layer_errors<T: Target>(
 ) -> Result<Vec<LayerError>> {
     ids::check(ids, model)?;
     if ids.is_empty() {
-        return Err(Error::plan("tokens", 0, "the error of a layer needs at least one"));
+        return Err(Error::plan("tokens", 0, "must be at least 1"));
     }
     layer_errors_of(model, ids_to_tensor(ids, [1, ids.len()], device), config)
 }
 
-/// [`layer_errors`] over ids `[batch, seq]` that are on the model's device.
+/// Computes [`layer_errors`] over ids `[batch, seq]` that are on the model's device.
 ///
 /// # Errors
 /// The model's and the cache's errors.
@@ -91,7 +70,7 @@ pub fn layer_errors_of(
     let name = config.to_string();
     let mut errors = Ok(Vec::with_capacity(model.n_layers()));
     let mut observe = |trace: AttentionTrace| {
-        // After the first failure the rest of the pass is of no use, but cannot be stopped.
+        // A forward pass cannot be stopped after the first failure.
         if let Ok(layers) = &mut errors {
             match of_layer(&trace, &config.layer(model.spec(), trace.layer), &name) {
                 Ok(layer) => layers.push(layer),
@@ -104,11 +83,10 @@ pub fn layer_errors_of(
     errors
 }
 
-/// Sets [`Run::layers`] of those `runs` of `plan` that quantize to their [`layer_errors`] over its
-/// first window.
+/// Sets [`Run::layers`] of the quantized `runs` to the [`layer_errors`] over the first eval window.
 ///
 /// # Errors
-/// Those of [`layer_errors`].
+/// As [`layer_errors`].
 pub fn measure_layers<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -144,7 +122,7 @@ pub fn side_error(
 
 fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Result<LayerError> {
     let AttentionTrace { layer, query, key, value, output, .. } = trace.clone();
-    // The quantizer, and what is compared, are f32 in a model of 16 bits too.
+    // The quantizer and the comparison use f32 for 16-bit models too.
     let [query, key, value, output] = [query, key, value, output].map(|x| x.cast(DType::F32));
     let counts = Schedule::new(config).counts(key.dims()[2]);
     let error = |side_of: &Tensor<4>, which: Side, count: usize| {
@@ -156,8 +134,7 @@ fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Resul
         let packed = quantize_side(stored.clone(), which, config.format(which), config.group_size)?;
         side(quantized, stored, &packed, name)
     };
-    // Rotating changes no error relative to the norm: they can be compared where they are
-    // quantized.
+    // A Hadamard transform keeps relative errors, so they are measured on transformed values.
     let turned = |rows: &Tensor<4>, side| match config.uses_hadamard(side) {
         true => hadamard(rows.clone()),
         false => Ok(rows.clone()),
@@ -181,8 +158,8 @@ fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Resul
     })
 }
 
-/// Compares `original` with what `packed` restores to: `stored`, the same tensor rounded to the
-/// cache's float type, quantized.
+/// Compares `original` with the restored `packed`, which was quantized from `stored`: the original
+/// rounded to the cache's float type.
 fn side(original: Tensor<4>, stored: Tensor<4>, packed: &Packed, name: &str) -> Result<SideError> {
     let [_, _, tokens, head_dim] = original.dims();
     let QuantSpec { granularity, group_size, .. } = packed.spec();

@@ -1,8 +1,8 @@
-//! Evaluating language models with quantized KV caches: perplexity and KL divergence against the
-//! float cache, streamed token by token or in the equivalent closed form; loss by position, error
-//! by layer; speed by context length; reports with charts.
+//! Evaluation of language models with quantized KV caches. It measures perplexity and KL divergence
+//! from the float cache, token by token or in the equivalent closed form; loss by position; error
+//! by layer; and speed by context length. Reports have charts.
 //!
-//! The `kv-eval` program is a thin shell around these functions.
+//! The `kv-eval` program is a thin wrapper of these functions.
 
 pub mod bench;
 mod error;
@@ -13,14 +13,16 @@ mod perplexity;
 mod plan;
 pub mod planner;
 mod report;
+mod run;
 mod score;
 pub mod search;
 mod twin;
 pub mod world;
 
 pub use error::{Error, Result};
-pub use layers::{LayerError, layer_errors};
+pub use layers::layer_errors;
 pub use perplexity::{Progress, evaluate};
 pub use plan::{Mode, Plan};
-pub use report::{PositionNll, Report, Run, Versions, device_name};
+pub use report::{Report, Versions, device_name};
+pub use run::{LayerError, PositionNll, Run};
 pub use twin::{LayerCounters, SideCounters, Twin, TwinLayer, TwinStep, twin};

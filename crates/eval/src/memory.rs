@@ -1,11 +1,11 @@
-//! Counts what a program allocates: [`Tracking`].
+//! An allocator that counts allocations: [`Tracking`].
 
 use std::{
     alloc::{GlobalAlloc, Layout},
     sync::atomic::{AtomicUsize, Ordering::Relaxed},
 };
 
-/// An allocator that counts what it hands out, for a program's `#[global_allocator]`.
+/// Counts allocations, as a program's `#[global_allocator]`.
 ///
 /// The process's resident memory would not show a cache that fits into memory freed after loading
 /// the model, because allocators keep what was freed.
@@ -24,13 +24,13 @@ impl<A> Tracking<A> {
         Self { inner, allocations, live, peak: AtomicUsize::new(0) }
     }
 
-    /// Blocks handed out so far, reallocations included.
+    /// Returns the number of blocks allocated so far, reallocations included.
     pub fn allocations(&self) -> usize {
         self.allocations.load(Relaxed)
     }
 
-    /// Runs `work` and returns its result, and the most bytes that were allocated at any moment, by
-    /// any thread, beyond those allocated before.
+    /// Runs `work` and returns its result and the peak of bytes that all threads allocated beyond
+    /// those allocated before.
     pub fn peak_of<T>(&self, work: impl FnOnce() -> T) -> (T, usize) {
         let before = self.live.load(Relaxed);
         self.peak.store(before, Relaxed);

@@ -24,13 +24,13 @@ use crate::{
 
 /// Rows whose logits are in memory at once.
 const HEAD_ROWS: usize = 256;
-/// Losses are reported as means over buckets of this many positions of a window, or of a multiple
-/// of it that gives at most [`POSITION_BUCKETS`].
+/// Positions of an eval window per mean loss, or a multiple of them that gives at most
+/// [`POSITION_BUCKETS`] means.
 const POSITION_BUCKET: usize = 16;
 const POSITION_BUCKETS: usize = 64;
 
-/// Tokens that are passed with every cache, in parallel mode, before the first that is timed: the
-/// first pass allocates memory, starts threads and, on a GPU, compiles kernels.
+/// Warm-up tokens for every cache in parallel mode: the first pass allocates memory, starts threads
+/// and, on a GPU, compiles kernels.
 const WARM_UP: usize = 256;
 
 /// Progress of an evaluation.
@@ -58,7 +58,7 @@ impl Tally {
     }
 }
 
-/// Evaluates every cache of `plan`, telling `progress` how far it is.
+/// Evaluates every cache of `plan` and reports to `progress`.
 ///
 /// # Errors
 /// [`Error::NonFinite`] naming the token when a loss is NaN or infinite, and the model's and the
@@ -77,8 +77,8 @@ pub fn evaluate<T: Target>(
         let (n, mode) = (window + 1, plan.mode());
         let (ids, context) = plan.input(&span);
         let scored = span.scored;
-        // Final hidden states of the float run; its logits are computed again a few rows at a time
-        // rather than kept, which for a large vocabulary would not fit in memory.
+        // Final hidden states of the float run. Its logits are computed again a few rows at a time,
+        // because all of them may not fit into memory.
         let mut float_hidden: Option<Tensor<2>> = None;
         for (i, tally) in tallies.iter_mut().enumerate() {
             let mut report = |tokens| {
@@ -114,10 +114,10 @@ pub fn evaluate<T: Target>(
     tallies.into_iter().map(|tally| finish(model, plan, tally, &float)).collect()
 }
 
-/// Passes the first tokens with every cache and drops the results.
+/// Processes the first tokens with every cache and drops the results.
 fn warm_up<T: Target>(device: &On<T>, model: &LanguageModel, plan: &Plan) -> Result<()> {
     let Some(span) = plan.spans().next() else { return Ok(()) };
-    // Every streaming step passes one token, so a few of them are enough.
+    // A streaming step processes one token, so a few steps are enough.
     let n = match plan.mode() {
         Mode::Streaming => 4,
         Mode::Parallel => WARM_UP,
@@ -132,7 +132,7 @@ fn warm_up<T: Target>(device: &On<T>, model: &LanguageModel, plan: &Plan) -> Res
     Ok(())
 }
 
-/// Passes `ids` from an empty cache and scores those from `context` on, which is at least 1.
+/// Processes `ids` from an empty cache and scores them from `context` on, which is at least 1.
 /// Returns the hidden states `[scored, hidden]` that predict them.
 fn pass<T: Target>(
     device: &On<T>,
@@ -149,7 +149,7 @@ fn pass<T: Target>(
     }
 }
 
-/// [`pass`], token by token.
+/// Computes [`pass`] token by token.
 fn stream<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -181,7 +181,7 @@ fn stream<T: Target>(
     Ok(Tensor::cat(states, 0))
 }
 
-/// [`pass`], all at once.
+/// Computes [`pass`] in one forward pass.
 fn parallel<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -224,7 +224,7 @@ fn diverge(
     Ok(())
 }
 
-/// Logits `[1, rows, vocab]` of some rows of `hidden`.
+/// Returns the logits `[1, rows, vocab]` of some rows of `hidden`.
 fn head(model: &LanguageModel, hidden: &Tensor<2>, start: usize, rows: usize) -> Tensor<3> {
     model.head(hidden.clone().narrow(0, start, rows).unsqueeze_dim(0))
 }
@@ -292,7 +292,7 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Re
     })
 }
 
-/// Means of `nll`, one loss per scored token of `plan`, over buckets of positions.
+/// Returns the means of `nll`, one loss per scored token of `plan`, over buckets of positions.
 fn by_position(plan: &Plan, nll: &[f32]) -> Vec<PositionNll> {
     let per_bucket = plan.window().div_ceil(POSITION_BUCKETS);
     let per_bucket = per_bucket.next_multiple_of(POSITION_BUCKET);

@@ -1,4 +1,4 @@
-//! What to evaluate.
+//! Evaluation plans: [`Plan`].
 
 use core::{fmt, ops::Range, str::FromStr};
 
@@ -8,14 +8,13 @@ use serde::Serialize;
 
 use crate::{Error, Result, ids};
 
-/// The passes of a window's tokens through the model.
+/// The way the tokens of an eval window are processed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
     /// Token by token from an empty cache, as in serving.
     Streaming,
-    /// All at once, with the keys and values that each token would find in the cache: the same
-    /// numbers up to rounding.
+    /// All at once in the closed form of the cache: the same numbers up to rounding.
     Parallel,
 }
 
@@ -40,21 +39,20 @@ impl FromStr for Mode {
     }
 }
 
-/// A checked evaluation: windows of one text, the float cache, and the caches to compare with it.
+/// A checked evaluation: eval windows of a text, and the caches to compare with the float cache.
 #[derive(Clone, Debug)]
 pub struct Plan {
     mode: Mode,
     caches: Vec<ModelCacheConfig>,
     ids: Vec<u32>,
     bos: Option<u32>,
-    /// The window that was asked for; `window` is smaller for a text shorter than that.
+    /// The requested window; `window` is smaller for a shorter text.
     asked: usize,
     window: usize,
     stride: Option<usize>,
 }
 
-/// Tokens that pass through the model together, from an empty cache, and those of them that are
-/// scored: their losses count, and each is predicted from all tokens before it.
+/// An eval window: its tokens, and the part of them that is scored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Span {
     pub(crate) tokens: Range<usize>,
@@ -62,8 +60,8 @@ pub(crate) struct Span {
 }
 
 impl Plan {
-    /// Checks a plan over the first `tokens` of `ids` (all of them if `None`), in windows of
-    /// `window` tokens, each from an empty cache. The `float` cache always runs, first.
+    /// Creates a plan over the first `tokens` of `ids` (all of them if `None`), in eval windows of
+    /// `window` tokens. The `float` cache always runs first.
     ///
     /// # Errors
     /// [`Error::Plan`] for a text shorter than two tokens, a window below 2 or beyond the model's
@@ -79,7 +77,7 @@ impl Plan {
     ) -> Result<Self> {
         ids.truncate(tokens.unwrap_or(usize::MAX));
         if ids.len() < 2 {
-            let rule = "a perplexity needs at least two tokens, one to see and one to score";
+            let rule = "must be at least two tokens, one of context and one to score";
             return Err(Error::plan("tokens", ids.len(), rule));
         }
         if window < 2 {
@@ -104,15 +102,13 @@ impl Plan {
         Ok(Self { mode, caches: all, ids, bos: None, asked, window, stride: None })
     }
 
-    /// Starts every window with the token `bos`, if it is given, as models expect that were trained
-    /// on texts with a begin-of-text token. It counts as one of the window's tokens but is not part
-    /// of the text: a window holds one token of the text less, and all of them are scored, the
-    /// first predicted from `bos` alone.
+    /// Starts every eval window with the begin-of-text token `bos`, if it is given. It counts as
+    /// one of the window's tokens but is not part of the text. A window then holds one token of the
+    /// text less and scores all of them; the first is predicted from `bos` alone.
     ///
-    /// For a text that fits one window, this is the loss that the transformers library computes
-    /// from the ids of its tokenizer. For longer texts llama.cpp's `perplexity` differs: it
-    /// replaces each window's first token by `bos`, so that this token is neither seen nor scored,
-    /// and it scores only the second half of each window.
+    /// For a text that fits one window, this is the loss that the transformers library computes.
+    /// For longer texts llama.cpp's `perplexity` differs: it replaces each window's first token by
+    /// `bos`, and it scores only the second half of each window.
     ///
     /// # Errors
     /// [`Error::Plan`] for an id that the model does not know, a window that exceeds the model's
@@ -129,19 +125,19 @@ impl Plan {
         }
     }
 
-    /// The token that every window starts with, if there is one.
+    /// Returns the token that every eval window starts with, if any.
     pub fn bos(&self) -> Option<u32> {
         self.bos
     }
 
-    /// Tokens of the text per window.
+    /// Returns the tokens of the text per eval window.
     fn text_window(&self) -> usize {
         self.window - usize::from(self.bos.is_some())
     }
 
-    /// Makes each window begin `stride` tokens after the one before. A window then scores only the
-    /// tokens that the one before it does not reach, so that all but the first have at least
-    /// `window - stride` tokens before them. By default windows do not overlap.
+    /// Makes each eval window begin `stride` tokens after the previous one. A window then scores
+    /// only the tokens after the previous window, so each has at least `window - stride` tokens of
+    /// context, except in the first window. By default windows do not overlap.
     ///
     /// # Errors
     /// [`Error::Plan`] for a stride of 0 or above the window.
@@ -155,32 +151,32 @@ impl Plan {
         Ok(Self { stride: Some(stride.min(self.text_window())), ..self })
     }
 
-    /// The passes of tokens through the model.
+    /// Returns the way tokens are processed.
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// The caches, `float` first, each with the window as capacity.
+    /// Returns the caches, `float` first. Their capacity is the eval window.
     pub fn caches(&self) -> &[ModelCacheConfig] {
         &self.caches
     }
 
-    /// Tokens per window, including the begin-of-text token it may start with.
+    /// Returns the tokens per eval window, including its begin-of-text token.
     pub fn window(&self) -> usize {
         self.window
     }
 
-    /// Tokens from the start of one window to that of the next.
+    /// Returns the tokens from the start of one eval window to that of the next.
     pub fn stride(&self) -> usize {
         self.stride.unwrap_or_else(|| self.text_window())
     }
 
-    /// Tokens of the text that are used.
+    /// Returns the number of tokens of the text that are used.
     pub fn tokens(&self) -> usize {
         self.ids.len()
     }
 
-    /// Returns the tokens of a span's pass, and the number of its first tokens that are not scored.
+    /// Returns the input tokens of a span, and the number of its first tokens that are not scored.
     pub(crate) fn input(&self, span: &Span) -> (Vec<u32>, usize) {
         let ids: Vec<u32> =
             self.bos.iter().chain(&self.ids[span.tokens.clone()]).copied().collect();
@@ -188,19 +184,18 @@ impl Plan {
         (ids, context)
     }
 
-    /// The windows, in order. Every token is scored once. The exceptions, if windows do not start
-    /// with a begin-of-text token, are the tokens that begin a window that does not overlap the one
-    /// before: nothing predicts them.
+    /// Returns the eval windows in order. Every token is scored once, except the first token of a
+    /// window without a begin-of-text token or overlap, which nothing predicts.
     pub(crate) fn spans(&self) -> impl Iterator<Item = Span> + use<'_> {
         let n = self.ids.len();
         let (window, stride) = (self.text_window(), self.stride());
         let end = move |start: usize| (start + window).min(n);
-        // Without a begin-of-text token before it, the first token of a window is not predicted.
+        // Nothing predicts the first token without a begin-of-text token.
         let unseen = usize::from(self.bos.is_none());
         (0..n)
             .step_by(stride)
             .map_while(move |start| {
-                // The end of the window before.
+                // The end of the previous window.
                 let before = start.checked_sub(stride).map_or(0, end);
                 let scored = before.max(start + unseen)..end(start);
                 (before < n).then_some(Span { tokens: start..end(start), scored })
@@ -208,13 +203,13 @@ impl Plan {
             .filter(|span| !span.scored.is_empty())
     }
 
-    /// Tokens scored by one run.
+    /// Returns the number of tokens that one run scores.
     pub fn scored_tokens(&self) -> usize {
         self.spans().map(|span| span.scored.len()).sum()
     }
 }
 
-/// The window for a text of `tokens`, if the model has room for it.
+/// Returns the eval window for a text of `tokens`, which must be within the model's limit.
 fn limited(asked: usize, tokens: usize, model: &LanguageModel) -> Result<usize> {
     let (window, limit) = (asked.min(tokens), model.max_positions());
     if window > limit {

@@ -1,4 +1,4 @@
-//! Results, as a table, as JSON, and as a page with charts.
+//! Results as a table, as JSON, and as a page with charts.
 
 use core::{f64::consts::LN_2, fmt};
 use std::{
@@ -14,84 +14,7 @@ use kv_report::{
 };
 use serde::Serialize;
 
-use crate::{LayerError, Mode, Result};
-
-/// Mean loss of some positions of the windows. A position is the number of tokens the model has
-/// seen, and with them its cache holds, when it predicts.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct PositionNll {
-    /// First position.
-    pub start: usize,
-    /// Position after the last.
-    pub end: usize,
-    /// Mean negative log-likelihood, nats per token.
-    pub nll: f64,
-    /// Tokens it is the mean of, all windows together.
-    pub tokens: usize,
-}
-
-/// The results of one cache over the whole text.
-#[derive(Clone, Debug, Serialize)]
-pub struct Run {
-    /// The model's name; empty before [`Report::add`].
-    pub model: String,
-    /// The cache's short name.
-    pub cache: String,
-    /// The passes of tokens through the model.
-    pub mode: Mode,
-    /// The type of the model's weights, in which it computes.
-    pub dtype: WeightDtype,
-    /// Bytes of the model's weights.
-    pub weight_bytes: usize,
-    /// `exp(nll)`.
-    pub perplexity: f64,
-    /// Mean negative log-likelihood, nats per token.
-    pub nll: f64,
-    /// Standard error of `nll`, taking tokens as independent.
-    pub nll_stderr: f64,
-    /// Mean of each token's `nll` less that of the same token in the float run.
-    pub nll_excess: f64,
-    /// Standard error of `nll_excess`, computed from blocks of tokens, because neighboring tokens
-    /// are not independent.
-    pub nll_excess_stderr: f64,
-    /// `nll` in bits, per byte of text rather than per token; `None` before [`Report::add`] and
-    /// where the report does not know the text's bytes.
-    pub bits_per_byte: Option<f64>,
-    /// Mean divergence of the next-token distribution from the float run's, nats.
-    pub kl_mean: f64,
-    /// The divergence that 99.9% of tokens do not exceed, nats.
-    pub kl_p999: f64,
-    /// Share of tokens for which the most likely token is the float run's.
-    pub same_top: f64,
-    /// Tokens scored.
-    pub tokens: usize,
-    /// Seconds in the model and its head; computing the divergence is not counted.
-    pub seconds: f64,
-    /// Bytes the cache of one window allocates, all layers.
-    pub cache_bytes: usize,
-    /// Bytes a cache that quantizes nothing allocates with the same capacity and float type.
-    pub float_cache_bytes: usize,
-    /// Tokens in the cache when it quantizes the first of them; `None` if it never does within a
-    /// window.
-    pub first_quantized: Option<usize>,
-    /// Loss by position, ascending.
-    pub position_nll: Vec<PositionNll>,
-    /// Error by layer; empty where it was not measured.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub layers: Vec<LayerError>,
-}
-
-impl Run {
-    /// Scored tokens per second.
-    pub fn tokens_per_second(&self) -> f64 {
-        self.tokens as f64 / self.seconds
-    }
-
-    /// Set for the baseline run of its model.
-    fn is_float(&self) -> bool {
-        self.cache == "float"
-    }
-}
+use crate::{LayerError, Result, Run};
 
 /// Versions of the software that computed the numbers.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -111,7 +34,7 @@ impl Versions {
         Self { kv_eval: env!("CARGO_PKG_VERSION"), burn: "0.22.1", cubecl: "0.11.3" };
 }
 
-/// An evaluation and how to repeat it.
+/// The results of an evaluation, and the settings to repeat it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// The command line.
@@ -126,7 +49,7 @@ pub struct Report {
     pub text: String,
     /// Tokens of the text that were used.
     pub text_tokens: usize,
-    /// Bytes that those tokens stand for, where known.
+    /// Bytes that these tokens encode, if known.
     pub text_bytes: Option<usize>,
     /// Tokens per window, including the begin-of-text token it may start with.
     pub window: usize,
@@ -141,7 +64,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// A report without runs; `text_tokens` of `text` are used in windows of `window`.
+    /// Creates a report without runs on `text_tokens` of `text` in eval windows of `window`.
     pub fn new<T: Target>(
         device: &On<T>,
         command: Vec<String>,
@@ -165,15 +88,13 @@ impl Report {
         }
     }
 
-    /// Sets the stride: windows begin every `stride` tokens, see
-    /// [`Plan::with_stride`](crate::Plan::with_stride).
+    /// Sets the stride, see [`Plan::with_stride`](crate::Plan::with_stride).
     #[must_use]
     pub fn with_stride(self, stride: usize) -> Self {
         Self { stride, ..self }
     }
 
-    /// Sets the begin-of-text token: windows start with a begin-of-text token, spelled `bos`, see
-    /// [`Plan::with_bos`](crate::Plan::with_bos).
+    /// Sets the spelling of the begin-of-text token, see [`Plan::with_bos`](crate::Plan::with_bos).
     #[must_use]
     pub fn with_bos(self, bos: Option<String>) -> Self {
         Self { bos, ..self }
@@ -185,8 +106,7 @@ impl Report {
         Self { notes, ..self }
     }
 
-    /// Sets the bytes of text that the tokens encode. Must be called before runs
-    /// are added.
+    /// Sets the bytes of text that the tokens encode. Must be called before runs are added.
     #[must_use]
     pub fn with_text_bytes(self, bytes: usize) -> Self {
         Self { text_bytes: Some(bytes), ..self }
@@ -202,8 +122,8 @@ impl Report {
         }));
     }
 
-    /// The runs as a table, with a column for the model if there are several, and one for bits per
-    /// byte if they are known. `over float` is [`Run::nll_excess`].
+    /// Returns the runs as a table. It has a column for the model if there are several, and one for
+    /// bits per byte if they are known. `over float` is [`Run::nll_excess`].
     pub fn table(&self) -> Table {
         let rows: Vec<_> = self.runs.iter().map(|run| self.row(run)).collect();
         let names = rows.first().into_iter().flatten().map(|&(name, _)| name);
@@ -214,7 +134,7 @@ impl Report {
         table
     }
 
-    /// One line of the table, with the columns' names.
+    /// Returns one line of the table, with the names of the columns.
     fn row(&self, run: &Run) -> Vec<(&'static str, String)> {
         let percent = |share: f64| format!("{:.1}%", 100.0 * share);
         let mut row = Vec::with_capacity(14);
@@ -244,7 +164,7 @@ impl Report {
         row
     }
 
-    /// Loss by position in the window, one line per run.
+    /// Draws the loss by position in the eval window, one line per run.
     pub fn position_chart(&self) -> Chart {
         let curve = |run: &Run| run.position_nll.iter().map(|at| (at.middle(), at.nll)).collect();
         Chart {
@@ -255,7 +175,7 @@ impl Report {
         }
     }
 
-    /// Loss by position less that of the same model's float run, one line per other run.
+    /// Draws the loss by position above the model's float run, one line per other run.
     pub fn excess_chart(&self) -> Chart {
         let curve = |run: &Run| {
             let float = self.runs.iter().find(|other| other.model == run.model);
@@ -264,14 +184,14 @@ impl Report {
         };
         let others: Vec<&Run> = self.runs.iter().filter(|run| !run.is_float()).collect();
         Chart {
-            title: "What the cache adds to the loss, by position".to_string(),
+            title: "Loss added by the cache, by position".to_string(),
             y_label: "nats per token above the float cache".to_string(),
             series: self.series(others, curve),
             ..self.positions()
         }
     }
 
-    /// Error of the attention output by layer, one line per run that has it.
+    /// Draws the error of the attention output by layer, one line per run that has it.
     pub fn layers_chart(&self) -> Chart {
         let measured = self.runs.iter().filter(|run| !run.layers.is_empty());
         let curve = |run: &Run| {
@@ -288,7 +208,7 @@ impl Report {
         }
     }
 
-    /// Perplexity against the bytes of the cache, one point per run.
+    /// Draws perplexity against the bytes of the cache, one point per run.
     pub fn quality_chart(&self) -> Chart {
         let point = |run: &Run| vec![(mib(run.cache_bytes), run.perplexity)];
         let mut series = self.series(&self.runs, point);
@@ -305,12 +225,11 @@ impl Report {
     }
 
     /// Writes `report.html`, and each of its charts as `NAME.svg` and `NAME.png`, into `folder`,
-    /// which is made if it is not there. The charts are `position` and `quality`, and with caches
-    /// beside the float one `excess` and `layers`, the latter if it was measured. Returns what was
-    /// written, the page first.
+    /// which is created if missing. The charts are `quality` and `position`, with quantized caches
+    /// also `excess`, and `layers` if it was measured. Returns the paths, the page first.
     ///
     /// # Errors
-    /// A folder or file that cannot be written, and runs that cannot be drawn, such as none.
+    /// A folder or file that cannot be written, and no runs to draw.
     pub fn write_folder(&self, folder: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
         let folder = folder.as_ref();
         fs::create_dir_all(folder)
@@ -319,7 +238,7 @@ impl Report {
         let html = HtmlReport::new(format!("KV caches of {}", self.models().join(" and ")));
         let (html, charts) = self.write_charts(folder, html.paragraph(&self.summary()))?;
         let Versions { kv_eval, burn, cubecl } = self.versions;
-        html.heading("How it was made")
+        html.heading("Settings")
             .pre(&format!(
                 "{}\n\nkv-eval {kv_eval}, burn {burn}, cubecl {cubecl}\nbackend {}, device {}{}",
                 self.command.join(" "),
@@ -331,11 +250,11 @@ impl Report {
         Ok([vec![page], charts].concat())
     }
 
-    /// Writes the charts into `folder`, which must be there, and adds table, charts and errors by
+    /// Writes the charts into `folder`, which must exist, and adds table, charts and errors by
     /// layer to `html`. Returns the page and the charts' paths.
     ///
     /// # Errors
-    /// Those of [`write_folder`](Self::write_folder).
+    /// As [`write_folder`](Self::write_folder).
     pub fn write_charts(
         &self,
         folder: &Path,
@@ -366,7 +285,7 @@ impl Report {
         Ok((html, written))
     }
 
-    /// The models, each once.
+    /// Lists the models without repetition.
     fn models(&self) -> Vec<&str> {
         let mut models: Vec<&str> = Vec::new();
         for run in &self.runs {
@@ -377,7 +296,7 @@ impl Report {
         models
     }
 
-    /// A name that distinguishes `run` from the others.
+    /// Returns a name that distinguishes `run` from the others.
     fn name(&self, run: &Run) -> String {
         match self.models().len() {
             0 | 1 => run.cache.clone(),
@@ -395,7 +314,7 @@ impl Report {
             None => ", no BOS".to_string(),
         };
         let mode = self.runs.first().map_or(String::new(), |run| format!(", {}", run.mode));
-        // Where nothing is said, weights are f32.
+        // f32 weights are not mentioned.
         let dtype = match self.runs.iter().find(|run| run.dtype != WeightDtype::F32) {
             Some(run) => format!(", weights in {}", run.dtype),
             None => String::new(),
@@ -420,7 +339,7 @@ impl Report {
         runs.into_iter().map(series).collect()
     }
 
-    /// A chart over positions, with a mark where quantizing starts.
+    /// Returns an empty chart over positions, with a mark where quantization starts.
     fn positions(&self) -> Chart {
         let mut starts: Vec<usize> =
             self.runs.iter().filter_map(|run| run.first_quantized).collect();
@@ -435,13 +354,7 @@ impl Report {
     }
 }
 
-impl PositionNll {
-    fn middle(&self) -> f64 {
-        (self.start + self.end - 1) as f64 / 2.0
-    }
-}
-
-/// Four decimals, without a minus sign before zero.
+/// Formats four decimals, without a minus sign before zero.
 fn signed(x: f64) -> String {
     let text = format!("{x:.4}");
     if text == "-0.0000" { "0.0000".into() } else { text }
@@ -473,7 +386,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// The name of the hardware, where the backend knows it.
+/// Returns the name of the hardware, if the backend knows it.
 pub fn device_name<T: Target>(device: &On<T>) -> String {
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
     if let Some(identity) = device.as_dispatch().identity() {

@@ -1,8 +1,9 @@
-//! Losses and divergences from logits, on the host: sums in f64, rows in parallel.
+//! Losses and divergences of logits, computed on the host with sums in f64.
 
 use rayon::prelude::*;
 
-/// Negative log-likelihood in nats of each row's target; `logits` `[targets.len(), vocab]`.
+/// Returns the negative log-likelihood of each row's target in nats; `logits` are
+/// `[targets.len(), vocab]`.
 pub(crate) fn negative_log_likelihood(logits: &[f32], targets: &[u32]) -> Vec<f32> {
     let vocab = logits.len() / targets.len();
     let rows = logits.par_chunks_exact(vocab).zip(targets);
@@ -35,20 +36,20 @@ pub(crate) fn divergence(float: &[f32], logits: &[f32], vocab: usize) -> Vec<Div
     .collect()
 }
 
-/// The index of the largest logit, the first of equals.
+/// Returns the index of the largest logit, the first of equals.
 fn top(row: &[f32]) -> Option<usize> {
     let best = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     row.iter().position(|&logit| logit == best)
 }
 
-/// NaN if any logit is.
+/// Returns NaN if any logit is NaN.
 fn log_sum_exp(row: &[f32]) -> f64 {
     let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = row.iter().map(|&x| f64::from((x - max).exp())).sum();
     f64::from(max) + sum.ln()
 }
 
-/// Mean, and the standard error of the mean, of independent samples.
+/// Returns the mean of independent samples and its standard error.
 pub(crate) fn mean_and_stderr(samples: &[f32]) -> (f64, f64) {
     let n = samples.len() as f64;
     let mean = samples.iter().map(|&x| f64::from(x)).sum::<f64>() / n;
@@ -57,10 +58,9 @@ pub(crate) fn mean_and_stderr(samples: &[f32]) -> (f64, f64) {
     (mean, stderr)
 }
 
-/// Mean, and the standard error of the mean, of samples whose neighbors may be correlated, as those
-/// of the tokens of a text: the samples are cut into about `sqrt(n)` blocks of about as many
-/// samples each, and the error is computed from the means of the blocks. For independent samples it
-/// estimates the same as [`mean_and_stderr`].
+/// Returns the mean and its standard error for samples whose neighbors may be correlated, such as
+/// the tokens of a text. The error is computed from the means of about `sqrt(n)` blocks. For
+/// independent samples it estimates the same as [`mean_and_stderr`].
 pub(crate) fn mean_and_block_stderr(samples: &[f64]) -> (f64, f64) {
     let n = samples.len();
     let mean = samples.iter().sum::<f64>() / n as f64;
@@ -76,7 +76,7 @@ pub(crate) fn mean_and_block_stderr(samples: &[f64]) -> (f64, f64) {
     (mean, (squares * blocks / (blocks - 1.0)).sqrt() / n as f64)
 }
 
-/// The smallest sample that at least `per_mille` thousandths of the samples do not exceed.
+/// Returns the smallest sample that at least `per_mille` thousandths of the samples do not exceed.
 pub(crate) fn quantile(samples: &[f32], per_mille: usize) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f32::total_cmp);

@@ -1,4 +1,4 @@
-//! A float cache beside a quantized one: how far they are apart, step by step and layer by layer.
+//! Differences between a float cache and a quantized one, by step and by layer.
 
 use core::fmt;
 
@@ -16,7 +16,7 @@ use crate::{
     score::{Divergence, divergence, negative_log_likelihood},
 };
 
-/// One text through two caches, a token at a time.
+/// The comparison of two caches on one text, a token at a time.
 #[derive(Clone, Debug, Serialize)]
 pub struct Twin {
     /// The quantized cache's short name.
@@ -27,7 +27,7 @@ pub struct Twin {
     pub stop: Option<f64>,
     /// Set if the last step exceeds it.
     pub stopped: bool,
-    /// Each layer over all steps, and what its cache holds after the last.
+    /// Each layer over all steps, and the contents of its cache after the last.
     pub layers: Vec<TwinLayer>,
 }
 
@@ -40,8 +40,8 @@ pub struct TwinStep {
     pub kl: f32,
     /// Set if both have the same most likely token.
     pub same_top: bool,
-    /// For each layer, `rms(output - float) / rms(float)` of its attention. It includes what layers
-    /// before it have changed.
+    /// For each layer, `rms(output - float) / rms(float)` of its attention. It includes the errors
+    /// of the layers before it.
     pub layers: Vec<f64>,
 }
 
@@ -60,19 +60,19 @@ pub struct TwinLayer {
     pub counters: LayerCounters,
 }
 
-/// [`Counters`] of a layer; `None` of a side that holds nothing quantized.
+/// [`Counters`] of a layer; `None` for a side without quantized tokens.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct LayerCounters {
     /// Counters of the keys.
     pub keys: Option<SideCounters>,
     /// Counters of the values.
     pub values: Option<SideCounters>,
-    /// Bytes of the tensors of floats that its quantized keys and values were restored to, over all
-    /// steps; `None` if they were not counted.
+    /// Bytes of the float tensors that quantized keys and values were restored to, over all steps;
+    /// `None` if they were not counted.
     pub restored: Option<RestoredBytes>,
 }
 
-/// [`KvCache::restored_bytes`](kv_cubecl::KvCache::restored_bytes) of a layer, as they are written.
+/// [`KvCache::restored_bytes`](kv_cubecl::KvCache::restored_bytes) of a layer, for reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct RestoredBytes {
     /// Bytes of the restored keys.
@@ -81,12 +81,12 @@ pub struct RestoredBytes {
     pub values: usize,
 }
 
-/// [`Counters`], as they are written.
+/// [`Counters`] for reports.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct SideCounters {
     /// Share of codes at an end of the range.
     pub extreme: f64,
-    /// Share of groups whose codes all stand for one number.
+    /// Share of groups whose codes all represent one number.
     pub constant: f64,
     /// The smallest scale of the other groups.
     pub scale_min: f32,
@@ -106,9 +106,8 @@ impl From<Counters> for SideCounters {
     }
 }
 
-/// Passes `ids` through the model with a float cache and with `config`, a token at a time and both
-/// in turn; stops after the first step whose divergence is above `stop`. `progress` receives
-/// every step.
+/// Runs the model on `ids` with a float cache and with `config`, a token at a time. Stops after the
+/// first step whose divergence is above `stop`. `progress` receives every step.
 ///
 /// # Errors
 /// [`Error::Plan`] for no ids or one the model does not know, or a threshold below 0,
@@ -125,7 +124,7 @@ pub fn twin<T: Target>(
     let mut config = config.into();
     ids::check(ids, model)?;
     if ids.is_empty() {
-        return Err(Error::plan("tokens", 0, "a step needs at least one"));
+        return Err(Error::plan("tokens", 0, "must be at least 1"));
     }
     if let Some(stop) = stop.filter(|&stop| stop.is_nan() || stop < 0.0) {
         return Err(Error::plan("stop", stop, "must be a divergence in nats, 0 or more"));
@@ -148,13 +147,11 @@ pub fn twin<T: Target>(
             let why = "logits of a step are not those of one token".to_string();
             return Err(Error::Device { cache: name, why });
         };
-        // The loss of the token that follows; after the last, of that one again: a logit that is no
-        // number spoils any.
+        // The loss of the next token, or of the last one again, detects a logit that is NaN.
         let next = ids.get(token + 1).copied().unwrap_or(id);
         check_finite("float", token, &negative_log_likelihood(&float.logits, &[next]))?;
         check_finite(&name, token, &negative_log_likelihood(&other.logits, &[next]))?;
-        // Numbers that are further apart than an f32 reaches, or one is an infinity that
-        // no loss has seen.
+        // Logits may be too far apart for f32, or one is an infinity that no loss detects.
         check_finite(&name, token, &[kl])?;
         let pairs = other.layers.iter().zip(&float.layers);
         let layers = pairs.map(|(other, float)| relative(other, float)).collect();
@@ -170,7 +167,7 @@ pub fn twin<T: Target>(
     Ok(Twin { cache: name, steps, stop, stopped, layers })
 }
 
-/// Checks what a token costs with a cache.
+/// Checks the losses of a token with a cache.
 fn check_finite(cache: &str, token: usize, values: &[f32]) -> Result<()> {
     match values.iter().find(|value| !value.is_finite()) {
         Some(&value) => Err(Error::NonFinite { cache: cache.into(), token, value }),
@@ -207,7 +204,7 @@ fn read<const D: usize>(tensor: Tensor<D>, name: &str) -> Result<Vec<f32>> {
     data.try_into_vec().map_err(|error| fail(format!("{error:?}")))
 }
 
-/// `rms(other - float) / rms(float)`; 0 where both are the same, whatever they are.
+/// Returns `rms(other - float) / rms(float)`, or 0 if both are equal.
 fn relative(other: &[f32], float: &[f32]) -> f64 {
     let square = |x: f64| x * x;
     let error: f64 = other
@@ -239,17 +236,14 @@ fn of_layers(steps: &[TwinStep], cache: &ModelCache) -> Vec<TwinLayer> {
 }
 
 impl Twin {
-    /// Mean of the steps' divergence, nats.
+    /// Returns the mean divergence of the steps in nats.
     pub fn kl_mean(&self) -> f64 {
         let sum: f64 = self.steps.iter().map(|step| f64::from(step.kl)).sum();
         sum / self.steps.len() as f64
     }
-}
 
-impl fmt::Display for Twin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let n = self.steps.len();
-        writeln!(f, "{} beside float, {n} steps", self.cache)?;
+    /// Returns the layers as a table, with a row for each side.
+    fn table(&self) -> Table {
         let mut table = Table::new([
             "layer",
             "mean",
@@ -292,11 +286,19 @@ impl fmt::Display for Twin {
                     None => row.resize(table.header().len(), "-".to_string()),
                 }
                 table.push(row);
-                // A layer is named in the first of its rows.
+                // Only the first row of a layer names it.
                 row = vec![String::new(); 4];
             }
         }
-        writeln!(f, "{table}")?;
+        table
+    }
+}
+
+impl fmt::Display for Twin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let n = self.steps.len();
+        writeln!(f, "{} beside float, {n} steps", self.cache)?;
+        writeln!(f, "{}", self.table())?;
         let same = self.steps.iter().filter(|step| step.same_top).count();
         let largest = self.steps.iter().max_by(|a, b| a.kl.total_cmp(&b.kl));
         let largest = largest.map_or((0.0, 0), |step| (step.kl, step.token));

@@ -66,7 +66,7 @@ fn a_search_does_not_replace_a_policy() {
     let (model, text, out) = (space.model(), space.text(), space.path("policy.toml"));
     fs::write(&out, "# by hand\n").unwrap();
     let args = ["search", "--model", &model, "--text", &text, "--bytes", "1M", "--out", &out];
-    refused(&args, &["out ", "policy.toml", "is there already"]);
+    refused(&args, &["out ", "policy.toml", "already exists"]);
     assert_eq!(fs::read_to_string(&out).unwrap(), "# by hand\n");
 }
 

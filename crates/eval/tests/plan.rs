@@ -390,7 +390,7 @@ fn each_mistake_is_one_line() {
         &["context 1152921504606846976", "512"],
     );
     refused(&["--model", model, "--batch", "1000000000000"], &["batch 1000000000000"]);
-    refused(&["--model", model, "--frames", "3"], &["frames 3", "has none"]);
+    refused(&["--model", model, "--frames", "3"], &["frames 3", "is not a model of frames"]);
     refused(
         &["--model", "GameRFT", "--frames", "1152921504606846976"],
         &["frames 1152921504606846976"],

@@ -147,7 +147,7 @@ fn a_conversation_goes_on_in_another_run() {
         assert_eq!(answers, whole[..2]);
         let (answers, errors) = talk("third\n", &["--load-cache", file]);
         assert_eq!(answers, whole[2..]);
-        assert!(errors.contains("going on with a conversation of 5 messages"), "{errors}");
+        assert!(errors.contains("continuing a conversation of 5 messages"), "{errors}");
         assert!(!errors.contains("reused 0 of"), "{errors}");
         let (same, _) = talk("third\n", &["--load-cache", file, "--system", "be brief"]);
         assert_eq!(same, answers);
@@ -200,17 +200,17 @@ fn what_does_not_fit_is_one_line_before_anything_is_generated() {
     assert!(!Path::new(beyond).exists());
 }
 
-/// A path that is no regular file is refused before anything is generated.
+/// A path that is not a regular file is refused before anything is generated.
 #[cfg(unix)]
 #[test]
 fn a_cache_is_saved_to_regular_files_alone() {
     let space = Workspace::new();
     let saves = ["--prompt", PROMPT, "--save-cache", "/dev/null"];
-    refused(&generate(&space, &saves), &["save-cache /dev/null: is no regular file"]);
+    refused(&generate(&space, &saves), &["save-cache /dev/null: must be a regular file"]);
     let pipe = &space.path("pipe");
     assert!(Command::new("mkfifo").arg(pipe).status().unwrap().success());
     let saves = ["--prompt", PROMPT, "--save-cache", pipe];
-    refused(&generate(&space, &saves), &["save-cache", "pipe: is no regular file"]);
+    refused(&generate(&space, &saves), &["save-cache", "pipe: must be a regular file"]);
 }
 
 /// The first turn is saved if the second does not fit, whether or not the template repeats earlier

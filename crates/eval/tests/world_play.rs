@@ -158,7 +158,7 @@ fn names_are_read_as_they_are_printed() {
     let stored = "kint8vint8".parse().unwrap();
     assert_eq!(caches.formats(3).unwrap(), [float, stored, stored]);
     let error = caches.formats(1).unwrap_err().to_string();
-    assert_eq!(error, "cache kint8vint8@2: names more than the 1 layers there are");
+    assert_eq!(error, "cache kint8vint8@2: selects more than the model's 1 layers");
     for name in ["kint8vint8@", "kint8vint8@0", "float@x"] {
         let error = name.parse::<LayerCaches>().unwrap_err().to_string();
         assert!(error.contains("must have a number of layers"), "{error}");
@@ -172,7 +172,7 @@ fn a_ring_beyond_the_models_window_is_noted() {
     let short = ["--frames", "2", "--seeds", "1", "--context", "2", "--cache", "float-f16"];
     let outcome = played(&[&short[..], &["--ring", "99"]].concat());
     assert_eq!(outcome.code, 0, "{}", outcome.stderr);
-    let note = "note: ring 99: the model sees no more than 12 frames, which are kept";
+    let note = "note: ring 99: the model sees at most 12 frames, so these are kept";
     assert!(outcome.stderr.contains(note), "{}", outcome.stderr);
     assert!(outcome.stdout.contains("rings of 12 frames"), "{}", outcome.stdout);
     let outcome = played(&[&short[..], &["--ring", "8"]].concat());

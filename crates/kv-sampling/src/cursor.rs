@@ -1,4 +1,4 @@
-//! Where the texts of a batch stand: [`Cursor`].
+//! The next tokens of a batch and their position: [`Cursor`].
 
 use burn::{
     backend::Dispatch,
@@ -7,8 +7,8 @@ use burn::{
 
 use crate::{CursorState, Draw, Result, SamplingOps, error::invalid};
 
-/// The next token of every text of a batch and its position, on the device, where steps read and write them. The
-/// buffers stay the same, so that steps can be recorded.
+/// The next token of every text of a batch and its position, on the device, where steps read and
+/// write them. The buffers stay the same, so steps can be captured and replayed.
 #[derive(Clone, Debug)]
 pub struct Cursor {
     ids: Tensor<2, Int>,
@@ -19,7 +19,8 @@ pub struct Cursor {
 }
 
 impl Cursor {
-    /// Texts whose next tokens are `ids`, all at `position`. After one of `ends` a text has ended.
+    /// Creates the cursor of texts whose next tokens are `ids`, all at `position`. A token of
+    /// `ends` ends a text.
     ///
     /// # Errors
     /// No id, and `ends` for more than one text.
@@ -27,8 +28,9 @@ impl Cursor {
         Self::at(ids, position as i32, ends, device)
     }
 
-    /// Texts that take no part until their [tokens](Self::set_ids) and [position](Self::set_position) are set: their
-    /// position is below 0, and stays there for a billion steps, by which steps that are only tried write nothing.
+    /// Creates the cursor of texts that take no part until their [tokens](Self::set_ids) and
+    /// [position](Self::set_position) are set. Their position stays below 0 for a billion steps, so
+    /// trial steps write nothing.
     ///
     /// # Errors
     /// Those of [`new`](Self::new).
@@ -55,7 +57,8 @@ impl Cursor {
         })
     }
 
-    /// Sets what an end adds to the position: past the capacity of a cache, further steps write nothing.
+    /// Sets the number that an end adds to the position. Beyond the capacity of a cache, further
+    /// steps write nothing.
     #[must_use]
     pub fn with_past(self, past: usize) -> Self {
         Self { past, ..self }
@@ -71,7 +74,7 @@ impl Cursor {
         &self.position
     }
 
-    /// How many rows of logits were not finite since [`mend`](Self::mend), `[1]`.
+    /// Counts the rows of logits that were not finite since [`mend`](Self::mend), `[1]`.
     pub fn broken(&self) -> &Tensor<1, Int> {
         &self.broken
     }
@@ -79,15 +82,12 @@ impl Cursor {
     /// Overwrites the next tokens.
     ///
     /// # Errors
-    /// Another number of ids than texts.
+    /// A number of ids that differs from the number of texts.
     pub fn set_ids(&mut self, ids: &[u32]) -> Result<()> {
         let texts = self.ids.dims()[0];
         if ids.len() != texts {
-            return Err(invalid(
-                "ids",
-                ids.len(),
-                format!("must be one for each of {texts} texts"),
-            ));
+            let rule = format!("must be one for each of {texts} texts");
+            return Err(invalid("ids", ids.len(), rule));
         }
         let new = tensor(ints(ids), [ids.len(), 1], &self.ids.device());
         write(&mut self.ids, new);
@@ -100,17 +100,17 @@ impl Cursor {
         write(&mut self.position, new);
     }
 
-    /// Forgets the rows that were not finite.
+    /// Resets the [count](Self::broken) of rows that were not finite.
     pub fn mend(&mut self) {
         let zero = tensor(vec![0], [1], &self.broken.device());
         write(&mut self.broken, zero);
     }
 
-    /// ExpertSelection the next token of every text from `logits`, f32 `[batch, vocab]`, at the position after. A row that is
-    /// not finite is [counted](Self::broken), and its token is 0.
+    /// Picks the next token of every text from `logits`, f32 `[batch, vocab]`, and moves to the
+    /// next position. A row that is not finite is [counted](Self::broken), and its token is 0.
     ///
     /// # Errors
-    /// Logits for another number of texts, of no token or of another type, and an invalid `draw`.
+    /// Logits for another number of texts, without a token or of another type; an invalid `draw`.
     pub fn advance(&mut self, logits: Tensor<2>, draw: &Draw) -> Result<()> {
         draw.validate()?;
         let ([texts, _], [batch, vocab]) = (self.ids.dims(), logits.dims());

@@ -1,19 +1,19 @@
-//! How a token is picked: [`Draw`].
+//! Settings of sampling: [`Draw`].
 
 use crate::{Result, error::invalid};
 
-/// How a token is picked from its logits: with a temperature of 0 the most likely one, the first of equals; else at
-/// random among those that pass all filters, by their probabilities.
+/// Settings of sampling. With a temperature of 0, the most likely token is picked, and the first of
+/// equals. Otherwise a token that passes all filters is drawn by its probability.
 ///
-/// Tokens as likely as the last that a filter keeps are kept with it.
+/// Tokens as likely as the last one that a filter keeps are kept too.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Draw {
     /// Divides the logits: below 1 sharpens, above 1 flattens; 0 takes the most likely token.
     pub temperature: f32,
     /// Keeps this many of the most likely tokens; 0 keeps all.
     pub top_k: usize,
-    /// Of what `top_k` keeps, the smallest set of most likely tokens with at least this share of the probability, the
-    /// nucleus of <https://arxiv.org/abs/1904.09751>; 1 keeps all.
+    /// Keeps the smallest set of most likely tokens with at least this share of the probability
+    /// that `top_k` leaves, the nucleus of <https://arxiv.org/abs/1904.09751>; 1 keeps all.
     pub top_p: f32,
     /// Keeps the tokens whose probability is at least this share of the most likely one's,
     /// <https://arxiv.org/abs/2407.01082>; 0 keeps all.
@@ -23,10 +23,10 @@ pub struct Draw {
 }
 
 impl Draw {
-    /// The most likely token; of equals, the first.
+    /// Picks the most likely token; of equals, the first.
     pub const GREEDY: Self = Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 };
 
-    /// Whether the most likely token is always picked.
+    /// Returns whether the most likely token is always picked.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0
     }

@@ -1,17 +1,17 @@
 //! Errors of this crate.
 
-/// What cannot be done, and why.
+/// An error of this crate.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A value that breaks a rule.
     #[error("{field} = {value}: {rule}")]
     Invalid {
-        /// What has the value.
+        /// The argument or field.
         field: &'static str,
         /// The value.
         value: String,
-        /// What it must be.
+        /// The rule that it breaks.
         rule: String,
     },
 }

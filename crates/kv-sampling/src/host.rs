@@ -1,8 +1,8 @@
-//! Picking on the host.
+//! Sampling on the host.
 
 use crate::{Draw, noise::uniform};
 
-/// The token that `draw` picks from a row of logits, or `None` if one is not finite.
+/// Returns the token that `draw` picks from a row of logits, or `None` if one is not finite.
 pub(crate) fn pick(logits: &[f32], draw: &Draw, sequence: u32, position: u32) -> Option<u32> {
     if !logits.iter().all(|logit| logit.is_finite()) {
         return None;
@@ -38,7 +38,7 @@ pub(crate) fn pick(logits: &[f32], draw: &Draw, sequence: u32, position: u32) ->
     }))
 }
 
-/// The id of the largest score, the first of equals.
+/// Returns the id of the largest score, the first of equals.
 fn best(scores: impl Iterator<Item = (f32, u32)>) -> Option<u32> {
     let larger = |best: (f32, u32), next: (f32, u32)| if next.0 > best.0 { next } else { best };
     scores.reduce(larger).map(|(_, id)| id)

@@ -1,25 +1,25 @@
-//! Picking on a GPU: one cube, whose units share the vocabulary.
+//! Sampling on a GPU by one cube, whose units share the vocabulary.
 //!
-//! Nothing is sorted. A filter is the least logit that it keeps, found bit by bit: whether enough tokens, or enough of
-//! the probability, are at or above a candidate is a sum over the vocabulary. The draw is the largest of the logits
-//! that are left with Gumbel noise (Gumbel, 1954; Maddison et al., 2014, <https://arxiv.org/abs/1411.0030>), so that it
-//! needs no sum.
+//! Nothing is sorted. A filter is the least logit that it keeps. It is found bit by bit: sums over
+//! the vocabulary tell whether enough tokens, or enough of the probability, are at or above a
+//! candidate. The draw is the largest of the remaining logits with Gumbel noise (Gumbel, 1954;
+//! Maddison et al., 2014, <https://arxiv.org/abs/1411.0030>), which needs no sum.
 
 use cubecl::{client::Client, prelude::*};
 
 use crate::Draw;
 
-/// Units of the cube: what WebGPU guarantees.
+/// Units of the cube; WebGPU guarantees this number.
 const UNITS: usize = 256;
 
-/// How often the units halve until one is left.
+/// Number of halvings until one unit is left.
 const HALVINGS: usize = UNITS.ilog2() as usize;
 
 /// The buffers of a launch.
 pub(crate) struct Bindings {
     /// f32 `[texts, vocab]`.
     pub(crate) logits: BufferArg,
-    /// i32, and how many there are, at least 1.
+    /// i32, and their number, at least 1.
     pub(crate) ends: (BufferArg, usize),
     /// i32 `[texts]`.
     pub(crate) ids: BufferArg,
@@ -29,7 +29,7 @@ pub(crate) struct Bindings {
     pub(crate) broken: BufferArg,
 }
 
-/// What changes the generated code.
+/// Settings that change the generated code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Blueprint {
     draws: bool,
@@ -52,7 +52,7 @@ struct Args {
     seed_high: u32,
 }
 
-/// [`SamplingOps::advance`](crate::SamplingOps::advance) in one launch.
+/// Computes [`SamplingOps::advance`](crate::SamplingOps::advance) in one launch.
 pub(crate) fn launch(
     client: &Client,
     bindings: Bindings,
@@ -101,7 +101,7 @@ struct Board {
     unit: usize,
 }
 
-/// The sum of what every unit brings. Contains barriers.
+/// Returns the sum of the values of all units. Contains barriers.
 #[cube]
 fn sum(value: f32, board: &mut Board) -> f32 {
     sync_cube();
@@ -119,7 +119,7 @@ fn sum(value: f32, board: &mut Board) -> f32 {
     board.floats[0]
 }
 
-/// As [`sum`], of counts.
+/// Returns the sum of the counts of all units. Contains barriers.
 #[cube]
 fn count(value: u32, board: &mut Board) -> u32 {
     sync_cube();
@@ -137,7 +137,8 @@ fn count(value: u32, board: &mut Board) -> u32 {
     board.ints[0]
 }
 
-/// Leaves the largest of the units' scores in `floats[0]` and its id in `ints[0]`, the smallest id of equals.
+/// Leaves the largest of the units' scores in `floats[0]` and its id in `ints[0]`, of equals the
+/// smallest id.
 #[cube]
 fn best(score: f32, id: u32, board: &mut Board) {
     sync_cube();
@@ -160,7 +161,7 @@ fn best(score: f32, id: u32, board: &mut Board) {
     }
 }
 
-/// A number that orders as `x` does: larger for a larger one.
+/// Returns a number that is larger for a larger `x`.
 #[cube]
 fn rank(x: f32) -> u32 {
     let bits = u32::reinterpret(x);
@@ -171,7 +172,7 @@ fn rank(x: f32) -> u32 {
     rank
 }
 
-/// [`mix`](crate::noise::mix).
+/// Computes [`mix`](crate::noise::mix).
 #[cube]
 fn mix(x: u32) -> u32 {
     let x = (x ^ (x >> 16u32)) * 0x7feb_352du32;
@@ -200,25 +201,7 @@ fn advance(
     let mut next = at + 1;
     for text in 0..args.texts {
         let row = text * args.vocab;
-        let mut largest = f32::new(f32::MIN);
-        // An id that loses against every other.
-        let mut id = 0xffff_ffffu32;
-        let mut odd = 0u32;
-        let mut i = board.unit;
-        while i < args.vocab {
-            let logit = logits[row + i];
-            // All bits of the exponent: infinite or NaN.
-            if u32::reinterpret(logit) & 0x7f80_0000u32 == 0x7f80_0000u32 {
-                odd += 1;
-            }
-            if logit > largest || id == 0xffff_ffffu32 {
-                largest = logit;
-                id = i as u32;
-            }
-            i += UNITS;
-        }
-        let odd = count(odd, &mut board);
-        best(largest, id, &mut board);
+        let odd = most_likely(logits, row, &mut board, &args);
         if comptime!(bp.draws) {
             let most = board.floats[0];
             draw(logits, row, text as u32, at as u32, most, &mut board, &args, bp);
@@ -244,6 +227,32 @@ fn advance(
     }
 }
 
+/// Leaves the largest logit of a row in `floats[0]` and its id in `ints[0]`. Returns the number of
+/// logits that are not finite.
+#[cube]
+fn most_likely(logits: &[f32], row: usize, board: &mut Board, args: &Args) -> u32 {
+    let mut largest = f32::new(f32::MIN);
+    // An id that loses against every other.
+    let mut id = 0xffff_ffffu32;
+    let mut odd = 0u32;
+    let mut i = board.unit;
+    while i < args.vocab {
+        let logit = logits[row + i];
+        // All bits of the exponent: infinite or NaN.
+        if u32::reinterpret(logit) & 0x7f80_0000u32 == 0x7f80_0000u32 {
+            odd += 1;
+        }
+        if logit > largest || id == 0xffff_ffffu32 {
+            largest = logit;
+            id = i as u32;
+        }
+        i += UNITS;
+    }
+    let odd = count(odd, board);
+    best(largest, id, board);
+    odd
+}
+
 /// Leaves the id that is drawn from a row, whose largest logit is `most`, in `ints[0]`.
 #[cube]
 fn draw(
@@ -258,20 +267,7 @@ fn draw(
 ) {
     let mut least = 0u32;
     if comptime!(bp.top_k) {
-        for step in 0..32u32 {
-            let candidate = least | (0x8000_0000u32 >> step);
-            let mut kept = 0u32;
-            let mut i = board.unit;
-            while i < args.vocab {
-                if rank(logits[row + i]) >= candidate {
-                    kept += 1;
-                }
-                i += UNITS;
-            }
-            if count(kept, board) >= args.top_k {
-                least = candidate;
-            }
-        }
+        least = top_k_rank(logits, row, board, args);
     }
     if comptime!(bp.top_p) {
         let enough = args.top_p * mass(logits, row, most, least, board, args);
@@ -312,7 +308,28 @@ fn draw(
     best(largest, id, board);
 }
 
-/// The sum of weights of logits whose rank is at least `least`.
+/// Returns the largest rank that at least `top_k` logits of a row reach.
+#[cube]
+fn top_k_rank(logits: &[f32], row: usize, board: &mut Board, args: &Args) -> u32 {
+    let mut least = 0u32;
+    for step in 0..32u32 {
+        let candidate = least | (0x8000_0000u32 >> step);
+        let mut kept = 0u32;
+        let mut i = board.unit;
+        while i < args.vocab {
+            if rank(logits[row + i]) >= candidate {
+                kept += 1;
+            }
+            i += UNITS;
+        }
+        if count(kept, board) >= args.top_k {
+            least = candidate;
+        }
+    }
+    least
+}
+
+/// Returns the sum of weights of logits whose rank is at least `least`.
 #[cube]
 fn mass(logits: &[f32], row: usize, most: f32, least: u32, board: &mut Board, args: &Args) -> f32 {
     let mut total = f32::new(0.0);

@@ -1,8 +1,9 @@
-//! The next token of a text, picked where its logits are.
+//! Sampling of the next token on the device that holds its logits.
 //!
-//! A decode step ends with a score for every token of the vocabulary, of which one is taken. Reading all of them to
-//! pick one on the host takes longer than picking: here the device does it, in one launch that also writes the token
-//! and its position to where the next step reads them, so that steps can follow one another without the host.
+//! A decode step ends with a logit for every token of the vocabulary. Reading them all to pick a
+//! token on the host takes longer than picking. Here the device picks in one launch. The launch
+//! also writes the token and its position to where the next step reads them, so no step waits for
+//! the host.
 //!
 //! ```
 //! use burn::tensor::Tensor;

@@ -1,4 +1,4 @@
-//! The backend extension trait [`SamplingOps`]: all that a backend must provide.
+//! The backend extension trait [`SamplingOps`]: all operations that a backend must provide.
 
 #![cfg_attr(
     feature = "fusion",
@@ -12,8 +12,8 @@ use burn::backend::{
 
 use crate::Draw;
 
-/// The tensors of a [`Cursor`](crate::Cursor), all i32. Operations take it by value and return it: if nobody else holds
-/// the tensors, they are written in place.
+/// The tensors of a [`Cursor`](crate::Cursor), all i32. Operations take it by value and return it.
+/// They write the tensors in place if there is no other holder.
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct CursorState<B: Backend> {
@@ -21,11 +21,11 @@ pub struct CursorState<B: Backend> {
     pub ids: IntTensor<B>,
     /// The position that the next token takes, `[1]`.
     pub position: IntTensor<B>,
-    /// How many logits' rows were not finite, `[1]`.
+    /// Number of rows of logits that were not finite, `[1]`.
     pub broken: IntTensor<B>,
 }
 
-/// Picking tokens.
+/// Operations that pick tokens.
 #[cfg_attr(
     not(any(feature = "flex", feature = "cube")),
     allow(unused_variables, reason = "without a backend nothing is dispatched")
@@ -37,9 +37,9 @@ pub struct CursorState<B: Backend> {
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait SamplingOps: Backend {
-    /// ExpertSelection a token for every row of `logits`, f32 `[batch, vocab]`, and adds 1 to the position; if one of the tokens
-    /// is among `ends`, i32 `[n]`, it adds `past` as well. A row with a logit that is not finite gets token 0 and is
-    /// counted.
+    /// Picks a token for every row of `logits`, f32 `[batch, vocab]`, and adds 1 to the position.
+    /// If one of the tokens is among `ends`, i32 `[n]`, it adds `past` as well. A row with a logit
+    /// that is not finite gets token 0 and is counted.
     #[fusion(meta = |_logits, state, _ends, _past, _draw| state.clone())]
     fn advance(
         logits: FloatTensor<Self>,

@@ -1,11 +1,11 @@
-//! Tokens picked on every device, against a choice of our own in f64.
+//! Tokens picked on every device, compared with an oracle in f64.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use burn::tensor::{Device, Tensor, TensorData};
 use kv_sampling::{Cursor, Draw, uniform};
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
-/// Makes a test for every device out of each case.
+/// Makes a test of each case for every device.
 macro_rules! on_each_device {
     ($($case:ident),+ $(,)?) => {
         mod flex {
@@ -27,7 +27,7 @@ on_each_device!(
     seeds_and_positions_differ,
 );
 
-/// Runs a case on WGPU; without a device it fails, or says so where `KV_ALLOW_NO_DEVICE` is 1.
+/// Runs a case on WGPU. Without a device it fails, or is skipped if `KV_ALLOW_NO_DEVICE` is 1.
 #[cfg(feature = "wgpu")]
 fn on_wgpu(case: fn(&Device)) {
     use std::{io::Write, sync::OnceLock};
@@ -67,7 +67,7 @@ fn normal(rng: &mut Xoshiro256PlusPlus) -> f32 {
 fn the_most_likely_is_picked(device: &Device) {
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(1);
     for (texts, vocab) in [(1, 1), (1, 2), (3, 255), (1, 256), (2, 257), (1, 5000), (5, 1031)] {
-        // Few different values, so that there are many equal ones.
+        // Few different values, hence equal ones.
         let logits: Vec<f32> =
             (0..texts * vocab).map(|_| (normal(&mut rng) * 2.0).round() - 3.0).collect();
         let mut cursor = Cursor::new(&vec![7; texts], 41, &[], device).unwrap();
@@ -130,8 +130,8 @@ const DRAWS: [Draw; 9] = [
     Draw { temperature: 0.8, top_k: 20, top_p: 0.9, min_p: 0.05, seed: u64::MAX - 5 },
 ];
 
-/// The probability of every token, and how near a token was to being filtered otherwise: the distance of a cumulated
-/// probability to `top_p`, or of a share to `min_p`.
+/// Returns the probability of every token, and the smallest distance to a filter's threshold: of a
+/// cumulative probability to `top_p`, or of a share to `min_p`.
 fn probabilities(logits: &[f32], draw: &Draw) -> (Vec<f64>, f64) {
     let temperature = f64::from(draw.temperature);
     let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -165,7 +165,8 @@ fn probabilities(logits: &[f32], draw: &Draw) -> (Vec<f64>, f64) {
     (probabilities, nearest)
 }
 
-/// Every draw is the largest of logits with noise among those that an oracle keeps, unless rounding may decide.
+/// Every draw is the largest of the logits with noise that an oracle keeps, unless rounding may
+/// decide.
 fn draws_are_those_of_an_oracle(device: &Device) {
     const TEXTS: usize = 24;
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(2);
@@ -201,7 +202,8 @@ fn draws_are_those_of_an_oracle(device: &Device) {
     assert!(undecided * 50 < compared, "{undecided} of {compared} were not compared");
 }
 
-/// Of some thousand draws, each token has its share: chi-square below what 1 in 10^5 true samples exceed.
+/// Each token has its share of some thousand draws: only 1 in 10^5 true samples exceeds this
+/// chi-square.
 fn shares_are_those_of_the_softmax(device: &Device) {
     const TEXTS: usize = 250;
     const STEPS: usize = 16;
@@ -248,8 +250,9 @@ fn seeds_and_positions_differ(device: &Device) {
     }
 }
 
-/// Uniform over ids, positions and texts: 64 bins of 2^16 numbers each, chi-square of 63 degrees of freedom below what
-/// 1 in 10^5 true samples exceed; and neighbors do not follow each other.
+/// Numbers are uniform over ids, positions and texts, and neighbors are not correlated. There are
+/// 64 bins for 2^16 numbers; only 1 in 10^5 true samples exceeds this chi-square of 63 degrees of
+/// freedom.
 #[test]
 fn noise_is_uniform() {
     type Along = fn(u32) -> f32;

@@ -14,7 +14,7 @@ use burn::{
     module::Module,
     tensor::Device,
 };
-use burn_optim::GradientsAccumulator;
+use burn_optim::{GradientsAccumulator, GradientsParams};
 use burn_train::{
     EventProcessorTraining, InferenceStep, Interrupter, Learner, LearnerEvent,
     LearningCheckpointer, LearningResult, SupervisedLearningStrategy,
@@ -47,6 +47,8 @@ struct TrainState {
     valid_loader: ValidLoader<Trainee>,
     /// Computes a step on several devices; `None` with a single one.
     workers: Option<MultiDevicesTrainStep<Trainee>>,
+    /// Optimizer steps before the last checkpoint.
+    saved: Option<usize>,
 }
 
 impl SupervisedLearningStrategy<Trainee> for Fit {
@@ -101,28 +103,22 @@ impl SupervisedLearningStrategy<Trainee> for Fit {
             train_loaders: split_dataloader(train, &self.devices),
             valid_loader: valid.to_device(&main.clone().inner()),
             workers: several.then(|| MultiDevicesTrainStep::new(&self.devices)),
+            saved: None,
         };
 
-        let (mut step, mut saved) = (self.done, None);
+        let mut step = self.done;
         loop {
             if self.config().validates_after(step) {
-                if self.task.lock().validations().validation(step).is_none() {
-                    self.validate(&mut state, step);
-                    if self.stops(&state) {
-                        break;
-                    }
+                if !self.validate_and_save(&mut state, step) {
+                    break;
                 }
-                self.save(&mut state, step);
-                saved = Some(step);
                 let stopping = early_stopping.as_mut();
                 if stopping.is_some_and(|stopping| stopping.should_stop(step, &state.event_store)) {
                     break;
                 }
             }
-            if step == self.config().steps || self.stops(&state) {
-                break;
-            }
-            if !self.step(&mut state, step) {
+            let ended = step == self.config().steps || self.stops(&state);
+            if ended || !self.step(&mut state, step) {
                 break;
             }
             step += 1;
@@ -130,7 +126,7 @@ impl SupervisedLearningStrategy<Trainee> for Fit {
         }
         // A run that was asked to stop and did not fail has the weights after `step` steps.
         let asked = self.stops(&state) && !self.failed(&state);
-        if asked && saved != Some(step) {
+        if asked && state.saved != Some(step) {
             self.save(&mut state, step);
         }
         // Waits until all checkpoints are written.
@@ -172,6 +168,31 @@ impl Fit {
             state.train_event(LearnerEvent::StartSplit { epoch_number: epoch, total_items });
         }
 
+        let Some((gradients, items)) = self.gradients(state) else { return false };
+        state.learner.lr_step();
+        state.learner.optimizer_step(gradients);
+        if self.failed(state) {
+            return false;
+        }
+
+        let n_items = items.len();
+        for (i, item) in items.into_iter().enumerate() {
+            let done = (step - first) * per_step + (i + 1) * config.batch;
+            let progress = Progress::new(done, steps * per_step, Some("items".into()));
+            let iteration = (step - first) * n_items + i + 1;
+            let lr = state.learner.lr_current();
+            let item = TrainingItem::new(item, progress, Some(iteration), Some(lr));
+            state.train_event(LearnerEvent::ProcessedItem(item));
+        }
+        if config.validates_after(step + 1) {
+            state.train_event(LearnerEvent::EndSplit(epoch));
+        }
+        true
+    }
+
+    /// Adds up the gradients of one optimizer step; `None` if the run failed or was asked to stop.
+    fn gradients(&self, state: &mut TrainState) -> Option<(GradientsParams, Vec<Measured>)> {
+        let config = self.config();
         let mut items = Vec::new();
         let mut accumulator = GradientsAccumulator::new();
         let loaders = state.train_loaders.clone();
@@ -200,32 +221,27 @@ impl Fit {
                 items.push(item);
             }
             if self.failed(state) {
-                return false;
+                return None;
             }
             // If the stop comes before the last batch of the step, a resumed run computes the whole
             // step again.
             if items.len() < config.accumulation * self.devices.len() && self.stops(state) {
+                return None;
+            }
+        }
+        Some((accumulator.grads(), items))
+    }
+
+    /// Validates, unless the history has the validation already, and saves a checkpoint. Returns
+    /// `false` and saves nothing if the run failed or was asked to stop during the validation.
+    fn validate_and_save(&self, state: &mut TrainState, step: usize) -> bool {
+        if self.task.lock().validations().validation(step).is_none() {
+            self.validate(state, step);
+            if self.stops(state) {
                 return false;
             }
         }
-        state.learner.lr_step();
-        state.learner.optimizer_step(accumulator.grads());
-        if self.failed(state) {
-            return false;
-        }
-
-        let n_items = items.len();
-        for (i, item) in items.into_iter().enumerate() {
-            let done = (step - first) * per_step + (i + 1) * config.batch;
-            let progress = Progress::new(done, steps * per_step, Some("items".into()));
-            let iteration = (step - first) * n_items + i + 1;
-            let lr = state.learner.lr_current();
-            let item = TrainingItem::new(item, progress, Some(iteration), Some(lr));
-            state.train_event(LearnerEvent::ProcessedItem(item));
-        }
-        if config.validates_after(step + 1) {
-            state.train_event(LearnerEvent::EndSplit(epoch));
-        }
+        self.save(state, step);
         true
     }
 
@@ -289,5 +305,6 @@ impl TrainState {
         if let Some(checkpointer) = &mut self.checkpointer {
             checkpointer.checkpoint(&self.learner, step, &self.event_store);
         }
+        self.saved = Some(step);
     }
 }

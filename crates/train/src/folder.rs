@@ -10,7 +10,19 @@ use std::{
 
 use kv_models::save::staged;
 
-use crate::{Checkpoints, Error, History, Result, Resume, TrainConfig};
+use crate::{Checkpoints, Error, History, Result, TrainConfig};
+
+/// The start of a run: new or resumed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Resume {
+    /// Starts a new run; a folder that already holds a run is an error.
+    #[default]
+    No,
+    /// Resumes after the last complete checkpoint. A finished run is returned as it ended.
+    Last,
+    /// Resumes after the checkpoint of an optimizer step; later steps are computed again.
+    Step(usize),
+}
 
 /// Checks that a new run can start in `folder`, without changing anything.
 ///

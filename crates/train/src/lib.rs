@@ -46,13 +46,13 @@ pub use config::{Adapter, Objective, Schedule, TrainConfig, Trainable};
 #[cfg(feature = "tui")]
 pub use dashboard::restore_terminal;
 pub use error::{Error, Result};
-pub use folder::check_new;
+pub use folder::{Resume, check_new};
 pub use history::{GroupShares, History, LogLine, StepRecord, ValidRecord};
 pub use metrics::Measured;
 pub use qat::{Converted, Prepared, QatConfig, prepare};
 pub use report::write_report;
 pub use step::Trainee;
-pub use train::{Resume, Run, Texts, Trained, checkpointed, train};
+pub use train::{Run, Texts, Trained, checkpointed, train};
 pub use world::{
     WorldConfig, WorldHistory, WorldRun, WorldStep, WorldValid, checkpointed_world, train_world,
     world_config,

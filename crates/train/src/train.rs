@@ -17,7 +17,7 @@ use kv_models::{
 };
 
 use crate::{
-    Checkpoints, Error, History, Prepared, Result, TrainConfig, Trainee,
+    Checkpoints, Error, History, Prepared, Result, Resume, TrainConfig, Trainee,
     checkpoint::{KeepLastAndBest, PARTS},
     data::{Order, TokenFile, TrainLoader, ValidLoader, Windows},
     fit::Fit,
@@ -101,18 +101,6 @@ impl core::fmt::Debug for Run<'_> {
     }
 }
 
-/// The start of a run: new or resumed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Resume {
-    /// Starts a new run; a folder that already holds a run is an error.
-    #[default]
-    No,
-    /// Resumes after the last complete checkpoint. A finished run is returned as it ended.
-    Last,
-    /// Resumes after the checkpoint of an optimizer step; later steps are computed again.
-    Step(usize),
-}
-
 /// A finished run.
 #[derive(Debug)]
 pub struct Trained {
@@ -140,7 +128,7 @@ pub fn train<T: Target>(
     model: LanguageModel,
     texts: &Texts,
     config: &TrainConfig,
-    run: Run<'_>,
+    mut run: Run<'_>,
 ) -> Result<Trained> {
     config.validate()?;
     if config.seq_len > model.max_positions() {
@@ -156,93 +144,120 @@ pub fn train<T: Target>(
     };
     let resumed = resumed(&run.folder, run.resume, config)?;
     let Setup { prepared, teacher, autodiff } = set_up(device, model, config)?;
-
-    let _lock = lock.map_or_else(|| FolderLock::new(&run.folder), Ok)?;
-    if run.resume == Resume::No {
-        // Another process may have started a run here in the meantime.
-        check_new(&run.folder)?;
-    }
-    let [weights, moments] = checkpoint_bytes(&prepared);
-    // At worst there are three checkpoints: the best, the last, and the one being written. The
-    // final model in f16 also holds the packed weights, which are in no checkpoint.
-    let in_f16 = 2 * prepared.model.n_weights() as u64;
-    let kept = if resumed.is_some() { 1 } else { 3 };
-    let sizes = [weights, moments].repeat(kept);
-    check_disk_space(&run.folder, &[&sizes[..], &[in_f16]].concat())?;
-    if run.resume == Resume::No {
-        write_start(&run.folder, &run.files, config)?;
-    }
-
-    let (done, checkpoints) = (resumed.unwrap_or(0), Checkpoints::of(&run.folder));
-    checkpoints.delete_after(resumed)?;
-    let n_devices = run.devices.map_or(1, <[Device]>::len);
+    let _lock = run.claim(lock, resumed, config, &prepared)?;
+    Checkpoints::of(&run.folder).delete_after(resumed)?;
     let valid_batches = valid.len().min(config.valid_windows).div_ceil(config.batch);
-    let mut recorder = Recorder::new(
-        &run.folder,
-        resumed.map(|step| step as u64),
-        config.steps as u64,
-        valid_batches,
-        run.log.map(|log| (log, run.log_every)),
-    )?;
-    recorder.set_steps_made(done);
-    if resumed.is_some() {
-        recorder.log_line(&format!("resuming after step {done} of {}", config.steps));
-    }
-    let recorder = Mutex::new(recorder);
+    let recorder = Mutex::new(run.recorder(resumed, config, valid_batches)?);
+    let n_devices = run.devices.map_or(1, <[Device]>::len);
     let task = Arc::new(Task { config: config.clone(), teacher, n_devices, recorder });
-    let trainee = Trainee { prepared, task: task.clone() };
+    let mut trainee = Trainee { prepared, task: task.clone() };
+    if !task.is_finished() {
+        trainee = run.make_steps(trainee, train, valid, resumed, autodiff)?;
+    }
+    run.result(trainee)
+}
 
-    let trainee = if task.is_finished() {
-        trainee
-    } else {
+impl Run<'_> {
+    /// Locks the run's folder, checks that it has the disk space, and writes the first files of a
+    /// new run. `lock` is the lock of a resumed run.
+    fn claim(
+        &self,
+        lock: Option<FolderLock>,
+        resumed: Option<usize>,
+        config: &TrainConfig,
+        prepared: &Prepared,
+    ) -> Result<FolderLock> {
+        let lock = lock.map_or_else(|| FolderLock::new(&self.folder), Ok)?;
+        let new = self.resume == Resume::No;
+        if new {
+            // Another process may have started a run here in the meantime.
+            check_new(&self.folder)?;
+        }
+        let [weights, moments] = checkpoint_bytes(prepared);
+        let in_f16 = 2 * prepared.model.n_weights() as u64;
+        // At worst there are three checkpoints: the best, the last, and the one being written. The
+        // final model in f16 also holds the packed weights, which are in no checkpoint.
+        let sizes = [weights, moments].repeat(if resumed.is_some() { 1 } else { 3 });
+        check_disk_space(&self.folder, &[&sizes[..], &[in_f16]].concat())?;
+        if new {
+            write_start(&self.folder, &self.files, config)?;
+        }
+        Ok(lock)
+    }
+
+    /// Opens the history of the run, from which the steps after `resumed` are removed.
+    fn recorder(
+        &mut self,
+        resumed: Option<usize>,
+        config: &TrainConfig,
+        valid_batches: usize,
+    ) -> Result<Recorder> {
+        let (from, steps) = (resumed.map(|step| step as u64), config.steps as u64);
+        let log = self.log.take().map(|log| (log, self.log_every));
+        let mut recorder = Recorder::new(&self.folder, from, steps, valid_batches, log)?;
+        let done = resumed.unwrap_or(0);
+        recorder.set_steps_made(done);
+        if resumed.is_some() {
+            recorder.log_line(&format!("resuming after step {done} of {steps}"));
+        }
+        Ok(recorder)
+    }
+
+    /// Makes the optimizer steps that are left.
+    fn make_steps(
+        &self,
+        trainee: Trainee,
+        train: Windows,
+        valid: Windows,
+        resumed: Option<usize>,
+        autodiff: Device,
+    ) -> Result<Trainee> {
+        let (task, done) = (trainee.task.clone(), resumed.unwrap_or(0));
+        let config = &task.config;
         let order = Order::new(config.seed, train.len())?;
         // An epoch of the loader is one optimizer step.
-        let batches = config.accumulation * n_devices;
-        let train_loader = TrainLoader::new(
-            Arc::new(train),
-            order,
-            config.batch,
-            batches,
-            done,
-            autodiff.clone(),
-        )?;
-        let plain = (**device).clone().without_autodiff();
-        let valid_loader =
-            ValidLoader::new(Arc::new(valid), config.batch, config.valid_windows, plain)?;
+        let batches = config.accumulation * task.n_devices;
+        let (train, device) = (Arc::new(train), autodiff.clone());
+        let train = TrainLoader::new(train, order, config.batch, batches, done, device)?;
+        let plain = autodiff.clone().without_autodiff();
+        let valid = ValidLoader::new(Arc::new(valid), config.batch, config.valid_windows, plain)?;
 
         let optimizer = optimizer(config, &trainee);
-        let mut learner =
-            Learner::new(trainee, optimizer, schedule(config.schedule, config.steps)?);
+        let schedule = schedule(config.schedule, config.steps)?;
+        let mut learner = Learner::new(trainee, optimizer, schedule);
+        let checkpoints = Checkpoints::of(&self.folder);
         if let Some(step) = resumed {
             let [weights, moments, rate] = PARTS;
             learner.load_model(checkpoints.restore(weights, step)?);
             learner.load_optim(checkpoints.restore(moments, step)?);
             learner.load_scheduler(checkpoints.restore(rate, step)?);
         }
-        let fit = Fit {
-            devices: run.devices.map_or_else(|| vec![autodiff.clone()], <[Device]>::to_vec),
-            task: task.clone(),
-            done,
-            stop: run.stop,
-        };
-        let training =
-            SupervisedTraining::new(&run.folder, Arc::new(train_loader), Arc::new(valid_loader));
-        launch(training, learner, fit, &checkpoints, run.dashboard)?
-    };
+        let devices = self.devices.map_or_else(|| vec![autodiff], <[Device]>::to_vec);
+        let fit = Fit { devices, task: task.clone(), done, stop: self.stop.clone() };
+        let training = SupervisedTraining::new(&self.folder, Arc::new(train), Arc::new(valid));
+        launch(training, learner, fit, &checkpoints, self.dashboard)
+    }
 
-    let (steps, history) = (task.lock().steps_made(), History::read(&run.folder)?);
-    if !task.is_finished() {
-        // The last checkpoint was written in the background, so it has not been checked yet.
-        checkpoints.check(steps)?;
-        return Err(Error::Interrupted { folder: run.folder, step: steps, steps: config.steps });
+    /// Returns the finished run with the weights of its best step if the configuration has a
+    /// patience, else with the last ones.
+    fn result(self, trainee: Trainee) -> Result<Trained> {
+        let (task, checkpoints) = (trainee.task.clone(), Checkpoints::of(&self.folder));
+        let config = &task.config;
+        let (steps, history) = (task.lock().steps_made(), History::read(&self.folder)?);
+        if !task.is_finished() {
+            // The last checkpoint was written in the background, so it has not been checked yet.
+            checkpoints.check(steps)?;
+            let (folder, step) = (self.folder, steps);
+            return Err(Error::Interrupted { folder, step, steps: config.steps });
+        }
+        let best = history.best(config.objective).map_or(steps, |best| best.step as usize);
+        let step = if config.patience.is_some() { best } else { steps };
+        if step != steps {
+            checkpoints.check(steps)?;
+        }
+        let model = restore(trainee, &checkpoints, step)?;
+        Ok(Trained { model, history, steps, step })
     }
-    let best = history.best(config.objective).map_or(steps, |best| best.step as usize);
-    let step = if config.patience.is_some() { best } else { steps };
-    if step != steps {
-        checkpoints.check(steps)?;
-    }
-    let model = restore(trainee, &checkpoints, step)?;
-    Ok(Trained { model, history, steps, step })
 }
 
 /// Runs the remaining steps of `fit`.

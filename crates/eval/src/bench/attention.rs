@@ -1,4 +1,4 @@
-//! One layer's cache: attending while it grows, and what growing costs.
+//! Benchmarks of one layer: decode attention, and appending tokens.
 
 use std::{cell::RefCell, rc::Rc, time::Instant};
 
@@ -13,7 +13,7 @@ use tracing::trace_span;
 use super::{Subject, Timing, not_recorded, size, time_in_turn, wait};
 use crate::{Error, Result};
 
-/// The shape of an attention layer, and how it is timed.
+/// The shape of an attention layer, and the settings of its benchmark.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct AttentionPlan {
     /// Sequences.
@@ -24,10 +24,10 @@ pub struct AttentionPlan {
     pub n_kv_heads: usize,
     /// Channels per head.
     pub head_dim: usize,
-    /// Tokens that attend at once, each also appended: 1, or more in speculative decoding.
+    /// Tokens appended and attending at once: 1, or more in speculative decoding.
     pub tokens: usize,
-    /// The least number of bytes that one timed sample reads, so that the processor's caches do not
-    /// hold them: a sample uses as many KV caches in turn as this takes.
+    /// Minimum bytes that a timed sample reads, to exceed the processor's caches. A sample uses
+    /// several KV caches in turn to reach it.
     pub working_set: usize,
     /// Number of samples; the median is reported.
     pub samples: usize,
@@ -59,12 +59,12 @@ impl AttentionPlan {
             return Err(Error::plan("heads", self.n_heads, rule));
         }
         if self.recorded && self.tokens != 1 {
-            return Err(Error::plan("tokens", self.tokens, "must be 1 to be recorded"));
+            return Err(Error::plan("tokens", self.tokens, "must be 1 for captured steps"));
         }
         Ok(())
     }
 
-    /// Bytes that [`time_decode_attention`] takes with all of `caches` at a context.
+    /// Returns the bytes that [`time_decode_attention`] takes with all of `caches` at a context.
     ///
     /// # Errors
     /// Returns the errors that [`time_decode_attention`] finds before it allocates.
@@ -87,7 +87,7 @@ impl AttentionPlan {
         Ok(caches.saturating_add(self.input_bytes(self.tokens)?))
     }
 
-    /// Bytes that [`time_append`] takes with a cache at a context.
+    /// Returns the bytes that [`time_append`] takes with a cache at a context.
     ///
     /// # Errors
     /// Returns the errors that [`time_append`] finds before it allocates.
@@ -98,37 +98,36 @@ impl AttentionPlan {
         Ok((layout.memory_bytes().total() as u64).saturating_add(self.input_bytes(1)?))
     }
 
-    /// Bytes of queries, keys and values of `tokens` tokens, and of a chunk that fills a cache.
+    /// Returns the bytes of inputs for `tokens` tokens and for a chunk that fills a cache.
     fn input_bytes(&self, tokens: usize) -> Result<u64> {
         let Self { batch, n_heads, n_kv_heads, head_dim, .. } = *self;
         let of = |heads, tokens| size::tensor_bytes([batch, heads, tokens, head_dim]);
-        // A query's output is as large, and both are copied on the way.
+        // The output is as large as the queries, and both are copied once.
         Ok(4 * of(n_heads, tokens)? + 2 * of(n_kv_heads, tokens)? + 2 * of(n_kv_heads, FILL_CHUNK)?)
     }
 
-    /// Returns how many tokens the samples and the warm-up rounds append to a context.
+    /// Returns the number of tokens that samples and warm-up rounds append to a context.
     fn appended(&self) -> usize {
         self.tokens.saturating_mul(size::rounds(self.samples))
     }
 
-    /// Caches that a sample uses in turn.
+    /// Returns the number of caches that a sample uses in turn.
     fn copies(&self, layout: &CacheLayout, context: usize) -> usize {
         self.working_set.div_ceil(layout.bytes_read(context).max(1)).max(1)
     }
 
-    /// Steps of [`time_append`]: a period of the keys' flushes for each sample and one for warming
-    /// up.
+    /// Returns the steps of [`time_append`]: a flush period for each sample and one to warm up.
     fn steps(&self, config: &KvCacheConfig) -> usize {
         self.samples.saturating_add(1).saturating_mul(period(config))
     }
 
-    /// Standard normal numbers for `tokens` tokens.
+    /// Returns standard normal numbers for `tokens` tokens.
     fn random<T: Target>(&self, heads: usize, tokens: usize, device: &On<T>) -> Tensor<4> {
         let shape = [self.batch, heads, tokens, self.head_dim];
         Tensor::random(shape, Distribution::Normal(0.0, 1.0), &**device)
     }
 
-    /// A cache that holds `context` random tokens and has room for `room` more.
+    /// Creates a cache of `context` random tokens with room for `room` more.
     fn filled<T: Target>(
         &self,
         config: &KvCacheConfig,
@@ -150,8 +149,8 @@ impl AttentionPlan {
 /// Tokens appended at once to fill a cache.
 const FILL_CHUNK: usize = 8192;
 
-/// Steps from one flush of the keys to the next. Without a window, or of keys that leave it one by
-/// one, all steps are alike.
+/// Returns the steps from one flush of the keys to the next; 1 without a residual, or if keys leave
+/// it one at a time.
 fn period(config: &KvCacheConfig) -> usize {
     config.residual_length.max(1)
 }
@@ -165,22 +164,22 @@ pub struct AttentionPoint {
     pub context: usize,
     /// Seconds to append and attend, one layer.
     pub seconds: Timing,
-    /// Bytes of the cache that this reads.
+    /// Bytes of the cache that are read.
     pub bytes_read: usize,
 }
 
 impl AttentionPoint {
-    /// Bytes read per second.
+    /// Returns the bytes read per second.
     pub fn bandwidth(&self) -> f64 {
         self.bytes_read as f64 / self.seconds.median
     }
 }
 
-/// Times appending `plan.tokens` tokens to caches of `context` tokens and attending, each of
+/// Times appending `plan.tokens` tokens to caches of `context` tokens and attending, with each of
 /// `caches` in turn.
 ///
 /// # Errors
-/// [`Error::Plan`] naming the field, those of the caches, and [`Error::Device`].
+/// [`Error::Plan`] naming the field, the errors of the caches, and [`Error::Device`].
 pub fn time_decode_attention<T: Target>(
     device: &On<T>,
     plan: &AttentionPlan,
@@ -195,8 +194,7 @@ pub fn time_decode_attention<T: Target>(
         let n = plan.copies(cache.layout(), context);
         layers.push(vec![cache; n]);
     }
-    // Launches wait in a queue, and the more do, the longer each takes: there are as many of each
-    // cache.
+    // A launch takes longer in a longer queue, so there are equal numbers for each cache.
     let most = layers.iter().map(Vec::len).max().unwrap_or(0);
     for layers in layers.iter_mut().filter(|_| T::NAME != "flex") {
         // The clones share memory until each is first written, which happens in the warm-up.
@@ -245,7 +243,7 @@ fn recorded<'a, T: Target>(
     context: usize,
 ) -> Result<Subject<'a>> {
     let position = |at: usize| Tensor::<1, Int>::from_data([at as i32], (&**device, DType::I32));
-    // Recording runs the step, so it starts past the capacity, where nothing is written.
+    // Capturing runs the step, so it starts past the capacity, where nothing is written.
     let at = Rc::new(RefCell::new(position(layers[0].capacity())));
     let held = at.clone();
     let mut graph = capture(device, move || -> kv_cubecl::Result<()> {
@@ -262,15 +260,15 @@ fn recorded<'a, T: Target>(
     at.borrow_mut().inplace(|at| at.slice_assign([Slice::full()], position(context)));
     Ok(Box::new(move || {
         let _phase = trace_span!(target: PHASE, "replay").entered();
-        // SAFETY: the closure of the graph owns or borrows all that the step reads and writes, and
-        // so keeps it alive; all of it is used by this thread alone.
+        // SAFETY: the closure of the graph owns or borrows everything that the step reads and
+        // writes, so it stays alive. Only this thread uses it.
         unsafe { graph.replay() }.clone()?;
         wait(device)
     }))
 }
 
-/// Steps of one cache at one context length. Steps in which the keys of the window are flushed,
-/// that is, leave it and are quantized, are timed apart from the others.
+/// Steps of one cache at one context length. Steps that flush keys, which quantizes them, are timed
+/// separately.
 #[derive(Clone, Debug, Serialize)]
 pub struct AppendPoint {
     /// The cache's short name.
@@ -279,17 +277,16 @@ pub struct AppendPoint {
     pub context: usize,
     /// Seconds to append one token.
     pub append: Timing,
-    /// Seconds to append one token in a step in which the keys are flushed; `None` for caches that
-    /// never do.
+    /// Seconds to append one token in a step that flushes keys; `None` for caches that never flush.
     pub append_flush: Option<Timing>,
     /// Seconds to append one token and attend.
     pub step: Timing,
-    /// Time of a step that flushes keys; `None` for caches that never flush.
+    /// Seconds of a step that flushes keys; `None` for caches that never flush.
     pub step_flush: Option<Timing>,
 }
 
-/// Times steps of one token: appending alone, and appending and attending, each with separate times
-/// for steps that flush the keys of the residual; `plan.samples` of these are timed.
+/// Times steps of one token: appending alone, and appending and attending. Times `plan.samples`
+/// steps that flush keys, and the steps between them.
 ///
 /// # Errors
 /// As [`time_decode_attention`].

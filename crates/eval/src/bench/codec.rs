@@ -1,4 +1,4 @@
-//! Quantizing and restoring whole tensors.
+//! Benchmarks of quantizing and restoring whole tensors.
 
 use burn::tensor::{Distribution, Tensor};
 use kv_cubecl::{Granularity, KvFormat, On, Target, quantize};
@@ -9,7 +9,7 @@ use tracing::trace_span;
 use super::{Subject, Timing, size, time_in_turn, wait};
 use crate::Result;
 
-/// Quantizing and restoring one tensor.
+/// Times of quantizing and restoring one tensor.
 #[derive(Clone, Debug, Serialize)]
 pub struct CodecPoint {
     /// Bits per code.
@@ -24,23 +24,22 @@ pub struct CodecPoint {
     pub dequantize: Timing,
 }
 
-/// Bytes that [`time_codec`] takes: the tensor, what is packed of it, and a restored copy.
+/// Returns the bytes that [`time_codec`] takes: the tensor, its packed forms, and a restored copy.
 ///
 /// # Errors
 /// [`Error::Plan`](crate::Error::Plan) for a tensor of 2^32 elements or more.
 pub fn codec_bytes([heads, tokens, head_dim]: [usize; 3]) -> Result<u64> {
-    /// All formats of both sides together have 28 bits a number and parameters beside them, less
-    /// than one f32; quantizing and restoring one more.
+    /// All packed forms together take 28 bits per number and parameters, less than one f32.
+    /// Quantizing and restoring take one f32 more.
     const COPIES: u64 = 4;
     Ok(COPIES * size::tensor_bytes([1, heads, tokens, head_dim])?)
 }
 
-/// Times quantizing and restoring f32 `[1, heads, tokens, head_dim]` with all bits, keys and values
-/// in turn.
+/// Times quantizing and restoring f32 `[1, heads, tokens, head_dim]` with all bits, as keys and as
+/// values.
 ///
 /// # Errors
-/// Fails as [`quantize`] and [`codec_bytes`] do, and for a number of samples that is 0 or too
-/// large.
+/// As [`quantize`] and [`codec_bytes`], and for a number of samples that is 0 or too large.
 pub fn time_codec<T: Target>(
     device: &On<T>,
     [heads, tokens, head_dim]: [usize; 3],

@@ -1,4 +1,4 @@
-//! One layer's ring of frames, full: what a frame's attention takes.
+//! Benchmarks of a frame's attention over a full ring of frames in one layer.
 
 use burn::tensor::{Distribution, Tensor};
 use kv_cubecl::{CacheShape, FrameCache, FrameConfig, Frames, KvCacheConfig, On, Target};
@@ -9,7 +9,7 @@ use tracing::trace_span;
 use super::{Subject, Timing, size, time_in_turn, wait};
 use crate::{Error, Result};
 
-/// The shape of an attention layer over frames, and how it is timed.
+/// The shape of an attention layer over frames, and the settings of its benchmark.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct FramesPlan {
     /// Streams.
@@ -20,7 +20,7 @@ pub struct FramesPlan {
     pub head_dim: usize,
     /// Tokens of a frame.
     pub tokens_per_frame: usize,
-    /// Frames of the ring, the one that attends among them.
+    /// Frames of the ring, including the one that attends.
     pub window: Frames,
     /// Number of samples; the median is reported.
     pub samples: usize,
@@ -36,7 +36,7 @@ impl FramesPlan {
         }
     }
 
-    /// Bytes that [`time_frames`] takes with rings of all of `formats`.
+    /// Returns the bytes that [`time_frames`] takes with rings of all of `formats`.
     ///
     /// # Errors
     /// Returns the errors that [`time_frames`] finds before it allocates.
@@ -44,7 +44,7 @@ impl FramesPlan {
         self.check()?;
         let shape = CacheShape::new(self.batch, self.n_heads, self.head_dim);
         let Self { batch, n_heads, tokens_per_frame, head_dim, .. } = *self;
-        // A frame's query, key and value, and a copy of each.
+        // Queries, keys and values of a frame, and a copy of each.
         let frame = size::tensor_bytes([batch, n_heads, tokens_per_frame, head_dim])?;
         formats.iter().try_fold(6 * frame, |sum, &format| {
             let ring = FrameConfig::new(format, tokens_per_frame, self.window);
@@ -52,19 +52,19 @@ impl FramesPlan {
         })
     }
 
-    /// A frame of standard normal numbers.
+    /// Returns a frame of standard normal numbers.
     fn random<T: Target>(&self, device: &On<T>) -> Tensor<4> {
         let shape = [self.batch, self.n_heads, self.tokens_per_frame, self.head_dim];
         Tensor::random(shape, Distribution::Normal(0.0, 1.0), &**device)
     }
 }
 
-/// A frame over one kind of ring.
+/// The times of a frame with one cache.
 #[derive(Clone, Debug, Serialize)]
 pub struct FramesPoint {
-    /// The short name of what is stored.
+    /// The cache's short name.
     pub cache: String,
-    /// Seconds to look at a frame, one layer.
+    /// Seconds to peek at a frame, one layer.
     pub peek: Timing,
     /// Seconds to attend and to store the frame.
     pub update: Timing,
@@ -77,7 +77,7 @@ pub struct FramesPoint {
 /// Times a frame over full rings of each of `formats`, in turn.
 ///
 /// # Errors
-/// [`Error::Plan`] naming the field, those of the caches, and [`Error::Device`].
+/// [`Error::Plan`] naming the field, the errors of the caches, and [`Error::Device`].
 pub fn time_frames<T: Target>(
     device: &On<T>,
     plan: &FramesPlan,

@@ -1,5 +1,5 @@
-//! Whole models the way llama.cpp's `llama-bench` times them: prompts ("pp") and generated tokens
-//! ("tg") after a number of tokens already in the cache.
+//! Benchmarks of whole models as in llama.cpp's `llama-bench`: prompts ("pp") and generated tokens
+//! ("tg") at a depth, the number of tokens already in the cache.
 
 use std::time::Instant;
 
@@ -20,18 +20,18 @@ use crate::{Error, Result};
 pub struct LlmPlan {
     /// Tokens of a prompt.
     pub prompt: usize,
-    /// Tokens that are generated one by one; at least 50.
+    /// Tokens to generate; at least 50.
     pub generate: usize,
-    /// Tokens in the cache before either, ascending.
+    /// Tokens in the cache before, ascending.
     pub depths: Vec<usize>,
-    /// Times that each is done, after one that does not count; at least 2.
+    /// Repetitions after one to warm up; at least 2.
     pub repetitions: usize,
     /// Capture steps once and replay them, see [`kv_models::DecodeGraph`]; `None` captures where it
     /// [pays](Steps::pays_recorded).
     pub recorded: Option<bool>,
 }
 
-/// The fewest tokens that are generated: the first ones are not like the others.
+/// Minimum number of generated tokens, because the first ones are slower.
 const LEAST_GENERATED: usize = 50;
 
 impl LlmPlan {
@@ -66,7 +66,7 @@ impl LlmPlan {
 pub struct Spread {
     /// Their mean.
     pub mean: f64,
-    /// Their standard deviation, as of a sample.
+    /// Their sample standard deviation.
     pub deviation: f64,
     /// The middle one.
     pub median: f64,
@@ -82,7 +82,7 @@ impl Spread {
     }
 }
 
-/// Prompts or tokens of one cache at one depth.
+/// The times of prompts or generated tokens of one cache at one depth.
 #[derive(Clone, Debug, Serialize)]
 pub struct LlmPoint {
     /// `pp` or `tg`, and the number of tokens.
@@ -91,10 +91,10 @@ pub struct LlmPoint {
     pub cache: String,
     /// Tokens in the cache before.
     pub depth: usize,
-    /// Tokens per second by the wall clock: passes through the model, logits read by the host, and
-    /// each token picked (of a prompt, the one after it).
+    /// Tokens per second of forward passes, reading logits and picking tokens (for a prompt, the
+    /// one after it).
     pub tokens_per_second: Spread,
-    /// Tokens per second of the passes through the model alone, until the device has done them.
+    /// Tokens per second of the forward passes alone, until the device has completed them.
     pub forward_tokens_per_second: Spread,
     /// Seconds until the first token after a prompt is picked.
     pub first_token_seconds: Option<Spread>,
@@ -107,12 +107,12 @@ struct Pass {
     forward: f64,
 }
 
-/// Times prompts and generation of `model` with each of `caches`, all of them in turn in every
-/// repetition. `progress` receives the tokens processed so far, see [`LlmPlan::tokens`].
+/// Times prompts and generation of `model` with each of `caches` in turn in every repetition.
+/// `progress` receives the tokens processed so far, see [`LlmPlan::tokens`].
 ///
 /// # Errors
-/// [`Error::Plan`] for a plan that is none or exceeds the model, a device that cannot record, and
-/// the model's and the cache's errors.
+/// [`Error::Plan`] for an invalid plan, a plan beyond the model's limit, or a device that cannot
+/// capture steps, and the model's and the cache's errors.
 pub fn time_llm<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -164,7 +164,7 @@ pub fn time_llm<T: Target>(
 }
 
 impl LlmPlan {
-    /// Tokens that are passed with each cache.
+    /// Returns the number of tokens processed with each cache.
     pub fn tokens(&self) -> usize {
         let once = self.prompt.saturating_add(self.generate);
         let times = self.repetitions.saturating_add(1).saturating_mul(self.depths.len());
@@ -195,7 +195,7 @@ impl LlmPoint {
     }
 }
 
-/// A copy of a cache in memory of its own, so that none of the copying is timed.
+/// Copies a cache into its own memory, so copying is not timed.
 fn fresh<T: Target>(cache: &ModelCache, device: &On<T>) -> Result<ModelCache> {
     let copy = cache.select(&[0])?;
     wait(device)?;
@@ -227,7 +227,7 @@ fn pass_prompt<T: Target>(
     Ok(Pass { wall: start.elapsed().as_secs_f64(), forward })
 }
 
-/// Appends tokens one by one, each the likeliest after those before.
+/// Generates tokens greedily.
 fn generate<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -251,7 +251,7 @@ fn generate<T: Target>(
     Ok(Pass { wall: start.elapsed().as_secs_f64(), forward })
 }
 
-/// The likeliest token, as the host finds it.
+/// Finds the most likely token on the host.
 fn pick<const D: usize>(logits: Tensor<D>) -> Result<u32> {
     let read = trace_span!(target: OPERATION, "read");
     let logits: Vec<f32> = read.in_scope(|| logits.into_data().iter::<f32>().collect());

@@ -1,7 +1,7 @@
-//! Speed: what attention, caches and whole models cost, as ratios measured in one run.
+//! Benchmarks of attention, caches and whole models.
 //!
-//! Machines are shared and clocks vary, so everything that is compared is timed in turn, and every
-//! rate is put beside that of copying memory, measured in the same run.
+//! Machines are shared and clock rates vary. So all subjects of a comparison are timed in turn, and
+//! rates are compared with the rate of copying memory in the same run.
 
 mod attention;
 mod codec;
@@ -29,24 +29,24 @@ pub use model::{DecodePoint, DecodeSubject, PrefillPoint, time_decode, time_pref
 
 use crate::{Error, Result};
 
-/// Times of one thing, in seconds.
+/// Times of one subject in seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Timing {
-    /// The middle one.
+    /// The median.
     pub median: f64,
-    /// A tenth were faster.
+    /// The 10th percentile.
     pub low: f64,
-    /// A tenth were slower.
+    /// The 90th percentile.
     pub high: f64,
     /// Number of samples taken.
     pub samples: usize,
 }
 
 impl Timing {
-    /// The statistics of samples in any order.
+    /// Computes the statistics of samples in any order.
     ///
     /// # Errors
-    /// [`Error::Plan`] for none.
+    /// [`Error::Plan`] without a sample.
     pub fn of(mut seconds: Vec<f64>) -> Result<Self> {
         if seconds.is_empty() {
             return Err(Error::plan("samples", 0, "must be at least 1"));
@@ -57,7 +57,7 @@ impl Timing {
         Ok(Self { median, low: at(1), high: at(9), samples: seconds.len() })
     }
 
-    /// The times of one of `parts` equal parts of what was timed.
+    /// Returns the times of one of `parts` equal parts.
     #[must_use]
     pub fn divided_by(self, parts: f64) -> Self {
         let Self { median, low, high, samples } = self;
@@ -65,23 +65,23 @@ impl Timing {
     }
 }
 
-/// The median; sorts `samples` in place.
+/// Returns the median and sorts `samples` in place.
 pub fn median(samples: &mut [f64]) -> f64 {
     samples.sort_by(f64::total_cmp);
     samples[samples.len() / 2]
 }
 
-/// Something to be timed again and again.
+/// An operation to time repeatedly.
 pub type Subject<'a> = Box<dyn FnMut() -> Result<()> + 'a>;
 
-/// Rounds before the first that counts.
+/// Rounds to warm up.
 const WARM_UP: usize = 2;
 
-/// Times each of `subjects` once per round, so that what else the machine does falls on all of them
-/// alike.
+/// Times each of `subjects` once per round, so other load of the machine affects all of them
+/// equally.
 ///
 /// # Errors
-/// Those of the subjects, and [`Error::Plan`] for no rounds.
+/// The errors of the subjects, and [`Error::Plan`] without a round.
 pub fn time_in_turn(rounds: usize, mut subjects: Vec<Subject<'_>>) -> Result<Vec<Timing>> {
     size::check_samples("samples", rounds)?;
     let mut seconds = vec![Vec::with_capacity(rounds); subjects.len()];
@@ -97,8 +97,8 @@ pub fn time_in_turn(rounds: usize, mut subjects: Vec<Subject<'_>>) -> Result<Vec
     seconds.into_iter().map(Timing::of).collect()
 }
 
-/// Bytes copied per second between two buffers of `bytes` each: every one of them is read once and
-/// written once. On the CPU with all threads, elsewhere by the device.
+/// Measures the bytes copied per second between two buffers of `bytes` each: on the CPU by all
+/// threads, otherwise by the device.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -120,8 +120,8 @@ pub fn copy_bandwidth<T: Target>(device: &On<T>, bytes: usize, rounds: usize) ->
         _ => {
             let source = Tensor::<1>::ones([bytes / size_of::<f32>()], &**device);
             let copy = || {
-                // Adding 1 copies the data, where a clone would share the buffer. An element is
-                // read back to wait for the device; it is only read when its value is used.
+                // Adding 1 copies the data; a clone would share the buffer. An element is read back
+                // to wait for the device; it is only read when its value is used.
                 let last = source.dims()[0] - 1;
                 let copied = source.clone().add_scalar(1.0).narrow(0, last, 1).try_into_data();
                 copied.map(|data| _ = black_box(data.iter::<f32>().next())).map_err(|error| {
@@ -137,12 +137,12 @@ pub fn copy_bandwidth<T: Target>(device: &On<T>, bytes: usize, rounds: usize) ->
     Ok(bytes as f64 / timing[0].median)
 }
 
-/// The error for a device that is asked to record launches and cannot.
+/// Returns the error for a device that cannot capture launches.
 fn not_recorded<T: Target>() -> Error {
-    Error::plan("recorded", true, format!("{} cannot record launches", T::NAME))
+    Error::plan("recorded", true, format!("{} cannot capture launches", T::NAME))
 }
 
-/// Waits until the device has done what it was given.
+/// Waits until the device has completed all work.
 fn wait<T: Target>(device: &On<T>) -> Result<()> {
     let _span = trace_span!(target: OPERATION, "wait").entered();
     device.sync().map_err(|error| Error::Device {

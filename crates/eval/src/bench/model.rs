@@ -1,4 +1,4 @@
-//! Whole models by context length: what a step costs as the cache grows, and what a prompt costs.
+//! Benchmarks of decode steps and prompts of whole models by context length.
 
 use std::time::Instant;
 
@@ -21,13 +21,13 @@ pub(super) const PREFILL_CHUNK: usize = 512;
 pub struct DecodeSubject {
     /// The cache.
     pub cache: ModelCacheConfig,
-    /// Sequences, of lengths that differ by a token each.
+    /// Number of sequences. Their lengths differ by one token each.
     pub batch: usize,
-    /// Capture the step once and replay it, see [`DecodeGraph`], rather than launch it every time.
+    /// Capture the step once and replay it, see [`DecodeGraph`].
     pub recorded: bool,
 }
 
-/// Decode steps of one cache at one context length.
+/// The times of decode steps of one cache at one context length.
 #[derive(Clone, Debug, Serialize)]
 pub struct DecodePoint {
     /// The cache's short name.
@@ -36,7 +36,7 @@ pub struct DecodePoint {
     pub batch: usize,
     /// Set if a captured step was replayed.
     pub recorded: bool,
-    /// Tokens in the cache, of the longest sequence.
+    /// Tokens of the longest sequence in the cache.
     pub context: usize,
     /// Seconds of one step, the head included.
     pub seconds: Timing,
@@ -45,13 +45,13 @@ pub struct DecodePoint {
 }
 
 impl DecodePoint {
-    /// Tokens per second, of all sequences together.
+    /// Returns the tokens per second of all sequences together.
     pub fn tokens_per_second(&self) -> f64 {
         self.batch as f64 / self.seconds.median
     }
 }
 
-/// Appends a token to every sequence and waits until the device has done so.
+/// Appends a token to every sequence and waits for the device.
 fn step<T: Target>(
     steps: &mut Steps<'_>,
     model: &LanguageModel,
@@ -65,8 +65,7 @@ fn step<T: Target>(
     wait(device)
 }
 
-/// The tokens that [`time_decode`] appends at each context: its samples and the warm-up steps
-/// before them.
+/// Returns the tokens that [`time_decode`] appends at each context, warm-up included.
 pub fn timed_steps(samples: usize) -> usize {
     size::rounds(samples)
 }
@@ -75,8 +74,8 @@ pub fn timed_steps(samples: usize) -> usize {
 /// `subjects` in turn. `progress` receives the tokens prefilled so far.
 ///
 /// # Errors
-/// [`Error::Plan`] for contexts that do not ascend, fewer tokens than sequences, a device that
-/// cannot record or a batch that is to be recorded, and the model's and the cache's errors.
+/// [`Error::Plan`] for contexts that do not ascend, fewer tokens than sequences, or captured steps
+/// of a batch or on a device without graph capture; the model's and the cache's errors.
 pub fn time_decode<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -85,28 +84,8 @@ pub fn time_decode<T: Target>(
     samples: usize,
     mut progress: impl FnMut(usize),
 ) -> Result<Vec<DecodePoint>> {
-    size::check_samples("samples", samples)?;
+    check_decode(device, subjects, contexts, samples)?;
     let steps = timed_steps(samples);
-    let ascend = |a: &usize, b: &usize| a.checked_add(steps).is_some_and(|end| end <= *b);
-    if contexts.first() == Some(&0) || !contexts.is_sorted_by(ascend) {
-        let rule =
-            format!("must be above 0 and ascend by at least the {steps} steps timed at each");
-        return Err(Error::plan("contexts", format!("{contexts:?}"), rule));
-    }
-    if subjects.iter().any(|subject| subject.recorded) && !DecodeGraph::is_supported(device) {
-        return Err(not_recorded::<T>());
-    }
-    let shortest = contexts.first().copied().unwrap_or(0);
-    for &DecodeSubject { batch, recorded, .. } in subjects {
-        if batch == 0 || batch > shortest {
-            let rule = format!("must be from 1 to the shortest context, {shortest}");
-            return Err(Error::plan("batch", batch, rule));
-        }
-        if recorded && batch > 1 {
-            let rule = "must be 1 for recorded steps: sequences are of different lengths";
-            return Err(Error::plan("batch", batch, rule));
-        }
-    }
     let capacity = contexts.last().map_or(1, |last| last.saturating_add(steps));
     let mut filled = Vec::with_capacity(subjects.len());
     let mut readers = Vec::with_capacity(subjects.len());
@@ -149,23 +128,53 @@ pub fn time_decode<T: Target>(
     Ok(points)
 }
 
-/// A prompt passed into an empty cache.
+fn check_decode<T: Target>(
+    device: &On<T>,
+    subjects: &[DecodeSubject],
+    contexts: &[usize],
+    samples: usize,
+) -> Result<()> {
+    size::check_samples("samples", samples)?;
+    let steps = timed_steps(samples);
+    let ascend = |a: &usize, b: &usize| a.checked_add(steps).is_some_and(|end| end <= *b);
+    if contexts.first() == Some(&0) || !contexts.is_sorted_by(ascend) {
+        let rule =
+            format!("must be above 0 and ascend by at least the {steps} steps timed at each");
+        return Err(Error::plan("contexts", format!("{contexts:?}"), rule));
+    }
+    if subjects.iter().any(|subject| subject.recorded) && !DecodeGraph::is_supported(device) {
+        return Err(not_recorded::<T>());
+    }
+    let shortest = contexts.first().copied().unwrap_or(0);
+    for &DecodeSubject { batch, recorded, .. } in subjects {
+        if batch == 0 || batch > shortest {
+            let rule = format!("must be from 1 to the shortest context, {shortest}");
+            return Err(Error::plan("batch", batch, rule));
+        }
+        if recorded && batch > 1 {
+            let rule = "must be 1 for captured steps, because sequences have different lengths";
+            return Err(Error::plan("batch", batch, rule));
+        }
+    }
+    Ok(())
+}
+
+/// The times of prefill into an empty cache.
 #[derive(Clone, Debug, Serialize)]
 pub struct PrefillPoint {
     /// The cache's short name.
     pub cache: String,
     /// Tokens of the prompt.
     pub tokens: usize,
-    /// Seconds to pass it, without the head.
+    /// Seconds of prefill, without the head.
     pub seconds: Timing,
-    /// The most bytes of host memory that were allocated at any moment, by the cache and by the
-    /// pass.
+    /// Peak of bytes of host memory, allocated by the cache and by the forward pass.
     pub peak_bytes: usize,
 }
 
-/// Times passing prompts of `lengths` tokens into empty caches, chunk by chunk, `samples` times for
-/// each of `caches` in turn. Before that, each cache is filled once to measure its memory with
-/// `memory`, the program's allocator. `progress` receives the tokens processed so far.
+/// Times prefill of prompts of `lengths` tokens into empty caches, `samples` times for each of
+/// `caches` in turn. Before that, each cache is filled once to measure its memory with `memory`,
+/// the program's allocator. `progress` receives the tokens processed so far.
 ///
 /// # Errors
 /// [`Error::Plan`] for no samples, and the model's and the cache's errors.
@@ -211,7 +220,7 @@ pub fn time_prefill<T: Target, A>(
     Ok(points)
 }
 
-/// Fills `cache` up to `context` tokens and returns how many that took.
+/// Fills `cache` up to `context` tokens and returns the number of tokens appended.
 pub(super) fn prefill<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -229,9 +238,8 @@ pub(super) fn prefill<T: Target>(
     Ok(cache.len() - before)
 }
 
-/// Fills the sequences of `cache`, the last up to `context` tokens and each before it with one
-/// less, from `reader`, which holds what it held at the context before. Returns how many tokens
-/// that took.
+/// Fills the sequences of `cache` by copies of `reader`: the last one up to `context` tokens, each
+/// one before it with one token less. Returns the number of tokens appended to `reader`.
 fn fill<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -251,8 +259,7 @@ fn fill<T: Target>(
     Ok(reader.len() - before)
 }
 
-/// Ids to pass through the model. They differ from one another; otherwise their values do not
-/// matter to the time.
+/// Returns input ids. They differ from each other; their values do not affect the time.
 pub(super) fn filler(at: usize, n: usize, vocab: usize) -> Vec<u32> {
     (at..at + n).map(|i| (i * 7919 % vocab) as u32).collect()
 }

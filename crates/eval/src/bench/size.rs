@@ -1,14 +1,14 @@
-//! What a measurement takes, before any of it is allocated.
+//! Memory of a benchmark, computed before it is allocated.
 
 use kv_cubecl::{CacheShape, KvCacheConfig, layout::CacheLayout};
 
 use super::WARM_UP;
 use crate::{Error, Result};
 
-/// More samples than any measurement needs.
+/// Maximum number of samples.
 const MOST_SAMPLES: usize = 1_000_000;
 
-/// A buffer has fewer elements.
+/// Upper limit of the elements of a buffer.
 const MOST_ELEMENTS: u128 = 1 << 32;
 
 /// Checks a number of samples.
@@ -20,12 +20,12 @@ pub(super) fn check_samples(field: &'static str, samples: usize) -> Result<()> {
     }
 }
 
-/// Returns how many steps `samples` take, warm-up included.
+/// Returns the number of steps for `samples`, warm-up included.
 pub(super) fn rounds(samples: usize) -> usize {
     samples.saturating_add(WARM_UP)
 }
 
-/// Bytes of a tensor of f32.
+/// Returns the bytes of an f32 tensor.
 pub(super) fn tensor_bytes(shape: [usize; 4]) -> Result<u64> {
     let elements = shape.iter().try_fold(1u128, |n, &dim| n.checked_mul(dim as u128));
     match elements.filter(|&elements| elements < MOST_ELEMENTS) {

@@ -1,9 +1,9 @@
-//! What caches can store, side by side.
+//! The caches that a plan compares by default.
 
 use kv_cubecl::{CacheFloat, KvCacheConfig, KvFormat};
 
-/// The caches of a plan that names none: every float type for all tokens, then every format of
-/// packed tokens on both sides, with what stays in float in the 16 bits that every device has.
+/// Returns the caches of a plan that names none: every float type, then every packed format for
+/// both sides. Float tokens of packed caches are f16, which every device supports.
 pub fn formats() -> Vec<KvCacheConfig> {
     let floats = CacheFloat::ALL.iter().map(|&float| KvCacheConfig::float().with_float(float));
     let packed = KvFormat::ALL.iter().filter(|format| format.is_quantized());

@@ -1,4 +1,4 @@
-//! Caches that are no caches of this project's, as a sum of parts: bytes = a + b n.
+//! Sizes of caches that this project does not implement, as a sum of parts: bytes = a + b n.
 
 use std::collections::BTreeMap;
 
@@ -48,11 +48,10 @@ pub struct Format {
 }
 
 impl Formula {
-    /// The format of this name.
+    /// Finds a format by its name.
     ///
     /// # Errors
-    ///
-    /// The names there are.
+    /// An unknown name; the message lists all names.
     pub fn format(&self, name: &str) -> Result<&Format> {
         self.formats.iter().find(|format| format.name == name).ok_or_else(|| {
             let names: Vec<_> = self.formats.iter().map(|format| &*format.name).collect();
@@ -63,12 +62,11 @@ impl Formula {
     /// Returns the bytes of each part for `batch` sequences of `tokens` tokens.
     ///
     /// # Errors
-    ///
-    /// More bytes than 64 bits count.
+    /// More bytes than a u64 holds.
     pub fn bytes(&self, format: &Format, tokens: u64, batch: u64) -> Result<Vec<(String, u64)>> {
         let too_many = || {
             let (field, value) = if batch > 1 { ("batch", batch) } else { ("context", tokens) };
-            Error::plan(field, value, "the bytes of the cache exceed what 64 bits count")
+            Error::plan(field, value, "the cache must take fewer than 2^64 bytes")
         };
         let mut sum = 0u64;
         let bytes = |part: &Part| {
@@ -100,8 +98,8 @@ mod tests {
         Preset::find("deepseek-v4-pro").unwrap().formula().unwrap().clone()
     }
 
-    /// Everything that an entry consists of has bytes in every format, and a part has entries by
-    /// tokens or a fixed number of them.
+    /// Every part of an entry has bytes in every format. The number of entries is fixed or depends
+    /// on the tokens.
     #[test]
     fn formulas_are_complete() {
         for preset in Preset::all() {
@@ -125,7 +123,7 @@ mod tests {
         assert!(error.starts_with("context 1152921504606846976: "), "{error}");
         let error = formula.bytes(format, 1 << 20, 1_000_000_000_000).unwrap_err().to_string();
         assert!(error.starts_with("batch 1000000000000: "), "{error}");
-        // Each part alone is counted, their sum is not.
+        // Each part fits into a u64, but their sum does not.
         let most = u64::MAX / (30 * 1280) * 4;
         let parts = formula.bytes(format, most - (1 << 20), 1);
         assert!(parts.is_err(), "{parts:?}");

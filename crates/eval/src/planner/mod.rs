@@ -1,5 +1,4 @@
-//! What a model takes of memory, and how long a context and how large a batch there is room for:
-//! [`plan`].
+//! The memory that a model needs, and the longest context and largest batch that fit: [`plan`].
 
 mod formats;
 mod formula;
@@ -20,31 +19,31 @@ pub use presets::{Frame, Preset};
 
 use crate::{Error, Result};
 
-/// No cache has more tokens.
+/// Maximum number of tokens of a cache.
 const MOST_TOKENS: usize = 1 << 24;
 
-/// A model that is planned for.
+/// A model to plan for.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Subject {
     /// The name.
     pub name: String,
-    /// Where its numbers are from.
+    /// The source of its numbers.
     pub source: Option<String>,
-    /// Parameters, where its authors give their number.
+    /// Number of parameters, if its authors published it.
     pub parameters: Option<u64>,
     /// The tokens of a frame, for a model of frames.
     pub frame: Option<Frame>,
     /// Notes on the numbers for the user.
     pub notes: Vec<String>,
-    /// Tokens of the chunks in which its prompts pass.
+    /// Tokens per prefill chunk.
     chunk: usize,
     kind: Kind,
 }
 
 #[derive(Clone, Debug)]
 enum Kind {
-    /// Caches of this project's, and whether weights are counted.
+    /// A model that this project runs; `true` if its weights are counted.
     Caches(Box<ModelOutline>, bool),
     Formula(Formula),
 }
@@ -56,23 +55,23 @@ impl Subject {
         Self { name, source: None, parameters: None, frame: None, notes, chunk, kind }
     }
 
-    /// A model as its files say.
+    /// Creates a subject from the files of a model.
     pub fn of_files(name: &str, outline: ModelOutline) -> Self {
         Self::new(name, Kind::Caches(Box::new(outline), true))
     }
 
-    /// The caches of a model whose weights are not known.
+    /// Creates a subject from the caches of a model whose weights are not known.
     pub fn of_caches(name: &str, outline: ModelOutline) -> Self {
         Self::new(name, Kind::Caches(Box::new(outline), false))
     }
 
-    /// A cache given by a formula.
+    /// Creates a subject from the formula of a cache.
     pub fn of_formula(name: &str, formula: Formula) -> Self {
         Self::new(name, Kind::Formula(formula))
     }
 
-    /// Plans for a device, with prompts in chunks that [suit](GenerateOptions::prefill_chunk_for)
-    /// both, as in generation.
+    /// Sets the device, and with it the
+    /// [prefill chunk](GenerateOptions::prefill_chunk_for) of generation.
     #[must_use]
     pub fn on(self, device: &Device) -> Self {
         let chunk = match &self.kind {
@@ -95,7 +94,7 @@ impl Subject {
         self
     }
 
-    /// The most tokens of a sequence.
+    /// Returns the most tokens of a sequence.
     pub fn max_context(&self) -> usize {
         match &self.kind {
             Kind::Caches(outline, _) => outline.spec.max_positions.min(MOST_TOKENS),
@@ -103,7 +102,7 @@ impl Subject {
         }
     }
 
-    /// The cache that the model's files name.
+    /// Returns the cache that the model's files name.
     pub fn own_cache(&self) -> Option<&ModelCacheConfig> {
         match &self.kind {
             Kind::Caches(outline, _) => outline.cache.as_ref(),
@@ -112,28 +111,28 @@ impl Subject {
     }
 }
 
-/// The question of a plan.
+/// The settings of a plan.
 #[derive(Clone, Debug)]
 pub struct Request {
     /// Tokens of each sequence.
     pub context: usize,
     /// Sequences.
     pub batch: usize,
-    /// The memory there is.
+    /// The memory limit.
     pub limit: MemoryLimit,
-    /// The caches by name; none for [all formats](formats), and that of the model's files.
+    /// The caches by name; empty for the cache of the model's files and [all formats](formats).
     pub caches: Vec<String>,
 }
 
-/// The answer of [`plan`].
+/// The result of [`plan`].
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct MemoryPlan {
     /// The model.
     pub model: String,
-    /// Where its numbers are from, unless it is its files.
+    /// The source of its numbers; `None` for its files.
     pub source: Option<String>,
-    /// Parameters, where its authors give their number.
+    /// Number of parameters, if its authors published it.
     pub parameters: Option<u64>,
     /// The most tokens of a sequence.
     pub max_context: usize,
@@ -141,10 +140,9 @@ pub struct MemoryPlan {
     pub context: usize,
     /// Sequences.
     pub batch: usize,
-    /// The memory.
+    /// The available memory.
     pub memory: Memory,
-    /// Bytes of the weights by the type they are kept in; `None` where they are not known and not
-    /// counted.
+    /// Bytes of the weights by their type in memory; `None` if they are not known and not counted.
     pub weights: Option<BTreeMap<String, usize>>,
     /// One for each cache.
     pub caches: Vec<Row>,
@@ -152,15 +150,15 @@ pub struct MemoryPlan {
     pub notes: Vec<String>,
 }
 
-/// The memory there is.
+/// The available memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Memory {
     /// Bytes.
     pub bytes: u64,
-    /// Where that number is from.
+    /// The source of that number.
     pub source: String,
-    /// Bytes that may be taken: all of them, as when a model is loaded.
+    /// Bytes that may be allocated: all of them.
     pub usable: u64,
     /// Bytes of the device's largest buffer.
     pub buffer: Option<u64>,
@@ -174,17 +172,17 @@ pub struct Row {
     pub cache: String,
     /// Memory it takes; `None` if the model or any device does not support it.
     pub needs: Option<Needs>,
-    /// Why it cannot be had.
+    /// The reason why the cache is not possible.
     pub why: Option<String>,
     /// Set if it fits the memory limit.
     pub fits: bool,
-    /// The most tokens for as many sequences, up to the model's limit.
+    /// The most tokens for the planned number of sequences, up to the model's limit.
     pub longest_context: Option<usize>,
-    /// The most sequences of as many tokens.
+    /// The most sequences of the planned context.
     pub largest_batch: Option<usize>,
 }
 
-/// Bytes that are needed.
+/// The bytes that a cache and its model need.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Needs {
@@ -196,15 +194,14 @@ pub struct Needs {
     pub cache_per_token: f64,
     /// Estimated bytes of activations; `None` if the model's widths are not known.
     pub activations: Option<u64>,
-    /// All that is known: weights, cache and activations.
+    /// The sum of the known parts: weights, cache and activations.
     pub total: u64,
 }
 
 /// Plans the memory of `subject` with each cache, and the context and batch that fit.
 ///
 /// # Errors
-///
-/// A context, a batch, or a name of a cache that breaks a rule; memory that is not known.
+/// A context, a batch or a cache name that breaks a rule; an unknown memory size.
 pub fn plan(subject: &Subject, request: &Request) -> Result<MemoryPlan> {
     let Request { context, batch, ref limit, ref caches } = *request;
     let most = subject.max_context();
@@ -217,7 +214,7 @@ pub fn plan(subject: &Subject, request: &Request) -> Result<MemoryPlan> {
         return Err(Error::plan("batch", batch, rule));
     }
     let Some(bytes) = limit.total else {
-        return Err(Error::plan("memory", "unknown", "this system does not say; give its size"));
+        return Err(Error::plan("memory", "unknown", "must be known; give its size"));
     };
     let memory =
         Memory { bytes, source: limit.source.clone(), usable: bytes, buffer: limit.buffer };
@@ -225,35 +222,10 @@ pub fn plan(subject: &Subject, request: &Request) -> Result<MemoryPlan> {
     let mut notes = subject.notes.clone();
     let (weights, rows) = match &subject.kind {
         Kind::Caches(outline, counted) => {
-            let caches = match caches.is_empty() {
-                true => {
-                    let own = outline.cache.clone();
-                    own.into_iter().chain(formats().into_iter().map(Into::into)).collect()
-                }
-                false => caches
-                    .iter()
-                    .map(|name| Ok(ModelCacheConfig::find(name)?))
-                    .collect::<Result<Vec<ModelCacheConfig>>>()?,
-            };
-            if !request.caches.is_empty() {
-                notes.extend(caches.iter().filter_map(|cache| cache.note(&outline.spec)));
-                notes.extend(caches.iter().filter_map(|cache| cache.in_full(&outline.spec)));
-            }
-            let planned = outline.planned();
-            let row = |cache: &ModelCacheConfig| asked.row(&planned, cache, *counted);
-            let weights = counted.then(|| outline.weights.by_type.clone());
-            (weights, caches.iter().map(row).collect())
+            let rows = asked.rows(outline, caches, *counted, &mut notes)?;
+            (counted.then(|| outline.weights.by_type.clone()), rows)
         }
-        Kind::Formula(formula) => {
-            let formats = match caches.is_empty() {
-                true => formula.formats.iter().collect(),
-                false => {
-                    caches.iter().map(|name| formula.format(name)).collect::<Result<Vec<_>>>()?
-                }
-            };
-            let row = |format: &&Format| asked.formula_row(formula, format);
-            (None, formats.iter().map(row).collect::<Result<Vec<_>>>()?)
-        }
+        Kind::Formula(formula) => (None, asked.formula_rows(formula, caches)?),
     };
     if weights.is_none() {
         let of =
@@ -275,7 +247,7 @@ pub fn plan(subject: &Subject, request: &Request) -> Result<MemoryPlan> {
     })
 }
 
-/// The question for each cache.
+/// The settings that apply to each cache.
 struct Asked<'a> {
     context: usize,
     batch: usize,
@@ -288,10 +260,44 @@ impl Asked<'_> {
         cache as f64 / self.context as f64 / self.batch as f64
     }
 
+    /// Plans for the caches of these `names`, or for the model's own cache and all formats. Adds
+    /// notes on caches that were named.
+    fn rows(
+        &self,
+        outline: &ModelOutline,
+        names: &[String],
+        counted: bool,
+        notes: &mut Vec<String>,
+    ) -> Result<Vec<Row>> {
+        let caches: Vec<ModelCacheConfig> = match names {
+            [] => {
+                let own = outline.cache.clone();
+                own.into_iter().chain(formats().into_iter().map(Into::into)).collect()
+            }
+            _ => {
+                let find = |name: &String| ModelCacheConfig::find(name);
+                let caches = names.iter().map(find).collect::<Result<Vec<_>, _>>()?;
+                notes.extend(caches.iter().filter_map(|cache| cache.note(&outline.spec)));
+                notes.extend(caches.iter().filter_map(|cache| cache.in_full(&outline.spec)));
+                caches
+            }
+        };
+        let planned = outline.planned();
+        Ok(caches.iter().map(|cache| self.row(&planned, cache, counted)).collect())
+    }
+
+    /// Plans for the formats of these `names`, or for all of the formula's.
+    fn formula_rows(&self, formula: &Formula, names: &[String]) -> Result<Vec<Row>> {
+        if names.is_empty() {
+            return formula.formats.iter().map(|it| self.formula_row(formula, it)).collect();
+        }
+        let formats = names.iter().map(|name| formula.format(name)).collect::<Result<Vec<_>>>()?;
+        formats.into_iter().map(|format| self.formula_row(formula, format)).collect()
+    }
+
     fn row(&self, planned: &Planned<'_>, cache: &ModelCacheConfig, counted: bool) -> Row {
         let at = cache.clone().with_capacity(self.context);
-        // How long the context and how many the sequences are bounds the pass, by the rule of the
-        // search below.
+        // Context and batch limit the tokens of a forward pass, as in the search below.
         let pass = if counted { self.chunk } else { 0 };
         let usage = Usage::new(at).with_batch(self.batch).with_pass(pass);
         let name = cache.to_string();
@@ -313,7 +319,7 @@ impl Asked<'_> {
             }
             Err(error) => (None, Some(error.to_string())),
         };
-        // A context that is too long for a buffer may be followed by shorter ones that are not.
+        // A shorter context may fit into the largest buffer even if this one does not.
         let servable = cache.validate(planned.spec).is_ok();
         let search = servable.then_some((planned, &usage));
         Row {

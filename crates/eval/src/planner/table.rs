@@ -1,4 +1,4 @@
-//! A plan as people read it.
+//! Plans as text.
 
 use core::fmt;
 
@@ -8,15 +8,15 @@ use kv_report::Table;
 use super::{MemoryPlan, Row};
 
 impl MemoryPlan {
-    /// The types of the weights, as `BF16, f32`.
+    /// Returns the types of the weights, such as `BF16, f32`.
     pub fn weight_types(&self) -> String {
         let types = self.weights.iter().flat_map(|types| types.keys());
         types.map(String::as_str).collect::<Vec<_>>().join(", ")
     }
 
-    /// The caches side by side, in megabytes (10^6 bytes).
+    /// Returns a table of the caches, in megabytes (10^6 bytes).
     fn table(&self) -> Table {
-        // The parts that some cache has.
+        // The parts that any cache has.
         let all = self.caches.iter().filter_map(|row| row.needs.as_ref());
         let mut parts: Vec<&str> = vec![];
         for (name, bytes) in all.flat_map(|needs| &needs.parts) {

@@ -1,4 +1,4 @@
-//! Caches of all layers alike that a policy is to beat, whatever its own settings are.
+//! Caches shared by all layers that a policy should beat, with any settings.
 
 use kv_cubecl::{KvCacheConfig, KvFormat};
 use kv_models::{ModelCacheConfig, ModelSpec};
@@ -7,20 +7,20 @@ use serde::Serialize;
 use super::{Score, bytes};
 use crate::Result;
 
-/// Settings of KIVI's caches, each with every pair of bits: the paper's, and those of the presets
-/// with smaller windows and groups.
+/// Settings of KIVI caches: the paper's, and smaller ones of the presets. Each is combined with
+/// every pair of bits.
 const GROUPED: [&str; 4] =
     ["", "-r32-s4-gflush-hadv-f16", "-r64-s4-gflush-hadv-f16", "-g64-r64-s4-gflush-hadv-f16"];
 
-/// Settings of caches that quantize each token by itself, each with every such format on both
-/// sides.
+/// Settings of caches that quantize each token separately. Each is combined with every such format
+/// on both sides.
 const BY_TOKEN: [&str; 3] = ["", "-s4-f16", "-s4-hadv-hadk-f16"];
 
-/// Bits of a side, the most first.
+/// Bits of a side, in descending order.
 const BITS: [KvFormat; 4] =
     [KvFormat::Float, KvFormat::Affine8, KvFormat::Affine4, KvFormat::Affine2];
 
-/// A cache of all layers alike, over the text of the search.
+/// A cache shared by all layers, measured on the text of the search.
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct Alike {
@@ -32,10 +32,9 @@ pub struct Alike {
     pub seen: Score,
 }
 
-/// The caches of `capacity` tokens that are worth a measurement where at most `most` bytes are
-/// allowed: every setting with every format on both sides, and with every pair of bits, unless
-/// another pair of no fewer bits on either side fits as well. Those that do not fit the heads of
-/// the model are left out.
+/// Lists the caches of `capacity` tokens to measure within a budget of `most` bytes: every setting
+/// with every format on both sides, and with every pair of bits. A pair is left out if another one
+/// with as many or more bits on each side fits, or if the heads of the model do not allow it.
 pub(super) fn alike(
     spec: &ModelSpec,
     capacity: usize,
@@ -92,11 +91,10 @@ mod tests {
         alike(&spec, 4096, most).unwrap().iter().map(ToString::to_string).collect()
     }
 
-    /// Bytes by hand, of two layers of 4096 tokens with one head of 64 channels, codes and
-    /// parameters of a group of 64 numbers without what is in float: a side takes 2 * 4096 * (64 *
-    /// bits / 8 + 4), in 4 bits 294912 and in 2 bits
-    /// 163840. So one side in 4 bits fits into half a megabyte, both do not, and pairs of 2 bits
-    ///         are beaten.
+    /// The model has two layers of 4096 tokens with one head of 64 channels. Codes and parameters
+    /// of a side in groups of 64 take 2 * 4096 * (64 * bits / 8 + 4) bytes: 294912 for 4 bits and
+    /// 163840 for 2 bits. One side of 4 bits fits into half a megabyte, two do not, and a pair of 2
+    /// bits is left out.
     #[test]
     fn pairs_of_fewer_bits_are_left_out() {
         let names = names(64, 525_000);
@@ -105,8 +103,8 @@ mod tests {
             pairs.filter(|pair| pair.len() == 4).collect()
         };
         assert_eq!(of("-g64-r64-s4-gflush-hadv-f16"), ["k4v2", "k2v4"]);
-        // Groups of 32 have twice the parameters: a side of 4 bits takes 327680, one of 2 bits
-        // 196608, and the floats of 32 tokens bring both over what is allowed.
+        // Groups of 32 have twice the parameters: a side of 4 bits takes 327680 bytes, one of 2
+        // bits 196608. With the floats of 32 tokens, they exceed the budget.
         assert_eq!(of("-r32-s4-gflush-hadv-f16"), ["k2v2"]);
     }
 
@@ -127,7 +125,7 @@ mod tests {
         let unique: std::collections::BTreeSet<_> = all.iter().collect();
         assert_eq!(unique.len(), all.len(), "{all:?}");
         assert_eq!(names(64, 1000), [""; 0]);
-        // Neither groups of 64 nor matrices of Hadamard's fit values of 96 channels.
+        // Neither groups of 64 nor Hadamard matrices fit values of 96 channels.
         let narrow = names(96, usize::MAX);
         assert!(narrow.iter().any(|it| it == "k16v8"));
         let hadamard = narrow.iter().filter(|it| it.contains("hadv")).collect::<Vec<_>>();

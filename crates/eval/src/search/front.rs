@@ -1,4 +1,4 @@
-//! Which format for which cell, where every choice has bytes and a cost and both are sums.
+//! The choice of a format for every cell, given the bytes and the cost of each choice.
 
 /// A choice for a cell.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -10,8 +10,8 @@ pub(super) struct Choice {
 /// The choice of every cell, by number.
 pub(super) type Assignment = Vec<usize>;
 
-/// The choices of a cell that are best for some price of a byte, the cheapest in cost first: the
-/// lower convex hull of its points.
+/// Returns the lower convex hull of the choices of a cell, in ascending order of cost. Each choice
+/// of the hull is the best one for some price of a byte.
 fn hull(choices: &[Choice]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..choices.len()).collect();
     order.sort_by(|&a, &b| {
@@ -20,7 +20,7 @@ fn hull(choices: &[Choice]) -> Vec<usize> {
     });
     let mut hull: Vec<usize> = vec![];
     for next in order {
-        // Costs more than the last: worth it only with fewer bytes.
+        // It costs more than the last choice, so it is useful only with fewer bytes.
         if hull.last().is_some_and(|&last| choices[next].bytes >= choices[last].bytes) {
             continue;
         }
@@ -39,8 +39,8 @@ fn price(from: Choice, to: Choice) -> f64 {
     (to.cost - from.cost) / (from.bytes - to.bytes) as f64
 }
 
-/// Assignments from the one of least cost to the one of fewest bytes, each with one choice of one
-/// cell changed. Each is the best there is for its bytes: no other of no more bytes costs less.
+/// Returns assignments from the least cost to the fewest bytes. Each changes the choice of one
+/// cell, and no assignment with as few bytes costs less.
 pub(super) fn front(cells: &[Vec<Choice>]) -> Vec<Assignment> {
     let hulls: Vec<Vec<usize>> = cells.iter().map(|choices| hull(choices)).collect();
     let mut steps: Vec<(f64, usize, usize)> = vec![];
@@ -50,7 +50,7 @@ pub(super) fn front(cells: &[Vec<Choice>]) -> Vec<Assignment> {
             steps.push((price, cell, pair[1]));
         }
     }
-    // Within a cell prices rise along its hull, so that sorting keeps their order.
+    // Prices rise along the hull of a cell, so sorting keeps their order.
     steps.sort_by(|a, b| a.0.total_cmp(&b.0));
     let mut at: Assignment = hulls.iter().map(|hull| hull[0]).collect();
     let mut front = vec![at.clone()];
@@ -61,7 +61,7 @@ pub(super) fn front(cells: &[Vec<Choice>]) -> Vec<Assignment> {
     front
 }
 
-/// Bytes and cost of an assignment.
+/// Returns the bytes and the cost of an assignment.
 pub(super) fn sum(cells: &[Vec<Choice>], assignment: &[usize]) -> Choice {
     let chosen = cells.iter().zip(assignment).map(|(choices, &choice)| choices[choice]);
     chosen.fold(Choice { bytes: 0, cost: 0.0 }, |sum, choice| Choice {
@@ -70,8 +70,8 @@ pub(super) fn sum(cells: &[Vec<Choice>], assignment: &[usize]) -> Choice {
     })
 }
 
-/// Returns the first point of the front within the byte budget, with single choices bettered as
-/// long as any fits; `None` if not even the fewest bytes do.
+/// Returns the first point of the front within the byte budget, with single choices improved while
+/// they fit; `None` if the fewest bytes exceed the budget.
 pub(super) fn within(cells: &[Vec<Choice>], bytes: usize) -> Option<Assignment> {
     let fits = |assignment: &Assignment| sum(cells, assignment).bytes <= bytes;
     let mut best = front(cells).into_iter().find(fits)?;
@@ -100,7 +100,7 @@ pub(super) fn within(cells: &[Vec<Choice>], bytes: usize) -> Option<Assignment> 
 mod tests {
     use super::*;
 
-    /// Small problems with random choices, some of them worse than others in both.
+    /// Small problems with random choices, including dominated ones.
     fn problems() -> impl Iterator<Item = Vec<Vec<Choice>>> {
         let mut state = 7u64;
         let mut next = move |below: u64| {
@@ -119,7 +119,7 @@ mod tests {
         })
     }
 
-    /// Every assignment there is.
+    /// Returns bytes and cost of every assignment.
     fn all(cells: &[Vec<Choice>]) -> Vec<Choice> {
         let mut sums = vec![Choice { bytes: 0, cost: 0.0 }];
         for choices in cells {
@@ -161,7 +161,7 @@ mod tests {
                 let fits = all.iter().filter(|other| other.bytes <= bytes);
                 let least = fits.map(|other| other.cost).fold(f64::INFINITY, f64::min);
                 assert!(at.bytes <= bytes && at.cost >= least);
-                // Costs begin at -2 for each of up to five cells.
+                // The least cost is -2 for each of up to five cells.
                 found += at.cost + 10.0;
                 best += least + 10.0;
             }

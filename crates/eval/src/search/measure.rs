@@ -1,5 +1,4 @@
-//! Losses and divergences of many caches over the same windows, for which the float cache runs
-//! once.
+//! Losses and divergences of many caches over the same eval windows. The float cache runs once.
 
 use core::ops::ControlFlow;
 
@@ -17,8 +16,8 @@ use crate::{
 /// Rows whose logits are compared at once.
 const ROWS: usize = 256;
 
-/// Bytes of the logits of the float cache that are kept for all caches of a window; beyond, they
-/// are computed again.
+/// Maximum bytes of float logits kept for all caches of an eval window; larger ones are computed
+/// again.
 const KEPT: usize = 1 << 30;
 
 /// Loss of a cache over a text, in nats per token.
@@ -38,7 +37,7 @@ impl Score {
     }
 }
 
-/// Logits of a window, a block of rows at a time.
+/// Logits of an eval window, a block of rows at a time.
 struct Window<'a, T: Target> {
     device: &'a On<T>,
     model: &'a LanguageModel,
@@ -47,7 +46,7 @@ struct Window<'a, T: Target> {
 }
 
 impl<T: Target> Window<'_, T> {
-    /// Final hidden states `[scored, hidden]` with a cache.
+    /// Computes the final hidden states `[scored, hidden]` with a cache.
     fn hidden(&self, cache: &ModelCacheConfig) -> Result<Tensor<2>> {
         let inputs = &self.ids[..self.ids.len() - 1];
         let ids = ids_to_tensor(inputs, [1, inputs.len()], self.device);
@@ -59,7 +58,7 @@ impl<T: Target> Window<'_, T> {
         &self.ids[self.context..]
     }
 
-    /// Logits of some rows of `hidden`, on the host.
+    /// Computes the logits of some rows of `hidden` and copies them to the host.
     fn logits(&self, hidden: &Tensor<2>, start: usize, rows: usize) -> Result<Vec<f32>> {
         let rows = hidden.clone().narrow(0, start, rows);
         let fail = |why: String| Error::Device { cache: "search".into(), why };
@@ -70,9 +69,9 @@ impl<T: Target> Window<'_, T> {
     }
 }
 
-/// The scores of the float cache and of each of `caches` over the windows of `plan`, whose own
-/// caches do not count. `step` is called after each window of each cache, that of the float one
-/// included, and may end it all.
+/// Returns the scores of the float cache and of each of `caches` over the eval windows of `plan`,
+/// whose own caches are ignored. `step` is called after each window of each cache, including the
+/// float cache, and may stop the measurement.
 ///
 /// # Errors
 /// [`Error::Stopped`] if `step` asks to stop, [`Error::NonFinite`], and the model's and the cache's
@@ -122,7 +121,7 @@ pub(super) fn measure<T: Target>(
     Ok((mean(of_float), sums.into_iter().map(mean).collect()))
 }
 
-/// The sum of the losses of some rows.
+/// Returns the sum of the losses of some rows.
 fn total(cache: &str, logits: &[f32], targets: &[u32]) -> Result<f64> {
     let losses = negative_log_likelihood(logits, targets);
     match losses.iter().position(|loss| !loss.is_finite()) {

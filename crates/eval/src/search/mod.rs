@@ -1,18 +1,13 @@
-//! The search for a layer policy: which formats lose least for a model within a byte budget.
+//! The search for the best layer policy within a byte budget.
 //!
-//! 1. Sensitivity: the divergence from the float cache with one side of one layer quantized, for
-//!    every layer, side and
-//!    format.
-//! 2. A policy costs about the sum of what its parts cost, and so do its bytes, so that the best
-//!    policies for all
-//!    numbers of bytes follow from that: the [front](Found::front).
-//! 3. The one of the bytes that are asked for is measured, beside the caches of the same formats in
-//!    all layers that take
-//!    no more bytes, on the text of the search and on one that the search has not seen.
-//! 4. Beside them stand caches of all layers alike with other settings and formats than the
-//!    search's: those that are
-//!    [worth it](Found::alike) pass once over the text of the search, and the best of them over
-//!    the other.
+//! 1. It measures sensitivities: the divergence from the float cache with one side of one layer
+//!    quantized, for every layer, side and format.
+//! 2. The divergence of a policy is about the sum of its sensitivities, and its bytes are a sum as
+//!    well. The best policies for all byte budgets follow: the [front](Found::front).
+//! 3. It measures the policy for the budget, and caches within the budget that use the same formats
+//!    in all layers, on the text of the search and on an unseen text.
+//! 4. For comparison, it measures caches shared by all layers with other settings and formats:
+//!    [all](Found::alike) on the text of the search, and the best of them on the unseen text.
 
 mod alike;
 mod front;
@@ -32,19 +27,19 @@ use self::{
 };
 use crate::{Error, Plan, Result};
 
-/// The goal of a search, and its texts.
+/// The settings of a search, and its texts.
 #[derive(Clone, Debug)]
 pub struct SearchPlan {
-    /// Options of all layers except the formats: groups, residual, sinks, hadamard, float type, and
-    /// in `capacity` the tokens that `bytes` are for.
+    /// Options of all layers except the formats: groups, residual, sinks, hadamard and float type.
+    /// `bytes` apply to its `capacity`.
     pub base: KvCacheConfig,
-    /// Formats to choose from, beside float.
+    /// Formats to choose from, in addition to float.
     pub formats: Vec<KvFormat>,
-    /// Bytes of the caches of all layers for one sequence, at most.
+    /// Byte budget of the caches of all layers for one sequence.
     pub bytes: usize,
     /// Name of the policy.
     pub name: String,
-    /// The text of the search. Its mode and caches do not count.
+    /// The text of the search. Its mode and caches are ignored.
     pub seen: Plan,
     /// A text that the search does not see.
     pub unseen: Plan,
@@ -61,7 +56,7 @@ pub struct Sensitivity {
     pub side: Side,
     /// The format.
     pub format: KvFormat,
-    /// Its score over the text of the search.
+    /// Its score on the text of the search.
     pub score: Score,
 }
 
@@ -69,17 +64,17 @@ fn shown<S: serde::Serializer>(side: &Side, serializer: S) -> Result<S::Ok, S::E
     serializer.collect_str(side)
 }
 
-/// A policy that is the best for its bytes, if costs add up.
+/// The best policy for its bytes, if sensitivities add up.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Predicted {
     /// Bytes of the caches of all layers.
     pub bytes: usize,
-    /// The divergence that is the sum of its parts', nats.
+    /// The sum of its sensitivities in nats.
     pub kl: f64,
 }
 
-/// A cache that was measured.
+/// The measurement of a cache.
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct Measured {
@@ -87,9 +82,9 @@ pub struct Measured {
     pub cache: String,
     /// Bytes of the caches of all layers.
     pub bytes: usize,
-    /// On the text of the search.
+    /// Score on the text of the search.
     pub seen: Score,
-    /// On the other.
+    /// Score on the unseen text.
     pub unseen: Score,
 }
 
@@ -99,47 +94,47 @@ pub struct Measured {
 pub struct Found {
     /// The policy.
     pub policy: ModelCacheConfig,
-    /// Bytes that were allowed.
+    /// The byte budget.
     pub bytes: usize,
-    /// Tokens that they are for.
+    /// Tokens that the budget applies to.
     pub context: usize,
-    /// Bytes of a cache of the same float type that quantizes nothing.
+    /// Bytes of an unquantized cache of the same float type.
     pub float_bytes: usize,
-    /// Losses of the float cache on both texts.
+    /// Scores of the float cache on both texts.
     pub float: [Score; 2],
-    /// Loss of each part.
+    /// Loss of each side, layer and format.
     pub sensitivities: Vec<Sensitivity>,
     /// Bytes and costs of the best policies, the largest first.
     pub front: Vec<Predicted>,
-    /// Caches of all layers alike with settings and formats of their own that take no more bytes
-    /// than are allowed, the one of least divergence on the text of the search first.
+    /// Other caches shared by all layers within the budget, in ascending order of divergence on the
+    /// text of the search.
     pub alike: Vec<Alike>,
-    /// The policy, then the caches of all layers alike in the formats of the search that take no
-    /// more bytes than are allowed, then the [`BEST`] of the others.
+    /// The policy, then the caches within the budget that use formats of the search in all layers,
+    /// then the [`BEST`] others.
     pub measured: Vec<Measured>,
 }
 
-/// Number of [others](Found::alike) measured on the text that the search has not seen.
+/// Number of [other caches](Found::alike) measured on the unseen text.
 pub const BEST: usize = 3;
 
 /// Progress of a search.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct SearchProgress {
-    /// Windows that passed through the model, of `of`.
+    /// Number of processed eval windows.
     pub done: usize,
-    /// All windows, of all caches.
+    /// Total number of eval windows of all caches.
     pub of: usize,
 }
 
 impl SearchPlan {
-    /// The formats of a cell; float is the first.
+    /// Returns the formats of a cell; float is the first.
     fn choices(&self) -> Vec<KvFormat> {
         let others = self.formats.iter().copied().filter(|format| format.is_quantized());
         [KvFormat::Float].into_iter().chain(others).collect()
     }
 
-    /// A rule that some layers have a side in a format, rotated where the base is.
+    /// Returns the rule for a side of some layers, with the Hadamard transform of the base.
     fn rule(&self, layers: Layers, side: Side, format: KvFormat) -> LayerRule {
         let hadamard = format.is_quantized()
             && match side {
@@ -149,7 +144,7 @@ impl SearchPlan {
         LayerRule::new(layers, Stores::Format { side: Some(side), format, hadamard })
     }
 
-    /// The policy of an assignment: cells are the keys and the values of each layer in turn.
+    /// Returns the policy of an assignment. Cells are the keys and the values of each layer.
     fn policy(&self, assignment: &[usize]) -> ModelCacheConfig {
         let choices = self.choices();
         let mut policy = ModelCacheConfig::from(self.base);
@@ -171,7 +166,7 @@ impl SearchPlan {
         policy
     }
 
-    /// Short name of the formats shared by all layers.
+    /// Returns the cache with these choices in all layers.
     fn uniform(&self, spec: &ModelSpec, [keys, values]: [usize; 2]) -> Option<ModelCacheConfig> {
         let layers = spec.layers.iter().map(|layer| layer.with_sliding_window(None)).collect();
         let plain = ModelSpec::new(spec.vocab_size, spec.hidden_size, spec.max_positions, layers);
@@ -180,9 +175,44 @@ impl SearchPlan {
         Some(cache.into())
     }
 
+    /// Returns the policy with one choice of one cell, and the rest in float.
+    fn single(&self, n_cells: usize, cell: usize, choice: usize) -> ModelCacheConfig {
+        let mut assignment = vec![0; n_cells];
+        assignment[cell] = choice;
+        self.policy(&assignment)
+    }
+
+    /// Returns the bytes of the float cache, and of every choice of each cell, with costs of 0.
+    fn cells(&self, spec: &ModelSpec) -> Result<(usize, Vec<Vec<Choice>>)> {
+        let n_cells = 2 * spec.layers.len();
+        let (float_bytes, of_layers) = bytes(spec, &self.policy(&vec![0; n_cells]))?;
+        // The bytes that a choice saves do not depend on the other side of the layer.
+        let mut cells: Vec<Vec<Choice>> = of_layers
+            .iter()
+            .flat_map(|&layer| [layer / 2, layer.div_ceil(2)])
+            .map(|bytes| vec![Choice { bytes, cost: 0.0 }; self.choices().len()])
+            .collect();
+        for (cell, of_cell) in cells.iter_mut().enumerate() {
+            for (choice, at) in of_cell.iter_mut().enumerate().skip(1) {
+                let (all, _) = bytes(spec, &self.single(n_cells, cell, choice))?;
+                at.bytes = (at.bytes + all).saturating_sub(float_bytes);
+            }
+        }
+        let fewest: usize =
+            cells.iter().map(|of| of.iter().map(|at| at.bytes).min().unwrap_or(0)).sum();
+        if fewest > self.bytes {
+            let rule = format!(
+                "a cache of {} tokens in these formats takes at least {fewest} bytes",
+                self.base.capacity
+            );
+            return Err(Error::plan("bytes", self.bytes, rule));
+        }
+        Ok((float_bytes, cells))
+    }
+
     fn check(&self, model: &LanguageModel) -> Result<()> {
         if !self.formats.iter().any(|format| format.is_quantized()) {
-            return Err(Error::plan("format", "none", "needs one to choose beside float"));
+            return Err(Error::plan("format", "none", "must be at least one besides float"));
         }
         let n_layers = model.n_layers();
         for choice in 1..self.choices().len() {
@@ -192,7 +222,7 @@ impl SearchPlan {
     }
 }
 
-/// Bytes of the caches of all layers for one sequence, and of each layer.
+/// Returns the bytes of the caches of all layers for one sequence, and of each layer.
 fn bytes(spec: &ModelSpec, cache: &ModelCacheConfig) -> Result<(usize, Vec<usize>)> {
     let layers = spec.layers.iter().zip(cache.layers(spec));
     let bytes = layers.map(|(layer, cache)| {
@@ -202,10 +232,11 @@ fn bytes(spec: &ModelSpec, cache: &ModelCacheConfig) -> Result<(usize, Vec<usize
     Ok((bytes.iter().sum(), bytes))
 }
 
-/// Searches; see the module. `progress` is called after every window, and may end the search.
+/// Searches as the [module](self) describes. `progress` is called after every eval window, and may
+/// stop the search.
 ///
 /// # Errors
-/// [`Error::Plan`] for formats or bytes that cannot be, [`Error::Stopped`] if `progress` asks to
+/// [`Error::Plan`] for invalid formats or too few bytes, [`Error::Stopped`] if `progress` asks to
 /// stop, and the model's and the cache's errors.
 pub fn search<T: Target>(
     device: &On<T>,
@@ -216,34 +247,7 @@ pub fn search<T: Target>(
     plan.check(model)?;
     let spec = model.spec();
     let (choices, n_cells) = (plan.choices(), 2 * spec.layers.len());
-    let single = |cell: usize, choice: usize| {
-        let mut assignment = vec![0; n_cells];
-        assignment[cell] = choice;
-        assignment
-    };
-    let (float_bytes, of_layers) = bytes(spec, &plan.policy(&vec![0; n_cells]))?;
-    // What a choice saves is the same whatever the other side of the layer is.
-    let mut cells: Vec<Vec<Choice>> = of_layers
-        .iter()
-        .flat_map(|&layer| [layer / 2, layer.div_ceil(2)])
-        .map(|bytes| vec![Choice { bytes, cost: 0.0 }; choices.len()])
-        .collect();
-    for (cell, of_cell) in cells.iter_mut().enumerate() {
-        for (choice, at) in of_cell.iter_mut().enumerate().skip(1) {
-            let (all, _) = bytes(spec, &plan.policy(&single(cell, choice)))?;
-            at.bytes = (at.bytes + all).saturating_sub(float_bytes);
-        }
-    }
-    let fewest: usize =
-        cells.iter().map(|of| of.iter().map(|at| at.bytes).min().unwrap_or(0)).sum();
-    if fewest > plan.bytes {
-        let rule = format!(
-            "a cache of {} tokens in these formats takes at least {fewest} bytes",
-            plan.base.capacity
-        );
-        return Err(Error::plan("bytes", plan.bytes, rule));
-    }
-
+    let (float_bytes, mut cells) = plan.cells(spec)?;
     let parts: Vec<(usize, usize)> = (0..n_cells)
         .flat_map(|cell| (1..choices.len()).map(move |choice| (cell, choice)))
         .collect();
@@ -259,43 +263,28 @@ pub fn search<T: Target>(
         done += 1;
         progress(SearchProgress { done, of })
     };
-    let policies: Vec<_> = parts
-        .iter()
-        .map(|&(cell, choice)| plan.policy(&single(cell, choice)))
-        .chain(others.iter().cloned())
-        .collect();
+    let single = |&(cell, choice): &(usize, usize)| plan.single(n_cells, cell, choice);
+    let policies: Vec<_> = parts.iter().map(single).chain(others.iter().cloned()).collect();
     let (_, mut scores) = measure(device, model, &plan.seen, &policies, &mut step)?;
     let mut others: Vec<_> = others.into_iter().zip(scores.split_off(parts.len())).collect();
     others.sort_by(|(_, a), (_, b)| a.kl.total_cmp(&b.kl));
-    let mut sensitivities = vec![];
-    for (&(cell, choice), score) in parts.iter().zip(scores) {
-        // What seems to be gained is noise, and would be saved for nothing.
-        cells[cell][choice].cost = score.kl.max(0.0);
-        let (layer, side) = (cell / 2, Side::BOTH[cell % 2]);
-        sensitivities.push(Sensitivity { layer, side, format: choices[choice], score });
-    }
+    let sensitivities = sensitivities(&parts, scores, &choices, &mut cells);
 
-    let chosen = fitting(plan, spec, &cells)?;
-    let policy = plan.policy(&chosen).with_name(&plan.name)?;
-    let mut caches = vec![policy.clone()];
-    caches.extend(uniform);
-    caches.extend(others.iter().take(BEST).map(|(cache, _)| cache.clone()));
+    let policy = plan.policy(&fitting(plan, spec, &cells)?).with_name(&plan.name)?;
+    let best = others.iter().take(BEST).map(|(cache, _)| cache.clone());
+    let caches: Vec<_> = [policy.clone()].into_iter().chain(uniform).chain(best).collect();
     let (float_seen, seen) = measure(device, model, &plan.seen, &caches, &mut step)?;
     let (float_unseen, unseen) = measure(device, model, &plan.unseen, &caches, &mut step)?;
-    let measured = caches.iter().zip(seen).zip(unseen).map(|((cache, seen), unseen)| {
+    let scores = seen.into_iter().zip(unseen);
+    let measured = caches.iter().zip(scores).map(|(cache, (seen, unseen))| {
         let (bytes, _) = bytes(spec, cache)?;
         Ok(Measured { cache: cache.to_string(), bytes, seen, unseen })
     });
     let measured = measured.collect::<Result<_>>()?;
     let alike = others.iter().map(|(cache, seen)| {
-        let (bytes, _) = bytes(spec, cache)?;
-        Ok(Alike { cache: cache.to_string(), bytes, seen: *seen })
+        Ok(Alike { cache: cache.to_string(), bytes: bytes(spec, cache)?.0, seen: *seen })
     });
     let alike = alike.collect::<Result<_>>()?;
-    let predicted = |assignment: &Assignment| {
-        let Choice { bytes, cost } = front::sum(&cells, assignment);
-        Predicted { bytes, kl: cost }
-    };
     Ok(Found {
         policy,
         bytes: plan.bytes,
@@ -303,13 +292,38 @@ pub fn search<T: Target>(
         float_bytes,
         float: [float_seen, float_unseen],
         sensitivities,
-        front: front::front(&cells).iter().map(predicted).collect(),
+        front: predicted(&cells),
         alike,
         measured,
     })
 }
 
-/// The best assignment whose policy, allocated as a whole, takes no more bytes than are allowed.
+/// Sets the cost of each part, which is a choice of a cell, to its divergence.
+fn sensitivities(
+    parts: &[(usize, usize)],
+    scores: Vec<Score>,
+    choices: &[KvFormat],
+    cells: &mut [Vec<Choice>],
+) -> Vec<Sensitivity> {
+    let sensitivity = |(&(cell, choice), score): (&(usize, usize), Score)| {
+        // An apparent gain is noise, and the search must not save bytes for it.
+        cells[cell][choice].cost = score.kl.max(0.0);
+        let (layer, side) = (cell / 2, Side::BOTH[cell % 2]);
+        Sensitivity { layer, side, format: choices[choice], score }
+    };
+    parts.iter().zip(scores).map(sensitivity).collect()
+}
+
+/// Returns the policies of the front of `cells`.
+fn predicted(cells: &[Vec<Choice>]) -> Vec<Predicted> {
+    let predicted = |assignment: &Assignment| {
+        let Choice { bytes, cost } = front::sum(cells, assignment);
+        Predicted { bytes, kl: cost }
+    };
+    front::front(cells).iter().map(predicted).collect()
+}
+
+/// Returns the best assignment whose policy is within the budget.
 fn fitting(plan: &SearchPlan, spec: &ModelSpec, cells: &[Vec<Choice>]) -> Result<Assignment> {
     let mut allowed = plan.bytes;
     loop {
@@ -324,7 +338,7 @@ fn fitting(plan: &SearchPlan, spec: &ModelSpec, cells: &[Vec<Choice>]) -> Result
     }
 }
 
-/// The caches of all layers alike that take no more bytes than are allowed.
+/// Lists the caches within the budget that use formats of the search in all layers.
 fn uniforms(plan: &SearchPlan, spec: &ModelSpec) -> Result<Vec<ModelCacheConfig>> {
     let n = plan.choices().len();
     let mut found = vec![];

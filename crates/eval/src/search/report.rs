@@ -1,4 +1,4 @@
-//! A search as people read it.
+//! Results of a search as text and charts.
 
 use core::fmt;
 
@@ -15,7 +15,7 @@ fn mib(bytes: usize) -> f64 {
 }
 
 impl Found {
-    /// The policy, as it was measured.
+    /// Returns the measurement of the policy.
     pub fn chosen(&self) -> Option<&Measured> {
         self.measured.first()
     }
@@ -27,7 +27,7 @@ impl Found {
         others.min_by(|a, b| a.unseen.kl.total_cmp(&b.unseen.kl))
     }
 
-    /// Measurements on the text of the search, then on the unseen one.
+    /// Returns a table of the measurements on the text of the search and on the unseen text.
     fn measured_table(&self) -> Table {
         let mut table = Table::new([
             "cache",
@@ -68,7 +68,7 @@ impl Found {
         table
     }
 
-    /// Caches of all layers alike with settings of their own, on the text of the search.
+    /// Returns a table of the other caches shared by all layers, on the text of the search.
     fn alike_table(&self) -> Table {
         let mut table = Table::new(["cache", "cache MiB", "kl", "perplexity"]);
         for Alike { cache, bytes, seen } in &self.alike {
@@ -82,7 +82,7 @@ impl Found {
         table
     }
 
-    /// The divergence that each side of each layer costs, a column for each format.
+    /// Returns a table of the divergence that each side of each layer adds, a column per format.
     fn sensitivity_table(&self) -> Table {
         let mut formats = vec![];
         for part in &self.sensitivities {
@@ -108,8 +108,7 @@ impl Found {
         table
     }
 
-    /// Divergence against bytes: the front as it is predicted, and what was measured on the text
-    /// that the search has not seen.
+    /// Draws divergence by bytes: the predicted front, and the measurements on the unseen text.
     pub fn chart(&self) -> Chart {
         let front = self.front.iter().filter(|at| at.kl > 0.0);
         let front = front.map(|at| (mib(at.bytes), at.kl)).collect();

@@ -1,4 +1,4 @@
-//! The same games with caches of several kinds.
+//! Comparison of caches on the same games.
 
 use core::{fmt, str::FromStr};
 use std::time::{Duration, Instant};
@@ -16,16 +16,16 @@ use serde::Serialize;
 use super::{Rollout, RolloutPlan, Truth, World, psnr, roll_out, squared_error, ssim};
 use crate::{Error, Result, bench::median};
 
-/// The caches of a world model's layers: a cache or policy in all layers, or only in the last few
-/// with float in the others.
+/// The caches of a world model's layers: a cache or policy in all layers, or in the last few with
+/// float in the others.
 ///
-/// It is parsed from the short name of a cache, of a preset or of a policy's file, with `@2` behind
-/// it for the last two layers, and printed as the name of what it stores.
+/// It is parsed from the name of a cache, a preset or a policy file. A suffix `@2` selects the last
+/// two layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerCaches {
     /// The cache or policy.
     pub cache: ModelCacheConfig,
-    /// Number of last layers with it; `None` for all.
+    /// Number of last layers that use it; `None` for all.
     pub last: Option<usize>,
 }
 
@@ -33,11 +33,11 @@ impl LayerCaches {
     /// Returns the format of each of `layers` layers.
     ///
     /// # Errors
-    /// [`Error::Plan`] for more layers than there are.
+    /// [`Error::Plan`] for more layers than the model has.
     pub fn formats(&self, layers: usize) -> Result<Vec<KvCacheConfig>> {
         let last = self.last.unwrap_or(layers);
         if last > layers {
-            let rule = format!("names more than the {layers} layers there are");
+            let rule = format!("selects more than the model's {layers} layers");
             return Err(Error::plan("cache", self, rule));
         }
         let mut formats = vec![KvCacheConfig::float(); layers - last];
@@ -45,7 +45,7 @@ impl LayerCaches {
         Ok(formats)
     }
 
-    /// Float in all layers, which others are compared with.
+    /// Returns float in all layers, the baseline.
     fn float() -> Self {
         Self { cache: KvCacheConfig::float().into(), last: None }
     }
@@ -66,7 +66,7 @@ impl FromStr for LayerCaches {
             return Ok(Self { cache: ModelCacheConfig::find(text)?, last: None });
         };
         let last = last.parse().ok().filter(|&last: &usize| last > 0);
-        let rule = "must have a number of layers, at least 1, behind its @";
+        let rule = "must have a number of layers, at least 1, after @";
         let last = last.ok_or_else(|| Error::plan("cache", format!("{text:?}"), rule))?;
         Ok(Self { cache: ModelCacheConfig::find(cache)?, last: Some(last) })
     }
@@ -83,28 +83,27 @@ pub struct WorldPoint {
     pub squared_error: Vec<f64>,
     /// SSIM against the true frames.
     pub ssim: Vec<f64>,
-    /// PSNR against what the model shows with a float cache.
+    /// PSNR against the frames with a float cache.
     pub twin_psnr: Vec<f64>,
-    /// SSIM against the same.
+    /// SSIM against the frames with a float cache.
     pub twin_ssim: Vec<f64>,
-    /// Length of the difference of the model's predictions from those with a float cache to the
-    /// length of these, both having seen the same frames.
+    /// Relative error of the model's predictions, compared with a float cache on the same frames.
     pub velocity_error: f64,
     /// Bytes of the caches of one stream.
     pub bytes: usize,
-    /// Bytes of them that a pass of a frame reads.
+    /// Bytes of them that the forward pass of a frame reads.
     pub bytes_read: usize,
-    /// Seconds of a frame of all seeds: the model's two passes.
+    /// Seconds of the model's two forward passes for a frame of all seeds.
     pub model_seconds: f64,
-    /// Seconds in attention, measured separately with the caches as they are at the end.
+    /// Seconds in attention, measured separately with the final caches.
     pub attention_seconds: f64,
-    /// Seconds of decoding a frame of all seeds.
+    /// Seconds to decode a frame of all seeds.
     pub decoder_seconds: f64,
-    /// Scales that layers take from frames, as the last frame left them.
+    /// Scales that layers take from frames, after the last frame.
     pub scales: Vec<LayerScales>,
 }
 
-/// The scales of all heads of a side of a layer that takes them from frames.
+/// The scales of all heads of a side, in a layer that takes them from frames.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct LayerScales {
     /// The layer, from 0.
@@ -117,13 +116,12 @@ pub struct LayerScales {
     pub mean: f64,
     /// The largest.
     pub max: f32,
-    /// The most by which the last frame changed one, over what it was before: whether they have
-    /// converged.
+    /// The largest relative change of a scale by the last frame.
     pub change: f32,
 }
 
 impl LayerScales {
-    /// Sum over all layers.
+    /// Returns the sum over all layers.
     fn of(cache: &WorldCache) -> Vec<Self> {
         let layers = cache.layers().iter().enumerate();
         let sides = layers.flat_map(|(layer, ring)| {
@@ -141,30 +139,28 @@ impl LayerScales {
 }
 
 impl WorldPoint {
-    /// The most that the mean PSNR of a frame is below that of `float`, in decibels.
+    /// Returns the largest loss of mean PSNR of a frame compared with `float`, in decibels.
     pub fn worst_drop(&self, float: &Self) -> f64 {
         let drops = float.psnr.iter().zip(&self.psnr).map(|(float, this)| float - this);
         drops.fold(f64::NEG_INFINITY, f64::max)
     }
 
-    /// Seconds of a frame of all seeds that are not attention: the projections, and what little
-    /// else a layer does.
+    /// Returns the seconds of a frame of all seeds outside attention, mostly projections.
     pub fn projection_seconds(&self) -> f64 {
         (self.model_seconds - self.attention_seconds).max(0.0)
     }
 
-    /// The mean PSNR of the last tenth of the frames: how far from the truth the game has drifted.
+    /// Returns the mean PSNR of the last tenth of the frames, which shows the drift.
     pub fn last_psnr(&self) -> f64 {
         let n = self.psnr.len().div_ceil(10);
         mean(&self.psnr[self.psnr.len() - n..])
     }
 }
 
-/// Bytes that [`compare`] takes for a number of games and frames, the true ones first among
-/// them.
+/// Returns the bytes that [`compare`] takes for a number of games and frames, true ones included.
 ///
 /// # Errors
-/// Those of the caches, before any is allocated.
+/// The errors of the caches, before any is allocated.
 pub fn compare_bytes(
     world: &World,
     [games, frames]: [u64; 2],
@@ -180,7 +176,7 @@ pub fn compare_bytes(
         largest = largest.max(bytes as u64);
     }
     let played = frames.saturating_sub(plan.context as u64);
-    // The truth, what was shown with the float cache, and what is shown.
+    // The true frames, the frames with the float cache, and the frames of another cache.
     let pictures = frames.saturating_add(played.saturating_mul(2));
     let picture = 3 * (Frame::SIZE * Frame::SIZE) as u64;
     let float = size_of::<f32>() as u64;
@@ -188,25 +184,25 @@ pub fn compare_bytes(
         (world.codec.channels() * world.codec.latent_size().pow(2)) as u64,
         config.tokens_per_frame() as u64,
     );
-    // Of the float cache and of another, for two levels of noise.
+    // Predictions of the float cache and of another, for two noise levels.
     let velocities = 4 * played.min(PREDICTED as u64) * latents * float;
-    // The residual stream, queries, keys and values, and the MLP, which is four times as wide.
+    // The residual stream, queries, keys, values, and the MLP of four times that width.
     let pass = 12 * tokens * config.d_model as u64 * float;
-    // The games' cache, and the one that predictions are made with.
+    // The cache of the games, and the cache of the predictions.
     let of_games = pictures.saturating_mul(picture).saturating_add(velocities + pass);
     Ok(games.saturating_mul(of_games).saturating_add(2 * largest))
 }
 
-/// The mean of some numbers.
+/// Returns the mean of some numbers.
 pub fn mean(numbers: &[f64]) -> f64 {
     numbers.iter().sum::<f64>() / numbers.len().max(1) as f64
 }
 
-/// Plays the games of `truth` with float caches and then with each of `caches`; `on_point` is
-/// called with every point and what was shown, `progress` after every frame.
+/// Plays the games of `truth` with float caches and then with each of `caches`. `on_point` receives
+/// every point and its frames; `progress` is called after every frame.
 ///
 /// # Errors
-/// Those of [`roll_out`] and [`LayerCaches::formats`], before anything is played.
+/// As [`roll_out`] and [`LayerCaches::formats`], before anything is played.
 pub fn compare<T: Target>(
     device: &On<T>,
     world: &World,
@@ -222,8 +218,7 @@ pub fn compare<T: Target>(
     let all: Vec<_> =
         all.map(|cache| Ok((cache, cache.formats(layers)?))).collect::<Result<_>>()?;
     for (_, formats) in &all {
-        // A format that the model or the device cannot have is an error now, not after the others
-        // have played.
+        // An unsupported format is an error now, not after the others have played.
         world.model.new_cache_with(formats, plan.ring, plan.sinks, 1, device)?;
     }
     let mut twin: Option<(Vec<Vec<Frame>>, Vec<Tensor<5>>)> = None;
@@ -268,8 +263,7 @@ pub fn compare<T: Target>(
 /// Frames whose predictions are compared.
 const PREDICTED: usize = 64;
 
-/// Returns the model's predictions of noise and of the true frames with noise, having seen the true
-/// frames before.
+/// Returns the model's predictions for noise and for noisy true frames that follow true frames.
 fn velocities(
     world: &World,
     truth: &Truth,
@@ -297,7 +291,7 @@ fn velocities(
     Ok(found)
 }
 
-/// The length of the difference of two lists of tensors to the length of the second.
+/// Returns the relative difference of two lists of tensors.
 fn difference(a: &[Tensor<5>], b: &[Tensor<5>]) -> f64 {
     let squares = |x: Tensor<5>| f64::from(x.square().sum().into_scalar::<f32>());
     let pairs = a.iter().zip(b);
@@ -305,7 +299,7 @@ fn difference(a: &[Tensor<5>], b: &[Tensor<5>]) -> f64 {
     (apart / b.iter().map(|b| squares(b.clone())).sum::<f64>()).sqrt()
 }
 
-/// Seconds of the attention of one frame in all layers, twice as in its two passes.
+/// Returns the seconds of the attention of one frame in all layers, for its two forward passes.
 fn attention_time<T: Target>(device: &On<T>, world: &World, cache: &WorldCache) -> Result<f64> {
     const SAMPLES: usize = 5;
     let config = world.model.config();
@@ -321,7 +315,7 @@ fn attention_time<T: Target>(device: &On<T>, world: &World, cache: &WorldCache) 
             layer.peek(query.clone(), key.clone(), value.clone())?.output.into_data();
             seconds.push(start.elapsed().as_secs_f64());
         }
-        // The first one also compiles kernels and allocates.
+        // The first run also compiles kernels and allocates.
         sum += 2.0 * median(&mut seconds[1..]);
     }
     Ok(sum)

@@ -1,4 +1,4 @@
-//! World models in a world whose truth is known: how far what they show is from what is there.
+//! Evaluation of world models in a game whose true frames are known.
 
 mod compare;
 mod quality;
@@ -20,12 +20,12 @@ pub use rollout::{Rollout, RolloutPlan, roll_out};
 
 use crate::{Error, Result};
 
-/// A model, the maze it knows, and the degradation of frames before it sees them.
+/// A world model, its codec, and the maze it knows.
 #[derive(Clone, Debug)]
 pub struct World {
     /// The model.
     pub model: GameRft,
-    /// From frames to its latents and back.
+    /// Encodes frames to latents and decodes them.
     pub codec: Codec,
     /// The seed of the maze.
     pub maze_seed: u64,
@@ -43,10 +43,10 @@ struct About {
 const ABOUT: &str = "world.json";
 
 impl World {
-    /// A model with its codec, in the maze of a seed.
+    /// Creates the world of a model and its codec in the maze of a seed.
     ///
     /// # Errors
-    /// [`Error::Plan`] for a codec or buttons that are not the model's.
+    /// [`Error::Plan`] for a codec or buttons that do not match the model.
     pub fn new(model: GameRft, codec: Codec, maze_seed: u64) -> Result<Self> {
         let config = model.config();
         for (field, found, wanted) in [
@@ -55,7 +55,7 @@ impl World {
             ("n_buttons", config.n_buttons, Input::BUTTONS),
         ] {
             if found != wanted {
-                let rule = format!("must be {wanted}, that of the codec and the game");
+                let rule = format!("must be {wanted}, as in the codec and the game");
                 return Err(Error::plan(field, found, rule));
             }
         }
@@ -65,7 +65,7 @@ impl World {
     /// Reads a folder that [`save`](Self::save) wrote.
     ///
     /// # Errors
-    /// One line naming the file that is missing, damaged or of another model.
+    /// A file that is missing, damaged or of another model; the message names it.
     pub fn load(folder: &Path, device: &Device) -> Result<Self> {
         let model = GameRft::load(folder, device)?;
         let path = folder.join(ABOUT);
@@ -80,7 +80,7 @@ impl World {
     /// Writes the model's folder, with the codec and the maze's seed beside it.
     ///
     /// # Errors
-    /// One line naming the file that cannot be written.
+    /// A file that cannot be written; the message names it.
     pub fn save(&self, folder: &Path, dtype: WeightDtype) -> Result<()> {
         self.model.save(folder, dtype)?;
         self.codec.save(folder)?;
@@ -90,22 +90,22 @@ impl World {
             .map_err(|source| kv_world::Error::Io { path, source }.into())
     }
 
-    /// The maze.
+    /// Returns the maze.
     pub fn maze(&self) -> &Maze {
         &self.maze
     }
 
-    /// The latents of frames, one of each sequence of a batch, `[batch, channels, size, size]`.
+    /// Encodes a frame of each sequence of a batch as latents `[batch, channels, size, size]`.
     pub fn latents(&self, frames: &[Frame], device: &Device) -> Tensor<4> {
         let numbers: Vec<f32> = frames.iter().flat_map(|frame| self.codec.encode(frame)).collect();
         let (size, channels) = (self.codec.latent_size(), self.codec.channels());
         Tensor::from_data(TensorData::new(numbers, [frames.len(), channels, size, size]), device)
     }
 
-    /// The frames of latents.
+    /// Decodes latents to frames.
     ///
     /// # Errors
-    /// [`Error::Device`] when they cannot be read.
+    /// [`Error::Device`] if the latents cannot be read.
     pub fn frames(&self, latents: Tensor<4>) -> Result<Vec<Frame>> {
         let [_, channels, height, width] = latents.dims();
         let data = latents.into_data().convert::<f32>();
@@ -139,19 +139,19 @@ impl Truth {
     /// Returns the inputs of frame `i`.
     ///
     /// # Errors
-    /// [`Error::Model`] for no seeds at all.
+    /// [`Error::Model`] without seeds.
     ///
     /// # Panics
-    /// When there are not as many frames.
+    /// If there are too few frames.
     pub fn controls(&self, i: usize, device: &Device) -> Result<Controls> {
         controls(&self.inputs[i], device)
     }
 }
 
-/// The players' input in a frame, as a model reads it.
+/// Returns the players' input in a frame as model controls.
 ///
 /// # Errors
-/// [`Error::Model`] for no players.
+/// [`Error::Model`] without players.
 pub fn controls(inputs: &[Input], device: &Device) -> Result<Controls> {
     let buttons: Vec<_> = inputs.iter().map(Input::buttons).collect();
     let players: Vec<_> =

@@ -1,11 +1,11 @@
-//! How alike two frames are.
+//! Similarity of frames: PSNR and SSIM.
 
 use kv_world::Frame;
 
-/// The largest PSNR, in decibels: what differs less is below what rounding to bytes does.
+/// Maximum PSNR in decibels; smaller differences are below the rounding to bytes.
 pub const MOST_DB: f64 = 60.0;
 
-/// The mean squared difference of all bytes of two frames.
+/// Returns the mean squared difference of all bytes of two frames.
 pub fn squared_error(a: &Frame, b: &Frame) -> f64 {
     let squares = a.rgb().iter().zip(b.rgb()).map(|(&a, &b)| {
         let difference = f64::from(a) - f64::from(b);
@@ -14,13 +14,13 @@ pub fn squared_error(a: &Frame, b: &Frame) -> f64 {
     squares.sum::<f64>() / a.rgb().len() as f64
 }
 
-/// Peak signal to noise ratio of a mean squared difference of bytes, in decibels, at most
-/// [`MOST_DB`].
+/// Returns the peak signal-to-noise ratio of a mean squared difference of bytes in decibels, at
+/// most [`MOST_DB`].
 pub fn decibels(squared_error: f64) -> f64 {
     (10.0 * (255.0 * 255.0 / squared_error).log10()).min(MOST_DB)
 }
 
-/// Peak signal to noise ratio of a frame, in [`decibels`].
+/// Returns the peak signal-to-noise ratio of a frame in [`decibels`].
 pub fn psnr(a: &Frame, b: &Frame) -> f64 {
     decibels(squared_error(a, b))
 }
@@ -28,9 +28,9 @@ pub fn psnr(a: &Frame, b: &Frame) -> f64 {
 /// Pixels of the window of [`ssim`] along a side.
 const WINDOW: usize = 11;
 
-/// Structural similarity of the brightness of two frames, at most 1: over Gaussian windows of 11 by
-/// 11 pixels with a deviation of 1.5 that lie within the frame (Wang et al., 2004,
-/// <https://doi.org/10.1109/TIP.2003.819861>).
+/// Returns the structural similarity of the brightness of two frames, at most 1 (Wang et al., 2004,
+/// <https://doi.org/10.1109/TIP.2003.819861>). Gaussian windows of 11 by 11 pixels have a deviation
+/// of 1.5 and lie within the frame.
 pub fn ssim(a: &Frame, b: &Frame) -> f64 {
     const C1: f64 = (0.01 * 255.0) * (0.01 * 255.0);
     const C2: f64 = (0.03 * 255.0) * (0.03 * 255.0);
@@ -48,13 +48,13 @@ pub fn ssim(a: &Frame, b: &Frame) -> f64 {
     (0..n).map(of).sum::<f64>() / n as f64
 }
 
-/// Brightness as of Rec. 601, by rows.
+/// Returns the brightness by Rec. 601, row by row.
 fn brightness(frame: &Frame) -> Vec<f64> {
     let pixels = frame.rgb().chunks(3).map(|rgb| [0, 1, 2].map(|i| f64::from(rgb[i])));
     pixels.map(|[r, g, b]| 0.299 * r + 0.587 * g + 0.114 * b).collect()
 }
 
-/// The means of all windows within an image, by rows.
+/// Returns the means of all windows within an image, row by row.
 fn blurred(image: &[f64]) -> Vec<f64> {
     let (size, inner) = (Frame::SIZE, Frame::SIZE - WINDOW + 1);
     let weights: [f64; WINDOW] = core::array::from_fn(|i| {

@@ -1,4 +1,4 @@
-//! A model that plays on by itself.
+//! Rollouts of a world model on its own frames.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use kv_world::Frame;
 use super::{Truth, World};
 use crate::{Error, Result};
 
-/// Settings of a model's game.
+/// Settings of a rollout.
 #[derive(Clone, Copy, Debug)]
 pub struct RolloutPlan {
     /// True frames that the model sees first.
@@ -23,7 +23,7 @@ pub struct RolloutPlan {
     pub seed: u64,
 }
 
-/// Frames a model generated.
+/// Frames that a model generated.
 #[derive(Debug)]
 pub struct Rollout {
     /// Frames of each seed, after the context.
@@ -36,11 +36,11 @@ pub struct Rollout {
     pub cache: WorldCache,
 }
 
-/// Lets a model play on from the first frames of `truth`, with the controls of the others, its
-/// caches being of `formats` by layer. `progress` is called after every frame.
+/// Lets a model continue the first frames of `truth` with the controls of the other frames. The
+/// caches have `formats` by layer. `progress` is called after every frame.
 ///
 /// # Errors
-/// [`Error::Plan`] for no context or nothing after it, and those of the caches and the model.
+/// [`Error::Plan`] without a context or a frame after it, and the errors of caches and model.
 pub fn roll_out(
     world: &World,
     truth: &Truth,
@@ -51,7 +51,7 @@ pub fn roll_out(
 ) -> Result<Rollout> {
     let frames = truth.frames.len();
     if plan.context == 0 || plan.context >= frames {
-        let rule = format!("must be at least 1, and less than the {frames} frames there are");
+        let rule = format!("must be at least 1 and below the {frames} available frames");
         return Err(Error::plan("context", plan.context, rule));
     }
     let batch = truth.frames[0].len();

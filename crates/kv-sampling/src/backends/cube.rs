@@ -36,7 +36,7 @@ fn arg(tensor: &CubeTensor) -> BufferArg {
     tensor.clone().into_buffer_arg()
 }
 
-/// The tensor itself if nothing else holds it, else a copy: what makes a write in place safe.
+/// Returns the tensor itself if nothing else holds it, else a copy, so a write in place is safe.
 fn writable(tensor: CubeTensor) -> CubeTensor {
     let tensor = into_contiguous(tensor);
     if tensor.can_mut() { tensor } else { tensor.copy() }

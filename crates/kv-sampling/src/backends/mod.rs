@@ -1,4 +1,4 @@
-//! `SamplingOps` for each of Burn's backends.
+//! Implements `SamplingOps` for each of Burn's backends.
 
 #[cfg(feature = "autodiff")]
 mod autodiff;

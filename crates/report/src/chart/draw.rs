@@ -4,7 +4,7 @@
 use std::sync::OnceLock;
 
 use plotters::{
-    coord::ranged1d::ValueFormatter,
+    coord::{Shift, ranged1d::ValueFormatter},
     element::{DashedPathElement, Drawable, PointCollection},
     prelude::*,
     style::register_font,
@@ -44,6 +44,20 @@ const ENTRIES: usize = 18;
 type Point = (i32, i32);
 type Outcome<T = ()> = Result<T, String>;
 
+/// The factor by which every length is multiplied.
+#[derive(Clone, Copy)]
+struct Scale(f64);
+
+impl Scale {
+    fn px(self, length: f64) -> i32 {
+        (length * self.0).round() as i32
+    }
+
+    fn font(self, size: f64) -> TextStyle<'static> {
+        (FAMILY, size * self.0).into_font().color(&TEXT)
+    }
+}
+
 /// Draws `chart` with every length multiplied by `scale`.
 pub(super) fn draw<DB: DrawingBackend>(chart: &Chart, backend: DB, scale: f64) -> Outcome {
     static FONT: OnceLock<bool> = OnceLock::new();
@@ -51,8 +65,8 @@ pub(super) fn draw<DB: DrawingBackend>(chart: &Chart, backend: DB, scale: f64) -
     if !FONT.get_or_init(|| register_font(FAMILY, FontStyle::Normal, font).is_ok()) {
         return Err("the embedded font cannot be read".to_string());
     }
-    let px = |length: f64| (length * scale).round() as i32;
-    let font = |size: f64| (FAMILY, size * scale).into_font().color(&TEXT);
+    let scale = Scale(scale);
+    let font = scale.font(SIZE);
     // In a chart of points alone, wider margins keep them off the edges.
     let points = chart.series.iter().all(|series| series.style == Style::Points);
     let margins = if points { (0.08, 0.08) } else { (0.02, 0.06) };
@@ -61,41 +75,26 @@ pub(super) fn draw<DB: DrawingBackend>(chart: &Chart, backend: DB, scale: f64) -
 
     let whole = backend.into_drawing_area();
     whole.fill(&WHITE).map_err(text_of)?;
-    let widest = |texts: Vec<String>| {
-        texts.iter().try_fold(0, |widest, text| -> Outcome<i32> {
-            let (width, _) = whole.estimate_text_size(text, &font(SIZE)).map_err(text_of)?;
-            Ok(widest.max(width as i32))
-        })
-    };
-    let ticks_width = widest(y.ticks().iter().map(|tick| y.format_ext(tick)).collect())?;
+    let ticks = y.ticks().iter().map(|tick| y.format_ext(tick)).collect::<Vec<_>>();
+    let ticks_width = widest(&whole, &ticks, &font)?;
     let marks: Vec<&(f64, String)> =
         chart.vertical_marks.iter().filter(|(value, _)| x.holds(*value)).collect();
-    let mut looks: Vec<(String, Look)> = chart
-        .series
-        .iter()
-        .enumerate()
-        .map(|(i, series)| (short(&series.name, 32), Look::of(i, series.style, scale)))
-        .chain(marks.iter().map(|(_, name)| (short(name, 32), Look::of_mark(scale))))
-        .collect();
-    let all = looks.clone();
-    if looks.len() > ENTRIES {
-        let hidden = looks.split_off(ENTRIES - 1).len();
-        looks.push((format!("and {hidden} more"), Look::default()));
-    }
-    let legend_width =
-        widest(looks.iter().map(|(name, _)| name.clone()).collect())? + px(SAMPLE + 30.0);
+    let looks = looks(chart, &marks, scale);
+    let entries = legend_entries(&looks);
+    let names: Vec<String> = entries.iter().map(|(name, _)| name.clone()).collect();
+    let legend_width = widest(&whole, &names, &font)? + scale.px(SAMPLE + 30.0);
     let (left, right) = whole.split_horizontally(whole.dim_in_pixel().0 as i32 - legend_width);
 
     let mut plot = ChartBuilder::on(&left);
-    plot.caption(short(&chart.title, 70), font(20.0));
-    plot.margin(px(10.0)).x_label_area_size(px(46.0)).y_label_area_size(ticks_width + px(36.0));
+    plot.caption(short(&chart.title, 70), scale.font(20.0)).margin(scale.px(10.0));
+    plot.x_label_area_size(scale.px(46.0)).y_label_area_size(ticks_width + scale.px(36.0));
     let mut plot = plot.build_cartesian_2d(x, y).map_err(text_of)?;
     plot.configure_mesh()
         .light_line_style(TRANSPARENT)
         .bold_line_style(GRID)
         .axis_style(TEXT)
-        .label_style(font(SIZE))
-        .axis_desc_style(font(SIZE))
+        .label_style(font.clone())
+        .axis_desc_style(font)
         .x_desc(short(&chart.x_label, 60))
         .y_desc(short(&chart.y_label, 50))
         .draw()
@@ -107,26 +106,65 @@ pub(super) fn draw<DB: DrawingBackend>(chart: &Chart, backend: DB, scale: f64) -
         let (column, _) = plot.backend_coord(&(*value, chart.series[0].points[0].1));
         vec![(column, rows.start), (column, rows.end)]
     });
-    for (points, (_, look)) in lines.chain(marks).zip(&all) {
+    for (points, (_, look)) in lines.chain(marks).zip(&looks) {
         whole.draw(&look.through(points)).map_err(text_of)?;
     }
 
-    // A plot without axes, for its legend.
-    let mut legend = ChartBuilder::on(&right);
-    let mut legend = legend.margin_top(px(40.0)).build_cartesian_2d(0..1, 0..1).map_err(text_of)?;
-    for (name, look) in looks {
+    draw_legend(&right, entries, scale)?;
+    whole.present().map_err(text_of)
+}
+
+/// Returns the name and the look of each series, then of each vertical mark.
+fn looks(chart: &Chart, marks: &[&(f64, String)], scale: Scale) -> Vec<(String, Look)> {
+    let series = chart.series.iter().enumerate();
+    series
+        .map(|(i, series)| (short(&series.name, 32), Look::of(i, series.style, scale)))
+        .chain(marks.iter().map(|(_, name)| (short(name, 32), Look::of_mark(scale))))
+        .collect()
+}
+
+/// Returns the entries that the legend has room for; the last tells how many are left out.
+fn legend_entries(looks: &[(String, Look)]) -> Vec<(String, Look)> {
+    if looks.len() <= ENTRIES {
+        return looks.to_vec();
+    }
+    let (shown, hidden) = looks.split_at(ENTRIES - 1);
+    [shown, &[(format!("and {} more", hidden.len()), Look::default())]].concat()
+}
+
+/// Draws a plot without axes, for its legend.
+fn draw_legend<DB: DrawingBackend>(
+    area: &DrawingArea<DB, Shift>,
+    entries: Vec<(String, Look)>,
+    scale: Scale,
+) -> Outcome {
+    let mut legend = ChartBuilder::on(area);
+    let legend = legend.margin_top(scale.px(40.0));
+    let mut legend = legend.build_cartesian_2d(0..1, 0..1).map_err(text_of)?;
+    for (name, look) in entries {
         let nothing: [Circle<(i32, i32), i32>; 0] = [];
         let series = legend.draw_series(nothing).map_err(text_of)?.label(name);
-        series.legend(move |at| look.sample(at, px(SAMPLE)));
+        series.legend(move |at| look.sample(at, scale.px(SAMPLE)));
     }
     legend
         .configure_series_labels()
         .position(SeriesLabelPosition::UpperLeft)
-        .legend_area_size(px(SAMPLE + 10.0))
-        .label_font(font(SIZE))
+        .legend_area_size(scale.px(SAMPLE + 10.0))
+        .label_font(scale.font(SIZE))
         .draw()
-        .map_err(text_of)?;
-    whole.present().map_err(text_of)
+        .map_err(text_of)
+}
+
+/// Returns the width of the widest text.
+fn widest<DB: DrawingBackend>(
+    area: &DrawingArea<DB, Shift>,
+    texts: &[String],
+    font: &TextStyle<'_>,
+) -> Outcome<i32> {
+    texts.iter().try_fold(0, |widest, text| {
+        let (width, _) = area.estimate_text_size(text, font).map_err(text_of)?;
+        Ok(widest.max(width as i32))
+    })
 }
 
 fn text_of(error: impl std::error::Error) -> String {
@@ -174,20 +212,19 @@ struct Look {
 
 impl Look {
     /// The look of series `i`.
-    fn of(i: usize, style: Style, scale: f64) -> Self {
-        let px = |length: f64| (length * scale).round() as i32;
+    fn of(i: usize, style: Style, scale: Scale) -> Self {
         Self {
             color: PALETTE[i % PALETTE.len()],
             style,
-            width: px(2.0) as u32,
-            dash: DASHES[i % DASHES.len()].map(|(dash, gap)| (px(dash), px(gap))),
+            width: scale.px(2.0) as u32,
+            dash: DASHES[i % DASHES.len()].map(|(dash, gap)| (scale.px(dash), scale.px(gap))),
             marker: i,
-            radius: px(4.5),
+            radius: scale.px(4.5),
         }
     }
 
     /// The look of a vertical mark.
-    fn of_mark(scale: f64) -> Self {
+    fn of_mark(scale: Scale) -> Self {
         let style = Self::of(1, Style::Line, scale);
         Self { color: MARK, width: style.width / 2, ..style }
     }

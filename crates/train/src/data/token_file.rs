@@ -9,10 +9,11 @@ use std::{
 use kv_models::{Tokenizer, save::staged::stage};
 use memmap2::Mmap;
 use rayon::prelude::*;
+use tempfile::NamedTempFile;
 
 use super::{
     DataError, Source,
-    source::{Digest, digest_file},
+    source::{Digest, Piece, digest_file},
 };
 
 /// Token ids of texts, in a file that is mapped into memory.
@@ -290,18 +291,8 @@ fn build(
     fingerprint: u64,
 ) -> Result<File, DataError> {
     let failed = |source| DataError::Cache { path: path.into(), source };
-    let file = stage(path).map_err(failed)?;
-
-    let width = if tokenizer.n_ids() <= 1 << 16 { 2 } else { 4 };
-    let separator = tokenizer.eos().first().copied();
-    let mut out = BufWriter::with_capacity(1 << 20, file);
     let paths = source.paths();
-    out.write_all(&vec![0; HEADER + 8 * paths.len()]).map_err(failed)?;
-    let mut crc = crc32fast::Hasher::new();
-    let (mut n_ids, mut n_documents) = (0, 0u64);
-    // True once the current document has ids.
-    let mut begun = false;
-    let mut ends = vec![0u64; paths.len()];
+    let mut file = Builder::create(path, tokenizer, paths.len()).map_err(failed)?;
     source.read(Some(tokenizer), &mut digest, |pieces| {
         let encode = |piece| {
             let text = source.text(piece)?;
@@ -318,66 +309,106 @@ fn build(
         };
         // The results are kept in order, so the first error is always the same one.
         let documents: Vec<Result<Vec<u32>, DataError>> = pieces.par_iter().map(encode).collect();
-        for (document, piece) in documents.into_iter().zip(&pieces) {
-            let document = document?;
-            begun &= piece.continues();
-            if document.is_empty() {
-                continue;
-            }
-            let joint = separator.filter(|_| n_documents > 0 && !begun);
-            let mut bytes = Vec::with_capacity((document.len() + 1) * width);
-            for id in joint.into_iter().chain(document) {
-                // Tensors of ids are i32.
-                let limit = if width == 2 { 1 << 16 } else { 1 << 31 };
-                if id >= limit {
-                    let (path, vocab_size) = (path.into(), limit as usize);
-                    let index = n_ids as usize + bytes.len() / width;
-                    return Err(DataError::Vocab { path, index, id, vocab_size });
-                }
-                bytes.extend_from_slice(&id.to_le_bytes()[..width]);
-            }
-            crc.update(&bytes);
-            out.write_all(&bytes).map_err(failed)?;
-            n_ids += (bytes.len() / width) as u64;
-            n_documents += u64::from(!begun);
-            begun = true;
-            ends[piece.source] = n_ids;
-        }
-        Ok(())
+        documents.into_iter().zip(&pieces).try_for_each(|(ids, piece)| file.push(piece, ids?))
     })?;
     if digest.finish() != fingerprint {
         return Err(DataError::Changed { path: paths[0].clone() });
     }
-    if n_ids == 0 {
+    if file.n_ids == 0 {
         return Err(DataError::Empty { first: paths[0].clone(), n: paths.len() });
     }
-    // A source without a token ends where the previous one ends.
-    let table: Vec<u8> = ends
-        .iter()
-        .scan(0, |last, &end| {
-            *last = end.max(*last);
-            Some(last.to_le_bytes())
-        })
-        .flatten()
-        .collect();
-    let mut whole = crc32fast::Hasher::new();
-    whole.update(&table);
-    whole.combine(&crc);
-    let (n_sources, crc) = (paths.len() as u64, whole.finalize());
-    let header = Header { width, n_ids, n_documents, fingerprint, n_sources, crc };
-    let finish = || {
-        let mut file = out.into_inner().map_err(io::IntoInnerError::into_error)?;
-        file.seek(SeekFrom::Start(0))?;
-        file.write_all(&header.to_bytes())?;
-        file.write_all(&table)?;
-        file.as_file().sync_all()?;
-        Ok(file.persist(path)?)
-    };
-    let file = finish().map_err(failed)?;
+    let file = file.finish(fingerprint).map_err(failed)?;
     // Makes the new name durable if folders can be synced. If it is lost, texts are tokenized
     // again.
     if let Some(Ok(folder)) = path.parent().map(File::open) {
         let _ = folder.sync_all();
     }
     Ok(file)
+}
+
+/// A token file that is being written, under a temporary name.
+struct Builder<'a> {
+    path: &'a Path,
+    out: BufWriter<NamedTempFile>,
+    crc: crc32fast::Hasher,
+    /// Bytes per id.
+    width: usize,
+    /// The id between two documents, if there is one.
+    separator: Option<u32>,
+    n_ids: u64,
+    n_documents: u64,
+    /// True once the current document has ids.
+    begun: bool,
+    /// For every source, the number of ids up to its end; 0 for a source without a token.
+    ends: Vec<u64>,
+}
+
+impl<'a> Builder<'a> {
+    fn create(path: &'a Path, tokenizer: &Tokenizer, n_sources: usize) -> io::Result<Self> {
+        let mut out = BufWriter::with_capacity(1 << 20, stage(path)?);
+        out.write_all(&vec![0; HEADER + 8 * n_sources])?;
+        Ok(Self {
+            path,
+            out,
+            crc: crc32fast::Hasher::new(),
+            width: if tokenizer.n_ids() <= 1 << 16 { 2 } else { 4 },
+            separator: tokenizer.eos().first().copied(),
+            n_ids: 0,
+            n_documents: 0,
+            begun: false,
+            ends: vec![0; n_sources],
+        })
+    }
+
+    /// Appends the `ids` of a piece.
+    fn push(&mut self, piece: &Piece<'_>, ids: Vec<u32>) -> Result<(), DataError> {
+        self.begun &= piece.continues();
+        if ids.is_empty() {
+            return Ok(());
+        }
+        let width = self.width;
+        let joint = self.separator.filter(|_| self.n_documents > 0 && !self.begun);
+        let mut bytes = Vec::with_capacity((ids.len() + 1) * width);
+        for id in joint.into_iter().chain(ids) {
+            // Tensors of ids are i32.
+            let limit = if width == 2 { 1 << 16 } else { 1 << 31 };
+            if id >= limit {
+                let (path, vocab_size) = (self.path.into(), limit as usize);
+                let index = self.n_ids as usize + bytes.len() / width;
+                return Err(DataError::Vocab { path, index, id, vocab_size });
+            }
+            bytes.extend_from_slice(&id.to_le_bytes()[..width]);
+        }
+        self.crc.update(&bytes);
+        self.out
+            .write_all(&bytes)
+            .map_err(|source| DataError::Cache { path: self.path.into(), source })?;
+        self.n_ids += (bytes.len() / width) as u64;
+        self.n_documents += u64::from(!self.begun);
+        self.begun = true;
+        self.ends[piece.source] = self.n_ids;
+        Ok(())
+    }
+
+    /// Writes the header and renames the file.
+    fn finish(self, fingerprint: u64) -> io::Result<File> {
+        let Self { path, out, width, n_ids, n_documents, ends, .. } = self;
+        // A source without a token ends where the previous one ends.
+        let ends = ends.iter().scan(0, |last, &end| {
+            *last = end.max(*last);
+            Some(last.to_le_bytes())
+        });
+        let table: Vec<u8> = ends.flatten().collect();
+        let mut crc = crc32fast::Hasher::new();
+        crc.update(&table);
+        crc.combine(&self.crc);
+        let (n_sources, crc) = (table.len() as u64 / 8, crc.finalize());
+        let header = Header { width, n_ids, n_documents, fingerprint, n_sources, crc };
+        let mut file = out.into_inner().map_err(io::IntoInnerError::into_error)?;
+        file.seek(SeekFrom::Start(0))?;
+        file.write_all(&header.to_bytes())?;
+        file.write_all(&table)?;
+        file.as_file().sync_all()?;
+        Ok(file.persist(path)?)
+    }
 }

@@ -141,26 +141,8 @@ pub fn train_world<T: Target>(
         Resume::No => check_new(folder).map(|()| None)?,
         _ => Some(FolderLock::new(folder)?),
     };
-    if run.resume != Resume::No {
-        check_settings(folder, config)?;
-    }
     let checkpoints = Checkpoints::of(folder);
-    let done = match run.resume {
-        Resume::No => None,
-        Resume::Last => checkpoints.resume(None)?,
-        Resume::Step(step) => checkpoints.resume(Some(step))?,
-    };
-    if let Some(step) = done.filter(|&step| step > config.steps) {
-        let rule = format!("must be at least {step}, the steps already made");
-        return Err(Error::setting("steps", config.steps, rule));
-    }
-    if run.resume != Resume::No && done.is_none() {
-        // The folder does not tell whether the run started from another model, so it cannot be
-        // started again here.
-        let (path, why) = (checkpoints.folder().into(), "holds no checkpoint to resume from");
-        let why = format!("{why}: start the run again in another folder");
-        return Err(Error::Damaged { path, why });
-    }
+    let done = steps_made(&checkpoints, run.resume, config)?;
     let autodiff = (**device).clone().autodiff();
     autodiff.seed(config.seed);
     let started_from = match (&run.from, run.resume) {
@@ -171,22 +153,9 @@ pub fn train_world<T: Target>(
         Some(World { model, codec, .. }) => (model, Some(codec)),
         None => (GameRft::init(config.model(), &autodiff)?, None),
     };
-    let bytes = 4 * model.num_params() as u64;
     let _lock = lock.map_or_else(|| FolderLock::new(folder), Ok)?;
     let codec = match run.resume {
-        Resume::No => {
-            check_new(folder)?;
-            // Three checkpoints of weights and two moments each, because the oldest of two is
-            // deleted only when the third is complete, and the model in 16 bits.
-            check_disk_space(folder, &[9 * bytes, bytes / 2])?;
-            let codec = codec.map_or_else(|| fit_codec(config), Ok)?;
-            codec.save(folder).map_err(kv_eval::Error::from)?;
-            for (name, bytes) in run.files {
-                let path = folder.join(name);
-                staged::write(&path, &bytes).map_err(Error::io(&path))?;
-            }
-            codec
-        }
+        Resume::No => begin(&run, config, &model, codec)?,
         _ => Codec::load(folder).map_err(kv_eval::Error::from)?,
     };
     // This file marks the run as started. For a resumed run it records the new number of steps.
@@ -208,6 +177,53 @@ pub fn train_world<T: Target>(
     let TrainState { mut world, .. } = state;
     world.model = world.model.valid();
     Ok((world, WorldHistory::read(folder)?))
+}
+
+/// Returns the optimizer steps that a resumed run has made; `None` for a new run.
+fn steps_made(
+    checkpoints: &Checkpoints,
+    resume: Resume,
+    config: &WorldConfig,
+) -> Result<Option<usize>> {
+    let wanted = match resume {
+        Resume::No => return Ok(None),
+        Resume::Last => None,
+        Resume::Step(step) => Some(step),
+    };
+    check_settings(checkpoints.run(), config)?;
+    let Some(step) = checkpoints.resume(wanted)? else {
+        // The folder does not tell whether the run started from another model, so it cannot be
+        // started again here.
+        let (path, why) = (checkpoints.folder().into(), "holds no checkpoint to resume from");
+        let why = format!("{why}: start the run again in another folder");
+        return Err(Error::Damaged { path, why });
+    };
+    if step > config.steps {
+        let rule = format!("must be at least {step}, the steps already made");
+        return Err(Error::setting("steps", config.steps, rule));
+    }
+    Ok(Some(step))
+}
+
+/// Writes the files of a new run after checking the disk space. Without a `codec`, fits one.
+fn begin(
+    run: &WorldRun,
+    config: &WorldConfig,
+    model: &GameRft,
+    codec: Option<Codec>,
+) -> Result<Codec> {
+    let (folder, bytes) = (&run.folder, 4 * model.num_params() as u64);
+    check_new(folder)?;
+    // Three checkpoints of weights and two moments each, because the oldest of two is deleted only
+    // when the third is complete, and the model in 16 bits.
+    check_disk_space(folder, &[9 * bytes, bytes / 2])?;
+    let codec = codec.map_or_else(|| fit_codec(config), Ok)?;
+    codec.save(folder).map_err(kv_eval::Error::from)?;
+    for (name, bytes) in &run.files {
+        let path = folder.join(name);
+        staged::write(&path, bytes).map_err(Error::io(&path))?;
+    }
+    Ok(codec)
 }
 
 /// Returns the model of the run in `folder` after a step, or after its last checkpoint, and that

@@ -39,7 +39,7 @@ impl TextArgs {
     }
 }
 
-/// The value of an argument, with its text: that may name a file, which no output may overwrite.
+/// The value of an argument, with its text. The text may name a file that no output may overwrite.
 #[derive(Clone, Debug)]
 pub(crate) struct Named<T> {
     pub(crate) name: String,

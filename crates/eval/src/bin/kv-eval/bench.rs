@@ -1,34 +1,29 @@
-//! `kv-eval bench`: what caches cost and save in time.
+//! `kv-eval bench`: the speed of caches.
 
 mod frames;
 mod llm;
 mod models;
+mod output;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use indicatif::ProgressBar;
-use kv_cli::{Backend, NamedFiles, OutFile, Plain, Screen, cache_help, dispatch};
+use kv_cli::{NamedFiles, Plain, cache_help, dispatch};
 use kv_cubecl::{On, Target};
 use kv_eval::bench::{
-    AttentionPlan, Timing, codec_bytes, copy_bandwidth, time_append, time_codec,
-    time_decode_attention,
+    AttentionPlan, Timing, codec_bytes, time_append, time_codec, time_decode_attention,
 };
-use kv_report::{
-    Table,
-    chart::{Chart, Series, Style},
-};
-use serde::Serialize;
+use kv_report::Table;
 
 use self::{
     frames::{FramesArgs, frames},
     llm::{LlmArgs, llm},
     models::{DecodeArgs, PrefillArgs, decode, prefill},
+    output::{Common, Sinks, by_context, check_memory, us},
 };
 use crate::{
     arguments::{NamedCache, layer_caches, policies},
-    common::{self},
-    json::write_json,
     profile::{Profile, ProfileArgs},
 };
 
@@ -46,40 +41,26 @@ pub(crate) struct Args {
 
 #[derive(Debug, clap::Subcommand)]
 enum Bench {
-    /// One layer's attention over caches of growing length: bytes read per second, and their share
-    /// of what copying memory reaches.
+    /// Time one layer's attention by context length: bytes read per second, compared with copying
+    /// memory.
     DecodeAttention(AttentionArgs),
-    /// Decode steps of a whole model by context length.
+    /// Time decode steps of a whole model by context length.
     Decode(DecodeArgs),
-    /// Prompts passed into an empty cache.
+    /// Time prefill of a whole model into an empty cache.
     Prefill(PrefillArgs),
-    /// Prompts and generated tokens by depth, as llama.cpp's llama-bench has them.
+    /// Time prefill and decode by depth, as in llama.cpp's llama-bench.
     Llm(LlmArgs),
-    /// Appending a token, and the steps in which the keys of the window are flushed.
+    /// Time appending a token, and steps that flush keys from the residual.
     #[command(after_help = "Examples:
   kv-eval bench flush --cache k4v4 --cache k2v2-gflush --contexts 4096")]
     Flush(LayerArgs),
-    /// A frame's attention over a full ring of frames, as a world model has it.
+    /// Time a frame's attention over a full ring of frames, as in a world model.
     Frames(FramesArgs),
-    /// Quantizing and restoring whole tensors.
+    /// Time quantizing and restoring whole tensors.
     Quantize(CodecArgs),
 }
 
-/// Arguments shared by all benchmarks.
-#[derive(Debug, clap::Args)]
-struct Common {
-    /// Where to run.
-    #[arg(long, value_enum, default_value = "flex")]
-    backend: Backend,
-    /// Samples; the median counts.
-    #[arg(long, default_value_t = 21)]
-    samples: usize,
-    /// Write the points here as JSON; with -, to standard output, and the table to standard error.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-}
-
-/// One layer's caches, and the lengths they are timed at.
+/// The shape and the caches of one layer, and the context lengths.
 #[derive(Debug, clap::Args)]
 pub(crate) struct LayerArgs {
     #[command(flatten)]
@@ -96,10 +77,10 @@ pub(crate) struct LayerArgs {
     /// Context lengths to time at.
     #[arg(long, value_delimiter = ',', default_value = "1024,2048,4096,8192,16384,32768")]
     contexts: Vec<usize>,
-    /// Sequences.
+    /// Number of sequences.
     #[arg(long, default_value_t = 1)]
     batch: usize,
-    /// Query heads; the shape by default is that of SmolLM2-135M.
+    /// Query heads. The default shape is that of SmolLM2-135M.
     #[arg(long, default_value_t = 9)]
     heads: usize,
     /// Key and value heads.
@@ -117,16 +98,16 @@ pub(crate) struct LayerArgs {
 pub(crate) struct AttentionArgs {
     #[command(flatten)]
     layer: LayerArgs,
-    /// Tokens that are appended and attend at once.
+    /// Number of tokens appended and attending at once.
     #[arg(long, default_value_t = 1)]
     tokens: usize,
-    /// Megabytes of cache that one sample reads at least: more than the processor's caches hold.
+    /// Minimum megabytes of cache that one sample reads, to exceed the processor's caches.
     #[arg(long, default_value_t = 128)]
     working_set: usize,
-    /// Record the launches once and replay them, on devices that can (CUDA, WGPU).
+    /// Capture the launches once and replay them (CUDA, WGPU).
     #[arg(long)]
     recorded: bool,
-    /// Draw microseconds by context length here, as SVG.
+    /// Write a chart of microseconds by context length to this SVG file.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
 }
@@ -152,19 +133,8 @@ pub(crate) struct CodecArgs {
     group_size: usize,
 }
 
-/// The JSON report of a benchmark.
-#[derive(Serialize)]
-struct Output<'a, P> {
-    command: Vec<String>,
-    target: &'static str,
-    device: String,
-    /// Bytes copied per second, each read once and written once.
-    copy_bandwidth: f64,
-    points: &'a [P],
-}
-
 impl Bench {
-    /// The files that it reads and writes.
+    /// Lists the files that it reads and writes.
     fn files(&self) -> NamedFiles<'_> {
         let (files, json) = match self {
             Self::DecodeAttention(args) => {
@@ -201,65 +171,6 @@ pub(crate) fn run(Args { bench, profile }: &Args) -> Result<()> {
         Bench::Llm(args) => dispatch!(args.backend(), Plain, llm(args, to)),
     }?;
     profile.finish()
-}
-
-/// Bytes of each buffer that is copied to measure the bandwidth: more than processors' caches hold,
-/// and within the size of a buffer that WebGPU lets a kernel bind.
-const COPIED: usize = 128 << 20;
-
-/// Checks that a benchmark's tensors fit into memory, before they are allocated.
-fn check_memory<T: Target>(needed: u64, device: &On<T>) -> Result<()> {
-    let copied = if T::NAME == "flex" { 2 * COPIED as u64 } else { 0 };
-    common::check_memory(needed, copied, device, "time a smaller shape")
-}
-
-/// Where a benchmark's results go.
-struct Sinks {
-    screen: Screen,
-    json: Option<OutFile>,
-    plot: Option<OutFile>,
-}
-
-impl Sinks {
-    /// Opens the outputs, so that a file that cannot be written is reported before the measurement.
-    fn open(json: Option<&Path>, plot: Option<&Path>) -> Result<Self> {
-        let screen = Screen::beside([json, plot]);
-        let open = |name, path: Option<&Path>| path.map(|path| OutFile::open(name, path));
-        let (json, plot) = (open("json", json).transpose()?, open("plot", plot).transpose()?);
-        Ok(Self { screen, json, plot })
-    }
-
-    /// Prints what is timed, then measures and prints the copy bandwidth.
-    fn start<T: Target>(&self, device: &On<T>, what: &str) -> Result<f64> {
-        self.screen.line(what)?;
-        let copied = copy_bandwidth(device, COPIED, 9)?;
-        let rate = format!("{} copies {:.1} GB/s", T::NAME, copied / 1e9);
-        self.screen.line(format_args!("{rate}: it reads that much and writes as much"))?;
-        Ok(copied)
-    }
-
-    /// Prints the table and writes what was asked for. If a file cannot be written, the error is
-    /// returned after the rest was written.
-    fn finish<T: Target, P: Serialize>(
-        self,
-        device: &On<T>,
-        copy_bandwidth: f64,
-        table: &Table,
-        chart: Option<&Chart>,
-        points: &[P],
-    ) -> Result<()> {
-        let (command, device) = (std::env::args().collect(), format!("{:?}", **device));
-        let output = Output { command, target: T::NAME, device, copy_bandwidth, points };
-        let json = self.json.map_or(Ok(()), |file| write_json(file, &output));
-        let plot = match (self.plot, chart) {
-            (Some(file), Some(chart)) => {
-                chart.svg().map_err(Into::into).and_then(|svg| file.write(svg.as_bytes()))
-            }
-            _ => Ok(()),
-        };
-        self.screen.print(table)?;
-        json.and(plot)
-    }
 }
 
 fn attention<T: Target>(args: &AttentionArgs, profile: &mut Profile) -> Result<()> {
@@ -378,7 +289,7 @@ fn codec<T: Target>(args: &CodecArgs, profile: &mut Profile) -> Result<()> {
 }
 
 impl LayerArgs {
-    /// A plan for one token at a time, and for one cache of each kind.
+    /// Returns a plan for one token at a time, with one cache per sample.
     fn plan(&self) -> AttentionPlan {
         AttentionPlan {
             batch: self.batch,
@@ -396,27 +307,4 @@ impl LayerArgs {
         let Self { batch, heads, kv_heads, head_dim, .. } = self;
         format!("batch {batch}, {heads} query heads on {kv_heads} of {head_dim}")
     }
-}
-
-/// A line per cache over the context length.
-fn by_context(
-    title: String,
-    y_label: &str,
-    log_y: bool,
-    points: impl Iterator<Item = (String, usize, f64)>,
-) -> Chart {
-    let mut series: Vec<Series> = Vec::new();
-    for (name, context, y) in points {
-        let point = (context as f64, y);
-        match series.iter_mut().find(|series| series.name == name) {
-            Some(series) => series.points.push(point),
-            None => series.push(Series::new(name, vec![point], Style::LinePoints)),
-        }
-    }
-    let (x_label, y_label) = ("tokens in the cache".to_string(), y_label.to_string());
-    Chart { title, x_label, y_label, log_x: true, log_y, series, ..Chart::default() }
-}
-
-fn us(seconds: f64) -> String {
-    format!("{:.1}", seconds * 1e6)
 }

@@ -1,4 +1,4 @@
-//! Models that are built into the program.
+//! Models built into the program.
 
 use std::{env, fs, path::Path};
 
@@ -6,8 +6,8 @@ use anyhow::{Context, Result};
 use kv_cli::uninterrupted;
 use kv_eval_models::BuiltIn;
 
-/// Loads the folder that is named, or a built-in model from a folder that is there meanwhile: what
-/// loads a model reads files.
+/// Loads the given folder, or else a built-in model from a temporary folder, because loaders read
+/// files.
 pub(crate) fn load<T>(
     named: Option<&Path>,
     built_in: &BuiltIn,

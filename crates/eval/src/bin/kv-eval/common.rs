@@ -1,4 +1,4 @@
-//! What the commands share: arguments, running plans, and where results go.
+//! Shared by the commands: arguments, evaluation of plans, and outputs.
 
 use std::{
     fs::File,
@@ -31,16 +31,16 @@ use crate::{
 pub(crate) struct ModelArgs {
     #[command(flatten)]
     pub(crate) source: ModelSource,
-    /// Where to run.
+    /// Backend to run on.
     #[arg(long, value_enum, default_value = "flex")]
     pub(crate) backend: Backend,
-    /// The type of the weights, in which the model computes: f32, f16, bf16, or auto for that of
-    /// the file. 16 bits take half the memory of f32. On the CPU they make steps faster, and
-    /// prompts slower: a little in bf16, two and a half times in f16.
+    /// Type of the weights and of computation: f32, f16, bf16, or auto for the type of the file. 16
+    /// bits take half the memory of f32. On the CPU they make decode faster and prefill slower: a
+    /// little in bf16, 2.5x in f16.
     #[arg(long, default_value = "f32")]
     pub(crate) dtype: WeightDtype,
     /// Representation of quantized, f16 and bf16 weights in memory. Packed weights take as many
-    /// bytes as in the file and are computed with in f32. By default, weights stay packed for
+    /// bytes as in the file and are multiplied in f32. By default, weights stay packed for
     /// generation and benchmarks and are restored for perplexity.
     #[arg(long, value_enum)]
     pub(crate) weights: Option<Weights>,
@@ -63,7 +63,7 @@ pub(crate) struct StepArgs {
 }
 
 impl StepArgs {
-    /// Returns whether to capture decode steps; `None` captures them where it pays.
+    /// Returns whether to capture decode steps; `None` to capture them if that is faster.
     pub(crate) fn recorded(self) -> Option<bool> {
         (self.recorded || self.launched).then_some(self.recorded)
     }
@@ -72,13 +72,12 @@ impl StepArgs {
 /// Representation of quantized weights in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Weights {
-    /// Packed, and multiplied with activations rounded to 16 bits, 32 at a time; on WGPU and CUDA
-    /// as they are.
+    /// Packed, with activations rounded to 16 bits in groups of 32; exact on WGPU and CUDA.
     Packed,
-    /// Packed, and multiplied with activations as they are.
+    /// Packed, with exact activations.
     PackedExact,
-    /// Packed, and multiplied with activations rounded to 8 bits, 32 at a time, as in llama.cpp:
-    /// the fastest for prompts. On WGPU and CUDA as they are.
+    /// Packed, with activations rounded to 8 bits in groups of 32 as in llama.cpp: the fastest for
+    /// prompts; exact on WGPU and CUDA.
     PackedInt8,
     /// Restored to the type of --dtype when the model is loaded.
     Restored,
@@ -115,10 +114,10 @@ impl ModelArgs {
 /// Arguments that decide whether texts start with the model's begin-of-text token.
 #[derive(Debug, clap::Args)]
 pub(crate) struct BosArgs {
-    /// Start with the begin-of-text token; by default as the model's files say.
+    /// Start with the begin-of-text token [default: as the model's files say].
     #[arg(long, overrides_with = "no_bos")]
     bos: bool,
-    /// Start without one, whatever the model's files say.
+    /// Start without a begin-of-text token.
     #[arg(long)]
     no_bos: bool,
 }
@@ -129,7 +128,7 @@ impl BosArgs {
         self.bos || self.no_bos
     }
 
-    /// The token to start with.
+    /// Returns the token to start with, if any.
     pub(crate) fn choose(&self, tokenizer: &Tokenizer) -> Result<Option<u32>> {
         let bos = tokenizer.bos();
         if self.bos && bos.is_none() {
@@ -140,7 +139,7 @@ impl BosArgs {
     }
 }
 
-/// A model, its name, and what to evaluate with it.
+/// A model and its evaluation plan.
 pub(crate) struct Job<'a> {
     pub(crate) model: &'a LanguageModel,
     pub(crate) name: String,
@@ -168,7 +167,7 @@ impl Job<'_> {
     }
 }
 
-/// Where the results of evaluations go, beside the terminal.
+/// The outputs of evaluations.
 pub(crate) struct Output<'a> {
     screen: Screen,
     json: Option<OutFile>,
@@ -176,7 +175,7 @@ pub(crate) struct Output<'a> {
 }
 
 impl<'a> Output<'a> {
-    /// Finds out whether a file and a folder can be written.
+    /// Checks that the file and the folder can be written.
     pub(crate) fn open(json: &JsonArgs, folder: Option<&'a Path>) -> Result<Self> {
         if let Some(folder) = folder {
             open_folder("report", folder)?;
@@ -186,19 +185,19 @@ impl<'a> Output<'a> {
     }
 }
 
-/// A text that is evaluated.
+/// A text to evaluate on.
 pub(crate) struct Text {
     /// Name of the text in the report.
     pub(crate) name: String,
-    /// Bytes that its tokens stand for.
+    /// Bytes that its tokens encode.
     pub(crate) bytes: usize,
-    /// The token that windows of it start with, as it is spelled.
+    /// Spelling of the token that eval windows start with.
     pub(crate) bos: Option<String>,
     /// Notes on the models for the user.
     pub(crate) notes: Vec<String>,
 }
 
-/// Runs `jobs`, whose plans are of the same tokens of `text`, and prints and writes their report.
+/// Runs `jobs` on the same tokens of `text`, and prints and writes their report.
 pub(crate) fn evaluate_and_report<T: Target>(
     device: &On<T>,
     text: Text,
@@ -222,7 +221,7 @@ pub(crate) fn evaluate_and_report<T: Target>(
     }
     bar.finish_and_clear();
 
-    // Whatever cannot be written is said after the rest is.
+    // An output that cannot be written is reported after the others are written.
     let mut summary = format!("{report}took {:.1} s\n", start.elapsed().as_secs_f64());
     let written = folder.map(|folder| report.write_folder(folder)).transpose();
     if let Ok(Some(files)) = &written
@@ -246,7 +245,7 @@ fn is_stdin(path: &Path) -> bool {
 pub(crate) fn text_name(text: &Path) -> String {
     match is_stdin(text) {
         true => "standard input".into(),
-        // As it would be named from here.
+        // Relative to the current folder.
         false => {
             let here = std::env::current_dir().unwrap_or_default();
             text.strip_prefix(here).unwrap_or(text).display().to_string()
@@ -272,7 +271,7 @@ fn cannot_read(text: &Path) -> String {
     format!("text {}: cannot read", text.display())
 }
 
-/// [`read_ids`] of what `reader` has of a text that messages call `text`.
+/// Does the same as [`read_ids`] with the contents of `reader`, which messages call `text`.
 pub(crate) fn ids_of(
     reader: Box<dyn Read + '_>,
     text: &Path,
@@ -311,11 +310,10 @@ pub(crate) fn note_policies<'a>(
     caches.into_iter().filter_map(|cache| cache.in_full(spec)).for_each(note);
 }
 
-/// Checks that there is memory for `needed` bytes, and for `beside` that are taken anyway, before
-/// any are allocated.
+/// Checks that `needed` and `beside` bytes of memory are available, before any are allocated.
 ///
 /// # Errors
-/// Names both sizes, and `remedy`.
+/// Too little memory; the message names both sizes and `remedy`.
 pub(crate) fn check_memory(needed: u64, beside: u64, device: &Device, remedy: &str) -> Result<()> {
     let limit = memory_limit(None, device);
     match limit.total {

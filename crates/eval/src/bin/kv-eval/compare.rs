@@ -1,9 +1,10 @@
-//! `kv-eval` without a command: what a quantized cache costs a model, and how much of that training
-//! with the cache recovers.
+//! `kv-eval` without a command: the loss of quality by a quantized cache, and how much of it
+//! training with the cache recovers.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
+use burn::tensor::Device;
 use kv_cli::{
     Backend, NamedFiles, Plain, dispatch, error_line, exit_on_interrupt, note, open_folder,
 };
@@ -22,38 +23,38 @@ use crate::{
     source::{self, Source},
 };
 
-/// Without a command: compare the built-in model, with float, 4-bit and 2-bit caches, to the same
-/// model after training with its cache.
+/// Compare the built-in model with float, 4-bit and 2-bit caches to the same model after training
+/// with its cache.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Folder of the model as it was trained, without a cache [default: the built-in model austen].
+    /// Folder of the model before training with a cache [default: the built-in model austen].
     #[arg(long, value_name = "FOLDER")]
     base: Option<PathBuf>,
-    /// Folder of the model after training with its cache, which its kv_cache.json describes; the
-    /// base model is evaluated with caches of the same groups and windows [default: the built-in
-    /// model austen-k2v2-gflush].
+    /// Folder of the model after training with the cache of its kv_cache.json. The base model is
+    /// evaluated with caches of the same group size and residual [default: the built-in model
+    /// austen-k2v2-gflush].
     #[arg(long, value_name = "FOLDER")]
     tuned: Option<PathBuf>,
-    /// A UTF-8 text file that neither was trained on [default: the built-in novel].
+    /// UTF-8 text file that neither model was trained on [default: the built-in novel].
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
-    /// Use only the first tokens of the text, in windows of the model's limit or 2048.
+    /// Number of first tokens of the text to use, in eval windows of 2048 or the model's limit.
     #[arg(long, default_value_t = 65536)]
     tokens: usize,
     #[command(flatten)]
     bos: BosArgs,
-    /// Where to run.
+    /// Backend to run on.
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
     #[command(flatten)]
     json: JsonArgs,
-    /// Write report.html and its charts into this folder [default: kv-eval-report, where it can be
+    /// Write report.html and its charts into this folder [default: kv-eval-report, if it can be
     /// written].
     #[arg(long, value_name = "FOLDER")]
     report: Option<PathBuf>,
 }
 
-/// The folder of the report unless the user names one.
+/// Default folder of the report.
 pub(crate) const REPORT: &str = "kv-eval-report";
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -81,24 +82,19 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let device = On::<T>::open()?;
     let (report, without_report) = match &args.report {
         Some(folder) => (Some(&**folder), None),
-        // Whoever has named no folder wants the table at least.
+        // The default folder is optional: without it, the table is printed.
         None => match open_folder("report", Path::new(REPORT)) {
             Ok(()) => (Some(Path::new(REPORT)), None),
             Err(error) => (None, Some(error_line(&error))),
         },
     };
     let output = Output::open(&args.json, report)?;
-    let load = |named: &Option<PathBuf>, model: &BuiltIn| {
-        let read = |path: &Path| source::read(path, &device, LoadOptions::default());
-        built_in::load(named.as_deref(), model, read)
-    };
-    let mut base = load(&args.base, &AUSTEN)?;
-    let mut tuned = load(&args.tuned, &AUSTEN_K2V2_GFLUSH)?;
-    // Name the models by their folders, because both files may give the name of the original model.
-    let paths = [args.base_path(), args.tuned_path()];
-    (base.name, tuned.name) = names(paths[0], paths[1]);
+    let [base, tuned] = args.models(&device)?;
     let Some(own) = &tuned.cache else {
-        bail!("tuned {}: has no {KV_CACHE_FILE}, which names its cache", paths[1].display());
+        bail!(
+            "tuned {}: has no {KV_CACHE_FILE}, which names its cache",
+            args.tuned_path().display()
+        );
     };
     let ids_of = |source: &Source| match &args.text {
         Some(text) => read_ids(text, &source.tokenizer, Some(args.tokens)),
@@ -126,13 +122,10 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         Plan::new(&source.model, Mode::Parallel, caches, ids.clone(), window, tokens)?
             .with_bos(&source.model, bos)
     };
+    let (of_base, of_tuned) = (plan(&base, of_base)?, plan(&tuned, vec![own.clone()])?);
     let jobs = [
-        Job { model: &base.model, name: base.name.clone(), plan: plan(&base, of_base)? },
-        Job {
-            model: &tuned.model,
-            name: tuned.name.clone(),
-            plan: plan(&tuned, vec![own.clone()])?,
-        },
+        Job { model: &base.model, name: base.name.clone(), plan: of_base },
+        Job { model: &tuned.model, name: tuned.name.clone(), plan: of_tuned },
     ];
     let bos = bos.and_then(|bos| base.tokenizer.id_to_token(bos));
     let notes = [&base.notes[..], &tuned.notes].concat();
@@ -145,6 +138,19 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
 }
 
 impl Args {
+    /// Loads the two models.
+    fn models(&self, device: &Device) -> Result<[Source; 2]> {
+        let load = |named: &Option<PathBuf>, model: &BuiltIn| {
+            let read = |path: &Path| source::read(path, device, LoadOptions::default());
+            built_in::load(named.as_deref(), model, read)
+        };
+        let mut base = load(&self.base, &AUSTEN)?;
+        let mut tuned = load(&self.tuned, &AUSTEN_K2V2_GFLUSH)?;
+        // Their folders name them, because both files may give the name of the original model.
+        (base.name, tuned.name) = names(self.base_path(), self.tuned_path());
+        Ok([base, tuned])
+    }
+
     fn base_path(&self) -> &Path {
         self.base.as_deref().unwrap_or(Path::new(AUSTEN.name))
     }
@@ -154,7 +160,7 @@ impl Args {
     }
 }
 
-/// The shortest ends of two paths that tell them apart.
+/// Returns the shortest ends of two paths that differ.
 fn names(base: &Path, tuned: &Path) -> (String, String) {
     let end = |path: &Path, n: usize| {
         let parts: Vec<_> = path.iter().collect();

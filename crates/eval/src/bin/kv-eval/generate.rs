@@ -1,24 +1,23 @@
-//! `kv-eval generate`: continues a text, or holds a conversation with a model.
+//! `kv-eval generate`: continues texts, or holds a conversation with a model.
 
 use std::{
-    fs,
-    io::{self, BufRead, IsTerminal},
+    collections::BTreeSet,
+    fs, io,
     path::{Path, PathBuf},
     process::exit,
-    sync::mpsc,
-    thread,
 };
 
 use anyhow::{Context, Result, bail};
-use kv_cli::{INTERRUPTED, OutFile, Plain, Screen, cache_help, dispatch, note};
+use kv_cli::{INTERRUPTED, OutFile, Plain, cache_help, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{
-    ChatTemplate, Checkpoints, GenerateOptions, ModelCacheConfig, Sampler, Sampling, SavedCache,
-    Tokenizer, chat::Message, generate::StopStrings,
+    ChatTemplate, Checkpoints, GenerateOptions, LanguageModel, ModelCacheConfig, Sampler, Sampling,
+    SavedCache, Tokenizer, chat::Message, generate::StopStrings,
 };
 
 use crate::{
     common::{BosArgs, ModelArgs, StepArgs, Weights, note_policies},
+    generate_conversation::{CONVERSATION, converse},
     generate_interrupt::Interrupt,
     generate_reply::{JsonLines, prompt_label},
     generate_writer::Writer,
@@ -41,32 +40,29 @@ Go on with a conversation in another run:
 Answer each line of a file, with a line of JSON per reply:
   kv-eval generate -m model.gguf --prompts questions.txt --stop Question: --json replies.jsonl";
 
-/// Default cache capacity of a conversation, in tokens.
-const CONVERSATION: usize = 4096;
-
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
-    /// The text to continue, or what to say to a model with a chat template; repeatable: several
-    /// are continued together, and each line starts with the number of its prompt. Without it, a
+    /// Text to continue, or message for a model with a chat template; repeatable. Several are
+    /// continued together, and each line starts with the number of its prompt. Without a prompt, a
     /// conversation is read from standard input, one line at a time.
     #[arg(long, short, conflicts_with_all = ["prompt_file", "prompts"])]
     prompt: Vec<String>,
     /// Read the prompt from a file.
     #[arg(long, conflicts_with = "prompts")]
     prompt_file: Option<PathBuf>,
-    /// Read prompts from a file, one per line; empty lines are none, and - is standard input.
+    /// Read prompts from a file, or - for standard input, one per line. Empty lines are skipped.
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
-    /// Number of prompts continued at a time; the next starts when one has ended.
+    /// Number of prompts continued at a time; the next one starts when one ends.
     #[arg(long, value_name = "N", default_value_t = 8)]
     batch: usize,
-    /// Put the prompt into the model's chat template. The default for models that have one.
+    /// Put the prompt into the model's chat template, the default for models that have one.
     #[arg(long, overrides_with = "no_chat")]
     chat: bool,
-    /// Continue the prompt as it is.
+    /// Continue the prompt without a chat template.
     #[arg(long)]
     no_chat: bool,
     /// System message to start the conversation with, in place of the template's own.
@@ -85,25 +81,25 @@ pub(crate) struct Args {
     /// conversation, or the model's limit if that is less].
     #[arg(long, short)]
     capacity: Option<usize>,
-    /// Tokens to generate, at most; 0 only fills the cache.
+    /// Maximum number of tokens to generate; 0 only fills the cache.
     #[arg(long, short = 'n', default_value_t = 128)]
     max_tokens: usize,
     /// End a text before this string, which is not printed; repeatable.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Write the cache of the prompt, or of the conversation up to its last answer, to this file in
-    /// the end, for --load-cache.
+    /// Save the cache of the prompt, or of the conversation up to its last answer, to this file for
+    /// --load-cache.
     #[arg(long, value_name = "FILE")]
     save_cache: Option<PathBuf>,
-    /// Keep what was generated after the prompt in the file of --save-cache.
+    /// Include the generated text in the file of --save-cache.
     #[arg(long, requires = "save_cache")]
     save_reply: bool,
-    /// Reuse a cache that --save-cache wrote: the longest prefix that the prompt shares with it is
-    /// not computed again. Without a prompt, the conversation that was saved goes on.
+    /// Load a cache saved by --save-cache: the longest prefix that the prompt shares with it is not
+    /// computed again. Without a prompt, the saved conversation continues.
     #[arg(long, value_name = "FILE")]
     load_cache: Option<PathBuf>,
-    /// Write a line of JSON per reply here, with finish_reason, usage and timings; without a file,
-    /// to standard output in place of the texts.
+    /// Write a line of JSON per reply to this file, with finish_reason, usage and timings. Without
+    /// a file, write to standard output in place of the texts.
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
     #[command(flatten)]
@@ -119,7 +115,7 @@ struct SamplingArgs {
     /// 0 picks the most likely token; higher values flatten the distribution.
     #[arg(long, default_value_t = 0.0)]
     temperature: f32,
-    /// Sample from this many most likely tokens; 0 for all.
+    /// Number of most likely tokens to sample from; 0 for all.
     #[arg(long, default_value_t = 0)]
     top_k: usize,
     /// Sample from the smallest set of tokens with this much probability.
@@ -135,13 +131,13 @@ struct SamplingArgs {
     /// computes penalties.
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     frequency_penalty: f32,
-    /// Subtract this from the logit of a token that occurred, however often.
+    /// Subtract this once from the logit of a token that occurred.
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     presence_penalty: f32,
     /// Number of last tokens the penalties look at, prompt included.
     #[arg(long, default_value_t = 64)]
     repeat_last: usize,
-    /// Seed of the sampling; of several prompts, the second draws as with the next seed, and so on.
+    /// Seed of the sampling. Each of several prompts uses the seed after that of the previous one.
     #[arg(long, default_value_t = 0)]
     seed: u64,
 }
@@ -169,12 +165,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Returns whether it was interrupted.
+/// Loads the model and continues the prompts. Returns whether it was interrupted.
 fn run_on<T: Target>(args: &Args) -> Result<bool> {
     let mut profile = args.profile.record()?;
     let interrupt = Interrupt::listen(profile.interrupted())?;
     let device = On::<T>::open()?;
-    let mut prompts = args.prompts()?;
+    let prompts = args.prompts()?;
     let saved = args.saved_cache(prompts.len())?;
     let stops = StopStrings::new(&args.stop)?;
     let sampling = Sampling::from(args.sampling);
@@ -188,23 +184,14 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
     let chosen = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
     chosen.note(model.spec()).iter().for_each(kv_cli::note);
     note_policies([&chosen], model.spec());
-    // One cache serves the whole run, so that a rotation of its values can be in the weights.
+    // One cache serves the whole run, so its transform of values can be folded into the weights.
     let cache_name = chosen.to_string();
     let (model, config) = model.fold_hadamard(chosen);
     profile.model(&model, &name);
     profile.fact("cache", &config);
-    if sampling.penalizes() && T::NAME != "flex" {
-        note("penalties are computed on the host, which reads the logits of every step");
-    }
-    let options = GenerateOptions {
-        max_tokens: args.max_tokens,
-        sampling,
-        eos: tokenizer.eos().clone(),
-        recorded: args.steps.recorded(),
-        ..GenerateOptions::suiting(&model, &device)
-    };
+    let options = args.options(sampling, tokenizer.eos(), &model, &device);
     interrupt.begin();
-    let mut writer = Writer {
+    let writer = Writer {
         device: &device,
         model: &model,
         tokenizer: &tokenizer,
@@ -214,11 +201,7 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
         capacity: args.capacity,
         budget,
         held: None,
-        checkpoints: match (&args.save_cache, prompts.len()) {
-            (Some(_), _) => Checkpoints::All,
-            (None, 0) => Checkpoints::Ends,
-            (None, _) => Checkpoints::None,
-        },
+        checkpoints: args.checkpoints(prompts.len()),
         saves: args.save_cache.as_ref().map(|_| args.save_reply),
         n_prompt: 0,
         n_turns: 0,
@@ -228,48 +211,7 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
         interrupt,
         interrupted: false,
     };
-    let converses = prompts.is_empty();
-    let mut talk = args.talk(&writer, converses)?;
-    let encode = |prompt: String| -> Result<Vec<u32>> {
-        let Some(template) = &template else { return args.continued(&tokenizer, &prompt) };
-        let talk = [&talk[..], &[Message::new("user", prompt)]].concat();
-        Ok(tokenizer.encode(&template.render(&talk)?)?)
-    };
-    let ended = match (prompts.len(), &template) {
-        (0, None) => {
-            bail!("prompt: none given, and without a chat template there is no conversation")
-        }
-        (0, Some(template)) => {
-            let saved = writer.saved.as_ref().map_or(0, |saved| saved.tokens()[0].len());
-            let capacity = CONVERSATION.max(saved.saturating_add(args.max_tokens));
-            writer.capacity.get_or_insert(capacity.min(model.max_positions()));
-            converse(&mut writer, template, &mut talk)
-        }
-        (1, _) => writer.write(&encode(prompts.remove(0))?).map(drop),
-        _ => {
-            let encode = |(i, prompt)| encode(prompt).with_context(|| prompt_label(i));
-            let prompts = prompts.into_iter().enumerate().map(encode);
-            let prompts = prompts.collect::<Result<Vec<_>>>()?;
-            writer.write_several(&prompts, args.batch)
-        }
-    };
-    writer.interrupt.finish();
-    // A prompt alone is no conversation that another run could go on with.
-    let talk = if converses { &talk[..] } else { &[] };
-    if let Some(path) = &args.save_cache {
-        match &ended {
-            Ok(()) => writer.save(path, &name, talk)?,
-            // The turns before the one that failed; why it did is the error there is.
-            Err(_) if writer.held.is_some() => {
-                let saved = writer.save(path, &name, talk);
-                saved.unwrap_or_else(|error| note(format_args!("{error:#}")));
-            }
-            Err(_) => {}
-        }
-    }
-    let Writer { json, interrupted, .. } = writer;
-    json.finish()?;
-    ended?;
+    let interrupted = args.write(writer, prompts, template.as_ref(), &name)?;
     if interrupted {
         profile.fact("ended", "by Ctrl-C or SIGTERM");
     }
@@ -278,7 +220,35 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
 }
 
 impl Args {
-    /// The cache to go on from; finds out whether the one that is asked for can be written.
+    /// Continues the prompts, or holds a conversation if there are none. Returns whether that was
+    /// interrupted.
+    fn write<T: Target>(
+        &self,
+        mut writer: Writer<'_, T>,
+        prompts: Vec<String>,
+        template: Option<&ChatTemplate>,
+        name: &str,
+    ) -> Result<bool> {
+        let mut talk = self.talk(&writer, prompts.is_empty())?;
+        let prompts = self.encode(prompts, writer.tokenizer, template, &talk)?;
+        let ended = match (&prompts[..], template) {
+            ([], None) => {
+                bail!("prompt: none given, and the model has no chat template for a conversation")
+            }
+            ([], Some(template)) => converse(&mut writer, template, &mut talk),
+            ([prompt], _) => writer.write(prompt).map(drop),
+            _ => writer.write_several(&prompts, self.batch),
+        };
+        writer.interrupt.finish();
+        // A prompt alone is not a conversation that another run can continue.
+        let talk = if prompts.is_empty() { &talk[..] } else { &[] };
+        self.save(&mut writer, &ended, name, talk)?;
+        writer.json.finish()?;
+        ended?;
+        Ok(writer.interrupted)
+    }
+
+    /// Opens the cache to load, after checking that the cache to save can be written.
     fn saved_cache(&self, n_prompts: usize) -> Result<Option<SavedCache>> {
         for (name, path) in [("save-cache", &self.save_cache), ("load-cache", &self.load_cache)] {
             let Some(path) = path else { continue };
@@ -287,15 +257,15 @@ impl Args {
             }
             if n_prompts > 1 {
                 bail!(
-                    "{name} {}: a file holds one text, and there are {n_prompts}",
+                    "{name} {}: a file holds one text, but there are {n_prompts} prompts",
                     path.display()
                 );
             }
         }
         if let Some(path) = &self.save_cache {
-            // Before it is opened, which of a pipe would wait for a reader.
+            // Checked before it is opened, because opening a pipe waits for a reader.
             if fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
-                bail!("save-cache {}: is no regular file", path.display());
+                bail!("save-cache {}: must be a regular file", path.display());
             }
             OutFile::open("save-cache", path)?;
         }
@@ -303,11 +273,81 @@ impl Args {
         let saved = SavedCache::open(path)?;
         match saved.tokens().len() {
             1 => Ok(Some(saved)),
-            n => bail!("load-cache {}: it holds {n} texts, one is continued", path.display()),
+            n => bail!("load-cache {}: holds {n} texts, but must hold one", path.display()),
         }
     }
 
-    /// The conversation so far: the one that was saved, or the system message.
+    fn options<T: Target>(
+        &self,
+        sampling: Sampling,
+        eos: &BTreeSet<u32>,
+        model: &LanguageModel,
+        device: &On<T>,
+    ) -> GenerateOptions {
+        if sampling.penalizes() && T::NAME != "flex" {
+            note("penalties are computed on the host, which reads the logits of every step");
+        }
+        GenerateOptions {
+            max_tokens: self.max_tokens,
+            sampling,
+            eos: eos.clone(),
+            recorded: self.steps.recorded(),
+            ..GenerateOptions::suiting(model, device)
+        }
+    }
+
+    /// Returns the positions to which the cache can be cut back.
+    fn checkpoints(&self, n_prompts: usize) -> Checkpoints {
+        match (&self.save_cache, n_prompts) {
+            (Some(_), _) => Checkpoints::All,
+            (None, 0) => Checkpoints::Ends,
+            (None, _) => Checkpoints::None,
+        }
+    }
+
+    /// Encodes prompts, with a template as the next message of the conversation `talk`.
+    fn encode(
+        &self,
+        prompts: Vec<String>,
+        tokenizer: &Tokenizer,
+        template: Option<&ChatTemplate>,
+        talk: &[Message],
+    ) -> Result<Vec<Vec<u32>>> {
+        let several = prompts.len() > 1;
+        let encode = |prompt: String| -> Result<Vec<u32>> {
+            let Some(template) = template else { return self.continued(tokenizer, &prompt) };
+            let talk = [talk, &[Message::new("user", prompt)]].concat();
+            Ok(tokenizer.encode(&template.render(&talk)?)?)
+        };
+        let labelled = |(i, prompt)| match several {
+            true => encode(prompt).with_context(|| prompt_label(i)),
+            false => encode(prompt),
+        };
+        prompts.into_iter().enumerate().map(labelled).collect()
+    }
+
+    /// Saves the cache if the user asked for it. After an error, saves the turns before it; if this
+    /// fails as well, prints a note.
+    fn save<T: Target>(
+        &self,
+        writer: &mut Writer<'_, T>,
+        ended: &Result<()>,
+        name: &str,
+        talk: &[Message],
+    ) -> Result<()> {
+        let Some(path) = &self.save_cache else { return Ok(()) };
+        if ended.is_ok() {
+            return writer.save(path, name, talk);
+        }
+        if writer.held.is_some()
+            && let Err(error) = writer.save(path, name, talk)
+        {
+            note(format_args!("{error:#}"));
+        }
+        Ok(())
+    }
+
+    /// Returns the conversation so far: the saved one, or the system message.
     fn talk<T: Target>(&self, writer: &Writer<'_, T>, converses: bool) -> Result<Vec<Message>> {
         let system = self.system.iter().map(|text| Message::new("system", text));
         let system: Vec<Message> = system.collect();
@@ -316,11 +356,9 @@ impl Args {
             return Ok(system);
         }
         if !saved.starts_with(&system) {
-            bail!(
-                "system: the saved conversation has another; leave out --system to go on with it"
-            );
+            bail!("system: differs from the saved conversation's; omit --system to continue it");
         }
-        note(format_args!("going on with a conversation of {} messages", saved.len()));
+        note(format_args!("continuing a conversation of {} messages", saved.len()));
         Ok(saved.to_vec())
     }
 
@@ -337,7 +375,7 @@ impl Args {
         MemoryRequest { batch, exact, generates: true, ..MemoryRequest::new(&self.cache, capacity) }
     }
 
-    /// The prompts; none for a conversation.
+    /// Returns the prompts; none for a conversation.
     fn prompts(&self) -> Result<Vec<String>> {
         if self.batch == 0 {
             bail!("batch 0: must be at least 1");
@@ -360,7 +398,7 @@ impl Args {
         Ok(prompts)
     }
 
-    /// The template to use, if any.
+    /// Returns the template to use, if any.
     fn template(&self, tokenizer: &Tokenizer) -> Result<Option<ChatTemplate>> {
         let template = match self.no_chat {
             true => None,
@@ -381,7 +419,9 @@ impl Args {
                     }
                 }
                 if !self.chat {
-                    note("talking by the model's chat template; --no-chat continues the prompt");
+                    note(
+                        "using the model's chat template; --no-chat continues the prompt without it",
+                    );
                 }
             }
             None => {}
@@ -389,75 +429,14 @@ impl Args {
         Ok(template)
     }
 
-    /// The ids of a prompt that is continued as it is.
+    /// Encodes a prompt without a template.
     fn continued(&self, tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>> {
         let limit = self.prompt_tokens.unwrap_or(usize::MAX);
         let bos = self.bos.choose(tokenizer)?;
         let ids: Vec<u32> = bos.into_iter().chain(tokenizer.encode_first(prompt, limit)?).collect();
         if ids.is_empty() {
-            bail!("prompt: has no token, there is nothing to continue");
+            bail!("prompt: must have at least one token");
         }
         Ok(ids)
-    }
-}
-
-/// An event that a conversation waits for.
-enum Said {
-    Line(io::Result<String>),
-    End,
-    /// Ctrl-C.
-    Interrupt,
-}
-
-/// A conversation over standard input, one line at a time.
-fn converse<T: Target>(
-    writer: &mut Writer<'_, T>,
-    template: &ChatTemplate,
-    talk: &mut Vec<Message>,
-) -> Result<()> {
-    let asks = io::stdin().is_terminal();
-    // A thread of its own reads, so that a signal ends the waiting.
-    let (sender, said) = mpsc::sync_channel(1);
-    let wake = sender.clone();
-    writer.interrupt.wait(move || drop(wake.try_send(Said::Interrupt)));
-    thread::spawn(move || {
-        let lines = io::stdin().lock().lines().map(Said::Line);
-        lines.chain([Said::End]).try_for_each(|said| sender.send(said))
-    });
-    loop {
-        if asks {
-            Screen::Error.print("> ")?;
-        }
-        let line = match said.recv() {
-            Ok(Said::Line(line)) => line.context("standard input: cannot read")?,
-            Ok(Said::Interrupt) => String::new(),
-            Ok(Said::End) | Err(_) => return Ok(()),
-        };
-        if writer.interrupt.ends() {
-            writer.interrupted = true;
-            return Ok(());
-        }
-        if !line.trim().is_empty() {
-            writer.interrupt.begin();
-            talk.push(Message::new("user", line));
-            let ids = writer.tokenizer.encode(&template.render(talk)?)?;
-            let answer = match writer.write(&ids) {
-                Ok(answer) => answer,
-                Err(error) => {
-                    talk.pop();
-                    return Err(error);
-                }
-            };
-            // A turn without an answer is no part of the conversation.
-            match std::mem::take(&mut writer.interrupted) && answer.is_empty() {
-                true => drop(talk.pop()),
-                false => talk.push(Message::new("assistant", answer)),
-            }
-        }
-        writer.interrupt.pause();
-        if writer.interrupt.ends() {
-            writer.interrupted = true;
-            return Ok(());
-        }
     }
 }

@@ -1,4 +1,4 @@
-//! Ctrl-C while texts are generated: the first stops a text, the next ends the program.
+//! Ctrl-C during generation: the first stops a text, the next ends the program.
 
 use std::{
     process::exit,
@@ -11,21 +11,21 @@ use std::{
 use anyhow::Result;
 use kv_cli::on_interrupt;
 
-/// State of the program, which decides the effect of a signal.
+/// The state of the program, which decides the effect of a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Phase {
-    /// Nothing that is worth keeping yet: a signal ends the program.
+    /// Nothing to keep yet: a signal ends the program.
     Loading,
     /// Generating: a signal stops the text.
     Running,
-    /// Waiting for what the user says next: a signal ends the conversation.
+    /// Waiting for the user's next message: a signal ends the conversation.
     Waiting,
-    /// Writing what was generated, which is not interrupted.
+    /// Writing outputs, which is not interrupted.
     Ending,
 }
 
-/// Calls for the end of what is waited for.
+/// Ends a wait for the user.
 type Wake = Box<dyn Fn() + Send>;
 
 #[derive(Default)]
@@ -41,7 +41,7 @@ struct State {
 pub(crate) struct Interrupt(Arc<State>);
 
 impl Interrupt {
-    /// Listens to signals from now on. `at_once` ends the program where nothing is kept.
+    /// Starts to listen to signals. `at_once` is called before the program ends immediately.
     pub(crate) fn listen(at_once: impl Fn() + Send + 'static) -> Result<Self> {
         let interrupt = Self(Arc::default());
         let heard = interrupt.clone();
@@ -49,7 +49,7 @@ impl Interrupt {
         Ok(interrupt)
     }
 
-    /// A text begins.
+    /// Starts the phase in which a signal stops the text.
     pub(crate) fn begin(&self) {
         self.0.signals.store(0, Ordering::SeqCst);
         self.set(Phase::Running);
@@ -65,18 +65,18 @@ impl Interrupt {
         self.0.signals.load(Ordering::SeqCst) > 1
     }
 
-    /// The user is asked for the first turn; `wake` ends the waiting.
+    /// Starts to wait for the user's first message; `wake` ends the wait.
     pub(crate) fn wait(&self, wake: impl Fn() + Send + 'static) {
         *self.0.wake.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(wake));
         self.pause();
     }
 
-    /// The user is asked for the next turn.
+    /// Starts to wait for the user's next message.
     pub(crate) fn pause(&self) {
         self.set(Phase::Waiting);
     }
 
-    /// Nothing is interrupted from now on.
+    /// Starts the phase that is not interrupted.
     pub(crate) fn finish(&self) {
         self.set(Phase::Ending);
     }

@@ -1,4 +1,4 @@
-//! A text that was generated: how it ended, in words and as a line of JSON.
+//! Generated texts: why they ended, in words and as a line of JSON.
 
 use core::fmt;
 use std::{path::PathBuf, time::Duration};
@@ -12,24 +12,23 @@ use kv_models::{
 };
 use serde_json::{Value, json};
 
-/// Why a text ended.
+/// The reason why a text ended.
 #[derive(Clone, Debug)]
 pub(crate) enum End {
     /// An end-of-text token.
     Eos,
     /// A string of `--stop`.
     StopString(String),
-    /// As many tokens as `--max-tokens`.
+    /// The number of tokens of `--max-tokens`.
     MaxTokens(usize),
     /// No room for another token.
     Capacity,
-    /// Ctrl-C, or nobody reads the text any more.
+    /// Ctrl-C, or a closed output.
     Interrupted,
 }
 
 impl End {
-    /// Why generation stopped, where `stop_string` was found in its text and `most` tokens were
-    /// asked for.
+    /// Returns the reason, given the stop string in the text and the requested number of tokens.
     pub(crate) fn new(stop: Stop, stop_string: Option<&str>, most: usize) -> Self {
         match (stop, stop_string) {
             (_, Some(stop)) => Self::StopString(stop.into()),
@@ -40,7 +39,7 @@ impl End {
         }
     }
 
-    /// The reason by its name in OpenAI's API; `abort` for what that has no name for.
+    /// Returns the reason's name in OpenAI's API, or `abort`, which that API lacks.
     fn finish_reason(&self) -> &'static str {
         match self {
             Self::Eos | Self::StopString(_) => "stop",
@@ -76,7 +75,7 @@ pub(crate) struct Reply {
 }
 
 impl Reply {
-    /// Tokens of the prompt that were in the cache already.
+    /// Returns the tokens of the prompt that were already in the cache.
     pub(crate) fn reused(&self) -> usize {
         self.prompt - self.generated.prefill_tokens
     }
@@ -123,7 +122,7 @@ pub(crate) fn prompt_label(index: usize) -> String {
     format!("prompt {}", index + 1)
 }
 
-/// Where replies go as JSON: nowhere, standard output instead of their texts, or a file.
+/// The output of replies as JSON: none, standard output instead of their texts, or a file.
 pub(crate) enum JsonLines {
     None,
     Stdout,
@@ -132,14 +131,13 @@ pub(crate) enum JsonLines {
 }
 
 impl JsonLines {
-    /// Finds out whether the file can be written.
+    /// Checks that the file can be written.
     pub(crate) fn open(path: Option<&PathBuf>) -> Result<Self> {
         Ok(match path {
             None => Self::None,
             Some(path) if path.as_os_str() == "-" => Self::Stdout,
             Some(path) => {
-                // The file is opened again in the end, so that a run that is killed leaves nothing
-                // beside it.
+                // The file is opened again at the end, so a killed run leaves no unfinished file.
                 OutFile::open("json", path)?;
                 Self::File(path.clone(), String::new())
             }
@@ -151,7 +149,16 @@ impl JsonLines {
         !matches!(self, Self::Stdout)
     }
 
-    /// Writes a reply. Returns `false` once nobody reads the output.
+    /// Prints a part of a text, unless JSON is printed instead. Returns `false` if the output is
+    /// closed.
+    pub(crate) fn print(&self, part: String) -> Result<bool> {
+        match self.prints_texts() && !part.is_empty() {
+            true => Screen::Out.print(part),
+            false => Ok(true),
+        }
+    }
+
+    /// Writes a reply. Returns `false` if the output is closed.
     pub(crate) fn push(&mut self, reply: &Reply) -> Result<bool> {
         match self {
             Self::None => Ok(true),
@@ -172,7 +179,7 @@ impl JsonLines {
     }
 }
 
-/// The text of tokens as they come, up to a stop string.
+/// The text of generated tokens, up to a stop string.
 pub(crate) struct TextOut<'a> {
     stream: Option<TextStream<'a>>,
     stops: StopStrings,
@@ -201,12 +208,12 @@ impl<'a> TextOut<'a> {
         Ok(new)
     }
 
-    /// The stop string that ended the text, if one did.
+    /// Returns the stop string that ended the text, if any.
     pub(crate) fn stopped(&self) -> Option<&str> {
         self.stops.found()
     }
 
-    /// All of the text.
+    /// Returns the whole text.
     pub(crate) fn into_text(self) -> String {
         self.text
     }

@@ -1,28 +1,31 @@
-//! Several prompts continued together, each line of text behind the number of its prompt.
+//! Continues several prompts together; each line of text starts with the number of its prompt.
 
 use anyhow::{Context, Result};
 use kv_cli::Screen;
 use kv_cubecl::Target;
-use kv_models::generate::{Batch, Event};
+use kv_models::{
+    Generated,
+    generate::{Batch, Event},
+};
 
 use crate::{
     generate_reply::{End, Reply, TextOut, prompt_label},
     generate_writer::Writer,
 };
 
-/// The text of one prompt, written line by line so that texts do not mix within a line.
+/// The text of one prompt, written line by line so texts do not mix within a line.
 struct Lines<'a> {
     /// The number of the prompt, from 1.
     number: usize,
     out: TextOut<'a>,
     /// The unfinished line, not yet written.
     line: String,
-    /// Write the lines to standard output.
+    /// Set if the lines are written to standard output.
     prints: bool,
 }
 
 impl Lines<'_> {
-    /// Writes the lines that `id` completes. Returns `false` once nobody reads the output.
+    /// Writes the lines that `id` completes. Returns `false` if the output is closed.
     fn push(&mut self, id: u32) -> Result<bool> {
         self.line += &self.out.push(id)?;
         let Some((whole, rest)) = self.line.rsplit_once('\n') else { return Ok(true) };
@@ -31,7 +34,7 @@ impl Lines<'_> {
         Ok(heard)
     }
 
-    /// Writes what is left. Returns `false` once nobody reads the output.
+    /// Writes the rest. Returns `false` if the output is closed.
     fn finish(&mut self) -> Result<bool> {
         self.line += &self.out.finish()?;
         match std::mem::take(&mut self.line) {
@@ -40,7 +43,7 @@ impl Lines<'_> {
         }
     }
 
-    /// Writes all lines at once, so that nothing comes between them.
+    /// Writes all lines at once, so no other text separates them.
     fn write(&self, lines: &str) -> Result<bool> {
         if !self.prints {
             return Ok(true);
@@ -52,14 +55,13 @@ impl Lines<'_> {
 }
 
 impl<T: Target> Writer<'_, T> {
-    /// Continues `prompts`, `slots` at a time; writes their lines as they are generated, why each
-    /// ended, and how fast all were.
+    /// Continues `prompts`, `slots` at a time. Writes their lines as they are generated, the reason
+    /// why each ended, and the speed.
     pub(crate) fn write_several(&mut self, prompts: &[Vec<u32>], slots: usize) -> Result<()> {
         let slots = slots.min(prompts.len());
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let mut cache = self.new_cache(longest, slots)?;
-        let capacity = cache.remaining();
-        let bytes = cache.memory_bytes().total();
+        let (capacity, bytes) = (cache.remaining(), cache.memory_bytes().total());
         let mut batch = Batch::new(self.model, &mut cache, self.options.clone(), self.device)?;
         for (i, prompt) in prompts.iter().enumerate() {
             batch.push(prompt).with_context(|| prompt_label(i))?;
@@ -90,31 +92,20 @@ impl<T: Target> Writer<'_, T> {
                     None => true,
                 },
                 Event::End { text, generated } => match texts[text].take() {
-                    Some(mut lines) => {
-                        let mut heard = lines.finish()?;
-                        let most = self.options.max_tokens;
-                        let end = End::new(generated.stop, lines.out.stopped(), most);
-                        let (prompt, text_out) = (prompts[text].len(), lines.out.into_text());
-                        let reply = Reply { index: text, text: text_out, end, prompt, generated };
-                        heard &= self.json.push(&reply)?;
-                        tell(&reply)?;
-                        heard
-                    }
+                    Some(lines) => self.end(lines, prompts[text].len(), generated)?,
                     None => true,
                 },
             };
-            // Nobody reads the output any more.
             if !heard {
                 break;
             }
         }
         self.interrupted |= interrupted;
-        let totals = batch.totals();
+        let (n, totals) = (prompts.len(), batch.totals());
         Screen::Error.line(format_args!(
-            "{} prompts, {slots} at a time: prefill {} tokens, {:.1} tokens/s; decode {} tokens, \
+            "{n} prompts, {slots} at a time: prefill {} tokens, {:.1} tokens/s; decode {} tokens, \
              {:.1} tokens/s in all; cache {}: {slots} sequences of up to {capacity} tokens, \
              {:.2} MiB",
-            prompts.len(),
             totals.prefill_tokens,
             totals.prefill_tokens_per_second(),
             totals.decode_tokens,
@@ -123,6 +114,18 @@ impl<T: Target> Writer<'_, T> {
             bytes as f64 / (1 << 20) as f64,
         ))?;
         Ok(())
+    }
+
+    /// Writes the rest of a text that has ended, and its reply. Returns `false` if the output is
+    /// closed.
+    fn end(&mut self, mut lines: Lines<'_>, prompt: usize, generated: Generated) -> Result<bool> {
+        let read = lines.finish()?;
+        let end = End::new(generated.stop, lines.out.stopped(), self.options.max_tokens);
+        let (index, text) = (lines.number - 1, lines.out.into_text());
+        let reply = Reply { index, text, end, prompt, generated };
+        let read = self.json.push(&reply)? && read;
+        tell(&reply)?;
+        Ok(read)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Writes what a model generates, a text after the other, and keeps the cache for the next one.
+//! Generates and writes texts, and keeps the cache for the next one: [`Writer`].
 
 use std::{path::Path, time::Instant};
 
@@ -18,25 +18,24 @@ use crate::{
     loading::MemoryBudget,
 };
 
-/// Writes what a model generates, and keeps its cache for the next turn.
+/// Generates and writes texts, and keeps the cache for the next turn.
 pub(crate) struct Writer<'a, T: Target> {
     pub(crate) device: &'a On<T>,
     pub(crate) model: &'a LanguageModel,
     pub(crate) tokenizer: &'a Tokenizer,
     pub(crate) options: GenerateOptions,
     pub(crate) config: ModelCacheConfig,
-    /// The cache that was asked for, whose rotation may be in the weights of `model` rather than in
-    /// `config`.
+    /// The requested cache. Its Hadamard transform may be folded into the weights of `model`.
     pub(crate) cache_name: String,
-    /// Tokens the cache is allocated for; by default the prompt and its continuation.
+    /// Capacity of the cache; `None` for the prompt and its continuation.
     pub(crate) capacity: Option<usize>,
-    /// The memory that there is.
+    /// The memory budget of the caches.
     pub(crate) budget: MemoryBudget,
     /// The cache of the turns so far.
     pub(crate) held: Option<PromptCache>,
-    /// Where the cache can be cut back to.
+    /// The positions to which the cache can be cut back.
     pub(crate) checkpoints: Checkpoints,
-    /// `Some` if the cache is saved at the end; `true` keeps the last reply in it.
+    /// `Some` if the cache is saved at the end; `true` to save the last reply as well.
     pub(crate) saves: Option<bool>,
     /// Tokens of the last prompt.
     pub(crate) n_prompt: usize,
@@ -51,13 +50,13 @@ pub(crate) struct Writer<'a, T: Target> {
 }
 
 impl<T: Target> Writer<'_, T> {
-    /// Continues `ids`, writes the text as it is generated, then why it ended. Returns the text. A
-    /// turn that fails before it has read anything leaves what is held as it was.
+    /// Continues `ids`. Writes the text as it is generated, then the reason why it ended. Returns
+    /// the text. If prefill fails before it appended a token, the held cache is unchanged.
     pub(crate) fn write(&mut self, ids: &[u32]) -> Result<String> {
         let (mut held, before) = self.begin(ids)?;
         let reuses = before.is_some() || !held.tokens().is_empty();
         let start = Instant::now();
-        let Self { model, device, options, interrupt, .. } = self;
+        let Self { model, device, options, interrupt, json, .. } = self;
         let proceed = || !interrupt.stops();
         let prefilled = held.reuse(ids).and_then(|n_held| {
             let logits = held.prefill(model, ids, options.prefill_chunk, device, proceed)?;
@@ -66,8 +65,7 @@ impl<T: Target> Writer<'_, T> {
         let (n_held, logits) = match prefilled {
             Ok(prefilled) => prefilled,
             Err(error) => {
-                // Nothing was appended, as to a cache that is too small: it still holds the turns
-                // before.
+                // Nothing was appended, so the cache still holds the previous turns.
                 self.held = before.or(Some(held).filter(|held| !held.tokens().is_empty()));
                 return Err(error.into());
             }
@@ -76,13 +74,9 @@ impl<T: Target> Writer<'_, T> {
         self.n_prompt = held.tokens().len();
         let mut out = TextOut::new(self.tokenizer, &self.stops);
         let mut failure = None;
-        let prints = self.json.prints_texts();
-        // Generation stops when nobody reads the output any more.
+        // Generation stops if the output is closed.
         let on_token = |id| {
-            let continues = out.push(id).and_then(|part| match prints && !part.is_empty() {
-                true => Screen::Out.print(part),
-                false => Ok(true),
-            });
+            let continues = out.push(id).and_then(|part| json.print(part));
             let continues = continues.unwrap_or_else(|error| {
                 failure = Some(error);
                 false
@@ -93,7 +87,7 @@ impl<T: Target> Writer<'_, T> {
             Some(logits) => held.generate(model, logits, options, device, on_token).map(Some),
             None => Ok(None),
         };
-        // The cache has what was generated, whether or not it could be written.
+        // The cache holds the generated tokens even if they could not be written.
         self.held = Some(held);
         self.interrupted = interrupt.stops();
         let mut generated = generated?.unwrap_or_else(|| Generated::new(Stop::Callback));
@@ -101,7 +95,7 @@ impl<T: Target> Writer<'_, T> {
             return Err(error);
         }
         let rest = out.finish()?;
-        if prints && options.max_tokens > 0 {
+        if json.prints_texts() && options.max_tokens > 0 {
             Screen::Out.line(&rest)?;
         }
         (generated.prefill_tokens, generated.prefill_time) = (n_prefilled, prefill_time);
@@ -118,8 +112,7 @@ impl<T: Target> Writer<'_, T> {
         Ok(reply.text)
     }
 
-    /// The cache that `ids` go on from, and the one that they have no use for, to save should they
-    /// fail.
+    /// Returns the cache that `ids` continue, and an unrelated held cache to keep if they fail.
     fn begin(&mut self, ids: &[u32]) -> Result<(PromptCache, Option<PromptCache>)> {
         if let Some(saved) = self.saved.take() {
             let capacity = ids.len().max(saved.tokens()[0].len());
@@ -137,7 +130,7 @@ impl<T: Target> Writer<'_, T> {
                         kv_models::Error::Config { field, .. } if field.ends_with(".cache") => {
                             Err(anyhow::Error::from(error).context(other))
                         }
-                        // A rotation that is in the weights makes them others.
+                        // A Hadamard transform that is folded into the weights changes them.
                         _ => bail!("{other}; give --cache {cache}"),
                     }
                 }
@@ -147,7 +140,7 @@ impl<T: Target> Writer<'_, T> {
         let shares = |held: &PromptCache| held.tokens().first() == ids.first();
         match self.held.take() {
             Some(held) if shares(&held) => Ok((held, None)),
-            // It is all there is to save should the turn fail.
+            // It is saved if this turn fails.
             other => {
                 let other = other.filter(|_| self.saves.is_some());
                 Ok((PromptCache::new(self.new_cache(ids.len(), 1)?, self.checkpoints)?, other))
@@ -176,7 +169,10 @@ impl<T: Target> Writer<'_, T> {
     /// Writes the cache and its tokens to a file.
     pub(crate) fn save(&mut self, path: &Path, name: &str, talk: &[Message]) -> Result<()> {
         let Some(held) = &mut self.held else {
-            bail!("save-cache {}: nothing was read that it could hold", path.display());
+            bail!(
+                "save-cache {}: there is no cache to save, because no prompt was processed",
+                path.display()
+            );
         };
         if self.saves == Some(false) {
             held.cut_back(self.n_prompt)?;

@@ -1,4 +1,4 @@
-//! Results as JSON: the argument that names the file, and writing it.
+//! The argument `--json` and its file.
 
 use std::path::{Path, PathBuf};
 

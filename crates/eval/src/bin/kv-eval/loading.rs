@@ -1,4 +1,4 @@
-//! Loads a model: checks first that it fits into memory, and shows the progress.
+//! Loads models after checking that they fit into memory, and shows the progress.
 
 use std::{
     cell::RefCell,
@@ -15,11 +15,11 @@ use kv_models::{
     ModelSpec, Planned, Usage, WeightBytes,
 };
 
-/// The memory that a command asks for: its caches and the tokens it processes at a time.
+/// The memory that a command needs besides weights: its caches and its forward passes.
 #[derive(Clone, Debug)]
 pub(crate) struct MemoryRequest {
-    /// The caches, allocated one after the other. Empty means the cache that the model's files ask
-    /// for, else float.
+    /// The caches, allocated one at a time. Empty means the cache that the model's files name, or
+    /// else float.
     pub(crate) caches: Vec<ModelCacheConfig>,
     /// Capacity of each cache in tokens, clamped to the model's positions unless `exact`.
     pub(crate) capacity: usize,
@@ -70,7 +70,7 @@ impl MemoryRequest {
     }
 }
 
-/// The memory available before the model was loaded, and the bytes its weights take of it.
+/// The memory available before the model was loaded, and the bytes of its weights.
 #[derive(Clone, Debug)]
 pub(crate) struct MemoryBudget {
     limit: MemoryLimit,

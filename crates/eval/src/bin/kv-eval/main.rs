@@ -6,6 +6,7 @@ mod built_in;
 mod common;
 mod compare;
 mod generate;
+mod generate_conversation;
 mod generate_interrupt;
 mod generate_reply;
 mod generate_several;
@@ -35,8 +36,8 @@ static ALLOCATOR: Tracking<MiMalloc> = Tracking::new(MiMalloc);
 
 /// Evaluate language models with quantized KV caches.
 ///
-/// Without a command, a small built-in model with float, 4-bit and 2-bit caches is compared with
-/// the same model after training with its cache: one table, and a report with charts.
+/// Without a command, compares a small built-in model with float, 4-bit and 2-bit caches to the
+/// same model after training with its cache. Prints a table and writes a report with charts.
 #[derive(Debug, Parser)]
 #[command(version, long_version = version::long(), about, args_conflicts_with_subcommands = true)]
 #[command(after_help = "Examples:
@@ -57,19 +58,19 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Perplexity of a text, and the divergence of each cache from the float one.
+    /// Measure the perplexity of a text, and the divergence of each cache from the float cache.
     Ppl(ppl::Args),
-    /// Continue a prompt.
+    /// Continue a prompt, or chat with a model.
     Generate(generate::Args),
     /// Compare a model's memory use across cache formats, with the longest context and largest
     /// batch that fit.
     Plan(plan::Args),
-    /// A float cache beside a quantized one: how far they are apart by token and layer.
+    /// Compare a quantized cache with a float cache by token and layer.
     Twin(twin::Args),
     /// Find the best per-layer cache policy within a byte budget.
     Search(search::Args),
-    /// Let a world model play on by itself, with caches of several kinds, and compare what it shows
-    /// with the truth.
+    /// Let a world model continue games with different caches, and compare its frames with the true
+    /// ones.
     World(world::Args),
     /// Time attention, caches and whole models by context length.
     Bench(bench::Args),

@@ -1,4 +1,4 @@
-//! `kv-eval plan`: what a model takes of memory, before there is any of it.
+//! `kv-eval plan`: the memory use of a model that is not loaded.
 
 use std::{path::Path, str::FromStr};
 
@@ -18,11 +18,11 @@ use kv_models::{
 
 use crate::json::{JsonArgs, write_json};
 
-/// Tokens that are planned for unless the user says, if the model has as many positions.
+/// Default context, unless the model has fewer positions.
 const CONTEXT: usize = 4096;
 
-/// --model is a folder, a .gguf file, a config.json whose weights need not be there, or a name such
-/// as SmolLM2-135M, Llama-3.1-8B or DeepSeek-V4-Pro.
+/// --model is a folder, a .gguf file, a config.json without weights, or a name such as
+/// SmolLM2-135M, Llama-3.1-8B or DeepSeek-V4-Pro.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   kv-eval plan --model Llama-3.1-8B --context 32768 --memory 16G
@@ -32,10 +32,10 @@ const CONTEXT: usize = 4096;
 pub(crate) struct Args {
     #[command(flatten)]
     source: ModelSource,
-    /// Where it would run.
+    /// Backend to plan for.
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
-    /// The type of floats: f32, f16, bf16, or auto for that of the file.
+    /// Float type: f32, f16, bf16, or auto for the type of the file.
     #[arg(long, default_value = "f32")]
     dtype: WeightDtype,
     /// Weights to plan for: packed, as in the file; restored; or a format to quantize them to, such
@@ -43,13 +43,13 @@ pub(crate) struct Args {
     /// that does not fit.
     #[arg(long, value_name = "WEIGHTS")]
     weights: Option<PlannedWeights>,
-    /// The memory there is, as 16G or 512MiB; by default what the device has, or what is free.
+    /// Memory limit, such as 16G or 512MiB [default: the device's memory, or the free memory].
     #[arg(long, value_name = "SIZE")]
     memory: Option<MemorySize>,
-    /// Tokens of each sequence; by default 4096, or the model's limit if that is lower.
+    /// Tokens of each sequence [default: 4096, or the model's limit if that is lower].
     #[arg(long, short, conflicts_with = "frames")]
     context: Option<usize>,
-    /// Frames of each sequence, of a model of frames.
+    /// Frames of each sequence, for a model of frames.
     #[arg(long)]
     frames: Option<usize>,
     /// Sequences.
@@ -78,7 +78,7 @@ impl FromStr for PlannedWeights {
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
-            // How they are multiplied does not change what they take.
+            // The precision of activations does not change the size of weights.
             "packed" | "packed-exact" | "packed-int8" => Ok(Self::Packed),
             "restored" => Ok(Self::Restored),
             "int4" => Ok(Self::As(WeightFormat::Int4(GroupSize::G32))),
@@ -92,7 +92,7 @@ impl FromStr for PlannedWeights {
     }
 }
 
-/// Weights to plan for if the authors' weights do not fit, in order of least loss.
+/// Weights to plan for if the authors' weights do not fit, in ascending order of loss.
 const SMALLER: [PlannedWeights; 2] = [
     PlannedWeights::As(WeightFormat::Int8(GroupSize::G32)),
     PlannedWeights::As(WeightFormat::Int4(GroupSize::G32)),
@@ -146,7 +146,7 @@ impl Args {
         self.dtype == WeightDtype::F32 && check_device("", device).is_ok()
     }
 
-    /// The plan for weights of a kind.
+    /// Plans for weights of a kind.
     fn plan(&self, weights: PlannedWeights, device: &Device) -> Result<MemoryPlan> {
         let (packed, planned) = match weights {
             PlannedWeights::Packed => (Some(Activations::Int16), None),
@@ -178,7 +178,7 @@ impl Args {
         Ok(plan(&subject, &request)?)
     }
 
-    /// Tokens of each sequence.
+    /// Returns the tokens of each sequence.
     fn context(&self, subject: &Subject) -> Result<usize> {
         let most = subject.max_context();
         let Some(frames) = self.frames else {
@@ -186,7 +186,9 @@ impl Args {
             return Ok(self.context.unwrap_or_else(|| ring.unwrap_or(CONTEXT).min(most)));
         };
         let frame = subject.frame;
-        let frame = frame.with_context(|| format!("frames {frames}: {} has none", subject.name))?;
+        let frame = frame.with_context(|| {
+            format!("frames {frames}: {} is not a model of frames", subject.name)
+        })?;
         frames.checked_mul(frame.tokens).filter(|tokens| (1..=most).contains(tokens)).with_context(
             || {
                 let most = most / frame.tokens;

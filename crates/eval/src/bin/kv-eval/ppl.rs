@@ -17,7 +17,7 @@ use crate::{
     source::{self, Source},
 };
 
-/// Tokens of a window, unless the model has fewer positions.
+/// Default tokens per eval window, unless the model has fewer positions.
 const WINDOW: usize = 2048;
 
 #[derive(Debug, clap::Args)]
@@ -30,8 +30,7 @@ pub(crate) struct Args {
     on: ModelArgs,
     #[command(flatten)]
     text: TextArgs,
-    /// streaming: token by token from an empty cache; parallel: the same numbers by the closed
-    /// form.
+    /// streaming: token by token from an empty cache. parallel: the same numbers in closed form.
     #[arg(long, default_value = "parallel")]
     mode: Mode,
     #[arg(long = "cache", help = cache_help(
@@ -39,22 +38,22 @@ pub(crate) struct Args {
          kv_cache.json, if it has one]"
     ))]
     caches: Vec<NamedCache>,
-    /// Tokens per window; each window starts from an empty cache. By default 2048, or the model's
-    /// limit if that is lower.
+    /// Tokens per eval window; each window starts from an empty cache [default: 2048, or the
+    /// model's limit if that is lower].
     #[arg(long)]
     window: Option<usize>,
-    /// Tokens from the start of one window to that of the next, at most the window, which is the
-    /// default. With less, windows overlap and each scores its last tokens only, those that the one
-    /// before does not reach: every token is predicted from more text, at more work.
+    /// Tokens from the start of one eval window to that of the next [default: the window]. With a
+    /// smaller stride, windows overlap and each scores only its last tokens. This predicts tokens
+    /// from more text but takes longer.
     #[arg(long)]
     stride: Option<usize>,
-    /// Use only the first tokens of the text, and read no more of it; by default all of it is used.
+    /// Read and use only the first tokens of the text [default: all].
     #[arg(long)]
     tokens: Option<usize>,
     #[command(flatten)]
     json: JsonArgs,
     /// Write report.html and its charts into this folder, with the errors of each layer over the
-    /// first window.
+    /// first eval window.
     #[arg(long, value_name = "FOLDER")]
     report: Option<PathBuf>,
     #[command(flatten)]
@@ -80,7 +79,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let window = args.window.unwrap_or(WINDOW);
     let window = window.min(args.tokens.unwrap_or(usize::MAX));
     let caches = configs(&args.caches).into_iter();
-    // The float cache always runs, and is the largest.
+    // The float cache always runs and is the largest.
     let request = MemoryRequest::new(caches.chain([KvCacheConfig::float().into()]), window);
     let request = MemoryRequest { pass: Some(window), ..request };
     let (Source { model, tokenizer, name, cache, notes }, _) =
@@ -91,7 +90,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let mut caches = configs(&args.caches);
     for Named { name, value: config } in &args.caches {
         if name != "float" && config.is_float(model.spec()) {
-            note(format_args!("{name} is the float cache, which has its row without being named"));
+            note(format_args!("{name} is the float cache, which always has a row"));
         }
     }
     if let (true, Some(cache)) = (caches.is_empty(), cache) {

@@ -1,4 +1,4 @@
-//! `--profile FILE`: where the time goes, as a page.
+//! `--profile FILE`: a timeline page of the run.
 
 use std::{
     path::{Path, PathBuf},
@@ -18,18 +18,17 @@ use kv_profile::Recorder;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ProfileArgs {
-    /// Write a page here that shows where the time goes: a timeline of threads and of the device's
-    /// queues by layer and operation, with sums. On WGPU and CUDA every launch is timed, which
-    /// slows the host down.
+    /// Write a timeline page to this file: threads and device queues by layer and operation, with
+    /// sums. On WGPU and CUDA every launch is timed, which slows the host down.
     #[arg(long, global = true, value_name = "FILE")]
     profile: Option<PathBuf>,
 }
 
-/// A recording that will be written, or nothing.
+/// The recording to write, if any.
 #[must_use]
 pub(crate) struct Profile(Option<Shared>);
 
-/// Whoever ends the recording takes it: the run, or Ctrl-C.
+/// The recording, taken by the end of the run or by Ctrl-C.
 type Shared = Arc<Mutex<Option<Recording>>>;
 
 struct Recording {
@@ -50,14 +49,14 @@ impl Recording {
     }
 }
 
-/// Ends the program, with the page of what was recorded so far.
+/// Writes the page recorded so far and ends the program.
 fn interrupted(shared: &Shared) {
     let Some(mut recording) = lock(shared).take() else { return };
     recording.facts.push(("ended".into(), "by Ctrl-C or SIGTERM".into()));
     let code = match recording.write() {
         Ok(()) => INTERRUPTED.into(),
         Err(error) => {
-            // If standard error cannot be written, there is nowhere to report that.
+            // An error is ignored, because standard error may be closed.
             let _ = Screen::Error.line(format_args!("error: {}", error_line(&error)));
             1
         }
@@ -65,25 +64,25 @@ fn interrupted(shared: &Shared) {
     exit(code);
 }
 
-/// Locks the recording; a panic of another thread leaves it whole.
+/// Locks the recording, which a panic of another thread does not damage.
 fn lock(shared: &Shared) -> MutexGuard<'_, Option<Recording>> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ProfileArgs {
-    /// The page's file, if one is named.
+    /// Returns the file of the page, if the user named one.
     pub(crate) fn path(&self) -> Option<&Path> {
         self.profile.as_deref()
     }
 
-    /// Has Ctrl-C end the program, unless a profile is recorded, which [`start`](Self::start) has
-    /// it write.
+    /// Makes Ctrl-C end the program, unless a profile is recorded: then [`start`](Self::start)
+    /// makes it write the page.
     pub(crate) fn end_on_interrupt(&self) -> Result<()> {
         if self.profile.is_none() { exit_on_interrupt() } else { Ok(()) }
     }
 
-    /// Finds out whether the page can be written, and starts to record.
-    /// Ctrl-C and SIGTERM end the program, with the page.
+    /// Checks that the page can be written, and starts to record. Ctrl-C and SIGTERM write the page
+    /// and end the program.
     pub(crate) fn start(&self) -> Result<Profile> {
         let profile = self.record()?;
         if let Some(shared) = &profile.0 {
@@ -93,7 +92,7 @@ impl ProfileArgs {
         Ok(profile)
     }
 
-    /// Finds out whether the page can be written, and starts to record. Signals are the caller's.
+    /// Checks that the page can be written, and starts to record. The caller handles signals.
     pub(crate) fn record(&self) -> Result<Profile> {
         let Some(path) = &self.profile else { return Ok(Profile(None)) };
         if path == Path::new("-") {
@@ -124,7 +123,7 @@ impl Profile {
         move || shared.iter().for_each(interrupted)
     }
 
-    /// Says where it runs, and compares the device's clock with the host's.
+    /// Records the device, and compares its clock with the host's.
     pub(crate) fn device<T: Target>(&mut self, device: &On<T>) -> Result<()> {
         self.change(|Recording { recorder, facts, device: at, .. }| {
             *at = Some((**device).clone());
@@ -135,7 +134,7 @@ impl Profile {
         .unwrap_or(Ok(()))
     }
 
-    /// Says which model runs; to be called before it does.
+    /// Records the model. Must be called before it runs.
     pub(crate) fn model(&mut self, model: &LanguageModel, name: &str) {
         self.change(|Recording { recorder, facts, .. }| {
             recorder.name_operations(model);
@@ -146,7 +145,7 @@ impl Profile {
         });
     }
 
-    /// Adds a setting to the head of the page.
+    /// Adds a setting to the header of the page.
     pub(crate) fn fact(&mut self, name: &str, value: impl ToString) {
         self.change(|recording| recording.facts.push((name.into(), value.to_string())));
     }

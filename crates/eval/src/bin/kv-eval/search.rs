@@ -39,37 +39,38 @@ pub(crate) struct Args {
     on: ModelArgs,
     #[command(flatten)]
     text: TextArgs,
-    /// Bytes of the caches of all layers for --context tokens, at most, as 12M or 10.5MiB.
+    /// Byte budget of the caches of all layers for --context tokens, such as 12M or 10.5MiB.
     #[arg(long, value_name = "SIZE", value_parser = bytes)]
     bytes: MemorySize,
-    /// Tokens that --bytes are for; by default 4096, or the model's limit if that is lower.
+    /// Tokens that --bytes applies to [default: 4096, or the model's limit if that is lower].
     #[arg(long, short)]
     context: Option<usize>,
     /// Cache that gives all layers their options except the formats: groups, residual, sinks,
     /// hadamard and float type.
     #[arg(long, default_value = "k4v4-g64-r64-s4-gflush-hadv-f16")]
     base: KvCacheConfig,
-    /// A format to choose from for each side of each layer, beside float: 2, 3, 4, 8, int8, e4m3, ..;
-    /// repeatable.
+    /// Format to choose from for each side of each layer, in addition to float: 2, 3, 4, 8, int8,
+    /// e4m3, ..; repeatable.
     #[arg(long = "format", value_parser = format, default_values = ["4", "2"])]
     formats: Vec<KvFormat>,
-    /// First tokens of the text, which are searched on.
+    /// Number of first tokens of the text, which the search uses.
     #[arg(long, default_value_t = 1024)]
     tokens: usize,
-    /// Tokens after them, which the search does not see, and which compare what it found.
+    /// Number of tokens after them. The results are compared on them, but the search does not use
+    /// them.
     #[arg(long, default_value_t = 4096)]
     unseen_tokens: usize,
-    /// Tokens per window; each window starts from an empty cache. By default 1024, or the model's
-    /// limit if that is lower.
+    /// Tokens per eval window; each window starts from an empty cache [default: 1024, or the
+    /// model's limit if that is lower].
     #[arg(long)]
     window: Option<usize>,
     /// Name of the policy.
     #[arg(long, default_value = "found")]
     name: String,
-    /// The policy's file, of .toml or .json.
+    /// File of the policy, .toml or .json.
     #[arg(long, value_name = "FILE", default_value = "policy.toml")]
     out: PathBuf,
-    /// Draw divergence by bytes here, as SVG.
+    /// Write a chart of divergence by bytes to this SVG file.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
     #[command(flatten)]
@@ -85,7 +86,7 @@ fn format(name: &str) -> Result<KvFormat, String> {
     })
 }
 
-/// A size, which may be a number of bytes.
+/// A size, such as a number of bytes.
 fn bytes(text: &str) -> Result<MemorySize, String> {
     match text.parse::<u64>() {
         Ok(bytes) if bytes > 0 => Ok(MemorySize(bytes)),
@@ -93,11 +94,11 @@ fn bytes(text: &str) -> Result<MemorySize, String> {
     }
 }
 
-/// Tokens of a window and of the context, unless the user says or the model has fewer positions.
+/// Default tokens of an eval window and of the context, unless the model has fewer positions.
 const WINDOW: usize = 1024;
 const CONTEXT: usize = 4096;
 
-/// Handles Ctrl-C: ends the program, or a running search at its next window.
+/// Handles Ctrl-C, which ends the program, or a running search at its next eval window.
 #[derive(Clone, Default)]
 struct Interrupt {
     searching: Arc<AtomicBool>,
@@ -126,7 +127,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         .writes("json", args.json.path())
         .check()?;
     if args.out.symlink_metadata().is_ok() {
-        bail!("out {}: is there already; remove it or name another file", args.out.display());
+        bail!("out {}: already exists; remove it or name another file", args.out.display());
     }
     dispatch!(args.on.backend, Plain, run_on(args))
 }
@@ -139,7 +140,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         Some("json") => false,
         _ => bail!("out {}: must end in .toml or .json", args.out.display()),
     };
-    // A name that is refused is refused now.
+    // An invalid name is refused before the search.
     ModelCacheConfig::from(args.base).with_name(&args.name)?;
     let out = OutFile::open("out", &args.out)?;
     let plot = args.plot.as_ref().map(|path| OutFile::open("plot", path)).transpose()?;
@@ -152,7 +153,10 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     };
     let (Source { model, tokenizer, .. }, _) =
         source::load(&args.on, Weights::Restored, request, &device)?;
-    let all = args.tokens.checked_add(args.unseen_tokens).context("tokens: are too many")?;
+    let all = args
+        .tokens
+        .checked_add(args.unseen_tokens)
+        .context("tokens: too many; use fewer --tokens or --unseen-tokens")?;
     let TextIds { ids, bos, .. } = args.text.read(&tokenizer, Some(all))?;
     let (seen, unseen) = ids.split_at(args.tokens.min(ids.len()));
     let window = args.window.unwrap_or_else(|| model.max_positions().min(WINDOW));
@@ -173,7 +177,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let start = Instant::now();
     let Some(found) = searched(&device, &model, &plan, &interrupt)? else { exit_interrupted() };
 
-    // Whatever cannot be written is said after the rest is.
+    // An output that cannot be written is reported after the others are written.
     let written = match toml {
         true => out.write(found.policy.to_toml().as_bytes()),
         false => write_json(out, &found.policy),
@@ -191,7 +195,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     written.and(plotted).and(json)
 }
 
-/// The search with a bar; `None` if it was interrupted, which has been told.
+/// Searches and shows a progress bar. Returns `None`, with a message, if it was interrupted.
 fn searched<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -234,13 +238,13 @@ fn verdict(found: &Found) -> String {
 }
 
 impl Args {
-    /// Tokens that the bytes are for.
+    /// Returns the tokens that the budget applies to.
     fn context(&self, model: &LanguageModel) -> Result<usize> {
         let most = model.max_positions();
         let context = self.context.unwrap_or_else(|| CONTEXT.min(most));
         match (1..=most).contains(&context) {
             true => Ok(context),
-            false => bail!("context {context}: must be 1 to {most}, the most tokens of the model"),
+            false => bail!("context {context}: must be 1 to {most}, the model's limit"),
         }
     }
 }

@@ -22,14 +22,14 @@ pub(crate) struct Source {
     pub(crate) model: LanguageModel,
     pub(crate) tokenizer: Tokenizer,
     pub(crate) name: String,
-    /// The cache that the model's files ask for, if they do.
+    /// The cache that the model's files name, if any.
     pub(crate) cache: Option<ModelCacheConfig>,
     /// Notes for the user, already printed.
     pub(crate) notes: Vec<String>,
 }
 
 /// Loads a model and its tokenizer if `request` fits the memory budget, which is returned too.
-/// `weights` says how quantized weights are kept unless `--weights` does.
+/// `weights` is the representation of quantized weights without `--weights`.
 pub(crate) fn load(
     args: &ModelArgs,
     weights: Weights,
@@ -44,8 +44,8 @@ pub(crate) fn load(
     Ok((with_tokenizer(loaded, args.source.name())?, budget))
 }
 
-/// Loads a model and returns it with its name, to which the dtype of its weights is added unless it
-/// is f32. Fails if `request` exceeds the memory budget.
+/// Loads a model and returns it with its name, with the dtype of its weights unless that is f32.
+/// Fails if `request` exceeds the memory budget.
 pub(crate) fn load_model(
     args: &ModelArgs,
     request: MemoryRequest,

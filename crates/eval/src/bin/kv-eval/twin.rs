@@ -1,4 +1,4 @@
-//! `kv-eval twin`: a float cache beside a quantized one.
+//! `kv-eval twin`: compares a quantized cache with a float cache.
 
 use anyhow::Result;
 use kv_cli::{NamedFiles, Plain, cache_help, dispatch, exit_on_interrupt, note, token_bar};
@@ -24,12 +24,10 @@ pub(crate) struct Args {
     text: TextArgs,
     #[arg(long, help = cache_help("Cache to put beside the float one"))]
     cache: NamedCache,
-    /// Tokens to pass, one at a time. A model of fewer positions gets as many tokens as it has
-    /// positions.
+    /// Number of tokens, clamped to the model's limit.
     #[arg(long, default_value_t = 256)]
     tokens: usize,
-    /// Stop after the first token whose distribution diverges further from the float cache's than
-    /// this, in nats.
+    /// Stop after the first token whose divergence from the float cache exceeds this, in nats.
     #[arg(long, allow_negative_numbers = true)]
     stop: Option<f64>,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! `kv-eval --version`: what is built in, and what is where.
+//! `kv-eval --version`: built-in backends and the paths of files.
 
 use std::{env, path::Path, sync::LazyLock};
 
@@ -9,7 +9,7 @@ use kv_models::decimal_size;
 
 use crate::compare::REPORT;
 
-/// The version and places, a line each.
+/// Returns the version and the paths, one per line.
 pub(crate) fn long() -> &'static str {
     static TEXT: LazyLock<String> = LazyLock::new(text);
     &TEXT

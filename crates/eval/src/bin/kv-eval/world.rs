@@ -20,6 +20,7 @@ use kv_eval::{
     },
 };
 use kv_eval_models::WORLD;
+use kv_models::gamerft::Config;
 use kv_report::{
     Table,
     chart::{Chart, Series, Style},
@@ -50,34 +51,35 @@ pub(crate) struct Args {
         "k8v16-r32", "kint8gv16-r32", "k4v4-r32",
     ])]
     caches: Vec<Named<LayerCaches>>,
-    /// Frames that the model plays by itself.
+    /// Number of frames that the model generates.
     #[arg(long, default_value_t = 200)]
     frames: usize,
-    /// Games.
+    /// Number of games.
     #[arg(long, default_value_t = 20)]
     seeds: u64,
-    /// The seed of the first game. The model was trained on none below 2^63.
+    /// Seed of the first game. The model was trained only on seeds from 2^63 on.
     #[arg(long, default_value_t = 1000)]
     first_seed: u64,
-    /// True frames that the model sees first.
+    /// Number of true frames that the model sees first.
     #[arg(long, default_value_t = 8)]
     context: usize,
-    /// Frames of the rings of global layers; by default as many as the model was trained with.
+    /// Frames of the rings of global layers [default: as in training].
     #[arg(long)]
     ring: Option<u64>,
-    /// First frames that stay in the rings.
+    /// Number of first frames that stay in the rings.
     #[arg(long, default_value_t = 0)]
     sinks: u64,
-    /// Seed of the noise that frames begin as.
+    /// Seed of the initial noise of frames.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Where to run.
+    /// Backend to run on.
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
-    /// Write psnr.svg, twin.svg and sheet.png here.
+    /// Write psnr.svg, twin.svg and sheet.png into this folder.
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
-    /// Write all numbers here as JSON; with -, to standard output, and the table to standard error.
+    /// Write all results to this file as JSON. With -, JSON goes to standard output and the table
+    /// to standard error.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -103,7 +105,7 @@ struct Output<'a> {
 
 /// Columns of the contact sheet.
 const COLUMNS: usize = 12;
-/// Its pixels for one of a frame.
+/// Side of a frame's pixel in pixels of the contact sheet.
 const ZOOM: usize = 2;
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -115,7 +117,31 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 impl Args {
-    /// The true frames of each game, and the seeds of the games.
+    /// Plans the rollout of a model. Prints a note if the model cannot see the whole ring.
+    fn plan(&self, model: &Config) -> RolloutPlan {
+        let trained = model.global_window.unwrap_or(Frames(model.n_frames as u64));
+        let mut ring = self.ring.map_or(trained, Frames);
+        if let Some(most) = model.global_window.filter(|&most| ring > most) {
+            note(format_args!("ring {}: the model sees at most {most}, so these are kept", ring.0));
+            ring = most;
+        }
+        RolloutPlan { context: self.context, ring, sinks: Frames(self.sinks), seed: self.seed }
+    }
+
+    fn describe(&self, model: &Config, ring: Frames, target: &str) -> String {
+        let (layers, heads) = (model.n_layers, model.n_heads);
+        format!(
+            "{} games of {} frames after {} true ones on {target}: {layers} layers of {heads} \
+             heads of {}, {} tokens a frame, rings of {ring}",
+            self.seeds,
+            self.frames,
+            self.context,
+            model.head_dim(),
+            model.tokens_per_frame(),
+        )
+    }
+
+    /// Returns the number of true frames per game, and the seeds of the games.
     fn games(&self) -> Result<(usize, Range<u64>)> {
         let Self { frames, seeds, first_seed, context, .. } = *self;
         for (field, value) in
@@ -129,7 +155,7 @@ impl Args {
             let most = u64::MAX - seeds;
             bail!("first-seed {first_seed}: must be at most {most}, for {seeds} games");
         };
-        // All of them are held in memory, so that no more can be asked for than it has addresses.
+        // All frames are held in memory.
         let of_games = |all: usize| all.checked_mul(usize::try_from(seeds).ok()?);
         let bytes = |frames: usize| frames.checked_mul(3 * Frame::SIZE * Frame::SIZE);
         let all = context.checked_add(frames).filter(|&all| {
@@ -137,7 +163,7 @@ impl Args {
         });
         let Some(all) = all else {
             bail!(
-                "frames {frames}: after {context} true ones in {seeds} games, no memory holds them"
+                "frames {frames}: with {context} true ones in {seeds} games, they exceed any memory"
             );
         };
         Ok((all, first_seed..end))
@@ -155,41 +181,24 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     let load = |path: &Path| Ok(World::load(path, &device)?);
     let world = built_in::load(args.model.as_deref(), &WORLD, load)?;
     let config = world.model.config();
-    let trained = config.global_window.unwrap_or(Frames(config.n_frames as u64));
-    let mut ring = args.ring.map_or(trained, Frames);
-    if let Some(most) = config.global_window.filter(|&most| ring > most) {
-        note(format_args!("ring {}: the model sees no more than {most}, which are kept", ring.0));
-        ring = most;
-    }
-    let (sinks, seed) = (Frames(args.sinks), args.seed);
-    let plan = RolloutPlan { context: args.context, ring, sinks, seed };
+    let plan = args.plan(config);
+    let RolloutPlan { ring, sinks, .. } = plan;
     let caches = configs(&args.caches);
     let needed = compare_bytes(&world, [args.seeds, frames as u64], &plan, &caches)?;
     check_memory(needed, 0, &device, "play fewer --frames or --seeds")?;
     for cache in &caches {
-        // What the model or the device cannot have is an error before the true frames are rendered,
-        // which takes long.
+        // A cache that is not supported is an error before the true frames are rendered, which
+        // takes long.
         world.model.new_cache_with(&cache.formats(config.n_layers)?, ring, sinks, 1, &device)?;
     }
     let truth = Truth::new(world.maze(), seeds, frames);
-    screen.line(format_args!(
-        "{} games of {} frames after {} true ones on {}: {} layers of {} heads of {}, \
-             {} tokens a frame, rings of {ring}",
-        args.seeds,
-        args.frames,
-        args.context,
-        T::NAME,
-        config.n_layers,
-        config.n_heads,
-        config.head_dim(),
-        config.tokens_per_frame(),
-    ))?;
+    screen.line(args.describe(config, ring, T::NAME))?;
     let mut points: Vec<WorldPoint> = vec![];
     let mut rows = vec![sheet_row(&truth.frames[args.context..])];
     let mut started = Instant::now();
     let on_point = |point: WorldPoint, frames: &[Vec<Frame>]| {
         rows.push(sheet_row(frames));
-        // Nobody may read there.
+        // An error is ignored, because standard error may be closed.
         let seconds = started.elapsed().as_secs_f64();
         let _ = Screen::Error.line(format_args!("{}: {seconds:.0} s", point.cache));
         started = Instant::now();
@@ -197,46 +206,9 @@ fn play<T: Target>(args: &Args) -> Result<()> {
         Ok(())
     };
     compare(&device, &world, &truth, &plan, &caches, on_point, || ())?;
-    screen.print(table(&points))?;
-    for point in points.iter().filter(|point| !point.scales.is_empty()) {
-        screen.line(format_args!("scales of frames of {}, after the last one:", point.cache))?;
-        screen.print(scales(point))?;
-    }
-    // Of all frames at once: where a player stands still, the last frame is right to the byte, and
-    // a mean of decibels would say little of the others.
-    let last = &truth.frames[args.context - 1];
-    let errors = truth.frames[args.context..]
-        .iter()
-        .flat_map(|frames| frames.iter().zip(last).map(|(frame, last)| squared_error(frame, last)));
-    screen.line(format_args!(
-        "PSNR of the mean squared error of all frames: {:.2} dB, \
-             of the last true frame, repeated: {:.2} dB",
-        decibels(mean(&points[0].squared_error)),
-        decibels(mean(&errors.collect::<Vec<_>>())),
-    ))?;
+    print_points(screen, &points, &truth, args.context)?;
     if let Some(folder) = &args.out {
-        let by_frame = |title: &str, of: fn(&WorldPoint) -> &Vec<f64>, skip: usize| Chart {
-            title: title.into(),
-            x_label: "frame".into(),
-            y_label: "PSNR, dB".into(),
-            series: points
-                .iter()
-                .skip(skip)
-                .map(|point| {
-                    let points = of(point).iter().enumerate().map(|(i, &y)| (i as f64 + 1.0, y));
-                    Series::new(&*point.cache, points.collect(), Style::Line)
-                })
-                .collect(),
-            ..Chart::default()
-        };
-        let truth = by_frame("Against the true frames", |point| &point.psnr, 0);
-        truth.write_svg(folder.join("psnr.svg"))?;
-        if points.len() > 1 {
-            let twin = by_frame("Against the float cache", |point| &point.twin_psnr, 1);
-            twin.write_svg(folder.join("twin.svg"))?;
-        }
-        let sheet = Picture::grid(&rows, ZOOM)?.png()?;
-        OutFile::open("out", &folder.join("sheet.png"))?.write(&sheet)?;
+        write_pictures(folder, &points, &rows)?;
     }
     if let Some(json) = json {
         let output = Output {
@@ -252,7 +224,60 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Frames of the first game, evenly spread, the first and the last among them.
+fn print_points(
+    screen: Screen,
+    points: &[WorldPoint],
+    truth: &Truth,
+    context: usize,
+) -> Result<()> {
+    screen.print(table(points))?;
+    for point in points.iter().filter(|point| !point.scales.is_empty()) {
+        screen.line(format_args!("scales of frames of {}, after the last one:", point.cache))?;
+        screen.print(scales(point))?;
+    }
+    // The error is averaged before it is converted to decibels. If a player stands still, the last
+    // frame is exact, and its PSNR would dominate a mean of decibels.
+    let last = &truth.frames[context - 1];
+    let errors = truth.frames[context..]
+        .iter()
+        .flat_map(|frames| frames.iter().zip(last).map(|(frame, last)| squared_error(frame, last)));
+    screen.line(format_args!(
+        "PSNR of the mean squared error of all frames: {:.2} dB, \
+             of the last true frame, repeated: {:.2} dB",
+        decibels(mean(&points[0].squared_error)),
+        decibels(mean(&errors.collect::<Vec<_>>())),
+    ))?;
+    Ok(())
+}
+
+/// Writes the charts, and the contact sheet with a row of true frames and a row per cache.
+fn write_pictures(folder: &Path, points: &[WorldPoint], rows: &[Vec<Frame>]) -> Result<()> {
+    let by_frame = |title: &str, of: fn(&WorldPoint) -> &Vec<f64>, skip: usize| Chart {
+        title: title.into(),
+        x_label: "frame".into(),
+        y_label: "PSNR, dB".into(),
+        series: points
+            .iter()
+            .skip(skip)
+            .map(|point| {
+                let points = of(point).iter().enumerate().map(|(i, &y)| (i as f64 + 1.0, y));
+                Series::new(&*point.cache, points.collect(), Style::Line)
+            })
+            .collect(),
+        ..Chart::default()
+    };
+    let truth = by_frame("Against the true frames", |point| &point.psnr, 0);
+    truth.write_svg(folder.join("psnr.svg"))?;
+    if points.len() > 1 {
+        let twin = by_frame("Against the float cache", |point| &point.twin_psnr, 1);
+        twin.write_svg(folder.join("twin.svg"))?;
+    }
+    let sheet = Picture::grid(rows, ZOOM)?.png()?;
+    OutFile::open("out", &folder.join("sheet.png"))?.write(&sheet)?;
+    Ok(())
+}
+
+/// Returns evenly spread frames of the first game, including the first and the last.
 fn sheet_row(frames: &[Vec<Frame>]) -> Vec<Frame> {
     let columns = frames.len().min(COLUMNS);
     let at = |i: usize| i * (frames.len() - 1) / (columns - 1).max(1);

@@ -1,13 +1,11 @@
-//! Models that are known by name: a file each, with the numbers that its authors published.
+//! Models known by name: a file each, with the numbers that its authors published.
 //!
-//! A file has `names` (the first is shown); `source`; and one of
-//! - `config`, a `config.json` of a family that `kv-models` knows, with the fields that decide
-//!   bytes (the divisors of
-//!   Phi-4-mini's frequencies do not, and are left out), and `parameters` as its authors count
-//!   them;
-//! - `layers` of plain attention, of a model whose weights are not counted; `frame` says how many
-//!   tokens are a frame;
-//! - `formula`: bytes of a cache that is none of this project's, in parts.
+//! A file has `names` (the first is shown), `source`, and one of
+//! - `config`, a `config.json` of a family that `kv-models` knows, reduced to the fields that
+//!   decide bytes, with `parameters` as its authors count them;
+//! - `layers` of plain attention for a model whose weights are not counted, with the tokens of a
+//!   frame in `frame`;
+//! - `formula`: the bytes of a cache that this project does not implement, in parts.
 
 use burn::tensor::Device;
 use kv_models::{
@@ -39,14 +37,14 @@ const FILES: &[&str] = &[
     include_str!("gamerft.json"),
 ];
 
-/// A model that is known by name.
+/// A model known by name.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Preset {
     /// The name, in any case.
     pub names: Vec<String>,
-    /// Where its numbers are published.
+    /// The publication of its numbers.
     pub source: String,
     /// Parameters, as its authors count them.
     pub parameters: Option<u64>,
@@ -81,33 +79,32 @@ struct Layers {
 }
 
 impl Preset {
-    /// All there are.
+    /// Returns all presets.
     pub fn all() -> Vec<Self> {
         let read = |text: &&str| serde_json::from_str(text).expect("a test reads every preset");
         FILES.iter().map(read).collect()
     }
 
-    /// The one of this name, which may be that of the hub.
+    /// Finds a preset by its name, which may be its name on the hub.
     pub fn find(name: &str) -> Option<Self> {
         let called = |preset: &Self| preset.names.iter().any(|own| own.eq_ignore_ascii_case(name));
         Self::all().into_iter().find(called)
     }
 
-    /// The name to show.
+    /// Returns the name to show.
     pub fn name(&self) -> &str {
         self.names.first().map_or("", String::as_str)
     }
 
-    /// The bytes of its cache, where there is a formula for them.
+    /// Returns the formula of its cache, if it has one.
     pub fn formula(&self) -> Option<&Formula> {
         self.formula.as_ref()
     }
 
-    /// The model, as it would be loaded with `options` onto `device`.
+    /// Returns the model as loaded with `options` onto `device`.
     ///
     /// # Errors
-    ///
-    /// A type or packed weights that the device does not have.
+    /// A type or packed weights that the device does not support.
     pub fn subject(&self, device: &Device, options: LoadOptions) -> Result<Subject> {
         let subject = match (&self.config, &self.layers, &self.formula) {
             (Some(config), None, None) => {

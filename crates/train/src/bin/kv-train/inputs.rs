@@ -8,17 +8,14 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use kv_train::Objective;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
-
-use crate::spec::{Origin, Spec};
 
 /// A file that a run was started with.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Input {
     /// Its role in the run, such as `text`.
-    what: String,
+    pub(crate) what: String,
     path: PathBuf,
     /// XXH3 of its bytes, in hexadecimal.
     xxh3: String,
@@ -26,7 +23,7 @@ pub(crate) struct Input {
 
 impl Input {
     /// Hashes a file; `None` for a pipe, which can be read only once.
-    fn of(what: &str, path: &Path) -> Result<Option<Self>> {
+    pub(crate) fn of(what: &str, path: &Path) -> Result<Option<Self>> {
         let read = || -> std::io::Result<Option<String>> {
             if !fs::metadata(path)?.is_file() {
                 return Ok(None);
@@ -45,18 +42,18 @@ impl Input {
     }
 
     /// Returns the same file with another path, for example its path in the run's folder.
-    fn at(self, path: impl Into<PathBuf>) -> Self {
+    pub(crate) fn at(self, path: impl Into<PathBuf>) -> Self {
         Self { path: path.into(), ..self }
     }
 
     /// Hashes the files of `paths`, without pipes.
-    fn all(what: &str, paths: &[PathBuf]) -> Result<Vec<Self>> {
+    pub(crate) fn all(what: &str, paths: &[PathBuf]) -> Result<Vec<Self>> {
         let inputs = paths.iter().map(|path| Self::of(what, path));
         Ok(inputs.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
     /// Hashes the files that the model at `path` is read from.
-    fn of_model(what: &str, path: &Path) -> Result<Vec<Self>> {
+    pub(crate) fn of_model(what: &str, path: &Path) -> Result<Vec<Self>> {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let folder = if path.is_dir() { path } else { path.parent().unwrap_or(Path::new("")) };
         let is_folder = path.is_dir() || name.ends_with(".safetensors") || name.ends_with(".bin");
@@ -102,7 +99,7 @@ fn stem_of_parts(name: &str) -> Option<(String, String)> {
 ///
 /// # Errors
 /// The first file that differs, is missing or is new.
-fn check_same(started: &[Input], now: &[Input]) -> Result<()> {
+pub(crate) fn check_same(started: &[Input], now: &[Input]) -> Result<()> {
     let of = |list: &[Input], input: &Input| {
         list.iter().find(|other| (&other.what, &other.path) == (&input.what, &input.path)).cloned()
     };
@@ -120,68 +117,4 @@ fn check_same(started: &[Input], now: &[Input]) -> Result<()> {
         );
     }
     Ok(())
-}
-
-/// The file name of the tokenizer in the folder of a run from scratch.
-pub(crate) const TOKENIZER: &str = "tokenizer.json";
-
-/// Hashes the files that the model of a run and its tokenizer are read from. `tokenizer` is the
-/// path of the tokenizer in a run from scratch.
-pub(crate) fn model_inputs(spec: &Spec, tokenizer: &Path) -> Result<Vec<Input>> {
-    let what = match spec.config.objective {
-        Objective::CrossEntropy => "model",
-        Objective::Distillation | Objective::Mixed { .. } => "model and teacher",
-    };
-    match &spec.origin {
-        Origin::Model(path) => Input::of_model(what, path),
-        Origin::Random(_) => {
-            let input = Input::of("tokenizer", tokenizer)?;
-            Ok(input.into_iter().map(|input| input.at(TOKENIZER)).collect())
-        }
-    }
-}
-
-/// Hashes all files that decide the final weights of a run.
-pub(crate) fn all_inputs(spec: &Spec, tokenizer: &Path) -> Result<Vec<Input>> {
-    let mut inputs = model_inputs(spec, tokenizer)?;
-    inputs.extend(Input::all(TEXT, &spec.texts)?);
-    inputs.extend(Input::all(VALID_TEXT, &spec.valid_texts)?);
-    Ok(inputs)
-}
-
-const TEXT: &str = "text";
-const VALID_TEXT: &str = "valid-text";
-
-/// The inputs that an operation needs.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Required {
-    /// All inputs, to continue training.
-    All,
-    /// The model, to read a checkpoint that may hold only adapters.
-    Model,
-}
-
-/// Checks that files `now` are the ones that the run in `folder` was started with.
-pub(crate) fn check_inputs(
-    spec: &Spec,
-    folder: &Path,
-    now: &[Input],
-    required: Required,
-) -> Result<()> {
-    match &spec.inputs {
-        Some(started) => {
-            let is_text = |input: &&Input| [TEXT, VALID_TEXT].contains(&&*input.what);
-            let needed =
-                started.iter().filter(|input| required == Required::All || !is_text(input));
-            check_same(&needed.cloned().collect::<Vec<_>>(), now)
-        }
-        None => {
-            kv_cli::note(format_args!(
-                "{}: has no hashes of the texts and the model, so they are not compared with the \
-                 ones that the run was started with",
-                folder.join("run.json").display()
-            ));
-            Ok(())
-        }
-    }
 }

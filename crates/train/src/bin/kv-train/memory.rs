@@ -8,7 +8,7 @@ use kv_cli::{Backend, MemorySize, memory_limit};
 use kv_models::{LayerSpec, MemoryLimit, decimal_size, outline};
 use kv_train::{Objective, TrainConfig, Trainable};
 
-use crate::spec::{Origin, Spec, Weights};
+use crate::spec::{Architecture, Origin, Spec, Weights};
 
 /// The sizes of a model that decide how much memory training takes.
 pub(crate) struct Sizes {
@@ -99,7 +99,7 @@ fn parts(sizes: &Sizes, config: &TrainConfig, on_cpu: bool) -> [(&'static str, f
 pub(crate) fn check_run(spec: &Spec, device: &Device, memory: Option<MemorySize>) -> Result<()> {
     let sizes = match &spec.origin {
         Origin::Model(path) => Sizes::of_model(path, spec.weights, device)?,
-        Origin::Random(architecture) => architecture.sizes(),
+        Origin::Random(architecture) => Sizes::of_random(architecture),
     };
     check(&sizes, &spec.config, (spec.backend, device), memory)
 }
@@ -118,5 +118,28 @@ impl Sizes {
             qkv_rows: model.layers.iter().map(rows).sum(),
             widest: weights.widest as f64,
         })
+    }
+    /// Computes the sizes of a model with random weights, as f64 to avoid overflow.
+    fn of_random(model: &Architecture) -> Self {
+        let [vocab, hidden, intermediate, layers, heads, kv_heads, head_dim] = [
+            model.vocab,
+            model.hidden,
+            model.intermediate,
+            model.layers,
+            model.heads,
+            model.kv_heads,
+            model.head_dim,
+        ]
+        .map(|n| n as f64);
+        let (query_rows, qkv_rows) = (heads * head_dim, (heads + 2.0 * kv_heads) * head_dim);
+        let of_layer = hidden * (qkv_rows + query_rows + 3.0 * intermediate);
+        Self {
+            weights: 4.0 * (vocab * hidden + layers * of_layer),
+            vocabulary: vocab * hidden,
+            hidden,
+            layers,
+            qkv_rows: layers * qkv_rows,
+            widest: intermediate,
+        }
     }
 }

@@ -26,9 +26,8 @@ use crate::{
     args::Start,
     evaluation::{check_eval_tokens, check_evaluation},
     finish::{finish, model_folder, read_result, result_file, save, save_options},
-    inputs::{Required, TOKENIZER, all_inputs, check_inputs, model_inputs},
     memory,
-    spec::{Origin, Spec, load},
+    spec::{Origin, Required, Spec, TOKENIZER, load},
     stop::Stop,
 };
 
@@ -142,7 +141,7 @@ fn export_from<T: Target>(
         bail!("{}: holds no checkpoint", checkpoints.folder().display());
     };
     let out = new_folder(folder, step, out)?;
-    check_inputs(spec, folder, &model_inputs(spec, &folder.join(TOKENIZER))?, Required::Model)?;
+    spec.check_inputs(folder, Required::Model)?;
     let Initial { model, tokenizer, .. } = load_initial(spec, folder, &device, false)?;
     let converted = checkpointed(&device, model, folder, step)?.convert();
     stop.begin_folder(&out);
@@ -161,105 +160,113 @@ fn read_spec(folder: &Path) -> Result<Spec> {
 }
 
 fn run<T: Target>(job: &Job<'_>) -> Result<Outcome> {
-    let Job { spec, folder, resume, plain, memory, stop } = *job;
+    let Job { folder, resume, stop, .. } = *job;
     let started = Instant::now();
     let device = On::<T>::open()?;
-    let new = resume == Resume::No;
-    if !new {
-        check_inputs(spec, folder, &all_inputs(spec, &folder.join(TOKENIZER))?, Required::All)?;
+    if !job.is_new() {
+        job.spec.check_inputs(folder, Required::All)?;
     }
-    memory::check_run(spec, &device, memory)?;
-    let Initial { model, tokenizer, tokenizer_file, mut files } =
-        load_initial(spec, folder, &device, new)?;
-    if new {
-        // Only for new runs, because an older version may have started such a run.
-        spec.config.check_model(model.spec())?;
-    }
-    // An error here is better before hours of training than after.
-    check_savable(&model, &tokenizer, save_options(spec))?;
-    if let Some(qat) = &spec.config.qat {
-        let (note, in_full) = (qat.cache.note(model.spec()), qat.cache.in_full(model.spec()));
-        note.iter().chain(&in_full).for_each(kv_cli::note);
-    }
-    let out = model_folder(folder);
-    if out.exists() && !out.is_dir() {
-        bail!("{}: is not a folder, but the model is saved there; move it away", out.display());
-    }
-    let open = |texts: &[PathBuf]| -> Result<Arc<TokenFile>> {
-        let source = Source::new(texts).with_field(&spec.field);
-        let tokens = TokenFile::open(&source, &tokenizer, &tokenizer_file, &folder.join("tokens"))?;
-        tokens.require_vocab(model.vocab_size())?;
-        Ok(Arc::new(tokens))
-    };
-    let valid = match spec.valid_texts.is_empty() {
-        true => None,
-        false => Some(open(&spec.valid_texts)?),
-    };
-    let texts = Texts { train: open(&spec.texts)?, valid };
-    let mut spec = spec.clone();
-    if new {
-        spec.inputs = Some(all_inputs(&spec, &tokenizer_file)?);
-    }
-    if spec.eval_tokens > 0
-        && let Err(error) = check_evaluation(&spec, &model, &tokenizer, &texts)
-    {
-        if new {
-            return Err(error).context("the evaluation after training");
-        }
-        // A resumed run only loses the evaluation, not its training.
-        let why = kv_cli::error_line(&error);
-        kv_cli::note(format_args!("the model will not be evaluated after training: {why}"));
-        spec.eval_tokens = 0;
-    }
-    let spec = &spec;
-    let dashboard = dashboard(plain);
-    Screen::Out.line(format_args!(
-        "{} parameters, {} tokens to train on, {} in {} steps",
-        model.n_weights(),
-        texts.train.len(),
-        folder.display(),
-        spec.config.steps
-    ))?;
-    if let Some(bos) = tokenizer.leading_bos() {
-        let bos = tokenizer.id_to_token(bos).unwrap_or_default();
-        kv_cli::note(format_args!(
-            "training windows are cut anywhere in the texts and do not start with {bos}; eval \
-             windows do"
-        ));
-    }
+    memory::check_run(job.spec, &device, job.memory)?;
+    let mut initial = load_initial(job.spec, folder, &device, job.is_new())?;
+    job.check_model(&initial)?;
+    let texts = job.texts(&initial)?;
+    let spec = &job.spec_to_keep(&initial, &texts)?;
+    let dashboard = dashboard(job.plain);
+    initial.announce(spec, folder, &texts)?;
     let devices = (spec.devices > 1).then(|| devices::<T>(spec.devices)).transpose()?;
-    files.push(("run.json", (serde_json::to_string_pretty(spec)? + "\n").into_bytes()));
+    initial.files.push(("run.json", (serde_json::to_string_pretty(spec)? + "\n").into_bytes()));
     // A step without a checkpoint is refused before result.json is removed.
     if let Resume::Step(step) = resume {
         Checkpoints::of(folder).resume(Some(step))?;
     }
-    if !new && let Err(error) = fs::remove_file(result_file(folder)) {
+    if !job.is_new()
+        && let Err(error) = fs::remove_file(result_file(folder))
+    {
         // There is no such file if the run had not finished.
         ensure!(error.kind() == ErrorKind::NotFound, "{}: {error}", result_file(folder).display());
     }
+    let Initial { model, tokenizer, files, .. } = initial;
     stop.begin(dashboard);
-    let trained = train(
-        &device,
-        model,
-        &texts,
-        &spec.config,
-        Run {
-            folder: folder.into(),
-            resume,
-            dashboard,
-            // Training continues even if nobody reads the output or its disk is full.
-            log: (!dashboard).then(|| Box::new(|line: &str| drop(Screen::Out.line(line))) as _),
-            log_every: LOG_EVERY,
-            devices: devices.as_deref(),
-            stop: Some(stop.asked.clone()),
-            files,
-        },
-    );
+    let run = Run {
+        folder: folder.into(),
+        resume,
+        dashboard,
+        // Training continues even if nobody reads the output or its disk is full.
+        log: (!dashboard).then(|| Box::new(|line: &str| drop(Screen::Out.line(line))) as _),
+        log_every: LOG_EVERY,
+        devices: devices.as_deref(),
+        stop: Some(stop.asked.clone()),
+        files,
+    };
+    let trained = train(&device, model, &texts, &spec.config, run);
     // All that follows is repeated if the run is resumed.
     stop.end(folder);
     let Some(trained) = unless_stopped(trained, folder)? else { return Ok(Outcome::Stopped) };
     finish(spec, folder, trained, &tokenizer, &texts, started)?;
     Ok(Outcome::Finished)
+}
+
+impl Job<'_> {
+    fn is_new(&self) -> bool {
+        self.resume == Resume::No
+    }
+
+    /// Checks that the trained model can be saved, because an error is better before hours of
+    /// training than after.
+    fn check_model(&self, Initial { model, tokenizer, .. }: &Initial) -> Result<()> {
+        let Self { spec, folder, .. } = self;
+        if self.is_new() {
+            // Only for new runs, because an older version may have started such a run.
+            spec.config.check_model(model.spec())?;
+        }
+        check_savable(model, tokenizer, save_options(spec))?;
+        if let Some(qat) = &spec.config.qat {
+            let (note, in_full) = (qat.cache.note(model.spec()), qat.cache.in_full(model.spec()));
+            note.iter().chain(&in_full).for_each(kv_cli::note);
+        }
+        let out = model_folder(folder);
+        if out.exists() && !out.is_dir() {
+            bail!("{}: is not a folder, but the model is saved there; move it away", out.display());
+        }
+        Ok(())
+    }
+
+    /// Tokenizes the texts, or reads their ids from an earlier run.
+    fn texts(&self, Initial { model, tokenizer, tokenizer_file, .. }: &Initial) -> Result<Texts> {
+        let Self { spec, folder, .. } = self;
+        let open = |texts: &[PathBuf]| -> Result<Arc<TokenFile>> {
+            let source = Source::new(texts).with_field(&spec.field);
+            let folder = folder.join("tokens");
+            let tokens = TokenFile::open(&source, tokenizer, tokenizer_file, &folder)?;
+            tokens.require_vocab(model.vocab_size())?;
+            Ok(Arc::new(tokens))
+        };
+        let valid = match spec.valid_texts.is_empty() {
+            true => None,
+            false => Some(open(&spec.valid_texts)?),
+        };
+        Ok(Texts { train: open(&spec.texts)?, valid })
+    }
+
+    /// Returns the description to keep in the folder of the run, with the hashes of its inputs.
+    fn spec_to_keep(&self, initial: &Initial, texts: &Texts) -> Result<Spec> {
+        let mut spec = self.spec.clone();
+        if self.is_new() {
+            spec.inputs = Some(spec.hash_inputs(&initial.tokenizer_file, Required::All)?);
+        }
+        if spec.eval_tokens > 0
+            && let Err(error) = check_evaluation(&spec, &initial.model, &initial.tokenizer, texts)
+        {
+            if self.is_new() {
+                return Err(error).context("the evaluation after training");
+            }
+            // A resumed run only loses the evaluation, not its training.
+            let why = kv_cli::error_line(&error);
+            kv_cli::note(format_args!("the model will not be evaluated after training: {why}"));
+            spec.eval_tokens = 0;
+        }
+        Ok(spec)
+    }
 }
 
 /// Returns whether to show the dashboard. Prints a note if the terminal cannot draw it.
@@ -296,6 +303,27 @@ struct Initial {
     tokenizer_file: PathBuf,
     /// Names and contents of files for the run's folder.
     files: Vec<(&'static str, Vec<u8>)>,
+}
+
+impl Initial {
+    /// Prints what is trained.
+    fn announce(&self, spec: &Spec, folder: &Path, texts: &Texts) -> Result<()> {
+        Screen::Out.line(format_args!(
+            "{} parameters, {} tokens to train on, {} in {} steps",
+            self.model.n_weights(),
+            texts.train.len(),
+            folder.display(),
+            spec.config.steps
+        ))?;
+        if let Some(bos) = self.tokenizer.leading_bos() {
+            let bos = self.tokenizer.id_to_token(bos).unwrap_or_default();
+            kv_cli::note(format_args!(
+                "training windows are cut anywhere in the texts and do not start with {bos}; eval \
+                 windows do"
+            ));
+        }
+        Ok(())
+    }
 }
 
 /// Loads the model before training, or creates it with its own tokenizer for a `new` run from

@@ -8,10 +8,10 @@ use kv_cli::Backend;
 use kv_models::{
     LayerSpec, LoadOptions, Loaded, kv_weights::Activations, llama, load_with, nn::RopeScaling,
 };
-use kv_train::TrainConfig;
+use kv_train::{Objective, TrainConfig};
 use serde::{Deserialize, Serialize};
 
-use crate::{inputs::Input, memory::Sizes};
+use crate::inputs::{Input, check_same};
 
 /// The description of a run in its folder, with which it is resumed without repeating the
 /// arguments.
@@ -31,6 +31,60 @@ pub(crate) struct Spec {
     /// The files it was started with; `None` for runs of older versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) inputs: Option<Vec<Input>>,
+}
+
+/// The file name of the tokenizer in the folder of a run from scratch.
+pub(crate) const TOKENIZER: &str = "tokenizer.json";
+
+const TEXT: &str = "text";
+const VALID_TEXT: &str = "valid-text";
+
+/// The inputs that an operation needs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Required {
+    /// All inputs, to continue training.
+    All,
+    /// The model, to read a checkpoint that may hold only adapters.
+    Model,
+}
+
+impl Spec {
+    /// Hashes the files that the run needs: the ones its model is read from, and the texts.
+    /// `tokenizer` is the path of the tokenizer in a run from scratch.
+    pub(crate) fn hash_inputs(&self, tokenizer: &Path, required: Required) -> Result<Vec<Input>> {
+        let what = match self.config.objective {
+            Objective::CrossEntropy => "model",
+            Objective::Distillation | Objective::Mixed { .. } => "model and teacher",
+        };
+        let mut inputs = match &self.origin {
+            Origin::Model(path) => Input::of_model(what, path)?,
+            Origin::Random(_) => {
+                let input = Input::of("tokenizer", tokenizer)?;
+                input.into_iter().map(|input| input.at(TOKENIZER)).collect()
+            }
+        };
+        if required == Required::All {
+            inputs.extend(Input::all(TEXT, &self.texts)?);
+            inputs.extend(Input::all(VALID_TEXT, &self.valid_texts)?);
+        }
+        Ok(inputs)
+    }
+
+    /// Checks that the files are the ones that the run in `folder` was started with.
+    pub(crate) fn check_inputs(&self, folder: &Path, required: Required) -> Result<()> {
+        let now = self.hash_inputs(&folder.join(TOKENIZER), required)?;
+        let Some(started) = &self.inputs else {
+            kv_cli::note(format_args!(
+                "{}: has no hashes of the texts and the model, so they are not compared with the \
+                 ones that the run was started with",
+                folder.join("run.json").display()
+            ));
+            return Ok(());
+        };
+        let is_text = |input: &&Input| [TEXT, VALID_TEXT].contains(&&*input.what);
+        let needed = started.iter().filter(|input| required == Required::All || !is_text(input));
+        check_same(&needed.cloned().collect::<Vec<_>>(), &now)
+    }
 }
 
 /// The form in which quantized weights of a model's file are loaded.
@@ -105,30 +159,6 @@ pub(crate) struct Architecture {
 }
 
 impl Architecture {
-    /// Computes the sizes that decide the memory of training, as f64 to avoid overflow.
-    pub(crate) fn sizes(&self) -> Sizes {
-        let [vocab, hidden, intermediate, layers, heads, kv_heads, head_dim] = [
-            self.vocab,
-            self.hidden,
-            self.intermediate,
-            self.layers,
-            self.heads,
-            self.kv_heads,
-            self.head_dim,
-        ]
-        .map(|n| n as f64);
-        let (query_rows, qkv_rows) = (heads * head_dim, (heads + 2.0 * kv_heads) * head_dim);
-        let of_layer = hidden * (qkv_rows + query_rows + 3.0 * intermediate);
-        Sizes {
-            weights: 4.0 * (vocab * hidden + layers * of_layer),
-            vocabulary: vocab * hidden,
-            hidden,
-            layers,
-            qkv_rows: layers * qkv_rows,
-            widest: intermediate,
-        }
-    }
-
     pub(crate) fn config(&self) -> llama::Config {
         llama::Config {
             vocab_size: self.vocab,

@@ -5,7 +5,7 @@ use kv_cubecl::{Frames, On, Target};
 use kv_eval::bench::{FramesPlan, time_frames};
 use kv_report::Table;
 
-use super::{Common, Sinks, check_memory, us};
+use super::output::{Common, Sinks, check_memory, us};
 use crate::{
     arguments::{NamedCache, layer_caches},
     profile::Profile,
@@ -25,13 +25,13 @@ pub(crate) struct FramesArgs {
         "float", "float-f16", "k16vint8", "kint8vint8", "kint8fvint8f", "k4v4",
     ])]
     pub(super) caches: Vec<NamedCache>,
-    /// Frames of the ring; the shape by default is that of the world model owl-wms.
+    /// Frames of the ring. The default shape is that of the world model owl-wms.
     #[arg(long, default_value_t = 60)]
     frames: u64,
     /// Tokens of a frame.
     #[arg(long, default_value_t = 64)]
     tokens_per_frame: usize,
-    /// Streams.
+    /// Number of streams.
     #[arg(long, default_value_t = 1)]
     batch: usize,
     /// Heads.

@@ -9,7 +9,7 @@ use kv_cubecl::{On, Target};
 use kv_eval::bench::{LlmPlan, Spread, time_llm};
 use kv_report::Table;
 
-use super::Sinks;
+use super::output::Sinks;
 use crate::{
     arguments::{NamedCache, configs, policies},
     common::{ModelArgs, StepArgs, note_policies},
@@ -24,24 +24,25 @@ use crate::{
 pub(crate) struct LlmArgs {
     #[command(flatten)]
     on: ModelArgs,
-    /// A cache to time, or a policy; repeatable.
+    /// Cache or policy to time; repeatable.
     #[arg(long = "cache", default_values = ["float", "k4v4"])]
     caches: Vec<NamedCache>,
     /// Tokens of a prompt.
     #[arg(long, default_value_t = 512)]
     prompt: usize,
-    /// Tokens that are generated, at least 50.
+    /// Number of generated tokens, at least 50.
     #[arg(long, default_value_t = 128)]
     generate: usize,
-    /// Tokens in the cache before either, ascending.
+    /// Numbers of tokens in the cache before, ascending.
     #[arg(long, value_delimiter = ',', default_value = "0,512")]
     depths: Vec<usize>,
-    /// Times that each is done, after one that does not count.
+    /// Repetitions, after one to warm up.
     #[arg(long, default_value_t = 5)]
     repetitions: usize,
     #[command(flatten)]
     steps: StepArgs,
-    /// Write the points here as JSON; with -, to standard output, and the table to standard error.
+    /// Write the results to this file as JSON. With -, JSON goes to standard output and the table
+    /// to standard error.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }

@@ -11,7 +11,7 @@ use kv_eval::bench::{DecodePoint, DecodeSubject, time_decode, time_prefill, time
 use kv_models::LanguageModel;
 use kv_report::Table;
 
-use super::{Sinks, by_context};
+use super::output::{Sinks, by_context};
 use crate::{
     ALLOCATOR,
     arguments::{NamedCache, configs, policies},
@@ -21,26 +21,27 @@ use crate::{
     source,
 };
 
-/// The longest context that is timed by default.
+/// Longest default context.
 const LONGEST: usize = 8000;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ModelBench {
     #[command(flatten)]
     on: ModelArgs,
-    /// A cache to time, or a policy; repeatable.
+    /// Cache or policy to time; repeatable.
     #[arg(long = "cache", default_values = [
         "float", "float-f16", "k4v4", "k2v2",
     ])]
     caches: Vec<NamedCache>,
-    /// Context lengths to time at, ascending. By default 512, 2048 and 8000, as far as the model
-    /// goes.
+    /// Context lengths to time at, ascending [default: 512, 2048 and 8000, within the model's
+    /// limit].
     #[arg(long, value_delimiter = ',')]
     contexts: Option<Vec<usize>>,
-    /// Write the points here as JSON; with -, to standard output, and the table to standard error.
+    /// Write the results to this file as JSON. With -, JSON goes to standard output and the table
+    /// to standard error.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Draw tokens per second by context length here, as SVG.
+    /// Write a chart of tokens per second by context length to this SVG file.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
 }
@@ -52,15 +53,14 @@ pub(crate) struct ModelBench {
 pub(crate) struct DecodeArgs {
     #[command(flatten)]
     bench: ModelBench,
-    /// Decode steps per cache and context length; the median counts.
+    /// Decode steps per cache and context length; the median is reported.
     #[arg(long, default_value_t = 15)]
     samples: usize,
-    /// Sequences that take each step together, of lengths that differ by a token each; several
-    /// numbers are timed side by side.
+    /// Number of sequences per step, whose lengths differ by one token each. Several numbers are
+    /// compared.
     #[arg(long, value_delimiter = ',', default_value = "1")]
     batch: Vec<usize>,
-    /// Also time steps that are recorded once and replayed: graphs on CUDA, prepared launches on
-    /// WGPU.
+    /// Also time steps that are captured once and replayed (CUDA, WGPU).
     #[arg(long)]
     recorded: bool,
 }
@@ -71,7 +71,7 @@ pub(crate) struct DecodeArgs {
 pub(crate) struct PrefillArgs {
     #[command(flatten)]
     bench: ModelBench,
-    /// Times that each prompt is passed, after one pass that measures memory; the median counts.
+    /// Repetitions per prompt, after one that measures memory; the median is reported.
     #[arg(long, default_value_t = 3)]
     samples: usize,
 }
@@ -105,24 +105,38 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
     let set = |done: usize| bar.set_position(done as u64);
     let points = time_decode(&device, &model, &subjects, &contexts, *samples, set)?;
     bar.finish_and_clear();
+    let several = batch.len() > 1;
+    let rates = points.iter().map(|p| (name_of(p, several), p.context, p.tokens_per_second()));
+    let title = format!("Decoding {name} on {}", T::NAME);
+    let chart = by_context(title, "tokens per second", false, rates);
+    sinks.finish(&device, copied, &decode_table(&points, several), Some(&chart), &points)
+}
+
+/// Returns the name of a line of the chart; `several` if there are several batch sizes.
+fn name_of(point: &DecodePoint, several: bool) -> String {
+    let DecodePoint { cache, batch, .. } = point;
+    match (point.recorded, several) {
+        (true, _) => format!("{cache} recorded"),
+        (false, false) => cache.clone(),
+        (false, true) => format!("{cache} batch {batch}"),
+    }
+}
+
+fn decode_table(points: &[DecodePoint], several: bool) -> Table {
     let mut table = Table::new([
         "context", "cache", "batch", "ms/step", "10%", "90%", "tokens/s", "ratio", "cache MB",
         "grown",
     ]);
-    let name_of = |p: &DecodePoint| match (p.recorded, batch.len() > 1) {
-        (true, _) => format!("{} recorded", p.cache),
-        (false, false) => p.cache.clone(),
-        (false, true) => format!("{} batch {}", p.cache, p.batch),
-    };
-    for point in &points {
-        let first = points.iter().find(|p| name_of(p) == name_of(point)).unwrap_or(point);
+    for point in points {
+        let first =
+            points.iter().find(|p| name_of(p, several) == name_of(point, several)).unwrap_or(point);
         let grown = point.seconds.median - first.seconds.median;
-        // Of the first batch of the same cache at the same length.
+        // The rate of the first batch size of the same cache at the same length.
         let same = |p: &&DecodePoint| p.context == point.context && p.cache == point.cache;
         let ratio = points.iter().find(same).unwrap_or(point).tokens_per_second();
         table.push([
             point.context.to_string(),
-            if point.recorded { name_of(point) } else { point.cache.clone() },
+            if point.recorded { name_of(point, several) } else { point.cache.clone() },
             point.batch.to_string(),
             ms(point.seconds.median),
             ms(point.seconds.low),
@@ -133,10 +147,7 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
             ms(grown),
         ]);
     }
-    let rates = points.iter().map(|p| (name_of(p), p.context, p.tokens_per_second()));
-    let title = format!("Decoding {name} on {}", T::NAME);
-    let chart = by_context(title, "tokens per second", false, rates);
-    sinks.finish(&device, copied, &table, Some(&chart), &points)
+    table
 }
 
 pub(super) fn prefill<T: Target>(
@@ -204,7 +215,7 @@ impl ModelBench {
             .writes("plot", self.plot.as_deref())
     }
 
-    /// The model and its name. No text is passed, so a model without a tokenizer will do.
+    /// Loads the model and its name. The model may have no tokenizer.
     fn load(&self, batch: usize, steps: usize, device: &Device) -> Result<(LanguageModel, String)> {
         let longest = self.contexts.iter().flatten().copied().max().unwrap_or(LONGEST);
         let caches = configs(&self.caches);
@@ -214,7 +225,7 @@ impl ModelBench {
         Ok(loaded)
     }
 
-    /// The contexts, each followed by `steps` timed steps.
+    /// Returns the contexts, which leave room for `steps` timed steps.
     fn contexts(&self, model: &LanguageModel, steps: usize) -> Vec<usize> {
         if let Some(contexts) = &self.contexts {
             return contexts.clone();
@@ -234,7 +245,7 @@ impl ModelBench {
         contexts
     }
 
-    /// A bar for `tokens` tokens with each cache.
+    /// Creates a progress bar for `tokens` tokens with each cache.
     fn progress(&self, tokens: usize) -> ProgressBar {
         ProgressBar::new(tokens.saturating_mul(self.caches.len()) as u64)
     }
