@@ -20,16 +20,18 @@ mod rows;
 mod score;
 #[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
 mod tests;
+mod tiles;
 mod values;
 
 pub(crate) use args::{CacheBuffers, CacheBuffersLaunch, DecodeArgs, args};
 #[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
 pub(crate) use args::{CacheBuffersCompilationArg, compilation_args};
 pub(crate) use base::{DecodeProblem, Hardware, MAX_HEAD_DIM, SHARED_BYTES, check, splits};
-pub(crate) use kernel::{LOWEST, weight_of};
+
 pub(crate) use launch::{DecodeBindings, launch_ref};
 pub(crate) use launch::{check_size, grid, launch_merge, partial_results};
 pub(crate) use score::word_at;
+pub(crate) use tiles::{LOWEST, weight_of};
 pub(crate) use values::value_place;
 
 /// Kernels always multiply weights with it, so values below 2^-102 lose digits.

@@ -6,7 +6,7 @@ use super::{
     DOWN,
     args::DecodeArgs,
     base::DecodeBlueprint,
-    kernel::{LOWEST, Tile, weight_of},
+    tiles::{LOWEST, Tile, weight_of},
 };
 use crate::kernels::rope::apply_rope;
 

@@ -5,8 +5,8 @@ use cubecl::prelude::*;
 use super::{
     args::{CacheBuffers, DecodeArgs},
     base::DecodeBlueprint,
-    kernel::Tile,
     rows::{Rows, zeros},
+    tiles::Tile,
 };
 use crate::{
     formats::{

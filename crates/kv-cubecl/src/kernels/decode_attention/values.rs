@@ -5,8 +5,8 @@ use cubecl::prelude::*;
 use super::{
     args::{CacheBuffers, DecodeArgs},
     base::DecodeBlueprint,
-    kernel::{Extent, Tile},
     rows::Rows,
+    tiles::{Extent, Tile},
 };
 use crate::{
     formats::{
