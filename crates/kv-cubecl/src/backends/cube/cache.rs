@@ -14,7 +14,7 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 
-use super::{arg, dims, elem, empty_like, launched, writable};
+use super::tensors::{arg, dims, elem, empty_like, launched, writable};
 use crate::{
     AttentionOptions, CacheState, Result,
     kernels::{

@@ -1,6 +1,7 @@
 //! WGPU and CUDA: Burn's CubeCL tensors bound to the kernels.
 
 mod cache;
+mod tensors;
 
 use burn::{
     backend::{
@@ -10,17 +11,16 @@ use burn::{
     tensor::{DType, Shape, Slice},
 };
 use burn_cubecl::{
-    CubeBackend,
-    cubecl::{ir::ElemType, prelude::BufferArg},
-    kernel::into_contiguous,
-    ops::numeric::{empty_device_contiguous_dtype, zeros_client},
-    tensor::CubeTensor,
+    CubeBackend, kernel::into_contiguous, ops::numeric::zeros_client, tensor::CubeTensor,
 };
 
-use self::cache::StepTensors;
+use self::{
+    cache::StepTensors,
+    tensors::{arg, dims, elem, empty_like, launched, writable},
+};
 use super::sinks;
 use crate::{
-    AttentionOptions, CacheFloat, CacheState, KvCacheOps, Result, SteGradient, Token,
+    AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient, Token,
     kernels::{
         cache::launch_quantize,
         quantize::{self, RestoreProblem},
@@ -260,36 +260,6 @@ impl KvCacheOps for CubeBackend {
 }
 
 pub(super) use cache::check_decode;
-
-/// Unwraps the result of a launch. The crate's functions and caches have checked the limits of the
-/// device before; only direct calls of [`KvCacheOps`] can panic here.
-fn launched(result: Result<()>) {
-    if let Err(error) = result {
-        panic!("{error}");
-    }
-}
-
-fn dims(tensor: &CubeTensor) -> [usize; 4] {
-    tensor.meta.shape().dims()
-}
-
-fn arg(tensor: &CubeTensor) -> BufferArg {
-    tensor.clone().into_buffer_arg()
-}
-
-fn elem(tensor: &CubeTensor) -> ElemType {
-    burn::backend::cubecl::dtype_to_elem_type(tensor.dtype)
-}
-
-fn empty_like<const D: usize>(like: &CubeTensor, shape: [usize; D], dtype: DType) -> CubeTensor {
-    let (client, device) = (like.client.clone(), like.device.clone());
-    empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype)
-}
-
-/// The tensor itself if nothing else holds it, else a copy: what makes a write in place safe.
-fn writable(tensor: CubeTensor) -> CubeTensor {
-    if tensor.can_mut() { tensor } else { tensor.copy() }
-}
 
 fn restore_problem(shape: [usize; 4], spec: QuantSpec) -> RestoreProblem {
     let [batch, heads, tokens, head_dim] = shape;
