@@ -111,3 +111,9 @@ pub(crate) fn misfit(
 ) -> Error {
     Error::Shape { op, tensor, shape: shape.to_vec(), rule }
 }
+
+impl From<kv_device::Unsupported> for Error {
+    fn from(kv_device::Unsupported { what, why }: kv_device::Unsupported) -> Self {
+        Self::Unsupported { what, why }
+    }
+}

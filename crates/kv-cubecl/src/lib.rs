@@ -59,7 +59,6 @@ mod training;
 pub const READ: &str = "kv::read";
 
 pub use attention::{Attention, AttentionOptions};
-pub use backends::DeviceMemory;
 pub use cache::{CacheParts, Counters, FrameCache, KvCache};
 pub use config::{Flush, KvCacheConfig};
 pub use error::{Error, Result};
@@ -71,6 +70,7 @@ pub use functions::{
     frame_attention, hadamard, quantize, quantize_side, streaming_attention,
     streaming_attention_with, streaming_attention_with_sinks,
 };
+pub use kv_device::DeviceMemory;
 pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts};
 pub use memory::KvMemory;
 pub use ops::{CacheState, KvCacheOps, Token, TokenPosition, TokenRope};

@@ -9,32 +9,28 @@ mod flex;
 mod sinks;
 
 use burn::tensor::Device;
+use kv_device::Backends;
+#[cfg(feature = "cube")]
+use kv_device::client;
 
 use crate::{
     Error, Result,
     layout::{CacheLayout, CacheShape, StreamSpec},
 };
 
-/// Checks that `device` belongs to a backend that this crate's features give its operations: Burn
-/// may have been built with other backends as well.
+const BACKENDS: Backends = Backends {
+    crate_name: "kv-cubecl",
+    flex: cfg!(feature = "flex"),
+    cube: cfg!(feature = "cube"),
+    autodiff: cfg!(feature = "autodiff"),
+};
+
+/// Checks that this crate's features give `device` its operations.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming `op`.
 pub(crate) fn check_device(op: &str, device: &Device) -> Result<()> {
-    let unsupported = |why: &str| {
-        Err(Error::Unsupported { what: format!("{op} on {device:?}"), why: why.to_string() })
-    };
-    if cfg!(not(feature = "autodiff")) && device.is_autodiff() {
-        return unsupported("kv-cubecl was built without its feature autodiff");
-    }
-    match device.clone().without_autodiff().as_dispatch() {
-        #[cfg(feature = "cube")]
-        burn::backend::DispatchDevice::Cube(_) => Ok(()),
-        #[cfg(feature = "flex")]
-        burn::backend::DispatchDevice::Flex(_) => Ok(()),
-        #[allow(unreachable_patterns, reason = "Burn may have been built with no other backend")]
-        _ => unsupported("kv-cubecl serves Flex, WGPU and CUDA, each if built with its feature"),
-    }
+    Ok(BACKENDS.check(op, device)?)
 }
 
 /// Checks that `device` has enough cubes and wide enough indices for the kernels of `op`, which
@@ -48,7 +44,7 @@ pub(crate) fn check_elements(op: &str, shape: [usize; 4], device: &Device) -> Re
     if let Some(client) = client(device) {
         use crate::kernels::{Grid, Limits};
         let n = shape.iter().product();
-        return Grid::elementwise(op, n, n, &Limits::of(client.properties())).map(drop);
+        Grid::elementwise(op, n, n, &Limits::of(client.properties()))?;
     }
     Ok(())
 }
@@ -102,39 +98,6 @@ pub(crate) fn check_attend(
         return cube::check_decode(layout, query, len, client.properties());
     }
     Ok(())
-}
-
-/// The memory of a device, where it says.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct DeviceMemory {
-    /// Bytes of the largest buffer; `None` for the CPU.
-    pub buffer: Option<u64>,
-    /// Bytes of all buffers; `None` for the CPU, and for devices that do not say.
-    pub total: Option<u64>,
-}
-
-impl DeviceMemory {
-    /// The memory of `device`.
-    #[allow(unused_variables, reason = "without a CubeCL backend there is nothing to ask")]
-    pub fn of(device: &Device) -> Self {
-        #[cfg(feature = "cube")]
-        if let Some(client) = client(device) {
-            let memory = &client.properties().memory;
-            return Self { buffer: Some(memory.max_page_size), total: memory.max_memory() };
-        }
-        Self::default()
-    }
-}
-
-/// The client of a CubeCL device, `None` on other devices.
-#[cfg(feature = "cube")]
-fn client(device: &Device) -> Option<burn_cubecl::cubecl::client::Client> {
-    match device.clone().without_autodiff().as_dispatch() {
-        burn::backend::DispatchDevice::Cube(device) => Some(device.client()),
-        #[allow(unreachable_patterns, reason = "CubeCL may be the only backend")]
-        _ => None,
-    }
 }
 
 /// Checks that the backend of `device` can serve a cache of `layout`: operations, float type, and

@@ -1,6 +1,7 @@
 //! The interface of a codec in kernels, and arithmetic that codecs share, in u32 and f32 only.
 
 use cubecl::prelude::*;
+pub(crate) use kv_device::half::{half_bits, half_value, round_half_even};
 
 /// A [`Codec`](super::Codec) in kernels. A code stands for `value(code) * scale + offset`.
 #[cube]
@@ -40,43 +41,6 @@ pub(crate) trait CubeCodec {
 
 /// Largest finite f16; inputs saturate here because parameters are f16.
 pub(crate) const F16_MAX: f32 = 65504.0;
-
-/// Returns the bits of the f16 nearest to `x`, ties to even, for `|x| <= 65504`.
-#[cube]
-pub(crate) fn half_bits(x: f32) -> u32 {
-    let bits = u32::reinterpret(x);
-    let sign = (bits >> 16u32) & 0x8000u32;
-    let abs = bits & 0x7fff_ffffu32;
-    // The smallest normal f16 is 2^-14. Below it the mantissa counts units of 2^-24.
-    if abs < 0x3880_0000u32 {
-        sign | u32::cast_from(round_half_even(f32::reinterpret(abs) * 16_777_216.0f32))
-    } else {
-        let rounded = (abs + 0x0fffu32 + ((abs >> 13u32) & 1u32)) >> 13u32;
-        sign | (rounded - 0x1_c000u32)
-    }
-}
-
-/// Returns the finite f16 in the low 16 bits.
-#[cube]
-pub(crate) fn half_value(bits: u32) -> f32 {
-    let exponent = (bits >> 10u32) & 31u32;
-    let mantissa = bits & 1023u32;
-    let magnitude = if exponent == 0u32 {
-        f32::cast_from(mantissa) * 5.960_464_5e-8f32
-    } else {
-        f32::reinterpret(((exponent + 112u32) << 23u32) | (mantissa << 13u32))
-    };
-    if (bits & 0x8000u32) == 0u32 { magnitude } else { -magnitude }
-}
-
-/// Rounds `x >= 0` to the nearest integer, ties to even.
-#[cube]
-pub(crate) fn round_half_even(x: f32) -> f32 {
-    let floor = x.floor();
-    let rest = x - floor;
-    let odd = (u32::cast_from(floor) & 1u32) == 1u32;
-    if rest > 0.5f32 || (rest == 0.5f32 && odd) { floor + 1.0f32 } else { floor }
-}
 
 /// Clamps `x` to the range of f16. NaN stays NaN, which `clamp` does not guarantee.
 #[cube]

@@ -11,7 +11,7 @@
 //!
 //! Launch functions trust their callers for the lengths of buffers, so they are not public. A
 //! launch that needs more cubes or wider indices than the device has is an error before it starts
-//! ([`grid`]).
+//! ([`kv_device::grid`]).
 
 #![allow(
     clippy::single_match,
@@ -21,10 +21,7 @@
 
 pub(crate) mod cache;
 pub(crate) mod chunk_attention;
-#[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
-mod cuda_source;
 pub(crate) mod decode_attention;
-mod grid;
 mod layout;
 pub(crate) mod quantize;
 pub(crate) mod rope;
@@ -34,12 +31,16 @@ pub(crate) mod streaming_attention;
 
 use cubecl::client::Client;
 
+#[cfg(all(test, any(feature = "cuda-source", feature = "cuda-ptx")))]
+use kv_device::cuda_source;
+use kv_device::grid;
+use kv_device::grid::ELEMENTWISE_UNITS;
+pub(crate) use kv_device::grid::{Grid, Limits};
+
 use crate::Result;
-use grid::ELEMENTWISE_UNITS;
-pub(crate) use grid::{Grid, Limits};
 
 /// Cubes for `n` units of the operation `what` on the client's device; its longest buffer has
 /// `elements`.
 fn elementwise(client: &Client, what: &str, n: usize, elements: usize) -> Result<Grid> {
-    Grid::elementwise(what, n, elements, &Limits::of(client.properties()))
+    Ok(Grid::elementwise(what, n, elements, &Limits::of(client.properties()))?)
 }

@@ -120,7 +120,7 @@ pub(crate) fn grid(
     let elements = elements.max(partial_elements(problem, n_splits));
     Grid::elementwise("attention over a cache", elements, elements, limits)?;
     let wanted = [layout.slices(), n_splits, row_chunks];
-    Grid::new("attention over a cache", wanted, units, elements, limits)
+    Ok(Grid::new("attention over a cache", wanted, units, elements, limits)?)
 }
 
 /// Allocates f32 `[slices, rows, n_splits, head_dim + 2]`, with the head_dim of values: `(o, m, l)`

@@ -88,7 +88,7 @@ impl StreamProblem {
         let (rows, units) =
             blocks.map_or((ROWS, self.units()), |blocks| (blocks.rows, blocks.units));
         let wanted = [self.m.div_ceil(rows), self.heads(), 1];
-        Grid::new("streaming_attention", wanted, units, self.elements(1), limits)
+        Ok(Grid::new("streaming_attention", wanted, units, self.elements(1), limits)?)
     }
 
     /// The grids of the backward pass: of the kernel for the query, and of that for keys and

@@ -1,19 +1,25 @@
 //! The number of cubes of a launch along each axis and the width of its indices, planned on the
 //! host within the limits of the device.
 
+#![allow(
+    missing_docs,
+    missing_debug_implementations,
+    reason = "CubeType derives a public type with neither"
+)]
+
 use cubecl::{
     ir::{AddressType, DeviceProperties},
     prelude::*,
 };
 
-use crate::{Error, Result};
+use crate::Unsupported;
 
 /// Units per cube of the element-wise kernels.
-pub(super) const ELEMENTWISE_UNITS: usize = 128;
+pub const ELEMENTWISE_UNITS: usize = 128;
 
 /// Limits of a device on a launch.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
+pub struct Limits {
     /// Most cubes along each axis; WebGPU guarantees 65535.
     max_cubes: [usize; 3],
     /// True if indices may have 64 bits, which WGSL lacks.
@@ -22,10 +28,10 @@ pub(crate) struct Limits {
 
 impl Limits {
     /// The limits that WebGPU guarantees.
-    #[cfg(test)]
-    pub(crate) const WEBGPU: Self = Self { max_cubes: [65_535; 3], wide: false };
+    pub const WEBGPU: Self = Self { max_cubes: [65_535; 3], wide: false };
 
-    pub(crate) fn of(properties: &DeviceProperties) -> Self {
+    /// Returns the limits of a device.
+    pub fn of(properties: &DeviceProperties) -> Self {
         let (x, y, z) = properties.hardware.max_cube_count;
         let max_cubes = [x, y, z].map(|count| count as usize);
         Self { max_cubes, wide: properties.supports_address(AddressType::U64) }
@@ -34,15 +40,15 @@ impl Limits {
 
 /// The cubes of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Grid {
+pub struct Grid {
     counts: [u32; 3],
     /// Units per cube.
     units: usize,
     /// True if the cubes exceed the limit of one axis and are spread over all three. Some cubes may
     /// then have no work, and kernels compute their index by [`cube_at`].
-    pub(crate) flat: bool,
+    pub flat: bool,
     /// Type of the kernel's indices.
-    pub(crate) address: AddressType,
+    pub address: AddressType,
 }
 
 impl Grid {
@@ -50,15 +56,15 @@ impl Grid {
     /// longest buffer has `elements`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the device has too few cubes or too short indices.
-    pub(crate) fn new(
+    /// [`Unsupported`] where the device has too few cubes or too short indices.
+    pub fn new(
         what: &str,
         wanted: [usize; 3],
         units: usize,
         elements: usize,
         limits: &Limits,
-    ) -> Result<Self> {
-        let unsupported = |why: String| Error::Unsupported {
+    ) -> Result<Self, Unsupported> {
+        let unsupported = |why: String| Unsupported {
             what: format!("{what} of {elements} elements in one buffer"),
             why,
         };
@@ -86,22 +92,24 @@ impl Grid {
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub(crate) fn elementwise(
+    pub fn elementwise(
         what: &str,
         n: usize,
         elements: usize,
         limits: &Limits,
-    ) -> Result<Self> {
+    ) -> Result<Self, Unsupported> {
         let cubes = n.div_ceil(ELEMENTWISE_UNITS).max(1);
         Self::new(what, [cubes, 1, 1], ELEMENTWISE_UNITS, elements, limits)
     }
 
-    pub(crate) fn count(&self) -> CubeCount {
+    /// Returns the number of cubes along each axis.
+    pub fn count(&self) -> CubeCount {
         let [x, y, z] = self.counts;
         CubeCount::Static(x, y, z)
     }
 
-    pub(crate) fn dim(&self) -> CubeDim {
+    /// Returns the units of a cube.
+    pub fn dim(&self) -> CubeDim {
         CubeDim::new_1d(self.units as u32)
     }
 }
@@ -120,17 +128,17 @@ fn spread(total: usize, most: [usize; 3]) -> Option<[usize; 3]> {
 
 /// Position of a cube in a planned grid, whether spread over the axes or not.
 #[derive(CubeType)]
-pub(crate) struct Place {
-    pub(crate) x: usize,
-    pub(crate) y: usize,
+pub struct Place {
+    pub x: usize,
+    pub y: usize,
     /// At or beyond the planned grid's end in cubes that have no work.
-    pub(crate) z: usize,
+    pub z: usize,
 }
 
 /// Position of this cube in a planned grid of `x` times `y` times any number of cubes; `flat` is
 /// [`Grid::flat`].
 #[cube]
-pub(crate) fn cube_at(x: usize, y: usize, #[comptime] flat: bool) -> Place {
+pub fn cube_at(x: usize, y: usize, #[comptime] flat: bool) -> Place {
     if comptime!(flat) {
         Place { x: CUBE_POS % x, y: CUBE_POS / x % y, z: CUBE_POS / x / y }
     } else {

@@ -16,10 +16,10 @@ use cubecl_llvm::{
 use super::{card, leave};
 
 /// A kernel and its name.
-pub(in crate::kernels) type Named = (String, Box<dyn CubeKernel>);
+pub type Named = (String, Box<dyn CubeKernel>);
 
 /// Names a kernel.
-pub(in crate::kernels) fn named(name: impl Into<String>, kernel: impl CubeKernel) -> Named {
+pub fn named(name: impl Into<String>, kernel: impl CubeKernel) -> Named {
     (name.into(), Box::new(kernel))
 }
 
@@ -30,7 +30,7 @@ const ARCHITECTURES: [u32; 2] = [80, 90];
 const DRIVER: i32 = 13_000;
 
 /// Properties of the card of this compute capability, as the runtime narrows them for LLVM.
-pub(in crate::kernels) fn properties(architecture: u32) -> Arc<DeviceProperties> {
+pub fn properties(architecture: u32) -> Arc<DeviceProperties> {
     let mut properties = card(architecture);
     restrict_features(&mut properties, GpuTarget::Nvptx);
     Arc::new(properties)
@@ -40,11 +40,7 @@ pub(in crate::kernels) fn properties(architecture: u32) -> Arc<DeviceProperties>
 ///
 /// Kernels with an exponential need the library of mathematical functions of CUDA's toolkit, in the
 /// folder that `CUDA_PATH` names.
-pub(in crate::kernels) fn cuda_ptx(
-    name: &str,
-    kernel: &dyn CubeKernel,
-    architecture: u32,
-) -> String {
+pub fn cuda_ptx(name: &str, kernel: &dyn CubeKernel, architecture: u32) -> String {
     let mut options = CudaCompilationOptions {
         arch: Some(SmArch::new(architecture, true)),
         ptx_version: PtxVersion::for_driver(DRIVER),
@@ -69,7 +65,7 @@ pub(in crate::kernels) fn cuda_ptx(
 
 /// Compiles the kernels that `kernels` makes for a card, for each card, and asserts that none keeps
 /// an array in local memory.
-pub(in crate::kernels) fn each_ptx(kernels: impl Fn(Arc<DeviceProperties>) -> Vec<Named>) {
+pub fn each_ptx(kernels: impl Fn(Arc<DeviceProperties>) -> Vec<Named>) {
     for architecture in ARCHITECTURES {
         for (name, kernel) in kernels(properties(architecture)) {
             let ptx = cuda_ptx(&name, &*kernel, architecture);

@@ -15,7 +15,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 #[cfg(feature = "cuda-source")]
-pub(super) use cpp::{cuda_source, dynamic_indices};
+pub use cpp::{cuda_source, dynamic_indices};
 use cubecl::{
     ir::{
         DeviceIdentity, HardwareProperties, MemoryDeviceProperties, OpaqueType, PciVendor,
@@ -26,11 +26,11 @@ use cubecl::{
 };
 use cubecl_cpp::register_supported_types;
 #[cfg(feature = "cuda-ptx")]
-pub(super) use ptx::{cuda_ptx, each_ptx, named, properties};
+pub use ptx::{cuda_ptx, each_ptx, named, properties};
 
 /// Properties of an H200, as the CUDA runtime of CubeCL 0.11.3 would fill them in.
 #[cfg(feature = "cuda-source")]
-pub(super) fn h200() -> Arc<DeviceProperties> {
+pub fn h200() -> Arc<DeviceProperties> {
     Arc::new(card(90))
 }
 
@@ -86,12 +86,12 @@ fn card(architecture: u32) -> DeviceProperties {
 
 /// Settings of a launch of cubes of `units`: `mode` is `Checked` for `launch`, `Unchecked` for
 /// `launch_unchecked`.
-pub(super) fn settings(units: usize, mode: ExecutionMode) -> KernelSettings {
+pub fn settings(units: usize, mode: ExecutionMode) -> KernelSettings {
     KernelSettings::new(CubeDim::new_1d(units as u32).into(), mode, AddressType::U32)
 }
 
 /// Compilation argument of a buffer that shares its memory with no other.
-pub(super) fn buffer() -> BufferCompilationArg {
+pub fn buffer() -> BufferCompilationArg {
     BufferCompilationArg { inplace: None }
 }
 

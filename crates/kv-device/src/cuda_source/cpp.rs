@@ -11,7 +11,7 @@ use cubecl_cpp::{
 use super::leave;
 
 /// CUDA C++ of `kernel` for compute capability 9.0, also [written](leave) to `name`.cu.
-pub(in crate::kernels) fn cuda_source(name: &str, kernel: &dyn CubeKernel) -> String {
+pub fn cuda_source(name: &str, kernel: &dyn CubeKernel) -> String {
     let options = CompilationOptions {
         warp_size: 32,
         supports_features: CppSupportedFeatures {
@@ -32,7 +32,7 @@ pub(in crate::kernels) fn cuda_source(name: &str, kernel: &dyn CubeKernel) -> St
 
 /// Statements that index a local array by anything but a literal. The compiler cannot keep such an
 /// array in registers.
-pub(in crate::kernels) fn dynamic_indices(source: &str) -> Vec<&str> {
+pub fn dynamic_indices(source: &str) -> Vec<&str> {
     let mut arrays = HashSet::new();
     let mut literals = HashSet::new();
     for statement in source.split(';') {
