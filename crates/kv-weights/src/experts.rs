@@ -3,7 +3,8 @@
 use burn::tensor::{Bytes, DType, Device, Int, Tensor, TensorData};
 
 use crate::{
-    PackedLayout, PackedMatrix, Result, WeightFormat, backends::check_bytes, error::invalid,
+    Activations, PackedLayout, PackedMatrix, Result, WeightFormat, backends::check_bytes,
+    error::invalid,
 };
 
 /// Where the first block of an expert begins is a multiple of so many bytes, so that every device can bind it: what
@@ -99,6 +100,17 @@ impl PackedExperts {
         let words = self.words.clone().narrow(0, number * stride, stride);
         Ok(PackedMatrix::of_padded(words, self.layout))
     }
+}
+
+/// The layout of experts in their buffer and of the activations that they are multiplied with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertSelection {
+    /// Words from the start of one expert to the start of the next.
+    pub stride: usize,
+    /// Number of picks that share a row of activations.
+    pub shared: usize,
+    /// Precision of the activations.
+    pub activations: Activations,
 }
 
 /// Bytes from the first block of an expert to that of the next.

@@ -49,11 +49,10 @@ pub use activations::Activations;
 pub use backends::in_parts;
 pub use backends::{check_device, largest_buffer};
 pub use error::{Error, Result};
-pub use experts::PackedExperts;
+pub use experts::{ExpertSelection, PackedExperts};
 pub use formats::{GroupSize, WeightFormat};
 pub use functions::{
-    ExpertSelection, back_project, fuses, gated, lookup, lookup_parts, project, project_fused,
-    project_picked,
+    back_project, fuses, gated, lookup, lookup_parts, project, project_fused, project_picked,
 };
 pub use fused::{Fused, FusedInputs, FusedPlan, Gate, MaybeFloat, Norm, PartWords};
 pub use layout::PackedLayout;

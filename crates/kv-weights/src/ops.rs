@@ -47,7 +47,7 @@ pub trait WeightOps: Backend {
         #[extension_type] inputs: FusedInputs<Self>,
         plan: FusedPlan,
     ) -> FloatTensor<Self> {
-        composed::fused::<Self>(x, inputs, &plan)
+        composed::fused::<Self>(x, inputs, &plan, Self::packed_project, Self::packed_gate)
     }
 
     /// [`project_picked`](crate::project_picked): for every number of `picked`, i32 `[n]`, the product of a row of `x`

@@ -4,18 +4,7 @@ use burn::{
 };
 
 use super::project::check_width;
-use crate::{Activations, Error, PackedExperts, Result, WeightOps};
-
-/// Where experts lie, and which rows of activations they take.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ExpertSelection {
-    /// Words from the first of an expert to that of the next.
-    pub stride: usize,
-    /// Selections that share a row of activations.
-    pub shared: usize,
-    /// What products are made of.
-    pub activations: Activations,
-}
+use crate::{Activations, Error, ExpertSelection, PackedExperts, Result, WeightOps};
 
 /// Products with the experts that are picked for each token, whose numbers may still be on their way to the host: what a
 /// mixture of experts computes in a step.

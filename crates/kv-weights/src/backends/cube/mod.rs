@@ -48,7 +48,8 @@ impl WeightOps for CubeBackend {
     ) -> FloatTensor<Self> {
         let hardware = Hardware::of(x.client.properties());
         if hardware.way(rows_of(&x), plan.parts[0].format()) != Way::Few {
-            return composed::fused::<Self>(x, inputs, &plan);
+            let (project, gate) = (Self::packed_project, Self::packed_gate);
+            return composed::fused::<Self>(x, inputs, &plan, project, gate);
         }
         let FusedInputs { words, norm, bias, residual } = inputs;
         let extras = [norm, bias, residual].map(MaybeFloat::into_option);

@@ -3,9 +3,10 @@
 use core::arch::x86_64::*;
 
 use super::{
-    few::{self, Rows},
+    few,
     instructions::{CodeInstructions, Instructions},
-    wide,
+    integers::Rows,
+    wide_row,
 };
 use crate::formats::{
     unpack::{Blocks, Halves},
@@ -81,7 +82,7 @@ impl Instructions for Avx2 {
     #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn row_of_wide<W: Vectors>(row: &[u16], x: &[f32], out: &mut [f32]) {
         // SAFETY: the processor has the instructions, as the caller says.
-        unsafe { wide::row::<Self, W>(row, x, out) }
+        unsafe { wide_row::row::<Self, W>(row, x, out) }
     }
 }
 

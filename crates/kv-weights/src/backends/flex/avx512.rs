@@ -2,7 +2,7 @@
 
 use core::arch::x86_64::*;
 
-use super::{instructions::Instructions, wide};
+use super::{instructions::Instructions, wide_row};
 use crate::formats::wide::Vectors;
 
 pub(super) struct Avx512;
@@ -62,6 +62,6 @@ impl Instructions for Avx512 {
     #[target_feature(enable = "avx512f")]
     unsafe fn row_of_wide<W: Vectors>(row: &[u16], x: &[f32], out: &mut [f32]) {
         // SAFETY: the processor has the instructions, as the caller says.
-        unsafe { wide::row::<Self, W>(row, x, out) }
+        unsafe { wide_row::row::<Self, W>(row, x, out) }
     }
 }

@@ -2,21 +2,15 @@
 //! multiplied with activations as integers of 16 bits, or as floats.
 
 use super::{
-    AHEAD, LINE, PARALLEL,
     instructions::CodeInstructions,
-    integers::{BLOCK, Integers},
+    integers::{BLOCK, Integers, Rows},
     stacked::Stacked,
+    tuning::{AHEAD, LINE, PARALLEL},
 };
 use crate::{
     Activations,
     formats::unpack::{Blocks, MOST},
 };
-
-/// Rows of activations as they are multiplied.
-pub(super) enum Rows<'a> {
-    Rounded(Integers),
-    Exact(&'a [f32]),
-}
 
 /// `x W^T` for few rows of `x`, `[rows of x, rows]`.
 pub(super) fn project<I: CodeInstructions, F: Blocks>(

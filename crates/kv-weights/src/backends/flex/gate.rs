@@ -7,7 +7,7 @@ use core::mem::MaybeUninit;
 
 use macerator::Simd;
 
-use super::threads::in_parts;
+use super::{stacked::Stacked, threads::in_parts};
 use crate::Gate;
 
 /// Numbers that a thread computes at a time, about.
@@ -25,6 +25,18 @@ pub(super) fn gated(gate_up: &[f32], n: usize, gate: Gate) -> Vec<f32> {
     // SAFETY: all parts have been written: there are as many rows of gates as of what they make.
     unsafe { out.set_len(len) };
     out
+}
+
+/// Applies the gate, if there is one, to the halves of each row of products.
+pub(super) fn gated_products(
+    products: Vec<f32>,
+    matrix: &Stacked<'_>,
+    gate: Option<Gate>,
+) -> Vec<f32> {
+    match gate {
+        Some(gate) => gated(&products, matrix.rows() / 2, gate),
+        None => products,
+    }
 }
 
 /// `f(gate) * up` for rows of `n` gates and as many others, by this thread.

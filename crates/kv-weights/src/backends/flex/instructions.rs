@@ -1,7 +1,7 @@
 //! What the kernels for few rows ask of a processor: those of [`few`](super::few) and [`wide`](super::wide) are written
 //! once, and compiled for each kind of instructions.
 
-use super::few::Rows;
+use super::integers::Rows;
 use crate::formats::{
     unpack::{Blocks, Halves},
     wide::Vectors,
@@ -44,7 +44,7 @@ pub(super) trait Instructions {
     /// The sum of all lanes.
     unsafe fn total(vector: Self::Vector) -> f32;
 
-    /// [`wide::row`](super::wide::row).
+    /// [`wide_row::row`](super::wide_row::row).
     unsafe fn row_of_wide<W: Vectors>(row: &[u16], x: &[f32], out: &mut [f32]);
 }
 

@@ -18,6 +18,13 @@ pub(super) struct Integers {
     pub(super) sums: Vec<f32>,
 }
 
+/// Rows of activations, rounded or not.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub(super) enum Rows<'a> {
+    Rounded(Integers),
+    Exact(&'a [f32]),
+}
+
 impl Integers {
     /// Rounds them so that the largest of 32 becomes `largest`.
     pub(super) fn round(x: &[f32], largest: f32) -> Self {

@@ -16,14 +16,19 @@ mod gate;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod instructions;
 mod integers;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod native;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
 mod stacked;
 mod threads;
+mod tuning;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 mod wide;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod wide_row;
 
 use burn::{
     backend::{
@@ -37,6 +42,8 @@ use burn_flex::FlexTensor;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use instructions::Instructions;
 use integers::Integers;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use native::Native;
 use stacked::Stacked;
 pub use threads::in_parts;
 
@@ -46,28 +53,9 @@ use crate::{
     formats::{unpack::Blocks, with_blocks},
 };
 
-/// The instructions that most processors of this architecture have.
-#[cfg(target_arch = "x86_64")]
-type Native = avx2::Avx2;
-/// The instructions that most processors of this architecture have.
-#[cfg(target_arch = "aarch64")]
-type Native = neon::Neon;
-
 /// From so many rows of activations on, parts of the matrix are restored and multiplied with as floats, where there are
 /// no instructions for bytes.
 const MANY: usize = 18;
-/// Bytes of weights that a thread takes at a time, about: reading in order is fastest, and so is a last part that no
-/// thread has to wait for.
-const PART: usize = 256 << 10;
-/// Multiplications that are worth a second thread.
-const PARALLEL: usize = 1 << 17;
-/// Bytes of a line of the processor's cache.
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-const LINE: usize = 64;
-/// How many bytes before they are multiplied blocks are brought into the cache. The processor foresees by itself what
-/// is read in order, but not past the end of a page.
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-const AHEAD: usize = 2048;
 
 impl WeightOps for Flex {
     fn packed_project(
@@ -88,7 +76,7 @@ impl WeightOps for Flex {
         inputs: FusedInputs<Self>,
         plan: FusedPlan,
     ) -> FloatTensor<Self> {
-        composed::fused_around::<Self>(x, inputs, &plan, |x, words, gate| {
+        let products = |x, words: Vec<_>, gate| {
             let x = contiguous(x);
             let words: Vec<_> = words.into_iter().map(contiguous).collect();
             let parts = words.iter().zip(&plan.parts);
@@ -98,7 +86,8 @@ impl WeightOps for Flex {
             let n = x.len() / plan.parts[0].columns();
             let outputs = y.len() / n;
             tensor(y, [n, outputs])
-        })
+        };
+        composed::fused_around::<Self>(x, inputs, &plan, products, Self::packed_gate)
     }
 
     fn packed_picked(
@@ -197,7 +186,7 @@ fn project(
             wide::project::<W>(x, matrix)
         }
     });
-    gated(products, matrix, gate)
+    gate::gated_products(products, matrix, gate)
 }
 
 /// `x W^T` where there are no instructions for bytes.
@@ -217,14 +206,6 @@ fn blocks_project<F: Blocks>(
         return few::project::<Native, F>(x, matrix, activations);
     }
     portable::project::<F>(x, matrix, activations)
-}
-
-/// Products with a gate of their halves.
-fn gated(products: Vec<f32>, matrix: &Stacked<'_>, gate: Option<Gate>) -> Vec<f32> {
-    match gate {
-        Some(gate) => gate::gated(&products, matrix.rows() / 2, gate),
-        None => products,
-    }
 }
 
 /// The blocks of all rows.

@@ -4,9 +4,10 @@ use core::arch::{aarch64::*, asm};
 use std::arch::is_aarch64_feature_detected;
 
 use super::{
-    few::{self, Rows},
+    few,
     instructions::{CodeInstructions, Instructions},
-    wide,
+    integers::Rows,
+    wide_row,
 };
 use crate::formats::{
     unpack::{Blocks, Halves},
@@ -86,7 +87,7 @@ impl Instructions for Neon {
     #[target_feature(enable = "neon")]
     unsafe fn row_of_wide<W: Vectors>(row: &[u16], x: &[f32], out: &mut [f32]) {
         // SAFETY: the processor has the instructions, as the caller says.
-        unsafe { wide::row::<Self, W>(row, x, out) }
+        unsafe { wide_row::row::<Self, W>(row, x, out) }
     }
 }
 

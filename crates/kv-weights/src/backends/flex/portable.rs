@@ -4,9 +4,9 @@
 use macerator::Simd;
 
 use super::{
-    PARALLEL,
     integers::{BLOCK, Integers},
     stacked::Stacked,
+    tuning::PARALLEL,
 };
 use crate::{
     Activations, WeightFormat,

@@ -1,6 +1,6 @@
 //! Matrices whose rows follow one another.
 
-use super::{PART, threads::in_parts};
+use super::{threads::in_parts, tuning::PART};
 use crate::PackedLayout;
 
 /// Matrices of one format and width, by the blocks of each, whose rows follow one another: activations are rounded once

@@ -14,7 +14,12 @@ mod panels;
 
 use core::{arch::x86_64::*, ops::Range};
 
-use super::{AHEAD, LINE, PARALLEL, dense, gated, stacked::Stacked};
+use super::{
+    dense,
+    gate::gated_products,
+    stacked::Stacked,
+    tuning::{AHEAD, LINE, PARALLEL},
+};
 use crate::{
     Activations, Gate, PackedLayout,
     formats::vnni::{self, GROUP, Groups, MOST_BYTES},
@@ -51,11 +56,11 @@ pub(super) fn project<F: Groups>(
 ) -> Vec<f32> {
     match activations {
         Activations::Exact if x.len() / matrix.columns() >= MANY_EXACT => {
-            gated(dense::project(x, matrix), matrix, gate)
+            gated_products(dense::project(x, matrix), matrix, gate)
         }
         Activations::Exact => {
             let x = exact::groups(x, matrix.columns());
-            gated(few::<F, _>(&x, matrix), matrix, gate)
+            gated_products(few::<F, _>(&x, matrix), matrix, gate)
         }
         Activations::Int16 => by_digits::<F, 2>(x, matrix, gate),
         Activations::Int8 => by_digits::<F, 1>(x, matrix, gate),
@@ -74,7 +79,7 @@ fn by_digits<F: Groups, const D: usize>(
     }
     // SAFETY: the processor has the instructions, as asserted.
     let x = unsafe { groups::<F, D>(x, columns) };
-    gated(few::<F, _>(&x, matrix), matrix, gate)
+    gated_products(few::<F, _>(&x, matrix), matrix, gate)
 }
 
 /// 128 activations as they are multiplied. In the last ones of a row zeros follow the numbers that

@@ -9,7 +9,12 @@ use super::{
 };
 use crate::{
     Gate, PackedLayout,
-    backends::flex::{gate::open, gated, stacked::Stacked, threads::in_parts},
+    backends::flex::{
+        gate::{gated_products, open},
+        stacked::Stacked,
+        threads::in_parts,
+        tuning::{LINE, PARALLEL},
+    },
     formats::{
         unpack::Blocks,
         vnni::{GROUP, Groups, MOST_BYTES},
@@ -20,8 +25,6 @@ use crate::{
 const PANEL: usize = 32;
 /// Rows of weights that a thread takes at a time, whole panels.
 const PART: usize = 4 * PANEL;
-/// Bytes of a line of the processor's cache.
-const LINE: usize = 64;
 /// Lanes of a vector.
 const LANES: usize = 16;
 /// Numbers of activations that share a step.
@@ -89,7 +92,7 @@ pub(super) fn project<F: Groups, const D: usize>(
     let activations = rounded::<F, D>(x, columns);
     match (gate, matrix.halves()) {
         (Some(gate), Some(halves)) => project_gated::<F, D>(&activations, matrix, halves, gate),
-        _ => gated(project_all::<F, D>(&activations, matrix), matrix, gate),
+        _ => gated_products(project_all::<F, D>(&activations, matrix), matrix, gate),
     }
 }
 
@@ -113,7 +116,7 @@ fn project_all<F: Groups, const D: usize>(x: &[Activations<D>], matrix: &Stacked
     let n = x.len() * BLOCK / layout.columns();
     let mut out = Vec::<f32>::with_capacity(n * rows);
     let to = Out(out.as_mut_ptr());
-    let parallel = rows * x.len() * BLOCK >= super::PARALLEL;
+    let parallel = rows * x.len() * BLOCK >= PARALLEL;
     in_parts(matrix.pieces(PART), parallel, |(first, blocks)| {
         let mut panel = Panel::new(layout);
         for i in 0..panel.count(blocks) {
