@@ -183,22 +183,3 @@ pub(super) fn add_fifth_bits(bits: u32, span: &mut Span) {
         span.codes[i] |= ((four * 0x0020_4081u32) & 0x0101_0101u32) << 4u32;
     }
 }
-
-/// Scale and minimum of 6 bits of span `index` of a block of 256 that begins at byte `at`, `[d, dmin, 12 bytes]`.
-#[cube]
-pub(super) fn six_bit_scales(words: &[u32], at: usize, index: usize, span: &mut Span) {
-    let first = at / 4;
-    let both = words[first];
-    let shift = index as u32 % 4u32 * 8u32;
-    let scales = words[first + 1] >> shift;
-    let mins = words[first + 2] >> shift;
-    let mut scale = scales & 63u32;
-    let mut min = mins & 63u32;
-    if index >= 4 {
-        let last = words[first + 3] >> shift;
-        scale = (last & 15u32) | (((scales >> 6u32) & 3u32) << 4u32);
-        min = ((last >> 4u32) & 15u32) | (((mins >> 6u32) & 3u32) << 4u32);
-    }
-    span.low = half_value(both) * f32::cast_from(scale);
-    span.min = -(half_value(both >> 16u32) * f32::cast_from(min));
-}

@@ -2,13 +2,12 @@
 //! and kernels unpack it, and one table of them all.
 
 pub(crate) mod affine;
+pub(crate) mod affine_k;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
 pub(crate) mod floats;
 pub(crate) mod grouped;
 pub(crate) mod mxfp4;
-pub(crate) mod q4_k;
-pub(crate) mod q5_k;
 pub(crate) mod q6_k;
 pub(crate) mod scaled;
 pub(crate) mod unpack;
@@ -216,10 +215,10 @@ formats! {
         Q8_0 = "q8_0" (8), scaled::Scaled<8>;
         /// 256 codes of 4 bits, in groups of 32 with a scale and a minimum of 6 bits; 4.5 bits per
         /// number.
-        Q4K = "q4_k" (12), q4_k::Q4K;
+        Q4K = "q4_k" (12), affine_k::AffineK<4>;
         /// 256 codes of 5 bits, in groups of 32 with a scale and a minimum of 6 bits; 5.5 bits per
         /// number.
-        Q5K = "q5_k" (13), q5_k::Q5K;
+        Q5K = "q5_k" (13), affine_k::AffineK<5>;
         /// 256 codes of 6 bits, in groups of 16 with a scale of 8 bits; 6.5625 bits per number.
         Q6K = "q6_k" (14), q6_k::Q6K;
         /// 32 numbers of 4 bits (E2M1) with a power of two, as in the Open Compute Project's

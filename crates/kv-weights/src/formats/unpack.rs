@@ -84,22 +84,6 @@ pub(super) fn add_fifth_bits(block: &[u8], at: usize, codes: &mut [u8]) {
     }
 }
 
-/// The eight scales and minima of 6 bits of a block of 256, `[d, dmin, 12 bytes]`.
-#[inline(always)]
-pub(super) fn six_bit_scales<H: Halves>(block: &[u8], scales: &mut [f32], mins: &mut [f32]) {
-    let (d, dmin, packed) = (half::<H>(block, 0), half::<H>(block, 2), &block[4..16]);
-    for j in 0..8 {
-        let (scale, min) = if j < 4 {
-            (packed[j] & 63, packed[j + 4] & 63)
-        } else {
-            let both = packed[j + 4];
-            (both & 15 | packed[j - 4] >> 6 << 4, both >> 4 | packed[j] >> 6 << 4)
-        };
-        scales[j] = d * f32::from(scale);
-        mins[j] = -(dmin * f32::from(min));
-    }
-}
-
 /// Writes the numbers of whole blocks of any format.
 #[inline(always)]
 pub(crate) fn restore(format: WeightFormat, blocks: &[u8], out: &mut [f32]) {

@@ -64,32 +64,6 @@ impl Group<1> {
         let [scales, mins] = [scales, mins].map(|four| _mm256_zextps128_ps256(four));
         Self { codes: [codes], scales: [scales; 2], mins }
     }
-
-    /// A half of a block of 256 with [`six_bit_scales`].
-    ///
-    /// # Safety
-    /// 16 bytes of the block are there.
-    #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    pub(super) unsafe fn of_half(codes: [__m512i; 2], block: *const u8, half: usize) -> Self {
-        // SAFETY: as the caller says.
-        let [scales, mins] = unsafe { six_bit_scales(block) };
-        Self::scaled_from(codes, half_of(scales, half), half_of(mins, half))
-    }
-}
-
-impl Group<2> {
-    /// A block of 256 with [`six_bit_scales`].
-    ///
-    /// # Safety
-    /// 16 bytes of the block are there.
-    #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    pub(super) unsafe fn of_block(codes: [[__m512i; 2]; 2], block: *const u8) -> Self {
-        // SAFETY: as the caller says.
-        let [scales, mins] = unsafe { six_bit_scales(block) };
-        Self { codes, scales: [scales; 2], mins }
-    }
 }
 
 /// The four lanes of a half.
@@ -203,39 +177,4 @@ pub(super) unsafe fn add_fifth_bits(
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn set_bits(codes: __m512i, mask: u64, bit: __m512i) -> __m512i {
     _mm512_mask_add_epi8(codes, mask, codes, bit)
-}
-
-/// The scales and the minima of the eight times 32 numbers in a block of 256.
-///
-/// # Safety
-/// 16 bytes are there.
-#[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn six_bit_scales(block: *const u8) -> [__m256; 2] {
-    // SAFETY: as the caller says.
-    let [d, last] = [0, 12].map(|at| unsafe { block.add(at).cast::<u32>().read_unaligned() });
-    // SAFETY: as the caller says.
-    let first = unsafe { block.add(4).cast::<u64>().read_unaligned() };
-    // Four scales, then four minima, a byte each; the same of the other half, whose upper two bits lie in the first.
-    let low = first & 0x3f3f_3f3f_3f3f_3f3f;
-    let high = u64::from(last) | u64::from(last) << 28;
-    let high = high & 0x0f0f_0f0f_0f0f_0f0f | first >> 2 & 0x3030_3030_3030_3030;
-    let both = _mm_set_epi64x(high.cast_signed(), low.cast_signed());
-    let both = _mm_shuffle_epi32::<0b11_01_10_00>(both);
-    let [scales, mins] = [both, _mm_unpackhi_epi64(both, both)]
-        .map(|bytes| _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)));
-    // Minima are subtracted.
-    let steps = _mm_cvtph_ps(_mm_cvtsi32_si128((d ^ 0x8000_0000).cast_signed()));
-    let of_mins = _mm256_broadcastss_ps(_mm_movehdup_ps(steps));
-    [_mm256_mul_ps(scales, _mm256_broadcastss_ps(steps)), _mm256_mul_ps(mins, of_mins)]
-}
-
-/// Codes of two times 64 in the order of [`Group::codes`]: 32 bytes of a group are the lower halves of 32 bytes, the
-/// next group the upper halves.
-#[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) fn by_halves([low, high]: [__m512i; 2]) -> [__m512i; 2] {
-    let first = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
-    let second = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-    [_mm512_permutex2var_epi64(low, first, high), _mm512_permutex2var_epi64(low, second, high)]
 }
