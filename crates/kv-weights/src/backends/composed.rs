@@ -71,7 +71,7 @@ pub(crate) fn fused_around<B: Backend>(
     }
 }
 
-/// The norm of the rows of `x` with gains `[1, columns]`.
+/// Normalizes the rows of `x`, with gains `[1, columns]`.
 fn norm<B: Backend>(x: FloatTensor<B>, gains: FloatTensor<B>, plan: &FusedPlan) -> FloatTensor<B> {
     let squares = B::float_mul(x.clone(), x.clone());
     let mean = B::float_mean_dim(squares, 1);
@@ -93,7 +93,7 @@ pub(crate) fn gate<B: Backend>(x: FloatTensor<B>, gate: Gate) -> FloatTensor<B> 
     B::float_mul(opened::<B>(half(0), gate), half(width / 2))
 }
 
-/// What a gate makes of its numbers.
+/// Applies the nonlinearity of a gate.
 fn opened<B: Backend>(x: FloatTensor<B>, gate: Gate) -> FloatTensor<B> {
     let z = match gate {
         Gate::Silu => x.clone(),

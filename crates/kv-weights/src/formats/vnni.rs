@@ -1,28 +1,28 @@
-//! Groups of blocks in vectors of 64 bytes, for processors that multiply bytes: AVX-512 with VNNI.
+//! Groups of blocks in vectors of 64 bytes, for processors with AVX-512 and VNNI.
 
 use core::arch::x86_64::*;
 
 use super::unpack::Blocks;
 
-/// Numbers of a group: four times 32.
+/// Numbers in a group: four times 32.
 pub(crate) const GROUP: usize = 128;
 
-/// The most bytes of a group whose blocks may be fewer in the last group of a row.
+/// The most bytes in a group of a format that can have an incomplete last group in a row.
 pub(crate) const MOST_BYTES: usize = 4 * 36;
 
-/// A format as kernels with AVX-512 read it, 128 numbers at a time or twice as many.
+/// A format as AVX-512 kernels read it, one or two groups of 128 numbers at a time.
 pub(crate) trait Groups: Blocks {
-    /// The group of this number in a row.
+    /// Unpacks group `group` of a row.
     ///
     /// # Safety
-    /// The processor has AVX-512 with BW, DQ, VL and VNNI, and the blocks of the group, whole ones of 32 or 256
-    /// numbers, are behind `row`.
+    /// The processor has AVX-512 with BW, DQ, VL and VNNI, and all blocks of the group are readable
+    /// behind `row`.
     unsafe fn group(row: *const u8, group: usize) -> Group<1>;
 
-    /// The pair of groups of this number in a row. What two groups share is unpacked once where a block is as long.
+    /// Unpacks pair `pair` of groups of a row. Formats with blocks of 256 unpack shared data once.
     ///
     /// # Safety
-    /// As for both groups.
+    /// The same as for both groups.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn pair(row: *const u8, pair: usize) -> Group<2> {
@@ -37,27 +37,28 @@ pub(crate) trait Groups: Blocks {
     }
 }
 
-/// `N` times 128 numbers, one or two.
+/// One or two times 128 numbers.
 #[derive(Clone, Copy)]
 pub(crate) struct Group<const N: usize> {
-    /// The codes of each 128: those of the first halves of the four times 32 numbers, and those of the second halves.
+    /// For each 128, the codes of the first halves of all four times 32 numbers, then those of the
+    /// second halves.
     pub(crate) codes: [[__m512i; 2]; N],
-    /// Scales of each 32 numbers: of the first halves and of the second, which are the same if they are of 32 numbers.
-    /// Lanes without numbers are 0.
+    /// Scales of the first halves of each 32 numbers and of the second halves, which are equal if
+    /// 32 numbers share a scale. Lanes without numbers are 0.
     pub(crate) scales: [__m256; 2],
-    /// Minima of each 32 numbers, if there are any, otherwise 0.
+    /// Minima of each 32 numbers, or 0 if there are none.
     pub(crate) mins: __m256,
 }
 
 impl Group<1> {
-    /// Four times 32 numbers without minima.
+    /// Creates a group without minima.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn scaled(codes: [__m512i; 2], scales: __m128) -> Self {
         Self::scaled_from(codes, scales, _mm_setzero_ps())
     }
 
-    /// Four times 32 numbers with minima.
+    /// Creates a group with minima.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn scaled_from(codes: [__m512i; 2], scales: __m128, mins: __m128) -> Self {
@@ -66,7 +67,7 @@ impl Group<1> {
     }
 }
 
-/// The four lanes of a half.
+/// Returns the four lanes of a half.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn half_of(eight: __m256, half: usize) -> __m128 {
@@ -76,10 +77,10 @@ pub(super) fn half_of(eight: __m256, half: usize) -> __m128 {
     }
 }
 
-/// Four times 16 bytes, `stride` apart.
+/// Loads four times 16 bytes, `stride` apart.
 ///
 /// # Safety
-/// The bytes are there.
+/// The bytes are readable.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn four(from: *const u8, stride: usize) -> __m512i {
@@ -87,10 +88,10 @@ pub(super) unsafe fn four(from: *const u8, stride: usize) -> __m512i {
     unsafe { four_at(|i| from.wrapping_add(i * stride)) }
 }
 
-/// Four times 16 bytes.
+/// Loads four times 16 bytes.
 ///
 /// # Safety
-/// The bytes are there.
+/// The bytes are readable.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn four_at(from: impl Fn(usize) -> *const u8) -> __m512i {
@@ -102,24 +103,24 @@ pub(super) unsafe fn four_at(from: impl Fn(usize) -> *const u8) -> __m512i {
     _mm512_inserti32x4::<3>(all, part(3))
 }
 
-/// Four f16, `stride` bytes apart.
+/// Loads four f16 numbers, `stride` bytes apart.
 ///
 /// # Safety
-/// The bytes are there.
+/// The bytes are readable.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn four_halves(from: *const u8, stride: usize) -> __m128 {
     // SAFETY: as the caller says.
     let half = |i: usize| unsafe { u64::from(from.add(i * stride).cast::<u16>().read_unaligned()) };
-    // Two by two: a chain of four would be waited for.
+    // Combined in pairs, which is a shorter dependency chain than one after the other.
     let four = half(0) | half(1) << 16 | (half(2) | half(3) << 16) << 32;
     _mm_cvtph_ps(_mm_cvtsi64_si128(four.cast_signed()))
 }
 
-/// Four times two f16, `stride` bytes apart: the first ones, and the second ones.
+/// Loads four pairs of f16 numbers, `stride` bytes apart: the first of each, and the second.
 ///
 /// # Safety
-/// The bytes are there.
+/// The bytes are readable.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn four_pairs(from: *const u8, stride: usize) -> [__m128; 2] {
@@ -130,10 +131,10 @@ pub(super) unsafe fn four_pairs(from: *const u8, stride: usize) -> [__m128; 2] {
     [half_of(halves, 0), half_of(halves, 1)]
 }
 
-/// Four words.
+/// Loads four words.
 ///
 /// # Safety
-/// The bytes are there.
+/// The bytes are readable.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn words_at(from: impl Fn(usize) -> *const u8) -> __m128i {
@@ -142,7 +143,7 @@ pub(super) unsafe fn words_at(from: impl Fn(usize) -> *const u8) -> __m128i {
     _mm_setr_epi32(word(0), word(1), word(2), word(3))
 }
 
-/// The lower and the upper four bits of each byte.
+/// Returns the lower and the upper four bits of each byte.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn nibbles(bytes: __m512i) -> [__m512i; 2] {
@@ -150,10 +151,10 @@ pub(super) fn nibbles(bytes: __m512i) -> [__m512i; 2] {
     [_mm512_and_si512(bytes, mask), _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), mask)]
 }
 
-/// Adds the fifth bits of four blocks: `bits` are the words with them, `stride` bytes apart.
+/// Adds the fifth bits of four blocks, stored as words from `bits` on, `stride` bytes apart.
 ///
 /// # Safety
-/// The bytes are there.
+/// The bytes are readable.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn add_fifth_bits(
@@ -172,7 +173,7 @@ pub(super) unsafe fn add_fifth_bits(
     [set_bits(codes[0], first, fifth), set_bits(codes[1], second, fifth)]
 }
 
-/// The codes with a bit more, which they lack, where the mask has a 1.
+/// Adds `bit`, which no code has, to the codes where the mask is 1.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn set_bits(codes: __m512i, mask: u64, bit: __m512i) -> __m512i {

@@ -1,4 +1,4 @@
-//! The functions on tensors: checks, then the operation of the backend.
+//! Public functions on tensors: they check their arguments and dispatch to the backend.
 
 mod gate;
 mod lookup;

@@ -1,4 +1,4 @@
-//! AVX-512, for numbers of 16 bits: there are products of bytes where there is VNNI.
+//! AVX-512 for 16-bit weights. Weights in codes use byte products instead, if there is VNNI.
 
 use core::arch::x86_64::*;
 

@@ -1,5 +1,7 @@
-//! Products of few rows of activations with weights of 16 bits: each row of weights is read once and widened in registers,
-//! for up to four rows of activations at a time.
+//! Products of few rows of activations with 16-bit weights.
+//!
+//! Each row of weights is read once and widened in registers, for up to four rows of activations at
+//! a time.
 
 use macerator::Simd;
 
@@ -17,19 +19,19 @@ use crate::formats::wide::Vectors;
 /// Numbers that are widened together.
 const BLOCK: usize = 32;
 
-/// The instructions that products are made of.
+/// The instructions used for products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// Those of [`Native`].
+    /// The instructions of [`Native`].
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     Native,
     Portable,
 }
 
 impl Way {
-    /// All, the fastest first.
+    /// All ways, the fastest first.
     pub(super) const ALL: &[Self] = &[
         #[cfg(target_arch = "x86_64")]
         Self::Avx512,
@@ -38,7 +40,7 @@ impl Way {
         Self::Portable,
     ];
 
-    /// Whether this processor has them.
+    /// Returns whether this processor has the instructions.
     pub(super) fn is_available(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -54,7 +56,7 @@ impl Way {
     }
 }
 
-/// `x W^T` for few rows of `x`, `[rows of x, rows]`.
+/// Returns `x W^T` for few rows of `x`, `[rows of x, rows]`.
 pub(super) fn project<W: Vectors>(x: &[f32], matrix: &Stacked<'_>) -> Vec<f32> {
     project_by::<W>(Way::best(), x, matrix)
 }
@@ -80,7 +82,7 @@ pub(super) fn project_by<W: Vectors>(way: Way, x: &[f32], matrix: &Stacked<'_>) 
     })
 }
 
-/// The products of a row of weights with all of `x`.
+/// Multiplies one row of weights with all of `x`.
 #[macerator::with_simd]
 fn portable<S: Simd, W: Wide>(_: W, row: &[u16], x: &[f32], out: &mut [f32]) {
     out.fill(0.0);

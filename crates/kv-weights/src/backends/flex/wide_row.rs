@@ -8,10 +8,10 @@ use crate::formats::wide::Vectors;
 
 /// Numbers that are widened together.
 const BLOCK: usize = 32;
-/// Rows of activations that are multiplied at a time.
+/// Rows of activations multiplied at a time.
 const ROWS: usize = 4;
 
-/// The products of a row of weights with all of `x`.
+/// Multiplies one row of weights with all of `x`.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -30,7 +30,7 @@ pub(super) unsafe fn row<I: Instructions, W: Vectors>(row: &[u16], x: &[f32], ou
     }
 }
 
-/// The products of a row of weights with `N` rows of activations.
+/// Multiplies one row of weights with `N` rows of activations.
 ///
 /// # Safety
 /// The processor has the instructions.

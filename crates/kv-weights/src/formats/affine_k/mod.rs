@@ -3,8 +3,8 @@
 //!
 //! A block is the scale of the scales and that of the minima (f16), 12 bytes of scales and minima,
 //! for codes of 5 bits 32 bytes of their fifth bits, then 128 bytes of their lower four bits. Each
-//! 32 bytes of lower bits hold two groups of 32 codes, one in the lower and one in the upper halves.
-//! Bit `i` of fifth byte `j` belongs to code `j` of group `i`.
+//! 32 bytes of lower bits hold two groups of 32 codes, one in the lower and one in the upper
+//! halves. Bit `i` of fifth byte `j` belongs to code `j` of group `i`.
 
 #[cfg(feature = "cube")]
 pub(crate) mod cube;

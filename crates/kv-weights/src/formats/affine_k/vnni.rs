@@ -49,7 +49,7 @@ unsafe fn codes<const BITS: usize>(block: *const u8, half: usize) -> [__m512i; 2
     }
     // SAFETY: the caller has checked the block.
     let fifth = unsafe { _mm512_broadcast_i64x4(_mm256_loadu_si256(block.add(HEADER).cast())) };
-    // The first 32 bytes are two groups, and the second the next two.
+    // The first 32 bytes hold the first two groups of the half, the second 32 bytes the other two.
     let bits = |bit: i32| {
         let first = _mm512_set1_epi8(1 << bit);
         _mm512_inserti64x4::<1>(first, _mm256_set1_epi8(4 << bit))
@@ -66,10 +66,10 @@ unsafe fn codes<const BITS: usize>(block: *const u8, half: usize) -> [__m512i; 2
     ])
 }
 
-/// The scales and the minima of the eight times 32 numbers in a block of 256.
+/// Returns the eight scales and minima of a block.
 ///
 /// # Safety
-/// 16 bytes are there.
+/// The first 16 bytes of the block are readable.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn six_bit_scales(block: *const u8) -> [__m256; 2] {
@@ -77,7 +77,8 @@ unsafe fn six_bit_scales(block: *const u8) -> [__m256; 2] {
     let [d, last] = [0, 12].map(|at| unsafe { block.add(at).cast::<u32>().read_unaligned() });
     // SAFETY: as the caller says.
     let first = unsafe { block.add(4).cast::<u64>().read_unaligned() };
-    // Four scales, then four minima, a byte each; the same of the other half, whose upper two bits lie in the first.
+    // `low` holds the first four scales and the first four minima, a byte each, `high` the others.
+    // The upper two bits of those in `high` are stored in `first`.
     let low = first & 0x3f3f_3f3f_3f3f_3f3f;
     let high = u64::from(last) | u64::from(last) << 28;
     let high = high & 0x0f0f_0f0f_0f0f_0f0f | first >> 2 & 0x3030_3030_3030_3030;
@@ -91,8 +92,8 @@ unsafe fn six_bit_scales(block: *const u8) -> [__m256; 2] {
     [_mm256_mul_ps(scales, _mm256_broadcastss_ps(steps)), _mm256_mul_ps(mins, of_mins)]
 }
 
-/// Codes of two times 64 in the order of [`Group`]: 32 bytes of a group are the lower halves of 32 bytes, the
-/// next group the upper halves.
+/// Orders codes as in [`Group`]. In a block, 32 bytes hold one group of 32 codes in their lower
+/// halves and the next group in their upper halves.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn by_halves([low, high]: [__m512i; 2]) -> [__m512i; 2] {

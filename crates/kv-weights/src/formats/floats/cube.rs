@@ -5,7 +5,7 @@ use super::{
     spec,
 };
 
-/// Numbers of 16 bits with an exponent of `EXPONENT_BITS`.
+/// 16-bit floats with `EXPONENT_BITS` bits of exponent.
 #[derive(Debug)]
 pub(crate) struct Float<const EXPONENT_BITS: usize>;
 
